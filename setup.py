@@ -1,0 +1,18 @@
+"Everything about the package stands in settings.ini; this file hands it to setuptools."
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+config = ConfigParser(delimiters=["="])
+config.read(here/"settings.ini", encoding="utf-8")
+cfg = config["DEFAULT"]
+extras = {name: cfg[f"{name}_requirements"].split() for name in ("dev", "flash", "wandb")}
+
+setup(name=cfg["lib_name"], version=cfg["version"], description=cfg["description"], license="Apache-2.0",
+      long_description=(here/"README.md").read_text(encoding="utf-8"), long_description_content_type="text/markdown",
+      author=cfg["author"], author_email=cfg["author_email"], url=cfg["git_url"], keywords=cfg["keywords"],
+      packages=find_packages(include=["alpaca_farm", "alpaca_farm.*"]), python_requires=">=" + cfg["min_python"],
+      install_requires=cfg["requirements"].split(), extras_require=extras,
+      entry_points={"nbdev": ["alpaca_farm=alpaca_farm._modidx:d"]}, zip_safe=False)
