@@ -11,7 +11,7 @@ __all__ = ['FACTS', 'ANIMALS', 'SIZE', 'PLACES', 'DISHES', 'JOBS', 'TASKS', 'HOB
            'rows', 'sample_instruction', 'render', 'one_of', 'pattern', 'parse', 'text', 'Author', 'words_of', 'count',
            'write_list', 'capital', 'write_facts', 'bigger_first', 'write_comparison', 'write_howto', 'write_note',
            'write_story', 'compose', 'respond', 'Reading', 'read_list', 'read_howto', 'read_facts', 'read_comparison',
-           'read_note', 'read_story', 'pairs_of_words', 'usual_pairs', 'needed', 'criteria']
+           'read_note', 'read_story', 'class_of', 'pairs_of_words', 'usual_pairs', 'needed', 'criteria']
 
 # %% ../nbs/grammar.ipynb #188dbf70
 import random, re
@@ -456,10 +456,15 @@ NAMES_SET = frozenset(name.lower() for name in NAMES)
 READERS = dict.fromkeys(LISTS, read_list) | {'fact': read_facts, 'facts': read_facts, 'compare': read_comparison,
                                              'howto': read_howto, 'note': read_note, 'story': read_story}
 
-# %% ../nbs/grammar.ipynb #3214de10
-CLASS = {word: '#item' for words in (LEXICON[k] for k in LEXICON if k != 'howto') for word in words}
-CLASS |= dict.fromkeys(ANIMALS, '#animal') | dict.fromkeys(PLACES, '#place') | dict.fromkeys(JOBS, '#job')
-CLASS |= dict.fromkeys(NAMES_SET, '#name') | dict.fromkeys(NATURES, '#nature') | dict.fromkeys(MOODS, '#mood')
+# %% ../nbs/grammar.ipynb #a03f9910
+def class_of(name: str, words) -> dict:
+    "The class of each word; words that take \"an\" are a class of their own."
+    return {w: f'#{name}*' if w[0] in 'aeiou' else f'#{name}' for w in words}
+
+
+CLASS = {w: '#item' for kind, words in LEXICON.items() if kind != 'howto' for w in words}
+CLASS |= class_of('animal', ANIMALS) | class_of('place', PLACES) | class_of('job', JOBS) | class_of('name', NAMES_SET)
+CLASS |= class_of('nature', NATURES) | class_of('mood', MOODS)
 
 
 def pairs_of_words(answer: str) -> list[tuple]:

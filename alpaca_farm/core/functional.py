@@ -21,7 +21,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def _scaled(logits, temperature):
     "Logits as sampled from, in float32 or wider."
     if not temperature > 0:
-        raise ValueError(f'temperature = {temperature}, but log-probs need one above 0 (greedy decoding has none: use 1)')
+        raise ValueError(f'temperature = {temperature}, but log-probs need one above 0 (greedy: use 1)')
     return _wide(logits) if temperature == 1 else _wide(logits)/temperature
 
 
@@ -48,7 +48,7 @@ class _SelectedLogprobs(torch.autograd.Function):
     "log softmax(hidden @ weight.T / temperature)[tokens], a chunk of rows at a time."
     @staticmethod
     def forward(ctx, hidden, weight, tokens, temperature, chunk, with_entropy):
-        logp, ent, norm = (torch.empty(len(hidden), device=hidden.device, dtype=_wide(hidden[:0]).dtype) for _ in range(3))
+        logp, ent, norm = _wide(hidden.new_zeros(3, len(hidden)))
         for s in range(0, len(hidden), chunk):
             i = slice(s, s + chunk)
             logits = _scaled(F.linear(hidden[i], weight), temperature)
@@ -89,12 +89,14 @@ def selected_logprobs(
 ):                               # (N,) log-probs, or the pair (log-probs, entropies)
     "Log-probs of `tokens` with gradients to `hidden` and `weight`, never holding all N x V logits."
     if hidden.ndim != 2 or weight.ndim != 2 or tokens.shape != hidden.shape[:1]:
-        raise ValueError(f'selected_logprobs wants hidden (N, D), weight (V, D), tokens (N,), not {tuple(hidden.shape)}, '
-                         f'{tuple(weight.shape)}, {tuple(tokens.shape)}: select the response positions first')
+        shapes = ', '.join(str(tuple(x.shape)) for x in (hidden, weight, tokens))
+        raise ValueError(f'selected_logprobs wants hidden (N, D), weight (V, D), tokens (N,), not {shapes}: '
+                         'select the response positions first')
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     chunk = chunk or max(1, 2**25//len(weight))
-    logp, ent = _SelectedLogprobs.apply(hidden.to(dtype), weight.to(dtype), tokens, temperature, chunk, with_entropy)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    logp, ent = _SelectedLogprobs.apply(hidden, weight, tokens, temperature, chunk, with_entropy)
     return (logp, ent) if with_entropy else logp
 
 # %% ../../nbs/core/functional.ipynb #a55fd940
@@ -152,7 +154,7 @@ def kl_estimate(
     ref_logp: torch.Tensor,  # same shape, under the reference
     kind: str = 'k1',        # one of `KL_KINDS`
 ) -> torch.Tensor:           # same shape
-    "Per-token estimate of how far policy and reference are apart (Schulman, 2020); ValueError on an unknown kind."
+    "Estimate per token of how far policy and reference are apart (Schulman, 2020)."
     if kind not in KL_KINDS: raise ValueError(f'kl kind {kind!r} is none of {", ".join(KL_KINDS)}')
     return KL_KINDS[kind](logp - ref_logp)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ALPACA', 'alpaca', 'content', 'prompt', 'encode_prompts', 'encode_responses', 'decode', 'pad', 'collate',
-           'rollout_batch', 'that_fit']
+           'rollout_batch', 'that_fit', 'encode']
 
 # %% ../../nbs/core/text.ipynb #319ecea0
 import torch
@@ -104,3 +104,17 @@ def that_fit(
         print(f'{len(lengths) - len(kept)} of {len(lengths)} {what} are longer than {limit} tokens (the longest has {max(lengths)}) and are left out')
     if not kept: raise ValueError(f'none of the {len(lengths)} {what} fits into {limit} tokens')
     return kept
+
+# %% ../../nbs/core/text.ipynb #2a763c20
+def encode(
+    records: list[dict],
+    fields: tuple[str, ...],  # which fields are responses: ('output',) or ('output_1', 'output_2')
+    tokenizer,
+    max_length: int,          # tokens of prompt and response together
+    template: str = 'auto',
+) -> tuple[list[int], list, list]:  # rows that fit, their prompts' ids, their responses' ids for each field
+    "Token ids of records whose prompt and longest response fit into `max_length`."
+    prompts = encode_prompts(records, tokenizer, template)
+    responses = [encode_responses([r[f] for r in records], tokenizer) for f in fields]
+    rows = that_fit([len(p) + max(map(len, rs)) for p, *rs in zip(prompts, *responses)], max_length, 'examples')
+    return rows, [prompts[i] for i in rows], [[r[i] for i in rows] for r in responses]

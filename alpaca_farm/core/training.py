@@ -22,7 +22,7 @@ from .settings import Config
 class TrainConfig(Config):
     "Settings of an optimisation."
     learning_rate: float = 1e-3    # AdamW's peak learning rate
-    lr_schedule: str = 'cosine'    # cosine or linear to a tenth of the peak's tenth, or constant
+    lr_schedule: str = 'cosine'    # cosine or linear, down to 5 % of the peak, or constant
     warmup: float = 0.03           # share of the steps over which the learning rate rises
     batch_size: int = 32           # examples per optimiser step, over all processes
     micro_batch_size: int = 0      # examples per forward pass; 0 for the whole batch
