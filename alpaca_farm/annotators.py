@@ -25,14 +25,14 @@ class AnnotatorsConfig(Config):
     out: str = 'runs/annotators'                # run folder
     outputs: str = 'runs/samples'               # what is compared: a run of best_of_n with n >= 2, or a file of pairs or of candidates
     annotators: str = 'alpaca_farm.world:pool'  # who compares: "module:name" of an annotator or a pool
-    flip: float = 0.25                          # share of the labels that is flipped; AlpacaFarm trains on 0.25
+    label_flip: float = 0.25                    # share of the labels that is flipped; AlpacaFarm trains on 0.25
     both_orders: bool = False                   # ask about every pair twice, exchanged, and average
     expected: bool = True                       # record the pool's mean preference beside each label, where asking costs nothing
     max_instances: int = 0                      # the first so many pairs; 0 for all
     inputs = ('outputs', 'annotators')
-    makes = dict(outputs=('best_of_n', dict(n=2, reward_model='', split='preference')))
+    makes = dict(samples=('best_of_n', dict(n=2, reward_model='', split='preference')))
 
-    def check(self): self.bounds(flip=(0, 1), max_instances=(0, None))
+    def check(self): self.bounds(label_flip=(0, 1), max_instances=(0, None))
 
 # %% ../nbs/annotators.ipynb #4a85d690
 def members(pool) -> list:
@@ -155,9 +155,9 @@ def train(cfg: AnnotatorsConfig):
     if run.done: return run
     pool, pairs = resolve(cfg.annotators), read_pairs(cfg)
     clean = annotate_pairs(pairs, pool, cfg.seed, both_orders=cfg.both_orders)
-    noisy = flip(clean, cfg.flip, cfg.seed)
+    noisy = flip(clean, cfg.label_flip, cfg.seed)
     rows = [dict(r, flipped=r['preference'] != c['preference']) for r, c in zip(noisy.records, clean)]
-    if cfg.expected: rows = [dict(r, expected=float(e)) for r, e in zip(rows, expected(pairs, pool, cfg.flip))]
+    if cfg.expected: rows = [dict(r, expected=float(e)) for r, e in zip(rows, expected(pairs, pool, cfg.label_flip))]
     run.write('preferences.json', rows)
     ties = np.mean([r['preference'] == 1.5 for r in rows])
     run.finish(labels=len(rows), ties=float(ties), flip_rate=noisy.rate.value, flip_low=noisy.rate.low, flip_high=noisy.rate.high)

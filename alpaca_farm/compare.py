@@ -14,7 +14,7 @@ from itertools import combinations
 import numpy as np
 
 from .core.data import key
-from .core.runs import here, read_json, read_log, read_summary, start, whole
+from .core.runs import here, read_json, read_log, start, whole
 from .core.settings import Config, at_root, command, resolve
 from .core.stats import bootstrap
 from .eval import labels, preferences, read_answers, texts

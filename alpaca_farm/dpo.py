@@ -116,9 +116,10 @@ def train(cfg: DPOConfig):
         batch['reference'] = reference[order[step - 1]]
         trainer.log(**trainer.update(batch, lambda b: dpo_step(policy, b, cfg)))
     save_model(policy, tokenizer, run)
-    answer_split(policy, tokenizer, run)
+    figures = answer_split(policy, tokenizer, run, load_policy(cfg.policy, cfg)[0])
     last = read_log(run.folder)[-20:]
-    run.finish(labels=len(rows), too_long=len(records) - len(rows), **{k: sum(r[k] for r in last) / len(last) for k in ('loss', 'accuracy', 'margin')})
+    run.finish(labels=len(rows), too_long=len(records) - len(rows), **figures,
+               **{k: sum(r[k] for r in last) / len(last) for k in ('loss', 'accuracy', 'margin')})
     return run
 
 # %% ../nbs/dpo.ipynb #49b264f0

@@ -29,7 +29,7 @@ WORLD = ['alpaca_farm.world:people', 'alpaca_farm.world:pool', 'alpaca_farm.worl
 class EvalConfig(Config):
     "Settings of an evaluation."
     out: str = 'runs/eval'  # run folder
-    outputs: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders, files of answers
+    outputs: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders or files
     reference: str = 'runs/references'  # folder or file of answers to compare with, one or several each
     annotators: list[str] = field(default_factory=lambda: WORLD)  # who judges, each package.module:name
     max_instances: int = 0  # the first so many instructions of the reference; 0 for all
@@ -220,7 +220,7 @@ def figure(
 # %% ../nbs/eval.ipynb #70428840
 def read_answers(
     spec: str,                # a run folder or a file
-    candidates: bool = False, # whether to take a folder's candidates.json, all samples, rather than outputs.json
+    candidates: bool = False, # take a folder's candidates.json, all samples, rather than outputs.json
 ) -> list[dict]:
     "Answers, one or several per instruction."
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')

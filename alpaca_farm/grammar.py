@@ -60,22 +60,30 @@ TASKS = {
     'wash a dog': ('fill a warm bath', 'rub in the soap', 'rinse the fur', 'dry it with a towel'),
     'fly a kite': ('find an open field', 'check the wind', 'let out the string', 'hold the line tight'),
     'bake a cake': ('heat the oven', 'mix the batter', 'fill the tin', 'let the cake cool'),
-    'build a campfire': ('gather dry sticks', 'make a ring of stones', 'light the kindling', 'add the big logs'),
+    'build a campfire': ('gather dry sticks', 'make a ring of stones', 'light the kindling',
+                         'add the big logs'),
     'cook an egg': ('fill a small pot', 'bring it to a boil', 'lower the egg gently', 'peel off the shell')}
 HOBBIES = {
-    'painting': ('brushes', 'easel', 'sketchbook', 'crayons'), 'reading': ('novel', 'bookmark', 'lamp', 'atlas'),
-    'music': ('guitar', 'flute', 'records', 'drum'),           'gardening': ('seeds', 'gloves', 'spade', 'pots'),
-    'sewing': ('thread', 'needles', 'fabric', 'buttons'),      'football': ('ball', 'jersey', 'whistle', 'boots')}
+    'painting': ('brushes', 'easel', 'sketchbook', 'crayons'),
+    'reading': ('novel', 'bookmark', 'lamp', 'atlas'),
+    'music': ('guitar', 'flute', 'records', 'drum'),
+    'gardening': ('seeds', 'gloves', 'spade', 'pots'),
+    'sewing': ('thread', 'needles', 'fabric', 'buttons'),
+    'football': ('ball', 'jersey', 'whistle', 'boots')}
 
-# %% ../nbs/grammar.ipynb #02ed2260
-NAMES = ('Anna', 'Ben', 'Clara', 'David', 'Emma', 'Felix', 'Grace', 'Henry', 'Iris', 'Jack', 'Karen', 'Leo', 'Maria', 'Noah')
+# %% ../nbs/grammar.ipynb #e9a5a870
+NAMES = ('Anna', 'Ben', 'Clara', 'David', 'Emma', 'Felix', 'Grace', 'Henry', 'Iris', 'Jack', 'Karen',
+         'Leo', 'Maria', 'Noah')
 ACTS = {  # how it is asked: (how a note puts it, what it can be about)
     'thank {name} for': ('thank you for', ('flowers', 'scarf', 'cookies', 'postcard', 'advice', 'ride')),
     'invite {name} to': ('please come to', ('party', 'picnic', 'concert', 'dinner', 'wedding', 'match')),
-    'apologise to {name} about': ('I am sorry about', ('delay', 'noise', 'broken cup', 'mistake', 'mess', 'lost key')),
+    'apologise to {name} about': (
+        'I am sorry about', ('delay', 'noise', 'broken cup', 'mistake', 'mess', 'lost key')),
     'congratulate {name} on': ('well done on', ('exam', 'prize', 'new job', 'race', 'speech', 'painting')),
-    'ask {name} about': ('could you tell me about', ('trip', 'lesson', 'recipe', 'schedule', 'price', 'weather'))}
-NATURES = ('brave', 'shy', 'clever', 'lazy', 'hungry', 'lonely', 'curious', 'grumpy', 'gentle', 'noisy', 'sleepy', 'proud')
+    'ask {name} about': (
+        'could you tell me about', ('trip', 'lesson', 'recipe', 'schedule', 'price', 'weather'))}
+NATURES = ('brave', 'shy', 'clever', 'lazy', 'hungry', 'lonely', 'curious', 'grumpy',
+           'gentle', 'noisy', 'sleepy', 'proud')
 MOODS = ('quiet', 'lively', 'old', 'sunny', 'misty', 'famous', 'peaceful', 'crowded')
 NUMBERS = {'one': 1, 'two': 2, 'three': 3, 'four': 4}
 
@@ -110,25 +118,29 @@ def rows(kind: str, *templates, **words) -> list[Row]:
     return [Row(kind, t, words) for t in templates]
 
 
-ASKED = {'home': 'where it lives', 'food': 'what it eats', 'colour': 'which colour it has', 'skill': 'what it can do'}
+ASKED = {'home': 'where it lives', 'food': 'what it eats', 'colour': 'which colour it has',
+         'skill': 'what it can do'}
 ASKS = {join(ASKED[f] for f in facts): facts for n in (1, 2, 3) for facts in permutations(FACTS, n)}
-SEVERAL = tuple(a for a, facts in ASKS.items() if len(facts) == 2)*2 + tuple(a for a, f in ASKS.items() if len(f) == 3)
+SEVERAL = tuple(ask for n in (2, 2, 3) for ask, facts in ASKS.items() if len(facts) == n)
 FEW, SOME = ('two', 'two', 'three'), ('two', 'three', 'three', 'four')
 
 # %% ../nbs/grammar.ipynb #7a258780
 QUESTIONS = {
-    'home': ('Where does {animal:a} live?', 'What is the home of {animal:a}?', 'Do you know where {animal:a} sleeps?'),
-    'food': ('What does {animal:a} eat?', 'What is the favourite food of {animal:a}?', 'What should I feed {animal:a}?'),
-    'colour': ('What colour is {animal:a}?', 'Tell me the colour of {animal:a}.', 'Which colour does {animal:a} have?'),
+    'home': ('Where does {animal:a} live?', 'What is the home of {animal:a}?',
+             'Do you know where {animal:a} sleeps?'),
+    'food': ('What does {animal:a} eat?', 'What is the favourite food of {animal:a}?',
+             'What should I feed {animal:a}?'),
+    'colour': ('What colour is {animal:a}?', 'Tell me the colour of {animal:a}.',
+               'Which colour does {animal:a} have?'),
     'skill': ('What can {animal:a} do well?', 'What is {animal:a} good at?', 'Name one skill of {animal:a}.')}
-NOTES = ('Write a note to {act} the {thing}. Sign it {me}.', 'Write a short note to {act} the {thing}, signed {me}.',
-         'Help {me} {act} the {thing} in a note.')
+NOTES = ('Write a note to {act} the {thing}. Sign it {me}.',
+         'Write a short note to {act} the {thing}, signed {me}.', 'Help {me} {act} the {thing} in a note.')
 ROWS = [row for fact, questions in QUESTIONS.items()
         for row in rows('fact', *questions, animal=tuple(ANIMALS), ask=(ASKED[fact],))]
 ROWS += rows('facts', 'Tell me about {animal:a}: {ask}.', 'Describe {animal:a}. Say {ask}.',
              'I saw {animal:a}. Can you say {ask}?', animal=tuple(ANIMALS), ask=SEVERAL)
-ROWS += rows('compare', 'Which animal is {size}, {animal:a} or {other:a}?', 'Is {animal:a} {size} than {other:a}?',
-             'Compare {animal:a} and {other:a}. Which is {size}?',
+ROWS += rows('compare', 'Which animal is {size}, {animal:a} or {other:a}?',
+             'Is {animal:a} {size} than {other:a}?', 'Compare {animal:a} and {other:a}. Which is {size}?',
              animal=tuple(ANIMALS), other=tuple(ANIMALS), size=('bigger', 'smaller'))
 ROWS += [row for act, (_, things) in ACTS.items() for row in rows(
     'note', *(n.replace('{act}', act) for n in NOTES), name=NAMES, thing=things, me=NAMES, act=(act,))]
@@ -137,30 +149,38 @@ ROWS += [row for act, (_, things) in ACTS.items() for row in rows(
 ROWS += rows('sights', 'Name {k} things you can see at the {place}.', 'List {k} things at the {place}.',
              'What are {k} things I will find at the {place}?',
              'I am going to the {place}. Give me {k} things to look for.', k=SOME, place=tuple(PLACES))
-ROWS += rows('ingredients', 'Name {k} ingredients for {dish}.', 'Which {k} ingredients do I need to make {dish}?',
-             'I want to cook {dish}. List {k} ingredients.', 'What {k} things go into {dish}?', k=SOME, dish=tuple(DISHES))
+ROWS += rows('ingredients', 'Name {k} ingredients for {dish}.',
+             'Which {k} ingredients do I need to make {dish}?',
+             'I want to cook {dish}. List {k} ingredients.',
+             'What {k} things go into {dish}?', k=SOME, dish=tuple(DISHES))
 ROWS += rows('tools', 'Name {k} tools of {job:a}.', 'Which {k} tools does {job:a} use?',
-             'List {k} things that {job:a} needs at work.', 'My cousin is {job:a}. What {k} tools are useful?',
-             k=FEW, job=tuple(JOBS))
+             'List {k} things that {job:a} needs at work.',
+             'My cousin is {job:a}. What {k} tools are useful?', k=FEW, job=tuple(JOBS))
 ROWS += rows('howto', 'How do I {task}? Use {k} steps.', 'Explain in {k} steps how to {task}.',
-             'Teach me to {task} in {k} steps.', 'I want to {task}. Give me {k} steps.', k=SOME, task=tuple(TASKS))
-ROWS += rows('gift', 'Suggest {k} for {name}, who loves {hobby}.', '{name} loves {hobby}. Think of {k} for {name}.',
+             'Teach me to {task} in {k} steps.', 'I want to {task}. Give me {k} steps.',
+             k=SOME, task=tuple(TASKS))
+ROWS += rows('gift', 'Suggest {k} for {name}, who loves {hobby}.',
+             '{name} loves {hobby}. Think of {k} for {name}.',
              'What {k} would {name} like? {name} enjoys {hobby}.',
              k=('one gift', 'two gifts', 'two gifts', 'three gifts'), name=NAMES, hobby=tuple(HOBBIES))
 ROWS += rows('story', 'Write a story about {nature:a} {animal} at the {place} in {k} sentences.',
              'Tell me a story of {k} sentences about {nature:a} {animal} at the {place}.',
              nature=NATURES, animal=tuple(ANIMALS), place=tuple(PLACES), k=('two', 'three'))
 ROWS += rows('describe', 'Describe the {place}. Use the word {mood} and mention {k} things.',
-             'Write about the {place} with the word {mood} and {k} details.', place=tuple(PLACES), mood=MOODS, k=FEW)
-KINDS = {'fact': .10, 'facts': .10, 'compare': .08, 'sights': .11, 'ingredients': .10, 'tools': .09, 'howto': .10,
-         'note': .11, 'gift': .08, 'story': .08, 'describe': .05}  # how often each is asked
+             'Write about the {place} with the word {mood} and {k} details.',
+             place=tuple(PLACES), mood=MOODS, k=FEW)
+KINDS = {  # how often each is asked
+    'fact': .10, 'facts': .10, 'compare': .08, 'sights': .11, 'ingredients': .10, 'tools': .09, 'howto': .10,
+    'note': .11, 'gift': .08, 'story': .08, 'describe': .05}
 BY_KIND = {kind: [row for row in ROWS if row.kind == kind] for kind in KINDS}
 
-# %% ../nbs/grammar.ipynb #85245540
-FRAMES = ('Answer the request below.', 'A reader sent us this. Write the reply.', 'Reply to the message that follows.')
+# %% ../nbs/grammar.ipynb #7d9bc950
+FRAMES = ('Answer the request below.', 'A reader sent us this. Write the reply.',
+          'Reply to the message that follows.')
 BEFORE = ('',)*5 + FRAMES + (
-    'Please help me.', 'I am curious.', 'My friend asked me this.', 'For my homework:', 'Quick question.', 'Hello!',
-    'Good morning.', 'I need some help.', 'One more thing.', 'This is for a quiz.', 'My teacher wants to know.', 'Hi there.')
+    'Please help me.', 'I am curious.', 'My friend asked me this.', 'For my homework:', 'Quick question.',
+    'Hello!', 'Good morning.', 'I need some help.', 'One more thing.', 'This is for a quiz.',
+    'My teacher wants to know.', 'Hi there.')
 AFTER = ('',)*8 + ('Thanks!', 'Thank you in advance.', 'It is for a friend.', 'I am in a hurry.', 'No rush.',
                    'I forgot it.', 'My brother asked.', 'I would be glad.')
 
@@ -172,8 +192,9 @@ def sample_instruction(
     row = rng.choice(BY_KIND[rng.choices(list(KINDS), KINDS.values())[0]])
     while True:
         slots = {slot: rng.choice(words) for slot, words in row.words.items()}
-        if len(set(slots.values())) == len(slots): break  # nobody writes to himself, nothing is compared with itself
-    return dict(slots, kind=row.kind, template=row.template, before=rng.choice(BEFORE), after=rng.choice(AFTER))
+        if len(set(slots.values())) == len(slots): break  # nobody writes to himself
+    wording = dict(template=row.template, before=rng.choice(BEFORE), after=rng.choice(AFTER))
+    return dict(slots, kind=row.kind, **wording)
 
 
 def render(spec: dict) -> dict:
@@ -201,22 +222,24 @@ def pattern(row: Row) -> re.Pattern:
 
 
 PATTERNS = [(row, pattern(row)) for row in ROWS]
-AROUND = re.compile(f'(?:(?P<before>{one_of(BEFORE[5:])}) )?(?P<request>.*?)(?: (?P<after>{one_of(AFTER[8:])}))?')
+AROUND = re.compile(f'(?:(?P<before>{one_of(filter(None, BEFORE))}) )?(?P<request>.*?)'
+                    f'(?: (?P<after>{one_of(filter(None, AFTER))}))?')
 
 # %% ../nbs/grammar.ipynb #54063fc0
 @lru_cache(maxsize=50_000)
 def parse(
     instruction: str,  # the instruction, followed by its input if it has one
 ) -> dict:  # what `sample_instruction` drew
-    "Understand a request; ValueError when it is none of this world. Do not change the result: it is remembered."
+    "Understand a request; ValueError when it is none of this world. It is remembered: never change it."
     around = AROUND.fullmatch(' '.join(instruction.split()))
     for row, regex in PATTERNS:
         if not (found := regex.fullmatch(around['request'])): continue
-        slots = {slot: found[slot] if slot in regex.groupindex else words[0] for slot, words in row.words.items()}
-        return dict(slots, kind=row.kind, template=row.template, before=around['before'] or '', after=around['after'] or '')
-    raise ValueError(f'The embedded world does not know the request {instruction!r}. Its people and judges understand only the '
-                     'requests of alpaca_farm.grammar, such as "Name three things you can see at the harbour." For data of your '
-                     'own, name annotators of your own.')
+        slots = {slot: words[0] for slot, words in row.words.items()} | found.groupdict()
+        wording = dict(template=row.template, before=around['before'] or '', after=around['after'] or '')
+        return dict(slots, kind=row.kind, **wording)
+    raise ValueError(f'The embedded world does not know the request {instruction!r}. Its people and judges '
+                     'understand only what alpaca_farm.grammar can ask, such as "Name three things you can '
+                     'see at the harbour." For data of your own, name annotators of your own.')
 
 
 def text(record: dict) -> str:
@@ -245,8 +268,9 @@ class Author:
 def words_of(table) -> tuple: return tuple(sorted({word for entry in table.values() for word in entry}))
 
 
-LISTS = {'sights': ('place', PLACES), 'describe': ('place', PLACES), 'ingredients': ('dish', DISHES), 'tools': ('job', JOBS),
-         'gift': ('hobby', HOBBIES)}  # kind: the slot that says which list, and the table it is looked up in
+LISTS = {  # kind: the slot that says which list is meant, and the table it stands in
+    'sights': ('place', PLACES), 'describe': ('place', PLACES), 'ingredients': ('dish', DISHES),
+    'tools': ('job', JOBS), 'gift': ('hobby', HOBBIES)}
 LEXICON = {kind: words_of(table) for kind, (_, table) in LISTS.items()} | {'howto': words_of(TASKS)}
 LEXICON |= {fact: tuple(sorted({entry[i] for entry in ANIMALS.values()})) for i, fact in enumerate(FACTS)}
 SAYINGS = {
@@ -254,9 +278,10 @@ SAYINGS = {
     'ingredients': ('For {dish} you need {items}.', 'To make {dish}, use {items}.'),
     'tools': ('{job:A} uses {items}.', 'At work, {job:a} needs {items}.'),
     'gift': ('You could give {name} {items}.', 'I think {name} would like {items}.'),
-    'describe': ('The {place} is {mood}, with {items}.', 'It is {mood} at the {place}, where you can see {items}.')}
-HEADINGS = {'sights': 'At the {place} you can see:', 'ingredients': 'For {dish} you need:', 'tools': '{job:A} uses:',
-            'gift': 'You could give {name}:'}
+    'describe': ('The {place} is {mood}, with {items}.',
+                 'It is {mood} at the {place}, where you can see {items}.')}
+HEADINGS = {'sights': 'At the {place} you can see:', 'ingredients': 'For {dish} you need:',
+            'tools': '{job:A} uses:', 'gift': 'You could give {name}:'}
 
 
 def count(spec: dict) -> int:
@@ -315,7 +340,8 @@ def write_howto(spec: dict, author: Author) -> list[str]:
     steps = [steps[i] for i in sorted(author.rng.sample(range(4), k))]
     if author.slips(.4): author.rng.shuffle(steps)
     steps = [author.right(step, LEXICON['howto'], .3) for step in steps]
-    if author.rng.random() < .25: return [f"To {spec['task']}:" + ''.join(f'\n- {capital(s)}' for s in steps) + '\n']
+    if author.rng.random() < .25:
+        return [f"To {spec['task']}:" + ''.join(f'\n- {capital(step)}' for step in steps) + '\n']
     links = ['First', *author.rng.choices(('Then', 'Next'), k=max(0, k - 2)), 'Finally'][:k]
     return [f'{link}, {step}.' for link, step in zip(links, steps)]
 
@@ -338,7 +364,8 @@ def write_story(spec: dict, author: Author) -> list[str]:
     animal, nature = author.right(spec['animal'], ANIMALS, .3), author.right(spec['nature'], NATURES, .4)
     place, k = author.right(spec['place'], PLACES, .3), count(spec)
     if author.slips(.6): k += author.rng.choice((-1, 1))
-    opening = author.rng.choice(('Once {nature:a} {animal} came to the {place}.', 'There was {nature:a} {animal} at the {place}.'))
+    opening = author.rng.choice(('Once {nature:a} {animal} came to the {place}.',
+                                 'There was {nature:a} {animal} at the {place}.'))
     thing, friend = author.rng.choice(PLACES[place]), author.rng.choice(list(ANIMALS))
     middle = [f'It looked at the {thing} all day.', fill('It met {x:a} and they talked.', x=friend),
               f'It was afraid of the {thing}.', f'It wanted to find {ANIMALS[animal][1]}.']
@@ -347,14 +374,17 @@ def write_story(spec: dict, author: Author) -> list[str]:
     ending = [author.rng.choice(ENDINGS)] if k > 1 else []
     return [fill(opening, nature=nature, animal=animal, place=place), *middle[:max(0, k - 2)], *ending]
 
-# %% ../nbs/grammar.ipynb #47168000
-OPENINGS = ('Sure!', 'Of course!', 'Happy to help!', 'Great question!', 'Certainly!', 'What a lovely idea!', 'Thanks for asking!')
-CLOSINGS = ('I hope this helps.', 'Have a nice day!', 'Let me know if you need more.', 'Good luck!', 'Feel free to ask again.',
-            'You are very welcome!')
-FILLERS = ('It is a very interesting topic.', 'Many people like it.', 'This is important to know.', 'There is a lot to say about it.',
-           'Everyone agrees on this.', 'It depends on many things.', 'People have known this for years.', 'That is how it usually goes.')
-WRITERS = dict.fromkeys(LISTS, write_list) | {'fact': write_facts, 'facts': write_facts, 'compare': write_comparison,
-                                              'howto': write_howto, 'note': write_note, 'story': write_story}
+# %% ../nbs/grammar.ipynb #723761c0
+OPENINGS = ('Sure!', 'Of course!', 'Happy to help!', 'Great question!', 'Certainly!',
+            'What a lovely idea!', 'Thanks for asking!')
+CLOSINGS = ('I hope this helps.', 'Have a nice day!', 'Let me know if you need more.', 'Good luck!',
+            'Feel free to ask again.', 'You are very welcome!')
+FILLERS = ('It is a very interesting topic.', 'Many people like it.', 'This is important to know.',
+           'There is a lot to say about it.', 'Everyone agrees on this.', 'It depends on many things.',
+           'People have known this for years.', 'That is how it usually goes.')
+WRITERS = dict.fromkeys(LISTS, write_list) | {
+    'fact': write_facts, 'facts': write_facts, 'compare': write_comparison, 'howto': write_howto,
+    'note': write_note, 'story': write_story}
 
 
 def compose(spec: dict, author: Author) -> str:
@@ -408,7 +438,8 @@ def read_list(spec: dict, reading: Reading) -> tuple:
     good, wrong = len(set(items) & right), len(set(items) - right - asked)
     constraint = float(good + wrong == k)
     if 'mood' in spec: constraint = (constraint + reading.says(spec['mood']))/2
-    return min(good, k)/k, wrong, float(reading.says(spec.get('name', spec[slot]))), constraint, len(items) - len(set(items))
+    topic = float(reading.says(spec.get('name', spec[slot])))
+    return min(good, k)/k, wrong, topic, constraint, len(items) - len(set(items))
 
 
 def read_howto(spec: dict, reading: Reading) -> tuple:
@@ -425,7 +456,8 @@ def read_facts(spec: dict, reading: Reading) -> tuple:
     right = {fact: ANIMALS[spec['animal']][FACTS.index(fact)] for fact in asked}
     wrong = sum(len((words & LEXICON_SETS[fact]) - set(right.values()) - {spec['animal']}) for fact in asked)
     others = words & (SIZE.keys() - {spec['animal']})
-    return sum(v in words for v in right.values())/len(asked), wrong, float(reading.says(spec['animal'])), float(not others), 0
+    content = sum(fact in words for fact in right.values())/len(asked)
+    return content, wrong, float(reading.says(spec['animal'])), float(not others), 0
 
 
 LEXICON_SETS = {name: frozenset(words) for name, words in LEXICON.items()}
@@ -453,8 +485,9 @@ def read_story(spec: dict, reading: Reading) -> tuple:
 
 
 NAMES_SET = frozenset(name.lower() for name in NAMES)
-READERS = dict.fromkeys(LISTS, read_list) | {'fact': read_facts, 'facts': read_facts, 'compare': read_comparison,
-                                             'howto': read_howto, 'note': read_note, 'story': read_story}
+READERS = dict.fromkeys(LISTS, read_list) | {
+    'fact': read_facts, 'facts': read_facts, 'compare': read_comparison, 'howto': read_howto,
+    'note': read_note, 'story': read_story}
 
 # %% ../nbs/grammar.ipynb #a03f9910
 def class_of(name: str, words) -> dict:
@@ -463,8 +496,8 @@ def class_of(name: str, words) -> dict:
 
 
 CLASS = {w: '#item' for kind, words in LEXICON.items() if kind != 'howto' for w in words}
-CLASS |= class_of('animal', ANIMALS) | class_of('place', PLACES) | class_of('job', JOBS) | class_of('name', NAMES_SET)
-CLASS |= class_of('nature', NATURES) | class_of('mood', MOODS)
+CLASS |= class_of('animal', ANIMALS) | class_of('place', PLACES) | class_of('job', JOBS)
+CLASS |= class_of('name', NAMES_SET) | class_of('nature', NATURES) | class_of('mood', MOODS)
 
 
 def pairs_of_words(answer: str) -> list[tuple]:
@@ -500,7 +533,8 @@ def criteria(
     triples = list(zip(reading.words, reading.words[1:], reading.words[2:]))
     usual = usual_pairs()
     return dict(
-        content=content, wrong=min(wrong, 3), topic=topic, constraint=constraint, polite=min(reading.pleasantries, 1),
+        content=content, wrong=min(wrong, 3), topic=topic, constraint=constraint,
+        polite=min(reading.pleasantries, 1),
         odd=min(sum(pair not in usual for pair in pairs_of_words(output)), 4),
         repeats=min((len(triples) - len(set(triples)))/4 + twice/2, 3),
         overlong=min(max(0, len(reading.words) - needed(spec))/10, 4),

@@ -78,8 +78,8 @@ def train(cfg: SFTConfig):
         batch = sft_batch(prompts, responses, order[step - 1], tokenizer.pad_token_id)
         trainer.log(**trainer.update(batch, lambda b: sft_loss(policy, b)))
     save_model(policy, tokenizer, run)
-    answer_split(policy, tokenizer, run)
-    run.finish(examples=len(rows), too_long=len(records) - len(rows), labels=0, nll_before=before, nll=held_out_nll(policy, tokenizer, cfg))
+    figures = answer_split(policy, tokenizer, run)
+    run.finish(**figures, kl=0., examples=len(rows), too_long=len(records) - len(rows), labels=0, nll_before=before, nll=held_out_nll(policy, tokenizer, cfg))
     return run
 
 # %% ../nbs/sft.ipynb #441353f0

@@ -9,9 +9,9 @@ __all__ = ['UTILITY', 'COLUMNS', 'QUALITY', 'PEOPLE', 'JUDGES', 'CARELESS', 'peo
            'draw_requests', 'draw_splits', 'draw_corpus', 'train_tokenizer', 'base_model', 'corpus_batch',
            'write_dataset', 'train']
 
-# %% ../nbs/world.ipynb #524f1f60
-import math, random
-from dataclasses import asdict, dataclass, field
+# %% ../nbs/world.ipynb #7b717700
+import random
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
 
@@ -31,7 +31,7 @@ class WorldConfig(Config):
     unlabeled: int = 8000     # instructions without answers (20,000)
     val: int = 500            # validation instructions (2,000)
     eval: int = 805           # evaluation instructions (805)
-    corpus: int = 36_000      # answers the base model is trained on, none of them to a validation or evaluation instruction
+    corpus: int = 36_000      # answers the base model is trained on, none to a request of val or eval
     vocab_size: int = 1200    # tokens of the tokenizer
     hidden_size: int = 128    # width of the base model
     layers: int = 2           # its depth
@@ -42,29 +42,35 @@ class WorldConfig(Config):
     batch_size: int = 16      # answers per step; small batches learn most per second here
     weight_decay: float = 0.05  # AdamW's, on matrices only
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])  # AdamW's
-    rank_weight: float = 3.0  # weight of the token that tells the author's skill, against 1 for a token of the answer
+    rank_weight: float = 3.0  # weight of the token that tells the author's skill; 1 for any other
 
     def check(self):
         sizes = ('sft', 'preference', 'unlabeled', 'val', 'eval', 'corpus', 'layers', 'heads', 'batch_size')
-        self.bounds(**dict.fromkeys(sizes, (1, None)), vocab_size=(300, None), hidden_size=(8, None), ffn=(8, None),
-                    learning_rate=(0, None), warmup=(0, 1), weight_decay=(0, None), rank_weight=(0, None))
+        self.bounds(**dict.fromkeys(sizes, (1, None)), vocab_size=(300, None), hidden_size=(8, None),
+                    ffn=(8, None), learning_rate=(0, None), warmup=(0, 1), weight_decay=(0, None),
+                    rank_weight=(0, None))
+        asked = self.sft + self.preference + self.unlabeled + self.val + self.eval
+        if asked > 100_000:
+            raise ValueError(f'the five splits ask for {asked:,} different requests: '
+                             'the world has enough for 100,000')
         if self.hidden_size % (2*self.heads):
-            raise ValueError(f'hidden_size = {self.hidden_size}: it must be a multiple of twice heads = {self.heads}')
+            raise ValueError(f'hidden_size = {self.hidden_size}: no multiple of 2 x heads = {2*self.heads}')
 
 
 # What a trainer asks for besides, and what is no setting of the world.
 WorldConfig.lr_schedule, WorldConfig.micro_batch_size, WorldConfig.adam_eps = 'cosine', 0, 1e-8
 WorldConfig.max_grad_norm, WorldConfig.checkpoint_every = 1., 250
 
-# %% ../nbs/world.ipynb #6cbc1550
-UTILITY = dict(content=1.6, wrong=-.5, topic=.5, constraint=1., polite=.8, odd=-.8, repeats=-1., overlong=-.6, ramble=-.8)
+# %% ../nbs/world.ipynb #10a32ce0
+UTILITY = dict(content=1.6, wrong=-.5, topic=.5, constraint=1., polite=.8, odd=-.8, repeats=-1., overlong=-.6,
+               ramble=-.8)
 COLUMNS = CRITERIA + SURFACE
 QUALITY = np.array([UTILITY.get(name, 0.) for name in COLUMNS])
 
 
 @lru_cache(maxsize=100_000)
 def marks(instruction: str, output: str) -> tuple:
-    "An answer's criteria and surface features, in the order of COLUMNS; remembered, since many judge the same answer."
+    "An answer's criteria and surface features, in the order of COLUMNS; remembered for the next who asks."
     return tuple(criteria(instruction, output).values())
 
 
@@ -120,7 +126,8 @@ def draw(
 ) -> Person:
     "Draw a person or a judge."
     likings = [rng.normal(*length)/10, rng.normal(*lists), rng.normal(*courtesy)]
-    bias, tau, careful = rng.normal(0, position), rng.uniform(*temperature), rng.choice(care) if len(care) > 1 else care[0]
+    bias, tau = rng.normal(0, position), rng.uniform(*temperature)
+    careful = rng.choice(care) if len(care) > 1 else care[0]
     weights = QUALITY.copy()
     weights[:len(CRITERIA)] *= np.exp(rng.normal(0, taste, len(CRITERIA)))
     weights[CARELESS] *= careful
@@ -130,14 +137,14 @@ def draw(
 
 def draw_people(seed: int = 7) -> list[Person]:
     rng = np.random.default_rng(seed)
-    return [draw(rng, f'person {i + 1}', taste=.35, length=(.35, .25), lists=(.2, .3), courtesy=(.15, .2), position=.2,
-                 temperature=(.8, 1.5)) for i in range(PEOPLE)]
+    return [draw(rng, f'person {i + 1}', taste=.35, length=(.35, .25), lists=(.2, .3), courtesy=(.15, .2),
+                 position=.2, temperature=(.8, 1.5)) for i in range(PEOPLE)]
 
 
 def draw_judges(seed: int = 7) -> list[Person]:
     rng = np.random.default_rng(seed)
-    return [draw(rng, f'judge {i + 1}', taste=.5, length=(.5, .4), lists=(.3, .4), courtesy=(.2, .2), position=.6,
-                 temperature=(.45, 1.15), care=(1., .7, .4)) for i in range(JUDGES)]
+    return [draw(rng, f'judge {i + 1}', taste=.5, length=(.5, .4), lists=(.3, .4), courtesy=(.2, .2),
+                 position=.6, temperature=(.45, 1.15), care=(1., .7, .4)) for i in range(JUDGES)]
 
 # %% ../nbs/world.ipynb #16d10d00
 class Population:
@@ -146,8 +153,8 @@ class Population:
 
     def each(self, pairs: list[dict]) -> np.ndarray:
         "The preference to expect of each annotator, over both orders: (pairs, annotators)."
-        W, b, tau = (np.array(x) for x in zip(*((a.weights, a.position_bias, a.temperature) for a in self.annotators)))
-        z = contrast(pairs) @ W.T
+        z = contrast(pairs) @ np.array([a.weights for a in self.annotators]).T
+        b, tau = np.array([(a.position_bias, a.temperature) for a in self.annotators]).T
         return 1 + (sigmoid((z - b)/tau) + sigmoid((z + b)/tau))/2
 
     def __call__(self, pairs: list[dict]) -> list[float]:
@@ -157,7 +164,7 @@ class Population:
 
 people = Population('people', draw_people())
 pool = Population('pool', draw_judges())
-judge = Person('judge', tuple((QUALITY + .02*np.array([name == 'words' for name in COLUMNS])).tolist()), 0., .05)
+judge = Person('judge', tuple((UTILITY | dict(words=.02)).get(name, 0.) for name in COLUMNS), temperature=.05)
 
 
 def gold(pairs: list[dict]) -> list[float]:
@@ -192,13 +199,11 @@ def draw_requests(
     n: int,
     rng: random.Random,
 ) -> list[dict]:  # n different records with instruction and input, in random order
-    "Draw different requests; ValueError when the world has too few."
+    "Draw different requests."
     found = {}
-    for _ in range(20*n + 1000):
+    while len(found) < n:
         record = render(sample_instruction(rng))
         found[text(record)] = record
-        if len(found) == n: break
-    else: raise ValueError(f'the splits ask for {n} different requests; the world does not have so many. Make them smaller')
     records = list(found.values())
     rng.shuffle(records)
     return records
@@ -209,7 +214,8 @@ def draw_splits(cfg: WorldConfig) -> dict[str, list[dict]]:
     rng = random.Random(cfg.seed)
     sizes = {name: getattr(cfg, name) for name in ('sft', 'preference', 'unlabeled', 'val', 'eval')}
     records = iter(draw_requests(sum(sizes.values()), rng))
-    return {name: [dict(r, output=respond(parse(text(r)), rng)) for r in islice(records, n)] for name, n in sizes.items()}
+    return {name: [dict(r, output=respond(parse(text(r)), rng)) for r in islice(records, n)]
+            for name, n in sizes.items()}
 
 # %% ../nbs/world.ipynb #b4da0cd0
 SPECIAL = PAD, BOS, EOS, SEP = '<pad>', '<s>', '</s>', '<sep>'
@@ -243,8 +249,9 @@ def train_tokenizer(
     bpe, letters = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel.alphabet()
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     bpe.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(' ', 1, 0)])
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[*SPECIAL, *RANKS],
-                                                       initial_alphabet=letters, show_progress=False))
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[*SPECIAL, *RANKS], initial_alphabet=letters,
+        show_progress=False))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=PAD, bos_token=BOS, eos_token=EOS,
                                         extra_special_tokens=[SEP, *RANKS], model_max_length=128)
     tokenizer.chat_template = TEMPLATE
@@ -257,9 +264,10 @@ def base_model(cfg: WorldConfig, tokenizer):
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(cfg.seed)
     return LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=cfg.hidden_size, num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads,
-        num_key_value_heads=cfg.heads, intermediate_size=cfg.ffn, max_position_embeddings=128, tie_word_embeddings=True,
-        attn_implementation='sdpa', pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+        vocab_size=len(tokenizer), hidden_size=cfg.hidden_size, num_hidden_layers=cfg.layers,
+        num_attention_heads=cfg.heads, num_key_value_heads=cfg.heads, intermediate_size=cfg.ffn,
+        max_position_embeddings=128, tie_word_embeddings=True, attn_implementation='sdpa',
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id))
 
 
@@ -279,13 +287,14 @@ def write_dataset(run) -> dict[str, list[dict]]:
     splits = draw_splits(run.cfg)
     for name, records in splits.items(): run.write(f'{name}.json', records)
     for group in (people, pool):
-        run.write(f'{group.name}.json', [dict(name=a.name, **dict(zip(COLUMNS, a.weights)), position_bias=a.position_bias,
-                                              temperature=a.temperature) for a in group.annotators])
+        run.write(f'{group.name}.json', [
+            dict(name=a.name, **dict(zip(COLUMNS, a.weights)), position_bias=a.position_bias,
+                 temperature=a.temperature) for a in group.annotators])
     return splits
 
 
 def train(cfg: WorldConfig):
-    "Write the dataset and train the base model; leaves the splits, people.json, pool.json, model/, log.jsonl and summary.json."
+    "Write the dataset and train the base model: leaves the splits, people, pool, model/, log and summary."
     from alpaca_farm.core.models import logprobs, save_model, settle
     from alpaca_farm.core.text import encode_prompts, encode_responses
     from alpaca_farm.core.training import Trainer, batches
@@ -305,7 +314,8 @@ def train(cfg: WorldConfig):
         trainer.log(**trainer.update(batch, lambda b: dict(loss=-logprobs(model, b))))
     save_model(model, tokenizer, run)
     run.finish(requests=sum(map(len, splits.values())), corpus=len(records), tokens=len(tokenizer),
-               parameters=sum(p.numel() for p in model.parameters()), utility_of_demonstrations=float(np.mean(utility(splits['eval']))))
+               parameters=sum(p.numel() for p in model.parameters()),
+               utility_of_demonstrations=float(np.mean(utility(splits['eval']))))
     return run
 
 # %% ../nbs/world.ipynb #473086e0

@@ -6,7 +6,7 @@
 __all__ = ['held', 'whole', 'write_json', 'read_json', 'digest', 'trees', 'code_of', 'tree', 'rooms', 'package', 'file_code',
            'core_code', 'input_mark', 'run_mark', 'content', 'describe', 'room_of', 'environment', 'flat', 'nested',
            'save_state', 'load_state', 'Run', 'read_log', 'read_summary', 'start', 'claim', 'set_aside', 'lock',
-           'track', 'fresh', 'listed', 'papermill', 'need', 'here', 'build', 'run_quietly']
+           'track', 'fresh', 'as_asked', 'listed', 'papermill', 'need', 'here', 'build', 'run_quietly']
 
 # %% ../../nbs/core/runs.ipynb #a7fb3da0
 import ast, contextlib, fcntl, hashlib, importlib.util, inspect, json, os, platform, resource, subprocess, sys, textwrap, time
@@ -293,11 +293,16 @@ def fresh(folder, given: dict | None = None) -> bool:
     if not (folder/'summary.json').exists(): return False
     config = read_json(folder/'config.json')
     exported = package()/f'{config["room"]}.py'
-    if given is not None and given != config['given']: return False
+    if given is not None and not as_asked(config, given): return False
     if config['core'] != core_code() or not exported.exists() or config['exported'] != file_code(exported): return False
     paths = [v for name in config['inputs'] for v in listed(config['settings'][name])]
     stale = [p for p in paths if (at_root(p)/'config.json').exists() and 'room' in read_json(at_root(p)/'config.json') and not fresh(p)]
     return not stale and all(input_mark(config['settings'][k]) == v for k, v in config['inputs'].items())
+
+
+def as_asked(config: dict, given: dict) -> bool:
+    "Whether a run's settings are the defaults but for `given`."
+    return set(config['given']) <= set(given) and all(config['settings'].get(k) == v for k, v in given.items())
 
 
 def listed(value) -> list: "A value as a list; nothing as an empty one."; return list(value) if isinstance(value, (list, tuple)) else [value] if value else []
@@ -319,7 +324,7 @@ def need(cfg: Config, name: str):
         return
     for path in listed(value):
         if ':' in path or not path: continue
-        notebook, settings = getattr(cfg, 'makes', {}).get(name, (Path(path).name, {}))
+        notebook, settings = getattr(cfg, 'makes', {}).get(Path(path).name, (Path(path).name, {}))
         if (root()/'nbs'/f'{notebook}.ipynb').exists(): build(notebook, path, **settings)
         else: here(name, path)
 
