@@ -8,13 +8,13 @@ __all__ = ['NOT_CURVES', 'CompareConfig', 'named', 'differing', 'json_text', 'cu
 
 # %% ../nbs/compare.ipynb #632ebab0
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import combinations
 
 import numpy as np
 
 from .core.data import key
-from .core.runs import here, read_json, read_log, start, whole
+from .core.runs import read_json, read_log, start, whole
 from .core.settings import Config, at_root, command, resolve
 from .core.stats import bootstrap
 from .eval import labels, preferences, read_answers, texts
@@ -32,12 +32,6 @@ class CompareConfig(Config):
     def check(self):
         self.bounds(examples=(0, None))
         if len(self.folders) < 2: raise ValueError(f'folders = {self.folders}: name two or more to compare')
-
-    def there(self, name):
-        "Refuse missing folders in the list too."
-        if name != 'folders': return super().there(name)
-        default = next(f.default_factory() for f in fields(self) if f.name == name)
-        for v in self.folders if self.folders != default else []: here(name, v)
 
 # %% ../nbs/compare.ipynb #7131fb30
 def named(folders: list[str]) -> dict:

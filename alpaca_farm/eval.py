@@ -7,8 +7,8 @@ __all__ = ['WORLD', 'EvalConfig', 'texts', 'by_question', 'no_loss', 'pair_up', 
            'judge_all', 'lengths', 'leaderboard', 'judge_columns', 'rank_agreement', 'figure', 'read_answers', 'first',
            'labels', 'train', 'judge_names', 'flat_board', 'save']
 
-# %% ../nbs/eval.ipynb #a99f17a0
-from dataclasses import dataclass, field, fields
+# %% ../nbs/eval.ipynb #58295540
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from .core.data import SUFFIXES, key, load
 from .core.progress import Progress
-from .core.runs import here, start, whole
+from .core.runs import start, whole
 from .core.settings import Config, at_root, command, resolve
 from .core.stats import bootstrap, checked, spearman_interval, win_rate
 from .noise import chances, mirrored, panel, uniform
@@ -34,18 +34,12 @@ class EvalConfig(Config):
     annotators: list[str] = field(default_factory=lambda: WORLD)  # who judges, each package.module:name
     max_instances: int = 0  # the first so many instructions of the reference; 0 for all
     inputs = ('outputs', 'reference', 'annotators')
-    makes = dict(reference=('best_of_n', dict(n=4, reward_model='')))
+    makes = dict(references=('best_of_n', dict(n=4, reward_model='', seed=1000)))
 
     def check(self):
         self.bounds(max_instances=(0, None))
         for name in ('outputs', 'annotators'):
             if not getattr(self, name): raise ValueError(f'{name} is empty: name at least one')
-
-    def there(self, name):
-        "Refuse missing files in lists too."
-        value, default = getattr(self, name), next(f.default_factory for f in fields(self) if f.name == name)
-        if isinstance(value, str): return super().there(name)
-        for v in value if value != default() else []: here(name, v)
 
 # %% ../nbs/eval.ipynb #50a3c950
 def texts(record: dict) -> list[str]:

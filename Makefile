@@ -1,0 +1,38 @@
+# Set-up and the few commands there are. `make farm` and `make test` create .venv when it is not there.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+BIN := .venv/bin
+TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+# Without a GPU the CPU build, which is a tenth of the size; an index that is out of reach is passed over.
+CPU := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: farm test lab prepare outputs clean
+
+farm: .venv/ready        ## the whole simulation, into runs/
+	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR
+
+test: .venv/ready        ## all tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
+
+lab: .venv/ready         ## JupyterLab on the notebooks
+	$(BIN)/jupyter lab nbs
+
+prepare: .venv/ready     ## before a commit: export, clean, test the notebooks' cells, check names, test
+	$(BIN)/nbdev_export
+	$(BIN)/nbdev_clean
+	$(BIN)/ruff check -q --select F821,F811 alpaca_farm
+	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 1
+	$(MAKE) test
+
+outputs: farm            ## re-run every notebook on the farm's runs and save its outputs
+	for n in nbs/core/*.ipynb $$(ls nbs/*.ipynb); do OMP_NUM_THREADS=1 $(BIN)/jupyter execute --inplace $$n && $(BIN)/nbdev_clean --fname $$n || exit 1; done
+
+clean:                   ## remove the environment; runs/ stays
+	rm -rf .venv
+
+.venv/ready: constraints.txt settings.ini setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==$(TORCH) $(CPU)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
