@@ -30,7 +30,6 @@ class AnnotatorsConfig(Config):
     expected: bool = True                       # record the pool's mean preference beside each label, where asking costs nothing
     max_instances: int = 0                      # the first so many pairs; 0 for all
     inputs = ('outputs', 'annotators')
-    makes = dict(samples=('best_of_n', dict(n=2, reward_model='', split='preference')))
 
     def check(self): self.bounds(label_flip=(0, 1), max_instances=(0, None))
 

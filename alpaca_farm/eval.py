@@ -34,7 +34,6 @@ class EvalConfig(Config):
     annotators: list[str] = field(default_factory=lambda: WORLD)  # who judges, each package.module:name
     max_instances: int = 0  # the first so many instructions of the reference; 0 for all
     inputs = ('outputs', 'reference', 'annotators')
-    makes = dict(references=('best_of_n', dict(n=4, reward_model='', seed=1000)))
 
     def check(self):
         self.bounds(max_instances=(0, None))

@@ -6,8 +6,8 @@
 __all__ = ['UTILITY', 'COLUMNS', 'QUALITY', 'PEOPLE', 'JUDGES', 'CARELESS', 'people', 'pool', 'judge', 'ANYBODY', 'HIRED',
            'SKILL', 'SPECIAL', 'PAD', 'BOS', 'EOS', 'SEP', 'RANKS', 'TEMPLATE', 'WorldConfig', 'marks', 'features',
            'utility', 'sigmoid', 'contrast', 'Person', 'draw', 'draw_people', 'draw_judges', 'Population', 'gold',
-           'agreement', 'others', 'agreements', 'draw_requests', 'draw_splits', 'draw_corpus', 'train_tokenizer',
-           'base_model', 'corpus_batch', 'write_dataset', 'train']
+           'agreements', 'draw_requests', 'draw_splits', 'draw_corpus', 'train_tokenizer', 'base_model', 'corpus_batch',
+           'write_dataset', 'train']
 
 # %% ../nbs/world.ipynb #7b717700
 import random
@@ -19,6 +19,7 @@ import numpy as np
 
 from .core.runs import start
 from .core.settings import Config, command
+from .core.stats import others, same_vote
 from .grammar import CRITERIA, SURFACE, criteria, parse, render, respond, sample_instruction, text
 
 # %% ../nbs/world.ipynb #d446e420
@@ -172,27 +173,13 @@ def gold(pairs: list[dict]) -> list[float]:
     z = contrast(pairs) @ QUALITY
     return np.where(np.abs(z) < 1e-9, 1.5, 1.5 + np.sign(z)/2).tolist()
 
-# %% ../nbs/world.ipynb #5a0f56c0
-def agreement(
-    one: np.ndarray,    # (pairs, annotators) preferences in [1, 2]
-    other: np.ndarray,  # (pairs, other annotators)
-) -> np.ndarray:  # (annotators, other annotators)
-    "How often the votes of any two annotators on the same pair are the same."
-    p, q = one - 1, other - 1
-    return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
-
-
-def others(matrix: np.ndarray) -> float:
-    "The mean of a square matrix off its diagonal: nobody is compared with himself."
-    return float((matrix.sum() - matrix.trace())/(matrix.size - len(matrix)))
-
-
+# %% ../nbs/world.ipynb #d8027440
 def agreements(pairs: list[dict]) -> dict[str, float]:
     "Agreement among people, of the pool with people, and of both with the hidden utility."
     by, jy, gy = people.each(pairs), pool.each(pairs), np.array(gold(pairs))[:, None]
-    return dict(human_human=others(agreement(by, by)), pool_human=float(agreement(jy, by).mean()),
-                pool_pool=others(agreement(jy, jy)), human_gold=float(agreement(by, gy).mean()),
-                pool_gold=float(agreement(jy, gy).mean()))
+    return dict(human_human=others(same_vote(by, by)), pool_human=float(same_vote(jy, by).mean()),
+                pool_pool=others(same_vote(jy, jy)), human_gold=float(same_vote(by, gy).mean()),
+                pool_gold=float(same_vote(jy, gy).mean()))
 
 # %% ../nbs/world.ipynb #7bc910a0
 ANYBODY, HIRED = (1.6, 1.4), (2.4, 1.4)  # Beta distributions of the authors' skill

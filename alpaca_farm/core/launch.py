@@ -65,6 +65,7 @@ def run_jobs(
     jobs: list[Job],
     workers: int = 0,  # jobs at a time; 0 for the number of cores
     name: str = 'runs',  # what the progress line calls it
+    watch=lambda: None,  # called several times a second
 ) -> list[str]:  # what failed, a line each
     "Run all jobs in the order their needs allow; the failures, when there are any."
     workers = workers or len(os.sched_getaffinity(0))
@@ -78,6 +79,7 @@ def run_jobs(
                 else: running[job] = spawn(job)
             skip_orphans(jobs, failed)
             show(len(done) + len(failed), tell(jobs, running, done, failed, workers))
+            watch()
             if running: time.sleep(.2)
     finally:
         for p in running.values(): p.terminate()

@@ -6,7 +6,7 @@
 __all__ = ['held', 'whole', 'write_json', 'read_json', 'digest', 'trees', 'code_of', 'plain', 'tree', 'rooms', 'package',
            'file_code', 'core_code', 'input_mark', 'run_mark', 'content', 'describe', 'room_of', 'environment', 'flat',
            'nested', 'save_state', 'load_state', 'Run', 'read_log', 'read_summary', 'start', 'claim', 'set_aside',
-           'lock', 'track', 'fresh', 'as_asked', 'listed', 'papermill', 'need', 'build', 'run_quietly']
+           'lock', 'track', 'fresh', 'as_asked', 'listed', 'papermill', 'need', 'recipe', 'build', 'run_quietly']
 
 # %% ../../nbs/core/runs.ipynb #72d84fc0
 import ast, contextlib, fcntl, hashlib, importlib.util, inspect, json, os, platform, re, resource, subprocess, sys, textwrap, time
@@ -123,15 +123,15 @@ def content(path: Path) -> str:
     if stat.st_size > 2**26: return digest(stat.st_size, stat.st_mtime_ns)
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
-# %% ../../nbs/core/runs.ipynb #d2529890
-def describe(cfg: Config, train) -> dict:
+# %% ../../nbs/core/runs.ipynb #fa4d66e0
+def describe(cfg: Config, train, reads: tuple = ()) -> dict:
     "What `config.json` holds: settings, code, inputs, versions, and the fingerprint of what decides the result."
     room = room_of(cfg)
     default = {f.name: getattr(type(cfg)(), f.name) for f in fields(cfg)}
     settings = {k: v for k, v in asdict(cfg).items()}
     decides = {k: v for k, v in settings.items() if k not in ('out', 'tracker', 'num_processes', *cfg.inputs)}
     exported = package()/f'{room}.py'
-    inputs = {name: input_mark(getattr(cfg, name)) for name in cfg.inputs}
+    inputs = {name: input_mark(getattr(cfg, name)) for name in cfg.inputs} | {path: input_mark(path) for path in reads}
     code, others = code_of(train), [file_code(package()/f'{r}.py') for r in sorted(rooms(exported))] if exported.exists() else []
     return dict(room=room, settings=settings, given={k: v for k, v in settings.items() if v != default[k] and k != 'out'},
         inputs=inputs, code=code, core=core_code(), exported=file_code(exported) if exported.exists() else '',
@@ -240,11 +240,15 @@ def read_summary(folder) -> dict:
     path = at_root(folder)/'summary.json'
     return read_json(path) if path.exists() else {}
 
-# %% ../../nbs/core/runs.ipynb #355c47d0
-def start(cfg: Config, train) -> Run:
+# %% ../../nbs/core/runs.ipynb #5ab7cd70
+def start(
+    cfg: Config,
+    train,            # the function whose code is the run's
+    reads: tuple = (),  # run folders it reads beside those its settings name
+) -> Run:
     "The run that `cfg` and `train`'s code describe: `run.done` when it is already finished."
     for name in cfg.inputs: need(cfg, name)
-    run = Run(cfg, describe(cfg, train))
+    run = Run(cfg, describe(cfg, train, reads))
     claim(run.folder)
     lock(run.folder)
     old = run.path('config.json')
@@ -301,9 +305,9 @@ def fresh(folder, given: dict | None = None) -> bool:
     exported = package()/f'{config["room"]}.py'
     if given is not None and not as_asked(config, given): return False
     if config['core'] != core_code() or not exported.exists() or config['exported'] != file_code(exported): return False
-    paths = [v for name in config['inputs'] for v in listed(config['settings'][name])]
+    paths = [v for name in config['inputs'] for v in listed(config['settings'].get(name, name))]
     stale = [p for p in paths if (at_root(p)/'config.json').exists() and 'room' in read_json(at_root(p)/'config.json') and not fresh(p)]
-    return not stale and all(input_mark(config['settings'][k]) == v for k, v in config['inputs'].items())
+    return not stale and all(input_mark(config['settings'].get(k, k)) == v for k, v in config['inputs'].items())
 
 
 def as_asked(config: dict, given: dict) -> bool:
@@ -326,10 +330,18 @@ def need(cfg: Config, name: str):
     "Build the default input `name` of a run when it is missing or stale; refuse other missing inputs."
     default, value = getattr(type(cfg)(), name), getattr(cfg, name)
     for path in listed(value):
-        notebook, settings = getattr(cfg, 'makes', {}).get(Path(path).name, (Path(path).name, {}))
-        known = ':' not in path and (root()/'nbs'/f'{notebook}.ipynb').exists()
-        if value == default and known: build(notebook, path, **settings)
+        known = recipe(path) if value == default and ':' not in path else None
+        if known: build(known[0], path, **known[1])
         else: here(name, path)
+
+
+def recipe(path: str) -> tuple[str, dict] | None:
+    "The notebook that makes a default run, and the settings in which it differs from that notebook's defaults."
+    name, file = Path(path).name, root()/'nbs'/'recipes'/'runs.yaml'
+    if (root()/'nbs'/f'{name}.ipynb').exists(): return name, {}
+    import yaml
+    settings = (yaml.safe_load(file.read_text()) if file.exists() else {}).get(name)
+    return (settings.pop('notebook'), settings) if settings else None
 
 
 def build(notebook: str, out: str, **settings):

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['CLASSES', 'checked', 'win_rate', 'standard_error', 'Interval', 'replicates', 'bootstrap', 'paired_bootstrap',
            'wilson', 'ranks', 'spearman', 'spearman_interval', 'tally', 'mode', 'agreement', 'variance', 'bias',
-           'order_weights', 'best_of_n_weights', 'best_of_n', 'kl_best_of_n', 'basis', 'fit_curve', 'curve']
+           'same_vote', 'others', 'order_weights', 'best_of_n_weights', 'best_of_n', 'kl_best_of_n', 'basis',
+           'fit_curve', 'curve']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -203,6 +204,20 @@ def bias(
     both = (a.sum(0) > 0) & (b.sum(0) > 0)
     if not both.any(): raise ValueError('bias needs items on which both have voted')
     return float(1 - (a*b).sum(0)[both].mean())
+
+# %% ../../nbs/core/stats.ipynb #d29bb2f0
+def same_vote(
+    one: np.ndarray,    # (pairs, annotators) preferences in [1, 2]
+    other: np.ndarray,  # (pairs, other annotators)
+) -> np.ndarray:  # (annotators, other annotators)
+    "How often the votes of any two annotators on the same pair are the same."
+    p, q = one - 1, other - 1
+    return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
+
+
+def others(matrix: np.ndarray) -> float:
+    "The mean of a square matrix off its diagonal: nobody is compared with himself."
+    return float((matrix.sum() - matrix.trace())/(matrix.size - len(matrix)))
 
 # %% ../../nbs/core/stats.ipynb #996a06d0
 def order_weights(

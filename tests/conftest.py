@@ -1,0 +1,41 @@
+"""One tiny world and the runs that stand on it, made once for all the tests of a session."""
+import importlib
+import os
+from types import SimpleNamespace
+
+os.environ.update(OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', HF_HUB_OFFLINE='1')
+
+import pytest
+
+import tiny
+
+CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
+         ('samples', 'best_of_n', dict(split='preference', reward_model='', max_instances=0)),
+         ('annotators', 'annotators', {}), ('reward_model', 'reward_model', {}))
+
+
+@pytest.fixture(scope='session')
+def base(tmp_path_factory):
+    "Folder of the runs world, sft, samples, annotators and reward_model."
+    folder = tmp_path_factory.mktemp('runs')
+    for name, room, more in CHAIN:
+        module = importlib.import_module(f'alpaca_farm.{room}')
+        given = tiny.settings(room, folder, out=str(folder/name), **more)
+        module.train(tiny.config(module, **given))
+    return folder
+
+
+@pytest.fixture(scope='session')
+def models(base):
+    "The tiny policy, a reward model, their tokenizer, prompts and sampled answers as token ids."
+    from alpaca_farm.core.data import load
+    from alpaca_farm.core.generation import generate
+    from alpaca_farm.core.models import load_policy, load_scalar
+    from alpaca_farm.core.text import encode_prompts
+    from alpaca_farm.sft import SFTConfig
+    cfg = SFTConfig(**tiny.settings('sft', base))
+    policy, tokenizer = load_policy(cfg.policy, cfg)
+    scalar, _ = load_scalar(str(base/'reward_model'), cfg)
+    prompts = encode_prompts(load(str(base/'world'), 'eval', n=16), tokenizer)
+    answers = [s.tokens for s, in generate(policy, tokenizer, prompts, max_new_tokens=20)]
+    return SimpleNamespace(policy=policy, scalar=scalar, tokenizer=tokenizer, prompts=prompts, answers=answers, cfg=cfg)

@@ -1,0 +1,258 @@
+"""What people get wrong: a clear error that names the fault, and nothing half-written."""
+import builtins
+import errno
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import tiny
+from alpaca_farm import annotators, best_of_n, dpo, ppo, reward_model, sft
+from alpaca_farm.core import runs
+from alpaca_farm.core.data import load
+from alpaca_farm.core.runs import read_json, read_log, read_summary, save_state, whole, write_json
+
+ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
+PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b', preference=1) for i in range(6)]
+
+
+def changed(row, **more): return [dict(r, **more) if i == row else r for i, r in enumerate(ROWS)]
+
+
+def without(row, name): return [{k: v for k, v in r.items() if k != name or i != row} for i, r in enumerate(ROWS)]
+
+
+def as_json(rows): return json.dumps(rows).encode()
+
+
+BAD = dict(
+    nothing=(b'', 'holds no records'), blank=(b' \n', 'holds no records'), no_rows=(b'[]', 'holds no records'),
+    no_list=(b'{"a": 1}', 'a list of records is expected, not a dict'), cut_short=(as_json(ROWS)[:-20], 'not valid JSON'),
+    no_record=(b'[1]', 'row 0: a record is expected'), missing=(as_json(without(3, 'output')), "row 3: the field 'output' is missing"),
+    no_instruction=(as_json(without(2, 'instruction')), "row 2: the field 'instruction' is missing"),
+    empty_instruction=(as_json(changed(1, instruction='  ')), "row 1: the field 'instruction' is empty"),
+    number=(as_json(changed(4, output=7)), "row 4: the field 'output' is 7, not a string"),
+    null=(as_json(changed(4, output=None)), "row 4: the field 'output' is None, not a string"),
+    listed=(as_json(changed(4, output=['a'])), r"row 4: the field 'output' is \['a'\], not a string"),
+    input_number=(as_json(changed(0, input=3)), "row 0: the field 'input' is 3, not a string"),
+    latin=(as_json(ROWS)[:40] + b'caf\xe9' + as_json(ROWS)[40:], 'byte 43 is not UTF-8'),
+    twice=(as_json(ROWS + ROWS[2:3]), 'row 6: the same record as row 2'),
+    field_twice=(b'[{"instruction": "a", "instruction": "b", "output": "c"}]', "field 'instruction' is given twice"))
+
+
+def refused(train, cfg, error, match):
+    "`train` fails with that error and leaves no log, no model and no temporary file."
+    with pytest.raises(error, match=match): train(cfg)
+    folder = Path(cfg.out)
+    left = {str(p.relative_to(folder)) for p in folder.rglob('*')} if folder.is_dir() else set()
+    assert left <= {'config.json', 'checkpoint'}, left
+
+
+@pytest.mark.parametrize('name', BAD)
+def test_bad_demonstrations(base, tmp_path, name):
+    content, message = BAD[name]
+    (tmp_path/'bad.json').write_bytes(content)
+    given = tiny.settings('sft', base, out=str(tmp_path/'out')) | dict(data=str(tmp_path/'bad.json'), val_split='', eval_split='')
+    refused(sft.train, sft.SFTConfig(**given), ValueError, rf'bad\.json.*{message}')
+
+
+@pytest.mark.parametrize('row, message', [
+    (dict(preference=3), "'preference' is 3, not a number from 1 to 2"), (dict(preference=0.5), "'preference' is 0.5"),
+    (dict(preference='2'), "'preference' is '2'"), (dict(preference=True), "'preference' is True"),
+    (dict(preference=float('nan')), "'preference' is nan"), (dict(output_2=None), "'output_2' is None")])
+@pytest.mark.parametrize('room', ['reward_model', 'dpo'])
+def test_bad_preferences(base, tmp_path, room, row, message):
+    (tmp_path/'bad.json').write_text(json.dumps([dict(p, **row) if i == 3 else p for i, p in enumerate(PAIRS)]))
+    module = dict(reward_model=reward_model, dpo=dpo)[room]
+    given = tiny.settings(room, base, out=str(tmp_path/'out')) | dict(preferences=str(tmp_path/'bad.json'))
+    refused(module.train, tiny.config(module, **given), ValueError, rf'bad\.json, row 3: the field {message}')
+
+
+def test_a_bad_row_of_jsonl_and_gz_is_named(tmp_path):
+    lines = [json.dumps(r) for r in ROWS]
+    (tmp_path/'a.jsonl').write_text('\n'.join(lines[:2] + ['{"instruction": '] + lines[2:]))
+    with pytest.raises(ValueError, match=r'a\.jsonl, row 2: not valid JSON'): load(str(tmp_path/'a.jsonl'))
+    (tmp_path/'b.json.gz').write_bytes(gzip.compress(b'caf\xe9'))
+    with pytest.raises(ValueError, match=r'b\.json\.gz: byte 3 is not UTF-8'): load(str(tmp_path/'b.json.gz'))
+    (tmp_path/'c.jsonl.gz').write_bytes(b'no gzip at all')
+    with pytest.raises(ValueError, match=r'c\.jsonl\.gz'): load(str(tmp_path/'c.jsonl.gz'))
+    (tmp_path/'d.parquet').write_bytes(b'no parquet at all')
+    with pytest.raises(ValueError, match=r'd\.parquet'): load(str(tmp_path/'d.parquet'))
+
+
+def test_a_split_that_is_not_there(base, tmp_path):
+    given = tiny.settings('sft', base, out=str(tmp_path/'out'), split='demos')
+    refused(sft.train, sft.SFTConfig(**given), FileNotFoundError, r'no demos\.json in it; it holds .*eval\.json')
+
+
+def test_candidates_with_a_bad_answer(tmp_path):
+    rows = [dict(instruction=f'Say {i}.', output=['a', 'b'] if i != 2 else ['a', None]) for i in range(4)]
+    (tmp_path/'bad.json').write_text(json.dumps(rows))
+    cfg = annotators.AnnotatorsConfig(out=str(tmp_path/'out'), outputs=str(tmp_path/'bad.json'))
+    refused(annotators.train, cfg, ValueError, "row 2: the field 'output' is .*not a list of strings")
+
+
+def long_data(base, folder, n):
+    "A dataset of which `n` prompts are too long."
+    rows = load(str(base/'world'), 'eval', 'output', 12)
+    for r in rows[3:3 + n]: r['instruction'] += ' please'*80
+    (folder/'long.json').write_text(json.dumps(rows))
+    return str(folder/'long.json')
+
+
+@pytest.mark.parametrize('room', ['sft', 'best_of_n', 'ppo'])
+def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, room):
+    module, data = dict(sft=sft, best_of_n=best_of_n, ppo=ppo)[room], long_data(base, tmp_path, 4)
+    more = dict(sft=dict(max_length=130, val_split='', eval_split=''), best_of_n=dict(reward_model='', chunk=100),
+                ppo=dict(annotators='', rollouts=8))[room]
+    module.train(tiny.config(module, **tiny.settings(room, base, out=str(tmp_path/'out')) | dict(data=data) | more))
+    assert '4 of 12' in capsys.readouterr().out
+    assert read_summary(tmp_path/'out')['too_long'] == 4
+    if room == 'best_of_n': assert len(read_json(tmp_path/'out'/'outputs.json')) == 8
+
+
+@pytest.mark.parametrize('room', ['reward_model', 'dpo'])
+def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, room):
+    rows = read_json(base/'annotators'/'preferences.json')
+    for i, r in enumerate(rows[:20]): r.update(output_2=f'{i}' + ' very'*150)
+    (tmp_path/'long.json').write_text(json.dumps(rows))
+    module = dict(reward_model=reward_model, dpo=dpo)[room]
+    more = dict(max_length=130) | (dict(held_out=1) if room == 'reward_model' else dict(eval_split=''))
+    module.train(tiny.config(module, **tiny.settings(room, base, out=str(tmp_path/'out')) | dict(preferences=str(tmp_path/'long.json')) | more))
+    assert ' of ' in capsys.readouterr().out
+    found = read_summary(tmp_path/'out')
+    assert found['too_long'] in (19, 20) and found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
+
+
+def test_chunks_of_long_prompts_are_left_out_not_fatal(base, tmp_path):
+    "Too long a prompt costs itself, wherever the chunks are cut."
+    data = long_data(base, tmp_path, 4)
+    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(data=data, reward_model='', chunk=3)
+    best_of_n.train(best_of_n.BestOfNConfig(**given))
+    assert read_summary(tmp_path/'out')['too_long'] == 4
+
+
+def test_prompts_that_are_all_too_long(base, tmp_path):
+    given = tiny.settings('ppo', base, out=str(tmp_path/'out')) | dict(data=long_data(base, tmp_path, 12), max_prompt=60)
+    refused(ppo.train, ppo.PPOConfig(**given), ValueError, 'none of the 12 prompts fits into 60 tokens')
+
+
+def test_out_that_cannot_be_written(base, tmp_path):
+    (tmp_path/'file').write_text('mine')
+    given = tiny.settings('sft', base, out=str(tmp_path/'file'/'sft'))
+    with pytest.raises(OSError, match='cannot write there'): sft.train(sft.SFTConfig(**given))
+    assert (tmp_path/'file').read_text() == 'mine'
+    with pytest.raises(OSError, match='cannot write there'): sft.train(sft.SFTConfig(**given | dict(out=str(tmp_path/'file'))))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason='root writes anywhere')
+def test_out_without_permission(base, tmp_path):
+    (tmp_path/'shut').mkdir(mode=0o500)
+    given = tiny.settings('sft', base, out=str(tmp_path/'shut'/'sft'))
+    with pytest.raises(OSError, match='cannot write there'): sft.train(sft.SFTConfig(**given))
+
+
+def test_out_with_foreign_files(base, tmp_path):
+    (tmp_path/'thesis').mkdir(); (tmp_path/'thesis'/'chapter.tex').write_text('long work')
+    given = tiny.settings('sft', base, out=str(tmp_path/'thesis'))
+    with pytest.raises(ValueError, match='holds files that are not of a run'): sft.train(sft.SFTConfig(**given))
+    assert [p.name for p in (tmp_path/'thesis').iterdir()] == ['chapter.tex']
+
+
+@pytest.mark.parametrize('secret', ['sk-' + 'a1'*20, 'hf_' + 'Zz'*17])
+@pytest.mark.parametrize('name', ['policy', 'data', 'out', 'split'])
+def test_secrets_are_refused_and_not_shown(name, secret):
+    with pytest.raises(ValueError, match=f'{name} looks like an API key') as e: sft.SFTConfig(**{name: secret})
+    assert secret not in str(e.value)
+
+
+FULL = OSError(errno.ENOSPC, 'No space left on device')
+
+
+def test_full_disk_while_a_file_is_written(tmp_path, monkeypatch):
+    write_json(tmp_path/'a.json', 'old')
+    def full(fd): raise FULL
+    monkeypatch.setattr(os, 'fsync', full)
+    for write in (lambda p: write_json(p, 'new'), lambda p: save_state(p, dict(step=1))):
+        for name in ('a.json', 'b.json'):
+            with pytest.raises(OSError, match='No space left'): write(tmp_path/name)
+    assert [p.name for p in tmp_path.iterdir()] == ['a.json'] and read_json(tmp_path/'a.json') == 'old'
+
+
+def test_an_error_while_a_file_is_written(tmp_path):
+    write_json(tmp_path/'a.json', 'old')
+    with pytest.raises(TypeError): write_json(tmp_path/'a.json', {1, 2})
+    with pytest.raises(KeyError):
+        with whole(tmp_path/'a.json') as p: p.write_text('half'); raise KeyError
+    assert [p.name for p in tmp_path.iterdir()] == ['a.json'] and read_json(tmp_path/'a.json') == 'old'
+
+
+FIND = {'model': ('save_model', 'sft'), 'outputs.json': ('write', 'sft'), 'summary.json': ('write', 'sft'),
+        'state.safetensors': ('write', 'sft'), 'log.jsonl': ('append', 'sft')}
+
+
+@pytest.mark.parametrize('name', FIND)
+def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
+    "The error says what it is, nothing is half-written, and with room again the run goes on to the same end."
+    given = lambda out: sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/out/'sft'), checkpoint_every=2))
+    with monkeypatch.context() as m: fill_disk(m, name); fail_full(given('full'))
+    folder = tmp_path/'full'/'sft'
+    hidden = [p.name for p in folder.rglob('.*')]
+    assert hidden == [] and not (folder/'summary.json').exists() and (name != 'model' or not (folder/'model').exists())
+    for p in folder.rglob('*.json'): read_json(p)
+    read_log(folder)
+    sft.train(given('full')); sft.train(given('whole'))
+    model = 'sft/model/model.safetensors'
+    assert (tmp_path/'full'/model).read_bytes() == (tmp_path/'whole'/model).read_bytes()
+    times = lambda f: [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(tmp_path/f/'sft')]
+    assert times('full') == times('whole')
+
+
+def fill_disk(m, name):
+    "Let the disk be full for `name`: its file gets some bytes, then there is no more room."
+    if name == 'log.jsonl':
+        real = builtins.open
+        def half(path, mode='r', *a, **k):
+            f = real(path, mode, *a, **k)
+            if mode == 'a' and Path(path).name == name and Path(path).stat().st_size > 300:
+                f.write('{"step": '); f.flush(); f.close(); raise FULL
+            return f
+        m.setattr(runs, 'open', half, raising=False)
+    elif name == 'model':
+        from transformers import PreTrainedTokenizerFast
+        def full(self, folder, **k): (Path(folder)/'tokenizer.json').write_text('{"ver'); raise FULL
+        m.setattr(PreTrainedTokenizerFast, 'save_pretrained', full)
+    else:
+        real = os.replace
+        def full(a, b):
+            if Path(b).name == name: raise FULL
+            return real(a, b)
+        m.setattr(os, 'replace', full)
+
+
+def fail_full(cfg):
+    with pytest.raises(OSError, match='No space left'): sft.train(cfg)
+
+
+def test_broken_checkpoint_is_an_error_not_a_result(base, tmp_path):
+    "A policy folder whose weights are cut short is refused."
+    import shutil
+    shutil.copytree(base/'sft', tmp_path/'sft')
+    weights = tmp_path/'sft'/'model'/'model.safetensors'
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(policy=str(tmp_path/'sft'))
+    with pytest.raises(Exception, match='(?i)safetensor|incomplete|metadata|header'): best_of_n.train(best_of_n.BestOfNConfig(**given))
+    assert not (tmp_path/'out'/'outputs.json').exists()
+
+
+def test_a_folder_without_a_model(base, tmp_path):
+    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(policy=str(base/'annotators'))
+    refused(best_of_n.train, best_of_n.BestOfNConfig(**given), FileNotFoundError, 'there is no model')
+
+
+def test_a_judge_that_is_not_there(base, tmp_path):
+    given = dict(out=str(tmp_path/'out'), outputs=str(base/'samples'))
+    for spec, message in (('no_such_module:f', 'there is no module'), ('alpaca_farm.world:nobody', 'has no nobody')):
+        refused(annotators.train, annotators.AnnotatorsConfig(**given, annotators=spec), ValueError, message)

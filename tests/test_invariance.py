@@ -1,0 +1,106 @@
+"""Numbers that must not depend on padding, on the batch, or on how a step is cut into forward passes."""
+import importlib
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+from alpaca_farm.core.models import logprobs, reward, score_records, sequence_scores, values
+from alpaca_farm.core.data import load
+from alpaca_farm.core.runs import read_log
+from alpaca_farm.core.text import collate
+
+torch.set_num_threads(1)
+BATCHES = dict(one=[[i] for i in range(16)], pairs=[[i, 15 - i] for i in range(8)], reversed=[list(range(15, -1, -1))],
+               uneven=[[3, 9, 1], list(range(10, 16)), [0, 2, 4, 5, 6, 7, 8]])
+
+
+def near(a, b): torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def batch_of(models, rows, side, extra=0):
+    b = collate([models.prompts[i] for i in rows], [models.answers[i] for i in rows], models.tokenizer.pad_token_id, side)
+    fill = torch.full((len(rows), extra), models.tokenizer.pad_token_id)
+    blank = torch.zeros_like(fill)
+    glue = lambda t, f: torch.cat([f, t] if side == 'left' else [t, f], 1)
+    return {k: glue(t, fill if k == 'ids' else blank) for k, t in b.items()}
+
+
+@torch.no_grad()
+def measured(models, batches, side, extra=0):
+    "Log-probs and values of all response tokens and a score for each answer, by example."
+    found = {}
+    for rows in batches:
+        b = batch_of(models, rows, side, extra)
+        lp, v, s = logprobs(models.policy, b, .7), values(models.scalar, b), sequence_scores(models.scalar, b['ids'], b['mask'])
+        assert (lp[b['response'] == 0] == 0).all() and (v[b['response'] == 0] == 0).all()
+        for k, i in enumerate(rows):
+            on = b['response'][k].bool()
+            found[i] = torch.cat([lp[k][on], v[k][on], s[k:k + 1]])
+    return torch.cat([found[i] for i in range(16)])
+
+
+@pytest.mark.parametrize('side', ['left', 'right'])
+@pytest.mark.parametrize('extra', [0, 1, 37])
+@pytest.mark.parametrize('how', BATCHES)
+def test_token_numbers(models, how, extra, side):
+    wanted = measured(models, BATCHES['one'], 'right')
+    assert wanted.std() > .01
+    near(measured(models, BATCHES[how], side, extra), wanted)
+
+
+def test_gradients_do_not_see_padding(models):
+    def grads(side, extra):
+        models.policy.zero_grad()
+        logprobs(models.policy, batch_of(models, range(16), side, extra)).sum().backward()
+        return torch.cat([p.grad.flatten() for p in models.policy.parameters()])
+    wanted = grads('right', 0)
+    for side, extra in (('left', 0), ('left', 23), ('right', 23)):
+        torch.testing.assert_close(grads(side, extra), wanted, rtol=1e-4, atol=1e-4*wanted.abs().max().item())
+    models.policy.zero_grad()
+
+
+def test_what_follows_does_not_matter(models):
+    "A token's log-prob and value know nothing of later tokens."
+    whole = measured(models, BATCHES['one'], 'right')
+    b = batch_of(models, [0], 'right')
+    at = len(models.prompts[0]) + 3
+    short = {k: t[:, :at] for k, t in b.items()}
+    with torch.no_grad(): near(logprobs(models.policy, short, .7)[0, -3:], whole[:3])
+
+
+def test_rewards_of_records(base, models):
+    records = load(str(base/'world'), 'eval', 'output')
+    wanted = torch.tensor([score_records(models.scalar, models.tokenizer, [r])[0] for r in records])
+    assert wanted.std() > .1
+    for size in (2, 7, 256):
+        near(torch.tensor(score_records(models.scalar, models.tokenizer, records, batch_size=size)), wanted)
+    one = reward(str(base/'reward_model'), models.cfg, batch_size=3)
+    near(torch.tensor(one(records[::-1]))[::1].flip(0), wanted)
+    near(torch.tensor(reward([str(base/'reward_model')]*2, models.cfg)(records)), wanted)
+
+
+STEADY = dict(adam_eps=1e-4)  # Adam divides by the size of a gradient: keep rounding noise below what it divides by
+SHORT = dict(sft=dict(max_instances=40, val_split=''), reward_model={}, dpo=dict(max_instances=40),
+             ppo=dict(annotators='', ppo_epochs=2, save_every=0))
+
+
+@pytest.mark.parametrize('room', SHORT)
+def test_accumulation(base, tmp_path, room):
+    "A batch of 8 in one pass, in eight, and in uneven parts: the same losses and weights."
+    module, logs, weights = importlib.import_module(f'alpaca_farm.{room}'), [], []
+    for micro in (8, 1, 3):
+        out = tmp_path/f'{room}-{micro}'
+        off = {} if room == 'reward_model' else dict(eval_split='' if room != 'ppo' else 'eval')
+        given = tiny.settings(room, base, **off | SHORT[room] | STEADY | dict(out=str(out), batch_size=8, micro_batch_size=micro))
+        module.train(tiny.config(module, **given))
+        logs.append(read_log(out)); weights.append(load_file(out/'model'/'model.safetensors'))
+    start = load_file(base/('world' if room == 'sft' else 'sft')/'model'/'model.safetensors')
+    moved = max((weights[0][k] - start[k]).abs().max().item() for k in start if k in weights[0])
+    assert moved > 5e-4 and len(logs[0]) >= 3
+    for log, weight in zip(logs[1:], weights[1:]):
+        for name, w in weights[0].items(): torch.testing.assert_close(weight[name], w, rtol=0, atol=1e-5)
+        for a, b in zip(logs[0], log, strict=True):
+            assert a.keys() == b.keys()
+            for k in a.keys() - {'wall'}: assert a[k] == pytest.approx(b[k], rel=2e-4, abs=2e-5), (a['step'], k)

@@ -1,0 +1,166 @@
+"""Losses against loops in float64, and what they must be before and after the first real updates."""
+import math
+
+import pytest
+import torch
+
+import tiny
+from alpaca_farm import dpo, ppo
+from alpaca_farm.core.generation import generate
+from alpaca_farm.core.models import load_policy
+from alpaca_farm.core.runs import read_log
+from alpaca_farm.core.text import rollout_batch
+from alpaca_farm.dpo import dpo_loss
+from alpaca_farm.ppo import end_scores, ppo_policy_loss, ppo_value_loss, token_rewards
+from alpaca_farm.reward_model import pairwise_loss
+
+torch.set_num_threads(1)
+
+
+def randn(*shape, seed=0, scale=2.): return scale*torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def same(found, wanted): torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def log_sigmoid(z): return -math.log(1 + math.exp(-z))
+
+
+def table(f, *tensors): return [[f(*x) for x in zip(*rows)] for rows in zip(*(t.tolist() for t in tensors))]
+
+
+@pytest.mark.parametrize('target', [None, 0., .3, .5, 1., 'each'])
+def test_pairwise_loss(target):
+    chosen, rejected = randn(9), randn(9, seed=1)
+    share = torch.linspace(0, 1, 9, dtype=torch.float64) if target == 'each' else target
+    shares = share.tolist() if target == 'each' else [1. if target is None else target]*9
+    want = [-(p*log_sigmoid(a - b) + (1 - p)*log_sigmoid(b - a)) for a, b, p in zip(chosen.tolist(), rejected.tolist(), shares)]
+    same(pairwise_loss(chosen, rejected, share), want)
+
+
+def test_pairwise_loss_of_huge_margins():
+    far = torch.tensor([1000., -1000.], dtype=torch.float64)
+    assert pairwise_loss(far, -far).tolist() == [0., 2000.]
+
+
+@pytest.mark.parametrize('clip', [0., .1, .2, 10.])
+def test_ppo_policy_loss(clip):
+    def one(new, old, adv):
+        ratio = math.exp(new - old)
+        cut = min(max(ratio, 1 - clip), 1 + clip)
+        return max(-ratio*adv, -cut*adv)
+    new, old, adv = randn(4, 7, scale=.3), randn(4, 7, seed=1, scale=.3), randn(4, 7, seed=2)
+    same(ppo_policy_loss(new, old, adv, clip), table(one, new, old, adv))
+
+
+def test_ppo_policy_gradient_stops_where_clipped():
+    new = torch.tensor([[.5, -.5, .5, -.5]], dtype=torch.float64, requires_grad=True)
+    adv = torch.tensor([[1., -1., -1., 1.]], dtype=torch.float64)  # the first two have gone too far already
+    ppo_policy_loss(new, torch.zeros(1, 4, dtype=torch.float64), adv, .2).sum().backward()
+    same(new.grad, [[0., 0., math.exp(.5), -math.exp(-.5)]])
+
+
+@pytest.mark.parametrize('clip', [0., .2, 10.])
+def test_ppo_value_loss(clip):
+    def one(v, old, target):
+        cut = min(max(v, old - clip), old + clip)
+        return .5*max((v - target)**2, (cut - target)**2)
+    v, old, target = randn(4, 7), randn(4, 7, seed=1), randn(4, 7, seed=2)
+    same(ppo_value_loss(v, old, target, clip), table(one, v, old, target))
+
+
+@pytest.mark.parametrize('beta, smoothing', [(.1, 0.), (.5, .1), (2., .5)])
+def test_dpo_loss(beta, smoothing):
+    def one(pc, pr, rc, rr):
+        z = beta*((pc - rc) - (pr - rr))
+        return -(1 - smoothing)*log_sigmoid(z) - smoothing*log_sigmoid(-z)
+    parts = [randn(9, seed=s) for s in range(4)]
+    same(dpo_loss(*parts, beta, label_smoothing=smoothing), [one(*x) for x in zip(*(p.tolist() for p in parts))])
+
+
+def test_dpo_loss_is_one_number_per_pair_and_refuses_unknown_types():
+    parts = [randn(5, seed=s) for s in range(4)]
+    assert dpo_loss(*parts, .1).shape == (5,)
+    with pytest.raises(ValueError, match='hinge'): dpo_loss(*parts, .1, loss_type='hinge')
+
+
+def test_dpo_gradient_raises_the_chosen():
+    parts = [randn(5, seed=s).requires_grad_(s < 2) for s in range(4)]
+    dpo_loss(*parts, .1).sum().backward()
+    assert (parts[0].grad < 0).all() and (parts[1].grad > 0).all()
+
+
+def test_end_scores():
+    scores, ended = torch.tensor([3., -4.]), torch.tensor([True, False])
+    assert end_scores(scores, ended, 'replace', 1.).tolist() == [3., -1.]
+    assert end_scores(scores, ended, 'subtract', 1.).tolist() == [3., -5.]
+    assert end_scores(scores, ended, '', 1.).tolist() == [3., -4.]
+
+
+def test_token_rewards():
+    response = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1]])
+    kl, scores = randn(3, 6)*response, randn(3, seed=1)
+    want = [[-.3*kl[b, t].item()*response[b, t].item() for t in range(6)] for b in range(3)]
+    for b, last in enumerate((4, 2, 5)): want[b][last] += scores[b].item()
+    same(token_rewards(scores, kl, response, .3), want)
+
+
+@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared'])
+@pytest.mark.parametrize('temperature', [1., .7])
+def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
+    "Ratio 1, KL 0, nothing clipped; one forward pass of the same batch gives the ratio exactly."
+    cfg = ppo.PPOConfig(**tiny.settings('ppo', base, temperature=temperature, shared_value=kind == 'shared',
+                                        value_init='policy' if kind == 'policy' else 'reward_model'))
+    policy, value = models.policy, ppo.value_model(cfg, models.policy)
+    found = [s for s, in generate(policy, models.tokenizer, models.prompts, max_new_tokens=12, temperature=temperature)]
+    batch = rollout_batch(models.prompts, [s.tokens for s in found], models.tokenizer.pad_token_id)
+    done, figures = ppo.experience(policy, policy, value, batch, torch.arange(16.), .1, cfg)
+    assert figures['kl'] == 0. and done['advantages'].abs().sum() > 0
+    on, mask = done['response'].bool(), done['response']
+    sampled = torch.tensor([p for s in found for p in s.logprobs])
+    torch.testing.assert_close(done['old_logp'][on], sampled, rtol=0, atol=1e-5)  # what was sampled is what is scored
+    with torch.no_grad():
+        whole = ppo.ppo_loss(policy, value, {k: v[:8] for k, v in done.items()}, cfg)   # as `experience` cut it
+        other = ppo.ppo_loss(policy, value, {k: v[[1, 14, 7]] for k, v in done.items()}, cfg)
+    assert (whole['ratio'] == 1).all() and (whole['approx_kl'] == 0).all()
+    for parts, m in ((whole, mask[:8]), (other, mask[[1, 14, 7]])):
+        assert (parts['ratio'] - 1).abs().max() < 1e-5 and parts['approx_kl'].abs().max() < 1e-5
+        assert parts['clip_fraction'].sum() == 0 and parts['value_clip_fraction'].sum() == 0
+        assert all((v.isfinite() & (v.abs() < 1e6)).all() for v in parts.values())
+    torch.testing.assert_close(whole['policy_loss'], -done['advantages'][:8], rtol=0, atol=1e-6)
+
+
+def test_ppo_run_begins_with_ratio_one(base, tmp_path):
+    ppo.train(ppo.PPOConfig(**tiny.settings('ppo', base, out=str(tmp_path/'ppo'), annotators='')))
+    log = read_log(tmp_path/'ppo')
+    assert all(abs(r['first_ratio'] - 1) < 1e-5 for r in log) and abs(log[0]['kl']) < 1e-5
+    assert log[1]['kl'] != 0  # it does learn
+
+
+@pytest.mark.parametrize('batch_size, micro', [(1, 0), (7, 0), (8, 3), (60, 0)])
+def test_dpo_starts_at_ln_2(base, tmp_path, batch_size, micro):
+    "Whatever is padded with whatever: before the first update policy and reference are one."
+    dpo.train(dpo.DPOConfig(**tiny.settings('dpo', base, out=str(tmp_path/'dpo'), batch_size=batch_size,
+                                            micro_batch_size=micro, eval_split='', max_instances=60)))
+    first = read_log(tmp_path/'dpo')[0]
+    assert abs(first['loss'] - math.log(2)) < 1e-6
+    assert abs(first['margin']) < 1e-5 and abs(first['chosen']) < 1e-5
+
+
+def test_dpo_sign(base, tmp_path):
+    "On pairs that are learned by heart the chosen answers rise above the rejected ones, measured afresh."
+    cfg = dpo.DPOConfig(**tiny.settings('dpo', base, out=str(tmp_path/'dpo'), max_instances=16, epochs=8, eval_split='',
+                                        learning_rate=1e-3, beta=.5))
+    dpo.train(cfg)
+    log = read_log(cfg.out)
+    assert sum(r['margin'] for r in log[-2:]) > .1 and log[-1]['loss'] < log[0]['loss']
+    before, tokenizer = load_policy(cfg.policy, cfg)
+    after, _ = load_policy(cfg.out, cfg)
+    records = dpo.load(cfg.preferences, 'preferences', 'preference', 16)
+    pairs, _ = dpo.chosen_first(records)
+    assert all(p['chosen'] == p[f'output_{int(r["preference"])}'] for p, r in zip(pairs, records) if r['preference'] != 1.5)
+    _, *data = dpo.encode(pairs, ('chosen', 'rejected'), tokenizer, cfg.max_length)
+    prompts, (chosen, rejected) = data
+    old, new = (dpo.reference_logprobs(m, prompts, chosen, rejected, tokenizer.pad_token_id) for m in (before, after))
+    rise = (new - old)
+    assert (rise[:, 0] - rise[:, 1]).mean() > .2

@@ -1,0 +1,245 @@
+"""Killed at any moment and started again, a run ends as if nothing had been; edited code always runs."""
+import importlib
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import tiny
+from alpaca_farm import ppo, sft
+from alpaca_farm.core import runs
+from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.settings import Config
+
+# enough steps to hit one of them, and the steps among which one is drawn
+LONG = dict(world=(dict(corpus=400, batch_size=1), 200, 380), sft=(dict(batch_size=1, checkpoint_every=2), 2, 55),
+            reward_model=(dict(batch_size=1, checkpoint_every=2, epochs=2), 2, 90),
+            dpo=(dict(batch_size=1, checkpoint_every=1), 2, 55), ppo=(dict(steps=8, checkpoint_every=2, adaptive_kl=True), 1, 7),
+            best_of_n=(dict(chunk=1, n=4), 2, 28))
+
+
+def without_times(folder): return [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(folder)]
+
+
+def same_run(a, b):
+    "The same files, bit for bit where they are results; no temporary file among them."
+    names = lambda f: sorted(str(p.relative_to(f)) for p in f.rglob('*') if p.is_file())
+    assert names(a) == names(b)
+    for name in names(a):
+        if name.endswith('.safetensors') or name in ('outputs.json', 'candidates.json') or name.startswith('model'):
+            if name.endswith('README.md'): continue  # says the fingerprint
+            assert (a/name).read_bytes() == (b/name).read_bytes(), name
+    assert without_times(a) == without_times(b) != []
+    times = ('cpu_seconds', 'seconds', 'peak_memory_gb')
+    one, other = ({k: v for k, v in read_summary(f).items() if k not in times} for f in (a, b))
+    assert one == other
+
+
+def kill_at(step, room, given):
+    "Start a run, kill it when its log has `step` records; how many it had."
+    p, log = tiny.spawn(tiny.command(room, **given)), Path(given['out'])/'log.jsonl'
+    try:
+        while p.poll() is None and (not log.exists() or log.read_bytes().count(b'\n') < step): time.sleep(.002)
+        assert p.poll() is None, f'{room} ended before step {step}:\n{p.stdout.read()}'
+    finally: p.kill()
+    p.communicate()
+    assert p.returncode == -signal.SIGKILL
+    return len(read_log(given['out']))
+
+
+def interrupted(room, base, folder):
+    more, low, high = LONG[room]
+    given = tiny.settings(room, base, out=str(folder/room), **more)
+    at = random.SystemRandom().randint(low, high)
+    reached = kill_at(at, room, given)
+    assert not (folder/room/'summary.json').exists()
+    again = tiny.spawn(tiny.command(room, **given))
+    said = again.communicate()[0]
+    assert again.returncode == 0, said
+    return at, reached
+
+
+@pytest.fixture(scope='module')
+def killed(base, tmp_path_factory):
+    "Every room's run, killed and started again; two at a time."
+    folder = tmp_path_factory.mktemp('killed')
+    with ThreadPoolExecutor(2) as workers:
+        yield folder, {room: workers.submit(interrupted, room, base, folder) for room in LONG}
+
+
+@pytest.mark.parametrize('room', LONG)
+def test_killed_at_a_random_step(base, killed, tmp_path, capsys, room):
+    folder, jobs = killed
+    at, reached = jobs[room].result()
+    with capsys.disabled(): print(f' [{room} killed at step {at}, {reached} logged]', end='', flush=True)
+    module = importlib.import_module(f'alpaca_farm.{room}')
+    module.train(tiny.config(module, **tiny.settings(room, base, out=str(tmp_path/room), **LONG[room][0])))
+    same_run(tmp_path/room, folder/room)
+
+
+def die_at(train, cfg, function, name, count=1):
+    "Run `train` in a fork that is killed when `function` is about to make `name` for the `count`th time."
+    pid = os.fork()
+    if pid == 0:
+        try:
+            owner, attribute = function
+            real, seen = getattr(owner, attribute), []
+            def deadly(*args, **kwargs):
+                if Path(args[-1]).name == name: seen.append(1)
+                if len(seen) == count: os.kill(os.getpid(), signal.SIGKILL)
+                return real(*args, **kwargs)
+            setattr(owner, attribute, deadly)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            train(cfg)
+        finally: os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL, 'it was not killed'
+
+
+@pytest.fixture(scope='module')
+def whole_sft(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('whole')/'sft'
+    sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(folder), checkpoint_every=1)))
+    return folder
+
+
+MOMENTS = [(os, 'replace', 'config.json', 1), (os, 'replace', 'config.json', 2), (os, 'replace', 'log.jsonl', 1),
+           (os, 'replace', 'state.safetensors', 1), (os, 'replace', 'state.safetensors', 3), (Path, 'rename', 'model', 1),
+           (os, 'replace', 'outputs.json', 1), (os, 'replace', 'summary.json', 1), (Path, 'unlink', 'state.safetensors', 1)]
+
+
+@pytest.mark.parametrize('owner, attribute, name, count', MOMENTS, ids=lambda x: getattr(x, '__name__', x))
+def test_killed_while_a_file_is_written(base, whole_sft, tmp_path, owner, attribute, name, count):
+    "Nothing half-written is ever taken for whole, and no temporary file stays behind."
+    cfg = sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft'), checkpoint_every=1))
+    die_at(sft.train, cfg, (owner, attribute), name, count)
+    assert (tmp_path/'sft'/'summary.json').exists() == (attribute == 'unlink')
+    sft.train(cfg)
+    (tmp_path/'sft'/'checkpoint'/'state.safetensors').unlink(missing_ok=True)
+    same_run(whole_sft, tmp_path/'sft')
+
+
+@pytest.mark.parametrize('count', [1, 2])
+def test_killed_while_the_best_model_is_replaced(base, tmp_path, count):
+    given = lambda name: ppo.PPOConfig(**tiny.settings('ppo', base, out=str(tmp_path/name/'ppo'), steps=4, eval_every=1,
+                                                       checkpoint_every=1))
+    ppo.train(given('whole'))
+    if count == 1: die_at(ppo.train, given('dead'), (Path, 'rename'), 'model', 1)
+    else: die_at(ppo.train, given('dead'), (Path, 'rename'), 'model-4', 1)
+    ppo.train(given('dead'))
+    same_run(tmp_path/'whole'/'ppo', tmp_path/'dead'/'ppo')
+
+
+def test_a_finished_run_is_not_run_again(base, tmp_path, capsys):
+    cfg = sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft')))
+    assert not sft.train(cfg).done
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path/'sft').rglob('*') if p.is_file()}
+    assert sft.train(cfg).done and 'nothing to do' in capsys.readouterr().out
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path/'sft').rglob('*') if p.is_file()} == before
+
+
+def test_other_settings_and_other_inputs_run_and_keep_the_old(base, tmp_path):
+    shutil.copytree(base/'world', tmp_path/'world')
+    given = tiny.settings('sft', base, out=str(tmp_path/'sft'), eval_split='') | dict(data=str(tmp_path/'world'/'sft.json'), val_split='')
+    sft.train(sft.SFTConfig(**given))
+    sft.train(sft.SFTConfig(**given | dict(seed=1)))
+    records = json.loads((tmp_path/'world'/'sft.json').read_text())
+    (tmp_path/'world'/'sft.json').write_text(json.dumps(records[:50]))
+    sft.train(sft.SFTConfig(**given | dict(seed=1)))
+    assert [read_summary(tmp_path/f'sft{k}')['examples'] for k in ('~1', '~2', '')] == [60, 60, 50]
+    assert read_log(tmp_path/'sft~1') != read_log(tmp_path/'sft~2')
+
+
+SOURCE = '''
+from dataclasses import dataclass
+from alpaca_farm.core.runs import start
+from alpaca_farm.core.settings import Config
+
+WEIGHT = 1.
+
+@dataclass
+class ToyConfig(Config):
+    out: str = 'runs/toy'
+
+class Model:
+    def loss(self, x): return x
+
+def loss(x): return WEIGHT*Model().loss(x) + sum(extra(i) for i in range(2))
+
+def extra(i): return i
+
+def unrelated(x): return x
+
+def train(cfg):
+    run = start(cfg, train)
+    if not run.done:
+        run.load()
+        run.log(1, loss=loss(2.))
+        run.finish(loss=loss(2.))
+    return run
+'''
+
+
+def toy(folder, name, source):
+    (folder/f'{name}.py').write_text(source)
+    spec = importlib.util.spec_from_file_location(name, folder/f'{name}.py')
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize('old, new, runs_again', [
+    ('def loss(x): return', 'def loss(x): return 2*', True), ('def loss(self, x): return x', 'def loss(self, x): return -x', True),
+    ('WEIGHT = 1.', 'WEIGHT = 3.', True), ('def extra(i): return i', 'def extra(i): return 5*i', True),
+    ('def unrelated(x): return x', 'def unrelated(x): return 7', False), ('def extra(i): return i', 'def extra(i): return i  # so', False)])
+def test_edited_code_runs_and_the_old_is_kept(tmp_path, old, new, runs_again):
+    assert SOURCE.count(old) == 1
+    first = toy(tmp_path, 'toy_a', SOURCE)
+    first.train(first.ToyConfig(out=str(tmp_path/'toy')))
+    was = read_log(tmp_path/'toy')
+    edited = toy(tmp_path, 'toy_b', SOURCE.replace(old, new))
+    assert edited.train(edited.ToyConfig(out=str(tmp_path/'toy'))).done != runs_again
+    assert (tmp_path/'toy~1').exists() == runs_again
+    if runs_again: assert read_log(tmp_path/'toy~1') == was and read_summary(tmp_path/'toy')['loss'] != was[0]['loss']
+    else: assert read_log(tmp_path/'toy') == was
+
+
+def test_edited_notebook(base, tmp_path):
+    "The notebook knows the run its export made; with an edited loss it runs anew, in the same folder."
+    given = tiny.settings('sft', base, out=str(tmp_path/'sft'))
+    sft.train(sft.SFTConfig(**given))
+    was, source = read_log(tmp_path/'sft'), (tiny.ROOT/'nbs'/'sft.ipynb').read_text()
+    old = 'return dict(loss=-logprobs(policy, batch))'
+    assert source.count(old) == 1
+    source = json.loads(source.replace(old, 'return dict(loss=-3*logprobs(policy, batch))'))
+    for c in source['cells']:  # the notebook's own test of the loss would, rightly, fail
+        if 'test_close' in ''.join(c['source']) and '#| export' not in ''.join(c['source']): c['source'] = 'pass'
+    (tmp_path/'edited.ipynb').write_text(json.dumps(source))
+    for notebook in (tiny.ROOT/'nbs'/'sft.ipynb', tmp_path/'edited.ipynb'):
+        assert read_log(tmp_path/'sft') == was and not (tmp_path/'sft~1').exists()
+        p = tiny.spawn(tiny.papermill(notebook, tmp_path/'out.ipynb', **given))
+        said = p.communicate()[0]
+        assert p.returncode == 0, said
+    assert read_log(tmp_path/'sft~1') == was
+    assert read_log(tmp_path/'sft')[0]['loss'] == pytest.approx(3*was[0]['loss'], rel=1e-5)
+
+
+def test_one_writer_at_a_time(tmp_path):
+    module = toy(tmp_path, 'toy_c', SOURCE)
+    cfg = module.ToyConfig(out=str(tmp_path/'toy'))
+    run = runs.start(cfg, module.train)
+    pid = os.fork()
+    if pid == 0:
+        runs.held.clear()
+        try: runs.start(cfg, module.train)
+        except RuntimeError as e: os._exit(7 if 'another process' in str(e) else 8)
+        os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+    run.load(); run.finish()
+    assert isinstance(cfg, Config) and runs.start(cfg, module.train).done

@@ -1,0 +1,61 @@
+"""Settings so small that a run takes a second or two; used by the tests, with every path said."""
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo')  # rooms whose runs can be interrupted
+SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
+SETTINGS = dict(
+    world=dict(corpus=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600, hidden_size=32, layers=1,
+               heads=2, ffn=48, batch_size=16),
+    sft=dict(batch_size=12, max_length=250, **SAMPLING),
+    best_of_n=dict(n=2, max_instances=30, chunk=10, **SAMPLING | dict(eval_instances=0)),
+    annotators=dict(label_flip=.25),
+    reward_model=dict(batch_size=8, held_out=12, epochs=1, max_length=250),
+    dpo=dict(batch_size=8, max_length=250, **SAMPLING),
+    ppo=dict(steps=3, rollouts=16, batch_size=8, val_instances=8, eval_every=2, save_every=2, checkpoint_every=1,
+             **SAMPLING))
+
+
+def settings(room, base, **more):
+    "Tiny settings of a room whose inputs are the runs in the folder `base`."
+    at = {k: str(base/k) for k in ('world', 'sft', 'samples', 'annotators', 'reward_model')}
+    inputs = dict(
+        world={}, sft=dict(data=at['world'], policy=at['world']),
+        best_of_n=dict(data=at['world'], policy=at['sft'], reward_model=at['reward_model']),
+        annotators=dict(outputs=at['samples']), reward_model=dict(preferences=at['annotators'], policy=at['sft']),
+        dpo=dict(preferences=at['annotators'], policy=at['sft'], data=at['world']),
+        ppo=dict(policy=at['sft'], reward_model=at['reward_model'], data=at['world']))
+    return SETTINGS[room] | inputs[room] | more
+
+
+def config(module, **given):
+    "The configuration of a room's module."
+    return next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)(**given)
+
+
+def command(room, **given):
+    "The command line of a run."
+    said = [x for k, v in given.items() for x in (f'--{k}', json.dumps(v) if isinstance(v, list) else str(v))]
+    return [sys.executable, '-m', f'alpaca_farm.{room}', *said]
+
+
+def papermill(notebook, executed, **given):
+    "The command line of a papermill run."
+    said = [x for k, v in given.items()
+            for x in (('-y', f'{k}: {json.dumps(v)}') if isinstance(v, list) else ('-p', k, str(v)))]
+    return [sys.executable, '-m', 'papermill', str(notebook), str(executed), *said, '--no-progress-bar', '--log-level',
+            'ERROR', '-k', 'python3']
+
+
+def environment(**more):
+    return dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', HF_HUB_OFFLINE='1',
+                PYDEVD_DISABLE_FILE_VALIDATION='1', **more)
+
+
+def spawn(command, cwd=ROOT, **more):
+    return subprocess.Popen(command, cwd=cwd, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True)
