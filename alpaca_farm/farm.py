@@ -43,8 +43,8 @@ class FarmConfig(Config):
 
 
 SIZES = dict(default={},
-    quick=dict(world=dict(corpus=20_000, preference=3000, unlabeled=4000), sft=dict(max_instances=2000), ppo=dict(steps=12),
-               overoptimization=dict(instances=150), bank=dict(n=32, max_instances=150), ppo_free=dict(steps=16, save_every=4), ppo_judge_free=dict(steps=16, save_every=4)),
+    quick=dict(world=dict(corpus=20_000, preference=3000, unlabeled=4000), sft=dict(max_instances=2000), ppo=dict(steps=12, save_every=4),
+               overoptimization=dict(instances=150), bank=dict(n=32, max_instances=150)),
     tiny=dict(world=dict(sft=60, preference=80, unlabeled=64, val=20, eval=30, corpus=160, hidden_size=32, layers=1, ffn=32, heads=2), reward_model=dict(held_out=10, epochs=1),
               ppo=dict(steps=2, rollouts=8, batch_size=4, val_instances=8, eval_every=1, save_every=1), best_of_n=dict(n=2), base=dict(n=1),
               bank=dict(n=4, max_instances=20), overoptimization=dict(instances=20)))
@@ -60,17 +60,17 @@ PIPELINE = dict(  # run: (what it reads, CPU seconds)
     reward_model=(dict(preferences='annotators', policy='sft'), 50),
     best_of_n=(dict(data='world', policy='sft', reward_model='reward_model'), 30),
     dpo=(dict(data='world', policy='sft', preferences='annotators'), 45),
-    ppo=(dict(data='world', policy='sft', reward_model='reward_model'), 95))
+    ppo=(dict(data='world', policy='sft', reward_model='reward_model'), 75))
 
 STUDY = dict(  # what the study of over-optimisation adds
     annotators_judge=(dict(outputs='samples'), 7),
     reward_model_judge=(dict(preferences='annotators_judge', policy='sft'), 50),
-    ppo_free=(dict(data='world', policy='sft', reward_model='reward_model'), 110),
-    ppo_judge=(dict(data='world', policy='sft', reward_model='reward_model_judge'), 95),
-    ppo_judge_free=(dict(data='world', policy='sft', reward_model='reward_model_judge'), 110),
+    ppo_free=(dict(data='world', policy='sft', reward_model='reward_model'), 75),
+    ppo_judge=(dict(data='world', policy='sft', reward_model='reward_model_judge'), 75),
+    ppo_judge_free=(dict(data='world', policy='sft', reward_model='reward_model_judge'), 75),
     bank=(dict(data='world', policy='sft'), 65),
     overoptimization=(dict(policy='sft', bank='bank', references='references', proxies=['reward_model', 'reward_model_judge'],
-                           policies=['ppo', 'ppo_free', 'ppo_judge', 'ppo_judge_free']), 110))
+                           policies=['ppo', 'ppo_free', 'ppo_judge', 'ppo_judge_free']), 80))
 
 METHODS = ['base', 'sft', 'best_of_n', 'dpo', 'ppo', 'ppo_free', 'ppo_judge', 'ppo_judge_free']  # rows of the board
 

@@ -64,7 +64,7 @@ def bank_curve(
 ) -> list[dict]:
     "Rows for n = 1, 2, 4, ..., N."
     ns = [2 ** k for k in range(int(np.log2(proxy.shape[1])) + 1)]
-    return [point(*(best_of_n(proxy, v, n) for v in (proxy, gold, people)), **what, kl=float(kl_best_of_n(n)), step=n) for n in ns]
+    return [point(*(best_of_n(proxy, v, n) for v in (proxy, gold, people)), **what, kl=float(kl_best_of_n(n)), at=n) for n in ns]
 
 # %% ../nbs/overoptimization.ipynb #f1f99f40
 def checkpoints(folder: str) -> list[tuple[int, str]]:
@@ -122,7 +122,7 @@ def train(cfg: OverConfig):
         p = settings(folder)['reward_model']
         on = dict(proxy=lambda rs: standard(np.array(scorers[p](rs)), scores[p]), gold=lambda rs: standard(np.array(resolve(cfg.gold)(rs)), gold))
         found = measure(path, [dict(r, output='') for r in bank], on, against, reference, cfg)
-        rows.append(point(**found, method=method(folder), labels=labels(p), seed=cfg.seed, step=step))
+        rows.append(point(**found, method=method(folder), labels=labels(p), seed=cfg.seed, at=step))
         run.log(i, **rows[-1]); show(i)
     leave(run, rows)
     return run
@@ -147,7 +147,7 @@ def against_each(references: list[dict], judge):
 def leave(run, rows: list[dict]):
     "Write the table, with what the fits say, and the summary."
     import pandas as pd
-    columns = ['method', 'labels', 'seed', 'kl', 'proxy', 'gold', 'gold_low', 'gold_high', 'people', 'step']
+    columns = ['method', 'labels', 'seed', 'kl', 'proxy', 'gold', 'gold_low', 'gold_high', 'people', 'at']  # at: n, or the step of the checkpoint
     with whole(run.path('curves.csv')) as p: pd.DataFrame(rows)[columns].to_csv(p, index=False, float_format='%.5f')
     run.finish(instructions=run.cfg.instances, **{f'{m}_{l}_peak_kl'.replace(', ', '_').replace(' ', '_'): max(of, key=lambda r: r['gold'])['kl']
                                                   for (m, l), of in grouped(rows).items()})

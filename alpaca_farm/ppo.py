@@ -33,7 +33,7 @@ class PPOConfig(TrainConfig, SampleConfig):
     reward_model: str = 'runs/reward_model' # what is maximised: a checkpoint or "module:function" of records
     data: str = 'runs/world'                # dataset folder with prompts
     split: str = 'unlabeled'                # prompts that are answered in training
-    steps: int = 20                         # rollouts, each followed by its updates
+    steps: int = 16                         # rollouts, each followed by its updates
     rollouts: int = 192                     # answers per step
     ppo_epochs: int = 2                     # passes over each step's answers
     batch_size: int = 96                    # answers per optimiser step

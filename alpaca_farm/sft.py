@@ -31,7 +31,7 @@ class SFTConfig(TrainConfig, SampleConfig):
     policy: str = 'runs/world'    # the base model
     epochs: int = 1               # passes over the demonstrations
     max_length: int = 128         # tokens of prompt and response together
-    learning_rate: float = 5e-4   # AdamW's peak learning rate
+    learning_rate: float = 1e-4   # AdamW's peak learning rate
     max_instances: int = 0        # the first so many demonstrations; 0 for all
     inputs = ('data', 'policy')
 

@@ -82,6 +82,17 @@ def test_a_bad_row_of_jsonl_and_gz_is_named(tmp_path):
     with pytest.raises(ValueError, match=r'd\.parquet'): load(str(tmp_path/'d.parquet'))
 
 
+def test_a_csv_row_of_another_length_is_named(tmp_path):
+    for name, row, message in (('long', 'a,b,c', 'row 1'), ('short', 'a', "row 1: the field 'output'")):
+        (tmp_path/f'{name}.csv').write_text(f'instruction,output\nSay,ok\n{row}\n')
+        with pytest.raises(ValueError, match=rf'{name}\.csv, {message}'): load(str(tmp_path/f'{name}.csv'), kind='output')
+
+
+def test_a_gz_file_cut_short_is_named(tmp_path):
+    (tmp_path/'e.jsonl.gz').write_bytes(gzip.compress(as_json(ROWS))[:-12])
+    with pytest.raises(ValueError, match=r'e\.jsonl\.gz'): load(str(tmp_path/'e.jsonl.gz'))
+
+
 def test_a_split_that_is_not_there(base, tmp_path):
     given = tiny.settings('sft', base, out=str(tmp_path/'out'), split='demos')
     refused(sft.train, sft.SFTConfig(**given), FileNotFoundError, r'no demos\.json in it; it holds .*eval\.json')
@@ -94,10 +105,10 @@ def test_candidates_with_a_bad_answer(tmp_path):
     refused(annotators.train, cfg, ValueError, "row 2: the field 'output' is .*not a list of strings")
 
 
-def long_data(base, folder, n):
+def long_data(base, folder, n, first=3):
     "A dataset of which `n` prompts are too long."
     rows = load(str(base/'world'), 'eval', 'output', 12)
-    for r in rows[3:3 + n]: r['instruction'] += ' please'*80
+    for r in rows[first:first + n]: r['instruction'] += ' please'*80
     (folder/'long.json').write_text(json.dumps(rows))
     return str(folder/'long.json')
 
@@ -135,7 +146,7 @@ def test_chunks_of_long_prompts_are_left_out_not_fatal(base, tmp_path):
 
 
 def test_prompts_that_are_all_too_long(base, tmp_path):
-    given = tiny.settings('ppo', base, out=str(tmp_path/'out')) | dict(data=long_data(base, tmp_path, 12), max_prompt=60)
+    given = tiny.settings('ppo', base, out=str(tmp_path/'out')) | dict(data=long_data(base, tmp_path, 12, 0), max_prompt=60)
     refused(ppo.train, ppo.PPOConfig(**given), ValueError, 'none of the 12 prompts fits into 60 tokens')
 
 
@@ -189,11 +200,7 @@ def test_an_error_while_a_file_is_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ['a.json'] and read_json(tmp_path/'a.json') == 'old'
 
 
-FIND = {'model': ('save_model', 'sft'), 'outputs.json': ('write', 'sft'), 'summary.json': ('write', 'sft'),
-        'state.safetensors': ('write', 'sft'), 'log.jsonl': ('append', 'sft')}
-
-
-@pytest.mark.parametrize('name', FIND)
+@pytest.mark.parametrize('name', ['model', 'outputs.json', 'summary.json', 'state.safetensors', 'log.jsonl'])
 def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
     "The error says what it is, nothing is half-written, and with room again the run goes on to the same end."
     given = lambda out: sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/out/'sft'), checkpoint_every=2))

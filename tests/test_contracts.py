@@ -1,0 +1,248 @@
+"""What holds for every notebook and module, whatever they compute."""
+import ast
+import builtins
+import dataclasses
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import typing
+
+import pytest
+import yaml
+
+import tiny
+from alpaca_farm.core.settings import as_type
+
+NBS, PACKAGE = tiny.ROOT/'nbs', tiny.ROOT/'alpaca_farm'
+ROOT_NOTEBOOKS = sorted(NBS.glob('*.ipynb'))
+MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
+FLOORS = dict(grammar=1, world=1, noise=1, sft=2, reward_model=2, ppo=2, dpo=2, best_of_n=2, quark=2, rrhf=2, expert_iteration=2,
+              binary_feedback=2, pretrained=2, annotators=3, rlcd=3, eval=4, agreement=4, openai_baselines=4, farm=5,
+              overoptimization=5, compare=5, auto_annotations=5)
+WITHIN_FLOOR = {('world', 'grammar')}  # who may stand on a room of its own floor
+
+
+def name_of(path): return '.'.join(path.relative_to(PACKAGE).with_suffix('').parts)
+
+
+def cells(path): return json.loads(path.read_text(encoding='utf-8'))['cells']
+
+
+def source(cell): return ''.join(cell['source'])
+
+
+def config_of(path):
+    "The notebook's dataclass of settings, None when it has none."
+    room = path.stem
+    if not (PACKAGE/f'{room}.py').exists(): return None
+    module = importlib.import_module(f'alpaca_farm.{room}')
+    found = [v for v in vars(module).values() if isinstance(v, type) and dataclasses.is_dataclass(v)
+             and v.__module__ == module.__name__ and v.__name__.endswith('Config')]
+    return found[0] if found else None
+
+
+def parameters(path): return [c for c in cells(path) if 'parameters' in c['metadata'].get('tags', [])]
+
+
+SETTABLE = [p for p in ROOT_NOTEBOOKS if re.search(r'class \w+Config\(', p.read_text(encoding='utf-8'))]
+each_notebook = pytest.mark.parametrize('path', SETTABLE, ids=lambda p: p.stem)
+each_module = pytest.mark.parametrize('path', MODULES, ids=name_of)
+
+
+def test_exports_are_fresh(tmp_path):
+    for name in ('nbs', 'alpaca_farm'): shutil.copytree(tiny.ROOT/name, tmp_path/name, ignore=shutil.ignore_patterns('__pycache__', '.ipynb_checkpoints'))
+    for name in ('settings.ini', 'README.md'): shutil.copy(tiny.ROOT/name, tmp_path/name)
+    was = {p: p.read_bytes() for p in sorted((tmp_path/'alpaca_farm').rglob('*.py'))}
+    for p in was:
+        if p.name not in ('__init__.py', '_modidx.py'): p.unlink()  # a module without a notebook would not come back
+    export = 'from nbdev.export import nb_export; from nbdev.doclinks import nbdev_export; nbdev_export()'
+    subprocess.run([sys.executable, '-c', export], cwd=tmp_path, env=tiny.environment(), check=True, capture_output=True)
+    now = {p: p.read_bytes() for p in sorted((tmp_path/'alpaca_farm').rglob('*.py'))}
+    assert [p.name for p in was] == [p.name for p in now]
+    assert [p.name for p in was if was[p] != now[p]] == []
+
+
+def test_every_notebook_of_a_method_has_settings():
+    without = {p.stem for p in ROOT_NOTEBOOKS} - {p.stem for p in SETTABLE}
+    assert without <= {'grammar', 'noise'}
+
+
+@each_notebook
+def test_parameters_cell_is_the_dataclass(path):
+    from papermill import inspect_notebook
+    cls = config_of(path)
+    assert cls is not None and len(parameters(path)) == 1
+    known = {f.name: getattr(cls(), f.name) for f in dataclasses.fields(cls)}
+    found = inspect_notebook(str(path))
+    assert sorted(found) == sorted(known)
+    assert {k: ast.literal_eval(v['default']) for k, v in found.items()} == known
+    lines = [l for l in source(parameters(path)[0]).splitlines() if not l.startswith('#')]
+    assert len(lines) == len(known)  # nothing hides in a line that papermill cannot read
+    assert [n for n, v in found.items() if not v['help']] == []
+
+
+@each_notebook
+def test_no_setting_hides_a_name_of_the_notebook(path):
+    "papermill assigns globals: a setting must not be called like something an exported cell imports or defines."
+    names = set()
+    for c in cells(path):
+        if c['cell_type'] != 'code' or not re.search(r'^#\| *export', source(c), re.M): continue
+        for s in ast.parse(source(c)).body:
+            if isinstance(s, (ast.Import, ast.ImportFrom)): names |= {(a.asname or a.name).split('.')[0] for a in s.names}
+            elif isinstance(s, (ast.FunctionDef, ast.ClassDef)): names.add(s.name)
+            elif isinstance(s, (ast.Assign, ast.AnnAssign)):
+                targets = s.targets if isinstance(s, ast.Assign) else [s.target]
+                names |= {t.id for t in targets if isinstance(t, ast.Name)}
+    known = {f.name for f in dataclasses.fields(config_of(path))}
+    assert names & known == set()
+    used = {n.id for c in cells(path) if c['cell_type'] == 'code' and not source(c).startswith('%')
+            for n in ast.walk(ast.parse(source(c))) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    assert known & set(dir(builtins)) & used == set()  # nor like a builtin it uses
+
+
+@each_notebook
+def test_notebook_of_a_method(path):
+    "Title and sentence, cfg right after the parameters, runs marked slow, the command line last."
+    code = [c for c in cells(path) if c['cell_type'] == 'code']
+    first = source(cells(path)[0])
+    assert first.startswith('# ') and re.search(r'^> \S', first, re.M)
+    at = next(i for i, c in enumerate(code) if 'parameters' in c['metadata'].get('tags', []))
+    assert re.match(rf'cfg = {config_of(path).__name__}\.collect\(globals\(\)\)', source(code[at + 1]))
+    assert source(code[-1]).startswith('#| export') and f'command({config_of(path).__name__}, train)' in source(code[-1])
+    for c in code:
+        if re.search(r'^(train|train_or_launch)\(cfg', source(c), re.M): assert source(c).startswith('#| slow')
+
+
+@each_notebook
+def test_help_lists_every_setting(path, capsys):
+    from alpaca_farm.core.settings import from_args
+    with pytest.raises(SystemExit) as e: from_args(config_of(path), ['--help'], path.stem)
+    said = capsys.readouterr().out
+    assert e.value.code == 0
+    for f in dataclasses.fields(config_of(path)): assert re.search(rf'^ +--{f.name} \w+', said, re.M), f.name
+    assert not re.search(r'^ +--\w+ \w+\s*\n(?= +--)', said, re.M)  # each with its comment
+
+
+def test_help_of_the_command_line():
+    from alpaca_farm.ppo import PPOConfig
+    said = subprocess.run([sys.executable, '-m', 'alpaca_farm.ppo', '--help'], env=tiny.environment(), cwd=tiny.ROOT,
+                          capture_output=True, text=True, check=True).stdout
+    for f in dataclasses.fields(PPOConfig): assert f'--{f.name} ' in said
+    assert 'weight of the KL penalty' in said
+
+
+@pytest.mark.parametrize('args, message', [
+    (['--kl_coff', '0.1'], 'kl_coff'), (['--kl_coef', 'abc'], "kl_coef = 'abc' is not a setting of type float"),
+    (['--kl_coef', '-1'], 'kl_coef = -1.0: it must be at least 0'), (['--policy', 'no/such/folder'], "policy = 'no/such/folder'"),
+    (['--kl_kind', 'k4'], "kl_kind = 'k4': choose from"), (['--rollouts', '100'], 'must be a multiple of batch_size')])
+def test_wrong_command_lines(args, message, capsys):
+    from alpaca_farm.core.settings import from_args
+    from alpaca_farm.ppo import PPOConfig
+    with pytest.raises(SystemExit) as e: from_args(PPOConfig, args)
+    assert e.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_no_undefined_names():
+    done = subprocess.run([sys.executable, '-m', 'ruff', 'check', '--no-cache', '--isolated', '--select', 'F821,F811,F822', str(PACKAGE)],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+FORKS = '''
+import json, os, subprocess, sys, time, importlib
+import torch, transformers
+heavy = ['openai', 'datasets', 'wandb', 'alpaca_eval', 'matplotlib', 'ray']
+for name in sys.argv[1:]:
+    times = []
+    for _ in range(3):
+        r, w = os.pipe()
+        if os.fork() == 0:
+            was, begin = set(sys.modules), time.perf_counter()
+            importlib.import_module(name)
+            took = time.perf_counter() - begin
+            os.write(w, json.dumps([took, [h for h in heavy if h in sys.modules]]).encode())
+            os._exit(0)
+        os.close(w); times.append(json.loads(os.read(r, 9999))); os.close(r); os.wait()
+    print(json.dumps([name, min(t for t, _ in times), times[0][1]]))
+'''
+
+
+def test_imports_are_quick_and_light():
+    "Each module in a process of its own that has torch and transformers already; the least of three tries."
+    names = [f'alpaca_farm.{name_of(p)}' for p in MODULES]
+    out = subprocess.run([sys.executable, '-c', FORKS, *names], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True)
+    rows = [json.loads(l) for l in out.stdout.splitlines()]
+    assert [r[0] for r in rows] == names, out.stderr
+    assert {n: heavy for n, _, heavy in rows if heavy} == {}
+    assert {n: t for n, t, _ in rows if t > .2} == {}
+
+
+@pytest.mark.parametrize('name', ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'grammar', 'world', 'annotators', 'eval'])
+def test_rooms_without_tensors_do_not_import_torch(name):
+    code = f'import sys, alpaca_farm.{name}; print("torch" in sys.modules, "transformers" in sys.modules)'
+    out = subprocess.run([sys.executable, '-c', code], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ['False', 'False']
+
+
+def imported(path):
+    "Rooms of the package that a module imports, anywhere in it."
+    here = name_of(path).split('.')[:-1]
+    for n in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+        if isinstance(n, ast.Import): yield from (a.name.removeprefix('alpaca_farm.') for a in n.names if a.name.startswith('alpaca_farm.'))
+        if not isinstance(n, ast.ImportFrom): continue
+        module = n.module or ''
+        if n.level: module = '.'.join(['alpaca_farm', *here[:len(here) + 1 - n.level], *([module] if module else [])])
+        if module == 'alpaca_farm': yield from (a.name for a in n.names)
+        elif module.startswith('alpaca_farm.'): yield module.removeprefix('alpaca_farm.')
+
+
+CORE = dict(settings=0, text=0, functional=0, stats=0, progress=1, runs=2, data=1, models=3, generation=3, training=4, launch=4, answers=4)
+
+
+@each_module
+def test_imports_only_go_down(path):
+    room = name_of(path)
+    for other in imported(path):
+        if room.startswith('core.'):
+            assert other.startswith('core.'), f'{room} imports {other}'
+            mine, its = CORE[room[5:]], CORE[other[5:]]
+            assert its < mine, f'{room} imports {other}'
+        elif not other.startswith('core'):
+            assert FLOORS[other] < FLOORS[room] or (room, other) in WITHIN_FLOOR, f'{room} imports {other}'
+
+
+@each_module
+def test_nothing_unsafe_is_loaded(path):
+    text = path.read_text(encoding='utf-8')
+    assert not re.search(r'trust_remote_code|\bpickle\b|torch\.load\b|torch\.save\b|\bmarshal\b|shell=True', text)
+    assert not any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in ('eval', 'exec')
+                   for n in ast.walk(ast.parse(text)))
+
+
+@each_module
+def test_every_public_thing_says_what_it_is(path):
+    body = ast.parse(path.read_text(encoding='utf-8'))
+    assert ast.get_docstring(body)
+    lines = path.read_text(encoding='utf-8').splitlines()
+    assert [l for l in lines if '\t' in l] == []
+
+
+def recipes():
+    "(file, notebook, settings) of every recipe: a file per notebook, or runs by name with the notebook they are of."
+    for path in sorted((NBS/'recipes').rglob('*.yaml')):
+        given = yaml.safe_load(path.read_text(encoding='utf-8')) or {}
+        named = all(isinstance(v, dict) and 'notebook' in v for v in given.values())
+        for name, one in given.items() if named else [(path.stem, dict(given, notebook=path.stem))]:
+            yield f'{path.name}:{name}', one['notebook'], {k: v for k, v in one.items() if k != 'notebook'}
+
+
+@pytest.mark.parametrize('where, notebook, given', list(recipes()), ids=lambda x: x if isinstance(x, str) else '')
+def test_recipes_are_settings(where, notebook, given):
+    cls = config_of(NBS/f'{notebook}.ipynb')
+    assert cls is not None
+    kinds = typing.get_type_hints(cls)
+    assert set(given) <= {f.name for f in dataclasses.fields(cls)}
+    for k, v in given.items(): as_type(k, v, kinds[k])

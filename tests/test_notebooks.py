@@ -1,0 +1,116 @@
+"""Every notebook of nbs/ executes through papermill; wrong parameters fail before any work."""
+import csv
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import tiny
+from alpaca_farm import farm
+from alpaca_farm.core.launch import Job, run_jobs
+from alpaca_farm.core.runs import read_json, read_log, read_summary
+
+NBS = tiny.ROOT/'nbs'
+# notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
+FARMED = {'world': 'world', 'sft': 'sft', 'best_of_n': 'best_of_n', 'annotators': 'annotators', 'reward_model': 'reward_model',
+          'ppo': 'ppo', 'dpo': 'dpo', 'overoptimization': 'overoptimization'}
+OWN = dict(grammar=lambda f: {}, noise=lambda f: {},
+           eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references'),
+           compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']))
+WRONG = dict(
+    misspelt=('ppo', dict(kl_coff=.1), 'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
+    mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc' is not a setting of type float"),
+    nowhere=('ppo', dict(policy='no/such/folder'), "policy = 'no/such/folder': there is no such file or folder"),
+    negative=('best_of_n', dict(n=-1), 'n = -1: it must be at least 1'))
+
+
+def executed(notebook, out, given):
+    p = tiny.spawn(tiny.papermill(NBS/f'{notebook}.ipynb', out, **given))
+    said = p.communicate()[0]
+    return p.returncode, said
+
+
+@pytest.fixture(scope='module')
+def made(tmp_path_factory):
+    "The tiny farm's folder, then the other notebooks on its runs, two at a time: (folder, what each said)."
+    folder = tmp_path_factory.mktemp('farm')
+    said = dict(farm=executed('farm', folder/'farm.ipynb', dict(size='tiny', runs=str(folder))))
+    with ThreadPoolExecutor(2) as workers:
+        jobs = {n: workers.submit(executed, n, folder/f'{n}.ipynb', given(folder)) for n, given in OWN.items()}
+        return folder, said | {n: j.result() for n, j in jobs.items()}
+
+
+def test_no_notebook_is_forgotten():
+    assert {p.stem for p in NBS.glob('*.ipynb')} == {'farm', *FARMED, *OWN}
+
+
+@pytest.mark.parametrize('name', ['farm', *FARMED, *OWN])
+def test_notebook_executes(made, name):
+    folder, said = made
+    assert said.get(name, said['farm'])[0] == 0, said.get(name, said['farm'])[1]
+    cells = json.loads((folder/f'{FARMED.get(name, name)}.ipynb').read_text())['cells']
+    code = [c for c in cells if c['cell_type'] == 'code' and ''.join(c['source']).strip()]
+    assert all(c['execution_count'] for c in code)
+    assert [o for c in code for o in c['outputs'] if o['output_type'] == 'error'] == []
+    for c in code:
+        assert len(c['outputs']) <= 6, 'a live line leaves one output behind'
+        for o in c['outputs']: assert 'Traceback' not in str(o.get('text', ''))
+    if name not in ('grammar', 'noise'):
+        out = folder/FARMED.get(name, name)
+        assert read_summary(out) and not list(out.rglob('.*'))
+        assert all(k in read_json(out/'config.json') for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))
+        assert {'cpu_seconds', 'seconds', 'peak_memory_gb'} <= set(read_summary(out))
+
+
+def test_farm_leaves_its_board(made):
+    folder, _ = made
+    rows = list(csv.DictReader(open(folder/'farm'/'leaderboard.csv')))
+    wanted = ['method', *(f'{j}{s}' for j in ('people', 'pool', 'gold') for s in ('', '_low', '_high')), 'length', 'kl']
+    assert set(wanted) <= set(rows[0])
+    by = {r['method']: r for r in rows}
+    assert {'base', 'sft', 'best_of_n', 'dpo', 'ppo'} <= set(by)
+    for judge in ('people', 'pool', 'gold'):
+        assert float(by['sft'][judge]) == 50
+        for r in rows: assert 0 <= float(r[f'{judge}_low']) <= float(r[judge]) <= float(r[f'{judge}_high']) <= 100
+    keys = {'spearman_people_pool', 'human_human_agreement', 'pool_human_agreement', 'reward_model_accuracy', 'seconds', 'peak_memory_gb'}
+    assert keys <= set(read_summary(folder/'farm')) and (folder/'farm'/'leaderboard.png').stat().st_size > 5000
+    curves = list(csv.DictReader(open(folder/'overoptimization'/'curves.csv')))
+    assert {'method', 'labels', 'seed', 'kl', 'proxy', 'gold', 'gold_low', 'gold_high', 'people'} <= set(curves[0])
+
+
+def test_farm_does_nothing_twice(made):
+    folder, _ = made
+    kept = lambda: {p: p.stat().st_mtime_ns for p in folder.rglob('*') if p.is_file() and not p.name.startswith('.')}
+    before = kept()
+    assert farm.train(farm.FarmConfig(size='tiny', runs=str(folder))).done
+    assert kept() == before
+
+
+@pytest.fixture(scope='module')
+def wrong(base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('wrong')
+    with ThreadPoolExecutor(2) as workers:
+        jobs = {name: workers.submit(executed, room, folder/f'{name}.ipynb', tiny.settings(room, base, out=str(folder/name)) | given)
+                for name, (room, given, _) in WRONG.items()}
+        return folder, {name: j.result() for name, j in jobs.items()}
+
+
+@pytest.mark.parametrize('name', WRONG)
+def test_wrong_parameters_fail_before_any_work(wrong, name):
+    folder, said = wrong
+    code, text = said[name]
+    assert code != 0 and WRONG[name][2] in text
+    assert not (folder/name/'log.jsonl').exists() and not (folder/name).exists()
+
+
+def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
+    bad, orphan, good = (str(tmp_path/n) for n in ('bad', 'orphan', 'good'))
+    (tmp_path/'bad.json').write_text('[{"instruction": "a"}]')
+    jobs = [Job(bad, 'annotators', dict(outputs=str(tmp_path/'bad.json'))),
+            Job(orphan, 'reward_model', tiny.settings('reward_model', base, preferences=bad), [bad]),
+            Job(good, 'annotators', tiny.settings('annotators', base))]
+    failed = run_jobs(jobs, 2)
+    assert len(failed) == 2 and 'bad.ipynb, cell ' in failed[0] and '(nbs/annotators.ipynb)' in failed[0]
+    assert "row 0: the field 'output' is missing" in failed[0] and f'{bad} is missing' in failed[1]
+    assert read_summary(good)['labels'] == 60 and not read_summary(bad) and read_log(bad) == []
+    assert run_jobs(jobs[2:], 2) == []
