@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['AnnotatorsConfig', 'members', 'name_of', 'draw', 'swapped', 'ask', 'vote', 'annotate_pairs', 'pair_samples',
-           'annotate_samples', 'annotate_head2head', 'read_pairs', 'expected', 'train']
+           'annotate_samples', 'annotate_head2head', 'read_pairs', 'expected_preferences', 'train']
 
 # %% ../nbs/annotators.ipynb #e866ddb0
 from dataclasses import dataclass
@@ -23,11 +23,11 @@ from .noise import flip, pair_text, uniform
 class AnnotatorsConfig(Config):
     "Settings of an annotation run."
     out: str = 'runs/annotators'                # run folder
-    outputs: str = 'runs/samples'               # what is compared: a run of best_of_n with n >= 2, or a file of pairs or of candidates
+    outputs: str = 'runs/samples'               # pairs or candidates: a run of best_of_n, or a file
     annotators: str = 'alpaca_farm.world:pool'  # who compares: "module:name" of an annotator or a pool
-    label_flip: float = 0.25                    # share of the labels that is flipped; AlpacaFarm trains on 0.25
+    label_flip: float = 0.25                    # share of the labels that is flipped; AlpacaFarm: 0.25
     both_orders: bool = False                   # ask about every pair twice, exchanged, and average
-    expected: bool = True                       # record the pool's mean preference beside each label, where asking costs nothing
+    expected: bool = True                       # record the pool's mean preference too, if asking is free
     max_instances: int = 0                      # the first so many pairs; 0 for all
     inputs = ('outputs', 'annotators')
 
@@ -39,7 +39,9 @@ def members(pool) -> list:
     return list(getattr(pool, 'annotators', [pool]))
 
 
-def name_of(annotator) -> str: "What an annotator is called."; return getattr(annotator, 'name', None) or getattr(annotator, '__name__', 'annotator')
+def name_of(annotator) -> str:
+    "What an annotator is called."
+    return getattr(annotator, 'name', None) or getattr(annotator, '__name__', 'annotator')
 
 
 def draw(
@@ -50,10 +52,13 @@ def draw(
     "The annotator that sees a pair: weighted, and always the same for the same seed and pair."
     n = len(members(pool))
     weights = np.array(getattr(pool, 'weights', None) or [1.] * n, dtype=float)
-    return int(np.searchsorted((weights / weights.sum()).cumsum(), uniform(seed, 'annotator', *pair_text(pair)), side='right').clip(0, n - 1))
+    return int(np.searchsorted((weights / weights.sum()).cumsum(),
+                               uniform(seed, 'annotator', *pair_text(pair)), side='right').clip(0, n - 1))
 
-# %% ../nbs/annotators.ipynb #fe224490
-def swapped(pair: dict) -> dict: "A pair in the other order."; return dict(pair, output_1=pair['output_2'], output_2=pair['output_1'])
+# %% ../nbs/annotators.ipynb #39982f30
+def swapped(pair: dict) -> dict:
+    "A pair in the other order."
+    return dict(pair, output_1=pair['output_2'], output_2=pair['output_1'])
 
 
 def ask(
@@ -63,7 +68,8 @@ def ask(
     both: bool = False,  # ask in both orders and average
 ) -> list[float]:  # soft preferences in the pairs' own order
     "Preferences of one annotator, each pair shown in a random order, or in both."
-    turn = np.array([uniform(seed, 'order', *pair_text(p)) < .5 for p in pairs]) ^ np.array([p['output_1'] > p['output_2'] for p in pairs])
+    turn = (np.array([uniform(seed, 'order', *pair_text(p)) < .5 for p in pairs])
+            ^ np.array([p['output_1'] > p['output_2'] for p in pairs]))
     if both:
         a, b = (np.array(annotator(ps), float) for ps in (pairs, [swapped(p) for p in pairs]))
         return ((a + 3 - b) / 2).tolist()
@@ -97,7 +103,8 @@ def annotate_pairs(
     for a, annotator in enumerate(members(pool)):
         mine = [i for i in range(len(pairs)) if who[i] == a and not same[i]]
         if not mine: continue
-        for i, said in zip(mine, ask(annotator, [pairs[i] for i in mine], seed, both_orders)): out[i]['preference'] = vote(pairs[i], said, seed)
+        for i, said in zip(mine, ask(annotator, [pairs[i] for i in mine], seed, both_orders)):
+            out[i]['preference'] = vote(pairs[i], said, seed)
     return flip(out, flip_rate, seed).records if flip_rate else out
 
 # %% ../nbs/annotators.ipynb #0f5d9820
@@ -110,7 +117,8 @@ def pair_samples(
     for c in candidates:
         rest = {k: v for k, v in c.items() if k not in ('output', 'scores', 'ended')}
         some = sorted(dict.fromkeys(c['output']), key=lambda o: uniform(seed, 'pair', *key(c), o))
-        if len(some) > 1: out.append(dict(rest, input=c.get('input') or '', output_1=some[0], output_2=some[1]))
+        if len(some) > 1:
+            out.append(dict(rest, input=c.get('input') or '', output_1=some[0], output_2=some[1]))
     return out
 
 
@@ -128,8 +136,10 @@ def annotate_head2head(
     base = {key(r): r for r in outputs_1}
     lost = [r for r in outputs_2 if key(r) not in base]
     if lost or len(base) != len(outputs_2):
-        raise ValueError(f'{len(base)} answers against {len(outputs_2)}: {len(lost)} have no partner, the first is {lost[0]["instruction"] if lost else "missing in the model"!r}')
-    pairs = [dict(instruction=r['instruction'], input=r.get('input') or '', output_1=base[key(r)]['output'], output_2=r['output']) for r in outputs_2]
+        raise ValueError(f'{len(base)} answers against {len(outputs_2)}: {len(lost)} have no partner, '
+                         f'the first is {lost[0]["instruction"] if lost else "missing in the model"!r}')
+    pairs = [dict(instruction=r['instruction'], input=r.get('input') or '',
+                  output_1=base[key(r)]['output'], output_2=r['output']) for r in outputs_2]
     return annotate_pairs(pairs, pool, seed, **kwargs)
 
 # %% ../nbs/annotators.ipynb #e287c930
@@ -142,7 +152,7 @@ def read_pairs(cfg: AnnotatorsConfig) -> list[dict]:
     return rows if kind == 'pair' else pair_samples(rows, cfg.seed)
 
 
-def expected(pairs: list[dict], pool, rate: float) -> np.ndarray:
+def expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
     "The preference to expect of a random annotator in a random order, after flips: (pairs,)."
     mean = np.mean([ask(a, pairs, both=True) for a in members(pool)], axis=0)
     return mean + rate * (3 - 2 * mean)
@@ -156,10 +166,12 @@ def train(cfg: AnnotatorsConfig):
     clean = annotate_pairs(pairs, pool, cfg.seed, both_orders=cfg.both_orders)
     noisy = flip(clean, cfg.label_flip, cfg.seed)
     rows = [dict(r, flipped=r['preference'] != c['preference']) for r, c in zip(noisy.records, clean)]
-    if cfg.expected: rows = [dict(r, expected=float(e)) for r, e in zip(rows, expected(pairs, pool, cfg.label_flip))]
+    if cfg.expected:
+        rows = [dict(r, expected=float(e)) for r, e in zip(rows, expected_preferences(pairs, pool, cfg.label_flip))]
     run.write('preferences.json', rows)
     ties = np.mean([r['preference'] == 1.5 for r in rows])
-    run.finish(labels=len(rows), ties=float(ties), flip_rate=noisy.rate.value, flip_low=noisy.rate.low, flip_high=noisy.rate.high)
+    run.finish(labels=len(rows), ties=float(ties), flip_rate=noisy.rate.value,
+               flip_low=noisy.rate.low, flip_high=noisy.rate.high)
     return run
 
 # %% ../nbs/annotators.ipynb #ce08fdf0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .core.answers import SampleConfig, answers
+from .core.answers import SampleConfig, answers, askable
 from .core.data import load
 from .core.launch import train_or_launch
 from .core.models import load_policy, reward
@@ -62,7 +62,8 @@ def train(cfg: BestOfNConfig):
     policy, tokenizer = load_policy(cfg.policy, cfg)
     judge = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
     records = load(cfg.data, cfg.split, n=cfg.max_instances)
-    chunks = [records[i:i + cfg.chunk] for i in range(0, len(records), cfg.chunk)]
+    asked = askable(records, tokenizer, cfg)
+    chunks = [asked[i:i + cfg.chunk] for i in range(0, len(asked), cfg.chunk)]
     state = run.load() or dict(step=0, candidates=[])
     run.config['steps'] = len(chunks); run.write('config.json', run.config)
     show = Progress(run.folder.name, len(chunks), done=state['step'])
@@ -72,7 +73,8 @@ def train(cfg: BestOfNConfig):
         run.log(step, samples=len(found) * cfg.n)
         run.save(**state)
         show(step)
-    leave(run, records, state['candidates'], labels=read_summary(cfg.reward_model).get('labels', 0) if cfg.reward_model else 0)
+    leave(run, records, state['candidates'],
+          labels=read_summary(cfg.reward_model).get('labels', 0) if cfg.reward_model else 0)
     return run
 
 
@@ -82,9 +84,11 @@ def leave(run, records: list[dict], candidates: list[dict], labels: int):
     words = [len(r['output'].split()) for r in outputs]
     run.write('candidates.json', candidates)
     run.write('outputs.json', outputs)
-    chosen = {'kl': float(kl_best_of_n(run.cfg.n)), 'reward': float(np.mean([max(c['scores']) for c in candidates]))} if 'scores' in candidates[0] else {}
-    run.finish(instructions=len(outputs), too_long=len(records) - len(outputs), labels=labels, length=float(np.mean(words)),
-               ended=float(np.mean([r['ended'] for r in outputs])), **chosen)
+    chosen = ({'kl': float(kl_best_of_n(run.cfg.n)),
+               'reward': float(np.mean([max(c['scores']) for c in candidates]))}
+              if 'scores' in candidates[0] else {})
+    run.finish(instructions=len(outputs), too_long=len(records) - len(outputs), labels=labels,
+               length=float(np.mean(words)), ended=float(np.mean([r['ended'] for r in outputs])), **chosen)
 
 # %% ../nbs/best_of_n.ipynb #811b78d0
 command(BestOfNConfig, train)

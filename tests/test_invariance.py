@@ -1,9 +1,12 @@
 """Numbers that must not depend on padding, on the batch, or on how a step is cut into forward passes."""
+import copy
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import tiny
 from alpaca_farm.core.models import logprobs, reward, score_records, sequence_scores, values
@@ -16,7 +19,19 @@ BATCHES = dict(one=[[i] for i in range(16)], pairs=[[i, 15 - i] for i in range(8
                uneven=[[3, 9, 1], list(range(10, 16)), [0, 2, 4, 5, 6, 7, 8]])
 
 
-def near(a, b): torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+@pytest.fixture(scope='module', params=['llama', 'gpt2'])
+def minds(request, models):
+    "A policy and a scalar model of relative or absolute positions, their weights large enough for attention to matter."
+    size = len(models.tokenizer)
+    config = GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, n_positions=256, pad_token_id=0, num_labels=1)
+    torch.manual_seed(0)
+    kinds = (GPT2LMHeadModel, GPT2ForSequenceClassification)
+    policy, scalar = (k(config).eval() for k in kinds) if request.param == 'gpt2' else map(copy.deepcopy, (models.policy, models.scalar))
+    for p in (p for m in (policy, scalar) for p in m.parameters() if p.ndim == 2): p.data *= 5
+    return SimpleNamespace(**dict(vars(models), policy=policy, scalar=scalar))
+
+
+def near(a, b): torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
 
 
 def batch_of(models, rows, side, extra=0):
@@ -44,30 +59,35 @@ def measured(models, batches, side, extra=0):
 @pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('extra', [0, 1, 37])
 @pytest.mark.parametrize('how', BATCHES)
-def test_token_numbers(models, how, extra, side):
-    wanted = measured(models, BATCHES['one'], 'right')
+def test_token_numbers(minds, how, extra, side):
+    wanted = measured(minds, BATCHES['one'], 'right')
     assert wanted.std() > .01
-    near(measured(models, BATCHES[how], side, extra), wanted)
+    near(measured(minds, BATCHES[how], side, extra), wanted)
 
 
-def test_gradients_do_not_see_padding(models):
+def test_gradients_do_not_see_padding(minds):
     def grads(side, extra):
-        models.policy.zero_grad()
-        logprobs(models.policy, batch_of(models, range(16), side, extra)).sum().backward()
-        return torch.cat([p.grad.flatten() for p in models.policy.parameters()])
+        minds.policy.zero_grad()
+        logprobs(minds.policy, batch_of(minds, range(16), side, extra)).sum().backward()
+        return torch.cat([p.grad.flatten() for p in minds.policy.parameters()])
     wanted = grads('right', 0)
     for side, extra in (('left', 0), ('left', 23), ('right', 23)):
         torch.testing.assert_close(grads(side, extra), wanted, rtol=1e-4, atol=1e-4*wanted.abs().max().item())
-    models.policy.zero_grad()
+    minds.policy.zero_grad()
 
 
-def test_what_follows_does_not_matter(models):
+def test_what_follows_does_not_matter(minds):
     "A token's log-prob and value know nothing of later tokens."
-    whole = measured(models, BATCHES['one'], 'right')
-    b = batch_of(models, [0], 'right')
-    at = len(models.prompts[0]) + 3
+    whole = measured(minds, BATCHES['one'], 'right')
+    b = batch_of(minds, [0], 'right')
+    at = len(minds.prompts[0]) + 3
     short = {k: t[:, :at] for k, t in b.items()}
-    with torch.no_grad(): near(logprobs(models.policy, short, .7)[0, -3:], whole[:3])
+    with torch.no_grad(): near(logprobs(minds.policy, short, .7)[0, -3:], whole[:3])
+    n = len(minds.answers[0])
+    with torch.no_grad():
+        for t in (0, 2):  # the value of the state in which a token is chosen has not seen that token
+            before = {k: b[k][:, :len(minds.prompts[0]) + t] for k in ('ids', 'mask')}
+            near(sequence_scores(minds.scalar, **before)[0], whole[n + t])
 
 
 def test_rewards_of_records(base, models):

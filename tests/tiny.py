@@ -7,17 +7,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo')  # rooms whose runs can be interrupted
-SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
+SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10, temperature=1.)
 SETTINGS = dict(
     world=dict(corpus=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600, hidden_size=32, layers=1,
-               heads=2, ffn=48, batch_size=16),
-    sft=dict(batch_size=12, max_length=250, **SAMPLING),
+               heads=2, ffn=48, batch_size=16, learning_rate=3e-3),
+    sft=dict(batch_size=12, learning_rate=1e-3, max_length=250, **SAMPLING),
     best_of_n=dict(n=2, max_instances=30, chunk=10, **SAMPLING | dict(eval_instances=0)),
     annotators=dict(label_flip=.25),
-    reward_model=dict(batch_size=8, held_out=12, epochs=1, max_length=250),
-    dpo=dict(batch_size=8, max_length=250, **SAMPLING),
-    ppo=dict(steps=3, rollouts=16, batch_size=8, val_instances=8, eval_every=2, save_every=2, checkpoint_every=1,
-             **SAMPLING))
+    reward_model=dict(batch_size=8, held_out=12, epochs=1, learning_rate=1e-3, max_length=250),
+    dpo=dict(batch_size=8, epochs=1, beta=.1, learning_rate=1e-3, max_length=250, **SAMPLING),
+    ppo=dict(steps=3, rollouts=16, batch_size=8, ppo_epochs=2, learning_rate=1e-3, value_learning_rate=1e-3, val_instances=8,
+             eval_every=2, save_every=2, checkpoint_every=1, **SAMPLING))
 
 
 def settings(room, base, **more):

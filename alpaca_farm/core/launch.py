@@ -39,9 +39,11 @@ def share_done(job: Job) -> float:
 def spawn(job: Job) -> subprocess.Popen:
     "Start a job; its output goes to a file beside its notebook."
     at_root(job.out).parent.mkdir(parents=True, exist_ok=True)
-    env = dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', PYDEVD_DISABLE_FILE_VALIDATION='1')
+    env = dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false',
+               PYDEVD_DISABLE_FILE_VALIDATION='1')
     with open(f'{at_root(job.out)}.txt', 'w') as f:
-        return subprocess.Popen(papermill(job.notebook, job.out, **job.settings), stdout=f, stderr=subprocess.STDOUT, env=env, cwd=root())
+        return subprocess.Popen(papermill(job.notebook, job.out, **job.settings),
+                                stdout=f, stderr=subprocess.STDOUT, env=env, cwd=root())
 
 
 def error_in(job: Job) -> str:
@@ -49,7 +51,8 @@ def error_in(job: Job) -> str:
     path = Path(f'{at_root(job.out)}.ipynb')
     for i, cell in enumerate(read_json(path)['cells'] if path.exists() else []):
         for o in cell.get('outputs', []):
-            if o['output_type'] == 'error': return f'{job.out}.ipynb, cell {i} (nbs/{job.notebook}.ipynb): {o["ename"]}: {o["evalue"]}'
+            if o['output_type'] == 'error':
+                return f'{job.out}.ipynb, cell {i} (nbs/{job.notebook}.ipynb): {o["ename"]}: {o["evalue"]}'
     return ''
 
 
@@ -118,8 +121,10 @@ def tell(jobs, running, done, failed, workers) -> str:
     shares = {j: share_done(j) for j in running}
     left = sum(j.cost * (1 - shares.get(j, 0.)) for j in jobs if j.out not in done and j.out not in failed)
     longest = max((chain(j, jobs) for j in running), default=0.)
+    if not running: return f'{len(failed)} FAILED' if failed else ''
     now = ', '.join(f'{Path(j.out).name} {s:.0%}' for j, s in shares.items())
-    return f'[{now}] about {duration(max(left / workers, longest))} of work left,' + (f' {len(failed)} FAILED,' if failed else '')
+    return (f'[{now}] about {duration(max(left / workers, longest))} of work left,'
+            + (f' {len(failed)} FAILED,' if failed else ''))
 
 # %% ../../nbs/core/launch.ipynb #c567c9b0
 def train_or_launch(cfg: Config, train):
@@ -131,7 +136,10 @@ def train_or_launch(cfg: Config, train):
     room = room_of(cfg)
     exported = importlib.import_module(f'alpaca_farm.{room}')
     if code_of(getattr(exported, train.__name__)) != code_of(train):
-        raise RuntimeError(f'alpaca_farm/{room}.py is older than the notebook: run nbdev_export, or set num_processes = 1')
-    said = [x for k, v in asdict(cfg).items() for x in (f'--{k}', json.dumps(v) if isinstance(v, list) else str(v))]
-    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={cfg.num_processes}',
-                    '-m', f'alpaca_farm.{room}', *said], check=True, cwd=root())
+        raise RuntimeError(f'alpaca_farm/{room}.py is older than the notebook: '
+                           'run nbdev_export, or set num_processes = 1')
+    said = [x for k, v in asdict(cfg).items()
+            for x in (f'--{k}', json.dumps(v) if isinstance(v, list) else str(v))]
+    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone',
+                    f'--nproc_per_node={cfg.num_processes}', '-m', f'alpaca_farm.{room}', *said],
+                   check=True, cwd=root())

@@ -36,7 +36,8 @@ def locate(spec: str) -> str:
     for folder in (at_root(spec)/'model', at_root(spec)):
         if (folder/'config.json').exists() and list(folder.glob('*.safetensors')): return str(folder)
     if not at_root(spec).exists() and looks_like_hub(spec): return spec
-    raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it or in its folder model/')
+    raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
+                            'or in its folder model/')
 
 # %% ../../nbs/core/models.ipynb #e3d7eb80
 def quiet():
@@ -56,14 +57,15 @@ def load_tokenizer(spec: str):
     "A model's tokenizer; its padding token is its own, never EOS."
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(locate(spec))
-    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id): tokenizer.pad_token = tokenizer.unk_token or tokenizer.bos_token
+    if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        tokenizer.pad_token = tokenizer.unk_token or tokenizer.bos_token
     return tokenizer
 
 
 def load_policy(
     spec: str,            # run folder, checkpoint folder or hub name
     cfg: Config,
-    train: bool = False,  # weights that are trained are kept in float32; the run's precision is then that of the forward pass
+    train: bool = False,  # weights that are trained stay in float32, whatever precision the forward pass has
 ):
     "A causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
@@ -86,8 +88,10 @@ def load_scalar(
     quiet()
     dtype = torch.float32 if train else dtype_of(cfg)
     logging.set_verbosity_error()  # that the head is new is what we ask for
-    try: model = AutoModelForSequenceClassification.from_pretrained(locate(spec), num_labels=1, dtype=dtype,
-                                                                    pad_token_id=tokenizer.pad_token_id, use_safetensors=True)
+    try:
+        model = AutoModelForSequenceClassification.from_pretrained(
+            locate(spec), num_labels=1, dtype=dtype, pad_token_id=tokenizer.pad_token_id,
+            use_safetensors=True)
     finally: logging.set_verbosity(level)
     if head != 'keep': fresh_head(model, head)
     return settle(model, cfg), tokenizer
@@ -108,14 +112,16 @@ def hidden_states(
     "The last layer's states, before the head."
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     right = bool((mask[:, 1:] <= mask[:, :-1]).all())
-    return model.base_model(input_ids=ids, attention_mask=None if right else mask, position_ids=positions, use_cache=False).last_hidden_state
+    return model.base_model(input_ids=ids, attention_mask=None if right else mask,
+                            position_ids=positions, use_cache=False).last_hidden_state
 
 
 def plain_head(model) -> bool:
     "Whether logits are the head's weights times the states, and nothing else."
     config = model.config.get_text_config()
     extras = ('final_logit_softcapping', 'logit_scale', 'logits_scaling', 'lm_head_multiplier')
-    return model.get_output_embeddings().bias is None and all(getattr(config, name, None) in (None, 1) for name in extras)
+    return (model.get_output_embeddings().bias is None
+            and all(getattr(config, name, None) in (None, 1) for name in extras))
 
 
 def logprobs(
@@ -126,7 +132,9 @@ def logprobs(
     "log p of each response token given what stands before it."
     states = hidden_states(model, batch['ids'], batch['mask'])[:, :-1]
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
-    if plain_head(model): found = selected_logprobs(states[chosen], model.get_output_embeddings().weight, tokens[chosen], temperature)
+    if plain_head(model):
+        found = selected_logprobs(states[chosen], model.get_output_embeddings().weight,
+                                  tokens[chosen], temperature)
     else: found = token_logprobs(model.get_output_embeddings()(states[chosen]), tokens[chosen], temperature)
     out = torch.zeros(batch['ids'].shape, device=found.device)
     out[:, 1:][chosen] = found.float()
@@ -167,7 +175,8 @@ def reward(
 
 
 @torch.no_grad()
-def score_records(model, tokenizer, records: list[dict], template: str = 'auto', batch_size: int = 256, standardise: bool = True) -> list[float]:
+def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
+                  batch_size: int = 256, standardise: bool = True) -> list[float]:
     "Scores of records' outputs under a scalar model."
     prompts = encode_prompts(records, tokenizer, template)
     both = [p + r for p, r in zip(prompts, encode_responses([r['output'] for r in records], tokenizer))]
@@ -177,7 +186,8 @@ def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
         some = order[at:at + batch_size]
         rows = [both[i] for i in some]
         ids, mask = pad(rows, tokenizer.pad_token_id), pad([[1] * len(r) for r in rows])
-        for i, s in zip(some, sequence_scores(model, ids.to(model.device), mask.to(model.device)).tolist()): scores[i] = s
+        for i, s in zip(some, sequence_scores(model, ids.to(model.device), mask.to(model.device)).tolist()):
+            scores[i] = s
     mean, std = (getattr(model.config, k, v) for k, v in (('reward_mean', 0.), ('reward_std', 1.)))
     return [(s - mean) / std for s in scores] if standardise else scores
 
@@ -197,11 +207,14 @@ def save_model(model, tokenizer, run, name: str = 'model'):
     "Write a model, its tokenizer and its card into a run folder; whole or not at all."
     import shutil
     folder, temporary = run.path(name), run.path(f'.{name}.{os.getpid()}')
-    quiet()
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
     data = getattr(run.cfg, 'data', '')
-    card = CARD.format(room=run.config['room'], name=run.folder.name, fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
-    (temporary/'README.md').write_text(card, encoding='utf-8')
-    if folder.exists(): shutil.rmtree(folder)
-    temporary.rename(folder)
+    card = CARD.format(room=run.config['room'], name=run.folder.name,
+                       fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
+    quiet()
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        (temporary/'README.md').write_text(card, encoding='utf-8')
+        if folder.exists(): shutil.rmtree(folder)
+        temporary.rename(folder)
+    finally: shutil.rmtree(temporary, ignore_errors=True)
