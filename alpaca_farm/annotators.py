@@ -13,7 +13,7 @@ import numpy as np
 
 from .core.data import check, find, key, read
 from .core.launch import train_or_launch
-from .core.runs import read_json, read_summary, start
+from .core.runs import start
 from .core.settings import Config, at_root, command, resolve
 from .core.stats import wilson
 from .noise import flip, pair_text, uniform
@@ -154,7 +154,7 @@ def read_pairs(cfg: AnnotatorsConfig) -> list[dict]:
 
 def expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
     "The preference to expect of a random annotator in a random order, after flips: (pairs,)."
-    mean = np.mean([ask(a, pairs, both=True) for a in members(pool)], axis=0)
+    mean = np.average([ask(a, pairs, both=True) for a in members(pool)], axis=0, weights=getattr(pool, 'weights', None))
     return mean + rate * (3 - 2 * mean)
 
 
@@ -167,7 +167,8 @@ def train(cfg: AnnotatorsConfig):
     noisy = flip(clean, cfg.label_flip, cfg.seed)
     rows = [dict(r, flipped=r['preference'] != c['preference']) for r, c in zip(noisy.records, clean)]
     if cfg.expected:
-        rows = [dict(r, expected=float(e)) for r, e in zip(rows, expected_preferences(pairs, pool, cfg.label_flip))]
+        rows = [dict(r, expected=float(e))
+                for r, e in zip(rows, expected_preferences(pairs, pool, cfg.label_flip))]
     run.write('preferences.json', rows)
     ties = np.mean([r['preference'] == 1.5 for r in rows])
     run.finish(labels=len(rows), ties=float(ties), flip_rate=noisy.rate.value,

@@ -15,7 +15,7 @@ from .core.answers import SampleConfig, answer_split
 from .core.data import load
 from .core.launch import train_or_launch
 from .core.models import load_policy, logprobs, save_model
-from .core.runs import read_log, read_summary, start
+from .core.runs import read_log, start
 from .core.settings import at_root, command
 from .core.text import collate, encode
 from .core.training import TrainConfig, Trainer, batches
@@ -40,7 +40,8 @@ class DPOConfig(TrainConfig, SampleConfig):
     inputs = ('preferences', 'policy', 'data')
 
     def check(self):
-        self.bounds(beta=(1e-8, None), label_smoothing=(0, .5), epochs=(1, None), max_length=(2, None), max_instances=(0, None))
+        self.bounds(beta=(1e-8, None), label_smoothing=(0, .5), epochs=(1, None),
+                    max_length=(2, None), max_instances=(0, None))
         self.one_of('loss_type', 'sigmoid')
 
 # %% ../nbs/dpo.ipynb #e1923fb0
@@ -62,7 +63,8 @@ def dpo_loss(
 def chosen_first(records: list[dict]) -> tuple[list[dict], list[float]]:
     "Records with `chosen` and `rejected`, and how certain each label is (0.5 for a tie)."
     second = [r['preference'] > 1.5 for r in records]
-    pairs = [dict(r, chosen=r['output_2' if s else 'output_1'], rejected=r['output_1' if s else 'output_2']) for r, s in zip(records, second)]
+    pairs = [dict(r, chosen=r['output_2' if s else 'output_1'], rejected=r['output_1' if s else 'output_2'])
+             for r, s in zip(records, second)]
     return pairs, [max(r['preference'] - 1, 2 - r['preference']) for r in records]
 
 
@@ -74,29 +76,36 @@ def pair_logprobs(policy, batch: dict, temperature: float = 1.) -> tuple[torch.T
 
 def pair_batch(prompts, chosen, rejected, certainty, rows: list[int], pad_id: int) -> dict[str, torch.Tensor]:
     "ids, mask, response (B, 2, T), certainty and weight (B,)."
-    both = collate([prompts[i] for i in rows for _ in range(2)], [a[i] for i in rows for a in (chosen, rejected)], pad_id)
-    return dict({k: v.view(len(rows), 2, -1) for k, v in both.items()}, certainty=torch.tensor([certainty[i] for i in rows]), weight=torch.ones(len(rows)))
+    both = collate([prompts[i] for i in rows for _ in range(2)],
+                   [a[i] for i in rows for a in (chosen, rejected)], pad_id)
+    return dict({k: v.view(len(rows), 2, -1) for k, v in both.items()},
+                certainty=torch.tensor([certainty[i] for i in rows]), weight=torch.ones(len(rows)))
 
 # %% ../nbs/dpo.ipynb #78fb1520
 @torch.no_grad()
-def reference_logprobs(policy, prompts, chosen, rejected, pad_id: int, temperature: float = 1., size: int = 64) -> torch.Tensor:
+def reference_logprobs(policy, prompts, chosen, rejected, pad_id: int,
+                       temperature: float = 1., size: int = 64) -> torch.Tensor:
     "Summed log-probs (N, 2) of all chosen and rejected answers under the policy as it is now."
     lengths = [len(p) + max(len(a), len(b)) for p, a, b in zip(prompts, chosen, rejected)]
     order, out = sorted(range(len(lengths)), key=lengths.__getitem__), torch.zeros(len(lengths), 2)
     for at in range(0, len(order), size):
         rows = order[at:at + size]
         batch = pair_batch(prompts, chosen, rejected, [1.] * len(lengths), rows, pad_id)
-        out[rows] = torch.stack(pair_logprobs(policy, {k: v.to(policy.device) for k, v in batch.items()}, temperature), 1).cpu()
+        out[rows] = torch.stack(pair_logprobs(policy, {k: v.to(policy.device) for k, v in batch.items()},
+                                              temperature), 1).cpu()
     return out
 
 
 def dpo_step(policy, batch: dict, cfg: DPOConfig) -> dict[str, torch.Tensor]:
     "Loss and figures of each pair: (B,) each."
-    (chosen, rejected), (ref_chosen, ref_rejected) = pair_logprobs(policy, batch, cfg.temperature), batch['reference'].unbind(1)
+    (chosen, rejected), (ref_chosen, ref_rejected) = (
+        pair_logprobs(policy, batch, cfg.temperature), batch['reference'].unbind(1))
     read = lambda a, b, ra, rb: dpo_loss(a, b, ra, rb, cfg.beta, cfg.loss_type, cfg.label_smoothing)
-    loss = batch['certainty'] * read(chosen, rejected, ref_chosen, ref_rejected) + (1 - batch['certainty']) * read(rejected, chosen, ref_rejected, ref_chosen)
+    loss = (batch['certainty'] * read(chosen, rejected, ref_chosen, ref_rejected)
+            + (1 - batch['certainty']) * read(rejected, chosen, ref_rejected, ref_chosen))
     up, down = chosen - ref_chosen, rejected - ref_rejected
-    return dict(loss=loss, margin=cfg.beta * (up - down), accuracy=(up > down).float(), chosen=up, rejected=down)
+    return dict(loss=loss, margin=cfg.beta * (up - down), accuracy=.5 + .5 * torch.sign(up - down),
+                chosen=up, rejected=down)
 
 # %% ../nbs/dpo.ipynb #d9b45140
 def train(cfg: DPOConfig):
@@ -106,10 +115,12 @@ def train(cfg: DPOConfig):
     records = load(cfg.preferences, 'preferences', 'preference', cfg.max_instances)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     pairs, certainty = chosen_first(records)
-    rows, prompts, (chosen, rejected) = encode(pairs, ('chosen', 'rejected'), tokenizer, cfg.max_length, cfg.template)
+    rows, prompts, (chosen, rejected) = encode(pairs, ('chosen', 'rejected'),
+                                               tokenizer, cfg.max_length, cfg.template)
     data = (prompts, chosen, rejected)
     reference = reference_logprobs(policy, *data, tokenizer.pad_token_id, cfg.temperature)
-    order = batches([len(p) + max(len(a), len(b)) for p, a, b in zip(*data)], cfg.batch_size, cfg.epochs, cfg.seed)
+    order = batches([len(p) + max(len(a), len(b)) for p, a, b in zip(*data)],
+                    cfg.batch_size, cfg.epochs, cfg.seed)
     trainer = Trainer(run, len(order), dict(policy=policy))
     for step in trainer.steps():
         batch = pair_batch(*data, [certainty[i] for i in rows], order[step - 1], tokenizer.pad_token_id)

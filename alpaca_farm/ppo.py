@@ -14,10 +14,10 @@ import torch
 
 from .core.answers import SampleConfig, answer_split, answers, asked
 from .core.data import load
-from .core.functional import gae, kl_estimate, masked_mean, masked_sum, masked_var, masked_whiten
+from .core.functional import gae, kl_estimate, masked_mean, masked_var, masked_whiten
 from .core.generation import generate
 from .core.launch import train_or_launch
-from .core.models import load_policy, load_scalar, locate, logprobs, reward, save_model, values
+from .core.models import load_policy, load_scalar, logprobs, reward, save_model, values
 from .core.runs import read_log, read_summary, start
 from .core.settings import at_root, command, resolve
 from .core.stats import win_rate
@@ -42,16 +42,16 @@ class PPOConfig(TrainConfig, SampleConfig):
     adaptive_kl: bool = False               # steer kl_coef towards kl_target
     kl_target: float = 6.0                  # nats per answer
     kl_gain: float = 0.1                    # how fast kl_coef is steered
-    clip: float = 0.2                       # how far a token's probability ratio may move before it stops counting
+    clip: float = 0.2                       # how far a token's ratio may move before it stops counting
     value_clip: float = 0.2                 # how far a value may move per step before it stops counting
     vf_coef: float = 0.1                    # weight of the value loss
     gamma: float = 1.0                      # discount per token
     lam: float = 1.0                        # lambda of GAE
     whiten_rewards: bool = False            # scale each step's rewards to variance 1
     whiten_advantages: bool = True          # scale each step's advantages to mean 0 and variance 1
-    missing_eos: str = 'replace'            # an answer cut off at max_new_tokens: replace its score, subtract from it, or leave it (empty)
-    missing_eos_value: float = 1.0          # replace: the score becomes minus this; subtract: the score is lowered by this
-    value_init: str = 'reward_model'        # the value model starts from the reward_model or, with a zero head, from the policy
+    missing_eos: str = 'replace'            # score of an answer cut off: replace, subtract, or keep (empty)
+    missing_eos_value: float = 1.0          # replace: the score becomes minus this; subtract: less by this
+    value_init: str = 'reward_model'        # what the value model starts from: reward_model or policy
     shared_value: bool = False              # a value head on the policy's own trunk instead of a value model
     value_learning_rate: float = 1e-3       # peak learning rate of the value model
     learning_rate: float = 3e-4             # peak learning rate of the policy
@@ -66,15 +66,21 @@ class PPOConfig(TrainConfig, SampleConfig):
     inputs = ('policy', 'reward_model', 'data', 'annotators')
 
     def check(self):
-        self.bounds(steps=(1, None), rollouts=(2, None), ppo_epochs=(1, None), kl_coef=(0, None), kl_target=(1e-8, None), kl_gain=(0, None),
-                    clip=(0, None), value_clip=(0, None), vf_coef=(0, None), gamma=(0, 1), lam=(0, 1), value_learning_rate=(0, None),
-                    val_instances=(0, None), eval_every=(1, None), save_every=(0, None), temperature=(1e-6, None))
+        self.bounds(steps=(1, None), rollouts=(2, None), ppo_epochs=(1, None),
+                    kl_coef=(0, None), kl_target=(1e-8, None), kl_gain=(0, None),
+                    clip=(0, None), value_clip=(0, None), vf_coef=(0, None),
+                    gamma=(0, 1), lam=(0, 1), value_learning_rate=(0, None),
+                    val_instances=(0, None), eval_every=(1, None),
+                    save_every=(0, None), temperature=(1e-6, None))
         self.one_of('kl_kind', 'k1', 'clamp', 'abs', 'k2', 'k3', 'js')
         self.one_of('missing_eos', 'replace', 'subtract', '')
         self.one_of('value_init', 'reward_model', 'policy')
-        if self.rollouts % self.batch_size: raise ValueError(f'rollouts = {self.rollouts} must be a multiple of batch_size = {self.batch_size}')
+        if self.rollouts % self.batch_size:
+            raise ValueError(f'rollouts = {self.rollouts} must be a multiple of '
+                             f'batch_size = {self.batch_size}')
         if self.value_init == 'reward_model' and ':' in self.reward_model and not self.shared_value:
-            raise ValueError('a reward that is a function has no weights to start a value model from: set value_init = policy')
+            raise ValueError('a reward that is a function has no weights to start a value model from: '
+                             'set value_init = policy')
 
 # %% ../nbs/ppo.ipynb #5e5c2420
 def ppo_policy_loss(
@@ -135,7 +141,9 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.score, self.mean, self.std = score, mean, std
         self.config = trunk.config
-        if shared: object.__setattr__(self, 'base_model', trunk.base_model)  # not registered: its weights are the policy's
+        if shared:
+            # not registered as a submodule: its weights are the policy's
+            object.__setattr__(self, 'base_model', trunk.base_model)
         else: self.base_model = trunk.base_model
 
     def forward(self, batch: dict) -> torch.Tensor:
@@ -151,19 +159,24 @@ def value_model(cfg: PPOConfig, policy) -> ValueHead:
         return ValueHead(policy, head, shared=True)
     if cfg.value_init == 'policy': model, _ = load_scalar(cfg.policy, cfg, 'zero', train=True)
     else: model, _ = load_scalar(cfg.reward_model, cfg, train=True)
-    return ValueHead(model, model.score, getattr(model.config, 'reward_mean', 0.), getattr(model.config, 'reward_std', 1.))
+    return ValueHead(model, model.score, getattr(model.config, 'reward_mean', 0.),
+                     getattr(model.config, 'reward_std', 1.))
 
-# %% ../nbs/ppo.ipynb #5c795f30
-def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[int]], cfg: PPOConfig, seed: int) -> tuple[dict, list[dict]]:
+# %% ../nbs/ppo.ipynb #ed8ddee0
+def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[int]],
+                   cfg: PPOConfig, seed: int) -> tuple[dict, list[dict]]:
     "Answers to prompts: the batch of their tokens, and records with `output` and `ended`."
-    samples = [s[0] for s in generate(policy, tokenizer, prompts, max_new_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_p=cfg.top_p, seed=seed)]
+    samples = [s[0] for s in generate(policy, tokenizer, prompts, max_new_tokens=cfg.max_new_tokens,
+                                      temperature=cfg.temperature, top_p=cfg.top_p, seed=seed)]
     batch = rollout_batch(prompts, [s.tokens for s in samples], tokenizer.pad_token_id)
-    answered = [dict(asked(r), output=decode(s.tokens, tokenizer), ended=s.ended) for r, s in zip(records, samples)]
+    answered = [dict(asked(r), output=decode(s.tokens, tokenizer), ended=s.ended)
+                for r, s in zip(records, samples)]
     return {k: v.to(policy.device) for k, v in batch.items()}, answered
 
 
 @torch.no_grad()
-def experience(policy, reference, value, batch: dict, scores: torch.Tensor, kl_coef: float, cfg: PPOConfig) -> tuple[dict, dict]:
+def experience(policy, reference, value, batch: dict, scores: torch.Tensor,
+               kl_coef: float, cfg: PPOConfig) -> tuple[dict, dict]:
     "Advantages and returns of a rollout, and its figures; statistics are over response tokens only."
     response = batch['response']
     logp, ref = (in_parts(lambda b: logprobs(m, b, cfg.temperature), batch, cfg) for m in (policy, reference))
@@ -174,9 +187,12 @@ def experience(policy, reference, value, batch: dict, scores: torch.Tensor, kl_c
     advantages, returns = gae(rewards, old_values, response, cfg.gamma, cfg.lam)
     if cfg.whiten_advantages: advantages = masked_whiten(advantages, response)
     explained = 1 - masked_var(returns - old_values, response) / masked_var(returns, response)
-    figures = dict(kl=((logp - ref) * response).sum(1).mean(), entropy=-masked_mean(logp, response), value=masked_mean(old_values, response),
-                   returns=masked_mean(returns, response), explained_variance=explained, length=response.sum(1).float().mean())
-    batch = dict(batch, old_logp=logp, old_values=old_values, advantages=advantages, returns=returns, weight=response.float())
+    figures = dict(kl=((logp - ref) * response).sum(1).mean(),
+                   entropy=-masked_mean(logp, response), value=masked_mean(old_values, response),
+                   returns=masked_mean(returns, response), explained_variance=explained,
+                   tokens=response.sum(1).float().mean())
+    batch = dict(batch, old_logp=logp, old_values=old_values, advantages=advantages,
+                 returns=returns, weight=response.float())
     return batch, {k: v.item() for k, v in figures.items()}
 
 
@@ -193,8 +209,10 @@ def ppo_loss(policy, value, batch: dict, cfg: PPOConfig) -> dict[str, torch.Tens
     policy_loss = ppo_policy_loss(logp, batch['old_logp'], batch['advantages'], cfg.clip)
     value_loss = ppo_value_loss(v, batch['old_values'], batch['returns'], cfg.value_clip)
     ratio = (logp - batch['old_logp']).exp()
-    return dict(loss=policy_loss + cfg.vf_coef * value_loss, policy_loss=policy_loss, value_loss=value_loss, ratio=ratio,
-                clip_fraction=((ratio - 1).abs() > cfg.clip).float(), approx_kl=kl_estimate(batch['old_logp'], logp, 'k3'),
+    return dict(loss=policy_loss + cfg.vf_coef * value_loss, policy_loss=policy_loss,
+                value_loss=value_loss, ratio=ratio,
+                clip_fraction=((ratio - 1).abs() > cfg.clip).float(),
+                approx_kl=kl_estimate(batch['old_logp'], logp, 'k3'),
                 value_clip_fraction=((v - batch['old_values']).abs() > cfg.value_clip).float())
 
 
@@ -212,18 +230,24 @@ def ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) -> 
 class Chooser:
     "Win rate of a policy against the reference's answers, on the val split."
     def __init__(self, reference, tokenizer, cfg: PPOConfig):
-        self.cfg, self.tokenizer, self.judge = cfg, tokenizer, resolve(cfg.annotators) if cfg.annotators else None
-        if self.judge: self.base = answers(reference, tokenizer, load(cfg.data, cfg.val_split, n=cfg.val_instances), cfg, seed=cfg.seed + 1)
+        self.cfg, self.tokenizer, self.judge = (
+            cfg, tokenizer, resolve(cfg.annotators) if cfg.annotators else None)
+        if self.judge:
+            self.base = answers(reference, tokenizer,
+                                load(cfg.data, cfg.val_split, n=cfg.val_instances), cfg, seed=cfg.seed + 1)
 
     def __call__(self, policy) -> dict[str, float]:
         "Win rate in percent, its standard error and the length of the answers in words."
         found = answers(policy, self.tokenizer, self.base, self.cfg, seed=self.cfg.seed + 2)
-        pairs = [dict(asked(r), output_1=b['output'][0], output_2=r['output'][0]) for b, r in zip(self.base, found)]
+        pairs = [dict(asked(r), output_1=b['output'][0], output_2=r['output'][0])
+                 for b, r in zip(self.base, found)]
         won = win_rate(self.judge(pairs))
         words = sum(len(p['output_2'].split()) for p in pairs) / len(pairs)
         return dict(val_win_rate=won['win_rate'], val_standard_error=won['standard_error'], val_length=words)
 
-    def due(self, step: int) -> bool: "Whether this step's policy is compared."; return bool(self.judge) and (step % self.cfg.eval_every == 0 or step == self.cfg.steps)
+    def due(self, step: int) -> bool:
+        "Whether this step's policy is compared."
+        return bool(self.judge) and (step % self.cfg.eval_every == 0 or step == self.cfg.steps)
 
 # %% ../nbs/ppo.ipynb #1f2a4af0
 def train(cfg: PPOConfig):
@@ -236,15 +260,19 @@ def train(cfg: PPOConfig):
     value = value_model(cfg, policy)
     records, prompts, too_long = prompts_of(cfg, tokenizer)
     choose = Chooser(reference, tokenizer, cfg)
-    trainer = Trainer(run, cfg.steps, dict(policy=policy, value=value), dict(value=cfg.value_learning_rate), shown='reward')
+    trainer = Trainer(run, cfg.steps, dict(policy=policy, value=value),
+                      dict(value=cfg.value_learning_rate), shown='reward')
     trainer.extra.update(kl_coef=cfg.kl_coef, best=-1., best_step=0)
     for step in trainer.steps():
         rows = prompt_rows(len(prompts), step, cfg)
-        batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows], [prompts[i] for i in rows], cfg, cfg.seed * 1_000_003 + step)
-        scores, ended = (torch.tensor(x, device=policy.device) for x in (judge(answered), [r['ended'] for r in answered]))
+        batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows],
+                                         [prompts[i] for i in rows], cfg, cfg.seed * 1_000_003 + step)
+        scores, ended = (torch.tensor(x, device=policy.device)
+                         for x in (judge(answered), [r['ended'] for r in answered]))
         paid = end_scores(scores.float(), ended, cfg.missing_eos, cfg.missing_eos_value)
         batch, figures = experience(policy, reference, value, batch, paid, trainer.extra['kl_coef'], cfg)
-        figures |= dict(reward=paid.mean().item(), reward_std=paid.std().item(), ended=ended.float().mean().item(), kl_coef=trainer.extra['kl_coef'])
+        figures |= dict(reward=paid.mean().item(), reward_std=paid.std().item(),
+                        ended=ended.float().mean().item(), kl_coef=trainer.extra['kl_coef'])
         figures |= ppo_update(trainer, policy, value, batch, cfg)
         trainer.extra['kl_coef'] = steer(trainer.extra['kl_coef'], figures['kl'], cfg)
         if choose.due(step): figures |= choose(policy)
@@ -265,7 +293,8 @@ def prompts_of(cfg: PPOConfig, tokenizer) -> tuple[list[dict], list[list[int]], 
 def prompt_rows(n: int, step: int, cfg: PPOConfig) -> list[int]:
     "Which prompts step `step` answers: each once before any comes again."
     first = (step - 1) * cfg.rollouts
-    order = lambda epoch: torch.randperm(n, generator=torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)).tolist()
+    order = lambda epoch: torch.randperm(
+        n, generator=torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)).tolist()
     orders = {e: order(e) for e in range(first // n, (first + cfg.rollouts - 1) // n + 1)}
     return [orders[i // n][i % n] for i in range(first, first + cfg.rollouts)]
 
@@ -276,7 +305,8 @@ def keep(trainer: Trainer, policy, tokenizer, figures: dict, cfg: PPOConfig):
     if won > trainer.extra['best'] and (cfg.annotators or trainer.step == cfg.steps):
         trainer.extra.update(best=won, best_step=trainer.step)
         save_model(policy, tokenizer, trainer.run)
-    if cfg.save_every and trainer.step % cfg.save_every == 0: save_model(policy, tokenizer, trainer.run, f'model-{trainer.step}')
+    if cfg.save_every and trainer.step % cfg.save_every == 0:
+        save_model(policy, tokenizer, trainer.run, f'model-{trainer.step}')
 
 
 def finish(run, trainer: Trainer, tokenizer, reference, too_long: int):

@@ -48,7 +48,7 @@ class RewardModelConfig(TrainConfig):
 def pairwise_loss(
     chosen: torch.Tensor,    # (B,) scores of the preferred answers
     rejected: torch.Tensor,  # (B,) scores of the others
-    target=None,             # (B,) or a number: probability that `chosen` is in truth the better one; 1 when not given
+    target=None,             # (B,) or a number: P(`chosen` is in truth the better one); 1 when not given
 ) -> torch.Tensor:  # (B,)
     "Bradley-Terry loss of each pair, in nats (Christiano et al., 2017)."
     margin = chosen - rejected
@@ -74,7 +74,8 @@ def reward_loss(model, batch: dict) -> dict[str, torch.Tensor]:
     ids, mask = (batch[k].flatten(0, 1) for k in ('ids', 'mask'))
     first, second = sequence_scores(model, ids, mask).view(-1, 2).unbind(1)
     margin, label = second - first, batch['label']
-    return dict(loss=pairwise_loss(second, first, label), accuracy=correct(margin, label), margin=margin * (2 * label - 1))
+    return dict(loss=pairwise_loss(second, first, label), accuracy=correct(margin, label),
+                margin=margin * (2 * label - 1))
 
 
 def correct(margin: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
@@ -101,7 +102,8 @@ def measure(
     cfg: RewardModelConfig,
 ) -> dict[str, float]:
     "Accuracy with its interval and ceiling, and mean and spread of the scores, on held-out pairs."
-    a, b = (np.array(score_records(model, tokenizer, [dict(r, output=r[f]) for r in pairs], cfg.template, standardise=False)) for f in ('output_1', 'output_2'))
+    a, b = (np.array(score_records(model, tokenizer, [dict(r, output=r[f]) for r in pairs],
+                                   cfg.template, standardise=False)) for f in ('output_1', 'output_2'))
     right = correct(torch.tensor(b - a), torch.tensor([r['preference'] - 1 for r in pairs])).numpy()
     hit, scores = wilson(right.sum(), len(right)), np.concatenate([a, b])
     return dict(accuracy=hit.value, accuracy_low=hit.low, accuracy_high=hit.high, **ceiling(pairs, b - a),
@@ -124,15 +126,18 @@ def train(cfg: RewardModelConfig):
     torch.manual_seed(cfg.seed)
     model, tokenizer = load_scalar(cfg.policy, cfg, cfg.head, train=True)
     learn, aside = split_pairs(records, cfg.held_out, cfg.seed)
-    rows, prompts, (first, second) = encode(learn, ('output_1', 'output_2'), tokenizer, cfg.max_length, cfg.template)
+    rows, prompts, (first, second) = encode(learn, ('output_1', 'output_2'),
+                                            tokenizer, cfg.max_length, cfg.template)
     labels = [learn[i]['preference'] for i in rows]
-    order = batches([len(p) + max(len(a), len(b)) for p, a, b in zip(prompts, first, second)], cfg.batch_size, cfg.epochs, cfg.seed)
+    order = batches([len(p) + max(len(a), len(b)) for p, a, b in zip(prompts, first, second)],
+                    cfg.batch_size, cfg.epochs, cfg.seed)
     trainer = Trainer(run, len(order), dict(model=model), shown='accuracy')
     for step in trainer.steps():
         batch = pair_batch(prompts, first, second, labels, order[step - 1], tokenizer.pad_token_id)
         trainer.log(**trainer.update(batch, lambda b: reward_loss(model, b)))
     figures = measure(model, tokenizer, aside, cfg)
-    model.config.reward_mean, model.config.reward_std = figures['reward_mean'], max(figures['reward_std'], 1e-6)
+    model.config.reward_mean, model.config.reward_std = (
+        figures['reward_mean'], max(figures['reward_std'], 1e-6))
     save_model(model, tokenizer, run)
     run.finish(labels=len(rows), held_out=len(aside), too_long=len(learn) - len(rows), **figures)
     return run

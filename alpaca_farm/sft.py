@@ -60,8 +60,10 @@ def held_out_nll(
 ) -> float:  # nats per token; nan without a val split
     "Mean negative log-likelihood of a response token of the split that is not trained on."
     if not cfg.val_split: return math.nan
-    _, prompts, (responses,) = encode(load(cfg.data, cfg.val_split, 'output', n), ('output',), tokenizer, cfg.max_length, cfg.template)
-    batch = {k: v.to(policy.device) for k, v in sft_batch(prompts, responses, range(len(prompts)), tokenizer.pad_token_id).items()}
+    _, prompts, (responses,) = encode(load(cfg.data, cfg.val_split, 'output', n),
+                                      ('output',), tokenizer, cfg.max_length, cfg.template)
+    batch = {k: v.to(policy.device)
+             for k, v in sft_batch(prompts, responses, range(len(prompts)), tokenizer.pad_token_id).items()}
     return (sft_loss(policy, batch)['loss'].sum() / batch['weight'].sum()).item()
 
 # %% ../nbs/sft.ipynb #acf169a0
@@ -72,14 +74,16 @@ def train(cfg: SFTConfig):
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     records = load(cfg.data, cfg.split, 'output', cfg.max_instances)
     rows, prompts, (responses,) = encode(records, ('output',), tokenizer, cfg.max_length, cfg.template)
-    order = batches([len(p) + len(r) for p, r in zip(prompts, responses)], cfg.batch_size, cfg.epochs, cfg.seed)
+    order = batches([len(p) + len(r) for p, r in zip(prompts, responses)],
+                    cfg.batch_size, cfg.epochs, cfg.seed)
     trainer, before = Trainer(run, len(order), dict(policy=policy)), held_out_nll(policy, tokenizer, cfg)
     for step in trainer.steps():
         batch = sft_batch(prompts, responses, order[step - 1], tokenizer.pad_token_id)
         trainer.log(**trainer.update(batch, lambda b: sft_loss(policy, b)))
     save_model(policy, tokenizer, run)
     figures = answer_split(policy, tokenizer, run)
-    run.finish(**figures, kl=0., examples=len(rows), too_long=len(records) - len(rows), labels=0, nll_before=before, nll=held_out_nll(policy, tokenizer, cfg))
+    run.finish(**figures, kl=0., examples=len(rows), too_long=len(records) - len(rows),
+               labels=0, nll_before=before, nll=held_out_nll(policy, tokenizer, cfg))
     return run
 
 # %% ../nbs/sft.ipynb #441353f0

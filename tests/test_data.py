@@ -94,7 +94,7 @@ def test_a_folder_says_what_it_holds(base, tmp_path):
 
 
 @pytest.mark.parametrize('name, is_hub', [
-    ('tatsu-lab/alpaca', True), ('a/b', True), ('runs/world', None), ('nbs/nothing', False), ('no/such/folder', False), ('data', False),
+    ('tatsu-lab/alpaca', True), ('a/b', True), ('nbs/nothing', False), ('no/such/folder', False), ('no/such.json', False), ('data', False),
     ('./a/b', False), ('../data', False), ('~/data', False), ('/tmp/data', False), ('a/', False), ('', False)])
 def test_hub_names(name, is_hub):
-    if is_hub is not None: assert looks_like_hub(name) == is_hub
+    assert looks_like_hub(name) == is_hub

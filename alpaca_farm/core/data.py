@@ -82,7 +82,8 @@ def read_csv(path: Path, text: str) -> list[dict]:
     for i, row in enumerate(rows):
         if None in row: raise ValueError(f'{path}, row {i}: more fields than the header has')
         try: row |= {k: float(row[k]) for k in ('preference',) if row.get(k)}
-        except ValueError: raise ValueError(f'{path}, row {i}: preference {row["preference"]!r} is not a number') from None
+        except ValueError:
+            raise ValueError(f'{path}, row {i}: preference {row["preference"]!r} is not a number') from None
     return rows
 
 # %% ../../nbs/core/data.ipynb #097cdfb0

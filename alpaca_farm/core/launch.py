@@ -6,13 +6,13 @@
 __all__ = ['Job', 'share_done', 'spawn', 'error_in', 'failure', 'chain', 'run_jobs', 'startable', 'settle_finished',
            'skip_orphans', 'tell', 'train_or_launch']
 
-# %% ../../nbs/core/launch.ipynb #dc061120
-import json, os, subprocess, sys, time
+# %% ../../nbs/core/launch.ipynb #679fd030
+import os, subprocess, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .progress import Progress, duration
-from .runs import fresh, papermill, read_json, read_log, read_summary, set_aside
+from .runs import fresh, papermill, read_json, read_log
 from .settings import Config, at_root, root
 
 # %% ../../nbs/core/launch.ipynb #60139d20
@@ -128,18 +128,6 @@ def tell(jobs, running, done, failed, workers) -> str:
 
 # %% ../../nbs/core/launch.ipynb #c567c9b0
 def train_or_launch(cfg: Config, train):
-    "Run `train(cfg)` here, or on `cfg.num_processes` processes through torchrun."
-    if cfg.num_processes == 1 or 'RANK' in os.environ: return train(cfg)
-    from dataclasses import asdict
-    from alpaca_farm.core.runs import code_of, room_of
-    import importlib
-    room = room_of(cfg)
-    exported = importlib.import_module(f'alpaca_farm.{room}')
-    if code_of(getattr(exported, train.__name__)) != code_of(train):
-        raise RuntimeError(f'alpaca_farm/{room}.py is older than the notebook: '
-                           'run nbdev_export, or set num_processes = 1')
-    said = [x for k, v in asdict(cfg).items()
-            for x in (f'--{k}', json.dumps(v) if isinstance(v, list) else str(v))]
-    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone',
-                    f'--nproc_per_node={cfg.num_processes}', '-m', f'alpaca_farm.{room}', *said],
-                   check=True, cwd=root())
+    "Run `train(cfg)` in this process; ValueError when more are asked for."
+    if cfg.num_processes > 1: raise ValueError(f'num_processes = {cfg.num_processes}: a run has one process as yet; set it to 1')
+    return train(cfg)

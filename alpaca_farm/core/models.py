@@ -9,14 +9,12 @@ __all__ = ['CARD', 'device_of', 'dtype_of', 'locate', 'quiet', 'settle', 'load_t
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import os
-from pathlib import Path
 
 import torch
 
 from .functional import selected_logprobs, token_logprobs
-from .runs import whole, write_json
-from .settings import Config, at_root, looks_like_hub, resolve, root
-from .text import collate, encode_prompts, encode_responses, pad
+from .settings import Config, at_root, looks_like_hub, resolve
+from .text import encode_prompts, encode_responses, pad
 
 # %% ../../nbs/core/models.ipynb #b1e18340
 def device_of(cfg: Config) -> torch.device:

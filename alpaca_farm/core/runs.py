@@ -8,13 +8,13 @@ __all__ = ['held', 'whole', 'write_json', 'read_json', 'digest', 'trees', 'code_
            'nested', 'save_state', 'load_state', 'Run', 'read_log', 'read_summary', 'start', 'claim', 'set_aside',
            'lock', 'track', 'fresh', 'as_asked', 'listed', 'papermill', 'need', 'recipe', 'build', 'run_quietly']
 
-# %% ../../nbs/core/runs.ipynb #72d84fc0
-import ast, contextlib, fcntl, hashlib, importlib.util, inspect, json, os, platform, re, resource, subprocess, sys, textwrap, time
+# %% ../../nbs/core/runs.ipynb #9ad98b10
+import ast, contextlib, fcntl, hashlib, importlib.util, inspect, json, os, platform, re, resource, \
+    subprocess, sys, textwrap, time
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 
-from .progress import Progress, duration
 from .settings import Config, at_root, here, root
 
 # %% ../../nbs/core/runs.ipynb #b44bfe70
@@ -51,7 +51,8 @@ def trees(namespace: dict, module: str) -> dict[str, list]:
     found = {}
     for name, value in namespace.items():
         if getattr(value, '__module__', None) != module or hasattr(value, '__dataclass_fields__'): continue
-        functions = vars(value).values() if inspect.isclass(value) else [inspect.unwrap(value)] if callable(value) else []
+        functions = (vars(value).values() if inspect.isclass(value)
+                     else [inspect.unwrap(value)] if callable(value) else [])
         own = [f for f in functions if inspect.isfunction(f)]
         if own: found[name] = [ast.parse(textwrap.dedent(inspect.getsource(f))) for f in own]
     return found
@@ -64,17 +65,22 @@ def code_of(train) -> str:
     while todo:
         name = todo.pop()
         if name in reached: continue
-        if name.isupper() and isinstance(space.get(name), (bool, int, float, str, tuple, list, dict)): reached[name] = plain(space[name])
+        if name.isupper() and isinstance(space.get(name), (bool, int, float, str, tuple, list, dict)):
+            reached[name] = plain(space[name])
         if name not in known: continue
         reached[name] = [ast.dump(t) for t in known[name]]
         todo += [n.id for t in known[name] for n in ast.walk(t) if isinstance(n, ast.Name)]
     return digest(reached)
 
 
-def plain(value) -> str: "A constant as text, without the addresses of functions in it."; return re.sub(r'0x[0-9a-f]+|<function .*?>', '', repr(value))
+def plain(value) -> str:
+    "A constant as text, without the addresses of functions in it."
+    return re.sub(r'0x[0-9a-f]+|<function .*?>', '', repr(value))
 
-# %% ../../nbs/core/runs.ipynb #47256be0
-def tree(path) -> ast.Module: "Syntax tree of a Python file."; return ast.parse(Path(path).read_text(encoding='utf-8'))
+# %% ../../nbs/core/runs.ipynb #96d75e80
+def tree(path) -> ast.Module:
+    "Syntax tree of a Python file."
+    return ast.parse(Path(path).read_text(encoding='utf-8'))
 
 
 def rooms(path) -> set[str]:
@@ -84,7 +90,9 @@ def rooms(path) -> set[str]:
     return {n for n in names if n and not n.startswith('core') and (package()/f'{n}.py').exists()}
 
 
-def package() -> Path: "Folder of the exported modules."; return Path(importlib.util.find_spec('alpaca_farm').origin).parent
+def package() -> Path:
+    "Folder of the exported modules."
+    return Path(importlib.util.find_spec('alpaca_farm').origin).parent
 
 
 def file_code(path) -> str:
@@ -131,14 +139,20 @@ def describe(cfg: Config, train, reads: tuple = ()) -> dict:
     settings = {k: v for k, v in asdict(cfg).items()}
     decides = {k: v for k, v in settings.items() if k not in ('out', 'tracker', 'num_processes', *cfg.inputs)}
     exported = package()/f'{room}.py'
-    inputs = {name: input_mark(getattr(cfg, name)) for name in cfg.inputs} | {path: input_mark(path) for path in reads}
-    code, others = code_of(train), [file_code(package()/f'{r}.py') for r in sorted(rooms(exported))] if exported.exists() else []
-    return dict(room=room, settings=settings, given={k: v for k, v in settings.items() if v != default[k] and k != 'out'},
-        inputs=inputs, code=code, core=core_code(), exported=file_code(exported) if exported.exists() else '',
-        fingerprint=digest(decides, inputs, code, others, core_code()), **environment())
+    inputs = ({name: input_mark(getattr(cfg, name)) for name in cfg.inputs}
+              | {path: input_mark(path) for path in reads})
+    code, others = (code_of(train), [file_code(package()/f'{r}.py') for r in sorted(rooms(exported))]
+                    if exported.exists() else [])
+    return dict(room=room, settings=settings,
+                given={k: v for k, v in settings.items() if v != default[k] and k != 'out'},
+                inputs=inputs, code=code, core=core_code(),
+                exported=file_code(exported) if exported.exists() else '',
+                fingerprint=digest(decides, inputs, code, others, core_code()), **environment())
 
 
-def room_of(cfg: Config) -> str: "The notebook a configuration belongs to: the name of its default run folder."; return Path(type(cfg)().out).name
+def room_of(cfg: Config) -> str:
+    "The notebook a configuration belongs to: the name of its default run folder."
+    return Path(type(cfg)().out).name
 
 
 def environment() -> dict:
@@ -154,7 +168,8 @@ def flat(state, at: str = '') -> tuple[dict, object]:
     if hasattr(state, 'detach'): return {at: state.detach().contiguous()}, {'tensor': at}
     if isinstance(state, dict):
         parts = [(k, flat(v, f'{at}/{k}')) for k, v in state.items()]
-        return {p: t for _, (ts, _) in parts for p, t in ts.items()}, {'dict': [[k, rest] for k, (_, rest) in parts]}
+        return ({p: t for _, (ts, _) in parts for p, t in ts.items()},
+                {'dict': [[k, rest] for k, (_, rest) in parts]})
     if isinstance(state, (list, tuple)):
         parts = [flat(v, f'{at}/{i}') for i, v in enumerate(state)]
         return {p: t for ts, _ in parts for p, t in ts.items()}, {'list': [rest for _, rest in parts]}
@@ -188,7 +203,8 @@ class Run:
     "One run folder, from its first record to its summary."
     def __init__(self, cfg: Config, config: dict):
         self.cfg, self.config, self.folder = cfg, config, at_root(cfg.out)
-        self.done, self.began, self.before, self.tracker = False, time.time(), dict(cpu=0., wall=0.), None
+        self.done, self.tracker, self.before = False, None, dict(cpu=0., wall=0.)
+        self.began, self.cpu = time.time(), time.process_time()
 
     def path(self, name: str) -> Path: "A file of this run."; return self.folder/name
 
@@ -200,7 +216,8 @@ class Run:
 
     def spent(self) -> dict[str, float]:
         "CPU and wall seconds of this run, those before an interruption included."
-        return dict(cpu=self.before['cpu'] + time.process_time(), wall=self.before['wall'] + time.time() - self.began)
+        return dict(cpu=self.before['cpu'] + time.process_time() - self.cpu,
+                    wall=self.before['wall'] + time.time() - self.began)
 
     def save(self, **state):
         "Write the checkpoint."
@@ -221,8 +238,9 @@ class Run:
         "Write `summary.json`, which says that the run is over, and drop the checkpoint."
         spent = self.spent()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        self.write('summary.json', dict(summary, cpu_seconds=round(spent['cpu'], 2), seconds=round(spent['wall'], 2),
-                                        peak_memory_gb=round(peak, 3)))
+        self.write('summary.json',
+                   dict(summary, cpu_seconds=round(spent['cpu'], 2), seconds=round(spent['wall'], 2),
+                        peak_memory_gb=round(peak, 3)))
         self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
         if self.tracker: self.tracker.finish()
         held.pop(self.folder).close()
@@ -266,7 +284,8 @@ def claim(folder: Path):
         (folder/'.probe').write_text(''); (folder/'.probe').unlink()
     except OSError as e: raise OSError(f'out = {folder}: cannot write there ({e.strerror})') from None
     if any(folder.iterdir()) and not (folder/'config.json').exists():
-        raise ValueError(f'out = {folder}: the folder holds files that are not of a run. Name an empty or a new one')
+        raise ValueError(f'out = {folder}: the folder holds files that are not of a run. '
+                         'Name an empty or a new one')
 
 
 def set_aside(folder: Path):
@@ -282,7 +301,9 @@ def lock(folder: Path):
     if folder in held: return
     f = open(folder.with_name(f'.{folder.name}.lock'), 'w')
     try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError: raise RuntimeError(f'another process is writing {folder}: wait for it or choose another out') from None
+    except BlockingIOError:
+        raise RuntimeError(f'another process is writing {folder}: '
+                           'wait for it or choose another out') from None
     held[folder] = f
 
 
@@ -294,7 +315,8 @@ def track(run: Run):
     if run.cfg.tracker != 'wandb': return
     try: import wandb
     except ModuleNotFoundError: raise ModuleNotFoundError('tracker = wandb: pip install wandb') from None
-    run.tracker = wandb.init(project='alpaca_farm', name=run.folder.name, config=run.config['settings'], dir=run.folder)
+    run.tracker = wandb.init(project='alpaca_farm', name=run.folder.name,
+                             config=run.config['settings'], dir=run.folder)
 
 # %% ../../nbs/core/runs.ipynb #f6756d20
 def fresh(folder, given: dict | None = None) -> bool:
@@ -304,26 +326,33 @@ def fresh(folder, given: dict | None = None) -> bool:
     config = read_json(folder/'config.json')
     exported = package()/f'{config["room"]}.py'
     if given is not None and not as_asked(config, given): return False
-    if config['core'] != core_code() or not exported.exists() or config['exported'] != file_code(exported): return False
+    if config['core'] != core_code() or not exported.exists() or config['exported'] != file_code(exported):
+        return False
     paths = [v for name in config['inputs'] for v in listed(config['settings'].get(name, name))]
-    stale = [p for p in paths if (at_root(p)/'config.json').exists() and 'room' in read_json(at_root(p)/'config.json') and not fresh(p)]
-    return not stale and all(input_mark(config['settings'].get(k, k)) == v for k, v in config['inputs'].items())
+    stale = [p for p in paths if (at_root(p)/'config.json').exists()
+             and 'room' in read_json(at_root(p)/'config.json') and not fresh(p)]
+    return (not stale
+            and all(input_mark(config['settings'].get(k, k)) == v for k, v in config['inputs'].items()))
 
 
 def as_asked(config: dict, given: dict) -> bool:
     "Whether a run's settings are the defaults but for `given`."
-    return set(config['given']) <= set(given) and all(config['settings'].get(k) == v for k, v in given.items())
+    return (set(config['given']) <= set(given)
+            and all(config['settings'].get(k) == v for k, v in given.items()))
 
 
-def listed(value) -> list: "A value as a list; nothing as an empty one."; return list(value) if isinstance(value, (list, tuple)) else [value] if value else []
+def listed(value) -> list:
+    "A value as a list; nothing as an empty one."
+    return list(value) if isinstance(value, (list, tuple)) else [value] if value else []
 
 
 def papermill(notebook: str, out: str, **settings) -> list[str]:
     "The command that runs a notebook of this project into a run folder."
-    said = [x for k, v in settings.items() for x in (('-y', f'{k}: {json.dumps(v)}') if isinstance(v, (list, dict)) else ('-p', k, str(v)))]
+    said = [x for k, v in settings.items()
+            for x in (('-y', f'{k}: {json.dumps(v)}') if isinstance(v, (list, dict)) else ('-p', k, str(v)))]
     nb = root()/'nbs'/f'{notebook}.ipynb'
-    return [sys.executable, '-m', 'papermill', str(nb), str(at_root(out)) + '.ipynb', '-p', 'out', str(out), *said,
-            '--no-progress-bar', '--log-level', 'ERROR', '-k', 'python3']
+    return [sys.executable, '-m', 'papermill', str(nb), str(at_root(out)) + '.ipynb', '-p', 'out', str(out),
+            *said, '--no-progress-bar', '--log-level', 'ERROR', '-k', 'python3']
 
 # %% ../../nbs/core/runs.ipynb #1ae71480
 def need(cfg: Config, name: str):
@@ -351,7 +380,8 @@ def build(notebook: str, out: str, **settings):
     with open(at_root(out).with_name(f'.{Path(out).name}.build'), 'w') as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         if fresh(out): return
-        kept = read_json(at_root(out)/'config.json')['given'] if (at_root(out)/'config.json').exists() else settings
+        kept = (read_json(at_root(out)/'config.json')['given']
+                if (at_root(out)/'config.json').exists() else settings)
         print(f'{out} is not there yet, or was made by older code: building it with nbs/{notebook}.ipynb')
         run_quietly(papermill(notebook, out, **kept), Path(f'{at_root(out)}.txt'), out)
 
@@ -359,7 +389,9 @@ def build(notebook: str, out: str, **settings):
 def run_quietly(command: list[str], output: Path, name: str):
     "Run a job with its output in a file; RuntimeError with the end of it when it fails."
     env = dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false')
-    with open(output, 'w') as f: code = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, cwd=root()).returncode
+    with open(output, 'w') as f:
+        code = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, cwd=root()).returncode
     tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
-    if code: raise RuntimeError(f'{name} could not be built; see {output} and {name}.ipynb\n' + '\n'.join(tail))
+    if code:
+        raise RuntimeError(f'{name} could not be built; see {output} and {name}.ipynb\n' + '\n'.join(tail))
     output.unlink()

@@ -19,7 +19,8 @@ def root(
 ) -> Path:  # nearest parent with a settings.ini, else the folder that was asked about
     "The folder that relative paths are relative to."
     here = Path(start or os.getcwd()).resolve()
-    mine = Path(__spec__.origin).parents[2] if __spec__ else here  # the checkout this module was imported from
+    # the checkout this module was imported from
+    mine = Path(__spec__.origin).parents[2] if __spec__ else here
     return next((p for p in (here, *here.parents, mine) if (p/'settings.ini').exists()), here)
 
 
@@ -60,7 +61,8 @@ def said(
     known,               # names of the settings
 ) -> list[str]:  # names that the parameters cell and papermill's cell assign
     "What the newest parameters cell of `history`, and papermill's cell after it, speak of."
-    cells = [c for c in history[:-1] if c.startswith('# Parameters') or len(set(known) & set(assigned(c))) > 1]
+    cells = [c for c in history[:-1] if c.startswith('# Parameters')
+             or len(set(known) & set(assigned(c))) > 1]
     newest = max((i for i, c in enumerate(cells) if not c.startswith('# Parameters')), default=0)
     return list(dict.fromkeys(name for c in cells[newest:] for name in assigned(c)))
 
@@ -72,7 +74,7 @@ class Config:
     seed: int = 0          # random seed; runs that differ in nothing else are replicates
     device: str = 'auto'   # cpu, cuda, cuda:1, ...; auto takes a GPU when there is one
     dtype: str = 'auto'    # float32, bfloat16, float16; auto is float32 on CPU, bfloat16 on GPU
-    num_processes: int = 1 # processes that share the work; more than 1 go through torchrun
+    num_processes: int = 1 # processes that share the work; only 1 as yet
     tracker: str = ''      # wandb to send the log there as well; nothing leaves the machine otherwise
     inputs = ()            # settings that name something this run reads (not a setting itself)
 
@@ -94,7 +96,8 @@ def bounds(self: Config, **limits):
     for name, (low, high) in limits.items():
         v = getattr(self, name)
         if (low is None or v >= low) and (high is None or v <= high) and v == v: continue
-        wanted = f'between {low} and {high}' if None not in (low, high) else f'at least {low}' if high is None else f'at most {high}'
+        wanted = (f'between {low} and {high}' if None not in (low, high)
+                  else f'at least {low}' if high is None else f'at most {high}')
         raise ValueError(f'{name} = {v}: it must be {wanted}')
 
 
@@ -117,8 +120,9 @@ def there(self: Config, name: str):
 
 
 def here(name: str, value: str):
-    "FileNotFoundError when a path is not there; a callable's name, a name on the hub and nothing at all are no paths."
-    if value and ':' not in value and not at_root(value).exists() and not looks_like_hub(value):
+    "Refuse what is not there: a callable that cannot be found, a path that is neither here nor a name on the hub."
+    if ':' in value: return resolve(value)
+    if value and not at_root(value).exists() and not looks_like_hub(value):
         raise FileNotFoundError(f'{name} = {value!r}: there is no such file or folder under {root()}')
 
 
@@ -158,7 +162,8 @@ def refuse_unknown(what: str, names, known):
     for name in names:
         if name in known: continue
         near = difflib.get_close_matches(name, known, 1)
-        raise TypeError(f'{name} is not a setting of {what}.' + (f' Did you mean {near[0]}?' if near else f' It has: {", ".join(known)}'))
+        raise TypeError(f'{name} is not a setting of {what}.'
+                        + (f' Did you mean {near[0]}?' if near else f' It has: {", ".join(known)}'))
 
 
 Config.collect = collect
@@ -168,17 +173,20 @@ def helps(cls) -> dict[str, str]:
     "The comment of every field, inherited ones included."
     own = {}
     for c in reversed(cls.__mro__[:-1]):
-        if dataclasses.is_dataclass(c): own |= {k: v.docment for k, v in docments(c, full=True).items() if k in c.__annotations__}
+        if dataclasses.is_dataclass(c):
+            own |= {k: v.docment for k, v in docments(c, full=True).items() if k in c.__annotations__}
     return own
 
 
 def parser(cls, description: str = '') -> argparse.ArgumentParser:
     "An argument parser with one option for each field of `cls`."
     kinds, help_ = typing.get_type_hints(cls), helps(cls)
-    p = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
+    p = argparse.ArgumentParser(description=description,
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     for name, value in asdict(cls()).items():
         kind = getattr(kinds[name], '__name__', 'list')
-        p.add_argument(f'--{name}', default=value, metavar=kind, help=(help_.get(name) or name).replace('%', '%%'))
+        p.add_argument(f'--{name}', default=value, metavar=kind,
+                       help=(help_.get(name) or name).replace('%', '%%'))
     return p
 
 
@@ -197,7 +205,8 @@ def command(cls, train):
     caller = sys._getframe(1).f_globals
     if caller['__name__'] != '__main__' or not caller.get('__spec__'): return
     module = importlib.import_module(caller['__spec__'].name)
-    getattr(module, train.__name__)(from_args(getattr(module, cls.__name__), sys.argv[1:], caller.get('__doc__') or ''))
+    getattr(module, train.__name__)(from_args(getattr(module, cls.__name__),
+                                              sys.argv[1:], caller.get('__doc__') or ''))
 
 # %% ../../nbs/core/settings.ipynb #09333460
 def resolve(

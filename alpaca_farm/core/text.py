@@ -9,8 +9,9 @@ __all__ = ['ALPACA', 'alpaca', 'content', 'prompt', 'encode_prompts', 'encode_re
 # %% ../../nbs/core/text.ipynb #319ecea0
 import torch
 
-# %% ../../nbs/core/text.ipynb #909268d0
-ALPACA = ('Below is an instruction that describes a task{also}. Write a response that appropriately completes the request.\n\n'
+# %% ../../nbs/core/text.ipynb #28ffb970
+ALPACA = ('Below is an instruction that describes a task{also}. '
+          'Write a response that appropriately completes the request.\n\n'
           '### Instruction:\n{instruction}\n\n{input}### Response:')
 
 
@@ -82,15 +83,18 @@ def collate(
 ) -> dict[str, torch.Tensor]:  # ids, mask, response: each (batch, time)
     "Prompts and responses as a batch."
     both = list(zip(prompts, responses))
-    return dict(ids=pad([p + r for p, r in both], pad_id, side), mask=pad([[1] * len(p + r) for p, r in both], 0, side),
+    return dict(ids=pad([p + r for p, r in both], pad_id, side),
+                mask=pad([[1] * len(p + r) for p, r in both], 0, side),
                 response=pad([[0] * len(p) + [1] * len(r) for p, r in both], 0, side))
 
 
-def rollout_batch(prompts: list[list[int]], responses: list[list[int]], pad_id: int) -> dict[str, torch.Tensor]:
+def rollout_batch(prompts: list[list[int]], responses: list[list[int]],
+                  pad_id: int) -> dict[str, torch.Tensor]:
     "A batch whose prompts are padded on the left and responses on the right, so that every response begins in the same column."
     left, right = pad(prompts, pad_id, 'left'), pad(responses, pad_id)
     ml, mr = pad([[1] * len(p) for p in prompts], 0, 'left'), pad([[1] * len(r) for r in responses])
-    return dict(ids=torch.cat([left, right], 1), mask=torch.cat([ml, mr], 1), response=torch.cat([torch.zeros_like(ml), mr], 1))
+    return dict(ids=torch.cat([left, right], 1), mask=torch.cat([ml, mr], 1),
+                response=torch.cat([torch.zeros_like(ml), mr], 1))
 
 # %% ../../nbs/core/text.ipynb #902af750
 def that_fit(
@@ -101,7 +105,8 @@ def that_fit(
     "Indices of examples within the limit; prints how many are not, ValueError when none is."
     kept = [i for i, n in enumerate(lengths) if n <= limit]
     if len(kept) < len(lengths):
-        print(f'{len(lengths) - len(kept)} of {len(lengths)} {what} are longer than {limit} tokens (the longest has {max(lengths)}) and are left out')
+        print(f'{len(lengths) - len(kept)} of {len(lengths)} {what} are longer than {limit} tokens '
+              f'(the longest has {max(lengths)}) and are left out')
     if not kept: raise ValueError(f'none of the {len(lengths)} {what} fits into {limit} tokens')
     return kept
 
@@ -116,5 +121,6 @@ def encode(
     "Token ids of records whose prompt and longest response fit into `max_length`."
     prompts = encode_prompts(records, tokenizer, template)
     responses = [encode_responses([r[f] for r in records], tokenizer) for f in fields]
-    rows = that_fit([len(p) + max(map(len, rs)) for p, *rs in zip(prompts, *responses)], max_length, 'examples')
+    rows = that_fit([len(p) + max(map(len, rs)) for p, *rs in zip(prompts, *responses)],
+                    max_length, 'examples')
     return rows, [prompts[i] for i in rows], [[r[i] for i in rows] for r in responses]

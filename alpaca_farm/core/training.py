@@ -34,10 +34,12 @@ class TrainConfig(Config):
 
     def __post_init__(self):
         super().__post_init__()
-        self.bounds(learning_rate=(0, None), warmup=(0, 1), batch_size=(1, None), micro_batch_size=(0, None), weight_decay=(0, None),
+        self.bounds(learning_rate=(0, None), warmup=(0, 1), batch_size=(1, None),
+                    micro_batch_size=(0, None), weight_decay=(0, None),
                     adam_eps=(0, None), max_grad_norm=(0, None), checkpoint_every=(1, None))
         self.one_of('lr_schedule', 'cosine', 'linear', 'constant')
-        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas): raise ValueError(f'betas = {self.betas}: two numbers from 0 to 1')
+        if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
+            raise ValueError(f'betas = {self.betas}: two numbers from 0 to 1')
 
 # %% ../../nbs/core/training.ipynb #a48b3ec0
 def learning_rate(
@@ -49,8 +51,9 @@ def learning_rate(
     "Share of the peak learning rate at `step`."
     rise = max(1, round(warmup * total))
     if step <= rise: return step / rise
-    done = (step - 1) / total
-    return {'constant': 1., 'linear': 1 - .95 * done, 'cosine': .05 + .95 * .5 * (1 + math.cos(math.pi * done))}[schedule]
+    done = (step - rise) / (total - rise)
+    return {'constant': 1., 'linear': 1 - .95 * done,
+            'cosine': .05 + .95 * .5 * (1 + math.cos(math.pi * done))}[schedule]
 
 # %% ../../nbs/core/training.ipynb #33805f90
 def batches(
@@ -65,7 +68,8 @@ def batches(
     for epoch in range(epochs):
         g = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
         order = torch.randperm(len(lengths), generator=g).tolist()
-        blocks = [sorted(order[i:i + batch_size * block], key=lengths.__getitem__) for i in range(0, len(order), batch_size * block)]
+        blocks = [sorted(order[i:i + batch_size * block], key=lengths.__getitem__)
+                  for i in range(0, len(order), batch_size * block)]
         rows = [b[i:i + batch_size] for b in blocks for i in range(0, len(b), batch_size)]
         out += [rows[i] for i in torch.randperm(len(rows), generator=g).tolist()]
     return out
@@ -85,8 +89,10 @@ class Trainer:
         cpu = device_of(run.cfg).type == 'cpu'
         precision = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}.get(dtype_of(run.cfg), 'no')
         self.accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
-        groups = [g for name, m in models.items() for g in param_groups(m, rates.get(name, self.cfg.learning_rate), self.cfg.weight_decay)]
-        optimizer = torch.optim.AdamW(groups, lr=self.cfg.learning_rate, betas=tuple(self.cfg.betas), eps=self.cfg.adam_eps)
+        groups = [g for name, m in models.items()
+                  for g in param_groups(m, rates.get(name, self.cfg.learning_rate), self.cfg.weight_decay)]
+        optimizer = torch.optim.AdamW(groups, lr=self.cfg.learning_rate,
+                                      betas=tuple(self.cfg.betas), eps=self.cfg.adam_eps)
         self.names, self.plain = list(models), dict(models)
         *self.models, self.optimizer = self.accelerator.prepare(*models.values(), optimizer)
         self.parameters = [p for m in self.models for p in m.parameters() if p.requires_grad]
@@ -106,7 +112,7 @@ def update(self: Trainer,
     "One optimiser step."
     share = learning_rate(self.step, self.total, self.cfg.lr_schedule, self.cfg.warmup)
     for g in self.optimizer.param_groups: g['lr'] = g['peak'] * share
-    weight = self.accelerator.reduce(batch['weight'].sum().float().to(self.accelerator.device))
+    weight = batch['weight'].sum().float().to(self.accelerator.device)  # every process holds the whole batch
     sums = {}
     for micro in self.split(batch):
         w = micro['weight']
@@ -116,7 +122,8 @@ def update(self: Trainer,
     norm = self.accelerator.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm or math.inf)
     self.optimizer.step()
     self.optimizer.zero_grad()
-    return {k: (self.accelerator.reduce(v) / weight).item() for k, v in sums.items()} | dict(grad_norm=float(norm), lr=share * self.cfg.learning_rate)
+    return ({k: (self.accelerator.reduce(v) / weight).item() for k, v in sums.items()}
+            | dict(grad_norm=float(norm), lr=share * self.cfg.learning_rate))
 
 
 def split(self: Trainer, batch: dict):
@@ -147,15 +154,18 @@ def steps(self: Trainer):
 
 def save(self: Trainer):
     "Write the checkpoint."
-    rng = dict(cpu=torch.get_rng_state(), cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+    rng = dict(cpu=torch.get_rng_state(),
+               cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
     weights = {name: untied(m) for name, m in self.plain.items()}
     if self.accelerator.is_main_process:
-        self.run.save(step=self.step, weights=weights, optimizer=self.optimizer.state_dict(), rng=rng, extra=self.extra)
+        self.run.save(step=self.step, weights=weights, optimizer=self.optimizer.state_dict(),
+                      rng=rng, extra=self.extra)
 
 
 def restore(self: Trainer, state: dict):
     "Go back to a checkpoint."
-    for name, m in self.plain.items(): m.load_state_dict(state['weights'][name], strict=False)  # a tied head is not in it
+    for name, m in self.plain.items():
+        m.load_state_dict(state['weights'][name], strict=False)  # a tied head is not in it
     self.optimizer.load_state_dict(state['optimizer'])
     torch.set_rng_state(state['rng']['cpu'])
     if state['rng']['cuda']: torch.cuda.set_rng_state_all(state['rng']['cuda'])
@@ -165,7 +175,8 @@ def restore(self: Trainer, state: dict):
 def untied(model) -> dict:
     "A model's weights, each storage once."
     seen = {}
-    return {k: v for k, v in model.state_dict().items() if seen.setdefault(v.data_ptr(), k) == k or v.numel() == 0}
+    return {k: v for k, v in model.state_dict().items()
+            if seen.setdefault(v.data_ptr(), k) == k or v.numel() == 0}
 
 
 def log(self: Trainer, **record):
@@ -173,18 +184,25 @@ def log(self: Trainer, **record):
     self.run.log(self.step, **{k: v for k, v in record.items()})
     self.progress(self.step, f'{self.shown} {record[self.shown]:.3g}' if self.shown in record else '')
     for word in unhealthy(record):
-        if word not in self.extra.setdefault('said', []): self.extra['said'].append(word); print(f'step {self.step}: {word}')
+        if word not in self.extra.setdefault('said', []):
+            self.extra['said'].append(word)
+            print(f'step {self.step}: {word}')
 
 
 Trainer.steps, Trainer.save, Trainer.restore, Trainer.log = steps, save, restore, log
 
 # %% ../../nbs/core/training.ipynb #24dc3470
 SIGNS = dict(
-    kl=(lambda v: v < -.1, 'the KL to the reference is below zero: are sampling and scoring using the same temperature and the whole vocabulary?'),
-    clip_fraction=(lambda v: v > .3, 'more than 30 % of the tokens are clipped: the policy moves too far in one step; lower learning_rate or the number of epochs'),
+    kl=(lambda v: v < -.1,
+        'the KL to the reference is below zero: '
+        'are sampling and scoring using the same temperature and the whole vocabulary?'),
+    clip_fraction=(lambda v: v > .3,
+                   'more than 30 % of the tokens are clipped: the policy moves too far in one step; '
+                   'lower learning_rate or the number of epochs'),
     reward_std=(lambda v: v < 1e-3, 'all samples get nearly the same reward: there is nothing to learn from'),
     entropy=(lambda v: v < .05, 'the entropy has collapsed: the policy has nearly one answer left'),
-    ended=(lambda v: v < .5, 'more than half of the answers never end: raise max_new_tokens or look at the missing-EOS rule'),
+    ended=(lambda v: v < .5,
+           'more than half of the answers never end: raise max_new_tokens or look at the missing-EOS rule'),
     loss=(lambda v: v != v, 'the loss is not a number'))
 
 
