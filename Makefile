@@ -11,6 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 farm: .venv/ready        ## the whole simulation, into runs/
 	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR
+	@cut -d, -f1-4,5,8,11,12 runs/farm/leaderboard.csv | tr , '\t' && echo 'more in runs/farm.ipynb and runs/farm/'
 
 test: .venv/ready        ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests

@@ -259,7 +259,8 @@ def test_a_folder_without_a_model(base, tmp_path):
     refused(best_of_n.train, best_of_n.BestOfNConfig(**given), FileNotFoundError, 'there is no model')
 
 
-def test_a_judge_that_is_not_there(base, tmp_path):
-    given = dict(out=str(tmp_path/'out'), outputs=str(base/'samples'))
-    for spec, message in (('no_such_module:f', 'there is no module'), ('alpaca_farm.world:nobody', 'has no nobody')):
-        refused(annotators.train, annotators.AnnotatorsConfig(**given, annotators=spec), ValueError, message)
+@pytest.mark.parametrize('spec, message', [('no_such_module:f', 'there is no module'), ('alpaca_farm.world:nobody', 'has no nobody')])
+def test_a_judge_that_is_not_there(base, tmp_path, spec, message):
+    with pytest.raises(ValueError, match=message):
+        annotators.train(annotators.AnnotatorsConfig(out=str(tmp_path/'out'), outputs=str(base/'samples'), annotators=spec))
+    assert not (tmp_path/'out'/'preferences.json').exists()

@@ -26,7 +26,8 @@ def find(
     found = [path/f'{name}{s}' for s in SUFFIXES if (path/f'{name}{s}').exists()]
     if found: return found[0]
     if not path.exists(): raise FileNotFoundError(f'{spec}: there is no such file or folder under {root()}')
-    there = sorted(p.name for p in path.iterdir() if p.name.endswith(SUFFIXES))
+    own = ('config.json', 'summary.json', 'log.jsonl')  # a run's, and no data
+    there = sorted(p.name for p in path.iterdir() if p.name.endswith(SUFFIXES) and p.name not in own)
     raise FileNotFoundError(f'{spec}: there is no {name}.json in it; '
                             f'it holds {", ".join(there) or "no data file"}')
 

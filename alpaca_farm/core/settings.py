@@ -129,7 +129,8 @@ def here(name: str, value: str):
 def looks_like_hub(value: str) -> bool:
     "Whether `value` could be a name on the Hugging Face hub: one owner, one name, the owner no folder here."
     owner, _, name = value.partition('/')
-    if not (owner and name) or '/' in name or owner[0] in '.~': return False
+    file = name.endswith(('.json', '.jsonl', '.csv', '.parquet', '.gz'))
+    if not (owner and name) or '/' in name or owner[0] in '.~' or file: return False
     return not at_root(owner).is_dir()
 
 

@@ -1,0 +1,39 @@
+"Every parameter file speaks of settings that exist, with values of their types."
+import importlib
+import typing
+from pathlib import Path
+
+import pytest
+import yaml
+
+from alpaca_farm.core.settings import Config, as_type
+
+RECIPES = Path(__file__).parents[1]/'nbs'/'recipes'
+
+
+def config_of(room: str):
+    module = importlib.import_module(f'alpaca_farm.{room}')
+    return next(v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Config) and v.__module__ == module.__name__)
+
+
+def fits(room: str, settings: dict):
+    kinds = typing.get_type_hints(config_of(room))
+    for name, value in settings.items():
+        assert name in kinds, f'{room} has no setting {name}'
+        as_type(name, value, kinds[name])
+
+
+@pytest.mark.parametrize('path', sorted(RECIPES.glob('llama_7b/*.yaml')), ids=lambda p: p.stem)
+def test_paper_settings(path):
+    fits(path.stem, yaml.safe_load(path.read_text()))
+
+
+def test_named_runs():
+    for name, settings in yaml.safe_load((RECIPES/'runs.yaml').read_text()).items():
+        fits(settings.pop('notebook'), settings)
+        assert not (RECIPES.parent/f'{name}.ipynb').exists()
+
+
+def test_papers_values_are_the_papers():
+    ppo = yaml.safe_load((RECIPES/'llama_7b'/'ppo.yaml').read_text())
+    assert (ppo['rollouts'], ppo['batch_size'], ppo['ppo_epochs'], ppo['kl_coef'], ppo['learning_rate']) == (512, 256, 2, .0067, 1e-5)
