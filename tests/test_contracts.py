@@ -196,7 +196,7 @@ def imported(path):
         elif module.startswith('alpaca_farm.'): yield module.removeprefix('alpaca_farm.')
 
 
-CORE = dict(settings=0, text=0, functional=0, stats=0, progress=1, runs=2, data=1, models=3, generation=3, training=4, launch=4, answers=4)
+CORE = dict(settings=0, text=0, functional=0, stats=0, progress=1, runs=2, data=1, models=3, generation=3, training=4, launch=4, answers=4, online=5)
 
 
 @each_module

@@ -11,7 +11,8 @@ from alpaca_farm.core.models import load_policy
 from alpaca_farm.core.runs import read_log
 from alpaca_farm.core.text import rollout_batch
 from alpaca_farm.dpo import dpo_loss
-from alpaca_farm.ppo import end_scores, ppo_policy_loss, ppo_value_loss, token_rewards
+from alpaca_farm.core.online import end_scores
+from alpaca_farm.ppo import ppo_policy_loss, ppo_value_loss, token_rewards
 from alpaca_farm.reward_model import pairwise_loss
 
 torch.set_num_threads(1)

@@ -5,14 +5,17 @@
 # %% auto #0
 __all__ = ['CARD', 'device_of', 'dtype_of', 'locate', 'quiet', 'settle', 'load_tokenizer', 'load_policy', 'load_scalar',
            'fresh_head', 'hidden_states', 'plain_head', 'logprobs', 'token_scores', 'sequence_scores', 'values',
-           'reward', 'score_records', 'save_model']
+           'RewardConfig', 'combined', 'reward', 'labels_behind', 'score_records', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import os
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .functional import selected_logprobs, token_logprobs
+from .runs import read_summary
 from .settings import Config, at_root, looks_like_hub, resolve
 from .text import encode_prompts, encode_responses, pad
 
@@ -156,20 +159,53 @@ def values(model, batch: dict) -> torch.Tensor:
     scores = token_scores(model, batch['ids'], batch['mask'])
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
 
-# %% ../../nbs/core/models.ipynb #323b9f50
+# %% ../../nbs/core/models.ipynb #e9595f40
+@dataclass
+class RewardConfig(Config):
+    "Settings of a reward."
+    reward_model: str | list[str] = 'runs/reward_model'  # a checkpoint, "module:function", or a list of them
+    ensemble: str = 'mean'        # how the scores of a list become one: mean, worst, or uncertainty
+    ensemble_coef: float = 0.5    # uncertainty: what a unit of variance among them costs
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.one_of('ensemble', 'mean', 'worst', 'uncertainty')
+        self.bounds(ensemble_coef=(0, None))
+        if self.reward_model == []: raise ValueError('reward_model = []: name at least one')
+
+
+def combined(
+    scores,            # (M, N): M members on N records
+    how: str = 'mean', # mean, worst, or uncertainty
+    coef: float = .5,  # lambda
+) -> np.ndarray:  # (N,)
+    "One score of many (Coste et al., 2024, section 3)."
+    scores = np.asarray(scores, dtype=float)
+    if how == 'worst': return scores.min(0)
+    return scores.mean(0) - (coef * scores.var(0) if how == 'uncertainty' else 0.)
+
+
 def reward(
-    spec,                  # a checkpoint, a list of them, or "module:function"
-    cfg: Config,
+    spec,                  # a checkpoint, "module:function", or a list of them
+    cfg: Config,           # says how a list is combined, if it has such settings
     template: str = 'auto',
     batch_size: int = 256,
 ):  # records -> list of scores
     "One reward function of what a setting names."
     if isinstance(spec, (list, tuple)):
         each = [reward(s, cfg, template, batch_size) for s in spec]
-        return lambda records: [sum(x) / len(x) for x in zip(*(r(records) for r in each))]
+        how = getattr(cfg, 'ensemble', 'mean'), getattr(cfg, 'ensemble_coef', .5)
+        return lambda records: combined([r(records) for r in each], *how).tolist()
     if ':' in spec: return resolve(spec)
     model, tokenizer = load_scalar(spec, cfg)
     return lambda records: score_records(model, tokenizer, records, template, batch_size)
+
+
+def labels_behind(spec) -> int:
+    "Annotators' labels that a reward was learned from, as its run says; 0 where nothing says so."
+    if isinstance(spec, (list, tuple)): return max(map(labels_behind, spec))
+    if not spec or ':' in spec: return 0
+    return (read_summary(spec) or read_summary(at_root(spec).parent)).get('labels', 0)
 
 
 @torch.no_grad()

@@ -6,8 +6,8 @@
 __all__ = ['root', 'at_root', 'as_type', 'assigned', 'said', 'Config', 'bounds', 'one_of', 'there', 'here', 'looks_like_hub',
            'no_secrets', 'collect', 'refuse_unknown', 'helps', 'parser', 'from_args', 'command', 'resolve']
 
-# %% ../../nbs/core/settings.ipynb #0c4d9170
-import argparse, ast, dataclasses, difflib, importlib, os, sys, typing
+# %% ../../nbs/core/settings.ipynb #8f7899b0
+import argparse, ast, dataclasses, difflib, importlib, os, sys, types, typing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -32,11 +32,12 @@ def at_root(path) -> Path:
 def as_type(
     name: str,  # the setting, for the message
     value,      # what was given
-    kind,       # bool, int, float, str, or list of one of them
+    kind,       # bool, int, float, str, a list of one of them, or one or a list: `str | list[str]`
 ):
     "`value` as `kind`; TypeError naming the setting where that would be a guess."
-    inner = typing.get_args(kind)
-    if inner and isinstance(value, (list, tuple)): return [as_type(name, v, inner[0]) for v in value]
+    inner, listed = typing.get_args(kind), isinstance(value, (list, tuple))
+    if isinstance(kind, types.UnionType): return as_type(name, value, inner[listed])
+    if inner and listed: return [as_type(name, v, inner[0]) for v in value]
     if type(value) is kind: return value
     if kind is bool and str(value).lower() in ('true', 'false'): return str(value).lower() == 'true'
     if kind is str and type(value) is int: return str(value)
@@ -185,7 +186,8 @@ def parser(cls, description: str = '') -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=description,
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     for name, value in asdict(cls()).items():
-        kind = getattr(kinds[name], '__name__', 'list')
+        one = isinstance(kinds[name], types.UnionType)
+        kind = getattr(typing.get_args(kinds[name])[0] if one else kinds[name], '__name__', 'list')
         p.add_argument(f'--{name}', default=value, metavar=kind,
                        help=(help_.get(name) or name).replace('%', '%%'))
     return p
@@ -196,7 +198,9 @@ def from_args(cls, args: list[str], description: str = ''):
     p, kinds = parser(cls, description), typing.get_type_hints(cls)
     given = vars(p.parse_args(args))
     for name, value in given.items():
-        if isinstance(value, str) and typing.get_args(kinds[name]): given[name] = ast.literal_eval(value)
+        kind = kinds[name]
+        many = typing.get_args(kind) and isinstance(value, str)
+        if many and (value[:1] == '[' or not isinstance(kind, types.UnionType)): given[name] = ast.literal_eval(value)
     try: return cls(**given)
     except (TypeError, ValueError, FileNotFoundError) as e: p.error(str(e))
 
