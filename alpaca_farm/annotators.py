@@ -121,7 +121,7 @@ def pair_samples(
     "One pair of different samples for each record; records whose samples are all equal are left out."
     out = []
     for c in candidates:
-        rest = {k: v for k, v in c.items() if k not in ('output', 'scores', 'ended')}
+        rest = {k: v for k, v in c.items() if not isinstance(v, list)}  # what belongs to one sample goes
         some = sorted(dict.fromkeys(c['output']), key=lambda o: uniform(seed, 'pair', *key(c), o))
         if len(some) > 1:
             out.append(dict(rest, input=c.get('input') or '', output_1=some[0], output_2=some[1]))

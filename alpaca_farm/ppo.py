@@ -60,8 +60,8 @@ class PPOConfig(OnlineConfig):
         for name, size in parts.items():
             if self.rollouts % size:
                 raise ValueError(f'rollouts = {self.rollouts} must be a multiple of {name} = {size}')
-        first = self.reward_model if isinstance(self.reward_model, str) else self.reward_model[0]
-        if ':' in first and self.value_init == 'reward_model' and self.advantage == 'gae' and not self.shared_value:
+        copied = self.advantage == 'gae' and self.value_init == 'reward_model' and not self.shared_value
+        if copied and ':' in ''.join(self.rewards[:1]):
             raise ValueError('a reward that is a function has no weights to start a value model from: '
                              'set value_init = policy')
 
@@ -129,9 +129,8 @@ def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False).to(policy.device)
         torch.nn.init.zeros_(head.weight)
         return ValueHead(policy, head, shared=True)
-    first = cfg.reward_model if isinstance(cfg.reward_model, str) else cfg.reward_model[0]
     if cfg.value_init == 'policy': model, _ = load_scalar(cfg.policy, cfg, 'zero', train=True)
-    else: model, _ = load_scalar(first, cfg, train=True)
+    else: model, _ = load_scalar(cfg.rewards[0], cfg, train=True)
     return ValueHead(model, model.score, getattr(model.config, 'reward_mean', 0.),
                      getattr(model.config, 'reward_std', 1.))
 

@@ -17,7 +17,7 @@ NBS, PACKAGE = tiny.ROOT/'nbs', tiny.ROOT/'alpaca_farm'
 ROOT_NOTEBOOKS = sorted(NBS.glob('*.ipynb'))
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 FLOORS = dict(grammar=1, world=1, noise=1, sft=2, reward_model=2, ppo=2, dpo=2, best_of_n=2, quark=2, rrhf=2, expert_iteration=2,
-              binary_feedback=2, pretrained=2, annotators=3, rlcd=3, eval=4, agreement=4, openai_baselines=4, farm=5,
+              binary_feedback=2, pretrained=2, annotators=3, rlcd=3, eval=4, agreement=4, openai_baselines=4, effects=4, farm=5,
               overoptimization=5, compare=5, auto_annotations=5)
 WITHIN_FLOOR = {('world', 'grammar')}  # who may stand on a room of its own floor
 
@@ -177,7 +177,7 @@ def test_imports_are_quick_and_light():
     assert {n: t for n, t, _ in rows if t > .2} == {}
 
 
-@pytest.mark.parametrize('name', ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'grammar', 'world', 'annotators', 'eval'])
+@pytest.mark.parametrize('name', ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'grammar', 'world', 'annotators', 'eval', 'effects'])
 def test_rooms_without_tensors_do_not_import_torch(name):
     code = f'import sys, alpaca_farm.{name}; print("torch" in sys.modules, "transformers" in sys.modules)'
     out = subprocess.run([sys.executable, '-c', code], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True, check=True)
@@ -196,7 +196,7 @@ def imported(path):
         elif module.startswith('alpaca_farm.'): yield module.removeprefix('alpaca_farm.')
 
 
-CORE = dict(settings=0, text=0, functional=0, stats=0, progress=1, runs=2, data=1, models=3, generation=3, training=4, launch=4, answers=4, online=5)
+CORE = dict(candidates=3, settings=0, text=0, control=1, functional=0, stats=0, progress=1, runs=2, data=1, models=3, generation=3, training=4, launch=4, answers=4, online=5)
 
 
 @each_module

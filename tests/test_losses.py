@@ -5,12 +5,10 @@ import pytest
 import torch
 
 import tiny
-from alpaca_farm import dpo, ppo
+from alpaca_farm import ppo
 from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import load_policy
 from alpaca_farm.core.runs import read_log
 from alpaca_farm.core.text import rollout_batch
-from alpaca_farm.dpo import dpo_loss
 from alpaca_farm.core.online import end_scores
 from alpaca_farm.ppo import ppo_policy_loss, ppo_value_loss, token_rewards
 from alpaca_farm.reward_model import pairwise_loss
@@ -70,27 +68,6 @@ def test_ppo_value_loss(clip):
     same(ppo_value_loss(v, old, target, clip), table(one, v, old, target))
 
 
-@pytest.mark.parametrize('beta, smoothing', [(.1, 0.), (.5, .1), (2., .5)])
-def test_dpo_loss(beta, smoothing):
-    def one(pc, pr, rc, rr):
-        z = beta*((pc - rc) - (pr - rr))
-        return -(1 - smoothing)*log_sigmoid(z) - smoothing*log_sigmoid(-z)
-    parts = [randn(9, seed=s) for s in range(4)]
-    same(dpo_loss(*parts, beta, label_smoothing=smoothing), [one(*x) for x in zip(*(p.tolist() for p in parts))])
-
-
-def test_dpo_loss_is_one_number_per_pair_and_refuses_unknown_types():
-    parts = [randn(5, seed=s) for s in range(4)]
-    assert dpo_loss(*parts, .1).shape == (5,)
-    with pytest.raises(ValueError, match='hinge'): dpo_loss(*parts, .1, loss_type='hinge')
-
-
-def test_dpo_gradient_raises_the_chosen():
-    parts = [randn(5, seed=s).requires_grad_(s < 2) for s in range(4)]
-    dpo_loss(*parts, .1).sum().backward()
-    assert (parts[0].grad < 0).all() and (parts[1].grad > 0).all()
-
-
 def test_end_scores():
     scores, ended = torch.tensor([3., -4.]), torch.tensor([True, False])
     assert end_scores(scores, ended, 'replace', 1.).tolist() == [3., -1.]
@@ -136,32 +113,3 @@ def test_ppo_run_begins_with_ratio_one(base, tmp_path):
     log = read_log(tmp_path/'ppo')
     assert all(abs(r['first_ratio'] - 1) < 1e-5 for r in log) and abs(log[0]['kl']) < 1e-5
     assert log[1]['kl'] != 0  # it does learn
-
-
-@pytest.mark.parametrize('batch_size, micro', [(1, 0), (7, 0), (8, 3), (60, 0)])
-def test_dpo_starts_at_ln_2(base, tmp_path, batch_size, micro):
-    "Whatever is padded with whatever: before the first update policy and reference are one."
-    dpo.train(dpo.DPOConfig(**tiny.settings('dpo', base, out=str(tmp_path/'dpo'), batch_size=batch_size,
-                                            micro_batch_size=micro, eval_split='', max_instances=60)))
-    first = read_log(tmp_path/'dpo')[0]
-    assert abs(first['loss'] - math.log(2)) < 1e-6
-    assert abs(first['margin']) < 1e-5 and abs(first['chosen']) < 1e-5
-
-
-def test_dpo_sign(base, tmp_path):
-    "On pairs that are learned by heart the chosen answers rise above the rejected ones, measured afresh."
-    cfg = dpo.DPOConfig(**tiny.settings('dpo', base, out=str(tmp_path/'dpo'), max_instances=16, epochs=8, eval_split='',
-                                        learning_rate=1e-3, beta=.5))
-    dpo.train(cfg)
-    log = read_log(cfg.out)
-    assert sum(r['margin'] for r in log[-2:]) > .1 and log[-1]['loss'] < log[0]['loss']
-    before, tokenizer = load_policy(cfg.policy, cfg)
-    after, _ = load_policy(cfg.out, cfg)
-    records = dpo.load(cfg.preferences, 'preferences', 'preference', 16)
-    pairs, _ = dpo.chosen_first(records)
-    assert all(p['chosen'] == p[f'output_{int(r["preference"])}'] for p, r in zip(pairs, records) if r['preference'] != 1.5)
-    _, *data = dpo.encode(pairs, ('chosen', 'rejected'), tokenizer, cfg.max_length)
-    prompts, (chosen, rejected) = data
-    old, new = (dpo.reference_logprobs(m, prompts, chosen, rejected, tokenizer.pad_token_id) for m in (before, after))
-    rise = (new - old)
-    assert (rise[:, 0] - rise[:, 1]).mean() > .2

@@ -13,10 +13,12 @@ from alpaca_farm.core.runs import read_json, read_log, read_summary
 NBS = tiny.ROOT/'nbs'
 # notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
 FARMED = {'world': 'world', 'sft': 'sft', 'best_of_n': 'best_of_n', 'annotators': 'annotators', 'reward_model': 'reward_model',
-          'ppo': 'ppo', 'dpo': 'dpo', 'overoptimization': 'overoptimization'}
+          'ppo': 'ppo', 'dpo': 'dpo', 'rrhf': 'rrhf', 'expert_iteration': 'expert_iteration',
+          'binary_feedback': 'reward_conditioning', 'overoptimization': 'overoptimization'}
 OWN = dict(grammar=lambda f: {}, noise=lambda f: {},
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references'),
-           compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']))
+           compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']),
+           effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
     mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc' is not a setting of type float"),
@@ -68,14 +70,21 @@ def test_farm_leaves_its_board(made):
     wanted = ['method', *(f'{j}{s}' for j in ('people', 'pool', 'gold') for s in ('', '_low', '_high')), 'length', 'kl']
     assert set(wanted) <= set(rows[0])
     by = {r['method']: r for r in rows}
-    assert {'base', 'sft', 'best_of_n', 'dpo', 'ppo'} <= set(by)
+    assert {'base', 'sft', *farm.METHODS, *(f'{m}_people' for m in farm.METHODS)} <= set(by)
+    assert {r['trained_on'] for r in rows} == {'', 'pool', 'people', 'judge'} and by['sft']['people'] == '50.0000'
+    assert all(int(by[m]['labels']) > 0 and float(by[m]['cpu_seconds']) > 0 for m in farm.METHODS)
+    sim = {r['method']: r for r in csv.DictReader(open(folder/'farm'/'simulation.csv'))}
+    assert set(sim) == {'base', 'sft', *farm.METHODS}
+    for m in farm.METHODS:
+        assert sim[m]['simulated'] == by[m]['pool'] and sim[m]['transfer'] == by[m]['people'] and sim[m]['human'] == by[f'{m}_people']['people']
     for judge in ('people', 'pool', 'gold'):
         assert float(by['sft'][judge]) == 50
         for r in rows: assert 0 <= float(r[f'{judge}_low']) <= float(r[judge]) <= float(r[f'{judge}_high']) <= 100
-    keys = {'spearman_people_pool', 'human_human_agreement', 'pool_human_agreement', 'reward_model_accuracy', 'seconds', 'peak_memory_gb'}
+    keys = {'spearman_simulated_human', 'spearman_simulated_human_low', 'r2_simulated_human', 'spearman_people_pool', 'human_human_agreement', 'pool_human_agreement', 'reward_model_accuracy', 'seconds', 'peak_memory_gb'}
     assert keys <= set(read_summary(folder/'farm')) and (folder/'farm'/'leaderboard.png').stat().st_size > 5000
     curves = list(csv.DictReader(open(folder/'overoptimization'/'curves.csv')))
     assert {'method', 'labels', 'seed', 'kl', 'proxy', 'gold', 'gold_low', 'gold_high', 'people'} <= set(curves[0])
+    assert {'best_of_n', 'ppo', 'ppo, no penalty', 'rloo', 'dpo', 'quark', 'expert_iteration', 'rrhf'} <= {r['method'] for r in curves}
 
 
 def test_farm_does_nothing_twice(made):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo')  # rooms whose runs can be interrupted
+ROOMS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo', 'rrhf', 'quark', 'binary_feedback')  # rooms whose runs can be interrupted
 SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10, temperature=1.)
 SETTINGS = dict(
     world=dict(corpus=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600, hidden_size=32, layers=1,
@@ -16,6 +16,11 @@ SETTINGS = dict(
     annotators=dict(label_flip=.25),
     reward_model=dict(batch_size=8, held_out=12, epochs=1, learning_rate=1e-3, max_length=250),
     dpo=dict(batch_size=8, epochs=1, beta=.1, learning_rate=1e-3, max_length=250, **SAMPLING),
+    expert_iteration=dict(n=2, max_instances=16, epochs=1, batch_size=8, learning_rate=1e-3, max_length=250, val_instances=8, **SAMPLING),
+    binary_feedback=dict(batch_size=8, learning_rate=1e-3, max_length=250, token_times=2, held_out=12, eval_every=4, val_instances=8, **SAMPLING),
+    rrhf=dict(k=4, batch_size=8, epochs=1, learning_rate=1e-3, max_length=250, save_every=0, **SAMPLING),
+    quark=dict(steps=3, rollouts=16, batch_size=8, updates=3, token_times=2, missing_eos='', learning_rate=1e-3, val_instances=8, eval_every=2, save_every=2,
+               checkpoint_every=1, **SAMPLING),
     ppo=dict(steps=3, rollouts=16, batch_size=8, ppo_epochs=2, learning_rate=1e-3, value_learning_rate=1e-3, val_instances=8,
              eval_every=2, save_every=2, checkpoint_every=1, **SAMPLING))
 
@@ -28,6 +33,11 @@ def settings(room, base, **more):
         best_of_n=dict(data=at['world'], policy=at['sft'], reward_model=at['reward_model']),
         annotators=dict(outputs=at['samples']), reward_model=dict(preferences=at['annotators'], policy=at['sft']),
         dpo=dict(preferences=at['annotators'], policy=at['sft'], data=at['world']),
+        expert_iteration=dict(policy=at['sft'], reward_model=at['reward_model'], data=at['world']),
+        binary_feedback=dict(preferences=at['annotators'], policy=at['sft'], data=at['world']),
+        rrhf=dict(candidates=[at['samples'], at['world'] + '/preference.json'], policy=at['sft'], data=at['world'], reward_model=at['reward_model'],
+                  perplexity_model=at['world']),
+        quark=dict(policy=at['sft'], reward_model=at['reward_model'], data=at['world']),
         ppo=dict(policy=at['sft'], reward_model=at['reward_model'], data=at['world']))
     return SETTINGS[room] | inputs[room] | more
 

@@ -32,7 +32,7 @@ class SampleConfig(Config):
         super().__post_init__()
         self.bounds(temperature=(0, None), top_p=(1e-6, 1), max_new_tokens=(1, None),
                     max_prompt=(1, None), eval_instances=(0, None))
-        self.one_of('template', 'auto', 'chat', 'alpaca')
+        self.one_of('template', 'auto', 'chat', 'alpaca', 'raw')
 
 # %% ../../nbs/core/answers.ipynb #f0649fc0
 def askable(records: list[dict], tokenizer, cfg: SampleConfig) -> list[dict]:
@@ -60,10 +60,10 @@ def sample(
 
 
 def answers(policy, tokenizer, records: list[dict], cfg: SampleConfig, **kwargs) -> list[dict]:
-    "Sampled answers: the records that fit, each with `output` and `ended`, lists of n."
+    "Sampled answers: the records that fit, each with `output`, `ended` and `logprob` (nats), lists of n."
     kept, _, found = sample(policy, tokenizer, records, cfg, **kwargs)
     return [dict(asked(r), output=[decode(s.tokens, tokenizer) for s in samples],
-                 ended=[s.ended for s in samples])
+                 ended=[s.ended for s in samples], logprob=[round(sum(s.logprobs), 4) for s in samples])
             for r, samples in zip(kept, found)]
 
 
@@ -75,6 +75,7 @@ def asked(record: dict) -> dict:
 def answer_split(
     policy, tokenizer, run,
     reference=None,  # measure the KL to it
+    plain=None,      # the reference's own tokenizer, where the policy's puts a control token into prompts
 ) -> dict[str, float]:  # mean length in words, share that ended, and the KL in nats per answer
     "Answer the evaluation split once and leave the answers in `outputs.json`, in AlpacaEval's format."
     cfg = run.cfg
@@ -86,8 +87,9 @@ def answer_split(
     run.write('outputs.json', outputs)
     figures = dict(length=mean([len(r['output'].split()) for r in outputs]),
                    ended=mean([r['ended'] for r in outputs]))
-    return (figures | (dict(kl=mean(log_ratios(reference, tokenizer, prompts, [s for s, in found], cfg)))
-                       if reference is not None else {}))
+    if reference is None: return figures
+    read = encode_prompts(kept, plain, cfg.template) if plain else prompts
+    return figures | dict(kl=mean(log_ratios(reference, tokenizer, read, [s for s, in found], cfg)))
 
 
 def mean(values: list) -> float: "The mean of some numbers."; return sum(values) / len(values)

@@ -173,6 +173,11 @@ class RewardConfig(Config):
         self.bounds(ensemble_coef=(0, None))
         if self.reward_model == []: raise ValueError('reward_model = []: name at least one')
 
+    @property
+    def rewards(self) -> list[str]:
+        "The rewards, be it one or a list."
+        return [self.reward_model] if isinstance(self.reward_model, str) else self.reward_model
+
 
 def combined(
     scores,            # (M, N): M members on N records

@@ -151,9 +151,9 @@ def keep(trainer: Trainer, policy, tokenizer, figures: dict, cfg: OnlineConfig):
         save_model(policy, tokenizer, trainer.run, f'model-{trainer.step}')
 
 
-def finish(run, trainer: Trainer, tokenizer, reference, too_long: int, **more):
-    "Answer the eval split with the chosen policy and write the summary."
-    answered = answer_split(load_policy(str(run.folder), run.cfg)[0], tokenizer, run, reference)
+def finish(run, trainer: Trainer, tokenizer, reference, too_long: int, plain=None, **more):
+    "Answer the eval split with the chosen policy and write the summary; `plain` as for `answer_split`."
+    answered = answer_split(load_policy(str(run.folder), run.cfg)[0], tokenizer, run, reference, plain)
     best = next(r for r in read_log(run.folder) if r['step'] == trainer.extra['best_step'])
     figures = {k: best[k] for k in ('reward', 'val_win_rate', 'val_standard_error') if k in best}
     run.finish(**answered, best_step=trainer.extra['best_step'], labels=labels_behind(run.cfg.reward_model),

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['held', 'whole', 'write_json', 'read_json', 'digest', 'trees', 'code_of', 'plain', 'parsed', 'look', 'rooms',
-           'package', 'file_code', 'core_code', 'input_mark', 'run_mark', 'content', 'describe', 'room_of',
+           'package', 'file_code', 'core_code', 'below', 'input_mark', 'run_mark', 'content', 'describe', 'room_of',
            'environment', 'flat', 'nested', 'save_state', 'load_state', 'Run', 'read_log', 'read_summary', 'start',
            'claim', 'sweep', 'set_aside', 'lock', 'track', 'fresh', 'as_asked', 'listed', 'papermill', 'need', 'recipe',
            'build', 'run_quietly']
@@ -107,9 +107,24 @@ def file_code(path) -> str:
     return digest(look(path)[0], *[file_code(package()/f'{r}.py') for r in rooms(path)])
 
 
-def core_code() -> str:
-    "Hash of the ground floor's code."
-    return digest(*[look(p)[0] for p in sorted((package()/'core').glob('*.py'))])
+def core_code(
+    path=None,  # a module of this package; the whole ground floor when it is not given or not there
+) -> str:
+    "Hash of the ground floor's code that a module stands on."
+    if path is None or not Path(path).exists(): found = (package()/'core').glob('*.py')
+    else: found = below(path)
+    return digest(*[look(p)[0] for p in sorted(found)])
+
+
+def below(path) -> set[Path]:
+    "The files of the ground floor that a module imports, and that its rooms and those files import in turn."
+    core, seen, todo = package()/'core', set(), [Path(path)]
+    while todo:
+        names = [n.removeprefix('alpaca_farm.') for n in look(todo.pop())[1]]
+        files = [p for n in names if n for p in (core/f'{n.removeprefix("core.")}.py', package()/f'{n}.py') if p.exists()]
+        todo += [p for p in files if p not in seen]
+        seen |= set(files)
+    return {p for p in seen if p.parent == core}
 
 # %% ../../nbs/core/runs.ipynb #ac7dd8d0
 def input_mark(value) -> str:
@@ -152,9 +167,9 @@ def describe(cfg: Config, train, reads: tuple = ()) -> dict:
                     if exported.exists() else [])
     return dict(room=room, settings=settings,
                 given={k: v for k, v in settings.items() if v != default[k] and k != 'out'},
-                inputs=inputs, code=code, core=core_code(),
+                inputs=inputs, code=code, core=core_code(exported),
                 exported=file_code(exported) if exported.exists() else '',
-                fingerprint=digest(decides, inputs, code, others, core_code()), **environment())
+                fingerprint=digest(decides, inputs, code, others, core_code(exported)), **environment())
 
 
 def room_of(cfg: Config) -> str:
@@ -340,7 +355,7 @@ def fresh(folder, given: dict | None = None) -> bool:
     config = read_json(folder/'config.json')
     exported = package()/f'{config["room"]}.py'
     if given is not None and not as_asked(config, given): return False
-    if config['core'] != core_code() or not exported.exists() or config['exported'] != file_code(exported):
+    if config['core'] != core_code(exported) or not exported.exists() or config['exported'] != file_code(exported):
         return False
     paths = [v for name in config['inputs'] for v in listed(config['settings'].get(name, name))]
     stale = [p for p in paths if (at_root(p)/'config.json').exists()

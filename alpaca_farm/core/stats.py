@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CLASSES', 'checked', 'win_rate', 'standard_error', 'Interval', 'replicates', 'bootstrap', 'paired_bootstrap',
            'wilson', 'ranks', 'spearman', 'spearman_interval', 'tally', 'mode', 'agreement', 'variance', 'bias',
-           'same_vote', 'others', 'order_weights', 'best_of_n_weights', 'best_of_n', 'kl_best_of_n', 'basis',
-           'fit_curve', 'curve']
+           'same_vote', 'others', 'order_weights', 'best_of_n_weights', 'best_of_n', 'kl_best_of_n',
+           'kl_best_of_n_estimate', 'basis', 'fit_curve', 'curve']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -265,6 +265,19 @@ def kl_best_of_n(n) -> np.ndarray:
     "KL divergence of best-of-n from the policy it samples, in nats; an upper bound where samples repeat."
     n = np.asarray(n, dtype=float)
     return np.log(n) - (n - 1)/n
+
+# %% ../../nbs/core/stats.ipynb #b5d3eea0
+def kl_best_of_n_estimate(
+    logprob,  # (...) log-probability of the kept sample under the policy, whole answers, in nats
+    n: int,   # samples that best-of-n draws
+) -> np.ndarray:  # (...) to be averaged over kept samples
+    "Estimate of the KL divergence of best-of-n that allows for repeats (Beirami et al., 2024, section 4)."
+    e = np.exp(np.minimum(np.asarray(logprob, dtype=float), -1e-12))
+    missed = n*np.log1p(-e)                                          # log of the chance that it is not drawn
+    drawn = -np.expm1(missed)
+    rare = math.log(n) + (n - 1)*np.log1p(-e) - (n - 1)/n
+    with np.errstate(divide='ignore', invalid='ignore'):
+        return np.exp(missed)*rare + np.where(e > 0, drawn*(np.log(drawn) - np.log(e)), 0.)
 
 # %% ../../nbs/core/stats.ipynb #72c0c670
 def basis(

@@ -30,10 +30,12 @@ def content(record: dict) -> str:
 def prompt(
     record: dict,   # with `instruction` and maybe `input`
     tokenizer,      # its chat template is used when it has one
-    template: str = 'auto',  # auto, chat or alpaca
+    template: str = 'auto',  # auto, chat, alpaca, or raw (the instruction itself, a dialogue for example)
 ) -> str:  # the text the model continues
     "The prompt of a record."
-    if template == 'alpaca' or (template == 'auto' and not tokenizer.chat_template): return alpaca(record)
+    if template == 'raw': return tokenizer.init_kwargs.get('control', '') + content(record)
+    if template == 'alpaca' or (template == 'auto' and not tokenizer.chat_template):
+        return tokenizer.init_kwargs.get('control', '') + alpaca(record)  # core.control
     message = [dict(role='user', content=content(record))]
     return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
 
@@ -44,7 +46,7 @@ def encode_prompts(
     template: str = 'auto',
 ) -> list[list[int]]:  # ids of each prompt
     "Token ids of the prompts of records."
-    own = template == 'alpaca' or (template == 'auto' and not tokenizer.chat_template)
+    own = template in ('alpaca', 'raw') or (template == 'auto' and not tokenizer.chat_template)
     return tokenizer([prompt(r, tokenizer, template) for r in records], add_special_tokens=own)['input_ids']
 
 

@@ -1,0 +1,187 @@
+"Binary feedback: what a label is worth, whether the token is heard, and what whoever loads the model gets."
+import json
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import tiny
+from alpaca_farm import binary_feedback
+from alpaca_farm.binary_feedback import BAD, GOOD, BinaryFeedbackConfig, answer_logprobs, feedback_loss, lessons, rated, sides, weighted_batch
+from alpaca_farm.core.answers import answers, log_ratios, sample
+from alpaca_farm.core.control import add_tokens, with_token
+from alpaca_farm.core.data import load
+from alpaca_farm.core.generation import generate
+from alpaca_farm.core.models import load_policy
+from alpaca_farm.core.runs import read_json, read_log, read_summary
+from alpaca_farm.core.text import encode_prompts
+
+torch.set_num_threads(1)
+
+
+def given(base, **more): return BinaryFeedbackConfig(**tiny.settings('binary_feedback', base, **more))
+
+
+def worth(each, method):
+    "Total weight of each output under each token."
+    out = {}
+    for i, token, w in lessons(each, method): out[each[i]['output'], token] = out.get((each[i]['output'], token), 0) + w
+    return out
+
+
+@pytest.mark.parametrize('method', ['feedme', 'reward_conditioning'])
+def test_a_soft_label_is_the_mean_of_hard_ones(method):
+    pair = dict(instruction='q', output_1='a', output_2='b')
+    mean = {}
+    for p in (2., 2., 2., 1.):
+        for k, w in worth(rated([dict(pair, preference=p)]), method).items(): mean[k] = mean.get(k, 0) + w/4
+    assert worth(rated([dict(pair, preference=1.75)]), method) == mean
+    turned = dict(instruction='q', output_1='b', output_2='a', preference=1.25)  # the same, shown in the other order
+    assert worth(rated([turned]), method) == mean
+
+
+def test_ties_and_labels():
+    pair = dict(instruction='q', output_1='a', output_2='b')
+    assert rated([dict(pair, preference=1.5)]) == []
+    assert [(r['output'], r['good']) for r in rated([dict(pair, preference=1)])] == [('a', 1), ('b', 0)]
+    thumbs = [dict(instruction='q', output=o, label=l) for o, l in (('a', True), ('b', False), ('c', .5), ('d', .25))]
+    assert [(r['output'], r['good']) for r in rated(thumbs)] == [('a', 1), ('b', 0), ('d', .25)]
+    for label in ('good', None, -.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match='row 1: label'): rated([thumbs[0], dict(thumbs[1], label=label)])
+
+
+def test_loss_against_loops(models):
+    "Weighted mean over response tokens in float64, one sequence at a time; padding and company do not matter."
+    policy = models.policy.double()
+    try:
+        prompts, responses, weights = models.prompts[:5], models.answers[:5], [1., .25, .75, 1., .5]
+        total, norm = 0., 0.
+        for p, r, w in zip(prompts, responses, weights):
+            with torch.no_grad(): logp = policy(torch.tensor([p + r])).logits[0].log_softmax(-1)
+            total -= w*sum(logp[len(p) - 1 + t, token].item() for t, token in enumerate(r))
+            norm += w*len(r)
+        batch = weighted_batch(prompts, responses, weights, range(5), 0)
+        with torch.no_grad(): loss = feedback_loss(policy, batch)['loss']
+        assert ((loss*batch['weight']).sum()/batch['weight'].sum()).item() == pytest.approx(total/norm, rel=1e-5)
+        alone = answer_logprobs(policy, prompts, responses, 0)
+        for size in (1, 2): assert answer_logprobs(policy, prompts, responses, 0, size) == pytest.approx(alone, abs=1e-5)
+        assert -alone == pytest.approx([(l*(b > 0)).sum().item() for l, b in zip(loss, batch['response'])], abs=1e-4)
+    finally: models.policy.float()
+
+
+def test_first_step_does_not_depend_on_micro_batches(base, tmp_path):
+    first = []
+    for size in (0, 3):
+        cfg = given(base, out=str(tmp_path/f'm{size}'), micro_batch_size=size, max_instances=24, eval_split='', val_split='')
+        binary_feedback.train(cfg)
+        first.append(read_log(cfg.out)[0])
+    for k in ('loss', 'grad_norm', 'effect_good', 'effect_bad'): assert first[0][k] == pytest.approx(first[1][k], rel=1e-4, abs=1e-5)
+
+
+def test_feedme_without_a_step_is_the_policy_itself(base, tmp_path):
+    cfg = given(base, out=str(tmp_path/'still'), method='feedme', learning_rate=0.)
+    binary_feedback.train(cfg)
+    s = read_summary(cfg.out)
+    assert s['kl'] == pytest.approx(0, abs=1e-4) and s['effect_good'] == s['effect_bad'] == 0 and s['accuracy'] == .5
+    assert s['val_win_rate'] == 50 and s['labels'] == 48
+
+
+PHRASES = ('Yes .', 'No no .')
+
+
+def phrases(base, path, labels):
+    "Two phrases in answer to everything, good or bad as `labels` says."
+    asked = {r['instruction']: r for split in ('preference', 'unlabeled', 'sft') for r in load(str(base/'world'), split)}.values()
+    records = [dict(instruction=r['instruction'], input='', output=o, label=l) for r in asked for o, l in zip(PHRASES, labels(r))]
+    path.write_text(json.dumps(records))
+    return dict(preferences=str(path), epochs=3, learning_rate=5e-3, token_times=4, held_out=20, eval_every=50)
+
+
+@pytest.fixture(scope='module')
+def told(base, tmp_path_factory):
+    "A run whose label is in the text: one phrase is always good."
+    folder = tmp_path_factory.mktemp('told')
+    cfg = given(base, out=str(folder/'run'), **phrases(base, folder/'clean.json', lambda r: (1, 0)))
+    binary_feedback.train(cfg)
+    return cfg
+
+
+def test_the_token_is_obeyed(told):
+    "The controlled experiment: good and bad phrase come when they are asked for, and unseen answers are told apart."
+    s, said = read_summary(told.out), read_json(f'{told.out}/said.json')
+    assert s['effect_good'] > 2 and s['effect_bad'] < -2 and s['accuracy'] > .95
+    assert [r['source'] for r in said] == [[GOOD, BAD, 'no token', 'reference']]*len(said)
+    share = lambda phrase, k: sum(r['output'][k].startswith(phrase[:2]) for r in said)/len(said)
+    assert share(PHRASES[0], 0) > .8 and share(PHRASES[1], 1) > .8
+
+
+def test_a_label_that_says_nothing_teaches_nothing(base, tmp_path):
+    rng = random.Random(0)
+    def coin(r): l = rng.randrange(2); return l, 1 - l
+    cfg = given(base, out=str(tmp_path/'run'), **phrases(base, tmp_path/'coin.json', coin))
+    binary_feedback.train(cfg)
+    s = read_summary(cfg.out)
+    assert abs(s['effect_good']) < 1.5 and abs(s['effect_bad']) < 1.5
+
+
+def test_whoever_loads_the_model_asks_for_good_answers(base, told):
+    records = load(str(base/'world'), 'eval', n=4)
+    plain, there = (AutoTokenizer.from_pretrained(f'{f}/model') for f in (base/'sft', told.out))
+    good = there.convert_tokens_to_ids(GOOD)
+    assert good not in plain.get_vocab().values()
+    for template in ('chat', 'alpaca'):
+        want = with_token(encode_prompts(records, plain, template), good, plain, told.token_times)
+        assert encode_prompts(records, there, template) == want
+    message = [dict(role='user', content=records[0]['instruction'])]
+    assert there.apply_chat_template(message, tokenize=False, add_generation_prompt=True).count(GOOD) == told.token_times
+    policy, tokenizer = load_policy(told.out, told)
+    left = read_json(f'{told.out}/outputs.json')
+    again = answers(policy, tokenizer, load(told.data, 'eval', n=10), told)
+    assert [r['output'][0] for r in again] == [r['output'] for r in left]
+
+
+def test_the_reference_does_not_read_the_token(base, told):
+    policy, tokenizer = load_policy(told.out, told)
+    reference, plain = load_policy(told.policy, told)
+    kept, prompts, found = sample(policy, tokenizer, load(told.data, 'eval', n=10), told)
+    kl = log_ratios(reference, plain, encode_prompts(kept, plain), [s for s, in found], told)
+    assert read_summary(told.out)['kl'] == pytest.approx(sum(kl)/len(kl), abs=1e-4)
+    vocabulary = reference.get_input_embeddings().weight.shape[0]
+    assert policy.get_input_embeddings().weight.shape[0] == vocabulary + 2 and max(map(max, prompts)) >= vocabulary
+
+
+def test_control_tokens_are_never_written(base, models):
+    policy, tokenizer = load_policy(str(base/'sft'), models.cfg)
+    ids = add_tokens(policy, tokenizer, [GOOD, BAD])
+    policy.get_input_embeddings().weight.data[ids] = 3*policy.get_input_embeddings().weight.data[tokenizer.eos_token_id]
+    samples = generate(policy, tokenizer, models.prompts, n=4, max_new_tokens=8)
+    assert not {t for s in samples for x in s for t in x.tokens} & set(ids)
+    greedy = policy.generate(torch.tensor(models.prompts[:1]), max_new_tokens=8, do_sample=False)
+    assert not set(greedy[0].tolist()) & set(ids)
+
+
+def test_held_out_is_not_learned_from(base):
+    records = load(str(base/'annotators'), 'preferences', 'preference')
+    learn, aside, labels = binary_feedback.load_feedback(given(base))
+    asked = lambda rows: {r['instruction'] for r in rows}
+    assert not asked(learn) & asked(aside) and asked(aside) >= asked(records[-12:]) and labels + len(asked(aside)) <= len(records)
+    with pytest.raises(ValueError, match='held_out = 999'): binary_feedback.load_feedback(given(base, held_out=999))
+
+
+def test_a_policy_with_tokens_is_refused(base, told, tmp_path):
+    with pytest.raises(ValueError, match='control token already'):
+        binary_feedback.train(given(base, policy=told.out, out=str(tmp_path/'twice')))
+
+
+@pytest.mark.parametrize('wrong, words', [(dict(method='thumbs'), "method = 'thumbs'"), (dict(token_times=0), 'token_times = 0'),
+                                          (dict(jitter=-1.), 'jitter = -1.0'), (dict(held_out=0), 'held_out = 0'), (dict(temperature=0.), 'temperature = 0.0')])
+def test_wrong_settings(wrong, words):
+    with pytest.raises(ValueError, match=words): BinaryFeedbackConfig(**wrong)
+
+
+def test_sides():
+    assert sides(np.array([1., 2., 3.]), np.array([1., 0., .5]), ['q']*3) == pytest.approx(1/3)
+    assert math.isnan(sides(np.array([1., 2.]), np.array([1., 0.]), ['p', 'q']))

@@ -1,0 +1,100 @@
+"""Expert iteration: a chain of runs of best_of_n and sft, here in one process."""
+import importlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tiny
+from alpaca_farm import best_of_n, expert_iteration
+from alpaca_farm.core.data import load
+from alpaca_farm.core.runs import fresh, read_json, read_log, read_summary
+from alpaca_farm.expert_iteration import ExpertIterationConfig, round_jobs
+
+
+def here(jobs, *_):
+    "run_jobs in this process."
+    for job in jobs:
+        module = importlib.import_module(f'alpaca_farm.{job.notebook}')
+        module.train(tiny.config(module, out=job.out, **job.settings))
+    return []
+
+
+@pytest.fixture(scope='module')
+def chain(base, tmp_path_factory):
+    "Two rounds of best of 3 on 12 prompts each."
+    out = str(tmp_path_factory.mktemp('chain')/'expert')
+    cfg = ExpertIterationConfig(**tiny.settings('expert_iteration', base, out=out, rounds=2, n=3, max_instances=12))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(expert_iteration, 'run_jobs', here)
+        expert_iteration.train(cfg)
+    return cfg
+
+
+def test_winners_are_what_sft_learned_from(chain):
+    for r in (1, 2):
+        best, learned = (j.out for j in round_jobs(r, chain))
+        candidates, winners = load(best, 'candidates', 'candidates'), load(best, 'outputs', 'output')
+        assert len(candidates) == 12 and all(len(c['output']) == len(c['scores']) == 3 for c in candidates)
+        assert [w['output'] for w in winners] == [c['output'][int(np.argmax(c['scores']))] for c in candidates]
+        taught = load(f'{chain.out}/round_{r}/winners.json', '', 'output')
+        assert taught == ([w for w in winners if w['ended']] or winners)
+        assert read_json(f'{learned}/config.json')['settings']['data'].endswith(f'round_{r}/winners.json') and read_summary(learned)['examples'] == len(taught)
+        assert not list(Path(chain.out).rglob('.*'))
+
+
+def test_each_round_has_new_prompts_and_the_last_rounds_policy(base, chain):
+    asked = [[r['instruction'] for r in load(round_jobs(k, chain)[0].out, 'candidates', 'candidates')] for k in (1, 2)]
+    every = [r['instruction'] for r in load(str(base/'world'), 'unlabeled')]
+    assert asked[0] == every[:12] and asked[1] == every[12:24]
+    assert [round_jobs(k, chain)[0].settings['policy'] for k in (1, 2)] == [chain.policy, round_jobs(1, chain)[1].out]
+
+
+def test_what_it_leaves(chain):
+    out, s = Path(chain.out), read_summary(chain.out)
+    assert (out/'model'/'model.safetensors').read_bytes() == (out/'model-2'/'model.safetensors').read_bytes()
+    assert (out/'model-1'/'model.safetensors').read_bytes() == (out/'round_1'/'sft'/'model'/'model.safetensors').read_bytes()
+    assert [r['step'] for r in read_log(out)] == [1, 2] and s['kl'] != 0 and s['labels'] == 48 and len(load(str(out), 'outputs', 'output')) == 10
+    rewards = read_json(out/'rewards.json')
+    assert [len(r['samples']) for r in rewards] == [36, 36] and all(np.mean(r['winners']) > np.mean(r['samples']) for r in rewards)
+    parts = sum(read_summary(j.out)['cpu_seconds'] for r in (1, 2) for j in round_jobs(r, chain))
+    assert s['cpu_seconds'] > parts > 0
+
+
+def test_nothing_is_done_twice(chain, monkeypatch):
+    assert expert_iteration.train(chain).done
+    Path(chain.out, 'summary.json').unlink()
+    before = {j.out: Path(j.out, 'summary.json').stat().st_mtime_ns for r in (1, 2) for j in round_jobs(r, chain)}
+    log = [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(chain.out)]
+    monkeypatch.setattr(expert_iteration, 'run_jobs', here)
+    expert_iteration.train(chain)
+    assert {out: Path(out, 'summary.json').stat().st_mtime_ns for out in before} == before
+    assert [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(chain.out)] == log
+
+
+def test_a_failed_round_says_why(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(expert_iteration, 'run_jobs', lambda *_: ['round_1/sft: it broke'])
+    cfg = ExpertIterationConfig(**tiny.settings('expert_iteration', base, out=str(tmp_path/'e')))
+    with pytest.raises(RuntimeError, match='it broke'): expert_iteration.train(cfg)
+    assert not read_summary(cfg.out)
+
+
+def test_samples_of_another_run(base, tmp_path):
+    "The first n of the other run's, no sampling; asking for more than there are is refused."
+    given = tiny.settings('best_of_n', base, out=str(tmp_path/'from'), samples=str(base/'samples'), n=1, skip=2, max_instances=5)
+    best_of_n.train(best_of_n.BestOfNConfig(**given))
+    theirs, ours = load(str(base/'samples'), 'candidates', 'candidates')[2:7], load(given['out'], 'candidates', 'candidates')
+    assert [c['output'] for c in ours] == [c['output'][:1] for c in theirs] and all(len(c['scores']) == 1 for c in ours)
+    with pytest.raises(ValueError, match='n = 3, but .* has only 2 samples'):
+        best_of_n.train(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/'more'), n=3)))
+    with pytest.raises(ValueError, match='skip = 60: there are only 60'):
+        best_of_n.train(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/'none'), skip=60)))
+
+
+@pytest.mark.parametrize('given, message', [
+    (dict(n=1), 'n = 1: it must be at least 2'), (dict(rounds=0), 'rounds'), (dict(epochs=0), 'epochs'), (dict(max_instances=0), 'max_instances'),
+    (dict(reward_model=''), 'without one there is no best of n'), (dict(temperature=0.), 'temperature')])
+def test_nonsense_is_refused(given, message):
+    with pytest.raises(ValueError, match=message): ExpertIterationConfig(**given)
+    with pytest.raises(TypeError, match='n = 2.5'): ExpertIterationConfig(n=2.5)

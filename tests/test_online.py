@@ -1,0 +1,185 @@
+"""What online methods share, RLOO and GRPO, ensembles of rewards, and the distance of best-of-n."""
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from alpaca_farm import ppo
+from alpaca_farm.core import models as model_room
+from alpaca_farm.core.models import combined, labels_behind, reward
+from alpaca_farm.core.online import OnlineConfig, prompt_rows, worth
+from alpaca_farm.core.runs import read_json, read_log
+from alpaca_farm.core.settings import from_args
+from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
+from alpaca_farm.overoptimization import OverConfig, bank_curve, fitted, grid, turn
+from alpaca_farm.ppo import PPOConfig, group_advantages, rollout_rows
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize('size', [2, 3, 5])
+def test_group_advantages(size):
+    paid = torch.randn(4*size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    groups = [paid[i:i + size].tolist() for i in range(0, 4*size, size)]
+    rloo = [r - sum(g[:i] + g[i + 1:])/(size - 1) for g in groups for i, r in enumerate(g)]
+    def sd(g): m = sum(g)/size; return math.sqrt(sum((x - m)**2 for x in g)/(size - 1))
+    grpo = [(r - sum(g)/size)/(sd(g) + 1e-6) for g in groups for r in g]
+    for kind, want in (('rloo', rloo), ('grpo', grpo)):
+        torch.testing.assert_close(group_advantages(paid, size, kind), torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_rloo_is_unbiased():
+    "Over all pairs of answers the RLOO gradient is the policy gradient, exactly."
+    theta = torch.tensor([.3, -.2, .5], dtype=torch.float64, requires_grad=True)
+    r = torch.tensor([1., 0., 3.], dtype=torch.float64)
+    p = theta.softmax(0)
+    exact, = torch.autograd.grad(p @ r, theta)
+    found = torch.zeros(3, dtype=torch.float64)
+    for a, b in itertools.product(range(3), repeat=2):
+        adv = group_advantages(r[[a, b]], 2, 'rloo')
+        logp = theta.log_softmax(0)[[a, b]]
+        g, = torch.autograd.grad((adv*logp).mean(), theta)
+        found += (p[a]*p[b]).item()*g
+    torch.testing.assert_close(found, exact.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize('advantage', ['rloo', 'grpo'])
+def test_group_run(base, tmp_path, advantage):
+    "No value model; the first ratio is 1; each prompt of a step is answered `group_size` times; micro-batches change nothing."
+    given = tiny.settings('ppo', base, advantage=advantage, group_size=4, annotators='', eval_split='')
+    logs = []
+    for micro in (0, 3):
+        out = str(tmp_path/f'{advantage}{micro}')
+        ppo.train(PPOConfig(**given | dict(out=out, micro_batch_size=micro)))
+        logs.append(read_log(out))
+    assert all(abs(r['first_ratio'] - 1) < 1e-5 and 'value_loss' not in r for r in logs[0])
+    for a, b in zip(*logs):
+        assert all(abs(a[k] - b[k]) < 1e-4 for k in ('loss', 'kl', 'reward', 'grad_norm', 'clip_fraction'))
+    rows = rollout_rows(50, 2, PPOConfig(**given))
+    assert [rows[i:i + 4] for i in range(0, 16, 4)] == [[r]*4 for r in rows[::4]] and len(set(rows)) == 4
+
+
+@pytest.mark.parametrize('given, message', [
+    (dict(advantage='rlo'), 'advantage'), (dict(group_size=1), 'group_size = 1: it must be at least 2'),
+    (dict(advantage='rloo', group_size=5), 'must be a multiple of group_size = 5'), (dict(reward_model=[]), 'reward_model = \\[\\]'),
+    (dict(ensemble='median'), 'ensemble'), (dict(ensemble_coef=-1.), 'ensemble_coef'), (dict(steps=0), 'steps'), (dict(temperature=0.), 'temperature'),
+    (dict(reward_model='alpaca_farm.world:utility'), 'value_init'), (dict(reward_model=['alpaca_farm.world:utility']), 'value_init')])
+def test_nonsense_is_refused(given, message):
+    with pytest.raises(ValueError, match=message): PPOConfig(**given)
+
+
+def test_a_reward_is_one_or_a_list():
+    assert PPOConfig(reward_model=['alpaca_farm.world:utility']*2, advantage='rloo').reward_model == ['alpaca_farm.world:utility']*2
+    cfg = from_args(PPOConfig, ['--reward_model', "['alpaca_farm.world:utility', 'alpaca_farm.world:utility']", '--advantage', 'rloo'])
+    assert isinstance(cfg.reward_model, list)
+    assert from_args(PPOConfig, ['--reward_model', 'alpaca_farm.world:utility', '--advantage', 'grpo']).reward_model == 'alpaca_farm.world:utility'
+
+
+def test_combined():
+    s = np.random.default_rng(0).normal(size=(4, 7))
+    columns = [list(c) for c in s.T]
+    mean = [sum(c)/4 for c in columns]
+    np.testing.assert_allclose(combined(s), mean, rtol=1e-12)
+    np.testing.assert_allclose(combined(s, 'worst'), [min(c) for c in columns], rtol=1e-12)
+    np.testing.assert_allclose(combined(s, 'uncertainty', .3), [m - .3*sum((x - m)**2 for x in c)/4 for c, m in zip(columns, mean)], rtol=1e-12)
+
+
+def test_reward_of_a_list(monkeypatch):
+    monkeypatch.setattr(model_room, 'resolve', lambda spec: lambda records: [float(spec[-1])*len(r['output']) for r in records])
+    records = [dict(output='ab'), dict(output='abc')]
+    assert reward(['m:1', 'm:3'], PPOConfig(advantage='rloo'))(records) == [4., 6.]
+    assert reward(['m:1', 'm:3'], PPOConfig(advantage='rloo', ensemble='worst'))(records) == [2., 3.]
+    assert reward(['m:1', 'm:3'], PPOConfig(advantage='rloo', ensemble='uncertainty', ensemble_coef=1.))(records) == [4. - 4, 6. - 9]
+
+
+def test_labels_behind(base):
+    known = read_json(base/'reward_model'/'summary.json')['labels']
+    assert known > 0
+    assert labels_behind(str(base/'reward_model')) == labels_behind(str(base/'reward_model'/'model')) == known
+    assert labels_behind([str(base/'reward_model'), 'a.b:c']) == known and labels_behind('a.b:c') == labels_behind('') == 0
+
+
+def test_worth_keeps_the_first_scale():
+    cfg, scale = OnlineConfig(missing_eos=''), {}
+    judge = lambda records: [r['score'] for r in records]
+    first = worth(judge, [dict(score=float(s), ended=True) for s in (1, 2, 6)], scale, cfg)
+    assert abs(first.mean()) < 1e-6 and abs(first.std() - 1) < 1e-6
+    assert worth(judge, [dict(score=scale['reward_mean'] + scale['reward_std'], ended=False)], scale, cfg).tolist() == pytest.approx([1.])
+    assert worth(judge, [dict(score=7., ended=True)], {}, OnlineConfig(standardise=False)).tolist() == [7.]
+    with pytest.raises(ValueError, match='no number'): worth(judge, [dict(score=math.nan, ended=True)], {}, cfg)
+
+
+def test_prompts_come_once_each():
+    cfg = OnlineConfig(rollouts=4)
+    rows = [i for step in range(1, 8) for i in prompt_rows(7, step, cfg)]
+    assert all(sorted(rows[i:i + 7]) == list(range(7)) for i in range(0, 28, 7))
+    assert rows != [i for step in range(1, 8) for i in prompt_rows(7, step, OnlineConfig(rollouts=4, seed=1))]
+
+
+@pytest.mark.parametrize('n', [1, 2, 5, 40])
+def test_kl_of_best_of_n_against_enumeration(n):
+    "Six answers of unequal probability, no ties in worth: the estimate is near the truth, the bound above it."
+    p = np.array([.4, .25, .2, .1, .04, .01])
+    order = np.random.default_rng(1).permutation(6)   # worth of each answer
+    best = np.zeros(6)
+    below = 0.
+    for i in np.argsort(order): best[i], below = (below + p[i])**n - below**n, below + p[i]
+    exact = float((best*np.log(np.maximum(best, 1e-300)/p)).sum())
+    estimate = float((best*kl_best_of_n_estimate(np.log(p), n)).sum())
+    assert exact <= kl_best_of_n(n) + 1e-9
+    assert abs(estimate - exact) <= .1 and abs(estimate - exact) <= abs(kl_best_of_n(n) - exact) + 1e-9
+
+
+def test_bank_curve_counts_every_sample_once():
+    rng = np.random.default_rng(0)
+    proxy, gold, people = rng.normal(size=(3, 5, 8))
+    rows = bank_curve(proxy, gold, 1.5 + .1*people, np.full((5, 8), -3.), method='best_of_n')
+    assert [r['at'] for r in rows] == [1, 2, 4, 8]
+    assert rows[0]['gold'] == pytest.approx(gold.mean()) and rows[-1]['gold'] == pytest.approx(gold[np.arange(5), proxy.argmax(1)].mean())
+    assert all(r['kl'] <= r['kl_bound'] + 1e-9 for r in rows)
+    assert rows[0]['correlation'] == pytest.approx(np.corrcoef(proxy.ravel(), gold.ravel())[0, 1])
+
+
+@pytest.mark.parametrize('form, a, b', [('best_of_n', 1.2, .3), ('rl', 1., .5)])
+def test_fitted_curves_and_their_peaks(form, a, b):
+    d = np.linspace(.3, 4, 9)
+    gold = d*(a - b*d) if form == 'best_of_n' else d*(a - b*np.log(d))
+    rows = [dict(method='best_of_n' if form == 'best_of_n' else 'ppo', kl=x*x, gold=y) for x, y in zip(d, gold)]
+    assert fitted(rows)[:2] == pytest.approx((a, b)) and fitted(rows[:2]) is None
+    fine = np.linspace(.05, 20, 200_000)
+    curve = fine*(a - b*fine) if form == 'best_of_n' else fine*(a - b*np.log(fine))
+    assert turn(a, b, form) == pytest.approx(fine[curve.argmax()], abs=1e-3)
+
+
+def test_the_full_grid_reads_only_what_it_makes():
+    jobs = grid(OverConfig())
+    made = {j.out for j in jobs}
+    assert len(made) == len(jobs) and all(n in made for j in jobs for n in j.needs)
+
+
+@pytest.mark.parametrize('style', ['torch', 'tensorflow'])
+def test_where_adam_adds_its_epsilon(tmp_path, style):
+    "Five updates of a Trainer against Adam written out as PyTorch and as TensorFlow have it, in float64."
+    from alpaca_farm.core.runs import start
+    from alpaca_farm.core.training import Trainer
+    from alpaca_farm.sft import SFTConfig
+    cfg = SFTConfig(out=str(tmp_path/'adam'), adam_style=style, adam_eps=1e-3, learning_rate=.1, lr_schedule='constant', warmup=0.,
+                    betas=[.9, .99], weight_decay=0., max_grad_norm=0., device='cpu', data='x/y', policy='x/y')
+    cfg.inputs = ()
+    model = torch.nn.Linear(3, 1, bias=False).double()
+    run = start(cfg, test_where_adam_adds_its_epsilon)
+    trainer = Trainer(run, 5, dict(model=model))
+    x = 1e-3*torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    w, m, v = model.weight.detach()[0].tolist(), [0.]*3, [0.]*3
+    for t in range(1, 6):
+        trainer.step = t
+        trainer.update(dict(weight=torch.ones(1), x=x[t - 1:t]), lambda b: dict(loss=model(b['x'])[:, 0]))
+        for i in range(3):
+            g = x[t - 1, i].item()
+            m[i], v[i] = .9*m[i] + .1*g, .99*v[i] + .01*g*g
+            if style == 'torch': w[i] -= .1*(m[i]/(1 - .9**t))/(math.sqrt(v[i]/(1 - .99**t)) + 1e-3)
+            else: w[i] -= .1*math.sqrt(1 - .99**t)/(1 - .9**t)*m[i]/(math.sqrt(v[i]) + 1e-3)
+    torch.testing.assert_close(model.weight.detach()[0], torch.tensor(w, dtype=torch.float64), rtol=1e-9, atol=1e-12)

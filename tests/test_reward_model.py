@@ -1,0 +1,326 @@
+"""Losses, calibration and averages against plain Python; ensembles and curves against single runs, killed ones among them."""
+import csv
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny
+from alpaca_farm import reward_model as rm
+from alpaca_farm.core.models import labels_behind, load_scalar, reward, score_records
+from alpaca_farm.core.runs import read_json, read_log, read_summary
+from alpaca_farm.reward_model import RewardModelConfig, pairwise_loss
+from test_resume import die_at, same_run, without_times
+
+torch.set_num_threads(1)
+SMALL = dict(max_instances=40, held_out=10)
+CURVE = dict(curve_pairs=[8, 16], curve_flips=[0., .4])
+
+
+def randn(*shape, seed=0, scale=2.): return scale*torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def same(found, wanted): torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def sigmoid(z): return 1/(1 + math.exp(-z))
+
+
+def config(base, out, **more): return RewardModelConfig(**tiny.settings('reward_model', base, out=str(out), **SMALL | more))
+
+
+def one_pair(a, b, target, margin, eps):
+    "The loss of a pair, written down from the papers."
+    def nll(z): return -math.log((1 - eps)*sigmoid(z) + eps*sigmoid(-z))
+    return target*nll(a - b - margin) + (1 - target)*nll(b - a - margin)
+
+
+@pytest.mark.parametrize('eps', [0., .1, .25, .49])
+@pytest.mark.parametrize('margin', [0., .5, 'each'])
+@pytest.mark.parametrize('target', [None, .7, 'each'])
+def test_loss(target, margin, eps):
+    a, b = randn(9), randn(9, seed=1)
+    targets = torch.linspace(0, 1, 9, dtype=torch.float64) if target == 'each' else target
+    asked = torch.linspace(0, 3, 9, dtype=torch.float64) if margin == 'each' else margin
+    t = targets.tolist() if target == 'each' else [1. if target is None else target]*9
+    m = asked.tolist() if margin == 'each' else [margin]*9
+    same(pairwise_loss(a, b, targets, asked, eps), [one_pair(*x, eps) for x in zip(a.tolist(), b.tolist(), t, m)])
+
+
+def test_llama_2_margin():
+    "-log sigmoid(r_c - r_r - m): a margin costs what a lead smaller by it would."
+    a, b, m = randn(9), randn(9, seed=1), randn(9, seed=2).abs()
+    same(pairwise_loss(a, b, margin=m), [math.log1p(math.exp(-(x - y - z))) for x, y, z in zip(a.tolist(), b.tolist(), m.tolist())])
+    assert (pairwise_loss(a, b, margin=m) > pairwise_loss(a, b)).all()
+
+
+@pytest.mark.parametrize('eps', [0., .1, .25, .4])
+def test_gradient_of_the_flip_loss(eps):
+    "Downwards in the lead, as steep as (1 - 2 eps) s (1 - s)/P, and bounded where the loss is."
+    lead = torch.linspace(-30, 30, 41, dtype=torch.float64, requires_grad=True)
+    loss = pairwise_loss(lead, torch.zeros_like(lead), flip_rate=eps)
+    slope, = torch.autograd.grad(loss.sum(), lead)
+    wanted = [-(1 - 2*eps)*sigmoid(z)*sigmoid(-z)/((1 - eps)*sigmoid(z) + eps*sigmoid(-z)) for z in lead.tolist()]
+    torch.testing.assert_close(slope, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-12)
+    assert (slope < 0).all()
+    if eps: assert loss.max() <= -math.log(eps) + 1e-9 and slope[0].abs() < 1e-9  # it has given up what is far on the wrong side
+    else: assert slope[0] < -.99
+
+
+@pytest.mark.parametrize('eps', [0., .1, .25, .4])
+@pytest.mark.parametrize('p', [.1, .5, .8])
+def test_the_minimum_is_the_clean_logit(p, eps):
+    "With labels that are right with probability p and flipped with eps, the expected loss is least at logit(p)."
+    z = torch.tensor(0., dtype=torch.float64, requires_grad=True)
+    seen = p*(1 - eps) + (1 - p)*eps
+    for _ in range(60):  # Newton's method
+        loss = pairwise_loss(z, torch.zeros_like(z), seen, flip_rate=eps)
+        g, = torch.autograd.grad(loss, z, create_graph=True)
+        h, = torch.autograd.grad(g, z)
+        z = (z - .5*g/h).detach().requires_grad_()
+    assert z.item() == pytest.approx(math.log(p/(1 - p)), abs=1e-6)
+    grid = torch.linspace(-6, 6, 241, dtype=torch.float64)
+    assert (pairwise_loss(grid, torch.zeros_like(grid), seen, flip_rate=eps) >= loss.detach() - 1e-12).all()
+
+
+def test_huge_leads_stay_finite():
+    far = torch.tensor([500., -500.], requires_grad=True)
+    for more in (dict(flip_rate=.1), dict(margin=3.), {}):
+        loss = pairwise_loss(far, -far, **more)
+        slope, = torch.autograd.grad(loss.sum(), far)
+        assert loss.isfinite().all() and slope.isfinite().all()
+
+
+def test_margins_of_records():
+    rows = [dict(preference=p, gap=g) for p, g in ((1, 0), (2, 1.5), (1.5, 2), (1.25, 3))]
+    assert rm.margins(rows, 2.) == [2, 2, 0, 1] and rm.margins(rows, name='gap') == [0, 1.5, 2, 3]
+    for bad in (-.1, None, 'wide', math.nan, math.inf, True):
+        with pytest.raises(ValueError, match="pair 1: its 'gap' is"): rm.margins([rows[0], dict(preference=1, gap=bad)], name='gap')
+
+
+def test_calibration_by_hand():
+    "Four pairs in two bins: (.6 right, .7 wrong) and (.8 for the first, which the label prefers; .9 half right)."
+    rows = rm.calibration([.7, .6, .2, .9], [0, 1, 0, .5], bins=2)
+    assert [r['pairs'] for r in rows] == [2, 2]
+    assert [r['predicted'] for r in rows] == pytest.approx([.65, .85]) and [r['observed'] for r in rows] == pytest.approx([.5, .75])
+    assert all(0 <= r['low'] < r['observed'] < r['high'] <= 1 for r in rows)
+    assert rm.calibration_error(rows) == pytest.approx((2*.15 + 2*.1)/4)
+
+
+def test_calibration_finds_what_is_wrong():
+    rng = np.random.default_rng(0)
+    p = rng.uniform(0, 1, 20_000)
+    y = rng.random(20_000) < p
+    sharper = p**3/(p**3 + (1 - p)**3)
+    assert rm.calibration_error(rm.calibration(p, y)) < .015 < .1 < rm.calibration_error(rm.calibration(sharper, y))
+    assert rm.calibration_error(rm.calibration(p, p)) < 1e-9
+    assert len(rm.calibration(p[:3], y[:3])) == 3
+    mirrored = rm.calibration(1 - p, 1 - y)
+    assert rm.calibration_error(mirrored) == pytest.approx(rm.calibration_error(rm.calibration(p, y)))
+
+
+def test_calibration_speaks_of_labels():
+    "A lead of 0.5 means fewer agreeing labels when a quarter of them is flipped."
+    pairs, lead = [dict(preference=2.)]*3 + [dict(preference=1.)], np.full(4, .5)
+    assert rm.calibrated(lead, pairs, 0.)['labels'][0]['predicted'] == pytest.approx(sigmoid(.5))
+    assert rm.calibrated(lead, pairs, .25)['labels'][0]['predicted'] == pytest.approx(.25 + .5*sigmoid(.5))
+    assert set(rm.calibrated(lead, pairs, 0.)) == {'labels'}
+
+
+def test_accuracy_by_annotator():
+    pairs = [dict(preference=p, annotator=a) for p, a in ((1, 'judge 2'), (2, 'judge 10'), (2, 'judge 2'), (1.5, 'judge 10'))]
+    found = rm.by_annotator(np.array([-1., -1., 2., 3.]), pairs)
+    assert [(r['annotator'], r['pairs'], r['accuracy']) for r in found] == [('judge 2', 2, 1.), ('judge 10', 2, .25)]
+    assert all(r['accuracy_low'] <= r['accuracy'] <= r['accuracy_high'] for r in found)
+    assert rm.by_annotator(np.array([1.]), [dict(preference=1)]) == []
+
+
+def test_average_is_the_mean():
+    states = [dict(a=randn(3, 4, seed=s), b=randn(5, seed=s + 9)) for s in range(5)]
+    before = [{k: w.clone() for k, w in s.items()} for s in states]
+    mean = rm.averaged(iter(states))
+    for k in 'ab': torch.testing.assert_close(mean[k], torch.stack([s[k] for s in states]).mean(0), rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(s[k], b[k]) for s, b in zip(states, before) for k in 'ab')  # and changes nothing
+
+
+def test_ensemble_by_hand():
+    "Two members, three pairs, written out with numpy left aside."
+    s = [[[0., 1, 2], [1., 0, 5]], [[0., 0, 6], [2., -3, 3]]]  # member, answer, pair
+    pairs = [dict(preference=p) for p in (2, 1, 2)]
+    table = {r['scored_by']: r['accuracy'] for r in rm.ensemble_table(np.array(s), np.array(s[1]), pairs)}
+    joint = dict(mean=lambda x, y: (x + y)/2, worst=min, uncertainty=lambda x, y: (x + y)/2 - .5*((x - y)/2)**2)
+    for how, f in joint.items():
+        first, second = ([f(x, y) for x, y in zip(s[0][k], s[1][k])] for k in (0, 1))
+        right = sum((b > a) == (p['preference'] == 2) if a != b else .5 for a, b, p in zip(first, second, pairs))
+        assert table[how] == pytest.approx(right/3), how
+    assert table['member-1'] == 1 and table['member-2'] == table['average weights'] == pytest.approx(2/3)
+    leads = [[m[1][i] - m[0][i] for m in s] for i in range(3)]
+    share = [abs(x - y)/2/math.sqrt((x*x + y*y)/2) for x, y in leads]
+    assert [r['doubt'] for r in rm.by_doubt(np.array(s), pairs, 3)] == pytest.approx(sorted(share))
+    assert rm.doubt(np.array([[0., 1, 2], [0., 1, -2]])).tolist() == [1, 0, 1]
+
+
+@pytest.fixture(scope='module')
+def whole(base, tmp_path_factory):
+    "A run with three members and a curve, never interrupted."
+    out = tmp_path_factory.mktemp('whole')/'reward_model'
+    rm.train(config(base, out, members=3, checkpoint_every=1, **CURVE))
+    return out
+
+
+def test_members_are_themselves(base, whole, tmp_path):
+    "Member 1 is the single run; the others differ from it and each other; the model is the mean of their weights."
+    rm.train(config(base, tmp_path/'alone'))
+    weights = [load_file(whole/f'member-{k}'/'model'/'model.safetensors') for k in (1, 2, 3)]
+    alone, mean = load_file(tmp_path/'alone'/'model'/'model.safetensors'), load_file(whole/'model'/'model.safetensors')
+    assert all(torch.equal(w, alone[k]) for k, w in weights[0].items())
+    assert without_times(tmp_path/'alone') == without_times(whole/'member-1')
+    for a, b in ((0, 1), (0, 2), (1, 2)): assert any((weights[a][k] - weights[b][k]).abs().max() > 1e-4 for k in mean)
+    for k, w in mean.items(): torch.testing.assert_close(w, torch.stack([m[k] for m in weights]).mean(0), rtol=1e-5, atol=1e-7)
+
+
+def test_members_have_their_own_zero_and_unit(base, whole):
+    pairs, cfg = rm.read_pairs(config(base, whole))[1], config(base, whole)
+    answers = [dict(r, output=r[f]) for r in pairs for f in ('output_1', 'output_2')]
+    for folder in ('member-1', 'member-2', 'member-3', ''):
+        scores = np.array(reward(str(whole/folder), cfg)(answers))
+        assert (scores.mean(), scores.std()) == (pytest.approx(0, abs=1e-4), pytest.approx(1, abs=1e-4))
+    members = [str(whole/f'member-{k}') for k in (1, 2, 3)]
+    assert rm.members_of(whole) == members
+    np.testing.assert_allclose(reward(members, cfg)(answers), np.mean([reward(m, cfg)(answers) for m in members], 0), atol=1e-9)
+    assert labels_behind(members) == labels_behind(str(whole)) == 30
+
+
+def test_what_an_ensemble_leaves(base, whole):
+    s, table = read_summary(whole), read_json(whole/'ensemble.json')
+    names = ['member-1', 'member-2', 'member-3', 'mean', 'worst', 'uncertainty', 'average weights']
+    assert [r['scored_by'] for r in table['table']] == names
+    assert s['accuracy'] == table['table'][-1]['accuracy'] and s['disagreement'] > 0
+    assert s['accuracy_members'] == pytest.approx(np.mean([r['accuracy'] for r in table['table'][:3]]))
+    assert sum(r['pairs'] for r in table['by_doubt']) == 10
+    assert [read_summary(whole/f'member-{k}')['accuracy'] for k in (1, 2, 3)] == [r['accuracy'] for r in table['table'][:3]]
+    assert sum(r['pairs'] for r in read_json(whole/'accuracy_by_annotator.json')) == 10
+    assert set(read_json(whole/'calibration.json')) == {'labels', 'expected'}
+
+
+def test_the_curve(base, whole, tmp_path):
+    "A point of the curve is the run that has just those pairs and labels."
+    rows = list(csv.DictReader(open(whole/'curve.csv')))
+    assert [r['pairs'] for r in rows] == ['30', '8', '16', '30', '30'] and set(rows[0]) >= {'flips', 'accuracy_low', 'accuracy_majority'}
+    pairs, aside, _ = rm.read_pairs(config(base, tmp_path))
+    flipped = [sum(r['flipped'] for r in pairs.records[:n])/n for n in (30, 8, 16)]
+    assert [float(r['flips']) for r in rows[:3]] == pytest.approx(flipped) and float(rows[3]['flips']) == 0 < float(rows[4]['flips']) < 1
+    (tmp_path/'few.json').write_text(json.dumps(pairs.records[:16] + aside))
+    rm.train(config(base, tmp_path/'few', preferences=str(tmp_path/'few.json')))
+    assert without_times(tmp_path/'few')[0]['loss'] == pytest.approx(math.log(2))
+    assert read_summary(tmp_path/'few')['labels'] in range(14, 19)  # its own split, of fewer instructions
+    log = read_log(whole)
+    assert [r['part'] for r in log] == ['member-1', 'member-2', 'member-3', 'pairs-8', 'pairs-16', 'flips-0', 'flips-0.4']
+    assert not any((whole/'checkpoint').iterdir())
+
+
+def test_flips_anew_are_those_of_the_annotators(base, tmp_path):
+    "At the annotators' own rate and seed the labels come back; at 0 they are the truth; rates are nested."
+    pairs = rm.read_pairs(config(base, tmp_path))[0]
+    assert rm.flipped_anew(pairs, .25, 0).labels == pairs.labels
+    truth = [3 - r['preference'] if r['flipped'] else r['preference'] for r in pairs.records]
+    assert rm.flipped_anew(pairs, 0., 0).labels == truth != pairs.labels
+    at = [{i for i, r in enumerate(rm.flipped_anew(pairs, rate, 0).records) if r['flipped']} for rate in (.1, .25, .45)]
+    assert at[0] < at[1] < at[2]
+    assert rm.flipped_anew(pairs, .1, 0).flip_rate == 0 and rm.flipped_anew(pairs._replace(flip_rate=.25), .1, 0).flip_rate == .1
+
+
+DEATHS = [(os, 'replace', 'state.safetensors', 1), (os, 'replace', 'state.safetensors', 6), (Path, 'rename', 'model', 2),
+          (os, 'replace', 'summary.json', 2), (Path, 'rename', 'model', 4), (os, 'replace', 'curve.csv', 1),
+          (os, 'replace', 'ensemble.json', 1), (os, 'replace', 'state.safetensors', 16)]
+
+
+@pytest.mark.parametrize('owner, attribute, name, count', DEATHS, ids=lambda x: getattr(x, '__name__', x))
+def test_killed_in_any_part(base, whole, tmp_path, owner, attribute, name, count):
+    "A run that is killed in its second member, between two parts or in its curve ends as one that was not."
+    cfg = config(base, tmp_path/'reward_model', members=3, checkpoint_every=1, **CURVE)
+    die_at(rm.train, cfg, (owner, attribute), name, count)
+    finished = [r['part'] for r in read_log(tmp_path/'reward_model')]
+    assert not read_summary(tmp_path/'reward_model')
+    rm.train(cfg)
+    same_run(whole, tmp_path/'reward_model')
+    for k in (1, 2, 3): assert without_times(whole/f'member-{k}') == without_times(tmp_path/'reward_model'/f'member-{k}')
+    assert (tmp_path/'reward_model'/'curve.csv').read_text() == (whole/'curve.csv').read_text()
+    assert [r['part'] for r in read_log(tmp_path/'reward_model')][:len(finished)] == finished
+
+
+def test_finished_members_are_not_trained_again(base, tmp_path, monkeypatch):
+    cfg = config(base, tmp_path/'reward_model', members=3, checkpoint_every=1)
+    die_at(rm.train, cfg, (os, 'replace'), 'summary.json', 2)  # in the second member, when it is trained
+    trained, batches = [], rm.batches
+    monkeypatch.setattr(rm, 'batches', lambda *a: trained.append(a[-1]) or batches(*a))
+    rm.train(cfg)
+    assert trained == [rm.member_seed(0, 2), rm.member_seed(0, 3)]
+    assert len(read_log(tmp_path/'reward_model'/'member-2')) == len(read_log(tmp_path/'reward_model'/'member-1'))
+
+
+@pytest.mark.parametrize('more', [{}, dict(flip_rate=.25), dict(members=2), dict(members=2, flip_rate=.4)], ids=str)
+def test_the_first_step(base, tmp_path, more):
+    "A zero head prefers nothing: ln 2, whatever share of the labels is flipped."
+    rm.train(config(base, tmp_path/'rm', **more))
+    for folder in rm.members_of(tmp_path/'rm') or [tmp_path/'rm']:
+        assert read_log(folder)[0]['loss'] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_a_margin_moves_the_first_step(base, tmp_path):
+    rm.train(config(base, tmp_path/'rm', margin=1.))
+    assert read_log(tmp_path/'rm')[0]['loss'] == pytest.approx(math.log1p(math.e), abs=1e-6)
+    rows = [dict(r, gap=.5) for r in read_json(base/'annotators'/'preferences.json')]
+    (tmp_path/'gap.json').write_text(json.dumps(rows))
+    rm.train(config(base, tmp_path/'field', margin_field='gap', preferences=str(tmp_path/'gap.json')))
+    assert read_log(tmp_path/'field')[0]['loss'] == pytest.approx(math.log1p(math.exp(.5)), abs=1e-6)
+
+
+def test_heads_of_members(base, tmp_path):
+    "A normal head is drawn for each member; a zero head is zero for all."
+    drawn = []
+    for k in (1, 2):
+        torch.manual_seed(rm.member_seed(0, k))
+        drawn.append(load_scalar(str(base/'sft'), config(base, tmp_path), 'normal', train=True)[0].score.weight)
+    assert (drawn[0] - drawn[1]).abs().max() > .01
+    seeds = [rm.member_seed(s, k) for s in range(5) for k in range(1, 9)]
+    assert len(set(seeds)) == len(seeds)  # replicates share no member
+
+
+def test_micro_batches(base, tmp_path):
+    for micro in (0, 3): rm.train(config(base, tmp_path/f'm{micro}', micro_batch_size=micro, flip_rate=.2, margin=.5, head='normal'))
+    a, b = (read_log(tmp_path/f'm{micro}')[0] for micro in (0, 3))
+    for k in a.keys() - {'wall'}: assert a[k] == pytest.approx(b[k], rel=1e-4, abs=1e-6)
+
+
+def test_records_without_extras(base, tmp_path):
+    "Labels of which nothing more is known: no majority, no annotators, no curve of flips."
+    bare = [{k: v for k, v in r.items() if k not in ('expected', 'annotator', 'flipped')} for r in read_json(base/'annotators'/'preferences.json')]
+    (tmp_path/'bare.json').write_text(json.dumps(bare))
+    given = dict(preferences=str(tmp_path/'bare.json'), members=2, curve_pairs=[8])
+    rm.train(config(base, tmp_path/'rm', **given))
+    assert not (tmp_path/'rm'/'accuracy_by_annotator.json').exists() and set(read_json(tmp_path/'rm'/'calibration.json')) == {'labels'}
+    assert 'accuracy_majority' not in read_summary(tmp_path/'rm') and next(csv.DictReader(open(tmp_path/'rm'/'curve.csv')))['flips'] == ''
+    with pytest.raises(ValueError, match='does not say whether its label is `flipped`'):
+        rm.train(config(base, tmp_path/'flips', **given, curve_flips=[.1]))
+
+
+@pytest.mark.parametrize('more, message', [
+    (dict(members=0), 'members = 0: it must be at least 1'), (dict(flip_rate=.5), 'a flip rate of 0.5'), (dict(flip_rate=-.1), 'a flip rate of -0.1'),
+    (dict(margin=-1.), 'margin = -1.0: it must be at least 0'), (dict(margin=1., margin_field='gap'), 'give one of them'),
+    (dict(curve_pairs=[0]), 'no fewer than 1 pair'), (dict(curve_pairs=[5, 5]), 'each point once'), (dict(curve_flips=[.1, .1]), 'each point once'),
+    (dict(curve_flips=[.5]), 'a flip rate of 0.5'), (dict(curve_flips=[math.nan]), 'a flip rate of nan')])
+def test_bad_settings(more, message):
+    with pytest.raises(ValueError, match=message): RewardModelConfig(**more)
+
+
+@pytest.mark.parametrize('more, message', [(dict(curve_pairs=[1000]), r'curve_pairs = \[1000\]: there are 30 pairs'),
+                                           (dict(margin_field='gap'), "pair 0: its 'gap' is None")])
+def test_bad_inputs_fail_before_any_work(base, tmp_path, more, message):
+    with pytest.raises(ValueError, match=message): rm.train(config(base, tmp_path/'rm', **more))
+    assert read_log(tmp_path/'rm') == []
