@@ -30,18 +30,18 @@ from .core.training import TrainConfig, Trainer, batches
 class BinaryFeedbackConfig(TrainConfig, SampleConfig):
     "Settings of learning from binary feedback."
     out: str = 'runs/binary_feedback'     # run folder
-    method: str = 'reward_conditioning'   # feedme (imitate the good answers) or reward_conditioning (all, with a token)
-    preferences: str = 'runs/annotators'  # preference records, or records with `output` and `label`: a run or a file
+    method: str = 'reward_conditioning'   # feedme (imitate good answers) or reward_conditioning (all)
+    preferences: str = 'runs/annotators'  # preferences, or records with `output` and `label`: a run or a file
     policy: str = 'runs/sft'              # where it starts, and the reference
     data: str = 'runs/world'              # dataset folder whose eval split is answered at the end
-    token_times: int = 8                  # how often the token stands in a prompt: said once, it is hardly heard
-    jitter: float = 3.0                   # noise of the tokens' first embeddings, in standard deviations of the others
+    token_times: int = 8                  # how often the token is said: once, it is hardly heard
+    jitter: float = 3.0                   # noise of the tokens' first embeddings, in sd of the others
     epochs: int = 1                       # passes over the answers
     max_length: int = 128                 # tokens of prompt and answer together
     max_instances: int = 0                # the first so many records; 0 for all
     learning_rate: float = 3e-4           # AdamW's peak learning rate
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
-    held_out: int = 200                   # records not learned from, on which the effect of the labels is measured
+    held_out: int = 200                   # records not learned from: the labels' effect is measured there
     eval_every: int = 100                 # steps between these measurements
     save_every: int = 0                   # keep model-<step>/ every so many steps; 0 for none
     annotators: str = 'alpaca_farm.world:pool'  # who compares answers at the end, on val; empty for nobody
@@ -74,7 +74,8 @@ def label_of(record: dict, row: int) -> float:
     "The label of a record as a probability."
     label = record.get('label')
     if isinstance(label, (bool, int, float)) and 0 <= label <= 1: return float(label)
-    raise ValueError(f'row {row}: label = {label!r}, not a number from 0 (bad) to 1 (good), nor true or false')
+    raise ValueError(f'row {row}: label = {label!r}, not a number from 0 (bad) to 1 (good), '
+                     'nor true or false')
 
 
 def lessons(each: list[dict], method: str) -> list[tuple[int, str, float]]:
@@ -91,11 +92,13 @@ def load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], in
     checked(records, 'output' if 'label' in records[0] else 'preference', cfg.preferences)
     aside = {key(r) for r in records[-cfg.held_out:]}
     learn = [r for r in records if key(r) not in aside]
-    if not learn: raise ValueError(f'held_out = {cfg.held_out} leaves none of {len(records)} records to learn from')
+    if not learn:
+        raise ValueError(f'held_out = {cfg.held_out} leaves none of {len(records)} records to learn from')
     return rated(learn), rated([r for r in records if key(r) in aside]), len(learn)
 
-# %% ../nbs/binary_feedback.ipynb #c2ab8b20
-def weighted_batch(prompts: list, responses: list, weights: list[float], rows: list[int], pad_id: int) -> dict:
+# %% ../nbs/binary_feedback.ipynb #4df06c80
+def weighted_batch(prompts: list, responses: list, weights: list[float], rows: list[int],
+                   pad_id: int) -> dict:
     "The batch of some lessons: ids, mask, response and weight, (B, T) each."
     batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
     return dict(batch, weight=batch['response'] * torch.tensor([weights[i] for i in rows])[:, None])
@@ -109,7 +112,8 @@ def feedback_loss(policy, batch: dict) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def answer_logprobs(policy, prompts: list, responses: list, pad_id: int, size: int = 128) -> np.ndarray:
     "log p of whole answers, (N,)."
-    order, out = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(responses[i])), np.zeros(len(prompts))
+    order, out = (sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(responses[i])),
+                  np.zeros(len(prompts)))
     for at in range(0, len(order), size):
         rows = order[at:at + size]
         batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
@@ -121,7 +125,8 @@ def teach_tokens(policy, plain, cfg: BinaryFeedbackConfig) -> tuple[dict[str, in
     "Ids of the reward tokens, added to the policy in place, and for each a tokenizer that says it in every prompt."
     if cfg.method == 'feedme': return {}, {}
     if plain.init_kwargs.get('control'):
-        raise ValueError(f'policy = {cfg.policy!r} has a control token already: name the policy it was trained from')
+        raise ValueError(f'policy = {cfg.policy!r} has a control token already: '
+                         'name the policy it was trained from')
     tokenizer = copy.deepcopy(plain)
     ids = add_tokens(policy, tokenizer, [GOOD, BAD], cfg.seed, cfg.jitter)
     told = {name: copy.deepcopy(tokenizer) for name in (GOOD, BAD)}
@@ -174,7 +179,8 @@ def compare(policy, reference, told: dict, plain, run) -> dict[str, float]:
     cfg = run.cfg
     if not cfg.val_split: return {}
     records = load(cfg.data, cfg.val_split, n=cfg.val_instances)
-    asking = {c: (policy, t) for c, t in told.items()} | {'no token': (policy, plain), 'reference': (reference, plain)}
+    asking = ({c: (policy, t) for c, t in told.items()}
+              | {'no token': (policy, plain), 'reference': (reference, plain)})
     said = {c: answers(*who, records, cfg, seed=cfg.seed + 1) for c, who in asking.items()}
     run.write('said.json', [dict(asked(rs[0]), output=[r['output'][0] for r in rs], source=list(said))
                             for rs in zip(*said.values())])
@@ -183,7 +189,8 @@ def compare(policy, reference, told: dict, plain, run) -> dict[str, float]:
     figures = dict(val_win_rate=found['win_rate'], val_standard_error=found['standard_error'])
     if not told: return figures
     found = win_rate(prefers(said[BAD], said[GOOD], cfg))
-    return figures | dict(good_over_bad=found['win_rate'], good_over_bad_standard_error=found['standard_error'])
+    return figures | dict(good_over_bad=found['win_rate'],
+                          good_over_bad_standard_error=found['standard_error'])
 
 
 def prefers(first: list[dict], second: list[dict], cfg: BinaryFeedbackConfig) -> list[float]:
@@ -201,7 +208,8 @@ def train(cfg: BinaryFeedbackConfig):
     tokens, told = teach_tokens(policy, plain, cfg)
     tokenizer = told.get(GOOD, plain)
     prompts, responses, weights, too_long = encoded(learn, tokens, plain, cfg)
-    order = batches([len(p) + len(r) for p, r in zip(prompts, responses)], cfg.batch_size, cfg.epochs, cfg.seed)
+    order = batches([len(p) + len(r) for p, r in zip(prompts, responses)],
+                    cfg.batch_size, cfg.epochs, cfg.seed)
     trainer, probe = Trainer(run, len(order), dict(policy=policy)), Probe(policy, plain, aside, tokens, cfg)
     for step in trainer.steps():
         batch = weighted_batch(prompts, responses, weights, order[step - 1], plain.pad_token_id)
@@ -211,8 +219,10 @@ def train(cfg: BinaryFeedbackConfig):
         trainer.log(**figures)
     save_model(policy, tokenizer, run)
     reference = load_policy(cfg.policy, cfg)[0]
-    figures = answer_split(policy, tokenizer, run, reference, plain) | compare(policy, reference, told, plain, run)
-    last = {k: v for k, v in read_log(run.folder)[-1].items() if k in ('effect_good', 'effect_bad', 'accuracy')}
+    figures = (answer_split(policy, tokenizer, run, reference, plain)
+               | compare(policy, reference, told, plain, run))
+    last = {k: v for k, v in read_log(run.folder)[-1].items()
+            if k in ('effect_good', 'effect_bad', 'accuracy')}
     run.finish(labels=labels, examples=len(prompts), too_long=too_long, **figures, **last)
     return run
 

@@ -277,7 +277,7 @@ def leave(run, boards: list, found):
         name = 'leaderboard' if k == 0 else f'leaderboard_seed_{k}'
         shown = b.assign(people_sd=b.method.map(spread))
         with whole(run.path(f'{name}.csv')) as p: shown.to_csv(p, index=False, float_format='%.4f')
-        trained = b[b.trained_on.isin(['', 'pool'])].assign(reference='SFT')
+        trained = b[b.trained_on.isin(['', 'pool'])].assign(reference='SFT').reset_index(drop=True)
         draw(run, f'{name}.png', figure(trained, ['people', 'pool', 'gold']))
     with whole(run.path('simulation.csv')) as p: found.to_csv(p, index=False, float_format='%.4f')
     draw(run, 'simulation.png', against_people(found))

@@ -36,7 +36,7 @@ class OverConfig(SampleConfig):
     "Settings of the study of over-optimisation."
     out: str = 'runs/overoptimization'   # run folder
     size: str = 'farm'                   # farm measures the runs named below; full makes a grid of its own
-    grid: str = 'runs/study'             # full: folder of the grid's runs
+    study: str = 'runs/study'            # full: folder of the grid's runs
     workers: int = 0                     # full: runs side by side; 0 for the number of cores
     data: str = 'runs/world'             # full: prompts
     pairs: str = 'runs/samples'          # full: pairs of answers that are annotated
@@ -50,11 +50,12 @@ class OverConfig(SampleConfig):
     gold: str = 'alpaca_farm.world:utility'   # the true reward, "module:function" of records
     people: str = 'alpaca_farm.world:people'  # who compares with the SFT policy's answers
     instances: int = 150                 # instructions of the bank that are used
+    answers: int = 4                     # answers of each policy to each of them
     inputs = ('data', 'pairs', 'candidates', 'policy', 'bank', 'references', 'proxies', 'ensembles', 'policies',
               'gold', 'people')
 
     def check(self):
-        self.bounds(instances=(2, None), workers=(0, None))
+        self.bounds(instances=(2, None), answers=(1, None), workers=(0, None))
         self.one_of('size', 'farm', 'full')
         if self.size == 'full' and self.out == 'runs/overoptimization': self.out = 'runs/overoptimization_full'
 
@@ -121,7 +122,7 @@ def method(folder: str) -> str:
     "What the method of a run is called here."
     of, name = settings(folder), read_json(at_root(folder)/'config.json')['room']
     if name == 'ppo' and of['advantage'] != 'gae': name = of['advantage']
-    if of.get('kl_coef') == 0: name += ', no penalty'
+    if name in ('ppo', 'rloo', 'grpo', 'quark') and not of['kl_coef']: name += ', no penalty'
     return name + (f', {of["ensemble"]}' if isinstance(of.get('reward_model'), list) else '')
 
 
@@ -179,13 +180,14 @@ def measure(
 ) -> dict:  # kl, correlation, and proxy, gold and people for each instruction
     "What a policy's fresh samples are like."
     policy, tokenizer = load_policy(folder, cfg)
-    kept, _, found = sample(policy, tokenizer, records, cfg)
-    samples = [s for s, in found]
-    answered = [dict(r, output=decode(s.tokens, tokenizer)) for r, s in zip(kept, samples)]
-    plain = encode_prompts(kept, reference[1], cfg.template)   # the reference knows no reward token
-    values = {name: f(answered) for name, f in scorers.items()}
-    return dict(values, people=judge(answered), correlation=together(values['proxy'], values['gold']),
-                kl=float(np.mean(log_ratios(reference[0], reference[1], plain, samples, cfg))))
+    kept, _, found = sample(policy, tokenizer, records, cfg, n=cfg.answers)
+    flat = [(r, s) for r, samples in zip(kept, found) for s in samples]
+    answered = [dict(r, output=decode(s.tokens, tokenizer)) for r, s in flat]
+    plain = encode_prompts([r for r, _ in flat], reference[1], cfg.template)   # the reference knows no reward token
+    kl = log_ratios(reference[0], reference[1], plain, [s for _, s in flat], cfg)
+    values = {name: f(answered) for name, f in scorers.items()} | dict(people=judge(answered))
+    means = {name: np.reshape(v, (len(kept), -1)).mean(1) for name, v in values.items()}
+    return means | dict(kl=float(np.mean(kl)), correlation=together(values['proxy'], values['gold']))
 
 # %% ../nbs/overoptimization.ipynb #ba5fe7f0
 SOURCES = dict(judge=('judge', 0.), pool=('pool', 0.), flips=('pool', .25), people=('people', 0.))
@@ -195,7 +197,7 @@ BETAS = (.3, .1, .03, .01)
 def grid(cfg: OverConfig) -> list[Job]:
     "The runs of the full study."
     base = dict(data=cfg.data, policy=cfg.policy)
-    def run(name, kind, reads, cost, **more): return planned(name, kind, reads, cfg.grid, cost, cfg.seed, **more)
+    def run(name, kind, reads, cost, **more): return planned(name, kind, reads, cfg.study, cost, cfg.seed, **more)
     jobs = [j for source in SOURCES for j in of_source(source, base, run, cfg)]
     for n in (1000, 2000, 4000):
         jobs += [run(f'reward_model_{n}', 'reward_model', dict(preferences='annotators_flips'), n / 130,
@@ -315,10 +317,10 @@ def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
 
 
 def fitted(rows: list[dict]) -> tuple[float, float, str] | None:
-    "The curve of Gao et al. through one method's gold: a, b and its form; None for fewer than three points."
+    "The curve of Gao et al. through one method's gold: a, b and its form; None for points too few or too near each other."
     form = 'best_of_n' if rows[0]['method'].startswith('best_of_n') else 'rl'
     use = [r for r in rows if r['kl'] > .01]
-    if len({round(r['kl'], 3) for r in use}) < 3: return None
+    if len(use) < 3 or use[-1]['kl'] < 2 * use[0]['kl']: return None
     return *fit_curve(np.sqrt([r['kl'] for r in use]), np.array([r['gold'] for r in use]), form), form
 
 

@@ -34,13 +34,15 @@ class QuarkConfig(OnlineConfig):
     token_times: int = 8              # how often a reward token stands in the prompt: said once, it is hardly heard
     jitter: float = 3.0               # noise of the tokens' first embeddings, in standard deviations of the others
     updates: int = 8                  # optimiser steps after each rollout
-    batch_size: int = 32              # answers per optimiser step
-    kl_coef: float = 0.05             # weight of the exact KL to the reference, beta
+    batch_size: int = 64              # answers per optimiser step
+    kl_coef: float = 0.3              # weight of the exact KL to the reference, beta
     entropy_coef: float = 0.0         # weight of the entropy bonus, alpha
-    steps: int = 10                   # rollouts, each followed by its updates
-    rollouts: int = 384               # answers per step
-    learning_rate: float = 1e-3       # peak learning rate
+    steps: int = 8                    # rollouts, each followed by its updates
+    rollouts: int = 512               # answers per step
+    learning_rate: float = 2e-4       # peak learning rate
     lr_schedule: str = 'constant'     # cosine or linear, down to 5 % of the peak, or constant
+    eval_every: int = 2               # steps between evaluations on the val split
+    save_every: int = 2               # keep model-<step>/ every so many steps; 0 for none
 
     def check(self):
         self.bounds(num_quantiles=(2, None), token_times=(1, None), jitter=(0, None), updates=(1, None),
@@ -201,7 +203,7 @@ def learn(trainer: Trainer, policy, reference, prompts: list[list[int]], tokens:
 
 # %% ../nbs/quark.ipynb #a0667700
 def train(cfg: QuarkConfig):
-    "Train a policy with Quark; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json in `cfg.out`."
+    "Train a policy with Quark; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
     if run.done: return run
     torch.manual_seed(cfg.seed)

@@ -13,7 +13,7 @@ from alpaca_farm.core.runs import read_json, read_log, read_summary
 NBS = tiny.ROOT/'nbs'
 # notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
 FARMED = {'world': 'world', 'sft': 'sft', 'best_of_n': 'best_of_n', 'annotators': 'annotators', 'reward_model': 'reward_model',
-          'ppo': 'ppo', 'dpo': 'dpo', 'rrhf': 'rrhf', 'expert_iteration': 'expert_iteration',
+          'ppo': 'ppo', 'dpo': 'dpo', 'quark': 'quark', 'rrhf': 'rrhf', 'expert_iteration': 'expert_iteration',
           'binary_feedback': 'reward_conditioning', 'overoptimization': 'overoptimization'}
 OWN = dict(grammar=lambda f: {}, noise=lambda f: {},
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references'),
