@@ -183,3 +183,25 @@ def test_where_adam_adds_its_epsilon(tmp_path, style):
             if style == 'torch': w[i] -= .1*(m[i]/(1 - .9**t))/(math.sqrt(v[i]/(1 - .99**t)) + 1e-3)
             else: w[i] -= .1*math.sqrt(1 - .99**t)/(1 - .9**t)*m[i]/(math.sqrt(v[i]) + 1e-3)
     torch.testing.assert_close(model.weight.detach()[0], torch.tensor(w, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+
+
+def test_two_callables_of_one_module_are_two_inputs():
+    from alpaca_farm.core.runs import input_mark
+    marks = [input_mark(f'alpaca_farm.world:{name}') for name in ('pool', 'judge', 'people')]
+    assert len(set(marks)) == 3 and len({input_mark([m]) for m in ('alpaca_farm.world:pool', 'alpaca_farm.world:judge')}) == 2
+
+
+PARTS = dict(
+    f=lambda v: v)
+first_part = PARTS['f']
+
+
+def toy_train(cfg): return first_part(cfg)
+
+
+def test_a_lambda_inside_an_expression_does_not_stop_a_run():
+    import ast
+    import inspect
+    from alpaca_farm.core.runs import code_of
+    with pytest.raises(SyntaxError): ast.parse(inspect.getsource(first_part).strip())   # its source is a fragment
+    assert len(code_of(toy_train)) == 12
