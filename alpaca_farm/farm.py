@@ -56,7 +56,7 @@ SIZES = dict(default={},
               candidates=dict(n=4, max_instances=24), expert_iteration=dict(n=4, max_instances=24, epochs=1),
               ppo=dict(steps=2, rollouts=8, batch_size=4, val_instances=8, eval_every=1, save_every=1),
               quark=dict(steps=2, rollouts=16, batch_size=8, val_instances=8, eval_every=1, save_every=1),
-              rrhf=dict(k=4, epochs=1, missing_eos=''),
+              rrhf=dict(k=4, epochs=1, missing_eos=''), binary_feedback=dict(held_out=10, val_instances=8),
               bank=dict(n=4, max_instances=20), overoptimization=dict(instances=20)))
 
 # %% ../nbs/farm.ipynb #dec10860
