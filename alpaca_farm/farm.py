@@ -7,8 +7,8 @@ __all__ = ['ANSWERS', 'SIZES', 'COMMON', 'METHODS', 'STUDY', 'TEXT', 'FarmConfig
            'judged_by_all', 'board', 'source_of', 'spent', 'paired_tables', 'simulation', 'correlations',
            'against_people', 'agreements', 'train', 'joined', 'leave', 'draw', 'overall']
 
-# %% ../nbs/farm.ipynb #98e9a3d0
-import os, time
+# %% ../nbs/farm.ipynb #e2ff0440
+import time
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -18,12 +18,11 @@ from .core.data import find, read
 from .core.launch import Job, planned, run_jobs, train_or_launch
 from .core.models import combined, load_policy, reward
 from .core.progress import Progress, duration
-from .core.runs import read_json, read_summary, start, whole
+from .core.runs import read_json, start, whole
 from .core.settings import at_root, command, resolve
 from .core.stats import (best_of_n, best_of_n_weights, bootstrap, fit_curve, kl_best_of_n,
                                     kl_best_of_n_estimate)
 from .core.text import decode, encode_prompts
-from .eval import preferences
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
 PROXIES = ['runs/reward_model', 'runs/reward_model_people', 'runs/reward_model_judge']

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from .core.answers import mean
 from .core.control import add_tokens, always, with_token
 from .core.launch import train_or_launch
-from .core.models import hidden_states, load_policy, load_tokenizer, reward
+from .core.models import hidden_states, load_policy, reward
 from .core.online import (Chooser, OnlineConfig, finish, in_parts, keep, prompt_rows, prompts_of,
                                      sample_rollout, worth)
 from .core.runs import start
