@@ -4,19 +4,21 @@
 
 # %% auto #0
 __all__ = ['PROXIES', 'POLICIES', 'SOURCES', 'BETAS', 'FREE', 'COLUMNS', 'OverConfig', 'standard', 'point', 'bank_curve',
-           'together', 'checkpoints', 'settings', 'labels', 'method', 'proxy_of', 'Scale', 'of_bank', 'against_each',
-           'measure', 'grid', 'of_source', 'train', 'make', 'studied', 'of_proxies', 'said', 'leave', 'grouped',
-           'fitted', 'turn', 'at_kl']
+           'together', 'checkpoints', 'settings', 'labels', 'annotation', 'method', 'proxy_of', 'Scale', 'of_bank',
+           'against_each', 'measure', 'grid', 'asked', 'free', 'of_source', 'of_ensemble', 'asked_again', 'train',
+           'make', 'studied', 'of_proxies', 'said', 'leave', 'grouped', 'fitted', 'turn', 'at_kl']
 
 # %% ../nbs/overoptimization.ipynb #d0504300
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
+from transformers import AutoConfig
 
 from .core.answers import SampleConfig, log_ratios, sample
 from .core.data import find, read
 from .core.launch import Job, planned, run_jobs, train_or_launch
-from .core.models import combined, load_policy, reward
+from .core.models import combined, load_policy, locate, reward
 from .core.progress import Progress, duration
 from .core.runs import read_json, start, whole
 from .core.settings import at_root, command, resolve
@@ -109,12 +111,24 @@ def settings(folder: str) -> dict:
     return read_json(at_root(folder)/'config.json')['settings']
 
 
-def labels(proxy: str) -> str:
-    "Where a reward model's labels came from: the annotator's name, the share that was flipped, and how many if not all."
-    of = settings(proxy)
-    said, some = settings(of['preferences']), of.get('max_instances')
-    flipped = f', {said["label_flip"]:.0%} flips' if said.get('label_flip') else ''
-    return said['annotators'].rpartition(':')[2] + flipped + (f', {some} labels' if some else '')
+def labels(proxy: str, cfg: OverConfig) -> str:
+    "Where a reward model's labels came from, how many if not all, and its width if it is not the policy's."
+    if not (at_root(proxy)/'config.json').exists(): return Path(proxy).name
+    of, width = settings(proxy), AutoConfig.from_pretrained(locate(proxy)).hidden_size
+    words = annotation(of['preferences'], cfg)
+    if of.get('max_instances'): words.append(f'{of["max_instances"]} labels')
+    if width != AutoConfig.from_pretrained(locate(cfg.policy)).hidden_size: words.append(f'width {width}')
+    return ', '.join(words)
+
+
+def annotation(preferences: str, cfg: OverConfig) -> list[str]:
+    "An annotation run in words: who, the share that was flipped, and whose answers if not the SFT policy's."
+    if not (at_root(preferences)/'config.json').exists(): return [Path(preferences).stem]
+    said = settings(preferences)
+    words, pairs = [said['annotators'].rpartition(':')[2]], at_root(said['outputs'])/'config.json'
+    if said.get('label_flip'): words.append(f'{said["label_flip"]:.0%} flips')
+    if pairs.exists() and settings(said['outputs'])['policy'] != cfg.policy: words.append('asked again')
+    return words
 
 
 def method(folder: str) -> str:
@@ -191,6 +205,7 @@ def measure(
 # %% ../nbs/overoptimization.ipynb #ba5fe7f0
 SOURCES = dict(judge=('judge', 0.), pool=('pool', 0.), flips=('pool', .25), people=('people', 0.))
 BETAS = (.3, .1, .03, .01)
+FREE = dict(kl_coef=0., save_every=2, steps=24, ppo_epochs=1, learning_rate=4e-4, annotators='')
 
 
 def grid(cfg: OverConfig) -> list[Job]:
@@ -198,38 +213,58 @@ def grid(cfg: OverConfig) -> list[Job]:
     base = dict(data=cfg.data, policy=cfg.policy)
     def run(name, kind, reads, cost, **more): return planned(name, kind, reads, cfg.study, cost, cfg.seed, **more)
     jobs = [j for source in SOURCES for j in of_source(source, base, run, cfg)]
+    jobs += asked('gold', 'gold', 0., run, cfg) + free('gold', base, run)
     for n in (1000, 2000, 4000):
         jobs += [run(f'reward_model_{n}', 'reward_model', dict(preferences='annotators_flips'), n / 130,
-                     policy=cfg.policy, max_instances=n),
-                 run(f'rloo_{n}', 'rloo', dict(reward_model=f'reward_model_{n}'), 45, **base, **FREE)]
-    for source in ('flips', 'judge'):
-        four = [f'ensemble_{source}/member-{k}' for k in range(1, 5)]
-        jobs += [run(f'ensemble_{source}', 'reward_model', dict(preferences=f'annotators_{source}'), 240,
-                     policy=cfg.policy, members=4),
-                 *(run(f'rloo_{how}_{source}', 'rloo', dict(reward_model=four), 60, **base, **FREE, ensemble=how)
-                   for how in ('mean', 'worst', 'uncertainty'))]
-    return jobs + [run('rloo_gold', 'rloo', {}, 40, **base, **FREE, reward_model=cfg.gold)]
+                     policy=cfg.policy, max_instances=n), *free(n, base, run)]
+    for width, cost in ((64, 40), (256, 250)):
+        jobs += [run(f'world_{width}', 'world', {}, cost, hidden_size=width),
+                 run(f'reward_model_{width}w', 'reward_model', cost=cost, reads=dict(preferences='annotators_flips',
+                     policy=f'world_{width}')), *free(f'{width}w', base, run)]
+    for source in ('flips', 'judge'): jobs += of_ensemble(source, base, run, cfg)
+    return jobs + [*asked_again(base, run, cfg), run('rloo_gold_itself', 'rloo', {}, 40, **base, **FREE, reward_model=cfg.gold)]
 
 
-FREE = dict(kl_coef=0., save_every=2, steps=24, ppo_epochs=1, learning_rate=4e-4, annotators='')
+def asked(name: str, who: str, flip_rate: float, run, cfg: OverConfig, **reads) -> list[Job]:
+    "Labels on the pairs of the study, or on those that are named, and their reward model."
+    pairs = {} if reads else dict(outputs=cfg.pairs)
+    return [run(f'annotators_{name}', 'annotators', reads, 8, annotators=f'alpaca_farm.world:{who}', label_flip=flip_rate, **pairs),
+            run(f'reward_model_{name}', 'reward_model', dict(preferences=f'annotators_{name}'), 60, policy=cfg.policy)]
+
+
+def free(name, base: dict, run) -> list[Job]:
+    "RLOO without a penalty on one reward model."
+    return [run(f'rloo_free_{name}', 'rloo', dict(reward_model=f'reward_model_{name}'), 45, **base, **FREE)]
 
 
 def of_source(source: str, base: dict, run, cfg: OverConfig) -> list[Job]:
     "The runs of one source of labels."
-    who, flip_rate = SOURCES[source]
     pairs, proxy = dict(preferences=f'annotators_{source}'), dict(reward_model=f'reward_model_{source}')
     name = lambda method: f'{method}_{source}'
     return [
-        run(name('annotators'), 'annotators', {}, 8, outputs=cfg.pairs, annotators=f'alpaca_farm.world:{who}',
-            label_flip=flip_rate),
-        run(name('reward_model'), 'reward_model', pairs, 60, policy=cfg.policy),
+        *asked(source, *SOURCES[source], run, cfg), *free(source, base, run),
         run(name('ppo'), 'ppo', proxy, 75, **base, annotators=''),
         run(name('ppo_free'), 'ppo', proxy, 75, **base, kl_coef=0., save_every=2, annotators=''),
-        run(name('rloo_free'), 'rloo', proxy, 45, **base, **FREE),
         *(run(name(f'dpo_{beta}'), 'dpo', pairs, 50, **base, beta=beta, save_every=120) for beta in BETAS),
         run(name('quark'), 'quark', proxy, 65, **base, annotators=''),
         run(name('expert_iteration'), 'expert_iteration', proxy, 90, **base, samples=cfg.candidates, rounds=3),
         run(name('rrhf'), 'rrhf', proxy, 60, **base, candidates=cfg.candidates, save_every=50)]
+
+
+def of_ensemble(source: str, base: dict, run, cfg: OverConfig) -> list[Job]:
+    "Four reward models on the labels of one source, and RLOO on each way to combine them."
+    members = dict(reward_model=[f'ensemble_{source}/member-{k}' for k in range(1, 5)])
+    return [run(f'ensemble_{source}', 'reward_model', dict(preferences=f'annotators_{source}'), 240, policy=cfg.policy, members=4),
+            *(run(f'rloo_{how}_{source}', 'rloo', members, 60, **base, **FREE, ensemble=how)
+              for how in ('mean', 'worst', 'uncertainty'))]
+
+
+def asked_again(base: dict, run, cfg: OverConfig) -> list[Job]:
+    "Labels on the answers of the unpenalised policy, and RLOO going on from that policy with their reward model."
+    return [run('samples_again', 'samples', dict(policy='rloo_free_flips'), 35, data=cfg.data),
+            *asked('again', *SOURCES['flips'], run, cfg, outputs='samples_again'),
+            run('rloo_free_again', 'rloo', dict(reward_model='reward_model_again', policy='rloo_free_flips'), 45,
+                data=cfg.data, **FREE)]
 
 # %% ../nbs/overoptimization.ipynb #57ee2de0
 def train(cfg: OverConfig):
@@ -244,7 +279,7 @@ def train(cfg: OverConfig):
     scale, gold = Scale(bank, cfg), of_bank(bank, resolve(cfg.gold))
     against = against_each(references, resolve(cfg.people))
     rest = standard(gold, gold), of_bank(bank, against), np.array([c['logprob'] for c in bank])
-    rows = [r for what, scores in of_proxies(proxies, ensembles, scale)
+    rows = [r for what, scores in of_proxies(proxies, ensembles, scale, cfg)
             for r in bank_curve(standard(scores, scores), *rest, **what, seed=cfg.seed)]
     todo = [(folder, *kept) for folder in policies for kept in checkpoints(folder)]
     reference, show = load_policy(cfg.policy, cfg), Progress(run.folder.name, len(todo))
@@ -254,7 +289,7 @@ def train(cfg: OverConfig):
         on = dict(proxy=lambda rs: standard(np.array(f(rs)), scores),
                   gold=lambda rs: standard(np.array(resolve(cfg.gold)(rs)), gold))
         found = measure(path, [dict(r, output='') for r in bank], on, against, reference, cfg)
-        rows.append(point(**found, method=method(folder), labels=said(spec), seed=cfg.seed, at=step, run=folder))
+        rows.append(point(**found, method=method(folder), labels=said(spec, cfg), seed=cfg.seed, at=step, run=folder))
         run.log(i, **rows[-1]); show(i)
     leave(run, rows)
     return run
@@ -273,23 +308,23 @@ def studied(jobs: list[Job], cfg: OverConfig) -> tuple[list, list, list]:
     reward_models = [j for j in jobs if j.notebook == 'reward_model']
     many = [j.out for j in reward_models if j.settings.get('members')]
     return ([j.out for j in reward_models if j.out not in many], many,
-            [j.out for j in jobs if j.notebook not in ('reward_model', 'annotators')])
+            [j.out for j in jobs if j.notebook not in ('world', 'best_of_n', 'annotators', 'reward_model')])
 
 
-def of_proxies(proxies: list[str], ensembles: list[str], scale: Scale):
+def of_proxies(proxies: list[str], ensembles: list[str], scale: Scale, cfg: OverConfig):
     "What best-of-n is done with: what it is called, and the scores of the bank."
-    for p in proxies: yield dict(method='best_of_n', labels=labels(p)), scale(p)[1]
+    for p in proxies: yield dict(method='best_of_n', labels=labels(p, cfg)), scale(p)[1]
     for e in ensembles:
         members = [f'{e}/member-{k}' for k in range(1, settings(e)['members'] + 1)]
         for how in ('mean', 'worst', 'uncertainty'):
-            yield dict(method=f'best_of_n, {how}', labels=labels(e)), scale(members, how)[1]
-        yield dict(method='best_of_n, averaged weights', labels=labels(e)), scale(e)[1]
+            yield dict(method=f'best_of_n, {how}', labels=labels(e, cfg)), scale(members, how)[1]
+        yield dict(method='best_of_n, averaged weights', labels=labels(e, cfg)), scale(e)[1]
 
 
-def said(spec) -> str:
+def said(spec, cfg: OverConfig) -> str:
     "Where the labels behind a reward came from."
     spec = spec if isinstance(spec, str) else str(at_root(spec[0]).parent)
-    return 'the truth' if ':' in spec else labels(spec)
+    return 'the truth' if ':' in spec else labels(spec, cfg)
 
 # %% ../nbs/overoptimization.ipynb #fabbcfe0
 COLUMNS = ['method', 'labels', 'seed', 'kl', 'kl_bound', 'proxy', 'proxy_low', 'proxy_high', 'gold', 'gold_low',
