@@ -35,7 +35,10 @@ class BestOfNConfig(SampleConfig, RewardConfig):
     chunk: int = 128                        # instructions between checkpoints
     inputs = ('policy', 'reward_model', 'data', 'samples')
 
-    def check(self): self.bounds(n=(1, None), skip=(0, None), max_instances=(0, None), chunk=(1, None))
+    def check(self):
+        self.bounds(n=(1, None), skip=(0, None), max_instances=(0, None), chunk=(1, None))
+        if self.temperature == 0 and self.n > 1 and not self.samples:
+            raise ValueError(f'temperature = 0 draws the same answer n = {self.n} times: raise it, or set n = 1')
 
 # %% ../nbs/best_of_n.ipynb #ad615a00
 def choose(

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from .core.answers import SampleConfig, answer_split
+from .core.answers import AnswerConfig, answer_split
 from .core.data import load
 from .core.launch import train_or_launch
 from .core.models import load_policy, logprobs, save_model
@@ -30,14 +30,14 @@ ONLY = dict(label_smoothing=('sigmoid', 'robust'), target_margin=('simpo',), des
 
 
 @dataclass
-class DPOConfig(TrainConfig, SampleConfig):
+class DPOConfig(TrainConfig, AnswerConfig):
     "Settings of DPO and its family."
     out: str = 'runs/dpo'                 # run folder
     preferences: str = 'runs/annotators'  # preference records: a run of annotators, or a file
     policy: str = 'runs/sft'              # where it starts, and the reference
     data: str = 'runs/world'              # dataset folder whose eval split is answered at the end
     loss_type: str = 'sigmoid'            # the preference loss: sigmoid, ipo, hinge, robust, simpo or kto
-    beta: float = 0.1                     # weight of the KL penalty; 0.3 for hinge, robust, kto, 0.03 for ipo
+    beta: float = 0.1                     # weight of the KL penalty; 0.3 for hinge, robust, kto, 0.03 for ipo, 0.5 for simpo
     label_smoothing: float = 0.0          # sigmoid (cDPO) and robust: share of labels known to be flipped
     target_margin: float = 1.0            # simpo: gamma, by how much the chosen answer is to lead
     desirable_weight: float = 1.0         # kto: lambda_D, weight of the good answers
@@ -52,7 +52,7 @@ class DPOConfig(TrainConfig, SampleConfig):
     inputs = ('preferences', 'policy', 'data')
 
     def check(self):
-        self.bounds(beta=(1e-8, None), label_smoothing=(0, .5), target_margin=(0, None),
+        self.bounds(beta=(1e-8, None), label_smoothing=(0, .499), target_margin=(0, None),
                     desirable_weight=(0, None), undesirable_weight=(0, None), epochs=(1, None),
                     max_length=(2, None), max_instances=(0, None), save_every=(0, None),
                     temperature=(1e-6, None))
@@ -84,7 +84,7 @@ def dpo_loss(
         raise ValueError(f'loss_type {loss_type!r}: choose from sigmoid, ipo, hinge, robust')
     if flips and loss_type not in ONLY['label_smoothing']:
         raise ValueError(f'loss_type {loss_type!r} has no label_smoothing')
-    if not 0 <= flips <= .5 or (loss_type == 'robust' and flips == .5):
+    if not 0 <= flips < .5:
         raise ValueError(f'label_smoothing = {flips}: below 0.5, or the labels say nothing')
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     if loss_type == 'ipo': return (h - 1 / (2 * beta)) ** 2

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from .core.data import find, key, load
-from .core.launch import Job, planned, run_jobs
+from .core.launch import Job, planned, run_jobs, train_or_launch
 from .core.progress import duration
-from .core.runs import fresh, need, read_summary, start, whole, write_json
+from .core.runs import claim, fresh, need, read_summary, start, whole, write_json
 from .core.settings import Config, at_root, command, resolve
 from .core.stats import Interval, bootstrap, kl_best_of_n, replicates
 from .noise import chances, has_list, longer, pair_text, taste, uniform
@@ -38,9 +38,10 @@ class EffectsConfig(Config):
     data: str = 'runs/world'             # dataset folder: demonstrations to compare with, prompts to learn on
     split: str = 'eval'                  # its split that the runs answered
     tokens: int = 1000                   # words that distinct-1 and -2 are counted in
-    study: bool = True                   # with the experiment, about ten CPU minutes
+    study: bool = True                   # with the experiment, about sixteen CPU minutes
     policy: str = 'runs/sft'             # where its methods start
     samples: str = 'runs/samples'        # pairs of answers of that policy, which are labelled
+    candidates: str = 'runs/candidates'  # samples of it that RRHF and expert iteration learn from
     bank: str = 'runs/eval_samples'      # many answers of it to the split, which best-of-n chooses from
     references: str = 'runs/references'  # answers of it that policies are compared with
     annotators: str = 'alpaca_farm.world:pool'       # who labels
@@ -50,7 +51,7 @@ class EffectsConfig(Config):
     held_out: int = 1000                 # further labelled pairs, for an audit and to measure on
     label_flip: float = 0.0              # share of the labels that is flipped
     workers: int = 0                     # runs side by side; 0 for the number of cores
-    inputs = ('outputs', 'data', 'policy', 'samples', 'bank', 'references', 'annotators', 'biased', 'people')
+    inputs = ('outputs', 'data', 'policy', 'samples', 'candidates', 'bank', 'references', 'annotators', 'biased', 'people')
 
     def check(self):
         self.bounds(tokens=(1, None), pairs=(400, None), held_out=(1, None), label_flip=(0, .49),
@@ -274,7 +275,12 @@ METHODS = dict(  # method: its recipe, its settings, what it learns from, CPU se
     dpo=('dpo', {}, 'preferences', 28),
     simpo=('dpo', dict(loss_type='simpo', beta=2.), 'preferences', 28),
     ppo=('ppo', LAST, 'reward_model', 72),
-    rloo=('rloo', LAST, 'reward_model', 45))
+    rloo=('rloo', LAST, 'reward_model', 45),
+    quark=('quark', LAST, 'reward_model', 65),
+    rrhf=('rrhf', {}, 'reward_model', 40),
+    expert_iteration=('expert_iteration', {}, 'reward_model', 40),
+    feedme=('feedme', LAST, 'preferences', 25),
+    reward_conditioning=('reward_conditioning', LAST, 'preferences', 25))
 REMEDIES = dict(balanced=('dpo',), matched=('dpo',), priced=('rloo',))  # the methods each is tried with
 
 
@@ -300,6 +306,8 @@ def learning(cfg: EffectsConfig, arm: str, methods: tuple[str, ...]) -> list[Job
         kind, settings, source, cost = METHODS[method]
         reads = dict(reward_model=rm) if source == 'reward_model' else {}
         more = settings | ({} if reads else labels)
+        if kind == 'rrhf': more |= dict(candidates=cfg.candidates)
+        if kind == 'expert_iteration': more |= dict(samples=cfg.candidates)
         jobs.append(plan(f'{method}_{arm}', kind, reads, folder, cost, data=cfg.data, **more))
     return jobs
 
@@ -350,11 +358,15 @@ def make(jobs: list[Job], cfg: EffectsConfig):
 
 def experiment(cfg: EffectsConfig) -> tuple[str, ...]:
     "Make the runs of the experiment that are not there yet; their folders."
+    claim(at_root(cfg.out))
     for name in cfg.inputs: need(cfg, name)
     missing = [j for j in everything(cfg) if not fresh(j.out)]
     if missing: print(f'the experiment makes {len(missing)} runs in {cfg.out}_study, '
                       f'about {duration(sum(j.cost for j in missing))} of CPU time')
     make(labelling(cfg), cfg)
+    there = len(labels_of(cfg, 'biased'))
+    if there < cfg.pairs + cfg.held_out:
+        raise ValueError(f'pairs + held_out = {cfg.pairs + cfg.held_out}, but {cfg.samples} has pairs for {there} labels')
     pairs, audit = labels_of(cfg, 'biased')[:cfg.pairs], labels_of(cfg, 'unbiased')[cfg.pairs:]
     for arm, like in dict(balanced=None, matched=audit).items():
         write_json(at_root(labels_at(cfg, arm)), balanced(pairs, like, seed=cfg.seed))

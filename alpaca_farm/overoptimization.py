@@ -4,26 +4,27 @@
 
 # %% auto #0
 __all__ = ['PROXIES', 'POLICIES', 'SOURCES', 'BETAS', 'FREE', 'COLUMNS', 'OverConfig', 'standard', 'point', 'bank_curve',
-           'together', 'checkpoints', 'settings', 'labels', 'annotation', 'method', 'proxy_of', 'Scale', 'of_bank',
-           'against_each', 'measure', 'grid', 'asked', 'free', 'of_source', 'of_ensemble', 'asked_again', 'train',
-           'make', 'studied', 'of_proxies', 'said', 'leave', 'grouped', 'fitted', 'turn', 'at_kl']
+           'together', 'checkpoints', 'settings', 'labels', 'width', 'annotation', 'method', 'proxy_of', 'Scale',
+           'of_bank', 'against_each', 'measure', 'grid', 'asked', 'free', 'of_source', 'of_ensemble', 'asked_again',
+           'train', 'answered', 'of_policies', 'make', 'studied', 'of_proxies', 'said', 'leave', 'write', 'grouped',
+           'fits', 'fitted', 'turn', 'falls', 'at_kl']
 
 # %% ../nbs/overoptimization.ipynb #d0504300
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
-from transformers import AutoConfig
 
 from .core.answers import SampleConfig, log_ratios, sample
-from .core.data import find, read
+from .core.data import find, key, read
 from .core.launch import Job, planned, run_jobs, train_or_launch
 from .core.models import combined, load_policy, locate, reward
 from .core.progress import Progress, duration
-from .core.runs import read_json, start, whole
+from .core.runs import claim, read_json, start, whole
 from .core.settings import at_root, command, resolve
-from .core.stats import (best_of_n, best_of_n_weights, bootstrap, fit_curve, kl_best_of_n,
-                                    kl_best_of_n_estimate)
+from .core.stats import (best_of_n, best_of_n_weights, bootstrap, curve, fit_curve, kl_best_of_n,
+                                    kl_best_of_n_estimate, replicates)
 from .core.text import decode, encode_prompts
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
@@ -58,7 +59,9 @@ class OverConfig(SampleConfig):
     def check(self):
         self.bounds(instances=(2, None), answers=(1, None), workers=(0, None))
         self.one_of('size', 'farm', 'full')
-        if self.size == 'full' and self.out == 'runs/overoptimization': self.out = 'runs/overoptimization_full'
+        if self.size == 'farm': return
+        if self.out == 'runs/overoptimization': self.out = 'runs/overoptimization_full'
+        self.inputs = tuple(i for i in self.inputs if i not in ('proxies', 'ensembles', 'policies'))  # it makes its own
 
 # %% ../nbs/overoptimization.ipynb #152ddf00
 def standard(values: np.ndarray, bank: np.ndarray) -> np.ndarray:
@@ -72,9 +75,9 @@ def point(
     people: np.ndarray,  # (instructions,) preferences from 1 to 2 against the SFT policy's answers
     **what,              # what the point is of
 ) -> dict:
-    "A row of curves.csv: means over instructions with 95 % intervals, people as a win rate in percent."
+    "A row of curves.csv: means over instructions with 95 % intervals, people as a win rate in percent; `each` is the gold."
     p, g = bootstrap(proxy), bootstrap(gold)
-    return dict(what, proxy=p.value, proxy_low=p.low, proxy_high=p.high, gold=g.value, gold_low=g.low,
+    return dict(what, each=gold, proxy=p.value, proxy_low=p.low, proxy_high=p.high, gold=g.value, gold_low=g.low,
                 gold_high=g.high, people=float(100 * (people.mean() - 1)))
 
 # %% ../nbs/overoptimization.ipynb #1547a3d0
@@ -91,13 +94,14 @@ def bank_curve(
         kl = float((best_of_n_weights(proxy, n) * kl_best_of_n_estimate(logprob, int(n))).sum(1).mean())
         values = (best_of_n(proxy, v, n) for v in (proxy, gold, people))
         rows.append(point(*values, **what, kl=kl, kl_bound=float(kl_best_of_n(n)), at=int(n)))
-    rows[0]['correlation'] = together(proxy.ravel(), gold.ravel())
+    rows[0]['correlation'] = together(proxy, gold)
     return rows
 
 
 def together(proxy: np.ndarray, gold: np.ndarray) -> float:
-    "Pearson's correlation; nan where one of them is constant."
-    with np.errstate(invalid='ignore', divide='ignore'): return float(np.corrcoef(proxy, gold)[0, 1])
+    "Pearson's correlation among answers to the same instruction, (instructions, answers) each; nan where one is constant."
+    p, g = (x - x.mean(1, keepdims=True) for x in (proxy, gold))
+    with np.errstate(invalid='ignore', divide='ignore'): return float((p * g).sum() / np.sqrt((p**2).sum() * (g**2).sum()))
 
 # %% ../nbs/overoptimization.ipynb #f1f99f40
 def checkpoints(folder: str) -> list[tuple[int, str]]:
@@ -114,11 +118,17 @@ def settings(folder: str) -> dict:
 def labels(proxy: str, cfg: OverConfig) -> str:
     "Where a reward model's labels came from, how many if not all, and its width if it is not the policy's."
     if not (at_root(proxy)/'config.json').exists(): return Path(proxy).name
-    of, width = settings(proxy), AutoConfig.from_pretrained(locate(proxy)).hidden_size
+    of = settings(proxy)
     words = annotation(of['preferences'], cfg)
     if of.get('max_instances'): words.append(f'{of["max_instances"]} labels')
-    if width != AutoConfig.from_pretrained(locate(cfg.policy)).hidden_size: words.append(f'width {width}')
+    if width(proxy) != width(cfg.policy): words.append(f'width {width(proxy)}')
     return ', '.join(words)
+
+
+def width(spec: str) -> int:
+    "The width of a model."
+    from transformers import AutoConfig
+    return AutoConfig.from_pretrained(locate(spec)).hidden_size
 
 
 def annotation(preferences: str, cfg: OverConfig) -> list[str]:
@@ -136,6 +146,7 @@ def method(folder: str) -> str:
     of, name = settings(folder), read_json(at_root(folder)/'config.json')['room']
     if name == 'ppo' and of['advantage'] != 'gae': name = of['advantage']
     if name in ('ppo', 'rloo', 'grpo', 'quark') and not of['kl_coef']: name += ', no penalty'
+    if name == 'dpo': name += f', beta {of["beta"]:g}'
     return name + (f', {of["ensemble"]}' if isinstance(of.get('reward_model'), list) else '')
 
 
@@ -143,7 +154,8 @@ def proxy_of(folder: str, proxies: list[str]):
     "The reward that a policy was trained on; of a method without one, the reward model of the same labels."
     of = settings(folder)
     if 'reward_model' in of: return of['reward_model']
-    same = [p for p in proxies if settings(p)['preferences'] == of['preferences'] and not settings(p)['max_instances']]
+    ran = [p for p in proxies if (at_root(p)/'config.json').exists()]
+    same = [p for p in ran if settings(p)['preferences'] == of['preferences'] and not settings(p)['max_instances']]
     if same: return same[0]
     raise ValueError(f'{folder} learned from {of["preferences"]}, and none of the proxies did: '
                      'add the reward model of those labels to proxies')
@@ -176,9 +188,9 @@ def of_bank(bank: list[dict], f) -> np.ndarray:
 def against_each(references: list[dict], judge):
     "A function of records: the expected preference against the references of the same instruction, (records,)."
     def of(flat: list[dict]) -> np.ndarray:
-        theirs = {(r['instruction'], r['input']): r['output'] for r in references}
+        theirs = {key(r): r['output'] for r in references}
         pairs = [dict(instruction=r['instruction'], input=r['input'], output_1=o, output_2=r['output'])
-                 for r in flat for o in theirs[r['instruction'], r['input']]]
+                 for r in flat for o in theirs[key(r)]]
         return np.array(judge(pairs)).reshape(len(flat), -1).mean(1)
     return of
 
@@ -198,8 +210,8 @@ def measure(
     answered = [dict(r, output=decode(s.tokens, tokenizer)) for r, s in flat]
     plain = encode_prompts([r for r, _ in flat], reference[1], cfg.template)   # the reference knows no reward token
     kl = log_ratios(reference[0], reference[1], plain, [s for _, s in flat], cfg)
-    values = {name: f(answered) for name, f in scorers.items()} | dict(people=judge(answered))
-    means = {name: np.reshape(v, (len(kept), -1)).mean(1) for name, v in values.items()}
+    values = {name: np.reshape(f(answered), (len(kept), -1)) for name, f in (scorers | dict(people=judge)).items()}
+    means = {name: v.mean(1) for name, v in values.items()}
     return means | dict(kl=float(np.mean(kl)), correlation=together(values['proxy'], values['gold']))
 
 # %% ../nbs/overoptimization.ipynb #ba5fe7f0
@@ -268,31 +280,49 @@ def asked_again(base: dict, run, cfg: OverConfig) -> list[Job]:
 
 # %% ../nbs/overoptimization.ipynb #57ee2de0
 def train(cfg: OverConfig):
-    "Measure the curves, for the full study on runs of its own; leaves curves.csv and summary.json in `cfg.out`."
+    "Measure the curves, for the full study on runs of its own; leaves curves.csv, fits.csv, falls.csv and summary.json."
     jobs = grid(cfg) if cfg.size == 'full' else []
+    claim(at_root(cfg.out))
     if jobs: make(jobs, cfg)
     run = start(cfg, train, tuple(j.out for j in jobs))
     if run.done: return run
     run.load()
     proxies, ensembles, policies = studied(jobs, cfg)
-    bank, references = (read(find(f, 'candidates'))[:cfg.instances] for f in (cfg.bank, cfg.references))
-    scale, gold = Scale(bank, cfg), of_bank(bank, resolve(cfg.gold))
-    against = against_each(references, resolve(cfg.people))
-    rest = standard(gold, gold), of_bank(bank, against), np.array([c['logprob'] for c in bank])
+    rewards = {folder: proxy_of(folder, proxies) for folder in policies}
+    bank, references = answered(cfg)
+    scale, gold, people = Scale(bank, cfg), resolve(cfg.gold), against_each(references, resolve(cfg.people))
+    truth = of_bank(bank, gold)
+    rest = standard(truth, truth), of_bank(bank, people), np.array([c['logprob'] for c in bank])
     rows = [r for what, scores in of_proxies(proxies, ensembles, scale, cfg)
             for r in bank_curve(standard(scores, scores), *rest, **what, seed=cfg.seed)]
-    todo = [(folder, *kept) for folder in policies for kept in checkpoints(folder)]
-    reference, show = load_policy(cfg.policy, cfg), Progress(run.folder.name, len(todo))
-    for i, (folder, step, path) in enumerate(todo, 1):
-        spec = proxy_of(folder, proxies)
-        f, scores = scale(spec, settings(folder).get('ensemble'), settings(folder).get('ensemble_coef'))
-        on = dict(proxy=lambda rs: standard(np.array(f(rs)), scores),
-                  gold=lambda rs: standard(np.array(resolve(cfg.gold)(rs)), gold))
-        found = measure(path, [dict(r, output='') for r in bank], on, against, reference, cfg)
-        rows.append(point(**found, method=method(folder), labels=said(spec, cfg), seed=cfg.seed, at=step, run=folder))
-        run.log(i, **rows[-1]); show(i)
-    leave(run, rows)
+    of_gold = lambda records: standard(np.array(gold(records)), truth)
+    leave(run, rows + of_policies(rewards, scale, of_gold, people, run), len(bank))
     return run
+
+
+def answered(cfg: OverConfig) -> tuple[list[dict], list[dict]]:
+    "The bank and the references; ValueError when an instruction of the bank has no reference."
+    bank, references = (read(find(f, 'candidates')) for f in (cfg.bank, cfg.references))
+    bank, known = bank[:cfg.instances], {key(r) for r in references}
+    lost = [b['instruction'] for b in bank if key(b) not in known]
+    if lost: raise ValueError(f'{len(lost)} instructions of {cfg.bank} have no answer in {cfg.references}, the first: {lost[0]!r}')
+    return bank, references
+
+
+def of_policies(rewards: dict, scale: Scale, gold, people, run) -> list[dict]:
+    "A row for each checkpoint of each policy."
+    cfg, rows = run.cfg, []
+    todo = [(folder, *kept) for folder in rewards for kept in checkpoints(folder)]
+    reference, show = load_policy(cfg.policy, cfg), Progress(run.folder.name, len(todo))
+    records = [dict(r, output='') for r in scale.bank]
+    for i, (folder, step, path) in enumerate(todo, 1):
+        of, spec = settings(folder), rewards[folder]
+        f, scores = scale(spec, of.get('ensemble'), of.get('ensemble_coef'))
+        on = dict(proxy=lambda rs: standard(np.array(f(rs)), scores), gold=gold)
+        found = measure(path, records, on, people, reference, cfg)
+        rows.append(point(**found, method=method(folder), labels=said(spec, cfg), seed=cfg.seed, at=step, run=folder))
+        run.log(i, **{k: v for k, v in rows[-1].items() if k != 'each'}); show(i)
+    return rows
 
 
 def make(jobs: list[Job], cfg: OverConfig):
@@ -333,14 +363,21 @@ COLUMNS = ['method', 'labels', 'seed', 'kl', 'kl_bound', 'proxy', 'proxy_low', '
            'run']   # folder of the policy
 
 
-def leave(run, rows: list[dict]):
-    "Write the table, and the peaks into the summary."
-    import pandas as pd
-    table = pd.DataFrame(rows).reindex(columns=COLUMNS)
-    with whole(run.path('curves.csv')) as p: table.to_csv(p, index=False, float_format='%.5f')
+def leave(run, rows: list[dict], instructions: int):
+    "Write the tables, and the measured peaks into the summary."
+    groups = grouped(rows)
+    write(run, 'curves.csv', [{c: r.get(c) for c in COLUMNS} for r in rows])
+    write(run, 'fits.csv', [dict(method=m, labels=l, **fitted(of)) for (m, l), of in groups.items() if fits(of)])
+    write(run, 'falls.csv', falls(groups))
     name = lambda *words: '_'.join(' '.join(words).replace(',', '').replace('%', '').split())
-    peaks = {f'{name(m, l)}_peak_kl': max(of, key=lambda r: r['gold'])['kl'] for (m, l), of in grouped(rows).items()}
-    run.finish(instructions=run.cfg.instances, points=len(rows), **peaks)
+    peaks = {f'{name(m, l)}_peak_kl': max(of, key=lambda r: r['gold'])['kl'] for (m, l), of in groups.items()}
+    run.finish(instructions=instructions, points=len(rows), **peaks)
+
+
+def write(run, name: str, rows: list[dict]):
+    "Write rows as CSV."
+    import pandas as pd
+    with whole(run.path(name)) as p: pd.DataFrame(rows).to_csv(p, index=False, float_format='%.5f')
 
 
 def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
@@ -350,18 +387,37 @@ def grouped(rows: list[dict]) -> dict[tuple, list[dict]]:
     return found
 
 
-def fitted(rows: list[dict]) -> tuple[float, float, str] | None:
-    "The curve of Gao et al. through one method's gold: a, b and its form; None for points too few or too near each other."
+def fits(rows: list[dict]) -> bool:
+    "Whether a curve can be fitted: three points or more, from near SFT to at least twice as far."
+    use = [r for r in rows if r['kl'] > .01]
+    return len(use) > 2 and use[-1]['kl'] >= 2 * use[0]['kl']
+
+
+def fitted(rows: list[dict], n: int = 1000) -> dict[str, float]:
+    """The curve of Gao et al. through one method's gold, with 95 % intervals over instructions: alpha, beta, the
+    distance of its peak, and by how much the points miss it (root mean square)."""
     form = 'best_of_n' if rows[0]['method'].startswith('best_of_n') else 'rl'
     use = [r for r in rows if r['kl'] > .01]
-    if len(use) < 3 or use[-1]['kl'] < 2 * use[0]['kl']: return None
-    return *fit_curve(np.sqrt([r['kl'] for r in use]), np.array([r['gold'] for r in use]), form), form
+    d, each = np.sqrt([r['kl'] for r in use]), np.stack([r['each'] for r in use], 1)
+    draws = [(a, b, turn(a, b, form)) for a, b in (fit_curve(d, r, form) for r in [each.mean(0), *replicates(each, n=n)])]
+    low, high = np.quantile(draws[1:], [.025, .975], axis=0, method='nearest')   # a peak may be at infinity
+    missed = float(np.sqrt(np.mean((each.mean(0) - curve(d, *draws[0][:2], form))**2)))
+    return {f'{k}{end}': float(x) for end, v in zip(('', '_low', '_high'), (draws[0], low, high))
+            for k, x in zip(('alpha', 'beta', 'peak'), v)} | dict(missed=missed, form=form)
 
 
 def turn(a: float, b: float, form: str) -> float:
-    "The distance at which a fitted curve peaks; infinite when it never does (Gao et al., 2023)."
-    if b <= 0: return np.inf
-    return a / (2 * b) if form == 'best_of_n' else float(np.exp(min(a / b - 1, 50)))
+    "The distance at which a fitted curve peaks: 0 when it only falls, infinite when it only rises (Gao et al., 2023)."
+    if b <= 0: return np.inf if a > 0 or b < 0 else 0.
+    return max(a, 0.) / (2 * b) if form == 'best_of_n' else float(np.exp(np.clip(a / b - 1, -50, 50)))
+
+
+def falls(groups: dict, n: int = 16) -> list[dict]:
+    "How far gold falls from best-of-`n` to the largest n: for each source of labels, and for each two of them the difference."
+    at = {l: {r['at']: r['each'] for r in of} for (m, l), of in groups.items() if m == 'best_of_n'}
+    each = {l: of[n] - of[max(of)] for l, of in at.items() if n in of}
+    pairs = {(l, ''): v for l, v in each.items()} | {(a, b): each[a] - each[b] for a, b in combinations(each, 2)}
+    return [dict(labels=a, minus=b, **dict(zip(('fall', 'low', 'high'), bootstrap(v)))) for (a, b), v in pairs.items()]
 
 
 def at_kl(rows: list[dict], kl: float, column: str = 'gold') -> float:

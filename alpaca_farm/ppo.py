@@ -15,8 +15,8 @@ import torch
 from .core.functional import gae, kl_estimate, masked_mean, masked_var, masked_whiten
 from .core.launch import train_or_launch
 from .core.models import load_policy, load_scalar, logprobs, reward, values
-from .core.online import (Chooser, OnlineConfig, finish, in_parts, keep, prompt_rows, prompts_of,
-                                     sample_rollout, worth)
+from .core.online import (Chooser, OnlineConfig, earned, finish, in_parts, keep, prompt_rows,
+                                     prompts_of, sample_rollout, worth)
 from .core.runs import start
 from .core.settings import command
 from .core.training import Trainer
@@ -50,10 +50,11 @@ class PPOConfig(OnlineConfig):
     adam_eps: float = 1e-5                  # AdamW's epsilon
 
     def check(self):
-        self.bounds(group_size=(2, None), ppo_epochs=(1, None), kl_coef=(0, None), kl_target=(1e-8, None),
-                    kl_gain=(0, None), clip=(0, None), value_clip=(0, None), vf_coef=(0, None),
+        self.bounds(batch_size=(1, None), group_size=(2, None), ppo_epochs=(1, None), kl_coef=(0, None), kl_target=(1e-8, None),
+                    kl_gain=(0, None), clip=(1e-6, None), value_clip=(1e-6, None), vf_coef=(0, None),
                     gamma=(0, 1), lam=(0, 1), value_learning_rate=(0, None))
         self.one_of('advantage', 'gae', 'rloo', 'grpo')
+        if self.adaptive_kl and not self.kl_coef: raise ValueError('adaptive_kl steers kl_coef by a factor: start it above 0')
         self.one_of('kl_kind', 'k1', 'clamp', 'abs', 'k2', 'k3', 'js')
         self.one_of('value_init', 'reward_model', 'policy')
         parts = dict(batch_size=self.batch_size) | ({} if self.advantage == 'gae' else dict(group_size=self.group_size))
@@ -222,9 +223,9 @@ def train(cfg: PPOConfig):
         batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows],
                                          [prompts[i] for i in rows], cfg, cfg.seed * 1_000_003 + step)
         paid = worth(judge, answered, trainer.extra, cfg).to(policy.device)
-        batch, figures = experience(policy, reference, value, batch, paid, trainer.extra['kl_coef'], cfg)
-        figures |= dict(reward=paid.mean().item(), reward_std=paid.std().item(), kl_coef=trainer.extra['kl_coef'],
-                        ended=sum(r['ended'] for r in answered) / len(answered))
+        with trainer.accelerator.autocast():  # in the precision of the updates, so that the first ratio is 1
+            batch, figures = experience(policy, reference, value, batch, paid, trainer.extra['kl_coef'], cfg)
+        figures |= earned(paid, answered) | dict(kl_coef=trainer.extra['kl_coef'])
         figures |= ppo_update(trainer, policy, value, batch, cfg)
         trainer.extra['kl_coef'] = steer(trainer.extra['kl_coef'], figures['kl'], cfg)
         if choose.due(step, cfg.steps): figures |= choose(policy)

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['QuarkConfig', 'quantiles', 'remember', 'answers_of', 'draw', 'pool_batch', 'token_terms', 'response_terms',
-           'quark_loss', 'quark_terms', 'reward_tokens', 'measure', 'learn', 'train']
+           'quark_loss', 'quark_terms', 'reward_tokens', 'measure', 'learn', 'rollout', 'train']
 
 # %% ../nbs/quark.ipynb #6df44610
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -15,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from .core.answers import mean
 from .core.control import add_tokens, always, with_token
 from .core.launch import train_or_launch
-from .core.models import hidden_states, load_policy, reward
-from .core.online import (Chooser, OnlineConfig, finish, in_parts, keep, prompt_rows, prompts_of,
-                                     sample_rollout, worth)
+from .core.models import hidden_states, load_policy, logits_of, reward
+from .core.online import (Chooser, OnlineConfig, earned, finish, in_parts, keep, prompt_rows,
+                                     prompts_of, sample_rollout, worth)
 from .core.runs import start
 from .core.settings import command
 from .core.text import collate
@@ -129,8 +130,8 @@ def response_terms(
         ref_states = hidden_states(reference, batch['ids'] * read, batch['mask'] * read)[:, :-1][chosen]
 
     def terms(state, ref_state, token):
-        logits = policy.get_output_embeddings()(state)[:, :words] / temperature
-        with torch.no_grad(): ref = reference.get_output_embeddings()(ref_state)[:, :words] / temperature
+        logits = logits_of(policy, state)[:, :words] / temperature
+        with torch.no_grad(): ref = logits_of(reference, ref_state)[:, :words] / temperature
         return token_terms(logits, ref, token)
 
     size = chunk or max(1, 2**24 // words)
@@ -151,7 +152,7 @@ def quark_loss(
     kl_coef: float = .05,   # beta
     entropy_coef: float = 0.,  # alpha
 ) -> torch.Tensor:  # (B, T), zero outside of the response
-    "Loss of each token (Lu et al., 2022, eq. 2, with AlpacaFarm's entropy term)."
+    "Loss of each token (Lu et al., 2022, eq. 2, with the entropy term of its authors' code)."
     return torch.where(mask.bool(), -logp + kl_coef * kl - entropy_coef * entropy, 0)
 
 
@@ -201,7 +202,16 @@ def learn(trainer: Trainer, policy, reference, prompts: list[list[int]], tokens:
     lowest = {f'lowest_{k}': pool['score'][of == k].min().item() for k in of.unique().tolist()}
     return {k: sum(f[k] for f in found) / len(found) for k in found[0]} | lowest | dict(pool=len(of))
 
-# %% ../nbs/quark.ipynb #a0667700
+# %% ../nbs/quark.ipynb #c5711570
+def rollout(policy, tokenizer, judge, rows: list[int], asked: tuple, token, trainer: Trainer, cfg: QuarkConfig):
+    "Answers to some prompts under a reward token (None for none), what they are worth, and figures; `asked` is records and prompts."
+    records, ask = ([of[i] for i in rows] for of in asked)
+    if token is not None: ask = with_token(ask, token, tokenizer, cfg.token_times)
+    batch, answered = sample_rollout(policy, tokenizer, records, ask, cfg, cfg.seed * 1_000_003 + trainer.step)
+    paid = worth(judge, answered, trainer.extra, cfg)
+    return batch, paid, earned(paid, answered)
+
+
 def train(cfg: QuarkConfig):
     "Train a policy with Quark; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
@@ -209,28 +219,18 @@ def train(cfg: QuarkConfig):
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference, plain = load_policy(cfg.policy, cfg)
-    judge = reward(cfg.reward_model, cfg, cfg.template)
+    answer = partial(rollout, policy, tokenizer, reward(cfg.reward_model, cfg, cfg.template))
     records, prompts, too_long = prompts_of(cfg, plain)
     choose = Chooser(reference, plain, cfg)
     tokens, words = reward_tokens(policy, tokenizer, cfg)
     choose.tokenizer = tokenizer  # it asks the policy with the best token; the reference was asked without
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
-
-    def answer(rows, token):
-        "Answers to prompts under a reward token, and what they are worth."
-        ask = [prompts[i] for i in rows]
-        if token is not None: ask = with_token(ask, token, tokenizer, cfg.token_times)
-        batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows], ask, cfg,
-                                         cfg.seed * 1_000_003 + trainer.step)
-        return batch, worth(judge, answered, trainer.extra, cfg), mean([r['ended'] for r in answered])
-
     for step in trainer.steps():
-        rows = prompt_rows(len(prompts), step, cfg)
-        batch, paid, ended = answer(rows, tokens[0] if tokens and step > 1 else None)
-        figures = dict(reward=paid.mean().item(), reward_std=paid.std().item(), ended=ended)
+        rows, asked = prompt_rows(len(prompts), step, cfg), (records, prompts)
+        batch, paid, figures = answer(rows, asked, tokens[0] if tokens and step > 1 else None, trainer, cfg)
         if tokens and step > 1 and (step % cfg.eval_every == 0 or step == cfg.steps):
-            figures['reward_worst'] = answer(rows, tokens[-1])[1].mean().item()
-        figures |= measure(policy, reference, batch, words, cfg)
+            figures['reward_worst'] = answer(rows, asked, tokens[-1], trainer, cfg)[1].mean().item()
+        with trainer.accelerator.autocast(): figures |= measure(policy, reference, batch, words, cfg)
         trainer.extra['pool'] = remember(trainer.extra.get('pool', {}), batch, rows, paid, cfg.clear_pool)
         figures = learn(trainer, policy, reference, prompts, tokens, words, tokenizer, cfg) | figures
         if choose.due(step, cfg.steps): figures |= choose(policy)

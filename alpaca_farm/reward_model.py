@@ -6,8 +6,8 @@
 __all__ = ['WAYS', 'RewardModelConfig', 'pairwise_loss', 'nll', 'label_chance', 'margins', 'pair_batch', 'reward_loss', 'correct',
            'split_pairs', 'Pairs', 'read_pairs', 'accuracies', 'by_annotator', 'calibration', 'calibration_error',
            'calibrated', 'answer_scores', 'leave', 'fit', 'averaged', 'member_seed', 'members_of', 'average_model',
-           'ensemble_table', 'doubt', 'by_doubt', 'leave_ensemble', 'flipped_anew', 'parts_of', 'write_curve', 'within',
-           'train_parts', 'finish_part', 'train']
+           'ensemble_table', 'doubt', 'by_doubt', 'by_lead', 'leave_ensemble', 'flipped_anew', 'parts_of',
+           'write_curve', 'within', 'train_parts', 'finish_part', 'train']
 
 # %% ../nbs/reward_model.ipynb #2ee384e0
 import csv, random, shutil
@@ -323,12 +323,19 @@ def by_doubt(members: np.ndarray, pairs: list[dict], parts: int = 4) -> list[dic
             for own in np.array_split(np.argsort(share, kind='stable'), parts) if len(own)]
 
 
+def by_lead(scores: np.ndarray, pairs: list[dict], parts: int = 4) -> list[dict]:
+    "Accuracy of one model, (2, N) its scores, on the pairs in which it has one answer furthest ahead, ..., least."
+    lead = scores[1] - scores[0]
+    return [dict(pairs=len(own), lead=float(np.abs(lead[own]).mean()), **accuracies(lead[own], [pairs[i] for i in own]))
+            for own in np.array_split(np.argsort(-np.abs(lead), kind='stable'), parts) if len(own)]
+
+
 def leave_ensemble(run, pairs: list[dict]) -> dict[str, float]:
     "Measure members and average on held-out pairs; leaves ensemble.json, and returns the figures."
     def scores(folder): return answer_scores(*load_scalar(folder, run.cfg), pairs, run.cfg, standardise=True)
     members, average = np.stack([scores(m) for m in members_of(run.folder)]), scores(str(run.folder))
     table = ensemble_table(members, average, pairs)
-    run.write('ensemble.json', dict(table=table, by_doubt=by_doubt(members, pairs)))
+    run.write('ensemble.json', dict(table=table, by_doubt=by_doubt(members, pairs), by_lead=by_lead(members[0], pairs)))
     measures = [k for k in ('accuracy', 'accuracy_majority') if k in table[0]]
     alone = {f'{k}_members': float(np.mean([r[k] for r in table[:len(members)]])) for k in measures}
     return (alone | {f'{k}_{r["scored_by"]}': r[k] for r in table if r['scored_by'] in WAYS for k in measures}

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RRHFConfig', 'rrhf_loss', 'ranked_pairs', 'normalised', 'best_nll', 'best_share', 'tokens_of', 'that_count',
-           'queries_of', 'scorer', 'given', 'compared_by', 'draw', 'scored', 'sums_of', 'less_kl', 'pool_at',
-           'rrhf_batch', 'rrhf_step', 'perplexities', 'span', 'train', 'leave', 'labels_of']
+           'queries_of', 'scorer', 'given', 'compared_by', 'draw', 'scored', 'cut_off_last', 'sums_of', 'less_kl',
+           'pool_at', 'rrhf_batch', 'rrhf_step', 'perplexities', 'span', 'train', 'leave', 'pools_of', 'labels_of']
 
 # %% ../nbs/rrhf.ipynb #08ecd330
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .core.answers import SampleConfig, answer_split, mean
+from .core.answers import AnswerConfig, answer_split, mean
 from .core.candidates import LISTS, gather, picked
 from .core.data import key, load
 from .core.generation import beam_search, generate, stream
@@ -27,7 +27,7 @@ from .core.training import TrainConfig, Trainer, batches
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
-class RRHFConfig(TrainConfig, SampleConfig, RewardConfig):
+class RRHFConfig(TrainConfig, AnswerConfig, RewardConfig):
     "Settings of RRHF."
     out: str = 'runs/rrhf'            # run folder
     policy: str = 'runs/sft'          # where it starts, and the reference
@@ -43,7 +43,7 @@ class RRHFConfig(TrainConfig, SampleConfig, RewardConfig):
     annotators: str = ''              # who compares candidates where reward_model is empty
     kl_coef: float = 0.0              # what a nat of log pi/pi_ref takes off a candidate's score
     missing_eos: str = 'replace'      # score of an answer cut off: replace, subtract, or keep (empty)
-    missing_eos_value: float = 1.0    # replace: the score becomes minus this; subtract: less by this
+    missing_eos_value: float = 1.0    # replace: so far below the query's worst whole one; subtract: less by
     ties: str = 'first'               # imitated of equally good ones: first, random, longest, average, skip
     length_norm: str = 'token'        # log-probs are divided by the length (token), nothing, or a power
     length_penalty: float = 1.0       # power: the exponent
@@ -67,7 +67,7 @@ class RRHFConfig(TrainConfig, SampleConfig, RewardConfig):
         self.bounds(k=(2, None), n=(0, self.k), groups=(1, None), diversity_penalty=(0, None),
                     rounds=(1, None), refresh_every=(0, None), kl_coef=(0, None), length_penalty=(0, None),
                     rrhf_weight=(0, None), sft_weight=(0, None), epochs=(1, None), max_length=(2, None),
-                    max_instances=(0, None), save_every=(0, None))
+                    max_instances=(0, None), save_every=(0, None), missing_eos_value=(0, None))
         self.one_of('decoding', 'sample', 'beam', 'diverse_beam')
         self.one_of('missing_eos', 'replace', 'subtract', '')
         self.one_of('ties', 'first', 'random', 'longest', 'average', 'skip')
@@ -153,17 +153,20 @@ def best_share(
 
 # %% ../nbs/rrhf.ipynb #057803a0
 def tokens_of(query: dict, tokenizer) -> list[list[int]]:
-    "Ids of a query's candidates, EOS at the end of those that have ended."
-    bare = encode_responses(query['output'], tokenizer, ended=False)
-    return [ids + [tokenizer.eos_token_id] * bool(e) for ids, e in zip(bare, query['ended'])]
+    "Ids of a query's candidates: the policy's own as drawn, then those of texts, EOS after what has ended."
+    drawn = query.get('tokens', [])
+    texts, ended = query['output'][len(drawn):], query['ended'][len(drawn):]
+    bare = encode_responses(texts, tokenizer, ended=False)
+    return drawn + [ids + [tokenizer.eos_token_id] * bool(e) for ids, e in zip(bare, ended)]
 
 
-def that_count(query: dict, prompt: list[int], tokenizer, cfg: RRHFConfig, own: int = 0) -> dict:
-    "A query with its first k different candidates that fit; the first `own` do, having been drawn to."
+def that_count(query: dict, prompt: list[int], tokenizer, cfg: RRHFConfig) -> dict:
+    "A query with its first k different candidates that fit; the policy's own do, having been drawn to."
     sizes, room = [len(ids) for ids in tokens_of(query, tokenizer)], cfg.max_length - len(prompt)
-    which = [i for i, text in enumerate(query['output'])
-             if sizes[i] and (i < own or sizes[i] <= room) and text not in query['output'][:i]]
-    return picked(query, which[:cfg.k])
+    drawn = query.get('tokens', [])
+    which = [i for i, text in enumerate(query['output']) if sizes[i]
+             and (i < len(drawn) or sizes[i] <= room) and text not in query['output'][:i]][:cfg.k]
+    return picked(query, which) | (dict(tokens=[drawn[i] for i in which if i < len(drawn)]) if drawn else {})
 
 
 def queries_of(cfg: RRHFConfig, tokenizer) -> tuple[list[dict], list[list[int]], int]:
@@ -222,21 +225,27 @@ def draw(policy, tokenizer, prompts: list[list[int]], cfg: RRHFConfig, seed: int
         found = beam_search(policy, tokenizer, prompts, cfg.n, max_new_tokens=cfg.max_new_tokens,
                             **diverse if cfg.decoding == 'diverse_beam' else {})
     return [dict(output=[decode(s.tokens, tokenizer) for s in x], source=['policy'] * len(x),
-                 scores=[None] * len(x), ended=[s.ended for s in x]) for x in found]
+                 scores=[None] * len(x), ended=[s.ended for s in x], tokens=[s.tokens for s in x])
+            for x in found]
 
 
-def scored(pool: list[dict], judge, cfg: RRHFConfig) -> list[dict]:
+def scored(pool: list[dict], judge) -> list[dict]:
     "A pool with scores; ValueError when one is no number."
-    flat = [{k: v for k, v in q.items() if k not in LISTS} | dict(output=o, score=s, ended=e)
+    flat = [{k: v for k, v in q.items() if k not in (*LISTS, 'tokens')} | dict(output=o, score=s, ended=e)
             for q in pool for o, s, e in zip(q['output'], q['scores'], q['ended'])]
-    ended = torch.tensor([bool(r['ended']) for r in flat])
     found = torch.tensor(judge(flat), dtype=torch.float64)
     if not found.isfinite().all():
         bad = flat[int(found.isfinite().int().argmin())]
         raise ValueError(f'{bad["output"]!r:.60}: its score is not a finite number')
-    found = end_scores(found, ended, cfg.missing_eos, cfg.missing_eos_value)
     parts = found.split([len(q['output']) for q in pool])
     return [dict(q, scores=p.tolist()) for q, p in zip(pool, parts)]
+
+
+def cut_off_last(query: dict, cfg: RRHFConfig) -> dict:
+    "A query with scores after the missing-EOS rule; `replace` counts from the worst whole answer, or from 0."
+    scores, ended = torch.tensor(query['scores'], dtype=torch.float64), torch.tensor(query['ended']).bool()
+    worst = scores[ended].min().item() if cfg.missing_eos == 'replace' and ended.any() else 0.
+    return dict(query, scores=end_scores(scores, ended, cfg.missing_eos, cfg.missing_eos_value - worst).tolist())
 
 # %% ../nbs/rrhf.ipynb #3abca5a0
 @torch.no_grad()
@@ -265,12 +274,13 @@ def pool_at(run, step: int, policy, reference, tokenizer, queries: list, prompts
     cfg, name = run.cfg, f'candidates-{step}.json' if step else 'candidates.json'
     if run.path(name).exists(): return read_json(run.path(name))
     own = draw(policy, tokenizer, prompts, cfg, cfg.seed * 1_000_003 + step + 1)
-    pool = [that_count(q | {k: o[k] + q[k] for k in LISTS}, p, tokenizer, cfg, len(o['output']))
+    pool = [that_count(q | {k: o[k] + q.get(k, []) for k in o}, p, tokenizer, cfg)
             for q, o, p in zip(queries, own, prompts)]
-    pool = scored(pool, judge, cfg)
+    pool = scored(pool, judge)
+    if cfg.kl_coef and step: pool = less_kl(pool, prompts, policy, reference, tokenizer, cfg)  # 0 at first
+    pool = [cut_off_last(q, cfg) for q in pool]
     if not step and all(len(set(q['scores'])) < 2 for q in pool):
         raise ValueError('all candidates of each query have the same score: there is nothing to rank')
-    if cfg.kl_coef: pool = less_kl(pool, prompts, policy, reference, tokenizer, cfg)
     run.write(name, pool)
     return pool
 
@@ -340,9 +350,10 @@ def train(cfg: RRHFConfig):
             found = pool_at(run, begin, policy, reference, tokenizer, [queries[i] for i in rows],
                             [prompts[i] for i in rows], judge)
             pool = dict(zip(rows, found))
-        rows = order[step - 1]
-        batch = rrhf_batch([pool[i] for i in rows], [prompts[i] for i in rows], tokenizer, cfg)
-        trainer.log(**trainer.update(batch, lambda b: rrhf_step(policy, b, cfg)))
+        rows = [i for i in order[step - 1] if len(pool[i]['output']) > 1]
+        if rows:
+            batch = rrhf_batch([pool[i] for i in rows], [prompts[i] for i in rows], tokenizer, cfg)
+            trainer.log(**trainer.update(batch, lambda b: rrhf_step(policy, b, cfg)))
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
     leave(run, policy, tokenizer, list(pool.values()), judge, queries=len(queries), left_out=left_out)
     return run
@@ -361,8 +372,14 @@ def leave(run, policy, tokenizer, pool: list[dict], judge, **more):
     scores = [np.array(q['scores']) for q in pool if q['scores']]
     sample = {name: mean([float(f(s)) for s in scores]) for name, f in
               dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max).items()}
-    run.finish(labels=labels_of(run), **sample, **figures,
+    single = sum(len(q['output']) < 2 for some in pools_of(run) for q in some)
+    run.finish(labels=labels_of(run), single=single, **sample, **figures,
                **{k: mean([r[k] for r in last]) for k in ('loss', 'rank', 'nll', 'accuracy')})
+
+
+def pools_of(run) -> list[list[dict]]:
+    "All pools of a run."
+    return [read_json(p) for p in run.folder.glob('candidates*.json')]
 
 
 def labels_of(run) -> int:
@@ -370,8 +387,7 @@ def labels_of(run) -> int:
     cfg = run.cfg
     if cfg.reward_model: return labels_behind(cfg.reward_model)
     if not cfg.annotators: return max(map(labels_behind, listed(cfg.candidates)))
-    pools = [read_json(p) for p in run.folder.glob('candidates*.json')]
-    return sum(len(q['output']) * (len(q['output']) - 1) // 2 for pool in pools for q in pool)
+    return sum(len(q['output']) * (len(q['output']) - 1) for pool in pools_of(run) for q in pool)  # both orders
 
 # %% ../nbs/rrhf.ipynb #170bce10
 command(RRHFConfig, train)

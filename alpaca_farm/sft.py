@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from .core.data import load
-from .core.answers import SampleConfig, answer_split
+from .core.answers import AnswerConfig, answer_split
 from .core.launch import train_or_launch
 from .core.models import load_policy, logprobs, save_model
 from .core.runs import read_log, read_summary, start
@@ -22,7 +22,7 @@ from .core.training import TrainConfig, Trainer, batches
 
 # %% ../nbs/sft.ipynb #b757aa20
 @dataclass
-class SFTConfig(TrainConfig, SampleConfig):
+class SFTConfig(TrainConfig, AnswerConfig):
     "Settings of supervised fine-tuning."
     out: str = 'runs/sft'         # run folder
     data: str = 'runs/world'      # dataset folder, file or hub dataset with demonstrations

@@ -2,6 +2,7 @@
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from alpaca_farm import binary_feedback
 from alpaca_farm.binary_feedback import BAD, GOOD, BinaryFeedbackConfig, answer_logprobs, feedback_loss, lessons, rated, sides, weighted_batch
 from alpaca_farm.core.answers import answers, log_ratios, sample
 from alpaca_farm.core.control import add_tokens, with_token
-from alpaca_farm.core.data import load
+from alpaca_farm.core.data import key, load
 from alpaca_farm.core.generation import generate
 from alpaca_farm.core.models import load_policy
 from alpaca_farm.core.runs import read_json, read_log, read_summary
@@ -49,8 +50,31 @@ def test_ties_and_labels():
     assert [(r['output'], r['good']) for r in rated([dict(pair, preference=1)])] == [('a', 1), ('b', 0)]
     thumbs = [dict(instruction='q', output=o, label=l) for o, l in (('a', True), ('b', False), ('c', .5), ('d', .25))]
     assert [(r['output'], r['good']) for r in rated(thumbs)] == [('a', 1), ('b', 0), ('d', .25)]
-    for label in ('good', None, -.1, 1.5, math.nan):
-        with pytest.raises(ValueError, match='row 1: label'): rated([thumbs[0], dict(thumbs[1], label=label)])
+
+
+def refused(base, tmp_path, labels, words, **more):
+    "What load_feedback says to one answer for each label, the last four held out."
+    records = [dict(instruction=f'q{i}', output='a', label=l) for i, l in enumerate(labels)]
+    path = tmp_path/'thumbs.json'
+    path.write_text(json.dumps(records))
+    with pytest.raises(ValueError, match=words) as e: binary_feedback.load_feedback(given(base, preferences=str(path), held_out=4, **more))
+    return str(e.value)
+
+
+@pytest.mark.parametrize('label', ['good', None, -.1, 1.5, math.nan])
+@pytest.mark.parametrize('row', [7, 10])
+def test_a_bad_label_is_named_by_file_and_row(base, tmp_path, label, row):
+    "The row of the file, be it learned from or held out."
+    labels = [True, False]*6
+    labels[row] = label
+    assert f'thumbs.json, row {row}: ' in refused(base, tmp_path, labels, f"'label' is {label!r}")
+
+
+@pytest.mark.parametrize('method', ['feedme', 'reward_conditioning'])
+@pytest.mark.parametrize('labels, words', [([0]*8 + [1, 0, 1, 0], 'no answer is rated good among the 8'), ([.5]*12, 'no answer is rated good'),
+                                           ([1, 0]*4 + [.5]*4, 'held_out = 4: the records held out are all ties')])
+def test_labels_that_say_nothing_are_refused_early(base, tmp_path, method, labels, words):
+    refused(base, tmp_path, labels, words, method=method)
 
 
 def test_loss_against_loops(models):
@@ -153,6 +177,22 @@ def test_the_reference_does_not_read_the_token(base, told):
     assert policy.get_input_embeddings().weight.shape[0] == vocabulary + 2 and max(map(max, prompts)) >= vocabulary
 
 
+def test_only_answers_to_the_same_instruction_are_compared(base, told, monkeypatch):
+    "Prompts that are too long only with their tokens are left out everywhere."
+    (policy, tokenizer), (reference, plain) = load_policy(told.out, told), load_policy(told.policy, told)
+    records, pairs, left = load(told.data, 'val'), [], {}
+    lengths = [len(p) for p in encode_prompts(records, plain)]
+    cfg = given(base, val_instances=0, max_prompt=int(np.median(lengths)) + told.token_times)
+    kept = [key(r) for r, n in zip(records, lengths) if n + told.token_times <= cfg.max_prompt]
+    assert 0 < len(kept) < sum(n <= cfg.max_prompt for n in lengths)
+    monkeypatch.setattr(binary_feedback, 'prefers', lambda a, b, _: pairs.extend(zip(a, b)) or [1.5]*len(a))
+    run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
+    binary_feedback.compare(policy, reference, {GOOD: tokenizer, BAD: tokenizer}, plain, run)
+    assert len(pairs) == 2*len(kept) and all(key(a) == key(b) for a, b in pairs)
+    alone = {key(r): r['output'][0] for r in answers(reference, plain, records, cfg, seed=cfg.seed + 1)}
+    assert [key(r) for r in left['said.json']] == kept and all(r['output'][3] == alone[key(r)] for r in left['said.json'])
+
+
 def test_control_tokens_are_never_written(base, models):
     policy, tokenizer = load_policy(str(base/'sft'), models.cfg)
     ids = add_tokens(policy, tokenizer, [GOOD, BAD])
@@ -180,6 +220,11 @@ def test_a_policy_with_tokens_is_refused(base, told, tmp_path):
                                           (dict(jitter=-1.), 'jitter = -1.0'), (dict(held_out=0), 'held_out = 0'), (dict(temperature=0.), 'temperature = 0.0')])
 def test_wrong_settings(wrong, words):
     with pytest.raises(ValueError, match=words): BinaryFeedbackConfig(**wrong)
+
+
+def test_standard_errors_of_the_effect(told):
+    last = [r for r in read_log(told.out) if 'accuracy' in r][-1]
+    assert all(0 < last[f'effect_{side}_standard_error'] < abs(last[f'effect_{side}']) for side in ('good', 'bad'))
 
 
 def test_sides():

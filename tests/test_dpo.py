@@ -16,7 +16,7 @@ from alpaca_farm.core.runs import read_json, read_log, read_summary
 from alpaca_farm.dpo import DPOConfig, dpo_loss, kto_loss, simpo_loss
 
 torch.set_num_threads(1)
-PAIRWISE = [('sigmoid', 0.), ('sigmoid', .1), ('sigmoid', .5), ('robust', 0.), ('robust', .1), ('robust', .4), ('ipo', 0.), ('hinge', 0.)]
+PAIRWISE = [('sigmoid', 0.), ('sigmoid', .1), ('robust', 0.), ('robust', .1), ('robust', .4), ('ipo', 0.), ('hinge', 0.)]
 SETTINGS = dict(sigmoid={}, cdpo=dict(label_smoothing=.25), robust=dict(loss_type='robust', label_smoothing=.25),
                 ipo=dict(loss_type='ipo'), hinge=dict(loss_type='hinge'), simpo=dict(loss_type='simpo', beta=2.), kto=dict(loss_type='kto'))
 FIRST = dict(sigmoid=math.log(2), cdpo=math.log(2), robust=math.log(2), ipo=25., hinge=1., kto=.5)  # beta .1
@@ -122,7 +122,7 @@ def test_huge_margins_stay_finite():
 
 @pytest.mark.parametrize('kind, eps, message', [
     ('kto', 0., 'choose from'), ('sigmod', 0., 'choose from'), ('ipo', .1, 'no label_smoothing'), ('hinge', .1, 'no label_smoothing'),
-    ('robust', .5, 'below 0.5'), ('robust', .6, 'below 0.5'), ('sigmoid', .7, 'below 0.5'), ('sigmoid', -.1, 'below 0.5')])
+    ('robust', .5, 'below 0.5'), ('robust', .6, 'below 0.5'), ('sigmoid', .5, 'below 0.5'), ('sigmoid', .7, 'below 0.5'), ('sigmoid', -.1, 'below 0.5')])
 def test_dpo_loss_refuses(kind, eps, message):
     with pytest.raises(ValueError, match=message): dpo_loss(*parts(), .1, kind, eps)
 
@@ -153,7 +153,7 @@ def test_robust_is_unbiased_under_flips(p, eps):
     (dict(target_margin=2.), 'or choose simpo'), (dict(loss_type='kto', target_margin=2.), 'or choose simpo'),
     (dict(loss_type='simpo', target_margin=-1.), 'target_margin = -1.0'), (dict(desirable_weight=2.), 'or choose kto'),
     (dict(loss_type='kto', desirable_weight=-1.), 'desirable_weight = -1.0'), (dict(undesirable_weight=2., loss_type='simpo'), 'or choose kto'),
-    (dict(loss_type='robust'), 'robust wants the share'), (dict(loss_type='robust', label_smoothing=.5), 'robust wants the share'),
+    (dict(loss_type='robust'), 'robust wants the share'), (dict(loss_type='robust', label_smoothing=.5), 'between 0 and'),
     (dict(loss_type='kto', batch_size=1), 'at least 2'), (dict(temperature=0.), 'temperature = 0.0'), (dict(save_every=-1), 'save_every = -1')])
 def test_settings_refuse(given, message):
     with pytest.raises(ValueError, match=message): DPOConfig(**given)

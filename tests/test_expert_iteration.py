@@ -11,6 +11,7 @@ from alpaca_farm import best_of_n, expert_iteration
 from alpaca_farm.core.data import load
 from alpaca_farm.core.runs import fresh, read_json, read_log, read_summary
 from alpaca_farm.expert_iteration import ExpertIterationConfig, round_jobs
+from alpaca_farm.sft import SFTConfig
 
 
 def here(jobs, *_):
@@ -74,10 +75,32 @@ def test_nothing_is_done_twice(chain, monkeypatch):
 
 
 def test_a_failed_round_says_why(base, tmp_path, monkeypatch):
+    "And no model stays loaded while a round's runs are made."
+    loaded = []
+    for name in ('reward', 'load_policy'): monkeypatch.setattr(expert_iteration, name, lambda *_: loaded.append(1))
     monkeypatch.setattr(expert_iteration, 'run_jobs', lambda *_: ['round_1/sft: it broke'])
     cfg = ExpertIterationConfig(**tiny.settings('expert_iteration', base, out=str(tmp_path/'e')))
     with pytest.raises(RuntimeError, match='it broke'): expert_iteration.train(cfg)
-    assert not read_summary(cfg.out)
+    assert not read_summary(cfg.out) and not loaded
+
+
+def test_more_rounds_than_prompts_are_refused_at_once(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(expert_iteration, 'run_jobs', lambda *_: ['it played'])
+    cfg = lambda n: ExpertIterationConfig(**tiny.settings('expert_iteration', base, out=str(tmp_path/'e'), rounds=4, max_instances=n))
+    with pytest.raises(ValueError, match='rounds = 4.* use 60 .*max_instances = 20.* has 60'): expert_iteration.train(cfg(20))
+    with pytest.raises(RuntimeError, match='it played'): expert_iteration.train(cfg(19))
+
+
+def test_optimisation_is_the_sft_runs(base, chain):
+    "Its settings reach sft, whose defaults they share."
+    more = dict(micro_batch_size=2, lr_schedule='constant', warmup=.2, weight_decay=.1, betas=[.9, .999], adam_eps=1e-6, adam_style='tensorflow',
+                max_grad_norm=.5, checkpoint_every=7, learning_rate=2e-5, batch_size=128)
+    learn = round_jobs(1, ExpertIterationConfig(**more))[1].settings
+    assert {k: learn[k] for k in more} == more
+    default = SFTConfig()
+    own = ('learning_rate', 'batch_size')
+    assert all(getattr(ExpertIterationConfig(), k) == getattr(default, k) for k in more if k not in own)
+    assert read_json(f'{round_jobs(2, chain)[1].out}/config.json')['settings']['batch_size'] == chain.batch_size
 
 
 def test_samples_of_another_run(base, tmp_path):
@@ -94,7 +117,8 @@ def test_samples_of_another_run(base, tmp_path):
 
 @pytest.mark.parametrize('given, message', [
     (dict(n=1), 'n = 1: it must be at least 2'), (dict(rounds=0), 'rounds'), (dict(epochs=0), 'epochs'), (dict(max_instances=0), 'max_instances'),
-    (dict(reward_model=''), 'without one there is no best of n'), (dict(temperature=0.), 'temperature')])
+    (dict(reward_model=''), 'without one there is no best of n'), (dict(temperature=0.), 'temperature'),
+    (dict(learning_rate=-1.), 'learning_rate = -1.0'), (dict(batch_size=0), 'batch_size'), (dict(micro_batch_size=-1), 'micro_batch_size'), (dict(warmup=2.), 'warmup')])
 def test_nonsense_is_refused(given, message):
     with pytest.raises(ValueError, match=message): ExpertIterationConfig(**given)
     with pytest.raises(TypeError, match='n = 2.5'): ExpertIterationConfig(n=2.5)

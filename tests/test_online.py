@@ -1,20 +1,22 @@
 """What online methods share, RLOO and GRPO, ensembles of rewards, and the distance of best-of-n."""
 import itertools
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from alpaca_farm import ppo
 from alpaca_farm.core import models as model_room
 from alpaca_farm.core.models import combined, labels_behind, reward
-from alpaca_farm.core.online import OnlineConfig, prompt_rows, worth
+from alpaca_farm.core.online import Chooser, OnlineConfig, prompt_rows, worth
 from alpaca_farm.core.runs import read_json, read_log
 from alpaca_farm.core.settings import from_args
 from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
-from alpaca_farm.overoptimization import OverConfig, bank_curve, fitted, grid, turn
+from alpaca_farm.overoptimization import OverConfig, answered, bank_curve, fits, fitted, grid, labels, method, proxy_of, turn
 from alpaca_farm.ppo import PPOConfig, group_advantages, rollout_rows
 
 torch.set_num_threads(1)
@@ -109,7 +111,16 @@ def test_worth_keeps_the_first_scale():
     assert abs(first.mean()) < 1e-6 and abs(first.std() - 1) < 1e-6
     assert worth(judge, [dict(score=scale['reward_mean'] + scale['reward_std'], ended=False)], scale, cfg).tolist() == pytest.approx([1.])
     assert worth(judge, [dict(score=7., ended=True)], {}, OnlineConfig(standardise=False)).tolist() == [7.]
-    with pytest.raises(ValueError, match='no number'): worth(judge, [dict(score=math.nan, ended=True)], {}, cfg)
+
+
+def nothing(records): return [math.nan for _ in records]
+def too_few(records): return [0. for _ in records][1:]
+
+
+def test_a_reward_gives_one_number_for_each_record():
+    records = [dict(instruction='a', input='', output='b')] * 3
+    for name, said in (('nothing', 'no number'), ('too_few', '2 scores for 3 answers')):
+        with pytest.raises(ValueError, match=said): reward(f'test_online:{name}', OnlineConfig())(records)
 
 
 def test_prompts_come_once_each():
@@ -140,18 +151,54 @@ def test_bank_curve_counts_every_sample_once():
     assert [r['at'] for r in rows] == [1, 2, 4, 8]
     assert rows[0]['gold'] == pytest.approx(gold.mean()) and rows[-1]['gold'] == pytest.approx(gold[np.arange(5), proxy.argmax(1)].mean())
     assert all(r['kl'] <= r['kl_bound'] + 1e-9 for r in rows)
-    assert rows[0]['correlation'] == pytest.approx(np.corrcoef(proxy.ravel(), gold.ravel())[0, 1])
+    assert rows[0]['correlation'] == pytest.approx(
+        np.corrcoef((proxy - proxy.mean(1, keepdims=True)).ravel(), (gold - gold.mean(1, keepdims=True)).ravel())[0, 1])
 
 
 @pytest.mark.parametrize('form, a, b', [('best_of_n', 1.2, .3), ('rl', 1., .5)])
 def test_fitted_curves_and_their_peaks(form, a, b):
     d = np.linspace(.3, 4, 9)
     gold = d*(a - b*d) if form == 'best_of_n' else d*(a - b*np.log(d))
-    rows = [dict(method='best_of_n' if form == 'best_of_n' else 'ppo', kl=x*x, gold=y) for x, y in zip(d, gold)]
-    assert fitted(rows)[:2] == pytest.approx((a, b)) and fitted(rows[:2]) is None
+    rows = [dict(method='best_of_n' if form == 'best_of_n' else 'ppo', kl=x*x, gold=y, each=np.array([y - .1, y + .1]))
+            for x, y in zip(d, gold)]
+    fit = fitted(rows, n=20)
+    assert [fit[k] for k in ('alpha', 'beta', 'peak', 'missed')] == pytest.approx([a, b, turn(a, b, form), 0])
+    assert fit['alpha_low'] < a < fit['alpha_high'] and fits(rows) and not fits(rows[:2]) and not fits(rows[-3:])
     fine = np.linspace(.05, 20, 200_000)
     curve = fine*(a - b*fine) if form == 'best_of_n' else fine*(a - b*np.log(fine))
     assert turn(a, b, form) == pytest.approx(fine[curve.argmax()], abs=1e-3)
+
+
+def ran(folder, room, **settings):
+    "A folder with the configuration of a run."
+    folder.mkdir(parents=True)
+    (folder/'config.json').write_text(json.dumps(dict(room=room, settings=settings)))
+    return str(folder)
+
+
+def test_what_runs_are_called(tmp_path, base, monkeypatch):
+    asked = ran(tmp_path/'asked', 'annotators', annotators='a.b:pool', label_flip=.25, outputs='pairs.json')
+    again = ran(tmp_path/'more', 'annotators', annotators='a.b:pool', label_flip=0., outputs=ran(tmp_path/'pairs', 'best_of_n', policy='other'))
+    cfg = OverConfig(policy=str(base/'sft'))
+    monkeypatch.setattr('alpaca_farm.overoptimization.width', lambda spec: 64 if 'wide' in spec else 32)
+    some = ran(tmp_path/'rm', 'reward_model', preferences=asked, max_instances=9)
+    assert labels(some, cfg) == 'pool, 25% flips, 9 labels'
+    assert labels(ran(tmp_path/'wide', 'reward_model', preferences=again), cfg) == 'pool, asked again, width 64'
+    assert labels('me/my-model', cfg) == 'my-model'
+    assert labels(ran(tmp_path/'file', 'reward_model', preferences='mine/people.json'), cfg) == 'people'
+    free = ran(tmp_path/'free', 'ppo', advantage='rloo', kl_coef=0., reward_model=['a', 'b'], ensemble='worst')
+    pairs = ran(tmp_path/'dpo', 'dpo', beta=.01, preferences=asked)
+    assert method(free) == 'rloo, no penalty, worst' and method(pairs) == 'dpo, beta 0.01'
+    every = ran(tmp_path/'all', 'reward_model', preferences=asked, max_instances=0)
+    assert proxy_of(free, []) == ['a', 'b'] and proxy_of(pairs, ['me/my-model', some, every]) == every
+    with pytest.raises(ValueError, match='none of the proxies did'): proxy_of(pairs, [some])
+
+
+def test_a_bank_without_references_is_refused(tmp_path):
+    rows = [dict(instruction=str(i), input='', output=['a', 'b']) for i in range(3)]
+    for name, some in (('bank', rows), ('references', rows[:2])): (tmp_path/f'{name}.json').write_text(json.dumps(some))
+    cfg = OverConfig(bank=str(tmp_path/'bank.json'), references=str(tmp_path/'references.json'), instances=3)
+    with pytest.raises(ValueError, match="1 instructions of .*'2'"): answered(cfg)
 
 
 def test_the_full_grid_reads_only_what_it_makes():
@@ -205,3 +252,43 @@ def test_a_lambda_inside_an_expression_does_not_stop_a_run():
     from alpaca_farm.core.runs import code_of
     with pytest.raises(SyntaxError): ast.parse(inspect.getsource(first_part).strip())   # its source is a fragment
     assert len(code_of(toy_train)) == 12
+
+
+@pytest.mark.parametrize('family, extra', [('gemma2', dict(final_logit_softcapping=5., head_dim=8)), ('cohere', dict(logit_scale=.25)),
+                                           ('granite', dict(logits_scaling=4.)), ('llama', {})])
+def test_logprobs_are_those_of_the_models_own_logits(family, extra):
+    "Soft caps and scales of the head, each family's own, count."
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                                  num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=1., **extra)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(3, 50, (2, 7))
+    response = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]*2)
+    found = model_room.logprobs(model, dict(ids=ids, mask=torch.ones_like(ids), response=response), .7)
+    logp = (model(ids).logits[:, :-1]/.7).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    assert torch.allclose(found[:, 1:], logp*response[:, 1:], atol=1e-4)
+
+
+def test_scores_all_alike_leave_the_units():
+    scale, cfg = {}, OnlineConfig(missing_eos='')
+    alike = [dict(score=0., ended=True)]*4
+    judge = lambda records: [r['score'] for r in records]
+    assert worth(judge, alike, scale, cfg).tolist() == [0.]*4 and scale['reward_std'] == 1.
+    assert worth(judge, [dict(score=1., ended=True)], scale, cfg).tolist() == [1.]
+
+
+def test_an_online_method_needs_a_reward():
+    with pytest.raises(ValueError, match='reward_model is empty'): OnlineConfig(reward_model='')
+
+
+def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
+    "Where the policy's prompts are longer, some instructions of the reference have no answer."
+    base = [dict(instruction=i, input='', output=[f'base {i}']) for i in 'abc']
+    seen = []
+    choose = Chooser.__new__(Chooser)
+    choose.cfg, choose.tokenizer, choose.base = OnlineConfig(), None, base
+    choose.judge = lambda pairs: seen.extend(pairs) or [2.]*len(pairs)
+    monkeypatch.setattr('alpaca_farm.core.online.answers',
+                        lambda *a, **k: [dict(instruction=i, input='', output=[f'new {i}']) for i in 'ca'])
+    assert choose(None)['val_pairs'] == 2
+    assert [(p['output_1'], p['output_2']) for p in seen] == [('base a', 'new a'), ('base c', 'new c')]

@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from alpaca_farm import quark
-from alpaca_farm.core.answers import SampleConfig
+from alpaca_farm.core.answers import AnswerConfig
 from alpaca_farm.core.control import add_tokens, with_token
 from alpaca_farm.core.generation import generate
 from alpaca_farm.core.models import load_policy, load_tokenizer, logprobs
@@ -220,7 +220,7 @@ def test_run_with_tokens(base, told):
     assert abs(log[0]['kl']) < 1e-4 and abs(log[0]['reward']) < 1e-5, 'the first rollout is the SFT policy, asked without a token'
     assert all(r['lowest_0'] >= r['lowest_1'] >= r['lowest_3'] for r in log) and log[-1]['token_kl'] > 0
     assert {'labels', 'kl', 'length', 'ended', 'best_step', 'val_win_rate'} <= set(summary)
-    cfg = SampleConfig(**{k: v for k, v in tiny.SAMPLING.items()})
+    cfg = AnswerConfig(**{k: v for k, v in tiny.SAMPLING.items()})
     policy, tokenizer = load_policy(told, cfg)
     plain, token = load_tokenizer(str(base/'sft')), tokenizer.convert_tokens_to_ids('<reward_0>')
     record = dict(instruction='Name a bird.')

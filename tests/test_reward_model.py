@@ -163,6 +163,7 @@ def test_ensemble_by_hand():
     share = [abs(x - y)/2/math.sqrt((x*x + y*y)/2) for x, y in leads]
     assert [r['doubt'] for r in rm.by_doubt(np.array(s), pairs, 3)] == pytest.approx(sorted(share))
     assert rm.doubt(np.array([[0., 1, 2], [0., 1, -2]])).tolist() == [1, 0, 1]
+    assert [(r['lead'], r['accuracy']) for r in rm.by_lead(np.array(s[1]), pairs, 3)] == [(3, 1), (3, 0), (2, 1)]   # member 2, surest first
 
 
 @pytest.fixture(scope='module')

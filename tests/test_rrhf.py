@@ -12,7 +12,7 @@ from alpaca_farm import rrhf
 from alpaca_farm.core.candidates import LISTS, from_rrhf, gather, positional, read_candidates, to_rrhf, write_rrhf
 from alpaca_farm.core.models import load_policy, logprobs
 from alpaca_farm.core.runs import read_json, read_log, read_summary
-from alpaca_farm.core.text import collate, encode_prompts
+from alpaca_farm.core.text import collate, decode, encode_prompts, encode_responses
 from alpaca_farm.rrhf import RRHFConfig, best_nll, best_share, normalised, rrhf_batch, rrhf_loss, rrhf_step
 
 torch.set_num_threads(1)
@@ -89,7 +89,7 @@ def some(base, models):
     queries, prompts, left_out = rrhf.queries_of(cfg, models.tokenizer)
     queries = [rrhf.picked(q, [0, 1] if i % 3 else range(len(q['output']))) for i, q in enumerate(queries[:12])]
     assert left_out < 10 and {len(q['output']) for q in queries} == {2, 3}
-    return rrhf.scored(queries, rrhf.scorer(cfg), cfg), prompts[:12], cfg
+    return rrhf.scored(queries, rrhf.scorer(cfg)), prompts[:12], cfg
 
 
 @pytest.fixture(scope='module')
@@ -278,7 +278,8 @@ def test_bad_settings(base, more, error, message):
 
 @pytest.mark.parametrize('more, message', [
     (dict(reward_model=''), "has no score. Name a reward_model or annotators"), (dict(sources=['gpt']), "sources = 'gpt'"),
-    (dict(reward_model='test_rrhf:not_a_number'), 'not a finite number'), (dict(reward_model='test_rrhf:indifferent', missing_eos=''), 'nothing to rank')], ids=str)
+    (dict(reward_model='test_rrhf:not_a_number'), 'gave a score that is no number'),
+    (dict(reward_model='', annotators='test_rrhf:not_a_number'), 'its score is not a finite number'), (dict(reward_model='test_rrhf:indifferent', missing_eos=''), 'nothing to rank')], ids=str)
 def test_what_cannot_be_learned_from(base, tmp_path, more, message):
     cfg = RRHFConfig(**tiny.settings('rrhf', base, out=str(tmp_path/'rrhf')) | more)
     with pytest.raises(ValueError, match=message): rrhf.train(cfg)
@@ -325,7 +326,7 @@ def test_accumulation(base, tmp_path):
 
 def test_ranks_are_learned(base, tmp_path):
     "By heart, without imitation: pairs come into order. Ranking alone lets the likelihood of the best go; imitation holds it."
-    more = dict(max_instances=8, epochs=40, learning_rate=2e-3, eval_split='')
+    more = dict(candidates=str(base/'annotators'), max_instances=8, epochs=40, learning_rate=2e-3, eval_split='')  # whole answers
     ranked, _ = run(base, tmp_path/'ranked', sft_weight=0., **more)
     both, _ = run(base, tmp_path/'both', **more)
     assert ranked[0]['accuracy'] < .8 and ranked[-1]['accuracy'] > .95 and ranked[-1]['rank'] < .01 and both[-1]['accuracy'] > .9
@@ -388,12 +389,47 @@ def test_own_candidates(base, models, decoding):
     if decoding == 'diverse_beam': assert all(len(set(x)) == 1 for x in drawn(diversity_penalty=0.))
 
 
-def test_cut_off_answers_score_by_the_rule(base):
-    pool = [dict(instruction='x', output=['aa', 'a'], source=['policy']*2, scores=[None]*2, ended=[False, True])]
-    judge = lambda records: [float(len(r['output'])) for r in records]
-    for rule, want in (('replace', [-2., 1.]), ('subtract', [0., 1.]), ('', [2., 1.])):
+@pytest.mark.parametrize('shift', [0., -5., 5.])
+def test_cut_off_answers_score_by_the_rule(base, shift):
+    "`replace` ranks them last in any unit of reward; -1 would be the best where rewards are about -5."
+    query = dict(instruction='x', output=['aaa', 'aa', 'a'], source=['policy']*3, scores=[None]*3, ended=[False, True, True])
+    query, = rrhf.scored([query], lambda records: [len(r['output']) + shift for r in records])
+    for rule, want in (('replace', [-1., 2., 1.]), ('subtract', [1., 2., 1.]), ('', [3., 2., 1.])):
         cfg = RRHFConfig(**tiny.settings('rrhf', base, missing_eos=rule, missing_eos_value=2.))
-        assert rrhf.scored(pool, judge, cfg)[0]['scores'] == want
+        assert rrhf.cut_off_last(query, cfg)['scores'] == [w + shift for w in want]
+    cfg = RRHFConfig(**tiny.settings('rrhf', base))
+    assert rrhf.cut_off_last(query | dict(ended=[False]*3), cfg)['scores'] == [-1.]*3  # none whole: a tie
+
+
+def test_own_samples_are_learned_from_as_drawn(base, models, policy, tmp_path):
+    "Their tokens are kept, not those that their text is encoded to."
+    letters = [models.tokenizer.convert_tokens_to_ids(c) for c in 'snail']
+    query = dict(instruction='x', output=['snail', 'snail', 'Good luck!'], source=['policy', 'policy', 'gpt'], scores=[2., 2., 1.],
+                 ended=[False, True, True], tokens=[letters, [*letters, 2]])
+    assert models.tokenizer.decode(letters) == 'snail' and encode_responses(['snail'], models.tokenizer, ended=False) != [letters]
+    cfg = RRHFConfig(**tiny.settings('rrhf', base))
+    kept = rrhf.that_count(query, [5]*4, models.tokenizer, cfg)
+    assert kept['output'] == ['snail', 'Good luck!'] and kept['tokens'] == [letters]
+    batch = rrhf_batch([kept], [[5]*4], models.tokenizer, cfg)
+    assert batch['ids'][0, 0][batch['response'][0, 0].bool()].tolist() == letters
+    run(base, tmp_path/'a', n=2, max_instances=16, eval_split='', temperature=1.5)
+    for q in read_json(tmp_path/'a'/'candidates.json'):
+        assert len(q['tokens']) == q['source'].count('policy') and [decode(t, models.tokenizer) for t in q['tokens']] == q['output'][:len(q['tokens'])]
+
+
+def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch):
+    "Where all that was drawn is the same; counted, and not imitated."
+    draw, batch, shown = rrhf.draw, rrhf.rrhf_batch, []
+    monkeypatch.setattr(rrhf, 'draw', lambda *a: [{k: v[:1]*2 for k, v in d.items()} if i % 2 else d for i, d in enumerate(draw(*a))])
+    monkeypatch.setattr(rrhf, 'rrhf_batch', lambda queries, *a: shown.extend(queries) or batch(queries, *a))
+    more = dict(candidates='', n=2, k=2, max_instances=16, eval_split='', missing_eos='')
+    for size in (1, 8):  # with 1 whole steps are
+        shown.clear()
+        log, summary = run(base, tmp_path/f'{size}', batch_size=size, **more)
+        pool = read_json(tmp_path/f'{size}'/'candidates.json')
+        assert summary['single'] == sum(len(q['output']) == 1 for q in pool) >= 8
+        assert {len(q['output']) for q in shown} == {2} and len(shown) == 16 - summary['single']
+        assert len(log) == (len(shown) if size == 1 else 2)
 
 
 def test_scores_of_the_files_and_of_annotators(base, tmp_path):
@@ -405,7 +441,7 @@ def test_scores_of_the_files_and_of_annotators(base, tmp_path):
     log, summary = run(base, tmp_path/'asked', annotators='test_rrhf:longer', reward_model='', eval_split='', max_instances=20, missing_eos='')
     pool = read_json(tmp_path/'asked'/'candidates.json')
     assert all(q['scores'][0] > q['scores'][1] for q in pool if len(q['output'][0]) > len(q['output'][1]))
-    assert summary['labels'] == sum(math.comb(len(q['output']), 2) for q in pool)
+    assert summary['labels'] == sum(math.perm(len(q['output']), 2) for q in pool)  # both orders
 
 
 def test_perplexity(models):

@@ -12,7 +12,7 @@ SETTINGS = dict(
     world=dict(corpus=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600, hidden_size=32, layers=1,
                heads=2, ffn=48, batch_size=16, learning_rate=3e-3),
     sft=dict(batch_size=12, learning_rate=1e-3, max_length=250, **SAMPLING),
-    best_of_n=dict(n=2, max_instances=30, chunk=10, **SAMPLING | dict(eval_instances=0)),
+    best_of_n=dict(n=2, max_instances=30, chunk=10, **{k: v for k, v in SAMPLING.items() if k != 'eval_instances'}),
     annotators=dict(label_flip=.25),
     reward_model=dict(batch_size=8, held_out=12, epochs=1, learning_rate=1e-3, max_length=250),
     dpo=dict(batch_size=8, epochs=1, beta=.1, learning_rate=1e-3, max_length=250, **SAMPLING),

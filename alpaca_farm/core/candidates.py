@@ -89,7 +89,7 @@ def gather(
     "Queries with all their candidates; ValueError for a source that no candidate has."
     merged = {}
     for r in (r for spec in listed(specs) for r in read_candidates(spec)):
-        rest = {k: v for k, v in r.items() if not isinstance(v, list)}  # what else there is for each candidate is lost
+        rest = {k: v for k, v in r.items() if not isinstance(v, list)}  # other per-candidate columns are dropped
         query = merged.setdefault(key(r), dict(rest, **{k: [] for k in LISTS}))
         for k in LISTS: query[k] = query[k] + r[k]
     there = sorted({s for q in merged.values() for s in q['source']})

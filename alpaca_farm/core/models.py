@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CARD', 'device_of', 'dtype_of', 'locate', 'quiet', 'settle', 'load_tokenizer', 'load_policy', 'load_scalar',
-           'fresh_head', 'hidden_states', 'plain_head', 'logprobs', 'token_scores', 'sequence_scores', 'values',
-           'RewardConfig', 'combined', 'reward', 'labels_behind', 'score_records', 'save_model']
+           'fresh_head', 'hidden_states', 'plain_head', 'logits_of', 'logprobs', 'token_scores', 'sequence_scores',
+           'values', 'RewardConfig', 'combined', 'reward', 'numbers', 'labels_behind', 'score_records', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import os
@@ -125,6 +125,15 @@ def plain_head(model) -> bool:
             and all(getattr(config, name, None) in (None, 1) for name in extras))
 
 
+def logits_of(model, states: torch.Tensor) -> torch.Tensor:
+    "A model's logits, (..., V), of its last hidden states: head, scale and soft cap, each family's own."
+    config, logits = model.config.get_text_config(), model.get_output_embeddings()(states)
+    scale = lambda name: getattr(config, name, None) or 1
+    logits = logits * scale('logit_scale') * scale('lm_head_multiplier') / scale('logits_scaling')
+    cap = getattr(config, 'final_logit_softcapping', None)
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
 def logprobs(
     model,
     batch: dict,               # ids, mask, response: each (B, T)
@@ -136,7 +145,7 @@ def logprobs(
     if plain_head(model):
         found = selected_logprobs(states[chosen], model.get_output_embeddings().weight,
                                   tokens[chosen], temperature)
-    else: found = token_logprobs(model.get_output_embeddings()(states[chosen]), tokens[chosen], temperature)
+    else: found = token_logprobs(logits_of(model, states[chosen]), tokens[chosen], temperature)
     out = torch.zeros(batch['ids'].shape, device=found.device)
     out[:, 1:][chosen] = found.float()
     return out
@@ -201,9 +210,19 @@ def reward(
         each = [reward(s, cfg, template, batch_size) for s in spec]
         how = getattr(cfg, 'ensemble', 'mean'), getattr(cfg, 'ensemble_coef', .5)
         return lambda records: combined([r(records) for r in each], *how).tolist()
-    if ':' in spec: return resolve(spec)
+    if ':' in spec: return numbers(resolve(spec), spec)
     model, tokenizer = load_scalar(spec, cfg)
-    return lambda records: score_records(model, tokenizer, records, template, batch_size)
+    return numbers(lambda records: score_records(model, tokenizer, records, template, batch_size), spec)
+
+
+def numbers(judge, spec: str):
+    "The same reward, refused when it does not give one finite number for each record."
+    def of(records: list[dict]) -> list[float]:
+        scores = [float(s) for s in judge(records)]
+        if len(scores) != len(records): raise ValueError(f'the reward {spec} gave {len(scores)} scores for {len(records)} answers')
+        if not np.isfinite(scores).all(): raise ValueError(f'the reward {spec} gave a score that is no number')
+        return scores
+    return of
 
 
 def labels_behind(spec) -> int:

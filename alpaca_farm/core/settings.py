@@ -6,8 +6,8 @@
 __all__ = ['root', 'at_root', 'as_type', 'assigned', 'said', 'Config', 'bounds', 'one_of', 'there', 'here', 'looks_like_hub',
            'no_secrets', 'collect', 'refuse_unknown', 'helps', 'parser', 'from_args', 'command', 'resolve']
 
-# %% ../../nbs/core/settings.ipynb #8f7899b0
-import argparse, ast, dataclasses, difflib, importlib, os, sys, types, typing
+# %% ../../nbs/core/settings.ipynb #37bea490
+import argparse, ast, dataclasses, difflib, importlib, math, os, sys, types, typing
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -96,7 +96,7 @@ def bounds(self: Config, **limits):
     "Refuse a number outside `(low, high)`; None leaves a side open."
     for name, (low, high) in limits.items():
         v = getattr(self, name)
-        if (low is None or v >= low) and (high is None or v <= high) and v == v: continue
+        if (low is None or v >= low) and (high is None or v <= high) and math.isfinite(v): continue
         wanted = (f'between {low} and {high}' if None not in (low, high)
                   else f'at least {low}' if high is None else f'at most {high}')
         raise ValueError(f'{name} = {v}: it must be {wanted}')
