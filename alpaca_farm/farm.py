@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ANSWERS', 'SIZES', 'COMMON', 'METHODS', 'STUDY', 'TEXT', 'FarmConfig', 'learned', 'table', 'asked_of', 'Memory',
            'answers_of', 'judged_by_all', 'board', 'source_of', 'spent', 'paired_tables', 'simulation', 'correlations',
-           'by_replicate', 'against_people', 'agreements', 'train', 'joined', 'leave', 'draw', 'overall']
+           'by_replicate', 'against_people', 'name_points', 'agreements', 'train', 'joined', 'leave', 'draw', 'overall']
 
 # %% ../nbs/farm.ipynb #e2ff0440
 import time
@@ -237,15 +237,27 @@ def against_people(found):
     ax.errorbar(found.simulated, found.human, xerr=ends('simulated'), yerr=ends('human'), fmt='o', ms=4, lw=.8,
                 capsize=2, label='trained and judged by people')
     ax.plot(found.simulated, found.transfer, 'x', color='C1', label='trained by the pool, judged by people')
-    for k, (m, x, y) in enumerate(zip(found.method, found.simulated, found.human)):   # best first, to both sides in turn
-        side = dict(xytext=(5, 5), ha='left') if k % 2 else dict(xytext=(-5, 5), ha='right')
-        ax.annotate(m.replace('_', ' '), (x, y), textcoords='offset points', fontsize=7, **side)
     ax.axhline(50, color='grey', lw=.6, ls=':'); ax.axvline(50, color='grey', lw=.6, ls=':')
     ends = [f(found.simulated.min(), found.human.min()) if f is min else f(found.simulated.max(), found.human.max()) for f in (min, max)]
     ax.plot(ends, ends, color='grey', lw=.6, label='the same on both sides')
     ax.set(xlabel='in simulation: trained and judged by the pool (win rate, %)', ylabel='among people (win rate, %)')
     ax.legend(fontsize=7, loc='lower right'); fig.tight_layout()
+    name_points(ax, found.method.str.replace('_', ' '), found.simulated, found.human)
     return fig
+
+
+def name_points(ax, names, x, y):
+    "Write names beside points, each in the corner where it covers the fewest points and names."
+    scale = ax.figure.dpi / 72
+    at = ax.transData.transform(np.c_[x, y]) / scale   # in points of 1/72 inch
+    taken = [(px - 3, py - 3, px + 3, py + 3) for px, py in at]
+    def covers(b): return sum(b[0] < t[2] and t[0] < b[2] and b[1] < t[3] and t[1] < b[3] for t in taken)
+    for name, (px, py), point in zip(names, at, zip(x, y)):
+        w, boxes = 3.9 * len(name), {}
+        for dx, dy in ((5, 5), (-5 - w, 5), (5, -11), (-5 - w, -11)): boxes[dx, dy] = (px + dx, py + dy, px + dx + w, py + dy + 7)
+        dx, dy = min(boxes, key=lambda k: covers(boxes[k]))
+        taken.append(boxes[dx, dy])
+        ax.annotate(name, point, xytext=(dx, dy), textcoords='offset points', fontsize=7)
 
 # %% ../nbs/farm.ipynb #38489050
 def agreements(folder: str, cfg: FarmConfig, n: int = 1000) -> dict[str, float]:

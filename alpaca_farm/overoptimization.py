@@ -327,7 +327,8 @@ def of_policies(rewards: dict, scale: Scale, gold, people, run) -> list[dict]:
 
 def make(jobs: list[Job], cfg: OverConfig):
     "Say what the full study costs, and make its runs."
-    print(f'{len(jobs)} runs, about {duration(sum(j.cost for j in jobs))} of CPU time, those that are there already included')
+    print(f'{len(jobs)} runs, about {duration(sum(j.cost for j in jobs))} of CPU time, those that are there already included; '
+          f'to measure them takes {duration(15 * len(jobs))} more')
     failed = run_jobs(jobs, cfg.workers, 'study')
     if failed: raise RuntimeError('some runs failed:\n' + '\n'.join(failed))
 
@@ -422,8 +423,7 @@ def falls(groups: dict, n: int = 16) -> list[dict]:
 
 def at_kl(rows: list[dict], kl: float, column: str = 'gold') -> float:
     "A method's value at a given KL, between its two nearest points; nan where it never was."
-    x = [0., *(r['kl'] for r in rows)]; y = [50. if column == 'people' else 0., *(r[column] for r in rows)]
-    return float(np.interp(kl, x, y, right=np.nan))
+    return float(np.interp(kl, [r['kl'] for r in rows], [r[column] for r in rows], left=np.nan, right=np.nan))
 
 # %% ../nbs/overoptimization.ipynb #76568580
 command(OverConfig, train)
