@@ -247,11 +247,13 @@ def against_people(found):
 
 
 def name_points(ax, names, x, y):
-    "Write names beside points, each in the corner where it covers the fewest points and names."
+    "Write names beside points, each in the corner, inside the axes, where it covers the fewest points and names."
     scale = ax.figure.dpi / 72
     at = ax.transData.transform(np.c_[x, y]) / scale   # in points of 1/72 inch
     taken = [(px - 3, py - 3, px + 3, py + 3) for px, py in at]
-    def covers(b): return sum(b[0] < t[2] and t[0] < b[2] and b[1] < t[3] and t[1] < b[3] for t in taken)
+    left, right = ax.bbox.x0 / scale, ax.bbox.x1 / scale
+    def covers(b): return (9 * (b[0] < left or b[2] > right)
+                           + sum(b[0] < t[2] and t[0] < b[2] and b[1] < t[3] and t[1] < b[3] for t in taken))
     for name, (px, py), point in zip(names, at, zip(x, y)):
         w, boxes = 3.9 * len(name), {}
         for dx, dy in ((5, 5), (-5 - w, 5), (5, -11), (-5 - w, -11)): boxes[dx, dy] = (px + dx, py + dy, px + dx + w, py + dy + 7)
