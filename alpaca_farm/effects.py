@@ -38,7 +38,7 @@ class EffectsConfig(Config):
     data: str = 'runs/world'             # dataset folder: demonstrations to compare with, prompts to learn on
     split: str = 'eval'                  # its split that the runs answered
     tokens: int = 1000                   # words that distinct-1 and -2 are counted in
-    study: bool = True                   # with the experiment, about sixteen CPU minutes
+    study: bool = True                   # with the experiment, about twelve CPU minutes
     policy: str = 'runs/sft'             # where its methods start
     samples: str = 'runs/samples'        # pairs of answers of that policy, which are labelled
     candidates: str = 'runs/candidates'  # samples of it that RRHF and expert iteration learn from
