@@ -15,7 +15,7 @@ NBS = tiny.ROOT/'nbs'
 FARMED = {'world': 'world', 'sft': 'sft', 'best_of_n': 'best_of_n', 'annotators': 'annotators', 'reward_model': 'reward_model',
           'ppo': 'ppo', 'dpo': 'dpo', 'quark': 'quark', 'rrhf': 'rrhf', 'expert_iteration': 'expert_iteration',
           'binary_feedback': 'reward_conditioning', 'overoptimization': 'overoptimization'}
-OWN = dict(grammar=lambda f: {}, noise=lambda f: {},
+OWN = dict(grammar=lambda f: {}, noise=lambda f: {}, judges=lambda f: {},
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references'),
            compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']),
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
