@@ -36,7 +36,7 @@ def pair_text(
     text = [pair.get(k, '') for k in keys]
     return text[:-2] + sorted(text[-2:])
 
-# %% ../nbs/noise.ipynb #9fa85d60
+# %% ../nbs/noise.ipynb #25dc0fe6
 class Flipped(NamedTuple):
     "Noised preferences, and the share of labels that were in fact flipped."
     records: list[dict]
@@ -48,10 +48,13 @@ def flips(
     p: float,           # probability of a flip
     seed: int = 0,      # another seed, other coins
     keys=PAIR,          # fields that identify a pair
+    by: str = 'pair',   # a coin for each pair, or one for all pairs of an instruction
 ) -> np.ndarray:  # (pairs,) bool
     "Which pairs are to be flipped; the same pair always gets the same answer."
     if not 0 <= p <= 1: raise ValueError(f'p = {p}: a flip rate is between 0 and 1')
-    return np.array([uniform(seed, 'flip', *pair_text(r, keys)) < p for r in pairs], dtype=bool)
+    if by not in ('pair', 'instruction'): raise ValueError(f"by = {by!r}: 'pair' or 'instruction'")
+    def text(r): return pair_text(r, keys) if by == 'pair' else pair_text(r, keys)[:-2]
+    return np.array([uniform(seed, 'flip', *text(r)) < p for r in pairs], dtype=bool)
 
 
 def flip(
@@ -59,9 +62,10 @@ def flip(
     p: float,                 # probability of a flip; AlpacaFarm trains on 0.25
     seed: int = 0,            # another seed, other coins
     keys=PAIR,                # fields that identify a pair
+    by: str = 'pair',         # a coin for each pair, or one for all pairs of an instruction
 ) -> Flipped:
     "Preferences with some of them reversed, and the realised rate; ties and identical outputs stay."
-    y, coin = checked([r['preference'] for r in preferences]), flips(preferences, p, seed, keys)
+    y, coin = checked([r['preference'] for r in preferences]), flips(preferences, p, seed, keys, by)
     can = (y != 1.5) & np.array([r[keys[-2]] != r[keys[-1]] for r in preferences])
     new = np.where(coin & can, 3 - y, y)
     records = [r if a == b else dict(r, preference=float(b)) for r, a, b in zip(preferences, y, new)]

@@ -440,6 +440,7 @@ class Server:
             case ('GET', 'files', name): return self.find(self.files, name)[0]
             case ('GET', 'files', name, 'content'): return self.find(self.files, name)[1]
             case ('POST', 'batches'): return self.new_batch(body, record['key'])
+            case ('GET', 'batches'): return dict(object='list', data=[b['public'] for b in self.batches.values()], has_more=False)
             case ('GET', 'batches', name): return self.see_batch(self.find(self.batches, name)['public'])
             case ('POST', 'batches', name, 'cancel'): return self.cancel_batch(self.find(self.batches, name))
         self.unknown(record)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SUFFIXES', 'FIELDS', 'find', 'text_of', 'once', 'parse_json', 'read', 'read_csv', 'check', 'check_field', 'load',
-           'from_hub', 'key']
+           'from_hub', 'key', 'content']
 
 # %% ../../nbs/core/data.ipynb #0920d960
 import csv, gzip, io, json
@@ -150,7 +150,12 @@ def from_hub(spec: str, split: str) -> list[dict]:
         raise ValueError(f'{spec}: no such file here, and the hub did not give its split '
                          f'{split!r} ({e})') from e
 
-# %% ../../nbs/core/data.ipynb #682c1f90
+# %% ../../nbs/core/data.ipynb #e642d256
 def key(record: dict) -> tuple[str, str]:
     "What a record is asked."
     return record['instruction'], record.get('input') or ''
+
+
+def content(record: dict) -> str:
+    "Instruction and input as one message, a blank line between them."
+    return '\n\n'.join(filter(None, key(record)))

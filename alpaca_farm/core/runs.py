@@ -9,14 +9,14 @@ __all__ = ['held', 'whole', 'write_json', 'read_json', 'digest', 'trees', 'tree'
            'claim', 'sweep', 'set_aside', 'lock', 'track', 'fresh', 'as_asked', 'listed', 'papermill', 'need', 'recipe',
            'build', 'run_quietly']
 
-# %% ../../nbs/core/runs.ipynb #d3bf5780
+# %% ../../nbs/core/runs.ipynb #f3907931
 import ast, contextlib, fcntl, functools, hashlib, importlib.util, inspect, json, os, platform, re, resource, \
     shutil, subprocess, sys, textwrap, time
 from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 
-from .settings import Config, at_root, here, root
+from .settings import Config, at_root, root
 
 # %% ../../nbs/core/runs.ipynb #b44bfe70
 @contextlib.contextmanager
@@ -159,13 +159,13 @@ def content(path: Path) -> str:
     if stat.st_size > 2**26: return digest(stat.st_size, stat.st_mtime_ns)
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
-# %% ../../nbs/core/runs.ipynb #fa4d66e0
+# %% ../../nbs/core/runs.ipynb #bd492684
 def describe(cfg: Config, train, reads: tuple = ()) -> dict:
     "What `config.json` holds: settings, code, inputs, versions, and the fingerprint of what decides the result."
     room = room_of(cfg)
     default = {f.name: getattr(type(cfg)(), f.name) for f in fields(cfg)}
     settings = {k: v for k, v in asdict(cfg).items()}
-    decides = {k: v for k, v in settings.items() if k not in ('out', 'tracker', 'num_processes', *cfg.inputs)}
+    decides = {k: v for k, v in settings.items() if k not in (*cfg.aside, *cfg.inputs)}
     exported = package()/f'{room}.py'
     inputs = ({name: input_mark(getattr(cfg, name)) for name in cfg.inputs}
               | {path: input_mark(path) for path in reads})
@@ -389,14 +389,14 @@ def papermill(notebook: str, out: str, **settings) -> list[str]:
     return [sys.executable, '-m', 'papermill', str(nb), str(at_root(out)) + '.ipynb', '-p', 'out', str(out),
             *said, '--no-progress-bar', '--log-level', 'ERROR', '-k', 'python3']
 
-# %% ../../nbs/core/runs.ipynb #1ae71480
+# %% ../../nbs/core/runs.ipynb #88ba91de
 def need(cfg: Config, name: str):
     "Build the default input `name` of a run when it is missing or stale; refuse other missing inputs."
     default, value = getattr(type(cfg)(), name), getattr(cfg, name)
     for path in listed(value):
         known = recipe(path) if value == default and ':' not in path else None
         if known: build(known[0], path, **known[1])
-        else: here(name, path)
+        else: cfg.here(name, path)
 
 
 def recipe(path: str) -> tuple[str, dict] | None:

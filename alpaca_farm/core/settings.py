@@ -67,7 +67,7 @@ def said(
     newest = max((i for i, c in enumerate(cells) if not c.startswith('# Parameters')), default=0)
     return list(dict.fromkeys(name for c in cells[newest:] for name in assigned(c)))
 
-# %% ../../nbs/core/settings.ipynb #2e56dda0
+# %% ../../nbs/core/settings.ipynb #5d10fe73
 @dataclass
 class Config:
     "Settings that every run has."
@@ -78,6 +78,7 @@ class Config:
     num_processes: int = 1 # processes that share the work; only 1 as yet
     tracker: str = ''      # wandb to send the log there as well; nothing leaves the machine otherwise
     inputs = ()            # settings that name something this run reads (not a setting itself)
+    aside = ('out', 'num_processes', 'tracker')  # settings that do not decide what comes out (nor is this one)
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
@@ -91,7 +92,7 @@ class Config:
 
     def check(self): "Bounds a subclass adds; raise ValueError."
 
-# %% ../../nbs/core/settings.ipynb #25138fe0
+# %% ../../nbs/core/settings.ipynb #086ce9bf
 def bounds(self: Config, **limits):
     "Refuse a number outside `(low, high)`; None leaves a side open."
     for name, (low, high) in limits.items():
@@ -117,10 +118,10 @@ def there(self: Config, name: str):
     default = f.default if f.default is not dataclasses.MISSING else f.default_factory()
     value = getattr(self, name)
     if value == default: return
-    for v in value if isinstance(value, list) else [value]: here(name, v)
+    for v in value if isinstance(value, list) else [value]: self.here(name, v)
 
 
-def here(name: str, value: str):
+def here(self: Config, name: str, value: str):
     "Refuse what is not there: a callable that cannot be found, a path that is neither here nor a name on the hub."
     if ':' in value: return resolve(value)
     if value and not at_root(value).exists() and not looks_like_hub(value):
@@ -135,7 +136,7 @@ def looks_like_hub(value: str) -> bool:
     return not at_root(owner).is_dir()
 
 
-Config.bounds, Config.one_of, Config.there = bounds, one_of, there
+Config.bounds, Config.one_of, Config.there, Config.here = bounds, one_of, there, here
 
 # %% ../../nbs/core/settings.ipynb #2ae98010
 def no_secrets(settings: dict):

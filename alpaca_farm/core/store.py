@@ -18,7 +18,7 @@ def request_key(
     text = json.dumps([request, draw], sort_keys=True, ensure_ascii=False, separators=(',', ':'))
     return hashlib.sha256(text.encode()).digest()
 
-# %% ../../nbs/core/store.ipynb #69714000
+# %% ../../nbs/core/store.ipynb #1c2c740f
 def me() -> str:
     "This process: machine, number, and when it started, since numbers are used again."
     return f'{socket.gethostname()} {os.getpid()} {born(os.getpid())}'
@@ -33,14 +33,16 @@ def born(pid: int) -> str:
 
 def gone(owner: str) -> bool:
     "Whether a process of this machine is known to be dead; of another machine nothing is known."
-    host, pid, start = owner.rsplit(' ', 2)
+    host, pid, start = owner.rsplit(' ', 2)   # a batch has no process: `batch NAME -`
     return host == socket.gethostname() and born(int(pid)) != start
 
-# %% ../../nbs/core/store.ipynb #c805f830
+# %% ../../nbs/core/store.ipynb #130052d1
 TABLES = '''
 create table if not exists answers (
     key blob primary key, request text not null, answer text not null, seconds real, at real not null) without rowid;
 create table if not exists claims (key blob primary key, owner text not null, until real not null) without rowid;
+create table if not exists batches (file text primary key, name text, url text, requests text, at real not null, ended integer default 0);
+create index if not exists latest on answers (at, seconds);
 create trigger if not exists answers_stay before update on answers begin select raise(abort, 'answers are never changed'); end;
 create trigger if not exists answers_remain before delete on answers begin select raise(abort, 'answers are never deleted'); end;
 '''
@@ -67,9 +69,9 @@ class Store:
         return ValueError(f'{self.path} is not a store, or it is damaged ({e}): move it away, or rescue its answers with '
                           f'sqlite3 {self.path} .recover')
 
-    def run(self, statement: str, rows=None):
+    def run(self, statement: str, rows=None, given: tuple = ()):
         "Execute a statement, once or for many rows."
-        try: return self.db.execute(statement) if rows is None else self.db.executemany(statement, rows)
+        try: return self.db.execute(statement, given) if rows is None else self.db.executemany(statement, rows)
         except sqlite3.DatabaseError as e: raise self.trouble(e) from None
 
     def __len__(self) -> int: return self.run('select count(*) from answers').fetchone()[0]
@@ -90,7 +92,7 @@ class Store:
         "The answers to those of `keys` that have one."
         return {k: json.loads(a) for k, a in self.found(list(keys)).items()}
 
-    def put(self, key: bytes, request: dict, answer: dict, seconds: float = 0.):
+    def put(self, key: bytes, request: dict, answer: dict, seconds: float | None = 0.):
         "Write an answer down, for good; the first answer to a request stays."
         row = key, json.dumps(request, ensure_ascii=False), json.dumps(answer, ensure_ascii=False), seconds, time.time()
         self.run('begin immediate')
@@ -113,6 +115,30 @@ class Store:
         finally: self.run('commit')
         return mine
 
+    def pace(self, last: int = 100) -> float | None:
+        "Mean seconds of the last answers; None when there are none."
+        return self.run(f'select avg(seconds) from (select seconds from answers order by at desc limit {last})').fetchone()[0]
+
     def release(self, keys: list[bytes]):
         "Give up claims."
         self.run('delete from claims where key = ? and owner = ?', [(k, self.owner) for k in keys])
+
+    def note_batch(self, file: str, url: str, requests: dict[bytes, dict], seconds: float):
+        "Remember that requests are being sent as a batch; until it ends, or for so many seconds, they are nobody's to ask."
+        text = json.dumps({k.hex(): r for k, r in requests.items()}, ensure_ascii=False)
+        self.run('begin immediate')
+        self.run('insert into batches (file, url, requests, at) values (?, ?, ?, ?)', [(file, url, text, time.time())])
+        self.run('insert or replace into claims values (?, ?, ?)', [(k, f'batch {file} -', time.time() + seconds) for k in requests])
+        self.run('commit')
+
+    def name_batch(self, file: str, name: str): self.run('update batches set name = ? where file = ?', [(name, file)])
+
+    def batches(self, url: str) -> list[tuple]:
+        "Batches that have not ended: file, name (None when not yet known), requests by key."
+        rows = self.run("select file, name, requests from batches where not ended and url = ? order by at", None, (url,))
+        return [(f, n, {bytes.fromhex(k): r for k, r in json.loads(t).items()}) for f, n, t in rows]
+
+    def end_batch(self, file: str):
+        "Note that a batch has ended; what it did not answer may be asked again."
+        self.run('update batches set ended = 1 where file = ?', [(file,)])
+        self.run('delete from claims where owner = ?', [(f'batch {file} -',)])

@@ -1,0 +1,279 @@
+"""Annotation runs with judges behind an endpoint, reward models and recorded labels: what is asked, paid, kept and refused."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import tiny
+from alpaca_farm import annotators
+from alpaca_farm.annotators import AnnotatorsConfig, annotate_pairs, annotators_of
+from alpaca_farm.core import api
+from alpaca_farm.core.data import load
+from alpaca_farm.core.runs import read_summary
+from alpaca_farm.core.store import Store
+from judge_server import judge_server
+
+MODELS = ['gpt-3.5-turbo-16k-0613=judge', 'gpt-4-0314=judge', 'gpt-3.5-turbo-0301=judge', 'text-davinci-003=judge', 'gpt-4.1=judge']
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('OPENAI_API_KEY', 'test')
+    monkeypatch.setattr(api, 'wait_of', lambda e, attempt, luck, of=api.wait_of: min(of(e, attempt, luck), .05))
+
+
+def pairs(n):
+    rng = np.random.default_rng(1)
+    return [dict(instruction=f'Say word {i}.', input='now' if i % 2 else '', output_1='a'*int(rng.integers(1, 40)), output_2='b'*int(rng.integers(41, 80)))
+            for i in range(n)]
+
+
+def config(tmp_path, server, n=40, **more):
+    file = tmp_path/'pairs.json'
+    file.write_text(json.dumps(pairs(n)))
+    return AnnotatorsConfig(**dict(dict(out=str(tmp_path/'run'), outputs=str(file), annotators='chatgpt', models=MODELS, base_url=server and server.url,
+                                        store=str(tmp_path/'answers.sqlite'), label_flip=0., tries=3, timeout=5.), **more))
+
+
+def again(cfg, **more): return AnnotatorsConfig(**{**vars(cfg), **more})
+
+
+def test_a_run_with_a_paid_judge(tmp_path, capsys):
+    "Labels in the pairs' own order, price, position bias, AlpacaEval's rows; nothing is asked twice, the fields of the caller are kept."
+    (tmp_path/'prices.yaml').write_text('judge: [1, 2]')
+    with judge_server(latency=.01) as server:
+        cfg = config(tmp_path, server, prices=str(tmp_path/'prices.yaml'))
+        annotators.train(cfg)
+        rows, summary = load(cfg.out, 'preferences', 'preference'), read_summary(cfg.out)
+        assert [r['preference'] for r in rows] == [2.]*40, 'the longer answer is the second'
+        assert [(r['instruction'], r['input']) for r in rows] == [(p['instruction'], p['input']) for p in pairs(40)]
+        assert summary['asked'] == 40 and summary['dollars'] > 0 and summary['unanswered'] == 0 and summary['first_low'] < .5 < summary['first_high']
+        assert sum(r['price'] for r in rows) == pytest.approx(summary['dollars'], abs=1e-6) and all(r['time'] >= .01 for r in rows)
+        assert 'people: about $12.00 and 25 min' in capsys.readouterr().out
+        theirs = json.loads((tmp_path/'run'/'annotations.json').read_text())
+        assert theirs[1]['instruction'] == 'Say word 1.\n\nnow' and theirs[1]['preference'] == 2 and theirs[1]['raw_completion']
+        annotators.train(again(cfg, out=str(tmp_path/'other'), label_flip=.25))
+        assert len(server.requests()) == 40, 'the same questions were asked again'
+        flipped = load(str(tmp_path/'other'), 'preferences', 'preference')
+        assert 0 < sum(r['flipped'] for r in flipped) < 25 and all((r['preference'] == 1) == r['flipped'] for r in flipped)
+
+
+def test_recorded_labels_come_back_as_they_were(tmp_path):
+    "A run's labels, and AlpacaEval's annotations.json made of them, are annotators; merged inputs are found by their merged text."
+    with judge_server() as server:
+        cfg = config(tmp_path, server)
+        annotators.train(cfg)
+    for spec in (cfg.out, str(tmp_path/'run'/'preferences.json')):
+        rows = annotate_pairs(pairs(40), annotators_of(spec, cfg))
+        assert [r['preference'] for r in rows] == [2.]*40
+    merged = [dict(p, instruction=annotators.content(p), input='') for p in pairs(40)]
+    assert [r['preference'] for r in annotate_pairs(merged, annotators_of(str(tmp_path/'run'/'annotations.json'), cfg))] == [2.]*40
+
+
+def test_the_pool_of_thirteen(tmp_path):
+    "AlpacaFarm's pool runs with its models mapped, batched prompts included; one asker for all, weights, stable draws."
+    with judge_server(latency=0.) as server:
+        cfg = config(tmp_path, server, n=120, annotators='alpaca_farm', tries=2, weights=['gpt4_1=0', 'davinci003_1=5'])
+        pool = annotators_of(cfg.annotators, cfg)
+        assert len(pool.annotators) == 13 and len(annotators.askers(pool)) == 1
+        who = [annotators.draw(pool, p) for p in pairs(600)]
+        count = {a.name: who.count(i) for i, a in enumerate(pool.annotators)}
+        assert count['gpt4_1'] == 0 and count['davinci003_1'] > 2*max(v for k, v in count.items() if k != 'davinci003_1')
+        assert who[:100] == [annotators.draw(pool, p) for p in pairs(100)]
+        with pytest.raises(ValueError, match='weights: nobody'): annotators_of('alpaca_farm', again(cfg, weights=['nobody=1']))
+
+
+def test_failures_leave_the_run_open_and_are_asked_alone(tmp_path):
+    with judge_server(faults={'500': {'p': 0, 'always_for': 'Say word [0-4]\\.'}}) as server:
+        cfg = config(tmp_path, server)
+        with pytest.raises(ValueError, match='35 of 40 pairs are labelled, all of them stored; 5 are missing: 5 requests failed'): annotators.train(cfg)
+        assert not read_summary(cfg.out) and len(load(cfg.out, 'preferences', 'preference')) == 35
+        server.set(faults={})
+        before = len(server.requests())
+        annotators.train(cfg)
+        assert len(server.requests()) - before == 5 and read_summary(cfg.out)['labels'] == 40
+
+
+def test_what_cannot_be_answered_is_no_label(tmp_path, capsys):
+    "A prompt that is too long, and an answer that is never a verdict: reported with their reasons, counted nowhere."
+    with judge_server(faults={'context': {'p': 0, 'always_for': 'Say word 7\\.'}, 'refusal': {'p': 0, 'always_for': 'Say word 9\\.'}}) as server:
+        cfg = config(tmp_path, server)
+        annotators.train(cfg)
+    assert read_summary(cfg.out)['labels'] == 38 and read_summary(cfg.out)['unanswered'] == 2
+    lost = json.loads((tmp_path/'run'/'unanswered.json').read_text())
+    assert [p['instruction'] for p in lost['pairs']] == ['Say word 7.', 'Say word 9.'] and 'context length' in lost['reasons'][0]
+    assert len(lost['unread']) == 1 and lost['unread'][0]['said'] and 'no verdict on 2 of 40' in capsys.readouterr().out
+
+
+def test_a_budget_stops_and_goes_on(tmp_path):
+    (tmp_path/'prices.yaml').write_text('judge: [1000, 1000]')
+    with judge_server() as server:
+        cfg = config(tmp_path, server, prices=str(tmp_path/'prices.yaml'), budget=8., concurrency=3)
+        with pytest.raises(ValueError, match=r'the budget of \$8.00 is reached'): annotators.train(cfg)
+        first = len(server.requests())
+        assert 0 < first < 40
+        annotators.train(again(cfg, budget=0.))
+        assert len(server.requests()) == 40 and read_summary(cfg.out)['labels'] == 40
+
+
+def test_labels_nobody_is_asked_for(tmp_path):
+    "AlpacaFarm's cheaper noise: half of the pairs get a coin, half of the price is saved, and the summary says so."
+    with judge_server() as server:
+        cfg = config(tmp_path, server, n=200, label_flip=.25, ask_flipped=False)
+        annotators.train(cfg)
+        summary, rows = read_summary(cfg.out), load(cfg.out, 'preferences', 'preference')
+        assert summary['unasked'] == sum(r['annotator'] == 'coin' for r in rows) == 200 - len(server.requests())
+        assert summary['flip_low'] < .25 < summary['flip_high'] and {r['flipped'] for r in rows} == {None, False}
+        assert .15 < np.mean([r['preference'] == 1 for r in rows]) < .35
+        with pytest.raises(ValueError, match='label_flip'): again(cfg, label_flip=.6)
+
+
+def test_both_orders_of_a_judge_that_likes_the_first(tmp_path):
+    "It contradicts itself on every pair: ties, each of two answers paid for."
+    with judge_server(template='Output (a)') as server:
+        cfg = config(tmp_path, server, both_orders=True)
+        annotators.train(cfg)
+        assert len(server.requests()) == 80 and read_summary(cfg.out)['ties'] == 1.
+    with judge_server(template='Output (a)') as server:
+        cfg = config(tmp_path, server, out=str(tmp_path/'one'), store=str(tmp_path/'one.sqlite'))
+        annotators.train(cfg)
+        assert read_summary(cfg.out)['first'] == 1.
+
+
+def test_the_batch_api(tmp_path, capsys):
+    "Half the price, in two files for the two kinds of request; a process that dies while it waits has paid for nothing twice."
+    (tmp_path/'prices.yaml').write_text('judge: [1, 2]')
+    with judge_server(batch_seconds=.3) as server:
+        cfg = config(tmp_path, server, batch=True, prices=str(tmp_path/'prices.yaml'))
+        annotators.train(cfg)
+        assert read_summary(cfg.out)['labels'] == 40 and 'within a day' in capsys.readouterr().out
+        half = read_summary(cfg.out)['dollars']
+        assert sum('batch' in r for r in server.requests()) == 40
+        full = config(tmp_path, server, out=str(tmp_path/'full'), store=str(tmp_path/'full.sqlite'), prices=cfg.prices)
+        annotators.train(full)
+        assert read_summary(full.out)['dollars'] == pytest.approx(2*half, rel=.01)
+
+
+WAITS = '''
+import sys, json
+from alpaca_farm.annotators import AnnotatorsConfig, train
+train(AnnotatorsConfig(**json.loads(sys.argv[1])))
+'''
+
+
+def test_a_batch_outlives_its_process(tmp_path):
+    with judge_server(batch_seconds=4.) as server:
+        cfg = config(tmp_path, server, batch=True)
+        started = subprocess.Popen([sys.executable, '-c', WAITS, json.dumps(vars(cfg))], env=tiny.environment(), stdout=subprocess.DEVNULL)
+        while not any(r['path'] == '/v1/batches' and r['method'] == 'POST' for r in server.requests()):
+            assert started.poll() is None
+            time.sleep(.05)
+        time.sleep(.2)
+        started.send_signal(signal.SIGKILL); started.wait()
+        annotators.train(cfg)
+        assert read_summary(cfg.out)['labels'] == 40
+        assert sum('batch' in r for r in server.requests()) == 40, 'the batch was sent again'
+
+
+def test_a_batch_whose_name_was_lost_is_found_by_its_file(tmp_path):
+    with judge_server(batch_seconds=1.) as server:
+        cfg = config(tmp_path, server, batch=True)
+        started = subprocess.Popen([sys.executable, '-c', WAITS, json.dumps(vars(cfg))], env=tiny.environment(), stdout=subprocess.DEVNULL)
+        while not any(r['path'] == '/v1/batches' and r['method'] == 'POST' for r in server.requests()): time.sleep(.02)
+        time.sleep(.2)
+        started.kill(); started.wait()
+        store = Store(cfg.store)
+        store.run('update batches set name = null'); store.close()
+        annotators.train(cfg)
+        assert read_summary(cfg.out)['labels'] == 40 and sum('batch' in r for r in server.requests()) == 40
+
+
+def test_a_full_disk_stops_with_what_there_is(tmp_path, monkeypatch):
+    "SQLite's own error for a full disk, at a random moment; what was stored is used by the next run."
+    opened = Store.__init__
+    def small(self, *args, **kwargs):
+        opened(self, *args, **kwargs)
+        self.db.execute('pragma max_page_count = 24')
+    with judge_server() as server:
+        cfg = config(tmp_path, server, n=200)
+        monkeypatch.setattr(Store, '__init__', small)
+        with pytest.raises(ValueError, match='the disk is full. What is stored is safe'): annotators.train(cfg)
+        monkeypatch.setattr(Store, '__init__', opened)
+        stored, asked = len(Store(cfg.store)), len(server.requests())
+        assert 0 < stored and asked - stored <= cfg.concurrency
+        annotators.train(cfg)
+        assert read_summary(cfg.out)['labels'] == 200 and len(server.requests()) == asked + 200 - stored
+
+
+@pytest.mark.parametrize('harm', ['header', 'middle', 'cut'])
+def test_a_damaged_store_is_said_and_left(tmp_path, harm):
+    with judge_server() as server:
+        cfg = config(tmp_path, server, n=120)
+        annotators.train(cfg)
+        file = tmp_path/'answers.sqlite'
+        bytes_ = bytearray(file.read_bytes())
+        if harm == 'cut': bytes_ = bytes_[:len(bytes_)//2]
+        else:
+            at = 0 if harm == 'header' else 4096
+            bytes_[at:at + 8000] = os.urandom(8000)
+        for p in tmp_path.glob('answers.sqlite-*'): p.unlink()
+        file.write_bytes(bytes_)
+        with pytest.raises((ValueError, OSError), match='damaged|malformed'): annotators.train(again(cfg, out=str(tmp_path/'other')))
+        assert file.read_bytes() == bytes_, 'the damaged file was changed'
+        assert len(server.requests()) == 120
+
+
+def test_no_key_is_said_before_anything(tmp_path, monkeypatch):
+    monkeypatch.delenv('OPENAI_API_KEY')
+    with pytest.raises(ValueError, match='OPENAI_API_KEY'): annotators.train(config(tmp_path, None, base_url=''))
+
+
+@pytest.mark.parametrize('more, message', [
+    (dict(annotators='alpaca_eval_gtp4'), 'Did you mean alpaca_eval_gpt4'), (dict(annotators='claude'), 'OpenAI-compatible'),
+    (dict(models=['gpt-4']), 'old=new'), (dict(annotators='no_module:f'), 'no module'), (dict(flip_by='row'), 'flip_by')])
+def test_what_cannot_be_asked_is_refused(tmp_path, more, message):
+    with pytest.raises((ValueError, ModuleNotFoundError), match=message):
+        annotators.train(config(tmp_path, None, base_url='http://localhost:1/v1', **more))
+
+
+def test_a_structured_verdict(tmp_path):
+    "Our own judge: a strict schema is sent, and JSON that keeps to it comes back."
+    with judge_server(regexes=(r'<first>\n(.*?)\n</first>', r'<second>\n(.*?)\n</second>')) as server:
+        cfg = config(tmp_path, server, annotators='structured')
+        annotators.train(cfg)
+        assert {r['preference'] for r in load(cfg.out, 'preferences', 'preference')} == {2.}
+        stored = Store(cfg.store).run('select request from answers').fetchone()[0]
+        assert json.loads(stored)['response_format']['json_schema']['strict']
+
+
+def test_a_reward_model_and_a_local_model_as_judges(tmp_path):
+    "By their folders, without an endpoint: Bradley and Terry's probabilities, and the probabilities of labels."
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
+    words = {c: i for i, c in enumerate(['<pad>', '</s>', *map(chr, range(32, 127)), '\n'])}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token=' ')), pad_token='<pad>', eos_token='</s>')
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split('', 'isolated')
+    small = LlamaConfig(vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+                        max_position_embeddings=900, initializer_range=.5, pad_token_id=0, num_labels=1)
+    for name, kind in (('judge', LlamaForCausalLM), ('reward', LlamaForSequenceClassification)):
+        kind(small).save_pretrained(tmp_path/name); tokenizer.save_pretrained(tmp_path/name)
+    cfg = config(tmp_path, None, base_url='', annotators=str(tmp_path/'reward'))
+    annotators.train(cfg)
+    rows = load(cfg.out, 'preferences', 'preference')
+    from alpaca_farm.core.models import reward
+    of = reward(str(tmp_path/'reward'), cfg)
+    better = np.subtract(*(np.array(of([dict(p, output=p[k]) for p in rows])) for k in ('output_2', 'output_1')))
+    assert [r['expected'] - 1 for r in rows] == pytest.approx(1/(1 + np.exp(-better)), abs=1e-4)
+    local = again(cfg, out=str(tmp_path/'local'), annotators='open_pool', models=[f'{m}={tmp_path/"judge"}' for m in (
+        'meta-llama/Llama-3.1-8B-Instruct', 'Qwen/Qwen2.5-7B-Instruct', 'mistralai/Mistral-7B-Instruct-v0.3')])
+    annotators.train(local)
+    assert {r['annotator'] for r in load(local.out, 'preferences', 'preference')} > {'llama_strict', 'qwen_letter'}
+    with pytest.raises(ValueError, match='needs a prompt'): annotators_of(str(tmp_path/'judge'), cfg)
+    with pytest.raises(ValueError, match='cannot be asked of a local model'):
+        annotators_of('alpaca_eval_gpt4', again(cfg, models=[f'gpt-4={tmp_path/"judge"}']))
