@@ -39,7 +39,7 @@ DEFAULTS = dict(
     latency=0., faults={}, seed=0, key='', retry_after=.05, hang=60., drip=1., batch_seconds=.2,
     regexes=PAIRS,                  # one pair, or several to try in turn
     labels=('m', 'M'),              # what names the outputs in logprobs, rankings and free strings
-    template='Output ({letter})')   # plain text: {letter} a or b, {label} of labels, {number} 1 or 2 and {other} the other, {bool} true or false
+    template='Output ({letter})')   # plain text: {letter} a or b, {label} of labels, {number} 1 or 2 and {other} the other, {bool} true or false, {hash} the prompt's
 FAULTS = ('429', '500', '503', 'timeout', 'reset', 'truncated', 'badjson', 'schema', 'nologprobs', 'refusal',
           'unparseable', 'context', 'slowdrip')
 ERRORS = {'429': (429, 'Rate limit reached for {model} on requests per min. Please try again in {after}s.', 'requests',
@@ -117,7 +117,7 @@ def filled(schema, label, labels, models):
 def said(body, label, options):
     "The verdict in the shape asked for, as text, and the name of the function if one is called."
     labels, wanted = options['labels'], body.get('response_format') or {}
-    marks = dict(letter='ab'[label - 1], label=labels[label - 1], number=str(label), other=str(3 - label), bool=str(label == 1).lower())
+    marks = dict(letter='ab'[label - 1], label=labels[label - 1], number=str(label), other=str(3 - label), bool=str(label == 1).lower(), hash=digest(prompt_text(body))[:8])
     models = list(dict.fromkeys(re.findall(r'"model(?:_identifier)?": "([^"]+)"', prompt_text(body))))
     models = models if len(models) == 2 else labels
     if body.get('tools') and body.get('tool_choice') != 'none':
@@ -128,7 +128,7 @@ def said(body, label, options):
     if wanted.get('type') == 'json_schema':
         return json.dumps(filled(wanted['json_schema'].get('schema', {}), label, labels, models)), None
     if asks_logprobs(body) and wanted.get('type') != 'json_object': return labels[label - 1], None
-    text = re.sub(r'\{(letter|label|number|other|bool)\}', lambda m: marks[m[1]], options['template'])
+    text = re.sub(r'\{(letter|label|number|other|bool|hash)\}', lambda m: marks[m[1]], options['template'])
     if wanted.get('type') == 'json_object' and not text.startswith('{'):
         text = json.dumps(dict(better=label, choice=labels[label - 1]))
     return text, None

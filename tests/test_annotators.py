@@ -72,8 +72,8 @@ def test_recorded_labels_come_back_as_they_were(tmp_path):
     for spec in (cfg.out, str(tmp_path/'run'/'preferences.json')):
         rows = annotate_pairs(pairs(40), annotators_of(spec, cfg))
         assert [r['preference'] for r in rows] == [2.]*40
-    merged = [dict(p, instruction=annotators.content(p), input='') for p in pairs(40)]
-    assert [r['preference'] for r in annotate_pairs(merged, annotators_of(str(tmp_path/'run'/'annotations.json'), cfg))] == [2.]*40
+    merged = [dict(p, instruction=annotators.content(p), input='') for p in pairs(40)] + pairs(40)
+    assert [r['preference'] for r in annotate_pairs(merged, annotators_of(str(tmp_path/'run'/'annotations.json'), cfg))] == [2.]*80
 
 
 def test_the_pool_of_thirteen(tmp_path):
@@ -248,7 +248,7 @@ def test_a_structured_verdict(tmp_path):
         cfg = config(tmp_path, server, annotators='structured')
         annotators.train(cfg)
         assert {r['preference'] for r in load(cfg.out, 'preferences', 'preference')} == {2.}
-        stored = Store(cfg.store).run('select request from answers').fetchone()[0]
+        stored = Store(cfg.store).run('select request from requests').fetchone()[0]
         assert json.loads(stored)['response_format']['json_schema']['strict']
 
 

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from alpaca_farm import eval as ev
+from alpaca_farm import rankings
+from alpaca_farm.annotators import annotators_of
 from alpaca_farm.core.runs import read_json, read_log, read_summary
 from alpaca_farm.core.stats import bootstrap
+from judge_server import judge_server
 
 DATA = Path(__file__).parents[2]/'shared'/'data'
 
@@ -129,3 +132,132 @@ def test_no_row_is_lost_on_alpaca_farms_files():
     assert len(pairs) == len(sft) == 252 and sum(p['input'] != '' for p in pairs) == 208
     merged = [dict(r, instruction=r['instruction'] + '\n\n' + r['input'], input='') if r['input'] else r for r in sft]
     with pytest.raises(ValueError, match='208 of 252 outputs have no reference'): ev.pair_up(merged, base)
+
+
+# no verdict, rows of AlpacaEval, judges behind an endpoint
+
+def silent_on_three(pairs): return [np.nan if p['instruction'] in ('Say 0.', 'Say 5.', 'Say 7.') else f for p, f in zip(pairs, longest(pairs))]
+
+
+class Undecided(Pool): annotators = (longest, silent_on_three)
+
+
+def test_no_verdict_is_no_tie_and_no_loss(references):
+    outputs = answers(lambda i: 'o'*(2*i + 1))
+    methods = dict(reference=references, mine=outputs)
+    judged = ev.judge_all(methods, references, dict(shy=silent_on_three, pool=Undecided(), bold=longest))
+    for name in ('shy', 'pool', 'pool_votes'): assert np.flatnonzero(np.isnan(judged[name]['mine'])).tolist() == [0, 5, 7], name
+    told = ~np.isnan(judged['shy']['mine'])
+    board = ev.leaderboard(judged, methods, 'x', n=50).set_index('method')
+    assert (board.loc['mine', 'shy_unanswered'], board.loc['reference', 'shy_unanswered']) == (3, 0) and 'bold_unanswered' not in board
+    assert board.loc['mine', 'shy'] == pytest.approx(100*(judged['bold']['mine'][told] - 1).mean())
+    row = ev.alpaca_rows(judged['shy'], methods, references, 'shy', 'x').loc['mine']
+    assert (row.n_total, row.n_unanswered, row.win_rate) == (9, 3, pytest.approx(board.loc['mine', 'shy']))
+    assert ev.rank_agreement(ev.judge_all(dict(methods, a=answers(lambda i: 'a')), references, dict(shy=silent_on_three, bold=longest)), n=20)['spearman_shy_bold'] == 1
+    with pytest.raises(ValueError, match='row 0 is nan'): ev.preferences(outputs, references, silent_on_three)
+    with pytest.raises(ValueError, match='mine under mute: there is no verdict on any of the 12'):
+        ev.judge_all(dict(mine=outputs), references, dict(mute=lambda pairs: [np.nan]*len(pairs)))
+
+
+def test_identical_answers_are_not_asked_about():
+    asked = []
+    def judge(pairs): asked.extend(pairs); return [2.]*len(pairs)
+    refs, mine = answers(lambda i: 'yes'), answers(lambda i: 'yes' if i % 2 else 'no')
+    assert ev.verdicts(mine, refs, judge).tolist() == [1.5]*12 and len(asked) == 12 and all(p['output_1'] != p['output_2'] for p in asked)
+
+
+def test_head_to_head_is_every_pair_judged(references):
+    methods = dict(reference=references, a=answers(lambda i: 'a'*i)[::-1], b=answers(lambda i: 'b'*(12 - i)))
+    known = ev.judge_all(methods, references, dict(j=longest))['j']
+    games = ev.all_pairs(methods, references, longest, known)
+    tables = rankings.head_to_head(games)
+    assert tables['win_rate'].loc['b', 'a'] == pytest.approx(100*np.mean([(1 + np.sign(12 - 2*i))/2 for i in range(12)]))
+    assert tables['win_rate'].loc['a', 'reference'] == pytest.approx(100*(known['a'] - 1).mean())
+    def shy(pairs): return [np.nan if p['instruction'] == 'Say 3.' else 2. for p in pairs]
+    assert rankings.head_to_head(ev.all_pairs(methods, references, shy, known))['n'].loc['a', 'b'] == 11
+
+
+def test_a_run_head_to_head(tmp_path):
+    cfg = run(tmp_path, head_to_head=True, annotators=[f'{__name__}:longest', f'{__name__}:first'])
+    files = {p.name for p in (tmp_path/'out').iterdir()}
+    assert files >= {f'{kind}_{judge}.csv' for kind in ('leaderboard', 'elo', 'head_to_head') for judge in ('longest', 'first')}
+    summary, rows = read_summary(cfg.out), rankings.read_leaderboard(tmp_path/'out'/'leaderboard_longest.csv')
+    assert summary['reference_longest_elo'] == 1000 and summary['longest_unanswered'] == 0 and 'mine_longest_length_controlled' in summary
+    assert set(rows.annotator) == {'longest'} and set(rows.reference) == {cfg.reference} and rows.terms.str.contains('no difficulty').all()
+    assert {'win_rate', 'standard_error', 'n_wins', 'n_wins_base', 'n_draws', 'n_total', 'discrete_win_rate', 'length_controlled_winrate',
+            'lc_standard_error', 'avg_length', 'n_unanswered'} <= set(rows)
+    with pytest.raises(ValueError, match='different annotators'):
+        rankings.ranked(rows, rankings.read_leaderboard(tmp_path/'out'/'leaderboard_first.csv'))
+
+
+@pytest.fixture
+def keyed(monkeypatch):
+    for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('OPENAI_API_KEY', 'test')
+
+
+MODELS = ['gpt-3.5-turbo-16k-0613=judge', 'gpt-4-0314=judge', 'gpt-3.5-turbo-0301=judge', 'text-davinci-003=judge']
+
+
+def test_a_paid_judge_sees_both_orders_and_is_asked_once(tmp_path, keyed):
+    (tmp_path/'prices.yaml').write_text('judge: [1, 2]')
+    with judge_server(faults={'unparseable': {'p': 0, 'always_for': 'Say 4\\.'}}) as server:
+        more = dict(annotators=['chatgpt'], models=MODELS, base_url=server.url, store=str(tmp_path/'a.sqlite'), tries=3, prices=str(tmp_path/'prices.yaml'))
+        cfg = run(tmp_path, **more)
+        summary, rows = read_summary(cfg.out), rankings.read_leaderboard(tmp_path/'out'/'leaderboard_chatgpt.csv')
+        different = sum(a != 'o'*(2*i) for i in range(12) for a in ('x'*(i + 1), 'y'*3))
+        assert summary['asked'] == 2*different + 2*2*2 and summary['dollars'] > 0          # what could not be read was asked three times
+        assert summary['chatgpt_unanswered'] == 1 and rows.loc['mine', ['n_total', 'n_unanswered']].tolist() == [11, 1]
+        asked = len(server.requests())
+        run(tmp_path, **more, out=str(tmp_path/'again'), head_to_head=True)
+        assert len(server.requests()) == asked, 'the same was asked again'
+
+
+def test_a_paid_pool_is_asked_for_one_vote(tmp_path, keyed):
+    with judge_server() as server:
+        more = dict(annotators=['alpaca_farm'], models=MODELS, base_url=server.url, store=str(tmp_path/'a.sqlite'), tries=3)
+        cfg = ev.EvalConfig(**more, out=str(tmp_path/'unused'), max_instances=1)
+        pool = annotators_of('alpaca_farm', cfg)
+        refs, mine = answers(lambda i: ['x', 'yy'], 30), answers(lambda i: 'long enough', 30)
+        judged = ev.judge_all(dict(reference=refs, mine=mine), refs, dict(pool=pool))
+        assert set(judged) == {'pool'} and (judged['pool']['reference'] == 1.5).all()
+        told = judged['pool']['mine'][~np.isnan(judged['pool']['mine'])]
+        assert len(told) > 5 and (told == 2).all() and pool.annotators[0].asker.tally.wanted <= 3*30
+
+
+def test_a_budget_stops_a_run_that_goes_on_later(tmp_path, keyed):
+    (tmp_path/'prices.yaml').write_text('judge: [100, 100]')
+    with judge_server() as server:
+        more = dict(annotators=['chatgpt'], models=MODELS, base_url=server.url, store=str(tmp_path/'a.sqlite'), prices=str(tmp_path/'prices.yaml'))
+        with pytest.raises(ValueError, match='mine under chatgpt: the budget .* run again'): run(tmp_path, **more, budget=.3)
+        some = len(server.requests())
+        assert 0 < some < 40 and not read_summary(tmp_path/'out')
+        run(tmp_path, **more)
+        assert read_summary(tmp_path/'out')['chatgpt_unanswered'] == 0 and len(server.requests()) == 2*sum(
+            a != 'o'*(2*i) for i in range(12) for a in ('x'*(i + 1), 'y'*3))
+
+
+def test_judges_that_are_none_are_refused(tmp_path):
+    with pytest.raises(ValueError, match='Did you mean alpaca_eval_gpt4'): ev.EvalConfig(annotators=['alpaca_eval_gtp4'])
+    with pytest.raises(ValueError, match='weights'): ev.EvalConfig(weights=['gpt4'])
+
+
+@pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='the recorded verdicts are not here')
+@pytest.mark.parametrize('board', ['ae1', 'ae2'])
+def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
+    "Two models' outputs, judged by AlpacaEval's recorded annotations: win rate and error to 1e-6, the counts, the discrete win rate, all 805 rows."
+    models, shipped = ('alpaca-7b', 'alpaca-farm-ppo-human'), rankings.read_leaderboard(DATA/'alpaca_eval'/f'leaderboard_{board}.csv')
+    labels = [r for m in models for r in json.loads((DATA/'alpaca_eval'/m/f'annotations_{board}.json').read_text())]
+    base = {r['instruction']: dict(instruction=r['instruction'], output=r['output_1']) for r in labels}
+    (tmp_path/'reference.json').write_text(json.dumps(list(base.values())))
+    (tmp_path/f'{board}.json').write_text(json.dumps(labels))
+    cfg = ev.EvalConfig(out=str(tmp_path/'out'), outputs=[str(DATA/'alpaca_eval'/m/'model_outputs.json') for m in models],
+                        reference=str(tmp_path/'reference.json'), annotators=[str(tmp_path/f'{board}.json')])
+    ev.train(cfg)
+    ours = rankings.read_leaderboard(tmp_path/'out'/f'leaderboard_{board}.csv')
+    assert set(ours.index) == {'reference', *models}
+    for m in models:
+        for name in ('win_rate', 'standard_error', 'n_wins', 'n_wins_base', 'n_draws', 'n_total', 'discrete_win_rate', 'avg_length'):
+            assert float(ours.loc[m, name]) == pytest.approx(float(shipped.loc[m, name]), abs=1e-6), (m, name)
+        assert ours.loc[m, 'n_unanswered'] == 0 and ours.loc[m, 'n_total'] == 805
+        assert abs(ours.loc[m, 'length_controlled_winrate'] - shipped.loc[m, 'length_controlled_winrate']) < 2.5

@@ -9,7 +9,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from judge_server import DEFAULTS, FAULTS, Server, judge_server, sha, verdict
+from judge_server import DEFAULTS, FAULTS, Server, digest, judge_server, prompt_text, sha, verdict
 
 SHORT, LONG = 'A cat.', 'A cat that sat on the mat.'
 BETTER = dict(type='object', properties=dict(why=dict(type='string'), better=dict(enum=['one', 'two'])))
@@ -58,6 +58,8 @@ def test_plain_text(client, server):
     server.set(template='{"first is better": {bool}, "n": {number}, "is": "{label}"}', labels='ab')
     assert json.loads(ask(client).choices[0].message.content) == {'first is better': False, 'n': 2, 'is': 'b'}
     assert client.models.list().data[0].id == 'judge'
+    server.set(template='An answer to {hash}.')
+    assert ask(client).choices[0].message.content == f'An answer to {digest(prompt_text(body()))[:8]}.', 'plain chat'
 
 
 def test_verdict():

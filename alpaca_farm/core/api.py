@@ -46,11 +46,11 @@ def mapped(
     try: return {k: kind(v) for k, v in (g.split('=', 1) for g in given)}
     except ValueError: raise ValueError(f'{name} = {given}: write each as "{"name=2" if kind is float else "old=new"}"') from None
 
-# %% ../../nbs/core/api.ipynb #39de0970
+# %% ../../nbs/core/api.ipynb #1aac86c1
 PRICES = {  # dollars per million tokens, in and out; OpenAI's price lists of 2023 to 2025
     'gpt-4-0314': (30, 60), 'gpt-4-0613': (30, 60), 'gpt-4': (30, 60), 'gpt-4-1106-preview': (10, 30), 'gpt-4-turbo': (10, 30),
     'gpt-4o': (2.5, 10), 'gpt-4o-mini': (.15, .6), 'gpt-4.1': (2, 8), 'gpt-4.1-mini': (.4, 1.6), 'gpt-4.1-nano': (.1, .4),
-    'gpt-3.5-turbo-0301': (2, 2), 'gpt-3.5-turbo': (.5, 1.5), 'gpt-3.5-turbo-instruct': (1.5, 2), 'text-davinci-003': (20, 20)}
+    'gpt-3.5-turbo-0301': (2, 2), 'gpt-3.5-turbo': (.5, 1.5), 'gpt-3.5-turbo-instruct': (1.5, 2), 'text-davinci-003': (20, 20), 'text-davinci-001': (20, 20)}
 
 
 def price_list(path: str = '') -> dict[str, tuple[float, float]]:
@@ -142,7 +142,7 @@ async def send(who, request: dict) -> dict:
     if not complete(said): raise ValueError(f'an answer of the wrong shape: {str(said)[:200]}')
     return said
 
-# %% ../../nbs/core/api.ipynb #dc5a6eb1
+# %% ../../nbs/core/api.ipynb #861d7e4e
 PEOPLE = .3, 36.8  # dollars and seconds for a label of a person
 
 
@@ -209,28 +209,37 @@ class Asker:
 
     async def work(self, todo: dict) -> dict:
         "Ask for all, a bounded number at a time; the answers by key."
-        self.todo, self.left, self.answers, self.spending, self.stop = todo, list(todo.items())[::-1], {}, 0., None
+        self.todo, self.left, self.mine, self.answers, self.spending, self.stop = todo, list(todo.items()), [], {}, 0., None
         self.show, self.first = Progress(self.name, len(todo)), self.tally.asked + len(self.tally.failed)
         async with client(self.cfg) as self.who:
             if self.cfg.batch:
                 try: await self.in_batches()
                 except Stop as e: self.stop = e
             else: await asyncio.gather(*(self.worker() for _ in range(min(self.cfg.concurrency, len(todo)))))
+        if self.mine and not isinstance(self.stop, OSError): self.store.release([k for k, _ in self.mine])
         if self.stop: raise ValueError(f'{self.stop}. {self.tally.asked} answers were stored before it')
         return self.answers
 
     async def worker(self):
         "Take one request after the other until none is left, or there is no point in going on."
-        while self.left and not self.stop and not self.tally.stopped:
-            key, request = self.left.pop()
-            if not self.store.claim([key]):   # answered meanwhile, or another process is asking
-                if not await self.elsewhere(key): self.left.insert(0, (key, request))
-                continue
+        while not self.stop and not self.tally.stopped and (mine := await self.next()):
+            key, request = mine
             dear = self.price(request['model'], *size(request)) or 0.
-            if self.too_dear(dear): self.store.release([key]); return
+            if self.too_dear(dear): self.mine.append(mine); return
             self.spending += dear
             try: await self.one(key, request)
             finally: self.spending -= dear
+
+    async def next(self) -> tuple | None:
+        "A request that is this process's to ask, of those it has claimed; they are claimed some at a time."
+        while self.left or self.mine:
+            if self.mine: return self.mine.pop()
+            some, self.left = self.left[:self.cfg.concurrency], self.left[self.cfg.concurrency:]
+            got = set(self.store.claim([k for k, _ in some]))
+            self.mine = [(k, r) for k, r in some if k in got]
+            for k, r in some:   # answered meanwhile, or another process is asking
+                if k not in got and not await self.elsewhere(k): self.left.append((k, r))
+        return None
 
     def too_dear(self, dollars: float) -> bool:
         "Whether so much more would break the budget; then all asking stops."

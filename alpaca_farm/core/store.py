@@ -36,15 +36,17 @@ def gone(owner: str) -> bool:
     host, pid, start = owner.rsplit(' ', 2)   # a batch has no process: `batch NAME -`
     return host == socket.gethostname() and born(int(pid)) != start
 
-# %% ../../nbs/core/store.ipynb #130052d1
+# %% ../../nbs/core/store.ipynb #123a5a72
 TABLES = '''
-create table if not exists answers (
-    key blob primary key, request text not null, answer text not null, seconds real, at real not null) without rowid;
+create table if not exists answers (key blob primary key, answer text not null, seconds real, at real not null) without rowid;
+create table if not exists requests (key blob primary key, request text not null) without rowid;
 create table if not exists claims (key blob primary key, owner text not null, until real not null) without rowid;
 create table if not exists batches (file text primary key, name text, url text, requests text, at real not null, ended integer default 0);
 create index if not exists latest on answers (at, seconds);
 create trigger if not exists answers_stay before update on answers begin select raise(abort, 'answers are never changed'); end;
 create trigger if not exists answers_remain before delete on answers begin select raise(abort, 'answers are never deleted'); end;
+create trigger if not exists requests_stay before update on requests begin select raise(abort, 'requests are never changed'); end;
+create trigger if not exists requests_remain before delete on requests begin select raise(abort, 'requests are never deleted'); end;
 '''
 
 
@@ -80,7 +82,7 @@ class Store:
 
     def found(self, keys: list[bytes], column: str = 'answer', table: str = 'answers') -> dict[bytes, str]:
         "A column of those of `keys` that are there."
-        out = {}
+        out, keys = {}, sorted(keys)   # in the order in which the file has them
         for at in range(0, len(keys), 900):
             some = keys[at:at + 900]
             marks = ','.join('?' * len(some))
@@ -94,10 +96,11 @@ class Store:
 
     def put(self, key: bytes, request: dict, answer: dict, seconds: float | None = 0.):
         "Write an answer down, for good; the first answer to a request stays."
-        row = key, json.dumps(request, ensure_ascii=False), json.dumps(answer, ensure_ascii=False), seconds, time.time()
+        row = key, json.dumps(answer, ensure_ascii=False), seconds, time.time()
         self.run('begin immediate')
         try:
-            self.run('insert or ignore into answers values (?, ?, ?, ?, ?)', [row])
+            self.run('insert or ignore into answers values (?, ?, ?, ?)', [row])
+            self.run('insert or ignore into requests values (?, ?)', [(key, json.dumps(request, ensure_ascii=False))])
             self.run('delete from claims where key = ?', [(key,)])
             self.run('commit')
         except BaseException:

@@ -1,0 +1,195 @@
+"""People label pairs: blind, in a fair order, with nothing lost, whatever becomes of the kernel."""
+import json
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import tiny
+from alpaca_farm import labelling, world
+from alpaca_farm.core.data import load
+from alpaca_farm.core.runs import read_summary
+from alpaca_farm.core.stats import wilson
+from alpaca_farm.core.store import Store
+from alpaca_farm.labelling import Desk, LabellingConfig, Page, labels, portrait, simulate, turned
+
+
+def drawn(n, seed=0):
+    "Pairs of answers of the embedded world, with fields that a labeller must not see."
+    rng = random.Random(seed)
+    out = []
+    while len(out) < n:
+        spec = world.sample_instruction(rng)
+        pair = dict(world.render(spec), output_1=world.respond(spec, rng), output_2=world.respond(spec, rng))
+        if pair['output_1'] != pair['output_2']:
+            out.append(dict(pair, generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.], preference=2., annotator='SECRET-c'))
+    return out
+
+
+def exchanged(p): return dict(p, output_1=p['output_2'], output_2=p['output_1'])
+
+
+def page_of(pairs, path, person='Ann', quick=0., **more): return Page(Desk(pairs, Store(path), person, **more), quick)
+
+
+def longer(ps): return [1. if len(p['output_1']) > len(p['output_2']) else 2. for p in ps]
+
+
+def test_order_is_fair_and_stays():
+    "Half of the pairs are turned, for each person their own half, whichever way round the file has them."
+    pairs = drawn(800)
+    for person in ('Ann', 'Bob'):
+        share = wilson(sum(turned(p, person) for p in pairs), len(pairs))
+        assert share.low < .5 < share.high
+    same = wilson(sum(turned(p, 'Ann') == turned(p, 'Bob') for p in pairs), len(pairs))
+    seeds = wilson(sum(turned(p, 'Ann', 0) == turned(p, 'Ann', 1) for p in pairs), len(pairs))
+    assert same.low < .5 < same.high and seeds.low < .5 < seeds.high
+    assert all(turned(exchanged(p), 'Ann') != turned(p, 'Ann') for p in pairs)
+
+
+def test_blind_and_escaped(tmp_path):
+    "Nothing the widget holds tells who wrote an answer, and markup in an answer does nothing."
+    pairs = drawn(20)
+    pairs[0].update(output_1='<img src=x onerror=alert(1)>', output_2='</div><script>kernel()</script>&lt;', input='"><b onload=x>')
+    page, seen = page_of(pairs, tmp_path/'a.sqlite', '<i>Ann'), []
+    while page.pair:
+        states = json.dumps([w.get_state() for w in (page.view, page.head, page.body, page.keys, *page.buttons.values())], default=str)
+        assert 'SECRET' not in states and all(s in page.body.value for s in map(labelling.html.escape, page.pair.values()))
+        seen.append(page.body.value)
+        assert page.body.value.count('<') == 2*6 + 4 and '<i>' not in page.head.value   # six boxes and two numbers, nothing of the pair's
+        page.press('1')
+    assert len(seen) == 20 and '&lt;script&gt;kernel()' in seen[0] and '&amp;lt;' in seen[0]
+
+
+def test_keys_buttons_and_their_verdicts(tmp_path):
+    pairs = drawn(6)
+    page = page_of(pairs, tmp_path/'a.sqlite')
+    page.keys.value = '1'
+    page.buttons['2'].click(); page.buttons['0'].click()
+    for key in ('T', 's', 'x', ' ', '12'): page.keys.value = key     # of several characters the last counts
+    assert page.pair is None and page.keys.value == '' and 'Nothing is left' in page.body.value
+    page.press('1')
+    rows = labels(page.desk.store, pairs, 'Ann')
+    own = [3 - v if turned(p, 'Ann') else v for p, v in zip(pairs, (1, 2, 1.5, 1.5, None, 2)) if v]
+    assert [r['preference'] for r in rows] == own and [r['output_1'] for r in rows] == [p['output_1'] for i, p in enumerate(pairs) if i != 4]
+    assert all(r['annotator'] == 'Ann' and r['time'] >= 0 and 'scores' in r for r in rows)
+
+
+def test_a_key_too_early_was_meant_for_the_pair_before(tmp_path):
+    page = page_of(drawn(3), tmp_path/'a.sqlite', quick=30.)
+    page.press('1'); page.keys.value = '2'
+    assert page.desk.left() == 3 and len(page.desk.store) == 0
+
+
+def test_undo_keeps_the_history(tmp_path):
+    "Also after the notebook was closed; what was taken back is shown again in the same order."
+    pairs = drawn(4)
+    page = page_of(pairs, tmp_path/'a.sqlite')
+    page.press('1'); second = page.pair
+    page.press('1')
+    page = page_of(pairs, tmp_path/'a.sqlite')
+    page.press('u')
+    assert page.pair == second and page.desk.left() == 3 and len(labels(page.desk.store, pairs, 'Ann')) == 1
+    page.press('2')
+    assert labels(page.desk.store, pairs, 'Ann')[1]['preference'] == (1 if turned(pairs[1], 'Ann') else 2)
+    for _ in range(2): page.press('u')
+    assert page.desk.left() == 4 and labels(page.desk.store, pairs, 'Ann') == []
+    page.press('u')
+    assert 'nothing to undo' in page.head.value and len(page.desk.store) == 6, 'labels, corrections and undos are all there'
+
+
+def test_a_skipped_pair_is_no_label_and_not_asked_again(tmp_path):
+    pairs = drawn(2)
+    page = page_of(pairs, tmp_path/'a.sqlite', repeat=1.)
+    page.press('s')
+    assert page_of(pairs, tmp_path/'a.sqlite', repeat=1.).desk.due()[0] == 1 and page.desk.left() == 2
+    assert labels(page.desk.store, pairs, 'Ann') == []
+
+
+def test_twice_in_the_other_order(tmp_path):
+    "Who follows the text agrees with themselves, who follows the place never does; another seed forgets nothing."
+    pairs = drawn(40)
+    for name, annotator, share in (('steady', longer, 1.), ('left', lambda ps: [1.]*len(ps), 0.)):
+        page = page_of(pairs, tmp_path/'a.sqlite', name, repeat=1.)
+        simulate(page, annotator, 55)
+        page = page_of(pairs[::-1], tmp_path/'a.sqlite', name, repeat=1., seed=5)
+        assert page.desk.left() == 25
+        simulate(page, annotator, 99)
+        rows = labels(page.desk.store, pairs, name)
+        assert len(rows) == 40 and portrait(rows)['self_agreement'].value == share and len({r['shown_first'] for r in rows}) == 2
+        if name == 'steady': assert all(len(r[f'output_{r["preference"]:.0f}']) == max(len(r['output_1']), len(r['output_2'])) for r in rows)
+
+
+WORKER = '''
+import sys; sys.path.insert(0, {tests!r})
+from test_labelling import drawn, page_of, longer, simulate
+page = page_of(drawn(400), {store!r})
+while page.pair: simulate(page, longer, 1); print(page.desk.left(), flush=True)
+'''
+
+
+def test_killed_in_the_middle_nothing_is_lost(tmp_path):
+    "Three times kill -9 while a person labels: every label that was shown as done is there, and none is asked twice."
+    pairs, store, left = drawn(400), tmp_path/'a.sqlite', 400
+    for wait in (15, 40, 3):
+        code = WORKER.format(tests=str(tiny.ROOT/'tests'), store=str(store))
+        with subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, env=tiny.environment(PYTHONPATH=str(tiny.ROOT))) as p:
+            for _ in range(wait): left = int(p.stdout.readline())
+            p.send_signal(signal.SIGKILL)
+        page = page_of(pairs, store)
+        assert page.desk.left() <= left and page.desk.due()[0] == 400 - page.desk.left()
+        left = page.desk.left()
+        rows = labels(page.desk.store, pairs, 'Ann')
+        assert len(rows) == 400 - left == len(page.desk.store), 'a pair was asked twice, or lost'
+        assert [r['preference'] for r in rows] == longer([p for p in pairs[:len(rows)]])
+
+
+def test_a_label_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    page = page_of(drawn(3), tmp_path/'a.sqlite')
+    was = page.pair
+    def full(*args, **kwargs): raise OSError('the disk is full')
+    monkeypatch.setattr(page.desk.store, 'put', full)
+    page.press('1')
+    assert 'Not recorded: the disk is full' in page.head.value and page.pair == was and page.desk.left() == 3
+    monkeypatch.undo()
+    page.press('1')
+    assert page.desk.left() == 2
+
+
+def settings(tmp_path, pairs, **more):
+    (tmp_path/'pairs.json').write_text(json.dumps(pairs))
+    return LabellingConfig(out=str(tmp_path/'run'), outputs=str(tmp_path/'pairs.json'), store=str(tmp_path/'a.sqlite'), **more)
+
+
+def test_two_people_one_store_one_run(tmp_path, capsys):
+    "The run follows the labels there are; others' labels and answers of judges in the store are no labels of theirs."
+    pairs = drawn(12)
+    cfg = settings(tmp_path, pairs)
+    assert labelling.train(cfg).folder == tmp_path/'run'
+    assert read_summary(cfg.out)['labels'] == 0 and json.loads((tmp_path/'run'/'preferences.json').read_text()) == []
+    Store(cfg.store).put(b'x'*32, dict(model='judge', prompt='{"kind": "label"'), dict(text='a'))
+    for person, n in (('Ann', 12), ('Bob', 5)): simulate(page_of(pairs, cfg.store, person), longer, n)
+    labelling.train(cfg)
+    rows = load(cfg.out, 'preferences', 'preference')
+    assert [r['annotator'] for r in rows] == ['Ann']*12 + ['Bob']*5 and 'SECRET-c' not in str(rows)
+    assert [r['preference'] for r in rows] == longer(pairs) + longer(pairs[:5])
+    summary = read_summary(cfg.out)
+    assert (summary['labels'], summary['people'], summary['pairs'], summary['ties'], summary['skipped']) == (17, 2, 12, 0, 0)
+    assert labelling.train(cfg).done, 'nothing has changed'
+    one = settings(tmp_path, pairs, person='Bob')
+    labelling.train(one)
+    assert len(load(one.out, 'preferences', 'preference')) == 5
+    capsys.readouterr()
+    assert labelling.label(cfg) is None and 'Ann, 5 by Bob' in capsys.readouterr().out
+    assert type(labelling.label(one)).__name__ == 'VBox'
+
+
+def test_candidates_make_pairs_and_nobody_is_refused(tmp_path):
+    rows = [dict(instruction=f'Say {i}.', input='', output=['a', 'b', 'a']) for i in range(5)]
+    cfg = settings(tmp_path, rows, person='Ann', max_instances=3)
+    labelling.label(cfg)
+    labelling.train(cfg)
+    assert read_summary(cfg.out)['pairs'] == 3
+    with pytest.raises(ValueError, match='say who labels'): Desk([], Store(tmp_path/'a.sqlite'), ' ')
