@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['AnnotatorsConfig', 'someone', 'annotators_of', 'configured', 'members', 'name_of', 'shares', 'draw', 'swapped',
            'turned', 'ask_each', 'ask', 'vote', 'coin', 'annotate_pairs', 'flipped', 'pair_samples', 'annotate_samples',
-           'annotate_head2head', 'head2head_pairs', 'read_pairs', 'askers', 'expected_preferences', 'first_shown',
-           'train', 'leave', 'rates', 'sum_of', 'to_alpaca_eval']
+           'annotate_head2head', 'head2head_pairs', 'read_pairs', 'askers', 'expected_preferences', 'position', 'train',
+           'leave', 'rates', 'sum_of', 'to_alpaca_eval']
 
 # %% ../nbs/annotators.ipynb #08c663ce
 import json, math
@@ -102,7 +102,7 @@ def draw(
     at = np.searchsorted(cut, uniform(seed, 'annotator', *pair_text(pair)), side='right')
     return int(min(at, len(cut) - 1))
 
-# %% ../nbs/annotators.ipynb #b91991e4
+# %% ../nbs/annotators.ipynb #f858a6ab
 def swapped(pair: dict) -> dict:
     "A pair in the other order."
     return dict(pair, output_1=pair['output_2'], output_2=pair['output_1'])
@@ -135,7 +135,8 @@ def ask(
     if not both: return back
     other = one[len(annotators):]
     return [[v._replace(preference=(v.preference + 3 - w.preference) / 2, raw=f'{v.raw}\n---\n{w.raw}' if v.raw else '',
-                        price=None if None in (v.price, w.price) else v.price + w.price) for v, w in zip(*vs)] for vs in zip(back, other)]
+                        price=None if None in (v.price, w.price) else v.price + w.price, orders=(v.preference, 3 - w.preference))
+             for v, w in zip(*vs)] for vs in zip(back, other)]
 
 
 def vote(
@@ -173,7 +174,8 @@ def annotate_pairs(
     groups = [[i for i in open_ if who[i] == a] for a in range(len(members(pool)))]
     said = ask(members(pool), [[pairs[i] for i in g] for g in groups], seed, both_orders)
     for i, v in zip(sum(groups, []), sum(said, [])):
-        out[i] |= dict(preference=vote(pairs[i], v.preference, seed)) | (dict(price=v.price, time=v.seconds, raw=v.raw) if v.raw else {})
+        out[i] |= dict(preference=vote(pairs[i], v.preference, seed)) | (dict(price=v.price, time=v.seconds, raw=v.raw) if v.raw else {}) | (
+            dict(orders=list(v.orders)) if v.orders else {})
     for i in np.flatnonzero(unasked):
         if pairs[i]['output_1'] != pairs[i]['output_2']: out[i] |= dict(preference=coin(pairs[i], seed), annotator='coin')
     return flipped(out, flip_rate, seed, flip_by).records if flip_rate and ask_flipped else out
@@ -226,7 +228,7 @@ def head2head_pairs(outputs_1: list[dict], outputs_2: list[dict], keys=('instruc
     return [dict({k: v for k, v in r.items() if k != 'output'}, input=r.get('input') or '', output_1=base[of(r)]['output'], output_2=r['output'])
             for r in outputs_2]
 
-# %% ../nbs/annotators.ipynb #4840fea3
+# %% ../nbs/annotators.ipynb #06349aae
 def read_pairs(cfg: AnnotatorsConfig) -> list[dict]:
     "The pairs of a file of pairs, or of a file or run folder of candidates."
     path = find(cfg.outputs, 'candidates')
@@ -248,10 +250,18 @@ def expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
     return mean + rate * (3 - 2 * mean)
 
 
-def first_shown(rows: list[dict], seed: int) -> list[bool]:
-    "Whether the answer that was shown first won, for the labels an annotator gave, before flips."
-    use = [r for r in rows if r['preference'] in (1, 2) and r['annotator'] != 'coin']
-    return [(r['preference'] == 2) == bool(t) for r, t in zip(use, turned(use, seed))]
+def position(rows: list[dict], seed: int, both: bool) -> dict:
+    """How often the answer shown first wins, over the labels an annotator gave, before flips; where both orders were asked, also
+    how often they agree. With 95 % intervals; empty without labels."""
+    use = [r for r in rows if r['preference'] is not None and r['annotator'] != 'coin' and r['output_1'] != r['output_2']]
+    if both:
+        a, b = np.array([r['orders'] for r in use]).reshape(-1, 2).T
+        wins, shown, same = ((a < 1.5).sum() + (b > 1.5).sum()), ((a != 1.5).sum() + (b != 1.5).sum()), (a - 1.5) * (b - 1.5) > 0
+    else:
+        decided = [r for r in use if r['preference'] != 1.5]
+        wins, shown, same = sum((r['preference'] == 2) == bool(t) for r, t in zip(decided, turned(decided, seed))), len(decided), []
+    out = {'first': wilson(int(wins), int(shown)) if shown else None, 'consistent': wilson(int(np.sum(same)), len(same)) if len(same) else None}
+    return {f'{k}{end}': float(v) for k, i in out.items() if i for end, v in zip(('', '_low', '_high'), i)}
 
 
 def train(cfg: AnnotatorsConfig):
@@ -283,11 +293,9 @@ def leave(run, rows: list[dict], clean: list[dict], rate, asked: list):
                                    ': are these the pairs that were labelled?'))
     if lost: print(f'no verdict on {len(lost)} of {len(rows)} pairs: see {run.path("unanswered.json")}')
     coins = sum(r['annotator'] == 'coin' for r in there)
-    first = first_shown(clean, run.cfg.seed)
-    bias = wilson(sum(first), len(first)) if first and not run.cfg.both_orders else None
     run.finish(labels=len(there), unanswered=len(lost), unasked=coins, ties=float(np.mean([r['preference'] == 1.5 for r in there])),
                **rates(run.cfg, rate, coins, len(there)), **{k: v for k, v in spent.items() if k not in ('open', 'reasons')},
-               **(dict(first=bias.value, first_low=bias.low, first_high=bias.high) if bias else {}))
+               **position(clean, run.cfg.seed, run.cfg.both_orders))
 
 
 def rates(cfg: AnnotatorsConfig, rate, coins: int, n: int) -> dict:

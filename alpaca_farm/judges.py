@@ -190,13 +190,14 @@ def verdicts(e: Evaluator, answer: dict | None) -> list[float]:
     except (ValueError, KeyError, IndexError, TypeError, SyntaxError, AttributeError): return none
     return found if len(found) == e.batch_size and all(not v < 1 and not v > 2 for v in found) else none
 
-# %% ../nbs/judges.ipynb #2bdca67a
+# %% ../nbs/judges.ipynb #f1787f49
 class Verdict(NamedTuple):
     "What a judge said of a pair."
     preference: float             # from 1 to 2 in the order shown; nan for no verdict
     raw: str = ''                 # the last answer, as it came
     price: float | None = 0.      # dollars; None where the model's price is unknown
     seconds: float | None = None  # that the last answer took
+    orders: tuple = ()            # where both orders were asked: the preference in each, in the pair's own order
 
 
 @dataclass

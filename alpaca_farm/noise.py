@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PAIR', 'uniform', 'pair_text', 'Flipped', 'flips', 'flip', 'mirrored', 'chances', 'panel', 'taste', 'longer',
-           'has_list', 'first_share', 'profile']
+           'has_list', 'first_share', 'lists', 'profile', 'spread']
 
 # %% ../nbs/noise.ipynb #7db2ff00
 import hashlib, json, re
@@ -111,7 +111,7 @@ def panel(
             out[v, i] = 1 + ((u if given else 1 - u) < chance[a, shown, i])
     return out
 
-# %% ../nbs/noise.ipynb #c180ca30
+# %% ../nbs/noise.ipynb #740074d8
 def taste(
     preferences,  # (..., pairs) votes or soft preferences
     feature,      # (pairs,) above 0: only output_2 has it; below 0: only output_1; 0: neither or both
@@ -144,12 +144,34 @@ def first_share(
     return float((1 - chance[:, 0] + chance[:, 1]).mean()/2)
 
 
+def lists(pairs: list[dict]) -> np.ndarray:  # (pairs,) 1, 0 or -1
+    "Which output of each pair is the only one with a list."
+    return np.array([int(has_list(r['output_2'])) - int(has_list(r['output_1'])) for r in pairs])
+
+
 def profile(
     votes,               # (votes, pairs) of the annotator or pool
     people,              # (people, pairs) votes to compare with; the same array for the people themselves
     pairs: list[dict],   # the pairs
-) -> dict:  # agreement, bias, variance, longer, list: between 0 and 1
-    "An annotator in AlpacaFarm's terms."
-    lists = np.array([int(has_list(r['output_2'])) - int(has_list(r['output_1'])) for r in pairs])
-    return dict(agreement=agreement(votes, None if votes is people else people), bias=bias(votes, people),
-                variance=variance(votes), longer=taste(votes, longer(pairs)), list=taste(votes, lists))
+    n: int = 0,          # bootstrap draws over pairs; none: the ends are the value
+    seed: int = 0,       # of the bootstrap
+) -> dict:  # of Intervals between 0 and 1: agreement, bias, variance, longer, list
+    "An annotator in AlpacaFarm's terms, with 95 % intervals."
+    far, listed = longer(pairs), lists(pairs)
+    def one(i):
+        v, p = votes[:, i], people[:, i]
+        return (agreement(v, None if votes is people else p), 0. if votes is people else bias(v, p), variance(v), taste(v, far[i]), taste(v, listed[i]))
+    draws = np.random.default_rng(seed).integers(0, len(pairs), (n, len(pairs)))
+    value = np.array(one(np.arange(len(pairs))))
+    low, high = np.nanquantile([one(i) for i in draws], [.025, .975], axis=0) if n else (value, value)
+    return {k: Interval(*map(float, v)) for k, *v in zip(('agreement', 'bias', 'variance', 'longer', 'list'), value, low, high)}
+
+
+def spread(
+    chance,  # (annotators, 2, pairs) from `chances`
+) -> tuple[float, float]:  # between 0 and 1
+    "How often two votes differ: of one annotator asked twice, and of two annotators of the pool."
+    p = np.asarray(chance).mean(1)
+    same = 1 - (p @ p.T + (1 - p) @ (1 - p).T)/p.shape[1]
+    apart = ~np.eye(len(p), dtype=bool)
+    return float(np.diag(same).mean()), float(same[apart].mean() if len(p) > 1 else np.diag(same).mean())

@@ -139,7 +139,8 @@ def test_both_orders_of_a_judge_that_likes_the_first(tmp_path):
     with judge_server(template='Output (a)') as server:
         cfg = config(tmp_path, server, both_orders=True)
         annotators.train(cfg)
-        assert len(server.requests()) == 80 and read_summary(cfg.out)['ties'] == 1.
+        summary = read_summary(cfg.out)
+        assert len(server.requests()) == 80 and summary['ties'] == 1. and summary['first'] == 1. and summary['consistent'] == 0.
     with judge_server(template='Output (a)') as server:
         cfg = config(tmp_path, server, out=str(tmp_path/'one'), store=str(tmp_path/'one.sqlite'))
         annotators.train(cfg)

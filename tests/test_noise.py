@@ -80,6 +80,6 @@ def test_tastes():
     pairs = [dict(output_1='a'*50, output_2='b'), dict(output_1='a', output_2='- b\n- c' + 'c'*40), dict(output_1='a', output_2='bb')]
     assert noise.taste([1, 2, 2], noise.longer(pairs)) == 1 and noise.taste([2, 1, 2], noise.longer(pairs)) == 0
     assert np.isnan(noise.taste([1.5, 1.5, 1], noise.longer(pairs)))
-    assert noise.profile(np.array([[1, 2, 2]]*2), np.array([[1, 2, 1]]*3), pairs)['list'] == 1
+    assert noise.profile(np.array([[1, 2, 2]]*2), np.array([[1, 2, 1]]*3), pairs)['list'].value == 1
     def first(pairs): return [1.3]*len(pairs)
     assert noise.first_share(noise.chances(first, pairs)) == pytest.approx(.7)

@@ -15,8 +15,11 @@ NBS = tiny.ROOT/'nbs'
 FARMED = {'world': 'world', 'sft': 'sft', 'best_of_n': 'best_of_n', 'annotators': 'annotators', 'reward_model': 'reward_model',
           'ppo': 'ppo', 'dpo': 'dpo', 'quark': 'quark', 'rrhf': 'rrhf', 'expert_iteration': 'expert_iteration',
           'binary_feedback': 'reward_conditioning', 'overoptimization': 'overoptimization'}
-OWN = dict(grammar=lambda f: {}, noise=lambda f: {}, judges=lambda f: {},
-           eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references'),
+OWN = dict(grammar=lambda f: {}, noise=lambda f: {}, judges=lambda f: {}, local_judges=lambda f: {}, auto_annotations=lambda f: {}, rankings=lambda f: {}, length_control=lambda f: {},
+           eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
+           openai_baselines=lambda f: dict(out=f'{f}/openai_baselines', data=f'{f}/world'),
+           labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
+           agreement=lambda f: dict(out=f'{f}/agreement', max_instances=100, draws=20), cascades=lambda f: dict(out=f'{f}/cascades', max_instances=700),
            compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']),
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 WRONG = dict(
@@ -57,7 +60,7 @@ def test_notebook_executes(made, name):
     for c in code:
         assert len(c['outputs']) <= 6, 'a live line leaves one output behind'
         for o in c['outputs']: assert 'Traceback' not in str(o.get('text', ''))
-    if name not in ('grammar', 'noise', 'judges'):
+    if name not in ('grammar', 'noise', 'judges', 'local_judges', 'auto_annotations', 'rankings', 'length_control', 'openai_baselines'):
         out = folder/FARMED.get(name, name)
         assert read_summary(out) and not list(out.rglob('.*'))
         assert all(k in read_json(out/'config.json') for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))
