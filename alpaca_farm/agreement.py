@@ -10,7 +10,7 @@ __all__ = ['FORMATS', 'AUTHORS', 'PUBLISHED', 'AgreementConfig', 'preference_of'
            'win_shares', 'leanings', 'of_judge', 'of_people', 'intervals', 'board', 'filled', 'flat', 'between',
            'published', 'figure', 'judged_by', 'named_sets', 'reads', 'train']
 
-# %% ../nbs/agreement.ipynb #d40c62d8
+# %% ../nbs/agreement.ipynb #884c76b8
 import math, os
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -22,21 +22,19 @@ import numpy as np
 
 from .annotators import annotators_of, ask_each, mapped, members, name_of, shares, swapped, vote
 from .core.api import ApiConfig
-from .core.data import SUFFIXES, check_field, read
+from .core.data import SUFFIXES, check_field, content, read
 from .core.runs import start, whole
 from .core.settings import at_root, command, resolve
 from .core.stats import Interval, agreement, bias, mode, spearman, tally, variance
-from .core.text import content
 from .noise import chances, has_list, longer, panel, pair_text, taste, uniform
 
-# %% ../nbs/agreement.ipynb #632436d2
+# %% ../nbs/agreement.ipynb #c997cc73
 @dataclass
 class AgreementConfig(ApiConfig):
     "Settings of a comparison of judges with people."
     out: str = 'runs/agreement'  # run folder
     sets: list[str] = field(default_factory=lambda: ['alpaca_farm.agreement:embedded'])  # pairs with people's votes: files (* for several that are one set), or module:name
     judges: list[str] = field(default_factory=lambda: ['alpaca_farm.world:pool', 'alpaca_farm.world:judge', 'alpaca_farm.agreement:longest'])  # files of verdicts (file#pattern takes some of their judges), or whatever annotates
-    models: list[str] = field(default_factory=list)   # models to ask instead of others: old and new name joined by an equals sign
     weights: list[str] = field(default_factory=list)  # how often annotators of a pool are drawn: name and number joined by an equals sign; 1 for the others
     unanswered: str = 'out'      # a missing verdict is left out of every number; or tie: it counts as one, as PandaLM has it
     max_instances: int = 0       # the first so many pairs of each set; 0 for all
@@ -45,7 +43,7 @@ class AgreementConfig(ApiConfig):
     def check(self):
         self.bounds(max_instances=(0, None), draws=(10, None))
         self.one_of('unanswered', 'out', 'tie')
-        mapped('models', self.models), mapped('weights', self.weights, float)
+        mapped('weights', self.weights, float)
         for name in ('sets', 'judges'):
             if not getattr(self, name): raise ValueError(f'{name} is empty: name at least one')
 

@@ -7,7 +7,7 @@ __all__ = ['GRID', 'CascadeConfig', 'labelled_pairs', 'careless', 'opinion', 'co
            'right', 'on_contradiction', 'p_values', 'fixed_sequence', 'calibrate', 'trusted', 'majority', 'part_of',
            'Fitted', 'fit', 'report', 'tradeoff', 'figure', 'Cascade', 'load_cascade', 'train', 'leave']
 
-# %% ../nbs/cascades.ipynb #3d2588e1
+# %% ../nbs/cascades.ipynb #7ef9beac
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,13 +15,13 @@ import numpy as np
 from .agreement import asked, ballots, embedded, judged_by, named_sets, reads
 from .annotators import annotators_of, mapped
 from .core.api import ApiConfig
+from .core.data import content
 from .core.runs import read_json, start, whole
 from .core.settings import at_root, command, resolve
 from .core.stats import Interval, mode, tally, wilson
-from .core.text import content
 from .noise import uniform
 
-# %% ../nbs/cascades.ipynb #0dba9e6c
+# %% ../nbs/cascades.ipynb #8cc053dd
 @dataclass
 class CascadeConfig(ApiConfig):
     "Settings of a cascade."
@@ -34,14 +34,13 @@ class CascadeConfig(ApiConfig):
     level: float = 0.1           # probability that they do not; 0.1: the guarantee holds in nine of ten fits
     least: int = 50              # verdicts on labelled pairs, at least, on which a threshold is tested
     labelled: float = 0.5        # share of the pairs to fit on; the rest shows what comes out
-    models: list[str] = field(default_factory=list)   # models to ask instead of others: old and new name joined by an equals sign
     weights: list[str] = field(default_factory=list)  # how often annotators of a pool are drawn: name and number joined by an equals sign; 1 for the others
     max_instances: int = 0       # the first so many pairs of each set; 0 for all
 
     def check(self):
         self.bounds(target=(.5, 1), level=(1e-6, .5), least=(1, None), labelled=(.01, .99), max_instances=(0, None))
         self.one_of('confidence_of', 'probability', 'votes')
-        mapped('models', self.models), mapped('weights', self.weights, float)
+        mapped('weights', self.weights, float)
         if len(self.judges) < 2: raise ValueError(f'judges = {self.judges}: name two or more, the cheap one first')
         if len(self.costs) != len(self.judges): raise ValueError(f'costs = {self.costs}: give one for each of the {len(self.judges)} judges')
 

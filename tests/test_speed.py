@@ -36,8 +36,8 @@ def bare(url, requests, concurrency=20):
     return len(requests) / (time.perf_counter() - began)
 
 
-def ours(url, folder, n, name):
-    judge = judges.judge('alpaca_eval_gpt4', ApiConfig(base_url=url, store=str(folder/f'{name}.sqlite'), concurrency=20))
+def ours(url, folder, n, name, concurrency=20):
+    judge = judges.judge('alpaca_eval_gpt4', ApiConfig(base_url=url, store=str(folder/f'{name}.sqlite'), concurrency=concurrency))
     began = time.perf_counter()
     assert all(v in (1, 2) for v in judge(pairs(n)))
     return n / (time.perf_counter() - began)
@@ -63,9 +63,11 @@ def test_labels_per_second(tmp_path, monkeypatch, capsys):
         for turn in range(3):
             best = max(best, bare(server.url, requests))
             we = max(we, ours(server.url, tmp_path, N, f'{turn}'))
+        wide = ours(server.url, tmp_path, N, 'wide', 40)
         they = theirs(server.url, tmp_path, N, monkeypatch)
     with capsys.disabled():
-        print(f'\n{N} pairs, 50 ms, concurrency 20: ours {we:.0f}/s, bare loop {best:.0f}/s ({we/best:.0%}), alpaca-eval {they:.0f}/s (1/{we/they:.0f})')
+        print(f'\n{N} pairs, 50 ms, concurrency 20: ours {we:.0f}/s, bare loop {best:.0f}/s ({we/best:.0%}), alpaca-eval {they:.1f}/s '
+              f'(1/{we/they:.1f}); ours at concurrency 40: {wide:.0f}/s')
     assert we > 5*they and we > .6*best
 
 
@@ -90,4 +92,4 @@ def test_a_large_store_opens_and_answers_at_once(tmp_path, capsys):
     found, took = len(store.get(keys)), time.perf_counter() - began
     with capsys.disabled():
         print(f'\nopened and 1,000 found in {opened:.3f} s with {grown:.0f} MiB, all 100,000 looked up in {took:.2f} s')
-    assert found == 100_000 and pace and opened < .5 and grown < 30 and took < 4
+    assert found == 100_000 and pace and opened < .5 and grown < 30 and took < 3

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['TABLES', 'request_key', 'me', 'born', 'gone', 'Store']
 
-# %% ../../nbs/core/store.ipynb #c6dac3b0
-import hashlib, json, os, socket, sqlite3, time
+# %% ../../nbs/core/store.ipynb #ae7cafe6
+import gc, hashlib, json, os, socket, sqlite3, time
 from pathlib import Path
 
 # %% ../../nbs/core/store.ipynb #7c96a660
@@ -36,7 +36,7 @@ def gone(owner: str) -> bool:
     host, pid, start = owner.rsplit(' ', 2)   # a batch has no process: `batch NAME -`
     return host == socket.gethostname() and born(int(pid)) != start
 
-# %% ../../nbs/core/store.ipynb #123a5a72
+# %% ../../nbs/core/store.ipynb #b67cf34b
 TABLES = '''
 create table if not exists answers (key blob primary key, answer text not null, seconds real, at real not null) without rowid;
 create table if not exists requests (key blob primary key, request text not null) without rowid;
@@ -92,7 +92,11 @@ class Store:
 
     def get(self, keys: list[bytes]) -> dict[bytes, dict]:
         "The answers to those of `keys` that have one."
-        return {k: json.loads(a) for k, a in self.found(list(keys)).items()}
+        found, was = self.found(list(keys)), gc.isenabled()
+        gc.disable()   # it would walk through all that is made here, again and again
+        try: return dict(zip(found, json.loads(f'[{",".join(found.values())}]')))   # all at once: twice as fast as one by one
+        finally:
+            if was: gc.enable()
 
     def put(self, key: bytes, request: dict, answer: dict, seconds: float | None = 0.):
         "Write an answer down, for good; the first answer to a request stays."
