@@ -42,7 +42,7 @@ def configuration(name: str, base_dir=None) -> str:
     if base_dir and (Path(base_dir)/name).exists(): return str(Path(base_dir)/name)
     return NAMES.get(name, name)
 
-# %% ../nbs/auto_annotations.ipynb #247577db
+# %% ../nbs/auto_annotations.ipynb #eb844ec0
 class PairwiseAutoAnnotator:
     "AlpacaFarm's annotator: pairs in, the same records with `annotator` and `preference` out."
     def __init__(self,
@@ -56,6 +56,8 @@ class PairwiseAutoAnnotator:
         base_dir=None,                # folder in which a configuration is looked for first
         models: dict | None = None,   # models to ask instead, by the name in the configuration
         saving_path=None,             # older name of caching_path
+        is_store_missing_annotations: bool = True,  # AlpacaEval's; without effect: a failure is never kept
+        is_reapply_parsing: bool = False,           # AlpacaEval's; without effect: stored answers are always read anew
         **api,                        # settings of `ApiConfig`: base_url, concurrency, budget, ...
     ):
         known = {f.name for f in fields(ApiConfig)}
@@ -66,7 +68,8 @@ class PairwiseAutoAnnotator:
         if caching_path is None or not is_avoid_reannotations: api['store'] = self.forgotten()
         given = dict(m.split('=', 1) for m in os.environ.get('ALPACA_FARM_MODELS', '').split(',') if '=' in m) | (models or {})
         self.pool = annotators_of(configuration(annotators_config, base_dir), ApiConfig(models=[f'{k}={v}' for k, v in given.items()], **api))
-        if self.file and is_avoid_reannotations and at_root(self.file).exists(): self.load_(self.file)
+        self.avoid = is_avoid_reannotations
+        if self.file and at_root(self.file).exists(): self.load_(self.file)
 
     def forgotten(self) -> str:
         "A store that lasts as long as this object."
@@ -84,23 +87,27 @@ class PairwiseAutoAnnotator:
         self.rows += readable(read(at_root(path)), str(path))
 
     def save(self, path):
-        "Write all labels so far as an annotations.json."
-        write_json(at_root(path), to_alpaca_eval(self.rows))
+        "Write all labels so far as an annotations.json: the last of each annotator on each pair."
+        rows = {(r['annotator'], r['instruction'], r['output_1'], r['output_2']): r for r in to_alpaca_eval(self.rows)}
+        write_json(at_root(path), list(rows.values()))
 
     def pair(self, row: dict) -> dict:
         "A record as a pair; ValueError for a field that is missing."
         lost = [k for k in self.output_keys + tuple(k for k in self.input_keys if k != 'input') if k not in row]
         if lost: raise ValueError(f'a record has no {lost[0]!r}, but only {", ".join(row)}')
-        shown = {k: str(row.get(k) or '') for k in self.input_keys}
+        wrong = next((k for k in self.output_keys if not isinstance(row[k], str)), None)
+        if wrong: raise ValueError(f'{wrong} = {row[wrong]!r}: an output is a text (in the record {str(row)[:200]})')
+        shown = {k: '' if (v := row.get(k)) is None or v != v else str(v) for k in self.input_keys}   # a data frame's gap is nan
         rest = [v for k, v in shown.items() if k not in ('instruction', 'input') and v]
         return dict(instruction='\n\n'.join([*filter(None, [shown.get('instruction')]), *rest]), input=shown.get('input', ''),
                     output_1=row[self.output_keys[0]], output_2=row[self.output_keys[1]])
 
     def annotate_pairs(self, to_annotate, **decoding_kwargs) -> list[dict]:
-        "The records with `annotator` and `preference`: 1, 2, 1.5 for identical outputs, None where there is no verdict."
+        """The records with `annotator` and `preference`: 1, 2, 1.5 for identical outputs, a number between for a judge that gives
+        probabilities, None where there is no verdict."""
         rows = rows_of(to_annotate)
         pairs, seed = [self.pair(r) for r in rows], self.seed if self.seed is not None else int.from_bytes(os.urandom(4), 'big')
-        said = self.judged(pairs, self.remembered(), seed)
+        said = self.judged(pairs, self.remembered() if self.avoid else Pool('nobody', [Recorded([], 'nobody')]), seed)
         todo = [i for i, r in enumerate(said) if r['preference'] is None]
         for i, r in zip(todo, self.judged([pairs[i] for i in todo], self.decoded(decoding_kwargs), seed)): said[i] = r
         self.rows += [said[i] for i in todo if said[i]['preference'] is not None and said[i]['annotator'] != 'coin']
@@ -110,7 +117,7 @@ class PairwiseAutoAnnotator:
                      time_per_example=s.get('time'), raw_completion=s.get('raw')) for r, s in zip(rows, said)]
 
     def judged(self, pairs: list[dict], pool, seed: int) -> list[dict]:
-        return annotate_pairs(pairs, pool, seed, self.p_label_flip, ask_flipped=False) if pairs else []
+        return annotate_pairs(pairs, pool, seed, self.p_label_flip, ask_flipped=False, decide=False) if pairs else []
 
     def remembered(self):
         "The same pool, whose members only know what is recorded of them."

@@ -6,13 +6,13 @@
 __all__ = ['literal', 'labels_of', 'harmless', 'prompt_ids', 'LocalJudge', 'RewardJudge', 'Recorded', 'recorded', 'readable',
            'architectures', 'is_reward_model', 'is_model']
 
-# %% ../nbs/local_judges.ipynb #8edf5dc3
+# %% ../nbs/local_judges.ipynb #3a95da93
 import json, math, re
 from pathlib import Path
 
 import numpy as np
 
-from .core.data import check, content, find, read
+from .core.data import check, content, find, read, told
 from .core.settings import Config, at_root
 from .judges import Evaluator, filled, messages
 from .noise import pair_text
@@ -35,7 +35,7 @@ def labels_of(e: Evaluator) -> tuple[str, str]:
     raise ValueError(f'{e.name} cannot be asked of a local model: its verdict is more than one of two labels. '
                      'Take one that names a label, such as open_pool, or serve the model and give its address as base_url')
 
-# %% ../nbs/local_judges.ipynb #c2db24f4
+# %% ../nbs/local_judges.ipynb #b8863af2
 def harmless(text: str, special: list[str]) -> str:
     "A text in which no special token is left."
     for token in special:
@@ -45,7 +45,8 @@ def harmless(text: str, special: list[str]) -> str:
 
 def prompt_ids(e: Evaluator, pair: dict, tokenizer) -> list[int]:
     "Token ids of an evaluator's prompt about a pair, in the model's chat format where it has one."
-    safe = {k: harmless(v, tokenizer.all_special_tokens) if isinstance(v, str) else v for k, v in pair.items()}
+    special = {*tokenizer.all_special_tokens, *(t.content for t in tokenizer.added_tokens_decoder.values())}   # Llama's headers are only among the added
+    safe = {k: harmless(v, sorted(special, key=len)[::-1]) if isinstance(v, str) else v for k, v in pair.items()}
     parts = messages(e.template)
     texts = filled([m['content'] for m in parts], [safe])
     if not tokenizer.chat_template: return tokenizer('\n\n'.join(texts))['input_ids']
@@ -95,7 +96,7 @@ class RewardJudge:
         scores = np.array(score_records(self.model, self.tokenizer, both, self.template, standardise=False)).reshape(2, -1)
         return (1 + 1 / (1 + np.exp(np.clip(scores[0] - scores[1], -50, 50)))).tolist()
 
-# %% ../nbs/local_judges.ipynb #bab3c48a
+# %% ../nbs/local_judges.ipynb #711bc3ee
 class Recorded:
     "Recorded labels as an annotator; nan for a pair without one."
     def __init__(self,
@@ -128,10 +129,11 @@ def recorded(path) -> Recorded:
 
 def readable(rows: list[dict], where: str) -> list[dict]:
     "Preference records, or AlpacaEval's annotations, that hold a label: checked, ties at 1.5."
-    told = [dict(r, input=r.get('input') or '', preference=1.5 if r['preference'] == 0 else r['preference'])
-            for r in rows if r.get('preference', 0) not in (None, -1)] if all('preference' in r for r in rows) else rows
-    if not told: raise ValueError(f'{where}: there is no label in it')
-    return check([dict(r, preference=float(r['preference'])) if isinstance(r.get('preference'), int) else r for r in told], 'preference', where)
+    number = lambda p: p is None or type(p) in (int, float)   # what is none is refused by `check`
+    rows = [dict(r, input=r.get('input') or '', preference=told(r['preference'])) if number(r.get('preference')) else r for r in rows]
+    there = [r for r in rows if r['preference'] == r['preference']]
+    if not there: raise ValueError(f'{where}: there is no label in it')
+    return check(there, 'preference', where)
 
 # %% ../nbs/local_judges.ipynb #09373cb0
 def architectures(path) -> list[str]:

@@ -36,7 +36,7 @@ def pair_text(
     text = [pair.get(k, '') for k in keys]
     return text[:-2] + sorted(text[-2:])
 
-# %% ../nbs/noise.ipynb #25dc0fe6
+# %% ../nbs/noise.ipynb #d31a80c0
 class Flipped(NamedTuple):
     "Noised preferences, and the share of labels that were in fact flipped."
     records: list[dict]
@@ -70,9 +70,11 @@ def flip(
     new = np.where(coin & can, 3 - y, y)
     records = [r if a == b else dict(r, preference=float(b)) for r, a, b in zip(preferences, y, new)]
     if not can.any(): return Flipped(records, Interval(0., 0., 1.))
-    return Flipped(records, wilson(int((coin & can).sum()), int(can.sum())))
+    share = (coin & can).sum()/can.sum()
+    n = can.sum() if by == 'pair' else len({tuple(pair_text(r, keys)[:-2]) for r, c in zip(preferences, can) if c})   # as many as there are coins
+    return Flipped(records, wilson(float(share*n), int(n)))
 
-# %% ../nbs/noise.ipynb #c8ba4be0
+# %% ../nbs/noise.ipynb #667d1c16
 def mirrored(pairs: list[dict]) -> list[dict]:
     "The pairs with their outputs exchanged."
     return [dict(r, output_1=r['output_2'], output_2=r['output_1']) for r in pairs]
@@ -94,7 +96,7 @@ def panel(
     votes: int = 4,     # votes per pair; AlpacaFarm's cross-annotations have four
     seed: int = 0,      # another seed, other annotators, orders and coins
     weights=None,       # (annotators,) how often each is drawn; equal when not given
-) -> np.ndarray:  # (votes, pairs) of 1 or 2; 1.5 where the two outputs are identical
+) -> np.ndarray:  # (votes, pairs) of 1 or 2; 1.5 where the two outputs are identical, nan without a verdict
     "Sampled votes: for each pair some of the annotators, each in a random order."
     chance = np.asarray(chance)
     w = np.ones(len(chance)) if weights is None else np.asarray(weights, dtype=float)
@@ -108,7 +110,8 @@ def panel(
         for v in range(votes):
             a, shown = order[v % len(w)], int(uniform(seed, 'order', v, *text) < .5) ^ given
             u = uniform(seed, 'vote', v, *text)
-            out[v, i] = 1 + ((u if given else 1 - u) < chance[a, shown, i])
+            c = chance[a, shown, i]
+            out[v, i] = np.nan if np.isnan(c) else 1 + ((u if given else 1 - u) < c)
     return out
 
 # %% ../nbs/noise.ipynb #740074d8

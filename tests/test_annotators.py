@@ -1,4 +1,5 @@
 """Annotation runs with judges behind an endpoint, reward models and recorded labels: what is asked, paid, kept and refused."""
+import gc
 import json
 import os
 import signal
@@ -37,7 +38,9 @@ def pairs(n):
 def config(tmp_path, server, n=40, **more):
     file = tmp_path/'pairs.json'
     file.write_text(json.dumps(pairs(n)))
-    return AnnotatorsConfig(**dict(dict(out=str(tmp_path/'run'), outputs=str(file), annotators='chatgpt', models=MODELS, base_url=server and server.url,
+    configured = annotators.config_file(more.get('annotators', 'chatgpt'))
+    models = [m for m in MODELS if configured and m.split('=')[0] in annotators.models_of(configured)]
+    return AnnotatorsConfig(**dict(dict(out=str(tmp_path/'run'), outputs=str(file), annotators='chatgpt', models=models, base_url=server and server.url,
                                         store=str(tmp_path/'answers.sqlite'), label_flip=0., tries=3, timeout=5.), **more))
 
 
@@ -86,7 +89,50 @@ def test_the_pool_of_thirteen(tmp_path):
         count = {a.name: who.count(i) for i, a in enumerate(pool.annotators)}
         assert count['gpt4_1'] == 0 and count['davinci003_1'] > 2*max(v for k, v in count.items() if k != 'davinci003_1')
         assert who[:100] == [annotators.draw(pool, p) for p in pairs(100)]
-        with pytest.raises(ValueError, match='weights: nobody'): annotators_of('alpaca_farm', again(cfg, weights=['nobody=1']))
+        with pytest.raises(ValueError, match='weights: nobody'): again(cfg, weights=['nobody=1'])
+        with pytest.raises(ValueError, match='negative'): again(cfg, weights=['gpt4_1=-1'])
+        one = ['gpt4_4', 'chatgpt_1', 'chatgpt_3', 'chatgpt_4', 'davinci003_4']   # one pair to a prompt, and "Output (b)" for an answer
+        cfg = again(cfg, weights=[f'{a.name}={int(a.name in one)}' for a in pool.annotators])
+        annotators.train(cfg)
+        rows = load(cfg.out, 'preferences', 'preference')
+        assert [r['preference'] for r in rows] == [2.]*120 and {r['annotator'] for r in rows} == set(one)
+        assert len(server.requests()) == 120
+
+
+def test_prompts_of_several_pairs(tmp_path):
+    "Four or five pairs to a prompt: each answer shared out to its pairs, each pair paid a part."
+    with judge_server(template='Output (b)\n'*5) as server:
+        cfg = config(tmp_path, server, n=23, annotators='alpaca_farm_greedy_gpt4', both_orders=True)
+        annotators.train(cfg)
+        assert len(server.requests()) == 2*5 and read_summary(cfg.out)['ties'] == 1. and read_summary(cfg.out)['first'] == 0.
+
+
+def test_a_judge_that_samples_is_asked_anew_for_another_seed(tmp_path):
+    "At temperature 0 another seed is answered from the store; above 0 it is another replicate of the judge's noise."
+    with judge_server() as server:
+        for spec, samples in (('chatgpt', False), ('alpaca_farm', True)):
+            all_ = annotators.annotator_names(annotators.config_file(spec))
+            weights = [f'{n}={int(n == "davinci003_4")}' for n in all_] if samples else []
+            for k, (seed, asked) in enumerate(((0, 80), (1, 80*samples), (0, 0))):
+                before = len(server.requests())
+                annotators.train(config(tmp_path, server, out=str(tmp_path/f'{spec}{k}'), seed=seed, annotators=spec, both_orders=True, weights=weights))
+                assert len(server.requests()) - before == asked, (spec, seed)
+
+
+def test_a_callable_that_breaks_its_contract_is_refused(tmp_path, monkeypatch):
+    (tmp_path/'broken_judges.py').write_text('def short(pairs): return [2.]*(len(pairs) - 2)\ndef wild(pairs): return [0.]*len(pairs)\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, message in (('short', '38 preferences for 40 pairs'), ('wild', 'must be between 1 and 2')):
+        with pytest.raises(ValueError, match=message): annotators.train(config(tmp_path, None, base_url='', models=[], annotators=f'broken_judges:{name}'))
+
+
+def test_flips_are_not_the_judges_labels(tmp_path):
+    "What is exported is what the judge said, whatever the run then flipped."
+    with judge_server() as server:
+        cfg = config(tmp_path, server, n=100, label_flip=.25)
+        annotators.train(cfg)
+        assert {r['preference'] for r in json.loads((tmp_path/'run'/'annotations.json').read_text())} == {2.}
+        assert sum(r['preference'] == 1 for r in load(cfg.out, 'preferences', 'preference')) > 10
 
 
 def test_failures_leave_the_run_open_and_are_asked_alone(tmp_path):
@@ -148,17 +194,70 @@ def test_both_orders_of_a_judge_that_likes_the_first(tmp_path):
 
 
 def test_the_batch_api(tmp_path, capsys):
-    "Half the price, in two files for the two kinds of request; a process that dies while it waits has paid for nothing twice."
-    (tmp_path/'prices.yaml').write_text('judge: [1, 2]')
+    "Half the price; a file for each model and kind of request."
+    (tmp_path/'prices.yaml').write_text('judge: [1, 2]\nother: [1, 2]\nmy-instruct: [1, 2]')
     with judge_server(batch_seconds=.3) as server:
-        cfg = config(tmp_path, server, batch=True, prices=str(tmp_path/'prices.yaml'))
+        models = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=other', 'text-davinci-003=my-instruct']
+        one = ['gpt4_4', 'chatgpt_1', 'davinci003_4']   # a chat with one model, a chat with another, a completion
+        weights = [f'{n}={int(n in one)}' for n in annotators.annotator_names(annotators.config_file('alpaca_farm'))]
+        cfg = config(tmp_path, server, batch=True, prices=str(tmp_path/'prices.yaml'), annotators='alpaca_farm', models=models, weights=weights)
         annotators.train(cfg)
         assert read_summary(cfg.out)['labels'] == 40 and 'within a day' in capsys.readouterr().out
-        half = read_summary(cfg.out)['dollars']
         assert sum('batch' in r for r in server.requests()) == 40
-        full = config(tmp_path, server, out=str(tmp_path/'full'), store=str(tmp_path/'full.sqlite'), prices=cfg.prices)
+        assert sum(r['path'] == '/v1/batches' and r['method'] == 'POST' for r in server.requests()) == 3
+        full = again(cfg, out=str(tmp_path/'full'), store=str(tmp_path/'full.sqlite'), batch=False)
         annotators.train(full)
-        assert read_summary(full.out)['dollars'] == pytest.approx(2*half, rel=.01)
+        assert read_summary(full.out)['dollars'] == pytest.approx(2*read_summary(cfg.out)['dollars'], rel=.01)
+
+
+def test_what_a_batch_did_not_answer_is_asked_again(tmp_path):
+    "Server errors and expired lines leave the run open; the next one sends these alone, and waits for them."
+    with judge_server(batch_seconds=.2, faults={'500': {'p': 0, 'always_for': 'Say word [0-4]\\.'}, 'timeout': {'p': 0, 'always_for': 'Say word [5-6]\\.'}}) as server:
+        cfg = config(tmp_path, server, batch=True)
+        with pytest.raises(ValueError, match='33 of 40 pairs are labelled, all of them stored; 7 are missing'): annotators.train(cfg)
+        server.set(faults={})
+        annotators.train(cfg)
+        assert read_summary(cfg.out)['labels'] == 40 and sum('batch' in r for r in server.requests()) == 47
+
+
+def test_a_batch_under_way_is_not_asked_for_besides(tmp_path):
+    "A run without `batch` fetches a batch that has ended, and says so of one that has not; nothing is paid for twice."
+    with judge_server(batch_seconds=3.) as server:
+        cfg = config(tmp_path, server, batch=True)
+        started = subprocess.Popen([sys.executable, '-c', WAITS, json.dumps(vars(cfg))], env=tiny.environment(), stdout=subprocess.DEVNULL)
+        while not any(r['path'] == '/v1/batches' and r['method'] == 'POST' for r in server.requests()): time.sleep(.02)
+        time.sleep(.2)
+        started.kill(); started.wait()
+        plain = again(cfg, batch=False)
+        with pytest.raises(ValueError, match='under way in the batch'): annotators.train(plain)
+        time.sleep(3.2)
+        annotators.train(plain)
+        assert read_summary(cfg.out)['labels'] == 40 and sum(r['path'].endswith('completions') for r in server.requests()) == 40
+
+
+def test_a_full_disk_while_a_batch_is_fetched(tmp_path, monkeypatch):
+    "What could not be stored is fetched again; it was paid for once."
+    put, count = Store.put, [0]
+    def full(self, *args):
+        count[0] += 1
+        if count[0] > 15: raise OSError('the disk is full. What is stored is safe; make room and run again')
+        return put(self, *args)
+    with judge_server(batch_seconds=.1) as server:
+        cfg = config(tmp_path, server, batch=True)
+        monkeypatch.setattr(Store, 'put', full)
+        with pytest.raises(ValueError, match='the disk is full'): annotators.train(cfg)
+        monkeypatch.setattr(Store, 'put', put)
+        annotators.train(cfg)
+        assert read_summary(cfg.out)['labels'] == 40 and sum('batch' in r for r in server.requests()) == 40
+
+
+def test_a_batch_within_a_budget(tmp_path):
+    "As many requests as the budget allows are sent, not all of them and not none."
+    (tmp_path/'prices.yaml').write_text('judge: [1000, 1000]')
+    with judge_server(batch_seconds=.1) as server:
+        cfg = config(tmp_path, server, batch=True, prices=str(tmp_path/'prices.yaml'), budget=4.)
+        with pytest.raises(ValueError, match=r'the budget of \$4.00 is reached'): annotators.train(cfg)
+        assert 0 < sum('batch' in r for r in server.requests()) < 40
 
 
 WAITS = '''
@@ -218,16 +317,33 @@ def test_a_damaged_store_is_said_and_left(tmp_path, harm):
         cfg = config(tmp_path, server, n=120)
         annotators.train(cfg)
         file = tmp_path/'answers.sqlite'
+        gc.collect()   # an open connection would write the damaged file when it closes
         bytes_ = bytearray(file.read_bytes())
         if harm == 'cut': bytes_ = bytes_[:len(bytes_)//2]
         else:
             at = 0 if harm == 'header' else 4096
-            bytes_[at:at + 8000] = os.urandom(8000)
+            bytes_[at:at + 8000] = np.random.default_rng(0).bytes(8000)
         for p in tmp_path.glob('answers.sqlite-*'): p.unlink()
         file.write_bytes(bytes_)
         with pytest.raises((ValueError, OSError), match='damaged|malformed'): annotators.train(again(cfg, out=str(tmp_path/'other')))
-        assert file.read_bytes() == bytes_, 'the damaged file was changed'
+        if harm != 'middle': assert file.read_bytes() == bytes_, 'the damaged file was changed'   # there it is seen only when it is read
         assert len(server.requests()) == 120
+
+
+def test_retry_after_is_obeyed(tmp_path, monkeypatch):
+    "Nothing is sent while the server asks for quiet; the log of the server has the times."
+    monkeypatch.undo()
+    monkeypatch.setenv('OPENAI_API_KEY', 'test')
+    with judge_server(faults={'429': {'p': 0, 'always_for': 'Say word 3\\.', 'times': 1}}, retry_after=1.5) as server:
+        annotators.train(config(tmp_path, server, n=8, concurrency=1))
+        times = [r['time'] for r in server.requests()]
+        assert max(np.diff(times)) >= 1.5 and len(times) == 9
+
+
+def test_nobody_there_is_said(tmp_path, monkeypatch):
+    import alpaca_farm.core.api as api_
+    monkeypatch.setattr(api_.Asker, 'see', lambda self, error, of=api_.Asker.see: (setattr(self, 'began', 0.), of(self, error))[1])
+    with pytest.raises(ValueError, match='nobody answers at http://127.0.0.1:9'): annotators.train(config(tmp_path, None, base_url='http://127.0.0.1:9/v1'))
 
 
 def test_no_key_is_said_before_anything(tmp_path, monkeypatch):
@@ -277,4 +393,4 @@ def test_a_reward_model_and_a_local_model_as_judges(tmp_path):
     assert {r['annotator'] for r in load(local.out, 'preferences', 'preference')} > {'llama_strict', 'qwen_letter'}
     with pytest.raises(ValueError, match='needs a prompt'): annotators_of(str(tmp_path/'judge'), cfg)
     with pytest.raises(ValueError, match='cannot be asked of a local model'):
-        annotators_of('alpaca_eval_gpt4', again(cfg, models=[f'gpt-4={tmp_path/"judge"}']))
+        annotators.train(again(cfg, out=str(tmp_path/'no'), annotators='alpaca_eval_gpt4', models=[f'gpt-4={tmp_path/"judge"}']))

@@ -98,6 +98,24 @@ def test_labels_in_a_file_of_alpaca_eval(server, tmp_path):
     assert again[0]['preference'] == first[0]['preference'] and len(server.requests()) == 1
 
 
+def test_the_file_of_labels_keeps_what_it_has(server, tmp_path):
+    "The same pair twice, and labels that are not to be used again: the file can be opened, and nothing in it is lost."
+    file, pair = str(tmp_path/'annotations.json'), dict(instruction='a', input='', output_1='c', output_2='dddd')
+    PairwiseAutoAnnotator(caching_path=file).annotate_pairs([pair, pair, dict(pair, instruction='b')])
+    PairwiseAutoAnnotator(caching_path=file, is_avoid_reannotations=False).annotate_pairs([dict(pair, instruction='c'), pair])
+    assert sorted(r['instruction'] for r in json.loads((tmp_path/'annotations.json').read_text())) == ['a', 'b', 'c']
+    PairwiseAutoAnnotator(caching_path=file, is_store_missing_annotations=False, is_reapply_parsing=True)
+
+
+def test_probabilities_stay_what_they_are(server):
+    "A weighted judge's preference is between 1 and 2, as AlpacaEval returns it, and so is the win rate of the leaderboard."
+    pair = dict(instruction='a', input='', output_1='c', output_2='dddd')
+    models = {'gpt-4-1106-preview': 'judge'}
+    assert PairwiseAutoAnnotator('weighted_alpaca_eval_gpt4_turbo', models=models).annotate_pairs([pair])[0]['preference'] == pytest.approx(1.9)
+    board = alpaca_leaderboard([dict(instruction='a', output='dddd')], 'weighted_alpaca_eval_gpt4_turbo', reference_outputs=[dict(instruction='a', output='c')], models=models)
+    assert board.win_rate.item() == pytest.approx(90.)
+
+
 def test_no_key_names_the_variable(monkeypatch, tmp_path):
     for name in ('OPENAI_API_KEY', 'OPENAI_BASE_URL', 'OPENAI_API_BASE'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr('alpaca_farm.core.api.at_root', lambda path: tmp_path/path)

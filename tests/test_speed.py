@@ -54,7 +54,7 @@ def theirs(url, folder, n, monkeypatch):
 
 
 def test_labels_per_second(tmp_path, monkeypatch, capsys):
-    "At 50 ms a label: many times alpaca-eval's pace, and near a bare loop's. The bounds leave room for a busy machine."
+    "At 50 ms a label: ten times alpaca-eval's pace, and near a bare loop's; on few pairs the bounds leave room for a busy machine."
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
     with judge_server(latency=.05, template=RANKING) as server:
         e = judges.evaluators('alpaca_eval_gpt4')[0]
@@ -68,7 +68,8 @@ def test_labels_per_second(tmp_path, monkeypatch, capsys):
     with capsys.disabled():
         print(f'\n{N} pairs, 50 ms, concurrency 20: ours {we:.0f}/s, bare loop {best:.0f}/s ({we/best:.0%}), alpaca-eval {they:.1f}/s '
               f'(1/{we/they:.1f}); ours at concurrency 40: {wide:.0f}/s')
-    assert we > 5*they and we > .6*best
+    if N >= 1000: assert max(we, wide) > 10*they and we > .85*best
+    assert we > 4*they and we > .6*best
 
 
 def test_a_large_store_opens_and_answers_at_once(tmp_path, capsys):
@@ -79,9 +80,9 @@ def test_a_large_store_opens_and_answers_at_once(tmp_path, capsys):
     answer = json.dumps(dict(id='chatcmpl-1', model='judge', choices=[dict(index=0, message=dict(role='assistant', content='Output (a)'), finish_reason='stop')],
                              usage=dict(prompt_tokens=500, completion_tokens=4, total_tokens=504)))
     keys, me = [request_key(dict(request, seed=i)) for i in range(100_000)], psutil.Process()
-    store.run('begin')
-    store.run('insert into answers values (?, ?, ?, ?)', ((k, answer, .1, float(i)) for i, k in enumerate(keys)))
-    store.run('insert into requests values (?, ?)', ((k, json.dumps(dict(request, seed=i))) for i, k in enumerate(keys)))
+    store.db.execute('begin')
+    store.many('insert into answers values (?, ?, ?, ?)', ((k, answer, .1, float(i)) for i, k in enumerate(keys)))
+    store.many('insert into requests values (?, ?)', ((k, json.dumps(dict(request, seed=i))) for i, k in enumerate(keys)))
     store.run('commit'); store.close()
     before, began = me.memory_info().rss, time.perf_counter()
     store = Store(tmp_path/'large.sqlite')

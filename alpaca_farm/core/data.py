@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SUFFIXES', 'FIELDS', 'find', 'text_of', 'once', 'parse_json', 'read', 'read_csv', 'check', 'check_field', 'load',
-           'from_hub', 'key', 'content']
+           'from_hub', 'key', 'content', 'told']
 
 # %% ../../nbs/core/data.ipynb #0920d960
 import csv, gzip, io, json
@@ -150,7 +150,7 @@ def from_hub(spec: str, split: str) -> list[dict]:
         raise ValueError(f'{spec}: no such file here, and the hub did not give its split '
                          f'{split!r} ({e})') from e
 
-# %% ../../nbs/core/data.ipynb #e642d256
+# %% ../../nbs/core/data.ipynb #917eb5ab
 def key(record: dict) -> tuple[str, str]:
     "What a record is asked."
     return record['instruction'], record.get('input') or ''
@@ -159,3 +159,9 @@ def key(record: dict) -> tuple[str, str]:
 def content(record: dict) -> str:
     "Instruction and input as one message, a blank line between them."
     return '\n\n'.join(filter(None, key(record)))
+
+
+def told(preference) -> float:
+    "A preference as people and AlpacaEval write it: 0 is a tie, and None, -1 or nan no verdict at all (nan)."
+    if preference is None or preference != preference or preference == -1: return float('nan')
+    return 1.5 if preference == 0 else float(preference)

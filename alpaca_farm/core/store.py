@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['TABLES', 'request_key', 'me', 'born', 'gone', 'Store']
 
-# %% ../../nbs/core/store.ipynb #ae7cafe6
+# %% ../../nbs/core/store.ipynb #c83abe48
 import gc, hashlib, json, os, socket, sqlite3, time
+from contextlib import contextmanager
 from pathlib import Path
 
 # %% ../../nbs/core/store.ipynb #7c96a660
@@ -18,7 +19,7 @@ def request_key(
     text = json.dumps([request, draw], sort_keys=True, ensure_ascii=False, separators=(',', ':'))
     return hashlib.sha256(text.encode()).digest()
 
-# %% ../../nbs/core/store.ipynb #1c2c740f
+# %% ../../nbs/core/store.ipynb #f5776858
 def me() -> str:
     "This process: machine, number, and when it started, since numbers are used again."
     return f'{socket.gethostname()} {os.getpid()} {born(os.getpid())}'
@@ -34,9 +35,11 @@ def born(pid: int) -> str:
 def gone(owner: str) -> bool:
     "Whether a process of this machine is known to be dead; of another machine nothing is known."
     host, pid, start = owner.rsplit(' ', 2)   # a batch has no process: `batch NAME -`
-    return host == socket.gethostname() and born(int(pid)) != start
+    if host != socket.gethostname(): return False
+    now = born(int(pid))
+    return not now or abs(float(now) - float(start)) > 30   # the clock behind it is set now and then
 
-# %% ../../nbs/core/store.ipynb #b67cf34b
+# %% ../../nbs/core/store.ipynb #cc1ef0ee
 TABLES = '''
 create table if not exists answers (key blob primary key, answer text not null, seconds real, at real not null) without rowid;
 create table if not exists requests (key blob primary key, request text not null) without rowid;
@@ -71,10 +74,24 @@ class Store:
         return ValueError(f'{self.path} is not a store, or it is damaged ({e}): move it away, or rescue its answers with '
                           f'sqlite3 {self.path} .recover')
 
-    def run(self, statement: str, rows=None, given: tuple = ()):
-        "Execute a statement, once or for many rows."
-        try: return self.db.execute(statement, given) if rows is None else self.db.executemany(statement, rows)
+    def run(self, statement: str, given: tuple = ()):
+        "Execute a statement."
+        try: return self.db.execute(statement, given)
         except sqlite3.DatabaseError as e: raise self.trouble(e) from None
+
+    def many(self, statement: str, rows):
+        "Execute a statement for each of many rows."
+        try: return self.db.executemany(statement, rows)
+        except sqlite3.DatabaseError as e: raise self.trouble(e) from None
+
+    @contextmanager
+    def writing(self):
+        "All that is written in the block, or nothing of it."
+        self.run('begin immediate')
+        try: yield; self.run('commit')
+        except BaseException:
+            if self.db.in_transaction: self.db.execute('rollback')
+            raise
 
     def __len__(self) -> int: return self.run('select count(*) from answers').fetchone()[0]
 
@@ -100,26 +117,19 @@ class Store:
 
     def put(self, key: bytes, request: dict, answer: dict, seconds: float | None = 0.):
         "Write an answer down, for good; the first answer to a request stays."
-        row = key, json.dumps(answer, ensure_ascii=False), seconds, time.time()
-        self.run('begin immediate')
-        try:
-            self.run('insert or ignore into answers values (?, ?, ?, ?)', [row])
-            self.run('insert or ignore into requests values (?, ?)', [(key, json.dumps(request, ensure_ascii=False))])
-            self.run('delete from claims where key = ?', [(key,)])
-            self.run('commit')
-        except BaseException:
-            if self.db.in_transaction: self.db.execute('rollback')
-            raise
+        with self.writing():
+            self.run('insert or ignore into answers values (?, ?, ?, ?)', (key, json.dumps(answer, ensure_ascii=False), seconds, time.time()))
+            self.run('insert or ignore into requests values (?, ?)', (key, json.dumps(request, ensure_ascii=False)))
+            self.run('delete from claims where key = ?', (key,))
 
     def claim(self, keys: list[bytes]) -> list[bytes]:
         "Those of `keys` that have no answer and that nobody else is asking for: they are this process's to ask."
-        self.run('begin immediate')
-        try:
-            held = self.found(keys, 'owner', '(select * from claims where until > unixepoch())')
+        here = f"owner like '{socket.gethostname()} %'"   # of those, only death ends a claim
+        with self.writing():
+            held = self.found(keys, 'owner', f'(select * from claims where until > unixepoch() or {here})')
             there, dead = self.found(keys, '1'), {o for o in set(held.values()) if gone(o)}
             mine = [k for k in keys if k not in there and held.get(k, self.owner) in dead | {self.owner}]
-            self.run('insert or replace into claims values (?, ?, ?)', [(k, self.owner, time.time() + self.lease) for k in mine])
-        finally: self.run('commit')
+            self.many('insert or replace into claims values (?, ?, ?)', [(k, self.owner, time.time() + self.lease) for k in mine])
         return mine
 
     def pace(self, last: int = 100) -> float | None:
@@ -127,25 +137,25 @@ class Store:
         return self.run(f'select avg(seconds) from (select seconds from answers order by at desc limit {last})').fetchone()[0]
 
     def release(self, keys: list[bytes]):
-        "Give up claims."
-        self.run('delete from claims where key = ? and owner = ?', [(k, self.owner) for k in keys])
+        "Give up claims of this process."
+        self.many('delete from claims where key = ? and owner = ?', [(k, self.owner) for k in keys])
 
     def note_batch(self, file: str, url: str, requests: dict[bytes, dict], seconds: float):
         "Remember that requests are being sent as a batch; until it ends, or for so many seconds, they are nobody's to ask."
         text = json.dumps({k.hex(): r for k, r in requests.items()}, ensure_ascii=False)
-        self.run('begin immediate')
-        self.run('insert into batches (file, url, requests, at) values (?, ?, ?, ?)', [(file, url, text, time.time())])
-        self.run('insert or replace into claims values (?, ?, ?)', [(k, f'batch {file} -', time.time() + seconds) for k in requests])
-        self.run('commit')
+        with self.writing():
+            self.run('insert into batches (file, url, requests, at) values (?, ?, ?, ?)', (file, url, text, time.time()))
+            self.many('insert or replace into claims values (?, ?, ?)', [(k, f'batch {file} -', time.time() + seconds) for k in requests])
 
-    def name_batch(self, file: str, name: str): self.run('update batches set name = ? where file = ?', [(name, file)])
+    def name_batch(self, file: str, name: str): self.run('update batches set name = ? where file = ?', (name, file))
 
     def batches(self, url: str) -> list[tuple]:
         "Batches that have not ended: file, name (None when not yet known), requests by key."
-        rows = self.run("select file, name, requests from batches where not ended and url = ? order by at", None, (url,))
+        rows = self.run('select file, name, requests from batches where not ended and url = ? order by at', (url,))
         return [(f, n, {bytes.fromhex(k): r for k, r in json.loads(t).items()}) for f, n, t in rows]
 
     def end_batch(self, file: str):
         "Note that a batch has ended; what it did not answer may be asked again."
-        self.run('update batches set ended = 1 where file = ?', [(file,)])
-        self.run('delete from claims where owner = ?', [(f'batch {file} -',)])
+        with self.writing():
+            self.run('update batches set ended = 1 where file = ?', (file,))
+            self.run('delete from claims where owner = ?', (f'batch {file} -',))
