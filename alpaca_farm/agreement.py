@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['FORMATS', 'AUTHORS', 'PUBLISHED', 'AgreementConfig', 'preference_of', 'voted', 'pair_of', 'from_votes',
            'from_pandalm', 'from_llmbar', 'from_chosen', 'from_preferences', 'tidy', 'short', 'label_file', 'files_of',
-           'read_set', 'embedded', 'longest', 'Said', 'asked', 'per_thousand', 'Row', 'verdict_rows', 'addresses',
+           'read_set', 'embedded', 'longest', 'Said', 'ask_judge', 'per_thousand', 'Row', 'verdict_rows', 'addresses',
            'joined', 'recorded_on', 'cast', 'ballots', 'cohen', 'krippendorff', 'ratio', 'Traits', 'traits',
-           'win_shares', 'leanings', 'of_judge', 'of_people', 'intervals', 'board', 'filled', 'flat', 'between',
-           'published', 'figure', 'judged_by', 'named_sets', 'reads', 'train']
+           'win_shares', 'same_ranks', 'leanings', 'four_of', 'of_judge', 'of_people', 'intervals', 'board', 'filled',
+           'flat', 'between', 'published', 'figure', 'judged_by', 'named_sets', 'reads', 'train']
 
-# %% ../nbs/agreement.ipynb #884c76b8
+# %% ../nbs/agreement.ipynb #36f1d399
 import math, os
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -20,15 +20,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .annotators import annotators_of, ask_each, mapped, members, name_of, shares, swapped, vote
+from .annotators import all_answered, annotators_of, ask_each, known_names, members, name_of, shares, swapped, vote
 from .core.api import ApiConfig
-from .core.data import SUFFIXES, check_field, content, read
+from .core.data import SUFFIXES, check_field, content, read, told
 from .core.runs import start, whole
 from .core.settings import at_root, command, resolve
 from .core.stats import Interval, agreement, bias, mode, spearman, tally, variance
-from .noise import chances, has_list, longer, panel, pair_text, taste, uniform
+from .noise import chances, lists, longer, panel, pair_text, taste, uniform
 
-# %% ../nbs/agreement.ipynb #c997cc73
+# %% ../nbs/agreement.ipynb #8b8bfc52
 @dataclass
 class AgreementConfig(ApiConfig):
     "Settings of a comparison of judges with people."
@@ -36,25 +36,25 @@ class AgreementConfig(ApiConfig):
     sets: list[str] = field(default_factory=lambda: ['alpaca_farm.agreement:embedded'])  # pairs with people's votes: files (* for several that are one set), or module:name
     judges: list[str] = field(default_factory=lambda: ['alpaca_farm.world:pool', 'alpaca_farm.world:judge', 'alpaca_farm.agreement:longest'])  # files of verdicts (file#pattern takes some of their judges), or whatever annotates
     weights: list[str] = field(default_factory=list)  # how often annotators of a pool are drawn: name and number joined by an equals sign; 1 for the others
-    unanswered: str = 'out'      # a missing verdict is left out of every number; or tie: it counts as one, as PandaLM has it
+    unanswered: str = 'out'      # a missing verdict of a single judge is left out of every number; or tie: it counts as one, as PandaLM has it
     max_instances: int = 0       # the first so many pairs of each set; 0 for all
     draws: int = 400             # bootstrap draws
 
     def check(self):
         self.bounds(max_instances=(0, None), draws=(10, None))
         self.one_of('unanswered', 'out', 'tie')
-        mapped('weights', self.weights, float)
+        known_names(self.judges, self.models, self.weights)
         for name in ('sets', 'judges'):
             if not getattr(self, name): raise ValueError(f'{name} is empty: name at least one')
 
-# %% ../nbs/agreement.ipynb #9ea7b0a0
+# %% ../nbs/agreement.ipynb #9f555135
 def preference_of(value, where: str, name: str) -> float:
     "A preference as it stands in a file: 1 to 2, nan where there is none; ValueError naming the field."
-    if value in (None, '', -1, 'garbage') or value != value: return math.nan   # `garbage` is PandaLM's word
-    if value == 0 or str(value).lower() in ('0', 'tie'): return 1.5
-    try: v = float(value)
-    except (ValueError, TypeError): v = math.nan
-    if 1 <= v <= 2: return v
+    if value in (None, '', 'garbage'): return math.nan   # `garbage` is PandaLM's word
+    if str(value).lower() == 'tie': return 1.5
+    try: v = told(float(value))
+    except (ValueError, TypeError): v = math.inf
+    if 1 <= v <= 2 or v != v: return v
     raise ValueError(f'{where}: the field {name!r} is {value!r:.60}: 1, 2, a number between them, or 0 for a tie')
 
 
@@ -131,13 +131,16 @@ FORMATS = [(('votes',), from_votes), (('response1', 'response2', 'annotator1'), 
 
 
 def tidy(rows: list[dict], where: str) -> list[dict]:
-    "Labelled pairs from the rows of a file; ValueError when they are of no known format."
+    "Labelled pairs from the rows of a file; ValueError when they are of no known format, or one has no vote."
     first = rows[0] if rows else {}
     reader = next((f for names, f in FORMATS if all(n in first for n in names)), None)
     if reader is None:
         raise ValueError(f'{where}: no known format of labels has the fields {", ".join(first) or "of an empty file"}; '
                          f'these do: {"; ".join(", ".join(names) for names, _ in FORMATS)}')
-    return [dict(r, source=short(where)) for r in reader(rows, where)]
+    pairs = [dict(r, source=short(where)) for r in reader(rows, where)]
+    mute = next((r['row'] for r in pairs if all(v != v for v in r['votes'].values())), None)
+    if mute is not None: raise ValueError(f'{where}, row {mute}: nobody has voted on this pair. Leave it out')
+    return pairs
 
 
 def short(spec: str) -> str:
@@ -192,23 +195,24 @@ def longest(pairs: list[dict]) -> list[float]:
     "A judge that prefers the longer answer."
     return [1.5 + .5*np.sign(len(p['output_2']) - len(p['output_1'])) for p in pairs]
 
-# %% ../nbs/agreement.ipynb #2dc4e5bd
+# %% ../nbs/agreement.ipynb #00a1e991
 class Said(NamedTuple):
     "What a judge said about pairs, in the pairs' own order."
     preferences: np.ndarray     # (annotators, 2, pairs) from 1 to 2, nan where there is none; [:, 1] shown with the second answer first
     how: str                    # live or recorded
     unanswered: np.ndarray      # (pairs,) how often it was asked and gave no verdict
+    shown: np.ndarray           # (2, pairs) whether the pair was shown in this order
     price: float = math.nan     # dollars for 1,000 comparisons; nan where unknown
     time: float = math.nan      # seconds for 1,000 comparisons
 
 
-def asked(
+def ask_judge(
     judge,              # an annotator, or a pool with `.annotators` and maybe `.weights`
     pairs: list[dict],  # pairs
     most: int = 4,      # annotators of a pool that see a pair
     seed: int = 0,      # another seed, other annotators
 ) -> Said:
-    "Ask a judge about pairs in both orders."
+    "Ask a judge about pairs in both orders; ValueError when requests are left open, what was answered is stored."
     each, w = members(judge), shares(judge)
     # the k largest of u^(1/w) are a weighted draw without replacement (Efraimidis and Spirakis, 2006)
     who = np.array([np.argsort([-uniform(seed, 'who', a, *pair_text(r))**(1/w[a]) for a in range(len(w))])[:most] for r in pairs]).T
@@ -218,7 +222,8 @@ def asked(
     for (o, at), said in zip([(o, at) for o in (0, 1) for at in places], ask_each(work)):
         verdicts += said
         for (k, i), v in zip(at, said): out[k, o, i] = 3 - v.preference if o else v.preference
-    return Said(out, 'live', np.isnan(out).sum((0, 1)), *(per_thousand([getattr(v, k) for v in verdicts]) for k in ('price', 'seconds')))
+    all_answered(judge, f'{name_of(judge)}, {len(pairs)} pairs in both orders')
+    return Said(out, 'live', np.isnan(out).sum((0, 1)), np.ones((2, len(pairs)), bool), *(per_thousand([getattr(v, k) for v in verdicts]) for k in ('price', 'seconds')))
 
 
 def per_thousand(values: list) -> float:
@@ -226,7 +231,7 @@ def per_thousand(values: list) -> float:
     known = [float(v) for v in values if v not in (None, '')]
     return 1000*sum(known)/len(known) if known else math.nan
 
-# %% ../nbs/agreement.ipynb #d67eb0f2
+# %% ../nbs/agreement.ipynb #b9738964
 class Row(NamedTuple):
     "A verdict as it is on file."
     judge: str
@@ -280,11 +285,10 @@ def joined(rows: list[Row], pairs: list[dict], places: dict, where: str) -> Said
             raise ValueError(f'{where}, row {r.row}: gold is {r.gold:g}, but the set has {pairs[j]["votes"]}: the rows do not belong together')
     nth = {}
     for h in hits: nth.setdefault(h[:2], []).append(h[2])
-    out, missing = np.full((max(map(len, nth.values())), 2, len(pairs)), np.nan), np.zeros(len(pairs), int)
-    for (j, o), said in nth.items():
-        out[:len(said), o, j] = said
-        missing[j] += np.isnan(said).sum()
-    return Said(out, 'recorded', missing, per_thousand([r.price for r in rows]), per_thousand([r.time for r in rows]))
+    out, shown = np.full((max(map(len, nth.values())), 2, len(pairs)), np.nan), np.zeros((2, len(pairs)), bool)
+    for (j, o), said in nth.items(): out[:len(said), o, j], shown[o, j] = said, True
+    missing = np.array([sum(np.isnan(nth.get((j, o), [])).sum() for o in (0, 1)) for j in range(len(pairs))])
+    return Said(out, 'recorded', missing, shown, per_thousand([r.price for r in rows]), per_thousand([r.time for r in rows]))
 
 
 def recorded_on(
@@ -304,18 +308,18 @@ def recorded_on(
     if not any(found.values()): raise ValueError(f'{file} speaks of other data than {", ".join(sets)}')
     return {k: v for k, v in found.items() if v is not None}
 
-# %% ../nbs/agreement.ipynb #ef27fc37
+# %% ../nbs/agreement.ipynb #55c653ed
 def cast(
     preferences: np.ndarray,  # (annotators, 2, pairs) of a judge
     pairs: list[dict],        # the pairs
-    n: int = 4,               # votes of a single soft judge in each order
+    n: int = 4,               # votes of a single soft judge
     seed: int = 0,            # another seed, other coins
 ) -> np.ndarray:  # (votes, 2, pairs) of 1, 1.5, 2 or nan
     "Preferences as votes."
     p = np.asarray(preferences, dtype=float)
     if np.isin(p[~np.isnan(p)], (1, 1.5, 2)).all(): return p
     if len(p) == 1: p = np.repeat(p, n, 0)
-    def one(k, o, i): return vote(pairs[i], p[k, o, i], f'{seed} {k} {o}')
+    def one(k, o, i): return vote(pairs[i], p[k, o, i], f'{seed} {k}')
     return np.array([[[one(k, o, i) for i in range(p.shape[2])] for o in (0, 1)] for k in range(len(p))], dtype=float)
 
 
@@ -325,11 +329,12 @@ def ballots(pairs: list[dict]) -> np.ndarray:
     most = max(map(len, votes))
     return np.array([v + [math.nan]*(most - len(v)) for v in votes], dtype=float).T
 
-# %% ../nbs/agreement.ipynb #9ce77b73
+# %% ../nbs/agreement.ipynb #387633df
 def cohen(
     table,  # (classes, classes) how often one rater says the row's class while the other says the column's
-) -> float:  # nan when both always say the same one class
+) -> float:  # nan when both always say the same one class, or nothing
     "Cohen's kappa."
+    if not np.sum(table): return math.nan
     p = np.asarray(table, dtype=float)/np.sum(table)
     luck = p.sum(1) @ p.sum(0)
     return float((p.trace() - luck)/(1 - luck)) if luck < 1 else math.nan
@@ -346,7 +351,7 @@ def krippendorff(
     by_luck = o.sum()**2 - (o.sum(0)**2).sum()
     return float(1 - (o.sum() - 1)*(o.sum() - o.trace())/by_luck) if by_luck else math.nan
 
-# %% ../nbs/agreement.ipynb #67fb5e65
+# %% ../nbs/agreement.ipynb #8e935022
 def ratio(part, whole_) -> float: "A share; nan of nothing."; return float(part/whole_) if whole_ else math.nan
 
 
@@ -355,15 +360,17 @@ class Traits(NamedTuple):
     longer: np.ndarray   # above 0 where only output_2 is clearly longer
     list: np.ndarray     # above 0 where only output_2 has a list
     models: np.ndarray   # (pairs, 2) numbers of the two models; empty where they have no names
+    orders: np.ndarray   # (pairs, 4) coins: the order in which each of four votes is cast
 
 
-def traits(pairs: list[dict]) -> Traits:
-    "Traits of pairs."
-    lists = np.array([int(has_list(p['output_2'])) - int(has_list(p['output_1'])) for p in pairs])
+def traits(pairs: list[dict], seed: int = 0) -> Traits:
+    "Traits of pairs, and coins that do not depend on a pair's own order."
+    def coin(p, k): return int(uniform(seed, 'order', k, *pair_text(p)) < .5) ^ (p['output_1'] <= p['output_2'])
     names = [(p.get('generator_1'), p.get('generator_2')) for p in pairs]
     known = sorted({m for both in names for m in both if m})
     named = len(known) > 2 and all(all(both) for both in names)
-    return Traits(longer(pairs), lists, np.array([[known.index(m) for m in both] if named else [] for both in names], int))
+    return Traits(longer(pairs), lists(pairs), np.array([[known.index(m) for m in both] if named else [] for both in names], int),
+                  np.array([[coin(p, k) for k in range(4)] for p in pairs], int))
 
 
 def win_shares(
@@ -378,10 +385,24 @@ def win_shares(
         return (np.bincount(models[:, 1], won, size) + np.bincount(models[:, 0], n - won, size))/np.where(all_ > 0, all_, np.nan)
 
 
+def same_ranks(one, other) -> float:
+    "Spearman's correlation over the models that have a share on both sides; nan for fewer than three."
+    both = ~np.isnan(one + other)
+    return float(spearman(one[both], other[both])) if both.sum() > 2 else math.nan
+
+
 def leanings(votes, t: Traits) -> dict:
     "Tastes of votes (votes, pairs); a missing one is left out."
     v = np.where(np.isnan(votes), 1.5, votes)
     return dict(longer=taste(v, t.longer), list=taste(v, t.list))
+
+
+def four_of(votes, orders) -> np.ndarray:
+    "Four votes (or as many as annotators), (votes, pairs), each in the order of its coin; all there are where only one order was shown."
+    K, N = len(votes), votes.shape[2]
+    if np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, N)
+    k = np.arange(max(4, K))
+    return votes[k[:, None] % K, orders.T[k % 4], np.arange(N)]
 
 
 def of_judge(
@@ -389,35 +410,34 @@ def of_judge(
     people,      # (people, pairs) from `ballots`
     t: Traits,
 ) -> dict:
-    "Every number of a judge."
-    every = votes.reshape(-1, votes.shape[2])
-    four = votes[np.arange(len(votes)), np.arange(len(votes)) % 2] if len(votes) > 3 else every     # as many as people's, in both orders
-    said, those = tally(every).sum(0), tally(people).sum(0)
-    m = mode(those)
-    table, hit, clear = said @ m.T, said*m, m[[0, 2]].max(0) == 1
-    a, b = votes[:, 0], votes[:, 1]
-    both, repeated = ~np.isnan(a + b), (tally(four).sum((0, 1)) > 1).any()
+    "Every number of a judge; nan for one that cannot be had."
+    every, four = votes.reshape(-1, votes.shape[2]), four_of(votes, t.orders)
+    said, those, again = (tally(v).sum(0) for v in (every, people, four))
+    q, m = said/np.maximum(said.sum(0), 1), mode(those)            # shares of a judge's votes; zero where it has none
+    table, hit, clear = q @ m.T, q*m, m[[0, 2]].max(0) == 1
+    answered, a, b = said.sum(0) > 0, votes[:, 0], votes[:, 1]
+    both = ~np.isnan(a + b)
     decided = both*((a != 1.5).astype(float) + (b != 1.5))
-    out = dict(accuracy=ratio(table.trace(), table.sum()), decided=ratio(hit[:, clear].sum(), said[:, clear].sum()),
-               agreement=agreement(four, people) if (those.sum(0) > 1).any() else math.nan, kappa=cohen(table),
-               alpha=krippendorff(np.vstack([people, every[:1]])), bias=bias(four, people), variance=variance(four) if repeated else math.nan,
+    out = dict(accuracy=ratio(table.trace(), table.sum()), decided=ratio(hit[:, clear].sum(), q[:, clear].sum()),
+               agreement=agreement(every, people) if (answered & (those.sum(0) > 1)).any() else math.nan, kappa=cohen(table),
+               alpha=krippendorff(np.vstack([people, four[:1]])) if answered.any() else math.nan,
+               bias=bias(four, people) if again.any() else math.nan, variance=variance(four) if (again.sum(0) > 1).any() else math.nan,
                consistency=ratio((a == b)[both].sum(), both.sum()), first=ratio((both*(a == 1)).sum() + (both*(b == 2)).sum(), decided.sum()))
     out |= leanings(every, t)
     out['longer_diff'] = out['longer'] - leanings(people, t)['longer']
-    if t.models.size: out['spearman'] = float(spearman(win_shares(said, t.models), win_shares(those, t.models)))
+    if t.models.size: out['spearman'] = same_ranks(win_shares(said, t.models), win_shares(those, t.models))
     return out
 
 
 def of_people(people, t: Traits) -> dict:
     "The people's own numbers."
-    if np.isnan(people).all(0).any(): raise ValueError(f'pair {np.isnan(people).all(0).argmax()} has no vote')
     n = tally(people).sum(0)
     several = (n.sum(0) > 1).any()
     own = agreement(people) if several else math.nan
     pairwise = ratio((n*(n - 1)).sum(), (n.sum(0)*(n.sum(0) - 1)).sum())
     return dict(agreement=own, pairwise=pairwise, alpha=krippendorff(people) if several else math.nan, variance=1 - own, **leanings(people, t))
 
-# %% ../nbs/agreement.ipynb #8fceeb9e
+# %% ../nbs/agreement.ipynb #f6256cca
 def intervals(
     measure,             # pairs' numbers -> {name: value}
     pairs: list[dict],   # the pairs; those of one instruction are drawn together
@@ -425,18 +445,19 @@ def intervals(
     seed: int = 0,       # same seed, same draws
     level: float = .95,  # coverage
 ) -> dict:  # {name: Interval}
-    "Measures with percentile intervals over instructions; nan where a measure is."
+    "Measures with percentile intervals over instructions; the ends are nan for fewer than ten of them, all is where a measure is."
     groups, rng = {}, np.random.default_rng(seed)
     for i, p in enumerate(pairs): groups.setdefault(content(p), []).append(i)
     groups = [np.array(g) for g in groups.values()]
     value = measure(np.arange(len(pairs)))
+    if len(groups) < 10: return {k: Interval(v, math.nan, math.nan) for k, v in value.items()}
     draws = [measure(np.concatenate([groups[g] for g in rng.integers(0, len(groups), len(groups))])) for _ in range(n)]
     def ends(k):
         x = np.array([d[k] for d in draws])
         return np.quantile(x[~np.isnan(x)], [(1 - level)/2, (1 + level)/2]) if not np.isnan(x).all() else (math.nan, math.nan)
     return {k: Interval(v, *(float(e) for e in ends(k))) if not math.isnan(v) else Interval(v, v, v) for k, v in value.items()}
 
-# %% ../nbs/agreement.ipynb #b9d71947
+# %% ../nbs/agreement.ipynb #3fd6fb9e
 def board(
     sets: dict,            # labelled pairs by the name of the set
     judged: dict,          # {(set, judge): Said}
@@ -449,26 +470,26 @@ def board(
     import pandas as pd
     rows = []
     for s, pairs in sets.items():
-        people, t = ballots(pairs), traits(pairs)
+        people, t = ballots(pairs), traits(pairs, seed)
         n = dict(n=len(pairs), n_decided=int((mode(tally(people).sum(0))[[0, 2]].max(0) == 1).sum()))
         def at(i): return Traits(*(x[i] for x in t))
         rows.append(dict(set=s, judge='people', how='votes', **n, **flat(intervals(lambda i: of_people(people[:, i], at(i)), pairs, draws, seed))))
         for (where, judge), said in judged.items():
             if where != s: continue
-            votes = cast(filled(said, unanswered), pairs, seed=seed)
+            votes = cast(filled(said, unanswered, judge), pairs, seed=seed)
             found = intervals(lambda i: of_judge(votes[..., i], people[:, i], at(i)), pairs, draws, seed)
-            rows.append(dict(set=s, judge=judge, how=said.how, **n, unanswered=int(said.unanswered.sum()), **flat(found),
+            rows.append(dict(set=s, judge=judge, how=said.how, **n, n_unanswered=int(said.unanswered.sum()), **flat(found),
                              price=said.price, time=said.time))
             done(len(rows), f'{judge} on {s}')
     return pd.DataFrame(rows)
 
 
-def filled(said: Said, unanswered: str) -> np.ndarray:
-    "A judge's preferences, missing verdicts as ties where that is asked for."
+def filled(said: Said, unanswered: str, judge: str = 'this judge') -> np.ndarray:
+    "A judge's preferences, questions without a verdict as ties where that is asked for; ValueError where several annotators see a pair."
     p = said.preferences
-    if unanswered == 'out' or len(p) > 1: return p
-    seen = ~np.isnan(p).all(2, keepdims=True)            # orders that were shown
-    return np.where(np.isnan(p) & seen & (said.unanswered > 0), 1.5, p)
+    if unanswered == 'out' or not said.unanswered.any(): return p
+    if len(p) > 1: raise ValueError(f"unanswered = 'tie' is for single judges, but {judge} has up to {len(p)} verdicts on a pair: run it with 'out'")
+    return np.where(np.isnan(p) & said.shown, 1.5, p)
 
 
 def flat(found: dict) -> dict:
@@ -505,23 +526,25 @@ def published():  # DataFrame
     names = ('agreement', 'price', 'time', 'bias', 'variance', 'longer')
     return pd.DataFrame([dict(set="AlpacaEval's table", judge=k, how='published', n=648, **dict(zip(names, v))) for k, v in PUBLISHED.items()])
 
-# %% ../nbs/agreement.ipynb #b02f41a9
+# %% ../nbs/agreement.ipynb #2b739794
 def figure(
     table,  # of `board`
 ):  # matplotlib figure
-    "What judges agree with people on, and what they like beyond that."
+    "What judges agree with people on, and what they like beyond that; a line for the people of each set."
     import matplotlib.pyplot as plt
     judges = list(dict.fromkeys(j for j in table.judge if j != 'people'))
-    sets = list(dict.fromkeys(table.set))
+    sets, own = list(dict.fromkeys(table.set)), table[table.judge == 'people'].set_index('set')
     fig, axes = plt.subplots(1, 3, figsize=(9, 1.3 + .3*len(judges)), sharey=True, layout='constrained')
-    panels = dict(decided='accuracy where people\nprefer one', first='share of votes\nfor the first shown',
-                  longer_diff="votes for the longer answer,\nless the people's share")
+    several = own.agreement.notna().all()
+    panels = {'agreement' if several else 'decided': 'agreement with people' + ('\n(line: each other)' if several else '\nwhere they prefer one'),
+              'first': 'share of votes\nfor the first shown', 'longer_diff': "votes for the longer answer,\nless the people's share"}
     for ax, (name, label), at in zip(axes, panels.items(), (.5, .5, 0)):
         for k, s in enumerate(sets):
             rows = table[(table.set == s) & (table.judge != 'people')]
             y = np.array([judges[::-1].index(j) for j in rows.judge]) + .5*((len(sets) - 1)/2 - k)/len(sets)
             ends = np.abs(rows[[f'{name}_low', f'{name}_high']].to_numpy() - rows[[name]].to_numpy()).T
             ax.errorbar(rows[name], y, xerr=ends, fmt='o', ms=4, lw=1, color=f'C{k}', label=s)
+            if name == 'agreement': ax.axvline(own.agreement[s], color=f'C{k}', lw=1, ls='--')
         ax.axvline(at, color='grey', lw=.8, ls=':')
         ax.set_xlabel(label)
     axes[0].set(ylim=(-.6, len(judges) - .4)); axes[0].set_yticks(range(len(judges))[::-1], judges)
@@ -529,14 +552,14 @@ def figure(
     if len(sets) > 1: fig.legend(*axes[0].get_legend_handles_labels(), loc='outside upper center', ncols=min(4, len(sets)), fontsize=8)
     return fig
 
-# %% ../nbs/agreement.ipynb #3bd15eb1
+# %% ../nbs/agreement.ipynb #b9f85979
 def judged_by(
     specs: list[str],   # judges: files of verdicts, with a #pattern of names or not, or whatever annotates
     sets: dict,         # all labelled pairs by the name of the set
     cfg,                # settings of asking
     most: int = 4,      # annotators of a pool that see a pair
 ) -> dict:  # {(set, judge): Said}
-    "What the judges say about the sets; ValueError for two of the same name."
+    "What the judges say about the sets; ValueError for two of the same name, and for requests left open."
     out, n = {}, cfg.max_instances or None
     for spec in specs:
         name, _, pattern = spec.partition('#')
@@ -544,10 +567,10 @@ def judged_by(
         if path: new = recorded_on(str(path), pattern, sets)
         else:
             judge = annotators_of(spec, cfg)
-            new = {(s, name_of(judge)): asked(judge, pairs[:n], most, cfg.seed) for s, pairs in sets.items()}
+            new = {(s, name_of(judge)): ask_judge(judge, pairs[:n], most, cfg.seed) for s, pairs in sets.items()}
         twice = set(new) & set(out)
         if twice: raise ValueError(f'judges: {spec} brings a second judge called {twice.pop()[1]}')
-        out |= {k: s._replace(preferences=s.preferences[..., :n], unanswered=s.unanswered[:n]) for k, s in new.items()}
+        out |= {k: s._replace(preferences=s.preferences[..., :n], unanswered=s.unanswered[:n], shown=s.shown[:, :n]) for k, s in new.items()}
     return out
 
 
@@ -580,7 +603,7 @@ def train(cfg: AgreementConfig):
     fig = figure(table)
     with whole(run.path('leaderboard.png')) as p: fig.savefig(p, dpi=150, format='png')
     plt.close(fig)
-    names = ('n', 'n_decided', 'accuracy', 'decided', 'agreement', 'consistency', 'first', 'longer')
+    names = ('n', 'n_decided', 'n_unanswered', 'accuracy', 'decided', 'agreement', 'consistency', 'first', 'longer')
     run.finish(**{f'{r["set"]}_{r["judge"]}_{k}': r[k] for r in table.to_dict('records') for k in names if k in r and r[k] == r[k]})
     return run
 

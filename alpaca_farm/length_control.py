@@ -6,13 +6,13 @@
 __all__ = ['HANDFUL', 'LENGTH', 'DIFFICULTY', 'LEVEL', 'sigmoid', 'logistic', 'tilt', 'difficulty', 'controlled', 'influence',
            'interval', 'length_controlled', 'from_annotations']
 
-# %% ../nbs/length_control.ipynb #f5e01e6d
+# %% ../nbs/length_control.ipynb #d97bb243
 from statistics import NormalDist
 
 import numpy as np
 
-from .core.data import key
-from .core.stats import checked, standard_error
+from .core.data import key, told
+from .core.stats import checked, standard_error, wilson
 
 # %% ../nbs/length_control.ipynb #5b0aa3ae
 def sigmoid(z): return 1/(1 + np.exp(-np.clip(z, -500, 500)))
@@ -41,9 +41,9 @@ def tilt(
     s = np.nanstd(d, axis=-1, keepdims=True)
     return np.tanh(d/np.where(s > 0, s, np.inf))
 
-# %% ../nbs/length_control.ipynb #18650505
+# %% ../nbs/length_control.ipynb #17ca4957
 HANDFUL = 5                                  # models it takes to fit the difficulty
-LENGTH, DIFFICULTY, LEVEL = .5, 1., 10.      # standard deviations of the priors of a, b and c
+LENGTH, DIFFICULTY, LEVEL = 1., 1., 10.      # standard deviations of the priors of a, b and c
 
 
 def difficulty(
@@ -61,25 +61,26 @@ def difficulty(
     easy = logistic(x, p[m, i] - 1, np.r_[np.full(M, LEVEL), np.full(M, LENGTH), np.ones(N)])[2*M:]
     return (easy.mean() - easy)/easy.std()
 
-# %% ../nbs/length_control.ipynb #c9b3fc71
+# %% ../nbs/length_control.ipynb #d5bb0106
 def controlled(
     preference,          # (N,) from 1 to 2; nan where there is no verdict
     tilts,               # (N,) of `tilt`
     hard=None,           # (N,) of `difficulty`, None to leave it out
     level: float = .95,  # coverage of the interval
-) -> dict:  # length_controlled_winrate, lc_standard_error, lc_low, lc_high in percent; length_effect a, difficulty_effect b; terms
+) -> dict:  # length_controlled_winrate, lc_standard_error, lc_low, lc_high in percent; length_effect a, difficulty_effect b; terms; n_total
     "Length-controlled win rate of one model (Dubois et al., 2024), over the instructions with a verdict."
-    told = ~np.isnan(np.asarray(preference, dtype=float))
-    y, t = checked(np.asarray(preference)[told]) - 1, np.asarray(tilts)[told]
-    d = np.zeros(0) if hard is None else hard[told]
+    given = ~np.isnan(np.asarray(preference, dtype=float))
+    y, t = checked(np.asarray(preference)[given]) - 1, np.asarray(tilts)[given]
+    d = np.zeros(0) if hard is None else hard[given]
     x = np.stack([t, *([d] if len(d) else []), np.ones(len(y))], 1)
     spread = np.array([LENGTH, *([DIFFICULTY] if len(d) else []), LEVEL])
     beta, still = logistic(x, y, spread), x*(np.arange(x.shape[1]) > 0)
     p = sigmoid(still @ beta)
-    low, high = interval(p, influence(x, y, still, beta, spread), level)
+    always = (y == y[0]).all() and y[0] in (0, 1)
+    low, high = wilson(y.sum(), len(y), level)[1:] if always else interval(p, influence(x, y, still, beta, spread), level)
     return dict(length_controlled_winrate=100*float(p.mean()), lc_standard_error=100*standard_error(p) if len(d) else np.nan,
                 lc_low=100*low, lc_high=100*high, length_effect=float(beta[0]), difficulty_effect=float(beta[1]) if len(d) else np.nan,
-                terms='length, difficulty' if len(d) else f'length; no difficulty with fewer than {HANDFUL} models')
+                terms='length, difficulty' if len(d) else f'length; no difficulty with fewer than {HANDFUL} models', n_total=len(y))
 
 
 def influence(x, y, still, beta, spread) -> np.ndarray:
@@ -96,7 +97,7 @@ def interval(p, moved, level: float) -> tuple[float, float]:
     half = NormalDist().inv_cdf((1 + level)/2)*standard_error(moved)/(mean*(1 - mean))
     return tuple(float(sigmoid(np.log(mean/(1 - mean)) + h)) for h in (-half, half))
 
-# %% ../nbs/length_control.ipynb #1ab1f900
+# %% ../nbs/length_control.ipynb #47dea419
 def length_controlled(
     preferences,         # (M, N) of M models on N instructions, from 1 to 2; nan where there is no verdict
     lengths,             # (M, N) characters of the models' answers
@@ -120,13 +121,14 @@ def length_controlled(
 def from_annotations(
     annotations: dict,  # preference records by name of the model; output_1 is the baseline's, output_2 the model's
 ) -> dict:  # preferences, lengths, baseline: (M, N); names
-    "The tables of a board; ValueError naming rows that annotate the same instruction. A verdict of None is nan."
+    "The tables of a board; ValueError naming rows that annotate the same instruction, or a wrong preference. 0 is a tie; None, -1 and nan are no verdict."
     rows = {q: i for i, q in enumerate(dict.fromkeys(key(r) for records in annotations.values() for r in records))}
     tables = np.full((3, len(annotations), len(rows)), np.nan)
     for m, (name, records) in enumerate(annotations.items()):
         at, seen = [rows[key(r)] for r in records], {}
         for i, k in enumerate(at):
             if seen.setdefault(k, i) != i: raise ValueError(f'{name}: rows {seen[k]} and {i} annotate the same instruction')
-        tables[:, m, at] = np.array([(np.nan if r['preference'] is None else r['preference'], len(r['output_2']), len(r['output_1']))
-                                     for r in records], dtype=float).T
+        tables[:, m, at] = np.array([(told(r['preference']), len(r['output_2']), len(r['output_1'])) for r in records]).T
+        wrong = next((i for i, k in enumerate(at) if not (1 <= tables[0, m, k] <= 2 or np.isnan(tables[0, m, k]))), None)
+        if wrong is not None: raise ValueError(f'{name}, row {wrong}: preference {records[wrong]["preference"]!r} is not between 1 and 2')
     return dict(zip(('preferences', 'lengths', 'baseline'), tables), names=list(annotations))

@@ -13,9 +13,8 @@ recorded = pytest.mark.skipif(not DATA.exists(), reason='the recorded verdicts a
 
 
 def verdicts(model, board):
-    "Recorded annotations; a tie was once written as 0."
-    rows = json.loads((DATA/model/f'annotations_{board}.json').read_text())
-    return [dict(r, preference=1.5 if r['preference'] == 0 else r['preference']) for r in rows]
+    "Recorded annotations as they are; a tie was once written as 0."
+    return json.loads((DATA/model/f'annotations_{board}.json').read_text())
 
 
 def played(strengths, n, seed=0, missing=0.):
@@ -135,7 +134,7 @@ def test_rows_are_the_shipped_leaderboards(model, board):
     assert whole.n_total.tolist() == [129, 156, 188, 252, 80, 805] and whole.loc['all', 'win_rate'] == pytest.approx(float(shipped.win_rate), abs=1e-6)
     for source in ('koala', 'vicuna'):
         p = [r['preference'] for r in verdicts(model, board) if r['dataset'] == source]
-        assert whole.loc[source, 'win_rate'] == pytest.approx(100*(np.mean(p) - 1))
+        assert whole.loc[source, 'win_rate'] == pytest.approx(100*(np.mean([v or 1.5 for v in p]) - 1))
 
 
 @recorded
@@ -162,6 +161,20 @@ def test_boards_of_different_judges_stay_apart(tmp_path):
     with pytest.raises(ValueError, match='annotator is gpt4, not claude'): rk.read_leaderboard(tmp_path/'b.csv', 'claude')
     (tmp_path/'no.csv').write_text('a,b\n1,2\n')
     with pytest.raises(ValueError, match='no column win_rate'): rk.read_leaderboard(tmp_path/'no.csv')
+
+
+@recorded
+def test_games_of_recorded_annotations():
+    rows = verdicts('alpaca-7b', 'ae1')
+    assert sum(r['preference'] == 0 for r in rows) == 16
+    table = rk.head_to_head(rk.games(rows))
+    assert (table['n'].to_numpy().max(), round(table['win_rate'].loc['alpaca-7b'].max(), 2)) == (805, 26.46)
+
+
+def test_sources_name_the_row():
+    rows = [dict(preference=2, dataset='a')]*5 + [dict(preference=0, dataset='b'), dict(preference=-1, dataset='b'), dict(preference=7, dataset='b')]
+    with pytest.raises(ValueError, match='row 7: preference 7'): rk.by_source(rows)
+    assert rk.by_source(rows[:7]).loc['b'].tolist()[0] == 50 and rk.by_source(rows[:7]).n_unanswered.tolist() == [0, 1, 1]
 
 
 def test_no_verdict_is_counted_and_counts_nowhere():
