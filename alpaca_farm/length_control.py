@@ -14,22 +14,23 @@ import numpy as np
 from .core.data import key, told
 from .core.stats import checked, standard_error, wilson
 
-# %% ../nbs/length_control.ipynb #5b0aa3ae
+# %% ../nbs/length_control.ipynb #bd1f2a51
 def sigmoid(z): return 1/(1 + np.exp(-np.clip(z, -500, 500)))
 
 
 def logistic(
-    x,       # (rows, K) features, dense or sparse
-    y,       # (rows,) targets from 0 to 1
-    spread,  # (K,) standard deviation of the normal prior of each coefficient
+    x,        # (rows, K) features, dense or sparse
+    y,        # (rows,) targets from 0 to 1
+    spread,   # (K,) standard deviation of the normal prior of each coefficient
+    mean=0.,  # (K,) of that prior
 ) -> np.ndarray:  # (K,) coefficients
     "Logistic regression on soft targets: the mode of the posterior."
     from scipy.optimize import minimize
     precision = 1/np.asarray(spread, dtype=float)**2
     def loss(beta):
-        z = x @ beta
-        return (np.logaddexp(0, z) - y*z).sum() + (precision*beta**2).sum()/2, x.T @ (sigmoid(z) - y) + precision*beta
-    return minimize(loss, np.zeros(x.shape[1]), jac=True, method='L-BFGS-B', options=dict(maxiter=2000, ftol=1e-13, gtol=1e-6)).x
+        z, off = x @ beta, beta - mean
+        return (np.logaddexp(0, z) - y*z).sum() + (precision*off**2).sum()/2, x.T @ (sigmoid(z) - y) + precision*off
+    return minimize(loss, np.zeros(x.shape[1]) + mean, jac=True, method='L-BFGS-B', options=dict(maxiter=2000, ftol=1e-13, gtol=1e-6)).x
 
 # %% ../nbs/length_control.ipynb #544e9527
 def tilt(

@@ -18,7 +18,7 @@ ROOT_NOTEBOOKS = sorted(NBS.glob('*.ipynb'))
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 FLOORS = dict(grammar=1, world=1, noise=1, judges=1, rankings=1, length_control=1, local_judges=2, sft=2, reward_model=2, ppo=2, dpo=2, best_of_n=2, quark=2, rrhf=2, expert_iteration=2,
               binary_feedback=2, pretrained=2, annotators=3, labelling=3, rlcd=3, eval=4, agreement=4, openai_baselines=4, effects=4, farm=5,
-              overoptimization=5, compare=5, cascades=5, auto_annotations=5)
+              overoptimization=5, compare=5, cascades=5, auto_annotations=5, hybrid=5)
 WITHIN_FLOOR = {('world', 'grammar'), ('labelling', 'annotators')}  # who may stand on a room of its own floor
 
 

@@ -21,6 +21,8 @@ OWN = dict(grammar=lambda f: {}, noise=lambda f: {}, judges=lambda f: {}, local_
            labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
            agreement=lambda f: dict(out=f'{f}/agreement', max_instances=100, draws=20), cascades=lambda f: dict(out=f'{f}/cascades', max_instances=700),
            compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']),
+           hybrid=lambda f: dict(out=f'{f}/hybrid', outputs=f'{f}/samples', policy=f'{f}/sft', data=f'{f}/world', bank=f'{f}/bank', references=f'{f}/references',
+                                 pairs=40, held_out=20, budgets=[.5], arms=['in place', 'evidence'], policies=[], replicates=1),
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
