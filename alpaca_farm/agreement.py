@@ -10,7 +10,7 @@ __all__ = ['FORMATS', 'AUTHORS', 'PUBLISHED', 'AgreementConfig', 'preference_of'
            'win_shares', 'same_ranks', 'leanings', 'four_of', 'of_judge', 'of_people', 'intervals', 'board', 'filled',
            'flat', 'between', 'published', 'figure', 'judged_by', 'named_sets', 'reads', 'train']
 
-# %% ../nbs/agreement.ipynb #36f1d399
+# %% ../nbs/agreement.ipynb #399eb10f
 import math, os
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .annotators import all_answered, annotators_of, ask_each, known_names, members, name_of, shares, swapped, vote
+from .annotators import all_answered, annotators_of, ask_each, known_names, members, name_of, shares, vote
 from .core.api import ApiConfig
 from .core.data import SUFFIXES, check_field, content, read, told
 from .core.runs import start, whole
 from .core.settings import at_root, command, resolve
 from .core.stats import Interval, agreement, bias, mode, spearman, tally, variance
-from .noise import chances, lists, longer, panel, pair_text, taste, uniform
+from .noise import chances, draw_order, lists, longer, panel, pair_text, swapped, taste, uniform
 
 # %% ../nbs/agreement.ipynb #8b8bfc52
 @dataclass
@@ -195,7 +195,7 @@ def longest(pairs: list[dict]) -> list[float]:
     "A judge that prefers the longer answer."
     return [1.5 + .5*np.sign(len(p['output_2']) - len(p['output_1'])) for p in pairs]
 
-# %% ../nbs/agreement.ipynb #00a1e991
+# %% ../nbs/agreement.ipynb #a6ff6c8a
 class Said(NamedTuple):
     "What a judge said about pairs, in the pairs' own order."
     preferences: np.ndarray     # (annotators, 2, pairs) from 1 to 2, nan where there is none; [:, 1] shown with the second answer first
@@ -214,8 +214,7 @@ def ask_judge(
 ) -> Said:
     "Ask a judge about pairs in both orders; ValueError when requests are left open, what was answered is stored."
     each, w = members(judge), shares(judge)
-    # the k largest of u^(1/w) are a weighted draw without replacement (Efraimidis and Spirakis, 2006)
-    who = np.array([np.argsort([-uniform(seed, 'who', a, *pair_text(r))**(1/w[a]) for a in range(len(w))])[:most] for r in pairs]).T
+    who = np.array([draw_order(r, w, seed)[:most] for r in pairs]).T
     out, verdicts = np.full((len(who), 2, len(pairs)), np.nan), []
     places = [np.argwhere(who == a) for a in range(len(each))]
     work = [(f, [pairs[i] if o == 0 else swapped(pairs[i]) for _, i in at]) for o in (0, 1) for f, at in zip(each, places)]

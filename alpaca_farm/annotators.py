@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['AnnotatorsConfig', 'known_names', 'someone', 'annotators_of', 'configured', 'members', 'name_of', 'shares', 'draw',
-           'swapped', 'turned', 'heard', 'ask_each', 'all_answered', 'ask', 'vote', 'coin', 'annotate_pairs', 'flipped',
+           'turned', 'heard', 'ask_each', 'all_answered', 'ask', 'vote', 'coin', 'annotate_pairs', 'flipped',
            'pair_samples', 'annotate_samples', 'annotate_head2head', 'head2head_pairs', 'read_pairs', 'askers',
            'expected_preferences', 'position', 'train', 'leave', 'rates', 'sum_of', 'to_alpaca_eval']
 
-# %% ../nbs/annotators.ipynb #2fbe3772
+# %% ../nbs/annotators.ipynb #4f71f27a
 import json, math
 from dataclasses import dataclass, field
 
@@ -22,7 +22,7 @@ from .core.settings import at_root, command, resolve
 from .core.stats import Interval, checked, wilson
 from .judges import ApiJudge, Pool, Verdict, annotator_names, ask_together, config_file, evaluators, models_of, nearby, pooled
 from .local_judges import LocalJudge, Recorded, RewardJudge, is_model, is_reward_model, recorded
-from .noise import Flipped, flip, flips, pair_text, uniform
+from .noise import Flipped, flip, flips, pair_text, swapped, uniform
 
 # %% ../nbs/annotators.ipynb #0cdfba01
 @dataclass
@@ -112,12 +112,7 @@ def draw(
     at = np.searchsorted(cut, uniform(seed, 'annotator', *pair_text(pair)), side='right')
     return int(min(at, len(cut) - 1))
 
-# %% ../nbs/annotators.ipynb #6714b6bc
-def swapped(pair: dict) -> dict:
-    "A pair in the other order."
-    return dict(pair, output_1=pair['output_2'], output_2=pair['output_1'])
-
-
+# %% ../nbs/annotators.ipynb #e597e328
 def turned(pairs: list[dict], seed: int = 0) -> np.ndarray:  # (pairs,) bool
     "Which pairs are shown with their second answer first."
     return (np.array([uniform(seed, 'order', *pair_text(p)) < .5 for p in pairs], dtype=bool)

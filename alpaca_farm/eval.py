@@ -8,7 +8,7 @@ __all__ = ['WORLD', 'EvalConfig', 'texts', 'by_question', 'no_loss', 'pair_up', 
            'rank_agreement', 'in_order', 'characters', 'alpaca_rows', 'all_pairs', 'figure', 'read_answers', 'first',
            'labels', 'train', 'judge_names', 'flat_board', 'save', 'filed', 'save_rows', 'save_games']
 
-# %% ../nbs/eval.ipynb #c8efbe65
+# %% ../nbs/eval.ipynb #020cfe11
 import re
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -25,7 +25,7 @@ from .core.runs import start, whole
 from .core.settings import at_root, command
 from .core.stats import bootstrap, checked, spearman_interval
 from .length_control import length_controlled
-from .noise import chances, mirrored, panel, uniform
+from .noise import chances, panel, swapped, uniform
 
 # %% ../nbs/eval.ipynb #9138e77a
 WORLD = ['alpaca_farm.world:people', 'alpaca_farm.world:pool', 'alpaca_farm.world:gold']
@@ -91,7 +91,7 @@ def pair_up(
     return [dict(instruction=r['instruction'], input=r.get('input') or '', output_1=a, output_2=b, item=i)
             for i, r in enumerate(references) for b in texts(outputs[ours[key(r)]]) for a in texts(r)]
 
-# %% ../nbs/eval.ipynb #6c1a7b07
+# %% ../nbs/eval.ipynb #ccba7175
 def both_orders(
     pairs: list[dict],  # records with instruction, input, output_1, output_2
     judge,              # annotator or pool
@@ -100,7 +100,7 @@ def both_orders(
     p, at = np.full(len(pairs), 1.5), [i for i, r in enumerate(pairs) if r['output_1'] != r['output_2']]
     shown = [pairs[i] for i in at]
     if at and askers(judge): p[at] = [v.preference for v in ask([judge], [shown], both=True)[0]]   # both orders in one round of requests
-    elif at: p[at] = (heard(shown, judge) + 3 - heard(mirrored(shown), judge))/2
+    elif at: p[at] = (heard(shown, judge) + 3 - heard([swapped(r) for r in shown], judge))/2
     return p
 
 

@@ -30,7 +30,7 @@ from .length_control import logistic, sigmoid
 from .local_judges import Recorded, readable
 from .noise import pair_text, uniform
 
-# %% ../nbs/hybrid.ipynb #8ef1c525
+# %% ../nbs/hybrid.ipynb #27407639
 ARMS = ('in place', 'calibrated', 'evidence', 'uncertain', 'contested', 'people')
 
 
@@ -60,7 +60,6 @@ class HybridConfig(Config):
     references: str = 'runs/references'          # answers that policies are compared with
     workers: int = 0                             # runs side by side; 0 for the number of cores
     inputs = ('outputs', 'annotators', 'people', 'judge', 'policy', 'data', 'bank', 'references')
-    aside = Config.aside + ('workers',)
 
     def check(self):
         self.bounds(label_flip=(0, .49), agree=(.51, 1), random_part=(.1, .9), human_price=(0, None), simulated_price=(0, None),

@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from alpaca_farm import agreement as A
-from alpaca_farm.annotators import swapped
+from alpaca_farm.noise import swapped
 from alpaca_farm.core.runs import read_json, read_summary
 from alpaca_farm.core.stats import agreement
 from judge_server import judge_server

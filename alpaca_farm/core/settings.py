@@ -67,7 +67,7 @@ def said(
     newest = max((i for i, c in enumerate(cells) if not c.startswith('# Parameters')), default=0)
     return list(dict.fromkeys(name for c in cells[newest:] for name in assigned(c)))
 
-# %% ../../nbs/core/settings.ipynb #5d10fe73
+# %% ../../nbs/core/settings.ipynb #7c26b0eb
 @dataclass
 class Config:
     "Settings that every run has."
@@ -78,7 +78,7 @@ class Config:
     num_processes: int = 1 # processes that share the work; only 1 as yet
     tracker: str = ''      # wandb to send the log there as well; nothing leaves the machine otherwise
     inputs = ()            # settings that name something this run reads (not a setting itself)
-    aside = ('out', 'num_processes', 'tracker')  # settings that do not decide what comes out (nor is this one)
+    aside = ('out', 'num_processes', 'workers', 'tracker')  # settings that do not decide what comes out (nor is this one)
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
