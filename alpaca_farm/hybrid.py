@@ -221,7 +221,10 @@ def uncertain(rows: list[dict], votes, expect: float = 0.) -> np.ndarray:
     "How close to one half the probability of a vote is, 0 to 1, given all that is known and the `lead`."
     return 1 - np.abs(2*calibrate(rows, votes, (*VIEWS, 'lead'), expect)(rows) - 3)
 
-# %% ../nbs/hybrid.ipynb #915cd451
+# %% ../nbs/hybrid.ipynb #33c13a3c
+HALVES = ('first half', 'second half')  # the first models, which choose pairs
+
+
 def points(cfg: HybridConfig) -> list[tuple[str, float]]:
     "The arms and budgets that are different from each other."
     between = [(arm, b) for b in sorted(cfg.budgets) if 0 < b < 1 for arm in cfg.arms]
@@ -261,7 +264,7 @@ def softened(rows: list[dict], votes: np.ndarray, arm: str, prior: float) -> np.
     if arm == 'calibrated': return people(rows)
     return evidence(rows, people, calibrate(rows, [r['preference'] for r in rows], ('length', 'position')))
 
-# %% ../nbs/hybrid.ipynb #908f3d72
+# %% ../nbs/hybrid.ipynb #4d4c22fb
 def sources(cfg: HybridConfig) -> dict[str, str]:
     "Who labels, simulated and people."
     return dict(simulated=cfg.annotators, people=cfg.people)
@@ -280,8 +283,8 @@ def study_pairs(cfg: HybridConfig) -> list[dict]:
     found = {tuple(pair_text(p)): bare(p) for p in (records if 'output_1' in records[0] else pair_samples(records)) if p['output_1'] != p['output_2']}
     for name, spec in sources(cfg).items():
         if ':' in spec: continue
-        there = {tuple(pair_text(r)) for r in labels_of(cfg, name, 0)}
-        found = {k: p for k, p in found.items() if k in there}
+        said = Recorded(labels_of(cfg, name, 0))([*found.values()])
+        found = {k: p for (k, p), label in zip(found.items(), said) if label == label}
         if not found: raise ValueError(f'{spec} has no label for any pair of {cfg.outputs}')
     pairs = list(found.values())
     learn, seen = pairs[:cfg.pairs], {key(p) for p in pairs[:cfg.pairs]}
@@ -301,14 +304,14 @@ def labelling(cfg: HybridConfig) -> list[Job]:
 
 def joined(cfg: HybridConfig, k: int) -> tuple[list[dict], list[dict]]:
     "Labels of a replicate with people's `vote`, to learn from and held out; pairs that only one side has labelled are reported and left out."
-    pairs, simulated = study_pairs(cfg), labels_of(cfg, 'simulated', k)
-    label, vote, by = Recorded(simulated)(pairs), Recorded(labels_of(cfg, 'people', k))(pairs), {tuple(pair_text(r)): r for r in simulated}
-    turns = turned(pairs, cfg.seed + 1000*k)
+    pairs, simulated, people = study_pairs(cfg), labels_of(cfg, 'simulated', k), Recorded(labels_of(cfg, 'people', k))
+    recorded, turns = Recorded(simulated), turned(pairs, cfg.seed + 1000*k)
+    label, vote, by = recorded(pairs), people(pairs), {recorded.place(r)[0]: r for r in simulated}
     def first(i, r): return 1 + int(turns[i]) if ':' in cfg.annotators else shown_first(r, pairs[i])
     there = [i for i in range(len(pairs)) if label[i] == label[i] and vote[i] == vote[i]]
     if len(there) < len(pairs): print(f'replicate {k}: {len(pairs) - len(there)} of {len(pairs)} pairs lack a label and are left out')
     rows = [dict(pairs[i], preference=label[i], annotator=r.get('annotator'), vote=vote[i], shown_first=first(i, r))
-            for i in there for r in [by[tuple(pair_text(pairs[i]))]]]
+            for i in there for r in [by[recorded.place(pairs[i])[0]]]]
     cut = sum(i < cfg.pairs for i in there)
     return rows[:cut], rows[cut:]
 
@@ -321,7 +324,7 @@ def shown_first(row: dict, pair: dict) -> int:
 
 def learners(cfg: HybridConfig, arm: str, share: float, k: int) -> list[Job]:
     "A reward model, and maybe DPO, on the labels of an arm."
-    n = dict(people=share, first=.5).get(arm.split()[0], 1)*cfg.pairs
+    n = (share if arm == 'people' else .5 if arm in HALVES else 1)*cfg.pairs
     more = dict(preferences=at(cfg, 'labels', arm, share, k), policy=cfg.policy)
     def job(kind, cost, **given): return planned(Path(at(cfg, kind, arm, share, k)).name, kind, {}, f'{cfg.out}_study', cost, cfg.seed + 1000*k, **more, **given)
     return ([job('reward_model', 15 + .011*n, held_out=1, epochs=epochs(n))]
@@ -343,10 +346,7 @@ def make(jobs: list[Job], cfg: HybridConfig):
     failed = run_jobs(jobs, cfg.workers, 'hybrid')
     if failed: raise RuntimeError('the study failed:\n' + '\n'.join(failed))
 
-# %% ../nbs/hybrid.ipynb #38ab99ec
-HALVES = ('first half', 'second half')
-
-
+# %% ../nbs/hybrid.ipynb #cc84127d
 def everything(cfg: HybridConfig) -> list[tuple[str, float]]:
     "What learns in each replicate, the first models before all others."
     first = any(arm in ('uncertain', 'contested') for arm, _ in points(cfg))

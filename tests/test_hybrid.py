@@ -9,7 +9,7 @@ import pytest
 
 from alpaca_farm import hybrid, world
 from alpaca_farm.annotators import annotate_pairs, pair_samples, turned
-from alpaca_farm.core.data import key
+from alpaca_farm.core.data import content, key
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.store import Store
 from alpaca_farm.grammar import render, respond, sample_instruction
@@ -172,6 +172,8 @@ def test_points():
     alone = HybridConfig(budgets=[.1], arms=['people'], policies=[])
     assert hybrid.everything(alone) == hybrid.points(alone) == [('people', .1)]
     assert not any(hybrid.has_policy(HybridConfig(judge=''), *p, 0) for p in hybrid.points(cfg))
+    first, second = ([(j.cost, j.settings['epochs']) for j in hybrid.learners(HybridConfig(pairs=1000), half, 0, 0)] for half in hybrid.HALVES)
+    assert first == second == [(15 + .011*500, 4)]
     assert [hybrid.epochs(n) for n in (50, 100, 400, 800, 4000)] == [6, 6, 4, 2, 2]
 
 
@@ -311,7 +313,8 @@ def test_labels_from_files(place):
     ann = labels(book, pairs, 'Ann')
     sim = [dict(r, shown_first=1 + i % 2) for i, r in enumerate(annotate_pairs(pairs, world.pool, 5, .25))]
     other = [dict(r, output_1=r['output_2'], output_2=r['output_1'], preference=3 - r['preference'], shown_first=3 - r['shown_first']) for r in sim]
-    write(folder/'ann.json', ann), write(folder/'sim.json', other)
+    write(folder/'ann.json', ann)
+    write(folder/'sim.json', other)
     mine = given | dict(annotators=f'{folder}/sim.json', people=f'{folder}/ann.json', judge='', out=f'{folder}/ours', policies=[])
     with pytest.raises(ValueError, match='60 labelled pairs to learn from and 30 others; lower'): hybrid.train(HybridConfig(**mine | dict(pairs=60, held_out=40)))
     cfg = HybridConfig(**mine | dict(pairs=60, held_out=30))
@@ -330,7 +333,11 @@ def test_labels_from_files(place):
     right = np.mean((lead > 0) == (np.array([r['vote'] for r in aside]) == 2))
     row = next(r for r in rows_of(cfg, 'curves.csv') if r['arm'] == 'people' and float(r['share']) == 1)
     assert float(row['value']) == pytest.approx(right, abs=1e-4)
-    with pytest.raises(ValueError, match='no label for any pair'): hybrid.study_pairs(HybridConfig(**mine | dict(people=f'{folder}/strangers.json'))) if write(folder/'strangers.json', [dict(ann[0], instruction='Else?')]) is None else 0
+    write(folder/'strangers.json', [dict(ann[0], instruction='Else?')])
+    with pytest.raises(ValueError, match='no label for any pair'): hybrid.study_pairs(HybridConfig(**mine | dict(people=f'{folder}/strangers.json')))
+    merged = [dict(r, instruction=content(r), input='') for r in other]             # as AlpacaEval writes them
+    write(folder/'sim.json', merged)
+    assert any(r['input'] for r in learn) and hybrid.joined(cfg, 0) == (learn, aside)
 
 
 def never(pairs): return [float('nan')]*len(pairs)
