@@ -11,14 +11,14 @@ import os
 from dataclasses import fields, replace
 from pathlib import Path
 
-from .annotators import Pool, annotate_pairs, annotators_of, head2head_pairs, members, name_of, shares, to_alpaca_eval
 from .core.api import ApiConfig
-from .core.data import content, read
-from .core.runs import whole, write_json
+from .core.data import full_instruction, read_rows
+from .core.files import write_json
+from .core.preferences import annotator_name, hash_uniform, pool_members, pool_weights
 from .core.settings import at_root
+from .annotators import annotate_pairs, head2head_pairs, load_annotators, Pool, to_alpaca_eval
 from .judges import ApiJudge
-from .local_judges import Recorded, readable
-from .noise import uniform
+from .local_judges import check_labels, RecordedLabels
 from .rankings import leaderboard_row
 
 # %% ../nbs/auto_annotations.ipynb #2936617a
@@ -27,7 +27,7 @@ NAMES = {'annotator_pool_v0': 'alpaca_farm', 'greedy_gpt4': 'alpaca_farm_greedy_
 
 def rows_of(data) -> list[dict]:
     "Records of a list, a data frame, a data set, or a file; ValueError for anything else."
-    if isinstance(data, (str, Path)): return read(at_root(data))
+    if isinstance(data, (str, Path)): return read_rows(at_root(data))
     if hasattr(data, 'to_dict') and hasattr(data, 'columns'): return data.to_dict('records')
     if hasattr(data, 'to_list'): return data.to_list()
     rows = list(data)
@@ -35,7 +35,7 @@ def rows_of(data) -> list[dict]:
     if wrong is not None: raise ValueError(f'row {wrong} is a {type(rows[wrong]).__name__}: each record is a dict')
     return rows
 
-
+# %% ../nbs/auto_annotations.ipynb #178d7d36
 def configuration(name: str, base_dir=None) -> str:
     "The specification of an annotator that an old name stands for."
     name = str(name).removesuffix('/configs.yaml')
@@ -67,7 +67,7 @@ class PairwiseAutoAnnotator:
         self.set_noise(p_label_flip)
         if caching_path is None or not is_avoid_reannotations: api['store'] = self.forgotten()
         given = dict(m.split('=', 1) for m in os.environ.get('ALPACA_FARM_MODELS', '').split(',') if '=' in m) | (models or {})
-        self.pool = annotators_of(configuration(annotators_config, base_dir), ApiConfig(models=[f'{k}={v}' for k, v in given.items()], **api))
+        self.pool = load_annotators(configuration(annotators_config, base_dir), ApiConfig(models=[f'{k}={v}' for k, v in given.items()], **api))
         self.avoid = is_avoid_reannotations
         if self.file and at_root(self.file).exists(): self.load_(self.file)
 
@@ -84,7 +84,7 @@ class PairwiseAutoAnnotator:
 
     def load_(self, path):
         "Use the labels of an annotations.json."
-        self.rows += readable(read(at_root(path)), str(path))
+        self.rows += check_labels(read_rows(at_root(path)), str(path))
 
     def save(self, path):
         "Write all labels so far as an annotations.json: the last of each annotator on each pair."
@@ -107,7 +107,7 @@ class PairwiseAutoAnnotator:
         probabilities, None where there is no verdict."""
         rows = rows_of(to_annotate)
         pairs, seed = [self.pair(r) for r in rows], self.seed if self.seed is not None else int.from_bytes(os.urandom(4), 'big')
-        said = self.judged(pairs, self.remembered() if self.avoid else Pool('nobody', [Recorded([], 'nobody')]), seed)
+        said = self.judged(pairs, self.remembered() if self.avoid else Pool('nobody', [RecordedLabels([], 'nobody')]), seed)
         todo = [i for i, r in enumerate(said) if r['preference'] is None]
         for i, r in zip(todo, self.judged([pairs[i] for i in todo], self.decoded(decoding_kwargs), seed)): said[i] = r
         self.rows += [said[i] for i in todo if said[i]['preference'] is not None and said[i]['annotator'] != 'coin']
@@ -121,15 +121,15 @@ class PairwiseAutoAnnotator:
 
     def remembered(self):
         "The same pool, whose members only know what is recorded of them."
-        names = [name_of(a) for a in members(self.pool)]
-        return Pool('recorded', [Recorded([r for r in self.rows if r.get('annotator') == n], n) for n in names], shares(self.pool).tolist())
+        names = [annotator_name(a) for a in pool_members(self.pool)]
+        return Pool('recorded', [RecordedLabels([r for r in self.rows if r.get('annotator') == n], n) for n in names], pool_weights(self.pool).tolist())
 
     def decoded(self, kwargs: dict):
         "The pool with another decoding."
         if not kwargs: return self.pool
         each = [replace(a, evaluator=replace(a.evaluator, decoding=a.evaluator.decoding | kwargs)) if isinstance(a, ApiJudge) else a
-                for a in members(self.pool)]
-        return Pool('decoded', each, shares(self.pool).tolist())
+                for a in pool_members(self.pool)]
+        return Pool('decoded', each, pool_weights(self.pool).tolist())
 
 # %% ../nbs/auto_annotations.ipynb #7d98d286
 def deranged(
@@ -137,10 +137,10 @@ def deranged(
     *of,                 # what the shuffle depends on
 ) -> list[tuple[int, int]]:  # each output with another one, each once on either side
     "A random cyclic shift of a random order: nobody meets itself."
-    order = sorted(range(len(outputs)), key=lambda i: uniform('derange', outputs[i], *of))
+    order = sorted(range(len(outputs)), key=lambda i: hash_uniform('derange', outputs[i], *of))
     return [(i, order[(at + 1) % len(order)]) for at, i in enumerate(order)]
 
-
+# %% ../nbs/auto_annotations.ipynb #a1291fc1
 def sample_pairs(rows: list[dict], keys: tuple, is_unique: bool, is_list: bool, seed: int) -> list[dict]:
     "Pairs of different samples of the same instruction."
     groups = {}
@@ -154,7 +154,7 @@ def sample_pairs(rows: list[dict], keys: tuple, is_unique: bool, is_list: bool, 
         out += [dict(rest, output_1=texts[i], output_2=texts[j], sample_id=n) for n, (i, j) in enumerate(chosen[:1] if is_unique else chosen)]
     return out
 
-
+# %% ../nbs/auto_annotations.ipynb #ef926dea
 def annotate_samples(self, all_outputs, keys_to_sample_output_2=None, is_unique_instructions: bool = True,
                      p_label_flip: float | None = None, is_multisample_list: bool = True, **decoding_kwargs) -> list[dict]:
     "Pairs made of several outputs for the same instruction, annotated; `p_label_flip` holds for this call alone."
@@ -168,7 +168,7 @@ def annotate_samples(self, all_outputs, keys_to_sample_output_2=None, is_unique_
         return self.annotate_pairs(named, **decoding_kwargs)
     finally: self.p_label_flip = kept
 
-
+# %% ../nbs/auto_annotations.ipynb #cf18bae1
 def annotate_head2head(self, outputs_1, outputs_2, keys_to_merge=('instruction', 'input'), is_ordered: bool = False, **decoding_kwargs) -> list[dict]:
     "Two models' outputs, annotated: 2 means that the second model is better. ValueError for a row without a partner."
     one, two = rows_of(outputs_1), rows_of(outputs_2)
@@ -177,7 +177,7 @@ def annotate_head2head(self, outputs_1, outputs_2, keys_to_merge=('instruction',
              if is_ordered else head2head_pairs(one, two, keys_to_merge))
     return self.annotate_pairs(pairs, **decoding_kwargs)
 
-
+# %% ../nbs/auto_annotations.ipynb #f9700233
 PairwiseAutoAnnotator.annotate_samples, PairwiseAutoAnnotator.annotate_head2head = annotate_samples, annotate_head2head
 
 # %% ../nbs/auto_annotations.ipynb #a39a361c
@@ -194,12 +194,12 @@ def from_hub(config: str = EVALUATION, split: str = 'eval') -> list[dict]:
         files = [f for f in HfApi().list_repo_files(HUB, repo_type='dataset') if f.endswith(('.json', '.parquet')) and config in f]
         chosen = next((f for f in files if split in Path(f).stem), files[0] if files else None)
         if chosen is None: raise FileNotFoundError(f'it holds no file of {config}')
-        return read(Path(hf_hub_download(HUB, chosen, repo_type='dataset')))
+        return read_rows(Path(hf_hub_download(HUB, chosen, repo_type='dataset')))
     except Exception as e:
         raise ValueError(f'the outputs of the reference could not be read from the hub ({HUB}: {(str(e).splitlines() or [type(e).__name__])[0]}). '
                          'Name a file that has them: alpaca_leaderboard(..., reference_outputs="davinci003.json")') from None
 
-
+# %% ../nbs/auto_annotations.ipynb #03d65f45
 def alpaca_leaderboard(
     path_or_all_outputs,           # the model's outputs: a file, or records with instruction, input, output
     annotators_config='alpaca_eval_gpt4',  # who judges
@@ -211,8 +211,8 @@ def alpaca_leaderboard(
 ):  # DataFrame with one row, AlpacaEval's columns
     "Win rate of a model's outputs against the reference's on the same instructions; ValueError when a row is lost."
     import pandas as pd
-    outputs = [dict(r, instruction=content(r), input='') for r in rows_of(path_or_all_outputs)]
-    reference = [dict(r, instruction=content(r), input='') for r in (from_hub() if reference_outputs is None else rows_of(reference_outputs))]
+    outputs = [dict(r, instruction=full_instruction(r), input='') for r in rows_of(path_or_all_outputs)]
+    reference = [dict(r, instruction=full_instruction(r), input='') for r in (from_hub() if reference_outputs is None else rows_of(reference_outputs))]
     said = PairwiseAutoAnnotator(annotators_config, **kwargs).annotate_head2head(reference, outputs)
     row = leaderboard_row([float('nan') if r['preference'] is None else r['preference'] for r in said], [len(r['output_2']) for r in said])
     board = pd.DataFrame([row], index=[name])

@@ -8,10 +8,11 @@ __all__ = ['FACTS', 'ANIMALS', 'SIZE', 'PLACES', 'DISHES', 'JOBS', 'TASKS', 'HOB
            'FRAMES', 'BEFORE', 'AFTER', 'PATTERNS', 'AROUND', 'LISTS', 'LEXICON', 'SAYINGS', 'HEADINGS', 'STATED',
            'WARMTH', 'ENDINGS', 'OPENINGS', 'CLOSINGS', 'FILLERS', 'WRITERS', 'CRITERIA', 'SURFACE', 'WORD', 'SENTENCE',
            'TOKEN', 'COURTEOUS', 'IDLE', 'LEXICON_SETS', 'NAMES_SET', 'READERS', 'CLASS', 'Word', 'fill', 'join', 'Row',
-           'rows', 'sample_instruction', 'render', 'one_of', 'pattern', 'parse', 'text', 'Author', 'words_of', 'count',
-           'write_list', 'capital', 'write_facts', 'bigger_first', 'write_comparison', 'write_howto', 'write_note',
-           'write_story', 'compose', 'respond', 'Reading', 'read_list', 'read_howto', 'read_facts', 'read_comparison',
-           'read_note', 'read_story', 'class_of', 'pairs_of_words', 'usual_pairs', 'needed', 'criteria']
+           'rows', 'sample_instruction', 'render', 'pick_one', 'pattern', 'parse', 'text', 'Author', 'words_of',
+           'count', 'write_list', 'capital', 'write_facts', 'bigger_first', 'write_comparison', 'write_howto',
+           'write_note', 'write_story', 'compose', 'respond', 'Reading', 'read_list', 'read_howto', 'read_facts',
+           'read_comparison', 'read_note', 'read_story', 'class_of', 'pairs_of_words', 'usual_pairs', 'needed',
+           'criteria']
 
 # %% ../nbs/grammar.ipynb #188dbf70
 import random, re
@@ -94,12 +95,12 @@ class Word(str):
         if not spec: return str(self)
         return f'{spec}{"n" if self[0] in "aeiou" else ""} {self}'
 
-
+# %% ../nbs/grammar.ipynb #7c113f78
 def fill(template: str, /, **slots) -> str:
     "`template` with its slots filled."
     return template.format(**{k: Word(v) for k, v in slots.items()})
 
-
+# %% ../nbs/grammar.ipynb #ca6b20ce
 def join(words) -> str:
     "Words as English lists them."
     *first, last = words
@@ -112,12 +113,12 @@ class Row(NamedTuple):
     template: str  # its wording, with slots
     words: dict    # slot: values it may take (a value that stands twice is twice as likely)
 
-
+# %% ../nbs/grammar.ipynb #cc123821
 def rows(kind: str, *templates, **words) -> list[Row]:
     "The wordings of one kind of request."
     return [Row(kind, t, words) for t in templates]
 
-
+# %% ../nbs/grammar.ipynb #931307b0
 ASKED = {'home': 'where it lives', 'food': 'what it eats', 'colour': 'which colour it has',
          'skill': 'what it can do'}
 ASKS = {join(ASKED[f] for f in facts): facts for n in (1, 2, 3) for facts in permutations(FACTS, n)}
@@ -196,7 +197,7 @@ def sample_instruction(
     wording = dict(template=row.template, before=rng.choice(BEFORE), after=rng.choice(AFTER))
     return dict(slots, kind=row.kind, **wording)
 
-
+# %% ../nbs/grammar.ipynb #3d29d156
 def render(spec: dict) -> dict:
     "A request in words: its `instruction` and `input`."
     request = f"{fill(spec['template'], **spec)} {spec['after']}".strip()
@@ -204,11 +205,11 @@ def render(spec: dict) -> dict:
     return dict(instruction=f"{spec['before']} {request}".strip(), input='')
 
 # %% ../nbs/grammar.ipynb #62033a40
-def one_of(words) -> str:
+def pick_one(words) -> str:
     "A regular expression for any of `words`, longest first."
     return '|'.join(sorted(map(re.escape, set(words)), key=len, reverse=True))
 
-
+# %% ../nbs/grammar.ipynb #941e4699
 def pattern(row: Row) -> re.Pattern:
     "The regular expression that undoes `row.template`."
     out, seen = '', set()
@@ -216,14 +217,14 @@ def pattern(row: Row) -> re.Pattern:
         out += re.escape(text)
         if not slot: continue
         out += 'an? ' if article else ''
-        out += f'(?P={slot})' if slot in seen else f'(?P<{slot}>{one_of(row.words[slot])})'
+        out += f'(?P={slot})' if slot in seen else f'(?P<{slot}>{pick_one(row.words[slot])})'
         seen.add(slot)
     return re.compile(out)
 
-
+# %% ../nbs/grammar.ipynb #7b781204
 PATTERNS = [(row, pattern(row)) for row in ROWS]
-AROUND = re.compile(f'(?:(?P<before>{one_of(filter(None, BEFORE))}) )?(?P<request>.*?)'
-                    f'(?: (?P<after>{one_of(filter(None, AFTER))}))?')
+AROUND = re.compile(f'(?:(?P<before>{pick_one(filter(None, BEFORE))}) )?(?P<request>.*?)'
+                    f'(?: (?P<after>{pick_one(filter(None, AFTER))}))?')
 
 # %% ../nbs/grammar.ipynb #54063fc0
 @lru_cache(maxsize=50_000)
@@ -241,7 +242,7 @@ def parse(
                      'understand only what alpaca_farm.grammar can ask, such as "Name three things you can '
                      'see at the harbour." For data of your own, name annotators of your own.')
 
-
+# %% ../nbs/grammar.ipynb #eb67be42
 def text(record: dict) -> str:
     "What a judge reads of a record: its instruction and, where there is one, its input."
     return f"{record['instruction']} {record.get('input') or ''}".strip()
@@ -267,7 +268,7 @@ class Author:
 # %% ../nbs/grammar.ipynb #c9393460
 def words_of(table) -> tuple: return tuple(sorted({word for entry in table.values() for word in entry}))
 
-
+# %% ../nbs/grammar.ipynb #58c8bc36
 LISTS = {  # kind: the slot that says which list is meant, and the table it stands in
     'sights': ('place', PLACES), 'describe': ('place', PLACES), 'ingredients': ('dish', DISHES),
     'tools': ('job', JOBS), 'gift': ('hobby', HOBBIES)}
@@ -289,7 +290,7 @@ def count(spec: dict) -> int:
     if 'ask' in spec: return len(ASKS[spec['ask']])
     return NUMBERS[spec['k'].split()[0]] if 'k' in spec else 1
 
-
+# %% ../nbs/grammar.ipynb #20a22e4e
 def write_list(spec: dict, author: Author) -> list[str]:
     slot, table = LISTS[spec['kind']]
     said = spec | {slot: author.right(spec[slot], table, .25)}
@@ -309,7 +310,7 @@ STATED = {'home': ('{it} lives in the {fact}.', 'You can find {it} in the {fact}
 
 def capital(sentence: str) -> str: return sentence[0].upper() + sentence[1:]
 
-
+# %% ../nbs/grammar.ipynb #35478ee0
 def write_facts(spec: dict, author: Author) -> list[str]:
     animal, asked = author.right(spec['animal'], ANIMALS, .2), ASKS[spec['ask']]
     if len(asked) > 1 and author.slips(.5): asked = asked[:-1]
@@ -320,12 +321,12 @@ def write_facts(spec: dict, author: Author) -> list[str]:
         said.append(capital(fill(author.rng.choice(STATED[name]), it=it, fact=fact)))
     return said*2 if len(said) == 1 and author.slips(.3) else said
 
-
+# %% ../nbs/grammar.ipynb #226241cd
 def bigger_first(spec: dict) -> tuple:
     "The two animals of a comparison, the one that is `size` first."
     return tuple(sorted((spec['animal'], spec['other']), key=SIZE.get, reverse=spec['size'] == 'bigger'))
 
-
+# %% ../nbs/grammar.ipynb #6349dab7
 def write_comparison(spec: dict, author: Author) -> list[str]:
     x, y = bigger_first(spec)
     if author.slips(.8): x, y = y, x
@@ -333,7 +334,7 @@ def write_comparison(spec: dict, author: Author) -> list[str]:
     says = ('{x:A} is {size} than {y:a}.', 'The answer is that {x:a} is {size} than {y:a}.')
     return [fill(author.rng.choice(says), x=x, y=y, size=spec['size'])]
 
-
+# %% ../nbs/grammar.ipynb #718024fb
 def write_howto(spec: dict, author: Author) -> list[str]:
     steps = TASKS[author.right(spec['task'], TASKS, .2)]
     k = count(spec) - (1 if author.slips(.5) else 0)
@@ -359,7 +360,7 @@ def write_note(spec: dict, author: Author) -> list[str]:
     if not author.slips(.5): said.append(f"{author.rng.choice(('Yours', 'Best wishes'))}, {me}.")
     return said
 
-
+# %% ../nbs/grammar.ipynb #7a4ef333
 def write_story(spec: dict, author: Author) -> list[str]:
     animal, nature = author.right(spec['animal'], ANIMALS, .3), author.right(spec['nature'], NATURES, .4)
     place, k = author.right(spec['place'], PLACES, .3), count(spec)
@@ -397,7 +398,7 @@ def compose(spec: dict, author: Author) -> str:
     closing = [rng.choice(CLOSINGS)] if rng.random() < .30 else []
     return ' '.join(opening + first + body + idle + closing).replace('\n ', '\n').strip()
 
-
+# %% ../nbs/grammar.ipynb #bf3ef5be
 def respond(
     spec: dict,                 # a request
     rng: random.Random,         # where chance comes from
@@ -441,7 +442,7 @@ def read_list(spec: dict, reading: Reading) -> tuple:
     topic = float(reading.says(spec.get('name', spec[slot])))
     return min(good, k)/k, wrong, topic, constraint, len(items) - len(set(items))
 
-
+# %% ../nbs/grammar.ipynb #dfa97e04
 def read_howto(spec: dict, reading: Reading) -> tuple:
     right, k = TASKS[spec['task']], count(spec)
     places = [reading.flat.find(f' {step} ') for step in right if reading.says(step)]
@@ -450,7 +451,7 @@ def read_howto(spec: dict, reading: Reading) -> tuple:
     twice = sum(max(0, reading.flat.count(f' {step} ') - 1) for step in right)
     return min(len(places), k)/k, wrong, float(bool(places)), constraint, twice
 
-
+# %% ../nbs/grammar.ipynb #12d04c9e
 def read_facts(spec: dict, reading: Reading) -> tuple:
     asked, words = ASKS[spec['ask']], set(reading.words)
     right = {fact: ANIMALS[spec['animal']][FACTS.index(fact)] for fact in asked}
@@ -459,7 +460,7 @@ def read_facts(spec: dict, reading: Reading) -> tuple:
     content = sum(fact in words for fact in right.values())/len(asked)
     return content, wrong, float(reading.says(spec['animal'])), float(not others), 0
 
-
+# %% ../nbs/grammar.ipynb #977c3179
 LEXICON_SETS = {name: frozenset(words) for name, words in LEXICON.items()}
 
 # %% ../nbs/grammar.ipynb #9ab18700
@@ -469,7 +470,7 @@ def read_comparison(spec: dict, reading: Reading) -> tuple:
     content = reading.says(fill('{x} is {size} than {y:a}', x=x, y=y, size=spec['size']))
     return float(content), int(reading.says(f"{y} is {spec['size']}")), topic, topic, 0
 
-
+# %% ../nbs/grammar.ipynb #28b854e6
 def read_note(spec: dict, reading: Reading) -> tuple:
     name, me, words = spec['name'].lower(), spec['me'].lower(), set(reading.words)
     content = (reading.says(f"{ACTS[spec['act']][0]} the {spec['thing']}") + reading.says(f'dear {name}'))/2
@@ -477,13 +478,13 @@ def read_note(spec: dict, reading: Reading) -> tuple:
     strangers = words & NAMES_SET - {name, me}
     return content, int(bool(strangers)), float(spec['thing'] in reading.low), float(signed), 0
 
-
+# %% ../nbs/grammar.ipynb #25c60fd8
 def read_story(spec: dict, reading: Reading) -> tuple:
     content = (reading.says(f"{spec['nature']} {spec['animal']}") + reading.says(f"the {spec['place']}"))/2
     told = len(reading.sentences) - reading.pleasantries - reading.idle
     return content, 0, float(reading.says(spec['animal'])), float(told == count(spec)), 0
 
-
+# %% ../nbs/grammar.ipynb #58e89c1a
 NAMES_SET = frozenset(name.lower() for name in NAMES)
 READERS = dict.fromkeys(LISTS, read_list) | {
     'fact': read_facts, 'facts': read_facts, 'compare': read_comparison, 'howto': read_howto,
@@ -494,7 +495,7 @@ def class_of(name: str, words) -> dict:
     "The class of each word; words that take \"an\" are a class of their own."
     return {w: f'#{name}*' if w[0] in 'aeiou' else f'#{name}' for w in words}
 
-
+# %% ../nbs/grammar.ipynb #eb7eba64
 CLASS = {w: '#item' for kind, words in LEXICON.items() if kind != 'howto' for w in words}
 CLASS |= class_of('animal', ANIMALS) | class_of('place', PLACES) | class_of('job', JOBS)
 CLASS |= class_of('name', NAMES_SET) | class_of('nature', NATURES) | class_of('mood', MOODS)
@@ -505,7 +506,7 @@ def pairs_of_words(answer: str) -> list[tuple]:
     tokens = ['<', *(CLASS.get(w, w) for w in TOKEN.findall(answer.lower())), '>']
     return list(zip(tokens, tokens[1:]))
 
-
+# %% ../nbs/grammar.ipynb #c0b3d098
 @cache
 def usual_pairs(
     n: int = 12_000,  # answers to read
@@ -522,7 +523,7 @@ def needed(spec: dict) -> int:
     return 6 + {'fact': 8, 'facts': 6 + 6*k, 'compare': 8, 'note': 14, 'story': 9*k, 'howto': 6*k + 4,
                 'describe': 10 + k}.get(spec['kind'], 8 + k)
 
-
+# %% ../nbs/grammar.ipynb #47192059
 def criteria(
     instruction: str,  # the request, followed by its input if it has one
     output: str,       # the answer

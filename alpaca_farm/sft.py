@@ -11,14 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .core.data import load
-from .core.answers import AnswerConfig, answer_split
-from .core.launch import train_or_launch
+from .core.answers import answer_eval_split, AnswerConfig
+from .core.data import load_records
 from .core.models import load_policy, logprobs, save_model
-from .core.runs import read_log, read_summary, start
+from .core.runs import start
 from .core.settings import command
 from .core.text import collate, encode
-from .core.training import TrainConfig, Trainer, batches
+from .core.training import batches, TrainConfig, Trainer
 
 # %% ../nbs/sft.ipynb #b757aa20
 @dataclass
@@ -45,7 +44,7 @@ def sft_loss(
     "Negative log-likelihood of each response token."
     return dict(loss=-logprobs(policy, batch))
 
-
+# %% ../nbs/sft.ipynb #811f7556
 def sft_batch(prompts: list, responses: list, rows: list[int], pad_id: int) -> dict:
     "The batch of some examples; every response token counts once."
     batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
@@ -60,7 +59,7 @@ def held_out_nll(
 ) -> float:  # nats per token; nan without a val split
     "Mean negative log-likelihood of a response token of the split that is not trained on."
     if not cfg.val_split: return math.nan
-    _, prompts, (responses,) = encode(load(cfg.data, cfg.val_split, 'output', n),
+    _, prompts, (responses,) = encode(load_records(cfg.data, cfg.val_split, 'output', n),
                                       ('output',), tokenizer, cfg.max_length, cfg.template)
     batch = {k: v.to(policy.device)
              for k, v in sft_batch(prompts, responses, range(len(prompts)), tokenizer.pad_token_id).items()}
@@ -72,7 +71,7 @@ def train(cfg: SFTConfig):
     run = start(cfg, train)
     if run.done: return run
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    records = load(cfg.data, cfg.split, 'output', cfg.max_instances)
+    records = load_records(cfg.data, cfg.split, 'output', cfg.max_instances)
     rows, prompts, (responses,) = encode(records, ('output',), tokenizer, cfg.max_length, cfg.template)
     order = batches([len(p) + len(r) for p, r in zip(prompts, responses)],
                     cfg.batch_size, cfg.epochs, cfg.seed)
@@ -81,7 +80,7 @@ def train(cfg: SFTConfig):
         batch = sft_batch(prompts, responses, order[step - 1], tokenizer.pad_token_id)
         trainer.log(**trainer.update(batch, lambda b: sft_loss(policy, b)))
     save_model(policy, tokenizer, run)
-    figures = answer_split(policy, tokenizer, run)
+    figures = answer_eval_split(policy, tokenizer, run)
     run.finish(**figures, kl=0., examples=len(rows), too_long=len(records) - len(rows),
                labels=0, nll_before=before, nll=held_out_nll(policy, tokenizer, cfg))
     return run

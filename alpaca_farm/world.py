@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['UTILITY', 'COLUMNS', 'QUALITY', 'PEOPLE', 'JUDGES', 'CARELESS', 'people', 'pool', 'judge', 'length_biased', 'ANYBODY',
-           'HIRED', 'SKILL', 'SPECIAL', 'PAD', 'BOS', 'EOS', 'SEP', 'RANKS', 'TEMPLATE', 'WorldConfig', 'marks',
-           'features', 'utility', 'sigmoid', 'contrast', 'Person', 'draw', 'draw_people', 'draw_judges', 'Population',
-           'gold', 'agreements', 'leaning', 'draw_requests', 'draw_splits', 'draw_corpus', 'train_tokenizer',
-           'base_model', 'corpus_batch', 'write_dataset', 'train']
+           'HIRED', 'SKILL', 'SPECIAL', 'PAD', 'BOS', 'EOS', 'SEP', 'RANKS', 'TEMPLATE', 'WorldConfig',
+           'answer_features', 'answer_matrix', 'utility', 'feature_contrast', 'Person', 'draw_person', 'draw_people',
+           'draw_judges', 'Population', 'gold', 'world_agreement', 'with_bias', 'draw_requests', 'draw_splits',
+           'draw_corpus', 'train_tokenizer', 'base_model', 'corpus_batch', 'write_dataset', 'train']
 
 # %% ../nbs/world.ipynb #7b717700
 import random
@@ -18,9 +18,9 @@ from itertools import islice
 import numpy as np
 
 from .core.runs import start
-from .core.settings import Config, command
-from .core.stats import others, same_vote
-from .grammar import CRITERIA, SURFACE, criteria, parse, render, respond, sample_instruction, text
+from .core.settings import command, Config
+from .core.stats import off_diagonal_mean, sigmoid, vote_agreement
+from .grammar import criteria, CRITERIA, parse, render, respond, sample_instruction, SURFACE, text
 
 # %% ../nbs/world.ipynb #d446e420
 @dataclass
@@ -71,32 +71,29 @@ QUALITY = np.array([UTILITY.get(name, 0.) for name in COLUMNS])
 
 
 @lru_cache(maxsize=100_000)
-def marks(instruction: str, output: str) -> tuple:
+def answer_features(instruction: str, output: str) -> tuple:
     "An answer's criteria and surface features, in the order of COLUMNS; remembered for the next who asks."
     return tuple(criteria(instruction, output).values())
 
-
-def features(
+# %% ../nbs/world.ipynb #aa415e00
+def answer_matrix(
     records: list[dict],  # with instruction, input, and the answer under `field`
     field: str = 'output',
 ) -> np.ndarray:  # (records, COLUMNS)
     "What judges see in answers; ValueError for a request that is none of this world."
-    return np.array([marks(text(r), r[field]) for r in records], float).reshape(-1, len(COLUMNS))
+    return np.array([answer_features(text(r), r[field]) for r in records], float).reshape(-1, len(COLUMNS))
 
-
+# %% ../nbs/world.ipynb #68d2cb2b
 def utility(records: list[dict]) -> list[float]:
     "The hidden utility of answers."
-    return (features(records) @ QUALITY).tolist()
+    return (answer_matrix(records) @ QUALITY).tolist()
 
-# %% ../nbs/world.ipynb #b57b0840
-def sigmoid(z): return 1/(1 + np.exp(-np.clip(z, -30, 30)))
-
-
-def contrast(pairs: list[dict]) -> np.ndarray:
+# %% ../nbs/world.ipynb #54b3111e
+def feature_contrast(pairs: list[dict]) -> np.ndarray:
     "Features of the second answers minus those of the first: (pairs, COLUMNS)."
-    return features(pairs, 'output_2') - features(pairs, 'output_1')
+    return answer_matrix(pairs, 'output_2') - answer_matrix(pairs, 'output_1')
 
-
+# %% ../nbs/world.ipynb #01d37777
 @dataclass(frozen=True)
 class Person:
     "Somebody who compares answers."
@@ -107,7 +104,7 @@ class Person:
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "1 + probability of preferring the second answer, as shown in that order."
-        z = contrast(pairs) @ np.array(self.weights)
+        z = feature_contrast(pairs) @ np.array(self.weights)
         return (1 + sigmoid((z - self.position_bias)/self.temperature)).tolist()
 
 # %% ../nbs/world.ipynb #708d2840
@@ -115,7 +112,7 @@ PEOPLE, JUDGES = 16, 13
 CARELESS = np.array([name in ('content', 'wrong', 'constraint', 'overlong') for name in COLUMNS])
 
 
-def draw(
+def draw_person(
     rng: np.random.Generator,
     name: str,
     taste: float,        # standard deviation of log weights
@@ -136,16 +133,16 @@ def draw(
     weights[len(CRITERIA):] += likings
     return Person(name, tuple(weights.tolist()), float(bias), float(tau))
 
-
+# %% ../nbs/world.ipynb #937c0024
 def draw_people(seed: int = 7) -> list[Person]:
     rng = np.random.default_rng(seed)
-    return [draw(rng, f'person {i + 1}', taste=.35, length=(.35, .25), lists=(.2, .3), courtesy=(.15, .2),
+    return [draw_person(rng, f'person {i + 1}', taste=.35, length=(.35, .25), lists=(.2, .3), courtesy=(.15, .2),
                  position=.2, temperature=(.8, 1.5)) for i in range(PEOPLE)]
 
-
+# %% ../nbs/world.ipynb #51eeefe9
 def draw_judges(seed: int = 7) -> list[Person]:
     rng = np.random.default_rng(seed)
-    return [draw(rng, f'judge {i + 1}', taste=.5, length=(.5, .4), lists=(.3, .4), courtesy=(.2, .2),
+    return [draw_person(rng, f'judge {i + 1}', taste=.5, length=(.5, .4), lists=(.3, .4), courtesy=(.2, .2),
                  position=.6, temperature=(.45, 1.15), care=(1., .7, .4)) for i in range(JUDGES)]
 
 # %% ../nbs/world.ipynb #16d10d00
@@ -155,7 +152,7 @@ class Population:
 
     def each(self, pairs: list[dict]) -> np.ndarray:
         "The preference to expect of each annotator, over both orders: (pairs, annotators)."
-        z = contrast(pairs) @ np.array([a.weights for a in self.annotators]).T
+        z = feature_contrast(pairs) @ np.array([a.weights for a in self.annotators]).T
         b, tau = np.array([(a.position_bias, a.temperature) for a in self.annotators]).T
         return 1 + (sigmoid((z - b)/tau) + sigmoid((z + b)/tau))/2
 
@@ -163,7 +160,7 @@ class Population:
         "The preference to expect, over annotators and both orders."
         return self.each(pairs).mean(1).tolist()
 
-
+# %% ../nbs/world.ipynb #5d1c67b1
 people = Population('people', draw_people())
 pool = Population('pool', draw_judges())
 judge = Person('judge', tuple((UTILITY | dict(words=.02)).get(name, 0.) for name in COLUMNS), temperature=.05)
@@ -171,19 +168,19 @@ judge = Person('judge', tuple((UTILITY | dict(words=.02)).get(name, 0.) for name
 
 def gold(pairs: list[dict]) -> list[float]:
     "The answer of higher utility, without any doubt; 1.5 when they are equal."
-    z = contrast(pairs) @ QUALITY
+    z = feature_contrast(pairs) @ QUALITY
     return np.where(np.abs(z) < 1e-9, 1.5, 1.5 + np.sign(z)/2).tolist()
 
 # %% ../nbs/world.ipynb #d8027440
-def agreements(pairs: list[dict]) -> dict[str, float]:
+def world_agreement(pairs: list[dict]) -> dict[str, float]:
     "Agreement among people, of the pool with people, and of both with the hidden utility."
     by, jy, gy = people.each(pairs), pool.each(pairs), np.array(gold(pairs))[:, None]
-    return dict(human_human=others(same_vote(by, by)), pool_human=float(same_vote(jy, by).mean()),
-                pool_pool=others(same_vote(jy, jy)), human_gold=float(same_vote(by, gy).mean()),
-                pool_gold=float(same_vote(jy, gy).mean()))
+    return dict(human_human=off_diagonal_mean(vote_agreement(by, by)), pool_human=float(vote_agreement(jy, by).mean()),
+                pool_pool=off_diagonal_mean(vote_agreement(jy, jy)), human_gold=float(vote_agreement(by, gy).mean()),
+                pool_gold=float(vote_agreement(jy, gy).mean()))
 
 # %% ../nbs/world.ipynb #c0e409d0
-def leaning(
+def with_bias(
     population: Population,
     name: str,          # of the new one
     **likings: float,   # what a unit of a column is worth in addition, in units of utility
@@ -196,7 +193,7 @@ def leaning(
                              for a in population.annotators])
 
 
-length_biased = leaning(pool, 'length_biased', words=.1)
+length_biased = with_bias(pool, 'length_biased', words=.1)
 
 # %% ../nbs/world.ipynb #7bc910a0
 ANYBODY, HIRED = (1.6, 1.4), (2.4, 1.4)  # Beta distributions of the authors' skill
@@ -216,7 +213,7 @@ def draw_requests(
     rng.shuffle(records)
     return records
 
-
+# %% ../nbs/world.ipynb #407bdb44
 def draw_splits(cfg: WorldConfig) -> dict[str, list[dict]]:
     "The five splits, as records of instruction, input and output."
     rng = random.Random(cfg.seed)
@@ -278,7 +275,7 @@ def base_model(cfg: WorldConfig, tokenizer):
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id))
 
-
+# %% ../nbs/world.ipynb #9c7b5b90
 def corpus_batch(
     prompts: list[list[int]],  # token ids, one list for each example
     answers: list[list[int]],  # the same, each closed by EOS and a rank token
@@ -300,10 +297,10 @@ def write_dataset(run) -> dict[str, list[dict]]:
                  temperature=a.temperature) for a in group.annotators])
     return splits
 
-
+# %% ../nbs/world.ipynb #d325b08f
 def train(cfg: WorldConfig):
     "Write the dataset and train the base model: leaves the splits, people, pool, model/, log and summary."
-    from alpaca_farm.core.models import logprobs, save_model, settle
+    from alpaca_farm.core.models import logprobs, place_model, save_model
     from alpaca_farm.core.text import encode_prompts, encode_responses
     from alpaca_farm.core.training import Trainer, batches
     run = start(cfg, train)
@@ -313,7 +310,7 @@ def train(cfg: WorldConfig):
     tokenizer = train_tokenizer([t for r in records[:8000] for t in (text(r), r['output'])], cfg.vocab_size)
     prompts, ranks = encode_prompts(records, tokenizer), tokenizer.convert_tokens_to_ids(ranks)
     answers = [a + [k] for a, k in zip(encode_responses([r['output'] for r in records], tokenizer), ranks)]
-    model = settle(base_model(cfg, tokenizer), cfg)
+    model = place_model(base_model(cfg, tokenizer), cfg)
     order = batches([len(p) + len(a) for p, a in zip(prompts, answers)], cfg.batch_size, seed=cfg.seed)
     trainer = Trainer(run, len(order), dict(model=model))
     for step in trainer.steps():

@@ -18,17 +18,17 @@ CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
 def base(tmp_path_factory):
     "Folder of the runs world, sft, samples, annotators and reward_model."
     folder = tmp_path_factory.mktemp('runs')
-    for name, room, more in CHAIN:
-        module = importlib.import_module(f'alpaca_farm.{room}')
-        given = tiny.settings(room, folder, out=str(folder/name), **more)
-        module.train(tiny.config(module, **given))
+    for name, notebook, more in CHAIN:
+        module = importlib.import_module(f'alpaca_farm.{notebook}')
+        given = tiny.settings(notebook, folder, out=str(folder/name), **more)
+        tiny.main(module)(tiny.config(module, **given))
     return folder
 
 
 @pytest.fixture(scope='session')
 def models(base):
     "The tiny policy, a reward model, their tokenizer, prompts and sampled answers as token ids."
-    from alpaca_farm.core.data import load
+    from alpaca_farm.core.data import load_records
     from alpaca_farm.core.generation import generate
     from alpaca_farm.core.models import load_policy, load_scalar
     from alpaca_farm.core.text import encode_prompts
@@ -36,6 +36,6 @@ def models(base):
     cfg = SFTConfig(**tiny.settings('sft', base))
     policy, tokenizer = load_policy(cfg.policy, cfg)
     scalar, _ = load_scalar(str(base/'reward_model'), cfg)
-    prompts = encode_prompts(load(str(base/'world'), 'eval', n=16), tokenizer)
+    prompts = encode_prompts(load_records(str(base/'world'), 'eval', n=16), tokenizer)
     answers = [s.tokens for s, in generate(policy, tokenizer, prompts, max_new_tokens=20)]
     return SimpleNamespace(policy=policy, scalar=scalar, tokenizer=tokenizer, prompts=prompts, answers=answers, cfg=cfg)

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 import tiny
+from alpaca_farm import label_files
 from alpaca_farm import agreement as A
-from alpaca_farm.noise import swapped
-from alpaca_farm.core.runs import read_json, read_summary
+from alpaca_farm.core.preferences import swap_outputs
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.stats import agreement
 from judge_server import judge_server
 
@@ -17,8 +19,8 @@ CFG = A.AgreementConfig()
 
 
 def on(sets, judges, unanswered='tie', **more):
-    sets = A.named_sets([str(DATA/s) for s in sets])
-    table = A.board(sets, A.judged_by([str(DATA/j) for j in judges], sets, CFG), unanswered, **(dict(draws=20) | more))
+    sets = A.load_sets([str(DATA/s) for s in sets])
+    table = A.agreement_board(sets, A.verdicts_of_judges([str(DATA/j) for j in judges], sets, CFG), unanswered, **(dict(draws=20) | more))
     return sets, table.set_index(['set', 'judge'])
 
 
@@ -28,7 +30,7 @@ def test_pandalm():
     r = table.loc['testset-v1', 'gpt-3.5-turbo-testset-v1']
     assert (r.n, r.n_decided, r.n_unanswered) == (999, 894, 25)
     assert r.accuracy == pytest.approx(.711, abs=5e-4) and r.decided == pytest.approx(.774, abs=5e-4)
-    people = A.between(sets['testset-v1'], draws=20)
+    people = A.pairwise_agreement(sets['testset-v1'], draws=20)
     assert [round(v.value, 3) for v in people.values()] == [.913, .929, .918] and all(v.low < v.value < v.high for v in people.values())
 
 
@@ -65,19 +67,19 @@ def test_llmbar_by_hand():
 @with_data
 def test_alpaca_eval_annotations_are_read_on_both_sides():
     folder = DATA/'alpaca_eval'/'alpaca-7b'
-    sets = A.named_sets([str(folder/'annotations_ae1.json')])
+    sets = A.load_sets([str(folder/'annotations_ae1.json')])
     assert sum(v == 1.5 for p in sets['annotations_ae1'] for v in p['votes'].values()) == 16       # stored as 0
-    said = A.judged_by([str(folder/'annotations_ae1.json')], sets, CFG)['annotations_ae1', 'alpaca_eval_gpt4']
+    said = A.verdicts_of_judges([str(folder/'annotations_ae1.json')], sets, CFG)['annotations_ae1', 'alpaca_eval_gpt4']
     rows = json.loads((folder/'annotations_ae1.json').read_text())
     assert said.price == pytest.approx(1000*np.mean([r['price_per_example'] for r in rows if r['price_per_example'] is not None])) and said.unanswered.sum() == 0
-    assert A.board(sets, {('annotations_ae1', 'itself'): said}, draws=10).iloc[1].accuracy == 1
-    with pytest.raises(ValueError, match='find no pair in'): A.judged_by([str(folder/'annotations_ae2.json')], sets, CFG)
-    with pytest.raises(ValueError, match='Sample votes|A soft label'): A.named_sets([str(folder/'annotations_ae2.json')])
+    assert A.agreement_board(sets, {('annotations_ae1', 'itself'): said}, draws=10).iloc[1].accuracy == 1
+    with pytest.raises(ValueError, match='find no pair in'): A.verdicts_of_judges([str(folder/'annotations_ae2.json')], sets, CFG)
+    with pytest.raises(ValueError, match='Sample votes|A soft label'): A.load_sets([str(folder/'annotations_ae2.json')])
 
 
 @with_data
 def test_hh_rlhf():
-    pairs = A.named_sets([str(DATA/'hh_rlhf'/'harmless-base_test.jsonl.gz')])['harmless-base_test']
+    pairs = A.load_sets([str(DATA/'hh_rlhf'/'harmless-base_test.jsonl.gz')])['harmless-base_test']
     with gzip.open(DATA/'hh_rlhf'/'harmless-base_test.jsonl.gz', 'rt') as f: rows = [json.loads(l) for l in f]
     assert len(pairs) == len(rows) == 2312 and .45 < np.mean([p['votes']['gold'] == 1 for p in pairs]) < .55
     for p, r in zip(pairs, rows):
@@ -96,12 +98,12 @@ def share_of_mode(v, votes):
 
 def test_the_numbers_of_people_and_judges_by_loops():
     "Votes with gaps and ties; each measure from its words, pair by pair."
-    pairs, rng = A.embedded(120), np.random.default_rng(0)
+    pairs, rng = A.embedded_pairs(120), np.random.default_rng(0)
     people, votes = rng.choice([1, 1.5, 2, 2], (4, 120)), rng.choice([1, 1.5, 2, np.nan], (1, 2, 120))
-    t, N = A.traits(pairs), range(120)
+    t, N = A.pair_traits(pairs), range(120)
     alone = [share_of_mode(people[k, i], np.delete(people[:, i], k)) for i in N for k in range(4)]
-    assert A.of_people(people, t)['agreement'] == pytest.approx(np.mean(alone))
-    got, there = A.of_judge(votes, people, t), [[v for v in votes[0, :, i] if v == v] for i in N]
+    assert A.people_measures(people, t)['agreement'] == pytest.approx(np.mean(alone))
+    got, there = A.judge_measures(votes, people, t), [[v for v in votes[0, :, i] if v == v] for i in N]
     assert got['accuracy'] == pytest.approx(np.mean([np.mean([share_of_mode(v, people[:, i]) for v in there[i]]) for i in N if there[i]]))
     assert got['agreement'] == pytest.approx(np.mean([share_of_mode(v, np.delete(people[:, i], k)) for i in N for v in there[i] for k in range(4)]))
     four = [[v for v in votes[0, t.orders[i], i] if v == v] for i in N]
@@ -111,20 +113,20 @@ def test_the_numbers_of_people_and_judges_by_loops():
     assert got['first'] == pytest.approx(np.mean([v == 1 + o for v, o in shown]))
 
 
-@pytest.mark.parametrize('judge', ['alpaca_farm.world:pool', 'alpaca_farm.world:judge', 'alpaca_farm.agreement:longest'])
+@pytest.mark.parametrize('judge', ['alpaca_farm.world:pool', 'alpaca_farm.world:judge', 'alpaca_farm.agreement:prefer_longer'])
 def test_exchanged_pairs_change_nothing(judge):
-    pairs = A.embedded(80)
-    other = [dict(swapped(p), votes={k: 3 - v for k, v in p['votes'].items()}, generator_1=p['generator_2'], generator_2=p['generator_1']) for p in pairs]
-    one, two = (A.of_judge(A.cast(A.ask_judge(A.resolve(judge), ps).preferences, ps), A.ballots(ps), A.traits(ps)) for ps in (pairs, other))
+    pairs = A.embedded_pairs(80)
+    other = [dict(swap_outputs(p), votes={k: 3 - v for k, v in p['votes'].items()}, generator_1=p['generator_2'], generator_2=p['generator_1']) for p in pairs]
+    one, two = (A.judge_measures(A.cast_votes(A.ask_judge(A.resolve(judge), ps).preferences, ps), A.people_votes(ps), A.pair_traits(ps)) for ps in (pairs, other))
     for k, v in one.items(): assert v == pytest.approx(two[k], nan_ok=True), k
 
 
 def test_order_and_chance_are_told_apart():
     "A probability that does not depend on the order is consistent, and varies; verdicts by a coin of their own for each order vary half as much as coins."
-    pairs = A.embedded(400)
+    pairs = A.embedded_pairs(400)
     def soft(shown): return [1.7 if p['output_1'] < p['output_2'] else 1.3 for p in shown]
     def coins(shown): return [1. + (A.uniform('z', p['instruction'], p['output_1'], p['output_2']) < .5) for p in shown]
-    said = [A.of_judge(A.cast(A.ask_judge(f, pairs).preferences, pairs), A.ballots(pairs), A.traits(pairs)) for f in (soft, coins, lambda s: [1.]*len(s))]
+    said = [A.judge_measures(A.cast_votes(A.ask_judge(f, pairs).preferences, pairs), A.people_votes(pairs), A.pair_traits(pairs)) for f in (soft, coins, lambda s: [1.]*len(s))]
     assert said[0]['consistency'] == 1 and .3 < said[0]['variance'] < .45
     assert [said[1][k] for k in ('consistency', 'variance')] == pytest.approx([.5, .25], abs=.06)
     assert said[2]['consistency'] == 0 and said[2]['first'] == 1 and .4 < said[2]['variance'] < .6
@@ -132,55 +134,55 @@ def test_order_and_chance_are_told_apart():
 
 @pytest.mark.parametrize('answers', [0, 1])
 def test_a_judge_without_verdicts_leaves_the_others_their_rows(answers):
-    pairs = A.embedded(30)
+    pairs = A.embedded_pairs(30)
     def mute(shown): return [1. if i < answers else math.nan for i in range(len(shown))]
-    table = A.board(dict(s=pairs), {('s', f.__name__): A.ask_judge(f, pairs) for f in (mute, A.longest)}, draws=10).set_index('judge')
+    table = A.agreement_board(dict(s=pairs), {('s', f.__name__): A.ask_judge(f, pairs) for f in (mute, A.prefer_longer)}, draws=10).set_index('judge')
     assert table.loc['mute'].n_unanswered == 60 - 2*answers and math.isnan(table.loc['mute'].spearman)
     assert math.isnan(table.loc['mute'].accuracy) == (answers == 0) and table.loc['longest'].consistency == 1
 
 
 def test_few_instructions_have_no_interval():
-    pairs = [dict(p, instruction=f'{i % 9}', input='') for i, p in enumerate(A.embedded(60))]
-    found = A.intervals(lambda i: dict(x=float(np.mean(i))), pairs, 20)['x']
+    pairs = [dict(p, instruction=f'{i % 9}', input='') for i, p in enumerate(A.embedded_pairs(60))]
+    found = A.bootstrap_measures(lambda i: dict(x=float(np.mean(i))), pairs, 20)['x']
     assert found.value == 29.5 and math.isnan(found.low) and math.isnan(found.high)
     covered, rng = 0, np.random.default_rng(0)
     for s in range(100):
         x = np.repeat(rng.normal(size=15), 4) + rng.normal(size=60)
-        of = A.intervals(lambda i: dict(x=float(x[i].mean())), [dict(instruction=str(i//4)) for i in range(60)], 100, s)['x']
+        of = A.bootstrap_measures(lambda i: dict(x=float(x[i].mean())), [dict(instruction=str(i//4)) for i in range(60)], 100, s)['x']
         covered += of.low <= 0 <= of.high
     assert covered >= 80                                 # of 100; 95 wanted, fewer with only 15 instructions
 
 
 def test_a_judge_that_fails_is_counted_and_left_out():
-    pairs = A.embedded(50)
+    pairs = A.embedded_pairs(50)
     def shaky(shown): return [math.nan if len(p['output_1']) % 3 == 0 else 1. for p in shown]
     said = A.ask_judge(shaky, pairs)
     assert said.unanswered.sum() == np.isnan(said.preferences).sum() > 0
-    row = A.board(dict(s=pairs), {('s', 'shaky'): said}, draws=10).iloc[1]
+    row = A.agreement_board(dict(s=pairs), {('s', 'shaky'): said}, draws=10).iloc[1]
     assert row.n_unanswered == said.unanswered.sum() and row['first'] == 1 and row.consistency == 0
-    as_tie = A.board(dict(s=pairs), {('s', 'shaky'): said}, 'tie', draws=10).iloc[1]
+    as_tie = A.agreement_board(dict(s=pairs), {('s', 'shaky'): said}, 'tie', draws=10).iloc[1]
     assert as_tie.decided < row.decided
 
 
 def test_recorded_votes_of_an_annotation_run(tmp_path):
     "A judge's label file and the judge itself, asked in the same order, agree."
-    pairs = A.embedded(40)
-    rows = [dict({k: v for k, v in p.items() if k != 'votes'}, preference=y, annotator='longest') for p, y in zip(pairs, map(float, A.longest(pairs)))]
+    pairs = A.embedded_pairs(40)
+    rows = [dict({k: v for k, v in p.items() if k != 'votes'}, preference=y, annotator='longest') for p, y in zip(pairs, map(float, A.prefer_longer(pairs)))]
     (tmp_path/'preferences.json').write_text(json.dumps(rows))
     sets = dict(s=[dict(p, row=i) for i, p in enumerate(pairs)])
-    live = A.judged_by(['alpaca_farm.agreement:longest'], sets, CFG)['s', 'longest'].preferences
-    assert (A.judged_by([str(tmp_path)], sets, CFG)['s', 'longest'].preferences[0, 0] == live[0, 0]).all()
-    assert [p['votes'] for p in A.read_set(str(tmp_path))] == [dict(longest=r['preference']) for r in rows]      # a run folder is a set, too
-    with pytest.raises(ValueError, match='a second judge called longest'): A.judged_by(['alpaca_farm.agreement:longest', str(tmp_path)], sets, CFG)
+    live = A.verdicts_of_judges(['alpaca_farm.agreement:prefer_longer'], sets, CFG)['s', 'longest'].preferences
+    assert (A.verdicts_of_judges([str(tmp_path)], sets, CFG)['s', 'longest'].preferences[0, 0] == live[0, 0]).all()
+    assert [p['votes'] for p in label_files.read_set(str(tmp_path))] == [dict(longest=r['preference']) for r in rows]      # a run folder is a set, too
+    with pytest.raises(ValueError, match='a second judge called longest'): A.verdicts_of_judges(['alpaca_farm.agreement:prefer_longer', str(tmp_path)], sets, CFG)
 
 
 def test_a_run(tmp_path):
     cfg = A.AgreementConfig(out=str(tmp_path/'out'), max_instances=60, draws=20)
-    A.train(cfg)
+    A.run(cfg)
     found = read_summary(tmp_path/'out')
     assert found['embedded_pool_n'] == 60 and found['embedded_longest_consistency'] == 1 and .4 < found['embedded_people_agreement'] < .9
     assert len(read_json(tmp_path/'out'/'people.json')['embedded']) == 6 and (tmp_path/'out'/'leaderboard.png').stat().st_size > 5000
-    assert A.train(cfg).done
+    assert A.run(cfg).done
 
 
 def paid(tmp_path, server, **more):
@@ -191,9 +193,9 @@ def paid(tmp_path, server, **more):
 
 def test_a_judge_behind_an_endpoint_has_a_price_and_a_time(tmp_path, monkeypatch):
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    pairs = A.embedded(12)
+    pairs = A.embedded_pairs(12)
     with judge_server(template='Output ({letter})') as server:
-        said = A.judged_by(['chatgpt'], dict(s=pairs), A.AgreementConfig(**paid(tmp_path, server)))['s', 'chatgpt']
+        said = A.verdicts_of_judges(['chatgpt'], dict(s=pairs), A.AgreementConfig(**paid(tmp_path, server)))['s', 'chatgpt']
     assert said.how == 'live' and said.preferences.shape == (1, 2, 12) and said.unanswered.sum() == 0
     assert said.price > 0 and said.time > 0 and set(said.preferences.ravel()) <= {1., 2.}
     with pytest.raises(ValueError, match='models: gpt-4 is none of'): A.AgreementConfig(judges=['chatgpt'], models=['gpt-4=x'])
@@ -205,8 +207,8 @@ def test_a_reached_budget_is_no_result(tmp_path, monkeypatch):
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
     with judge_server(template='Output ({letter})') as server:
         run = dict(out=str(tmp_path/'out'), max_instances=20, draws=10, **paid(tmp_path, server))
-        with pytest.raises(ValueError, match='chatgpt, 20 pairs in both orders: .*budget.* is reached.*run again'): A.train(A.AgreementConfig(budget=1., **run))
+        with pytest.raises(ValueError, match='chatgpt, 20 pairs in both orders: .*budget.* is reached.*run again'): A.run(A.AgreementConfig(budget=1., **run))
         sent = len(server.requests())
         assert 0 < sent < 40 and not (tmp_path/'out'/'leaderboard.csv').exists()
-        A.train(A.AgreementConfig(**run))
+        A.run(A.AgreementConfig(**run))
         assert len(server.requests()) == 40 and read_summary(tmp_path/'out')['embedded_chatgpt_n_unanswered'] == 0

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 import tiny
+from alpaca_farm.core import preferences
+from alpaca_farm.core import batches
 from alpaca_farm import annotators
-from alpaca_farm.annotators import AnnotatorsConfig, annotate_pairs, annotators_of
+from alpaca_farm.annotators import annotate_pairs, AnnotatorsConfig, load_annotators
 from alpaca_farm.core import api
-from alpaca_farm.core.data import load
+from alpaca_farm.core.data import load_records
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.store import Store
 from judge_server import judge_server
@@ -26,7 +28,7 @@ MODELS = ['gpt-3.5-turbo-16k-0613=judge', 'gpt-4-0314=judge', 'gpt-3.5-turbo-030
 def alone(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    monkeypatch.setattr(api, 'wait_of', lambda e, attempt, luck, of=api.wait_of: min(of(e, attempt, luck), .05))
+    monkeypatch.setattr(api, 'retry_delay', lambda e, attempt, luck, of=api.retry_delay: min(of(e, attempt, luck), .05))
 
 
 def pairs(n):
@@ -52,8 +54,8 @@ def test_a_run_with_a_paid_judge(tmp_path, capsys):
     (tmp_path/'prices.yaml').write_text('judge: [1, 2]')
     with judge_server(latency=.01) as server:
         cfg = config(tmp_path, server, prices=str(tmp_path/'prices.yaml'))
-        annotators.train(cfg)
-        rows, summary = load(cfg.out, 'preferences', 'preference'), read_summary(cfg.out)
+        annotators.run(cfg)
+        rows, summary = load_records(cfg.out, 'preferences', 'preference'), read_summary(cfg.out)
         assert [r['preference'] for r in rows] == [2.]*40, 'the longer answer is the second'
         assert [(r['instruction'], r['input']) for r in rows] == [(p['instruction'], p['input']) for p in pairs(40)]
         assert summary['asked'] == 40 and summary['dollars'] > 0 and summary['unanswered'] == 0 and summary['first_low'] < .5 < summary['first_high']
@@ -61,9 +63,9 @@ def test_a_run_with_a_paid_judge(tmp_path, capsys):
         assert 'people: about $12.00 and 25 min' in capsys.readouterr().out
         theirs = json.loads((tmp_path/'run'/'annotations.json').read_text())
         assert theirs[1]['instruction'] == 'Say word 1.\n\nnow' and theirs[1]['preference'] == 2 and theirs[1]['raw_completion']
-        annotators.train(again(cfg, out=str(tmp_path/'other'), label_flip=.25))
+        annotators.run(again(cfg, out=str(tmp_path/'other'), label_flip=.25))
         assert len(server.requests()) == 40, 'the same questions were asked again'
-        flipped = load(str(tmp_path/'other'), 'preferences', 'preference')
+        flipped = load_records(str(tmp_path/'other'), 'preferences', 'preference')
         assert 0 < sum(r['flipped'] for r in flipped) < 25 and all((r['preference'] == 1) == r['flipped'] for r in flipped)
 
 
@@ -71,30 +73,30 @@ def test_recorded_labels_come_back_as_they_were(tmp_path):
     "A run's labels, and AlpacaEval's annotations.json made of them, are annotators; merged inputs are found by their merged text."
     with judge_server() as server:
         cfg = config(tmp_path, server)
-        annotators.train(cfg)
+        annotators.run(cfg)
     for spec in (cfg.out, str(tmp_path/'run'/'preferences.json')):
-        rows = annotate_pairs(pairs(40), annotators_of(spec, cfg))
+        rows = annotate_pairs(pairs(40), load_annotators(spec, cfg))
         assert [r['preference'] for r in rows] == [2.]*40
     merged = [dict(p, instruction=annotators.content(p), input='') for p in pairs(40)] + pairs(40)
-    assert [r['preference'] for r in annotate_pairs(merged, annotators_of(str(tmp_path/'run'/'annotations.json'), cfg))] == [2.]*80
+    assert [r['preference'] for r in annotate_pairs(merged, load_annotators(str(tmp_path/'run'/'annotations.json'), cfg))] == [2.]*80
 
 
 def test_the_pool_of_thirteen(tmp_path):
     "AlpacaFarm's pool runs with its models mapped, batched prompts included; one asker for all, weights, stable draws."
     with judge_server(latency=0.) as server:
         cfg = config(tmp_path, server, n=120, annotators='alpaca_farm', tries=2, weights=['gpt4_1=0', 'davinci003_1=5'])
-        pool = annotators_of(cfg.annotators, cfg)
-        assert len(pool.annotators) == 13 and len(annotators.askers(pool)) == 1
-        who = [annotators.draw(pool, p) for p in pairs(600)]
+        pool = load_annotators(cfg.annotators, cfg)
+        assert len(pool.annotators) == 13 and len(annotators.api_clients(pool)) == 1
+        who = [preferences.draw_annotator(pool, p) for p in pairs(600)]
         count = {a.name: who.count(i) for i, a in enumerate(pool.annotators)}
         assert count['gpt4_1'] == 0 and count['davinci003_1'] > 2*max(v for k, v in count.items() if k != 'davinci003_1')
-        assert who[:100] == [annotators.draw(pool, p) for p in pairs(100)]
+        assert who[:100] == [preferences.draw_annotator(pool, p) for p in pairs(100)]
         with pytest.raises(ValueError, match='weights: nobody'): again(cfg, weights=['nobody=1'])
         with pytest.raises(ValueError, match='negative'): again(cfg, weights=['gpt4_1=-1'])
         one = ['gpt4_4', 'chatgpt_1', 'chatgpt_3', 'chatgpt_4', 'davinci003_4']   # one pair to a prompt, and "Output (b)" for an answer
         cfg = again(cfg, weights=[f'{a.name}={int(a.name in one)}' for a in pool.annotators])
-        annotators.train(cfg)
-        rows = load(cfg.out, 'preferences', 'preference')
+        annotators.run(cfg)
+        rows = load_records(cfg.out, 'preferences', 'preference')
         assert [r['preference'] for r in rows] == [2.]*120 and {r['annotator'] for r in rows} == set(one)
         assert len(server.requests()) == 120
 
@@ -103,7 +105,7 @@ def test_prompts_of_several_pairs(tmp_path):
     "Four or five pairs to a prompt: each answer shared out to its pairs, each pair paid a part."
     with judge_server(template='Output (b)\n'*5) as server:
         cfg = config(tmp_path, server, n=23, annotators='alpaca_farm_greedy_gpt4', both_orders=True)
-        annotators.train(cfg)
+        annotators.run(cfg)
         assert len(server.requests()) == 2*5 and read_summary(cfg.out)['ties'] == 1. and read_summary(cfg.out)['first'] == 0.
 
 
@@ -115,7 +117,7 @@ def test_a_judge_that_samples_is_asked_anew_for_another_seed(tmp_path):
             weights = [f'{n}={int(n == "davinci003_4")}' for n in all_] if samples else []
             for k, (seed, asked) in enumerate(((0, 80), (1, 80*samples), (0, 0))):
                 before = len(server.requests())
-                annotators.train(config(tmp_path, server, out=str(tmp_path/f'{spec}{k}'), seed=seed, annotators=spec, both_orders=True, weights=weights))
+                annotators.run(config(tmp_path, server, out=str(tmp_path/f'{spec}{k}'), seed=seed, annotators=spec, both_orders=True, weights=weights))
                 assert len(server.requests()) - before == asked, (spec, seed)
 
 
@@ -123,26 +125,26 @@ def test_a_callable_that_breaks_its_contract_is_refused(tmp_path, monkeypatch):
     (tmp_path/'broken_judges.py').write_text('def short(pairs): return [2.]*(len(pairs) - 2)\ndef wild(pairs): return [0.]*len(pairs)\n')
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, message in (('short', '38 preferences for 40 pairs'), ('wild', 'must be between 1 and 2')):
-        with pytest.raises(ValueError, match=message): annotators.train(config(tmp_path, None, base_url='', models=[], annotators=f'broken_judges:{name}'))
+        with pytest.raises(ValueError, match=message): annotators.run(config(tmp_path, None, base_url='', models=[], annotators=f'broken_judges:{name}'))
 
 
 def test_flips_are_not_the_judges_labels(tmp_path):
     "What is exported is what the judge said, whatever the run then flipped."
     with judge_server() as server:
         cfg = config(tmp_path, server, n=100, label_flip=.25)
-        annotators.train(cfg)
+        annotators.run(cfg)
         assert {r['preference'] for r in json.loads((tmp_path/'run'/'annotations.json').read_text())} == {2.}
-        assert sum(r['preference'] == 1 for r in load(cfg.out, 'preferences', 'preference')) > 10
+        assert sum(r['preference'] == 1 for r in load_records(cfg.out, 'preferences', 'preference')) > 10
 
 
 def test_failures_leave_the_run_open_and_are_asked_alone(tmp_path):
     with judge_server(faults={'500': {'p': 0, 'always_for': 'Say word [0-4]\\.'}}) as server:
         cfg = config(tmp_path, server)
-        with pytest.raises(ValueError, match='35 of 40 pairs are labelled, all of them stored; 5 are missing: 5 requests failed'): annotators.train(cfg)
-        assert not read_summary(cfg.out) and len(load(cfg.out, 'preferences', 'preference')) == 35
+        with pytest.raises(ValueError, match='35 of 40 pairs are labelled, all of them stored; 5 are missing: 5 requests failed'): annotators.run(cfg)
+        assert not read_summary(cfg.out) and len(load_records(cfg.out, 'preferences', 'preference')) == 35
         server.set(faults={})
         before = len(server.requests())
-        annotators.train(cfg)
+        annotators.run(cfg)
         assert len(server.requests()) - before == 5 and read_summary(cfg.out)['labels'] == 40
 
 
@@ -150,7 +152,7 @@ def test_what_cannot_be_answered_is_no_label(tmp_path, capsys):
     "A prompt that is too long, and an answer that is never a verdict: reported with their reasons, counted nowhere."
     with judge_server(faults={'context': {'p': 0, 'always_for': 'Say word 7\\.'}, 'refusal': {'p': 0, 'always_for': 'Say word 9\\.'}}) as server:
         cfg = config(tmp_path, server)
-        annotators.train(cfg)
+        annotators.run(cfg)
     assert read_summary(cfg.out)['labels'] == 38 and read_summary(cfg.out)['unanswered'] == 2
     lost = json.loads((tmp_path/'run'/'unanswered.json').read_text())
     assert [p['instruction'] for p in lost['pairs']] == ['Say word 7.', 'Say word 9.'] and 'context length' in lost['reasons'][0]
@@ -161,10 +163,10 @@ def test_a_budget_stops_and_goes_on(tmp_path):
     (tmp_path/'prices.yaml').write_text('judge: [1000, 1000]')
     with judge_server() as server:
         cfg = config(tmp_path, server, prices=str(tmp_path/'prices.yaml'), budget=8., concurrency=3)
-        with pytest.raises(ValueError, match=r'the budget of \$8.00 is reached'): annotators.train(cfg)
+        with pytest.raises(ValueError, match=r'the budget of \$8.00 is reached'): annotators.run(cfg)
         first = len(server.requests())
         assert 0 < first < 40
-        annotators.train(again(cfg, budget=0.))
+        annotators.run(again(cfg, budget=0.))
         assert len(server.requests()) == 40 and read_summary(cfg.out)['labels'] == 40
 
 
@@ -172,8 +174,8 @@ def test_labels_nobody_is_asked_for(tmp_path):
     "AlpacaFarm's cheaper noise: half of the pairs get a coin, half of the price is saved, and the summary says so."
     with judge_server() as server:
         cfg = config(tmp_path, server, n=200, label_flip=.25, ask_flipped=False)
-        annotators.train(cfg)
-        summary, rows = read_summary(cfg.out), load(cfg.out, 'preferences', 'preference')
+        annotators.run(cfg)
+        summary, rows = read_summary(cfg.out), load_records(cfg.out, 'preferences', 'preference')
         assert summary['unasked'] == sum(r['annotator'] == 'coin' for r in rows) == 200 - len(server.requests())
         assert summary['flip_low'] < .25 < summary['flip_high'] and {r['flipped'] for r in rows} == {None, False}
         assert .15 < np.mean([r['preference'] == 1 for r in rows]) < .35
@@ -184,12 +186,12 @@ def test_both_orders_of_a_judge_that_likes_the_first(tmp_path):
     "It contradicts itself on every pair: ties, each of two answers paid for."
     with judge_server(template='Output (a)') as server:
         cfg = config(tmp_path, server, both_orders=True)
-        annotators.train(cfg)
+        annotators.run(cfg)
         summary = read_summary(cfg.out)
         assert len(server.requests()) == 80 and summary['ties'] == 1. and summary['first'] == 1. and summary['consistent'] == 0.
     with judge_server(template='Output (a)') as server:
         cfg = config(tmp_path, server, out=str(tmp_path/'one'), store=str(tmp_path/'one.sqlite'))
-        annotators.train(cfg)
+        annotators.run(cfg)
         assert read_summary(cfg.out)['first'] == 1.
 
 
@@ -201,12 +203,12 @@ def test_the_batch_api(tmp_path, capsys):
         one = ['gpt4_4', 'chatgpt_1', 'davinci003_4']   # a chat with one model, a chat with another, a completion
         weights = [f'{n}={int(n in one)}' for n in annotators.annotator_names(annotators.config_file('alpaca_farm'))]
         cfg = config(tmp_path, server, batch=True, prices=str(tmp_path/'prices.yaml'), annotators='alpaca_farm', models=models, weights=weights)
-        annotators.train(cfg)
+        annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 40 and 'within a day' in capsys.readouterr().out
         assert sum('batch' in r for r in server.requests()) == 40
         assert sum(r['path'] == '/v1/batches' and r['method'] == 'POST' for r in server.requests()) == 3
         full = again(cfg, out=str(tmp_path/'full'), store=str(tmp_path/'full.sqlite'), batch=False)
-        annotators.train(full)
+        annotators.run(full)
         assert read_summary(full.out)['dollars'] == pytest.approx(2*read_summary(cfg.out)['dollars'], rel=.01)
 
 
@@ -214,9 +216,9 @@ def test_what_a_batch_did_not_answer_is_asked_again(tmp_path):
     "Server errors and expired lines leave the run open; the next one sends these alone, and waits for them."
     with judge_server(batch_seconds=.2, faults={'500': {'p': 0, 'always_for': 'Say word [0-4]\\.'}, 'timeout': {'p': 0, 'always_for': 'Say word [5-6]\\.'}}) as server:
         cfg = config(tmp_path, server, batch=True)
-        with pytest.raises(ValueError, match='33 of 40 pairs are labelled, all of them stored; 7 are missing'): annotators.train(cfg)
+        with pytest.raises(ValueError, match='33 of 40 pairs are labelled, all of them stored; 7 are missing'): annotators.run(cfg)
         server.set(faults={})
-        annotators.train(cfg)
+        annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 40 and sum('batch' in r for r in server.requests()) == 47
 
 
@@ -229,9 +231,9 @@ def test_a_batch_under_way_is_not_asked_for_besides(tmp_path):
         time.sleep(.2)
         started.kill(); started.wait()
         plain = again(cfg, batch=False)
-        with pytest.raises(ValueError, match='under way in the batch'): annotators.train(plain)
+        with pytest.raises(ValueError, match='under way in the batch'): annotators.run(plain)
         time.sleep(3.2)
-        annotators.train(plain)
+        annotators.run(plain)
         assert read_summary(cfg.out)['labels'] == 40 and sum(r['path'].endswith('completions') for r in server.requests()) == 40
 
 
@@ -240,14 +242,14 @@ def test_a_full_disk_while_a_batch_is_fetched(tmp_path, monkeypatch):
     put, count = Store.put, [0]
     def full(self, *args):
         count[0] += 1
-        if count[0] > 15: raise OSError('the disk is full. What is stored is safe; make room and run again')
+        if count[0] > 15: raise OSError('the disk is full. What is stored is safe; free some space and run again')
         return put(self, *args)
     with judge_server(batch_seconds=.1) as server:
         cfg = config(tmp_path, server, batch=True)
         monkeypatch.setattr(Store, 'put', full)
-        with pytest.raises(ValueError, match='the disk is full'): annotators.train(cfg)
+        with pytest.raises(ValueError, match='the disk is full'): annotators.run(cfg)
         monkeypatch.setattr(Store, 'put', put)
-        annotators.train(cfg)
+        annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 40 and sum('batch' in r for r in server.requests()) == 40
 
 
@@ -256,7 +258,7 @@ def test_a_batch_within_a_budget(tmp_path):
     (tmp_path/'prices.yaml').write_text('judge: [1000, 1000]')
     with judge_server(batch_seconds=.1) as server:
         cfg = config(tmp_path, server, batch=True, prices=str(tmp_path/'prices.yaml'), budget=4.)
-        with pytest.raises(ValueError, match=r'the budget of \$4.00 is reached'): annotators.train(cfg)
+        with pytest.raises(ValueError, match=r'the budget of \$4.00 is reached'): annotators.run(cfg)
         assert 0 < sum('batch' in r for r in server.requests()) < 40
 
 
@@ -276,7 +278,7 @@ def test_a_batch_outlives_its_process(tmp_path):
             time.sleep(.05)
         time.sleep(.2)
         started.send_signal(signal.SIGKILL); started.wait()
-        annotators.train(cfg)
+        annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 40
         assert sum('batch' in r for r in server.requests()) == 40, 'the batch was sent again'
 
@@ -290,7 +292,7 @@ def test_a_batch_whose_name_was_lost_is_found_by_its_file(tmp_path):
         started.kill(); started.wait()
         store = Store(cfg.store)
         store.run('update batches set name = null'); store.close()
-        annotators.train(cfg)
+        annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 40 and sum('batch' in r for r in server.requests()) == 40
 
 
@@ -303,11 +305,11 @@ def test_a_full_disk_stops_with_what_there_is(tmp_path, monkeypatch):
     with judge_server() as server:
         cfg = config(tmp_path, server, n=200)
         monkeypatch.setattr(Store, '__init__', small)
-        with pytest.raises(ValueError, match='the disk is full. What is stored is safe'): annotators.train(cfg)
+        with pytest.raises(ValueError, match='the disk is full. What is stored is safe'): annotators.run(cfg)
         monkeypatch.setattr(Store, '__init__', opened)
         stored, asked = len(Store(cfg.store)), len(server.requests())
         assert 0 < stored and asked - stored <= cfg.concurrency
-        annotators.train(cfg)
+        annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 200 and len(server.requests()) == asked + 200 - stored
 
 
@@ -315,7 +317,7 @@ def test_a_full_disk_stops_with_what_there_is(tmp_path, monkeypatch):
 def test_a_damaged_store_is_said_and_left(tmp_path, harm):
     with judge_server() as server:
         cfg = config(tmp_path, server, n=120)
-        annotators.train(cfg)
+        annotators.run(cfg)
         file = tmp_path/'answers.sqlite'
         gc.collect()   # an open connection would write the damaged file when it closes
         bytes_ = bytearray(file.read_bytes())
@@ -325,7 +327,7 @@ def test_a_damaged_store_is_said_and_left(tmp_path, harm):
             bytes_[at:at + 8000] = np.random.default_rng(0).bytes(8000)
         for p in tmp_path.glob('answers.sqlite-*'): p.unlink()
         file.write_bytes(bytes_)
-        with pytest.raises((ValueError, OSError), match='damaged|malformed'): annotators.train(again(cfg, out=str(tmp_path/'other')))
+        with pytest.raises((ValueError, OSError), match='damaged|malformed'): annotators.run(again(cfg, out=str(tmp_path/'other')))
         if harm != 'middle': assert file.read_bytes() == bytes_, 'the damaged file was changed'   # there it is seen only when it is read
         assert len(server.requests()) == 120
 
@@ -335,20 +337,20 @@ def test_retry_after_is_obeyed(tmp_path, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
     with judge_server(faults={'429': {'p': 0, 'always_for': 'Say word 3\\.', 'times': 1}}, retry_after=1.5) as server:
-        annotators.train(config(tmp_path, server, n=8, concurrency=1))
+        annotators.run(config(tmp_path, server, n=8, concurrency=1))
         times = [r['time'] for r in server.requests()]
         assert max(np.diff(times)) >= 1.5 and len(times) == 9
 
 
 def test_nobody_there_is_said(tmp_path, monkeypatch):
     import alpaca_farm.core.api as api_
-    monkeypatch.setattr(api_.Asker, 'see', lambda self, error, of=api_.Asker.see: (setattr(self, 'began', 0.), of(self, error))[1])
-    with pytest.raises(ValueError, match='nobody answers at http://127.0.0.1:9'): annotators.train(config(tmp_path, None, base_url='http://127.0.0.1:9/v1'))
+    monkeypatch.setattr(batches.ApiClient, 'see', lambda self, error, of=batches.ApiClient.see: (setattr(self, 'began', 0.), of(self, error))[1])
+    with pytest.raises(ValueError, match='nobody answers at http://127.0.0.1:9'): annotators.run(config(tmp_path, None, base_url='http://127.0.0.1:9/v1'))
 
 
 def test_no_key_is_said_before_anything(tmp_path, monkeypatch):
     monkeypatch.delenv('OPENAI_API_KEY')
-    with pytest.raises(ValueError, match='OPENAI_API_KEY'): annotators.train(config(tmp_path, None, base_url=''))
+    with pytest.raises(ValueError, match='OPENAI_API_KEY'): annotators.run(config(tmp_path, None, base_url=''))
 
 
 @pytest.mark.parametrize('more, message', [
@@ -356,15 +358,15 @@ def test_no_key_is_said_before_anything(tmp_path, monkeypatch):
     (dict(models=['gpt-4']), 'old=new'), (dict(annotators='no_module:f'), 'no module'), (dict(flip_by='row'), 'flip_by')])
 def test_what_cannot_be_asked_is_refused(tmp_path, more, message):
     with pytest.raises((ValueError, ModuleNotFoundError), match=message):
-        annotators.train(config(tmp_path, None, base_url='http://localhost:1/v1', **more))
+        annotators.run(config(tmp_path, None, base_url='http://localhost:1/v1', **more))
 
 
 def test_a_structured_verdict(tmp_path):
     "Our own judge: a strict schema is sent, and JSON that keeps to it comes back."
     with judge_server(regexes=(r'<first>\n(.*?)\n</first>', r'<second>\n(.*?)\n</second>')) as server:
         cfg = config(tmp_path, server, annotators='structured')
-        annotators.train(cfg)
-        assert {r['preference'] for r in load(cfg.out, 'preferences', 'preference')} == {2.}
+        annotators.run(cfg)
+        assert {r['preference'] for r in load_records(cfg.out, 'preferences', 'preference')} == {2.}
         stored = Store(cfg.store).run('select request from requests').fetchone()[0]
         assert json.loads(stored)['response_format']['json_schema']['strict']
 
@@ -381,16 +383,16 @@ def test_a_reward_model_and_a_local_model_as_judges(tmp_path):
     for name, kind in (('judge', LlamaForCausalLM), ('reward', LlamaForSequenceClassification)):
         kind(small).save_pretrained(tmp_path/name); tokenizer.save_pretrained(tmp_path/name)
     cfg = config(tmp_path, None, base_url='', annotators=str(tmp_path/'reward'))
-    annotators.train(cfg)
-    rows = load(cfg.out, 'preferences', 'preference')
+    annotators.run(cfg)
+    rows = load_records(cfg.out, 'preferences', 'preference')
     from alpaca_farm.core.models import reward
     of = reward(str(tmp_path/'reward'), cfg)
     better = np.subtract(*(np.array(of([dict(p, output=p[k]) for p in rows])) for k in ('output_2', 'output_1')))
     assert [r['expected'] - 1 for r in rows] == pytest.approx(1/(1 + np.exp(-better)), abs=1e-4)
     local = again(cfg, out=str(tmp_path/'local'), annotators='open_pool', models=[f'{m}={tmp_path/"judge"}' for m in (
         'meta-llama/Llama-3.1-8B-Instruct', 'Qwen/Qwen2.5-7B-Instruct', 'mistralai/Mistral-7B-Instruct-v0.3')])
-    annotators.train(local)
-    assert {r['annotator'] for r in load(local.out, 'preferences', 'preference')} > {'llama_strict', 'qwen_letter'}
-    with pytest.raises(ValueError, match='needs a prompt'): annotators_of(str(tmp_path/'judge'), cfg)
+    annotators.run(local)
+    assert {r['annotator'] for r in load_records(local.out, 'preferences', 'preference')} > {'llama_strict', 'qwen_letter'}
+    with pytest.raises(ValueError, match='needs a prompt'): load_annotators(str(tmp_path/'judge'), cfg)
     with pytest.raises(ValueError, match='cannot be asked of a local model'):
-        annotators.train(again(cfg, out=str(tmp_path/'no'), annotators='alpaca_eval_gpt4', models=[f'gpt-4={tmp_path/"judge"}']))
+        annotators.run(again(cfg, out=str(tmp_path/'no'), annotators='alpaca_eval_gpt4', models=[f'gpt-4={tmp_path/"judge"}']))

@@ -7,7 +7,8 @@ from test_generation import ragged, tiny
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from alpaca_farm.core.functional import token_logprobs
-from alpaca_farm.core.generation import beam_search, generate
+from alpaca_farm.core.beams import beam_search
+from alpaca_farm.core.generation import generate
 
 torch.set_num_threads(1)
 

@@ -11,13 +11,15 @@ from transformers import AutoTokenizer
 
 import tiny
 from alpaca_farm import binary_feedback
-from alpaca_farm.binary_feedback import BAD, GOOD, BinaryFeedbackConfig, answer_logprobs, feedback_loss, lessons, rated, sides, weighted_batch
-from alpaca_farm.core.answers import answers, log_ratios, sample
-from alpaca_farm.core.control import add_tokens, with_token
-from alpaca_farm.core.data import key, load
+from alpaca_farm.binary_feedback import (answer_logprobs, BAD, BinaryFeedbackConfig, feedback_loss, GOOD,
+    label_accuracy, rate_outputs, training_examples, weighted_batch)
+from alpaca_farm.core.answers import log_ratios, sample, sample_answers
+from alpaca_farm.core.control import add_tokens, prepend_tokens
+from alpaca_farm.core.data import load_records, prompt_key
 from alpaca_farm.core.generation import generate
 from alpaca_farm.core.models import load_policy
-from alpaca_farm.core.runs import read_json, read_log, read_summary
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import encode_prompts
 
 torch.set_num_threads(1)
@@ -29,7 +31,7 @@ def given(base, **more): return BinaryFeedbackConfig(**tiny.settings('binary_fee
 def worth(each, method):
     "Total weight of each output under each token."
     out = {}
-    for i, token, w in lessons(each, method): out[each[i]['output'], token] = out.get((each[i]['output'], token), 0) + w
+    for i, token, w in training_examples(each, method): out[each[i]['output'], token] = out.get((each[i]['output'], token), 0) + w
     return out
 
 
@@ -38,18 +40,18 @@ def test_a_soft_label_is_the_mean_of_hard_ones(method):
     pair = dict(instruction='q', output_1='a', output_2='b')
     mean = {}
     for p in (2., 2., 2., 1.):
-        for k, w in worth(rated([dict(pair, preference=p)]), method).items(): mean[k] = mean.get(k, 0) + w/4
-    assert worth(rated([dict(pair, preference=1.75)]), method) == mean
+        for k, w in worth(rate_outputs([dict(pair, preference=p)]), method).items(): mean[k] = mean.get(k, 0) + w/4
+    assert worth(rate_outputs([dict(pair, preference=1.75)]), method) == mean
     turned = dict(instruction='q', output_1='b', output_2='a', preference=1.25)  # the same, shown in the other order
-    assert worth(rated([turned]), method) == mean
+    assert worth(rate_outputs([turned]), method) == mean
 
 
 def test_ties_and_labels():
     pair = dict(instruction='q', output_1='a', output_2='b')
-    assert rated([dict(pair, preference=1.5)]) == []
-    assert [(r['output'], r['good']) for r in rated([dict(pair, preference=1)])] == [('a', 1), ('b', 0)]
+    assert rate_outputs([dict(pair, preference=1.5)]) == []
+    assert [(r['output'], r['good']) for r in rate_outputs([dict(pair, preference=1)])] == [('a', 1), ('b', 0)]
     thumbs = [dict(instruction='q', output=o, label=l) for o, l in (('a', True), ('b', False), ('c', .5), ('d', .25))]
-    assert [(r['output'], r['good']) for r in rated(thumbs)] == [('a', 1), ('b', 0), ('d', .25)]
+    assert [(r['output'], r['good']) for r in rate_outputs(thumbs)] == [('a', 1), ('b', 0), ('d', .25)]
 
 
 def refused(base, tmp_path, labels, words, **more):
@@ -118,7 +120,7 @@ PHRASES = ('Yes .', 'No no .')
 
 def phrases(base, path, labels):
     "Two phrases in answer to everything, good or bad as `labels` says."
-    asked = {r['instruction']: r for split in ('preference', 'unlabeled', 'sft') for r in load(str(base/'world'), split)}.values()
+    asked = {r['instruction']: r for split in ('preference', 'unlabeled', 'sft') for r in load_records(str(base/'world'), split)}.values()
     records = [dict(instruction=r['instruction'], input='', output=o, label=l) for r in asked for o, l in zip(PHRASES, labels(r))]
     path.write_text(json.dumps(records))
     return dict(preferences=str(path), epochs=3, learning_rate=5e-3, token_times=4, held_out=20, eval_every=50)
@@ -152,25 +154,25 @@ def test_a_label_that_says_nothing_teaches_nothing(base, tmp_path):
 
 
 def test_whoever_loads_the_model_asks_for_good_answers(base, told):
-    records = load(str(base/'world'), 'eval', n=4)
+    records = load_records(str(base/'world'), 'eval', n=4)
     plain, there = (AutoTokenizer.from_pretrained(f'{f}/model') for f in (base/'sft', told.out))
     good = there.convert_tokens_to_ids(GOOD)
     assert good not in plain.get_vocab().values()
     for template in ('chat', 'alpaca'):
-        want = with_token(encode_prompts(records, plain, template), good, plain, told.token_times)
+        want = prepend_tokens(encode_prompts(records, plain, template), good, plain, told.token_times)
         assert encode_prompts(records, there, template) == want
     message = [dict(role='user', content=records[0]['instruction'])]
     assert there.apply_chat_template(message, tokenize=False, add_generation_prompt=True).count(GOOD) == told.token_times
     policy, tokenizer = load_policy(told.out, told)
     left = read_json(f'{told.out}/outputs.json')
-    again = answers(policy, tokenizer, load(told.data, 'eval', n=10), told)
+    again = sample_answers(policy, tokenizer, load_records(told.data, 'eval', n=10), told)
     assert [r['output'][0] for r in again] == [r['output'] for r in left]
 
 
 def test_the_reference_does_not_read_the_token(base, told):
     policy, tokenizer = load_policy(told.out, told)
     reference, plain = load_policy(told.policy, told)
-    kept, prompts, found = sample(policy, tokenizer, load(told.data, 'eval', n=10), told)
+    kept, prompts, found = sample(policy, tokenizer, load_records(told.data, 'eval', n=10), told)
     kl = log_ratios(reference, plain, encode_prompts(kept, plain), [s for s, in found], told)
     assert read_summary(told.out)['kl'] == pytest.approx(sum(kl)/len(kl), abs=1e-4)
     vocabulary = reference.get_input_embeddings().weight.shape[0]
@@ -180,17 +182,17 @@ def test_the_reference_does_not_read_the_token(base, told):
 def test_only_answers_to_the_same_instruction_are_compared(base, told, monkeypatch):
     "Prompts that are too long only with their tokens are left out everywhere."
     (policy, tokenizer), (reference, plain) = load_policy(told.out, told), load_policy(told.policy, told)
-    records, pairs, left = load(told.data, 'val'), [], {}
+    records, pairs, left = load_records(told.data, 'val'), [], {}
     lengths = [len(p) for p in encode_prompts(records, plain)]
     cfg = given(base, val_instances=0, max_prompt=int(np.median(lengths)) + told.token_times)
-    kept = [key(r) for r, n in zip(records, lengths) if n + told.token_times <= cfg.max_prompt]
+    kept = [prompt_key(r) for r, n in zip(records, lengths) if n + told.token_times <= cfg.max_prompt]
     assert 0 < len(kept) < sum(n <= cfg.max_prompt for n in lengths)
-    monkeypatch.setattr(binary_feedback, 'prefers', lambda a, b, _: pairs.extend(zip(a, b)) or [1.5]*len(a))
+    monkeypatch.setattr(binary_feedback, 'compare_answers', lambda a, b, _: pairs.extend(zip(a, b)) or [1.5]*len(a))
     run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
-    binary_feedback.compare(policy, reference, {GOOD: tokenizer, BAD: tokenizer}, plain, run)
-    assert len(pairs) == 2*len(kept) and all(key(a) == key(b) for a, b in pairs)
-    alone = {key(r): r['output'][0] for r in answers(reference, plain, records, cfg, seed=cfg.seed + 1)}
-    assert [key(r) for r in left['said.json']] == kept and all(r['output'][3] == alone[key(r)] for r in left['said.json'])
+    binary_feedback.compare_on_val(policy, reference, {GOOD: tokenizer, BAD: tokenizer}, plain, run)
+    assert len(pairs) == 2*len(kept) and all(prompt_key(a) == prompt_key(b) for a, b in pairs)
+    alone = {prompt_key(r): r['output'][0] for r in sample_answers(reference, plain, records, cfg, seed=cfg.seed + 1)}
+    assert [prompt_key(r) for r in left['said.json']] == kept and all(r['output'][3] == alone[prompt_key(r)] for r in left['said.json'])
 
 
 def test_control_tokens_are_never_written(base, models):
@@ -204,7 +206,7 @@ def test_control_tokens_are_never_written(base, models):
 
 
 def test_held_out_is_not_learned_from(base):
-    records = load(str(base/'annotators'), 'preferences', 'preference')
+    records = load_records(str(base/'annotators'), 'preferences', 'preference')
     learn, aside, labels = binary_feedback.load_feedback(given(base))
     asked = lambda rows: {r['instruction'] for r in rows}
     assert not asked(learn) & asked(aside) and asked(aside) >= asked(records[-12:]) and labels + len(asked(aside)) <= len(records)
@@ -228,5 +230,5 @@ def test_standard_errors_of_the_effect(told):
 
 
 def test_sides():
-    assert sides(np.array([1., 2., 3.]), np.array([1., 0., .5]), ['q']*3) == pytest.approx(1/3)
-    assert math.isnan(sides(np.array([1., 2.]), np.array([1., 0.]), ['p', 'q']))
+    assert label_accuracy(np.array([1., 2., 3.]), np.array([1., 0., .5]), ['q']*3) == pytest.approx(1/3)
+    assert math.isnan(label_accuracy(np.array([1., 2.]), np.array([1., 0.]), ['p', 'q']))

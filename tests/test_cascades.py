@@ -4,7 +4,8 @@ import pytest
 
 import tiny
 from alpaca_farm import agreement as A, cascades as C
-from alpaca_farm.core.runs import read_json, read_summary
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_summary
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'/'llmbar'
@@ -14,15 +15,15 @@ CFG = C.CascadeConfig()
 @pytest.mark.skipif(not DATA.is_dir(), reason='the public data is not here')
 def test_recorded_cascades():
     "The published count has an unreadable verdict as wrong and does not escalate it; ours hands it over, and leaves out what nobody answers."
-    sets = A.named_sets([str(DATA/f'{file}.json') for file in ('Processed_MT-Bench', 'Processed_LLMEval^2')])
-    said = A.judged_by([f'{DATA}/judge_verdicts.csv#*GPT* Vanilla_NoRules'], sets, CFG)
+    sets = A.load_sets([str(DATA/f'{file}.json') for file in ('Processed_MT-Bench', 'Processed_LLMEval^2')])
+    said = A.verdicts_of_judges([f'{DATA}/judge_verdicts.csv#*GPT* Vanilla_NoRules'], sets, CFG)
     for file, published, gpt4, left_out in (('Processed_MT-Bench', (.713, .795, .42), .810, (.795, .42)),
                                             ('Processed_LLMEval^2', (.703, .767, .28), .755, (.787, .30))):
-        p = np.array([C.opinion(said[file, f'{j} Vanilla_NoRules'].preferences) for j in ('ChatGPT', 'GPT-4')])
-        votes, who = C.counted(sets[file]), C.settle(C.confidence(p), C.on_contradiction(2))
-        gold = C.majority(votes)
-        found = C.rates(C.answers(p, who), who, votes, np.array([1., 10.]))
-        alone = [np.nansum(C.right(C.side(q), gold))/200 for q in p]
+        p = np.array([C.mean_preference(said[file, f'{j} Vanilla_NoRules'].preferences) for j in ('ChatGPT', 'GPT-4')])
+        votes, who = C.count_votes(sets[file]), C.answering_judge(C.confidence(p), C.on_contradiction(2))
+        gold = C.majority_vote(votes)
+        found = C.cascade_rates(C.cascade_verdicts(p, who), who, votes, np.array([1., 10.]))
+        alone = [np.nansum(C.correct_verdicts(C.preferred_side(q), gold))/200 for q in p]
         assert (alone[0], found['agreement']*found['coverage'], (C.confidence(p[0]) == .5).mean()) == pytest.approx(published, abs=6e-3)
         assert alone[1] == pytest.approx(gpt4)
         assert (found['agreement'], found['escalated']) == pytest.approx(left_out, abs=6e-3) and found['cost'] == pytest.approx(1 + 10*found['escalated'])
@@ -33,7 +34,7 @@ EVERY_OTHER = C.GRID[::2]
 
 def without_stop(trust, correct, target, level, least, grid):
     "What `fixed_sequence` is not: the loosest threshold that is rejected, whatever was not on the way."
-    who = np.array([C.settle(trust, t) for t in grid])
+    who = np.array([C.answering_judge(trust, t) for t in grid])
     given = np.vstack([correct, np.zeros(who.shape[1])])
     n, k = (who < len(trust)).sum(1), given[who, np.arange(who.shape[1])].sum(1)
     ok = np.array(grid)[(n >= least) & (C.p_values(k, n, target) <= level)]
@@ -82,7 +83,7 @@ def test_pairs_of_one_instruction_are_tested_once():
         a = np.repeat(rng.beta(.9, .1, 60), 6)                       # mean .9, to the digit
         p, about, part = 1.5 + (rng.random(360) < a - 1e-9)*.4 - .2, np.repeat(np.arange(60), 6), np.repeat(np.arange(60) >= 5, 6).astype(int)
         for once in bad:
-            f = C.fit(p[None], np.full(360, 2.), part, .9, .1, 20, about if once else None)
+            f = C.fit_cascade(p[None], np.full(360, 2.), part, .9, .1, 20, about if once else None)
             bad[once] += f.threshold < np.inf
     assert bad[True]/300 <= .1 + 2*(.09/300)**.5 and bad[False]/300 > .2
 
@@ -98,23 +99,23 @@ def test_a_test_needs_labels_and_agreement():
 
 def test_judges_without_verdicts_are_passed_over():
     p = np.array([[np.nan, 1.2, np.nan], [1.9, 1., np.nan]])
-    who = C.settle(C.confidence(p), .7)
+    who = C.answering_judge(C.confidence(p), .7)
     assert who.tolist() == [1, 0, 2]
-    np.testing.assert_equal(C.answers(p, who), [2, 1, np.nan])
-    assert C.paid(who, [1, 10]).tolist() == [11, 1, 11]
+    np.testing.assert_equal(C.cascade_verdicts(p, who), [2, 1, np.nan])
+    assert C.cascade_cost(who, [1, 10]).tolist() == [11, 1, 11]
 
 
 def test_a_cascade_saves_calls_and_can_be_read_back(tmp_path):
-    cfg = C.CascadeConfig(out=str(tmp_path/'out'), sets=['alpaca_farm.agreement:embedded'], target=.85, labelled=.6)
-    C.train(cfg)
+    cfg = C.CascadeConfig(out=str(tmp_path/'out'), sets=['alpaca_farm.agreement:embedded_pairs'], target=.85, labelled=.6)
+    C.run(cfg)
     found, saved = read_summary(tmp_path/'out'), read_json(tmp_path/'out'/'cascade.json')
     assert found['careless_agreement'] < found['judge_agreement'] and saved['threshold'] == found['threshold']
     assert found['cascade_one_person'] < found['cascade_agreement'] and 0 < found['cascade_answered_of_divided'] < found['cascade_coverage']
     assert found['cascade_agreement_low'] < found['cascade_agreement'] < found['cascade_agreement_high']
-    cascade, pairs = C.load_cascade(tmp_path/'out'), A.embedded(50, seed=5)
+    cascade, pairs = C.load_cascade(tmp_path/'out'), A.embedded_pairs(50, seed=5)
     said = np.array(cascade(pairs))
     assert set(np.nan_to_num(said)) <= {0., 1., 2.} and cascade.seen[0] == 50 and 0 < cascade.seen[1] < 50
-    assert C.train(cfg).done
+    assert C.run(cfg).done
 
 
 def test_a_cascade_of_hard_judges():
@@ -132,11 +133,11 @@ def test_requests_left_open_are_no_abstention(tmp_path, monkeypatch):
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
     (tmp_path/'prices.yaml').write_text('judge: [1000, 1000]')
     with judge_server(template='Output ({letter})') as server:
-        run = dict(out=str(tmp_path/'out'), sets=['alpaca_farm.agreement:embedded'], judges=['chatgpt', 'alpaca_farm.world:judge'], target=.7, least=5, max_instances=60,
+        run = dict(out=str(tmp_path/'out'), sets=['alpaca_farm.agreement:embedded_pairs'], judges=['chatgpt', 'alpaca_farm.world:judge'], target=.7, least=5, max_instances=60,
                    base_url=server.url, store=str(tmp_path/'answers.sqlite'), prices=str(tmp_path/'prices.yaml'), models=['gpt-3.5-turbo-0301=judge'])
         poor = C.CascadeConfig(budget=1., **run)
-        with pytest.raises(ValueError, match='is reached'): C.Cascade([A.annotators_of('chatgpt', poor)], .5)(A.embedded(60))
-        with pytest.raises(ValueError, match='is reached'): C.train(poor)
+        with pytest.raises(ValueError, match='is reached'): C.Cascade([A.annotators_of('chatgpt', poor)], .5)(A.embedded_pairs(60))
+        with pytest.raises(ValueError, match='is reached'): C.run(poor)
         assert not (tmp_path/'out'/'cascade.json').exists() and len(server.requests()) < 120
-        C.train(C.CascadeConfig(**run))
+        C.run(C.CascadeConfig(**run))
         assert len(server.requests()) == 120 and read_summary(tmp_path/'out')['chatgpt_coverage'] == 1

@@ -14,12 +14,17 @@ import pytest
 import tiny
 
 NBS, PACKAGE = tiny.ROOT/'nbs', tiny.ROOT/'alpaca_farm'
-ROOT_NOTEBOOKS = sorted(NBS.glob('*.ipynb'))
+NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
+RUNNABLE = [p for p in NOTEBOOKS if p.parent.name != 'core']
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
-FLOORS = dict(grammar=1, world=1, noise=1, judges=1, rankings=1, length_control=1, local_judges=2, sft=2, reward_model=2, ppo=2, dpo=2, best_of_n=2, quark=2, rrhf=2, expert_iteration=2,
-              binary_feedback=2, pretrained=2, annotators=3, labelling=3, rlcd=3, eval=4, agreement=4, openai_baselines=4, effects=4, farm=5,
-              overoptimization=5, compare=5, cascades=5, auto_annotations=5, hybrid=5)
-WITHIN_FLOOR = {('world', 'grammar'), ('labelling', 'annotators')}  # who may stand on a room of its own floor
+# Imports go down: a module imports only from earlier lines, `world` and `studies` also from a neighbour named here.
+CORE = ['settings progress files functional control store generation', 'data fingerprint judge_configs api beams', 'preferences text build batches',
+        'stats runs candidates', 'models launch', 'answers training', 'online']
+LAYERS = ['grammar noise judges rankings length_control label_files', 'world local_judges text_measures leaderboards', 'annotators calibration',
+          'sft reward_model best_of_n ppo dpo rrhf quark expert_iteration binary_feedback eval agreement labelling openai_baselines auto_annotations',
+          'farm compare cascades overoptimization effects', 'hybrid']
+LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
+         | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
 
 
 def name_of(path): return '.'.join(path.relative_to(PACKAGE).with_suffix('').parts)
@@ -33,9 +38,9 @@ def source(cell): return ''.join(cell['source'])
 
 def config_of(path):
     "The notebook's dataclass of settings, None when it has none."
-    room = path.stem
-    if not (PACKAGE/f'{room}.py').exists(): return None
-    module = importlib.import_module(f'alpaca_farm.{room}')
+    notebook = path.stem
+    if not (PACKAGE/f'{notebook}.py').exists(): return None
+    module = importlib.import_module(f'alpaca_farm.{notebook}')
     found = [v for v in vars(module).values() if isinstance(v, type) and dataclasses.is_dataclass(v)
              and v.__module__ == module.__name__ and v.__name__.endswith('Config')]
     return found[0] if found else None
@@ -44,7 +49,7 @@ def config_of(path):
 def parameters(path): return [c for c in cells(path) if 'parameters' in c['metadata'].get('tags', [])]
 
 
-SETTABLE = [p for p in ROOT_NOTEBOOKS if re.search(r'class \w+Config\(', p.read_text(encoding='utf-8'))]
+SETTABLE = [p for p in RUNNABLE if re.search(r'class \w+Config\(', p.read_text(encoding='utf-8'))]
 each_notebook = pytest.mark.parametrize('path', SETTABLE, ids=lambda p: p.stem)
 each_module = pytest.mark.parametrize('path', MODULES, ids=name_of)
 
@@ -63,8 +68,9 @@ def test_exports_are_fresh(tmp_path):
 
 
 def test_every_notebook_of_a_method_has_settings():
-    without = {p.stem for p in ROOT_NOTEBOOKS} - {p.stem for p in SETTABLE}
-    assert without <= {'grammar', 'noise', 'judges', 'local_judges', 'rankings', 'length_control', 'auto_annotations'}
+    without = {p.stem for p in RUNNABLE} - {p.stem for p in SETTABLE}
+    assert without <= {'grammar', 'noise', 'judges', 'local_judges', 'rankings', 'length_control', 'auto_annotations', 'leaderboards',
+                       'label_files', 'calibration', 'text_measures'}
 
 
 @each_notebook
@@ -108,9 +114,9 @@ def test_notebook_of_a_method(path):
     assert first.startswith('# ') and re.search(r'^> \S', first, re.M)
     at = next(i for i, c in enumerate(code) if 'parameters' in c['metadata'].get('tags', []))
     assert re.match(rf'cfg = {config_of(path).__name__}\.collect\(globals\(\)\)', source(code[at + 1]))
-    assert source(code[-1]).startswith('#| export') and f'command({config_of(path).__name__}, train)' in source(code[-1])
+    assert source(code[-1]).startswith('#| export') and f'command({config_of(path).__name__}, ' in source(code[-1])
     for c in code:
-        if re.search(r'^(train|train_or_launch)\(cfg', source(c), re.M): assert source(c).startswith('#| slow')
+        if re.search(r'^(train|run|train_or_launch)\(cfg', source(c), re.M): assert source(c).startswith('#| slow')
 
 
 @each_notebook
@@ -178,7 +184,7 @@ def test_imports_are_quick_and_light():
 
 
 @pytest.mark.parametrize('name', ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'grammar', 'world', 'annotators', 'eval', 'effects'])
-def test_rooms_without_tensors_do_not_import_torch(name):
+def test_modules_without_tensors_do_not_import_torch(name):
     code = f'import sys, alpaca_farm.{name}; print("torch" in sys.modules, "transformers" in sys.modules)'
     out = subprocess.run([sys.executable, '-c', code], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True, check=True)
     assert out.stdout.split() == ['False', 'False']
@@ -196,19 +202,50 @@ def imported(path):
         elif module.startswith('alpaca_farm.'): yield module.removeprefix('alpaca_farm.')
 
 
-CORE = dict(candidates=3, store=0, api=2, settings=0, text=2, control=3, functional=0, stats=0, progress=1, runs=2, data=1, models=3, generation=3, training=4, launch=4, answers=4, online=5)
+def test_every_module_has_a_layer():
+    assert {name_of(p) for p in MODULES} == set(LEVEL)
 
 
 @each_module
 def test_imports_only_go_down(path):
-    room = name_of(path)
+    name = name_of(path)
     for other in imported(path):
-        if room.startswith('core.'):
-            assert other.startswith('core.'), f'{room} imports {other}'
-            mine, its = CORE[room[5:]], CORE[other[5:]]
-            assert its < mine, f'{room} imports {other}'
-        elif not other.startswith('core'):
-            assert FLOORS[other] < FLOORS[room] or (room, other) in WITHIN_FLOOR, f'{room} imports {other}'
+        if other in LEVEL: assert LEVEL[other] < LEVEL[name], f'{name} imports {other}'
+
+
+def export_cells(path):
+    return [source(c) for c in cells(path) if c['cell_type'] == 'code' and re.match(r'#\| *export', source(c))]
+
+
+def defined(text):
+    return [s for s in ast.parse(text).body if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
+def test_an_export_cell_holds_one_function_of_30_lines(path):
+    "Tables and settings apart: a cell without a definition, or with one dataclass of settings, may be longer."
+    for text in export_cells(path):
+        found, lines = defined(text), len([l for l in text.splitlines() if l.strip()]) - 1
+        assert len(found) <= 1, f'{[d.name for d in found]} in one cell'
+        if found and not found[0].name.endswith('Config'): assert lines <= 30, f'{found[0].name}: {lines} lines'
+
+
+@each_module
+def test_lines_have_110_characters(path):
+    assert [(i, len(l)) for i, l in enumerate(path.read_text(encoding='utf-8').splitlines(), 1) if len(l) > 110] == []
+
+
+def test_a_name_means_one_thing():
+    "A function or class is defined in one module only, but for what every notebook has: `train` or `run`."
+    where = {}
+    for path in MODULES:
+        for d in defined(path.read_text(encoding='utf-8')): where.setdefault(d.name, []).append(name_of(path))
+    assert {n: m for n, m in where.items() if len(m) > 1 and n not in ('train', 'run')} == {}
+
+
+def test_modules_have_350_lines():
+    long = {name_of(p) for p in MODULES if len(p.read_text(encoding='utf-8').splitlines()) > 350}
+    assert long <= {'grammar'}, 'a module that outgrows its notebook is two ideas'
 
 
 @each_module

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from alpaca_farm.core.data import find, key, load
+from alpaca_farm.core.data import find_file, load_records, prompt_key
 from alpaca_farm.core.settings import looks_like_hub
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2 else f'line\n{i}', output=f' {i}, ok\t', kept=str(i))
@@ -45,52 +45,52 @@ FORMATS |= {f'{k}.gz': lambda rows, f=f: gzip.compress(f(rows)) for k, f in FORM
 def test_every_format_gives_the_same_records(tmp_path, suffix, rows, kind):
     (tmp_path/f'sft.{suffix}').write_bytes(FORMATS[suffix](rows))
     for spec in (tmp_path, tmp_path/f'sft.{suffix}'):
-        assert load(str(spec), 'sft', kind) == rows
-        assert load(str(spec), 'sft', kind, 2) == rows[:2]
+        assert load_records(str(spec), 'sft', kind) == rows
+        assert load_records(str(spec), 'sft', kind, 2) == rows[:2]
 
 
 def test_unescaped_line_separators_in_json_lines(tmp_path):
     "U+2028 and its like are text, not the end of a line."
     rows = [dict(instruction='one\u2028two\x85three', input='', output='a\u2029b')]
     (tmp_path/'a.jsonl').write_text(json.dumps(rows[0], ensure_ascii=False) + '\n', encoding='utf-8')
-    assert load(str(tmp_path/'a.jsonl'), kind='output') == rows
+    assert load_records(str(tmp_path/'a.jsonl'), kind='output') == rows
 
 
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path):
     "Spreadsheets save UTF-8 with one."
     (tmp_path/'a.csv').write_bytes(b'\xef\xbb\xbf' + as_csv(ROWS))
-    assert load(str(tmp_path/'a.csv'), kind='output') == ROWS
+    assert load_records(str(tmp_path/'a.csv'), kind='output') == ROWS
 
 
 def test_windows_line_ends(tmp_path):
     (tmp_path/'a.jsonl').write_bytes(as_lines(ROWS).replace(b'\n', b'\r\n') + b'\r\n\r\n')
-    assert load(str(tmp_path/'a.jsonl')) == ROWS
+    assert load_records(str(tmp_path/'a.jsonl')) == ROWS
 
 
 def test_input_may_be_missing_or_null(tmp_path):
     (tmp_path/'a.json').write_text(json.dumps([dict(instruction='a'), dict(instruction='b', input=None)]))
-    assert [r['input'] for r in load(str(tmp_path/'a.json'))] == ['', '']
-    assert key(dict(instruction='a')) == key(dict(instruction='a', input=None)) == ('a', '')
+    assert [r['input'] for r in load_records(str(tmp_path/'a.json'))] == ['', '']
+    assert prompt_key(dict(instruction='a')) == prompt_key(dict(instruction='a', input=None)) == ('a', '')
 
 
 def test_candidates(tmp_path):
     rows = [dict(instruction='a', input='', output=['x', 'y'], scores=[1., 2.])]
     (tmp_path/'candidates.json').write_text(json.dumps(rows))
-    assert load(str(tmp_path), 'candidates', 'candidates') == rows
+    assert load_records(str(tmp_path), 'candidates', 'candidates') == rows
 
 
 def test_splits(base):
     sizes = dict(sft=60, preference=60, unlabeled=60, val=20, eval=30)
-    found = {name: load(str(base/'world'), name, 'output') for name in sizes}
+    found = {name: load_records(str(base/'world'), name, 'output') for name in sizes}
     assert {k: len(v) for k, v in found.items()} == sizes
-    asked = [key(r) for rows in found.values() for r in rows]
+    asked = [prompt_key(r) for rows in found.values() for r in rows]
     assert len(set(asked)) == len(asked)  # no request in two splits
 
 
 def test_a_folder_says_what_it_holds(base, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r'no test\.json in it; it holds .*eval\.json, .*val\.json'): find(str(base/'world'), 'test')
-    with pytest.raises(FileNotFoundError, match='no data file'): find(str(tmp_path), 'eval')
-    with pytest.raises(FileNotFoundError, match='no such file or folder'): find(str(tmp_path/'lost'), 'eval')
+    with pytest.raises(FileNotFoundError, match=r'no test\.json in it; it holds .*eval\.json, .*val\.json'): find_file(str(base/'world'), 'test')
+    with pytest.raises(FileNotFoundError, match='no data file'): find_file(str(tmp_path), 'eval')
+    with pytest.raises(FileNotFoundError, match='no such file or folder'): find_file(str(tmp_path/'lost'), 'eval')
 
 
 @pytest.mark.parametrize('name, is_hub', [

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 import tiny
 from alpaca_farm import dpo
 from alpaca_farm.core.models import load_policy
-from alpaca_farm.core.runs import read_json, read_log, read_summary
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.dpo import DPOConfig, dpo_loss, kto_loss, simpo_loss
 
 torch.set_num_threads(1)
@@ -231,7 +232,7 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
     cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=24, loss_type='kto')
     reference, data, _ = whole_batch(cfg)
     rows, batch = data.order[0], data.mismatched(1)
-    whose = dpo.others(rows, data.prompts)
+    whose = dpo.mismatched_rows(rows, data.prompts)
     assert all(data.prompts[i] != data.prompts[j] for i, j in zip(rows, whose))
     ratios = [brute(moved, data.prompts[i], a[j]) - brute(reference, data.prompts[i], a[j]) for i, j in zip(rows, whose) for a in data.answers]
     z0, mean = dpo.kto_baseline(moved, [batch]).item(), sum(ratios)/len(ratios)
@@ -242,12 +243,12 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
 
 
 def test_each_step_has_its_own_mismatched_answers(base, preferences, tmp_path):
-    assert dpo.others([0, 1, 2, 3], [[1], [2], [2], [3]]) == [1, 3, 3, 0] and dpo.others([1, 2], [[1], [2], [2]]) == [1, 2]
+    assert dpo.mismatched_rows([0, 1, 2, 3], [[1], [2], [2], [3]]) == [1, 3, 3, 0] and dpo.mismatched_rows([1, 2], [[1], [2], [2]]) == [1, 2]
     reference, data, _ = whole_batch(config(base, tmp_path/'dpo', preferences=preferences, batch_size=9, epochs=2, loss_type='kto'))
     assert len(data.order) == 6
     for step in (1, 3, 5):
         rows = data.order[step - 1]
-        i, j = rows[-1], dpo.others(rows, data.prompts)[-1]
+        i, j = rows[-1], dpo.mismatched_rows(rows, data.prompts)[-1]
         found = data.mismatched(step)['reference']
         assert found.shape == (len(rows), 2)
         assert found[-1].tolist() == pytest.approx([brute(reference, data.prompts[i], a[j]) for a in data.answers], abs=1e-3)

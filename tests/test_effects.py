@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from alpaca_farm import text_measures
 from alpaca_farm import effects, world
 from alpaca_farm.annotators import annotate_pairs
 from alpaca_farm.core.launch import Job
@@ -18,7 +19,7 @@ from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.settings import resolve
 from alpaca_farm.effects import EffectsConfig
 from alpaca_farm.grammar import CLOSINGS, FILLERS, OPENINGS, WARMTH, render, respond, sample_instruction
-from alpaca_farm.noise import longer, taste
+from alpaca_farm.noise import feature_preference, length_sign
 
 
 def asked(n, seed=0, each=2):
@@ -38,7 +39,7 @@ def pairs_of(records): return [dict(r, output_1=r['output'][0], output_2=r['outp
     ('Sure! You need:\n1. eggs\n2. ham\nGood luck!', (9, 41, 1, 2, 0.)),
     ('a b c a b c', (6, 11, 0, 0, 1/4)), ('no no no no no', (5, 14, 0, 0, 2/3)), ('A b c. a B c!', (6, 13, 0, 0, 1/4))])
 def test_features_of_a_text(text, wanted):
-    assert tuple(effects.features(text).values()) == pytest.approx(wanted)
+    assert tuple(text_measures.text_features(text).values()) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize('text, n', [
@@ -47,13 +48,13 @@ def test_features_of_a_text(text, wanted):
     ('I hope this helps! Please feel free to ask.', 2), ('Do not hesitate to write.', 1), ('You are welcome.', 1), ('SURE, why not?', 1),
     ('Sure enough, it rained.', 0), ('I am sure.', 0), ('The course is long, of course.', 0), ('Surely not.', 0), ('I hope it rains.', 0),
     ('Thank you for the flowers.', 0), ('If you have eggs, use them.', 0), ('Be kind. Good luck!', 1), ('What a day.', 0)])
-def test_pleasantries(text, n): assert effects.pleasantries(text) == n
+def test_pleasantries(text, n): assert text_measures.count_pleasantries(text) == n
 
 
 def test_pleasantries_are_the_worlds():
     records = [dict(r, output=o) for r in asked(800, each=1) for o in r['output']]
-    theirs = world.features(records)[:, world.COLUMNS.index('pleasantries')]
-    assert np.mean([effects.pleasantries(r['output']) == t for r, t in zip(records, theirs)]) > .99
+    theirs = world.answer_matrix(records)[:, world.COLUMNS.index('pleasantries')]
+    assert np.mean([text_measures.count_pleasantries(r['output']) == t for r, t in zip(records, theirs)]) > .99
 
 
 @pytest.mark.parametrize('n', [1, 2])
@@ -61,47 +62,47 @@ def test_pleasantries_are_the_worlds():
 def test_distinct_by_brute_force(answers, n):
     words = [a.lower().replace(',', '').replace('!', '').split() for a in answers]
     grams = [tuple(w[i:i + n]) for w in words for i in range(len(w) - n + 1)]
-    assert effects.distinct(answers, n) == pytest.approx(len(set(grams))/len(grams))
+    assert text_measures.distinct(answers, n) == pytest.approx(len(set(grams))/len(grams))
     for m in range(1, len(grams) + 1):
         every = [len({grams[i] for i in rows})/m for rows in combinations(range(len(grams)), m)]
-        assert effects.distinct(answers, n, m) == pytest.approx(np.mean(every), abs=1e-12)
+        assert text_measures.distinct(answers, n, m) == pytest.approx(np.mean(every), abs=1e-12)
 
 
 def test_variety_does_not_hang_on_the_size_of_the_set():
     answers = [o for r in asked(1200) for o in r['output']]
     few, many = answers[:300], answers
-    assert effects.distinct(few) > 2*effects.distinct(many)
-    assert effects.distinct(few, tokens=1000) == pytest.approx(effects.distinct(many, tokens=1000), abs=.02)
+    assert text_measures.distinct(few) > 2*text_measures.distinct(many)
+    assert text_measures.distinct(few, tokens=1000) == pytest.approx(text_measures.distinct(many, tokens=1000), abs=.02)
     same = [answers[0]]*300
-    assert effects.distinct(same, tokens=1000) < .02
+    assert text_measures.distinct(same, tokens=1000) < .02
 
 
 def test_describe():
     answers = [o for r in asked(200) for o in r['output']]
-    found = effects.describe(answers)
+    found = text_measures.describe_answers(answers)
     assert found['words'] == pytest.approx(np.mean([len(a.split()) for a in answers]))
     half = 1.96*np.std([len(a.split()) for a in answers])/len(answers)**.5
     assert found['words_high'] - found['words_low'] == pytest.approx(2*half, rel=.15)
     for k in ('words', 'characters', 'list', 'pleasantries', 'repetition', 'distinct_1', 'distinct_2'):
         assert found[f'{k}_low'] <= found[k] <= found[f'{k}_high']
-    assert effects.describe(answers) == found                                  # the same again
-    assert effects.describe([dict(output=a) for a in answers]) == found
-    two = effects.describe([dict(output=answers[i:i + 2]) for i in range(0, 400, 2)])
+    assert text_measures.describe_answers(answers) == found                                  # the same again
+    assert text_measures.describe_answers([dict(output=a) for a in answers]) == found
+    two = text_measures.describe_answers([dict(output=answers[i:i + 2]) for i in range(0, 400, 2)])
     assert two['words'] == pytest.approx(found['words']) and two['distinct_1'] == pytest.approx(found['distinct_1'])
-    shuffled = effects.describe(random.Random(1).sample(answers, len(answers)))
+    shuffled = text_measures.describe_answers(random.Random(1).sample(answers, len(answers)))
     means = [k for k in found if not k.endswith(('_low', '_high'))]
     assert [shuffled[k] for k in means] == pytest.approx([found[k] for k in means])
-    assert math.isnan(effects.describe(answers[:3])['distinct_1'])
+    assert math.isnan(text_measures.describe_answers(answers[:3])['distinct_1'])
 
 
 @pytest.mark.parametrize('f, said', [
-    (lambda: effects.describe([]), 'no answers'), (lambda: effects.describe([dict(instruction='a')]), 'record 0 has no output'),
-    (lambda: effects.describe(['a', dict(output=[])]), 'record 1 has no output'),
-    (lambda: effects.distinct(['']), 'no 1-gram'), (lambda: effects.distinct(['a'], 2), 'no 2-gram'),
-    (lambda: effects.distinct(['a b'], tokens=3), '3 n-grams cannot be drawn from 2'),
-    (lambda: effects.rarefied([1], 0), '0 n-grams cannot be drawn'),
-    (lambda: effects.slope([dict(output_1='a', output_2='b')], [0.], [1.]), 'no slope to fit'),
-    (lambda: effects.amplification([1.], [1.], [dict(output_1='a', output_2='b', preference=1)]*2,
+    (lambda: text_measures.describe_answers([]), 'no answers'), (lambda: text_measures.describe_answers([dict(instruction='a')]), 'record 0 has no output'),
+    (lambda: text_measures.describe_answers(['a', dict(output=[])]), 'record 1 has no output'),
+    (lambda: text_measures.distinct(['']), 'no 1-gram'), (lambda: text_measures.distinct(['a'], 2), 'no 2-gram'),
+    (lambda: text_measures.distinct(['a b'], tokens=3), '3 n-grams cannot be drawn from 2'),
+    (lambda: text_measures.rarefied([1], 0), '0 n-grams cannot be drawn'),
+    (lambda: text_measures.reward_per_word([dict(output_1='a', output_2='b')], [0.], [1.]), 'no slope to fit'),
+    (lambda: text_measures.bias_amplification([1.], [1.], [dict(output_1='a', output_2='b', preference=1)]*2,
                                    [dict(output_1='a', output_2='b', preference=2)]*2), 'no bias to amplify')])
 def test_bad_input_is_refused(f, said):
     with pytest.raises(ValueError, match=said): f()
@@ -111,13 +112,13 @@ def test_bad_input_is_refused(f, said):
 
 def test_the_bias_is_there_and_is_what_was_said():
     pairs = pairs_of(asked(1500))
-    apart = world.contrast(pairs)[:, world.COLUMNS.index('words')]
+    apart = world.feature_contrast(pairs)[:, world.COLUMNS.index('words')]
     for one, other in zip(world.pool.annotators, world.length_biased.annotators):
         p, q = (np.clip(np.array(f(pairs[:300])) - 1, 1e-12, 1 - 1e-12) for f in (one, other))
         grown = np.log(q/(1 - q)) - np.log(p/(1 - p))
         assert np.allclose(grown, .1*apart[:300]/one.temperature, atol=1e-4)     # in logits, per word
         assert dataclasses.replace(other, weights=one.weights) == one            # and nothing else
-    before, after = (taste(f(pairs), longer(pairs)) for f in (world.pool, world.length_biased))
+    before, after = (feature_preference(f(pairs), length_sign(pairs)) for f in (world.pool, world.length_biased))
     assert .08 < after - before < .2
     people = world.people.each(pairs)
     agree = [world.same_vote(f.each(pairs), people).mean() for f in (world.pool, world.length_biased)]
@@ -125,11 +126,11 @@ def test_the_bias_is_there_and_is_what_was_said():
 
 
 def test_leaning():
-    polite = world.leaning(world.people, 'polite', pleasantries=.5, words=-.01)
+    polite = world.with_bias(world.people, 'polite', pleasantries=.5, words=-.01)
     d = np.array([a.weights for a in polite.annotators]) - np.array([a.weights for a in world.people.annotators])
     wanted = [dict(pleasantries=.5, words=-.01).get(c, 0.) for c in world.COLUMNS]
     assert polite.name == 'polite' and np.allclose(d, wanted)
-    with pytest.raises(ValueError, match='colour is nothing annotators see: choose from content'): world.leaning(world.people, 'x', colour=1.)
+    with pytest.raises(ValueError, match='colour is nothing annotators see: choose from content'): world.with_bias(world.people, 'x', colour=1.)
 
 
 # Amplification and remedies
@@ -139,58 +140,58 @@ def test_doing_what_the_labels_say_is_amplification_one():
     labels = {who.name: annotate_pairs(pairs, who) for who in (world.length_biased, world.pool)}
     words = {name: [len(p[f'output_{int(p["preference"])}'].split()) for p in of] for name, of in labels.items()}
     biased, unbiased = labels['length_biased'], labels['pool']
-    found = effects.amplification(words['length_biased'], words['pool'], biased, unbiased)
+    found = text_measures.bias_amplification(words['length_biased'], words['pool'], biased, unbiased)
     assert found.value == pytest.approx(1) and found.low < 1 < found.high
-    thrice = effects.amplification(3*np.array(words['length_biased']), 3*np.array(words['pool']), biased, unbiased)
+    thrice = text_measures.bias_amplification(3*np.array(words['length_biased']), 3*np.array(words['pool']), biased, unbiased)
     assert thrice.value == pytest.approx(3) and thrice.low == pytest.approx(3*found.low)
-    still = effects.amplification(words['pool'], words['pool'], biased, unbiased)
+    still = text_measures.bias_amplification(words['pool'], words['pool'], biased, unbiased)
     assert still == (0, 0, 0)
     swapped = [[dict(p, output_1=p['output_2'], output_2=p['output_1'], preference=3 - p['preference']) for p in of] for of in (biased, unbiased)]
-    assert effects.amplification(words['length_biased'], words['pool'], *swapped) == found
+    assert text_measures.bias_amplification(words['length_biased'], words['pool'], *swapped) == found
 
 
 def test_balanced_pairs():
     labels = annotate_pairs(pairs_of(asked(1500)), world.length_biased)
-    fair, apart = effects.balanced(labels), effects.wider(labels)
-    gains = effects.gains(fair)
+    fair, apart = text_measures.balance_lengths(labels), text_measures.length_difference(labels)
+    gains = text_measures.preferred_length_gain(fair)
     assert (gains > 0).sum() == (gains < 0).sum() > 100
-    assert abs(gains.mean()) < .1 < .8 < effects.gains(labels).mean()
-    assert sum(w == 0 for w in effects.wider(fair)) == (apart == 0).sum()
+    assert abs(gains.mean()) < .1 < .8 < text_measures.preferred_length_gain(labels).mean()
+    assert sum(w == 0 for w in text_measures.length_difference(fair)) == (apart == 0).sum()
     texts = lambda rows: {json.dumps(r) for r in rows}
-    assert texts(fair) < texts(labels) and texts(effects.balanced(labels[::-1])) <= texts(labels)
-    assert effects.balanced(labels) == fair != effects.balanced(labels, seed=1)
-    assert texts(effects.balanced(fair)) <= texts(fair)
+    assert texts(fair) < texts(labels) and texts(text_measures.balance_lengths(labels[::-1])) <= texts(labels)
+    assert text_measures.balance_lengths(labels) == fair != text_measures.balance_lengths(labels, seed=1)
+    assert texts(text_measures.balance_lengths(fair)) <= texts(fair)
     alone = [dict(instruction='a', output_1='x', output_2='x y', preference=2.)]
-    assert effects.balanced(alone) == [] and effects.balanced(alone, alone*3) == []
-    assert effects.balanced([dict(alone[0], output_2='z')]) == [dict(alone[0], output_2='z')]
+    assert text_measures.balance_lengths(alone) == [] and text_measures.balance_lengths(alone, alone*3) == []
+    assert text_measures.balance_lengths([dict(alone[0], output_2='z')]) == [dict(alone[0], output_2='z')]
 
 
 def test_matched_pairs_have_the_taste_of_the_audit():
     pairs = pairs_of(asked(1500))
     labels, audit = annotate_pairs(pairs, world.length_biased), annotate_pairs(pairs_of(asked(1200, seed=5)), world.pool)
-    liking = lambda rows: taste([r['preference'] for r in rows], effects.wider(rows))
-    matched = effects.balanced(labels, audit)
+    liking = lambda rows: feature_preference([r['preference'] for r in rows], text_measures.length_difference(rows))
+    matched = text_measures.balance_lengths(labels, audit)
     assert liking(labels) > liking(audit) + .05 and liking(matched) == pytest.approx(liking(audit), abs=.02)
-    assert len(effects.balanced(labels)) < len(matched) < len(labels)
+    assert len(text_measures.balance_lengths(labels)) < len(matched) < len(labels)
     opposite = [dict(r, preference=3 - r['preference']) for r in labels]              # too few longer ones: shorter ones go
-    assert liking(effects.balanced(opposite, audit)) == pytest.approx(liking(audit), abs=.02)
+    assert liking(text_measures.balance_lengths(opposite, audit)) == pytest.approx(liking(audit), abs=.02)
 
 
 def test_a_price_for_words_takes_length_out_of_a_reward():
     pairs, rng = pairs_of(asked(400)), np.random.default_rng(0)
-    words = lambda k: effects.count_words(p[k] for p in pairs)
+    words = lambda k: text_measures.count_words(p[k] for p in pairs)
     fixed = rng.normal(size=len(pairs), scale=9)                                  # what a request is worth does not matter
     one, other = (fixed + .2*words(k) + rng.normal(size=len(pairs)) for k in ('output_1', 'output_2'))
-    a = effects.slope(pairs, one, other)
+    a = text_measures.reward_per_word(pairs, one, other)
     assert a == pytest.approx(.2, abs=.02)
     cost = resolve(f'alpaca_farm.effects:words_cost_{a}')
     paid = [np.array(cost([dict(output=p[k]) for p in pairs])) for k in ('output_1', 'output_2')]
-    assert effects.slope(pairs, one + paid[0], other + paid[1]) == pytest.approx(0, abs=1e-12)
+    assert text_measures.reward_per_word(pairs, one + paid[0], other + paid[1]) == pytest.approx(0, abs=1e-12)
     trusted = 1/(1 + np.exp(-(other - .15*words('output_2') - one + .15*words('output_1'))))   # .05 would be right
     audit = [dict(p, preference=1 + float(v)) for p, v in zip(pairs, trusted)]
-    assert effects.excess(audit, one, other) == pytest.approx(.15, abs=1e-6)                  # soft labels: exactly
-    assert effects.excess(audit, 5*one, 5*other) == pytest.approx(.75, abs=1e-5)              # in the reward's units
-    with pytest.raises(ValueError, match='do not follow the scores'): effects.excess(audit, -one, -other)
+    assert text_measures.excess_per_word(audit, one, other) == pytest.approx(.15, abs=1e-6)                  # soft labels: exactly
+    assert text_measures.excess_per_word(audit, 5*one, 5*other) == pytest.approx(.75, abs=1e-5)              # in the reward's units
+    with pytest.raises(ValueError, match='do not follow the scores'): text_measures.excess_per_word(audit, -one, -other)
     for wrong in ('words_cost_', 'words_cost_x', 'words_cost_1.2.3', 'nothing'):
         with pytest.raises(ValueError, match='has no'): resolve(f'alpaca_farm.effects:{wrong}')
 
@@ -211,7 +212,7 @@ def test_without_the_study_nothing_else_is_read():
 
 
 def test_jobs_say_only_what_their_notebooks_know():
-    jobs = effects.everything(EffectsConfig())
+    jobs = effects.effect_jobs(EffectsConfig())
     assert len({j.out for j in jobs}) == len(jobs) and sum(j.cost for j in jobs) < 1100
     made = {j.out for j in jobs}
     for j in jobs:
@@ -220,7 +221,7 @@ def test_jobs_say_only_what_their_notebooks_know():
         assert set(j.settings) <= {f.name for f in dataclasses.fields(cls)}, j.out
         assert set(j.needs) <= made
     of = {Path(j.out).name: j.settings for j in jobs}
-    for method in effects.METHODS:                                                 # two arms differ in their labels only
+    for method in effects.EFFECT_METHODS:                                                 # two arms differ in their labels only
         a, b = of[f'{method}_unbiased'], of[f'{method}_biased']
         differ = {k for k in a if a[k] != b[k]}
         assert differ in ({'preferences'}, {'reward_model'}) and set(a) == set(b)
@@ -246,7 +247,7 @@ def experiment(tmp_path_factory):
             arm = j.out.rpartition('_')[2]
             if j.notebook == 'annotators': write(Path(j.out)/'preferences.json', annotate_pairs(pairs_of(records), resolve(j.settings['annotators'])))
             elif 'data' in j.settings: write(Path(j.out)/'outputs.json', [dict(r, output=r['output'][0] + ' cow'*GROWN[arm]) for r in questions])
-            write(Path(j.out)/'config.json', dict(room=j.notebook, fingerprint=j.out, core='', given={}, settings={}))
+            write(Path(j.out)/'config.json', dict(notebook=j.notebook, fingerprint=j.out, core='', given={}, settings={}))
             write(Path(j.out)/'summary.json', dict(kl=1.))
         return []
 
@@ -259,8 +260,8 @@ def experiment(tmp_path_factory):
         m.setattr(effects, 'run_jobs', run_jobs); m.setattr(models, 'reward', reward)
         at = {k: str(folder/k) for k in ('policy', 'samples', 'bank', 'references')} | dict(policy=str(folder/'sft'), data=str(folder/'world'))
         cfg = EffectsConfig(out=str(folder/'effects'), outputs=[str(folder/'sft')], pairs=400, held_out=80, **at)
-        effects.train(cfg)
-        return cfg, list(asked_for), effects.train(cfg).done
+        effects.run(cfg)
+        return cfg, list(asked_for), effects.run(cfg).done
 
 
 def write(path, value):
@@ -273,18 +274,18 @@ def rows_of(cfg, name): return list(csv.DictReader(open(Path(cfg.out)/name)))
 
 def test_experiment_makes_each_run_once_in_order(experiment):
     cfg, jobs, done = experiment
-    assert done and len(jobs) == len(set(jobs)) == len(effects.everything(cfg))
+    assert done and len(jobs) == len(set(jobs)) == len(effects.effect_jobs(cfg))
     assert [Path(j).name for j in jobs[:2]] == ['annotators_unbiased', 'annotators_biased'] and jobs[-1].endswith('rloo_priced')
 
 
 def test_experiment_measures_what_was_made_up(experiment):
     cfg, _, _ = experiment
-    labels = {arm: effects.labels_of(cfg, arm)[:400] for arm in ('unbiased', 'biased', 'balanced', 'matched')}
-    unit = (effects.gains(labels['biased']) - effects.gains(labels['unbiased'])).mean()
+    labels = {arm: effects.arm_labels(cfg, arm)[:400] for arm in ('unbiased', 'biased', 'balanced', 'matched')}
+    unit = (text_measures.preferred_length_gain(labels['biased']) - text_measures.preferred_length_gain(labels['unbiased'])).mean()
     rows = {(r['method'], r['arm']): r for r in rows_of(cfg, 'policies.csv')}
     arms = {'best_of_n': {*GROWN, 'neutral'}, 'dpo': {'unbiased', 'biased', 'balanced', 'matched'}, 'rloo': {'unbiased', 'biased', 'priced'}}
     assert {m: {a for n, a in rows if n == m} for m in arms} == arms and len(rows) == 6 + 4 + 3 + 7*2
-    assert list(dict.fromkeys(m for m, _ in rows)) == ['best_of_n', *effects.METHODS]
+    assert list(dict.fromkeys(m for m, _ in rows)) == ['best_of_n', *effects.EFFECT_METHODS]
     for (method, arm), r in rows.items():
         assert (r['amplification'] == '') == (arm == 'unbiased')
         assert float(r['people_low']) <= float(r['people']) <= float(r['people_high'])
@@ -307,4 +308,4 @@ def test_answers_are_compared_with_all_references():
     records = asked(30, seed=3, each=3)
     mine, theirs = [dict(r, output=r['output'][0]) for r in records], [dict(r, output=r['output'][1:]) for r in records]
     slowly = [np.mean([world.people([dict(m, output_1=o, output_2=m['output'])])[0] - 1 for o in t['output']]) for m, t in zip(mine, theirs)]
-    assert effects.won(mine, theirs[::-1], world.people) == pytest.approx(slowly)
+    assert effects.win_probability(mine, theirs[::-1], world.people) == pytest.approx(slowly)

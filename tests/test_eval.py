@@ -5,10 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from alpaca_farm.core import preferences
+from alpaca_farm import leaderboards
 from alpaca_farm import eval as ev
 from alpaca_farm import rankings
-from alpaca_farm.annotators import annotators_of
-from alpaca_farm.core.runs import read_json, read_log, read_summary
+from alpaca_farm.annotators import load_annotators
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.stats import bootstrap
 from judge_server import judge_server
 
@@ -24,7 +27,7 @@ def first(pairs): return [1.2 for _ in pairs]
 class Pool:
     name = 'pool'
     annotators = (longest, first)
-    def __call__(self, pairs): return np.mean([ev.both_orders(pairs, f) for f in self.annotators], axis=0).tolist()
+    def __call__(self, pairs): return np.mean([preferences.both_orders(pairs, f) for f in self.annotators], axis=0).tolist()
 
 
 def answers(text, n=12, **more):
@@ -37,13 +40,13 @@ def references(): return answers(lambda i: ['x'*(i + 1), 'y'*3])
 
 def test_join_errors_name_rows(references):
     outputs = answers(lambda i: 'ok')
-    assert len(ev.pair_up(outputs[::-1], references)) == 24
+    assert len(preferences.pair_up(outputs[::-1], references)) == 24
     with pytest.raises(ValueError, match=r'2 of 12 references have no output: rows 3, 5'):
-        ev.pair_up(outputs[:3] + outputs[4:5] + outputs[6:], references)
+        preferences.pair_up(outputs[:3] + outputs[4:5] + outputs[6:], references)
     with pytest.raises(ValueError, match=r'1 of 12 outputs have no reference: rows 0 '):
-        ev.pair_up([dict(outputs[0], input='another')] + outputs[1:], references)
-    with pytest.raises(ValueError, match='outputs: rows 2 and 12 answer the same'): ev.pair_up(outputs + outputs[2:3], references)
-    with pytest.raises(ValueError, match='references: rows 0 and 12'): ev.pair_up(outputs, references + references[:1])
+        preferences.pair_up([dict(outputs[0], input='another')] + outputs[1:], references)
+    with pytest.raises(ValueError, match='outputs: rows 2 and 12 answer the same'): preferences.pair_up(outputs + outputs[2:3], references)
+    with pytest.raises(ValueError, match='references: rows 0 and 12'): preferences.pair_up(outputs, references + references[:1])
 
 
 def test_preferences_equal_the_loop(references):
@@ -56,42 +59,42 @@ def test_preferences_equal_the_loop(references):
             pair = lambda a, b: [dict(r, output_1=a, output_2=b)]
             want.append(np.mean([(f(pair(a, mine['output']))[0] + 3 - f(pair(mine['output'], a))[0])/2
                                  for a in r['output'] for f in members]))
-        assert ev.preferences(outputs, references, judge) == pytest.approx(want)
+        assert ev.complete_preferences(outputs, references, judge) == pytest.approx(want)
 
 
 def test_the_reference_is_at_fifty_exactly(references):
-    assert (ev.preferences(references[::-1], references, longest) == 1.5).all()
-    board = ev.leaderboard(ev.judge_all(dict(sft=references), references, dict(pool=Pool())), dict(sft=references), 'sft', n=50)
+    assert (ev.complete_preferences(references[::-1], references, longest) == 1.5).all()
+    board = leaderboards.leaderboard(ev.judge_all(dict(sft=references), references, dict(pool=Pool())), dict(sft=references), 'sft', n=50)
     assert board.loc[0, ['pool', 'pool_low', 'pool_high']].tolist() == [50]*3
 
 
 def test_votes_do_not_depend_on_the_company(references):
     outputs = answers(lambda i: 'o'*(2*i))
-    v = ev.votes(outputs, references, Pool())
+    v = ev.sampled_preferences(outputs, references, Pool())
     assert set(v.tolist()) <= {1, 1.5, 2}
-    assert (ev.votes(outputs[:5], references[:5], Pool()) == v[:5]).all()
+    assert (ev.sampled_preferences(outputs[:5], references[:5], Pool()) == v[:5]).all()
     many = answers(lambda i: ['a', 'b'], 3000)
-    assert ev.votes(answers(lambda i: 'long', 3000), many, Pool()).mean() - 1 == pytest.approx(.75, abs=.03)
+    assert ev.sampled_preferences(answers(lambda i: 'long', 3000), many, Pool()).mean() - 1 == pytest.approx(.75, abs=.03)
 
 
 def test_board_columns_and_intervals(references):
     methods = dict(sft=references, long=answers(lambda i: 'word '*i), short=answers(lambda i: 'a'))
     judged = ev.judge_all(methods, references, dict(people=Pool(), gold=longest))
-    board = ev.leaderboard(judged, methods, 'runs/references', n=200, seed=5)
+    board = leaderboards.leaderboard(judged, methods, 'runs/references', n=200, seed=5)
     row = board.set_index('method').loc['long']
     want = bootstrap(100*(judged['people']['long'] - 1), n=200, seed=5)
     assert (row.people, row.people_low, row.people_high) == pytest.approx(tuple(want))
     assert row.length == pytest.approx(np.mean(range(12))) and row.reference == 'runs/references'
-    assert board.people.is_monotonic_decreasing and len(ev.figure(board).axes) == 1
-    assert set(ev.rank_agreement(judged, n=20)) == {f'spearman_people_gold{s}' for s in ('', '_low', '_high')}
+    assert board.people.is_monotonic_decreasing and len(leaderboards.leaderboard_figure(board).axes) == 1
+    assert set(leaderboards.rank_agreement(judged, n=20)) == {f'spearman_people_gold{s}' for s in ('', '_low', '_high')}
 
 
 def test_bad_judges_are_named(references):
     outputs = answers(lambda i: 'ok')
     with pytest.raises(ValueError, match='lazy gave 1 preferences for 24 pairs'):
         def lazy(pairs): return [1]
-        ev.preferences(outputs, references, lazy)
-    with pytest.raises(ValueError, match='row 0 is nan'): ev.preferences(outputs, references, lambda p: [float('nan')]*len(p))
+        ev.complete_preferences(outputs, references, lazy)
+    with pytest.raises(ValueError, match='row 0 is nan'): ev.complete_preferences(outputs, references, lambda p: [float('nan')]*len(p))
 
 
 def run(folder, **settings):
@@ -100,7 +103,7 @@ def run(folder, **settings):
     defaults = dict(out=str(folder/'out'), outputs=[str(folder/'mine.json')], reference=str(folder/'references.json'),
                     annotators=[f'{__name__}:longest'])
     cfg = ev.EvalConfig(**(defaults | settings))
-    ev.train(cfg)
+    ev.run(cfg)
     return cfg
 
 
@@ -128,10 +131,10 @@ def test_max_instances_and_faults(tmp_path):
 def test_no_row_is_lost_on_alpaca_farms_files():
     "252 instructions, most with an input: merging instruction and input on one side only once lost those."
     sft, base = (json.loads((DATA/'alpaca_farm_examples'/f'outputs_{n}.json').read_text()) for n in ('sft', 'baseline'))
-    pairs = ev.pair_up(sft, base)
+    pairs = preferences.pair_up(sft, base)
     assert len(pairs) == len(sft) == 252 and sum(p['input'] != '' for p in pairs) == 208
     merged = [dict(r, instruction=r['instruction'] + '\n\n' + r['input'], input='') if r['input'] else r for r in sft]
-    with pytest.raises(ValueError, match='208 of 252 outputs have no reference'): ev.pair_up(merged, base)
+    with pytest.raises(ValueError, match='208 of 252 outputs have no reference'): preferences.pair_up(merged, base)
 
 
 # no verdict, rows of AlpacaEval, judges behind an endpoint
@@ -148,13 +151,13 @@ def test_no_verdict_is_no_tie_and_no_loss(references):
     judged = ev.judge_all(methods, references, dict(shy=silent_on_three, pool=Undecided(), bold=longest))
     for name in ('shy', 'pool', 'pool_votes'): assert np.flatnonzero(np.isnan(judged[name]['mine'])).tolist() == [0, 5, 7], name
     told = ~np.isnan(judged['shy']['mine'])
-    board = ev.leaderboard(judged, methods, 'x', n=50).set_index('method')
+    board = leaderboards.leaderboard(judged, methods, 'x', n=50).set_index('method')
     assert (board.loc['mine', 'shy_unanswered'], board.loc['reference', 'shy_unanswered']) == (3, 0) and 'bold_unanswered' not in board
     assert board.loc['mine', 'shy'] == pytest.approx(100*(judged['bold']['mine'][told] - 1).mean())
-    row = ev.alpaca_rows(judged['shy'], methods, references, 'shy', 'x').loc['mine']
+    row = leaderboards.alpaca_eval_rows(judged['shy'], methods, references, 'shy', 'x').loc['mine']
     assert (row.n_total, row.n_unanswered, row.win_rate) == (9, 3, pytest.approx(board.loc['mine', 'shy']))
-    assert ev.rank_agreement(ev.judge_all(dict(methods, a=answers(lambda i: 'a')), references, dict(shy=silent_on_three, bold=longest)), n=20)['spearman_shy_bold'] == 1
-    with pytest.raises(ValueError, match='row 0 is nan'): ev.preferences(outputs, references, silent_on_three)
+    assert leaderboards.rank_agreement(ev.judge_all(dict(methods, a=answers(lambda i: 'a')), references, dict(shy=silent_on_three, bold=longest)), n=20)['spearman_shy_bold'] == 1
+    with pytest.raises(ValueError, match='row 0 is nan'): ev.complete_preferences(outputs, references, silent_on_three)
     with pytest.raises(ValueError, match='mine under mute: there is no verdict on any of the 12'):
         ev.judge_all(dict(mine=outputs), references, dict(mute=lambda pairs: [np.nan]*len(pairs)))
 
@@ -163,18 +166,18 @@ def test_identical_answers_are_not_asked_about():
     asked = []
     def judge(pairs): asked.extend(pairs); return [2.]*len(pairs)
     refs, mine = answers(lambda i: 'yes'), answers(lambda i: 'yes' if i % 2 else 'no')
-    assert ev.verdicts(mine, refs, judge).tolist() == [1.5]*12 and len(asked) == 12 and all(p['output_1'] != p['output_2'] for p in asked)
+    assert preferences.preferences_over(mine, refs, judge).tolist() == [1.5]*12 and len(asked) == 12 and all(p['output_1'] != p['output_2'] for p in asked)
 
 
 def test_head_to_head_is_every_pair_judged(references):
     methods = dict(reference=references, a=answers(lambda i: 'a'*i)[::-1], b=answers(lambda i: 'b'*(12 - i)))
     known = ev.judge_all(methods, references, dict(j=longest))['j']
-    games = ev.all_pairs(methods, references, longest, known)
+    games = ev.play_all_pairs(methods, references, longest, known)
     tables = rankings.head_to_head(games)
     assert tables['win_rate'].loc['b', 'a'] == pytest.approx(100*np.mean([(1 + np.sign(12 - 2*i))/2 for i in range(12)]))
     assert tables['win_rate'].loc['a', 'reference'] == pytest.approx(100*(known['a'] - 1).mean())
     def shy(pairs): return [np.nan if p['instruction'] == 'Say 3.' else 2. for p in pairs]
-    assert rankings.head_to_head(ev.all_pairs(methods, references, shy, known))['n'].loc['a', 'b'] == 11
+    assert rankings.head_to_head(ev.play_all_pairs(methods, references, shy, known))['n'].loc['a', 'b'] == 11
 
 
 def test_a_run_head_to_head(tmp_path):
@@ -217,7 +220,7 @@ def test_a_paid_pool_is_asked_for_one_vote(tmp_path, keyed):
     with judge_server() as server:
         more = dict(annotators=['alpaca_farm'], models=MODELS, base_url=server.url, store=str(tmp_path/'a.sqlite'), tries=3)
         cfg = ev.EvalConfig(**more, out=str(tmp_path/'unused'), max_instances=1)
-        pool = annotators_of('alpaca_farm', cfg)
+        pool = load_annotators('alpaca_farm', cfg)
         refs, mine = answers(lambda i: ['x', 'yy'], 30), answers(lambda i: 'long enough', 30)
         judged = ev.judge_all(dict(reference=refs, mine=mine), refs, dict(pool=pool))
         assert set(judged) == {'pool'} and (judged['pool']['reference'] == 1.5).all()
@@ -253,7 +256,7 @@ def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
     (tmp_path/f'{board}.json').write_text(json.dumps(labels))
     cfg = ev.EvalConfig(out=str(tmp_path/'out'), outputs=[str(DATA/'alpaca_eval'/m/'model_outputs.json') for m in models],
                         reference=str(tmp_path/'reference.json'), annotators=[str(tmp_path/f'{board}.json')])
-    ev.train(cfg)
+    ev.run(cfg)
     ours = rankings.read_leaderboard(tmp_path/'out'/f'leaderboard_{board}.csv')
     assert set(ours.index) == {'reference', *models}
     for m in models:

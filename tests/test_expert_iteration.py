@@ -8,8 +8,10 @@ import pytest
 
 import tiny
 from alpaca_farm import best_of_n, expert_iteration
-from alpaca_farm.core.data import load
-from alpaca_farm.core.runs import fresh, read_json, read_log, read_summary
+from alpaca_farm.core.data import load_records
+from alpaca_farm.core.build import is_fresh
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.expert_iteration import ExpertIterationConfig, round_jobs
 from alpaca_farm.sft import SFTConfig
 
@@ -18,7 +20,7 @@ def here(jobs, *_):
     "run_jobs in this process."
     for job in jobs:
         module = importlib.import_module(f'alpaca_farm.{job.notebook}')
-        module.train(tiny.config(module, out=job.out, **job.settings))
+        tiny.main(module)(tiny.config(module, out=job.out, **job.settings))
     return []
 
 
@@ -36,18 +38,18 @@ def chain(base, tmp_path_factory):
 def test_winners_are_what_sft_learned_from(chain):
     for r in (1, 2):
         best, learned = (j.out for j in round_jobs(r, chain))
-        candidates, winners = load(best, 'candidates', 'candidates'), load(best, 'outputs', 'output')
+        candidates, winners = load_records(best, 'candidates', 'candidates'), load_records(best, 'outputs', 'output')
         assert len(candidates) == 12 and all(len(c['output']) == len(c['scores']) == 3 for c in candidates)
         assert [w['output'] for w in winners] == [c['output'][int(np.argmax(c['scores']))] for c in candidates]
-        taught = load(f'{chain.out}/round_{r}/winners.json', '', 'output')
+        taught = load_records(f'{chain.out}/round_{r}/winners.json', '', 'output')
         assert taught == ([w for w in winners if w['ended']] or winners)
         assert read_json(f'{learned}/config.json')['settings']['data'].endswith(f'round_{r}/winners.json') and read_summary(learned)['examples'] == len(taught)
         assert not list(Path(chain.out).rglob('.*'))
 
 
 def test_each_round_has_new_prompts_and_the_last_rounds_policy(base, chain):
-    asked = [[r['instruction'] for r in load(round_jobs(k, chain)[0].out, 'candidates', 'candidates')] for k in (1, 2)]
-    every = [r['instruction'] for r in load(str(base/'world'), 'unlabeled')]
+    asked = [[r['instruction'] for r in load_records(round_jobs(k, chain)[0].out, 'candidates', 'candidates')] for k in (1, 2)]
+    every = [r['instruction'] for r in load_records(str(base/'world'), 'unlabeled')]
     assert asked[0] == every[:12] and asked[1] == every[12:24]
     assert [round_jobs(k, chain)[0].settings['policy'] for k in (1, 2)] == [chain.policy, round_jobs(1, chain)[1].out]
 
@@ -56,7 +58,7 @@ def test_what_it_leaves(chain):
     out, s = Path(chain.out), read_summary(chain.out)
     assert (out/'model'/'model.safetensors').read_bytes() == (out/'model-2'/'model.safetensors').read_bytes()
     assert (out/'model-1'/'model.safetensors').read_bytes() == (out/'round_1'/'sft'/'model'/'model.safetensors').read_bytes()
-    assert [r['step'] for r in read_log(out)] == [1, 2] and s['kl'] != 0 and s['labels'] == 48 and len(load(str(out), 'outputs', 'output')) == 10
+    assert [r['step'] for r in read_log(out)] == [1, 2] and s['kl'] != 0 and s['labels'] == 48 and len(load_records(str(out), 'outputs', 'output')) == 10
     rewards = read_json(out/'rewards.json')
     assert [len(r['samples']) for r in rewards] == [36, 36] and all(np.mean(r['winners']) > np.mean(r['samples']) for r in rewards)
     parts = sum(read_summary(j.out)['cpu_seconds'] for r in (1, 2) for j in round_jobs(r, chain))
@@ -106,13 +108,13 @@ def test_optimisation_is_the_sft_runs(base, chain):
 def test_samples_of_another_run(base, tmp_path):
     "The first n of the other run's, no sampling; asking for more than there are is refused."
     given = tiny.settings('best_of_n', base, out=str(tmp_path/'from'), samples=str(base/'samples'), n=1, skip=2, max_instances=5)
-    best_of_n.train(best_of_n.BestOfNConfig(**given))
-    theirs, ours = load(str(base/'samples'), 'candidates', 'candidates')[2:7], load(given['out'], 'candidates', 'candidates')
+    best_of_n.run(best_of_n.BestOfNConfig(**given))
+    theirs, ours = load_records(str(base/'samples'), 'candidates', 'candidates')[2:7], load_records(given['out'], 'candidates', 'candidates')
     assert [c['output'] for c in ours] == [c['output'][:1] for c in theirs] and all(len(c['scores']) == 1 for c in ours)
     with pytest.raises(ValueError, match='n = 3, but .* has only 2 samples'):
-        best_of_n.train(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/'more'), n=3)))
+        best_of_n.run(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/'more'), n=3)))
     with pytest.raises(ValueError, match='skip = 60: there are only 60'):
-        best_of_n.train(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/'none'), skip=60)))
+        best_of_n.run(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/'none'), skip=60)))
 
 
 @pytest.mark.parametrize('given, message', [

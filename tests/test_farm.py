@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from alpaca_farm.farm import FarmConfig, asked_of, by_replicate, simulation, table
+from alpaca_farm.farm import farm_jobs, FarmConfig, replicate_correlations, simulation_table, who_labels
 from alpaca_farm.core.stats import spearman
 
 
@@ -14,16 +14,16 @@ def test_nonsense_is_refused_before_any_run(given, said):
 
 
 def test_those_who_judge_are_those_who_label():
-    jobs = {j.out: j.settings for j in table(FarmConfig(pool='alpaca_farm.world:judge', people='alpaca_farm.world:gold', device='cpu'))}
+    jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(pool='alpaca_farm.world:judge', people='alpaca_farm.world:gold', device='cpu'))}
     for run in ('annotators', 'ppo', 'rloo', 'quark', 'feedme', 'reward_conditioning', 'ppo_free'):
         assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:judge', run
         if run != 'ppo_free': assert jobs[f'runs/{run}_people']['annotators'] == 'alpaca_farm.world:gold', run
     assert {s['device'] for s in jobs.values()} == {'cpu'}
-    assert asked_of('dpo', FarmConfig()) == {}
+    assert who_labels('dpo', FarmConfig()) == {}
 
 
 def test_every_replicate_is_a_farm_of_its_own():
-    first, second = (table(FarmConfig(seeds=2), k) for k in (0, 1))
+    first, second = (farm_jobs(FarmConfig(seeds=2), k) for k in (0, 1))
     of = {j.out for j in second}
     assert all(j.out.startswith('runs/seed_1/') and set(j.needs) <= of for j in second)
     study = {'overoptimization', 'bank', 'ppo_free', 'ppo_judge_free', 'dpo_low', 'annotators_judge', 'reward_model_judge'}
@@ -37,10 +37,10 @@ def test_spread_over_replicates():
     each = [dict(names=['sft', 'a', 'b'], **{c: 1.5 + .1*rng.normal(size=(40, 3)) for c in ('simulated', 'human', 'transfer')})
             for _ in range(3)]
     tables = dict(names=['sft', 'a', 'b']) | {c: np.concatenate([t[c] for t in each]) for c in ('simulated', 'human', 'transfer')}
-    row = simulation(tables, 0, each).set_index('method').loc['b']
+    row = simulation_table(tables, 0, each).set_index('method').loc['b']
     means = [100*(t['human'][:, 2].mean() - 1) for t in each]
     assert row.human == pytest.approx(np.mean(means)) and row.human_sd == pytest.approx(np.std(means, ddof=1))
-    assert 'human_sd' not in simulation(tables, 0)
-    of = by_replicate(each)
+    assert 'human_sd' not in simulation_table(tables, 0)
+    of = replicate_correlations(each)
     assert of['spearman_simulated_human_2'] == pytest.approx(float(spearman(each[2]['simulated'].mean(0), each[2]['human'].mean(0))))
-    assert by_replicate(each[:1]) == {}
+    assert replicate_correlations(each[:1]) == {}

@@ -11,8 +11,9 @@ import pytest
 import tiny
 from alpaca_farm import annotators, best_of_n, dpo, ppo, reward_model, sft
 from alpaca_farm.core import runs
-from alpaca_farm.core.data import load
-from alpaca_farm.core.runs import read_json, read_log, read_summary, save_state, whole, write_json
+from alpaca_farm.core.data import load_records
+from alpaca_farm.core.files import atomic_write, read_json, save_state, write_json
+from alpaca_farm.core.runs import read_log, read_summary
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
 PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b', preference=1) for i in range(6)]
@@ -62,35 +63,35 @@ def test_bad_demonstrations(base, tmp_path, name):
     (dict(preference=3), "'preference' is 3, not a number from 1 to 2"), (dict(preference=0.5), "'preference' is 0.5"),
     (dict(preference='2'), "'preference' is '2'"), (dict(preference=True), "'preference' is True"),
     (dict(preference=float('nan')), "'preference' is nan"), (dict(output_2=None), "'output_2' is None")])
-@pytest.mark.parametrize('room', ['reward_model', 'dpo'])
-def test_bad_preferences(base, tmp_path, room, row, message):
+@pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
+def test_bad_preferences(base, tmp_path, notebook, row, message):
     (tmp_path/'bad.json').write_text(json.dumps([dict(p, **row) if i == 3 else p for i, p in enumerate(PAIRS)]))
-    module = dict(reward_model=reward_model, dpo=dpo)[room]
-    given = tiny.settings(room, base, out=str(tmp_path/'out')) | dict(preferences=str(tmp_path/'bad.json'))
-    refused(module.train, tiny.config(module, **given), ValueError, rf'bad\.json, row 3: the field {message}')
+    module = dict(reward_model=reward_model, dpo=dpo)[notebook]
+    given = tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(preferences=str(tmp_path/'bad.json'))
+    refused(tiny.main(module), tiny.config(module, **given), ValueError, rf'bad\.json, row 3: the field {message}')
 
 
 def test_a_bad_row_of_jsonl_and_gz_is_named(tmp_path):
     lines = [json.dumps(r) for r in ROWS]
     (tmp_path/'a.jsonl').write_text('\n'.join(lines[:2] + ['{"instruction": '] + lines[2:]))
-    with pytest.raises(ValueError, match=r'a\.jsonl, row 2: not valid JSON'): load(str(tmp_path/'a.jsonl'))
+    with pytest.raises(ValueError, match=r'a\.jsonl, row 2: not valid JSON'): load_records(str(tmp_path/'a.jsonl'))
     (tmp_path/'b.json.gz').write_bytes(gzip.compress(b'caf\xe9'))
-    with pytest.raises(ValueError, match=r'b\.json\.gz: byte 3 is not UTF-8'): load(str(tmp_path/'b.json.gz'))
+    with pytest.raises(ValueError, match=r'b\.json\.gz: byte 3 is not UTF-8'): load_records(str(tmp_path/'b.json.gz'))
     (tmp_path/'c.jsonl.gz').write_bytes(b'no gzip at all')
-    with pytest.raises(ValueError, match=r'c\.jsonl\.gz'): load(str(tmp_path/'c.jsonl.gz'))
+    with pytest.raises(ValueError, match=r'c\.jsonl\.gz'): load_records(str(tmp_path/'c.jsonl.gz'))
     (tmp_path/'d.parquet').write_bytes(b'no parquet at all')
-    with pytest.raises(ValueError, match=r'd\.parquet'): load(str(tmp_path/'d.parquet'))
+    with pytest.raises(ValueError, match=r'd\.parquet'): load_records(str(tmp_path/'d.parquet'))
 
 
 def test_a_csv_row_of_another_length_is_named(tmp_path):
     for name, row, message in (('long', 'a,b,c', 'row 1'), ('short', 'a', "row 1: the field 'output'")):
         (tmp_path/f'{name}.csv').write_text(f'instruction,output\nSay,ok\n{row}\n')
-        with pytest.raises(ValueError, match=rf'{name}\.csv, {message}'): load(str(tmp_path/f'{name}.csv'), kind='output')
+        with pytest.raises(ValueError, match=rf'{name}\.csv, {message}'): load_records(str(tmp_path/f'{name}.csv'), kind='output')
 
 
 def test_a_gz_file_cut_short_is_named(tmp_path):
     (tmp_path/'e.jsonl.gz').write_bytes(gzip.compress(as_json(ROWS))[:-12])
-    with pytest.raises(ValueError, match=r'e\.jsonl\.gz'): load(str(tmp_path/'e.jsonl.gz'))
+    with pytest.raises(ValueError, match=r'e\.jsonl\.gz'): load_records(str(tmp_path/'e.jsonl.gz'))
 
 
 def test_a_split_that_is_not_there(base, tmp_path):
@@ -102,36 +103,36 @@ def test_candidates_with_a_bad_answer(tmp_path):
     rows = [dict(instruction=f'Say {i}.', output=['a', 'b'] if i != 2 else ['a', None]) for i in range(4)]
     (tmp_path/'bad.json').write_text(json.dumps(rows))
     cfg = annotators.AnnotatorsConfig(out=str(tmp_path/'out'), outputs=str(tmp_path/'bad.json'))
-    refused(annotators.train, cfg, ValueError, "row 2: the field 'output' is .*not a list of strings")
+    refused(annotators.run, cfg, ValueError, "row 2: the field 'output' is .*not a list of strings")
 
 
 def long_data(base, folder, n, first=3):
     "A dataset of which `n` prompts are too long."
-    rows = load(str(base/'world'), 'eval', 'output', 12)
+    rows = load_records(str(base/'world'), 'eval', 'output', 12)
     for r in rows[first:first + n]: r['instruction'] += ' please'*80
     (folder/'long.json').write_text(json.dumps(rows))
     return str(folder/'long.json')
 
 
-@pytest.mark.parametrize('room', ['sft', 'best_of_n', 'ppo'])
-def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, room):
-    module, data = dict(sft=sft, best_of_n=best_of_n, ppo=ppo)[room], long_data(base, tmp_path, 4)
+@pytest.mark.parametrize('notebook', ['sft', 'best_of_n', 'ppo'])
+def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, notebook):
+    module, data = dict(sft=sft, best_of_n=best_of_n, ppo=ppo)[notebook], long_data(base, tmp_path, 4)
     more = dict(sft=dict(max_length=130, val_split='', eval_split=''), best_of_n=dict(reward_model='', chunk=100),
-                ppo=dict(annotators='', rollouts=8))[room]
-    module.train(tiny.config(module, **tiny.settings(room, base, out=str(tmp_path/'out')) | dict(data=data) | more))
+                ppo=dict(annotators='', rollouts=8))[notebook]
+    tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(data=data) | more))
     assert '4 of 12' in capsys.readouterr().out
     assert read_summary(tmp_path/'out')['too_long'] == 4
-    if room == 'best_of_n': assert len(read_json(tmp_path/'out'/'outputs.json')) == 8
+    if notebook == 'best_of_n': assert len(read_json(tmp_path/'out'/'outputs.json')) == 8
 
 
-@pytest.mark.parametrize('room', ['reward_model', 'dpo'])
-def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, room):
+@pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
+def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, notebook):
     rows = read_json(base/'annotators'/'preferences.json')
     for i, r in enumerate(rows[:20]): r.update(output_2=f'{i}' + ' very'*150)
     (tmp_path/'long.json').write_text(json.dumps(rows))
-    module = dict(reward_model=reward_model, dpo=dpo)[room]
-    more = dict(max_length=130) | (dict(held_out=1) if room == 'reward_model' else dict(eval_split=''))
-    module.train(tiny.config(module, **tiny.settings(room, base, out=str(tmp_path/'out')) | dict(preferences=str(tmp_path/'long.json')) | more))
+    module = dict(reward_model=reward_model, dpo=dpo)[notebook]
+    more = dict(max_length=130) | (dict(held_out=1) if notebook == 'reward_model' else dict(eval_split=''))
+    tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(preferences=str(tmp_path/'long.json')) | more))
     assert ' of ' in capsys.readouterr().out
     found = read_summary(tmp_path/'out')
     assert found['too_long'] in (19, 20) and found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
@@ -141,7 +142,7 @@ def test_chunks_of_long_prompts_are_left_out_not_fatal(base, tmp_path):
     "Too long a prompt costs itself, wherever the chunks are cut."
     data = long_data(base, tmp_path, 4)
     given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(data=data, reward_model='', chunk=3)
-    best_of_n.train(best_of_n.BestOfNConfig(**given))
+    best_of_n.run(best_of_n.BestOfNConfig(**given))
     assert read_summary(tmp_path/'out')['too_long'] == 4
 
 
@@ -196,13 +197,13 @@ def test_an_error_while_a_file_is_written(tmp_path):
     write_json(tmp_path/'a.json', 'old')
     with pytest.raises(TypeError): write_json(tmp_path/'a.json', {1, 2})
     with pytest.raises(KeyError):
-        with whole(tmp_path/'a.json') as p: p.write_text('half'); raise KeyError
+        with atomic_write(tmp_path/'a.json') as p: p.write_text('half'); raise KeyError
     assert [p.name for p in tmp_path.iterdir()] == ['a.json'] and read_json(tmp_path/'a.json') == 'old'
 
 
 @pytest.mark.parametrize('name', ['model', 'outputs.json', 'summary.json', 'state.safetensors', 'log.jsonl'])
 def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
-    "The error says what it is, nothing is half-written, and with room again the run goes on to the same end."
+    "The error says what it is, nothing is half-written, and with space again the run goes on to the same end."
     given = lambda out: sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/out/'sft'), checkpoint_every=2))
     with monkeypatch.context() as m: fill_disk(m, name); fail_full(given('full'))
     folder = tmp_path/'full'/'sft'
@@ -218,7 +219,7 @@ def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
 
 
 def fill_disk(m, name):
-    "Let the disk be full for `name`: its file gets some bytes, then there is no more room."
+    "Let the disk be full for `name`: its file gets some bytes, then nothing more fits."
     if name == 'log.jsonl':
         real = builtins.open
         def half(path, mode='r', *a, **k):
@@ -250,17 +251,17 @@ def test_broken_checkpoint_is_an_error_not_a_result(base, tmp_path):
     weights = tmp_path/'sft'/'model'/'model.safetensors'
     weights.write_bytes(weights.read_bytes()[:-1000])
     given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(policy=str(tmp_path/'sft'))
-    with pytest.raises(Exception, match='(?i)safetensor|incomplete|metadata|header'): best_of_n.train(best_of_n.BestOfNConfig(**given))
+    with pytest.raises(Exception, match='(?i)safetensor|incomplete|metadata|header'): best_of_n.run(best_of_n.BestOfNConfig(**given))
     assert not (tmp_path/'out'/'outputs.json').exists()
 
 
 def test_a_folder_without_a_model(base, tmp_path):
     given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(policy=str(base/'annotators'))
-    refused(best_of_n.train, best_of_n.BestOfNConfig(**given), FileNotFoundError, 'there is no model')
+    refused(best_of_n.run, best_of_n.BestOfNConfig(**given), FileNotFoundError, 'there is no model')
 
 
 @pytest.mark.parametrize('spec, message', [('no_such_module:f', 'there is no module'), ('alpaca_farm.world:nobody', 'has no nobody')])
 def test_a_judge_that_is_not_there(base, tmp_path, spec, message):
     with pytest.raises(ValueError, match=message):
-        annotators.train(annotators.AnnotatorsConfig(out=str(tmp_path/'out'), outputs=str(base/'samples'), annotators=spec))
+        annotators.run(annotators.AnnotatorsConfig(out=str(tmp_path/'out'), outputs=str(base/'samples'), annotators=spec))
     assert not (tmp_path/'out'/'preferences.json').exists()

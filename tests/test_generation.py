@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from alpaca_farm.core.functional import token_logprobs
-from alpaca_farm.core.generation import choose, generate, stream
+from alpaca_farm.core.generation import choose_token, generate, uniform_stream
 
 torch.set_num_threads(1)
 logging.getLogger('transformers').setLevel(logging.ERROR)
@@ -152,16 +152,16 @@ def test_ends():
 def test_filters():
     logits = torch.tensor([.2, .5, .3]).log().expand(1000, 3)
     u = (torch.arange(1000) + .5)/1000
-    def counts(**k): return torch.bincount(choose(logits, u, **k)[0], minlength=3).tolist()
+    def counts(**k): return torch.bincount(choose_token(logits, u, **k)[0], minlength=3).tolist()
     assert counts() == [200, 500, 300]
     assert counts(top_k=1) == counts(top_p=.4) == [0, 1000, 0]
     assert counts(top_k=2) == counts(top_p=.6) == [0, 625, 375]
-    torch.testing.assert_close(choose(logits[:1], u[:1], top_k=1)[1].exp(), torch.tensor([.5]))  # of the policy itself
+    torch.testing.assert_close(choose_token(logits[:1], u[:1], top_k=1)[1].exp(), torch.tensor([.5]))  # of the policy itself
 
 
 def test_streams():
-    assert (stream(3, [1, 2], 0, 5, 9)[:4] == stream(3, [1, 2], 0, 5, 4)).all()
-    u = np.concatenate([stream(0, [p], 0, k, 40) for p in range(50) for k in range(10)])
+    assert (uniform_stream(3, [1, 2], 0, 5, 9)[:4] == uniform_stream(3, [1, 2], 0, 5, 4)).all()
+    u = np.concatenate([uniform_stream(0, [p], 0, k, 40) for p in range(50) for k in range(10)])
     assert 0 <= u.min() and u.max() < 1 and abs(u.mean() - .5) < .01 and abs(u.std() - 12**-.5) < .01
 
 

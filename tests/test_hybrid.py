@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from alpaca_farm import calibration
 from alpaca_farm import hybrid, world
-from alpaca_farm.annotators import annotate_pairs, pair_samples, turned
-from alpaca_farm.core.data import content, key
+from alpaca_farm.annotators import annotate_pairs, pair_samples
+from alpaca_farm.core.preferences import shown_swapped
+from alpaca_farm.core.data import full_instruction, prompt_key
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.store import Store
 from alpaca_farm.grammar import render, respond, sample_instruction
 from alpaca_farm.hybrid import HybridConfig
-from alpaca_farm.labelling import Desk, Page, labels, simulate
-from alpaca_farm.noise import pair_text
+from alpaca_farm.labelling import LabellingPage, LabellingQueue, person_labels, simulate_person
+from alpaca_farm.core.preferences import pair_identity
 
 
 def planted(n, flip=.1, length=0., place=0., seed=0, annotators=1, liked=0.):
@@ -41,7 +43,7 @@ def test_a_flip_rate_and_a_length_bias_are_recovered():
     parts = [planted(4000, flip, length, place, seed) for seed, (flip, length, place) in enumerate([(0., 0, 0), (.2, 0, 0), (.1, 4., 0), (.2, 0, 2.), (.5, 0, 0)])]
     rows = [dict(r, annotator=f'{k}') for k, (part, _) in enumerate(parts) for r in part]
     votes = np.concatenate([v for _, v in parts])
-    found = hybrid.calibrate(rows, votes)
+    found = calibration.calibrate_labels(rows, votes)
     w = {k: dict(zip(found.use, found.common + u)) for k, u in found.own.items()}
     for k, (part, v) in enumerate(parts[:2]):                                     # of those without a liking: by counting
         agreed = np.mean([r['preference'] == y for r, y in zip(part, v)])
@@ -51,7 +53,7 @@ def test_a_flip_rate_and_a_length_bias_are_recovered():
     aside, wanted = planted(12_000, .1, 4., 0., seed=9)
     aside = [dict(r, annotator='2') for r in aside]
     loss = lambda p: -np.mean(np.where(wanted == 2, np.log(p), np.log(1 - p)))
-    alone = hybrid.calibrate(rows, votes, ('label',))
+    alone = calibration.calibrate_labels(rows, votes, ('label',))
     assert loss(found(aside) - 1) < loss(alone(aside) - 1) < loss(np.where(known_labels(aside) == 2, .8, .2))
 
 
@@ -59,34 +61,34 @@ def known_labels(rows): return np.array([r['preference'] for r in rows])
 
 
 def test_annotators_that_cannot_be_told_apart_are_treated_alike():
-    taus = [hybrid.calibrate(*planted(100, .35, annotators=13, seed=seed), expect=.2).tau for seed in range(12)]
+    taus = [calibration.calibrate_labels(*planted(100, .35, annotators=13, seed=seed), expect=.2).tau for seed in range(12)]
     assert sum(tau > .1 for tau in taus) <= 2                                     # a hundred votes cannot tell thirteen apart
     rows, votes = planted(400, annotators=13)
-    found = hybrid.calibrate(rows, votes)
+    found = calibration.calibrate_labels(rows, votes)
     stranger = dict(rows[0], annotator='somebody else')
-    assert found([stranger])[0] == pytest.approx(1 + hybrid.sigmoid(hybrid.known([stranger]) @ found.common)[0])
-    alone = hybrid.calibrate([dict(r, annotator='one') for r in rows], votes)
-    assert not alone.own and alone(rows) == pytest.approx(hybrid.calibrate([dict(r, annotator=None) for r in rows], votes)(rows))
+    assert found([stranger])[0] == pytest.approx(1 + hybrid.sigmoid(calibration.label_features([stranger]) @ found.common)[0])
+    alone = calibration.calibrate_labels([dict(r, annotator='one') for r in rows], votes)
+    assert not alone.own and alone(rows) == pytest.approx(calibration.calibrate_labels([dict(r, annotator=None) for r in rows], votes)(rows))
 
 
 def test_without_votes_there_is_the_prior():
     rows, votes = planted(50)
-    before = hybrid.calibrate(rows, np.full(50, np.nan), expect=hybrid.as_a_person(.66, .25))
+    before = calibration.calibrate_labels(rows, np.full(50, np.nan), expect=calibration.person_weight(.66, .25))
     assert before(rows) == pytest.approx(np.where(known_labels(rows) == 2, 1.58, 1.42))
-    assert hybrid.in_votes(before(rows), .66) == pytest.approx(np.where(known_labels(rows) == 2, 1.75, 1.25))
-    assert hybrid.in_votes(np.array([1.9, 1.1, 1.5]), .66).tolist() == [2, 1, 1.5]
-    sure = hybrid.calibrate(rows, votes, near=1e-3, wide=1e-3, expect=.4, taus=(1e-3,))       # a narrow prior wins
+    assert calibration.vote_scale(before(rows), .66) == pytest.approx(np.where(known_labels(rows) == 2, 1.75, 1.25))
+    assert calibration.vote_scale(np.array([1.9, 1.1, 1.5]), .66).tolist() == [2, 1, 1.5]
+    sure = calibration.calibrate_labels(rows, votes, near=1e-3, wide=1e-3, expect=.4, taus=(1e-3,))       # a narrow prior wins
     assert sure.common == pytest.approx([.4, 0, 0], abs=1e-3)
 
 
 def test_order_in_the_file_means_nothing():
     rows, votes = planted(600, .2, 1., .5, annotators=3)
-    leaning = hybrid.calibrate(rows, known_labels(rows), ('length', 'position'))
-    one, other = hybrid.calibrate(rows, votes), hybrid.calibrate(swapped(rows), 3 - votes)
+    leaning = calibration.calibrate_labels(rows, known_labels(rows), ('length', 'position'))
+    one, other = calibration.calibrate_labels(rows, votes), calibration.calibrate_labels(swapped(rows), 3 - votes)
     assert one(rows) == pytest.approx(other(rows)) and one(swapped(rows)) == pytest.approx(3 - one(rows))
-    assert hybrid.evidence(swapped(rows), one, leaning) == pytest.approx(3 - hybrid.evidence(rows, one, leaning))
-    assert hybrid.contested(swapped(rows)) == pytest.approx(hybrid.contested(rows))
-    assert hybrid.uncertain(swapped(rows), 3 - votes) == pytest.approx(hybrid.uncertain(rows, votes))
+    assert calibration.label_evidence(swapped(rows), one, leaning) == pytest.approx(3 - calibration.label_evidence(rows, one, leaning))
+    assert hybrid.contradicted(swapped(rows)) == pytest.approx(hybrid.contradicted(rows))
+    assert hybrid.vote_uncertainty(swapped(rows), 3 - votes) == pytest.approx(hybrid.vote_uncertainty(rows, votes))
 
 
 def test_evidence_is_the_likelihood_ratio():
@@ -97,8 +99,8 @@ def test_evidence_is_the_likelihood_ratio():
     vote = 1. + (rng.random(n) < hybrid.sigmoid(.8*(2*label - 3) + .4*(2*long - 1)))
     texts = {0: ('x '*12, 'y '*2), 1: ('x '*2, 'y '*12)}
     rows = [dict(instruction=f'{i}', output_1=texts[l][0], output_2=texts[l][1], preference=s, annotator='a') for i, (l, s) in enumerate(zip(long, label))]
-    people, leaning = hybrid.calibrate(rows, vote), hybrid.calibrate(rows, label, ('length', 'position'))
-    said = hybrid.evidence(rows, people, leaning)
+    people, leaning = calibration.calibrate_labels(rows, vote), calibration.calibrate_labels(rows, label, ('length', 'position'))
+    said = calibration.label_evidence(rows, people, leaning)
     for l in (0, 1):
         for s in (1., 2.):
             counted = np.mean(label[(long == l) & (vote == 2)] == s)/np.mean(label[(long == l) & (vote == 1)] == s)
@@ -106,32 +108,32 @@ def test_evidence_is_the_likelihood_ratio():
     nothing = 1. + (rng.random(n) < .5)                                            # labels that mean nothing say nothing, whatever people like
     rows = [dict(r, preference=float(s)) for r, s in zip(rows, nothing)]
     vote = 1. + (rng.random(n) < hybrid.sigmoid(1.2*(2*long - 1)))
-    people, leaning = hybrid.calibrate(rows, vote), hybrid.calibrate(rows, nothing, ('length', 'position'))
-    assert np.abs(hybrid.evidence(rows[:500], people, leaning) - 1.5).max() < .02 < np.abs(people(rows[:500]) - 1.5).min()
+    people, leaning = calibration.calibrate_labels(rows, vote), calibration.calibrate_labels(rows, nothing, ('length', 'position'))
+    assert np.abs(calibration.label_evidence(rows[:500], people, leaning) - 1.5).max() < .02 < np.abs(people(rows[:500]) - 1.5).min()
 
 
 # Choice
 
 def test_choice():
     rows, votes = planted(1000)
-    score = hybrid.contested(rows)
-    drawn, picked, alike = hybrid.choose(rows, 200, score, 50)
+    score = hybrid.contradicted(rows)
+    drawn, picked, alike = hybrid.choose_pairs(rows, 200, score, 50)
     assert {*alike} == {i for i in drawn if score[i] <= score[picked].min()} and 0 < len(alike) < 50
-    assert [len(x) for x in hybrid.choose(rows, 30, score, 50)] == [30, 0, 30] and [len(x) for x in hybrid.choose(rows, 0, score)] == [0, 0, 0]
+    assert [len(x) for x in hybrid.choose_pairs(rows, 30, score, 50)] == [30, 0, 30] and [len(x) for x in hybrid.choose_pairs(rows, 0, score)] == [0, 0, 0]
     assert len(drawn) == 50 and len(picked) == 150 and not {*drawn} & {*picked}
-    assert {*drawn} < {*hybrid.choose(rows, 200)[0]}                              # the random part is that of any other way to choose
+    assert {*drawn} < {*hybrid.choose_pairs(rows, 200)[0]}                              # the random part is that of any other way to choose
     left = [i for i in range(1000) if i not in {*drawn, *picked}]
     assert score[picked].min() >= score[left].max()
-    back = hybrid.choose(rows[::-1], 200)[0]
+    back = hybrid.choose_pairs(rows[::-1], 200)[0]
     assert {rows[i]['instruction'] for i in drawn} < {rows[::-1][i]['instruction'] for i in back}   # whatever the order of the file
-    assert len(hybrid.choose(rows, 1000)[0]) == 1000
-    with pytest.raises(ValueError, match='not as many'): hybrid.choose(rows, 1001)
+    assert len(hybrid.choose_pairs(rows, 1000)[0]) == 1000
+    with pytest.raises(ValueError, match='not as many'): hybrid.choose_pairs(rows, 1001)
 
 
 def test_the_fit_is_on_pairs_like_those_left_over():
     rows, votes = planted(12_000, .2)
-    drawn, picked, alike = hybrid.choose(rows, 6000, hybrid.contested(rows), 3000)
-    weight = lambda at: hybrid.calibrate(rows, hybrid.only(votes, at), ('label',), near=10.).common[0]
+    drawn, picked, alike = hybrid.choose_pairs(rows, 6000, hybrid.contradicted(rows), 3000)
+    weight = lambda at: calibration.calibrate_labels(rows, hybrid.bought_votes(votes, at), ('label',), near=10.).common[0]
     left = weight(np.setdiff1d(range(12_000), [*drawn, *picked]))
     assert weight(alike) == pytest.approx(left, abs=.12)
     assert weight(picked) < weight(drawn) - .3 and weight(drawn) < left - .2
@@ -141,10 +143,10 @@ def test_the_fit_is_on_pairs_like_those_left_over():
 def test_votes_that_were_not_bought_are_not_looked_at(arm):
     rows, votes = planted(400, annotators=3)
     rows = [dict(r, vote=v) for r, v in zip(rows, votes)]
-    records, about = hybrid.spend(HybridConfig(), arm, .2, rows, 1)
+    records, about = hybrid.spend_budget(HybridConfig(), arm, .2, rows, 1)
     bought = {r['instruction'] for r in records if r['annotator'] == 'people'}
     assert len(bought) == about['humans'] == 80
-    assert hybrid.spend(HybridConfig(), arm, .2, [dict(r, vote=r['vote'] if r['instruction'] in bought else 3 - r['vote']) for r in rows], 1)[0] == records
+    assert hybrid.spend_budget(HybridConfig(), arm, .2, [dict(r, vote=r['vote'] if r['instruction'] in bought else 3 - r['vote']) for r in rows], 1)[0] == records
     assert all(set(r) == {'instruction', 'input', 'output_1', 'output_2', 'preference', 'annotator'} for r in records)
     told = {r['instruction']: r for r in rows}
     for r in records:
@@ -167,14 +169,14 @@ def test_settings_refuse_nonsense(given, said):
 
 def test_points():
     cfg = HybridConfig(budgets=[1., 0, .1], arms=['people', 'contested'])
-    assert hybrid.points(cfg) == [('in place', 0.), ('people', .1), ('contested', .1), ('people', 1.)]
-    assert hybrid.everything(cfg) == [('first half', 0.), ('second half', 0.), *hybrid.points(cfg)]
+    assert hybrid.study_points(cfg) == [('in place', 0.), ('people', .1), ('contested', .1), ('people', 1.)]
+    assert hybrid.trained_points(cfg) == [('first half', 0.), ('second half', 0.), *hybrid.study_points(cfg)]
     alone = HybridConfig(budgets=[.1], arms=['people'], policies=[])
-    assert hybrid.everything(alone) == hybrid.points(alone) == [('people', .1)]
-    assert not any(hybrid.has_policy(HybridConfig(judge=''), *p, 0) for p in hybrid.points(cfg))
-    first, second = ([(j.cost, j.settings['epochs']) for j in hybrid.learners(HybridConfig(pairs=1000), half, 0, 0)] for half in hybrid.HALVES)
+    assert hybrid.trained_points(alone) == hybrid.study_points(alone) == [('people', .1)]
+    assert not any(hybrid.has_policy(HybridConfig(judge=''), *p, 0) for p in hybrid.study_points(cfg))
+    first, second = ([(j.cost, j.settings['epochs']) for j in hybrid.point_jobs(HybridConfig(pairs=1000), half, 0, 0)] for half in hybrid.HALVES)
     assert first == second == [(15 + .011*500, 4)]
-    assert [hybrid.epochs(n) for n in (50, 100, 400, 800, 4000)] == [6, 6, 4, 2, 2]
+    assert [hybrid.epochs_for(n) for n in (50, 100, 400, 800, 4000)] == [6, 6, 4, 2, 2]
 
 
 # The study
@@ -182,7 +184,7 @@ def test_points():
 def asked(n, seed=0, each=2):
     rng = random.Random(seed)
     specs = [sample_instruction(rng) for _ in range(n)]
-    return list({key(r): r for r in (dict(render(s), output=[respond(s, rng) for _ in range(each)]) for s in specs)}.values())
+    return list({prompt_key(r): r for r in (dict(render(s), output=[respond(s, rng) for _ in range(each)]) for s in specs)}.values())
 
 
 def write(path, value):
@@ -209,7 +211,7 @@ def place(tmp_path_factory):
             else:
                 assert len(json.loads(Path(j.settings['preferences']).read_text())) > 10
                 if j.notebook == 'dpo': write(Path(j.out)/'outputs.json', [dict(r, output=r['output'][0]) for r in questions])
-            write(Path(j.out)/'config.json', dict(room=j.notebook, fingerprint=j.out, core='', given={}, settings={}))
+            write(Path(j.out)/'config.json', dict(notebook=j.notebook, fingerprint=j.out, core='', given={}, settings={}))
             write(Path(j.out)/'summary.json', {})
         return []
 
@@ -225,8 +227,8 @@ def place(tmp_path_factory):
 def study(place):
     folder, made, given = place
     cfg = HybridConfig(**given)
-    hybrid.train(cfg)
-    return cfg, list(made), hybrid.train(cfg).done
+    hybrid.run(cfg)
+    return cfg, list(made), hybrid.run(cfg).done
 
 
 def rows_of(cfg, name): return list(csv.DictReader(open(Path(cfg.out)/name)))
@@ -244,16 +246,16 @@ def test_study_makes_its_runs_in_order(study):
 
 def test_the_first_models_have_not_seen_the_labels_they_are_asked_about(study):
     cfg, _, _ = study
-    halves = [{tuple(pair_text(r)) for r in json.loads(Path(f'{cfg.out}_study/labels_{h}_half_0_0.json').read_text())} for h in ('first', 'second')]
-    learn, _ = hybrid.joined(cfg, 0)
-    assert not halves[0] & halves[1] and halves[0] | halves[1] == {tuple(pair_text(r)) for r in learn} and min(map(len, halves)) > 70
+    halves = [{tuple(pair_identity(r)) for r in json.loads(Path(f'{cfg.out}_study/labels_{h}_half_0_0.json').read_text())} for h in ('first', 'second')]
+    learn, _ = hybrid.labels_and_votes(cfg, 0)
+    assert not halves[0] & halves[1] and halves[0] | halves[1] == {tuple(pair_identity(r)) for r in learn} and min(map(len, halves)) > 70
     asked_about = {}
     with pytest.MonkeyPatch.context() as m:
         from alpaca_farm.core import models
         m.setattr(models, 'reward', lambda spec, cfg: (lambda rs: asked_about.setdefault('first' in spec, {(r['instruction'], r['input']) for r in rs}) and [float(len(r['output'])) for r in rs]))
-        leads = hybrid.led(cfg, 0, learn)
+        leads = hybrid.with_leads(cfg, 0, learn)
     for first, of in ((True, halves[0]), (False, halves[1])):
-        assert not asked_about[first] & {(r['instruction'], r['input']) for r in learn if tuple(pair_text(r)) in of}
+        assert not asked_about[first] & {(r['instruction'], r['input']) for r in learn if tuple(pair_identity(r)) in of}
     assert all(np.sign(r['lead']) == np.sign(len(r['output_2']) - len(r['output_1'])) for r in leads)
 
 
@@ -285,7 +287,7 @@ def test_calibration_table(study):
     naive, before, few = rows[:3]
     losses = []
     for k in (0, 1):
-        for r in hybrid.joined(cfg, k)[1]: losses.append(-np.log(.58 if r['vote'] == r['preference'] else .42))
+        for r in hybrid.labels_and_votes(cfg, k)[1]: losses.append(-np.log(.58 if r['vote'] == r['preference'] else .42))
     assert float(before['log_loss']) == pytest.approx(np.mean(losses), abs=1e-4) and float(before['difference']) == 0
     assert float(naive['log_loss']) - float(before['log_loss']) == pytest.approx(float(naive['difference']), abs=2e-5)
     assert float(few['sd']) > 0 and rows[-1]['sd'] == ''                          # of all votes there is one draw
@@ -293,15 +295,15 @@ def test_calibration_table(study):
 
 def test_pairs_are_joined_whatever_their_order(study, capsys):
     cfg, _, _ = study
-    learn, aside = hybrid.joined(cfg, 0)
+    learn, aside = hybrid.labels_and_votes(cfg, 0)
     assert len(learn) + len(aside) == 299 and '1 of 300 pairs lack a label' in capsys.readouterr().out
     simulated, human = (Path(f'{cfg.out}_study/{n}_0/preferences.json') for n in ('simulated', 'people'))
     kept = human.read_text()
     human.write_text(json.dumps([dict(r, output_1=r['output_2'], output_2=r['output_1'], preference=3 - r['preference']) for r in json.loads(kept)]))
-    assert hybrid.joined(cfg, 0)[0] == learn
+    assert hybrid.labels_and_votes(cfg, 0)[0] == learn
     human.write_text(kept)
     pairs = hybrid.study_pairs(cfg)
-    assert [r['shown_first'] for r in learn] == (1 + turned(pairs, 0)).tolist()[:200]
+    assert [r['shown_first'] for r in learn] == (1 + shown_swapped(pairs, 0)).tolist()[:200]
     assert not {'expected', 'flipped'} & {*learn[0]}                               # what no user knows
 
 
@@ -309,22 +311,22 @@ def test_labels_from_files(place):
     "Pairs that a person has labelled on the page, and recorded labels with the order they were shown in: read as they are, and people's votes have the last word."
     folder, made, given = place
     pairs, book = hybrid.study_pairs(HybridConfig(**given)), Store(f'{folder}/answers.sqlite')
-    simulate(Page(Desk(pairs[::-1][:90], book, 'Ann'), quick=0), world.people.annotators[0], 90)
-    ann = labels(book, pairs, 'Ann')
+    simulate_person(LabellingPage(LabellingQueue(pairs[::-1][:90], book, 'Ann'), quick=0), world.people.annotators[0], 90)
+    ann = person_labels(book, pairs, 'Ann')
     sim = [dict(r, shown_first=1 + i % 2) for i, r in enumerate(annotate_pairs(pairs, world.pool, 5, .25))]
     other = [dict(r, output_1=r['output_2'], output_2=r['output_1'], preference=3 - r['preference'], shown_first=3 - r['shown_first']) for r in sim]
     write(folder/'ann.json', ann)
     write(folder/'sim.json', other)
     mine = given | dict(annotators=f'{folder}/sim.json', people=f'{folder}/ann.json', judge='', out=f'{folder}/ours', policies=[])
-    with pytest.raises(ValueError, match='60 labelled pairs to learn from and 30 others; lower'): hybrid.train(HybridConfig(**mine | dict(pairs=60, held_out=40)))
+    with pytest.raises(ValueError, match='60 labelled pairs to learn from and 30 others; lower'): hybrid.run(HybridConfig(**mine | dict(pairs=60, held_out=40)))
     cfg = HybridConfig(**mine | dict(pairs=60, held_out=30))
     before = len(made)
-    hybrid.train(cfg)
+    hybrid.run(cfg)
     assert not [j for j in made[before:] if j.notebook in ('annotators', 'dpo')]
-    learn, aside = hybrid.joined(cfg, 0)
-    by = {tuple(pair_text(r)): r for r in sim}
+    learn, aside = hybrid.labels_and_votes(cfg, 0)
+    by = {tuple(pair_identity(r)): r for r in sim}
     for r in learn + aside:
-        told = by[tuple(pair_text(r))]
+        told = by[tuple(pair_identity(r))]
         same = told['output_1'] == r['output_1']
         assert r['annotator'] == told['annotator'] and r['preference'] == (told['preference'] if same else 3 - told['preference'])
         assert r['shown_first'] == (told['shown_first'] if same else 3 - told['shown_first'])
@@ -335,9 +337,9 @@ def test_labels_from_files(place):
     assert float(row['value']) == pytest.approx(right, abs=1e-4)
     write(folder/'strangers.json', [dict(ann[0], instruction='Else?')])
     with pytest.raises(ValueError, match='no label for any pair'): hybrid.study_pairs(HybridConfig(**mine | dict(people=f'{folder}/strangers.json')))
-    merged = [dict(r, instruction=content(r), input='') for r in other]             # as AlpacaEval writes them
+    merged = [dict(r, instruction=full_instruction(r), input='') for r in other]             # as AlpacaEval writes them
     write(folder/'sim.json', merged)
-    assert any(r['input'] for r in learn) and hybrid.joined(cfg, 0) == (learn, aside)
+    assert any(r['input'] for r in learn) and hybrid.labels_and_votes(cfg, 0) == (learn, aside)
 
 
 def never(pairs): return [float('nan')]*len(pairs)
@@ -350,7 +352,7 @@ def test_what_would_fail_late_is_refused_first(place):
     before = len(made)
     for wrong, said in [(dict(held_out=5000), 'lower one of them'), (dict(judge=f'{__name__}:never'), 'no verdict|nan'),
                         (dict(bank=f'{folder}/elsewhere'), 'no instruction in common'), (dict(bank=f'{folder}/ragged'), 'as many answers')]:
-        with pytest.raises(ValueError, match=said): hybrid.train(HybridConfig(**given | wrong | dict(out=f'{folder}/refused')))
+        with pytest.raises(ValueError, match=said): hybrid.run(HybridConfig(**given | wrong | dict(out=f'{folder}/refused')))
     assert len(made) == before
 
 
@@ -358,4 +360,4 @@ def test_no_instruction_is_on_both_sides(place):
     folder, _, given = place
     write(folder/'several'/'pairs.json', [dict(bare, output_2=f'{bare["output_2"]} {k}') for bare in hybrid.study_pairs(HybridConfig(**given)) for k in 'abc'])
     pairs = hybrid.study_pairs(HybridConfig(**given | dict(outputs=f'{folder}/several/pairs.json', pairs=100, held_out=100)))
-    assert len(pairs) == 200 and not {key(r) for r in pairs[:100]} & {key(r) for r in pairs[100:]}
+    assert len(pairs) == 200 and not {prompt_key(r) for r in pairs[:100]} & {prompt_key(r) for r in pairs[100:]}

@@ -10,7 +10,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 import tiny
 from alpaca_farm.core.models import logprobs, reward, score_records, sequence_scores, values
-from alpaca_farm.core.data import load
+from alpaca_farm.core.data import load_records
 from alpaca_farm.core.runs import read_log
 from alpaca_farm.core.text import collate
 
@@ -91,7 +91,7 @@ def test_what_follows_does_not_matter(minds):
 
 
 def test_rewards_of_records(base, models):
-    records = load(str(base/'world'), 'eval', 'output')
+    records = load_records(str(base/'world'), 'eval', 'output')
     wanted = torch.tensor([score_records(models.scalar, models.tokenizer, [r])[0] for r in records])
     assert wanted.std() > .1
     for size in (2, 7, 256):
@@ -106,17 +106,17 @@ SHORT = dict(sft=dict(max_instances=40, val_split=''), reward_model={}, dpo=dict
              ppo=dict(annotators='', ppo_epochs=2, save_every=0))
 
 
-@pytest.mark.parametrize('room', SHORT)
-def test_accumulation(base, tmp_path, room):
+@pytest.mark.parametrize('notebook', SHORT)
+def test_accumulation(base, tmp_path, notebook):
     "A batch of 8 in one pass, in eight, and in uneven parts: the same losses and weights."
-    module, logs, weights = importlib.import_module(f'alpaca_farm.{room}'), [], []
+    module, logs, weights = importlib.import_module(f'alpaca_farm.{notebook}'), [], []
     for micro in (8, 1, 3):
-        out = tmp_path/f'{room}-{micro}'
-        off = {} if room == 'reward_model' else dict(eval_split='' if room != 'ppo' else 'eval')
-        given = tiny.settings(room, base, **off | SHORT[room] | STEADY | dict(out=str(out), batch_size=8, micro_batch_size=micro))
-        module.train(tiny.config(module, **given))
+        out = tmp_path/f'{notebook}-{micro}'
+        off = {} if notebook == 'reward_model' else dict(eval_split='' if notebook != 'ppo' else 'eval')
+        given = tiny.settings(notebook, base, **off | SHORT[notebook] | STEADY | dict(out=str(out), batch_size=8, micro_batch_size=micro))
+        tiny.main(module)(tiny.config(module, **given))
         logs.append(read_log(out)); weights.append(load_file(out/'model'/'model.safetensors'))
-    start = load_file(base/('world' if room == 'sft' else 'sft')/'model'/'model.safetensors')
+    start = load_file(base/('world' if notebook == 'sft' else 'sft')/'model'/'model.safetensors')
     moved = max((weights[0][k] - start[k]).abs().max().item() for k in start if k in weights[0])
     assert moved > 5e-4 and len(logs[0]) >= 3
     for log, weight in zip(logs[1:], weights[1:]):

@@ -9,11 +9,12 @@ import pytest
 
 import tiny
 from alpaca_farm import labelling, world
-from alpaca_farm.core.data import load
+from alpaca_farm.core.data import load_records
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.stats import wilson
 from alpaca_farm.core.store import Store
-from alpaca_farm.labelling import Desk, LabellingConfig, Page, labels, portrait, simulate, turned
+from alpaca_farm.labelling import (LabellingConfig, LabellingPage, LabellingQueue, person_labels,
+    person_sees_swapped, person_summary, simulate_person)
 
 
 def drawn(n, seed=0):
@@ -31,7 +32,7 @@ def drawn(n, seed=0):
 def exchanged(p): return dict(p, output_1=p['output_2'], output_2=p['output_1'])
 
 
-def page_of(pairs, path, person='Ann', quick=0., **more): return Page(Desk(pairs, Store(path), person, **more), quick)
+def page_of(pairs, path, person='Ann', quick=0., **more): return LabellingPage(LabellingQueue(pairs, Store(path), person, **more), quick)
 
 
 def longer(ps): return [1. if len(p['output_1']) > len(p['output_2']) else 2. for p in ps]
@@ -41,12 +42,12 @@ def test_order_is_fair_and_stays():
     "Half of the pairs are turned, for each person their own half, whichever way round the file has them."
     pairs = drawn(800)
     for person in ('Ann', 'Bob'):
-        share = wilson(sum(turned(p, person) for p in pairs), len(pairs))
+        share = wilson(sum(person_sees_swapped(p, person) for p in pairs), len(pairs))
         assert share.low < .5 < share.high
-    same = wilson(sum(turned(p, 'Ann') == turned(p, 'Bob') for p in pairs), len(pairs))
-    seeds = wilson(sum(turned(p, 'Ann', 0) == turned(p, 'Ann', 1) for p in pairs), len(pairs))
+    same = wilson(sum(person_sees_swapped(p, 'Ann') == person_sees_swapped(p, 'Bob') for p in pairs), len(pairs))
+    seeds = wilson(sum(person_sees_swapped(p, 'Ann', 0) == person_sees_swapped(p, 'Ann', 1) for p in pairs), len(pairs))
     assert same.low < .5 < same.high and seeds.low < .5 < seeds.high
-    assert all(turned(exchanged(p), 'Ann') != turned(p, 'Ann') for p in pairs)
+    assert all(person_sees_swapped(exchanged(p), 'Ann') != person_sees_swapped(p, 'Ann') for p in pairs)
 
 
 def test_blind_and_escaped(tmp_path):
@@ -71,8 +72,8 @@ def test_keys_buttons_and_their_verdicts(tmp_path):
     for key in ('T', 's', 'x', ' ', '12'): page.keys.value = key     # of several characters the last counts
     assert page.pair is None and page.keys.value == '' and 'Nothing is left' in page.body.value
     page.press('1')
-    rows = labels(page.desk.store, pairs, 'Ann')
-    own = [3 - v if turned(p, 'Ann') else v for p, v in zip(pairs, (1, 2, 1.5, 1.5, None, 2)) if v]
+    rows = person_labels(page.desk.store, pairs, 'Ann')
+    own = [3 - v if person_sees_swapped(p, 'Ann') else v for p, v in zip(pairs, (1, 2, 1.5, 1.5, None, 2)) if v]
     assert [r['preference'] for r in rows] == own and [r['output_1'] for r in rows] == [p['output_1'] for i, p in enumerate(pairs) if i != 4]
     assert all(r['annotator'] == 'Ann' and r['time'] >= 0 and 'scores' in r for r in rows)
 
@@ -91,11 +92,11 @@ def test_undo_keeps_the_history(tmp_path):
     page.press('1')
     page = page_of(pairs, tmp_path/'a.sqlite')
     page.press('u')
-    assert page.pair == second and page.desk.left() == 3 and len(labels(page.desk.store, pairs, 'Ann')) == 1
+    assert page.pair == second and page.desk.left() == 3 and len(person_labels(page.desk.store, pairs, 'Ann')) == 1
     page.press('2')
-    assert labels(page.desk.store, pairs, 'Ann')[1]['preference'] == (1 if turned(pairs[1], 'Ann') else 2)
+    assert person_labels(page.desk.store, pairs, 'Ann')[1]['preference'] == (1 if person_sees_swapped(pairs[1], 'Ann') else 2)
     for _ in range(2): page.press('u')
-    assert page.desk.left() == 4 and labels(page.desk.store, pairs, 'Ann') == []
+    assert page.desk.left() == 4 and person_labels(page.desk.store, pairs, 'Ann') == []
     page.press('u')
     assert 'nothing to undo' in page.head.value and len(page.desk.store) == 6, 'labels, corrections and undos are all there'
 
@@ -105,7 +106,7 @@ def test_a_skipped_pair_is_no_label_and_not_asked_again(tmp_path):
     page = page_of(pairs, tmp_path/'a.sqlite', repeat=1.)
     page.press('s')
     assert page_of(pairs, tmp_path/'a.sqlite', repeat=1.).desk.due()[0] == 1 and page.desk.left() == 2
-    assert labels(page.desk.store, pairs, 'Ann') == []
+    assert person_labels(page.desk.store, pairs, 'Ann') == []
 
 
 def test_twice_in_the_other_order(tmp_path):
@@ -113,12 +114,12 @@ def test_twice_in_the_other_order(tmp_path):
     pairs = drawn(40)
     for name, annotator, share in (('steady', longer, 1.), ('left', lambda ps: [1.]*len(ps), 0.)):
         page = page_of(pairs, tmp_path/'a.sqlite', name, repeat=1.)
-        simulate(page, annotator, 55)
+        simulate_person(page, annotator, 55)
         page = page_of(pairs[::-1], tmp_path/'a.sqlite', name, repeat=1., seed=5)
         assert page.desk.left() == 25
-        simulate(page, annotator, 99)
-        rows = labels(page.desk.store, pairs, name)
-        assert len(rows) == 40 and portrait(rows)['self_agreement'].value == share and len({r['shown_first'] for r in rows}) == 2
+        simulate_person(page, annotator, 99)
+        rows = person_labels(page.desk.store, pairs, name)
+        assert len(rows) == 40 and person_summary(rows)['self_agreement'].value == share and len({r['shown_first'] for r in rows}) == 2
         if name == 'steady': assert all(len(r[f'output_{r["preference"]:.0f}']) == max(len(r['output_1']), len(r['output_2'])) for r in rows)
 
 
@@ -141,7 +142,7 @@ def test_killed_in_the_middle_nothing_is_lost(tmp_path):
         page = page_of(pairs, store)
         assert page.desk.left() <= left and page.desk.due()[0] == 400 - page.desk.left()
         left = page.desk.left()
-        rows = labels(page.desk.store, pairs, 'Ann')
+        rows = person_labels(page.desk.store, pairs, 'Ann')
         assert len(rows) == 400 - left == len(page.desk.store), 'a pair was asked twice, or lost'
         assert [r['preference'] for r in rows] == longer([p for p in pairs[:len(rows)]])
 
@@ -167,29 +168,29 @@ def test_two_people_one_store_one_run(tmp_path, capsys):
     "The run follows the labels there are; others' labels and answers of judges in the store are no labels of theirs."
     pairs = drawn(12)
     cfg = settings(tmp_path, pairs)
-    assert labelling.train(cfg).folder == tmp_path/'run'
+    assert labelling.run(cfg).folder == tmp_path/'run'
     assert read_summary(cfg.out)['labels'] == 0 and json.loads((tmp_path/'run'/'preferences.json').read_text()) == []
     Store(cfg.store).put(b'x'*32, dict(model='judge', prompt='{"kind": "label"'), dict(text='a'))
-    for person, n in (('Ann', 12), ('Bob', 5)): simulate(page_of(pairs, cfg.store, person), longer, n)
-    labelling.train(cfg)
-    rows = load(cfg.out, 'preferences', 'preference')
+    for person, n in (('Ann', 12), ('Bob', 5)): simulate_person(page_of(pairs, cfg.store, person), longer, n)
+    labelling.run(cfg)
+    rows = load_records(cfg.out, 'preferences', 'preference')
     assert [r['annotator'] for r in rows] == ['Ann']*12 + ['Bob']*5 and 'SECRET-c' not in str(rows)
     assert [r['preference'] for r in rows] == longer(pairs) + longer(pairs[:5])
     summary = read_summary(cfg.out)
     assert (summary['labels'], summary['people'], summary['pairs'], summary['ties'], summary['skipped']) == (17, 2, 12, 0, 0)
-    assert labelling.train(cfg).done, 'nothing has changed'
+    assert labelling.run(cfg).done, 'nothing has changed'
     one = settings(tmp_path, pairs, person='Bob')
-    labelling.train(one)
-    assert len(load(one.out, 'preferences', 'preference')) == 5
+    labelling.run(one)
+    assert len(load_records(one.out, 'preferences', 'preference')) == 5
     capsys.readouterr()
-    assert labelling.label(cfg) is None and 'Ann, 5 by Bob' in capsys.readouterr().out
-    assert type(labelling.label(one)).__name__ == 'VBox'
+    assert labelling.labelling_widget(cfg) is None and 'Ann, 5 by Bob' in capsys.readouterr().out
+    assert type(labelling.labelling_widget(one)).__name__ == 'VBox'
 
 
 def test_candidates_make_pairs_and_nobody_is_refused(tmp_path):
     rows = [dict(instruction=f'Say {i}.', input='', output=['a', 'b', 'a']) for i in range(5)]
     cfg = settings(tmp_path, rows, person='Ann', max_instances=3)
-    labelling.label(cfg)
-    labelling.train(cfg)
+    labelling.labelling_widget(cfg)
+    labelling.run(cfg)
     assert read_summary(cfg.out)['pairs'] == 3
-    with pytest.raises(ValueError, match='say who labels'): Desk([], Store(tmp_path/'a.sqlite'), ' ')
+    with pytest.raises(ValueError, match='say who labels'): LabellingQueue([], Store(tmp_path/'a.sqlite'), ' ')

@@ -4,6 +4,7 @@ import random, subprocess, sys
 import numpy as np
 import pytest
 
+from alpaca_farm.core import preferences
 from alpaca_farm import noise
 from alpaca_farm.core.stats import agreement, wilson
 
@@ -16,29 +17,29 @@ def some(n=2000, **more):
 @pytest.mark.parametrize('p', [.05, .25, .5])
 def test_the_rate_is_what_was_asked_for(p):
     rows = some(4000)
-    noised, rate = noise.flip(rows, p)
+    noised, rate = noise.flip_labels(rows, p)
     changed = sum(a['preference'] != b['preference'] for a, b in zip(rows, noised))
     assert rate.value == changed/4000 and wilson(changed, 4000, .999).low < p < wilson(changed, 4000, .999).high
 
 
 def test_a_pair_keeps_its_coin():
     rows = some()
-    by_pair = {r['output_1']: r for r in noise.flip(rows, .25).records}
+    by_pair = {r['output_1']: r for r in noise.flip_labels(rows, .25).records}
     shuffled = random.Random(0).sample(rows, len(rows))
-    assert all(r == by_pair[r['output_1']] for r in noise.flip(shuffled, .25).records)
-    assert all(r == by_pair[r['output_1']] for r in noise.flip(rows[500:600], .25).records)
-    assert noise.flip(rows, .25, seed=1).records != noise.flip(rows, .25).records
+    assert all(r == by_pair[r['output_1']] for r in noise.flip_labels(shuffled, .25).records)
+    assert all(r == by_pair[r['output_1']] for r in noise.flip_labels(rows[500:600], .25).records)
+    assert noise.flip_labels(rows, .25, seed=1).records != noise.flip_labels(rows, .25).records
 
 
 def test_a_process_changes_nothing():
     "No salted hash is involved."
     code = 'from alpaca_farm.noise import uniform; print(repr(uniform(3, "flip", "é", 1.5)))'
     said = {subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() for _ in range(2)}
-    assert said == {repr(noise.uniform(3, 'flip', 'é', 1.5))}
+    assert said == {repr(preferences.hash_uniform(3, 'flip', 'é', 1.5))}
 
 
 def test_pairs_of_one_instruction_are_flipped_apart():
-    coins = noise.flips(some(8000), .25).reshape(-1, 2)
+    coins = noise.flip_mask(some(8000), .25).reshape(-1, 2)
     both = wilson(int(coins.all(1).sum()), len(coins), .999)
     assert both.low < .25**2 < both.high
 
@@ -46,14 +47,14 @@ def test_pairs_of_one_instruction_are_flipped_apart():
 def test_ties_soft_labels_and_rows_stay_whole():
     rows = [dict(instruction='a', output_1='x', output_2='y', preference=p, price=3) for p in (1.5, 1.8, 1.)]
     rows[0]['input'] = rows[1]['input'] = ''
-    out, rate = noise.flip(rows, 1)
+    out, rate = noise.flip_labels(rows, 1)
     assert [r['preference'] for r in out] == pytest.approx([1.5, 1.2, 2]) and all(r['price'] == 3 for r in out)
     assert [r['preference'] for r in rows] == [1.5, 1.8, 1.]                   # the caller's rows are not touched
     same = [dict(instruction='a', input='', output_1='x', output_2='x', preference=2)]
-    assert noise.flip(same, 1).records == same
-    with pytest.raises(ValueError, match='row 1'): noise.flip([rows[1], dict(rows[1], preference=0)], .1)
-    with pytest.raises(ValueError, match='p = -0.1'): noise.flip(rows, -.1)
-    with pytest.raises(ValueError, match="'output_2'"): noise.flips([dict(instruction='a', output_1='x')], .1)
+    assert noise.flip_labels(same, 1).records == same
+    with pytest.raises(ValueError, match='row 1'): noise.flip_labels([rows[1], dict(rows[1], preference=0)], .1)
+    with pytest.raises(ValueError, match='p = -0.1'): noise.flip_labels(rows, -.1)
+    with pytest.raises(ValueError, match="'output_2'"): noise.flip_mask([dict(instruction='a', output_1='x')], .1)
 
 
 def test_agreement_falls_on_the_line():
@@ -62,24 +63,24 @@ def test_agreement_falls_on_the_line():
     votes = np.where(rng.random((4, 4000)) < .8, people[:1], 3 - people[:1])
     a = agreement(votes, people)
     for p in (.1, .25, .4):
-        flipped = np.stack([np.where(noise.flips(pairs, p, seed), 3 - v, v) for seed, v in enumerate(votes)])
+        flipped = np.stack([np.where(noise.flip_mask(pairs, p, seed), 3 - v, v) for seed, v in enumerate(votes)])
         assert agreement(flipped, people) == pytest.approx(.5 + (a - .5)*(1 - 2*p), abs=.015)
 
 
 def test_panel_follows_chances_and_weights():
     pairs = some(3000)
     chance = np.stack([np.full((2, 3000), .9), np.full((2, 3000), .2)])
-    votes = noise.panel(chance, pairs, votes=1, weights=[3, 1])
+    votes = noise.sample_votes(chance, pairs, votes=1, weights=[3, 1])
     share = wilson(int((votes == 2).sum()), votes.size, .999)
     assert share.low < .75*.9 + .25*.2 < share.high
-    again = noise.panel(chance[:, :, ::-1], pairs[::-1], votes=1, weights=[3, 1])
+    again = noise.sample_votes(chance[:, :, ::-1], pairs[::-1], votes=1, weights=[3, 1])
     assert (again[:, ::-1] == votes).all()
 
 
 def test_tastes():
     pairs = [dict(output_1='a'*50, output_2='b'), dict(output_1='a', output_2='- b\n- c' + 'c'*40), dict(output_1='a', output_2='bb')]
-    assert noise.taste([1, 2, 2], noise.longer(pairs)) == 1 and noise.taste([2, 1, 2], noise.longer(pairs)) == 0
-    assert np.isnan(noise.taste([1.5, 1.5, 1], noise.longer(pairs)))
-    assert noise.profile(np.array([[1, 2, 2]]*2), np.array([[1, 2, 1]]*3), pairs)['list'].value == 1
+    assert noise.feature_preference([1, 2, 2], noise.length_sign(pairs)) == 1 and noise.feature_preference([2, 1, 2], noise.length_sign(pairs)) == 0
+    assert np.isnan(noise.feature_preference([1.5, 1.5, 1], noise.length_sign(pairs)))
+    assert noise.annotator_profile(np.array([[1, 2, 2]]*2), np.array([[1, 2, 1]]*3), pairs)['list'].value == 1
     def first(pairs): return [1.3]*len(pairs)
-    assert noise.first_share(noise.chances(first, pairs)) == pytest.approx(.7)
+    assert noise.first_shown_share(noise.preference_probabilities(first, pairs)) == pytest.approx(.7)

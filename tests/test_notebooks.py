@@ -7,15 +7,18 @@ import pytest
 
 import tiny
 from alpaca_farm import farm
+from alpaca_farm.core.build import notebook_path
 from alpaca_farm.core.launch import Job, run_jobs
-from alpaca_farm.core.runs import read_json, read_log, read_summary
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_log, read_summary
 
 NBS = tiny.ROOT/'nbs'
 # notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
 FARMED = {'world': 'world', 'sft': 'sft', 'best_of_n': 'best_of_n', 'annotators': 'annotators', 'reward_model': 'reward_model',
           'ppo': 'ppo', 'dpo': 'dpo', 'quark': 'quark', 'rrhf': 'rrhf', 'expert_iteration': 'expert_iteration',
           'binary_feedback': 'reward_conditioning', 'overoptimization': 'overoptimization'}
-OWN = dict(grammar=lambda f: {}, noise=lambda f: {}, judges=lambda f: {}, local_judges=lambda f: {}, auto_annotations=lambda f: {}, rankings=lambda f: {}, length_control=lambda f: {},
+OWN = dict(grammar=lambda f: {}, noise=lambda f: {}, judges=lambda f: {}, local_judges=lambda f: {}, auto_annotations=lambda f: {}, rankings=lambda f: {}, length_control=lambda f: {}, leaderboards=lambda f: {}, label_files=lambda f: {},
+           calibration=lambda f: {}, text_measures=lambda f: {},
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
            openai_baselines=lambda f: dict(out=f'{f}/openai_baselines', data=f'{f}/world'),
            labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
@@ -32,7 +35,7 @@ WRONG = dict(
 
 
 def executed(notebook, out, given):
-    p = tiny.spawn(tiny.papermill(NBS/f'{notebook}.ipynb', out, **given))
+    p = tiny.spawn(tiny.papermill(notebook_path(notebook), out, **given))
     said = p.communicate()[0]
     return p.returncode, said
 
@@ -48,7 +51,7 @@ def made(tmp_path_factory):
 
 
 def test_no_notebook_is_forgotten():
-    assert {p.stem for p in NBS.glob('*.ipynb')} == {'farm', *FARMED, *OWN}
+    assert {p.stem for p in NBS.rglob('*.ipynb') if p.parent.name not in ('core', '.ipynb_checkpoints')} == {'farm', *FARMED, *OWN}
 
 
 @pytest.mark.parametrize('name', ['farm', *FARMED, *OWN])
@@ -62,7 +65,7 @@ def test_notebook_executes(made, name):
     for c in code:
         assert len(c['outputs']) <= 6, 'a live line leaves one output behind'
         for o in c['outputs']: assert 'Traceback' not in str(o.get('text', ''))
-    if name not in ('grammar', 'noise', 'judges', 'local_judges', 'auto_annotations', 'rankings', 'length_control', 'openai_baselines'):
+    if name not in ('grammar', 'noise', 'judges', 'local_judges', 'auto_annotations', 'rankings', 'length_control', 'openai_baselines', 'leaderboards', 'label_files', 'calibration', 'text_measures'):
         out = folder/FARMED.get(name, name)
         assert read_summary(out) and not list(out.rglob('.*'))
         assert all(k in read_json(out/'config.json') for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))
@@ -96,7 +99,7 @@ def test_farm_does_nothing_twice(made):
     folder, _ = made
     kept = lambda: {p: p.stat().st_mtime_ns for p in folder.rglob('*') if p.is_file() and not p.name.startswith('.')}
     before = kept()
-    assert farm.train(farm.FarmConfig(size='tiny', runs=str(folder))).done
+    assert farm.run(farm.FarmConfig(size='tiny', runs=str(folder))).done
     assert kept() == before
 
 
@@ -104,8 +107,8 @@ def test_farm_does_nothing_twice(made):
 def wrong(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp('wrong')
     with ThreadPoolExecutor(2) as workers:
-        jobs = {name: workers.submit(executed, room, folder/f'{name}.ipynb', tiny.settings(room, base, out=str(folder/name)) | given)
-                for name, (room, given, _) in WRONG.items()}
+        jobs = {name: workers.submit(executed, notebook, folder/f'{name}.ipynb', tiny.settings(notebook, base, out=str(folder/name)) | given)
+                for name, (notebook, given, _) in WRONG.items()}
         return folder, {name: j.result() for name, j in jobs.items()}
 
 

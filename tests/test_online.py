@@ -10,14 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.core import models as model_room
-from alpaca_farm.core.models import combined, labels_behind, reward
-from alpaca_farm.core.online import Chooser, OnlineConfig, prompt_rows, worth
-from alpaca_farm.core.runs import read_json, read_log
+from alpaca_farm.core import models as core_models
+from alpaca_farm.core.models import combine_scores, label_count, reward
+from alpaca_farm.core.online import CheckpointSelector, OnlineConfig, prompt_indices, rollout_scores
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_log
 from alpaca_farm.core.settings import from_args
 from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
-from alpaca_farm.overoptimization import OverConfig, answered, bank_curve, fits, fitted, grid, labels, method, proxy_of, turn
-from alpaca_farm.ppo import PPOConfig, group_advantages, rollout_rows
+from alpaca_farm.overoptimization import (bank_and_references, bank_curve, can_fit, fit_gold, label_name,
+    method_name, OverConfig, peak_distance, policy_proxy, study_grid)
+from alpaca_farm.ppo import group_advantages, PPOConfig, rollout_indices
 
 torch.set_num_threads(1)
 
@@ -60,7 +62,7 @@ def test_group_run(base, tmp_path, advantage):
     assert all(abs(r['first_ratio'] - 1) < 1e-5 and 'value_loss' not in r for r in logs[0])
     for a, b in zip(*logs):
         assert all(abs(a[k] - b[k]) < 1e-4 for k in ('loss', 'kl', 'reward', 'grad_norm', 'clip_fraction'))
-    rows = rollout_rows(50, 2, PPOConfig(**given))
+    rows = rollout_indices(50, 2, PPOConfig(**given))
     assert [rows[i:i + 4] for i in range(0, 16, 4)] == [[r]*4 for r in rows[::4]] and len(set(rows)) == 4
 
 
@@ -84,13 +86,13 @@ def test_combined():
     s = np.random.default_rng(0).normal(size=(4, 7))
     columns = [list(c) for c in s.T]
     mean = [sum(c)/4 for c in columns]
-    np.testing.assert_allclose(combined(s), mean, rtol=1e-12)
-    np.testing.assert_allclose(combined(s, 'worst'), [min(c) for c in columns], rtol=1e-12)
-    np.testing.assert_allclose(combined(s, 'uncertainty', .3), [m - .3*sum((x - m)**2 for x in c)/4 for c, m in zip(columns, mean)], rtol=1e-12)
+    np.testing.assert_allclose(combine_scores(s), mean, rtol=1e-12)
+    np.testing.assert_allclose(combine_scores(s, 'worst'), [min(c) for c in columns], rtol=1e-12)
+    np.testing.assert_allclose(combine_scores(s, 'uncertainty', .3), [m - .3*sum((x - m)**2 for x in c)/4 for c, m in zip(columns, mean)], rtol=1e-12)
 
 
 def test_reward_of_a_list(monkeypatch):
-    monkeypatch.setattr(model_room, 'resolve', lambda spec: lambda records: [float(spec[-1])*len(r['output']) for r in records])
+    monkeypatch.setattr(core_models, 'resolve', lambda spec: lambda records: [float(spec[-1])*len(r['output']) for r in records])
     records = [dict(output='ab'), dict(output='abc')]
     assert reward(['m:1', 'm:3'], PPOConfig(advantage='rloo'))(records) == [4., 6.]
     assert reward(['m:1', 'm:3'], PPOConfig(advantage='rloo', ensemble='worst'))(records) == [2., 3.]
@@ -100,17 +102,17 @@ def test_reward_of_a_list(monkeypatch):
 def test_labels_behind(base):
     known = read_json(base/'reward_model'/'summary.json')['labels']
     assert known > 0
-    assert labels_behind(str(base/'reward_model')) == labels_behind(str(base/'reward_model'/'model')) == known
-    assert labels_behind([str(base/'reward_model'), 'a.b:c']) == known and labels_behind('a.b:c') == labels_behind('') == 0
+    assert label_count(str(base/'reward_model')) == label_count(str(base/'reward_model'/'model')) == known
+    assert label_count([str(base/'reward_model'), 'a.b:c']) == known and label_count('a.b:c') == label_count('') == 0
 
 
 def test_worth_keeps_the_first_scale():
     cfg, scale = OnlineConfig(missing_eos=''), {}
     judge = lambda records: [r['score'] for r in records]
-    first = worth(judge, [dict(score=float(s), ended=True) for s in (1, 2, 6)], scale, cfg)
+    first = rollout_scores(judge, [dict(score=float(s), ended=True) for s in (1, 2, 6)], scale, cfg)
     assert abs(first.mean()) < 1e-6 and abs(first.std() - 1) < 1e-6
-    assert worth(judge, [dict(score=scale['reward_mean'] + scale['reward_std'], ended=False)], scale, cfg).tolist() == pytest.approx([1.])
-    assert worth(judge, [dict(score=7., ended=True)], {}, OnlineConfig(standardise=False)).tolist() == [7.]
+    assert rollout_scores(judge, [dict(score=scale['reward_mean'] + scale['reward_std'], ended=False)], scale, cfg).tolist() == pytest.approx([1.])
+    assert rollout_scores(judge, [dict(score=7., ended=True)], {}, OnlineConfig(standardise=False)).tolist() == [7.]
 
 
 def nothing(records): return [math.nan for _ in records]
@@ -125,9 +127,9 @@ def test_a_reward_gives_one_number_for_each_record():
 
 def test_prompts_come_once_each():
     cfg = OnlineConfig(rollouts=4)
-    rows = [i for step in range(1, 8) for i in prompt_rows(7, step, cfg)]
+    rows = [i for step in range(1, 8) for i in prompt_indices(7, step, cfg)]
     assert all(sorted(rows[i:i + 7]) == list(range(7)) for i in range(0, 28, 7))
-    assert rows != [i for step in range(1, 8) for i in prompt_rows(7, step, OnlineConfig(rollouts=4, seed=1))]
+    assert rows != [i for step in range(1, 8) for i in prompt_indices(7, step, OnlineConfig(rollouts=4, seed=1))]
 
 
 @pytest.mark.parametrize('n', [1, 2, 5, 40])
@@ -161,18 +163,18 @@ def test_fitted_curves_and_their_peaks(form, a, b):
     gold = d*(a - b*d) if form == 'best_of_n' else d*(a - b*np.log(d))
     rows = [dict(method='best_of_n' if form == 'best_of_n' else 'ppo', kl=x*x, gold=y, each=np.array([y - .1, y + .1]))
             for x, y in zip(d, gold)]
-    fit = fitted(rows, n=20)
-    assert [fit[k] for k in ('alpha', 'beta', 'peak', 'missed')] == pytest.approx([a, b, turn(a, b, form), 0])
-    assert fit['alpha_low'] < a < fit['alpha_high'] and fits(rows) and not fits(rows[:2]) and not fits(rows[-3:])
+    fit = fit_gold(rows, n=20)
+    assert [fit[k] for k in ('alpha', 'beta', 'peak', 'missed')] == pytest.approx([a, b, peak_distance(a, b, form), 0])
+    assert fit['alpha_low'] < a < fit['alpha_high'] and can_fit(rows) and not can_fit(rows[:2]) and not can_fit(rows[-3:])
     fine = np.linspace(.05, 20, 200_000)
     curve = fine*(a - b*fine) if form == 'best_of_n' else fine*(a - b*np.log(fine))
-    assert turn(a, b, form) == pytest.approx(fine[curve.argmax()], abs=1e-3)
+    assert peak_distance(a, b, form) == pytest.approx(fine[curve.argmax()], abs=1e-3)
 
 
-def ran(folder, room, **settings):
+def ran(folder, notebook, **settings):
     "A folder with the configuration of a run."
     folder.mkdir(parents=True)
-    (folder/'config.json').write_text(json.dumps(dict(room=room, settings=settings)))
+    (folder/'config.json').write_text(json.dumps(dict(notebook=notebook, settings=settings)))
     return str(folder)
 
 
@@ -180,29 +182,29 @@ def test_what_runs_are_called(tmp_path, base, monkeypatch):
     asked = ran(tmp_path/'asked', 'annotators', annotators='a.b:pool', label_flip=.25, outputs='pairs.json')
     again = ran(tmp_path/'more', 'annotators', annotators='a.b:pool', label_flip=0., outputs=ran(tmp_path/'pairs', 'best_of_n', policy='other'))
     cfg = OverConfig(policy=str(base/'sft'))
-    monkeypatch.setattr('alpaca_farm.overoptimization.width', lambda spec: 64 if 'wide' in spec else 32)
+    monkeypatch.setattr('alpaca_farm.overoptimization.hidden_width', lambda spec: 64 if 'wide' in spec else 32)
     some = ran(tmp_path/'rm', 'reward_model', preferences=asked, max_instances=9)
-    assert labels(some, cfg) == 'pool, 25% flips, 9 labels'
-    assert labels(ran(tmp_path/'wide', 'reward_model', preferences=again), cfg) == 'pool, asked again, width 64'
-    assert labels('me/my-model', cfg) == 'my-model'
-    assert labels(ran(tmp_path/'file', 'reward_model', preferences='mine/people.json'), cfg) == 'people'
+    assert label_name(some, cfg) == 'pool, 25% flips, 9 labels'
+    assert label_name(ran(tmp_path/'wide', 'reward_model', preferences=again), cfg) == 'pool, asked again, width 64'
+    assert label_name('me/my-model', cfg) == 'my-model'
+    assert label_name(ran(tmp_path/'file', 'reward_model', preferences='mine/people.json'), cfg) == 'people'
     free = ran(tmp_path/'free', 'ppo', advantage='rloo', kl_coef=0., reward_model=['a', 'b'], ensemble='worst')
     pairs = ran(tmp_path/'dpo', 'dpo', beta=.01, preferences=asked)
-    assert method(free) == 'rloo, no penalty, worst' and method(pairs) == 'dpo, beta 0.01'
+    assert method_name(free) == 'rloo, no penalty, worst' and method_name(pairs) == 'dpo, beta 0.01'
     every = ran(tmp_path/'all', 'reward_model', preferences=asked, max_instances=0)
-    assert proxy_of(free, []) == ['a', 'b'] and proxy_of(pairs, ['me/my-model', some, every]) == every
-    with pytest.raises(ValueError, match='none of the proxies did'): proxy_of(pairs, [some])
+    assert policy_proxy(free, []) == ['a', 'b'] and policy_proxy(pairs, ['me/my-model', some, every]) == every
+    with pytest.raises(ValueError, match='none of the proxies did'): policy_proxy(pairs, [some])
 
 
 def test_a_bank_without_references_is_refused(tmp_path):
     rows = [dict(instruction=str(i), input='', output=['a', 'b']) for i in range(3)]
     for name, some in (('bank', rows), ('references', rows[:2])): (tmp_path/f'{name}.json').write_text(json.dumps(some))
     cfg = OverConfig(bank=str(tmp_path/'bank.json'), references=str(tmp_path/'references.json'), instances=3)
-    with pytest.raises(ValueError, match="1 instructions of .*'2'"): answered(cfg)
+    with pytest.raises(ValueError, match="1 instructions of .*'2'"): bank_and_references(cfg)
 
 
 def test_the_full_grid_reads_only_what_it_makes():
-    jobs = grid(OverConfig())
+    jobs = study_grid(OverConfig())
     made = {j.out for j in jobs}
     assert len(made) == len(jobs) and all(n in made for j in jobs for n in j.needs)
 
@@ -233,9 +235,9 @@ def test_where_adam_adds_its_epsilon(tmp_path, style):
 
 
 def test_two_callables_of_one_module_are_two_inputs():
-    from alpaca_farm.core.runs import input_mark
-    marks = [input_mark(f'alpaca_farm.world:{name}') for name in ('pool', 'judge', 'people')]
-    assert len(set(marks)) == 3 and len({input_mark([m]) for m in ('alpaca_farm.world:pool', 'alpaca_farm.world:judge')}) == 2
+    from alpaca_farm.core.fingerprint import input_hash
+    marks = [input_hash(f'alpaca_farm.world:{name}') for name in ('pool', 'judge', 'people')]
+    assert len(set(marks)) == 3 and len({input_hash([m]) for m in ('alpaca_farm.world:pool', 'alpaca_farm.world:judge')}) == 2
 
 
 PARTS = dict(
@@ -249,9 +251,9 @@ def toy_train(cfg): return first_part(cfg)
 def test_a_lambda_inside_an_expression_does_not_stop_a_run():
     import ast
     import inspect
-    from alpaca_farm.core.runs import code_of
+    from alpaca_farm.core.fingerprint import code_hash
     with pytest.raises(SyntaxError): ast.parse(inspect.getsource(first_part).strip())   # its source is a fragment
-    assert len(code_of(toy_train)) == 12
+    assert len(code_hash(toy_train)) == 12
 
 
 @pytest.mark.parametrize('family, extra', [('gemma2', dict(final_logit_softcapping=5., head_dim=8)), ('cohere', dict(logit_scale=.25)),
@@ -264,7 +266,7 @@ def test_logprobs_are_those_of_the_models_own_logits(family, extra):
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, 50, (2, 7))
     response = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]*2)
-    found = model_room.logprobs(model, dict(ids=ids, mask=torch.ones_like(ids), response=response), .7)
+    found = core_models.logprobs(model, dict(ids=ids, mask=torch.ones_like(ids), response=response), .7)
     logp = (model(ids).logits[:, :-1]/.7).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
     assert torch.allclose(found[:, 1:], logp*response[:, 1:], atol=1e-4)
 
@@ -273,8 +275,8 @@ def test_scores_all_alike_leave_the_units():
     scale, cfg = {}, OnlineConfig(missing_eos='')
     alike = [dict(score=0., ended=True)]*4
     judge = lambda records: [r['score'] for r in records]
-    assert worth(judge, alike, scale, cfg).tolist() == [0.]*4 and scale['reward_std'] == 1.
-    assert worth(judge, [dict(score=1., ended=True)], scale, cfg).tolist() == [1.]
+    assert rollout_scores(judge, alike, scale, cfg).tolist() == [0.]*4 and scale['reward_std'] == 1.
+    assert rollout_scores(judge, [dict(score=1., ended=True)], scale, cfg).tolist() == [1.]
 
 
 def test_an_online_method_needs_a_reward():
@@ -285,7 +287,7 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
     "Where the policy's prompts are longer, some instructions of the reference have no answer."
     base = [dict(instruction=i, input='', output=[f'base {i}']) for i in 'abc']
     seen = []
-    choose = Chooser.__new__(Chooser)
+    choose = CheckpointSelector.__new__(CheckpointSelector)
     choose.cfg, choose.tokenizer, choose.base = OnlineConfig(), None, base
     choose.judge = lambda pairs: seen.extend(pairs) or [2.]*len(pairs)
     monkeypatch.setattr('alpaca_farm.core.online.answers',

@@ -10,10 +10,10 @@ import pytest
 import tiny
 from alpaca_farm import openai_baselines
 from alpaca_farm.core import api
-from alpaca_farm.core.data import load
+from alpaca_farm.core.data import load_records
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.store import Store
-from alpaca_farm.openai_baselines import BASELINES, OpenaiBaselinesConfig, request, train
+from alpaca_farm.openai_baselines import baseline_request, BASELINES, OpenaiBaselinesConfig, run
 from judge_server import digest, judge_server, prompt_text
 
 
@@ -21,7 +21,7 @@ from judge_server import digest, judge_server, prompt_text
 def key(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    monkeypatch.setattr(api, 'wait_of', lambda e, attempt, luck, of=api.wait_of: min(of(e, attempt, luck), .06))
+    monkeypatch.setattr(api, 'retry_delay', lambda e, attempt, luck, of=api.retry_delay: min(of(e, attempt, luck), .06))
 
 
 def config(tmp_path, url, n=30, baseline='gpt-4-0314', **more):
@@ -33,7 +33,7 @@ def config(tmp_path, url, n=30, baseline='gpt-4-0314', **more):
 
 def wanted(cfg, model='judge'):
     "What the server says to each instruction: the hash of what it was sent."
-    return [f'Word {digest(prompt_text(request(r, cfg, model)))[:8]}.' for r in load(cfg.data)]
+    return [f'Word {digest(prompt_text(baseline_request(r, cfg, model)))[:8]}.' for r in load_records(cfg.data)]
 
 
 def server_of(**options): return judge_server(**dict(dict(template=' Word {hash}.\n'), **options))
@@ -46,12 +46,12 @@ def test_what_is_sent(tmp_path, baseline):
     for model in ('judge', 'text-davinci-003'):
         with server_of() as server:
             cfg = config(tmp_path, server.url, baseline=baseline, models=[f'{baseline}={model}'], out=str(tmp_path/model))
-            train(cfg)
-            rows, seen = load(cfg.out, 'outputs', 'output'), server.requests()
-        assert [(r['instruction'], r['input'], r['dataset']) for r in rows] == [(r['instruction'], r['input'], 'own') for r in load(cfg.data)]
+            run(cfg)
+            rows, seen = load_records(cfg.out, 'outputs', 'output'), server.requests()
+        assert [(r['instruction'], r['input'], r['dataset']) for r in rows] == [(r['instruction'], r['input'], 'own') for r in load_records(cfg.data)]
         assert [r['output'] for r in rows] == wanted(cfg, model) and {r['generator'] for r in rows} == {model}
         assert {r['path'] for r in seen} == {'/v1/chat/completions' if model == 'judge' else '/v1/completions'}
-        asked = request(rows[1], cfg, model)
+        asked = baseline_request(rows[1], cfg, model)
         assert (asked['temperature'], asked['max_tokens'], asked['model']) == (.7, 300, model)
         text = prompt_text(asked)
         assert 'Say word 1.' in text and 'loudly' in text and (str(limit) in text if limit else '### Response:' in text)
@@ -66,28 +66,28 @@ FAULTS = {'30% 429': {'429': .3}, '40% 500': {'500': .4}, 'resets': {'reset': .2
 def test_faults_cost_no_answer(tmp_path, name):
     with server_of(faults=FAULTS[name], seed=1) as server:
         cfg = config(tmp_path, server.url)
-        train(cfg)
+        run(cfg)
         counts = server.counts()
-    assert [r['output'] for r in load(cfg.out, 'outputs')] == wanted(cfg) and read_summary(cfg.out)['unanswered'] == 0
+    assert [r['output'] for r in load_records(cfg.out, 'outputs')] == wanted(cfg) and read_summary(cfg.out)['unanswered'] == 0
     assert counts['ok'] == len(Store(cfg.store)) == 30 < sum(counts.values()), 'an answer was paid for twice'
 
 
 def test_what_fails_for_now_is_asked_again_and_nothing_else(tmp_path):
     with server_of(faults={'500': {'p': 0, 'always_for': 'Say word [37]\\.'}}) as server:
         cfg = config(tmp_path, server.url, tries=2)
-        with pytest.raises(ValueError, match=r"(?s)28 of 30 .* 2 are missing.*Run again.*'Say word 3.'.*'Say word 7.'"): train(cfg)
-        assert len(load(cfg.out, 'outputs')) == 28 and not read_summary(cfg.out)
+        with pytest.raises(ValueError, match=r"(?s)28 of 30 .* 2 are missing.*Run again.*'Say word 3.'.*'Say word 7.'"): run(cfg)
+        assert len(load_records(cfg.out, 'outputs')) == 28 and not read_summary(cfg.out)
         server.set(faults={})
-        train(cfg)
-        assert [r['output'] for r in load(cfg.out, 'outputs')] == wanted(cfg) and server.counts()['ok'] == 30
-        assert read_summary(cfg.out)['known'] == 28 and train(cfg).done
+        run(cfg)
+        assert [r['output'] for r in load_records(cfg.out, 'outputs')] == wanted(cfg) and server.counts()['ok'] == 30
+        assert read_summary(cfg.out)['known'] == 28 and run(cfg).done
 
 
 def test_what_is_refused_for_good_is_named_and_left_out(tmp_path, capsys):
     with server_of(faults={'context': {'p': 0, 'always_for': 'Say word 7\\.'}}) as server:
         cfg = config(tmp_path, server.url)
-        train(cfg)
-    assert [r['output'] for r in load(cfg.out, 'outputs')] == [w for i, w in enumerate(wanted(cfg)) if i != 7]
+        run(cfg)
+    assert [r['output'] for r in load_records(cfg.out, 'outputs')] == [w for i, w in enumerate(wanted(cfg)) if i != 7]
     said = capsys.readouterr().out
     assert '1 OF 30 INSTRUCTIONS HAVE NO ANSWER' in said and "'Say word 7.'" in said and 'maximum context length' in said
     assert read_summary(cfg.out)['unanswered'] == 1
@@ -96,8 +96,8 @@ def test_what_is_refused_for_good_is_named_and_left_out(tmp_path, capsys):
 def test_a_refusal_is_an_answer(tmp_path):
     with server_of(faults={'refusal': 1}) as server:
         cfg = config(tmp_path, server.url, n=3)
-        train(cfg)
-    assert all("can't assist" in r['output'] for r in load(cfg.out, 'outputs')) and read_summary(cfg.out)['empty'] == 0
+        run(cfg)
+    assert all("can't assist" in r['output'] for r in load_records(cfg.out, 'outputs')) and read_summary(cfg.out)['empty'] == 0
 
 
 def test_several_samples_other_seeds_and_cut_answers(tmp_path):
@@ -105,15 +105,15 @@ def test_several_samples_other_seeds_and_cut_answers(tmp_path):
         cfg = config(tmp_path, server.url, n=4)
         samples = config(tmp_path, server.url, **{'max_tokens': 3, 'seed': 1})
         samples.n = 3
-        train(cfg); train(samples)
+        run(cfg); run(samples)
         assert server.counts()['ok'] == 4 + 12, 'a sample of its own each'
         more = config(tmp_path, server.url, max_tokens=3, seed=1, out=str(tmp_path/'more'), max_instances=2)
         more.n = 5
-        train(more)
+        run(more)
         assert server.counts()['ok'] == 16 + 4, 'three of five were there'
-    rows = load(samples.out, 'candidates', 'candidates')
+    rows = load_records(samples.out, 'candidates', 'candidates')
     assert [len(r['output']) for r in rows] == [3]*4 and not any(e for r in rows for e in r['ended'])
-    assert read_summary(samples.out)['ended'] == 0 and [r['output'] for r in load(samples.out, 'outputs')] == [r['output'][0] for r in rows]
+    assert read_summary(samples.out)['ended'] == 0 and [r['output'] for r in load_records(samples.out, 'outputs')] == [r['output'][0] for r in rows]
 
 
 WORKER = '''
@@ -134,25 +134,25 @@ def test_killed_in_the_middle_pays_once(tmp_path):
             p.send_signal(signal.SIGKILL)
         stored = len(Store(tmp_path/'a.sqlite'))
         cfg = config(tmp_path, server.url, 60)
-        train(cfg)
-        assert [r['output'] for r in load(cfg.out, 'outputs')] == wanted(cfg)
+        run(cfg)
+        assert [r['output'] for r in load_records(cfg.out, 'outputs')] == wanted(cfg)
         assert 20 <= stored < 60 and read_summary(cfg.out)['asked'] == 60 - stored and server.counts()['ok'] <= 60 + 4
 
 
 def test_a_budget_stops_cleanly_and_goes_on(tmp_path):
     prices = tmp_path/'prices.yaml'; prices.write_text('judge: [10, 10]')
     with server_of() as server:
-        with pytest.raises(ValueError, match=r'the budget of \$0.01 is reached'): train(config(tmp_path, server.url, prices=str(prices), budget=.01, concurrency=2))
+        with pytest.raises(ValueError, match=r'the budget of \$0.01 is reached'): run(config(tmp_path, server.url, prices=str(prices), budget=.01, concurrency=2))
         paid = server.counts()['ok']
-        train(cfg := config(tmp_path, server.url, prices=str(prices), budget=5.))
+        run(cfg := config(tmp_path, server.url, prices=str(prices), budget=5.))
         assert 0 < paid < 30 and server.counts()['ok'] == 30 and read_summary(cfg.out)['asked'] == 30 - paid
 
 
 def test_no_key_and_no_baseline(tmp_path, monkeypatch):
     monkeypatch.delenv('OPENAI_API_KEY')
-    with pytest.raises(ValueError, match='set the environment variable OPENAI_API_KEY'): train(config(tmp_path, ''))
-    with pytest.raises(ValueError, match="baseline = '': choose from text-davinci-003"): train(config(tmp_path, '', baseline='', out=str(tmp_path/'b')))
+    with pytest.raises(ValueError, match='set the environment variable OPENAI_API_KEY'): run(config(tmp_path, ''))
+    with pytest.raises(ValueError, match="baseline = '': choose from text-davinci-003"): run(config(tmp_path, '', baseline='', out=str(tmp_path/'b')))
     monkeypatch.setenv('OPENAI_API_KEY', 'wrong')
     with server_of(key='right') as server:
-        with pytest.raises(ValueError, match='check OPENAI_API_KEY'): train(config(tmp_path, server.url, concurrency=4))
+        with pytest.raises(ValueError, match='check OPENAI_API_KEY'): run(config(tmp_path, server.url, concurrency=4))
         assert len(server.requests()) <= 8

@@ -9,13 +9,14 @@ import torch
 import tiny
 from alpaca_farm import quark
 from alpaca_farm.core.answers import AnswerConfig
-from alpaca_farm.core.control import add_tokens, with_token
+from alpaca_farm.core.control import add_tokens, prepend_tokens
 from alpaca_farm.core.generation import generate
 from alpaca_farm.core.models import load_policy, load_tokenizer, logprobs
-from alpaca_farm.core.runs import load_state, read_log, read_summary
+from alpaca_farm.core.files import load_state
+from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import collate, encode_prompts
-from alpaca_farm.quark import (QuarkConfig, answers_of, draw, pool_batch, quantiles, quark_loss, quark_terms, remember,
-                               response_terms, reward_tokens, token_terms)
+from alpaca_farm.quark import (draw_batches, pool_answers, pool_batch, quantiles, quark_loss, quark_terms,
+    QuarkConfig, response_terms, reward_tokens, token_terms, update_pool)
 
 torch.set_num_threads(1)
 
@@ -91,7 +92,7 @@ def pair(models):
 def batch_of(models, pair, rows, tokens=True, side='right', times=2):
     _, _, tokenizer, ids, _ = pair
     prompts = [models.prompts[i] for i in rows]
-    if tokens: prompts = with_token(prompts, [ids[i % 2] for i in rows], tokenizer, times)
+    if tokens: prompts = prepend_tokens(prompts, [ids[i % 2] for i in rows], tokenizer, times)
     return collate(prompts, [models.answers[i] for i in rows], tokenizer.pad_token_id, side)
 
 
@@ -158,7 +159,7 @@ def test_the_reference_knows_nothing_of_tokens(models, pair):
     same_kl = on(response_terms(reference, reference, plain, size), plain)['kl']
     assert max(k.abs().max() for k in same_kl) < 1e-5, 'a policy is no distance from itself'
     policy = pair[0]
-    rest = [with_token([p], ids[1], tokenizer, 2)[0] for p in models.prompts[:8]]
+    rest = [prepend_tokens([p], ids[1], tokenizer, 2)[0] for p in models.prompts[:8]]
     other = collate(rest, models.answers[:8], tokenizer.pad_token_id)
     a, b = (on(response_terms(policy, policy, x, size), x)['kl'] for x in (told, other))  # the second policy reads no token
     assert max((x - y).abs().max() for x, y in zip(a[1::2], b[1::2])) < 1e-6 and max(x.max() for x in a) > 1e-4
@@ -172,7 +173,7 @@ def test_untouched_vocabulary(models):
     assert (ids, words, len(table)) == ([size, size + 1, size + 2], size, size + 3) and torch.equal(table[:size], was)
     assert ((table[size:] - was.mean(0)).abs() < 3*was.std(0)).all() and policy.generation_config.suppress_tokens == ids
     prompts = encode_prompts([dict(instruction='Name a bird.')], tokenizer)
-    assert prompts == with_token(encode_prompts([dict(instruction='Name a bird.')], models.tokenizer), ids[0], models.tokenizer, 2)
+    assert prompts == prepend_tokens(encode_prompts([dict(instruction='Name a bird.')], models.tokenizer), ids[0], models.tokenizer, 2)
     with pytest.raises(ValueError, match='has control tokens already'): reward_tokens(policy, tokenizer, QuarkConfig(best_quantile_only=False))
     assert reward_tokens(models.policy, models.tokenizer, QuarkConfig()) == ([], len(was))
 
@@ -180,11 +181,11 @@ def test_untouched_vocabulary(models):
 def test_pool():
     responses = [[5, 2], [6, 7, 2], [8]]
     b = collate([[1], [1, 4], [1]], responses, 0)
-    pool = remember({}, b, [4, 9, 2], torch.tensor([1., 3., 2.]), False)
-    assert answers_of(pool) == responses and pool['row'].tolist() == [4, 9, 2]
-    more = remember(pool, b, [1, 1, 1], torch.tensor([9., 8., 7.]), False)
-    assert answers_of(more) == responses*2 and quantiles(more['score'], 2).tolist() == [1, 1, 1, 0, 0, 0]
-    assert answers_of(remember(pool, b, [1, 1, 1], torch.zeros(3), True)) == responses
+    pool = update_pool({}, b, [4, 9, 2], torch.tensor([1., 3., 2.]), False)
+    assert pool_answers(pool) == responses and pool['row'].tolist() == [4, 9, 2]
+    more = update_pool(pool, b, [1, 1, 1], torch.tensor([9., 8., 7.]), False)
+    assert pool_answers(more) == responses*2 and quantiles(more['score'], 2).tolist() == [1, 1, 1, 0, 0, 0]
+    assert pool_answers(update_pool(pool, b, [1, 1, 1], torch.zeros(3), True)) == responses
     batch = pool_batch([[1], [1, 4], [1]], responses, [], type('T', (), dict(pad_token_id=0)))
     assert batch['ids'].tolist() == [[1, 5, 2, 0, 0], [1, 4, 6, 7, 2], [1, 8, 0, 0, 0]]
     assert batch['weight'].tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]], 'EOS is learned, padding is not'
@@ -192,9 +193,9 @@ def test_pool():
 
 def test_every_answer_is_learned_from_once_before_any_comes_again():
     cfg = QuarkConfig(updates=5, batch_size=8)
-    rows = sum(draw(10, 3, cfg), [])
+    rows = sum(draw_batches(10, 3, cfg), [])
     assert len(rows) == 40 and all(sorted(rows[i:i + 10]) == list(range(10)) for i in range(0, 40, 10))
-    assert draw(10, 3, cfg) == draw(10, 3, cfg) != draw(10, 4, cfg)
+    assert draw_batches(10, 3, cfg) == draw_batches(10, 3, cfg) != draw_batches(10, 4, cfg)
 
 
 @pytest.mark.parametrize('bad, said', [
@@ -224,7 +225,7 @@ def test_run_with_tokens(base, told):
     policy, tokenizer = load_policy(told, cfg)
     plain, token = load_tokenizer(str(base/'sft')), tokenizer.convert_tokens_to_ids('<reward_0>')
     record = dict(instruction='Name a bird.')
-    assert encode_prompts([record], tokenizer) == with_token(encode_prompts([record], plain), token, plain, 2)
+    assert encode_prompts([record], tokenizer) == prepend_tokens(encode_prompts([record], plain), token, plain, 2)
     written = [t for s, in generate(policy, tokenizer, encode_prompts([record]*64, tokenizer), max_new_tokens=30) for t in s.tokens]
     assert max(written) < len(plain), 'a reward token is never written'
 
@@ -235,7 +236,7 @@ def test_the_pool_is_in_the_checkpoint(base, tmp_path, monkeypatch):
     monkeypatch.setattr(quark, 'finish', stop)
     with pytest.raises(KeyboardInterrupt): quark.train(cfg)
     pool = load_state(tmp_path/'quark'/'checkpoint'/'state.safetensors')['extra']['pool']
-    assert len(pool['score']) == 32 and len(answers_of(pool)) == 32 and pool['length'].sum() == len(pool['answers'])
+    assert len(pool['score']) == 32 and len(pool_answers(pool)) == 32 and pool['length'].sum() == len(pool['answers'])
 
 
 @pytest.mark.parametrize('tokens', [False, True])
@@ -253,15 +254,15 @@ def test_first_update_is_plain_imitation_of_the_best(base, tmp_path):
     "Before any update the policy is the reference: no KL, and the loss is the mean -log p of the best quarter's tokens, EOS included."
     given = tiny.settings('quark', base, out=str(tmp_path/'quark'), steps=1, updates=1, batch_size=4, annotators='', eval_split='', save_every=0)
     kept = {}
-    real = quark.remember
-    quark.remember = lambda *a: kept.setdefault('pool', real(*a))
+    real = quark.update_pool
+    quark.update_pool = lambda *a: kept.setdefault('pool', real(*a))
     try: quark.train(cfg := QuarkConfig(**given))
-    finally: quark.remember = real
+    finally: quark.update_pool = real
     first, pool = read_log(given['out'])[0], kept['pool']
     policy, tokenizer = load_policy(cfg.policy, cfg)
     _, prompts, _ = quark.prompts_of(cfg, tokenizer)
     best = (quantiles(pool['score'], 4) == 0).nonzero()[:, 0].tolist()
-    answers = answers_of(pool)
+    answers = pool_answers(pool)
     assert len(best) == 4
     b = collate([prompts[pool['row'][i]] for i in best], [answers[i] for i in best], 0)
     with torch.no_grad(): want = -(logprobs(policy, b).sum()/b['response'].sum()).item()
@@ -283,7 +284,7 @@ def test_a_token_is_obeyed(models):
         t = response_terms(policy, models.policy, batch, size)
         (quark_loss(**t, mask=batch['response'], kl_coef=.01).sum()/batch['response'].sum()).backward()
         optimizer.step(); optimizer.zero_grad()
-    opened = [[s.tokens[0] == a for s, in generate(policy, tokenizer, with_token(models.prompts, k, models.tokenizer, 2), max_new_tokens=2)] for k in ids]
+    opened = [[s.tokens[0] == a for s, in generate(policy, tokenizer, prepend_tokens(models.prompts, k, models.tokenizer, 2), max_new_tokens=2)] for k in ids]
     assert sum(opened[0]) >= 13 and sum(opened[1]) <= 3
 
 

@@ -130,7 +130,7 @@ def test_rows_are_the_shipped_leaderboards(model, board):
                              [len(r['output']) for r in json.loads((DATA/model/'model_outputs.json').read_text())])
     assert row.pop('n_unanswered') == 0 and row['n_total'] == 805
     for name, value in row.items(): assert float(shipped[name]) == pytest.approx(value, abs=1e-6), name
-    whole = rk.by_source(verdicts(model, board))
+    whole = rk.games_by_source(verdicts(model, board))
     assert whole.n_total.tolist() == [129, 156, 188, 252, 80, 805] and whole.loc['all', 'win_rate'] == pytest.approx(float(shipped.win_rate), abs=1e-6)
     for source in ('koala', 'vicuna'):
         p = [r['preference'] for r in verdicts(model, board) if r['dataset'] == source]
@@ -173,8 +173,8 @@ def test_games_of_recorded_annotations():
 
 def test_sources_name_the_row():
     rows = [dict(preference=2, dataset='a')]*5 + [dict(preference=0, dataset='b'), dict(preference=-1, dataset='b'), dict(preference=7, dataset='b')]
-    with pytest.raises(ValueError, match='row 7: preference 7'): rk.by_source(rows)
-    assert rk.by_source(rows[:7]).loc['b'].tolist()[0] == 50 and rk.by_source(rows[:7]).n_unanswered.tolist() == [0, 1, 1]
+    with pytest.raises(ValueError, match='row 7: preference 7'): rk.games_by_source(rows)
+    assert rk.games_by_source(rows[:7]).loc['b'].tolist()[0] == 50 and rk.games_by_source(rows[:7]).n_unanswered.tolist() == [0, 1, 1]
 
 
 def test_no_verdict_is_counted_and_counts_nowhere():

@@ -11,15 +11,15 @@ from alpaca_farm.core.settings import Config, as_type
 RECIPES = Path(__file__).parents[1]/'nbs'/'recipes'
 
 
-def config_of(room: str):
-    module = importlib.import_module(f'alpaca_farm.{room}')
+def config_of(notebook: str):
+    module = importlib.import_module(f'alpaca_farm.{notebook}')
     return next(v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Config) and v.__module__ == module.__name__)
 
 
-def fits(room: str, settings: dict):
-    kinds = typing.get_type_hints(config_of(room))
+def fits(notebook: str, settings: dict):
+    kinds = typing.get_type_hints(config_of(notebook))
     for name, value in settings.items():
-        assert name in kinds, f'{room} has no setting {name}'
+        assert name in kinds, f'{notebook} has no setting {name}'
         as_type(name, value, kinds[name])
 
 

@@ -45,25 +45,25 @@ def same_run(a, b):
     assert one == other
 
 
-def kill_at(step, room, given):
+def kill_at(step, notebook, given):
     "Start a run, kill it when its log has `step` records; how many it had."
-    p, log = tiny.spawn(tiny.command(room, **given)), Path(given['out'])/'log.jsonl'
+    p, log = tiny.spawn(tiny.command(notebook, **given)), Path(given['out'])/'log.jsonl'
     try:
         while p.poll() is None and (not log.exists() or log.read_bytes().count(b'\n') < step): time.sleep(.002)
-        assert p.poll() is None, f'{room} ended before step {step}:\n{p.stdout.read()}'
+        assert p.poll() is None, f'{notebook} ended before step {step}:\n{p.stdout.read()}'
     finally: p.kill()
     p.communicate()
     assert p.returncode == -signal.SIGKILL
     return len(read_log(given['out']))
 
 
-def interrupted(room, base, folder):
-    more, low, high = LONG[room]
-    given = tiny.settings(room, base, out=str(folder/room), **more)
+def interrupted(notebook, base, folder):
+    more, low, high = LONG[notebook]
+    given = tiny.settings(notebook, base, out=str(folder/notebook), **more)
     at = random.SystemRandom().randint(low, high)
-    reached = kill_at(at, room, given)
-    assert not (folder/room/'summary.json').exists()
-    again = tiny.spawn(tiny.command(room, **given))
+    reached = kill_at(at, notebook, given)
+    assert not (folder/notebook/'summary.json').exists()
+    again = tiny.spawn(tiny.command(notebook, **given))
     said = again.communicate()[0]
     assert again.returncode == 0, said
     return at, reached
@@ -71,20 +71,20 @@ def interrupted(room, base, folder):
 
 @pytest.fixture(scope='module')
 def killed(base, tmp_path_factory):
-    "Every room's run, killed and started again; two at a time."
+    "Every notebook's run, killed and started again; two at a time."
     folder = tmp_path_factory.mktemp('killed')
     with ThreadPoolExecutor(2) as workers:
-        yield folder, {room: workers.submit(interrupted, room, base, folder) for room in LONG}
+        yield folder, {notebook: workers.submit(interrupted, notebook, base, folder) for notebook in LONG}
 
 
-@pytest.mark.parametrize('room', LONG)
-def test_killed_at_a_random_step(base, killed, tmp_path, capsys, room):
+@pytest.mark.parametrize('notebook', LONG)
+def test_killed_at_a_random_step(base, killed, tmp_path, capsys, notebook):
     folder, jobs = killed
-    at, reached = jobs[room].result()
-    with capsys.disabled(): print(f' [{room} killed at step {at}, {reached} logged]', end='', flush=True)
-    module = importlib.import_module(f'alpaca_farm.{room}')
-    module.train(tiny.config(module, **tiny.settings(room, base, out=str(tmp_path/room), **LONG[room][0])))
-    same_run(tmp_path/room, folder/room)
+    at, reached = jobs[notebook].result()
+    with capsys.disabled(): print(f' [{notebook} killed at step {at}, {reached} logged]', end='', flush=True)
+    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/notebook), **LONG[notebook][0])))
+    same_run(tmp_path/notebook, folder/notebook)
 
 
 def die_at(train, cfg, function, name, count=1):
@@ -239,7 +239,7 @@ def test_one_writer_at_a_time(tmp_path):
     run = runs.start(cfg, module.train)
     pid = os.fork()
     if pid == 0:
-        runs.held.clear()
+        runs.locks.clear()
         try: runs.start(cfg, module.train)
         except RuntimeError as e: os._exit(7 if 'another process' in str(e) else 8)
         os._exit(9)

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import reward_model as rm
-from alpaca_farm.core.models import labels_behind, load_scalar, reward, score_records
-from alpaca_farm.core.runs import read_json, read_log, read_summary
+from alpaca_farm.core.models import label_count, load_scalar, reward, score_records
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.reward_model import RewardModelConfig, pairwise_loss
 from test_resume import die_at, same_run, without_times
 
@@ -143,7 +144,7 @@ def test_accuracy_by_annotator():
 def test_average_is_the_mean():
     states = [dict(a=randn(3, 4, seed=s), b=randn(5, seed=s + 9)) for s in range(5)]
     before = [{k: w.clone() for k, w in s.items()} for s in states]
-    mean = rm.averaged(iter(states))
+    mean = rm.mean_weights(iter(states))
     for k in 'ab': torch.testing.assert_close(mean[k], torch.stack([s[k] for s in states]).mean(0), rtol=1e-12, atol=1e-12)
     assert all(torch.equal(s[k], b[k]) for s, b in zip(states, before) for k in 'ab')  # and changes nothing
 
@@ -186,7 +187,7 @@ def test_members_are_themselves(base, whole, tmp_path):
 
 
 def test_members_have_their_own_zero_and_unit(base, whole):
-    pairs, cfg = rm.read_pairs(config(base, whole))[1], config(base, whole)
+    pairs, cfg = rm.load_preference_pairs(config(base, whole))[1], config(base, whole)
     answers = [dict(r, output=r[f]) for r in pairs for f in ('output_1', 'output_2')]
     for folder in ('member-1', 'member-2', 'member-3', ''):
         scores = np.array(reward(str(whole/folder), cfg)(answers))
@@ -194,7 +195,7 @@ def test_members_have_their_own_zero_and_unit(base, whole):
     members = [str(whole/f'member-{k}') for k in (1, 2, 3)]
     assert rm.members_of(whole) == members
     np.testing.assert_allclose(reward(members, cfg)(answers), np.mean([reward(m, cfg)(answers) for m in members], 0), atol=1e-9)
-    assert labels_behind(members) == labels_behind(str(whole)) == 30
+    assert label_count(members) == label_count(str(whole)) == 30
 
 
 def test_what_an_ensemble_leaves(base, whole):
@@ -213,7 +214,7 @@ def test_the_curve(base, whole, tmp_path):
     "A point of the curve is the run that has just those pairs and labels."
     rows = list(csv.DictReader(open(whole/'curve.csv')))
     assert [r['pairs'] for r in rows] == ['30', '8', '16', '30', '30'] and set(rows[0]) >= {'flips', 'accuracy_low', 'accuracy_majority'}
-    pairs, aside, _ = rm.read_pairs(config(base, tmp_path))
+    pairs, aside, _ = rm.load_preference_pairs(config(base, tmp_path))
     flipped = [sum(r['flipped'] for r in pairs.records[:n])/n for n in (30, 8, 16)]
     assert [float(r['flips']) for r in rows[:3]] == pytest.approx(flipped) and float(rows[3]['flips']) == 0 < float(rows[4]['flips']) < 1
     (tmp_path/'few.json').write_text(json.dumps(pairs.records[:16] + aside))
@@ -227,7 +228,7 @@ def test_the_curve(base, whole, tmp_path):
 
 def test_flips_anew_are_those_of_the_annotators(base, tmp_path):
     "At the annotators' own rate and seed the labels come back; at 0 they are the truth; rates are nested."
-    pairs = rm.read_pairs(config(base, tmp_path))[0]
+    pairs = rm.load_preference_pairs(config(base, tmp_path))[0]
     assert rm.flipped_anew(pairs, .25, 0).labels == pairs.labels
     truth = [3 - r['preference'] if r['flipped'] else r['preference'] for r in pairs.records]
     assert rm.flipped_anew(pairs, 0., 0).labels == truth != pairs.labels

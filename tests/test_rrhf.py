@@ -9,11 +9,14 @@ from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import rrhf
-from alpaca_farm.core.candidates import LISTS, from_rrhf, gather, positional, read_candidates, to_rrhf, write_rrhf
+from alpaca_farm.core.candidates import (default_sources, from_rrhf, LISTS, merge_candidates,
+    read_candidates, to_rrhf, write_rrhf)
 from alpaca_farm.core.models import load_policy, logprobs
-from alpaca_farm.core.runs import read_json, read_log, read_summary
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import collate, decode, encode_prompts, encode_responses
-from alpaca_farm.rrhf import RRHFConfig, best_nll, best_share, normalised, rrhf_batch, rrhf_loss, rrhf_step
+from alpaca_farm.rrhf import (best_nll, imitation_weights, normalised, rrhf_batch, rrhf_loss, rrhf_step,
+    RRHFConfig)
 
 torch.set_num_threads(1)
 
@@ -60,11 +63,11 @@ def test_rank_loss_refuses_other_shapes():
 def test_ties_cost_nothing_and_their_best_is_a_setting():
     assert rrhf_loss(torch.tensor([[3., -9.]]), torch.tensor([[1., 1.]])).item() == 0
     scores, lengths = [2., 5., 5., 5.], [9, 4, 6, 5]
-    share = lambda ties, u=0.: best_share(scores, lengths, ties, u)
+    share = lambda ties, u=0.: imitation_weights(scores, lengths, ties, u)
     assert share('first') == [0, 1, 0, 0] and share('longest') == [0, 0, 1, 0] and share('skip') == [0]*4
     assert share('average') == [0, 1/3, 1/3, 1/3]
     assert [share('random', u) for u in (0., .4, .99)] == [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    for ties in ('first', 'random', 'longest', 'average', 'skip'): assert best_share([1., 3., 2.], [1]*3, ties, .9) == [0, 1, 0]
+    for ties in ('first', 'random', 'longest', 'average', 'skip'): assert imitation_weights([1., 3., 2.], [1]*3, ties, .9) == [0, 1, 0]
 
 
 def test_lengths_are_the_responses_own():
@@ -86,10 +89,10 @@ def test_lengths_are_the_responses_own():
 def some(base, models):
     "Twelve queries of two or three scored candidates, their prompts, and a configuration."
     cfg = RRHFConfig(**tiny.settings('rrhf', base))
-    queries, prompts, left_out = rrhf.queries_of(cfg, models.tokenizer)
+    queries, prompts, left_out = rrhf.load_queries(cfg, models.tokenizer)
     queries = [rrhf.picked(q, [0, 1] if i % 3 else range(len(q['output']))) for i, q in enumerate(queries[:12])]
     assert left_out < 10 and {len(q['output']) for q in queries} == {2, 3}
-    return rrhf.scored(queries, rrhf.scorer(cfg)), prompts[:12], cfg
+    return rrhf.score_pool(queries, rrhf.score_function(cfg)), prompts[:12], cfg
 
 
 @pytest.fixture(scope='module')
@@ -99,7 +102,7 @@ def policy(base, models): return load_policy(str(base/'sft'), models.cfg)[0]
 @torch.no_grad()
 def by_hand(policy, models, query, prompt, cfg):
     "One query's losses, each candidate read alone."
-    tokens = rrhf.tokens_of(query, models.tokenizer)
+    tokens = rrhf.candidate_tokens(query, models.tokenizer)
     sums = [logprobs(policy, collate([prompt], [ids], 0)).sum().item() for ids in tokens]
     p = [s/len(ids)**(cfg.length_penalty if cfg.length_norm == 'power' else cfg.length_norm == 'token') for s, ids in zip(sums, tokens)]
     best = query['scores'].index(max(query['scores']))
@@ -155,16 +158,16 @@ def test_nothing_is_longer_than_allowed(base, models, capsys):
     "Defect 6: prompt and response are within max_length; nothing is cut, and what is left out is counted."
     given = tiny.settings('rrhf', base)
     free, lengths = RRHFConfig(**given), []
-    for q, p in zip(*rrhf.queries_of(free, models.tokenizer)[:2]): lengths += [len(p) + len(ids) for ids in rrhf.tokens_of(q, models.tokenizer)]
+    for q, p in zip(*rrhf.load_queries(free, models.tokenizer)[:2]): lengths += [len(p) + len(ids) for ids in rrhf.candidate_tokens(q, models.tokenizer)]
     limit = sorted(lengths)[len(lengths)//2]
     cfg = RRHFConfig(**given | dict(max_length=limit))
-    queries, prompts, left_out = rrhf.queries_of(cfg, models.tokenizer)
-    sizes = [len(p) + len(ids) for q, p in zip(queries, prompts) for ids in rrhf.tokens_of(q, models.tokenizer)]
+    queries, prompts, left_out = rrhf.load_queries(cfg, models.tokenizer)
+    sizes = [len(p) + len(ids) for q, p in zip(queries, prompts) for ids in rrhf.candidate_tokens(q, models.tokenizer)]
     assert max(sizes) <= limit and left_out == 60 - len(queries) > 0 and 'left out' in capsys.readouterr().out
-    texts = {t for q in gather(cfg.candidates) for t in q['output']}
+    texts = {t for q in merge_candidates(cfg.candidates) for t in q['output']}
     assert all(set(q['output']) <= texts and len(q['output']) > 1 for q in queries)
     with pytest.raises(ValueError, match='two different candidates within max_length = 12'):
-        rrhf.queries_of(RRHFConfig(**given | dict(max_length=12)), models.tokenizer)
+        rrhf.load_queries(RRHFConfig(**given | dict(max_length=12)), models.tokenizer)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------------------
@@ -195,14 +198,14 @@ def test_rrhf_files_round_trip(tmp_path):
     back = from_rrhf(row)
     order = [2, 0, 1]
     assert back == ours | {k: [ours[k][i] for i in order] for k in LISTS}
-    assert [positional(n) for n in (1, 2, 3)] == [['sample'], ['chosen', 'rejected'], ['sample', 'chosen', 'rejected']]
+    assert [default_sources(n) for n in (1, 2, 3)] == [['sample'], ['chosen', 'rejected'], ['sample', 'chosen', 'rejected']]
 
 
 def test_sources_are_views(tmp_path):
     path = write(tmp_path/'a.json', ROWS, lines=True)
-    assert [q['output'] for q in gather(path, ['chosen', 'rejected'])] == [['Hi!', 'No.'], ['Blue\u2028.', 'Red.']]
-    assert [q['output'] for q in gather(path, ['sample'])] == [['Yes?', 'Hello.'], []]
-    with pytest.raises(ValueError, match="sources = 'gpt': the candidates are from chosen, rejected, sample"): gather(path, ['gpt'])
+    assert [q['output'] for q in merge_candidates(path, ['chosen', 'rejected'])] == [['Hi!', 'No.'], ['Blue\u2028.', 'Red.']]
+    assert [q['output'] for q in merge_candidates(path, ['sample'])] == [['Yes?', 'Hello.'], []]
+    with pytest.raises(ValueError, match="sources = 'gpt': the candidates are from chosen, rejected, sample"): merge_candidates(path, ['gpt'])
 
 
 def test_kinds_are_merged_by_instruction(tmp_path):
@@ -211,7 +214,7 @@ def test_kinds_are_merged_by_instruction(tmp_path):
              write(tmp_path/'gpt.json', [dict(ask, output='Hail.', generator='gpt'), dict(instruction='Bye.', output='Bye.')]),
              write(tmp_path/'pairs.jsonl', [dict(ask, output_1='Hm.', output_2='Good day!', preference=1.8)], lines=True),
              write(tmp_path/'trl.json', [dict(prompt='Greet me.', chosen='Servus.', rejected='Bah.')])]
-    first, second = gather(specs)
+    first, second = merge_candidates(specs)
     assert first['output'] == ['Hello!', 'Go', 'Hail.', 'Good day!', 'Hm.', 'Servus.', 'Bah.']
     assert first['source'] == ['mine', 'mine', 'gpt', 'chosen', 'rejected', 'chosen', 'rejected']
     assert first['scores'][:3] == [None]*3 and first['scores'][3:] == pytest.approx([.8, .2, 1., 0.])
@@ -236,7 +239,7 @@ def test_bad_files(tmp_path, rows, message):
 def test_the_first_k_different_ones(base, models):
     cfg = RRHFConfig(**tiny.settings('rrhf', base, k=3))
     query = dict(output=['a b', 'c', 'a b', '', 'd', 'e'], source=list('123456'), scores=[None]*6, ended=[True, True, True, False, True, True])
-    found = rrhf.that_count(query, [5]*4, models.tokenizer, cfg)
+    found = rrhf.limit_candidates(query, [5]*4, models.tokenizer, cfg)
     assert found['output'] == ['a b', 'c', 'd'] and found['source'] == ['1', '2', '5']  # an empty answer that never ended is none
 
 
@@ -256,8 +259,8 @@ def indifferent(records): return [3.]*len(records)
 
 def test_scores_by_an_annotator():
     ask = [dict(instruction=i, output=o) for i, o in (('x', 'aaa'), ('y', 'b'), ('x', 'a'), ('x', 'aa'), ('y', 'bb'))]
-    assert rrhf.compared_by(longer)(ask) == [1., 0., 0., .5, 1.]
-    assert rrhf.compared_by(first_is_better)(ask) == pytest.approx([.5]*5)  # a taste for a place cancels
+    assert rrhf.comparison_scores(longer)(ask) == [1., 0., 0., .5, 1.]
+    assert rrhf.comparison_scores(first_is_better)(ask) == pytest.approx([.5]*5)  # a taste for a place cancels
 
 
 @pytest.mark.parametrize('more, error, message', [
@@ -298,10 +301,10 @@ def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, policy, t
     log, summary = run(base, tmp_path/'rrhf')
     cfg = RRHFConfig(**tiny.settings('rrhf', base))
     assert cfg.rrhf_weight == cfg.sft_weight == 1
-    queries, prompts, _ = rrhf.queries_of(cfg, models.tokenizer)
+    queries, prompts, _ = rrhf.load_queries(cfg, models.tokenizer)
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
     assert [q['output'] for q in pool] == [q['output'] for q in queries] and all('samples' in q['source'] for q in pool)
-    longest = [len(p) + max(len(ids) for ids in rrhf.tokens_of(q, models.tokenizer)) for q, p in zip(queries, prompts)]
+    longest = [len(p) + max(len(ids) for ids in rrhf.candidate_tokens(q, models.tokenizer)) for q, p in zip(queries, prompts)]
     rows = rrhf.batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)[0]
     want = [by_hand(policy, models, pool[i], prompts[i], cfg) for i in rows]
     for name in ('rank', 'nll'): assert log[0][name] == pytest.approx(sum(w[name] for w in want)/len(want), rel=1e-3)
@@ -352,11 +355,11 @@ def test_online_is_refreshed_within_an_epoch(base, tmp_path):
 
 
 def test_own_answers_have_room(base, models, tmp_path, capsys):
-    "Queries whose prompt leaves no room for an answer are left out before any work."
-    sizes = sorted(len(p) for p in rrhf.queries_of(RRHFConfig(**tiny.settings('rrhf', base, candidates='', n=2)), models.tokenizer)[1])
+    "Queries whose prompt leaves no space for an answer are left out before any work."
+    sizes = sorted(len(p) for p in rrhf.load_queries(RRHFConfig(**tiny.settings('rrhf', base, candidates='', n=2)), models.tokenizer)[1])
     more = dict(candidates='', n=2, k=2, eval_split='', missing_eos='', batch_size=4, micro_batch_size=1)
     log, summary = run(base, tmp_path/'a', max_length=sizes[len(sizes)//2] + 12, **more)
-    assert summary['left_out'] == 60 - summary['queries'] > 0 and 'have not room for max_new_tokens' in capsys.readouterr().out
+    assert summary['left_out'] == 60 - summary['queries'] > 0 and 'have not space for max_new_tokens' in capsys.readouterr().out
     assert all(math.isfinite(r['loss']) for r in log) and all(q['output'] for q in read_json(tmp_path/'a'/'candidates.json'))
     with pytest.raises(ValueError, match='none of the 60 queries has'): run(base, tmp_path/'b', max_length=sizes[0] + 2, **more)
 
@@ -365,14 +368,14 @@ def test_kl_in_the_score(base, models, policy, some):
     "R - beta (log pi - log rho), whole answers, against candidates read one by one."
     queries, prompts, _ = some
     cfg = RRHFConfig(**tiny.settings('rrhf', base, n=2, rounds=2, kl_coef=.3))
-    found = rrhf.less_kl(queries, prompts, policy, models.policy, models.tokenizer, cfg)  # the reference: the base model
+    found = rrhf.subtract_kl(queries, prompts, policy, models.policy, models.tokenizer, cfg)  # the reference: the base model
     with torch.no_grad():
         for q, p, f in zip(queries, prompts, found):
-            for ids, s, adjusted in zip(rrhf.tokens_of(q, models.tokenizer), q['scores'], f['scores']):
+            for ids, s, adjusted in zip(rrhf.candidate_tokens(q, models.tokenizer), q['scores'], f['scores']):
                 now, was = (logprobs(m, collate([p], [ids], 0)).sum().item() for m in (policy, models.policy))
                 assert adjusted == pytest.approx(s - .3*(now - was), abs=1e-4)
     assert max(abs(a - b) for q, f in zip(queries, found) for a, b in zip(q['scores'], f['scores'])) > .05
-    same = rrhf.less_kl(queries, prompts, models.policy, models.policy, models.tokenizer, cfg)
+    same = rrhf.subtract_kl(queries, prompts, models.policy, models.policy, models.tokenizer, cfg)
     assert all(f['scores'] == pytest.approx(q['scores'], abs=1e-5) for q, f in zip(queries, same))
 
 
@@ -382,7 +385,7 @@ def test_own_candidates(base, models, decoding):
     prompts = models.prompts[:6]
     def drawn(**more):
         cfg = RRHFConfig(**tiny.settings('rrhf', base) | dict(n=4, decoding=decoding) | more)
-        return [d['output'] for d in rrhf.draw(models.policy, models.tokenizer, prompts, cfg, 0)]
+        return [d['output'] for d in rrhf.draw_candidates(models.policy, models.tokenizer, prompts, cfg, 0)]
     plain = drawn()
     assert all(len(x) == 4 for x in plain) and (drawn(temperature=.5) == plain) == (decoding != 'sample')
     assert sum(len(set(x)) for x in plain) > 18
@@ -393,12 +396,12 @@ def test_own_candidates(base, models, decoding):
 def test_cut_off_answers_score_by_the_rule(base, shift):
     "`replace` ranks them last in any unit of reward; -1 would be the best where rewards are about -5."
     query = dict(instruction='x', output=['aaa', 'aa', 'a'], source=['policy']*3, scores=[None]*3, ended=[False, True, True])
-    query, = rrhf.scored([query], lambda records: [len(r['output']) + shift for r in records])
+    query, = rrhf.score_pool([query], lambda records: [len(r['output']) + shift for r in records])
     for rule, want in (('replace', [-1., 2., 1.]), ('subtract', [1., 2., 1.]), ('', [3., 2., 1.])):
         cfg = RRHFConfig(**tiny.settings('rrhf', base, missing_eos=rule, missing_eos_value=2.))
-        assert rrhf.cut_off_last(query, cfg)['scores'] == [w + shift for w in want]
+        assert rrhf.penalise_missing_eos(query, cfg)['scores'] == [w + shift for w in want]
     cfg = RRHFConfig(**tiny.settings('rrhf', base))
-    assert rrhf.cut_off_last(query | dict(ended=[False]*3), cfg)['scores'] == [-1.]*3  # none whole: a tie
+    assert rrhf.penalise_missing_eos(query | dict(ended=[False]*3), cfg)['scores'] == [-1.]*3  # none whole: a tie
 
 
 def test_own_samples_are_learned_from_as_drawn(base, models, policy, tmp_path):
@@ -408,7 +411,7 @@ def test_own_samples_are_learned_from_as_drawn(base, models, policy, tmp_path):
                  ended=[False, True, True], tokens=[letters, [*letters, 2]])
     assert models.tokenizer.decode(letters) == 'snail' and encode_responses(['snail'], models.tokenizer, ended=False) != [letters]
     cfg = RRHFConfig(**tiny.settings('rrhf', base))
-    kept = rrhf.that_count(query, [5]*4, models.tokenizer, cfg)
+    kept = rrhf.limit_candidates(query, [5]*4, models.tokenizer, cfg)
     assert kept['output'] == ['snail', 'Good luck!'] and kept['tokens'] == [letters]
     batch = rrhf_batch([kept], [[5]*4], models.tokenizer, cfg)
     assert batch['ids'][0, 0][batch['response'][0, 0].bool()].tolist() == letters
@@ -419,8 +422,8 @@ def test_own_samples_are_learned_from_as_drawn(base, models, policy, tmp_path):
 
 def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch):
     "Where all that was drawn is the same; counted, and not imitated."
-    draw, batch, shown = rrhf.draw, rrhf.rrhf_batch, []
-    monkeypatch.setattr(rrhf, 'draw', lambda *a: [{k: v[:1]*2 for k, v in d.items()} if i % 2 else d for i, d in enumerate(draw(*a))])
+    draw, batch, shown = rrhf.draw_candidates, rrhf.rrhf_batch, []
+    monkeypatch.setattr(rrhf, 'draw_candidates', lambda *a: [{k: v[:1]*2 for k, v in d.items()} if i % 2 else d for i, d in enumerate(draw(*a))])
     monkeypatch.setattr(rrhf, 'rrhf_batch', lambda queries, *a: shown.extend(queries) or batch(queries, *a))
     more = dict(candidates='', n=2, k=2, max_instances=16, eval_split='', missing_eos='')
     for size in (1, 8):  # with 1 whole steps are

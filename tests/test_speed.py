@@ -37,7 +37,7 @@ def bare(url, requests, concurrency=20):
 
 
 def ours(url, folder, n, name, concurrency=20):
-    judge = judges.judge('alpaca_eval_gpt4', ApiConfig(base_url=url, store=str(folder/f'{name}.sqlite'), concurrency=concurrency))
+    judge = judges.load_judge('alpaca_eval_gpt4', ApiConfig(base_url=url, store=str(folder/f'{name}.sqlite'), concurrency=concurrency))
     began = time.perf_counter()
     assert all(v in (1, 2) for v in judge(pairs(n)))
     return n / (time.perf_counter() - began)
@@ -54,11 +54,11 @@ def theirs(url, folder, n, monkeypatch):
 
 
 def test_labels_per_second(tmp_path, monkeypatch, capsys):
-    "At 50 ms a label: ten times alpaca-eval's pace, and near a bare loop's; on few pairs the bounds leave room for a busy machine."
+    "At 50 ms a label: ten times alpaca-eval's pace, and near a bare loop's; on few pairs the bounds allow for a busy machine."
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
     with judge_server(latency=.05, template=RANKING) as server:
-        e = judges.evaluators('alpaca_eval_gpt4')[0]
-        requests = [judges.request(e, [p]) for p in pairs(N)]
+        e = judges.load_evaluators('alpaca_eval_gpt4')[0]
+        requests = [judges.judge_request(e, [p]) for p in pairs(N)]
         best, we = 0., 0.
         for turn in range(3):
             best = max(best, bare(server.url, requests))

@@ -132,14 +132,14 @@ def test_best_of_n_is_the_mean_over_subsets(ties, rng):
         for subset in map(list, itertools.combinations(range(9), n)):
             top = s[subset].max()
             brute.append(np.mean([g[i] for i in subset if s[i] == top]))
-        assert stats.best_of_n(s, g, n) == pytest.approx(np.mean(brute), abs=1e-12)
+        assert stats.best_of_n_value(s, g, n) == pytest.approx(np.mean(brute), abs=1e-12)
     assert stats.best_of_n_weights(s, 4).sum() == pytest.approx(1)
 
 
 def test_best_of_n_rows_are_independent(rng):
     s, g = rng.normal(size=(2, 3, 7)).round(), rng.normal(size=(2, 3, 7))
-    apart = [[stats.best_of_n(s[i, j], g[i, j], 3) for j in range(3)] for i in range(2)]
-    assert np.allclose(stats.best_of_n(s, g, 3), apart)
+    apart = [[stats.best_of_n_value(s[i, j], g[i, j], 3) for j in range(3)] for i in range(2)]
+    assert np.allclose(stats.best_of_n_value(s, g, 3), apart)
 
 
 def test_large_pools_stay_finite():
@@ -154,11 +154,11 @@ def test_kl_of_best_of_n():
 @pytest.mark.parametrize('form', ['best_of_n', 'rl'])
 def test_curve_fits_are_least_squares(form, rng):
     d = np.linspace(0, 4, 15)
-    r = stats.curve(d, 1.1, .3, form) + .1*rng.normal(size=15)
+    r = stats.overoptimization_curve(d, 1.1, .3, form) + .1*rng.normal(size=15)
     columns = np.stack([d, -d**2 if form == 'best_of_n' else -d*np.log(np.maximum(d, 1e-300))], 1)
-    assert stats.fit_curve(d, r, form) == pytest.approx(np.linalg.lstsq(columns, r, rcond=None)[0])
-    with pytest.raises(ValueError, match='form'): stats.fit_curve(d, r, 'bon')
-    with pytest.raises(ValueError, match='0 or more'): stats.fit_curve(-d, r, form)
+    assert stats.fit_overoptimization(d, r, form) == pytest.approx(np.linalg.lstsq(columns, r, rcond=None)[0])
+    with pytest.raises(ValueError, match='form'): stats.fit_overoptimization(d, r, 'bon')
+    with pytest.raises(ValueError, match='0 or more'): stats.fit_overoptimization(-d, r, form)
 
 
 def test_wilson_at_the_ends():

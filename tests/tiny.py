@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo', 'rrhf', 'quark', 'binary_feedback')  # rooms whose runs can be interrupted
+TRAINERS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo', 'rrhf', 'quark', 'binary_feedback')  # modules whose runs can be interrupted
 SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10, temperature=1.)
 SETTINGS = dict(
     world=dict(corpus=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600, hidden_size=32, layers=1,
@@ -25,8 +25,8 @@ SETTINGS = dict(
              eval_every=2, save_every=2, checkpoint_every=1, **SAMPLING))
 
 
-def settings(room, base, **more):
-    "Tiny settings of a room whose inputs are the runs in the folder `base`."
+def settings(notebook, base, **more):
+    "Tiny settings of a notebook whose inputs are the runs in the folder `base`."
     at = {k: str(base/k) for k in ('world', 'sft', 'samples', 'annotators', 'reward_model')}
     inputs = dict(
         world={}, sft=dict(data=at['world'], policy=at['world']),
@@ -39,18 +39,23 @@ def settings(room, base, **more):
                   perplexity_model=at['world']),
         quark=dict(policy=at['sft'], reward_model=at['reward_model'], data=at['world']),
         ppo=dict(policy=at['sft'], reward_model=at['reward_model'], data=at['world']))
-    return SETTINGS[room] | inputs[room] | more
+    return SETTINGS[notebook] | inputs[notebook] | more
 
 
 def config(module, **given):
-    "The configuration of a room's module."
+    "The configuration of a notebook's module."
     return next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)(**given)
 
 
-def command(room, **given):
+def main(module):
+    "The function of a module that makes its run: `train`, or `run` where nothing is trained."
+    return getattr(module, 'run', None) or module.train
+
+
+def command(notebook, **given):
     "The command line of a run."
     said = [x for k, v in given.items() for x in (f'--{k}', json.dumps(v) if isinstance(v, list) else str(v))]
-    return [sys.executable, '-m', f'alpaca_farm.{room}', *said]
+    return [sys.executable, '-m', f'alpaca_farm.{notebook}', *said]
 
 
 def papermill(notebook, executed, **given):

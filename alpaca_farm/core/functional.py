@@ -17,14 +17,14 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
     "At least float32: half precision is widened, float64 is left."
     return x if x.dtype == torch.float64 else x.float()
 
-
+# %% ../../nbs/core/functional.ipynb #bb2dd811
 def _scaled(logits, temperature):
     "Logits as sampled from, in float32 or wider."
     if not temperature > 0:
         raise ValueError(f'temperature = {temperature}, but log-probs need one above 0 (greedy: use 1)')
     return _wide(logits) if temperature == 1 else _wide(logits)/temperature
 
-
+# %% ../../nbs/core/functional.ipynb #716c3645
 def token_logprobs(
     logits: torch.Tensor,       # (..., V) scores of the next token
     tokens: torch.Tensor,       # (...) the token that came
@@ -108,7 +108,7 @@ def masked_sum(
     "Sum of `x` where `mask` is not 0."
     return torch.where(mask.bool(), x, 0).sum(dim)
 
-
+# %% ../../nbs/core/functional.ipynb #756ff61c
 def masked_mean(
     x: torch.Tensor,     # any shape
     mask: torch.Tensor,  # same shape, or one that broadcasts; nonzero where `x` counts
@@ -126,7 +126,7 @@ def masked_var(
     "Biased variance of `x` where `mask` is not 0, over all dimensions."
     return masked_mean((x - masked_mean(x, mask))**2, mask)
 
-
+# %% ../../nbs/core/functional.ipynb #d306984b
 def masked_whiten(
     x: torch.Tensor,          # any shape
     mask: torch.Tensor,       # nonzero where `x` counts

@@ -16,7 +16,7 @@ def terminal() -> int | None:
             if fd is not None and os.isatty(fd): return fd
         except OSError: pass
 
-
+# %% ../../nbs/core/progress.ipynb #6657b50a
 def duration(seconds: float) -> str:
     "Seconds as a person would say them."
     if seconds < 90: return f'{seconds:.0f} s'
