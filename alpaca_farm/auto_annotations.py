@@ -16,8 +16,8 @@ from .core.data import full_instruction, read_rows
 from .core.files import write_json
 from .core.preferences import annotator_name, hash_uniform, pool_members, pool_weights
 from .core.settings import at_root
-from .annotators import annotate_pairs, head2head_pairs, load_annotators, Pool, to_alpaca_eval
-from .judges import ApiJudge
+from .annotators import annotate_pairs, head2head_pairs, load_annotators, to_alpaca_eval
+from .judges import ApiJudge, Pool
 from .local_judges import check_labels, RecordedLabels
 from .rankings import leaderboard_row
 

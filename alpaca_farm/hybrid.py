@@ -22,7 +22,8 @@ from .core.data import find_file, load_records, prompt_key, read_rows
 from .core.files import write_json
 from .core.judge_configs import judge_config_file
 from .core.launch import Job, run_jobs, study_job
-from .core.preferences import both_orders, hash_uniform, pair_identity, shown_swapped
+from alpaca_farm.core.preferences import (both_orders, check_preferences, hash_uniform, pair_identity,
+    shown_swapped)
 from .core.progress import duration, Progress
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command, Config, resolve
@@ -31,7 +32,6 @@ from .annotators import pair_samples
 from .calibration import (bare_pair, calibrate_labels, label_evidence, LABEL_FEATURES,
     label_features, mix_labels, person_weight, vote_scale)
 from .effects import score_pairs, win_probability, write_table
-from .eval import checked
 from .local_judges import check_labels, RecordedLabels
 from .text_measures import count_words
 
@@ -277,7 +277,7 @@ def check_study(cfg: HybridConfig):
     "Refuse what would fail only after everything has been trained."
     aside = study_pairs(cfg)[cfg.pairs:]
     if not cfg.judge: return
-    checked(both_orders(aside[:1], resolve(cfg.judge)))
+    check_preferences(both_orders(aside[:1], resolve(cfg.judge)))
     bank, _ = load_bank(cfg)
     if len({len(r['output']) for r in bank}) > 1: raise ValueError(f'bank = {cfg.bank}: best-of-n wants as many answers to each instruction')
 
@@ -336,7 +336,7 @@ def measure_points(cfg: HybridConfig, bought: list[dict]) -> dict[str, dict]:
     from alpaca_farm.core.models import reward
     judge, (bank, references) = resolve(cfg.judge), load_bank(cfg)
     aside, out, show = study_pairs(cfg)[cfg.pairs:], dict(majority={}, agrees={}, best_of_n={}, dpo={}, words={}), Progress('measuring', len(bought))
-    chance, value = checked(both_orders(aside, judge)) - 1, win_probability([dict(r, output=o) for r in bank for o in r['output']], references, judge)
+    chance, value = check_preferences(both_orders(aside, judge)) - 1, win_probability([dict(r, output=o) for r in bank for o in r['output']], references, judge)
     for step, b in enumerate(bought, 1):
         point = b['arm'], b['share'], b['replicate']
         model = reward(study_path(cfg, 'reward_model', *point), cfg)

@@ -12,10 +12,10 @@ import numpy as np
 
 from .core.api import ApiConfig, parse_mapping
 from .core.batches import ApiClient
-from .core.data import load_records
+from .core.data import full_instruction, load_records
 from .core.runs import start
 from .core.settings import command
-from .core.text import alpaca_prompt, content
+from .core.text import alpaca_prompt
 from .annotators import usage_totals
 from .judges import COMPLETION_MODELS
 
@@ -55,7 +55,7 @@ def baseline_request(
     system = [BRIEF.format(limit)] if limit else []
     decoding = dict(model=model, temperature=cfg.temperature, max_tokens=cfg.max_tokens)
     if COMPLETION_MODELS.search(model): return decoding | dict(prompt='\n\n'.join([*system, alpaca_prompt(record)]))
-    user = content(record) if limit else alpaca_prompt(record)
+    user = full_instruction(record) if limit else alpaca_prompt(record)
     return decoding | dict(messages=[*(dict(role='system', content=s) for s in system), dict(role='user', content=user)])
 
 # %% ../nbs/judging/openai_baselines.ipynb #eddf0a22
