@@ -19,10 +19,10 @@ from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data import check_records, load_records, prompt_key
 from .core.models import load_policy, logprobs, save_model
 from .core.runs import read_log, start
-from .core.settings import command, resolve
+from .core.settings import command, resolve, TrainConfig
 from .core.stats import standard_error, win_rate
 from .core.text import collate, encode
-from .core.training import batches, TrainConfig, Trainer
+from .core.training import batches, Trainer
 
 # %% ../nbs/binary_feedback.ipynb #1376ffd0
 @dataclass

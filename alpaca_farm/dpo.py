@@ -21,9 +21,9 @@ from .core.files import digest, load_state, save_state
 from .core.fingerprint import code_hash, core_hash
 from .core.models import load_policy, logprobs, save_model
 from .core.runs import read_log, start
-from .core.settings import at_root, command
+from .core.settings import at_root, command, TrainConfig
 from .core.text import collate, encode
-from .core.training import batches, TrainConfig, Trainer, unique_weights
+from .core.training import batches, Trainer, unique_weights
 
 # %% ../nbs/dpo.ipynb #61488720
 ONLY = dict(label_smoothing=('sigmoid', 'robust'), target_margin=('simpo',), desirable_weight=('kto',),

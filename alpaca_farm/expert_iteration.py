@@ -17,8 +17,7 @@ from .core.files import write_json
 from .core.launch import Job, run_jobs
 from .core.models import label_count, load_policy, reward, RewardConfig, save_model
 from .core.runs import read_summary, start
-from .core.settings import at_root, command
-from .core.training import TrainConfig
+from .core.settings import at_root, command, TrainConfig
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass

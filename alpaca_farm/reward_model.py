@@ -23,10 +23,10 @@ from .core.files import atomic_write, digest
 from .core.models import (combine_scores, load_scalar, load_tokenizer, save_model,
     score_records, sequence_scores)
 from .core.runs import remove_temporary, Run, start
-from .core.settings import at_root, command
+from .core.settings import at_root, command, TrainConfig
 from .core.stats import wilson
 from .core.text import encode, pad
-from .core.training import batches, TrainConfig, Trainer
+from .core.training import batches, Trainer
 from .noise import flip_labels
 
 # %% ../nbs/reward_model.ipynb #a04d06b0

@@ -24,9 +24,9 @@ from .core.generation import generate, uniform_stream
 from .core.models import label_count, load_policy, logprobs, reward, RewardConfig, save_model
 from .core.online import end_scores
 from .core.runs import read_log, start
-from .core.settings import command, resolve
+from .core.settings import command, resolve, TrainConfig
 from .core.text import collate, decode, encode_prompts, encode_responses, within_limit
-from .core.training import batches, TrainConfig, Trainer
+from .core.training import batches, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass

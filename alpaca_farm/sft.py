@@ -15,9 +15,9 @@ from .core.answers import answer_eval_split, AnswerConfig
 from .core.data import load_records
 from .core.models import load_policy, logprobs, save_model
 from .core.runs import start
-from .core.settings import command
+from .core.settings import command, TrainConfig
 from .core.text import collate, encode
-from .core.training import batches, TrainConfig, Trainer
+from .core.training import batches, Trainer
 
 # %% ../nbs/sft.ipynb #b757aa20
 @dataclass

@@ -20,7 +20,7 @@ import numpy as np
 from .core.runs import start
 from .core.settings import command, Config
 from .core.stats import off_diagonal_mean, sigmoid, vote_agreement
-from .grammar import criteria, CRITERIA, parse, render, respond, sample_instruction, SURFACE, text
+from .grammar import CRITERIA, criteria, parse, render, respond, sample_instruction, SURFACE, text
 
 # %% ../nbs/world.ipynb #d446e420
 @dataclass

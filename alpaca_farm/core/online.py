@@ -16,10 +16,10 @@ from .data import load_records, prompt_key
 from .generation import generate
 from .models import label_count, load_policy, RewardConfig, save_model
 from .runs import read_log
-from .settings import resolve
+from .settings import resolve, TrainConfig
 from .stats import win_rate
 from .text import decode, encode_prompts, rollout_batch, within_limit
-from .training import TrainConfig, Trainer
+from .training import Trainer
 
 # %% ../../nbs/core/online.ipynb #7ab8bac0
 @dataclass
