@@ -60,7 +60,7 @@ class WorldConfig(Config):
 
 # What a trainer asks for besides, and what is no setting of the world.
 WorldConfig.lr_schedule, WorldConfig.micro_batch_size = 'cosine', 0
-WorldConfig.adam_eps, WorldConfig.adam_style = 1e-8, 'torch'
+WorldConfig.adam_eps = 1e-8
 WorldConfig.max_grad_norm, WorldConfig.checkpoint_every = 1., 250
 
 # %% ../nbs/world.ipynb #10a32ce0

@@ -95,7 +95,7 @@ def test_more_rounds_than_prompts_are_refused_at_once(base, tmp_path, monkeypatc
 
 def test_optimisation_is_the_sft_runs(base, chain):
     "Its settings reach sft, whose defaults they share."
-    more = dict(micro_batch_size=2, lr_schedule='constant', warmup=.2, weight_decay=.1, betas=[.9, .999], adam_eps=1e-6, adam_style='tensorflow',
+    more = dict(micro_batch_size=2, lr_schedule='constant', warmup=.2, weight_decay=.1, betas=[.9, .999], adam_eps=1e-6,
                 max_grad_norm=.5, checkpoint_every=7, learning_rate=2e-5, batch_size=128)
     learn = round_jobs(1, ExpertIterationConfig(**more))[1].settings
     assert {k: learn[k] for k in more} == more

@@ -119,7 +119,6 @@ class TrainConfig(Config):
     weight_decay: float = 0.0      # AdamW's, on matrices only
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's
     adam_eps: float = 1e-8         # AdamW's epsilon
-    adam_style: str = 'torch'      # where epsilon is added: torch, or tensorflow (see One step)
     max_grad_norm: float = 1.0     # gradients are clipped to this norm
     checkpoint_every: int = 50     # steps between checkpoints
 
@@ -129,7 +128,6 @@ class TrainConfig(Config):
                     micro_batch_size=(0, None), weight_decay=(0, None),
                     adam_eps=(0, None), max_grad_norm=(0, None), checkpoint_every=(1, None))
         self.one_of('lr_schedule', 'cosine', 'linear', 'constant')
-        self.one_of('adam_style', 'torch', 'tensorflow')
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f'betas = {self.betas}: two numbers from 0 to 1')
 
