@@ -31,7 +31,7 @@ class SFTConfig(TrainConfig, AnswerConfig):
     epochs: int = 1               # passes over the demonstrations
     max_length: int = 128         # tokens of prompt and response together
     learning_rate: float = 1e-4   # AdamW's peak learning rate
-    max_instances: int = 0        # the first so many demonstrations; 0 for all
+    max_instances: int = 0        # use only the first n demonstrations; 0 for all
     inputs = ('data', 'policy')
 
     def check(self): self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None))
@@ -67,7 +67,7 @@ def held_out_nll(
 
 # %% ../nbs/sft.ipynb #acf169a0
 def train(cfg: SFTConfig):
-    "Fine-tune `cfg.policy` on demonstrations; leaves model/, outputs.json, log.jsonl and summary.json in `cfg.out`."
+    "Fine-tune `cfg.policy` on demonstrations; writes model/, outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
     if run.done: return run
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)

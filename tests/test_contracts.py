@@ -22,7 +22,7 @@ CORE = ['settings progress files functional control store generation', 'data fin
         'stats runs candidates', 'models launch', 'answers training', 'online']
 LAYERS = ['grammar noise judges rankings length_control label_files', 'world local_judges text_measures leaderboards', 'annotators calibration',
           'sft reward_model best_of_n ppo dpo rrhf quark expert_iteration binary_feedback eval agreement labelling openai_baselines auto_annotations',
-          'farm compare cascades overoptimization effects', 'hybrid']
+          'farm compare cascades overoptimization effects reward_ensemble', 'hybrid']
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
 

@@ -92,7 +92,7 @@ def test_soft_labels_and_ties(kind, eps):
 
 @pytest.mark.parametrize('kind, eps', [p for p in PAIRWISE if p[1] < .5])
 def test_gradient_of_the_first_step(kind, eps):
-    "Towards the chosen answer and away from the rejected one, by as much; what the reference says is no variable."
+    "Towards the chosen answer and away from the rejected one, by as much; the reference's log-probs are constants."
     same_lp = torch.full((3,), -20., dtype=torch.float64)
     chosen, rejected = same_lp.clone().requires_grad_(), same_lp.clone().requires_grad_()
     dpo_loss(chosen, rejected, same_lp, same_lp, .1, kind, eps).sum().backward()
@@ -150,11 +150,11 @@ def test_robust_is_unbiased_under_flips(p, eps):
 @pytest.mark.parametrize('given, message', [
     (dict(beta=0.), 'beta = 0.0: it must be at least'), (dict(beta=-.1), 'beta = -0.1'), (dict(loss_type='cdpo'), "loss_type = 'cdpo': choose from"),
     (dict(label_smoothing=.6), 'label_smoothing = 0.6'), (dict(label_smoothing=-.1), 'label_smoothing = -0.1'),
-    *[(dict(loss_type=k, label_smoothing=.1), f'label_smoothing = 0.1 says nothing to loss_type = {k}') for k in ('ipo', 'hinge', 'simpo', 'kto')],
+    *[(dict(loss_type=k, label_smoothing=.1), f'label_smoothing = 0.1 has no effect with loss_type = {k}') for k in ('ipo', 'hinge', 'simpo', 'kto')],
     (dict(target_margin=2.), 'or choose simpo'), (dict(loss_type='kto', target_margin=2.), 'or choose simpo'),
     (dict(loss_type='simpo', target_margin=-1.), 'target_margin = -1.0'), (dict(desirable_weight=2.), 'or choose kto'),
     (dict(loss_type='kto', desirable_weight=-1.), 'desirable_weight = -1.0'), (dict(undesirable_weight=2., loss_type='simpo'), 'or choose kto'),
-    (dict(loss_type='robust'), 'robust wants the share'), (dict(loss_type='robust', label_smoothing=.5), 'between 0 and'),
+    (dict(loss_type='robust'), 'robust needs the share'), (dict(loss_type='robust', label_smoothing=.5), 'between 0 and'),
     (dict(loss_type='kto', batch_size=1), 'at least 2'), (dict(temperature=0.), 'temperature = 0.0'), (dict(save_every=-1), 'save_every = -1')])
 def test_settings_refuse(given, message):
     with pytest.raises(ValueError, match=message): DPOConfig(**given)
@@ -179,9 +179,9 @@ def preferences(base, tmp_path_factory):
 def whole_batch(cfg):
     "The policy, all answers as one batch of the first step, and for each record (prompt, answers, certainty)."
     policy, tokenizer = load_policy(cfg.policy, cfg)
-    data = dpo.Labelled(cfg, tokenizer)
-    data.ask(policy)
-    return policy, data, data.batch(1)
+    data = dpo.LabelledAnswers(cfg, tokenizer)
+    data.add_reference(policy)
+    return policy, data, data.labelled_batch(1)
 
 
 def brute(policy, prompt, answer):
@@ -207,7 +207,7 @@ def test_a_step_is_the_loss_of_whole_answers(base, preferences, moved, tmp_path,
     cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=24, **SETTINGS[name])
     reference, data, batch = whole_batch(cfg)
     rows = data.order[0]
-    if name == 'kto': batch['baseline'] += (z0 := dpo.kto_baseline(moved, [data.mismatched(1)]))
+    if name == 'kto': batch['baseline'] += (z0 := dpo.kto_baseline(moved, [data.mismatched_batch(1)]))
     with torch.no_grad(): found = dpo.dpo_step(moved, batch, cfg)
     want, certainty = [], []
     for i in rows:
@@ -231,7 +231,7 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
     "By brute force; the same however the batch is cut; never below 0."
     cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=24, loss_type='kto')
     reference, data, _ = whole_batch(cfg)
-    rows, batch = data.order[0], data.mismatched(1)
+    rows, batch = data.order[0], data.mismatched_batch(1)
     whose = dpo.mismatched_rows(rows, data.prompts)
     assert all(data.prompts[i] != data.prompts[j] for i, j in zip(rows, whose))
     ratios = [brute(moved, data.prompts[i], a[j]) - brute(reference, data.prompts[i], a[j]) for i, j in zip(rows, whose) for a in data.answers]
@@ -249,7 +249,7 @@ def test_each_step_has_its_own_mismatched_answers(base, preferences, tmp_path):
     for step in (1, 3, 5):
         rows = data.order[step - 1]
         i, j = rows[-1], dpo.mismatched_rows(rows, data.prompts)[-1]
-        found = data.mismatched(step)['reference']
+        found = data.mismatched_batch(step)['reference']
         assert found.shape == (len(rows), 2)
         assert found[-1].tolist() == pytest.approx([brute(reference, data.prompts[i], a[j]) for a in data.answers], abs=1e-3)
 
@@ -262,9 +262,9 @@ def test_mismatched_answers_are_cut_to_length(base, tmp_path):
     given = dict(preferences=str(tmp_path/'rows.json'), batch_size=2, loss_type='kto')
     _, data, batch = whole_batch(config(base, tmp_path/'a', **given))
     longest = batch['ids'].shape[-1]
-    assert data.mismatched(1)['ids'].shape[-1] > longest
+    assert data.mismatched_batch(1)['ids'].shape[-1] > longest
     _, data, batch = whole_batch(config(base, tmp_path/'b', max_length=longest, **given))
-    assert batch['ids'].shape[-1] == longest == data.mismatched(1)['ids'].shape[-1] and (data.mismatched(1)['response'].sum(-1) > 0).all()
+    assert batch['ids'].shape[-1] == longest == data.mismatched_batch(1)['ids'].shape[-1] and (data.mismatched_batch(1)['response'].sum(-1) > 0).all()
 
 
 def test_the_baseline_reaches_the_loss(base, preferences, tmp_path, monkeypatch):
@@ -325,8 +325,8 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
     cfg = config(base, tmp_path/'dpo', preferences=preferences, max_instances=3, batch_size=3, epochs=12, **more)
     dpo.train(cfg)
     after, tokenizer = load_policy(cfg.out, cfg)
-    data = dpo.Labelled(cfg, tokenizer)
-    data.ask(load_policy(cfg.policy, cfg)[0])
+    data = dpo.LabelledAnswers(cfg, tokenizer)
+    data.add_reference(load_policy(cfg.policy, cfg)[0])
     rise = dpo.reference_logprobs(after, data.prompts, data.answers, tokenizer.pad_token_id) - data.reference
     assert (rise[:, 0] - rise[:, 1]).mean() > .2
     log = read_log(cfg.out)
@@ -347,7 +347,7 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     rows, path = singles(base, tmp_path)
     cfg = config(base, tmp_path/'dpo', preferences=path, loss_type='kto', batch_size=8, epochs=6, beta=.5)
     dpo.train(cfg)
-    data, log = dpo.Labelled(cfg, load_policy(cfg.policy, cfg)[1]), read_log(cfg.out)
+    data, log = dpo.LabelledAnswers(cfg, load_policy(cfg.policy, cfg)[1]), read_log(cfg.out)
     assert data.good.flatten().tolist() == [float(r['label']) for r in rows] and len(data.answers) == 1
     assert log[0]['loss'] == pytest.approx(.5, abs=1e-6) and read_summary(cfg.out)['labels'] == 48
     assert sum(r['chosen'] - r['rejected'] for r in log[-6:])/6 > .2 and sum(r['accuracy'] for r in log[-6:])/6 > .6
@@ -384,14 +384,14 @@ def test_a_run_cut_short_ends_as_a_whole_one(base, preferences, tmp_path, monkey
     assert {p.name for p in a.iterdir()} == {p.name for p in b.iterdir()} and not (a/'model-6').exists()
 
 
-class Asked:
-    "Counts how often the reference is really asked."
+class ReferenceCalls:
+    "Counts how often the reference computes its log-probs."
     def __init__(self, monkeypatch):
         self.n, real = 0, dpo.reference_logprobs
         def counted(*args, **kwargs):
             self.n += 1
             return real(*args, **kwargs)
-        monkeypatch.setattr(dpo, 'code_of', lambda f: 'code')
+        monkeypatch.setattr(dpo, 'code_hash', lambda f: 'code')
         monkeypatch.setattr(dpo, 'reference_logprobs', counted)
 
     def __call__(self, cfg):
@@ -401,63 +401,63 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch): return Asked(monkeypatch)
+def calls(monkeypatch): return ReferenceCalls(monkeypatch)
 
 
 def weights(out): return (Path(out)/'model'/'model.safetensors').read_bytes()
 
 
-def test_the_reference_is_asked_once(base, preferences, tmp_path, asked):
+def test_the_reference_is_computed_once(base, preferences, tmp_path, calls):
     "Another beta, loss, learning rate or seed finds its numbers; what comes out is what would have come out."
     given = lambda name, **more: config(base, tmp_path/name, preferences=preferences, **more)
-    assert asked(given('a')) == 1
-    assert asked(given('b', beta=.5)) == asked(given('c', loss_type='ipo')) == asked(given('d', seed=1)) == asked(given('e', learning_rate=1e-4)) == 0
-    assert asked(config(base, tmp_path/'elsewhere'/'b', preferences=preferences, beta=.5)) == 1
+    assert calls(given('a')) == 1
+    assert calls(given('b', beta=.5)) == calls(given('c', loss_type='ipo')) == calls(given('d', seed=1)) == calls(given('e', learning_rate=1e-4)) == 0
+    assert calls(config(base, tmp_path/'elsewhere'/'b', preferences=preferences, beta=.5)) == 1
     assert weights(tmp_path/'b') == weights(tmp_path/'elsewhere'/'b')
-    assert asked(given('f', loss_type='kto')) == 1 and asked(given('g', loss_type='kto', beta=.5)) == 0  # its mismatched answers
+    assert calls(given('f', loss_type='kto')) == 1 and calls(given('g', loss_type='kto', beta=.5)) == 0  # its mismatched answers
     assert len(list((tmp_path/'cache').iterdir())) == 2
     assert not list((tmp_path/'cache').glob('.*'))
     shutil.rmtree(tmp_path/'cache')
-    assert asked(given('h')) == 1 and weights(tmp_path/'h') == weights(tmp_path/'a')
+    assert calls(given('h')) == 1 and weights(tmp_path/'h') == weights(tmp_path/'a')
 
 
-def test_no_stale_reference(base, preferences, tmp_path, asked):
+def test_no_stale_reference(base, preferences, tmp_path, calls):
     "Other weights under the same name, other labels, lengths, templates and temperatures are other questions."
     shutil.copytree(base/'sft', tmp_path/'sft')
     given = lambda name, **more: config(base, tmp_path/name, **dict(dict(preferences=preferences, policy=str(tmp_path/'sft')), **more))
-    assert asked(given('a')) == 1
-    assert asked(config(base, tmp_path/'copy', preferences=preferences, beta=.2)) == 0  # the same weights in another place
+    assert calls(given('a')) == 1
+    assert calls(config(base, tmp_path/'copy', preferences=preferences, beta=.2)) == 0  # the same weights in another place
     path = tmp_path/'sft'/'model'/'model.safetensors'
     changed, stat = load_file(path), path.stat()
     name = next(k for k in changed if 'down_proj' in k)
     changed[name][0, 0] += 1e-3
     save_file(changed, path, metadata=dict(format='pt'))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert asked(given('b', beta=.2)) == 1
-    assert asked(given('c', temperature=.7)) == 1
+    assert calls(given('b', beta=.2)) == 1
+    assert calls(given('c', temperature=.7)) == 1
     records = read_json(preferences)
     records[0]['output_1'] += ' indeed'
     (tmp_path/'other.json').write_text(json.dumps(records))
-    assert asked(given('e', preferences=str(tmp_path/'other.json'))) == 1
-    assert asked(given('f', preferences=str(tmp_path/'other.json'), max_instances=9)) == 1
+    assert calls(given('e', preferences=str(tmp_path/'other.json'))) == 1
+    assert calls(given('f', preferences=str(tmp_path/'other.json'), max_instances=9)) == 1
 
 
 @pytest.mark.parametrize('damage', ['cut', 'empty', 'noise', 'bit', 'other'])
-def test_a_damaged_file_is_made_again(base, preferences, tmp_path, asked, capsys, damage):
+def test_a_damaged_file_is_made_again(base, preferences, tmp_path, calls, capsys, damage):
     given = lambda name: config(base, tmp_path/name, preferences=preferences, beta=.1 if name == 'a' else .2)
-    assert asked(given('a')) == 1
+    assert calls(given('a')) == 1
     path, = (tmp_path/'cache').iterdir()
     whole = path.read_bytes()
     path.write_bytes(dict(cut=whole[:-20], empty=b'', noise=b'x'*len(whole), bit=whole[:-1] + bytes([whole[-1] ^ 1]), other=b'')[damage])
     if damage == 'other': save_file(dict(a=torch.zeros(3)), path)
-    assert asked(given('b')) == 1 and 'is damaged' in capsys.readouterr().out
-    assert path.read_bytes() == whole and asked(given('c')) == 0
+    assert calls(given('b')) == 1 and 'is damaged' in capsys.readouterr().out
+    assert path.read_bytes() == whole and calls(given('c')) == 0
 
 
-def test_a_place_that_cannot_be_written_costs_nothing_but_time(base, preferences, tmp_path, asked, capsys):
+def test_a_place_that_cannot_be_written_costs_nothing_but_time(base, preferences, tmp_path, calls, capsys):
     (tmp_path/'cache').write_text('in the way')
     given = lambda name: config(base, tmp_path/name, preferences=preferences)
-    assert asked(given('a')) == asked(given('b')) == 1
+    assert calls(given('a')) == calls(given('b')) == 1
     assert 'cannot be written' in capsys.readouterr().out and read_summary(tmp_path/'b')
 
 

@@ -26,6 +26,8 @@ OWN = dict(grammar=lambda f: {}, noise=lambda f: {}, judges=lambda f: {}, local_
            compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']),
            hybrid=lambda f: dict(out=f'{f}/hybrid', outputs=f'{f}/samples', policy=f'{f}/sft', data=f'{f}/world', bank=f'{f}/bank', references=f'{f}/references',
                                  pairs=40, held_out=20, budgets=[.5], arms=['in place', 'evidence'], policies=[], replicates=1),
+           reward_ensemble=lambda f: dict(out=f'{f}/reward_ensemble', preferences=f'{f}/annotators', policy=f'{f}/sft', held_out=10, epochs=1,
+                                          members=2, curve_pairs=[8]),
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),

@@ -1,5 +1,6 @@
 """Losses, calibration and averages against plain Python; ensembles and curves against single runs, killed ones among them."""
 import csv
+import importlib
 import json
 import math
 import os
@@ -11,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from alpaca_farm import reward_model as rm
+from alpaca_farm import reward_ensemble as ensemble, reward_model as rm
 from alpaca_farm.core.models import label_count, load_scalar, reward, score_records
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.reward_ensemble import RewardEnsembleConfig
 from alpaca_farm.reward_model import RewardModelConfig, pairwise_loss
 from test_resume import die_at, same_run, without_times
 
@@ -33,6 +35,24 @@ def sigmoid(z): return 1/(1 + math.exp(-z))
 
 
 def config(base, out, **more): return RewardModelConfig(**tiny.settings('reward_model', base, out=str(out), **SMALL | more))
+
+
+def study(base, out, **more): return RewardEnsembleConfig(**tiny.settings('reward_model', base, out=str(out), **SMALL | more))
+
+
+def here(jobs, *_):
+    "run_jobs in this process."
+    for job in jobs:
+        module = importlib.import_module(f'alpaca_farm.{job.notebook}')
+        tiny.main(module)(tiny.config(module, out=job.out, **job.settings))
+    return []
+
+
+@pytest.fixture(scope='module', autouse=True)
+def in_this_process():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ensemble, 'run_jobs', here)
+        yield
 
 
 def one_pair(a, b, target, margin, eps):
@@ -128,23 +148,23 @@ def test_calibration_finds_what_is_wrong():
 def test_calibration_speaks_of_labels():
     "A lead of 0.5 means fewer agreeing labels when a quarter of them is flipped."
     pairs, lead = [dict(preference=2.)]*3 + [dict(preference=1.)], np.full(4, .5)
-    assert rm.calibrated(lead, pairs, 0.)['labels'][0]['predicted'] == pytest.approx(sigmoid(.5))
-    assert rm.calibrated(lead, pairs, .25)['labels'][0]['predicted'] == pytest.approx(.25 + .5*sigmoid(.5))
-    assert set(rm.calibrated(lead, pairs, 0.)) == {'labels'}
+    assert rm.calibration_tables(lead, pairs, 0.)['labels'][0]['predicted'] == pytest.approx(sigmoid(.5))
+    assert rm.calibration_tables(lead, pairs, .25)['labels'][0]['predicted'] == pytest.approx(.25 + .5*sigmoid(.5))
+    assert set(rm.calibration_tables(lead, pairs, 0.)) == {'labels'}
 
 
 def test_accuracy_by_annotator():
     pairs = [dict(preference=p, annotator=a) for p, a in ((1, 'judge 2'), (2, 'judge 10'), (2, 'judge 2'), (1.5, 'judge 10'))]
-    found = rm.by_annotator(np.array([-1., -1., 2., 3.]), pairs)
+    found = rm.accuracy_by_annotator(np.array([-1., -1., 2., 3.]), pairs)
     assert [(r['annotator'], r['pairs'], r['accuracy']) for r in found] == [('judge 2', 2, 1.), ('judge 10', 2, .25)]
     assert all(r['accuracy_low'] <= r['accuracy'] <= r['accuracy_high'] for r in found)
-    assert rm.by_annotator(np.array([1.]), [dict(preference=1)]) == []
+    assert rm.accuracy_by_annotator(np.array([1.]), [dict(preference=1)]) == []
 
 
 def test_average_is_the_mean():
     states = [dict(a=randn(3, 4, seed=s), b=randn(5, seed=s + 9)) for s in range(5)]
     before = [{k: w.clone() for k, w in s.items()} for s in states]
-    mean = rm.mean_weights(iter(states))
+    mean = ensemble.mean_weights(iter(states))
     for k in 'ab': torch.testing.assert_close(mean[k], torch.stack([s[k] for s in states]).mean(0), rtol=1e-12, atol=1e-12)
     assert all(torch.equal(s[k], b[k]) for s, b in zip(states, before) for k in 'ab')  # and changes nothing
 
@@ -153,7 +173,7 @@ def test_ensemble_by_hand():
     "Two members, three pairs, written out with numpy left aside."
     s = [[[0., 1, 2], [1., 0, 5]], [[0., 0, 6], [2., -3, 3]]]  # member, answer, pair
     pairs = [dict(preference=p) for p in (2, 1, 2)]
-    table = {r['scored_by']: r['accuracy'] for r in rm.ensemble_table(np.array(s), np.array(s[1]), pairs)}
+    table = {r['scored_by']: r['accuracy'] for r in ensemble.ensemble_table(np.array(s), np.array(s[1]), pairs)}
     joint = dict(mean=lambda x, y: (x + y)/2, worst=min, uncertainty=lambda x, y: (x + y)/2 - .5*((x - y)/2)**2)
     for how, f in joint.items():
         first, second = ([f(x, y) for x, y in zip(s[0][k], s[1][k])] for k in (0, 1))
@@ -162,16 +182,16 @@ def test_ensemble_by_hand():
     assert table['member-1'] == 1 and table['member-2'] == table['average weights'] == pytest.approx(2/3)
     leads = [[m[1][i] - m[0][i] for m in s] for i in range(3)]
     share = [abs(x - y)/2/math.sqrt((x*x + y*y)/2) for x, y in leads]
-    assert [r['doubt'] for r in rm.by_doubt(np.array(s), pairs, 3)] == pytest.approx(sorted(share))
-    assert rm.doubt(np.array([[0., 1, 2], [0., 1, -2]])).tolist() == [1, 0, 1]
-    assert [(r['lead'], r['accuracy']) for r in rm.by_lead(np.array(s[1]), pairs, 3)] == [(3, 1), (3, 0), (2, 1)]   # member 2, surest first
+    assert [r['doubt'] for r in ensemble.accuracy_by_doubt(np.array(s), pairs, 3)] == pytest.approx(sorted(share))
+    assert ensemble.doubt(np.array([[0., 1, 2], [0., 1, -2]])).tolist() == [1, 0, 1]
+    assert [(r['lead'], r['accuracy']) for r in ensemble.accuracy_by_lead(np.array(s[1]), pairs, 3)] == [(3, 1), (3, 0), (2, 1)]   # member 2, surest first
 
 
 @pytest.fixture(scope='module')
 def whole(base, tmp_path_factory):
     "A run with three members and a curve, never interrupted."
     out = tmp_path_factory.mktemp('whole')/'reward_model'
-    rm.train(config(base, out, members=3, checkpoint_every=1, **CURVE))
+    ensemble.run(study(base, out, members=3, checkpoint_every=1, **CURVE))
     return out
 
 
@@ -193,7 +213,7 @@ def test_members_have_their_own_zero_and_unit(base, whole):
         scores = np.array(reward(str(whole/folder), cfg)(answers))
         assert (scores.mean(), scores.std()) == (pytest.approx(0, abs=1e-4), pytest.approx(1, abs=1e-4))
     members = [str(whole/f'member-{k}') for k in (1, 2, 3)]
-    assert rm.members_of(whole) == members
+    assert ensemble.member_folders(study(base, whole, members=3)) == members
     np.testing.assert_allclose(reward(members, cfg)(answers), np.mean([reward(m, cfg)(answers) for m in members], 0), atol=1e-9)
     assert label_count(members) == label_count(str(whole)) == 30
 
@@ -221,20 +241,40 @@ def test_the_curve(base, whole, tmp_path):
     rm.train(config(base, tmp_path/'few', preferences=str(tmp_path/'few.json')))
     assert without_times(tmp_path/'few')[0]['loss'] == pytest.approx(math.log(2))
     assert read_summary(tmp_path/'few')['labels'] in range(14, 19)  # its own split, of fewer instructions
-    log = read_log(whole)
-    assert [r['part'] for r in log] == ['member-1', 'member-2', 'member-3', 'pairs-8', 'pairs-16', 'flips-0', 'flips-0.4']
-    assert not any((whole/'checkpoint').iterdir())
+    names = ['member-1', 'member-2', 'member-3', 'pairs-8', 'pairs-16', 'flips-0', 'flips-0.4']
+    assert [r['part'] for r in read_log(whole)] == names and not list(whole.rglob('.*'))
+    points = whole.with_name('reward_model_runs')
+    assert sorted(p.name for p in points.iterdir() if p.is_dir()) == sorted(names[3:])
+    for row, name in zip(rows[1:], names[3:]):
+        s = read_summary(points/name)
+        assert (str(s['labels']), str(s['accuracy']), s['held_out']) == (row['pairs'], row['accuracy'], 10)
+        log, alone = without_times(points/name), without_times(whole/'member-1')
+        assert log[0]['loss'] == pytest.approx(math.log(2)) and (log != alone) and (len(log) == len(alone)) == name.startswith('flips')
+    assert sum(read_summary(f)['cpu_seconds'] for f in [*(whole/n for n in names[:3]), *(points/n for n in names[3:])]) < read_summary(whole)['cpu_seconds']
+
+
+def test_all_models_hold_out_the_same_pairs(base, whole):
+    "Those of the run with the study's seed, marked in every file of labels."
+    pairs, aside, _ = rm.load_preference_pairs(config(base, whole))
+    marked = [dict(r, held_out=True) for r in aside]
+    for name, n in {'pairs': 30, 'pairs-8': 8, 'flips-0.4': 30}.items():
+        rows = read_json(whole/f'{name}.json')
+        learned, kept = rm.split_pairs(rows, held_out=1, seed=5)
+        assert kept == marked and len(learned) == n and rows == learned + kept
+    assert read_json(whole/'pairs.json')[:30] == pairs.records
 
 
 def test_flips_anew_are_those_of_the_annotators(base, tmp_path):
     "At the annotators' own rate and seed the labels come back; at 0 they are the truth; rates are nested."
     pairs = rm.load_preference_pairs(config(base, tmp_path))[0]
-    assert rm.flipped_anew(pairs, .25, 0).labels == pairs.labels
+    labels = lambda rate: [r['preference'] for r in ensemble.reflip_labels(pairs.records, rate, 0)]
+    assert labels(.25) == pairs.labels
     truth = [3 - r['preference'] if r['flipped'] else r['preference'] for r in pairs.records]
-    assert rm.flipped_anew(pairs, 0., 0).labels == truth != pairs.labels
-    at = [{i for i, r in enumerate(rm.flipped_anew(pairs, rate, 0).records) if r['flipped']} for rate in (.1, .25, .45)]
+    assert labels(0.) == truth != pairs.labels
+    at = [{i for i, r in enumerate(ensemble.reflip_labels(pairs.records, rate, 0)) if r['flipped']} for rate in (.1, .25, .45)]
     assert at[0] < at[1] < at[2]
-    assert rm.flipped_anew(pairs, .1, 0).flip_rate == 0 and rm.flipped_anew(pairs._replace(flip_rate=.25), .1, 0).flip_rate == .1
+    rates = lambda **given: [j.settings.get('flip_rate', 0) for j in ensemble.reward_model_jobs(study(base, tmp_path, members=1, curve_flips=[.1], **given))]
+    assert rates() == [0, 0] and rates(flip_rate=.25) == [.25, .1]
 
 
 DEATHS = [(os, 'replace', 'state.safetensors', 1), (os, 'replace', 'state.safetensors', 6), (Path, 'rename', 'model', 2),
@@ -245,32 +285,33 @@ DEATHS = [(os, 'replace', 'state.safetensors', 1), (os, 'replace', 'state.safete
 @pytest.mark.parametrize('owner, attribute, name, count', DEATHS, ids=lambda x: getattr(x, '__name__', x))
 def test_killed_in_any_part(base, whole, tmp_path, owner, attribute, name, count):
     "A run that is killed in its second member, between two parts or in its curve ends as one that was not."
-    cfg = config(base, tmp_path/'reward_model', members=3, checkpoint_every=1, **CURVE)
-    die_at(rm.train, cfg, (owner, attribute), name, count)
-    finished = [r['part'] for r in read_log(tmp_path/'reward_model')]
+    cfg = study(base, tmp_path/'reward_model', members=3, checkpoint_every=1, **CURVE)
+    die_at(ensemble.run, cfg, (owner, attribute), name, count)
+    finished = {j.out: Path(j.out, 'summary.json').stat().st_mtime_ns for j in ensemble.reward_model_jobs(cfg) if read_summary(j.out)}
     assert not read_summary(tmp_path/'reward_model')
-    rm.train(cfg)
+    ensemble.run(cfg)
     same_run(whole, tmp_path/'reward_model')
     for k in (1, 2, 3): assert without_times(whole/f'member-{k}') == without_times(tmp_path/'reward_model'/f'member-{k}')
     assert (tmp_path/'reward_model'/'curve.csv').read_text() == (whole/'curve.csv').read_text()
-    assert [r['part'] for r in read_log(tmp_path/'reward_model')][:len(finished)] == finished
+    assert {out: Path(out, 'summary.json').stat().st_mtime_ns for out in finished} == finished
 
 
 def test_finished_members_are_not_trained_again(base, tmp_path, monkeypatch):
-    cfg = config(base, tmp_path/'reward_model', members=3, checkpoint_every=1)
-    die_at(rm.train, cfg, (os, 'replace'), 'summary.json', 2)  # in the second member, when it is trained
+    cfg = study(base, tmp_path/'reward_model', members=3, checkpoint_every=1)
+    die_at(ensemble.run, cfg, (os, 'replace'), 'summary.json', 2)  # in the second member, when it is trained
     trained, batches = [], rm.batches
     monkeypatch.setattr(rm, 'batches', lambda *a: trained.append(a[-1]) or batches(*a))
-    rm.train(cfg)
-    assert trained == [rm.member_seed(0, 2), rm.member_seed(0, 3)]
+    ensemble.run(cfg)
+    assert trained == [ensemble.member_seed(0, 2), ensemble.member_seed(0, 3)]
     assert len(read_log(tmp_path/'reward_model'/'member-2')) == len(read_log(tmp_path/'reward_model'/'member-1'))
 
 
 @pytest.mark.parametrize('more', [{}, dict(flip_rate=.25), dict(members=2), dict(members=2, flip_rate=.4)], ids=str)
 def test_the_first_step(base, tmp_path, more):
     "A zero head prefers nothing: ln 2, whatever share of the labels is flipped."
-    rm.train(config(base, tmp_path/'rm', **more))
-    for folder in rm.members_of(tmp_path/'rm') or [tmp_path/'rm']:
+    if 'members' not in more: rm.train(config(base, tmp_path/'rm', **more))
+    else: ensemble.run(study(base, tmp_path/'rm', **more))
+    for folder in ensemble.member_folders(study(base, tmp_path/'rm', **more)) if 'members' in more else [tmp_path/'rm']:
         assert read_log(folder)[0]['loss'] == pytest.approx(math.log(2), abs=1e-6)
 
 
@@ -287,10 +328,10 @@ def test_heads_of_members(base, tmp_path):
     "A normal head is drawn for each member; a zero head is zero for all."
     drawn = []
     for k in (1, 2):
-        torch.manual_seed(rm.member_seed(0, k))
+        torch.manual_seed(ensemble.member_seed(0, k))
         drawn.append(load_scalar(str(base/'sft'), config(base, tmp_path), 'normal', train=True)[0].score.weight)
     assert (drawn[0] - drawn[1]).abs().max() > .01
-    seeds = [rm.member_seed(s, k) for s in range(5) for k in range(1, 9)]
+    seeds = [ensemble.member_seed(s, k) for s in range(5) for k in range(1, 9)]
     assert len(set(seeds)) == len(seeds)  # replicates share no member
 
 
@@ -305,11 +346,11 @@ def test_records_without_extras(base, tmp_path):
     bare = [{k: v for k, v in r.items() if k not in ('expected', 'annotator', 'flipped')} for r in read_json(base/'annotators'/'preferences.json')]
     (tmp_path/'bare.json').write_text(json.dumps(bare))
     given = dict(preferences=str(tmp_path/'bare.json'), members=2, curve_pairs=[8])
-    rm.train(config(base, tmp_path/'rm', **given))
+    ensemble.run(study(base, tmp_path/'rm', **given))
     assert not (tmp_path/'rm'/'accuracy_by_annotator.json').exists() and set(read_json(tmp_path/'rm'/'calibration.json')) == {'labels'}
     assert 'accuracy_majority' not in read_summary(tmp_path/'rm') and next(csv.DictReader(open(tmp_path/'rm'/'curve.csv')))['flips'] == ''
     with pytest.raises(ValueError, match='does not say whether its label is `flipped`'):
-        rm.train(config(base, tmp_path/'flips', **given, curve_flips=[.1]))
+        ensemble.run(study(base, tmp_path/'flips', **given, curve_flips=[.1]))
 
 
 @pytest.mark.parametrize('more, message', [
@@ -318,11 +359,13 @@ def test_records_without_extras(base, tmp_path):
     (dict(curve_pairs=[0]), 'no fewer than 1 pair'), (dict(curve_pairs=[5, 5]), 'each point once'), (dict(curve_flips=[.1, .1]), 'each point once'),
     (dict(curve_flips=[.5]), 'a flip rate of 0.5'), (dict(curve_flips=[math.nan]), 'a flip rate of nan')])
 def test_bad_settings(more, message):
-    with pytest.raises(ValueError, match=message): RewardModelConfig(**more)
+    with pytest.raises(ValueError, match=message): RewardEnsembleConfig(**more)
+    if not {'members', 'curve_pairs', 'curve_flips'} & set(more):
+        with pytest.raises(ValueError, match=message): RewardModelConfig(**more)
 
 
 @pytest.mark.parametrize('more, message', [(dict(curve_pairs=[1000]), r'curve_pairs = \[1000\]: there are 30 pairs'),
                                            (dict(margin_field='gap'), "pair 0: its 'gap' is None")])
 def test_bad_inputs_fail_before_any_work(base, tmp_path, more, message):
-    with pytest.raises(ValueError, match=message): rm.train(config(base, tmp_path/'rm', **more))
+    with pytest.raises(ValueError, match=message): ensemble.run(study(base, tmp_path/'rm', **more))
     assert read_log(tmp_path/'rm') == []
