@@ -49,8 +49,8 @@ def test_expected_preference_is_the_mean_of_everybody_in_both_orders():
 
 def test_splits_do_not_overlap():
     cfg = world.WorldConfig(sft=200, preference=200, unlabeled=200, val=50, eval=50)
-    splits = world.draw_splits(cfg)
+    splits = world.sample_splits(cfg)
     asked = [text(r) for rows in splits.values() for r in rows]
     assert len(asked) == len(set(asked)) == 700
-    assert splits == world.draw_splits(cfg)
-    assert splits['eval'] != world.draw_splits(world.WorldConfig(sft=200, preference=200, unlabeled=200, val=50, eval=50, seed=1))['eval']
+    assert splits == world.sample_splits(cfg)
+    assert splits['eval'] != world.sample_splits(world.WorldConfig(sft=200, preference=200, unlabeled=200, val=50, eval=50, seed=1))['eval']
