@@ -55,7 +55,8 @@ class WorldConfig(TrainConfig):
             raise ValueError(f'the five splits need {requests:,} different requests: '
                              'the world has enough for 100,000')
         if self.hidden_size % (2*self.heads):
-            raise ValueError(f'hidden_size = {self.hidden_size}: not a multiple of 2 x heads = {2*self.heads}')
+            raise ValueError(f'hidden_size = {self.hidden_size}: '
+                             f'not a multiple of 2 x heads = {2*self.heads}')
 
 # %% ../nbs/world.ipynb #10a32ce0
 UTILITY = dict(content=1.6, wrong=-.5, topic=.5, constraint=1., polite=.8, odd=-.8, repeats=-1., overlong=-.6,
@@ -63,7 +64,7 @@ UTILITY = dict(content=1.6, wrong=-.5, topic=.5, constraint=1., polite=.8, odd=-
 COLUMNS = CRITERIA + SURFACE
 QUALITY = np.array([UTILITY.get(name, 0.) for name in COLUMNS])
 
-# %% ../nbs/world.ipynb #466c231b
+# %% ../nbs/world.ipynb #39375396
 @lru_cache(maxsize=100_000)
 def answer_features(instruction: str, output: str) -> tuple:
     "An answer's criteria and surface features, in the order of COLUMNS."

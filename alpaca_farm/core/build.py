@@ -29,12 +29,13 @@ def as_list(value) -> list:
 def stale_inputs(config: dict) -> list[str]:
     "The inputs recorded in a run's `config.json` that have changed or are stale runs themselves."
     recorded, settings = config['inputs'], config['settings']
-    runs = [path for name in recorded for path in as_list(settings.get(name, name))
-            if (at_root(path)/'config.json').exists() and 'notebook' in read_json(at_root(path)/'config.json')]
-    return ([path for path in runs if not is_fresh(path)]
+    paths = [p for name in recorded for p in as_list(settings.get(name, name))]
+    configs = {p: at_root(p)/'config.json' for p in paths}
+    runs = [p for p, file in configs.items() if file.exists() and 'notebook' in read_json(file)]
+    return ([p for p in runs if not is_fresh(p)]
             + [name for name in recorded if input_hash(settings.get(name, name)) != recorded[name]])
 
-# %% ../../nbs/core/build.ipynb #6f67eeba
+# %% ../../nbs/core/build.ipynb #a1121f29
 def is_fresh(
     folder,
     given: dict | None = None,  # settings that the run must have, beyond the defaults; None for any
@@ -50,13 +51,13 @@ def is_fresh(
 
 # %% ../../nbs/core/build.ipynb #c3fb89c1
 def notebook_path(name: str) -> Path | None:
-    "The notebook of that name, in `nbs/` or a folder of it; None when there is none that can be run, as in `core`."
+    "The notebook of that name in `nbs/` or a folder of it; None without one. Those of `core` are not run."
     paths = [*(root()/'nbs').glob(f'{name}.ipynb'), *(root()/'nbs').glob(f'*/{name}.ipynb')]
     return next((p for p in paths if p.parent.name != 'core'), None)
 
 # %% ../../nbs/core/build.ipynb #88ba91de
 def recipe(path: str) -> tuple[str, dict] | None:
-    "The notebook that makes a default run, and the settings in which it differs from that notebook's defaults."
+    "The notebook that makes a default run, and the settings that are not that notebook's defaults."
     name, file = Path(path).name, root()/'nbs'/'recipes'/'runs.yaml'
     if notebook_path(name): return name, {}
     import yaml

@@ -30,7 +30,7 @@ def own_functions(value) -> list:
     else: members = [f for name, f in vars(value).items() if not name.startswith('_orig_')]  # from `@patch`
     return [f for f in members if inspect.isfunction(f)]
 
-# %% ../../nbs/core/fingerprint.ipynb #45b6d1be
+# %% ../../nbs/core/fingerprint.ipynb #ec7a7572
 def syntax_trees(namespace: dict, module: str) -> dict[str, list]:
     "Syntax trees of the functions and of the classes' methods that `module` defines, by name."
     trees = {}
@@ -97,7 +97,7 @@ def core_modules_below(path) -> set[Path]:
     package, seen, todo = package_folder(), set(), [Path(path)]
     while todo:
         names = [n.removeprefix('alpaca_farm.') for n in module_syntax(todo.pop())[1]]
-        files = [package/folder/f'{n.removeprefix("core.")}.py' for n in names if n for folder in ('core', '.')]
+        files = [package/folder/f'{n.removeprefix("core.")}.py' for n in names for folder in ('core', '.')]
         new = {p for p in files if p.exists()} - seen
         todo += new
         seen |= new
@@ -155,7 +155,7 @@ def environment() -> dict:
 
 # %% ../../nbs/core/fingerprint.ipynb #491017e1
 def describe_run(cfg: Config, train, reads: tuple = ()) -> dict:
-    "What `config.json` holds: settings, code, inputs, versions, and the fingerprint of what decides the result."
+    "What `config.json` holds: settings, code, inputs, versions, and the fingerprint of the run."
     notebook, settings, default = notebook_of(cfg), asdict(cfg), asdict(type(cfg)())
     exported = package_folder()/f'{notebook}.py'
     known = exported.exists()

@@ -18,7 +18,8 @@ def alpaca_eval_folder() -> Path:
     from importlib.util import find_spec
     spec = find_spec('alpaca_eval')
     if spec is None:
-        raise ModuleNotFoundError('alpaca-eval is not installed: pip install alpaca-eval==0.6.6 "setuptools<82"')
+        raise ModuleNotFoundError('alpaca-eval is not installed: '
+                                  'pip install alpaca-eval==0.6.6 "setuptools<82"')
     return Path(spec.submodule_search_locations[0])/'evaluators_configs'
 
 # %% ../../nbs/core/judge_configs.ipynb #feabd181

@@ -152,7 +152,7 @@ def run_jobs(
         for p in running.values(): p.terminate()
     return list(failed.values())
 
-# %% ../../nbs/core/launch.ipynb #34c46ded
+# %% ../../nbs/core/launch.ipynb #51e961ed
 def run_or_fail(
     jobs: list[Job],
     workers: int,  # jobs at a time; 0 for the number of cores
