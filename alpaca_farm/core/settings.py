@@ -173,10 +173,10 @@ def changed(self: Config) -> dict:
 
 # %% ../../nbs/core/settings.ipynb #9027812e
 @patch
-def _repr_pretty_(self: Config, p, cycle: bool):
+def _repr_mimebundle_(self: Config, include=None, exclude=None) -> dict:
     "The settings as a notebook displays them."
     changed = ', '.join(f'{k}={v!r}' for k, v in self.changed().items())
-    p.text(f'{type(self).__name__}({changed or "all defaults"})')
+    return {'text/plain': f'{type(self).__name__}({changed or "all defaults"})'}
 
 # %% ../../nbs/core/settings.ipynb #1818f4d0
 @dataclass
