@@ -169,7 +169,7 @@ def test_out_without_permission(base, tmp_path):
 def test_out_with_foreign_files(base, tmp_path):
     (tmp_path/'thesis').mkdir(); (tmp_path/'thesis'/'chapter.tex').write_text('long work')
     given = tiny.settings('sft', base, out=str(tmp_path/'thesis'))
-    with pytest.raises(ValueError, match='holds files that are not of a run'): sft.train(sft.SFTConfig(**given))
+    with pytest.raises(ValueError, match='holds files that do not belong to a run'): sft.train(sft.SFTConfig(**given))
     assert [p.name for p in (tmp_path/'thesis').iterdir()] == ['chapter.tex']
 
 

@@ -1,4 +1,4 @@
-"Every parameter file speaks of settings that exist, with values of their types."
+"Every parameter file has settings that exist, with values of their types."
 import importlib
 import typing
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, a run ends as if nothing had been; edited code always runs."""
+"""Killed at any moment and started again, a run ends as if it had not been; edited code always runs."""
 import importlib
 import importlib.util
 import json
@@ -18,7 +18,7 @@ from alpaca_farm.core import runs
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.settings import Config
 
-# enough steps to hit one of them, and the steps among which one is drawn
+# settings with many steps, and the range from which the step of the kill is chosen
 LONG = dict(world=(dict(corpus=400, batch_size=1), 200, 380), sft=(dict(batch_size=1, checkpoint_every=2), 2, 55),
             reward_model=(dict(batch_size=1, checkpoint_every=2, epochs=2), 2, 90),
             dpo=(dict(batch_size=1, checkpoint_every=1, save_every=20), 2, 55), ppo=(dict(steps=8, checkpoint_every=2, adaptive_kl=True), 1, 7),
@@ -46,7 +46,7 @@ def same_run(a, b):
 
 
 def kill_at(step, notebook, given):
-    "Start a run, kill it when its log has `step` records; how many it had."
+    "Start a run and kill it when its log has `step` records; returns how many it had."
     p, log = tiny.spawn(tiny.command(notebook, **given)), Path(given['out'])/'log.jsonl'
     try:
         while p.poll() is None and (not log.exists() or log.read_bytes().count(b'\n') < step): time.sleep(.002)
@@ -64,8 +64,8 @@ def interrupted(notebook, base, folder):
     reached = kill_at(at, notebook, given)
     assert not (folder/notebook/'summary.json').exists()
     again = tiny.spawn(tiny.command(notebook, **given))
-    said = again.communicate()[0]
-    assert again.returncode == 0, said
+    output = again.communicate()[0]
+    assert again.returncode == 0, output
     return at, reached
 
 
@@ -227,8 +227,8 @@ def test_edited_notebook(base, tmp_path):
     for notebook in (tiny.ROOT/'nbs'/'sft.ipynb', tmp_path/'edited.ipynb'):
         assert read_log(tmp_path/'sft') == was and not (tmp_path/'sft~1').exists()
         p = tiny.spawn(tiny.papermill(notebook, tmp_path/'out.ipynb', **given))
-        said = p.communicate()[0]
-        assert p.returncode == 0, said
+        output = p.communicate()[0]
+        assert p.returncode == 0, output
     assert read_log(tmp_path/'sft~1') == was
     assert read_log(tmp_path/'sft')[0]['loss'] == pytest.approx(3*was[0]['loss'], rel=1e-5)
 

@@ -34,23 +34,23 @@ def test_skill_pays():
 
 
 def test_agreement_is_near_what_alpacafarm_measured():
-    found = world.world_agreement([p for p in pairs(1500) if p['output_1'] != p['output_2']])
-    assert abs(found['human_human'] - .66) < .02
-    assert abs(found['pool_human'] - .65) < .02
+    agreement = world.world_agreement([p for p in pairs(1500) if p['output_1'] != p['output_2']])
+    assert abs(agreement['human_human'] - .66) < .02
+    assert abs(agreement['pool_human'] - .65) < .02
 
 
-def test_expected_preference_is_the_mean_of_everybody_in_both_orders():
-    some = pairs(20, seed=3)
-    swapped = [dict(p, output_1=p['output_2'], output_2=p['output_1']) for p in some]
-    slow = np.mean([[a(some), [3 - x for x in a(swapped)]] for a in world.pool.annotators], axis=(0, 1))
-    assert np.allclose(world.pool(some), slow)
-    assert np.allclose(np.array(world.people(some)) + world.people(swapped), 3)
+def test_expected_preference_is_the_mean_over_annotators_and_orders():
+    sample = pairs(20, seed=3)
+    swapped = [dict(p, output_1=p['output_2'], output_2=p['output_1']) for p in sample]
+    slow = np.mean([[a(sample), [3 - x for x in a(swapped)]] for a in world.pool.annotators], axis=(0, 1))
+    assert np.allclose(world.pool(sample), slow)
+    assert np.allclose(np.array(world.people(sample)) + world.people(swapped), 3)
 
 
 def test_splits_do_not_overlap():
     cfg = world.WorldConfig(sft=200, preference=200, unlabeled=200, val=50, eval=50)
-    splits = world.draw_splits(cfg)
-    asked = [text(r) for rows in splits.values() for r in rows]
-    assert len(asked) == len(set(asked)) == 700
-    assert splits == world.draw_splits(cfg)
-    assert splits['eval'] != world.draw_splits(world.WorldConfig(sft=200, preference=200, unlabeled=200, val=50, eval=50, seed=1))['eval']
+    splits = world.sample_splits(cfg)
+    requests = [text(r) for rows in splits.values() for r in rows]
+    assert len(requests) == len(set(requests)) == 700
+    assert splits == world.sample_splits(cfg)
+    assert splits['eval'] != world.sample_splits(world.WorldConfig(sft=200, preference=200, unlabeled=200, val=50, eval=50, seed=1))['eval']

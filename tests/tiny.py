@@ -1,4 +1,4 @@
-"""Settings so small that a run takes a second or two; used by the tests, with every path said."""
+"""Settings so small that a run takes a second or two; used by the tests; every path is given."""
 import json
 import os
 import subprocess
@@ -27,18 +27,18 @@ SETTINGS = dict(
 
 def settings(notebook, base, **more):
     "Tiny settings of a notebook whose inputs are the runs in the folder `base`."
-    at = {k: str(base/k) for k in ('world', 'sft', 'samples', 'annotators', 'reward_model')}
+    runs = {k: str(base/k) for k in ('world', 'sft', 'samples', 'annotators', 'reward_model')}
     inputs = dict(
-        world={}, sft=dict(data=at['world'], policy=at['world']),
-        best_of_n=dict(data=at['world'], policy=at['sft'], reward_model=at['reward_model']),
-        annotators=dict(outputs=at['samples']), reward_model=dict(preferences=at['annotators'], policy=at['sft']),
-        dpo=dict(preferences=at['annotators'], policy=at['sft'], data=at['world']),
-        expert_iteration=dict(policy=at['sft'], reward_model=at['reward_model'], data=at['world']),
-        binary_feedback=dict(preferences=at['annotators'], policy=at['sft'], data=at['world']),
-        rrhf=dict(candidates=[at['samples'], at['world'] + '/preference.json'], policy=at['sft'], data=at['world'], reward_model=at['reward_model'],
-                  perplexity_model=at['world']),
-        quark=dict(policy=at['sft'], reward_model=at['reward_model'], data=at['world']),
-        ppo=dict(policy=at['sft'], reward_model=at['reward_model'], data=at['world']))
+        world={}, sft=dict(data=runs['world'], policy=runs['world']),
+        best_of_n=dict(data=runs['world'], policy=runs['sft'], reward_model=runs['reward_model']),
+        annotators=dict(outputs=runs['samples']), reward_model=dict(preferences=runs['annotators'], policy=runs['sft']),
+        dpo=dict(preferences=runs['annotators'], policy=runs['sft'], data=runs['world']),
+        expert_iteration=dict(policy=runs['sft'], reward_model=runs['reward_model'], data=runs['world']),
+        binary_feedback=dict(preferences=runs['annotators'], policy=runs['sft'], data=runs['world']),
+        rrhf=dict(candidates=[runs['samples'], runs['world'] + '/preference.json'], policy=runs['sft'], data=runs['world'], reward_model=runs['reward_model'],
+                  perplexity_model=runs['world']),
+        quark=dict(policy=runs['sft'], reward_model=runs['reward_model'], data=runs['world']),
+        ppo=dict(policy=runs['sft'], reward_model=runs['reward_model'], data=runs['world']))
     return SETTINGS[notebook] | inputs[notebook] | more
 
 
@@ -54,15 +54,15 @@ def main(module):
 
 def command(notebook, **given):
     "The command line of a run."
-    said = [x for k, v in given.items() for x in (f'--{k}', json.dumps(v) if isinstance(v, list) else str(v))]
-    return [sys.executable, '-m', f'alpaca_farm.{notebook}', *said]
+    options = [x for k, v in given.items() for x in (f'--{k}', json.dumps(v) if isinstance(v, list) else str(v))]
+    return [sys.executable, '-m', f'alpaca_farm.{notebook}', *options]
 
 
 def papermill(notebook, executed, **given):
     "The command line of a papermill run."
-    said = [x for k, v in given.items()
+    options = [x for k, v in given.items()
             for x in (('-y', f'{k}: {json.dumps(v)}') if isinstance(v, list) else ('-p', k, str(v)))]
-    return [sys.executable, '-m', 'papermill', str(notebook), str(executed), *said, '--no-progress-bar', '--log-level',
+    return [sys.executable, '-m', 'papermill', str(notebook), str(executed), *options, '--no-progress-bar', '--log-level',
             'ERROR', '-k', 'python3']
 
 

@@ -10,7 +10,7 @@ import os, sys, time
 
 # %% ../../nbs/core/progress.ipynb #464dae70
 def terminal() -> int | None:
-    "File descriptor of the terminal this process writes to, past a kernel's capture of stderr; None when there is none."
+    "File descriptor of this process's terminal, None without one."
     for fd in (getattr(sys.stderr, '_original_stdstream_copy', None), 2):  # the first is ipykernel's own copy
         try:
             if fd is not None and os.isatty(fd): return fd
@@ -18,7 +18,7 @@ def terminal() -> int | None:
 
 # %% ../../nbs/core/progress.ipynb #6657b50a
 def duration(seconds: float) -> str:
-    "Seconds as a person would say them."
+    "Seconds in words, in the unit that suits them."
     if seconds < 90: return f'{seconds:.0f} s'
     if seconds < 5400: return f'{seconds/60:.0f} min'
     return f'{seconds/3600:.1f} h'
@@ -28,7 +28,7 @@ class Progress:
     "A line `name 12/30 reward 0.41, 25 s left`, redrawn in place at most twice a second."
     def __init__(self,
         name: str,          # what is being done
-        total: int,         # how many steps it has
+        total: int,         # number of steps
         every: float = .5,  # seconds between redraws
         done: int = 0,      # steps done before this process started
     ):
