@@ -49,7 +49,7 @@ def leaderboard(
             row |= dict(zip((judge, f'{judge}_low', f'{judge}_high'), bootstrap(100*(p[~np.isnan(p)] - 1), n=n, seed=seed)))
             if any(np.isnan(v).any() for v in judged[judge].values()): row[f'{judge}_unanswered'] = int(np.isnan(p).sum())
         for judge in sampled:
-            w = rankings.answered(judged[judge][method])
+            w = rankings.answered_row(judged[judge][method])
             row |= {judge: w['win_rate'], f'{judge}_se': w['standard_error']}
         rows.append(dict(row, **mean_lengths(methods[method]), reference=reference))
     return pd.DataFrame(rows).sort_values(soft[0], ascending=False, ignore_index=True, kind='stable')
