@@ -55,9 +55,9 @@ def test_preferences_equal_the_loop(references):
         members = getattr(judge, 'annotators', [judge])
         want = []
         for r in references:
-            mine = next(o for o in outputs if (o['instruction'], o['input']) == (r['instruction'], r['input']))
+            answer = next(o for o in outputs if (o['instruction'], o['input']) == (r['instruction'], r['input']))
             pair = lambda a, b: [dict(r, output_1=a, output_2=b)]
-            want.append(np.mean([(f(pair(a, mine['output']))[0] + 3 - f(pair(mine['output'], a))[0])/2
+            want.append(np.mean([(f(pair(a, answer['output']))[0] + 3 - f(pair(answer['output'], a))[0])/2
                                  for a in r['output'] for f in members]))
         assert ev.complete_preferences(outputs, references, judge) == pytest.approx(want)
 
@@ -91,7 +91,7 @@ def test_board_columns_and_intervals(references):
 
 def test_bad_judges_are_named(references):
     outputs = answers(lambda i: 'ok')
-    with pytest.raises(ValueError, match='lazy gave 1 preferences for 24 pairs'):
+    with pytest.raises(ValueError, match='lazy gave 1 preferences for 48 pairs'):
         def lazy(pairs): return [1]
         ev.complete_preferences(outputs, references, lazy)
     with pytest.raises(ValueError, match='row 0 is nan'): ev.complete_preferences(outputs, references, lambda p: [float('nan')]*len(p))
