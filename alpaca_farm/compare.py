@@ -140,7 +140,7 @@ def as_html(rows: list[dict]) -> str:
 
 # %% ../nbs/compare.ipynb #3bc72fe0
 def run(cfg: CompareConfig):
-    "Compare run folders and leave tables, figures and answers."
+    "Compare run folders; writes tables, figures and answers."
     folder = start(cfg, run)
     if folder.done: return folder
     folder.load()

@@ -45,15 +45,15 @@ def batch_of(models, rows, side, extra=0):
 @torch.no_grad()
 def measured(models, batches, side, extra=0):
     "Log-probs and values of all response tokens and a score for each answer, by example."
-    found = {}
+    by_row = {}
     for rows in batches:
         b = batch_of(models, rows, side, extra)
         lp, v, s = logprobs(models.policy, b, .7), values(models.scalar, b), sequence_scores(models.scalar, b['ids'], b['mask'])
         assert (lp[b['response'] == 0] == 0).all() and (v[b['response'] == 0] == 0).all()
         for k, i in enumerate(rows):
             on = b['response'][k].bool()
-            found[i] = torch.cat([lp[k][on], v[k][on], s[k:k + 1]])
-    return torch.cat([found[i] for i in range(16)])
+            by_row[i] = torch.cat([lp[k][on], v[k][on], s[k:k + 1]])
+    return torch.cat([by_row[i] for i in range(16)])
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])

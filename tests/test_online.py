@@ -41,13 +41,13 @@ def test_rloo_is_unbiased():
     r = torch.tensor([1., 0., 3.], dtype=torch.float64)
     p = theta.softmax(0)
     exact, = torch.autograd.grad(p @ r, theta)
-    found = torch.zeros(3, dtype=torch.float64)
+    gradient = torch.zeros(3, dtype=torch.float64)
     for a, b in itertools.product(range(3), repeat=2):
         adv = group_advantages(r[[a, b]], 2, 'rloo')
         logp = theta.log_softmax(0)[[a, b]]
         g, = torch.autograd.grad((adv*logp).mean(), theta)
-        found += (p[a]*p[b]).item()*g
-    torch.testing.assert_close(found, exact.detach(), rtol=1e-12, atol=1e-12)
+        gradient += (p[a]*p[b]).item()*g
+    torch.testing.assert_close(gradient, exact.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize('advantage', ['rloo', 'grpo'])
@@ -264,9 +264,9 @@ def test_logprobs_are_those_of_the_models_own_logits(family, extra):
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, 50, (2, 7))
     response = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]*2)
-    found = core_models.logprobs(model, dict(ids=ids, mask=torch.ones_like(ids), response=response), .7)
+    logprobs = core_models.logprobs(model, dict(ids=ids, mask=torch.ones_like(ids), response=response), .7)
     logp = (model(ids).logits[:, :-1]/.7).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    assert torch.allclose(found[:, 1:], logp*response[:, 1:], atol=1e-4)
+    assert torch.allclose(logprobs[:, 1:], logp*response[:, 1:], atol=1e-4)
 
 
 def test_scores_all_alike_leave_the_units():

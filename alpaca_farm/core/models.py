@@ -235,7 +235,7 @@ def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
 # %% ../../nbs/core/models.ipynb #fc3dec54
 def reward(
     spec,                  # a checkpoint, "module:function", or a list of them
-    cfg: Config,           # its settings say how a list is combined, if it has them
+    cfg: Config,           # `ensemble` and `ensemble_coef`, if it has them, combine a list
     template: str = 'auto',
     batch_size: int = 256,
 ):  # records -> list of scores
