@@ -128,16 +128,16 @@ def play_all_pairs(
     methods: dict,           # answers by name of the model, the reference's among them
     references: list[dict],  # the reference's; they decide the order
     judge,                   # annotator or pool
-    known: dict,             # (instructions,) preferences by model, against the reference
+    against_reference: dict, # (instructions,) preferences by model, of this judge
     seed: int = 0,           # of the sampled votes
     done=lambda *_: None,    # called with (pairs done, text)
 ) -> rankings.Games:
-    "The games of all pairs of models; those against the reference are known already."
+    "The games of all pairs of models; those against the reference are given."
     ordered, names = {m: align_outputs(outputs, references) for m, outputs in methods.items()}, list(methods)
     points = np.zeros((len(references), len(names), len(names)))
     for step, (a, b) in enumerate(combinations(range(len(names)), 2), 1):
         first, second = names[a], names[b]
-        p = (known[second] if first == 'reference'
+        p = (against_reference[second] if first == 'reference'
              else judge_preferences(ordered[second], ordered[first], judge, seed))
         check_verdicts(p, judge, f'{second} against {first}')
         points[:, a, b], points[:, b, a] = np.nan_to_num(2 - p), np.nan_to_num(p - 1)
@@ -242,7 +242,7 @@ def write_games(run, judged: dict, methods: dict, references: list[dict], judges
 
 # %% ../nbs/eval.ipynb #9dc79a4a
 def run(cfg: EvalConfig):
-    "Judge the outputs and leave a leaderboard."
+    "Judge the outputs and write a leaderboard."
     folder = start(cfg, run)
     if folder.done: return folder
     folder.load()
