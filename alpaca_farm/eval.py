@@ -43,7 +43,7 @@ class EvalConfig(ApiConfig):
     outputs: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders or files
     reference: str = 'runs/references'  # folder or file of answers to compare with, one or several each
     annotators: list[str] = field(default_factory=lambda: WORLD)  # judges, each as in the annotators notebook
-    weights: list[str] = field(default_factory=list)  # shares in a pool: name and number joined by an equals sign
+    weights: list[str] = field(default_factory=list)  # shares in a pool: name, equals sign, number
     head_to_head: bool = False          # judge the models against each other too, every pair of them
     max_instances: int = 0              # use only the first n instructions of the reference; 0 for all
     inputs = ('outputs', 'reference', 'annotators')
