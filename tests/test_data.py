@@ -8,7 +8,7 @@ import pytest
 from alpaca_farm.core.data import find_file, load_records, prompt_key
 from alpaca_farm.core.settings import looks_like_hub
 
-ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2 else f'line\n{i}', output=f' {i}, ok\t', kept=str(i))
+ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2 else f'line\n{i}', output=f' {i}, ok\t', extra=str(i))
         for i in range(5)]
 PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2=f'b{i}', preference=1. + i/4) for i in range(5)]
 
@@ -81,10 +81,10 @@ def test_candidates(tmp_path):
 
 def test_splits(base):
     sizes = dict(sft=60, preference=60, unlabeled=60, val=20, eval=30)
-    found = {name: load_records(str(base/'world'), name, 'output') for name in sizes}
-    assert {k: len(v) for k, v in found.items()} == sizes
-    asked = [prompt_key(r) for rows in found.values() for r in rows]
-    assert len(set(asked)) == len(asked)  # no request in two splits
+    splits = {name: load_records(str(base/'world'), name, 'output') for name in sizes}
+    assert {k: len(v) for k, v in splits.items()} == sizes
+    prompts = [prompt_key(r) for rows in splits.values() for r in rows]
+    assert len(set(prompts)) == len(prompts)  # no request in two splits
 
 
 def test_a_folder_says_what_it_holds(base, tmp_path):

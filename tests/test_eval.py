@@ -55,9 +55,9 @@ def test_preferences_equal_the_loop(references):
         members = getattr(judge, 'annotators', [judge])
         want = []
         for r in references:
-            mine = next(o for o in outputs if (o['instruction'], o['input']) == (r['instruction'], r['input']))
+            answer = next(o for o in outputs if (o['instruction'], o['input']) == (r['instruction'], r['input']))
             pair = lambda a, b: [dict(r, output_1=a, output_2=b)]
-            want.append(np.mean([(f(pair(a, mine['output']))[0] + 3 - f(pair(mine['output'], a))[0])/2
+            want.append(np.mean([(f(pair(a, answer['output']))[0] + 3 - f(pair(answer['output'], a))[0])/2
                                  for a in r['output'] for f in members]))
         assert ev.complete_preferences(outputs, references, judge) == pytest.approx(want)
 
@@ -91,7 +91,7 @@ def test_board_columns_and_intervals(references):
 
 def test_bad_judges_are_named(references):
     outputs = answers(lambda i: 'ok')
-    with pytest.raises(ValueError, match='lazy gave 1 preferences for 24 pairs'):
+    with pytest.raises(ValueError, match='lazy gave 1 preferences for 48 pairs'):
         def lazy(pairs): return [1]
         ev.complete_preferences(outputs, references, lazy)
     with pytest.raises(ValueError, match='row 0 is nan'): ev.complete_preferences(outputs, references, lambda p: [float('nan')]*len(p))
@@ -150,10 +150,10 @@ def test_no_verdict_is_no_tie_and_no_loss(references):
     methods = dict(reference=references, mine=outputs)
     judged = ev.judge_all(methods, references, dict(shy=silent_on_three, pool=Undecided(), bold=longest))
     for name in ('shy', 'pool', 'pool_votes'): assert np.flatnonzero(np.isnan(judged[name]['mine'])).tolist() == [0, 5, 7], name
-    told = ~np.isnan(judged['shy']['mine'])
+    answered = ~np.isnan(judged['shy']['mine'])
     board = leaderboards.leaderboard(judged, methods, 'x', n=50).set_index('method')
     assert (board.loc['mine', 'shy_unanswered'], board.loc['reference', 'shy_unanswered']) == (3, 0) and 'bold_unanswered' not in board
-    assert board.loc['mine', 'shy'] == pytest.approx(100*(judged['bold']['mine'][told] - 1).mean())
+    assert board.loc['mine', 'shy'] == pytest.approx(100*(judged['bold']['mine'][answered] - 1).mean())
     row = leaderboards.alpaca_eval_rows(judged['shy'], methods, references, 'shy', 'x').loc['mine']
     assert (row.n_total, row.n_unanswered, row.win_rate) == (9, 3, pytest.approx(board.loc['mine', 'shy']))
     assert leaderboards.rank_agreement(ev.judge_all(dict(methods, a=answers(lambda i: 'a')), references, dict(shy=silent_on_three, bold=longest)), n=20)['spearman_shy_bold'] == 1
@@ -163,21 +163,21 @@ def test_no_verdict_is_no_tie_and_no_loss(references):
 
 
 def test_identical_answers_are_not_asked_about():
-    asked = []
-    def judge(pairs): asked.extend(pairs); return [2.]*len(pairs)
-    refs, mine = answers(lambda i: 'yes'), answers(lambda i: 'yes' if i % 2 else 'no')
-    assert preferences.preferences_over(mine, refs, judge).tolist() == [1.5]*12 and len(asked) == 12 and all(p['output_1'] != p['output_2'] for p in asked)
+    judged = []
+    def judge(pairs): judged.extend(pairs); return [2.]*len(pairs)
+    refs, outputs = answers(lambda i: 'yes'), answers(lambda i: 'yes' if i % 2 else 'no')
+    assert preferences.preferences_over(outputs, refs, judge).tolist() == [1.5]*12 and len(judged) == 12 and all(p['output_1'] != p['output_2'] for p in judged)
 
 
 def test_head_to_head_is_every_pair_judged(references):
     methods = dict(reference=references, a=answers(lambda i: 'a'*i)[::-1], b=answers(lambda i: 'b'*(12 - i)))
-    known = ev.judge_all(methods, references, dict(j=longest))['j']
-    games = ev.play_all_pairs(methods, references, longest, known)
+    against_reference = ev.judge_all(methods, references, dict(j=longest))['j']
+    games = ev.play_all_pairs(methods, references, longest, against_reference)
     tables = rankings.head_to_head(games)
     assert tables['win_rate'].loc['b', 'a'] == pytest.approx(100*np.mean([(1 + np.sign(12 - 2*i))/2 for i in range(12)]))
-    assert tables['win_rate'].loc['a', 'reference'] == pytest.approx(100*(known['a'] - 1).mean())
+    assert tables['win_rate'].loc['a', 'reference'] == pytest.approx(100*(against_reference['a'] - 1).mean())
     def shy(pairs): return [np.nan if p['instruction'] == 'Say 3.' else 2. for p in pairs]
-    assert rankings.head_to_head(ev.play_all_pairs(methods, references, shy, known))['n'].loc['a', 'b'] == 11
+    assert rankings.head_to_head(ev.play_all_pairs(methods, references, shy, against_reference))['n'].loc['a', 'b'] == 11
 
 
 def test_a_run_head_to_head(tmp_path):
@@ -211,9 +211,9 @@ def test_a_paid_judge_sees_both_orders_and_is_asked_once(tmp_path, keyed):
         different = sum(a != 'o'*(2*i) for i in range(12) for a in ('x'*(i + 1), 'y'*3))
         assert summary['asked'] == 2*different + 2*2*2 and summary['dollars'] > 0          # what could not be read was asked three times
         assert summary['chatgpt_unanswered'] == 1 and rows.loc['mine', ['n_total', 'n_unanswered']].tolist() == [11, 1]
-        asked = len(server.requests())
+        requests = len(server.requests())
         run(tmp_path, **more, out=str(tmp_path/'again'), head_to_head=True)
-        assert len(server.requests()) == asked, 'the same was asked again'
+        assert len(server.requests()) == requests, 'a request was sent twice'
 
 
 def test_a_paid_pool_is_asked_for_one_vote(tmp_path, keyed):
@@ -221,11 +221,11 @@ def test_a_paid_pool_is_asked_for_one_vote(tmp_path, keyed):
         more = dict(annotators=['alpaca_farm'], models=MODELS, base_url=server.url, store=str(tmp_path/'a.sqlite'), tries=3)
         cfg = ev.EvalConfig(**more, out=str(tmp_path/'unused'), max_instances=1)
         pool = load_annotators('alpaca_farm', cfg)
-        refs, mine = answers(lambda i: ['x', 'yy'], 30), answers(lambda i: 'long enough', 30)
-        judged = ev.judge_all(dict(reference=refs, mine=mine), refs, dict(pool=pool))
+        refs, outputs = answers(lambda i: ['x', 'yy'], 30), answers(lambda i: 'long enough', 30)
+        judged = ev.judge_all(dict(reference=refs, mine=outputs), refs, dict(pool=pool))
         assert set(judged) == {'pool'} and (judged['pool']['reference'] == 1.5).all()
-        told = judged['pool']['mine'][~np.isnan(judged['pool']['mine'])]
-        assert len(told) > 5 and (told == 2).all() and pool.annotators[0].asker.tally.wanted <= 3*30
+        answered = judged['pool']['mine'][~np.isnan(judged['pool']['mine'])]
+        assert len(answered) > 5 and (answered == 2).all() and pool.annotators[0].asker.tally.wanted <= 3*30
 
 
 def test_a_budget_stops_a_run_that_goes_on_later(tmp_path, keyed):

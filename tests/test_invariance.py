@@ -20,7 +20,7 @@ BATCHES = dict(one=[[i] for i in range(16)], pairs=[[i, 15 - i] for i in range(8
 
 
 @pytest.fixture(scope='module', params=['llama', 'gpt2'])
-def minds(request, models):
+def sharp(request, models):
     "A policy and a scalar model of relative or absolute positions, their weights large enough for attention to matter."
     size = len(models.tokenizer)
     config = GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, n_positions=256, pad_token_id=0, num_labels=1)
@@ -45,49 +45,49 @@ def batch_of(models, rows, side, extra=0):
 @torch.no_grad()
 def measured(models, batches, side, extra=0):
     "Log-probs and values of all response tokens and a score for each answer, by example."
-    found = {}
+    by_row = {}
     for rows in batches:
         b = batch_of(models, rows, side, extra)
         lp, v, s = logprobs(models.policy, b, .7), values(models.scalar, b), sequence_scores(models.scalar, b['ids'], b['mask'])
         assert (lp[b['response'] == 0] == 0).all() and (v[b['response'] == 0] == 0).all()
         for k, i in enumerate(rows):
             on = b['response'][k].bool()
-            found[i] = torch.cat([lp[k][on], v[k][on], s[k:k + 1]])
-    return torch.cat([found[i] for i in range(16)])
+            by_row[i] = torch.cat([lp[k][on], v[k][on], s[k:k + 1]])
+    return torch.cat([by_row[i] for i in range(16)])
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
 @pytest.mark.parametrize('extra', [0, 1, 37])
 @pytest.mark.parametrize('how', BATCHES)
-def test_token_numbers(minds, how, extra, side):
-    wanted = measured(minds, BATCHES['one'], 'right')
+def test_token_numbers(sharp, how, extra, side):
+    wanted = measured(sharp, BATCHES['one'], 'right')
     assert wanted.std() > .01
-    near(measured(minds, BATCHES[how], side, extra), wanted)
+    near(measured(sharp, BATCHES[how], side, extra), wanted)
 
 
-def test_gradients_do_not_see_padding(minds):
+def test_gradients_do_not_see_padding(sharp):
     def grads(side, extra):
-        minds.policy.zero_grad()
-        logprobs(minds.policy, batch_of(minds, range(16), side, extra)).sum().backward()
-        return torch.cat([p.grad.flatten() for p in minds.policy.parameters()])
+        sharp.policy.zero_grad()
+        logprobs(sharp.policy, batch_of(sharp, range(16), side, extra)).sum().backward()
+        return torch.cat([p.grad.flatten() for p in sharp.policy.parameters()])
     wanted = grads('right', 0)
     for side, extra in (('left', 0), ('left', 23), ('right', 23)):
         torch.testing.assert_close(grads(side, extra), wanted, rtol=1e-4, atol=1e-4*wanted.abs().max().item())
-    minds.policy.zero_grad()
+    sharp.policy.zero_grad()
 
 
-def test_what_follows_does_not_matter(minds):
+def test_what_follows_does_not_matter(sharp):
     "A token's log-prob and value know nothing of later tokens."
-    whole = measured(minds, BATCHES['one'], 'right')
-    b = batch_of(minds, [0], 'right')
-    at = len(minds.prompts[0]) + 3
+    whole = measured(sharp, BATCHES['one'], 'right')
+    b = batch_of(sharp, [0], 'right')
+    at = len(sharp.prompts[0]) + 3
     short = {k: t[:, :at] for k, t in b.items()}
-    with torch.no_grad(): near(logprobs(minds.policy, short, .7)[0, -3:], whole[:3])
-    n = len(minds.answers[0])
+    with torch.no_grad(): near(logprobs(sharp.policy, short, .7)[0, -3:], whole[:3])
+    n = len(sharp.answers[0])
     with torch.no_grad():
         for t in (0, 2):  # the value of the state in which a token is chosen has not seen that token
-            before = {k: b[k][:, :len(minds.prompts[0]) + t] for k in ('ids', 'mask')}
-            near(sequence_scores(minds.scalar, **before)[0], whole[n + t])
+            before = {k: b[k][:, :len(sharp.prompts[0]) + t] for k in ('ids', 'mask')}
+            near(sequence_scores(sharp.scalar, **before)[0], whole[n + t])
 
 
 def test_rewards_of_records(base, models):

@@ -90,12 +90,12 @@ def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
     cfg = ppo.PPOConfig(**tiny.settings('ppo', base, temperature=temperature, shared_value=kind == 'shared',
                                         value_init='policy' if kind == 'policy' else 'reward_model'))
     policy, value = models.policy, ppo.value_model(cfg, models.policy)
-    found = [s for s, in generate(policy, models.tokenizer, models.prompts, max_new_tokens=12, temperature=temperature)]
-    batch = rollout_batch(models.prompts, [s.tokens for s in found], models.tokenizer.pad_token_id)
+    samples = [s for s, in generate(policy, models.tokenizer, models.prompts, max_new_tokens=12, temperature=temperature)]
+    batch = rollout_batch(models.prompts, [s.tokens for s in samples], models.tokenizer.pad_token_id)
     done, figures = ppo.experience(policy, policy, value, batch, torch.arange(16.), .1, cfg)
     assert figures['kl'] == 0. and done['advantages'].abs().sum() > 0
     on, mask = done['response'].bool(), done['response']
-    sampled = torch.tensor([p for s in found for p in s.logprobs])
+    sampled = torch.tensor([p for s in samples for p in s.logprobs])
     torch.testing.assert_close(done['old_logp'][on], sampled, rtol=0, atol=1e-5)  # what was sampled is what is scored
     with torch.no_grad():
         whole = ppo.ppo_loss(policy, value, {k: v[:8] for k, v in done.items()}, cfg)   # as `experience` cut it

@@ -26,13 +26,13 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize('size', [2, 3, 5])
 def test_group_advantages(size):
-    paid = torch.randn(4*size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    groups = [paid[i:i + size].tolist() for i in range(0, 4*size, size)]
+    rewards = torch.randn(4*size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    groups = [rewards[i:i + size].tolist() for i in range(0, 4*size, size)]
     rloo = [r - sum(g[:i] + g[i + 1:])/(size - 1) for g in groups for i, r in enumerate(g)]
     def sd(g): m = sum(g)/size; return math.sqrt(sum((x - m)**2 for x in g)/(size - 1))
     grpo = [(r - sum(g)/size)/(sd(g) + 1e-6) for g in groups for r in g]
     for kind, want in (('rloo', rloo), ('grpo', grpo)):
-        torch.testing.assert_close(group_advantages(paid, size, kind), torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(group_advantages(rewards, size, kind), torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 def test_rloo_is_unbiased():
@@ -41,13 +41,13 @@ def test_rloo_is_unbiased():
     r = torch.tensor([1., 0., 3.], dtype=torch.float64)
     p = theta.softmax(0)
     exact, = torch.autograd.grad(p @ r, theta)
-    found = torch.zeros(3, dtype=torch.float64)
+    gradient = torch.zeros(3, dtype=torch.float64)
     for a, b in itertools.product(range(3), repeat=2):
         adv = group_advantages(r[[a, b]], 2, 'rloo')
         logp = theta.log_softmax(0)[[a, b]]
         g, = torch.autograd.grad((adv*logp).mean(), theta)
-        found += (p[a]*p[b]).item()*g
-    torch.testing.assert_close(found, exact.detach(), rtol=1e-12, atol=1e-12)
+        gradient += (p[a]*p[b]).item()*g
+    torch.testing.assert_close(gradient, exact.detach(), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize('advantage', ['rloo', 'grpo'])
@@ -100,19 +100,19 @@ def test_reward_of_a_list(monkeypatch):
 
 
 def test_labels_behind(base):
-    known = read_json(base/'reward_model'/'summary.json')['labels']
-    assert known > 0
-    assert label_count(str(base/'reward_model')) == label_count(str(base/'reward_model'/'model')) == known
-    assert label_count([str(base/'reward_model'), 'a.b:c']) == known and label_count('a.b:c') == label_count('') == 0
+    labels = read_json(base/'reward_model'/'summary.json')['labels']
+    assert labels > 0
+    assert label_count(str(base/'reward_model')) == label_count(str(base/'reward_model'/'model')) == labels
+    assert label_count([str(base/'reward_model'), 'a.b:c']) == labels and label_count('a.b:c') == label_count('') == 0
 
 
-def test_worth_keeps_the_first_scale():
+def test_scores_keep_the_first_scale():
     cfg, scale = OnlineConfig(missing_eos=''), {}
-    judge = lambda records: [r['score'] for r in records]
-    first = rollout_scores(judge, [dict(score=float(s), ended=True) for s in (1, 2, 6)], scale, cfg)
+    given = lambda records: [r['score'] for r in records]
+    first = rollout_scores(given, [dict(score=float(s), ended=True) for s in (1, 2, 6)], scale, cfg)
     assert abs(first.mean()) < 1e-6 and abs(first.std() - 1) < 1e-6
-    assert rollout_scores(judge, [dict(score=scale['reward_mean'] + scale['reward_std'], ended=False)], scale, cfg).tolist() == pytest.approx([1.])
-    assert rollout_scores(judge, [dict(score=7., ended=True)], {}, OnlineConfig(standardise=False)).tolist() == [7.]
+    assert rollout_scores(given, [dict(score=scale['reward_mean'] + scale['reward_std'], ended=False)], scale, cfg).tolist() == pytest.approx([1.])
+    assert rollout_scores(given, [dict(score=7., ended=True)], {}, OnlineConfig(standardise=False)).tolist() == [7.]
 
 
 def nothing(records): return [math.nan for _ in records]
@@ -121,8 +121,8 @@ def too_few(records): return [0. for _ in records][1:]
 
 def test_a_reward_gives_one_number_for_each_record():
     records = [dict(instruction='a', input='', output='b')] * 3
-    for name, said in (('nothing', 'no number'), ('too_few', '2 scores for 3 answers')):
-        with pytest.raises(ValueError, match=said): reward(f'test_online:{name}', OnlineConfig())(records)
+    for name, message in (('nothing', 'no number'), ('too_few', '2 scores for 3 answers')):
+        with pytest.raises(ValueError, match=message): reward(f'test_online:{name}', OnlineConfig())(records)
 
 
 def test_prompts_come_once_each():
@@ -134,9 +134,9 @@ def test_prompts_come_once_each():
 
 @pytest.mark.parametrize('n', [1, 2, 5, 40])
 def test_kl_of_best_of_n_against_enumeration(n):
-    "Six answers of unequal probability, no ties in worth: the estimate is near the truth, the bound above it."
+    "Six answers of unequal probability, no ties in reward: the estimate is near the truth, the bound above it."
     p = np.array([.4, .25, .2, .1, .04, .01])
-    order = np.random.default_rng(1).permutation(6)   # worth of each answer
+    order = np.random.default_rng(1).permutation(6)   # reward of each answer
     best = np.zeros(6)
     below = 0.
     for i in np.argsort(order): best[i], below = (below + p[i])**n - below**n, below + p[i]
@@ -264,17 +264,17 @@ def test_logprobs_are_those_of_the_models_own_logits(family, extra):
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, 50, (2, 7))
     response = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]*2)
-    found = core_models.logprobs(model, dict(ids=ids, mask=torch.ones_like(ids), response=response), .7)
+    logprobs = core_models.logprobs(model, dict(ids=ids, mask=torch.ones_like(ids), response=response), .7)
     logp = (model(ids).logits[:, :-1]/.7).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    assert torch.allclose(found[:, 1:], logp*response[:, 1:], atol=1e-4)
+    assert torch.allclose(logprobs[:, 1:], logp*response[:, 1:], atol=1e-4)
 
 
 def test_scores_all_alike_leave_the_units():
     scale, cfg = {}, OnlineConfig(missing_eos='')
     alike = [dict(score=0., ended=True)]*4
-    judge = lambda records: [r['score'] for r in records]
-    assert rollout_scores(judge, alike, scale, cfg).tolist() == [0.]*4 and scale['reward_std'] == 1.
-    assert rollout_scores(judge, [dict(score=1., ended=True)], scale, cfg).tolist() == [1.]
+    given = lambda records: [r['score'] for r in records]
+    assert rollout_scores(given, alike, scale, cfg).tolist() == [0.]*4 and scale['reward_std'] == 1.
+    assert rollout_scores(given, [dict(score=1., ended=True)], scale, cfg).tolist() == [1.]
 
 
 def test_an_online_method_needs_a_reward():
@@ -288,7 +288,7 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
     choose = CheckpointSelector.__new__(CheckpointSelector)
     choose.cfg, choose.tokenizer, choose.base = OnlineConfig(), None, base
     choose.judge = lambda pairs: seen.extend(pairs) or [2.]*len(pairs)
-    monkeypatch.setattr('alpaca_farm.core.online.answers',
+    monkeypatch.setattr('alpaca_farm.core.online.sample_answers',
                         lambda *a, **k: [dict(instruction=i, input='', output=[f'new {i}']) for i in 'ca'])
     assert choose(None)['val_pairs'] == 2
     assert [(p['output_1'], p['output_2']) for p in seen] == [('base a', 'new a'), ('base c', 'new c')]
