@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['check_known_names', 'AnnotatorsConfig', 'load_configured', 'load_annotators', 'api_clients', 'usage_totals',
            'check_all_answered', 'ask_all', 'average_orders', 'ask_annotators', 'flip_rows', 'verdict_fields',
-           'annotate_pairs', 'pair_samples', 'annotate_samples', 'head2head_pairs', 'annotate_head2head', 'load_pairs',
-           'expected_preferences', 'first_shown_wins', 'position_bias', 'flip_rates', 'to_alpaca_eval',
-           'check_labelled', 'write_labels', 'run']
+           'annotate_pairs', 'pair_samples', 'head2head_pairs', 'load_pairs', 'expected_preferences',
+           'first_shown_wins', 'position_bias', 'flip_rates', 'to_alpaca_eval', 'check_labelled', 'write_labels', 'run']
 
 # %% ../nbs/annotators.ipynb #4f71f27a
 import math
@@ -136,7 +135,7 @@ def ask_all(work: list[tuple], seed: int = 0) -> list[list[Verdict]]:
         verdicts[i] = [Verdict(float(p)) for p in preferences]
     return [verdicts[i] for i in range(len(work))]
 
-# %% ../nbs/annotators.ipynb #b7a43127
+# %% ../nbs/annotators.ipynb #02c5d579
 def average_orders(first: Verdict, second: Verdict) -> Verdict:
     "One verdict from two: on a pair in its own order, and on the same pair swapped."
     return first._replace(
@@ -172,7 +171,7 @@ def flip_rows(rows: list[dict], rate: float, seed: int, by: str = 'pair') -> Fli
     records = iter(flipped.records)
     return flipped._replace(records=[r if r['preference'] is None else next(records) for r in rows])
 
-# %% ../nbs/annotators.ipynb #1d3d8efb
+# %% ../nbs/annotators.ipynb #6bf151e7
 def verdict_fields(pair: dict, verdict: Verdict, seed: int, decide: bool) -> dict:
     "What a verdict adds to a pair's record: `preference`, and if known `price`, `time`, `raw`, `orders`."
     fields = dict(preference=decide_vote(pair, verdict.preference, seed, decide))
@@ -221,11 +220,6 @@ def pair_samples(
             pairs.append(dict(rest, input=c.get('input') or '', output_1=outputs[0], output_2=outputs[1]))
     return pairs
 
-# %% ../nbs/annotators.ipynb #eba7ce46
-def annotate_samples(candidates: list[dict], pool, seed: int = 0, **kwargs) -> list[dict]:
-    "Pairs of samples of the same record, annotated."
-    return annotate_pairs(pair_samples(candidates, seed), pool, seed, **kwargs)
-
 # %% ../nbs/annotators.ipynb #8a74741d
 def head2head_pairs(
     outputs_1: list[dict],  # the baseline's answers
@@ -244,15 +238,6 @@ def head2head_pairs(
     return [dict({k: v for k, v in r.items() if k != 'output'}, input=r.get('input') or '',
                  output_1=first[key(r)]['output'], output_2=r['output']) for r in outputs_2]
 
-# %% ../nbs/annotators.ipynb #af1db64f
-def annotate_head2head(
-    outputs_1: list[dict],  # the baseline's answers
-    outputs_2: list[dict],  # the model's: preference 2 means the model wins
-    pool, seed: int = 0, **kwargs,
-) -> list[dict]:
-    "Two models' answers to the same instructions, annotated; ValueError when the instructions differ."
-    return annotate_pairs(head2head_pairs(outputs_1, outputs_2), pool, seed, **kwargs)
-
 # %% ../nbs/annotators.ipynb #5fc2cbce
 def load_pairs(cfg) -> list[dict]:
     "The pairs that `cfg.outputs` names: a file of pairs, or a file or run folder of candidates."
@@ -270,7 +255,7 @@ def expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
     mean = np.average([[v.preference for v in vs] for vs in verdicts], axis=0, weights=pool_weights(pool))
     return mean + rate * (3 - 2 * mean)
 
-# %% ../nbs/annotators.ipynb #db7464de
+# %% ../nbs/annotators.ipynb #f8a1b285
 def first_shown_wins(rows: list[dict], seed: int, both: bool) -> tuple:
     "Wins of the answer shown first, number of decided verdicts, and for each pair whether both orders agree."
     if not both:
@@ -308,7 +293,7 @@ def to_alpaca_eval(rows: list[dict]) -> list[dict]:
                  annotator=r['annotator'], preference=r['preference'], price_per_example=r.get('price'),
                  time_per_example=r.get('time'), raw_completion=r.get('raw')) for r in rows]
 
-# %% ../nbs/annotators.ipynb #6b48b314
+# %% ../nbs/annotators.ipynb #682e9c34
 def check_labelled(labelled: int, n: int, usage: dict, reasons_file):
     "ValueError when labels are still to come or there are none; prints how many pairs have no verdict."
     missing, where = n - labelled, f'see {reasons_file}'
