@@ -69,17 +69,18 @@ def baseline_output(answer: dict) -> str:
     message = choice.get('message') or {}
     return (choice.get('text') or message.get('content') or message.get('refusal') or '').strip()
 
-# %% ../nbs/judging/openai_baselines.ipynb #919f9041
+# %% ../nbs/judging/openai_baselines.ipynb #2aed5b9b
 def check_answered(answered: int, unanswered: list[dict], usage: dict):
     "ValueError when answers are still to come or there are none; prints the instructions without an answer."
-    n = answered + len(unanswered)
+    missing = len(unanswered)
+    n = answered + missing
     names = ''.join(f'\n  {r["instruction"][:80]!r}' for r in unanswered[:20])
-    if len(unanswered) > 20: names += '\n  ...'
+    if missing > 20: names += '\n  ...'
     if usage['open']:
-        raise ValueError(f'{answered} of {n} instructions are answered, all of them stored; {len(unanswered)} are '
-                         f'missing: {usage["open"]}. Run again to ask for these alone:{names}')
+        raise ValueError(f'{answered} of {n} instructions are answered, all of them stored; '
+                         f'{missing} are missing: {usage["open"]}. Run again to ask for these alone:{names}')
     if unanswered:
-        print(f'{len(unanswered)} OF {n} INSTRUCTIONS HAVE NO ANSWER and are left out '
+        print(f'{missing} OF {n} INSTRUCTIONS HAVE NO ANSWER and are left out '
               f'({"; ".join(usage["reasons"])}):{names}')
     if not answered: raise ValueError('there is no answer to any instruction')
 

@@ -161,7 +161,7 @@ def games_by_source(
     records: list[dict],     # preference records, of one model against one baseline
     field: str = 'dataset',  # what to group by
 ):  # DataFrame by source, and `all` last: win_rate, standard_error in percent, n_total, n_unanswered
-    "Win rate of the second outputs by source; ValueError for a row without source or with a wrong preference."
+    "Win rate of the second outputs by source; ValueError for a row without source or valid preference."
     import pandas as pd
     for i, r in enumerate(records):
         if r.get(field) in (None, ''): raise ValueError(f'row {i} has no {field!r}; it has {", ".join(r)}')
