@@ -258,7 +258,7 @@ def reference_from_hub(config: str = 'alpaca_farm_evaluation', split: str = 'eva
         raise ValueError(f'the reference outputs could not be read from the hub ({HUB_DATASET}: {reason}). '
                          'Name a file: alpaca_leaderboard(..., reference_outputs="outputs.json")') from None
 
-# %% ../nbs/auto_annotations.ipynb #82536a3c
+# %% ../nbs/auto_annotations.ipynb #2385d25a
 PUBLISHED_WIN_RATES = {  # and standard errors, against Davinci003; AlpacaFarm 0.1.12, its pool of 13, 2023
     'GPT4': (79.5, 1.4), 'ChatGPT': (63.0, 1.7), 'RLHF PPO': (49.3, 1.8), 'SFT 52k (Alpaca 7B)': (39.8, 1.7),
     'SFT 10k': (35.9, 1.7), 'Davinci001': (25.0, 1.5), 'LLaMA 7B': (12.6, 1.2)}
@@ -267,7 +267,8 @@ PUBLISHED_WIN_RATES = {  # and standard errors, against Davinci003; AlpacaFarm 0
 def print_published():
     "Print AlpacaFarm's published win rates, which another judge gave."
     rows = '\n'.join(f'{m:<22}{w:5.1f} ± {s}' for m, (w, s) in PUBLISHED_WIN_RATES.items())
-    print(f'\npublished by AlpacaFarm, judged by its pool in 2023; not to be ranked with this row:\n{rows}')
+    print('\npublished by AlpacaFarm, judged by its pool in 2023, '
+          f'and so not to be ranked with the row above:\n{rows}')
 
 # %% ../nbs/auto_annotations.ipynb #03d65f45
 def alpaca_leaderboard(
