@@ -128,7 +128,7 @@ class LabellingQueue:
         "Read the answers about pair i from the store; they may have been given in another session."
         self.answers[i], = person_answers(self.store, [self.pairs[i]], self.person)
 
-# %% ../nbs/judging/labelling.ipynb #4bd5d021
+# %% ../nbs/judging/labelling.ipynb #b6a8afe7
 @patch
 def next_pair(self: LabellingQueue) -> tuple[int, bool] | None:
     "The next pair, and whether its second output is shown first; None when all are done."
@@ -139,13 +139,13 @@ def next_pair(self: LabellingQueue) -> tuple[int, bool] | None:
         if again: return i, not self.answers[i][0]['swapped']
         return i, person_sees_swapped(self.pairs[i], self.person, self.seed)
 
-# %% ../nbs/judging/labelling.ipynb #03553a1b
+# %% ../nbs/judging/labelling.ipynb #0cb4f5db
 @patch
 def count_remaining(self: LabellingQueue) -> int:
     "How many showings are still to come."
     return sum(self.is_due(i, again) or len(self.answers[i]) < again for i, again in self.showings)
 
-# %% ../nbs/judging/labelling.ipynb #ca71e0bd
+# %% ../nbs/judging/labelling.ipynb #3639ec86
 @patch
 def record_label(self: LabellingQueue, i: int, swapped: bool, preference: float | None, seconds: float = 0.,
                  undone: bool = False):
@@ -153,7 +153,7 @@ def record_label(self: LabellingQueue, i: int, swapped: bool, preference: float 
     record_answer(self.store, label_request(self.pairs[i], self.person, swapped), preference, seconds, undone)
     self.reload(i)
 
-# %% ../nbs/judging/labelling.ipynb #8e5024e1
+# %% ../nbs/judging/labelling.ipynb #7a0f7ca0
 @patch
 def undo_label(self: LabellingQueue) -> bool:
     "Undo the last answer, of whichever session; False when there is none."
@@ -244,7 +244,7 @@ class LabellingPage:
         self.view = w.VBox([self.head, self.body, w.HBox([*self.buttons.values(), self.keys])])
         self.show_next_pair()
 
-# %% ../nbs/judging/labelling.ipynb #ef321f3e
+# %% ../nbs/judging/labelling.ipynb #f2aaa203
 @patch
 def show_next_pair(self: LabellingPage, note: str = ''):
     "Show the next pair, the progress, and the median time of a label."
@@ -259,7 +259,7 @@ def show_next_pair(self: LabellingPage, note: str = ''):
     self.head.value = html.escape(f'{self.queue.person}: {progress}. {note}')
     self.body.value = pair_html(self.pair) if self.pair else 'Nothing is left to label. Thank you.'
 
-# %% ../nbs/judging/labelling.ipynb #4145c3d1
+# %% ../nbs/judging/labelling.ipynb #10bf9efd
 @patch
 def apply_key(self: LabellingPage, key: str, seconds: float) -> str:
     "Record the label that a key stands for, or undo the last one; returns a note to show."
@@ -267,7 +267,7 @@ def apply_key(self: LabellingPage, key: str, seconds: float) -> str:
     if self.current: self.queue.record_label(*self.current, KEYS[key], seconds)
     return ''
 
-# %% ../nbs/judging/labelling.ipynb #103c1c2b
+# %% ../nbs/judging/labelling.ipynb #04768e0a
 @patch
 def press_key(self: LabellingPage, key: str):
     "Apply a key or button and show the next pair; other keys, and keys that come too early, are ignored."
@@ -276,7 +276,7 @@ def press_key(self: LabellingPage, key: str):
     try: self.show_next_pair(self.apply_key(key, seconds))
     except OSError as e: self.head.value = html.escape(f'Not recorded: {e}')
 
-# %% ../nbs/judging/labelling.ipynb #2588d842
+# %% ../nbs/judging/labelling.ipynb #568468da
 @patch
 def take_typed_key(self: LabellingPage, change: dict):
     "Empty the text box and press the last character typed."

@@ -69,7 +69,7 @@ def baseline_output(answer: dict) -> str:
     message = choice.get('message') or {}
     return (choice.get('text') or message.get('content') or message.get('refusal') or '').strip()
 
-# %% ../nbs/judging/openai_baselines.ipynb #e33f5a76
+# %% ../nbs/judging/openai_baselines.ipynb #2aed5b9b
 def check_answered(answered: int, unanswered: list[dict], usage: dict):
     "ValueError when answers are still to come or there are none; prints the instructions without an answer."
     missing = len(unanswered)
