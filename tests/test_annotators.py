@@ -1,4 +1,4 @@
-"""Annotation runs with judges behind an endpoint, reward models and recorded labels: what is asked, paid, kept and refused."""
+"""Annotation runs with judges behind an endpoint, reward models and recorded labels: what is asked, paid for, stored and refused."""
 import gc
 import json
 import os
@@ -16,7 +16,8 @@ from alpaca_farm.core import batches
 from alpaca_farm import annotators
 from alpaca_farm.annotators import annotate_pairs, AnnotatorsConfig, load_annotators
 from alpaca_farm.core import api
-from alpaca_farm.core.data import load_records
+from alpaca_farm.core.data import full_instruction, load_records
+from alpaca_farm.core.judge_configs import configured_annotators, configured_models, judge_config_file
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.store import Store
 from judge_server import judge_server
@@ -40,8 +41,8 @@ def pairs(n):
 def config(tmp_path, server, n=40, **more):
     file = tmp_path/'pairs.json'
     file.write_text(json.dumps(pairs(n)))
-    configured = annotators.config_file(more.get('annotators', 'chatgpt'))
-    models = [m for m in MODELS if configured and m.split('=')[0] in annotators.models_of(configured)]
+    configured = judge_config_file(more.get('annotators', 'chatgpt'))
+    models = [m for m in MODELS if configured and m.split('=')[0] in configured_models(configured)]
     return AnnotatorsConfig(**dict(dict(out=str(tmp_path/'run'), outputs=str(file), annotators='chatgpt', models=models, base_url=server and server.url,
                                         store=str(tmp_path/'answers.sqlite'), label_flip=0., tries=3, timeout=5.), **more))
 
@@ -77,12 +78,12 @@ def test_recorded_labels_come_back_as_they_were(tmp_path):
     for spec in (cfg.out, str(tmp_path/'run'/'preferences.json')):
         rows = annotate_pairs(pairs(40), load_annotators(spec, cfg))
         assert [r['preference'] for r in rows] == [2.]*40
-    merged = [dict(p, instruction=annotators.content(p), input='') for p in pairs(40)] + pairs(40)
+    merged = [dict(p, instruction=full_instruction(p), input='') for p in pairs(40)] + pairs(40)
     assert [r['preference'] for r in annotate_pairs(merged, load_annotators(str(tmp_path/'run'/'annotations.json'), cfg))] == [2.]*80
 
 
 def test_the_pool_of_thirteen(tmp_path):
-    "AlpacaFarm's pool runs with its models mapped, batched prompts included; one asker for all, weights, stable draws."
+    "AlpacaFarm's pool runs with its models mapped, batched prompts included; one client for all, weights, stable draws."
     with judge_server(latency=0.) as server:
         cfg = config(tmp_path, server, n=120, annotators='alpaca_farm', tries=2, weights=['gpt4_1=0', 'davinci003_1=5'])
         pool = load_annotators(cfg.annotators, cfg)
@@ -113,7 +114,7 @@ def test_a_judge_that_samples_is_asked_anew_for_another_seed(tmp_path):
     "At temperature 0 another seed is answered from the store; above 0 it is another replicate of the judge's noise."
     with judge_server() as server:
         for spec, samples in (('chatgpt', False), ('alpaca_farm', True)):
-            all_ = annotators.annotator_names(annotators.config_file(spec))
+            all_ = configured_annotators(judge_config_file(spec))
             weights = [f'{n}={int(n == "davinci003_4")}' for n in all_] if samples else []
             for k, (seed, asked) in enumerate(((0, 80), (1, 80*samples), (0, 0))):
                 before = len(server.requests())
@@ -201,7 +202,7 @@ def test_the_batch_api(tmp_path, capsys):
     with judge_server(batch_seconds=.3) as server:
         models = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=other', 'text-davinci-003=my-instruct']
         one = ['gpt4_4', 'chatgpt_1', 'davinci003_4']   # a chat with one model, a chat with another, a completion
-        weights = [f'{n}={int(n in one)}' for n in annotators.annotator_names(annotators.config_file('alpaca_farm'))]
+        weights = [f'{n}={int(n in one)}' for n in configured_annotators(judge_config_file('alpaca_farm'))]
         cfg = config(tmp_path, server, batch=True, prices=str(tmp_path/'prices.yaml'), annotators='alpaca_farm', models=models, weights=weights)
         annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 40 and 'within a day' in capsys.readouterr().out
@@ -264,8 +265,8 @@ def test_a_batch_within_a_budget(tmp_path):
 
 WAITS = '''
 import sys, json
-from alpaca_farm.annotators import AnnotatorsConfig, train
-train(AnnotatorsConfig(**json.loads(sys.argv[1])))
+from alpaca_farm.annotators import AnnotatorsConfig, run
+run(AnnotatorsConfig(**json.loads(sys.argv[1])))
 '''
 
 

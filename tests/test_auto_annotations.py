@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import tiny
-from alpaca_farm.auto_annotations import PairwiseAutoAnnotator, alpaca_leaderboard, from_hub
+from alpaca_farm.auto_annotations import PairwiseAutoAnnotator, alpaca_leaderboard, reference_from_hub
 from judge_server import judge_server
 
 EXAMPLES = tiny.ROOT/'../shared/data/alpaca_farm_examples'
@@ -83,7 +83,7 @@ def test_old_names_and_decoding(server):
     assert len(pool.pool.annotators) == 13
     one = PairwiseAutoAnnotator('test', models=models)
     one.annotate_pairs([dict(instruction='a', output_1='b', output_2='ccc')], temperature=.3)
-    assert one.pool.asker.store.run('select request from requests').fetchone()[0].count('"temperature": 0.3') == 1
+    assert one.pool.client.store.run('select request from requests').fetchone()[0].count('"temperature": 0.3') == 1
 
 
 def test_labels_in_a_file_of_alpaca_eval(server, tmp_path):
@@ -131,6 +131,6 @@ def test_the_hubs_files_are_read_without_a_script(monkeypatch, tmp_path):
         def list_repo_files(self, repo, repo_type): asked.append((repo, repo_type)); return ['alpaca_farm.py', 'README.md', 'alpaca_farm_evaluation.json']
     monkeypatch.setattr(huggingface_hub, 'HfApi', Api)
     monkeypatch.setattr(huggingface_hub, 'hf_hub_download', lambda repo, name, repo_type: str(tmp_path/name))
-    assert from_hub() == [dict(instruction='a', input='', output='b')] and asked == [('tatsu-lab/alpaca_farm', 'dataset')]
+    assert reference_from_hub() == [dict(instruction='a', input='', output='b')] and asked == [('tatsu-lab/alpaca_farm', 'dataset')]
     monkeypatch.setattr(Api, 'list_repo_files', lambda self, repo, repo_type: ['README.md'])
-    with pytest.raises(ValueError, match='reference_outputs='): from_hub()
+    with pytest.raises(ValueError, match='reference_outputs='): reference_from_hub()

@@ -62,7 +62,7 @@ def test_every_form_of_verdict_comes_through(tmp_path, spec):
         else: assert found == longer(ps)
         before = len(server.requests())
         assert judge(ps) == found and len(server.requests()) == before, 'asked twice'
-        assert judge.asker.tally.asked == 23 and judge.asker.tally.known == 23
+        assert judge.client.tally.asked == 23 and judge.client.tally.known == 23
 
 
 FAULTS = {
@@ -90,7 +90,7 @@ def test_faults_cost_no_label(tmp_path, name, monkeypatch, capsys):
     injected, stored = sum(counts.values()) - counts['ok'], len(Store(tmp_path/'answers.sqlite'))
     assert injected and good == 60 - len(lost), 'an answer was paid for twice'
     assert stored == good + (injected if name in ('no log-probs', 'refusals', 'no verdict') else 0), 'what was read but is no verdict stays'
-    with capsys.disabled(): print(f'\n{name:13} injected {injected:3}, labels {60 - len(lost)}/60, stored {stored}, tried again {judge.asker.tally.tried_again}', end='')
+    with capsys.disabled(): print(f'\n{name:13} injected {injected:3}, labels {60 - len(lost)}/60, stored {stored}, tried again {judge.client.tally.tried_again}', end='')
 
 
 def test_a_wrong_key_stops_at_once(tmp_path):
@@ -111,12 +111,12 @@ def test_a_budget_stops_cleanly_and_goes_on(tmp_path):
     with judge_server() as server:
         judge = made(server, tmp_path, prices=str(prices), budget=.08, concurrency=3)
         first = judge(ps)
-        t = judge.asker.tally
+        t = judge.client.tally
         assert 'the budget of $0.08' == t.stopped and 0 < t.asked < 40 and t.dollars <= .08
         assert t.dollars == pytest.approx(cost('judge', *t.tokens, price_list(str(prices))))
         assert sum(not math.isnan(v) for v in first) == t.asked
         rest = made(server, tmp_path, prices=str(prices), budget=10.)
-        assert rest(ps) == longer(ps) and rest.asker.tally.asked == 40 - t.asked
+        assert rest(ps) == longer(ps) and rest.client.tally.asked == 40 - t.asked
         assert server.counts()['ok'] == 40
     unpriced = made(server, tmp_path/'other', budget=1.)
     with pytest.raises(ValueError, match='the price of judge is unknown'): unpriced(ps)
@@ -127,7 +127,7 @@ import sys, json
 sys.path.insert(0, {tests!r})
 from test_judges import pairs, ApiConfig, judges, MODELS
 cfg = ApiConfig(base_url={url!r}, store={store!r}, tries=30, timeout=5., concurrency=8)
-judge = judges.judge('chatgpt', cfg, models=dict.fromkeys(('gpt-3.5-turbo-16k-0613', 'gpt-3.5-turbo-0301', 'gpt-3.5-turbo', *MODELS), 'judge'))
+judge = judges.load_judge('chatgpt', cfg, models=dict.fromkeys(('gpt-3.5-turbo-16k-0613', 'gpt-3.5-turbo-0301', 'gpt-3.5-turbo', *MODELS), 'judge'))
 print(json.dumps(judge(pairs({n}))))
 '''
 

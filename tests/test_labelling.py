@@ -29,10 +29,11 @@ def drawn(n, seed=0):
     return out
 
 
-def exchanged(p): return dict(p, output_1=p['output_2'], output_2=p['output_1'])
+def swapped(p): return dict(p, output_1=p['output_2'], output_2=p['output_1'])
 
 
-def page_of(pairs, path, person='Ann', quick=0., **more): return LabellingPage(LabellingQueue(pairs, Store(path), person, **more), quick)
+def page_of(pairs, path, person='Ann', key_delay=0., **more):
+    return LabellingPage(LabellingQueue(pairs, Store(path), person, **more), key_delay)
 
 
 def longer(ps): return [1. if len(p['output_1']) > len(p['output_2']) else 2. for p in ps]
@@ -47,7 +48,7 @@ def test_order_is_fair_and_stays():
     same = wilson(sum(person_sees_swapped(p, 'Ann') == person_sees_swapped(p, 'Bob') for p in pairs), len(pairs))
     seeds = wilson(sum(person_sees_swapped(p, 'Ann', 0) == person_sees_swapped(p, 'Ann', 1) for p in pairs), len(pairs))
     assert same.low < .5 < same.high and seeds.low < .5 < seeds.high
-    assert all(person_sees_swapped(exchanged(p), 'Ann') != person_sees_swapped(p, 'Ann') for p in pairs)
+    assert all(person_sees_swapped(swapped(p), 'Ann') != person_sees_swapped(p, 'Ann') for p in pairs)
 
 
 def test_blind_and_escaped(tmp_path):
@@ -60,7 +61,7 @@ def test_blind_and_escaped(tmp_path):
         assert 'SECRET' not in states and all(s in page.body.value for s in map(labelling.html.escape, page.pair.values()))
         seen.append(page.body.value)
         assert page.body.value.count('<') == 2*6 + 4 and '<i>' not in page.head.value   # six boxes and two numbers, nothing of the pair's
-        page.press('1')
+        page.press_key('1')
     assert len(seen) == 20 and '&lt;script&gt;kernel()' in seen[0] and '&amp;lt;' in seen[0]
 
 
@@ -71,42 +72,42 @@ def test_keys_buttons_and_their_verdicts(tmp_path):
     page.buttons['2'].click(); page.buttons['0'].click()
     for key in ('T', 's', 'x', ' ', '12'): page.keys.value = key     # of several characters the last counts
     assert page.pair is None and page.keys.value == '' and 'Nothing is left' in page.body.value
-    page.press('1')
-    rows = person_labels(page.desk.store, pairs, 'Ann')
+    page.press_key('1')
+    rows = person_labels(page.queue.store, pairs, 'Ann')
     own = [3 - v if person_sees_swapped(p, 'Ann') else v for p, v in zip(pairs, (1, 2, 1.5, 1.5, None, 2)) if v]
     assert [r['preference'] for r in rows] == own and [r['output_1'] for r in rows] == [p['output_1'] for i, p in enumerate(pairs) if i != 4]
     assert all(r['annotator'] == 'Ann' and r['time'] >= 0 and 'scores' in r for r in rows)
 
 
 def test_a_key_too_early_was_meant_for_the_pair_before(tmp_path):
-    page = page_of(drawn(3), tmp_path/'a.sqlite', quick=30.)
-    page.press('1'); page.keys.value = '2'
-    assert page.desk.left() == 3 and len(page.desk.store) == 0
+    page = page_of(drawn(3), tmp_path/'a.sqlite', key_delay=30.)
+    page.press_key('1'); page.keys.value = '2'
+    assert page.queue.count_remaining() == 3 and len(page.queue.store) == 0
 
 
 def test_undo_keeps_the_history(tmp_path):
     "Also after the notebook was closed; what was taken back is shown again in the same order."
     pairs = drawn(4)
     page = page_of(pairs, tmp_path/'a.sqlite')
-    page.press('1'); second = page.pair
-    page.press('1')
+    page.press_key('1'); second = page.pair
+    page.press_key('1')
     page = page_of(pairs, tmp_path/'a.sqlite')
-    page.press('u')
-    assert page.pair == second and page.desk.left() == 3 and len(person_labels(page.desk.store, pairs, 'Ann')) == 1
-    page.press('2')
-    assert person_labels(page.desk.store, pairs, 'Ann')[1]['preference'] == (1 if person_sees_swapped(pairs[1], 'Ann') else 2)
-    for _ in range(2): page.press('u')
-    assert page.desk.left() == 4 and person_labels(page.desk.store, pairs, 'Ann') == []
-    page.press('u')
-    assert 'nothing to undo' in page.head.value and len(page.desk.store) == 6, 'labels, corrections and undos are all there'
+    page.press_key('u')
+    assert page.pair == second and page.queue.count_remaining() == 3 and len(person_labels(page.queue.store, pairs, 'Ann')) == 1
+    page.press_key('2')
+    assert person_labels(page.queue.store, pairs, 'Ann')[1]['preference'] == (1 if person_sees_swapped(pairs[1], 'Ann') else 2)
+    for _ in range(2): page.press_key('u')
+    assert page.queue.count_remaining() == 4 and person_labels(page.queue.store, pairs, 'Ann') == []
+    page.press_key('u')
+    assert 'nothing to undo' in page.head.value and len(page.queue.store) == 6, 'labels, corrections and undos are all there'
 
 
 def test_a_skipped_pair_is_no_label_and_not_asked_again(tmp_path):
     pairs = drawn(2)
     page = page_of(pairs, tmp_path/'a.sqlite', repeat=1.)
-    page.press('s')
-    assert page_of(pairs, tmp_path/'a.sqlite', repeat=1.).desk.due()[0] == 1 and page.desk.left() == 2
-    assert person_labels(page.desk.store, pairs, 'Ann') == []
+    page.press_key('s')
+    assert page_of(pairs, tmp_path/'a.sqlite', repeat=1.).queue.next_pair()[0] == 1 and page.queue.count_remaining() == 2
+    assert person_labels(page.queue.store, pairs, 'Ann') == []
 
 
 def test_twice_in_the_other_order(tmp_path):
@@ -116,18 +117,18 @@ def test_twice_in_the_other_order(tmp_path):
         page = page_of(pairs, tmp_path/'a.sqlite', name, repeat=1.)
         simulate_person(page, annotator, 55)
         page = page_of(pairs[::-1], tmp_path/'a.sqlite', name, repeat=1., seed=5)
-        assert page.desk.left() == 25
+        assert page.queue.count_remaining() == 25
         simulate_person(page, annotator, 99)
-        rows = person_labels(page.desk.store, pairs, name)
+        rows = person_labels(page.queue.store, pairs, name)
         assert len(rows) == 40 and person_summary(rows)['self_agreement'].value == share and len({r['shown_first'] for r in rows}) == 2
         if name == 'steady': assert all(len(r[f'output_{r["preference"]:.0f}']) == max(len(r['output_1']), len(r['output_2'])) for r in rows)
 
 
 WORKER = '''
 import sys; sys.path.insert(0, {tests!r})
-from test_labelling import drawn, page_of, longer, simulate
+from test_labelling import drawn, page_of, longer, simulate_person
 page = page_of(drawn(400), {store!r})
-while page.pair: simulate(page, longer, 1); print(page.desk.left(), flush=True)
+while page.pair: simulate_person(page, longer, 1); print(page.queue.count_remaining(), flush=True)
 '''
 
 
@@ -140,10 +141,10 @@ def test_killed_in_the_middle_nothing_is_lost(tmp_path):
             for _ in range(wait): left = int(p.stdout.readline())
             p.send_signal(signal.SIGKILL)
         page = page_of(pairs, store)
-        assert page.desk.left() <= left and page.desk.due()[0] == 400 - page.desk.left()
-        left = page.desk.left()
-        rows = person_labels(page.desk.store, pairs, 'Ann')
-        assert len(rows) == 400 - left == len(page.desk.store), 'a pair was asked twice, or lost'
+        assert page.queue.count_remaining() <= left and page.queue.next_pair()[0] == 400 - page.queue.count_remaining()
+        left = page.queue.count_remaining()
+        rows = person_labels(page.queue.store, pairs, 'Ann')
+        assert len(rows) == 400 - left == len(page.queue.store), 'a pair was asked twice, or lost'
         assert [r['preference'] for r in rows] == longer([p for p in pairs[:len(rows)]])
 
 
@@ -151,12 +152,12 @@ def test_a_label_that_cannot_be_written_is_said(tmp_path, monkeypatch):
     page = page_of(drawn(3), tmp_path/'a.sqlite')
     was = page.pair
     def full(*args, **kwargs): raise OSError('the disk is full')
-    monkeypatch.setattr(page.desk.store, 'put', full)
-    page.press('1')
-    assert 'Not recorded: the disk is full' in page.head.value and page.pair == was and page.desk.left() == 3
+    monkeypatch.setattr(page.queue.store, 'put', full)
+    page.press_key('1')
+    assert 'Not recorded: the disk is full' in page.head.value and page.pair == was and page.queue.count_remaining() == 3
     monkeypatch.undo()
-    page.press('1')
-    assert page.desk.left() == 2
+    page.press_key('1')
+    assert page.queue.count_remaining() == 2
 
 
 def settings(tmp_path, pairs, **more):

@@ -16,7 +16,7 @@ def planted(levels, effect, shift, hard, seed=0):
     rng = np.random.default_rng(seed)
     base = rng.integers(200, 1200, N)
     length = np.maximum(base + np.reshape(shift, (-1, 1)) + rng.normal(0, 300, (len(levels), N)), 1)
-    z = np.reshape(levels, (-1, 1)) + effect*lc.tilt(base, length) - hard
+    z = np.reshape(levels, (-1, 1)) + effect*lc.length_term(base, length) - hard
     return 1. + (rng.uniform(size=z.shape) < lc.sigmoid(z)), length, base
 
 
@@ -61,18 +61,18 @@ def test_interval_covers(n, effect, shift, least):
     for seed in range(300):
         rng = np.random.default_rng(seed)
         base = rng.integers(200, 1200, n)
-        t = lc.tilt(base, np.maximum(base + shift + rng.normal(0, 300, n), 1))
-        fit = lc.controlled(1. + (rng.random(n) < lc.sigmoid(effect*t)), t)
+        t = lc.length_term(base, np.maximum(base + shift + rng.normal(0, 300, n), 1))
+        fit = lc.controlled_win_rate(1. + (rng.random(n) < lc.sigmoid(effect*t)), t)
         hits += fit['lc_low'] < 50 < fit['lc_high']
     assert least <= hits/300 <= .98
 
 
 def test_identical_models_and_turned_sides():
     p, length, base = planted([.5], -1., [200], 0.)
-    t = lc.tilt(base, length[0])
-    same = lc.controlled(np.full(N, 1.5), np.zeros(N))
+    t = lc.length_term(base, length[0])
+    same = lc.controlled_win_rate(np.full(N, 1.5), np.zeros(N))
     assert [same[k] for k in ('length_controlled_winrate', 'lc_low', 'lc_high')] == pytest.approx([50]*3)
-    one, other = lc.controlled(p[0], t), lc.controlled(3 - p[0], -t)
+    one, other = lc.controlled_win_rate(p[0], t), lc.controlled_win_rate(3 - p[0], -t)
     assert one['length_controlled_winrate'] == pytest.approx(100 - other['length_controlled_winrate'], abs=1e-3)
 
 
@@ -88,7 +88,7 @@ def test_a_handful_is_five_models_that_differ():
 def test_certain_wins_stay_finite():
     length, base = np.full(N, 500) + np.arange(N), np.full(N, 300)
     for always, low, high in ((2., 99, 100), (1., 0, 1)):
-        fit = lc.controlled(np.full(N, always), lc.tilt(base, length))
+        fit = lc.controlled_win_rate(np.full(N, always), lc.length_term(base, length))
         assert low <= fit['lc_low'] <= fit['length_controlled_winrate'] <= fit['lc_high'] <= high
 
 
@@ -117,7 +117,7 @@ def test_annotations_are_joined_by_instruction():
 @pytest.mark.parametrize('wins', [0, 1, 30, 29])
 def test_who_always_wins_is_not_certain(wins):
     from alpaca_farm.core.stats import wilson
-    fit = lc.controlled(1. + (np.arange(30) < wins), np.linspace(-.1, .1, 30))
+    fit = lc.controlled_win_rate(1. + (np.arange(30) < wins), np.linspace(-.1, .1, 30))
     assert fit['lc_low'] <= fit['length_controlled_winrate'] <= fit['lc_high'] and fit['lc_high'] - fit['lc_low'] > 5 and fit['n_total'] == 30
     if wins in (0, 30): assert (fit['lc_low'], fit['lc_high']) == pytest.approx([100*x for x in wilson(wins, 30)[1:]])
 

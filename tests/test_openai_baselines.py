@@ -119,8 +119,8 @@ def test_several_samples_other_seeds_and_cut_answers(tmp_path):
 WORKER = '''
 import sys; sys.path.insert(0, {tests!r})
 from pathlib import Path
-from test_openai_baselines import config, train
-train(config(Path({folder!r}), {url!r}, 60, concurrency=4))
+from test_openai_baselines import config, run
+run(config(Path({folder!r}), {url!r}, 60, concurrency=4))
 '''
 
 
