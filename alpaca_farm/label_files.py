@@ -100,7 +100,7 @@ def from_chosen(rows: list[dict], where: str):
 
 # %% ../nbs/judging/label_files.ipynb #49de8113
 def from_preferences(rows: list[dict], where: str):
-    "Preference records; votes on a pair are merged in either order of its answers, repeated votes count again."
+    "Preference records; votes on a pair are merged in either order of its answers, repeated votes are kept."
     pairs = {}
     def texts(pair): return pair['instruction'], pair['input'], pair['output_1'], pair['output_2']
     for i, row in enumerate(rows):
@@ -147,7 +147,7 @@ def read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
 
 # %% ../nbs/judging/label_files.ipynb #c71a0303
 def label_file(spec: str) -> Path | None:
-    "The file of labels or verdicts that a name stands for, a run folder's `preferences` too; None if there is none."
+    "The file of labels or verdicts, itself or the `preferences` of a run folder; None when there is none."
     path = at_root(spec)
     if path.is_file() and path.name.endswith(SUFFIXES): return path
     return next((path/f'preferences{s}' for s in SUFFIXES if (path/f'preferences{s}').is_file()), None)
@@ -241,7 +241,7 @@ def read_verdicts(file: str) -> list[RecordedVerdict]:
 
 # %% ../nbs/judging/label_files.ipynb #a0ae0cc9
 def pair_keys(pairs: list[dict]) -> dict:
-    "The keys under which a row of verdicts finds a pair: {key: [(pair, 1 if the row has its answers exchanged)]}."
+    "The keys by which verdicts find pairs: {key: [(pair, 1 if the verdict has its answers exchanged)]}."
     keys = {}
     for j, p in enumerate(pairs):
         text, one, two = full_instruction(p), p['output_1'], p['output_2']
@@ -284,7 +284,8 @@ def recorded_verdicts(
     "The judges of a file on each set that it has verdicts on; ValueError for a row that belongs to none."
     rows = [r for r in read_verdicts(file) if fnmatch(r.judge, pattern or '*')]
     if not rows:
-        raise ValueError(f'{file}: there is no verdict' + (f' of a judge called {pattern}' if pattern else ''))
+        called = f' of a judge called {pattern}' if pattern else ''
+        raise ValueError(f'{file}: there is no verdict{called}')
     keys = {s: pair_keys(pairs) for s, pairs in sets.items()}
     sources = {p.get('source') for pairs in sets.values() for p in pairs}
     def on_another_set(r): return len(r.key) == 2 and r.key[0] not in sources
