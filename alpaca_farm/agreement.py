@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SETS', 'JUDGES', 'AUTHORS', 'AgreementConfig', 'embedded_pairs', 'prefer_longer', 'ask_judge', 'fill_unanswered',
-           'agreement_board', 'draw_measure', 'agreement_figure', 'verdicts_of_judges', 'load_sets', 'input_files',
+           'agreement_board', 'plot_measure', 'agreement_figure', 'verdicts_of_judges', 'load_sets', 'input_files',
            'run']
 
 # %% ../nbs/judging/agreement.ipynb #399eb10f
@@ -142,7 +142,7 @@ def agreement_board(
     return pd.DataFrame(rows)
 
 # %% ../nbs/judging/agreement.ipynb #7d0b9a11
-def draw_measure(ax, table, name: str, label: str, judges: list, sets: list):
+def plot_measure(ax, table, name: str, label: str, judges: list, sets: list):
     "A panel of the figure: one measure, a point with its interval for each judge (row) and set (colour)."
     for k, s in enumerate(sets):
         rows = table[(table.set == s) & (table.judge != 'people')]
@@ -168,7 +168,7 @@ def agreement_figure(
               ('longer_diff', "votes for the longer answer\nminus the people's", 0)]
     fig, axes = plt.subplots(1, 3, figsize=(7.5, 1.4 + .3*len(judges)), sharey=True, layout='constrained')
     for ax, (name, label, neutral) in zip(axes, panels):
-        draw_measure(ax, table, name, label, judges, sets)
+        plot_measure(ax, table, name, label, judges, sets)
         ax.axvline(neutral, color='grey', lw=.8, ls=':')
     axes[0].set(ylim=(-.6, len(judges) - .4))
     axes[0].set_yticks(range(len(judges))[::-1], judges)
