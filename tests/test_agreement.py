@@ -6,8 +6,8 @@ import pytest
 
 import tiny
 from alpaca_farm import label_files
-from alpaca_farm import agreement as A
-from alpaca_farm.core.preferences import swap_outputs
+from alpaca_farm import agreement as A, agreement_measures as M
+from alpaca_farm.core.preferences import hash_uniform, swap_outputs
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.stats import agreement
@@ -30,7 +30,7 @@ def test_pandalm():
     r = table.loc['testset-v1', 'gpt-3.5-turbo-testset-v1']
     assert (r.n, r.n_decided, r.n_unanswered) == (999, 894, 25)
     assert r.accuracy == pytest.approx(.711, abs=5e-4) and r.decided == pytest.approx(.774, abs=5e-4)
-    people = A.pairwise_agreement(sets['testset-v1'], draws=20)
+    people = M.pairwise_agreement(sets['testset-v1'], draws=20)
     assert [round(v.value, 3) for v in people.values()] == [.913, .929, .918] and all(v.low < v.value < v.high for v in people.values())
 
 
@@ -100,10 +100,10 @@ def test_the_numbers_of_people_and_judges_by_loops():
     "Votes with gaps and ties; each measure from its words, pair by pair."
     pairs, rng = A.embedded_pairs(120), np.random.default_rng(0)
     people, votes = rng.choice([1, 1.5, 2, 2], (4, 120)), rng.choice([1, 1.5, 2, np.nan], (1, 2, 120))
-    t, N = A.pair_traits(pairs), range(120)
+    t, N = M.pair_traits(pairs), range(120)
     alone = [share_of_mode(people[k, i], np.delete(people[:, i], k)) for i in N for k in range(4)]
-    assert A.people_measures(people, t)['agreement'] == pytest.approx(np.mean(alone))
-    got, there = A.judge_measures(votes, people, t), [[v for v in votes[0, :, i] if v == v] for i in N]
+    assert M.people_measures(people, t)['agreement'] == pytest.approx(np.mean(alone))
+    got, there = M.judge_measures(votes, people, t), [[v for v in votes[0, :, i] if v == v] for i in N]
     assert got['accuracy'] == pytest.approx(np.mean([np.mean([share_of_mode(v, people[:, i]) for v in there[i]]) for i in N if there[i]]))
     assert got['agreement'] == pytest.approx(np.mean([share_of_mode(v, np.delete(people[:, i], k)) for i in N for v in there[i] for k in range(4)]))
     four = [[v for v in votes[0, t.orders[i], i] if v == v] for i in N]
@@ -117,7 +117,7 @@ def test_the_numbers_of_people_and_judges_by_loops():
 def test_exchanged_pairs_change_nothing(judge):
     pairs = A.embedded_pairs(80)
     other = [dict(swap_outputs(p), votes={k: 3 - v for k, v in p['votes'].items()}, generator_1=p['generator_2'], generator_2=p['generator_1']) for p in pairs]
-    one, two = (A.judge_measures(A.cast_votes(A.ask_judge(A.resolve(judge), ps).preferences, ps), A.people_votes(ps), A.pair_traits(ps)) for ps in (pairs, other))
+    one, two = (M.judge_measures(M.cast_votes(A.ask_judge(A.resolve(judge), ps).preferences, ps), M.people_votes(ps), M.pair_traits(ps)) for ps in (pairs, other))
     for k, v in one.items(): assert v == pytest.approx(two[k], nan_ok=True), k
 
 
@@ -125,8 +125,8 @@ def test_order_and_chance_are_told_apart():
     "A probability that does not depend on the order is consistent, and varies; verdicts by a coin of their own for each order vary half as much as coins."
     pairs = A.embedded_pairs(400)
     def soft(shown): return [1.7 if p['output_1'] < p['output_2'] else 1.3 for p in shown]
-    def coins(shown): return [1. + (A.uniform('z', p['instruction'], p['output_1'], p['output_2']) < .5) for p in shown]
-    said = [A.judge_measures(A.cast_votes(A.ask_judge(f, pairs).preferences, pairs), A.people_votes(pairs), A.pair_traits(pairs)) for f in (soft, coins, lambda s: [1.]*len(s))]
+    def coins(shown): return [1. + (hash_uniform('z', p['instruction'], p['output_1'], p['output_2']) < .5) for p in shown]
+    said = [M.judge_measures(M.cast_votes(A.ask_judge(f, pairs).preferences, pairs), M.people_votes(pairs), M.pair_traits(pairs)) for f in (soft, coins, lambda s: [1.]*len(s))]
     assert said[0]['consistency'] == 1 and .3 < said[0]['variance'] < .45
     assert [said[1][k] for k in ('consistency', 'variance')] == pytest.approx([.5, .25], abs=.06)
     assert said[2]['consistency'] == 0 and said[2]['first'] == 1 and .4 < said[2]['variance'] < .6
@@ -138,17 +138,17 @@ def test_a_judge_without_verdicts_leaves_the_others_their_rows(answers):
     def mute(shown): return [1. if i < answers else math.nan for i in range(len(shown))]
     table = A.agreement_board(dict(s=pairs), {('s', f.__name__): A.ask_judge(f, pairs) for f in (mute, A.prefer_longer)}, draws=10).set_index('judge')
     assert table.loc['mute'].n_unanswered == 60 - 2*answers and math.isnan(table.loc['mute'].spearman)
-    assert math.isnan(table.loc['mute'].accuracy) == (answers == 0) and table.loc['longest'].consistency == 1
+    assert math.isnan(table.loc['mute'].accuracy) == (answers == 0) and table.loc['prefer_longer'].consistency == 1
 
 
 def test_few_instructions_have_no_interval():
     pairs = [dict(p, instruction=f'{i % 9}', input='') for i, p in enumerate(A.embedded_pairs(60))]
-    found = A.bootstrap_measures(lambda i: dict(x=float(np.mean(i))), pairs, 20)['x']
+    found = M.bootstrap_measures(lambda i: dict(x=float(np.mean(i))), pairs, 20)['x']
     assert found.value == 29.5 and math.isnan(found.low) and math.isnan(found.high)
     covered, rng = 0, np.random.default_rng(0)
     for s in range(100):
         x = np.repeat(rng.normal(size=15), 4) + rng.normal(size=60)
-        of = A.bootstrap_measures(lambda i: dict(x=float(x[i].mean())), [dict(instruction=str(i//4)) for i in range(60)], 100, s)['x']
+        of = M.bootstrap_measures(lambda i: dict(x=float(x[i].mean())), [dict(instruction=str(i//4)) for i in range(60)], 100, s)['x']
         covered += of.low <= 0 <= of.high
     assert covered >= 80                                 # of 100; 95 wanted, fewer with only 15 instructions
 
@@ -180,8 +180,8 @@ def test_a_run(tmp_path):
     cfg = A.AgreementConfig(out=str(tmp_path/'out'), max_instances=60, draws=20)
     A.run(cfg)
     found = read_summary(tmp_path/'out')
-    assert found['embedded_pool_n'] == 60 and found['embedded_longest_consistency'] == 1 and .4 < found['embedded_people_agreement'] < .9
-    assert len(read_json(tmp_path/'out'/'people.json')['embedded']) == 6 and (tmp_path/'out'/'leaderboard.png').stat().st_size > 5000
+    assert found['embedded_pairs_pool_n'] == 60 and found['embedded_pairs_longest_consistency'] == 1 and .4 < found['embedded_pairs_people_agreement'] < .9
+    assert len(read_json(tmp_path/'out'/'people.json')['embedded_pairs']) == 6 and (tmp_path/'out'/'leaderboard.png').stat().st_size > 5000
     assert A.run(cfg).done
 
 
@@ -211,4 +211,4 @@ def test_a_reached_budget_is_no_result(tmp_path, monkeypatch):
         sent = len(server.requests())
         assert 0 < sent < 40 and not (tmp_path/'out'/'leaderboard.csv').exists()
         A.run(A.AgreementConfig(**run))
-        assert len(server.requests()) == 40 and read_summary(tmp_path/'out')['embedded_chatgpt_n_unanswered'] == 0
+        assert len(server.requests()) == 40 and read_summary(tmp_path/'out')['embedded_pairs_chatgpt_n_unanswered'] == 0

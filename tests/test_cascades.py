@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 import tiny
-from alpaca_farm import agreement as A, cascades as C
+from alpaca_farm import agreement as A, cascade_thresholds as T, cascades as C
+from alpaca_farm.annotators import load_annotators
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_summary
 from judge_server import judge_server
@@ -19,25 +20,25 @@ def test_recorded_cascades():
     said = A.verdicts_of_judges([f'{DATA}/judge_verdicts.csv#*GPT* Vanilla_NoRules'], sets, CFG)
     for file, published, gpt4, left_out in (('Processed_MT-Bench', (.713, .795, .42), .810, (.795, .42)),
                                             ('Processed_LLMEval^2', (.703, .767, .28), .755, (.787, .30))):
-        p = np.array([C.mean_preference(said[file, f'{j} Vanilla_NoRules'].preferences) for j in ('ChatGPT', 'GPT-4')])
-        votes, who = C.count_votes(sets[file]), C.answering_judge(C.confidence(p), C.on_contradiction(2))
-        gold = C.majority_vote(votes)
-        found = C.cascade_rates(C.cascade_verdicts(p, who), who, votes, np.array([1., 10.]))
-        alone = [np.nansum(C.correct_verdicts(C.preferred_side(q), gold))/200 for q in p]
-        assert (alone[0], found['agreement']*found['coverage'], (C.confidence(p[0]) == .5).mean()) == pytest.approx(published, abs=6e-3)
+        p = np.array([T.mean_preference(said[file, f'{j} Vanilla_NoRules'].preferences) for j in ('ChatGPT', 'GPT-4')])
+        votes, who = T.count_votes(sets[file]), T.answering_judge(T.confidence(p), T.on_contradiction(2))
+        gold = T.majority_vote(votes)
+        found = C.cascade_rates(T.cascade_verdicts(p, who), who, votes, np.array([1., 10.]))
+        alone = [np.nansum(T.correct_verdicts(T.preferred_side(q), gold))/200 for q in p]
+        assert (alone[0], found['agreement']*found['coverage'], (T.confidence(p[0]) == .5).mean()) == pytest.approx(published, abs=6e-3)
         assert alone[1] == pytest.approx(gpt4)
         assert (found['agreement'], found['escalated']) == pytest.approx(left_out, abs=6e-3) and found['cost'] == pytest.approx(1 + 10*found['escalated'])
 
 
-EVERY_OTHER = C.GRID[::2]
+EVERY_OTHER = T.GRID[::2]
 
 
 def without_stop(trust, correct, target, level, least, grid):
     "What `fixed_sequence` is not: the loosest threshold that is rejected, whatever was not on the way."
-    who = np.array([C.answering_judge(trust, t) for t in grid])
+    who = np.array([T.answering_judge(trust, t) for t in grid])
     given = np.vstack([correct, np.zeros(who.shape[1])])
     n, k = (who < len(trust)).sum(1), given[who, np.arange(who.shape[1])].sum(1)
-    ok = np.array(grid)[(n >= least) & (C.p_values(k, n, target) <= level)]
+    ok = np.array(grid)[(n >= least) & (T.p_values(k, n, target) <= level)]
     return float(ok.min()) if len(ok) else np.inf
 
 
@@ -58,7 +59,7 @@ WORLDS = dict(flat=lambda c: np.full(c.shape, .9 - 1e-9), falling=lambda c: np.w
 @pytest.mark.parametrize('world', WORLDS)
 def test_the_guarantee_holds(world):
     draws = 2000 if world == 'flat' else 600
-    assert missed(C.fixed_sequence, WORLDS[world], draws=draws) <= .1 + 2*(.09/draws)**.5
+    assert missed(T.fixed_sequence, WORLDS[world], draws=draws) <= .1 + 2*(.09/draws)**.5
 
 
 def test_the_guarantee_is_of_the_stop():
@@ -72,7 +73,7 @@ def test_p_values_are_exact(n):
     from scipy.stats import binom
     k = np.arange(n + 1)
     def passed(ok): return binom.pmf(k, n, .9)[ok].sum()
-    enough = C.p_values(k, n, .9) <= .1
+    enough = T.p_values(k, n, .9) <= .1
     assert passed(enough) <= .1 < passed(np.r_[enough[1:], True])
 
 
@@ -83,25 +84,25 @@ def test_pairs_of_one_instruction_are_tested_once():
         a = np.repeat(rng.beta(.9, .1, 60), 6)                       # mean .9, to the digit
         p, about, part = 1.5 + (rng.random(360) < a - 1e-9)*.4 - .2, np.repeat(np.arange(60), 6), np.repeat(np.arange(60) >= 5, 6).astype(int)
         for once in bad:
-            f = C.fit_cascade(p[None], np.full(360, 2.), part, .9, .1, 20, about if once else None)
+            f = T.fit_cascade(p[None], np.full(360, 2.), part, .9, .1, 20, about if once else None)
             bad[once] += f.threshold < np.inf
     assert bad[True]/300 <= .1 + 2*(.09/300)**.5 and bad[False]/300 > .2
 
 
 def test_a_test_needs_labels_and_agreement():
     sure = np.linspace(1, .5, 300)[None]
-    assert C.fixed_sequence(sure, np.ones((1, 300)), .9, .1) == .5
-    assert C.fixed_sequence(sure, np.zeros((1, 300)), .9, .1) == np.inf
-    assert C.fixed_sequence(sure, np.ones((1, 300)), .9, .1, least=301) == np.inf
+    assert T.fixed_sequence(sure, np.ones((1, 300)), .9, .1) == .5
+    assert T.fixed_sequence(sure, np.zeros((1, 300)), .9, .1) == np.inf
+    assert T.fixed_sequence(sure, np.ones((1, 300)), .9, .1, least=301) == np.inf
     hole = np.ones((1, 300)); hole[0, 60:160] = 0
-    assert C.fixed_sequence(sure, hole, .9, .1) > .8     # what comes after the first failure is not looked at
+    assert T.fixed_sequence(sure, hole, .9, .1) > .8     # what comes after the first failure is not looked at
 
 
 def test_judges_without_verdicts_are_passed_over():
     p = np.array([[np.nan, 1.2, np.nan], [1.9, 1., np.nan]])
-    who = C.answering_judge(C.confidence(p), .7)
+    who = T.answering_judge(T.confidence(p), .7)
     assert who.tolist() == [1, 0, 2]
-    np.testing.assert_equal(C.cascade_verdicts(p, who), [2, 1, np.nan])
+    np.testing.assert_equal(T.cascade_verdicts(p, who), [2, 1, np.nan])
     assert C.cascade_cost(who, [1, 10]).tolist() == [11, 1, 11]
 
 
@@ -122,10 +123,10 @@ def test_a_cascade_of_hard_judges():
     def place(pairs): return [1.]*len(pairs)
     def short(pairs): return [1. + (len(p['output_2']) < len(p['output_1'])) for p in pairs]
     pairs = [dict(instruction='x', input='', output_1='aa', output_2='a'), dict(instruction='x', input='', output_1='a', output_2='aa')]
-    cascade = C.Cascade([place, short], C.on_contradiction(2))
+    cascade = C.Cascade([place, short], T.on_contradiction(2))
     assert cascade(pairs) == [2., 1.] and cascade.seen == [2, 2]
     np.testing.assert_equal(C.Cascade([place, place], .9)(pairs), [np.nan]*2)
-    assert C.Cascade([place, place], C.on_contradiction(2))(pairs) == [1.5]*2
+    assert C.Cascade([place, place], T.on_contradiction(2))(pairs) == [1.5]*2
 
 
 def test_requests_left_open_are_no_abstention(tmp_path, monkeypatch):
@@ -136,7 +137,7 @@ def test_requests_left_open_are_no_abstention(tmp_path, monkeypatch):
         run = dict(out=str(tmp_path/'out'), sets=['alpaca_farm.agreement:embedded_pairs'], judges=['chatgpt', 'alpaca_farm.world:judge'], target=.7, least=5, max_instances=60,
                    base_url=server.url, store=str(tmp_path/'answers.sqlite'), prices=str(tmp_path/'prices.yaml'), models=['gpt-3.5-turbo-0301=judge'])
         poor = C.CascadeConfig(budget=1., **run)
-        with pytest.raises(ValueError, match='is reached'): C.Cascade([A.annotators_of('chatgpt', poor)], .5)(A.embedded_pairs(60))
+        with pytest.raises(ValueError, match='is reached'): C.Cascade([load_annotators('chatgpt', poor)], .5)(A.embedded_pairs(60))
         with pytest.raises(ValueError, match='is reached'): C.run(poor)
         assert not (tmp_path/'out'/'cascade.json').exists() and len(server.requests()) < 120
         C.run(C.CascadeConfig(**run))

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from alpaca_farm import calibration
-from alpaca_farm import hybrid, world
+from alpaca_farm import hybrid, label_budget, world
 from alpaca_farm.annotators import annotate_pairs, pair_samples
 from alpaca_farm.core.preferences import shown_swapped
 from alpaca_farm.core.data import full_instruction, prompt_key
 from alpaca_farm.core.runs import read_summary
+from alpaca_farm.core.settings import resolve
+from alpaca_farm.core.stats import sigmoid
 from alpaca_farm.core.store import Store
 from alpaca_farm.grammar import render, respond, sample_instruction
 from alpaca_farm.hybrid import HybridConfig
@@ -25,8 +27,8 @@ def planted(n, flip=.1, length=0., place=0., seed=0, annotators=1, liked=0.):
     rng, rows = np.random.default_rng(seed), []
     words, first, value = rng.integers(1, 21, (n, 2)), rng.integers(1, 3, n), 2*rng.normal(size=n)
     z = value + length*(words[:, 1] - words[:, 0])/10 + place*(2*first - 3)
-    label = 1 + ((rng.random(n) < hybrid.sigmoid(z)) ^ (rng.random(n) < flip))
-    votes = 1. + (rng.random(n) < hybrid.sigmoid(value + liked*(words[:, 1] - words[:, 0])/10))
+    label = 1 + ((rng.random(n) < sigmoid(z)) ^ (rng.random(n) < flip))
+    votes = 1. + (rng.random(n) < sigmoid(value + liked*(words[:, 1] - words[:, 0])/10))
     for i in range(n):
         rows.append(dict(instruction=f'{seed} {i}', input='', output_1='x '*words[i, 0], output_2='y '*words[i, 1], preference=float(label[i]),
                          annotator=f'{rng.integers(annotators)}', shown_first=int(first[i]), lead=value[i] + rng.normal()))
@@ -44,10 +46,10 @@ def test_a_flip_rate_and_a_length_bias_are_recovered():
     rows = [dict(r, annotator=f'{k}') for k, (part, _) in enumerate(parts) for r in part]
     votes = np.concatenate([v for _, v in parts])
     found = calibration.calibrate_labels(rows, votes)
-    w = {k: dict(zip(found.use, found.common + u)) for k, u in found.own.items()}
+    w = {k: dict(zip(found.features, found.common + u)) for k, u in found.own.items()}
     for k, (part, v) in enumerate(parts[:2]):                                     # of those without a liking: by counting
         agreed = np.mean([r['preference'] == y for r, y in zip(part, v)])
-        assert hybrid.sigmoid(w[f'{k}']['label']) == pytest.approx(agreed, abs=.02)
+        assert sigmoid(w[f'{k}']['label']) == pytest.approx(agreed, abs=.02)
     assert w['0']['label'] > w['1']['label'] + .3 and abs(w['4']['label']) < .1
     assert w['2']['length'] < -.13 and abs(w['1']['length']) < .12 and w['3']['position'] < -.05 and w['3']['position'] == min(v['position'] for v in w.values())
     aside, wanted = planted(12_000, .1, 4., 0., seed=9)
@@ -61,23 +63,23 @@ def known_labels(rows): return np.array([r['preference'] for r in rows])
 
 
 def test_annotators_that_cannot_be_told_apart_are_treated_alike():
-    taus = [calibration.calibrate_labels(*planted(100, .35, annotators=13, seed=seed), expect=.2).tau for seed in range(12)]
+    taus = [calibration.calibrate_labels(*planted(100, .35, annotators=13, seed=seed), prior=.2).tau for seed in range(12)]
     assert sum(tau > .1 for tau in taus) <= 2                                     # a hundred votes cannot tell thirteen apart
     rows, votes = planted(400, annotators=13)
     found = calibration.calibrate_labels(rows, votes)
     stranger = dict(rows[0], annotator='somebody else')
-    assert found([stranger])[0] == pytest.approx(1 + hybrid.sigmoid(calibration.label_features([stranger]) @ found.common)[0])
+    assert found([stranger])[0] == pytest.approx(1 + sigmoid(calibration.label_features([stranger]) @ found.common)[0])
     alone = calibration.calibrate_labels([dict(r, annotator='one') for r in rows], votes)
     assert not alone.own and alone(rows) == pytest.approx(calibration.calibrate_labels([dict(r, annotator=None) for r in rows], votes)(rows))
 
 
 def test_without_votes_there_is_the_prior():
     rows, votes = planted(50)
-    before = calibration.calibrate_labels(rows, np.full(50, np.nan), expect=calibration.person_weight(.66, .25))
+    before = calibration.calibrate_labels(rows, np.full(50, np.nan), prior=calibration.person_weight(.66, .25))
     assert before(rows) == pytest.approx(np.where(known_labels(rows) == 2, 1.58, 1.42))
     assert calibration.vote_scale(before(rows), .66) == pytest.approx(np.where(known_labels(rows) == 2, 1.75, 1.25))
     assert calibration.vote_scale(np.array([1.9, 1.1, 1.5]), .66).tolist() == [2, 1, 1.5]
-    sure = calibration.calibrate_labels(rows, votes, near=1e-3, wide=1e-3, expect=.4, taus=(1e-3,))       # a narrow prior wins
+    sure = calibration.calibrate_labels(rows, votes, prior_sd=1e-3, other_sd=1e-3, prior=.4, taus=(1e-3,))       # a narrow prior wins
     assert sure.common == pytest.approx([.4, 0, 0], abs=1e-3)
 
 
@@ -87,8 +89,8 @@ def test_order_in_the_file_means_nothing():
     one, other = calibration.calibrate_labels(rows, votes), calibration.calibrate_labels(swapped(rows), 3 - votes)
     assert one(rows) == pytest.approx(other(rows)) and one(swapped(rows)) == pytest.approx(3 - one(rows))
     assert calibration.label_evidence(swapped(rows), one, leaning) == pytest.approx(3 - calibration.label_evidence(rows, one, leaning))
-    assert hybrid.contradicted(swapped(rows)) == pytest.approx(hybrid.contradicted(rows))
-    assert hybrid.vote_uncertainty(swapped(rows), 3 - votes) == pytest.approx(hybrid.vote_uncertainty(rows, votes))
+    assert label_budget.contradicted(swapped(rows)) == pytest.approx(label_budget.contradicted(rows))
+    assert label_budget.vote_uncertainty(swapped(rows), 3 - votes) == pytest.approx(label_budget.vote_uncertainty(rows, votes))
 
 
 def test_evidence_is_the_likelihood_ratio():
@@ -96,7 +98,7 @@ def test_evidence_is_the_likelihood_ratio():
     rng, n = np.random.default_rng(0), 60_000
     long, label = rng.integers(0, 2, n), np.zeros(n)
     label = 1. + (rng.random(n) < np.where(long, .7, .3))                          # annotators like length
-    vote = 1. + (rng.random(n) < hybrid.sigmoid(.8*(2*label - 3) + .4*(2*long - 1)))
+    vote = 1. + (rng.random(n) < sigmoid(.8*(2*label - 3) + .4*(2*long - 1)))
     texts = {0: ('x '*12, 'y '*2), 1: ('x '*2, 'y '*12)}
     rows = [dict(instruction=f'{i}', output_1=texts[l][0], output_2=texts[l][1], preference=s, annotator='a') for i, (l, s) in enumerate(zip(long, label))]
     people, leaning = calibration.calibrate_labels(rows, vote), calibration.calibrate_labels(rows, label, ('length', 'position'))
@@ -107,7 +109,7 @@ def test_evidence_is_the_likelihood_ratio():
             assert said[(long == l) & (label == s)][0] - 1 == pytest.approx(counted/(1 + counted), abs=.015)
     nothing = 1. + (rng.random(n) < .5)                                            # labels that mean nothing say nothing, whatever people like
     rows = [dict(r, preference=float(s)) for r, s in zip(rows, nothing)]
-    vote = 1. + (rng.random(n) < hybrid.sigmoid(1.2*(2*long - 1)))
+    vote = 1. + (rng.random(n) < sigmoid(1.2*(2*long - 1)))
     people, leaning = calibration.calibrate_labels(rows, vote), calibration.calibrate_labels(rows, nothing, ('length', 'position'))
     assert np.abs(calibration.label_evidence(rows[:500], people, leaning) - 1.5).max() < .02 < np.abs(people(rows[:500]) - 1.5).min()
 
@@ -116,37 +118,37 @@ def test_evidence_is_the_likelihood_ratio():
 
 def test_choice():
     rows, votes = planted(1000)
-    score = hybrid.contradicted(rows)
-    drawn, picked, alike = hybrid.choose_pairs(rows, 200, score, 50)
+    score = label_budget.contradicted(rows)
+    drawn, picked, alike = label_budget.choose_pairs(rows, 200, score, 50)
     assert {*alike} == {i for i in drawn if score[i] <= score[picked].min()} and 0 < len(alike) < 50
-    assert [len(x) for x in hybrid.choose_pairs(rows, 30, score, 50)] == [30, 0, 30] and [len(x) for x in hybrid.choose_pairs(rows, 0, score)] == [0, 0, 0]
+    assert [len(x) for x in label_budget.choose_pairs(rows, 30, score, 50)] == [30, 0, 30] and [len(x) for x in label_budget.choose_pairs(rows, 0, score)] == [0, 0, 0]
     assert len(drawn) == 50 and len(picked) == 150 and not {*drawn} & {*picked}
-    assert {*drawn} < {*hybrid.choose_pairs(rows, 200)[0]}                              # the random part is that of any other way to choose
+    assert {*drawn} < {*label_budget.choose_pairs(rows, 200)[0]}                              # the random part is that of any other way to choose
     left = [i for i in range(1000) if i not in {*drawn, *picked}]
     assert score[picked].min() >= score[left].max()
-    back = hybrid.choose_pairs(rows[::-1], 200)[0]
+    back = label_budget.choose_pairs(rows[::-1], 200)[0]
     assert {rows[i]['instruction'] for i in drawn} < {rows[::-1][i]['instruction'] for i in back}   # whatever the order of the file
-    assert len(hybrid.choose_pairs(rows, 1000)[0]) == 1000
-    with pytest.raises(ValueError, match='not as many'): hybrid.choose_pairs(rows, 1001)
+    assert len(label_budget.choose_pairs(rows, 1000)[0]) == 1000
+    with pytest.raises(ValueError, match='not as many'): label_budget.choose_pairs(rows, 1001)
 
 
 def test_the_fit_is_on_pairs_like_those_left_over():
     rows, votes = planted(12_000, .2)
-    drawn, picked, alike = hybrid.choose_pairs(rows, 6000, hybrid.contradicted(rows), 3000)
-    weight = lambda at: calibration.calibrate_labels(rows, hybrid.bought_votes(votes, at), ('label',), near=10.).common[0]
+    drawn, picked, alike = label_budget.choose_pairs(rows, 6000, label_budget.contradicted(rows), 3000)
+    weight = lambda at: calibration.calibrate_labels(rows, label_budget.bought_votes(votes, at), ('label',), prior_sd=10.).common[0]
     left = weight(np.setdiff1d(range(12_000), [*drawn, *picked]))
     assert weight(alike) == pytest.approx(left, abs=.12)
     assert weight(picked) < weight(drawn) - .3 and weight(drawn) < left - .2
 
 
-@pytest.mark.parametrize('arm', hybrid.ARMS)
+@pytest.mark.parametrize('arm', label_budget.LABEL_ARMS)
 def test_votes_that_were_not_bought_are_not_looked_at(arm):
     rows, votes = planted(400, annotators=3)
     rows = [dict(r, vote=v) for r, v in zip(rows, votes)]
-    records, about = hybrid.spend_budget(HybridConfig(), arm, .2, rows, 1)
+    records, about = label_budget.spend_budget(HybridConfig(), arm, .2, rows, 1)
     bought = {r['instruction'] for r in records if r['annotator'] == 'people'}
     assert len(bought) == about['humans'] == 80
-    assert hybrid.spend_budget(HybridConfig(), arm, .2, [dict(r, vote=r['vote'] if r['instruction'] in bought else 3 - r['vote']) for r in rows], 1)[0] == records
+    assert label_budget.spend_budget(HybridConfig(), arm, .2, [dict(r, vote=r['vote'] if r['instruction'] in bought else 3 - r['vote']) for r in rows], 1)[0] == records
     assert all(set(r) == {'instruction', 'input', 'output_1', 'output_2', 'preference', 'annotator'} for r in records)
     told = {r['instruction']: r for r in rows}
     for r in records:
@@ -206,7 +208,7 @@ def place(tmp_path_factory):
             if Path(j.out, 'summary.json').exists() and j.notebook == 'annotators': continue
             made.append(j)
             if j.notebook == 'annotators':
-                rows = annotate_pairs(json.loads(Path(j.settings['outputs']).read_text()), hybrid.resolve(j.settings['annotators']), j.settings['seed'], j.settings['label_flip'])
+                rows = annotate_pairs(json.loads(Path(j.settings['outputs']).read_text()), resolve(j.settings['annotators']), j.settings['seed'], j.settings['label_flip'])
                 write(Path(j.out)/'preferences.json', rows[:-1] if 'people' in j.out else rows)   # people leave one out
             else:
                 assert len(json.loads(Path(j.settings['preferences']).read_text())) > 10

@@ -18,7 +18,8 @@ FARMED = {'world': 'world', 'sft': 'sft', 'best_of_n': 'best_of_n', 'annotators'
           'ppo': 'ppo', 'dpo': 'dpo', 'quark': 'quark', 'rrhf': 'rrhf', 'expert_iteration': 'expert_iteration',
           'binary_feedback': 'reward_conditioning', 'overoptimization': 'overoptimization'}
 OWN = dict(grammar=lambda f: {}, noise=lambda f: {}, judges=lambda f: {}, local_judges=lambda f: {}, auto_annotations=lambda f: {}, rankings=lambda f: {}, length_control=lambda f: {}, leaderboards=lambda f: {}, label_files=lambda f: {},
-           calibration=lambda f: {}, text_measures=lambda f: {},
+           calibration=lambda f: {}, text_measures=lambda f: {}, agreement_measures=lambda f: {},
+           cascade_thresholds=lambda f: {}, label_budget=lambda f: {}, hybrid_measures=lambda f: {},
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
            openai_baselines=lambda f: dict(out=f'{f}/openai_baselines', data=f'{f}/world'),
            labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
@@ -67,7 +68,8 @@ def test_notebook_executes(made, name):
     for c in code:
         assert len(c['outputs']) <= 6, 'a live line leaves one output behind'
         for o in c['outputs']: assert 'Traceback' not in str(o.get('text', ''))
-    if name not in ('grammar', 'noise', 'judges', 'local_judges', 'auto_annotations', 'rankings', 'length_control', 'openai_baselines', 'leaderboards', 'label_files', 'calibration', 'text_measures'):
+    if name not in ('grammar', 'noise', 'judges', 'local_judges', 'auto_annotations', 'rankings', 'length_control', 'openai_baselines', 'leaderboards', 'label_files', 'calibration',
+                    'text_measures', 'agreement_measures', 'cascade_thresholds', 'label_budget', 'hybrid_measures'):
         out = folder/FARMED.get(name, name)
         assert read_summary(out) and not list(out.rglob('.*'))
         assert all(k in read_json(out/'config.json') for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))
