@@ -87,7 +87,7 @@ def test_a_large_store_opens_and_answers_at_once(tmp_path, capsys):
     before, began = me.memory_info().rss, time.perf_counter()
     store = Store(tmp_path/'large.sqlite')
     few = store.get(keys[:1000])
-    pace, opened, grown = store.pace(), time.perf_counter() - began, (me.memory_info().rss - before)/2**20
+    pace, opened, grown = store.mean_seconds(), time.perf_counter() - began, (me.memory_info().rss - before)/2**20
     del few
     began = time.perf_counter()
     found, took = len(store.get(keys)), time.perf_counter() - began

@@ -198,7 +198,7 @@ class DirectClient:
     def seconds(self, requests: list[dict], draw: int | list[int] = 0) -> list[float | None]:
         "How long each answer took."
         keys = self.keys(requests, draw)
-        took = self.store.found(keys, 'seconds')
+        took = self.store.lookup(keys, 'seconds')
         return [took.get(k) for k in keys]
 
     def price(self, model: str, tokens_in: float, tokens_out: float) -> float | None:
@@ -213,7 +213,7 @@ class DirectClient:
         if unknown and self.cfg.budget:
             raise ValueError(f'budget = {self.cfg.budget}, but the price of {unknown[0]} is unknown: name it in a file of prices, '
                              f'as "{unknown[0]}: [in, out]" in dollars per million tokens')
-        pace = self.store.pace()
+        pace = self.store.mean_seconds()
         time_ = duration(len(requests) * (pace or 1.) / self.cfg.concurrency) + ('' if pace else ' if one takes a second')
         print(f'{self.name}: ' + (f'{labels} labels in ' if labels else '') + f'{len(requests)} requests to '
               f'{", ".join(sorted({r["model"] for r in requests}))}; at most about {format_dollars(None if unknown else sum(prices))}; '

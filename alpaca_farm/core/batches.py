@@ -20,7 +20,7 @@ class ApiClient(DirectClient):
 @patch
 def pending_batches(self: ApiClient) -> list[tuple]:
     "Batches under way that hold something asked for here."
-    return [b for b in self.store.batches(str(self.who.base_url)) if b[2].keys() & self.todo.keys()]
+    return [b for b in self.store.open_batches(str(self.who.base_url)) if b[2].keys() & self.todo.keys()]
 
 # %% ../../nbs/core/batches.ipynb #dd8e2b69
 def batch_files(todo: dict):
