@@ -61,7 +61,7 @@ def flip_labels(
 def preference_probabilities(
     judge,              # an annotator, or a pool with `.annotators`
     pairs: list[dict],  # records with instruction, input, output_1, output_2
-) -> np.ndarray:        # (annotators, 2, pairs) probability of output_2 being preferred: as given, and swapped
+) -> np.ndarray:        # (annotators, 2, pairs) probability of preferring output_2: as given, swapped
     "Preferences of each annotator of `judge` on each pair in both orders."
     def preferences(f, shown): return np.array(f(shown), dtype=float)
     annotators, swapped = getattr(judge, 'annotators', [judge]), [swap_outputs(p) for p in pairs]
