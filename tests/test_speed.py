@@ -1,4 +1,4 @@
-"""How fast labels come, against alpaca-eval and against a bare loop over one client, on the same server in the same run.
+"""Labels per second, compared with alpaca-eval and with a bare loop over one client, on the same server in the same run.
 
 PAIRS=1000 python -m pytest -s tests/test_speed.py makes the measurement at full size."""
 import asyncio
@@ -21,7 +21,7 @@ def pairs(n): return [dict(instruction=f'Say word {i}.', input='', output_1='a'*
 
 
 def bare(url, requests, concurrency=20):
-    "A loop over one shared client: what there is to reach."
+    "A loop over one shared client: the upper limit."
     import openai
     async def work():
         left = list(requests)
