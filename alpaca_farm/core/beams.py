@@ -29,7 +29,7 @@ class BeamGroup:
     "One group of beams of one prompt: `beams` are unfinished, `ended` are pairs of score and `Sample`."
     def __init__(self, row): self.beams, self.ended = [Beam(0., [], [], row)], []
 
-# %% ../../nbs/core/beams.ipynb #05152dfc
+# %% ../../nbs/core/beams.ipynb #5308d4b3
 @patch
 def advance(self: BeamGroup, tops, size, taken, penalty, ends, alpha, last) -> list[int]:
     "Continue by the likeliest (log-prob, token) of each row, `tops`; returns the tokens that were chosen."

@@ -5,19 +5,19 @@
 # %% auto #0
 __all__ = ['PERSON_COST', 'make_client', 'send_request', 'run_async', 'Usage', 'DirectClient', 'request_keys']
 
-# %% ../../nbs/core/client.ipynb #3e91fa5b
+# %% ../../nbs/core/client.ipynb #8c852c9a
 import asyncio, json, os, random, threading, time
 from dataclasses import dataclass, field
 
 from fastcore.basics import patch
 
-from .api import (ApiConfig, classify_error, cost, estimate_tokens, first_line, format_dollars,
-    is_complete, price_list, RequestRefused, retry_delay, StopAsking, token_usage)
+from .api import (ApiConfig, classify_error, cost, estimate_tokens, first_line,
+    format_dollars, is_complete, price_list, RequestRefused, retry_delay, StopAsking, token_usage)
 from .progress import duration, Progress
 from .settings import at_root
 from .store import request_key, Store
 
-# %% ../../nbs/core/client.ipynb #2fae1c67
+# %% ../../nbs/core/client.ipynb #2e48415d
 def make_client(cfg: ApiConfig):
     "A client without retries of its own; ValueError when there is no key."
     import openai
@@ -28,7 +28,7 @@ def make_client(cfg: ApiConfig):
                          'or name a server that needs none with base_url or OPENAI_BASE_URL')
     return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=cfg.timeout, max_retries=0)
 
-# %% ../../nbs/core/client.ipynb #0a2d4eb8
+# %% ../../nbs/core/client.ipynb #8553db3d
 async def send_request(endpoint, request: dict) -> dict:
     "Send one request, a chat if it has `messages`; the raw answer. Fields that are None are left out."
     import httpx
@@ -39,7 +39,7 @@ async def send_request(endpoint, request: dict) -> dict:
     if not is_complete(answer): raise ValueError(f'an answer of the wrong shape: {str(answer)[:200]}')
     return answer
 
-# %% ../../nbs/core/client.ipynb #e83b277c
+# %% ../../nbs/core/client.ipynb #cde05f50
 def run_async(job):
     "The value of the coroutine that `job()` makes; an interrupt cancels it."
     try: asyncio.get_running_loop()
@@ -60,7 +60,7 @@ def run_async(job):
     if 'error' in result: raise result['error']
     return result['value']
 
-# %% ../../nbs/core/client.ipynb #c2ff5dfa
+# %% ../../nbs/core/client.ipynb #65bbe0e6
 @dataclass
 class Usage:
     "Counts of a client's requests."
@@ -78,7 +78,7 @@ class Usage:
         return (f'{self.asked} asked, {self.tried_again} tried again, {len(self.failed)} failed, '
                 f'{format_dollars(self.dollars)}')
 
-# %% ../../nbs/core/client.ipynb #02d51c4b
+# %% ../../nbs/core/client.ipynb #ac0dd3c2
 class DirectClient:
     "Answers to requests: from the store where it has them, else from the endpoint."
     def __init__(self, cfg: ApiConfig, name: str = 'asking'):
@@ -105,13 +105,13 @@ class DirectClient:
     async def answer_in_batches(self):
         "Hook for requests that are sent in batches, before all others; this client has none."
 
-# %% ../../nbs/core/client.ipynb #3bd59f9e
+# %% ../../nbs/core/client.ipynb #776da5a9
 def request_keys(requests: list[dict], draw: int | list[int]) -> list[bytes]:
     "Store keys of requests; `draw` is one number for all or one for each."
     draws = draw if isinstance(draw, list) else [draw] * len(requests)
     return [request_key(r, d) for r, d in zip(requests, draws)]
 
-# %% ../../nbs/core/client.ipynb #5030d4d1
+# %% ../../nbs/core/client.ipynb #823f2503
 @patch
 def seconds(self: DirectClient, requests: list[dict], draw: int | list[int] = 0) -> list[float | None]:
     "How long each answer took; None where there is none."
@@ -119,20 +119,20 @@ def seconds(self: DirectClient, requests: list[dict], draw: int | list[int] = 0)
     times = self.store.lookup(keys, 'seconds')
     return [times.get(k) for k in keys]
 
-# %% ../../nbs/core/client.ipynb #db4d1334
+# %% ../../nbs/core/client.ipynb #4a8f2781
 @patch
 def price(self: DirectClient, model: str, tokens_in: float, tokens_out: float) -> float | None:
     "Dollars for so many tokens of a model with these settings; None where the price is unknown."
     full = cost(model, tokens_in, tokens_out, self.prices)
     return full if full is None else full * (.5 if self.cfg.batch else 1.)
 
-# %% ../../nbs/core/client.ipynb #37035274
+# %% ../../nbs/core/client.ipynb #da1742d0
 @patch
 def highest_price(self: DirectClient, request: dict) -> float | None:
     "Dollars that a request costs at most, by estimate."
     return self.price(request['model'], *estimate_tokens(request))
 
-# %% ../../nbs/core/client.ipynb #4ae55103
+# %% ../../nbs/core/client.ipynb #7b7ba5ba
 PERSON_COST = .3, 36.8  # dollars and seconds for a label given by a person
 
 
@@ -154,7 +154,7 @@ def print_forecast(self: DirectClient, requests: list[dict], labels: int = 0):
           + ('within a day' if self.cfg.batch else wait)
           + (f' (people: about {format_dollars(dollars)} and {hours})' if labels else ''))
 
-# %% ../../nbs/core/client.ipynb #a8a4347e
+# %% ../../nbs/core/client.ipynb #dbed80bd
 @patch
 async def answer_all(self: DirectClient, todo: dict) -> dict:
     "Request all answers, a bounded number at a time; the answers by key. Claims are released at the end."
@@ -173,7 +173,7 @@ async def answer_all(self: DirectClient, todo: dict) -> dict:
     if self.fatal: raise ValueError(f'{self.fatal}. {self.tally.asked} answers were stored before it')
     return self.answers
 
-# %% ../../nbs/core/client.ipynb #449b7b01
+# %% ../../nbs/core/client.ipynb #616c913e
 @patch
 async def run_worker(self: DirectClient):
     "Send one request after another until none is left or everything has stopped."
@@ -187,7 +187,7 @@ async def run_worker(self: DirectClient):
         try: await self.answer_request(key, request)
         finally: self.reserved -= price
 
-# %% ../../nbs/core/client.ipynb #f84fdf31
+# %% ../../nbs/core/client.ipynb #4f45f84b
 @patch
 async def next_request(self: DirectClient) -> tuple | None:
     "Key and request of one that this process has claimed; None when all are answered or under way."
@@ -200,7 +200,7 @@ async def next_request(self: DirectClient) -> tuple | None:
             if k not in claimed and not await self.answered_elsewhere(k): self.waiting.append((k, r))
     return None
 
-# %% ../../nbs/core/client.ipynb #bc8dc0d3
+# %% ../../nbs/core/client.ipynb #580ad26b
 @patch
 async def answered_elsewhere(self: DirectClient, key: bytes) -> bool:
     "Whether another process has stored the answer, now or in a tenth of a second."
@@ -212,7 +212,7 @@ async def answered_elsewhere(self: DirectClient, key: bytes) -> bool:
     self.tally.known += len(answer)
     return bool(answer)
 
-# %% ../../nbs/core/client.ipynb #9aeb5fe2
+# %% ../../nbs/core/client.ipynb #f83b053e
 @patch
 def exceeds_budget(self: DirectClient, dollars: float) -> bool:
     "Whether so many dollars more would exceed the budget; if so, `tally.stopped` is set."
@@ -221,7 +221,7 @@ def exceeds_budget(self: DirectClient, dollars: float) -> bool:
         self.tally.stopped = f'the budget of {format_dollars(self.cfg.budget)}'
     return bool(self.tally.stopped)
 
-# %% ../../nbs/core/client.ipynb #a034469e
+# %% ../../nbs/core/client.ipynb #17d5b361
 @patch
 async def answer_request(self: DirectClient, key: bytes, request: dict):
     "Send a request until it is answered, refused, or has failed too often; store the answer."
@@ -238,7 +238,7 @@ async def answer_request(self: DirectClient, key: bytes, request: dict):
         self.show_progress()
     else: self.store_answer(key, request, answer, time.time() - sent)
 
-# %% ../../nbs/core/client.ipynb #a4df1831
+# %% ../../nbs/core/client.ipynb #09bf023f
 @patch
 async def call_with_retries(self: DirectClient, call, what: str, **hint):
     "The value of a call, repeated while that may help; raises StopAsking, RequestRefused, or the last error."
@@ -255,7 +255,7 @@ async def call_with_retries(self: DirectClient, call, what: str, **hint):
         if attempt + 1 < self.cfg.tries: await self.wait_after(error, attempt)
     raise error
 
-# %% ../../nbs/core/client.ipynb #c8c6851b
+# %% ../../nbs/core/client.ipynb #7c255440
 @patch
 def note_failure(self: DirectClient, error: Exception):
     "Count a failed try; StopAsking after half a minute without any response."
@@ -268,7 +268,7 @@ def note_failure(self: DirectClient, error: Exception):
     self.tally.tried_again += 1
     self.show_progress()
 
-# %% ../../nbs/core/client.ipynb #0ca68843
+# %% ../../nbs/core/client.ipynb #8428242e
 @patch
 async def wait_after(self: DirectClient, error: Exception, attempt: int):
     "Wait before the next try; after a rate limit (status 429) all requests wait, for a minute at most."
@@ -277,7 +277,7 @@ async def wait_after(self: DirectClient, error: Exception, attempt: int):
         self.paused_until = max(self.paused_until, time.time() + min(wait, 60))
     await asyncio.sleep(wait)
 
-# %% ../../nbs/core/client.ipynb #fff6576b
+# %% ../../nbs/core/client.ipynb #c9862d5f
 @patch
 def store_answer(self: DirectClient, key: bytes, request: dict, answer: dict, seconds: float | None):
     "Store an answer and count its tokens and its price."
@@ -294,7 +294,7 @@ def store_answer(self: DirectClient, key: bytes, request: dict, answer: dict, se
     self.answers[key] = answer
     self.show_progress()
 
-# %% ../../nbs/core/client.ipynb #843a3001
+# %% ../../nbs/core/client.ipynb #11414051
 @patch
 def show_progress(self: DirectClient):
     "Redraw the progress line."

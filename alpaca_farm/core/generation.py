@@ -98,7 +98,7 @@ class GrowingLayer(DynamicLayer):
         "Continue with these rows only."
         self._move(self.keys[beam_idx], self.values[beam_idx])
 
-# %% ../../nbs/core/generation.ipynb #01b4913a
+# %% ../../nbs/core/generation.ipynb #982c5396
 def left_pad(
     prompts: list[list[int]],  # token ids
     device,                    # of the result
@@ -121,7 +121,7 @@ def accepts_full_mask(model, cache) -> bool:
     return (not alibi and all(map(has_full_cache, cache.layers))
             and getattr(c, '_attn_implementation', None) in ('sdpa', 'eager'))
 
-# %% ../../nbs/core/generation.ipynb #81b4745f
+# %% ../../nbs/core/generation.ipynb #bed58669
 def full_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     "A mask (B, T) of 0 and 1 as one to be added to attention scores, (B, 1, 1, T)."
     hidden = (mask == 0)[:, None, None]
@@ -154,7 +154,7 @@ class DecodingState:
         self.cache.reorder_cache(rows)
         self.mask, self.positions, self.logits = self.mask[rows], self.positions[rows], self.logits[rows]
 
-# %% ../../nbs/core/generation.ipynb #c5a836f1
+# %% ../../nbs/core/generation.ipynb #2677811c
 @patch
 def next_logits(self: DecodingState, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     "Read tokens (B, T) and return the logits (B, V) of the token that follows."
@@ -165,7 +165,7 @@ def next_logits(self: DecodingState, ids: torch.Tensor, mask: torch.Tensor) -> t
     logits = self.model(input_ids=ids, attention_mask=mask, **given).logits[:, -1]
     return logits.index_fill(1, self.suppressed, -torch.inf) if len(self.suppressed) else logits
 
-# %% ../../nbs/core/generation.ipynb #8af8a78d
+# %% ../../nbs/core/generation.ipynb #8d6bad14
 @patch
 def feed(self: DecodingState, tokens: torch.Tensor):
     "Read one more token (B,) per row."
@@ -258,7 +258,7 @@ def check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k,
             raise ValueError(f'prompt {i} of {len(p)} tokens and max_new_tokens = {max_new_tokens} exceed '
                              f'max_position_embeddings = {limit} of the model; shorten one of them')
 
-# %% ../../nbs/core/generation.ipynb #2a4885af
+# %% ../../nbs/core/generation.ipynb #1614c389
 def sampling_jobs(
     prompts: list[tuple[int, ...]],  # token ids
     n: int,                          # samples per prompt

@@ -233,7 +233,7 @@ def best_of_n_weights(
     scores,  # (..., N) proxy scores of the samples of each prompt
     n: int,  # samples of best-of-n
 ) -> np.ndarray:  # (..., N) probability that each sample is chosen, in the samples' own order
-    "Probability that a sample is the best of `n` drawn without replacement, equal scores sharing theirs."
+    "Probability that a sample is the best of `n` drawn without replacement, equal scores sharing it."
     s = np.asarray(scores, dtype=float)
     if np.isnan(s).any(): raise ValueError(f'score {np.argwhere(np.isnan(s))[0].tolist()} is nan')
     flat = s.reshape(-1, s.shape[-1])

@@ -41,7 +41,7 @@ def process_is_dead(owner: str) -> bool:
     now = process_start(int(pid))
     return not now or abs(float(now) - float(start)) > 30
 
-# %% ../../nbs/core/store.ipynb #da1eb5ab
+# %% ../../nbs/core/store.ipynb #5bb6c15f
 TABLES = '''
 create table if not exists answers
 (key blob primary key, answer text not null, seconds real, at real not null) without rowid;
@@ -57,7 +57,7 @@ create index if not exists latest on answers (at, seconds);
     for table in ('answers', 'requests')
     for name, event, done in (('stay', 'update', 'changed'), ('remain', 'delete', 'deleted')))
 
-# %% ../../nbs/core/store.ipynb #6607b380
+# %% ../../nbs/core/store.ipynb #6cb95b71
 def store_error(path: Path, e: Exception) -> Exception:
     "An error of SQLite as an OSError or a ValueError that says what to do."
     if 'full' in str(e):
@@ -96,7 +96,7 @@ class Store:
 
     def __len__(self) -> int: return self.run('select count(*) from answers').fetchone()[0]
 
-# %% ../../nbs/core/store.ipynb #dee01788
+# %% ../../nbs/core/store.ipynb #c2c7ca92
 @patch
 @contextmanager
 def transaction(self: Store):
@@ -109,7 +109,7 @@ def transaction(self: Store):
         if self.db.in_transaction: self.db.execute('rollback')
         raise
 
-# %% ../../nbs/core/store.ipynb #a333b7e2
+# %% ../../nbs/core/store.ipynb #8d10bd7a
 @patch
 def lookup(self: Store, keys: list[bytes], column: str = 'answer', table: str = 'answers') -> dict:
     "One column of `table` for those of `keys` that are in it."
@@ -121,7 +121,7 @@ def lookup(self: Store, keys: list[bytes], column: str = 'answer', table: str = 
         except sqlite3.DatabaseError as e: raise store_error(self.path, e) from None
     return values
 
-# %% ../../nbs/core/store.ipynb #f2df5b23
+# %% ../../nbs/core/store.ipynb #798a6f77
 @patch
 def get(self: Store, keys: list[bytes]) -> dict[bytes, dict]:
     "The answers to those of `keys` that have one."
@@ -131,7 +131,7 @@ def get(self: Store, keys: list[bytes]) -> dict[bytes, dict]:
     finally:
         if collecting: gc.enable()
 
-# %% ../../nbs/core/store.ipynb #b75501aa
+# %% ../../nbs/core/store.ipynb #f2bc737d
 @patch
 def put(self: Store, key: bytes, request: dict, answer: dict, seconds: float | None = 0.):
     "Store an answer and its request for good; nothing changes if there is an answer already."
@@ -141,7 +141,7 @@ def put(self: Store, key: bytes, request: dict, answer: dict, seconds: float | N
         self.run('insert or ignore into requests values (?, ?)', (key, request))
         self.run('delete from claims where key = ?', (key,))
 
-# %% ../../nbs/core/store.ipynb #430cc4b6
+# %% ../../nbs/core/store.ipynb #2b93d4a5
 @patch
 def claim(self: Store, keys: list[bytes]) -> list[bytes]:
     "Claim those of `keys` that have no answer and that no other process has claimed."
@@ -154,20 +154,20 @@ def claim(self: Store, keys: list[bytes]) -> list[bytes]:
                   [(k, self.owner, time.time() + self.lease) for k in claimed])
     return claimed
 
-# %% ../../nbs/core/store.ipynb #1f910789
+# %% ../../nbs/core/store.ipynb #23001e71
 @patch
 def release(self: Store, keys: list[bytes]):
     "Give up claims of this process."
     self.many('delete from claims where key = ? and owner = ?', [(k, self.owner) for k in keys])
 
-# %% ../../nbs/core/store.ipynb #89704bcc
+# %% ../../nbs/core/store.ipynb #96008335
 @patch
 def mean_seconds(self: Store, last: int = 100) -> float | None:
     "Mean seconds of the last answers; None when there are none."
     latest = f'select seconds from answers order by at desc limit {last}'
     return self.run(f'select avg(seconds) from ({latest})').fetchone()[0]
 
-# %% ../../nbs/core/store.ipynb #74f31356
+# %% ../../nbs/core/store.ipynb #247915e7
 @patch
 def note_batch(self: Store, file: str, url: str, requests: dict[bytes, dict], seconds: float):
     "Remember the requests of a batch and claim them until it ends or `seconds` have passed."
@@ -178,13 +178,13 @@ def note_batch(self: Store, file: str, url: str, requests: dict[bytes, dict], se
         self.many('insert or replace into claims values (?, ?, ?)',
                   [(k, f'batch {file} -', time.time() + seconds) for k in requests])
 
-# %% ../../nbs/core/store.ipynb #7bf1b1f7
+# %% ../../nbs/core/store.ipynb #828e1661
 @patch
 def name_batch(self: Store, file: str, name: str):
     "Remember the name of the batch made of a file."
     self.run('update batches set name = ? where file = ?', (name, file))
 
-# %% ../../nbs/core/store.ipynb #1f04b54a
+# %% ../../nbs/core/store.ipynb #33bcede6
 @patch
 def open_batches(self: Store, url: str) -> list[tuple]:
     "Batches at an endpoint that have not ended: file, name (None when not yet known), requests by key."
@@ -192,7 +192,7 @@ def open_batches(self: Store, url: str) -> list[tuple]:
     rows = self.run(f'select {columns} from batches where {condition} order by at', (url,))
     return [(f, n, {bytes.fromhex(k): r for k, r in json.loads(t).items()}) for f, n, t in rows]
 
-# %% ../../nbs/core/store.ipynb #0d1f9cdd
+# %% ../../nbs/core/store.ipynb #ac1a7328
 @patch
 def end_batch(self: Store, file: str):
     "Note that a batch has ended, and release its claims."
