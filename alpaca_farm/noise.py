@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FlippedLabels', 'flip_mask', 'flip_labels', 'preference_probabilities', 'sample_votes', 'feature_preference',
-           'length_sign', 'has_list', 'first_shown_share', 'list_sign', 'annotator_profile', 'pool_spread']
+           'length_sign', 'has_list', 'list_sign', 'first_shown_share', 'annotator_profile', 'pool_spread']
 
 # %% ../nbs/judging/noise.ipynb #7db2ff00
 import re
@@ -18,75 +18,76 @@ from .core.stats import agreement, bias, Interval, variance, wilson
 
 # %% ../nbs/judging/noise.ipynb #d31a80c0
 class FlippedLabels(NamedTuple):
-    "Noised preferences, and the share of labels that were in fact flipped."
+    "Preferences of which some are reversed."
     records: list[dict]
-    rate: Interval
+    rate: Interval  # share of labels that were flipped
 
 # %% ../nbs/judging/noise.ipynb #f2ec7e8a
 def flip_mask(
     pairs: list[dict],  # records with `keys`
     p: float,           # probability of a flip
-    seed: int = 0,      # another seed, other coins
-    keys=PAIR_FIELDS,          # fields that identify a pair
+    seed: int = 0,      # of the coins
+    keys=PAIR_FIELDS,   # fields that identify a pair
     by: str = 'pair',   # a coin for each pair, or one for all pairs of an instruction
 ) -> np.ndarray:  # (pairs,) bool
-    "Which pairs are to be flipped; the same pair always gets the same answer."
+    "Which pairs are to be flipped; a pair is flipped in any list or in none."
     if not 0 <= p <= 1: raise ValueError(f'p = {p}: a flip rate is between 0 and 1')
     if by not in ('pair', 'instruction'): raise ValueError(f"by = {by!r}: 'pair' or 'instruction'")
-    def text(r): return pair_identity(r, keys) if by == 'pair' else pair_identity(r, keys)[:-2]
-    return np.array([hash_uniform(seed, 'flip', *text(r)) < p for r in pairs], dtype=bool)
+    stop = None if by == 'pair' else -2
+    texts = [pair_identity(r, keys)[:stop] for r in pairs]
+    return np.array([hash_uniform(seed, 'flip', *text) < p for text in texts], dtype=bool)
 
 # %% ../nbs/judging/noise.ipynb #568a1e3b
 def flip_labels(
     preferences: list[dict],  # preference records, hard or soft
     p: float,                 # probability of a flip; AlpacaFarm trains on 0.25
-    seed: int = 0,            # another seed, other coins
-    keys=PAIR_FIELDS,                # fields that identify a pair
+    seed: int = 0,            # of the coins
+    keys=PAIR_FIELDS,         # fields that identify a pair
     by: str = 'pair',         # a coin for each pair, or one for all pairs of an instruction
 ) -> FlippedLabels:
     "Preferences with some of them reversed, and the realised rate; ties and identical outputs stay."
-    y, coin = check_preferences([r['preference'] for r in preferences]), flip_mask(preferences, p, seed, keys, by)
-    can = (y != 1.5) & np.array([r[keys[-2]] != r[keys[-1]] for r in preferences])
-    new = np.where(coin & can, 3 - y, y)
+    y = check_preferences([r['preference'] for r in preferences])
+    coin = flip_mask(preferences, p, seed, keys, by)
+    decided = (y != 1.5) & np.array([r[keys[-2]] != r[keys[-1]] for r in preferences])
+    new = np.where(coin & decided, 3 - y, y)
     records = [r if a == b else dict(r, preference=float(b)) for r, a, b in zip(preferences, y, new)]
-    if not can.any(): return FlippedLabels(records, Interval(0., 0., 1.))
-    share = (coin & can).sum()/can.sum()
-    n = can.sum() if by == 'pair' else len({tuple(pair_identity(r, keys)[:-2]) for r, c in zip(preferences, can) if c})   # as many as there are coins
-    return FlippedLabels(records, wilson(float(share*n), int(n)))
+    if not decided.any(): return FlippedLabels(records, Interval(0., 0., 1.))
+    share, coins = (coin & decided).sum()/decided.sum(), decided.sum()
+    if by == 'instruction':
+        coins = len({tuple(pair_identity(r, keys)[:-2]) for r, d in zip(preferences, decided) if d})
+    return FlippedLabels(records, wilson(float(share*coins), int(coins)))
 
 # %% ../nbs/judging/noise.ipynb #405112c7
 def preference_probabilities(
     judge,              # an annotator, or a pool with `.annotators`
     pairs: list[dict],  # records with instruction, input, output_1, output_2
-) -> np.ndarray:  # (annotators, 2, pairs) probability to prefer output_2: shown as given, and shown exchanged
-    "What each annotator of `judge` thinks of each pair in both orders."
-    def asked(f, shown): return np.array(f(shown), dtype=float)
-    annotators, exchanged = getattr(judge, 'annotators', [judge]), [swap_outputs(p) for p in pairs]
-    return np.array([(asked(f, pairs) - 1, 2 - asked(f, exchanged)) for f in annotators])
+) -> np.ndarray:        # (annotators, 2, pairs) probability of preferring output_2: as given, swapped
+    "Preferences of each annotator of `judge` on each pair in both orders."
+    def preferences(f, shown): return np.array(f(shown), dtype=float)
+    annotators, swapped = getattr(judge, 'annotators', [judge]), [swap_outputs(p) for p in pairs]
+    return np.array([(preferences(f, pairs) - 1, 2 - preferences(f, swapped)) for f in annotators])
 
 # %% ../nbs/judging/noise.ipynb #61af8962
 def sample_votes(
     chance,             # (annotators, 2, pairs) from `preference_probabilities`
     pairs: list[dict],  # the same pairs
     votes: int = 4,     # votes per pair; AlpacaFarm's cross-annotations have four
-    seed: int = 0,      # another seed, other annotators, orders and coins
+    seed: int = 0,      # of annotators, orders and coins
     weights=None,       # (annotators,) how often each is drawn; equal when not given
-) -> np.ndarray:  # (votes, pairs) of 1 or 2; 1.5 where the two outputs are identical, nan without a verdict
-    "Sampled votes: for each pair some of the annotators, each in a random order."
+) -> np.ndarray:        # (votes, pairs) of 1 or 2; 1.5 for identical outputs, nan without a verdict
+    "Votes of some annotators on each pair, each shown in a random order."
     chance = np.asarray(chance)
     w = np.ones(len(chance)) if weights is None else np.asarray(weights, dtype=float)
-    out = np.empty((votes, len(pairs)))
+    sampled = np.full((votes, len(pairs)), 1.5)
     for i, r in enumerate(pairs):
-        text = pair_identity(r)
-        order = annotator_order(r, w, seed)
-        given = r['output_1'] <= r['output_2']             # coins must not depend on the pair's order
-        if r['output_1'] == r['output_2']: out[:, i] = 1.5; continue
+        if r['output_1'] == r['output_2']: continue
+        text, order = pair_identity(r), annotator_order(r, w, seed)
+        ordered = r['output_1'] <= r['output_2']
         for v in range(votes):
-            a, shown = order[v % len(w)], int(hash_uniform(seed, 'order', v, *text) < .5) ^ given
-            u = hash_uniform(seed, 'vote', v, *text)
-            c = chance[a, shown, i]
-            out[v, i] = np.nan if np.isnan(c) else 1 + ((u if given else 1 - u) < c)
-    return out
+            swapped = int(hash_uniform(seed, 'order', v, *text) < .5) ^ ordered
+            u, c = hash_uniform(seed, 'vote', v, *text), chance[order[v % len(w)], swapped, i]
+            sampled[v, i] = np.nan if np.isnan(c) else 1 + ((u if ordered else 1 - u) < c)
+    return sampled
 
 # %% ../nbs/judging/noise.ipynb #740074d8
 def feature_preference(
@@ -101,7 +102,7 @@ def feature_preference(
 # %% ../nbs/judging/noise.ipynb #cf492132
 def length_sign(
     pairs: list[dict],      # records with output_1, output_2
-    by: int = 30,           # differences of this many characters or fewer do not count
+    by: int = 30,           # differences of at most so many characters do not count
 ) -> np.ndarray:  # (pairs,) difference in characters, 0 when small
     "By how much output_2 is longer."
     d = np.array([len(r['output_2']) - len(r['output_1']) for r in pairs])
@@ -112,43 +113,45 @@ def has_list(text: str) -> bool:
     "Whether `text` has a line that starts with a bullet or a number."
     return re.search(r'^\s*([-*•]|\d+[.)])\s', text, re.MULTILINE) is not None
 
-# %% ../nbs/judging/noise.ipynb #4776ac5e
-def first_shown_share(
-    chance,  # (annotators, 2, pairs) from `preference_probabilities`
-) -> float:
-    "Probability to prefer the output shown first, over annotators, pairs and both orders."
-    chance = np.asarray(chance)
-    return float((1 - chance[:, 0] + chance[:, 1]).mean()/2)
-
 # %% ../nbs/judging/noise.ipynb #23dc5b4d
 def list_sign(pairs: list[dict]) -> np.ndarray:  # (pairs,) 1, 0 or -1
     "Which output of each pair is the only one with a list."
     return np.array([int(has_list(r['output_2'])) - int(has_list(r['output_1'])) for r in pairs])
+
+# %% ../nbs/judging/noise.ipynb #4776ac5e
+def first_shown_share(
+    chance,  # (annotators, 2, pairs) from `preference_probabilities`
+) -> float:
+    "Probability of preferring the output shown first, over annotators, pairs and both orders."
+    chance = np.asarray(chance)
+    return float((1 - chance[:, 0] + chance[:, 1]).mean()/2)
 
 # %% ../nbs/judging/noise.ipynb #e1e3f92a
 def annotator_profile(
     votes,               # (votes, pairs) of the annotator or pool
     people,              # (people, pairs) votes to compare with; the same array for the people themselves
     pairs: list[dict],   # the pairs
-    n: int = 0,          # bootstrap draws over pairs; none: the ends are the value
+    n: int = 0,          # bootstrap draws over pairs; 0: the ends of intervals are the value
     seed: int = 0,       # of the bootstrap
 ) -> dict:  # of Intervals between 0 and 1: agreement, bias, variance, longer, list
     "An annotator in AlpacaFarm's terms, with 95 % intervals."
-    far, listed = length_sign(pairs), list_sign(pairs)
-    def one(i):
-        v, p = votes[:, i], people[:, i]
-        return (agreement(v, None if votes is people else p), 0. if votes is people else bias(v, p), variance(v), feature_preference(v, far[i]), feature_preference(v, listed[i]))
+    features = length_sign(pairs), list_sign(pairs)
+    def figures(rows):
+        v, p = votes[:, rows], people[:, rows]
+        against_people = (agreement(v), 0.) if votes is people else (agreement(v, p), bias(v, p))
+        return (*against_people, variance(v), *(feature_preference(v, f[rows]) for f in features))
     draws = np.random.default_rng(seed).integers(0, len(pairs), (n, len(pairs)))
-    value = np.array(one(np.arange(len(pairs))))
-    low, high = np.nanquantile([one(i) for i in draws], [.025, .975], axis=0) if n else (value, value)
-    return {k: Interval(*map(float, v)) for k, *v in zip(('agreement', 'bias', 'variance', 'longer', 'list'), value, low, high)}
+    value = np.array(figures(np.arange(len(pairs))))
+    low, high = np.nanquantile([figures(i) for i in draws], [.025, .975], axis=0) if n else (value, value)
+    names = 'agreement', 'bias', 'variance', 'longer', 'list'
+    return {k: Interval(*map(float, ends)) for k, *ends in zip(names, value, low, high)}
 
 # %% ../nbs/judging/noise.ipynb #b08f020d
 def pool_spread(
     chance,  # (annotators, 2, pairs) from `preference_probabilities`
 ) -> tuple[float, float]:  # between 0 and 1
-    "How often two votes differ: of one annotator asked twice, and of two annotators of the pool."
+    "How often two votes differ: of the same annotator, and of two annotators of the pool."
     p = np.asarray(chance).mean(1)
-    same = 1 - (p @ p.T + (1 - p) @ (1 - p).T)/p.shape[1]
-    apart = ~np.eye(len(p), dtype=bool)
-    return float(np.diag(same).mean()), float(same[apart].mean() if len(p) > 1 else np.diag(same).mean())
+    differ = 1 - (p @ p.T + (1 - p) @ (1 - p).T)/p.shape[1]
+    alone, others = np.diag(differ).mean(), ~np.eye(len(p), dtype=bool)
+    return float(alone), float(differ[others].mean() if len(p) > 1 else alone)

@@ -4,10 +4,10 @@ As a program, until it is killed:  python tests/judge_server.py --port 0 --laten
 In a test:  with judge_server(latency=.05, faults={'429': .3}, seed=0) as server: OpenAI(base_url=server.url, api_key='k')
 
 Every option of DEFAULTS is a flag, a keyword and something that `server.set` can change. A fault is a probability or a
-dict: `p`; `times`, at most so often per distinct body; `always_for`, a regex of the body (canonical JSON) that it always
-hits; `on`, a regex of the path (completions, of batches too). One request meets one fault at most; with several, each has
-its own share of one uniform draw, which hangs on the seed, the body and how often that body has come, not on the order of
-arrival. `verdict` says which label the server gives; the log holds each request before it is answered."""
+dict: `p`; `times`, the most per distinct body; `always_for`, a regex of the body (canonical JSON) that always meets it;
+`on`, a regex of the path (completions, in batches as well). One request meets at most one fault; with several, each has
+its own share of one uniform number, which depends on the seed, the body and how often that body has arrived before, not
+on the order of arrival. `verdict` is the label that the server gives; the log has each request before it is answered."""
 import argparse
 import asyncio
 import hashlib
@@ -39,7 +39,8 @@ DEFAULTS = dict(
     latency=0., faults={}, seed=0, key='', retry_after=.05, hang=60., drip=1., batch_seconds=.2,
     regexes=PAIRS,                  # one pair, or several to try in turn
     labels=('m', 'M'),              # what names the outputs in logprobs, rankings and free strings
-    template='Output ({letter})')   # plain text: {letter} a or b, {label} of labels, {number} 1 or 2 and {other} the other, {bool} true or false, {hash} the prompt's
+    # plain text: {letter} a or b, {label} of labels, {number} 1 or 2 and {other} the other, {bool} true or false, {hash} the prompt's
+    template='Output ({letter})')
 FAULTS = ('429', '500', '503', 'timeout', 'reset', 'truncated', 'badjson', 'schema', 'nologprobs', 'refusal',
           'unparseable', 'context', 'slowdrip')
 ERRORS = {'429': (429, 'Rate limit reached for {model} on requests per min. Please try again in {after}s.', 'requests',
@@ -114,10 +115,11 @@ def filled(schema, label, labels, models):
     return value(schema)
 
 
-def said(body, label, options):
-    "The verdict in the shape asked for, as text, and the name of the function if one is called."
+def answer_text(body, label, options):
+    "The verdict as text of the requested form, and the name of the function if one is called."
     labels, wanted = options['labels'], body.get('response_format') or {}
-    marks = dict(letter='ab'[label - 1], label=labels[label - 1], number=str(label), other=str(3 - label), bool=str(label == 1).lower(), hash=digest(prompt_text(body))[:8])
+    marks = dict(letter='ab'[label - 1], label=labels[label - 1], number=str(label), other=str(3 - label),
+                 bool=str(label == 1).lower(), hash=digest(prompt_text(body))[:8])
     models = list(dict.fromkeys(re.findall(r'"model(?:_identifier)?": "([^"]+)"', prompt_text(body))))
     models = models if len(models) == 2 else labels
     if body.get('tools') and body.get('tool_choice') != 'none':
@@ -166,7 +168,7 @@ def text_logprobs(tokens, labels, top, start):
 
 def chat_choice(body, label, options, fault):
     "The one choice of a chat completion, and its number of tokens."
-    text, function = said(body, label, options)
+    text, function = answer_text(body, label, options)
     if fault in ('unparseable', 'refusal'): text = NO_VERDICT if fault == 'unparseable' else REFUSAL
     tokens, finish = cut(text, body, options['labels'])
     message = dict(role='assistant', content=''.join(tokens), refusal=None)
@@ -182,7 +184,7 @@ def chat_choice(body, label, options, fault):
 
 def text_choice(body, label, options, fault):
     "The choice of a legacy completion, and its number of tokens; a refusal can only be text there."
-    text = {'unparseable': NO_VERDICT, 'refusal': REFUSAL}.get(fault) or said(body, label, options)[0]
+    text = {'unparseable': NO_VERDICT, 'refusal': REFUSAL}.get(fault) or answer_text(body, label, options)[0]
     tokens, finish = cut(text, body, options['labels'])
     plain = asks_logprobs(body) and fault != 'nologprobs'
     logprobs = text_logprobs(tokens, options['labels'], body['logprobs'], len(body['prompt'])) if plain else None
@@ -300,7 +302,7 @@ class Server:
         "The record of a request, with the fault it meets, in the log before anything else happens."
         text, readable = canonical(body), isinstance(body, dict)
         body_id = digest(text)
-        fault = self.draw(path, body, text, body_id) if readable and not self.wrong_key(key) else None
+        fault = self.choose_fault(path, body, text, body_id) if readable and not self.wrong_key(key) else None
         record = dict(index=self.index, time=time.time(), method=method, path=path, fault=fault, answered=False, status=None,
                       key=key, model=body.get('model') if readable else None, sha256=body_id, label=None,
                       inflight=self.inflight, **more)
@@ -308,7 +310,7 @@ class Server:
         self.log(**record)
         return record
 
-    def draw(self, path, body, text, body_id):
+    def choose_fault(self, path, body, text, body_id):
         "The fault that this request meets, None for most."
         attempt = self.seen[body_id]
         self.seen[body_id] += 1
@@ -375,7 +377,7 @@ class Server:
         return True
 
     async def hold(self, reader):
-        "Keep the connection open and say nothing, until the client goes or the time is up."
+        "Keep the connection open without an answer, until the client disconnects or the time is up."
         try: await asyncio.wait_for(reader.read(1), self.options['hang'])
         except asyncio.TimeoutError: pass
         return False
@@ -450,7 +452,7 @@ class Server:
         return things[name]
 
     def new_file(self, text, purpose, name):
-        "Keep a file; its description."
+        "Store a file and return its description."
         data, id_ = text.encode('utf-8', 'surrogateescape'), f'file-{len(self.files) + 1}'
         described = dict(id=id_, object='file', bytes=len(data), created_at=int(time.time()), filename=name, purpose=purpose,
                          status='processed')

@@ -15,7 +15,7 @@ from alpaca_farm.core import preferences
 from alpaca_farm.core import batches
 from alpaca_farm import annotators
 from alpaca_farm.annotators import annotate_pairs, AnnotatorsConfig, load_annotators
-from alpaca_farm.core import api
+from alpaca_farm.core import client
 from alpaca_farm.core.data import full_instruction, load_records
 from alpaca_farm.core.judge_configs import configured_annotators, configured_models, judge_config_file
 from alpaca_farm.core.runs import read_summary
@@ -29,7 +29,7 @@ MODELS = ['gpt-3.5-turbo-16k-0613=judge', 'gpt-4-0314=judge', 'gpt-3.5-turbo-030
 def alone(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    monkeypatch.setattr(api, 'retry_delay', lambda e, attempt, luck, of=api.retry_delay: min(of(e, attempt, luck), .05))
+    monkeypatch.setattr(client, 'retry_delay', lambda e, attempt, rng, of=client.retry_delay: min(of(e, attempt, rng), .05))
 
 
 def pairs(n):
@@ -344,9 +344,8 @@ def test_retry_after_is_obeyed(tmp_path, monkeypatch):
 
 
 def test_nobody_there_is_said(tmp_path, monkeypatch):
-    import alpaca_farm.core.api as api_
-    monkeypatch.setattr(batches.ApiClient, 'see', lambda self, error, of=batches.ApiClient.see: (setattr(self, 'began', 0.), of(self, error))[1])
-    with pytest.raises(ValueError, match='nobody answers at http://127.0.0.1:9'): annotators.run(config(tmp_path, None, base_url='http://127.0.0.1:9/v1'))
+    monkeypatch.setattr(batches.ApiClient, 'note_failure', lambda self, error, of=batches.ApiClient.note_failure: (setattr(self, 'started', 0.), of(self, error))[1])
+    with pytest.raises(ValueError, match='no answer from http://127.0.0.1:9'): annotators.run(config(tmp_path, None, base_url='http://127.0.0.1:9/v1'))
 
 
 def test_no_key_is_said_before_anything(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Beam search: every answer there is, the beams of transformers, and groups that keep away from each other."""
+"""Beam search: every answer there is, the beams of transformers, and groups that avoid each other's tokens."""
 import functools
 
 import pytest
@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 
 def small(words=6):
-    "A model of few words: 2 ends an answer."
+    "A model with a small vocabulary; 2 ends an answer."
     model = tiny()
     model.lm_head.weight.data = model.lm_head.weight.data[:words]/2
     model.config.vocab_size = words
@@ -47,22 +47,25 @@ def test_with_beams_for_all_it_is_brute_force(alpha, prompt):
 def by_the_book(model, prompt, beams, groups, penalty, steps, alpha):
     "Diverse beam search, each continuation read anew from its beginning."
     size, searches = beams//groups, [dict(alive=[()], done=[]) for _ in range(groups)]
-    worth = functools.cache(lambda a: score(model, prompt, list(a)).sum().item())
+    total = functools.cache(lambda a: score(model, prompt, list(a)).sum().item())
     for t in range(steps):
         taken = []
         for g in searches:
             found = []
             for a in g['alive']:
-                for v in range(6): found.append((worth((*a, v)) - penalty*taken.count(v), (*a, v)))
+                for v in range(6): found.append((total((*a, v)) - penalty*taken.count(v), (*a, v)))
             found.sort(key=lambda x: -x[0])
-            g['alive'], mine = [], []
+            g['alive'], chosen = [], []
             for rank, (_, a) in enumerate(found[:2*size]):
                 over = a[-1] == 2 or t + 1 == steps
-                if over and rank < size: g['done'].append((worth(a)/len(a)**alpha, a)); mine.append(a[-1])
-                elif not over and len(g['alive']) < size: g['alive'].append(a); mine.append(a[-1])
-            taken += mine
+                if rank >= size if over else len(g['alive']) == size: continue
+                chosen.append(a[-1])
+                if over: g['done'].append((total(a)/len(a)**alpha, a))
+                else: g['alive'].append(a)
+            taken += chosen
             g['done'] = sorted(g['done'], reverse=True)[:size]
-            if len(g['done']) == size and g['alive'] and max(map(worth, g['alive']))/(t + 1)**alpha <= g['done'][-1][0]: g['alive'] = []
+            if len(g['done']) == size and g['alive']:
+                if max(map(total, g['alive']))/(t + 1)**alpha <= g['done'][-1][0]: g['alive'] = []
     return sorted((d for g in searches for d in g['done']), reverse=True)
 
 

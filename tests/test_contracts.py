@@ -18,9 +18,11 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if p.parent.name != 'core']
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines, `world` and `studies` also from a neighbour named here.
-CORE = ['settings progress files functional control store generation', 'data fingerprint judge_configs api beams', 'preferences text build batches',
-        'stats runs candidates', 'models launch', 'answers training', 'online']
-LAYERS = ['grammar noise judges rankings length_control label_files', 'world local_judges text_measures leaderboards agreement_measures', 'annotators calibration cascade_thresholds hybrid_measures',
+CORE = ['settings progress files functional control store generation', 'data fingerprint judge_configs api beams',
+        'preferences text build client', 'stats runs candidates batches', 'models launch', 'answers training', 'online']
+LAYERS = ['grammar noise judges rankings length_control label_files',
+          'world local_judges text_measures leaderboards agreement_measures',
+          'annotators calibration cascade_thresholds hybrid_measures',
           'sft reward_model best_of_n ppo dpo rrhf quark expert_iteration binary_feedback eval agreement labelling openai_baselines auto_annotations',
           'farm compare cascades overoptimization effects reward_ensemble label_budget', 'hybrid']
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}

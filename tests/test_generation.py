@@ -14,7 +14,7 @@ logging.getLogger('transformers').setLevel(logging.ERROR)
 
 
 def tiny(kind=LlamaForCausalLM, config=LlamaConfig, seed=0, **k):
-    "An untrained model with weights large enough to have opinions; token 2 ends an answer."
+    "An untrained model with weights so large that its distributions are far from uniform; token 2 ends an answer."
     torch.manual_seed(seed)
     size = dict(n_embd=32, n_layer=2, n_head=4, n_positions=128) if config is GPT2Config else dict(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
@@ -38,7 +38,7 @@ def padded(rows, left=True, extra=0):
 
 
 @torch.no_grad()
-def theirs(model, prompts, steps):
+def transformers_answers(model, prompts, steps):
     ids, mask = padded(prompts)
     rows = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False)
     return [r[:r.index(2) + 1] if 2 in r else r for r in rows[:, ids.shape[1]:].tolist()]
@@ -50,7 +50,7 @@ def tokens(answers): return [[s.tokens for s in x] for x in answers]
 @pytest.mark.parametrize('seed', range(4))
 def test_greedy_is_generate(seed):
     model, prompts = tiny(seed=seed), ragged(40, seed=seed)
-    want = theirs(model, prompts, 30)
+    want = transformers_answers(model, prompts, 30)
     assert 0 < sum(len(w) < 30 for w in want)  # some end early, or little is tested
     for batch_size in (7, 64):
         assert [x for x, in tokens(generate(model, None, prompts, 1, 30, 0, batch_size=batch_size))] == want
@@ -61,14 +61,14 @@ def test_greedy_is_generate(seed):
     dict(kind=MistralForCausalLM, config=MistralConfig, sliding_window=6)], ids=['eager', 'gpt2', 'sliding'])
 def test_greedy_is_generate_for_other_models(model):
     model, prompts = tiny(**model), ragged(30)
-    assert [x for x, in tokens(generate(model, None, prompts, 1, 30, 0, batch_size=16))] == theirs(model, prompts, 30)
+    assert [x for x, in tokens(generate(model, None, prompts, 1, 30, 0, batch_size=16))] == transformers_answers(model, prompts, 30)
 
 
 def test_lora_and_checkpointing_change_nothing():
     from peft import LoraConfig, get_peft_model
     prompts, plain = ragged(20), tokens(generate(tiny(), None, ragged(20), 1, 12, 0))
     model = get_peft_model(tiny(), LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], init_lora_weights=False)).eval()
-    assert [x for x, in tokens(generate(model, None, prompts, 1, 12, 0))] == theirs(model, prompts, 12)
+    assert [x for x, in tokens(generate(model, None, prompts, 1, 12, 0))] == transformers_answers(model, prompts, 12)
     with model.disable_adapter(): assert tokens(generate(model, None, prompts, 1, 12, 0)) == plain
     model = tiny()
     model.gradient_checkpointing_enable()

@@ -1,4 +1,4 @@
-"""The judge's stand-in says what OpenAI would say, on the wire, and fails as told: seen through the real client."""
+"""The stand-in for a judge answers as OpenAI would and fails on demand, as seen by the real client."""
 import json
 import time
 from collections import Counter
@@ -63,13 +63,13 @@ def test_plain_text(client, server):
 
 
 def test_verdict():
-    def of(text, **options): return verdict(dict(prompt=text), options)
+    def label_of(text, **options): return verdict(dict(prompt=text), options)
     shots = body(LONG, SHORT)['messages'][1]['content'] + '\nOutput (a)\n\nGood.\n\n' + body()['messages'][1]['content']
-    assert of(shots) == 2 and of('<|output_a|>ab<|output_b|>a<|end|>') == 1 and of('Output (a)\nab\nOutput (b)\nabc') == 2
-    assert of('{"output": """x"""},\n{"output": """xy"""}') == 2 and of('Output (a): ## x\n\n## y z\nOutput (b): w') == 1
-    assert of('X: long\nY: s', regexes=['X: (.*?)\n', 'Y: (.*)']) == 1
-    hashed = [of(f'prompt {i}') for i in range(100)]
-    assert 20 < hashed.count(1) < 80 and hashed == [of(f'prompt {i}') for i in range(100)]
+    assert label_of(shots) == 2 and label_of('<|output_a|>ab<|output_b|>a<|end|>') == 1 and label_of('Output (a)\nab\nOutput (b)\nabc') == 2
+    assert label_of('{"output": """x"""},\n{"output": """xy"""}') == 2 and label_of('Output (a): ## x\n\n## y z\nOutput (b): w') == 1
+    assert label_of('X: long\nY: s', regexes=['X: (.*?)\n', 'Y: (.*)']) == 1
+    hashed = [label_of(f'prompt {i}') for i in range(100)]
+    assert 20 < hashed.count(1) < 80 and hashed == [label_of(f'prompt {i}') for i in range(100)]
     assert verdict(dict(messages=[dict(role='user', content=[dict(type='text', text=shots)])])) == 2
 
 
@@ -150,7 +150,7 @@ def test_slow(client, server):
     with pytest.raises(openai.APITimeoutError): client.with_options(timeout=.1).chat.completions.create(**body())
     before = server.counts()
     time.sleep(.4)
-    assert server.requests()[-1]['answered'] is False and server.counts() == before, 'who has left gets no answer'
+    assert server.requests()[-1]['answered'] is False and server.counts() == before, 'a client that has disconnected gets no answer'
 
 
 def test_shares():
@@ -199,8 +199,8 @@ def test_batch(client, server):
     made = batch(client, lines)
     assert made.status == 'completed' and dict(made.request_counts) == dict(total=6, completed=4, failed=2)
     good, bad = ({r['custom_id']: r for r in lines_of(client, f)} for f in (made.output_file_id, made.error_file_id))
-    said = {i: r['response']['body']['choices'][0]['message']['content'] for i, r in good.items()}
-    assert said == {'1': 'Output (b)', '2': 'Output (b)', '3': 'Output (a)', '4': 'Output (a)'}
+    contents = {i: r['response']['body']['choices'][0]['message']['content'] for i, r in good.items()}
+    assert contents == {'1': 'Output (b)', '2': 'Output (b)', '3': 'Output (a)', '4': 'Output (a)'}
     assert bad['5']['response']['status_code'] == 429 and bad['0']['error']['code'] == 'batch_expired'
     wrong = batch(client, [lines[1], lines[1], dict(custom_id='x')])
     assert wrong.status == 'failed' and [e.code for e in wrong.errors.data] == ['duplicate_custom_id', 'invalid_json_line']

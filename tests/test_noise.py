@@ -4,8 +4,8 @@ import random, subprocess, sys
 import numpy as np
 import pytest
 
-from alpaca_farm.core import preferences
 from alpaca_farm import noise
+from alpaca_farm.core.preferences import hash_uniform
 from alpaca_farm.core.stats import agreement, wilson
 
 
@@ -22,7 +22,7 @@ def test_the_rate_is_what_was_asked_for(p):
     assert rate.value == changed/4000 and wilson(changed, 4000, .999).low < p < wilson(changed, 4000, .999).high
 
 
-def test_a_pair_keeps_its_coin():
+def test_the_coin_belongs_to_the_pair():
     rows = some()
     by_pair = {r['output_1']: r for r in noise.flip_labels(rows, .25).records}
     shuffled = random.Random(0).sample(rows, len(rows))
@@ -33,9 +33,9 @@ def test_a_pair_keeps_its_coin():
 
 def test_a_process_changes_nothing():
     "No salted hash is involved."
-    code = 'from alpaca_farm.noise import uniform; print(repr(uniform(3, "flip", "é", 1.5)))'
-    said = {subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True).stdout.strip() for _ in range(2)}
-    assert said == {repr(preferences.hash_uniform(3, 'flip', 'é', 1.5))}
+    code = 'from alpaca_farm.core.preferences import hash_uniform; print(repr(hash_uniform(3, "flip", "é", 1.5)))'
+    runs = [subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True) for _ in range(2)]
+    assert {r.stdout.strip() for r in runs} == {repr(hash_uniform(3, 'flip', 'é', 1.5))}
 
 
 def test_pairs_of_one_instruction_are_flipped_apart():
@@ -77,7 +77,7 @@ def test_panel_follows_chances_and_weights():
     assert (again[:, ::-1] == votes).all()
 
 
-def test_tastes():
+def test_preferences_for_length_lists_and_position():
     pairs = [dict(output_1='a'*50, output_2='b'), dict(output_1='a', output_2='- b\n- c' + 'c'*40), dict(output_1='a', output_2='bb')]
     assert noise.feature_preference([1, 2, 2], noise.length_sign(pairs)) == 1 and noise.feature_preference([2, 1, 2], noise.length_sign(pairs)) == 0
     assert np.isnan(noise.feature_preference([1.5, 1.5, 1], noise.length_sign(pairs)))

@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from alpaca_farm import openai_baselines
-from alpaca_farm.core import api
+from alpaca_farm.core import client
 from alpaca_farm.core.data import load_records
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.store import Store
@@ -21,7 +21,7 @@ from judge_server import digest, judge_server, prompt_text
 def key(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    monkeypatch.setattr(api, 'retry_delay', lambda e, attempt, luck, of=api.retry_delay: min(of(e, attempt, luck), .06))
+    monkeypatch.setattr(client, 'retry_delay', lambda e, attempt, rng, of=client.retry_delay: min(of(e, attempt, rng), .06))
 
 
 def config(tmp_path, url, n=30, baseline='gpt-4-0314', **more):

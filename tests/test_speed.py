@@ -1,4 +1,4 @@
-"""How fast labels come, against alpaca-eval and against a bare loop over one client, on the same server in the same run.
+"""Labels per second, compared with alpaca-eval and with a bare loop over one client, on the same server in the same run.
 
 PAIRS=1000 python -m pytest -s tests/test_speed.py makes the measurement at full size."""
 import asyncio
@@ -21,7 +21,7 @@ def pairs(n): return [dict(instruction=f'Say word {i}.', input='', output_1='a'*
 
 
 def bare(url, requests, concurrency=20):
-    "A loop over one shared client: what there is to reach."
+    "A loop over one shared client: the upper limit."
     import openai
     async def work():
         left = list(requests)
@@ -87,7 +87,7 @@ def test_a_large_store_opens_and_answers_at_once(tmp_path, capsys):
     before, began = me.memory_info().rss, time.perf_counter()
     store = Store(tmp_path/'large.sqlite')
     few = store.get(keys[:1000])
-    pace, opened, grown = store.pace(), time.perf_counter() - began, (me.memory_info().rss - before)/2**20
+    pace, opened, grown = store.mean_seconds(), time.perf_counter() - began, (me.memory_info().rss - before)/2**20
     del few
     began = time.perf_counter()
     found, took = len(store.get(keys)), time.perf_counter() - began

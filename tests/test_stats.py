@@ -28,8 +28,8 @@ def test_win_rate_is_alpaca_evals(kind, rng):
 
 def verdicts(path: Path) -> list[float]:
     "Recorded preferences; 0 was once written for a tie, and failures are null."
-    found = [r['preference'] for r in json.loads(path.read_text())]
-    return [1.5 if p == 0 else p for p in found if p is not None and not math.isnan(p)]
+    preferences = [r['preference'] for r in json.loads(path.read_text())]
+    return [1.5 if p == 0 else p for p in preferences if p is not None and not math.isnan(p)]
 
 
 @recorded
@@ -57,7 +57,7 @@ def test_bootstrap_covers():
     assert 178 <= hits <= 198
 
 
-def test_bootstrap_keeps_rows_together(rng):
+def test_bootstrap_resamples_whole_rows(rng):
     "Columns of one row are drawn together: the interval of a difference of equal columns is a point."
     x = rng.normal(size=100)
     b = stats.bootstrap(np.stack([x, x], 1), lambda s, axis: s.mean(axis)[..., 0] - s.mean(axis)[..., 1])

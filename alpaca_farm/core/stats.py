@@ -28,7 +28,7 @@ def standard_error(
 def sigmoid(
     z,  # any shape
 ) -> np.ndarray:  # the same shape, between 0 and 1
-    "The logistic function; safe for large numbers."
+    "The logistic function, for numbers of any size."
     return 1/(1 + np.exp(-np.clip(z, -500, 500)))
 
 # %% ../../nbs/core/stats.ipynb #feb66898
@@ -75,8 +75,8 @@ def bootstrap(
     "Percentile interval of `statistic` over resampled instructions."
     draws = bootstrap_draws(values, statistic, n, seed)
     low, high = np.quantile(draws, [(1 - level)/2, (1 + level)/2], axis=0)
-    return Interval(*(x.item() if np.ndim(x) == 0 else x
-                      for x in (statistic(np.asarray(values, dtype=float)[None], axis=1)[0], low, high)))
+    value = statistic(np.asarray(values, dtype=float)[None], axis=1)[0]
+    return Interval(*(x.item() if np.ndim(x) == 0 else x for x in (value, low, high)))
 
 # %% ../../nbs/core/stats.ipynb #da628350
 def paired_bootstrap(
@@ -164,7 +164,7 @@ def one_hot_votes(
 def vote_mode(
     counts,  # (..., 3, items) votes for first, tie, second
 ) -> np.ndarray:  # the same shape: probability that the mode, ties broken at random, is this one
-    "Distribution of the mode of each item; zero everywhere where nobody voted."
+    "Distribution of the mode of each item; all zero for items without votes."
     top = (counts == counts.max(-2, keepdims=True)) & (counts > 0)
     return top/np.maximum(top.sum(-2, keepdims=True), 1)
 
@@ -176,11 +176,12 @@ def agreement(
     "Accuracy of single votes against the mode of all people but one (AlpacaFarm's agreement)."
     hot = one_hot_votes(votes)
     others = hot if people is None else one_hot_votes(people)
-    rest = vote_mode(others.sum(0) - others)                                     # (people, 3, items), one left out
-    said = hot if people is None else np.broadcast_to(hot.sum(0), rest.shape)
-    possible = (said.sum(1)*(rest.sum(1) > 0))*(others.sum(1) > 0)
+    voted = others.sum(1) > 0
+    modes = vote_mode(others.sum(0) - others)                    # (people, 3, items), one left out
+    counts = hot if people is None else np.broadcast_to(hot.sum(0), modes.shape)
+    possible = (counts.sum(1)*(modes.sum(1) > 0))*voted
     if not possible.any(): raise ValueError('agreement needs items with at least two votes')
-    return float((said*rest*(others.sum(1) > 0)[:, None]).sum()/possible.sum())
+    return float((counts*modes*voted[:, None]).sum()/possible.sum())
 
 # %% ../../nbs/core/stats.ipynb #147bb188
 def variance(
@@ -211,13 +212,13 @@ def vote_agreement(
 
 # %% ../../nbs/core/stats.ipynb #cd225b28
 def off_diagonal_mean(matrix: np.ndarray) -> float:
-    "The mean of a square matrix off its diagonal: nobody is compared with himself."
+    "The mean of a square matrix without its diagonal."
     return float((matrix.sum() - matrix.trace())/(matrix.size - len(matrix)))
 
 # %% ../../nbs/core/stats.ipynb #996a06d0
 def order_weights(
-    N: int,  # samples at hand
-    n: int,  # samples that best-of-n draws, at most N
+    N: int,  # all samples of a prompt
+    n: int,  # samples of best-of-n, at most N
 ) -> np.ndarray:  # (N,) probability that the sample of rank i (ascending) is the best of n
     "Weights of the order statistics in the unbiased estimate of best-of-n."
     if not 1 <= n <= N: raise ValueError(f'best of {n} from {N} samples: n must be between 1 and {N}')
@@ -230,9 +231,9 @@ def order_weights(
 # %% ../../nbs/core/stats.ipynb #2693b012
 def best_of_n_weights(
     scores,  # (..., N) proxy scores of the samples of each prompt
-    n: int,  # samples that best-of-n draws
+    n: int,  # samples of best-of-n
 ) -> np.ndarray:  # (..., N) probability that each sample is chosen, in the samples' own order
-    "Probability that a sample is the best of `n` drawn without replacement, equal scores sharing theirs."
+    "Probability that a sample is the best of `n` drawn without replacement, equal scores sharing it."
     s = np.asarray(scores, dtype=float)
     if np.isnan(s).any(): raise ValueError(f'score {np.argwhere(np.isnan(s))[0].tolist()} is nan')
     flat = s.reshape(-1, s.shape[-1])
@@ -249,8 +250,8 @@ def best_of_n_weights(
 # %% ../../nbs/core/stats.ipynb #ec4e7e56
 def best_of_n_value(
     scores,  # (..., N) proxy scores that choose
-    values,  # (..., N) what is wanted of the chosen sample: gold, win rate, length, the proxy itself
-    n: int,  # samples that best-of-n draws
+    values,  # (..., N) quantity to average: utility, win rate, length, the proxy score itself
+    n: int,  # samples of best-of-n
 ) -> np.ndarray:  # (...) per prompt
     "Expected value of the best of `n`, from N samples of each prompt."
     return (best_of_n_weights(scores, n)*np.asarray(values, dtype=float)).sum(-1)
@@ -263,12 +264,12 @@ def kl_best_of_n(n) -> np.ndarray:
 
 # %% ../../nbs/core/stats.ipynb #b5d3eea0
 def kl_best_of_n_estimate(
-    logprob,  # (...) log-probability of the kept sample under the policy, whole answers, in nats
-    n: int,   # samples that best-of-n draws
-) -> np.ndarray:  # (...) to be averaged over kept samples
+    logprob,  # (...) log-probability of the chosen sample under the policy, of the whole answer, in nats
+    n: int,   # samples of best-of-n
+) -> np.ndarray:  # (...) to be averaged over chosen samples
     "Estimate of the KL divergence of best-of-n that allows for repeats (Beirami et al., 2024, section 4)."
     e = np.exp(np.minimum(np.asarray(logprob, dtype=float), -1e-12))
-    missed = n*np.log1p(-e)                                          # log of the chance that it is not drawn
+    missed = n*np.log1p(-e)                                          # log-probability that it is not sampled
     drawn = -np.expm1(missed)
     rare = math.log(n) + (n - 1)*np.log1p(-e) - (n - 1)/n
     with np.errstate(divide='ignore', invalid='ignore'):
@@ -303,8 +304,8 @@ def fit_overoptimization(
 def overoptimization_curve(
     d,          # (K,) square root of the KL divergence, in nats
     a: float,   # slope at the start
-    b: float,   # how fast it bends down
+    b: float,   # curvature
     form: str,  # "best_of_n" or "rl"
 ) -> np.ndarray:  # (K,)
-    "The curve itself."
+    "Score at each distance on the curve with parameters `a` and `b`."
     return curve_basis(d, form) @ np.array([a, b])
