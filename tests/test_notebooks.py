@@ -18,7 +18,7 @@ FARMED = {'world': 'world', 'sft': 'sft', 'best_of_n': 'best_of_n', 'annotators'
           'ppo': 'ppo', 'dpo': 'dpo', 'quark': 'quark', 'rrhf': 'rrhf', 'expert_iteration': 'expert_iteration',
           'binary_feedback': 'reward_conditioning', 'overoptimization': 'overoptimization'}
 OWN = dict(grammar=lambda f: {}, noise=lambda f: {}, judges=lambda f: {}, local_judges=lambda f: {}, auto_annotations=lambda f: {}, rankings=lambda f: {}, length_control=lambda f: {}, leaderboards=lambda f: {}, label_files=lambda f: {},
-           calibration=lambda f: {}, text_measures=lambda f: {},
+           calibration=lambda f: {}, text_measures=lambda f: {}, rrhf_pool=lambda f: {},
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
            openai_baselines=lambda f: dict(out=f'{f}/openai_baselines', data=f'{f}/world'),
            labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
