@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['GOOD', 'BAD', 'BinaryFeedbackConfig', 'rate_outputs', 'check_binary_labels', 'training_examples', 'load_feedback',
-           'weighted_batch', 'feedback_loss', 'answer_logprobs', 'add_reward_tokens', 'encode_examples',
-           'label_accuracy', 'Probe', 'common_instructions', 'compare_answers', 'compare_on_val', 'train']
+           'weighted_batch', 'feedback_loss', 'add_reward_tokens', 'encode_examples', 'label_accuracy', 'Probe',
+           'common_instructions', 'compare_answers', 'compare_on_val', 'train']
 
 # %% ../nbs/binary_feedback.ipynb #b59d5ba0
 import copy
@@ -24,6 +24,7 @@ from .core.settings import command, resolve, TrainConfig
 from .core.stats import standard_error, win_rate
 from .core.text import collate, encode
 from .core.training import batches, Trainer
+from .rrhf_pool import response_logprobs
 
 # %% ../nbs/binary_feedback.ipynb #1376ffd0
 @dataclass
@@ -117,19 +118,6 @@ def feedback_loss(policy, batch: dict) -> dict[str, torch.Tensor]:
     "Negative log-likelihood of each response token: (B, T)."
     return dict(loss=-logprobs(policy, batch))
 
-# %% ../nbs/binary_feedback.ipynb #7a2b212b
-@torch.no_grad()
-def answer_logprobs(policy, prompts: list, responses: list, pad_id: int, size: int = 128) -> np.ndarray:
-    "log p of whole answers, (N,)."
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(responses[i]))
-    out = np.zeros(len(prompts))
-    for at in range(0, len(order), size):
-        rows = order[at:at + size]
-        batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
-        batch = {k: v.to(policy.device) for k, v in batch.items()}
-        out[rows] = logprobs(policy, batch).sum(1).cpu().numpy()
-    return out
-
 # %% ../nbs/binary_feedback.ipynb #2cb6a290
 def add_reward_tokens(policy, plain, cfg: BinaryFeedbackConfig) -> tuple[dict[str, int], dict]:
     "Ids of the reward tokens, added to the policy in place, and for each a tokenizer that prompts with it."
@@ -179,7 +167,8 @@ class Probe:
 
     def read(self, name: str) -> np.ndarray:
         "log p of the answers under a token."
-        return answer_logprobs(self.policy, self.prompts[name], self.responses, self.pad_id)
+        logp = response_logprobs(self.policy, self.prompts[name], self.responses, self.pad_id, size=128)
+        return logp.double().numpy()
 
     def __call__(self) -> dict[str, float]:
         "Mean effect on good and on bad answers in nats, its standard errors, and its accuracy."

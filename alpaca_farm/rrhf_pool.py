@@ -7,7 +7,7 @@ __all__ = ['candidate_tokens', 'limit_candidates', 'load_queries', 'recorded_sco
            'score_pool', 'penalise_missing_eos', 'response_logprobs', 'subtract_kl', 'policy_candidates',
            'candidate_pool']
 
-# %% ../nbs/rrhf_pool.ipynb #9517c7cc
+# %% ../nbs/rrhf_pool.ipynb #1f78c388
 import torch
 
 from .core.answers import mean

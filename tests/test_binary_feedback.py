@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import tiny
 from alpaca_farm import binary_feedback
-from alpaca_farm.binary_feedback import (answer_logprobs, BAD, BinaryFeedbackConfig, feedback_loss, GOOD,
+from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, feedback_loss, GOOD,
     label_accuracy, rate_outputs, training_examples, weighted_batch)
 from alpaca_farm.core.answers import log_ratios, sample, sample_answers
 from alpaca_farm.core.control import add_tokens, prepend_tokens
@@ -21,6 +21,7 @@ from alpaca_farm.core.models import load_policy
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import encode_prompts
+from alpaca_farm.rrhf_pool import response_logprobs
 
 torch.set_num_threads(1)
 
@@ -92,8 +93,8 @@ def test_loss_against_loops(models):
         batch = weighted_batch(prompts, responses, weights, range(5), 0)
         with torch.no_grad(): loss = feedback_loss(policy, batch)['loss']
         assert ((loss*batch['weight']).sum()/batch['weight'].sum()).item() == pytest.approx(total/norm, rel=1e-5)
-        alone = answer_logprobs(policy, prompts, responses, 0)
-        for size in (1, 2): assert answer_logprobs(policy, prompts, responses, 0, size) == pytest.approx(alone, abs=1e-5)
+        alone = response_logprobs(policy, prompts, responses, 0).numpy()
+        for size in (1, 2): assert response_logprobs(policy, prompts, responses, 0, size=size).numpy() == pytest.approx(alone, abs=1e-5)
         assert -alone == pytest.approx([(l*(b > 0)).sum().item() for l, b in zip(loss, batch['response'])], abs=1e-4)
     finally: models.policy.float()
 
