@@ -1,4 +1,4 @@
-"Binary feedback: what a label is worth, whether the token is heard, and what whoever loads the model gets."
+"Binary feedback: the weight of a label, whether the policy follows the token, and what a loaded model answers."
 import json
 import math
 import random
@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import tiny
 from alpaca_farm import binary_feedback
-from alpaca_farm.binary_feedback import (answer_logprobs, BAD, BinaryFeedbackConfig, feedback_loss, GOOD,
+from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, feedback_loss, GOOD,
     label_accuracy, rate_outputs, training_examples, weighted_batch)
 from alpaca_farm.core.answers import log_ratios, sample, sample_answers
 from alpaca_farm.core.control import add_tokens, prepend_tokens
@@ -21,6 +21,7 @@ from alpaca_farm.core.models import load_policy
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import encode_prompts
+from alpaca_farm.rrhf_pool import response_logprobs
 
 torch.set_num_threads(1)
 
@@ -28,7 +29,7 @@ torch.set_num_threads(1)
 def given(base, **more): return BinaryFeedbackConfig(**tiny.settings('binary_feedback', base, **more))
 
 
-def worth(each, method):
+def total_weights(each, method):
     "Total weight of each output under each token."
     out = {}
     for i, token, w in training_examples(each, method): out[each[i]['output'], token] = out.get((each[i]['output'], token), 0) + w
@@ -40,10 +41,10 @@ def test_a_soft_label_is_the_mean_of_hard_ones(method):
     pair = dict(instruction='q', output_1='a', output_2='b')
     mean = {}
     for p in (2., 2., 2., 1.):
-        for k, w in worth(rate_outputs([dict(pair, preference=p)]), method).items(): mean[k] = mean.get(k, 0) + w/4
-    assert worth(rate_outputs([dict(pair, preference=1.75)]), method) == mean
+        for k, w in total_weights(rate_outputs([dict(pair, preference=p)]), method).items(): mean[k] = mean.get(k, 0) + w/4
+    assert total_weights(rate_outputs([dict(pair, preference=1.75)]), method) == mean
     turned = dict(instruction='q', output_1='b', output_2='a', preference=1.25)  # the same, shown in the other order
-    assert worth(rate_outputs([turned]), method) == mean
+    assert total_weights(rate_outputs([turned]), method) == mean
 
 
 def test_ties_and_labels():
@@ -55,7 +56,7 @@ def test_ties_and_labels():
 
 
 def refused(base, tmp_path, labels, words, **more):
-    "What load_feedback says to one answer for each label, the last four held out."
+    "The error of load_feedback for one answer of each label, the last four held out."
     records = [dict(instruction=f'q{i}', output='a', label=l) for i, l in enumerate(labels)]
     path = tmp_path/'thumbs.json'
     path.write_text(json.dumps(records))
@@ -74,8 +75,8 @@ def test_a_bad_label_is_named_by_file_and_row(base, tmp_path, label, row):
 
 @pytest.mark.parametrize('method', ['feedme', 'reward_conditioning'])
 @pytest.mark.parametrize('labels, words', [([0]*8 + [1, 0, 1, 0], 'no answer is rated good among the 8'), ([.5]*12, 'no answer is rated good'),
-                                           ([1, 0]*4 + [.5]*4, 'held_out = 4: the records held out are all ties')])
-def test_labels_that_say_nothing_are_refused_early(base, tmp_path, method, labels, words):
+                                           ([1, 0]*4 + [.5]*4, 'held_out = 4: all records held out are ties')])
+def test_useless_labels_are_refused_early(base, tmp_path, method, labels, words):
     refused(base, tmp_path, labels, words, method=method)
 
 
@@ -92,8 +93,8 @@ def test_loss_against_loops(models):
         batch = weighted_batch(prompts, responses, weights, range(5), 0)
         with torch.no_grad(): loss = feedback_loss(policy, batch)['loss']
         assert ((loss*batch['weight']).sum()/batch['weight'].sum()).item() == pytest.approx(total/norm, rel=1e-5)
-        alone = answer_logprobs(policy, prompts, responses, 0)
-        for size in (1, 2): assert answer_logprobs(policy, prompts, responses, 0, size) == pytest.approx(alone, abs=1e-5)
+        alone = response_logprobs(policy, prompts, responses, 0).numpy()
+        for size in (1, 2): assert response_logprobs(policy, prompts, responses, 0, size=size).numpy() == pytest.approx(alone, abs=1e-5)
         assert -alone == pytest.approx([(l*(b > 0)).sum().item() for l, b in zip(loss, batch['response'])], abs=1e-4)
     finally: models.policy.float()
 
@@ -127,24 +128,24 @@ def phrases(base, path, labels):
 
 
 @pytest.fixture(scope='module')
-def told(base, tmp_path_factory):
+def conditioned(base, tmp_path_factory):
     "A run whose label is in the text: one phrase is always good."
-    folder = tmp_path_factory.mktemp('told')
+    folder = tmp_path_factory.mktemp('conditioned')
     cfg = given(base, out=str(folder/'run'), **phrases(base, folder/'clean.json', lambda r: (1, 0)))
     binary_feedback.train(cfg)
     return cfg
 
 
-def test_the_token_is_obeyed(told):
-    "The controlled experiment: good and bad phrase come when they are asked for, and unseen answers are told apart."
-    s, said = read_summary(told.out), read_json(f'{told.out}/said.json')
+def test_the_token_is_obeyed(conditioned):
+    "The controlled experiment: good and bad phrase come when they are asked for, and unseen answers are distinguished."
+    s, answers = read_summary(conditioned.out), read_json(f'{conditioned.out}/said.json')
     assert s['effect_good'] > 2 and s['effect_bad'] < -2 and s['accuracy'] > .95
-    assert [r['source'] for r in said] == [[GOOD, BAD, 'no token', 'reference']]*len(said)
-    share = lambda phrase, k: sum(r['output'][k].startswith(phrase[:2]) for r in said)/len(said)
+    assert [r['source'] for r in answers] == [[GOOD, BAD, 'no token', 'reference']]*len(answers)
+    share = lambda phrase, k: sum(r['output'][k].startswith(phrase[:2]) for r in answers)/len(answers)
     assert share(PHRASES[0], 0) > .8 and share(PHRASES[1], 1) > .8
 
 
-def test_a_label_that_says_nothing_teaches_nothing(base, tmp_path):
+def test_a_random_label_teaches_nothing(base, tmp_path):
     rng = random.Random(0)
     def coin(r): l = rng.randrange(2); return l, 1 - l
     cfg = given(base, out=str(tmp_path/'run'), **phrases(base, tmp_path/'coin.json', coin))
@@ -153,39 +154,39 @@ def test_a_label_that_says_nothing_teaches_nothing(base, tmp_path):
     assert abs(s['effect_good']) < 1.5 and abs(s['effect_bad']) < 1.5
 
 
-def test_whoever_loads_the_model_asks_for_good_answers(base, told):
+def test_a_loaded_model_asks_for_good_answers(base, conditioned):
     records = load_records(str(base/'world'), 'eval', n=4)
-    plain, there = (AutoTokenizer.from_pretrained(f'{f}/model') for f in (base/'sft', told.out))
+    plain, there = (AutoTokenizer.from_pretrained(f'{f}/model') for f in (base/'sft', conditioned.out))
     good = there.convert_tokens_to_ids(GOOD)
     assert good not in plain.get_vocab().values()
     for template in ('chat', 'alpaca'):
-        want = prepend_tokens(encode_prompts(records, plain, template), good, plain, told.token_times)
+        want = prepend_tokens(encode_prompts(records, plain, template), good, plain, conditioned.token_times)
         assert encode_prompts(records, there, template) == want
     message = [dict(role='user', content=records[0]['instruction'])]
-    assert there.apply_chat_template(message, tokenize=False, add_generation_prompt=True).count(GOOD) == told.token_times
-    policy, tokenizer = load_policy(told.out, told)
-    left = read_json(f'{told.out}/outputs.json')
-    again = sample_answers(policy, tokenizer, load_records(told.data, 'eval', n=10), told)
+    assert there.apply_chat_template(message, tokenize=False, add_generation_prompt=True).count(GOOD) == conditioned.token_times
+    policy, tokenizer = load_policy(conditioned.out, conditioned)
+    left = read_json(f'{conditioned.out}/outputs.json')
+    again = sample_answers(policy, tokenizer, load_records(conditioned.data, 'eval', n=10), conditioned)
     assert [r['output'][0] for r in again] == [r['output'] for r in left]
 
 
-def test_the_reference_does_not_read_the_token(base, told):
-    policy, tokenizer = load_policy(told.out, told)
-    reference, plain = load_policy(told.policy, told)
-    kept, prompts, found = sample(policy, tokenizer, load_records(told.data, 'eval', n=10), told)
-    kl = log_ratios(reference, plain, encode_prompts(kept, plain), [s for s, in found], told)
-    assert read_summary(told.out)['kl'] == pytest.approx(sum(kl)/len(kl), abs=1e-4)
+def test_the_reference_does_not_read_the_token(base, conditioned):
+    policy, tokenizer = load_policy(conditioned.out, conditioned)
+    reference, plain = load_policy(conditioned.policy, conditioned)
+    kept, prompts, found = sample(policy, tokenizer, load_records(conditioned.data, 'eval', n=10), conditioned)
+    kl = log_ratios(reference, plain, encode_prompts(kept, plain), [s for s, in found], conditioned)
+    assert read_summary(conditioned.out)['kl'] == pytest.approx(sum(kl)/len(kl), abs=1e-4)
     vocabulary = reference.get_input_embeddings().weight.shape[0]
     assert policy.get_input_embeddings().weight.shape[0] == vocabulary + 2 and max(map(max, prompts)) >= vocabulary
 
 
-def test_only_answers_to_the_same_instruction_are_compared(base, told, monkeypatch):
+def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, monkeypatch):
     "Prompts that are too long only with their tokens are left out everywhere."
-    (policy, tokenizer), (reference, plain) = load_policy(told.out, told), load_policy(told.policy, told)
-    records, pairs, left = load_records(told.data, 'val'), [], {}
+    (policy, tokenizer), (reference, plain) = load_policy(conditioned.out, conditioned), load_policy(conditioned.policy, conditioned)
+    records, pairs, left = load_records(conditioned.data, 'val'), [], {}
     lengths = [len(p) for p in encode_prompts(records, plain)]
-    cfg = given(base, val_instances=0, max_prompt=int(np.median(lengths)) + told.token_times)
-    kept = [prompt_key(r) for r, n in zip(records, lengths) if n + told.token_times <= cfg.max_prompt]
+    cfg = given(base, val_instances=0, max_prompt=int(np.median(lengths)) + conditioned.token_times)
+    kept = [prompt_key(r) for r, n in zip(records, lengths) if n + conditioned.token_times <= cfg.max_prompt]
     assert 0 < len(kept) < sum(n <= cfg.max_prompt for n in lengths)
     monkeypatch.setattr(binary_feedback, 'compare_answers', lambda a, b, _: pairs.extend(zip(a, b)) or [1.5]*len(a))
     run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
@@ -213,9 +214,9 @@ def test_held_out_is_not_learned_from(base):
     with pytest.raises(ValueError, match='held_out = 999'): binary_feedback.load_feedback(given(base, held_out=999))
 
 
-def test_a_policy_with_tokens_is_refused(base, told, tmp_path):
+def test_a_policy_with_tokens_is_refused(base, conditioned, tmp_path):
     with pytest.raises(ValueError, match='control token already'):
-        binary_feedback.train(given(base, policy=told.out, out=str(tmp_path/'twice')))
+        binary_feedback.train(given(base, policy=conditioned.out, out=str(tmp_path/'twice')))
 
 
 @pytest.mark.parametrize('wrong, words', [(dict(method='thumbs'), "method = 'thumbs'"), (dict(token_times=0), 'token_times = 0'),
@@ -224,11 +225,11 @@ def test_wrong_settings(wrong, words):
     with pytest.raises(ValueError, match=words): BinaryFeedbackConfig(**wrong)
 
 
-def test_standard_errors_of_the_effect(told):
-    last = [r for r in read_log(told.out) if 'accuracy' in r][-1]
+def test_standard_errors_of_the_effect(conditioned):
+    last = [r for r in read_log(conditioned.out) if 'accuracy' in r][-1]
     assert all(0 < last[f'effect_{side}_standard_error'] < abs(last[f'effect_{side}']) for side in ('good', 'bad'))
 
 
-def test_sides():
+def test_label_accuracy():
     assert label_accuracy(np.array([1., 2., 3.]), np.array([1., 0., .5]), ['q']*3) == pytest.approx(1/3)
     assert math.isnan(label_accuracy(np.array([1., 2.]), np.array([1., 0.]), ['p', 'q']))

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tiny
 from alpaca_farm import ppo
 from alpaca_farm.core import models as core_models
-from alpaca_farm.core.models import combine_scores, label_count, reward
+from alpaca_farm.core.models import combine_scores, label_count, load_policy, reward
 from alpaca_farm.core.online import CheckpointSelector, OnlineConfig, prompt_indices, rollout_scores
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log
@@ -19,7 +19,7 @@ from alpaca_farm.core.settings import from_args
 from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
 from alpaca_farm.overoptimization import (bank_and_references, bank_curve, can_fit, fit_gold, label_name,
     method_name, OverConfig, peak_distance, policy_proxy, study_grid)
-from alpaca_farm.ppo import group_advantages, PPOConfig, rollout_indices
+from alpaca_farm.ppo import group_advantages, PPOConfig, rollout_indices, value_model
 
 torch.set_num_threads(1)
 
@@ -69,10 +69,18 @@ def test_group_run(base, tmp_path, advantage):
 @pytest.mark.parametrize('given, message', [
     (dict(advantage='rlo'), 'advantage'), (dict(group_size=1), 'group_size = 1: it must be at least 2'),
     (dict(advantage='rloo', group_size=5), 'must be a multiple of group_size = 5'), (dict(reward_model=[]), 'reward_model = \\[\\]'),
-    (dict(ensemble='median'), 'ensemble'), (dict(ensemble_coef=-1.), 'ensemble_coef'), (dict(steps=0), 'steps'), (dict(temperature=0.), 'temperature'),
-    (dict(reward_model='alpaca_farm.world:utility'), 'value_init'), (dict(reward_model=['alpaca_farm.world:utility']), 'value_init')])
+    (dict(ensemble='median'), 'ensemble'), (dict(ensemble_coef=-1.), 'ensemble_coef'), (dict(steps=0), 'steps'), (dict(temperature=0.), 'temperature')])
 def test_nonsense_is_refused(given, message):
     with pytest.raises(ValueError, match=message): PPOConfig(**given)
+
+
+@pytest.mark.parametrize('function', ['alpaca_farm.world:utility', ['alpaca_farm.world:utility']], ids=str)
+def test_the_value_model_of_a_function_reward_starts_from_the_policy(base, models, function):
+    "Its trunk has the policy's weights and its head is 0."
+    policy, _ = load_policy(str(base/'sft'), models.cfg)
+    value, trunk = value_model(PPOConfig(**tiny.settings('ppo', base, reward_model=function)), policy), policy.base_model.state_dict()
+    assert all(torch.equal(w, trunk[k]) for k, w in value.base_model.state_dict().items()) and not value.score.weight.any()
+    assert (value.mean, value.std) == (0., 1.)
 
 
 def test_a_reward_is_one_or_a_list():

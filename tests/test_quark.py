@@ -15,8 +15,9 @@ from alpaca_farm.core.models import load_policy, load_tokenizer, logprobs
 from alpaca_farm.core.files import load_state
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import collate, encode_prompts
-from alpaca_farm.quark import (draw_batches, pool_answers, pool_batch, quantiles, quark_loss, quark_terms,
-    QuarkConfig, response_terms, reward_tokens, token_terms, update_pool)
+from alpaca_farm.quark import (pool_answers, pool_batch, quantiles, quark_loss, quark_terms,
+    QuarkConfig, response_terms, reward_tokens, token_terms, update_indices,
+    update_pool)
 
 torch.set_num_threads(1)
 
@@ -155,13 +156,13 @@ def test_logits_are_made_for_response_positions_only(models, pair, monkeypatch):
 def test_the_reference_knows_nothing_of_tokens(models, pair):
     _, reference, tokenizer, ids, size = pair
     assert reference.get_input_embeddings().weight.shape[0] == size == ids[0]
-    plain, told = batch_of(models, pair, range(8), tokens=False), batch_of(models, pair, range(8))
+    plain, conditioned = batch_of(models, pair, range(8), tokens=False), batch_of(models, pair, range(8))
     same_kl = on(response_terms(reference, reference, plain, size), plain)['kl']
     assert max(k.abs().max() for k in same_kl) < 1e-5, 'a policy is no distance from itself'
     policy = pair[0]
     rest = [prepend_tokens([p], ids[1], tokenizer, 2)[0] for p in models.prompts[:8]]
     other = collate(rest, models.answers[:8], tokenizer.pad_token_id)
-    a, b = (on(response_terms(policy, policy, x, size), x)['kl'] for x in (told, other))  # the second policy reads no token
+    a, b = (on(response_terms(policy, policy, x, size), x)['kl'] for x in (conditioned, other))  # the second policy reads no token
     assert max((x - y).abs().max() for x, y in zip(a[1::2], b[1::2])) < 1e-6 and max(x.max() for x in a) > 1e-4
 
 
@@ -193,36 +194,36 @@ def test_pool():
 
 def test_every_answer_is_learned_from_once_before_any_comes_again():
     cfg = QuarkConfig(updates=5, batch_size=8)
-    rows = sum(draw_batches(10, 3, cfg), [])
+    rows = sum(update_indices(10, 3, cfg), [])
     assert len(rows) == 40 and all(sorted(rows[i:i + 10]) == list(range(10)) for i in range(0, 40, 10))
-    assert draw_batches(10, 3, cfg) == draw_batches(10, 3, cfg) != draw_batches(10, 4, cfg)
+    assert update_indices(10, 3, cfg) == update_indices(10, 3, cfg) != update_indices(10, 4, cfg)
 
 
-@pytest.mark.parametrize('bad, said', [
+@pytest.mark.parametrize('bad, message', [
     (dict(num_quantiles=1), 'num_quantiles = 1'), (dict(num_quantiles=9, rollouts=8), 'cannot be cut'), (dict(updates=0), 'updates = 0'),
     (dict(kl_coef=-.1), 'kl_coef'), (dict(entropy_coef=-1.), 'entropy_coef'), (dict(jitter=-1.), 'jitter'), (dict(token_times=0), 'token_times'),
     (dict(temperature=0.), 'temperature'), (dict(kl_coef=math.nan), 'kl_coef'), (dict(rollouts=1), 'rollouts')])
-def test_nonsense_is_refused(bad, said):
-    with pytest.raises(ValueError, match=said): QuarkConfig(**bad)
+def test_nonsense_is_refused(bad, message):
+    with pytest.raises(ValueError, match=message): QuarkConfig(**bad)
     with pytest.raises(TypeError): QuarkConfig(num_quantiles=2.5)
 
 
 @pytest.fixture(scope='module')
-def told(base, tmp_path_factory):
+def token_run(base, tmp_path_factory):
     "A run with tokens and a kept pool."
-    out = str(tmp_path_factory.mktemp('told')/'quark')
+    out = str(tmp_path_factory.mktemp('tokens')/'quark')
     quark.train(QuarkConfig(**tiny.settings('quark', base, out=out, best_quantile_only=False, clear_pool=False)))
     return out
 
 
-def test_run_with_tokens(base, told):
-    log, summary = read_log(told), read_summary(told)
+def test_run_with_tokens(base, token_run):
+    log, summary = read_log(token_run), read_summary(token_run)
     assert [r['pool'] for r in log] == [16, 32, 48] and ['reward_worst' in r for r in log] == [False, True, True]
     assert abs(log[0]['kl']) < 1e-4 and abs(log[0]['reward']) < 1e-5, 'the first rollout is the SFT policy, asked without a token'
     assert all(r['lowest_0'] >= r['lowest_1'] >= r['lowest_3'] for r in log) and log[-1]['token_kl'] > 0
     assert {'labels', 'kl', 'length', 'ended', 'best_step', 'val_win_rate'} <= set(summary)
     cfg = AnswerConfig(**{k: v for k, v in tiny.SAMPLING.items()})
-    policy, tokenizer = load_policy(told, cfg)
+    policy, tokenizer = load_policy(token_run, cfg)
     plain, token = load_tokenizer(str(base/'sft')), tokenizer.convert_tokens_to_ids('<reward_0>')
     record = dict(instruction='Name a bird.')
     assert encode_prompts([record], tokenizer) == prepend_tokens(encode_prompts([record], plain), token, plain, 2)
@@ -233,7 +234,7 @@ def test_run_with_tokens(base, told):
 def test_the_pool_is_in_the_checkpoint(base, tmp_path, monkeypatch):
     cfg = QuarkConfig(**tiny.settings('quark', base, out=str(tmp_path/'quark'), clear_pool=False))
     def stop(*args, **kwargs): raise KeyboardInterrupt
-    monkeypatch.setattr(quark, 'finish', stop)
+    monkeypatch.setattr(quark, 'finish_run', stop)
     with pytest.raises(KeyboardInterrupt): quark.train(cfg)
     pool = load_state(tmp_path/'quark'/'checkpoint'/'state.safetensors')['extra']['pool']
     assert len(pool['score']) == 32 and len(pool_answers(pool)) == 32 and pool['length'].sum() == len(pool['answers'])
@@ -260,7 +261,7 @@ def test_first_update_is_plain_imitation_of_the_best(base, tmp_path):
     finally: quark.update_pool = real
     first, pool = read_log(given['out'])[0], kept['pool']
     policy, tokenizer = load_policy(cfg.policy, cfg)
-    _, prompts, _ = quark.prompts_of(cfg, tokenizer)
+    _, prompts, _ = quark.load_prompts(cfg, tokenizer)
     best = (quantiles(pool['score'], 4) == 0).nonzero()[:, 0].tolist()
     answers = pool_answers(pool)
     assert len(best) == 4
