@@ -20,7 +20,7 @@ MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py
 # Imports go down: a module imports only from earlier lines, `world` and `studies` also from a neighbour named here.
 CORE = ['settings progress files functional control store generation', 'data fingerprint judge_configs api beams', 'preferences text build batches',
         'stats runs candidates', 'models launch', 'answers training', 'online']
-LAYERS = ['grammar noise judges rankings length_control label_files', 'world local_judges text_measures leaderboards', 'annotators calibration',
+LAYERS = ['grammar noise judges rankings length_control label_files', 'world local_judges text_measures leaderboards overoptimization_curves overoptimization_grid', 'annotators calibration',
           'sft reward_model best_of_n ppo dpo rrhf quark expert_iteration binary_feedback eval agreement labelling openai_baselines auto_annotations',
           'farm compare cascades overoptimization effects', 'hybrid']
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
@@ -70,7 +70,7 @@ def test_exports_are_fresh(tmp_path):
 def test_every_notebook_of_a_method_has_settings():
     without = {p.stem for p in RUNNABLE} - {p.stem for p in SETTABLE}
     assert without <= {'grammar', 'noise', 'judges', 'local_judges', 'rankings', 'length_control', 'auto_annotations', 'leaderboards',
-                       'label_files', 'calibration', 'text_measures'}
+                       'label_files', 'calibration', 'text_measures', 'overoptimization_curves', 'overoptimization_grid'}
 
 
 @each_notebook
