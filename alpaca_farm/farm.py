@@ -74,7 +74,7 @@ STUDY = dict(  # added by the study of over-optimisation
                            policies=['ppo', 'ppo_people', 'ppo_free', 'ppo_judge_free', 'rloo', 'dpo',
                                      'dpo_low', 'quark', 'expert_iteration', 'rrhf']), 120))
 
-# %% ../nbs/farm.ipynb #f401d26b
+# %% ../nbs/farm.ipynb #eb6995aa
 def learning_runs(suffix: str) -> dict:
     "Labels, reward model and methods of one source of labels, whose runs' names end in `suffix`."
     labels, reward = f'annotators{suffix}', f'reward_model{suffix}'
@@ -88,12 +88,12 @@ def learning_runs(suffix: str) -> dict:
         quark=(on_reward, 65), feedme=(on_pairs, 30), reward_conditioning=(on_pairs, 30))
     return {f'{name}{suffix}': entry for name, entry in runs.items()}
 
-# %% ../nbs/farm.ipynb #7cd10aa4
+# %% ../nbs/farm.ipynb #b52b1efc
 def farm_runs(study: bool = True) -> dict:
     "All runs of a replicate, with those of the study of over-optimisation or without."
     return COMMON | learning_runs('') | learning_runs('_people') | (STUDY if study else {})
 
-# %% ../nbs/farm.ipynb #0c40c25f
+# %% ../nbs/farm.ipynb #40f53ca6
 def read_sizes(size: str) -> dict[str, dict]:
     "Settings by notebook or run, from quick.yaml or the file of that name; an error names what is unknown."
     if size == 'default': return {}
@@ -308,7 +308,7 @@ def write_boards(run, boards: list, simulation):
     with atomic_write(run.path('simulation.csv')) as p: simulation.to_csv(p, index=False, float_format='%.4f')
     save_figure(run, 'simulation.png', simulation_figure(simulation))
 
-# %% ../nbs/farm.ipynb #90fdc771
+# %% ../nbs/farm.ipynb #b18df35a
 def farm_summary(cfg: FarmConfig, judged: list[dict], replicates: list[dict], made: tuple[str, ...]) -> dict:
     "The figures of summary.json: correlations, agreements, the reward model's accuracy, CPU time."
     tables, rm = join_replicates(replicates), read_summary(f'{cfg.runs}/reward_model')

@@ -180,7 +180,7 @@ def test_matched_pairs_have_the_taste_of_the_audit():
 def test_a_price_for_words_takes_length_out_of_a_reward():
     pairs, rng = pairs_of(sample_records(400)), np.random.default_rng(0)
     words = lambda k: text_measures.count_words(p[k] for p in pairs)
-    fixed = rng.normal(size=len(pairs), scale=9)                                  # what a request is worth does not matter
+    fixed = rng.normal(size=len(pairs), scale=9)                                  # what all answers to a request share does not matter
     one, other = (fixed + .2*words(k) + rng.normal(size=len(pairs)) for k in ('output_1', 'output_2'))
     a = text_measures.reward_per_word(pairs, one, other)
     assert a == pytest.approx(.2, abs=.02)
