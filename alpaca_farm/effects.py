@@ -33,26 +33,27 @@ RUNS = ['runs/sft', 'runs/best_of_n', 'runs/dpo', 'runs/ppo']
 
 @dataclass
 class EffectsConfig(Config):
-    "Settings of a look at what feedback does to text."
+    "Settings of a study of what feedback does to text."
     out: str = 'runs/effects'            # run folder; the experiment's own runs are in <out>_study
     outputs: list[str] = field(default_factory=lambda: RUNS)  # runs whose answers are measured
-    data: str = 'runs/world'             # dataset folder: demonstrations to compare with, prompts to learn on
-    split: str = 'eval'                  # its split that the runs answered
-    tokens: int = 1000                   # words that distinct-1 and -2 are counted in
-    study: bool = True                   # with the experiment, about twelve CPU minutes
-    policy: str = 'runs/sft'             # where its methods start
-    samples: str = 'runs/samples'        # pairs of answers of that policy, which are labelled
-    candidates: str = 'runs/candidates'  # samples of it that RRHF and expert iteration learn from
-    bank: str = 'runs/eval_samples'      # many answers of it to the split, which best-of-n chooses from
-    references: str = 'runs/references'  # answers of it that policies are compared with
-    annotators: str = 'alpaca_farm.world:pool'       # who labels
-    biased: str = 'alpaca_farm.world:length_biased'  # the same with a bias for length
-    people: str = 'alpaca_farm.world:people'         # who judges the policies
+    data: str = 'runs/world'             # dataset folder: demonstrations and prompts
+    split: str = 'eval'                  # the split of it that the runs answered
+    tokens: int = 1000                   # words among which distinct-1 and -2 are counted
+    study: bool = True                   # make the experiment, about twelve CPU minutes
+    policy: str = 'runs/sft'             # the policy its methods start from
+    samples: str = 'runs/samples'        # pairs of its answers, which are labelled
+    candidates: str = 'runs/candidates'  # its samples that RRHF and expert iteration learn from
+    bank: str = 'runs/eval_samples'      # its answers to the split that best-of-n chooses from
+    references: str = 'runs/references'  # its answers that policies are compared with
+    annotators: str = 'alpaca_farm.world:pool'       # annotators
+    biased: str = 'alpaca_farm.world:length_biased'  # the same annotators with a bias for length
+    people: str = 'alpaca_farm.world:people'         # judges of the policies
     pairs: int = 4000                    # labelled pairs to learn from
-    held_out: int = 1000                 # further labelled pairs, for an audit and to measure on
-    label_flip: float = 0.0              # share of the labels that is flipped
+    held_out: int = 1000                 # further labelled pairs, to audit and measure on
+    label_flip: float = 0.0              # share of labels that are flipped
     workers: int = 0                     # runs side by side; 0 for the number of cores
-    inputs = ('outputs', 'data', 'policy', 'samples', 'candidates', 'bank', 'references', 'annotators', 'biased', 'people')
+    inputs = ('outputs', 'data', 'policy', 'samples', 'candidates', 'bank', 'references',
+              'annotators', 'biased', 'people')
 
     def check(self):
         self.bounds(tokens=(1, None), pairs=(400, None), held_out=(1, None), label_flip=(0, .49),
@@ -60,11 +61,11 @@ class EffectsConfig(Config):
         if not self.outputs: raise ValueError('outputs is empty: name at least one run')
         if not self.study: self.inputs = self.inputs[:2]  # nothing else is read
         elif self.annotators == self.biased:
-            raise ValueError(f'biased = {self.biased}: the same as annotators. Name some who have a bias')
+            raise ValueError(f'biased = {self.biased}: the same as annotators. Name annotators with a bias')
 
 # %% ../nbs/studies/effects.ipynb #9f50ac10
 ARMS = ('unbiased', 'biased')
-LAST_CHECKPOINT = dict(annotators='', save_every=0)  # nobody chooses a checkpoint
+LAST_CHECKPOINT = dict(annotators='', save_every=0)  # no choice among checkpoints
 EFFECT_METHODS = dict(  # method: its recipe, its settings, what it learns from, CPU seconds
     dpo=('dpo', {}, 'preferences', 28),
     simpo=('dpo', dict(loss_type='simpo', beta=2.), 'preferences', 28),
@@ -79,50 +80,53 @@ REMEDIES = dict(balanced=('dpo',), matched=('dpo',), priced=('rloo',))  # the me
 
 
 def label_path(cfg: EffectsConfig, arm: str) -> str:
-    "Where the labels of an arm are."
+    "The labels of an arm: an annotation run, or a file made of its labels."
     return f'{cfg.out}_study/' + (f'annotators_{arm}' if arm in ARMS else f'{arm}.json')
 
 # %% ../nbs/studies/effects.ipynb #03f4aafc
 def effect_labelling_jobs(cfg: EffectsConfig) -> list[Job]:
-    "The runs that label."
-    return [study_job(f'annotators_{arm}', 'annotators', {}, f'{cfg.out}_study', 5, cfg.seed, annotators=who,
-                    outputs=cfg.samples, label_flip=cfg.label_flip, max_instances=cfg.pairs + cfg.held_out)
-            for arm, who in zip(ARMS, (cfg.annotators, cfg.biased))]
+    "The annotation runs, without and with the bias."
+    shared = dict(outputs=cfg.samples, label_flip=cfg.label_flip, max_instances=cfg.pairs + cfg.held_out)
+    return [study_job(f'annotators_{arm}', 'annotators', {}, f'{cfg.out}_study', 5, cfg.seed,
+                      annotators=annotators, **shared)
+            for arm, annotators in zip(ARMS, (cfg.annotators, cfg.biased))]
 
 # %% ../nbs/studies/effects.ipynb #b73f4855
 def arm_jobs(cfg: EffectsConfig, arm: str, methods: tuple[str, ...]) -> list[Job]:
     "A reward model and the methods that learn from the labels of one arm."
-    folder, rm = f'{cfg.out}_study', f'reward_model_{arm}'
     labels = dict(preferences=label_path(cfg, arm), max_instances=cfg.pairs)
-    plan = lambda *a, **more: study_job(*a, cfg.seed, policy=cfg.policy, **more)
-    jobs = [plan(rm, 'reward_model', {}, folder, 30, held_out=200, **labels)]
+    reward_model = f'reward_model_{arm}'
+    def job(name, kind, reads, cost, **more):
+        return study_job(name, kind, reads, f'{cfg.out}_study', cost, cfg.seed, policy=cfg.policy, **more)
+    jobs = [job(reward_model, 'reward_model', {}, 30, held_out=200, **labels)]
+    samples = dict(rrhf=dict(candidates=cfg.candidates), expert_iteration=dict(samples=cfg.candidates))
     for method in methods:
         kind, settings, source, cost = EFFECT_METHODS[method]
-        reads = dict(reward_model=rm) if source == 'reward_model' else {}
-        more = settings | ({} if reads else labels)
-        if kind == 'rrhf': more |= dict(candidates=cfg.candidates)
-        if kind == 'expert_iteration': more |= dict(samples=cfg.candidates)
-        jobs.append(plan(f'{method}_{arm}', kind, reads, folder, cost, data=cfg.data, **more))
+        reads = dict(reward_model=reward_model) if source == 'reward_model' else {}
+        more = settings | ({} if reads else labels) | samples.get(kind, {})
+        jobs.append(job(f'{method}_{arm}', kind, reads, cost, data=cfg.data, **more))
     return jobs
 
 # %% ../nbs/studies/effects.ipynb #ca6a3297
 def priced_jobs(cfg: EffectsConfig, price: float) -> list[Job]:
     "The methods that learn from the biased reward with a price for words."
-    rewards = [f'{cfg.out}_study/reward_model_biased', f'alpaca_farm.effects:words_cost_{price:.4f}']
-    of = {method: EFFECT_METHODS[method] for method in REMEDIES['priced']}
-    more = dict(policy=cfg.policy, data=cfg.data, reward_model=rewards)
-    return [study_job(f'{method}_priced', kind, {}, f'{cfg.out}_study', cost, cfg.seed, **more, **settings)
-            for method, (kind, settings, _, cost) in of.items()]
+    rewards = [f'{cfg.out}_study/reward_model_biased', f'alpaca_farm.text_measures:words_cost_{price:.4f}']
+    more, jobs = dict(policy=cfg.policy, data=cfg.data, reward_model=rewards), []
+    for method in REMEDIES['priced']:
+        kind, settings, _, cost = EFFECT_METHODS[method]
+        jobs.append(study_job(f'{method}_priced', kind, {}, f'{cfg.out}_study', cost, cfg.seed,
+                              **more, **settings))
+    return jobs
 
 # %% ../nbs/studies/effects.ipynb #71a293a7
 def effect_learning_jobs(cfg: EffectsConfig) -> list[Job]:
-    "All that learn from labels as they are, or from some of them."
+    "All runs that learn from labels, from all of them or from balanced ones."
     arms = dict.fromkeys(ARMS, tuple(EFFECT_METHODS)) | {k: v for k, v in REMEDIES.items() if k != 'priced'}
-    return [j for arm, methods in arms.items() for j in arm_jobs(cfg, arm, methods)]
+    return [job for arm, methods in arms.items() for job in arm_jobs(cfg, arm, methods)]
 
 # %% ../nbs/studies/effects.ipynb #f882824a
 def effect_jobs(cfg: EffectsConfig) -> list[Job]:
-    "All runs of the experiment, the price of words left open."
+    "All runs of the experiment, with 0 for the price of a word."
     return effect_labelling_jobs(cfg) + effect_learning_jobs(cfg) + priced_jobs(cfg, 0.)
 
 # %% ../nbs/studies/effects.ipynb #dc787810
@@ -132,16 +136,17 @@ def arm_labels(cfg: EffectsConfig, arm: str) -> list[dict]:
 
 # %% ../nbs/studies/effects.ipynb #fa22fe5e
 def score_pairs(judge, pairs: list[dict]) -> tuple[np.ndarray, np.ndarray]:
-    "Scores of the first and of the second answers."
+    "A reward function's scores of the first and of the second answers."
     return tuple(np.array(judge([dict(p, output=p[k]) for p in pairs])) for k in ('output_1', 'output_2'))
 
 # %% ../nbs/studies/effects.ipynb #de9434a5
 def word_prices(cfg: EffectsConfig) -> dict[str, float]:
-    "Prices of a word in the biased reward, in its standard deviations: all it pays, and what is too much."
+    "Prices of a word in the biased reward, in its standard deviations: neutral and priced."
     from alpaca_farm.core.models import reward
-    judge = reward(f'{cfg.out}_study/reward_model_biased', cfg)
+    score = reward(f'{cfg.out}_study/reward_model_biased', cfg)
     pairs, audit = arm_labels(cfg, 'biased')[:cfg.pairs], arm_labels(cfg, 'unbiased')[cfg.pairs:]
-    return dict(neutral=reward_per_word(pairs, *score_pairs(judge, pairs)), priced=excess_per_word(audit, *score_pairs(judge, audit)))
+    return dict(neutral=reward_per_word(pairs, *score_pairs(score, pairs)),
+                priced=excess_per_word(audit, *score_pairs(score, audit)))
 
 # %% ../nbs/studies/effects.ipynb #146ce867
 def run_effect_jobs(jobs: list[Job], cfg: EffectsConfig):
@@ -151,32 +156,33 @@ def run_effect_jobs(jobs: list[Job], cfg: EffectsConfig):
 
 # %% ../nbs/studies/effects.ipynb #7241e5f1
 def run_experiment(cfg: EffectsConfig) -> tuple[str, ...]:
-    "Make the runs of the experiment that are not there yet; their folders."
+    "Make the missing runs of the experiment; the folders of all of them."
     check_run_folder(at_root(cfg.out))
     for name in cfg.inputs: ensure_input(cfg, name)
     missing = [j for j in effect_jobs(cfg) if not is_fresh(j.out)]
     if missing: print(f'the experiment makes {len(missing)} runs in {cfg.out}_study, '
                       f'about {duration(sum(j.cost for j in missing))} of CPU time')
     run_effect_jobs(effect_labelling_jobs(cfg), cfg)
-    there = len(arm_labels(cfg, 'biased'))
-    if there - cfg.pairs < .9 * cfg.held_out:   # identical answers get no label
-        raise ValueError(f'pairs + held_out = {cfg.pairs + cfg.held_out}, but {cfg.samples} has pairs for {there} labels')
-    pairs, audit = arm_labels(cfg, 'biased')[:cfg.pairs], arm_labels(cfg, 'unbiased')[cfg.pairs:]
+    biased, audit = arm_labels(cfg, 'biased'), arm_labels(cfg, 'unbiased')[cfg.pairs:]
+    if len(biased) - cfg.pairs < .9 * cfg.held_out:   # identical answers get no label
+        raise ValueError(f'pairs + held_out = {cfg.pairs + cfg.held_out}, '
+                         f'but {cfg.samples} has pairs for {len(biased)} labels')
     for arm, like in dict(balanced=None, matched=audit).items():
-        write_json(at_root(label_path(cfg, arm)), balance_lengths(pairs, like, seed=cfg.seed))
+        pairs = balance_lengths(biased[:cfg.pairs], like, seed=cfg.seed)
+        write_json(at_root(label_path(cfg, arm)), pairs)
     run_effect_jobs(effect_learning_jobs(cfg), cfg)
     run_effect_jobs(priced_jobs(cfg, word_prices(cfg)['priced']), cfg)
     return tuple(j.out for j in effect_jobs(cfg))
 
 # %% ../nbs/studies/effects.ipynb #0d5189e0
 def win_probability(answers: list[dict], references: list[dict], judge) -> np.ndarray:
-    "How probably each answer is preferred to the reference answers: (instructions,)."
-    by = {prompt_key(r): answers_by_prompt([r])[0] for r in references}
-    pairs = [dict(instruction=r['instruction'], input=r.get('input') or '', output_1=a, output_2=r['output'])
-             for r in answers for a in by[prompt_key(r)]]
-    chance = preference_probabilities(judge, pairs).mean((0, 1))
-    owner = np.repeat(np.arange(len(answers)), [len(by[prompt_key(r)]) for r in answers])
-    return np.bincount(owner, chance)/np.bincount(owner)
+    "Mean probability that each answer is preferred to the references of its instruction: (instructions,)."
+    outputs = {prompt_key(r): answers_by_prompt([r])[0] for r in references}
+    pairs = [dict(instruction=r['instruction'], input=r.get('input') or '', output_1=o, output_2=r['output'])
+             for r in answers for o in outputs[prompt_key(r)]]
+    probability = preference_probabilities(judge, pairs).mean((0, 1))
+    owner = np.repeat(np.arange(len(answers)), [len(outputs[prompt_key(r)]) for r in answers])
+    return np.bincount(owner, probability)/np.bincount(owner)
 
 # %% ../nbs/studies/effects.ipynb #7007a0e5
 def take_best(bank: list[dict], scores: np.ndarray) -> list[dict]:
@@ -186,63 +192,66 @@ def take_best(bank: list[dict], scores: np.ndarray) -> list[dict]:
 # %% ../nbs/studies/effects.ipynb #44202d41
 def share_longer(pairs: list[dict], preferences) -> dict[str, float]:
     "P(longer), with its interval over pairs."
-    apart, p = length_sign(pairs), np.asarray(preferences, dtype=float)
-    use = (apart != 0) & (p != 1.5)
-    found = bootstrap(np.where(apart > 0, p - 1, 2 - p)[use])
-    return dict(zip(('longer', 'longer_low', 'longer_high'), found))
+    sign, p = length_sign(pairs), np.asarray(preferences, dtype=float)
+    use = (sign != 0) & (p != 1.5)
+    interval = bootstrap(np.where(sign > 0, p - 1, 2 - p)[use])
+    return dict(zip(('longer', 'longer_low', 'longer_high'), interval))
 
 # %% ../nbs/studies/effects.ipynb #0b304b40
 def feedback_rows(cfg: EffectsConfig) -> tuple[list[dict], dict]:
-    "What labels and rewards of each arm think of length, and the answers that best-of-n takes with each."
+    "P(longer) and price of a word of each arm's labels and rewards; the best-of-n answers of each reward."
     from alpaca_farm.core.models import reward
-    rows, picked, bank = [], {}, load_records(cfg.bank, 'candidates', 'candidates')
-    aside, flat = arm_labels(cfg, 'biased')[cfg.pairs:], [dict(r, output=o) for r in bank for o in r['output']]
-    lengths, price = count_words(r['output'] for r in flat), word_prices(cfg)
+    rows, best, bank = [], {}, load_records(cfg.bank, 'candidates', 'candidates')
+    flat = [dict(r, output=o) for r in bank for o in r['output']]
+    held_out = arm_labels(cfg, 'biased')[cfg.pairs:]
+    lengths, prices = count_words(r['output'] for r in flat), word_prices(cfg)
+    pair_lengths = np.array([count_words(p[k] for p in held_out) for k in ('output_1', 'output_2')])
     for arm in (*ARMS, *(k for k in REMEDIES if k != 'priced')):
-        labels, judge = arm_labels(cfg, arm)[:cfg.pairs], reward(f'{cfg.out}_study/reward_model_{arm}', cfg)
+        labels, score = arm_labels(cfg, arm)[:cfg.pairs], reward(f'{cfg.out}_study/reward_model_{arm}', cfg)
         rows.append(dict(of='labels', arm=arm, pairs=len(labels), gain=preferred_length_gain(labels).mean(),
                          **share_longer(labels, [p['preference'] for p in labels])))
-        two, scores = np.array(score_pairs(judge, aside)), np.array(judge(flat))
-        two_lengths = np.array([count_words(p[k] for p in aside) for k in ('output_1', 'output_2')])
-        for name, a in ({arm: 0.} | (price if arm == 'biased' else {})).items():
-            one, other = two - a*two_lengths
-            rows.append(dict(of='reward', arm=name, pairs=len(aside), price=a,
-                             per_word=reward_per_word(aside, one, other),
-                             **share_longer(aside, 1.5 + np.sign(other - one)/2)))
-            picked[name] = take_best(bank, (scores - a*lengths).reshape(len(bank), -1))
-    return rows, picked
+        pair_scores, scores = np.array(score_pairs(score, held_out)), np.array(score(flat))
+        for name, price in ({arm: 0.} | (prices if arm == 'biased' else {})).items():
+            first, second = pair_scores - price*pair_lengths
+            rows.append(dict(of='reward', arm=name, pairs=len(held_out), price=price,
+                             per_word=reward_per_word(held_out, first, second),
+                             **share_longer(held_out, 1.5 + np.sign(second - first)/2)))
+            best[name] = take_best(bank, (scores - price*lengths).reshape(len(bank), -1))
+    return rows, best
 
 # %% ../nbs/studies/effects.ipynb #54ee3f47
-def load_policies(cfg: EffectsConfig, picked: dict) -> dict[tuple, tuple]:
-    "Answers and KL of every policy, by method and arm."
+def load_policies(cfg: EffectsConfig, best: dict) -> dict[tuple, tuple]:
+    "Answers and KL of every policy, by (method, arm); `best` has the best-of-n answers by arm."
     n = len(load_records(cfg.bank, 'candidates', 'candidates', 1)[0]['output'])
-    found = {('best_of_n', arm): (answers, float(kl_best_of_n(n))) for arm, answers in picked.items()}
+    policies = {('best_of_n', arm): (answers, float(kl_best_of_n(n))) for arm, answers in best.items()}
     for job in effect_jobs(cfg):
         method, _, arm = Path(job.out).name.rpartition('_')
         if method not in EFFECT_METHODS: continue
-        found[method, arm] = load_records(job.out, 'outputs', 'output'), read_summary(job.out)['kl']
-    return {of: found[of] for method in ('best_of_n', *EFFECT_METHODS) for of in found if of[0] == method}
+        policies[method, arm] = load_records(job.out, 'outputs', 'output'), read_summary(job.out)['kl']
+    order = ['best_of_n', *EFFECT_METHODS]
+    return dict(sorted(policies.items(), key=lambda item: order.index(item[0][0])))
 
 # %% ../nbs/studies/effects.ipynb #ef7f3958
-def policy_rows(cfg: EffectsConfig, found: dict) -> list[dict]:
+def policy_rows(cfg: EffectsConfig, policies: dict) -> list[dict]:
     "A row for each policy: words, amplification, win rate under people in percent, KL in nats per answer."
     references, people = load_records(cfg.references, 'candidates', 'candidates'), resolve(cfg.people)
     labels = [arm_labels(cfg, arm)[:cfg.pairs] for arm in ('biased', 'unbiased')]
     ends, rows = ('', '_low', '_high'), []
-    by = {of: {prompt_key(r): len(r['output'].split()) for r in answers} for of, (answers, _) in found.items()}
-    for (method, arm), (answers, kl) in found.items():
-        words, plain = by[method, arm], by[method, 'unbiased']
-        grown = np.array([words[k] for k in plain]), np.array(list(plain.values()))
-        amplified = bias_amplification(*grown, *labels, seed=cfg.seed) if arm != 'unbiased' else (math.nan,)*3
-        liked = bootstrap(100*win_probability(answers, references, people), seed=cfg.seed)
+    lengths = {key: {prompt_key(r): len(r['output'].split()) for r in answers}
+               for key, (answers, _) in policies.items()}
+    for (method, arm), (answers, kl) in policies.items():
+        words, unbiased = lengths[method, arm], lengths[method, 'unbiased']
+        both = np.array([words[k] for k in unbiased]), np.array(list(unbiased.values()))
+        a = bias_amplification(*both, *labels, seed=cfg.seed) if arm != 'unbiased' else (math.nan,)*3
+        win_rate = bootstrap(100*win_probability(answers, references, people), seed=cfg.seed)
         rows.append(dict(method=method, arm=arm, words=float(np.mean(list(words.values()))), kl=kl,
-                         **{f'amplification{e}': x for e, x in zip(ends, amplified)},
-                         **{f'people{e}': x for e, x in zip(ends, liked)}))
+                         **{f'amplification{e}': x for e, x in zip(ends, a)},
+                         **{f'people{e}': x for e, x in zip(ends, win_rate)}))
     return rows
 
 # %% ../nbs/studies/effects.ipynb #317537c0
 def describe_runs(cfg: EffectsConfig) -> dict[str, dict]:
-    "Features of the demonstrations and of each run's answers."
+    "Features of the demonstrations and of each run's answers, by the run's name."
     names = [Path(o).stem for o in cfg.outputs]
     names = [n if names.count(n) == 1 else o for n, o in zip(names, cfg.outputs)]
     sets = dict(demonstrations=load_records(cfg.data, cfg.split, 'output'))
@@ -257,22 +266,22 @@ def write_table(run, name: str, rows: list[dict]):
 
 # %% ../nbs/studies/effects.ipynb #8895c403
 def run(cfg: EffectsConfig):
-    "Measure answers, make and measure the experiment; leaves features.csv, feedback.csv and policies.csv."
+    "Measure answers, make and measure the experiment; write features.csv, feedback.csv and policies.csv."
     made = run_experiment(cfg) if cfg.study else ()
     folder = start(cfg, run, made)
     if folder.done: return folder
     folder.load()
-    found = describe_runs(cfg)
-    write_table(folder, 'features.csv', [dict(answers=name, **f) for name, f in found.items()])
-    figures = {f'{name}_{k}': v for name, f in found.items() for k, v in f.items()
+    features = describe_runs(cfg)
+    write_table(folder, 'features.csv', [dict(answers=name, **f) for name, f in features.items()])
+    figures = {f'{name}_{k}': v for name, f in features.items() for k, v in f.items()
                if not k.endswith(('_low', '_high'))}
     if cfg.study:
-        rows, picked = feedback_rows(cfg)
-        write_table(folder, 'feedback.csv', rows)
-        of = policy_rows(cfg, load_policies(cfg, picked))
-        write_table(folder, 'policies.csv', of)
-        figures |= {f'amplification_{r["method"]}_{r["arm"]}': r['amplification'] for r in of}
-        figures |= {f'longer_{r["of"]}_{r["arm"]}': r['longer'] for r in rows}
+        feedback, best = feedback_rows(cfg)
+        write_table(folder, 'feedback.csv', feedback)
+        policies = policy_rows(cfg, load_policies(cfg, best))
+        write_table(folder, 'policies.csv', policies)
+        figures |= {f'amplification_{r["method"]}_{r["arm"]}': r['amplification'] for r in policies}
+        figures |= {f'longer_{r["of"]}_{r["arm"]}': r['longer'] for r in feedback}
     folder.finish(**{k: v for k, v in figures.items() if v == v})
     return folder
 

@@ -11,19 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from alpaca_farm import text_measures
-from alpaca_farm import effects, world
+from alpaca_farm import effects, text_measures, world
 from alpaca_farm.annotators import annotate_pairs
 from alpaca_farm.core.launch import Job
 from alpaca_farm.core.runs import read_summary
+from alpaca_farm.core.stats import vote_agreement
 from alpaca_farm.core.settings import resolve
 from alpaca_farm.effects import EffectsConfig
 from alpaca_farm.grammar import CLOSINGS, FILLERS, OPENINGS, WARMTH, render, respond, sample_instruction
 from alpaca_farm.noise import feature_preference, length_sign
 
 
-def asked(n, seed=0, each=2):
-    "Requests with answers by anybody."
+def sample_records(n, seed=0, each=2):
+    "Requests with answers of all kinds of authors."
     rng = random.Random(seed)
     specs = [sample_instruction(rng) for _ in range(n)]
     return [dict(render(s), output=[respond(s, rng) for _ in range(each)]) for s in specs]
@@ -52,7 +52,7 @@ def test_pleasantries(text, n): assert text_measures.count_pleasantries(text) ==
 
 
 def test_pleasantries_are_the_worlds():
-    records = [dict(r, output=o) for r in asked(800, each=1) for o in r['output']]
+    records = [dict(r, output=o) for r in sample_records(800, each=1) for o in r['output']]
     theirs = world.answer_matrix(records)[:, world.COLUMNS.index('pleasantries')]
     assert np.mean([text_measures.count_pleasantries(r['output']) == t for r, t in zip(records, theirs)]) > .99
 
@@ -68,8 +68,8 @@ def test_distinct_by_brute_force(answers, n):
         assert text_measures.distinct(answers, n, m) == pytest.approx(np.mean(every), abs=1e-12)
 
 
-def test_variety_does_not_hang_on_the_size_of_the_set():
-    answers = [o for r in asked(1200) for o in r['output']]
+def test_variety_does_not_depend_on_the_size_of_the_set():
+    answers = [o for r in sample_records(1200) for o in r['output']]
     few, many = answers[:300], answers
     assert text_measures.distinct(few) > 2*text_measures.distinct(many)
     assert text_measures.distinct(few, tokens=1000) == pytest.approx(text_measures.distinct(many, tokens=1000), abs=.02)
@@ -78,7 +78,7 @@ def test_variety_does_not_hang_on_the_size_of_the_set():
 
 
 def test_describe():
-    answers = [o for r in asked(200) for o in r['output']]
+    answers = [o for r in sample_records(200) for o in r['output']]
     found = text_measures.describe_answers(answers)
     assert found['words'] == pytest.approx(np.mean([len(a.split()) for a in answers]))
     half = 1.96*np.std([len(a.split()) for a in answers])/len(answers)**.5
@@ -95,7 +95,7 @@ def test_describe():
     assert math.isnan(text_measures.describe_answers(answers[:3])['distinct_1'])
 
 
-@pytest.mark.parametrize('f, said', [
+@pytest.mark.parametrize('f, message', [
     (lambda: text_measures.describe_answers([]), 'no answers'), (lambda: text_measures.describe_answers([dict(instruction='a')]), 'record 0 has no output'),
     (lambda: text_measures.describe_answers(['a', dict(output=[])]), 'record 1 has no output'),
     (lambda: text_measures.distinct(['']), 'no 1-gram'), (lambda: text_measures.distinct(['a'], 2), 'no 2-gram'),
@@ -104,14 +104,14 @@ def test_describe():
     (lambda: text_measures.reward_per_word([dict(output_1='a', output_2='b')], [0.], [1.]), 'no slope to fit'),
     (lambda: text_measures.bias_amplification([1.], [1.], [dict(output_1='a', output_2='b', preference=1)]*2,
                                    [dict(output_1='a', output_2='b', preference=2)]*2), 'no bias to amplify')])
-def test_bad_input_is_refused(f, said):
-    with pytest.raises(ValueError, match=said): f()
+def test_bad_input_is_refused(f, message):
+    with pytest.raises(ValueError, match=message): f()
 
 
 # The planted bias
 
-def test_the_bias_is_there_and_is_what_was_said():
-    pairs = pairs_of(asked(1500))
+def test_the_planted_bias_is_a_weight_on_words():
+    pairs = pairs_of(sample_records(1500))
     apart = world.feature_contrast(pairs)[:, world.COLUMNS.index('words')]
     for one, other in zip(world.pool.annotators, world.length_biased.annotators):
         p, q = (np.clip(np.array(f(pairs[:300])) - 1, 1e-12, 1 - 1e-12) for f in (one, other))
@@ -121,11 +121,11 @@ def test_the_bias_is_there_and_is_what_was_said():
     before, after = (feature_preference(f(pairs), length_sign(pairs)) for f in (world.pool, world.length_biased))
     assert .08 < after - before < .2
     people = world.people.each(pairs)
-    agree = [world.same_vote(f.each(pairs), people).mean() for f in (world.pool, world.length_biased)]
+    agree = [vote_agreement(f.each(pairs), people).mean() for f in (world.pool, world.length_biased)]
     assert abs(agree[0] - agree[1]) < .01                                        # agreement does not tell
 
 
-def test_leaning():
+def test_with_bias():
     polite = world.with_bias(world.people, 'polite', pleasantries=.5, words=-.01)
     d = np.array([a.weights for a in polite.annotators]) - np.array([a.weights for a in world.people.annotators])
     wanted = [dict(pleasantries=.5, words=-.01).get(c, 0.) for c in world.COLUMNS]
@@ -136,7 +136,7 @@ def test_leaning():
 # Amplification and remedies
 
 def test_doing_what_the_labels_say_is_amplification_one():
-    pairs = pairs_of(asked(600))
+    pairs = pairs_of(sample_records(600))
     labels = {who.name: annotate_pairs(pairs, who) for who in (world.length_biased, world.pool)}
     words = {name: [len(p[f'output_{int(p["preference"])}'].split()) for p in of] for name, of in labels.items()}
     biased, unbiased = labels['length_biased'], labels['pool']
@@ -151,7 +151,7 @@ def test_doing_what_the_labels_say_is_amplification_one():
 
 
 def test_balanced_pairs():
-    labels = annotate_pairs(pairs_of(asked(1500)), world.length_biased)
+    labels = annotate_pairs(pairs_of(sample_records(1500)), world.length_biased)
     fair, apart = text_measures.balance_lengths(labels), text_measures.length_difference(labels)
     gains = text_measures.preferred_length_gain(fair)
     assert (gains > 0).sum() == (gains < 0).sum() > 100
@@ -167,8 +167,8 @@ def test_balanced_pairs():
 
 
 def test_matched_pairs_have_the_taste_of_the_audit():
-    pairs = pairs_of(asked(1500))
-    labels, audit = annotate_pairs(pairs, world.length_biased), annotate_pairs(pairs_of(asked(1200, seed=5)), world.pool)
+    pairs = pairs_of(sample_records(1500))
+    labels, audit = annotate_pairs(pairs, world.length_biased), annotate_pairs(pairs_of(sample_records(1200, seed=5)), world.pool)
     liking = lambda rows: feature_preference([r['preference'] for r in rows], text_measures.length_difference(rows))
     matched = text_measures.balance_lengths(labels, audit)
     assert liking(labels) > liking(audit) + .05 and liking(matched) == pytest.approx(liking(audit), abs=.02)
@@ -178,13 +178,13 @@ def test_matched_pairs_have_the_taste_of_the_audit():
 
 
 def test_a_price_for_words_takes_length_out_of_a_reward():
-    pairs, rng = pairs_of(asked(400)), np.random.default_rng(0)
+    pairs, rng = pairs_of(sample_records(400)), np.random.default_rng(0)
     words = lambda k: text_measures.count_words(p[k] for p in pairs)
-    fixed = rng.normal(size=len(pairs), scale=9)                                  # what a request is worth does not matter
+    fixed = rng.normal(size=len(pairs), scale=9)                                  # what all answers to a request share does not matter
     one, other = (fixed + .2*words(k) + rng.normal(size=len(pairs)) for k in ('output_1', 'output_2'))
     a = text_measures.reward_per_word(pairs, one, other)
     assert a == pytest.approx(.2, abs=.02)
-    cost = resolve(f'alpaca_farm.effects:words_cost_{a}')
+    cost = resolve(f'alpaca_farm.text_measures:words_cost_{a}')
     paid = [np.array(cost([dict(output=p[k]) for p in pairs])) for k in ('output_1', 'output_2')]
     assert text_measures.reward_per_word(pairs, one + paid[0], other + paid[1]) == pytest.approx(0, abs=1e-12)
     trusted = 1/(1 + np.exp(-(other - .15*words('output_2') - one + .15*words('output_1'))))   # .05 would be right
@@ -193,17 +193,17 @@ def test_a_price_for_words_takes_length_out_of_a_reward():
     assert text_measures.excess_per_word(audit, 5*one, 5*other) == pytest.approx(.75, abs=1e-5)              # in the reward's units
     with pytest.raises(ValueError, match='do not follow the scores'): text_measures.excess_per_word(audit, -one, -other)
     for wrong in ('words_cost_', 'words_cost_x', 'words_cost_1.2.3', 'nothing'):
-        with pytest.raises(ValueError, match='has no'): resolve(f'alpaca_farm.effects:{wrong}')
+        with pytest.raises(ValueError, match='has no'): resolve(f'alpaca_farm.text_measures:{wrong}')
 
 
 # The experiment
 
-@pytest.mark.parametrize('given, said', [
+@pytest.mark.parametrize('given, message', [
     (dict(outputs=[]), 'outputs is empty'), (dict(tokens=0), 'tokens = 0'), (dict(pairs=10), 'pairs = 10: it must be at least 400'),
     (dict(held_out=0), 'held_out = 0'), (dict(label_flip=.6), 'label_flip = 0.6'), (dict(workers=-1), 'workers = -1'),
     (dict(biased='alpaca_farm.world:pool'), 'the same as annotators'), (dict(biased='alpaca_farm.world:nobody'), 'has no nobody')])
-def test_settings_refuse_nonsense(given, said):
-    with pytest.raises(ValueError, match=said): EffectsConfig(**given)
+def test_settings_refuse_nonsense(given, message):
+    with pytest.raises(ValueError, match=message): EffectsConfig(**given)
 
 
 def test_without_the_study_nothing_else_is_read():
@@ -211,7 +211,7 @@ def test_without_the_study_nothing_else_is_read():
     with pytest.raises(FileNotFoundError, match='nowhere/runs'): EffectsConfig(study=False, outputs=['nowhere/runs/sft'])
 
 
-def test_jobs_say_only_what_their_notebooks_know():
+def test_jobs_set_only_settings_of_their_notebooks():
     jobs = effects.effect_jobs(EffectsConfig())
     assert len({j.out for j in jobs}) == len(jobs) and sum(j.cost for j in jobs) < 1100
     made = {j.out for j in jobs}
@@ -235,8 +235,8 @@ GROWN = dict(unbiased=0, biased=4, balanced=1, matched=3, priced=2)  # words by 
 def experiment(tmp_path_factory):
     "The experiment with made-up runs: (its settings, how many jobs were asked for)."
     folder, asked_for = tmp_path_factory.mktemp('effects'), []
-    records = asked(500, seed=1)
-    questions = [dict(r, output=r['output'] + [o + ' and more' for o in r['output']]) for r in asked(40, seed=2)]
+    records = sample_records(500, seed=1)
+    questions = [dict(r, output=r['output'] + [o + ' and more' for o in r['output']]) for r in sample_records(40, seed=2)]
     write(folder/'world'/'eval.json', [dict(r, output=r['output'][0]) for r in questions])
     for name in ('bank', 'references'): write(folder/name/'candidates.json', questions)
     for name in ('sft', 'samples'): write(folder/name/'outputs.json', [dict(r, output=r['output'][0]) for r in questions])
@@ -305,7 +305,7 @@ def test_experiment_measures_what_was_made_up(experiment):
 
 
 def test_answers_are_compared_with_all_references():
-    records = asked(30, seed=3, each=3)
+    records = sample_records(30, seed=3, each=3)
     mine, theirs = [dict(r, output=r['output'][0]) for r in records], [dict(r, output=r['output'][1:]) for r in records]
     slowly = [np.mean([world.people([dict(m, output_1=o, output_2=m['output'])])[0] - 1 for o in t['output']]) for m, t in zip(mine, theirs)]
     assert effects.win_probability(mine, theirs[::-1], world.people) == pytest.approx(slowly)

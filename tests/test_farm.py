@@ -2,30 +2,43 @@
 import numpy as np
 import pytest
 
-from alpaca_farm.farm import farm_jobs, FarmConfig, replicate_correlations, simulation_table, who_labels
+from alpaca_farm.farm import annotator_settings, farm_jobs, FarmConfig, replicate_correlations, simulation_table
 from alpaca_farm.core.stats import spearman
 
 
-@pytest.mark.parametrize('given, said', [
-    (dict(size='huge'), 'choose from'), (dict(seeds=0), 'at least 1'), (dict(workers=-1), 'at least 0'),
+@pytest.mark.parametrize('given, message', [
+    (dict(size='huge'), 'choose from'), (dict(size='no/such/file.yaml'), 'no/such/file.yaml'), (dict(seeds=0), 'at least 1'), (dict(workers=-1), 'at least 0'),
     (dict(people='alpaca_farm.world:nobody'), 'nobody'), (dict(pool='no_such_module:pool'), 'no_such_module'), (dict(gold='gold'), 'gold')])
-def test_nonsense_is_refused_before_any_run(given, said):
-    with pytest.raises((ValueError, OSError), match=said): FarmConfig(**given)
+def test_nonsense_is_refused_before_any_run(given, message):
+    with pytest.raises((ValueError, OSError), match=message): FarmConfig(**given)
 
 
-def test_those_who_judge_are_those_who_label():
+def test_a_file_of_sizes(tmp_path):
+    file = tmp_path/'mine.yaml'
+    file.write_text('ppo: {steps: 4}\nrloo: {steps: 5}\ncandidates: {n: 3}')
+    jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(size=str(file)))}
+    default = {j.out: j.settings for j in farm_jobs(FarmConfig())}
+    assert jobs['runs/ppo_people'] == default['runs/ppo_people'] | dict(steps=4)    # every run of the notebook
+    assert jobs['runs/rloo']['steps'] == 5 and jobs['runs/candidates']['n'] == 3    # one run, before its notebook
+    assert jobs['runs/dpo'] == default['runs/dpo']
+    file.write_text('{"expert_iteratoin": {"n": 2}}')
+    with pytest.raises(ValueError, match="mine.yaml: 'expert_iteratoin' is no notebook.* 'expert_iteration'"):
+        FarmConfig(size=str(file))
+
+
+def test_annotators_follow_the_labels():
     jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(pool='alpaca_farm.world:judge', people='alpaca_farm.world:gold', device='cpu'))}
     for run in ('annotators', 'ppo', 'rloo', 'quark', 'feedme', 'reward_conditioning', 'ppo_free'):
         assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:judge', run
         if run != 'ppo_free': assert jobs[f'runs/{run}_people']['annotators'] == 'alpaca_farm.world:gold', run
     assert {s['device'] for s in jobs.values()} == {'cpu'}
-    assert who_labels('dpo', FarmConfig()) == {}
+    assert annotator_settings('dpo', FarmConfig()) == {}
 
 
 def test_every_replicate_is_a_farm_of_its_own():
     first, second = (farm_jobs(FarmConfig(seeds=2), k) for k in (0, 1))
-    of = {j.out for j in second}
-    assert all(j.out.startswith('runs/seed_1/') and set(j.needs) <= of for j in second)
+    made = {j.out for j in second}
+    assert all(j.out.startswith('runs/seed_1/') and set(j.needs) <= made for j in second)
     study = {'overoptimization', 'bank', 'ppo_free', 'ppo_judge_free', 'dpo_low', 'annotators_judge', 'reward_model_judge'}
     assert {j.out.split('/')[-1] for j in first} - {j.out.split('/')[-1] for j in second} == study
     seeds = [{j.out.split('/')[-1]: j.settings['seed'] for j in jobs} for jobs in (first, second)]
@@ -34,13 +47,13 @@ def test_every_replicate_is_a_farm_of_its_own():
 
 def test_spread_over_replicates():
     rng = np.random.default_rng(0)
-    each = [dict(names=['sft', 'a', 'b'], **{c: 1.5 + .1*rng.normal(size=(40, 3)) for c in ('simulated', 'human', 'transfer')})
-            for _ in range(3)]
-    tables = dict(names=['sft', 'a', 'b']) | {c: np.concatenate([t[c] for t in each]) for c in ('simulated', 'human', 'transfer')}
+    columns = ('simulated', 'human', 'transfer')
+    each = [dict(names=['sft', 'a', 'b'], **{c: 1.5 + .1*rng.normal(size=(40, 3)) for c in columns}) for _ in range(3)]
+    tables = dict(names=['sft', 'a', 'b']) | {c: np.concatenate([t[c] for t in each]) for c in columns}
     row = simulation_table(tables, 0, each).set_index('method').loc['b']
     means = [100*(t['human'][:, 2].mean() - 1) for t in each]
     assert row.human == pytest.approx(np.mean(means)) and row.human_sd == pytest.approx(np.std(means, ddof=1))
     assert 'human_sd' not in simulation_table(tables, 0)
-    of = replicate_correlations(each)
-    assert of['spearman_simulated_human_2'] == pytest.approx(float(spearman(each[2]['simulated'].mean(0), each[2]['human'].mean(0))))
+    r = replicate_correlations(each)
+    assert r['spearman_simulated_human_2'] == pytest.approx(float(spearman(each[2]['simulated'].mean(0), each[2]['human'].mean(0))))
     assert replicate_correlations(each[:1]) == {}

@@ -17,8 +17,9 @@ from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log
 from alpaca_farm.core.settings import from_args
 from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
-from alpaca_farm.overoptimization import (bank_and_references, bank_curve, can_fit, fit_gold, label_name,
-    method_name, OverConfig, peak_distance, policy_proxy, study_grid)
+from alpaca_farm.overoptimization import bank_and_references, label_name, method_name, OverConfig, policy_proxy
+from alpaca_farm.overoptimization_curves import bank_curve, can_fit, fit_gold, peak_distance
+from alpaca_farm.overoptimization_grid import study_grid
 from alpaca_farm.ppo import group_advantages, PPOConfig, rollout_indices, value_model
 
 torch.set_num_threads(1)
