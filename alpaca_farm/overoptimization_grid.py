@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SOURCES', 'BETAS', 'UNPENALISED', 'grid_job', 'method_job', 'unpenalised_rloo', 'labels_and_reward_model',
-           'source_jobs', 'reward_model_jobs', 'ensemble_jobs', 'relabelled_jobs', 'study_grid', 'grid_models',
+           'source_jobs', 'label_and_width_jobs', 'ensemble_jobs', 'relabelled_jobs', 'study_grid', 'grid_models',
            'run_grid']
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #15aeebd5
@@ -57,7 +57,7 @@ def source_jobs(cfg, source: str) -> list[Job]:
         job('rrhf', 'rrhf', proxy, 60, candidates=cfg.candidates, save_every=50)]
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #f1e3e636
-def reward_model_jobs(cfg) -> list[Job]:
+def label_and_width_jobs(cfg) -> list[Job]:
     "Reward models on fewer of the flipped labels and of other widths, and RLOO on each."
     labels, jobs = dict(preferences='annotators_flips'), []
     for n in (1000, 2000, 4000):
@@ -92,7 +92,7 @@ def study_grid(cfg) -> list[Job]:
     "The runs of the full study."
     jobs = [job for source in SOURCES for job in source_jobs(cfg, source)]
     jobs += [*labels_and_reward_model(cfg, 'gold', 'gold', 0.), unpenalised_rloo(cfg, 'gold')]
-    jobs += reward_model_jobs(cfg)
+    jobs += label_and_width_jobs(cfg)
     jobs += [job for source in ('flips', 'judge') for job in ensemble_jobs(cfg, source)]
     jobs += relabelled_jobs(cfg)
     return jobs + [method_job(cfg, 'rloo_gold_itself', 'rloo', {}, 40, **UNPENALISED, reward_model=cfg.gold)]

@@ -101,7 +101,7 @@ class Person:
     def __call__(self, pairs: list[dict]) -> list[float]:
         "1 + probability of preferring the second answer, as shown in that order."
         z = feature_contrast(pairs) @ np.array(self.weights)
-        return (1 + sigmoid((z - self.position_bias)/self.temperature)).tolist()
+        return (1 + sigmoid((z - self.position_bias)/self.temperature, 30)).tolist()
 
 # %% ../nbs/world.ipynb #708d2840
 PEOPLE, JUDGES = 16, 13
@@ -155,7 +155,7 @@ class Population:
         "Each annotator's expected preference, over both orders: (pairs, annotators)."
         z = feature_contrast(pairs) @ np.array([a.weights for a in self.annotators]).T
         b, tau = np.array([(a.position_bias, a.temperature) for a in self.annotators]).T
-        return 1 + (sigmoid((z - b)/tau) + sigmoid((z + b)/tau))/2
+        return 1 + (sigmoid((z - b)/tau, 30) + sigmoid((z + b)/tau, 30))/2
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The expected preference, over annotators and both orders."

@@ -26,10 +26,11 @@ def standard_error(
 
 # %% ../../nbs/core/stats.ipynb #e128c635
 def sigmoid(
-    z,  # any shape
+    z,                  # any shape
+    limit: float = 500, # larger numbers count as this one
 ) -> np.ndarray:  # the same shape, between 0 and 1
-    "The logistic function, for numbers of any size."
-    return 1/(1 + np.exp(-np.clip(z, -500, 500)))
+    "The logistic function, without overflow."
+    return 1/(1 + np.exp(-np.clip(z, -limit, limit)))
 
 # %% ../../nbs/core/stats.ipynb #feb66898
 def win_rate(
