@@ -313,7 +313,7 @@ def test_labels_from_files(place):
     "Pairs that a person has labelled on the page, and recorded labels with the order they were shown in: read as they are, and people's votes have the last word."
     folder, made, given = place
     pairs, book = hybrid.study_pairs(HybridConfig(**given)), Store(f'{folder}/answers.sqlite')
-    simulate_person(LabellingPage(LabellingQueue(pairs[::-1][:90], book, 'Ann'), quick=0), world.people.annotators[0], 90)
+    simulate_person(LabellingPage(LabellingQueue(pairs[::-1][:90], book, 'Ann'), key_delay=0), world.people.annotators[0], 90)
     ann = person_labels(book, pairs, 'Ann')
     sim = [dict(r, shown_first=1 + i % 2) for i, r in enumerate(annotate_pairs(pairs, world.pool, 5, .25))]
     other = [dict(r, output_1=r['output_2'], output_2=r['output_1'], preference=3 - r['preference'], shown_first=3 - r['shown_first']) for r in sim]
