@@ -71,13 +71,15 @@ def record_outputs(path: Path, cfg: OutputsConfig):
 # %% ../../nbs/core/outputs.ipynb #b129af89
 def save_outputs(cfg: OutputsConfig):
     "Execute notebooks and save their outputs; RuntimeError naming those that failed, after all others."
+    from nbclient.exceptions import CellExecutionError
     paths, failed = notebook_paths(cfg.notebooks), []
     show = Progress('outputs', len(paths))
     for step, path in enumerate(paths, 1):
-        show(step - 1, path.stem)
-        try: execute(path, cfg.slow, cfg.timeout); record_outputs(path, cfg)
-        except Exception as e: failed.append(f'{path.stem}: {str(e).strip().splitlines()[-1]}')
-    show(len(paths))
+        try:
+            execute(path, cfg.slow, cfg.timeout)
+            record_outputs(path, cfg)
+        except CellExecutionError as e: failed.append(f'{path.stem}: {e.ename}: {e.evalue}')
+        show(step, path.stem)
     if failed: raise RuntimeError('some notebooks failed:\n' + '\n'.join(failed))
 
 # %% ../../nbs/core/outputs.ipynb #17be7695
