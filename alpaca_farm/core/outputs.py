@@ -20,12 +20,12 @@ class OutputsConfig(Config):
     "Settings of saving outputs."
     notebooks: list[str] = field(default_factory=list)  # names of the notebooks; empty for all
     farm: str = 'runs/farm'  # run folder of the farm whose runs are shown
-    slow: bool = True        # also execute the cells marked slow, which show runs; else their outputs stay
-    timeout: int = 7200      # seconds that one cell may take
+    slow: bool = True        # also execute the cells marked slow, which show runs; else leave their outputs
+    timeout: int = 7200      # most seconds that one cell may take
 
 # %% ../../nbs/core/outputs.ipynb #429ae9a6
 def notebook_paths(names: list[str] = ()) -> list[Path]:
-    "The notebooks of these names, or all; ValueError for a name that is none."
+    "The notebooks with these names, or all; ValueError for a name that no notebook has."
     paths = [p for p in sorted((root()/'nbs').rglob('*.ipynb')) if '.ipynb_checkpoints' not in p.parts]
     unknown = sorted(set(names) - {p.stem for p in paths})
     if unknown: raise ValueError(f'notebooks: there is no {unknown[0]} in nbs/')
@@ -34,7 +34,7 @@ def notebook_paths(names: list[str] = ()) -> list[Path]:
 
 # %% ../../nbs/core/outputs.ipynb #a030000b
 def is_slow(cell: dict) -> bool:
-    "Whether a cell is marked as one that makes or shows runs."
+    "Whether a cell is marked as slow, because it makes or shows runs."
     return bool(re.match(r'#\|\s*slow\b', ''.join(cell['source'])))
 
 # %% ../../nbs/core/outputs.ipynb #3e33d981
@@ -54,12 +54,12 @@ def execute(path: Path, slow: bool, timeout: int) -> None:
 
 # %% ../../nbs/core/outputs.ipynb #01153ca7
 def code_mark(path: Path) -> str:
-    "Twelve digits that stand for the code of a notebook's cells."
+    "A hash of the code of a notebook's cells, of twelve digits."
     return digest([''.join(c['source']) for c in read_json(path)['cells'] if c['cell_type'] == 'code'])
 
 # %% ../../nbs/core/outputs.ipynb #fa99a98a
 def record_outputs(path: Path, cfg: OutputsConfig):
-    "Note in nbs/outputs.json which farm and which code a notebook's outputs are from."
+    "Record in nbs/outputs.json which farm and which code a notebook's outputs come from."
     file = root()/'nbs'/'outputs.json'
     record = read_json(file) if file.exists() else {}
     before = record.get(path.stem, {})
@@ -70,7 +70,7 @@ def record_outputs(path: Path, cfg: OutputsConfig):
 
 # %% ../../nbs/core/outputs.ipynb #b129af89
 def save_outputs(cfg: OutputsConfig):
-    "Execute notebooks and save their outputs; RuntimeError naming those that failed, after all others."
+    "Execute notebooks and save their outputs; at the end, RuntimeError naming those that failed."
     paths, failed = notebook_paths(cfg.notebooks), []
     show = Progress('outputs', len(paths))
     for step, path in enumerate(paths, 1):

@@ -17,7 +17,7 @@ from .data import prompt_key
 
 # %% ../../nbs/core/preferences.ipynb #2793161c
 def as_preference(preference) -> float:
-    "A preference as files have it: 0 is a tie; None, -1 and nan are a missing verdict (nan)."
+    "A preference as given in a file: 0 is a tie; None, -1 and nan are a missing verdict (nan)."
     if preference is None or preference != preference or preference == -1: return float('nan')
     return 1.5 if preference == 0 else float(preference)
 
@@ -25,7 +25,7 @@ def as_preference(preference) -> float:
 def check_preferences(
     preferences,  # (N,) numbers in [1, 2]
 ) -> np.ndarray:  # the same as floats
-    "Preferences as an array; ValueError naming the first row that is not between 1 and 2."
+    "Preferences as an array; ValueError naming the first row whose value is not between 1 and 2."
     p = np.asarray(list(preferences), dtype=float)
     if p.ndim != 1 or len(p) == 0:
         raise ValueError(f'preferences must be a non-empty flat list of numbers, but has shape {p.shape}')
@@ -39,7 +39,7 @@ def check_preferences(
 def hash_uniform(
     *parts,  # strings and numbers
 ) -> float:  # in [0, 1)
-    "A number that depends on `parts` and nothing else, uniform over different parts."
+    "A number that depends only on `parts` and is uniformly distributed over different parts."
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, 'big') >> 11)/2**53
 
@@ -51,7 +51,7 @@ def pair_identity(
     pair: dict,        # a record with the fields `keys`
     keys=PAIR_FIELDS,  # fields that identify a pair; the last two are the outputs
 ) -> list[str]:
-    "What identifies a pair, whichever of its outputs comes first."
+    "The texts that identify a pair, whichever of its outputs comes first."
     missing = [k for k in keys if k not in pair and k != 'input']
     if missing: raise ValueError(f'a pair needs the field {missing[0]!r}, but has only {", ".join(pair)}')
     text = [pair.get(k, '') for k in keys]
@@ -59,7 +59,7 @@ def pair_identity(
 
 # %% ../../nbs/core/preferences.ipynb #3d68c784
 def swap_outputs(pair: dict) -> dict:
-    "A pair in the other order."
+    "A pair with its outputs in the other order."
     return dict(pair, output_1=pair['output_2'], output_2=pair['output_1'])
 
 # %% ../../nbs/core/preferences.ipynb #e597e328
@@ -75,7 +75,7 @@ def pool_members(pool) -> list:
 
 # %% ../../nbs/core/preferences.ipynb #00dc273f
 def annotator_name(annotator) -> str:
-    "The name of an annotator, or of the function that it is."
+    "The name of an annotator, by attribute or as a function."
     return getattr(annotator, 'name', None) or getattr(annotator, '__name__', 'annotator')
 
 # %% ../../nbs/core/preferences.ipynb #c68911e5
@@ -87,11 +87,11 @@ def pool_weights(pool) -> np.ndarray:
 
 # %% ../../nbs/core/preferences.ipynb #2734ac3e
 def draw_annotator(
-    pool,          # annotators, maybe with weights
+    pool,          # annotators, with optional weights
     pair: dict,
     seed: int = 0,
 ) -> int:  # index of the annotator
-    "The annotator that sees a pair: weighted, and always the same for the same seed and pair."
+    "The annotator that sees a pair: drawn by weight, and the same for the same seed and pair."
     cut = pool_weights(pool).cumsum()
     at = np.searchsorted(cut, hash_uniform(seed, 'annotator', *pair_identity(pair)), side='right')
     return int(min(at, len(cut) - 1))
@@ -111,7 +111,7 @@ def annotator_preferences(
     pairs: list[dict],
     annotator,
 ) -> np.ndarray:  # (pairs,) from 1 to 2, nan where there is no verdict
-    "An annotator's preferences on pairs as they are; ValueError for a wrong number or a wrong value of them."
+    "An annotator's preferences on pairs, in the given order; ValueError for a wrong number or value."
     p = np.array(annotator(pairs), dtype=float)
     if p.shape != (len(pairs),):
         raise ValueError(f'{annotator_name(annotator)} gave {p.size} preferences for {len(pairs)} pairs')
@@ -123,9 +123,9 @@ def decide_vote(
     pair: dict,
     preference: float,  # from 1 to 2, or nan
     seed: int = 0,
-    decide: bool = True,  # False: a probability stays one
-) -> float | None:  # 1., 2., or 1.5 as it was; None for nan
-    "A soft preference decided by a coin that belongs to the pair; a tie stays one."
+    decide: bool = True,  # False: a probability is returned unchanged
+) -> float | None:  # 1. or 2., or 1.5 for a tie; None for nan
+    "A soft preference decided by a coin that belongs to the pair; ties remain ties."
     if math.isnan(preference): return None
     if preference in (1, 1.5, 2) or not decide: return float(preference)
     first = pair['output_1'] <= pair['output_2']
@@ -146,9 +146,9 @@ def output_texts(record: dict) -> list[str]:
 # %% ../../nbs/core/preferences.ipynb #6dd1beec
 def index_prompts(
     records: list[dict],  # outputs or candidates
-    whose: str,           # for the message
+    whose: str,           # what they are, for the message
 ) -> dict:  # row by (instruction, input)
-    "The row of each instruction; ValueError when there are two."
+    "The row of each instruction; ValueError if an instruction has two."
     rows = {}
     for i, r in enumerate(records):
         if rows.setdefault(prompt_key(r), i) == i: continue
@@ -158,7 +158,7 @@ def index_prompts(
 
 # %% ../../nbs/core/preferences.ipynb #738ad808
 def check_same_prompts(rows: dict, others: dict, whose: str, missing: str):
-    "ValueError naming the rows of one index (of `index_prompts`) that the other does not have."
+    "ValueError naming the rows of one index (from `index_prompts`) that are missing in the other."
     lost = [(i, prompt) for prompt, i in rows.items() if prompt not in others]
     if not lost: return
     first_rows = ', '.join(str(i) for i, _ in lost[:5]) + (', ...' if len(lost) > 5 else '')
@@ -171,7 +171,7 @@ def pair_up(
     outputs: list[dict],     # the model's answers, one or several per instruction
     references: list[dict],  # the reference's, one or several per instruction
 ) -> list[dict]:  # pairs; output_1 the reference's, output_2 the model's, `item` the reference's row
-    "Every answer of the model beside every reference answer to the same instruction."
+    "Every answer of the model paired with every reference answer to the same instruction."
     ours, theirs = index_prompts(outputs, 'outputs'), index_prompts(references, 'references')
     check_same_prompts(ours, theirs, 'outputs', 'reference')
     check_same_prompts(theirs, ours, 'references', 'output')
@@ -187,7 +187,7 @@ def both_orders(
     pairs: list[dict],  # records with instruction, input, output_1, output_2
     judge,              # annotator or pool
 ) -> np.ndarray:  # (pairs,) preferences; nan where either order has no verdict
-    "Preferences averaged over both orders, in one call of the judge; identical outputs are a tie without it."
+    "Preferences averaged over both orders, in one call of the judge; identical outputs are a tie."
     p, at = np.full(len(pairs), 1.5), [i for i, r in enumerate(pairs) if r['output_1'] != r['output_2']]
     if not at: return p
     shown = [pairs[i] for i in at]
