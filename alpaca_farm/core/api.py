@@ -28,7 +28,7 @@ def parse_mapping(
 @dataclass
 class ApiConfig(Config):
     "Settings of requests to an API."
-    base_url: str = ''        # endpoint, as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
+    base_url: str = ''        # endpoint such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
     models: list[str] = field(default_factory=list)  # models to replace by others, each as "old=new"
     store: str = 'runs/answers.sqlite'  # file of all answers, shared by runs and processes
     concurrency: int = 20     # requests under way at a time
@@ -113,7 +113,7 @@ def classify_error(
     status, code = getattr(e, 'status_code', 0), getattr(e, 'code', None)
     if isinstance(e, openai.AuthenticationError): reason = 'the key is refused: check OPENAI_API_KEY'
     elif isinstance(e, openai.PermissionDeniedError): reason = f'the key may not use {what}'
-    elif isinstance(e, openai.NotFoundError): reason = f'the endpoint does not know {what}: {hint}'
+    elif isinstance(e, openai.NotFoundError): reason = f'the endpoint does not offer {what}: {hint}'
     elif code == 'insufficient_quota' or status == 402: reason = 'the account has no credit left'
     else: return RequestRefused(first_line(e)) if status in (400, 413, 422) else e
     return StopAsking(f'{reason} ({first_line(e)})')

@@ -153,6 +153,6 @@ async def answer_in_batches(self: ApiClient):
     done = self.answers.keys() | names.keys() | self.tally.failed.keys()
     self.waiting = [(k, r) for k, r in self.waiting if k not in done]
     for k in self.todo.keys() & names.keys():
-        self.tally.failed[k] = f'under way in the batch {names[k]}: ask again later, or with batch'
+        self.tally.failed[k] = f'under way in the batch {names[k]}: run again later, or with batch'
     if self.cfg.batch and not self.tally.stopped:
-        for k, _ in self.waiting: self.tally.failed[k] = 'another process is asking for it'
+        for k, _ in self.waiting: self.tally.failed[k] = 'another process has requested it'

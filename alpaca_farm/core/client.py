@@ -138,7 +138,7 @@ PERSON_COST = .3, 36.8  # dollars and seconds for a label given by a person
 
 @patch
 def print_forecast(self: DirectClient, requests: list[dict], labels: int = 0):
-    "Print number, price and time of the requests; ValueError if there is a budget but no known price."
+    "Print number, price and time of the requests; ValueError if a budget is set and a price is unknown."
     models, prices = sorted({r['model'] for r in requests}), [self.highest_price(r) for r in requests]
     unknown = sorted({r['model'] for r, p in zip(requests, prices) if p is None})
     if unknown and self.cfg.budget:
@@ -170,7 +170,7 @@ async def answer_all(self: DirectClient, todo: dict) -> dict:
     except StopAsking as e: self.fatal = e
     finally:
         if self.store.path.exists() and not isinstance(self.fatal, OSError): self.store.release(list(todo))
-    if self.fatal: raise ValueError(f'{self.fatal}. {self.tally.asked} answers were stored before it')
+    if self.fatal: raise ValueError(f'{self.fatal}. {self.tally.asked} answers were stored before that')
     return self.answers
 
 # %% ../../nbs/core/client.ipynb #616c913e

@@ -131,8 +131,8 @@ def load_hub_split(spec: str, split: str) -> list[dict]:
     import datasets
     try: return datasets.load_dataset(spec, split=split).to_list()
     except Exception as e:
-        raise ValueError(f'{spec}: no such file here, and the hub did not give its split '
-                         f'{split!r} ({e})') from e
+        raise ValueError(f'{spec}: there is no such file here, and the split {split!r} could not be loaded '
+                         f'from the hub ({e})') from e
 
 # %% ../../nbs/core/data.ipynb #0fd616b1
 def load_records(

@@ -210,7 +210,7 @@ def end_tokens(
     return sorted({int(e) for e in (*ends, getattr(tokenizer, 'eos_token_id', None)) if e is not None})
 
 # %% ../../nbs/core/generation.ipynb #91866330
-NOT_FINITE = "the model's logits are not finite: its weights or its precision have broken down"
+NOT_FINITE = "the model's logits are not finite: its weights have diverged or its precision is too low"
 
 
 class Sample(NamedTuple):

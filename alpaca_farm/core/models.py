@@ -210,7 +210,7 @@ def checked_reward(
         if len(scores) != len(records):
             raise ValueError(f'the reward {spec} gave {len(scores)} scores for {len(records)} answers')
         if np.isfinite(scores).all(): return scores
-        raise ValueError(f'the reward {spec} gave a score that is no number')
+        raise ValueError(f'the reward {spec} gave a score that is not a finite number')
     return checked
 
 # %% ../../nbs/core/models.ipynb #1e4a3eff

@@ -101,7 +101,7 @@ def finish(self: Run, **summary):
 
 # %% ../../nbs/core/runs.ipynb #5ab7cd70
 def check_run_folder(folder: Path):
-    "Create a run folder; refuse one that cannot be written or that holds something else."
+    "Create a run folder; an error if it cannot be written to or contains files of another kind."
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder/'.probe').write_text('')

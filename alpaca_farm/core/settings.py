@@ -45,7 +45,7 @@ def as_type(
         try: return kind(value)
         except ValueError: pass
     wanted = f'list of {inner[0].__name__}' if inner else kind.__name__
-    raise TypeError(f'{name} = {value!r} is not a setting of type {wanted}')
+    raise TypeError(f'{name} = {value!r} is not a value of type {wanted}')
 
 # %% ../../nbs/core/settings.ipynb #db840a00
 def assigned_names(cell: str) -> list[str]:
@@ -200,7 +200,7 @@ class TrainConfig(Config):
                     adam_eps=(0, None), max_grad_norm=(0, None), checkpoint_every=(1, None))
         self.one_of('lr_schedule', 'cosine', 'linear', 'constant')
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f'betas = {self.betas}: two numbers from 0 to 1')
+            raise ValueError(f'betas = {self.betas}: give two numbers from 0 to below 1')
 
 # %% ../../nbs/core/settings.ipynb #adb49620
 def refuse_unknown(owner: str, names, known):

@@ -153,7 +153,7 @@ def one_hot_votes(
 ) -> np.ndarray:  # (annotators, 3, items) one-hot, zero where there is no vote
     "Votes as one-hot rows over first, tie, second."
     v = np.asarray(votes, dtype=float)
-    if v.ndim != 2: raise ValueError(f'votes must be annotators x items, but has shape {v.shape}')
+    if v.ndim != 2: raise ValueError(f'votes must be annotators x items, but have shape {v.shape}')
     hot = v[:, None] == CLASSES[:, None]
     wrong = np.argwhere(~hot.any(1) & ~np.isnan(v))
     if len(wrong) == 0: return hot.astype(float)

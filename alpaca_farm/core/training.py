@@ -163,7 +163,7 @@ HEALTH_CHECKS = dict(
                    'more than 30 % of the tokens are clipped: the policy moves too far in one step; '
                    'lower learning_rate or the number of epochs'),
     reward_std=(lambda v: v < 1e-3, 'all samples get nearly the same reward: there is nothing to learn from'),
-    entropy=(lambda v: v < .05, 'the entropy has collapsed: the policy has nearly one answer left'),
+    entropy=(lambda v: v < .05, 'the entropy has collapsed: the policy is nearly deterministic'),
     ended=(lambda v: v < .5,
            'more than half of the answers never end: raise max_new_tokens or change the missing-EOS rule'),
     loss=(lambda v: v != v, 'the loss is not a number'))
