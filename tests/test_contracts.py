@@ -155,7 +155,7 @@ def test_help_of_the_command_line():
 
 
 @pytest.mark.parametrize('args, message', [
-    (['--kl_coff', '0.1'], 'kl_coff'), (['--kl_coef', 'abc'], "kl_coef = 'abc' is not a setting of type float"),
+    (['--kl_coff', '0.1'], 'kl_coff'), (['--kl_coef', 'abc'], "kl_coef = 'abc' is not a value of type float"),
     (['--kl_coef', '-1'], 'kl_coef = -1.0: it must be at least 0'), (['--policy', 'no/such/folder'], "policy = 'no/such/folder'"),
     (['--kl_kind', 'k4'], "kl_kind = 'k4': choose from"), (['--rollouts', '100', '--batch_size', '3'], 'must be a multiple of batch_size')])
 def test_wrong_command_lines(args, message, capsys):

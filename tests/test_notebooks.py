@@ -41,7 +41,7 @@ TINY_FARM = dict(
     bank=dict(n=4, max_instances=20), overoptimization=dict(instances=20))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
-    mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc' is not a setting of type float"),
+    mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc' is not a value of type float"),
     nowhere=('ppo', dict(policy='no/such/folder'), "policy = 'no/such/folder': there is no such file or folder"),
     negative=('best_of_n', dict(n=-1), 'n = -1: it must be at least 1'))
 

@@ -281,7 +281,7 @@ def test_bad_settings(base, more, error, message):
 
 @pytest.mark.parametrize('more, message', [
     (dict(reward_model=''), "has no score. Name a reward_model or annotators"), (dict(sources=['gpt']), "sources = 'gpt'"),
-    (dict(reward_model='test_rrhf:not_a_number'), 'gave a score that is no number'),
+    (dict(reward_model='test_rrhf:not_a_number'), 'gave a score that is not a finite number'),
     (dict(reward_model='', annotators='test_rrhf:not_a_number'), 'its score is not a finite number'), (dict(reward_model='test_rrhf:indifferent', missing_eos=''), 'nothing to rank')], ids=str)
 def test_what_cannot_be_learned_from(base, tmp_path, more, message):
     cfg = RRHFConfig(**tiny.settings('rrhf', base, out=str(tmp_path/'rrhf')) | more)

@@ -18,7 +18,7 @@ LARGEST, HEAVIEST = 50_000, 90_000_000  # requests and bytes in one file
 
 
 def batch_files(todo: dict):
-    "The requests in parts that fit into one file each."
+    "The requests, split into parts of which each fits into one file."
     kinds = {}
     for k, r in todo.items(): kinds.setdefault(('messages' in r, r['model']), {})[k] = r
     for requests in kinds.values():
@@ -45,7 +45,7 @@ def batch_text(part: dict) -> bytes:
 
 # %% ../../nbs/core/batches.ipynb #ea57217a
 class ApiClient(DirectClient):
-    "Answers to requests: from the store or from the endpoint, in batches if `cfg.batch`."
+    "Answers to requests, from the store or from the endpoint; in batches if `cfg.batch`."
 
 # %% ../../nbs/core/batches.ipynb #75b233c0
 NO_BATCHES = dict(hint='it has none, so set batch to False')
@@ -53,7 +53,7 @@ NO_BATCHES = dict(hint='it has none, so set batch to False')
 
 @patch
 async def ensure_batch(self: ApiClient, file: str, path: str, search: bool) -> str:
-    "Name of the batch of a file, created if need be; `search`: look for an existing one at the first try."
+    "Name of the batch of a file, created if necessary; `search`: first search for an existing one."
     async def create():
         nonlocal search
         search_now, search = search, True
@@ -90,7 +90,7 @@ async def send_batch(self: ApiClient, part: dict):
 # %% ../../nbs/core/batches.ipynb #871879ff
 @patch
 def store_line(self: ApiClient, line: dict, requests: dict):
-    "Store the answer in one line of a batch's output, or note the error."
+    "Store the answer in one line of a batch's output, or record the error."
     key, response = bytes.fromhex(line['custom_id']), line.get('response') or {}
     answer = response.get('body')
     if response.get('status_code') == 200 and is_complete(answer):
@@ -103,7 +103,7 @@ def store_line(self: ApiClient, line: dict, requests: dict):
 # %% ../../nbs/core/batches.ipynb #5a84eb86
 @patch
 async def fetch_batch(self: ApiClient, waiting: tuple):
-    "Ask for the state of a batch; once it has ended, store its answers and release what it did not answer."
+    "Query the state of a batch; once it has ended, store its answers and release unanswered requests."
     file, name, requests = waiting
     path = request_path(next(iter(requests.values())))
     name = name or await self.ensure_batch(file, path, search=True)
@@ -142,7 +142,7 @@ async def await_batches(self: ApiClient):
 # %% ../../nbs/core/batches.ipynb #70baae25
 @patch
 async def answer_in_batches(self: ApiClient):
-    "Fetch what earlier processes have sent in batches; with `batch`, send the rest and wait for all of it."
+    "Fetch the answers of earlier batches; with `batch`, send the rest as batches and wait for all of them."
     for b in self.pending_batches(): await self.fetch_batch(b)
     if self.cfg.batch:
         claimed = set(self.store.claim([k for k in self.todo if k not in self.answers]))
@@ -153,6 +153,6 @@ async def answer_in_batches(self: ApiClient):
     done = self.answers.keys() | names.keys() | self.tally.failed.keys()
     self.waiting = [(k, r) for k, r in self.waiting if k not in done]
     for k in self.todo.keys() & names.keys():
-        self.tally.failed[k] = f'under way in the batch {names[k]}: ask again later, or with batch'
+        self.tally.failed[k] = f'under way in the batch {names[k]}: run again later, or with batch'
     if self.cfg.batch and not self.tally.stopped:
-        for k, _ in self.waiting: self.tally.failed[k] = 'another process is asking for it'
+        for k, _ in self.waiting: self.tally.failed[k] = 'another process has requested it'

@@ -32,7 +32,7 @@ class BeamGroup:
 # %% ../../nbs/core/beams.ipynb #5308d4b3
 @patch
 def advance(self: BeamGroup, tops, size, taken, penalty, ends, alpha, last) -> list[int]:
-    "Continue by the likeliest (log-prob, token) of each row, `tops`; returns the tokens that were chosen."
+    "Continue with the likeliest (log-prob, token) of each row, `tops`; returns the tokens chosen."
     candidates = [(b.score + lp, lp, token, b) for b in self.beams for lp, token in tops[b.row]
                   if lp > -np.inf]
     candidates.sort(key=lambda c: penalty*taken[c[2]] - c[0])
@@ -88,9 +88,9 @@ def beam_search(
     diversity_penalty: float = 0.0,  # cost of a token for each beam of an earlier group that took it
     max_new_tokens: int = 300,   # longest answer, end token included
     length_penalty: float = 1.0, # an answer's score is its log-prob divided by this power of its length
-    batch_size: int = 256,       # beams at a time
+    batch_size: int = 256,       # beams per forward pass
     progress=None,               # called with (beams done, all beams) after each batch
-) -> list[list[Sample]]:         # for each prompt `beams` answers, best first; fewer where there are no more
+) -> list[list[Sample]]:         # for each prompt `beams` answers, best first; fewer if there are no more
     "Beam search; with `groups` > 1 diverse beam search (Vijayakumar et al., 2018). Nothing in it is random."
     model = model.get_base_model() if hasattr(model, 'get_base_model') else model
     if beams < 1: raise ValueError(f'beams = {beams}, but a search needs at least 1')

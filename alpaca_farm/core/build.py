@@ -40,7 +40,7 @@ def is_fresh(
     folder,
     given: dict | None = None,  # settings that the run must have, beyond the defaults; None for any
 ) -> bool:
-    "Whether a run is finished, and made by the present code from the present inputs."
+    "Whether a run is finished and was made by the present code from the present inputs."
     folder = at_root(folder)
     if not (folder/'summary.json').exists(): return False
     config = read_json(folder/'config.json')
@@ -51,13 +51,13 @@ def is_fresh(
 
 # %% ../../nbs/core/build.ipynb #c3fb89c1
 def notebook_path(name: str) -> Path | None:
-    "The notebook of that name in `nbs/` or a folder of it; None without one. Those of `core` are not run."
+    "The notebook of that name in `nbs/` or a sub-folder, or None; those of `core` are not run."
     paths = [*(root()/'nbs').glob(f'{name}.ipynb'), *(root()/'nbs').glob(f'*/{name}.ipynb')]
     return next((p for p in paths if p.parent.name != 'core'), None)
 
 # %% ../../nbs/core/build.ipynb #c5a1e0f1
 def methods() -> dict[str, dict]:
-    "The rows of `nbs/recipes/methods.yaml` by method, with every field; ValueError naming a wrong row."
+    "The rows of `nbs/recipes/methods.yaml` by method, with every field; ValueError naming an invalid row."
     import yaml
     file = root()/'nbs'/'recipes'/'methods.yaml'
     default = dict(settings={}, learns_from='', reads={}, annotators=False, checkpoints=False, cost=50)
@@ -79,7 +79,7 @@ def people_settings(row: dict) -> dict:
 
 # %% ../../nbs/core/build.ipynb #52d79a3a
 def recipe(path: str) -> tuple[str, dict] | None:
-    "The notebook that makes a default run, and the settings that are not that notebook's defaults."
+    "The notebook that makes a default run, and the settings that differ from that notebook's defaults."
     name, file = Path(path).name, root()/'nbs'/'recipes'/'runs.yaml'
     if notebook_path(name): return name, {}
     import yaml
@@ -91,7 +91,7 @@ def recipe(path: str) -> tuple[str, dict] | None:
 
 # %% ../../nbs/core/build.ipynb #e03a8711
 def papermill_command(notebook: str, out: str, **settings) -> list[str]:
-    "The command that runs a notebook of this project into a run folder."
+    "The command that executes a notebook of this project with `out` as its run folder."
     given = []
     for k, v in settings.items():
         given += ['-y', f'{k}: {json.dumps(v)}'] if isinstance(v, (list, dict)) else ['-p', k, str(v)]
@@ -100,7 +100,7 @@ def papermill_command(notebook: str, out: str, **settings) -> list[str]:
 
 # %% ../../nbs/core/build.ipynb #2c897360
 def run_logged(command: list[str], output: Path, name: str):
-    "Run a command with its output in a file; RuntimeError with the last lines when it fails."
+    "Run a command with its output in a file; RuntimeError with the last lines if it fails."
     env = dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false')
     with open(output, 'w') as f:
         code = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, cwd=root()).returncode
@@ -111,7 +111,7 @@ def run_logged(command: list[str], output: Path, name: str):
 
 # %% ../../nbs/core/build.ipynb #952afdac
 def build(notebook: str, out: str, **settings):
-    "Run a notebook into `out` unless a fresh run is there; one process builds, others wait for it."
+    "Run a notebook into `out` unless a fresh run exists there; one process builds it, others wait."
     if is_fresh(out): return
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def build(notebook: str, out: str, **settings):
 
 # %% ../../nbs/core/build.ipynb #7993e32e
 def ensure_input(cfg: Config, name: str):
-    "Build the input `name` if it is a default that is missing or stale; refuse other missing inputs."
+    "Build the input `name` if it is a default that is missing or stale; other missing inputs are errors."
     default, value = getattr(type(cfg)(), name), getattr(cfg, name)
     for path in as_list(value):
         known = recipe(path) if value == default and ':' not in path else None

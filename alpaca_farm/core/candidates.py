@@ -36,7 +36,7 @@ def as_candidates(row: dict, name: str, where: str = '') -> dict:
 
 # %% ../../nbs/core/candidates.ipynb #30cc6ed0
 def default_sources(n: int) -> list[str]:
-    "The sources that positions stand for in RRHF's files."
+    "The sources implied by position in RRHF's files."
     return ['sample'] * (n - 2) + ['chosen', 'rejected'] if n > 1 else ['sample']
 
 # %% ../../nbs/core/candidates.ipynb #73b89853
@@ -66,7 +66,7 @@ def as_records(
     rows: list,  # as read
     path,        # their file, for messages
 ) -> list:  # rows of RRHF's format, or with the fields prompt, chosen and rejected, as records
-    "Rows with the field names of other libraries as records of ours."
+    "Rows with the field names of other libraries as records with ours."
     first = rows[0] if rows and isinstance(rows[0], dict) else {}
     if 'responses' in first: return [from_rrhf(r, f'{path}, row {i}') for i, r in enumerate(rows)]
     if not {'prompt', 'chosen', 'rejected'} <= set(first): return rows

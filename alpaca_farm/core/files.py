@@ -30,7 +30,7 @@ def write_json(path, value):
 
 # %% ../../nbs/core/files.ipynb #ba95e7b6
 def read_json(path):
-    "The JSON value a file holds."
+    "The JSON value in a file."
     return json.loads(Path(path).read_text(encoding='utf-8'))
 
 # %% ../../nbs/core/files.ipynb #40aaba10
@@ -41,8 +41,8 @@ def digest(*parts) -> str:
 # %% ../../nbs/core/files.ipynb #7c4671e0
 def flatten_state(
     state,         # nested dicts, lists and tuples of tensors and plain values
-    at: str = '',  # where it stands in the whole state, such as /adam/0
-) -> tuple[dict, object]:  # tensors by their place; the structure with the plain values, for JSON
+    at: str = '',  # its path in the whole state, such as /adam/0
+) -> tuple[dict, object]:  # tensors by their path; the structure with the plain values, for JSON
     "Separate the tensors of a nested state from the rest."
     if hasattr(state, 'detach'): return {at: state.detach().contiguous()}, {'tensor': at}
     if isinstance(state, dict): items = state.items()
@@ -57,7 +57,7 @@ def flatten_state(
 
 # %% ../../nbs/core/files.ipynb #ff3f65e1
 def unflatten_state(rest, tensors: dict):
-    "The inverse of `flatten_state`; tuples come back as lists."
+    "The inverse of `flatten_state`; tuples are returned as lists."
     if not isinstance(rest, dict): return rest
     if 'tensor' in rest: return tensors[rest['tensor']]
     if 'dict' in rest: return {k: unflatten_state(v, tensors) for k, v in rest['dict']}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 # %% ../../nbs/core/functional.ipynb #279ead20
 def widen(x: torch.Tensor) -> torch.Tensor:
-    "`x` in float32, or in float64 if it is that already."
+    "`x` in float32, or in float64 if it is already of that type."
     return x if x.dtype == torch.float64 else x.float()
 
 # %% ../../nbs/core/functional.ipynb #bb2dd811
@@ -92,12 +92,12 @@ def selected_logprobs(
     tokens: torch.Tensor,        # (N,) the tokens whose log-probs are wanted
     temperature: float = 1.0,    # as in `token_logprobs`
     chunk: int = 0,              # rows of logits in memory at a time; 0: as many as take 128 MB
-    with_entropy: bool = False,  # return the entropy of each row, too, without gradient
+    with_entropy: bool = False,  # also return the entropy of each row, without gradient
 ):                               # (N,) log-probs, or the pair (log-probs, entropies)
     "Log-probs of `tokens` with gradients to `hidden` and `weight`, without all N x V logits in memory."
     if hidden.ndim != 2 or weight.ndim != 2 or tokens.shape != hidden.shape[:1]:
         shapes = ', '.join(str(tuple(x.shape)) for x in (hidden, weight, tokens))
-        raise ValueError(f'selected_logprobs wants hidden (N, D), weight (V, D), tokens (N,), not {shapes}: '
+        raise ValueError(f'selected_logprobs needs hidden (N, D), weight (V, D), tokens (N,), not {shapes}: '
                          'select the response positions first')
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -121,7 +121,7 @@ def masked_mean(
     mask: torch.Tensor,  # same shape, or one that broadcasts; nonzero where `x` counts
     dim=None,            # dimensions to average over; None is all
 ) -> torch.Tensor:
-    "Mean of `x` where `mask` is not 0; 0 where that is nowhere."
+    "Mean of `x` where `mask` is not 0; 0 if the mask is empty."
     count = mask.bool().expand(x.shape).sum(dim)
     return masked_sum(x, mask, dim)/count.clamp(min=1)
 
@@ -170,7 +170,7 @@ def kl_estimate(
 def gae(
     rewards: torch.Tensor,  # (B, T) per token
     values: torch.Tensor,   # (B, T) return expected *before* that token
-    mask: torch.Tensor,     # (B, T) response tokens: one unbroken stretch per row, anywhere in it, or none
+    mask: torch.Tensor,     # (B, T) response tokens: at most one contiguous stretch per row, anywhere in it
     gamma: float = 1.0,     # discount
     lam: float = 1.0,       # 0: one step ahead; 1: the whole return
 ) -> tuple[torch.Tensor, torch.Tensor]:  # advantages and returns, (B, T) each, 0 outside the mask

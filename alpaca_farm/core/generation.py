@@ -25,9 +25,9 @@ from transformers.cache_utils import DynamicLayer
 def uniform_stream(
     seed: int,          # the run's seed
     prompt: list[int],  # token ids
-    occurrence: int,    # how often this prompt came before in the list
+    occurrence: int,    # number of earlier occurrences of this prompt in the list
     k: int,             # number of the sample
-    length: int,        # count of numbers
+    length: int,        # how many numbers
 ) -> np.ndarray:        # (length,) float32 in [0, 1)
     "Uniform numbers for one sample; a longer stream begins with the shorter one."
     digest = hashlib.blake2b(repr((seed, occurrence, k)).encode(), digest_size=16)
@@ -70,7 +70,7 @@ def choose_token(
 
 # %% ../../nbs/core/generation.ipynb #7cf0fd00
 class GrowingLayer(DynamicLayer):
-    "Continues a `DynamicLayer` that a prompt has filled, in buffers with spare columns."
+    "Continues a `DynamicLayer` filled by a prompt, in buffers with spare columns."
     def __init__(self, layer, longest):
         super().__init__()
         self.dtype, self.device, self.longest = layer.dtype, layer.device, longest
@@ -131,7 +131,7 @@ def full_mask(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 class DecodingState:
     "A batch in progress: cache, mask, positions and next logits, with one row per unfinished sample."
     def __init__(self, model, prompts, rows, longest):
-        "Read distinct `prompts`, then repeat them as `rows` says; `longest` counts prompt and answer."
+        "Read distinct `prompts`, then repeat them as given by `rows`; `longest` counts prompt and answer."
         self.model, self.cache = model, DynamicCache(config=model.config)
         self.parameters = signature(model.forward).parameters
         config = getattr(model, 'generation_config', None)
@@ -202,7 +202,7 @@ def write_batch(model, prompts, rows, u, steps, ends, choice) -> tuple[np.ndarra
 # %% ../../nbs/core/generation.ipynb #9b9b7677
 def end_tokens(
     model,           # its `generation_config` may have several
-    tokenizer=None,  # its `eos_token` is one, too
+    tokenizer=None,  # its `eos_token` is added
 ) -> list[int]:
     "The tokens that end an answer."
     ends = getattr(getattr(model, 'generation_config', None), 'eos_token_id', None)
@@ -210,18 +210,18 @@ def end_tokens(
     return sorted({int(e) for e in (*ends, getattr(tokenizer, 'eos_token_id', None)) if e is not None})
 
 # %% ../../nbs/core/generation.ipynb #91866330
-NOT_FINITE = "the model's logits are not finite: its weights or its precision have broken down"
+NOT_FINITE = "the model's logits are not finite: its weights have diverged or its precision is too low"
 
 
 class Sample(NamedTuple):
     "One answer."
     tokens: list[int]      # the end token included
-    logprobs: list[float]  # of each token, when it was sampled
+    logprobs: list[float]  # of each token, recorded when it was sampled
     ended: bool            # False: cut off at `max_new_tokens`
 
 # %% ../../nbs/core/generation.ipynb #e8a44480
 def cut_sample(tokens: np.ndarray, logps: np.ndarray, ends: list[int]) -> Sample:
-    "Cut one row after its first end token; ValueError when the model has diverged."
+    "Cut one row after its first end token; ValueError if the model has diverged."
     stops = np.isin(tokens, ends).nonzero()[0]
     size = stops[0] + 1 if len(stops) else len(tokens)
     if not np.isfinite(logps[:size]).all(): raise ValueError(NOT_FINITE)
@@ -230,7 +230,7 @@ def cut_sample(tokens: np.ndarray, logps: np.ndarray, ends: list[int]) -> Sample
 # %% ../../nbs/core/generation.ipynb #4bdce67b
 @contextmanager
 def evaluation_mode(model):
-    "Evaluation mode inside; afterwards the mode that each module had before."
+    "Evaluation mode within the context; afterwards each module returns to its previous mode."
     modes = [(m, m.training) for m in model.modules()]
     model.eval()
     try: yield
@@ -263,7 +263,7 @@ def sampling_jobs(
     prompts: list[tuple[int, ...]],  # token ids
     n: int,                          # samples per prompt
 ) -> list[tuple]:                    # prompt, its occurrence, number of the sample, index of the prompt
-    "All samples to be written, in the order in which they are batched."
+    "All samples to be generated, in the order in which they are batched."
     jobs, seen = [], Counter()
     for i, p in enumerate(prompts):
         jobs += [(p, seen[p], k, i) for k in range(n)]
@@ -273,18 +273,18 @@ def sampling_jobs(
 # %% ../../nbs/core/generation.ipynb #abf6df5c
 def generate(
     model,                       # a Hugging Face causal language model, on any device, LoRA adapters included
-    tokenizer,                   # for its end token; None: that of the model's `generation_config`
+    tokenizer,                   # for its end token; None: only those of the model's `generation_config`
     prompts: list[list[int]],    # token ids, not padded
     n: int = 1,                  # samples per prompt
     max_new_tokens: int = 300,   # longest answer, end token included
     temperature: float = 1.0,    # 0: greedy
     top_p: float = 1.0,          # sample only from the likeliest tokens that make up this probability
     top_k: int = 0,              # sample only from this many likeliest tokens; 0: all
-    seed: int = 0,               # same seed, same answers
-    batch_size: int = 256,       # sequences written at a time
+    seed: int = 0,               # of the uniform numbers; the same seed gives the same answers
+    batch_size: int = 256,       # sequences generated at a time
     progress=None,               # called with (sequences done, all sequences) after each batch
 ) -> list[list[Sample]]:         # n samples for each prompt, in the order of `prompts`
-    "Sample `n` answers to each prompt; ValueError for wrong settings or prompts."
+    "Sample `n` answers to each prompt; ValueError for invalid settings or prompts."
     model = model.get_base_model() if hasattr(model, 'get_base_model') else model  # has the LoRA layers
     check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k, batch_size)
     jobs, ends = sampling_jobs([tuple(map(int, p)) for p in prompts], n), end_tokens(model, tokenizer)

@@ -34,7 +34,7 @@ def dtype_of(cfg: Config) -> torch.dtype:
 
 # %% ../../nbs/core/models.ipynb #37b20d87
 def model_path(spec: str) -> str:
-    "The folder a model is loaded from, or its name on the hub; FileNotFoundError when it is neither."
+    "The folder a model is loaded from, or its name on the hub; FileNotFoundError if there is neither."
     for folder in (at_root(spec)/'model', at_root(spec)):
         if (folder/'config.json').exists() and list(folder.glob('*.safetensors')): return str(folder)
     if not at_root(spec).exists() and looks_like_hub(spec): return spec
@@ -43,7 +43,7 @@ def model_path(spec: str) -> str:
 
 # %% ../../nbs/core/models.ipynb #e3d7eb80
 def no_progress_bars():
-    "Switch off the bars of `transformers` for loading a file; a run has its own line of progress."
+    "Switch off the loading bars of `transformers`; a run has its own progress line."
     from transformers.utils import logging
     logging.disable_progress_bar()
 
@@ -56,7 +56,7 @@ def place_model(model, cfg: Config):
 
 # %% ../../nbs/core/models.ipynb #1ccf07ee
 def load_tokenizer(spec: str):
-    "A model's tokenizer; its padding token is its own, never EOS."
+    "A model's tokenizer, with a padding token other than EOS."
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(model_path(spec))
     if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
@@ -67,7 +67,7 @@ def load_tokenizer(spec: str):
 def load_policy(
     spec: str,            # run folder, checkpoint folder or hub name
     cfg: Config,
-    train: bool = False,  # weights to be trained stay in float32, whatever the precision of the forward pass
+    train: bool = False,  # load the weights in float32, whatever the precision of the forward pass
 ):
     "A causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
@@ -87,7 +87,7 @@ def fresh_head(model, kind: str):
 def load_scalar(
     spec: str,          # a policy or a scalar model
     cfg: Config,
-    head: str = 'keep', # 'keep' the head it has; 'zero' or 'normal' for a fresh one
+    head: str = 'keep', # 'keep' for the saved head; 'zero' or 'normal' for a fresh one
     train: bool = False,
 ):
     "A model with a scalar head, and its tokenizer."
@@ -127,7 +127,7 @@ def has_plain_head(model) -> bool:
 
 # %% ../../nbs/core/models.ipynb #c1fb8e45
 def logits_of(model, states: torch.Tensor) -> torch.Tensor:
-    "A model's logits, (..., V), of its last hidden states: head, scale and soft cap of its family."
+    "A model's logits, (..., V), from its last hidden states: head, scale and soft cap of its family."
     config, logits = model.config.get_text_config(), model.get_output_embeddings()(states)
     scale = lambda name: getattr(config, name, None) or 1
     logits = logits * scale('logit_scale') * scale('lm_head_multiplier') / scale('logits_scaling')
@@ -139,7 +139,7 @@ def logprobs(
     model,
     batch: dict,               # ids, mask, response: each (B, T)
     temperature: float = 1.0,  # logits are divided by it, as when sampling
-) -> torch.Tensor:  # (B, T), zero outside of the response
+) -> torch.Tensor:  # (B, T), zero outside the response
     "log p of each response token given the tokens before it."
     states = hidden_states(model, batch['ids'], batch['mask'])[:, :-1]
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
@@ -165,7 +165,7 @@ def sequence_scores(model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 
 # %% ../../nbs/core/models.ipynb #12b069c9
 def values(model, batch: dict) -> torch.Tensor:
-    "V of the state in which each response token is chosen, (B, T); zero outside of the response."
+    "V of the state in which each response token is chosen, (B, T); zero outside the response."
     scores = token_scores(model, batch['ids'], batch['mask'])
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
 
@@ -185,7 +185,7 @@ class RewardConfig(Config):
 
     @property
     def rewards(self) -> list[str]:
-        "The rewards as a list, also where there is one."
+        "The rewards as a list, even if there is only one."
         return [self.reward_model] if isinstance(self.reward_model, str) else self.reward_model
 
 # %% ../../nbs/core/models.ipynb #bd382662
@@ -194,7 +194,7 @@ def combine_scores(
     how: str = 'mean', # mean, worst, or uncertainty
     coef: float = .5,  # lambda
 ) -> np.ndarray:  # (N,)
-    "One score of many (Coste et al., 2024, section 3)."
+    "The members' scores combined into one (Coste et al., 2024, section 3)."
     scores = np.asarray(scores, dtype=float)
     if how == 'worst': return scores.min(0)
     return scores.mean(0) - (coef * scores.var(0) if how == 'uncertainty' else 0.)
@@ -204,20 +204,20 @@ def checked_reward(
     reward,     # records -> scores
     spec: str,  # its name, for messages
 ):  # records -> list of scores
-    "The same reward; ValueError when it does not give one finite number for each record."
+    "The same reward; ValueError if it does not give one finite number for each record."
     def checked(records: list[dict]) -> list[float]:
         scores = [float(s) for s in reward(records)]
         if len(scores) != len(records):
             raise ValueError(f'the reward {spec} gave {len(scores)} scores for {len(records)} answers')
         if np.isfinite(scores).all(): return scores
-        raise ValueError(f'the reward {spec} gave a score that is no number')
+        raise ValueError(f'the reward {spec} gave a score that is not a finite number')
     return checked
 
 # %% ../../nbs/core/models.ipynb #1e4a3eff
 @torch.no_grad()
 def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
                   batch_size: int = 256, standardise: bool = True) -> list[float]:
-    "Scores of records' outputs under a scalar model."
+    "Scores of the records' outputs under a scalar model."
     prompts = encode_prompts(records, tokenizer, template)
     responses = encode_responses([r['output'] for r in records], tokenizer)
     sequences = [p + r for p, r in zip(prompts, responses)]
@@ -239,7 +239,7 @@ def reward(
     template: str = 'auto',
     batch_size: int = 256,
 ):  # records -> list of scores
-    "The reward that a setting names."
+    "The reward that a setting specifies."
     if isinstance(spec, (list, tuple)):
         members = [reward(s, cfg, template, batch_size) for s in spec]
         how = getattr(cfg, 'ensemble', 'mean'), getattr(cfg, 'ensemble_coef', .5)
@@ -251,7 +251,7 @@ def reward(
 
 # %% ../../nbs/core/models.ipynb #34ff95d5
 def label_count(spec) -> int:
-    "Annotators' labels that a reward was trained on, from its run's summary; 0 where it has none."
+    "Number of annotators' labels a reward was trained on, from its run's summary; 0 if unknown."
     if isinstance(spec, (list, tuple)): return max(map(label_count, spec))
     if not spec or ':' in spec: return 0
     return (read_summary(spec) or read_summary(at_root(spec).parent)).get('labels', 0)

@@ -16,16 +16,16 @@ from fastcore.docments import docments
 
 # %% ../../nbs/core/settings.ipynb #d5dd7d10
 def root(
-    start: str | None = None,  # folder in which the search begins; the working folder when not given
+    start: str | None = None,  # folder in which the search begins; by default the working folder
 ) -> Path:  # the nearest parent with a settings.ini, else the starting folder itself
-    "The folder that relative paths are relative to."
+    "The folder to which relative paths refer."
     here = Path(start or os.getcwd()).resolve()
     checkout = Path(__spec__.origin).parents[2] if __spec__ else here  # this module's own
     return next((p for p in (here, *here.parents, checkout) if (p/'settings.ini').exists()), here)
 
 # %% ../../nbs/core/settings.ipynb #f8be9752
 def at_root(path) -> Path:
-    "`path` as an absolute path, anchored at the project root."
+    "`path` as an absolute path, relative to the project root."
     return root()/Path(path).expanduser()
 
 # %% ../../nbs/core/settings.ipynb #124e5640
@@ -34,7 +34,7 @@ def as_type(
     value,      # as it was given
     kind,       # bool, int, float, str, a list of one of them, or one or a list: `str | list[str]`
 ):
-    "`value` converted to `kind`; TypeError when that would be a guess."
+    "`value` converted to `kind`; TypeError if the conversion would be a guess."
     inner, listed = typing.get_args(kind), isinstance(value, (list, tuple))
     if isinstance(kind, types.UnionType): return as_type(name, value, inner[listed])
     if inner and listed: return [as_type(name, v, inner[0]) for v in value]
@@ -45,11 +45,11 @@ def as_type(
         try: return kind(value)
         except ValueError: pass
     wanted = f'list of {inner[0].__name__}' if inner else kind.__name__
-    raise TypeError(f'{name} = {value!r} is not a setting of type {wanted}')
+    raise TypeError(f'{name} = {value!r} is not a value of type {wanted}')
 
 # %% ../../nbs/core/settings.ipynb #db840a00
 def assigned_names(cell: str) -> list[str]:
-    "Names a cell assigns at its top level; none when it is not plain Python (a `%magic`, say)."
+    "Names assigned at the top level of a cell; none if it is not plain Python (such as a `%magic`)."
     try: body = ast.parse(cell).body
     except SyntaxError: return []
     targets = [t for s in body if isinstance(s, (ast.Assign, ast.AnnAssign))
@@ -69,9 +69,9 @@ def given_names(
 
 # %% ../../nbs/core/settings.ipynb #09333460
 def resolve(
-    spec: str,  # "package.module:name"; modules in the project's root folder count
+    spec: str,  # "package.module:name"; the module may be in the project's root folder
 ):  # the object of that name
-    "The object that a setting names; ValueError when there is none."
+    "The object that a setting names; ValueError if there is none."
     module, _, name = spec.partition(':')
     if not (module and name): raise ValueError(f'{spec!r}: write "package.module:name"')
     if str(root()) not in sys.path: sys.path.append(str(root()))
@@ -84,7 +84,7 @@ def resolve(
 
 # %% ../../nbs/core/settings.ipynb #45720aa0
 def looks_like_hub(value: str) -> bool:
-    "Whether `value` could be a name on the Hugging Face hub: owner/name, where owner is no local folder."
+    "Whether `value` could be a name on the Hugging Face hub: owner/name, where owner is not a local folder."
     owner, _, name = value.partition('/')
     file = name.endswith(('.json', '.jsonl', '.csv', '.parquet', '.gz'))
     if not (owner and name) or '/' in name or owner[0] in '.~' or file: return False
@@ -92,7 +92,7 @@ def looks_like_hub(value: str) -> bool:
 
 # %% ../../nbs/core/settings.ipynb #2ae98010
 def no_secrets(settings: dict):
-    "ValueError when a setting looks like an API key."
+    "ValueError if a setting looks like an API key."
     for name, value in settings.items():
         if isinstance(value, str) and value.startswith(('sk-', 'hf_', 'sk_')) and len(value) > 20:
             raise ValueError(f'{name} looks like an API key. Keys are read from the environment '
@@ -108,7 +108,7 @@ class Config:
     dtype: str = 'auto'    # float32, bfloat16, float16; auto is float32 on CPU, bfloat16 on GPU
     num_processes: int = 1 # processes that share the work; only 1 as yet
     tracker: str = ''      # wandb to send the log there as well; nothing leaves the machine otherwise
-    inputs = ()            # the settings that name something this run reads (a class attribute, no setting)
+    inputs = ()            # settings that name something this run reads (a class attribute, not a setting)
     aside = ('out', 'num_processes', 'workers', 'tracker')  # settings without influence on the result
 
     def __post_init__(self):
@@ -127,7 +127,7 @@ class Config:
 # %% ../../nbs/core/settings.ipynb #086ce9bf
 @patch
 def bounds(self: Config, **limits):
-    "Refuse a number outside `(low, high)`; None leaves a side open."
+    "Reject a number outside `[low, high]`; None means no limit."
     for name, (low, high) in limits.items():
         v = getattr(self, name)
         if (low is None or v >= low) and (high is None or v <= high) and math.isfinite(v): continue
@@ -138,7 +138,7 @@ def bounds(self: Config, **limits):
 # %% ../../nbs/core/settings.ipynb #00e1743b
 @patch
 def one_of(self: Config, name: str, *choices):
-    "Refuse a value that is none of `choices`."
+    "Reject a value that is not one of `choices`."
     v = getattr(self, name)
     if v in choices: return
     near = difflib.get_close_matches(str(v), choices, 1)
@@ -148,7 +148,7 @@ def one_of(self: Config, name: str, *choices):
 # %% ../../nbs/core/settings.ipynb #8da096d8
 @patch
 def check_path(self: Config, name: str, value: str):
-    "Refuse an input that is neither a callable, nor a local path, nor a name on the hub."
+    "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
     if ':' in value: return resolve(value)
     if value and not at_root(value).exists() and not looks_like_hub(value):
         raise FileNotFoundError(f'{name} = {value!r}: there is no such file or folder under {root()}')
@@ -200,11 +200,11 @@ class TrainConfig(Config):
                     adam_eps=(0, None), max_grad_norm=(0, None), checkpoint_every=(1, None))
         self.one_of('lr_schedule', 'cosine', 'linear', 'constant')
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
-            raise ValueError(f'betas = {self.betas}: two numbers from 0 to 1')
+            raise ValueError(f'betas = {self.betas}: give two numbers from 0 to below 1')
 
 # %% ../../nbs/core/settings.ipynb #adb49620
 def refuse_unknown(owner: str, names, known):
-    "TypeError for the first of `names` that is not known, with the nearest name that is."
+    "TypeError for the first of `names` that is not in `known`, with the nearest name that is."
     for name in names:
         if name in known: continue
         near = difflib.get_close_matches(name, known, 1)
@@ -217,7 +217,7 @@ def collect(
     cls: Config,
     namespace: dict,  # `globals()` of the notebook
 ):  # the settings, checked
-    "The settings of the parameters cell and of papermill's cell after it; unknown names are refused."
+    "The settings of the parameters cell and of papermill's cell after it; unknown names are rejected."
     kinds = typing.get_type_hints(cls)
     known = [f.name for f in fields(cls)]
     names = given_names(list(namespace['In']), known)
@@ -248,7 +248,7 @@ def parser(cls, description: str = '') -> argparse.ArgumentParser:
 
 # %% ../../nbs/core/settings.ipynb #9c564398
 def from_args(cls, args: list[str], description: str = ''):
-    "The settings that a command line gives; exits with a message when they are wrong."
+    "The settings given by a command line; exits with a message if they are invalid."
     p, kinds = parser(cls, description), typing.get_type_hints(cls)
     given = vars(p.parse_args(args))
     for name, value in given.items():

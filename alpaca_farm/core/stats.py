@@ -27,7 +27,7 @@ def standard_error(
 # %% ../../nbs/core/stats.ipynb #e128c635
 def sigmoid(
     z,                  # any shape
-    limit: float = 500, # larger numbers count as this one
+    limit: float = 500, # `z` is clipped to plus or minus this
 ) -> np.ndarray:  # the same shape, between 0 and 1
     "The logistic function, without overflow."
     return 1/(1 + np.exp(-np.clip(z, -limit, limit)))
@@ -55,7 +55,7 @@ def bootstrap_draws(
     statistic=np.mean,    # f(sample, axis): reduces the axis of the instructions
     n: int = 1000,        # bootstrap draws
     seed: int = 0,        # same seed, same draws
-    block: int = 2**22,   # numbers to hold at once
+    block: int = 2**22,   # numbers in memory at a time
 ) -> np.ndarray:  # (n, ...) the statistic of each draw
     "The statistic of `n` resamples of the rows of `values`."
     values, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
@@ -72,7 +72,7 @@ def bootstrap(
     n: int = 1000,        # bootstrap draws
     seed: int = 0,        # same seed, same draws
     level: float = .95,   # coverage
-) -> Interval:  # fields are floats, or arrays when the statistic leaves axes
+) -> Interval:  # fields are floats, or arrays if the statistic leaves further axes
     "Percentile interval of `statistic` over resampled instructions."
     draws = bootstrap_draws(values, statistic, n, seed)
     low, high = np.quantile(draws, [(1 - level)/2, (1 + level)/2], axis=0)
@@ -98,7 +98,7 @@ def paired_bootstrap(
 
 # %% ../../nbs/core/stats.ipynb #fb9b5c20
 def wilson(
-    k: float,            # successes; a soft count is fine
+    k: float,            # successes; need not be an integer
     n: int,              # trials
     level: float = .95,  # coverage
 ) -> Interval:
@@ -153,7 +153,7 @@ def one_hot_votes(
 ) -> np.ndarray:  # (annotators, 3, items) one-hot, zero where there is no vote
     "Votes as one-hot rows over first, tie, second."
     v = np.asarray(votes, dtype=float)
-    if v.ndim != 2: raise ValueError(f'votes must be annotators x items, but has shape {v.shape}')
+    if v.ndim != 2: raise ValueError(f'votes must be annotators x items, but have shape {v.shape}')
     hot = v[:, None] == CLASSES[:, None]
     wrong = np.argwhere(~hot.any(1) & ~np.isnan(v))
     if len(wrong) == 0: return hot.astype(float)
@@ -172,7 +172,7 @@ def vote_mode(
 # %% ../../nbs/core/stats.ipynb #f3dd3b32
 def agreement(
     votes,          # (annotators, items) of 1, 1.5 or 2, nan where there is none
-    people=None,    # (people, items) to compare with; `votes` themselves when not given
+    people=None,    # (people, items) to compare with; by default `votes` themselves
 ) -> float:  # between 0 and 1
     "Accuracy of single votes against the mode of all people but one (AlpacaFarm's agreement)."
     hot = one_hot_votes(votes)
@@ -195,7 +195,7 @@ def variance(
 def bias(
     votes,   # (repetitions, items) of the annotator
     people,  # (people, items)
-) -> float:  # between 0 and 1; an overestimate when either side has few votes
+) -> float:  # between 0 and 1; an overestimate if either side has few votes
     "Error of the mode of the annotator's votes against the mode of the people's."
     a, b = vote_mode(one_hot_votes(votes).sum(0)), vote_mode(one_hot_votes(people).sum(0))
     both = (a.sum(0) > 0) & (b.sum(0) > 0)
@@ -207,7 +207,7 @@ def vote_agreement(
     one: np.ndarray,    # (pairs, annotators) preferences in [1, 2]
     other: np.ndarray,  # (pairs, other annotators)
 ) -> np.ndarray:  # (annotators, other annotators)
-    "How often the votes of any two annotators on the same pair are the same."
+    "How often the votes of any two annotators on the same pair agree."
     p, q = one - 1, other - 1
     return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
 
@@ -233,7 +233,7 @@ def order_weights(
 def best_of_n_weights(
     scores,  # (..., N) proxy scores of the samples of each prompt
     n: int,  # samples of best-of-n
-) -> np.ndarray:  # (..., N) probability that each sample is chosen, in the samples' own order
+) -> np.ndarray:  # (..., N) probability that each sample is chosen, in the order of the samples
     "Probability that a sample is the best of `n` drawn without replacement, equal scores sharing it."
     s = np.asarray(scores, dtype=float)
     if np.isnan(s).any(): raise ValueError(f'score {np.argwhere(np.isnan(s))[0].tolist()} is nan')
@@ -250,7 +250,7 @@ def best_of_n_weights(
 
 # %% ../../nbs/core/stats.ipynb #ec4e7e56
 def best_of_n_value(
-    scores,  # (..., N) proxy scores that choose
+    scores,  # (..., N) proxy scores by which the best is chosen
     values,  # (..., N) quantity to average: utility, win rate, length, the proxy score itself
     n: int,  # samples of best-of-n
 ) -> np.ndarray:  # (...) per prompt
@@ -259,7 +259,7 @@ def best_of_n_value(
 
 # %% ../../nbs/core/stats.ipynb #2f7d5210
 def kl_best_of_n(n) -> np.ndarray:
-    "KL divergence of best-of-n from the policy it samples, in nats; an upper bound where samples repeat."
+    "KL divergence of best-of-n from the policy it samples, in nats; an upper bound if samples repeat."
     n = np.asarray(n, dtype=float)
     return np.log(n) - (n - 1)/n
 
