@@ -71,7 +71,7 @@ def run_round(round_: int, cfg: ExpertIterationConfig):
         if job.notebook == 'sft':
             winners = load_records(job.needs[0], 'outputs', 'output')
             ended = [r for r in winners if r['ended']]
-            if not ended: print('all winners were cut off and imitated as if complete: raise max_new_tokens')
+            if not ended: print('all winners were cut off; imitating them as complete: raise max_new_tokens')
             write_json(at_root(job.settings['data']), ended or winners)
         failed = run_jobs([job], 1, f'round {round_}, {job.notebook}')
         if failed: raise RuntimeError('\n'.join(failed))
