@@ -28,7 +28,7 @@ from .core.training import batches, Trainer, unique_weights
 
 # %% ../nbs/dpo.ipynb #61488720
 LOSS_SETTINGS = dict(label_smoothing=('sigmoid', 'robust'), target_margin=('simpo',),
-                     desirable_weight=('kto',), undesirable_weight=('kto',))  # settings of some losses only
+                     desirable_weight=('kto',), undesirable_weight=('kto',))  # settings of these losses only
 
 
 @dataclass
@@ -81,14 +81,14 @@ def dpo_loss(
     loss_type: str = 'sigmoid',     # sigmoid, ipo, hinge or robust
     label_smoothing: float = 0.0,   # known share of flipped labels (sigmoid: cDPO; robust)
 ) -> torch.Tensor:  # (B,)
-    "Loss of each pair; ValueError on an unknown loss type, or a share of flips that it cannot have."
+    "Loss of each pair; ValueError for an unknown loss type or a share of flips that it does not allow."
     flips = label_smoothing
     if loss_type not in ('sigmoid', 'ipo', 'hinge', 'robust'):
         raise ValueError(f'loss_type {loss_type!r}: choose from sigmoid, ipo, hinge, robust')
     if flips and loss_type not in LOSS_SETTINGS['label_smoothing']:
         raise ValueError(f'loss_type {loss_type!r} has no label_smoothing')
     if not 0 <= flips < .5:
-        raise ValueError(f'label_smoothing = {flips}: it must be below 0.5, where labels are coin tosses')
+        raise ValueError(f'label_smoothing = {flips}: it must be at least 0 and below 0.5')
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     if loss_type == 'ipo': return (h - 1 / (2 * beta)) ** 2
     if loss_type == 'hinge': return F.relu(1 - beta * h)
@@ -186,7 +186,7 @@ def reference_logprobs(policy, prompts: list, answers: list, pad_id: int,
 def weights_hash(model) -> str:
     "Hash of a model's architecture and of every weight."
     h = hashlib.sha256()
-    provenance = ('_name_or_path', 'transformers_version')  # no part of what the model computes
+    provenance = ('_name_or_path', 'transformers_version')  # without effect on what the model computes
     h.update(digest({k: v for k, v in model.config.to_dict().items() if k not in provenance}).encode())
     for name, w in sorted(unique_weights(model).items()):
         h.update(f'{name} {w.dtype} {tuple(w.shape)}'.encode())
@@ -200,7 +200,7 @@ def read_cached(path: Path) -> torch.Tensor | None:
     try:
         state = load_state(path)
         if digest(state['logprobs'].tolist()) == state['digest']: return state['logprobs']
-    except Exception: pass  # cut short, or another kind of file
+    except Exception: pass  # truncated, or another kind of file
     print(f'{path} is damaged: computing it again')
 
 # %% ../nbs/dpo.ipynb #65b381a4

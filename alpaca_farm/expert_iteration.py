@@ -22,13 +22,13 @@ from .core.settings import at_root, command, TrainConfig
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
 class ExpertIterationConfig(TrainConfig, AnswerConfig, RewardConfig):
-    "Settings of expert iteration; those of an optimisation are the SFT runs'."
+    "Settings of expert iteration; those of the optimisation apply to the SFT runs."
     out: str = 'runs/expert_iteration'  # run folder
     policy: str = 'runs/sft'        # where training starts, and the reference of the KL
     data: str = 'runs/world'        # dataset folder with prompts
     split: str = 'unlabeled'        # prompts that are answered in training
     rounds: int = 1                 # rounds of best-of-n and imitation
-    n: int = 16                     # answers to each prompt, of which the best wins
+    n: int = 16                     # answers to each prompt, of which the best is imitated
     max_instances: int = 800        # prompts of a round; the next round takes those that follow
     samples: str = ''               # a run of best_of_n with the answers of round 1; empty to draw them
     epochs: int = 3                 # passes over the winners
@@ -46,7 +46,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, RewardConfig):
 
 # %% ../nbs/expert_iteration.ipynb #05ff3e70
 def policy_after(round_: int, cfg: ExpertIterationConfig) -> str:
-    "The policy that a round ends with; before the first, the one that training starts from."
+    "The policy at the end of a round; for round 0, the one that training starts from."
     return f'{cfg.out}/round_{round_}/sft' if round_ else cfg.policy
 
 # %% ../nbs/expert_iteration.ipynb #66abb471
@@ -66,12 +66,12 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
 
 # %% ../nbs/expert_iteration.ipynb #7e8c43b4
 def run_round(round_: int, cfg: ExpertIterationConfig):
-    "Make the two runs of a round; RuntimeError with the run that failed and its error."
+    "Make the two runs of a round; RuntimeError naming the run that failed and its error."
     for job in round_jobs(round_, cfg):
         if job.notebook == 'sft':
             winners = load_records(job.needs[0], 'outputs', 'output')
             ended = [r for r in winners if r['ended']]
-            if not ended: print('all winners were cut off; imitated as if complete: raise max_new_tokens')
+            if not ended: print('all winners were cut off; imitating them as complete: raise max_new_tokens')
             write_json(at_root(job.settings['data']), ended or winners)
         failed = run_jobs([job], 1, f'round {round_}, {job.notebook}')
         if failed: raise RuntimeError('\n'.join(failed))
@@ -101,7 +101,7 @@ def round_rewards(round_: int, run, cfg: ExpertIterationConfig) -> dict[str, lis
 
 # %% ../nbs/expert_iteration.ipynb #ab433cd9
 def add_round_times(run, cfg: ExpertIterationConfig):
-    "Add the times of all parts to the run's, and remove their locks, which are not needed any more."
+    "Add the times of all parts to the run's, and remove their locks, which are no longer needed."
     for job in [j for k in range(1, cfg.rounds + 1) for j in round_jobs(k, cfg)]:
         part, folder = read_summary(job.out), at_root(job.out)
         run.before['cpu'] += part['cpu_seconds']

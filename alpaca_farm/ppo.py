@@ -105,7 +105,7 @@ class ValueHead(torch.nn.Module):
 
 # %% ../nbs/ppo.ipynb #7b1ade25
 def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
-    "The value model of the settings, None where the baseline is the other answers."
+    "The value model that the settings specify; None where the other answers are the baseline."
     if cfg.advantage != 'gae': return None
     if cfg.shared_value:
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False).to(policy.device)
@@ -128,7 +128,7 @@ def value_advantages(value, batch: dict, rewards: torch.Tensor, cfg: PPOConfig) 
 
 # %% ../nbs/ppo.ipynb #b73aa0c0
 def group_advantages(
-    totals: torch.Tensor,  # (B,) sum of each answer's rewards; the answers to one prompt stand together
+    totals: torch.Tensor,  # (B,) sum of each answer's rewards; answers to one prompt are adjacent
     size: int,             # answers to each prompt, G
     kind: str,             # rloo or grpo
 ) -> torch.Tensor:  # (B,)
@@ -188,7 +188,7 @@ def ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) -> 
 
 # %% ../nbs/ppo.ipynb #1f2a4af0
 def rollout_indices(n: int, step: int, cfg: PPOConfig) -> list[int]:
-    "The prompt of each row of a step, of `n` prompts; rows of the same prompt stand together."
+    "The prompt of each row of a step, of `n` prompts; rows of the same prompt are adjacent."
     size = 1 if cfg.advantage == 'gae' else cfg.group_size
     return [i for i in prompt_indices(n, step, cfg, cfg.rollouts // size) for _ in range(size)]
 

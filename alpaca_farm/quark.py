@@ -29,7 +29,7 @@ from .core.training import Trainer
 class QuarkConfig(OnlineConfig):
     "Settings of Quark."
     out: str = 'runs/quark'           # run folder
-    num_quantiles: int = 4            # parts the pool is cut into, K
+    num_quantiles: int = 4            # quantiles the pool is cut into, K
     best_quantile_only: bool = True   # learn from the best quantile only, without tokens
     clear_pool: bool = True           # discard the answers of earlier rollouts
     token_times: int = 8              # copies of a reward token in the prompt; a single one has little effect
@@ -43,7 +43,7 @@ class QuarkConfig(OnlineConfig):
     learning_rate: float = 2e-4       # peak learning rate
     lr_schedule: str = 'constant'     # cosine or linear, down to 5 % of the peak, or constant
     eval_every: int = 2               # steps between evaluations on the val split
-    save_every: int = 2               # keep model-<step>/ every so many steps; 0 for none
+    save_every: int = 2               # steps between saved policies model-<step>/; 0 for none
 
     def check(self):
         self.bounds(num_quantiles=(2, None), token_times=(1, None), jitter=(0, None), updates=(1, None),
@@ -69,7 +69,7 @@ def update_pool(
     rows: list[int],       # the prompt of each answer
     scores: torch.Tensor,  # (B,)
     clear: bool,           # discard earlier answers
-) -> dict:  # answers (one after the other), length, row, score
+) -> dict:  # answers (concatenated), length, row, score
     "The pool after a rollout."
     response = batch['response'].bool()
     new = dict(answers=batch['ids'][response].cpu(), length=response.sum(1).cpu(), row=torch.tensor(rows),

@@ -41,17 +41,17 @@ class RewardEnsembleConfig(RewardModelConfig):
         for rate in self.curve_flips: check_flip_rate(rate)
         for name in ('curve_pairs', 'curve_flips'):
             points = getattr(self, name)
-            if len(set(points)) < len(points): raise ValueError(f'{name} = {points}: name each point once')
+            if len(set(points)) < len(points): raise ValueError(f'{name} = {points}: list each point once')
         if min(self.curve_pairs, default=1) < 1:
-            raise ValueError(f'curve_pairs = {self.curve_pairs}: a point needs no fewer than 1 pair')
+            raise ValueError(f'curve_pairs = {self.curve_pairs}: each point needs at least 1 pair')
 
 # %% ../nbs/studies/reward_ensemble.ipynb #9138af50
 def reflip_labels(records: list[dict], rate: float, seed: int) -> list[dict]:
     "The records with their true labels, flipped at another rate; ValueError where the truth is not recorded."
     unknown = [i for i, r in enumerate(records) if not isinstance(r.get('flipped'), bool)]
     if unknown:
-        raise ValueError(f'curve_flips: pair {unknown[0]} does not say whether its label is `flipped`, '
-                         'so the true one is not known. Use labels made by annotators.ipynb')
+        raise ValueError(f'curve_flips: pair {unknown[0]} has no field `flipped`, true or false, '
+                         'so its true label is not known. Use labels made by annotators.ipynb')
     clean = [dict(r, preference=3 - r['preference']) if r['flipped'] else r for r in records]
     noisy = flip_labels(clean, rate, seed).records
     return [dict(r, flipped=r['preference'] != c['preference']) for r, c in zip(noisy, clean)]

@@ -23,7 +23,7 @@ from .core.text import collate, decode, encode_prompts, encode_responses, within
 
 # %% ../nbs/rrhf_pool.ipynb #057803a0
 def candidate_tokens(query: dict, tokenizer) -> list[list[int]]:
-    "Ids of a query's candidates: the policy's own as sampled, then those of texts, EOS where they ended."
+    "Token ids of a query's candidates: the policy's own as sampled, then the texts, with EOS where ended."
     own = query.get('tokens', [])
     texts, ended = query['output'][len(own):], query['ended'][len(own):]
     bare = encode_responses(texts, tokenizer, ended=False)
@@ -68,7 +68,7 @@ def recorded_scores(records: list[dict]) -> list[float]:
 
 # %% ../nbs/rrhf_pool.ipynb #c3f0ee9d
 def comparison_scores(annotator):
-    "A function from records to the share of comparisons that each wins among those of the same instruction."
+    "A function from records to the share of comparisons each wins against others of the same instruction."
     def scores(records):
         rows_of, wins = {}, [[] for _ in records]
         for i, r in enumerate(records): rows_of.setdefault(prompt_key(r), []).append(i)
@@ -149,7 +149,7 @@ def policy_candidates(policy, tokenizer, prompts: list[list[int]], cfg, seed: in
 # %% ../nbs/rrhf_pool.ipynb #ee950a83
 def candidate_pool(run, step: int, policy, reference, tokenizer, queries: list, prompts: list,
                    score_of) -> list[dict]:
-    "The candidates to learn from after `step` steps; read from the run folder where they are saved."
+    "The candidates to learn from after `step` steps; read from the run folder if already saved there."
     cfg, name = run.cfg, f'candidates-{step}.json' if step else 'candidates.json'
     if run.path(name).exists(): return read_json(run.path(name))
     own = policy_candidates(policy, tokenizer, prompts, cfg, cfg.seed * 1_000_003 + step + 1)

@@ -349,14 +349,14 @@ def test_records_without_extras(base, tmp_path):
     ensemble.run(study(base, tmp_path/'rm', **given))
     assert not (tmp_path/'rm'/'accuracy_by_annotator.json').exists() and set(read_json(tmp_path/'rm'/'calibration.json')) == {'labels'}
     assert 'accuracy_majority' not in read_summary(tmp_path/'rm') and next(csv.DictReader(open(tmp_path/'rm'/'curve.csv')))['flips'] == ''
-    with pytest.raises(ValueError, match='does not say whether its label is `flipped`'):
+    with pytest.raises(ValueError, match='has no field `flipped`'):
         ensemble.run(study(base, tmp_path/'flips', **given, curve_flips=[.1]))
 
 
 @pytest.mark.parametrize('more, message', [
     (dict(members=0), 'members = 0: it must be at least 1'), (dict(flip_rate=.5), 'a flip rate of 0.5'), (dict(flip_rate=-.1), 'a flip rate of -0.1'),
     (dict(margin=-1.), 'margin = -1.0: it must be at least 0'), (dict(margin=1., margin_field='gap'), 'give one of them'),
-    (dict(curve_pairs=[0]), 'no fewer than 1 pair'), (dict(curve_pairs=[5, 5]), 'each point once'), (dict(curve_flips=[.1, .1]), 'each point once'),
+    (dict(curve_pairs=[0]), 'at least 1 pair'), (dict(curve_pairs=[5, 5]), 'each point once'), (dict(curve_flips=[.1, .1]), 'each point once'),
     (dict(curve_flips=[.5]), 'a flip rate of 0.5'), (dict(curve_flips=[math.nan]), 'a flip rate of nan')])
 def test_bad_settings(more, message):
     with pytest.raises(ValueError, match=message): RewardEnsembleConfig(**more)
