@@ -56,7 +56,7 @@ AUTHORS = (.1, .3, .5, .7, .9)
 def embedded_pairs(
     n: int = 648,     # pairs
     votes: int = 4,   # people's votes on each
-    seed: int = 0,    # another seed, other requests, answers and votes
+    seed: int = 0,    # of requests, answers and votes
 ) -> list[dict]:  # labelled pairs; generator_1 and _2 name the authors
     "Pairs of answers by authors of differing skill, labelled by the embedded world's people."
     import random
@@ -82,10 +82,10 @@ prefer_longer.name = 'longest'
 def ask_judge(
     judge,              # an annotator, or a pool with `.annotators` and maybe `.weights`
     pairs: list[dict],
-    most: int = 4,      # annotators of a pool that see a pair
-    seed: int = 0,      # another seed, other annotators
+    most: int = 4,      # at most so many annotators of a pool see a pair
+    seed: int = 0,      # of the choice of annotators
 ) -> Verdicts:
-    "Ask a judge about pairs in both orders; ValueError when requests are left open, answers are stored."
+    "Ask a judge about pairs in both orders; ValueError if requests remain open. Answers are stored."
     members, weights = pool_members(judge), pool_weights(judge)
     drawn = np.array([annotator_order(p, weights, seed)[:most] for p in pairs]).T   # (annotators, pairs)
     places = [np.argwhere(drawn == a) for a in range(len(members))]
@@ -181,12 +181,12 @@ def agreement_figure(
 
 # %% ../nbs/judging/agreement.ipynb #b9f85979
 def verdicts_of_judges(
-    specs: list[str],   # judges: files of verdicts, with a #pattern of names or not, or whatever annotates
+    specs: list[str],   # judges: annotators, or files of verdicts, optionally with a #pattern of names
     sets: dict,         # all labelled pairs by the name of the set
-    cfg,                # settings of asking
-    most: int = 4,      # annotators of a pool that see a pair
+    cfg,                # settings of the requests
+    most: int = 4,      # at most so many annotators of a pool see a pair
 ) -> dict:  # {(set, judge): Verdicts} on the first max_instances pairs of each set
-    "Verdicts of the judges on the sets; ValueError for two judges of one name, and for requests left open."
+    "Verdicts of the judges on the sets; ValueError for two judges of one name, and for open requests."
     judged, n = {}, cfg.max_instances or None
     for spec in specs:
         name, _, pattern = spec.partition('#')
@@ -204,7 +204,7 @@ def verdicts_of_judges(
 
 # %% ../nbs/judging/agreement.ipynb #54633399
 def load_sets(specs: list[str]) -> dict:
-    "Sets by a short name, or by the whole of it where that is not unique."
+    "Sets by a short name, or by the full one where the short one is not unique."
     names = [short_name(s) for s in specs]
     return {n if names.count(n) == 1 else s: read_set(s) for n, s in zip(names, specs)}
 

@@ -25,7 +25,7 @@ def cast_votes(
     preferences: np.ndarray,  # (annotators, 2, pairs) of a judge
     pairs: list[dict],
     n: int = 4,               # votes of a single soft judge
-    seed: int = 0,            # another seed, other coins
+    seed: int = 0,            # of the coins
 ) -> np.ndarray:  # (votes, 2, pairs) of 1, 1.5, 2 or nan
     "Preferences as votes."
     p = np.asarray(preferences, dtype=float)
@@ -67,7 +67,7 @@ def krippendorff_alpha(
 
 # %% ../nbs/judging/agreement_measures.ipynb #91bc2b12
 def share(part, whole) -> float:
-    "A share; nan of nothing."
+    "A share; nan when the whole is 0."
     return float(part/whole) if whole else math.nan
 
 # %% ../nbs/judging/agreement_measures.ipynb #8adb541c
@@ -94,7 +94,7 @@ def order_measures(
 
 # %% ../nbs/judging/agreement_measures.ipynb #08d14fe8
 class PairTraits(NamedTuple):
-    "What the measures need of pairs beside the votes; each (pairs, ...)."
+    "What the measures need to know of pairs besides the votes; each (pairs, ...)."
     longer: np.ndarray   # above 0 where only output_2 is clearly longer
     list: np.ndarray     # above 0 where only output_2 has a list
     models: np.ndarray   # (pairs, 2) numbers of the two models; (pairs, 0) where they have no names
@@ -130,7 +130,7 @@ def feature_preferences(votes, traits: PairTraits) -> dict:
 def win_shares(
     counts,   # (3, pairs) votes for first, tie, second
     models,   # (pairs, 2)
-) -> np.ndarray:  # (models,) share of the votes that each won, a tie half; nan for one without votes
+) -> np.ndarray:  # (models,) share of votes won by each, ties as half; nan for one without votes
     "How often each model's answer is preferred."
     n, won = counts.sum(0), counts[2] + counts[1]/2
     size = models.max() + 1
@@ -150,7 +150,7 @@ def judge_measures(
     people,  # (people, pairs) from `people_votes`
     traits: PairTraits,
 ) -> dict:
-    "Every measure of a judge; nan for one that cannot be known."
+    "Every measure of a judge; nan for one that cannot be computed."
     every, four = votes.reshape(-1, votes.shape[2]), votes_in_drawn_orders(votes, traits.orders)
     by_judge, by_people, by_four = (one_hot_votes(v).sum(0) for v in (every, people, four))
     accuracy, decided, kappa = mode_measures(by_judge, by_people)
@@ -180,7 +180,7 @@ def people_measures(people, traits: PairTraits) -> dict:
 # %% ../nbs/judging/agreement_measures.ipynb #7ff375a0
 def bootstrap_measures(
     measure,             # f(indices of pairs) -> {name: value}
-    pairs: list[dict],   # those of one instruction are resampled together
+    pairs: list[dict],   # pairs of one instruction are resampled together
     n: int = 400,        # bootstrap draws
     seed: int = 0,       # same seed, same draws
     level: float = .95,  # coverage
@@ -204,7 +204,7 @@ def bootstrap_measures(
 
 # %% ../nbs/judging/agreement_measures.ipynb #5dac763d
 def interval_columns(intervals: dict) -> dict:
-    "Intervals as columns: each name, and with _low and _high."
+    "Intervals as columns: each name, alone and with _low and _high."
     ends = ('', '_low', '_high')
     return {f'{k}{end}': x for k, interval in intervals.items() for end, x in zip(ends, interval)}
 
@@ -214,7 +214,7 @@ def pairwise_agreement(
     draws: int = 400,   # of the bootstrap
     seed: int = 0,
 ) -> dict:  # {"Ann, Bob": Interval}; empty for one person, or more than six
-    "How often each two people give the same vote."
+    "How often any two people give the same vote."
     names = sorted({k for p in pairs for k in p['votes']})
     if not 1 < len(names) < 7: return {}
     votes = {k: np.array([p['votes'].get(k, math.nan) for p in pairs]) for k in names}

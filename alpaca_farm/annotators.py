@@ -50,9 +50,9 @@ class AnnotatorsConfig(ApiConfig):
     "Settings of an annotation run."
     out: str = 'runs/annotators'                # run folder
     outputs: str = 'runs/samples'               # pairs or candidates: a run of best_of_n, or a file
-    annotators: str = 'alpaca_farm.world:pool'  # who compares: see the table above
+    annotators: str = 'alpaca_farm.world:pool'  # annotator or pool: see the table above
     weights: list[str] = field(default_factory=list)  # annotator and weight, joined by an equals sign
-    label_flip: float = 0.25                    # share of the labels that is flipped; AlpacaFarm: 0.25
+    label_flip: float = 0.25                    # share of the labels that are flipped; AlpacaFarm: 0.25
     flip_by: str = 'pair'                       # a coin for each pair, or one for each instruction
     ask_flipped: bool = True                    # ask about all pairs; else coins label 2 x label_flip of them
     both_orders: bool = False                   # ask about every pair in both orders and average
@@ -83,7 +83,7 @@ def load_configured(spec: str, cfg):
 # %% ../nbs/annotators.ipynb #5a54cfa4
 def load_annotators(
     spec: str,  # "module:name", a configuration, a reward model's folder, or a file of labels
-    cfg,        # settings that include ApiConfig's, and maybe `weights`
+    cfg,        # settings that include ApiConfig's, and optionally `weights`
 ):  # an annotator, or a pool
     "The annotator or pool that a setting names; ValueError for any other name."
     if ':' in spec: return resolve(spec)
@@ -96,13 +96,13 @@ def load_annotators(
 
 # %% ../nbs/annotators.ipynb #5825df27
 def api_clients(pool) -> list[ApiClient]:
-    "The clients through which members of a pool are asked; empty if none is behind an endpoint."
+    "The clients of the members of a pool; empty if none is behind an endpoint."
     clients = (getattr(member, 'client', None) for member in pool_members(pool))
     return list({id(c): c for c in clients if c}.values())
 
 # %% ../nbs/annotators.ipynb #8d6f9603
 def usage_totals(clients: list[ApiClient]) -> dict:
-    "Requests, tokens and dollars of all clients; `open` says why some are still unanswered ('' if none is)."
+    "Requests, tokens and dollars of all clients; `open` is why some are still unanswered ('' if none is)."
     if not clients: return dict(open='', reasons=[])
     usages = [c.tally for c in clients]
     dollars = None if any(u.dollars is None for u in usages) else round(sum(u.dollars for u in usages), 6)
@@ -119,10 +119,10 @@ def usage_totals(clients: list[ApiClient]) -> dict:
 
 # %% ../nbs/annotators.ipynb #d94a3453
 def check_all_answered(pool, what: str):
-    "ValueError when a question to a pool is still unanswered because of failures or a budget."
+    "ValueError when requests to a pool are still unanswered because of failures or a budget."
     unanswered = usage_totals(api_clients(pool))['open']
     if unanswered:
-        raise ValueError(f'{what}: {unanswered}. What was answered is stored: run again for the rest')
+        raise ValueError(f'{what}: {unanswered}. All answers so far are stored: run again for the rest')
 
 # %% ../nbs/annotators.ipynb #f57e0c9d
 def ask_all(work: list[tuple], seed: int = 0) -> list[list[Verdict]]:
@@ -147,7 +147,7 @@ def average_orders(first: Verdict, second: Verdict) -> Verdict:
 # %% ../nbs/annotators.ipynb #5fbfdb3b
 def ask_annotators(
     annotators: list,
-    pairs: list[list[dict]],  # for each annotator the pairs it sees
+    pairs: list[list[dict]],  # the pairs that each annotator sees
     seed: int = 0,            # of the random order
     both: bool = False,       # ask in both orders and average
 ) -> list[list[Verdict]]:  # in the pairs' own order
@@ -173,7 +173,7 @@ def flip_rows(rows: list[dict], rate: float, seed: int, by: str = 'pair') -> Fli
 
 # %% ../nbs/annotators.ipynb #1d3d8efb
 def verdict_fields(pair: dict, verdict: Verdict, seed: int, decide: bool) -> dict:
-    "What a verdict adds to a pair's record: `preference`, and if known `price`, `time`, `raw`, `orders`."
+    "Fields that a verdict adds to a record: `preference`, and if known `price`, `time`, `raw`, `orders`."
     fields = dict(preference=decide_vote(pair, verdict.preference, seed, decide))
     if verdict.raw: fields |= dict(price=verdict.price, time=verdict.seconds, raw=verdict.raw)
     if verdict.orders: fields |= dict(orders=list(verdict.orders))
@@ -190,7 +190,7 @@ def annotate_pairs(
     flip_by: str = 'pair',     # flip pairs independently, or all pairs of an instruction together
     decide: bool = True,       # decide a probability by a coin; False: record it as it is
 ) -> list[dict]:  # records with `preference` (None without a verdict), `annotator`, and a paid verdict's cost
-    "Preferences of a pool; identical answers are a tie, and nobody is asked."
+    "Preferences of a pool; identical answers are a tie without asking."
     members = pool_members(pool)
     drawn = [draw_annotator(pool, p, seed) for p in pairs]
     identical = [p['output_1'] == p['output_2'] for p in pairs]
@@ -224,7 +224,7 @@ def pair_samples(
 def head2head_pairs(
     outputs_1: list[dict],  # the baseline's answers
     outputs_2: list[dict],  # the model's
-    keys=('instruction', 'input'),  # fields that both must share
+    keys=('instruction', 'input'),  # fields by which rows are matched
 ) -> list[dict]:
     "Two models' answers as pairs; ValueError when instructions differ or occur twice."
     def key(row): return tuple(str(row.get(k) or '') for k in keys)
@@ -232,7 +232,7 @@ def head2head_pairs(
     unmatched = [r for r in outputs_2 if key(r) not in first]
     sizes = {len(outputs_1), len(outputs_2), len(first), len({key(r) for r in outputs_2})}
     if unmatched or len(sizes) > 1:
-        example = ' '.join(key(unmatched[0])) if unmatched else 'missing in the model, or there twice'
+        example = ' '.join(key(unmatched[0])) if unmatched else 'missing in the model, or present twice'
         raise ValueError(f'{len(outputs_1)} answers against {len(outputs_2)}: '
                          f'{len(unmatched)} have no partner, the first is {example!r}')
     return [dict({k: v for k, v in r.items() if k != 'output'}, input=r.get('input') or '',
@@ -268,8 +268,8 @@ def first_shown_wins(rows: list[dict], seed: int, both: bool) -> tuple:
 
 # %% ../nbs/annotators.ipynb #5c00d902
 def position_bias(rows: list[dict], seed: int, both: bool) -> dict:
-    """How often the answer shown first wins (`first`), over labels that an annotator gave, before flips; with
-    both orders also how often they agree (`consistent`). With 95 % intervals; empty without labels."""
+    """How often the answer shown first wins (`first`), over annotators' labels before flips; with both orders
+    also how often these agree (`consistent`). With 95 % intervals; empty without labels."""
     judged = [r for r in rows if r['preference'] is not None and r['annotator'] != 'coin'
               and r['output_1'] != r['output_2']]
     wins, decided, agree = first_shown_wins(judged, seed, both)
@@ -280,7 +280,7 @@ def position_bias(rows: list[dict], seed: int, both: bool) -> dict:
 
 # %% ../nbs/annotators.ipynb #12119179
 def flip_rates(cfg: AnnotatorsConfig, rate: Interval, coins: int, n: int) -> dict:
-    "The realised share of flips; of `coins` labels that a coin gave, half are wrong."
+    "The realised share of flips; half of the `coins` labels given by a coin are wrong."
     if not cfg.ask_flipped: rate = Interval(*(x / 2 for x in wilson(coins, n)))
     return dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)
 
@@ -295,13 +295,13 @@ def to_alpaca_eval(rows: list[dict]) -> list[dict]:
 
 # %% ../nbs/annotators.ipynb #6b48b314
 def check_labelled(labelled: int, n: int, usage: dict, reasons_file):
-    "ValueError when labels are still to come or there are none; prints how many pairs have no verdict."
+    "ValueError when labels are missing or there are none; prints how many pairs have no verdict."
     missing, where = n - labelled, f'see {reasons_file}'
     if usage['open']:
         raise ValueError(f'{labelled} of {n} pairs are labelled, all of them stored; {missing} are missing: '
-                         f'{usage["open"]}. Run again to ask for these alone')
+                         f'{usage["open"]}. Run again to ask only for these')
     if not labelled:
-        hint = where if 'asked' in usage else 'are these the pairs that were labelled?'
+        hint = where if 'asked' in usage else 'are the recorded labels on other pairs?'
         raise ValueError(f'there is no verdict on any of the {n} pairs: {hint}')
     if missing: print(f'no verdict on {missing} of {n} pairs: {where}')
 

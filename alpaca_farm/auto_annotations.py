@@ -49,12 +49,12 @@ def current_spec(name: str, base_dir=None) -> str:
 
 # %% ../nbs/auto_annotations.ipynb #7228c68d
 def record_pair(row: dict, input_keys: tuple, output_keys: tuple) -> dict:
-    "A record as a pair; ValueError for a field that is missing or no text."
+    "A record as a pair; ValueError for a field that is missing or not text."
     required = output_keys + tuple(k for k in input_keys if k != 'input')
     missing = [k for k in required if k not in row]
     if missing: raise ValueError(f'a record has no {missing[0]!r}, but only {", ".join(row)}')
     wrong = next((k for k in output_keys if not isinstance(row[k], str)), None)
-    if wrong: raise ValueError(f'{wrong} = {row[wrong]!r}: an output is a text (in {str(row)[:200]})')
+    if wrong: raise ValueError(f'{wrong} = {row[wrong]!r}: an output must be text (in {str(row)[:200]})')
     def text(value): return '' if value is None or value != value else str(value)   # nan: a data frame's gap
     shown = {k: text(row.get(k)) for k in input_keys}
     further = [v for k, v in shown.items() if k not in ('instruction', 'input') and v]
@@ -64,10 +64,10 @@ def record_pair(row: dict, input_keys: tuple, output_keys: tuple) -> dict:
 
 # %% ../nbs/auto_annotations.ipynb #a621fb48
 def endpoint_config(models: dict | None, settings: dict) -> ApiConfig:
-    "Settings of the endpoint; models are replaced as ALPACA_FARM_MODELS and `models` say."
+    "Settings of the endpoint, with models replaced according to ALPACA_FARM_MODELS and `models`."
     names = {f.name for f in fields(ApiConfig)}
     if unknown := set(settings) - names:
-        raise TypeError(f'{sorted(unknown)[0]} is no argument. Settings of the endpoint are '
+        raise TypeError(f'{sorted(unknown)[0]} is not an argument. Settings of the endpoint are '
                         f'{", ".join(sorted(names))}')
     entries = os.environ.get('ALPACA_FARM_MODELS', '').split(',')
     replaced = dict(e.split('=', 1) for e in entries if '=' in e) | (models or {})
@@ -78,14 +78,14 @@ class AnnotatorState:
     "Settings, pool and labels of a `PairwiseAutoAnnotator`."
     def __init__(self,
         annotators_config='alpaca_eval_gpt4',  # as the setting `annotators` of a run
-        seed: int | None = 0,         # of random annotators and orders; None for others each time
+        seed: int | None = 0,         # of random annotators and orders; None for a new one each time
         is_avoid_reannotations: bool = True,   # use earlier answers
         caching_path='auto',          # the project's store; or an annotations.json; or None to store nothing
         input_keys=('input', 'instruction'),   # fields that are shown as the instruction
         output_keys=('output_1', 'output_2'),
         p_label_flip: float | None = None,     # share of flipped labels; AlpacaFarm trains on 0.25
-        base_dir=None,                # folder in which a configuration is searched first
-        models: dict | None = None,   # models to ask instead, by their name in the configuration
+        base_dir=None,                # folder that is searched first for a configuration
+        models: dict | None = None,   # replacement models, by their name in the configuration
         saving_path=None,             # older name of caching_path
         is_store_missing_annotations: bool = True,  # no effect: a failure is never stored
         is_reapply_parsing: bool = False,           # no effect: stored answers are always parsed again
@@ -130,7 +130,7 @@ def set_noise(self: AnnotatorState, p_label_flip: float | None):
 # %% ../nbs/auto_annotations.ipynb #ef8943ec
 @patch
 def recorded_pool(self: AnnotatorState):
-    "The pool with members that only know their recorded labels; no labels if these are not to be used."
+    "The pool with members that return only their recorded labels; none if these are not to be used."
     if not self.avoid: return RecordedLabels([], 'nobody')
     names = [annotator_name(a) for a in pool_members(self.pool)]
     members = [RecordedLabels([r for r in self.rows if r.get('annotator') == name], name) for name in names]
@@ -167,7 +167,7 @@ def label_pairs(self: AnnotatorState, pairs: list[dict], decoding: dict) -> list
 def random_cycle(
     outputs: list[str],  # all different
     *seeds,              # what the random order depends on
-) -> list[tuple[int, int]]:  # each output with another one, each once on either side
+) -> list[tuple[int, int]]:  # indices of two different outputs; each output is once first, once second
     "Pairs of successive outputs in a random cyclic order."
     order = sorted(range(len(outputs)), key=lambda i: hash_uniform('derange', outputs[i], *seeds))
     return [(i, order[(place + 1) % len(order)]) for place, i in enumerate(order)]
@@ -201,7 +201,7 @@ def model_pairs(outputs_1: list[dict], outputs_2: list[dict], keys: tuple, is_or
     "Two models' outputs as pairs; ValueError when they do not belong together."
     if not is_ordered: return head2head_pairs(outputs_1, outputs_2, keys)
     if len(outputs_1) != len(outputs_2):
-        raise ValueError(f'{len(outputs_1)} outputs against {len(outputs_2)}: in order there must be as many')
+        raise ValueError(f'{len(outputs_1)} against {len(outputs_2)} outputs in order: there must be as many')
     rest = [{k: v for k, v in r.items() if k != 'output'} for r in outputs_2]
     return [dict(r, output_1=first['output'], output_2=second['output'])
             for r, first, second in zip(rest, outputs_1, outputs_2)]
@@ -251,7 +251,7 @@ def reference_from_hub(config: str = 'alpaca_farm_evaluation', split: str = 'eva
         names = HfApi().list_repo_files(HUB_DATASET, repo_type='dataset')
         files = [f for f in names if f.endswith(('.json', '.parquet')) and config in f]
         chosen = next((f for f in files if split in Path(f).stem), files[0] if files else None)
-        if chosen is None: raise FileNotFoundError(f'it holds no file of {config}')
+        if chosen is None: raise FileNotFoundError(f'there is no file of {config}')
         return read_rows(Path(hf_hub_download(HUB_DATASET, chosen, repo_type='dataset')))
     except Exception as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
@@ -265,15 +265,15 @@ PUBLISHED_WIN_RATES = {  # and standard errors, against Davinci003; AlpacaFarm 0
 
 
 def print_published():
-    "Print AlpacaFarm's published win rates, which another judge gave."
+    "Print AlpacaFarm's published win rates, which are from another judge."
     rows = '\n'.join(f'{m:<22}{w:5.1f} ± {s}' for m, (w, s) in PUBLISHED_WIN_RATES.items())
     print('\npublished by AlpacaFarm, judged by its pool in 2023, '
-          f'and so not to be ranked with the row above:\n{rows}')
+          f'and therefore not comparable with the row above:\n{rows}')
 
 # %% ../nbs/auto_annotations.ipynb #03d65f45
 def alpaca_leaderboard(
     path_or_all_outputs,           # the model's outputs: a file, or records with instruction, input, output
-    annotators_config='alpaca_eval_gpt4',  # who judges
+    annotators_config='alpaca_eval_gpt4',  # the judge
     name: str = 'Current method',  # of the model
     is_add_reference_methods: bool = True,  # also print AlpacaFarm's published win rates
     is_print_metrics: bool = True,

@@ -28,31 +28,31 @@ class CompareConfig(Config):
     out: str = 'runs/compare'  # run folder
     folders: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders to compare
     annotators: str = 'alpaca_farm.world:people'  # judge, as package.module:name
-    examples: int = 3          # number of instructions whose answers are shown
+    examples: int = 3          # number of instructions for which answers are shown
     inputs = ('folders', 'annotators')
 
     def check(self):
         self.bounds(examples=(0, None))
-        if len(self.folders) < 2: raise ValueError(f'folders = {self.folders}: name two or more to compare')
+        if len(self.folders) < 2: raise ValueError(f'folders = {self.folders}: name at least two to compare')
 
 # %% ../nbs/compare.ipynb #7131fb30
 def run_names(folders: list[str]) -> dict:
     "Run folders by short name; ValueError for a folder that is not a run's."
     for f in folders:
         if (at_root(f)/'config.json').exists(): continue
-        raise ValueError(f'{f} is no run folder: it has no config.json')
+        raise ValueError(f'{f} is not a run folder: it has no config.json')
     return short_names(folders)
 
 # %% ../nbs/compare.ipynb #93b764d6
 def json_text(value) -> str:
-    "A value as text that is equal for equal values."
+    "A value as text; equal values give equal texts."
     return json.dumps(value, sort_keys=True)
 
 # %% ../nbs/compare.ipynb #5f249f1e
 def differing_settings(
     folders: list[str],  # run folders
 ):  # DataFrame: a row per setting, a column per run
-    "Settings in which the runs are not all the same."
+    "Settings in which the runs differ."
     import pandas as pd
     configs = {n: read_json(at_root(f)/'config.json') for n, f in run_names(folders).items()}
     settings = {n: dict(notebook=c.get('notebook', ''), **c.get('settings', {})) for n, c in configs.items()}
@@ -80,7 +80,7 @@ def logged_curves(
 # %% ../nbs/compare.ipynb #bdbfa298
 def curve_figure(
     curves: dict,     # of `logged_curves`
-    most: int = 12,   # quantities to show
+    most: int = 12,   # most quantities to show
 ):  # matplotlib figure, None when the runs have logged nothing in common
     "One small panel per quantity, a colour per run."
     import matplotlib.pyplot as plt

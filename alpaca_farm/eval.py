@@ -44,7 +44,7 @@ class EvalConfig(ApiConfig):
     reference: str = 'runs/references'  # folder or file of answers to compare with, one or several each
     annotators: list[str] = field(default_factory=lambda: WORLD)  # judges, each as in the annotators notebook
     weights: list[str] = field(default_factory=list)  # shares in a pool: name, equals sign, number
-    head_to_head: bool = False          # judge the models against each other too, every pair of them
+    head_to_head: bool = False          # also judge every pair of models against each other
     max_instances: int = 0              # use only the first n instructions of the reference; 0 for all
     inputs = ('outputs', 'reference', 'annotators')
 
@@ -65,7 +65,7 @@ def complete_preferences(outputs: list[dict], references: list[dict], judge) -> 
 
 # %% ../nbs/eval.ipynb #96ac8df3
 def sampled_pairs(outputs: list[dict], references: list[dict], seed: int = 0) -> list[dict]:
-    "For each instruction one of its pairs."
+    "One pair for each instruction."
     groups = [[] for _ in references]
     for p in pair_up(outputs, references): groups[p['item']].append(p)
     return [g[int(hash_uniform(seed, 'pair', g[0]['instruction'], g[0]['input'])*len(g))] for g in groups]
@@ -75,7 +75,7 @@ def sampled_preferences(
     outputs: list[dict],     # the model's answers
     references: list[dict],  # the reference's
     judge,                   # annotator or pool
-    seed: int = 0,           # another seed, other draws
+    seed: int = 0,           # of all draws
 ) -> np.ndarray:  # (instructions,) of 1 or 2; 1.5 where the two answers are identical, nan without a verdict
     "One sampled vote per instruction, against one sampled reference (AlpacaFarm's evaluation)."
     pairs = sampled_pairs(outputs, references, seed)
@@ -192,7 +192,7 @@ def read_models(cfg: EvalConfig) -> dict:
 
 # %% ../nbs/eval.ipynb #7df8cbc7
 def file_name(judge: str) -> str:
-    "A judge's name as part of a file's."
+    "A judge's name in a form that can be part of a file name."
     return re.sub(r'[^\w.-]+', '-', judge).strip('-')
 
 # %% ../nbs/eval.ipynb #5892ee8b

@@ -27,7 +27,7 @@ class Evaluator:
     name: str
     template: str           # prompt with {instruction}, {output_1}, {output_2}, each `batch_size` times
     batch_size: int         # pairs in one prompt
-    decoding: dict          # fields of the request beside the prompt, including `model`
+    decoding: dict          # fields of the request besides the prompt, including `model`
     parser: str             # name of the parser that reads the answer
     parser_kwargs: dict = field(default_factory=dict)
 
@@ -40,7 +40,7 @@ def check_vendor(name: str, config: dict, model: str):
     "ValueError for a model that only its vendor's own API serves."
     vendor = config.get('fn_completions', 'openai_completions').removesuffix('_completions')
     if vendor not in VENDORS: return
-    raise ValueError(f'{name} asks {model} of {VENDORS[vendor]}, through an API of its own. Serve it '
+    raise ValueError(f'{name} uses {model} of {VENDORS[vendor]}, through an API of its own. Serve it '
                      f'behind an OpenAI-compatible endpoint and give its name: models = {{{model!r}: "..."}}')
 
 # %% ../nbs/judging/judges.ipynb #36a157cb
@@ -79,7 +79,7 @@ def load_evaluators(
 
 # %% ../nbs/judging/judges.ipynb #e2410081
 def parse_chatml(template: str) -> list[dict]:
-    "The messages of a ChatML template; a plain text is one message of the user."
+    "The messages of a ChatML template; a plain text is one user message."
     if '<|im_start|>' not in template: return [dict(role='user', content=template.strip())]
     messages = []
     for part in template.split('<|im_start|>')[1:]:
@@ -104,12 +104,12 @@ def fill_prompt(texts: list[str], pairs: list[dict]) -> list[str]:
     return [SLOT.sub(fill, t) for t in texts]
 
 # %% ../nbs/judging/judges.ipynb #51b64f1b
-COMPLETION_MODELS = re.compile(r'text-davinci|-instruct$|davinci-002|babbage-002')  # models that have no chat
+COMPLETION_MODELS = re.compile(r'text-davinci|-instruct$|davinci-002|babbage-002')  # models without chat
 FILLER = dict(instruction='1+1=', output_1='2', output_2='3')                      # fills unused slots
 
 
 def judge_request(e: Evaluator, pairs: list[dict]) -> dict:
-    "The request that asks an evaluator about at most `batch_size` pairs."
+    "The request to an evaluator to compare at most `batch_size` pairs."
     pairs = pairs + [FILLER] * (e.batch_size - len(pairs))
     messages = parse_chatml(e.template)
     contents = [m['content'] for m in messages]
@@ -237,8 +237,8 @@ DRAWS_PER_SEED = 1000
 
 def ask_judges(
     work: list[tuple],  # (ApiJudge, the pairs it sees), all with the same client
-    asks: int = 3,      # times a request is asked until an answer can be read
-    seed: int = 0,      # another seed asks a judge that samples for another sample
+    asks: int = 3,      # times a request is sent until an answer can be read
+    seed: int = 0,      # another seed gives other samples of a judge that samples
 ) -> list[list[Verdict]]:
     "The verdicts of each judge on its pairs."
     client, parts, requests = work[0][0].client, {}, {}
@@ -303,7 +303,7 @@ def make_pool(name: str, annotators: list, weights: dict):
 # %% ../nbs/judging/judges.ipynb #09c28533
 def load_judge(
     spec: str,          # a configuration: a folder, or a name
-    cfg: ApiConfig,     # where and how to ask
+    cfg: ApiConfig,     # settings of the endpoint
     models: dict = {},  # the model to ask instead, by its name in the configuration
     weights: dict = {}, # weight of each annotator of a pool, by name; default 1
 ):  # a judge, or a pool of judges

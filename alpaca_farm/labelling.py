@@ -30,9 +30,9 @@ class LabellingConfig(Config):
     "Settings of labelling by people."
     out: str = 'runs/labelling'         # run folder
     outputs: str = 'runs/samples'       # pairs or candidates: a run of best_of_n, or a file
-    store: str = 'runs/answers.sqlite'  # where labels are stored, beside the answers of judges
-    person: str = ''                    # name of the person who labels; empty: use the labels so far
-    repeat: float = 0.1                 # share of the pairs that is shown again, swapped
+    store: str = 'runs/answers.sqlite'  # where labels are stored, together with answers of judges
+    person: str = ''                    # name of the person labelling; empty: use the labels so far
+    repeat: float = 0.1                 # share of the pairs that are shown again, swapped
     max_instances: int = 0              # use only the first n pairs; 0 for all
     inputs = ('outputs',)
     aside = Config.aside + ('store', 'repeat')   # the labels themselves are part of the fingerprint
@@ -110,9 +110,9 @@ class LabellingQueue:
         store: Store,
         person: str,
         seed: int = 0,
-        repeat: float = 0.,  # share of the pairs that is shown again
+        repeat: float = 0.,  # share of the pairs that are shown again
     ):
-        if not person.strip(): raise ValueError("person = '': say who labels, always by the same name")
+        if not person.strip(): raise ValueError("person = '': give your name, the same one each time")
         self.pairs, self.store = [p for p in pairs if p['output_1'] != p['output_2']], store
         self.person, self.seed = person.strip(), seed
         self.answers = person_answers(store, self.pairs, self.person)
@@ -156,7 +156,7 @@ def record_label(self: LabellingQueue, i: int, swapped: bool, preference: float 
 # %% ../nbs/judging/labelling.ipynb #7a0f7ca0
 @patch
 def undo_label(self: LabellingQueue) -> bool:
-    "Undo the last answer, of whichever session; False when there is none."
+    "Undo the last answer, whichever session it is from; False when there is none."
     answers = [(a['at'], i, a['swapped']) for i, given in enumerate(self.answers) for a in given]
     if answers: self.record_label(*max(answers)[1:], None, undone=True)
     return bool(answers)
@@ -197,7 +197,7 @@ def people_in_store(store: Store) -> list[str]:
 def person_summary(
     rows: list[dict],  # labels of one person, from `person_labels`
 ) -> dict:  # labels, ties, seconds, first, self_agreement; None without data
-    "A person's labels in a few numbers; `first` and `self_agreement` are shares with intervals."
+    "Summary of a person's labels; `first` and `self_agreement` are shares with intervals."
     decided, repeated = [r for r in rows if r['preference'] != 1.5], [r for r in rows if 'again' in r]
     def share(hits): return wilson(sum(hits), len(hits)) if hits else None
     return dict(labels=len(rows), ties=len(rows) - len(decided),
@@ -230,7 +230,7 @@ class LabellingPage:
     "The widget of a queue (`view`), with a text box and a button for each key."
     def __init__(self,
         queue: LabellingQueue,
-        key_delay: float = .3,  # seconds for which a new pair takes no key
+        key_delay: float = .3,  # seconds for which keys are ignored after a new pair appears
     ):
         import ipywidgets as w
         self.queue, self.key_delay = queue, key_delay
@@ -288,7 +288,7 @@ def take_typed_key(self: LabellingPage, change: dict):
 def simulate_person(
     page: LabellingPage,
     annotator,      # pairs -> preferences from 1 to 2
-    n: int,         # at most so many keys are pressed
+    n: int,         # at most n keys are pressed
     seed: int = 0,  # of the coins that decide a preference
 ):
     "An annotator labels what a page shows, through its text box and its buttons in turn."
@@ -301,7 +301,7 @@ def simulate_person(
 
 # %% ../nbs/judging/labelling.ipynb #953fe9a1
 def labelling_widget(cfg: LabellingConfig):
-    "The widget with which `cfg.person` labels; without a name, None, and the labels so far are counted."
+    "The widget with which `cfg.person` labels; without a name None, after printing the counts so far."
     for name in cfg.inputs: ensure_input(cfg, name)
     pairs, store = load_pairs(cfg), Store(at_root(cfg.store))
     if cfg.person: return LabellingPage(LabellingQueue(pairs, store, cfg.person, cfg.seed, cfg.repeat)).view

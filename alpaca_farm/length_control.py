@@ -20,7 +20,7 @@ def logistic(
     x,        # (rows, K) features, dense or sparse
     y,        # (rows,) targets from 0 to 1
     spread,   # (K,) standard deviation of the normal prior of each coefficient
-    mean=0.,  # (K,) of that prior
+    mean=0.,  # (K,) mean of that prior
 ) -> np.ndarray:  # (K,) coefficients
     "Logistic regression on soft targets: the mode of the posterior."
     from scipy.optimize import minimize
@@ -110,12 +110,12 @@ def length_controlled(
     names=None,          # of the models
     level: float = .95,  # coverage of the intervals
 ):  # DataFrame with a row for each model, in their order, and the values of `controlled_win_rate`
-    "Length-controlled win rates of all models of a board; ValueError for a model without any verdict."
+    "Length-controlled win rates of all models on a board; ValueError for a model without any verdict."
     import pandas as pd
     p = np.asarray(preferences, dtype=float)
     names = list(range(len(p))) if names is None else list(names)
     empty = [n for n, row in zip(names, p) if np.isnan(row).all()]
-    if empty: raise ValueError(f'{empty[0]} has no verdict at all: leave it out, or have it judged again')
+    if empty: raise ValueError(f'{empty[0]} has no verdict at all: leave it out or judge it again')
     terms = np.broadcast_to(length_term(baseline, lengths), p.shape)
     missing = np.argwhere(~np.isnan(p) & np.isnan(terms))
     if len(missing):

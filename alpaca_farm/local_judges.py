@@ -34,7 +34,7 @@ def verdict_labels(e: Evaluator) -> tuple[str, str]:
     if e.batch_size == 1 and e.parser == 'logprob_parser' and len(kwargs['denominator_tokens']) == 2:
         first = kwargs['numerator_token']
         return first, next(t for t in kwargs['denominator_tokens'] if t != first)
-    raise ValueError(f'{e.name} cannot be asked of a local model: its verdict is not one of two labels. '
+    raise ValueError(f'{e.name} cannot use a local model: its verdict is not one of two labels. '
                      'Name a configuration with labels, such as open_pool, or serve it and set base_url')
 
 # %% ../nbs/judging/local_judges.ipynb #b8863af2
@@ -46,7 +46,7 @@ def break_special_tokens(text: str, special: list[str]) -> str:
 
 # %% ../nbs/judging/local_judges.ipynb #50a11e07
 def judge_prompt_ids(e: Evaluator, pair: dict, tokenizer) -> list[int]:
-    "Token ids of an evaluator's prompt about a pair, in the model's chat format if it has one."
+    "Token ids of an evaluator's prompt for a pair, in the model's chat format if it has one."
     added = (t.content for t in tokenizer.added_tokens_decoder.values())   # Llama's headers are only here
     special = sorted({*tokenizer.all_special_tokens, *added}, key=len)[::-1]
     safe = {k: break_special_tokens(v, special) if isinstance(v, str) else v for k, v in pair.items()}
@@ -119,7 +119,7 @@ class RecordedLabels:
             self.labels.setdefault(key, []).append(3 - r['preference'] if swapped else r['preference'])
 
     def place(self, pair: dict) -> tuple[tuple, bool]:
-        "A pair's key, whether its input is merged or not, and whether its outputs are in the other order."
+        "A pair's key, the same with its input merged or not, and whether its outputs are in the other order."
         text = pair_identity(dict(pair, instruction=full_instruction(pair), input=''))
         return tuple(text), text[-2:] != [pair['output_1'], pair['output_2']]
 
@@ -138,12 +138,12 @@ def check_labels(rows: list[dict], source: str) -> list[dict]:
     rows = [dict(r, input=r.get('input') or '', preference=as_preference(r['preference']))
             if is_number(r.get('preference')) else r for r in rows]
     labelled = [r for r in rows if r['preference'] == r['preference']]
-    if not labelled: raise ValueError(f'{source}: there is no label in it')
+    if not labelled: raise ValueError(f'{source} contains no label')
     return check_records(labelled, 'preference', source)
 
 # %% ../nbs/judging/local_judges.ipynb #833e69cb
 def load_recorded(path) -> RecordedLabels:
-    "The labels of a file or a run as an annotator; ValueError naming a row that is wrong."
+    "The labels of a file or a run as an annotator; ValueError naming an invalid row."
     rows = read_rows(find_file(str(path), 'preferences'))
     return RecordedLabels(check_labels(rows, str(path)), Path(path).stem)
 

@@ -73,7 +73,7 @@ def sample_votes(
     pairs: list[dict],  # the same pairs
     votes: int = 4,     # votes per pair; AlpacaFarm's cross-annotations have four
     seed: int = 0,      # of annotators, orders and coins
-    weights=None,       # (annotators,) how often each is drawn; equal when not given
+    weights=None,       # (annotators,) relative frequency of each; equal when not given
 ) -> np.ndarray:        # (votes, pairs) of 1 or 2; 1.5 for identical outputs, nan without a verdict
     "Votes of some annotators on each pair, each shown in a random order."
     chance = np.asarray(chance)
@@ -94,7 +94,7 @@ def feature_preference(
     preferences,  # (..., pairs) votes or soft preferences
     feature,      # (pairs,) above 0: only output_2 has it; below 0: only output_1; 0: neither or both
 ) -> float:  # nan when no pair differs
-    "How often the output with a feature is preferred, where just one has it; ties are left out."
+    "How often the output with a feature is preferred, where only one has it; ties are left out."
     y, side = np.broadcast_arrays(np.asarray(preferences, dtype=float), np.sign(feature))
     use = (side != 0) & (y != 1.5)
     return float(np.where(side > 0, y - 1, 2 - y)[use].mean()) if use.any() else float('nan')
@@ -102,7 +102,7 @@ def feature_preference(
 # %% ../nbs/judging/noise.ipynb #cf492132
 def length_sign(
     pairs: list[dict],      # records with output_1, output_2
-    by: int = 30,           # differences of at most so many characters do not count
+    by: int = 30,           # differences of at most this many characters do not count
 ) -> np.ndarray:  # (pairs,) difference in characters, 0 when small
     "By how much output_2 is longer."
     d = np.array([len(r['output_2']) - len(r['output_1']) for r in pairs])

@@ -32,7 +32,7 @@ class OpenaiBaselinesConfig(ApiConfig):
     out: str = 'runs/openai_baselines'  # run folder
     data: str = 'runs/world'            # dataset folder, file or hub dataset with instructions
     split: str = 'eval'                 # the split that is answered
-    baseline: str = ''                  # a model of the table above; empty: nothing leaves the machine
+    baseline: str = ''                  # a model of the table above; empty: no requests are sent
     n: int = 1                          # samples for each instruction
     temperature: float = 0.7            # of the sampling
     max_tokens: int = 300               # longer answers are cut off
@@ -71,14 +71,14 @@ def baseline_output(answer: dict) -> str:
 
 # %% ../nbs/judging/openai_baselines.ipynb #2aed5b9b
 def check_answered(answered: int, unanswered: list[dict], usage: dict):
-    "ValueError when answers are still to come or there are none; prints the instructions without an answer."
+    "ValueError when answers are missing or there are none; prints the instructions without an answer."
     missing = len(unanswered)
     n = answered + missing
     names = ''.join(f'\n  {r["instruction"][:80]!r}' for r in unanswered[:20])
     if missing > 20: names += '\n  ...'
     if usage['open']:
         raise ValueError(f'{answered} of {n} instructions are answered, all of them stored; '
-                         f'{missing} are missing: {usage["open"]}. Run again to ask for these alone:{names}')
+                         f'{missing} are missing: {usage["open"]}. Run again to ask only for these:{names}')
     if unanswered:
         print(f'{missing} OF {n} INSTRUCTIONS HAVE NO ANSWER and are left out '
               f'({"; ".join(usage["reasons"])}):{names}')

@@ -73,7 +73,7 @@ def test_alpaca_eval_annotations_are_read_on_both_sides():
     rows = json.loads((folder/'annotations_ae1.json').read_text())
     assert said.price == pytest.approx(1000*np.mean([r['price_per_example'] for r in rows if r['price_per_example'] is not None])) and said.unanswered.sum() == 0
     assert A.agreement_board(sets, {('annotations_ae1', 'itself'): said}, draws=10).iloc[1].accuracy == 1
-    with pytest.raises(ValueError, match='find no pair in'): A.verdicts_of_judges([str(folder/'annotations_ae2.json')], sets, CFG)
+    with pytest.raises(ValueError, match='match no pair in'): A.verdicts_of_judges([str(folder/'annotations_ae2.json')], sets, CFG)
     with pytest.raises(ValueError, match='Sample votes|A soft label'): A.load_sets([str(folder/'annotations_ae2.json')])
 
 

@@ -394,5 +394,5 @@ def test_a_reward_model_and_a_local_model_as_judges(tmp_path):
     annotators.run(local)
     assert {r['annotator'] for r in load_records(local.out, 'preferences', 'preference')} > {'llama_strict', 'qwen_letter'}
     with pytest.raises(ValueError, match='needs a prompt'): load_annotators(str(tmp_path/'judge'), cfg)
-    with pytest.raises(ValueError, match='cannot be asked of a local model'):
+    with pytest.raises(ValueError, match='cannot use a local model'):
         annotators.run(again(cfg, out=str(tmp_path/'no'), annotators='alpaca_eval_gpt4', models=[f'gpt-4={tmp_path/"judge"}']))

@@ -194,4 +194,4 @@ def test_candidates_make_pairs_and_nobody_is_refused(tmp_path):
     labelling.labelling_widget(cfg)
     labelling.run(cfg)
     assert read_summary(cfg.out)['pairs'] == 3
-    with pytest.raises(ValueError, match='say who labels'): LabellingQueue([], Store(tmp_path/'a.sqlite'), ' ')
+    with pytest.raises(ValueError, match='give your name'): LabellingQueue([], Store(tmp_path/'a.sqlite'), ' ')
