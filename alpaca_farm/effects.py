@@ -37,19 +37,19 @@ class EffectsConfig(Config):
     out: str = 'runs/effects'            # run folder; the experiment's own runs are in <out>_study
     outputs: list[str] = field(default_factory=lambda: RUNS)  # runs whose answers are measured
     data: str = 'runs/world'             # dataset folder: demonstrations and prompts
-    split: str = 'eval'                  # the split of it that the runs answered
+    split: str = 'eval'                  # split of the dataset that the runs answered
     tokens: int = 1000                   # words among which distinct-1 and -2 are counted
-    study: bool = True                   # make the experiment, about twelve CPU minutes
-    policy: str = 'runs/sft'             # the policy its methods start from
-    samples: str = 'runs/samples'        # pairs of its answers, which are labelled
-    candidates: str = 'runs/candidates'  # its samples that RRHF and expert iteration learn from
-    bank: str = 'runs/eval_samples'      # its answers to the split that best-of-n chooses from
-    references: str = 'runs/references'  # its answers that policies are compared with
-    annotators: str = 'alpaca_farm.world:pool'       # annotators
+    study: bool = True                   # run the experiment, about twelve CPU minutes
+    policy: str = 'runs/sft'             # policy that the methods start from
+    samples: str = 'runs/samples'        # pairs of the policy's answers, to be labelled
+    candidates: str = 'runs/candidates'  # the policy's samples for RRHF and expert iteration
+    bank: str = 'runs/eval_samples'      # the policy's answers to the split, for best-of-n
+    references: str = 'runs/references'  # the policy's answers that others are compared with
+    annotators: str = 'alpaca_farm.world:pool'       # annotators without the bias
     biased: str = 'alpaca_farm.world:length_biased'  # the same annotators with a bias for length
     people: str = 'alpaca_farm.world:people'         # judges of the policies
     pairs: int = 4000                    # labelled pairs to learn from
-    held_out: int = 1000                 # further labelled pairs, to audit and measure on
+    held_out: int = 1000                 # further labelled pairs, for the audit and measurements
     label_flip: float = 0.0              # share of labels that are flipped
     workers: int = 0                     # runs side by side; 0 for the number of cores
     inputs = ('outputs', 'data', 'policy', 'samples', 'candidates', 'bank', 'references',
@@ -120,7 +120,7 @@ def priced_jobs(cfg: EffectsConfig, price: float) -> list[Job]:
 
 # %% ../nbs/studies/effects.ipynb #71a293a7
 def effect_learning_jobs(cfg: EffectsConfig) -> list[Job]:
-    "All runs that learn from labels, from all of them or from balanced ones."
+    "All runs that learn from labels, either all of them or balanced ones."
     arms = dict.fromkeys(ARMS, tuple(EFFECT_METHODS)) | {k: v for k, v in REMEDIES.items() if k != 'priced'}
     return [job for arm, methods in arms.items() for job in arm_jobs(cfg, arm, methods)]
 
@@ -156,7 +156,7 @@ def run_effect_jobs(jobs: list[Job], cfg: EffectsConfig):
 
 # %% ../nbs/studies/effects.ipynb #7241e5f1
 def run_experiment(cfg: EffectsConfig) -> tuple[str, ...]:
-    "Make the missing runs of the experiment; the folders of all of them."
+    "Make the missing runs of the experiment; returns the folders of all its runs."
     check_run_folder(at_root(cfg.out))
     for name in cfg.inputs: ensure_input(cfg, name)
     missing = [j for j in effect_jobs(cfg) if not is_fresh(j.out)]

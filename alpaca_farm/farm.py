@@ -37,11 +37,11 @@ class FarmConfig(Config):
     runs: str = 'runs'         # folder of the runs
     seeds: int = 1             # replicates; those after the first in <runs>/seed_1, seed_2, ...
     size: str = 'default'      # default, quick (coarser), or a file like nbs/recipes/quick.yaml
-    overoptimization: bool = True  # with the study of over-optimisation, in the first replicate
+    overoptimization: bool = True  # include the study of over-optimisation, in the first replicate
     workers: int = 0           # runs side by side; 0 for the number of cores
-    people: str = 'alpaca_farm.world:people'  # annotators of the second training, and final judges
+    people: str = 'alpaca_farm.world:people'  # annotators for the second training; also final judges
     pool: str = 'alpaca_farm.world:pool'      # simulated annotators: they label, choose checkpoints, judge
-    gold: str = 'alpaca_farm.world:gold'      # judge by the hidden utility
+    gold: str = 'alpaca_farm.world:gold'      # judge that decides by the hidden utility
     inputs = ('people', 'pool', 'gold')
 
     def check(self):
@@ -76,7 +76,7 @@ STUDY = dict(  # added by the study of over-optimisation
 
 # %% ../nbs/farm.ipynb #eb6995aa
 def learning_runs(suffix: str) -> dict:
-    "Labels, reward model and methods of one source of labels, whose runs' names end in `suffix`."
+    "The runs for one source of labels: labels, reward model and methods, with names ending in `suffix`."
     labels, reward = f'annotators{suffix}', f'reward_model{suffix}'
     on_pairs = dict(data='world', policy='sft', preferences=labels)
     on_reward = dict(data='world', policy='sft', reward_model=reward)
@@ -90,12 +90,12 @@ def learning_runs(suffix: str) -> dict:
 
 # %% ../nbs/farm.ipynb #b52b1efc
 def farm_runs(study: bool = True) -> dict:
-    "All runs of a replicate, with those of the study of over-optimisation or without."
+    "All runs of a replicate, with or without those of the study of over-optimisation."
     return COMMON | learning_runs('') | learning_runs('_people') | (STUDY if study else {})
 
 # %% ../nbs/farm.ipynb #40f53ca6
 def read_sizes(size: str) -> dict[str, dict]:
-    "Settings by notebook or run, from quick.yaml or the file of that name; an error names what is unknown."
+    "Settings by notebook or run, from quick.yaml or the file `size`; ValueError for an unknown name."
     if size == 'default': return {}
     file = root()/'nbs/recipes/quick.yaml' if size == 'quick' else at_root(size)
     if not file.is_file():
@@ -105,12 +105,12 @@ def read_sizes(size: str) -> dict[str, dict]:
     known = {*runs, *(recipe(name)[0] for name in runs)}
     for name in sizes:
         near = ''.join(f'. Did you mean {n!r}?' for n in get_close_matches(name, known, 1))
-        if name not in known: raise ValueError(f'{file}: {name!r} is no notebook or run of the farm{near}')
+        if name not in known: raise ValueError(f'{file}: {name!r} is not a notebook or run of the farm{near}')
     return sizes
 
 # %% ../nbs/farm.ipynb #a85da5a0
 def annotator_settings(run: str, cfg: FarmConfig) -> dict:
-    "Settings of a run beside its recipe: its annotators, and the device and dtype unless they are automatic."
+    "Settings of a run beyond its recipe: its annotators, and the device and dtype unless automatic."
     machine = {k: getattr(cfg, k) for k in ('device', 'dtype') if getattr(cfg, k) != 'auto'}
     labelled = ('annotators', 'ppo', 'ppo_free', 'rloo', 'quark', 'feedme', 'reward_conditioning')
     if run.removesuffix('_people') not in labelled: return machine
@@ -192,7 +192,7 @@ def farm_board(folder: str, judged: dict, seed: int):
 
 # %% ../nbs/farm.ipynb #ed2bca00
 def paired_tables(judged: dict) -> dict:
-    "Names of the methods trained on both, and preferences (instructions, methods) of the three columns."
+    "Names of the methods trained on both sources; the three columns' preferences (instructions, methods)."
     both = [m for m in judged['people'] if f'{m}_people' in judged['people']]
     names = [m for m in ('base', 'sft') if m in judged['people']] + both
     human = [f'{m}_people' if m in both else m for m in names]
@@ -202,7 +202,7 @@ def paired_tables(judged: dict) -> dict:
 
 # %% ../nbs/farm.ipynb #ae264240
 def join_replicates(tables: list[dict]) -> dict:
-    "The tables of all replicates, one below the other, for the methods that all of them have."
+    "The tables of all replicates, concatenated, for the methods that all of them contain."
     names = [m for m in tables[0]['names'] if all(m in t['names'] for t in tables)]
     columns = [[t['names'].index(m) for m in names] for t in tables]
     return dict(names=names) | {c: np.concatenate([t[c][:, i] for t, i in zip(tables, columns)])

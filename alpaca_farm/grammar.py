@@ -194,7 +194,7 @@ def sample_instruction(
     row = rng.choice(BY_KIND[rng.choices(list(KINDS), KINDS.values())[0]])
     while True:
         slots = {slot: rng.choice(words) for slot, words in row.words.items()}
-        if len(set(slots.values())) == len(slots): break  # nobody writes to himself
+        if len(set(slots.values())) == len(slots): break  # nobody writes a note to themselves
     wording = dict(template=row.template, before=rng.choice(BEFORE), after=rng.choice(AFTER))
     return dict(slots, kind=row.kind, **wording)
 
@@ -239,7 +239,7 @@ def parse(
         slots = {slot: words[0] for slot, words in row.words.items()} | match.groupdict()
         wording = dict(template=row.template, before=around['before'] or '', after=around['after'] or '')
         return dict(slots, kind=row.kind, **wording)
-    raise ValueError(f'The embedded world does not know the request {instruction!r}. Its people and judges '
+    raise ValueError(f'{instruction!r} is not a request of the embedded world. Its people and judges '
                      'understand only requests of alpaca_farm.grammar, such as "Name three things you can '
                      'see at the harbour." For other data, name other annotators.')
 
@@ -263,7 +263,7 @@ class Author:
         return self.rng.choice(list(others)) if self.slips(p) else word
 
     def some(self, right, others, k: int) -> list:
-        "`k` of the words in `right`; after slips one fewer, one more, a foreign one, or the same twice."
+        "`k` of the words in `right`; after slips one fewer, one more, a wrong one, or the same one twice."
         k += (1 if self.slips(.3) else 0) - (1 if k > 1 and self.slips(.5) else 0)
         words = [self.right(word, others, .45) for word in self.rng.sample(right, min(k, len(right)))]
         if len(words) > 1 and self.slips(.25): words[-1] = words[0]
@@ -292,13 +292,13 @@ HEADINGS = {'sights': 'At the {place} you can see:', 'ingredients': 'For {dish} 
 
 # %% ../nbs/grammar.ipynb #beb6fe56
 def requested_number(spec: dict) -> int:
-    "How many things a request wants."
+    "The number of things that a request asks for."
     if 'wanted' in spec: return len(FACTS_OF_PHRASE[spec['wanted']])
     return NUMBERS[spec['k'].split()[0]] if 'k' in spec else 1
 
 # %% ../nbs/grammar.ipynb #20a22e4e
 def write_list(spec: dict, author: Author) -> list[str]:
-    "A sentence, or lines with dashes, with the things that a request wants."
+    "A sentence, or lines with dashes, with the things that a request asks for."
     slot, table = LISTS[spec['kind']]
     slots = spec | {slot: author.right(spec[slot], table, .25)}
     if 'name' in slots: slots['name'] = author.right(slots['name'], NAMES, .25)
@@ -321,7 +321,7 @@ def capitalise(sentence: str) -> str:
 
 # %% ../nbs/grammar.ipynb #35478ee0
 def write_facts(spec: dict, author: Author) -> list[str]:
-    "A sentence for each fact that a request wants."
+    "A sentence for each fact that a request asks for."
     animal, names = author.right(spec['animal'], ANIMALS, .2), FACTS_OF_PHRASE[spec['wanted']]
     if len(names) > 1 and author.slips(.5): names = names[:-1]
     sentences = []
@@ -376,7 +376,7 @@ def write_note(spec: dict, author: Author) -> list[str]:
 
 # %% ../nbs/grammar.ipynb #7a4ef333
 def write_story(spec: dict, author: Author) -> list[str]:
-    "A story of the wanted number of sentences."
+    "A story of the requested number of sentences."
     animal, nature = author.right(spec['animal'], ANIMALS, .3), author.right(spec['nature'], NATURES, .4)
     place, k = author.right(spec['place'], PLACES, .3), requested_number(spec)
     if author.slips(.6): k += author.rng.choice((-1, 1))
@@ -404,7 +404,7 @@ WRITERS = dict.fromkeys(LISTS, write_list) | {
 
 # %% ../nbs/grammar.ipynb #72536999
 def compose(spec: dict, author: Author) -> str:
-    "A complete answer, with its manners."
+    "A complete answer, with pleasantries."
     rng, body = author.rng, WRITERS[spec['kind']](spec, author)
     idle = rng.sample(FILLERS, (rng.random() < .22) + author.slips(.25))
     if len(idle) == 2 and author.slips(.3): idle[1] = idle[0]
@@ -543,7 +543,7 @@ def usual_pairs(
 
 # %% ../nbs/grammar.ipynb #90d6ba30
 def needed_words(spec: dict) -> int:
-    "How many words an answer may have: what the kind needs, and six more."
+    "How many words an answer may have: what the kind needs, plus six."
     k = requested_number(spec)
     return 6 + {'fact': 8, 'facts': 6 + 6*k, 'compare': 8, 'note': 14, 'story': 9*k, 'howto': 6*k + 4,
                 'describe': 10 + k}.get(spec['kind'], 8 + k)

@@ -27,7 +27,7 @@ def best_of_n_values(model, bank: list[dict], value: np.ndarray) -> tuple[np.nda
 
 # %% ../nbs/studies/hybrid_measures.ipynb #f5733f02
 def replicate_mean(values: list[np.ndarray]) -> np.ndarray:
-    "The mean over replicates of what was measured on the same pairs; joined where the pairs differ."
+    "The mean over replicates of values on the same pairs; the values joined if the pairs differ."
     return np.mean(values, 0) if len({len(v) for v in values}) == 1 else np.concatenate(values)
 
 # %% ../nbs/studies/hybrid_measures.ipynb #16a84248

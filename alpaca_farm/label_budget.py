@@ -25,11 +25,11 @@ def choose_pairs(
     rows: list[dict],
     n: int,               # pairs that people label
     score=None,           # (rows,) higher first; at random when not given
-    n_random: int = 0,    # of the n, those that are taken at random nevertheless
+    n_random: int = 0,    # how many of the n are taken at random nevertheless
     seed: int = 0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # rows: random; chosen; random and like those left over
-    "The pairs that people are to label."
-    if n > len(rows): raise ValueError(f'{n} labels by people for {len(rows)} pairs: there are not as many')
+    "The pairs for people to label."
+    if n > len(rows): raise ValueError(f'{n} labels by people for {len(rows)} pairs: there are not that many')
     order = random_order(rows, seed)
     if score is None: return order[:n], order[:0], order[:n]
     (first, rest), score = np.split(order, [min(n_random, n)]), np.asarray(score)
@@ -38,7 +38,7 @@ def choose_pairs(
 
 # %% ../nbs/studies/label_budget.ipynb #5b490ee1
 def contradicted(rows: list[dict]) -> np.ndarray:
-    "How far a reward model's `lead` is against the label: (rows,)."
+    "How strongly a reward model's `lead` contradicts the label: (rows,)."
     return -label_features(rows, ('label', 'lead')).prod(1)
 
 # %% ../nbs/studies/label_budget.ipynb #eeb1d25e
@@ -70,12 +70,12 @@ def label_cost(cfg, humans: int, simulated: int) -> float:
 # %% ../nbs/studies/label_budget.ipynb #7ce2be2c
 def spend_budget(
     cfg,               # settings of hybrid: agree, label_flip, random_part and prices
-    arm: str,          # of LABEL_ARMS
-    share: float,      # of the pairs that people label
+    arm: str,          # one of LABEL_ARMS
+    share: float,      # share of the pairs that people label
     rows: list[dict],  # simulated labels, with the `vote` that can be bought and, for the scores, the `lead`
     seed: int,
 ) -> tuple[list[dict], dict]:  # preference records; arm, share, labels by humans and simulated, dollars
-    "The labels of an arm at a budget, and what they cost."
+    "The labels of an arm at a budget, and their cost."
     n, votes = round(share*len(rows)), np.array([r['vote'] for r in rows])
     prior = person_weight(cfg.agree, cfg.label_flip)
     score, n_random = None, max(1, round(n*cfg.random_part))
@@ -103,7 +103,7 @@ def predict_votes(
     n: int,             # votes to learn from
     features: tuple,    # of `label_features`
     prior: float,       # mean of the label's weight before any vote
-    seed: int = 0,      # which votes
+    seed: int = 0,      # seed of the choice of votes
 ) -> np.ndarray:  # (held out in all replicates,) probabilities that a person prefers the second answer
     "Held-out votes predicted from labels calibrated on n votes."
     predicted = []
@@ -115,7 +115,7 @@ def predict_votes(
 
 # %% ../nbs/studies/label_budget.ipynb #30609253
 def calibration_table(cfg, sets: list[tuple], draws: int = 20) -> list[dict]:
-    "Log loss on held-out votes of labels as they are, before any vote (`difference` is to it), calibrated."
+    "Log loss on held-out votes of labels as they are, before any vote (base of `difference`), calibrated."
     from alpaca_farm.reward_model import calibration, calibration_error
     prior = person_weight(cfg.agree, cfg.label_flip)
     wanted = np.concatenate([[r['vote'] - 1 for r in aside] for _, aside in sets])

@@ -57,7 +57,7 @@ def bank_curve(
 
 # %% ../nbs/studies/overoptimization_curves.ipynb #54e62538
 def group_rows(rows: list[dict]) -> dict[tuple, list[dict]]:
-    "Rows by (method, labels), each group by rising KL."
+    "Rows by (method, labels), each group in order of increasing KL."
     groups = {}
     for r in sorted(rows, key=lambda r: r['kl']): groups.setdefault((r['method'], r['labels']), []).append(r)
     return groups
@@ -95,7 +95,7 @@ def fit_gold(rows: list[dict], n: int = 1000) -> dict[str, float]:
 
 # %% ../nbs/studies/overoptimization_curves.ipynb #a8fcbe7b
 def gold_falls(groups: dict, n: int = 16) -> list[dict]:
-    "Gold at best-of-`n` minus gold at the largest n, by source of labels, and differences of sources."
+    "Gold at best-of-`n` minus gold at the largest n, by source of labels, and differences between sources."
     curves = {labels: {r['at']: r['each'] for r in rows}
               for (method, labels), rows in groups.items() if method == 'best_of_n'}
     falls = {labels: each[n] - each[max(each)] for labels, each in curves.items() if n in each}

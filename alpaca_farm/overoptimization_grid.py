@@ -108,7 +108,7 @@ def grid_models(jobs: list[Job]) -> tuple[list, list, list]:
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #85e027ea
 def run_grid(jobs: list[Job], workers: int = 0):
-    "Print what the full study costs, and make those of its runs that are missing; RuntimeError if some fail."
+    "Print the cost of the full study and make its missing runs; RuntimeError if some fail."
     cost = duration(sum(j.cost for j in jobs))
     print(f'{len(jobs)} runs, about {cost} of CPU time, finished runs included; '
           f'measuring them takes another {duration(15 * len(jobs))}')

@@ -71,7 +71,7 @@ def rarefied(
     total = int(k.sum())
     if not 1 <= m <= total: raise ValueError(f'{m} n-grams cannot be drawn from {total}')
     left, logs = total - k, log_factorials(total)
-    missed = np.zeros(len(k))  # P(w is not drawn), 0 if fewer than m others are there
+    missed = np.zeros(len(k))  # P(w is not drawn), 0 if there are fewer than m others
     can = left >= m
     missed[can] = np.exp(logs[left[can]] - logs[left[can] - m] - logs[total] + logs[total - m])
     return float((1 - missed).sum()/m)
@@ -82,7 +82,7 @@ def distinct(
     n: int = 1,       # words of an n-gram
     tokens: int = 0,  # n-grams that are drawn; 0 for all
 ) -> float:  # between 0 and 1
-    "Distinct-n of a set of answers; no n-gram reaches from one answer into the next."
+    "Distinct-n of a set of answers; no n-gram spans two answers."
     counts = list(Counter(g for a in answers for g in word_ngrams(a, n)).values())
     if not counts: raise ValueError(f'there is no {n}-gram in these answers')
     return rarefied(counts, tokens or sum(counts))
@@ -122,7 +122,7 @@ def distinct_interval(
 # %% ../nbs/studies/text_measures.ipynb #b79ec622
 def describe_answers(
     outputs,             # strings, or records whose `output` is one answer or several
-    tokens: int = 1000,  # words that distinct-1 and -2 are counted in
+    tokens: int = 1000,  # words among which distinct-1 and -2 are counted
     n: int = 1000,       # bootstrap draws
     seed: int = 0,       # of the bootstrap
 ) -> dict[str, float]:  # those of `text_features`, distinct_1 and distinct_2, each with _low and _high (95 %)
@@ -206,7 +206,7 @@ def reward_per_word(
     first,              # (pairs,) scores of output_1
     second,             # (pairs,) scores of output_2
 ) -> float:
-    "Slope of a reward in words between answers to one instruction; ValueError when none differ in length."
+    "Slope of a reward in words between answers to one instruction; ValueError if none differ in length."
     apart = length_difference(pairs)
     if not apart.any(): raise ValueError('no two answers differ in length: there is no slope to fit')
     return float(((np.asarray(second) - np.asarray(first))*apart).sum()/(apart**2).sum())
@@ -217,7 +217,7 @@ def excess_per_word(
     first,              # (pairs,) a reward's scores of output_1
     second,             # (pairs,) a reward's scores of output_2
 ) -> float:
-    "What a reward pays too much for a word by an audit's labels; logistic regression by Newton's method."
+    "How much a reward overpays a word according to an audit; logistic regression by Newton's method."
     x = np.stack([np.asarray(second) - np.asarray(first), length_difference(audit)], 1)
     y, w = np.array([p['preference'] for p in audit], dtype=float) - 1, np.zeros(2)
     for _ in range(25):

@@ -35,16 +35,16 @@ class WorldConfig(TrainConfig):
     corpus: int = 36_000         # answers the base model is trained on, none to a request of val or eval
     vocab_size: int = 1200       # tokens of the tokenizer
     hidden_size: int = 128       # width of the base model
-    layers: int = 2              # its depth
-    heads: int = 4               # its attention heads
+    layers: int = 2              # layers of the base model
+    heads: int = 4               # attention heads of each layer
     ffn: int = 320               # width of its feed-forward layers
     learning_rate: float = 3e-3  # AdamW's peak learning rate
     warmup: float = 0.02         # share of the steps over which the learning rate rises
     batch_size: int = 16         # answers per step; small batches learn most per second here
-    weight_decay: float = 0.05   # AdamW's, on matrices only
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.98])  # AdamW's
+    weight_decay: float = 0.05   # AdamW's weight decay, on matrices only
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.98])  # AdamW's betas
     checkpoint_every: int = 250  # steps between checkpoints
-    rank_weight: float = 3.0     # weight of the token that tells the author's skill; 1 for any other
+    rank_weight: float = 3.0     # weight of the token for the author's skill; 1 for any other token
 
     def check(self):
         sizes = ('sft', 'preference', 'unlabeled', 'val', 'eval', 'corpus', 'layers', 'heads')
@@ -191,7 +191,7 @@ def with_bias(
     "The same annotators with additional likings; ValueError for a column that does not exist."
     unknown = [k for k in likings if k not in COLUMNS]
     if unknown:
-        raise ValueError(f'{unknown[0]} is nothing annotators see: choose from {", ".join(COLUMNS)}')
+        raise ValueError(f'{unknown[0]} is not a feature of answers: choose from {", ".join(COLUMNS)}')
     extra = np.array([likings.get(column, 0.) for column in COLUMNS])
     return Population(name, [replace(a, weights=tuple((a.weights + extra).tolist()))
                              for a in population.annotators])

@@ -130,7 +130,7 @@ def test_with_bias():
     d = np.array([a.weights for a in polite.annotators]) - np.array([a.weights for a in world.people.annotators])
     wanted = [dict(pleasantries=.5, words=-.01).get(c, 0.) for c in world.COLUMNS]
     assert polite.name == 'polite' and np.allclose(d, wanted)
-    with pytest.raises(ValueError, match='colour is nothing annotators see: choose from content'): world.with_bias(world.people, 'x', colour=1.)
+    with pytest.raises(ValueError, match='colour is not a feature of answers: choose from content'): world.with_bias(world.people, 'x', colour=1.)
 
 
 # Amplification and remedies

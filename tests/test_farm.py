@@ -22,7 +22,7 @@ def test_a_file_of_sizes(tmp_path):
     assert jobs['runs/rloo']['steps'] == 5 and jobs['runs/candidates']['n'] == 3    # one run, before its notebook
     assert jobs['runs/dpo'] == default['runs/dpo']
     file.write_text('{"expert_iteratoin": {"n": 2}}')
-    with pytest.raises(ValueError, match="mine.yaml: 'expert_iteratoin' is no notebook.* 'expert_iteration'"):
+    with pytest.raises(ValueError, match="mine.yaml: 'expert_iteratoin' is not a notebook.* 'expert_iteration'"):
         FarmConfig(size=str(file))
 
 

@@ -129,7 +129,7 @@ def test_choice():
     back = label_budget.choose_pairs(rows[::-1], 200)[0]
     assert {rows[i]['instruction'] for i in drawn} < {rows[::-1][i]['instruction'] for i in back}   # whatever the order of the file
     assert len(label_budget.choose_pairs(rows, 1000)[0]) == 1000
-    with pytest.raises(ValueError, match='not as many'): label_budget.choose_pairs(rows, 1001)
+    with pytest.raises(ValueError, match='not that many'): label_budget.choose_pairs(rows, 1001)
 
 
 def test_the_fit_is_on_pairs_like_those_left_over():
@@ -162,7 +162,7 @@ def test_votes_that_were_not_bought_are_not_looked_at(arm):
 @pytest.mark.parametrize('given, said', [
     (dict(budgets=[0, 1.2]), 'budgets: 1.2'), (dict(budgets=[], policies=[]), 'budgets = '), (dict(budgets=[.1, .1]), 'each once'), (dict(agree=.5), 'agree = 0.5'),
     (dict(arms=['people', 'people']), 'each once'), (dict(budgets=[0, .2]), 'policies: 0.1 is none of 0.0, 0.2'), (dict(random_part=1), 'random_part'),
-    (dict(annotators='alpaca_eval_gpt4'), 'have it label with annotators.ipynb'),
+    (dict(annotators='alpaca_eval_gpt4'), 'label with it in annotators.ipynb'),
     (dict(pairs=20), 'less than 5 labels'), (dict(arms=['nonsense']), 'nonsense is none of in place'), (dict(people='nobody'), 'people = '),
     (dict(judge='my/labels.json'), 'module:name'), (dict(random_part=0), 'random_part'), (dict(replicates=0), 'replicates')])
 def test_settings_refuse_nonsense(given, said):
