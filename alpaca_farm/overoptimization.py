@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['PROXIES', 'POLICIES', 'CURVE_COLUMNS', 'FIT_COLUMNS', 'OverConfig', 'checkpoints', 'run_config', 'hidden_width',
-           'annotation_words', 'label_name', 'label_source', 'method_name', 'policy_proxy', 'score_bank', 'ProxyScores',
-           'references_judge', 'bank_and_references', 'measure_policy', 'policy_points', 'best_of_n_proxies',
-           'write_curves', 'run']
+           'annotation_words', 'label_name', 'label_source', 'method_of_table', 'method_name', 'policy_proxy',
+           'score_bank', 'ProxyScores', 'references_judge', 'bank_and_references', 'measure_policy', 'policy_points',
+           'best_of_n_proxies', 'write_curves', 'run']
 
 # %% ../nbs/studies/overoptimization.ipynb #d0504300
 from dataclasses import dataclass, field
@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from .core.answers import log_ratios, sample, SampleConfig
+from .core.build import methods
 from .core.data import find_file, prompt_key, read_rows
 from .core.files import atomic_write, read_json
 from .core.models import combine_scores, load_policy, model_path, reward
@@ -24,12 +25,11 @@ from .core.settings import at_root, command, resolve
 from .core.text import decode, encode_prompts
 from .overoptimization_curves import (bank_curve, can_fit, curve_point, fit_gold, gold_falls,
     group_rows, proxy_gold_correlation, standardise)
-from .overoptimization_grid import grid_models, run_grid, study_grid
+from .overoptimization_grid import grid_models, measured_policies, run_grid, study_grid
 
 # %% ../nbs/studies/overoptimization.ipynb #97b31d40
 PROXIES = ['runs/reward_model', 'runs/reward_model_people', 'runs/reward_model_judge']
-POLICIES = [f'runs/{m}' for m in ('ppo', 'ppo_people', 'ppo_free', 'ppo_judge_free', 'rloo', 'dpo', 'dpo_low',
-                                  'quark', 'expert_iteration', 'rrhf')]
+POLICIES = [f'runs/{name}' for name in measured_policies()]
 
 
 @dataclass
@@ -109,11 +109,19 @@ def label_source(spec, cfg: OverConfig) -> str:
     spec = spec if isinstance(spec, str) else str(at_root(spec[0]).parent)
     return 'the truth' if ':' in spec else label_name(spec, cfg)
 
+# %% ../nbs/studies/overoptimization.ipynb #67913f8b
+def method_of_table(config: dict) -> str:
+    "The method whose row has a run's notebook and most of its settings; without one, the notebook's name."
+    notebook, settings = config['notebook'], config['settings']
+    rows = {name: row['settings'] for name, row in methods().items() if row['notebook'] == notebook}
+    fitting = [name for name, row in rows.items() if all(settings.get(k) == v for k, v in row.items())]
+    return max(fitting, key=lambda name: len(rows[name]), default=notebook)
+
 # %% ../nbs/studies/overoptimization.ipynb #a2e03392
 def method_name(folder: str) -> str:
     "The name of a run's method, with what distinguishes it: no penalty, DPO's beta, the kind of ensemble."
     config = run_config(folder)
-    name, settings = config['notebook'], config['settings']
+    name, settings = method_of_table(config), config['settings']
     if name == 'ppo' and settings['advantage'] != 'gae': name = settings['advantage']
     if name in ('ppo', 'rloo', 'grpo', 'quark') and not settings['kl_coef']: name += ', no penalty'
     if name == 'dpo': name += f', beta {settings["beta"]:g}'

@@ -2,8 +2,9 @@
 import numpy as np
 import pytest
 
-from alpaca_farm.farm import annotator_settings, farm_jobs, FarmConfig, replicate_correlations, simulation_table
+from alpaca_farm.core.build import methods, recipe
 from alpaca_farm.core.stats import spearman
+from alpaca_farm.farm import annotator_settings, farm_jobs, FarmConfig, replicate_correlations, simulation_table
 
 
 @pytest.mark.parametrize('given, message', [
@@ -28,11 +29,26 @@ def test_a_file_of_sizes(tmp_path):
 
 def test_annotators_follow_the_labels():
     jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(pool='alpaca_farm.world:judge', people='alpaca_farm.world:gold', device='cpu'))}
-    for run in ('annotators', 'ppo', 'rloo', 'quark', 'feedme', 'reward_conditioning', 'ppo_free'):
+    choosing = [name for name, row in methods().items() if row['annotators']]
+    assert {'ppo', 'rloo', 'quark', 'feedme', 'reward_conditioning'} <= set(choosing)
+    for run in ('annotators', *choosing, 'ppo_free'):
         assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:judge', run
         if run != 'ppo_free': assert jobs[f'runs/{run}_people']['annotators'] == 'alpaca_farm.world:gold', run
     assert {s['device'] for s in jobs.values()} == {'cpu'}
-    assert annotator_settings('dpo', FarmConfig()) == {}
+    assert all(annotator_settings(run, FarmConfig()) == {} for run in ('dpo', 'dpo_people', 'dpo_low', 'base', 'ppo_judge_free', 'annotators_judge'))
+
+
+def test_a_method_is_a_row_of_the_table():
+    jobs = {j.out: j for j in farm_jobs(FarmConfig())}
+    for method, row in methods().items():
+        for suffix in ('', '_people'):
+            job, labels = jobs[f'runs/{method}{suffix}'], dict(reward_model='reward_model', preferences='annotators')[row['learns_from']]
+            reads = row['reads'] | dict(data='world', policy='sft') | {row['learns_from']: labels + suffix}
+            assert job.notebook == row['notebook'] == recipe(method)[0] and job.cost == row['cost']
+            assert {k: job.settings[k] for k in reads} == {k: f'runs/{v}' for k, v in reads.items()}
+            assert job.settings.items() >= row['settings'].items()
+        measured = jobs['runs/overoptimization'].settings['policies']
+        assert (f'runs/{method}' in measured) == row['checkpoints']
 
 
 def test_every_replicate_is_a_farm_of_its_own():

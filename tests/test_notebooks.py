@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from alpaca_farm import farm
-from alpaca_farm.core.build import notebook_path
+from alpaca_farm.core.build import methods, notebook_path
 from alpaca_farm.core.launch import Job, run_jobs
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
@@ -16,9 +16,8 @@ NBS = tiny.ROOT/'nbs'
 RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb')) if p.parent.name not in ('core', '.ipynb_checkpoints')]
 SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]  # notebooks without a run
 # notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
-FARMED = {'world': 'world', 'sft': 'sft', 'best_of_n': 'best_of_n', 'annotators': 'annotators', 'reward_model': 'reward_model',
-          'ppo': 'ppo', 'dpo': 'dpo', 'quark': 'quark', 'rrhf': 'rrhf', 'expert_iteration': 'expert_iteration',
-          'binary_feedback': 'reward_conditioning', 'overoptimization': 'overoptimization'}
+FARMED = ({name: name for name in ('world', 'sft', 'annotators', 'reward_model', 'overoptimization')}
+          | {row['notebook']: method for method, row in reversed(methods().items())})  # of several methods the first
 OWN = {name: lambda f: {} for name in SILENT} | dict(
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
            openai_baselines=lambda f: dict(out=f'{f}/openai_baselines', data=f'{f}/world'),
@@ -100,12 +99,12 @@ def test_farm_leaves_its_board(made):
     wanted = ['method', *(f'{j}{s}' for j in ('people', 'pool', 'gold') for s in ('', '_low', '_high')), 'length', 'kl']
     assert set(wanted) <= set(rows[0])
     by = {r['method']: r for r in rows}
-    assert {'base', 'sft', *farm.METHODS, *(f'{m}_people' for m in farm.METHODS)} <= set(by)
+    assert {'base', 'sft', *methods(), *(f'{m}_people' for m in methods())} <= set(by)
     assert {r['trained_on'] for r in rows} == {'', 'pool', 'people', 'judge'} and by['sft']['people'] == '50.0000'
-    assert all(int(by[m]['labels']) > 0 and float(by[m]['cpu_seconds']) > 0 for m in farm.METHODS)
+    assert all(int(by[m]['labels']) > 0 and float(by[m]['cpu_seconds']) > 0 for m in methods())
     sim = {r['method']: r for r in csv.DictReader(open(folder/'farm'/'simulation.csv'))}
-    assert set(sim) == {'base', 'sft', *farm.METHODS}
-    for m in farm.METHODS:
+    assert set(sim) == {'base', 'sft', *methods()}
+    for m in methods():
         assert sim[m]['simulated'] == by[m]['pool'] and sim[m]['transfer'] == by[m]['people'] and sim[m]['human'] == by[f'{m}_people']['people']
     for judge in ('people', 'pool', 'gold'):
         assert float(by['sft'][judge]) == 50

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from alpaca_farm.core.build import methods
 from alpaca_farm.core.settings import Config, as_type
 
 RECIPES = Path(__file__).parents[1]/'nbs'/'recipes'
@@ -32,6 +33,11 @@ def test_named_runs():
     for name, settings in yaml.safe_load((RECIPES/'runs.yaml').read_text()).items():
         fits(settings.pop('notebook'), settings)
         assert not (RECIPES.parent/f'{name}.ipynb').exists()
+
+
+def test_methods():
+    for name, row in methods().items():
+        fits(row['notebook'], row['settings'] | row['reads'] | {row['learns_from']: ''} | (dict(annotators='') if row['annotators'] else {}))
 
 
 def test_papers_values_are_the_papers():

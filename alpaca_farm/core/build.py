@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['matches_settings', 'as_list', 'stale_inputs', 'is_fresh', 'notebook_path', 'methods', 'people_settings', 'recipe',
-           'papermill_command', 'run_logged', 'build', 'ensure_input']
+           'takes_annotators', 'papermill_command', 'run_logged', 'build', 'ensure_input']
 
 # %% ../../nbs/core/build.ipynb #aaceba8c
 import fcntl, json, os, subprocess, sys
@@ -68,6 +68,8 @@ def methods() -> dict[str, dict]:
         if unknown: raise ValueError(f'{file}, {name}: there is no field {min(unknown)!r}')
         if rows[name]['learns_from'] not in ('reward_model', 'preferences'):
             raise ValueError(f"{file}, {name}: learns_from is 'reward_model' or 'preferences'")
+        if rows[name]['settings'] and rows[name]['notebook'] == name:
+            raise ValueError(f'{file}, {name}: make these settings the defaults of {name}.ipynb')
     return rows
 
 # %% ../../nbs/core/build.ipynb #ff78aee7
@@ -88,6 +90,15 @@ def recipe(path: str) -> tuple[str, dict] | None:
     row = methods().get(name.removesuffix('_people'))
     if row is None: return None
     return row['notebook'], row['settings'] | (people_settings(row) if name.endswith('_people') else {})
+
+# %% ../../nbs/core/build.ipynb #a0bbf58e
+def takes_annotators(run: str) -> bool:
+    "Whether a study gives its annotators to a run, as the setting `annotators`."
+    table, (notebook, settings) = methods(), recipe(run)
+    name = run.removesuffix('_people')
+    if name in table: return table[name]['annotators']
+    taking = {row['notebook'] for row in table.values() if row['annotators']}
+    return name == 'annotators' or (notebook in taking and 'annotators' not in settings)
 
 # %% ../../nbs/core/build.ipynb #e03a8711
 def papermill_command(notebook: str, out: str, **settings) -> list[str]:
