@@ -9,13 +9,11 @@ __all__ = ['SampleConfig', 'AnswerConfig', 'within_prompt_limit', 'sample', 'pro
 # %% ../../nbs/core/answers.ipynb #56c94270
 from dataclasses import dataclass
 
-import torch
-
 from .data import load_records
 from .generation import generate
-from .models import logprobs
+from .models import response_logprobs
 from .settings import Config
-from .text import collate, decode, encode_prompts, within_limit
+from .text import decode, encode_prompts, within_limit
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass
@@ -81,7 +79,6 @@ def sample_answers(policy, tokenizer, records: list[dict], cfg: SampleConfig, **
             for r, group in zip(answered, samples)]
 
 # %% ../../nbs/core/answers.ipynb #ef22a0f0
-@torch.no_grad()
 def log_ratios(
     reference, tokenizer,
     prompts: list[list[int]],
@@ -90,15 +87,9 @@ def log_ratios(
     size: int = 128,      # sequences per forward pass
 ) -> list[float]:  # nats, one for each sample
     "log pi - log pi_ref of whole answers; both at the temperature of sampling."
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(samples[i].tokens))
-    out = [0.] * len(prompts)
-    for at in range(0, len(order), size):
-        rows = order[at:at + size]
-        batch = collate([prompts[i] for i in rows], [samples[i].tokens for i in rows], tokenizer.pad_token_id)
-        batch = {k: v.to(reference.device) for k, v in batch.items()}
-        ref = logprobs(reference, batch, cfg.temperature or 1.).sum(1).tolist()
-        for i, r in zip(rows, ref): out[i] = float(sum(samples[i].logprobs)) - r
-    return out
+    tokens = [s.tokens for s in samples]
+    ref = response_logprobs(reference, prompts, tokens, tokenizer.pad_token_id, cfg.temperature or 1., size)
+    return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #99a3fd02
 def mean(values: list) -> float:
