@@ -18,13 +18,12 @@ import torch
 from .core.answers import answer_eval_split, AnswerConfig, prompt_fields, sample_answers
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data import check_records, load_records, prompt_key
-from .core.models import load_policy, logprobs, save_model
+from .core.models import load_policy, logprobs, response_logprobs, save_model
 from .core.runs import read_log, start
 from .core.settings import command, resolve, TrainConfig
 from .core.stats import standard_error, win_rate
 from .core.text import collate, encode
 from .core.training import batches, Trainer
-from .rrhf_pool import response_logprobs
 
 # %% ../nbs/binary_feedback.ipynb #1376ffd0
 @dataclass

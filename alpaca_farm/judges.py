@@ -19,6 +19,7 @@ from .core.api import ApiConfig, token_usage
 from .core.batches import ApiClient
 from .core.data import full_instruction, unique_fields
 from .core.judge_configs import judge_config_file, suggest_names
+from .core.preferences import is_preference
 
 # %% ../nbs/judging/judges.ipynb #a3c23ddd
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ def parse_verdicts(e: Evaluator, answer: dict | None) -> list[float]:
     if answer is None: return none
     try: verdicts = PARSERS[e.parser](answer, e.batch_size, **e.parser_kwargs)
     except UNREADABLE: return none
-    valid = len(verdicts) == e.batch_size and all(not v < 1 and not v > 2 for v in verdicts)
+    valid = len(verdicts) == e.batch_size and all(is_preference(v) or math.isnan(v) for v in verdicts)
     return verdicts if valid else none
 
 # %% ../nbs/judging/judges.ipynb #f492f807

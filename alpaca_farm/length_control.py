@@ -12,7 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from .core.data import prompt_key
-from .core.preferences import as_preference, check_preferences
+from .core.preferences import as_preference, check_preferences, is_preference
 from .core.stats import sigmoid, standard_error, wilson
 
 # %% ../nbs/boards/length_control.ipynb #64b8f3c7
@@ -139,7 +139,7 @@ def from_annotations(
             if first_row.setdefault(i, row) != row:
                 raise ValueError(f'{name}: rows {first_row[i]} and {row} annotate the same instruction')
             p = as_preference(r['preference'])
-            if p < 1 or p > 2:
+            if not is_preference(p) and p == p:
                 raise ValueError(f'{name}, row {row}: preference {r["preference"]!r} is not between 1 and 2')
             tables[:, m, i] = p, len(r['output_2']), len(r['output_1'])
     return dict(zip(('preferences', 'lengths', 'baseline'), tables), names=list(annotations))

@@ -11,10 +11,9 @@ import json, math, re
 from pathlib import Path
 
 import numpy as np
-from fastcore.basics import patch
 
 from .core.data import check_records, find_file, full_instruction, read_rows
-from .core.preferences import as_preference, pair_identity
+from .core.preferences import pair_identity, read_preference
 from .core.settings import at_root, Config
 from .judges import Evaluator, fill_prompt, parse_chatml
 
@@ -68,28 +67,17 @@ class LocalJudge:
         self.labels = [self.tokenizer(l, add_special_tokens=False)['input_ids'] for l in labels]
 
     def __call__(self, pairs: list[dict]) -> list[float]:
+        from alpaca_farm.core.models import response_logprobs
         prompts = [judge_prompt_ids(self.evaluator, p, self.tokenizer) for p in pairs]
         limit = getattr(self.model.config, 'max_position_embeddings', math.inf) - max(map(len, self.labels))
-        by_length = sorted(range(len(pairs)), key=lambda i: len(prompts[i]))
-        fitting = [i for i in by_length if len(prompts[i]) <= limit]
+        fitting = [i for i, ids in enumerate(prompts) if len(ids) <= limit]
+        score = lambda label: response_logprobs(
+            self.model, [prompts[i] for i in fitting], [label] * len(fitting), self.tokenizer.pad_token_id,
+            size=self.batch_size).double().numpy()
+        a, b = map(score, self.labels)
         preferences = np.full(len(pairs), np.nan)
-        for start in range(0, len(fitting), self.batch_size):
-            rows = fitting[start:start + self.batch_size]
-            a, b = (self.label_logprobs([prompts[i] for i in rows], l) for l in self.labels)
-            preferences[rows] = 1 + 1 / (1 + np.exp(np.clip(a - b, -50, 50)))
+        preferences[fitting] = 1 + 1 / (1 + np.exp(np.clip(a - b, -50, 50)))
         return preferences.tolist()
-
-# %% ../nbs/judging/local_judges.ipynb #e7415df2
-@patch
-def label_logprobs(self: LocalJudge, prompts: list[list[int]], label: list[int]) -> np.ndarray:
-    "Log-probability of a label after each prompt: (prompts,)."
-    import torch
-    from alpaca_farm.core.models import logprobs
-    from alpaca_farm.core.text import collate
-    batch = collate(prompts, [label] * len(prompts), self.tokenizer.pad_token_id)
-    batch = {k: v.to(self.model.device) for k, v in batch.items()}
-    with torch.no_grad(): token_logprobs = logprobs(self.model, batch)
-    return token_logprobs.sum(1).double().cpu().numpy()
 
 # %% ../nbs/judging/local_judges.ipynb #d1293e30
 class RewardJudge:
@@ -134,9 +122,9 @@ class RecordedLabels:
 # %% ../nbs/judging/local_judges.ipynb #71a31c8c
 def check_labels(rows: list[dict], source: str) -> list[dict]:
     "The rows with a label (records or AlpacaEval's annotations), checked; ValueError if there are none."
-    def is_number(p): return p is None or type(p) in (int, float)   # `check_records` refuses anything else
-    rows = [dict(r, input=r.get('input') or '', preference=as_preference(r['preference']))
-            if is_number(r.get('preference')) else r for r in rows]
+    rows = [dict(r, input=r.get('input') or '',
+                 preference=read_preference(r.get('preference'), f'{source}, row {i}', 'preference'))
+            for i, r in enumerate(rows)]
     labelled = [r for r in rows if r['preference'] == r['preference']]
     if not labelled: raise ValueError(f'{source} contains no label')
     return check_records(labelled, 'preference', source)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .core.data import prompt_key
-from .core.preferences import as_preference
+from .core.preferences import as_preference, is_preference
 from .core.settings import at_root
 from .core.stats import wilson, win_rate
 
@@ -30,8 +30,8 @@ class Games(NamedTuple):
 def recorded_preferences(preferences) -> np.ndarray:
     "Preferences in files as numbers: 0 is a tie; None, -1 and nan no verdict (nan). ValueError for others."
     p = np.array([as_preference(v) for v in preferences], dtype=float)
-    wrong = np.flatnonzero((p < 1) | (p > 2))
-    if len(wrong): raise ValueError(f'row {wrong[0]}: preference {p[wrong[0]]:g} is not between 1 and 2')
+    wrong = [i for i, v in enumerate(p.tolist()) if not is_preference(v) and v == v]
+    if wrong: raise ValueError(f'row {wrong[0]}: preference {p[wrong[0]]:g} is not between 1 and 2')
     return p
 
 # %% ../nbs/boards/rankings.ipynb #46419497

@@ -16,13 +16,13 @@ from .core.answers import answer_eval_split, AnswerConfig, mean
 from .core.build import as_list
 from .core.files import read_json
 from .core.generation import uniform_stream
-from .core.models import label_count, load_policy, logprobs, RewardConfig, save_model
+from alpaca_farm.core.models import (label_count, load_policy, response_logprobs, RewardConfig, save_model,
+    sequence_logprobs)
 from .core.runs import read_log, start
 from .core.settings import command, TrainConfig
 from .core.text import collate, encode_responses
 from .core.training import batches, Trainer
-from alpaca_farm.rrhf_pool import (candidate_pool, candidate_tokens, load_queries, response_logprobs,
-    score_function)
+from .rrhf_pool import candidate_pool, candidate_tokens, load_queries, score_function
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
@@ -172,7 +172,7 @@ def rrhf_step(policy, batch: dict, cfg: RRHFConfig) -> dict[str, torch.Tensor]:
     "Loss and figures of each query: (B,) each."
     present, scores, lengths = batch['present'], batch['scores'], batch['response'].sum(2)
     rows = {k: batch[k][present] for k in ('ids', 'mask', 'response')}
-    logps = logprobs(policy, rows, cfg.temperature or 1.).sum(1)
+    logps = sequence_logprobs(policy, rows, cfg.temperature or 1.)
     sums = torch.zeros(present.shape, device=logps.device, dtype=logps.dtype).masked_scatter(present, logps)
     p = normalised(sums, lengths, cfg.length_norm, cfg.length_penalty)
     rank = rrhf_loss(p, scores, present, cfg.rank_reduction)

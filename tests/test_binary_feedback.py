@@ -17,11 +17,10 @@ from alpaca_farm.core.answers import log_ratios, sample, sample_answers
 from alpaca_farm.core.control import add_tokens, prepend_tokens
 from alpaca_farm.core.data import load_records, prompt_key
 from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import load_policy
+from alpaca_farm.core.models import load_policy, response_logprobs
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import encode_prompts
-from alpaca_farm.rrhf_pool import response_logprobs
 
 torch.set_num_threads(1)
 

@@ -9,18 +9,16 @@ __all__ = ['SampleConfig', 'AnswerConfig', 'within_prompt_limit', 'sample', 'pro
 # %% ../../nbs/core/answers.ipynb #56c94270
 from dataclasses import dataclass
 
-import torch
-
 from .data import load_records
 from .generation import generate
-from .models import logprobs
+from .models import response_logprobs
 from .settings import Config
-from .text import collate, decode, encode_prompts, within_limit
+from .text import decode, encode_prompts, within_limit
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass
 class SampleConfig(Config):
-    "Sampling settings."
+    "Settings of sampling."
     temperature: float = 1.0    # of every sample, and of the log-probs that training compares; 0 is greedy
     top_p: float = 1.0          # nucleus; below 1 the log-probs are still those of the whole vocabulary
     max_new_tokens: int = 56    # longer answers are cut off here
@@ -35,7 +33,7 @@ class SampleConfig(Config):
 # %% ../../nbs/core/answers.ipynb #51fce87a
 @dataclass
 class AnswerConfig(SampleConfig):
-    "Settings of the answers that a method writes at the end of a run."
+    "Settings of the answers that a method writes at its end."
     eval_split: str = 'eval'    # answered at the end, into outputs.json; empty for none
     eval_instances: int = 0     # use only the first n instructions of it; 0 for all
 
@@ -45,7 +43,7 @@ class AnswerConfig(SampleConfig):
 
 # %% ../../nbs/core/answers.ipynb #f0649fc0
 def within_prompt_limit(records: list[dict], tokenizer, cfg: SampleConfig) -> list[dict]:
-    "The records whose prompts are within `max_prompt`; prints how many are not."
+    "The records whose prompts are within `max_prompt`; how many are not is printed."
     prompts = encode_prompts(records, tokenizer, cfg.template)
     return [records[i] for i in within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts')]
 
@@ -54,7 +52,7 @@ def sample(
     policy, tokenizer,
     records: list[dict],  # with `instruction` and maybe `input`
     cfg: SampleConfig,
-    n: int = 1,           # samples per record
+    n: int = 1,           # samples of each
     seed: int | None = None,  # cfg.seed when not given
     progress=None,        # called as progress(done, total)
 ) -> tuple[list[dict], list[list[int]], list[list]]:  # records that fit, their prompts' ids, n samples each
@@ -81,7 +79,6 @@ def sample_answers(policy, tokenizer, records: list[dict], cfg: SampleConfig, **
             for r, group in zip(answered, samples)]
 
 # %% ../../nbs/core/answers.ipynb #ef22a0f0
-@torch.no_grad()
 def log_ratios(
     reference, tokenizer,
     prompts: list[list[int]],
@@ -89,16 +86,10 @@ def log_ratios(
     cfg: SampleConfig,
     size: int = 128,      # sequences per forward pass
 ) -> list[float]:  # nats, one for each sample
-    "log pi - log pi_ref of whole answers, both at the sampling temperature."
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]) + len(samples[i].tokens))
-    out = [0.] * len(prompts)
-    for at in range(0, len(order), size):
-        rows = order[at:at + size]
-        batch = collate([prompts[i] for i in rows], [samples[i].tokens for i in rows], tokenizer.pad_token_id)
-        batch = {k: v.to(reference.device) for k, v in batch.items()}
-        ref = logprobs(reference, batch, cfg.temperature or 1.).sum(1).tolist()
-        for i, r in zip(rows, ref): out[i] = float(sum(samples[i].logprobs)) - r
-    return out
+    "log pi - log pi_ref of whole answers; both at the temperature of sampling."
+    tokens = [s.tokens for s in samples]
+    ref = response_logprobs(reference, prompts, tokens, tokenizer.pad_token_id, cfg.temperature or 1., size)
+    return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #99a3fd02
 def mean(values: list) -> float:
@@ -109,7 +100,7 @@ def mean(values: list) -> float:
 def answer_eval_split(
     policy, tokenizer, run,
     reference=None,  # policy to which the KL is measured
-    plain=None,      # the reference's own tokenizer, if the policy's adds a control token to prompts
+    plain=None,      # the reference's own tokenizer, where the policy's puts a control token into prompts
 ) -> dict[str, float]:  # mean length in words, share that ended, and the KL in nats per answer
     "Answer the evaluation split once and write the answers to `outputs.json`, in AlpacaEval's format."
     cfg = run.cfg

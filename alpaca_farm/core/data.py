@@ -10,6 +10,7 @@ __all__ = ['SUFFIXES', 'FIELDS', 'find_file', 'read_text', 'unique_fields', 'par
 import csv, gzip, io, json
 from pathlib import Path
 
+from .preferences import is_preference, read_preference
 from .settings import at_root, looks_like_hub, root
 
 # %% ../../nbs/core/data.ipynb #aab747f0
@@ -20,7 +21,7 @@ def find_file(
     spec: str,       # a dataset or run folder, or a file
     name: str = '',  # the file's name in a folder, without its suffix: a split, `outputs`, `preferences`, ...
 ) -> Path:  # the file
-    "The file that holds `name`; otherwise a FileNotFoundError that lists the folder's data files."
+    "The file that holds `name`; FileNotFoundError that lists the folder's data files."
     path = at_root(spec)
     if path.is_file(): return path
     matches = [path/f'{name}{s}' for s in SUFFIXES if (path/f'{name}{s}').exists()]
@@ -61,13 +62,12 @@ def parse_json(path: Path, lines: list[str]) -> list:
 
 # %% ../../nbs/core/data.ipynb #95eecea0
 def read_csv(path: Path, text: str) -> list[dict]:
-    "The rows of a CSV text, with `preference` as a number; ValueError naming a row with too many fields."
+    "The rows of a CSV text, `preference` as a number; ValueError naming a wrong row."
     rows = list(csv.DictReader(io.StringIO(text)))
     for i, row in enumerate(rows):
         if None in row: raise ValueError(f'{path}, row {i}: more fields than the header has')
-        try: row |= {k: float(row[k]) for k in ('preference',) if row.get(k)}
-        except ValueError:
-            raise ValueError(f'{path}, row {i}: preference {row["preference"]!r} is not a number') from None
+        if 'preference' in row:
+            row['preference'] = read_preference(row['preference'], f'{path}, row {i}', 'preference')
     return rows
 
 # %% ../../nbs/core/data.ipynb #5bc5b7b4
@@ -93,7 +93,7 @@ def check_field(row: dict, name: str, type_: type, where: str):
     if name not in row:
         raise ValueError(f'{where}: the field {name!r} is missing; it has {", ".join(map(repr, row))}')
     v = row[name]
-    if type_ is float: valid = isinstance(v, (int, float)) and not isinstance(v, bool) and 1 <= v <= 2
+    if type_ is float: valid = is_preference(v)
     elif type_ is list: valid = isinstance(v, list) and len(v) > 0 and all(isinstance(x, str) for x in v)
     else: valid = isinstance(v, str)
     expected = {float: 'a number from 1 to 2', list: 'a list of strings', str: 'a string'}[type_]
@@ -131,8 +131,8 @@ def load_hub_split(spec: str, split: str) -> list[dict]:
     import datasets
     try: return datasets.load_dataset(spec, split=split).to_list()
     except Exception as e:
-        raise ValueError(f'{spec}: there is no such file here, and the split {split!r} could not be loaded '
-                         f'from the hub ({e})') from e
+        raise ValueError(f'{spec}: no such file here, and the hub did not give its split '
+                         f'{split!r} ({e})') from e
 
 # %% ../../nbs/core/data.ipynb #0fd616b1
 def load_records(
@@ -151,10 +151,10 @@ def load_records(
 
 # %% ../../nbs/core/data.ipynb #917eb5ab
 def prompt_key(record: dict) -> tuple[str, str]:
-    "Instruction and input of a record; the input is empty if there is none."
+    "Instruction and input of a record, the input empty where there is none."
     return record['instruction'], record.get('input') or ''
 
 # %% ../../nbs/core/data.ipynb #1768f9e9
 def full_instruction(record: dict) -> str:
-    "Instruction and input as one message, separated by a blank line."
+    "Instruction and input as one message, a blank line between them."
     return '\n\n'.join(filter(None, prompt_key(record)))

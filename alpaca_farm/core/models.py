@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CARD', 'device_of', 'dtype_of', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer', 'load_policy',
-           'fresh_head', 'load_scalar', 'hidden_states', 'has_plain_head', 'logits_of', 'logprobs', 'token_scores',
-           'sequence_scores', 'values', 'RewardConfig', 'combine_scores', 'checked_reward', 'score_records', 'reward',
-           'label_count', 'save_model']
+           'fresh_head', 'load_scalar', 'hidden_states', 'has_plain_head', 'logits_of', 'logprobs', 'sequence_logprobs',
+           'response_logprobs', 'token_scores', 'sequence_scores', 'values', 'RewardConfig', 'combine_scores',
+           'checked_reward', 'score_records', 'reward', 'label_count', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import os
@@ -18,7 +18,7 @@ import torch
 from .functional import selected_logprobs, token_logprobs
 from .runs import read_summary
 from .settings import at_root, Config, looks_like_hub, resolve
-from .text import encode_prompts, encode_responses, pad
+from .text import collate, encode_prompts, encode_responses, pad
 
 # %% ../../nbs/core/models.ipynb #b1e18340
 def device_of(cfg: Config) -> torch.device:
@@ -149,6 +149,37 @@ def logprobs(
     else: logp = token_logprobs(logits_of(model, states[chosen]), tokens[chosen], temperature)
     out = torch.zeros(batch['ids'].shape, device=logp.device)
     out[:, 1:][chosen] = logp.float()
+    return out
+
+# %% ../../nbs/core/models.ipynb #9eb06eaf
+def sequence_logprobs(
+    model,
+    batch: dict,               # ids, mask, response: each (..., T)
+    temperature: float = 1.0,  # as in `logprobs`
+) -> torch.Tensor:  # (...), in nats
+    "log p of each whole response given its prompt, from one forward pass; differentiable."
+    flat = {k: batch[k].flatten(0, -2) for k in ('ids', 'mask', 'response')}
+    return logprobs(model, flat, temperature).sum(1).view(batch['ids'].shape[:-1])
+
+# %% ../../nbs/core/models.ipynb #22640f1d
+@torch.no_grad()
+def response_logprobs(
+    model,
+    prompts: list,              # N lists of token ids
+    responses: list,            # N lists of token ids
+    pad_id: int,
+    temperature: float = 1.0,   # as in `logprobs`
+    size: int = 64,             # responses in a forward pass
+    lengths: list | None = None,  # N numbers that order the batches; tokens of prompt and response if None
+) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
+    "log p of each whole response given its prompt."
+    lengths = lengths or [len(p) + len(r) for p, r in zip(prompts, responses)]
+    order, out = sorted(range(len(lengths)), key=lengths.__getitem__), torch.zeros(len(lengths))
+    for at in range(0, len(order), size):
+        rows = order[at:at + size]
+        batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
+        batch = {k: v.to(model.device) for k, v in batch.items()}
+        out[rows] = sequence_logprobs(model, batch, temperature).float().cpu()
     return out
 
 # %% ../../nbs/core/models.ipynb #5aa211eb
