@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['pattern_literal', 'verdict_labels', 'break_special_tokens', 'judge_prompt_ids', 'LocalJudge', 'RewardJudge',
-           'RecordedLabels', 'check_labels', 'load_recorded', 'model_architectures', 'is_reward_model', 'is_model']
+           'RecordedLabels', 'check_labels', 'load_recorded', 'is_reward_model', 'is_model']
 
 # %% ../nbs/judging/local_judges.ipynb #3a95da93
-import json, math, re
+import math, re
 from pathlib import Path
 
 import numpy as np
 from fastcore.basics import patch
 
 from .core.data import check_records, find_file, full_instruction, read_rows
+from .core.judge_configs import model_architectures
 from .core.preferences import as_preference, pair_identity
-from .core.settings import at_root, Config
+from .core.settings import Config
 from .judges import Evaluator, fill_prompt, parse_chatml
 
 # %% ../nbs/judging/local_judges.ipynb #7dbeb5ec
@@ -146,12 +147,6 @@ def load_recorded(path) -> RecordedLabels:
     "The labels of a file or a run as an annotator; ValueError naming a row that is wrong."
     rows = read_rows(find_file(str(path), 'preferences'))
     return RecordedLabels(check_labels(rows, str(path)), Path(path).stem)
-
-# %% ../nbs/judging/local_judges.ipynb #09373cb0
-def model_architectures(path) -> list[str]:
-    "The model classes in a checkpoint or run folder; empty where there is no model."
-    files = [p for p in (at_root(path)/'model'/'config.json', at_root(path)/'config.json') if p.is_file()]
-    return next((names for f in files if (names := json.loads(f.read_text()).get('architectures'))), [])
 
 # %% ../nbs/judging/local_judges.ipynb #52c54c9a
 def is_reward_model(path) -> bool:

@@ -15,13 +15,17 @@ from pathlib import Path
 import numpy as np
 
 from .core.answers import log_ratios, sample, SampleConfig
+from .core.comparisons import answer_preferences
 from .core.data import find_file, prompt_key, read_rows
 from .core.files import atomic_write, read_json
+from .core.judge_configs import JudgedConfig
 from .core.models import combine_scores, load_policy, model_path, reward
+from .core.preferences import check_preferences
 from .core.progress import Progress
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command, resolve
 from .core.text import decode, encode_prompts
+from .annotators import load_annotators
 from .overoptimization_curves import (bank_curve, can_fit, curve_point, fit_gold, gold_falls,
     group_rows, proxy_gold_correlation, standardise)
 from .overoptimization_grid import grid_models, run_grid, study_grid
@@ -33,7 +37,7 @@ POLICIES = [f'runs/{m}' for m in ('ppo', 'ppo_people', 'ppo_free', 'ppo_judge_fr
 
 
 @dataclass
-class OverConfig(SampleConfig):
+class OverConfig(SampleConfig, JudgedConfig):
     "Settings of the study of over-optimisation."
     out: str = 'runs/overoptimization'   # run folder
     size: str = 'farm'                   # farm measures the runs named below; full makes a grid of its own
@@ -54,6 +58,7 @@ class OverConfig(SampleConfig):
     answers: int = 4                     # answers of each policy to each of them
     inputs = ('data', 'pairs', 'candidates', 'policy', 'bank', 'references',
               'proxies', 'ensembles', 'policies', 'gold', 'people')
+    annotator_fields = ('people',)
 
     def check(self):
         self.bounds(instances=(2, None), answers=(1, None), workers=(0, None))
@@ -159,12 +164,7 @@ class ProxyScores:
 # %% ../nbs/studies/overoptimization.ipynb #5b1abde4
 def references_judge(references: list[dict], judge):
     "A function of records: their expected preference over the references to the same prompt, (records,)."
-    outputs = {prompt_key(r): r['output'] for r in references}
-    def compare(records: list[dict]) -> np.ndarray:
-        pairs = [dict(instruction=r['instruction'], input=r['input'], output_1=o, output_2=r['output'])
-                 for r in records for o in outputs[prompt_key(r)]]
-        return np.array(judge(pairs)).reshape(len(records), -1).mean(1)
-    return compare
+    return lambda records: check_preferences(np.concatenate(answer_preferences(records, references, judge)))
 
 # %% ../nbs/studies/overoptimization.ipynb #57ee2de0
 def bank_and_references(cfg: OverConfig) -> tuple[list[dict], list[dict]]:
@@ -256,6 +256,7 @@ def run(cfg: OverConfig):
     "Measure the curves, for the full study on runs of its own; write curves.csv, fits.csv and falls.csv."
     jobs = study_grid(cfg) if cfg.size == 'full' else []
     check_run_folder(at_root(cfg.out))
+    judge = load_annotators(cfg.people, cfg)
     if jobs: run_grid(jobs, cfg.workers)
     folder = start(cfg, run, tuple(j.out for j in jobs))
     if folder.done: return folder
@@ -264,7 +265,7 @@ def run(cfg: OverConfig):
     rewards = {policy: policy_proxy(policy, proxies) for policy in policies}
     bank, references = bank_and_references(cfg)
     scale, utility = ProxyScores(bank, cfg), resolve(cfg.gold)
-    people = references_judge(references, resolve(cfg.people))
+    people = references_judge(references, judge)
     truth = score_bank(bank, utility)
     gold = lambda records: standardise(np.array(utility(records)), truth)
     others = standardise(truth, truth), score_bank(bank, people), np.array([c['logprob'] for c in bank])

@@ -18,7 +18,6 @@ from .core.files import read_json
 from .core.generation import generate
 from .core.models import logprobs, reward
 from .core.online import end_scores
-from .core.settings import resolve
 from .core.text import collate, decode, encode_prompts, encode_responses, within_limit
 
 # %% ../nbs/rrhf_pool.ipynb #057803a0
@@ -82,10 +81,10 @@ def comparison_scores(annotator):
     return scores
 
 # %% ../nbs/rrhf_pool.ipynb #a8f79267
-def score_function(cfg):
-    "A function from records, `score` among their fields, to scores."
+def score_function(cfg, judge=None):
+    "A function from records, `score` among their fields, to scores; `judge` is an annotator or a pool."
     if cfg.reward_model: return reward(cfg.reward_model, cfg, cfg.template)
-    return comparison_scores(resolve(cfg.annotators)) if cfg.annotators else recorded_scores
+    return comparison_scores(judge) if judge else recorded_scores
 
 # %% ../nbs/rrhf_pool.ipynb #9378d662
 def score_pool(pool: list[dict], score_of) -> list[dict]:

@@ -5,15 +5,12 @@
 # %% auto #0
 __all__ = ['PAIR_FIELDS', 'as_preference', 'check_preferences', 'hash_uniform', 'pair_identity', 'swap_outputs', 'shown_swapped',
            'pool_members', 'annotator_name', 'pool_weights', 'draw_annotator', 'annotator_order',
-           'annotator_preferences', 'decide_vote', 'coin_label', 'output_texts', 'index_prompts', 'check_same_prompts',
-           'pair_up', 'both_orders', 'same_answers', 'preferences_over']
+           'annotator_preferences', 'decide_vote', 'coin_label']
 
 # %% ../../nbs/core/preferences.ipynb #aaceba8c
 import hashlib, json, math
 
 import numpy as np
-
-from .data import prompt_key
 
 # %% ../../nbs/core/preferences.ipynb #2793161c
 def as_preference(preference) -> float:
@@ -137,78 +134,3 @@ def coin_label(pair: dict, seed: int = 0, by: str = 'pair') -> float:
     "A fair coin that belongs to the pair, or to its instruction: 1. or 2."
     text = pair_identity(pair) if by == 'pair' else pair_identity(pair)[:-2]
     return 1. + ((hash_uniform(seed, 'coin', *text) < .5) ^ (pair['output_1'] <= pair['output_2']))
-
-# %% ../../nbs/core/preferences.ipynb #50a3c950
-def output_texts(record: dict) -> list[str]:
-    "The answers of a record: one, or several candidates."
-    return [record['output']] if isinstance(record['output'], str) else list(record['output'])
-
-# %% ../../nbs/core/preferences.ipynb #6dd1beec
-def index_prompts(
-    records: list[dict],  # outputs or candidates
-    whose: str,           # for the message
-) -> dict:  # row by (instruction, input)
-    "The row of each instruction; ValueError when there are two."
-    rows = {}
-    for i, r in enumerate(records):
-        if rows.setdefault(prompt_key(r), i) == i: continue
-        raise ValueError(f'{whose}: rows {rows[prompt_key(r)]} and {i} answer the same instruction, '
-                         f'{r["instruction"]!r:.60}. Keep one, or list both in the output of one record')
-    return rows
-
-# %% ../../nbs/core/preferences.ipynb #738ad808
-def check_same_prompts(rows: dict, others: dict, whose: str, missing: str):
-    "ValueError naming the rows of one index (of `index_prompts`) that the other does not have."
-    lost = [(i, prompt) for prompt, i in rows.items() if prompt not in others]
-    if not lost: return
-    first_rows = ', '.join(str(i) for i, _ in lost[:5]) + (', ...' if len(lost) > 5 else '')
-    raise ValueError(f'{len(lost)} of {len(rows)} {whose} have no {missing}: rows {first_rows} (the first is '
-                     f'{lost[0][1][0]!r:.60}). Both must answer the same instructions with the same input; '
-                     'max_instances restricts the comparison to the first ones')
-
-# %% ../../nbs/core/preferences.ipynb #17fc33b7
-def pair_up(
-    outputs: list[dict],     # the model's answers, one or several per instruction
-    references: list[dict],  # the reference's, one or several per instruction
-) -> list[dict]:  # pairs; output_1 the reference's, output_2 the model's, `item` the reference's row
-    "Every answer of the model beside every reference answer to the same instruction."
-    ours, theirs = index_prompts(outputs, 'outputs'), index_prompts(references, 'references')
-    check_same_prompts(ours, theirs, 'outputs', 'reference')
-    check_same_prompts(theirs, ours, 'references', 'output')
-    pairs = []
-    for i, r in enumerate(references):
-        prompt = dict(instruction=r['instruction'], input=r.get('input') or '')
-        pairs += [dict(prompt, output_1=a, output_2=b, item=i)
-                  for b in output_texts(outputs[ours[prompt_key(r)]]) for a in output_texts(r)]
-    return pairs
-
-# %% ../../nbs/core/preferences.ipynb #ccba7175
-def both_orders(
-    pairs: list[dict],  # records with instruction, input, output_1, output_2
-    judge,              # annotator or pool
-) -> np.ndarray:  # (pairs,) preferences; nan where either order has no verdict
-    "Preferences averaged over both orders, in one call of the judge; identical outputs are a tie without it."
-    p, at = np.full(len(pairs), 1.5), [i for i, r in enumerate(pairs) if r['output_1'] != r['output_2']]
-    if not at: return p
-    shown = [pairs[i] for i in at]
-    given, exchanged = np.split(annotator_preferences(shown + [swap_outputs(r) for r in shown], judge), 2)
-    p[at] = (given + 3 - exchanged)/2
-    return p
-
-# %% ../../nbs/core/preferences.ipynb #371b5a31
-def same_answers(outputs: list[dict], references: list[dict]) -> bool:
-    "Whether the model's answers are the reference's."
-    ours, theirs = ({prompt_key(r): output_texts(r) for r in records} for records in (outputs, references))
-    return ours == theirs
-
-# %% ../../nbs/core/preferences.ipynb #68286596
-def preferences_over(
-    outputs: list[dict],     # the model's answers, one or several per instruction
-    references: list[dict],  # the reference's
-    judge,                   # annotator or pool
-) -> np.ndarray:  # (instructions,) in the references' order; 2: the model always wins; nan: no verdict
-    "Mean preference of each instruction, over answers, reference answers, annotators and both orders."
-    pairs = pair_up(outputs, references)
-    if same_answers(outputs, references): return np.full(len(references), 1.5)
-    item = np.array([p['item'] for p in pairs])
-    return np.bincount(item, both_orders(pairs, judge))/np.bincount(item)
