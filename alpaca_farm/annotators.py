@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .core.api import ApiConfig, parse_mapping
+from .core.api import ApiConfig, asking_settings, parse_mapping
 from .core.batches import ApiClient
 from .core.data import check_records, find_file, full_instruction, prompt_key, read_rows
-from alpaca_farm.core.judge_configs import (check_annotators, configured_annotators, configured_models,
-    judge_config_file)
+from .core.judge_configs import configured_annotators, configured_models, judge_config_file
 from .core.preferences import (annotator_name, annotator_preferences, coin_label, decide_vote,
     draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped, swap_outputs)
 from .core.runs import start
@@ -65,10 +64,6 @@ class AnnotatorsConfig(ApiConfig):
         self.one_of('flip_by', 'pair', 'instruction')
         check_known_names([self.annotators], self.models, self.weights)
 
-    def check_path(self, name: str, value: str):
-        if name == 'annotators' and ':' not in value: check_annotators(name, value)
-        else: super().check_path(name, value)
-
 # %% ../nbs/annotators.ipynb #747cae24
 def load_configured(spec: str, cfg):
     "The annotators of a configuration: behind the endpoint, or on this machine if the model is a folder."
@@ -83,10 +78,11 @@ def load_configured(spec: str, cfg):
 # %% ../nbs/annotators.ipynb #5a54cfa4
 def load_annotators(
     spec: str,  # "module:name", a configuration, a reward model's folder, or a file of labels
-    cfg,        # settings that include ApiConfig's, and optionally `weights`
+    cfg,        # settings; where they do not include ApiConfig's, its defaults are used
 ):  # an annotator, or a pool
     "The annotator or pool that a setting names; ValueError for any other name."
     if ':' in spec: return resolve(spec)
+    cfg = asking_settings(cfg)
     if judge_config_file(spec): return load_configured(spec, cfg)
     if is_reward_model(spec): return RewardJudge(spec, cfg)
     if is_model(spec):

@@ -5,29 +5,32 @@
 # %% auto #0
 __all__ = ['GOOD', 'BAD', 'BinaryFeedbackConfig', 'rate_outputs', 'check_binary_labels', 'training_examples', 'load_feedback',
            'weighted_batch', 'feedback_loss', 'add_reward_tokens', 'encode_examples', 'label_accuracy', 'Probe',
-           'common_instructions', 'compare_answers', 'compare_on_val', 'train']
+           'common_instructions', 'compare_on_val', 'train']
 
 # %% ../nbs/binary_feedback.ipynb #b59d5ba0
-import copy
-import math
+import copy, math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from .core.answers import answer_eval_split, AnswerConfig, prompt_fields, sample_answers
+from .core.comparisons import verdicts_over
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data import check_records, load_records, prompt_key
-from .core.models import load_policy, logprobs, response_logprobs, save_model
+from .core.judge_configs import JudgedConfig
+from .core.models import load_policy, logprobs, save_model
 from .core.runs import read_log, start
-from .core.settings import command, resolve, TrainConfig
+from .core.settings import command, TrainConfig
 from .core.stats import standard_error, win_rate
 from .core.text import collate, encode
 from .core.training import batches, Trainer
+from .annotators import load_annotators
+from .rrhf_pool import response_logprobs
 
 # %% ../nbs/binary_feedback.ipynb #1376ffd0
 @dataclass
-class BinaryFeedbackConfig(TrainConfig, AnswerConfig):
+class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     "Settings of learning from binary feedback."
     out: str = 'runs/binary_feedback'     # run folder
     method: str = 'reward_conditioning'   # feedme (imitate good answers) or reward_conditioning (all)
@@ -186,15 +189,9 @@ def common_instructions(answers: dict[str, list[dict]]) -> dict[str, list[dict]]
     keys = [k for k in first if all(k in other for other in others)]
     return {name: [records[k] for k in keys] for name, records in by_key.items()}
 
-# %% ../nbs/binary_feedback.ipynb #83efcf84
-def compare_answers(first: list[dict], second: list[dict], cfg: BinaryFeedbackConfig) -> list[float]:
-    "The annotators' preferences between two sets of answers to the same instructions."
-    return resolve(cfg.annotators)([dict(prompt_fields(a), output_1=a['output'][0], output_2=b['output'][0])
-                                    for a, b in zip(first, second)])
-
 # %% ../nbs/binary_feedback.ipynb #be174633
-def compare_on_val(policy, reference, tokenizers: dict, plain, run) -> dict[str, float]:
-    "Answer the val split (written to said.json); win rates of the policy and of `<good>` in percent."
+def compare_on_val(policy, reference, tokenizers: dict, plain, judge, run) -> dict[str, float]:
+    "Answers to the val split, left in said.json, and in percent the wins of the policy, and of `<good>`."
     cfg = run.cfg
     if not cfg.val_split: return {}
     records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances)
@@ -205,12 +202,12 @@ def compare_on_val(policy, reference, tokenizers: dict, plain, run) -> dict[str,
     rows = [dict(prompt_fields(rs[0]), output=[r['output'][0] for r in rs], source=list(answers))
             for rs in zip(*answers.values())]
     run.write('said.json', rows)
-    if not cfg.annotators: return {}
+    if not judge: return {}
     final = answers[GOOD if tokenizers else 'no token']
-    wins = win_rate(compare_answers(answers['reference'], final, cfg))
+    wins = win_rate(verdicts_over(final, answers['reference'], judge))
     figures = dict(val_win_rate=wins['win_rate'], val_standard_error=wins['standard_error'])
     if not tokenizers: return figures
-    wins = win_rate(compare_answers(answers[BAD], final, cfg))
+    wins = win_rate(verdicts_over(final, answers[BAD], judge))
     return figures | dict(good_over_bad=wins['win_rate'], good_over_bad_standard_error=wins['standard_error'])
 
 # %% ../nbs/binary_feedback.ipynb #8bfdb190
@@ -218,6 +215,7 @@ def train(cfg: BinaryFeedbackConfig):
     "Train a policy on rated answers; leaves model/, outputs.json, said.json, log.jsonl and summary.json."
     run = start(cfg, train)
     if run.done: return run
+    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     learn, aside, labels = load_feedback(cfg)
     policy, plain = load_policy(cfg.policy, cfg, train=True)
     tokens, tokenizers = add_reward_tokens(policy, plain, cfg)
@@ -235,7 +233,7 @@ def train(cfg: BinaryFeedbackConfig):
     save_model(policy, tokenizer, run)
     reference = load_policy(cfg.policy, cfg)[0]
     figures = (answer_eval_split(policy, tokenizer, run, reference, plain)
-               | compare_on_val(policy, reference, tokenizers, plain, run))
+               | compare_on_val(policy, reference, tokenizers, plain, judge, run))
     last = {k: v for k, v in read_log(run.folder)[-1].items() if k.startswith(('effect', 'accuracy'))}
     run.finish(labels=labels, examples=len(prompts), too_long=too_long, **figures, **last)
     return run

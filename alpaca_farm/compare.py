@@ -13,22 +13,24 @@ from itertools import combinations
 
 import numpy as np
 
+from .core.comparisons import output_texts
 from .core.data import prompt_key
 from .core.files import atomic_write, read_json
-from .core.preferences import output_texts
+from .core.judge_configs import JudgedConfig
 from .core.runs import read_log, start
-from .core.settings import at_root, command, Config, resolve
+from .core.settings import at_root, command
 from .core.stats import bootstrap
+from .annotators import load_annotators
 from .eval import complete_preferences, read_answers, short_names, write_figure
 
 # %% ../nbs/compare.ipynb #e5ca51a0
 @dataclass
-class CompareConfig(Config):
+class CompareConfig(JudgedConfig):
     "Settings of a comparison."
     out: str = 'runs/compare'  # run folder
     folders: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders to compare
-    annotators: str = 'alpaca_farm.world:people'  # judge, as package.module:name
-    examples: int = 3          # number of instructions for which answers are shown
+    annotators: str = 'alpaca_farm.world:people'  # judge, as in the annotators notebook
+    examples: int = 3          # number of instructions whose answers are shown
     inputs = ('folders', 'annotators')
 
     def check(self):
@@ -143,9 +145,10 @@ def run(cfg: CompareConfig):
     "Compare run folders; writes tables, figures and answers."
     folder = start(cfg, run)
     if folder.done: return folder
+    judge = load_annotators(cfg.annotators, cfg)
     folder.load()
     answers = {n: read_answers(f) for n, f in run_names(cfg.folders).items()}
-    table = win_rate_table(answers, resolve(cfg.annotators), seed=cfg.seed)
+    table = win_rate_table(answers, judge, seed=cfg.seed)
     for step, row in enumerate(table.to_dict('records'), 1): folder.log(step, **row)
     with atomic_write(folder.path('settings.csv')) as p: differing_settings(cfg.folders).to_csv(p)
     with atomic_write(folder.path('win_rates.csv')) as p: table.to_csv(p, index=False, float_format='%.4f')

@@ -210,7 +210,7 @@ def reference_logprobs(policy, prompts: list, answers: list, pad_id: int, temper
 def weights_hash(model) -> str:
     "Hash of a model's architecture and of every weight."
     h = hashlib.sha256()
-    provenance = ('_name_or_path', 'transformers_version')  # no part of what the model computes
+    provenance = ('_name_or_path', 'transformers_version')  # without effect on what the model computes
     h.update(digest({k: v for k, v in model.config.to_dict().items() if k not in provenance}).encode())
     for name, w in sorted(unique_weights(model).items()):
         h.update(f'{name} {w.dtype} {tuple(w.shape)}'.encode())
@@ -224,7 +224,7 @@ def read_cached(path: Path) -> torch.Tensor | None:
     try:
         state = load_state(path)
         if digest(state['logprobs'].tolist()) == state['digest']: return state['logprobs']
-    except Exception: pass  # cut short, or another kind of file
+    except Exception: pass  # truncated, or another kind of file
     print(f'{path} is damaged: computing it again')
 
 # %% ../nbs/dpo.ipynb #65b381a4

@@ -17,44 +17,49 @@ from pathlib import Path
 import numpy as np
 
 from .core.build import ensure_input, is_fresh, methods
+from .core.comparisons import answer_preferences
 from .core.data import load_records, prompt_key
 from .core.files import atomic_write, write_json
+from .core.judge_configs import JudgedConfig
 from .core.launch import Job, run_jobs, study_job
+from .core.preferences import check_preferences
 from .core.progress import duration
 from .core.runs import check_run_folder, read_summary, start
-from .core.settings import at_root, command, Config, resolve
+from .core.settings import at_root, command
 from .core.stats import bootstrap, kl_best_of_n
-from .noise import length_sign, preference_probabilities
-from .text_measures import (answers_by_prompt, balance_lengths, bias_amplification, count_words,
-    describe_answers, excess_per_word, preferred_length_gain, reward_per_word)
+from .annotators import load_annotators
+from .noise import length_sign
+from .text_measures import (balance_lengths, bias_amplification, count_words, describe_answers,
+    excess_per_word, preferred_length_gain, reward_per_word)
 
 # %% ../nbs/studies/effects.ipynb #6bcd5d00
 RUNS = ['runs/sft', 'runs/best_of_n', 'runs/dpo', 'runs/ppo']
 
 
 @dataclass
-class EffectsConfig(Config):
+class EffectsConfig(JudgedConfig):
     "Settings of a study of what feedback does to text."
     out: str = 'runs/effects'            # run folder; the experiment's own runs are in <out>_study
     outputs: list[str] = field(default_factory=lambda: RUNS)  # runs whose answers are measured
     data: str = 'runs/world'             # dataset folder: demonstrations and prompts
-    split: str = 'eval'                  # the split of it that the runs answered
+    split: str = 'eval'                  # split of the dataset that the runs answered
     tokens: int = 1000                   # words among which distinct-1 and -2 are counted
-    study: bool = True                   # make the experiment, about twelve CPU minutes
-    policy: str = 'runs/sft'             # the policy its methods start from
-    samples: str = 'runs/samples'        # pairs of its answers, which are labelled
-    candidates: str = 'runs/candidates'  # its samples that RRHF and expert iteration learn from
-    bank: str = 'runs/eval_samples'      # its answers to the split that best-of-n chooses from
-    references: str = 'runs/references'  # its answers that policies are compared with
-    annotators: str = 'alpaca_farm.world:pool'       # annotators
+    study: bool = True                   # run the experiment, about twelve CPU minutes
+    policy: str = 'runs/sft'             # policy that the methods start from
+    samples: str = 'runs/samples'        # pairs of the policy's answers, to be labelled
+    candidates: str = 'runs/candidates'  # the policy's samples for RRHF and expert iteration
+    bank: str = 'runs/eval_samples'      # the policy's answers to the split, for best-of-n
+    references: str = 'runs/references'  # the policy's answers that others are compared with
+    annotators: str = 'alpaca_farm.world:pool'       # annotators without the bias
     biased: str = 'alpaca_farm.world:length_biased'  # the same annotators with a bias for length
     people: str = 'alpaca_farm.world:people'         # judges of the policies
     pairs: int = 4000                    # labelled pairs to learn from
-    held_out: int = 1000                 # further labelled pairs, to audit and measure on
+    held_out: int = 1000                 # further labelled pairs, for the audit and measurements
     label_flip: float = 0.0              # share of labels that are flipped
     workers: int = 0                     # runs side by side; 0 for the number of cores
     inputs = ('outputs', 'data', 'policy', 'samples', 'candidates', 'bank', 'references',
               'annotators', 'biased', 'people')
+    annotator_fields = ('annotators', 'biased', 'people')
 
     def check(self):
         self.bounds(tokens=(1, None), pairs=(400, None), held_out=(1, None), label_flip=(0, .49),
@@ -158,7 +163,7 @@ def run_effect_jobs(jobs: list[Job], cfg: EffectsConfig):
 
 # %% ../nbs/studies/effects.ipynb #7241e5f1
 def run_experiment(cfg: EffectsConfig) -> tuple[str, ...]:
-    "Make the missing runs of the experiment; the folders of all of them."
+    "Make the missing runs of the experiment; returns the folders of all its runs."
     check_run_folder(at_root(cfg.out))
     for name in cfg.inputs: ensure_input(cfg, name)
     missing = [j for j in effect_jobs(cfg) if not is_fresh(j.out)]
@@ -179,12 +184,8 @@ def run_experiment(cfg: EffectsConfig) -> tuple[str, ...]:
 # %% ../nbs/studies/effects.ipynb #0d5189e0
 def win_probability(answers: list[dict], references: list[dict], judge) -> np.ndarray:
     "Mean probability that each answer is preferred to the references of its instruction: (instructions,)."
-    outputs = {prompt_key(r): answers_by_prompt([r])[0] for r in references}
-    pairs = [dict(instruction=r['instruction'], input=r.get('input') or '', output_1=o, output_2=r['output'])
-             for r in answers for o in outputs[prompt_key(r)]]
-    probability = preference_probabilities(judge, pairs).mean((0, 1))
-    owner = np.repeat(np.arange(len(answers)), [len(outputs[prompt_key(r)]) for r in answers])
-    return np.bincount(owner, probability)/np.bincount(owner)
+    preferences = answer_preferences(answers, references, judge)
+    return check_preferences([p.mean() for p in preferences]) - 1
 
 # %% ../nbs/studies/effects.ipynb #7007a0e5
 def take_best(bank: list[dict], scores: np.ndarray) -> list[dict]:
@@ -234,9 +235,9 @@ def load_policies(cfg: EffectsConfig, best: dict) -> dict[tuple, tuple]:
     return dict(sorted(policies.items(), key=lambda item: order.index(item[0][0])))
 
 # %% ../nbs/studies/effects.ipynb #ef7f3958
-def policy_rows(cfg: EffectsConfig, policies: dict) -> list[dict]:
+def policy_rows(cfg: EffectsConfig, policies: dict, people) -> list[dict]:
     "A row for each policy: words, amplification, win rate under people in percent, KL in nats per answer."
-    references, people = load_records(cfg.references, 'candidates', 'candidates'), resolve(cfg.people)
+    references = load_records(cfg.references, 'candidates', 'candidates')
     labels = [arm_labels(cfg, arm)[:cfg.pairs] for arm in ('biased', 'unbiased')]
     ends, rows = ('', '_low', '_high'), []
     lengths = {key: {prompt_key(r): len(r['output'].split()) for r in answers}
@@ -269,6 +270,7 @@ def write_table(run, name: str, rows: list[dict]):
 # %% ../nbs/studies/effects.ipynb #8895c403
 def run(cfg: EffectsConfig):
     "Measure answers, make and measure the experiment; write features.csv, feedback.csv and policies.csv."
+    people = load_annotators(cfg.people, cfg) if cfg.study else None
     made = run_experiment(cfg) if cfg.study else ()
     folder = start(cfg, run, made)
     if folder.done: return folder
@@ -280,7 +282,7 @@ def run(cfg: EffectsConfig):
     if cfg.study:
         feedback, best = feedback_rows(cfg)
         write_table(folder, 'feedback.csv', feedback)
-        policies = policy_rows(cfg, load_policies(cfg, best))
+        policies = policy_rows(cfg, load_policies(cfg, best), people)
         write_table(folder, 'policies.csv', policies)
         figures |= {f'amplification_{r["method"]}_{r["arm"]}': r['amplification'] for r in policies}
         figures |= {f'longer_{r["of"]}_{r["arm"]}': r['longer'] for r in feedback}

@@ -17,11 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from .core.api import ApiConfig
+from .core.comparisons import output_texts, pair_up, preferences_over, same_answers
 from .core.data import load_records, prompt_key, SUFFIXES
 from .core.files import atomic_write
-from .core.judge_configs import check_annotators
-from .core.preferences import (check_preferences, hash_uniform, output_texts, pair_up,
-    preferences_over, same_answers)
+from .core.preferences import check_preferences, hash_uniform
 from .core.progress import Progress
 from .core.runs import start
 from .core.settings import at_root, command
@@ -53,10 +52,6 @@ class EvalConfig(ApiConfig):
         for name in ('outputs', 'annotators'):
             if not getattr(self, name): raise ValueError(f'{name} is empty: name at least one')
         check_known_names(self.annotators, self.models, self.weights)
-
-    def check_path(self, name: str, value: str):
-        if name == 'annotators' and ':' not in value: check_annotators(name, value)
-        else: super().check_path(name, value)
 
 # %% ../nbs/eval.ipynb #e86e697e
 def complete_preferences(outputs: list[dict], references: list[dict], judge) -> np.ndarray:

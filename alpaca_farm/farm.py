@@ -20,10 +20,12 @@ import numpy as np
 from .core.build import as_list, methods, recipe, takes_annotators
 from .core.data import load_records
 from .core.files import atomic_write, read_json
+from .core.judge_configs import JudgedConfig
 from .core.launch import Job, run_jobs, study_job
 from .core.runs import check_run_folder, read_summary, start
-from .core.settings import at_root, command, Config, resolve, root
+from .core.settings import at_root, command, root
 from .core.stats import bootstrap, off_diagonal_mean, spearman, spearman_interval, vote_agreement
+from .annotators import load_annotators
 from .eval import judge_all, read_answers
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure, rank_agreement
 from .noise import preference_probabilities
@@ -32,7 +34,7 @@ from .text_measures import describe_answers
 
 # %% ../nbs/farm.ipynb #e7c129a0
 @dataclass
-class FarmConfig(Config):
+class FarmConfig(JudgedConfig):
     "Settings of the farm."
     out: str = 'runs/farm'     # run folder of the farm's results; <runs>/farm when runs is another
     runs: str = 'runs'         # folder of the runs
@@ -42,8 +44,8 @@ class FarmConfig(Config):
     workers: int = 0           # runs side by side; 0 for the number of cores
     people: str = 'alpaca_farm.world:people'  # annotators for the second training; also final judges
     pool: str = 'alpaca_farm.world:pool'      # simulated annotators: they label, choose checkpoints, judge
-    gold: str = 'alpaca_farm.world:gold'      # judge that decides by the hidden utility
-    inputs = ('people', 'pool', 'gold')
+    gold: str = 'alpaca_farm.world:gold'      # judge by the hidden utility
+    inputs = annotator_fields = ('people', 'pool', 'gold')
 
     def check(self):
         self.bounds(seeds=(1, None), workers=(0, None))
@@ -73,7 +75,7 @@ STUDY = dict(  # added by the study of over-optimisation
 
 # %% ../nbs/farm.ipynb #eb6995aa
 def learning_runs(suffix: str) -> dict:
-    "The runs for one source of labels: labels, reward model and methods, with names ending in `suffix`."
+    "Labels, reward model and methods of one source of labels, whose runs' names end in `suffix`."
     labels, reward = f'annotators{suffix}', f'reward_model{suffix}'
     feedback = dict(preferences=dict(preferences=labels), reward_model=dict(reward_model=reward))
     runs = {labels: (dict(outputs='samples'), 8), reward: (dict(preferences=labels, policy='sft'), 60)}
@@ -104,7 +106,7 @@ def read_sizes(size: str) -> dict[str, dict]:
 
 # %% ../nbs/farm.ipynb #a85da5a0
 def annotator_settings(run: str, cfg: FarmConfig) -> dict:
-    "Settings of a run beyond its recipe: its annotators, and the device and dtype unless automatic."
+    "Settings of a run beside its recipe: its annotators, and the device and dtype unless they are automatic."
     machine = {k: getattr(cfg, k) for k in ('device', 'dtype') if getattr(cfg, k) != 'auto'}
     if not takes_annotators(run): return machine
     return machine | dict(annotators=cfg.people if run.endswith('_people') else cfg.pool)
@@ -138,12 +140,11 @@ def method_answers(folder: str) -> dict[str, list[dict]]:
     return {m: read_answers(f'{folder}/{m}') for m in names if read_summary(f'{folder}/{m}')}
 
 # %% ../nbs/farm.ipynb #fb7d1fa6
-def judge_methods(folder: str, cfg: FarmConfig, seed: int) -> dict:
+def judge_methods(folder: str, judges: dict, seed: int) -> dict:
     "Preferences of each judge for each method's answers over SFT's: {judge: {method: (instructions,)}}."
-    references, answers = read_answers(f'{folder}/references', candidates=True), method_answers(folder)
-    judges = dict(people=resolve(cfg.people), pool=resolve(cfg.pool), gold=resolve(cfg.gold))
-    answers = {m: references if m == 'sft' else rows for m, rows in answers.items()}
-    return judge_all(answers, references, judges, seed)
+    references, methods = read_answers(f'{folder}/references', candidates=True), method_answers(folder)
+    methods = {m: references if m == 'sft' else rows for m, rows in methods.items()}
+    return judge_all(methods, references, judges, seed)
 
 # %% ../nbs/farm.ipynb #aaef4330
 def total_cpu_seconds(run: str, free: set) -> float:
@@ -272,11 +273,11 @@ def simulation_figure(table):
     return fig
 
 # %% ../nbs/farm.ipynb #38489050
-def vote_agreements(folder: str, cfg: FarmConfig, n: int = 1000) -> dict[str, float]:
+def vote_agreements(folder: str, judges: dict, n: int = 1000) -> dict[str, float]:
     "Agreement of single votes on pairs of SFT answers: among people, and between pool and people."
     pairs = load_records(f'{folder}/annotators', 'preferences', 'preference', n)
-    people, pool = (1 + preference_probabilities(resolve(spec), pairs).mean(1).T
-                    for spec in (cfg.people, cfg.pool))
+    people, pool = (1 + preference_probabilities(judges[name], pairs).mean(1).T
+                    for name in ('people', 'pool'))
     return dict(human_human_agreement=off_diagonal_mean(vote_agreement(people, people)),
                 pool_human_agreement=float(vote_agreement(pool, people).mean()))
 
@@ -304,11 +305,12 @@ def write_boards(run, boards: list, simulation):
     save_figure(run, 'simulation.png', simulation_figure(simulation))
 
 # %% ../nbs/farm.ipynb #b18df35a
-def farm_summary(cfg: FarmConfig, judged: list[dict], replicates: list[dict], made: tuple[str, ...]) -> dict:
+def farm_summary(cfg: FarmConfig, judges: dict, judged: list[dict], replicates: list[dict],
+                 made: tuple[str, ...]) -> dict:
     "The figures of summary.json: correlations, agreements, the reward model's accuracy, CPU time."
     tables, rm = join_replicates(replicates), read_summary(f'{cfg.runs}/reward_model')
     return dict(**correlations(tables, cfg.seed), **replicate_correlations(replicates),
-                **rank_agreement(judged[0], seed=cfg.seed), **vote_agreements(cfg.runs, cfg),
+                **rank_agreement(judged[0], seed=cfg.seed), **vote_agreements(cfg.runs, judges),
                 reward_model_accuracy=rm['accuracy_majority'], reward_model_label_accuracy=rm['accuracy'],
                 reward_model_ceiling=rm['accuracy_ceiling'],
                 job_cpu_seconds=sum(read_summary(run)['cpu_seconds'] for run in made))
@@ -317,6 +319,7 @@ def farm_summary(cfg: FarmConfig, judged: list[dict], replicates: list[dict], ma
 def run(cfg: FarmConfig):
     "Make all runs and the board, in `cfg.out`; RuntimeError at the end if some runs failed."
     check_run_folder(at_root(cfg.out))
+    judges = {name: load_annotators(getattr(cfg, name), cfg) for name in cfg.annotator_fields}
     began, memory = time.time(), PeakMemory()
     jobs = [farm_jobs(cfg, k) for k in range(cfg.seeds)]
     every = sum(jobs, [])
@@ -327,13 +330,13 @@ def run(cfg: FarmConfig):
     folder = start(cfg, run, made)
     if folder.done: return folder
     folder.load()
-    judged = [judge_methods(f, cfg, cfg.seed + k) for k, f in enumerate(folders)]
+    judged = [judge_methods(f, judges, cfg.seed + k) for k, f in enumerate(folders)]
     boards = [farm_board(f, j, cfg.seed + k) for k, (f, j) in enumerate(zip(folders, judged))]
     replicates = [paired_tables(j) for j in judged]
     write_boards(folder, boards, simulation_table(join_replicates(replicates), cfg.seed, replicates))
     if failed: raise RuntimeError('some runs failed; the board shows the others:\n' + '\n'.join(failed))
     memory()
-    folder.finish(**farm_summary(cfg, judged, replicates, made))
+    folder.finish(**farm_summary(cfg, judges, judged, replicates, made))
     totals = dict(seconds=round(time.time() - began, 1), peak_memory_gb=round(memory.peak, 3))
     folder.write('summary.json', read_summary(folder.folder) | totals)
     return folder

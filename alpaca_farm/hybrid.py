@@ -15,16 +15,16 @@ from pathlib import Path
 import numpy as np
 
 from .core.build import ensure_input, is_fresh
+from .core.comparisons import answer_preferences, both_orders
 from .core.data import find_file, load_records, prompt_key, read_rows
 from .core.files import write_json
-from .core.judge_configs import judge_config_file
+from .core.judge_configs import judge_config_file, JudgedConfig
 from .core.launch import Job, run_jobs, study_job
-from alpaca_farm.core.preferences import (both_orders, check_preferences, hash_uniform, pair_identity,
-    shown_swapped)
+from .core.preferences import check_preferences, hash_uniform, pair_identity, shown_swapped
 from .core.progress import duration, Progress
 from .core.runs import check_run_folder, start
-from .core.settings import at_root, command, Config, resolve
-from .annotators import pair_samples
+from .core.settings import at_root, command
+from .annotators import load_annotators, pair_samples
 from .calibration import bare_pair, mix_labels
 from .effects import score_pairs, win_probability, write_table
 from alpaca_farm.hybrid_measures import (arm_differences, best_of_n_values, budget_curves,
@@ -34,7 +34,7 @@ from .local_judges import check_labels, RecordedLabels
 
 # %% ../nbs/studies/hybrid.ipynb #27407639
 @dataclass
-class HybridConfig(Config):
+class HybridConfig(JudgedConfig):
     "Settings of a study of mixed labels."
     out: str = 'runs/hybrid'                     # run folder; the study's own runs are in <out>_study
     outputs: str = 'runs/samples'                # pairs or candidates: a run of best_of_n, or a file
@@ -59,6 +59,7 @@ class HybridConfig(Config):
     references: str = 'runs/references'          # answers that policies are compared with
     workers: int = 0                             # runs side by side; 0 for the number of cores
     inputs = ('outputs', 'annotators', 'people', 'judge', 'policy', 'data', 'bank', 'references')
+    annotator_fields = ('annotators', 'people', 'judge')
 
     def check(self):
         self.bounds(label_flip=(0, .49), agree=(.51, 1), random_part=(.1, .9), human_price=(0, None),
@@ -249,7 +250,7 @@ def check_study(cfg: HybridConfig):
     "ValueError for settings that would otherwise fail only after all training."
     aside = study_pairs(cfg)[cfg.pairs:]
     if not cfg.judge: return
-    check_preferences(both_orders(aside[:1], resolve(cfg.judge)))
+    check_preferences(both_orders(aside[:1], load_annotators(cfg.judge, cfg)))
     bank, _ = load_bank(cfg)
     if len({len(r['output']) for r in bank}) > 1:
         raise ValueError(f'bank = {cfg.bank}: best-of-n needs the same number of answers to each instruction')
@@ -289,12 +290,12 @@ def policy_values(folder: str, references: list[dict], judge) -> np.ndarray:
 def measure_points(cfg: HybridConfig, bought: list[dict]) -> dict[str, dict]:
     "By measure and by (arm, share, replicate): a value for each held-out pair or instruction."
     from alpaca_farm.core.models import reward
-    judge, aside = resolve(cfg.judge), study_pairs(cfg)[cfg.pairs:]
+    judge, aside = load_annotators(cfg.judge, cfg), study_pairs(cfg)[cfg.pairs:]
     bank, references = load_bank(cfg)
     out = dict(majority={}, agrees={}, best_of_n={}, dpo={}, words={})
     show = Progress('measuring', len(bought))
     chance = check_preferences(both_orders(aside, judge)) - 1
-    value = win_probability([dict(r, output=o) for r in bank for o in r['output']], references, judge)
+    value = check_preferences(np.concatenate(answer_preferences(bank, references, judge))) - 1
     for step, b in enumerate(bought, 1):
         point = b['arm'], b['share'], b['replicate']
         model = reward(study_path(cfg, 'reward_model', *point), cfg)

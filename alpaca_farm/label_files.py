@@ -44,7 +44,7 @@ def from_votes(rows: list[dict], where: str):
     for i, row in enumerate(rows):
         at, votes = f'{where}, row {i}', row.get('votes')
         if not isinstance(votes, dict) or not votes:
-            raise ValueError(f"{at}: the field 'votes' wants votes by name")
+            raise ValueError(f"{at}: the field 'votes' must hold votes by name")
         votes = {k: read_vote(v, at, f'votes.{k}') for k, v in votes.items()}
         yield dict(read_pair(row, at), votes=votes, row=i)
 
@@ -89,7 +89,7 @@ def from_chosen(rows: list[dict], where: str):
 
 # %% ../nbs/judging/label_files.ipynb #49de8113
 def from_preferences(rows: list[dict], where: str):
-    "Preference records; votes on a pair are merged in either order of its answers, repeated votes are kept."
+    "Preference records; votes on a pair in either order are merged, and repeated votes are kept."
     pairs = {}
     def texts(pair): return pair['instruction'], pair['input'], pair['output_1'], pair['output_2']
     for i, row in enumerate(rows):
@@ -107,7 +107,7 @@ def from_preferences(rows: list[dict], where: str):
 
 # %% ../nbs/judging/label_files.ipynb #a2ded2af
 def short_name(spec: str) -> str:
-    "A name for a file, or for what `module:name` stands for."
+    "A short name for a file or for `module:name`."
     name = Path(spec.rpartition(':')[2]).name
     suffix = next((s for s in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(s)), '')
     return name.removesuffix(suffix).strip('*_')
@@ -136,7 +136,7 @@ def read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
 
 # %% ../nbs/judging/label_files.ipynb #c71a0303
 def label_file(spec: str) -> Path | None:
-    "The file of labels or verdicts, itself or the `preferences` of a run folder; None when there is none."
+    "The file of labels or verdicts, or the `preferences` of a run folder; None when there is none."
     path = at_root(spec)
     if path.is_file() and path.name.endswith(SUFFIXES): return path
     return next((path/f'preferences{s}' for s in SUFFIXES if (path/f'preferences{s}').is_file()), None)
@@ -166,7 +166,7 @@ class Verdicts(NamedTuple):
     "Verdicts of a judge on pairs, in the pairs' own order."
     preferences: np.ndarray     # (annotators, 2, pairs) 1 to 2 or nan; [:, 1]: the second answer shown first
     how: str                    # live or recorded
-    unanswered: np.ndarray      # (pairs,) how often the pair was shown and got no verdict
+    unanswered: np.ndarray      # (pairs,) how often the pair was shown but got no verdict
     shown: np.ndarray           # (2, pairs) whether the pair was shown in this order
     price: float = math.nan     # dollars for 1,000 comparisons; nan where unknown
     time: float = math.nan      # seconds for 1,000 comparisons
@@ -179,9 +179,9 @@ def per_thousand(values: list) -> float:
 
 # %% ../nbs/judging/label_files.ipynb #b9738964
 class RecordedVerdict(NamedTuple):
-    "A verdict as it stands in a file."
+    "A verdict read from a file."
     judge: str
-    key: tuple                  # what its pair is found by
+    key: tuple                  # key of its pair
     order: int                  # 1 where the second answer was shown first
     preference: float
     row: int
@@ -206,7 +206,7 @@ def verdict_of_pandalm(row: dict, i: int, file: str, result: str) -> RecordedVer
 
 # %% ../nbs/judging/label_files.ipynb #8f9a41e2
 def verdict_on_texts(row: dict, i: int, file: str) -> RecordedVerdict:
-    "A preference record or annotation in row i, maybe with price and time."
+    "A preference record or annotation in row i, optionally with price and time."
     where = f'{file}, row {i}'
     pair, name = read_pair(row, where), str(row.get('annotator', short_name(file)))
     price, time = (row.get(f'{k}_per_example', row.get(k)) for k in ('price', 'time'))
@@ -230,7 +230,7 @@ def read_verdicts(file: str) -> list[RecordedVerdict]:
 
 # %% ../nbs/judging/label_files.ipynb #a0ae0cc9
 def pair_keys(pairs: list[dict]) -> dict:
-    "The keys by which verdicts find pairs: {key: [(pair, 1 if the verdict has its answers exchanged)]}."
+    "Keys that match verdicts to pairs: {key: [(pair, 1 if the verdict has its answers exchanged)]}."
     keys = {}
     for j, p in enumerate(pairs):
         text, one, two = full_instruction(p), p['output_1'], p['output_2']
@@ -280,12 +280,12 @@ def recorded_verdicts(
     def on_another_set(r): return len(r.key) == 2 and r.key[0] not in sources
     lost = [r for r in rows if not any(r.key in k for k in keys.values()) and not on_another_set(r)]
     if lost:
-        raise ValueError(f'{file}: {len(lost)} of {len(rows)} rows find no pair in {", ".join(sets)}; '
+        raise ValueError(f'{file}: {len(lost)} of {len(rows)} rows match no pair in {", ".join(sets)}; '
                          f'the first is row {lost[0].row}')
     by_judge = {}
     for r in rows: by_judge.setdefault(r.judge, []).append(r)
     matched = {(s, judge): match_verdicts(own, sets[s], keys[s], file)
                for s in sets for judge, own in by_judge.items()}
     matched = {k: v for k, v in matched.items() if v is not None}
-    if not matched: raise ValueError(f'{file} has verdicts on other data than {", ".join(sets)}')
+    if not matched: raise ValueError(f'{file} has verdicts only on data other than {", ".join(sets)}')
     return matched

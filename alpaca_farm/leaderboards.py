@@ -12,8 +12,8 @@ from itertools import combinations
 
 import numpy as np
 
+from .core.comparisons import index_prompts, output_texts
 from .core.data import prompt_key
-from .core.preferences import index_prompts, output_texts
 from .core.stats import bootstrap, spearman_interval
 from .length_control import length_controlled
 from .rankings import answered_row, leaderboard_row, ranked

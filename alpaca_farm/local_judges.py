@@ -4,17 +4,18 @@
 
 # %% auto #0
 __all__ = ['pattern_literal', 'verdict_labels', 'break_special_tokens', 'judge_prompt_ids', 'LocalJudge', 'RewardJudge',
-           'RecordedLabels', 'check_labels', 'load_recorded', 'model_architectures', 'is_reward_model', 'is_model']
+           'RecordedLabels', 'check_labels', 'load_recorded', 'is_reward_model', 'is_model']
 
 # %% ../nbs/judging/local_judges.ipynb #3a95da93
-import json, math, re
+import math, re
 from pathlib import Path
 
 import numpy as np
 
 from .core.data import check_records, find_file, full_instruction, read_rows
+from .core.judge_configs import model_architectures
 from .core.preferences import pair_identity, read_preference
-from .core.settings import at_root, Config
+from .core.settings import Config
 from .judges import Evaluator, fill_prompt, parse_chatml
 
 # %% ../nbs/judging/local_judges.ipynb #7dbeb5ec
@@ -79,6 +80,18 @@ class LocalJudge:
         preferences[fitting] = 1 + 1 / (1 + np.exp(np.clip(a - b, -50, 50)))
         return preferences.tolist()
 
+# %% ../nbs/judging/local_judges.ipynb #e7415df2
+@patch
+def label_logprobs(self: LocalJudge, prompts: list[list[int]], label: list[int]) -> np.ndarray:
+    "Log-probability of a label after each prompt: (prompts,)."
+    import torch
+    from alpaca_farm.core.models import logprobs
+    from alpaca_farm.core.text import collate
+    batch = collate(prompts, [label] * len(prompts), self.tokenizer.pad_token_id)
+    batch = {k: v.to(self.model.device) for k, v in batch.items()}
+    with torch.no_grad(): token_logprobs = logprobs(self.model, batch)
+    return token_logprobs.sum(1).double().cpu().numpy()
+
 # %% ../nbs/judging/local_judges.ipynb #d1293e30
 class RewardJudge:
     "A reward model as an annotator: the Bradley-Terry probability that the second answer is better, plus 1."
@@ -134,12 +147,6 @@ def load_recorded(path) -> RecordedLabels:
     "The labels of a file or a run as an annotator; ValueError naming an invalid row."
     rows = read_rows(find_file(str(path), 'preferences'))
     return RecordedLabels(check_labels(rows, str(path)), Path(path).stem)
-
-# %% ../nbs/judging/local_judges.ipynb #09373cb0
-def model_architectures(path) -> list[str]:
-    "The model classes in a checkpoint or run folder; empty where there is no model."
-    files = [p for p in (at_root(path)/'model'/'config.json', at_root(path)/'config.json') if p.is_file()]
-    return next((names for f in files if (names := json.loads(f.read_text()).get('architectures'))), [])
 
 # %% ../nbs/judging/local_judges.ipynb #52c54c9a
 def is_reward_model(path) -> bool:

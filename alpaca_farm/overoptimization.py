@@ -16,13 +16,17 @@ import numpy as np
 
 from .core.answers import log_ratios, sample, SampleConfig
 from .core.build import methods
+from .core.comparisons import answer_preferences
 from .core.data import find_file, prompt_key, read_rows
 from .core.files import atomic_write, read_json
+from .core.judge_configs import JudgedConfig
 from .core.models import combine_scores, load_policy, model_path, reward
+from .core.preferences import check_preferences
 from .core.progress import Progress
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command, resolve
 from .core.text import decode, encode_prompts
+from .annotators import load_annotators
 from .overoptimization_curves import (bank_curve, can_fit, curve_point, fit_gold, gold_falls,
     group_rows, proxy_gold_correlation, standardise)
 from .overoptimization_grid import grid_models, measured_policies, run_grid, study_grid
@@ -33,27 +37,28 @@ POLICIES = [f'runs/{name}' for name in measured_policies()]
 
 
 @dataclass
-class OverConfig(SampleConfig):
+class OverConfig(SampleConfig, JudgedConfig):
     "Settings of the study of over-optimisation."
     out: str = 'runs/overoptimization'   # run folder
-    size: str = 'farm'                   # farm: measure the runs named below; full: make and measure a grid
+    size: str = 'farm'                   # farm measures the runs named below; full makes a grid of its own
     study: str = 'runs/study'            # full: folder of the grid's runs
     workers: int = 0                     # full: runs side by side; 0 for the number of cores
     data: str = 'runs/world'             # full: prompts
     pairs: str = 'runs/samples'          # full: pairs of answers to annotate
     candidates: str = 'runs/candidates'  # full: samples for RRHF and expert iteration
-    policy: str = 'runs/sft'             # SFT policy: start of all methods and origin of distances
-    bank: str = 'runs/bank'              # a run of best_of_n: many SFT samples for each instruction
-    references: str = 'runs/references'  # SFT answers that policies are compared with
+    policy: str = 'runs/sft'             # SFT: where methods start, and distances are measured from
+    bank: str = 'runs/bank'              # a run of best_of_n: many of its samples for each instruction
+    references: str = 'runs/references'  # its answers that policies are compared with
     proxies: list[str] = field(default_factory=lambda: PROXIES)    # reward models
     ensembles: list[str] = field(default_factory=list)             # runs of reward_model with several members
-    policies: list[str] = field(default_factory=lambda: POLICIES)  # runs of methods, preferably checkpointed
+    policies: list[str] = field(default_factory=lambda: POLICIES)  # runs of methods, best with checkpoints
     gold: str = 'alpaca_farm.world:utility'   # the true reward, "module:function" of records
     people: str = 'alpaca_farm.world:people'  # judges of the answers against the SFT policy's
     instances: int = 150                 # instructions of the bank to use
     answers: int = 4                     # answers of each policy to each of them
     inputs = ('data', 'pairs', 'candidates', 'policy', 'bank', 'references',
               'proxies', 'ensembles', 'policies', 'gold', 'people')
+    annotator_fields = ('people',)
 
     def check(self):
         self.bounds(instances=(2, None), answers=(1, None), workers=(0, None))
@@ -119,7 +124,7 @@ def method_of_table(config: dict) -> str:
 
 # %% ../nbs/studies/overoptimization.ipynb #a2e03392
 def method_name(folder: str) -> str:
-    "The name of a run's method, with what distinguishes it: no penalty, DPO's beta, the kind of ensemble."
+    "The name of a run's method, with what sets it apart: no penalty, DPO's beta, the kind of ensemble."
     config = run_config(folder)
     name, settings = method_of_table(config), config['settings']
     if name == 'ppo' and settings['advantage'] != 'gae': name = settings['advantage']
@@ -167,12 +172,7 @@ class ProxyScores:
 # %% ../nbs/studies/overoptimization.ipynb #5b1abde4
 def references_judge(references: list[dict], judge):
     "A function of records: their expected preference over the references to the same prompt, (records,)."
-    outputs = {prompt_key(r): r['output'] for r in references}
-    def compare(records: list[dict]) -> np.ndarray:
-        pairs = [dict(instruction=r['instruction'], input=r['input'], output_1=o, output_2=r['output'])
-                 for r in records for o in outputs[prompt_key(r)]]
-        return np.array(judge(pairs)).reshape(len(records), -1).mean(1)
-    return compare
+    return lambda records: check_preferences(np.concatenate(answer_preferences(records, references, judge)))
 
 # %% ../nbs/studies/overoptimization.ipynb #57ee2de0
 def bank_and_references(cfg: OverConfig) -> tuple[list[dict], list[dict]]:
@@ -264,6 +264,7 @@ def run(cfg: OverConfig):
     "Measure the curves, after making the grid if size is full; write curves.csv, fits.csv and falls.csv."
     jobs = study_grid(cfg) if cfg.size == 'full' else []
     check_run_folder(at_root(cfg.out))
+    judge = load_annotators(cfg.people, cfg)
     if jobs: run_grid(jobs, cfg.workers)
     folder = start(cfg, run, tuple(j.out for j in jobs))
     if folder.done: return folder
@@ -272,7 +273,7 @@ def run(cfg: OverConfig):
     rewards = {policy: policy_proxy(policy, proxies) for policy in policies}
     bank, references = bank_and_references(cfg)
     scale, utility = ProxyScores(bank, cfg), resolve(cfg.gold)
-    people = references_judge(references, resolve(cfg.people))
+    people = references_judge(references, judge)
     truth = score_bank(bank, utility)
     gold = lambda records: standardise(np.array(utility(records)), truth)
     others = standardise(truth, truth), score_bank(bank, people), np.array([c['logprob'] for c in bank])

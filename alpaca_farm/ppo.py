@@ -19,6 +19,7 @@ from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load
 from .core.runs import start
 from .core.settings import command
 from .core.training import Trainer
+from .annotators import load_annotators
 
 # %% ../nbs/ppo.ipynb #13ebf4a0
 @dataclass
@@ -197,12 +198,13 @@ def train(cfg: PPOConfig):
     "Train with PPO; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json in `cfg.out`."
     run = start(cfg, train)
     if run.done: return run
+    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference, reward_of = load_policy(cfg.policy, cfg)[0], reward(cfg.reward_model, cfg, cfg.template)
     value = value_model(cfg, policy)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
-    choose = CheckpointSelector(reference, tokenizer, cfg)
+    choose = CheckpointSelector(reference, tokenizer, cfg, judge)
     trainer = Trainer(run, cfg.steps, dict(policy=policy) | (dict(value=value) if value else {}),
                       dict(value=cfg.value_learning_rate), shown='reward')
     for step in trainer.steps():

@@ -23,6 +23,7 @@ from .core.runs import start
 from .core.settings import command
 from .core.text import collate
 from .core.training import Trainer
+from .annotators import load_annotators
 
 # %% ../nbs/quark.ipynb #14bf2990
 @dataclass
@@ -218,12 +219,13 @@ def train(cfg: QuarkConfig):
     "Train a policy with Quark; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
     if run.done: return run
+    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference, plain = load_policy(cfg.policy, cfg)
     answer = partial(sample_and_score, policy, tokenizer, reward(cfg.reward_model, cfg, cfg.template))
     records, prompts, too_long = load_prompts(cfg, plain)
-    choose = CheckpointSelector(reference, plain, cfg)
+    choose = CheckpointSelector(reference, plain, cfg, judge)
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)
     choose.tokenizer = tokenizer  # the policy is evaluated under the best token, the reference without one
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
@@ -237,8 +239,7 @@ def train(cfg: QuarkConfig):
         with trainer.accelerator.autocast(): figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
         pool = trainer.extra.get('pool', {})
         trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
-        learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
-        figures = learned | figures
+        figures = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg) | figures
         if choose.due(step, cfg.steps): figures |= choose(policy)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)
         trainer.log(**figures)

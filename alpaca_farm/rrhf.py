@@ -16,17 +16,19 @@ from .core.answers import answer_eval_split, AnswerConfig, mean
 from .core.build import as_list
 from .core.files import read_json
 from .core.generation import uniform_stream
-from alpaca_farm.core.models import (label_count, load_policy, response_logprobs, RewardConfig, save_model,
-    sequence_logprobs)
+from .core.judge_configs import JudgedConfig
+from .core.models import label_count, load_policy, RewardConfig, save_model, sequence_logprobs
 from .core.runs import read_log, start
 from .core.settings import command, TrainConfig
 from .core.text import collate, encode_responses
 from .core.training import batches, Trainer
-from .rrhf_pool import candidate_pool, candidate_tokens, load_queries, score_function
+from .annotators import load_annotators
+from alpaca_farm.rrhf_pool import (candidate_pool, candidate_tokens, load_queries, response_logprobs,
+    score_function)
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
-class RRHFConfig(TrainConfig, AnswerConfig, RewardConfig):
+class RRHFConfig(TrainConfig, AnswerConfig, RewardConfig, JudgedConfig):
     "Settings of RRHF."
     out: str = 'runs/rrhf'            # run folder
     policy: str = 'runs/sft'          # where training starts, and the reference
@@ -238,13 +240,15 @@ def train(cfg: RRHFConfig):
     "Optimise a policy on ranked candidates; leaves model/, candidates.json, outputs.json and summary.json."
     run = start(cfg, train)
     if run.done: return run
+    compares = cfg.annotators and not cfg.reward_model
+    judge = load_annotators(cfg.annotators, cfg) if compares else None
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference = load_policy(cfg.policy, cfg)[0] if cfg.kl_coef else None
     queries, prompts, left_out = load_queries(cfg, tokenizer)
     longest = [max(map(len, candidate_tokens(q, tokenizer)), default=0) for q in queries]
     lengths = [len(p) + n for p, n in zip(prompts, longest)]
     order = batches(lengths, cfg.batch_size, cfg.epochs * cfg.rounds, cfg.seed)
-    score_of, trainer = score_function(cfg), Trainer(run, len(order), dict(policy=policy))
+    score_of, trainer = score_function(cfg, judge), Trainer(run, len(order), dict(policy=policy))
     pool, current = {}, None
     for step in trainer.steps():
         begin, end = pool_span(step, len(order), cfg)

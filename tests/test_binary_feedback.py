@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 import tiny
-from alpaca_farm import binary_feedback
+from alpaca_farm import binary_feedback, world
 from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, feedback_loss, GOOD,
     label_accuracy, rate_outputs, training_examples, weighted_batch)
 from alpaca_farm.core.answers import log_ratios, sample, sample_answers
@@ -187,9 +187,9 @@ def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, mo
     cfg = given(base, val_instances=0, max_prompt=int(np.median(lengths)) + conditioned.token_times)
     kept = [prompt_key(r) for r, n in zip(records, lengths) if n + conditioned.token_times <= cfg.max_prompt]
     assert 0 < len(kept) < sum(n <= cfg.max_prompt for n in lengths)
-    monkeypatch.setattr(binary_feedback, 'compare_answers', lambda a, b, _: pairs.extend(zip(a, b)) or [1.5]*len(a))
+    monkeypatch.setattr(binary_feedback, 'verdicts_over', lambda a, b, _: pairs.extend(zip(a, b)) or [1.5]*len(a))
     run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
-    binary_feedback.compare_on_val(policy, reference, {GOOD: tokenizer, BAD: tokenizer}, plain, run)
+    binary_feedback.compare_on_val(policy, reference, {GOOD: tokenizer, BAD: tokenizer}, plain, world.pool, run)
     assert len(pairs) == 2*len(kept) and all(prompt_key(a) == prompt_key(b) for a, b in pairs)
     alone = {prompt_key(r): r['output'][0] for r in sample_answers(reference, plain, records, cfg, seed=cfg.seed + 1)}
     assert [prompt_key(r) for r in left['said.json']] == kept and all(r['output'][3] == alone[prompt_key(r)] for r in left['said.json'])

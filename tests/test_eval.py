@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from alpaca_farm.core import preferences
+from alpaca_farm.core import comparisons
 from alpaca_farm import leaderboards
 from alpaca_farm import eval as ev
 from alpaca_farm import rankings
@@ -27,7 +27,7 @@ def first(pairs): return [1.2 for _ in pairs]
 class Pool:
     name = 'pool'
     annotators = (longest, first)
-    def __call__(self, pairs): return np.mean([preferences.both_orders(pairs, f) for f in self.annotators], axis=0).tolist()
+    def __call__(self, pairs): return np.mean([comparisons.both_orders(pairs, f) for f in self.annotators], axis=0).tolist()
 
 
 def answers(text, n=12, **more):
@@ -40,13 +40,13 @@ def references(): return answers(lambda i: ['x'*(i + 1), 'y'*3])
 
 def test_join_errors_name_rows(references):
     outputs = answers(lambda i: 'ok')
-    assert len(preferences.pair_up(outputs[::-1], references)) == 24
+    assert len(comparisons.pair_up(outputs[::-1], references)) == 24
     with pytest.raises(ValueError, match=r'2 of 12 references have no output: rows 3, 5'):
-        preferences.pair_up(outputs[:3] + outputs[4:5] + outputs[6:], references)
+        comparisons.pair_up(outputs[:3] + outputs[4:5] + outputs[6:], references)
     with pytest.raises(ValueError, match=r'1 of 12 outputs have no reference: rows 0 '):
-        preferences.pair_up([dict(outputs[0], input='another')] + outputs[1:], references)
-    with pytest.raises(ValueError, match='outputs: rows 2 and 12 answer the same'): preferences.pair_up(outputs + outputs[2:3], references)
-    with pytest.raises(ValueError, match='references: rows 0 and 12'): preferences.pair_up(outputs, references + references[:1])
+        comparisons.pair_up([dict(outputs[0], input='another')] + outputs[1:], references)
+    with pytest.raises(ValueError, match='outputs: rows 2 and 12 answer the same'): comparisons.pair_up(outputs + outputs[2:3], references)
+    with pytest.raises(ValueError, match='references: rows 0 and 12'): comparisons.pair_up(outputs, references + references[:1])
 
 
 def test_preferences_equal_the_loop(references):
@@ -131,10 +131,10 @@ def test_max_instances_and_faults(tmp_path):
 def test_no_row_is_lost_on_alpaca_farms_files():
     "252 instructions, most with an input: merging instruction and input on one side only once lost those."
     sft, base = (json.loads((DATA/'alpaca_farm_examples'/f'outputs_{n}.json').read_text()) for n in ('sft', 'baseline'))
-    pairs = preferences.pair_up(sft, base)
+    pairs = comparisons.pair_up(sft, base)
     assert len(pairs) == len(sft) == 252 and sum(p['input'] != '' for p in pairs) == 208
     merged = [dict(r, instruction=r['instruction'] + '\n\n' + r['input'], input='') if r['input'] else r for r in sft]
-    with pytest.raises(ValueError, match='208 of 252 outputs have no reference'): preferences.pair_up(merged, base)
+    with pytest.raises(ValueError, match='208 of 252 outputs have no reference'): comparisons.pair_up(merged, base)
 
 
 # no verdict, rows of AlpacaEval, judges behind an endpoint
@@ -166,7 +166,7 @@ def test_identical_answers_are_not_asked_about():
     judged = []
     def judge(pairs): judged.extend(pairs); return [2.]*len(pairs)
     refs, outputs = answers(lambda i: 'yes'), answers(lambda i: 'yes' if i % 2 else 'no')
-    assert preferences.preferences_over(outputs, refs, judge).tolist() == [1.5]*12 and len(judged) == 12 and all(p['output_1'] != p['output_2'] for p in judged)
+    assert comparisons.preferences_over(outputs, refs, judge).tolist() == [1.5]*12 and len(judged) == 12 and all(p['output_1'] != p['output_2'] for p in judged)
 
 
 def test_head_to_head_is_every_pair_judged(references):

@@ -13,8 +13,8 @@ from alpaca_farm import ppo
 from alpaca_farm.core import models as core_models
 from alpaca_farm.core.models import combine_scores, label_count, load_policy, reward
 from alpaca_farm.core.online import CheckpointSelector, OnlineConfig, prompt_indices, rollout_scores
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_log
+from alpaca_farm.core.files import read_json, write_json
+from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.settings import from_args
 from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
 from alpaca_farm.overoptimization import bank_and_references, label_name, method_name, OverConfig, policy_proxy
@@ -300,4 +300,37 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
     monkeypatch.setattr('alpaca_farm.core.online.sample_answers',
                         lambda *a, **k: [dict(instruction=i, input='', output=[f'new {i}']) for i in 'ca'])
     assert choose(None)['val_pairs'] == 2
-    assert [(p['output_1'], p['output_2']) for p in seen] == [('base a', 'new a'), ('base c', 'new c')]
+    shown = [(p['output_1'], p['output_2']) for p in seen]
+    assert shown == [('base a', 'new a'), ('base c', 'new c'), ('new a', 'base a'), ('new c', 'base c')]  # both orders
+
+
+def test_missing_verdicts_do_not_count(monkeypatch):
+    base = [dict(instruction=i, input='', output=[f'base {i}']) for i in 'abc']
+    choose = CheckpointSelector.__new__(CheckpointSelector)
+    choose.cfg, choose.tokenizer, choose.base = OnlineConfig(), None, base
+    monkeypatch.setattr('alpaca_farm.core.online.sample_answers', lambda *a, **k: [dict(r, output=['new']) for r in base])
+    choose.judge = lambda pairs: [float('nan') if p['instruction'] == 'b' else 2. - (p['output_1'] == 'new') for p in pairs]
+    figures = choose(None)
+    assert (figures['val_win_rate'], figures['val_pairs']) == (100., 2)
+    choose.judge = lambda pairs: [float('nan')]*len(pairs)
+    with pytest.raises(ValueError, match='no verdict on any of the 3'): choose(None)
+
+
+def test_annotators_of_a_method_are_those_of_the_annotators_notebook(base, tmp_path):
+    "A run without labels or a model is refused before anything is written; labels and a reward model are annotators."
+    given = tiny.settings('ppo', base, out=str(tmp_path/'ppo'), steps=2)
+    for wrong, message in ((base/'samples', 'this is no annotator'), (base/'none', 'no file or folder'), ('open_pol', 'Did you mean open_pool')):
+        with pytest.raises(ValueError, match=message): PPOConfig(**given, annotators=str(wrong))
+    assert not list(tmp_path.iterdir())
+    for right in (base/'annotators', base/'annotators'/'preferences.json', base/'reward_model', 'open_pool'): PPOConfig(**given, annotators=str(right))
+    with pytest.raises(ValueError, match='needs a prompt'): ppo.train(PPOConfig(**given | dict(out=str(tmp_path/'policy')), annotators=str(base/'sft')))
+    run = ppo.train(PPOConfig(**given, annotators=str(base/'reward_model')))
+    assert 0 <= read_summary(run.folder)['val_win_rate'] <= 100
+
+
+def test_two_runs_are_compared_under_a_reward_model(base, tmp_path):
+    from alpaca_farm import compare
+    for name in ('a', 'b'): ran(tmp_path/name, 'dpo')
+    for name, answer in (('a', 'red'), ('b', 'so blue')): write_json(tmp_path/name/'outputs.json', [dict(instruction='Say.', input='', output=answer)])
+    cfg = compare.CompareConfig(folders=[str(tmp_path/n) for n in 'ab'], annotators=str(base/'reward_model'), out=str(tmp_path/'compare'))
+    assert 0 < read_summary(compare.run(cfg).folder)['b_over_a'] < 100

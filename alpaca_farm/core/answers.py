@@ -18,7 +18,7 @@ from .text import decode, encode_prompts, within_limit
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass
 class SampleConfig(Config):
-    "Settings of sampling."
+    "Sampling settings."
     temperature: float = 1.0    # of every sample, and of the log-probs that training compares; 0 is greedy
     top_p: float = 1.0          # nucleus; below 1 the log-probs are still those of the whole vocabulary
     max_new_tokens: int = 56    # longer answers are cut off here
@@ -33,7 +33,7 @@ class SampleConfig(Config):
 # %% ../../nbs/core/answers.ipynb #51fce87a
 @dataclass
 class AnswerConfig(SampleConfig):
-    "Settings of the answers that a method writes at its end."
+    "Settings of the answers that a method writes at the end of a run."
     eval_split: str = 'eval'    # answered at the end, into outputs.json; empty for none
     eval_instances: int = 0     # use only the first n instructions of it; 0 for all
 
@@ -43,7 +43,7 @@ class AnswerConfig(SampleConfig):
 
 # %% ../../nbs/core/answers.ipynb #f0649fc0
 def within_prompt_limit(records: list[dict], tokenizer, cfg: SampleConfig) -> list[dict]:
-    "The records whose prompts are within `max_prompt`; how many are not is printed."
+    "The records whose prompts are within `max_prompt`; prints how many are not."
     prompts = encode_prompts(records, tokenizer, cfg.template)
     return [records[i] for i in within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts')]
 
@@ -52,7 +52,7 @@ def sample(
     policy, tokenizer,
     records: list[dict],  # with `instruction` and maybe `input`
     cfg: SampleConfig,
-    n: int = 1,           # samples of each
+    n: int = 1,           # samples per record
     seed: int | None = None,  # cfg.seed when not given
     progress=None,        # called as progress(done, total)
 ) -> tuple[list[dict], list[list[int]], list[list]]:  # records that fit, their prompts' ids, n samples each
@@ -100,7 +100,7 @@ def mean(values: list) -> float:
 def answer_eval_split(
     policy, tokenizer, run,
     reference=None,  # policy to which the KL is measured
-    plain=None,      # the reference's own tokenizer, where the policy's puts a control token into prompts
+    plain=None,      # the reference's own tokenizer, if the policy's adds a control token to prompts
 ) -> dict[str, float]:  # mean length in words, share that ended, and the KL in nats per answer
     "Answer the evaluation split once and write the answers to `outputs.json`, in AlpacaEval's format."
     cfg = run.cfg

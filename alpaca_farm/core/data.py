@@ -21,7 +21,7 @@ def find_file(
     spec: str,       # a dataset or run folder, or a file
     name: str = '',  # the file's name in a folder, without its suffix: a split, `outputs`, `preferences`, ...
 ) -> Path:  # the file
-    "The file that holds `name`; FileNotFoundError that lists the folder's data files."
+    "The file that holds `name`; otherwise a FileNotFoundError that lists the folder's data files."
     path = at_root(spec)
     if path.is_file(): return path
     matches = [path/f'{name}{s}' for s in SUFFIXES if (path/f'{name}{s}').exists()]
@@ -131,8 +131,8 @@ def load_hub_split(spec: str, split: str) -> list[dict]:
     import datasets
     try: return datasets.load_dataset(spec, split=split).to_list()
     except Exception as e:
-        raise ValueError(f'{spec}: no such file here, and the hub did not give its split '
-                         f'{split!r} ({e})') from e
+        raise ValueError(f'{spec}: there is no such file here, and the split {split!r} could not be loaded '
+                         f'from the hub ({e})') from e
 
 # %% ../../nbs/core/data.ipynb #0fd616b1
 def load_records(
@@ -151,10 +151,10 @@ def load_records(
 
 # %% ../../nbs/core/data.ipynb #917eb5ab
 def prompt_key(record: dict) -> tuple[str, str]:
-    "Instruction and input of a record, the input empty where there is none."
+    "Instruction and input of a record; the input is empty if there is none."
     return record['instruction'], record.get('input') or ''
 
 # %% ../../nbs/core/data.ipynb #1768f9e9
 def full_instruction(record: dict) -> str:
-    "Instruction and input as one message, a blank line between them."
+    "Instruction and input as one message, separated by a blank line."
     return '\n\n'.join(filter(None, prompt_key(record)))

@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['alpaca_eval_folder', 'own_folder', 'judge_config_file', 'configured_annotators', 'configured_models', 'suggest_names',
-           'check_annotators']
+           'model_architectures', 'holds_annotator', 'check_annotators', 'JudgedConfig']
 
 # %% ../../nbs/core/judge_configs.ipynb #aaceba8c
 import difflib
 from pathlib import Path
 
-from .settings import at_root, root
+from .data import SUFFIXES
+from .files import read_json
+from .settings import at_root, Config, root
 
 # %% ../../nbs/core/judge_configs.ipynb #2aa8f384
 def alpaca_eval_folder() -> Path:
@@ -56,9 +58,35 @@ def suggest_names(spec: str) -> str:
     near = difflib.get_close_matches(spec, names, 3)
     return f'. Did you mean {" or ".join(near)}?' if near else f'. There are {", ".join(names)}'
 
+# %% ../../nbs/core/judge_configs.ipynb #a1f0c9d2
+def model_architectures(path) -> list[str]:
+    "The model classes in a checkpoint or run folder; empty where there is no model."
+    files = [p for p in (at_root(path)/'model'/'config.json', at_root(path)/'config.json') if p.is_file()]
+    return next((names for f in files if (names := read_json(f).get('architectures'))), [])
+
+# %% ../../nbs/core/judge_configs.ipynb #a1f0c9d3
+def holds_annotator(path) -> bool:
+    "Whether a file or folder holds labels or a model."
+    path = at_root(path)
+    if path.is_file(): return path.name.endswith(SUFFIXES)
+    return any((path/f'preferences{s}').exists() for s in SUFFIXES) or bool(model_architectures(path))
+
 # %% ../../nbs/core/judge_configs.ipynb #ab0445bd
 def check_annotators(name: str, value: str):
-    "ValueError if the setting `name` is neither a configuration nor a file or folder."
-    if judge_config_file(value) or at_root(value).exists(): return
+    "ValueError when the setting `name` names neither labels, nor a model, nor a configuration."
+    if holds_annotator(value) or judge_config_file(value): return
+    if at_root(value).exists():
+        raise ValueError(f'{name} = {value!r}: this is no annotator. It may be "module:name", a '
+                         'configuration, a folder with a reward model, or labels: a run with preferences, or a file '
+                         f'({", ".join(SUFFIXES)})')
     raise ValueError(f'{name} = {value!r}: no file or folder, no "module:name", and no configuration '
                      f'has this name{suggest_names(value)}')
+
+# %% ../../nbs/core/judge_configs.ipynb #a1f0c9d6
+class JudgedConfig(Config):
+    "Settings some of which name annotators."
+    annotator_fields = ('annotators',)  # the settings that do (a class attribute, no setting)
+
+    def check_path(self, name: str, value: str):
+        if value and name in self.annotator_fields and ':' not in value: check_annotators(name, value)
+        else: super().check_path(name, value)

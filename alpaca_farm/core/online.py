@@ -12,18 +12,20 @@ from dataclasses import dataclass
 import torch
 
 from .answers import answer_eval_split, AnswerConfig, prompt_fields, sample_answers
+from .comparisons import verdicts_over
 from .data import load_records, prompt_key
 from .generation import generate
+from .judge_configs import JudgedConfig
 from .models import label_count, load_policy, RewardConfig, save_model
 from .runs import read_log
-from .settings import resolve, TrainConfig
+from .settings import TrainConfig
 from .stats import win_rate
 from .text import decode, encode_prompts, rollout_batch, within_limit
 from .training import Trainer
 
 # %% ../../nbs/core/online.ipynb #7ab8bac0
 @dataclass
-class OnlineConfig(TrainConfig, AnswerConfig, RewardConfig):
+class OnlineConfig(TrainConfig, AnswerConfig, RewardConfig, JudgedConfig):
     "Settings of a method that learns from its own samples."
     policy: str = 'runs/sft'                # the initial policy, which is also the reference
     data: str = 'runs/world'                # dataset folder with prompts
@@ -130,23 +132,21 @@ def score_statistics(scores: torch.Tensor, answered: list[dict]) -> dict[str, fl
 # %% ../../nbs/core/online.ipynb #ae3169a0
 class CheckpointSelector:
     "Win rate of a policy against the reference's answers, on the val split."
-    def __init__(self, reference, tokenizer, cfg: OnlineConfig):
-        self.cfg, self.tokenizer = cfg, tokenizer
-        self.judge = resolve(cfg.annotators) if cfg.annotators else None
-        if not self.judge: return
-        records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances)
-        self.base = sample_answers(reference, tokenizer, records, cfg, seed=cfg.seed + 1)
+    def __init__(self, reference, tokenizer, cfg: OnlineConfig, judge):
+        self.cfg, self.tokenizer, self.judge = cfg, tokenizer, judge  # None: the last checkpoint is chosen
+        if not judge: return
+        records = {prompt_key(r): r for r in load_records(cfg.data, cfg.val_split, n=cfg.val_instances)}
+        self.base = sample_answers(reference, tokenizer, list(records.values()), cfg, seed=cfg.seed + 1)
 
     def __call__(self, policy) -> dict[str, float]:
         "Win rate in percent, its standard error and the length of the answers in words."
         answered = sample_answers(policy, self.tokenizer, self.base, self.cfg, seed=self.cfg.seed + 2)
-        answers = {prompt_key(r): r['output'][0] for r in answered}
-        pairs = [dict(prompt_fields(b), output_1=b['output'][0], output_2=answers[prompt_key(b)])
-                 for b in self.base if prompt_key(b) in answers]  # control tokens make some prompts too long
-        won = win_rate(self.judge(pairs))
-        words = sum(len(p['output_2'].split()) for p in pairs) / len(pairs)
+        prompts = {prompt_key(r) for r in answered}  # control tokens make some prompts too long
+        base = [b for b in self.base if prompt_key(b) in prompts]
+        won = win_rate(verdicts_over(answered, base, self.judge))
+        words = sum(len(r['output'][0].split()) for r in answered) / len(answered)
         return dict(val_win_rate=won['win_rate'], val_standard_error=won['standard_error'],
-                    val_length=words, val_pairs=len(pairs))
+                    val_length=words, val_pairs=won['n_total'])
 
     def due(self, step: int, last: int) -> bool:
         "Whether this step's policy is evaluated."
