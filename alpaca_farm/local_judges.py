@@ -80,18 +80,6 @@ class LocalJudge:
         preferences[fitting] = 1 + 1 / (1 + np.exp(np.clip(a - b, -50, 50)))
         return preferences.tolist()
 
-# %% ../nbs/judging/local_judges.ipynb #e7415df2
-@patch
-def label_logprobs(self: LocalJudge, prompts: list[list[int]], label: list[int]) -> np.ndarray:
-    "Log-probability of a label after each prompt: (prompts,)."
-    import torch
-    from alpaca_farm.core.models import logprobs
-    from alpaca_farm.core.text import collate
-    batch = collate(prompts, [label] * len(prompts), self.tokenizer.pad_token_id)
-    batch = {k: v.to(self.model.device) for k, v in batch.items()}
-    with torch.no_grad(): token_logprobs = logprobs(self.model, batch)
-    return token_logprobs.sum(1).double().cpu().numpy()
-
 # %% ../nbs/judging/local_judges.ipynb #d1293e30
 class RewardJudge:
     "A reward model as an annotator: the Bradley-Terry probability that the second answer is better, plus 1."

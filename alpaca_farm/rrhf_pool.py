@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['candidate_tokens', 'limit_candidates', 'load_queries', 'recorded_scores', 'comparison_scores', 'score_function',
-           'score_pool', 'penalise_missing_eos', 'response_logprobs', 'subtract_kl', 'policy_candidates',
-           'candidate_pool']
+           'score_pool', 'penalise_missing_eos', 'subtract_kl', 'policy_candidates', 'candidate_pool']
 
 # %% ../nbs/rrhf_pool.ipynb #1f78c388
 import torch
@@ -16,9 +15,9 @@ from .core.candidates import LISTS, merge_candidates, select_candidates
 from .core.data import load_records, prompt_key
 from .core.files import read_json
 from .core.generation import generate
-from .core.models import logprobs, response_logprobs, reward
+from .core.models import response_logprobs, reward
 from .core.online import end_scores
-from .core.text import collate, decode, encode_prompts, encode_responses, within_limit
+from .core.text import decode, encode_prompts, encode_responses, within_limit
 
 # %% ../nbs/rrhf_pool.ipynb #057803a0
 def candidate_tokens(query: dict, tokenizer) -> list[list[int]]:
@@ -106,20 +105,6 @@ def penalise_missing_eos(query: dict, cfg) -> dict:
     worst = scores[ended].min().item() if cfg.missing_eos == 'replace' and ended.any() else 0.
     scores = end_scores(scores, ended, cfg.missing_eos, cfg.missing_eos_value - worst)
     return dict(query, scores=scores.tolist())
-
-# %% ../nbs/rrhf_pool.ipynb #3abca5a0
-@torch.no_grad()
-def response_logprobs(model, prompts: list, responses: list, pad_id: int, temperature: float = 1.,
-                      size: int = 64) -> torch.Tensor:
-    "Log-probs of whole responses, (N,), `size` of similar length at a time."
-    total = [len(p) + len(r) for p, r in zip(prompts, responses)]
-    order, out = sorted(range(len(total)), key=total.__getitem__), torch.zeros(len(total))
-    for at in range(0, len(order), size):
-        rows = order[at:at + size]
-        batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
-        batch = {k: v.to(model.device) for k, v in batch.items()}
-        out[rows] = logprobs(model, batch, temperature).sum(1).cpu()
-    return out
 
 # %% ../nbs/rrhf_pool.ipynb #30b83e48
 def subtract_kl(pool: list[dict], prompts: list, policy, reference, tokenizer, cfg) -> list[dict]:
