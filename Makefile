@@ -14,7 +14,7 @@ farm: .venv/ready        ## the whole simulation, into runs/
 	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR
 	@echo 'Win rates against SFT in %, under people (95 % interval), the pool and the hidden utility (gold); mean length in words;'
 	@echo 'KL from SFT in nats per answer; number of labels that the method learned from. More in runs/farm.ipynb and runs/farm/'
-	@$(BIN)/python -c "import pandas as pd; board = pd.read_csv('runs/farm/leaderboard.csv')['$(BOARD)'.split()]; print(board.round(1).fillna('').to_string(index=False))"
+	@$(BIN)/python -c "import pandas as pd; board = pd.read_csv('runs/farm/leaderboard.csv')['$(BOARD)'.split()]; print(board.round(1).astype(object).fillna('').to_string(index=False))"
 
 test: .venv/ready        ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests

@@ -86,7 +86,8 @@ def label_path(cfg: EffectsConfig, arm: str) -> str:
 # %% ../nbs/studies/effects.ipynb #121a9e87
 def effect_methods() -> dict[str, dict]:
     "Rows of methods.yaml with the experiment's changes and variants; `kind` is the method with the recipe."
-    rows = {m: row | CHANGED_ROWS.get(m, {}) | dict(kind=m) for m, row in methods().items() if m != 'best_of_n'}
+    rows = {m: row | CHANGED_ROWS.get(m, {}) | dict(kind=m)
+            for m, row in methods().items() if m != 'best_of_n'}
     for name, (method, settings) in VARIANTS.items():
         rows[name] = rows[method] | dict(settings=rows[method]['settings'] | settings)
     return {m: row | dict(settings=row['settings'] | (LAST_CHECKPOINT if row['annotators'] else {}))

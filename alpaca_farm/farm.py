@@ -136,7 +136,8 @@ class PeakMemory:
 # %% ../nbs/farm.ipynb #5cb0e880
 def method_answers(folder: str) -> dict[str, list[dict]]:
     "The answers of every finished method, for all sources of labels."
-    names = ['base', 'sft', *(m + s for s in ('', '_people') for m in methods()), 'ppo_free', 'ppo_judge_free']
+    trained = [m + s for s in ('', '_people') for m in methods()]
+    names = ['base', 'sft', *trained, 'ppo_free', 'ppo_judge_free']
     return {m: read_answers(f'{folder}/{m}') for m in names if read_summary(f'{folder}/{m}')}
 
 # %% ../nbs/farm.ipynb #fb7d1fa6

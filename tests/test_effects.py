@@ -238,7 +238,7 @@ def experiment(tmp_path_factory):
     records = sample_records(500, seed=1)
     questions = [dict(r, output=r['output'] + [o + ' and more' for o in r['output']]) for r in sample_records(40, seed=2)]
     write(folder/'world'/'eval.json', [dict(r, output=r['output'][0]) for r in questions])
-    for name in ('bank', 'references'): write(folder/name/'candidates.json', questions)
+    for name in ('bank', 'references', 'candidates'): write(folder/name/'candidates.json', questions)
     for name in ('sft', 'samples'): write(folder/name/'outputs.json', [dict(r, output=r['output'][0]) for r in questions])
 
     def run_jobs(jobs: list[Job], workers, name):
@@ -247,7 +247,7 @@ def experiment(tmp_path_factory):
             arm = j.out.rpartition('_')[2]
             if j.notebook == 'annotators': write(Path(j.out)/'preferences.json', annotate_pairs(pairs_of(records), resolve(j.settings['annotators'])))
             elif 'data' in j.settings: write(Path(j.out)/'outputs.json', [dict(r, output=r['output'][0] + ' cow'*GROWN[arm]) for r in questions])
-            write(Path(j.out)/'config.json', dict(notebook=j.notebook, fingerprint=j.out, core='', given={}, settings={}))
+            write(Path(j.out)/'config.json', dict(notebook=j.notebook, fingerprint=j.out, core='', exported='', given={}, settings={}))
             write(Path(j.out)/'summary.json', dict(kl=1.))
         return []
 
@@ -258,7 +258,7 @@ def experiment(tmp_path_factory):
     from alpaca_farm.core import models
     with pytest.MonkeyPatch.context() as m:
         m.setattr(effects, 'run_jobs', run_jobs); m.setattr(models, 'reward', reward)
-        at = {k: str(folder/k) for k in ('policy', 'samples', 'bank', 'references')} | dict(policy=str(folder/'sft'), data=str(folder/'world'))
+        at = {k: str(folder/k) for k in ('samples', 'bank', 'references', 'candidates')} | dict(policy=str(folder/'sft'), data=str(folder/'world'))
         cfg = EffectsConfig(out=str(folder/'effects'), outputs=[str(folder/'sft')], pairs=400, held_out=80, **at)
         effects.run(cfg)
         return cfg, list(asked_for), effects.run(cfg).done
