@@ -234,12 +234,12 @@ def train(cfg: QuarkConfig):
         best = tokens[0] if conditioned else None
         batch, scores, figures = answer(rows, records, prompts, best, trainer, cfg)
         if conditioned and (step % cfg.eval_every == 0 or step == cfg.steps):
-            worst = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1]
-            figures['reward_worst'] = worst.mean().item()
+            figures['reward_worst'] = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1].mean().item()
         with trainer.accelerator.autocast(): figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
         pool = trainer.extra.get('pool', {})
         trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
-        figures = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg) | figures
+        learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
+        figures = learned | figures
         if choose.due(step, cfg.steps): figures |= choose(policy)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)
         trainer.log(**figures)

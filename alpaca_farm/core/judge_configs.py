@@ -77,8 +77,8 @@ def check_annotators(name: str, value: str):
     if holds_annotator(value) or judge_config_file(value): return
     if at_root(value).exists():
         raise ValueError(f'{name} = {value!r}: this is no annotator. It may be "module:name", a '
-                         'configuration, a folder with a reward model, or labels: a run with preferences, or a file '
-                         f'({", ".join(SUFFIXES)})')
+                         'configuration, a folder with a reward model, or labels: a run with '
+                         f'preferences, or a file ({", ".join(SUFFIXES)})')
     raise ValueError(f'{name} = {value!r}: no file or folder, no "module:name", and no configuration '
                      f'has this name{suggest_names(value)}')
 
