@@ -230,11 +230,11 @@ def train(cfg: QuarkConfig):
     choose.tokenizer = tokenizer  # the policy is evaluated under the best token, the reference without one
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
     for step in trainer.steps():
-        rows, conditioned = prompt_indices(len(prompts), step, cfg), tokens and step > 1
-        best = tokens[0] if conditioned else None
+        rows, best = prompt_indices(len(prompts), step, cfg), tokens[0] if tokens and step > 1 else None
         batch, scores, figures = answer(rows, records, prompts, best, trainer, cfg)
-        if conditioned and (step % cfg.eval_every == 0 or step == cfg.steps):
-            figures['reward_worst'] = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1].mean().item()
+        if best is not None and (step % cfg.eval_every == 0 or step == cfg.steps):
+            worst = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1]
+            figures['reward_worst'] = worst.mean().item()
         with trainer.accelerator.autocast(): figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
         pool = trainer.extra.get('pool', {})
         trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
