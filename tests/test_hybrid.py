@@ -353,7 +353,7 @@ def test_what_would_fail_late_is_refused_first(place):
     write(folder/'ragged'/'candidates.json', [dict(r, output=r['output'][:1 + i % 2]) for i, r in enumerate(asked(30, seed=2, each=3))])
     before = len(made)
     for wrong, said in [(dict(held_out=5000), 'lower one of them'), (dict(judge=f'{__name__}:never'), 'no verdict|nan'),
-                        (dict(bank=f'{folder}/elsewhere'), 'no instruction in common'), (dict(bank=f'{folder}/ragged'), 'as many answers')]:
+                        (dict(bank=f'{folder}/elsewhere'), 'no instruction in common'), (dict(bank=f'{folder}/ragged'), 'same number of answers')]:
         with pytest.raises(ValueError, match=said): hybrid.run(HybridConfig(**given | wrong | dict(out=f'{folder}/refused')))
     assert len(made) == before
 
