@@ -30,7 +30,7 @@ prepare: .venv/ready     ## before a commit: export, clean, test the notebooks' 
 	$(MAKE) test
 
 outputs: farm            ## re-run every notebook on the farm's runs and save its outputs
-	for n in nbs/core/*.ipynb $$(ls nbs/*.ipynb); do OMP_NUM_THREADS=1 $(BIN)/jupyter execute --inplace $$n && $(BIN)/nbdev_clean --fname $$n || exit 1; done
+	OMP_NUM_THREADS=1 $(BIN)/python -m alpaca_farm.core.outputs
 
 clean:                   ## remove the environment; runs/ stays
 	rm -rf .venv

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['RUNS', 'ARMS', 'LAST_CHECKPOINT', 'CHANGED_ROWS', 'VARIANTS', 'REMEDIES', 'EffectsConfig', 'label_path',
            'effect_methods', 'effect_labelling_jobs', 'effect_job', 'arm_jobs', 'priced_jobs', 'effect_learning_jobs',
-           'effect_jobs', 'arm_labels', 'score_pairs', 'word_prices', 'run_effect_jobs', 'run_experiment',
-           'win_probability', 'take_best', 'share_longer', 'feedback_rows', 'load_policies', 'policy_rows',
-           'describe_runs', 'write_table', 'run']
+           'effect_jobs', 'arm_labels', 'score_pairs', 'word_prices', 'run_experiment', 'win_probability', 'take_best',
+           'share_longer', 'feedback_rows', 'load_policies', 'policy_rows', 'describe_runs', 'write_table', 'run']
 
 # %% ../nbs/studies/effects.ipynb #95b57f10
 import math
@@ -21,7 +20,7 @@ from .core.comparisons import answer_preferences
 from .core.data import load_records, prompt_key
 from .core.files import atomic_write, write_json
 from .core.judge_configs import JudgedConfig
-from .core.launch import Job, run_jobs, study_job
+from .core.launch import Job, run_or_fail, study_job
 from .core.preferences import check_preferences
 from .core.progress import duration
 from .core.runs import check_run_folder, read_summary, start
@@ -156,12 +155,6 @@ def word_prices(cfg: EffectsConfig) -> dict[str, float]:
     return dict(neutral=reward_per_word(pairs, *score_pairs(score, pairs)),
                 priced=excess_per_word(audit, *score_pairs(score, audit)))
 
-# %% ../nbs/studies/effects.ipynb #146ce867
-def run_effect_jobs(jobs: list[Job], cfg: EffectsConfig):
-    "Make runs; RuntimeError naming those that failed."
-    failed = run_jobs(jobs, cfg.workers, 'effects')
-    if failed: raise RuntimeError('the experiment failed:\n' + '\n'.join(failed))
-
 # %% ../nbs/studies/effects.ipynb #7241e5f1
 def run_experiment(cfg: EffectsConfig) -> tuple[str, ...]:
     "Make the missing runs of the experiment; returns the folders of all its runs."
@@ -170,7 +163,7 @@ def run_experiment(cfg: EffectsConfig) -> tuple[str, ...]:
     missing = [j for j in effect_jobs(cfg) if not is_fresh(j.out)]
     if missing: print(f'the experiment makes {len(missing)} runs in {cfg.out}_study, '
                       f'about {duration(sum(j.cost for j in missing))} of CPU time')
-    run_effect_jobs(effect_labelling_jobs(cfg), cfg)
+    run_or_fail(effect_labelling_jobs(cfg), cfg.workers, 'effects', 'the experiment')
     biased, audit = arm_labels(cfg, 'biased'), arm_labels(cfg, 'unbiased')[cfg.pairs:]
     if len(biased) - cfg.pairs < .9 * cfg.held_out:   # identical answers get no label
         raise ValueError(f'pairs + held_out = {cfg.pairs + cfg.held_out}, '
@@ -178,8 +171,9 @@ def run_experiment(cfg: EffectsConfig) -> tuple[str, ...]:
     for arm, like in dict(balanced=None, matched=audit).items():
         pairs = balance_lengths(biased[:cfg.pairs], like, seed=cfg.seed)
         write_json(at_root(label_path(cfg, arm)), pairs)
-    run_effect_jobs(effect_learning_jobs(cfg), cfg)
-    run_effect_jobs(priced_jobs(cfg, word_prices(cfg)['priced']), cfg)
+    run_or_fail(effect_learning_jobs(cfg), cfg.workers, 'effects', 'the experiment')
+    priced = priced_jobs(cfg, word_prices(cfg)['priced'])
+    run_or_fail(priced, cfg.workers, 'effects', 'the experiment')
     return tuple(j.out for j in effect_jobs(cfg))
 
 # %% ../nbs/studies/effects.ipynb #0d5189e0

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['HALVES', 'HybridConfig', 'study_points', 'study_path', 'label_sources', 'source_labels', 'study_pairs',
            'hybrid_labelling_jobs', 'first_shown', 'labels_and_votes', 'has_policy', 'epochs_for', 'point_jobs',
-           'run_hybrid_jobs', 'second_half', 'trained_points', 'with_leads', 'train_first_models', 'load_bank',
-           'check_study', 'run_study', 'policy_values', 'measure_points', 'agreement_with_votes', 'run']
+           'second_half', 'trained_points', 'with_leads', 'train_first_models', 'load_bank', 'check_study', 'run_study',
+           'policy_values', 'measure_points', 'agreement_with_votes', 'run']
 
 # %% ../nbs/studies/hybrid.ipynb #2c91f6e1
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from .core.comparisons import answer_preferences, both_orders
 from .core.data import find_file, load_records, prompt_key, read_rows
 from .core.files import write_json
 from .core.judge_configs import judge_config_file, JudgedConfig
-from .core.launch import Job, run_jobs, study_job
+from .core.launch import Job, run_or_fail, study_job
 from .core.preferences import check_preferences, hash_uniform, pair_identity, shown_swapped
 from .core.progress import duration, Progress
 from .core.runs import check_run_folder, start
@@ -193,12 +193,6 @@ def point_jobs(cfg: HybridConfig, arm: str, share: float, k: int) -> list[Job]:
     if not has_policy(cfg, arm, share, k): return jobs
     return jobs + [job('dpo', 25 + .01*n, data=cfg.data, epochs=epochs_for(n)//2)]
 
-# %% ../nbs/studies/hybrid.ipynb #5e3c4b3b
-def run_hybrid_jobs(jobs: list[Job], cfg: HybridConfig):
-    "Make runs; RuntimeError naming those that failed."
-    failed = run_jobs(jobs, cfg.workers, 'hybrid')
-    if failed: raise RuntimeError('the study failed:\n' + '\n'.join(failed))
-
 # %% ../nbs/studies/hybrid.ipynb #cc84127d
 def second_half(rows: list[dict], seed: int) -> np.ndarray:  # (rows,) bool
     "Which pairs are in the second half."
@@ -230,7 +224,8 @@ def train_first_models(cfg: HybridConfig, learn: dict[int, list[dict]]) -> dict[
             own = [r for r, h in zip(rows, half) if h]
             labels = mix_labels(own, np.full(len(own), np.nan))
             write_json(at_root(study_path(cfg, 'labels', name, 0, k)), labels)
-    run_hybrid_jobs([j for k in learn for name in HALVES for j in point_jobs(cfg, name, 0, k)], cfg)
+    jobs = [j for k in learn for name in HALVES for j in point_jobs(cfg, name, 0, k)]
+    run_or_fail(jobs, cfg.workers, 'hybrid', 'the study')
     return {k: with_leads(cfg, k, rows) for k, rows in learn.items()}
 
 # %% ../nbs/studies/hybrid.ipynb #c22f0439
@@ -268,7 +263,7 @@ def run_study(cfg: HybridConfig) -> tuple[tuple, list[dict]]:
     time = duration(sum(j.cost for j in missing))
     if missing: print(f'the study makes {len(missing)} runs in {cfg.out}_study, about {time} of CPU time')
     write_json(at_root(f'{cfg.out}_study/pairs.json'), study_pairs(cfg))
-    run_hybrid_jobs(labelling, cfg)
+    run_or_fail(labelling, cfg.workers, 'hybrid', 'the study')
     bought, learn = [], {k: labels_and_votes(cfg, k)[0] for k in replicates}
     if trained_points(cfg) != points: learn = train_first_models(cfg, learn)
     for k in replicates:
@@ -276,7 +271,8 @@ def run_study(cfg: HybridConfig) -> tuple[tuple, list[dict]]:
             labels, price = spend_budget(cfg, arm, share, learn[k], cfg.seed + 1000*k)
             write_json(at_root(study_path(cfg, 'labels', arm, share, k)), labels)
             bought.append(dict(price, replicate=k))
-    run_hybrid_jobs([j for k in replicates for p in points for j in point_jobs(cfg, *p, k)], cfg)
+    learners = [j for k in replicates for p in points for j in point_jobs(cfg, *p, k)]
+    run_or_fail(learners, cfg.workers, 'hybrid', 'the study')
     return tuple(j.out for j in jobs), bought
 
 # %% ../nbs/studies/hybrid.ipynb #820395a2

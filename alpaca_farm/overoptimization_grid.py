@@ -9,7 +9,7 @@ __all__ = ['SOURCES', 'BETAS', 'UNPENALISED', 'measured_policies', 'grid_job', '
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #15aeebd5
 from .core.build import methods
-from .core.launch import Job, run_jobs, study_job
+from .core.launch import Job, run_or_fail, study_job
 from .core.progress import duration
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #bc3722f0
@@ -120,5 +120,4 @@ def run_grid(jobs: list[Job], workers: int = 0):
     cost = duration(sum(j.cost for j in jobs))
     print(f'{len(jobs)} runs, about {cost} of CPU time, finished runs included; '
           f'measuring them takes another {duration(15 * len(jobs))}')
-    failed = run_jobs(jobs, workers, 'study')
-    if failed: raise RuntimeError('some runs failed:\n' + '\n'.join(failed))
+    run_or_fail(jobs, workers, 'study', 'the study')

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .core.files import atomic_write
-from .core.launch import Job, run_jobs
+from .core.launch import Job, run_or_fail
 from .core.models import combine_scores, load_scalar
 from .core.runs import read_summary, start
 from .core.settings import at_root, command
@@ -204,8 +204,7 @@ def run(cfg: RewardEnsembleConfig):
     pairs, aside, too_long = load_preference_pairs(cfg)
     sets, jobs = learning_sets(pairs.records, cfg), reward_model_jobs(cfg)
     write_learning_sets(folder, sets, aside)
-    failed = run_jobs(jobs, cfg.workers, folder.folder.name)
-    if failed: raise RuntimeError('\n'.join(failed))
+    run_or_fail(jobs, cfg.workers, folder.folder.name, 'the ensemble')
     rows = [model_row(job, sets) for job in jobs]
     for k, row in enumerate(rows, 1): folder.log(k, **row)
     figures = save_reward_model(folder, *average_model(cfg), aside)

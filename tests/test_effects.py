@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from alpaca_farm.core import launch
 from alpaca_farm import effects, text_measures, world
 from alpaca_farm.annotators import annotate_pairs
 from alpaca_farm.core.launch import Job
@@ -257,7 +258,7 @@ def experiment(tmp_path_factory):
 
     from alpaca_farm.core import models
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(effects, 'run_jobs', run_jobs); m.setattr(models, 'reward', reward)
+        m.setattr(launch, 'run_jobs', run_jobs); m.setattr(models, 'reward', reward)
         at = {k: str(folder/k) for k in ('samples', 'bank', 'references', 'candidates')} | dict(policy=str(folder/'sft'), data=str(folder/'world'))
         cfg = EffectsConfig(out=str(folder/'effects'), outputs=[str(folder/'sft')], pairs=400, held_out=80, **at)
         effects.run(cfg)

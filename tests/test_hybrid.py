@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from alpaca_farm.core import launch
 from alpaca_farm import calibration
 from alpaca_farm import hybrid, label_budget, world
 from alpaca_farm.annotators import annotate_pairs, pair_samples
@@ -219,7 +220,7 @@ def place(tmp_path_factory):
 
     from alpaca_farm.core import models
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(hybrid, 'run_jobs', run_jobs)
+        m.setattr(launch, 'run_jobs', run_jobs)
         m.setattr(models, 'reward', lambda spec, cfg: (lambda rs: [u*(1 if '_people_' in spec else -1) for u in world.utility(rs)]))
         yield folder, made, dict(out=str(folder/'out'), outputs=str(folder/'samples'), policy=str(folder/'policy'), data=str(folder/'data'), bank=str(folder/'bank'),
                                  references=str(folder/'references'), pairs=200, held_out=100, budgets=[0, .2, 1], policies=[.2], replicates=2)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
+from alpaca_farm.core import launch
 from alpaca_farm import reward_ensemble as ensemble, reward_model as rm
 from alpaca_farm.core.models import label_count, load_scalar, reward, score_records
 from alpaca_farm.core.files import read_json
@@ -51,7 +52,7 @@ def here(jobs, *_):
 @pytest.fixture(scope='module', autouse=True)
 def in_this_process():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ensemble, 'run_jobs', here)
+        patch.setattr(launch, 'run_jobs', here)
         yield
 
 
