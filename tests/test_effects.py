@@ -247,7 +247,7 @@ def experiment(tmp_path_factory):
             arm = j.out.rpartition('_')[2]
             if j.notebook == 'annotators': write(Path(j.out)/'preferences.json', annotate_pairs(pairs_of(records), resolve(j.settings['annotators'])))
             elif 'data' in j.settings: write(Path(j.out)/'outputs.json', [dict(r, output=r['output'][0] + ' cow'*GROWN[arm]) for r in questions])
-            write(Path(j.out)/'config.json', dict(notebook=j.notebook, fingerprint=j.out, core='', given={}, settings={}))
+            write(Path(j.out)/'config.json', dict(notebook=j.notebook, fingerprint=j.out, exported='', core='', given={}, settings={}))
             write(Path(j.out)/'summary.json', dict(kl=1.))
         return []
 
