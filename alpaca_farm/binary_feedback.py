@@ -25,7 +25,6 @@ from .core.settings import command, TrainConfig
 from .core.stats import standard_error, win_rate
 from .core.text import collate, encode
 from .core.training import batches, Trainer
-from .annotators import load_annotators
 from .rrhf_pool import response_logprobs
 
 # %% ../nbs/binary_feedback.ipynb #1376ffd0
@@ -213,6 +212,7 @@ def compare_on_val(policy, reference, tokenizers: dict, plain, judge, run) -> di
 # %% ../nbs/binary_feedback.ipynb #8bfdb190
 def train(cfg: BinaryFeedbackConfig):
     "Train a policy on rated answers; leaves model/, outputs.json, said.json, log.jsonl and summary.json."
+    from alpaca_farm.annotators import load_annotators
     run = start(cfg, train)
     if run.done: return run
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None

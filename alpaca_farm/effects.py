@@ -26,7 +26,6 @@ from .core.progress import duration
 from .core.runs import check_run_folder, read_summary, start
 from .core.settings import at_root, command
 from .core.stats import bootstrap, kl_best_of_n
-from .annotators import load_annotators
 from .noise import length_sign
 from .text_measures import (balance_lengths, bias_amplification, count_words, describe_answers,
     excess_per_word, preferred_length_gain, reward_per_word)
@@ -265,6 +264,7 @@ def write_table(run, name: str, rows: list[dict]):
 # %% ../nbs/studies/effects.ipynb #8895c403
 def run(cfg: EffectsConfig):
     "Measure answers, make and measure the experiment; write features.csv, feedback.csv and policies.csv."
+    from alpaca_farm.annotators import load_annotators
     people = load_annotators(cfg.people, cfg) if cfg.study else None
     made = run_experiment(cfg) if cfg.study else ()
     folder = start(cfg, run, made)

@@ -26,7 +26,6 @@ from .core.progress import Progress
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command, resolve
 from .core.text import decode, encode_prompts
-from .annotators import load_annotators
 from .overoptimization_curves import (bank_curve, can_fit, curve_point, fit_gold, gold_falls,
     group_rows, proxy_gold_correlation, standardise)
 from .overoptimization_grid import grid_models, measured_policies, run_grid, study_grid
@@ -262,6 +261,7 @@ def write_curves(run, rows: list[dict], instructions: int):
 # %% ../nbs/studies/overoptimization.ipynb #d0e1b77d
 def run(cfg: OverConfig):
     "Measure the curves, after making the grid if size is full; write curves.csv, fits.csv and falls.csv."
+    from alpaca_farm.annotators import load_annotators
     jobs = study_grid(cfg) if cfg.size == 'full' else []
     check_run_folder(at_root(cfg.out))
     judge = load_annotators(cfg.people, cfg)

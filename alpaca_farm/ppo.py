@@ -19,7 +19,6 @@ from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load
 from .core.runs import start
 from .core.settings import command
 from .core.training import Trainer
-from .annotators import load_annotators
 
 # %% ../nbs/ppo.ipynb #13ebf4a0
 @dataclass
@@ -196,6 +195,7 @@ def rollout_indices(n: int, step: int, cfg: PPOConfig) -> list[int]:
 # %% ../nbs/ppo.ipynb #71cb6b86
 def train(cfg: PPOConfig):
     "Train with PPO; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json in `cfg.out`."
+    from alpaca_farm.annotators import load_annotators
     run = start(cfg, train)
     if run.done: return run
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None

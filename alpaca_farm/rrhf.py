@@ -22,7 +22,6 @@ from .core.runs import read_log, start
 from .core.settings import command, TrainConfig
 from .core.text import collate, encode_responses
 from .core.training import batches, Trainer
-from .annotators import load_annotators
 from alpaca_farm.rrhf_pool import (candidate_pool, candidate_tokens, load_queries, response_logprobs,
     score_function)
 
@@ -238,6 +237,7 @@ def finish_rrhf(run, policy, tokenizer, pool: list[dict], score_of, **more):
 # %% ../nbs/rrhf.ipynb #c17fd9ff
 def train(cfg: RRHFConfig):
     "Optimise a policy on ranked candidates; leaves model/, candidates.json, outputs.json and summary.json."
+    from alpaca_farm.annotators import load_annotators
     run = start(cfg, train)
     if run.done: return run
     compares = cfg.annotators and not cfg.reward_model

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from fastcore.basics import patch
-from fastcore.docments import docments
 
 # %% ../../nbs/core/settings.ipynb #d5dd7d10
 def root(
@@ -227,6 +226,7 @@ def collect(
 # %% ../../nbs/core/settings.ipynb #66461a70
 def field_comments(cls) -> dict[str, str]:
     "The comment of every field, including inherited fields."
+    from fastcore.docments import docments
     comments = {}
     for c in reversed(cls.__mro__[:-1]):
         if dataclasses.is_dataclass(c):
