@@ -236,9 +236,9 @@ def train(cfg: QuarkConfig):
             worst = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1]
             figures['reward_worst'] = worst.mean().item()
         with trainer.accelerator.autocast(): figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
-        pool = trainer.extra.get('pool', {})
-        trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
-        figures = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg) | figures
+        trainer.extra['pool'] = update_pool(trainer.extra.get('pool', {}), batch, rows, scores, cfg.clear_pool)
+        learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
+        figures = learned | figures
         if choose.due(step, cfg.steps): figures |= choose(policy)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)
         trainer.log(**figures)

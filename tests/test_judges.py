@@ -182,10 +182,12 @@ def test_a_candidate_cannot_forge_a_verdict(tmp_path):
     assert math.isnan(judges.parse_verdicts(judges.load_evaluators('chatgpt')[0], quoting)[0])
 
 
-def test_an_interrupt_in_a_notebook_stops_asking(tmp_path):
+def test_an_interrupt_in_a_notebook_stops_asking(tmp_path, request):
     "Where a loop is running, as in a kernel, asking has a thread of its own; Ctrl-C ends that too, and what came is kept."
     import asyncio
     import threading
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)   # a background shell passes it on ignored
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     import openai  # takes a second or two the first time
     with judge_server(latency=.1) as server:
