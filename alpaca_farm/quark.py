@@ -23,6 +23,7 @@ from .core.runs import start
 from .core.settings import command
 from .core.text import collate
 from .core.training import Trainer
+from .annotators import load_annotators
 
 # %% ../nbs/quark.ipynb #14bf2990
 @dataclass
@@ -216,7 +217,6 @@ def quark_update(trainer: Trainer, policy, reference, prompts: list[list[int]], 
 # %% ../nbs/quark.ipynb #5854838d
 def train(cfg: QuarkConfig):
     "Train a policy with Quark; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json."
-    from alpaca_farm.annotators import load_annotators
     run = start(cfg, train)
     if run.done: return run
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
@@ -236,7 +236,8 @@ def train(cfg: QuarkConfig):
             worst = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1]
             figures['reward_worst'] = worst.mean().item()
         with trainer.accelerator.autocast(): figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
-        trainer.extra['pool'] = update_pool(trainer.extra.get('pool', {}), batch, rows, scores, cfg.clear_pool)
+        pool = trainer.extra.get('pool', {})
+        trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
         learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
         figures = learned | figures
         if choose.due(step, cfg.steps): figures |= choose(policy)

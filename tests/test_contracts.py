@@ -211,7 +211,7 @@ def test_modules_without_tensors_do_not_import_torch(name):
 
 
 def imported(path):
-    "Rooms of the package that a module imports, anywhere in it."
+    "Modules of the package that a module imports, anywhere in it."
     here = name_of(path).split('.')[:-1]
     for n in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
         if isinstance(n, ast.Import): yield from (a.name.removeprefix('alpaca_farm.') for a in n.names if a.name.startswith('alpaca_farm.'))
