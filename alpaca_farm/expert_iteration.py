@@ -55,9 +55,9 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
     folder, start_policy, settings = f'{cfg.out}/round_{round_}', policy_after(round_ - 1, cfg), asdict(cfg)
     pick = lambda *names: {k: settings[k] for k in names}
     shared = dict(pick('device', 'dtype', 'max_new_tokens', 'max_prompt', 'template'), policy=start_policy)
-    best = shared | pick('temperature', 'top_p', *RewardConfig.__annotations__, 'data', 'split', 'n', 'max_instances') | dict(
-        skip=(round_ - 1) * cfg.max_instances, samples=cfg.samples if round_ == 1 else '',
-        seed=cfg.seed + 1000 * round_)
+    own = pick('temperature', 'top_p', 'data', 'split', 'n', 'max_instances', *RewardConfig.__annotations__)
+    best = shared | own | dict(skip=(round_ - 1) * cfg.max_instances, seed=cfg.seed + 1000 * round_,
+                               samples=cfg.samples if round_ == 1 else '')
     learn = shared | pick(*TrainConfig.__annotations__, 'epochs', 'max_length') | dict(
         data=f'{folder}/winners.json', val_split='', eval_split='', seed=cfg.seed + round_)
     return [Job(f'{folder}/best_of_n', 'best_of_n', best),
