@@ -53,9 +53,9 @@ class DPOConfig(TrainConfig, AnswerConfig):
     inputs = ('preferences', 'policy', 'data')
 
     def check(self):
-        self.bounds(beta=(1e-8, None), label_smoothing=(0, .499), target_margin=(0, None),
-                    desirable_weight=(0, None), undesirable_weight=(0, None), epochs=(1, None),
-                    max_length=(2, None), max_instances=(0, None), save_every=(0, None), temperature=(1e-6, None))
+        self.bounds(beta=(1e-8, None), temperature=(1e-6, None), label_smoothing=(0, .499),
+                    target_margin=(0, None), desirable_weight=(0, None), undesirable_weight=(0, None),
+                    epochs=(1, None), max_length=(2, None), max_instances=(0, None), save_every=(0, None))
         self.one_of('loss_type', *PREFERENCE_LOSSES, *OTHER_LOSSES)
         for name, value in vars(self).items():
             losses = losses_with(name)
