@@ -8,6 +8,7 @@ __all__ = ['PPOConfig', 'ppo_policy_loss', 'ppo_value_loss', 'token_rewards', 'V
 
 # %% ../nbs/ppo.ipynb #21298c50
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -194,17 +195,17 @@ def rollout_indices(n: int, step: int, cfg: PPOConfig) -> list[int]:
 
 # %% ../nbs/ppo.ipynb #71cb6b86
 def train(cfg: PPOConfig):
-    "Train with PPO; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json in `cfg.out`."
-    from alpaca_farm.annotators import load_annotators
+    "Train with PPO; leaves model/, outputs.json, log.jsonl and summary.json in `cfg.out`."
+    from alpaca_farm.annotators import annotate_pairs, load_annotators
     run = start(cfg, train)
     if run.done: return run
-    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
+    label = partial(annotate_pairs, pool=load_annotators(cfg.annotators, cfg)) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference, reward_of = load_policy(cfg.policy, cfg)[0], reward(cfg.reward_model, cfg, cfg.template)
     value = value_model(cfg, policy)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
-    choose = CheckpointSelector(reference, tokenizer, cfg, judge)
+    choose = CheckpointSelector(reference, tokenizer, cfg, label)
     trainer = Trainer(run, cfg.steps, dict(policy=policy) | (dict(value=value) if value else {}),
                       dict(value=cfg.value_learning_rate), shown='reward')
     for step in trainer.steps():

@@ -23,7 +23,7 @@ from .core.runs import start
 from .core.settings import command
 from .core.text import collate
 from .core.training import Trainer
-from .annotators import load_annotators
+from .annotators import annotate_pairs, load_annotators
 
 # %% ../nbs/quark.ipynb #14bf2990
 @dataclass
@@ -216,16 +216,16 @@ def quark_update(trainer: Trainer, policy, reference, prompts: list[list[int]], 
 
 # %% ../nbs/quark.ipynb #5854838d
 def train(cfg: QuarkConfig):
-    "Train a policy with Quark; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json."
+    "Train a policy with Quark; leaves model/, outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
     if run.done: return run
-    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
+    label = partial(annotate_pairs, pool=load_annotators(cfg.annotators, cfg)) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference, plain = load_policy(cfg.policy, cfg)
     answer = partial(sample_and_score, policy, tokenizer, reward(cfg.reward_model, cfg, cfg.template))
     records, prompts, too_long = load_prompts(cfg, plain)
-    choose = CheckpointSelector(reference, plain, cfg, judge)
+    choose = CheckpointSelector(reference, plain, cfg, label)
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)
     choose.tokenizer = tokenizer  # the policy is evaluated under the best token, the reference without one
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
