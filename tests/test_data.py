@@ -207,7 +207,7 @@ def test_columns_are_mapped(tmp_path):
     assert load_records(path, kind='output', columns='prompt=q,completion=a')[0]['output'] == 'Yes?'
     assert load_records(write(tmp_path/'ours.json', ROWS[:1]), columns='instruction=q') == ROWS[:1]  # one run reads several files
     with pytest.raises(ValueError, match=r"a\.json, row 0: columns names 'question'; it has 'q', 'a'"): load_records(path, columns='instruction=question')
-    with pytest.raises(ValueError, match="columns = 'question': write our names"): load_records(path, columns='question')
+    with pytest.raises(ValueError, match="columns = 'question': write ours=yours"): load_records(path, columns='question')
     with pytest.raises(ValueError, match="'instruction' is missing; it has 'q', 'a', 'input'.*`columns`"): load_records(path)
 
 

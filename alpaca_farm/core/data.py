@@ -28,16 +28,17 @@ def in_folder(folder: Path, name: str) -> Path | None:
     "The file, the saved dataset or the pattern of shards that a folder, or its `data`, has for a name."
     for path in (folder, folder/'data'):
         if (path/name/'dataset_info.json').exists(): return path/name
-        file = next((path/f'{name}{s}' for s in SUFFIXES + SPREADSHEETS if (path/f'{name}{s}').exists()), None)
+        files = [path/f'{name}{s}' for s in SUFFIXES + SPREADSHEETS]
+        file = next((p for p in files if p.exists()), None)
         shard = next((p for s in SUFFIXES for p in path.glob(f'{name}-*-of-*{s}')), None)
         if file or shard: return file or path/re.sub(r'-\d+-of-', '-*-of-', shard.name)
 
-# %% ../../nbs/core/data.ipynb #34ef7411
+# %% ../../nbs/core/data.ipynb #24be4639
 def find_file(
     spec: str,    # a dataset or run folder, or a file
     *names: str,  # the file's name in a folder, without its suffix: a split, `outputs`, `preferences`, ...
 ) -> Path:  # the file, the folder of a saved dataset, or a pattern of shards
-    "Where the first of `names` that is there is held; otherwise a FileNotFoundError that lists the data files."
+    "Where the first name that is there is held; otherwise a FileNotFoundError that lists the data files."
     path = at_root(spec)
     if path.is_file() or (path/'dataset_info.json').exists(): return path
     found = next(filter(None, (in_folder(path, n) for n in names)), None)
@@ -55,7 +56,7 @@ def read_bytes(path: Path) -> bytes:
     try: return gzip.decompress(path.read_bytes()) if path.suffix == '.gz' else path.read_bytes()
     except (EOFError, OSError, zlib.error) as e: raise ValueError(f'{path}: cannot be read ({e})') from None
 
-# %% ../../nbs/core/data.ipynb #a0840336
+# %% ../../nbs/core/data.ipynb #ea207b70
 def read_text(path: Path) -> str:
     "A file's text, without a byte-order mark; ValueError if it is truncated or not UTF-8."
     try: return read_bytes(path).decode('utf-8-sig')
@@ -81,7 +82,7 @@ def parse_json(path: Path, lines: list[str]) -> list:
             raise ValueError(f'{path}{row}: not valid JSON ({e})') from None
     return out
 
-# %% ../../nbs/core/data.ipynb #1b4b9b72
+# %% ../../nbs/core/data.ipynb #87e64232
 def check_characters(rows: list, path: Path):
     "ValueError naming the first row with half of a character."
     for i, row in enumerate(rows):
@@ -91,7 +92,7 @@ def check_characters(rows: list, path: Path):
             raise ValueError(f'{path}, row {i}: half of a character (a lone surrogate) after {near!r}. '
                              'Remove it') from None
 
-# %% ../../nbs/core/data.ipynb #0711def0
+# %% ../../nbs/core/data.ipynb #b80623f0
 def read_json_rows(path: Path, text: str, lines: bool = False) -> list[dict]:
     "The records of a JSON list, or of JSON lines whatever the name of the file."
     text = text.strip()
@@ -111,7 +112,7 @@ def read_csv(path: Path, text: str, delimiter: str = ',') -> list[dict]:
     table, rows = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter, strict=True), []
     try: rows.extend(table)
     except csv.Error as e:
-        raise ValueError(f'{path}, row {len(rows)}: not valid CSV ({e}). Is a quote left open in it?') from None
+        raise ValueError(f'{path}, row {len(rows)}: not valid CSV ({e}). Is a quote left open?') from None
     twice = [n for n, times in Counter(table.fieldnames or []).items() if n and times > 1]
     if twice: raise ValueError(f'{path}: the header has {twice[0]!r} twice. Rename one of the columns')
     for i, row in enumerate(rows):
@@ -121,7 +122,7 @@ def read_csv(path: Path, text: str, delimiter: str = ',') -> list[dict]:
         row['preference'] = None if preference != preference else preference
     return rows
 
-# %% ../../nbs/core/data.ipynb #a36966c7
+# %% ../../nbs/core/data.ipynb #76e18733
 def read_table(path: Path) -> list[dict]:
     "The rows of a Parquet file or of a saved dataset; ValueError if it is damaged."
     try:
@@ -132,7 +133,7 @@ def read_table(path: Path) -> list[dict]:
         return pyarrow.parquet.read_table(io.BytesIO(read_bytes(path))).to_pylist()
     except Exception as e: raise ValueError(f'{path}: not a valid dataset ({e})') from None
 
-# %% ../../nbs/core/data.ipynb #bf5a2144
+# %% ../../nbs/core/data.ipynb #7a9fab52
 def shard_files(pattern: Path) -> list[Path]:
     "The files of a pattern of shards; ValueError when some are missing."
     files = sorted(pattern.parent.glob(pattern.name))
@@ -149,7 +150,8 @@ def read_rows(path) -> list[dict]:
     if path.is_dir() or kind == '.parquet': return read_table(path)
     if kind in ('.json', '.jsonl'): return read_json_rows(path, read_text(path), kind == '.jsonl')
     if kind in ('.csv', '.tsv'): return read_csv(path, read_text(path), ',' if kind == '.csv' else '\t')
-    advice = 'Save it as CSV (UTF-8)' if kind in SPREADSHEETS else f'Its name must end in {", ".join(SUFFIXES)}'
+    advice = f'Its name must end in {", ".join(SUFFIXES)}'
+    if kind in SPREADSHEETS: advice = 'Save it as CSV (UTF-8)'
     raise ValueError(f'{path}: this kind of file is not read. {advice}')
 
 # %% ../../nbs/core/data.ipynb #097cdfb0
@@ -182,27 +184,30 @@ def check_records(
         for name, type_ in dict(instruction=str, input=str, **FIELDS[kind]).items():
             check_field(row, name, type_, f'{where}, row {i}')
         records.append(row)
-    if not records: raise ValueError(f'{where}: the file holds no records' + (' with a label' if rows else ''))
+    labelled = ' with a label' if rows else ''
+    if not records: raise ValueError(f'{where}: the file holds no records{labelled}')
     if len(records) < len(rows): print(f'{where}: {len(rows) - len(records)} pairs have no label')
     return records
 
-# %% ../../nbs/core/data.ipynb #6e0278d7
+# %% ../../nbs/core/data.ipynb #60f85851
 def drop_duplicates(rows: list[dict], where: str) -> list[dict]:
     "The records, each once; prints how many are repeated."
     unique = list({json.dumps(r, sort_keys=True, default=str): r for r in rows}.values())
     if len(unique) < len(rows): print(f'{where}: {len(rows) - len(unique)} exact duplicates are left out')
     return unique
 
-# %% ../../nbs/core/data.ipynb #03c3ec30
+# %% ../../nbs/core/data.ipynb #7fed2d05
 def report_texts(rows: list[dict], names, where: str):
     "Print how many texts of some fields are empty, or are the name of an empty cell."
     for name in names:
-        texts = [t.strip().lower() for r in rows for t in ([r[name]] if isinstance(r[name], str) else r[name])]
+        values = [r[name] for r in rows]
+        texts = [t.strip().lower() for v in values for t in ([v] if isinstance(v, str) else v)]
         cells = Counter(t for t in texts if t in ('nan', '<na>', 'none', 'null', '#n/a'))
-        if name != 'input' and '' in texts: print(f'{where}: {texts.count("")} of {len(texts)} {name} are empty')
+        if name != 'input' and '' in texts:
+            print(f'{where}: {texts.count("")} of {len(texts)} {name} are empty')
         for cell, n in cells.items(): print(f'{where}: {n} of {len(texts)} {name} are {cell!r}. Empty cells?')
 
-# %% ../../nbs/core/data.ipynb #037a917d
+# %% ../../nbs/core/data.ipynb #f8122812
 def report_labels(rows: list[dict], where: str):
     "Print the shares of 1, tie and 2 when all labels are on one side, and how many pairs have both labels."
     p = np.array([r['preference'] for r in rows])
@@ -233,10 +238,10 @@ def load_rows(spec: str, names: tuple) -> tuple[list[dict], str]:
     path = find_file(spec, *names)
     return read_rows(path), str(path)
 
-# %% ../../nbs/core/data.ipynb #4fa01e2f
+# %% ../../nbs/core/data.ipynb #95741229
 def load_records(
     spec: str,        # a dataset folder, a run folder, a file, or a dataset's name on the Hugging Face hub
-    name: str | tuple = '',   # the split, or the file's name in a run folder; several: the first that is there
+    name: str | tuple = '',   # the split, or the file's name in a run folder; of several, the first there is
     kind: str | tuple = 'instruction',  # the fields that the records must have, or several such kinds
     n: int = 0,       # only the first n; 0 for all
     columns: str = '',  # names of columns, as in instruction=question,output=answer
