@@ -65,11 +65,12 @@ def test_spread_over_replicates():
     rng = np.random.default_rng(0)
     columns = ('simulated', 'human', 'transfer')
     each = [dict(names=['sft', 'a', 'b'], **{c: 1.5 + .1*rng.normal(size=(40, 3)) for c in columns}) for _ in range(3)]
-    tables = dict(names=['sft', 'a', 'b']) | {c: np.concatenate([t[c] for t in each]) for c in columns}
-    row = simulation_table(tables, 0, each).set_index('method').loc['b']
+    row = simulation_table(each, 0).set_index('method').loc['b']
     means = [100*(t['human'][:, 2].mean() - 1) for t in each]
-    assert row.human == pytest.approx(np.mean(means)) and row.human_sd == pytest.approx(np.std(means, ddof=1))
-    assert 'human_sd' not in simulation_table(tables, 0)
+    assert row.human == pytest.approx(np.mean(means)) and row.human_sd == pytest.approx(np.std(means, ddof=1)) and row.replicates == 3
+    alone = simulation_table(each[:1], 0).set_index('method').loc['b']
+    assert 'human_sd' not in alone and alone.replicates == 1
+    assert row.human_high - row.human >= 4.3*row.human_sd/3**.5                     # Student's t with two degrees of freedom, and what the instructions add
     r = replicate_correlations(each)
     assert r['spearman_simulated_human_2'] == pytest.approx(float(spearman(each[2]['simulated'].mean(0), each[2]['human'].mean(0))))
     assert replicate_correlations(each[:1]) == {}

@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['CLASSES', 'standard_error', 'sigmoid', 'win_rate', 'Interval', 'bootstrap_draws', 'bootstrap', 'paired_bootstrap',
            'replicate_interval', 'wilson', 'ranks', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode',
-           'agreement', 'variance', 'bias', 'vote_agreement', 'off_diagonal_mean', 'order_weights', 'best_of_n_weights',
-           'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'curve_basis', 'fit_overoptimization',
-           'overoptimization_curve']
+           'agreement', 'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean', 'order_weights',
+           'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'curve_basis',
+           'fit_overoptimization', 'overoptimization_curve']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -98,7 +98,7 @@ def paired_bootstrap(
     p = 2*(min((draws <= 0).sum(), (draws >= 0).sum()) + 1)/(n + 1)
     return dict(difference=b.value, low=b.low, high=b.high, p=min(1., float(p)))
 
-# %% ../../nbs/core/stats.ipynb #80053a3b
+# %% ../../nbs/core/stats.ipynb #d4594f68
 def replicate_interval(
     values,               # (R, N, ...) replicates x instructions
     statistic=np.mean,    # f(sample, axis): reduces the axis of the instructions
@@ -225,11 +225,11 @@ def bias(
     return float(1 - (a*b).sum(0)[both].mean())
 
 # %% ../../nbs/core/stats.ipynb #d29bb2f0
-def vote_agreement(
+def two_votes_agree(
     one: np.ndarray,    # (pairs, annotators) preferences in [1, 2]
     other: np.ndarray,  # (pairs, other annotators)
 ) -> np.ndarray:  # (annotators, other annotators)
-    "How often the votes of any two annotators on the same pair agree."
+    "How often the votes of any two annotators on the same pair are the same."
     p, q = one - 1, other - 1
     return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
 
