@@ -98,7 +98,7 @@ def paired_bootstrap(
     p = 2*(min((draws <= 0).sum(), (draws >= 0).sum()) + 1)/(n + 1)
     return dict(difference=b.value, low=b.low, high=b.high, p=min(1., float(p)))
 
-# %% ../../nbs/core/stats.ipynb #d4594f68
+# %% ../../nbs/core/stats.ipynb #80053a3b
 def replicate_interval(
     values,               # (R, N, ...) replicates x instructions
     statistic=np.mean,    # f(sample, axis): reduces the axis of the instructions
@@ -161,7 +161,8 @@ def spearman_interval(
 ) -> Interval:
     "Spearman's correlation of the methods' means under two judges, the mean over R replicates."
     both = np.stack([np.asarray(first, dtype=float), np.asarray(second, dtype=float)], axis=-2)
-    if both.ndim not in (3, 4): raise ValueError(f'give two tables of instructions x methods, not shape {both.shape}')
+    if both.ndim not in (3, 4):
+        raise ValueError(f'give two tables of instructions x methods, not shape {both.shape}')
     def of_means(sample, axis): return spearman(*np.moveaxis(sample.mean(axis), -2, 0))
     interval = replicate_interval(both.reshape(-1, *both.shape[-3:]), of_means, n, seed, level)
     return Interval(*(float(np.clip(v, -1, 1)) for v in interval))
