@@ -209,7 +209,8 @@ def verdicts_of_judges(
     for spec in specs:
         name, _, pattern = spec.partition('#')
         path = label_file(name)
-        if path: new = recorded_verdicts(str(path), pattern, sets, '' if path == at_root(name) else path.parent.name)
+        run = '' if path in (None, at_root(name)) else path.parent.name
+        if path: new = recorded_verdicts(str(path), pattern, sets, run)
         else:
             judge = load_annotators(spec, cfg)
             own = annotator_name(judge)

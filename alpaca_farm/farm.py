@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['COMMON', 'STUDY', 'TEXT_COLUMNS', 'FarmConfig', 'learning_runs', 'farm_runs', 'read_sizes', 'annotator_settings',
            'farm_jobs', 'PeakMemory', 'method_answers', 'judge_methods', 'total_cpu_seconds', 'label_origin',
-           'farm_board', 'paired_tables', 'join_replicates', 'simulation_table', 'correlations',
-           'replicate_correlations', 'label_points', 'simulation_figure', 'vote_agreements', 'save_figure',
-           'write_boards', 'farm_summary', 'run']
+           'farm_board', 'paired_tables', 'join_replicates', 'simulation_table', 'correlations', 'label_points',
+           'simulation_figure', 'vote_agreements', 'save_figure', 'write_boards', 'farm_summary', 'run']
 
 # %% ../nbs/farm.ipynb #e2ff0440
 import time
@@ -222,22 +221,16 @@ def simulation_table(replicates: list[dict], seed: int):
 
 # %% ../nbs/farm.ipynb #abbb3e4e
 def correlations(replicates: list[dict], seed: int) -> dict[str, float]:
-    "Spearman's correlations of the three columns, each with its interval; R² of simulated and human."
+    "Spearman's correlations of the three columns with intervals, and in each replicate; R² of the means."
     tables = join_replicates(replicates)
     if len(tables['names']) < 3: return {}
-    out = {}
+    each = spearman(*(tables[c].mean(1) for c in ('simulated', 'human')))
+    out = {f'spearman_simulated_human_{k}': float(r) for k, r in enumerate(each) if len(each) > 1}
     for a, b in (('simulated', 'human'), ('simulated', 'transfer'), ('transfer', 'human')):
         r, name = spearman_interval(tables[a], tables[b], seed=seed), f'spearman_{a}_{b}'
         out |= {name: r.value, f'{name}_low': r.low, f'{name}_high': r.high}
     means = [tables[c].mean((0, 1)) for c in ('simulated', 'human')]
     return out | dict(r2_simulated_human=float(np.corrcoef(*means)[0, 1] ** 2))
-
-# %% ../nbs/farm.ipynb #458269e8
-def replicate_correlations(replicates: list[dict]) -> dict[str, float]:
-    "Spearman's correlation of simulated and human in each of several replicates."
-    if len(replicates) < 2 or len(replicates[0]['names']) < 3: return {}
-    return {f'spearman_simulated_human_{k}': float(spearman(t['simulated'].mean(0), t['human'].mean(0)))
-            for k, t in enumerate(replicates)}
 
 # %% ../nbs/farm.ipynb #89e71a10
 def label_points(ax, names, x, y, marks):
@@ -319,7 +312,7 @@ def farm_summary(cfg: FarmConfig, judges: dict, judged: list[dict], replicates: 
     "The figures of summary.json: correlations, agreements, the reward model's accuracy, CPU time."
     rm = read_summary(f'{cfg.runs}/reward_model')
     return dict(replicates=len(replicates), **correlations(replicates, cfg.seed),
-                **replicate_correlations(replicates), **rank_agreement(judged[0], seed=cfg.seed),
+                **rank_agreement(judged[0], seed=cfg.seed),
                 **vote_agreements(cfg.runs, judges, seed=cfg.seed),
                 reward_model_accuracy=rm['accuracy_majority'], reward_model_label_accuracy=rm['accuracy'],
                 reward_model_ceiling=rm['accuracy_ceiling'],

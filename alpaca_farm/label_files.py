@@ -272,7 +272,8 @@ def recorded_verdicts(
     if not rows:
         called = f' of a judge called {pattern}' if pattern else ''
         raise ValueError(f'{file}: there is no verdict{called}')
-    if pool and not pattern and len({r.judge for r in rows}) > 1 and len({(r.key, r.order) for r in rows}) == len(rows):
+    several, once = len({r.judge for r in rows}) > 1, len({(r.key, r.order) for r in rows}) == len(rows)
+    if pool and not pattern and several and once:
         rows = [r._replace(judge=pool) for r in rows]
     by_judge, matched = {}, {}
     for r in rows: by_judge.setdefault(r.judge, []).append(r)

@@ -4,7 +4,7 @@ import pytest
 
 from alpaca_farm.core.build import methods, recipe
 from alpaca_farm.core.stats import spearman
-from alpaca_farm.farm import annotator_settings, farm_jobs, FarmConfig, replicate_correlations, simulation_table
+from alpaca_farm.farm import annotator_settings, correlations, farm_jobs, FarmConfig, simulation_table
 
 
 @pytest.mark.parametrize('given, message', [
@@ -71,6 +71,7 @@ def test_spread_over_replicates():
     alone = simulation_table(each[:1], 0).set_index('method').loc['b']
     assert 'human_sd' not in alone and alone.replicates == 1
     assert row.human_high - row.human >= 4.3*row.human_sd/3**.5                     # Student's t with two degrees of freedom, and what the instructions add
-    r = replicate_correlations(each)
+    r = correlations(each, 0)
     assert r['spearman_simulated_human_2'] == pytest.approx(float(spearman(each[2]['simulated'].mean(0), each[2]['human'].mean(0))))
-    assert replicate_correlations(each[:1]) == {}
+    assert r['spearman_simulated_human'] == pytest.approx(np.mean([r[f'spearman_simulated_human_{k}'] for k in range(3)]))
+    assert not any(k[-1].isdigit() for k in correlations(each[:1], 0))
