@@ -10,7 +10,7 @@ import asyncio, json
 
 from fastcore.basics import patch
 
-from .api import is_complete
+from .api import is_complete, redact
 from .client import DirectClient
 
 # %% ../../nbs/core/batches.ipynb #dd8e2b69
@@ -97,7 +97,7 @@ def store_line(self: ApiClient, line: dict, requests: dict):
         if not self.fatal: self.store_answer(key, requests[key], answer, None)
         return
     error = (answer or {}).get('error') or line.get('error') or {}
-    if key in self.todo: self.tally.failed[key] = error.get('message') or 'an answer of the wrong shape'
+    if key in self.todo: self.tally.failed[key] = redact(error.get('message') or 'an answer of the wrong shape')
     if response.get('status_code') in (400, 413, 422): self.tally.refused.add(key)
 
 # %% ../../nbs/core/batches.ipynb #5a84eb86
@@ -118,7 +118,7 @@ async def fetch_batch(self: ApiClient, waiting: tuple):
         for line in filter(str.strip, text.split('\n')): self.store_line(json.loads(line), requests)
     if self.fatal: return
     errors = b.errors.data if b.errors and b.errors.data else []
-    reason = '; '.join(e.message or '' for e in errors) if errors else f'the batch {b.id} has {b.status}'
+    reason = redact('; '.join(e.message or '' for e in errors)) if errors else f'the batch {b.id} has {b.status}'
     for k in self.todo.keys() & requests.keys() - self.answers.keys(): self.tally.failed.setdefault(k, reason)
     self.store.end_batch(file)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fastcore.basics import patch
 
 from .api import (ApiConfig, classify_error, cost, estimate_tokens, first_line,
-    format_dollars, is_complete, price_list, RequestRefused, retry_delay, StopAsking, token_usage)
+    format_dollars, is_complete, price_list, redact, RequestRefused, retry_delay, StopAsking, token_usage)
 from .progress import duration, Progress
 from .settings import at_root
 from .store import request_key, Store
@@ -36,7 +36,7 @@ async def send_request(endpoint, request: dict) -> dict:
     path = '/chat/completions' if 'messages' in body else '/completions'
     response = await endpoint.post(path, body=body, cast_to=httpx.Response)
     answer = json.loads(response.content)
-    if not is_complete(answer): raise ValueError(f'an answer of the wrong shape: {str(answer)[:200]}')
+    if not is_complete(answer): raise ValueError(f'an answer of the wrong shape: {redact(str(answer))[:200]}')
     return answer
 
 # %% ../../nbs/core/client.ipynb #cde05f50
@@ -281,6 +281,7 @@ async def wait_after(self: DirectClient, error: Exception, attempt: int):
 @patch
 def store_answer(self: DirectClient, key: bytes, request: dict, answer: dict, seconds: float | None):
     "Store an answer and add up its tokens and its price."
+    answer = json.loads(redact(json.dumps(answer)))
     try: self.store.put(key, request, answer, seconds)
     except OSError as e:
         self.fatal = e
