@@ -292,7 +292,7 @@ async def wait_after(self: DirectClient, error: Exception, attempt: int):
     if wait > self.cfg.max_wait:
         raise StopAsking(f'the endpoint demands a wait of {long}, longer than max_wait = '
                          f'{self.cfg.max_wait:g} s: run again later ({why})')
-    if wait > 30 and until > self.announced + 30:
+    if wait > 30 and until > self.announced + wait / 4:
         self.announced = until
         clock = time.strftime('%H:%M:%S', time.localtime(until))
         print(f'{self.name}: waiting {long}, until {clock}, after: {why}')
