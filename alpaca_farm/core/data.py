@@ -11,7 +11,7 @@ import csv, gzip, io, json
 from pathlib import Path
 
 from .preferences import is_preference, read_preference
-from .settings import at_root, looks_like_hub, root
+from .paths import at_root, looks_like_hub, missing_path
 
 # %% ../../nbs/core/data.ipynb #aab747f0
 SUFFIXES = ('.json', '.jsonl', '.csv', '.parquet', '.json.gz', '.jsonl.gz', '.csv.gz')
@@ -26,7 +26,7 @@ def find_file(
     if path.is_file(): return path
     matches = [path/f'{name}{s}' for s in SUFFIXES if (path/f'{name}{s}').exists()]
     if matches: return matches[0]
-    if not path.exists(): raise FileNotFoundError(f'{spec}: there is no such file or folder under {root()}')
+    if not path.exists(): raise FileNotFoundError(f'{spec}: {missing_path(spec)}')
     no_data = ('config.json', 'summary.json', 'log.jsonl')  # a run's other files
     files = sorted(p.name for p in path.iterdir() if p.name.endswith(SUFFIXES) and p.name not in no_data)
     raise FileNotFoundError(f'{spec}: there is no {name}.json in it; '
@@ -131,7 +131,7 @@ def load_hub_split(spec: str, split: str) -> list[dict]:
     import datasets
     try: return datasets.load_dataset(spec, split=split).to_list()
     except Exception as e:
-        raise ValueError(f'{spec}: there is no such file here, and the split {split!r} could not be loaded '
+        raise ValueError(f'{spec}: {missing_path(spec)}, and the split {split!r} could not be loaded '
                          f'from the hub ({e})') from e
 
 # %% ../../nbs/core/data.ipynb #0fd616b1
