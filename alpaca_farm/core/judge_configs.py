@@ -62,7 +62,8 @@ def suggest_names(spec: str) -> str:
 # %% ../../nbs/core/judge_configs.ipynb #a1f0c9d2
 def model_architectures(path) -> list[str]:
     "The model classes in a checkpoint or run folder; empty where there is no model."
-    files = [p for p in (at_root(path)/'model'/'config.json', at_root(path)/'config.json') if os.path.isfile(p)]
+    files = [at_root(path)/folder/'config.json' for folder in ('model', '.')]
+    files = [p for p in files if os.path.isfile(p)]
     return next((names for f in files if (names := read_json(f).get('architectures'))), [])
 
 # %% ../../nbs/core/judge_configs.ipynb #a1f0c9d3
