@@ -17,7 +17,8 @@ import torch
 
 from .functional import selected_logprobs, token_logprobs
 from .runs import read_summary
-from .settings import at_root, Config, looks_like_hub, resolve
+from .paths import ask_hub, at_root, looks_like_hub
+from .settings import Config, resolve
 from .text import collate, encode_prompts, encode_responses, pad
 
 # %% ../../nbs/core/models.ipynb #b1e18340
@@ -37,7 +38,7 @@ def model_path(spec: str) -> str:
     "The folder a model is loaded from, or its name on the hub; FileNotFoundError if there is neither."
     for folder in (at_root(spec)/'model', at_root(spec)):
         if (folder/'config.json').exists() and list(folder.glob('*.safetensors')): return str(folder)
-    if not at_root(spec).exists() and looks_like_hub(spec): return spec
+    if not at_root(spec).exists() and looks_like_hub(spec): return ask_hub(spec)
     raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
                             'or in its folder model/')
 
