@@ -57,7 +57,7 @@ class AnnotatorsConfig(ApiConfig):
     both_orders: bool = False                   # ask about every pair in both orders and average
     expected: bool = True                       # also record the pool's mean preference, if asking is free
     max_instances: int = 0                      # use only the first n pairs; 0 for all
-    inputs = ('outputs', 'annotators')
+    inputs = dict(outputs='candidates', annotators=('preferences', 'model'))
 
     def check(self):
         self.bounds(label_flip=(0, 1 if self.ask_flipped else .5), max_instances=(0, None))

@@ -45,7 +45,8 @@ class EvalConfig(ApiConfig):
     weights: list[str] = field(default_factory=list)  # shares in a pool: name, equals sign, number
     head_to_head: bool = False          # also judge every pair of models against each other
     max_instances: int = 0              # use only the first n instructions of the reference; 0 for all
-    inputs = ('outputs', 'reference', 'annotators')
+    inputs = dict(outputs=('outputs', 'candidates'), reference=('outputs', 'candidates'),
+                  annotators=('preferences', 'model'))
 
     def check(self):
         self.bounds(max_instances=(0, None))

@@ -36,6 +36,7 @@ class AnswerConfig(SampleConfig):
     "Settings of the answers that a method writes at the end of a run."
     eval_split: str = 'eval'    # answered at the end, into outputs.json; empty for none
     eval_instances: int = 0     # use only the first n instructions of it; 0 for all
+    answering = ('eval_split', 'eval_instances')
 
     def __post_init__(self):
         super().__post_init__()
