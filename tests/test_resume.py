@@ -356,13 +356,13 @@ def test_a_users_modules_are_followed(tmp_path, monkeypatch):
 
 def test_a_judges_configuration_is_known_by_its_content(tmp_path):
     from alpaca_farm.core.fingerprint import content_hash
-    shutil.copytree(tiny.ROOT/'nbs'/'recipes'/'judges'/'structured', tmp_path/'mine')
-    marks = [content_hash(s) for s in ('structured', str(tmp_path/'mine'), str(tmp_path/'mine'/'configs.yaml'))]
-    assert len(set(marks)) == 1 != marks[0].count('structured')
+    shutil.copytree(tiny.ROOT/'nbs'/'recipes'/'judges'/'structured', tmp_path/'structured')
+    marks = [content_hash(s) for s in ('structured', str(tmp_path/'structured'), str(tmp_path/'structured'/'configs.yaml'))]
+    assert marks[0] == marks[1] and all(len(m) == 12 for m in marks)
     for name in ('prompt.txt', 'configs.yaml'):
-        before = [content_hash(str(tmp_path/p)) for p in ('mine', 'mine/configs.yaml')]
-        (tmp_path/'mine'/name).write_text((tmp_path/'mine'/name).read_text() + '\n# more')
-        assert not set(before) & {content_hash(str(tmp_path/p)) for p in ('mine', 'mine/configs.yaml')}
+        before = [content_hash(str(tmp_path/p)) for p in ('structured', 'structured/configs.yaml')]
+        (tmp_path/'structured'/name).write_text((tmp_path/'structured'/name).read_text() + '\n# more')
+        assert not set(before) & {content_hash(str(tmp_path/p)) for p in ('structured', 'structured/configs.yaml')}
 
 
 def test_a_large_file_is_read_once(tmp_path, monkeypatch):
