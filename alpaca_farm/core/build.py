@@ -12,6 +12,7 @@ from pathlib import Path
 
 from alpaca_farm.core.fingerprint import (as_list, content_hash, damaged_file, exported_hash, run_config,
     run_of)
+from .paths import notebooks_folder
 from .settings import at_root, Config, root
 
 # %% ../../nbs/core/build.ipynb #f6756d20
@@ -51,14 +52,14 @@ def is_fresh(
 # %% ../../nbs/core/build.ipynb #c3fb89c1
 def notebook_path(name: str) -> Path | None:
     "The notebook of that name in `nbs/` or a sub-folder, or None; those of `core` are not run."
-    paths = [*(root()/'nbs').glob(f'{name}.ipynb'), *(root()/'nbs').glob(f'*/{name}.ipynb')]
+    paths = [p for pattern in (f'{name}.ipynb', f'*/{name}.ipynb') for p in notebooks_folder().glob(pattern)]
     return next((p for p in paths if p.parent.name != 'core'), None)
 
 # %% ../../nbs/core/build.ipynb #c5a1e0f1
 def methods() -> dict[str, dict]:
     "The rows of `nbs/recipes/methods.yaml` by method, with every field; ValueError naming an invalid row."
     import yaml
-    file = root()/'nbs'/'recipes'/'methods.yaml'
+    file = notebooks_folder()/'recipes'/'methods.yaml'
     default = dict(settings={}, learns_from='', reads={}, annotators=False, checkpoints=False, cost=50)
     rows = {}
     for name, row in yaml.safe_load(file.read_text()).items():
@@ -81,7 +82,7 @@ def people_settings(row: dict) -> dict:
 # %% ../../nbs/core/build.ipynb #52d79a3a
 def recipe(path: str) -> tuple[str, dict] | None:
     "The notebook that makes a default run, and the settings that differ from that notebook's defaults."
-    name, file = Path(path).name, root()/'nbs'/'recipes'/'runs.yaml'
+    name, file = Path(path).name, notebooks_folder()/'recipes'/'runs.yaml'
     if notebook_path(name): return name, {}
     import yaml
     settings = yaml.safe_load(file.read_text()).get(name)

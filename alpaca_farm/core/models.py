@@ -16,8 +16,9 @@ import torch
 
 from .files import open_tensors, read_json, temporary_path
 from .functional import selected_logprobs, token_logprobs
+from .paths import ask_hub, at_root, looks_like_hub
 from .runs import read_summary
-from .settings import at_root, Config, looks_like_hub, resolve
+from .settings import Config, resolve
 from .text import collate, encode_prompts, encode_responses, pad
 
 # %% ../../nbs/core/models.ipynb #b1e18340
@@ -42,7 +43,7 @@ def model_path(spec: str) -> str:
         for p in files:
             with open_tensors(p): pass
         return str(folder)
-    if not at_root(spec).exists() and looks_like_hub(spec): return spec
+    if not at_root(spec).exists() and looks_like_hub(spec): return ask_hub(spec)
     raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
                             'or in its folder model/')
 
