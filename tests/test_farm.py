@@ -93,6 +93,13 @@ def two_jobs(base, tmp_path):
     return folders, [sys.executable, '-c', script]
 
 
+def gone(processes, seconds):
+    "Whether all have ended within some seconds; where nobody collects an orphan it remains as a zombie."
+    running, until = lambda p: p.is_running() and p.status() != psutil.STATUS_ZOMBIE, time.time() + seconds
+    while (left := [p for p in processes if running(p)]) and time.time() < until: time.sleep(.05)
+    return not left
+
+
 def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
     "kill -9 of the process that starts the jobs, in the middle: none of them outlives it, and the restart at once ends well."
     folders, command = two_jobs
@@ -103,7 +110,7 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
     assert len(papermills) == 2 and len(started) >= 4, 'papermill and its kernel, twice'
     parent.kill()
     again = tiny.spawn(command)
-    assert psutil.wait_procs(papermills, timeout=1)[1] == [] and psutil.wait_procs(started, timeout=5)[1] == []
+    assert gone(papermills, 1) and gone(started, 5)
     assert again.communicate()[0].strip().split('\n')[-1] == '[]'
     for f in folders: assert read_summary(f) and [r['step'] for r in read_log(f)] == list(range(1, 61))
 
