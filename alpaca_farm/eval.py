@@ -18,12 +18,12 @@ import numpy as np
 
 from .core.api import ApiConfig
 from .core.comparisons import output_texts, pair_up, preferences_over, same_answers
-from .core.data import load_records, prompt_key, SUFFIXES
+from .core.data import load_records, prompt_key
 from .core.files import atomic_write
 from .core.preferences import check_preferences, hash_uniform
 from .core.progress import Progress
 from .core.runs import start
-from .core.settings import at_root, command
+from .core.settings import command
 from . import rankings
 from .annotators import (annotate_pairs, api_clients, check_all_answered, check_known_names,
     load_annotators, usage_totals)
@@ -45,7 +45,8 @@ class EvalConfig(ApiConfig):
     weights: list[str] = field(default_factory=list)  # shares in a pool: name, equals sign, number
     head_to_head: bool = False          # also judge every pair of models against each other
     max_instances: int = 0              # use only the first n instructions of the reference; 0 for all
-    inputs = ('outputs', 'reference', 'annotators')
+    inputs = dict(outputs=('outputs', 'candidates'), reference=('outputs', 'candidates'),
+                  annotators=('preferences', 'model'))
 
     def check(self):
         self.bounds(max_instances=(0, None))
@@ -146,11 +147,7 @@ def read_answers(
 ) -> list[dict]:
     "Answers, one or several per instruction."
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
-    name = next((n for n in names if any((at_root(spec)/f'{n}{s}').exists() for s in SUFFIXES)), names[0])
-    try: return load_records(spec, name, 'output')
-    except ValueError as e:
-        if "'output'" not in str(e): raise
-        return load_records(spec, name, 'candidates')
+    return load_records(spec, names, ('output', 'candidates'))
 
 # %% ../nbs/eval.ipynb #3c102569
 def answers_to(

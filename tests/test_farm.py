@@ -126,7 +126,7 @@ def test_a_restart_waits_for_what_still_writes(tmp_path, capsys, monkeypatch):
             with pytest.raises(RuntimeError, match='another process is writing'): runs.lock(tmp_path/'run', patience)
         assert 'waiting for it to end' in capsys.readouterr().out
         other.kill(); other.wait()
-        if seconds == 1: runs.locks.pop(tmp_path/'run').close()
+        if seconds == 1: runs._locks.pop(tmp_path/'run').close()
 
 
 def test_one_estimate_of_the_time_left(monkeypatch):

@@ -41,7 +41,8 @@ def curve(
              (left, height - 4, 'start', x0), (right, height - 4, 'end', x1)]
     texts = ''.join(f'<text x="{x}" y="{y}" text-anchor="{end}">{v:.4g}</text>' for x, y, end, v in marks)
     return (f'<svg width="{width}" height="{height}" role="img" aria-label="{html.escape(label)}" '
-            'font-size="11" fill="currentColor"><polyline fill="none" stroke="var(--jp-brand-color1,#1976d2)" '
+            'font-size="11" fill="currentColor">'
+            '<polyline fill="none" stroke="var(--jp-brand-color1,#1976d2)" '
             f'stroke-width="1.5" points="{line}"/>{texts}</svg>')
 
 # %% ../../nbs/core/progress.ipynb #2b9f4c60
