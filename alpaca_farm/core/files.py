@@ -33,9 +33,9 @@ def atomic_write(path):
 
 # %% ../../nbs/core/files.ipynb #4ebc5e93
 def write_json(path, value):
-    "Write `value` as JSON, atomically."
+    "Write `value` as JSON, atomically; what UTF-8 cannot hold (a lone surrogate) becomes a question mark."
     text = json.dumps(value, indent=1, ensure_ascii=False)
-    with atomic_write(path) as p: p.write_text(text, encoding='utf-8')
+    with atomic_write(path) as p: p.write_text(text, encoding='utf-8', errors='replace')
 
 # %% ../../nbs/core/files.ipynb #ba95e7b6
 def read_json(path):
