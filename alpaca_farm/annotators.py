@@ -16,7 +16,7 @@ import numpy as np
 
 from .core.api import ApiConfig, asking_settings, parse_mapping
 from .core.batches import ApiClient
-from .core.data import check_records, find_file, full_instruction, prompt_key, read_rows
+from .core.data import full_instruction, load_records, prompt_key
 from .core.judge_configs import configured_annotators, configured_models, judge_config_file
 from .core.preferences import (annotator_name, annotator_preferences, coin_label, decide_vote,
     draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped, swap_outputs)
@@ -237,11 +237,8 @@ def head2head_pairs(
 # %% ../nbs/annotators.ipynb #5fc2cbce
 def load_pairs(cfg) -> list[dict]:
     "The pairs that `cfg.outputs` names: a file of pairs, or a file or run folder of candidates."
-    path = find_file(cfg.outputs, 'candidates')
-    rows = read_rows(path)
-    kind = 'pair' if rows and 'output_1' in rows[0] else 'candidates'
-    rows = check_records(rows[:cfg.max_instances] if cfg.max_instances else rows, kind, str(path))
-    return rows if kind == 'pair' else pair_samples(rows, cfg.seed)
+    rows = load_records(cfg.outputs, 'candidates', ('pair', 'candidates'), cfg.max_instances)
+    return rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed)
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9
 def expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:

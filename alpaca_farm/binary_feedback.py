@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, prompt_fields, sample_answers
+from .core.answers import answer_eval_split, AnswerConfig, answering, prompt_fields, sample_answers
 from .core.comparisons import verdicts_over
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data import check_records, load_records, prompt_key
@@ -55,7 +55,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
         self.one_of('method', 'feedme', 'reward_conditioning')
         self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None), held_out=(1, None),
                     token_times=(1, None), jitter=(0, None), eval_every=(1, None), save_every=(0, None),
-                    val_instances=(0, None), temperature=(1e-6, None))
+                    val_instances=(0, None))
 
 # %% ../nbs/binary_feedback.ipynb #eab7b360
 GOOD, BAD = '<good>', '<bad>'
@@ -196,7 +196,7 @@ def compare_on_val(policy, reference, tokenizers: dict, plain, judge, run) -> di
     records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances)
     ways = ({name: (policy, t) for name, t in tokenizers.items()}
             | {'no token': (policy, plain), 'reference': (reference, plain)})
-    answers = common_instructions({name: sample_answers(*way, records, cfg, seed=cfg.seed + 1)
+    answers = common_instructions({name: sample_answers(*way, records, answering(cfg), seed=cfg.seed + 1)
                                    for name, way in ways.items()})
     rows = [dict(prompt_fields(rs[0]), output=[r['output'][0] for r in rs], source=list(answers))
             for rs in zip(*answers.values())]

@@ -38,6 +38,7 @@ class DPOConfig(TrainConfig, AnswerConfig):
     data: str = 'runs/world'              # dataset folder whose eval split is answered at the end
     loss_type: str = 'sigmoid'            # the preference loss; sigmoid is DPO, an unknown name lists all
     beta: float = 0.1                     # KL weight; 0.3 for hinge, robust, kto, 0.03 for ipo, 0.5 for simpo
+    temperature: float = 1.0              # of the log-probs: that at which the answers were sampled
     label_smoothing: float = 0.0          # known share of flipped labels, for sigmoid (cDPO) and robust
     target_margin: float = 1.0            # simpo: gamma, the lead required of the chosen answer
     desirable_weight: float = 1.0         # kto: lambda_D, weight of the good answers
@@ -52,10 +53,9 @@ class DPOConfig(TrainConfig, AnswerConfig):
     inputs = ('preferences', 'policy', 'data')
 
     def check(self):
-        self.bounds(beta=(1e-8, None), label_smoothing=(0, .499), target_margin=(0, None),
-                    desirable_weight=(0, None), undesirable_weight=(0, None), epochs=(1, None),
-                    max_length=(2, None), max_instances=(0, None), save_every=(0, None),
-                    temperature=(1e-6, None))
+        self.bounds(beta=(1e-8, None), temperature=(1e-6, None), label_smoothing=(0, .499),
+                    target_margin=(0, None), desirable_weight=(0, None), undesirable_weight=(0, None),
+                    epochs=(1, None), max_length=(2, None), max_instances=(0, None), save_every=(0, None))
         self.one_of('loss_type', *PREFERENCE_LOSSES, *OTHER_LOSSES)
         for name, value in vars(self).items():
             losses = losses_with(name)

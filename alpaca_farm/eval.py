@@ -19,7 +19,7 @@ import numpy as np
 
 from .core.api import ApiConfig
 from .core.comparisons import output_texts, pair_up, preferences_over, same_answers
-from .core.data import full_instruction, load_records, prompt_key, read_rows, SUFFIXES
+from .core.data import full_instruction, load_records, prompt_key, read_rows
 from .core.files import atomic_write
 from .core.preferences import check_preferences, hash_uniform
 from .core.progress import Progress
@@ -149,11 +149,7 @@ def read_answers(
 ) -> list[dict]:
     "Answers, one or several per instruction."
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
-    name = next((n for n in names if any((at_root(spec)/f'{n}{s}').exists() for s in SUFFIXES)), names[0])
-    try: return load_records(spec, name, 'output')
-    except ValueError as e:
-        if "'output'" not in str(e): raise
-        return load_records(spec, name, 'candidates')
+    return load_records(spec, names, ('output', 'candidates'))
 
 # %% ../nbs/eval.ipynb #3c102569
 def answers_to(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, mean
+from .core.answers import answer_eval_split, AnswerConfig, mean, SampleConfig
 from .core.build import as_list
 from .core.files import read_json
 from .core.generation import uniform_stream
@@ -27,7 +27,7 @@ from alpaca_farm.rrhf_pool import (candidate_pool, candidate_tokens, load_querie
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
-class RRHFConfig(TrainConfig, AnswerConfig, RewardConfig, JudgedConfig):
+class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
     "Settings of RRHF."
     out: str = 'runs/rrhf'            # run folder
     policy: str = 'runs/sft'          # where training starts, and the reference

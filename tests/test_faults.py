@@ -30,7 +30,7 @@ def as_json(rows): return json.dumps(rows).encode()
 
 BAD = dict(
     nothing=(b'', 'holds no records'), blank=(b' \n', 'holds no records'), no_rows=(b'[]', 'holds no records'),
-    no_list=(b'{"a": 1}', 'a list of records is expected, not a dict'), cut_short=(as_json(ROWS)[:-20], 'not valid JSON'),
+    no_list=(b'{"a":\n1}', 'a list of records is expected, not a dict'), cut_short=(as_json(ROWS)[:-20], 'not valid JSON'),
     no_record=(b'[1]', 'row 0: a record is expected'), missing=(as_json(without(3, 'output')), "row 3: the field 'output' is missing"),
     no_instruction=(as_json(without(2, 'instruction')), "row 2: the field 'instruction' is missing"),
     empty_instruction=(as_json(changed(1, instruction='  ')), "row 1: the field 'instruction' is empty"),
@@ -39,7 +39,6 @@ BAD = dict(
     listed=(as_json(changed(4, output=['a'])), r"row 4: the field 'output' is \['a'\], not a string"),
     input_number=(as_json(changed(0, input=3)), "row 0: the field 'input' is 3, not a string"),
     latin=(as_json(ROWS)[:40] + b'caf\xe9' + as_json(ROWS)[40:], 'byte 43 is not UTF-8'),
-    twice=(as_json(ROWS + ROWS[2:3]), 'row 6: the same record as row 2'),
     field_twice=(b'[{"instruction": "a", "instruction": "b", "output": "c"}]', "field 'instruction' is given twice"))
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .answers import answer_eval_split, AnswerConfig, prompt_fields, sample_answers
+from .answers import (answer_eval_split, AnswerConfig, answering, prompt_fields,
+    sample_answers, SampleConfig)
 from .comparisons import verdicts_over
 from .data import load_records, prompt_key
 from .generation import generate
@@ -25,7 +26,7 @@ from .training import Trainer
 
 # %% ../../nbs/core/online.ipynb #7ab8bac0
 @dataclass
-class OnlineConfig(TrainConfig, AnswerConfig, RewardConfig, JudgedConfig):
+class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
     "Settings of a method that learns from its own samples."
     policy: str = 'runs/sft'                # the initial policy, which is also the reference
     data: str = 'runs/world'                # dataset folder with prompts
@@ -133,10 +134,11 @@ def score_statistics(scores: torch.Tensor, answered: list[dict]) -> dict[str, fl
 class CheckpointSelector:
     "Win rate of a policy against the reference's answers, on the val split."
     def __init__(self, reference, tokenizer, cfg: OnlineConfig, judge):
-        self.cfg, self.tokenizer, self.judge = cfg, tokenizer, judge  # None: the last checkpoint is chosen
+        self.cfg, self.tokenizer, self.judge = answering(cfg), tokenizer, judge  # None: the last is chosen
         if not judge: return
         records = {prompt_key(r): r for r in load_records(cfg.data, cfg.val_split, n=cfg.val_instances)}
-        self.base = sample_answers(reference, tokenizer, list(records.values()), cfg, seed=cfg.seed + 1)
+        self.base = sample_answers(reference, tokenizer, list(records.values()), self.cfg,
+                                   seed=cfg.seed + 1)
 
     def __call__(self, policy) -> dict[str, float]:
         "Win rate in percent, its standard error and the length of the answers in words."
