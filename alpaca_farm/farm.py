@@ -21,8 +21,9 @@ from .core.data import load_records
 from .core.files import atomic_write, read_json
 from .core.judge_configs import JudgedConfig
 from .core.launch import Job, run_jobs, study_job
+from .core.paths import notebooks_folder
 from .core.runs import check_run_folder, read_summary, start
-from .core.settings import at_root, command, root
+from .core.settings import at_root, command
 from .core.stats import (agreement, off_diagonal_mean, replicate_interval, spearman,
     spearman_interval, two_votes_agree)
 from .annotators import load_annotators
@@ -45,7 +46,8 @@ class FarmConfig(JudgedConfig):
     people: str = 'alpaca_farm.world:people'  # annotators for the second training; also final judges
     pool: str = 'alpaca_farm.world:pool'      # simulated annotators: they label, choose checkpoints, judge
     gold: str = 'alpaca_farm.world:gold'      # judge by the hidden utility
-    inputs = annotator_fields = ('people', 'pool', 'gold')
+    annotator_fields = ('people', 'pool', 'gold')
+    inputs = dict.fromkeys(annotator_fields, ('preferences', 'model'))
 
     def check(self):
         self.bounds(seeds=(1, None), workers=(0, None))
@@ -93,7 +95,7 @@ def farm_runs(study: bool = True) -> dict:
 def read_sizes(size: str) -> dict[str, dict]:
     "Settings by notebook or run, from quick.yaml or the file `size`; ValueError for an unknown name."
     if size == 'default': return {}
-    file = root()/'nbs/recipes/quick.yaml' if size == 'quick' else at_root(size)
+    file = notebooks_folder()/'recipes'/'quick.yaml' if size == 'quick' else at_root(size)
     if not file.is_file():
         raise FileNotFoundError(f'size = {size!r}: choose from default, quick or a YAML file that exists')
     import yaml

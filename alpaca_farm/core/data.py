@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from .formats import as_records, FIELDS, record_kind
+from .paths import at_root, looks_like_hub, missing_path
 from .preferences import is_preference, pair_identity, read_preference
-from .settings import at_root, looks_like_hub, root
 
 # %% ../../nbs/core/data.ipynb #aab747f0
 SUFFIXES = tuple(f'.{kind}{gz}' for gz in ('', '.gz') for kind in ('json', 'jsonl', 'csv', 'parquet', 'tsv'))
@@ -43,7 +43,7 @@ def find_file(
     if path.is_file() or (path/'dataset_info.json').exists(): return path
     found = next(filter(None, (in_folder(path, n) for n in names)), None)
     if found: return found
-    if not path.exists(): raise FileNotFoundError(f'{spec}: there is no such file or folder under {root()}')
+    if not path.exists(): raise FileNotFoundError(f'{spec}: {missing_path(spec)}')
     no_data = ('config.json', 'summary.json', 'log.jsonl')  # a run's other files
     files = sorted(str(p.relative_to(path)) for at in (path, path/'data') if at.is_dir() for p in at.iterdir()
                    if p.name.endswith(SUFFIXES + SPREADSHEETS) and p.name not in no_data)
@@ -227,7 +227,7 @@ def load_hub_split(spec: str, split: str) -> list[dict]:
     import datasets
     try: return datasets.load_dataset(spec, split=split).to_list()
     except Exception as e:
-        raise ValueError(f'{spec}: there is no such file here, and the split {split!r} could not be loaded '
+        raise ValueError(f'{spec}: {missing_path(spec)}, and the split {split!r} could not be loaded '
                          f'from the hub ({e})') from e
 
 # %% ../../nbs/core/data.ipynb #0fd616b1
