@@ -26,6 +26,7 @@ from .core.progress import Progress
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command, resolve
 from .core.text import decode, encode_prompts
+from .noise import flip_share
 from .overoptimization_curves import (bank_curve, can_fit, curve_point, fit_gold, gold_falls,
     group_rows, proxy_gold_correlation, standardise)
 from .overoptimization_grid import grid_models, measured_policies, run_grid, study_grid
@@ -93,7 +94,8 @@ def annotation_words(preferences: str, cfg: OverConfig) -> list[str]:
     if not config: return [Path(preferences).stem]
     settings = config['settings']
     words, pairs = [settings['annotators'].rpartition(':')[2]], run_config(settings['outputs'])
-    if settings.get('label_flip'): words.append(f'{settings["label_flip"]:.0%} flips')
+    flips = flip_share(settings.get('label_flip', 0.), settings['annotators'])
+    if flips: words.append(f'{flips:.0%} flips')
     if pairs and pairs['settings']['policy'] != cfg.policy: words.append('asked again')
     return words
 

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['matches_settings', 'recorded_inputs', 'changed_inputs', 'is_fresh', 'notebook_path', 'methods', 'people_settings',
-           'recipe', 'takes_annotators', 'papermill_command', 'run_logged', 'build', 'check_input_run', 'ensure_input']
+           'recipe', 'takes_annotators', 'papermill_command', 'start_process', 'run_logged', 'build', 'check_input_run',
+           'ensure_input']
 
 # %% ../../nbs/core/build.ipynb #aaceba8c
-import fcntl, json, os, subprocess, sys
+import ctypes, fcntl, json, os, signal, subprocess, sys
 from pathlib import Path
 
 from alpaca_farm.core.fingerprint import (as_list, content_hash, damaged_file, exported_hash, run_config,
@@ -109,12 +110,23 @@ def papermill_command(notebook: str, out: str, **settings) -> list[str]:
     return [sys.executable, '-m', 'papermill', str(notebook_path(notebook)), str(at_root(out)) + '.ipynb',
             '-p', 'out', str(out), *given, '--no-progress-bar', '--log-level', 'ERROR', '-k', 'python3']
 
+# %% ../../nbs/core/build.ipynb #3c9be410
+def start_process(command: list[str], output: Path) -> subprocess.Popen:
+    "Start a command in the root folder with one thread and its output in a file; it dies with this process."
+    env = dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false',
+               PYDEVD_DISABLE_FILE_VALIDATION='1')
+    env.pop('JPY_SESSION_NAME', None)   # that of the notebook which is open, not of the one that is run
+    set_option = getattr(ctypes.CDLL(None), 'prctl', lambda *args: 0)
+    with open(output, 'w') as f:
+        return subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=env, cwd=root(),
+                                preexec_fn=lambda: set_option(1, signal.SIGKILL))   # 1: PR_SET_PDEATHSIG
+
 # %% ../../nbs/core/build.ipynb #2c897360
 def run_logged(command: list[str], output: Path, name: str):
     "Run a command with its output in a file; RuntimeError with the last lines if it fails."
-    env = dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false')
-    with open(output, 'w') as f:
-        code = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=env, cwd=root()).returncode
+    process = start_process(command, output)
+    try: code = process.wait()
+    finally: process.kill()   # if this process was interrupted
     tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
     if code:
         raise RuntimeError(f'{name} could not be built; see {output} and {name}.ipynb\n' + '\n'.join(tail))

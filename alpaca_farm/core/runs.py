@@ -67,15 +67,24 @@ def set_aside(folder: Path, why: str):
 _locks = {}  # the lock files this process holds, by folder
 
 # %% ../../nbs/core/runs.ipynb #3b996e12
-def lock(folder: Path):
+def lock(
+    folder: Path,
+    patience: float = 10.,  # seconds; a process whose parent was killed ends within two
+):
     "Lock a run folder for this process; it may be locked again, for instance if a cell is run twice."
     if folder in _locks: return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    f = open(folder.with_name(f'.{folder.name}.lock'), 'w')
-    try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RuntimeError(f'another process is writing {folder}: '
-                           'wait for it or choose another out') from None
+    f, until, told = open(folder.with_name(f'.{folder.name}.lock'), 'w'), time.time() + patience, False
+    while True:
+        try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.time() > until:
+                raise RuntimeError(f'another process is writing {folder}: '
+                                   'wait for it or choose another out') from None
+            if not told: print(f'another process is writing {folder}: waiting for it to end')
+            told = True
+            time.sleep(.2)
+        else: break
     _locks[folder] = f
 
 # %% ../../nbs/core/runs.ipynb #7d842495
