@@ -108,7 +108,9 @@ def run(cfg: OpenaiBaselinesConfig):
     records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
     model = parse_mapping('models', cfg.models).get(cfg.baseline, cfg.baseline)
     client, requests = ApiClient(cfg, model), [baseline_request(r, cfg, model) for r in records]
-    samples = list(zip(*(client(requests, MAX_SAMPLES * cfg.seed + k) for k in range(cfg.n))))
+    def readable(i, answer): return bool(baseline_output(answer))
+    draws = [MAX_SAMPLES * cfg.seed + k for k in range(cfg.n)]
+    samples = list(zip(*(client(requests, draw, readable=readable) for draw in draws)))
     rows, unanswered = [], []
     for record, answers in zip(records, samples):
         if not all(answers): unanswered.append(record); continue
