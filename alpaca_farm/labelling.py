@@ -30,11 +30,12 @@ class LabellingConfig(Config):
     "Settings of labelling by people."
     out: str = 'runs/labelling'         # run folder
     outputs: str = 'runs/samples'       # pairs or candidates: a run of best_of_n, or a file
+    columns: str = ''                   # names of columns: ours and yours, joined by an equals sign
     store: str = 'runs/answers.sqlite'  # where labels are stored, together with answers of judges
     person: str = ''                    # name of the person labelling; empty: use the labels so far
     repeat: float = 0.1                 # share of the pairs that are shown again, swapped
     max_instances: int = 0              # use only the first n pairs; 0 for all
-    inputs = ('outputs',)
+    inputs = dict(outputs='candidates')
     aside = Config.aside + ('store', 'repeat')   # the labels themselves are part of the fingerprint
 
     def check(self): self.bounds(repeat=(0, 1), max_instances=(0, None))

@@ -42,7 +42,8 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     eval_every: int = 4                     # steps between evaluations on it
     save_every: int = 4                     # save model-<step>/ every n steps; 0 for none
     checkpoint_every: int = 2               # steps between checkpoints
-    inputs = ('policy', 'reward_model', 'data', 'annotators')
+    inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
+                  annotators=('preferences', 'model'))
 
     def __post_init__(self):
         super().__post_init__()
@@ -56,7 +57,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
 # %% ../../nbs/core/online.ipynb #0d120a30
 def load_prompts(cfg: OnlineConfig, tokenizer) -> tuple[list[dict], list[list[int]], int]:
     "Records of the training split, their prompts' ids, and how many did not fit."
-    records = load_records(cfg.data, cfg.split)
+    records = load_records(cfg.data, cfg.split, columns=cfg.columns)
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts')
     return [records[i] for i in rows], [prompts[i] for i in rows], len(records) - len(rows)
@@ -137,7 +138,8 @@ class CheckpointSelector:
         self.cfg, self.tokenizer = answering(cfg), tokenizer
         self.annotate = annotate  # `annotate_pairs` of a pool; None: the last checkpoint is chosen
         if not annotate: return
-        records = {prompt_key(r): r for r in load_records(cfg.data, cfg.val_split, n=cfg.val_instances)}
+        records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances, columns=cfg.columns)
+        records = {prompt_key(r): r for r in records}
         self.base = sample_answers(reference, tokenizer, list(records.values()), self.cfg,
                                    seed=cfg.seed + 1)
 
