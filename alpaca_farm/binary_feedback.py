@@ -93,7 +93,8 @@ def training_examples(rated: list[dict], method: str) -> list[tuple[int, str, fl
 # %% ../nbs/binary_feedback.ipynb #25f8ce40
 def load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], int]:
     "Rated outputs for training, those held out, and the number of labels trained on; ValueError if none."
-    records = load_records(cfg.preferences, 'preferences', ('preference', 'output'), cfg.max_instances)
+    records = load_records(cfg.preferences, 'preferences', ('preference', 'output'), cfg.max_instances,
+                           cfg.columns)
     if 'preference' not in records[0]: check_binary_labels(records, cfg.preferences)
     aside = cfg.held_out if cfg.held_out > 0 else min(200, max(1, len(records)//5))
     held_out = {prompt_key(r) for r in records[-aside:]}
@@ -194,7 +195,7 @@ def compare_on_val(policy, reference, tokenizers: dict, plain, judge, run) -> di
     "Answers to the val split, left in said.json, and in percent the wins of the policy, and of `<good>`."
     cfg = run.cfg
     if not cfg.val_split: return {}
-    records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances)
+    records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances, columns=cfg.columns)
     ways = ({name: (policy, t) for name, t in tokenizers.items()}
             | {'no token': (policy, plain), 'reference': (reference, plain)})
     answers = common_instructions({name: sample_answers(*way, records, answering(cfg), seed=cfg.seed + 1)

@@ -59,7 +59,7 @@ def held_out_nll(
 ) -> float:  # nats per token; nan without a val split
     "Mean negative log-likelihood of a response token on the held-out split."
     if not cfg.val_split: return math.nan
-    _, prompts, (responses,) = encode(load_records(cfg.data, cfg.val_split, 'output', n),
+    _, prompts, (responses,) = encode(load_records(cfg.data, cfg.val_split, 'output', n, cfg.columns),
                                       ('output',), tokenizer, cfg.max_length, cfg.template)
     batch = {k: v.to(policy.device)
              for k, v in sft_batch(prompts, responses, range(len(prompts)), tokenizer.pad_token_id).items()}
@@ -71,7 +71,7 @@ def train(cfg: SFTConfig):
     run = start(cfg, train)
     if run.done: return run
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    records = load_records(cfg.data, cfg.split, 'output', cfg.max_instances)
+    records = load_records(cfg.data, cfg.split, 'output', cfg.max_instances, cfg.columns)
     rows, prompts, (responses,) = encode(records, ('output',), tokenizer, cfg.max_length, cfg.template)
     order = batches([len(p) + len(r) for p, r in zip(prompts, responses)],
                     cfg.batch_size, cfg.epochs, cfg.seed)

@@ -46,6 +46,7 @@ class AnswerConfig(PromptConfig):
     "Settings of the answers that a method writes at the end of a run."
     eval_split: str = 'eval'       # answered at the end, into outputs.json; empty for none
     eval_instances: int = 0        # use only the first n instructions of it; 0 for all
+    columns: str = ''              # names of columns: ours and yours, joined by an equals sign
     eval_temperature: float = 1.0  # of the answers that are evaluated; 0 is greedy
     eval_top_p: float = 1.0        # nucleus of these answers
     answering = ('eval_split', 'eval_instances', 'eval_temperature', 'eval_top_p')
@@ -130,7 +131,7 @@ def answer_eval_split(
     "Answer the evaluation split once and write the answers to `outputs.json`, in AlpacaEval's format."
     cfg = answering(run.cfg)
     if not cfg.eval_split: return {}
-    records = load_records(cfg.data, cfg.eval_split, n=cfg.eval_instances)
+    records = load_records(cfg.data, cfg.eval_split, n=cfg.eval_instances, columns=cfg.columns)
     answered, prompts, groups = sample(policy, tokenizer, records, cfg)
     samples = [s for s, in groups]
     outputs = [dict(prompt_fields(r), **decoding(cfg), output=decode(s.tokens, tokenizer), ended=s.ended,

@@ -57,7 +57,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
 # %% ../../nbs/core/online.ipynb #0d120a30
 def load_prompts(cfg: OnlineConfig, tokenizer) -> tuple[list[dict], list[list[int]], int]:
     "Records of the training split, their prompts' ids, and how many did not fit."
-    records = load_records(cfg.data, cfg.split)
+    records = load_records(cfg.data, cfg.split, columns=cfg.columns)
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts')
     return [records[i] for i in rows], [prompts[i] for i in rows], len(records) - len(rows)
@@ -137,7 +137,8 @@ class CheckpointSelector:
     def __init__(self, reference, tokenizer, cfg: OnlineConfig, judge):
         self.cfg, self.tokenizer, self.judge = answering(cfg), tokenizer, judge  # None: the last is chosen
         if not judge: return
-        records = {prompt_key(r): r for r in load_records(cfg.data, cfg.val_split, n=cfg.val_instances)}
+        records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances, columns=cfg.columns)
+        records = {prompt_key(r): r for r in records}
         self.base = sample_answers(reference, tokenizer, list(records.values()), self.cfg,
                                    seed=cfg.seed + 1)
 
