@@ -146,7 +146,7 @@ def answer_eval_split(
 
 # %% ../../nbs/core/answers.ipynb #0456c517
 def print_answers(runs: dict, n: int = 5):
-    "Print what runs (folders by name) answer to the first `n` instructions that the last one answers, if any."
+    "Print the answers of runs (folders by name) to the first `n` instructions of the last one, if any."
     files = {name: at_root(folder)/'outputs.json' for name, folder in runs.items()}
     answers = {name: {prompt_key(r): r['output'] for r in read_json(file)}
                for name, file in files.items() if file.exists()}
