@@ -231,7 +231,7 @@ def train(cfg: BinaryFeedbackConfig):
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
         trainer.log(**figures)
     save_model(policy, tokenizer, run)
-    reference = load_policy(cfg.policy, cfg)[0]
+    reference = load_policy(cfg.policy, cfg, train=True)[0]
     figures = (answer_eval_split(policy, tokenizer, run, reference, plain)
                | compare_on_val(policy, reference, tokenizers, plain, judge, run))
     last = {k: v for k, v in read_log(run.folder)[-1].items() if k.startswith(('effect', 'accuracy'))}

@@ -340,7 +340,7 @@ def train(cfg: DPOConfig):
         trainer.log(**trainer.update(batch, lambda b: dpo_step(policy, b, cfg)))
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
     save_model(policy, tokenizer, run)
-    figures = answer_eval_split(policy, tokenizer, run, load_policy(cfg.policy, cfg)[0])
+    figures = answer_eval_split(policy, tokenizer, run, load_policy(cfg.policy, cfg, train=True)[0])
     last = read_log(run.folder)[-20:]
     run.finish(labels=len(data.prompts), too_long=data.too_long, **figures,
                **{k: sum(r[k] for r in last) / len(last) for k in ('loss', 'accuracy', 'margin')})

@@ -13,7 +13,8 @@ import torch
 
 from .core.answers import mean
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
-from .core.models import load_policy, load_scalar, logprobs, reward, values
+from .core.models import (load_policy, load_scalar, load_tokenizer, logprobs, reward,
+    same_vocabulary, values)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.runs import start
@@ -111,8 +112,11 @@ def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False).to(policy.device)
         torch.nn.init.zeros_(head.weight)
         return ValueHead(policy, head, shared=True)
-    if ':' in cfg.rewards[0]: model, _ = load_scalar(cfg.policy, cfg, 'zero', train=True)
-    else: model, _ = load_scalar(cfg.rewards[0], cfg, train=True)
+    spec, alike = cfg.rewards[0], False
+    if ':' not in spec:
+        alike = same_vocabulary(load_tokenizer(spec), load_tokenizer(cfg.policy))
+        if not alike: print(f'{spec} and {cfg.policy} differ in vocabulary: the value model starts from the policy')
+    model, _ = load_scalar(spec, cfg, train=True) if alike else load_scalar(cfg.policy, cfg, 'zero', train=True)
     return ValueHead(model, model.score, getattr(model.config, 'reward_mean', 0.),
                      getattr(model.config, 'reward_std', 1.))
 
@@ -201,7 +205,8 @@ def train(cfg: PPOConfig):
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    reference, reward_of = load_policy(cfg.policy, cfg)[0], reward(cfg.reward_model, cfg, cfg.template)
+    reference = load_policy(cfg.policy, cfg, train=True)[0]
+    reward_of = reward(cfg.reward_model, cfg, cfg.template)
     value = value_model(cfg, policy)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
     choose = CheckpointSelector(reference, tokenizer, cfg, judge)
@@ -212,8 +217,7 @@ def train(cfg: PPOConfig):
         batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows],
                                          [prompts[i] for i in rows], cfg, cfg.seed * 1_000_003 + step)
         scores = rollout_scores(reward_of, answered, trainer.extra, cfg).to(policy.device)
-        with trainer.accelerator.autocast():  # in the precision of the updates, so that the first ratio is 1
-            batch, figures = experience(policy, reference, value, batch, scores, cfg.kl_coef, cfg)
+        batch, figures = experience(policy, reference, value, batch, scores, cfg.kl_coef, cfg)
         figures |= score_statistics(scores, answered) | dict(kl_coef=cfg.kl_coef)
         figures |= ppo_update(trainer, policy, value, batch, cfg)
         if choose.due(step, cfg.steps): figures |= choose(policy)

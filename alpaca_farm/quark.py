@@ -222,7 +222,7 @@ def train(cfg: QuarkConfig):
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    reference, plain = load_policy(cfg.policy, cfg)
+    reference, plain = load_policy(cfg.policy, cfg, train=True)
     answer = partial(sample_and_score, policy, tokenizer, reward(cfg.reward_model, cfg, cfg.template))
     records, prompts, too_long = load_prompts(cfg, plain)
     choose = CheckpointSelector(reference, plain, cfg, judge)
@@ -235,7 +235,7 @@ def train(cfg: QuarkConfig):
         if best is not None and (step % cfg.eval_every == 0 or step == cfg.steps):
             worst = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1]
             figures['reward_worst'] = worst.mean().item()
-        with trainer.accelerator.autocast(): figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
+        figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
         pool = trainer.extra.get('pool', {})
         trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
         learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)

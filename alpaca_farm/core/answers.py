@@ -45,7 +45,8 @@ class AnswerConfig(SampleConfig):
 def within_prompt_limit(records: list[dict], tokenizer, cfg: SampleConfig) -> list[dict]:
     "The records whose prompts are within `max_prompt`; prints how many are not."
     prompts = encode_prompts(records, tokenizer, cfg.template)
-    return [records[i] for i in within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts')]
+    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
+    return [records[i] for i in rows]
 
 # %% ../../nbs/core/answers.ipynb #092f60b8
 def sample(
@@ -58,7 +59,7 @@ def sample(
 ) -> tuple[list[dict], list[list[int]], list[list]]:  # records that fit, their prompts' ids, n samples each
     "Samples as tokens, with their log-probs."
     prompts = encode_prompts(records, tokenizer, cfg.template)
-    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts')
+    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     prompts = [prompts[i] for i in rows]
     samples = generate(policy, tokenizer, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
                        temperature=cfg.temperature, top_p=cfg.top_p,

@@ -165,6 +165,5 @@ def run_or_fail(
 
 # %% ../../nbs/core/launch.ipynb #c567c9b0
 def train_or_launch(cfg: Config, train):
-    "Run `train(cfg)` in this process; ValueError if the settings require several."
-    if cfg.num_processes == 1: return train(cfg)
-    raise ValueError(f'num_processes = {cfg.num_processes}: only one process per run is supported so far')
+    "Run `train(cfg)` in this process."
+    return train(cfg)

@@ -113,7 +113,9 @@ class Config:
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
         for f in fields(self): setattr(self, f.name, as_type(f.name, getattr(self, f.name), kinds[f.name]))
-        self.bounds(seed=(0, None), num_processes=(1, None))
+        self.bounds(seed=(0, None))
+        if self.num_processes != 1:
+            raise ValueError(f'num_processes = {self.num_processes}: a run has one process so far; leave it at 1')
         self.one_of('dtype', 'auto', 'float32', 'bfloat16', 'float16')
         self.one_of('tracker', '', 'wandb')
         no_secrets(asdict(self))
