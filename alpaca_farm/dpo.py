@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from fastcore.basics import patch
 
-from .core.answers import answer_eval_split, AnswerConfig
+from .core.answers import answer_eval_split, AnswerConfig, preflight
 from .core.data import load_records
 from .core.files import digest, load_state, save_state
 from .core.fingerprint import code_hash, core_hash
@@ -328,6 +328,7 @@ def train(cfg: DPOConfig):
     run = start(cfg, train)
     if run.done: return run
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    preflight(cfg, ('eval_split',), policy, tokenizer)
     data = LabelledAnswers(cfg, tokenizer)
     trainer = Trainer(run, len(data.order), dict(policy=policy))
     with trainer.accelerator.autocast(): data.add_reference(policy)

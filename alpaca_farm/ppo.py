@@ -13,8 +13,7 @@ import torch
 
 from .core.answers import mean
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
-from .core.models import (load_policy, load_scalar, load_tokenizer, logprobs, reward,
-    same_vocabulary, values)
+from .core.models import load_policy, load_scalar, logprobs, reward, values
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.runs import start
@@ -112,11 +111,12 @@ def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False).to(policy.device)
         torch.nn.init.zeros_(head.weight)
         return ValueHead(policy, head, shared=True)
-    spec, alike = cfg.rewards[0], False
-    if ':' not in spec:
-        alike = same_vocabulary(load_tokenizer(spec), load_tokenizer(cfg.policy))
-        if not alike: print(f'{spec} and {cfg.policy} differ in vocabulary: the value model starts from the policy')
-    model, _ = load_scalar(spec, cfg, train=True) if alike else load_scalar(cfg.policy, cfg, 'zero', train=True)
+    spec, head = cfg.rewards[0], 'keep'
+    if ':' not in spec and not same_vocabulary(load_tokenizer(spec), load_tokenizer(cfg.policy)):
+        print(f'{spec} has another vocabulary than the policy, from which the value model starts instead')
+        head = 'zero'
+    if head == 'zero' or ':' in spec: spec, head = cfg.policy, 'zero'
+    model, _ = load_scalar(spec, cfg, head, train=True)
     return ValueHead(model, model.score, getattr(model.config, 'reward_mean', 0.),
                      getattr(model.config, 'reward_std', 1.))
 
@@ -209,6 +209,7 @@ def train(cfg: PPOConfig):
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
     value = value_model(cfg, policy)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
+    preflight(cfg, ('split', 'eval_split'), policy, tokenizer, judge, reward_of)
     choose = CheckpointSelector(reference, tokenizer, cfg, judge)
     trainer = Trainer(run, cfg.steps, dict(policy=policy) | (dict(value=value) if value else {}),
                       dict(value=cfg.value_learning_rate), shown='reward')

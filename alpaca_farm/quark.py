@@ -223,8 +223,10 @@ def train(cfg: QuarkConfig):
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference, plain = load_policy(cfg.policy, cfg, train=True)
-    answer = partial(sample_and_score, policy, tokenizer, reward(cfg.reward_model, cfg, cfg.template))
+    reward_of = reward(cfg.reward_model, cfg, cfg.template)
+    answer = partial(sample_and_score, policy, tokenizer, reward_of)
     records, prompts, too_long = load_prompts(cfg, plain)
+    preflight(cfg, ('split', 'eval_split'), policy, plain, judge, reward_of)
     choose = CheckpointSelector(reference, plain, cfg, judge)
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)
     choose.tokenizer = tokenizer  # the policy is evaluated under the best token, the reference without one
@@ -236,10 +238,9 @@ def train(cfg: QuarkConfig):
             worst = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1]
             figures['reward_worst'] = worst.mean().item()
         figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
-        pool = trainer.extra.get('pool', {})
-        trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
-        learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
-        figures = learned | figures
+        trainer.extra['pool'] = update_pool(trainer.extra.get('pool', {}), batch, rows, scores,
+                                            cfg.clear_pool)
+        figures |= quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
         if choose.due(step, cfg.steps): figures |= choose(policy)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)
         trainer.log(**figures)

@@ -242,15 +242,17 @@ def train(cfg: RRHFConfig):
     from alpaca_farm.annotators import load_annotators
     run = start(cfg, train)
     if run.done: return run
-    compares = cfg.annotators and not cfg.reward_model
-    judge = load_annotators(cfg.annotators, cfg) if compares else None
+    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None  # or a reward model, never both
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference = load_policy(cfg.policy, cfg, train=True)[0] if cfg.kl_coef else None
+    score_of = score_function(cfg, judge)
+    preflight(cfg, ('eval_split',), policy, tokenizer, judge if cfg.n else None,
+              score_of if cfg.reward_model else None)
     queries, prompts, left_out = load_queries(cfg, tokenizer)
-    longest = [max(map(len, candidate_tokens(q, tokenizer, cfg.template)), default=0) for q in queries]
-    lengths = [len(p) + n for p, n in zip(prompts, longest)]
+    lengths = [len(p) + max(map(len, candidate_tokens(q, tokenizer, cfg.template)), default=0)
+               for p, q in zip(prompts, queries)]
     order = batches(lengths, cfg.batch_size, cfg.epochs * cfg.rounds, cfg.seed)
-    score_of, trainer = score_function(cfg, judge), Trainer(run, len(order), dict(policy=policy))
+    trainer = Trainer(run, len(order), dict(policy=policy))
     pool, current = {}, None
     for step in trainer.steps():
         begin, end = pool_span(step, len(order), cfg)

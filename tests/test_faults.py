@@ -117,7 +117,7 @@ def long_data(base, folder, n, first=3):
 @pytest.mark.parametrize('notebook', ['sft', 'best_of_n', 'ppo'])
 def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, notebook):
     module, data = dict(sft=sft, best_of_n=best_of_n, ppo=ppo)[notebook], long_data(base, tmp_path, 4)
-    more = dict(sft=dict(max_length=130, val_split='', eval_split=''), best_of_n=dict(reward_model='', chunk=100),
+    more = dict(sft=dict(max_length=128, val_split='', eval_split=''), best_of_n=dict(reward_model='', chunk=100),
                 ppo=dict(annotators='', rollouts=8))[notebook]
     tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(data=data) | more))
     assert '4 of 12' in capsys.readouterr().out

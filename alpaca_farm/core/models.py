@@ -10,7 +10,7 @@ __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progre
            'check_positions', 'score_records', 'reward', 'label_count', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
-import math, os
+import os
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from .functional import selected_logprobs, token_logprobs
 from .runs import read_summary
 from .settings import at_root, Config, looks_like_hub, resolve
-from .text import collate, encode_prompts, encode_responses, end_token, end_tokens, pad
+from .text import collate, encode_prompts, encode_responses, pad
 
 # %% ../../nbs/core/models.ipynb #b1e18340
 def device_of(cfg: Config) -> torch.device:
@@ -89,7 +89,7 @@ def same_vocabulary(tokenizer, other) -> bool:
     "Whether two tokenizers give every token the same id."
     return tokenizer.get_vocab() == other.get_vocab()
 
-# %% ../../nbs/core/models.ipynb #65352db9
+# %% ../../nbs/core/models.ipynb #5862c2c3
 def load_weights(
     kind,                    # a class of transformers
     spec: str,               # run folder, checkpoint folder or hub name
@@ -108,9 +108,10 @@ def load_weights(
         raise ValueError(f'{spec}: its weights do not fit {kind.__name__} ({str(e).splitlines()[0]})') from e
     finally: logging.set_verbosity(level)
     missing = sorted(set(info['missing_keys']) - set(fresh))
-    if 'score.weight' in missing: raise ValueError(f'{spec} holds a policy, not a reward model: it has no head '
-                                                   'that scores. Name a run of reward_model')
-    if 'score.weight' in info['unexpected_keys']: raise ValueError(f'{spec} holds a reward model, not a policy')
+    if 'score.weight' in missing:
+        raise ValueError(f'{spec} holds a policy, not a reward model: it has no head. Name a run of reward_model')
+    if 'score.weight' in info['unexpected_keys']:
+        raise ValueError(f'{spec} holds a reward model, not a policy')
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
     return model
 
@@ -289,13 +290,13 @@ def checked_reward(
         raise ValueError(f'the reward {spec} gave a score that is not a finite number')
     return checked
 
-# %% ../../nbs/core/models.ipynb #94c15fac
+# %% ../../nbs/core/models.ipynb #6a7ea227
 def check_positions(model, length: int, what: str):
     "ValueError if a sequence is longer than the model can read."
     limit = getattr(model.config.get_text_config(), 'max_position_embeddings', None) or math.inf
     if length <= limit: return
-    raise ValueError(f'{what} may have {length} tokens, but {model.config._name_or_path or "the model"} reads only {limit} '
-                     '(max_position_embeddings)')
+    name = model.config._name_or_path or 'the model'
+    raise ValueError(f'{what}: {length} tokens, but {name} reads at most {limit} (max_position_embeddings)')
 
 # %% ../../nbs/core/models.ipynb #1e4a3eff
 @torch.no_grad()

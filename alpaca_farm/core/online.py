@@ -16,7 +16,7 @@ from .comparisons import verdicts_over
 from .data import load_records, prompt_key
 from .generation import generate
 from .judge_configs import JudgedConfig
-from .models import autocast, label_count, load_policy, RewardConfig, save_model
+from .models import label_count, load_policy, RewardConfig, save_model
 from .runs import read_log
 from .settings import TrainConfig
 from .stats import win_rate
@@ -55,7 +55,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, RewardConfig, JudgedConfig):
 # %% ../../nbs/core/online.ipynb #0d120a30
 def load_prompts(cfg: OnlineConfig, tokenizer) -> tuple[list[dict], list[list[int]], int]:
     "Records of the training split, their prompts' ids, and how many did not fit."
-    records = load_records(cfg.data, cfg.split)
+    records = load_split(cfg, 'split')
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     return [records[i] for i in rows], [prompts[i] for i in rows], len(records) - len(rows)
@@ -135,7 +135,7 @@ class CheckpointSelector:
     def __init__(self, reference, tokenizer, cfg: OnlineConfig, judge):
         self.cfg, self.tokenizer, self.judge = cfg, tokenizer, judge  # None: the last checkpoint is chosen
         if not judge: return
-        records = {prompt_key(r): r for r in load_records(cfg.data, cfg.val_split, n=cfg.val_instances)}
+        records = {prompt_key(r): r for r in load_split(cfg, 'val_split')}
         self.base = sample_answers(reference, tokenizer, list(records.values()), cfg, seed=cfg.seed + 1)
 
     def __call__(self, policy) -> dict[str, float]:
@@ -165,7 +165,8 @@ def save_checkpoints(trainer: Trainer, policy, tokenizer, figures: dict, cfg: On
 # %% ../../nbs/core/online.ipynb #6852020e
 def finish_run(run, trainer: Trainer, tokenizer, reference, too_long: int, plain=None, **more):
     "Answer the eval split with the chosen policy and write the summary; `plain` as for `answer_eval_split`."
-    answered = answer_eval_split(load_policy(str(run.folder), run.cfg, train=True)[0], tokenizer, run, reference, plain)
+    best_policy = load_policy(str(run.folder), run.cfg, train=True)[0]
+    answered = answer_eval_split(best_policy, tokenizer, run, reference, plain)
     log, best_step = read_log(run.folder), trainer.extra['best_step']
     best = next(r for r in log if r['step'] == best_step)
     figures = {k: best[k] for k in ('reward', 'val_win_rate', 'val_standard_error') if k in best}

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ALPACA', 'MARK', 'alpaca_prompt', 'uses_chat', 'build_prompt', 'end_of_turn', 'end_token', 'end_tokens',
            'start_tokens', 'special_ids', 'spell_out', 'encode_prompts', 'encode_responses', 'decode', 'pad', 'collate',
-           'rollout_batch', 'within_limit', 'encode']
+           'rollout_batch', 'check_limit', 'within_limit', 'encode']
 
 # %% ../../nbs/core/text.ipynb #c92dc902
 import math
@@ -58,14 +58,14 @@ def end_of_turn(tokenizer, chat_template: str) -> int | None:
     ids = tokenizer(behind, add_special_tokens=False)['input_ids'] if found else []
     return next((i for i in ids if i in tokenizer.added_tokens_decoder), None)
 
-# %% ../../nbs/core/text.ipynb #b9f8d2ad
+# %% ../../nbs/core/text.ipynb #d48d124f
 def end_token(tokenizer, template: str = 'auto') -> int:
     "The token that ends an answer; ValueError if the tokenizer has none."
     end = end_of_turn(tokenizer, str(tokenizer.chat_template)) if uses_chat(tokenizer, template) else None
     end = tokenizer.eos_token_id if end is None else end
     if end is not None: return end
-    raise ValueError(f'the tokenizer {tokenizer.name_or_path} has no EOS token, and no chat template that ends '
-                     'an answer: add eos_token to its tokenizer_config.json')
+    raise ValueError(f'the tokenizer {tokenizer.name_or_path} has no EOS token and no chat template that ends '
+                     'an answer: add eos_token to tokenizer_config.json')
 
 # %% ../../nbs/core/text.ipynb #cbdba045
 def end_tokens(
@@ -176,6 +176,19 @@ def rollout_batch(
     return dict(ids=torch.cat(ids, 1), mask=torch.cat([left, right], 1),
                 response=torch.cat([torch.zeros_like(left), right], 1))
 
+# %% ../../nbs/core/text.ipynb #ad9095b3
+def check_limit(
+    lengths: list[int],  # tokens of each example
+    limit: int,          # maximum number of tokens of an example
+    what: str,
+    setting: str,        # that the limit comes from
+) -> str:  # how many are longer
+    "ValueError naming a better limit if more than a fifth of the examples are longer."
+    longer, most = sum(n > limit for n in lengths), sorted(lengths)[math.ceil(.95 * len(lengths)) - 1]
+    text = f'{longer} of {len(lengths)} {what} are longer than {setting} = {limit} tokens'
+    if 5 * longer <= len(lengths): return text
+    raise ValueError(f'{text}. Set {setting} to {most} for 95 % of them, or to {max(lengths)} for all')
+
 # %% ../../nbs/core/text.ipynb #902af750
 def within_limit(
     lengths: list[int],  # tokens of each example
@@ -184,13 +197,8 @@ def within_limit(
     setting: str = 'max_length',  # that the limit comes from
 ) -> list[int]:  # indices of those that fit
     "Indices of examples within the limit; prints how many are not, ValueError if it is more than a fifth."
-    rows = [i for i, n in enumerate(lengths) if n <= limit]
-    if len(rows) == len(lengths): return rows
-    text = f'{len(lengths) - len(rows)} of {len(lengths)} {what} are longer than {setting} = {limit} tokens'
-    if 5 * len(rows) < 4 * len(lengths):
-        most = sorted(lengths)[math.ceil(.95 * len(lengths)) - 1]
-        raise ValueError(f'{text}. Set {setting} to {most} for 95 % of them, or to {max(lengths)} for all')
-    print(f'{text} (the longest has {max(lengths)}) and are left out')
+    text, rows = check_limit(lengths, limit, what, setting), [i for i, n in enumerate(lengths) if n <= limit]
+    if len(rows) < len(lengths): print(f'{text} (the longest has {max(lengths)}) and are left out')
     return rows
 
 # %% ../../nbs/core/text.ipynb #2a763c20
