@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import mean
+from .core.answers import mean, preflight
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.models import hidden_states, load_policy, logits_of, reward
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from .core.data import load_records, prompt_key
-from .core.models import load_scalar, load_tokenizer, save_model, score_records, sequence_scores
+from .core.models import (check_positions, load_scalar, load_tokenizer, save_model,
+    score_records, sequence_scores)
 from .core.runs import start
 from .core.settings import command, TrainConfig
 from .core.stats import wilson

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, mean
+from .core.answers import answer_eval_split, AnswerConfig, mean, preflight
 from .core.build import as_list
 from .core.files import read_json
 from .core.generation import uniform_stream

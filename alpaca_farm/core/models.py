@@ -10,7 +10,7 @@ __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progre
            'check_positions', 'score_records', 'reward', 'label_count', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
-import os
+import math, os
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from .functional import selected_logprobs, token_logprobs
 from .runs import read_summary
 from .settings import at_root, Config, looks_like_hub, resolve
-from .text import collate, encode_prompts, encode_responses, pad
+from .text import collate, encode_prompts, encode_responses, end_token, end_tokens, pad
 
 # %% ../../nbs/core/models.ipynb #b1e18340
 def device_of(cfg: Config) -> torch.device:

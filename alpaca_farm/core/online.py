@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .answers import answer_eval_split, AnswerConfig, prompt_fields, sample_answers
+from alpaca_farm.core.answers import (answer_eval_split, AnswerConfig, load_split, prompt_fields,
+    sample_answers)
 from .comparisons import verdicts_over
-from .data import load_records, prompt_key
+from .data import prompt_key
 from .generation import generate
 from .judge_configs import JudgedConfig
-from .models import label_count, load_policy, RewardConfig, save_model
+from .models import autocast, label_count, load_policy, RewardConfig, save_model
 from .runs import read_log
 from .settings import TrainConfig
 from .stats import win_rate
