@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .comparisons import verdicts_over
 from .data import load_records
 from .generation import generate
-from .models import check_positions, response_logprobs
+from .models import autocast, check_positions, response_logprobs
 from .settings import Config
 from .text import check_limit, decode, encode_prompts, encode_responses, within_limit
 
@@ -62,9 +62,10 @@ def sample(
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     prompts = [prompts[i] for i in rows]
-    samples = generate(policy, tokenizer, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
-                       temperature=cfg.temperature, top_p=cfg.top_p,
-                       seed=cfg.seed if seed is None else seed, progress=progress)
+    with autocast(cfg):
+        samples = generate(policy, tokenizer, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
+                           temperature=cfg.temperature, top_p=cfg.top_p,
+                           seed=cfg.seed if seed is None else seed, progress=progress)
     return [records[i] for i in rows], prompts, samples
 
 # %% ../../nbs/core/answers.ipynb #bd51404d
@@ -90,7 +91,8 @@ def log_ratios(
 ) -> list[float]:  # nats, one for each sample
     "log pi - log pi_ref of whole answers; both at the temperature of sampling."
     tokens = [s.tokens for s in samples]
-    ref = response_logprobs(reference, prompts, tokens, tokenizer.pad_token_id, cfg.temperature or 1., size)
+    with autocast(cfg):
+        ref = response_logprobs(reference, prompts, tokens, tokenizer.pad_token_id, cfg.temperature or 1., size)
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #70d5755d

@@ -80,8 +80,9 @@ def prompt_indices(
 def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[int]],
                    cfg: OnlineConfig, seed: int) -> tuple[dict, list[dict]]:
     "Answers to prompts: the batch of their tokens, and records with `output` and `ended`."
-    samples = [s[0] for s in generate(policy, tokenizer, prompts, max_new_tokens=cfg.max_new_tokens,
-                                      temperature=cfg.temperature, top_p=cfg.top_p, seed=seed)]
+    with autocast(cfg):
+        samples = [s[0] for s in generate(policy, tokenizer, prompts, max_new_tokens=cfg.max_new_tokens,
+                                          temperature=cfg.temperature, top_p=cfg.top_p, seed=seed)]
     batch = rollout_batch(prompts, [s.tokens for s in samples], tokenizer.pad_token_id)
     answered = [dict(prompt_fields(r), output=decode(s.tokens, tokenizer), ended=s.ended)
                 for r, s in zip(records, samples)]
