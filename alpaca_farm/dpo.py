@@ -21,7 +21,7 @@ from fastcore.basics import patch
 from .core.answers import answer_eval_split, AnswerConfig, preflight
 from .core.data import load_records
 from .core.files import digest, load_state, save_state
-from .core.fingerprint import code_hash, core_hash
+from .core.fingerprint import code_hash
 from .core.models import load_policy, response_logprobs, save_model, sequence_logprobs
 from .core.runs import read_log, start
 from .core.settings import at_root, command, TrainConfig
@@ -38,6 +38,7 @@ class DPOConfig(TrainConfig, AnswerConfig):
     data: str = 'runs/world'              # dataset folder whose eval split is answered at the end
     loss_type: str = 'sigmoid'            # the preference loss; sigmoid is DPO, an unknown name lists all
     beta: float = 0.1                     # KL weight; 0.3 for hinge, robust, kto, 0.03 for ipo, 0.5 for simpo
+    temperature: float = 1.0              # of the log-probs: that at which the answers were sampled
     label_smoothing: float = 0.0          # known share of flipped labels, for sigmoid (cDPO) and robust
     target_margin: float = 1.0            # simpo: gamma, the lead required of the chosen answer
     desirable_weight: float = 1.0         # kto: lambda_D, weight of the good answers
@@ -49,13 +50,12 @@ class DPOConfig(TrainConfig, AnswerConfig):
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
     warmup: float = 0.1                   # share of the steps over which the learning rate rises
     save_every: int = 0                   # steps between saved policies model-<step>/; 0 for none
-    inputs = ('preferences', 'policy', 'data')
+    inputs = dict(preferences='preferences', policy='model', data='eval_split')
 
     def check(self):
-        self.bounds(beta=(1e-8, None), label_smoothing=(0, .499), target_margin=(0, None),
-                    desirable_weight=(0, None), undesirable_weight=(0, None), epochs=(1, None),
-                    max_length=(2, None), max_instances=(0, None), save_every=(0, None),
-                    temperature=(1e-6, None))
+        self.bounds(beta=(1e-8, None), temperature=(1e-6, None), label_smoothing=(0, .499),
+                    target_margin=(0, None), desirable_weight=(0, None), undesirable_weight=(0, None),
+                    epochs=(1, None), max_length=(2, None), max_instances=(0, None), save_every=(0, None))
         self.one_of('loss_type', *PREFERENCE_LOSSES, *OTHER_LOSSES)
         for name, value in vars(self).items():
             losses = losses_with(name)
@@ -234,7 +234,7 @@ def cached_logprobs(policy, prompts: list, answers: list, pad_id: int, temperatu
     device = policy.device.type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else policy.dtype
     key = digest(weights_hash(policy), prompts, answers, temperature, str(precision), device,
-                 code_hash(reference_logprobs), core_hash())
+                 code_hash(reference_logprobs))
     path = folder/f'reference-{key}.safetensors'
     logps = read_cached(path)
     if logps is None:

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from .core.answers import answer_eval_split, AnswerConfig, preflight, sample_answers
+from .core.answers import (answer_eval_split, AnswerConfig, answering, preflight,
+    sample_answers, SampleConfig)
 from .core.data import find_file, load_records, read_rows
 from .core.files import write_json
 from .core.launch import Job, run_jobs
@@ -21,7 +22,7 @@ from .core.settings import at_root, command, TrainConfig
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
-class ExpertIterationConfig(TrainConfig, AnswerConfig, RewardConfig):
+class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     "Settings of expert iteration; those of the optimisation apply to the SFT runs."
     out: str = 'runs/expert_iteration'  # run folder
     policy: str = 'runs/sft'        # where training starts, and the reference of the KL
@@ -37,7 +38,8 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, RewardConfig):
     learning_rate: float = 6e-4     # AdamW's peak learning rate
     val_split: str = 'val'          # split on which each round's policy is scored
     val_instances: int = 250        # use only its first n prompts; 0 for all
-    inputs = ('policy', 'reward_model', 'data', 'samples')
+    inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
+                  samples='candidates')
 
     def check(self):
         self.bounds(rounds=(1, None), n=(2, None), max_instances=(1, None), epochs=(1, None),
@@ -54,11 +56,10 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
     "The two runs of a round, counted from 1."
     folder, start_policy, settings = f'{cfg.out}/round_{round_}', policy_after(round_ - 1, cfg), asdict(cfg)
     pick = lambda *names: {k: settings[k] for k in names}
-    shared = dict(pick('device', 'dtype', 'temperature', 'top_p', 'max_new_tokens', 'max_prompt', 'template'),
-                  policy=start_policy)
-    best = shared | pick(*RewardConfig.__annotations__, 'data', 'split', 'n', 'max_instances') | dict(
-        skip=(round_ - 1) * cfg.max_instances, samples=cfg.samples if round_ == 1 else '',
-        seed=cfg.seed + 1000 * round_)
+    shared = dict(pick('device', 'dtype', 'max_new_tokens', 'max_prompt', 'template'), policy=start_policy)
+    own = pick('temperature', 'top_p', 'data', 'split', 'n', 'max_instances', *RewardConfig.__annotations__)
+    best = shared | own | dict(skip=(round_ - 1) * cfg.max_instances, seed=cfg.seed + 1000 * round_,
+                               samples=cfg.samples if round_ == 1 else '')
     learn = shared | pick(*TrainConfig.__annotations__, 'epochs', 'max_length') | dict(
         data=f'{folder}/winners.json', val_split='', eval_split='', seed=cfg.seed + round_)
     return [Job(f'{folder}/best_of_n', 'best_of_n', best),
@@ -93,7 +94,7 @@ def round_rewards(round_: int, run, cfg: ExpertIterationConfig) -> dict[str, lis
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
     candidates = read_rows(find_file(round_jobs(round_, cfg)[0].out, 'candidates'))
     records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances)
-    answers = sample_answers(policy, tokenizer, records, cfg, seed=cfg.seed + 1)
+    answers = sample_answers(policy, tokenizer, records, answering(cfg), seed=cfg.seed + 1)
     scores = reward_of([dict(r, output=r['output'][0]) for r in answers])
     rounded = lambda values: [round(float(v), 3) for v in values]
     return dict(samples=rounded(s for c in candidates for s in c['scores']),

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from .core.data import check_records, find_file, full_instruction, read_rows
+from .core.formats import as_records
 from .core.judge_configs import model_architectures
 from .core.preferences import pair_identity, read_preference
 from .core.settings import Config
@@ -123,12 +124,12 @@ class RecordedLabels:
 # %% ../nbs/judging/local_judges.ipynb #71a31c8c
 def check_labels(rows: list[dict], source: str) -> list[dict]:
     "The rows with a label (records or AlpacaEval's annotations), checked; ValueError if there are none."
-    rows = [dict(r, input=r.get('input') or '',
-                 preference=read_preference(r.get('preference'), f'{source}, row {i}', 'preference'))
-            for i, r in enumerate(rows)]
-    labelled = [r for r in rows if r['preference'] == r['preference']]
-    if not labelled: raise ValueError(f'{source} contains no label')
-    return check_records(labelled, 'preference', source)
+    rows = as_records(rows, source, ['preference'])
+    for i, r in enumerate(rows):
+        if not isinstance(r, dict): continue
+        preference = read_preference(r.get('preference'), f'{source}, row {i}', 'preference')
+        r['preference'] = None if math.isnan(preference) else preference
+    return check_records(rows, 'preference', source)
 
 # %% ../nbs/judging/local_judges.ipynb #833e69cb
 def load_recorded(path) -> RecordedLabels:

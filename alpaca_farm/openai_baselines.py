@@ -37,7 +37,7 @@ class OpenaiBaselinesConfig(ApiConfig):
     temperature: float = 0.7            # of the sampling
     max_tokens: int = 300               # longer answers are cut off
     max_instances: int = 0              # use only the first n instructions; 0 for all
-    inputs = ('data',)
+    inputs = dict(data='split')
 
     def check(self):
         self.bounds(n=(1, MAX_SAMPLES), temperature=(0, 2), max_tokens=(1, None), max_instances=(0, None))
@@ -107,7 +107,9 @@ def run(cfg: OpenaiBaselinesConfig):
     records = load_records(cfg.data, cfg.split, n=cfg.max_instances)
     model = parse_mapping('models', cfg.models).get(cfg.baseline, cfg.baseline)
     client, requests = ApiClient(cfg, model), [baseline_request(r, cfg, model) for r in records]
-    samples = list(zip(*(client(requests, MAX_SAMPLES * cfg.seed + k) for k in range(cfg.n))))
+    def readable(i, answer): return bool(baseline_output(answer))
+    draws = [MAX_SAMPLES * cfg.seed + k for k in range(cfg.n)]
+    samples = list(zip(*(client(requests, draw, readable=readable) for draw in draws)))
     rows, unanswered = [], []
     for record, answers in zip(records, samples):
         if not all(answers): unanswered.append(record); continue

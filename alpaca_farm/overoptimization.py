@@ -26,6 +26,7 @@ from .core.progress import Progress
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command, resolve
 from .core.text import decode, encode_prompts
+from .noise import flip_share
 from .overoptimization_curves import (bank_curve, can_fit, curve_point, fit_gold, gold_falls,
     group_rows, proxy_gold_correlation, standardise)
 from .overoptimization_grid import grid_models, measured_policies, run_grid, study_grid
@@ -55,8 +56,9 @@ class OverConfig(SampleConfig, JudgedConfig):
     people: str = 'alpaca_farm.world:people'  # judges of the answers against the SFT policy's
     instances: int = 150                 # instructions of the bank to use
     answers: int = 4                     # answers of each policy to each of them
-    inputs = ('data', 'pairs', 'candidates', 'policy', 'bank', 'references',
-              'proxies', 'ensembles', 'policies', 'gold', 'people')
+    inputs = dict(data=(), policy='model', people=('preferences', 'model'), gold=(),
+                  **dict.fromkeys(('pairs', 'candidates', 'bank', 'references'), 'candidates'),
+                  **dict.fromkeys(('proxies', 'ensembles', 'policies'), ()))
     annotator_fields = ('people',)
 
     def check(self):
@@ -65,7 +67,7 @@ class OverConfig(SampleConfig, JudgedConfig):
         if self.size == 'farm': return
         if self.out == 'runs/overoptimization': self.out = 'runs/overoptimization_full'
         made = ('proxies', 'ensembles', 'policies')   # the grid makes its own
-        self.inputs = tuple(name for name in self.inputs if name not in made)
+        self.inputs = {name: what for name, what in self.inputs.items() if name not in made}
 
 # %% ../nbs/studies/overoptimization.ipynb #f1f99f40
 def checkpoints(folder: str) -> list[tuple[int, str]]:
@@ -92,7 +94,8 @@ def annotation_words(preferences: str, cfg: OverConfig) -> list[str]:
     if not config: return [Path(preferences).stem]
     settings = config['settings']
     words, pairs = [settings['annotators'].rpartition(':')[2]], run_config(settings['outputs'])
-    if settings.get('label_flip'): words.append(f'{settings["label_flip"]:.0%} flips')
+    flips = flip_share(settings.get('label_flip', 0.), settings['annotators'])
+    if flips: words.append(f'{flips:.0%} flips')
     if pairs and pairs['settings']['policy'] != cfg.policy: words.append('asked again')
     return words
 

@@ -38,18 +38,18 @@ class RewardModelConfig(TrainConfig):
     template: str = 'auto'                # prompt format
     epochs: int = 2                       # passes over the pairs
     max_length: int = 128                 # tokens of prompt and answer together
-    held_out: int = 500                   # pairs for measuring accuracy and spread
+    held_out: int = -1                    # pairs for measuring; -1: 500, or a fifth of them if that is less
     max_instances: int = 0                # use only the first n pairs; 0 for all
     margin: float = 0.0                   # lead required of the better answer where the label is certain
     margin_field: str = ''                # field of the records that holds each pair's margin; empty for none
     flip_rate: float = 0.0                # known share of flipped labels
     learning_rate: float = 5e-4           # AdamW's peak learning rate
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
-    inputs = ('preferences', 'policy')
+    inputs = dict(preferences='preferences', policy='model')
 
     def check(self):
-        self.bounds(epochs=(1, None), max_length=(2, None), held_out=(1, None), max_instances=(0, None),
-                    margin=(0, None))
+        self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None), margin=(0, None))
+        if self.held_out != -1: self.bounds(held_out=(1, None))
         self.one_of('head', 'zero', 'normal')
         self.one_of('template', 'auto', 'chat', 'alpaca', 'raw')
         check_flip_rate(self.flip_rate)
@@ -172,7 +172,8 @@ class Pairs(NamedTuple):
 def load_preference_pairs(cfg: RewardModelConfig) -> tuple[Pairs, list[dict], int]:
     "Pairs to learn from, held-out records, and how many pairs were too long."
     records = load_records(cfg.preferences, 'preferences', 'preference', cfg.max_instances)
-    learn, aside = split_pairs(records, cfg.held_out, cfg.seed)
+    held_out = cfg.held_out if cfg.held_out > 0 else min(500, max(1, len(records)//5))
+    learn, aside = split_pairs(records, held_out, cfg.seed)
     tokenizer, fields = load_tokenizer(cfg.policy), ('output_1', 'output_2')
     rows, prompts, answers = encode(learn, fields, tokenizer, cfg.max_length, cfg.template)
     aside = [aside[i] for i in encode(aside, fields, tokenizer, cfg.max_length, cfg.template)[0]]

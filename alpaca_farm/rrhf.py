@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, mean, preflight
+from .core.answers import answer_eval_split, AnswerConfig, mean, preflight, SampleConfig
 from .core.build import as_list
 from .core.files import read_json
 from .core.generation import uniform_stream
@@ -27,7 +27,7 @@ from alpaca_farm.rrhf_pool import (candidate_pool, candidate_tokens, load_querie
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
-class RRHFConfig(TrainConfig, AnswerConfig, RewardConfig, JudgedConfig):
+class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
     "Settings of RRHF."
     out: str = 'runs/rrhf'            # run folder
     policy: str = 'runs/sft'          # where training starts, and the reference
@@ -61,7 +61,8 @@ class RRHFConfig(TrainConfig, AnswerConfig, RewardConfig, JudgedConfig):
     lr_schedule: str = 'linear'       # cosine or linear, down to 5 % of the peak, or constant
     batch_size: int = 8               # queries per optimiser step
     save_every: int = 50              # steps between saved policies model-<step>/; 0 for none
-    inputs = ('candidates', 'policy', 'reward_model', 'annotators', 'perplexity_model', 'data')
+    inputs = dict(candidates='candidates', policy='model', reward_model='model',
+                  annotators=('preferences', 'model'), perplexity_model='model', data=('split', 'eval_split'))
 
     def check(self):
         self.bounds(k=(2, None), n=(0, self.k), groups=(1, None), diversity_penalty=(0, None),

@@ -13,7 +13,7 @@ import tiny
 from alpaca_farm import binary_feedback, world
 from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, feedback_loss, GOOD,
     label_accuracy, rate_outputs, training_examples, weighted_batch)
-from alpaca_farm.core.answers import log_ratios, sample, sample_answers
+from alpaca_farm.core.answers import answering, log_ratios, sample, sample_answers
 from alpaca_farm.core.control import add_tokens, prepend_tokens
 from alpaca_farm.core.data import load_records, prompt_key
 from alpaca_farm.core.generation import generate
@@ -165,15 +165,16 @@ def test_a_loaded_model_asks_for_good_answers(base, conditioned):
     assert there.apply_chat_template(message, tokenize=False, add_generation_prompt=True).count(GOOD) == conditioned.token_times
     policy, tokenizer = load_policy(conditioned.out, conditioned)
     left = read_json(f'{conditioned.out}/outputs.json')
-    again = sample_answers(policy, tokenizer, load_records(conditioned.data, 'eval', n=10), conditioned)
+    again = sample_answers(policy, tokenizer, load_records(conditioned.data, 'eval', n=10), answering(conditioned))
     assert [r['output'][0] for r in again] == [r['output'] for r in left]
 
 
 def test_the_reference_does_not_read_the_token(base, conditioned):
     policy, tokenizer = load_policy(conditioned.out, conditioned)
     reference, plain = load_policy(conditioned.policy, conditioned)
-    kept, prompts, found = sample(policy, tokenizer, load_records(conditioned.data, 'eval', n=10), conditioned)
-    kl = log_ratios(reference, plain, encode_prompts(kept, plain), [s for s, in found], conditioned)
+    cfg = answering(conditioned)
+    kept, prompts, found = sample(policy, tokenizer, load_records(conditioned.data, 'eval', n=10), cfg)
+    kl = log_ratios(reference, plain, encode_prompts(kept, plain), [s for s, in found], cfg)
     assert read_summary(conditioned.out)['kl'] == pytest.approx(sum(kl)/len(kl), abs=1e-4)
     vocabulary = reference.get_input_embeddings().weight.shape[0]
     assert policy.get_input_embeddings().weight.shape[0] == vocabulary + 2 and max(map(max, prompts)) >= vocabulary
@@ -191,7 +192,7 @@ def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, mo
     run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
     binary_feedback.compare_on_val(policy, reference, {GOOD: tokenizer, BAD: tokenizer}, plain, world.pool, run)
     assert len(pairs) == 2*len(kept) and all(prompt_key(a) == prompt_key(b) for a, b in pairs)
-    alone = {prompt_key(r): r['output'][0] for r in sample_answers(reference, plain, records, cfg, seed=cfg.seed + 1)}
+    alone = {prompt_key(r): r['output'][0] for r in sample_answers(reference, plain, records, answering(cfg), seed=cfg.seed + 1)}
     assert [prompt_key(r) for r in left['said.json']] == kept and all(r['output'][3] == alone[prompt_key(r)] for r in left['said.json'])
 
 
@@ -219,7 +220,7 @@ def test_a_policy_with_tokens_is_refused(base, conditioned, tmp_path):
 
 
 @pytest.mark.parametrize('wrong, words', [(dict(method='thumbs'), "method = 'thumbs'"), (dict(token_times=0), 'token_times = 0'),
-                                          (dict(jitter=-1.), 'jitter = -1.0'), (dict(held_out=0), 'held_out = 0'), (dict(temperature=0.), 'temperature = 0.0')])
+                                          (dict(jitter=-1.), 'jitter = -1.0'), (dict(held_out=0), 'held_out = 0'), (dict(eval_temperature=-1.), 'eval_temperature = -1.0')])
 def test_wrong_settings(wrong, words):
     with pytest.raises(ValueError, match=words): BinaryFeedbackConfig(**wrong)
 

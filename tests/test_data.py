@@ -98,3 +98,156 @@ def test_a_folder_says_what_it_holds(base, tmp_path):
     ('./a/b', False), ('../data', False), ('~/data', False), ('/tmp/data', False), ('a/', False), ('', False)])
 def test_hub_names(name, is_hub):
     assert looks_like_hub(name) == is_hub
+
+
+def write(path, rows, lines=False):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('\n'.join(json.dumps(r) for r in rows) if lines else json.dumps(rows))
+    return str(path)
+
+
+@pytest.mark.parametrize('suffix, content', [('tsv', lambda rows: as_csv(rows).replace(b',', b'\t')), ('tsv.gz', lambda rows: gzip.compress(as_csv(rows).replace(b',', b'\t'))),
+                                             ('parquet.gz', lambda rows: gzip.compress(as_parquet(rows))), ('json', as_lines), ('jsonl', as_json)])
+def test_further_formats(tmp_path, suffix, content):
+    "TSV, gzipped Parquet, JSON lines called .json and the reverse."
+    (tmp_path/f'sft.{suffix}').write_bytes(content(PAIRS))
+    assert load_records(str(tmp_path), 'sft', 'preference') == PAIRS
+
+
+def test_a_saved_dataset(tmp_path):
+    from datasets import Dataset, DatasetDict
+    train, test = Dataset.from_list(PAIRS[:3]), Dataset.from_list(PAIRS[3:])
+    train.save_to_disk(tmp_path/'one')
+    DatasetDict(train=train, test=test).save_to_disk(tmp_path/'both')
+    assert load_records(str(tmp_path/'one'), 'any', 'preference') == load_records(str(tmp_path/'both'), 'train', 'preference') == PAIRS[:3]
+    assert load_records(str(tmp_path/'both'), 'test', 'preference') == PAIRS[3:]
+    with pytest.raises(FileNotFoundError, match='no eval.json'): load_records(str(tmp_path/'both'), 'eval')
+    next((tmp_path/'one').glob('*.arrow')).write_bytes(b'nothing')
+    with pytest.raises(ValueError, match='one: not a valid dataset'): load_records(str(tmp_path/'one'), '', 'preference')
+
+
+@pytest.mark.parametrize('inner', ['', 'data/'])
+@pytest.mark.parametrize('suffix', ['parquet', 'jsonl.gz'])
+def test_shards_of_the_hub(tmp_path, inner, suffix):
+    for i, rows in enumerate((ROWS[:3], ROWS[3:])):
+        path = tmp_path/f'{inner}train-0000{i}-of-00002.{suffix}'
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(FORMATS[suffix](rows))
+    (path.parent/f'test-00000-of-00001.{suffix}').write_bytes(FORMATS[suffix](ROWS[:1]))
+    assert load_records(str(tmp_path), 'train', 'output') == ROWS and load_records(str(tmp_path), 'test', 'output') == ROWS[:1]
+    with pytest.raises(FileNotFoundError, match=f'it holds {inner}test-00000-of-00001'): load_records(str(tmp_path), 'eval')
+    path.unlink()
+    with pytest.raises(ValueError, match='1 of 2 shards are there'): load_records(str(tmp_path), 'train')
+
+
+USER, BOT = dict(role='user', content='Hi.'), dict(role='assistant', content='Yes?')
+TALK = [USER, BOT, dict(role='user', content='Bye.')]
+TEXT = 'Human: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
+END, OTHER = dict(role='assistant', content='So long.'), dict(role='assistant', content='What?')
+SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', 'value': 'Hi.'}, {'from': 'gpt', 'value': 'Yes?'}])
+
+
+@pytest.mark.parametrize('row, instruction, output', [
+    (dict(prompt='Hi.', completion='Yes?'), 'Hi.', 'Yes?'), (dict(prompt=[USER], completion=[BOT]), 'Hi.', 'Yes?'),
+    (dict(prompt=TALK, completion=[END]), TEXT, 'So long.'), (dict(prompt='Hi.', completion='Yes?', label=True), 'Hi.', 'Yes?'),
+    (dict(messages=[USER, BOT]), 'Hi.', 'Yes?'), (dict(messages=TALK + [END]), TEXT, 'So long.'), (SHARE, 'Hi.', 'Yes?'),
+    (dict(messages=[dict(role='system', content='Be kind.'), USER, BOT]), 'System: Be kind.\n\nHuman: Hi.\n\nAssistant:', 'Yes?'),
+    (dict(messages=[dict(role='user', content=[dict(type='text', text='Hi.')]), BOT]), 'Hi.', 'Yes?'),
+    (dict(prompt='Hi.', messages=[USER, BOT], chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.', 'Yes?'),
+    (dict(instruction='Hi.', input='', output='Yes?', text='### all of it'), 'Hi.', 'Yes?')])
+def test_shapes_of_demonstrations(tmp_path, row, instruction, output):
+    found, = load_records(write(tmp_path/'a.json', [row]), kind='output')
+    assert (found['instruction'], found['input'], found['output']) == (instruction, '', output)
+    assert found.get('label') is row.get('label') and found.get('text') == row.get('text')
+
+
+@pytest.mark.parametrize('row, instruction, chosen, rejected', [
+    (dict(prompt='Hi.', chosen='Yes?', rejected='What?'), 'Hi.', 'Yes?', 'What?'),
+    (dict(prompt=[USER], chosen=[BOT], rejected=[OTHER]), 'Hi.', 'Yes?', 'What?'),
+    (dict(prompt='Hi.', chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.', 'Yes?', 'What?'),
+    (dict(chosen=TALK + [END], rejected=TALK + [OTHER]), TEXT, 'So long.', 'What?'),
+    (dict(prompt=TALK, chosen=[END], rejected=[OTHER]), TEXT, 'So long.', 'What?'),
+    (dict(chosen=[USER, BOT], rejected=[USER, OTHER, USER, END]), 'Hi.', 'Yes?', 'What?\n\nHuman: Hi.\n\nAssistant: So long.'),
+    (dict(chosen='\n\n' + TEXT + ' So long.', rejected='\n\n' + TEXT + ' What?'), TEXT, 'So long.', 'What?'),
+    (dict(instruction='Hi.', chosen='Yes?', rejected='What?'), 'Hi.', 'Yes?', 'What?'),
+    (dict(question='Hi.', response_A='Yes?', response_B='What?', label='A>B'), 'Hi.', 'Yes?', 'What?'),
+    (dict(question='Hi.', response_A='What?', response_B='Yes?', label='B>A'), 'Hi.', 'Yes?', 'What?')])
+def test_shapes_of_preferences(tmp_path, row, instruction, chosen, rejected):
+    found, = load_records(write(tmp_path/'a.json', [row]), kind='preference')
+    best = int(found['preference'])
+    assert [found['instruction'], found[f'output_{best}'], found[f'output_{3 - best}']] == [instruction, chosen, rejected]
+
+
+def test_rewardbench(tmp_path):
+    "The models' names go with the answers; a coin decides which answer comes first."
+    rows = [dict(id=i, prompt=f'Hi {i}.', chosen='Yes?', chosen_model='gpt', rejected='What?', rejected_model='llama', subset='chat') for i in range(200)]
+    found = load_records(write(tmp_path/'a.jsonl', rows, lines=True), kind='preference')
+    assert {(r[f'output_{k}'], r[f'generator_{k}']) for r in found for k in (1, 2)} == {('Yes?', 'gpt'), ('What?', 'llama')}
+    assert 70 < sum(r['preference'] == 1 for r in found) < 130 and all(r['output_1'] == ('Yes?' if r['preference'] == 1 else 'What?') for r in found)
+
+
+def test_alpaca_eval_annotations(tmp_path, capsys):
+    pair = dict(instruction='Hi.', output_1='Yes?', output_2='What?')
+    rows = [dict(pair, instruction=f'Hi {i}.', preference=p) for i, p in enumerate([1, 2, 1.5, 0, None, -1])]
+    assert [r['preference'] for r in load_records(write(tmp_path/'a.json', rows), kind='preference')] == [1, 2, 1.5, 1.5]
+    assert '2 pairs have no label' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('row, message', [
+    (dict(messages=[dict(role='robot', content='a')]), "row 1: {'role': 'robot'"), (dict(messages=[]), 'row 1: .* nor a list of messages'),
+    (dict(conversations=[dict(value='a')]), 'row 1: .* is not a message'), (dict(prompt='a', completion=3), 'row 1: 3 is neither a text'),
+    (dict(messages=[USER]), "row 1: the field 'output' is missing")])
+def test_a_wrong_message_is_named(tmp_path, row, message):
+    with pytest.raises(ValueError, match=rf'a\.json, {message}'): load_records(write(tmp_path/'a.json', [dict(prompt='a', completion='b'), row]), kind='output')
+
+
+def test_columns_are_mapped(tmp_path):
+    path = write(tmp_path/'a.json', [dict(q='Hi.', a='Yes?', input='x')])
+    assert load_records(path, kind='output', columns='instruction=q, output=a') == [dict(instruction='Hi.', output='Yes?', input='x')]
+    assert load_records(path, kind='output', columns='prompt=q,completion=a')[0]['output'] == 'Yes?'
+    assert load_records(write(tmp_path/'ours.json', ROWS[:1]), columns='instruction=q') == ROWS[:1]  # one run reads several files
+    with pytest.raises(ValueError, match=r"a\.json, row 0: columns names 'question'; it has 'q', 'a'"): load_records(path, columns='instruction=question')
+    with pytest.raises(ValueError, match="columns = 'question': write ours=yours"): load_records(path, columns='question')
+    with pytest.raises(ValueError, match="'instruction' is missing; it has 'q', 'a', 'input'.*`columns`"): load_records(path)
+
+
+def test_duplicates_are_left_out_with_a_count(tmp_path, capsys):
+    assert load_records(write(tmp_path/'a.json', ROWS + ROWS[:2]), kind='output') == ROWS
+    assert 'a.json: 2 exact duplicates are left out' in capsys.readouterr().out
+    assert len(load_records(write(tmp_path/'b.json', ROWS + [dict(ROWS[0], extra='x')]))) == 6 and not capsys.readouterr().out
+
+
+def test_odd_texts_and_labels_are_told(tmp_path, capsys):
+    def said(rows, kind):
+        load_records(write(tmp_path/'a.json', rows), kind=kind)
+        return capsys.readouterr().out
+    assert said(ROWS, 'output') == said(PAIRS, 'preference') == ''
+    odd = [dict(ROWS[0], input='nan'), dict(ROWS[1], input='nan'), dict(ROWS[2], output='NaN'), dict(ROWS[3], output=' ')]
+    told = said(odd, 'output')
+    assert all(f'a.json: {t}' in told for t in ("2 of 4 input are 'nan'", "1 of 4 output are 'nan'", '1 of 4 output are empty'))
+    told = said([dict(p, preference=int(i < 2)) for i, p in enumerate(PAIRS)], 'preference')
+    assert '40% of the labels are 1, 60% ties, 0% 2. Labels coded 0 and 1' in told
+    assert '0% of the labels are 1, 0% ties, 100% 2' in said([dict(p, preference=2) for p in PAIRS], 'preference')
+    swapped = dict(PAIRS[0], output_1='b0', output_2='a')
+    assert '1 of 5 pairs are labelled both ways' in said(PAIRS + [swapped], 'preference')
+    assert 'both ways' not in said(PAIRS + [dict(swapped, preference=2.)], 'preference')
+    assert 'all 2 labels are True' in said([dict(r, label=True) for r in ROWS[:2]], 'output')
+
+
+@pytest.mark.parametrize('name, content, message', [
+    ('a.json', b'[{"instruction": "a"}, {"instruction": "so \\ud83d"}]', r"a\.json, row 1: half of a character \(a lone surrogate\) after '.*so "),
+    ('a.jsonl', b'{"instruction": "a"}\n{"instruction": "b", "x": ["\\uDE00"]}', r'a\.jsonl, row 1: half of a character'),
+    ('a.json', b'[' * 200000 + b']' * 200000, r'a\.json: not valid JSON'), ('a.xlsx', b'PK', r'a\.xlsx: this kind of file is not read. Save it as CSV'),
+    ('a.txt', b'[]', r'a\.txt: this kind of file is not read. Its name must end in \.json'),
+    ('a.csv', b'instruction,output\nb,"c\nd,e\n', r'a\.csv, row 0: not valid CSV .*quote'), ('a.csv', b'instruction,output\nb,"c\nd,"e"\n', r'a\.csv, row 0: not valid CSV'),
+    ('a.csv', b'instruction,output,output\na,b,c\n', r"a\.csv: the header has 'output' twice"), ('a.json.gz', b'\x1f\x8b\x08\0\0\0\0\0\0\xff\xff', r'a\.json\.gz: cannot be read')])
+def test_files_that_cannot_be_read(tmp_path, name, content, message):
+    (tmp_path/name).write_bytes(content)
+    with pytest.raises(ValueError, match=message): load_records(str(tmp_path/name))
+    if not name.endswith('.txt'):
+        with pytest.raises(ValueError, match=message): load_records(str(tmp_path), 'a')
+
+
+def test_a_long_field(tmp_path):
+    (tmp_path/'a.csv').write_text('instruction,output\nSay it.,' + 'x'*200_000 + '\n')
+    assert len(load_records(str(tmp_path/'a.csv'), kind='output')[0]['output']) == 200_000

@@ -1,10 +1,18 @@
 """The farm: its table of runs, what it refuses, and its arithmetic over replicates."""
+import sys
+import time
+
 import numpy as np
+import psutil
 import pytest
 
+import tiny
 from alpaca_farm.core.build import methods, recipe
+from alpaca_farm.core import launch, progress, runs
+from alpaca_farm.core.launch import Job, run_jobs
+from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.stats import spearman
-from alpaca_farm.farm import annotator_settings, farm_jobs, FarmConfig, replicate_correlations, simulation_table
+from alpaca_farm.farm import annotator_settings, correlations, farm_jobs, FarmConfig, simulation_table
 
 
 @pytest.mark.parametrize('given, message', [
@@ -65,11 +73,67 @@ def test_spread_over_replicates():
     rng = np.random.default_rng(0)
     columns = ('simulated', 'human', 'transfer')
     each = [dict(names=['sft', 'a', 'b'], **{c: 1.5 + .1*rng.normal(size=(40, 3)) for c in columns}) for _ in range(3)]
-    tables = dict(names=['sft', 'a', 'b']) | {c: np.concatenate([t[c] for t in each]) for c in columns}
-    row = simulation_table(tables, 0, each).set_index('method').loc['b']
+    row = simulation_table(each, 0).set_index('method').loc['b']
     means = [100*(t['human'][:, 2].mean() - 1) for t in each]
-    assert row.human == pytest.approx(np.mean(means)) and row.human_sd == pytest.approx(np.std(means, ddof=1))
-    assert 'human_sd' not in simulation_table(tables, 0)
-    r = replicate_correlations(each)
+    assert row.human == pytest.approx(np.mean(means)) and row.human_sd == pytest.approx(np.std(means, ddof=1)) and row.replicates == 3
+    alone = simulation_table(each[:1], 0).set_index('method').loc['b']
+    assert 'human_sd' not in alone and alone.replicates == 1
+    assert row.human_high - row.human >= 4.3*row.human_sd/3**.5                     # Student's t with two degrees of freedom, and what the instructions add
+    r = correlations(each, 0)
     assert r['spearman_simulated_human_2'] == pytest.approx(float(spearman(each[2]['simulated'].mean(0), each[2]['human'].mean(0))))
-    assert replicate_correlations(each[:1]) == {}
+    assert r['spearman_simulated_human'] == pytest.approx(np.mean([r[f'spearman_simulated_human_{k}'] for k in range(3)]))
+    assert not any(k[-1].isdigit() for k in correlations(each[:1], 0))
+
+
+@pytest.fixture
+def two_jobs(base, tmp_path):
+    "Two runs of some seconds in a script that starts both: (their folders, its command)."
+    folders = [str(tmp_path/name) for name in ('one', 'two')]
+    given = {f: tiny.settings('sft', base, epochs=12, checkpoint_every=5, val_split='', eval_split='') for f in folders}
+    script = ('from alpaca_farm.core.launch import Job, run_jobs\n'
+              f'print(run_jobs([Job(f, "sft", given) for f, given in {given!r}.items()], 2))')
+    return folders, [sys.executable, '-c', script]
+
+
+def gone(processes, seconds):
+    "Whether all have ended within some seconds; where nobody collects an orphan it remains as a zombie."
+    running, until = lambda p: p.is_running() and p.status() != psutil.STATUS_ZOMBIE, time.time() + seconds
+    while (left := [p for p in processes if running(p)]) and time.time() < until: time.sleep(.05)
+    return not left
+
+
+def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
+    "kill -9 of the process that starts the jobs, in the middle: none of them outlives it, and the restart at once ends well."
+    folders, command = two_jobs
+    parent = tiny.spawn(command)
+    until = time.time() + 90
+    while not all(len(read_log(f)) > 5 for f in folders): assert time.time() < until and parent.poll() is None; time.sleep(.1)
+    papermills, started = (psutil.Process(parent.pid).children(recursive=r) for r in (False, True))
+    assert len(papermills) == 2 and len(started) >= 4, 'papermill and its kernel, twice'
+    parent.kill()
+    again = tiny.spawn(command)
+    assert gone(papermills, 1) and gone(started, 5)
+    assert again.communicate()[0].strip().split('\n')[-1] == '[]'
+    for f in folders: assert read_summary(f) and [r['step'] for r in read_log(f)] == list(range(1, 61))
+
+
+def test_a_restart_waits_for_what_still_writes(tmp_path, capsys, monkeypatch):
+    "A line says so; after some seconds it is an error."
+    holder = 'import sys; from alpaca_farm.core.runs import lock; from pathlib import Path; import time\nlock(Path(sys.argv[1])); print(1, flush=True); time.sleep({})'
+    for seconds, patience in ((1, 20.), (30, .3)):
+        other = tiny.spawn([sys.executable, '-c', holder.format(seconds), str(tmp_path/'run')])
+        assert other.stdout.readline() == '1\n'
+        if seconds == 1: runs.lock(tmp_path/'run', patience)
+        else:
+            with pytest.raises(RuntimeError, match='another process is writing'): runs.lock(tmp_path/'run', patience)
+        assert 'waiting for it to end' in capsys.readouterr().out
+        other.kill(); other.wait()
+        if seconds == 1: runs._locks.pop(tmp_path/'run').close()
+
+
+def test_one_estimate_of_the_time_left(monkeypatch):
+    lines = []
+    monkeypatch.setattr(progress.Progress, 'show', lambda self, line, over=False, step=0: lines.append(line))
+    monkeypatch.setattr(launch, 'start_job', lambda job: tiny.subprocess.Popen(['sleep', '1']))
+    assert run_jobs([Job('no/such/a', 'toy', cost=60.), Job('no/such/b', 'toy', cost=600.)], 2, 'farm') == []
+    assert 'farm 0/2 [b 0%, a 0%], 10 min left' in lines and all(line.count(' left') <= 1 for line in lines)

@@ -1,4 +1,5 @@
 """What online methods share, RLOO and GRPO, ensembles of rewards, and the distance of best-of-n."""
+import csv
 import itertools
 import json
 import math
@@ -242,9 +243,9 @@ def test_adam_is_adam(tmp_path):
 
 
 def test_two_callables_of_one_module_are_two_inputs():
-    from alpaca_farm.core.fingerprint import input_hash
-    marks = [input_hash(f'alpaca_farm.world:{name}') for name in ('pool', 'judge', 'people')]
-    assert len(set(marks)) == 3 and len({input_hash([m]) for m in ('alpaca_farm.world:pool', 'alpaca_farm.world:judge')}) == 2
+    from alpaca_farm.core.fingerprint import content_hash
+    marks = [content_hash(f'alpaca_farm.world:{name}') for name in ('pool', 'judge', 'people')]
+    assert len(set(marks)) == 3
 
 
 PARTS = dict(
@@ -334,3 +335,32 @@ def test_two_runs_are_compared_under_a_reward_model(base, tmp_path):
     for name, answer in (('a', 'red'), ('b', 'so blue')): write_json(tmp_path/name/'outputs.json', [dict(instruction='Say.', input='', output=answer)])
     cfg = compare.CompareConfig(folders=[str(tmp_path/n) for n in 'ab'], annotators=str(base/'reward_model'), out=str(tmp_path/'compare'))
     assert 0 < read_summary(compare.run(cfg).folder)['b_over_a'] < 100
+
+
+@pytest.fixture(scope='module')
+def answered(base, tmp_path_factory):
+    "PPO whose training samples at temperature 0.8 and whose answers are greedy."
+    out = tmp_path_factory.mktemp('answered')/'ppo'
+    given = tiny.settings('ppo', base, out=str(out), steps=1, temperature=.8, annotators='', eval_temperature=0., eval_top_p=.9)
+    ppo.train(PPOConfig(**given))
+    return out
+
+
+def test_answers_are_sampled_with_settings_of_their_own(base, answered):
+    from alpaca_farm.core.answers import AnswerConfig, answering, sample_answers
+    from alpaca_farm.core.data import load_records
+    from alpaca_farm.core.models import load_policy
+    cfg = answering(AnswerConfig(**tiny.SAMPLING, eval_temperature=0.))
+    expected = sample_answers(*load_policy(str(answered), cfg), load_records(str(base/'world'), 'eval', n=10), cfg)
+    left = read_json(answered/'outputs.json')
+    assert [r['output'] for r in left] == [r['output'][0] for r in expected]
+    assert {(r['temperature'], r['top_p']) for r in left} == {(0., .9)}
+
+
+def test_a_board_says_that_its_rows_are_answered_differently(base, answered, tmp_path, capsys):
+    from alpaca_farm import eval as ev
+    cfg = ev.EvalConfig(out=str(tmp_path/'eval'), outputs=[str(answered)], reference=str(base/'sft'), annotators=['alpaca_farm.world:pool'])
+    ev.run(cfg)
+    assert 'not answered alike' in capsys.readouterr().out
+    rows = list(csv.DictReader(open(tmp_path/'eval'/'leaderboard.csv')))
+    assert {r['method']: r['decoding'] for r in rows} == {'ppo': 'temperature 0.0, top-p 0.9', 'reference': 'temperature 1.0, top-p 1.0'}

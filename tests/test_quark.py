@@ -292,4 +292,5 @@ def test_a_token_is_obeyed(models):
 def test_the_papers_recipe():
     import yaml
     paper = yaml.safe_load((tiny.ROOT/'nbs'/'recipes'/'llama_7b'/'quark.yaml').read_text())
-    assert (paper['num_quantiles'], paper['kl_coef'], paper['rollouts'], paper['steps'], paper['learning_rate']) == (4, .05, 512, 390, 3e-6)
+    assert ((paper['num_quantiles'], paper['kl_coef'], paper['rollouts'], paper['steps'], paper['learning_rate'], paper['adam_eps'])
+            == (4, .05, 512, 390, 3e-6, 1e-5))

@@ -40,6 +40,15 @@ def test_methods():
         fits(row['notebook'], row['settings'] | row['reads'] | {row['learns_from']: ''} | (dict(annotators='') if row['annotators'] else {}))
 
 
+def test_the_papers_methods_are_answered_alike():
+    "Wherever AlpacaFarm's settings answer an evaluation split; best-of-n's answers are its samples."
+    papers = {p.stem: yaml.safe_load(p.read_text()) for p in RECIPES.glob('llama_7b/*.yaml') if p.stem not in ('rrhf', 'wombat')}
+    answering = {n: (s.get('eval_temperature'), s.get('eval_top_p')) for n, s in papers.items() if n not in ('best_of_n', 'reward_model')}
+    assert len(answering) == 6 and set(answering.values()) == {(.7, .9)}
+    defaults = {(c.eval_temperature, c.eval_top_p) for c in map(config_of, papers) if hasattr(c, 'eval_temperature')}
+    assert defaults == {(1., 1.)}
+
+
 def test_papers_values_are_the_papers():
     ppo = yaml.safe_load((RECIPES/'llama_7b'/'ppo.yaml').read_text())
     assert (ppo['rollouts'], ppo['batch_size'], ppo['ppo_epochs'], ppo['kl_coef'], ppo['learning_rate']) == (512, 256, 2, .0067, 1e-5)

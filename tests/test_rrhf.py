@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import rrhf, rrhf_pool
-from alpaca_farm.core.candidates import (default_sources, from_rrhf, LISTS, merge_candidates,
-    read_candidates, select_candidates, to_rrhf, write_rrhf)
+from alpaca_farm.core.candidates import LISTS, merge_candidates, read_candidates, select_candidates, to_rrhf, write_rrhf
+from alpaca_farm.core.formats import as_records, default_sources
 from alpaca_farm.core.models import load_policy, logprobs
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
@@ -195,7 +195,7 @@ def test_rrhf_files_round_trip(tmp_path):
                 ended=[True, True, False], difficulty=4)
     row = to_rrhf(ours)
     assert row['query'] == 'Sort.\n3 1 2' and row['responses'] == ['1', '1 2 3', 'no'] and row['scores'] == [2., 3., 1.]
-    back = from_rrhf(row)
+    back, = as_records([row], 'a.json', ['candidates'])
     order = [2, 0, 1]
     assert back == ours | {k: [ours[k][i] for i in order] for k in LISTS}
     assert [default_sources(n) for n in (1, 2, 3)] == [['sample'], ['chosen', 'rejected'], ['sample', 'chosen', 'rejected']]
@@ -227,10 +227,10 @@ def test_kinds_are_merged_by_instruction(tmp_path):
 
 
 @pytest.mark.parametrize('rows, message', [
-    ([dict(query='x', responses='y')], 'row 0: a row of RRHF has a text `query` and a list `responses`'),
+    ([dict(query='x', responses='y')], 'row 0: `responses` is not a list'),
     ([dict(query='x', responses=['y', 'z'], scores=[1.])], "row 0: 'scores' does not have one value for each of the 2 answers"),
     ([dict(query='x', responses=['y', 3])], "row 0: the field 'output' is"), ([], 'holds no records'),
-    ([dict(prompt='x', chosen='y', rejected='z'), dict(prompt='x')], "row 1: the field 'output_1' is None"),
+    ([dict(prompt='x', chosen='y', rejected='z'), dict(prompt='x')], "row 1: the field 'output_1' is missing"),
     ([dict(instruction='x', output=['y', 'z'], ended=True)], "row 0: 'ended' does not have one value"), ([1], 'a record is expected')])
 def test_bad_files(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message): read_candidates(write(tmp_path/'bad.json', rows))

@@ -7,12 +7,13 @@ __all__ = ['alpaca_eval_folder', 'own_folder', 'judge_config_file', 'configured_
            'model_architectures', 'holds_annotator', 'check_annotators', 'JudgedConfig']
 
 # %% ../../nbs/core/judge_configs.ipynb #aaceba8c
-import difflib
+import difflib, os
 from pathlib import Path
 
 from .data import SUFFIXES
 from .files import read_json
-from .settings import at_root, Config, root
+from .paths import notebooks_folder
+from .settings import at_root, Config
 
 # %% ../../nbs/core/judge_configs.ipynb #2aa8f384
 def alpaca_eval_folder() -> Path:
@@ -27,14 +28,14 @@ def alpaca_eval_folder() -> Path:
 # %% ../../nbs/core/judge_configs.ipynb #feabd181
 def own_folder() -> Path:
     "The folder of this project's configurations."
-    return root()/'nbs'/'recipes'/'judges'
+    return notebooks_folder()/'recipes'/'judges'
 
 # %% ../../nbs/core/judge_configs.ipynb #672cfbf4
 def judge_config_file(spec: str) -> Path | None:
     "The YAML file of a configuration, given its file, its folder or its name; None if there is none."
     folders = (at_root(spec), own_folder()/spec, alpaca_eval_folder()/spec)
     paths = [folder/name for folder in folders for name in ('configs.yaml', 'config.yaml')]
-    files = [p for p in [at_root(spec), *paths] if p.is_file() and p.suffix in ('.yaml', '.yml')]
+    files = [p for p in [at_root(spec), *paths] if os.path.isfile(p) and p.suffix in ('.yaml', '.yml')]
     return files[0] if files else None
 
 # %% ../../nbs/core/judge_configs.ipynb #4b5e4ae2
@@ -61,21 +62,23 @@ def suggest_names(spec: str) -> str:
 # %% ../../nbs/core/judge_configs.ipynb #a1f0c9d2
 def model_architectures(path) -> list[str]:
     "The model classes in a checkpoint or run folder; empty where there is no model."
-    files = [p for p in (at_root(path)/'model'/'config.json', at_root(path)/'config.json') if p.is_file()]
+    files = [at_root(path)/folder/'config.json' for folder in ('model', '.')]
+    files = [p for p in files if os.path.isfile(p)]
     return next((names for f in files if (names := read_json(f).get('architectures'))), [])
 
 # %% ../../nbs/core/judge_configs.ipynb #a1f0c9d3
 def holds_annotator(path) -> bool:
     "Whether a file or folder holds labels or a model."
     path = at_root(path)
-    if path.is_file(): return path.name.endswith(SUFFIXES)
-    return any((path/f'preferences{s}').exists() for s in SUFFIXES) or bool(model_architectures(path))
+    if os.path.isfile(path): return path.name.endswith(SUFFIXES)
+    files = [path/f'preferences{s}' for s in SUFFIXES]
+    return any(map(os.path.isfile, files)) or bool(model_architectures(path))
 
 # %% ../../nbs/core/judge_configs.ipynb #ab0445bd
 def check_annotators(name: str, value: str):
     "ValueError when the setting `name` names neither labels, nor a model, nor a configuration."
     if holds_annotator(value) or judge_config_file(value): return
-    if at_root(value).exists():
+    if os.path.exists(at_root(value)):
         raise ValueError(f'{name} = {value!r}: this is no annotator. It may be "module:name", a '
                          'configuration, a folder with a reward model, or labels: a run with '
                          f'preferences, or a file ({", ".join(SUFFIXES)})')

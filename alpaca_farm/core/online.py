@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from alpaca_farm.core.answers import (answer_eval_split, AnswerConfig, load_split, prompt_fields,
-    sample_answers)
+from .answers import (answer_eval_split, AnswerConfig, answering, load_split,
+    prompt_fields, sample_answers, SampleConfig)
 from .comparisons import verdicts_over
 from .data import prompt_key
 from .generation import generate
@@ -26,7 +26,7 @@ from .training import Trainer
 
 # %% ../../nbs/core/online.ipynb #7ab8bac0
 @dataclass
-class OnlineConfig(TrainConfig, AnswerConfig, RewardConfig, JudgedConfig):
+class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
     "Settings of a method that learns from its own samples."
     policy: str = 'runs/sft'                # the initial policy, which is also the reference
     data: str = 'runs/world'                # dataset folder with prompts
@@ -42,7 +42,8 @@ class OnlineConfig(TrainConfig, AnswerConfig, RewardConfig, JudgedConfig):
     eval_every: int = 4                     # steps between evaluations on it
     save_every: int = 4                     # save model-<step>/ every n steps; 0 for none
     checkpoint_every: int = 2               # steps between checkpoints
-    inputs = ('policy', 'reward_model', 'data', 'annotators')
+    inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
+                  annotators=('preferences', 'model'))
 
     def __post_init__(self):
         super().__post_init__()
@@ -135,10 +136,11 @@ def score_statistics(scores: torch.Tensor, answered: list[dict]) -> dict[str, fl
 class CheckpointSelector:
     "Win rate of a policy against the reference's answers, on the val split."
     def __init__(self, reference, tokenizer, cfg: OnlineConfig, judge):
-        self.cfg, self.tokenizer, self.judge = cfg, tokenizer, judge  # None: the last checkpoint is chosen
+        self.cfg, self.tokenizer, self.judge = answering(cfg), tokenizer, judge  # None: the last is chosen
         if not judge: return
         records = {prompt_key(r): r for r in load_split(cfg, 'val_split')}
-        self.base = sample_answers(reference, tokenizer, list(records.values()), cfg, seed=cfg.seed + 1)
+        self.base = sample_answers(reference, tokenizer, list(records.values()), self.cfg,
+                                   seed=cfg.seed + 1)
 
     def __call__(self, policy) -> dict[str, float]:
         "Win rate in percent, its standard error and the length of the answers in words."

@@ -1,0 +1,170 @@
+"Whatever is written into a setting works or is refused by name; paths and the installed package."
+import functools
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from hypothesis import given, HealthCheck, Phase, settings, strategies as st
+
+import tiny
+from alpaca_farm.core import paths
+from alpaca_farm.core.settings import TrainConfig, field_comments, from_args, no_secrets
+
+NOTEBOOKS = ('agreement', 'annotators', 'cascades', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'openai_baselines', 'ppo', 'rrhf')
+QUICK = dict(deadline=None, phases=[Phase.generate], database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+NASTY = ['', 'nan', '-inf', '1e400', '9'*5000, '[0.9,', '[[1]]', '{}', '{[]: 1}', '()'*500 + ')', '['*300, 'None', 'true', '"', '\x00', '\ud800', '[\'\ud800\']', '~', '~x/y',
+         '~nobody', '/', '//', '..', '.:.', '..x:y', 'json..x:y', 'json.x.y:z', ':', 'a:', 'json:dumps', 'jsn:dumps', 'rnus/world', 'a b/c', 'x'*300, 'x/'*3000, '=', 'a=', 'a=b', '#', 'a#[',
+         'a.json#*', '-1', '--seed', '-', '%s', 'http://a:b', '0', '1', '1.5', '2', '[1, 2]', "['a']", "['a', 'b']", "[None]", "[1, 'a']", '1_0', '\u0661']
+texts = st.sampled_from(NASTY) | st.text(max_size=20)
+
+
+def config_classes():
+    modules = [importlib.import_module(f'alpaca_farm.{n}') for n in NOTEBOOKS]
+    return [next(v for k, v in vars(m).items() if k.endswith('Config') and getattr(v, '__module__', '') == m.__name__) for m in modules]
+
+
+@pytest.fixture(scope='module')
+def classes():
+    return config_classes()
+
+
+def test_any_text_through_the_dataclass_works_or_is_refused_by_name(classes):
+    @settings(max_examples=1000, **QUICK)
+    @given(st.data(), texts)
+    def holds(data, text):
+        cls = data.draw(st.sampled_from(classes))
+        name = data.draw(st.sampled_from(sorted(cls.__dataclass_fields__)))
+        value = data.draw(st.sampled_from([text, [text]]))
+        try: cls(**{name: value})
+        except (ValueError, TypeError, FileNotFoundError) as e: assert name in str(e), (cls, name, value)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        holds()
+
+
+def test_any_text_on_the_command_line_works_or_is_refused_by_name(classes, capsys, monkeypatch):
+    monkeypatch.setattr('alpaca_farm.core.settings.field_comments', functools.cache(field_comments))
+    @settings(max_examples=400, **QUICK)
+    @given(st.data(), texts)
+    def holds(data, text):
+        cls = data.draw(st.sampled_from(classes))
+        name = data.draw(st.sampled_from(sorted(cls.__dataclass_fields__)))
+        try: from_args(cls, [f'--{name}', text])
+        except SystemExit as e: assert e.code == 2 and name in capsys.readouterr().err.rpartition('error:')[2], (cls, name, text)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        holds()
+
+
+@pytest.mark.parametrize('args, message', [
+    (['--betas', '[0.9,'], "betas = '[0.9,': write a list as in Python"), (['--betas', 'half'], "betas = 'half': write a list"),
+    (['--learning_rate', 'nan'], 'learning_rate = nan: it must be finite'), (['--adam_eps', 'inf'], 'adam_eps = inf: it must be finite')])
+def test_lists_and_numbers_of_the_command_line(args, message, capsys):
+    with pytest.raises(SystemExit): from_args(TrainConfig, args)
+    assert message in capsys.readouterr().err
+
+
+def test_a_learning_rate_that_cannot_be_meant_is_remarked():
+    with pytest.warns(UserWarning, match='learning_rate = 1000.0'): TrainConfig(learning_rate=1000)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        TrainConfig(learning_rate=.01)
+
+
+KEYS = ['sk-' + 'x'*40, 'sk-proj-' + 'aB3_'*8 + 'aB3dEf6hIj9lMn2pQr', 'sk-ant-api03-' + 'x1'*20, 'hf_' + 'aB'*17, 'gsk_' + 'aB3'*15, 'xai-' + 'aB3'*20, 'AIza' + 'Sy-_'*8 + 'abc',
+        'ghp_' + 'aB3'*12, 'github_pat_' + 'A1'*11 + '_' + 'b2'*20, 'AKIA' + 'A1'*8, '0123456789abcdef'*2 + '01234567', '9f'*32, 'aB3dEf6hIj9lMn2pQrStUvWx0y1z2A3B', 'nvapi-' + 'aB3'*20]
+
+
+@pytest.mark.parametrize('key', KEYS)
+def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
+    from alpaca_farm.core.api import ApiConfig
+    for given in (dict(tracker=key), dict(out=key), dict(seed=key), dict(dtype=key), dict(base_url=f'http://localhost/v1?api_key={key}'), dict(models=[f'gpt-4.1={key}'])):
+        with pytest.raises(ValueError, match=f'^{[*given][0]} looks like an API key') as e: ApiConfig(**given)
+        assert key not in str(e.value)
+    with pytest.raises(SystemExit): from_args(ApiConfig, ['--api_key', key])
+    said = capsys.readouterr()
+    assert 'looks like an API key' in said.err and key not in said.err + said.out
+
+
+def test_passwords_in_addresses_are_refused_and_ordinary_values_are_not():
+    for url in ('http://me:hunter2@host:8000/v1', 'https://:hunter2@host', 'https://host/v1?api-key=abc', 'https://host/v1?a=1&token=abc'):
+        with pytest.raises(ValueError, match='base_url looks like') as e: no_secrets(dict(base_url=url))
+        assert 'hunter2' not in str(e.value)
+    no_secrets(dict(a=['runs/ppo~1', '/data/sk-learn-2024/models', 'tasks/sk-something/else', 'hf-internal-testing/tiny-random-LlamaForCausalLM', 'alpaca_farm.world:pool',
+                       'http://localhost:8000/v1', 'https://user.example.org:8443/a@b', 'gpt-4.1=meta-llama/Llama-3.1-8B-Instruct', 'weighted_alpaca_eval_gpt-4o-mini-2024-07-18',
+                       '/root/.cache/huggingface/hub/models--a--b/snapshots/' + '9f'*20, 'verdicts.json#gpt4*', 'VeryLongNameOfAModelInCamelCaseWithoutDigits', 'a_judge.json#AKIA', 'xai-org/grok-1'],
+                    b=dict(c=.1, d=None, e=[1, [2]])))
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    "The working folder is in a project of somebody else, with a settings.ini of its own."
+    (tmp_path/'settings.ini').write_text('[DEFAULT]\nlib_name = mine\n')
+    for name in ('runs/world', 'data'): (tmp_path/name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_relative_paths_are_the_users_outside_the_checkout(elsewhere, monkeypatch):
+    assert paths.at_root('runs/ppo') == elsewhere/'runs'/'ppo' and paths.notebooks_folder() == tiny.ROOT/'nbs'
+    monkeypatch.chdir(elsewhere/'data')
+    assert paths.at_root('x') == elsewhere/'data'/'x'
+    monkeypatch.chdir(tiny.ROOT/'nbs'/'core')
+    assert paths.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
+
+
+def test_a_mistyped_path_names_its_neighbour_and_the_hub(elsewhere):
+    from alpaca_farm.core.data import load_records
+    from alpaca_farm.core.models import model_path
+    from alpaca_farm.sft import SFTConfig
+    for call in (lambda: SFTConfig(data='rnus/world'), lambda: load_records('rnus/world', 'eval'), lambda: model_path('rnus/world')):
+        with pytest.raises((FileNotFoundError, ValueError)) as e: call()
+        assert 'did you mean runs/world?' in str(e.value) and 'hub' in str(e.value) and str(elsewhere) in str(e.value)
+    with pytest.raises(FileNotFoundError, match=r"data = 'runs/wrold/x': there is no such file or folder under [^,]*$"): SFTConfig(data='runs/wrold/x')
+    assert SFTConfig(data='tatsu-lab/alpaca_farm').data == 'tatsu-lab/alpaca_farm', 'nothing near: the hub is asked when the data are loaded'
+
+
+def test_a_name_on_the_hub_is_accepted_though_a_folder_is_near(elsewhere, monkeypatch):
+    import huggingface_hub
+    from alpaca_farm.sft import SFTConfig
+    asked = []
+    monkeypatch.setattr(huggingface_hub.HfApi, 'repo_info', lambda self, name, **_: asked.append(name))
+    assert SFTConfig(policy='rnus/world').policy == 'rnus/world' and asked == ['rnus/world']
+
+
+@pytest.fixture(scope='session')
+def installed(tmp_path_factory):
+    "A folder into which a wheel of this checkout is installed."
+    source, target = tmp_path_factory.mktemp('source'), tmp_path_factory.mktemp('site')
+    for name in ('alpaca_farm', 'nbs'): shutil.copytree(tiny.ROOT/name, source/name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
+    for name in ('setup.py', 'settings.ini', 'README.md', 'MANIFEST.in'): shutil.copy(tiny.ROOT/name, source)
+    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', '-q']
+    subprocess.run([*pip, 'wheel', '.', '--no-deps', '--no-build-isolation', '-w', str(source/'wheel')], cwd=source, check=True, capture_output=True)
+    subprocess.run([*pip, 'install', '--no-deps', '--no-index', '--no-compile', '--target', str(target), *map(str, (source/'wheel').glob('*.whl'))], check=True, capture_output=True)
+    return target
+
+
+def test_the_wheel_works_without_a_checkout(installed, tmp_path):
+    code = '''
+from pathlib import Path
+from alpaca_farm.core.build import methods, notebook_path, papermill_command, recipe
+from alpaca_farm.core.judge_configs import judge_config_file
+from alpaca_farm.core.paths import at_root, notebooks_folder
+from alpaca_farm.dpo import DPOConfig
+from alpaca_farm.farm import FarmConfig
+from alpaca_farm.judges import load_evaluators
+assert notebooks_folder() == Path(SITE)/'alpaca_farm'/'nbs', notebooks_folder()
+assert recipe('runs/sft') == ('sft', {}) and recipe('runs/samples')[0] == 'best_of_n' and 'ppo' in methods()
+assert Path(papermill_command('best_of_n', 'runs/a')[3]).is_file() and at_root('runs/a') == Path.cwd()/'runs'/'a'
+assert load_evaluators('structured')[0].name == 'structured' and judge_config_file('open_pool')
+assert DPOConfig(seed=1).seed == 1 and FarmConfig(size='quick')
+print('all is there')
+'''.replace('SITE', repr(str(installed)))
+    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=dict(os.environ, PYTHONPATH=str(installed)), capture_output=True, text=True)
+    assert 'all is there' in done.stdout, done.stderr
+    assert not list(tmp_path.iterdir())
