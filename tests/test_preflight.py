@@ -23,7 +23,12 @@ def refused(module, base, tmp_path, monkeypatch, error, message, **given):
     name = module.__name__.split('.')[-1]
     given = tiny.settings(name, base, out=str(tmp_path/'out')) | given
     with pytest.raises(error, match=message): tiny.main(module)(tiny.config(module, **given))
-    assert not (tmp_path/'out'/'log.jsonl').exists() and not (tmp_path/'out'/'summary.json').exists()
+    assert not (tmp_path/'out').exists()
+
+
+def dataset(folder, rows):
+    folder.mkdir()
+    for split in ('sft', 'unlabeled', 'val', 'eval'): (folder/f'{split}.json').write_text(json.dumps(rows))
 
 
 @pytest.mark.parametrize('name', [*ALL, 'expert_iteration'])
@@ -41,10 +46,10 @@ def test_a_missing_val_split_is_named_first(base, tmp_path, monkeypatch, name):
 
 @pytest.mark.parametrize('name', ['ppo', 'quark', 'binary_feedback'])
 def test_the_worlds_judge_refuses_other_data_first(base, tmp_path, monkeypatch, name):
-    for split in ('unlabeled', 'val', 'eval'): (tmp_path/f'{split}.json').write_text(json.dumps(REAL))
+    dataset(tmp_path/'data', REAL)
     more = {} if name == 'binary_feedback' else dict(reward_model=f'{__name__}:length')
     refused(ALL[name], base, tmp_path, monkeypatch, ValueError, "annotators = 'alpaca_farm.world:pool' .*not a request of the embedded world",
-            data=str(tmp_path), **more)
+            data=str(tmp_path/'data'), **more)
 
 
 def length(records): return [float(len(r['output'])) for r in records]
@@ -93,9 +98,9 @@ def test_more_than_a_fifth_too_long_is_an_error(base, tmp_path, monkeypatch):
 
 def test_the_worlds_answer_limit_is_no_default_for_longer_answers(base, tmp_path, monkeypatch):
     rows = [dict(r, output=r['output']*20) for r in REAL]
-    for split in ('sft', 'val', 'eval'): (tmp_path/f'{split}.json').write_text(json.dumps(rows))
+    dataset(tmp_path/'data', rows)
     refused(sft, base, tmp_path, monkeypatch, ValueError, r'answers in the data are longer than max_new_tokens = 56 tokens\. Set max_new_tokens to',
-            data=str(tmp_path), max_new_tokens=56, max_prompt=70)
+            data=str(tmp_path/'data'), max_new_tokens=56, max_prompt=70)
 
 
 def test_a_policy_is_no_reward_model(base, tmp_path, monkeypatch):
