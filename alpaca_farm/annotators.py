@@ -50,6 +50,7 @@ class AnnotatorsConfig(ApiConfig):
     "Settings of an annotation run."
     out: str = 'runs/annotators'                # run folder
     outputs: str = 'runs/samples'               # pairs or candidates: a run of best_of_n, or a file
+    columns: str = ''                           # names of columns: ours and yours, joined by an equals sign
     annotators: str = 'alpaca_farm.world:pool'  # annotator or pool: see the table above
     weights: list[str] = field(default_factory=list)  # annotator and weight, joined by an equals sign
     label_flip: float = -1.                     # share of flipped labels; -1: 0.25 of the world's, no others
@@ -240,7 +241,7 @@ def head2head_pairs(
 # %% ../nbs/annotators.ipynb #5fc2cbce
 def load_pairs(cfg) -> list[dict]:
     "The pairs that `cfg.outputs` names: a file of pairs, or a file or run folder of candidates."
-    rows = load_records(cfg.outputs, 'candidates', ('pair', 'candidates'), cfg.max_instances)
+    rows = load_records(cfg.outputs, 'candidates', ('pair', 'candidates'), cfg.max_instances, cfg.columns)
     return rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed)
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9

@@ -27,6 +27,7 @@ class BestOfNConfig(SampleConfig, RewardConfig):
     policy: str = 'runs/sft'     # policy that answers
     reward_model: str | list[str] = 'runs/reward_model'  # a checkpoint, "module:function", a list, or empty
     data: str = 'runs/world'     # dataset folder, file or hub dataset with instructions
+    columns: str = ''            # names of columns: ours and yours, joined by an equals sign
     split: str = 'eval'          # split whose instructions are answered
     n: int = 16                  # samples for each instruction
     samples: str = ''            # run of best_of_n whose samples are used; empty to sample anew
@@ -71,7 +72,7 @@ def select_instructions(records: list[dict], cfg: BestOfNConfig) -> list[dict]:
 def sampled_source(cfg: BestOfNConfig, rewards=None):
     "The instructions that fit, a function that samples answers to some of them, and how many did not fit."
     policy, tokenizer = load_policy(cfg.policy, cfg)
-    records = select_instructions(load_records(cfg.data, cfg.split), cfg)
+    records = select_instructions(load_records(cfg.data, cfg.split, columns=cfg.columns), cfg)
     preflight(cfg, ('split',), policy, tokenizer, reward=rewards)
     fit = within_prompt_limit(records, tokenizer, cfg)
     return fit, lambda some: sample_answers(policy, tokenizer, some, cfg, n=cfg.n), len(records) - len(fit)

@@ -94,7 +94,8 @@ def training_examples(rated: list[dict], method: str) -> list[tuple[int, str, fl
 # %% ../nbs/binary_feedback.ipynb #25f8ce40
 def load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], int]:
     "Rated outputs for training, those held out, and the number of labels trained on; ValueError if none."
-    records = load_records(cfg.preferences, 'preferences', ('preference', 'output'), cfg.max_instances)
+    records = load_records(cfg.preferences, 'preferences', ('preference', 'output'), cfg.max_instances,
+                           cfg.columns)
     if 'preference' not in records[0]: check_binary_labels(records, cfg.preferences)
     aside = cfg.held_out if cfg.held_out > 0 else min(200, max(1, len(records)//5))
     held_out = {prompt_key(r) for r in records[-aside:]}

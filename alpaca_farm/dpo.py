@@ -182,11 +182,11 @@ def binary_labels(records: list[dict], where: str) -> list[list[float]]:
 # %% ../nbs/dpo.ipynb #82ab0d57
 def read_labels(cfg: DPOConfig) -> tuple[list[dict], tuple[str, ...], list[list[float]]]:
     "Records, the K fields with the answers of each, and each answer's probability of being the good one."
-    read = lambda kind: load_records(cfg.preferences, 'preferences', kind, cfg.max_instances)
-    if cfg.loss_type == 'kto' and 'output_1' not in read('instruction')[0]:
-        records = read('output')
+    kinds = ('preference', 'output') if cfg.loss_type == 'kto' else 'preference'
+    records = load_records(cfg.preferences, 'preferences', kinds, cfg.max_instances, cfg.columns)
+    if 'preference' not in records[0]:
         return records, ('output',), binary_labels(records, cfg.preferences)
-    pairs, certainty = chosen_first(read('preference'))
+    pairs, certainty = chosen_first(records)
     return pairs, ('chosen', 'rejected'), [[c, 1 - c] for c in certainty]
 
 # %% ../nbs/dpo.ipynb #6e224730

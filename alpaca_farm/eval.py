@@ -43,6 +43,7 @@ class EvalConfig(ApiConfig):
     out: str = 'runs/eval'              # run folder
     outputs: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders or files
     reference: str = 'runs/references'  # folder or file of answers to compare with, one or several each
+    columns: str = ''                   # names of columns: ours and yours, joined by an equals sign
     annotators: list[str] = field(default_factory=lambda: WORLD)  # judges, each as in the annotators notebook
     weights: list[str] = field(default_factory=list)  # shares in a pool: name, equals sign, number
     head_to_head: bool = False          # also judge every pair of models against each other
@@ -147,10 +148,11 @@ def play_all_pairs(
 def read_answers(
     spec: str,                # a run folder or a file
     candidates: bool = False, # prefer a folder's candidates.json, all samples, to its outputs.json
+    columns: str = '',        # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
     "Answers, one or several per instruction."
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
-    return load_records(spec, names, ('output', 'candidates'))
+    return load_records(spec, names, ('output', 'candidates'), columns=columns)
 
 # %% ../nbs/eval.ipynb #3c102569
 def answers_to(
@@ -178,10 +180,10 @@ def annotator_names(specs: list[str]) -> dict:
 # %% ../nbs/eval.ipynb #4c8c0dc7
 def read_models(cfg: EvalConfig) -> dict:
     "Answers by name of the model, the reference's first; `max_instances` applies to all."
-    references = read_answers(cfg.reference, candidates=True)[:cfg.max_instances or None]
+    references = read_answers(cfg.reference, candidates=True, columns=cfg.columns)[:cfg.max_instances or None]
     methods = dict(reference=references)
     for name, spec in short_names(cfg.outputs).items():
-        answers = read_answers(spec)
+        answers = read_answers(spec, columns=cfg.columns)
         methods[name] = answers_to(answers, references) if cfg.max_instances else answers
     return common_prompts(methods)
 

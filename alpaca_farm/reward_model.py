@@ -33,6 +33,7 @@ class RewardModelConfig(TrainConfig):
     "Settings of reward modelling."
     out: str = 'runs/reward_model'        # run folder
     preferences: str = 'runs/annotators'  # preference records: a run of annotators, or a file
+    columns: str = ''                     # names of columns: ours and yours, joined by an equals sign
     policy: str = 'runs/sft'              # policy whose trunk initialises the model
     head: str = 'zero'                    # the fresh head: zero, or normal for N(0, 1/(d+1))
     template: str = 'auto'                # prompt format
@@ -171,7 +172,8 @@ class Pairs(NamedTuple):
 # %% ../nbs/reward_model.ipynb #24e3c978
 def load_preference_pairs(cfg: RewardModelConfig) -> tuple[Pairs, list[dict], int]:
     "Pairs to learn from, held-out records, and how many pairs were too long."
-    records = load_records(cfg.preferences, 'preferences', 'preference', cfg.max_instances)
+    records = load_records(cfg.preferences, 'preferences', 'preference', cfg.max_instances,
+                           cfg.columns)
     held_out = cfg.held_out if cfg.held_out > 0 else min(500, max(1, len(records)//5))
     learn, aside = split_pairs(records, held_out, cfg.seed)
     tokenizer, fields = load_tokenizer(cfg.policy), ('output_1', 'output_2')

@@ -40,8 +40,10 @@ def limit_candidates(query: dict, prompt: list[int], tokenizer, cfg) -> dict:
 # %% ../nbs/rrhf_pool.ipynb #dca77770
 def load_queries(cfg, tokenizer) -> tuple[list[dict], list[list[int]], int]:
     "Queries, their prompts' ids, and how many were left out; ValueError when nothing is left."
-    if cfg.candidates: records = merge_candidates(cfg.candidates, cfg.sources)
-    else: records = [dict(r, **{k: [] for k in LISTS}) for r in load_records(cfg.data, cfg.split)]
+    if cfg.candidates: records = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
+    else:
+        prompts = load_records(cfg.data, cfg.split, columns=cfg.columns)
+        records = [dict(r, **{k: [] for k in LISTS}) for r in prompts]
     records = records[:cfg.max_instances or None]
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')

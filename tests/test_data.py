@@ -251,3 +251,19 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
 def test_a_long_field(tmp_path):
     (tmp_path/'a.csv').write_text('instruction,output\nSay it.,' + 'x'*200_000 + '\n')
     assert len(load_records(str(tmp_path/'a.csv'), kind='output')[0]['output']) == 200_000
+
+
+def test_columns_is_a_setting(tmp_path):
+    "The same in every notebook that reads records; KTO's columns in a spreadsheet's CSV."
+    from alpaca_farm import annotators, binary_feedback, dpo, eval as evaluation
+    pairs = write(tmp_path/'pairs.json', [dict(q=f'Hi {i}.', a='Yes?', b='What?', preference=2) for i in range(4)])
+    names = 'instruction=q,output_1=a,output_2=b'
+    assert annotators.load_pairs(annotators.AnnotatorsConfig(outputs=pairs, columns=names))[0]['output_2'] == 'What?'
+    assert dpo.read_labels(dpo.DPOConfig(preferences=pairs, columns=names))[0][0]['chosen'] == 'What?'
+    (tmp_path/'kto.csv').write_text('prompt,completion,label\n' + ''.join(f'Hi {i}.,Yes?,{i % 2 == 0}\n' for i in range(10)))
+    found, fields, labels = dpo.read_labels(dpo.DPOConfig(preferences=str(tmp_path/'kto.csv'), loss_type='kto'))
+    assert found[1]['instruction'] == 'Hi 1.' and fields == ('output',) and labels[:3] == [[1.], [0.], [1.]]
+    learn, aside, n = binary_feedback.load_feedback(binary_feedback.BinaryFeedbackConfig(preferences=str(tmp_path/'kto.csv')))
+    assert [r['good'] for r in learn + aside] == [1., 0.]*5 and [n, len(aside)] == [8, 2]
+    answers = write(tmp_path/'answers.jsonl', [dict(question='Hi.', response='Yes?')], lines=True)
+    assert evaluation.read_answers(answers, columns='instruction=question,output=response') == [dict(instruction='Hi.', input='', output='Yes?')]

@@ -1,4 +1,5 @@
 """The farm: its table of runs, what it refuses, and its arithmetic over replicates."""
+import json
 import sys
 import time
 
@@ -67,6 +68,25 @@ def test_every_replicate_is_a_farm_of_its_own():
     assert {j.out.split('/')[-1] for j in first} - {j.out.split('/')[-1] for j in second} == study
     seeds = [{j.out.split('/')[-1]: j.settings['seed'] for j in jobs} for jobs in (first, second)]
     assert all(seeds[1][n] == seeds[0][n] + 1 for n in seeds[1])
+
+
+def test_agreement_is_one_vote_against_three(tmp_path):
+    "What stands beside AlpacaFarm's 66 and 65 % is one vote against the majority of three others, by counting; two votes are the same less often."
+    from itertools import combinations
+    from alpaca_farm import world
+    from alpaca_farm.agreement import embedded_pairs
+    from alpaca_farm.farm import vote_agreements
+    from alpaca_farm.noise import preference_probabilities, sample_votes
+    pairs = embedded_pairs(150)
+    (tmp_path/'annotators').mkdir()
+    rows = [{k: v for k, v in p.items() if k != 'votes'} | dict(preference=1) for p in pairs]
+    (tmp_path/'annotators'/'preferences.json').write_text(json.dumps(rows))
+    found = vote_agreements(str(tmp_path), dict(people=world.people, pool=world.pool), seed=3)
+    people, pool = (sample_votes(preference_probabilities(j, pairs), pairs, 4, 3) for j in (world.people, world.pool))
+    def majority(v, others): return np.mean([a == np.median(np.delete(o, k)) for column, o in zip(v.T, others.T) for k in range(4) for a in ([column[k]] if v is others else column)])
+    assert found['human_agreement'] == pytest.approx(majority(people, people)) and found['pool_agreement'] == pytest.approx(majority(pool, people))
+    two = np.mean([a == b for column in people.T for a, b in combinations(column, 2)])
+    assert found['human_human_two_votes'] == pytest.approx(two, abs=.04) and found['human_agreement'] > found['human_human_two_votes'] + .015
 
 
 def test_spread_over_replicates():

@@ -48,6 +48,7 @@ class AnswerConfig(PromptConfig):
     "Settings of the answers that a method writes at the end of a run."
     eval_split: str = 'eval'       # answered at the end, into outputs.json; empty for none
     eval_instances: int = 0        # use only the first n instructions of it; 0 for all
+    columns: str = ''              # names of columns: ours and yours, joined by an equals sign
     eval_temperature: float = 1.0  # of the answers that are evaluated; 0 is greedy
     eval_top_p: float = 1.0        # nucleus of these answers
     answering = ('eval_split', 'eval_instances', 'eval_temperature', 'eval_top_p')
@@ -126,7 +127,7 @@ def load_split(cfg: Config, setting: str, kind: str = 'instruction') -> list[dic
     "The records of the split that a setting names; an error names the setting."
     split, none = getattr(cfg, setting), '' if setting == 'split' else f', or none with {setting} empty'
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
-    try: return load_records(cfg.data, split, kind, n)
+    try: return load_records(cfg.data, split, kind, n, columns=getattr(cfg, 'columns', []))
     except (FileNotFoundError, ValueError) as e:
         error = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError
         raise error(f'{setting} = {split!r}: {e}. Name another split{none}') from None

@@ -134,7 +134,7 @@ def annotator_preferences(
     try: p = np.array(given, dtype=float)
     except (TypeError, ValueError):
         wrong = next((v for v in given if not isinstance(v, Real | None)), given)
-        raise ValueError(f'{name} gave {wrong!r:.60}: a preference is a number from 1 to 2, or None') from None
+        raise ValueError(f'{name} gave {wrong!r:.60}, and not a number from 1 to 2, or None') from None
     if p.shape != (len(pairs),): raise ValueError(f'{name} gave {p.size} preferences for {len(pairs)} pairs')
     try: check_preferences(np.where(np.isnan(p), 1.5, p))
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
