@@ -235,15 +235,14 @@ def train(cfg: QuarkConfig):
         rows, best = prompt_indices(len(prompts), step, cfg), tokens[0] if tokens and step > 1 else None
         batch, scores, figures = answer(rows, records, prompts, best, trainer, cfg)
         if best is not None and (step % cfg.eval_every == 0 or step == cfg.steps):
-            worst = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1]
-            figures['reward_worst'] = worst.mean().item()
+            figures['reward_worst'] = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1].mean().item()
         figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
         trainer.extra['pool'] = update_pool(trainer.extra.get('pool', {}), batch, rows, scores,
                                             cfg.clear_pool)
-        figures |= quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
+        learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
         if choose.due(step, cfg.steps): figures |= choose(policy)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)
-        trainer.log(**figures)
+        trainer.log(**learned | figures)
     finish_run(run, trainer, tokenizer, reference, too_long, plain)
     return run
 

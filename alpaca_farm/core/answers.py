@@ -127,7 +127,7 @@ def load_split(cfg: Config, setting: str, kind: str = 'instruction') -> list[dic
     "The records of the split that a setting names; an error names the setting."
     split, none = getattr(cfg, setting), '' if setting == 'split' else f', or none with {setting} empty'
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
-    try: return load_records(cfg.data, split, kind, n, columns=getattr(cfg, 'columns', []))
+    try: return load_records(cfg.data, split, kind, n, columns=getattr(cfg, 'columns', ''))
     except (FileNotFoundError, ValueError) as e:
         error = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError
         raise error(f'{setting} = {split!r}: {e}. Name another split{none}') from None
