@@ -16,6 +16,7 @@ import numpy as np
 
 from .core.api import ApiConfig, asking_settings, parse_mapping
 from .core.batches import ApiClient
+from .core.comparisons import common_prompts
 from .core.data import full_instruction, load_records, prompt_key
 from .core.judge_configs import configured_annotators, configured_models, judge_config_file
 from .core.preferences import (annotator_name, annotator_preferences, coin_label, decide_vote,
@@ -57,7 +58,7 @@ class AnnotatorsConfig(ApiConfig):
     both_orders: bool = False                   # ask about every pair in both orders and average
     expected: bool = True                       # also record the pool's mean preference, if asking is free
     max_instances: int = 0                      # use only the first n pairs; 0 for all
-    inputs = ('outputs', 'annotators')
+    inputs = dict(outputs='candidates', annotators=('preferences', 'model'))
 
     def check(self):
         self.bounds(label_flip=(0, 1 if self.ask_flipped else .5), max_instances=(0, None))
@@ -222,8 +223,9 @@ def head2head_pairs(
     outputs_2: list[dict],  # the model's
     keys=('instruction', 'input'),  # fields by which rows are matched
 ) -> list[dict]:
-    "Two models' answers as pairs; ValueError when instructions differ or occur twice."
+    "Two models' answers as pairs; ValueError when many instructions differ, or one occurs twice."
     def key(row): return tuple(str(row.get(k) or '') for k in keys)
+    outputs_1, outputs_2 = common_prompts(dict(baseline=outputs_1, model=outputs_2), key).values()
     first = {key(r): r for r in outputs_1}
     unmatched = [r for r in outputs_2 if key(r) not in first]
     sizes = {len(outputs_1), len(outputs_2), len(first), len({key(r) for r in outputs_2})}

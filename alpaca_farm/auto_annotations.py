@@ -236,7 +236,7 @@ class PairwiseAutoAnnotator(AnnotatorState):
 
     def annotate_head2head(self, outputs_1, outputs_2, keys_to_merge=('instruction', 'input'),
                            is_ordered: bool = False, **decoding_kwargs) -> list[dict]:
-        "Two models' outputs; 2 means that the second is better. ValueError for a row without a partner."
+        "Two models' outputs; 2: the second is better. Rows without a partner: see `common_prompts`."
         pairs = model_pairs(records_of(outputs_1), records_of(outputs_2), keys_to_merge, is_ordered)
         return self.annotate_pairs(pairs, **decoding_kwargs)
 

@@ -33,7 +33,7 @@ class BestOfNConfig(SampleConfig, RewardConfig):
     skip: int = 0                # leave out the first n instructions
     max_instances: int = 0       # use only the first n of the rest; 0 for all
     chunk: int = 128             # instructions between checkpoints
-    inputs = ('policy', 'reward_model', 'data', 'samples')
+    inputs = dict(policy='model', reward_model='model', data='split', samples='candidates')
 
     def check(self):
         self.bounds(n=(1, None), skip=(0, None), max_instances=(0, None), chunk=(1, None))

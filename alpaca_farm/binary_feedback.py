@@ -49,7 +49,8 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     annotators: str = 'alpaca_farm.world:pool'  # judges of the final answers on val; empty for none
     val_split: str = 'val'                # split that they answer; empty for none
     val_instances: int = 150              # use only its first n prompts; 0 for all
-    inputs = ('preferences', 'policy', 'data', 'annotators')
+    inputs = dict(preferences='preferences', policy='model', data=('val_split', 'eval_split'),
+                  annotators=('preferences', 'model'))
 
     def check(self):
         self.one_of('method', 'feedme', 'reward_conditioning')

@@ -31,7 +31,7 @@ class CompareConfig(JudgedConfig):
     folders: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders to compare
     annotators: str = 'alpaca_farm.world:people'  # judge, as in the annotators notebook
     examples: int = 3          # number of instructions whose answers are shown
-    inputs = ('folders', 'annotators')
+    inputs = dict(folders=(), annotators=('preferences', 'model'))
 
     def check(self):
         self.bounds(examples=(0, None))

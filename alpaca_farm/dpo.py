@@ -21,7 +21,7 @@ from fastcore.basics import patch
 from .core.answers import answer_eval_split, AnswerConfig
 from .core.data import load_records
 from .core.files import digest, load_state, save_state
-from .core.fingerprint import code_hash, core_hash
+from .core.fingerprint import code_hash
 from .core.models import load_policy, response_logprobs, save_model, sequence_logprobs
 from .core.runs import read_log, start
 from .core.settings import at_root, command, TrainConfig
@@ -50,7 +50,7 @@ class DPOConfig(TrainConfig, AnswerConfig):
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
     warmup: float = 0.1                   # share of the steps over which the learning rate rises
     save_every: int = 0                   # steps between saved policies model-<step>/; 0 for none
-    inputs = ('preferences', 'policy', 'data')
+    inputs = dict(preferences='preferences', policy='model', data='eval_split')
 
     def check(self):
         self.bounds(beta=(1e-8, None), temperature=(1e-6, None), label_smoothing=(0, .499),
@@ -234,7 +234,7 @@ def cached_logprobs(policy, prompts: list, answers: list, pad_id: int, temperatu
     device = policy.device.type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else policy.dtype
     key = digest(weights_hash(policy), prompts, answers, temperature, str(precision), device,
-                 code_hash(reference_logprobs), core_hash())
+                 code_hash(reference_logprobs))
     path = folder/f'reference-{key}.safetensors'
     logps = read_cached(path)
     if logps is None:

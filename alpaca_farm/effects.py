@@ -55,15 +55,16 @@ class EffectsConfig(JudgedConfig):
     held_out: int = 1000                 # further labelled pairs, for the audit and measurements
     label_flip: float = 0.0              # share of labels that are flipped
     workers: int = 0                     # runs side by side; 0 for the number of cores
-    inputs = ('outputs', 'data', 'policy', 'samples', 'candidates', 'bank', 'references',
-              'annotators', 'biased', 'people')
     annotator_fields = ('annotators', 'biased', 'people')
+    inputs = dict(outputs='outputs', data='split', policy='model', **dict.fromkeys(
+        ('samples', 'candidates', 'bank', 'references'), 'candidates'),
+        **dict.fromkeys(annotator_fields, ('preferences', 'model')))
 
     def check(self):
         self.bounds(tokens=(1, None), pairs=(400, None), held_out=(1, None), label_flip=(0, .49),
                     workers=(0, None))
         if not self.outputs: raise ValueError('outputs is empty: name at least one run')
-        if not self.study: self.inputs = self.inputs[:2]  # nothing else is read
+        if not self.study: self.inputs = {k: self.inputs[k] for k in ('outputs', 'data')}  # no others
         elif self.annotators == self.biased:
             raise ValueError(f'biased = {self.biased}: the same as annotators. Name annotators with a bias')
 

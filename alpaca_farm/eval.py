@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from .core.api import ApiConfig
-from .core.comparisons import output_texts, pair_up, preferences_over, same_answers
+from .core.comparisons import common_prompts, output_texts, pair_up, preferences_over, same_answers
 from .core.data import load_records, prompt_key
 from .core.files import atomic_write
 from .core.preferences import check_preferences, hash_uniform
@@ -45,7 +45,8 @@ class EvalConfig(ApiConfig):
     weights: list[str] = field(default_factory=list)  # shares in a pool: name, equals sign, number
     head_to_head: bool = False          # also judge every pair of models against each other
     max_instances: int = 0              # use only the first n instructions of the reference; 0 for all
-    inputs = ('outputs', 'reference', 'annotators')
+    inputs = dict(outputs=('outputs', 'candidates'), reference=('outputs', 'candidates'),
+                  annotators=('preferences', 'model'))
 
     def check(self):
         self.bounds(max_instances=(0, None))
@@ -179,7 +180,7 @@ def read_models(cfg: EvalConfig) -> dict:
     for name, spec in short_names(cfg.outputs).items():
         answers = read_answers(spec)
         methods[name] = answers_to(answers, references) if cfg.max_instances else answers
-    return methods
+    return common_prompts(methods)
 
 # %% ../nbs/eval.ipynb #7df8cbc7
 def file_name(judge: str) -> str:

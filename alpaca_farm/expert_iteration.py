@@ -37,7 +37,8 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     learning_rate: float = 6e-4     # AdamW's peak learning rate
     val_split: str = 'val'          # split on which each round's policy is scored
     val_instances: int = 250        # use only its first n prompts; 0 for all
-    inputs = ('policy', 'reward_model', 'data', 'samples')
+    inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
+                  samples='candidates')
 
     def check(self):
         self.bounds(rounds=(1, None), n=(2, None), max_instances=(1, None), epochs=(1, None),

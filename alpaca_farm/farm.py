@@ -46,7 +46,8 @@ class FarmConfig(JudgedConfig):
     people: str = 'alpaca_farm.world:people'  # annotators for the second training; also final judges
     pool: str = 'alpaca_farm.world:pool'      # simulated annotators: they label, choose checkpoints, judge
     gold: str = 'alpaca_farm.world:gold'      # judge by the hidden utility
-    inputs = annotator_fields = ('people', 'pool', 'gold')
+    annotator_fields = ('people', 'pool', 'gold')
+    inputs = dict.fromkeys(annotator_fields, ('preferences', 'model'))
 
     def check(self):
         self.bounds(seeds=(1, None), workers=(0, None))

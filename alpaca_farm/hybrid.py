@@ -58,8 +58,9 @@ class HybridConfig(JudgedConfig):
     instructions: int = 400                      # use only the first n instructions of the bank; 0 for all
     references: str = 'runs/references'          # answers that policies are compared with
     workers: int = 0                             # runs side by side; 0 for the number of cores
-    inputs = ('outputs', 'annotators', 'people', 'judge', 'policy', 'data', 'bank', 'references')
     annotator_fields = ('annotators', 'people', 'judge')
+    inputs = dict(policy='model', data=(), **dict.fromkeys(('outputs', 'bank', 'references'), 'candidates'),
+                  **dict.fromkeys(annotator_fields, ('preferences', 'model')))
 
     def check(self):
         self.bounds(label_flip=(0, .49), agree=(.51, 1), random_part=(.1, .9), human_price=(0, None),

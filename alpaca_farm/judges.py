@@ -252,7 +252,9 @@ def ask_judges(
     for draw in range(asks):
         sampled = [parts[k].decoding.get('temperature', 1) != 0 for k in requests]
         draws = [draw + DRAWS_PER_SEED * seed * s for s in sampled]
-        answers = client(list(requests.values()), draws, labels)
+        asked = list(requests)
+        def readable(i, answer): return not all(map(math.isnan, parse_verdicts(parts[asked[i]], answer)))
+        answers = client(list(requests.values()), draws, labels, asks - draw, None if draw else readable)
         seconds = client.seconds(list(requests.values()), draws)
         for (k, request), answer, s in zip(requests.items(), answers, seconds):
             if answer: verdicts[k] = make_verdicts(parts[k], request, answer, s, verdicts[k][0].price, client)

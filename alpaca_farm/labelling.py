@@ -34,7 +34,7 @@ class LabellingConfig(Config):
     person: str = ''                    # name of the person labelling; empty: use the labels so far
     repeat: float = 0.1                 # share of the pairs that are shown again, swapped
     max_instances: int = 0              # use only the first n pairs; 0 for all
-    inputs = ('outputs',)
+    inputs = dict(outputs='candidates')
     aside = Config.aside + ('store', 'repeat')   # the labels themselves are part of the fingerprint
 
     def check(self): self.bounds(repeat=(0, 1), max_instances=(0, None))

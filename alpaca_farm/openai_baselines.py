@@ -37,7 +37,7 @@ class OpenaiBaselinesConfig(ApiConfig):
     temperature: float = 0.7            # of the sampling
     max_tokens: int = 300               # longer answers are cut off
     max_instances: int = 0              # use only the first n instructions; 0 for all
-    inputs = ('data',)
+    inputs = dict(data='split')
 
     def check(self):
         self.bounds(n=(1, MAX_SAMPLES), temperature=(0, 2), max_tokens=(1, None), max_instances=(0, None))

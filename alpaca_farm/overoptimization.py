@@ -55,8 +55,9 @@ class OverConfig(SampleConfig, JudgedConfig):
     people: str = 'alpaca_farm.world:people'  # judges of the answers against the SFT policy's
     instances: int = 150                 # instructions of the bank to use
     answers: int = 4                     # answers of each policy to each of them
-    inputs = ('data', 'pairs', 'candidates', 'policy', 'bank', 'references',
-              'proxies', 'ensembles', 'policies', 'gold', 'people')
+    inputs = dict(data=(), policy='model', people=('preferences', 'model'), gold=(),
+                  **dict.fromkeys(('pairs', 'candidates', 'bank', 'references'), 'candidates'),
+                  **dict.fromkeys(('proxies', 'ensembles', 'policies'), ()))
     annotator_fields = ('people',)
 
     def check(self):
@@ -65,7 +66,7 @@ class OverConfig(SampleConfig, JudgedConfig):
         if self.size == 'farm': return
         if self.out == 'runs/overoptimization': self.out = 'runs/overoptimization_full'
         made = ('proxies', 'ensembles', 'policies')   # the grid makes its own
-        self.inputs = tuple(name for name in self.inputs if name not in made)
+        self.inputs = {name: what for name, what in self.inputs.items() if name not in made}
 
 # %% ../nbs/studies/overoptimization.ipynb #f1f99f40
 def checkpoints(folder: str) -> list[tuple[int, str]]:

@@ -44,7 +44,7 @@ class RewardModelConfig(TrainConfig):
     flip_rate: float = 0.0                # known share of flipped labels
     learning_rate: float = 5e-4           # AdamW's peak learning rate
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
-    inputs = ('preferences', 'policy')
+    inputs = dict(preferences='preferences', policy='model')
 
     def check(self):
         self.bounds(epochs=(1, None), max_length=(2, None), held_out=(1, None), max_instances=(0, None),

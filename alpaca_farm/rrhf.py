@@ -61,7 +61,8 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
     lr_schedule: str = 'linear'       # cosine or linear, down to 5 % of the peak, or constant
     batch_size: int = 8               # queries per optimiser step
     save_every: int = 50              # steps between saved policies model-<step>/; 0 for none
-    inputs = ('candidates', 'policy', 'reward_model', 'annotators', 'perplexity_model', 'data')
+    inputs = dict(candidates='candidates', policy='model', reward_model='model',
+                  annotators=('preferences', 'model'), perplexity_model='model', data=('split', 'eval_split'))
 
     def check(self):
         self.bounds(k=(2, None), n=(0, self.k), groups=(1, None), diversity_penalty=(0, None),

@@ -32,7 +32,7 @@ class SFTConfig(TrainConfig, AnswerConfig):
     max_length: int = 128         # tokens of prompt and response together
     learning_rate: float = 1e-4   # AdamW's peak learning rate
     max_instances: int = 0        # use only the first n demonstrations; 0 for all
-    inputs = ('data', 'policy')
+    inputs = dict(data=('split', 'val_split', 'eval_split'), policy='model')
 
     def check(self): self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None))
 

@@ -42,14 +42,17 @@ DEFAULTS = dict(
     # plain text: {letter} a or b, {label} of labels, {number} 1 or 2 and {other} the other, {bool} true or false, {hash} the prompt's
     template='Output ({letter})')
 FAULTS = ('429', '500', '503', 'timeout', 'reset', 'truncated', 'badjson', 'schema', 'nologprobs', 'refusal',
-          'unparseable', 'context', 'slowdrip')
+          'unparseable', 'context', 'slowdrip', 'moderation', 'filter', 'echo', 'parts', 'surrogate')
 ERRORS = {'429': (429, 'Rate limit reached for {model} on requests per min. Please try again in {after}s.', 'requests',
                   None, 'rate_limit_exceeded'),
           '500': (500, 'The server had an error while processing your request. Sorry about that!', 'server_error', None, None),
           '503': (503, 'The engine is currently overloaded, please try again later.', 'service_unavailable', None, None),
           'context': (400, "This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} "
                       'tokens. Please reduce the length of the messages.', 'invalid_request_error', 'messages',
-                      'context_length_exceeded')}
+                      'context_length_exceeded'),
+          'moderation': (403, '{model} requires moderation and your input was flagged for "violence".', None, None, None),
+          'filter': (400, 'The response was filtered.', 'invalid_request_error', 'prompt', 'content_filter'),
+          'echo': (400, 'The header "authorization: Bearer {key}" came with a request that cannot be read.', None, None, None)}
 JUDGED = r'completions$'
 REFUSAL, NO_VERDICT = "I'm sorry, I can't assist with that request.", 'It depends: both have their merits.'
 NAMING = re.compile('better|best|choice|prefer|winner|label|verdict', re.I)
@@ -177,6 +180,8 @@ def chat_choice(body, label, options, fault):
         call = dict(id=f'call_{sha(body)[:24]}', type='function', function=dict(name=function, arguments=''.join(tokens)))
         message.update(content=None, tool_calls=[call])
         if finish == 'stop' and not isinstance(body.get('tool_choice'), dict): finish = 'tool_calls'
+    if fault == 'parts': message.update(content=[dict(type='thinking', thinking='Well.'), dict(type='text', text=message['content'])])
+    if fault == 'surrogate': message.update(content=message['content'] + ' \ud83d')
     plain = asks_logprobs(body) and not function and fault not in ('nologprobs', 'refusal')
     logprobs = chat_logprobs(tokens, options['labels'], body.get('top_logprobs') or 0) if plain else None
     return dict(index=0, message=message, logprobs=logprobs, finish_reason=finish), len(tokens)
@@ -404,7 +409,7 @@ class Server:
             if fault in ERRORS:
                 status, message, *rest = ERRORS[fault]
                 tokens, after = len(prompt_text(body))//4, f'{self.options["retry_after"]:g}'
-                given = dict(model=record['model'], after=after, tokens=tokens, limit=max(1, tokens - 1))
+                given = dict(model=record['model'], key=record['key'], after=after, tokens=tokens, limit=max(1, tokens - 1))
                 raise Refused(status, message.format(**given), *rest)
             if fault == 'badjson': return 200, b'upstream connect error {', None
             if not re.search(JUDGED, record['path']): return 200, self.resource(record, body), None

@@ -67,7 +67,9 @@ def test_the_leaderboard_keeps_all_805(server, tmp_path, capsys):
     assert board.n_total.item() == 805 and board.win_rate.item() > 50
     said = capsys.readouterr().out
     assert 'My fancy model' in said and 'not comparable' in said
-    with pytest.raises(ValueError, match='no partner'): alpaca_leaderboard(path, reference_outputs=reference[:-1])
+    assert alpaca_leaderboard(path, reference_outputs=reference[:-2]).n_total.item() == 803     # as AlpacaEval counts it
+    assert 'baseline has no answer to 2 of 805 instructions' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='no partner'): alpaca_leaderboard(path, reference_outputs=reference[:600])
 
 
 def test_retired_models_are_mapped_by_the_environment(server, monkeypatch):

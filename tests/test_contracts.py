@@ -19,8 +19,9 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if p.parent.name != 'core']
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. A module that is not listed is a method's: it stands on the line METHOD.
-CORE = ['paths', 'settings progress files functional control store generation preferences', 'formats', 'data fingerprint beams',
-        'judge_configs text build', 'api comparisons stats runs candidates', 'client models launch', 'answers batches training',
+CORE = ['paths', 'settings progress files functional control store generation preferences', 'formats', 'data beams',
+        'judge_configs text', 'fingerprint', 'build', 'api comparisons stats runs candidates', 'client models launch',
+        'answers batches training',
         'online', 'outputs']
 LAYERS = ['grammar noise judges rankings length_control label_files',
           'world local_judges text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
@@ -183,9 +184,9 @@ for name in sys.argv[1:]:
     while len(times) < 3 or (len(times) < 12 and min(t for t, _ in times) > .2):  # others may be at work here
         r, w = os.pipe()
         if os.fork() == 0:
-            was, begin = set(sys.modules), time.perf_counter()
+            begin = time.process_time()   # not wall time: others may be at work here
             importlib.import_module(name)
-            took = time.perf_counter() - begin
+            took = time.process_time() - begin
             os.write(w, json.dumps([took, [h for h in heavy if h in sys.modules]]).encode())
             os._exit(0)
         os.close(w); times.append(json.loads(os.read(r, 9999))); os.close(r); os.wait()

@@ -208,7 +208,7 @@ def test_settings_refuse_nonsense(given, message):
 
 
 def test_without_the_study_nothing_else_is_read():
-    assert EffectsConfig().inputs == EffectsConfig.inputs and EffectsConfig(study=False).inputs == ('outputs', 'data')
+    assert EffectsConfig().inputs == EffectsConfig.inputs and list(EffectsConfig(study=False).inputs) == ['outputs', 'data']
     with pytest.raises(FileNotFoundError, match='nowhere/runs'): EffectsConfig(study=False, outputs=['nowhere/runs/sft'])
 
 

@@ -66,11 +66,11 @@ def test_what_it_leaves(chain):
 
 
 def test_nothing_is_done_twice(chain, monkeypatch):
+    monkeypatch.setattr(expert_iteration, 'run_jobs', here)
     assert expert_iteration.train(chain).done
     Path(chain.out, 'summary.json').unlink()
     before = {j.out: Path(j.out, 'summary.json').stat().st_mtime_ns for r in (1, 2) for j in round_jobs(r, chain)}
     log = [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(chain.out)]
-    monkeypatch.setattr(expert_iteration, 'run_jobs', here)
     expert_iteration.train(chain)
     assert {out: Path(out, 'summary.json').stat().st_mtime_ns for out in before} == before
     assert [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(chain.out)] == log

@@ -1,8 +1,16 @@
 """The farm: its table of runs, what it refuses, and its arithmetic over replicates."""
+import sys
+import time
+
 import numpy as np
+import psutil
 import pytest
 
+import tiny
 from alpaca_farm.core.build import methods, recipe
+from alpaca_farm.core import launch, progress, runs
+from alpaca_farm.core.launch import Job, run_jobs
+from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.stats import spearman
 from alpaca_farm.farm import annotator_settings, farm_jobs, FarmConfig, replicate_correlations, simulation_table
 
@@ -73,3 +81,57 @@ def test_spread_over_replicates():
     r = replicate_correlations(each)
     assert r['spearman_simulated_human_2'] == pytest.approx(float(spearman(each[2]['simulated'].mean(0), each[2]['human'].mean(0))))
     assert replicate_correlations(each[:1]) == {}
+
+
+@pytest.fixture
+def two_jobs(base, tmp_path):
+    "Two runs of some seconds in a script that starts both: (their folders, its command)."
+    folders = [str(tmp_path/name) for name in ('one', 'two')]
+    given = {f: tiny.settings('sft', base, epochs=12, checkpoint_every=5, val_split='', eval_split='') for f in folders}
+    script = ('from alpaca_farm.core.launch import Job, run_jobs\n'
+              f'print(run_jobs([Job(f, "sft", given) for f, given in {given!r}.items()], 2))')
+    return folders, [sys.executable, '-c', script]
+
+
+def gone(processes, seconds):
+    "Whether all have ended within some seconds; where nobody collects an orphan it remains as a zombie."
+    running, until = lambda p: p.is_running() and p.status() != psutil.STATUS_ZOMBIE, time.time() + seconds
+    while (left := [p for p in processes if running(p)]) and time.time() < until: time.sleep(.05)
+    return not left
+
+
+def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
+    "kill -9 of the process that starts the jobs, in the middle: none of them outlives it, and the restart at once ends well."
+    folders, command = two_jobs
+    parent = tiny.spawn(command)
+    until = time.time() + 90
+    while not all(len(read_log(f)) > 5 for f in folders): assert time.time() < until and parent.poll() is None; time.sleep(.1)
+    papermills, started = (psutil.Process(parent.pid).children(recursive=r) for r in (False, True))
+    assert len(papermills) == 2 and len(started) >= 4, 'papermill and its kernel, twice'
+    parent.kill()
+    again = tiny.spawn(command)
+    assert gone(papermills, 1) and gone(started, 5)
+    assert again.communicate()[0].strip().split('\n')[-1] == '[]'
+    for f in folders: assert read_summary(f) and [r['step'] for r in read_log(f)] == list(range(1, 61))
+
+
+def test_a_restart_waits_for_what_still_writes(tmp_path, capsys, monkeypatch):
+    "A line says so; after some seconds it is an error."
+    holder = 'import sys; from alpaca_farm.core.runs import lock; from pathlib import Path; import time\nlock(Path(sys.argv[1])); print(1, flush=True); time.sleep({})'
+    for seconds, patience in ((1, 20.), (30, .3)):
+        other = tiny.spawn([sys.executable, '-c', holder.format(seconds), str(tmp_path/'run')])
+        assert other.stdout.readline() == '1\n'
+        if seconds == 1: runs.lock(tmp_path/'run', patience)
+        else:
+            with pytest.raises(RuntimeError, match='another process is writing'): runs.lock(tmp_path/'run', patience)
+        assert 'waiting for it to end' in capsys.readouterr().out
+        other.kill(); other.wait()
+        if seconds == 1: runs._locks.pop(tmp_path/'run').close()
+
+
+def test_one_estimate_of_the_time_left(monkeypatch):
+    lines = []
+    monkeypatch.setattr(progress.Progress, 'show', lambda self, line, over=False, step=0: lines.append(line))
+    monkeypatch.setattr(launch, 'start_job', lambda job: tiny.subprocess.Popen(['sleep', '1']))
+    assert run_jobs([Job('no/such/a', 'toy', cost=60.), Job('no/such/b', 'toy', cost=600.)], 2, 'farm') == []
+    assert 'farm 0/2 [b 0%, a 0%], 10 min left' in lines and all(line.count(' left') <= 1 for line in lines)

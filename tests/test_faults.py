@@ -1,9 +1,11 @@
 """What people get wrong: a clear error that names the fault, and nothing half-written."""
 import builtins
 import errno
+import functools
 import gzip
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,11 +45,9 @@ BAD = dict(
 
 
 def refused(train, cfg, error, match):
-    "`train` fails with that error and leaves no log, no model and no temporary file."
+    "`train` fails with that error and leaves nothing."
     with pytest.raises(error, match=match): train(cfg)
-    folder = Path(cfg.out)
-    left = {str(p.relative_to(folder)) for p in folder.rglob('*')} if folder.is_dir() else set()
-    assert left <= {'config.json', 'checkpoint'}, left
+    assert not Path(cfg.out).exists()
 
 
 @pytest.mark.parametrize('name', BAD)
@@ -172,6 +172,116 @@ def test_out_with_foreign_files(base, tmp_path):
     assert [p.name for p in (tmp_path/'thesis').iterdir()] == ['chapter.tex']
 
 
+@pytest.mark.parametrize('files', [['config.json'], ['.backup.2023/notes.txt'], ['.hidden'], ['.git/config', '.a.json.123'], ['data.csv']])
+def test_out_that_is_not_ours_is_untouched(base, tmp_path, files):
+    "Another program's folder, or one with hidden files only."
+    out = tmp_path/'theirs'
+    for name in files:
+        (out/name).parent.mkdir(parents=True, exist_ok=True)
+        (out/name).write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match='holds files that do not belong to a run'):
+        sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(out))))
+    assert sorted(str(p.relative_to(out)) for p in out.rglob('*') if p.is_file()) == sorted(files)
+
+
+@pytest.fixture
+def run_of_sft(base, tmp_path):
+    "A finished run that may be spoiled: its folder and a function that runs it again."
+    shutil.copytree(whole(base), tmp_path/'sft')
+    def again(**more): return sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft')) | more))
+    return tmp_path/'sft', again
+
+
+@functools.cache
+def whole(base):
+    "A finished run of SFT that was made from `base`."
+    sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(base/'my_sft'))))
+    return base/'my_sft'
+
+
+def test_only_our_own_temporary_files_are_swept(run_of_sft):
+    folder, again = run_of_sft
+    theirs = ['.backup.2023/notes.txt', '.x.123', 'checkpoint/.keep']
+    for name in (*theirs, '.alpaca_farm-model.123/config.json', 'checkpoint/.alpaca_farm-state.safetensors.1'):
+        (folder/name).parent.mkdir(parents=True, exist_ok=True)
+        (folder/name).write_text('')
+    (folder/'summary.json').unlink()
+    again()
+    hidden = {str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file() and '/.' in f'/{p.relative_to(folder)}'}
+    assert hidden == set(theirs)
+
+
+@pytest.mark.parametrize('out, message', [
+    ('world', 'lies in the input'), ('world/inner', 'lies in the input'), ('', 'lies in the input'), ('sft/model', 'lies in the input'),
+    ('annotators/model', 'a part of the run'), ('annotators/model-8', 'a part of the run'), ('annotators/checkpoint', 'a part of the run')])
+def test_out_among_inputs_or_in_a_run(base, out, message):
+    was = sorted(base.rglob('*'))
+    with pytest.raises(ValueError, match=message):
+        reward_model.train(reward_model.RewardModelConfig(**tiny.settings('reward_model', base, out=str(base/out)) | (
+            dict(preferences=str(base/'world'/'sft.json'), policy=str(base/'sft'))) | (dict(preferences=str(base/'world')) if 'world' in out else {})))
+    assert sorted(base.rglob('*')) == was
+
+
+def test_a_linked_out_stays_a_link(base, tmp_path):
+    (tmp_path/'disk').mkdir()
+    (tmp_path/'sft').symlink_to(tmp_path/'disk'/'mine', target_is_directory=True)
+    for seed in (0, 1): sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft'), eval_split='', val_split='', seed=seed)))
+    assert (tmp_path/'sft').is_symlink() and sorted(p.name for p in (tmp_path/'disk').glob('mine*')) == ['mine', 'mine~1']
+    assert [read_json(tmp_path/'disk'/n/'config.json')['settings']['seed'] for n in ('mine~1', 'mine')] == [0, 1]
+
+
+def test_a_failing_command_leaves_the_earlier_run(run_of_sft):
+    folder, again = run_of_sft
+    was = {p: p.stat().st_mtime_ns for p in folder.rglob('*')}
+    for given in (dict(split='nothing'), dict(max_length=2), dict(seed=1, policy=str(folder.parent))):
+        with pytest.raises((ValueError, FileNotFoundError)): again(**given)
+        assert {p: p.stat().st_mtime_ns for p in folder.rglob('*')} == was and not folder.with_name('sft~1').exists()
+        with pytest.raises((ValueError, FileNotFoundError)): again(**given | dict(out=str(folder.with_name('new'))))
+        assert not folder.with_name('new').exists()
+    assert again().done
+
+
+@pytest.mark.parametrize('name', ['model/model.safetensors', 'model/tokenizer.json', 'outputs.json', 'log.jsonl', 'summary.json'])
+@pytest.mark.parametrize('damage', ['missing', 'cut short', 'changed'])
+def test_a_damaged_file_of_a_finished_run_is_noticed(run_of_sft, capsys, name, damage):
+    "The run is made again, and what is left of it is kept."
+    folder, _ = run_of_sft
+    cfg = sft.SFTConfig(**read_json(folder/'config.json')['settings'] | dict(out=str(folder)))
+    if damage == 'missing': (folder/name).unlink()
+    if damage == 'cut short': (folder/name).write_bytes((folder/name).read_bytes()[:-7])
+    if damage == 'changed': (folder/name).write_bytes((folder/name).read_bytes()[:-9] + b'#########')
+    run = runs.start(cfg, sft.train)
+    assert not run.done
+    run.write('x.json', [])
+    run.finish()
+    assert folder.with_name('sft~1').exists() == (name != 'summary.json' or damage != 'missing')
+    if folder.with_name('sft~1').exists(): assert f'{name} is missing or damaged' in capsys.readouterr().out
+
+
+def test_a_damaged_config_names_the_file(run_of_sft):
+    folder, again = run_of_sft
+    (folder/'config.json').write_text('{"settings": ')
+    with pytest.raises(ValueError, match=r'sft/config\.json is damaged .* delete'): again()
+    assert not folder.with_name('sft~1').exists()
+
+
+def test_what_is_damaged_at_resume_is_named(base, tmp_path, monkeypatch):
+    "A checkpoint cut short, and a log that ends before it; a last line cut short is left out."
+    cfg = sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft'), checkpoint_every=2))
+    with monkeypatch.context() as m: fill_disk(m, 'model'); fail_full(cfg)
+    log, state = tmp_path/'sft'/'log.jsonl', tmp_path/'sft'/'checkpoint'/'state.safetensors'
+    text, whole_state = log.read_text(), state.read_bytes()
+    state.write_bytes(whole_state[:-100])
+    with pytest.raises(ValueError, match='state.safetensors is damaged .*delete it to start from the beginning'): sft.train(cfg)
+    state.write_bytes(whole_state)
+    for cut, message in ((text[:len(text)//3], 'log.jsonl is damaged: it ends before step'), (text[9:], 'log.jsonl is damaged')):
+        log.write_text(cut)
+        with pytest.raises(ValueError, match=message): sft.train(cfg)
+    log.write_text(text + '{"step": ')
+    sft.train(cfg)
+    assert [r['step'] for r in read_log(tmp_path/'sft')] == list(range(1, len(read_log(tmp_path/'sft')) + 1)) and read_summary(tmp_path/'sft')
+
+
 @pytest.mark.parametrize('secret', ['sk-' + 'a1'*20, 'hf_' + 'Zz'*17])
 @pytest.mark.parametrize('name', ['policy', 'data', 'out', 'split'])
 def test_secrets_are_refused_and_not_shown(name, secret):
@@ -245,12 +355,11 @@ def fail_full(cfg):
 
 def test_broken_checkpoint_is_an_error_not_a_result(base, tmp_path):
     "A policy folder whose weights are cut short is refused."
-    import shutil
     shutil.copytree(base/'sft', tmp_path/'sft')
     weights = tmp_path/'sft'/'model'/'model.safetensors'
     weights.write_bytes(weights.read_bytes()[:-1000])
     given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(policy=str(tmp_path/'sft'))
-    with pytest.raises(Exception, match='(?i)safetensor|incomplete|metadata|header'): best_of_n.run(best_of_n.BestOfNConfig(**given))
+    with pytest.raises(ValueError, match='model.safetensors is damaged'): best_of_n.run(best_of_n.BestOfNConfig(**given))
     assert not (tmp_path/'out'/'outputs.json').exists()
 
 

@@ -161,6 +161,7 @@ def test_other_settings_and_other_inputs_run_and_keep_the_old(base, tmp_path):
 
 SOURCE = '''
 from dataclasses import dataclass
+import numpy as np
 from alpaca_farm.core.runs import start
 from alpaca_farm.core.settings import Config
 
@@ -171,9 +172,17 @@ class ToyConfig(Config):
     out: str = 'runs/toy'
 
 class Model:
+    "A model."
     def loss(self, x): return x
 
-def loss(x): return WEIGHT*Model().loss(x) + sum(extra(i) for i in range(2))
+class Judge:
+    def __init__(self, bias): self.bias = bias
+
+JUDGE = Judge(.5)
+UTILITY = np.array([1., 2.])
+BEST = max
+
+def loss(x): return WEIGHT*Model().loss(x) + sum(extra(i) for i in range(2)) + JUDGE.bias*float(BEST(UTILITY))
 
 def extra(i): return i
 
@@ -200,7 +209,9 @@ def toy(folder, name, source):
 @pytest.mark.parametrize('old, new, runs_again', [
     ('def loss(x): return', 'def loss(x): return 2*', True), ('def loss(self, x): return x', 'def loss(self, x): return -x', True),
     ('WEIGHT = 1.', 'WEIGHT = 3.', True), ('def extra(i): return i', 'def extra(i): return 5*i', True),
-    ('def unrelated(x): return x', 'def unrelated(x): return 7', False), ('def extra(i): return i', 'def extra(i): return i  # so', False)])
+    ('UTILITY = np.array([1., 2.])', 'UTILITY = np.array([1., 3.])', True), ('JUDGE = Judge(.5)', 'JUDGE = Judge(.6)', True),
+    ('BEST = max', 'BEST = min', True), ('def unrelated(x): return x', 'def unrelated(x): return 7', False),
+    ('def extra(i): return i', 'def extra(i): return i  # so', False), ('"A model."', '"A model of nothing."', False)])
 def test_edited_code_runs_and_the_old_is_kept(tmp_path, old, new, runs_again):
     assert SOURCE.count(old) == 1
     first = toy(tmp_path, 'toy_a', SOURCE)
@@ -239,10 +250,150 @@ def test_one_writer_at_a_time(tmp_path):
     run = runs.start(cfg, module.train)
     pid = os.fork()
     if pid == 0:
-        runs.locks.clear()
+        runs._locks.clear()
         try: runs.start(cfg, module.train)
         except RuntimeError as e: os._exit(7 if 'another process' in str(e) else 8)
         os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     run.load(); run.finish()
     assert isinstance(cfg, Config) and runs.start(cfg, module.train).done
+
+
+def edit_json(path, change):
+    "Rewrite a JSON file, in the same number of bytes where the change keeps it."
+    rows = json.loads(path.read_text())
+    for r in rows: change(r)
+    path.write_text(json.dumps(rows))
+
+
+def other_weights(path):
+    raw = bytearray(path.read_bytes())
+    raw[-4:] = bytes(4) if any(raw[-4:]) else b'\1\1\1\1'
+    path.write_bytes(raw)
+
+
+EDITS = dict(
+    answers=('sft', 'world/sft.json', lambda p: edit_json(p, lambda r: r.update(output=r['output'][::-1]))),
+    labels=('reward_model', 'annotators/preferences.json', lambda p: edit_json(p, lambda r: r.update(preference=3 - r['preference']))),
+    weights=('reward_model', 'sft/model/model.safetensors', other_weights))
+
+
+@pytest.fixture(scope='module')
+def copied(base, tmp_path_factory):
+    "The runs of the session in another place, where they may be spoiled, and two runs made from the originals."
+    folder = tmp_path_factory.mktemp('copied')
+    for name in ('world', 'sft', 'samples', 'annotators'): shutil.copytree(base/name, folder/name)
+    for name in ('sft', 'reward_model'): train(name, base, folder/f'my_{name}')
+    return folder
+
+
+def train(notebook, base, out, **more):
+    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    return tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(out)) | more))
+
+
+def test_copies_are_the_same_inputs(copied):
+    assert all(train(name, copied, copied/f'my_{name}').done for name in ('sft', 'reward_model'))
+
+
+@pytest.mark.parametrize('edit', EDITS)
+def test_inputs_are_known_by_their_content(copied, edit):
+    notebook, file, change = EDITS[edit]
+    was = (copied/file).read_bytes()
+    change(copied/file)
+    run = runs.start(cfg_of(notebook, copied, copied/f'my_{notebook}'), main_of(notebook))
+    assert not run.done and not (copied/f'my_{notebook}~1').exists()   # nothing is written as yet
+    (copied/file).write_bytes(was)
+    assert runs.start(cfg_of(notebook, copied, copied/f'my_{notebook}'), main_of(notebook)).done
+
+
+def cfg_of(notebook, base, out, **more):
+    return tiny.config(importlib.import_module(f'alpaca_farm.{notebook}'), **tiny.settings(notebook, base, out=str(out)) | more)
+
+
+def main_of(notebook): return tiny.main(importlib.import_module(f'alpaca_farm.{notebook}'))
+
+
+def test_an_unfinished_input_is_refused(copied, tmp_path):
+    shutil.copytree(copied/'sft', tmp_path/'sft')
+    (tmp_path/'sft'/'summary.json').unlink()
+    with pytest.raises(ValueError, match='policy = .*sft: this run is not finished. Finish it first'):
+        train('reward_model', copied, tmp_path/'rm', policy=str(tmp_path/'sft'))
+    with pytest.raises(ValueError, match='this run is not finished'):
+        train('reward_model', copied, tmp_path/'rm', policy=str(tmp_path/'sft'/'model'))
+    assert not (tmp_path/'rm').exists()
+
+
+def test_an_input_whose_own_inputs_changed_is_named(copied, tmp_path, capsys):
+    "A reward model that has learned from the samples of another policy."
+    shutil.copytree(copied, tmp_path/'runs')
+    config = tmp_path/'runs'/'annotators'/'config.json'
+    config.write_text(config.read_text().replace(str(copied.parent/copied.name), str(tmp_path/'runs')))
+    old = json.loads(config.read_text())
+    old['inputs']['outputs'] = {str(tmp_path/'runs'/'samples'/'candidates.json'): 'of another policy'}
+    config.write_text(json.dumps(old))
+    runs.start(cfg_of('reward_model', tmp_path/'runs', tmp_path/'rm'), main_of('reward_model'))
+    assert 'is used as it is, but was made before' in (said := capsys.readouterr().out) and 'samples/candidates.json changed' in said
+
+
+def test_a_users_modules_are_followed(tmp_path, monkeypatch):
+    "Through their own imports: plain, relative and in packages."
+    from alpaca_farm.core.fingerprint import content_hash
+    files = {'judge_a.py': 'import helper_a\nfrom parts_a.inner import weight\ndef judge(pairs): return helper_a.f(pairs)',
+             'helper_a.py': 'def f(pairs): return [1]*len(pairs)', 'parts_a/__init__.py': 'from .sums import total',
+             'parts_a/inner.py': 'from . import sums\nweight = 1', 'parts_a/sums.py': 'total = 1', 'unused_a.py': 'x = 1'}
+    for name, source in files.items():
+        (tmp_path/name).parent.mkdir(exist_ok=True)
+        (tmp_path/name).write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = content_hash('judge_a:judge')
+    for name, source in files.items():
+        (tmp_path/name).write_text(source + '\ny = 2')
+        assert (content_hash('judge_a:judge') == before) == (name == 'unused_a.py'), name
+        (tmp_path/name).write_text(source + '  # a comment')
+        assert content_hash('judge_a:judge') == before
+
+
+def test_a_judges_configuration_is_known_by_its_content(tmp_path):
+    from alpaca_farm.core.fingerprint import content_hash
+    shutil.copytree(tiny.ROOT/'nbs'/'recipes'/'judges'/'structured', tmp_path/'structured')
+    marks = [content_hash(s) for s in ('structured', str(tmp_path/'structured'), str(tmp_path/'structured'/'configs.yaml'))]
+    assert marks[0] == marks[1] and all(len(m) == 12 for m in marks)
+    for name in ('prompt.txt', 'configs.yaml'):
+        before = [content_hash(str(tmp_path/p)) for p in ('structured', 'structured/configs.yaml')]
+        (tmp_path/'structured'/name).write_text((tmp_path/'structured'/name).read_text() + '\n# more')
+        assert not set(before) & {content_hash(str(tmp_path/p)) for p in ('structured', 'structured/configs.yaml')}
+
+
+def test_a_large_file_is_read_once(tmp_path, monkeypatch):
+    from alpaca_farm.core import files
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
+    (tmp_path/'a').write_bytes(bytes(2**21))
+    reads, real = [], files.hashlib.file_digest
+    monkeypatch.setattr(files.hashlib, 'file_digest', lambda *a: reads.append(1) or real(*a))
+    first = files.file_hash(tmp_path/'a')
+    assert files.file_hash(tmp_path/'a') == first and len(reads) == 1
+    time.sleep(.01)
+    (tmp_path/'a').write_bytes(bytes(2**21 - 1) + b'1')
+    assert files.file_hash(tmp_path/'a') != first and len(reads) == 2
+    (tmp_path/'cache'/'alpaca_farm'/'hashes.json').write_text('{"damaged')
+    assert files.file_hash(tmp_path/'a') != first and len(reads) == 3
+
+
+@pytest.mark.parametrize('what', ['setting', 'split'])
+def test_other_answers_need_no_other_training(copied, tmp_path, what):
+    "Another evaluation split, or an edited one: the model is done, only its answers are not."
+    shutil.copytree(copied/'world', tmp_path/'world')
+    shutil.copytree(copied/'my_sft', tmp_path/'sft')
+    given = dict(data=str(tmp_path/'world'))
+    if what == 'setting': given['eval_instances'] = 7
+    else: edit_json(tmp_path/'world'/'eval.json', lambda r: r.update(instruction=r['instruction'] + '!'))
+    run = runs.start(cfg_of('sft', copied, tmp_path/'sft', **given), sft.train)
+    assert (run.done, run.answered) == (True, False) and run.config['files']
+    run.write('outputs.json', [])       # as the function that answers again does
+    run.finish(**read_summary(run.folder))
+    run = runs.start(cfg_of('sft', copied, tmp_path/'sft', **given), sft.train)
+    assert run.done and run.answered and not (tmp_path/'sft~1').exists()
+    assert (tmp_path/'sft'/'model'/'model.safetensors').read_bytes() == (copied/'my_sft'/'model'/'model.safetensors').read_bytes()
+    run = runs.start(cfg_of('sft', copied, tmp_path/'sft', **given | dict(val_split='')), sft.train)
+    assert not run.done

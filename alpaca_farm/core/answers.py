@@ -48,6 +48,7 @@ class AnswerConfig(PromptConfig):
     eval_instances: int = 0        # use only the first n instructions of it; 0 for all
     eval_temperature: float = 1.0  # of the answers that are evaluated; 0 is greedy
     eval_top_p: float = 1.0        # nucleus of these answers
+    answering = ('eval_split', 'eval_instances', 'eval_temperature', 'eval_top_p')
 
     def __post_init__(self):
         super().__post_init__()

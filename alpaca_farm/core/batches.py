@@ -10,7 +10,7 @@ import asyncio, json
 
 from fastcore.basics import patch
 
-from .api import is_complete
+from .api import concerns_request, is_complete, redact, RequestRefused, StopAsking
 from .client import DirectClient
 
 # %% ../../nbs/core/batches.ipynb #dd8e2b69
@@ -84,7 +84,7 @@ async def send_batch(self: ApiClient, part: dict):
     file, text = self.endpoint.files, batch_text(part)
     def upload(): return file.create(file=('requests.jsonl', text), purpose='batch')
     uploaded = await self.call_with_retries(upload, 'the Batch API', **NO_BATCHES)
-    self.store.note_batch(uploaded.id, str(self.endpoint.base_url), part, CLAIM_SECONDS)
+    self.store.note_batch(uploaded.id, self.server, part, CLAIM_SECONDS)
     await self.ensure_batch(uploaded.id, request_path(next(iter(part.values()))), search=False)
 
 # %% ../../nbs/core/batches.ipynb #871879ff
@@ -97,28 +97,50 @@ def store_line(self: ApiClient, line: dict, requests: dict):
         if not self.fatal: self.store_answer(key, requests[key], answer, None)
         return
     error = (answer or {}).get('error') or line.get('error') or {}
-    if key in self.todo: self.tally.failed[key] = error.get('message') or 'an answer of the wrong shape'
-    if response.get('status_code') in (400, 413, 422): self.tally.refused.add(key)
+    reason = redact(error.get('message') or 'an answer of the wrong shape')
+    if key in self.todo: self.tally.failed[key] = reason
+    if concerns_request(response.get('status_code'), str(error)): self.tally.refused.add(key)
+
+# %% ../../nbs/core/batches.ipynb #28d7b80f
+@patch
+async def read_batch(self: ApiClient, file: str, name: str | None, path: str) -> tuple:
+    "The state of a batch, and the lines of its output; None for these while it is under way."
+    name = name or await self.ensure_batch(file, path, search=True)
+    def retrieve(): return self.endpoint.batches.retrieve(name)
+    b, lines = await self.call_with_retries(retrieve, f'the batch {name}', **NO_BATCHES), []
+    state = f'answered of the batch {b.id} ({b.status})'
+    if b.request_counts: self.progress(b.request_counts.completed, state)
+    if b.status not in ('completed', 'expired', 'cancelled', 'failed'): return b, None
+    for output in filter(None, (b.output_file_id, b.error_file_id)):
+        def download(): return self.endpoint.files.content(output)
+        text = (await self.call_with_retries(download, f'the file {output}', **NO_BATCHES)).text
+        lines += filter(str.strip, text.split('\n'))
+    return b, lines
+
+# %% ../../nbs/core/batches.ipynb #93b29aa2
+@patch
+def release_batch(self: ApiClient, waiting: tuple, error: Exception):
+    "Release the requests of a batch that is gone, and say so; raises `error` if it means something else."
+    if not isinstance(error, RequestRefused) and error.status not in (403, 404): raise error
+    file, name, requests = waiting
+    gone = f'the batch {name or f"of {file}"} is gone, deleted or made with the key of another project'
+    print(f'{self.name}: {gone} ({redact(str(error))}): its {len(requests)} requests are sent again')
+    self.store.end_batch(file)
+    for k in self.todo.keys() & requests.keys() if self.cfg.batch else (): self.tally.failed[k] = gone
 
 # %% ../../nbs/core/batches.ipynb #5a84eb86
 @patch
 async def fetch_batch(self: ApiClient, waiting: tuple):
     "Query the state of a batch; once it has ended, store its answers and release unanswered requests."
     file, name, requests = waiting
-    path = request_path(next(iter(requests.values())))
-    name = name or await self.ensure_batch(file, path, search=True)
-    def retrieve(): return self.endpoint.batches.retrieve(name)
-    b = await self.call_with_retries(retrieve, f'the batch {name}', **NO_BATCHES)
-    state = f'answered of the batch {b.id} ({b.status})'
-    if b.request_counts: self.progress(b.request_counts.completed, state)
-    if b.status not in ('completed', 'expired', 'cancelled', 'failed'): return
-    for output in filter(None, (b.output_file_id, b.error_file_id)):
-        def download(): return self.endpoint.files.content(output)
-        text = (await self.call_with_retries(download, f'the file {output}', **NO_BATCHES)).text
-        for line in filter(str.strip, text.split('\n')): self.store_line(json.loads(line), requests)
+    try: b, lines = await self.read_batch(file, name, request_path(next(iter(requests.values()))))
+    except (StopAsking, RequestRefused) as e: return self.release_batch(waiting, e)
+    if lines is None: return
+    for line in lines: self.store_line(json.loads(line), requests)
     if self.fatal: return
     errors = b.errors.data if b.errors and b.errors.data else []
-    reason = '; '.join(e.message or '' for e in errors) if errors else f'the batch {b.id} has {b.status}'
+    said = redact('; '.join(e.message or '' for e in errors))
+    reason = said or f'the batch {b.id} has {b.status}'
     for k in self.todo.keys() & requests.keys() - self.answers.keys(): self.tally.failed.setdefault(k, reason)
     self.store.end_batch(file)
 
@@ -126,7 +148,7 @@ async def fetch_batch(self: ApiClient, waiting: tuple):
 @patch
 def pending_batches(self: ApiClient) -> list[tuple]:
     "Batches under way that hold requests of this call: file, name, requests by key."
-    batches = self.store.open_batches(str(self.endpoint.base_url))
+    batches = self.store.open_batches(self.server)
     return [b for b in batches if b[2].keys() & self.todo.keys()]
 
 # %% ../../nbs/core/batches.ipynb #31608cd9
@@ -144,6 +166,8 @@ async def await_batches(self: ApiClient):
 async def answer_in_batches(self: ApiClient):
     "Fetch the answers of earlier batches; with `batch`, send the rest as batches and wait for all of them."
     for b in self.pending_batches(): await self.fetch_batch(b)
+    pending = [r for _, _, requests in self.pending_batches() for k, r in requests.items() if k in self.todo]
+    self.reserved += sum(self.highest_price(r) or 0. for r in pending)
     if self.cfg.batch:
         claimed = set(self.store.claim([k for k in self.todo if k not in self.answers]))
         todo = {k: r for k, r in self.todo.items() if k in claimed}
@@ -155,4 +179,4 @@ async def answer_in_batches(self: ApiClient):
     for k in self.todo.keys() & names.keys():
         self.tally.failed[k] = f'under way in the batch {names[k]}: run again later, or with batch'
     if self.cfg.batch and not self.tally.stopped:
-        for k, _ in self.waiting: self.tally.failed[k] = 'another process has requested it'
+        for k, _ in self.waiting: self.tally.failed.setdefault(k, 'another process has requested it')

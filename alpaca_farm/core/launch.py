@@ -4,18 +4,19 @@
 
 # %% auto #0
 __all__ = ['Job', 'study_job', 'fraction_done', 'start_job', 'cell_error', 'failure', 'longest_chain', 'ready_jobs',
-           'collect_finished', 'skip_dependents', 'progress_text', 'run_jobs', 'run_or_fail', 'train_or_launch']
+           'collect_finished', 'skip_dependents', 'seconds_left', 'progress_text', 'run_jobs', 'run_or_fail',
+           'Interrupted', 'next_step', 'train_or_launch']
 
 # %% ../../nbs/core/launch.ipynb #679fd030
-import os, subprocess, time
+import json, os, subprocess, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .build import as_list, is_fresh, papermill_command, recipe
+from .build import as_list, is_fresh, papermill_command, recipe, start_process
 from .files import read_json
-from .progress import duration, Progress
+from .progress import Progress
 from .runs import read_log
-from .settings import at_root, Config, root
+from .settings import at_root, Config
 
 # %% ../../nbs/core/launch.ipynb #60139d20
 @dataclass
@@ -62,11 +63,7 @@ def fraction_done(job: Job) -> float:
 def start_job(job: Job) -> subprocess.Popen:
     "Start a job; its output goes to a file beside its notebook."
     at_root(job.out).parent.mkdir(parents=True, exist_ok=True)
-    env = dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false',
-               PYDEVD_DISABLE_FILE_VALIDATION='1')
-    command = papermill_command(job.notebook, job.out, **job.settings)
-    with open(f'{at_root(job.out)}.txt', 'w') as f:
-        return subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=env, cwd=root())
+    return start_process(papermill_command(job.notebook, job.out, **job.settings), f'{at_root(job.out)}.txt')
 
 # %% ../../nbs/core/launch.ipynb #5a856faa
 def cell_error(job: Job) -> str:
@@ -117,15 +114,16 @@ def skip_dependents(jobs, failed):
         if lost and j.out not in failed: failed[j.out] = f'{j.out}: not run, since {lost} is missing'
 
 # %% ../../nbs/core/launch.ipynb #d1727051
-def progress_text(jobs, running, done, failed, workers) -> str:
-    "What is running, and roughly how long everything will take."
-    if not running: return f'{len(failed)} FAILED' if failed else ''
-    shares = {j: fraction_done(j) for j in running}
+def seconds_left(jobs, shares: dict, done, failed, workers: int) -> float:
+    "Estimate of the time left when these shares of the running jobs are done."
     left = sum(j.cost * (1 - shares.get(j, 0.)) for j in jobs if j.out not in done and j.out not in failed)
-    longest = max(longest_chain(j, jobs) for j in running)
+    return max([left / workers, *(longest_chain(j, jobs) - j.cost * s for j, s in shares.items())])
+
+# %% ../../nbs/core/launch.ipynb #6e0d3b7a
+def progress_text(shares: dict, failed) -> str:
+    "The running jobs, and how many have failed."
     now = ', '.join(f'{Path(j.out).name} {s:.0%}' for j, s in shares.items())
-    return (f'[{now}] about {duration(max(left / workers, longest))} of work left,'
-            + (f' {len(failed)} FAILED,' if failed else ''))
+    return ' '.join([f'[{now}]'] * bool(now) + [f'{len(failed)} FAILED'] * bool(failed))
 
 # %% ../../nbs/core/launch.ipynb #3d7a2083
 def run_jobs(
@@ -137,7 +135,7 @@ def run_jobs(
     "Run all jobs, each after those it needs; return the failures."
     workers = workers or len(os.sched_getaffinity(0))
     done, failed, running = set(), {}, {}
-    show = Progress(name, len(jobs), every=1)
+    show = Progress(name, len(jobs))
     try:
         while len(done) + len(failed) < len(jobs):
             collect_finished(running, done, failed)
@@ -145,7 +143,9 @@ def run_jobs(
                 if is_fresh(job.out, job.settings) and not cell_error(job): done.add(job.out)
                 else: running[job] = start_job(job)
             skip_dependents(jobs, failed)
-            show(len(done) + len(failed), progress_text(jobs, running, done, failed, workers))
+            shares = {j: fraction_done(j) for j in running}
+            show(len(done) + len(failed), progress_text(shares, failed),
+                 left=seconds_left(jobs, shares, done, failed, workers))
             watch()
             if running: time.sleep(.2)
     finally:
@@ -163,8 +163,26 @@ def run_or_fail(
     failed = run_jobs(jobs, workers, name)
     if failed: raise RuntimeError(f'{what} failed:\n' + '\n'.join(failed))
 
+# %% ../../nbs/core/launch.ipynb #91c5d0e3
+class Interrupted(KeyboardInterrupt):
+    "A run was interrupted; a notebook shows the message alone."
+    def _render_traceback_(self): return [str(self)]
+
+# %% ../../nbs/core/launch.ipynb #4ad7e2f0
+def next_step(out: str) -> int:
+    "The step at which a run goes on from its checkpoint; 1 without a checkpoint."
+    path = at_root(out)/'checkpoint'/'state.safetensors'
+    if not path.exists(): return 1
+    from safetensors import safe_open
+    with safe_open(path, 'pt') as f: return dict(json.loads(f.metadata()['state'])['dict'])['step'] + 1
+
 # %% ../../nbs/core/launch.ipynb #c567c9b0
 def train_or_launch(cfg: Config, train):
     "Run `train(cfg)` in this process; ValueError if the settings require several."
-    if cfg.num_processes == 1: return train(cfg)
-    raise ValueError(f'num_processes = {cfg.num_processes}: only one process per run is supported so far')
+    if cfg.num_processes != 1:
+        raise ValueError(f'num_processes = {cfg.num_processes}: only one process per run is supported so far')
+    try: return train(cfg)
+    except KeyboardInterrupt:
+        step = next_step(cfg.out)
+        raise Interrupted('interrupted: run the cell again to go on'
+                          + (f' from step {step}' if step > 1 else '')) from None

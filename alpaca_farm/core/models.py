@@ -9,15 +9,15 @@ __all__ = ['CARD', 'device_of', 'dtype_of', 'model_path', 'no_progress_bars', 'p
            'checked_reward', 'score_records', 'reward', 'label_count', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
-import os
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from .files import open_tensors, read_json, temporary_path
 from .functional import selected_logprobs, token_logprobs
-from .runs import read_summary
 from .paths import ask_hub, at_root, looks_like_hub
+from .runs import read_summary
 from .settings import Config, resolve
 from .text import collate, encode_prompts, encode_responses, pad
 
@@ -35,9 +35,14 @@ def dtype_of(cfg: Config) -> torch.dtype:
 
 # %% ../../nbs/core/models.ipynb #37b20d87
 def model_path(spec: str) -> str:
-    "The folder a model is loaded from, or its name on the hub; FileNotFoundError if there is neither."
+    "The folder a model is loaded from, or its name on the hub; an error for a missing or damaged model."
     for folder in (at_root(spec)/'model', at_root(spec)):
-        if (folder/'config.json').exists() and list(folder.glob('*.safetensors')): return str(folder)
+        files = list(folder.glob('*.safetensors'))
+        if not files or not (folder/'config.json').exists(): continue
+        read_json(folder/'config.json')
+        for p in files:
+            with open_tensors(p): pass
+        return str(folder)
     if not at_root(spec).exists() and looks_like_hub(spec): return ask_hub(spec)
     raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
                             'or in its folder model/')
@@ -303,7 +308,7 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 def save_model(model, tokenizer, run, name: str = 'model'):
     "Write a model, its tokenizer and its card into a run folder, completely or not at all."
     import shutil
-    folder, temporary = run.path(name), run.path(f'.{name}.{os.getpid()}')
+    folder, temporary = run.path(name), temporary_path(run.path(name))
     data = getattr(run.cfg, 'data', '')
     card = CARD.format(notebook=run.config['notebook'], name=run.folder.name,
                        fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')

@@ -42,7 +42,8 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     eval_every: int = 4                     # steps between evaluations on it
     save_every: int = 4                     # save model-<step>/ every n steps; 0 for none
     checkpoint_every: int = 2               # steps between checkpoints
-    inputs = ('policy', 'reward_model', 'data', 'annotators')
+    inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
+                  annotators=('preferences', 'model'))
 
     def __post_init__(self):
         super().__post_init__()

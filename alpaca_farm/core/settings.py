@@ -102,7 +102,8 @@ class Config:
     dtype: str = 'auto'    # float32, bfloat16, float16; auto is float32 on CPU, bfloat16 on GPU
     num_processes: int = 1 # processes that share the work; only 1 as yet
     tracker: str = ''      # wandb to send the log there as well; nothing leaves the machine otherwise
-    inputs = ()            # settings that name something this run reads (a class attribute, not a setting)
+    inputs = {}            # settings that name what this run reads: which files of it (class attributes,
+    answering = ()         # no settings); those that only concern the answers at the end
     aside = ('out', 'num_processes', 'workers', 'tracker')  # settings without influence on the result
 
     def __post_init__(self):

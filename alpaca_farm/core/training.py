@@ -178,7 +178,8 @@ def health_warnings(record: dict) -> list[str]:
 def log(self: Trainer, **figures):
     "Log one step's figures, show the progress, and print each new warning."
     self.run.log(self.step, **figures)
-    self.progress(self.step, f'{self.shown} {figures[self.shown]:.3g}' if self.shown in figures else '')
+    self.progress(self.step, f'{self.shown} {figures[self.shown]:.3g}' if self.shown in figures else '',
+                  figures.get(self.shown))
     for text in health_warnings(figures):
         if text in self.extra.setdefault('warned', []): continue
         self.extra['warned'].append(text)

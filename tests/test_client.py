@@ -1,0 +1,245 @@
+"""The client of judges behind an API: what belongs to a key, who waits for whom, what stops it, and what it never shows."""
+import json
+import re
+import subprocess
+import sys
+import time
+
+import openai   # takes a second or two the first time
+import pytest
+
+import tiny
+from alpaca_farm import annotators
+from alpaca_farm.annotators import AnnotatorsConfig
+from alpaca_farm.auto_annotations import PairwiseAutoAnnotator
+from alpaca_farm.core.api import ApiConfig
+from alpaca_farm.core.batches import ApiClient
+from alpaca_farm.core.runs import read_summary
+from alpaca_farm.core.store import Store, request_key
+from judge_server import judge_server, verdict
+
+KEY = 'sk-a-key-of-the-tests'
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch, tmp_path):
+    for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv('OPENAI_API_KEY', KEY)
+    monkeypatch.setattr('alpaca_farm.core.client.at_root', lambda path: tmp_path/path)   # no store among the project's runs
+
+
+@pytest.fixture(scope='module')
+def shared():
+    with judge_server() as server: yield server
+
+
+@pytest.fixture
+def server(shared):
+    shared.set(faults={}, latency=0., template='Output ({letter})', retry_after=.05, batch_seconds=.1)
+    return shared
+
+
+def settings(tmp_path, server, **more):
+    return ApiConfig(**dict(dict(base_url=server.url, store=str(tmp_path/'answers.sqlite'), tries=3, timeout=5.), **more))
+
+
+def asked(n, **more): return [dict(model='judge', messages=[dict(role='user', content=f'Say word {i}.')]) | more for i in range(n)]
+
+
+def texts(answers): return [a and a['choices'][0]['message']['content'] for a in answers]
+
+
+def labelling(tmp_path, server, n=30, **more):
+    "Settings of a run with a judge that is asked about n pairs."
+    file = tmp_path/'pairs.json'
+    if not file.exists():
+        file.write_text(json.dumps([dict(instruction=f'Say word {i}.', input='', output_1='a'*(i + 1), output_2='b'*40) for i in range(n)]))
+    return AnnotatorsConfig(**dict(dict(out=str(tmp_path/'run'), outputs=str(file), annotators='chatgpt', models=['gpt-3.5-turbo-0301=judge'], base_url=server.url,
+                                        store=str(tmp_path/'answers.sqlite'), label_flip=0., tries=3, timeout=5.), **more))
+
+
+def test_no_key_in_the_address():
+    for url in ('http://me:hidden@localhost/v1', 'http://localhost/v1?api_key=hidden', 'http://localhost/v1?access_token=hidden'):
+        with pytest.raises(ValueError, match='base_url holds a user, password or key') as caught: ApiConfig(base_url=url)
+        assert 'hidden' not in str(caught.value)
+    with pytest.raises(ValueError, match='base_url: Port'): ApiConfig(base_url='http://localhost:port/v1')
+
+
+@pytest.mark.parametrize('batch', [False, True])
+def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys, batch):
+    "In the reason of a refusal, in a batch's errors, and in an answer's text: neither printed nor in any file."
+    server.set(faults={'echo': {'p': 0, 'always_for': 'Say word 3\\.'}}, template='Output ({letter}) says %s' % KEY)
+    cfg = labelling(tmp_path, server, n=8, batch=batch)
+    annotators.run(cfg)
+    assert read_summary(cfg.out)['labels'] == 7 and 'Bearer [key]' in (tmp_path/'run'/'unanswered.json').read_text()
+    Store(cfg.store).run('pragma wal_checkpoint(truncate)')
+    assert not [p for p in tmp_path.rglob('*') if p.is_file() and KEY.encode() in p.read_bytes()]
+    said = capsys.readouterr()
+    assert KEY not in said.out + said.err and 'says [key]' in Store(cfg.store).run('select answer from answers').fetchone()[0]
+
+
+@pytest.mark.parametrize('fault', ['moderation', 'filter'])
+@pytest.mark.parametrize('batch', [False, True])
+def test_a_moderated_pair_has_no_label_and_a_reason(tmp_path, server, fault, batch):
+    server.set(faults={fault: {'p': 0, 'always_for': 'Say word 3\\.'}})
+    cfg = labelling(tmp_path, server, n=8, batch=batch)
+    annotators.run(cfg)
+    missing = json.loads((tmp_path/'run'/'unanswered.json').read_text())
+    assert read_summary(cfg.out)['labels'] == 7 and [p['instruction'] for p in missing['pairs']] == ['Say word 3.']
+    assert any(word in missing['reasons'][0] for word in ('flagged', 'filtered'))
+
+
+def test_another_endpoint_is_asked_itself(tmp_path, server, capsys):
+    "A model of the same name elsewhere gives its own answers, and two addresses of one server share theirs if they are declared the same."
+    ApiClient(settings(tmp_path, server))(asked(3))
+    with judge_server(template='Another answer') as other:
+        assert texts(ApiClient(settings(tmp_path, other))(asked(3))) == ['Another answer']*3
+        for url in (other.url + '/', other.url.upper().replace('/V1', '/v1')): assert texts(ApiClient(settings(tmp_path, other, base_url=url))(asked(3)))[0] == 'Another answer'
+        assert len(other.requests()) == 3
+        same = other.url.replace('127.0.0.1', 'localhost')
+        for url in (same, other.url): ApiClient(settings(tmp_path, other, base_url=url, endpoint='mine'))(asked(2))
+        assert len(other.requests()) == 5, 'the declared name is one endpoint'
+        cfg = settings(tmp_path, other)
+        Store(cfg.store).put(request_key(asked(1)[0], 7), asked(1)[0], dict(choices=[dict(message=dict(content='Old'))]))   # as older stores have it
+        capsys.readouterr()
+        assert texts(ApiClient(cfg)(asked(1), 7)) == ['Another answer'] and "endpoint = 'api.openai.com/v1' uses them" in capsys.readouterr().out
+        assert texts(ApiClient(settings(tmp_path, other, endpoint='https://api.openai.com/v1'))(asked(1), 7)) == ['Old']
+    assert texts(ApiClient(settings(tmp_path, server, base_url=''))(asked(1), 7)) == ['Old'], "OpenAI's own answers are still there"
+
+
+def test_a_batch_that_is_gone_is_asked_again(tmp_path, server, capsys):
+    "With and without the Batch API; whatever the reason, deleted or another project's."
+    for n, batch in enumerate((False, True)):
+        cfg = settings(tmp_path, server, batch=batch)
+        client, requests = ApiClient(cfg), asked(3, seed=n)
+        client.store.note_batch(f'file-gone-{n}', client.server, dict(zip(client.keys(requests, 0, client.answers_of), requests)), 9e4)
+        client.store.name_batch(f'file-gone-{n}', 'batch_gone')
+        assert None not in client(requests) and client.tally.asked == 3 and not client.tally.failed
+        assert 'the batch batch_gone is gone' in capsys.readouterr().out and not client.store.open_batches(client.server)
+    nameless, requests = ApiClient(settings(tmp_path, server)), asked(3, seed=2)      # killed before its name was known; its file is gone, too
+    nameless.store.note_batch('file-gone', nameless.server, dict(zip(nameless.keys(requests, 0, nameless.answers_of), requests)), 9e4)
+    assert None not in nameless(requests) and 'the batch of file-gone is gone' in capsys.readouterr().out
+
+
+def test_a_refused_key_does_not_release_a_batch(tmp_path):
+    with judge_server(key='right') as server:
+        client, requests = ApiClient(settings(tmp_path, server)), asked(3)
+        client.store.note_batch('file-1', client.server, dict(zip(client.keys(requests, 0, client.answers_of), requests)), 9e4)
+        with pytest.raises(ValueError, match='the key is refused'): client(requests)
+        assert client.store.open_batches(client.server)
+
+
+def test_a_restart_elsewhere_waits_for_a_lease_and_says_so(tmp_path, server, capsys):
+    "Claims of a container that was killed, with this host's name and this process's id; they end with their lease."
+    cfg, requests = settings(tmp_path, server), asked(3)
+    killed, client = Store(cfg.store, lease=2.), ApiClient(cfg, 'restart')
+    host, space, *rest = killed.owner.split(' ')
+    killed.owner = ' '.join([host, space + '1', *rest])
+    assert openai
+    assert len(killed.claim(client.keys(requests, 0, client.answers_of))) == 3 and Store(cfg.store).lease == 60
+    client.silence, began, before = .2, time.time(), len(server.requests())
+    assert None not in client(requests) and .5 < time.time() - began < 30
+    assert len(server.requests()) == before + 3
+    said = capsys.readouterr().out
+    assert said.count('restart: waiting for requests claimed by') == 1 and killed.owner in said
+
+
+CONTAINER = '''
+import sys; sys.path.insert(0, {tests!r})
+from test_client import asked, ApiClient, ApiConfig
+from alpaca_farm.core import store
+space = store.id_space()
+store.id_space = lambda: space + sys.argv[1]
+client = ApiClient(ApiConfig(base_url={url!r}, store={store!r}, concurrency=2, tries=3))
+client.store.owner, client.store.lease = f'host {{space}}{{sys.argv[1]}} 7 1.00', 1.     # the same name, id and start in both
+assert None not in client(asked(12))
+print(client.tally.asked)
+'''
+
+
+def test_two_containers_with_one_host_name_pay_once(tmp_path):
+    "Requests take longer than a lease, which is renewed meanwhile."
+    with judge_server(latency=1.5) as server:
+        code = CONTAINER.format(tests=str(tiny.ROOT/'tests'), url=server.url, store=str(tmp_path/'a.sqlite'))
+        env = {**tiny.environment(), 'OPENAI_API_KEY': 'test', 'PYTHONPATH': str(tiny.ROOT)}
+        both = [subprocess.Popen([sys.executable, '-c', code, name], stdout=subprocess.PIPE, text=True, env=env) for name in 'ab']
+        paid = [int(p.communicate(timeout=60)[0].split()[-1]) for p in both]
+        assert sum(paid) == 12 == server.counts()['ok'] and min(paid) > 0
+
+
+def test_half_a_character_does_not_end_a_run(tmp_path, server, capsys):
+    "A lone surrogate in what is sent, and one in an answer: replaced, the same each time, counted, said."
+    server.set(faults={'surrogate': {'p': 0, 'always_for': 'Say word 1\\.'}})
+    requests = asked(3) + [dict(model='judge', messages=[dict(role='user', content='half \ud83d')])]
+    client = ApiClient(settings(tmp_path, server), 'halves')
+    first = client(requests)
+    assert texts(first)[1].endswith('\ufffd') and None not in first
+    assert 'halves: lone surrogates replaced by U+FFFD in 2 requests or answers' in capsys.readouterr().out
+    judge = PairwiseAutoAnnotator('chatgpt', models={'gpt-3.5-turbo-0301': 'judge'}, base_url=server.url, caching_path=str(tmp_path/'annotations.json'))
+    assert judge.annotate_pairs([dict(instruction='Say it.', output_1='half \ud83d', output_2='b'*40)])[0]['preference'] == 2
+    assert client(requests) == first and client.tally.asked == 4 and 'half \ufffd' in Store(client.cfg.store).run('select group_concat(request) from requests').fetchone()[0]
+
+
+def test_content_in_parts_is_read_and_paid_for_once(tmp_path, server):
+    server.set(faults={'parts': 1})
+    client = ApiClient(settings(tmp_path, server))
+    first = client(asked(3))
+    assert texts(first) == [f'Output ({"ab"[verdict(r) - 1]})' for r in asked(3)] and first[0]['choices'][0]['message']['parts'][0]['thinking'] == 'Well.'
+    assert client(asked(3)) == first and client.tally.asked == 3 and client.tally.tried_again == 0
+
+
+def test_a_long_wait_is_said_or_ends_the_run(tmp_path, server, capsys, monkeypatch):
+    server.set(faults={'429': {'p': 1, 'times': 1}}, retry_after=3600)
+    client = ApiClient(settings(tmp_path, server), 'patient')
+    began = time.time()
+    with pytest.raises(ValueError, match='demands a wait of 6. min, longer than max_wait = 600 s: run again later .*Rate limit'): client(asked(4))
+    server.set(faults={})
+    assert time.time() - began < 60 and client(asked(4)).count(None) == 0, 'run again, it goes on'
+    async def nap(self, end): self.paused_until = 0.
+    monkeypatch.setattr(ApiClient, 'sleep_until', nap)
+    server.set(faults={'429': {'p': 1, 'times': 1}})
+    waits = ApiClient(settings(tmp_path, server, max_wait=4000.), 'patient')
+    assert waits(asked(4, seed=1)).count(None) == 0
+    said = capsys.readouterr().out
+    assert said.count('patient: waiting 6') == 1 and 'Rate limit reached' in said
+
+
+def test_a_budget_is_for_all_starts_of_a_run_folder(tmp_path, server, capsys):
+    "Three starts spend what one may, since the store has counted; a budget for the store counts all runs."
+    (tmp_path/'prices.yaml').write_text('judge: [1000, 1000]')
+    def run(out, n, **more):
+        client = ApiClient(settings(tmp_path, server, out=str(tmp_path/out), prices=str(tmp_path/'prices.yaml'), concurrency=1, **more))
+        return sum(a is not None for a in client(asked(9, seed=n, max_tokens=10)))
+    got = [run('one', n, budget=.06) for n in range(3)]
+    spent = Store(tmp_path/'answers.sqlite').spent('one')
+    assert got[0] > 0 == got[1] == got[2] and 0 < spent <= .06 and f'in all its starts, {tmp_path/"one"} has cost $0.{spent*100:02.0f}' in capsys.readouterr().out
+    assert run('two', 9, budget=.15) > 0, 'another folder has its own'
+    assert run('three', 10, budget=.1, budget_for='store') == 0 and run('three', 10, budget=.15) > 0
+    with pytest.raises(ValueError, match='budget_for'): settings(tmp_path, server, budget_for='everything')
+
+
+def test_the_forecast_counts_both_orders_and_second_askings(tmp_path, server, capsys):
+    (tmp_path/'prices.yaml').write_text('judge: [1000, 1000]')
+    def forecast(**more):
+        name = '-'.join(more) or 'plain'
+        annotators.run(labelling(tmp_path, server, n=5, prices=str(tmp_path/'prices.yaml'), out=str(tmp_path/name), store=str(tmp_path/f'{name}.sqlite'), **more))
+        line = next(l for l in capsys.readouterr().out.splitlines() if 'requests to judge' in l)
+        return [float(d) for d in re.findall(r'\$([\d.]+)', line)[:2]] + [int(re.search(r'(\d+) requests', line)[1])]
+    one, three, n = forecast()
+    both, six, twice = forecast(both_orders=True)
+    assert (n, twice) == (5, 10) and both == pytest.approx(2*one, rel=.02) and three == pytest.approx(3*one, abs=.02) and six == pytest.approx(3*both, abs=.02)
+
+
+def test_nothing_readable_stops_early(tmp_path, server):
+    "Not after all pairs are paid for; what is stored serves a judge that can read it, and the same one does not pay again."
+    server.set(template='I like the {letter} one.')
+    cfg = labelling(tmp_path, server, n=60, concurrency=4)
+    before = len(server.requests())
+    with pytest.raises(ValueError, match='none of 20 answers of chatgpt can be read.*I like the'): annotators.run(cfg)
+    assert 20 <= len(server.requests()) - before < 30
+    paid = len(server.requests())
+    with pytest.raises(ValueError, match='none of 20 answers'): annotators.run(cfg)
+    assert len(server.requests()) == paid
+    client = ApiClient(settings(tmp_path, server))
+    client(asked(1))
+    assert None not in client(asked(30), readable=lambda i, answer: i == 0), 'one that could be read is enough to go on'
