@@ -370,3 +370,14 @@ def test_bad_settings(more, message):
 def test_bad_inputs_fail_before_any_work(base, tmp_path, more, message):
     with pytest.raises(ValueError, match=message): ensemble.run(study(base, tmp_path/'rm', **more))
     assert read_log(tmp_path/'rm') == []
+
+
+def test_a_small_file_holds_out_a_fifth(base, tmp_path):
+    "And not the 500 pairs of the embedded world."
+    rows = [dict(instruction=f'Say {i}.', output_1='a', output_2='b', preference=1 + i % 2) for i in range(60)]
+    (tmp_path/'mine.json').write_text(json.dumps(rows))
+    given = tiny.settings('reward_model', base, preferences=str(tmp_path/'mine.json'))
+    del given['held_out']
+    pairs, aside, _ = rm.load_preference_pairs(RewardModelConfig(**given))
+    assert [len(pairs.labels), len(aside)] == [48, 12]
+    with pytest.raises(ValueError, match='held_out = 0'): RewardModelConfig(**given, held_out=0)
