@@ -37,7 +37,7 @@ def notebooks_folder() -> Path:
 def looks_like_hub(value: str) -> bool:
     "Whether `value` could be a name on the Hugging Face hub: owner/name, where owner is not a local folder."
     owner, _, name = value.partition('/')
-    file = name.endswith(('.json', '.jsonl', '.csv', '.parquet', '.gz'))
+    file = name.endswith(('.json', '.jsonl', '.csv', '.tsv', '.parquet', '.xlsx', '.gz'))
     if not (owner and name) or '/' in name or owner[0] in '.~' or file: return False
     return not os.path.isdir(at_root(owner))
 
