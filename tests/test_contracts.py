@@ -23,12 +23,13 @@ CORE = ['paths', 'settings progress files functional control store preferences',
         'judge_configs text', 'fingerprint', 'build', 'api comparisons stats runs candidates generation', 'beams client models launch',
         'answers batches training',
         'online', 'outputs']
-LAYERS = ['grammar noise judges rankings length_control label_files',
+LAYERS = ['verdict_parsers',
+          'grammar noise judges rankings length_control label_files',
           'world local_judges text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
           'annotators calibration cascade_thresholds hybrid_measures rrhf_pool',
           'eval agreement labelling openai_baselines auto_annotations',
           'farm compare cascades overoptimization effects reward_ensemble label_budget', 'hybrid']
-METHOD = len(CORE) + 3
+METHOD = len(CORE) + 4
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
 
