@@ -4,8 +4,10 @@ import gzip
 import json
 
 import pytest
+from hypothesis import example, given, settings, strategies as st
 
-from alpaca_farm.core.data import find_file, load_records, prompt_key
+from alpaca_farm.core.data import check_records, find_file, load_records, prompt_key, read_rows
+from alpaca_farm.core.formats import FIELDS, SHAPES
 from alpaca_farm.core.settings import looks_like_hub
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2 else f'line\n{i}', output=f' {i}, ok\t', extra=str(i))
@@ -267,3 +269,60 @@ def test_columns_is_a_setting(tmp_path):
     assert [r['good'] for r in learn + aside] == [1., 0.]*5 and [n, len(aside)] == [8, 2]
     answers = write(tmp_path/'answers.jsonl', [dict(question='Hi.', response='Yes?')], lines=True)
     assert evaluation.read_answers(answers, columns='instruction=question,output=response') == [dict(instruction='Hi.', input='', output='Yes?')]
+
+
+often = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+texts = st.text(st.characters(exclude_categories=['Cs'], exclude_characters='\r\0'), max_size=8)
+
+
+@pytest.fixture(scope='session')
+def folder(tmp_path_factory): return tmp_path_factory.mktemp('generated')
+
+
+def read_or_refuse(path, read=read_rows, **more):
+    "What a file holds, None when it is refused by name; any other error is a failure."
+    try: return read(str(path), **more)
+    except ValueError as e: assert path.name in str(e); return None
+
+
+@often
+@given(suffix=st.sampled_from(sorted(FORMATS) + ['tsv', 'parquet.gz', 'xlsx']), packed=st.booleans(),
+       content=st.binary(max_size=60) | st.text('[]{}",:\\ud83abc01\n\t ', max_size=60).map(str.encode))
+@example('json', False, b'[' * 900 + b']' * 900)
+@example('json', False, b'[' * 100_000)
+@example('csv', False, b'a,b\n"')
+def test_any_bytes_are_rows_or_refused_by_name(folder, suffix, packed, content):
+    (folder/f'any.{suffix}').write_bytes(gzip.compress(content) if packed and suffix.endswith('gz') else content)
+    rows = read_or_refuse(folder/f'any.{suffix}')
+    assert rows is None or isinstance(rows, list)
+
+
+@often
+@given(suffix=st.sampled_from(sorted(FORMATS)), where=st.floats(0, .999), cut=st.integers(0, 12), put=st.binary(max_size=4))
+def test_a_damaged_file_is_rows_or_refused_by_name(folder, suffix, where, cut, put):
+    content = FORMATS[suffix](PAIRS)
+    at = int(where*len(content))
+    (folder/f'damaged.{suffix}').write_bytes(content[:at] + put + content[at + cut:])
+    rows = read_or_refuse(folder/f'damaged.{suffix}', load_records, kind='preference')
+    assert rows is None or all(isinstance(r['output_1'], str) and 1 <= r['preference'] <= 2 for r in rows)
+
+
+columns = st.sampled_from(sorted({c for _, names in SHAPES for c in names} | {'instruction', 'input', 'output', 'output_1', 'output_2', 'preference', 'x'}))
+messages = st.lists(st.dictionaries(st.sampled_from(['role', 'from', 'content', 'value']), st.sampled_from(['user', 'assistant', 'gpt', 'human', '']) | texts), max_size=4)
+values = st.recursive(st.none() | st.booleans() | st.integers(-2, 3) | st.floats() | texts, lambda v: st.lists(v, max_size=3) | st.dictionaries(texts, v, max_size=2), max_leaves=4)
+
+
+@often
+@given(rows=st.lists(st.dictionaries(columns, messages | values, max_size=6) | values, max_size=3), kind=st.sampled_from(sorted(FIELDS)))
+def test_any_records_are_valid_or_refused_by_name(folder, rows, kind):
+    (folder/'rows.json').write_text(json.dumps(rows))
+    found = read_or_refuse(folder/'rows.json', load_records, kind=kind)
+    assert found is None or check_records(found, kind, 'again') == found and len(found) <= len(rows)
+
+
+@often
+@given(rows=st.lists(st.fixed_dictionaries(dict(instruction=texts.filter(str.strip), input=texts, output=texts)), min_size=1, max_size=4, unique_by=repr),
+       suffix=st.sampled_from(sorted(FORMATS)))
+def test_any_texts_are_read_back(folder, rows, suffix):
+    (folder/f'texts.{suffix}').write_bytes(FORMATS[suffix](rows))
+    assert load_records(str(folder/f'texts.{suffix}'), kind='output') == rows
