@@ -18,7 +18,8 @@ from .core.api import ApiConfig, asking_settings, parse_mapping
 from .core.batches import ApiClient
 from .core.comparisons import common_prompts
 from .core.data import full_instruction, load_records, prompt_key
-from .core.judge_configs import configured_annotators, configured_models, judge_config_file
+from alpaca_farm.core.judge_configs import (configured_annotators, configured_models, judge_config_file,
+    parse_decoding)
 from .core.preferences import (annotator_name, annotator_preferences, coin_label, decide_vote,
     draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped, swap_outputs)
 from .core.runs import start
@@ -70,7 +71,8 @@ class AnnotatorsConfig(ApiConfig):
 # %% ../nbs/annotators.ipynb #747cae24
 def load_configured(spec: str, cfg):
     "The annotators of a configuration: behind the endpoint, or on this machine if the model is a folder."
-    evaluators = load_evaluators(spec, parse_mapping('models', cfg.models))
+    evaluators = load_evaluators(spec, parse_mapping('models', cfg.models),
+                                 parse_decoding('decoding', cfg.decoding))
     local = [is_model(e.decoding['model']) for e in evaluators]
     client = None if all(local) else ApiClient(cfg, at_root(spec).name)
     judges = [LocalJudge(e, e.decoding['model'], cfg) if here else ApiJudge(e, client)

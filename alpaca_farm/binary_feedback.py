@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, answering, prompt_fields, sample_answers
+from .core.answers import (answer_eval_split, AnswerConfig, answering, load_split, preflight,
+    prompt_fields, sample_answers)
 from .core.comparisons import verdicts_over
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data import load_records, prompt_key
@@ -195,7 +196,7 @@ def compare_on_val(policy, reference, tokenizers: dict, plain, judge, run) -> di
     "Answers to the val split, left in said.json, and in percent the wins of the policy, and of `<good>`."
     cfg = run.cfg
     if not cfg.val_split: return {}
-    records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances, columns=cfg.columns)
+    records = load_split(cfg, 'val_split')
     ways = ({name: (policy, t) for name, t in tokenizers.items()}
             | {'no token': (policy, plain), 'reference': (reference, plain)})
     answers = common_instructions({name: sample_answers(*way, records, answering(cfg), seed=cfg.seed + 1)
@@ -222,6 +223,7 @@ def train(cfg: BinaryFeedbackConfig):
     policy, plain = load_policy(cfg.policy, cfg, train=True)
     tokens, tokenizers = add_reward_tokens(policy, plain, cfg)
     tokenizer = tokenizers.get(GOOD, plain)
+    preflight(cfg, ('val_split', 'eval_split'), policy, tokenizer, judge if cfg.val_split else None)
     prompts, responses, weights, too_long = encode_examples(learn, tokens, plain, cfg)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
     order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
@@ -233,7 +235,7 @@ def train(cfg: BinaryFeedbackConfig):
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
         trainer.log(**figures)
     save_model(policy, tokenizer, run)
-    reference = load_policy(cfg.policy, cfg)[0]
+    reference = load_policy(cfg.policy, cfg, train=True)[0]
     figures = (answer_eval_split(policy, tokenizer, run, reference, plain)
                | compare_on_val(policy, reference, tokenizers, plain, judge, run))
     last = {k: v for k, v in read_log(run.folder)[-1].items() if k.startswith(('effect', 'accuracy'))}

@@ -19,7 +19,7 @@ import numpy as np
 
 from .core.api import ApiConfig
 from .core.comparisons import common_prompts, output_texts, pair_up, preferences_over, same_answers
-from .core.data import full_instruction, load_records, prompt_key, read_rows
+from .core.data import full_instruction, load_records, prompt_key
 from .core.files import atomic_write
 from .core.preferences import check_preferences, hash_uniform
 from .core.progress import Progress
@@ -251,7 +251,7 @@ def other_models_difficulty(cfg: EvalConfig, references: list[dict]):
     "Difficulty of the references' instructions from the files named in the settings; None without files."
     by_model = {}
     for file in difficulty_files(cfg):
-        for r in read_rows(file): by_model.setdefault(str(r.get('generator_2', file)), []).append(r)
+        for r in load_records(file, '', 'preference'): by_model.setdefault(str(r.get('generator_2', file)), []).append(r)
     return recorded_difficulty(by_model, [full_instruction(r) for r in references]) if by_model else None
 
 # %% ../nbs/eval.ipynb #9dc79a4a

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from .core.answers import answer_eval_split, AnswerConfig, answering, sample_answers, SampleConfig
+from .core.answers import (answer_eval_split, AnswerConfig, answering, preflight,
+    sample_answers, SampleConfig)
 from .core.data import find_file, load_records, read_rows
 from .core.files import write_json
 from .core.launch import Job, run_jobs
@@ -118,6 +119,7 @@ def train(cfg: ExpertIterationConfig):
     "Rounds of best-of-n and SFT; leaves model/, model-<round>/, rewards.json, outputs.json and summary.json."
     run = start(cfg, train, PARTS)
     if run.done: return run
+    preflight(cfg, ('split', 'val_split', 'eval_split'))
     check_enough_prompts(cfg)
     run.load()
     run.config['steps'], rewards = cfg.rounds, []

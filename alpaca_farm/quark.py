@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import mean
+from .core.answers import mean, preflight
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.models import hidden_states, load_policy, logits_of, reward
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
@@ -219,13 +219,15 @@ def train(cfg: QuarkConfig):
     "Train a policy with Quark; leaves model/, outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
     if run.done: return run
-    label = partial(annotate_pairs, pool=load_annotators(cfg.annotators, cfg)) if cfg.annotators else None
+    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    reference, plain = load_policy(cfg.policy, cfg)
-    answer = partial(sample_and_score, policy, tokenizer, reward(cfg.reward_model, cfg, cfg.template))
+    reference, plain = load_policy(cfg.policy, cfg, train=True)
+    reward_of = reward(cfg.reward_model, cfg, cfg.template)
+    answer = partial(sample_and_score, policy, tokenizer, reward_of)
     records, prompts, too_long = load_prompts(cfg, plain)
-    choose = CheckpointSelector(reference, plain, cfg, label)
+    preflight(cfg, ('split', 'eval_split'), policy, plain, judge, reward_of)
+    choose = CheckpointSelector(reference, plain, cfg, judge and partial(annotate_pairs, pool=judge))
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)
     choose.tokenizer = tokenizer  # the policy is evaluated under the best token, the reference without one
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
@@ -235,14 +237,13 @@ def train(cfg: QuarkConfig):
         if best is not None and (step % cfg.eval_every == 0 or step == cfg.steps):
             worst = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1]
             figures['reward_worst'] = worst.mean().item()
-        with trainer.accelerator.autocast(): figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
-        pool = trainer.extra.get('pool', {})
-        trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
+        figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
+        trainer.extra['pool'] = update_pool(trainer.extra.get('pool', {}), batch, rows, scores,
+                                            cfg.clear_pool)
         learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
-        figures = learned | figures
         if choose.due(step, cfg.steps): figures |= choose(policy)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)
-        trainer.log(**figures)
+        trainer.log(**learned | figures)
     finish_run(run, trainer, tokenizer, reference, too_long, plain)
     return run
 
