@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['BestOfNConfig', 'choose_best', 'score_candidates', 'select_instructions', 'sampled_source', 'stored_source',
-           'reward_figures', 'write_candidates', 'run']
+           'reward_figures', 'append_lines', 'read_lines', 'write_candidates', 'run']
 
 # %% ../nbs/best_of_n.ipynb #aa176480
+import json, os
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -98,6 +100,24 @@ def reward_figures(candidates: list[dict], n: int) -> dict[str, float]:
         figures['kl'] = float(kl_best_of_n_estimate(logprobs, n).mean())
     return figures
 
+# %% ../nbs/best_of_n.ipynb #7d5fca4e
+def append_lines(path: Path, size: int, records: list[dict]) -> int:
+    "Append records as JSON lines to the first `size` bytes of a file; its new size."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'ab') as f:
+        f.truncate(size)
+        f.write(''.join(json.dumps(r) + '\n' for r in records).encode())
+        os.fsync(f.fileno())
+        return f.tell()
+
+# %% ../nbs/best_of_n.ipynb #f506d480
+def read_lines(path: Path, size: int) -> list[dict]:
+    "The records in the first `size` bytes of a file of JSON lines; ValueError if it has fewer."
+    data = path.read_bytes()[:size] if size else b''
+    if len(data) == size: return [json.loads(line) for line in data.splitlines()]
+    raise ValueError(f'{path} is damaged: it has {len(data)} of {size} bytes. '
+                     f'Restore it, or delete {path.parent} to start from the beginning')
+
 # %% ../nbs/best_of_n.ipynb #1685e577
 def write_candidates(run, candidates: list[dict], too_long: int):
     "Write candidates.json, outputs.json and summary.json."
@@ -116,18 +136,21 @@ def run(cfg: BestOfNConfig):
     rewards = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
     instructions, sample, too_long = stored_source(cfg) if cfg.samples else sampled_source(cfg, rewards)
     chunks = [instructions[i:i + cfg.chunk] for i in range(0, len(instructions), cfg.chunk)]
-    state = folder.load() or dict(step=0, candidates=[])
+    part, state = folder.path('checkpoint/candidates.jsonl'), folder.load() or dict(step=0, size=0)
+    candidates = read_lines(part, state['size'])
     folder.config['steps'] = len(chunks)
     folder.write('config.json', folder.config)
     show = Progress(folder.folder.name, len(chunks), done=state['step'])
     for step in range(state['step'] + 1, len(chunks) + 1):
         samples = sample(chunks[step - 1])
         if rewards: samples = score_candidates(samples, rewards)
-        state = dict(step=step, candidates=state['candidates'] + samples)
+        candidates += samples
+        state = dict(step=step, size=append_lines(part, state['size'], samples))
         folder.log(step, samples=len(samples) * cfg.n)
         folder.save(**state)
         show(step)
-    write_candidates(folder, state['candidates'], too_long)
+    write_candidates(folder, candidates, too_long)
+    part.unlink()
     return folder
 
 # %% ../nbs/best_of_n.ipynb #811b78d0

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .core.answers import (answer_eval_split, AnswerConfig, answering, load_split, preflight,
-    prompt_fields, sample_answers)
+from .core.answers import (answer_again, answer_eval_split, AnswerConfig, answering,
+    load_split, preflight, prompt_fields, sample_answers)
 from .core.comparisons import verdicts_over
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data import load_records, prompt_key
@@ -52,6 +52,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     val_instances: int = 150              # use only its first n prompts; 0 for all
     inputs = dict(preferences='preferences', policy='model', data=('val_split', 'eval_split'),
                   annotators=('preferences', 'model'))
+    answering = ('eval_split', 'eval_instances')  # the others also decide the answers to val
 
     def check(self):
         self.one_of('method', 'feedme', 'reward_conditioning')
@@ -217,7 +218,7 @@ def train(cfg: BinaryFeedbackConfig):
     "Train a policy on rated answers; leaves model/, outputs.json, said.json, log.jsonl and summary.json."
     from alpaca_farm.annotators import load_annotators
     run = start(cfg, train)
-    if run.done: return run
+    if run.done: return answer_again(run)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     learn, aside, labels = load_feedback(cfg)
     policy, plain = load_policy(cfg.policy, cfg, train=True)

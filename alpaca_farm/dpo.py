@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from fastcore.basics import patch
 
-from .core.answers import answer_eval_split, AnswerConfig, preflight
+from .core.answers import answer_again, answer_eval_split, AnswerConfig, preflight
 from .core.data import load_records
 from .core.files import digest, load_state, save_state
 from .core.fingerprint import code_hash
@@ -308,11 +308,10 @@ def labelled_batch(self: LabelledAnswers, step: int) -> dict[str, torch.Tensor]:
     "The batch of a step, from 1."
     rows = self.order[step - 1]
     good, constant = self.good[rows], lambda v: torch.full((len(rows),), float(v))
-    sums = good.sum(), (1 - good).sum()
+    share, other = (constant(max(s, 1e-6) / len(rows)) for s in (good.sum(), (1 - good).sum()))
     return dict(answer_batch(self.prompts, self.answers, rows, self.pad_id),
                 reference=self.reference[rows], good=good, baseline=constant(0),
-                share=constant(max(sums[0], 1e-6) / len(rows)),
-                other_share=constant(max(sums[1], 1e-6) / len(rows)))
+                share=share, other_share=other)
 
 # %% ../nbs/dpo.ipynb #67ea7ebf
 @patch
@@ -326,7 +325,7 @@ def mismatched_batch(self: LabelledAnswers, step: int) -> dict[str, torch.Tensor
 def train(cfg: DPOConfig):
     "Optimise a policy on preferences; writes model/, outputs.json, log.jsonl and summary.json in `cfg.out`."
     run = start(cfg, train)
-    if run.done: return run
+    if run.done: return answer_again(run)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     preflight(cfg, ('eval_split',), policy, tokenizer)
     data = LabelledAnswers(cfg, tokenizer)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from .core.answers import (answer_eval_split, AnswerConfig, answering, preflight,
+from .core.answers import (answer_again, answer_eval_split, AnswerConfig, preflight,
     sample_answers, SampleConfig)
 from .core.data import find_file, load_records, read_rows
 from .core.files import write_json
@@ -96,7 +96,7 @@ def round_rewards(round_: int, run, cfg: ExpertIterationConfig) -> dict[str, lis
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
     candidates = read_rows(find_file(round_jobs(round_, cfg)[0].out, 'candidates'))
     records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances, columns=cfg.columns)
-    answers = sample_answers(policy, tokenizer, records, answering(cfg), seed=cfg.seed + 1)
+    answers = sample_answers(policy, tokenizer, records, cfg, seed=cfg.seed + 1)
     scores = reward_of([dict(r, output=r['output'][0]) for r in answers])
     rounded = lambda values: [round(float(v), 3) for v in values]
     return dict(samples=rounded(s for c in candidates for s in c['scores']),
@@ -118,7 +118,7 @@ PARTS = ('alpaca_farm.best_of_n:run', 'alpaca_farm.sft:train')
 def train(cfg: ExpertIterationConfig):
     "Rounds of best-of-n and SFT; leaves model/, model-<round>/, rewards.json, outputs.json and summary.json."
     run = start(cfg, train, PARTS)
-    if run.done: return run
+    if run.done: return answer_again(run)
     preflight(cfg, ('split', 'val_split', 'eval_split'))
     check_enough_prompts(cfg)
     run.load()

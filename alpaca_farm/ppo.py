@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from .core.answers import mean, preflight
+from .core.answers import answer_again, mean, preflight
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
 from .core.models import (load_policy, load_scalar, load_tokenizer, logprobs, reward,
     same_vocabulary, values)
@@ -203,7 +203,7 @@ def train(cfg: PPOConfig):
     "Train with PPO; leaves model/, outputs.json, log.jsonl and summary.json in `cfg.out`."
     from alpaca_farm.annotators import annotate_pairs, load_annotators
     run = start(cfg, train)
-    if run.done: return run
+    if run.done: return answer_again(run)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
@@ -223,7 +223,7 @@ def train(cfg: PPOConfig):
         batch, figures = experience(policy, reference, value, batch, scores, cfg.kl_coef, cfg)
         figures |= score_statistics(scores, answered) | dict(kl_coef=cfg.kl_coef)
         figures |= ppo_update(trainer, policy, value, batch, cfg)
-        if choose.due(step, cfg.steps): figures |= choose(policy)
+        if choose.due(step, cfg.steps): figures |= choose(policy, tokenizer)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)
         trainer.log(**figures)
     finish_run(run, trainer, tokenizer, reference, too_long)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import mean, preflight
+from .core.answers import answer_again, mean, preflight
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.models import hidden_states, load_policy, logits_of, reward
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
@@ -218,7 +218,7 @@ def quark_update(trainer: Trainer, policy, reference, prompts: list[list[int]], 
 def train(cfg: QuarkConfig):
     "Train a policy with Quark; leaves model/, outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
-    if run.done: return run
+    if run.done: return answer_again(run)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
@@ -229,7 +229,6 @@ def train(cfg: QuarkConfig):
     preflight(cfg, ('split', 'eval_split'), policy, plain, judge, reward_of)
     choose = CheckpointSelector(reference, plain, cfg, judge and partial(annotate_pairs, pool=judge))
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)
-    choose.tokenizer = tokenizer  # the policy is evaluated under the best token, the reference without one
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
     for step in trainer.steps():
         rows, best = prompt_indices(len(prompts), step, cfg), tokens[0] if tokens and step > 1 else None
@@ -241,7 +240,7 @@ def train(cfg: QuarkConfig):
         trainer.extra['pool'] = update_pool(trainer.extra.get('pool', {}), batch, rows, scores,
                                             cfg.clear_pool)
         learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
-        if choose.due(step, cfg.steps): figures |= choose(policy)
+        if choose.due(step, cfg.steps): figures |= choose(policy, tokenizer)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)
         trainer.log(**learned | figures)
     finish_run(run, trainer, tokenizer, reference, too_long, plain)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, load_split, preflight
+from alpaca_farm.core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
+    preflight)
 from .core.models import load_policy, logprobs, save_model
 from .core.runs import start
 from .core.settings import command, TrainConfig
@@ -68,7 +69,7 @@ def held_out_nll(
 def train(cfg: SFTConfig):
     "Fine-tune `cfg.policy` on demonstrations; writes model/, outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
-    if run.done: return run
+    if run.done: return answer_again(run, ('length', 'ended'))
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     preflight(cfg, ('eval_split',), policy, tokenizer)
     records = load_split(cfg, 'split', 'output')[:cfg.max_instances or None]

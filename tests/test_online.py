@@ -298,24 +298,24 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
     base = [dict(instruction=i, input='', output=[f'base {i}']) for i in 'abc']
     seen = []
     choose = CheckpointSelector.__new__(CheckpointSelector)
-    choose.cfg, choose.tokenizer, choose.base = OnlineConfig(), None, base
+    choose.cfg, choose.base = OnlineConfig(), base
     choose.annotate = lambda pairs, seed: seen.extend(pairs) or [dict(p, preference=2.) for p in pairs]
     monkeypatch.setattr('alpaca_farm.core.online.sample_answers',
                         lambda *a, **k: [dict(instruction=i, input='', output=[f'new {i}']) for i in 'ca'])
-    assert choose(None)['val_labels'] == 2
+    assert choose(None, None)['val_labels'] == 2
     assert [(p['output_1'], p['output_2']) for p in seen] == [('base a', 'new a'), ('base c', 'new c')]
 
 
 def test_missing_verdicts_do_not_count(monkeypatch):
     base = [dict(instruction=i, input='', output=[f'base {i}']) for i in 'abc']
     choose = CheckpointSelector.__new__(CheckpointSelector)
-    choose.cfg, choose.tokenizer, choose.base = OnlineConfig(), None, base
+    choose.cfg, choose.base = OnlineConfig(), base
     monkeypatch.setattr('alpaca_farm.core.online.sample_answers', lambda *a, **k: [dict(r, output=['new']) for r in base])
     choose.annotate = lambda pairs, seed: [dict(p, preference=None if p['instruction'] == 'b' else 2.) for p in pairs]
-    figures = choose(None)
+    figures = choose(None, None)
     assert (figures['val_win_rate'], figures['val_labels']) == (100., 2)
     choose.annotate = lambda pairs, seed: [dict(p, preference=None) for p in pairs]
-    with pytest.raises(ValueError, match='no verdict on any of the 3'): choose(None)
+    with pytest.raises(ValueError, match='no verdict on any of the 3'): choose(None, None)
 
 
 def test_annotators_of_a_method_are_those_of_the_annotators_notebook(base, tmp_path):
@@ -375,3 +375,46 @@ def test_a_board_says_that_its_rows_are_answered_differently(base, answered, tmp
     assert 'not answered alike' in capsys.readouterr().out
     rows = list(csv.DictReader(open(tmp_path/'eval'/'leaderboard.csv')))
     assert {r['method']: r['decoding'] for r in rows} == {'ppo': 'temperature 0.0, top-p 0.9', 'reference': 'temperature 1.0, top-p 1.0'}
+
+
+@pytest.mark.parametrize('notebook, more', [('sft', {}), ('rrhf', {}), ('quark', dict(best_quantile_only=False, steps=2)), ('binary_feedback', {})])
+def test_a_finished_run_is_answered_again_without_training(base, tmp_path, notebook, more, monkeypatch):
+    "With other settings of the answers, they are those of a run that had these settings from the beginning; without a split there are none."
+    import importlib
+    from alpaca_farm.core.training import Trainer
+    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    def train(name, **settings):
+        given = tiny.settings(notebook, base, out=str(tmp_path/name/'run')) | more | settings
+        return tiny.main(module)(tiny.config(module, **given)).folder
+    other = dict(eval_instances=7) | ({} if notebook == 'binary_feedback' else dict(eval_temperature=.5))
+    fresh, folder = train('fresh', **other), train('again')
+    weights, log = ((folder/n).read_bytes() for n in ('model/model.safetensors', 'log.jsonl'))
+    monkeypatch.setattr(Trainer, 'update', lambda *_: pytest.fail('trained again'))
+    assert train('again', **other) == folder and (folder/'outputs.json').read_bytes() == (fresh/'outputs.json').read_bytes()
+    ours, theirs = read_summary(folder), read_summary(fresh)
+    assert set(ours) == set(theirs) and all(ours[k] == pytest.approx(v, abs=1e-5, nan_ok=True) for k, v in theirs.items() if 'seconds' not in k and 'memory' not in k)
+    written = (folder/'outputs.json').stat().st_mtime_ns
+    train('again', **other)
+    assert (folder/'outputs.json').stat().st_mtime_ns == written
+    train('again', eval_split='')
+    assert not (folder/'outputs.json').exists() and not {'length', 'ended'} & set(read_summary(folder))
+    assert weights == (folder/'model/model.safetensors').read_bytes() and log == (folder/'log.jsonl').read_bytes()
+    assert [p.name for p in folder.parent.iterdir() if '~' in p.name] == []
+
+
+def test_candidates_of_any_size(base, tmp_path, monkeypatch):
+    "101 MB of them; the checkpoint stays small, and each chunk is written to the end of a file once."
+    from alpaca_farm import best_of_n
+    from alpaca_farm.core.runs import Run
+    long, sizes, save = 'a '*4_200_000, [], Run.save
+    source = [dict(instruction=str(i)) for i in range(12)], lambda some: [dict(r, output=[long], ended=[True]) for r in some], 0
+    monkeypatch.setattr(best_of_n, 'sampled_source', lambda *_: source)
+    def saved(run, **state):
+        save(run, **state)
+        sizes.append([p.stat().st_size for p in map(run.path, ('checkpoint/state.safetensors', 'checkpoint/candidates.jsonl'))])
+    monkeypatch.setattr(Run, 'save', saved)
+    given = tiny.settings('best_of_n', base, out=str(tmp_path/'run')) | dict(reward_model='', n=1, chunk=2)
+    run = best_of_n.run(best_of_n.BestOfNConfig(**given))
+    states, files = zip(*sizes)
+    assert max(states) < 1000 and files[-1] > 100_000_000 and max(np.diff(files)) < 1.01*files[0]
+    assert (run.folder/'outputs.json').stat().st_size > 100_000_000 and not (run.folder/'checkpoint'/'candidates.jsonl').exists()

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'within_prompt_limit', 'sample', 'prompt_fields',
            'decoding', 'sample_answers', 'log_ratios', 'load_split', 'check_lengths', 'try_setting', 'preflight',
-           'mean', 'answer_eval_split', 'print_answers']
+           'mean', 'answer_eval_split', 'answer_again', 'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 from copy import copy
@@ -15,7 +15,8 @@ from .comparisons import verdicts_over
 from .data import load_records, prompt_key
 from .files import read_json
 from .generation import generate
-from .models import autocast, check_positions, response_logprobs
+from .models import autocast, check_positions, load_policy, response_logprobs
+from .runs import read_summary
 from .settings import at_root, Config
 from .text import check_limit, decode, encode_prompts, encode_responses, within_limit
 
@@ -200,6 +201,25 @@ def answer_eval_split(
     if reference is None: return figures
     if plain: prompts = encode_prompts(answered, plain, cfg.template)
     return figures | dict(kl=mean(log_ratios(reference, tokenizer, prompts, samples, cfg)))
+
+# %% ../../nbs/core/answers.ipynb #1f7065bb
+def answer_again(
+    run,             # finished
+    names=('length', 'ended', 'kl'),  # the figures of the answers in its summary
+    more=lambda: {},  # gives those of them that are not the figures of `answer_eval_split`
+):  # the run
+    "Answer the evaluation split with the saved policy, unless a run's answers are those it is asked for."
+    if run.answered: return run
+    cfg, old = run.cfg, read_summary(run.folder)
+    reference, plain = load_policy(cfg.policy, cfg, train=True) if 'kl' in names else (None, None)
+    policy, tokenizer = load_policy(str(run.folder), cfg, train=True)
+    figures = answer_eval_split(policy, tokenizer, run, reference, plain) | more()
+    if not cfg.eval_split:
+        run.write('outputs.json', [])
+        run.path('outputs.json').unlink()
+    run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
+    run.finish(**{k: v for k, v in old.items() if k not in (*names, 'peak_memory_gb')} | figures)
+    return run
 
 # %% ../../nbs/core/answers.ipynb #0456c517
 def print_answers(runs: dict, n: int = 5):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .answers import (answer_eval_split, AnswerConfig, answering, load_split,
-    prompt_fields, sample_answers, SampleConfig)
+from .answers import (answer_eval_split, AnswerConfig, load_split, prompt_fields,
+    sample_answers, SampleConfig)
 from .comparisons import pair_up, with_verdict
 from .data import prompt_key
 from .generation import generate
@@ -136,16 +136,14 @@ def score_statistics(scores: torch.Tensor, answered: list[dict]) -> dict[str, fl
 class CheckpointSelector:
     "Win rate of a policy against the reference's answers, on the val split."
     def __init__(self, reference, tokenizer, cfg: OnlineConfig, annotate=None):
-        self.cfg, self.tokenizer = answering(cfg), tokenizer
-        self.annotate = annotate  # `annotate_pairs` of a pool; None: the last checkpoint is chosen
+        self.cfg, self.annotate = cfg, annotate  # `annotate_pairs` of a pool; None: the last one is chosen
         if not annotate: return
         records = {prompt_key(r): r for r in load_split(cfg, 'val_split')}
-        self.base = sample_answers(reference, tokenizer, list(records.values()), self.cfg,
-                                   seed=cfg.seed + 1)
+        self.base = sample_answers(reference, tokenizer, list(records.values()), cfg, seed=cfg.seed + 1)
 
-    def __call__(self, policy) -> dict[str, float]:
+    def __call__(self, policy, tokenizer) -> dict[str, float]:
         "Win rate in percent, its standard error and the length of the answers in words."
-        answered = sample_answers(policy, self.tokenizer, self.base, self.cfg, seed=self.cfg.seed + 2)
+        answered = sample_answers(policy, tokenizer, self.base, self.cfg, seed=self.cfg.seed + 2)
         prompts = {prompt_key(r) for r in answered}  # control tokens make some prompts too long
         base = [b for b in self.base if prompt_key(b) in prompts]
         labels = self.annotate(pair_up(answered, base), seed=self.cfg.seed)
