@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SETS', 'JUDGES', 'AUTHORS', 'AgreementConfig', 'embedded_pairs', 'prefer_longer', 'ask_judge', 'fill_unanswered',
-           'agreement_board', 'plot_measure', 'agreement_figure', 'verdicts_of_judges', 'load_sets', 'input_files',
-           'run']
+           'board_row', 'agreement_board', 'plot_measure', 'agreement_figure', 'verdicts_of_judges', 'load_sets',
+           'input_files', 'run']
 
 # %% ../nbs/judging/agreement.ipynb #399eb10f
 from dataclasses import dataclass, field
@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .core.api import ApiConfig
+from .core.data import full_instruction
 from .core.files import atomic_write
 from alpaca_farm.core.preferences import (annotator_name, annotator_order, pool_members, pool_weights,
     swap_outputs)
 from .core.runs import start
-from .core.settings import command, resolve
-from .core.stats import one_hot_votes, vote_mode
-from .agreement_measures import (bootstrap_measures, cast_votes, interval_columns,
+from .core.settings import at_root, command, resolve
+from .core.stats import Interval, one_hot_votes, vote_mode
+from .agreement_measures import (bootstrap_measures, cast_votes, FEWEST, interval_columns,
     judge_measures, pair_traits, PairTraits, pairwise_agreement, people_measures, people_votes)
 from .annotators import ask_all, check_all_answered, check_known_names, load_annotators
 from alpaca_farm.label_files import (label_file, label_files, per_thousand, read_set, recorded_verdicts,
@@ -112,6 +113,24 @@ def fill_unanswered(verdicts: Verdicts, unanswered: str, judge: str = 'this judg
                          "verdicts on a pair: run it with 'out'")
     return np.where(np.isnan(preferences) & verdicts.shown, 1.5, preferences)
 
+# %% ../nbs/judging/agreement.ipynb #20f85346
+def board_row(
+    pairs: list[dict],
+    people: np.ndarray,    # (people, pairs) votes
+    answered: np.ndarray,  # (pairs,) whether the judge has a vote
+    measure,               # f(indices of pairs) -> {name: value}
+    draws: int, seed: int, # of the bootstrap
+) -> dict:
+    "Numbers of pairs, and each measure with its interval."
+    counts = one_hot_votes(people).sum(0)
+    mode, several = vote_mode(counts), (counts.sum(0) > 1) & answered
+    intervals = bootstrap_measures(measure, pairs, draws, seed)
+    if len({full_instruction(p) for p, s in zip(pairs, several) if s}) < FEWEST:
+        names = ('agreement', 'pairwise', 'alpha', 'variance')[:4 if 'pairwise' in intervals else 1]
+        intervals |= {k: Interval(intervals[k].value, np.nan, np.nan) for k in names}
+    return dict(n=len(pairs), n_decided=int((mode[[0, 2]].max(0) == 1).sum()),
+                n_agreement=int(several.sum()), **interval_columns(intervals))
+
 # %% ../nbs/judging/agreement.ipynb #a885f385
 def agreement_board(
     sets: dict,               # labelled pairs by the name of the set
@@ -121,23 +140,22 @@ def agreement_board(
     seed: int = 0,            # of votes and bootstrap
     done=lambda *_: None,     # called with (rows done, text)
 ):  # DataFrame; each measure with its _low and _high (95 %)
-    "The leaderboard of judges on sets."
+    "The leaderboard: people on each set, and each judge on the pairs of it that were shown to it."
     import pandas as pd
     rows = []
     for s, pairs in sets.items():
-        people, traits = people_votes(pairs), pair_traits(pairs, seed)
-        mode = vote_mode(one_hot_votes(people).sum(0))
-        n = dict(n=len(pairs), n_decided=int((mode[[0, 2]].max(0) == 1).sum()))
+        people, traits, every = people_votes(pairs), pair_traits(pairs, seed), np.ones(len(pairs), bool)
         def at(i): return PairTraits(*(x[i] for x in traits))
-        def intervals(measure): return interval_columns(bootstrap_measures(measure, pairs, draws, seed))
-        own = intervals(lambda i: people_measures(people[:, i], at(i)))
-        rows.append(dict(set=s, judge='people', how='votes', **n, **own))
+        own = board_row(pairs, people, every, lambda i: people_measures(people[:, i], at(i)), draws, seed)
+        rows.append(dict(set=s, judge='people', how='votes', **own))
         for judge, verdicts in ((j, v) for (where, j), v in judged.items() if where == s):
             votes = cast_votes(fill_unanswered(verdicts, unanswered, judge), pairs, seed=seed)
-            own = intervals(lambda i: judge_measures(votes[..., i], people[:, i], at(i)))
-            missing = int(verdicts.unanswered.sum())
-            rows.append(dict(set=s, judge=judge, how=verdicts.how, **n, n_unanswered=missing, **own,
-                             price=verdicts.price, time=verdicts.time))
+            used = np.flatnonzero(verdicts.shown.any(0))
+            def measure(i): return judge_measures(votes[..., used[i]], people[:, used[i]], at(used[i]))
+            answered = ~np.isnan(votes[..., used]).all((0, 1))
+            own = board_row([pairs[i] for i in used], people[:, used], answered, measure, draws, seed)
+            rows.append(dict(set=s, judge=judge, how=verdicts.how, **own, price=verdicts.price,
+                             time=verdicts.time, n_unanswered=int(verdicts.unanswered.sum())))
             done(len(rows), f'{judge} on {s}')
     return pd.DataFrame(rows)
 
@@ -161,7 +179,7 @@ def agreement_figure(
     "Agreement with people, share for the first shown, preference for length; by judge and set."
     import matplotlib.pyplot as plt
     judges, sets = (list(dict.fromkeys(c)) for c in (table.judge[table.judge != 'people'], table.set))
-    several = table[table.judge == 'people'].agreement.notna().all()
+    several = table[table.judge == 'people'].agreement_low.notna().all()
     panels = [('agreement', 'agreement with people\n(dashed: among people)', .5) if several else
               ('decided', 'agreement with people\nwhere they prefer one', .5),
               ('first', 'share of votes\nfor the first shown', .5),
@@ -191,7 +209,8 @@ def verdicts_of_judges(
     for spec in specs:
         name, _, pattern = spec.partition('#')
         path = label_file(name)
-        if path: new = recorded_verdicts(str(path), pattern, sets)
+        run = '' if path in (None, at_root(name)) else path.parent.name
+        if path: new = recorded_verdicts(str(path), pattern, sets, run)
         else:
             judge = load_annotators(spec, cfg)
             own = annotator_name(judge)
@@ -235,7 +254,11 @@ def run(cfg: AgreementConfig):
     fig = agreement_figure(table)
     with atomic_write(folder.path('leaderboard.png')) as p: fig.savefig(p, dpi=150, format='png')
     plt.close(fig)
-    names = ('n', 'n_decided', 'n_unanswered',
+    for r in rows:
+        if r['judge'] == 'people' and r['n_agreement'] < r['n']:
+            print(f'{r["set"]}: {r["n_agreement"]} of {r["n"]} pairs have two votes or more; '
+                  'agreement is counted on these')
+    names = ('n', 'n_decided', 'n_agreement', 'n_unanswered',
              'accuracy', 'decided', 'agreement', 'consistency', 'first', 'longer')
     folder.finish(**{f'{r["set"]}_{r["judge"]}_{k}': r[k] for r in rows for k in names if k in r})
     return folder

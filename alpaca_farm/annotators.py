@@ -18,7 +18,8 @@ from .core.api import ApiConfig, asking_settings, parse_mapping
 from .core.batches import ApiClient
 from .core.comparisons import common_prompts
 from .core.data import full_instruction, load_records, prompt_key
-from .core.judge_configs import configured_annotators, configured_models, judge_config_file
+from alpaca_farm.core.judge_configs import (configured_annotators, configured_models, judge_config_file,
+    parse_decoding)
 from .core.preferences import (annotator_name, annotator_preferences, coin_label, decide_vote,
     draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped, swap_outputs)
 from .core.runs import start
@@ -27,7 +28,7 @@ from .core.stats import Interval, wilson
 from .judges import ApiJudge, ask_judges, load_evaluators, make_pool, Verdict
 from alpaca_farm.local_judges import (is_model, is_reward_model, load_recorded, LocalJudge, RecordedLabels,
     RewardJudge)
-from .noise import flip_labels, flip_mask, FlippedLabels
+from .noise import flip_labels, flip_mask, flip_share, FlippedLabels
 
 # %% ../nbs/annotators.ipynb #0cdfba01
 def check_known_names(specs: list[str], models: list[str], weights: list[str] = ()):
@@ -50,9 +51,10 @@ class AnnotatorsConfig(ApiConfig):
     "Settings of an annotation run."
     out: str = 'runs/annotators'                # run folder
     outputs: str = 'runs/samples'               # pairs or candidates: a run of best_of_n, or a file
+    columns: str = ''                           # names of columns: ours and yours, joined by an equals sign
     annotators: str = 'alpaca_farm.world:pool'  # annotator or pool: see the table above
     weights: list[str] = field(default_factory=list)  # annotator and weight, joined by an equals sign
-    label_flip: float = 0.25                    # share of the labels that are flipped; AlpacaFarm: 0.25
+    label_flip: float = -1.                     # share of flipped labels; -1: 0.25 of the world's, no others
     flip_by: str = 'pair'                       # a coin for each pair, or one for each instruction
     ask_flipped: bool = True                    # ask about all pairs; else coins label 2 x label_flip of them
     both_orders: bool = False                   # ask about every pair in both orders and average
@@ -61,14 +63,16 @@ class AnnotatorsConfig(ApiConfig):
     inputs = dict(outputs='candidates', annotators=('preferences', 'model'))
 
     def check(self):
-        self.bounds(label_flip=(0, 1 if self.ask_flipped else .5), max_instances=(0, None))
+        self.bounds(max_instances=(0, None))
+        if self.label_flip != -1: self.bounds(label_flip=(0, 1 if self.ask_flipped else .5))
         self.one_of('flip_by', 'pair', 'instruction')
         check_known_names([self.annotators], self.models, self.weights)
 
 # %% ../nbs/annotators.ipynb #747cae24
 def load_configured(spec: str, cfg):
     "The annotators of a configuration: behind the endpoint, or on this machine if the model is a folder."
-    evaluators = load_evaluators(spec, parse_mapping('models', cfg.models))
+    evaluators = load_evaluators(spec, parse_mapping('models', cfg.models),
+                                 parse_decoding('decoding', cfg.decoding))
     local = [is_model(e.decoding['model']) for e in evaluators]
     client = None if all(local) else ApiClient(cfg, at_root(spec).name)
     judges = [LocalJudge(e, e.decoding['model'], cfg) if here else ApiJudge(e, client)
@@ -239,7 +243,7 @@ def head2head_pairs(
 # %% ../nbs/annotators.ipynb #5fc2cbce
 def load_pairs(cfg) -> list[dict]:
     "The pairs that `cfg.outputs` names: a file of pairs, or a file or run folder of candidates."
-    rows = load_records(cfg.outputs, 'candidates', ('pair', 'candidates'), cfg.max_instances)
+    rows = load_records(cfg.outputs, 'candidates', ('pair', 'candidates'), cfg.max_instances, cfg.columns)
     return rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed)
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9
@@ -329,13 +333,14 @@ def run(cfg: AnnotatorsConfig):
     folder = start(cfg, run)
     if folder.done: return folder
     pool, pairs = load_annotators(cfg.annotators, cfg), load_pairs(cfg)
-    flip_rate, coin_rate = (cfg.label_flip, 0.) if cfg.ask_flipped else (0., cfg.label_flip)
+    share = flip_share(cfg.label_flip, cfg.annotators)
+    flip_rate, coin_rate = (share, 0.) if cfg.ask_flipped else (0., share)
     clean = annotate_pairs(pairs, pool, cfg.seed, coin_rate, cfg.both_orders, cfg.ask_flipped, cfg.flip_by)
     flipped = flip_rows(clean, flip_rate, cfg.seed, cfg.flip_by)
     rows = [dict(r, flipped=None if r['annotator'] == 'coin' else r['preference'] != c['preference'])
             for r, c in zip(flipped.records, clean)]
     if cfg.expected and not api_clients(pool):
-        expected = expected_preferences(pairs, pool, cfg.label_flip)
+        expected = expected_preferences(pairs, pool, share)
         rows = [dict(r, expected=None if math.isnan(e) else float(e)) for r, e in zip(rows, expected)]
     write_labels(folder, rows, clean, flipped.rate, pool)
     return folder

@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from .core.api import ApiConfig
 from .core.data import full_instruction, read_rows
 from .core.files import write_json
+from .core.judge_configs import adapt_decoding
 from .core.preferences import annotator_name, hash_uniform, pool_members, pool_weights
 from .core.settings import at_root
 from .annotators import annotate_pairs, head2head_pairs, load_annotators, to_alpaca_eval
@@ -144,7 +145,7 @@ def with_decoding(self: AnnotatorState, decoding: dict):
     def change(judge):
         if not isinstance(judge, ApiJudge): return judge
         e = judge.evaluator
-        return replace(judge, evaluator=replace(e, decoding=e.decoding | decoding))
+        return replace(judge, evaluator=replace(e, decoding=adapt_decoding(e.decoding, decoding)))
     return Pool('decoded', [change(a) for a in pool_members(self.pool)], pool_weights(self.pool).tolist())
 
 # %% ../nbs/auto_annotations.ipynb #b5d502cd

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .core.answers import sample_answers, SampleConfig, within_prompt_limit
+from .core.answers import preflight, sample_answers, SampleConfig, within_prompt_limit
 from .core.data import load_records
 from .core.models import label_count, load_policy, reward, RewardConfig
 from .core.progress import Progress
@@ -27,6 +27,7 @@ class BestOfNConfig(SampleConfig, RewardConfig):
     policy: str = 'runs/sft'     # policy that answers
     reward_model: str | list[str] = 'runs/reward_model'  # a checkpoint, "module:function", a list, or empty
     data: str = 'runs/world'     # dataset folder, file or hub dataset with instructions
+    columns: str = ''            # names of columns: ours and yours, joined by an equals sign
     split: str = 'eval'          # split whose instructions are answered
     n: int = 16                  # samples for each instruction
     samples: str = ''            # run of best_of_n whose samples are used; empty to sample anew
@@ -68,10 +69,11 @@ def select_instructions(records: list[dict], cfg: BestOfNConfig) -> list[dict]:
     return some
 
 # %% ../nbs/best_of_n.ipynb #48f196af
-def sampled_source(cfg: BestOfNConfig):
+def sampled_source(cfg: BestOfNConfig, rewards=None):
     "The instructions that fit, a function that samples answers to some of them, and how many did not fit."
     policy, tokenizer = load_policy(cfg.policy, cfg)
-    records = select_instructions(load_records(cfg.data, cfg.split), cfg)
+    records = select_instructions(load_records(cfg.data, cfg.split, columns=cfg.columns), cfg)
+    preflight(cfg, ('split',), policy, tokenizer, reward=rewards)
     fit = within_prompt_limit(records, tokenizer, cfg)
     return fit, lambda some: sample_answers(policy, tokenizer, some, cfg, n=cfg.n), len(records) - len(fit)
 
@@ -112,7 +114,7 @@ def run(cfg: BestOfNConfig):
     folder = start(cfg, run)
     if folder.done: return folder
     rewards = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
-    instructions, sample, too_long = stored_source(cfg) if cfg.samples else sampled_source(cfg)
+    instructions, sample, too_long = stored_source(cfg) if cfg.samples else sampled_source(cfg, rewards)
     chunks = [instructions[i:i + cfg.chunk] for i in range(0, len(instructions), cfg.chunk)]
     state = folder.load() or dict(step=0, candidates=[])
     folder.config['steps'] = len(chunks)

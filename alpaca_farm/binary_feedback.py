@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, answering, prompt_fields, sample_answers
+from .core.answers import (answer_eval_split, AnswerConfig, answering, load_split, preflight,
+    prompt_fields, sample_answers)
 from .core.comparisons import verdicts_over
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.data import check_records, load_records, prompt_key
+from .core.data import load_records, prompt_key
 from .core.judge_configs import JudgedConfig
 from .core.models import load_policy, logprobs, save_model
 from .core.runs import read_log, start
@@ -43,7 +44,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     max_instances: int = 0                # use only the first n records; 0 for all
     learning_rate: float = 3e-4           # AdamW's peak learning rate
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
-    held_out: int = 200                   # records kept out of training, to measure the labels' effect
+    held_out: int = -1                    # records for measuring; -1: 200, or a fifth of them if that is less
     eval_every: int = 100                 # steps between these measurements
     save_every: int = 0                   # steps between saved policies model-<step>/; 0 for none
     annotators: str = 'alpaca_farm.world:pool'  # judges of the final answers on val; empty for none
@@ -54,9 +55,10 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
 
     def check(self):
         self.one_of('method', 'feedme', 'reward_conditioning')
-        self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None), held_out=(1, None),
+        self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None),
                     token_times=(1, None), jitter=(0, None), eval_every=(1, None), save_every=(0, None),
                     val_instances=(0, None))
+        if self.held_out != -1: self.bounds(held_out=(1, None))
 
 # %% ../nbs/binary_feedback.ipynb #eab7b360
 GOOD, BAD = '<good>', '<bad>'
@@ -66,7 +68,7 @@ def rate_outputs(
     records: list[dict],  # preference records, or records with `output` and `label`
 ) -> list[dict]:  # records with `output` and `good`, the probability that the output is a good one
     "Every output with its own label; ties are left out."
-    if 'label' in records[0]: rated = [dict(r, good=float(r['label'])) for r in records]
+    if 'preference' not in records[0]: rated = [dict(r, good=float(r['label'])) for r in records]
     else:
         rated = [dict(prompt_fields(r), output=r[f'output_{k}'], good=abs(r['preference'] - (2, 1)[k - 1]))
                  for r in records for k in (1, 2)]
@@ -92,11 +94,11 @@ def training_examples(rated: list[dict], method: str) -> list[tuple[int, str, fl
 # %% ../nbs/binary_feedback.ipynb #25f8ce40
 def load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], int]:
     "Rated outputs for training, those held out, and the number of labels trained on; ValueError if none."
-    records = load_records(cfg.preferences, 'preferences', n=cfg.max_instances)
-    labelled = 'label' in records[0]
-    check_records(records, 'output' if labelled else 'preference', cfg.preferences)
-    if labelled: check_binary_labels(records, cfg.preferences)
-    held_out = {prompt_key(r) for r in records[-cfg.held_out:]}
+    records = load_records(cfg.preferences, 'preferences', ('preference', 'output'), cfg.max_instances,
+                           cfg.columns)
+    if 'preference' not in records[0]: check_binary_labels(records, cfg.preferences)
+    aside = cfg.held_out if cfg.held_out > 0 else min(200, max(1, len(records)//5))
+    held_out = {prompt_key(r) for r in records[-aside:]}
     rest = [r for r in records if prompt_key(r) not in held_out]
     if not rest:
         raise ValueError(f'held_out = {cfg.held_out} leaves none of {len(records)} records to learn from')
@@ -194,7 +196,7 @@ def compare_on_val(policy, reference, tokenizers: dict, plain, judge, run) -> di
     "Answers to the val split, left in said.json, and in percent the wins of the policy, and of `<good>`."
     cfg = run.cfg
     if not cfg.val_split: return {}
-    records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances)
+    records = load_split(cfg, 'val_split')
     ways = ({name: (policy, t) for name, t in tokenizers.items()}
             | {'no token': (policy, plain), 'reference': (reference, plain)})
     answers = common_instructions({name: sample_answers(*way, records, answering(cfg), seed=cfg.seed + 1)
@@ -221,6 +223,7 @@ def train(cfg: BinaryFeedbackConfig):
     policy, plain = load_policy(cfg.policy, cfg, train=True)
     tokens, tokenizers = add_reward_tokens(policy, plain, cfg)
     tokenizer = tokenizers.get(GOOD, plain)
+    preflight(cfg, ('val_split', 'eval_split'), policy, tokenizer, judge if cfg.val_split else None)
     prompts, responses, weights, too_long = encode_examples(learn, tokens, plain, cfg)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
     order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
@@ -232,7 +235,7 @@ def train(cfg: BinaryFeedbackConfig):
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
         trainer.log(**figures)
     save_model(policy, tokenizer, run)
-    reference = load_policy(cfg.policy, cfg)[0]
+    reference = load_policy(cfg.policy, cfg, train=True)[0]
     figures = (answer_eval_split(policy, tokenizer, run, reference, plain)
                | compare_on_val(policy, reference, tokenizers, plain, judge, run))
     last = {k: v for k, v in read_log(run.folder)[-1].items() if k.startswith(('effect', 'accuracy'))}

@@ -84,7 +84,7 @@ def cascade_rates(
     votes,     # (3, pairs) the people's, from `count_votes`
     costs,     # of each judge
 ) -> dict:
-    "Coverage, agreement and costs of a cascade, see the table above."
+    "Coverage, verdicts that are right, and costs of a cascade, see the table above."
     gold, given = majority_vote(votes), ~np.isnan(verdicts)
     known = ~np.isnan(gold)
     on_side = np.where(verdicts == 1, votes[0], votes[2]) + votes[1]/2
@@ -92,7 +92,7 @@ def cascade_rates(
     cost = float(cascade_cost(answered, costs).mean())
     right = np.nansum(correct_verdicts(verdicts, gold)[known])
     return dict(coverage=share((given & known).sum(), known.sum()),
-                agreement=share(right, (given & known).sum()),
+                decided=share(right, (given & known).sum()),
                 one_person=share(one_person[given].sum(), given.sum()),
                 answered_of_divided=share((given & ~known).sum(), (~known).sum()),
                 escalated=float((answered > 0).mean()),
@@ -130,8 +130,8 @@ def tradeoff(
 
 # %% ../nbs/judging/cascades.ipynb #5d50bb2e
 def plot_report(ax, x: str, report: dict, **style):
-    "A point of a `cascade_report`: agreement, with its interval, against the column x."
-    value, low, high = (report[f'agreement{end}'] for end in ('', '_low', '_high'))
+    "A point of a `cascade_report`: `decided`, with its interval, against the column x."
+    value, low, high = (report[f'decided{end}'] for end in ('', '_low', '_high'))
     ax.errorbar(report[x], value, yerr=[[value - low], [high - value]], **(dict(fmt='o') | style))
 
 # %% ../nbs/judging/cascades.ipynb #ee910962
@@ -145,13 +145,13 @@ def cascade_figure(
     import matplotlib.pyplot as plt
     fig, (by_cost, by_coverage) = plt.subplots(1, 2, figsize=(7.5, 3.2), layout='constrained', sharey=True)
     line = curve[curve.rule == 'plain cascade'].sort_values('cost')
-    by_cost.plot(line.cost, line.agreement, 'k-', lw=1, label='plain cascade')
+    by_cost.plot(line.cost, line.decided, 'k-', lw=1, label='plain cascade')
     for k, name in enumerate(names):
         alone = curve[curve.rule == f'judge {k + 1} alone']
         alone = alone[(alone.coverage > .02) & (alone.threshold > 0)]
         plot_report(by_cost, 'cost', reports[name], color=f'C{k}', label=name)
         label = f'{name}, ${reports[name]["cost"]:.1f}'
-        by_coverage.plot(alone.coverage, alone.agreement, color=f'C{k}', lw=1, label=label)
+        by_coverage.plot(alone.coverage, alone.decided, color=f'C{k}', lw=1, label=label)
     fitted = reports['cascade']
     if fitted['coverage']:
         for ax, x, label in ((by_cost, 'cost', ''), (by_coverage, 'coverage', f', ${fitted["cost"]:.1f}')):
@@ -159,7 +159,7 @@ def cascade_figure(
     for ax in (by_cost, by_coverage):
         ax.axhline(target, color='k', ls=':', lw=1)
         ax.legend(fontsize=8)
-    by_cost.set(xlabel='cost of the judges ($ for 1,000 pairs)', ylabel='agreement with the majority')
+    by_cost.set(xlabel='cost of the judges ($ for 1,000 pairs)', ylabel="share of the majority's verdicts")
     by_coverage.set(xlabel='share answered of the pairs with a majority')
     return fig
 
@@ -211,7 +211,7 @@ def load_cascade(
 
 # %% ../nbs/judging/cascades.ipynb #27bd6f5e
 def joined_verdicts(cfg: CascadeConfig) -> tuple[list[dict], list[str], dict]:
-    "All pairs, the judges' names and, by name, preferences in each set; ValueError when a judge lacks a set."
+    "Pairs that all judges compared, the judges' names and, by name, preferences in each set."
     sets = load_sets(cfg.sets)
     judged = verdicts_of_judges(cfg.judges, sets, cfg, most=10**6)
     names = list(dict.fromkeys(j for _, j in judged))
@@ -220,8 +220,10 @@ def joined_verdicts(cfg: CascadeConfig) -> tuple[list[dict], list[str], dict]:
                          'choose one judge of a file with file#name')
     lost = [(s, j) for s in sets for j in names if (s, j) not in judged]
     if lost: raise ValueError(f'judges: {lost[0][1]} has no verdicts on {lost[0][0]}')
-    pairs = [p for own in sets.values() for p in own[:cfg.max_instances or None]]
-    return pairs, names, {j: [judged[s, j].preferences for s in sets] for j in names}
+    used = {s: np.all([judged[s, j].shown.any(0) for j in names], axis=0) for s in sets}
+    pairs = [p for s, own in sets.items() for p, u in zip(own, used[s]) if u]
+    if not pairs: raise ValueError(f'judges: no labelled pair has a verdict of each of {", ".join(names)}')
+    return pairs, names, {j: [judged[s, j].preferences[..., used[s]] for s in sets] for j in names}
 
 # %% ../nbs/judging/cascades.ipynb #a8f54e2b
 def report_rules(cfg, names, opinions, hard, votes, pairs, fitted: FittedCascade) -> dict:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from fastcore.basics import patch
 
-from .core.answers import answer_eval_split, AnswerConfig
+from .core.answers import answer_eval_split, AnswerConfig, preflight
 from .core.data import load_records
 from .core.files import digest, load_state, save_state
 from .core.fingerprint import code_hash
@@ -182,11 +182,11 @@ def binary_labels(records: list[dict], where: str) -> list[list[float]]:
 # %% ../nbs/dpo.ipynb #82ab0d57
 def read_labels(cfg: DPOConfig) -> tuple[list[dict], tuple[str, ...], list[list[float]]]:
     "Records, the K fields with the answers of each, and each answer's probability of being the good one."
-    read = lambda kind: load_records(cfg.preferences, 'preferences', kind, cfg.max_instances)
-    if cfg.loss_type == 'kto' and 'output_1' not in read('instruction')[0]:
-        records = read('output')
+    kinds = ('preference', 'output') if cfg.loss_type == 'kto' else 'preference'
+    records = load_records(cfg.preferences, 'preferences', kinds, cfg.max_instances, cfg.columns)
+    if 'preference' not in records[0]:
         return records, ('output',), binary_labels(records, cfg.preferences)
-    pairs, certainty = chosen_first(read('preference'))
+    pairs, certainty = chosen_first(records)
     return pairs, ('chosen', 'rejected'), [[c, 1 - c] for c in certainty]
 
 # %% ../nbs/dpo.ipynb #6e224730
@@ -328,6 +328,7 @@ def train(cfg: DPOConfig):
     run = start(cfg, train)
     if run.done: return run
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    preflight(cfg, ('eval_split',), policy, tokenizer)
     data = LabelledAnswers(cfg, tokenizer)
     trainer = Trainer(run, len(data.order), dict(policy=policy))
     with trainer.accelerator.autocast(): data.add_reference(policy)
@@ -340,7 +341,7 @@ def train(cfg: DPOConfig):
         trainer.log(**trainer.update(batch, lambda b: dpo_step(policy, b, cfg)))
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
     save_model(policy, tokenizer, run)
-    figures = answer_eval_split(policy, tokenizer, run, load_policy(cfg.policy, cfg)[0])
+    figures = answer_eval_split(policy, tokenizer, run, load_policy(cfg.policy, cfg, train=True)[0])
     last = read_log(run.folder)[-20:]
     run.finish(labels=len(data.prompts), too_long=data.too_long, **figures,
                **{k: sum(r[k] for r in last) / len(last) for k in ('loss', 'accuracy', 'margin')})

@@ -222,11 +222,11 @@ def load_policies(cfg: EffectsConfig, best: dict) -> dict[tuple, tuple]:
     "Answers and KL of every policy, by (method, arm); `best` has the best-of-n answers by arm."
     n = len(load_records(cfg.bank, 'candidates', 'candidates', 1)[0]['output'])
     policies = {('best_of_n', arm): (answers, float(kl_best_of_n(n))) for arm, answers in best.items()}
+    order = ['best_of_n', *effect_methods()]
     for job in effect_jobs(cfg):
         method, _, arm = Path(job.out).name.rpartition('_')
-        if method not in effect_methods(): continue
+        if method not in order: continue
         policies[method, arm] = load_records(job.out, 'outputs', 'output'), read_summary(job.out)['kl']
-    order = ['best_of_n', *effect_methods()]
     return dict(sorted(policies.items(), key=lambda item: order.index(item[0][0])))
 
 # %% ../nbs/studies/effects.ipynb #ef7f3958

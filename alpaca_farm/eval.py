@@ -6,11 +6,12 @@
 __all__ = ['WORLD', 'EvalConfig', 'complete_preferences', 'sampled_pairs', 'sampled_preferences', 'judge_preferences',
            'check_verdicts', 'judge_all', 'play_all_pairs', 'read_answers', 'answers_to', 'short_names',
            'annotator_names', 'read_models', 'file_name', 'write_figure', 'write_board', 'write_alpaca_eval_rows',
-           'write_games', 'run']
+           'write_games', 'difficulty_files', 'other_models_difficulty', 'run']
 
 # %% ../nbs/eval.ipynb #020cfe11
 import re
 from dataclasses import dataclass, field
+from glob import glob
 from itertools import combinations
 from pathlib import Path
 
@@ -18,17 +19,18 @@ import numpy as np
 
 from .core.api import ApiConfig
 from .core.comparisons import common_prompts, output_texts, pair_up, preferences_over, same_answers
-from .core.data import load_records, prompt_key
+from .core.data import full_instruction, load_records, prompt_key
 from .core.files import atomic_write
 from .core.preferences import check_preferences, hash_uniform
 from .core.progress import Progress
 from .core.runs import start
-from .core.settings import command
+from .core.settings import at_root, command
 from . import rankings
 from .annotators import (annotate_pairs, api_clients, check_all_answered, check_known_names,
     load_annotators, usage_totals)
-from .leaderboards import (align_outputs, alpaca_eval_rows, board_summary, leaderboard,
-    leaderboard_figure, rank_agreement)
+from .leaderboards import (align_outputs, alpaca_eval_rows, board_summary, check_column_names,
+    leaderboard, leaderboard_figure, rank_agreement)
+from .length_control import recorded_difficulty
 from .noise import preference_probabilities, sample_votes
 
 # %% ../nbs/eval.ipynb #9138e77a
@@ -41,9 +43,11 @@ class EvalConfig(ApiConfig):
     out: str = 'runs/eval'              # run folder
     outputs: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders or files
     reference: str = 'runs/references'  # folder or file of answers to compare with, one or several each
+    columns: str = ''                   # names of columns: ours and yours, joined by an equals sign
     annotators: list[str] = field(default_factory=lambda: WORLD)  # judges, each as in the annotators notebook
     weights: list[str] = field(default_factory=list)  # shares in a pool: name, equals sign, number
     head_to_head: bool = False          # also judge every pair of models against each other
+    difficulty: list[str] = field(default_factory=list)  # files of AlpacaEval annotations of other models
     max_instances: int = 0              # use only the first n instructions of the reference; 0 for all
     inputs = dict(outputs=('outputs', 'candidates'), reference=('outputs', 'candidates'),
                   annotators=('preferences', 'model'))
@@ -144,10 +148,11 @@ def play_all_pairs(
 def read_answers(
     spec: str,                # a run folder or a file
     candidates: bool = False, # prefer a folder's candidates.json, all samples, to its outputs.json
+    columns: str = '',        # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
     "Answers, one or several per instruction."
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
-    return load_records(spec, names, ('output', 'candidates'))
+    return load_records(spec, names, ('output', 'candidates'), columns=columns)
 
 # %% ../nbs/eval.ipynb #3c102569
 def answers_to(
@@ -175,10 +180,10 @@ def annotator_names(specs: list[str]) -> dict:
 # %% ../nbs/eval.ipynb #4c8c0dc7
 def read_models(cfg: EvalConfig) -> dict:
     "Answers by name of the model, the reference's first; `max_instances` applies to all."
-    references = read_answers(cfg.reference, candidates=True)[:cfg.max_instances or None]
+    references = read_answers(cfg.reference, candidates=True, columns=cfg.columns)[:cfg.max_instances or None]
     methods = dict(reference=references)
     for name, spec in short_names(cfg.outputs).items():
-        answers = read_answers(spec)
+        answers = read_answers(spec, columns=cfg.columns)
         methods[name] = answers_to(answers, references) if cfg.max_instances else answers
     return common_prompts(methods)
 
@@ -204,11 +209,12 @@ def write_board(run, board, judged: dict):
     write_figure(run, 'leaderboard.png', leaderboard_figure(board))
 
 # %% ../nbs/eval.ipynb #0c37e543
-def write_alpaca_eval_rows(run, judged: dict, methods: dict, references: list[dict], judges: dict) -> dict:
+def write_alpaca_eval_rows(run, judged: dict, methods: dict, references: list[dict], judges: dict,
+                           hard=None) -> dict:
     "Write AlpacaEval's leaderboard of each judge; length-controlled win rates and missing verdicts by name."
     figures = {}
     for judge in judges:
-        rows = alpaca_eval_rows(judged[judge], methods, references, judge, run.cfg.reference)
+        rows = alpaca_eval_rows(judged[judge], methods, references, judge, run.cfg.reference, hard)
         with atomic_write(run.path(f'leaderboard_{file_name(judge)}.csv')) as p:
             rankings.write_leaderboard(rows, p)
         controlled = rows.length_controlled_winrate
@@ -232,21 +238,39 @@ def write_games(run, judged: dict, methods: dict, references: list[dict], judges
         figures |= {f'{m}_{name}_elo': float(v) for m, v in ratings.elo.items()}
     return figures
 
+# %% ../nbs/eval.ipynb #9a22d48f
+def difficulty_files(cfg: EvalConfig) -> tuple[str, ...]:
+    "The files of the setting `difficulty`, where * stands for several; ValueError when there are none."
+    found = {spec: sorted(glob(str(at_root(spec)))) for spec in cfg.difficulty}
+    empty = [spec for spec, files in found.items() if not files]
+    if empty: raise ValueError(f'difficulty: there is no file {empty[0]}')
+    return tuple(f for files in found.values() for f in files)
+
+# %% ../nbs/eval.ipynb #340ab4ca
+def other_models_difficulty(cfg: EvalConfig, references: list[dict]):
+    "Difficulty of the references' instructions from the files named in the settings; None without files."
+    by_model = {}
+    for file in difficulty_files(cfg):
+        for r in load_records(file, '', 'preference'): by_model.setdefault(str(r.get('generator_2', file)), []).append(r)
+    return recorded_difficulty(by_model, [full_instruction(r) for r in references]) if by_model else None
+
 # %% ../nbs/eval.ipynb #9dc79a4a
 def run(cfg: EvalConfig):
     "Judge the outputs and write a leaderboard."
-    folder = start(cfg, run)
+    check_column_names(list(annotator_names(cfg.annotators)))
+    folder = start(cfg, run, difficulty_files(cfg))
     if folder.done: return folder
     folder.load()
     methods = read_models(cfg)
     references = methods['reference']
+    hard = other_models_difficulty(cfg, references)
     judges = {name: load_annotators(spec, cfg) for name, spec in annotator_names(cfg.annotators).items()}
     progress = Progress('judging', len(judges)*len(methods))
     judged = judge_all(methods, references, judges, cfg.seed, progress)
     board = leaderboard(judged, methods, cfg.reference, seed=cfg.seed)
     for step, row in enumerate(board.to_dict('records'), 1): folder.log(step, **row)
     write_board(folder, board, judged)
-    controlled = write_alpaca_eval_rows(folder, judged, methods, references, judges)
+    controlled = write_alpaca_eval_rows(folder, judged, methods, references, judges, hard)
     ratings = write_games(folder, judged, methods, references, judges) if cfg.head_to_head else {}
     clients = list({id(c): c for judge in judges.values() for c in api_clients(judge)}.values())
     usage = {k: v for k, v in usage_totals(clients).items() if k not in ('open', 'reasons')}

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from .core.answers import answer_eval_split, AnswerConfig, answering, sample_answers, SampleConfig
+from .core.answers import (answer_eval_split, AnswerConfig, answering, preflight,
+    sample_answers, SampleConfig)
 from .core.data import find_file, load_records, read_rows
 from .core.files import write_json
 from .core.launch import Job, run_jobs
@@ -56,7 +57,8 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
     folder, start_policy, settings = f'{cfg.out}/round_{round_}', policy_after(round_ - 1, cfg), asdict(cfg)
     pick = lambda *names: {k: settings[k] for k in names}
     shared = dict(pick('device', 'dtype', 'max_new_tokens', 'max_prompt', 'template'), policy=start_policy)
-    own = pick('temperature', 'top_p', 'data', 'split', 'n', 'max_instances', *RewardConfig.__annotations__)
+    own = pick('temperature', 'top_p', 'data', 'columns', 'split', 'n', 'max_instances',
+               *RewardConfig.__annotations__)
     best = shared | own | dict(skip=(round_ - 1) * cfg.max_instances, seed=cfg.seed + 1000 * round_,
                                samples=cfg.samples if round_ == 1 else '')
     learn = shared | pick(*TrainConfig.__annotations__, 'epochs', 'max_length') | dict(
@@ -79,7 +81,8 @@ def run_round(round_: int, cfg: ExpertIterationConfig):
 # %% ../nbs/expert_iteration.ipynb #279fb910
 def check_enough_prompts(cfg: ExpertIterationConfig):
     "ValueError when no new prompts are left for the last round."
-    used, available = (cfg.rounds - 1) * cfg.max_instances, len(load_records(cfg.data, cfg.split))
+    available = len(load_records(cfg.data, cfg.split, columns=cfg.columns))
+    used = (cfg.rounds - 1) * cfg.max_instances
     if available > used: return
     raise ValueError(f'rounds = {cfg.rounds}: the rounds before the last use {used} instructions '
                      f'(max_instances = {cfg.max_instances} each), and {cfg.data}, {cfg.split} has '
@@ -92,7 +95,7 @@ def round_rewards(round_: int, run, cfg: ExpertIterationConfig) -> dict[str, lis
     save_model(policy, tokenizer, run, f'model-{round_}')
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
     candidates = read_rows(find_file(round_jobs(round_, cfg)[0].out, 'candidates'))
-    records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances)
+    records = load_records(cfg.data, cfg.val_split, n=cfg.val_instances, columns=cfg.columns)
     answers = sample_answers(policy, tokenizer, records, answering(cfg), seed=cfg.seed + 1)
     scores = reward_of([dict(r, output=r['output'][0]) for r in answers])
     rounded = lambda values: [round(float(v), 3) for v in values]
@@ -116,6 +119,7 @@ def train(cfg: ExpertIterationConfig):
     "Rounds of best-of-n and SFT; leaves model/, model-<round>/, rewards.json, outputs.json and summary.json."
     run = start(cfg, train, PARTS)
     if run.done: return run
+    preflight(cfg, ('split', 'val_split', 'eval_split'))
     check_enough_prompts(cfg)
     run.load()
     run.config['steps'], rewards = cfg.rounds, []

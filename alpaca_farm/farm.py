@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['COMMON', 'STUDY', 'TEXT_COLUMNS', 'FarmConfig', 'learning_runs', 'farm_runs', 'read_sizes', 'annotator_settings',
            'farm_jobs', 'PeakMemory', 'method_answers', 'judge_methods', 'total_cpu_seconds', 'label_origin',
-           'farm_board', 'paired_tables', 'join_replicates', 'simulation_table', 'correlations',
-           'replicate_correlations', 'label_points', 'simulation_figure', 'vote_agreements', 'save_figure',
-           'write_boards', 'farm_summary', 'run']
+           'farm_board', 'paired_tables', 'join_replicates', 'simulation_table', 'correlations', 'label_points',
+           'simulation_figure', 'vote_agreements', 'save_figure', 'write_boards', 'farm_summary', 'run']
 
 # %% ../nbs/farm.ipynb #e2ff0440
 import time
@@ -25,11 +24,12 @@ from .core.launch import Job, run_jobs, study_job
 from .core.paths import notebooks_folder
 from .core.runs import check_run_folder, read_summary, start
 from .core.settings import at_root, command
-from .core.stats import bootstrap, off_diagonal_mean, spearman, spearman_interval, vote_agreement
+from .core.stats import (agreement, off_diagonal_mean, replicate_interval, spearman,
+    spearman_interval, two_votes_agree)
 from .annotators import load_annotators
 from .eval import judge_all, read_answers
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure, rank_agreement
-from .noise import preference_probabilities
+from .noise import preference_probabilities, sample_votes
 from .overoptimization_grid import measured_policies
 from .text_measures import describe_answers
 
@@ -200,43 +200,39 @@ def paired_tables(judged: dict) -> dict:
                 transfer=np.stack([judged['people'][m] for m in names], 1))
 
 # %% ../nbs/farm.ipynb #ae264240
-def join_replicates(tables: list[dict]) -> dict:
-    "The tables of all replicates, concatenated, for the methods that all of them contain."
-    names = [m for m in tables[0]['names'] if all(m in t['names'] for t in tables)]
-    columns = [[t['names'].index(m) for m in names] for t in tables]
-    return dict(names=names) | {c: np.concatenate([t[c][:, i] for t, i in zip(tables, columns)])
+def join_replicates(replicates: list[dict]) -> dict:
+    "The tables of all replicates (replicates, instructions, methods), for the methods that all of them have."
+    names = [m for m in replicates[0]['names'] if all(m in t['names'] for t in replicates)]
+    columns = [[t['names'].index(m) for m in names] for t in replicates]
+    return dict(names=names) | {c: np.stack([t[c][:, i] for t, i in zip(replicates, columns)])
                                 for c in ('simulated', 'human', 'transfer')}
 
 # %% ../nbs/farm.ipynb #8edc3be9
-def simulation_table(tables: dict, seed: int, replicates: list[dict] = []):
+def simulation_table(replicates: list[dict], seed: int):
     "Win rates in percent with 95 % intervals (a DataFrame), `_sd` over several replicates; best human first."
     import pandas as pd
-    rows = [dict(method=m) for m in tables['names']]
+    tables = join_replicates(replicates)
+    rows = [dict(method=m, replicates=len(replicates)) for m in tables['names']]
     for column in ('simulated', 'human', 'transfer'):
         for k, row in enumerate(rows):
-            interval = bootstrap(100 * (tables[column][:, k] - 1), seed=seed)
+            values = 100 * (tables[column][..., k] - 1)
+            interval = replicate_interval(values, seed=seed)
             row |= dict(zip((column, f'{column}_low', f'{column}_high'), interval))
-            means = [100 * (t[column][:, t['names'].index(row['method'])].mean() - 1) for t in replicates]
-            if len(means) > 1: row[f'{column}_sd'] = float(np.std(means, ddof=1))
+            if len(replicates) > 1: row[f'{column}_sd'] = float(values.mean(1).std(ddof=1))
     return pd.DataFrame(rows).sort_values('human', ascending=False, ignore_index=True, kind='stable')
 
 # %% ../nbs/farm.ipynb #abbb3e4e
-def correlations(tables: dict, seed: int) -> dict[str, float]:
-    "Spearman's correlations of the three columns, each with its interval; R² of simulated and human."
+def correlations(replicates: list[dict], seed: int) -> dict[str, float]:
+    "Spearman's correlations of the three columns with intervals, and in each replicate; R² of the means."
+    tables = join_replicates(replicates)
     if len(tables['names']) < 3: return {}
-    out = {}
+    each = spearman(*(tables[c].mean(1) for c in ('simulated', 'human')))
+    out = {f'spearman_simulated_human_{k}': float(r) for k, r in enumerate(each) if len(each) > 1}
     for a, b in (('simulated', 'human'), ('simulated', 'transfer'), ('transfer', 'human')):
         r, name = spearman_interval(tables[a], tables[b], seed=seed), f'spearman_{a}_{b}'
         out |= {name: r.value, f'{name}_low': r.low, f'{name}_high': r.high}
-    means = [tables[c].mean(0) for c in ('simulated', 'human')]
+    means = [tables[c].mean((0, 1)) for c in ('simulated', 'human')]
     return out | dict(r2_simulated_human=float(np.corrcoef(*means)[0, 1] ** 2))
-
-# %% ../nbs/farm.ipynb #458269e8
-def replicate_correlations(replicates: list[dict]) -> dict[str, float]:
-    "Spearman's correlation of simulated and human in each of several replicates."
-    if len(replicates) < 2 or len(replicates[0]['names']) < 3: return {}
-    return {f'spearman_simulated_human_{k}': float(spearman(t['simulated'].mean(0), t['human'].mean(0)))
-            for k, t in enumerate(replicates)}
 
 # %% ../nbs/farm.ipynb #89e71a10
 def label_points(ax, names, x, y, marks):
@@ -258,6 +254,8 @@ def label_points(ax, names, x, y, marks):
 # %% ../nbs/farm.ipynb #443dd521
 def simulation_figure(table):
     "Figure of `simulation_table`: each method in simulation and among people, with 95 % intervals."
+    n = table.replicates[0]
+    over = f'{n} replicates and their instructions' if n > 1 else 'the instructions of one replicate'
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(6.4, 5.4))
     x, y = ([table[c], table[f'{c}_low'], table[f'{c}_high']] for c in ('simulated', 'human'))
@@ -269,6 +267,7 @@ def simulation_figure(table):
     ax.set(xlabel='in simulation: trained and judged by the pool (win rate, %)',
            ylabel='among people (win rate, %)', xmargin=.12)
     ax.legend(fontsize=9, loc='lower right')
+    ax.set_title(f'95 % intervals over {over}', fontsize=9)
     fig.tight_layout()
     marks = [np.stack(box, 1) for box in ((x[1], y[0], x[2], y[0]), (x[0], y[1], x[0], y[2]),
                                           (x[0], table.transfer, x[0], table.transfer))]
@@ -276,13 +275,15 @@ def simulation_figure(table):
     return fig
 
 # %% ../nbs/farm.ipynb #38489050
-def vote_agreements(folder: str, judges: dict, n: int = 1000) -> dict[str, float]:
-    "Agreement of single votes on pairs of SFT answers: among people, and between pool and people."
+def vote_agreements(folder: str, judges: dict, n: int = 1000, seed: int = 0) -> dict[str, float]:
+    "On pairs of SFT answers: votes of people and of the pool against people's majorities, and two votes."
     pairs = load_records(f'{folder}/annotators', 'preferences', 'preference', n)
-    people, pool = (1 + preference_probabilities(judges[name], pairs).mean(1).T
-                    for name in ('people', 'pool'))
-    return dict(human_human_agreement=off_diagonal_mean(vote_agreement(people, people)),
-                pool_human_agreement=float(vote_agreement(pool, people).mean()))
+    chance = {name: preference_probabilities(judges[name], pairs) for name in ('people', 'pool')}
+    people, pool = (sample_votes(c, pairs, 4, seed) for c in chance.values())
+    one, other = (1 + c.mean(1).T for c in chance.values())
+    return dict(human_agreement=agreement(people), pool_agreement=agreement(pool, people),
+                human_human_two_votes=off_diagonal_mean(two_votes_agree(one, one)),
+                pool_human_two_votes=float(two_votes_agree(other, one).mean()))
 
 # %% ../nbs/farm.ipynb #47726782
 def save_figure(run, name: str, figure):
@@ -311,9 +312,10 @@ def write_boards(run, boards: list, simulation):
 def farm_summary(cfg: FarmConfig, judges: dict, judged: list[dict], replicates: list[dict],
                  made: tuple[str, ...]) -> dict:
     "The figures of summary.json: correlations, agreements, the reward model's accuracy, CPU time."
-    tables, rm = join_replicates(replicates), read_summary(f'{cfg.runs}/reward_model')
-    return dict(**correlations(tables, cfg.seed), **replicate_correlations(replicates),
-                **rank_agreement(judged[0], seed=cfg.seed), **vote_agreements(cfg.runs, judges),
+    rm = read_summary(f'{cfg.runs}/reward_model')
+    return dict(replicates=len(replicates), **correlations(replicates, cfg.seed),
+                **rank_agreement(judged[0], seed=cfg.seed),
+                **vote_agreements(cfg.runs, judges, seed=cfg.seed),
                 reward_model_accuracy=rm['accuracy_majority'], reward_model_label_accuracy=rm['accuracy'],
                 reward_model_ceiling=rm['accuracy_ceiling'],
                 job_cpu_seconds=sum(read_summary(run)['cpu_seconds'] for run in made))
@@ -336,7 +338,7 @@ def run(cfg: FarmConfig):
     judged = [judge_methods(f, judges, cfg.seed + k) for k, f in enumerate(folders)]
     boards = [farm_board(f, j, cfg.seed + k) for k, (f, j) in enumerate(zip(folders, judged))]
     replicates = [paired_tables(j) for j in judged]
-    write_boards(folder, boards, simulation_table(join_replicates(replicates), cfg.seed, replicates))
+    write_boards(folder, boards, simulation_table(replicates, cfg.seed))
     if failed: raise RuntimeError('some runs failed; the board shows the others:\n' + '\n'.join(failed))
     memory()
     folder.finish(**farm_summary(cfg, judges, judged, replicates, made))

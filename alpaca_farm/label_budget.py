@@ -10,10 +10,10 @@ __all__ = ['LABEL_ARMS', 'random_order', 'choose_pairs', 'contradicted', 'vote_u
 import numpy as np
 
 from .core.preferences import hash_uniform, pair_identity
-from .core.stats import paired_bootstrap
+from .core.stats import replicate_interval
 from .calibration import (calibrate_labels, label_evidence, label_features, LABEL_FEATURES,
     mix_labels, person_weight, vote_scale)
-from .hybrid_measures import sample_sd
+from .hybrid_measures import replicate_table, sample_sd
 
 # %% ../nbs/studies/label_budget.ipynb #2e917c3b
 def random_order(rows: list[dict], seed: int = 0) -> np.ndarray:  # (rows,)
@@ -104,31 +104,34 @@ def predict_votes(
     features: tuple,    # of `label_features`
     prior: float,       # mean of the label's weight before any vote
     seed: int = 0,      # seed of the choice of votes
-) -> np.ndarray:  # (held out in all replicates,) probabilities that a person prefers the second answer
+) -> list[np.ndarray]:  # (held out,) of each replicate: probabilities that a person prefers the second answer
     "Held-out votes predicted from labels calibrated on n votes."
     predicted = []
     for learn, aside in sets:
         votes = np.array([r['vote'] for r in learn])
         drawn, _, _ = choose_pairs(learn, min(n, len(learn)), seed=seed)
-        predicted.append(calibrate_labels(learn, bought_votes(votes, drawn), features, prior)(aside))
-    return np.concatenate(predicted) - 1
+        predicted.append(calibrate_labels(learn, bought_votes(votes, drawn), features, prior)(aside) - 1)
+    return predicted
 
 # %% ../nbs/studies/label_budget.ipynb #30609253
 def calibration_table(cfg, sets: list[tuple], draws: int = 20) -> list[dict]:
     "Log loss on held-out votes of labels as they are, before any vote (base of `difference`), calibrated."
     from alpaca_farm.reward_model import calibration, calibration_error
     prior = person_weight(cfg.agree, cfg.label_flip)
-    wanted = np.concatenate([[r['vote'] - 1 for r in aside] for _, aside in sets])
+    wanted = [np.array([r['vote'] - 1 for r in aside]) for _, aside in sets]
     before = predict_votes(sets, 0, LABEL_FEATURES[:1], prior, cfg.seed)
 
     def row(name, n, predictions):
-        losses = np.array([log_loss(p, wanted) for p in predictions])
-        ece = np.mean([calibration_error(calibration(p, wanted)) for p in predictions])
-        return dict(votes=n, labels=name, log_loss=losses.mean(), sd=sample_sd(losses.mean(1)), ece=ece,
-                    **paired_bootstrap(losses.mean(0), log_loss(before, wanted), seed=cfg.seed))
+        losses = [[log_loss(p, w) for p, w in zip(draw, wanted)] for draw in predictions]
+        each = [np.concatenate(draw).mean() for draw in losses]
+        ece = [calibration_error(calibration(np.concatenate(p), np.concatenate(wanted))) for p in predictions]
+        apart = [np.mean(own, 0) - log_loss(p, w) for own, p, w in zip(zip(*losses), before, wanted)]
+        difference = replicate_interval(replicate_table(apart), seed=cfg.seed)
+        return dict(votes=n, labels=name, log_loss=np.mean(each), sd=sample_sd(each), ece=np.mean(ece),
+                    replicates=len(sets), **dict(zip(('difference', 'low', 'high'), difference)))
 
     wrong = .5 - max(cfg.label_flip, .01)
-    naive = np.concatenate([.5 + label_features(aside, ('label',))[:, 0]*wrong for _, aside in sets])
+    naive = [.5 + label_features(aside, ('label',))[:, 0]*wrong for _, aside in sets]
     rows = [row('wrong as often as they are flipped', 0, [naive]), row('as one more person', 0, [before])]
     for n in (round(b*cfg.pairs) for b in sorted(cfg.budgets) if b > 0):
         seeds = [cfg.seed + 1000*draw for draw in range(draws if n < cfg.pairs else 1)]

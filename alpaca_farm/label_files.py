@@ -228,14 +228,10 @@ def pair_keys(pairs: list[dict]) -> dict:
 
 # %% ../nbs/judging/label_files.ipynb #a5ffaf6a
 def match_verdicts(rows: list[RecordedVerdict], pairs: list[dict], keys: dict, where: str) -> Verdicts | None:
-    "The verdicts of one judge on a set; None when it has none, ValueError when some pairs have none."
+    "The verdicts of one judge on those pairs of a set that it has compared; None when there are none."
     hits = [(j, r.order ^ exchanged, 3 - r.preference if exchanged else r.preference, r)
             for r in rows for j, exchanged in keys.get(r.key, [])]
     if not hits: return None
-    lost = sorted(set(range(len(pairs))) - {j for j, *_ in hits})
-    if lost:
-        raise ValueError(f'{where}: {rows[0].judge} has no verdict on {len(lost)} of {len(pairs)} pairs '
-                         f'of the set; the first is pair {lost[0]}')
     for j, *_, r in hits:
         votes = pairs[j]['votes']
         if not math.isnan(r.gold) and r.gold not in votes.values():
@@ -256,23 +252,28 @@ def recorded_verdicts(
     file: str,       # verdicts of one or several judges
     pattern: str,    # names of the judges to take, as `GPT-4*`; all when empty
     sets: dict,      # labelled pairs by the name of the set
+    pool: str = '',  # one name for all judges of the file if no two of them compared the same pair
 ) -> dict:  # {(set, judge): Verdicts}
-    "The judges of a file on each set that it has verdicts on; ValueError for a row that belongs to none."
+    "The judges of a file on the pairs of each set that they compared; ValueError when there are none."
     rows = [r for r in read_verdicts(file) if fnmatch(r.judge, pattern or '*')]
     if not rows:
         called = f' of a judge called {pattern}' if pattern else ''
         raise ValueError(f'{file}: there is no verdict{called}')
-    keys = {s: pair_keys(pairs) for s, pairs in sets.items()}
-    sources = {p.get('source') for pairs in sets.values() for p in pairs}
-    def on_another_set(r): return len(r.key) == 2 and r.key[0] not in sources
-    lost = [r for r in rows if not any(r.key in k for k in keys.values()) and not on_another_set(r)]
-    if lost:
-        raise ValueError(f'{file}: {len(lost)} of {len(rows)} rows match no pair in {", ".join(sets)}; '
-                         f'the first is row {lost[0].row}')
-    by_judge = {}
+    several, once = len({r.judge for r in rows}) > 1, len({(r.key, r.order) for r in rows}) == len(rows)
+    if pool and not pattern and several and once:
+        rows = [r._replace(judge=pool) for r in rows]
+    by_judge, matched = {}, {}
     for r in rows: by_judge.setdefault(r.judge, []).append(r)
-    matched = {(s, judge): match_verdicts(own, sets[s], keys[s], file)
-               for s in sets for judge, own in by_judge.items()}
-    matched = {k: v for k, v in matched.items() if v is not None}
-    if not matched: raise ValueError(f'{file} has verdicts only on data other than {", ".join(sets)}')
-    return matched
+    for s, pairs in sets.items():
+        keys = pair_keys(pairs)
+        for judge, own in by_judge.items():
+            verdicts = match_verdicts(own, pairs, keys, file)
+            if verdicts is None: continue
+            matched[s, judge] = verdicts
+            used, there = int(verdicts.shown.any(0).sum()), sum(r.key in keys for r in own)
+            if used == len(pairs) and there == len(own): continue
+            print(f'{judge} on {s}: {used} of {len(pairs)} labelled pairs have a verdict, '
+                  f'and {there} of {len(own)} verdicts are on them; only these are used')
+    if matched: return matched
+    raise ValueError(f'{file}: its {len(rows)} verdicts match no pair in {", ".join(sets)}. '
+                     'They are matched by the instruction and both answers, or by the number in a known set')

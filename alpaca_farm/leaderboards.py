@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['ANSWER_COLUMNS', 'judge_columns', 'mean_over_answers', 'decoding_text', 'win_rate_columns', 'vote_columns',
-           'decoding_note', 'leaderboard', 'board_summary', 'leaderboard_figure', 'rank_agreement', 'align_outputs',
-           'mean_characters', 'alpaca_eval_rows']
+           'check_column_names', 'decoding_note', 'leaderboard', 'board_summary', 'leaderboard_figure',
+           'rank_agreement', 'align_outputs', 'mean_characters', 'alpaca_eval_rows']
 
 # %% ../nbs/boards/leaderboards.ipynb #aaceba8c
 from itertools import combinations
@@ -62,6 +62,17 @@ def vote_columns(judge: str, votes: np.ndarray) -> dict:
     won = answered_row(votes)
     return {judge: won['win_rate'], f'{judge}_se': won['standard_error']}
 
+# %% ../nbs/boards/leaderboards.ipynb #cbbae696
+def check_column_names(judges: list[str], columns=ANSWER_COLUMNS):
+    "ValueError for a judge whose columns on a board would have the name of another column."
+    ends = '', '_low', '_high', '_unanswered', '_votes', '_votes_se'
+    own = {j: [f'{j}{end}' for end in ends] for j in judges}
+    for judge, names in own.items():
+        others = {'method', 'reference', *columns, *(n for j, ns in own.items() if j != judge for n in ns)}
+        twice = [n for n in names if n in others]
+        if twice: raise ValueError(f'a judge is called {judge}, but the board has another column {twice[0]}: '
+                                   'give the judge another name')
+
 # %% ../nbs/boards/leaderboards.ipynb #0d530c4e
 def decoding_note(board) -> str:
     "A sentence for a board whose rows are known to be answered in different ways; empty for any other."
@@ -82,6 +93,7 @@ def leaderboard(
     "The board, best model of the first judge first; sampled votes have their standard error as `_se`."
     import pandas as pd
     expected, sampled = judge_columns(judged)
+    check_column_names(expected, columns)
     rows = []
     for method, outputs in methods.items():
         row = dict(method=method)
@@ -153,12 +165,13 @@ def alpaca_eval_rows(
     references: list[dict],  # the reference's
     annotator: str,          # the judge's name
     reference: str,          # the reference's name
+    hard=None,               # (instructions,) difficulty known from other models
 ):  # DataFrame by model, best first
     "A judge's leaderboard with AlpacaEval's columns."
     import pandas as pd
     length = {m: mean_characters(align_outputs(methods[m], references)) for m in judged}
     controlled = length_controlled(list(judged.values()), list(length.values()),
-                                   mean_characters(references), judged)
+                                   mean_characters(references), judged, hard=hard)
     names = dict(mode='community', annotator=annotator, reference=reference)
     rows = [leaderboard_row(p, length[m], **controlled.loc[m].to_dict(), **names) for m, p in judged.items()]
     return ranked(pd.DataFrame(rows, index=list(judged)))

@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['MIN_MODELS', 'LENGTH_SD', 'DIFFICULTY_SD', 'LEVEL_SD', 'logistic', 'length_term', 'difficulty', 'influence',
-           'logit_interval', 'controlled_win_rate', 'length_controlled', 'from_annotations']
+           'logit_interval', 'controlled_win_rate', 'length_controlled', 'from_annotations', 'recorded_difficulty']
 
 # %% ../nbs/boards/length_control.ipynb #d97bb243
 from statistics import NormalDist
 
 import numpy as np
 
-from .core.data import prompt_key
+from .core.data import full_instruction
 from .core.preferences import as_preference, check_preferences, is_preference
 from .core.stats import sigmoid, standard_error, wilson
 
@@ -84,7 +84,7 @@ def controlled_win_rate(
     length_terms,        # (N,) of `length_term`
     hard=None,           # (N,) of `difficulty`, None to leave it out
     level: float = .95,  # coverage of the interval
-) -> dict:  # length_controlled_winrate, lc_* in percent; length_effect a, difficulty_effect b; terms; n_total
+) -> dict:  # length_controlled_winrate, lc_* in percent; length_effect a, difficulty_effect b; n_total
     "Length-controlled win rate of one model (Dubois et al., 2024), over the instructions with a verdict."
     given = ~np.isnan(np.asarray(preference, dtype=float))
     y, t = check_preferences(np.asarray(preference)[given]) - 1, np.asarray(length_terms)[given]
@@ -96,11 +96,10 @@ def controlled_win_rate(
     always = (y == y[0]).all() and y[0] in (0, 1)
     if always: low, high = wilson(y.sum(), len(y), level)[1:]
     else: low, high = logit_interval(p, influence(x, y, equal_length, beta, spread), level)
-    terms = 'length, difficulty' if d else f'length; no difficulty with fewer than {MIN_MODELS} models'
     return dict(length_controlled_winrate=100*float(p.mean()),
                 lc_standard_error=100*standard_error(p) if d else np.nan,
                 lc_low=100*low, lc_high=100*high, length_effect=float(beta[0]),
-                difficulty_effect=float(beta[1]) if d else np.nan, terms=terms, n_total=len(y))
+                difficulty_effect=float(beta[1]) if d else np.nan, n_total=len(y))
 
 # %% ../nbs/boards/length_control.ipynb #47dea419
 def length_controlled(
@@ -109,7 +108,8 @@ def length_controlled(
     baseline,            # (N,) or (M, N) characters of the baseline's
     names=None,          # of the models
     level: float = .95,  # coverage of the intervals
-):  # DataFrame with a row for each model, in their order, and the values of `controlled_win_rate`
+    hard=None,           # (N,) difficulty known from other models, as of `recorded_difficulty`
+):  # DataFrame by model, in their order: values of `controlled_win_rate`; difficulty: board, files or no
     "Length-controlled win rates of all models on a board; ValueError for a model without any verdict."
     import pandas as pd
     p = np.asarray(preferences, dtype=float)
@@ -121,25 +121,43 @@ def length_controlled(
     if len(missing):
         m, i = missing[0]
         raise ValueError(f'{names[m]}, instruction {i}: there is a verdict but no length')
-    hard = difficulty(p, terms)
-    return pd.DataFrame([controlled_win_rate(row, t, hard, level) for row, t in zip(p, terms)], index=names)
+    source = 'board' if hard is None else 'files'
+    if hard is None: hard = difficulty(p, terms)
+    table = pd.DataFrame([controlled_win_rate(row, t, hard, level) for row, t in zip(p, terms)], index=names)
+    return table.assign(difficulty='no' if hard is None else source)
 
 # %% ../nbs/boards/length_control.ipynb #5722bf4a
 def from_annotations(
     annotations: dict,  # preference records by model; output_1 is the baseline's, output_2 the model's
+    texts=None,         # whole instructions of the columns; rows on others are left out. All, when not given
 ) -> dict:  # preferences (0 in a record is a tie; None, -1, nan no verdict), lengths, baseline: (M, N); names
     "The tables of a board; ValueError for two rows on the same instruction, or a wrong preference."
-    keys = dict.fromkeys(prompt_key(r) for records in annotations.values() for r in records)
-    columns = {key: i for i, key in enumerate(keys)}
+    if texts is None: texts = [full_instruction(r) for records in annotations.values() for r in records]
+    columns = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     tables = np.full((3, len(annotations), len(columns)), np.nan)
     for m, (name, records) in enumerate(annotations.items()):
         first_row = {}
         for row, r in enumerate(records):
-            i = columns[prompt_key(r)]
+            i = columns.get(full_instruction(r))
+            if i is None: continue
             if first_row.setdefault(i, row) != row:
                 raise ValueError(f'{name}: rows {first_row[i]} and {row} annotate the same instruction')
-            p = as_preference(r['preference'])
+            p = as_preference(r.get('preference', np.inf))
             if not is_preference(p) and p == p:
-                raise ValueError(f'{name}, row {row}: preference {r["preference"]!r} is not between 1 and 2')
+                raise ValueError(f'{name}, row {row}: preference {r.get("preference")!r} is not between 1 and 2')
             tables[:, m, i] = p, len(r['output_2']), len(r['output_1'])
     return dict(zip(('preferences', 'lengths', 'baseline'), tables), names=list(annotations))
+
+# %% ../nbs/boards/length_control.ipynb #65716313
+def recorded_difficulty(
+    annotations: dict,   # preference records by model, as in `from_annotations`
+    texts: list[str],    # whole instructions
+) -> np.ndarray:  # (instructions,)
+    "Difficulty of instructions from verdicts on other models; ValueError with too few of them."
+    tables = from_annotations(annotations, texts)
+    judged = ~np.isnan(tables['preferences']).all(1)
+    p, length, base = (tables[k][judged] for k in ('preferences', 'lengths', 'baseline'))
+    hard = difficulty(p, length_term(base, length)) if judged.any() else None
+    if hard is not None: return hard
+    raise ValueError(f'difficulty: the files have verdicts on these instructions of {judged.sum()} models: '
+                     f'it takes {MIN_MODELS} whose verdicts differ. Name more files')

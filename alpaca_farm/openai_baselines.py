@@ -31,6 +31,7 @@ class OpenaiBaselinesConfig(ApiConfig):
     "Settings of reference answers."
     out: str = 'runs/openai_baselines'  # run folder
     data: str = 'runs/world'            # dataset folder, file or hub dataset with instructions
+    columns: str = ''                   # names of columns: ours and yours, joined by an equals sign
     split: str = 'eval'                 # the split that is answered
     baseline: str = ''                  # a model of the table above; empty: no requests are sent
     n: int = 1                          # samples for each instruction
@@ -104,10 +105,12 @@ def run(cfg: OpenaiBaselinesConfig):
     if not cfg.baseline: raise ValueError(f"baseline = '': choose from {', '.join(BASELINES)}")
     folder = start(cfg, run)
     if folder.done: return folder
-    records = load_records(cfg.data, cfg.split, n=cfg.max_instances)
+    records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
     model = parse_mapping('models', cfg.models).get(cfg.baseline, cfg.baseline)
     client, requests = ApiClient(cfg, model), [baseline_request(r, cfg, model) for r in records]
-    samples = list(zip(*(client(requests, MAX_SAMPLES * cfg.seed + k) for k in range(cfg.n))))
+    def readable(i, answer): return bool(baseline_output(answer))
+    draws = [MAX_SAMPLES * cfg.seed + k for k in range(cfg.n)]
+    samples = list(zip(*(client(requests, draw, readable=readable) for draw in draws)))
     rows, unanswered = [], []
     for record, answers in zip(records, samples):
         if not all(answers): unanswered.append(record); continue

@@ -26,6 +26,7 @@ from .core.progress import Progress
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command, resolve
 from .core.text import decode, encode_prompts
+from .noise import flip_share
 from .overoptimization_curves import (bank_curve, can_fit, curve_point, fit_gold, gold_falls,
     group_rows, proxy_gold_correlation, standardise)
 from .overoptimization_grid import grid_models, measured_policies, run_grid, study_grid
@@ -93,7 +94,8 @@ def annotation_words(preferences: str, cfg: OverConfig) -> list[str]:
     if not config: return [Path(preferences).stem]
     settings = config['settings']
     words, pairs = [settings['annotators'].rpartition(':')[2]], run_config(settings['outputs'])
-    if settings.get('label_flip'): words.append(f'{settings["label_flip"]:.0%} flips')
+    flips = flip_share(settings.get('label_flip', 0.), settings['annotators'])
+    if flips: words.append(f'{flips:.0%} flips')
     if pairs and pairs['settings']['policy'] != cfg.policy: words.append('asked again')
     return words
 
@@ -123,14 +125,16 @@ def method_of_table(config: dict) -> str:
     return max(fitting, key=lambda name: len(rows[name]), default=notebook)
 
 # %% ../nbs/studies/overoptimization.ipynb #a2e03392
-def method_name(folder: str) -> str:
-    "The name of a run's method, with what sets it apart: no penalty, DPO's beta, the kind of ensemble."
+def method_name(folder: str, seed: int | None = None) -> str:
+    "A run's method and what sets it apart: penalty, DPO's beta, kind of ensemble, a seed other than `seed`."
     config = run_config(folder)
     name, settings = method_of_table(config), config['settings']
     if name == 'ppo' and settings['advantage'] != 'gae': name = settings['advantage']
     if name in ('ppo', 'rloo', 'grpo', 'quark') and not settings['kl_coef']: name += ', no penalty'
     if name == 'dpo': name += f', beta {settings["beta"]:g}'
-    return name + (f', {settings["ensemble"]}' if isinstance(settings.get('reward_model'), list) else '')
+    if isinstance(settings.get('reward_model'), list): name += f', {settings["ensemble"]}'
+    other = seed is not None and settings.get('seed', seed) != seed     # a replicate has a curve of its own
+    return name + (f', seed {settings["seed"]}' if other else '')
 
 # %% ../nbs/studies/overoptimization.ipynb #34d5c9ef
 def policy_proxy(folder: str, proxies: list[str]):
@@ -218,7 +222,7 @@ def policy_points(rewards: dict, scale: ProxyScores, gold, people, run) -> list[
         score, on_bank = scale(spec, settings.get('ensemble'), settings.get('ensemble_coef'))
         scorers = dict(proxy=lambda rs: standardise(np.array(score(rs)), on_bank), gold=gold)
         point = measure_policy(path, records, scorers, people, reference, cfg)
-        rows.append(curve_point(**point, method=method_name(folder), labels=label_source(spec, cfg),
+        rows.append(curve_point(**point, method=method_name(folder, cfg.seed), labels=label_source(spec, cfg),
                                 seed=cfg.seed, at=step, run=folder))
         run.log(i, **{k: v for k, v in rows[-1].items() if k != 'each'})
         show(i)

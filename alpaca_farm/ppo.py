@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .core.answers import mean
+from .core.answers import mean, preflight
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
-from .core.models import load_policy, load_scalar, logprobs, reward, values
+from .core.models import (load_policy, load_scalar, load_tokenizer, logprobs, reward,
+    same_vocabulary, values)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.runs import start
@@ -111,8 +112,12 @@ def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
         head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False).to(policy.device)
         torch.nn.init.zeros_(head.weight)
         return ValueHead(policy, head, shared=True)
-    if ':' in cfg.rewards[0]: model, _ = load_scalar(cfg.policy, cfg, 'zero', train=True)
-    else: model, _ = load_scalar(cfg.rewards[0], cfg, train=True)
+    spec, head = cfg.rewards[0], 'keep'
+    if ':' not in spec and not same_vocabulary(load_tokenizer(spec), load_tokenizer(cfg.policy)):
+        print(f'{spec} has another vocabulary than the policy, from which the value model starts instead')
+        head = 'zero'
+    if head == 'zero' or ':' in spec: spec, head = cfg.policy, 'zero'
+    model, _ = load_scalar(spec, cfg, head, train=True)
     return ValueHead(model, model.score, getattr(model.config, 'reward_mean', 0.),
                      getattr(model.config, 'reward_std', 1.))
 
@@ -201,9 +206,11 @@ def train(cfg: PPOConfig):
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    reference, reward_of = load_policy(cfg.policy, cfg)[0], reward(cfg.reward_model, cfg, cfg.template)
+    reference = load_policy(cfg.policy, cfg, train=True)[0]
+    reward_of = reward(cfg.reward_model, cfg, cfg.template)
     value = value_model(cfg, policy)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
+    preflight(cfg, ('split', 'eval_split'), policy, tokenizer, judge, reward_of)
     choose = CheckpointSelector(reference, tokenizer, cfg, judge)
     trainer = Trainer(run, cfg.steps, dict(policy=policy) | (dict(value=value) if value else {}),
                       dict(value=cfg.value_learning_rate), shown='reward')
@@ -212,8 +219,7 @@ def train(cfg: PPOConfig):
         batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows],
                                          [prompts[i] for i in rows], cfg, cfg.seed * 1_000_003 + step)
         scores = rollout_scores(reward_of, answered, trainer.extra, cfg).to(policy.device)
-        with trainer.accelerator.autocast():  # in the precision of the updates, so that the first ratio is 1
-            batch, figures = experience(policy, reference, value, batch, scores, cfg.kl_coef, cfg)
+        batch, figures = experience(policy, reference, value, batch, scores, cfg.kl_coef, cfg)
         figures |= score_statistics(scores, answered) | dict(kl_coef=cfg.kl_coef)
         figures |= ppo_update(trainer, policy, value, batch, cfg)
         if choose.due(step, cfg.steps): figures |= choose(policy)

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import mean
+from .core.answers import mean, preflight
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.models import hidden_states, load_policy, logits_of, reward
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
@@ -222,9 +222,11 @@ def train(cfg: QuarkConfig):
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    reference, plain = load_policy(cfg.policy, cfg)
-    answer = partial(sample_and_score, policy, tokenizer, reward(cfg.reward_model, cfg, cfg.template))
+    reference, plain = load_policy(cfg.policy, cfg, train=True)
+    reward_of = reward(cfg.reward_model, cfg, cfg.template)
+    answer = partial(sample_and_score, policy, tokenizer, reward_of)
     records, prompts, too_long = load_prompts(cfg, plain)
+    preflight(cfg, ('split', 'eval_split'), policy, plain, judge, reward_of)
     choose = CheckpointSelector(reference, plain, cfg, judge)
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)
     choose.tokenizer = tokenizer  # the policy is evaluated under the best token, the reference without one
@@ -233,16 +235,14 @@ def train(cfg: QuarkConfig):
         rows, best = prompt_indices(len(prompts), step, cfg), tokens[0] if tokens and step > 1 else None
         batch, scores, figures = answer(rows, records, prompts, best, trainer, cfg)
         if best is not None and (step % cfg.eval_every == 0 or step == cfg.steps):
-            worst = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1]
-            figures['reward_worst'] = worst.mean().item()
-        with trainer.accelerator.autocast(): figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
-        pool = trainer.extra.get('pool', {})
-        trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
+            figures['reward_worst'] = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1].mean().item()
+        figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
+        trainer.extra['pool'] = update_pool(trainer.extra.get('pool', {}), batch, rows, scores,
+                                            cfg.clear_pool)
         learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
-        figures = learned | figures
         if choose.due(step, cfg.steps): figures |= choose(policy)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)
-        trainer.log(**figures)
+        trainer.log(**learned | figures)
     finish_run(run, trainer, tokenizer, reference, too_long, plain)
     return run
 

@@ -164,7 +164,8 @@ def games_by_source(
     "Win rate of the second outputs by source; ValueError for a row without source or valid preference."
     import pandas as pd
     for i, r in enumerate(records):
-        if r.get(field) in (None, ''): raise ValueError(f'row {i} has no {field!r}; it has {", ".join(r)}')
+        missing = [f for f in (field, 'preference') if f not in r or f == field and r[f] in (None, '')]
+        if missing: raise ValueError(f'row {i} has no {missing[0]!r}; it has {", ".join(r)}')
     p = recorded_preferences([r['preference'] for r in records])
     source = np.array([str(r[field]) for r in records])
     groups = {s: p[source == s] for s in np.unique(source)} | {'all': p}

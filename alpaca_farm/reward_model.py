@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from .core.data import load_records, prompt_key
-from .core.models import load_scalar, load_tokenizer, save_model, score_records, sequence_scores
+from .core.models import (check_positions, load_scalar, load_tokenizer, save_model,
+    score_records, sequence_scores)
 from .core.runs import start
 from .core.settings import command, TrainConfig
 from .core.stats import wilson
@@ -32,12 +33,13 @@ class RewardModelConfig(TrainConfig):
     "Settings of reward modelling."
     out: str = 'runs/reward_model'        # run folder
     preferences: str = 'runs/annotators'  # preference records: a run of annotators, or a file
+    columns: str = ''                     # names of columns: ours and yours, joined by an equals sign
     policy: str = 'runs/sft'              # policy whose trunk initialises the model
     head: str = 'zero'                    # the fresh head: zero, or normal for N(0, 1/(d+1))
     template: str = 'auto'                # prompt format
     epochs: int = 2                       # passes over the pairs
     max_length: int = 128                 # tokens of prompt and answer together
-    held_out: int = 500                   # pairs for measuring accuracy and spread
+    held_out: int = -1                    # pairs for measuring; -1: 500, or a fifth of them if that is less
     max_instances: int = 0                # use only the first n pairs; 0 for all
     margin: float = 0.0                   # lead required of the better answer where the label is certain
     margin_field: str = ''                # field of the records that holds each pair's margin; empty for none
@@ -47,8 +49,8 @@ class RewardModelConfig(TrainConfig):
     inputs = dict(preferences='preferences', policy='model')
 
     def check(self):
-        self.bounds(epochs=(1, None), max_length=(2, None), held_out=(1, None), max_instances=(0, None),
-                    margin=(0, None))
+        self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None), margin=(0, None))
+        if self.held_out != -1: self.bounds(held_out=(1, None))
         self.one_of('head', 'zero', 'normal')
         self.one_of('template', 'auto', 'chat', 'alpaca', 'raw')
         check_flip_rate(self.flip_rate)
@@ -148,11 +150,13 @@ def held_out_prompts(prompts: list[tuple], held_out: int, seed: int) -> set[tupl
 def split_pairs(records: list[dict], held_out: int, seed: int) -> tuple[list, list]:
     "Pairs to learn from and pairs held out: the marked records if any, else those of random prompts."
     aside = [bool(r.get('held_out')) for r in records]
-    if not any(aside):
+    if not (marked := any(aside)):
         prompts = [prompt_key(r) for r in records]
         chosen = held_out_prompts(prompts, held_out, seed)
         aside = [p in chosen for p in prompts]
-    if all(aside): raise ValueError(f'held_out = {held_out}: there are only {len(records)} pairs')
+    n, left = len(records), aside.count(False)
+    if not left or (left < n - left and not marked):
+        raise ValueError(f'held_out = {held_out} leaves {left} of {n} pairs to learn from. Set it to {n // 10}')
     return [r for r, a in zip(records, aside) if not a], [r for r, a in zip(records, aside) if a]
 
 # %% ../nbs/reward_model.ipynb #dab4f7ac
@@ -168,10 +172,13 @@ class Pairs(NamedTuple):
 # %% ../nbs/reward_model.ipynb #24e3c978
 def load_preference_pairs(cfg: RewardModelConfig) -> tuple[Pairs, list[dict], int]:
     "Pairs to learn from, held-out records, and how many pairs were too long."
-    records = load_records(cfg.preferences, 'preferences', 'preference', cfg.max_instances)
-    learn, aside = split_pairs(records, cfg.held_out, cfg.seed)
-    rows, prompts, answers = encode(learn, ('output_1', 'output_2'), load_tokenizer(cfg.policy),
-                                    cfg.max_length, cfg.template)
+    records = load_records(cfg.preferences, 'preferences', 'preference', cfg.max_instances,
+                           cfg.columns)
+    held_out = cfg.held_out if cfg.held_out > 0 else min(500, max(1, len(records)//5))
+    learn, aside = split_pairs(records, held_out, cfg.seed)
+    tokenizer, fields = load_tokenizer(cfg.policy), ('output_1', 'output_2')
+    rows, prompts, answers = encode(learn, fields, tokenizer, cfg.max_length, cfg.template)
+    aside = [aside[i] for i in encode(aside, fields, tokenizer, cfg.max_length, cfg.template)[0]]
     fit = [learn[i] for i in rows]
     pairs = Pairs(fit, prompts, *answers, [r['preference'] for r in fit],
                   margins(fit, cfg.margin, cfg.margin_field))
@@ -253,6 +260,7 @@ def fit_reward_model(run, pairs: Pairs):
     cfg = run.cfg
     torch.manual_seed(cfg.seed)
     model, tokenizer = load_scalar(cfg.policy, cfg, cfg.head, train=True)
+    check_positions(model, cfg.max_length, 'max_length')
     answers = pairs.first, pairs.second
     order = batches([len(p) + max(len(a), len(b)) for p, a, b in zip(pairs.prompts, *answers)],
                     cfg.batch_size, cfg.epochs, cfg.seed)

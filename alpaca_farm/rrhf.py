@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig, mean, SampleConfig
+from .core.answers import answer_eval_split, AnswerConfig, mean, preflight, SampleConfig
 from .core.build import as_list
 from .core.files import read_json
 from .core.generation import uniform_stream
@@ -157,7 +157,8 @@ def imitation_weights(
 # %% ../nbs/rrhf.ipynb #f69f2160
 def rrhf_batch(queries: list[dict], prompts: list, tokenizer, cfg: RRHFConfig) -> dict[str, torch.Tensor]:
     "ids, mask, response (B, k, T), scores, present, share (B, k) and weight (B,)."
-    tokens, width = [candidate_tokens(q, tokenizer) for q in queries], max(len(q['output']) for q in queries)
+    tokens = [candidate_tokens(q, tokenizer, cfg.template) for q in queries]
+    width = max(len(q['output']) for q in queries)
     fill = lambda rows, v: [list(r) + [v] * (width - len(r)) for r in rows]
     rows = [(p if ids else [], ids) for p, ts in zip(prompts, fill(tokens, [])) for ids in ts]
     batch = collate(*zip(*rows), tokenizer.pad_token_id)
@@ -222,7 +223,8 @@ def finish_rrhf(run, policy, tokenizer, pool: list[dict], score_of, **more):
     "Save the policy, answer the eval split and write the summary."
     cfg, last = run.cfg, read_log(run.folder)[-20:]
     save_model(policy, tokenizer, run)
-    figures = more | answer_eval_split(policy, tokenizer, run, load_policy(cfg.policy, cfg)[0])
+    reference = load_policy(cfg.policy, cfg, train=True)[0]
+    figures = more | answer_eval_split(policy, tokenizer, run, reference)
     outputs = read_json(run.path('outputs.json')) if cfg.eval_split else []
     if outputs and cfg.reward_model: figures |= dict(reward=mean(list(score_of(outputs))))
     if outputs and cfg.perplexity_model:
@@ -241,15 +243,17 @@ def train(cfg: RRHFConfig):
     from alpaca_farm.annotators import load_annotators
     run = start(cfg, train)
     if run.done: return run
-    compares = cfg.annotators and not cfg.reward_model
-    judge = load_annotators(cfg.annotators, cfg) if compares else None
+    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None  # or a reward model, never both
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    reference = load_policy(cfg.policy, cfg)[0] if cfg.kl_coef else None
+    reference = load_policy(cfg.policy, cfg, train=True)[0] if cfg.kl_coef else None
+    score_of = score_function(cfg, judge)
+    preflight(cfg, ('eval_split',), policy, tokenizer, judge if cfg.n else None,
+              score_of if cfg.reward_model else None)
     queries, prompts, left_out = load_queries(cfg, tokenizer)
-    longest = [max(map(len, candidate_tokens(q, tokenizer)), default=0) for q in queries]
-    lengths = [len(p) + n for p, n in zip(prompts, longest)]
+    lengths = [len(p) + max(map(len, candidate_tokens(q, tokenizer, cfg.template)), default=0)
+               for p, q in zip(prompts, queries)]
     order = batches(lengths, cfg.batch_size, cfg.epochs * cfg.rounds, cfg.seed)
-    score_of, trainer = score_function(cfg, judge), Trainer(run, len(order), dict(policy=policy))
+    trainer = Trainer(run, len(order), dict(policy=policy))
     pool, current = {}, None
     for step in trainer.steps():
         begin, end = pool_span(step, len(order), cfg)

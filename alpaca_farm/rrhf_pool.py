@@ -20,17 +20,17 @@ from .core.online import end_scores
 from .core.text import decode, encode_prompts, encode_responses, within_limit
 
 # %% ../nbs/rrhf_pool.ipynb #057803a0
-def candidate_tokens(query: dict, tokenizer) -> list[list[int]]:
-    "Token ids of a query's candidates: the policy's own as sampled, then the texts, with EOS where ended."
+def candidate_tokens(query: dict, tokenizer, template: str = 'auto') -> list[list[int]]:
+    "Token ids of a query's candidates: the policy's own as sampled, then the texts, with their end if any."
     own = query.get('tokens', [])
     texts, ended = query['output'][len(own):], query['ended'][len(own):]
-    bare = encode_responses(texts, tokenizer, ended=False)
-    return own + [ids + [tokenizer.eos_token_id] * bool(e) for ids, e in zip(bare, ended)]
+    return own + encode_responses(texts, tokenizer, ended, template)
 
 # %% ../nbs/rrhf_pool.ipynb #27e21473
 def limit_candidates(query: dict, prompt: list[int], tokenizer, cfg) -> dict:
     "A query with its first `cfg.k` different candidates that fit into `cfg.max_length` with the prompt."
-    sizes, limit = [len(ids) for ids in candidate_tokens(query, tokenizer)], cfg.max_length - len(prompt)
+    sizes = [len(ids) for ids in candidate_tokens(query, tokenizer, cfg.template)]
+    limit = cfg.max_length - len(prompt)
     own, texts = query.get('tokens', []), query['output']
     fits = lambda i: sizes[i] and (i < len(own) or sizes[i] <= limit)
     which = [i for i, text in enumerate(texts) if fits(i) and text not in texts[:i]][:cfg.k]
@@ -40,11 +40,13 @@ def limit_candidates(query: dict, prompt: list[int], tokenizer, cfg) -> dict:
 # %% ../nbs/rrhf_pool.ipynb #dca77770
 def load_queries(cfg, tokenizer) -> tuple[list[dict], list[list[int]], int]:
     "Queries, their prompts' ids, and how many were left out; ValueError when nothing is left."
-    if cfg.candidates: records = merge_candidates(cfg.candidates, cfg.sources)
-    else: records = [dict(r, **{k: [] for k in LISTS}) for r in load_records(cfg.data, cfg.split)]
+    if cfg.candidates: records = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
+    else:
+        prompts = load_records(cfg.data, cfg.split, columns=cfg.columns)
+        records = [dict(r, **{k: [] for k in LISTS}) for r in prompts]
     records = records[:cfg.max_instances or None]
     prompts = encode_prompts(records, tokenizer, cfg.template)
-    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts')
+    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     limited = {i: limit_candidates(records[i], prompts[i], tokenizer, cfg) for i in rows}
     if cfg.n: rows = [i for i in rows if len(prompts[i]) + cfg.max_new_tokens <= cfg.max_length]
     else: rows = [i for i in rows if len(limited[i]['output']) > 1]
@@ -109,7 +111,7 @@ def penalise_missing_eos(query: dict, cfg) -> dict:
 # %% ../nbs/rrhf_pool.ipynb #30b83e48
 def subtract_kl(pool: list[dict], prompts: list, policy, reference, tokenizer, cfg) -> list[dict]:
     "A pool with kl_coef log pi/pi_ref subtracted from its scores."
-    flat = [(p, ids) for q, p in zip(pool, prompts) for ids in candidate_tokens(q, tokenizer)]
+    flat = [(p, ids) for q, p in zip(pool, prompts) for ids in candidate_tokens(q, tokenizer, cfg.template)]
     logp, ref = (response_logprobs(m, *zip(*flat), tokenizer.pad_token_id, cfg.temperature or 1.)
                  for m in (policy, reference))
     parts = (cfg.kl_coef * (logp - ref)).split([len(q['output']) for q in pool])

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .core.answers import answer_eval_split, AnswerConfig
-from .core.data import load_records
+from .core.answers import answer_eval_split, AnswerConfig, load_split, preflight
 from .core.models import load_policy, logprobs, save_model
 from .core.runs import start
 from .core.settings import command, TrainConfig
@@ -59,8 +58,8 @@ def held_out_nll(
 ) -> float:  # nats per token; nan without a val split
     "Mean negative log-likelihood of a response token on the held-out split."
     if not cfg.val_split: return math.nan
-    _, prompts, (responses,) = encode(load_records(cfg.data, cfg.val_split, 'output', n),
-                                      ('output',), tokenizer, cfg.max_length, cfg.template)
+    _, prompts, (responses,) = encode(load_split(cfg, 'val_split', 'output')[:n], ('output',), tokenizer,
+                                      cfg.max_length, cfg.template)
     batch = {k: v.to(policy.device)
              for k, v in sft_batch(prompts, responses, range(len(prompts)), tokenizer.pad_token_id).items()}
     return (sft_loss(policy, batch)['loss'].sum() / batch['weight'].sum()).item()
@@ -71,7 +70,8 @@ def train(cfg: SFTConfig):
     run = start(cfg, train)
     if run.done: return run
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    records = load_records(cfg.data, cfg.split, 'output', cfg.max_instances)
+    preflight(cfg, ('eval_split',), policy, tokenizer)
+    records = load_split(cfg, 'split', 'output')[:cfg.max_instances or None]
     rows, prompts, (responses,) = encode(records, ('output',), tokenizer, cfg.max_length, cfg.template)
     order = batches([len(p) + len(r) for p, r in zip(prompts, responses)],
                     cfg.batch_size, cfg.epochs, cfg.seed)

@@ -6,7 +6,7 @@
 __all__ = ['UTILITY', 'COLUMNS', 'QUALITY', 'PEOPLE', 'JUDGES', 'NEED_CARE', 'people', 'pool', 'judge', 'length_biased',
            'ANY_AUTHOR', 'HIRED', 'SKILL', 'SPECIAL', 'PAD', 'BOS', 'EOS', 'SEP', 'RANKS', 'TEMPLATE', 'WorldConfig',
            'answer_features', 'answer_matrix', 'utility', 'feature_contrast', 'Person', 'sample_person',
-           'sample_people', 'sample_judges', 'Population', 'gold', 'world_agreement', 'with_bias', 'sample_requests',
+           'sample_people', 'sample_judges', 'Population', 'gold', 'two_votes_by_group', 'with_bias', 'sample_requests',
            'sample_splits', 'sample_corpus', 'train_tokenizer', 'base_model', 'corpus_batch', 'write_dataset', 'train']
 
 # %% ../nbs/world.ipynb #7b717700
@@ -19,7 +19,7 @@ import numpy as np
 
 from .core.runs import start
 from .core.settings import command, TrainConfig
-from .core.stats import off_diagonal_mean, sigmoid, vote_agreement
+from .core.stats import off_diagonal_mean, sigmoid, two_votes_agree
 from .grammar import CRITERIA, criteria, parse, render, respond, sample_instruction, SURFACE, text
 
 # %% ../nbs/world.ipynb #d446e420
@@ -173,14 +173,14 @@ def gold(pairs: list[dict]) -> list[float]:
     return np.where(np.abs(z) < 1e-9, 1.5, 1.5 + np.sign(z)/2).tolist()
 
 # %% ../nbs/world.ipynb #d8027440
-def world_agreement(pairs: list[dict]) -> dict[str, float]:
-    "Agreement among people, of the pool with people, and of both with the hidden utility."
+def two_votes_by_group(pairs: list[dict]) -> dict[str, float]:
+    "How often two votes are the same: of people, of pool and people, and of both and the hidden utility."
     by_people, by_pool, by_utility = people.each(pairs), pool.each(pairs), np.array(gold(pairs))[:, None]
-    return dict(human_human=off_diagonal_mean(vote_agreement(by_people, by_people)),
-                pool_human=float(vote_agreement(by_pool, by_people).mean()),
-                pool_pool=off_diagonal_mean(vote_agreement(by_pool, by_pool)),
-                human_gold=float(vote_agreement(by_people, by_utility).mean()),
-                pool_gold=float(vote_agreement(by_pool, by_utility).mean()))
+    return dict(human_human=off_diagonal_mean(two_votes_agree(by_people, by_people)),
+                pool_human=float(two_votes_agree(by_pool, by_people).mean()),
+                pool_pool=off_diagonal_mean(two_votes_agree(by_pool, by_pool)),
+                human_gold=float(two_votes_agree(by_people, by_utility).mean()),
+                pool_gold=float(two_votes_agree(by_pool, by_utility).mean()))
 
 # %% ../nbs/world.ipynb #c0e409d0
 def with_bias(

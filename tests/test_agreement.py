@@ -65,7 +65,7 @@ def test_llmbar_by_hand():
 
 
 @with_data
-def test_alpaca_eval_annotations_are_read_on_both_sides():
+def test_alpaca_eval_annotations_are_read_on_both_sides(capsys):
     folder = DATA/'alpaca_eval'/'alpaca-7b'
     sets = A.load_sets([str(folder/'annotations_ae1.json')])
     assert sum(v == 1.5 for p in sets['annotations_ae1'] for v in p['votes'].values()) == 16       # stored as 0
@@ -73,7 +73,8 @@ def test_alpaca_eval_annotations_are_read_on_both_sides():
     rows = json.loads((folder/'annotations_ae1.json').read_text())
     assert said.price == pytest.approx(1000*np.mean([r['price_per_example'] for r in rows if r['price_per_example'] is not None])) and said.unanswered.sum() == 0
     assert A.agreement_board(sets, {('annotations_ae1', 'itself'): said}, draws=10).iloc[1].accuracy == 1
-    with pytest.raises(ValueError, match='match no pair in'): A.verdicts_of_judges([str(folder/'annotations_ae2.json')], sets, CFG)
+    other, = A.verdicts_of_judges([str(folder/'annotations_ae2.json')], sets, CFG).values()      # another baseline: few pairs in common, and said
+    assert other.shown.any(0).sum() == 5 and '5 of 805 labelled pairs have a verdict, and 5 of 805 verdicts are on them' in capsys.readouterr().out
     with pytest.raises(ValueError, match='Sample votes|A soft label'): A.load_sets([str(folder/'annotations_ae2.json')])
 
 
@@ -174,6 +175,49 @@ def test_recorded_votes_of_an_annotation_run(tmp_path):
     assert (A.verdicts_of_judges([str(tmp_path)], sets, CFG)['s', 'longest'].preferences[0, 0] == live[0, 0]).all()
     assert [p['votes'] for p in label_files.read_set(str(tmp_path))] == [dict(longest=r['preference']) for r in rows]      # a run folder is a set, too
     with pytest.raises(ValueError, match='a second judge called longest'): A.verdicts_of_judges(['alpaca_farm.agreement:prefer_longer', str(tmp_path)], sets, CFG)
+
+
+def test_agreement_counts_pairs_with_two_votes_and_says_how_many(tmp_path, capsys):
+    "A file of one vote per pair with two duplicate rows: agreement is of one pair, and says so; it has no interval, and the figure does not show it."
+    pairs = A.embedded_pairs(60)
+    rows = [dict({k: v for k, v in p.items() if k != 'votes'}, preference=p['votes']['vote 1']) for p in pairs]
+    (tmp_path/'labels.json').write_text(json.dumps(rows + rows[:2]))
+    A.run(A.AgreementConfig(out=str(tmp_path/'out'), sets=[str(tmp_path/'labels.json')], judges=['alpaca_farm.agreement:prefer_longer'], draws=20))
+    assert 'labels: 2 of 60 pairs have two votes or more' in capsys.readouterr().out
+    found = read_summary(tmp_path/'out')
+    for who in ('people', 'longest'): assert (found[f'labels_{who}_n'], found[f'labels_{who}_n_agreement']) == (60, 2)
+    with open(tmp_path/'out'/'leaderboard.csv', newline='') as f: people, judge = csv.DictReader(f)
+    assert people['agreement'] == '1.0000' and people['agreement_low'] == people['variance_high'] == judge['agreement_low'] == '' != judge['accuracy_low']
+    full = A.board_row(pairs, M.people_votes(pairs), np.ones(60, bool), lambda i: dict(agreement=.5), 20, 0)
+    assert full['n_agreement'] == 60 and full['agreement_low'] == .5
+
+
+def test_partial_overlap_is_used_and_counted(tmp_path, capsys):
+    "Labels of a pool's run on 60 pairs, people's on 30, 20 of them in common, some in the other order: the measures are those of the 20, and nothing else is counted."
+    pairs = A.embedded_pairs(70)
+    def rows(some, name, label): return [dict({k: v for k, v in p.items() if k != 'votes'}, preference=label(p), annotator=name(i)) for i, p in enumerate(some)]
+    said = rows(pairs[:60], lambda i: f'judge {i % 3}', lambda p: float(A.prefer_longer([p])[0]))
+    voted = [swap_outputs(r) | dict(preference=3 - r['preference']) if i % 2 else r for i, r in enumerate(rows(pairs[40:], lambda i: 'Ann', lambda p: p['votes']['vote 1']))]
+    for name, records in (('annotators', said), ('labelling', voted)):
+        (tmp_path/name).mkdir()
+        (tmp_path/name/'preferences.json').write_text(json.dumps(records))
+    cfg = A.AgreementConfig(out=str(tmp_path/'out'), sets=[str(tmp_path/'labelling')], judges=[str(tmp_path/'annotators')], draws=20)
+    A.run(cfg)
+    assert 'annotators on labelling: 20 of 30 labelled pairs have a verdict, and 20 of 60 verdicts are on them' in capsys.readouterr().out
+    found, common = read_summary(cfg.out), pairs[40:60]
+    right = [float(A.prefer_longer([p])[0]) == p['votes']['vote 1'] for p in common]
+    assert found['labelling_people_n'] == 30 and found['labelling_annotators_n'] == 20 and found['labelling_annotators_n_unanswered'] == 0
+    assert found['labelling_annotators_accuracy'] == pytest.approx(np.mean(right))
+    each = A.verdicts_of_judges([f'{tmp_path}/annotators#judge*'], A.load_sets(cfg.sets), CFG)      # by name, every annotator of the pool is a judge
+    assert [int(v.shown.any(0).sum()) for v in each.values()] == [6, 7, 7]
+    full, _ = A.load_sets(cfg.sets), capsys.readouterr()
+    one = A.verdicts_of_judges([str(tmp_path/'annotators')], full, CFG)['labelling', 'annotators']
+    sub = dict(labelling=[p for p, s in zip(full['labelling'], one.shown.any(0)) if s])
+    alone = A.agreement_board(sub, {('labelling', 'annotators'): one._replace(**{k: getattr(one, k)[..., one.shown.any(0)] for k in ('preferences', 'unanswered', 'shown')})}, draws=20)
+    both = A.agreement_board(full, {('labelling', 'annotators'): one}, draws=20)
+    for k in ('accuracy', 'alpha', 'longer', 'longer_diff', 'spearman', 'accuracy_low', 'n', 'n_decided'): assert both[k][1] == pytest.approx(alone[k][1], nan_ok=True), k
+    (tmp_path/'annotators'/'preferences.json').write_text(json.dumps(said[:40]))
+    with pytest.raises(ValueError, match='its 40 verdicts match no pair in labelling'): A.verdicts_of_judges([str(tmp_path/'annotators')], full, CFG)
 
 
 def test_a_run(tmp_path):

@@ -396,3 +396,22 @@ def test_a_reward_model_and_a_local_model_as_judges(tmp_path):
     with pytest.raises(ValueError, match='needs a prompt'): load_annotators(str(tmp_path/'judge'), cfg)
     with pytest.raises(ValueError, match='cannot use a local model'):
         annotators.run(again(cfg, out=str(tmp_path/'no'), annotators='alpaca_eval_gpt4', models=[f'gpt-4={tmp_path/"judge"}']))
+
+
+@pytest.mark.parametrize('spec', ['my_module:judge', 'labels.json'])
+def test_only_the_worlds_labels_are_flipped_by_default(tmp_path, monkeypatch, spec):
+    "A user's own judge and recorded labels stay as they are."
+    monkeypatch.setitem(sys.modules, 'my_module', sys.modules[__name__])
+    monkeypatch.setattr(sys.modules[__name__], 'judge', lambda pairs: [1. + (p['output_1'] < p['output_2']) for p in pairs], raising=False)
+    (tmp_path/'pairs.json').write_text(json.dumps(pairs(200)))
+    (tmp_path/'labels.json').write_text(json.dumps([dict(p, preference=2) for p in pairs(200)]))
+    cfg = AnnotatorsConfig(out=str(tmp_path/'run'), outputs=str(tmp_path/'pairs.json'), annotators=spec if ':' in spec else str(tmp_path/spec))
+    annotators.run(cfg)
+    rows = load_records(cfg.out, 'preferences', 'preference')
+    assert {r['preference'] for r in rows} == {2.} and not any(r['flipped'] for r in rows) and read_summary(cfg.out)['flip_rate'] == 0
+
+
+@pytest.mark.parametrize('given, said', [(['the first']*2, "gave 'the first'"), ([3, 1], 'preference of row 0 is 3'), ([1], 'gave 1 preferences for 2'), ([[1], [2]], 'gave 2')])
+def test_a_judge_that_gives_no_preferences_is_named(given, said):
+    def my_judge(pairs): return given
+    with pytest.raises(ValueError, match=f'my_judge.*{said}'): preferences.annotator_preferences(pairs(2), my_judge)

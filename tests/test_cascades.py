@@ -25,9 +25,9 @@ def test_recorded_cascades():
         gold = T.majority_vote(votes)
         found = C.cascade_rates(T.cascade_verdicts(p, who), who, votes, np.array([1., 10.]))
         alone = [np.nansum(T.correct_verdicts(T.preferred_side(q), gold))/200 for q in p]
-        assert (alone[0], found['agreement']*found['coverage'], (T.confidence(p[0]) == .5).mean()) == pytest.approx(published, abs=6e-3)
+        assert (alone[0], found['decided']*found['coverage'], (T.confidence(p[0]) == .5).mean()) == pytest.approx(published, abs=6e-3)
         assert alone[1] == pytest.approx(gpt4)
-        assert (found['agreement'], found['escalated']) == pytest.approx(left_out, abs=6e-3) and found['cost'] == pytest.approx(1 + 10*found['escalated'])
+        assert (found['decided'], found['escalated']) == pytest.approx(left_out, abs=6e-3) and found['cost'] == pytest.approx(1 + 10*found['escalated'])
 
 
 EVERY_OTHER = T.GRID[::2]
@@ -110,9 +110,9 @@ def test_a_cascade_saves_calls_and_can_be_read_back(tmp_path):
     cfg = C.CascadeConfig(out=str(tmp_path/'out'), sets=['alpaca_farm.agreement:embedded_pairs'], target=.85, labelled=.6)
     C.run(cfg)
     found, saved = read_summary(tmp_path/'out'), read_json(tmp_path/'out'/'cascade.json')
-    assert found['careless_agreement'] < found['judge_agreement'] and saved['threshold'] == found['threshold']
-    assert found['cascade_one_person'] < found['cascade_agreement'] and 0 < found['cascade_answered_of_divided'] < found['cascade_coverage']
-    assert found['cascade_agreement_low'] < found['cascade_agreement'] < found['cascade_agreement_high']
+    assert found['careless_decided'] < found['judge_decided'] and saved['threshold'] == found['threshold']
+    assert found['cascade_one_person'] < found['cascade_decided'] and 0 < found['cascade_answered_of_divided'] < found['cascade_coverage']
+    assert found['cascade_decided_low'] < found['cascade_decided'] < found['cascade_decided_high']
     cascade, pairs = C.load_cascade(tmp_path/'out'), A.embedded_pairs(50, seed=5)
     said = np.array(cascade(pairs))
     assert set(np.nan_to_num(said)) <= {0., 1., 2.} and cascade.seen[0] == 50 and 0 < cascade.seen[1] < 50

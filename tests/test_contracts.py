@@ -19,16 +19,17 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if p.parent.name != 'core']
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. A module that is not listed is a method's: it stands on the line METHOD.
-CORE = ['paths', 'settings progress files functional control store generation preferences', 'formats', 'data beams',
-        'judge_configs text', 'fingerprint', 'build', 'api comparisons stats runs candidates', 'client models launch',
+CORE = ['paths', 'settings progress files functional control store preferences', 'formats', 'data',
+        'judge_configs text', 'fingerprint', 'build', 'api comparisons stats runs candidates generation', 'beams client models launch',
         'answers batches training',
         'online', 'outputs']
-LAYERS = ['grammar noise judges rankings length_control label_files',
+LAYERS = ['verdict_parsers',
+          'grammar noise judges rankings length_control label_files',
           'world local_judges text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
           'annotators calibration cascade_thresholds hybrid_measures rrhf_pool',
           'eval agreement labelling openai_baselines auto_annotations',
           'farm compare cascades overoptimization effects reward_ensemble label_budget', 'hybrid']
-METHOD = len(CORE) + 3
+METHOD = len(CORE) + 4
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
 

@@ -4,8 +4,10 @@ import gzip
 import json
 
 import pytest
+from hypothesis import example, given, settings, strategies as st
 
-from alpaca_farm.core.data import find_file, load_records, prompt_key
+from alpaca_farm.core.data import check_records, find_file, load_records, prompt_key, read_rows
+from alpaca_farm.core.formats import FIELDS, SHAPES
 from alpaca_farm.core.settings import looks_like_hub
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2 else f'line\n{i}', output=f' {i}, ok\t', extra=str(i))
@@ -251,3 +253,76 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
 def test_a_long_field(tmp_path):
     (tmp_path/'a.csv').write_text('instruction,output\nSay it.,' + 'x'*200_000 + '\n')
     assert len(load_records(str(tmp_path/'a.csv'), kind='output')[0]['output']) == 200_000
+
+
+def test_columns_is_a_setting(tmp_path):
+    "The same in every notebook that reads records; KTO's columns in a spreadsheet's CSV."
+    from alpaca_farm import annotators, binary_feedback, dpo, eval as evaluation
+    pairs = write(tmp_path/'pairs.json', [dict(q=f'Hi {i}.', a='Yes?', b='What?', preference=2) for i in range(4)])
+    names = 'instruction=q,output_1=a,output_2=b'
+    assert annotators.load_pairs(annotators.AnnotatorsConfig(outputs=pairs, columns=names))[0]['output_2'] == 'What?'
+    assert dpo.read_labels(dpo.DPOConfig(preferences=pairs, columns=names))[0][0]['chosen'] == 'What?'
+    (tmp_path/'kto.csv').write_text('prompt,completion,label\n' + ''.join(f'Hi {i}.,Yes?,{i % 2 == 0}\n' for i in range(10)))
+    found, fields, labels = dpo.read_labels(dpo.DPOConfig(preferences=str(tmp_path/'kto.csv'), loss_type='kto'))
+    assert found[1]['instruction'] == 'Hi 1.' and fields == ('output',) and labels[:3] == [[1.], [0.], [1.]]
+    learn, aside, n = binary_feedback.load_feedback(binary_feedback.BinaryFeedbackConfig(preferences=str(tmp_path/'kto.csv')))
+    assert [r['good'] for r in learn + aside] == [1., 0.]*5 and [n, len(aside)] == [8, 2]
+    answers = write(tmp_path/'answers.jsonl', [dict(question='Hi.', response='Yes?')], lines=True)
+    assert evaluation.read_answers(answers, columns='instruction=question,output=response') == [dict(instruction='Hi.', input='', output='Yes?')]
+
+
+often = settings(max_examples=150, deadline=None, derandomize=True, database=None)
+texts = st.text(st.characters(exclude_categories=['Cs'], exclude_characters='\r\0'), max_size=8)
+
+
+@pytest.fixture(scope='session')
+def folder(tmp_path_factory): return tmp_path_factory.mktemp('generated')
+
+
+def read_or_refuse(path, read=read_rows, **more):
+    "What a file holds, None when it is refused by name; any other error is a failure."
+    try: return read(str(path), **more)
+    except ValueError as e: assert path.name in str(e); return None
+
+
+@often
+@given(suffix=st.sampled_from(sorted(FORMATS) + ['tsv', 'parquet.gz', 'xlsx']), packed=st.booleans(),
+       content=st.binary(max_size=60) | st.text('[]{}",:\\ud83abc01\n\t ', max_size=60).map(str.encode))
+@example('json', False, b'[' * 900 + b']' * 900)
+@example('json', False, b'[' * 100_000)
+@example('csv', False, b'a,b\n"')
+def test_any_bytes_are_rows_or_refused_by_name(folder, suffix, packed, content):
+    (folder/f'any.{suffix}').write_bytes(gzip.compress(content) if packed and suffix.endswith('gz') else content)
+    rows = read_or_refuse(folder/f'any.{suffix}')
+    assert rows is None or isinstance(rows, list)
+
+
+@often
+@given(suffix=st.sampled_from(sorted(FORMATS)), where=st.floats(0, .999), cut=st.integers(0, 12), put=st.binary(max_size=4))
+def test_a_damaged_file_is_rows_or_refused_by_name(folder, suffix, where, cut, put):
+    content = FORMATS[suffix](PAIRS)
+    at = int(where*len(content))
+    (folder/f'damaged.{suffix}').write_bytes(content[:at] + put + content[at + cut:])
+    rows = read_or_refuse(folder/f'damaged.{suffix}', load_records, kind='preference')
+    assert rows is None or all(isinstance(r['output_1'], str) and 1 <= r['preference'] <= 2 for r in rows)
+
+
+columns = st.sampled_from(sorted({c for _, names in SHAPES for c in names} | {'instruction', 'input', 'output', 'output_1', 'output_2', 'preference', 'x'}))
+messages = st.lists(st.dictionaries(st.sampled_from(['role', 'from', 'content', 'value']), st.sampled_from(['user', 'assistant', 'gpt', 'human', '']) | texts), max_size=4)
+values = st.recursive(st.none() | st.booleans() | st.integers(-2, 3) | st.floats() | texts, lambda v: st.lists(v, max_size=3) | st.dictionaries(texts, v, max_size=2), max_leaves=4)
+
+
+@often
+@given(rows=st.lists(st.dictionaries(columns, messages | values, max_size=6) | values, max_size=3), kind=st.sampled_from(sorted(FIELDS)))
+def test_any_records_are_valid_or_refused_by_name(folder, rows, kind):
+    (folder/'rows.json').write_text(json.dumps(rows))
+    found = read_or_refuse(folder/'rows.json', load_records, kind=kind)
+    assert found is None or check_records(found, kind, 'again') == found and len(found) <= len(rows)
+
+
+@often
+@given(rows=st.lists(st.fixed_dictionaries(dict(instruction=texts.filter(str.strip), input=texts, output=texts)), min_size=1, max_size=4, unique_by=repr),
+       suffix=st.sampled_from(sorted(FORMATS)))
+def test_any_texts_are_read_back(folder, rows, suffix):
+    (folder/f'texts.{suffix}').write_bytes(FORMATS[suffix](rows))
+    assert load_records(str(folder/f'texts.{suffix}'), kind='output') == rows

@@ -16,7 +16,7 @@ from alpaca_farm import effects, text_measures, world
 from alpaca_farm.annotators import annotate_pairs
 from alpaca_farm.core.launch import Job
 from alpaca_farm.core.runs import read_summary
-from alpaca_farm.core.stats import vote_agreement
+from alpaca_farm.core.stats import two_votes_agree
 from alpaca_farm.core.settings import resolve
 from alpaca_farm.effects import EffectsConfig
 from alpaca_farm.grammar import CLOSINGS, FILLERS, OPENINGS, WARMTH, render, respond, sample_instruction
@@ -122,7 +122,7 @@ def test_the_planted_bias_is_a_weight_on_words():
     before, after = (feature_preference(f(pairs), length_sign(pairs)) for f in (world.pool, world.length_biased))
     assert .08 < after - before < .2
     people = world.people.each(pairs)
-    agree = [vote_agreement(f.each(pairs), people).mean() for f in (world.pool, world.length_biased)]
+    agree = [two_votes_agree(f.each(pairs), people).mean() for f in (world.pool, world.length_biased)]
     assert abs(agree[0] - agree[1]) < .01                                        # agreement does not tell
 
 

@@ -186,7 +186,7 @@ def test_a_run_head_to_head(tmp_path):
     assert files >= {f'{kind}_{judge}.csv' for kind in ('leaderboard', 'elo', 'head_to_head') for judge in ('longest', 'first')}
     summary, rows = read_summary(cfg.out), rankings.read_leaderboard(tmp_path/'out'/'leaderboard_longest.csv')
     assert summary['reference_longest_elo'] == 1000 and summary['longest_unanswered'] == 0 and 'mine_longest_length_controlled' in summary
-    assert set(rows.annotator) == {'longest'} and set(rows.reference) == {cfg.reference} and rows.terms.str.contains('no difficulty').all()
+    assert set(rows.annotator) == {'longest'} and set(rows.reference) == {cfg.reference} and (rows.difficulty == 'no').all()
     assert {'win_rate', 'standard_error', 'n_wins', 'n_wins_base', 'n_draws', 'n_total', 'discrete_win_rate', 'length_controlled_winrate',
             'lc_standard_error', 'avg_length', 'n_unanswered'} <= set(rows)
     with pytest.raises(ValueError, match='different annotators'):
@@ -200,6 +200,30 @@ def keyed(monkeypatch):
 
 
 MODELS = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=judge', 'text-davinci-003=judge']
+
+
+def test_difficulty_from_files_of_other_models(tmp_path):
+    "A run on one model says `no`; with the verdicts on five others it says `files`; a missing file is told before anything is written."
+    rng = np.random.default_rng(0)
+    for k in range(5):
+        rows = [dict(instruction=f'Say {i}.' + ('' if i % 3 else f'\n\n{i}'), output_1='x'*(i + 1), output_2='z'*(k + 5), generator_2=f'other {k}', preference=float(rng.integers(1, 3))) for i in range(12)]
+        (tmp_path/f'annotations_{k}.json').write_text(json.dumps(rows))
+    found = {}
+    for name, more in dict(no={}, files=dict(difficulty=[str(tmp_path/'annotations_*.json')])).items():
+        cfg = run(tmp_path, out=str(tmp_path/name), **more)
+        found[name] = rankings.read_leaderboard(next((tmp_path/name).glob('leaderboard_*.csv')))
+        assert set(found[name].difficulty) == {name}
+    assert found['no'].difficulty_effect.isna().all() and found['files'].difficulty_effect.notna().all()
+    with pytest.raises(ValueError, match='difficulty: there is no file .*nothing'): run(tmp_path, out=str(tmp_path/'none'), difficulty=[str(tmp_path/'nothing.json')])
+    assert not (tmp_path/'none').exists()
+
+
+@pytest.mark.parametrize('judges, message', [(['length'], 'a judge is called length'), (['first', 'first_low'], 'another column first_low'), (['reference'], 'called reference')])
+def test_no_two_columns_have_one_name(judges, message, references):
+    methods = dict(reference=references, mine=answers(lambda i: 'o'*(2*i)))
+    judged = {j: {m: np.full(12, 1.5) for m in methods} for j in judges}
+    with pytest.raises(ValueError, match=message): leaderboards.leaderboard(judged, methods, 'r', n=20)
+    assert leaderboards.leaderboard({'first': judged[judges[0]]}, methods, 'r', n=20).columns.is_unique
 
 
 def test_a_paid_judge_sees_both_orders_and_is_asked_once(tmp_path, keyed):
@@ -263,4 +287,4 @@ def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
         for name in ('win_rate', 'standard_error', 'n_wins', 'n_wins_base', 'n_draws', 'n_total', 'discrete_win_rate', 'avg_length'):
             assert float(ours.loc[m, name]) == pytest.approx(float(shipped.loc[m, name]), abs=1e-6), (m, name)
         assert ours.loc[m, 'n_unanswered'] == 0 and ours.loc[m, 'n_total'] == 805
-        assert 'no difficulty' in ours.loc[m, 'terms']   # two models: how near the published value this comes is tests/test_length_control.py's matter
+        assert ours.loc[m, 'difficulty'] == 'no'   # two models: how near the published value this comes is tests/test_length_control.py's matter

@@ -1,4 +1,5 @@
 """The farm: its table of runs, what it refuses, and its arithmetic over replicates."""
+import json
 import sys
 import time
 
@@ -12,7 +13,7 @@ from alpaca_farm.core import launch, progress, runs
 from alpaca_farm.core.launch import Job, run_jobs
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.stats import spearman
-from alpaca_farm.farm import annotator_settings, farm_jobs, FarmConfig, replicate_correlations, simulation_table
+from alpaca_farm.farm import annotator_settings, correlations, farm_jobs, FarmConfig, simulation_table
 
 
 @pytest.mark.parametrize('given, message', [
@@ -69,18 +70,39 @@ def test_every_replicate_is_a_farm_of_its_own():
     assert all(seeds[1][n] == seeds[0][n] + 1 for n in seeds[1])
 
 
+def test_agreement_is_one_vote_against_three(tmp_path):
+    "What stands beside AlpacaFarm's 66 and 65 % is one vote against the majority of three others, by counting; two votes are the same less often."
+    from itertools import combinations
+    from alpaca_farm import world
+    from alpaca_farm.agreement import embedded_pairs
+    from alpaca_farm.farm import vote_agreements
+    from alpaca_farm.noise import preference_probabilities, sample_votes
+    pairs = embedded_pairs(150)
+    (tmp_path/'annotators').mkdir()
+    rows = [{k: v for k, v in p.items() if k != 'votes'} | dict(preference=1) for p in pairs]
+    (tmp_path/'annotators'/'preferences.json').write_text(json.dumps(rows))
+    found = vote_agreements(str(tmp_path), dict(people=world.people, pool=world.pool), seed=3)
+    people, pool = (sample_votes(preference_probabilities(j, pairs), pairs, 4, 3) for j in (world.people, world.pool))
+    def majority(v, others): return np.mean([a == np.median(np.delete(o, k)) for column, o in zip(v.T, others.T) for k in range(4) for a in ([column[k]] if v is others else column)])
+    assert found['human_agreement'] == pytest.approx(majority(people, people)) and found['pool_agreement'] == pytest.approx(majority(pool, people))
+    two = np.mean([a == b for column in people.T for a, b in combinations(column, 2)])
+    assert found['human_human_two_votes'] == pytest.approx(two, abs=.04) and found['human_agreement'] > found['human_human_two_votes'] + .015
+
+
 def test_spread_over_replicates():
     rng = np.random.default_rng(0)
     columns = ('simulated', 'human', 'transfer')
     each = [dict(names=['sft', 'a', 'b'], **{c: 1.5 + .1*rng.normal(size=(40, 3)) for c in columns}) for _ in range(3)]
-    tables = dict(names=['sft', 'a', 'b']) | {c: np.concatenate([t[c] for t in each]) for c in columns}
-    row = simulation_table(tables, 0, each).set_index('method').loc['b']
+    row = simulation_table(each, 0).set_index('method').loc['b']
     means = [100*(t['human'][:, 2].mean() - 1) for t in each]
-    assert row.human == pytest.approx(np.mean(means)) and row.human_sd == pytest.approx(np.std(means, ddof=1))
-    assert 'human_sd' not in simulation_table(tables, 0)
-    r = replicate_correlations(each)
+    assert row.human == pytest.approx(np.mean(means)) and row.human_sd == pytest.approx(np.std(means, ddof=1)) and row.replicates == 3
+    alone = simulation_table(each[:1], 0).set_index('method').loc['b']
+    assert 'human_sd' not in alone and alone.replicates == 1
+    assert row.human_high - row.human >= 4.3*row.human_sd/3**.5                     # Student's t with two degrees of freedom, and what the instructions add
+    r = correlations(each, 0)
     assert r['spearman_simulated_human_2'] == pytest.approx(float(spearman(each[2]['simulated'].mean(0), each[2]['human'].mean(0))))
-    assert replicate_correlations(each[:1]) == {}
+    assert r['spearman_simulated_human'] == pytest.approx(np.mean([r[f'spearman_simulated_human_{k}'] for k in range(3)]))
+    assert not any(k[-1].isdigit() for k in correlations(each[:1], 0))
 
 
 @pytest.fixture

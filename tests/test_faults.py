@@ -115,39 +115,39 @@ def long_data(base, folder, n, first=3):
 
 @pytest.mark.parametrize('notebook', ['sft', 'best_of_n', 'ppo'])
 def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, notebook):
-    module, data = dict(sft=sft, best_of_n=best_of_n, ppo=ppo)[notebook], long_data(base, tmp_path, 4)
-    more = dict(sft=dict(max_length=130, val_split='', eval_split=''), best_of_n=dict(reward_model='', chunk=100),
+    module, data = dict(sft=sft, best_of_n=best_of_n, ppo=ppo)[notebook], long_data(base, tmp_path, 2)
+    more = dict(sft=dict(max_length=128, val_split='', eval_split=''), best_of_n=dict(reward_model='', chunk=100),
                 ppo=dict(annotators='', rollouts=8))[notebook]
     tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(data=data) | more))
-    assert '4 of 12' in capsys.readouterr().out
-    assert read_summary(tmp_path/'out')['too_long'] == 4
-    if notebook == 'best_of_n': assert len(read_json(tmp_path/'out'/'outputs.json')) == 8
+    assert '2 of 12' in capsys.readouterr().out
+    assert read_summary(tmp_path/'out')['too_long'] == 2
+    if notebook == 'best_of_n': assert len(read_json(tmp_path/'out'/'outputs.json')) == 10
 
 
 @pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
 def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, notebook):
     rows = read_json(base/'annotators'/'preferences.json')
-    for i, r in enumerate(rows[:20]): r.update(output_2=f'{i}' + ' very'*150)
+    for i, r in enumerate(rows[:10]): r.update(output_2=f'{i}' + ' very'*150)
     (tmp_path/'long.json').write_text(json.dumps(rows))
     module = dict(reward_model=reward_model, dpo=dpo)[notebook]
-    more = dict(max_length=130) | (dict(held_out=1) if notebook == 'reward_model' else dict(eval_split=''))
+    more = dict(max_length=128) | (dict(held_out=1) if notebook == 'reward_model' else dict(eval_split=''))
     tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(preferences=str(tmp_path/'long.json')) | more))
     assert ' of ' in capsys.readouterr().out
     found = read_summary(tmp_path/'out')
-    assert found['too_long'] in (19, 20) and found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
+    assert found['too_long'] in (9, 10) and found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
 
 
 def test_chunks_of_long_prompts_are_left_out_not_fatal(base, tmp_path):
     "Too long a prompt costs itself, wherever the chunks are cut."
-    data = long_data(base, tmp_path, 4)
+    data = long_data(base, tmp_path, 2)
     given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(data=data, reward_model='', chunk=3)
     best_of_n.run(best_of_n.BestOfNConfig(**given))
-    assert read_summary(tmp_path/'out')['too_long'] == 4
+    assert read_summary(tmp_path/'out')['too_long'] == 2
 
 
 def test_prompts_that_are_all_too_long(base, tmp_path):
     given = tiny.settings('ppo', base, out=str(tmp_path/'out')) | dict(data=long_data(base, tmp_path, 12, 0), max_prompt=60)
-    refused(ppo.train, ppo.PPOConfig(**given), ValueError, 'none of the 12 prompts fits into 60 tokens')
+    refused(ppo.train, ppo.PPOConfig(**given), ValueError, '12 of 12 prompts are longer than max_prompt = 60 tokens. Set max_prompt to')
 
 
 def test_out_that_cannot_be_written(base, tmp_path):

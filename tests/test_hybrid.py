@@ -283,6 +283,22 @@ def test_study_adds_up(study):
     assert read_summary(cfg.out)['models'] == 4 + 20 + 6
 
 
+def test_intervals_contain_the_spread_of_replicates():
+    "Three replicates that differ by far more than their pairs do, on common pairs and on pairs of their own; one replicate has the interval over its pairs."
+    from alpaca_farm.core.stats import bootstrap
+    from alpaca_farm.hybrid_measures import arm_differences, budget_curves
+    rng = np.random.default_rng(0)
+    for sizes in ((200, 200, 200), (200, 190, 180)):
+        points = {(arm, .1, k): (k*.1 if arm == 'people' else 0) + .01*rng.normal(size=n) for arm in ('in place', 'people') for k, n in enumerate(sizes)}
+        bought = [dict(arm=a, share=s, humans=1, simulated=1, dollars=3.) for a, s, _ in points]
+        curve = next(r for r in budget_curves(dict(agrees=points), bought) if r['arm'] == 'people')
+        apart, = arm_differences(dict(agrees=points))
+        for row in (curve, apart): assert row['replicates'] == 3 and row['high'] - row['low'] == pytest.approx(2*4.3027*row['sd']/3**.5, rel=.01)
+    alone = {p: v for p, v in points.items() if p[2] == 1}
+    row = next(r for r in budget_curves(dict(agrees=alone), bought) if r['arm'] == 'people')
+    assert row['replicates'] == 1 and (row['low'], row['high']) == bootstrap(alone['people', .1, 1])[1:]
+
+
 def test_calibration_table(study):
     cfg, _, _ = study
     rows = rows_of(cfg, 'calibration.csv')

@@ -40,7 +40,7 @@ def test_planted_length_effect_is_taken_out():
         errors.append(np.abs(board.length_controlled_winrate - truth)); raw.append(np.abs(100*(p - 1).mean(1) - truth))
         held.append((board.lc_low < truth) & (truth < board.lc_high))
     assert np.mean(errors) < 2.2 and np.mean(raw) > 3*np.mean(errors) and np.mean(held) >= .84
-    assert (board.terms == 'length, difficulty').all() and (board.lc_standard_error > 0).all() and (board.n_total == N).all()
+    assert (board.difficulty == 'board').all() and (board.lc_standard_error > 0).all() and (board.n_total == N).all()
 
 
 def test_talking_more_gains_nothing_at_equal_length():
@@ -79,10 +79,34 @@ def test_identical_models_and_turned_sides():
 def test_a_handful_is_five_models_that_differ():
     hard = np.random.default_rng(1).normal(size=N)
     p, length, base = planted([-.5, 0, .3, .6, 1.], -.5, [0]*5, hard)
-    assert (lc.length_controlled(p, length, base).terms == 'length, difficulty').all()
+    assert (lc.length_controlled(p, length, base).difficulty == 'board').all()
     four = lc.length_controlled(np.vstack([p[:4], np.full(N, 1.5)]), length, base)     # the reference against itself does not count
-    assert four.terms.str.contains('no difficulty with fewer than 5').all()
+    assert (four.difficulty == 'no').all()
     assert four.lc_standard_error.isna().all() and four.difficulty_effect.isna().all() and (four.lc_low < four.lc_high)[:4].all()
+
+
+def test_one_model_with_the_difficulty_of_others():
+    """One model at a time: with difficulty from the verdicts on nine others the controlled rate is that of a board of all ten, nearer to the truth than without;
+    instructions are matched by their whole text, and those that the files lack are neither hard nor easy."""
+    levels, shift = np.linspace(-2, 1.5, 10), np.random.default_rng(2).permutation(np.linspace(-400, 400, 10))
+    hard = 2*np.random.default_rng(100).normal(size=N)
+    p, length, base = planted(levels, -1., shift, hard)
+    length = length.astype(int)
+    def rows(m): return [dict(instruction=f'Say {i}.\n\nIn {i}.' if i % 2 else f'Say {i}.', input='', output_1='x'*base[i], output_2='y'*length[m, i], preference=p[m, i]) for i in range(N)]
+    files, texts = {f'm{k}': rows(k)[::-1] for k in range(10)}, [f'Say {i}.\n\nIn {i}.' if i % 2 else f'Say {i}.' for i in range(N)]
+    board, truth, errors = lc.length_controlled(p, length, base), 100*lc.sigmoid(levels[:, None] - hard).mean(1), []
+    for m in (0, 3, 6, 9):
+        others = {k: v for k, v in files.items() if k != f'm{m}'}
+        known = lc.recorded_difficulty(others, texts)
+        with_files, without = (lc.length_controlled(p[[m]], length[[m]], base, hard=h).iloc[0] for h in (known, None))
+        assert (with_files.difficulty, without.difficulty) == ('files', 'no') and np.isnan(without.lc_standard_error) and with_files.lc_standard_error > 0
+        errors.append([abs(r.length_controlled_winrate - x) for r, x in ((with_files, board.length_controlled_winrate[m]), (with_files, truth[m]), (without, truth[m]))])
+    to_board, to_truth, plain = np.mean(errors, 0)
+    assert to_board < 1 and to_truth < 2 and to_truth < .7*plain, (to_board, to_truth, plain)
+    some = lc.recorded_difficulty({k: v[:400] for k, v in files.items()}, texts)
+    assert len(set(some[:405])) == 1 and np.corrcoef(some[405:], hard[405:])[0, 1] > .7
+    for few in ({k: files[k] for k in ('m0', 'm1', 'm2', 'm3')}, {'m0': [dict(rows(0)[0], instruction='Else?')]}):
+        with pytest.raises(ValueError, match=r'verdicts on these instructions of [04] models: it takes 5'): lc.recorded_difficulty(few, texts)
 
 
 def test_certain_wins_stay_finite():
@@ -136,7 +160,7 @@ def test_published_values(board):
         there = shipped.loc[m]
         if board == 'ae1': assert row.lc_low < there.length_controlled_winrate < row.lc_high
         else: assert there.win_rate < there.length_controlled_winrate < row.length_controlled_winrate < 50
-    assert ours.terms.str.contains('no difficulty').all() and (ours.n_total == 805).all()
+    assert (ours.difficulty == 'no').all() and (ours.n_total == 805).all()
 
 
 def test_a_wrong_preference_is_named():

@@ -113,3 +113,19 @@ def test_ppo_run_begins_with_ratio_one(base, tmp_path):
     log = read_log(tmp_path/'ppo')
     assert all(abs(r['first_ratio'] - 1) < 1e-5 for r in log) and abs(log[0]['kl']) < 1e-5
     assert log[1]['kl'] != 0  # it does learn
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_a_policy_that_is_its_reference_has_no_kl(base, tmp_path, monkeypatch, dtype):
+    "Whatever the precision: the KL is 0, and with one reward at the end, returns are constant within an answer."
+    seen, experience = [], ppo.experience
+    monkeypatch.setattr(ppo, 'experience', lambda *a: seen.append(experience(*a)) or seen[-1])
+    given = tiny.settings('ppo', base, out=str(tmp_path/'ppo'), annotators='', dtype=dtype, steps=1, eval_split='', save_every=0)
+    ppo.train(ppo.PPOConfig(**given))
+    batch, figures = seen[0]
+    assert figures['kl'] == 0 and read_log(tmp_path/'ppo')[0]['first_ratio'] == pytest.approx(1, abs=1e-6 if dtype == 'float32' else 1e-2)
+    assert all(batch[k].dtype == torch.float32 for k in ('advantages', 'returns', 'old_values', 'old_logp'))
+    for row, on in zip(batch['returns'], batch['response'].bool()): assert row[on].max() - row[on].min() < 1e-5
+    plain = (batch['returns'] - batch['old_values'])[batch['response'].bool()].double()
+    white = batch['advantages'][batch['response'].bool()].double()
+    torch.testing.assert_close(white, (plain - plain.mean())/plain.std(correction=0), rtol=0, atol=1e-5)

@@ -109,7 +109,7 @@ def test_farm_leaves_its_board(made):
     for judge in ('people', 'pool', 'gold'):
         assert float(by['sft'][judge]) == 50
         for r in rows: assert 0 <= float(r[f'{judge}_low']) <= float(r[judge]) <= float(r[f'{judge}_high']) <= 100
-    keys = {'spearman_simulated_human', 'spearman_simulated_human_low', 'r2_simulated_human', 'spearman_people_pool', 'human_human_agreement', 'pool_human_agreement', 'reward_model_accuracy', 'seconds', 'peak_memory_gb'}
+    keys = {'spearman_simulated_human', 'spearman_simulated_human_low', 'r2_simulated_human', 'spearman_people_pool', 'human_agreement', 'pool_agreement', 'reward_model_accuracy', 'seconds', 'peak_memory_gb'}
     assert keys <= set(read_summary(folder/'farm')) and (folder/'farm'/'leaderboard.png').stat().st_size > 5000
     curves = list(csv.DictReader(open(folder/'overoptimization'/'curves.csv')))
     assert {'method', 'labels', 'seed', 'kl', 'proxy', 'gold', 'gold_low', 'gold_high', 'people'} <= set(curves[0])

@@ -201,6 +201,8 @@ def test_what_runs_are_called(tmp_path, base, monkeypatch):
     free = ran(tmp_path/'free', 'ppo', advantage='rloo', kl_coef=0., reward_model=['a', 'b'], ensemble='worst')
     pairs = ran(tmp_path/'dpo', 'dpo', beta=.01, preferences=asked)
     assert method_name(free) == 'rloo, no penalty, worst' and method_name(pairs) == 'dpo, beta 0.01'
+    replicate = ran(tmp_path/'dpo1', 'dpo', beta=.01, preferences=asked, seed=1)
+    assert [method_name(replicate, s) for s in (0, 1)] == ['dpo, beta 0.01, seed 1', 'dpo, beta 0.01']     # its points are no part of seed 0's curve
     every = ran(tmp_path/'all', 'reward_model', preferences=asked, max_instances=0)
     assert policy_proxy(free, []) == ['a', 'b'] and policy_proxy(pairs, ['me/my-model', some, every]) == every
     with pytest.raises(ValueError, match='none of the proxies did'): policy_proxy(pairs, [some])

@@ -13,6 +13,7 @@ from alpaca_farm.core import client
 from alpaca_farm.core.data import load_records
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.store import Store
+from alpaca_farm.eval import EvalConfig, read_models
 from alpaca_farm.openai_baselines import baseline_request, BASELINES, OpenaiBaselinesConfig, run
 from judge_server import digest, judge_server, prompt_text
 
@@ -91,6 +92,23 @@ def test_what_is_refused_for_good_is_named_and_left_out(tmp_path, capsys):
     said = capsys.readouterr().out
     assert '1 OF 30 INSTRUCTIONS HAVE NO ANSWER' in said and "'Say word 7.'" in said and 'maximum context length' in said
     assert read_summary(cfg.out)['unanswered'] == 1
+
+
+def test_a_baseline_with_gaps_is_compared_on_the_rest(tmp_path, capsys):
+    "As AlpacaEval counts it, 803 of 805: as the reference and as a model; a file about other instructions is none."
+    rows = [dict(instruction=f'Say word {i}.', input='', output='a') for i in range(805)]
+    for name, kept in dict(all=rows, gaps=rows[:803], few=rows[:700]).items(): (tmp_path/f'{name}.json').write_text(json.dumps(kept))
+    def lengths(reference, model):
+        return [len(r) for r in read_models(EvalConfig(reference=str(tmp_path/f'{reference}.json'), outputs=[str(tmp_path/f'{model}.json')])).values()]
+    assert lengths('gaps', 'all') == [803, 803] and 'reference has no answer to 2 of 805 instructions' in capsys.readouterr().out
+    assert lengths('all', 'gaps') == [803, 803] and 'gaps has no answer to 2 of 805 instructions' in capsys.readouterr().out
+    assert lengths('all', 'few') == [805, 700], 'refused when they are paired'
+
+
+def test_a_model_that_says_nothing_is_not_asked_to_the_end(tmp_path):
+    with server_of(template='') as server:
+        with pytest.raises(ValueError, match='none of 20 answers of judge can be read'): run(config(tmp_path, server.url, n=200, concurrency=4))
+        assert server.counts()['ok'] < 30
 
 
 def test_a_refusal_is_an_answer(tmp_path):

@@ -182,3 +182,11 @@ def test_no_verdict_is_counted_and_counts_nowhere():
     assert (row['win_rate'], row['n_total'], row['n_draws'], row['n_unanswered']) == (75, 2, 1, 1)
     row = rk.leaderboard_row([np.nan]*2, [1, 2])
     assert np.isnan(row['win_rate']) and np.isnan(row['discrete_win_rate']) and (row['n_total'], row['n_unanswered']) == (0, 2)
+
+
+def test_a_row_without_a_preference_is_named():
+    from alpaca_farm.length_control import from_annotations
+    from alpaca_farm.rankings import games_by_source
+    row = dict(instruction='Add.', output_1='1', output_2='2', dataset='a')
+    with pytest.raises(ValueError, match="row 1 has no 'preference'"): games_by_source([dict(row, preference=1), row])
+    with pytest.raises(ValueError, match='mine, row 0: preference None is not'): from_annotations(dict(mine=[row]))

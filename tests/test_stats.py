@@ -90,6 +90,41 @@ def test_spearman_interval_finds_the_order(rng):
     assert stats.spearman_interval(a, -b, n=300).high < -.8
 
 
+@pytest.mark.parametrize('R', [2, 3, 5])
+@pytest.mark.parametrize('between, common', [(.02, .25), (.06, .25), (.06, 0.)])
+def test_intervals_over_replicates_cover(R, between, common):
+    "600 studies whose replicates differ, on common instructions or on their own: 95 % intervals cover, and those of stacked or averaged replicates do not."
+    rng, N, K = np.random.default_rng(R), 120, 600
+    v = rng.normal(0, between, (R, 1, K)) + rng.normal(0, common, (1, N, K)) + rng.normal(0, .25, (R, N, K))
+    def covered(i): return np.mean((i.low <= 0) & (0 <= i.high))
+    found = stats.replicate_interval(v, n=200, seed=1)
+    assert .92 <= covered(found) <= .985 and found.value == pytest.approx(v.mean((0, 1)))
+    if between == .06: assert max(covered(stats.bootstrap(w, n=200)) for w in (v.reshape(-1, K), v.mean(0))) < .85
+
+
+def test_replicates_without_variance_of_their_own_and_one_alone(rng):
+    "Replicates that are copies have the interval of one; one replicate has that over instructions; the level counts."
+    x = rng.normal(size=300)
+    one, copies = stats.bootstrap(x), stats.replicate_interval([x, x, x])
+    assert stats.replicate_interval([x]) == one and stats.replicate_interval(x[None, :, None]).low == pytest.approx(one.low)
+    assert copies == pytest.approx(one, abs=.01)
+    wide, narrow = (stats.replicate_interval([x, x + 1], level=level) for level in (.95, .5))
+    assert wide.high - wide.value == pytest.approx(12.706/2, rel=.01) and narrow.high - narrow.value == pytest.approx(.5, rel=.02)
+    means = stats.replicate_interval([[1.], [2.], [4.5]])                       # where only means are comparable: Student's t
+    assert means.high - means.low == pytest.approx(2*4.3027*np.std([1, 2, 4.5], ddof=1)/3**.5, rel=1e-4)
+
+
+def test_spearman_over_replicates(rng):
+    "The mean of the replicates' correlations, within -1 and 1; wider than over the stacked instructions."
+    strength = np.linspace(0, .5, 8)
+    a, b = (strength + .1*rng.normal(size=(3, 1, 8)) + rng.normal(size=(3, 200, 8)) for _ in range(2))
+    r, stacked = stats.spearman_interval(a, b, n=200), stats.spearman_interval(a.reshape(-1, 8), b.reshape(-1, 8), n=200)
+    each = [float(stats.spearman(x.mean(0), y.mean(0))) for x, y in zip(a, b)]
+    assert r.value == pytest.approx(np.mean(each)) and -1 <= r.low <= r.value <= r.high <= 1
+    assert r.high - r.low > stacked.high - stacked.low
+    with pytest.raises(ValueError, match='not shape'): stats.spearman_interval(a[0, 0], b[0, 0])
+
+
 def test_agreement_is_alpaca_evals(rng):
     "Odd numbers of votes, so that no mode has to be drawn."
     pd, analyze = pytest.importorskip('pandas'), pytest.importorskip('alpaca_eval.analyze')

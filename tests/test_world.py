@@ -34,7 +34,7 @@ def test_skill_pays():
 
 
 def test_agreement_is_near_what_alpacafarm_measured():
-    agreement = world.world_agreement([p for p in pairs(1500) if p['output_1'] != p['output_2']])
+    agreement = world.two_votes_by_group([p for p in pairs(1500) if p['output_1'] != p['output_2']])
     assert abs(agreement['human_human'] - .66) < .02
     assert abs(agreement['pool_human'] - .65) < .02
 

@@ -4,17 +4,19 @@
 
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'within_prompt_limit', 'sample', 'prompt_fields',
-           'decoding', 'sample_answers', 'log_ratios', 'mean', 'answer_eval_split']
+           'decoding', 'sample_answers', 'log_ratios', 'load_split', 'check_lengths', 'try_setting', 'preflight',
+           'mean', 'answer_eval_split']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 from copy import copy
 from dataclasses import dataclass
 
+from .comparisons import verdicts_over
 from .data import load_records
 from .generation import generate
-from .models import response_logprobs
+from .models import autocast, check_positions, response_logprobs
 from .settings import Config
-from .text import decode, encode_prompts, within_limit
+from .text import check_limit, decode, encode_prompts, encode_responses, within_limit
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass
@@ -46,6 +48,7 @@ class AnswerConfig(PromptConfig):
     "Settings of the answers that a method writes at the end of a run."
     eval_split: str = 'eval'       # answered at the end, into outputs.json; empty for none
     eval_instances: int = 0        # use only the first n instructions of it; 0 for all
+    columns: str = ''              # names of columns: ours and yours, joined by an equals sign
     eval_temperature: float = 1.0  # of the answers that are evaluated; 0 is greedy
     eval_top_p: float = 1.0        # nucleus of these answers
     answering = ('eval_split', 'eval_instances', 'eval_temperature', 'eval_top_p')
@@ -65,7 +68,8 @@ def answering(cfg: AnswerConfig) -> AnswerConfig:
 def within_prompt_limit(records: list[dict], tokenizer, cfg: SampleConfig) -> list[dict]:
     "The records whose prompts are within `max_prompt`; prints how many are not."
     prompts = encode_prompts(records, tokenizer, cfg.template)
-    return [records[i] for i in within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts')]
+    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
+    return [records[i] for i in rows]
 
 # %% ../../nbs/core/answers.ipynb #092f60b8
 def sample(
@@ -78,11 +82,12 @@ def sample(
 ) -> tuple[list[dict], list[list[int]], list[list]]:  # records that fit, their prompts' ids, n samples each
     "Samples as tokens, with their log-probs."
     prompts = encode_prompts(records, tokenizer, cfg.template)
-    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts')
+    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     prompts = [prompts[i] for i in rows]
-    samples = generate(policy, tokenizer, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
-                       temperature=cfg.temperature, top_p=cfg.top_p,
-                       seed=cfg.seed if seed is None else seed, progress=progress)
+    with autocast(cfg):
+        samples = generate(policy, tokenizer, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
+                           temperature=cfg.temperature, top_p=cfg.top_p,
+                           seed=cfg.seed if seed is None else seed, progress=progress)
     return [records[i] for i in rows], prompts, samples
 
 # %% ../../nbs/core/answers.ipynb #bd51404d
@@ -113,8 +118,59 @@ def log_ratios(
 ) -> list[float]:  # nats, one for each sample
     "log pi - log pi_ref of whole answers; both at the temperature the answers were sampled at, 1 if greedy."
     tokens = [s.tokens for s in samples]
-    ref = response_logprobs(reference, prompts, tokens, tokenizer.pad_token_id, cfg.temperature or 1., size)
+    with autocast(cfg):
+        ref = response_logprobs(reference, prompts, tokens, tokenizer.pad_token_id, cfg.temperature or 1., size)
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
+
+# %% ../../nbs/core/answers.ipynb #70d5755d
+def load_split(cfg: Config, setting: str, kind: str = 'instruction') -> list[dict]:
+    "The records of the split that a setting names; an error names the setting."
+    split, none = getattr(cfg, setting), '' if setting == 'split' else f', or none with {setting} empty'
+    n = getattr(cfg, setting.replace('split', 'instances'), 0)
+    try: return load_records(cfg.data, split, kind, n, columns=getattr(cfg, 'columns', ''))
+    except (FileNotFoundError, ValueError) as e:
+        error = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError
+        raise error(f'{setting} = {split!r}: {e}. Name another split{none}') from None
+
+# %% ../../nbs/core/answers.ipynb #24ae173a
+def check_lengths(tokenizer, records: list[dict], cfg: PromptConfig):
+    "ValueError if the limits leave out too many prompts of a split, or would cut too many of its answers."
+    prompts = encode_prompts(records, tokenizer, cfg.template)
+    check_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
+    given = [r['output'] for r in records if isinstance(r.get('output'), str)]
+    if not given or cfg.max_new_tokens != type(cfg).max_new_tokens: return
+    lengths = [len(ids) for ids in encode_responses(given, tokenizer, template=cfg.template)]
+    check_limit(lengths, cfg.max_new_tokens, 'answers in the data', 'max_new_tokens')
+
+# %% ../../nbs/core/answers.ipynb #ac9f58e9
+def try_setting(cfg: Config, setting: str, f, *args):
+    "Call what a setting names; ValueError naming the setting where the call fails."
+    try: return f(*args)
+    except Exception as e:
+        raise ValueError(f'{setting} = {getattr(cfg, setting)!r} failed on a first answer '
+                         f'({type(e).__name__}: {e}). Name another one') from e
+
+# %% ../../nbs/core/answers.ipynb #d771bacc
+def preflight(
+    cfg: PromptConfig,
+    splits: tuple[str, ...],      # settings that name the splits the run will read
+    policy=None, tokenizer=None,  # without them only the splits are read
+    judge=None,                   # annotator or pool, of `cfg.annotators`
+    reward=None,                  # records -> scores, of `cfg.reward_model`
+):
+    "Do once what a run does after its first step; an error names the setting that is wrong."
+    parts = [load_split(cfg, name) for name in splits if getattr(cfg, name)]
+    if policy is None: return
+    check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
+    if not parts: return
+    check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')
+    for part in parts: check_lengths(tokenizer, part, cfg)
+    record, prompt = parts[0][0], encode_prompts(parts[0][:1], tokenizer, cfg.template)
+    sample, = generate(policy, tokenizer, prompt, max_new_tokens=1)[0]
+    answer = dict(prompt_fields(record), output=decode(sample.tokens, tokenizer) or '.', ended=sample.ended)
+    other = dict(answer, output=record['instruction'])
+    if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
+    if judge: try_setting(cfg, 'annotators', verdicts_over, [answer], [other], judge)
 
 # %% ../../nbs/core/answers.ipynb #99a3fd02
 def mean(values: list) -> float:
@@ -130,7 +186,7 @@ def answer_eval_split(
     "Answer the evaluation split once and write the answers to `outputs.json`, in AlpacaEval's format."
     cfg = answering(run.cfg)
     if not cfg.eval_split: return {}
-    records = load_records(cfg.data, cfg.eval_split, n=cfg.eval_instances)
+    records = load_split(cfg, 'eval_split')
     answered, prompts, groups = sample(policy, tokenizer, records, cfg)
     samples = [s for s, in groups]
     outputs = [dict(prompt_fields(r), **decoding(cfg), output=decode(s.tokens, tokenizer), ended=s.ended,
@@ -138,6 +194,7 @@ def answer_eval_split(
     run.write('outputs.json', outputs)
     figures = dict(length=mean([len(r['output'].split()) for r in outputs]),
                    ended=mean([r['ended'] for r in outputs]))
+    if figures['ended'] < .5: print('more than half of the answers were cut off: raise max_new_tokens')
     if reference is None: return figures
     if plain: prompts = encode_prompts(answered, plain, cfg.template)
     return figures | dict(kl=mean(log_ratios(reference, tokenizer, prompts, samples, cfg)))

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from fastcore.basics import patch
 
-from alpaca_farm.core.generation import (check_sampling, DecodingState, end_tokens, evaluation_mode,
-    NOT_FINITE, Sample)
+from .generation import check_sampling, DecodingState, evaluation_mode, NOT_FINITE, Sample
+from .text import end_tokens
 
 # %% ../../nbs/core/beams.ipynb #e1c769f0
 class Beam(NamedTuple):

@@ -46,10 +46,10 @@ def to_rrhf(record: dict) -> dict:
     return dict(query=query, responses=row.pop('output')) | row
 
 # %% ../../nbs/core/candidates.ipynb #4e3d1b80
-def read_candidates(spec: str) -> list[dict]:
+def read_candidates(spec: str, columns: str = '') -> list[dict]:
     "Candidates of a run folder or file, of any kind; ValueError naming file, row and field."
     kinds = 'preference', 'pair', 'candidates', 'output'
-    rows = load_records(spec, ('candidates', 'preferences', 'outputs'), kinds)
+    rows = load_records(spec, ('candidates', 'preferences', 'outputs'), kinds, columns=columns)
     return [as_candidates(r, at_root(spec).stem, f'{spec}, row {i}') for i, r in enumerate(rows)]
 
 # %% ../../nbs/core/candidates.ipynb #cbe5e3d6
@@ -61,10 +61,11 @@ def select_candidates(query: dict, which: list[int]) -> dict:
 def merge_candidates(
     specs: str | list[str],  # run folders or files
     sources: list[str] = (), # use only candidates from these; empty for all
+    columns: str = '',       # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
     "Queries with all their candidates; ValueError for a source that no candidate has."
     merged = {}
-    for r in (r for spec in as_list(specs) for r in read_candidates(spec)):
+    for r in (r for spec in as_list(specs) for r in read_candidates(spec, columns)):
         rest = {k: v for k, v in r.items() if not isinstance(v, list)}
         query = merged.setdefault(prompt_key(r), dict(rest, **{k: [] for k in LISTS}))
         for k in LISTS: query[k] = query[k] + r[k]

@@ -49,7 +49,7 @@ class DirectClient:
         self.prices, self.rng = price_list(cfg.prices), random.Random(os.getpid())
         self.tally, self.unread = Usage(), []         # of all calls; answers that the caller could not parse
         self.paused_until, self.announced = 0., 0.    # the end of a rate limit; of the wait printed last
-        self.reached = self.fatal = None              # has the endpoint responded? the error that ended a call
+        self.reached = self.fatal = None              # has the endpoint responded? what ended a call
 
     async def answer_in_batches(self):
         "Hook for requests that are sent in batches, before all others; this client sends none."
@@ -114,8 +114,8 @@ def check_readable(self: DirectClient, key: bytes, answer: dict):
     self.unreadable += 1
     if self.readable and self.unreadable == self.first_answers:
         said = json.dumps(answer['choices'][0], ensure_ascii=False)[:300]
-        self.fatal = StopAsking(f'none of {self.first_answers} answers of {self.name} can be read: check its model, '
-                                f'prompt, parser and max_tokens. The last was {said}')
+        self.fatal = StopAsking(f'none of {self.first_answers} answers of {self.name} can be read: check '
+                                f'its model, prompt, parser and max_tokens. The last was {said}')
 
 # %% ../../nbs/core/client.ipynb #3221b1d5
 @patch
@@ -273,7 +273,8 @@ def note_failure(self: DirectClient, error: Exception):
     connected = isinstance(error, openai.APIStatusError) or not isinstance(error, openai.APIConnectionError)
     self.reached = self.reached or connected
     if not self.reached and time.time() - self.started > 30:
-        raise StopAsking(f'no answer from {self.server}: is the server running? ({first_line(error)})')
+        url = self.endpoint.base_url.copy_with(userinfo=b'', query=None)   # no password
+        raise StopAsking(f'no answer from {url}: is the server running? ({first_line(error)})')
     self.tally.tried_again += 1
     self.show_progress()
 
@@ -327,9 +328,9 @@ def show_progress(self: DirectClient):
 @patch
 def __call__(self: DirectClient, requests: list[dict], draw: int | list[int] = 0, labels: int = 0,
              asks: int = 1, readable=None) -> list[dict | None]:
-    """The answer to each request, None if there is none (`tally` has the reasons). `labels`: how many they give;
-    `asks`: how often the caller asks until it can read one; `readable`: of a request's index and its answer,
-    whether it can. ValueError for errors that concern all requests; answers that arrived are stored."""
+    """The answer to each request, None if there is none (`tally` has the reasons). `labels`: how many they
+    give; `asks`: how often the caller asks until it can read one; `readable`: of a request's index and its
+    answer, whether it can. ValueError for errors that concern all requests; what arrived is stored."""
     keys = self.keys(requests, draw, self.answers_of)
     index = {k: i for i, k in enumerate(keys)}
     answers = self.store.get(list(index))

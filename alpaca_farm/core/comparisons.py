@@ -38,7 +38,7 @@ def common_prompts(answers: dict, key=prompt_key) -> dict:
     if not 0 < len(every - common) <= len(every) // 20: return answers
     for name, prompts in have.items():
         lost = len(every - prompts)
-        if lost: print(f'{name} has no answer to {lost} of {len(every)} instructions: left out of the comparison')
+        if lost: print(f'{name} has no answer to {lost} of {len(every)} instructions: these are left out')
     return {name: [r for r in rows if key(r) in common] for name, rows in answers.items()}
 
 # %% ../../nbs/core/comparisons.ipynb #738ad808

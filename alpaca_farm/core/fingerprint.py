@@ -128,7 +128,7 @@ def describe_code(value, walk: CodeWalk) -> list:
     cells = [c.cell_contents for c in value.__closure__ or ()]
     return [source, list(used), *parts([value.__defaults__, value.__kwdefaults__, *cells, *used.values()])]
 
-# %% ../../nbs/core/fingerprint.ipynb #2619ee96
+# %% ../../nbs/core/fingerprint.ipynb #78a0dcfa
 def describe_object(value, walk: CodeWalk) -> list:
     "An array by its content, an instance of a dataclass or a followed class by its attributes, or `repr`."
     kind = type(value)
@@ -148,12 +148,13 @@ def describe_object(value, walk: CodeWalk) -> list:
 def describe_value(value, walk: CodeWalk):
     "Whatever a function refers to, as JSON."
     if value is None or isinstance(value, (str, bytes, int, float, complex)): return repr(value)
+    parts = lambda values: [describe_value(v, walk) for v in values]
+    if isinstance(value, tuple): return parts(value)  # equal ones may be one object, or not
     if id(value) in walk.seen: return walk.seen[id(value)][0]
     walk.seen[id(value)] = f'#{len(walk.seen)}', value  # kept, so that no other value takes its id
-    parts = lambda values: [describe_value(v, walk) for v in values]
     if isinstance(value, Mapping): return parts(x for item in value.items() for x in item)
     if isinstance(value, (set, frozenset)): return sorted(map(str, parts(value)))
-    if isinstance(value, (list, tuple)): return parts(value)
+    if isinstance(value, list): return parts(value)
     if inspect.isfunction(value) or inspect.isclass(value): return describe_code(value, walk)
     if not inspect.ismodule(value): return describe_object(value, walk)
     walk.files |= module_files(value.__name__)
@@ -175,12 +176,11 @@ def as_list(value) -> list:
 def input_sources(value: str, words: list[str], cfg: Config) -> list[str]:
     "What `words` name in the folder of an input; the input itself if it is no folder with such files."
     if not words: return [value]
-    names = [getattr(cfg, w) if w.endswith('split') else w for w in words]
-    names, folder = [n for n in names if n], at_root(value)
-    entries = sorted(p.name for p in folder.iterdir()) if folder.is_dir() and ':' not in value else []
-    found = [f'{value}/{e}' for n in names for e in entries
-             if e == n or n != 'model' and re.match(rf'{re.escape(n)}(\.|-\d+-of)', e)]
-    return found or [value]*bool(names)
+    names, folder = [getattr(cfg, w) if w.endswith('split') else w for w in words], at_root(value)
+    entries = sorted([*folder.glob('*'), *folder.glob('data/*')]) if ':' not in value else []
+    found = [f'{value}/{e.relative_to(folder)}' for n in names for e in entries
+             if n and (e.name == n or n != 'model' and re.match(rf'{re.escape(n)}(\.|-\d+-of)', e.name))]
+    return found or [value]*any(names)
 
 # %% ../../nbs/core/fingerprint.ipynb #679af0e4
 def judge_files(source: str) -> set[Path]:
@@ -215,7 +215,7 @@ def read_marks(cfg: Config, at_end: bool) -> dict[str, dict[str, str]]:
         marks[name] = {s: content_hash(s) for s in sources}
     return marks
 
-# %% ../../nbs/core/fingerprint.ipynb #12b9f6ac
+# %% ../../nbs/core/fingerprint.ipynb #097ab492
 def notebook_of(cfg: Config) -> str:
     "The notebook a configuration belongs to: the name of its default run folder."
     return Path(type(cfg)().out).name
@@ -228,7 +228,7 @@ def environment() -> dict:
     return dict(versions=dict(python=platform.python_version(), **packages), commit=git.stdout.strip(),
                 machine=platform.machine(), cores=os.cpu_count(), started=time.strftime('%Y-%m-%dT%H:%M:%S'))
 
-# %% ../../nbs/core/fingerprint.ipynb #aaa1a67f
+# %% ../../nbs/core/fingerprint.ipynb #6cdf5e0c
 def exported_hash(notebook: str) -> str:
     "Hash of the source of a notebook's exported module and of all that it imports."
     return source_hash(module_files(f'alpaca_farm.{notebook}') - module_files('alpaca_farm'))
@@ -248,7 +248,7 @@ def describe_run(cfg: Config, train, reads: tuple = ()) -> dict:
                 fingerprint=digest(decisive, contents(trained), code),
                 answers=digest({k: settings[k] for k in cfg.answering}, contents(answered)), **environment())
 
-# %% ../../nbs/core/fingerprint.ipynb #8233b8fc
+# %% ../../nbs/core/fingerprint.ipynb #4afb2c16
 def run_config(folder: Path) -> dict:
     "The `config.json` of a run folder; empty for any other folder."
     file = folder/'config.json'
@@ -256,14 +256,14 @@ def run_config(folder: Path) -> dict:
     ours = isinstance(config, dict) and ('alpaca_farm' in config or {'notebook', 'fingerprint'} <= {*config})
     return config if ours else {}
 
-# %% ../../nbs/core/fingerprint.ipynb #eb90e233
+# %% ../../nbs/core/fingerprint.ipynb #9d102ba8
 def run_of(source: str) -> Path | None:
     "The run folder that a source is, or lies in; None for checkpoints by step, which do not change any more."
     path = at_root(source)
     if not source or ':' in source or path.name.startswith('model-'): return None
     return next((p for p in (path, path.parent) if run_config(p)), None)
 
-# %% ../../nbs/core/fingerprint.ipynb #d336269a
+# %% ../../nbs/core/fingerprint.ipynb #a76d0b7e
 def left_files(folder: Path) -> dict[str, list]:
     "Size and hash of a run's files, without its records, figures and parts that are runs themselves."
     kinds, records = ('.json', '.jsonl', '.csv', '.safetensors', '.jinja'), ('config.json', 'summary.json')
@@ -271,7 +271,7 @@ def left_files(folder: Path) -> dict[str, list]:
     return {str(p.relative_to(folder)): [p.stat().st_size, file_hash(p)] for p in sorted(paths)
             if p.name not in records or p.parent != folder}
 
-# %% ../../nbs/core/fingerprint.ipynb #35167027
+# %% ../../nbs/core/fingerprint.ipynb #8d24c221
 def damaged_file(folder: Path, config: dict) -> str:
     "The first file that is missing in a finished run or is not as the run left it; empty if there is none."
     for name, (size, mark) in config.get('files', {}).items():

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['NOT_FINITE', 'uniform_stream', 'restrict_probs', 'choose_token', 'GrowingLayer', 'left_pad', 'has_full_cache',
-           'accepts_full_mask', 'full_mask', 'DecodingState', 'write_batch', 'end_tokens', 'Sample', 'cut_sample',
-           'evaluation_mode', 'check_sampling', 'sampling_jobs', 'generate']
+           'accepts_full_mask', 'full_mask', 'DecodingState', 'write_batch', 'Sample', 'cut_sample', 'evaluation_mode',
+           'check_sampling', 'sampling_jobs', 'generate']
 
 # %% ../../nbs/core/generation.ipynb #b0efe240
 import hashlib
@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
+
+from .text import end_tokens
 
 # %% ../../nbs/core/generation.ipynb #66297ef0
 def uniform_stream(
@@ -198,16 +200,6 @@ def write_batch(model, prompts, rows, u, steps, ends, choice) -> tuple[np.ndarra
                 token, index, unfinished = token[left], index[left], unfinished[left]
         state.feed(token)
     return tokens.cpu().numpy(), logps.cpu().numpy()
-
-# %% ../../nbs/core/generation.ipynb #9b9b7677
-def end_tokens(
-    model,           # its `generation_config` may have several
-    tokenizer=None,  # its `eos_token` is added
-) -> list[int]:
-    "The tokens that end an answer."
-    ends = getattr(getattr(model, 'generation_config', None), 'eos_token_id', None)
-    ends = ends if isinstance(ends, (list, tuple)) else [ends]
-    return sorted({int(e) for e in (*ends, getattr(tokenizer, 'eos_token_id', None)) if e is not None})
 
 # %% ../../nbs/core/generation.ipynb #91866330
 NOT_FINITE = "the model's logits are not finite: its weights have diverged or its precision is too low"

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .answers import (answer_eval_split, AnswerConfig, answering, prompt_fields,
-    sample_answers, SampleConfig)
+from .answers import (answer_eval_split, AnswerConfig, answering, load_split,
+    prompt_fields, sample_answers, SampleConfig)
 from .comparisons import verdicts_over
-from .data import load_records, prompt_key
+from .data import prompt_key
 from .generation import generate
 from .judge_configs import JudgedConfig
-from .models import label_count, load_policy, RewardConfig, save_model
+from .models import autocast, label_count, load_policy, RewardConfig, save_model
 from .runs import read_log
 from .settings import TrainConfig
 from .stats import win_rate
@@ -57,9 +57,9 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
 # %% ../../nbs/core/online.ipynb #0d120a30
 def load_prompts(cfg: OnlineConfig, tokenizer) -> tuple[list[dict], list[list[int]], int]:
     "Records of the training split, their prompts' ids, and how many did not fit."
-    records = load_records(cfg.data, cfg.split)
+    records = load_split(cfg, 'split')
     prompts = encode_prompts(records, tokenizer, cfg.template)
-    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts')
+    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     return [records[i] for i in rows], [prompts[i] for i in rows], len(records) - len(rows)
 
 # %% ../../nbs/core/online.ipynb #bf4443c7
@@ -81,8 +81,9 @@ def prompt_indices(
 def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[int]],
                    cfg: OnlineConfig, seed: int) -> tuple[dict, list[dict]]:
     "Answers to prompts: the batch of their tokens, and records with `output` and `ended`."
-    samples = [s[0] for s in generate(policy, tokenizer, prompts, max_new_tokens=cfg.max_new_tokens,
-                                      temperature=cfg.temperature, top_p=cfg.top_p, seed=seed)]
+    with autocast(cfg):
+        samples = [s[0] for s in generate(policy, tokenizer, prompts, max_new_tokens=cfg.max_new_tokens,
+                                          temperature=cfg.temperature, top_p=cfg.top_p, seed=seed)]
     batch = rollout_batch(prompts, [s.tokens for s in samples], tokenizer.pad_token_id)
     answered = [dict(prompt_fields(r), output=decode(s.tokens, tokenizer), ended=s.ended)
                 for r, s in zip(records, samples)]
@@ -90,10 +91,10 @@ def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[in
 
 # %% ../../nbs/core/online.ipynb #b2a90039
 def in_micro_batches(f, batch: dict, cfg: OnlineConfig) -> torch.Tensor:
-    "`f` of a batch, computed in parts of the size used in training."
+    "`f` of a batch, computed in parts of the size and in the precision used in training."
     size = cfg.micro_batch_size or cfg.batch_size
     parts = [{k: v[at:at + size] for k, v in batch.items()} for at in range(0, len(batch['ids']), size)]
-    return torch.cat([f(p) for p in parts])
+    with autocast(cfg): return torch.cat([f(p) for p in parts])
 
 # %% ../../nbs/core/online.ipynb #57fe67d0
 def end_scores(
@@ -137,7 +138,7 @@ class CheckpointSelector:
     def __init__(self, reference, tokenizer, cfg: OnlineConfig, judge):
         self.cfg, self.tokenizer, self.judge = answering(cfg), tokenizer, judge  # None: the last is chosen
         if not judge: return
-        records = {prompt_key(r): r for r in load_records(cfg.data, cfg.val_split, n=cfg.val_instances)}
+        records = {prompt_key(r): r for r in load_split(cfg, 'val_split')}
         self.base = sample_answers(reference, tokenizer, list(records.values()), self.cfg,
                                    seed=cfg.seed + 1)
 
@@ -168,7 +169,8 @@ def save_checkpoints(trainer: Trainer, policy, tokenizer, figures: dict, cfg: On
 # %% ../../nbs/core/online.ipynb #6852020e
 def finish_run(run, trainer: Trainer, tokenizer, reference, too_long: int, plain=None, **more):
     "Answer the eval split with the chosen policy and write the summary; `plain` as for `answer_eval_split`."
-    answered = answer_eval_split(load_policy(str(run.folder), run.cfg)[0], tokenizer, run, reference, plain)
+    best_policy = load_policy(str(run.folder), run.cfg, train=True)[0]
+    answered = answer_eval_split(best_policy, tokenizer, run, reference, plain)
     log, best_step = read_log(run.folder), trainer.extra['best_step']
     best = next(r for r in log if r['step'] == best_step)
     figures = {k: best[k] for k in ('reward', 'val_win_rate', 'val_standard_error') if k in best}

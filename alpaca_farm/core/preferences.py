@@ -130,10 +130,14 @@ def annotator_preferences(
     annotator,
 ) -> np.ndarray:  # (pairs,) from 1 to 2, nan where there is no verdict
     "An annotator's preferences on pairs, in the given order; ValueError for a wrong number or value."
-    p = np.array(annotator(pairs), dtype=float)
-    if p.shape != (len(pairs),):
-        raise ValueError(f'{annotator_name(annotator)} gave {p.size} preferences for {len(pairs)} pairs')
-    check_preferences(np.where(np.isnan(p), 1.5, p))
+    given, name = annotator(pairs), annotator_name(annotator)
+    try: p = np.array(given, dtype=float)
+    except (TypeError, ValueError):
+        wrong = next((v for v in given if not isinstance(v, Real | None)), given)
+        raise ValueError(f'{name} gave {wrong!r:.60}, and not a number from 1 to 2, or None') from None
+    if p.shape != (len(pairs),): raise ValueError(f'{name} gave {p.size} preferences for {len(pairs)} pairs')
+    try: check_preferences(np.where(np.isnan(p), 1.5, p))
+    except ValueError as e: raise ValueError(f'{name}: {e}') from None
     return p
 
 # %% ../../nbs/core/preferences.ipynb #90b54fc2

@@ -110,7 +110,9 @@ class Config:
         kinds = typing.get_type_hints(type(self))
         no_secrets({f.name: getattr(self, f.name) for f in fields(self)})   # before a message shows a value
         for f in fields(self): setattr(self, f.name, as_type(f.name, getattr(self, f.name), kinds[f.name]))
-        self.bounds(seed=(0, None), num_processes=(1, None))
+        self.bounds(seed=(0, None))
+        if self.num_processes != 1:
+            raise ValueError(f'num_processes = {self.num_processes}: so far a run has one process; leave it at 1')
         self.one_of('dtype', 'auto', 'float32', 'bfloat16', 'float16')
         self.one_of('tracker', '', 'wandb')
         self.check()

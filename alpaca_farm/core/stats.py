@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CLASSES', 'standard_error', 'sigmoid', 'win_rate', 'Interval', 'bootstrap_draws', 'bootstrap', 'paired_bootstrap',
-           'wilson', 'ranks', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode', 'agreement', 'variance',
-           'bias', 'vote_agreement', 'off_diagonal_mean', 'order_weights', 'best_of_n_weights', 'best_of_n_value',
-           'kl_best_of_n', 'kl_best_of_n_estimate', 'curve_basis', 'fit_overoptimization', 'overoptimization_curve']
+           'replicate_interval', 'wilson', 'ranks', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode',
+           'agreement', 'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean', 'order_weights',
+           'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'curve_basis',
+           'fit_overoptimization', 'overoptimization_curve']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -19,10 +20,11 @@ from .preferences import check_preferences
 
 # %% ../../nbs/core/stats.ipynb #f03749a2
 def standard_error(
-    values,  # (N,)
-) -> float:  # nan for fewer than two values
+    values,  # (N, ...)
+) -> float:  # or (...); nan for fewer than two values
     "Standard error of the mean of `values`."
-    return float(np.std(values, ddof=1)/math.sqrt(len(values))) if len(values) > 1 else math.nan
+    error = np.std(values, axis=0, ddof=1)/math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return float(error) if np.ndim(error) == 0 else error
 
 # %% ../../nbs/core/stats.ipynb #e128c635
 def sigmoid(
@@ -96,6 +98,25 @@ def paired_bootstrap(
     p = 2*(min((draws <= 0).sum(), (draws >= 0).sum()) + 1)/(n + 1)
     return dict(difference=b.value, low=b.low, high=b.high, p=min(1., float(p)))
 
+# %% ../../nbs/core/stats.ipynb #80053a3b
+def replicate_interval(
+    values,               # (R, N, ...) replicates x instructions
+    statistic=np.mean,    # f(sample, axis): reduces the axis of the instructions
+    n: int = 1000,        # bootstrap draws
+    seed: int = 0,        # same seed, same draws
+    level: float = .95,   # coverage
+) -> Interval:
+    "Mean of `statistic` over replicates; interval over both, or over instructions alone for one replicate."
+    from scipy.special import stdtrit
+    x = np.moveaxis(np.asarray(values, dtype=float), 0, 1)                       # instructions first
+    R, p = x.shape[1], (1 + level)/2
+    if R == 1: return bootstrap(x[:, 0], statistic, n, seed, level)
+    each, draws = statistic(x[None], axis=1)[0], bootstrap_draws(x, statistic, n, seed)   # of each replicate
+    common = np.maximum(draws.sum(1).var(0) - draws.var(0).sum(0), 0)/(R*(R - 1))         # covariance of two
+    half = np.hypot(stdtrit(R - 1, p)*standard_error(each), NormalDist().inv_cdf(p)*np.sqrt(common))
+    value = each.mean(0)
+    return Interval(*(float(v) if np.ndim(v) == 0 else v for v in (value, value - half, value + half)))
+
 # %% ../../nbs/core/stats.ipynb #fb9b5c20
 def wilson(
     k: float,            # successes; need not be an integer
@@ -132,17 +153,19 @@ def spearman(
 
 # %% ../../nbs/core/stats.ipynb #7dad0df0
 def spearman_interval(
-    first,               # (N, M) values of M methods on N instructions under one judge
-    second,              # (N, M) under another
+    first,               # (N, M) values of M methods on N instructions under one judge, or (R, N, M)
+    second,              # the same under another
     n: int = 1000,       # bootstrap draws
     seed: int = 0,       # same seed, same draws
     level: float = .95,  # coverage
 ) -> Interval:
-    "Spearman's correlation of the methods' means under two judges, with an interval over instructions."
-    both = np.stack([np.asarray(first, dtype=float), np.asarray(second, dtype=float)], axis=1)
-    if both.ndim != 3: raise ValueError(f'give two tables of instructions x methods, not shape {both.shape}')
+    "Spearman's correlation of the methods' means under two judges, the mean over R replicates."
+    both = np.stack([np.asarray(first, dtype=float), np.asarray(second, dtype=float)], axis=-2)
+    if both.ndim not in (3, 4):
+        raise ValueError(f'give two tables of instructions x methods, not shape {both.shape}')
     def of_means(sample, axis): return spearman(*np.moveaxis(sample.mean(axis), -2, 0))
-    return bootstrap(both, of_means, n, seed, level)
+    interval = replicate_interval(both.reshape(-1, *both.shape[-3:]), of_means, n, seed, level)
+    return Interval(*(float(np.clip(v, -1, 1)) for v in interval))
 
 # %% ../../nbs/core/stats.ipynb #b7a9fd70
 CLASSES = np.array([1., 1.5, 2.])
@@ -203,11 +226,11 @@ def bias(
     return float(1 - (a*b).sum(0)[both].mean())
 
 # %% ../../nbs/core/stats.ipynb #d29bb2f0
-def vote_agreement(
+def two_votes_agree(
     one: np.ndarray,    # (pairs, annotators) preferences in [1, 2]
     other: np.ndarray,  # (pairs, other annotators)
 ) -> np.ndarray:  # (annotators, other annotators)
-    "How often the votes of any two annotators on the same pair agree."
+    "How often the votes of any two annotators on the same pair are the same."
     p, q = one - 1, other - 1
     return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
 

@@ -66,9 +66,11 @@ class Trainer:
         shown: str = 'loss',  # the figure that the progress line shows
     ):
         from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
         self.run, self.cfg, self.total, self.shown, self.step, self.extra = run, run.cfg, total, shown, 0, {}
         cpu = device_of(run.cfg).type == 'cpu'
         precision = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}.get(dtype_of(run.cfg), 'no')
+        AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
         self.accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
         groups = [g for name, m in models.items()
                   for g in param_groups(m, rates.get(name, self.cfg.learning_rate), self.cfg.weight_decay)]

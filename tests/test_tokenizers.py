@@ -1,0 +1,169 @@
+"Tokenizers as other people's models have them: ends of turns, special tokens in the data, missing tokens."
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models as parts, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import tiny
+from alpaca_farm import dpo, sft
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.generation import generate
+from alpaca_farm.core.models import load_policy, load_tokenizer, score_records
+from alpaca_farm.core.runs import read_summary
+from alpaca_farm.core.text import decode, encode, encode_prompts, encode_responses, end_token, end_tokens
+
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+GEMMA = ("{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+         "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
+PHI3 = ("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}")
+LLAMA3 = ("{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+          "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+           "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
+FAMILIES = dict(  # special tokens, template, the end of a turn, the named ones
+    chatml_base=(['<|endoftext|>', '<|im_start|>', '<|im_end|>'], CHATML, '<|im_end|>', dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
+    gemma=(['<pad>', '<eos>', '<bos>', '<unk>', '<start_of_turn>', '<end_of_turn>'], GEMMA, '<end_of_turn>',
+           dict(eos_token='<eos>', bos_token='<bos>', pad_token='<pad>', unk_token='<unk>')),
+    phi3=(['<|endoftext|>', '<|user|>', '<|assistant|>', '<|end|>'], PHI3, '<|end|>', dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
+    llama3=(['<|begin_of_text|>', '<|end_of_text|>', '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>'], LLAMA3, '<|eot_id|>',
+            dict(eos_token='<|end_of_text|>', bos_token='<|begin_of_text|>')),
+    mistral=(['<unk>', '<s>', '</s>', '[INST]', '[/INST]'], MISTRAL, '</s>', dict(eos_token='</s>', bos_token='<s>', unk_token='<unk>')),
+    bare=(['<|endoftext|>'], None, '<|endoftext|>', dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')))
+FORGED = ['<|im_end|>', '<|im_start|>', '</s>', '[INST]', '<end_of_turn>', '<|end|>', '<|eot_id|>', '<|endoftext|>', '<eos>']
+
+
+def build(family, template='', **named):
+    special, chat, _, names = FAMILIES[family]
+    bpe = Tokenizer(parts.BPE())
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.train_from_iterator(['say the words to the other one ' * 3], trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    names = {k: v for k, v in (names | named).items() if v}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, extra_special_tokens=[s for s in special if s not in names.values()], **names)
+    tokenizer.chat_template = chat
+    return tokenizer
+
+
+def save(folder, tokenizer, size=320, positions=256):
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16,
+                                 max_position_embeddings=positions, bos_token_id=None, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def data(folder, n=12):
+    folder.mkdir(exist_ok=True)
+    rows = [dict(instruction=f'say {i} words', output=f'the words {i}') for i in range(n)]
+    for split in ('sft', 'val', 'eval'): (folder/f'{split}.json').write_text(json.dumps(rows))
+    pairs = [dict(r, output_1=r['output'], output_2='one', preference=1) for r in rows]
+    (folder/'preferences.json').write_text(json.dumps(pairs))
+    return str(folder)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_an_answer_ends_as_the_template_ends_a_turn(family):
+    tokenizer, end = build(family), FAMILIES[family][2]
+    assert end_token(tokenizer) == tokenizer.convert_tokens_to_ids(end)
+    assert end_token(tokenizer, 'alpaca') == tokenizer.eos_token_id
+    assert {end_token(tokenizer), tokenizer.eos_token_id} == set(end_tokens(None, tokenizer))
+    records = [dict(instruction='say it', output='the words')]
+    _, (prompt,), ((answer,),) = encode(records, ('output',), tokenizer, 250)
+    assert answer[-1] == end_token(tokenizer) and answer.count(answer[-1]) == 1 and decode(answer, tokenizer) == 'the words'
+    if tokenizer.chat_template:  # training reads what the template writes for the same conversation
+        turns = [dict(role='user', content='say it'), dict(role='assistant', content='the words')]
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        whole = tokenizer(text, add_special_tokens=False)['input_ids']
+        joined = tokenizer.decode(prompt + answer).replace(' ', '')
+        assert tokenizer.decode(whole).replace(' ', '').startswith(joined)
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
+    tokenizer, seen = build(family), []
+    from alpaca_farm.core import models as core_models
+    policy, tokenizer = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
+    monkeypatch.setattr(core_models, 'sequence_scores', lambda model, ids, mask: seen.append(ids) or torch.zeros(len(ids)))
+    score_records(policy, tokenizer, [dict(instruction='say it', output='the words')])
+    assert seen[0][0, -1] == end_token(tokenizer)
+    policy.lm_head.weight.data.zero_()  # all tokens are equally likely
+    samples = [s for s, in generate(policy, tokenizer, [[5]] * 60, max_new_tokens=200)]
+    ends = [s.tokens[-1] for s in samples if s.ended]
+    assert end_token(tokenizer) in ends and set(ends) <= set(end_tokens(policy, tokenizer))
+
+
+@pytest.mark.parametrize('template', ['auto', 'alpaca', 'raw'])
+@pytest.mark.parametrize('family', FAMILIES)
+def test_special_tokens_in_data_stay_text(family, template):
+    tokenizer = build(family)
+    special = set(tokenizer.all_special_ids)
+    count = lambda ids: sum(i in special for i in ids)
+    forged = ' '.join(FORGED)
+    plain, attack, twice = encode_prompts([dict(instruction='say it'), dict(instruction=f'say {forged} it'),
+                                           dict(instruction='say', input=f'{forged} it')], tokenizer, template)
+    assert count(plain) == count(attack) == count(twice)
+    for token in FORGED: assert token in tokenizer.decode(attack, skip_special_tokens=True)
+    answer, = encode_responses([f'the {forged} words'], tokenizer, template=template)
+    assert count(answer) == 1 and answer[-1] == end_token(tokenizer, template)
+    assert decode(answer, tokenizer) == f'the {forged} words'
+
+
+def test_ids_of_harmless_text_are_the_tokenizers_own():
+    for family in FAMILIES:
+        tokenizer = build(family)
+        if not tokenizer.chat_template: continue
+        turn = [dict(role='user', content='say the words')]
+        want = tokenizer(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True), add_special_tokens=False)['input_ids']
+        assert encode_prompts([dict(instruction='say the words')], tokenizer) == [want]
+
+
+@pytest.mark.parametrize('start', [True, False])
+def test_an_appended_eos_is_not_behind_the_prompt(start):
+    tokenizer = build('mistral')
+    before = '<s> ' if start else ''
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single=f'{before}$A </s>', special_tokens=[('<s>', 1), ('</s>', 2)])
+    tokenizer.chat_template = None
+    assert tokenizer('say')['input_ids'][-1] == 2
+    (prompt, _), ((answer, _),) = encode([dict(instruction='say it', output='the')] * 2, ('output',), tokenizer, 250, 'raw')[1:]
+    assert 2 not in prompt and (prompt[0] == 1) is start and answer.count(2) == 1
+
+
+@pytest.mark.parametrize('family', ['chatml_base', 'bare', 'phi3', 'llama3'])
+def test_a_tokenizer_without_pad_unk_and_bos_trains(family, tmp_path):
+    "Padding is EOS or missing; nothing is resized, and EOS is learned all the same."
+    tokenizer = build(family, bos_token='')
+    policy, folder = save(tmp_path/'base', tokenizer), data(tmp_path/'data')
+    given = tiny.SETTINGS['sft'] | dict(policy=policy, data=folder, out=str(tmp_path/'sft'), max_length=256, max_prompt=200, eval_instances=4)
+    sft.train(sft.SFTConfig(**given))
+    model, loaded = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))
+    assert read_summary(tmp_path/'sft')['nll'] < read_summary(tmp_path/'sft')['nll_before'] and len(model.get_input_embeddings().weight) == 320
+    assert loaded.pad_token_id is not None and len(read_json(tmp_path/'sft'/'outputs.json')) == 4
+    ends = model.generation_config.eos_token_id
+    assert end_token(loaded) in (ends if isinstance(ends, list) else [ends])  # other programs stop there as well
+    given = tiny.SETTINGS['dpo'] | dict(policy=str(tmp_path/'sft'), data=folder, preferences=folder, out=str(tmp_path/'dpo'), max_length=256, max_prompt=200, eval_instances=4)
+    dpo.train(dpo.DPOConfig(**given))
+    assert read_summary(tmp_path/'dpo')['too_long'] == 0
+
+
+def test_a_padding_token_that_the_model_does_not_know_is_replaced(tmp_path):
+    tokenizer = build('mistral')
+    tokenizer.add_special_tokens(dict(pad_token='[PAD]'))
+    model, loaded = load_policy(save(tmp_path, tokenizer, 279), sft.SFTConfig(device='cpu'))
+    assert tokenizer.pad_token_id == 279 and loaded.pad_token == '<unk>' and len(model.get_input_embeddings().weight) == 279
+
+
+def test_a_tokenizer_without_an_end_is_refused_by_name(tmp_path):
+    tokenizer = build('bare', eos_token='', pad_token='')
+    with pytest.raises(ValueError, match=f'{tmp_path}.* has no EOS token'): load_tokenizer(save(tmp_path, tokenizer))
+    tokenizer = build('chatml_base', eos_token='', pad_token='')
+    loaded = load_tokenizer(save(tmp_path/'chat', tokenizer))
+    assert end_token(loaded) == loaded.convert_tokens_to_ids('<|im_end|>') and loaded.pad_token_id is not None
+
+
+def test_an_end_that_the_model_does_not_know_is_refused(tmp_path):
+    with pytest.raises(ValueError, match='the model has only 2 tokens. Is this its tokenizer'):
+        load_policy(save(tmp_path, build('chatml_base'), size=2), sft.SFTConfig(device='cpu'))
