@@ -30,6 +30,7 @@ class LabellingConfig(Config):
     "Settings of labelling by people."
     out: str = 'runs/labelling'         # run folder
     outputs: str = 'runs/samples'       # pairs or candidates: a run of best_of_n, or a file
+    columns: str = ''                   # names of columns: ours and yours, joined by an equals sign
     store: str = 'runs/answers.sqlite'  # where labels are stored, together with answers of judges
     person: str = ''                    # name of the person labelling; empty: use the labels so far
     repeat: float = 0.1                 # share of the pairs that are shown again, swapped
