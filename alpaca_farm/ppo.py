@@ -8,6 +8,7 @@ __all__ = ['PPOConfig', 'ppo_policy_loss', 'ppo_value_loss', 'token_rewards', 'V
 
 # %% ../nbs/ppo.ipynb #21298c50
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -199,8 +200,8 @@ def rollout_indices(n: int, step: int, cfg: PPOConfig) -> list[int]:
 
 # %% ../nbs/ppo.ipynb #71cb6b86
 def train(cfg: PPOConfig):
-    "Train with PPO; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json in `cfg.out`."
-    from alpaca_farm.annotators import load_annotators
+    "Train with PPO; leaves model/, outputs.json, log.jsonl and summary.json in `cfg.out`."
+    from alpaca_farm.annotators import annotate_pairs, load_annotators
     run = start(cfg, train)
     if run.done: return run
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
@@ -211,7 +212,7 @@ def train(cfg: PPOConfig):
     value = value_model(cfg, policy)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
     preflight(cfg, ('split', 'eval_split'), policy, tokenizer, judge, reward_of)
-    choose = CheckpointSelector(reference, tokenizer, cfg, judge)
+    choose = CheckpointSelector(reference, tokenizer, cfg, judge and partial(annotate_pairs, pool=judge))
     trainer = Trainer(run, cfg.steps, dict(policy=policy) | (dict(value=value) if value else {}),
                       dict(value=cfg.value_learning_rate), shown='reward')
     for step in trainer.steps():
