@@ -44,7 +44,7 @@ class FarmConfig(JudgedConfig):
     overoptimization: bool = True  # include the study of over-optimisation, in the first replicate
     workers: int = 0           # runs side by side; 0 for the number of cores
     people: str = 'alpaca_farm.world:people'  # annotators for the second training; also final judges
-    pool: str = 'alpaca_farm.world:pool'      # simulated annotators: they label, choose checkpoints, judge
+    pool: str = 'alpaca_farm.world:pool'      # simulated annotators: they label and judge
     gold: str = 'alpaca_farm.world:gold'      # judge by the hidden utility
     annotator_fields = ('people', 'pool', 'gold')
     inputs = dict.fromkeys(annotator_fields, ('preferences', 'model'))
@@ -182,10 +182,10 @@ def farm_board(folder: str, judged: dict, seed: int):
     summaries = [read_summary(f'{folder}/{m}') for m in board.method]
     board['trained_on'] = [label_origin(m) for m in board.method]
     board['kl'] = [s.get('kl', np.nan) for s in summaries]
-    for column in ('labels', 'choice_labels'): board[column] = [s.get(column, 0) for s in summaries]
+    board['labels'] = [s.get('labels', 0) for s in summaries]
     board['cpu_seconds'] = [round(total_cpu_seconds(f'{folder}/{m}', free), 1) for m in board.method]
     win_rates = [f'{judge}{s}' for judge in ('people', 'pool', 'gold') for s in ('', '_low', '_high')]
-    first = ['method', 'trained_on', *win_rates, 'length', 'kl', 'labels', 'choice_labels', 'cpu_seconds']
+    first = ['method', 'trained_on', *win_rates, 'length', 'kl', 'labels', 'cpu_seconds']
     rest = [c for c in board if c not in first and c not in TEXT_COLUMNS]
     return board[[*first, *rest, *TEXT_COLUMNS]]
 

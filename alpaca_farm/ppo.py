@@ -8,17 +8,18 @@ __all__ = ['PPOConfig', 'ppo_policy_loss', 'ppo_value_loss', 'token_rewards', 'V
 
 # %% ../nbs/ppo.ipynb #21298c50
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from .core.answers import mean, preflight
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
-from .core.models import (load_policy, load_scalar, load_tokenizer, logprobs, reward,
-    same_vocabulary, values)
+from .core.models import load_policy, load_scalar, load_tokenizer, logprobs, reward, values
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.runs import start
 from .core.settings import command
+from .core.text import same_vocabulary
 from .core.training import Trainer
 
 # %% ../nbs/ppo.ipynb #13ebf4a0
@@ -199,8 +200,8 @@ def rollout_indices(n: int, step: int, cfg: PPOConfig) -> list[int]:
 
 # %% ../nbs/ppo.ipynb #71cb6b86
 def train(cfg: PPOConfig):
-    "Train with PPO; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json in `cfg.out`."
-    from alpaca_farm.annotators import load_annotators
+    "Train with PPO; leaves model/, outputs.json, log.jsonl and summary.json in `cfg.out`."
+    from alpaca_farm.annotators import annotate_pairs, load_annotators
     run = start(cfg, train)
     if run.done: return run
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
@@ -211,7 +212,7 @@ def train(cfg: PPOConfig):
     value = value_model(cfg, policy)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
     preflight(cfg, ('split', 'eval_split'), policy, tokenizer, judge, reward_of)
-    choose = CheckpointSelector(reference, tokenizer, cfg, judge)
+    choose = CheckpointSelector(reference, tokenizer, cfg, judge and partial(annotate_pairs, pool=judge))
     trainer = Trainer(run, cfg.steps, dict(policy=policy) | (dict(value=value) if value else {}),
                       dict(value=cfg.value_learning_rate), shown='reward')
     for step in trainer.steps():

@@ -23,7 +23,7 @@ from .core.runs import start
 from .core.settings import command
 from .core.text import collate
 from .core.training import Trainer
-from .annotators import load_annotators
+from .annotators import annotate_pairs, load_annotators
 
 # %% ../nbs/quark.ipynb #14bf2990
 @dataclass
@@ -216,7 +216,7 @@ def quark_update(trainer: Trainer, policy, reference, prompts: list[list[int]], 
 
 # %% ../nbs/quark.ipynb #5854838d
 def train(cfg: QuarkConfig):
-    "Train a policy with Quark; leaves model/ (the best on val), outputs.json, log.jsonl and summary.json."
+    "Train a policy with Quark; leaves model/, outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
     if run.done: return run
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
@@ -227,7 +227,7 @@ def train(cfg: QuarkConfig):
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
     answer = partial(sample_and_score, policy, tokenizer, reward_of, cfg=cfg)
     preflight(cfg, ('split', 'eval_split'), policy, plain, judge, reward_of)
-    choose = CheckpointSelector(reference, plain, cfg, judge)
+    choose = CheckpointSelector(reference, plain, cfg, judge and partial(annotate_pairs, pool=judge))
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)
     choose.tokenizer = tokenizer  # the policy is evaluated under the best token, the reference without one
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')

@@ -109,23 +109,35 @@ def test_parameters_cell_is_the_dataclass(path):
     assert [n for n, v in found.items() if not v['help']] == []
 
 
+def globals_set(tree):
+    "Names that code binds in its module: by import, definition, assignment, `for`, `with`, `except` and `:=`, tuples included."
+    if isinstance(tree, (ast.Import, ast.ImportFrom)): yield from ((a.asname or a.name).split('.')[0] for a in tree.names)
+    elif isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)): yield tree.name
+    elif isinstance(tree, ast.Name) and isinstance(tree.ctx, ast.Store): yield tree.id
+    elif isinstance(tree, ast.ExceptHandler) and tree.name: yield tree.name
+    if isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)): return
+    for name, value in ast.iter_fields(tree):
+        parts = value if isinstance(value, list) else [value]
+        if isinstance(tree, ast.comprehension) and name == 'target': continue  # bound in the comprehension only
+        for part in parts:
+            if isinstance(part, ast.AST): yield from globals_set(part)
+
+
+def test_what_code_binds_in_its_module():
+    text = '''import a.b, c as d\nfor e, (f, *g) in h: i = [j for j in k if (m := j)]
+with o as (p, q): r[s] = t.u = 0\nif v:\n  w: int = 1\ndef x(): y = 1\ntry: z += 1\nexcept E as err: lambda n: (nn := n)'''
+    assert set(globals_set(ast.parse(text))) == set('a d e f g i m p q w x z err'.split())
+
+
 @each_notebook
 def test_no_setting_hides_a_name_of_the_notebook(path):
-    "papermill assigns globals: a setting must not be called like something an exported cell imports or defines."
-    names = set()
-    for c in cells(path):
-        if c['cell_type'] != 'code' or not re.search(r'^#\| *export', source(c), re.M): continue
-        for s in ast.parse(source(c)).body:
-            if isinstance(s, (ast.Import, ast.ImportFrom)): names |= {(a.asname or a.name).split('.')[0] for a in s.names}
-            elif isinstance(s, (ast.FunctionDef, ast.ClassDef)): names.add(s.name)
-            elif isinstance(s, (ast.Assign, ast.AnnAssign)):
-                targets = s.targets if isinstance(s, ast.Assign) else [s.target]
-                names |= {t.id for t in targets if isinstance(t, ast.Name)}
+    "papermill assigns globals, and a parameters cell may be run again: no other cell binds a name of a setting."
     known = {f.name for f in dataclasses.fields(config_of(path))}
-    assert names & known == set()
-    used = {n.id for c in cells(path) if c['cell_type'] == 'code' and not source(c).startswith('%')
-            for n in ast.walk(ast.parse(source(c))) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    assert known & set(dir(builtins)) & used == set()  # nor like a builtin it uses
+    code = [c for c in cells(path) if c['cell_type'] == 'code' and not source(c).startswith('%')]
+    trees = [(c['id'], ast.parse(source(c))) for c in code if 'parameters' not in c['metadata'].get('tags', [])]
+    assert {i: hidden for i, tree in trees if (hidden := known & set(globals_set(tree)))} == {}
+    used = {n.id for _, tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+    assert known & set(dir(builtins)) & used == set()  # nor is a setting called like a builtin it uses
 
 
 @each_notebook

@@ -38,13 +38,13 @@ def test_a_file_of_sizes(tmp_path):
 
 def test_annotators_follow_the_labels():
     jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(pool='alpaca_farm.world:judge', people='alpaca_farm.world:gold', device='cpu'))}
-    choosing = [name for name, row in methods().items() if row['annotators']]
-    assert {'ppo', 'rloo', 'quark', 'feedme', 'reward_conditioning'} <= set(choosing)
-    for run in ('annotators', *choosing, 'ppo_free'):
+    comparing = [name for name, row in methods().items() if row['annotators']]
+    assert set(comparing) == {'feedme', 'reward_conditioning'}  # no method has help in choosing its checkpoint
+    for run in ('annotators', *comparing):
         assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:judge', run
-        if run != 'ppo_free': assert jobs[f'runs/{run}_people']['annotators'] == 'alpaca_farm.world:gold', run
+        assert jobs[f'runs/{run}_people']['annotators'] == 'alpaca_farm.world:gold', run
     assert {s['device'] for s in jobs.values()} == {'cpu'}
-    assert all(annotator_settings(run, FarmConfig()) == {} for run in ('dpo', 'dpo_people', 'dpo_low', 'base', 'ppo_judge_free', 'annotators_judge'))
+    assert all(annotator_settings(run, FarmConfig()) == {} for run in ('dpo', 'dpo_people', 'dpo_low', 'base', 'ppo', 'quark_people', 'ppo_free', 'ppo_judge_free', 'annotators_judge'))
 
 
 def test_a_method_is_a_row_of_the_table():

@@ -1,6 +1,9 @@
 """Every notebook of nbs/ executes through papermill; wrong parameters fail before any work."""
+import ast
 import csv
+import importlib
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -152,3 +155,30 @@ def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
     assert "row 0: the field 'output' is missing" in failed[0] and f'{bad} is missing' in failed[1]
     assert read_summary(good)['labels'] == 60 and not read_summary(bad) and read_log(bad) == []
     assert run_jobs(jobs[2:], 2) == []
+
+
+LACKING = dict(  # the settings under which a method's run has the fewest figures
+    sft=dict(eval_split='', val_split=''), reward_model={}, best_of_n=dict(reward_model=''), dpo=dict(eval_split=''), ppo=dict(eval_split='', annotators=''),
+    quark=dict(eval_split='', annotators=''), rrhf=dict(eval_split='', perplexity_model=''), expert_iteration=dict(eval_split=''),
+    binary_feedback=dict(eval_split='', annotators='', val_split=''))
+
+
+@pytest.mark.parametrize('name', LACKING)
+def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
+    "The cells after the settings, without the demonstrations: they need no figure that a setting can leave out, and read no other run."
+    import matplotlib.pyplot as plt
+    code = [''.join(c['source']) for c in read_json(notebook_path(name))['cells'] if c['cell_type'] == 'code']
+    at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
+    module = importlib.import_module(f'alpaca_farm.{name}')
+    def run_here(jobs, *_):
+        for job in jobs:
+            part = importlib.import_module(f'alpaca_farm.{job.notebook}')
+            tiny.main(part)(tiny.config(part, out=job.out, **job.settings))
+    if name == 'expert_iteration': monkeypatch.setattr(module, 'run_jobs', run_here)
+    cells = vars(module) | dict(cfg=tiny.config(module, **tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]))
+    for text in code[:at]:
+        if all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body): exec(text, cells)
+    shown = [text for text in code[at + 1:] if text.startswith('#| slow')]
+    assert len(shown) > 1 and "'runs/" not in ''.join(shown)
+    for text in shown: exec(text, cells)
+    plt.close('all')

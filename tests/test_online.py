@@ -294,17 +294,16 @@ def test_an_online_method_needs_a_reward():
 
 
 def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
-    "Where the policy's prompts are longer, some instructions of the reference have no answer."
+    "Where the policy's prompts are longer, some instructions of the reference have no answer; a pair has one label."
     base = [dict(instruction=i, input='', output=[f'base {i}']) for i in 'abc']
     seen = []
     choose = CheckpointSelector.__new__(CheckpointSelector)
     choose.cfg, choose.tokenizer, choose.base = OnlineConfig(), None, base
-    choose.judge = lambda pairs: seen.extend(pairs) or [2.]*len(pairs)
+    choose.annotate = lambda pairs, seed: seen.extend(pairs) or [dict(p, preference=2.) for p in pairs]
     monkeypatch.setattr('alpaca_farm.core.online.sample_answers',
                         lambda *a, **k: [dict(instruction=i, input='', output=[f'new {i}']) for i in 'ca'])
-    assert choose(None)['val_pairs'] == 2
-    shown = [(p['output_1'], p['output_2']) for p in seen]
-    assert shown == [('base a', 'new a'), ('base c', 'new c'), ('new a', 'base a'), ('new c', 'base c')]  # both orders
+    assert choose(None)['val_labels'] == 2
+    assert [(p['output_1'], p['output_2']) for p in seen] == [('base a', 'new a'), ('base c', 'new c')]
 
 
 def test_missing_verdicts_do_not_count(monkeypatch):
@@ -312,10 +311,10 @@ def test_missing_verdicts_do_not_count(monkeypatch):
     choose = CheckpointSelector.__new__(CheckpointSelector)
     choose.cfg, choose.tokenizer, choose.base = OnlineConfig(), None, base
     monkeypatch.setattr('alpaca_farm.core.online.sample_answers', lambda *a, **k: [dict(r, output=['new']) for r in base])
-    choose.judge = lambda pairs: [float('nan') if p['instruction'] == 'b' else 2. - (p['output_1'] == 'new') for p in pairs]
+    choose.annotate = lambda pairs, seed: [dict(p, preference=None if p['instruction'] == 'b' else 2.) for p in pairs]
     figures = choose(None)
-    assert (figures['val_win_rate'], figures['val_pairs']) == (100., 2)
-    choose.judge = lambda pairs: [float('nan')]*len(pairs)
+    assert (figures['val_win_rate'], figures['val_labels']) == (100., 2)
+    choose.annotate = lambda pairs, seed: [dict(p, preference=None) for p in pairs]
     with pytest.raises(ValueError, match='no verdict on any of the 3'): choose(None)
 
 
@@ -329,6 +328,16 @@ def test_annotators_of_a_method_are_those_of_the_annotators_notebook(base, tmp_p
     with pytest.raises(ValueError, match='needs a prompt'): ppo.train(PPOConfig(**given | dict(out=str(tmp_path/'policy')), annotators=str(base/'sft')))
     run = ppo.train(PPOConfig(**given, annotators=str(base/'reward_model')))
     assert 0 <= read_summary(run.folder)['val_win_rate'] <= 100
+
+
+def test_a_checkpoint_is_chosen_by_single_labels_that_count(base, tmp_path):
+    "By default the last one is kept, without a label; else each pair has one label, decided, and the summary counts it."
+    given = tiny.settings('ppo', base, steps=2, eval_every=1, eval_split='')
+    last, chosen = (ppo.train(PPOConfig(**given, out=str(tmp_path/n), annotators=a)).folder for n, a in (('last', ''), ('chosen', 'alpaca_farm.world:pool')))
+    assert PPOConfig().annotators == '' and read_summary(last)['best_step'] == 2
+    labels, counted = read_summary(last)['labels'], [r['val_labels'] for r in read_log(chosen)]
+    assert 0 < max(counted) <= 8 and read_summary(chosen)['labels'] == labels + sum(counted)
+    for r in read_log(chosen): assert (r['val_win_rate']/100*8*2) % 1 == 0  # of eight labels, ties counting half
 
 
 def test_two_runs_are_compared_under_a_reward_model(base, tmp_path):

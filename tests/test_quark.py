@@ -212,7 +212,8 @@ def test_nonsense_is_refused(bad, message):
 def token_run(base, tmp_path_factory):
     "A run with tokens and a kept pool."
     out = str(tmp_path_factory.mktemp('tokens')/'quark')
-    quark.train(QuarkConfig(**tiny.settings('quark', base, out=out, best_quantile_only=False, clear_pool=False)))
+    quark.train(QuarkConfig(**tiny.settings('quark', base, out=out, best_quantile_only=False, clear_pool=False,
+                                           annotators='alpaca_farm.world:pool')))
     return out
 
 

@@ -17,6 +17,7 @@ from alpaca_farm import reward_ensemble as ensemble, reward_model as rm
 from alpaca_farm.core.models import label_count, load_scalar, reward, score_records
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.training import Trainer
 from alpaca_farm.reward_ensemble import RewardEnsembleConfig
 from alpaca_farm.reward_model import RewardModelConfig, pairwise_loss
 from test_resume import die_at, same_run, without_times
@@ -300,8 +301,8 @@ def test_killed_in_any_part(base, whole, tmp_path, owner, attribute, name, count
 def test_finished_members_are_not_trained_again(base, tmp_path, monkeypatch):
     cfg = study(base, tmp_path/'reward_model', members=3, checkpoint_every=1)
     die_at(ensemble.run, cfg, (os, 'replace'), 'summary.json', 2)  # in the second member, when it is trained
-    trained, batches = [], rm.batches
-    monkeypatch.setattr(rm, 'batches', lambda *a: trained.append(a[-1]) or batches(*a))
+    trained, steps = [], Trainer.steps
+    monkeypatch.setattr(Trainer, 'steps', lambda self: trained.append(self.cfg.seed) or steps(self))
     ensemble.run(cfg)
     assert trained == [ensemble.member_seed(0, 2), ensemble.member_seed(0, 3)]
     assert len(read_log(tmp_path/'reward_model'/'member-2')) == len(read_log(tmp_path/'reward_model'/'member-1'))

@@ -5,17 +5,18 @@
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'within_prompt_limit', 'sample', 'prompt_fields',
            'decoding', 'sample_answers', 'log_ratios', 'load_split', 'check_lengths', 'try_setting', 'preflight',
-           'mean', 'answer_eval_split']
+           'mean', 'answer_eval_split', 'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 from copy import copy
 from dataclasses import dataclass
 
 from .comparisons import verdicts_over
-from .data import load_records
+from .data import load_records, prompt_key
+from .files import read_json
 from .generation import generate
 from .models import autocast, check_positions, response_logprobs
-from .settings import Config
+from .settings import at_root, Config
 from .text import check_limit, decode, encode_prompts, encode_responses, within_limit
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
@@ -199,3 +200,13 @@ def answer_eval_split(
     if reference is None: return figures
     if plain: prompts = encode_prompts(answered, plain, cfg.template)
     return figures | dict(kl=mean(log_ratios(reference, tokenizer, prompts, samples, cfg)))
+
+# %% ../../nbs/core/answers.ipynb #0456c517
+def print_answers(runs: dict, n: int = 5):
+    "Print the answers of runs (folders by name) to the first `n` instructions of the last one, if any."
+    files = {name: at_root(folder)/'outputs.json' for name, folder in runs.items()}
+    answers = {name: {prompt_key(r): r['output'] for r in read_json(file)}
+               for name, file in files.items() if file.exists()}
+    for prompt in list(answers.get(list(runs)[-1], {}))[:n]:
+        print(prompt[0])
+        for name, by_prompt in answers.items(): print(f'   {name}: {by_prompt.get(prompt)!r}')

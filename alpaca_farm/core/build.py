@@ -24,10 +24,10 @@ def matches_settings(config: dict, given: dict) -> bool:
 
 # %% ../../nbs/core/build.ipynb #9d4ebb0b
 def recorded_inputs(config: dict) -> tuple[dict[str, str], set[Path]]:
-    "Content hashes by source in a run's `config.json`, and the run folders among the sources."
+    "Content hashes by source in a run's `config.json`, and the finished runs among the sources."
     reads = [read for read in config.get('inputs', {}).values() if isinstance(read, dict)]
     marks = {source: mark for read in reads for source, mark in read.items()}
-    return marks, {run_of(s) for s in marks} - {None}
+    return marks, {r for r in map(run_of, marks) if r and (r/'summary.json').exists()}
 
 # %% ../../nbs/core/build.ipynb #684b3fde
 def changed_inputs(config: dict) -> list[str]:
@@ -153,6 +153,7 @@ def check_input_run(name: str, path: str):
     if run is None: return
     config = run_config(run)
     if not (run/'summary.json').exists():
+        if at_root(path).is_file(): return  # a file is whole as soon as it is there; a study reads its own
         raise ValueError(f'{name} = {path}: this run is not finished. Finish it first: start it again with '
                          f'out = {run.name}, its settings are in {run}/config.json')
     damaged, changed = damaged_file(run, config), changed_inputs(config)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['output_texts', 'index_prompts', 'common_prompts', 'check_same_prompts', 'answer_pairs', 'match_prompts', 'pair_up',
-           'both_orders', 'answer_preferences', 'same_answers', 'preferences_over', 'verdicts_over']
+           'both_orders', 'answer_preferences', 'same_answers', 'preferences_over', 'with_verdict', 'verdicts_over']
 
 # %% ../../nbs/core/comparisons.ipynb #cfbeed82
 import numpy as np
@@ -123,9 +123,14 @@ def preferences_over(
     return np.array([p.mean() for p in answer_preferences(ordered, references, judge)])
 
 # %% ../../nbs/core/comparisons.ipynb #85dc036b
-def verdicts_over(outputs: list[dict], references: list[dict], judge) -> np.ndarray:
-    "`preferences_over` of the instructions with a verdict; ValueError when there is none."
-    p = preferences_over(outputs, references, judge)
+def with_verdict(preferences) -> np.ndarray:
+    "The preferences that are not None or nan; ValueError when there is none."
+    p = np.array(preferences, dtype=float)
     if not np.isnan(p).all(): return p[~np.isnan(p)]
     raise ValueError(f'there is no verdict on any of the {len(p)} instructions: recorded labels have '
                      'verdicts on the pairs that were labelled only')
+
+# %% ../../nbs/core/comparisons.ipynb #9d1ee084
+def verdicts_over(outputs: list[dict], references: list[dict], judge) -> np.ndarray:
+    "`preferences_over` of the instructions with a verdict; ValueError when there is none."
+    return with_verdict(preferences_over(outputs, references, judge))

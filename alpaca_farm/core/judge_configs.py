@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .data import SUFFIXES
 from .files import read_json, read_yaml
-from .paths import notebooks_folder
+from .paths import near_path, notebooks_folder, root
 from .settings import at_root, Config
 
 # %% ../../nbs/core/judge_configs.ipynb #2aa8f384
@@ -147,8 +147,10 @@ def check_annotators(name: str, value: str):
         raise ValueError(f'{name} = {value!r}: this is no annotator. It may be "module:name", a '
                          'configuration, a folder with a reward model, or labels: a run with '
                          f'preferences, or a file ({", ".join(SUFFIXES)})')
-    raise ValueError(f'{name} = {value!r}: no file or folder, no "module:name", and no configuration '
-                     f'has this name{suggest_names(value)}')
+    near = near_path(value)
+    hint = f'. Did you mean {near}?' if near else suggest_names(value)
+    raise ValueError(f'{name} = {value!r}: no file or folder under {root()}, no "module:name", and no '
+                     f'configuration has this name{hint}')
 
 # %% ../../nbs/core/judge_configs.ipynb #a1f0c9d6
 class JudgedConfig(Config):

@@ -13,7 +13,7 @@ import torch
 
 from .answers import (answer_eval_split, AnswerConfig, answering, load_split,
     prompt_fields, sample_answers, SampleConfig)
-from .comparisons import verdicts_over
+from .comparisons import pair_up, with_verdict
 from .data import prompt_key
 from .generation import generate
 from .judge_configs import JudgedConfig
@@ -36,7 +36,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     standardise: bool = True                # scores in units of the initial policy's own: mean 0, sd 1
     missing_eos: str = 'replace'            # score of an answer cut off: replace, subtract; empty: none
     missing_eos_value: float = 1.0          # replace: the score becomes minus this; subtract: less by this
-    annotators: str = 'alpaca_farm.world:pool'  # judge that chooses the checkpoint on val; empty for the last
+    annotators: str = ''                    # judge whose labels choose the checkpoint; empty for the last
     val_split: str = 'val'                  # split the checkpoint is chosen on
     val_instances: int = 250                # use only the first n instructions of it; 0 for all
     eval_every: int = 4                     # steps between evaluations on it
@@ -135,9 +135,10 @@ def score_statistics(scores: torch.Tensor, answered: list[dict]) -> dict[str, fl
 # %% ../../nbs/core/online.ipynb #ae3169a0
 class CheckpointSelector:
     "Win rate of a policy against the reference's answers, on the val split."
-    def __init__(self, reference, tokenizer, cfg: OnlineConfig, judge):
-        self.cfg, self.tokenizer, self.judge = answering(cfg), tokenizer, judge  # None: the last is chosen
-        if not judge: return
+    def __init__(self, reference, tokenizer, cfg: OnlineConfig, annotate=None):
+        self.cfg, self.tokenizer = answering(cfg), tokenizer
+        self.annotate = annotate  # `annotate_pairs` of a pool; None: the last checkpoint is chosen
+        if not annotate: return
         records = {prompt_key(r): r for r in load_split(cfg, 'val_split')}
         self.base = sample_answers(reference, tokenizer, list(records.values()), self.cfg,
                                    seed=cfg.seed + 1)
@@ -147,14 +148,15 @@ class CheckpointSelector:
         answered = sample_answers(policy, self.tokenizer, self.base, self.cfg, seed=self.cfg.seed + 2)
         prompts = {prompt_key(r) for r in answered}  # control tokens make some prompts too long
         base = [b for b in self.base if prompt_key(b) in prompts]
-        won = win_rate(verdicts_over(answered, base, self.judge))
+        labels = self.annotate(pair_up(answered, base), seed=self.cfg.seed)
+        won = win_rate(with_verdict([r['preference'] for r in labels]))
         words = sum(len(r['output'][0].split()) for r in answered) / len(answered)
         return dict(val_win_rate=won['win_rate'], val_standard_error=won['standard_error'],
-                    val_length=words, val_pairs=won['n_total'])
+                    val_length=words, val_labels=sum(r['preference'] in (1, 2) for r in labels))
 
     def due(self, step: int, last: int) -> bool:
         "Whether this step's policy is evaluated."
-        return bool(self.judge) and (step % self.cfg.eval_every == 0 or step == last)
+        return bool(self.annotate) and (step % self.cfg.eval_every == 0 or step == last)
 
 # %% ../../nbs/core/online.ipynb #cffd2527
 def save_checkpoints(trainer: Trainer, policy, tokenizer, figures: dict, cfg: OnlineConfig):
@@ -174,5 +176,5 @@ def finish_run(run, trainer: Trainer, tokenizer, reference, too_long: int, plain
     log, best_step = read_log(run.folder), trainer.extra['best_step']
     best = next(r for r in log if r['step'] == best_step)
     figures = {k: best[k] for k in ('reward', 'val_win_rate', 'val_standard_error') if k in best}
-    run.finish(**answered, best_step=best_step, labels=label_count(run.cfg.reward_model),
-               choice_labels=sum(r.get('val_pairs', 0) for r in log), too_long=too_long, **figures, **more)
+    labels = label_count(run.cfg.reward_model) + sum(r.get('val_labels', 0) for r in log)
+    run.finish(**answered, best_step=best_step, labels=labels, too_long=too_long, **figures, **more)
