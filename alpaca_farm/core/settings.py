@@ -112,7 +112,7 @@ class Config:
         for f in fields(self): setattr(self, f.name, as_type(f.name, getattr(self, f.name), kinds[f.name]))
         self.bounds(seed=(0, None))
         if self.num_processes != 1:
-            raise ValueError(f'num_processes = {self.num_processes}: a run has one process; leave it at 1')
+            raise ValueError(f'num_processes = {self.num_processes}: a run is one process; leave it at 1')
         self.one_of('dtype', 'auto', 'float32', 'bfloat16', 'float16')
         self.one_of('tracker', '', 'wandb')
         self.check()
