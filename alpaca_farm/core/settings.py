@@ -30,7 +30,7 @@ def as_type(
         try: value = kind(value)
         except (ValueError, OverflowError): pass
     if type(value) is not kind:
-        wanted = f'list of {inner[0].__name__}, as in papermill -y "{name}: [...]"' if inner else kind.__name__
+        wanted = f'list of {inner[0].__name__} (papermill -y "{name}: [...]")' if inner else kind.__name__
         raise TypeError(f'{name} = {value!r} is not a value of type {wanted}')
     if kind is float and not math.isfinite(value): raise ValueError(f'{name} = {value}: it must be finite')
     if kind is str and re.search('[\0\ud800-\udfff]', value):
