@@ -20,7 +20,7 @@ test: .venv/ready        ## all tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
 
 lab: .venv/ready         ## JupyterLab on the notebooks
-	$(BIN)/jupyter lab nbs
+	JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(BIN)/jupyter lab
 
 prepare: .venv/ready     ## before a commit: export, clean, test the notebooks' cells, check names, test
 	$(BIN)/nbdev_export

@@ -156,7 +156,7 @@ def split_pairs(records: list[dict], held_out: int, seed: int) -> tuple[list, li
         aside = [p in chosen for p in prompts]
     n, left = len(records), aside.count(False)
     if not left or (left < n - left and not marked):
-        raise ValueError(f'held_out = {held_out} leaves {left} of {n} pairs to learn from. Set it to {n // 10}')
+        raise ValueError(f'held_out = {held_out} leaves {left} of {n} pairs to learn from; try {n // 10}')
     return [r for r, a in zip(records, aside) if not a], [r for r, a in zip(records, aside) if a]
 
 # %% ../nbs/reward_model.ipynb #dab4f7ac

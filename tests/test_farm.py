@@ -2,6 +2,7 @@
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -157,3 +158,35 @@ def test_one_estimate_of_the_time_left(monkeypatch):
     monkeypatch.setattr(launch, 'start_job', lambda job: tiny.subprocess.Popen(['sleep', '1']))
     assert run_jobs([Job('no/such/a', 'toy', cost=60.), Job('no/such/b', 'toy', cost=600.)], 2, 'farm') == []
     assert 'farm 0/2 [b 0%, a 0%], 10 min left' in lines and all(line.count(' left') <= 1 for line in lines)
+
+
+def test_a_bar_and_a_curve_only_where_a_person_has_the_notebook_open(monkeypatch):
+    "At most one update a second, small for a long run; under papermill the line alone."
+    for session, kinds in (('nbs/ppo.ipynb', {'text/plain', 'text/html'}), (None, {'text/plain'})):
+        monkeypatch.delenv('JPY_SESSION_NAME', raising=False)
+        if session: monkeypatch.setenv('JPY_SESSION_NAME', session)
+        show, updates = progress.Progress('ppo', 20_000), []
+        show.handle = SimpleNamespace(update=lambda data, raw: updates.append(data))
+        for step in range(1, 20_001): show(step, 'reward 0.5', .5 + step % 7)
+        assert 2 <= len(updates) <= 20 and set(updates[-1]) == kinds and updates[-1]['text/plain'] == 'ppo 20000/20000 reward 0.5'
+        if session: assert '<polyline' in updates[-1]['text/html'] and 'value="20000"' in updates[-1]['text/html'] and len(updates[-1]['text/html']) < 8000
+
+
+INTERRUPTED = '''
+from IPython.core.interactiveshell import InteractiveShell
+from alpaca_farm.core.launch import train_or_launch
+from alpaca_farm.core.settings import Config
+def train(cfg): raise KeyboardInterrupt
+shell = InteractiveShell.instance(user_ns=dict(globals()))
+result = shell.run_cell('train_or_launch(Config(out="no/such/run"), train)')
+assert isinstance(result.error_in_exec, KeyboardInterrupt), 'the cells below are not run'
+print('now as a script', flush=True)
+train_or_launch(Config(out="no/such/run"), train)
+'''
+
+
+def test_an_interrupt_is_one_line_in_a_notebook_and_a_failure_elsewhere():
+    p = tiny.spawn([sys.executable, '-c', INTERRUPTED])
+    notebook, script = p.communicate()[0].split('now as a script')
+    assert p.returncode != 0 and 'Traceback' in script
+    assert notebook.strip() == 'interrupted: run the cell again to go on'

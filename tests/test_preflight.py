@@ -13,6 +13,7 @@ from alpaca_farm.core.settings import Config
 
 ONLINE = dict(ppo=ppo, quark=quark)
 ALL = dict(sft=sft, dpo=dpo, binary_feedback=binary_feedback, rrhf=rrhf, **ONLINE)
+WORLD = 'alpaca_farm.world:pool'
 REAL = [dict(instruction=f'What is the capital of country {i}?', output=f'Its capital is city {i}.') for i in range(20)]
 
 
@@ -41,13 +42,14 @@ def test_a_missing_eval_split_is_named_first(base, tmp_path, monkeypatch, name):
 @pytest.mark.parametrize('name', ['sft', 'ppo', 'binary_feedback'])
 def test_a_missing_val_split_is_named_first(base, tmp_path, monkeypatch, name):
     shutil.copytree(base/'world', tmp_path/'data', ignore=shutil.ignore_patterns('val.json', 'model'))
-    refused(ALL[name], base, tmp_path, monkeypatch, FileNotFoundError, "val_split = 'val': ", data=str(tmp_path/'data'))
+    refused(ALL[name], base, tmp_path, monkeypatch, FileNotFoundError, "val_split = 'val': ", data=str(tmp_path/'data'),
+            **dict(annotators=WORLD) if name == 'ppo' else {})
 
 
 @pytest.mark.parametrize('name', ['ppo', 'quark', 'binary_feedback'])
 def test_the_worlds_judge_refuses_other_data_first(base, tmp_path, monkeypatch, name):
     dataset(tmp_path/'data', REAL)
-    more = {} if name == 'binary_feedback' else dict(reward_model=f'{__name__}:length')
+    more = {} if name == 'binary_feedback' else dict(reward_model=f'{__name__}:length', annotators=WORLD)
     refused(ALL[name], base, tmp_path, monkeypatch, ValueError, "annotators = 'alpaca_farm.world:pool' .*not a request of the embedded world",
             data=str(tmp_path/'data'), **more)
 

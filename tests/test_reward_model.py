@@ -359,7 +359,7 @@ def test_records_without_extras(base, tmp_path):
     (dict(members=0), 'members = 0: it must be at least 1'), (dict(flip_rate=.5), 'flip rate 0.5'), (dict(flip_rate=-.1), 'flip rate -0.1'),
     (dict(margin=-1.), 'margin = -1.0: it must be at least 0'), (dict(margin=1., margin_field='gap'), 'give one of them'),
     (dict(curve_pairs=[0]), 'at least 1 pair'), (dict(curve_pairs=[5, 5]), 'each point once'), (dict(curve_flips=[.1, .1]), 'each point once'),
-    (dict(curve_flips=[.5]), 'flip rate 0.5'), (dict(curve_flips=[math.nan]), 'flip rate nan')])
+    (dict(curve_flips=[.5]), 'flip rate 0.5'), (dict(curve_flips=[math.nan]), 'must be finite')])
 def test_bad_settings(more, message):
     with pytest.raises(ValueError, match=message): RewardEnsembleConfig(**more)
     if not {'members', 'curve_pairs', 'curve_flips'} & set(more):

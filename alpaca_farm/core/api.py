@@ -55,7 +55,9 @@ class ApiConfig(JudgedConfig):
         self.bounds(concurrency=(1, 1000), timeout=(1e-3, None), tries=(1, 1000), budget=(0, None),
                     max_wait=(90, None))   # our own waits are shorter
         self.one_of('budget_for', 'run', 'store')
-        for address in (self.base_url, self.endpoint): endpoint_name(address)
+        for name in ('base_url', 'endpoint'):
+            try: endpoint_name(getattr(self, name))
+            except ValueError as e: raise ValueError(f'{name}: {e}') from None
         parse_mapping('models', self.models)
         parse_decoding('decoding', self.decoding)
         if self.prices: price_list(self.prices)

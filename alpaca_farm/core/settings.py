@@ -30,7 +30,7 @@ def as_type(
         try: value = kind(value)
         except (ValueError, OverflowError): pass
     if type(value) is not kind:
-        wanted = f'list of {inner[0].__name__}' if inner else kind.__name__
+        wanted = f'list of {inner[0].__name__} (papermill -y "{name}: [...]")' if inner else kind.__name__
         raise TypeError(f'{name} = {value!r} is not a value of type {wanted}')
     if kind is float and not math.isfinite(value): raise ValueError(f'{name} = {value}: it must be finite')
     if kind is str and re.search('[\0\ud800-\udfff]', value):
@@ -112,7 +112,7 @@ class Config:
         for f in fields(self): setattr(self, f.name, as_type(f.name, getattr(self, f.name), kinds[f.name]))
         self.bounds(seed=(0, None))
         if self.num_processes != 1:
-            raise ValueError(f'num_processes = {self.num_processes}: so far a run has one process; leave it at 1')
+            raise ValueError(f'num_processes = {self.num_processes}: a run is one process; leave it at 1')
         self.one_of('dtype', 'auto', 'float32', 'bfloat16', 'float16')
         self.one_of('tracker', '', 'wandb')
         self.check()

@@ -17,8 +17,9 @@ from fastcore.basics import patch
 # %% ../../nbs/core/store.ipynb #216d452a
 def endpoint_name(url: str) -> str:
     "Host, port and path of an address, with or without scheme; empty for OpenAI's own."
-    parts = urlsplit(url if '//' in url else f'//{url}')
-    try: port = '' if parts.port in (None, 80, 443) else f':{parts.port}'
+    try:
+        parts = urlsplit(url if '//' in url else f'//{url}')
+        port = '' if parts.port in (None, 80, 443) else f':{parts.port}'
     except ValueError as e: raise ValueError(f'an endpoint is like http://localhost:8000/v1: {e}') from None
     name = (parts.hostname or '') + port + parts.path.rstrip('/')
     return '' if name == 'api.openai.com/v1' else name

@@ -1,0 +1,6 @@
+"JupyterLab as `make lab` opens it: on the notebooks, with runs/ in reach, and without asking the network for anything."
+c = get_config()  # noqa: F821
+c.LabApp.default_url = '/lab/tree/nbs'
+c.LabApp.news_url = None
+c.LabApp.check_for_updates_class = 'jupyterlab.NeverCheckForUpdate'
+c.LabApp.extension_manager = 'readonly'

@@ -1,0 +1,167 @@
+"""JupyterLab as a person uses it: nothing outside is asked, a run is interrupted and goes on, pairs are labelled by mouse and keyboard."""
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import closing
+
+import pytest
+
+import tiny
+from alpaca_farm.core.files import read_json
+from alpaca_farm.core.runs import read_log
+from alpaca_farm.core.store import Store
+from alpaca_farm.labelling import person_labels
+
+playwright = pytest.importorskip('playwright.sync_api', reason='pip install -e .[browser]')
+CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')
+pytestmark = pytest.mark.skipif(not CHROMIUM, reason='no Chromium here')
+SHOTS = os.environ.get('SCREENSHOTS')   # a folder to look at what the browser showed
+
+
+def free_port():
+    with closing(socket.socket()) as s:
+        s.bind(('127.0.0.1', 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope='module')
+def lab(tmp_path_factory):
+    "The address of JupyterLab, started like `make lab` on a folder that holds the notebooks opened here."
+    folder, port = tmp_path_factory.mktemp('lab'), free_port()
+    env = tiny.environment(JUPYTER_CONFIG_PATH=str(tiny.ROOT/'.jupyter'), JUPYTER_CONFIG_DIR=str(folder/'config'), JUPYTER_DATA_DIR=str(folder/'data'),
+                           JUPYTER_RUNTIME_DIR=str(folder/'runtime'), PYTHONPATH=str(tiny.ROOT))
+    command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--allow-root', f'--port={port}', '--IdentityProvider.token=', '--ServerApp.root_dir', str(folder)]
+    with open(folder/'server.txt', 'w') as f: server = subprocess.Popen(command, env=env, cwd=tiny.ROOT, stdout=f, stderr=f)
+    try:
+        until = time.time() + 60
+        while time.time() < until:
+            try: urllib.request.urlopen(f'http://127.0.0.1:{port}/api'); break
+            except OSError: time.sleep(.2)
+        yield folder, f'http://127.0.0.1:{port}'
+    finally:
+        server.terminate(); server.wait()
+
+
+def copy(name, folder, **given):
+    "A copy of a notebook with other parameters, without outputs."
+    path = next((tiny.ROOT/'nbs').rglob(f'{name}.ipynb'))
+    nb = json.loads(path.read_text())
+    for cell in nb['cells']:
+        if cell['cell_type'] == 'code': cell['outputs'] = []
+        if 'parameters' in cell['metadata'].get('tags', []):
+            for k, v in given.items():
+                cell['source'] = [re.sub(rf'^{k}(: [^=]*)? = .*?(\n?)$', lambda m: f'{k} = {v!r}\n', line) for line in cell['source']]
+    (folder/f'{name}.ipynb').write_text(json.dumps(nb))
+
+
+@pytest.fixture
+def browser():
+    with playwright.sync_playwright() as p:
+        chromium = p.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox'], headless=True)
+        yield chromium
+        chromium.close()
+
+
+def opened(browser, address, name, width=1300):
+    "A page with a notebook, and the addresses that it has asked for."
+    page, asked = browser.new_page(viewport=dict(width=width, height=900)), []
+    page.on('request', lambda r: asked.append(r.url))
+    page.set_default_timeout(60_000)
+    page.goto(f'{address}/lab/workspaces/{name}-{width}/tree/{name}.ipynb?reset')
+    page.wait_for_selector('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-Cell')
+    page.get_by_text('| Idle').wait_for()
+    return page, asked
+
+
+def shot(page, name):
+    if SHOTS: page.screenshot(path=f'{SHOTS}/{name}.png')
+
+
+def section(page, title):
+    "Scroll to a heading by the table of contents."
+    if not page.locator('.jp-TableOfContents:visible').count(): page.locator('[title^="Table of Contents"]').first.click()
+    page.locator('.jp-TableOfContents .jp-tocItem-content', has_text=re.compile(rf'^{title}$')).click()
+
+
+def code_line(page, start):
+    "The first line of code that begins so; only cells near what is in view are in the page."
+    return page.locator('.jp-Notebook .cm-line', has_text=re.compile('^' + re.escape(start))).first
+
+
+def menu(page, *names):
+    for name in names: page.get_by_role('menuitem', name=re.compile(rf'^{name}')).first.click()
+
+
+def wait_until(condition, seconds=120):
+    until = time.time() + seconds
+    while not condition(): assert time.time() < until; time.sleep(.1)
+
+
+def test_a_run_is_interrupted_and_goes_on(base, lab, browser):
+    folder, address = lab
+    out = folder/'ppo'
+    copy('ppo', folder, **tiny.settings('ppo', base, out=str(out), steps=400, eval_every=400, save_every=0, checkpoint_every=2))
+    page, asked = opened(browser, address, 'ppo')
+    section(page, 'Run')
+    code_line(page, 'kl_coef: float').click()
+    page.keyboard.press('Home'); page.keyboard.press('Shift+End'); page.keyboard.type('kl_coef: float = 0.07')
+    menu(page, 'Run', 'Run All Cells')
+    wait_until(lambda: len(read_log(out)) > 4)
+    section(page, 'Results'); section(page, 'Run')
+    code_line(page, 'train_or_launch').click()
+    run = page.locator('.jp-Cell.jp-mod-active')
+    playwright.expect(run.locator('svg[role=img] polyline')).to_be_visible()
+    playwright.expect(run.locator('progress')).to_have_attribute('max', '400')
+    shot(page, 'ppo-running')
+    page.keyboard.press('Escape'); page.keyboard.press('i'); page.keyboard.press('i')
+    playwright.expect(run).to_contain_text('interrupted: run the cell again to go on from step')
+    shot(page, 'ppo-interrupted')
+    assert 'Traceback' not in run.inner_text() and read_json(out/'config.json')['settings']['kl_coef'] == .07
+    step = int(re.search(r'go on from step (\d+)', run.inner_text())[1])
+    page.keyboard.press('Control+Enter')
+    wait_until(lambda: len(read_log(out)) > step + 3)
+    assert [r['step'] for r in read_log(out)][:step + 3] == list(range(1, step + 4)) and not list(folder.glob('ppo~*'))
+    page.keyboard.press('i'); page.keyboard.press('i')
+    playwright.expect(run).to_contain_text('interrupted: run the cell again')
+    assert {re.sub(r'^wss?|^https?', 'http', a).split('/')[2] for a in asked if not a.startswith(('data:', 'blob:'))} == {address.split('/')[2]}
+    assert not [a for a in asked if re.search('api/(news|update|extensions)', a)]
+
+
+@pytest.mark.parametrize('width', [900, 1300])
+def test_five_pairs_by_mouse_and_keyboard(lab, browser, width):
+    folder, address = lab
+    name = f'Ann at {width}'
+    pairs = [dict(instruction=f'Say {i}.', input='', output_1=f'{i}. ' * 20, output_2=f'{i}, as you wish. ' * 9) for i in range(6)]
+    (folder/'pairs.json').write_text(json.dumps(pairs))
+    copy('labelling', folder, out=str(folder/'labelling'), outputs=str(folder/'pairs.json'), store=str(folder/'answers.sqlite'), person=name, repeat=0.)
+    page, _ = opened(browser, address, 'labelling', width)
+    menu(page, 'Run', 'Run All Cells')
+    section(page, 'Results'); section(page, 'Label')
+    widget = page.locator('.labelling')
+    playwright.expect(widget).to_contain_text('0 done, 6 left', timeout=120_000)
+    playwright.expect(widget.locator('[aria-live=polite]')).to_contain_text('Say 0.')
+    widget.scroll_into_view_if_needed()
+    for button in widget.locator('button').all():
+        assert button.evaluate('b => b.scrollWidth <= b.clientWidth'), f'{button.inner_text()} is cut'
+        assert button.bounding_box()['x'] + button.bounding_box()['width'] < width
+    shot(page, f'labelling-{width}')
+
+    def done(n): playwright.expect(widget).to_contain_text(f'{n} done, {6 - n} left'); time.sleep(.4)   # a key at once is for the pair before
+    widget.get_by_role('button', name='1: left').click(); done(1)
+    page.keyboard.press('2'); done(2)                        # the button still has the focus
+    widget.get_by_text(re.compile('^2[.,]')).first.click()   # a click on an answer
+    page.keyboard.press('0'); page.keyboard.press('0'); done(3)
+    assert page.locator('.jp-Dialog').count() == 0, '"0 0" restarts the kernel elsewhere'
+    page.keyboard.press('1'); done(4)
+    page.keyboard.press('u'); done(3)
+    page.keyboard.press('s'); done(4)
+    widget.get_by_role('button', name='2: right').click(); done(5)
+    shot(page, f'labelling-{width}-done')
+    verdicts = [r['preference'] if r['shown_first'] == 1 else 3 - r['preference'] for r in person_labels(Store(folder/'answers.sqlite'), pairs, name)]
+    assert verdicts == [1, 2, 1.5, 2]

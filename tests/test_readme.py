@@ -1,0 +1,131 @@
+"""What the README, the contributing page and the notebooks tell people to type works: snippets, commands, settings, links."""
+import dataclasses
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import typing
+
+import pytest
+import yaml
+
+import tiny
+from alpaca_farm import annotators, reward_model
+from alpaca_farm.core.build import notebook_path
+from alpaca_farm.core.runs import read_summary
+from alpaca_farm.core.settings import as_type, refuse_unknown
+
+PAGES = {p.name: p.read_text() for p in (tiny.ROOT/'README.md', tiny.ROOT/'nbs'/'contributing.md')}
+for p in sorted((tiny.ROOT/'nbs').rglob('*.ipynb')):
+    if p.parent.name != '.ipynb_checkpoints':
+        PAGES[p.stem] = '\n\n'.join(''.join(c['source']) for c in json.loads(p.read_text())['cells'] if c['cell_type'] == 'markdown')
+README, MAKEFILE = PAGES['README.md'], (tiny.ROOT/'Makefile').read_text()
+FENCE = re.compile(r'^ *```(\w*)\n(.*?)^ *```', re.S | re.M)
+
+
+def commands(text):
+    "The shell commands of a page: those in blocks without a language, and those between backticks."
+    blocks = [b for language, b in FENCE.findall(text) if language in ('', 'sh', 'bash')]
+    lines = [l for b in blocks for l in b.replace('\\\n', ' ').split('\n')] + re.findall(r'`([^`\n]+)`', FENCE.sub('', text))
+    return [l.strip() for l in lines if re.match(r' *(make|papermill|(OMP_NUM_THREADS=1 )?python -m|torchrun|mkdir -p runs) ', l) and '...' not in l and 'my_method' not in l]
+
+
+def given(words):
+    "The settings that papermill's options give: -p and -r name value, -y yaml, -f file."
+    settings, i = {}, 0
+    while i < len(words):
+        if words[i] in ('-p', '-r'): settings[words[i+1]] = words[i+2]; i += 3
+        elif words[i] in ('-y', '-f'):
+            text = words[i+1] if words[i] == '-y' else (tiny.ROOT/words[i+1]).read_text()
+            settings |= yaml.safe_load(text); i += 2
+        else: raise ValueError(f'unknown option {words[i]}')
+    return settings
+
+
+def check_settings(notebook, settings):
+    "TypeError for a setting that the notebook does not have, or a value of another type."
+    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    cls = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
+    refuse_unknown(cls.__name__, settings, [f.name for f in dataclasses.fields(cls)])
+    for name, value in settings.items(): as_type(name, value, typing.get_type_hints(cls)[name])
+
+
+def check(command):
+    "An error if a command of a page cannot be right."
+    command = re.sub(r'^mkdir -p runs && ', '', command)
+    command = re.sub(r'\$\((python -c "[^"]*")\)', lambda m: subprocess.check_output(m[1], shell=True, text=True, cwd=tiny.ROOT).strip(), command)
+    words = shlex.split(command, comments=True)
+    if words[0] == 'make': assert all(re.search(rf'^{re.escape(w)}:', MAKEFILE, re.M) for w in words[1:])
+    elif words[0] == 'papermill':
+        path = tiny.ROOT/words[1]
+        assert path.is_file() and words[2].endswith('.ipynb')
+        check_settings(path.stem, given(words[3:]))
+    else:
+        module = next(w for w in words[words.index('-m') + 1:] if not w.startswith('-'))
+        if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
+        options = words[words.index(module) + 1:]
+        settings = dict(zip(options[::2], options[1::2]))
+        check_settings(module.removeprefix('alpaca_farm.'), {k.removeprefix('--'): yaml.safe_load(v) if v[0] == '[' else v for k, v in settings.items()})
+
+
+@pytest.mark.parametrize('page', [name for name, text in PAGES.items() if commands(text)])
+def test_commands_have_notebooks_targets_and_settings(page):
+    wrong = {}
+    for command in commands(PAGES[page]):
+        try: check(command)
+        except Exception as e: wrong[command] = repr(e)
+    assert wrong == {}
+    if page == 'README.md': assert len(commands(README)) >= 15
+
+
+def test_what_is_checked_can_be_wrong():
+    for command in ('make fram', 'papermill nbs/ppx.ipynb runs/a.ipynb', 'papermill nbs/ppo.ipynb runs/ppo.ipynb -p kl_coff 0.02',
+                    'papermill nbs/ppo.ipynb runs/ppo.ipynb -p kl_coef high', 'python -m alpaca_farm.ppo --kl_coff 0.02', 'python -m no_such_module'):
+        with pytest.raises(Exception): check(command)
+
+
+@pytest.mark.parametrize('page', ['README.md', 'contributing.md'])
+def test_snippets_run(page):
+    for language, block in FENCE.findall(PAGES[page]):
+        if language == 'python': exec(block, {})
+        if language == 'yaml': yaml.safe_load(block)
+
+
+@pytest.mark.parametrize('page, folder', [('README.md', tiny.ROOT), ('contributing.md', tiny.ROOT/'nbs')])
+def test_links_lead_somewhere(page, folder):
+    links = [l for l in re.findall(r'\]\(([^)]+)\)', PAGES[page]) if not l.startswith('http')]
+    assert [l for l in links if not (folder/l).exists()] == []
+
+
+def test_an_own_judge_as_the_readme_has_it(base, tmp_path, monkeypatch):
+    "The commands of `Your own models and data`, on the tiny world's policy instead of a model of 7B."
+    monkeypatch.chdir(tmp_path); monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path/'my').mkdir()
+    (tmp_path/'my_module.py').write_text('def my_judge(pairs): return [1. if len(p["output_1"]) > len(p["output_2"]) else 2. for p in pairs]')
+    pairs = [dict(instruction=f'Say {i}.', input='', output_1='a'*(2*(i % 4) + 1), output_2='b'*(4 + 2*(i % 2))) for i in range(40)]
+    (tmp_path/'my'/'pairs.json').write_text(json.dumps(pairs))
+    made = {}
+    for command in commands(README):
+        words = shlex.split(command, comments=True)
+        if words[:2] in (['papermill', 'nbs/annotators.ipynb'], ['papermill', 'nbs/reward_model.ipynb']) and {'runs/mine', 'runs/rm'} & set(words):
+            settings = {k: str(tmp_path/v) if '/' in v else v for k, v in given(words[3:]).items()} | (dict(policy=str(base/'sft')) if 'runs/rm' in words else {})
+            module = dict(annotators=annotators, reward_model=reward_model)[words[1][4:-6]]
+            made[words[1]] = tiny.main(module)(tiny.config(module, **tiny.SETTINGS['reward_model'] | dict(held_out=10) | settings if module is reward_model else settings)).folder
+    assert len(made) == 2 and all(read_summary(f) for f in made.values())
+    labels = json.loads((made['nbs/annotators.ipynb']/'preferences.json').read_text())
+    assert len(labels) > 30 and all(r['preference'] == (1 if len(r['output_1']) > len(r['output_2']) else 2) for r in labels)
+
+
+def test_make_farm_prints_its_board_under_the_right_heads(tmp_path):
+    "The line of the Makefile on a board whose columns stand in another order and which has intervals."
+    command = subprocess.check_output(['make', '-n', 'farm'], cwd=tiny.ROOT, text=True)
+    (tmp_path/'runs'/'farm').mkdir(parents=True)
+    (tmp_path/'.venv').symlink_to(tiny.Path(tiny.sys.prefix))
+    columns = dict(people_high=63., labels=900, gold=58., gold_high=61., gold_low=55., pool=64., pool_low=62., pool_high=66., people=60., people_low=57., method='ppo',
+                   length=17.5, kl=3.25, trained_on='pool')
+    (tmp_path/'runs'/'farm'/'leaderboard.csv').write_text(','.join(columns) + '\n' + ','.join(map(str, columns.values())) + '\n')
+    show = [l.lstrip('@') for l in command.split('\n') if 'leaderboard.csv' in l or l.startswith(('echo', '@echo'))]
+    *heading, heads, row = subprocess.check_output(' \n'.join(show), shell=True, cwd=tmp_path, text=True, executable='/bin/bash').strip().split('\n')
+    assert 'Win rates against SFT' in heading[0]
+    assert dict(zip(heads.split(), row.split())) == {k: str(columns[k]) if k != 'kl' else '3.2' for k in heads.split()} and len(heads.split()) >= 10
