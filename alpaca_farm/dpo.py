@@ -154,8 +154,7 @@ OTHER_LOSSES = dict(simpo=simpo_loss, kto=kto_loss)
 
 def losses_with(setting: str) -> list[str]:
     "The values of `loss_type` with which a setting has an effect; none for a setting of no loss."
-    losses = PREFERENCE_LOSSES | OTHER_LOSSES
-    return [name for name, loss in losses.items() if setting in loss_settings(loss)]
+    return [name for name, f in (PREFERENCE_LOSSES | OTHER_LOSSES).items() if setting in loss_settings(f)]
 
 # %% ../nbs/dpo.ipynb #64f823f0
 def mismatched_rows(rows: list[int], prompts: list[list[int]]) -> list[int]:

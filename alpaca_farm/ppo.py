@@ -14,12 +14,12 @@ import torch
 
 from .core.answers import answer_again, mean, preflight
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
-from .core.models import (load_policy, load_scalar, load_tokenizer, logprobs, reward,
-    same_vocabulary, values)
+from .core.models import load_policy, load_scalar, load_tokenizer, logprobs, reward, values
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.runs import start
 from .core.settings import command
+from .core.text import same_vocabulary
 from .core.training import Trainer
 
 # %% ../nbs/ppo.ipynb #13ebf4a0

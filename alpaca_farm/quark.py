@@ -223,22 +223,21 @@ def train(cfg: QuarkConfig):
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference, plain = load_policy(cfg.policy, cfg, train=True)
-    reward_of = reward(cfg.reward_model, cfg, cfg.template)
-    answer = partial(sample_and_score, policy, tokenizer, reward_of)
     records, prompts, too_long = load_prompts(cfg, plain)
+    reward_of = reward(cfg.reward_model, cfg, cfg.template)
+    answer = partial(sample_and_score, policy, tokenizer, reward_of, cfg=cfg)
     preflight(cfg, ('split', 'eval_split'), policy, plain, judge, reward_of)
     choose = CheckpointSelector(reference, plain, cfg, judge and partial(annotate_pairs, pool=judge))
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
     for step in trainer.steps():
         rows, best = prompt_indices(len(prompts), step, cfg), tokens[0] if tokens and step > 1 else None
-        batch, scores, figures = answer(rows, records, prompts, best, trainer, cfg)
+        batch, scores, figures = answer(rows, records, prompts, best, trainer)
         if best is not None and (step % cfg.eval_every == 0 or step == cfg.steps):
-            worst = answer(rows, records, prompts, tokens[-1], trainer, cfg)[1]
-            figures['reward_worst'] = worst.mean().item()
+            figures['reward_worst'] = answer(rows, records, prompts, tokens[-1], trainer)[1].mean().item()
         figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
-        trainer.extra['pool'] = update_pool(trainer.extra.get('pool', {}), batch, rows, scores,
-                                            cfg.clear_pool)
+        pool = trainer.extra.get('pool', {})
+        trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
         learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
         if choose.due(step, cfg.steps): figures |= choose(policy, tokenizer)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)

@@ -259,8 +259,7 @@ def train(cfg: RRHFConfig):
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference = load_policy(cfg.policy, cfg, train=True)[0] if cfg.kl_coef else None
     score_of = score_function(cfg, judge)
-    preflight(cfg, ('eval_split',), policy, tokenizer, judge if cfg.n else None,
-              score_of if cfg.reward_model else None)
+    preflight(cfg, ('eval_split',), policy, tokenizer, cfg.n and judge, cfg.reward_model and score_of)
     queries, prompts, left_out = load_queries(cfg, tokenizer)
     lengths = [len(p) + max(map(len, candidate_tokens(q, tokenizer, cfg.template)), default=0)
                for p, q in zip(prompts, queries)]
