@@ -104,11 +104,13 @@ def reward_figures(candidates: list[dict], n: int) -> dict[str, float]:
 def append_lines(path: Path, size: int, records: list[dict]) -> int:
     "Append records as JSON lines to the first `size` bytes of a file; its new size."
     path.parent.mkdir(parents=True, exist_ok=True)
+    data = ''.join(json.dumps(r) + '\n' for r in records).encode()
     with open(path, 'ab') as f:
         f.truncate(size)
-        f.write(''.join(json.dumps(r) + '\n' for r in records).encode())
+        f.write(data)
+        f.flush()
         os.fsync(f.fileno())
-        return f.tell()
+    return size + len(data)
 
 # %% ../nbs/best_of_n.ipynb #f506d480
 def read_lines(path: Path, size: int) -> list[dict]:

@@ -418,3 +418,20 @@ def test_candidates_of_any_size(base, tmp_path, monkeypatch):
     states, files = zip(*sizes)
     assert max(states) < 1000 and files[-1] > 100_000_000 and max(np.diff(files)) < 1.01*files[0]
     assert (run.folder/'outputs.json').stat().st_size > 100_000_000 and not (run.folder/'checkpoint'/'candidates.jsonl').exists()
+
+
+def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypatch):
+    "Killed between a chunk's lines and its checkpoint, or within its last line: the same candidates as without."
+    from alpaca_farm import best_of_n
+    def run(name):
+        given = tiny.settings('best_of_n', base, out=str(tmp_path/name/'run')) | dict(reward_model='', max_instances=9, chunk=3)
+        return best_of_n.run(best_of_n.BestOfNConfig(**given)).folder
+    append = best_of_n.append_lines
+    def torn(path, size, records):
+        if not size: return append(path, size, records)
+        with open(path, 'ab') as f: f.write(b'{"instruction": "a"}\n{"output": ["cut sh')
+        raise KeyboardInterrupt
+    monkeypatch.setattr(best_of_n, 'append_lines', torn)
+    with pytest.raises(KeyboardInterrupt): run('torn')
+    monkeypatch.setattr(best_of_n, 'append_lines', append)
+    assert (run('torn')/'candidates.json').read_bytes() == (run('whole')/'candidates.json').read_bytes()
