@@ -251,7 +251,8 @@ def other_models_difficulty(cfg: EvalConfig, references: list[dict]):
     "Difficulty of the references' instructions from the files named in the settings; None without files."
     by_model = {}
     for file in difficulty_files(cfg):
-        for r in load_records(file, '', 'preference'): by_model.setdefault(str(r.get('generator_2', file)), []).append(r)
+        for r in load_records(file, '', 'preference'):
+            by_model.setdefault(str(r.get('generator_2', file)), []).append(r)
     return recorded_difficulty(by_model, [full_instruction(r) for r in references]) if by_model else None
 
 # %% ../nbs/eval.ipynb #9dc79a4a

@@ -142,9 +142,10 @@ def from_annotations(
             if i is None: continue
             if first_row.setdefault(i, row) != row:
                 raise ValueError(f'{name}: rows {first_row[i]} and {row} annotate the same instruction')
-            p = as_preference(r.get('preference', np.inf))
+            given = r.get('preference', np.inf)
+            p = as_preference(given)
             if not is_preference(p) and p == p:
-                raise ValueError(f'{name}, row {row}: preference {r.get("preference")!r} is not between 1 and 2')
+                raise ValueError(f'{name}, row {row}: preference {given!r} is not between 1 and 2')
             tables[:, m, i] = p, len(r['output_2']), len(r['output_1'])
     return dict(zip(('preferences', 'lengths', 'baseline'), tables), names=list(annotations))
 

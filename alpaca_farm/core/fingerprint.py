@@ -249,9 +249,9 @@ def describe_run(cfg: Config, train, reads: tuple = ()) -> dict:
                 answers=digest({k: settings[k] for k in cfg.answering}, contents(answered)), **environment())
 
 # %% ../../nbs/core/fingerprint.ipynb #4afb2c16
-def run_config(folder: Path) -> dict:
+def run_config(folder) -> dict:
     "The `config.json` of a run folder; empty for any other folder."
-    file = folder/'config.json'
+    file = at_root(folder)/'config.json'
     config = read_json(file) if file.is_file() else {}
     ours = isinstance(config, dict) and ('alpaca_farm' in config or {'notebook', 'fingerprint'} <= {*config})
     return config if ours else {}
