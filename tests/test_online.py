@@ -184,7 +184,7 @@ def test_fitted_curves_and_their_peaks(form, a, b):
 def ran(folder, notebook, **settings):
     "A folder with the configuration of a run."
     folder.mkdir(parents=True)
-    (folder/'config.json').write_text(json.dumps(dict(notebook=notebook, settings=settings)))
+    (folder/'config.json').write_text(json.dumps(dict(alpaca_farm='', notebook=notebook, settings=settings)))
     return str(folder)
 
 
