@@ -53,7 +53,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
     rrhf_weight: float = 1.0          # weight of the rank loss
     sft_reduction: str = 'sum'        # imitation loss of a query: sum or token_mean
     sft_weight: float = 1.0           # weight of the imitation loss
-    perplexity_model: str = 'runs/world'  # model that measures the perplexity of answers; empty for none
+    perplexity_model: str = ''            # model that measures the perplexity of answers; empty for none
     data: str = 'runs/world'          # dataset folder whose eval split is answered at the end
     split: str = 'unlabeled'          # split with the queries when `candidates` is empty
     epochs: int = 2                   # passes over the queries, in each round

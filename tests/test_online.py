@@ -182,8 +182,9 @@ def test_fitted_curves_and_their_peaks(form, a, b):
 
 
 def ran(folder, notebook, **settings):
-    "A folder with the configuration of a run."
+    "A folder with the configuration of a finished run."
     folder.mkdir(parents=True)
+    (folder/'summary.json').write_text('{}')
     (folder/'config.json').write_text(json.dumps(dict(alpaca_farm='', notebook=notebook, settings=settings)))
     return str(folder)
 
