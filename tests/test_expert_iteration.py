@@ -1,5 +1,4 @@
 """Expert iteration: a chain of runs of best_of_n and sft, here in one process."""
-import importlib
 import json
 from pathlib import Path
 
@@ -16,21 +15,13 @@ from alpaca_farm.expert_iteration import ExpertIterationConfig, round_jobs
 from alpaca_farm.sft import SFTConfig
 
 
-def here(jobs, *_):
-    "run_jobs in this process."
-    for job in jobs:
-        module = importlib.import_module(f'alpaca_farm.{job.notebook}')
-        tiny.main(module)(tiny.config(module, out=job.out, **job.settings))
-    return []
-
-
 @pytest.fixture(scope='module')
 def chain(base, tmp_path_factory):
     "Two rounds of best of 3 on 12 prompts each."
     out = str(tmp_path_factory.mktemp('chain')/'expert')
     cfg = ExpertIterationConfig(**tiny.settings('expert_iteration', base, out=out, rounds=2, n=3, max_instances=12))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_iteration, 'run_jobs', here)
+        patch.setattr(expert_iteration, 'run_jobs', tiny.run_here)
         expert_iteration.train(cfg)
     return cfg
 
@@ -66,7 +57,7 @@ def test_what_it_leaves(chain):
 
 
 def test_nothing_is_done_twice(chain, monkeypatch):
-    monkeypatch.setattr(expert_iteration, 'run_jobs', here)
+    monkeypatch.setattr(expert_iteration, 'run_jobs', tiny.run_here)
     assert expert_iteration.train(chain).done
     Path(chain.out, 'summary.json').unlink()
     before = {j.out: Path(j.out, 'summary.json').stat().st_mtime_ns for r in (1, 2) for j in round_jobs(r, chain)}

@@ -1,6 +1,5 @@
 """Losses, calibration and averages against plain Python; ensembles and curves against single runs, killed ones among them."""
 import csv
-import importlib
 import json
 import math
 import os
@@ -42,18 +41,10 @@ def config(base, out, **more): return RewardModelConfig(**tiny.settings('reward_
 def study(base, out, **more): return RewardEnsembleConfig(**tiny.settings('reward_model', base, out=str(out), **SMALL | more))
 
 
-def here(jobs, *_):
-    "run_jobs in this process."
-    for job in jobs:
-        module = importlib.import_module(f'alpaca_farm.{job.notebook}')
-        tiny.main(module)(tiny.config(module, out=job.out, **job.settings))
-    return []
-
-
 @pytest.fixture(scope='module', autouse=True)
 def in_this_process():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, 'run_jobs', here)
+        patch.setattr(launch, 'run_jobs', tiny.run_here)
         yield
 
 
