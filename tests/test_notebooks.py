@@ -170,11 +170,7 @@ def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
     code = [''.join(c['source']) for c in read_json(notebook_path(name))['cells'] if c['cell_type'] == 'code']
     at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
     module = importlib.import_module(f'alpaca_farm.{name}')
-    def run_here(jobs, *_):
-        for job in jobs:
-            part = importlib.import_module(f'alpaca_farm.{job.notebook}')
-            tiny.main(part)(tiny.config(part, out=job.out, **job.settings))
-    if name == 'expert_iteration': monkeypatch.setattr(module, 'run_jobs', run_here)
+    if name == 'expert_iteration': monkeypatch.setattr(module, 'run_jobs', tiny.run_here)
     cells = vars(module) | dict(cfg=tiny.config(module, **tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]))
     for text in code[:at]:
         if all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body): exec(text, cells)
