@@ -270,10 +270,10 @@ def recorded_verdicts(
             verdicts = match_verdicts(own, pairs, keys, file)
             if verdicts is None: continue
             matched[s, judge] = verdicts
-            used, there = int(verdicts.shown.any(0).sum()), sum(r.key in keys for r in own)
-            if used == len(pairs) and there == len(own): continue
+            used, matching = int(verdicts.shown.any(0).sum()), sum(r.key in keys for r in own)
+            if used == len(pairs) and matching == len(own): continue
             print(f'{judge} on {s}: {used} of {len(pairs)} labelled pairs have a verdict, '
-                  f'and {there} of {len(own)} verdicts are on them; only these are used')
+                  f'and {matching} of {len(own)} verdicts are on them; only these are used')
     if matched: return matched
     raise ValueError(f'{file}: its {len(rows)} verdicts match no pair in {", ".join(sets)}. '
                      'They are matched by the instruction and both answers, or by the number in a known set')

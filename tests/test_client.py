@@ -211,7 +211,7 @@ def test_a_budget_is_for_all_starts_of_a_run_folder(tmp_path, server, capsys):
         client = ApiClient(settings(tmp_path, server, out=str(tmp_path/out), prices=str(tmp_path/'prices.yaml'), concurrency=1, **more))
         return sum(a is not None for a in client(asked(9, seed=n, max_tokens=10)))
     got = [run('one', n, budget=.06) for n in range(3)]
-    spent = Store(tmp_path/'answers.sqlite').spent('one')
+    spent = Store(tmp_path/'answers.sqlite').dollars_paid('one')
     assert got[0] > 0 == got[1] == got[2] and 0 < spent <= .06 and f'in all its starts, {tmp_path/"one"} has cost $0.{spent*100:02.0f}' in capsys.readouterr().out
     assert run('two', 9, budget=.15) > 0, 'another folder has its own'
     assert run('three', 10, budget=.1, budget_for='store') == 0 and run('three', 10, budget=.15) > 0

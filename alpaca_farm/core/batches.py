@@ -139,8 +139,8 @@ async def fetch_batch(self: ApiClient, waiting: tuple):
     for line in lines: self.store_line(json.loads(line), requests)
     if self.fatal: return
     errors = b.errors.data if b.errors and b.errors.data else []
-    said = redact('; '.join(e.message or '' for e in errors))
-    reason = said or f'the batch {b.id} has {b.status}'
+    message = redact('; '.join(e.message or '' for e in errors))
+    reason = message or f'the batch {b.id} has {b.status}'
     for k in self.todo.keys() & requests.keys() - self.answers.keys(): self.tally.failed.setdefault(k, reason)
     self.store.end_batch(file)
 

@@ -113,9 +113,9 @@ def check_readable(self: DirectClient, key: bytes, answer: dict):
     if self.readable and self.readable(key, answer): self.readable = None
     self.unreadable += 1
     if self.readable and self.unreadable == self.first_answers:
-        said = json.dumps(answer['choices'][0], ensure_ascii=False)[:300]
+        last = json.dumps(answer['choices'][0], ensure_ascii=False)[:300]
         self.fatal = StopAsking(f'none of {self.first_answers} answers of {self.name} can be read: check '
-                                f'its model, prompt, parser and max_tokens. The last was {said}')
+                                f'its model, prompt, parser and max_tokens. The last was {last}')
 
 # %% ../../nbs/core/client.ipynb #3221b1d5
 @patch
@@ -212,21 +212,21 @@ async def answered_elsewhere(self: DirectClient, key: bytes) -> bool:
 
 # %% ../../nbs/core/client.ipynb #79e44d73
 @patch
-def spent(self: DirectClient) -> float:
+def dollars_paid(self: DirectClient) -> float:
     "Dollars that count against the budget."
-    if self.cfg.budget_for == 'store': return self.store.spent()
-    return self.store.spent(self.run_name) if self.run_name else self.tally.dollars or 0.
+    if self.cfg.budget_for == 'store': return self.store.dollars_paid()
+    return self.store.dollars_paid(self.run_name) if self.run_name else self.tally.dollars or 0.
 
 # %% ../../nbs/core/client.ipynb #f83b053e
 @patch
 def exceeds_budget(self: DirectClient, dollars: float) -> bool:
     "Whether another `dollars` would exceed the budget; if so, `tally.stopped` is set."
     budget = self.cfg.budget
-    if budget and not self.tally.stopped and (spent := self.spent()) + self.reserved + dollars > budget:
+    if budget and not self.tally.stopped and (paid := self.dollars_paid()) + self.reserved + dollars > budget:
         self.tally.stopped = f'the budget of {format_dollars(budget)}'
-        whose = self.cfg.store if self.cfg.budget_for == 'store' else self.cfg.out or 'this client'
-        print(f'{self.name}: {self.tally.stopped} is reached: in all its starts, {whose} has cost '
-              f'{format_dollars(spent)}, besides what is under way. With a higher budget it goes on')
+        where = self.cfg.store if self.cfg.budget_for == 'store' else self.cfg.out or 'this client'
+        print(f'{self.name}: {self.tally.stopped} is reached: in all its starts, {where} has cost '
+              f'{format_dollars(paid)}, besides what is under way. With a higher budget it goes on')
     return bool(self.tally.stopped)
 
 # %% ../../nbs/core/client.ipynb #17d5b361

@@ -77,8 +77,8 @@ def ask_hub(
         try: HfApi().repo_info(value, repo_type=kind, timeout=10)
         except (RepositoryNotFoundError, HFValidationError): continue
         except Exception as e:
-            said = (str(e).splitlines() or [type(e).__name__])[0]
-            reason = f'the Hugging Face hub could not be asked ({said})'
+            message = (str(e).splitlines() or [type(e).__name__])[0]
+            reason = f'the Hugging Face hub could not be asked ({message})'
             break
         return value
     raise FileNotFoundError(f'{what or value}: {missing_path(value)}, and {reason}')

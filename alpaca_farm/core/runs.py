@@ -74,15 +74,15 @@ def lock(
     "Lock a run folder for this process; it may be locked again, for instance if a cell is run twice."
     if folder in _locks: return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    f, until, told = open(folder.with_name(f'.{folder.name}.lock'), 'w'), time.time() + patience, False
+    f, until, waiting = open(folder.with_name(f'.{folder.name}.lock'), 'w'), time.time() + patience, False
     while True:
         try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.time() > until:
                 raise RuntimeError(f'another process is writing {folder}: '
                                    'wait for it or choose another out') from None
-            if not told: print(f'another process is writing {folder}: waiting for it to end')
-            told = True
+            if not waiting: print(f'another process is writing {folder}: waiting for it to end')
+            waiting = True
             time.sleep(.2)
         else: break
     _locks[folder] = f

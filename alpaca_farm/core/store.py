@@ -180,7 +180,7 @@ def put(self: Store, key: bytes, request: dict, answer: dict, seconds: float | N
 
 # %% ../../nbs/core/store.ipynb #3ece03c6
 @patch
-def spent(self: Store, run: str | None = None) -> float:
+def dollars_paid(self: Store, run: str | None = None) -> float:
     "Dollars that the answers have cost: those of one run, in all its starts, or of all runs."
     total = 'select coalesce(sum(dollars), 0.) from spending where run = ? or ? is null'
     return self.run(total, (run, run)).fetchone()[0]
