@@ -194,7 +194,7 @@ def resume_finished(run: Run, old: dict):
     run.config = now if run.answered else old | run.config
     if run.answered: unlock(run.folder.resolve())
     print(f'{run.cfg.out} is finished already: ' + ('nothing to do' if run.answered else
-          'but its evaluation split has changed or is to be answered with other settings'))
+          'its evaluation split is answered again, since it or its settings have changed'))
 
 # %% ../../nbs/core/runs.ipynb #70ecccbe
 def start(
