@@ -279,9 +279,9 @@ def vote_agreements(folder: str, judges: dict, n: int = 1000, seed: int = 0) -> 
     "On pairs of SFT answers: votes of people and of the pool against people's majorities, and two votes."
     pairs = load_records(f'{folder}/annotators', 'preferences', 'preference', n)
     chance = {name: preference_probabilities(judges[name], pairs) for name in ('people', 'pool')}
-    people, pool = (sample_votes(c, pairs, 4, seed) for c in chance.values())
+    draws = [sample_votes(c, pairs, 4, seed + 10**6*k) for k, c in enumerate(chance.values())]  # independent
     one, other = (1 + c.mean(1).T for c in chance.values())
-    return dict(human_agreement=agreement(people), pool_agreement=agreement(pool, people),
+    return dict(human_agreement=agreement(draws[0]), pool_agreement=agreement(draws[1], draws[0]),
                 human_human_two_votes=off_diagonal_mean(two_votes_agree(one, one)),
                 pool_human_two_votes=float(two_votes_agree(other, one).mean()))
 

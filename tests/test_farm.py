@@ -83,7 +83,7 @@ def test_agreement_is_one_vote_against_three(tmp_path):
     rows = [{k: v for k, v in p.items() if k != 'votes'} | dict(preference=1) for p in pairs]
     (tmp_path/'annotators'/'preferences.json').write_text(json.dumps(rows))
     found = vote_agreements(str(tmp_path), dict(people=world.people, pool=world.pool), seed=3)
-    people, pool = (sample_votes(preference_probabilities(j, pairs), pairs, 4, 3) for j in (world.people, world.pool))
+    people, pool = (sample_votes(preference_probabilities(j, pairs), pairs, 4, s) for j, s in ((world.people, 3), (world.pool, 3 + 10**6)))
     def majority(v, others): return np.mean([a == np.median(np.delete(o, k)) for column, o in zip(v.T, others.T) for k in range(4) for a in ([column[k]] if v is others else column)])
     assert found['human_agreement'] == pytest.approx(majority(people, people)) and found['pool_agreement'] == pytest.approx(majority(pool, people))
     two = np.mean([a == b for column in people.T for a, b in combinations(column, 2)])
