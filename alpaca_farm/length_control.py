@@ -142,8 +142,8 @@ def from_annotations(
             if i is None: continue
             if first_row.setdefault(i, row) != row:
                 raise ValueError(f'{name}: rows {first_row[i]} and {row} annotate the same instruction')
-            given = r.get('preference', np.inf)
-            p = as_preference(given)
+            given = r.get('preference')
+            p = as_preference(given if 'preference' in r else np.inf)
             if not is_preference(p) and p == p:
                 raise ValueError(f'{name}, row {row}: preference {given!r} is not between 1 and 2')
             tables[:, m, i] = p, len(r['output_2']), len(r['output_1'])
