@@ -133,7 +133,7 @@ def test_passwords_in_addresses_are_refused_and_ordinary_values_are_not():
         assert 'hunter2' not in str(e.value)
     no_secrets(dict(a=['runs/ppo~1', '/data/sk-learn-2024/models', 'tasks/sk-something/else', 'hf-internal-testing/tiny-random-LlamaForCausalLM', 'alpaca_farm.world:pool',
                        'http://localhost:8000/v1', 'https://user.example.org:8443/a@b', 'gpt-4.1=meta-llama/Llama-3.1-8B-Instruct', 'weighted_alpaca_eval_gpt-4o-mini-2024-07-18',
-                       '/root/.cache/huggingface/hub/models--a--b/snapshots/' + '9f'*20, 'verdicts.json#gpt4*', 'VeryLongNameOfAModelInCamelCaseWithoutDigits', 'a_judge.json#AKIA', 'xai-org/grok-1'],
+                       '~/.cache/huggingface/hub/models--a--b/snapshots/' + '9f'*20, 'verdicts.json#gpt4*', 'VeryLongNameOfAModelInCamelCaseWithoutDigits', 'a_judge.json#AKIA', 'xai-org/grok-1'],
                     b=dict(c=.1, d=None, e=[1, [2]])))
 
 
