@@ -212,7 +212,7 @@ async def answered_elsewhere(self: DirectClient, key: bytes) -> bool:
 
 # %% ../../nbs/core/client.ipynb #79e44d73
 @patch
-def dollars_paid(self: DirectClient) -> float:
+def budget_used(self: DirectClient) -> float:
     "Dollars that count against the budget."
     if self.cfg.budget_for == 'store': return self.store.dollars_paid()
     return self.store.dollars_paid(self.run_name) if self.run_name else self.tally.dollars or 0.
@@ -222,7 +222,7 @@ def dollars_paid(self: DirectClient) -> float:
 def exceeds_budget(self: DirectClient, dollars: float) -> bool:
     "Whether another `dollars` would exceed the budget; if so, `tally.stopped` is set."
     budget = self.cfg.budget
-    if budget and not self.tally.stopped and (paid := self.dollars_paid()) + self.reserved + dollars > budget:
+    if budget and not self.tally.stopped and (paid := self.budget_used()) + self.reserved + dollars > budget:
         self.tally.stopped = f'the budget of {format_dollars(budget)}'
         where = self.cfg.store if self.cfg.budget_for == 'store' else self.cfg.out or 'this client'
         print(f'{self.name}: {self.tally.stopped} is reached: in all its starts, {where} has cost '
