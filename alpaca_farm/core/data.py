@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['SUFFIXES', 'SPREADSHEETS', 'in_folder', 'find_file', 'read_bytes', 'read_text', 'unique_fields', 'parse_json',
            'check_characters', 'read_json_rows', 'read_csv', 'read_table', 'shard_files', 'read_rows', 'check_field',
-           'check_records', 'drop_duplicates', 'report_texts', 'report_labels', 'load_hub_split', 'load_rows',
+           'notice', 'check_records', 'drop_duplicates', 'report_texts', 'report_labels', 'load_hub_split', 'load_rows',
            'load_records', 'prompt_key', 'full_instruction']
 
 # %% ../../nbs/core/data.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +169,12 @@ def check_field(row: dict, name: str, type_: type, where: str):
     if not valid: raise ValueError(f'{where}: the field {name!r} is {v!r:.60}, not {expected}')
     if name == 'instruction' and not v.strip(): raise ValueError(f'{where}: the field {name!r} is empty')
 
+# %% ../../nbs/core/data.ipynb #n0t1ce00
+@cache
+def notice(text: str):
+    "Print a line about a file, once in a process."
+    print(text)
+
 # %% ../../nbs/core/data.ipynb #bda38868
 def check_records(
     rows: list[dict],  # records as read
@@ -186,14 +193,14 @@ def check_records(
         records.append(row)
     labelled = ' with a label' if rows else ''
     if not records: raise ValueError(f'{where}: the file holds no records{labelled}')
-    if len(records) < len(rows): print(f'{where}: {len(rows) - len(records)} pairs have no label')
+    if len(records) < len(rows): notice(f'{where}: {len(rows) - len(records)} pairs have no label')
     return records
 
 # %% ../../nbs/core/data.ipynb #60f85851
 def drop_duplicates(rows: list[dict], where: str) -> list[dict]:
     "The records, each once; prints how many are repeated."
     unique = list({json.dumps(r, sort_keys=True, default=str): r for r in rows}.values())
-    if len(unique) < len(rows): print(f'{where}: {len(rows) - len(unique)} exact duplicates are left out')
+    if len(unique) < len(rows): notice(f'{where}: {len(rows) - len(unique)} exact duplicates are left out')
     return unique
 
 # %% ../../nbs/core/data.ipynb #7fed2d05
@@ -204,8 +211,9 @@ def report_texts(rows: list[dict], names, where: str):
         texts = [t.strip().lower() for v in values for t in ([v] if isinstance(v, str) else v)]
         cells = Counter(t for t in texts if t in ('nan', '<na>', 'none', 'null', '#n/a'))
         if name != 'input' and '' in texts:
-            print(f'{where}: {texts.count("")} of {len(texts)} {name} are empty')
-        for cell, n in cells.items(): print(f'{where}: {n} of {len(texts)} {name} are {cell!r}. Empty cells?')
+            notice(f'{where}: {texts.count("")} of {len(texts)} {name} are empty')
+        for cell, n in cells.items():
+            notice(f'{where}: {n} of {len(texts)} {name} are {cell!r}. Empty cells?')
 
 # %% ../../nbs/core/data.ipynb #f8122812
 def report_labels(rows: list[dict], where: str):
@@ -213,13 +221,13 @@ def report_labels(rows: list[dict], where: str):
     p = np.array([r['preference'] for r in rows])
     shares, sides = [(p < 1.5).mean(), (p == 1.5).mean(), (p > 1.5).mean()], {}
     if not (shares[0] and shares[2]):
-        print(f'{where}: {shares[0]:.0%} of the labels are 1, {shares[1]:.0%} ties, {shares[2]:.0%} 2. '
+        notice(f'{where}: {shares[0]:.0%} of the labels are 1, {shares[1]:.0%} ties, {shares[2]:.0%} 2. '
               'Labels coded 0 and 1 must be written as 1 and 2: 0 is a tie')
     for r, side in zip(rows, np.sign(p - 1.5)):
         turned = r['output_1'] > r['output_2']
         sides.setdefault(tuple(pair_identity(r)), set()).add(-side if turned else side)
     both = sum({-1, 1} <= s for s in sides.values())
-    if both: print(f'{where}: {both} of {len(sides)} pairs are labelled both ways')
+    if both: notice(f'{where}: {both} of {len(sides)} pairs are labelled both ways')
 
 # %% ../../nbs/core/data.ipynb #adbaa280
 def load_hub_split(spec: str, split: str) -> list[dict]:
@@ -255,7 +263,7 @@ def load_records(
     report_texts(rows, ('input', *(k for k, t in FIELDS[kind].items() if t is not float)), where)
     if kind == 'preference': report_labels(rows, where)
     labels = {r.get('label') for r in rows if isinstance(r.get('label', ''), bool)}
-    if len(labels) == 1: print(f'{where}: all {len(rows)} labels are {labels.pop()}')
+    if len(labels) == 1: notice(f'{where}: all {len(rows)} labels are {labels.pop()}')
     return rows
 
 # %% ../../nbs/core/data.ipynb #917eb5ab
