@@ -202,7 +202,7 @@ def whole(base):
 def test_only_our_own_temporary_files_are_swept(run_of_sft):
     folder, again = run_of_sft
     theirs = ['.backup.2023/notes.txt', '.x.123', 'checkpoint/.keep']
-    for name in (*theirs, '.alpaca_farm-model.123/config.json', 'checkpoint/.alpaca_farm-state.safetensors.1'):
+    for name in (*theirs, '.alpaca_farm-model.123/config.json', 'checkpoint/.alpaca_farm-state.safetensors.1/.tmpB11v7m'):
         (folder/name).parent.mkdir(parents=True, exist_ok=True)
         (folder/name).write_text('')
     (folder/'summary.json').unlink()

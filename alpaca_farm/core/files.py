@@ -7,7 +7,7 @@ __all__ = ['PREFIX', 'temporary_path', 'atomic_write', 'write_json', 'read_json'
            'file_hash', 'flatten_state', 'unflatten_state', 'save_state', 'open_tensors', 'load_state']
 
 # %% ../../nbs/core/files.ipynb #aaceba8c
-import contextlib, hashlib, json, os
+import contextlib, hashlib, json, os, shutil
 from pathlib import Path
 
 # %% ../../nbs/core/files.ipynb #92ded478
@@ -23,13 +23,13 @@ def temporary_path(path: Path) -> Path:
 def atomic_write(path):
     "A temporary path that is renamed to `path` when the block succeeds and removed when it fails."
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_path(path)
+    folder = temporary_path(path)  # a folder: what writes the file may use temporary files of its own
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        yield temporary
-        with open(temporary, 'rb+') as f: os.fsync(f.fileno())
-        os.replace(temporary, path)
-    finally: temporary.unlink(missing_ok=True)
+        yield folder/path.name
+        with open(folder/path.name, 'rb+') as f: os.fsync(f.fileno())
+        os.replace(folder/path.name, path)
+    finally: shutil.rmtree(folder, ignore_errors=True)
 
 # %% ../../nbs/core/files.ipynb #4ebc5e93
 def write_json(path, value):
