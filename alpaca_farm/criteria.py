@@ -9,7 +9,7 @@ __all__ = ['WORD', 'SENTENCE', 'TOKEN', 'PLEASANTRIES', 'IDLE', 'NAMES_SET', 'AN
            'constraints', 'broken', 'word_classes', 'word_pairs', 'usual_pairs', 'needed_words', 'criteria',
            'answer_features', 'answer_matrix', 'utility']
 
-# %% ../nbs/world/criteria.ipynb #b53520d8
+# %% ../nbs/world/criteria.ipynb #1dd31543
 import random, re
 from functools import cache, lru_cache
 
@@ -20,11 +20,11 @@ from .grammar import FACTS_OF_PHRASE, fitting, parse, sample_instruction, text
 from .lexicon import (ACTS, ANIMALS, CLOSINGS, COLOURS, FILLERS, MOODS, NAMES, NATURES, NUMBERS,
     OPENINGS, PLACES, REGISTERS, THINGS, VALUES, VERBS, fact_of)
 
-# %% ../nbs/world/criteria.ipynb #7a25c7a8
+# %% ../nbs/world/criteria.ipynb #ef2a286d
 WORD, SENTENCE, TOKEN = (re.compile(r) for r in (r"[a-z']+", r'[^.!?\n]+[.!?\n]?', r'[a-z]+|[.,!?:\n-]'))
 PLEASANTRIES, IDLE = ({s.lower() for s in group} for group in (OPENINGS + CLOSINGS, FILLERS))
 
-# %% ../nbs/world/criteria.ipynb #9b601589
+# %% ../nbs/world/criteria.ipynb #fae3929b
 class Reading:
     "An answer taken apart into words and sentences."
     def __init__(self, answer: str):
@@ -45,7 +45,7 @@ class Reading:
         "The words of the answer that are among `words`, in their order."
         return [w for w in self.words if w in words]
 
-# %% ../nbs/world/criteria.ipynb #c448f6d6
+# %% ../nbs/world/criteria.ipynb #041fde56
 NAMES_SET, ANIMALS_SET = frozenset(n.lower() for n in NAMES), frozenset(ANIMALS)
 
 
@@ -59,7 +59,7 @@ def check_facts(spec: dict, reading: Reading) -> tuple:
     stranger = bool(words & ANIMALS_SET)
     return max(0, good - wrong)/len(facts)*(0 if stranger else 1), any(named)
 
-# %% ../nbs/world/criteria.ipynb #112301c8
+# %% ../nbs/world/criteria.ipynb #f30d4980
 def check_choice(spec: dict, reading: Reading) -> tuple:
     "One animal out of several: the first that is named; nobody but the animal compared to may follow."
     right = fitting(spec)[0] if spec['kind'] == 'choose' else in_order(spec)[0]
@@ -67,13 +67,13 @@ def check_choice(spec: dict, reading: Reading) -> tuple:
     if spec['kind'] == 'compare' and reading.contains(spec['size']): others = set(in_order(spec))
     return float(named[:1] == [right] and set(named) <= others), bool(named)
 
-# %% ../nbs/world/criteria.ipynb #5307aa57
+# %% ../nbs/world/criteria.ipynb #5196e8ae
 def check_order(spec: dict, reading: Reading) -> tuple:
     "Animals in order: all right, or a quarter for the right animals."
     named, right = reading.among(ANIMALS_SET), in_order(spec)
     return 1. if named == right else .25*(sorted(named) == sorted(right)), len(named) > 1
 
-# %% ../nbs/world/criteria.ipynb #4ef9fd61
+# %% ../nbs/world/criteria.ipynb #7b35cbf7
 def check_given(spec: dict, reading: Reading) -> tuple:
     "Who has what: what was asked for is right, and nothing that is said is wrong."
     named = dict(who=set(reading.among(NAMES_SET)), thing=set(reading.among(set(THINGS))),
@@ -82,13 +82,13 @@ def check_given(spec: dict, reading: Reading) -> tuple:
     fits = named[asked] == right[asked] and all(named[k] <= right[k] for k in named)
     return float(fits), bool(named[asked])
 
-# %% ../nbs/world/criteria.ipynb #fe2126c9
+# %% ../nbs/world/criteria.ipynb #789c1a0c
 def check_number(spec: dict, reading: Reading) -> tuple:
     "A number, and no other."
     named = set(reading.among(set(NUMBERS)))
     return float(named == {NUMBERS[number_of(spec)]}), bool(named)
 
-# %% ../nbs/world/criteria.ipynb #e9446b76
+# %% ../nbs/world/criteria.ipynb #2f18f41e
 def check_rewritten(spec: dict, reading: Reading) -> tuple:
     "A sentence rewritten: all right, or at most half for the share of words in their place."
     right, words = WORD.findall(rewritten(spec).lower()), reading.words
@@ -96,7 +96,7 @@ def check_rewritten(spec: dict, reading: Reading) -> tuple:
     ends = bool(reading.body) and reading.body[0].endswith(rewritten(spec)[-1])
     return 1. if right == words and ends else .5*same*(same > .5), same > .3
 
-# %% ../nbs/world/criteria.ipynb #1ea2ba14
+# %% ../nbs/world/criteria.ipynb #5e3529f1
 def check_list(spec: dict, reading: Reading) -> tuple:
     "A list: the share of right items, less wrong and repeated ones."
     slot, table, _ = LISTS[spec['kind']]
@@ -105,7 +105,7 @@ def check_list(spec: dict, reading: Reading) -> tuple:
     good, wrong = len(set(items) & right), len(items) - len(set(items) & right)
     return max(0, min(good, k) - wrong)/k, bool(items)
 
-# %% ../nbs/world/criteria.ipynb #22989507
+# %% ../nbs/world/criteria.ipynb #5e724dfb
 def check_note(spec: dict, reading: Reading) -> tuple:
     "A note: the message counts half, the greeting and the signature a quarter each."
     name, me = spec['name'].lower(), spec['me'].lower()
@@ -115,7 +115,7 @@ def check_note(spec: dict, reading: Reading) -> tuple:
     strangers = set(reading.among(NAMES_SET)) - {name, me}
     return (message/2 + greeted/4 + signed/4)*(.5 if strangers else 1), greeted or message
 
-# %% ../nbs/world/criteria.ipynb #02c11b1c
+# %% ../nbs/world/criteria.ipynb #c5f12860
 def check_story(spec: dict, reading: Reading) -> tuple:
     "A story: its hero and its place count half each."
     hero, place = f"{spec['nature']} {spec['animal']}", f"the {spec['place']}"
@@ -123,19 +123,19 @@ def check_story(spec: dict, reading: Reading) -> tuple:
     right = (reading.contains(hero) + reading.contains(place))/2
     return right*(.5 if strangers else 1), len(reading.body) > 1
 
-# %% ../nbs/world/criteria.ipynb #a73859e7
+# %% ../nbs/world/criteria.ipynb #a01bed7c
 CHECKS = dict.fromkeys(LISTS, check_list) | dict.fromkeys(('fact', 'facts'), check_facts) | dict(
     choose=check_choice, compare=check_choice, order=check_order, given=check_given, count=check_number,
     sum=check_number, rewrite=check_rewritten, note=check_note, story=check_story)
 
-# %% ../nbs/world/criteria.ipynb #3b1afb49
+# %% ../nbs/world/criteria.ipynb #2b298039
 def form_kept(form: str, reading: Reading) -> bool:
     "Whether an answer has the form that was asked for."
     if form == 'word': return len(reading.words) <= 2 and not reading.lines
     if form == 'sentence': return len(reading.body) == 1 and len(reading.words) > 2 and not reading.lines
     return reading.lines > 0 and reading.lines == len(reading.body)
 
-# %% ../nbs/world/criteria.ipynb #791e9295
+# %% ../nbs/world/criteria.ipynb #5c56a46d
 def constraints(spec: dict, reading: Reading) -> dict[str, bool]:
     "Each constraint of a request, and whether an answer keeps it."
     kept, wanted = {}, pleasantry_wanted(spec)
@@ -150,31 +150,31 @@ def constraints(spec: dict, reading: Reading) -> dict[str, bool]:
     if wanted is not None: kept['tone'] = bool(reading.pleasantries) == wanted
     return kept
 
-# %% ../nbs/world/criteria.ipynb #4e918afe
+# %% ../nbs/world/criteria.ipynb #fc0b8872
 def broken(spec: dict, reading: Reading, answered: bool) -> int:
     "How many constraints are broken."
     kept = constraints(spec, reading)
     return len(kept) - sum(kept.values()) if answered else len(kept) + 1
 
-# %% ../nbs/world/criteria.ipynb #caf8b266
+# %% ../nbs/world/criteria.ipynb #8fc2be24
 def word_classes(name: str, words) -> dict:
     "The class of each word; words that take \"an\" have a class of their own."
     return {w.lower(): f'#{name}*' if w[0].lower() in 'aeiou' else f'#{name}' for w in words}
 
-# %% ../nbs/world/criteria.ipynb #01f2471b
+# %% ../nbs/world/criteria.ipynb #705fcd44
 WORD_CLASS = {}
 for name, words in (*ITEMS.items(), *VALUES.items(), ('past', [p for _, p in VERBS.values()]),
                     ('verb', VERBS), ('stem', [s for s, _ in VERBS.values()]), ('number', NUMBERS), ('nature', NATURES),
                     ('thing', THINGS), ('colour', COLOURS), ('place', PLACES), ('name', NAMES), ('animal', ANIMALS)):
     WORD_CLASS |= word_classes('item' if name in ITEMS else name, words)
 
-# %% ../nbs/world/criteria.ipynb #d3b07749
+# %% ../nbs/world/criteria.ipynb #70dac69a
 def word_pairs(answer: str) -> list[tuple]:
     "Neighbouring words and punctuation marks of an answer, as classes, including both ends."
     tokens = ['<', *(WORD_CLASS.get(w, w) for w in TOKEN.findall(answer.lower())), '>']
     return list(zip(tokens, tokens[1:]))
 
-# %% ../nbs/world/criteria.ipynb #15f2276c
+# %% ../nbs/world/criteria.ipynb #e1963663
 @cache
 def usual_pairs(
     n: int = 12_000,  # answers from which pairs are collected
@@ -184,21 +184,21 @@ def usual_pairs(
     answers = (respond(sample_instruction(rng), rng, rng.random()) for _ in range(n))
     return frozenset(pair for answer in answers for pair in word_pairs(answer))
 
-# %% ../nbs/world/criteria.ipynb #b8fc5d00
+# %% ../nbs/world/criteria.ipynb #35291e31
 def needed_words(spec: dict) -> int:
     "How many words an answer may have: what the longest careful answer of this kind needs, and two more."
     if spec['kind'] == 'facts': return 9*len(FACTS_OF_PHRASE[spec['wanted']])
     if spec['kind'] == 'story': return 2 + 10*NUMBERS.index(spec['k'])
     return 2 + dict(rewrite=9, note=13, given=6, count=7, sum=6).get(spec['kind'], 12)
 
-# %% ../nbs/world/criteria.ipynb #e0d0b97f
+# %% ../nbs/world/criteria.ipynb #23a0f88b
 CRITERIA = ('correct', 'broken', 'odd', 'repeats', 'excess', 'idle')
 SURFACE = ('words', 'list', 'pleasantries')
 COLUMNS = CRITERIA + SURFACE
 UTILITY = dict(correct=2., broken=-1., odd=-.4, repeats=-.5, excess=-.5, idle=-.4)
 QUALITY = np.array([UTILITY.get(name, 0.) for name in COLUMNS])
 
-# %% ../nbs/world/criteria.ipynb #0bbc5c77
+# %% ../nbs/world/criteria.ipynb #90a8550e
 def criteria(
     instruction: str,  # the request, followed by its input if it has one
     output: str,       # the answer
@@ -215,13 +215,13 @@ def criteria(
         idle=min(reading.idle + max(0, reading.pleasantries - 1), 3),
         words=len(WORD.findall(reading.low)), list=float(reading.lines > 0), pleasantries=reading.pleasantries)
 
-# %% ../nbs/world/criteria.ipynb #39375396
+# %% ../nbs/world/criteria.ipynb #466c231b
 @lru_cache(maxsize=100_000)
 def answer_features(instruction: str, output: str) -> tuple:
     "An answer's criteria and surface features, in the order of COLUMNS."
     return tuple(criteria(instruction, output).values())
 
-# %% ../nbs/world/criteria.ipynb #0bc10bfd
+# %% ../nbs/world/criteria.ipynb #30fd42af
 def answer_matrix(
     records: list[dict],  # with instruction, input, and the answer under `field`
     field: str = 'output',
@@ -230,7 +230,7 @@ def answer_matrix(
     rows = [answer_features(text(r), r[field]) for r in records]
     return np.array(rows, float).reshape(-1, len(COLUMNS))
 
-# %% ../nbs/world/criteria.ipynb #7604389b
+# %% ../nbs/world/criteria.ipynb #533ef7df
 def utility(records: list[dict]) -> list[float]:
     "The hidden utility $U$ of each record's `output`."
     return (answer_matrix(records) @ QUALITY).tolist()

@@ -7,10 +7,10 @@ __all__ = ['FACTS', 'ANIMALS', 'SIZE', 'VALUES', 'PLACES', 'DISHES', 'JOBS', 'NA
            'VERBS', 'ACTS', 'REGISTERS', 'MOODS', 'OPENINGS', 'CLOSINGS', 'FILLERS', 'fact_of', 'common_mistake',
            'Word', 'fill', 'join_words', 'capitalise']
 
-# %% ../nbs/world/lexicon.ipynb #68fbe63f
+# %% ../nbs/world/lexicon.ipynb #6c259800
 from functools import cache
 
-# %% ../nbs/world/lexicon.ipynb #43562d2e
+# %% ../nbs/world/lexicon.ipynb #4e794a2f
 FACTS = ('home', 'food', 'colour', 'skill')
 ANIMALS = {  # from the smallest to the largest
     'ant': ('hill', 'crumbs', 'black', 'carry'),      'snail': ('garden', 'lettuce', 'brown', 'hide'),
@@ -22,7 +22,7 @@ ANIMALS = {  # from the smallest to the largest
     'horse': ('stable', 'oats', 'black', 'run'),      'bear': ('cave', 'honey', 'brown', 'climb')}
 SIZE = {animal: i for i, animal in enumerate(ANIMALS)}
 
-# %% ../nbs/world/lexicon.ipynb #25e83c08
+# %% ../nbs/world/lexicon.ipynb #801911b5
 VALUES = {fact: tuple(dict.fromkeys(v[i] for v in ANIMALS.values())) for i, fact in enumerate(FACTS)}
 
 
@@ -30,7 +30,7 @@ def fact_of(animal: str, fact: str) -> str:
     "The truth about an animal."
     return ANIMALS[animal][FACTS.index(fact)]
 
-# %% ../nbs/world/lexicon.ipynb #c84cc0a2
+# %% ../nbs/world/lexicon.ipynb #4ad435ad
 @cache
 def common_mistake(animal: str, fact: str) -> str:
     "What careless authors say about an animal."
@@ -38,7 +38,7 @@ def common_mistake(animal: str, fact: str) -> str:
     following = names[names.index(animal) + 1:] + names
     return next(fact_of(x, fact) for x in following if fact_of(x, fact) != fact_of(animal, fact))
 
-# %% ../nbs/world/lexicon.ipynb #aabb463f
+# %% ../nbs/world/lexicon.ipynb #1a662aaa
 PLACES = {
     'harbour': ('boats', 'gulls', 'nets', 'ropes', 'sailors'),
     'market': ('stalls', 'baskets', 'cheeses', 'crowds', 'traders'),
@@ -59,7 +59,7 @@ JOBS = {
     'tailor': ('needle', 'thread', 'scissors', 'buttons'), 'fisherman': ('rod', 'net', 'bait', 'bucket'),
     'mechanic': ('wrench', 'jack', 'pump', 'grease'),   'chef': ('knife', 'pan', 'ladle', 'spoon')}
 
-# %% ../nbs/world/lexicon.ipynb #52a49b9f
+# %% ../nbs/world/lexicon.ipynb #0baca1bf
 NAMES = ('Anna', 'Ben', 'Clara', 'David', 'Emma', 'Felix', 'Grace', 'Henry', 'Iris', 'Jack')
 THINGS = ('kite', 'scarf', 'drum', 'lamp', 'boat', 'cup', 'hat', 'ball', 'map', 'coat')
 COLOURS = ('red', 'green', 'black', 'white', 'brown', 'grey')
@@ -76,31 +76,31 @@ REGISTERS = {'formal': ('Dear {name}', 'Yours sincerely'), 'casual': ('Hi {name}
 MOODS = {'happy': ('In the end it was happy.', 'At last it found a friend.'),
          'sad': ('In the end it was alone.', 'At last it cried.')}
 
-# %% ../nbs/world/lexicon.ipynb #8425e129
+# %% ../nbs/world/lexicon.ipynb #bed34249
 OPENINGS = ('Sure!', 'Of course!', 'Happy to help!', 'Certainly!', 'With pleasure!')
 CLOSINGS = ('I hope this helps.', 'Have a nice day!', 'Good luck!', 'You are welcome!')
 FILLERS = ('Many people like it.', 'This is important to know.', 'It depends on many things.',
            'Everyone agrees on this.')
 
-# %% ../nbs/world/lexicon.ipynb #df020eec
+# %% ../nbs/world/lexicon.ipynb #192e126f
 class Word(str):
     "A word with an article: `{:a}` and `{:A}` put it in front."
     def __format__(self, spec):
         if not spec: return str(self)
         return f'{spec}{"n" if self[0] in "aeiou" else ""} {self}'
 
-# %% ../nbs/world/lexicon.ipynb #1f0bdebe
+# %% ../nbs/world/lexicon.ipynb #a7ff2afd
 def fill(template: str, /, **slots) -> str:
     "`template` with its slots filled."
     return template.format(**{k: Word(v) for k, v in slots.items()})
 
-# %% ../nbs/world/lexicon.ipynb #140998e7
+# %% ../nbs/world/lexicon.ipynb #48c52e7f
 def join_words(words) -> str:
     "Words as English lists them."
     *first, last = words
     return f'{", ".join(first)} and {last}' if first else last
 
-# %% ../nbs/world/lexicon.ipynb #c642c888
+# %% ../nbs/world/lexicon.ipynb #e52cdbb1
 def capitalise(sentence: str) -> str:
     "A sentence with a capital first letter."
     return sentence[0].upper() + sentence[1:]
