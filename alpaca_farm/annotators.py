@@ -87,6 +87,7 @@ def load_annotators(
 ):  # an annotator, or a pool
     "The annotator or pool that a setting names; ValueError for any other name."
     if ':' in spec: return resolve(spec)
+    if is_population(spec): return read_population(spec)
     cfg = asking_settings(cfg)
     if judge_config_file(spec): return load_configured(spec, cfg)
     if is_reward_model(spec): return RewardJudge(spec, cfg)
