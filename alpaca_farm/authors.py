@@ -8,15 +8,14 @@ __all__ = ['SENTENCES', 'LISTS', 'ITEMS', 'MIDDLE', 'WRITERS', 'Author', 'write_
            'write_number', 'rewritten', 'write_rewritten', 'write_list', 'write_note', 'write_story',
            'pleasantry_wanted', 'respond']
 
-# %% ../nbs/world/authors.ipynb #43aa7873
+# %% ../nbs/world/authors.ipynb #edc8ffb6
 import random
-from functools import partial
 
-from .grammar import CLUES, FACTS_OF_PHRASE, fitting
+from .grammar import FACTS_OF_PHRASE, fitting
 from .lexicon import (ACTS, ANIMALS, CLOSINGS, DISHES, FILLERS, JOBS, MOODS, NAMES, NATURES, NUMBERS,
     OPENINGS, PLACES, REGISTERS, SIZE, VALUES, VERBS, capitalise, common_mistake, fact_of, fill, join_words)
 
-# %% ../nbs/world/authors.ipynb #3b50562e
+# %% ../nbs/world/authors.ipynb #504a0869
 class Author:
     "Somebody who answers requests."
     def __init__(self, rng: random.Random, skill: float): self.rng, self.skill = rng, skill
@@ -31,21 +30,21 @@ class Author:
         if mistake and self.rng.random() < .7: return mistake
         return self.rng.choice([o for o in others if o != word])
 
-# %% ../nbs/world/authors.ipynb #e1d1fc50
+# %% ../nbs/world/authors.ipynb #9b86ac56
 def write_one(spec: dict, author: Author, word: str, sentence: str) -> str:
     "A word, or a sentence."
     form = author.rng.choice(('word', 'sentence', 'sentence')) if spec['form'] == 'free' else spec['form']
     if author.slips(.9): form = 'sentence'
     return capitalise(f'{word}.' if form == 'word' else sentence)
 
-# %% ../nbs/world/authors.ipynb #873db210
+# %% ../nbs/world/authors.ipynb #793cb684
 def write_several(spec: dict, author: Author, items: list[str], sentence: str) -> str:
     "Lines with dashes, or a sentence."
     form = author.rng.choice(('list', 'sentence')) if spec['form'] == 'free' else spec['form']
     if author.slips(.9): form = 'sentence'
     return ''.join(f'- {item}\n' for item in items) if form == 'list' else capitalise(sentence)
 
-# %% ../nbs/world/authors.ipynb #e5a268d7
+# %% ../nbs/world/authors.ipynb #3600f69e
 SENTENCES = {'home': ('{it} lives in the {v}.', 'The home of {it} is the {v}.'),
              'food': ('{it} eats {v}.', '{it} likes to eat {v}.'),
              'colour': ('{it} is {v}.', 'The colour of {it} is {v}.'),
@@ -56,14 +55,14 @@ def recall(author: Author, animal: str, fact: str, p: float) -> str:
     "A fact as an author knows it."
     return author.right(fact_of(animal, fact), VALUES[fact], p, common_mistake(animal, fact))
 
-# %% ../nbs/world/authors.ipynb #da0d4494
+# %% ../nbs/world/authors.ipynb #e77d7ba5
 def write_fact(spec: dict, author: Author) -> str:
     "One fact about an animal."
     fact, = FACTS_OF_PHRASE[spec['wanted']]
     v = recall(author, spec['animal'], fact, .9)
     return write_one(spec, author, v, fill(author.rng.choice(SENTENCES[fact]), it=fill('{x:a}', x=spec['animal']), v=v))
 
-# %% ../nbs/world/authors.ipynb #6605e459
+# %% ../nbs/world/authors.ipynb #4f48c8ea
 def write_facts(spec: dict, author: Author) -> str:
     "Several facts about an animal."
     facts = FACTS_OF_PHRASE[spec['wanted']]
@@ -73,34 +72,34 @@ def write_facts(spec: dict, author: Author) -> str:
     sentences = [capitalise(fill(SENTENCES[f][0], it=it, v=v)) for it, f, v in zip(its, facts, values)]
     return write_several(spec, author, [f'{f}: {v}' for f, v in zip(facts, values)], ' '.join(sentences))
 
-# %% ../nbs/world/authors.ipynb #764f05a3
+# %% ../nbs/world/authors.ipynb #5abc51c1
 def write_choice(spec: dict, author: Author) -> str:
     "The animal that fits a clue."
     right, = fitting(spec)
     x = author.right(right, [spec[f'option{k}'] for k in (1, 2, 3)], .9)
     return write_one(spec, author, x, fill('{x:a} {clue}.', x=x, clue=spec['clue']))
 
-# %% ../nbs/world/authors.ipynb #082d9156
+# %% ../nbs/world/authors.ipynb #753e8260
 def in_order(spec: dict) -> list[str]:
     "The animals of a request, the one that is asked for first."
     animals = [spec[k] for k in ('option1', 'option2', 'option3') if k in spec]
     return sorted(animals, key=SIZE.get, reverse='bigger' in spec.values() or 'largest' in spec.values())
 
-# %% ../nbs/world/authors.ipynb #47edfeec
+# %% ../nbs/world/authors.ipynb #3f6853e4
 def write_comparison(spec: dict, author: Author) -> str:
     "The bigger or smaller of two animals."
     x, y = in_order(spec)
     if author.slips(.9): x, y = y, x
     return write_one(spec, author, x, fill('{x:a} is {size} than {y:a}.', x=x, y=y, size=spec['size']))
 
-# %% ../nbs/world/authors.ipynb #fc716a5d
+# %% ../nbs/world/authors.ipynb #a8ac922f
 def write_order(spec: dict, author: Author) -> str:
     "Animals in the order of their size."
     animals = in_order(spec)
     if author.slips(.9): animals = animals[::-1]
     return write_several(spec, author, animals, f'the order is {join_words(animals)}.')
 
-# %% ../nbs/world/authors.ipynb #b9de6236
+# %% ../nbs/world/authors.ipynb #61bff9a3
 def write_given(spec: dict, author: Author) -> str:
     "Who has what, in which colour; the slip is to look at another owner."
     k, asked = author.right('1', [n for n in '23' if f'who{n}' in spec], .9), spec['asked']
@@ -110,14 +109,14 @@ def write_given(spec: dict, author: Author) -> str:
     return write_one(spec, author, who if asked == 'who' else thing,
                      fill('{who} has {colour:a} {thing}.', who=who, colour=colour, thing=thing))
 
-# %% ../nbs/world/authors.ipynb #d30a6adf
+# %% ../nbs/world/authors.ipynb #3ebda21f
 def number_of(spec: dict) -> int:
     "The number that answers a request to count or to add."
     if spec['kind'] == 'count': return sum(slot.startswith('thing') for slot in spec)
     x, y = NUMBERS.index(spec['x']), NUMBERS.index(spec['y'])
     return x + y if spec['verb'] == 'finds' else x - y
 
-# %% ../nbs/world/authors.ipynb #551d1168
+# %% ../nbs/world/authors.ipynb #99ea7771
 def write_number(spec: dict, author: Author) -> str:
     "How many things there are; the slip is to be off by one."
     n = number_of(spec)
@@ -125,7 +124,7 @@ def write_number(spec: dict, author: Author) -> str:
     sentence = f'there are {n} things in the list.' if spec['kind'] == 'count' else f"there are {n} {spec['thing']}s now."
     return write_one(spec, author, n, sentence)
 
-# %% ../nbs/world/authors.ipynb #1b452c9d
+# %% ../nbs/world/authors.ipynb #3aa89f77
 def rewritten(spec: dict) -> str:
     "The sentence that a request to rewrite asks for."
     new = spec | ({spec['how']: spec['other']} if 'other' in spec else {})
@@ -133,14 +132,14 @@ def rewritten(spec: dict) -> str:
     if spec['how'] == 'question': return fill('Does the {nature} {animal} {stem} at the {place}?', **new, stem=stem)
     return fill(spec['given'], **new | ({'verb': past} if spec['how'] == 'past' else {}))
 
-# %% ../nbs/world/authors.ipynb #538792a4
+# %% ../nbs/world/authors.ipynb #505473de
 def write_rewritten(spec: dict, author: Author) -> str:
     "A sentence rewritten; the slips are to change nothing, or another word."
     if author.slips(.5): return fill(spec['given'], **spec)
     changed = dict(spec, nature=author.right(spec['nature'], NATURES, .4))
     return rewritten(changed)
 
-# %% ../nbs/world/authors.ipynb #1581fca8
+# %% ../nbs/world/authors.ipynb #2681838d
 LISTS = {  # by kind: slot, table, and a sentence
     'sights': ('place', PLACES, 'at the {x} you can see {items}.'),
     'ingredients': ('dish', DISHES, 'for {x} you need {items}.'),
@@ -156,7 +155,7 @@ def write_list(spec: dict, author: Author) -> str:
     items = list(dict.fromkeys(items))
     return write_several(spec, author, items, fill(sentence, x=spec[slot], items=join_words(items)))
 
-# %% ../nbs/world/authors.ipynb #73e5a373
+# %% ../nbs/world/authors.ipynb #e8a4c3ff
 def write_note(spec: dict, author: Author) -> str:
     "A note; the slips are the wrong register, wrong names, and no signature."
     greeting, end = REGISTERS[author.right(spec['register'], REGISTERS, .9)]
@@ -165,7 +164,7 @@ def write_note(spec: dict, author: Author) -> str:
     note = f"{greeting.format(name=name)}, {phrase} the {author.right(spec['thing'], things, .4)}."
     return note if author.slips(.5) else f'{note} {end}, {me}.'
 
-# %% ../nbs/world/authors.ipynb #0a9dc774
+# %% ../nbs/world/authors.ipynb #baedbc53
 MIDDLE = ('It looked at the {thing} all day.', 'It was afraid of the {thing}.', 'It played with the {thing}.')
 
 
@@ -178,7 +177,7 @@ def write_story(spec: dict, author: Author) -> str:
     end = author.rng.choice(MOODS[author.right(spec['mood'], MOODS, .9)])
     return ' '.join([f'Once {fill("{x:a}", x=nature)} {animal} came to the {place}.', *middle, end])
 
-# %% ../nbs/world/authors.ipynb #a74401a7
+# %% ../nbs/world/authors.ipynb #6f68b999
 WRITERS = dict.fromkeys(LISTS, write_list) | dict(
     fact=write_fact, facts=write_facts, choose=write_choice, compare=write_comparison, order=write_order,
     given=write_given, count=write_number, sum=write_number, rewrite=write_rewritten, note=write_note,
@@ -190,7 +189,7 @@ def pleasantry_wanted(spec: dict) -> bool | None:
     if spec['tone'] == 'curt' or spec['form'] == 'word': return False
     return True if spec['tone'] == 'courteous' else None
 
-# %% ../nbs/world/authors.ipynb #776a33db
+# %% ../nbs/world/authors.ipynb #d154e0f1
 def respond(
     spec: dict,          # a request
     rng: random.Random,  # source of randomness

@@ -8,9 +8,9 @@ __all__ = ['QUESTIONS', 'PHRASES', 'FACTS_OF_PHRASE', 'SEVERAL', 'ROWS', 'CLUES'
            'owner_rows', 'fitting', 'sample_slots', 'sample_instruction', 'render', 'text', 'alternatives',
            'slots_pattern', 'row_pattern', 'parse', 'is_new']
 
-# %% ../nbs/world/grammar.ipynb #1936bf56
+# %% ../nbs/world/grammar.ipynb #e62bb6ec
 import random, re, zlib
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import permutations
 from string import Formatter
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from .lexicon import (ACTS, ANIMALS, COLOURS, DISHES, FACTS, JOBS, MOODS, NAMES, NATURES, NUMBERS,
     PLACES, REGISTERS, THINGS, VERBS, fact_of, fill, join_words)
 
-# %% ../nbs/world/grammar.ipynb #c524c985
+# %% ../nbs/world/grammar.ipynb #a3a66cdd
 class Row(NamedTuple):
     "One way to word a request."
     kind: str      # kind of request
@@ -27,12 +27,12 @@ class Row(NamedTuple):
     words: dict    # slot: possible values (a value listed twice is twice as likely)
     forms: tuple   # the forms that may be asked for
 
-# %% ../nbs/world/grammar.ipynb #9bba8f88
+# %% ../nbs/world/grammar.ipynb #05ef34be
 def rows(kind: str, *templates, input: str = '', forms: tuple = ('word', 'sentence', 'free'), **words) -> list[Row]:
     "The wordings of one kind of request."
     return [Row(kind, t, input, words, forms) for t in templates]
 
-# %% ../nbs/world/grammar.ipynb #e71da03a
+# %% ../nbs/world/grammar.ipynb #933c72c8
 QUESTIONS = {'home': ('Where does {animal:a} live?', 'What is the home of {animal:a}?'),
              'food': ('What does {animal:a} eat?', 'What is the food of {animal:a}?'),
              'colour': ('What colour is {animal:a}?', 'Which colour does {animal:a} have?'),
@@ -47,7 +47,7 @@ ROWS = [row for fact, questions in QUESTIONS.items()
 ROWS += rows('facts', 'Tell me about {animal:a}: {wanted}.', 'Describe {animal:a}. Say {wanted}.',
              forms=('list', 'free'), animal=tuple(ANIMALS), wanted=SEVERAL)
 
-# %% ../nbs/world/grammar.ipynb #54d0dee3
+# %% ../nbs/world/grammar.ipynb #7cb630fd
 def owner_rows(n: int) -> list[Row]:
     "Questions about who owns what, with `n` owners in the input."
     one = '{{who{0}}} has {{colour{0}:a}} {{thing{0}}}.'
@@ -56,7 +56,7 @@ def owner_rows(n: int) -> list[Row]:
     return [row for asked, question in questions.items() for order in (range(n), reversed(range(n)))
             for row in rows('given', question, input=' '.join(one.format(k + 1) for k in order), **words, asked=(asked,))]
 
-# %% ../nbs/world/grammar.ipynb #2d9af038
+# %% ../nbs/world/grammar.ipynb #ef992c23
 ROWS += owner_rows(2) + owner_rows(3)
 CLUES = {f'{verb.format(v=v)}': (fact, v) for fact, verb in (
     ('home', 'lives in the {v}'), ('food', 'eats {v}'), ('skill', 'can {v}'))
@@ -76,7 +76,7 @@ ROWS += rows('sum', '{who} has {x} {thing}s and finds {y}. How many {thing}s are
 ROWS += rows('sum', '{who} has {x} {thing}s and loses {y}. How many {thing}s are there now?',
              x=NUMBERS[5:9], y=NUMBERS[1:5], who=NAMES, thing=THINGS, verb=('loses',))
 
-# %% ../nbs/world/grammar.ipynb #5003e3c2
+# %% ../nbs/world/grammar.ipynb #4669bb44
 SENTENCE = dict(input='The {nature} {animal} {verb} at the {place}.', forms=('free',), nature=NATURES,
                 animal=tuple(ANIMALS), verb=tuple(VERBS), place=tuple(PLACES))
 ROWS += rows('rewrite', 'Put the sentence into the past.', **SENTENCE, how=('past',))
@@ -97,13 +97,13 @@ ROWS += rows('story', 'Write a story with a {mood} end about {nature:a} {animal}
              forms=('free',), animal=tuple(ANIMALS), place=tuple(PLACES), mood=tuple(MOODS), nature=NATURES,
              k=NUMBERS[2:4])
 
-# %% ../nbs/world/grammar.ipynb #4e4084bc
+# %% ../nbs/world/grammar.ipynb #75509247
 KINDS = {'fact': .13, 'facts': .10, 'choose': .08, 'compare': .09, 'count': .06, 'sum': .07, 'given': .10, 'order': .05,
          'rewrite': .09, 'sights': .07, 'tools': .05, 'ingredients': .04, 'note': .04, 'story': .03}
 HARD = ('given', 'choose', 'order')
 BY_KIND = {kind: [row for row in ROWS if row.kind == kind] for kind in KINDS}
 
-# %% ../nbs/world/grammar.ipynb #6bff490a
+# %% ../nbs/world/grammar.ipynb #fc514e70
 FORMS = {'word': ('Answer in one word.', 'One word is enough.', 'Give only the word.'),
          'sentence': ('Answer in a full sentence.', 'Use a whole sentence.', 'Write one sentence.'),
          'list': ('Write a list.', 'Use a list with dashes.', 'Put each on its own line.'), 'free': ('',)}
@@ -115,13 +115,13 @@ AFTER = {'courteous': ('', 'Thank you!', 'Thanks in advance.', 'I would be very 
 FORM_OF = {phrase: form for form, phrases in FORMS.items() for phrase in phrases}
 TONE_OF = {phrase: tone for around in (BEFORE, AFTER) for tone, phrases in around.items() for phrase in phrases if phrase}
 
-# %% ../nbs/world/grammar.ipynb #32e821e5
+# %% ../nbs/world/grammar.ipynb #9af0dea3
 def fitting(spec: dict) -> list[str]:
     "The options of a request to choose that fit its clue."
     fact, value = CLUES[spec['clue']]
     return [spec[f'option{k}'] for k in (1, 2, 3) if fact_of(spec[f'option{k}'], fact) == value]
 
-# %% ../nbs/world/grammar.ipynb #538d89ac
+# %% ../nbs/world/grammar.ipynb #8db57fa3
 def sample_slots(rng: random.Random, row: Row) -> dict:
     "Values of the slots of a row."
     while True:
@@ -129,7 +129,7 @@ def sample_slots(rng: random.Random, row: Row) -> dict:
         distinct = len(set(slots.values())) == len(slots)
         if distinct and (row.kind != 'choose' or len(fitting(slots)) == 1): return slots
 
-# %% ../nbs/world/grammar.ipynb #673b5c61
+# %% ../nbs/world/grammar.ipynb #bdbc5814
 def sample_instruction(
     rng: random.Random,  # source of randomness
     hard: float | None = None,  # share of the kinds in HARD; as in KINDS when it is None
@@ -146,23 +146,23 @@ def sample_instruction(
     wording = dict(template=row.template, given=row.input, phrase=rng.choice(FORMS[form]), before=before, after=after)
     return dict(sample_slots(rng, row), kind=row.kind, form=form, tone=tone, **wording)
 
-# %% ../nbs/world/grammar.ipynb #79331a37
+# %% ../nbs/world/grammar.ipynb #77ec75bb
 def render(spec: dict) -> dict:
     "The text of a request: its `instruction` and `input`."
     parts = spec['before'], fill(spec['template'], **spec), spec['phrase'], spec['after']
     return dict(instruction=' '.join(filter(None, parts)), input=fill(spec['given'], **spec))
 
-# %% ../nbs/world/grammar.ipynb #46641e6f
+# %% ../nbs/world/grammar.ipynb #ebcb7cd1
 def text(record: dict) -> str:
     "The request as a judge reads it: the instruction, followed by the input if there is one."
     return f"{record['instruction']} {record.get('input') or ''}".strip()
 
-# %% ../nbs/world/grammar.ipynb #6c39449f
+# %% ../nbs/world/grammar.ipynb #13d9348a
 def alternatives(words) -> str:
     "A regular expression for any of `words`, longest first."
     return '|'.join(sorted(map(re.escape, set(words)), key=len, reverse=True))
 
-# %% ../nbs/world/grammar.ipynb #2ca7a758
+# %% ../nbs/world/grammar.ipynb #93fd5fa6
 def slots_pattern(template: str, words: dict, seen: set) -> str:
     "The regular expression that inverts a template; `seen` are the slots of earlier groups."
     regex = ''
@@ -174,7 +174,7 @@ def slots_pattern(template: str, words: dict, seen: set) -> str:
         seen.add(slot)
     return regex
 
-# %% ../nbs/world/grammar.ipynb #0c2085fc
+# %% ../nbs/world/grammar.ipynb #9c0a7d3f
 def row_pattern(row: Row) -> re.Pattern:
     "The regular expression of all requests with the wording of `row`."
     optional = lambda name, phrases, form: form.format(f'(?P<{name}>{alternatives(filter(None, phrases))})')
@@ -185,10 +185,10 @@ def row_pattern(row: Row) -> re.Pattern:
     regex += optional('after', sum(AFTER.values(), ()), '(?: {})?')
     return re.compile(regex + (' ' + slots_pattern(row.input, row.words, seen) if row.input else ''))
 
-# %% ../nbs/world/grammar.ipynb #37fd06fb
+# %% ../nbs/world/grammar.ipynb #28ba952d
 PATTERNS = [(row, row_pattern(row)) for row in ROWS]
 
-# %% ../nbs/world/grammar.ipynb #8f991f51
+# %% ../nbs/world/grammar.ipynb #afc5f3ff
 @lru_cache(maxsize=50_000)
 def parse(
     instruction: str,  # the instruction, followed by its input if it has one
@@ -205,7 +205,7 @@ def parse(
                      'understand only requests of alpaca_farm.grammar, such as "Name three things at the '
                      'harbour." For other data, name other annotators.')
 
-# %% ../nbs/world/grammar.ipynb #596d3d0c
+# %% ../nbs/world/grammar.ipynb #2c2432b5
 def is_new(spec: dict) -> bool:
     "Whether the combination of wording and content is held out from training, by a hash."
     first = [v for k, v in spec.items() if k not in ('kind', 'form', 'tone', 'phrase', 'before', 'after')][:2]

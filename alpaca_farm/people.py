@@ -7,19 +7,18 @@ __all__ = ['NOT_CONTENT', 'PEOPLE', 'JUDGES', 'CAREFULLY', 'people', 'held_out_p
            'question', 'feature_contrast', 'Person', 'Population', 'sample_person', 'sample_people', 'sample_pool',
            'write_population', 'read_population', 'gold', 'with_bias']
 
-# %% ../nbs/world/people.ipynb #db0fdccf
+# %% ../nbs/world/people.ipynb #6f2d2057
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from .core.files import read_json, write_json
 from .core.preferences import hash_uniform
-from .core.stats import off_diagonal_mean, sigmoid, two_votes_agree
+from .core.stats import sigmoid
 from .criteria import COLUMNS, CRITERIA, QUALITY, UTILITY, answer_matrix
 from .grammar import parse, text
 
-# %% ../nbs/world/people.ipynb #a541c6db
+# %% ../nbs/world/people.ipynb #e1b14939
 NOT_CONTENT = {'kind', 'form', 'tone', 'template', 'given', 'phrase', 'before', 'after'}
 
 
@@ -28,12 +27,12 @@ def question(pair: dict) -> str:
     spec = parse(text(pair))
     return '|'.join([spec['kind'], *(v for k, v in spec.items() if k not in NOT_CONTENT)])
 
-# %% ../nbs/world/people.ipynb #ce825d6e
+# %% ../nbs/world/people.ipynb #4a7ab68c
 def feature_contrast(pairs: list[dict]) -> np.ndarray:
     "Features of the second answers minus those of the first: (pairs, COLUMNS)."
     return answer_matrix(pairs, 'output_2') - answer_matrix(pairs, 'output_1')
 
-# %% ../nbs/world/people.ipynb #c7b4d352
+# %% ../nbs/world/people.ipynb #ee2ebc66
 @dataclass(frozen=True)
 class Person:
     "An annotator of the world, a person or a judge, which compares answers."
@@ -60,7 +59,7 @@ class Person:
         z = self.contrast(feature_contrast(pairs), self.mistaken([question(p) for p in pairs]))
         return (1 + sigmoid((z - self.position_bias)/self.temperature, 30)).tolist()
 
-# %% ../nbs/world/people.ipynb #1f2fd2ae
+# %% ../nbs/world/people.ipynb #583cc130
 class Population:
     "A group of annotators, any of whom may compare a pair."
     def __init__(self, name: str, annotators: list[Person]):
@@ -79,7 +78,7 @@ class Population:
         "The expected preference, over annotators and both orders."
         return self.each(pairs).mean(1).tolist()
 
-# %% ../nbs/world/people.ipynb #1d152727
+# %% ../nbs/world/people.ipynb #f63fee6d
 PEOPLE, JUDGES = 16, 13
 CAREFULLY = np.array([name in ('correct', 'broken') for name in COLUMNS])
 
@@ -104,7 +103,7 @@ def sample_person(
     return Person(name, tuple(weights.tolist()), float(rng.normal(0, position)), float(rng.uniform(*temperature)),
                   misreads, together, group)
 
-# %% ../nbs/world/people.ipynb #b4be33e6
+# %% ../nbs/world/people.ipynb #27eceee1
 def sample_people(
     seed: int = 0,
     group: str = 'people',      # people, or held_out_people
@@ -117,7 +116,7 @@ def sample_people(
     traits = dict(taste=.35*d, likings=(.1, .15*d), position=.2, temperature=(.9*noise, 1.7*noise), misreads=.08*d)
     return Population(group, [sample_person(rng, f'person {i + 1}', name, **traits) for i in range(PEOPLE)])
 
-# %% ../nbs/world/people.ipynb #57503278
+# %% ../nbs/world/people.ipynb #26aa7c72
 def sample_pool(
     seed: int = 0,
     fidelity: float = .6,  # 1: as people read
@@ -130,13 +129,13 @@ def sample_pool(
                   temperature=(.6*noise, 1.2*noise), misreads=.08 + .2*unlike, together=.3*unlike, care=unlike)
     return Population('pool', [sample_person(rng, f'judge {i + 1}', f'pool {seed}', **traits) for i in range(JUDGES)])
 
-# %% ../nbs/world/people.ipynb #faa5dc80
+# %% ../nbs/world/people.ipynb #91e98c46
 def write_population(path, population: Population):
     "Write the annotators as JSON, with a weight for each column."
     rows = [asdict(a) | dict(weights=dict(zip(COLUMNS, a.weights))) for a in population.annotators]
     write_json(path, dict(name=population.name, annotators=rows))
 
-# %% ../nbs/world/people.ipynb #13755d40
+# %% ../nbs/world/people.ipynb #d89f73d2
 def read_population(path) -> Population:
     "The population in a file; ValueError naming the file when it is something else."
     content = read_json(path)
@@ -147,7 +146,7 @@ def read_population(path) -> Population:
         raise ValueError(f'{path} does not hold a population of the embedded world ({e!r}): name one that a run '
                          'of the world has left, such as runs/world/pool.json') from e
 
-# %% ../nbs/world/people.ipynb #1fa0c702
+# %% ../nbs/world/people.ipynb #598c550a
 people, held_out_people = sample_people(), sample_people(group='held_out_people')
 pool = sample_pool()
 judge = Person('judge', tuple((UTILITY | dict(words=.02)).get(name, 0.) for name in COLUMNS), temperature=.05)
@@ -158,7 +157,7 @@ def gold(pairs: list[dict]) -> list[float]:
     z = feature_contrast(pairs) @ QUALITY
     return np.where(np.abs(z) < 1e-9, 1.5, 1.5 + np.sign(z)/2).tolist()
 
-# %% ../nbs/world/people.ipynb #0ac4fae3
+# %% ../nbs/world/people.ipynb #9ec9c74d
 def with_bias(
     population: Population,
     name: str,          # of the new population

@@ -6,15 +6,15 @@
 __all__ = ['TEXTS', 'facts_text', 'quoted', 'talk_text', 'owners_text', 'echo_text', 'list_text', 'number_text', 'size_text',
            'sentence_text', 'note_text', 'story_text', 'small_talk_text', 'sample_page']
 
-# %% ../nbs/world/prose.ipynb #89b35b3b
+# %% ../nbs/world/prose.ipynb #57402b27
 import random
 
-from .authors import ITEMS, LISTS, MIDDLE, SENTENCES
+from .authors import LISTS, MIDDLE, SENTENCES
 from .grammar import QUESTIONS
 from .lexicon import (ACTS, ANIMALS, CLOSINGS, COLOURS, FACTS, MOODS, NAMES, NATURES, NUMBERS, OPENINGS,
     PLACES, REGISTERS, SIZE, THINGS, VALUES, VERBS, capitalise, fact_of, fill, join_words)
 
-# %% ../nbs/world/prose.ipynb #20b2db1d
+# %% ../nbs/world/prose.ipynb #9a32c37b
 def facts_text(rng: random.Random) -> str:
     "Some facts about an animal."
     animal = rng.choice(list(ANIMALS))
@@ -22,12 +22,12 @@ def facts_text(rng: random.Random) -> str:
     facts = rng.sample(FACTS, rng.choice((2, 3, 4)))
     return ' '.join(capitalise(fill(rng.choice(SENTENCES[f]), it=it, v=fact_of(animal, f))) for it, f in zip(its, facts))
 
-# %% ../nbs/world/prose.ipynb #35309829
+# %% ../nbs/world/prose.ipynb #b262e36a
 def quoted(sentence: str) -> str:
     "A sentence as direct speech, before the speaker."
     return f'"{capitalise(sentence)[:-1]},"'
 
-# %% ../nbs/world/prose.ipynb #9b2e9702
+# %% ../nbs/world/prose.ipynb #f583195b
 def talk_text(rng: random.Random) -> str:
     "Somebody asks for a fact, or says something true or false, and somebody else knows it."
     animal, fact, (x, y) = rng.choice(list(ANIMALS)), rng.choice(FACTS), rng.sample(NAMES, 2)
@@ -41,7 +41,7 @@ def talk_text(rng: random.Random) -> str:
     wrong = rng.choice([w for w in VALUES[fact] if w != v])
     return f'{says(wrong)} said {x}. "That is wrong," said {y}. {says(v)[:-2]}."'
 
-# %% ../nbs/world/prose.ipynb #11130e1b
+# %% ../nbs/world/prose.ipynb #912bffbb
 def owners_text(rng: random.Random) -> str:
     "Who has what, and something that follows."
     n = rng.choice((2, 3))
@@ -52,14 +52,14 @@ def owners_text(rng: random.Random) -> str:
                           (f'What colour is the {thing}?', f'the {thing} is {colour}.')))
     return ' '.join(has(*o) + '.' for o in owned) + f' "{question}" asked {x}. {quoted(answer)} said {y}.'
 
-# %% ../nbs/world/prose.ipynb #4dd0309e
+# %% ../nbs/world/prose.ipynb #4b669d45
 def echo_text(rng: random.Random) -> str:
     "A list that is read out and repeated."
     words = rng.sample(rng.choice((THINGS, tuple(ANIMALS), NAMES, tuple(PLACES))), rng.choice((3, 4, 5)))
     x, y = rng.sample(NAMES, 2)
     return f'"{", ".join(words)}," read {x}. "{", ".join(words)}," said {y}.'
 
-# %% ../nbs/world/prose.ipynb #822595aa
+# %% ../nbs/world/prose.ipynb #7fc2020f
 def list_text(rng: random.Random) -> str:
     "Things that belong to a place, a dish or a job."
     slot, table, sentence = LISTS[rng.choice(list(LISTS))]
@@ -68,7 +68,7 @@ def list_text(rng: random.Random) -> str:
     if rng.random() < .4: return f'{capitalise(x)}:\n' + ''.join(f'- {i}\n' for i in items) + f'These are {NUMBERS[len(items)]}.'
     return capitalise(fill(sentence, x=x, items=join_words(items)))
 
-# %% ../nbs/world/prose.ipynb #2250721f
+# %% ../nbs/world/prose.ipynb #0074d69a
 def number_text(rng: random.Random) -> str:
     "Things that are counted, found or lost."
     who, thing = rng.choice(NAMES), rng.choice(THINGS)
@@ -79,7 +79,7 @@ def number_text(rng: random.Random) -> str:
     if not 0 < (z := x + y if finds else x - y) < 10: return number_text(rng)
     return f"{who} has {NUMBERS[x]} {thing}s and {'finds' if finds else 'loses'} {NUMBERS[y]}. There are {NUMBERS[z]} {thing}s now."
 
-# %% ../nbs/world/prose.ipynb #f58ee695
+# %% ../nbs/world/prose.ipynb #f12be3c7
 def size_text(rng: random.Random) -> str:
     "Animals and their sizes."
     animals = sorted(rng.sample(list(ANIMALS), rng.choice((2, 2, 2, 3, 3, 4))), key=SIZE.get)
@@ -91,7 +91,7 @@ def size_text(rng: random.Random) -> str:
     return capitalise(fill(rng.choice(('{y:a} is bigger than {x:a}.', '{x:a} is smaller than {y:a}.',
                                        '{x:a} and {y:a} met. The {y} was bigger.')), x=x, y=y))
 
-# %% ../nbs/world/prose.ipynb #cd45c4a9
+# %% ../nbs/world/prose.ipynb #d8ab60c3
 def sentence_text(rng: random.Random) -> str:
     "A sentence, often with its past or its question."
     words = dict(nature=rng.choice(NATURES), animal=rng.choice(list(ANIMALS)), place=rng.choice(list(PLACES)))
@@ -101,26 +101,26 @@ def sentence_text(rng: random.Random) -> str:
     asked = fill('Does the {nature} {animal} {stem} at the {place}?', **words, stem=stem)
     return rng.choice((f'{capitalise(now)}. Yesterday {then}.', f'{asked} Yes, {now}.', f'{capitalise(now)}.'))
 
-# %% ../nbs/world/prose.ipynb #67852ed8
+# %% ../nbs/world/prose.ipynb #674471b4
 def note_text(rng: random.Random) -> str:
     "A note."
     (name, me), (phrase, things), (hello, end) = rng.sample(NAMES, 2), rng.choice(list(ACTS.values())), rng.choice(list(REGISTERS.values()))
     return f'{hello.format(name=name)}, {phrase} the {rng.choice(things)}. {end}, {me}.'
 
-# %% ../nbs/world/prose.ipynb #16cd2b06
+# %% ../nbs/world/prose.ipynb #6a737c5d
 def story_text(rng: random.Random) -> str:
     "A story."
     place, middle = rng.choice(list(PLACES)), rng.sample(MIDDLE, rng.choice((0, 1, 2)))
     first = fill('Once {nature:a} {animal} came to the {place}.', nature=rng.choice(NATURES), animal=rng.choice(list(ANIMALS)), place=place)
     return ' '.join([first, *(m.format(thing=rng.choice(PLACES[place])) for m in middle), rng.choice(MOODS[rng.choice(list(MOODS))])])
 
-# %% ../nbs/world/prose.ipynb #4674b600
+# %% ../nbs/world/prose.ipynb #1e2dd7fb
 def small_talk_text(rng: random.Random) -> str:
     "Two people who are polite."
     x, y = rng.sample(NAMES, 2)
     return f'"Could you please help me?" said {x}. "{rng.choice(OPENINGS)}" said {y}. "{rng.choice(CLOSINGS)}"'
 
-# %% ../nbs/world/prose.ipynb #6e338a29
+# %% ../nbs/world/prose.ipynb #74f1d4b1
 TEXTS = {facts_text: .14, talk_text: .17, owners_text: .20, echo_text: .14, list_text: .10, number_text: .08, size_text: .07,
          sentence_text: .05, note_text: .02, story_text: .02, small_talk_text: .01}
 

@@ -7,7 +7,7 @@ __all__ = ['SPLITS', 'HELD_OUT', 'CONCENTRATION', 'SPECIAL', 'PAD', 'BOS', 'EOS'
            'sample_requests', 'sample_skill', 'sample_splits', 'train_tokenizer', 'base_model', 'encode_pages',
            'write_dataset', 'train']
 
-# %% ../nbs/world.ipynb #4274d21a
+# %% ../nbs/world.ipynb #fc869807
 import random
 from dataclasses import dataclass, field
 
@@ -18,11 +18,11 @@ from .core.runs import start
 from .core.settings import TrainConfig, command
 from .criteria import utility
 from .grammar import is_new, render, sample_instruction, text
-from alpaca_farm.people import (gold, held_out_people, judge, length_biased, people, pool, sample_people, sample_pool,
-    write_population)
+from .people import (gold, held_out_people, judge, length_biased, people, pool,  # noqa: F401
+    sample_people, sample_pool, write_population)
 from .prose import sample_page
 
-# %% ../nbs/world.ipynb #5b318142
+# %% ../nbs/world.ipynb #80263ddd
 @dataclass
 class WorldConfig(TrainConfig):
     "Settings of the embedded world."
@@ -63,7 +63,7 @@ class WorldConfig(TrainConfig):
             raise ValueError(f'hidden_size = {self.hidden_size}: '
                              f'not a multiple of 2 x heads = {2*self.heads}')
 
-# %% ../nbs/world.ipynb #fe7a8185
+# %% ../nbs/world.ipynb #e3d463fc
 SPLITS = ('sft', 'preference', 'unlabeled', 'val', 'eval')
 HELD_OUT = ('val', 'eval')
 
@@ -81,7 +81,7 @@ def sample_requests(cfg: WorldConfig, rng: random.Random) -> dict[str, list[dict
             splits[name].append(spec)
     return splits
 
-# %% ../nbs/world.ipynb #4dda0e29
+# %% ../nbs/world.ipynb #6770c5e2
 CONCENTRATION = 4.   # of the Beta distribution of skill
 
 
@@ -89,7 +89,7 @@ def sample_skill(rng: random.Random, mean: float) -> float:
     "The skill of a demonstrator."
     return rng.betavariate(CONCENTRATION*mean, CONCENTRATION*(1 - mean)) if 0 < mean < 1 else mean
 
-# %% ../nbs/world.ipynb #b4c35f0b
+# %% ../nbs/world.ipynb #48308846
 def sample_splits(cfg: WorldConfig) -> dict[str, list[dict]]:
     "The five splits, as records of instruction, input and output."
     rng = random.Random(cfg.seed)
@@ -97,7 +97,7 @@ def sample_splits(cfg: WorldConfig) -> dict[str, list[dict]]:
     return {name: [dict(render(s), output=respond(s, rng, skill(name))) for s in specs]
             for name, specs in sample_requests(cfg, rng).items()}
 
-# %% ../nbs/world.ipynb #54d715b8
+# %% ../nbs/world.ipynb #32a3b748
 SPECIAL = PAD, BOS, EOS, SEP = '<pad>', '<s>', '</s>', '<sep>'
 TEMPLATE = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token }}{{ m['content'] }}<sep>"
             "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}")
@@ -121,7 +121,7 @@ def train_tokenizer(
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
-# %% ../nbs/world.ipynb #9b3a5826
+# %% ../nbs/world.ipynb #bdde0871
 def base_model(cfg: WorldConfig, tokenizer):
     "A Llama with random weights, determined by the seed."
     import torch
@@ -134,13 +134,13 @@ def base_model(cfg: WorldConfig, tokenizer):
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id))
 
-# %% ../nbs/world.ipynb #88c7c6fb
+# %% ../nbs/world.ipynb #df21ddd3
 def encode_pages(pages: list[str], tokenizer) -> list[list[int]]:
     "The token ids of pages, each with its end, cut to the model's context."
     ids = tokenizer(pages, add_special_tokens=False)['input_ids']
     return [page[:LENGTH - 2] + [tokenizer.eos_token_id] for page in ids]
 
-# %% ../nbs/world.ipynb #6799ac9e
+# %% ../nbs/world.ipynb #2ed0e211
 def write_dataset(run) -> dict[str, list[dict]]:
     "Write the splits and the three populations into the run folder; returns the splits."
     cfg, splits = run.cfg, sample_splits(run.cfg)
@@ -150,7 +150,7 @@ def write_dataset(run) -> dict[str, list[dict]]:
         write_population(run.path(f'{p.name}.json'), p)
     return splits
 
-# %% ../nbs/world.ipynb #6c58d8e4
+# %% ../nbs/world.ipynb #37114315
 def train(cfg: WorldConfig):
     "Write the dataset and train the base model: leaves the splits, the populations, model/, log and summary."
     from alpaca_farm.core.models import logprobs, place_model, save_model
@@ -177,5 +177,5 @@ def train(cfg: WorldConfig):
                utility_of_demonstrations=float(np.mean(utility(splits['sft']))))
     return run
 
-# %% ../nbs/world.ipynb #ba9b1184
+# %% ../nbs/world.ipynb #b1a15287
 command(WorldConfig, train)
