@@ -12,8 +12,9 @@ __all__ = ['SENTENCES', 'LISTS', 'ITEMS', 'MIDDLE', 'WRITERS', 'Author', 'write_
 import random
 
 from .grammar import FACTS_OF_PHRASE, fitting
-from .lexicon import (ACTS, ANIMALS, CLOSINGS, DISHES, FILLERS, JOBS, MOODS, NAMES, NATURES, NUMBERS,
-    OPENINGS, PLACES, REGISTERS, SIZE, VALUES, VERBS, capitalise, common_mistake, fact_of, fill, join_words)
+from alpaca_farm.lexicon import (ACTS, ANIMALS, capitalise, CLOSINGS, common_mistake, DISHES, fact_of,
+    fill, FILLERS, JOBS, join_words, MOODS, NAMES, NATURES, NUMBERS, OPENINGS, PLACES, REGISTERS, SIZE,
+    VALUES, VERBS)
 
 # %% ../nbs/world/authors.ipynb #504a0869
 class Author:
@@ -60,7 +61,8 @@ def write_fact(spec: dict, author: Author) -> str:
     "One fact about an animal."
     fact, = FACTS_OF_PHRASE[spec['wanted']]
     v = recall(author, spec['animal'], fact, .9)
-    return write_one(spec, author, v, fill(author.rng.choice(SENTENCES[fact]), it=fill('{x:a}', x=spec['animal']), v=v))
+    sentence = fill(author.rng.choice(SENTENCES[fact]), it=fill('{x:a}', x=spec['animal']), v=v)
+    return write_one(spec, author, v, sentence)
 
 # %% ../nbs/world/authors.ipynb #4f48c8ea
 def write_facts(spec: dict, author: Author) -> str:
@@ -103,8 +105,9 @@ def write_order(spec: dict, author: Author) -> str:
 def write_given(spec: dict, author: Author) -> str:
     "Who has what, in which colour; the slip is to look at another owner."
     k, asked = author.right('1', [n for n in '23' if f'who{n}' in spec], .9), spec['asked']
-    colour = spec['colour' + ('1' if asked == 'who' else k)]
-    who, thing = spec['who' + (k if asked == 'who' else '1')], spec['thing' + (k if asked == 'thing' else '1')]
+    who, colour, thing = spec['who1'], spec['colour' + k], spec['thing1']
+    if asked == 'who': who, colour = spec['who' + k], spec['colour1']
+    if asked == 'thing': thing = spec['thing' + k]
     if asked == 'colour': return write_one(spec, author, colour, f'the {thing} is {colour}.')
     return write_one(spec, author, who if asked == 'who' else thing,
                      fill('{who} has {colour:a} {thing}.', who=who, colour=colour, thing=thing))
@@ -121,15 +124,16 @@ def write_number(spec: dict, author: Author) -> str:
     "How many things there are; the slip is to be off by one."
     n = number_of(spec)
     n = NUMBERS[author.rng.choice([m for m in (n - 1, n + 1) if 0 < m < 10]) if author.slips(.9) else n]
-    sentence = f'there are {n} things in the list.' if spec['kind'] == 'count' else f"there are {n} {spec['thing']}s now."
-    return write_one(spec, author, n, sentence)
+    if spec['kind'] == 'count': return write_one(spec, author, n, f'there are {n} things in the list.')
+    return write_one(spec, author, n, f"there are {n} {spec['thing']}s now.")
 
 # %% ../nbs/world/authors.ipynb #3aa89f77
 def rewritten(spec: dict) -> str:
     "The sentence that a request to rewrite asks for."
     new = spec | ({spec['how']: spec['other']} if 'other' in spec else {})
     stem, past = VERBS[spec['verb']]
-    if spec['how'] == 'question': return fill('Does the {nature} {animal} {stem} at the {place}?', **new, stem=stem)
+    if spec['how'] == 'question':
+        return fill('Does the {nature} {animal} {stem} at the {place}?', **new, stem=stem)
     return fill(spec['given'], **new | ({'verb': past} if spec['how'] == 'past' else {}))
 
 # %% ../nbs/world/authors.ipynb #505473de
@@ -144,7 +148,8 @@ LISTS = {  # by kind: slot, table, and a sentence
     'sights': ('place', PLACES, 'at the {x} you can see {items}.'),
     'ingredients': ('dish', DISHES, 'for {x} you need {items}.'),
     'tools': ('job', JOBS, '{x:a} uses {items}.')}
-ITEMS = {kind: tuple(dict.fromkeys(w for v in table.values() for w in v)) for kind, (_, table, _) in LISTS.items()}
+ITEMS = {kind: tuple(dict.fromkeys(item for items in table.values() for item in items))
+         for kind, (_, table, _) in LISTS.items()}
 
 
 def write_list(spec: dict, author: Author) -> str:
