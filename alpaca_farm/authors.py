@@ -12,8 +12,9 @@ __all__ = ['SENTENCES', 'LISTS', 'ITEMS', 'MIDDLE', 'WRITERS', 'Author', 'write_
 import random
 
 from .grammar import FACTS_OF_PHRASE, fitting
-from .lexicon import (ACTS, ANIMALS, CLOSINGS, DISHES, FILLERS, JOBS, MOODS, NAMES, NATURES, NUMBERS,
-    OPENINGS, PLACES, REGISTERS, SIZE, VALUES, VERBS, capitalise, common_mistake, fact_of, fill, join_words)
+from alpaca_farm.lexicon import (ACTS, ANIMALS, capitalise, CLOSINGS, common_mistake, DISHES, fact_of,
+    fill, FILLERS, JOBS, join_words, MOODS, NAMES, NATURES, NUMBERS, OPENINGS, PLACES, REGISTERS, SIZE,
+    VALUES, VERBS)
 
 # %% ../nbs/world/authors.ipynb #504a0869
 class Author:
@@ -50,7 +51,7 @@ SENTENCES = {'home': ('{it} lives in the {v}.', 'The home of {it} is the {v}.'),
              'colour': ('{it} is {v}.', 'The colour of {it} is {v}.'),
              'skill': ('{it} can {v} very well.', '{it} is good at it: it can {v}.')}
 
-
+# %% ../nbs/world/authors.ipynb #a63db2e8
 def recall(author: Author, animal: str, fact: str, p: float) -> str:
     "A fact as an author knows it."
     return author.right(fact_of(animal, fact), VALUES[fact], p, common_mistake(animal, fact))
@@ -60,7 +61,8 @@ def write_fact(spec: dict, author: Author) -> str:
     "One fact about an animal."
     fact, = FACTS_OF_PHRASE[spec['wanted']]
     v = recall(author, spec['animal'], fact, .9)
-    return write_one(spec, author, v, fill(author.rng.choice(SENTENCES[fact]), it=fill('{x:a}', x=spec['animal']), v=v))
+    sentence = fill(author.rng.choice(SENTENCES[fact]), it=fill('{x:a}', x=spec['animal']), v=v)
+    return write_one(spec, author, v, sentence)
 
 # %% ../nbs/world/authors.ipynb #4f48c8ea
 def write_facts(spec: dict, author: Author) -> str:
@@ -103,8 +105,9 @@ def write_order(spec: dict, author: Author) -> str:
 def write_given(spec: dict, author: Author) -> str:
     "Who has what, in which colour; the slip is to look at another owner."
     k, asked = author.right('1', [n for n in '23' if f'who{n}' in spec], .9), spec['asked']
-    colour = spec['colour' + ('1' if asked == 'who' else k)]
-    who, thing = spec['who' + (k if asked == 'who' else '1')], spec['thing' + (k if asked == 'thing' else '1')]
+    who, colour, thing = spec['who1'], spec['colour' + k], spec['thing1']
+    if asked == 'who': who, colour = spec['who' + k], spec['colour1']
+    if asked == 'thing': thing = spec['thing' + k]
     if asked == 'colour': return write_one(spec, author, colour, f'the {thing} is {colour}.')
     return write_one(spec, author, who if asked == 'who' else thing,
                      fill('{who} has {colour:a} {thing}.', who=who, colour=colour, thing=thing))
@@ -121,15 +124,16 @@ def write_number(spec: dict, author: Author) -> str:
     "How many things there are; the slip is to be off by one."
     n = number_of(spec)
     n = NUMBERS[author.rng.choice([m for m in (n - 1, n + 1) if 0 < m < 10]) if author.slips(.9) else n]
-    sentence = f'there are {n} things in the list.' if spec['kind'] == 'count' else f"there are {n} {spec['thing']}s now."
-    return write_one(spec, author, n, sentence)
+    if spec['kind'] == 'count': return write_one(spec, author, n, f'there are {n} things in the list.')
+    return write_one(spec, author, n, f"there are {n} {spec['thing']}s now.")
 
 # %% ../nbs/world/authors.ipynb #3aa89f77
 def rewritten(spec: dict) -> str:
     "The sentence that a request to rewrite asks for."
     new = spec | ({spec['how']: spec['other']} if 'other' in spec else {})
     stem, past = VERBS[spec['verb']]
-    if spec['how'] == 'question': return fill('Does the {nature} {animal} {stem} at the {place}?', **new, stem=stem)
+    if spec['how'] == 'question':
+        return fill('Does the {nature} {animal} {stem} at the {place}?', **new, stem=stem)
     return fill(spec['given'], **new | ({'verb': past} if spec['how'] == 'past' else {}))
 
 # %% ../nbs/world/authors.ipynb #505473de
@@ -144,9 +148,10 @@ LISTS = {  # by kind: slot, table, and a sentence
     'sights': ('place', PLACES, 'at the {x} you can see {items}.'),
     'ingredients': ('dish', DISHES, 'for {x} you need {items}.'),
     'tools': ('job', JOBS, '{x:a} uses {items}.')}
-ITEMS = {kind: tuple(dict.fromkeys(w for v in table.values() for w in v)) for kind, (_, table, _) in LISTS.items()}
+ITEMS = {kind: tuple(dict.fromkeys(item for items in table.values() for item in items))
+         for kind, (_, table, _) in LISTS.items()}
 
-
+# %% ../nbs/world/authors.ipynb #94a1fcac
 def write_list(spec: dict, author: Author) -> str:
     "Things that belong to a place, a dish or a job; the slips are one too few, and things of another."
     slot, table, sentence = LISTS[spec['kind']]
@@ -167,7 +172,7 @@ def write_note(spec: dict, author: Author) -> str:
 # %% ../nbs/world/authors.ipynb #baedbc53
 MIDDLE = ('It looked at the {thing} all day.', 'It was afraid of the {thing}.', 'It played with the {thing}.')
 
-
+# %% ../nbs/world/authors.ipynb #ebed860f
 def write_story(spec: dict, author: Author) -> str:
     "A story of the requested number of sentences."
     place, nature = author.right(spec['place'], PLACES, .4), author.right(spec['nature'], NATURES, .4)
@@ -183,7 +188,7 @@ WRITERS = dict.fromkeys(LISTS, write_list) | dict(
     given=write_given, count=write_number, sum=write_number, rewrite=write_rewritten, note=write_note,
     story=write_story)
 
-
+# %% ../nbs/world/authors.ipynb #f261341d
 def pleasantry_wanted(spec: dict) -> bool | None:
     "Whether a request wants a pleasantry; None when it does not matter."
     if spec['tone'] == 'curt' or spec['form'] == 'word': return False

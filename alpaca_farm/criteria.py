@@ -15,10 +15,10 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from .authors import (ITEMS, LISTS, in_order, number_of, pleasantry_wanted, respond, rewritten)
+from .authors import in_order, ITEMS, LISTS, number_of, pleasantry_wanted, respond, rewritten
 from .grammar import FACTS_OF_PHRASE, fitting, parse, sample_instruction, text
-from .lexicon import (ACTS, ANIMALS, CLOSINGS, COLOURS, FILLERS, MOODS, NAMES, NATURES, NUMBERS,
-    OPENINGS, PLACES, REGISTERS, THINGS, VALUES, VERBS, fact_of)
+from .lexicon import (ACTS, ANIMALS, CLOSINGS, COLOURS, fact_of, FILLERS, MOODS, NAMES, NATURES,
+    NUMBERS, OPENINGS, PLACES, REGISTERS, THINGS, VALUES, VERBS)
 
 # %% ../nbs/world/criteria.ipynb #ef2a286d
 WORD, SENTENCE, TOKEN = (re.compile(r) for r in (r"[a-z']+", r'[^.!?\n]+[.!?\n]?', r'[a-z]+|[.,!?:\n-]'))
@@ -146,7 +146,8 @@ def constraints(spec: dict, reading: Reading) -> dict[str, bool]:
         kept['number'] = len(reading.body) == NUMBERS.index(spec['k'])
         kept['mood'] = reading.body[-1:] in [[m.lower()] for m in MOODS[spec['mood']]]
     if spec['kind'] == 'note':
-        kept['register'] = all(x.format(name='').strip().lower() in reading.low for x in REGISTERS[spec['register']])
+        marks = [phrase.format(name='').strip().lower() for phrase in REGISTERS[spec['register']]]
+        kept['register'] = all(mark in reading.low for mark in marks)
     if wanted is not None: kept['tone'] = bool(reading.pleasantries) == wanted
     return kept
 
@@ -163,10 +164,12 @@ def word_classes(name: str, words) -> dict:
 
 # %% ../nbs/world/criteria.ipynb #705fcd44
 WORD_CLASS = {}
-for name, words in (*ITEMS.items(), *VALUES.items(), ('past', [p for _, p in VERBS.values()]),
-                    ('verb', VERBS), ('stem', [s for s, _ in VERBS.values()]), ('number', NUMBERS), ('nature', NATURES),
-                    ('thing', THINGS), ('colour', COLOURS), ('place', PLACES), ('name', NAMES), ('animal', ANIMALS)):
-    WORD_CLASS |= word_classes('item' if name in ITEMS else name, words)
+for name, words in (*(('item', items) for items in ITEMS.values()), *VALUES.items(),
+                    ('past', [past for _, past in VERBS.values()]), ('verb', VERBS),
+                    ('stem', [stem for stem, _ in VERBS.values()]), ('number', NUMBERS),
+                    ('nature', NATURES), ('thing', THINGS), ('colour', COLOURS), ('place', PLACES),
+                    ('name', NAMES), ('animal', ANIMALS)):
+    WORD_CLASS |= word_classes(name, words)
 
 # %% ../nbs/world/criteria.ipynb #70dac69a
 def word_pairs(answer: str) -> list[tuple]:
@@ -213,7 +216,8 @@ def criteria(
         repeats=min((len(triples) - len(set(triples)))/3, 2),
         excess=min(max(0, len(reading.words) - needed_words(spec))/5, 3),
         idle=min(reading.idle + max(0, reading.pleasantries - 1), 3),
-        words=len(WORD.findall(reading.low)), list=float(reading.lines > 0), pleasantries=reading.pleasantries)
+        words=len(WORD.findall(reading.low)), list=float(reading.lines > 0),
+        pleasantries=reading.pleasantries)
 
 # %% ../nbs/world/criteria.ipynb #466c231b
 @lru_cache(maxsize=100_000)

@@ -15,8 +15,8 @@ from itertools import permutations
 from string import Formatter
 from typing import NamedTuple
 
-from .lexicon import (ACTS, ANIMALS, COLOURS, DISHES, FACTS, JOBS, MOODS, NAMES, NATURES, NUMBERS,
-    PLACES, REGISTERS, THINGS, VERBS, fact_of, fill, join_words)
+from .lexicon import (ACTS, ANIMALS, COLOURS, DISHES, fact_of, FACTS, fill, JOBS, join_words,
+    MOODS, NAMES, NATURES, NUMBERS, PLACES, REGISTERS, THINGS, VERBS)
 
 # %% ../nbs/world/grammar.ipynb #a3a66cdd
 class Row(NamedTuple):
@@ -28,7 +28,13 @@ class Row(NamedTuple):
     forms: tuple   # the forms that may be asked for
 
 # %% ../nbs/world/grammar.ipynb #05ef34be
-def rows(kind: str, *templates, input: str = '', forms: tuple = ('word', 'sentence', 'free'), **words) -> list[Row]:
+def rows(
+    kind: str,
+    *templates,       # wordings of the instruction
+    input: str = '',  # the wording of the input
+    forms: tuple = ('word', 'sentence', 'free'),
+    **words,          # the values of each slot
+) -> list[Row]:
     "The wordings of one kind of request."
     return [Row(kind, t, input, words, forms) for t in templates]
 
@@ -41,35 +47,46 @@ PHRASES = {'home': 'where it lives', 'food': 'what it eats', 'colour': 'which co
            'skill': 'what it can do'}
 FACTS_OF_PHRASE = {join_words(PHRASES[f] for f in facts): facts
                    for n in (1, 2, 3) for facts in permutations(FACTS, n)}
+
+# %% ../nbs/world/grammar.ipynb #671548a0
 SEVERAL = tuple(phrase for n in (2, 2, 3) for phrase, facts in FACTS_OF_PHRASE.items() if len(facts) == n)
 ROWS = [row for fact, questions in QUESTIONS.items()
         for row in rows('fact', *questions, animal=tuple(ANIMALS), wanted=(PHRASES[fact],))]
 ROWS += rows('facts', 'Tell me about {animal:a}: {wanted}.', 'Describe {animal:a}. Say {wanted}.',
              forms=('list', 'free'), animal=tuple(ANIMALS), wanted=SEVERAL)
 
+# %% ../nbs/world/grammar.ipynb #ebb732d1
+CLUES = {verb.format(v=value): (fact, value)
+         for fact, verb in (('home', 'lives in the {v}'), ('food', 'eats {v}'), ('skill', 'can {v}'))
+         for value in dict.fromkeys(fact_of(animal, fact) for animal in ANIMALS)}
+OPTIONS = dict(option1=tuple(ANIMALS), option2=tuple(ANIMALS))
+
 # %% ../nbs/world/grammar.ipynb #7cb630fd
 def owner_rows(n: int) -> list[Row]:
     "Questions about who owns what, with `n` owners in the input."
     one = '{{who{0}}} has {{colour{0}:a}} {{thing{0}}}.'
-    words = {f'{s}{k}': v for k in range(1, n + 1) for s, v in (('who', NAMES), ('thing', THINGS), ('colour', COLOURS))}
-    questions = dict(thing='What does {who1} have?', who='Who has the {thing1}?', colour='What colour is the {thing1}?')
-    return [row for asked, question in questions.items() for order in (range(n), reversed(range(n)))
-            for row in rows('given', question, input=' '.join(one.format(k + 1) for k in order), **words, asked=(asked,))]
+    words = {f'{slot}{k}': values for k in range(1, n + 1)
+             for slot, values in (('who', NAMES), ('thing', THINGS), ('colour', COLOURS))}
+    questions = dict(thing='What does {who1} have?', who='Who has the {thing1}?',
+                     colour='What colour is the {thing1}?')
+    inputs = [' '.join(one.format(k) for k in order) for order in (range(1, n + 1), range(n, 0, -1))]
+    return [row for asked, question in questions.items() for given in inputs
+            for row in rows('given', question, input=given, **words, asked=(asked,))]
 
 # %% ../nbs/world/grammar.ipynb #ef992c23
 ROWS += owner_rows(2) + owner_rows(3)
-CLUES = {f'{verb.format(v=v)}': (fact, v) for fact, verb in (
-    ('home', 'lives in the {v}'), ('food', 'eats {v}'), ('skill', 'can {v}'))
-    for v in dict.fromkeys(fact_of(a, fact) for a in ANIMALS)}
-OPTIONS = dict(option1=tuple(ANIMALS), option2=tuple(ANIMALS))
 ROWS += rows('choose', 'Which of these {clue}: {option1:a}, {option2:a} or {option3:a}?',
              'Which one {clue}, {option1:a}, {option2:a} or {option3:a}?',
              clue=tuple(CLUES), **OPTIONS, option3=tuple(ANIMALS))
-ROWS += rows('compare', 'Which animal is {size}, {option1:a} or {option2:a}?', **OPTIONS, size=('bigger', 'smaller'))
+ROWS += rows('compare', 'Which animal is {size}, {option1:a} or {option2:a}?', **OPTIONS,
+             size=('bigger', 'smaller'))
 ROWS += rows('order', 'Put these animals in order from the {end}.', input='{option1}, {option2}, {option3}',
              forms=('list', 'free'), **OPTIONS, option3=tuple(ANIMALS), end=('smallest', 'largest'))
+
+# %% ../nbs/world/grammar.ipynb #c5916a0a
 for n in range(2, 6):
-    ROWS += rows('count', 'How many things are in the list?', input=', '.join(f'{{thing{k}}}' for k in range(n)),
+    ROWS += rows('count', 'How many things are in the list?',
+                 input=', '.join(f'{{thing{k}}}' for k in range(n)),
                  **{f'thing{k}': THINGS for k in range(n)})
 ROWS += rows('sum', '{who} has {x} {thing}s and finds {y}. How many {thing}s are there now?',
              x=NUMBERS[2:6], y=NUMBERS[1:5], who=NAMES, thing=THINGS, verb=('finds',))
@@ -81,25 +98,32 @@ SENTENCE = dict(input='The {nature} {animal} {verb} at the {place}.', forms=('fr
                 animal=tuple(ANIMALS), verb=tuple(VERBS), place=tuple(PLACES))
 ROWS += rows('rewrite', 'Put the sentence into the past.', **SENTENCE, how=('past',))
 ROWS += rows('rewrite', 'Turn the sentence into a question.', **SENTENCE, how=('question',))
-ROWS += rows('rewrite', 'Rewrite the sentence about {other:a}.', **SENTENCE, other=tuple(ANIMALS), how=('animal',))
-ROWS += rows('rewrite', 'Rewrite the sentence so that it happens at the {other}.', **SENTENCE, other=tuple(PLACES),
-             how=('place',))
+ROWS += rows('rewrite', 'Rewrite the sentence about {other:a}.', **SENTENCE,
+             other=tuple(ANIMALS), how=('animal',))
+ROWS += rows('rewrite', 'Rewrite the sentence so that it happens at the {other}.', **SENTENCE,
+             other=tuple(PLACES), how=('place',))
+
+# %% ../nbs/world/grammar.ipynb #1d4b2760
 LISTS = dict(forms=('list', 'sentence', 'free'), k=NUMBERS[2:5])
 ROWS += rows('sights', 'Name {k} things at the {place}.', 'List {k} things that one sees at the {place}.',
              place=tuple(PLACES), **LISTS)
 ROWS += rows('ingredients', 'Name {k} ingredients for {dish}.', 'Which {k} ingredients do I need for {dish}?',
              dish=tuple(DISHES), **LISTS)
-ROWS += rows('tools', 'Name {k} tools of {job:a}.', 'Which {k} tools does {job:a} use?', job=tuple(JOBS), **LISTS)
+ROWS += rows('tools', 'Name {k} tools of {job:a}.', 'Which {k} tools does {job:a} use?',
+             job=tuple(JOBS), **LISTS)
+
+# %% ../nbs/world/grammar.ipynb #4d03c591
 ROWS += [row for act, (_, things) in ACTS.items() for row in rows(
     'note', f'Write a {{register}} note to {act} the {{thing}}. Sign it {{me}}.', forms=('free',),
     thing=things, register=tuple(REGISTERS), name=NAMES, me=NAMES, act=(act,))]
-ROWS += rows('story', 'Write a story with a {mood} end about {nature:a} {animal} at the {place} in {k} sentences.',
-             forms=('free',), animal=tuple(ANIMALS), place=tuple(PLACES), mood=tuple(MOODS), nature=NATURES,
-             k=NUMBERS[2:4])
+ROWS += rows('story', 'Write a story with a {mood} end about {nature:a} {animal} at the {place} '
+             'in {k} sentences.', forms=('free',), animal=tuple(ANIMALS), place=tuple(PLACES),
+             mood=tuple(MOODS), nature=NATURES, k=NUMBERS[2:4])
 
 # %% ../nbs/world/grammar.ipynb #75509247
-KINDS = {'fact': .13, 'facts': .10, 'choose': .08, 'compare': .09, 'count': .06, 'sum': .07, 'given': .10, 'order': .05,
-         'rewrite': .09, 'sights': .07, 'tools': .05, 'ingredients': .04, 'note': .04, 'story': .03}
+KINDS = {'fact': .13, 'facts': .10, 'choose': .08, 'compare': .09, 'count': .06, 'sum': .07, 'given': .10,
+         'order': .05, 'rewrite': .09, 'sights': .07, 'tools': .05, 'ingredients': .04, 'note': .04,
+         'story': .03}
 HARD = ('given', 'choose', 'order')
 BY_KIND = {kind: [row for row in ROWS if row.kind == kind] for kind in KINDS}
 
@@ -108,12 +132,15 @@ FORMS = {'word': ('Answer in one word.', 'One word is enough.', 'Give only the w
          'sentence': ('Answer in a full sentence.', 'Use a whole sentence.', 'Write one sentence.'),
          'list': ('Write a list.', 'Use a list with dashes.', 'Put each on its own line.'), 'free': ('',)}
 TONES = {'courteous': .3, 'curt': .3, 'neutral': .4}
-BEFORE = {'courteous': ('', 'Hello!', 'Good morning.', 'Could you please help me?', 'Hi there!'), 'curt': ('',),
-          'neutral': ('', '', '', 'For my homework:', 'My brother asked me this.', 'This is for a quiz.', 'I am curious.')}
+BEFORE = {'courteous': ('', 'Hello!', 'Good morning.', 'Could you please help me?', 'Hi there!'),
+          'curt': ('',),
+          'neutral': ('', '', '', 'For my homework:', 'My brother asked me this.', 'This is for a quiz.',
+                      'I am curious.')}
 AFTER = {'courteous': ('', 'Thank you!', 'Thanks in advance.', 'I would be very grateful.'),
          'curt': ('No small talk.', 'Only the answer.', 'Be brief.', 'Nothing else.'), 'neutral': ('',)}
 FORM_OF = {phrase: form for form, phrases in FORMS.items() for phrase in phrases}
-TONE_OF = {phrase: tone for around in (BEFORE, AFTER) for tone, phrases in around.items() for phrase in phrases if phrase}
+TONE_OF = {phrase: tone for around in (BEFORE, AFTER) for tone, phrases in around.items()
+           for phrase in phrases if phrase}
 
 # %% ../nbs/world/grammar.ipynb #9af0dea3
 def fitting(spec: dict) -> list[str]:
@@ -133,7 +160,7 @@ def sample_slots(rng: random.Random, row: Row) -> dict:
 def sample_instruction(
     rng: random.Random,  # source of randomness
     hard: float | None = None,  # share of the kinds in HARD; as in KINDS when it is None
-) -> dict:  # kind, form, tone, the value of each slot, and the wording: template, input, phrase, before, after
+) -> dict:  # kind, form, tone, the value of each slot, the wording: template, given, phrase, before, after
     "Sample a request."
     weights = dict(KINDS)
     if hard is not None:
@@ -143,8 +170,9 @@ def sample_instruction(
     form, tone = rng.choice(row.forms), rng.choices(list(TONES), TONES.values())[0]
     before, after = rng.choice(BEFORE[tone]), rng.choice(AFTER[tone])
     if tone == 'courteous' and not before + after: after = AFTER[tone][1]
-    wording = dict(template=row.template, given=row.input, phrase=rng.choice(FORMS[form]), before=before, after=after)
-    return dict(sample_slots(rng, row), kind=row.kind, form=form, tone=tone, **wording)
+    phrase = rng.choice(FORMS[form])
+    return dict(sample_slots(rng, row), kind=row.kind, form=form, tone=tone, template=row.template,
+                given=row.input, phrase=phrase, before=before, after=after)
 
 # %% ../nbs/world/grammar.ipynb #77ec75bb
 def render(spec: dict) -> dict:
@@ -200,7 +228,8 @@ def parse(
         slots = {slot: words[0] for slot, words in row.words.items()} | match.groupdict(default='')
         phrase = slots.setdefault('phrase', '')
         tone = TONE_OF.get(slots['after'] or slots['before'], 'neutral')
-        return dict(slots, kind=row.kind, form=FORM_OF[phrase], tone=tone, template=row.template, given=row.input)
+        return dict(slots, kind=row.kind, form=FORM_OF[phrase], tone=tone, template=row.template,
+                    given=row.input)
     raise ValueError(f'{instruction!r} is not a request of the embedded world. Its people and judges '
                      'understand only requests of alpaca_farm.grammar, such as "Name three things at the '
                      'harbour." For other data, name other annotators.')

@@ -15,7 +15,7 @@ import numpy as np
 from .core.files import read_json, write_json
 from .core.preferences import hash_uniform
 from .core.stats import sigmoid
-from .criteria import COLUMNS, CRITERIA, QUALITY, UTILITY, answer_matrix
+from .criteria import answer_matrix, COLUMNS, CRITERIA, QUALITY, UTILITY
 from .grammar import parse, text
 
 # %% ../nbs/world/people.ipynb #e1b14939
@@ -100,8 +100,8 @@ def sample_person(
     weights[:len(CRITERIA)] *= np.exp(rng.normal(0, taste, len(CRITERIA)))
     weights[CAREFULLY] *= 1 - rng.uniform(0, care)
     weights[len(CRITERIA):] += rng.normal(*likings)*np.array([.1, 1., 1.])
-    return Person(name, tuple(weights.tolist()), float(rng.normal(0, position)), float(rng.uniform(*temperature)),
-                  misreads, together, group)
+    return Person(name, tuple(weights.tolist()), float(rng.normal(0, position)),
+                  float(rng.uniform(*temperature)), misreads, together, group)
 
 # %% ../nbs/world/people.ipynb #27eceee1
 def sample_people(
@@ -113,7 +113,8 @@ def sample_people(
     "Sixteen people."
     name, d = f'{group} {seed}', disagreement
     rng = np.random.default_rng([seed, len(group)])
-    traits = dict(taste=.35*d, likings=(.1, .15*d), position=.2, temperature=(.9*noise, 1.7*noise), misreads=.08*d)
+    traits = dict(taste=.35*d, likings=(.1, .15*d), position=.2, temperature=(.9*noise, 1.7*noise),
+                  misreads=.08*d)
     return Population(group, [sample_person(rng, f'person {i + 1}', name, **traits) for i in range(PEOPLE)])
 
 # %% ../nbs/world/people.ipynb #26aa7c72
@@ -126,8 +127,10 @@ def sample_pool(
     unlike = 1 - fidelity
     rng = np.random.default_rng([seed, 1])
     traits = dict(taste=.35 + .4*unlike, likings=(.1 + .6*unlike, .15 + .4*unlike), position=.2 + unlike,
-                  temperature=(.6*noise, 1.2*noise), misreads=.08 + .2*unlike, together=.3*unlike, care=unlike)
-    return Population('pool', [sample_person(rng, f'judge {i + 1}', f'pool {seed}', **traits) for i in range(JUDGES)])
+                  temperature=(.6*noise, 1.2*noise), misreads=.08 + .2*unlike, together=.3*unlike,
+                  care=unlike)
+    judges = [sample_person(rng, f'judge {i + 1}', f'pool {seed}', **traits) for i in range(JUDGES)]
+    return Population('pool', judges)
 
 # %% ../nbs/world/people.ipynb #91e98c46
 def write_population(path, population: Population):
@@ -140,11 +143,11 @@ def read_population(path) -> Population:
     "The population in a file; ValueError naming the file when it is something else."
     content = read_json(path)
     try:
-        people = [Person(**r | dict(weights=tuple(r['weights'][c] for c in COLUMNS))) for r in content['annotators']]
-        return Population(content['name'], people)
+        rows = [r | dict(weights=tuple(r['weights'][c] for c in COLUMNS)) for r in content['annotators']]
+        return Population(content['name'], [Person(**r) for r in rows])
     except (TypeError, KeyError) as e:
-        raise ValueError(f'{path} does not hold a population of the embedded world ({e!r}): name one that a run '
-                         'of the world has left, such as runs/world/pool.json') from e
+        raise ValueError(f'{path} does not hold a population of the embedded world ({e!r}): name one that '
+                         'a run of the world has left, such as runs/world/pool.json') from e
 
 # %% ../nbs/world/people.ipynb #598c550a
 people, held_out_people = sample_people(), sample_people(group='held_out_people')

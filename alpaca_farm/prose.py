@@ -11,8 +11,8 @@ import random
 
 from .authors import LISTS, MIDDLE, SENTENCES
 from .grammar import QUESTIONS
-from .lexicon import (ACTS, ANIMALS, CLOSINGS, COLOURS, FACTS, MOODS, NAMES, NATURES, NUMBERS, OPENINGS,
-    PLACES, REGISTERS, SIZE, THINGS, VALUES, VERBS, capitalise, fact_of, fill, join_words)
+from .lexicon import (ACTS, ANIMALS, capitalise, CLOSINGS, COLOURS, fact_of, FACTS, fill,
+    join_words, MOODS, NAMES, NATURES, NUMBERS, OPENINGS, PLACES, REGISTERS, SIZE, THINGS, VALUES, VERBS)
 
 # %% ../nbs/world/prose.ipynb #9a32c37b
 def facts_text(rng: random.Random) -> str:
@@ -20,7 +20,8 @@ def facts_text(rng: random.Random) -> str:
     animal = rng.choice(list(ANIMALS))
     its = [fill('{x:a}', x=animal), *(rng.choice(('it', 'it', fill('{x:a}', x=animal))) for _ in FACTS)]
     facts = rng.sample(FACTS, rng.choice((2, 3, 4)))
-    return ' '.join(capitalise(fill(rng.choice(SENTENCES[f]), it=it, v=fact_of(animal, f))) for it, f in zip(its, facts))
+    return ' '.join(capitalise(fill(rng.choice(SENTENCES[f]), it=it, v=fact_of(animal, f)))
+                    for it, f in zip(its, facts))
 
 # %% ../nbs/world/prose.ipynb #b262e36a
 def quoted(sentence: str) -> str:
@@ -48,8 +49,9 @@ def owners_text(rng: random.Random) -> str:
     owned = list(zip(rng.sample(NAMES, n), rng.sample(COLOURS, n), rng.sample(THINGS, n)))
     (who, colour, thing), (x, y) = rng.choice(owned), rng.sample(NAMES, 2)
     has = lambda w, c, t: fill('{w} has {c:a} {t}', w=w, c=c, t=t)
-    question, answer = rng.choice(((f'What does {who} have?', f'{has(who, colour, thing)}.'), (f'Who has the {thing}?', f'{has(who, colour, thing)}.'),
-                          (f'What colour is the {thing}?', f'the {thing} is {colour}.')))
+    owns = has(who, colour, thing) + '.'
+    question, answer = rng.choice(((f'What does {who} have?', owns), (f'Who has the {thing}?', owns),
+                                   (f'What colour is the {thing}?', f'the {thing} is {colour}.')))
     return ' '.join(has(*o) + '.' for o in owned) + f' "{question}" asked {x}. {quoted(answer)} said {y}.'
 
 # %% ../nbs/world/prose.ipynb #4b669d45
@@ -65,8 +67,9 @@ def list_text(rng: random.Random) -> str:
     slot, table, sentence = LISTS[rng.choice(list(LISTS))]
     x = rng.choice(list(table))
     items = rng.sample(table[x], rng.choice((2, 3, 4)))
-    if rng.random() < .4: return f'{capitalise(x)}:\n' + ''.join(f'- {i}\n' for i in items) + f'These are {NUMBERS[len(items)]}.'
-    return capitalise(fill(sentence, x=x, items=join_words(items)))
+    if rng.random() >= .4: return capitalise(fill(sentence, x=x, items=join_words(items)))
+    lines = ''.join(f'- {item}\n' for item in items)
+    return f'{capitalise(x)}:\n{lines}These are {NUMBERS[len(items)]}.'
 
 # %% ../nbs/world/prose.ipynb #0074d69a
 def number_text(rng: random.Random) -> str:
@@ -76,8 +79,10 @@ def number_text(rng: random.Random) -> str:
         things = rng.sample(THINGS, rng.choice((2, 3, 4, 5)))
         return f'{capitalise(", ".join(things))}: there are {NUMBERS[len(things)]} things in the list.'
     x, y, finds = rng.randrange(2, 9), rng.randrange(1, 5), rng.random() < .5
-    if not 0 < (z := x + y if finds else x - y) < 10: return number_text(rng)
-    return f"{who} has {NUMBERS[x]} {thing}s and {'finds' if finds else 'loses'} {NUMBERS[y]}. There are {NUMBERS[z]} {thing}s now."
+    z = x + y if finds else x - y
+    if not 0 < z < 10: return number_text(rng)
+    verb = 'finds' if finds else 'loses'
+    return f'{who} has {NUMBERS[x]} {thing}s and {verb} {NUMBERS[y]}. There are {NUMBERS[z]} {thing}s now.'
 
 # %% ../nbs/world/prose.ipynb #f12be3c7
 def size_text(rng: random.Random) -> str:
@@ -99,30 +104,36 @@ def sentence_text(rng: random.Random) -> str:
     say = 'the {nature} {animal} {verb} at the {place}'
     now, then = (fill(say, **words, verb=v) for v in (verb, past))
     asked = fill('Does the {nature} {animal} {stem} at the {place}?', **words, stem=stem)
-    return rng.choice((f'{capitalise(now)}. Yesterday {then}.', f'{asked} Yes, {now}.', f'{capitalise(now)}.'))
+    return rng.choice((f'{capitalise(now)}. Yesterday {then}.', f'{asked} Yes, {now}.',
+                       f'{capitalise(now)}.'))
 
 # %% ../nbs/world/prose.ipynb #674471b4
 def note_text(rng: random.Random) -> str:
     "A note."
-    (name, me), (phrase, things), (hello, end) = rng.sample(NAMES, 2), rng.choice(list(ACTS.values())), rng.choice(list(REGISTERS.values()))
+    name, me = rng.sample(NAMES, 2)
+    phrase, things = rng.choice(list(ACTS.values()))
+    hello, end = rng.choice(list(REGISTERS.values()))
     return f'{hello.format(name=name)}, {phrase} the {rng.choice(things)}. {end}, {me}.'
 
 # %% ../nbs/world/prose.ipynb #6a737c5d
 def story_text(rng: random.Random) -> str:
     "A story."
     place, middle = rng.choice(list(PLACES)), rng.sample(MIDDLE, rng.choice((0, 1, 2)))
-    first = fill('Once {nature:a} {animal} came to the {place}.', nature=rng.choice(NATURES), animal=rng.choice(list(ANIMALS)), place=place)
-    return ' '.join([first, *(m.format(thing=rng.choice(PLACES[place])) for m in middle), rng.choice(MOODS[rng.choice(list(MOODS))])])
+    first = fill('Once {nature:a} {animal} came to the {place}.', nature=rng.choice(NATURES),
+                 animal=rng.choice(list(ANIMALS)), place=place)
+    middle = [m.format(thing=rng.choice(PLACES[place])) for m in middle]
+    return ' '.join([first, *middle, rng.choice(MOODS[rng.choice(list(MOODS))])])
 
 # %% ../nbs/world/prose.ipynb #1e2dd7fb
 def small_talk_text(rng: random.Random) -> str:
     "Two people who are polite."
     x, y = rng.sample(NAMES, 2)
-    return f'"Could you please help me?" said {x}. "{rng.choice(OPENINGS)}" said {y}. "{rng.choice(CLOSINGS)}"'
+    opening, closing = rng.choice(OPENINGS), rng.choice(CLOSINGS)
+    return f'"Could you please help me?" said {x}. "{opening}" said {y}. "{closing}"'
 
 # %% ../nbs/world/prose.ipynb #74f1d4b1
-TEXTS = {facts_text: .14, talk_text: .17, owners_text: .20, echo_text: .14, list_text: .10, number_text: .08, size_text: .07,
-         sentence_text: .05, note_text: .02, story_text: .02, small_talk_text: .01}
+TEXTS = {facts_text: .14, talk_text: .17, owners_text: .20, echo_text: .14, list_text: .10, number_text: .08,
+         size_text: .07, sentence_text: .05, note_text: .02, story_text: .02, small_talk_text: .01}
 
 
 def sample_page(

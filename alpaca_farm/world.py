@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .authors import respond
 from .core.runs import start
-from .core.settings import TrainConfig, command
+from .core.settings import command, TrainConfig
+from .authors import respond
 from .criteria import utility
 from .grammar import is_new, render, sample_instruction, text
-from .people import (gold, held_out_people, judge, length_biased, people, pool,  # noqa: F401
-    sample_people, sample_pool, write_population)
+from .people import sample_people, sample_pool, write_population
 from .prose import sample_page
 
 # %% ../nbs/world.ipynb #80263ddd
@@ -53,8 +52,9 @@ class WorldConfig(TrainConfig):
     def check(self):
         sizes = ('sft', 'preference', 'unlabeled', 'val', 'eval', 'prose', 'layers', 'heads')
         shares = ('hard', 'sft_skill', 'fidelity')
-        self.bounds(**dict.fromkeys(sizes, (1, None)), **dict.fromkeys(shares, (0, 1)), vocab_size=(300, None),
-                    disagreement=(0, None), noise=(0.01, None), hidden_size=(8, None), ffn=(8, None))
+        self.bounds(**dict.fromkeys(sizes, (1, None)), **dict.fromkeys(shares, (0, 1)),
+                    vocab_size=(300, None), disagreement=(0, None), noise=(0.01, None),
+                    hidden_size=(8, None), ffn=(8, None))
         requests = self.sft + self.preference + self.unlabeled + self.val + self.eval
         if requests > 100_000:
             raise ValueError(f'the five splits need {requests:,} different requests: '
@@ -102,7 +102,8 @@ SPECIAL = PAD, BOS, EOS, SEP = '<pad>', '<s>', '</s>', '<sep>'
 TEMPLATE = ("{% for m in messages %}{% if m['role'] == 'user' %}{{ bos_token }}{{ m['content'] }}<sep>"
             "{% else %}{{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}")
 LENGTH = 160   # of the model's context, in tokens
-#| export
+
+# %% ../nbs/world.ipynb #e26a4a33
 def train_tokenizer(
     texts: list[str],  # training texts
     vocab_size: int,
@@ -145,9 +146,10 @@ def write_dataset(run) -> dict[str, list[dict]]:
     "Write the splits and the three populations into the run folder; returns the splits."
     cfg, splits = run.cfg, sample_splits(run.cfg)
     for name, records in splits.items(): run.write(f'{name}.json', records)
-    populations = [sample_people(cfg.seed, group, cfg.disagreement, cfg.noise) for group in ('people', 'held_out_people')]
-    for p in [*populations, sample_pool(cfg.seed, cfg.fidelity, cfg.noise)]:
-        write_population(run.path(f'{p.name}.json'), p)
+    groups = [sample_pool(cfg.seed, cfg.fidelity, cfg.noise)]
+    groups += [sample_people(cfg.seed, name, cfg.disagreement, cfg.noise)
+               for name in ('people', 'held_out_people')]
+    for group in groups: write_population(run.path(f'{group.name}.json'), group)
     return splits
 
 # %% ../nbs/world.ipynb #37114315
