@@ -78,7 +78,8 @@ def load_answerer(how: BestOfNConfig):
 def reference_answers(records: list[dict], cfg: DecodingConfig) -> list[dict]:
     "Four answers of the reference to each record, one if they are greedy."
     policy, tokenizer = load_policy(cfg.reference, cfg)
-    return sample_answers(policy, tokenizer, records, cfg, n=4 if cfg.temperature else 1, seed=cfg.seed + 1000)
+    n = 4 if cfg.temperature else 1
+    return sample_answers(policy, tokenizer, records, cfg, n=n, seed=cfg.seed + 1000)
 
 # %% ../nbs/boards/decoding.ipynb #192595d1
 def decoding_row(
