@@ -166,7 +166,8 @@ class Population:
         return self.each(pairs).mean(1).tolist()
 
 # %% ../nbs/world.ipynb #5d1c67b1
-people, held_out_people = Population('people', sample_people()), Population('held_out_people', sample_people(8))
+people = Population('people', sample_people())
+held_out_people = Population('held_out_people', sample_people(8))   # they only judge boards
 pool = Population('pool', sample_judges())
 judge = Person('judge', tuple((UTILITY | dict(words=.02)).get(name, 0.) for name in COLUMNS), temperature=.05)
 
