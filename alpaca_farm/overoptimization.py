@@ -88,7 +88,7 @@ def annotation_words(preferences: str, cfg: OverConfig) -> list[str]:
     config = run_config(preferences)
     if not config: return [Path(preferences).stem]
     settings = config['settings']
-    words, pairs = [settings['annotators'].rpartition(':')[2]], run_config(settings['outputs'])
+    words, pairs = [Path(settings['annotators'].rpartition(':')[2]).stem], run_config(settings['outputs'])
     flips = flip_share(settings.get('label_flip', 0.), settings['annotators'])
     if flips: words.append(f'{flips:.0%} flips')
     if pairs and pairs['settings']['policy'] != cfg.policy: words.append('asked again')
