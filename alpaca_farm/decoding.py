@@ -128,7 +128,7 @@ def decoding_figure(table):
         if len(groups) < 4: ax.fill_between(rows.temperature, rows.low, rows.high, alpha=.15, lw=0)
     ax.axhline(50, color='grey', lw=.8, ls=':')
     ax.set(xlabel='temperature (0: greedy)', ylabel='win rate against the reference (%)')
-    ax.legend(fontsize=7, ncols=1 + len(groups)//6)
+    ax.legend(fontsize=7, loc='upper left', bbox_to_anchor=(1, 1))
     fig.tight_layout()
     return fig
 

@@ -122,25 +122,25 @@ def test_groups_of_methods_over_replicates():
 
 def test_the_parts_of_the_utility_add_up():
     "By hand: each part is weight times criterion minus that of SFT's answers, their sum the difference in utility; over replicates their mean."
-    from alpaca_farm import world
+    from alpaca_farm import criteria
     from alpaca_farm.agreement import embedded_pairs
     from alpaca_farm.farm_board import chosen_answers, parts_table
     pairs = embedded_pairs(30)
     ask = [dict(instruction=p['instruction'], input=p['input']) for p in pairs]
     sft, mine = [dict(r, output=[p['output_1'], 'Sure!']) for r, p in zip(ask, pairs)], [dict(r, output=p['output_2']) for r, p in zip(ask, pairs)][::-1]
     table = parts_table([dict(sft=sft, mine=mine)]).set_index('part').difference
-    u = lambda texts: np.array(world.utility([dict(r, output=t) for r, t in zip(ask, texts)]))
+    u = lambda texts: np.array(criteria.utility([dict(r, output=t) for r, t in zip(ask, texts)]))
     want = u([p['output_2'] for p in pairs]) - (u([p['output_1'] for p in pairs]) + u(['Sure!']*30))/2
     assert table['utility'] == pytest.approx(want.mean()) and table.drop('utility').sum() == pytest.approx(want.mean())
-    name, weight = next((c, w) for c, w in world.UTILITY.items() if w > 0)
-    part = lambda texts: weight*np.mean(world.answer_matrix([dict(r, output=t) for r, t in zip(ask, texts)])[:, world.COLUMNS.index(name)])
+    name, weight = next((c, w) for c, w in criteria.UTILITY.items() if w > 0)
+    part = lambda texts: weight*np.mean(criteria.answer_matrix([dict(r, output=t) for r, t in zip(ask, texts)])[:, criteria.COLUMNS.index(name)])
     assert table[name] == pytest.approx(part([p['output_2'] for p in pairs]) - (part([p['output_1'] for p in pairs]) + part(['Sure!']*30))/2)
     two = parts_table([dict(sft=sft, mine=mine, lost=mine), dict(sft=sft, mine=[dict(r, output='Sure!') for r in ask])])
     assert set(two.method) == {'mine'} and (two.low <= two.difference).all()
     samples = [dict(r, output=[p['output_1'], p['output_2'], 'Sure! Thank you.'], ended=[True]*3) for r, p in zip(ask, pairs)]
     chosen = chosen_answers(samples)
     assert [r['output'] for r in chosen['longest_of_n']] == [max(s['output'], key=lambda o: len(o.split())) for s in samples]
-    assert world.utility(chosen['utility_of_n']) == np.max([u([s['output'][k] for s in samples]) for k in range(3)], 0).tolist()
+    assert criteria.utility(chosen['utility_of_n']) == np.max([u([s['output'][k] for s in samples]) for k in range(3)], 0).tolist()
 
 
 def test_a_method_is_a_row_of_the_table():
