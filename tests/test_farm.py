@@ -173,7 +173,7 @@ def test_agreement_is_one_vote_against_three(tmp_path):
     from alpaca_farm.agreement import embedded_pairs
     from alpaca_farm.simulation import vote_agreements
     from alpaca_farm.noise import preference_probabilities, sample_votes
-    pairs = embedded_pairs(150)
+    pairs = embedded_pairs(500)
     (tmp_path/'annotators').mkdir()
     rows = [{k: v for k, v in p.items() if k != 'votes'} | dict(preference=1) for p in pairs]
     (tmp_path/'annotators'/'preferences.json').write_text(json.dumps(rows))
