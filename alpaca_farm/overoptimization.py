@@ -54,7 +54,7 @@ class OverConfig(SampleConfig, JudgedConfig):
     ensembles: list[str] = field(default_factory=list)             # runs of reward_model with several members
     policies: list[str] = field(default_factory=lambda: POLICIES)  # runs of methods, best with checkpoints
     gold: str = 'alpaca_farm.world:utility'   # the true reward, "module:function" of records
-    people: str = 'alpaca_farm.world:people'  # judges of the answers against the SFT policy's
+    people: str = 'alpaca_farm.world:held_out_people'  # judges of the answers against the SFT policy's
     instances: int = 150                 # instructions of the bank to use
     answers: int = 4                     # answers of each policy to each of them
     inputs = dict(data=(), policy='model', people=('preferences', 'model'), gold=(),
