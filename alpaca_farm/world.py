@@ -22,9 +22,6 @@ from .people import (gold, held_out_people, judge, length_biased, people, pool, 
     sample_pool, write_population)
 from .prose import sample_page
 
-# %% ../nbs/world.ipynb #f23cb4b8
-from .people import gold, held_out_people, judge, length_biased, people, pool  # noqa: F401
-
 # %% ../nbs/world.ipynb #80263ddd
 @dataclass
 class WorldConfig(TrainConfig):
