@@ -49,7 +49,7 @@ class EffectsConfig(JudgedConfig):
     references: str = 'runs/references'  # the policy's answers that others are compared with
     annotators: str = 'alpaca_farm.world:pool'       # annotators without the bias
     biased: str = 'alpaca_farm.world:length_biased'  # the same annotators with a bias for length
-    people: str = 'alpaca_farm.world:people'         # judges of the policies
+    people: str = 'alpaca_farm.world:held_out_people'  # judges of the policies
     pairs: int = 4000                    # labelled pairs to learn from
     held_out: int = 1000                 # further labelled pairs, for the audit and measurements
     label_flip: float = 0.0              # share of labels that are flipped
