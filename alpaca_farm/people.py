@@ -113,21 +113,21 @@ def sample_people(
     "Sixteen people."
     name, d = f'{group} {seed}', disagreement
     rng = np.random.default_rng([seed, len(group)])
-    traits = dict(taste=.35*d, likings=(.1, .15*d), position=.2, temperature=(.9*noise, 1.7*noise),
+    traits = dict(taste=.35*d, likings=(.1, .15*d), position=.2, temperature=(.8*noise, 1.5*noise),
                   misreads=.08*d)
     return Population(group, [sample_person(rng, f'person {i + 1}', name, **traits) for i in range(PEOPLE)])
 
 # %% ../nbs/world/people.ipynb #26aa7c72
 def sample_pool(
     seed: int = 0,
-    fidelity: float = .6,  # 1: as people read
+    fidelity: float = .7,  # 1: as people read
     noise: float = 1.,     # factor of the temperatures
 ) -> Population:
     "Thirteen judges."
     unlike = 1 - fidelity
     rng = np.random.default_rng([seed, 1])
     traits = dict(taste=.35 + .4*unlike, likings=(.1 + .6*unlike, .15 + .4*unlike), position=.2 + unlike,
-                  temperature=(.6*noise, 1.2*noise), misreads=.08 + .2*unlike, together=.3*unlike,
+                  temperature=(.5*noise, noise), misreads=.08 + .1*unlike, together=.4*unlike,
                   care=unlike)
     judges = [sample_person(rng, f'judge {i + 1}', f'pool {seed}', **traits) for i in range(JUDGES)]
     return Population('pool', judges)

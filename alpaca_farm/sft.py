@@ -30,7 +30,7 @@ class SFTConfig(TrainConfig, AnswerConfig):
     policy: str = 'runs/world'    # the base model
     epochs: int = 1               # passes over the demonstrations
     max_length: int = 128         # tokens of prompt and response together
-    learning_rate: float = 1e-4   # AdamW's peak learning rate
+    learning_rate: float = 2e-3   # AdamW's peak learning rate
     max_instances: int = 0        # use only the first n demonstrations; 0 for all
     inputs = dict(data=('split', 'val_split', 'eval_split'), policy='model')
 

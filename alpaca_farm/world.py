@@ -27,14 +27,14 @@ from .prose import sample_page
 class WorldConfig(TrainConfig):
     "Settings of the embedded world."
     out: str = 'runs/world'      # run folder: the dataset, the people, and the base model
-    sft: int = 8000              # demonstrations for supervised training (AlpacaFarm: 10,000)
+    sft: int = 16000             # demonstrations for supervised training (AlpacaFarm: 10,000)
     preference: int = 8000       # instructions to compare answers on (10,000)
     unlabeled: int = 8000        # instructions without answers (20,000)
     val: int = 500               # validation instructions (2,000)
     eval: int = 805              # evaluation instructions (805)
     hard: float = 0.23           # share of requests of the kinds that a small model hardly learns
     sft_skill: float = 0.5       # mean skill of the demonstrators, 0 to 1
-    fidelity: float = 0.6        # how much the judges of the pool resemble people, 0 to 1
+    fidelity: float = 0.7        # how much the judges of the pool resemble people, 0 to 1
     disagreement: float = 1.0    # factor of the spread of people's tastes and of their mistakes
     noise: float = 1.0           # factor of the chance in every comparison
     prose: int = 16_000          # pages of prose the base model is trained on
@@ -136,7 +136,7 @@ def base_model(cfg: WorldConfig, tokenizer):
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=cfg.hidden_size, num_hidden_layers=cfg.layers,
         num_attention_heads=cfg.heads, num_key_value_heads=cfg.heads, intermediate_size=cfg.ffn,
-        max_position_embeddings=LENGTH, tie_word_embeddings=True, attn_implementation='sdpa',
+        max_position_embeddings=LENGTH, initializer_range=.05, tie_word_embeddings=True, attn_implementation='sdpa',
         pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id))
 
