@@ -28,7 +28,8 @@ from .core.stats import Interval, wilson
 from .judges import ApiJudge, ask_judges, load_evaluators, make_pool, Verdict
 from alpaca_farm.local_judges import (is_model, is_reward_model, load_recorded, LocalJudge, RecordedLabels,
     RewardJudge)
-from .noise import flip_labels, flip_mask, flip_share, FlippedLabels
+from .noise import flip_labels, flip_mask, flip_share, FlippedLabels, is_population
+from .people import read_population
 
 # %% ../nbs/annotators.ipynb #0cdfba01
 def check_known_names(specs: list[str], models: list[str], weights: list[str] = ()):
@@ -87,9 +88,9 @@ def load_annotators(
 ):  # an annotator, or a pool
     "The annotator or pool that a setting names; ValueError for any other name."
     if ':' in spec: return resolve(spec)
-    cfg = asking_settings(cfg)
-    if judge_config_file(spec): return load_configured(spec, cfg)
-    if is_reward_model(spec): return RewardJudge(spec, cfg)
+    if is_population(spec): return read_population(spec)
+    if judge_config_file(spec): return load_configured(spec, asking_settings(cfg))
+    if is_reward_model(spec): return RewardJudge(spec, asking_settings(cfg))
     if is_model(spec):
         raise ValueError(f'{spec} holds a language model, which needs a prompt: name a configuration, '
                          'such as open_pool, and map its model to this folder')

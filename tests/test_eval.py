@@ -5,8 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tiny
 from alpaca_farm.core import comparisons
-from alpaca_farm import leaderboards
+from alpaca_farm import decoding, leaderboards
 from alpaca_farm import eval as ev
 from alpaca_farm import rankings
 from alpaca_farm.annotators import load_annotators
@@ -288,3 +289,75 @@ def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
             assert float(ours.loc[m, name]) == pytest.approx(float(shipped.loc[m, name]), abs=1e-6), (m, name)
         assert ours.loc[m, 'n_unanswered'] == 0 and ours.loc[m, 'n_total'] == 805
         assert ours.loc[m, 'difficulty'] == 'no'   # two models: how near the published value this comes is tests/test_length_control.py's matter
+
+
+# decoding: at which temperature a policy answers best
+
+def shortest(pairs): return [1.5 - .5*np.sign(len(p['output_2']) - len(p['output_1'])) for p in pairs]
+
+
+@pytest.fixture(scope='module')
+def best_of_two(base, tmp_path_factory):
+    "A run of best-of-2."
+    from alpaca_farm import best_of_n
+    out = str(tmp_path_factory.mktemp('runs')/'best_of_n')
+    best_of_n.run(best_of_n.BestOfNConfig(**tiny.settings('best_of_n', base, out=out)))
+    return out
+
+
+def decode(base, folder, **more):
+    "The configuration of a finished run of decoding."
+    given = dict(out=str(folder/'decoding'), policies=[str(base/'sft')], reference=str(base/'sft'), data=str(base/'world'), annotators=f'{__name__}:shortest',
+                 temperatures=[1., .5, 0.], max_new_tokens=12, max_prompt=110) | more
+    cfg = decoding.DecodingConfig(**given)
+    decoding.run(cfg)
+    return cfg
+
+
+def test_each_policy_answers_at_the_temperature_that_wins_on_val(base, best_of_two, tmp_path):
+    "The rows by hand; the answers to eval are those at the best temperature; best-of-n is not tried greedily; nothing is done twice."
+    import pandas as pd
+    from alpaca_farm.core.answers import sample_answers
+    from alpaca_farm.core.data import load_records
+    cfg = decode(base, tmp_path, policies=[str(base/'sft'), best_of_two])
+    table = pd.read_csv(tmp_path/'decoding'/'temperatures.csv')
+    assert [(r.policy, r.temperature) for r in table.itertuples()] == [('sft', 1), ('sft', .5), ('sft', 0), ('best_of_n', 1), ('best_of_n', .5)]
+    val, chosen = load_records(str(base/'world'), 'val'), read_summary(cfg.out)
+    references = decoding.reference_answers(val, cfg)
+    assert {len(r['output']) for r in references} == {4} and {r['temperature'] for r in references} == {1.}
+    answer = decoding.load_answerer(decoding.sampling_of(str(base/'sft'), cfg))
+    for row in table[table.policy == 'sft'].itertuples():
+        wins = [np.mean([1.5 - .5*np.sign(len(a['output']) - len(o)) for o in r['output']]) for a, r in zip(answer(val, row.temperature), references)]
+        assert row.win_rate == pytest.approx(100*(np.mean(wins) - 1), abs=1e-3) and row.low <= row.win_rate <= row.high
+    for name, rows in table.groupby('policy'):
+        assert chosen[f'{name}_temperature'] == rows.temperature[rows.win_rate.idxmax()]
+        written = read_json(tmp_path/'decoding'/'outputs'/f'{name}.json')
+        assert {r['temperature'] for r in written} == {chosen[f'{name}_temperature']} and {r['generator'] for r in written} == {name} and len(written) == 30
+    assert chosen['sft_sampling_temperature'] > 0
+    two = sample_answers(*decoding.load_policy(str(base/'sft'), cfg), val, cfg, n=2)
+    best = decoding.load_answerer(decoding.sampling_of(best_of_two, cfg))(val, 1.)
+    assert all(b['output'] in t['output'] for b, t in zip(best, two)) and any(b['output'] != t['output'][0] for b, t in zip(best, two))
+    assert decoding.run(cfg).done
+
+
+def test_an_interrupted_choice_goes_on_with_the_next_policy(base, best_of_two, tmp_path, monkeypatch):
+    more, show = dict(policies=[str(base/'sft'), best_of_two]), decoding.Progress.__call__
+    whole = decode(base, tmp_path, out=str(tmp_path/'whole'), **more)
+    def killed(self, *args): raise KeyboardInterrupt
+    monkeypatch.setattr(decoding.Progress, '__call__', killed)
+    with pytest.raises(KeyboardInterrupt): decode(base, tmp_path, **more)
+    monkeypatch.setattr(decoding.Progress, '__call__', show)
+    written = (tmp_path/'decoding'/'outputs'/'sft.json').stat().st_mtime_ns
+    decode(base, tmp_path, **more)
+    assert not (tmp_path/'decoding~1').exists() and (tmp_path/'decoding'/'outputs'/'sft.json').stat().st_mtime_ns == written
+    for file in ('temperatures.csv', 'outputs/sft.json', 'outputs/best_of_n.json'):
+        assert (tmp_path/'decoding'/file).read_text() == (tmp_path/'whole'/file).read_text(), file
+    assert [r['policy'] for r in read_log(whole.out)] == ['sft', 'best_of_n']
+
+
+@pytest.mark.parametrize('given, message', [
+    (dict(temperatures=[.5, .5]), 'give each once'), (dict(temperatures=[]), 'temperatures is empty'), (dict(policies=['no/such/run']), 'no/such/run'),
+    (dict(split='vall'), 'vall'), (dict(eval_split='evl'), "eval_split = 'evl'")])
+def test_a_choice_without_sense_is_refused(base, tmp_path, given, message):
+    with pytest.raises((ValueError, OSError), match=message): decode(base, tmp_path, **given)
+    assert not (tmp_path/'decoding'/'temperatures.csv').exists()

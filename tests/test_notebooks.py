@@ -34,7 +34,7 @@ OWN = {name: lambda f: {} for name in SILENT} | dict(
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
 TINY_FARM = dict(
-    world=dict(sft=60, preference=80, unlabeled=64, val=20, eval=30, corpus=160, hidden_size=32, layers=1, ffn=32, heads=2),
+    world=dict(sft=60, preference=80, unlabeled=64, val=20, eval=30, prose=160, hidden_size=32, layers=1, ffn=32, heads=2),
     reward_model=dict(held_out=10, epochs=1), best_of_n=dict(n=2), base=dict(n=1), candidates=dict(n=4, max_instances=24),
     expert_iteration=dict(n=4, max_instances=24, epochs=1),
     ppo=dict(steps=2, rollouts=8, batch_size=4, val_instances=8, eval_every=1, save_every=1),
