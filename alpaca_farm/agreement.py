@@ -61,7 +61,8 @@ def embedded_pairs(
 ) -> list[dict]:  # labelled pairs; generator_1 and _2 name the authors
     "Pairs of answers by authors of differing skill, labelled by the embedded world's people."
     import random
-    from alpaca_farm.grammar import render, respond, sample_instruction
+    from alpaca_farm.authors import respond
+    from alpaca_farm.grammar import render, sample_instruction
     people, rng, pairs = resolve('alpaca_farm.world:people'), random.Random(seed), []
     while len(pairs) < n:
         spec, (a, b) = sample_instruction(rng), rng.sample(AUTHORS, 2)

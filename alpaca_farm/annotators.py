@@ -18,8 +18,8 @@ from .core.api import ApiConfig, asking_settings, parse_mapping
 from .core.batches import ApiClient
 from .core.comparisons import common_prompts
 from .core.data import full_instruction, load_records, prompt_key
-from alpaca_farm.core.judge_configs import (configured_annotators, configured_models, judge_config_file,
-    parse_decoding)
+from .core.judge_configs import (configured_annotators, configured_models, is_population,
+    judge_config_file, parse_decoding)
 from .core.preferences import (annotator_name, annotator_preferences, coin_label, decide_vote,
     draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped, swap_outputs)
 from .core.runs import start
@@ -28,7 +28,7 @@ from .core.stats import Interval, wilson
 from .judges import ApiJudge, ask_judges, load_evaluators, make_pool, Verdict
 from alpaca_farm.local_judges import (is_model, is_reward_model, load_recorded, LocalJudge, RecordedLabels,
     RewardJudge)
-from .noise import flip_labels, flip_mask, flip_share, FlippedLabels, is_population
+from .noise import flip_labels, flip_mask, flip_share, FlippedLabels
 from .people import read_population
 
 # %% ../nbs/annotators.ipynb #0cdfba01

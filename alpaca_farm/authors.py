@@ -51,7 +51,7 @@ SENTENCES = {'home': ('{it} lives in the {v}.', 'The home of {it} is the {v}.'),
              'colour': ('{it} is {v}.', 'The colour of {it} is {v}.'),
              'skill': ('{it} can {v} very well.', '{it} is good at it: it can {v}.')}
 
-
+# %% ../nbs/world/authors.ipynb #a63db2e8
 def recall(author: Author, animal: str, fact: str, p: float) -> str:
     "A fact as an author knows it."
     return author.right(fact_of(animal, fact), VALUES[fact], p, common_mistake(animal, fact))
@@ -151,7 +151,7 @@ LISTS = {  # by kind: slot, table, and a sentence
 ITEMS = {kind: tuple(dict.fromkeys(item for items in table.values() for item in items))
          for kind, (_, table, _) in LISTS.items()}
 
-
+# %% ../nbs/world/authors.ipynb #94a1fcac
 def write_list(spec: dict, author: Author) -> str:
     "Things that belong to a place, a dish or a job; the slips are one too few, and things of another."
     slot, table, sentence = LISTS[spec['kind']]
@@ -172,7 +172,7 @@ def write_note(spec: dict, author: Author) -> str:
 # %% ../nbs/world/authors.ipynb #baedbc53
 MIDDLE = ('It looked at the {thing} all day.', 'It was afraid of the {thing}.', 'It played with the {thing}.')
 
-
+# %% ../nbs/world/authors.ipynb #ebed860f
 def write_story(spec: dict, author: Author) -> str:
     "A story of the requested number of sentences."
     place, nature = author.right(spec['place'], PLACES, .4), author.right(spec['nature'], NATURES, .4)
@@ -188,7 +188,7 @@ WRITERS = dict.fromkeys(LISTS, write_list) | dict(
     given=write_given, count=write_number, sum=write_number, rewrite=write_rewritten, note=write_note,
     story=write_story)
 
-
+# %% ../nbs/world/authors.ipynb #f261341d
 def pleasantry_wanted(spec: dict) -> bool | None:
     "Whether a request wants a pleasantry; None when it does not matter."
     if spec['tone'] == 'curt' or spec['form'] == 'word': return False

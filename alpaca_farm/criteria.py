@@ -48,7 +48,7 @@ class Reading:
 # %% ../nbs/world/criteria.ipynb #041fde56
 NAMES_SET, ANIMALS_SET = frozenset(n.lower() for n in NAMES), frozenset(ANIMALS)
 
-
+# %% ../nbs/world/criteria.ipynb #45686444
 def check_facts(spec: dict, reading: Reading) -> tuple:
     "Facts about an animal: the share that is right, less the wrong ones."
     facts, words = FACTS_OF_PHRASE[spec['wanted']], set(reading.words) - {spec['animal']}

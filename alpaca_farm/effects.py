@@ -26,9 +26,8 @@ from .core.progress import duration
 from .core.runs import check_run_folder, read_summary, start
 from .core.settings import at_root, command
 from .core.stats import bootstrap, kl_best_of_n
-from .noise import length_sign
 from .text_measures import (balance_lengths, bias_amplification, count_words, describe_answers,
-    excess_per_word, preferred_length_gain, reward_per_word)
+    excess_per_word, length_difference, preferred_length_gain, reward_per_word)
 
 # %% ../nbs/studies/effects.ipynb #6bcd5d00
 RUNS = ['runs/sft', 'runs/best_of_n', 'runs/dpo', 'runs/ppo']
@@ -50,7 +49,7 @@ class EffectsConfig(JudgedConfig):
     references: str = 'runs/references'  # the policy's answers that others are compared with
     annotators: str = 'alpaca_farm.world:pool'       # annotators without the bias
     biased: str = 'alpaca_farm.world:length_biased'  # the same annotators with a bias for length
-    people: str = 'alpaca_farm.world:people'         # judges of the policies
+    people: str = 'alpaca_farm.world:held_out_people'  # judges of the policies
     pairs: int = 4000                    # labelled pairs to learn from
     held_out: int = 1000                 # further labelled pairs, for the audit and measurements
     label_flip: float = 0.0              # share of labels that are flipped
@@ -190,7 +189,7 @@ def take_best(bank: list[dict], scores: np.ndarray) -> list[dict]:
 # %% ../nbs/studies/effects.ipynb #44202d41
 def share_longer(pairs: list[dict], preferences) -> dict[str, float]:
     "P(longer), with its interval over pairs."
-    sign, p = length_sign(pairs), np.asarray(preferences, dtype=float)
+    sign, p = length_difference(pairs), np.asarray(preferences, dtype=float)
     use = (sign != 0) & (p != 1.5)
     interval = bootstrap(np.where(sign > 0, p - 1, 2 - p)[use])
     return dict(zip(('longer', 'longer_low', 'longer_high'), interval))

@@ -47,11 +47,19 @@ PHRASES = {'home': 'where it lives', 'food': 'what it eats', 'colour': 'which co
            'skill': 'what it can do'}
 FACTS_OF_PHRASE = {join_words(PHRASES[f] for f in facts): facts
                    for n in (1, 2, 3) for facts in permutations(FACTS, n)}
+
+# %% ../nbs/world/grammar.ipynb #671548a0
 SEVERAL = tuple(phrase for n in (2, 2, 3) for phrase, facts in FACTS_OF_PHRASE.items() if len(facts) == n)
 ROWS = [row for fact, questions in QUESTIONS.items()
         for row in rows('fact', *questions, animal=tuple(ANIMALS), wanted=(PHRASES[fact],))]
 ROWS += rows('facts', 'Tell me about {animal:a}: {wanted}.', 'Describe {animal:a}. Say {wanted}.',
              forms=('list', 'free'), animal=tuple(ANIMALS), wanted=SEVERAL)
+
+# %% ../nbs/world/grammar.ipynb #ebb732d1
+CLUES = {verb.format(v=value): (fact, value)
+         for fact, verb in (('home', 'lives in the {v}'), ('food', 'eats {v}'), ('skill', 'can {v}'))
+         for value in dict.fromkeys(fact_of(animal, fact) for animal in ANIMALS)}
+OPTIONS = dict(option1=tuple(ANIMALS), option2=tuple(ANIMALS))
 
 # %% ../nbs/world/grammar.ipynb #7cb630fd
 def owner_rows(n: int) -> list[Row]:
@@ -67,10 +75,6 @@ def owner_rows(n: int) -> list[Row]:
 
 # %% ../nbs/world/grammar.ipynb #ef992c23
 ROWS += owner_rows(2) + owner_rows(3)
-CLUES = {f'{verb.format(v=v)}': (fact, v) for fact, verb in (
-    ('home', 'lives in the {v}'), ('food', 'eats {v}'), ('skill', 'can {v}'))
-    for v in dict.fromkeys(fact_of(a, fact) for a in ANIMALS)}
-OPTIONS = dict(option1=tuple(ANIMALS), option2=tuple(ANIMALS))
 ROWS += rows('choose', 'Which of these {clue}: {option1:a}, {option2:a} or {option3:a}?',
              'Which one {clue}, {option1:a}, {option2:a} or {option3:a}?',
              clue=tuple(CLUES), **OPTIONS, option3=tuple(ANIMALS))
@@ -78,6 +82,8 @@ ROWS += rows('compare', 'Which animal is {size}, {option1:a} or {option2:a}?', *
              size=('bigger', 'smaller'))
 ROWS += rows('order', 'Put these animals in order from the {end}.', input='{option1}, {option2}, {option3}',
              forms=('list', 'free'), **OPTIONS, option3=tuple(ANIMALS), end=('smallest', 'largest'))
+
+# %% ../nbs/world/grammar.ipynb #c5916a0a
 for n in range(2, 6):
     ROWS += rows('count', 'How many things are in the list?',
                  input=', '.join(f'{{thing{k}}}' for k in range(n)),
@@ -96,6 +102,8 @@ ROWS += rows('rewrite', 'Rewrite the sentence about {other:a}.', **SENTENCE,
              other=tuple(ANIMALS), how=('animal',))
 ROWS += rows('rewrite', 'Rewrite the sentence so that it happens at the {other}.', **SENTENCE,
              other=tuple(PLACES), how=('place',))
+
+# %% ../nbs/world/grammar.ipynb #1d4b2760
 LISTS = dict(forms=('list', 'sentence', 'free'), k=NUMBERS[2:5])
 ROWS += rows('sights', 'Name {k} things at the {place}.', 'List {k} things that one sees at the {place}.',
              place=tuple(PLACES), **LISTS)
@@ -103,6 +111,8 @@ ROWS += rows('ingredients', 'Name {k} ingredients for {dish}.', 'Which {k} ingre
              dish=tuple(DISHES), **LISTS)
 ROWS += rows('tools', 'Name {k} tools of {job:a}.', 'Which {k} tools does {job:a} use?',
              job=tuple(JOBS), **LISTS)
+
+# %% ../nbs/world/grammar.ipynb #4d03c591
 ROWS += [row for act, (_, things) in ACTS.items() for row in rows(
     'note', f'Write a {{register}} note to {act} the {{thing}}. Sign it {{me}}.', forms=('free',),
     thing=things, register=tuple(REGISTERS), name=NAMES, me=NAMES, act=(act,))]

@@ -19,6 +19,7 @@ import numpy as np
 
 from .core.data import check_field, full_instruction, read_rows, SUFFIXES
 from .core.formats import as_records, row_shape
+from .core.judge_configs import is_population
 from .core.preferences import read_preference, swap_outputs
 from .core.settings import at_root, resolve
 
@@ -125,7 +126,7 @@ def read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
 def label_file(spec: str) -> Path | None:
     "The file of labels or verdicts, or the `preferences` of a run folder; None when there is none."
     path = at_root(spec)
-    if path.is_file() and path.name.endswith(SUFFIXES): return path
+    if path.is_file() and path.name.endswith(SUFFIXES): return None if is_population(spec) else path
     return next((path/f'preferences{s}' for s in SUFFIXES if (path/f'preferences{s}').is_file()), None)
 
 # %% ../nbs/judging/label_files.ipynb #8f9fb363

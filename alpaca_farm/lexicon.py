@@ -25,7 +25,7 @@ SIZE = {animal: i for i, animal in enumerate(ANIMALS)}
 # %% ../nbs/world/lexicon.ipynb #801911b5
 VALUES = {fact: tuple(dict.fromkeys(v[i] for v in ANIMALS.values())) for i, fact in enumerate(FACTS)}
 
-
+# %% ../nbs/world/lexicon.ipynb #fd4cf547
 def fact_of(animal: str, fact: str) -> str:
     "The truth about an animal."
     return ANIMALS[animal][FACTS.index(fact)]

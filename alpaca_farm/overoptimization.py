@@ -54,7 +54,7 @@ class OverConfig(SampleConfig, JudgedConfig):
     ensembles: list[str] = field(default_factory=list)             # runs of reward_model with several members
     policies: list[str] = field(default_factory=lambda: POLICIES)  # runs of methods, best with checkpoints
     gold: str = 'alpaca_farm.world:utility'   # the true reward, "module:function" of records
-    people: str = 'alpaca_farm.world:people'  # judges of the answers against the SFT policy's
+    people: str = 'alpaca_farm.world:held_out_people'  # judges of the answers against the SFT policy's
     instances: int = 150                 # instructions of the bank to use
     answers: int = 4                     # answers of each policy to each of them
     inputs = dict(data=(), policy='model', people=('preferences', 'model'), gold=(),
@@ -88,7 +88,7 @@ def annotation_words(preferences: str, cfg: OverConfig) -> list[str]:
     config = run_config(preferences)
     if not config: return [Path(preferences).stem]
     settings = config['settings']
-    words, pairs = [settings['annotators'].rpartition(':')[2]], run_config(settings['outputs'])
+    words, pairs = [Path(settings['annotators'].rpartition(':')[2]).stem], run_config(settings['outputs'])
     flips = flip_share(settings.get('label_flip', 0.), settings['annotators'])
     if flips: words.append(f'{flips:.0%} flips')
     if pairs and pairs['settings']['policy'] != cfg.policy: words.append('asked again')

@@ -135,7 +135,7 @@ def small_talk_text(rng: random.Random) -> str:
 TEXTS = {facts_text: .14, talk_text: .17, owners_text: .20, echo_text: .14, list_text: .10, number_text: .08,
          size_text: .07, sentence_text: .05, note_text: .02, story_text: .02, small_talk_text: .01}
 
-
+# %% ../nbs/world/prose.ipynb #f646d92f
 def sample_page(
     rng: random.Random,  # source of randomness
     n: int = 3,          # texts on a page

@@ -14,20 +14,24 @@ import pytest
 from alpaca_farm.core import launch
 from alpaca_farm import effects, text_measures, world
 from alpaca_farm.annotators import annotate_pairs
+from alpaca_farm.authors import respond
 from alpaca_farm.core.launch import Job
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.stats import two_votes_agree
 from alpaca_farm.core.settings import resolve
+from alpaca_farm.criteria import COLUMNS, answer_matrix
 from alpaca_farm.effects import EffectsConfig
-from alpaca_farm.grammar import CLOSINGS, FILLERS, OPENINGS, WARMTH, render, respond, sample_instruction
-from alpaca_farm.noise import feature_preference, length_sign
+from alpaca_farm.grammar import render, sample_instruction
+from alpaca_farm.lexicon import CLOSINGS, FILLERS, MOODS, OPENINGS
+from alpaca_farm.noise import feature_preference
+from alpaca_farm.people import feature_contrast, with_bias
 
 
 def sample_records(n, seed=0, each=2):
     "Requests with answers of all kinds of authors."
     rng = random.Random(seed)
     specs = [sample_instruction(rng) for _ in range(n)]
-    return [dict(render(s), output=[respond(s, rng) for _ in range(each)]) for s in specs]
+    return [dict(render(s), output=[respond(s, rng, rng.random()) for _ in range(each)]) for s in specs]
 
 
 def pairs_of(records): return [dict(r, output_1=r['output'][0], output_2=r['output'][1]) for r in records if len(set(r['output'])) > 1]
@@ -44,7 +48,7 @@ def test_features_of_a_text(text, wanted):
 
 
 @pytest.mark.parametrize('text, n', [
-    *((s, 1) for s in OPENINGS + CLOSINGS), *((s, 0) for s in FILLERS + WARMTH),
+    *((s, 1) for s in OPENINGS + CLOSINGS), *((s, 0) for s in FILLERS + sum(MOODS.values(), ())),
     ("I'd be happy to help! Here are two.", 1), ("That's a great question. It rains.", 1), ('Thank you for your question.', 1),
     ('I hope this helps! Please feel free to ask.', 2), ('Do not hesitate to write.', 1), ('You are welcome.', 1), ('SURE, why not?', 1),
     ('Sure enough, it rained.', 0), ('I am sure.', 0), ('The course is long, of course.', 0), ('Surely not.', 0), ('I hope it rains.', 0),
@@ -54,7 +58,7 @@ def test_pleasantries(text, n): assert text_measures.count_pleasantries(text) ==
 
 def test_pleasantries_are_the_worlds():
     records = [dict(r, output=o) for r in sample_records(800, each=1) for o in r['output']]
-    theirs = world.answer_matrix(records)[:, world.COLUMNS.index('pleasantries')]
+    theirs = answer_matrix(records)[:, COLUMNS.index('pleasantries')]
     assert np.mean([text_measures.count_pleasantries(r['output']) == t for r, t in zip(records, theirs)]) > .99
 
 
@@ -71,7 +75,7 @@ def test_distinct_by_brute_force(answers, n):
 
 def test_variety_does_not_depend_on_the_size_of_the_set():
     answers = [o for r in sample_records(1200) for o in r['output']]
-    few, many = answers[:300], answers
+    few, many = random.Random(0).sample(answers, 300), answers
     assert text_measures.distinct(few) > 2*text_measures.distinct(many)
     assert text_measures.distinct(few, tokens=1000) == pytest.approx(text_measures.distinct(many, tokens=1000), abs=.02)
     same = [answers[0]]*300
@@ -111,27 +115,30 @@ def test_bad_input_is_refused(f, message):
 
 # The planted bias
 
+FOND_OF_WORDS = with_bias(world.pool, 'fond of words', words=.3)
+
+
 def test_the_planted_bias_is_a_weight_on_words():
     pairs = pairs_of(sample_records(1500))
-    apart = world.feature_contrast(pairs)[:, world.COLUMNS.index('words')]
+    apart = feature_contrast(pairs)[:, COLUMNS.index('words')]
     for one, other in zip(world.pool.annotators, world.length_biased.annotators):
         p, q = (np.clip(np.array(f(pairs[:300])) - 1, 1e-12, 1 - 1e-12) for f in (one, other))
         grown = np.log(q/(1 - q)) - np.log(p/(1 - p))
         assert np.allclose(grown, .1*apart[:300]/one.temperature, atol=1e-4)     # in logits, per word
         assert dataclasses.replace(other, weights=one.weights) == one            # and nothing else
-    before, after = (feature_preference(f(pairs), length_sign(pairs)) for f in (world.pool, world.length_biased))
-    assert .08 < after - before < .2
+    before, after = (feature_preference(f(pairs), text_measures.length_difference(pairs)) for f in (world.pool, world.length_biased))
+    assert after - before > .03
     people = world.people.each(pairs)
     agree = [two_votes_agree(f.each(pairs), people).mean() for f in (world.pool, world.length_biased)]
-    assert abs(agree[0] - agree[1]) < .01                                        # agreement does not tell
+    assert abs(agree[0] - agree[1]) < (after - before)/2                         # agreement tells less
 
 
 def test_with_bias():
-    polite = world.with_bias(world.people, 'polite', pleasantries=.5, words=-.01)
+    polite = with_bias(world.people, 'polite', pleasantries=.5, words=-.01)
     d = np.array([a.weights for a in polite.annotators]) - np.array([a.weights for a in world.people.annotators])
-    wanted = [dict(pleasantries=.5, words=-.01).get(c, 0.) for c in world.COLUMNS]
+    wanted = [dict(pleasantries=.5, words=-.01).get(c, 0.) for c in COLUMNS]
     assert polite.name == 'polite' and np.allclose(d, wanted)
-    with pytest.raises(ValueError, match='colour is not a feature of answers: choose from content'): world.with_bias(world.people, 'x', colour=1.)
+    with pytest.raises(ValueError, match='colour is not a feature of answers: choose from correct'): with_bias(world.people, 'x', colour=1.)
 
 
 # Amplification and remedies
@@ -152,11 +159,11 @@ def test_doing_what_the_labels_say_is_amplification_one():
 
 
 def test_balanced_pairs():
-    labels = annotate_pairs(pairs_of(sample_records(1500)), world.length_biased)
+    labels = annotate_pairs(pairs_of(sample_records(1500)), FOND_OF_WORDS)
     fair, apart = text_measures.balance_lengths(labels), text_measures.length_difference(labels)
     gains = text_measures.preferred_length_gain(fair)
     assert (gains > 0).sum() == (gains < 0).sum() > 100
-    assert abs(gains.mean()) < .1 < .8 < text_measures.preferred_length_gain(labels).mean()
+    assert abs(gains.mean()) < .1 < .4 < text_measures.preferred_length_gain(labels).mean()
     assert sum(w == 0 for w in text_measures.length_difference(fair)) == (apart == 0).sum()
     texts = lambda rows: {json.dumps(r) for r in rows}
     assert texts(fair) < texts(labels) and texts(text_measures.balance_lengths(labels[::-1])) <= texts(labels)
@@ -169,11 +176,12 @@ def test_balanced_pairs():
 
 def test_matched_pairs_have_the_taste_of_the_audit():
     pairs = pairs_of(sample_records(1500))
-    labels, audit = annotate_pairs(pairs, world.length_biased), annotate_pairs(pairs_of(sample_records(1200, seed=5)), world.pool)
+    labels, others = annotate_pairs(pairs, FOND_OF_WORDS), pairs_of(sample_records(1200, seed=5))
+    audit, nearer = annotate_pairs(others, world.pool), annotate_pairs(others, with_bias(world.pool, 'nearer', words=.15))
     liking = lambda rows: feature_preference([r['preference'] for r in rows], text_measures.length_difference(rows))
     matched = text_measures.balance_lengths(labels, audit)
     assert liking(labels) > liking(audit) + .05 and liking(matched) == pytest.approx(liking(audit), abs=.02)
-    assert len(text_measures.balance_lengths(labels)) < len(matched) < len(labels)
+    assert len(matched) < len(text_measures.balance_lengths(labels, nearer)) < len(labels)
     opposite = [dict(r, preference=3 - r['preference']) for r in labels]              # too few longer ones: shorter ones go
     assert liking(text_measures.balance_lengths(opposite, audit)) == pytest.approx(liking(audit), abs=.02)
 

@@ -6,7 +6,7 @@
 __all__ = ['ENTRY_FIELDS', 'REQUEST_FIELDS', 'REASONING_MODELS', 'REASONING_TOKENS', 'FIXED_FIELDS', 'alpaca_eval_folder',
            'own_folder', 'judge_config_file', 'entry_model', 'check_entry', 'read_judge_config',
            'configured_annotators', 'configured_models', 'parse_decoding', 'adapt_decoding', 'suggest_names',
-           'model_architectures', 'holds_annotator', 'check_annotators', 'JudgedConfig']
+           'model_architectures', 'is_population', 'holds_annotator', 'check_annotators', 'JudgedConfig']
 
 # %% ../../nbs/core/judge_configs.ipynb #aaceba8c
 import difflib, json, os, re
@@ -131,9 +131,16 @@ def model_architectures(path) -> list[str]:
     files = [p for p in files if os.path.isfile(p)]
     return next((names for f in files if (names := read_json(f).get('architectures'))), [])
 
+# %% ../../nbs/core/judge_configs.ipynb #be6cdeb9
+def is_population(spec: str) -> bool:
+    "Whether a name is that of a file of an embedded world's people or judges."
+    file = at_root(spec)
+    if ':' in spec or file.suffix != '.json' or not file.is_file(): return False
+    return '"position_bias"' in file.read_text(encoding='utf-8', errors='replace')[:4000]
+
 # %% ../../nbs/core/judge_configs.ipynb #a1f0c9d3
 def holds_annotator(path) -> bool:
-    "Whether a file or folder holds labels or a model."
+    "Whether a file or folder holds labels, a population or a model."
     path = at_root(path)
     if os.path.isfile(path): return path.name.endswith(SUFFIXES)
     files = [path/f'preferences{s}' for s in SUFFIXES]
