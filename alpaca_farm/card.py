@@ -21,7 +21,7 @@ from .core.paths import at_root
 from .core.stats import agreement, one_hot_votes
 from .noise import feature_preference, length_sign
 from alpaca_farm.prediction_measures import (order_model, order_probability, prediction_figures,
-    replicates_needed)
+    replicates_for_order)
 
 # %% ../nbs/studies/card.ipynb #fb40aef5
 def result_rows(
@@ -260,7 +260,7 @@ def page_text(row: dict, found: Matched, notes: list[str], model=None, d: float 
     answers = {q: with_ends(row, *f) for q, f in ANSWERS.items()}
     answers['best among people; in simulation'] = f'{row["best"]}; {row["chosen"]}'
     if model:
-        need = [replicates_needed(d, s, b) for s, b in ((model.people, 0), (model.simulated, model.bias))]
+        need = [replicates_for_order(d, s, b) for s, b in ((model.people, 0), (model.simulated, model.bias))]
         need = [f'{k:g}' if math.isfinite(k) else 'no number is enough' for k in need]
         answers[f'replicates that order {d:g} points rightly (95 %): people; simulation'] = '; '.join(need)
     answers |= {k.replace('_', ' '): with_ends(row, k, 2) for k in LABEL_FIGURES if k in row}

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FIGURES', 'jackknife', 'first_ranked', 'regrets', 'prediction_values', 'prediction_figures',
            'correlation_over_worlds', 'OrderModel', 'difference_moments', 'order_model', 'order_probability',
-           'replicates_needed']
+           'replicates_for_order']
 
 # %% ../nbs/studies/prediction_measures.ipynb #5ddb0882
 import math
@@ -156,7 +156,7 @@ def order_probability(
     return ndtr(np.asarray(d, dtype=float)/np.sqrt(bias**2 + spread**2/np.asarray(k, dtype=float)))
 
 # %% ../nbs/studies/prediction_measures.ipynb #cbf03d66
-def replicates_needed(d: float, spread: float, bias: float = 0., p: float = .95) -> float:
+def replicates_for_order(d: float, spread: float, bias: float = 0., p: float = .95) -> float:
     "Replicates for a right order with probability `p`; inf where no number is enough."
     left = (d/NormalDist().inv_cdf(p))**2 - bias**2
     return float(math.ceil(spread**2/left)) if left > 0 and math.isfinite(spread) else math.inf

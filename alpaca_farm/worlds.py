@@ -26,13 +26,13 @@ from .core.settings import command, Config, refuse_unknown
 from .annotators import load_annotators, pair_samples
 from .card import markdown_table, page_figure, page_table, vote_figures
 from .effects import score_pairs, write_table
-from .eval import complete_preferences, read_answers
-from .farm import COMMON, learning_runs, read_sizes, save_figure
+from .eval import complete_preferences, read_answers, write_figure
+from .farm import answer_settings, COMMON, FIRST, learning_runs, read_sizes
 from .hybrid_measures import majority_and_agreement
 from .noise import preference_probabilities, sample_votes
 from .people import sample_people, sample_pool, write_population
 from alpaca_farm.prediction_measures import (correlation_over_worlds, order_model, prediction_figures,
-    replicates_needed)
+    replicates_for_order)
 from .world import WorldConfig
 
 # %% ../nbs/studies/worlds.ipynb #04db8f4e
@@ -139,7 +139,7 @@ def part_runs(cfg: WorldsConfig, part: str) -> dict:
     learned = {n: run for n, run in runs.items() if n.removesuffix('_people') in wanted}
     if part != 'base': return learned
     read = {v for reads, _ in learned.values() for name in reads.values() for v in as_list(name)}
-    return {n: run for n, run in COMMON.items() if n in read or n == 'references'}
+    return {n: run for n, run in COMMON.items() if n in (*FIRST, *read, 'references')}
 
 # %% ../nbs/studies/worlds.ipynb #254ce467
 def run_cost(name: str, cost: float, row: dict, labels: int, quick: bool) -> float:
@@ -164,16 +164,18 @@ def world_job(
     labels = row.get('labels', cfg.labels)
     more = {s: getattr(cfg, s) for s in ('device', 'dtype') if getattr(cfg, s) != 'auto'}
     if name == 'world': more |= part_settings(row, 'base')
-    if takes_annotators(name): more['annotators'] = population_file(cfg, rows, world, part, k)
+    if name == 'decoding' or takes_annotators(name):
+        more['annotators'] = population_file(cfg, rows, world, 'pool' if part == 'pool' else 'people', k)
     if name.startswith('annotators'):
         more |= dict(max_instances=labels, label_flip=row.get('label_flip', .25) if part == 'pool' else 0.)
     cost = run_cost(name, cost, row, labels, cfg.size == 'quick')
-    folder, name = f'{cfg.out}_study/{k}', f'{world}/{name}'
-    return study_job(name, Path(name).name, reads, folder, cost, cfg.seed + k, sizes, **more)
+    folder = f'{cfg.out}_study/{k}'
+    more |= answer_settings(name, f'{folder}/{base}')
+    return study_job(f'{world}/{name}', name, reads, folder, cost, cfg.seed + k, sizes, **more)
 
 # %% ../nbs/studies/worlds.ipynb #3299ca56
 def study_jobs(cfg: WorldsConfig) -> list[Job]:
-    "Every run of the study, each once; the first replicate first."
+    "Every run of the study, each once; answers have SFT's best temperature as soon as it is known."
     (rows, worlds, replicates), sizes = chosen_worlds(cfg), study_sizes(cfg)
     runs = {part: part_runs(cfg, part) for part in PARTS_OF_WORLD}
     owners = dict.fromkeys((owner(rows, w, part), part) for w in worlds for part in PARTS_OF_WORLD)
@@ -286,8 +288,8 @@ def order_models(cfg: WorldsConfig, rows: dict, tables: dict) -> dict:
 def orders_table(models: dict, differences=(1., 2., 5.)) -> list[dict]:
     "Replicates needed for a right order with 95 % probability, by difference in points."
     return [dict(labels=label.strip(', ') or 'all worlds', **m._asdict(), difference=d,
-                 people_need=replicates_needed(d, m.people),
-                 simulation_needs=replicates_needed(d, m.simulated, m.bias))
+                 people_need=replicates_for_order(d, m.people),
+                 simulation_needs=replicates_for_order(d, m.simulated, m.bias))
             for label, m in models.items() for d in differences]
 
 # %% ../nbs/studies/worlds.ipynb #3b6f0331
@@ -302,7 +304,7 @@ def write_page(folder, cfg: WorldsConfig, win_rates: list[dict], known: list[dic
     for name, values in given.items(): write_table(folder, f'{name}.csv', values)
     page = markdown_table(page_table(table))
     with atomic_write(folder.path('page.md')) as p: p.write_text(page, encoding='utf-8')
-    save_figure(folder, 'page.png', page_figure(table, models))
+    write_figure(folder, 'page.png', page_figure(table, models))
     return {k: v for k, v in table[0].items() if isinstance(v, float) and v == v}
 
 # %% ../nbs/studies/worlds.ipynb #7d287ae2
@@ -314,6 +316,9 @@ def run(cfg: WorldsConfig):
     print(announced_cost(cfg, jobs))
     for k in range(replicates):
         for world in worlds: draw_populations(cfg, rows, world, k)
+    first = [j for j in jobs if Path(j.out).name in FIRST]
+    run_or_fail(first, cfg.workers, 'worlds, SFT and its temperature', 'the study')
+    jobs = study_jobs(cfg)
     run_or_fail(jobs, cfg.workers, 'worlds', 'the study')
     folder = start(cfg, run, tuple(j.out for j in jobs))
     if folder.done: return folder

@@ -16,7 +16,7 @@ from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.stats import agreement, spearman
 from alpaca_farm.people import read_population, sample_people, sample_pool
 from alpaca_farm.prediction_measures import (correlation_over_worlds, FIGURES, jackknife, order_model, order_probability, prediction_figures,
-                                             regrets, replicates_needed)
+                                             regrets, replicates_for_order)
 from alpaca_farm.world import WorldConfig
 from alpaca_farm.worlds import human_elsewhere, owner, PARTS_OF_WORLD, read_worlds, study_jobs, worlds_table, WorldsConfig
 
@@ -140,9 +140,9 @@ def test_how_many_replicates_an_order_needs():
                     d = abs(h[a] - h[b])
                     said.append([order_probability(d, k, m.simulated, m.bias), order_probability(d, k, m.people)])
         assert np.mean(right, 0) == pytest.approx(np.mean(said, 0), abs=.02)
-    k = replicates_needed(2, m.people)
+    k = replicates_for_order(2, m.people)
     assert order_probability(2, k, m.people) >= .95 > order_probability(2, k - 1, m.people)
-    assert replicates_needed(1, m.simulated, m.bias) == np.inf
+    assert replicates_for_order(1, m.simulated, m.bias) == np.inf
     nonsense = order_model([(-h, h) for _, h in tables])
     assert nonsense.slope < 0 and order_probability(5, 20, nonsense.simulated, nonsense.bias) == .5
     with pytest.raises(ValueError, match='at least 2 replicates'): order_model([(tables[0][0][:1], tables[0][1][:1])])
@@ -257,7 +257,7 @@ def test_what_a_run_depends_on_decides_whose_it_is():
         for part in PARTS_OF_WORLD: assert worlds.part_settings(rows[owner(rows, world, part)], part) == worlds.part_settings(rows[world], part)
     two = [j for j in study_jobs(WorldsConfig(replicates=2, worlds=['few_labels']))]
     again = {j.out: j.settings['seed'] for j in two}
-    assert len(two) == len(again) == 2*(5 + 7 + 7) and all(again[o.replace('_study/0', '_study/1')] == s + 1 for o, s in again.items() if '_study/0' in o)
+    assert len(two) == len(again) == 2*(7 + 7 + 7) and all(again[o.replace('_study/0', '_study/1')] == s + 1 for o, s in again.items() if '_study/0' in o)
 
 
 @pytest.mark.parametrize('given, said', [
@@ -297,7 +297,8 @@ def test_the_best_elsewhere_is_of_other_runs():
 def study(tmp_path_factory):
     "A tiny study of two worlds and one replicate, made in this process: its settings, and the notebooks that were run."
     folder, made = tmp_path_factory.mktemp('worlds'), []
-    (folder/'tiny.json').write_text(json.dumps(tiny.SETTINGS | dict(samples=dict(max_instances=0), best_of_n=tiny.SETTINGS['best_of_n'] | dict(max_instances=10))))
+    (folder/'tiny.json').write_text(json.dumps(tiny.SETTINGS | dict(samples=dict(max_instances=0), best_of_n=tiny.SETTINGS['best_of_n'] | dict(max_instances=10),
+                                                         decoding=dict(max_instances=8, temperatures=[1., .5], **tiny.SAMPLING))))
     cfg = WorldsConfig(out=str(folder/'worlds'), size=str(folder/'tiny.json'), worlds=['default', 'careless_divided'], replicates=1,
                        methods=['best_of_n', 'dpo'], labels=40, pairs=30, device='cpu')
 
@@ -323,8 +324,11 @@ def rows_of(cfg, name): return list(csv.DictReader(open(Path(cfg.out)/f'{name}.c
 
 def test_the_study_adds_up(study):
     cfg, made, nothing_left = study
-    assert nothing_left and len(made) == 4 + 4*4                                   # a base, and two parts of each world
+    assert nothing_left and len(made) == 6 + 4*4                                   # a base, and two parts of each world
     found = rows_of(cfg, 'win_rates')
+    chosen = read_summary(f'{cfg.out}_study/0/default/decoding')['sft_sampling_temperature']      # all policies answer alike
+    answering = [j.settings.get('temperature', j.settings.get('eval_temperature')) for j in made if Path(j.out).name.startswith(('best_of_n', 'dpo', 'references'))]
+    assert answering == [chosen]*9
     assert len(found) == 2*3 and {(r['world'], r['replicate']) for r in found} == {(w, '0') for w in cfg.worlds}
     assert all(float(r[c]) == 50 for r in found if r['method'] == 'sft' for c in ('simulated', 'human', 'transfer'))
     from alpaca_farm.eval import complete_preferences, read_answers
@@ -359,10 +363,10 @@ def test_people_are_drawn_anew_and_judges_of_the_board_did_not_label(study):
 def test_the_cost_is_said_first(study, capsys):
     cfg, _, _ = study
     jobs = study_jobs(cfg)
-    assert '0 of 20 runs are missing, about 0 CPU' in worlds.announced_cost(cfg, jobs)
+    assert '0 of 22 runs are missing, about 0 CPU' in worlds.announced_cost(cfg, jobs)
     more = WorldsConfig(**{f.name: getattr(cfg, f.name) for f in fields(cfg)} | dict(replicates=2))
     missing = [j for j in study_jobs(more) if '_study/1' in j.out]
-    assert f'20 of 40 runs are missing, about {sum(j.cost for j in missing):,.0f} CPU seconds' in worlds.announced_cost(more, study_jobs(more))
+    assert f'22 of 44 runs are missing, about {sum(j.cost for j in missing):,.0f} CPU seconds' in worlds.announced_cost(more, study_jobs(more))
 
 
 def test_costs_follow_labels_and_size():
