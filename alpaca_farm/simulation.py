@@ -127,6 +127,7 @@ def label_points(ax, names, x, y, marks):
 # %% ../nbs/boards/simulation.ipynb #443dd521
 def simulation_figure(table):
     "Figure of `simulation_table`: each method in simulation and among people, with 95 % intervals."
+    table = table[table.method != 'base'].reset_index(drop=True)   # so far below that the rest would be a dot
     n = table.replicates[0]
     over = f'{n} replicates and their instructions' if n > 1 else 'the instructions of one replicate'
     import matplotlib.pyplot as plt
