@@ -34,7 +34,7 @@ from .length_control import recorded_difficulty
 from .noise import preference_probabilities, sample_votes
 
 # %% ../nbs/eval.ipynb #9138e77a
-WORLD = ['alpaca_farm.world:people', 'alpaca_farm.world:pool', 'alpaca_farm.world:gold']
+WORLD = [f'alpaca_farm.world:{name}' for name in ('held_out_people', 'pool', 'gold')]
 
 
 @dataclass

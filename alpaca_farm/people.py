@@ -21,7 +21,7 @@ from .grammar import parse, text
 # %% ../nbs/world/people.ipynb #e1b14939
 NOT_CONTENT = {'kind', 'form', 'tone', 'template', 'given', 'phrase', 'before', 'after'}
 
-
+# %% ../nbs/world/people.ipynb #46888a2a
 def question(pair: dict) -> str:
     "What a request asks, whatever its wording, form and tone."
     spec = parse(text(pair))
@@ -82,7 +82,7 @@ class Population:
 PEOPLE, JUDGES = 16, 13
 CAREFULLY = np.array([name in ('correct', 'broken') for name in COLUMNS])
 
-
+# %% ../nbs/world/people.ipynb #25b98a88
 def sample_person(
     rng: np.random.Generator,
     name: str,
@@ -154,7 +154,7 @@ people, held_out_people = sample_people(), sample_people(group='held_out_people'
 pool = sample_pool()
 judge = Person('judge', tuple((UTILITY | dict(words=.02)).get(name, 0.) for name in COLUMNS), temperature=.05)
 
-
+# %% ../nbs/world/people.ipynb #667979ed
 def gold(pairs: list[dict]) -> list[float]:
     "The preference for the answer of higher utility, without noise; 1.5 when they are equal."
     z = feature_contrast(pairs) @ QUALITY

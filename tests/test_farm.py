@@ -11,15 +11,17 @@ import pytest
 import tiny
 from alpaca_farm.core.build import methods, recipe
 from alpaca_farm.core import launch, progress, runs
+from alpaca_farm.core.data import load_records
 from alpaca_farm.core.launch import Job, run_jobs
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.stats import spearman
-from alpaca_farm.farm import annotator_settings, correlations, farm_jobs, FarmConfig, simulation_table
+from alpaca_farm.farm import annotator_settings, farm_jobs, FarmConfig, population
+from alpaca_farm.simulation import correlations, method_differences, method_groups, replicates_needed, separation, simulation_table
 
 
 @pytest.mark.parametrize('given, message', [
     (dict(size='huge'), 'choose from'), (dict(size='no/such/file.yaml'), 'no/such/file.yaml'), (dict(seeds=0), 'at least 1'), (dict(workers=-1), 'at least 0'),
-    (dict(people='alpaca_farm.world:nobody'), 'nobody'), (dict(pool='no_such_module:pool'), 'no_such_module'), (dict(gold='gold'), 'gold')])
+    (dict(people='alpaca_farm.world:nobody'), 'nobody'), (dict(held_out='no/such.json'), 'no/such.json'), (dict(pool='no_such_module:pool'), 'no_such_module'), (dict(gold='gold'), 'gold')])
 def test_nonsense_is_refused_before_any_run(given, message):
     with pytest.raises((ValueError, OSError), match=message): FarmConfig(**given)
 
@@ -44,8 +46,101 @@ def test_annotators_follow_the_labels():
     for run in ('annotators', *comparing):
         assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:judge', run
         assert jobs[f'runs/{run}_people']['annotators'] == 'alpaca_farm.world:gold', run
+    for run in ('decoding', 'decoding_methods', 'decoding_methods_people'): assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:gold', run
     assert {s['device'] for s in jobs.values()} == {'cpu'}
-    assert all(annotator_settings(run, FarmConfig()) == {} for run in ('dpo', 'dpo_people', 'dpo_low', 'base', 'ppo', 'quark_people', 'ppo_free', 'ppo_judge_free', 'annotators_judge'))
+    assert all(annotator_settings(run, FarmConfig(), 'runs') == {} for run in ('dpo', 'dpo_people', 'dpo_low', 'base', 'ppo', 'quark_people', 'ppo_free', 'ppo_judge_free', 'annotators_judge'))
+
+
+def test_every_replicate_has_people_of_its_own():
+    "The labels, the temperatures and the board of a replicate are those of the populations in its own world's files, unless they are set."
+    for k, folder in enumerate(('runs', 'runs/seed_1')):
+        jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(seeds=2), k)}
+        for run, who in dict(annotators='pool', annotators_people='people', feedme='pool', feedme_people='people', decoding='people', decoding_methods='people').items():
+            assert jobs[f'{folder}/{run}']['annotators'] == f'{folder}/world/{who}.json', run
+        assert population(FarmConfig(), 'held_out', folder) == f'{folder}/world/held_out_people.json' and population(FarmConfig(), 'gold', folder) == 'alpaca_farm.world:gold'
+    assert jobs['runs/seed_1/annotators'].get('label_flip', -1) == -1 and 'people' not in jobs['runs/seed_1/annotators']
+
+
+def test_a_population_is_named_by_its_file(base):
+    "The annotators of a world's files are those of its module; a quarter of their labels is flipped, as in the world; people who label and who judge differ."
+    from alpaca_farm import world
+    from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
+    from alpaca_farm.noise import flip_share
+    pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
+    read = {who: load_annotators(str(base/'world'/f'{who}.json'), AnnotatorsConfig()) for who in ('people', 'held_out_people', 'pool')}
+    for who, group in read.items(): assert group(pairs) == pytest.approx(getattr(world, who)(pairs)), who
+    assert flip_share(-1, str(base/'world'/'pool.json')) == .25 and flip_share(-1, str(base/'annotators'/'preferences.json')) == 0
+    assert not {a.weights for a in read['people'].annotators} & {a.weights for a in read['held_out_people'].annotators}
+
+
+def test_all_rows_answer_at_the_temperature_chosen_for_sft(tmp_path):
+    "Before it is chosen nothing is said of it; then it is that of all answers to eval, and of no training, label or study."
+    cfg = FarmConfig(runs=str(tmp_path))
+    temperature = lambda job: (job.settings.get('temperature'), job.settings.get('eval_temperature'))
+    before = {j.out: temperature(j) for j in farm_jobs(cfg)}
+    assert set(before.values()) == {(None, None), (1., None), (0., None)}
+    (tmp_path/'decoding').mkdir()
+    (tmp_path/'decoding'/'summary.json').write_text(json.dumps(dict(sft_temperature=0., sft_sampling_temperature=.3)))
+    after = {j.out.split('/')[-1]: temperature(j) for j in farm_jobs(cfg)}
+    sampled = {'base', 'references', 'eval_samples', 'best_of_n', 'best_of_n_people'}
+    assert {name for name, t in after.items() if t == (.3, None)} == sampled
+    trained = {m + s for m in methods() for s in ('', '_people')} - sampled
+    assert {name for name, t in after.items() if t == (None, .3)} == trained | {'sft', 'dpo_low', 'ppo_free', 'ppo_judge_free'}
+    assert after['sft_temperature_1'] == (1., None) and after['sft_greedy'] == (0., None)
+    jobs = {j.out.split('/')[-1]: j.settings for j in farm_jobs(cfg)}
+    assert jobs['best_of_n']['samples'] == f'{tmp_path}/eval_samples' and jobs['overoptimization']['references'] == f'{tmp_path}/sft_temperature_1'
+
+
+def test_sizes_do_not_reach_the_greedy_answer(tmp_path):
+    (tmp_path/'mine.yaml').write_text('best_of_n: {n: 8}')
+    jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(size=str(tmp_path/'mine.yaml')))}
+    assert jobs['runs/sft_greedy']['n'] == 1 and jobs['runs/eval_samples']['n'] == 8
+
+
+def test_groups_of_methods_over_replicates():
+    "Differences, groups and the replicates that two points need, by hand; a baseline far below does not order the methods."
+    rng = np.random.default_rng(0)
+    level, names = np.array([1.62, 1.615, 1.55, 1.5, 1.2]), ['a', 'b', 'c', 'sft', 'base']
+    five = level + .006*rng.normal(size=(5, 1, 5)) + .1*rng.normal(size=(5, 400, 5))
+    found = method_differences(five, names).set_index(['better', 'worse'])
+    each = 100*(five[..., 0] - five[..., 2]).mean(1)
+    row = found.loc['a', 'c']
+    assert (row.difference, row.sd) == pytest.approx((each.mean(), each.std(ddof=1))) and row.clear and len(found) == 10
+    assert row.high - row.difference >= 2.77*row.sd/5**.5
+    assert [sorted(g) for g in method_groups(found.reset_index())] == [['a', 'b'], ['c'], ['sft'], ['base']]
+    summary = separation(found.reset_index())
+    assert summary['groups'] == 4 and summary['spread_of_differences'] == pytest.approx((found.sd**2).mean()**.5)
+    needed = summary['replicates_for_2_points']
+    half = lambda R: {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}[R]*summary['spread_of_differences']/R**.5
+    assert half(needed) <= 2 < half(needed - 1) and replicates_needed(1e-9) == 2
+    alone = separation(method_differences(five[:1], names))
+    assert alone['replicates_for_2_points'] is None
+    table = dict(names=['base', 'sft', 'a', 'b', 'c'], **{c: 1.5 + rng.normal(size=(40, 5)) for c in ('simulated', 'human', 'transfer')})
+    apart = dict(table, **{c: table[c] - 50*(np.arange(5) == 0) for c in ('simulated', 'human', 'transfer')})
+    assert correlations([apart], 0)['spearman_simulated_human'] == correlations([table], 0)['spearman_simulated_human']
+
+
+def test_the_parts_of_the_utility_add_up():
+    "By hand: each part is weight times criterion minus that of SFT's answers, their sum the difference in utility; over replicates their mean."
+    from alpaca_farm import criteria
+    from alpaca_farm.agreement import embedded_pairs
+    from alpaca_farm.farm_board import chosen_answers, parts_table
+    pairs = embedded_pairs(30)
+    ask = [dict(instruction=p['instruction'], input=p['input']) for p in pairs]
+    sft, mine = [dict(r, output=[p['output_1'], 'Sure!']) for r, p in zip(ask, pairs)], [dict(r, output=p['output_2']) for r, p in zip(ask, pairs)][::-1]
+    table = parts_table([dict(sft=sft, mine=mine)]).set_index('part').difference
+    u = lambda texts: np.array(criteria.utility([dict(r, output=t) for r, t in zip(ask, texts)]))
+    want = u([p['output_2'] for p in pairs]) - (u([p['output_1'] for p in pairs]) + u(['Sure!']*30))/2
+    assert table['utility'] == pytest.approx(want.mean()) and table.drop('utility').sum() == pytest.approx(want.mean())
+    name, weight = next((c, w) for c, w in criteria.UTILITY.items() if w > 0)
+    part = lambda texts: weight*np.mean(criteria.answer_matrix([dict(r, output=t) for r, t in zip(ask, texts)])[:, criteria.COLUMNS.index(name)])
+    assert table[name] == pytest.approx(part([p['output_2'] for p in pairs]) - (part([p['output_1'] for p in pairs]) + part(['Sure!']*30))/2)
+    two = parts_table([dict(sft=sft, mine=mine, lost=mine), dict(sft=sft, mine=[dict(r, output='Sure!') for r in ask])])
+    assert set(two.method) == {'mine'} and (two.low <= two.difference).all()
+    samples = [dict(r, output=[p['output_1'], p['output_2'], 'Sure! Thank you.'], ended=[True]*3) for r, p in zip(ask, pairs)]
+    chosen = chosen_answers(samples)
+    assert [r['output'] for r in chosen['longest_of_n']] == [max(s['output'], key=lambda o: len(o.split())) for s in samples]
+    assert criteria.utility(chosen['utility_of_n']) == np.max([u([s['output'][k] for s in samples]) for k in range(3)], 0).tolist()
 
 
 def test_a_method_is_a_row_of_the_table():
@@ -76,9 +171,9 @@ def test_agreement_is_one_vote_against_three(tmp_path):
     from itertools import combinations
     from alpaca_farm import world
     from alpaca_farm.agreement import embedded_pairs
-    from alpaca_farm.farm import vote_agreements
+    from alpaca_farm.simulation import vote_agreements
     from alpaca_farm.noise import preference_probabilities, sample_votes
-    pairs = embedded_pairs(150)
+    pairs = embedded_pairs(500)
     (tmp_path/'annotators').mkdir()
     rows = [{k: v for k, v in p.items() if k != 'votes'} | dict(preference=1) for p in pairs]
     (tmp_path/'annotators'/'preferences.json').write_text(json.dumps(rows))

@@ -19,7 +19,7 @@ NBS = tiny.ROOT/'nbs'
 RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb')) if p.parent.name not in ('core', '.ipynb_checkpoints')]
 SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]  # notebooks without a run
 # notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
-FARMED = ({name: name for name in ('world', 'sft', 'annotators', 'reward_model', 'overoptimization')}
+FARMED = ({name: name for name in ('world', 'sft', 'decoding', 'annotators', 'reward_model', 'overoptimization')}
           | {row['notebook']: method for method, row in reversed(methods().items())})  # of several methods the first
 OWN = {name: lambda f: {} for name in SILENT} | dict(
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
@@ -31,6 +31,7 @@ OWN = {name: lambda f: {} for name in SILENT} | dict(
                                  pairs=40, held_out=20, budgets=[.5], arms=['in place', 'evidence'], policies=[], replicates=1),
            reward_ensemble=lambda f: dict(out=f'{f}/reward_ensemble', preferences=f'{f}/annotators', policy=f'{f}/sft', held_out=10, epochs=1,
                                           members=2, curve_pairs=[8]),
+           worlds=lambda f: dict(out=f'{f}/worlds', size=f'{f}/sizes.json', worlds=['default'], replicates=1, methods=['best_of_n', 'dpo'], labels=40, pairs=20),
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
 TINY_FARM = dict(
@@ -40,7 +41,7 @@ TINY_FARM = dict(
     ppo=dict(steps=2, rollouts=8, batch_size=4, val_instances=8, eval_every=1, save_every=1),
     quark=dict(steps=2, rollouts=16, batch_size=8, val_instances=8, eval_every=1, save_every=1),
     rrhf=dict(k=4, epochs=1, missing_eos=''), binary_feedback=dict(held_out=10, val_instances=8),
-    bank=dict(n=4, max_instances=20), overoptimization=dict(instances=20))
+    bank=dict(n=4, max_instances=20), overoptimization=dict(instances=20), decoding=dict(max_instances=8, temperatures=[1., .5, 0.]))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
     mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc' is not a value of type float"),
@@ -67,6 +68,7 @@ def sizes(tmp_path_factory):
 def made(sizes, tmp_path_factory):
     "The tiny farm's folder, then the other notebooks on its runs, two at a time: (folder, status and output of each)."
     folder = tmp_path_factory.mktemp('farm')
+    (folder/'sizes.json').write_text(json.dumps(TINY_FARM))
     outputs = dict(farm=executed('farm', folder/'farm.ipynb', dict(size=sizes, runs=str(folder))))
     with ThreadPoolExecutor(2) as workers:
         jobs = {n: workers.submit(executed, n, folder/f'{n}.ipynb', given(folder)) for n, given in OWN.items()}
@@ -102,17 +104,32 @@ def test_farm_leaves_its_board(made):
     wanted = ['method', *(f'{j}{s}' for j in ('people', 'pool', 'gold') for s in ('', '_low', '_high')), 'length', 'kl']
     assert set(wanted) <= set(rows[0])
     by = {r['method']: r for r in rows}
-    assert {'base', 'sft', *methods(), *(f'{m}_people' for m in methods())} <= set(by)
+    baselines = {'base', 'sft_temperature_1', 'sft_greedy', 'utility_of_n', 'longest_of_n', 'politest_of_n', 'demonstrations'}
+    assert {'sft', *baselines, *methods(), *(f'{m}_people' for m in methods())} <= set(by)
+    assert {r['method'] for r in rows if r['kind'] == 'baseline'} == baselines and by['sft']['kind'] == 'reference'
+    assert float(by['utility_of_n']['gold']) >= max(float(by[m]['gold']) for m in ('longest_of_n', 'politest_of_n', 'sft'))
+    assert float(by['longest_of_n']['length']) == max(float(by[m]['length']) for m in ('utility_of_n', 'longest_of_n', 'politest_of_n'))
     assert {r['trained_on'] for r in rows} == {'', 'pool', 'people', 'judge'} and by['sft']['people'] == '50.0000'
     assert all(int(by[m]['labels']) > 0 and float(by[m]['cpu_seconds']) > 0 for m in methods())
     sim = {r['method']: r for r in csv.DictReader(open(folder/'farm'/'simulation.csv'))}
     assert set(sim) == {'base', 'sft', *methods()}
     for m in methods():
         assert sim[m]['simulated'] == by[m]['pool'] and sim[m]['transfer'] == by[m]['people'] and sim[m]['human'] == by[f'{m}_people']['people']
+    chosen = float(read_summary(folder/'decoding')['sft_sampling_temperature'])
+    assert {float(by[m]['temperature']) for m in ('base', 'sft', 'utility_of_n', *methods(), *(f'{m}_people' for m in methods()))} == {chosen}
+    assert (float(by['sft_greedy']['temperature']), float(by['sft_temperature_1']['temperature'])) == (0, 1)
+    for name in ('base', 'sft', *methods(), *(f'{m}_people' for m in methods())):
+        own = read_summary(folder/('decoding' if name == 'sft' else 'decoding_methods' + '_people'*name.endswith('_people')))
+        assert float(by[name]['tuned_temperature']) == own[f'{name}_temperature'] and 0 <= float(by[name]['tuned']) <= 100
+    parts = list(csv.DictReader(open(folder/'farm'/'parts.csv')))
+    for name in set(by) - {'sft'}:
+        own = {r['part']: float(r['difference']) for r in parts if r['method'] == name}
+        assert sum(v for k, v in own.items() if k != 'utility') == pytest.approx(own['utility'], abs=2e-3)
     for judge in ('people', 'pool', 'gold'):
         assert float(by['sft'][judge]) == 50
         for r in rows: assert 0 <= float(r[f'{judge}_low']) <= float(r[judge]) <= float(r[f'{judge}_high']) <= 100
-    keys = {'spearman_simulated_human', 'spearman_simulated_human_low', 'r2_simulated_human', 'spearman_people_pool', 'human_agreement', 'pool_agreement', 'reward_model_accuracy', 'seconds', 'peak_memory_gb'}
+    keys = {'spearman_simulated_human', 'spearman_simulated_human_low', 'r2_simulated_human', 'spearman_people_pool', 'human_agreement', 'pool_agreement', 'reward_model_accuracy',
+            'temperature', 'human_groups', 'transfer_clear_differences', 'seconds', 'peak_memory_gb'}
     assert keys <= set(read_summary(folder/'farm')) and (folder/'farm'/'leaderboard.png').stat().st_size > 5000
     curves = list(csv.DictReader(open(folder/'overoptimization'/'curves.csv')))
     assert {'method', 'labels', 'seed', 'kl', 'proxy', 'gold', 'gold_low', 'gold_high', 'people'} <= set(curves[0])

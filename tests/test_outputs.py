@@ -56,6 +56,17 @@ def test_demonstrations_alone_keep_the_outputs_of_runs(project):
     assert texts(path) == ['run\n', '3\n'] and read_json(project/'nbs'/'outputs.json')['one']['farm'] == 'abc'
 
 
+def test_a_notebook_shows_the_run_that_the_farm_has_made(project):
+    "With the settings that the run was given; the source stays as it is."
+    path = project/'nbs'/'one.ipynb'
+    nb = read_json(path)
+    nb['cells'][0]['metadata'] = dict(tags=['parameters'])
+    write_json(path, nb)
+    write_json(project/'runs'/'one'/'config.json', dict(alpaca_farm='', given=dict(x=7)))
+    save_outputs(OutputsConfig(notebooks=['one']))
+    assert texts(path) == ['run\n', '8\n'] and ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
+
+
 def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
     before = (project/'nbs'/'two.ipynb').read_text()
     with pytest.raises(RuntimeError, match='two: ZeroDivisionError'): save_outputs(OutputsConfig())
