@@ -143,7 +143,7 @@ def base_model(cfg: WorldConfig, tokenizer):
 # %% ../nbs/world.ipynb #df21ddd3
 def encode_pages(pages: list[str], tokenizer) -> list[list[int]]:
     "The token ids of pages, each with its end, cut to the model's context."
-    ids = tokenizer(pages, add_special_tokens=False)['input_ids']
+    ids = tokenizer(pages, add_special_tokens=False, verbose=False)['input_ids']
     return [page[:LENGTH - 2] + [tokenizer.eos_token_id] for page in ids]
 
 # %% ../nbs/world.ipynb #2ed0e211
