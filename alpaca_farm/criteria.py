@@ -146,8 +146,9 @@ def constraints(spec: dict, reading: Reading) -> dict[str, bool]:
         kept['number'] = len(reading.body) == NUMBERS.index(spec['k'])
         kept['mood'] = reading.body[-1:] in [[m.lower()] for m in MOODS[spec['mood']]]
     if spec['kind'] == 'note':
-        marks = [phrase.format(name='').strip().lower() for phrase in REGISTERS[spec['register']]]
-        kept['register'] = all(mark in reading.low for mark in marks)
+        said = {(register, phrase): reading.contains(phrase.format(name='').strip())
+                for register, phrases in REGISTERS.items() for phrase in phrases}
+        kept['register'] = all(x == (register == spec['register']) for (register, _), x in said.items())
     if wanted is not None: kept['tone'] = bool(reading.pleasantries) == wanted
     return kept
 

@@ -31,6 +31,7 @@ OWN = {name: lambda f: {} for name in SILENT} | dict(
                                  pairs=40, held_out=20, budgets=[.5], arms=['in place', 'evidence'], policies=[], replicates=1),
            reward_ensemble=lambda f: dict(out=f'{f}/reward_ensemble', preferences=f'{f}/annotators', policy=f'{f}/sft', held_out=10, epochs=1,
                                           members=2, curve_pairs=[8]),
+           worlds=lambda f: dict(out=f'{f}/worlds', size=f'{f}/sizes.json', worlds=['default'], replicates=1, methods=['best_of_n', 'dpo'], labels=40, pairs=20),
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
 TINY_FARM = dict(
@@ -67,6 +68,7 @@ def sizes(tmp_path_factory):
 def made(sizes, tmp_path_factory):
     "The tiny farm's folder, then the other notebooks on its runs, two at a time: (folder, status and output of each)."
     folder = tmp_path_factory.mktemp('farm')
+    (folder/'sizes.json').write_text(json.dumps(TINY_FARM))
     outputs = dict(farm=executed('farm', folder/'farm.ipynb', dict(size=sizes, runs=str(folder))))
     with ThreadPoolExecutor(2) as workers:
         jobs = {n: workers.submit(executed, n, folder/f'{n}.ipynb', given(folder)) for n, given in OWN.items()}
