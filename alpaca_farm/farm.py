@@ -87,7 +87,7 @@ def learning_runs(suffix: str) -> dict:
         reads = dict(data='world', policy='sft') | feedback[row['learns_from']] | row['reads']
         runs[f'{method}{suffix}'] = reads, row['cost']
     policies = ['base']*(not suffix) + [f'{method}{suffix}' for method in methods()]
-    runs[f'decoding_methods{suffix}'] = dict(data='world', reference='sft', policies=policies), 120
+    runs[f'decoding_methods{suffix}'] = dict(data='world', reference='sft', policies=policies), 150
     return runs
 
 # %% ../nbs/farm.ipynb #b52b1efc

@@ -34,7 +34,7 @@ from .local_judges import check_labels, RecordedLabels
 
 # %% ../nbs/studies/hybrid.ipynb #7b5609fc
 def can_be_asked(spec: str) -> bool:
-    "Whether annotators are named, as module:name or by the file of a world's population, and not their labels."
+    "Whether annotators are named, by module:name or a world's file of them, and not labels."
     return ':' in spec or is_population(spec)
 
 # %% ../nbs/studies/hybrid.ipynb #27407639
@@ -46,7 +46,7 @@ class HybridConfig(JudgedConfig):
     annotators: str = 'alpaca_farm.world:pool'   # simulated annotators, or their labels in a run or file
     label_flip: float = 0.25                     # share of simulated labels that is, or was, flipped
     people: str = 'alpaca_farm.world:people'     # people whose labels are bought, or a run or file of them
-    judge: str = 'alpaca_farm.world:held_out_people'  # judge for measuring; empty: held-out votes, no policies
+    judge: str = 'alpaca_farm.world:held_out_people'  # judge; empty: held-out votes, no policies
     agree: float = 0.66                          # how often two people's votes are the same
     budgets: list[float] = field(default_factory=lambda: [0., .05, .1, .5, 1.])  # shares labelled by people
     arms: list[str] = field(default_factory=lambda: list(LABEL_ARMS))  # ways to use the labels: see The study

@@ -115,7 +115,7 @@ def test_feedme_without_a_step_is_the_policy_itself(base, tmp_path):
     assert s['val_win_rate'] == 50 and s['labels'] == 48
 
 
-PHRASES = ('Yes .', 'No no .')
+PHRASES = ('A bear.', 'The duck.')
 
 
 def phrases(base, path, labels):

@@ -108,7 +108,7 @@ def test_candidates_with_a_bad_answer(tmp_path):
 def long_data(base, folder, n, first=3):
     "A dataset of which `n` prompts are too long."
     rows = load_records(str(base/'world'), 'eval', 'output', 12)
-    for r in rows[first:first + n]: r['instruction'] += ' please'*80
+    for r in rows[first:first + n]: r['instruction'] += ' please'*150
     (folder/'long.json').write_text(json.dumps(rows))
     return str(folder/'long.json')
 

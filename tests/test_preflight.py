@@ -10,6 +10,7 @@ from alpaca_farm import best_of_n, binary_feedback, dpo, expert_iteration, ppo, 
 from alpaca_farm.core import generation, training
 from alpaca_farm.core.models import load_policy, load_scalar, reward
 from alpaca_farm.core.settings import Config
+from alpaca_farm.world import LENGTH
 
 ONLINE = dict(ppo=ppo, quark=quark)
 ALL = dict(sft=sft, dpo=dpo, binary_feedback=binary_feedback, rrhf=rrhf, **ONLINE)
@@ -81,14 +82,14 @@ def test_a_model_that_cannot_write_is_named_first(base, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('name', ALL)
 def test_lengths_beyond_the_models_positions_are_named_first(base, tmp_path, monkeypatch, name):
-    refused(ALL[name], base, tmp_path, monkeypatch, ValueError, r'max_prompt \+ max_new_tokens: 140 tokens, but .* reads at most 128', max_new_tokens=30)
+    refused(ALL[name], base, tmp_path, monkeypatch, ValueError, rf'max_prompt \+ max_new_tokens: {110 + LENGTH} tokens, but .* reads at most {LENGTH}', max_new_tokens=LENGTH)
     if name in ONLINE: return
-    refused(ALL[name], base, tmp_path, monkeypatch, ValueError, 'max_length: 129 tokens, but .* reads at most 128', max_length=129)
+    refused(ALL[name], base, tmp_path, monkeypatch, ValueError, f'max_length: {LENGTH + 1} tokens, but .* reads at most {LENGTH}', max_length=LENGTH + 1)
 
 
 def test_a_reward_models_lengths_are_checked_first(base, tmp_path, monkeypatch):
     from alpaca_farm import reward_model
-    refused(reward_model, base, tmp_path, monkeypatch, ValueError, 'max_length: 129 tokens', max_length=129)
+    refused(reward_model, base, tmp_path, monkeypatch, ValueError, f'max_length: {LENGTH + 1} tokens', max_length=LENGTH + 1)
     refused(reward_model, base, tmp_path, monkeypatch, ValueError, 'held_out = 500 leaves 0 of 60 pairs', held_out=500)
 
 

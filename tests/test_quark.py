@@ -275,12 +275,12 @@ def test_a_token_is_obeyed(models):
     "Answers that open with one of two words, and the rest alike: after a few updates the token decides which."
     policy, tokenizer = copy.deepcopy(models.policy), copy.deepcopy(models.tokenizer)
     ids, size = reward_tokens(policy, tokenizer, QuarkConfig(best_quantile_only=False, num_quantiles=2, jitter=3., token_times=2))
-    a, b = (encode_prompts([dict(instruction=w)], models.tokenizer)[0][-2] for w in ('yes', 'no'))
+    a, b = (encode_prompts([dict(instruction=w)], models.tokenizer)[0][-2] for w in ('bear', 'duck'))
     rng, answers = random.Random(0), []
     for i in range(64): answers.append([rng.choice([a, b]), rng.randrange(20, size), models.tokenizer.eos_token_id])
     of = quantiles(torch.tensor([float(x[0] == a) for x in answers]), 2).tolist()
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.)
-    for step in range(40):
+    for step in range(60):
         rows = rng.sample(range(64), 16)
         batch = pool_batch([models.prompts[i % 16] for i in rows], [answers[i] for i in rows], [ids[of[i]] for i in rows], models.tokenizer, 2)
         t = response_terms(policy, models.policy, batch, size)

@@ -329,7 +329,10 @@ def test_accumulation(base, tmp_path):
 
 def test_ranks_are_learned(base, tmp_path):
     "By heart, without imitation: pairs come into order. Ranking alone lets the likelihood of the best go; imitation holds it."
-    more = dict(candidates=str(base/'annotators'), max_instances=8, epochs=40, learning_rate=2e-3, eval_split='')  # whole answers
+    rows = read_json(base/'world'/'sft.json')
+    pairs = [dict(r, output_1=r['output'], output_2=s['output'], preference=1 + i % 2) for i, (r, s) in enumerate(zip(rows, rows[1:]))]
+    (tmp_path/'pairs.json').write_text(json.dumps(pairs))
+    more = dict(candidates=str(tmp_path/'pairs.json'), max_instances=8, epochs=40, learning_rate=2e-3, eval_split='')
     ranked, _ = run(base, tmp_path/'ranked', sft_weight=0., **more)
     both, _ = run(base, tmp_path/'both', **more)
     assert ranked[0]['accuracy'] < .8 and ranked[-1]['accuracy'] > .95 and ranked[-1]['rank'] < .01 and both[-1]['accuracy'] > .9

@@ -1,6 +1,7 @@
 "The embedded world: requests that can be read back, answers marked by rules, people and judges that differ, and its splits."
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from alpaca_farm.core.text import decode, encode_prompts, encode_responses
 from alpaca_farm.criteria import COLUMNS, CRITERIA, QUALITY, Reading, UTILITY, answer_features, answer_matrix, constraints, utility
 from alpaca_farm.grammar import AFTER, BEFORE, FORMS, HARD, KINDS, ROWS, TONES, fitting, is_new, parse, render, sample_instruction, sample_slots, text
 from alpaca_farm.lexicon import ANIMALS, CLOSINGS, FACTS, FILLERS, OPENINGS, VALUES, common_mistake, fact_of
-from alpaca_farm.prose import TEXTS, sample_page
+from alpaca_farm.prose import TEXTS, facts_text, sample_page, talk_text
 
 
 def spec_of(row, form, tone, rng):
@@ -506,12 +507,33 @@ def tokenizer(splits):
     return world.train_tokenizer(pages + [part for r in splits['sft'] for part in (text(r), r['output'])], vocab_size=700)
 
 
-def test_every_kind_of_text_is_written_and_told_by_true_facts():
+SAID = dict(home=r'the (\w+)[.,]', food=r'eats? (\w+)[.,]', colour=r' is (\w+)[.,]', skill=r'can (\w+)')
+
+
+def said_truly(statement):
+    "Whether each fact that is told about the animal of a statement is true."
+    animal = re.search('|'.join(rf'\b{a}\b' for a in ANIMALS), statement)[0]
+    told = [(fact, value) for fact, pattern in SAID.items() for value in re.findall(pattern, statement)]
+    assert told, statement
+    return [value == fact_of(animal, fact) for fact, value in told]
+
+
+def test_texts_vary():
     rng = random.Random(1)
     for write in TEXTS: assert len({write(rng) for _ in range(60)}) > 10, write.__name__
-    told = ' '.join(sample_page(rng) for _ in range(1500))
-    for animal in ANIMALS:
-        assert f'The home of {"an" if animal[0] in "aeiou" else "a"} {animal} is the {fact_of(animal, "home")}' in told
+
+
+def test_prose_tells_the_truth_or_calls_it_wrong():
+    rng = random.Random(3)
+    for _ in range(500): assert all(said_truly(facts_text(rng)))
+    seen = set()
+    for talk in (talk_text(rng) for _ in range(500)):
+        first, *_, last = re.findall('"([^"]*)"', talk)
+        if 'That is wrong' in talk: assert said_truly(last) == [True] and said_truly(first) == [False]
+        elif 'That is right' in talk: assert said_truly(first) == [True]
+        elif ' ' in last: assert said_truly(last) == [True]
+        seen.add(re.findall('wrong|right|asked', talk)[0])
+    assert seen == {'wrong', 'right', 'asked'}
 
 
 def test_a_page_never_contains_the_format_of_a_chat(tokenizer):
