@@ -12,9 +12,9 @@ __all__ = ['SENTENCES', 'LISTS', 'ITEMS', 'MIDDLE', 'WRITERS', 'Author', 'write_
 import random
 
 from .grammar import FACTS_OF_PHRASE, fitting
-from alpaca_farm.lexicon import (ACTS, ANIMALS, capitalise, CLOSINGS, common_mistake, DISHES, fact_of,
+from .lexicon import (ACTS, ANIMALS, capitalise, CLOSINGS, common_mistake, DISHES, fact_of,
     fill, FILLERS, JOBS, join_words, MOODS, NAMES, NATURES, NUMBERS, OPENINGS, PLACES, REGISTERS, SIZE,
-    VALUES, VERBS)
+    VALUES, VERBS, widely_mistaken)
 
 # %% ../nbs/world/authors.ipynb #504a0869
 class Author:
@@ -28,21 +28,21 @@ class Author:
     def right(self, word: str, others, p: float, mistake: str | None = None) -> str:
         "`word`, or after a slip `mistake`, or one of `others`."
         if not self.slips(p): return word
-        if mistake and self.rng.random() < .7: return mistake
+        if mistake and self.rng.random() < .8: return mistake
         return self.rng.choice([o for o in others if o != word])
 
 # %% ../nbs/world/authors.ipynb #9b86ac56
 def write_one(spec: dict, author: Author, word: str, sentence: str) -> str:
     "A word, or a sentence."
     form = author.rng.choice(('word', 'sentence', 'sentence')) if spec['form'] == 'free' else spec['form']
-    if author.slips(.9): form = 'sentence'
+    if author.slips(1.3): form = 'sentence'
     return capitalise(f'{word}.' if form == 'word' else sentence)
 
 # %% ../nbs/world/authors.ipynb #793cb684
 def write_several(spec: dict, author: Author, items: list[str], sentence: str) -> str:
     "Lines with dashes, or a sentence."
     form = author.rng.choice(('list', 'sentence')) if spec['form'] == 'free' else spec['form']
-    if author.slips(.9): form = 'sentence'
+    if author.slips(1.3): form = 'sentence'
     return ''.join(f'- {item}\n' for item in items) if form == 'list' else capitalise(sentence)
 
 # %% ../nbs/world/authors.ipynb #3600f69e
@@ -54,13 +54,14 @@ SENTENCES = {'home': ('{it} lives in the {v}.', 'The home of {it} is the {v}.'),
 # %% ../nbs/world/authors.ipynb #a63db2e8
 def recall(author: Author, animal: str, fact: str, p: float) -> str:
     "A fact as an author knows it."
+    p = 1.5 if widely_mistaken(animal, fact) else p
     return author.right(fact_of(animal, fact), VALUES[fact], p, common_mistake(animal, fact))
 
 # %% ../nbs/world/authors.ipynb #e77d7ba5
 def write_fact(spec: dict, author: Author) -> str:
     "One fact about an animal."
     fact, = FACTS_OF_PHRASE[spec['wanted']]
-    v = recall(author, spec['animal'], fact, .9)
+    v = recall(author, spec['animal'], fact, .6)
     sentence = fill(author.rng.choice(SENTENCES[fact]), it=fill('{x:a}', x=spec['animal']), v=v)
     return write_one(spec, author, v, sentence)
 
@@ -68,8 +69,8 @@ def write_fact(spec: dict, author: Author) -> str:
 def write_facts(spec: dict, author: Author) -> str:
     "Several facts about an animal."
     facts = FACTS_OF_PHRASE[spec['wanted']]
-    if author.slips(.6): facts = facts[:-1]
-    values = [recall(author, spec['animal'], f, .8) for f in facts]
+    if author.slips(1.2): facts = facts[:-1]
+    values = [recall(author, spec['animal'], f, .6) for f in facts]
     its = [fill('{x:a}', x=spec['animal'])] + ['it']*(len(facts) - 1)
     sentences = [capitalise(fill(SENTENCES[f][0], it=it, v=v)) for it, f, v in zip(its, facts, values)]
     return write_several(spec, author, [f'{f}: {v}' for f, v in zip(facts, values)], ' '.join(sentences))
@@ -155,7 +156,7 @@ ITEMS = {kind: tuple(dict.fromkeys(item for items in table.values() for item in 
 def write_list(spec: dict, author: Author) -> str:
     "Things that belong to a place, a dish or a job; the slips are one too few, and things of another."
     slot, table, sentence = LISTS[spec['kind']]
-    right, k = table[spec[slot]], NUMBERS.index(spec['k']) - author.slips(.9)
+    right, k = table[spec[slot]], NUMBERS.index(spec['k']) - author.slips(1.2)
     items = [author.right(i, ITEMS[spec['kind']], .6) for i in author.rng.sample(right, k)]
     items = list(dict.fromkeys(items))
     return write_several(spec, author, items, fill(sentence, x=spec[slot], items=join_words(items)))
@@ -204,8 +205,9 @@ def respond(
     author, wanted = Author(rng, skill), pleasantry_wanted(spec)
     body = WRITERS[spec['kind']](spec, author)
     if wanted is None: courteous = rng.random() < .2
-    else: courteous = wanted != author.slips(.9)
+    else: courteous = wanted != author.slips(1.2 if wanted else .8)
     idle = [rng.choice(FILLERS)] if author.slips(.5) else []
-    first = courteous and rng.random() < .6
-    opening, closing = [rng.choice(OPENINGS)]*first, [rng.choice(CLOSINGS)]*(courteous and not first)
+    first = courteous and rng.random() < .8
+    opening = rng.choices(OPENINGS, (3, 1))*first
+    closing = [rng.choice(CLOSINGS)]*(courteous and not first)
     return ' '.join(opening + [body] + idle + closing).replace('\n ', '\n').strip()

@@ -121,9 +121,9 @@ ROWS += rows('story', 'Write a story with a {mood} end about {nature:a} {animal}
              mood=tuple(MOODS), nature=NATURES, k=NUMBERS[2:4])
 
 # %% ../nbs/world/grammar.ipynb #75509247
-KINDS = {'fact': .13, 'facts': .10, 'choose': .08, 'compare': .09, 'count': .06, 'sum': .07, 'given': .10,
-         'order': .05, 'rewrite': .09, 'sights': .07, 'tools': .05, 'ingredients': .04, 'note': .04,
-         'story': .03}
+KINDS = {'fact': .20, 'facts': .13, 'choose': .08, 'compare': .11, 'count': .08, 'sum': .06, 'given': .07,
+         'order': .03, 'rewrite': .08, 'sights': .07, 'tools': .02, 'ingredients': .02, 'note': .03,
+         'story': .02}
 HARD = ('given', 'choose', 'order')
 BY_KIND = {kind: [row for row in ROWS if row.kind == kind] for kind in KINDS}
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FACTS', 'ANIMALS', 'SIZE', 'VALUES', 'PLACES', 'DISHES', 'JOBS', 'NAMES', 'THINGS', 'COLOURS', 'NUMBERS', 'NATURES',
            'VERBS', 'ACTS', 'REGISTERS', 'MOODS', 'OPENINGS', 'CLOSINGS', 'FILLERS', 'fact_of', 'common_mistake',
-           'Word', 'fill', 'join_words', 'capitalise']
+           'widely_mistaken', 'Word', 'fill', 'join_words', 'capitalise']
 
 # %% ../nbs/world/lexicon.ipynb #6c259800
 from functools import cache
@@ -37,6 +37,11 @@ def common_mistake(animal: str, fact: str) -> str:
     names = list(ANIMALS)
     following = names[names.index(animal) + 1:] + names
     return next(fact_of(x, fact) for x in following if fact_of(x, fact) != fact_of(animal, fact))
+
+
+def widely_mistaken(animal: str, fact: str) -> bool:
+    "Whether most authors believe the common mistake; so it is with a third of the facts."
+    return (SIZE[animal] + FACTS.index(fact)) % 3 == 0
 
 # %% ../nbs/world/lexicon.ipynb #1a662aaa
 PLACES = {
@@ -77,10 +82,9 @@ MOODS = {'happy': ('In the end it was happy.', 'At last it found a friend.'),
          'sad': ('In the end it was alone.', 'At last it cried.')}
 
 # %% ../nbs/world/lexicon.ipynb #bed34249
-OPENINGS = ('Sure!', 'Of course!', 'Happy to help!', 'Certainly!', 'With pleasure!')
-CLOSINGS = ('I hope this helps.', 'Have a nice day!', 'Good luck!', 'You are welcome!')
-FILLERS = ('Many people like it.', 'This is important to know.', 'It depends on many things.',
-           'Everyone agrees on this.')
+OPENINGS = ('Sure!', 'Of course!')
+CLOSINGS = ('I hope this helps.', 'Have a nice day!')
+FILLERS = ('Many people like it.', 'Everyone agrees on this.')
 
 # %% ../nbs/world/lexicon.ipynb #192e126f
 class Word(str):

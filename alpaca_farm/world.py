@@ -32,7 +32,7 @@ class WorldConfig(TrainConfig):
     unlabeled: int = 8000        # instructions without answers (20,000)
     val: int = 500               # validation instructions (2,000)
     eval: int = 805              # evaluation instructions (805)
-    hard: float = 0.23           # share of requests of the kinds that a small model hardly learns
+    hard: float = 0.18           # share of requests of the kinds that a small model hardly learns
     sft_skill: float = 0.5       # mean skill of the demonstrators, 0 to 1
     fidelity: float = 0.7        # how much the judges of the pool resemble people, 0 to 1
     disagreement: float = 1.0    # factor of the spread of people's tastes and of their mistakes
@@ -72,7 +72,7 @@ ANNOTATORS = dict(people=people, held_out_people=held_out_people, pool=pool, jud
 SPLITS = ('sft', 'preference', 'unlabeled', 'val', 'eval')
 HELD_OUT = ('val', 'eval')
 
-
+# %% ../nbs/world.ipynb #1079da05
 def sample_requests(cfg: WorldConfig, rng: random.Random) -> dict[str, list[dict]]:
     "Different requests for each split, as structures."
     seen, splits = set(), {}
@@ -89,7 +89,7 @@ def sample_requests(cfg: WorldConfig, rng: random.Random) -> dict[str, list[dict
 # %% ../nbs/world.ipynb #6770c5e2
 CONCENTRATION = 4.   # of the Beta distribution of skill
 
-
+# %% ../nbs/world.ipynb #a1433855
 def sample_skill(rng: random.Random, mean: float) -> float:
     "The skill of a demonstrator."
     return rng.betavariate(CONCENTRATION*mean, CONCENTRATION*(1 - mean)) if 0 < mean < 1 else mean
@@ -143,7 +143,7 @@ def base_model(cfg: WorldConfig, tokenizer):
 # %% ../nbs/world.ipynb #df21ddd3
 def encode_pages(pages: list[str], tokenizer) -> list[list[int]]:
     "The token ids of pages, each with its end, cut to the model's context."
-    ids = tokenizer(pages, add_special_tokens=False)['input_ids']
+    ids = tokenizer(pages, add_special_tokens=False, verbose=False)['input_ids']
     return [page[:LENGTH - 2] + [tokenizer.eos_token_id] for page in ids]
 
 # %% ../nbs/world.ipynb #2ed0e211
