@@ -24,7 +24,7 @@ from .core.models import (check_positions, load_scalar, load_tokenizer, save_mod
 from .core.runs import start
 from .core.settings import command, TrainConfig
 from .core.stats import wilson
-from .core.text import encode, pad
+from .core.text import collate, encode
 from .core.training import batches, Trainer
 
 # %% ../nbs/reward_model.ipynb #a04d06b0
@@ -36,6 +36,7 @@ class RewardModelConfig(TrainConfig):
     columns: str = ''                     # names of columns: ours and yours, joined by an equals sign
     policy: str = 'runs/sft'              # policy whose trunk initialises the model
     head: str = 'zero'                    # the fresh head: zero, or normal for N(0, 1/(d+1))
+    likelihood: float = 0.2               # weight of the answer's log-likelihood in its score; 0 for the head alone
     template: str = 'auto'                # prompt format
     epochs: int = 2                       # passes over the pairs
     max_length: int = 128                 # tokens of prompt and answer together
@@ -51,6 +52,7 @@ class RewardModelConfig(TrainConfig):
     def check(self):
         self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None), margin=(0, None))
         if self.held_out != -1: self.bounds(held_out=(1, None))
+        self.bounds(likelihood=(0, None))
         self.one_of('head', 'zero', 'normal')
         self.one_of('template', 'auto', 'chat', 'alpaca', 'raw')
         check_flip_rate(self.flip_rate)
@@ -113,10 +115,10 @@ def pair_batch(
     pad_id: int,
     margins=None,         # 0 when not given
 ) -> dict[str, torch.Tensor]:
-    "A batch of pairs: ids and mask (B, 2, T), label, margin and weight (B,)."
-    both = [prompts[i] + answer[i] for i in rows for answer in (first, second)]
-    shape = lambda t: t.view(len(rows), 2, -1)
-    return dict(ids=shape(pad(both, pad_id)), mask=shape(pad([[1] * len(b) for b in both])),
+    "A batch of pairs: ids, mask and response (B, 2, T), label, margin and weight (B,)."
+    answers = [answer[i] for i in rows for answer in (first, second)]
+    batch = collate([prompts[i] for i in rows for _ in (0, 1)], answers, pad_id)
+    return dict({k: batch[k].view(len(rows), 2, -1) for k in ('ids', 'mask', 'response')},
                 label=torch.tensor([labels[i] - 1 for i in rows]), weight=torch.ones(len(rows)),
                 margin=torch.tensor([margins[i] if margins else 0. for i in rows]))
 
@@ -128,8 +130,8 @@ def pair_accuracy(lead: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 # %% ../nbs/reward_model.ipynb #2b7c869d
 def reward_loss(model, batch: dict, flip_rate: float = 0.) -> dict[str, torch.Tensor]:
     "Loss, accuracy and margin (the lead of the labelled answer) of each pair: (B,) each."
-    ids, mask = (batch[k].flatten(0, 1) for k in ('ids', 'mask'))
-    first, second = sequence_scores(model, ids, mask).view(-1, 2).unbind(1)
+    both = (batch[k].flatten(0, 1) for k in ('ids', 'mask', 'response'))
+    first, second = sequence_scores(model, *both).view(-1, 2).unbind(1)
     lead, label = second - first, batch['label']
     return dict(loss=pairwise_loss(second, first, label, batch['margin'], flip_rate),
                 accuracy=pair_accuracy(lead, label), margin=lead * (2 * label - 1))
@@ -260,6 +262,7 @@ def fit_reward_model(run, pairs: Pairs):
     cfg = run.cfg
     torch.manual_seed(cfg.seed)
     model, tokenizer = load_scalar(cfg.policy, cfg, cfg.head, train=True)
+    model.config.likelihood = cfg.likelihood
     check_positions(model, cfg.max_length, 'max_length')
     answers = pairs.first, pairs.second
     order = batches([len(p) + max(len(a), len(b)) for p, a, b in zip(pairs.prompts, *answers)],

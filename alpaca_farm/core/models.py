@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer',
            'load_weights', 'load_policy', 'fresh_head', 'load_scalar', 'hidden_states', 'has_plain_head', 'logits_of',
-           'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'sequence_scores', 'values',
-           'RewardConfig', 'combine_scores', 'checked_reward', 'score_records', 'reward', 'label_count', 'save_model']
+           'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'sequence_scores',
+           'values', 'RewardConfig', 'combine_scores', 'checked_reward', 'score_records', 'reward', 'label_count',
+           'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import math
@@ -218,12 +219,30 @@ def token_scores(model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     "The scalar head at every position: (B, T)."
     return model.score(hidden_states(model, ids, mask)).squeeze(-1).float()
 
+# %% ../../nbs/core/models.ipynb #271d73f9
+def own_likelihoods(
+    model,
+    states: torch.Tensor,    # (B, T, hidden)
+    ids: torch.Tensor,       # (B, T)
+    response: torch.Tensor,  # (B, T), 1 at the response's tokens
+) -> torch.Tensor:  # (B,), in nats
+    "log p of each response under the trunk and the embeddings of a scalar model."
+    chosen = response[:, 1:].bool()
+    logp = selected_logprobs(states[:, :-1][chosen], model.get_input_embeddings().weight, ids[:, 1:][chosen])
+    return logp.new_zeros(len(ids)).index_add(0, chosen.nonzero()[:, 0], logp).float()
+
 # %% ../../nbs/core/models.ipynb #270d0a7b
-def sequence_scores(model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    "The scalar head at each row's last real token: (B,)."
+def sequence_scores(
+    model,
+    ids: torch.Tensor,   # (B, T)
+    mask: torch.Tensor,  # (B, T)
+    response=None,       # (B, T), 1 at the response's tokens, for models that use their likelihood
+) -> torch.Tensor:  # (B,)
+    "The scalar head at each row's last real token, and the weighted log p of the response if there is a weight."
+    states, rows = hidden_states(model, ids, mask), torch.arange(len(ids), device=ids.device)
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
-    states = hidden_states(model, ids, mask)[torch.arange(len(ids), device=ids.device), last]
-    return model.score(states).squeeze(-1).float()
+    scores, weight = model.score(states[rows, last]).squeeze(-1).float(), getattr(model.config, 'likelihood', 0.)
+    return scores + weight * own_likelihoods(model, states, ids, response) if weight else scores
 
 # %% ../../nbs/core/models.ipynb #12b069c9
 def values(model, batch: dict) -> torch.Tensor:
@@ -282,16 +301,14 @@ def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
     "Scores of the records' outputs under a scalar model."
     prompts = encode_prompts(records, tokenizer, template)
     responses = encode_responses([r['output'] for r in records], tokenizer, template=template)
-    sequences = [p + r for p, r in zip(prompts, responses)]
-    check_positions(model, max(map(len, sequences), default=0), 'an answer with its prompt')
-    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-    scores = [0.] * len(sequences)
+    lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
+    check_positions(model, max(lengths, default=0), 'an answer with its prompt')
+    order, scores = sorted(range(len(lengths)), key=lengths.__getitem__), [0.] * len(lengths)
     for at in range(0, len(order), batch_size):
-        batch = order[at:at + batch_size]
-        rows = [sequences[i] for i in batch]
-        ids, mask = pad(rows, tokenizer.pad_token_id), pad([[1] * len(r) for r in rows])
-        batch_scores = sequence_scores(model, ids.to(model.device), mask.to(model.device)).tolist()
-        for i, s in zip(batch, batch_scores): scores[i] = s
+        rows = order[at:at + batch_size]
+        batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
+        batch = [batch[k].to(model.device) for k in ('ids', 'mask', 'response')]
+        for i, s in zip(rows, sequence_scores(model, *batch).tolist()): scores[i] = s
     mean, std = (getattr(model.config, k, v) for k, v in (('reward_mean', 0.), ('reward_std', 1.)))
     return [(s - mean) / std for s in scores] if standardise else scores
 
