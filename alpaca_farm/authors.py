@@ -35,14 +35,14 @@ class Author:
 def write_one(spec: dict, author: Author, word: str, sentence: str) -> str:
     "A word, or a sentence."
     form = author.rng.choice(('word', 'sentence', 'sentence')) if spec['form'] == 'free' else spec['form']
-    if author.slips(1.3): form = 'sentence'
+    if author.slips(.9): form = 'sentence'
     return capitalise(f'{word}.' if form == 'word' else sentence)
 
 # %% ../nbs/world/authors.ipynb #793cb684
 def write_several(spec: dict, author: Author, items: list[str], sentence: str) -> str:
     "Lines with dashes, or a sentence."
     form = author.rng.choice(('list', 'sentence')) if spec['form'] == 'free' else spec['form']
-    if author.slips(1.3): form = 'sentence'
+    if author.slips(.9): form = 'sentence'
     return ''.join(f'- {item}\n' for item in items) if form == 'list' else capitalise(sentence)
 
 # %% ../nbs/world/authors.ipynb #3600f69e
@@ -205,7 +205,7 @@ def respond(
     author, wanted = Author(rng, skill), pleasantry_wanted(spec)
     body = WRITERS[spec['kind']](spec, author)
     if wanted is None: courteous = rng.random() < .2
-    else: courteous = wanted != author.slips(1.2 if wanted else .8)
+    else: courteous = wanted != author.slips(.7)
     idle = [rng.choice(FILLERS)] if author.slips(.5) else []
     first = courteous and rng.random() < .8
     opening = rng.choices(OPENINGS, (3, 1))*first
