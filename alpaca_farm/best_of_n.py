@@ -15,7 +15,8 @@ import numpy as np
 
 from .core.answers import preflight, sample_answers, SampleConfig, within_prompt_limit
 from .core.data import load_records
-from .core.models import label_count, load_policy, reward, RewardConfig
+from .core.models import load_policy
+from .core.rewards import label_count, reward, RewardConfig
 from .core.progress import Progress
 from .core.runs import start
 from .core.settings import command

@@ -17,7 +17,8 @@ from .core.data import load_records
 from .core.files import atomic_write
 from .core.fingerprint import run_config
 from .core.judge_configs import JudgedConfig
-from .core.models import load_policy, reward
+from .core.models import load_policy
+from .core.rewards import reward
 from .core.progress import Progress
 from .core.runs import start
 from .core.settings import command

@@ -148,7 +148,7 @@ def score_pairs(judge, pairs: list[dict]) -> tuple[np.ndarray, np.ndarray]:
 # %% ../nbs/studies/effects.ipynb #de9434a5
 def word_prices(cfg: EffectsConfig) -> dict[str, float]:
     "Prices of a word in the biased reward, in its standard deviations: neutral and priced."
-    from alpaca_farm.core.models import reward
+    from alpaca_farm.core.rewards import reward
     score = reward(f'{cfg.out}_study/reward_model_biased', cfg)
     pairs, audit = arm_labels(cfg, 'biased')[:cfg.pairs], arm_labels(cfg, 'unbiased')[cfg.pairs:]
     return dict(neutral=reward_per_word(pairs, *score_pairs(score, pairs)),
@@ -197,7 +197,7 @@ def share_longer(pairs: list[dict], preferences) -> dict[str, float]:
 # %% ../nbs/studies/effects.ipynb #0b304b40
 def feedback_rows(cfg: EffectsConfig) -> tuple[list[dict], dict]:
     "P(longer) and price of a word of each arm's labels and rewards; the best-of-n answers of each reward."
-    from alpaca_farm.core.models import reward
+    from alpaca_farm.core.rewards import reward
     rows, best, bank = [], {}, load_records(cfg.bank, 'candidates', 'candidates')
     flat = [dict(r, output=o) for r in bank for o in r['output']]
     held_out = arm_labels(cfg, 'biased')[cfg.pairs:]

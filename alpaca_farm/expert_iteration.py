@@ -16,7 +16,8 @@ from .core.answers import (answer_again, answer_eval_split, AnswerConfig, prefli
 from .core.data import find_file, load_records, read_rows
 from .core.files import write_json
 from .core.launch import Job, run_jobs
-from .core.models import label_count, load_policy, reward, RewardConfig, save_model
+from .core.models import load_policy, save_model
+from .core.rewards import label_count, reward, RewardConfig
 from .core.runs import read_summary, start
 from .core.settings import at_root, command, TrainConfig
 

@@ -213,7 +213,7 @@ def trained_points(cfg: HybridConfig) -> list[tuple[str, float]]:
 # %% ../nbs/studies/hybrid.ipynb #47cce720
 def with_leads(cfg: HybridConfig, k: int, rows: list[dict]) -> list[dict]:
     "Rows with the standardized `lead` of the second answer under the first model that has not seen them."
-    from alpaca_farm.core.models import reward
+    from alpaca_farm.core.rewards import reward
     second, lead = second_half(rows, cfg.seed + 1000*k), np.zeros(len(rows))
     for name, unseen in zip(HALVES, (second, ~second)):
         model = reward(study_path(cfg, 'reward_model', name, 0, k), cfg)
@@ -291,7 +291,7 @@ def policy_values(folder: str, references: list[dict], judge) -> np.ndarray:
 # %% ../nbs/studies/hybrid.ipynb #59c793a2
 def measure_points(cfg: HybridConfig, bought: list[dict]) -> dict[str, dict]:
     "By measure and by (arm, share, replicate): a value for each held-out pair or instruction."
-    from alpaca_farm.core.models import reward
+    from alpaca_farm.core.rewards import reward
     judge, aside = load_annotators(cfg.judge, cfg), study_pairs(cfg)[cfg.pairs:]
     bank, references = load_bank(cfg)
     out = dict(majority={}, agrees={}, best_of_n={}, dpo={}, words={})
@@ -312,7 +312,7 @@ def measure_points(cfg: HybridConfig, bought: list[dict]) -> dict[str, dict]:
 # %% ../nbs/studies/hybrid.ipynb #13b61b40
 def agreement_with_votes(cfg: HybridConfig, bought: list[dict]) -> dict[str, dict]:
     "`agrees` with people's held-out votes, used without a judge."
-    from alpaca_farm.core.models import reward
+    from alpaca_farm.core.rewards import reward
     agrees, aside = {}, {k: labels_and_votes(cfg, k)[1] for k in range(cfg.replicates)}
     for b in bought:
         point, pairs = (b['arm'], b['share'], b['replicate']), aside[b['replicate']]

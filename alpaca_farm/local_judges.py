@@ -90,7 +90,7 @@ class RewardJudge:
         self.name, self.template = Path(folder).name, getattr(cfg, 'template', 'auto')
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        from alpaca_farm.core.models import score_records
+        from alpaca_farm.core.rewards import score_records
         records = [dict(p, output=p[k]) for k in ('output_1', 'output_2') for p in pairs]
         rewards = score_records(self.model, self.tokenizer, records, self.template, standardise=False)
         first, second = np.array(rewards).reshape(2, -1)

@@ -21,7 +21,8 @@ from .core.data import find_file, prompt_key, read_rows
 from .core.files import atomic_write
 from .core.fingerprint import run_config
 from .core.judge_configs import JudgedConfig
-from .core.models import combine_scores, load_policy, model_path, reward
+from .core.models import load_policy, model_path
+from .core.rewards import combine_scores, reward
 from .core.preferences import check_preferences
 from .core.progress import Progress
 from .core.runs import check_run_folder, start

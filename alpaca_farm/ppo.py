@@ -14,7 +14,8 @@ import torch
 
 from .core.answers import answer_again, mean, preflight
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
-from .core.models import load_policy, load_scalar, load_tokenizer, logprobs, reward, values
+from .core.models import load_policy, load_scalar, load_tokenizer, logprobs, values
+from .core.rewards import reward
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.runs import start

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .core.answers import answer_again, mean, preflight
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.models import hidden_states, load_policy, logits_of, reward
+from .core.models import hidden_states, load_policy, logits_of
+from .core.rewards import reward
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.runs import start

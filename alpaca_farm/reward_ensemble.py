@@ -18,7 +18,8 @@ import torch
 
 from .core.files import atomic_write
 from .core.launch import Job, run_or_fail
-from .core.models import combine_scores, load_scalar
+from .core.models import load_scalar
+from .core.rewards import combine_scores
 from .core.runs import read_summary, start
 from .core.settings import at_root, command
 from .noise import flip_labels

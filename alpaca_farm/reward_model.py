@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 
 from .core.data import load_records, prompt_key
-from .core.models import (check_positions, load_scalar, load_tokenizer, save_model,
-    score_records, sequence_scores)
+from .core.models import load_scalar, load_tokenizer, save_model, sequence_scores
+from .core.rewards import score_records
 from .core.runs import start
 from .core.settings import command, TrainConfig
 from .core.stats import wilson
-from .core.text import collate, encode
+from .core.text import check_positions, collate, encode
 from .core.training import batches, Trainer
 
 # %% ../nbs/reward_model.ipynb #a04d06b0
@@ -262,6 +262,9 @@ def fit_reward_model(run, pairs: Pairs):
     cfg = run.cfg
     torch.manual_seed(cfg.seed)
     model, tokenizer = load_scalar(cfg.policy, cfg, cfg.head, train=True)
+    if cfg.likelihood and not model.config.get_text_config().tie_word_embeddings:
+        raise ValueError(f'likelihood = {cfg.likelihood}: {cfg.policy} does not tie its embeddings, so that a '
+                         'scalar model has no language model\'s head. Set likelihood to 0')
     model.config.likelihood = cfg.likelihood
     check_positions(model, cfg.max_length, 'max_length')
     answers = pairs.first, pairs.second

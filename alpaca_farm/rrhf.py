@@ -19,7 +19,8 @@ from .core.build import as_list
 from .core.files import read_json
 from .core.generation import uniform_stream
 from .core.judge_configs import JudgedConfig
-from .core.models import label_count, load_policy, RewardConfig, save_model, sequence_logprobs
+from .core.models import load_policy, save_model, sequence_logprobs
+from .core.rewards import label_count, RewardConfig
 from .core.runs import read_log, start
 from .core.settings import command, TrainConfig
 from .core.text import collate, encode_responses

@@ -15,7 +15,8 @@ from .core.candidates import LISTS, merge_candidates, select_candidates
 from .core.data import load_records, prompt_key
 from .core.files import read_json
 from .core.generation import generate
-from .core.models import response_logprobs, reward
+from .core.models import response_logprobs
+from .core.rewards import reward
 from .core.online import end_scores
 from .core.text import decode, encode_prompts, encode_responses, within_limit
 

@@ -215,7 +215,7 @@ KNOWN = 'human_agreement', 'pool_agreement', 'pool_disagreement', 'length_bias',
 
 def known_beforehand(cfg: WorldsConfig, rows: dict, world: str, k: int) -> dict:
     "The figures of KNOWN in a replicate of a world."
-    from alpaca_farm.core.models import reward
+    from alpaca_farm.core.rewards import reward
     folder = f'{cfg.out}_study/{k}'
     references = read_answers(f'{folder}/{owner(rows, world, "base")}/references', candidates=True)
     pairs = pair_samples(references, cfg.seed)[:cfg.pairs]

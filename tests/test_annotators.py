@@ -385,7 +385,7 @@ def test_a_reward_model_and_a_local_model_as_judges(tmp_path):
     cfg = config(tmp_path, None, base_url='', annotators=str(tmp_path/'reward'))
     annotators.run(cfg)
     rows = load_records(cfg.out, 'preferences', 'preference')
-    from alpaca_farm.core.models import reward
+    from alpaca_farm.core.rewards import reward
     of = reward(str(tmp_path/'reward'), cfg)
     better = np.subtract(*(np.array(of([dict(p, output=p[k]) for p in rows])) for k in ('output_2', 'output_1')))
     assert [r['expected'] - 1 for r in rows] == pytest.approx(1/(1 + np.exp(-better)), abs=1e-4)

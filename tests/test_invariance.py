@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import tiny
-from alpaca_farm.core.models import logprobs, reward, score_records, sequence_scores, values
+from alpaca_farm.core.models import logprobs, sequence_scores, values
+from alpaca_farm.core.rewards import reward, score_records
 from alpaca_farm.core.data import load_records
 from alpaca_farm.core.runs import read_log
 from alpaca_farm.core.text import collate

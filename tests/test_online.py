@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import tiny
 from alpaca_farm import ppo
 from alpaca_farm.core import models as core_models
-from alpaca_farm.core.models import combine_scores, label_count, load_policy, reward
+from alpaca_farm.core.models import load_policy
+from alpaca_farm.core.rewards import combine_scores, label_count, reward
 from alpaca_farm.core.online import CheckpointSelector, OnlineConfig, prompt_indices, rollout_scores
 from alpaca_farm.core.files import read_json, write_json
 from alpaca_farm.core.runs import read_log, read_summary

@@ -8,7 +8,8 @@ import pytest
 import tiny
 from alpaca_farm import best_of_n, binary_feedback, dpo, expert_iteration, ppo, quark, rrhf, sft
 from alpaca_farm.core import generation, training
-from alpaca_farm.core.models import load_policy, load_scalar, reward
+from alpaca_farm.core.models import load_policy, load_scalar
+from alpaca_farm.core.rewards import reward
 from alpaca_farm.core.settings import Config
 from alpaca_farm.world import LENGTH
 

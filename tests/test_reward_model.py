@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 import tiny
 from alpaca_farm.core import launch
 from alpaca_farm import reward_ensemble as ensemble, reward_model as rm
-from alpaca_farm.core.models import label_count, load_scalar, reward, score_records
+from alpaca_farm.core.models import load_scalar
+from alpaca_farm.core.rewards import label_count, reward, score_records
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.training import Trainer

@@ -10,7 +10,8 @@ import tiny
 from alpaca_farm import dpo, sft
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import load_policy, load_tokenizer, score_records
+from alpaca_farm.core.models import load_policy, load_tokenizer
+from alpaca_farm.core.rewards import score_records
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.text import decode, encode, encode_prompts, encode_responses, end_token, end_tokens
 

@@ -15,10 +15,10 @@ from .comparisons import verdicts_over
 from .data import load_records, prompt_key
 from .files import read_json
 from .generation import generate
-from .models import autocast, check_positions, load_policy, response_logprobs
+from .models import autocast, load_policy, response_logprobs
 from .runs import read_summary
 from .settings import at_root, Config
-from .text import check_limit, decode, encode_prompts, encode_responses, within_limit
+from .text import check_positions, check_limit, decode, encode_prompts, encode_responses, within_limit
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass

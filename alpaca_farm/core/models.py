@@ -6,23 +6,18 @@
 __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer',
            'load_weights', 'load_policy', 'fresh_head', 'load_scalar', 'hidden_states', 'has_plain_head', 'logits_of',
            'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'sequence_scores',
-           'values', 'RewardConfig', 'combine_scores', 'checked_reward', 'score_records', 'reward', 'label_count',
-           'save_model']
+           'values', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import math
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from .files import open_tensors, read_json, temporary_path
 from .functional import selected_logprobs, token_logprobs
 from .paths import ask_hub, at_root, looks_like_hub
-from .runs import read_summary
-from .settings import Config, resolve
-from alpaca_farm.core.text import (check_positions, choose_pad, collate, encode_prompts, encode_responses,
-    end_tokens, pad)
+from .settings import Config
+from .text import choose_pad, collate, end_tokens
 
 # %% ../../nbs/core/models.ipynb #b1e18340
 def device_of(cfg: Config) -> torch.device:
@@ -249,92 +244,6 @@ def values(model, batch: dict) -> torch.Tensor:
     "V of the state in which each response token is chosen, (B, T); zero outside the response."
     scores = token_scores(model, batch['ids'], batch['mask'])
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
-
-# %% ../../nbs/core/models.ipynb #e9595f40
-@dataclass
-class RewardConfig(Config):
-    "Settings of a reward."
-    reward_model: str | list[str] = 'runs/reward_model'  # a checkpoint, "module:function", or a list of them
-    ensemble: str = 'mean'        # how the scores of a list become one: mean, worst, or uncertainty
-    ensemble_coef: float = 0.5    # uncertainty: the penalty for a unit of variance among them
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.one_of('ensemble', 'mean', 'worst', 'uncertainty')
-        self.bounds(ensemble_coef=(0, None))
-        if self.reward_model == []: raise ValueError('reward_model = []: name at least one')
-
-    @property
-    def rewards(self) -> list[str]:
-        "The rewards as a list, even if there is only one."
-        return [self.reward_model] if isinstance(self.reward_model, str) else self.reward_model
-
-# %% ../../nbs/core/models.ipynb #bd382662
-def combine_scores(
-    scores,            # (M, N): M members on N records
-    how: str = 'mean', # mean, worst, or uncertainty
-    coef: float = .5,  # lambda
-) -> np.ndarray:  # (N,)
-    "The members' scores combined into one (Coste et al., 2024, section 3)."
-    scores = np.asarray(scores, dtype=float)
-    if how == 'worst': return scores.min(0)
-    return scores.mean(0) - (coef * scores.var(0) if how == 'uncertainty' else 0.)
-
-# %% ../../nbs/core/models.ipynb #fa4d1553
-def checked_reward(
-    reward,     # records -> scores
-    spec: str,  # its name, for messages
-):  # records -> list of scores
-    "The same reward; ValueError if it does not give one finite number for each record."
-    def checked(records: list[dict]) -> list[float]:
-        scores = [float(s) for s in reward(records)]
-        if len(scores) != len(records):
-            raise ValueError(f'the reward {spec} gave {len(scores)} scores for {len(records)} answers')
-        if np.isfinite(scores).all(): return scores
-        raise ValueError(f'the reward {spec} gave a score that is not a finite number')
-    return checked
-
-# %% ../../nbs/core/models.ipynb #1e4a3eff
-@torch.no_grad()
-def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
-                  batch_size: int = 256, standardise: bool = True) -> list[float]:
-    "Scores of the records' outputs under a scalar model."
-    prompts = encode_prompts(records, tokenizer, template)
-    responses = encode_responses([r['output'] for r in records], tokenizer, template=template)
-    lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
-    check_positions(model, max(lengths, default=0), 'an answer with its prompt')
-    order, scores = sorted(range(len(lengths)), key=lengths.__getitem__), [0.] * len(lengths)
-    for at in range(0, len(order), batch_size):
-        rows = order[at:at + batch_size]
-        batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
-        batch = [batch[k].to(model.device) for k in ('ids', 'mask', 'response')]
-        for i, s in zip(rows, sequence_scores(model, *batch).tolist()): scores[i] = s
-    mean, std = (getattr(model.config, k, v) for k, v in (('reward_mean', 0.), ('reward_std', 1.)))
-    return [(s - mean) / std for s in scores] if standardise else scores
-
-# %% ../../nbs/core/models.ipynb #fc3dec54
-def reward(
-    spec,                  # a checkpoint, "module:function", or a list of them
-    cfg: Config,           # `ensemble` and `ensemble_coef`, if it has them, combine a list
-    template: str = 'auto',
-    batch_size: int = 256,
-):  # records -> list of scores
-    "The reward that a setting specifies."
-    if isinstance(spec, (list, tuple)):
-        members = [reward(s, cfg, template, batch_size) for s in spec]
-        how = getattr(cfg, 'ensemble', 'mean'), getattr(cfg, 'ensemble_coef', .5)
-        return lambda records: combine_scores([r(records) for r in members], *how).tolist()
-    if ':' in spec: return checked_reward(resolve(spec), spec)
-    model, tokenizer = load_scalar(spec, cfg)
-    scorer = lambda records: score_records(model, tokenizer, records, template, batch_size)
-    return checked_reward(scorer, spec)
-
-# %% ../../nbs/core/models.ipynb #34ff95d5
-def label_count(spec) -> int:
-    "Number of annotators' labels a reward was trained on, from its run's summary; 0 if unknown."
-    if isinstance(spec, (list, tuple)): return max(map(label_count, spec))
-    if not spec or ':' in spec: return 0
-    return (read_summary(spec) or read_summary(at_root(spec).parent)).get('labels', 0)
 
 # %% ../../nbs/core/models.ipynb #77e3a040
 CARD = '''---

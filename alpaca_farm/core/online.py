@@ -17,7 +17,8 @@ from .comparisons import pair_up, with_verdict
 from .data import prompt_key
 from .generation import generate
 from .judge_configs import JudgedConfig
-from .models import autocast, label_count, load_policy, RewardConfig, save_model
+from .models import autocast, load_policy, save_model
+from .rewards import label_count, RewardConfig
 from .runs import read_log
 from .settings import TrainConfig
 from .stats import win_rate
