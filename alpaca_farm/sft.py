@@ -31,6 +31,7 @@ class SFTConfig(TrainConfig, AnswerConfig):
     epochs: int = 1               # passes over the demonstrations
     max_length: int = 128         # tokens of prompt and response together
     learning_rate: float = 2e-3   # AdamW's peak learning rate
+    batch_size: int = 16          # demonstrations per optimiser step
     max_instances: int = 0        # use only the first n demonstrations; 0 for all
     inputs = dict(data=('split', 'val_split', 'eval_split'), policy='model')
 
