@@ -38,7 +38,7 @@ def common_mistake(animal: str, fact: str) -> str:
     following = names[names.index(animal) + 1:] + names
     return next(fact_of(x, fact) for x in following if fact_of(x, fact) != fact_of(animal, fact))
 
-
+# %% ../nbs/world/lexicon.ipynb #1cc35f9e
 def widely_mistaken(animal: str, fact: str) -> bool:
     "Whether most authors believe the common mistake; so it is with a third of the facts."
     return (SIZE[animal] + FACTS.index(fact)) % 3 == 0

@@ -36,7 +36,7 @@ class RewardModelConfig(TrainConfig):
     columns: str = ''                     # names of columns: ours and yours, joined by an equals sign
     policy: str = 'runs/sft'              # policy whose trunk initialises the model
     head: str = 'zero'                    # the fresh head: zero, or normal for N(0, 1/(d+1))
-    likelihood: float = 0.2               # weight of the answer's log-likelihood in its score; 0 for the head alone
+    likelihood: float = 0.2               # weight of the answer's log-likelihood in its score; 0 for none
     template: str = 'auto'                # prompt format
     epochs: int = 1                       # passes over the pairs
     max_length: int = 128                 # tokens of prompt and answer together
@@ -263,8 +263,8 @@ def fit_reward_model(run, pairs: Pairs):
     torch.manual_seed(cfg.seed)
     model, tokenizer = load_scalar(cfg.policy, cfg, cfg.head, train=True)
     if cfg.likelihood and not model.config.get_text_config().tie_word_embeddings:
-        raise ValueError(f'likelihood = {cfg.likelihood}: {cfg.policy} does not tie its embeddings, so that a '
-                         'scalar model has no language model\'s head. Set likelihood to 0')
+        raise ValueError(f'likelihood = {cfg.likelihood}: {cfg.policy} does not tie its embeddings, so '
+                         'that a scalar model has no head of a language model. Set likelihood to 0')
     model.config.likelihood = cfg.likelihood
     check_positions(model, cfg.max_length, 'max_length')
     answers = pairs.first, pairs.second

@@ -233,10 +233,11 @@ def sequence_scores(
     mask: torch.Tensor,  # (B, T)
     response=None,       # (B, T), 1 at the response's tokens, for models that use their likelihood
 ) -> torch.Tensor:  # (B,)
-    "The scalar head at each row's last real token, and the weighted log p of the response if there is a weight."
+    "The scalar head at each row's last real token, plus `likelihood` times log p of the response."
     states, rows = hidden_states(model, ids, mask), torch.arange(len(ids), device=ids.device)
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
-    scores, weight = model.score(states[rows, last]).squeeze(-1).float(), getattr(model.config, 'likelihood', 0.)
+    scores = model.score(states[rows, last]).squeeze(-1).float()
+    weight = getattr(model.config, 'likelihood', 0.)
     return scores + weight * own_likelihoods(model, states, ids, response) if weight else scores
 
 # %% ../../nbs/core/models.ipynb #12b069c9
