@@ -31,6 +31,10 @@ class Author:
         if mistake and self.rng.random() < .8: return mistake
         return self.rng.choice([o for o in others if o != word])
 
+    def phrase(self, phrases: tuple) -> str:
+        "One of the usual phrases, most often the first."
+        return self.rng.choices(phrases, [2*len(phrases)] + [1]*(len(phrases) - 1))[0]
+
 # %% ../nbs/world/authors.ipynb #9b86ac56
 def write_one(spec: dict, author: Author, word: str, sentence: str) -> str:
     "A word, or a sentence."
@@ -206,8 +210,8 @@ def respond(
     body = WRITERS[spec['kind']](spec, author)
     if wanted is None: courteous = rng.random() < .2
     else: courteous = wanted != author.slips(.7)
-    idle = [rng.choice(FILLERS)] if author.slips(.5) else []
+    idle = [author.phrase(FILLERS)] if author.slips(.5) else []
     first = courteous and rng.random() < .8
-    opening = rng.choices(OPENINGS, (3, 1))*first
-    closing = [rng.choice(CLOSINGS)]*(courteous and not first)
+    opening = [author.phrase(OPENINGS)]*first
+    closing = [author.phrase(CLOSINGS)]*(courteous and not first)
     return ' '.join(opening + [body] + idle + closing).replace('\n ', '\n').strip()

@@ -82,9 +82,10 @@ MOODS = {'happy': ('In the end it was happy.', 'At last it found a friend.'),
          'sad': ('In the end it was alone.', 'At last it cried.')}
 
 # %% ../nbs/world/lexicon.ipynb #bed34249
-OPENINGS = ('Sure!', 'Of course!')
-CLOSINGS = ('I hope this helps.', 'Have a nice day!')
-FILLERS = ('Many people like it.', 'Everyone agrees on this.')
+OPENINGS = ('Sure!', 'Of course!', 'Happy to help!', 'Certainly!', 'With pleasure!')
+CLOSINGS = ('I hope this helps.', 'Have a nice day!', 'Good luck!', 'You are welcome!')
+FILLERS = ('Many people like it.', 'This is important to know.', 'It depends on many things.',
+           'Everyone agrees on this.')
 
 # %% ../nbs/world/lexicon.ipynb #192e126f
 class Word(str):
