@@ -18,8 +18,8 @@ from .core.fingerprint import as_list
 from .core.paths import at_root
 from .core.runs import read_summary
 from .core.stats import bootstrap, replicate_interval
-from .best_of_n import choose_best
-from .criteria import answer_matrix, COLUMNS, QUALITY
+from .cheap_tricks import chosen_by, RULES
+from .criteria import answer_matrix, COLUMNS, QUALITY, utility
 from .eval import answers_to, complete_preferences, judge_all, read_answers, write_figure
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 from .text_measures import describe_answers
@@ -35,13 +35,8 @@ def method_answers(folder: str) -> dict[str, list[dict]]:
 # %% ../nbs/boards/farm_board.ipynb #e2cec149
 def chosen_answers(candidates: list[dict]) -> dict[str, list[dict]]:
     "The best of n by the hidden utility, the longest, and that with most pleasantries."
-    flat = [dict(c, output=text) for c in candidates for text in c['output']]
-    features, ends = answer_matrix(flat), np.cumsum([len(c['output']) for c in candidates])[:-1]
-    scores = dict(utility_of_n=features @ QUALITY,
-                  longest_of_n=np.array([len(r['output'].split()) for r in flat]),
-                  politest_of_n=features[:, COLUMNS.index('pleasantries')])
-    return {name: choose_best([dict(c, scores=s) for c, s in zip(candidates, np.split(values, ends))])
-            for name, values in scores.items()}
+    rules = dict(utility_of_n=utility) | {name: RULES[name] for name in ('longest_of_n', 'politest_of_n')}
+    return {name: chosen_by(candidates, rule) for name, rule in rules.items()}
 
 # %% ../nbs/boards/farm_board.ipynb #4a05c6be
 def baseline_answers(folder: str) -> dict[str, list[dict]]:

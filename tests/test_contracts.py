@@ -28,6 +28,7 @@ LAYERS = ['verdict_parsers lexicon',
           'world local_judges text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
           'annotators calibration cascade_thresholds hybrid_measures rrhf_pool prediction_measures',
           'eval agreement labelling openai_baselines auto_annotations card',
+          'cheap_tricks',
           'decoding compare cascades overoptimization effects reward_ensemble label_budget farm_board simulation', 'hybrid farm', 'worlds']
 METHOD = len(CORE) + 7
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}

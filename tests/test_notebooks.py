@@ -23,6 +23,8 @@ FARMED = ({name: name for name in ('world', 'sft', 'decoding', 'annotators', 're
           | {row['notebook']: method for method, row in reversed(methods().items())})  # of several methods the first
 OWN = {name: lambda f: {} for name in SILENT} | dict(
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
+           cheap_tricks=lambda f: dict(out=f'{f}/cheap_tricks', references=f'{f}/references', samples=f'{f}/eval_samples', greedy=f'{f}/sft_greedy',
+                                       label_samples=f'{f}/sft_temperature_1', reward_model=f'{f}/reward_model', release=f'{f}/cheap_tricks.json.gz'),
            openai_baselines=lambda f: dict(out=f'{f}/openai_baselines', data=f'{f}/world'),
            labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
            agreement=lambda f: dict(out=f'{f}/agreement', max_instances=100, draws=20), cascades=lambda f: dict(out=f'{f}/cascades', max_instances=700),
