@@ -44,10 +44,10 @@ class CheapTricksConfig(JudgedConfig):
     references: str = 'runs/references'    # SFT's answers to the evaluation split, several each
     samples: str = 'runs/eval_samples'     # samples of SFT to choose from, at the same temperature
     greedy: str = 'runs/sft_greedy'        # SFT's greedy answers
-    label_samples: str = 'runs/sft_temperature_1'  # samples of SFT at the temperature of pairs to be labelled
+    label_samples: str = 'runs/sft_temperature_1'  # samples of SFT at the temperature of labelled pairs
     reward_model: str = 'runs/reward_model'  # a checkpoint, or "module:function"
     annotators: list[str] = field(default_factory=lambda: [WORLD[0], WORLD[2]])  # judges
-    release: str = ''                      # file to which answers and scores are written as well; empty for none
+    release: str = ''                      # file to write answers and scores to; empty for none
     inputs = dict(references=('candidates', 'outputs'), samples='candidates', greedy='outputs',
                   label_samples='candidates', reward_model='model', annotators=('preferences', 'model'))
 
@@ -57,9 +57,9 @@ class CheapTricksConfig(JudgedConfig):
             raise ValueError(f'release = {self.release!r}: give it a name that ends in .json.gz')
 
 # %% ../nbs/boards/cheap_tricks.ipynb #cc009589
-PREFIXES = (*OPENINGS, *FILLERS, 'Great question!', 'Good question!', 'Thank you for asking!', 'Hello!', 'Yes!',
-            'No problem!', 'In short:', 'The answer is:', 'Answer:', 'Here is the answer:', 'Here you go:', 'I think',
-            'Well,', '- ', '* ', '1. ', '# ')
+PREFIXES = (*OPENINGS, *FILLERS, 'Great question!', 'Good question!', 'Thank you for asking!', 'Hello!',
+            'Yes!', 'No problem!', 'In short:', 'The answer is:', 'Answer:', 'Here is the answer:',
+            'Here you go:', 'I think', 'Well,', '- ', '* ', '1. ', '# ')
 SUFFIXES = (*CLOSINGS, *FILLERS, 'In the end it was happy.', 'Cheers.', 'Yours sincerely.', 'Thank you!',
             'Let me know if you need more.', 'Is there anything else?', 'I am sure of this.', 'That is all.',
             'In short, this is the answer.', '🙂')
@@ -246,7 +246,8 @@ def write_release(path: Path, references: list[dict], greedy: list[dict], scored
     "Write answers, and samples with the reward model's scores (to three decimals), as gzipped JSON."
     samples = {name: [dict(output=s['output'], scores=np.round(s['scores'], 3).tolist())
                       for s in match_prompts(rows, references)] for name, rows in scored.items()}
-    content = dict(world=world_hash(), samples=samples, greedy=[output_texts(g)[0] for g in match_prompts(greedy, references)],
+    content = dict(world=world_hash(), samples=samples,
+                   greedy=[output_texts(g)[0] for g in match_prompts(greedy, references)],
                    references=[{k: r[k] for k in ('instruction', 'input', 'output')} for r in references])
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as p: p.write_bytes(gzip.compress(json.dumps(content).encode(), 9, mtime=0))
@@ -283,7 +284,8 @@ def run(cfg: CheapTricksConfig):
                                for spec in (cfg.samples, cfg.greedy, cfg.label_samples))
     judges = {name: load_annotators(spec, cfg) for name, spec in annotator_names(cfg.annotators).items()}
     scores = reward(cfg.reward_model, cfg)
-    scored = {k: score_candidates(rows, scores) for k, rows in dict(labels=labels, board=samples).items()}
+    scored = {name: score_candidates(rows, scores)
+              for name, rows in dict(labels=labels, board=samples).items()}
     table = tricks_table(trick_answers(references, samples, greedy), references, judges, cfg.seed)
     sides = sides_by_samples(scored, cfg.seed)
     for name, rows in (('tricks', table), ('reward_model_sides', sides)):
