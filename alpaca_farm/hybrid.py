@@ -199,7 +199,8 @@ def point_jobs(cfg: HybridConfig, arm: str, share: float, k: int) -> list[Job]:
     jobs = [job('reward_model', 15 + .011*n, held_out=1, epochs=epochs_for(n))]
     if not has_policy(cfg, arm, share, k): return jobs
     temperature = temperature_of(bank=cfg.bank, references=cfg.references)
-    return jobs + [job('dpo', 25 + .01*n, data=cfg.data, epochs=epochs_for(n)//2, eval_temperature=temperature)]
+    return jobs + [job('dpo', 25 + .01*n, data=cfg.data, epochs=epochs_for(n)//2,
+                       eval_temperature=temperature)]
 
 # %% ../nbs/studies/hybrid.ipynb #cc84127d
 def second_half(rows: list[dict], seed: int) -> np.ndarray:  # (rows,) bool

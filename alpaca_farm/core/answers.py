@@ -73,8 +73,8 @@ def temperature_of(default: float = 1., **samples: str) -> float:
     made = {name: run_config(run)['settings'] for name, path in samples.items() if (run := run_of(path))}
     known = {name: s['temperature'] for name, s in made.items() if 'temperature' in s}
     if len(set(known.values())) < 2: return next(iter(known.values()), default)
-    raise ValueError(', '.join(f'{name} = {samples[name]} is sampled at temperature {t:g}' for name, t in known.items())
-                     + ': answers are compared at one temperature, so name samples that share it')
+    at = ' and '.join(f'{name} = {samples[name]} at temperature {t:g}' for name, t in known.items())
+    raise ValueError(f'sampled {at}: answers are compared at one temperature; name samples that share it')
 
 # %% ../../nbs/core/answers.ipynb #f0649fc0
 def within_prompt_limit(records: list[dict], tokenizer, cfg: SampleConfig) -> list[dict]:
