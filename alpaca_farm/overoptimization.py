@@ -177,7 +177,8 @@ def references_judge(references: list[dict], judge):
 # %% ../nbs/studies/overoptimization.ipynb #57ee2de0
 def bank_and_references(cfg: OverConfig) -> tuple[list[dict], list[dict]]:
     "The bank and the references; ValueError if one lacks an instruction or has another temperature."
-    if (other := temperature_of(cfg.temperature, bank=cfg.bank, references=cfg.references)) != cfg.temperature:
+    other = temperature_of(cfg.temperature, bank=cfg.bank, references=cfg.references)
+    if other != cfg.temperature:
         raise ValueError(f'temperature = {cfg.temperature}: bank and references were sampled at {other}')
     bank, references = (read_rows(find_file(f, 'candidates')) for f in (cfg.bank, cfg.references))
     bank, answered = bank[:cfg.instances], {prompt_key(r) for r in references}
