@@ -1,4 +1,5 @@
 """The farm: its table of runs, what it refuses, and its arithmetic over replicates."""
+import dataclasses
 import importlib
 import json
 import sys
@@ -15,7 +16,6 @@ from alpaca_farm.core import launch, progress, runs
 from alpaca_farm.core.data import load_records
 from alpaca_farm.core.launch import Job, run_jobs
 from alpaca_farm.core.runs import read_log, read_summary
-from alpaca_farm.core.settings import Config
 from alpaca_farm.core.stats import spearman
 from alpaca_farm.farm import annotator_settings, farm_jobs, FarmConfig, population
 from alpaca_farm.simulation import correlations, method_differences, method_groups, replicates_needed, separation, simulation_table
@@ -53,7 +53,7 @@ def test_annotators_follow_the_labels():
     assert all(annotator_settings(run, FarmConfig(), 'runs') == {} for run in ('dpo', 'dpo_people', 'dpo_low', 'base', 'ppo', 'quark_people', 'ppo_free', 'ppo_judge_free', 'annotators_judge'))
 
 
-def test_every_replicate_has_people_of_its_own(monkeypatch):
+def test_every_replicate_has_people_of_its_own():
     "The labels, the temperatures and the board of a replicate are those of the populations in its own world's files, unless they are set."
     for k, folder in enumerate(('runs', 'runs/seed_1')):
         jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(seeds=2), k)}
@@ -61,11 +61,12 @@ def test_every_replicate_has_people_of_its_own(monkeypatch):
             assert jobs[f'{folder}/{run}']['annotators'] == f'{folder}/world/{who}.json', run
         assert population(FarmConfig(), 'held_out', folder) == f'{folder}/world/held_out_people.json' and population(FarmConfig(), 'gold', folder) == 'alpaca_farm.world:gold'
     assert jobs['runs/seed_1/annotators'].get('label_flip', -1) == -1 and 'people' not in jobs['runs/seed_1/annotators']
-    monkeypatch.setattr(Config, 'check_path', lambda *_: None)                                                 # before any run is made
-    drawn = {f'alpaca_farm.world:{who}' for who in ('people', 'held_out_people', 'pool', 'length_biased')}     # for seed 0
+    drawn = {f'alpaca_farm.world:{who}' for who in ('people', 'held_out_people', 'pool', 'length_biased')}  # for seed 0
     for job in farm_jobs(FarmConfig(seeds=2), 1) + farm_jobs(FarmConfig()):
         module = importlib.import_module(f'alpaca_farm.{job.notebook}')
-        assert not drawn & {v for v in vars(tiny.config(module, **job.settings)).values() if isinstance(v, str)}, job.out
+        kind = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
+        given = {f.name: f.default for f in dataclasses.fields(kind)} | job.settings
+        assert not drawn & {v for v in given.values() if isinstance(v, str)}, job.out
 
 
 def test_a_population_is_named_by_its_file(base):
