@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .core.answers import temperature_of
 from .core.build import ensure_input, is_fresh, methods
 from .core.comparisons import answer_preferences
 from .core.data import load_records, prompt_key
@@ -104,8 +105,10 @@ def effect_job(cfg: EffectsConfig, method: str, arm: str, reads: dict, **more) -
     "A run of a method; what its row reads is the path in the setting of that name, where there is one."
     row = effect_methods()[method]
     paths = {k: getattr(cfg, name) for k, name in row['reads'].items() if hasattr(cfg, name)}
+    temperature = temperature_of(bank=cfg.bank, references=cfg.references)
     return study_job(f'{method}_{arm}', row['kind'], reads, f'{cfg.out}_study', row['cost'], cfg.seed,
-                     policy=cfg.policy, data=cfg.data, **row['settings'], **paths, **more)
+                     policy=cfg.policy, data=cfg.data, eval_temperature=temperature,
+                     **row['settings'], **paths, **more)
 
 # %% ../nbs/studies/effects.ipynb #fd8c5c55
 def arm_jobs(cfg: EffectsConfig, arm: str, names: tuple[str, ...]) -> list[Job]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.answers import log_ratios, sample, SampleConfig
+from .core.answers import log_ratios, sample, SampleConfig, temperature_of
 from .core.build import methods
 from .core.comparisons import answer_preferences
 from .core.data import find_file, prompt_key, read_rows
@@ -50,7 +50,7 @@ class OverConfig(SampleConfig, JudgedConfig):
     candidates: str = 'runs/candidates'  # full: samples for RRHF and expert iteration
     policy: str = 'runs/sft'             # SFT: where methods start, and distances are measured from
     bank: str = 'runs/bank'              # a run of best_of_n: many of its samples for each instruction
-    references: str = 'runs/references'  # its answers that policies are compared with
+    references: str = 'runs/sft_temperature_1'  # its answers that policies are compared with
     proxies: list[str] = field(default_factory=lambda: PROXIES)    # reward models
     ensembles: list[str] = field(default_factory=list)             # runs of reward_model with several members
     policies: list[str] = field(default_factory=lambda: POLICIES)  # runs of methods, best with checkpoints
@@ -176,7 +176,10 @@ def references_judge(references: list[dict], judge):
 
 # %% ../nbs/studies/overoptimization.ipynb #57ee2de0
 def bank_and_references(cfg: OverConfig) -> tuple[list[dict], list[dict]]:
-    "The bank and the references; ValueError when an instruction of the bank has no reference."
+    "The bank and the references; ValueError if one lacks an instruction or has another temperature."
+    other = temperature_of(cfg.temperature, bank=cfg.bank, references=cfg.references)
+    if other != cfg.temperature:
+        raise ValueError(f'temperature = {cfg.temperature}: bank and references were sampled at {other}')
     bank, references = (read_rows(find_file(f, 'candidates')) for f in (cfg.bank, cfg.references))
     bank, answered = bank[:cfg.instances], {prompt_key(r) for r in references}
     missing = [b['instruction'] for b in bank if prompt_key(b) not in answered]

@@ -175,4 +175,4 @@ def with_bias(
                              for a in population.annotators])
 
 
-length_biased = with_bias(pool, 'length_biased', words=.1)
+length_biased = with_bias(pool, 'length_biased', words=.2)

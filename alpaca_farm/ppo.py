@@ -120,8 +120,8 @@ def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
         head = 'zero'
     if head == 'zero' or ':' in spec: spec, head = cfg.policy, 'zero'
     model, _ = load_scalar(spec, cfg, head, train=True)
-    return ValueHead(model, model.score, getattr(model.config, 'reward_mean', 0.),
-                     getattr(model.config, 'reward_std', 1.))
+    mean = 0. if getattr(model.config, 'likelihood', 0.) else getattr(model.config, 'reward_mean', 0.)
+    return ValueHead(model, model.score, mean, getattr(model.config, 'reward_std', 1.))
 
 # %% ../nbs/ppo.ipynb #65f9fed0
 def value_advantages(value, batch: dict, rewards: torch.Tensor, cfg: PPOConfig) -> tuple[dict, dict]:

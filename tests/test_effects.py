@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from alpaca_farm.core import launch
-from alpaca_farm import effects, text_measures, world
+from alpaca_farm import effects, hybrid, overoptimization, text_measures, world
 from alpaca_farm.annotators import annotate_pairs
 from alpaca_farm.authors import respond
 from alpaca_farm.core.launch import Job
@@ -124,10 +124,10 @@ def test_the_planted_bias_is_a_weight_on_words():
     for one, other in zip(world.pool.annotators, world.length_biased.annotators):
         p, q = (np.clip(np.array(f(pairs[:300])) - 1, 1e-12, 1 - 1e-12) for f in (one, other))
         grown = np.log(q/(1 - q)) - np.log(p/(1 - p))
-        assert np.allclose(grown, .1*apart[:300]/one.temperature, atol=1e-4)     # in logits, per word
+        assert np.allclose(grown, .2*apart[:300]/one.temperature, atol=1e-4)     # in logits, per word
         assert dataclasses.replace(other, weights=one.weights) == one            # and nothing else
     before, after = (feature_preference(f(pairs), text_measures.length_difference(pairs)) for f in (world.pool, world.length_biased))
-    assert after - before > .03
+    assert before < .5 < .55 < after
     people = world.people.each(pairs)
     agree = [two_votes_agree(f.each(pairs), people).mean() for f in (world.pool, world.length_biased)]
     assert abs(agree[0] - agree[1]) < (after - before)/2                         # agreement tells less
@@ -187,7 +187,7 @@ def test_matched_pairs_have_the_taste_of_the_audit():
 
 
 def test_a_price_for_words_takes_length_out_of_a_reward():
-    pairs, rng = pairs_of(sample_records(400)), np.random.default_rng(0)
+    pairs, rng = pairs_of(sample_records(1500)), np.random.default_rng(0)
     words = lambda k: text_measures.count_words(p[k] for p in pairs)
     fixed = rng.normal(size=len(pairs), scale=9)                                  # what all answers to a request share does not matter
     one, other = (fixed + .2*words(k) + rng.normal(size=len(pairs)) for k in ('output_1', 'output_2'))
@@ -234,7 +234,23 @@ def test_jobs_set_only_settings_of_their_notebooks():
         a, b = of[f'{method}_unbiased'], of[f'{method}_biased']
         differ = {k for k in a if a[k] != b[k]}
         assert differ in ({'preferences'}, {'reward_model'}) and set(a) == set(b)
+    assert {j.settings.get('eval_temperature') for j in jobs if j.notebook not in ('annotators', 'reward_model')} == {1.}
     assert {k for k, v in of['annotators_biased'].items() if v != of['annotators_unbiased'][k]} == {'annotators'}
+
+
+def test_policies_answer_as_warm_as_what_they_are_compared_with(tmp_path):
+    for name, t in dict(bank=.5, references=.5, warm=1.).items():
+        write(tmp_path/name/'config.json', dict(notebook='best_of_n', fingerprint='', settings=dict(temperature=t)))
+        write(tmp_path/name/'candidates.json', [dict(instruction='Say.', output=['a', 'b'])])
+    at = lambda bank: EffectsConfig(bank=str(tmp_path/bank), references=str(tmp_path/'references'))
+    for job in effects.arm_jobs(at('bank'), 'biased', ('dpo', 'rloo', 'feedme'))[1:]: assert job.settings['eval_temperature'] == .5
+    with pytest.raises(ValueError, match='at one temperature'): effects.effect_jobs(at('warm'))
+    given = dict(bank=str(tmp_path/'bank'), references=str(tmp_path/'references'))
+    dpo = hybrid.point_jobs(hybrid.HybridConfig(**given), 'in place', 0., 0)[1]
+    assert (dpo.notebook, dpo.settings['eval_temperature']) == ('dpo', .5)
+    with pytest.raises(ValueError, match='at one temperature'): hybrid.load_bank(hybrid.HybridConfig(**given | dict(bank=str(tmp_path/'warm'))))
+    over = overoptimization.OverConfig(**given)
+    with pytest.raises(ValueError, match='temperature = 1.0: bank and references were sampled at 0.5'): overoptimization.bank_and_references(over)
 
 
 GROWN = dict(unbiased=0, biased=4, balanced=1, matched=3, priced=2)  # words by which every made-up policy is longer
@@ -264,9 +280,9 @@ def experiment(tmp_path_factory):
         per_word = dict(unbiased=0., biased=.3, balanced=-.1, matched=.1)[spec.rpartition('_')[2]]
         return lambda rs: [per_word*len(r['output'].split()) + u for r, u in zip(rs, world.utility(rs))]
 
-    from alpaca_farm.core import models
+    from alpaca_farm.core import rewards
     with pytest.MonkeyPatch.context() as m:
-        m.setattr(launch, 'run_jobs', run_jobs); m.setattr(models, 'reward', reward)
+        m.setattr(launch, 'run_jobs', run_jobs); m.setattr(rewards, 'reward', reward)
         at = {k: str(folder/k) for k in ('samples', 'bank', 'references', 'candidates')} | dict(policy=str(folder/'sft'), data=str(folder/'world'))
         cfg = EffectsConfig(out=str(folder/'effects'), outputs=[str(folder/'sft')], pairs=400, held_out=80, **at)
         effects.run(cfg)

@@ -1,4 +1,6 @@
 """The farm: its table of runs, what it refuses, and its arithmetic over replicates."""
+import dataclasses
+import importlib
 import json
 import sys
 import time
@@ -59,6 +61,12 @@ def test_every_replicate_has_people_of_its_own():
             assert jobs[f'{folder}/{run}']['annotators'] == f'{folder}/world/{who}.json', run
         assert population(FarmConfig(), 'held_out', folder) == f'{folder}/world/held_out_people.json' and population(FarmConfig(), 'gold', folder) == 'alpaca_farm.world:gold'
     assert jobs['runs/seed_1/annotators'].get('label_flip', -1) == -1 and 'people' not in jobs['runs/seed_1/annotators']
+    drawn = {f'alpaca_farm.world:{who}' for who in ('people', 'held_out_people', 'pool', 'length_biased')}  # for seed 0
+    for job in farm_jobs(FarmConfig(seeds=2), 1) + farm_jobs(FarmConfig()):
+        module = importlib.import_module(f'alpaca_farm.{job.notebook}')
+        kind = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
+        given = {f.name: f.default for f in dataclasses.fields(kind)} | job.settings
+        assert not drawn & {v for v in given.values() if isinstance(v, str)}, job.out
 
 
 def test_a_population_is_named_by_its_file(base):

@@ -219,10 +219,10 @@ def place(tmp_path_factory):
             write(Path(j.out)/'summary.json', {})
         return []
 
-    from alpaca_farm.core import models
+    from alpaca_farm.core import rewards
     with pytest.MonkeyPatch.context() as m:
         m.setattr(launch, 'run_jobs', run_jobs)
-        m.setattr(models, 'reward', lambda spec, cfg: (lambda rs: [u*(1 if '_people_' in spec else -1) for u in world.utility(rs)]))
+        m.setattr(rewards, 'reward', lambda spec, cfg: (lambda rs: [u*(1 if '_people_' in spec else -1) for u in world.utility(rs)]))
         yield folder, made, dict(out=str(folder/'out'), outputs=str(folder/'samples'), policy=str(folder/'policy'), data=str(folder/'data'), bank=str(folder/'bank'),
                                  references=str(folder/'references'), pairs=200, held_out=100, budgets=[0, .2, 1], policies=[.2], replicates=2)
 
@@ -255,8 +255,8 @@ def test_the_first_models_have_not_seen_the_labels_they_are_asked_about(study):
     assert not halves[0] & halves[1] and halves[0] | halves[1] == {tuple(pair_identity(r)) for r in learn} and min(map(len, halves)) > 70
     asked_about = {}
     with pytest.MonkeyPatch.context() as m:
-        from alpaca_farm.core import models
-        m.setattr(models, 'reward', lambda spec, cfg: (lambda rs: asked_about.setdefault('first' in spec, {(r['instruction'], r['input']) for r in rs}) and [float(len(r['output'])) for r in rs]))
+        from alpaca_farm.core import rewards
+        m.setattr(rewards, 'reward', lambda spec, cfg: (lambda rs: asked_about.setdefault('first' in spec, {(r['instruction'], r['input']) for r in rs}) and [float(len(r['output'])) for r in rs]))
         leads = hybrid.with_leads(cfg, 0, learn)
     for first, of in ((True, halves[0]), (False, halves[1])):
         assert not asked_about[first] & {(r['instruction'], r['input']) for r in learn if tuple(pair_identity(r)) in of}

@@ -29,7 +29,7 @@ OWN = {name: lambda f: {} for name in SILENT} | dict(
            labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
            agreement=lambda f: dict(out=f'{f}/agreement', max_instances=100, draws=20), cascades=lambda f: dict(out=f'{f}/cascades', max_instances=700),
            compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']),
-           hybrid=lambda f: dict(out=f'{f}/hybrid', outputs=f'{f}/samples', policy=f'{f}/sft', data=f'{f}/world', bank=f'{f}/bank', references=f'{f}/references',
+           hybrid=lambda f: dict(out=f'{f}/hybrid', outputs=f'{f}/samples', policy=f'{f}/sft', data=f'{f}/world', bank=f'{f}/eval_samples', references=f'{f}/references',
                                  pairs=40, held_out=20, budgets=[.5], arms=['in place', 'evidence'], policies=[], replicates=1),
            reward_ensemble=lambda f: dict(out=f'{f}/reward_ensemble', preferences=f'{f}/annotators', policy=f'{f}/sft', held_out=10, epochs=1,
                                           members=2, curve_pairs=[8]),

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.core import models as core_models
+from alpaca_farm.core import models as core_models, rewards as core_rewards
 from alpaca_farm.core.models import load_policy
 from alpaca_farm.core.rewards import combine_scores, label_count, reward
 from alpaca_farm.core.online import CheckpointSelector, OnlineConfig, prompt_indices, rollout_scores
@@ -103,7 +103,7 @@ def test_combined():
 
 
 def test_reward_of_a_list(monkeypatch):
-    monkeypatch.setattr(core_models, 'resolve', lambda spec: lambda records: [float(spec[-1])*len(r['output']) for r in records])
+    monkeypatch.setattr(core_rewards, 'resolve', lambda spec: lambda records: [float(spec[-1])*len(r['output']) for r in records])
     records = [dict(output='ab'), dict(output='abc')]
     assert reward(['m:1', 'm:3'], PPOConfig(advantage='rloo'))(records) == [4., 6.]
     assert reward(['m:1', 'm:3'], PPOConfig(advantage='rloo', ensemble='worst'))(records) == [2., 3.]

@@ -13,11 +13,14 @@ from safetensors.torch import load_file
 import tiny
 from alpaca_farm.core import launch
 from alpaca_farm import reward_ensemble as ensemble, reward_model as rm
-from alpaca_farm.core.models import load_scalar
+from alpaca_farm.core.models import load_policy, load_scalar, response_logprobs, sequence_scores, token_scores
 from alpaca_farm.core.rewards import label_count, reward, score_records
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.text import collate, encode_prompts, encode_responses
 from alpaca_farm.core.training import Trainer
+from alpaca_farm.local_judges import RewardJudge
+from alpaca_farm.ppo import PPOConfig, value_model
 from alpaca_farm.reward_ensemble import RewardEnsembleConfig
 from alpaca_farm.reward_model import RewardModelConfig, pairwise_loss
 from test_resume import die_at, same_run, without_times
@@ -374,3 +377,104 @@ def test_a_small_file_holds_out_a_fifth(base, tmp_path):
     pairs, aside, _ = rm.load_preference_pairs(RewardModelConfig(**given))
     assert [len(pairs.labels), len(aside)] == [48, 12]
     with pytest.raises(ValueError, match='held_out = 0'): RewardModelConfig(**given, held_out=0)
+
+
+# Scores that count the likelihood of the answer
+
+C = .3
+
+
+@pytest.fixture(scope='module')
+def likely(base, tmp_path_factory):
+    "A run of two members whose scores count the likelihood, and answers: its held-out ones."
+    out = tmp_path_factory.mktemp('likely')/'reward_model'
+    ensemble.run(study(base, out, members=2, likelihood=C))
+    pairs = rm.load_preference_pairs(config(base, out))[1]
+    return out, [dict(r, output=r[f]) for f in ('output_1', 'output_2') for r in pairs]
+
+
+def as_tokens(records, tokenizer): return encode_prompts(records, tokenizer, 'auto'), encode_responses([r['output'] for r in records], tokenizer)
+
+
+@torch.no_grad()
+def both_parts(model, tokenizer, record):
+    "Head and log-likelihood of one answer, token by token, without padding."
+    (prompt,), (answer,) = as_tokens([record], tokenizer)
+    states = model.base_model(torch.tensor([prompt + answer])).last_hidden_state[0]
+    logp = (states @ model.get_input_embeddings().weight.T).log_softmax(-1)
+    return (states[-1] @ model.score.weight[0]).item(), sum(logp[len(prompt) - 1 + i, token].item() for i, token in enumerate(answer))
+
+
+@pytest.mark.parametrize('part', ['member-1', 'member-2', ''], ids=['first', 'second', 'average'])
+def test_likelihood_is_a_part_of_the_score(base, likely, part):
+    "As it was saved, of members and of their average; in its unit, and as a judge."
+    out, answers = likely
+    folder, cfg = str(out/part), config(base, out)
+    model, tokenizer = load_scalar(folder, cfg)
+    assert model.config.likelihood == C
+    heads, logp = map(np.array, zip(*(both_parts(model, tokenizer, r) for r in answers)))
+    wanted = heads + C*logp
+    assert logp.std()*C > .1 and np.abs(heads).max() > 1e-4
+    assert score_records(model, tokenizer, answers, standardise=False) == pytest.approx(wanted, abs=1e-4)
+    assert reward(folder, cfg)(answers) == pytest.approx((wanted - wanted.mean())/wanted.std(), abs=1e-3)
+    first, second = wanted.reshape(2, -1)
+    pairs = [dict(a, output_1=a['output'], output_2=b['output']) for a, b in zip(answers, answers[len(first):])]
+    assert RewardJudge(folder, cfg)(pairs) == pytest.approx([1 + sigmoid(d) for d in second - first], abs=1e-4)
+
+
+def test_likelihood_does_not_depend_on_the_batch(base, likely):
+    out, answers = likely
+    model, tokenizer = load_scalar(str(out), config(base, out))
+    wanted = score_records(model, tokenizer, answers, batch_size=1)
+    for size in (3, 64): assert score_records(model, tokenizer, answers[::-1], batch_size=size)[::-1] == pytest.approx(wanted, abs=1e-4)
+    alone = torch.tensor(score_records(model, tokenizer, answers[:5], standardise=False))
+    prompts, responses = as_tokens(answers[:5], tokenizer)
+    for side in ('left', 'right'):
+        batch = [collate(prompts, responses, tokenizer.pad_token_id, side=side)[k] for k in ('ids', 'mask', 'response')]
+        wider = [torch.nn.functional.pad(x, (7, 0) if side == 'left' else (0, 7)) for x in batch]
+        with torch.no_grad():
+            for b in (batch, wider): torch.testing.assert_close(sequence_scores(model, *b), alone, atol=1e-4, rtol=0)
+
+
+def test_likelihood_is_the_policys_before_training(base, tmp_path):
+    "With a zero head; without a likelihood a score is the head alone."
+    cfg = config(base, tmp_path)
+    (policy, tokenizer), (model, _) = load_policy(cfg.policy, cfg), load_scalar(cfg.policy, cfg, 'zero')
+    answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(cfg)[1]]
+    assert score_records(model, tokenizer, answers) == [0]*len(answers)
+    model.config.likelihood = C
+    assert score_records(model, tokenizer, answers) == pytest.approx((C*response_logprobs(policy, *as_tokens(answers, tokenizer), tokenizer.pad_token_id)).tolist(), abs=1e-4)
+
+
+def test_without_likelihood_a_score_is_the_head(base, whole):
+    model, tokenizer = load_scalar(str(whole), config(base, whole))
+    answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(config(base, whole))[1]]
+    assert model.config.likelihood == 0
+    assert score_records(model, tokenizer, answers, standardise=False) == pytest.approx([both_parts(model, tokenizer, r)[0] for r in answers], abs=1e-5)
+    before = score_records(model, tokenizer, answers)
+    del model.config.likelihood                                                        # as in models trained elsewhere
+    assert score_records(model, tokenizer, answers) == before
+
+
+def test_values_are_those_of_the_head_alone(base, likely):
+    "And not moved by the mean of the likelihoods, so that they start near the mean of the rewards, 0."
+    out, answers = likely
+    cfg = PPOConfig(**tiny.settings('ppo', base, out=str(out/'ppo'), reward_model=str(out/'member-1')))
+    model, tokenizer = load_scalar(str(out/'member-1'), cfg)
+    batch = collate(*as_tokens(answers[:4], tokenizer), tokenizer.pad_token_id)
+    with torch.no_grad():
+        found, head = value_model(cfg, None)(batch), token_scores(model, batch['ids'], batch['mask'])
+    chosen = batch['response'][:, 1:].bool()
+    torch.testing.assert_close(found[:, 1:][chosen], head[:, :-1][chosen]/model.config.reward_std, atol=1e-5, rtol=0)
+    assert model.config.reward_mean < -1 and found.abs().max() < .5
+
+
+def test_likelihood_needs_tied_embeddings(base, tmp_path):
+    policy, tokenizer = load_policy(str(base/'sft'), config(base, tmp_path))
+    policy.lm_head.weight, policy.config.tie_word_embeddings = torch.nn.Parameter(policy.lm_head.weight.detach().clone()), False
+    for part in (policy, tokenizer): part.save_pretrained(tmp_path/'untied')
+    given = dict(policy=str(tmp_path/'untied'))
+    with pytest.raises(ValueError, match='likelihood = 0.3: .*untied does not tie its embeddings'): rm.train(config(base, tmp_path/'rm', likelihood=C, **given))
+    assert read_log(tmp_path/'rm') == []
+    rm.train(config(base, tmp_path/'head', **given))
+    with pytest.raises(ValueError, match='likelihood = -1.0: it must be at least 0'): config(base, tmp_path, likelihood=-1.)

@@ -86,9 +86,9 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
     tokenizer, seen = build(family), []
-    from alpaca_farm.core import models as core_models
+    from alpaca_farm.core import rewards
     policy, tokenizer = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
-    monkeypatch.setattr(core_models, 'sequence_scores', lambda model, ids, mask: seen.append(ids) or torch.zeros(len(ids)))
+    monkeypatch.setattr(rewards, 'sequence_scores', lambda model, ids, mask, response: seen.append(ids) or torch.zeros(len(ids)))
     score_records(policy, tokenizer, [dict(instruction='say it', output='the words')])
     assert seen[0][0, -1] == end_token(tokenizer)
     policy.lm_head.weight.data.zero_()  # all tokens are equally likely

@@ -95,11 +95,8 @@ def recipe(path: str) -> tuple[str, dict] | None:
 # %% ../../nbs/core/build.ipynb #a0bbf58e
 def takes_annotators(run: str) -> bool:
     "Whether a study gives its annotators to a run, as the setting `annotators`."
-    table, (notebook, settings) = methods(), recipe(run)
     name = run.removesuffix('_people')
-    if name in table: return table[name]['annotators']
-    taking = {row['notebook'] for row in table.values() if row['annotators']}
-    return name == 'annotators' or (notebook in taking and 'annotators' not in settings)
+    return name == 'annotators' or methods().get(name, dict(annotators=False))['annotators']
 
 # %% ../../nbs/core/build.ipynb #e03a8711
 def papermill_command(notebook: str, out: str, **settings) -> list[str]:
