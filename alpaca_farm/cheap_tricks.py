@@ -265,7 +265,7 @@ def read_release(path: Path) -> tuple[str, list[dict], list[dict], dict]:
 # %% ../nbs/boards/cheap_tricks.ipynb #8f8c188c
 def tricks_summary(table, sides) -> dict:
     "The highest win rate of a trick under each judge, how many exceed 52 %, and the reward model's shares."
-    judges = [c for c in table if f'{c}_low' in table]
+    judges, table = [c for c in table if f'{c}_low' in table], table[table.kind != 'decoding']
     found = {f'{j}_highest': float(table[j].max()) for j in judges}
     found |= {f'{j}_above_52': int((table[j] > 52).sum()) for j in judges}
     for r in sides[sides.differ == 'anything'].itertuples():
