@@ -28,7 +28,7 @@ class WorldConfig(TrainConfig):
     "Settings of the embedded world."
     out: str = 'runs/world'      # run folder: the dataset, the people, and the base model
     sft: int = 16000             # demonstrations for supervised training (AlpacaFarm: 10,000)
-    preference: int = 8000       # instructions to compare answers on (10,000)
+    preference: int = 16000      # instructions to compare answers on (10,000)
     unlabeled: int = 8000        # instructions without answers (20,000)
     val: int = 500               # validation instructions (2,000)
     eval: int = 805              # evaluation instructions (805)
