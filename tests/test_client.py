@@ -167,6 +167,20 @@ def test_two_containers_with_one_host_name_pay_once(tmp_path):
         assert sum(paid) == 12 == server.counts()['ok'] and min(paid) > 0
 
 
+def test_processes_that_make_a_store_at_the_same_time_wait_for_each_other(tmp_path):
+    "The switch to a write-ahead log fails at once where another process makes it: tried again."
+    code = """
+import sys, time
+from alpaca_farm.core.store import Store
+for i in range(60):
+    while time.time() < float(sys.argv[2]) + .05*i: pass
+    Store(f'{sys.argv[1]}/{i}.sqlite').close()
+"""
+    env = {**tiny.environment(), 'PYTHONPATH': str(tiny.ROOT)}
+    three = [subprocess.Popen([sys.executable, '-c', code, tmp_path, str(time.time() + 5)], env=env) for _ in range(3)]
+    assert [p.wait(timeout=120) for p in three] == [0, 0, 0]
+
+
 def test_half_a_character_does_not_end_a_run(tmp_path, server, capsys):
     "A lone surrogate in what is sent, and one in an answer: replaced, the same each time, counted, said."
     server.set(faults={'surrogate': {'p': 0, 'always_for': 'Say word 1\\.'}})

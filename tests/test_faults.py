@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from alpaca_farm import annotators, best_of_n, dpo, ppo, reward_model, sft
 from alpaca_farm.core import runs
 from alpaca_farm.core.data import load_records
 from alpaca_farm.core.files import atomic_write, read_json, save_state, write_json
-from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.runs import read_log, read_summary, remove_temporary
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
 PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b', preference=1) for i in range(6)]
@@ -209,6 +211,22 @@ def test_only_our_own_temporary_files_are_swept(run_of_sft):
     again()
     hidden = {str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file() and '/.' in f'/{p.relative_to(folder)}'}
     assert hidden == set(theirs)
+
+
+def test_what_a_killed_library_left_is_swept(tmp_path):
+    "safetensors writes to a temporary file of its own beside the one it is given."
+    state = tmp_path/'checkpoint'/'state.safetensors'
+    killed = f"""import os, pathlib, safetensors.torch
+from alpaca_farm.core.files import save_state
+def killed_while_writing(tensors, path, **more):
+    pathlib.Path(path).with_name('.tmpB11v7m').write_text('half')
+    os._exit(9)
+safetensors.torch.save_file = killed_while_writing
+save_state({str(state)!r}, dict(step=1))"""
+    assert subprocess.run([sys.executable, '-c', killed], cwd=tiny.ROOT).returncode == 9
+    assert [p for p in tmp_path.rglob('*') if p.is_file()]
+    remove_temporary(tmp_path)
+    assert [p for p in tmp_path.rglob('*') if p.is_file()] == []
 
 
 @pytest.mark.parametrize('out, message', [

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TABLES', 'endpoint_name', 'well_formed', 'request_key', 'process_start', 'id_space', 'this_process',
-           'process_is_dead', 'store_error', 'Store']
+           'process_is_dead', 'store_error', 'connect', 'Store']
 
 # %% ../../nbs/core/store.ipynb #c83abe48
 import gc, hashlib, json, os, socket, sqlite3, time
@@ -99,6 +99,21 @@ def store_error(path: Path, e: Exception) -> Exception:
     return ValueError(f'{path} is not a store, or it is damaged ({e}): move it away, '
                       f'or rescue its answers with sqlite3 {path} .recover')
 
+# %% ../../nbs/core/store.ipynb #5e1c0a72
+def connect(path: Path, patience: float = 120.) -> sqlite3.Connection:
+    "A connection to the database at `path`, with its tables; waits `patience` seconds for other processes."
+    end = time.time() + patience
+    db = sqlite3.connect(path, timeout=patience, isolation_level=None, check_same_thread=False)
+    while True:
+        try:
+            db.execute('pragma journal_mode = wal')
+            db.execute('pragma synchronous = normal')
+            db.executescript(TABLES)
+            return db
+        except sqlite3.OperationalError as e:
+            if 'locked' not in str(e) or time.time() > end: raise
+            time.sleep(.05)
+
 # %% ../../nbs/core/store.ipynb #cc1ef0ee
 class Store:
     "Answers by request key in one SQLite file."
@@ -108,11 +123,7 @@ class Store:
     ):
         self.path, self.lease, self.owner = Path(path), lease, this_process()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self.db = sqlite3.connect(self.path, timeout=120, isolation_level=None, check_same_thread=False)
-            self.db.execute('pragma journal_mode = wal')
-            self.db.execute('pragma synchronous = normal')
-            self.db.executescript(TABLES)
+        try: self.db = connect(self.path)
         except sqlite3.DatabaseError as e: raise store_error(self.path, e) from None
 
     def run(self, statement: str, values: tuple = ()):
