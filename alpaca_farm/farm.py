@@ -52,25 +52,25 @@ class FarmConfig(JudgedConfig):
 
 # %% ../nbs/farm.ipynb #dec10860
 FIRST = dict(  # run: (what it reads, CPU seconds)
-    world=(dict(), 80),
-    sft=(dict(data='world', policy='world'), 15),
-    decoding=(dict(data='world', policies=['sft'], reference='sft'), 20))
+    world=(dict(), 110),
+    sft=(dict(data='world', policy='world'), 60),
+    decoding=(dict(data='world', policies=['sft'], reference='sft'), 12))
 
 COMMON = FIRST | dict(
     base=(dict(data='world', policy='world'), 8),
-    references=(dict(data='world', policy='sft'), 10),
+    references=(dict(data='world', policy='sft'), 6),
     sft_temperature_1=(dict(data='world', policy='sft'), 10),
     sft_greedy=(dict(data='world', policy='sft'), 6),
-    eval_samples=(dict(data='world', policy='sft'), 25),
-    samples=(dict(data='world', policy='sft'), 35),
+    eval_samples=(dict(data='world', policy='sft'), 15),
+    samples=(dict(data='world', policy='sft'), 70),
     candidates=(dict(data='world', policy='sft'), 20))
 
 STUDY = dict(  # added by the study of over-optimisation, which compares answers at temperature 1
-    annotators_judge=(dict(outputs='samples'), 8),
-    reward_model_judge=(dict(preferences='annotators_judge', policy='sft'), 60),
-    ppo_free=(dict(data='world', policy='sft', reward_model='reward_model'), 75),
-    ppo_judge_free=(dict(data='world', policy='sft', reward_model='reward_model_judge'), 75),
-    dpo_low=(dict(data='world', policy='sft', preferences='annotators'), 50),
+    annotators_judge=(dict(outputs='samples'), 12),
+    reward_model_judge=(dict(preferences='annotators_judge', policy='sft'), 110),
+    ppo_free=(dict(data='world', policy='sft', reward_model='reward_model'), 105),
+    ppo_judge_free=(dict(data='world', policy='sft', reward_model='reward_model_judge'), 105),
+    dpo_low=(dict(data='world', policy='sft', preferences='annotators'), 80),
     bank=(dict(data='world', policy='sft'), 40),
     overoptimization=(dict(data='world', pairs='samples', candidates='candidates', policy='sft', bank='bank',
                            references='sft_temperature_1',
@@ -82,12 +82,12 @@ def learning_runs(suffix: str) -> dict:
     "Labels, reward model and methods of one source of labels, whose runs' names end in `suffix`."
     labels, reward = f'annotators{suffix}', f'reward_model{suffix}'
     feedback = dict(preferences=dict(preferences=labels), reward_model=dict(reward_model=reward))
-    runs = {labels: (dict(outputs='samples'), 8), reward: (dict(preferences=labels, policy='sft'), 60)}
+    runs = {labels: (dict(outputs='samples'), 12), reward: (dict(preferences=labels, policy='sft'), 110)}
     for method, row in methods().items():
         reads = dict(data='world', policy='sft') | feedback[row['learns_from']] | row['reads']
         runs[f'{method}{suffix}'] = reads, row['cost']
     policies = ['base']*(not suffix) + [f'{method}{suffix}' for method in methods()]
-    runs[f'decoding_methods{suffix}'] = dict(data='world', reference='sft', policies=policies), 150
+    runs[f'decoding_methods{suffix}'] = dict(data='world', reference='sft', policies=policies), 90
     return runs
 
 # %% ../nbs/farm.ipynb #b52b1efc

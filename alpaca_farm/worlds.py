@@ -143,11 +143,11 @@ def part_runs(cfg: WorldsConfig, part: str) -> dict:
 
 # %% ../nbs/studies/worlds.ipynb #254ce467
 def run_cost(name: str, cost: float, row: dict, labels: int, quick: bool) -> float:
-    "Approximate CPU seconds of a run: costs are those of 8,000 labels and the default model."
+    "Approximate CPU seconds of a run: costs are those of 16,000 labels and the default model."
     default = WorldConfig()
     def size(key): return row.get(key, getattr(default, key))/getattr(default, key)
     kind = name.removesuffix('_people')
-    if kind in ('reward_model', 'dpo', 'feedme'): cost *= (.2 + .8*labels/8000)
+    if kind in ('reward_model', 'dpo', 'feedme'): cost *= (.1 + .9*labels/16000)
     if kind != 'annotators': cost *= max(.6, size('hidden_size')**1.5*size('layers'))
     return cost*(.4 if quick else 1)
 
