@@ -108,7 +108,7 @@ def effect_job(cfg: EffectsConfig, method: str, arm: str, reads: dict, **more) -
     temperature = temperature_of(bank=cfg.bank, references=cfg.references)
     return study_job(f'{method}_{arm}', row['kind'], reads, f'{cfg.out}_study', row['cost'], cfg.seed,
                      policy=cfg.policy, data=cfg.data, eval_temperature=temperature,
-                     **row['settings'], **paths, **more)
+                     **row['settings'] | paths | more)
 
 # %% ../nbs/studies/effects.ipynb #fd8c5c55
 def arm_jobs(cfg: EffectsConfig, arm: str, names: tuple[str, ...]) -> list[Job]:
