@@ -37,7 +37,7 @@ class DPOConfig(TrainConfig, AnswerConfig):
     policy: str = 'runs/sft'              # policy to start from, and the reference
     data: str = 'runs/world'              # dataset folder whose eval split is answered at the end
     loss_type: str = 'sigmoid'            # the preference loss; sigmoid is DPO, an unknown name lists all
-    beta: float = 0.3                     # KL weight; 0.3 for hinge, robust, kto, 0.03 for ipo, 0.5 for simpo
+    beta: float = 0.3                     # KL weight; 0.3 for hinge, robust, kto, 0.1 for ipo, 0.5 for simpo
     temperature: float = 1.0              # of the log-probs: that at which the answers were sampled
     label_smoothing: float = 0.0          # known share of flipped labels, for sigmoid (cDPO) and robust
     target_margin: float = 1.0            # simpo: gamma, the lead required of the chosen answer
