@@ -114,10 +114,11 @@ def label_source(spec, cfg: OverConfig) -> str:
 
 # %% ../nbs/studies/overoptimization.ipynb #67913f8b
 def method_of_table(config: dict) -> str:
-    "The method whose row has a run's notebook and most of its settings; without one, the notebook's name."
+    "The method whose row has a run's notebook and its choices (text settings), else the notebook's name."
     notebook, settings = config['notebook'], config['settings']
     rows = {name: row['settings'] for name, row in methods().items() if row['notebook'] == notebook}
-    fitting = [name for name, row in rows.items() if all(settings.get(k) == v for k, v in row.items())]
+    choices = {name: {k: v for k, v in row.items() if isinstance(v, str)} for name, row in rows.items()}
+    fitting = [name for name, row in choices.items() if all(settings.get(k) == v for k, v in row.items())]
     return max(fitting, key=lambda name: len(rows[name]), default=notebook)
 
 # %% ../nbs/studies/overoptimization.ipynb #a2e03392
