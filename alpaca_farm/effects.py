@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.answers import temperature_of
+from .core.candidates import temperature_of
 from .core.build import ensure_input, is_fresh, methods
 from .core.comparisons import answer_preferences
 from .core.data import load_records, prompt_key

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.answers import temperature_of
+from .core.candidates import temperature_of
 from .core.build import ensure_input, is_fresh
 from .core.comparisons import answer_preferences, both_orders
 from .core.data import find_file, load_records, prompt_key, read_rows

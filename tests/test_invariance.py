@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import tiny
-from alpaca_farm.core.models import logprobs, sequence_scores, values
+from alpaca_farm.core.models import logprobs, sequence_scores, token_scores, values
 from alpaca_farm.core.rewards import reward, score_records
 from alpaca_farm.core.data import load_records
 from alpaca_farm.core.runs import read_log
@@ -49,7 +49,7 @@ def measured(models, batches, side, extra=0):
     by_row = {}
     for rows in batches:
         b = batch_of(models, rows, side, extra)
-        lp, v, s = logprobs(models.policy, b, .7), values(models.scalar, b), sequence_scores(models.scalar, b['ids'], b['mask'])
+        lp, v, s = logprobs(models.policy, b, .7), values(models.scalar, b), sequence_scores(models.scalar, b['ids'], b['mask'], b['response'])
         assert (lp[b['response'] == 0] == 0).all() and (v[b['response'] == 0] == 0).all()
         for k, i in enumerate(rows):
             on = b['response'][k].bool()
@@ -88,7 +88,7 @@ def test_what_follows_does_not_matter(sharp):
     with torch.no_grad():
         for t in (0, 2):  # the value of the state in which a token is chosen has not seen that token
             before = {k: b[k][:, :len(sharp.prompts[0]) + t] for k in ('ids', 'mask')}
-            near(sequence_scores(sharp.scalar, **before)[0], whole[n + t])
+            near(token_scores(sharp.scalar, **before)[0, -1], whole[n + t])
 
 
 def test_rewards_of_records(base, models):

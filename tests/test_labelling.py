@@ -24,7 +24,7 @@ def drawn(n, seed=0):
     while len(out) < n:
         spec = world.sample_instruction(rng)
         pair = dict(world.render(spec), output_1=world.respond(spec, rng, .3), output_2=world.respond(spec, rng, .8))
-        if pair['output_1'] != pair['output_2']:
+        if len(pair['output_1']) != len(pair['output_2']):
             out.append(dict(pair, generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.], preference=2., annotator='SECRET-c'))
     return out
 

@@ -122,7 +122,7 @@ def test_skill_pays_for_every_kind(kind):
     specs = [s for s in all_specs(6) if s['kind'] == kind]
     specs = (specs*200)[:200]
     means = [np.mean(utility(answered(specs, rng, skill))) for skill in (0., .5, 1.)]
-    assert means[0] < means[1] - .2 and means[1] < means[2] - .2 and means[2] == 2
+    assert means[0] < means[1] - .2 and means[1] < means[2] - .2 and means[2] > 1.99
 
 
 NOTE = 'Write a formal note to thank Anna for the scarf. Sign it Ben.'
@@ -496,7 +496,7 @@ def test_settings_at_their_limits_are_allowed():
 
 def test_settings_that_do_not_go_together_are_refused():
     with pytest.raises(ValueError, match='hidden_size = 100: not a multiple of 2 x heads = 12'): world.WorldConfig(hidden_size=100, heads=6).check()
-    with pytest.raises(ValueError, match='need 101,705 different requests'): world.WorldConfig(sft=84_400).check()
+    with pytest.raises(ValueError, match='need 109,705 different requests'): world.WorldConfig(sft=84_400).check()
 
 
 # Prose, tokenizer and model
