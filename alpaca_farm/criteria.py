@@ -183,10 +183,11 @@ def word_pairs(answer: str) -> list[tuple]:
 def usual_pairs(
     n: int = 12_000,  # answers from which pairs are collected
 ) -> frozenset:
-    "Pairs of neighbouring words that occur in authors' answers."
+    "Neighbouring words in authors' answers, and the end of any sentence with what may follow it."
     rng = random.Random(99)
     answers = (respond(sample_instruction(rng), rng, rng.random()) for _ in range(n))
-    return frozenset(pair for answer in answers for pair in word_pairs(answer))
+    after = [(mark, word_pairs(phrase)[0][1]) for mark in '.!?' for phrase in CLOSINGS + FILLERS]
+    return frozenset(after).union(*map(word_pairs, answers))
 
 # %% ../nbs/world/criteria.ipynb #35291e31
 def needed_words(spec: dict) -> int:

@@ -120,7 +120,7 @@ def sample_people(
 # %% ../nbs/world/people.ipynb #26aa7c72
 def sample_pool(
     seed: int = 0,
-    fidelity: float = .7,  # 1: as people read
+    fidelity: float = .8,  # 1: as people read
     noise: float = 1.,     # factor of the temperatures
 ) -> Population:
     "Thirteen judges."

@@ -34,7 +34,7 @@ class WorldConfig(TrainConfig):
     eval: int = 805              # evaluation instructions (805)
     hard: float = 0.18           # share of requests of the kinds that a small model hardly learns
     sft_skill: float = 0.5       # mean skill of the demonstrators, 0 to 1
-    fidelity: float = 0.7        # how much the judges of the pool resemble people, 0 to 1
+    fidelity: float = 0.8        # how much the judges of the pool resemble people, 0 to 1
     disagreement: float = 1.0    # factor of the spread of people's tastes and of their mistakes
     noise: float = 1.0           # factor of the chance in every comparison
     prose: int = 16_000          # pages of prose the base model is trained on
