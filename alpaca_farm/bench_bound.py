@@ -6,14 +6,14 @@
 __all__ = ['Packed', 'pack_rows', 'PackedLlama', 'rotate', 'packed_sft_loss', 'packed_reward_loss', 'packed_dpo_loss',
            'packed_policy_loss', 'PackedStep']
 
-# %% ../nbs/studies/bench_bound.ipynb #d251b317
+# %% ../nbs/studies/bench_bound.ipynb #0af6c014
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from fastcore.basics import patch
 
-# %% ../nbs/studies/bench_bound.ipynb #259b112e
+# %% ../nbs/studies/bench_bound.ipynb #014532a5
 class Packed(NamedTuple):
     "Prompts with their answers as one list of N tokens, and R rows (prompt, answer) of T positions."
     ids: torch.Tensor        # (N,)
@@ -25,7 +25,7 @@ class Packed(NamedTuple):
     targets: torch.Tensor    # (M,) these tokens
     last: torch.Tensor       # (R,) the last token of each row
 
-# %% ../nbs/studies/bench_bound.ipynb #22721895
+# %% ../nbs/studies/bench_bound.ipynb #6c6a466f
 def pack_rows(
     prompts: list[list[int]],        # token ids
     answers: list[list[list[int]]],  # one or several to each prompt
@@ -49,7 +49,7 @@ def pack_rows(
              [t for _, _, at, n in spans for t in ids[at:at + n]], [row[-1] for row in rows])
     return Packed(*(torch.tensor(x, device=device) for x in lists))
 
-# %% ../nbs/studies/bench_bound.ipynb #6c02531b
+# %% ../nbs/studies/bench_bound.ipynb #2a11740a
 class PackedLlama(torch.nn.Module):
     "A Llama with a language model's or a scalar head, its matrices fused, for packed rows and for sampling."
     def __init__(self, model):
@@ -83,13 +83,13 @@ class PackedLlama(torch.nn.Module):
         logps = self.logps(rows)
         return logps.new_zeros(len(rows.last)).index_add(0, rows.row, logps)
 
-# %% ../nbs/studies/bench_bound.ipynb #76cd73af
+# %% ../nbs/studies/bench_bound.ipynb #a465a930
 def rotate(x, cos, sin):
     "Rotary embedding of (..., heads, width), in Llama's order of halves."
     a, b = x.chunk(2, -1)
     return x*cos + torch.cat([-b, a], -1)*sin
 
-# %% ../nbs/studies/bench_bound.ipynb #f877f55b
+# %% ../nbs/studies/bench_bound.ipynb #ef362b05
 @patch
 def projected(self: PackedLlama, layer, x, positions) -> list[torch.Tensor]:
     "Queries, keys and values of tokens (..., hidden), as (..., heads, width)."
@@ -101,7 +101,7 @@ def projected(self: PackedLlama, layer, x, positions) -> list[torch.Tensor]:
     cos, sin = angles.cos(), angles.sin()
     return [rotate(q, cos, sin), rotate(k, cos, sin), v]
 
-# %% ../nbs/studies/bench_bound.ipynb #3afa721f
+# %% ../nbs/studies/bench_bound.ipynb #432eca5f
 @patch
 def after_attention(self: PackedLlama, layer, x, attended) -> torch.Tensor:
     "The rest of a layer."
@@ -109,7 +109,7 @@ def after_attention(self: PackedLlama, layer, x, attended) -> torch.Tensor:
     gate, up = F.linear(self.normed(x, layer.behind), layer.gate).chunk(2, -1)
     return x + F.linear(F.silu(gate)*up, layer.down)
 
-# %% ../nbs/studies/bench_bound.ipynb #eb119f10
+# %% ../nbs/studies/bench_bound.ipynb #0b90f7fb
 @patch
 def forward(self: PackedLlama, rows: Packed, keep: torch.Tensor) -> torch.Tensor:
     "Last hidden states of the tokens `keep`: (M, hidden)."
@@ -123,7 +123,7 @@ def forward(self: PackedLlama, rows: Packed, keep: torch.Tensor) -> torch.Tensor
         x = self.after_attention(layer, x, a.index_select(0, home))
     return self.normed(x, self.norm)
 
-# %% ../nbs/studies/bench_bound.ipynb #cb56be9c
+# %% ../nbs/studies/bench_bound.ipynb #f7cfcc4d
 @patch
 def read_tokens(self: PackedLlama, ids, positions, caches: list, at: int, seen) -> torch.Tensor:
     "Read tokens (R, t) into columns `at` onwards of the caches; probabilities of the next (R, V)."
@@ -136,7 +136,7 @@ def read_tokens(self: PackedLlama, ids, positions, caches: list, at: int, seen) 
         x = self.after_attention(layer, x, a.transpose(1, 2).flatten(2))
     return F.linear(self.normed(x[:, -1], self.norm), self.head).float().softmax(-1)
 
-# %% ../nbs/studies/bench_bound.ipynb #1fb79cee
+# %% ../nbs/studies/bench_bound.ipynb #9c14acbe
 @patch
 @torch.no_grad()
 def sample_rows(self: PackedLlama, prompts: list[list[int]], n: int, steps: int) -> tuple:
@@ -164,30 +164,30 @@ def sample_rows(self: PackedLlama, prompts: list[list[int]], n: int, steps: int)
         if at + 1 < size: probs = self.read_tokens(token, positions[:, at:at + 1], caches, at, mask)
     return torch.cat(tokens, 1), torch.cat(logps, 1)
 
-# %% ../nbs/studies/bench_bound.ipynb #94361dd4
+# %% ../nbs/studies/bench_bound.ipynb #4a6dfbf0
 def packed_sft_loss(model: PackedLlama, rows: Packed) -> torch.Tensor:
     "Mean negative log-likelihood of a token of the answers."
     return -model.logps(rows).mean()
 
-# %% ../nbs/studies/bench_bound.ipynb #1d63459e
+# %% ../nbs/studies/bench_bound.ipynb #bbc1ccbc
 def packed_reward_loss(model: PackedLlama, rows: Packed) -> torch.Tensor:
     "Bradley-Terry loss of pairs whose first answer is the preferred one."
     chosen, rejected = model.scores(rows).view(-1, 2).unbind(1)
     return -F.logsigmoid(chosen - rejected).mean()
 
-# %% ../nbs/studies/bench_bound.ipynb #b81f846b
+# %% ../nbs/studies/bench_bound.ipynb #ce465f57
 def packed_dpo_loss(model: PackedLlama, rows: Packed, reference: torch.Tensor, beta: float) -> torch.Tensor:
     "DPO's loss of pairs whose first answer is the preferred one; `reference` is (R,)."
     chosen, rejected = (model.row_logps(rows) - reference).view(-1, 2).unbind(1)
     return -F.logsigmoid(beta*(chosen - rejected)).mean()
 
-# %% ../nbs/studies/bench_bound.ipynb #9f711021
+# %% ../nbs/studies/bench_bound.ipynb #32dd2e82
 def packed_policy_loss(model: PackedLlama, rows: Packed, old, advantages, clip: float = .2) -> torch.Tensor:
     "PPO's clipped loss of the answers' tokens; `old` and `advantages` are (M,)."
     ratio = (model.logps(rows) - old).exp()
     return -torch.minimum(ratio*advantages, ratio.clamp(1 - clip, 1 + clip)*advantages).mean()
 
-# %% ../nbs/studies/bench_bound.ipynb #9132dc09
+# %% ../nbs/studies/bench_bound.ipynb #6fa56d16
 class PackedStep:
     "AdamW on one or several models, with clipped gradients."
     def __init__(self, *models, rate: float = 1e-5):

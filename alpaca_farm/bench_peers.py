@@ -7,8 +7,8 @@ __all__ = ['PAIR', 'ANSWER', 'SERVERS', 'in_turns', 'trl_settings', 'trainer_ste
            'trl_dpo', 'trl_groups', 'trl_ppo', 'trl_tokenizing', 'hf_sampling', 'answer_slowly', 'serve_slowly',
            'slow_server', 'judged_pairs', 'our_judging', 'alpaca_eval_judging', 'bound_judging']
 
-# %% ../nbs/studies/bench_peers.ipynb #897a2e1f
-import asyncio, json, os, subprocess, sys, threading
+# %% ../nbs/studies/bench_peers.ipynb #f11aee53
+import asyncio, inspect, json, os, subprocess, sys, threading
 from queue import Queue
 
 import torch
@@ -19,7 +19,7 @@ from .core.models import autocast, load_policy, load_scalar
 from .core.settings import TrainConfig
 from .core.text import encode, encode_prompts
 
-# %% ../nbs/studies/bench_peers.ipynb #04579de1
+# %% ../nbs/studies/bench_peers.ipynb #710ccbec
 def in_turns(train):  # called with a function that the loop must call at the end of each step
     "Yield at the end of each step of a loop in another thread; what it raises is raised here."
     ended, go = Queue(), threading.Semaphore(0)
@@ -38,7 +38,7 @@ def in_turns(train):  # called with a function that the loop must call at the en
         yield
         go.release()
 
-# %% ../nbs/studies/bench_peers.ipynb #f38803c7
+# %% ../nbs/studies/bench_peers.ipynb #d186aeaf
 def trl_settings(m: Material, name: str, batch: int, **more) -> dict:
     "Arguments that TRL's trainers have in common."
     cfg = TrainConfig(device=m.device, dtype=m.dtype)
@@ -48,7 +48,7 @@ def trl_settings(m: Material, name: str, batch: int, **more) -> dict:
                 use_cpu=not torch.cuda.is_available() or m.device == 'cpu', report_to='none', seed=0,
                 save_strategy='no', disable_tqdm=True, dataloader_pin_memory=False) | more
 
-# %% ../nbs/studies/bench_peers.ipynb #37c6f821
+# %% ../nbs/studies/bench_peers.ipynb #fbbb1d0b
 def trainer_steps(build, sizes: list, ordered: bool = True):
     "Steps of the trainer that `build` makes; the amount of work in each."
     def train(turn):
@@ -63,7 +63,7 @@ def trainer_steps(build, sizes: list, ordered: bool = True):
         trainer.train()
     for size, _ in zip(sizes, in_turns(train)): yield size
 
-# %% ../nbs/studies/bench_peers.ipynb #c47c94c1
+# %% ../nbs/studies/bench_peers.ipynb #6eb05cb2
 def table_of(m: Material, n: int, **columns):
     "A `datasets` table of the first `n` records, with our fields under TRL's names."
     import datasets
@@ -71,7 +71,7 @@ def table_of(m: Material, n: int, **columns):
     datasets.disable_progress_bars()
     return datasets.Dataset.from_list([{k: r[f] for k, f in columns.items()} for r in m.records[:n]])
 
-# %% ../nbs/studies/bench_peers.ipynb #85cc9905
+# %% ../nbs/studies/bench_peers.ipynb #530ca270
 PAIR = dict(prompt='instruction', chosen='output_1', rejected='output_2')
 
 
@@ -87,7 +87,7 @@ def trl_sft(m: Material):
         return SFTTrainer(policy, args, train_dataset=data, processing_class=tokenizer)
     return trainer_steps(build, sizes)
 
-# %% ../nbs/studies/bench_peers.ipynb #7a733f48
+# %% ../nbs/studies/bench_peers.ipynb #580b4408
 def trl_reward_model(m: Material):
     "Steps of reward modelling."
     from trl import RewardConfig, RewardTrainer
@@ -99,7 +99,7 @@ def trl_reward_model(m: Material):
         return RewardTrainer(model, args, train_dataset=data, processing_class=tokenizer)
     return trainer_steps(build, sizes)
 
-# %% ../nbs/studies/bench_peers.ipynb #05e544f2
+# %% ../nbs/studies/bench_peers.ipynb #c61e0795
 def trl_dpo(m: Material, cached: bool = False):
     "Steps of DPO."
     from trl import DPOConfig, DPOTrainer
@@ -113,7 +113,7 @@ def trl_dpo(m: Material, cached: bool = False):
         return DPOTrainer(policy, reference, args, train_dataset=data, processing_class=tokenizer)
     return trainer_steps(build, sizes)
 
-# %% ../nbs/studies/bench_peers.ipynb #63523e13
+# %% ../nbs/studies/bench_peers.ipynb #cd2a6ad0
 def trl_groups(m: Material, kind: str):
     "Steps of GRPO or RLOO, with the reward `answer_reward`."
     import trl
@@ -127,7 +127,7 @@ def trl_groups(m: Material, kind: str):
         return trainer(policy, score, args, train_dataset=data, processing_class=tokenizer)
     return trainer_steps(build, [1]*m.rounds, ordered=False)
 
-# %% ../nbs/studies/bench_peers.ipynb #0da7a300
+# %% ../nbs/studies/bench_peers.ipynb #134541b3
 def trl_ppo(m: Material):
     "Steps of PPO."
     import datasets
@@ -146,7 +146,7 @@ def trl_ppo(m: Material):
         return PPOTrainer(args, tokenizer, policy, reference, scorer, data, value)
     return trainer_steps(build, [1]*m.rounds, ordered=False)
 
-# %% ../nbs/studies/bench_peers.ipynb #7c1964b2
+# %% ../nbs/studies/bench_peers.ipynb #70522917
 def trl_tokenizing(m: Material, kind: str):
     "What a trainer does to all records before its first step; `kind` is sft, dpo or reward."
     import trl
@@ -160,7 +160,7 @@ def trl_tokenizing(m: Material, kind: str):
         getattr(trl, f'{name}Trainer')(model, args=args, train_dataset=data, processing_class=tokenizer)
         yield len(m.records)
 
-# %% ../nbs/studies/bench_peers.ipynb #de038f27
+# %% ../nbs/studies/bench_peers.ipynb #65819a94
 @torch.no_grad()
 def hf_sampling(m: Material, rows: int, n: int = 1):
     "Sample `rows` answers, `n` to each prompt, with `model.generate`."
@@ -173,7 +173,7 @@ def hf_sampling(m: Material, rows: int, n: int = 1):
             policy.generate(input_ids=ids, attention_mask=mask, pad_token_id=tokenizer.pad_token_id, **given)
         yield rows
 
-# %% ../nbs/studies/bench_peers.ipynb #bd56db4a
+# %% ../nbs/studies/bench_peers.ipynb #e0300e5d
 ANSWER = json.dumps(dict(id='1', object='chat.completion', created=0, model='judge', choices=[dict(
     index=0, finish_reason='stop', message=dict(
         role='assistant', content="[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]"))],
@@ -193,7 +193,7 @@ async def answer_slowly(reader, writer, seconds: float):
             writer.write(head + body)
     except (asyncio.IncompleteReadError, ConnectionError): writer.close()
 
-# %% ../nbs/studies/bench_peers.ipynb #3a693024
+# %% ../nbs/studies/bench_peers.ipynb #cafd1c0f
 def serve_slowly(seconds: float):
     "A server on a free port, which it prints; ends with its parent."
     async def main():
@@ -204,25 +204,26 @@ def serve_slowly(seconds: float):
         await server.serve_forever()
     asyncio.run(main())
 
-# %% ../nbs/studies/bench_peers.ipynb #7c8041a7
+# %% ../nbs/studies/bench_peers.ipynb #ea0333bf
 SERVERS = []  # which end when nothing refers to them any more
 
 
 def slow_server(seconds: float = .05) -> str:
     "Start a server in another process; its address."
-    code = f'from alpaca_farm.bench_peers import serve_slowly; serve_slowly({seconds})'
+    code = '\n'.join(['import asyncio, os, sys', f'ANSWER = {ANSWER!r}', inspect.getsource(answer_slowly),
+                      inspect.getsource(serve_slowly), f'serve_slowly({seconds})'])
     process = subprocess.Popen([sys.executable, '-c', code], text=True, stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE)
     SERVERS.append(process)
     return f'http://127.0.0.1:{process.stdout.readline().strip()}/v1'
 
-# %% ../nbs/studies/bench_peers.ipynb #515e1550
+# %% ../nbs/studies/bench_peers.ipynb #4073edaa
 def judged_pairs(m: Material, round_: int) -> list[dict]:
     "Pairs that no round before has asked about."
     return [dict(instruction=f'{round_} {r["instruction"]}', input='', output_1=r['output_1'],
                  output_2=r['output_2']) for r in m.records]
 
-# %% ../nbs/studies/bench_peers.ipynb #77a53793
+# %% ../nbs/studies/bench_peers.ipynb #3d898a69
 def our_judging(m: Material):
     "Label all pairs with AlpacaEval's judge."
     from alpaca_farm.core.api import ApiConfig
@@ -233,7 +234,7 @@ def our_judging(m: Material):
         judge(judged_pairs(m, k))
         yield len(m.records)
 
-# %% ../nbs/studies/bench_peers.ipynb #fa8c8352
+# %% ../nbs/studies/bench_peers.ipynb #e142fa78
 def alpaca_eval_judging(m: Material):
     "The same with alpaca-eval."
     os.environ['OPENAI_BASE_URL'] = slow_server()
@@ -244,7 +245,7 @@ def alpaca_eval_judging(m: Material):
         judge.annotate_pairs([{k: v for k, v in p.items() if k != 'input'} for p in judged_pairs(m, k)])
         yield len(m.records)
 
-# %% ../nbs/studies/bench_peers.ipynb #92d9fc48
+# %% ../nbs/studies/bench_peers.ipynb #85fad0e4
 def bound_judging(m: Material, under_way: int = 20):
     "The same requests through one client and nothing else."
     import openai

@@ -69,7 +69,7 @@ def invented_records(n: int, seed: int = 0) -> list[dict]:
     return [dict(instruction=p, input='', output=' ' + a, output_1=' ' + a, output_2=' ' + b, preference=1.)
             for p, a, b in zip(prompts, *answers)]
 
-# %% ../nbs/studies/bench_rows.ipynb #92f8997b
+# %% ../nbs/studies/bench_rows.ipynb #1b00f4bc
 def invented_tokenizer(vocab: int):
     "A byte-level BPE tokenizer trained on invented texts."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -77,7 +77,8 @@ def invented_tokenizer(vocab: int):
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(invented_texts(3000, 40, 80, np.random.default_rng(1)), trainers.BpeTrainer(
+    texts = invented_texts(min(3000, 4*vocab), 40, 80, np.random.default_rng(1))
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=['<pad>', '<eos>'], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token='<pad>', eos_token='<eos>')

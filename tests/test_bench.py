@@ -105,6 +105,7 @@ def test_without_the_others_there_are_no_ratios_to_them(tmp_path, capsys):
 
 
 def test_a_row_that_fails_says_why(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, 'python_with', lambda *_: bench.sys.executable)  # which has no trl
+    from types import SimpleNamespace
+    monkeypatch.setattr(bench.subprocess, 'run', lambda *_, **__: SimpleNamespace(stdout="No module named 'trl'"))
     cfg = bench.BenchConfig(out=str(tmp_path/'bench'), size='tiny', work=['sft'], device='cpu')
-    with pytest.raises(RuntimeError, match="(?s)sft tiny failed.*No module named 'trl'"): bench.run(cfg)
+    with pytest.raises(RuntimeError, match="(?s)sft tiny failed.*No module named 'trl'"): bench.run_row('sft', 'tiny', 3, 1., cfg, tmp_path)
