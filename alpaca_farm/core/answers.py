@@ -126,13 +126,11 @@ def log_ratios(
     prompts: list[list[int]],
     samples: list,        # one Sample for each prompt, with its log-probs
     cfg: SampleConfig,
-    size: int = 128,      # sequences per forward pass
 ) -> list[float]:  # nats, one for each sample
     "log pi - log pi_ref of whole answers; both at the temperature the answers were sampled at, 1 if greedy."
     tokens = [s.tokens for s in samples]
     with autocast(cfg):
-        ref = response_logprobs(reference, prompts, tokens, tokenizer.pad_token_id, cfg.temperature or 1.,
-                                size)
+        ref = response_logprobs(reference, prompts, tokens, tokenizer.pad_token_id, cfg.temperature or 1.)
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #70d5755d

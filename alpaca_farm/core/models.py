@@ -18,7 +18,7 @@ from .functional import selected_logprobs, token_logprobs
 from .packing import attention_window, pack, packed_states, reads_packed
 from .paths import ask_hub, at_root, looks_like_hub
 from .settings import Config
-from .text import choose_pad, collate, end_tokens
+from .text import answer_batches, choose_pad, collate, end_tokens
 
 # %% ../../nbs/core/models.ipynb #b1e18340
 def device_of(cfg: Config) -> torch.device:
@@ -202,17 +202,13 @@ def response_logprobs(
     responses: list,            # N lists of token ids
     pad_id: int,
     temperature: float = 1.0,   # as in `logprobs`
-    size: int = 64,             # responses in a forward pass
-    lengths: list | None = None,  # N numbers that order the batches; tokens of prompt and response if None
+    size: int = 128,            # responses in a forward pass
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     "log p of each whole response given its prompt."
-    lengths = lengths or [len(p) + len(r) for p, r in zip(prompts, responses)]
-    order, out = sorted(range(len(lengths)), key=lengths.__getitem__), torch.zeros(len(lengths))
-    for at in range(0, len(order), size):
-        rows = order[at:at + size]
-        batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
-        batch = {k: v.to(model.device) for k, v in batch.items()}
-        out[rows] = sequence_logprobs(model, batch, temperature).float().cpu()
+    out = torch.zeros(len(prompts))
+    for rows, *answers in answer_batches(prompts, responses, size):
+        batch = {k: v.to(model.device) for k, v in collate(*answers, pad_id).items()}
+        for places, logp in zip(rows, sequence_logprobs(model, batch, temperature).tolist()): out[places] = logp
     return out
 
 # %% ../../nbs/core/models.ipynb #5aa211eb
