@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.answers import log_ratios, sample, SampleConfig, temperature_of
+from .core.answers import log_ratios, sample, SampleConfig
+from .core.candidates import temperature_of
 from .core.build import methods
 from .core.comparisons import answer_preferences
 from .core.data import find_file, prompt_key, read_rows
@@ -22,9 +23,9 @@ from .core.files import atomic_write
 from .core.fingerprint import run_config
 from .core.judge_configs import JudgedConfig
 from .core.models import load_policy, model_path
-from .core.rewards import combine_scores, reward
 from .core.preferences import check_preferences
 from .core.progress import Progress
+from .core.rewards import combine_scores, reward
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command, resolve
 from .core.text import decode, encode_prompts

@@ -215,7 +215,7 @@ def test_imports_are_quick_and_light():
     rows = [json.loads(l) for l in out.stdout.splitlines()]
     assert [r[0] for r in rows] == names, out.stderr
     assert {n: heavy for n, _, heavy in rows if heavy} == {}
-    assert {n: t for n, t, _ in rows if t > .4} == {}
+    assert {n: t for n, t, _ in rows if t > .3} == {}
 
 
 @pytest.mark.parametrize('name', ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'grammar', 'world', 'annotators', 'eval', 'effects'])
