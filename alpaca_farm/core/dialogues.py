@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROLES', 'TAGS', 'TURN', 'as_turn', 'with_space', 'without_space', 'turns_text', 'dialogue_text', 'parse_dialogue',
-           'prompt_messages', 'prompt_text', 'as_messages', 'bare_prompt', 'check_messages']
+           'prompt_messages', 'prompt_text', 'as_messages', 'bare_prompt', 'with_instruction', 'check_messages']
 
 # %% ../../nbs/core/dialogues.ipynb #354f822e
 import re
@@ -89,6 +89,11 @@ def bare_prompt(record: dict) -> dict:
     return dict(instruction=record['instruction'], input=record.get('input') or '')
 
 # %% ../../nbs/core/dialogues.ipynb #c2c0be35
+def with_instruction(record: dict) -> dict:
+    "A record with the text of its dialogue, if it is one, as its instruction."
+    return dict(record, instruction=prompt_text(record)) if prompt_messages(record) else record
+
+# %% ../../nbs/core/dialogues.ipynb #952fa7ba
 def check_messages(record: dict, where: str):
     "ValueError when the `messages` of a record are no dialogue that can be answered."
     messages = [as_turn(m, where) for m in record['messages'] or []]

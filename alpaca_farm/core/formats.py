@@ -40,9 +40,8 @@ def as_turns(value, role: str, where: str) -> list[dict]:
 
 # %% ../../nbs/core/formats.ipynb #b0acc114
 def as_prompt(turns: list[dict], given) -> dict:
-    "The turns before an answer as the fields of a prompt: an instruction where a text was `given`."
-    text = isinstance(given, str) and [t['role'] for t in turns] == ['user']
-    return dict(instruction=turns[0]['content']) if text else dict(messages=turns)
+    "The turns before an answer as the fields of a prompt: an instruction where that is what was `given`."
+    return dict(instruction=given) if turns == [dict(role='user', content=given)] else dict(messages=turns)
 
 # %% ../../nbs/core/formats.ipynb #ed8aaa0b
 def as_answer(turns: list[dict]) -> str:
