@@ -219,7 +219,8 @@ def pair_samples(
         outputs = dict.fromkeys(c['output'])
         outputs = sorted(outputs, key=lambda o: hash_uniform(seed, 'pair', *prompt_key(c), o))
         if len(outputs) > 1:
-            pairs.append(dict(without_lists(c), input=c.get('input') or '', output_1=outputs[0], output_2=outputs[1]))
+            one, two = outputs[:2]
+            pairs.append(dict(without_lists(c), input=c.get('input') or '', output_1=one, output_2=two))
     return pairs
 
 # %% ../nbs/annotators.ipynb #8a74741d

@@ -8,7 +8,7 @@ __all__ = ['FIELDS', 'NOT_COMMON', 'SHAPES', 'VERDICTS', 'LABELS', 'record_kind'
            'from_messages', 'from_shape', 'column_names', 'as_records', 'named_answers', 'as_hh', 'as_chat']
 
 # %% ../../nbs/core/formats.ipynb #2d318e86
-import os
+from itertools import takewhile
 
 from .dialogues import (as_messages, as_turn, dialogue_text, parse_dialogue, prompt_text,
     TURN, turns_text, with_space, without_space)
@@ -70,7 +70,7 @@ def split_turns(prompt, both: list, where: str) -> tuple[list[dict], list[str]]:
     "The turns before two answers, and these, of texts or of messages that may repeat the prompt."
     texts = not prompt and all(isinstance(v, str) for v in both)
     first, second = (answered_turns(v, where) if texts else as_turns(v, 'assistant', where) for v in both)
-    n = len(os.path.commonprefix([first[:-1], second[:-1]]))
+    n = len([*takewhile(lambda both: both[0] == both[1], zip(first[:-1], second[:-1]))])
     while n and not first[n]['role'] == second[n]['role'] == 'assistant' != first[n-1]['role']: n -= 1
     given = as_turns(prompt, 'user', where) if prompt else []
     shared = first[:n] if given in (first[:n][:len(given)], first[:n][-len(given):]) else given + first[:n]
