@@ -168,3 +168,23 @@ def test_a_tokenizer_without_an_end_is_refused_by_name(tmp_path):
 def test_an_end_that_the_model_does_not_know_is_refused(tmp_path):
     with pytest.raises(ValueError, match='the model has only 2 tokens. Is this its tokenizer'):
         load_policy(save(tmp_path, build('chatml_base'), size=2), sft.SFTConfig(device='cpu'))
+
+
+def test_many_texts_are_encoded_in_parts(monkeypatch):
+    "Each text's ids as alone, eight bytes a token, and a progress line."
+    from alpaca_farm.core import text
+    tokenizer, shown = build('chatml_base'), []
+    tokenizer.add_tokens([f'w{i}w' for i in range(400)])       # ids that Python does not share by itself
+    texts = [' '.join(f'w{(i + k) % 400}w' for k in range(i % 7)) for i in range(2500)]
+    want = [tokenizer(t, add_special_tokens=False)['input_ids'] for t in texts]
+    class Line:
+        def __init__(self, name, total): shown.append((name, total))
+        def __call__(self, done): shown.append(done)
+    monkeypatch.setattr(text, 'Progress', Line)
+    assert encode_responses(texts, tokenizer, ended=False) == want and shown == []
+    monkeypatch.setattr(text, 'MANY', 2500)
+    rows = encode_responses(texts, tokenizer, ended=False)
+    assert rows == want and shown == [('tokenizing answers', 2500), 1000, 2000, 2500]
+    assert len({id(i) for row in rows for i in row}) == len({i for row in rows for i in row})
+    prompts = encode_prompts([dict(instruction=t) for t in texts], tokenizer)
+    assert prompts[1:4] == [encode_prompts([dict(instruction=t)], tokenizer)[0] for t in texts[1:4]] and shown[-1] == 2500

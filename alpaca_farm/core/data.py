@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SUFFIXES', 'SPREADSHEETS', 'in_folder', 'find_file', 'read_bytes', 'read_text', 'unique_fields', 'parse_json',
            'check_characters', 'read_json_rows', 'read_csv', 'read_table', 'shard_files', 'read_rows', 'check_field',
-           'notice', 'check_records', 'drop_duplicates', 'report_texts', 'report_labels', 'load_hub_split', 'load_rows',
-           'load_records', 'prompt_key', 'full_instruction']
+           'notice', 'check_records', 'drop_duplicates', 'report_texts', 'report_dialogues', 'report_labels',
+           'load_hub_split', 'load_rows', 'load_records', 'prompt_key', 'full_instruction']
 
 # %% ../../nbs/core/data.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -16,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from alpaca_farm.core.dialogues import (check_messages, dialogue_text, parse_dialogue, prompt_messages,
+    prompt_text)
 from .formats import as_records, FIELDS, record_kind
 from .paths import at_root, looks_like_hub, missing_path
 from .preferences import is_preference, pair_identity, read_preference
@@ -188,7 +190,10 @@ def check_records(
             raise ValueError(f'{where}, row {i}: a record is expected, not {row!r:.60}')
         if kind == 'preference' and row.get('preference', 1) is None: continue
         if row.get('input') is None: row['input'] = ''
-        for name, type_ in dict(instruction=str, input=str, **FIELDS[kind]).items():
+        dialogue = prompt_messages(row) is not None
+        if dialogue: check_messages(row, f'{where}, row {i}')
+        prompt = {} if dialogue else dict(instruction=str)
+        for name, type_ in dict(prompt, input=str, **FIELDS[kind]).items():
             check_field(row, name, type_, f'{where}, row {i}')
         records.append(row)
     labelled = ' with a label' if rows else ''
@@ -214,6 +219,17 @@ def report_texts(rows: list[dict], names, where: str):
             notice(f'{where}: {texts.count("")} of {len(texts)} {name} are empty')
         for cell, n in cells.items():
             notice(f'{where}: {n} of {len(texts)} {name} are {cell!r}. Empty cells?')
+
+# %% ../../nbs/core/data.ipynb #2aecd646
+def report_dialogues(rows: list[dict], where: str):
+    "Print in how many dialogues user and assistant do not take turns: many chat templates refuse these."
+    dialogues = [*filter(None, map(prompt_messages, rows))]
+    roles = [[m['role'] for m in d if m['role'] in ('user', 'assistant')] for d in dialogues]
+    odd = sum(r != (['user', 'assistant'] * len(r))[:len(r)] for r in roles)
+    if odd: notice(f'{where}: in {odd} of {len(roles)} dialogues user and assistant do not take turns')
+    forged = sum(parse_dialogue(dialogue_text(d)) != d for d in dialogues)
+    if forged: notice(f'{where}: {forged} of {len(roles)} dialogues have a turn with "\\n\\nHuman:" or '
+                      '"\\n\\nAssistant:" in its text: without a chat template, a model reads it as several')
 
 # %% ../../nbs/core/data.ipynb #f8122812
 def report_labels(rows: list[dict], where: str):
@@ -260,6 +276,7 @@ def load_records(
     rows = as_records(rows[:n or None], where, kinds, columns)
     kind = record_kind(rows[0], kinds) if rows and isinstance(rows[0], dict) else kinds[0]
     rows = drop_duplicates(check_records(rows, kind, where), where)
+    report_dialogues(rows, where)
     report_texts(rows, ('input', *(k for k, t in FIELDS[kind].items() if t is not float)), where)
     if kind == 'preference': report_labels(rows, where)
     labels = {r.get('label') for r in rows if isinstance(r.get('label', ''), bool)}
@@ -268,10 +285,10 @@ def load_records(
 
 # %% ../../nbs/core/data.ipynb #917eb5ab
 def prompt_key(record: dict) -> tuple[str, str]:
-    "Instruction and input of a record; the input is empty if there is none."
-    return record['instruction'], record.get('input') or ''
+    "Instruction (or dialogue) and input of a record as texts; the input is empty if there is none."
+    return prompt_text(record), record.get('input') or ''
 
 # %% ../../nbs/core/data.ipynb #1768f9e9
 def full_instruction(record: dict) -> str:
-    "Instruction and input as one message, separated by a blank line."
+    "Instruction and input as one text, separated by a blank line, or the text of the dialogue."
     return '\n\n'.join(filter(None, prompt_key(record)))
