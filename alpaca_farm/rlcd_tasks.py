@@ -12,8 +12,7 @@ import difflib, re
 from dataclasses import dataclass, field, fields, MISSING
 from pathlib import Path
 
-from .core.data import full_instruction
-from .core.dialogues import dialogue_text, prompt_messages, TAGS, with_space
+from .core.dialogues import as_messages, dialogue_text, TAGS, with_space
 from .core.files import read_yaml
 from .core.paths import at_root, notebooks_folder
 
@@ -103,7 +102,7 @@ def task_file(
 # %% ../nbs/rlcd_tasks.ipynb #0561159a
 def task_turns(task: Task, record: dict) -> list[dict]:
     "The messages of a record, the last of which is the user's, as the task asks."
-    messages = prompt_messages(record) or [dict(role='user', content=full_instruction(record))]
+    messages = as_messages(record)
     last = task.prompt.replace('{instruction}', messages[-1]['content'])
     return [*messages[:-1], dict(messages[-1], content=last)]
 

@@ -16,14 +16,12 @@ from .batches import ApiClient
 from .generation import generate
 from .models import autocast, load_policy, response_logprobs
 from .preferences import hash_uniform
-from .text import decode, start_tokens
+from .text import decode, encode_prompts, start_tokens
 
 # %% ../../nbs/core/completions.ipynb #f33c5f36
 def prompt_tokens(prompt: str | list[dict], tokenizer) -> list[int]:
     "Token ids of a text to continue, or of messages in the tokenizer's chat template."
-    if not isinstance(prompt, str):
-        text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)['input_ids']
+    if not isinstance(prompt, str): return encode_prompts([dict(messages=prompt)], tokenizer, 'chat')[0]
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     ids = tokenizer(prompt, add_special_tokens=False, split_special_tokens=True)['input_ids']
     return (start_tokens(tokenizer) or begin) + ids
@@ -63,7 +61,7 @@ class LocalWriter:
         seed = int(2**31 * hash_uniform(cfg.seed, *keys[0])) if keys else 0
         with autocast(cfg):
             samples = generate(self.model, self.tokenizer, [rows[i] for i in fit], 1, cfg.max_new_tokens,
-                               cfg.temperature, cfg.top_p, cfg.top_k, seed, cfg.batch_size)
+                               cfg.temperature, cfg.top_p, cfg.top_k, seed)
         for i, (s,) in zip(fit, samples): written[i] = Written(decode(s.tokens, self.tokenizer), s.ended)
         return written
 
@@ -95,16 +93,6 @@ class ServedWriter:
     def __init__(self, model: str, cfg: ApiConfig):
         self.model, self.cfg, self.client = model, cfg, ApiClient(cfg, model)
 
-    def ask(self, prompts: list, fields: list[dict]) -> list[dict | None]:
-        "The answers; ValueError if requests failed that may succeed later."
-        form = lambda p: dict(prompt=p) if isinstance(p, str) else dict(messages=p)
-        answers = self.client([dict(model=self.model, **form(p), **f) for p, f in zip(prompts, fields)])
-        tally = self.client.tally
-        failed = [why for key, why in tally.failed.items() if key not in tally.refused]
-        if not (tally.stopped or failed): return answers
-        raise ValueError(f'{self.model}: {f"{tally.stopped} is reached" if tally.stopped else failed[-1]}. '
-                         'All answers so far are stored: run again for the rest')
-
     def write(self, prompts: list, keys: list[tuple], stop: list[str] = ()) -> list[Written]:
         "A sample for each prompt; none where the request is refused."
         cfg = self.cfg
@@ -116,11 +104,21 @@ class ServedWriter:
         return [Written(t, c.get('finish_reason') != 'length') if c else Written('', False, 'refused')
                 for t, c in zip(texts, choices)]
 
+    def choose(self, prompts: list, labels) -> list[float]:
+        "Probability of the second label behind each prompt; nan where no label is likely."
+        chat = dict(logprobs=True, top_logprobs=20)
+        forms = [dict(logprobs=5) if isinstance(p, str) else chat for p in prompts]
+        answers = self.ask(prompts, [dict(max_tokens=1, temperature=0, **form) for form in forms])
+        return [shown_label(a, labels) if a else math.nan for a in answers]
+
 # %% ../../nbs/core/completions.ipynb #85a04c24
 @patch
-def choose(self: ServedWriter, prompts: list, labels) -> list[float]:
-    "Probability of the second label behind each prompt; nan where no label is among the likeliest tokens."
-    likeliest = [dict(logprobs=5) if isinstance(p, str) else dict(logprobs=True, top_logprobs=20)
-                 for p in prompts]
-    answers = self.ask(prompts, [dict(max_tokens=1, temperature=0, **fields) for fields in likeliest])
-    return [shown_label(a, labels) if a else math.nan for a in answers]
+def ask(self: ServedWriter, prompts: list, fields: list[dict]) -> list[dict | None]:
+    "The answers, None where a request is refused; ValueError if requests failed that may succeed later."
+    form = lambda p: dict(prompt=p) if isinstance(p, str) else dict(messages=p)
+    answers = self.client([dict(model=self.model, **form(p), **f) for p, f in zip(prompts, fields)])
+    tally = self.client.tally
+    failed = [why for key, why in tally.failed.items() if key not in tally.refused]
+    if not (tally.stopped or failed): return answers
+    raise ValueError(f'{self.model}: {f"{tally.stopped} is reached" if tally.stopped else failed[-1]}. '
+                     'All answers so far are stored: run again for the rest')
