@@ -17,7 +17,8 @@ import numpy as np
 from .core.api import ApiConfig, asking_settings, parse_mapping
 from .core.batches import ApiClient
 from .core.comparisons import common_prompts
-from .core.data import full_instruction, load_records, prompt_key
+from .core.data import full_instruction, load_records, prompt_key, without_lists
+from .core.dialogues import with_instruction
 from .core.judge_configs import (configured_annotators, configured_models, is_population,
     judge_config_file, parse_decoding)
 from .core.preferences import (annotator_name, annotator_preferences, coin_label, decide_vote,
@@ -215,11 +216,11 @@ def pair_samples(
     "One pair of different samples for each record; records whose samples are all equal are left out."
     pairs = []
     for c in candidates:
-        rest = {k: v for k, v in c.items() if not isinstance(v, list)}  # lists hold a value for each sample
         outputs = dict.fromkeys(c['output'])
         outputs = sorted(outputs, key=lambda o: hash_uniform(seed, 'pair', *prompt_key(c), o))
         if len(outputs) > 1:
-            pairs.append(dict(rest, input=c.get('input') or '', output_1=outputs[0], output_2=outputs[1]))
+            one, two = outputs[:2]
+            pairs.append(dict(without_lists(c), input=c.get('input') or '', output_1=one, output_2=two))
     return pairs
 
 # %% ../nbs/annotators.ipynb #8a74741d
@@ -229,7 +230,7 @@ def head2head_pairs(
     keys=('instruction', 'input'),  # fields by which rows are matched
 ) -> list[dict]:
     "Two models' answers as pairs; ValueError when many instructions differ, or one occurs twice."
-    def key(row): return tuple(str(row.get(k) or '') for k in keys)
+    def key(row): return tuple(str(with_instruction(row).get(k) or '') for k in keys)
     outputs_1, outputs_2 = common_prompts(dict(baseline=outputs_1, model=outputs_2), key).values()
     first = {key(r): r for r in outputs_1}
     unmatched = [r for r in outputs_2 if key(r) not in first]

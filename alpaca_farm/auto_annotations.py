@@ -17,6 +17,7 @@ from fastcore.basics import patch
 
 from .core.api import ApiConfig
 from .core.data import full_instruction, read_rows
+from .core.dialogues import with_instruction
 from .core.files import write_json
 from .core.judge_configs import adapt_decoding
 from .core.preferences import annotator_name, hash_uniform, pool_members, pool_weights
@@ -51,6 +52,7 @@ def current_spec(name: str, base_dir=None) -> str:
 # %% ../nbs/auto_annotations.ipynb #7228c68d
 def record_pair(row: dict, input_keys: tuple, output_keys: tuple) -> dict:
     "A record as a pair; ValueError for a field that is missing or not text."
+    row = with_instruction(row)
     required = output_keys + tuple(k for k in input_keys if k != 'input')
     missing = [k for k in required if k not in row]
     if missing: raise ValueError(f'a record has no {missing[0]!r}, but only {", ".join(row)}')
@@ -185,7 +187,7 @@ def sample_pairs(
     "Pairs of different samples of the same instruction."
     groups = {}
     for r in rows:
-        key = tuple(str(r.get(k) or '') for k in keys)
+        key = tuple(str(with_instruction(r).get(k) or '') for k in keys)
         _, outputs = groups.setdefault(key, (r, {}))
         outputs |= dict.fromkeys(r['output'] if is_list else [r['output']])
     pairs = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .core.answers import preflight, sample_answers, SampleConfig, within_prompt_limit
-from .core.data import load_records
+from .core.data import load_records, without_lists
 from .core.files import append_lines, read_lines
 from .core.models import load_policy
 from .core.progress import Progress
@@ -50,7 +50,7 @@ def choose_best(
 ) -> list[dict]:  # the records with the chosen answer as `output`
     "Each record with its best answer."
     best = [int(np.argmax(c['scores'])) if 'scores' in c else 0 for c in candidates]
-    rest = [{k: v for k, v in c.items() if not isinstance(v, list)} for c in candidates]
+    rest = [without_lists(c) for c in candidates]
     return [dict(r, output=c['output'][i], ended=c['ended'][i]) for r, c, i in zip(rest, candidates, best)]
 
 # %% ../nbs/best_of_n.ipynb #cb43f300
@@ -86,7 +86,7 @@ def stored_source(cfg: BestOfNConfig):
     fewest = min(len(c['output']) for c in stored)
     if fewest < cfg.n:
         raise ValueError(f'n = {cfg.n}, but {cfg.samples} has only {fewest} samples of an instruction')
-    first = lambda c: {k: v[:cfg.n] if isinstance(v, list) else v for k, v in c.items() if k != 'scores'}
+    first = lambda c: {k: v if k in without_lists(c) else v[:cfg.n] for k, v in c.items() if k != 'scores'}
     return stored, lambda some: [first(c) for c in some], 0
 
 # %% ../nbs/best_of_n.ipynb #b5260a28

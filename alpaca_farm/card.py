@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .core.data import full_instruction, load_records, read_rows
+from .core.dialogues import with_instruction
 from .core.files import atomic_write, write_json
 from .core.paths import at_root
 from .core.stats import agreement, one_hot_votes
@@ -58,7 +59,7 @@ def read_win_rates(source, side: str) -> dict:
         if not method: raise ValueError(f'{where}: there is no method; it has {", ".join(map(str, row))}')
         values = table.setdefault(str(row.get('replicate', 0)), {}).setdefault(str(method), {})
         number = ('#', len(values)) if 'preference' in row else ''
-        item = full_instruction(row) if row.get('instruction') else number
+        item = full_instruction(row) if with_instruction(row).get('instruction') else number
         if item in values: raise ValueError(f'{where}: {method} has this replicate and instruction already')
         values[item] = percent_won(row, where)
     methods = {m for found in table.values() for m in found}

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .core.data import check_field, full_instruction, read_rows, SUFFIXES
+from .core.dialogues import with_instruction
 from .core.formats import as_records, row_shape
 from .core.judge_configs import is_population
 from .core.preferences import read_preference, swap_outputs
@@ -34,7 +35,7 @@ def read_vote(value, where: str, name: str) -> float:
 # %% ../nbs/judging/label_files.ipynb #c8696995
 def read_pair(row: dict, where: str, **fields) -> dict:
     "A pair from the named `fields`, by default those of a preference record."
-    names = dict(instruction='instruction', output_1='output_1', output_2='output_2') | fields
+    row, names = with_instruction(row), dict(instruction='instruction', output_1='output_1', output_2='output_2') | fields
     for n in names.values(): check_field(row, n, str, where)
     pair = {k: row[n] for k, n in names.items()}
     pair['input'] = '' if 'instruction' in fields else row.get('input') or ''

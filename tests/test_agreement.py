@@ -86,8 +86,8 @@ def test_hh_rlhf():
     for p, r in zip(pairs, rows):
         both = [p['output_1'], p['output_2']]
         chosen, rejected = both if p['votes']['gold'] == 1 else both[::-1]
-        assert p['instruction'].endswith('Assistant:') and chosen != rejected
-        assert [r[k].strip().removeprefix(p['instruction']).strip() for k in ('chosen', 'rejected')] == [chosen, rejected]
+        shown = p['instruction'] if p['instruction'].endswith('\n\nAssistant:') else f'Human: {p["instruction"]}\n\nAssistant:'   # of one turn: its text
+        assert chosen != rejected and [r[k].strip().removeprefix(shown).strip() for k in ('chosen', 'rejected')] == [chosen.strip(), rejected.strip()]
 
 
 def share_of_mode(v, votes):

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 from .comparisons import verdicts_over
 from .data import load_records, prompt_key
+from .dialogues import prompt_text
 from .files import read_json
 from .fingerprint import run_config, run_of
 from .generation import generate
 from .models import autocast, load_policy, response_logprobs
 from .runs import read_summary
 from .settings import at_root, Config
-from .text import check_positions, check_limit, decode, encode_prompts, encode_responses, within_limit
+from alpaca_farm.core.text import (check_limit, check_positions, decode, encode_prompts, encode_responses,
+    within_limit)
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass
@@ -181,7 +183,7 @@ def preflight(
     record, prompt = parts[0][0], encode_prompts(parts[0][:1], tokenizer, cfg.template)
     sample, = generate(policy, tokenizer, prompt, max_new_tokens=1)[0]
     answer = dict(prompt_fields(record), output=decode(sample.tokens, tokenizer) or '.', ended=sample.ended)
-    other = dict(answer, output=record['instruction'])
+    other = dict(answer, output=prompt_text(record))
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
     if judge: try_setting(cfg, 'annotators', verdicts_over, [answer], [other], judge)
 

@@ -9,7 +9,8 @@ __all__ = ['LISTS', 'as_candidates', 'to_rrhf', 'read_candidates', 'select_candi
 import json
 
 from .build import as_list
-from .data import load_records, prompt_key
+from .data import load_records, prompt_key, without_lists
+from .dialogues import dialogue_text, parse_dialogue, prompt_messages
 from .files import atomic_write
 from .formats import default_sources
 from .settings import at_root
@@ -39,9 +40,11 @@ def to_rrhf(record: dict) -> dict:
     places = dict(chosen=1, rejected=2)
     order = sorted(range(len(record['output'])), key=lambda i: places.get(record['source'][i], 0))
     lists = {k: [record[k][i] for i in order] for k in LISTS if k in record}
-    query = '\n'.join(filter(None, (record['instruction'], record.get('input'))))
+    dialogue = prompt_messages(record)
+    query = dialogue_text(dialogue) if dialogue else '\n'.join(filter(None, prompt_key(record)))
     row = {k: v for k, v in record.items() if k not in LISTS} | lists
-    if not record.get('input'): row = {k: v for k, v in row.items() if k not in ('instruction', 'input')}
+    said = ('messages', 'input') if dialogue and parse_dialogue(query) == dialogue else ('instruction', 'input')
+    if not record.get('input'): row = {k: v for k, v in row.items() if k not in said}
     if row['source'] == default_sources(len(order)): del row['source']
     return dict(query=query, responses=row.pop('output')) | row
 
@@ -66,8 +69,7 @@ def merge_candidates(
     "Queries with all their candidates; ValueError for a source that no candidate has."
     merged = {}
     for r in (r for spec in as_list(specs) for r in read_candidates(spec, columns)):
-        rest = {k: v for k, v in r.items() if not isinstance(v, list)}
-        query = merged.setdefault(prompt_key(r), dict(rest, **{k: [] for k in LISTS}))
+        query = merged.setdefault(prompt_key(r), dict(without_lists(r), **{k: [] for k in LISTS}))
         for k in LISTS: query[k] = query[k] + r[k]
     present = sorted({s for q in merged.values() for s in q['source']})
     unknown = sorted(set(sources) - set(present))

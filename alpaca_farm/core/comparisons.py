@@ -10,6 +10,7 @@ __all__ = ['output_texts', 'index_prompts', 'common_prompts', 'check_same_prompt
 import numpy as np
 
 from .data import prompt_key
+from .dialogues import bare_prompt, prompt_text
 from .preferences import annotator_preferences, swap_outputs
 
 # %% ../../nbs/core/comparisons.ipynb #50a3c950
@@ -27,7 +28,7 @@ def index_prompts(
     for i, r in enumerate(records):
         if rows.setdefault(prompt_key(r), i) == i: continue
         raise ValueError(f'{whose}: rows {rows[prompt_key(r)]} and {i} answer the same instruction, '
-                         f'{r["instruction"]!r:.60}. Keep one, or list both in the output of one record')
+                         f'{prompt_text(r)!r:.60}. Keep one, or list both in the output of one record')
     return rows
 
 # %% ../../nbs/core/comparisons.ipynb #c7169480
@@ -57,8 +58,7 @@ def answer_pairs(
     reference: dict,  # the reference's
 ) -> list[dict]:  # pairs; output_1 the reference's, output_2 the model's
     "Each answer of one record beside each answer of the other, the model's in the outer loop."
-    prompt = dict(instruction=reference['instruction'], input=reference.get('input') or '')
-    return [dict(prompt, output_1=a, output_2=b)
+    return [dict(bare_prompt(reference), output_1=a, output_2=b)
             for b in output_texts(record) for a in output_texts(reference)]
 
 # %% ../../nbs/core/comparisons.ipynb #01b7a3fe

@@ -6,7 +6,7 @@
 __all__ = ['SUFFIXES', 'SPREADSHEETS', 'in_folder', 'find_file', 'read_bytes', 'read_text', 'unique_fields', 'parse_json',
            'check_characters', 'read_json_rows', 'read_csv', 'read_table', 'shard_files', 'read_rows', 'check_field',
            'notice', 'check_records', 'drop_duplicates', 'report_texts', 'report_dialogues', 'report_labels',
-           'load_hub_split', 'load_rows', 'load_records', 'prompt_key', 'full_instruction']
+           'load_hub_split', 'load_rows', 'load_records', 'prompt_key', 'full_instruction', 'without_lists']
 
 # %% ../../nbs/core/data.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -292,3 +292,8 @@ def prompt_key(record: dict) -> tuple[str, str]:
 def full_instruction(record: dict) -> str:
     "Instruction and input as one text, separated by a blank line, or the text of the dialogue."
     return '\n\n'.join(filter(None, prompt_key(record)))
+
+# %% ../../nbs/core/data.ipynb #c86ed4f8
+def without_lists(record: dict) -> dict:
+    "The fields of candidates that are not lists with a value for each answer."
+    return {k: v for k, v in record.items() if not isinstance(v, list) or k == 'messages'}

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ROLES', 'TAGS', 'TURN', 'as_turn', 'with_space', 'without_space', 'turns_text', 'dialogue_text', 'parse_dialogue',
-           'prompt_messages', 'prompt_text', 'as_messages', 'bare_prompt', 'check_messages']
+           'prompt_messages', 'prompt_text', 'as_messages', 'bare_prompt', 'with_instruction', 'check_messages']
 
 # %% ../../nbs/core/dialogues.ipynb #354f822e
 import re
@@ -60,8 +60,8 @@ def parse_dialogue(text: str) -> list[dict]:
         raise ValueError(f'a dialogue begins with Human: or Assistant:, not with {start[2:]!r:.60}')
     system = [dict(role='system', content=without_space(said))] if start else []
     turns = [dict(role=roles[t], content=without_space(c)) for t, c in zip(parts[::2], parts[1::2])]
-    asked = len(turns) > 1 and turns[-1] == dict(role='assistant', content='')
-    return system + turns[:len(turns) - asked]
+    asked = turns[-1:] == [dict(role='assistant', content='')] and turns[-2:-1] and turns[-2]['role'] == 'user'
+    return system + (turns[:-1] if asked else turns)
 
 # %% ../../nbs/core/dialogues.ipynb #ecd77155
 def prompt_messages(record: dict) -> list[dict] | None:
@@ -89,6 +89,11 @@ def bare_prompt(record: dict) -> dict:
     return dict(instruction=record['instruction'], input=record.get('input') or '')
 
 # %% ../../nbs/core/dialogues.ipynb #c2c0be35
+def with_instruction(record: dict) -> dict:
+    "A record with the text of its dialogue, if it is one, as its instruction."
+    return dict(record, instruction=prompt_text(record)) if prompt_messages(record) else record
+
+# %% ../../nbs/core/dialogues.ipynb #952fa7ba
 def check_messages(record: dict, where: str):
     "ValueError when the `messages` of a record are no dialogue that can be answered."
     messages = [as_turn(m, where) for m in record['messages'] or []]

@@ -9,7 +9,7 @@ __all__ = ['FIELDS', 'NOT_COMMON', 'SHAPES', 'VERDICTS', 'LABELS', 'RLCD', 'reco
            'as_chat']
 
 # %% ../../nbs/core/formats.ipynb #2d318e86
-import os
+from itertools import takewhile
 
 from .dialogues import (as_messages, as_turn, dialogue_text, parse_dialogue, prompt_text,
     TURN, turns_text, with_space, without_space)
@@ -41,9 +41,8 @@ def as_turns(value, role: str, where: str) -> list[dict]:
 
 # %% ../../nbs/core/formats.ipynb #b0acc114
 def as_prompt(turns: list[dict], given) -> dict:
-    "The turns before an answer as the fields of a prompt: an instruction where a text was `given`."
-    text = isinstance(given, str) and [t['role'] for t in turns] == ['user']
-    return dict(instruction=turns[0]['content']) if text else dict(messages=turns)
+    "The turns before an answer as the fields of a prompt: an instruction where that is what was `given`."
+    return dict(instruction=given) if turns == [dict(role='user', content=given)] else dict(messages=turns)
 
 # %% ../../nbs/core/formats.ipynb #ed8aaa0b
 def as_answer(turns: list[dict]) -> str:
@@ -72,7 +71,7 @@ def split_turns(prompt, both: list, where: str) -> tuple[list[dict], list[str]]:
     "The turns before two answers, and these, of texts or of messages that may repeat the prompt."
     texts = not prompt and all(isinstance(v, str) for v in both)
     first, second = (answered_turns(v, where) if texts else as_turns(v, 'assistant', where) for v in both)
-    n = len(os.path.commonprefix([first[:-1], second[:-1]]))
+    n = len([*takewhile(lambda both: both[0] == both[1], zip(first[:-1], second[:-1]))])
     while n and not first[n]['role'] == second[n]['role'] == 'assistant' != first[n-1]['role']: n -= 1
     given = as_turns(prompt, 'user', where) if prompt else []
     shared = first[:n] if given in (first[:n][:len(given)], first[:n][-len(given):]) else given + first[:n]

@@ -13,7 +13,7 @@ from numbers import Real
 
 import numpy as np
 
-from .dialogues import prompt_messages, prompt_text
+from .dialogues import with_instruction
 
 # %% ../../nbs/core/preferences.ipynb #2793161c
 def as_preference(preference) -> float:
@@ -72,10 +72,10 @@ def pair_identity(
     keys=PAIR_FIELDS,  # fields that identify a pair; the last two are the outputs
 ) -> list[str]:
     "The texts that identify a pair, whichever of its outputs comes first."
-    given = {*pair, 'input', *(['instruction'] if prompt_messages(pair) else [])}
-    missing = [k for k in keys if k not in given]
+    pair = with_instruction(pair)
+    missing = [k for k in keys if k not in pair and k != 'input']
     if missing: raise ValueError(f'a pair needs the field {missing[0]!r}, but has only {", ".join(pair)}')
-    text = [prompt_text(pair) if k == 'instruction' else pair.get(k, '') for k in keys]
+    text = [pair.get(k, '') for k in keys]
     return text[:-2] + sorted(text[-2:])
 
 # %% ../../nbs/core/preferences.ipynb #3d68c784

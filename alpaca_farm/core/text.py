@@ -179,7 +179,7 @@ def encode_prompts(
     start, special = [] if uses_chat(tokenizer, template) else start_tokens(tokenizer), special_ids(tokenizer)
     texts = (build_prompt(r, tokenizer, template) for r in records)
     rows, own, out = token_ids(texts, len(records), tokenizer, 'prompts'), {}, []
-    for record, ids in zip(records, rows):
+    for ids, record in zip(rows, records):
         roles = tuple(m['role'] for m in prompt_messages(record) or [])
         if roles not in own: own[roles] = own_specials(record, tokenizer, template, special)
         out.append(start + spell_out(ids, own[roles], record, tokenizer, special))
