@@ -22,10 +22,10 @@ MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py
 CORE = ['paths dialogues', 'settings progress files functional control store preferences packing connections throttle', 'formats', 'data',
         'judge_configs text', 'fingerprint', 'build', 'api comparisons stats runs candidates generation', 'accounts beams models launch', 'client rewards',
         'answers batches training',
-        'online', 'outputs']
+        'online completions', 'outputs']
 LAYERS = ['verdict_parsers lexicon',
           'grammar noise judges rankings length_control label_files', 'authors', 'criteria prose', 'people',
-          'world local_judges text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
+          'world local_judges rlcd_tasks text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
           'annotators calibration cascade_thresholds hybrid_measures rrhf_pool prediction_measures',
           'eval agreement labelling openai_baselines auto_annotations card',
           'cheap_tricks',
