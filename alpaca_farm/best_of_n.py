@@ -4,17 +4,16 @@
 
 # %% auto #0
 __all__ = ['BestOfNConfig', 'choose_best', 'score_candidates', 'select_instructions', 'sampled_source', 'stored_source',
-           'reward_figures', 'append_lines', 'read_lines', 'write_candidates', 'run']
+           'reward_figures', 'write_candidates', 'run']
 
 # %% ../nbs/best_of_n.ipynb #aa176480
-import json, os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from .core.answers import preflight, sample_answers, SampleConfig, within_prompt_limit
 from .core.data import load_records, without_lists
+from .core.files import append_lines, read_lines
 from .core.models import load_policy
 from .core.progress import Progress
 from .core.rewards import label_count, reward, RewardConfig
@@ -100,26 +99,6 @@ def reward_figures(candidates: list[dict], n: int) -> dict[str, float]:
         logprobs = [c['logprob'][int(np.argmax(c['scores']))] for c in candidates]
         figures['kl'] = float(kl_best_of_n_estimate(logprobs, n).mean())
     return figures
-
-# %% ../nbs/best_of_n.ipynb #7d5fca4e
-def append_lines(path: Path, size: int, records: list[dict]) -> int:
-    "Append records as JSON lines to the first `size` bytes of a file; its new size."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = ''.join(json.dumps(r) + '\n' for r in records).encode()
-    with open(path, 'ab') as f:
-        f.truncate(size)
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    return size + len(data)
-
-# %% ../nbs/best_of_n.ipynb #f506d480
-def read_lines(path: Path, size: int) -> list[dict]:
-    "The records in the first `size` bytes of a file of JSON lines; ValueError if it has fewer."
-    data = path.read_bytes()[:size] if size else b''
-    if len(data) == size: return [json.loads(line) for line in data.splitlines()]
-    raise ValueError(f'{path} is damaged: it has {len(data)} of {size} bytes. '
-                     f'Restore it, or delete {path.parent} to start from the beginning')
 
 # %% ../nbs/best_of_n.ipynb #1685e577
 def write_candidates(run, candidates: list[dict], too_long: int):

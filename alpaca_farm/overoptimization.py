@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.answers import log_ratios, sample, SampleConfig, temperature_of
+from .core.answers import log_ratios, sample, SampleConfig
+from .core.candidates import temperature_of
 from .core.build import methods
 from .core.comparisons import answer_preferences
 from .core.data import find_file, prompt_key, read_rows

@@ -24,9 +24,10 @@ def fits(notebook: str, settings: dict):
         as_type(name, value, kinds[name])
 
 
-@pytest.mark.parametrize('path', sorted(RECIPES.glob('llama_7b/*.yaml')), ids=lambda p: p.stem)
+@pytest.mark.parametrize('path', sorted([*RECIPES.glob('llama_7b/*.yaml'), *RECIPES.glob('rlcd/*.yaml')]), ids=lambda p: f'{p.parent.name}/{p.stem}')
 def test_paper_settings(path):
-    fits(dict(wombat='rrhf').get(path.stem, path.stem), yaml.safe_load(path.read_text()))
+    notebook = dict(wombat='rrhf', context_distillation='sft', generate='best_of_n')
+    fits(notebook.get(path.stem, path.stem), yaml.safe_load(path.read_text()))
 
 
 def test_named_runs():

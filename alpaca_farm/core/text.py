@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ALPACA', 'MARK', 'MANY', 'alpaca_prompt', 'uses_chat', 'build_prompt', 'end_of_turn', 'end_token', 'end_tokens',
            'choose_pad', 'same_vocabulary', 'start_tokens', 'special_ids', 'own_specials', 'spell_out', 'token_ids',
-           'encode_prompts', 'encode_responses', 'decode', 'pad', 'collate', 'rollout_batch', 'check_limit',
-           'within_limit', 'check_positions', 'encode']
+           'encode_prompts', 'encode_responses', 'decode', 'pad', 'collate', 'rollout_batch', 'answer_batches',
+           'check_limit', 'within_limit', 'check_positions', 'encode']
 
 # %% ../../nbs/core/text.ipynb #c92dc902
 import math
@@ -240,6 +240,23 @@ def rollout_batch(
     left, right = pad([[1] * len(p) for p in prompts], 0, 'left'), pad([[1] * len(r) for r in responses])
     return dict(ids=torch.cat(ids, 1), mask=torch.cat([left, right], 1),
                 response=torch.cat([torch.zeros_like(left), right], 1))
+
+# %% ../../nbs/core/text.ipynb #568a6f9a
+def answer_batches(
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    size: int,  # answers in a batch
+):  # yields (rows, prompts, responses); rows are lists of the row numbers of each answer
+    "Batches of the distinct answers among N."
+    rows, longest = {}, {}
+    for i, (p, r) in enumerate(zip(prompts, responses)):
+        p, r = tuple(p), tuple(r)
+        rows.setdefault((p, r), []).append(i)
+        longest[p] = max(longest.get(p, 0), len(p) + len(r))
+    order = sorted(rows, key=lambda pair: (longest[pair[0]], pair[0], len(pair[1])))
+    for at in range(0, len(order), size):
+        pairs = order[at:at + size]
+        yield [rows[pair] for pair in pairs], *zip(*pairs)
 
 # %% ../../nbs/core/text.ipynb #ad9095b3
 def check_limit(
