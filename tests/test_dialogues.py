@@ -265,3 +265,29 @@ def test_agreement_on_dialogues(talks):
     pairs, = agreement.load_sets([str(talks/'preference.jsonl.gz')]).values()
     assert len(pairs) == 24 and set(longest(pairs)) <= {1., 2.}
     assert agreement.ask_judge(longest, pairs).preferences.shape == (1, 2, 24)
+
+
+@pytest.mark.skipif(not HH.exists(), reason='the public data is not here')
+def test_a_reward_model_of_hh_rlhf(tmp_path):
+    "From random weights, on the bytes of short pairs: the share of held-out pairs that it ranks as people do, near chance, and its interval; then as a judge."
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    words = {c: i for i, c in enumerate(['<pad>', '</s>', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(words, [])), pad_token='<pad>', eos_token='</s>')
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True,
+                                 max_position_embeddings=300, pad_token_id=0, eos_token_id=1, bos_token_id=None)).save_pretrained(tmp_path/'base')
+    tokenizer.save_pretrained(tmp_path/'base')
+    with gzip.open(HH, 'rt') as f: rows = [r for r in map(json.loads, f) if max(len(t.encode()) for t in r.values()) < 260]
+    learn, rest = (write(tmp_path/f'{name}.jsonl', part) for name, part in (('learn', rows[60:200]), ('rest', rows[:60])))
+    cfg = reward_model.RewardModelConfig(out=str(tmp_path/'rewards'), preferences=learn, policy=str(tmp_path/'base'), max_length=300, held_out=30, batch_size=16, likelihood=0)
+    reward_model.train(cfg)
+    found = read_summary(cfg.out)
+    assert found['labels'] + found['held_out'] + found['too_long'] <= 140 and found['held_out'] >= 30
+    assert 0 < found['accuracy_low'] < found['accuracy'] < found['accuracy_high'] < 1 and found['accuracy_high'] - found['accuracy_low'] > .1
+    board = agreement.AgreementConfig(out=str(tmp_path/'agreement'), sets=[rest], judges=[cfg.out], draws=20)
+    agreement.run(board)
+    row = next(r for r in read_log(board.out) if r['judge'] != 'people')
+    assert row['n'] == 60 and row['accuracy_low'] < row['accuracy'] < row['accuracy_high']

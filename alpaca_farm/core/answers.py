@@ -96,8 +96,8 @@ def sample(
 
 # %% ../../nbs/core/answers.ipynb #bd51404d
 def prompt_fields(record: dict) -> dict:
-    "A record without its answer."
-    return {k: v for k, v in record.items() if k != 'output'}
+    "A record without its answer or its labelled pair."
+    return {k: v for k, v in record.items() if k not in ('output', 'output_1', 'output_2', 'preference')}
 
 # %% ../../nbs/core/answers.ipynb #06c5336c
 def decoding(cfg: SampleConfig) -> dict[str, float]:
