@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import tiny
-from alpaca_farm import annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo, quark, reward_model, rrhf, sft
+from alpaca_farm import agreement, annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo, quark, reward_model, rrhf, sft
 from alpaca_farm.core.candidates import read_candidates, to_rrhf
 from alpaca_farm.core.data import full_instruction, load_records, prompt_key
 from alpaca_farm.core.dialogues import dialogue_text, parse_dialogue, prompt_text
@@ -18,7 +18,10 @@ from alpaca_farm.core.files import read_json
 from alpaca_farm.core.formats import as_chat, as_hh, as_records, named_answers
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import build_prompt, encode_prompts
-from alpaca_farm.judges import fill_prompt
+from alpaca_farm.core.comparisons import answer_pairs, ordered_pairs, strip_roles
+from alpaca_farm.core.store import Store
+from alpaca_farm.judges import fill_prompt, load_evaluators, parse_verdicts
+from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA', tiny.ROOT.parent/'shared'/'data'))/'hh_rlhf'/'harmless-base_test.jsonl.gz'
 
@@ -203,3 +206,62 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     assert all(r['reward'] == -3 for r in steps if not r['ended']) and min(r['reward'] for r in steps) == -3     # no answer of this step has an end
     board = run(evaluation, 'board', outputs=made, reference=str(talks/'eval.jsonl'), annotators=[judge], max_instances=6)
     assert {Path(m).name for m in made} <= {k.partition('_longest')[0] for k in read_summary(board)}
+
+
+@pytest.mark.parametrize('judge', ['harmless', 'helpful', 'harmless_helpful'])
+def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
+    "By an API judge that replies in a sentence: in a random order, in both on demand, and without role tags."
+    monkeypatch.setenv('OPENAI_API_KEY', 'test')
+    rows = [dict(messages=HELLO[:2] + [turn('user', f'Question {i}?')]) for i in range(24)] + [dict(messages=HELLO[:1])]*2     # a prompt may occur twice
+    files = {name: write(tmp_path/f'{name}.jsonl', [dict(r, output=form.format(i=i)) for i, r in enumerate(rows)])
+             for name, form in (('short', 'Assistant: no {i}'), ('long', ' a longer answer {i}\n\nHuman: And?\n\nAssistant: Oh.'))}
+    with judge_server(regexes=(r'<A>\n(.*?)\n</A>', r'<B>\n(.*?)\n</B>'), labels=('A', 'B'), template='I would say **({label})**') as server:
+        def compared(name, **more):
+            cfg = annotators.AnnotatorsConfig(out=str(tmp_path/name), outputs=files['long'], against=files['short'], annotators=judge, models=['gpt-4.1=judge'],
+                                              base_url=server.url, store=str(tmp_path/'answers.sqlite'), **more)
+            annotators.run(cfg)
+            return load_records(cfg.out, 'preferences', 'preference'), read_summary(cfg.out)
+        once, summary = compared('once')
+        assert summary['labels'] == 26 and summary['win_rate'] == summary['win_rate_low'] == 100 and 0 < summary['first'] < 1
+        assert {(r['output_1'], r['output_2'], r['preference']) for r in once} == {(f'no {i}', f'a longer answer {i}', 2.) for i in range(26)}
+        asked = Store(str(tmp_path/'answers.sqlite')).run('select count(*) from requests').fetchone()[0]
+        both, summary = compared('both', both_orders=True)
+        assert summary['consistent'] == 1 and all(r['orders'] == [2., 2.] for r in both)
+        requests = [r for r, in Store(str(tmp_path/'answers.sqlite')).run('select request from requests').fetchall()]
+    assert (asked, len(requests)) == (26, 52) and all('Human: And?' not in r and '<A>\\nAssistant' not in r for r in requests)
+    assert sum('Human: Hi.\\n\\nAssistant: Yes?\\n\\nHuman: Question' in r for r in requests) == 48
+
+
+def test_prompts_that_differ_or_stand_in_another_order(tmp_path):
+    rows = [dict(messages=[turn('user', f'Question {i}?')], output='a') for i in range(3)]
+    files = {name: write(tmp_path/f'{name}.jsonl', r) for name, r in dict(a=rows, other=rows[1:] + rows[:1], fewer=rows[:2], new=rows[:2] + [dict(rows[2], messages=HELLO)]).items()}
+    for name, message in dict(other="row 0: one file answers 'Question 1.*the other 'Question 0.*the same prompts in the same order", fewer='must be as many', new='row 2: one').items():
+        with pytest.raises(ValueError, match=message):
+            annotators.run(annotators.AnnotatorsConfig(out=str(tmp_path/'run'), outputs=files['a'], against=files[name], annotators=f'{__name__}:longest'))
+
+
+@pytest.mark.parametrize('text, shown', [
+    ('Assistant: hi', 'hi'), ('Human: Assistant: hi', 'hi'), ('Assistant: Human: hi', 'hi'), ('user: User: hi', 'hi'), ('The Human: factor', 'The Human: factor'),
+    ('Humanity matters.', 'Humanity matters.'), ('hi\n\nHuman: so', 'hi'), ('hi\n\nHumanity: so', 'hi\n\nHumanity: so'), ('\n\nHuman: so', 'so'), ('', '')])
+def test_role_tags_are_no_part_of_an_answer(text, shown):
+    assert strip_roles(text) == shown
+    pair, = answer_pairs(dict(messages=HELLO, output=text), dict(messages=HELLO, output='b'))
+    assert pair == dict(messages=HELLO, output_1='b', output_2=shown)
+    plain, = ordered_pairs([dict(instruction='x', output=text)], [dict(instruction='x', output='b')])
+    assert plain['output_1'] == text                # of a dialogue only
+
+
+@pytest.mark.parametrize('said, want', [
+    ('A', 1), ('B', 2), ('**(A)**', 1), ('(B)', 2), ('I would say (A)', 1), ('I would say (B).', 2), (' A.', 1), ('**B**', 2), ('[A]', 1), ('Answer: B', 2),
+    ('Answer A is kinder.', 1), ('A\n\nIt is kinder.', 1), ('<think>(B)?</think>A', 1), ('Both', None), ('Absolutely not', None), ('Answer', None), ('a', None), ('A kind answer.', None),
+    ('Answer: A kind one is missing', None), ('Better is none', None), ('(A) or (B)', None), ('A, but B', None), ('(Both)', None), ('AB', None), ('', None)])
+def test_a_letter_in_an_answer(said, want):
+    judge, = load_evaluators('harmless')
+    assert parse_verdicts(judge, dict(choices=[dict(message=dict(content=said))])) == pytest.approx([want or float('nan')], nan_ok=True)
+
+
+def test_agreement_on_dialogues(talks):
+    "Labelled pairs keep their turns for a judge, such as a reward model."
+    pairs, = agreement.load_sets([str(talks/'preference.jsonl.gz')]).values()
+    assert len(pairs) == 24 and set(longest(pairs)) <= {1., 2.}
+    assert agreement.ask_judge(longest, pairs).preferences.shape == (1, 2, 24)

@@ -60,7 +60,8 @@ def parse_dialogue(text: str) -> list[dict]:
         raise ValueError(f'a dialogue begins with Human: or Assistant:, not with {start[2:]!r:.60}')
     system = [dict(role='system', content=without_space(said))] if start else []
     turns = [dict(role=roles[t], content=without_space(c)) for t, c in zip(parts[::2], parts[1::2])]
-    asked = turns[-1:] == [dict(role='assistant', content='')] and turns[-2:-1] and turns[-2]['role'] == 'user'
+    empty = dict(role='assistant', content='')
+    asked = len(turns) > 1 and turns[-1] == empty and turns[-2]['role'] == 'user'
     return system + (turns[:-1] if asked else turns)
 
 # %% ../../nbs/core/dialogues.ipynb #ecd77155
