@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MARKS', 'RATING', 'STAGES', 'WombatConfig', 'writer_jobs', 'served_candidates', 'gather', 'rating_order',
-           'rating_request', 'read_rating', 'rate', 'make_pool', 'run']
+           'rating_request', 'read_rating', 'rate', 'model_candidates', 'run']
 
 # %% ../nbs/wombat.ipynb #4e5ce4fe
 import re
@@ -145,7 +145,7 @@ def rate(queries: list[dict], client, cfg: WombatConfig) -> list[dict]:
     return [dict(queries[i], scores=[s[k] for k in range(len(s))]) for i, s in sorted(rated.items())]
 
 # %% ../nbs/wombat.ipynb #72246ec7
-def make_pool(records: list[dict], given: list[dict], cfg: WombatConfig) -> list[dict]:
+def model_candidates(records: list[dict], given: list[dict], cfg: WombatConfig) -> list[dict]:
     "The records with the candidates of all models, and those `given` in files."
     jobs, rows = writer_jobs(cfg), []
     if jobs: run_or_fail(jobs, 1, 'writers', 'writing')
@@ -167,7 +167,7 @@ def run(cfg: WombatConfig):
     records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
     given = [r for file in cfg.files for r in read_candidates(file, cfg.columns)]
     folder.path('candidates.json')   # the run begins
-    queries = make_pool(records, given, cfg)
+    queries = model_candidates(records, given, cfg)
     if not queries: raise ValueError('no prompt has two different candidates')
     rated = rate(queries, client, cfg) if client else queries
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
