@@ -16,12 +16,14 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from .core.api import ApiConfig
+from .core.comparisons import head2head_pairs, ordered_pairs
 from .core.data import full_instruction, read_rows
+from .core.dialogues import with_instruction
 from .core.files import write_json
 from .core.judge_configs import adapt_decoding
 from .core.preferences import annotator_name, hash_uniform, pool_members, pool_weights
 from .core.settings import at_root
-from .annotators import annotate_pairs, head2head_pairs, load_annotators, to_alpaca_eval
+from .annotators import annotate_pairs, load_annotators, to_alpaca_eval
 from .judges import ApiJudge, Pool
 from .local_judges import check_labels, RecordedLabels
 from .rankings import leaderboard_row
@@ -51,6 +53,7 @@ def current_spec(name: str, base_dir=None) -> str:
 # %% ../nbs/auto_annotations.ipynb #7228c68d
 def record_pair(row: dict, input_keys: tuple, output_keys: tuple) -> dict:
     "A record as a pair; ValueError for a field that is missing or not text."
+    row = with_instruction(row)
     required = output_keys + tuple(k for k in input_keys if k != 'input')
     missing = [k for k in required if k not in row]
     if missing: raise ValueError(f'a record has no {missing[0]!r}, but only {", ".join(row)}')
@@ -185,7 +188,7 @@ def sample_pairs(
     "Pairs of different samples of the same instruction."
     groups = {}
     for r in rows:
-        key = tuple(str(r.get(k) or '') for k in keys)
+        key = tuple(str(with_instruction(r).get(k) or '') for k in keys)
         _, outputs = groups.setdefault(key, (r, {}))
         outputs |= dict.fromkeys(r['output'] if is_list else [r['output']])
     pairs = []
@@ -201,11 +204,7 @@ def sample_pairs(
 def model_pairs(outputs_1: list[dict], outputs_2: list[dict], keys: tuple, is_ordered: bool) -> list[dict]:
     "Two models' outputs as pairs; ValueError when they do not belong together."
     if not is_ordered: return head2head_pairs(outputs_1, outputs_2, keys)
-    if len(outputs_1) != len(outputs_2):
-        raise ValueError(f'{len(outputs_1)} against {len(outputs_2)} outputs in order: there must be as many')
-    rest = [{k: v for k, v in r.items() if k != 'output'} for r in outputs_2]
-    return [dict(r, output_1=first['output'], output_2=second['output'])
-            for r, first, second in zip(rest, outputs_1, outputs_2)]
+    return ordered_pairs(outputs_1, outputs_2, keys)
 
 # %% ../nbs/auto_annotations.ipynb #ef926dea
 class PairwiseAutoAnnotator(AnnotatorState):

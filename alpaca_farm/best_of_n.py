@@ -4,20 +4,19 @@
 
 # %% auto #0
 __all__ = ['BestOfNConfig', 'choose_best', 'score_candidates', 'select_instructions', 'sampled_source', 'stored_source',
-           'reward_figures', 'append_lines', 'read_lines', 'write_candidates', 'run']
+           'reward_figures', 'write_candidates', 'run']
 
 # %% ../nbs/best_of_n.ipynb #aa176480
-import json, os
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from .core.answers import preflight, sample_answers, SampleConfig, within_prompt_limit
-from .core.data import load_records
+from .core.data import load_records, without_lists
+from .core.files import append_lines, read_lines
 from .core.models import load_policy
-from .core.rewards import label_count, reward, RewardConfig
 from .core.progress import Progress
+from .core.rewards import label_count, reward, RewardConfig
 from .core.runs import start
 from .core.settings import command
 from .core.stats import kl_best_of_n, kl_best_of_n_estimate
@@ -51,7 +50,7 @@ def choose_best(
 ) -> list[dict]:  # the records with the chosen answer as `output`
     "Each record with its best answer."
     best = [int(np.argmax(c['scores'])) if 'scores' in c else 0 for c in candidates]
-    rest = [{k: v for k, v in c.items() if not isinstance(v, list)} for c in candidates]
+    rest = [without_lists(c) for c in candidates]
     return [dict(r, output=c['output'][i], ended=c['ended'][i]) for r, c, i in zip(rest, candidates, best)]
 
 # %% ../nbs/best_of_n.ipynb #cb43f300
@@ -87,7 +86,7 @@ def stored_source(cfg: BestOfNConfig):
     fewest = min(len(c['output']) for c in stored)
     if fewest < cfg.n:
         raise ValueError(f'n = {cfg.n}, but {cfg.samples} has only {fewest} samples of an instruction')
-    first = lambda c: {k: v[:cfg.n] if isinstance(v, list) else v for k, v in c.items() if k != 'scores'}
+    first = lambda c: {k: v if k in without_lists(c) else v[:cfg.n] for k, v in c.items() if k != 'scores'}
     return stored, lambda some: [first(c) for c in some], 0
 
 # %% ../nbs/best_of_n.ipynb #b5260a28
@@ -100,26 +99,6 @@ def reward_figures(candidates: list[dict], n: int) -> dict[str, float]:
         logprobs = [c['logprob'][int(np.argmax(c['scores']))] for c in candidates]
         figures['kl'] = float(kl_best_of_n_estimate(logprobs, n).mean())
     return figures
-
-# %% ../nbs/best_of_n.ipynb #7d5fca4e
-def append_lines(path: Path, size: int, records: list[dict]) -> int:
-    "Append records as JSON lines to the first `size` bytes of a file; its new size."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = ''.join(json.dumps(r) + '\n' for r in records).encode()
-    with open(path, 'ab') as f:
-        f.truncate(size)
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
-    return size + len(data)
-
-# %% ../nbs/best_of_n.ipynb #f506d480
-def read_lines(path: Path, size: int) -> list[dict]:
-    "The records in the first `size` bytes of a file of JSON lines; ValueError if it has fewer."
-    data = path.read_bytes()[:size] if size else b''
-    if len(data) == size: return [json.loads(line) for line in data.splitlines()]
-    raise ValueError(f'{path} is damaged: it has {len(data)} of {size} bytes. '
-                     f'Restore it, or delete {path.parent} to start from the beginning')
 
 # %% ../nbs/best_of_n.ipynb #1685e577
 def write_candidates(run, candidates: list[dict], too_long: int):

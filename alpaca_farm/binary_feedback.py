@@ -172,7 +172,7 @@ class Probe:
 
     def read(self, name: str) -> np.ndarray:
         "Log-probs of the answers under a token."
-        logp = response_logprobs(self.policy, self.prompts[name], self.responses, self.pad_id, size=128)
+        logp = response_logprobs(self.policy, self.prompts[name], self.responses, self.pad_id)
         return logp.double().numpy()
 
     def __call__(self) -> dict[str, float]:

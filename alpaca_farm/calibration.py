@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .core.dialogues import bare_prompt
 from .core.stats import sigmoid
 from .length_control import logistic
 from .text_measures import length_difference
@@ -130,7 +131,7 @@ def vote_scale(
 # %% ../nbs/judging/calibration.ipynb #d0b84094
 def bare_pair(row: dict) -> dict:
     "A pair without any verdict."
-    return {k: row.get(k) or '' for k in ('instruction', 'input', 'output_1', 'output_2')}
+    return dict(bare_prompt(row), output_1=row['output_1'], output_2=row['output_2'])
 
 # %% ../nbs/judging/calibration.ipynb #7d08a33f
 def mix_labels(

@@ -20,6 +20,7 @@ import numpy as np
 
 from .core.comparisons import match_prompts, output_texts
 from .core.data import prompt_key, read_text
+from .core.dialogues import bare_prompt
 from .core.files import atomic_write, digest
 from .core.fingerprint import parse_file
 from .core.judge_configs import JudgedConfig
@@ -121,7 +122,7 @@ def chosen_by(
 # %% ../nbs/boards/cheap_tricks.ipynb #87c8f0a2
 def same_answer(references: list[dict], text: str) -> list[dict]:
     "One text as the answer to every request."
-    return [dict(instruction=r['instruction'], input=r['input'], output=text) for r in references]
+    return [dict(bare_prompt(r), output=text) for r in references]
 
 # %% ../nbs/boards/cheap_tricks.ipynb #a451010f
 def trick_answers(

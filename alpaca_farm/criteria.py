@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from .authors import in_order, ITEMS, LISTS, number_of, pleasantry_wanted, respond, rewritten
+from .authors import in_order, ITEMS, LIST_KINDS, number_of, pleasantry_wanted, respond, rewritten
 from .grammar import FACTS_OF_PHRASE, fitting, parse, sample_instruction, text
 from .lexicon import (ACTS, ANIMALS, CLOSINGS, COLOURS, fact_of, FILLERS, MOODS, NAMES, NATURES,
     NUMBERS, OPENINGS, PLACES, REGISTERS, THINGS, VALUES, VERBS)
@@ -99,7 +99,7 @@ def check_rewritten(spec: dict, reading: Reading) -> tuple:
 # %% ../nbs/world/criteria.ipynb #5e3529f1
 def check_list(spec: dict, reading: Reading) -> tuple:
     "A list: the share of right items, less wrong and repeated ones."
-    slot, table, _ = LISTS[spec['kind']]
+    slot, table, _ = LIST_KINDS[spec['kind']]
     items = reading.among(set(ITEMS[spec['kind']]))
     right, k = set(table[spec[slot]]), NUMBERS.index(spec['k'])
     good, wrong = len(set(items) & right), len(items) - len(set(items) & right)
@@ -124,7 +124,7 @@ def check_story(spec: dict, reading: Reading) -> tuple:
     return right*(.5 if strangers else 1), len(reading.body) > 1
 
 # %% ../nbs/world/criteria.ipynb #a01bed7c
-CHECKS = dict.fromkeys(LISTS, check_list) | dict.fromkeys(('fact', 'facts'), check_facts) | dict(
+CHECKS = dict.fromkeys(LIST_KINDS, check_list) | dict.fromkeys(('fact', 'facts'), check_facts) | dict(
     choose=check_choice, compare=check_choice, order=check_order, given=check_given, count=check_number,
     sum=check_number, rewrite=check_rewritten, note=check_note, story=check_story)
 
@@ -140,7 +140,7 @@ def constraints(spec: dict, reading: Reading) -> dict[str, bool]:
     "Each constraint of a request, and whether an answer keeps it."
     kept, wanted = {}, pleasantry_wanted(spec)
     if spec['form'] != 'free': kept['form'] = form_kept(spec['form'], reading)
-    if spec['kind'] in LISTS:
+    if spec['kind'] in LIST_KINDS:
         kept['number'] = len(set(reading.among(set(ITEMS[spec['kind']])))) == NUMBERS.index(spec['k'])
     if spec['kind'] == 'story':
         kept['number'] = len(reading.body) == NUMBERS.index(spec['k'])

@@ -196,14 +196,11 @@ def answer_batch(prompts: list, answers: list, rows: list[int], pad_id: int) -> 
                 weight=torch.ones(len(rows)))
 
 # %% ../nbs/dpo.ipynb #78fb1520
-def reference_logprobs(policy, prompts: list, answers: list, pad_id: int, temperature: float = 1.,
-                       size: int = 64) -> torch.Tensor:
-    "Log-probs (N, K) of all answers under the policy as it is now; a record's answers share a batch."
-    records = list(zip(prompts, *answers))
-    flat = [(p, answer) for p, *group in records for answer in group]
-    longest = [len(p) + max(map(len, group)) for p, *group in records for _ in group]
-    logps = response_logprobs(policy, *zip(*flat), pad_id, temperature, size * len(answers), longest)
-    return logps.view(len(records), -1)
+def reference_logprobs(policy, prompts: list, answers: list, pad_id: int, temperature: float = 1.):
+    "Log-probs (N, K) of all answers under the policy as it is now."
+    flat = [answer for column in answers for answer in column]
+    logps = response_logprobs(policy, prompts * len(answers), flat, pad_id, temperature)
+    return logps.view(len(answers), len(prompts)).T.contiguous()
 
 # %% ../nbs/dpo.ipynb #3fdc7ae0
 def weights_hash(model) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from .core.build import ensure_input, is_fresh, methods
+from .core.candidates import temperature_of
 from .core.comparisons import answer_preferences
 from .core.data import load_records, prompt_key
 from .core.files import atomic_write, write_json
@@ -104,7 +105,6 @@ def effect_job(cfg: EffectsConfig, method: str, arm: str, reads: dict, **more) -
     "A run of a method; what its row reads is the path in the setting of that name, where there is one."
     row = effect_methods()[method]
     paths = {k: getattr(cfg, name) for k, name in row['reads'].items() if hasattr(cfg, name)}
-    from alpaca_farm.core.answers import temperature_of
     temperature = temperature_of(bank=cfg.bank, references=cfg.references)
     return study_job(f'{method}_{arm}', row['kind'], reads, f'{cfg.out}_study', row['cost'], cfg.seed,
                      policy=cfg.policy, data=cfg.data, eval_temperature=temperature,

@@ -68,7 +68,7 @@ def sampled_pairs(outputs: list[dict], references: list[dict], seed: int = 0) ->
     "One pair for each instruction."
     groups = [[] for _ in references]
     for p in pair_up(outputs, references): groups[p['item']].append(p)
-    return [g[int(hash_uniform(seed, 'pair', g[0]['instruction'], g[0]['input'])*len(g))] for g in groups]
+    return [g[int(hash_uniform(seed, 'pair', *prompt_key(g[0]))*len(g))] for g in groups]
 
 # %% ../nbs/eval.ipynb #4448751f
 def sampled_preferences(

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from .core.build import ensure_input, is_fresh
+from .core.candidates import temperature_of
 from .core.comparisons import answer_preferences, both_orders
 from .core.data import find_file, load_records, prompt_key, read_rows
 from .core.files import write_json
@@ -197,7 +198,6 @@ def point_jobs(cfg: HybridConfig, arm: str, share: float, k: int) -> list[Job]:
                          policy=cfg.policy, **given)
     jobs = [job('reward_model', 15 + .011*n, held_out=1, epochs=epochs_for(n))]
     if not has_policy(cfg, arm, share, k): return jobs
-    from alpaca_farm.core.answers import temperature_of
     temperature = temperature_of(bank=cfg.bank, references=cfg.references)
     return jobs + [job('dpo', 25 + .01*n, data=cfg.data, epochs=epochs_for(n)//2,
                        eval_temperature=temperature)]
@@ -240,7 +240,6 @@ def train_first_models(cfg: HybridConfig, learn: dict[int, list[dict]]) -> dict[
 # %% ../nbs/studies/hybrid.ipynb #c22f0439
 def load_bank(cfg: HybridConfig) -> tuple[list[dict], list[dict]]:
     "The bank's instructions that references answer too, and the references; ValueError if there are none."
-    from alpaca_farm.core.answers import temperature_of
     temperature_of(bank=cfg.bank, references=cfg.references)   # an error if they have two
     references = load_records(cfg.references, 'candidates', 'candidates')
     answered = {prompt_key(r) for r in references}

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .core.data import check_field, full_instruction, read_rows, SUFFIXES
+from .core.data import check_field, FILE_SUFFIXES, full_instruction, prompt_key, read_rows
+from .core.dialogues import check_messages, prompt_messages
 from .core.formats import as_records, row_shape
 from .core.judge_configs import is_population
 from .core.preferences import read_preference, swap_outputs
@@ -34,9 +35,12 @@ def read_vote(value, where: str, name: str) -> float:
 # %% ../nbs/judging/label_files.ipynb #c8696995
 def read_pair(row: dict, where: str, **fields) -> dict:
     "A pair from the named `fields`, by default those of a preference record."
+    dialogue = prompt_messages(row)
     names = dict(instruction='instruction', output_1='output_1', output_2='output_2') | fields
+    if dialogue: del names['instruction']
+    if dialogue: check_messages(row, where)
     for n in names.values(): check_field(row, n, str, where)
-    pair = {k: row[n] for k, n in names.items()}
+    pair = {k: row[n] for k, n in names.items()} | (dict(messages=dialogue) if dialogue else {})
     pair['input'] = '' if 'instruction' in fields else row.get('input') or ''
     return pair | {k: row[k] for k in ('generator_1', 'generator_2', 'idx') if k in row}
 
@@ -77,7 +81,7 @@ def from_llmbar(rows: list[dict], where: str):
 def from_preferences(rows: list[dict], where: str):
     "Preference records; votes on a pair in either order are merged, and repeated votes are kept."
     pairs = {}
-    def texts(pair): return pair['instruction'], pair['input'], pair['output_1'], pair['output_2']
+    def texts(pair): return *prompt_key(pair), pair['output_1'], pair['output_2']
     for i, row in enumerate(rows):
         at = f'{where}, row {i}'
         pair = read_pair(row, at)
@@ -95,7 +99,7 @@ def from_preferences(rows: list[dict], where: str):
 def short_name(spec: str) -> str:
     "A short name for a file or for `module:name`."
     name = Path(spec.rpartition(':')[2]).name
-    suffix = next((s for s in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(s)), '')
+    suffix = next((s for s in sorted(FILE_SUFFIXES, key=len, reverse=True) if name.endswith(s)), '')
     return name.removesuffix(suffix).strip('*_')
 
 # %% ../nbs/judging/label_files.ipynb #e0425435
@@ -126,8 +130,8 @@ def read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
 def label_file(spec: str) -> Path | None:
     "The file of labels or verdicts, or the `preferences` of a run folder; None when there is none."
     path = at_root(spec)
-    if path.is_file() and path.name.endswith(SUFFIXES): return None if is_population(spec) else path
-    return next((path/f'preferences{s}' for s in SUFFIXES if (path/f'preferences{s}').is_file()), None)
+    if path.is_file() and path.name.endswith(FILE_SUFFIXES): return None if is_population(spec) else path
+    return next((path/f'preferences{s}' for s in FILE_SUFFIXES if (path/f'preferences{s}').is_file()), None)
 
 # %% ../nbs/judging/label_files.ipynb #8f9fb363
 def label_files(spec: str) -> list[str]:
@@ -135,7 +139,7 @@ def label_files(spec: str) -> list[str]:
     files = [label_file(f) for f in sorted(glob(str(at_root(spec))))]
     if files and all(files): return list(map(str, files))
     if files or ':' not in spec:
-        raise ValueError(f'sets: there is no file {spec} of {", ".join(SUFFIXES)}, '
+        raise ValueError(f'sets: there is no file {spec} of {", ".join(FILE_SUFFIXES)}, '
                          'and no run folder with preferences')
     resolve(spec)
     return [spec]
@@ -145,7 +149,7 @@ def read_set(spec: str) -> list[dict]:
     "All labelled pairs of a set."
     pairs = []
     for name in label_files(spec):
-        rows = read_rows(name) if name.endswith(SUFFIXES) else resolve(name)()
+        rows = read_rows(name) if name.endswith(FILE_SUFFIXES) else resolve(name)()
         pairs += read_labelled_pairs(rows, name)
     return pairs
 

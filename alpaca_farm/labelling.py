@@ -16,6 +16,7 @@ import numpy as np
 from fastcore.basics import patch
 
 from .core.build import ensure_input
+from .core.dialogues import prompt_text
 from .core.files import digest
 from .core.preferences import hash_uniform, pair_identity
 from .core.runs import start
@@ -53,7 +54,7 @@ def shown_pair(
 ) -> dict:  # instruction, input, output_1, output_2 and no other field
     "The fields of a pair that a person sees, in the order shown."
     first, second = ('output_2', 'output_1') if swapped else ('output_1', 'output_2')
-    return dict(instruction=pair['instruction'], input=pair.get('input') or '', output_1=pair[first],
+    return dict(instruction=prompt_text(pair), input=pair.get('input') or '', output_1=pair[first],
                 output_2=pair[second])
 
 # %% ../nbs/judging/labelling.ipynb #a10de611

@@ -73,10 +73,9 @@ class LocalJudge:
         prompts = [judge_prompt_ids(self.evaluator, p, self.tokenizer) for p in pairs]
         limit = getattr(self.model.config, 'max_position_embeddings', math.inf) - max(map(len, self.labels))
         fitting = [i for i, ids in enumerate(prompts) if len(ids) <= limit]
-        score = lambda label: response_logprobs(
-            self.model, [prompts[i] for i in fitting], [label] * len(fitting), self.tokenizer.pad_token_id,
-            size=self.batch_size).double().numpy()
-        a, b = map(score, self.labels)
+        answers = [label for label in self.labels for _ in fitting]
+        a, b = response_logprobs(self.model, [prompts[i] for i in fitting] * 2, answers,
+                                 self.tokenizer.pad_token_id, size=self.batch_size).double().view(2, -1).numpy()
         preferences = np.full(len(pairs), np.nan)
         preferences[fitting] = 1 + 1 / (1 + np.exp(np.clip(a - b, -50, 50)))
         return preferences.tolist()

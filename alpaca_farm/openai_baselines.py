@@ -13,7 +13,8 @@ import numpy as np
 
 from .core.api import ApiConfig, parse_mapping
 from .core.batches import ApiClient
-from .core.data import full_instruction, load_records
+from .core.data import full_instruction, load_records, without_lists
+from .core.dialogues import dialogue_text, prompt_messages, prompt_text
 from .core.runs import start
 from .core.settings import command
 from .core.text import alpaca_prompt
@@ -49,19 +50,21 @@ BREVITY = 'Help with whatever the user asks. Keep every answer under {} characte
 
 
 def baseline_request(
-    record: dict,   # with `instruction` and maybe `input`
+    record: dict,   # with `instruction` and maybe `input`, or with `messages`
     cfg,            # baseline, temperature, max_tokens
     model: str,     # the model that is asked
 ) -> dict:
     "The request for the answer to one record."
     limit = BASELINES[cfg.baseline]
     system = [BREVITY.format(limit)] if limit else []
+    dialogue = prompt_messages(record)
     user = full_instruction(record) if limit else alpaca_prompt(record)
+    text = dialogue_text(dialogue) if dialogue else alpaca_prompt(record)
     decoding = dict(model=model, temperature=cfg.temperature, max_tokens=cfg.max_tokens)
     if COMPLETION_MODELS.search(model):
-        return decoding | dict(prompt='\n\n'.join([*system, alpaca_prompt(record)]))
-    messages = [dict(role='system', content=text) for text in system] + [dict(role='user', content=user)]
-    return decoding | dict(messages=messages)
+        return decoding | dict(prompt='\n\n'.join([*system, text]))
+    asked = dialogue or [dict(role='user', content=user)]
+    return decoding | dict(messages=[dict(role='system', content=text) for text in system] + asked)
 
 # %% ../nbs/judging/openai_baselines.ipynb #eddf0a22
 def baseline_output(answer: dict) -> str:
@@ -75,7 +78,7 @@ def check_answered(answered: int, unanswered: list[dict], usage: dict):
     "ValueError when answers are missing or there are none; prints the instructions without an answer."
     missing = len(unanswered)
     n = answered + missing
-    names = ''.join(f'\n  {r["instruction"][:80]!r}' for r in unanswered[:20])
+    names = ''.join(f'\n  {prompt_text(r)[:80]!r}' for r in unanswered[:20])
     if missing > 20: names += '\n  ...'
     if usage['open']:
         raise ValueError(f'{answered} of {n} instructions are answered, all of them stored; '
@@ -114,8 +117,7 @@ def run(cfg: OpenaiBaselinesConfig):
     rows, unanswered = [], []
     for record, answers in zip(records, samples):
         if not all(answers): unanswered.append(record); continue
-        rest = {k: v for k, v in record.items()
-                if k not in ('output', 'generator') and not isinstance(v, list)}
+        rest = {k: v for k, v in without_lists(record).items() if k not in ('output', 'generator')}
         ended = [a['choices'][0].get('finish_reason') != 'length' for a in answers]
         rows.append(dict(rest, output=[baseline_output(a) for a in answers], ended=ended, generator=model))
     write_baselines(folder, rows, unanswered, client)

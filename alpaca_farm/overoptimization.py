@@ -14,17 +14,19 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.answers import log_ratios, sample, SampleConfig, temperature_of
+from .core.answers import log_ratios, sample, SampleConfig
+from .core.candidates import temperature_of
 from .core.build import methods
 from .core.comparisons import answer_preferences
 from .core.data import find_file, prompt_key, read_rows
+from .core.dialogues import prompt_text
 from .core.files import atomic_write
 from .core.fingerprint import run_config
 from .core.judge_configs import JudgedConfig
 from .core.models import load_policy, model_path
-from .core.rewards import combine_scores, reward
 from .core.preferences import check_preferences
 from .core.progress import Progress
+from .core.rewards import combine_scores, reward
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command, resolve
 from .core.text import decode, encode_prompts
@@ -183,7 +185,7 @@ def bank_and_references(cfg: OverConfig) -> tuple[list[dict], list[dict]]:
         raise ValueError(f'temperature = {cfg.temperature}: bank and references were sampled at {other}')
     bank, references = (read_rows(find_file(f, 'candidates')) for f in (cfg.bank, cfg.references))
     bank, answered = bank[:cfg.instances], {prompt_key(r) for r in references}
-    missing = [b['instruction'] for b in bank if prompt_key(b) not in answered]
+    missing = [prompt_text(b) for b in bank if prompt_key(b) not in answered]
     if not missing: return bank, references
     raise ValueError(f'{len(missing)} instructions of {cfg.bank} have no answer in {cfg.references}, '
                      f'the first: {missing[0]!r}')

@@ -9,7 +9,7 @@ __all__ = ['TEXTS', 'facts_text', 'quoted', 'talk_text', 'owners_text', 'echo_te
 # %% ../nbs/world/prose.ipynb #57402b27
 import random
 
-from .authors import LISTS, MIDDLE, SENTENCES
+from .authors import LIST_KINDS, MIDDLE, SENTENCES
 from .grammar import QUESTIONS
 from .lexicon import (ACTS, ANIMALS, capitalise, CLOSINGS, COLOURS, fact_of, FACTS, fill,
     join_words, MOODS, NAMES, NATURES, NUMBERS, OPENINGS, PLACES, REGISTERS, SIZE, THINGS, VALUES, VERBS)
@@ -64,7 +64,7 @@ def echo_text(rng: random.Random) -> str:
 # %% ../nbs/world/prose.ipynb #7fc2020f
 def list_text(rng: random.Random) -> str:
     "Things that belong to a place, a dish or a job."
-    slot, table, sentence = LISTS[rng.choice(list(LISTS))]
+    slot, table, sentence = LIST_KINDS[rng.choice(list(LIST_KINDS))]
     x = rng.choice(list(table))
     items = rng.sample(table[x], rng.choice((2, 3, 4)))
     if rng.random() >= .4: return capitalise(fill(sentence, x=x, items=join_words(items)))

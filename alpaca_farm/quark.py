@@ -128,9 +128,10 @@ def response_terms(
     "Log-prob of every response token, and KL and entropy of the distribution it was sampled from."
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
     shared = (batch['ids'] < vocab_size).long()
-    states = hidden_states(policy, batch['ids'], batch['mask'])[:, :-1][chosen]
+    states = hidden_states(policy, batch['ids'], batch['mask'], batch['response'])[:, :-1][chosen]
     with torch.no_grad():
-        ref_states = hidden_states(reference, batch['ids'] * shared, batch['mask'] * shared)[:, :-1][chosen]
+        ref_states = hidden_states(reference, batch['ids'] * shared, batch['mask'] * shared,
+                                   batch['response'])[:, :-1][chosen]
 
     def terms(state, ref_state, token):
         logits = logits_of(policy, state)[:, :vocab_size] / temperature

@@ -25,7 +25,7 @@ KEY = 'sk-a-key-of-the-tests'
 def alone(monkeypatch, tmp_path):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', KEY)
-    monkeypatch.setattr('alpaca_farm.core.client.at_root', lambda path: tmp_path/path)   # no store among the project's runs
+    monkeypatch.setattr('alpaca_farm.core.accounts.at_root', lambda path: tmp_path/path)   # no store among the project's runs
 
 
 @pytest.fixture(scope='module')

@@ -19,13 +19,13 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if p.parent.name != 'core']
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. A module that is not listed is a method's: it stands on the line METHOD.
-CORE = ['paths', 'settings progress files functional control store preferences', 'formats', 'data',
-        'judge_configs text', 'fingerprint', 'build', 'api comparisons stats runs candidates generation', 'beams client models launch', 'rewards',
+CORE = ['paths dialogues', 'settings progress files functional control store preferences packing connections throttle', 'formats', 'data',
+        'judge_configs text', 'fingerprint', 'build', 'api comparisons stats runs candidates generation', 'accounts beams models launch', 'client rewards',
         'answers batches training',
-        'online', 'outputs']
+        'online completions', 'outputs']
 LAYERS = ['verdict_parsers lexicon',
           'grammar noise judges rankings length_control label_files', 'authors', 'criteria prose', 'people',
-          'world bench_bound local_judges text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
+          'world bench_bound local_judges rlcd_tasks text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
           'annotators calibration cascade_thresholds hybrid_measures rrhf_pool prediction_measures',
           'eval agreement labelling openai_baselines auto_annotations card',
           'cheap_tricks',
@@ -216,7 +216,7 @@ def test_imports_are_quick_and_light():
     rows = [json.loads(l) for l in out.stdout.splitlines()]
     assert [r[0] for r in rows] == names, out.stderr
     assert {n: heavy for n, _, heavy in rows if heavy} == {}
-    assert {n: t for n, t, _ in rows if t > .4} == {}
+    assert {n: t for n, t, _ in rows if t > .3} == {}
 
 
 @pytest.mark.parametrize('name', ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'grammar', 'world', 'annotators', 'eval', 'effects'])

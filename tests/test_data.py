@@ -159,7 +159,7 @@ SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', '
     (dict(instruction='Hi.', input='', output='Yes?', text='### all of it'), 'Hi.', 'Yes?')])
 def test_shapes_of_demonstrations(tmp_path, row, instruction, output):
     found, = load_records(write(tmp_path/'a.json', [row]), kind='output')
-    assert (found['instruction'], found['input'], found['output']) == (instruction, '', output)
+    assert (*prompt_key(found), found['output']) == (instruction, '', output) and ('messages' in found) == any(isinstance(v, list) for v in row.values())
     assert found.get('label') is row.get('label') and found.get('text') == row.get('text')
 
 
@@ -177,7 +177,8 @@ def test_shapes_of_demonstrations(tmp_path, row, instruction, output):
 def test_shapes_of_preferences(tmp_path, row, instruction, chosen, rejected):
     found, = load_records(write(tmp_path/'a.json', [row]), kind='preference')
     best = int(found['preference'])
-    assert [found['instruction'], found[f'output_{best}'], found[f'output_{3 - best}']] == [instruction, chosen, rejected]
+    assert [prompt_key(found)[0], found[f'output_{best}'], found[f'output_{3 - best}']] == [instruction, chosen, rejected]
+    assert ('messages' in found) == (instruction == TEXT or ('prompt' not in row and 'chosen' in row and 'instruction' not in row) or isinstance(row.get('prompt'), list))
 
 
 def test_rewardbench(tmp_path):

@@ -22,6 +22,9 @@ SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]  # no
 FARMED = ({name: name for name in ('world', 'sft', 'decoding', 'annotators', 'reward_model', 'overoptimization')}
           | {row['notebook']: method for method, row in reversed(methods().items())})  # of several methods the first
 OWN = {name: lambda f: {} for name in SILENT} | dict(
+           rlcd=lambda f: dict(out=f'{f}/rlcd', data=f'{f}/world', policy=f'{f}/world', task=f'{tiny.ROOT}/tests/data/task.yaml', max_instances=12, chunk=8),
+           wombat=lambda f: dict(out=f'{f}/wombat', data=f'{f}/world', writers=[f'{f}/sft', f'{f}/dpo'], max_instances=12,
+                                 rrhf=[f'policy={f}/sft', f'reward_model={f}/reward_model', f'data={f}/world', 'perplexity_model=', 'epochs=1', 'eval_instances=4']),
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
            cheap_tricks=lambda f: dict(out=f'{f}/cheap_tricks', references=f'{f}/references', samples=f'{f}/eval_samples', greedy=f'{f}/sft_greedy',
                                        label_samples=f'{f}/sft_temperature_1', reward_model=f'{f}/reward_model', release=f'{f}/cheap_tricks.json.gz'),

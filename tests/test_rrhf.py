@@ -186,7 +186,7 @@ ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', '
 def test_rrhf_files_round_trip(tmp_path):
     for name in ('train_data.json', 'train_data.jsonl'):  # theirs are JSON lines under the name .json
         found = read_candidates(write(tmp_path/name, ROWS, lines=True))
-        assert [q['instruction'] for q in found] == [r['query'] for r in ROWS]
+        assert found[0]['messages'] == [dict(role='user', content='Hi')] and found[1]['instruction'] == ROWS[1]['query']
         assert found[0]['source'] == ['sample', 'sample', 'chosen', 'rejected'] and found[1]['source'] == ['chosen', 'rejected']
         assert found[1]['origin_scores'] == ROWS[1]['origin_scores']
         write_rrhf(tmp_path/'again.json', found)

@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['SECRET_NAME', 'MODERATION', 'parse_mapping', 'ApiConfig', 'asking_settings', 'read_prices', 'price_list', 'cost',
-           'format_dollars', 'estimate_tokens', 'token_usage', 'StopAsking', 'RequestRefused', 'redact', 'first_line',
-           'concerns_request', 'classify_error', 'retry_delay', 'joined_text', 'is_complete', 'stored_form',
-           'server_address', 'make_client', 'send_request', 'run_async']
+           'format_dollars', 'estimate_tokens', 'token_usage', 'StopAsking', 'RequestRefused', 'secrets', 'redact',
+           'first_line', 'concerns_request', 'classify_error', 'demanded_wait', 'retry_delay', 'means_overload',
+           'joined_text', 'is_complete', 'stored_form', 'server_address', 'make_client', 'make_connections',
+           'send_request', 'run_async']
 
 # %% ../../nbs/core/api.ipynb #6c85fbd2
 import asyncio, email.utils, json, os, random, re, threading, time
 from dataclasses import dataclass, field
 
+from .connections import behind_proxy, Connections
 from .files import read_yaml
 from .judge_configs import JudgedConfig, parse_decoding
 from .paths import missing_path, notebooks_folder
@@ -39,7 +41,7 @@ class ApiConfig(JudgedConfig):
     models: list[str] = field(default_factory=list)  # models to replace by others, each as "old=new"
     decoding: list[str] = field(default_factory=list)  # fields of requests to judges, each as "name=value"
     store: str = 'runs/answers.sqlite'  # file of all answers, shared by runs and processes
-    concurrency: int = 20     # requests under way at a time
+    concurrency: int = 256    # most requests under way at a time; how many there are is found out
     timeout: float = 120.0    # seconds until a request is abandoned and sent again
     tries: int = 10           # times a request is sent before it counts as failed
     max_wait: float = 600.0   # seconds; the run stops when the endpoint demands a longer wait
@@ -106,7 +108,7 @@ def estimate_tokens(request: dict) -> tuple[float, float]:
     "The approximate number of tokens of a request, and the maximum of its answer."
     parts = [request.get('messages') or request.get('prompt'), request.get('tools')]
     text = json.dumps(parts, ensure_ascii=False)
-    ascii_count = sum(c < '\x80' for c in text)
+    ascii_count = len(text.encode('ascii', 'ignore'))
     most = request.get('max_tokens') or request.get('max_completion_tokens') or 300
     return ascii_count / 4 + len(text) - ascii_count, most
 
@@ -129,11 +131,16 @@ class RequestRefused(Exception): "An error that would recur if this request were
 SECRET_NAME = re.compile(r'(key|token|secret|password)$', re.I)  # of an environment variable
 
 
-def redact(text: str) -> str:
-    """`text` without the keys in the environment: values, from 8 characters, of variables whose names end in
-    KEY, TOKEN, SECRET or PASSWORD. Apply it to a server's text before it is cut, shown or stored."""
-    keys = {v for name, v in os.environ.items() if len(v) >= 8 and SECRET_NAME.search(name)}
-    for key in sorted(keys, key=len, reverse=True): text = text.replace(key, '[key]')
+def secrets() -> list[str]:
+    "Values, from 8 characters, of variables named ..KEY, ..TOKEN, ..SECRET or ..PASSWORD; longest first."
+    values = {v for name, v in os.environ.items() if len(v) >= 8 and SECRET_NAME.search(name)}
+    return sorted(values, key=len, reverse=True)
+
+# %% ../../nbs/core/api.ipynb #4767217c
+def redact(text: str, keys: list[str] | None = None) -> str:
+    """`text` without the keys in the environment, or without `keys`, if these have been looked up before.
+    Apply it to a server's text before it is cut, shown or stored."""
+    for key in secrets() if keys is None else keys: text = text.replace(key, '[key]')
     return text
 
 # %% ../../nbs/core/api.ipynb #bb6d3793
@@ -162,23 +169,34 @@ def classify_error(
     elif status == 401: reason = 'the key is refused: check OPENAI_API_KEY'
     elif status == 403: reason = f'the key may not use {what}'
     elif status == 404: reason = f'the endpoint does not offer {what}: {hint}'
+    elif 300 <= status < 400: reason = 'the endpoint has moved: give its new address as base_url'
     else: return e
     stop = StopAsking(f'{reason} ({first_line(e)})')
     stop.status = status
     return stop
 
+# %% ../../nbs/core/api.ipynb #e305d9b7
+def demanded_wait(e: Exception) -> float | None:
+    "Seconds that the server demands to wait; None if it demands none, or they cannot be read."
+    headers = getattr(getattr(e, 'response', None), 'headers', {})
+    milliseconds, after = headers.get('retry-after-ms'), headers.get('retry-after')
+    try:
+        if milliseconds is not None: return float(milliseconds) / 1000
+        if after and after.strip().replace('.', '').isdigit(): return float(after)
+        return email.utils.parsedate_to_datetime(after).timestamp() - time.time()
+    except (TypeError, ValueError): return None
+
 # %% ../../nbs/core/api.ipynb #c3051cba
 def retry_delay(e: Exception, attempt: int, rng: random.Random) -> float:
     "Seconds until the next try, at least as many as the server demands."
     delay = min(60., .5 * 2**attempt) * (.5 + rng.random())
-    headers = getattr(getattr(e, 'response', None), 'headers', {})
-    milliseconds, after = headers.get('retry-after-ms'), headers.get('retry-after')
-    try:
-        if milliseconds is not None: demanded = float(milliseconds) / 1000
-        elif after and after.strip().replace('.', '').isdigit(): demanded = float(after)
-        else: demanded = email.utils.parsedate_to_datetime(after).timestamp() - time.time()
-    except (TypeError, ValueError): return delay   # no demand, or one that cannot be read
-    return max(demanded * (1 + .1 * rng.random()), delay)
+    return max((demanded_wait(e) or 0.) * (1 + .1 * rng.random()), delay)
+
+# %% ../../nbs/core/api.ipynb #b01fc13d
+def means_overload(e: Exception) -> bool:
+    "Whether fewer requests at a time may help."
+    return (getattr(e, 'status_code', 0) in (429, 503, 504, 529) or demanded_wait(e) is not None
+            or isinstance(e, TimeoutError) or type(e).__name__ == 'APITimeoutError')
 
 # %% ../../nbs/core/api.ipynb #1f5a2ffd
 def joined_text(content):
@@ -199,9 +217,9 @@ def is_complete(answer) -> bool:
     except (TypeError, KeyError, IndexError, AttributeError): return False
 
 # %% ../../nbs/core/api.ipynb #797445c1
-def stored_form(answer: dict) -> dict:
+def stored_form(answer: dict, keys: list[str] | None = None) -> dict:
     "A complete answer as it is stored: keys redacted, text as one string; `parts` keeps a list of parts."
-    answer = json.loads(redact(json.dumps(answer)))
+    answer = json.loads(redact(json.dumps(answer), keys))
     for choice in answer['choices']:
         message = choice.get('message') or {}
         parts = message.get('content')
@@ -224,14 +242,24 @@ def make_client(cfg: ApiConfig):
                          'or name a server that needs none with base_url or OPENAI_BASE_URL')
     return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=cfg.timeout, max_retries=0)
 
+# %% ../../nbs/core/api.ipynb #83665dc3
+def make_connections(endpoint) -> Connections | None:
+    "Connections to the server of a client of the openai package; None if it is behind a proxy."
+    url = str(endpoint.base_url)
+    if behind_proxy(url): return None
+    headers = {k: v for k, v in endpoint.default_headers.items() if isinstance(v, str)}
+    return Connections(url, headers | {'Authorization': f'Bearer {endpoint.api_key}'})
+
 # %% ../../nbs/core/api.ipynb #5519ad37
-async def send_request(endpoint, request: dict) -> dict:
+async def send_request(endpoint, connections: Connections | None, request: dict) -> dict:
     "Send one request, a chat if it has `messages`; the raw answer. Fields that are None are left out."
-    import httpx
     body = {k: v for k, v in request.items() if v is not None}
     path = '/chat/completions' if 'messages' in body else '/completions'
-    response = await endpoint.post(path, body=body, cast_to=httpx.Response)
-    answer = json.loads(response.content)
+    if connections: content = await connections.post(path, body)
+    else:
+        import httpx
+        content = (await endpoint.post(path, body=body, cast_to=httpx.Response)).content
+    answer = json.loads(content)
     if not is_complete(answer): raise ValueError(f'an answer of the wrong shape: {redact(str(answer))[:200]}')
     return answer
 

@@ -94,7 +94,7 @@ def store_line(self: ApiClient, line: dict, requests: dict):
     key, response = bytes.fromhex(line['custom_id']), line.get('response') or {}
     answer = response.get('body')
     if response.get('status_code') == 200 and is_complete(answer):
-        if not self.fatal: self.store_answer(key, requests[key], answer, None)
+        if not self.fatal: self.store_answers([(key, requests[key], answer, None)])
         return
     error = (answer or {}).get('error') or line.get('error') or {}
     reason = redact(error.get('message') or 'an answer of the wrong shape')

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PREFIX', 'temporary_path', 'atomic_write', 'write_json', 'read_json', 'read_yaml', 'digest', 'hash_memory',
-           'file_hash', 'flatten_state', 'unflatten_state', 'save_state', 'open_tensors', 'load_state']
+           'file_hash', 'flatten_state', 'unflatten_state', 'save_state', 'open_tensors', 'load_state', 'append_lines',
+           'read_lines']
 
 # %% ../../nbs/core/files.ipynb #aaceba8c
 import contextlib, hashlib, json, os, shutil
@@ -129,3 +130,23 @@ def load_state(path):
     with open_tensors(path) as f:
         tensors = {k: f.get_tensor(k) for k in f.keys()}
         return unflatten_state(json.loads(f.metadata()['state']), tensors)
+
+# %% ../../nbs/core/files.ipynb #7d5fca4e
+def append_lines(path: Path, size: int, records: list[dict]) -> int:
+    "Append records as JSON lines to the first `size` bytes of a file; its new size."
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = ''.join(json.dumps(r) + '\n' for r in records).encode()
+    with open(path, 'ab') as f:
+        f.truncate(size)
+        f.write(data)
+        f.flush()
+        os.fsync(f.fileno())
+    return size + len(data)
+
+# %% ../../nbs/core/files.ipynb #f506d480
+def read_lines(path: Path, size: int) -> list[dict]:
+    "The records in the first `size` bytes of a file of JSON lines; ValueError if it has fewer."
+    data = path.read_bytes()[:size] if size else b''
+    if len(data) == size: return [json.loads(line) for line in data.splitlines()]
+    raise ValueError(f'{path} is damaged: it has {len(data)} of {size} bytes. '
+                     f'Restore it, or delete {path.parent} to start from the beginning')

@@ -12,7 +12,7 @@ __all__ = ['ENTRY_FIELDS', 'REQUEST_FIELDS', 'REASONING_MODELS', 'REASONING_TOKE
 import difflib, json, os, re
 from pathlib import Path
 
-from .data import SUFFIXES
+from .data import FILE_SUFFIXES
 from .files import read_json, read_yaml
 from .paths import near_path, notebooks_folder, root
 from .settings import at_root, Config
@@ -142,8 +142,8 @@ def is_population(spec: str) -> bool:
 def holds_annotator(path) -> bool:
     "Whether a file or folder holds labels, a population or a model."
     path = at_root(path)
-    if os.path.isfile(path): return path.name.endswith(SUFFIXES)
-    files = [path/f'preferences{s}' for s in SUFFIXES]
+    if os.path.isfile(path): return path.name.endswith(FILE_SUFFIXES)
+    files = [path/f'preferences{s}' for s in FILE_SUFFIXES]
     return any(map(os.path.isfile, files)) or bool(model_architectures(path))
 
 # %% ../../nbs/core/judge_configs.ipynb #ab0445bd
@@ -153,7 +153,7 @@ def check_annotators(name: str, value: str):
     if os.path.exists(at_root(value)):
         raise ValueError(f'{name} = {value!r}: this is no annotator. It may be "module:name", a '
                          'configuration, a folder with a reward model, or labels: a run with '
-                         f'preferences, or a file ({", ".join(SUFFIXES)})')
+                         f'preferences, or a file ({", ".join(FILE_SUFFIXES)})')
     near = near_path(value)
     hint = f'. Did you mean {near}?' if near else suggest_names(value)
     raise ValueError(f'{name} = {value!r}: no file or folder under {root()}, no "module:name", and no '

@@ -15,9 +15,10 @@ import torch
 
 from .files import open_tensors, read_json, temporary_path
 from .functional import selected_logprobs, token_logprobs
+from .packing import attention_window, pack, packed_states, reads_packed
 from .paths import ask_hub, at_root, looks_like_hub
 from .settings import Config
-from .text import choose_pad, collate, end_tokens
+from .text import answer_batches, choose_pad, collate, end_tokens
 
 # %% ../../nbs/core/models.ipynb #b1e18340
 def device_of(cfg: Config) -> torch.device:
@@ -137,8 +138,13 @@ def hidden_states(
     model,
     ids: torch.Tensor,   # (B, T)
     mask: torch.Tensor,  # (B, T), 1 at real tokens
-) -> torch.Tensor:  # (B, T, hidden)
+    response: torch.Tensor | None = None,  # (B, T), 1 at the responses' tokens; rows may share a prompt
+) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding
     "The last layer's states, before the head."
+    packed = pack(ids, mask, response, attention_window(model)) if reads_packed(model) else None
+    if packed:
+        states = packed_states(model, packed).index_select(0, packed.cells.flatten())
+        return states.view(*ids.shape, -1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     right = bool((mask[:, 1:] <= mask[:, :-1]).all())
     return model.base_model(input_ids=ids, attention_mask=None if right else mask,
@@ -168,7 +174,7 @@ def logprobs(
     temperature: float = 1.0,  # logits are divided by it, as when sampling
 ) -> torch.Tensor:  # (B, T), zero outside the response
     "log p of each response token given the tokens before it."
-    states = hidden_states(model, batch['ids'], batch['mask'])[:, :-1]
+    states = hidden_states(model, batch['ids'], batch['mask'], batch['response'])[:, :-1]
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
     if has_plain_head(model):
         head = model.get_output_embeddings().weight
@@ -196,23 +202,19 @@ def response_logprobs(
     responses: list,            # N lists of token ids
     pad_id: int,
     temperature: float = 1.0,   # as in `logprobs`
-    size: int = 64,             # responses in a forward pass
-    lengths: list | None = None,  # N numbers that order the batches; tokens of prompt and response if None
+    size: int = 128,            # responses in a forward pass
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     "log p of each whole response given its prompt."
-    lengths = lengths or [len(p) + len(r) for p, r in zip(prompts, responses)]
-    order, out = sorted(range(len(lengths)), key=lengths.__getitem__), torch.zeros(len(lengths))
-    for at in range(0, len(order), size):
-        rows = order[at:at + size]
-        batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
-        batch = {k: v.to(model.device) for k, v in batch.items()}
-        out[rows] = sequence_logprobs(model, batch, temperature).float().cpu()
+    out = torch.zeros(len(prompts))
+    for rows, *answers in answer_batches(prompts, responses, size):
+        batch = {k: v.to(model.device) for k, v in collate(*answers, pad_id).items()}
+        for places, logp in zip(rows, sequence_logprobs(model, batch, temperature).tolist()): out[places] = logp
     return out
 
 # %% ../../nbs/core/models.ipynb #5aa211eb
-def token_scores(model, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    "The scalar head at every position: (B, T)."
-    return model.score(hidden_states(model, ids, mask)).squeeze(-1).float()
+def token_scores(model, ids: torch.Tensor, mask: torch.Tensor, response=None) -> torch.Tensor:
+    "The scalar head at every position, (B, T), arbitrary at padding; arguments as for `hidden_states`."
+    return model.score(hidden_states(model, ids, mask, response)).squeeze(-1).float()
 
 # %% ../../nbs/core/models.ipynb #271d73f9
 def own_likelihoods(
@@ -234,7 +236,7 @@ def sequence_scores(
     response=None,       # (B, T), 1 at the response's tokens, for models that use their likelihood
 ) -> torch.Tensor:  # (B,)
     "The scalar head at each row's last real token, plus `likelihood` times log p of the response."
-    states, rows = hidden_states(model, ids, mask), torch.arange(len(ids), device=ids.device)
+    states, rows = hidden_states(model, ids, mask, response), torch.arange(len(ids), device=ids.device)
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     scores = model.score(states[rows, last]).squeeze(-1).float()
     weight = getattr(model.config, 'likelihood', 0.)
@@ -243,7 +245,7 @@ def sequence_scores(
 # %% ../../nbs/core/models.ipynb #12b069c9
 def values(model, batch: dict) -> torch.Tensor:
     "V of the state in which each response token is chosen, (B, T); zero outside the response."
-    scores = token_scores(model, batch['ids'], batch['mask'])
+    scores = token_scores(model, batch['ids'], batch['mask'], batch['response'])
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
 
 # %% ../../nbs/core/models.ipynb #77e3a040

@@ -13,6 +13,8 @@ from numbers import Real
 
 import numpy as np
 
+from .dialogues import with_instruction
+
 # %% ../../nbs/core/preferences.ipynb #2793161c
 def as_preference(preference) -> float:
     "A preference as given in a file: 0 is a tie; None, -1 and nan are a missing verdict (nan)."
@@ -70,6 +72,7 @@ def pair_identity(
     keys=PAIR_FIELDS,  # fields that identify a pair; the last two are the outputs
 ) -> list[str]:
     "The texts that identify a pair, whichever of its outputs comes first."
+    pair = with_instruction(pair)
     missing = [k for k in keys if k not in pair and k != 'input']
     if missing: raise ValueError(f'a pair needs the field {missing[0]!r}, but has only {", ".join(pair)}')
     text = [pair.get(k, '') for k in keys]

@@ -14,7 +14,7 @@ import torch
 from .models import load_scalar, sequence_scores
 from .runs import read_summary
 from .settings import at_root, Config, resolve
-from .text import check_positions, collate, encode_prompts, encode_responses
+from .text import answer_batches, check_positions, collate, encode_prompts, encode_responses
 
 # %% ../../nbs/core/rewards.ipynb #e9595f40
 @dataclass
@@ -67,16 +67,15 @@ def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
     "Scores of the records' outputs under a scalar model."
     prompts = encode_prompts(records, tokenizer, template)
     responses = encode_responses([r['output'] for r in records], tokenizer, template=template)
-    lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
-    check_positions(model, max(lengths, default=0), 'an answer with its prompt')
-    order, scores = sorted(range(len(lengths)), key=lengths.__getitem__), [0.] * len(lengths)
-    for at in range(0, len(order), batch_size):
-        rows = order[at:at + batch_size]
-        batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], tokenizer.pad_token_id)
+    check_positions(model, max((len(p) + len(r) for p, r in zip(prompts, responses)), default=0),
+                    'an answer with its prompt')
+    scores = np.zeros(len(records))
+    for rows, *answers in answer_batches(prompts, responses, batch_size):
+        batch = collate(*answers, tokenizer.pad_token_id)
         batch = [batch[k].to(model.device) for k in ('ids', 'mask', 'response')]
-        for i, s in zip(rows, sequence_scores(model, *batch).tolist()): scores[i] = s
+        for places, score in zip(rows, sequence_scores(model, *batch).tolist()): scores[places] = score
     mean, std = (getattr(model.config, k, v) for k, v in (('reward_mean', 0.), ('reward_std', 1.)))
-    return [(s - mean) / std for s in scores] if standardise else scores
+    return ((scores - mean) / std if standardise else scores).tolist()
 
 # %% ../../nbs/core/rewards.ipynb #fc3dec54
 def reward(

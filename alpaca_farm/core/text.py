@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['ALPACA', 'MARK', 'MANY', 'alpaca_prompt', 'uses_chat', 'build_prompt', 'end_of_turn', 'end_token', 'end_tokens',
-           'choose_pad', 'same_vocabulary', 'start_tokens', 'special_ids', 'spell_out', 'token_ids', 'encode_prompts',
-           'encode_responses', 'decode', 'pad', 'collate', 'rollout_batch', 'check_limit', 'within_limit',
-           'check_positions', 'encode']
+           'choose_pad', 'same_vocabulary', 'start_tokens', 'special_ids', 'own_specials', 'spell_out', 'token_ids',
+           'encode_prompts', 'encode_responses', 'decode', 'pad', 'collate', 'rollout_batch', 'answer_batches',
+           'check_limit', 'within_limit', 'check_positions', 'encode']
 
 # %% ../../nbs/core/text.ipynb #c92dc902
 import math
@@ -16,6 +16,7 @@ from itertools import islice, takewhile
 import torch
 
 from .data import full_instruction
+from .dialogues import as_messages, dialogue_text, prompt_messages, prompt_text
 from .progress import Progress
 
 # %% ../../nbs/core/text.ipynb #831531b5
@@ -27,7 +28,7 @@ ALPACA = ('Below is an instruction that describes a task{also}. '
 def alpaca_prompt(record: dict) -> str:
     "The prompt of a record in the format of Stanford Alpaca."
     text = record.get('input') or ''
-    return ALPACA.format(instruction=record['instruction'], input=f'### Input:\n{text}\n\n' if text else '',
+    return ALPACA.format(instruction=prompt_text(record), input=f'### Input:\n{text}\n\n' if text else '',
                          also=', paired with an input that provides further context' if text else '')
 
 # %% ../../nbs/core/text.ipynb #61385159
@@ -37,16 +38,20 @@ def uses_chat(tokenizer, template: str = 'auto') -> bool:
 
 # %% ../../nbs/core/text.ipynb #8d5cc92f
 def build_prompt(
-    record: dict,   # with `instruction` and maybe `input`
+    record: dict,   # with `instruction` and maybe `input`, or with `messages`
     tokenizer,      # its chat template is used if it has one
-    template: str = 'auto',  # auto, chat, alpaca, or raw (the instruction itself, a dialogue for example)
+    template: str = 'auto',  # auto, chat, alpaca, or raw (the instruction or dialogue itself)
 ) -> str:  # the text that the model continues
-    "The prompt of a record."
-    control = tokenizer.init_kwargs.get('control', '')
-    if template == 'raw': return control + full_instruction(record)
-    if not uses_chat(tokenizer, template): return control + alpaca_prompt(record)
-    message = [dict(role='user', content=full_instruction(record))]
-    return tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    "The prompt of a record; ValueError if the chat template refuses its turns."
+    from jinja2 import TemplateError
+    control, dialogue = tokenizer.init_kwargs.get('control', ''), prompt_messages(record)
+    if not uses_chat(tokenizer, template):
+        if dialogue and template != 'alpaca': return control + dialogue_text(dialogue)
+        return control + (full_instruction(record) if template == 'raw' else alpaca_prompt(record))
+    try: return tokenizer.apply_chat_template(as_messages(record), tokenize=False, add_generation_prompt=True)
+    except TemplateError as e:
+        raise ValueError(f'the chat template of {tokenizer.name_or_path} refuses the dialogue '
+                         f'{prompt_text(record)!r:.80}: {e}. Set template = "raw", or leave it out') from None
 
 # %% ../../nbs/core/text.ipynb #ad67ecca
 MARK = 'Zq7Zq'  # stands for a text, to see what a template puts around it
@@ -114,19 +119,36 @@ def special_ids(tokenizer) -> set[int]:
     return {i for i, token in added if token.special} - {tokenizer.unk_token_id}
 
 # %% ../../nbs/core/text.ipynb #6ce309d3
+def own_specials(record: dict, tokenizer, template: str, special: set[int]) -> list[int]:
+    "How many special tokens a template puts before, between and behind the texts of a record's prompt."
+    marked = dict(instruction=MARK)
+    if prompt_messages(record): marked = dict(messages=[dict(m, content=MARK) for m in record['messages']])
+    pieces = build_prompt(marked, tokenizer, template).split(MARK)
+    rows = tokenizer(pieces, add_special_tokens=False)['input_ids']
+    return [sum(i in special for i in ids) for ids in rows]
+
+# %% ../../nbs/core/text.ipynb #209179b8
 def spell_out(
-    ids: list[int],        # of a prompt
-    own: tuple[int, int],  # how many special tokens the template puts before the record's text, and behind it
+    ids: list[int],  # of a prompt
+    own: list[int],  # as of `own_specials`
+    record: dict,    # whose prompt it is
     tokenizer,
     special: set[int],
 ) -> list[int]:
     "A prompt's ids with the special tokens that come from the record as plain text."
     places = [k for k, i in enumerate(ids) if i in special]
-    inside = set(places[own[0]:len(places) - own[1]])
-    if not inside: return ids
-    plain = lambda i: tokenizer(tokenizer.convert_ids_to_tokens(i), add_special_tokens=False,
-                                split_special_tokens=True)['input_ids']
-    return [j for k, i in enumerate(ids) for j in (plain(i) if k in inside else [i])]
+    given = len(places) - sum(own)
+    if not given: return ids
+    texts = [m['content'] for m in as_messages(record)]
+    tokens = lambda text, **how: tokenizer(text, add_special_tokens=False, **how)['input_ids']
+    inside = [sum(i in special for i in tokens(t)) for t in texts] if len(texts) > 1 else [given]
+    if sum(inside) != given or len(own) != len(texts) + 1:
+        raise ValueError(f'the chat template of {tokenizer.name_or_path} changes turns that contain special '
+                         f'tokens ({texts[0]!r:.60}). Remove these tokens')
+    foreign = [False] * own[0] + [f for n, m in zip(inside, own[1:]) for f in [True] * n + [False] * m]
+    spelt = {k: tokens(tokenizer.convert_ids_to_tokens(ids[k]), split_special_tokens=True)
+             for k, f in zip(places, foreign) if f}
+    return [j for k, i in enumerate(ids) for j in spelt.get(k, [i])]
 
 # %% ../../nbs/core/text.ipynb #68a383db
 MANY = 20_000  # texts from which on a progress line is shown
@@ -155,11 +177,13 @@ def encode_prompts(
 ) -> list[list[int]]:  # ids of each prompt
     "Token ids of the prompts of records."
     start, special = [] if uses_chat(tokenizer, template) else start_tokens(tokenizer), special_ids(tokenizer)
-    around = build_prompt(dict(instruction=MARK), tokenizer, template).partition(MARK)[::2]
-    own = [sum(i in special for i in row) for row in token_ids(around, 2, tokenizer)]
     texts = (build_prompt(r, tokenizer, template) for r in records)
-    rows = token_ids(texts, len(records), tokenizer, 'prompts')
-    return [start + spell_out(row, own, tokenizer, special) for row in rows]
+    rows, own, out = token_ids(texts, len(records), tokenizer, 'prompts'), {}, []
+    for ids, record in zip(rows, records):
+        roles = tuple(m['role'] for m in prompt_messages(record) or [])
+        if roles not in own: own[roles] = own_specials(record, tokenizer, template, special)
+        out.append(start + spell_out(ids, own[roles], record, tokenizer, special))
+    return out
 
 # %% ../../nbs/core/text.ipynb #e583c68e
 def encode_responses(
@@ -216,6 +240,23 @@ def rollout_batch(
     left, right = pad([[1] * len(p) for p in prompts], 0, 'left'), pad([[1] * len(r) for r in responses])
     return dict(ids=torch.cat(ids, 1), mask=torch.cat([left, right], 1),
                 response=torch.cat([torch.zeros_like(left), right], 1))
+
+# %% ../../nbs/core/text.ipynb #568a6f9a
+def answer_batches(
+    prompts: list[list[int]],
+    responses: list[list[int]],
+    size: int,  # answers in a batch
+):  # yields (rows, prompts, responses); rows are lists of the row numbers of each answer
+    "Batches of the distinct answers among N."
+    rows, longest = {}, {}
+    for i, (p, r) in enumerate(zip(prompts, responses)):
+        p, r = tuple(p), tuple(r)
+        rows.setdefault((p, r), []).append(i)
+        longest[p] = max(longest.get(p, 0), len(p) + len(r))
+    order = sorted(rows, key=lambda pair: (longest[pair[0]], pair[0], len(pair[1])))
+    for at in range(0, len(order), size):
+        pairs = order[at:at + size]
+        yield [rows[pair] for pair in pairs], *zip(*pairs)
 
 # %% ../../nbs/core/text.ipynb #ad9095b3
 def check_limit(

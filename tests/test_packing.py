@@ -1,0 +1,133 @@
+"Packed rows: every number is what it is where each sequence stands alone, for each family of models, or the padded batch is read."
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import alpaca_farm.core.models as core_models
+from alpaca_farm.core.models import hidden_states, logprobs, sequence_logprobs
+from alpaca_farm.core.packing import attention_window, first_fit, pack, packed_states, reads_packed
+from alpaca_farm.core.text import collate, rollout_batch
+
+torch.set_num_threads(1)
+SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+            max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1)
+PACKS = dict(llama={}, qwen2={}, qwen3=dict(head_dim=8), mistral=dict(sliding_window=64), phi3={}, gemma2=dict(head_dim=8, sliding_window=64),
+             gemma3_text=dict(head_dim=8, sliding_window=64), smollm3=dict(), mixtral=dict(num_local_experts=4, num_experts_per_tok=2),
+             qwen3_moe=dict(head_dim=8, **MOE), gpt2=dict(n_embd=32, n_layer=2, n_head=4), gpt_neox={}, opt=dict(ffn_dim=48, word_embed_proj_dim=32),
+             granite={}, cohere2=dict(sliding_window=64))
+PADS = dict(bloom=dict(n_head=4, n_layer=2), mpt=dict(d_model=32, n_heads=4, n_layers=2), mamba={}, falcon=dict(alibi=True, new_decoder_architecture=False, multi_query=True))
+TREE = [([1, 5, 6, 7, 3], [[11, 12, 2], [13, 14, 15, 16, 17, 2], [11, 2]]), ([1, 9, 3], [[18, 2]]), ([1, 8, 6, 3], [[11, 2], [19, 11, 2], []]),
+        ([1, 8, 6, 9, 10, 12, 13, 3], [[11] * 20 + [2]])]
+PROMPTS = [p for p, answers in TREE for _ in answers]
+ANSWERS = [a for _, answers in TREE for a in answers]
+
+
+def build(family, **more):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZE | more)).eval()
+    for p in model.parameters():
+        if p.ndim == 2: p.data.normal_(std=.3)   # so that positions and attention matter
+    return model
+
+
+def alone(model, p, a): return model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]
+
+
+@pytest.mark.parametrize('family', PACKS)
+@pytest.mark.parametrize('side', ['left', 'right', 'rollout'])
+def test_states_of_packed_rows(family, side):
+    model = build(family, **PACKS[family])
+    assert reads_packed(model)
+    batch = rollout_batch(PROMPTS, ANSWERS, 0) if side == 'rollout' else collate(PROMPTS, ANSWERS, 0, side)
+    packed = pack(**batch, window=attention_window(model))
+    tokens = sum(len(p) + sum(map(len, answers)) for p, answers in TREE)
+    assert tokens <= packed.ids.numel() < .5*batch['ids'].numel()
+    with torch.no_grad():
+        states = hidden_states(model, **batch)
+        for i, (p, a) in enumerate(zip(PROMPTS, ANSWERS)):
+            wanted = alone(model, p, a)
+            torch.testing.assert_close(states[i][batch['mask'][i].bool()], wanted, rtol=1e-4, atol=1e-4*wanted.std().item())
+
+
+@pytest.mark.parametrize('family', PADS)
+def test_other_families_read_padded_batches(family):
+    model = build(family, **PADS[family])
+    assert not reads_packed(model)
+    batch = collate(PROMPTS, ANSWERS, 0)
+    with torch.no_grad():
+        states = hidden_states(model, **batch)
+        for i in (0, 1, 7): torch.testing.assert_close(states[i][batch['mask'][i].bool()], alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
+
+
+def test_a_window_of_attention_is_no_shorter_than_a_row():
+    model = build('mistral', sliding_window=8)
+    assert attention_window(model) == 8 and reads_packed(model)
+    batch = collate(PROMPTS, ANSWERS, 0)
+    assert pack(**batch, window=8) is None
+    with torch.no_grad(): states = hidden_states(model, **batch)
+    torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
+def test_gradients(attention, monkeypatch):
+    model, batch = build('llama'), collate(PROMPTS, ANSWERS, 0)
+    model.config._attn_implementation = attention
+    weights = torch.linspace(-1, 1, len(PROMPTS))
+    def gradients(packs):
+        monkeypatch.setattr(core_models, 'reads_packed', lambda model: packs)
+        model.zero_grad()
+        (weights * sequence_logprobs(model, batch)).sum().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+    wanted = gradients(False)
+    torch.testing.assert_close(gradients(True), wanted, rtol=1e-3, atol=1e-4*wanted.abs().max().item())
+
+
+def test_bfloat16():
+    model, batch = build('llama').bfloat16(), collate(PROMPTS, ANSWERS, 0)
+    assert reads_packed(model)
+    with torch.no_grad(): packed = logprobs(model, batch)
+    model.base_model.reads_packed = False
+    with torch.no_grad(): padded = logprobs(model, batch)
+    assert (packed - padded).abs().max() < .05*padded.abs().max()
+
+
+def one_tree(p, a, packed, i):
+    "What a token sees, found by following its own branch: ids of the tokens that each token of row `i` attends to."
+    cells = packed.cells[i][:len(p + a)]
+    row, columns = cells // packed.ids.shape[1], cells % packed.ids.shape[1]
+    assert len(set(row.tolist())) == 1
+    sees = packed.mask[row[0], 0]
+    return [packed.ids[row[0]][sees[c]].tolist() for c in columns], packed.positions[row[0]][columns].tolist()
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=4), st.lists(st.integers(3, 9), max_size=12)), min_size=2, max_size=12),
+       st.integers(1, 40))
+def test_each_token_sees_its_own_past(rows, width):
+    prompts, answers = map(list, zip(*rows))
+    packed = pack(**collate(prompts, answers, 0), width=width)
+    if packed is None: return
+    assert packed.ids.shape[1] <= max(width, max(len(p + a) for p, a in rows))
+    for i, (p, a) in enumerate(rows):
+        seen, positions = one_tree(p, a, packed, i)
+        assert [s for s in seen] == [(p + a)[:t + 1] for t in range(len(p + a))] and positions == list(range(len(p + a)))
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(30, 60))
+def test_first_fit(lengths, width):
+    places = first_fit(lengths, width)
+    taken = set()
+    for n, (row, column) in zip(lengths, places):
+        cells = {(row, column + k) for k in range(n)}
+        assert not cells & taken and column + n <= width
+        taken |= cells
+    fewest = -(-sum(lengths) // width)
+    assert 1 + max(row for row, _ in places) <= 11/9*max(fewest, 1) + max(1, len([n for n in lengths if n > width/2]))
+
+
+def test_nothing_to_pack():
+    "Sequences of one length, each with its own prompt, and a single sequence stay as they are."
+    assert pack(**collate([[1, 4, 3], [1, 5, 3]], [[7, 2], [8, 2]], 0)) is None
+    assert pack(**collate([[1, 4, 3]], [[7, 2]], 0)) is None
