@@ -227,8 +227,9 @@ def pair_samples(
 def load_pairs(cfg) -> list[dict]:
     "The pairs that `cfg.outputs` names, or its answers beside those of `cfg.against`, which are output_1."
     if cfg.against:
-        files = (cfg.against, cfg.outputs)
-        return ordered_pairs(*(load_records(f, 'outputs', 'output', cfg.max_instances, cfg.columns) for f in files))
+        both = (load_records(f, 'outputs', 'output', cfg.max_instances, cfg.columns)
+                for f in (cfg.against, cfg.outputs))
+        return ordered_pairs(*both)
     rows = load_records(cfg.outputs, 'candidates', ('pair', 'candidates'), cfg.max_instances, cfg.columns)
     return rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed)
 

@@ -36,7 +36,8 @@ def read_vote(value, where: str, name: str) -> float:
 def read_pair(row: dict, where: str, **fields) -> dict:
     "A pair from the named `fields`, by default those of a preference record."
     dialogue = prompt_messages(row)
-    names = dict({} if dialogue else dict(instruction='instruction'), output_1='output_1', output_2='output_2') | fields
+    names = dict(instruction='instruction', output_1='output_1', output_2='output_2') | fields
+    if dialogue: del names['instruction']
     if dialogue: check_messages(row, where)
     for n in names.values(): check_field(row, n, str, where)
     pair = {k: row[n] for k, n in names.items()} | (dict(messages=dialogue) if dialogue else {})

@@ -43,12 +43,13 @@ def regex_parser(answer: dict, size: int, outputs_to_match: dict) -> list[float]
     return [math.nan] if unfinished else preferences[:1]
 
 # %% ../nbs/judging/verdict_parsers.ipynb #a250d944
-LETTER = r'[(\[]\**{0}\**[)\]]|^\W*{0}\W*$|\b(?i:answer|response|option|choice)(?i: is)?:?[ *"]*{0}(?=[ *"]*(?:[.,;:!]|is\b|$))'
+LETTER = (r'(?m)[(\[]\**{0}\**[)\]]|^\W*{0}\W*$|'
+          r'\b(?i:answer|response|option|choice)(?i: is)?:?[ *"]*{0}(?=[ *"]*(?:[.,;:!]|is\b|$))')
 
 
 def letter_parser(answer: dict, size: int) -> list[float]:
     "1 for the letter A, 2 for B, where an answer names one of them; as `regex_parser`."
-    return regex_parser(answer, size, {k: f'(?m){LETTER.format(letter)}' for k, letter in ((1, 'A'), (2, 'B'))})
+    return regex_parser(answer, size, {1: LETTER.format('A'), 2: LETTER.format('B')})
 
 # %% ../nbs/judging/verdict_parsers.ipynb #4824b437
 def ranking_parser(answer: dict, size: int, model_1_name: str = 'model_1', ranking=None) -> list[float]:
@@ -132,5 +133,6 @@ def argument_problem(parser: str, kwargs: dict) -> str:
     return ''
 
 # %% ../nbs/judging/verdict_parsers.ipynb #617c054d
-PARSERS = dict(regex_parser=regex_parser, letter_parser=letter_parser, ranking_parser=ranking_parser, lmsys_parser=scores_parser,
-               pipeline_meta_parser=tool_parser, logprob_parser=logprob_parser, json_parser=json_parser)
+PARSERS = dict(regex_parser=regex_parser, letter_parser=letter_parser, ranking_parser=ranking_parser,
+               lmsys_parser=scores_parser, pipeline_meta_parser=tool_parser, logprob_parser=logprob_parser,
+               json_parser=json_parser)

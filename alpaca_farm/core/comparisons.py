@@ -111,7 +111,8 @@ def ordered_pairs(outputs_1: list[dict], outputs_2: list[dict], keys=('instructi
         raise ValueError(f'{len(outputs_1)} against {len(outputs_2)} outputs in order: there must be as many')
     for i, (one, two) in enumerate(zip(outputs_1, outputs_2)):
         if key(one) == key(two): continue
-        raise ValueError(f'row {i}: one file answers {" ".join(key(one))!r:.60}, the other {" ".join(key(two))!r:.60}. '
+        prompts = ', the other '.join(repr(' '.join(key(r)))[:60] for r in (one, two))
+        raise ValueError(f'row {i}: one file answers {prompts}. '
                          'Both must answer the same prompts in the same order')
     return [head2head_pair(one, two) for one, two in zip(outputs_1, outputs_2)]
 
