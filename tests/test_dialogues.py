@@ -267,17 +267,42 @@ def test_agreement_on_dialogues(talks):
     assert agreement.ask_judge(longest, pairs).preferences.shape == (1, 2, 24)
 
 
+def bytes_tokenizer():
+    "Of a model that knows bytes, and no chat template."
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    words = {c: i for i, c in enumerate(['<pad>', '</s>', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(words, [])), pad_token='<pad>', eos_token='</s>')
+    tokenizer.backend_tokenizer.pre_tokenizer, tokenizer.backend_tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.mark.parametrize('said, ended, output, kept', [
+    (' Yes.\n\nHuman: Why?\n\nAssistant: So.', True, 'Yes.', ' Yes.\n\nHuman:'), (' Yes.</s>', True, 'Yes.', ' Yes.</s>'), (' The Human: factor', False, 'The Human: factor', None),
+    (' Humanity', False, 'Humanity', None), ('\n\nHuman: Why?', True, '', '\n\nHuman:')])
+def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, ended, output, kept):
+    "In a dialogue's text, and nowhere else; an answer without such an end, or EOS, gets the penalty."
+    import torch
+    from alpaca_farm.core import online
+    from alpaca_farm.core.generation import Sample
+    tokenizer = bytes_tokenizer()
+    ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
+    monkeypatch.setattr(online, 'generate', lambda policy, tokenizer, prompts, **_: [[Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))]]*len(prompts))
+    records, cfg = [dict(messages=HELLO), dict(instruction='Hi.')], ppo.PPOConfig()
+    batch, (first, second) = online.sample_rollout(models.policy, tokenizer, records, encode_prompts(records, tokenizer), cfg, 0)
+    assert (first['ended'], first['output']) == (ended, output) and batch['response'][0].sum() == len(ids(kept or said))
+    assert second['ended'] == said.endswith('</s>') and batch['response'][1].sum() == len(ids(said))
+    assert online.end_scores(torch.tensor([2.]), torch.tensor([first['ended']]), 'replace', 1.).item() == (2 if ended else -1)
+
+
 @pytest.mark.skipif(not HH.exists(), reason='the public data is not here')
 def test_a_reward_model_of_hh_rlhf(tmp_path):
     "From random weights, on the bytes of short pairs: the share of held-out pairs that it ranks as people do, near chance, and its interval; then as a judge."
     import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    words = {c: i for i, c in enumerate(['<pad>', '</s>', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(words, [])), pad_token='<pad>', eos_token='</s>')
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    from transformers import LlamaConfig, LlamaForCausalLM
+    tokenizer = bytes_tokenizer()
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True,
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True,
                                  max_position_embeddings=300, pad_token_id=0, eos_token_id=1, bos_token_id=None)).save_pretrained(tmp_path/'base')
     tokenizer.save_pretrained(tmp_path/'base')
     with gzip.open(HH, 'rt') as f: rows = [r for r in map(json.loads, f) if max(len(t.encode()) for t in r.values()) < 260]
