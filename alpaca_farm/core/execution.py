@@ -6,13 +6,13 @@
 __all__ = ['LIBRARIES', 'cell_names', 'is_demonstration', 'needed_cells', 'run_cells', 'execute', 'warm_server',
            'end_with_parent', 'in_fork', 'NotebookProcess']
 
-# %% ../../nbs/core/execution.ipynb #5fb048cf
+# %% ../../nbs/core/execution.ipynb #8b8e450f
 import ast, multiprocessing, os, signal, sys, threading, types
 from functools import lru_cache
 from pathlib import Path
 from .settings import root
 
-# %% ../../nbs/core/execution.ipynb #5f1950f9
+# %% ../../nbs/core/execution.ipynb #f54b7099
 def cell_names(source: str) -> tuple[set[str], set[str]]:
     "The names that a cell binds anywhere in it, and those that it reads; none for what is not Python."
     binds, reads = set(), set()
@@ -24,14 +24,14 @@ def cell_names(source: str) -> tuple[set[str], set[str]]:
         elif isinstance(node, ast.alias): binds.add((node.asname or node.name).split('.')[0])
     return binds, reads
 
-# %% ../../nbs/core/execution.ipynb #f6c3f3e3
+# %% ../../nbs/core/execution.ipynb #c8e81693
 def is_demonstration(cell) -> bool:
     "Whether a cell above the parameters only shows something: it is neither exported nor all imports."
     if cell.cell_type != 'code' or cell.source.startswith('#| export'): return False
     try: return not all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(cell.source).body)
     except SyntaxError: return False
 
-# %% ../../nbs/core/execution.ipynb #8ecfdc45
+# %% ../../nbs/core/execution.ipynb #77963858
 def needed_cells(cells: list) -> list[bool]:
     "Which cells of a notebook a run needs; all code of a notebook without parameters."
     tagged = [i for i, c in enumerate(cells) if 'parameters' in c.metadata.get('tags', [])]
@@ -45,7 +45,7 @@ def needed_cells(cells: list) -> list[bool]:
         if needed[i] and not cell.source.startswith('#| export'): wanted |= reads
     return needed
 
-# %% ../../nbs/core/execution.ipynb #7e98a224
+# %% ../../nbs/core/execution.ipynb #0f57d13a
 def run_cells(manager):
     "Run the cells of papermill's `manager` that a run needs."
     from execnb.shell import CaptureShell
@@ -55,6 +55,7 @@ def run_cells(manager):
     for i, (cell, needed) in enumerate(zip(cells, needed_cells(cells))):
         if not needed: continue
         manager.cell_start(cell, i)
+        shell.user_ns['In'].append(cell.source)   # where `Config.collect` finds which settings were given
         cell.outputs, cell.execution_count = from_dict(list(shell.run(cell.source))), i + 1
         if shell.exc:
             cell.outputs[-1].traceback = traceback
@@ -62,7 +63,7 @@ def run_cells(manager):
         manager.cell_complete(cell, i)
         if shell.exc: break
 
-# %% ../../nbs/core/execution.ipynb #9316fc38
+# %% ../../nbs/core/execution.ipynb #8a9a156b
 def execute(
     notebook: Path,
     output: Path,      # where the executed notebook is written
@@ -76,7 +77,7 @@ def execute(
     papermill.execute_notebook(notebook, output, parameters, engine_name='shell', kernel_name='python3',
                                language='python', progress_bar=False)
 
-# %% ../../nbs/core/execution.ipynb #0bb5e9bc
+# %% ../../nbs/core/execution.ipynb #ca216ba1
 LIBRARIES = ['torch', 'transformers', 'transformers.modeling_utils', 'transformers.models.llama.modeling_llama',
              'accelerate', 'safetensors.torch', 'pandas', 'matplotlib.pyplot', 'papermill', 'execnb.shell']
 
@@ -88,13 +89,13 @@ def warm_server():
     context.set_forkserver_preload(LIBRARIES)
     return context
 
-# %% ../../nbs/core/execution.ipynb #998a4826
+# %% ../../nbs/core/execution.ipynb #f5815b44
 def end_with_parent():
     "End this process when the one that started it has ended, however that ended."
     multiprocessing.parent_process().join()
     os.kill(os.getpid(), signal.SIGKILL)
 
-# %% ../../nbs/core/execution.ipynb #4822e31a
+# %% ../../nbs/core/execution.ipynb #ab0b8ca8
 def in_fork(notebook: Path, output: Path, parameters: dict, log: Path, environment: dict, folder: Path):
     "Execute a notebook in a process that was just forked: in `folder`, with its output in the file `log`."
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -108,7 +109,7 @@ def in_fork(notebook: Path, output: Path, parameters: dict, log: Path, environme
     torch.set_num_threads(1)
     execute(notebook, output, parameters)
 
-# %% ../../nbs/core/execution.ipynb #8021b96d
+# %% ../../nbs/core/execution.ipynb #f032589f
 class NotebookProcess:
     "A notebook executed in a process of its own, with the methods of `subprocess.Popen` that are used here."
     def __init__(self, notebook: Path, output: Path, parameters: dict, log: Path):
