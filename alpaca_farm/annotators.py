@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['check_known_names', 'AnnotatorsConfig', 'load_configured', 'load_annotators', 'api_clients', 'usage_totals',
            'check_all_answered', 'ask_all', 'average_orders', 'ask_annotators', 'flip_rows', 'verdict_fields',
-           'annotate_pairs', 'pair_samples', 'head2head_pairs', 'load_pairs', 'expected_preferences',
-           'first_shown_wins', 'position_bias', 'flip_rates', 'to_alpaca_eval', 'check_labelled', 'write_labels', 'run']
+           'annotate_pairs', 'pair_samples', 'load_pairs', 'expected_preferences', 'first_shown_wins', 'position_bias',
+           'flip_rates', 'to_alpaca_eval', 'check_labelled', 'write_labels', 'run']
 
 # %% ../nbs/annotators.ipynb #4f71f27a
 import math
@@ -16,16 +16,15 @@ import numpy as np
 
 from .core.api import ApiConfig, asking_settings, parse_mapping
 from .core.batches import ApiClient
-from .core.comparisons import common_prompts
+from .core.comparisons import ordered_pairs
 from .core.data import full_instruction, load_records, prompt_key, without_lists
-from .core.dialogues import with_instruction
 from .core.judge_configs import (configured_annotators, configured_models, is_population,
     judge_config_file, parse_decoding)
 from .core.preferences import (annotator_name, annotator_preferences, coin_label, decide_vote,
     draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped, swap_outputs)
 from .core.runs import start
 from .core.settings import at_root, command, resolve
-from .core.stats import Interval, wilson
+from .core.stats import bootstrap, Interval, wilson
 from .judges import ApiJudge, ask_judges, load_evaluators, make_pool, Verdict
 from alpaca_farm.local_judges import (is_model, is_reward_model, load_recorded, LocalJudge, RecordedLabels,
     RewardJudge)
@@ -53,6 +52,7 @@ class AnnotatorsConfig(ApiConfig):
     "Settings of an annotation run."
     out: str = 'runs/annotators'                # run folder
     outputs: str = 'runs/samples'               # pairs or candidates: a run of best_of_n, or a file
+    against: str = ''                           # one answer to each prompt, compared with one of `outputs`
     columns: str = ''                           # names of columns: ours and yours, joined by an equals sign
     annotators: str = 'alpaca_farm.world:pool'  # annotator or pool: see the table above
     weights: list[str] = field(default_factory=list)  # annotator and weight, joined by an equals sign
@@ -62,7 +62,7 @@ class AnnotatorsConfig(ApiConfig):
     both_orders: bool = False                   # ask about every pair in both orders and average
     expected: bool = True                       # also record the pool's mean preference, if asking is free
     max_instances: int = 0                      # use only the first n pairs; 0 for all
-    inputs = dict(outputs='candidates', annotators=('preferences', 'model'))
+    inputs = dict(outputs=('candidates', 'outputs'), against='outputs', annotators=('preferences', 'model'))
 
     def check(self):
         self.bounds(max_instances=(0, None))
@@ -223,28 +223,13 @@ def pair_samples(
             pairs.append(dict(without_lists(c), input=c.get('input') or '', output_1=one, output_2=two))
     return pairs
 
-# %% ../nbs/annotators.ipynb #8a74741d
-def head2head_pairs(
-    outputs_1: list[dict],  # the baseline's answers
-    outputs_2: list[dict],  # the model's
-    keys=('instruction', 'input'),  # fields by which rows are matched
-) -> list[dict]:
-    "Two models' answers as pairs; ValueError when many instructions differ, or one occurs twice."
-    def key(row): return tuple(str(with_instruction(row).get(k) or '') for k in keys)
-    outputs_1, outputs_2 = common_prompts(dict(baseline=outputs_1, model=outputs_2), key).values()
-    first = {key(r): r for r in outputs_1}
-    unmatched = [r for r in outputs_2 if key(r) not in first]
-    sizes = {len(outputs_1), len(outputs_2), len(first), len({key(r) for r in outputs_2})}
-    if unmatched or len(sizes) > 1:
-        example = ' '.join(key(unmatched[0])) if unmatched else 'missing in the model, or present twice'
-        raise ValueError(f'{len(outputs_1)} answers against {len(outputs_2)}: '
-                         f'{len(unmatched)} have no partner, the first is {example!r}')
-    return [dict({k: v for k, v in r.items() if k != 'output'}, input=r.get('input') or '',
-                 output_1=first[key(r)]['output'], output_2=r['output']) for r in outputs_2]
-
 # %% ../nbs/annotators.ipynb #5fc2cbce
 def load_pairs(cfg) -> list[dict]:
-    "The pairs that `cfg.outputs` names: a file of pairs, or a file or run folder of candidates."
+    "The pairs that `cfg.outputs` names, or its answers beside those of `cfg.against`, which are output_1."
+    if cfg.against:
+        both = (load_records(f, 'outputs', 'output', cfg.max_instances, cfg.columns)
+                for f in (cfg.against, cfg.outputs))
+        return ordered_pairs(*both)
     rows = load_records(cfg.outputs, 'candidates', ('pair', 'candidates'), cfg.max_instances, cfg.columns)
     return rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed)
 
@@ -324,6 +309,8 @@ def write_labels(run, rows: list[dict], clean: list[dict], rate: Interval, pool)
     recorded = any(isinstance(a, RecordedLabels) for a in pool_members(pool))
     bias = {} if recorded else position_bias(clean, run.cfg.seed, run.cfg.both_orders)
     coins = sum(r['annotator'] == 'coin' for r in labelled)
+    won = bootstrap([100*(r['preference'] - 1) for r in labelled]) if run.cfg.against else None
+    if won: bias |= dict(win_rate=won.value, win_rate_low=won.low, win_rate_high=won.high)
     run.finish(labels=len(labelled), unanswered=len(unlabelled), unasked=coins,
                ties=float(np.mean([r['preference'] == 1.5 for r in labelled])),
                **flip_rates(run.cfg, rate, coins, len(labelled)),

@@ -16,13 +16,14 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from .core.api import ApiConfig
+from .core.comparisons import head2head_pairs, ordered_pairs
 from .core.data import full_instruction, read_rows
 from .core.dialogues import with_instruction
 from .core.files import write_json
 from .core.judge_configs import adapt_decoding
 from .core.preferences import annotator_name, hash_uniform, pool_members, pool_weights
 from .core.settings import at_root
-from .annotators import annotate_pairs, head2head_pairs, load_annotators, to_alpaca_eval
+from .annotators import annotate_pairs, load_annotators, to_alpaca_eval
 from .judges import ApiJudge, Pool
 from .local_judges import check_labels, RecordedLabels
 from .rankings import leaderboard_row
@@ -203,11 +204,7 @@ def sample_pairs(
 def model_pairs(outputs_1: list[dict], outputs_2: list[dict], keys: tuple, is_ordered: bool) -> list[dict]:
     "Two models' outputs as pairs; ValueError when they do not belong together."
     if not is_ordered: return head2head_pairs(outputs_1, outputs_2, keys)
-    if len(outputs_1) != len(outputs_2):
-        raise ValueError(f'{len(outputs_1)} against {len(outputs_2)} outputs in order: there must be as many')
-    rest = [{k: v for k, v in r.items() if k != 'output'} for r in outputs_2]
-    return [dict(r, output_1=first['output'], output_2=second['output'])
-            for r, first, second in zip(rest, outputs_1, outputs_2)]
+    return ordered_pairs(outputs_1, outputs_2, keys)
 
 # %% ../nbs/auto_annotations.ipynb #ef926dea
 class PairwiseAutoAnnotator(AnnotatorState):

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .core.data import check_field, full_instruction, read_rows, FILE_SUFFIXES
-from .core.dialogues import with_instruction
+from .core.data import check_field, FILE_SUFFIXES, full_instruction, prompt_key, read_rows
+from .core.dialogues import check_messages, prompt_messages
 from .core.formats import as_records, row_shape
 from .core.judge_configs import is_population
 from .core.preferences import read_preference, swap_outputs
@@ -35,9 +35,12 @@ def read_vote(value, where: str, name: str) -> float:
 # %% ../nbs/judging/label_files.ipynb #c8696995
 def read_pair(row: dict, where: str, **fields) -> dict:
     "A pair from the named `fields`, by default those of a preference record."
-    row, names = with_instruction(row), dict(instruction='instruction', output_1='output_1', output_2='output_2') | fields
+    dialogue = prompt_messages(row)
+    names = dict(instruction='instruction', output_1='output_1', output_2='output_2') | fields
+    if dialogue: del names['instruction']
+    if dialogue: check_messages(row, where)
     for n in names.values(): check_field(row, n, str, where)
-    pair = {k: row[n] for k, n in names.items()}
+    pair = {k: row[n] for k, n in names.items()} | (dict(messages=dialogue) if dialogue else {})
     pair['input'] = '' if 'instruction' in fields else row.get('input') or ''
     return pair | {k: row[k] for k in ('generator_1', 'generator_2', 'idx') if k in row}
 
@@ -78,7 +81,7 @@ def from_llmbar(rows: list[dict], where: str):
 def from_preferences(rows: list[dict], where: str):
     "Preference records; votes on a pair in either order are merged, and repeated votes are kept."
     pairs = {}
-    def texts(pair): return pair['instruction'], pair['input'], pair['output_1'], pair['output_2']
+    def texts(pair): return *prompt_key(pair), pair['output_1'], pair['output_2']
     for i, row in enumerate(rows):
         at = f'{where}, row {i}'
         pair = read_pair(row, at)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['METHODS', 'rlaif_accuracy', 'rlcd_accuracy', 'RLCDConfig', 'select_indices', 'work_chunks', 'draw_contrast',
            'write_answers', 'write_items', 'stored_items', 'positive_second', 'item_record', 'SelfJudge', 'judge_items',
-           'label_items', 'write_rlcd_csv', 'check_part', 'load_prompts', 'join_parts', 'chunk_maker', 'item_figures',
-           'make_items', 'run']
+           'label_items', 'write_rlcd_csv', 'check_part', 'prompts_or_pairs', 'join_parts', 'chunk_maker',
+           'item_figures', 'make_items', 'run']
 
 # %% ../nbs/rlcd.ipynb #d7872f32
 import csv, math, os
@@ -239,7 +239,7 @@ def check_part(part: str, cfg: RLCDConfig):
                          f'{getattr(cfg, name)!r}. Give it the settings of its parts')
 
 # %% ../nbs/rlcd.ipynb #525ab4c9
-def load_prompts(cfg: RLCDConfig) -> list[dict]:
+def prompts_or_pairs(cfg: RLCDConfig) -> list[dict]:
     "The records whose prompts are used, or the items of `cfg.samples`."
     if cfg.samples: return stored_items(cfg, read_task(task_file(cfg.task)))
     return load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
@@ -249,7 +249,7 @@ def join_parts(cfg: RLCDConfig) -> list[dict]:
     "The items of finished parts, in order; ValueError when a prompt is missing or there twice."
     for part in cfg.parts: check_part(part, cfg)
     items = [i for part in cfg.parts for i in read_json(at_root(part)/'items.json')]
-    n = len(load_prompts(cfg))
+    n = len(prompts_or_pairs(cfg))
     found, wanted = Counter(i['index'] for i in items), select_indices(cfg.indices, n)
     wrong = [i for i in wanted if found[i] != 1]
     if not wrong: return sorted(items, key=lambda i: i['index'])
@@ -307,7 +307,6 @@ def make_items(folder, prompts: list[dict]) -> list[dict]:
         folder.log(step, made=sum(not i['reason'] for i in new), retries=sum(i['retries'] for i in new))
         folder.save(**state)
         show(step)
-    part.unlink(missing_ok=True)
     return items
 
 # %% ../nbs/rlcd.ipynb #bc341496
@@ -315,13 +314,14 @@ def run(cfg: RLCDConfig):
     "Make preference data; writes preferences.json and .csv (or sft.json), items.json and summary.json."
     folder = start(cfg, run, (os.path.relpath(task_file(cfg.task), root()),))
     if folder.done: return folder
-    items = join_parts(cfg) if cfg.parts else make_items(folder, load_prompts(cfg))
+    items = join_parts(cfg) if cfg.parts else make_items(folder, prompts_or_pairs(cfg))
     folder.write('items.json', items)
     figures = item_figures(items, cfg)
     records = [item_record(i, cfg) for i in items if not i['reason']]
     folder.write('sft.json' if cfg.method == 'context_distillation' else 'preferences.json', records)
     if cfg.method != 'context_distillation': write_rlcd_csv(folder.path('preferences.csv'), records)
     folder.finish(**figures)
+    folder.path('checkpoint/items.jsonl').unlink(missing_ok=True)
     return folder
 
 # %% ../nbs/rlcd.ipynb #f9bd7f14

@@ -7,6 +7,7 @@ import pytest
 import tiny
 from alpaca_farm import label_files
 from alpaca_farm import agreement as A, agreement_measures as M
+from alpaca_farm.core.dialogues import dialogue_text
 from alpaca_farm.core.preferences import hash_uniform, swap_outputs
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_summary
@@ -86,8 +87,9 @@ def test_hh_rlhf():
     for p, r in zip(pairs, rows):
         both = [p['output_1'], p['output_2']]
         chosen, rejected = both if p['votes']['gold'] == 1 else both[::-1]
-        shown = p['instruction'] if p['instruction'].endswith('\n\nAssistant:') else f'Human: {p["instruction"]}\n\nAssistant:'   # of one turn: its text
-        assert chosen != rejected and [r[k].strip().removeprefix(shown).strip() for k in ('chosen', 'rejected')] == [chosen.strip(), rejected.strip()]
+        shown = dialogue_text(p['messages']).strip()
+        assert shown.endswith('Assistant:') and chosen != rejected
+        assert [r[k].strip().removeprefix(shown).strip() for k in ('chosen', 'rejected')] == [chosen.strip(), rejected.strip()]
 
 
 def share_of_mode(v, votes):

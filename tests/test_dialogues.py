@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import tiny
-from alpaca_farm import annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo, quark, reward_model, rrhf, sft
+from alpaca_farm import agreement, annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo, quark, reward_model, rrhf, sft
 from alpaca_farm.core.candidates import read_candidates, to_rrhf
 from alpaca_farm.core.data import full_instruction, load_records, prompt_key
 from alpaca_farm.core.dialogues import dialogue_text, parse_dialogue, prompt_text
@@ -18,7 +18,10 @@ from alpaca_farm.core.files import read_json
 from alpaca_farm.core.formats import as_chat, as_hh, as_records, named_answers
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import build_prompt, encode_prompts
-from alpaca_farm.judges import fill_prompt
+from alpaca_farm.core.comparisons import answer_pairs, ordered_pairs, strip_roles
+from alpaca_farm.core.store import Store
+from alpaca_farm.judges import fill_prompt, load_evaluators, parse_verdicts
+from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA', tiny.ROOT.parent/'shared'/'data'))/'hh_rlhf'/'harmless-base_test.jsonl.gz'
 
@@ -203,3 +206,113 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     assert all(r['reward'] == -3 for r in steps if not r['ended']) and min(r['reward'] for r in steps) == -3     # no answer of this step has an end
     board = run(evaluation, 'board', outputs=made, reference=str(talks/'eval.jsonl'), annotators=[judge], max_instances=6)
     assert {Path(m).name for m in made} <= {k.partition('_longest')[0] for k in read_summary(board)}
+
+
+@pytest.mark.parametrize('judge', ['harmless', 'helpful', 'harmless_helpful'])
+def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
+    "By an API judge that replies in a sentence: in a random order, in both on demand, and without role tags."
+    monkeypatch.setenv('OPENAI_API_KEY', 'test')
+    rows = [dict(messages=HELLO[:2] + [turn('user', f'Question {i}?')]) for i in range(24)] + [dict(messages=HELLO[:1])]*2     # a prompt may occur twice
+    files = {name: write(tmp_path/f'{name}.jsonl', [dict(r, output=form.format(i=i)) for i, r in enumerate(rows)])
+             for name, form in (('short', 'Assistant: no {i}'), ('long', ' a longer answer {i}\n\nHuman: And?\n\nAssistant: Oh.'))}
+    with judge_server(regexes=(r'<A>\n(.*?)\n</A>', r'<B>\n(.*?)\n</B>'), labels=('A', 'B'), template='I would say **({label})**') as server:
+        def compared(name, **more):
+            cfg = annotators.AnnotatorsConfig(out=str(tmp_path/name), outputs=files['long'], against=files['short'], annotators=judge, models=['gpt-4.1=judge'],
+                                              base_url=server.url, store=str(tmp_path/'answers.sqlite'), **more)
+            annotators.run(cfg)
+            return load_records(cfg.out, 'preferences', 'preference'), read_summary(cfg.out)
+        once, summary = compared('once')
+        assert summary['labels'] == 26 and summary['win_rate'] == summary['win_rate_low'] == 100 and 0 < summary['first'] < 1
+        assert {(r['output_1'], r['output_2'], r['preference']) for r in once} == {(f'no {i}', f'a longer answer {i}', 2.) for i in range(26)}
+        asked = Store(str(tmp_path/'answers.sqlite')).run('select count(*) from requests').fetchone()[0]
+        both, summary = compared('both', both_orders=True)
+        assert summary['consistent'] == 1 and all(r['orders'] == [2., 2.] for r in both)
+        requests = [r for r, in Store(str(tmp_path/'answers.sqlite')).run('select request from requests').fetchall()]
+    assert (asked, len(requests)) == (26, 52) and all('Human: And?' not in r and '<A>\\nAssistant' not in r for r in requests)
+    assert sum('Human: Hi.\\n\\nAssistant: Yes?\\n\\nHuman: Question' in r for r in requests) == 48
+
+
+def test_prompts_that_differ_or_stand_in_another_order(tmp_path):
+    rows = [dict(messages=[turn('user', f'Question {i}?')], output='a') for i in range(3)]
+    files = {name: write(tmp_path/f'{name}.jsonl', r) for name, r in dict(a=rows, other=rows[1:] + rows[:1], fewer=rows[:2], new=rows[:2] + [dict(rows[2], messages=HELLO)]).items()}
+    for name, message in dict(other="row 0: one file answers 'Question 1.*the other 'Question 0.*the same prompts in the same order", fewer='must be as many', new='row 2: one').items():
+        with pytest.raises(ValueError, match=message):
+            annotators.run(annotators.AnnotatorsConfig(out=str(tmp_path/'run'), outputs=files['a'], against=files[name], annotators=f'{__name__}:longest'))
+
+
+@pytest.mark.parametrize('text, shown', [
+    ('Assistant: hi', 'hi'), ('Human: Assistant: hi', 'hi'), ('Assistant: Human: hi', 'hi'), ('user: User: hi', 'hi'), ('The Human: factor', 'The Human: factor'),
+    ('Humanity matters.', 'Humanity matters.'), ('hi\n\nHuman: so', 'hi'), ('hi\n\nHumanity: so', 'hi\n\nHumanity: so'), ('\n\nHuman: so', 'so'), ('', '')])
+def test_role_tags_are_no_part_of_an_answer(text, shown):
+    assert strip_roles(text) == shown
+    pair, = answer_pairs(dict(messages=HELLO, output=text), dict(messages=HELLO, output='b'))
+    assert pair == dict(messages=HELLO, output_1='b', output_2=shown)
+    plain, = ordered_pairs([dict(instruction='x', output=text)], [dict(instruction='x', output='b')])
+    assert plain['output_1'] == text                # of a dialogue only
+
+
+@pytest.mark.parametrize('said, want', [
+    ('A', 1), ('B', 2), ('**(A)**', 1), ('(B)', 2), ('I would say (A)', 1), ('I would say (B).', 2), (' A.', 1), ('**B**', 2), ('[A]', 1), ('Answer: B', 2),
+    ('Answer A is kinder.', 1), ('A\n\nIt is kinder.', 1), ('<think>(B)?</think>A', 1), ('Both', None), ('Absolutely not', None), ('Answer', None), ('a', None), ('A kind answer.', None),
+    ('Answer: A kind one is missing', None), ('Better is none', None), ('(A) or (B)', None), ('A, but B', None), ('(Both)', None), ('AB', None), ('', None)])
+def test_a_letter_in_an_answer(said, want):
+    judge, = load_evaluators('harmless')
+    assert parse_verdicts(judge, dict(choices=[dict(message=dict(content=said))])) == pytest.approx([want or float('nan')], nan_ok=True)
+
+
+def test_agreement_on_dialogues(talks):
+    "Labelled pairs keep their turns for a judge, such as a reward model."
+    pairs, = agreement.load_sets([str(talks/'preference.jsonl.gz')]).values()
+    assert len(pairs) == 24 and set(longest(pairs)) <= {1., 2.}
+    assert agreement.ask_judge(longest, pairs).preferences.shape == (1, 2, 24)
+
+
+def bytes_tokenizer():
+    "Of a model that knows bytes, and no chat template."
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    words = {c: i for i, c in enumerate(['<pad>', '</s>', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(words, [])), pad_token='<pad>', eos_token='</s>')
+    tokenizer.backend_tokenizer.pre_tokenizer, tokenizer.backend_tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.mark.parametrize('said, ended, output, kept', [
+    (' Yes.\n\nHuman: Why?\n\nAssistant: So.', True, 'Yes.', ' Yes.\n\nHuman:'), (' Yes.</s>', True, 'Yes.', ' Yes.</s>'), (' The Human: factor', False, 'The Human: factor', None),
+    (' Humanity', False, 'Humanity', None), ('\n\nHuman: Why?', True, '', '\n\nHuman:')])
+def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, ended, output, kept):
+    "In a dialogue's text, and nowhere else; an answer without such an end, or EOS, gets the penalty."
+    import torch
+    from alpaca_farm.core import online
+    from alpaca_farm.core.generation import Sample
+    tokenizer = bytes_tokenizer()
+    ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
+    monkeypatch.setattr(online, 'generate', lambda policy, tokenizer, prompts, **_: [[Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))]]*len(prompts))
+    records, cfg = [dict(messages=HELLO), dict(instruction='Hi.')], ppo.PPOConfig()
+    batch, (first, second) = online.sample_rollout(models.policy, tokenizer, records, encode_prompts(records, tokenizer), cfg, 0)
+    assert (first['ended'], first['output']) == (ended, output) and batch['response'][0].sum() == len(ids(kept or said))
+    assert second['ended'] == said.endswith('</s>') and batch['response'][1].sum() == len(ids(said))
+    assert online.end_scores(torch.tensor([2.]), torch.tensor([first['ended']]), 'replace', 1.).item() == (2 if ended else -1)
+
+
+@pytest.mark.skipif(not HH.exists(), reason='the public data is not here')
+def test_a_reward_model_of_hh_rlhf(tmp_path):
+    "From random weights, on the bytes of short pairs: the share of held-out pairs that it ranks as people do, near chance, and its interval; then as a judge."
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    tokenizer = bytes_tokenizer()
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=True,
+                                 max_position_embeddings=300, pad_token_id=0, eos_token_id=1, bos_token_id=None)).save_pretrained(tmp_path/'base')
+    tokenizer.save_pretrained(tmp_path/'base')
+    with gzip.open(HH, 'rt') as f: rows = [r for r in map(json.loads, f) if max(len(t.encode()) for t in r.values()) < 260]
+    learn, rest = (write(tmp_path/f'{name}.jsonl', part) for name, part in (('learn', rows[60:200]), ('rest', rows[:60])))
+    cfg = reward_model.RewardModelConfig(out=str(tmp_path/'rewards'), preferences=learn, policy=str(tmp_path/'base'), max_length=300, held_out=30, batch_size=16, likelihood=0)
+    reward_model.train(cfg)
+    found = read_summary(cfg.out)
+    assert found['labels'] + found['held_out'] + found['too_long'] <= 140 and found['held_out'] >= 30
+    assert 0 < found['accuracy_low'] < found['accuracy'] < found['accuracy_high'] < 1 and found['accuracy_high'] - found['accuracy_low'] > .1
+    board = agreement.AgreementConfig(out=str(tmp_path/'agreement'), sets=[rest], judges=[cfg.out], draws=20)
+    agreement.run(board)
+    row = next(r for r in read_log(board.out) if r['judge'] != 'people')
+    assert row['n'] == 60 and row['accuracy_low'] < row['accuracy'] < row['accuracy_high']

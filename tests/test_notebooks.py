@@ -23,6 +23,8 @@ FARMED = ({name: name for name in ('world', 'sft', 'decoding', 'annotators', 're
           | {row['notebook']: method for method, row in reversed(methods().items())})  # of several methods the first
 OWN = {name: lambda f: {} for name in SILENT} | dict(
            rlcd=lambda f: dict(out=f'{f}/rlcd', data=f'{f}/world', policy=f'{f}/world', task=f'{tiny.ROOT}/tests/data/task.yaml', max_instances=12, chunk=8),
+           wombat=lambda f: dict(out=f'{f}/wombat', data=f'{f}/world', writers=[f'{f}/sft', f'{f}/dpo'], max_instances=12,
+                                 rrhf=[f'policy={f}/sft', f'reward_model={f}/reward_model', f'data={f}/world', 'perplexity_model=', 'epochs=1', 'eval_instances=4']),
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
            cheap_tricks=lambda f: dict(out=f'{f}/cheap_tricks', references=f'{f}/references', samples=f'{f}/eval_samples', greedy=f'{f}/sft_greedy',
                                        label_samples=f'{f}/sft_temperature_1', reward_model=f'{f}/reward_model', release=f'{f}/cheap_tricks.json.gz'),
@@ -35,6 +37,7 @@ OWN = {name: lambda f: {} for name in SILENT} | dict(
            reward_ensemble=lambda f: dict(out=f'{f}/reward_ensemble', preferences=f'{f}/annotators', policy=f'{f}/sft', held_out=10, epochs=1,
                                           members=2, curve_pairs=[8]),
            worlds=lambda f: dict(out=f'{f}/worlds', size=f'{f}/sizes.json', worlds=['default'], replicates=1, methods=['best_of_n', 'dpo'], labels=40, pairs=20),
+           bench=lambda f: dict(out=f'{f}/bench', size='tiny', work=['dpo'], venvs=f'{f}/none'),
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
 TINY_FARM = dict(

@@ -26,7 +26,7 @@ def fits(notebook: str, settings: dict):
 
 @pytest.mark.parametrize('path', sorted([*RECIPES.glob('llama_7b/*.yaml'), *RECIPES.glob('rlcd/*.yaml')]), ids=lambda p: f'{p.parent.name}/{p.stem}')
 def test_paper_settings(path):
-    notebook = dict(wombat='rrhf', context_distillation='sft', generate='best_of_n')
+    notebook = dict(wombat='rrhf', wombat_pool='wombat', context_distillation='sft', generate='best_of_n')
     fits(notebook.get(path.stem, path.stem), yaml.safe_load(path.read_text()))
 
 
@@ -43,7 +43,7 @@ def test_methods():
 
 def test_the_papers_methods_are_answered_alike():
     "Wherever AlpacaFarm's settings answer an evaluation split; best-of-n's answers are its samples."
-    papers = {p.stem: yaml.safe_load(p.read_text()) for p in RECIPES.glob('llama_7b/*.yaml') if p.stem not in ('rrhf', 'wombat')}
+    papers = {p.stem: yaml.safe_load(p.read_text()) for p in RECIPES.glob('llama_7b/*.yaml') if p.stem not in ('rrhf', 'wombat', 'wombat_pool')}
     answering = {n: (s.get('eval_temperature'), s.get('eval_top_p')) for n, s in papers.items() if n not in ('best_of_n', 'reward_model')}
     assert len(answering) == 6 and set(answering.values()) == {(.7, .9)}
     defaults = {(c.eval_temperature, c.eval_top_p) for c in map(config_of, papers) if hasattr(c, 'eval_temperature')}

@@ -12,7 +12,7 @@ import yaml
 
 import tiny
 from judge_server import judge_server
-from alpaca_farm import rlcd, world
+from alpaca_farm import rlcd, wombat, world
 from alpaca_farm.core.completions import label_tokens, LocalWriter, prompt_tokens, shown_label, Written
 from alpaca_farm.core.data import load_records
 from alpaca_farm.core.files import read_json
@@ -213,6 +213,16 @@ def test_killed_and_divided_the_file_is_the_same(base, whole, tmp_path):
     assert [r['step'] for r in read_log(tmp_path/'killed')] == list(range(1, 16))
 
 
+@pytest.mark.parametrize('where', ['write_rlcd_csv', 'item_figures'])
+def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
+    "Nothing that a restart needs is removed before the run has finished."
+    def die(*_): raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(rlcd, where, die)
+        with pytest.raises(KeyboardInterrupt): made(base, tmp_path/'run')
+    assert made(base, tmp_path/'run') == whole[1] and not list((tmp_path/'run').rglob('*.jsonl*'))[1:]
+
+
 def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     made(base, tmp_path/'one', method='rlaif')
     made(base, tmp_path/'both', method='rlaif', both_orders=True)
@@ -351,3 +361,45 @@ def test_the_default_world_has_no_dialogues(base, tmp_path):
     assert (tmp_path/'w'/'model'/'tokenizer.json').read_bytes() != (plain/'model'/'tokenizer.json').read_bytes()
     assert read_summary(tmp_path/'w')['prose_tokens'] > read_summary(plain)['prose_tokens']
     with pytest.raises(ValueError, match='dialogues = -1'): world.WorldConfig(dialogues=-1)
+
+
+# --- Wombat: candidates of several models, rated ---------------------------------------------------------------------------------------------
+
+MARKED = '1: 5 5 5 5\n2: 3 3 3 3\n3: 1 2 1 1\n4: 1 1 1 1 ({hash})'
+
+
+def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch):
+    "A model on this machine, one behind an endpoint and a file; rated in one request each; then RRHF."
+    monkeypatch.setattr(wombat, 'run_or_fail', tiny.run_here)
+    prompts = load_records(str(base/'world'), 'unlabeled', n=6)
+    (tmp_path/'file.json').write_text(json.dumps([dict(r, output='From a file.', generator='people') for r in prompts[:5]] + [dict(instruction='Other', output='x')]))
+    trained = tiny.settings('rrhf', base, reward_model='', candidates='', perplexity_model='', eval_split='', missing_eos='')
+    given = dict(out=str(tmp_path/'wombat'), data=str(base/'world'), max_instances=6, writers=[str(base/'sft')], served=['a'], files=[str(tmp_path/'file.json')], n=1,
+                 max_new_tokens=12, max_prompt=110, rater='judge', store=str(tmp_path/'answers.sqlite'), rrhf=[f'{k}={v}' for k, v in trained.items() if k != 'candidates'])
+    with judge_server(template=MARKED) as server:
+        cfg = wombat.WombatConfig(base_url=server.url, **given)
+        wombat.run(cfg)
+        asked = Counter(r['model'] for r in server.requests())
+        pool = read_json(tmp_path/'wombat'/'candidates.json')
+        assert asked == dict(a=6, judge=6 + 2*(6 - len(pool)))   # what cannot be read is asked three times
+    assert pool and {len(q['output']) for q in pool} <= {2, 3, 4}
+    for q in pool:
+        assert sorted(q['source'])[-1] == 'people' or q['instruction'] == prompts[5]['instruction']
+        shown = wombat.rating_order(q, 0)
+        assert [q['scores'][i] for i in shown] == [20., 12., 5.][:len(shown)]
+    summary = read_summary(tmp_path/'wombat')
+    assert summary['queries'] == summary['labels'] == len(pool) and summary['queries'] + summary['unrated'] == 6
+    assert (tmp_path/'wombat'/'rrhf'/'model'/'model.safetensors').exists() and not list((tmp_path/'wombat').rglob('.*'))
+    learnt = read_json(tmp_path/'wombat'/'rrhf'/'candidates.json')
+    assert {(q['instruction'], t): s for q in learnt for t, s in zip(q['output'], q['scores'])}.items() <= \
+        {(q['instruction'], t): s for q in pool for t, s in zip(q['output'], q['scores'])}.items()
+
+
+@pytest.mark.parametrize('text, sums', [('1: 4 5\n2: 1 1', [9, 2]), ('**Answer 1**: 4, 5\n- 2: 1/1', [9, 2]), ('2: 1 1\n1: 4 5', [9, 2]), ('1: 4 5', None),
+                                        ('1: 4 6\n2: 1 1', None), ('1: 4 5\n2: 1', None), ('1: 4 5 5\n2: 1 1 1', None), ('1: 4 5\n2: 1 1\n3: 1 1', None), ('', None)])
+def test_ratings(text, sums): assert wombat.read_rating(text, 2, 2) == sums
+
+
+def test_wrong_settings_of_wombat():
+    for more, message in ((dict(writers=[]), 'nobody writes'), (dict(rrhf=['k']), 'rrhf'), (dict(marks=[]), 'marks is empty'), (dict(n=0), 'n = 0')):
+        with pytest.raises(ValueError, match=message): wombat.WombatConfig(**more)

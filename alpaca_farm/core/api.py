@@ -132,7 +132,7 @@ SECRET_NAME = re.compile(r'(key|token|secret|password)$', re.I)  # of an environ
 
 
 def secrets() -> list[str]:
-    "Values, from 8 characters, of variables whose names end in KEY, TOKEN, SECRET or PASSWORD; longest first."
+    "Values, from 8 characters, of variables named ..KEY, ..TOKEN, ..SECRET or ..PASSWORD; longest first."
     values = {v for name, v in os.environ.items() if len(v) >= 8 and SECRET_NAME.search(name)}
     return sorted(values, key=len, reverse=True)
 
@@ -189,7 +189,8 @@ def demanded_wait(e: Exception) -> float | None:
 # %% ../../nbs/core/api.ipynb #c3051cba
 def retry_delay(e: Exception, attempt: int, rng: random.Random) -> float:
     "Seconds until the next try, at least as many as the server demands."
-    return max((demanded_wait(e) or 0.) * (1 + .1 * rng.random()), min(60., .5 * 2**attempt) * (.5 + rng.random()))
+    delay = min(60., .5 * 2**attempt) * (.5 + rng.random())
+    return max((demanded_wait(e) or 0.) * (1 + .1 * rng.random()), delay)
 
 # %% ../../nbs/core/api.ipynb #b01fc13d
 def means_overload(e: Exception) -> bool:

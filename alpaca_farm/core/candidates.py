@@ -45,8 +45,8 @@ def to_rrhf(record: dict) -> dict:
     dialogue = prompt_messages(record)
     query = dialogue_text(dialogue) if dialogue else '\n'.join(filter(None, prompt_key(record)))
     row = {k: v for k, v in record.items() if k not in LISTS} | lists
-    said = ('messages', 'input') if dialogue and parse_dialogue(query) == dialogue else ('instruction', 'input')
-    if not record.get('input'): row = {k: v for k, v in row.items() if k not in said}
+    told = parse_dialogue(query) == dialogue if dialogue else not record.get('input')
+    if told: row = {k: v for k, v in row.items() if k not in ('instruction', 'messages', 'input')}
     if row['source'] == default_sources(len(order)): del row['source']
     return dict(query=query, responses=row.pop('output')) | row
 

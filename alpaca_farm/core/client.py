@@ -104,7 +104,7 @@ async def answer_all(self: DirectClient, todo: dict) -> dict:
 # %% ../../nbs/core/client.ipynb #616c913e
 @patch
 async def run_worker(self: DirectClient):
-    "Send one request after another until none is left, everything has stopped, or there are too many workers."
+    "Send one request after another until none is left, everything has stopped, or workers are too many."
     try:
         while self.working <= self.throttle.level and (item := await self.next_request()):
             key, request = item
@@ -247,7 +247,8 @@ async def wait_after(self: DirectClient, error: Exception, attempt: int, began: 
         self.announced = until
         clock = time.strftime('%H:%M:%S', time.localtime(until))
         print(f'{self.name}: waiting {long}, until {clock}, after: {why}')
-    pause = 0. if getattr(error, 'status_code', 0) != 429 else wait if demanded is None else min(wait, demanded)
+    pause = 0.
+    if getattr(error, 'status_code', 0) == 429: pause = wait if demanded is None else min(wait, demanded)
     self.paused_until = max(self.paused_until, time.time() + pause)
     if means_overload(error): self.throttle.refused(began, time.monotonic(), pause)
     await self.sleep_until(until)
@@ -261,7 +262,8 @@ def store_answers(self: DirectClient, rows: list[tuple]):
         whole, (tokens_in, tokens_out) = well_formed(answer), token_usage(answer, request)
         tally.replaced += whole is not answer
         dollars = self.price(request['model'], tokens_in, tokens_out)
-        done.append((key, request, stored_form(whole, self.keys_known), seconds, dollars, tokens_in, tokens_out))
+        answer = stored_form(whole, self.keys_known)
+        done.append((key, request, answer, seconds, dollars, tokens_in, tokens_out))
     try:
         with self.store.transaction():
             for *row, dollars, _, _ in done: self.store.put(*row, self.run_name, dollars or 0.)

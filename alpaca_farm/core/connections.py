@@ -15,7 +15,7 @@ from fastcore.basics import patch
 
 # %% ../../nbs/core/connections.ipynb #2180d6b2
 async def read_chunks(reader) -> bytes:
-    "A content in chunks: each after its length in hexadecimal digits; one of length 0 ends it, then trailers."
+    "A content in chunks, each after its length in hexadecimal; one of length 0 and trailers end it."
     parts = []
     while size := int((await reader.readuntil(b'\r\n')).split(b';')[0], 16):
         parts.append((await reader.readexactly(size + 2))[:-2])
@@ -24,7 +24,7 @@ async def read_chunks(reader) -> bytes:
 
 # %% ../../nbs/core/connections.ipynb #bac9fbc0
 async def read_response(reader) -> SimpleNamespace:
-    "The next answer: `status`, `headers` with lower-case names, `content`, and whether the connection goes on."
+    "The next answer: `status`, `headers` (names in lower case), `content`; whether to `keep` the connection."
     status = 0
     while status < 200:
         first, *lines = (await reader.readuntil(b'\r\n\r\n')).decode('latin-1').rstrip().split('\r\n')
@@ -81,12 +81,13 @@ class Connections:
 # %% ../../nbs/core/connections.ipynb #1d0addd2
 @patch
 async def post(self: Connections, path: str, body: dict) -> bytes:
-    "The content of the answer to a request; StatusError for a status that is not 200, OSError for a broken connection."
+    "The content of the answer; StatusError if its status is not 200, OSError for a broken connection."
     data = json.dumps(body, ensure_ascii=False, separators=(',', ':')).encode()
-    first = f'POST {self.parts.path.rstrip("/")}{path} HTTP/1.1\r\n{self.head}Content-Length: {len(data)}\r\n\r\n'
+    first = f'POST {self.parts.path.rstrip("/")}{path} HTTP/1.1\r\n'
+    head = f'{first}{self.head}Content-Length: {len(data)}\r\n\r\n'
     reader, writer = await self.connect()
     try:
-        writer.write(first.encode() + data)
+        writer.write(head.encode() + data)
         response = await read_response(reader)
     except BaseException as e:
         writer.close()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .answers import (answer_eval_split, AnswerConfig, load_split, prompt_fields,
-    sample_answers, SampleConfig)
+from .answers import (answer_eval_split, AnswerConfig, end_turns, load_split,
+    prompt_fields, sample_answers, SampleConfig)
 from .comparisons import pair_up, with_verdict
 from .data import prompt_key
 from .generation import generate
@@ -83,8 +83,9 @@ def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[in
                    cfg: OnlineConfig, seed: int) -> tuple[dict, list[dict]]:
     "Answers to prompts: the batch of their tokens, and records with `output` and `ended`."
     with autocast(cfg):
-        samples = [s[0] for s in generate(policy, tokenizer, prompts, max_new_tokens=cfg.max_new_tokens,
-                                          temperature=cfg.temperature, top_p=cfg.top_p, seed=seed)]
+        samples = generate(policy, tokenizer, prompts, max_new_tokens=cfg.max_new_tokens,
+                           temperature=cfg.temperature, top_p=cfg.top_p, seed=seed)
+    samples = [s for s, in end_turns(records, samples, tokenizer, cfg.template)]
     batch = rollout_batch(prompts, [s.tokens for s in samples], tokenizer.pad_token_id)
     answered = [dict(prompt_fields(r), output=decode(s.tokens, tokenizer), ended=s.ended)
                 for r, s in zip(records, samples)]

@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 import torch
 
 from .data import full_instruction
-from .dialogues import as_messages, dialogue_text, prompt_messages, prompt_text
+from .dialogues import as_messages, dialogue_text, NEXT_TURN, prompt_messages, prompt_text
 from .progress import Progress
 
 # %% ../../nbs/core/text.ipynb #831531b5
@@ -203,7 +203,8 @@ def encode_responses(
 def decode(tokens: list[int], tokenizer) -> str:
     "Text of a response's tokens."
     end = end_token(tokenizer)  # which some tokenizers do not count as special
-    return tokenizer.decode([t for t in tokens if t != end], skip_special_tokens=True).strip()
+    text = tokenizer.decode([t for t in tokens if t != end], skip_special_tokens=True)
+    return text.rstrip().removesuffix(NEXT_TURN).strip()   # which ends an answer in a dialogue's text
 
 # %% ../../nbs/core/text.ipynb #38669680
 def pad(

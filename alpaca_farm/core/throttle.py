@@ -11,7 +11,8 @@ import math
 from fastcore.basics import patch
 
 # %% ../../nbs/core/throttle.ipynb #56d5103e
-STEP, GAIN, CALM, PATIENCE = 1/16, .1, 4, 32   # sizes of trials and gains; round trips and waits between trials
+STEP, GAIN = 1/16, .1     # size of a trial; share of it that a trial must bring
+CALM, PATIENCE = 4, 40    # round trips, and waits, until the next trial
 
 
 class Throttle:
@@ -21,9 +22,9 @@ class Throttle:
         level: int = 20,  # at the start
     ):
         self.bound, self.level = bound, min(level, bound)
-        self.held, self.rate = self.level, 0.         # the last level that was no trial, and its answers a second
-        self.ceiling, self.up = math.inf, True        # the last trial that was too high; where the next one goes
-        self.cut, self.times = STEP, []               # share of the next fall; latencies at this level
+        self.held, self.rate = self.level, 0.   # the last level that was no trial, and its answers a second
+        self.ceiling, self.up = math.inf, True  # the last level that was too high; where the next trial goes
+        self.cut, self.times = STEP, []         # share of the next fall; latencies at this level
         self.changed = self.fallen = self.quiet = -math.inf   # times of the last change, fall, and next trial
 
     def move(self, level: float, now: float, quiet: float = 0.):
@@ -37,10 +38,9 @@ class Throttle:
 @patch
 def next_level(self: Throttle) -> float:
     "The level to try next."
-    small = max(1, int(STEP * self.level))
-    if self.level < self.ceiling / 2: return max(self.level + 1, min(2 * self.level, self.ceiling / 2))
-    if self.level > 1.25 * self.ceiling: return 2 * self.level
-    return self.level + (small if self.up else -small)
+    small, room = max(1, int(STEP * self.level)), self.ceiling - self.level
+    if -room > self.ceiling / 4: room = math.inf
+    return self.level + (max(small, min(self.level, room / 2)) if self.up or self.level == 1 else -small)
 
 # %% ../../nbs/core/throttle.ipynb #53f815c3
 @patch
@@ -62,12 +62,12 @@ def answered(self: Throttle, sent: float, now: float):
 # %% ../../nbs/core/throttle.ipynb #ea755a1b
 @patch
 def refused(self: Throttle, sent: float, now: float, wait: float = 0.):
-    "Note a request that the server refused as one too many, or did not answer in time, and the wait it caused."
+    "Note a request that was refused as one too many, or not answered in time, and the wait it caused."
     if sent < self.fallen: return
     if self.level > self.held:
-        small, self.ceiling = self.level < 1.5 * self.held, self.level
+        small, self.ceiling = self.level <= (1 + 2 * STEP) * self.held, self.level
         return self.move(self.held, now, PATIENCE * wait if small else 0.)
     if self.ceiling == math.inf: self.ceiling = self.level
     self.held = max(1, int(self.level * (1 - self.cut)))
-    self.cut, self.rate, self.fallen = min(.5, 2 * self.cut), 0., now
+    self.cut, self.rate, self.up, self.fallen = min(.5, 2 * self.cut), 0., True, now
     self.move(self.held, now)

@@ -1,0 +1,112 @@
+"""A server that does nothing but wait and answer, so that it is the client that is measured: some 8,000 answers a second.
+
+As a program:  python tests/fast_server.py --latency .05 --slots 64
+In a test:     with fast_server(latency=.05, slots=64) as server: server.url, server.counts()"""
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import deque
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+OPTIONS = dict(latency=.05,   # seconds for an answer
+               slots=0,       # requests worked on at a time, while others wait; 0 for all
+               most=0,        # requests at a time, above which there is status 429
+               rate=0.,       # requests a second, above which there is status 429; a tenth of a second's may come at once
+               slow=0)        # requests at a time that take twice as long as one
+TEXT = "[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]"
+ANSWER = dict(id='chatcmpl-1', object='chat.completion', created=1, model='judge', usage=dict(prompt_tokens=300, completion_tokens=20, total_tokens=320),
+              choices=[dict(index=0, message=dict(role='assistant', content=TEXT, refusal=None), logprobs=None, finish_reason='stop')])
+REFUSAL = dict(error=dict(message='Rate limit reached', type='requests', code='rate_limit_exceeded'))
+
+
+def response(status, content, more=''):
+    body = json.dumps(content).encode()
+    return f'HTTP/1.1 {status}\r\nContent-Type: application/json\r\n{more}Content-Length: {len(body)}\r\n\r\n'.encode() + body
+
+
+GOOD, REFUSED = response('200 OK', ANSWER), response('429 Too Many Requests', REFUSAL, 'Retry-After: 0.2\r\n')
+
+
+class Server:
+    def __init__(self, options):
+        self.options, self.loop, self.queue = SimpleNamespace(**options), asyncio.get_running_loop(), deque()
+        self.underway, self.busy, self.tokens, self.refilled = 0, 0, 0., 0.
+        self.seen = dict(answered=0, refused=0, most=0, connections=0, first=0., last=0.)
+
+    def refuses(self):
+        now, rate = time.monotonic(), self.options.rate
+        self.tokens, self.refilled = min(.1*rate, self.tokens + rate*(now - self.refilled)), now
+        if rate and self.tokens < 1 or self.underway >= self.options.most > 0: return True
+        self.tokens -= 1
+        return False
+
+    def asked(self, transport):
+        if self.refuses():
+            self.seen['refused'] += 1
+            return transport.write(REFUSED)
+        self.underway += 1
+        self.seen.update(most=max(self.seen['most'], self.underway), first=self.seen['first'] or time.monotonic())
+        self.queue.append(transport)
+        self.work()
+
+    def work(self):
+        while self.queue and not self.busy >= self.options.slots > 0:
+            self.busy += 1
+            latency = self.options.latency*(1 + self.busy/self.options.slow if self.options.slow else 1)
+            self.loop.call_later(latency, self.answer, self.queue.popleft())
+
+    def answer(self, transport):
+        self.busy, self.underway = self.busy - 1, self.underway - 1
+        self.seen.update(answered=self.seen['answered'] + 1, last=time.monotonic())
+        transport.write(GOOD)
+        self.work()
+
+
+class Connection(asyncio.Protocol):
+    def __init__(self, server): self.server, self.data = server, b''
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.server.seen['connections'] += 1
+
+    def data_received(self, data):
+        "Of requests only their ends are looked for; a GET is answered with the counts."
+        self.data += data
+        while (end := self.data.find(b'\r\n\r\n')) >= 0:
+            head = self.data[:end].lower()
+            end += 4 + (int(head.partition(b'content-length:')[2].split(b'\r\n')[0]) if b'content-length:' in head else 0)
+            if len(self.data) < end: return
+            self.data = self.data[end:]
+            if head.startswith(b'get'): self.transport.write(response('200 OK', self.server.seen))
+            else: self.server.asked(self.transport)
+
+
+async def run(options):
+    server = Server(options)
+    listening = await asyncio.get_running_loop().create_server(lambda: Connection(server), '127.0.0.1', 0, backlog=2048)
+    print(listening.sockets[0].getsockname()[1], flush=True)
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), lambda: sys.stdin.read() or sys.exit())
+    await listening.serve_forever()
+
+
+@contextmanager
+def fast_server(**options):
+    "A server in a process of its own for the length of the block, with its `url` and its `counts`."
+    command = [sys.executable, __file__, *(f'--{name}={value}' for name, value in options.items())]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    url = f'http://127.0.0.1:{int(process.stdout.readline())}/v1'
+    try: yield SimpleNamespace(url=url, counts=lambda: json.load(urllib.request.urlopen(url)))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+if __name__ == '__main__':
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in OPTIONS.items(): parser.add_argument(f'--{name}', type=type(value), default=value)
+    asyncio.run(run(vars(parser.parse_args())))
