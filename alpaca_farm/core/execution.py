@@ -78,8 +78,8 @@ def execute(
                                language='python', progress_bar=False)
 
 # %% ../../nbs/core/execution.ipynb #ca216ba1
-LIBRARIES = ['torch', 'transformers', 'transformers.modeling_utils', 'transformers.models.llama.modeling_llama',
-             'accelerate', 'safetensors.torch', 'pandas', 'matplotlib.pyplot', 'papermill', 'execnb.shell']
+LIBRARIES = ['torch', 'transformers', 'transformers.models.llama.modeling_llama', 'accelerate',
+             'safetensors.torch', 'pandas', 'matplotlib.pyplot', 'papermill', 'execnb.shell']
 
 
 @lru_cache
@@ -114,7 +114,7 @@ class NotebookProcess:
     "A notebook executed in a process of its own, with the methods of `subprocess.Popen` that are used here."
     def __init__(self, notebook: Path, output: Path, parameters: dict, log: Path):
         environment = dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false')
-        environment.pop('JPY_SESSION_NAME', None)  # that of the notebook which is open, not of the one that is run
+        environment.pop('JPY_SESSION_NAME', None)  # that of the notebook which is open, not of this one
         main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
         try:
             self.process = warm_server().Process(
