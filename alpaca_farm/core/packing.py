@@ -78,7 +78,7 @@ class Packed(NamedTuple):
 
 # %% ../../nbs/core/packing.ipynb #89c520ed
 def fill_rows(ids, mask, response, part, cells, shape) -> Packed:
-    "Packed rows of a given shape, from a batch (B, T), the part (B,) of each row and each token's cell (B, T)."
+    "Packed rows of a given shape, from a batch (B, T), each row's part (B,) and each token's cell (B, T)."
     filled, real = torch.zeros(4, shape[0] * shape[1], dtype=torch.long, device=ids.device), mask.bool()
     filled[2:] = -1
     row = torch.arange(len(ids), device=ids.device)[:, None]
