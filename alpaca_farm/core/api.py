@@ -248,7 +248,7 @@ def make_connections(endpoint) -> Connections | None:
     url = str(endpoint.base_url)
     if behind_proxy(url): return None
     headers = {k: v for k, v in endpoint.default_headers.items() if isinstance(v, str)}
-    http = importlib.import_module(type(endpoint.base_url).__module__.split('.')[0])   # httpx or its successor
+    http = importlib.import_module(type(endpoint.base_url).__module__.split('.')[0])   # httpx, httpx2
     tls = http.create_ssl_context() if url.startswith('https') else None
     return Connections(url, headers | {'Authorization': f'Bearer {endpoint.api_key}'}, tls)
 
