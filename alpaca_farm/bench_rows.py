@@ -8,7 +8,7 @@ __all__ = ['SIZES', 'ONLINE', 'Material', 'invented_texts', 'invented_records', 
            'bound_model', 'bound_steps', 'answer_reward', 'our_online', 'bound_targets', 'bound_online', 'our_sampling',
            'bound_sampling', 'our_tokenizing', 'bound_tokenizing']
 
-# %% ../nbs/studies/bench_rows.ipynb #c07d6b8b
+# %% ../nbs/studies/bench_rows.ipynb #094f0462
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .bench_bound import (pack_rows, Packed, packed_dpo_loss, packed_policy_loss, packed_reward_loss,
+from .bench_bound import (pack_rows, PackedRows, packed_dpo_loss, packed_policy_loss, packed_reward_loss,
     packed_sft_loss, PackedLlama, PackedStep)
 from .core.functional import gae, masked_whiten
 from .core.generation import generate
@@ -29,7 +29,7 @@ from .core.text import encode, encode_prompts
 from .core.training import batches, Trainer
 from .ppo import group_advantages, ppo_value_loss
 
-# %% ../nbs/studies/bench_rows.ipynb #f35e26d7
+# %% ../nbs/studies/bench_rows.ipynb #f6c75858
 SIZES = {  # vocabulary, width, layers, heads, inner width; demonstrations, pairs and rollouts in a batch
     'tiny': dict(vocab=400, hidden=32, layers=2, heads=2, ffn=64, batch=4, pairs=2, rollouts=4, tokens=6),
     'T': dict(vocab=1024, hidden=128, layers=4, heads=4, ffn=352, batch=16, pairs=8, rollouts=32, tokens=48),
@@ -51,7 +51,7 @@ class Material:
         if name in SIZES['T']: return SIZES[self.size][name]
         raise AttributeError(name)
 
-# %% ../nbs/studies/bench_rows.ipynb #6e2adb4e
+# %% ../nbs/studies/bench_rows.ipynb #d8d86f52
 def invented_texts(n: int, low: int, high: int, rng, words: int = 4000) -> list[str]:
     "Texts of `low` to `high` invented words."
     syllables = np.array([a + b for a in 'bdfgklmnprstvz' for b in 'aeiou'])
@@ -61,7 +61,7 @@ def invented_texts(n: int, low: int, high: int, rng, words: int = 4000) -> list[
     drawn = iter(rng.choice(words, n*high, p=chance/chance.sum()))
     return [' '.join(known[next(drawn)] for _ in range(k)) for k in rng.integers(low, high, n)]
 
-# %% ../nbs/studies/bench_rows.ipynb #9dd00957
+# %% ../nbs/studies/bench_rows.ipynb #05f64ee8
 def invented_records(n: int, seed: int = 0) -> list[dict]:
     "Demonstrations and pairs at once; answers begin with a space, so that no token spans prompt and answer."
     rng = np.random.default_rng(seed)
@@ -69,7 +69,7 @@ def invented_records(n: int, seed: int = 0) -> list[dict]:
     return [dict(instruction=p, input='', output=' ' + a, output_1=' ' + a, output_2=' ' + b, preference=1.)
             for p, a, b in zip(prompts, *answers)]
 
-# %% ../nbs/studies/bench_rows.ipynb #1b00f4bc
+# %% ../nbs/studies/bench_rows.ipynb #96839f63
 def invented_tokenizer(vocab: int):
     "A byte-level BPE tokenizer trained on invented texts."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -83,7 +83,7 @@ def invented_tokenizer(vocab: int):
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token='<pad>', eos_token='<eos>')
 
-# %% ../nbs/studies/bench_rows.ipynb #9b33b636
+# %% ../nbs/studies/bench_rows.ipynb #dca1f47e
 def save_random_models(size: str, tokenizer, folder: Path):
     "A language model and a scalar model with random weights, as checkpoints in policy/ and reward/."
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
@@ -102,7 +102,7 @@ def save_random_models(size: str, tokenizer, folder: Path):
         model.save_pretrained(folder/name)
         tokenizer.save_pretrained(folder/name)
 
-# %% ../nbs/studies/bench_rows.ipynb #0a2addab
+# %% ../nbs/studies/bench_rows.ipynb #ba28dbd9
 def new_material(size: str, folder, rounds: int, examples: int = 0, **more) -> Material:
     "Models, tokenizer and records of a size; `examples` records, or as many as the rounds need."
     folder, tokenizer = Path(folder), invented_tokenizer(SIZES[size]['vocab'])
@@ -113,21 +113,21 @@ def new_material(size: str, folder, rounds: int, examples: int = 0, **more) -> M
     (folder/'preferences.json').write_text(json.dumps(pairs), encoding='utf-8')
     return m
 
-# %% ../nbs/studies/bench_rows.ipynb #7d555983
+# %% ../nbs/studies/bench_rows.ipynb #38e45dd9
 def settings_of(m: Material, name: str, **more) -> dict:
     "Settings that our runs have in common."
     return dict(out=str(m.folder/name), policy=str(m.folder/'policy'), template='raw', learning_rate=1e-5,
                 lr_schedule='constant', warmup=0., checkpoint_every=10**6, device=m.device,
                 dtype=m.dtype) | more
 
-# %% ../nbs/studies/bench_rows.ipynb #f07adfaa
+# %% ../nbs/studies/bench_rows.ipynb #6fd8121d
 def row_order(lengths: list[int], size: int, ordered: bool) -> tuple[list[list[int]], list[int]]:
     "Rows of each step, as in the data or as our runs sort them, and the tokens in each."
     at = range(0, len(lengths), size)
     order = [list(range(s, s + size)) for s in at] if ordered else batches(lengths, size)
     return order, [sum(lengths[i] for i in rows) for rows in order]
 
-# %% ../nbs/studies/bench_rows.ipynb #d7156d8e
+# %% ../nbs/studies/bench_rows.ipynb #fa440c2f
 def our_sft(m: Material, ordered: bool = False):
     "Steps of SFT."
     from alpaca_farm.sft import sft_batch, sft_loss, SFTConfig
@@ -141,14 +141,14 @@ def our_sft(m: Material, ordered: bool = False):
         trainer.log(**trainer.update(batch, lambda b: sft_loss(policy, b)))
         yield sizes[step - 1]
 
-# %% ../nbs/studies/bench_rows.ipynb #de130ec4
+# %% ../nbs/studies/bench_rows.ipynb #da98cc52
 def encoded_pairs(m: Material, tokenizer) -> tuple[list, list, list[int]]:
     "Prompts, both answers and the number of tokens of each pair, the prompt's counted twice."
     pairs = m.records[:m.rounds*m.pairs]
     _, prompts, answers = encode(pairs, ('output_1', 'output_2'), tokenizer, 2048, 'raw')
     return prompts, answers, [2*len(p) + len(a) + len(b) for p, a, b in zip(prompts, *answers)]
 
-# %% ../nbs/studies/bench_rows.ipynb #b6f35ade
+# %% ../nbs/studies/bench_rows.ipynb #d072a3ba
 def our_reward_model(m: Material, ordered: bool = False):
     "Steps of reward modelling."
     from alpaca_farm.reward_model import pair_batch, reward_loss, RewardModelConfig
@@ -162,7 +162,7 @@ def our_reward_model(m: Material, ordered: bool = False):
         trainer.log(**trainer.update(batch, lambda b: reward_loss(model, b)))
         yield sizes[step - 1]
 
-# %% ../nbs/studies/bench_rows.ipynb #6ca4d063
+# %% ../nbs/studies/bench_rows.ipynb #653ba8cd
 def our_dpo(m: Material, ordered: bool = False, cached: bool = False):
     "Steps of DPO; unless `cached`, with the reference's log-probs of their rows."
     from alpaca_farm.dpo import dpo_step, DPOConfig, LabelledAnswers, reference_logprobs
@@ -183,14 +183,14 @@ def our_dpo(m: Material, ordered: bool = False, cached: bool = False):
         trainer.log(**trainer.update(data.labelled_batch(step), lambda b: dpo_step(policy, b, cfg)))
         yield sizes[step - 1]
 
-# %% ../nbs/studies/bench_rows.ipynb #7d798d92
+# %% ../nbs/studies/bench_rows.ipynb #8233c736
 def bound_model(m: Material, kind: str = 'policy') -> PackedLlama:
     "The hand-written model with the weights of policy/ or reward/."
     cfg = TrainConfig(device=m.device, dtype=m.dtype)
     load = load_policy if kind == 'policy' else load_scalar
     return PackedLlama(load(str(m.folder/kind), cfg, train=True)[0])
 
-# %% ../nbs/studies/bench_rows.ipynb #934865d5
+# %% ../nbs/studies/bench_rows.ipynb #2dc381d8
 def bound_steps(m: Material, kind: str):
     "Steps of `sft`, `reward_model`, `dpo` or `dpo_cached` by hand."
     model = bound_model(m, 'reward' if kind == 'reward_model' else 'policy')
@@ -210,7 +210,7 @@ def bound_steps(m: Material, kind: str):
         step(loss)
         yield sum(lengths[s:s + size])
 
-# %% ../nbs/studies/bench_rows.ipynb #42037d3a
+# %% ../nbs/studies/bench_rows.ipynb #04543d29
 ONLINE = dict(ppo=dict(advantage='gae', ppo_epochs=4, kl_coef=.05, vf_coef=.1),
               grpo=dict(advantage='grpo', ppo_epochs=1, kl_coef=0., whiten_advantages=False),
               rloo=dict(advantage='rloo', ppo_epochs=1, kl_coef=.05, whiten_advantages=False))
@@ -220,7 +220,7 @@ def answer_reward(records: list[dict]) -> list[float]:
     "A reward that costs nothing: the share of a's in an answer."
     return [r['output'].count('a')/(len(r['output']) + 1) for r in records]
 
-# %% ../nbs/studies/bench_rows.ipynb #0006cbb6
+# %% ../nbs/studies/bench_rows.ipynb #f1d5ac8a
 def our_online(m: Material, kind: str):
     "Steps of PPO, GRPO or RLOO."
     from alpaca_farm import ppo
@@ -245,8 +245,8 @@ def our_online(m: Material, kind: str):
         trainer.log(**figures)
         yield 1
 
-# %% ../nbs/studies/bench_rows.ipynb #f4958901
-def bound_targets(m: Material, kind: str, rows: Packed, tokens, old, models: dict) -> dict:
+# %% ../nbs/studies/bench_rows.ipynb #d3e766bf
+def bound_targets(m: Material, kind: str, rows: PackedRows, tokens, old, models: dict) -> dict:
     "Advantages and, for PPO, values and returns of sampled answers of equal length: (M,) each."
     reward, kl = torch.zeros_like(old), 0.
     if kind != 'grpo': kl = old - models['reference'].logps(rows).view_as(old)
@@ -265,7 +265,7 @@ def bound_targets(m: Material, kind: str, rows: Packed, tokens, old, models: dic
     return dict(advantages=masked_whiten(advantages, every).flatten(), values=values.flatten(),
                 returns=returns.flatten())
 
-# %% ../nbs/studies/bench_rows.ipynb #2b0903c6
+# %% ../nbs/studies/bench_rows.ipynb #6114b0ee
 def bound_online(m: Material, kind: str):
     "Steps of PPO, GRPO or RLOO by hand, with the log-probs that sampling recorded."
     names = dict(policy='policy', reference='policy')
@@ -289,7 +289,7 @@ def bound_online(m: Material, kind: str):
             step(loss)
         yield 1
 
-# %% ../nbs/studies/bench_rows.ipynb #388934a7
+# %% ../nbs/studies/bench_rows.ipynb #43163e78
 def our_sampling(m: Material, rows: int, n: int = 1):
     "Sample `rows` answers, `n` to each prompt."
     cfg = TrainConfig(device=m.device, dtype=m.dtype)
@@ -299,7 +299,7 @@ def our_sampling(m: Material, rows: int, n: int = 1):
         generate(policy, tokenizer, prompts, n, m.tokens, seed=seed)
         yield rows
 
-# %% ../nbs/studies/bench_rows.ipynb #9d1aa5c5
+# %% ../nbs/studies/bench_rows.ipynb #f93e983d
 def bound_sampling(m: Material, rows: int, n: int = 1):
     "The same by hand."
     model, prompts = bound_model(m), encode_prompts(m.records[:rows//n], m.tokenizer, 'raw')
@@ -307,14 +307,14 @@ def bound_sampling(m: Material, rows: int, n: int = 1):
         with autocast(TrainConfig(device=m.device, dtype=m.dtype)): model.sample_rows(prompts, n, m.tokens)
         yield rows
 
-# %% ../nbs/studies/bench_rows.ipynb #046e6f56
+# %% ../nbs/studies/bench_rows.ipynb #b5306765
 def our_tokenizing(m: Material, fields: tuple):
     "Encode all records."
     for _ in range(m.rounds):
         encode(m.records, fields, m.tokenizer, 2048, 'raw')
         yield len(m.records)
 
-# %% ../nbs/studies/bench_rows.ipynb #800f7f61
+# %% ../nbs/studies/bench_rows.ipynb #ef13bf6d
 def bound_tokenizing(m: Material, fields: tuple):
     "Encode all texts without offsets and masks."
     core = m.tokenizer.backend_tokenizer

@@ -307,7 +307,6 @@ def make_items(folder, prompts: list[dict]) -> list[dict]:
         folder.log(step, made=sum(not i['reason'] for i in new), retries=sum(i['retries'] for i in new))
         folder.save(**state)
         show(step)
-    part.unlink(missing_ok=True)
     return items
 
 # %% ../nbs/rlcd.ipynb #bc341496
@@ -322,6 +321,7 @@ def run(cfg: RLCDConfig):
     folder.write('sft.json' if cfg.method == 'context_distillation' else 'preferences.json', records)
     if cfg.method != 'context_distillation': write_rlcd_csv(folder.path('preferences.csv'), records)
     folder.finish(**figures)
+    folder.path('checkpoint/items.jsonl').unlink(missing_ok=True)
     return folder
 
 # %% ../nbs/rlcd.ipynb #f9bd7f14

@@ -20,8 +20,9 @@ from .core.completions import ServedWriter
 from .core.data import full_instruction, load_records, prompt_key
 from .core.dialogues import as_messages, bare_prompt, dialogue_text
 from .core.launch import Job, run_or_fail
+from .core.paths import at_root
 from .core.preferences import hash_uniform
-from .core.runs import start
+from .core.runs import read_summary, start
 from .core.settings import command
 from .core.text import alpaca_prompt
 from .annotators import usage_totals
@@ -173,7 +174,11 @@ def run(cfg: WombatConfig):
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
     folder.write('candidates.json', rated)
     settings = dict(candidates=f'{cfg.out}/candidates.json', seed=cfg.seed) | parse_mapping('rrhf', cfg.rrhf)
-    if cfg.rrhf: run_or_fail([Job(f'{cfg.out}/rrhf', 'rrhf', settings)], 1, 'rrhf', 'training')
+    training = [Job(f'{cfg.out}/rrhf', 'rrhf', settings)] if cfg.rrhf else []
+    if training: run_or_fail(training, 1, 'rrhf', 'training')
+    for job in writer_jobs(cfg) + training:   # their times are this run's, and their locks are not needed
+        folder.before['cpu'] += read_summary(job.out)['cpu_seconds']
+        at_root(job.out).with_name(f'.{at_root(job.out).name}.lock').unlink(missing_ok=True)
     ties = [len(set(q['scores'])) < len(q['scores']) for q in rated]
     folder.finish(queries=len(rated), unrated=len(queries) - len(rated), labels=len(rated) * bool(client),
                   candidates=float(np.mean([len(q['output']) for q in rated])), ties=float(np.mean(ties)))

@@ -14,6 +14,9 @@ CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
          ('annotators', 'annotators', {}), ('reward_model', 'reward_model', {}))
 
 
+def pytest_configure(config): config.addinivalue_line('markers', 'alone: measures speed, so nothing else should run meanwhile')
+
+
 @pytest.fixture(scope='session')
 def base(tmp_path_factory):
     "Folder of the runs world, sft, samples, annotators and reward_model."

@@ -4,7 +4,7 @@ import csv
 import pytest
 import torch
 
-from alpaca_farm import bench, bench_peers, bench_rows
+from alpaca_farm import bench, bench_peers, bench_rows, growth
 from alpaca_farm.bench_bound import pack_rows, packed_dpo_loss, packed_reward_loss, packed_sft_loss
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.models import load_policy, load_scalar
@@ -109,3 +109,19 @@ def test_a_row_that_fails_says_why(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.subprocess, 'run', lambda *_, **__: SimpleNamespace(stdout="No module named 'trl'"))
     cfg = bench.BenchConfig(out=str(tmp_path/'bench'), size='tiny', work=['sft'], device='cpu')
     with pytest.raises(RuntimeError, match="(?s)sft tiny failed.*No module named 'trl'"): bench.run_row('sft', 'tiny', 3, 1., cfg, tmp_path)
+
+
+def test_growth_is_measured_and_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(growth.AMOUNTS, 'annotations', growth.AMOUNTS['annotations']._replace(quick=(500, 1000, 2000)))
+    made = growth.run(growth.GrowthConfig(out=str(tmp_path/'growth'), work=['annotations', 'strengths'], device='cpu'))
+    rows = list(csv.DictReader(open(made.folder/'growth.csv')))
+    assert [int(r['amount']) for r in rows] == [500, 1000, 2000, 8, 16, 32, 64]
+    assert all(float(r['seconds']) > 0 for r in rows) and (made.folder/'growth.png').exists()
+    text = (made.folder/'growth.md').read_text()
+    assert '| annotations | 500 to 2,000 labelled pairs |' in text and 'Faster than expected: nothing.' in text
+
+
+def test_growth_names_what_is_unknown_or_fails(tmp_path):
+    with pytest.raises(ValueError, match="there is no 'width'. Choose from batch"): growth.GrowthConfig(work=['width'])
+    def fails(n, m): raise MemoryError
+    with pytest.raises(RuntimeError, match='amount 3'): growth.time_and_memory(fails, 3, None)

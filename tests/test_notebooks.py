@@ -38,6 +38,7 @@ OWN = {name: lambda f: {} for name in SILENT} | dict(
                                           members=2, curve_pairs=[8]),
            worlds=lambda f: dict(out=f'{f}/worlds', size=f'{f}/sizes.json', worlds=['default'], replicates=1, methods=['best_of_n', 'dpo'], labels=40, pairs=20),
            bench=lambda f: dict(out=f'{f}/bench', size='tiny', work=['dpo'], venvs=f'{f}/none'),
+           growth=lambda f: dict(out=f'{f}/growth', work=['board']),
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
 TINY_FARM = dict(

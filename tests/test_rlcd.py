@@ -213,6 +213,16 @@ def test_killed_and_divided_the_file_is_the_same(base, whole, tmp_path):
     assert [r['step'] for r in read_log(tmp_path/'killed')] == list(range(1, 16))
 
 
+@pytest.mark.parametrize('where', ['write_rlcd_csv', 'item_figures'])
+def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
+    "Nothing that a restart needs is removed before the run has finished."
+    def die(*_): raise KeyboardInterrupt
+    with monkeypatch.context() as m:
+        m.setattr(rlcd, where, die)
+        with pytest.raises(KeyboardInterrupt): made(base, tmp_path/'run')
+    assert made(base, tmp_path/'run') == whole[1] and not list((tmp_path/'run').rglob('*.jsonl*'))[1:]
+
+
 def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     made(base, tmp_path/'one', method='rlaif')
     made(base, tmp_path/'both', method='rlaif', both_orders=True)
@@ -379,7 +389,7 @@ def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch):
         assert [q['scores'][i] for i in shown] == [20., 12., 5.][:len(shown)]
     summary = read_summary(tmp_path/'wombat')
     assert summary['queries'] == summary['labels'] == len(pool) and summary['queries'] + summary['unrated'] == 6
-    assert (tmp_path/'wombat'/'rrhf'/'model'/'model.safetensors').exists()
+    assert (tmp_path/'wombat'/'rrhf'/'model'/'model.safetensors').exists() and not list((tmp_path/'wombat').rglob('.*'))
     learnt = read_json(tmp_path/'wombat'/'rrhf'/'candidates.json')
     assert {(q['instruction'], t): s for q in learnt for t, s in zip(q['output'], q['scores'])}.items() <= \
         {(q['instruction'], t): s for q in pool for t, s in zip(q['output'], q['scores'])}.items()

@@ -12,6 +12,7 @@ from alpaca_farm.core.api import ApiConfig
 from alpaca_farm.core.store import Store, request_key
 from fast_server import fast_server
 
+pytestmark = pytest.mark.alone
 N = int(os.environ.get('PAIRS', 200))
 FULL = N >= 1000
 
