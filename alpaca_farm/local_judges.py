@@ -74,8 +74,9 @@ class LocalJudge:
         limit = getattr(self.model.config, 'max_position_embeddings', math.inf) - max(map(len, self.labels))
         fitting = [i for i, ids in enumerate(prompts) if len(ids) <= limit]
         answers = [label for label in self.labels for _ in fitting]
-        a, b = response_logprobs(self.model, [prompts[i] for i in fitting] * 2, answers,
-                                 self.tokenizer.pad_token_id, size=self.batch_size).double().view(2, -1).numpy()
+        logps = response_logprobs(self.model, [prompts[i] for i in fitting] * 2, answers,
+                                  self.tokenizer.pad_token_id, size=self.batch_size)
+        a, b = logps.double().view(2, -1).numpy()
         preferences = np.full(len(pairs), np.nan)
         preferences[fitting] = 1 + 1 / (1 + np.exp(np.clip(a - b, -50, 50)))
         return preferences.tolist()

@@ -58,7 +58,8 @@ def source_jobs(cfg, source: str) -> list[Job]:
     return [
         *labels_and_reward_model(cfg, source, *SOURCES[source]), unpenalised_rloo(cfg, source),
         job('ppo', 'ppo', proxy, 75, annotators=''),
-        job('ppo_free', 'ppo', proxy, 75, kl_coef=0., learning_rate=6e-4, steps=24, save_every=3, annotators=''),
+        job('ppo_free', 'ppo', proxy, 75, kl_coef=0., learning_rate=6e-4, steps=24, save_every=3,
+            annotators=''),
         *(job(f'dpo_{beta}', 'dpo', pairs, 50, beta=beta, save_every=120) for beta in BETAS),
         job('quark', 'quark', proxy, 65, annotators=''),
         job('expert_iteration', 'expert_iteration', proxy, 90, samples=cfg.candidates, rounds=3),

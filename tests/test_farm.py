@@ -230,13 +230,14 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
     "kill -9 of the process that starts the jobs, in the middle: none of them outlives it, and the restart at once ends well."
     folders, command = two_jobs
     parent = tiny.spawn(command)
-    until = time.time() + 90
+    until = time.time() + 150
     while not all(len(read_log(f)) > 5 for f in folders): assert time.time() < until and parent.poll() is None; time.sleep(.1)
-    papermills, started = (psutil.Process(parent.pid).children(recursive=r) for r in (False, True))
-    assert len(papermills) == 2 and len(started) >= 4, 'papermill and its kernel, twice'
+    started = psutil.Process(parent.pid).children(recursive=True)
+    forks = [p for p in started if p.ppid() != parent.pid]
+    assert len(forks) == 2, 'the server is a child of the parent, the jobs are its children'
     parent.kill()
     again = tiny.spawn(command)
-    assert gone(papermills, 1) and gone(started, 5)
+    assert gone(forks, 1) and gone(started, 30)   # the server writes nothing; it ends when nobody needs it
     assert again.communicate()[0].strip().split('\n')[-1] == '[]'
     for f in folders: assert read_summary(f) and [r['step'] for r in read_log(f)] == list(range(1, 61))
 

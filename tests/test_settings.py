@@ -188,7 +188,7 @@ def installed(tmp_path_factory):
 def test_the_wheel_works_without_a_checkout(installed, tmp_path):
     code = '''
 from pathlib import Path
-from alpaca_farm.core.build import methods, notebook_path, papermill_command, recipe
+from alpaca_farm.core.build import methods, notebook_path, recipe
 from alpaca_farm.core.judge_configs import judge_config_file
 from alpaca_farm.core.paths import at_root, notebooks_folder
 from alpaca_farm.dpo import DPOConfig
@@ -196,7 +196,7 @@ from alpaca_farm.farm import FarmConfig
 from alpaca_farm.judges import load_evaluators
 assert notebooks_folder() == Path(SITE)/'alpaca_farm'/'nbs', notebooks_folder()
 assert recipe('runs/sft') == ('sft', {}) and recipe('runs/samples')[0] == 'best_of_n' and 'ppo' in methods()
-assert Path(papermill_command('best_of_n', 'runs/a')[3]).is_file() and at_root('runs/a') == Path.cwd()/'runs'/'a'
+assert notebook_path('best_of_n').is_file() and at_root('runs/a') == Path.cwd()/'runs'/'a'
 assert load_evaluators('structured')[0].name == 'structured' and judge_config_file('open_pool')
 assert DPOConfig(seed=1).seed == 1 and FarmConfig(size='quick')
 print('all is there')

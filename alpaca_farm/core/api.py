@@ -10,7 +10,7 @@ __all__ = ['SECRET_NAME', 'MODERATION', 'parse_mapping', 'ApiConfig', 'asking_se
            'send_request', 'run_async']
 
 # %% ../../nbs/core/api.ipynb #6c85fbd2
-import asyncio, email.utils, json, os, random, re, threading, time
+import asyncio, email.utils, importlib, json, os, random, re, threading, time
 from dataclasses import dataclass, field
 
 from .connections import behind_proxy, Connections
@@ -248,7 +248,9 @@ def make_connections(endpoint) -> Connections | None:
     url = str(endpoint.base_url)
     if behind_proxy(url): return None
     headers = {k: v for k, v in endpoint.default_headers.items() if isinstance(v, str)}
-    return Connections(url, headers | {'Authorization': f'Bearer {endpoint.api_key}'})
+    http = importlib.import_module(type(endpoint.base_url).__module__.split('.')[0])   # httpx, httpx2
+    tls = http.create_ssl_context() if url.startswith('https') else None
+    return Connections(url, headers | {'Authorization': f'Bearer {endpoint.api_key}'}, tls)
 
 # %% ../../nbs/core/api.ipynb #5519ad37
 async def send_request(endpoint, connections: Connections | None, request: dict) -> dict:

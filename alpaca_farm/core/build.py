@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['matches_settings', 'recorded_inputs', 'changed_inputs', 'is_fresh', 'notebook_path', 'methods', 'people_settings',
-           'recipe', 'takes_annotators', 'papermill_command', 'start_process', 'run_logged', 'build', 'check_input_run',
-           'ensure_input']
+           'recipe', 'takes_annotators', 'start_notebook', 'wait_for', 'build', 'check_input_run', 'ensure_input']
 
 # %% ../../nbs/core/build.ipynb #aaceba8c
-import ctypes, fcntl, json, os, signal, subprocess, sys
+import fcntl
 from pathlib import Path
 
+from .execution import NotebookProcess
 from alpaca_farm.core.fingerprint import (as_list, content_hash, damaged_file, exported_hash, run_config,
     run_of)
 from .paths import notebooks_folder
-from .settings import at_root, Config, root
+from .settings import at_root, Config
 
 # %% ../../nbs/core/build.ipynb #f6756d20
 def matches_settings(config: dict, given: dict) -> bool:
@@ -98,30 +98,17 @@ def takes_annotators(run: str) -> bool:
     name = run.removesuffix('_people')
     return name == 'annotators' or methods().get(name, dict(annotators=False))['annotators']
 
-# %% ../../nbs/core/build.ipynb #e03a8711
-def papermill_command(notebook: str, out: str, **settings) -> list[str]:
-    "The command that executes a notebook of this project with `out` as its run folder."
-    given = []
-    for k, v in settings.items():
-        given += ['-y', f'{k}: {json.dumps(v)}'] if isinstance(v, (list, dict)) else ['-p', k, str(v)]
-    return [sys.executable, '-m', 'papermill', str(notebook_path(notebook)), str(at_root(out)) + '.ipynb',
-            '-p', 'out', str(out), *given, '--no-progress-bar', '--log-level', 'ERROR', '-k', 'python3']
+# %% ../../nbs/core/build.ipynb #75e38d91
+def start_notebook(notebook: str, out: str, settings: dict) -> NotebookProcess:
+    "Start a notebook of this project in a process of its own."
+    folder = at_root(out)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    return NotebookProcess(notebook_path(notebook), Path(f'{folder}.ipynb'), dict(settings, out=str(out)),
+                           Path(f'{folder}.txt'))
 
-# %% ../../nbs/core/build.ipynb #3c9be410
-def start_process(command: list[str], output: Path) -> subprocess.Popen:
-    "Start a command in the root folder with one thread and its output in a file; it dies with this process."
-    env = dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false',
-               PYDEVD_DISABLE_FILE_VALIDATION='1')
-    env.pop('JPY_SESSION_NAME', None)   # that of the notebook which is open, not of the one that is run
-    set_option = getattr(ctypes.CDLL(None), 'prctl', lambda *args: 0)
-    with open(output, 'w') as f:
-        return subprocess.Popen(command, stdout=f, stderr=subprocess.STDOUT, env=env, cwd=root(),
-                                preexec_fn=lambda: set_option(1, signal.SIGKILL))   # 1: PR_SET_PDEATHSIG
-
-# %% ../../nbs/core/build.ipynb #2c897360
-def run_logged(command: list[str], output: Path, name: str):
-    "Run a command with its output in a file; RuntimeError with the last lines if it fails."
-    process = start_process(command, output)
+# %% ../../nbs/core/build.ipynb #6add8bea
+def wait_for(process, output: Path, name: str):
+    "Wait for a process with its output in a file; RuntimeError with the last lines if it fails."
     try: code = process.wait()
     finally: process.kill()   # if this process was interrupted
     tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
@@ -141,7 +128,7 @@ def build(notebook: str, out: str, **settings):
         settings = run_config(folder).get('given', settings)
         print(f'{out} is missing, unfinished, or made from earlier code or inputs: '
               f'building it with nbs/{notebook}.ipynb')
-        run_logged(papermill_command(notebook, out, **settings), Path(f'{folder}.txt'), out)
+        wait_for(start_notebook(notebook, out, settings), Path(f'{folder}.txt'), out)
 
 # %% ../../nbs/core/build.ipynb #916716e4
 def check_input_run(name: str, path: str):

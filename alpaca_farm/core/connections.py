@@ -55,11 +55,9 @@ class Connections:
     def __init__(self,
         url: str,       # such as https://host/v1
         headers: dict,  # of all requests
+        tls=None,       # SSL context with the certificates to trust, for https
     ):
-        self.parts, self.idle, self.tls = urlsplit(url), [], None
-        if self.parts.scheme == 'https':
-            import httpx
-            self.tls = httpx.create_ssl_context()   # the certificates that the openai package trusts
+        self.parts, self.idle, self.tls = urlsplit(url), [], tls
         given = {'Host': self.parts.netloc, 'Accept-Encoding': 'identity'} | headers
         broken = [name for name, value in given.items() if not value.isprintable()]
         if broken: raise ValueError(f'the header {broken[0]} has a line break or another control character')

@@ -8,11 +8,12 @@ __all__ = ['Job', 'study_job', 'fraction_done', 'start_job', 'cell_error', 'fail
            'Interrupted', 'next_step', 'train_or_launch']
 
 # %% ../../nbs/core/launch.ipynb #679fd030
-import json, os, subprocess, time
+import json, os, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .build import as_list, is_fresh, papermill_command, recipe, start_process
+from .build import as_list, is_fresh, recipe, start_notebook
+from .execution import NotebookProcess
 from .files import read_json
 from .progress import Progress
 from .runs import read_log
@@ -60,10 +61,9 @@ def fraction_done(job: Job) -> float:
     return last[0]['step'] / total if last else 0.
 
 # %% ../../nbs/core/launch.ipynb #47b8ea10
-def start_job(job: Job) -> subprocess.Popen:
+def start_job(job: Job) -> NotebookProcess:
     "Start a job; its output goes to a file beside its notebook."
-    at_root(job.out).parent.mkdir(parents=True, exist_ok=True)
-    return start_process(papermill_command(job.notebook, job.out, **job.settings), f'{at_root(job.out)}.txt')
+    return start_notebook(job.notebook, job.out, job.settings)
 
 # %% ../../nbs/core/launch.ipynb #5a856faa
 def cell_error(job: Job) -> str:

@@ -208,7 +208,8 @@ def response_logprobs(
     out = torch.zeros(len(prompts))
     for rows, *answers in answer_batches(prompts, responses, size):
         batch = {k: v.to(model.device) for k, v in collate(*answers, pad_id).items()}
-        for places, logp in zip(rows, sequence_logprobs(model, batch, temperature).tolist()): out[places] = logp
+        logps = sequence_logprobs(model, batch, temperature).tolist()
+        for places, logp in zip(rows, logps): out[places] = logp
     return out
 
 # %% ../../nbs/core/models.ipynb #5aa211eb

@@ -78,7 +78,7 @@ class Packed(NamedTuple):
 
 # %% ../../nbs/core/packing.ipynb #89c520ed
 def fill_rows(ids, mask, response, part, cells, shape) -> Packed:
-    "Packed rows of a given shape, from a batch (B, T), the part (B,) of each row and the cell (B, T) of each token."
+    "Packed rows of a given shape, from a batch (B, T), each row's part (B,) and each token's cell (B, T)."
     filled, real = torch.zeros(4, shape[0] * shape[1], dtype=torch.long, device=ids.device), mask.bool()
     filled[2:] = -1
     row = torch.arange(len(ids), device=ids.device)[:, None]
@@ -112,7 +112,8 @@ def pack(
     part_of, cells = np.zeros(len(x), int), np.zeros(x.shape, int)
     for k, part in enumerate(parts): part_of[part] = k
     cells[real] = np.concatenate(token_cells(parts, places, prompts, answers, shape[1]))
-    return fill_rows(ids, mask, response, *(torch.from_numpy(t).to(ids.device) for t in (part_of, cells)), shape)
+    places = (torch.from_numpy(t).to(ids.device) for t in (part_of, cells))
+    return fill_rows(ids, mask, response, *places, shape)
 
 # %% ../../nbs/core/packing.ipynb #73108c52
 def packed_states(model, packed: Packed) -> torch.Tensor:
@@ -125,12 +126,12 @@ def packed_states(model, packed: Packed) -> torch.Tensor:
 
 # %% ../../nbs/core/packing.ipynb #35d720c7
 def attention_window(model) -> float:
-    "The number of tokens that every layer attends to: infinite without sliding windows, 0 for other kinds of layers."
+    "Tokens that every layer attends to: infinite without sliding windows, 0 for other kinds of layers."
     config = model.config.get_text_config()
     kinds = set(getattr(config, 'layer_types', None) or ['full_attention'])
     if not kinds <= {'full_attention', 'sliding_attention'}: return 0
-    on = 'sliding_attention' in kinds if hasattr(config, 'layer_types') else getattr(config, 'sliding_window', None)
-    return config.sliding_window if on else math.inf
+    size = getattr(config, 'sliding_window', None) or math.inf
+    return size if 'sliding_attention' in kinds or not hasattr(config, 'layer_types') else math.inf
 
 # %% ../../nbs/core/packing.ipynb #4b527486
 @torch.no_grad()
