@@ -7,7 +7,7 @@ __all__ = ['AMOUNTS', 'TOLERANCE', 'train_rows', 'sample_answers_of', 'read_anno
            'Growth', 'GrowthConfig', 'time_and_memory', 'fit_exponent', 'exponents', 'growth_text', 'growth_figure',
            'run']
 
-# %% ../nbs/studies/growth.ipynb #69565e1d
+# %% ../nbs/studies/growth.ipynb #649f8f7a
 import json, os, resource, tempfile, time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from .core.text import encode, encode_prompts
 from .rankings import bradley_terry
 from .sft import sft_batch, sft_loss
 
-# %% ../nbs/studies/growth.ipynb #fdb7a331
+# %% ../nbs/studies/growth.ipynb #aa1f4f6f
 def train_rows(count: int, length: int, m: rows.Material):
     "Gradient of one batch of `count` rows of `length` tokens, half of them prompt."
     policy = load_policy(str(m.folder/'policy'), TrainConfig(device='cpu'), train=True)[0]
@@ -37,14 +37,14 @@ def train_rows(count: int, length: int, m: rows.Material):
     def work(): (sft_loss(policy, batch)['loss']*batch['weight']).sum().backward()
     return work
 
-# %% ../nbs/studies/growth.ipynb #f3f3dd49
+# %% ../nbs/studies/growth.ipynb #725d97f0
 def sample_answers_of(n: int, m: rows.Material):
     "`n` answers of 32 tokens to each of 8 prompts."
     policy, tokenizer = load_policy(str(m.folder/'policy'), TrainConfig(device='cpu'))
     prompts = encode_prompts(m.records[:8], tokenizer, 'raw')
     return lambda: generate(policy, tokenizer, prompts, n, 32)
 
-# %% ../nbs/studies/growth.ipynb #37736ef9
+# %% ../nbs/studies/growth.ipynb #9863c696
 def read_annotations(n: int, m: rows.Material):
     "Read a file of `n` labelled pairs and tokenize them."
     file = m.folder/'many.json'
@@ -57,20 +57,20 @@ def read_annotations(n: int, m: rows.Material):
         return encode(records, ('output_1', 'output_2'), m.tokenizer, 2048, 'raw')
     return work
 
-# %% ../nbs/studies/growth.ipynb #298be559
+# %% ../nbs/studies/growth.ipynb #c2c40ea0
 def rank_models(n: int, m: rows.Material):
     "Win rates with intervals of `n` models on 805 instructions."
     rng = np.random.default_rng(0)
     points = rng.random((n, 805))
     return lambda: [bootstrap(p) for p in points]
 
-# %% ../nbs/studies/growth.ipynb #c8d0e6df
+# %% ../nbs/studies/growth.ipynb #23a7fe3e
 def fit_strengths(n: int, m: rows.Material):
-    "Bradley-Terry strengths of `n` models, of 100 bootstrap draws."
-    wins = np.random.default_rng(0).integers(1, 40, (100, n, n))*(1 - np.eye(n))
+    "Bradley-Terry strengths of `n` models, of 20 bootstrap draws."
+    wins = np.random.default_rng(0).integers(1, 40, (20, n, n))*(1 - np.eye(n))
     return lambda: bradley_terry(wins)
 
-# %% ../nbs/studies/growth.ipynb #6e360514
+# %% ../nbs/studies/growth.ipynb #502085c5
 class Growth(NamedTuple):
     "Work in several amounts, and the exponent of time that is expected of it at most."
     prepare: Callable   # (amount, material) -> a function that does the work
@@ -90,7 +90,7 @@ AMOUNTS = dict(
     board=Growth(rank_models, 'models', (5, 10, 20, 40), (10, 20, 40, 80, 160)),
     strengths=Growth(fit_strengths, 'models', (8, 16, 32, 64), (8, 16, 32, 64, 128), 3.))
 
-# %% ../nbs/studies/growth.ipynb #11334f8c
+# %% ../nbs/studies/growth.ipynb #f2e08f47
 @dataclass
 class GrowthConfig(Config):
     "Settings of a measurement of growth."
@@ -103,7 +103,7 @@ class GrowthConfig(Config):
         unknown = [name for name in self.work if name not in AMOUNTS]
         if unknown: raise ValueError(f'work: there is no {unknown[0]!r}. Choose from {", ".join(AMOUNTS)}')
 
-# %% ../nbs/studies/growth.ipynb #34cd56d0
+# %% ../nbs/studies/growth.ipynb #ca53ea8a
 def time_and_memory(prepare, amount: int, m) -> dict[str, float]:
     "Processor seconds of some work, and MB that it takes beyond what prepares it, in a process of its own."
     r, w = os.pipe()
@@ -122,7 +122,7 @@ def time_and_memory(prepare, amount: int, m) -> dict[str, float]:
     if not text: raise RuntimeError(f'the work of amount {amount} ended without a result: not enough memory?')
     return json.loads(text)
 
-# %% ../nbs/studies/growth.ipynb #cb47c152
+# %% ../nbs/studies/growth.ipynb #5db020a3
 def fit_exponent(x, y) -> tuple[float, float, float]:
     "Slope of log y over log x by least squares, and its 95 % interval."
     from scipy import stats
@@ -130,7 +130,7 @@ def fit_exponent(x, y) -> tuple[float, float, float]:
     half = stats.t.ppf(.975, len(x) - 2)*fit.stderr if len(x) > 2 else float('inf')
     return float(fit.slope), float(fit.slope - half), float(fit.slope + half)
 
-# %% ../nbs/studies/growth.ipynb #e1c2ad8b
+# %% ../nbs/studies/growth.ipynb #07cbfa2c
 TOLERANCE = .1
 
 
@@ -148,10 +148,10 @@ def exponents(points) -> list[dict]:
         out.append(row)
     return out
 
-# %% ../nbs/studies/growth.ipynb #fd49d4ee
+# %% ../nbs/studies/growth.ipynb #de38e37f
 def growth_text(rows: list[dict]) -> str:
     "The exponents in Markdown, and what grows faster than expected."
-    names = 'work', 'amounts', 'seconds, MB of the largest', 'exponent of time', 'of memory', 'expected at most'
+    names = 'work', 'amounts', 'seconds, MB of the largest', 'exponent of time', 'of memory', 'at most'
     lines = [f'| {" | ".join(names)} |', '|---'*len(names) + '|']
     for r in rows:
         both = ['{:.2f} ({:.2f}–{:.2f})'.format(*(r[y + end] for end in ('_exponent', '_low', '_high')))
@@ -161,7 +161,7 @@ def growth_text(rows: list[dict]) -> str:
     faster = [f'{r["work"]} ({r["faster"]})' for r in rows if r['faster']]
     return '\n'.join([*lines, '', f'Faster than expected: {", ".join(faster) or "nothing"}.', ''])
 
-# %% ../nbs/studies/growth.ipynb #d0ece1f8
+# %% ../nbs/studies/growth.ipynb #a6aea302
 def growth_figure(points):  # matplotlib figure
     "Time and memory over the amount of work, relative to the smallest, and the line of proportion."
     import matplotlib.pyplot as plt
@@ -177,7 +177,7 @@ def growth_figure(points):  # matplotlib figure
     axes[0].legend(fontsize=7)
     return fig
 
-# %% ../nbs/studies/growth.ipynb #5ac6f65c
+# %% ../nbs/studies/growth.ipynb #80e4124e
 def run(cfg: GrowthConfig):
     "Measure and fit; writes growth.csv, growth.md and growth.png in `cfg.out`."
     import pandas as pd
@@ -201,5 +201,5 @@ def run(cfg: GrowthConfig):
     made.finish(**{f'{r["work"]}_exponent': r['seconds_exponent'] for r in fitted})
     return made
 
-# %% ../nbs/studies/growth.ipynb #d229b89f
+# %% ../nbs/studies/growth.ipynb #91df0029
 command(GrowthConfig, run)
