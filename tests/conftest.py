@@ -5,9 +5,14 @@ from types import SimpleNamespace
 
 os.environ.update(OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', HF_HUB_OFFLINE='1')
 
+import hypothesis
 import pytest
 
 import tiny
+
+# the same examples each time, however busy the machine is
+hypothesis.settings.register_profile('tests', deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
+hypothesis.settings.load_profile('tests')
 
 CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
          ('samples', 'best_of_n', dict(split='preference', reward_model='', max_instances=0)),
