@@ -226,9 +226,9 @@ def pair_samples(
 # %% ../nbs/annotators.ipynb #5fc2cbce
 def load_pairs(cfg) -> list[dict]:
     "The pairs that `cfg.outputs` names, or its answers beside those of `cfg.against`, which are output_1."
-    if cfg.against:
+    if against := getattr(cfg, 'against', ''):
         both = (load_records(f, 'outputs', 'output', cfg.max_instances, cfg.columns)
-                for f in (cfg.against, cfg.outputs))
+                for f in (against, cfg.outputs))
         return ordered_pairs(*both)
     rows = load_records(cfg.outputs, 'candidates', ('pair', 'candidates'), cfg.max_instances, cfg.columns)
     return rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed)

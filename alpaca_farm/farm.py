@@ -67,9 +67,9 @@ COMMON = FIRST | dict(
 
 STUDY = dict(  # added by the study of over-optimisation, which compares answers at temperature 1
     annotators_judge=(dict(outputs='samples'), 12),
-    reward_model_judge=(dict(preferences='annotators_judge', policy='sft'), 110),
+    reward_model_judge=(dict(preferences='annotators_judge', policy='sft'), 80),
     ppo_free=(dict(data='world', policy='sft', reward_model='reward_model'), 105),
-    ppo_judge_free=(dict(data='world', policy='sft', reward_model='reward_model_judge'), 105),
+    ppo_judge_free=(dict(data='world', policy='sft', reward_model='reward_model_judge'), 100),
     dpo_low=(dict(data='world', policy='sft', preferences='annotators'), 80),
     bank=(dict(data='world', policy='sft'), 40),
     overoptimization=(dict(data='world', pairs='samples', candidates='candidates', policy='sft', bank='bank',
@@ -82,12 +82,12 @@ def learning_runs(suffix: str) -> dict:
     "Labels, reward model and methods of one source of labels, whose runs' names end in `suffix`."
     labels, reward = f'annotators{suffix}', f'reward_model{suffix}'
     feedback = dict(preferences=dict(preferences=labels), reward_model=dict(reward_model=reward))
-    runs = {labels: (dict(outputs='samples'), 12), reward: (dict(preferences=labels, policy='sft'), 110)}
+    runs = {labels: (dict(outputs='samples'), 12), reward: (dict(preferences=labels, policy='sft'), 80)}
     for method, row in methods().items():
         reads = dict(data='world', policy='sft') | feedback[row['learns_from']] | row['reads']
         runs[f'{method}{suffix}'] = reads, row['cost']
     policies = ['base']*(not suffix) + [f'{method}{suffix}' for method in methods()]
-    runs[f'decoding_methods{suffix}'] = dict(data='world', reference='sft', policies=policies), 90
+    runs[f'decoding_methods{suffix}'] = dict(data='world', reference='sft', policies=policies), 60
     return runs
 
 # %% ../nbs/farm.ipynb #b52b1efc
