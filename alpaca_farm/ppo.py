@@ -53,10 +53,15 @@ class PPOConfig(OnlineConfig):
                     value_learning_rate=(0, None))
         self.one_of('advantage', 'gae', 'rloo', 'grpo')
         self.one_of('kl_kind', *KL_KINDS)
-        for name in ('batch_size',) if self.advantage == 'gae' else ('batch_size', 'group_size'):
-            size = getattr(self, name)
-            if self.rollouts % size:
-                raise ValueError(f'rollouts = {self.rollouts} must be a multiple of {name} = {size}')
+        parts = dict(rollouts='batch_size') | (dict(batch_size='group_size') if self.group > 1 else {})
+        for name, of in parts.items():
+            whole, part = getattr(self, name), getattr(self, of)
+            if whole % part: raise ValueError(f'{name} = {whole} must be a multiple of {of} = {part}')
+
+    @property
+    def group(self) -> int:
+        "Answers to each prompt of a rollout."
+        return 1 if self.advantage == 'gae' else self.group_size
 
 # %% ../nbs/ppo.ipynb #5e5c2420
 def ppo_policy_loss(
@@ -188,7 +193,9 @@ def ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) -> 
     updates = []
     for epoch in range(cfg.ppo_epochs):
         g = torch.Generator().manual_seed((cfg.seed * 1_000_003 + trainer.step) * 101 + epoch)
-        for rows in torch.randperm(cfg.rollouts, generator=g).split(cfg.batch_size):
+        prompts = torch.randperm(cfg.rollouts // cfg.group, generator=g)
+        order = (prompts[:, None] * cfg.group + torch.arange(cfg.group)).flatten()
+        for rows in order.split(cfg.batch_size):
             part = {k: v[rows.to(v.device)] for k, v in batch.items()}
             updates.append(trainer.update(part, lambda b: ppo_loss(policy, value, b, cfg)))
     return {k: mean([u[k] for u in updates]) for k in updates[0]} | dict(first_ratio=updates[0]['ratio'])
@@ -196,8 +203,8 @@ def ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) -> 
 # %% ../nbs/ppo.ipynb #1f2a4af0
 def rollout_indices(n: int, step: int, cfg: PPOConfig) -> list[int]:
     "The prompt of each row of a step, of `n` prompts; rows of the same prompt are adjacent."
-    size = 1 if cfg.advantage == 'gae' else cfg.group_size
-    return [i for i in prompt_indices(n, step, cfg, cfg.rollouts // size) for _ in range(size)]
+    prompts = prompt_indices(n, step, cfg, cfg.rollouts // cfg.group)
+    return [i for i in prompts for _ in range(cfg.group)]
 
 # %% ../nbs/ppo.ipynb #71cb6b86
 def train(cfg: PPOConfig):
