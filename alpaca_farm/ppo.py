@@ -14,10 +14,10 @@ import torch
 
 from .core.answers import answer_again, mean, preflight
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
-from .core.models import load_policy, load_scalar, load_tokenizer, logprobs, values
-from .core.rewards import reward
+from .core.models import hidden_states, load_policy, load_scalar, load_tokenizer, logprobs, values
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
+from .core.rewards import reward
 from .core.runs import start
 from .core.settings import command
 from .core.text import same_vocabulary
@@ -107,9 +107,9 @@ class ValueHead(torch.nn.Module):
         if shared: object.__setattr__(self, 'base_model', trunk.base_model)  # not a submodule
         else: self.base_model = trunk.base_model
 
-    def forward(self, batch: dict) -> torch.Tensor:
+    def forward(self, batch: dict, states=None) -> torch.Tensor:
         "Values (B, T) of the states in which each response token is chosen."
-        return (values(self, batch) - self.mean * batch['response']) / self.std
+        return (values(self, batch, states) - self.mean * batch['response']) / self.std
 
 # %% ../nbs/ppo.ipynb #7b1ade25
 def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
@@ -175,14 +175,16 @@ def experience(policy, reference, value, batch: dict, scores: torch.Tensor,
 # %% ../nbs/ppo.ipynb #75e6d2c0
 def ppo_loss(policy, value, batch: dict, cfg: PPOConfig) -> dict[str, torch.Tensor]:
     "Loss and figures of each token, (B, T) each."
-    logp = logprobs(policy, batch, cfg.temperature)
+    tokens = batch['ids'], batch['mask'], batch['response']
+    states = hidden_states(policy, *tokens) if cfg.shared_value else None   # for both heads
+    logp = logprobs(policy, batch, cfg.temperature, states)
     loss = ppo_policy_loss(logp, batch['old_logp'], batch['advantages'], cfg.clip)
     ratio = (logp - batch['old_logp']).exp()
     figures = dict(loss=loss, policy_loss=loss, ratio=ratio,
                    clip_fraction=((ratio - 1).abs() > cfg.clip).float(),
                    approx_kl=kl_estimate(batch['old_logp'], logp, 'k3'))
     if not value: return figures
-    v = value(batch)
+    v = value(batch, states)
     value_loss = ppo_value_loss(v, batch['old_values'], batch['returns'], cfg.value_clip)
     return figures | dict(loss=loss + cfg.vf_coef * value_loss, value_loss=value_loss,
                           value_clip_fraction=((v - batch['old_values']).abs() > cfg.value_clip).float())

@@ -1,4 +1,5 @@
 """Losses against loops in float64, and what they must be before and after the first real updates."""
+import dataclasses
 import math
 
 import pytest
@@ -129,3 +130,18 @@ def test_a_policy_that_is_its_reference_has_no_kl(base, tmp_path, monkeypatch, d
     plain = (batch['returns'] - batch['old_values'])[batch['response'].bool()].double()
     white = batch['advantages'][batch['response'].bool()].double()
     torch.testing.assert_close(white, (plain - plain.mean())/plain.std(correction=0), rtol=0, atol=1e-5)
+
+
+def test_a_shared_trunk_is_read_once(models):
+    "One pass for log-probs and values, with the same loss as two."
+    cfg, answers = ppo.PPOConfig(device='cpu', shared_value=True), [a[:5] for a in models.answers[:4]]
+    value = ppo.ValueHead(models.policy, torch.nn.Linear(models.policy.config.hidden_size, 1, bias=False), shared=True)
+    batch = rollout_batch(models.prompts[:4], answers, models.tokenizer.pad_token_id)
+    batch |= {k: torch.zeros(batch['ids'].shape) for k in ('old_logp', 'advantages', 'old_values', 'returns')}
+    passes = []
+    hook = models.policy.base_model.register_forward_hook(lambda *_: passes.append(1))
+    once = ppo.ppo_loss(models.policy, value, batch, cfg)['loss']
+    twice = ppo.ppo_loss(models.policy, value, batch, dataclasses.replace(cfg, shared_value=False))['loss']
+    hook.remove()
+    assert len(passes) == 1 + 2
+    torch.testing.assert_close(once, twice, rtol=0, atol=0)

@@ -172,9 +172,11 @@ def logprobs(
     model,
     batch: dict,               # ids, mask, response: each (B, T)
     temperature: float = 1.0,  # logits are divided by it, as when sampling
+    states=None,               # (B, T, hidden), if they are known already
 ) -> torch.Tensor:  # (B, T), zero outside the response
     "log p of each response token given the tokens before it."
-    states = hidden_states(model, batch['ids'], batch['mask'], batch['response'])[:, :-1]
+    if states is None: states = hidden_states(model, batch['ids'], batch['mask'], batch['response'])
+    states = states[:, :-1]
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
     if has_plain_head(model):
         head = model.get_output_embeddings().weight
@@ -244,9 +246,10 @@ def sequence_scores(
     return scores + weight * own_likelihoods(model, states, ids, response) if weight else scores
 
 # %% ../../nbs/core/models.ipynb #12b069c9
-def values(model, batch: dict) -> torch.Tensor:
+def values(model, batch: dict, states=None) -> torch.Tensor:
     "V of the state in which each response token is chosen, (B, T); zero outside the response."
-    scores = token_scores(model, batch['ids'], batch['mask'], batch['response'])
+    if states is None: states = hidden_states(model, batch['ids'], batch['mask'], batch['response'])
+    scores = model.score(states).squeeze(-1).float()
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
 
 # %% ../../nbs/core/models.ipynb #77e3a040
