@@ -131,7 +131,7 @@ def contrast_prompt(
     if task.placement == 'user':
         turns = [dict(t, content=t['content'] + f'\n\n({p})' * bool(p)) for t, p in zip(turns, phrases)]
     system = pair.get(side, '') if task.placement == 'system' else ''
-    if chat and task.placement == 'role':
+    if chat and side and task.placement == 'role':
         raise ValueError(f'{task.name}: a chat template has no place behind the word Assistant. '
                          'Set template to raw, or placement in the task to system or user')
     if chat: return [dict(role='system', content=system)] * bool(system) + turns
@@ -140,15 +140,15 @@ def contrast_prompt(
     return system + spoken + f'\n\nAssistant{tags[-1]}:{with_space(task.response_prefix)}'
 
 # %% ../nbs/rlcd_tasks.ipynb #b1880c58
-LEADING = re.compile(r'\s*(?:Human|Assistant|User)(?: \([^()\n]*\))?:', re.I)
+LEADING = re.compile(r'(?:\s*Assistant|(?!\s*\n\s*\n)\s*(?:Human|User))(?: \([^()\n]*\))?:', re.I)
 
 
 def clean_response(text: str, task: Task) -> tuple[str, bool]:
     "A sampled text up to the next turn, with the task's prefix; and whether a turn followed."
     while tag := LEADING.match(text): text = text[tag.end():]
     cut = min((at for s in task.stop if (at := text.find(s)) >= 0), default=-1)
-    answer = text if cut < 0 else text[:cut]
-    return f'{task.response_prefix} {answer.strip()}'.strip() if answer.strip() else '', cut >= 0
+    answer = (text if cut < 0 else text[:cut]).strip().removeprefix(task.response_prefix.strip()).strip()
+    return f'{task.response_prefix} {answer}'.strip() if answer else '', cut >= 0
 
 # %% ../nbs/rlcd_tasks.ipynb #5d1ea794
 def reject_reason(answer: str, ended: bool, task: Task) -> str:

@@ -100,7 +100,8 @@ def test_prompts_are_mirror_images():
     (' Sure.', 'Sure.', False), (' Sure.\n\nHuman: Thanks', 'Sure.', True), (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True),
     (' Humanity and the Human body.', 'Humanity and the Human body.', False), (' A.\n\nHumanity: b.\nHuman: c', 'A.\n\nHumanity: b.\nHuman: c', False),
     ('The Human: factor', 'The Human: factor', False), (' Human: Assistant: hi', 'hi', False), ('Assistant: Human: hi', 'hi', False),
-    ('user: User: hi', 'hi', False), ('\n\nHuman: and then?', 'and then?', False), ('  ', '', False), (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
+    ('user: User: hi', 'hi', False), ('\n\nHuman: and then?', '', True), ('Human: and then?', 'and then?', False), ('\n\nAssistant: hi', 'hi', False),
+    ('\n Human: hi', 'hi', False), ('  ', '', False), (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
 def test_answers_end_at_whole_role_tags(text, found, stopped):
     "The release's filter cut or rejected whatever contained Human."
     assert clean_response(text, task_with()) == (found, stopped)
@@ -253,6 +254,12 @@ def test_rescored_pairs_are_those_of_rlcd(base, whole, tmp_path):
     people = pairs(tmp_path/'people')
     assert len(people) == len(again) and {r['annotator'] for r in people} == {'gold'}
     assert [r['preference'] for r in people] == gold(people) and len({r['preference'] for r in people}) > 1
+    some = tmp_path/'some.json'   # pairs of a run that left prompts out
+    some.write_text(json.dumps([r for r in pairs(out) if r['index'] % 5]))
+    given, parts = dict(method='rlcd_rescore', samples=str(some)), [str(tmp_path/f'part{r}') for r in range(2)]
+    for r, part in enumerate(parts): made(base, part, indices_mod=2, indices_remainder=r, **given)
+    assert made(base, tmp_path/'joined', parts=parts, **given) == made(base, tmp_path/'undivided', **given)
+    with pytest.raises(ValueError, match='row 0 of .* is labelled by self'): made(base, tmp_path/'x', method='rlcd_rescore', samples=str(tmp_path/'read'))
 
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
@@ -310,7 +317,7 @@ def test_wrong_settings(more, message):
 def test_a_judge_that_fails_stops_the_run_before_anything_is_written(base, tmp_path):
     dialogues = tmp_path/'talk.json'
     dialogues.write_text(json.dumps([TALK]))
-    with pytest.raises(ValueError, match='annotators = .* failed on a first answer'):
+    with pytest.raises(ValueError, match='annotators = .* failed on a first answer .*gold judges answers to an instruction, and a pair has a dialogue'):
         made(base, tmp_path/'out', method='rlaif', data=str(dialogues), annotators='alpaca_farm.world:gold')
     assert not (tmp_path/'out').exists()
 
