@@ -164,8 +164,8 @@ def stored_items(cfg: RLCDConfig, task) -> list[dict]:
     items, rows = [], load_records(cfg.samples, 'preferences', 'preference', cfg.max_instances, cfg.columns)
     for k, r in enumerate(rows):
         if r.get('annotator', 'contrast') != 'contrast':
-            raise ValueError(f'samples: row {k} of {cfg.samples} is labelled by {r["annotator"]}, which does not '
-                             'tell the positive answer. Name a run with method = rlcd')
+            raise ValueError(f'samples: row {k} of {cfg.samples} is labelled by {r["annotator"]}, which does '
+                             'not tell the positive answer. Name a run with method = rlcd')
         i, both = int(r.get('index', k)), [r['output_1'], r['output_2']]
         contrast = int(r.get('contrast', draw_contrast(task, i, cfg.seed))) % len(task.contrast)
         outputs = (both[::-1] if r['preference'] > 1.5 else both)[:len(METHODS[cfg.method])]

@@ -8,7 +8,8 @@ __all__ = ['MARKS', 'RATING', 'STAGES', 'WombatConfig', 'writer_jobs', 'served_c
 
 # %% ../nbs/wombat.ipynb #4e5ce4fe
 import re
-from dataclasses import dataclass, field
+from types import SimpleNamespace
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -18,14 +19,14 @@ from .core.batches import ApiClient
 from .core.candidates import LISTS, read_candidates
 from .core.completions import ServedWriter
 from .core.data import full_instruction, load_records, prompt_key
-from .core.dialogues import as_messages, bare_prompt, dialogue_text
+from .core.dialogues import as_messages, bare_prompt, dialogue_text, NEXT_TURN
 from .core.launch import Job, run_or_fail
 from .core.paths import at_root
 from .core.preferences import hash_uniform
 from .core.runs import read_summary, start
-from .core.settings import command
+from .core.settings import command, resolve
 from .core.text import alpaca_prompt
-from .annotators import usage_totals
+from .annotators import check_all_answered
 from .judges import break_control_tokens
 from .verdict_parsers import answer_text
 
@@ -52,7 +53,9 @@ class WombatConfig(SampleConfig, ApiConfig):
 
     def check(self):
         self.bounds(max_instances=(0, None), n=(1, None))
-        parse_mapping('rrhf', self.rrhf)
+        known = {f.name for f in fields(resolve('alpaca_farm.rrhf:RRHFConfig'))}
+        unknown = [name for name in parse_mapping('rrhf', self.rrhf) if name not in known]
+        if unknown: raise ValueError(f'rrhf: {unknown[0]} is no setting of nbs/rrhf.ipynb')
         if not self.marks: raise ValueError('marks is empty: name what is rated')
         if not (self.writers or self.served or self.files):
             raise ValueError('nobody writes: name writers, served or files')
@@ -72,7 +75,8 @@ def served_candidates(name: str, records: list[dict], cfg: WombatConfig) -> list
     text = dict(alpaca=alpaca_prompt, raw=lambda r: dialogue_text(as_messages(r)))
     form = text.get(cfg.template, as_messages)
     keys = [(name, i, k) for i in range(len(records)) for k in range(cfg.n)]
-    written = iter(ServedWriter(name, cfg).write([form(records[i]) for _, i, _ in keys], keys))
+    stop = [NEXT_TURN] if cfg.template in text else []
+    written = iter(ServedWriter(name, cfg).write([form(records[i]) for _, i, _ in keys], keys, stop))
     rows = []
     for r in records:
         own = [w for w in (next(written) for _ in range(cfg.n)) if w.text.strip()]
@@ -140,9 +144,7 @@ def rate(queries: list[dict], client, cfg: WombatConfig) -> list[dict]:
         for i, answer in zip(left, answers):
             sums = answer and read(i, answer)
             if sums: rated[i] = dict(zip(rating_order(queries[i], cfg.seed), map(float, sums)))
-    unanswered = usage_totals([client])['open']
-    if unanswered:
-        raise ValueError(f'rater = {cfg.rater!r}: {unanswered}. All answers so far are stored: run again')
+    check_all_answered(SimpleNamespace(client=client), f'rater = {cfg.rater!r}')
     return [dict(queries[i], scores=[s[k] for k in range(len(s))]) for i, s in sorted(rated.items())]
 
 # %% ../nbs/wombat.ipynb #72246ec7
@@ -154,7 +156,10 @@ def model_candidates(records: list[dict], given: list[dict], cfg: WombatConfig) 
         rows += [dict(r, source=[job.settings['policy']]*len(r['source'])) for r in read_candidates(job.out)]
     for name in cfg.served: rows += served_candidates(name, records, cfg)
     known = {prompt_key(r) for r in records}
-    return gather(rows + [r for r in given if prompt_key(r) in known])
+    ours = [r for r in given if prompt_key(r) in known]
+    if len(ours) < len(given):
+        print(f'{len(given) - len(ours)} of {len(given)} rows of files answer other prompts and are left out')
+    return gather(rows + ours)
 
 # %% ../nbs/wombat.ipynb #644ecb48
 STAGES = ('alpaca_farm.best_of_n:run', 'alpaca_farm.rrhf:train')
@@ -169,7 +174,8 @@ def run(cfg: WombatConfig):
     given = [r for file in cfg.files for r in read_candidates(file, cfg.columns)]
     folder.path('candidates.json')   # the run begins
     queries = model_candidates(records, given, cfg)
-    if not queries: raise ValueError('no prompt has two different candidates')
+    if not queries:
+        raise ValueError(f'no prompt of {cfg.data} has two different candidates: raise n, or name more writers')
     rated = rate(queries, client, cfg) if client else queries
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
     folder.write('candidates.json', rated)
@@ -179,9 +185,10 @@ def run(cfg: WombatConfig):
     for job in writer_jobs(cfg) + training:   # their times are this run's, and their locks are not needed
         folder.before['cpu'] += read_summary(job.out)['cpu_seconds']
         at_root(job.out).with_name(f'.{at_root(job.out).name}.lock').unlink(missing_ok=True)
-    ties = [len(set(q['scores'])) < len(q['scores']) for q in rated]
+    ties = [len(set(q['scores'])) < len(q['scores']) for q in rated if None not in q['scores']]
     folder.finish(queries=len(rated), unrated=len(queries) - len(rated), labels=len(rated) * bool(client),
-                  candidates=float(np.mean([len(q['output']) for q in rated])), ties=float(np.mean(ties)))
+                  candidates=float(np.mean([len(q['output']) for q in rated])),
+                  **(dict(ties=float(np.mean(ties))) if ties else {}))
     return folder
 
 # %% ../nbs/wombat.ipynb #e4be1bba

@@ -375,7 +375,7 @@ def test_the_default_world_has_no_dialogues(base, tmp_path):
 MARKED = '1: 5 5 5 5\n2: 3 3 3 3\n3: 1 2 1 1\n4: 1 1 1 1 ({hash})'
 
 
-def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch):
+def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch, capsys):
     "A model on this machine, one behind an endpoint and a file; rated in one request each; then RRHF."
     monkeypatch.setattr(wombat, 'run_or_fail', tiny.run_here)
     prompts = load_records(str(base/'world'), 'unlabeled', n=6)
@@ -386,6 +386,7 @@ def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch):
     with judge_server(template=MARKED) as server:
         cfg = wombat.WombatConfig(base_url=server.url, **given)
         wombat.run(cfg)
+        assert '1 of 6 rows of files answer other prompts' in capsys.readouterr().out
         asked = Counter(r['model'] for r in server.requests())
         pool = read_json(tmp_path/'wombat'/'candidates.json')
         assert asked == dict(a=6, judge=6 + 2*(6 - len(pool)))   # what cannot be read is asked three times
@@ -408,5 +409,5 @@ def test_ratings(text, sums): assert wombat.read_rating(text, 2, 2) == sums
 
 
 def test_wrong_settings_of_wombat():
-    for more, message in ((dict(writers=[]), 'nobody writes'), (dict(rrhf=['k']), 'rrhf'), (dict(marks=[]), 'marks is empty'), (dict(n=0), 'n = 0')):
+    for more, message in ((dict(writers=[]), 'nobody writes'), (dict(rrhf=['k']), 'rrhf'), (dict(rrhf=['epoch=3']), 'rrhf: epoch is no setting'), (dict(marks=[]), 'marks is empty'), (dict(n=0), 'n = 0')):
         with pytest.raises(ValueError, match=message): wombat.WombatConfig(**more)
