@@ -170,7 +170,7 @@ def stored_items(cfg: RLCDConfig, task) -> list[dict]:
         contrast = int(r.get('contrast', draw_contrast(task, i, cfg.seed)))
         if not 0 <= contrast < len(task.contrast):
             raise ValueError(f'samples: row {k} of {cfg.samples} has contrast = {contrast}, and the task '
-                             f'{task.name} has {len(task.contrast)} pairs of phrases. Name the pairs\' own')
+                             f'{task.name} has {len(task.contrast)} pairs of phrases. Set task to theirs')
         outputs = (both[::-1] if r['preference'] > 1.5 else both)[:len(METHODS[cfg.method])]
         items.append(dict(index=i, contrast=contrast, retries=0, reason='', prompt=bare_prompt(r),
                           outputs=outputs))

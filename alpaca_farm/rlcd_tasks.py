@@ -53,7 +53,7 @@ def check_keys(given, kinds: dict, needed, where: str):
 
 # %% ../nbs/rlcd_tasks.ipynb #6210edd6
 def check_texts(given: dict, where: str):
-    "ValueError for a choice that does not exist, a missing placeholder, or a text that is none."
+    "ValueError for an unknown choice, a missing placeholder, or a filter or text that makes no sense."
     for key, choices in CHOICES.items():
         if given.get(key, choices[0]) not in choices:
             raise ValueError(f'{where}: {key} is {given[key]!r}: choose from {", ".join(choices)}')
@@ -65,6 +65,9 @@ def check_texts(given: dict, where: str):
     for key, values in texts.items():
         wrong = [v for v in values if not (isinstance(v, str) and v)]
         if wrong: raise ValueError(f'{where}: {key}: {wrong[0]!r:.60} is not a text')
+    least, most = (given.get('filters', {}).get(k, 0) for k in ('min_words', 'max_words'))
+    if min(least, most) < 0 or 0 < most < least:
+        raise ValueError(f'{where}: filters: no answer has min_words = {least} and max_words = {most}')
     for pattern in rejected:
         try: re.compile(pattern)
         except re.error as e: raise ValueError(f'{where}: filters: reject: {pattern!r} ({e})') from None

@@ -59,6 +59,7 @@ BROKEN = [  # what is changed in a file, and what the error says beside the file
     (dict(contrast=[dict(positive='a', negative=2, judge='c')]), 'contrast 0: negative is 2, not of type str'),
     (dict(contrast=['kind']), "contrast 0: keys and values, not 'kind'"), (dict(name=''), "the key 'name' is missing or empty"),
     (dict(judge='{dialogue} {question} {first} ('), 'judge: the placeholder {second} is missing'),
+    (dict(filters=dict(min_words=5, max_words=3)), 'filters: no answer has min_words = 5 and max_words = 3'),
     (dict(prompt='Do it.'), 'prompt: the placeholder {instruction} is missing'), (dict(stop='x'), "stop is 'x', not of type list"),
     (dict(stop=['']), "stop: '' is not a text"), (dict(history='none '), 'history is'), (dict(filters=dict(minwords=1)), "filters: the key 'minwords'"),
     (dict(filters=dict(ended='yes')), "filters: ended is 'yes'"), (dict(filters=dict(reject=['('])), "filters: reject: '('"),
