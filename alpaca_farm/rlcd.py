@@ -95,8 +95,8 @@ class RLCDConfig(SampleConfig, ApiConfig):
         for wrong, message in (
                 (bool(self.policy) == bool(self.served),
                  'name one model: in policy, or in served, with policy empty'),
-                (self.annotators and not judged,
-                 f'method = {self.method} has no judge: leave annotators empty'),
+                ((self.annotators or self.both_orders) and not judged,
+                 f'method = {self.method} has no judge: leave annotators empty, and both_orders false'),
                 (self.samples and self.method in ('rlcd', 'rlaif'),
                  f'method = {self.method} writes its own answers: leave samples empty'),
                 (self.template == 'chat' and task.placement == 'role' and METHODS[self.method] != ('', ''),
@@ -167,7 +167,10 @@ def stored_items(cfg: RLCDConfig, task) -> list[dict]:
             raise ValueError(f'samples: row {k} of {cfg.samples} is labelled by {r["annotator"]}, which does '
                              'not tell the positive answer. Name a run with method = rlcd')
         i, both = int(r.get('index', k)), [r['output_1'], r['output_2']]
-        contrast = int(r.get('contrast', draw_contrast(task, i, cfg.seed))) % len(task.contrast)
+        contrast = int(r.get('contrast', draw_contrast(task, i, cfg.seed)))
+        if not 0 <= contrast < len(task.contrast):
+            raise ValueError(f'samples: row {k} of {cfg.samples} has contrast = {contrast}, and the task '
+                             f'{task.name} has {len(task.contrast)} pairs of phrases. Name the pairs\' own')
         outputs = (both[::-1] if r['preference'] > 1.5 else both)[:len(METHODS[cfg.method])]
         items.append(dict(index=i, contrast=contrast, retries=0, reason='', prompt=bare_prompt(r),
                           outputs=outputs))

@@ -134,7 +134,10 @@ def contrast_prompt(
     if chat and side and task.placement == 'role':
         raise ValueError(f'{task.name}: a chat template has no place behind the word Assistant. '
                          'Set template to raw, or placement in the task to system or user')
-    if chat: return [dict(role='system', content=system)] * bool(system) + turns
+    if chat and system:
+        own = turns.pop(0)['content'] if turns[0]['role'] == 'system' else ''   # templates take one
+        turns = [dict(role='system', content='\n\n'.join(filter(None, (system, own)))), *turns]
+    if chat: return turns
     tags = [f' ({p})' if p and task.placement == 'role' else '' for p in phrases]
     spoken = ''.join(f'\n\n{TAGS[t["role"]]}{tag}:{with_space(t["content"])}' for t, tag in zip(turns, tags))
     return system + spoken + f'\n\nAssistant{tags[-1]}:{with_space(task.response_prefix)}'

@@ -175,7 +175,8 @@ def run(cfg: WombatConfig):
     folder.path('candidates.json')   # the run begins
     queries = model_candidates(records, given, cfg)
     if not queries:
-        raise ValueError(f'no prompt of {cfg.data} has two different candidates: raise n, or name more writers')
+        raise ValueError(f'no prompt of {cfg.data} has two different candidates: '
+                         'raise n, or name more writers')
     rated = rate(queries, client, cfg) if client else queries
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
     folder.write('candidates.json', rated)
