@@ -299,9 +299,8 @@ def write_labels(run, rows: list[dict], clean: list[dict], rate: Interval, pool)
     clients = api_clients(pool)
     usage = usage_totals(clients)
     run.write('preferences.json', labelled)
-    if clients:
-        judged = [r for r in clean if r['preference'] is not None and r['annotator'] != 'coin']
-        run.write('annotations.json', to_alpaca_eval(judged))
+    judged = [r for r in clean if r['preference'] is not None and r['annotator'] != 'coin']
+    if clients: run.write('annotations.json', to_alpaca_eval(judged))
     if unlabelled:
         unread = sum((c.unread for c in clients), [])
         run.write('unanswered.json', dict(pairs=unlabelled, reasons=usage['reasons'], unread=unread))
@@ -309,7 +308,7 @@ def write_labels(run, rows: list[dict], clean: list[dict], rate: Interval, pool)
     recorded = any(isinstance(a, RecordedLabels) for a in pool_members(pool))
     bias = {} if recorded else position_bias(clean, run.cfg.seed, run.cfg.both_orders)
     coins = sum(r['annotator'] == 'coin' for r in labelled)
-    won = bootstrap([100*(r['preference'] - 1) for r in labelled]) if run.cfg.against else None
+    won = bootstrap([100*(r['preference'] - 1) for r in judged]) if run.cfg.against and judged else None
     if won: bias |= dict(win_rate=won.value, win_rate_low=won.low, win_rate_high=won.high)
     run.finish(labels=len(labelled), unanswered=len(unlabelled), unasked=coins,
                ties=float(np.mean([r['preference'] == 1.5 for r in labelled])),

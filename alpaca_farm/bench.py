@@ -17,12 +17,12 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from . import bench_peers as peers, bench_rows as rows
 from .core import files
 from .core.files import atomic_write, read_json
 from .core.progress import Progress
 from .core.runs import start
 from .core.settings import at_root, command, Config, root
+from . import bench_peers as peers, bench_rows as rows
 
 # %% ../nbs/studies/bench.ipynb #ee894f6f
 class Comparison(NamedTuple):
@@ -115,18 +115,12 @@ def interleave(contenders: dict, rounds: int, clock: str) -> dict[str, list]:
 def peak_memory(make, m, steps: int = 4) -> float:
     "Peak memory in MB of a process that does some steps: of the GPU if one is used, else of the process."
     import torch
-    r, w = os.pipe()
-    if os.fork() == 0:
-        try:
-            steps = [next(g) for g in [make(m)] for _ in range(steps)]
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/1024
-            if torch.cuda.is_initialized(): peak = torch.cuda.max_memory_allocated()/2**20
-            os.write(w, json.dumps(peak).encode())
-        finally: os._exit(0)
-    os.close(w)
-    with os.fdopen(r) as f: text = f.read()
-    os.wait()
-    return json.loads(text) if text else float('nan')
+    def work():
+        contender = make(m)
+        for _ in range(steps): next(contender)
+        if torch.cuda.is_initialized(): return torch.cuda.max_memory_allocated()/2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**10
+    return rows.in_child(work) or float('nan')
 
 # %% ../nbs/studies/bench.ipynb #62b35253
 PACKAGES = 'torch', 'transformers', 'tokenizers', 'trl', 'accelerate', 'datasets', 'alpaca-eval', 'openai'
@@ -164,8 +158,8 @@ def measure_row(name: str, size: str, rounds: int, examples: int, out: str, with
         times = interleave({k: f(m) for k, f in made.items()}, rounds, clock)
         found = dict(times=times, memory=memory, clock=clock, versions=versions(),
                      device=torch.cuda.get_device_name() if gpu else processor())
-        Path(out).write_text(json.dumps(found), encoding='utf-8')
-        os._exit(0)  # others' threads wait for their next turn
+    Path(out).write_text(json.dumps(found), encoding='utf-8')
+    os._exit(0)  # others' threads wait for their next turn
 
 # %% ../nbs/studies/bench.ipynb #2ffa2b85
 def python_with(package: str, venvs: str) -> str:

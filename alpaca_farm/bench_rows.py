@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['SIZES', 'ONLINE', 'Material', 'invented_texts', 'invented_records', 'invented_tokenizer', 'save_random_models',
-           'new_material', 'settings_of', 'row_order', 'our_sft', 'encoded_pairs', 'our_reward_model', 'our_dpo',
-           'bound_model', 'bound_steps', 'answer_reward', 'our_online', 'bound_targets', 'bound_online', 'our_sampling',
-           'bound_sampling', 'our_tokenizing', 'bound_tokenizing']
+           'new_material', 'settings_of', 'in_child', 'row_order', 'our_sft', 'encoded_pairs', 'our_reward_model',
+           'our_dpo', 'bound_model', 'bound_steps', 'answer_reward', 'our_online', 'bound_targets', 'bound_online',
+           'our_sampling', 'bound_sampling', 'our_tokenizing', 'bound_tokenizing']
 
 # %% ../nbs/studies/bench_rows.ipynb #094f0462
-import json
+import json, os, traceback
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +17,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .bench_bound import (pack_rows, PackedRows, packed_dpo_loss, packed_policy_loss, packed_reward_loss,
-    packed_sft_loss, PackedLlama, PackedStep)
 from .core.functional import gae, masked_whiten
 from .core.generation import generate
 from .core.models import autocast, load_policy, load_scalar
@@ -27,6 +25,8 @@ from .core.runs import Run
 from .core.settings import TrainConfig
 from .core.text import encode, encode_prompts
 from .core.training import batches, Trainer
+from .bench_bound import (pack_rows, packed_dpo_loss, packed_policy_loss, packed_reward_loss,
+    packed_sft_loss, PackedLlama, PackedRows, PackedStep)
 from .ppo import group_advantages, ppo_value_loss
 
 # %% ../nbs/studies/bench_rows.ipynb #f6c75858
@@ -120,6 +120,20 @@ def settings_of(m: Material, name: str, **more) -> dict:
                 lr_schedule='constant', warmup=0., checkpoint_every=10**6, device=m.device,
                 dtype=m.dtype) | more
 
+# %% ../nbs/studies/bench_rows.ipynb #61c40ae7
+def in_child(work) -> dict | None:
+    "What a function returns in a forked process, as JSON; None if the process fails."
+    r, w = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try: os.write(w, json.dumps(work()).encode())
+        except Exception: traceback.print_exc()
+        finally: os._exit(0)
+    os.close(w)
+    with os.fdopen(r) as f: text = f.read()
+    os.waitpid(child, 0)
+    return json.loads(text) if text else None
+
 # %% ../nbs/studies/bench_rows.ipynb #6fd8121d
 def row_order(lengths: list[int], size: int, ordered: bool) -> tuple[list[list[int]], list[int]]:
     "Rows of each step, as in the data or as our runs sort them, and the tokens in each."
@@ -194,8 +208,8 @@ def bound_model(m: Material, kind: str = 'policy') -> PackedLlama:
 def bound_steps(m: Material, kind: str):
     "Steps of `sft`, `reward_model`, `dpo` or `dpo_cached` by hand."
     model = bound_model(m, 'reward' if kind == 'reward_model' else 'policy')
-    reference, step, fields = bound_model(m), PackedStep(model), ('output_1', 'output_2')
-    size, fields = (m.batch, ('output',)) if kind == 'sft' else (m.pairs, fields)
+    reference, step = bound_model(m), PackedStep(model)
+    size, fields = (m.batch, ('output',)) if kind == 'sft' else (m.pairs, ('output_1', 'output_2'))
     _, prompts, answers = encode(m.records[:m.rounds*size], fields, m.tokenizer, 2048, 'raw')
     lengths = [len(answers)*len(p) + sum(map(len, group)) for p, *group in zip(prompts, *answers)]
     for s in range(0, len(prompts), size):

@@ -8,14 +8,13 @@ __all__ = ['AMOUNTS', 'TOLERANCE', 'train_rows', 'sample_answers_of', 'read_anno
            'run']
 
 # %% ../nbs/studies/growth.ipynb #649f8f7a
-import json, os, resource, tempfile, time
+import itertools, json, os, resource, tempfile, time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, NamedTuple
 
 import numpy as np
 
-from . import bench_rows as rows
 from .core.data import load_records
 from .core.files import atomic_write
 from .core.generation import generate
@@ -25,6 +24,7 @@ from .core.runs import start
 from .core.settings import command, Config, TrainConfig
 from .core.stats import bootstrap
 from .core.text import encode, encode_prompts
+from . import bench_rows as rows
 from .rankings import bradley_terry
 from .sft import sft_batch, sft_loss
 
@@ -48,10 +48,11 @@ def sample_answers_of(n: int, m: rows.Material):
 def read_annotations(n: int, m: rows.Material):
     "Read a file of `n` labelled pairs and tokenize them."
     file = m.folder/'many.json'
-    pairs = [dict(r, instruction=f'{r["instruction"]} {i}', preference=1 + i % 2)
-             for i, r in zip(range(n), m.records*(n//len(m.records) + 1))]
-    file.write_text(json.dumps(pairs), encoding='utf-8')
-    del pairs
+    with open(file, 'w', encoding='utf-8') as f:   # one by one, so that only reading needs memory
+        for i, r in zip(range(n), itertools.cycle(m.records)):
+            pair = dict(r, instruction=f'{r["instruction"]} {i}', preference=1 + i % 2)
+            f.write('[,'[i > 0] + json.dumps(pair))
+        f.write(']')
     def work():
         records = load_records(str(file), 'preferences', 'preference')
         return encode(records, ('output_1', 'output_2'), m.tokenizer, 2048, 'raw')
@@ -106,21 +107,14 @@ class GrowthConfig(Config):
 # %% ../nbs/studies/growth.ipynb #ca53ea8a
 def time_and_memory(prepare, amount: int, m) -> dict[str, float]:
     "Processor seconds of some work, and MB that it takes beyond what prepares it, in a process of its own."
-    r, w = os.pipe()
-    if os.fork() == 0:
-        try:
-            work, began = prepare(amount, m), time.process_time()
-            before = int(Path('/proc/self/statm').read_text().split()[1])*os.sysconf('SC_PAGE_SIZE')/2**20
-            work()
-            seconds = time.process_time() - began
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**10
-            os.write(w, json.dumps(dict(seconds=seconds, mb=max(peak - before, 0.))).encode())
-        finally: os._exit(0)
-    os.close(w)
-    with os.fdopen(r) as f: text = f.read()
-    os.wait()
-    if not text: raise RuntimeError(f'the work of amount {amount} ended without a result: not enough memory?')
-    return json.loads(text)
+    def measured():
+        work, began = prepare(amount, m), time.process_time()
+        before = int(Path('/proc/self/statm').read_text().split()[1])*os.sysconf('SC_PAGE_SIZE')/2**20
+        work()
+        seconds, peak = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**10
+        return dict(seconds=seconds, mb=max(peak - before, 1.))   # less is chance
+    if found := rows.in_child(measured): return found
+    raise RuntimeError(f'the work of amount {amount} ended without a result: not enough memory?')
 
 # %% ../nbs/studies/growth.ipynb #5db020a3
 def fit_exponent(x, y) -> tuple[float, float, float]:

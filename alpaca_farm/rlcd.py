@@ -95,8 +95,8 @@ class RLCDConfig(SampleConfig, ApiConfig):
         for wrong, message in (
                 (bool(self.policy) == bool(self.served),
                  'name one model: in policy, or in served, with policy empty'),
-                (self.annotators and not judged,
-                 f'method = {self.method} has no judge: leave annotators empty'),
+                ((self.annotators or self.both_orders) and not judged,
+                 f'method = {self.method} has no judge: leave annotators empty, and both_orders false'),
                 (self.samples and self.method in ('rlcd', 'rlaif'),
                  f'method = {self.method} writes its own answers: leave samples empty'),
                 (self.template == 'chat' and task.placement == 'role' and METHODS[self.method] != ('', ''),
@@ -163,8 +163,14 @@ def stored_items(cfg: RLCDConfig, task) -> list[dict]:
     "The pairs of `cfg.samples` as items; the preferred output is that of the positive side."
     items, rows = [], load_records(cfg.samples, 'preferences', 'preference', cfg.max_instances, cfg.columns)
     for k, r in enumerate(rows):
+        if r.get('annotator', 'contrast') != 'contrast':
+            raise ValueError(f'samples: row {k} of {cfg.samples} is labelled by {r["annotator"]}, which does '
+                             'not tell the positive answer. Name a run with method = rlcd')
         i, both = int(r.get('index', k)), [r['output_1'], r['output_2']]
-        contrast = int(r.get('contrast', draw_contrast(task, i, cfg.seed))) % len(task.contrast)
+        contrast = int(r.get('contrast', draw_contrast(task, i, cfg.seed)))
+        if not 0 <= contrast < len(task.contrast):
+            raise ValueError(f'samples: row {k} of {cfg.samples} has contrast = {contrast}, and the task '
+                             f'{task.name} has {len(task.contrast)} pairs of phrases. Set task to theirs')
         outputs = (both[::-1] if r['preference'] > 1.5 else both)[:len(METHODS[cfg.method])]
         items.append(dict(index=i, contrast=contrast, retries=0, reason='', prompt=bare_prompt(r),
                           outputs=outputs))
@@ -249,12 +255,14 @@ def join_parts(cfg: RLCDConfig) -> list[dict]:
     "The items of finished parts, in order; ValueError when a prompt is missing or there twice."
     for part in cfg.parts: check_part(part, cfg)
     items = [i for part in cfg.parts for i in read_json(at_root(part)/'items.json')]
-    n = len(prompts_or_pairs(cfg))
-    found, wanted = Counter(i['index'] for i in items), select_indices(cfg.indices, n)
+    prompts = prompts_or_pairs(cfg)
+    wanted = select_indices(cfg.indices, len(prompts))
+    if cfg.samples: wanted = [prompts[i]['index'] for i in wanted]   # a prompt without a pair is not there
+    found = Counter(i['index'] for i in items)
     wrong = [i for i in wanted if found[i] != 1]
     if not wrong: return sorted(items, key=lambda i: i['index'])
     raise ValueError(f'parts: prompt {wrong[0]} is in {found[wrong[0]]} of them, and should be in one '
-                     f'({len(wrong)} of {n} prompts are missing or repeated)')
+                     f'({len(wrong)} of {len(wanted)} prompts are missing or repeated)')
 
 # %% ../nbs/rlcd.ipynb #c757a28e
 def chunk_maker(cfg: RLCDConfig, prompts: list[dict]):
@@ -267,7 +275,7 @@ def chunk_maker(cfg: RLCDConfig, prompts: list[dict]):
     if cfg.annotators:
         judge = load_annotators(cfg.annotators, cfg)
         first = prompts[0]['prompt'] if cfg.samples else bare_prompt(prompts[0])
-        try_setting(cfg, 'annotators', judge, [dict(first, output_1='Yes.', output_2='No.')])
+        try_setting(cfg, 'annotators', annotate_pairs, [dict(first, output_1='Yes.', output_2='No.')], judge)
     def make(chunk: list[int], wanted: list[int]) -> list[dict]:
         asked = chunk if writer and writer.together else wanted
         items = ([prompts[i] for i in asked] if cfg.samples else

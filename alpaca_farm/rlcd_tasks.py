@@ -53,7 +53,7 @@ def check_keys(given, kinds: dict, needed, where: str):
 
 # %% ../nbs/rlcd_tasks.ipynb #6210edd6
 def check_texts(given: dict, where: str):
-    "ValueError for a choice that does not exist, a missing placeholder, or a text that is none."
+    "ValueError for an unknown choice, a missing placeholder, or a filter or text that makes no sense."
     for key, choices in CHOICES.items():
         if given.get(key, choices[0]) not in choices:
             raise ValueError(f'{where}: {key} is {given[key]!r}: choose from {", ".join(choices)}')
@@ -65,6 +65,9 @@ def check_texts(given: dict, where: str):
     for key, values in texts.items():
         wrong = [v for v in values if not (isinstance(v, str) and v)]
         if wrong: raise ValueError(f'{where}: {key}: {wrong[0]!r:.60} is not a text')
+    least, most = (given.get('filters', {}).get(k, 0) for k in ('min_words', 'max_words'))
+    if min(least, most) < 0 or 0 < most < least:
+        raise ValueError(f'{where}: filters: no answer has min_words = {least} and max_words = {most}')
     for pattern in rejected:
         try: re.compile(pattern)
         except re.error as e: raise ValueError(f'{where}: filters: reject: {pattern!r} ({e})') from None
@@ -131,24 +134,27 @@ def contrast_prompt(
     if task.placement == 'user':
         turns = [dict(t, content=t['content'] + f'\n\n({p})' * bool(p)) for t, p in zip(turns, phrases)]
     system = pair.get(side, '') if task.placement == 'system' else ''
-    if chat and task.placement == 'role':
+    if chat and side and task.placement == 'role':
         raise ValueError(f'{task.name}: a chat template has no place behind the word Assistant. '
                          'Set template to raw, or placement in the task to system or user')
-    if chat: return [dict(role='system', content=system)] * bool(system) + turns
+    if chat and system:
+        own = turns.pop(0)['content'] if turns[0]['role'] == 'system' else ''   # templates take one
+        turns = [dict(role='system', content='\n\n'.join(filter(None, (system, own)))), *turns]
+    if chat: return turns
     tags = [f' ({p})' if p and task.placement == 'role' else '' for p in phrases]
     spoken = ''.join(f'\n\n{TAGS[t["role"]]}{tag}:{with_space(t["content"])}' for t, tag in zip(turns, tags))
     return system + spoken + f'\n\nAssistant{tags[-1]}:{with_space(task.response_prefix)}'
 
 # %% ../nbs/rlcd_tasks.ipynb #b1880c58
-LEADING = re.compile(r'\s*(?:Human|Assistant|User)(?: \([^()\n]*\))?:', re.I)
+LEADING = re.compile(r'(?:\s*Assistant|(?!\s*\n\s*\n)\s*(?:Human|User))(?: \([^()\n]*\))?:', re.I)
 
 
 def clean_response(text: str, task: Task) -> tuple[str, bool]:
     "A sampled text up to the next turn, with the task's prefix; and whether a turn followed."
     while tag := LEADING.match(text): text = text[tag.end():]
     cut = min((at for s in task.stop if (at := text.find(s)) >= 0), default=-1)
-    answer = text if cut < 0 else text[:cut]
-    return f'{task.response_prefix} {answer.strip()}'.strip() if answer.strip() else '', cut >= 0
+    answer = (text if cut < 0 else text[:cut]).strip().removeprefix(task.response_prefix.strip()).strip()
+    return f'{task.response_prefix} {answer}'.strip() if answer else '', cut >= 0
 
 # %% ../nbs/rlcd_tasks.ipynb #5d1ea794
 def reject_reason(answer: str, ended: bool, task: Task) -> str:

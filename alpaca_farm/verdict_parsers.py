@@ -44,7 +44,8 @@ def regex_parser(answer: dict, size: int, outputs_to_match: dict) -> list[float]
 
 # %% ../nbs/judging/verdict_parsers.ipynb #a250d944
 LETTER = (r'(?m)[(\[]\**{0}\**[)\]]|^\W*{0}\W*$|'
-          r'\b(?i:answer|response|option|choice)(?i: is)?:?[ *"]*{0}(?=[ *"]*(?:[.,;:!]|is\b|$))')
+          r'\b(?i:answer|response|option|choice)(?i: is)?:?[ *"]*{0}'
+          r'(?=[ *"]*(?:[.,;:!]|is\b(?! (?:the )?(?:not|less|worse|worst|more harmful)\b)|$))')
 
 
 def letter_parser(answer: dict, size: int) -> list[float]:

@@ -125,3 +125,17 @@ def test_growth_names_what_is_unknown_or_fails(tmp_path):
     with pytest.raises(ValueError, match="there is no 'width'. Choose from batch"): growth.GrowthConfig(work=['width'])
     def fails(n, m): raise MemoryError
     with pytest.raises(RuntimeError, match='amount 3'): growth.time_and_memory(fails, 3, None)
+
+
+def test_memory_of_growth_leaves_out_what_was_prepared(material):
+    reading = [growth.time_and_memory(growth.read_annotations, n, material)['mb'] for n in (10, 4000)]
+    prepared = growth.time_and_memory(lambda n, m: growth.read_annotations(n, m) and (lambda: None), 40_000, material)['mb']
+    assert prepared < 10 < reading[1] and reading[0] >= 1
+
+
+def test_a_measured_row_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv('TMPDIR', str(tmp_path/'temporary'))
+    (tmp_path/'temporary').mkdir()
+    cfg = bench.BenchConfig(out=str(tmp_path/'bench'), venvs=str(tmp_path/'none'), device='cpu')
+    bench.run_row('sft', 'tiny', 3, 1., cfg, tmp_path)
+    assert not list((tmp_path/'temporary').iterdir())

@@ -92,6 +92,12 @@ def test_a_proxy_is_not_passed_over(tmp_path, monkeypatch):
         assert client.connections is None and proxy.counts()['answered'] == 5
 
 
+def test_a_password_in_the_address_is_not_sent_as_the_host(tmp_path, handler, server, monkeypatch):
+    monkeypatch.setenv('OPENAI_BASE_URL', f'http://user:secret@127.0.0.1:{server.server_port}/v1')
+    ask(tmp_path, '')
+    assert {headers['Host'] for *_, headers in handler.seen} == {f'127.0.0.1:{server.server_port}'}
+
+
 def test_a_connection_that_the_server_has_closed_is_not_used_again(handler, server):
     handler.closes = True
     async def three():

@@ -5,6 +5,7 @@ from hypothesis import given, settings, strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import alpaca_farm.core.models as core_models
+import alpaca_farm.core.packing as core_packing
 from alpaca_farm.core.models import hidden_states, logprobs, sequence_logprobs
 from alpaca_farm.core.packing import attention_window, first_fit, pack, packed_states, reads_packed
 from alpaca_farm.core.text import collate, rollout_batch
@@ -68,6 +69,28 @@ def test_a_window_of_attention_is_no_shorter_than_a_row():
     assert pack(**batch, window=8) is None
     with torch.no_grad(): states = hidden_states(model, **batch)
     torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4, atol=1e-4)
+
+
+def test_local_layers_have_a_window_too():
+    model = build('gpt_neo', num_heads=4, num_layers=2, attention_types=[[['global', 'local'], 1]], window_size=8)
+    assert attention_window(model) == 8
+    with torch.no_grad(): states = hidden_states(model, **collate(PROMPTS, ANSWERS, 0))
+    torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4, atol=1e-4)
+    for i in range(3): torch.testing.assert_close(states[i][:len(PROMPTS[i] + ANSWERS[i])], alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
+
+
+def test_a_batch_of_padding_alone():
+    nothing = torch.zeros(2, 5, dtype=torch.long)
+    assert pack(nothing, nothing, nothing) is None
+    with torch.no_grad(): assert hidden_states(build('llama'), nothing, nothing, nothing).isfinite().all()
+
+
+def test_the_trial_is_made_in_full_precision(monkeypatch):
+    mixed = []
+    def states(model, packed): return mixed.append(torch.is_autocast_enabled('cpu')) or packed_states(model, packed)
+    monkeypatch.setattr(core_packing, 'packed_states', states)
+    with torch.autocast('cpu', torch.bfloat16): assert reads_packed(build('llama'))
+    assert mixed == [False]
 
 
 @pytest.mark.parametrize('attention', ['sdpa', 'eager'])

@@ -59,6 +59,7 @@ BROKEN = [  # what is changed in a file, and what the error says beside the file
     (dict(contrast=[dict(positive='a', negative=2, judge='c')]), 'contrast 0: negative is 2, not of type str'),
     (dict(contrast=['kind']), "contrast 0: keys and values, not 'kind'"), (dict(name=''), "the key 'name' is missing or empty"),
     (dict(judge='{dialogue} {question} {first} ('), 'judge: the placeholder {second} is missing'),
+    (dict(filters=dict(min_words=5, max_words=3)), 'filters: no answer has min_words = 5 and max_words = 3'),
     (dict(prompt='Do it.'), 'prompt: the placeholder {instruction} is missing'), (dict(stop='x'), "stop is 'x', not of type list"),
     (dict(stop=['']), "stop: '' is not a text"), (dict(history='none '), 'history is'), (dict(filters=dict(minwords=1)), "filters: the key 'minwords'"),
     (dict(filters=dict(ended='yes')), "filters: ended is 'yes'"), (dict(filters=dict(reject=['('])), "filters: reject: '('"),
@@ -100,7 +101,8 @@ def test_prompts_are_mirror_images():
     (' Sure.', 'Sure.', False), (' Sure.\n\nHuman: Thanks', 'Sure.', True), (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True),
     (' Humanity and the Human body.', 'Humanity and the Human body.', False), (' A.\n\nHumanity: b.\nHuman: c', 'A.\n\nHumanity: b.\nHuman: c', False),
     ('The Human: factor', 'The Human: factor', False), (' Human: Assistant: hi', 'hi', False), ('Assistant: Human: hi', 'hi', False),
-    ('user: User: hi', 'hi', False), ('\n\nHuman: and then?', 'and then?', False), ('  ', '', False), (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
+    ('user: User: hi', 'hi', False), ('\n\nHuman: and then?', '', True), ('Human: and then?', 'and then?', False), ('\n\nAssistant: hi', 'hi', False),
+    ('\n Human: hi', 'hi', False), ('  ', '', False), (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
 def test_answers_end_at_whole_role_tags(text, found, stopped):
     "The release's filter cut or rejected whatever contained Human."
     assert clean_response(text, task_with()) == (found, stopped)
@@ -253,6 +255,14 @@ def test_rescored_pairs_are_those_of_rlcd(base, whole, tmp_path):
     people = pairs(tmp_path/'people')
     assert len(people) == len(again) and {r['annotator'] for r in people} == {'gold'}
     assert [r['preference'] for r in people] == gold(people) and len({r['preference'] for r in people}) > 1
+    some = tmp_path/'some.json'   # pairs of a run that left prompts out
+    some.write_text(json.dumps([r for r in pairs(out) if r['index'] % 5]))
+    given, parts = dict(method='rlcd_rescore', samples=str(some)), [str(tmp_path/f'part{r}') for r in range(2)]
+    for r, part in enumerate(parts): made(base, part, indices_mod=2, indices_remainder=r, **given)
+    assert made(base, tmp_path/'joined', parts=parts, **given) == made(base, tmp_path/'undivided', **given)
+    some.write_text(json.dumps([dict(pairs(out)[0], contrast=7)]))
+    with pytest.raises(ValueError, match='row 0 of .* has contrast = 7, and the task'): made(base, tmp_path/'x', **given)
+    with pytest.raises(ValueError, match='row 0 of .* is labelled by self'): made(base, tmp_path/'x', method='rlcd_rescore', samples=str(tmp_path/'read'))
 
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
@@ -299,7 +309,7 @@ def test_retries_are_counted_and_bounded():
 
 @pytest.mark.parametrize('more, message', [
     (dict(method='rlhf'), "method = 'rlhf'"), (dict(indices='9-'), 'such as "17-29,35"'), (dict(indices_mod=2, indices_remainder=2), 'indices_remainder = 2'),
-    (dict(served='m'), 'name one model'), (dict(policy=''), 'name one model'), (dict(annotators='alpaca_farm.world:pool'), 'method = rlcd has no judge'),
+    (dict(served='m'), 'name one model'), (dict(policy=''), 'name one model'), (dict(annotators='alpaca_farm.world:pool'), 'method = rlcd has no judge'), (dict(both_orders=True), 'both_orders false'),
     (dict(method='rlaif', samples='x.json'), 'leave samples empty'), (dict(template='chat'), 'stand behind a role'), (dict(temperature=0), 'temperature'),
     (dict(task='wrold'), "did you mean 'world'?"), (dict(template='alpaca'), 'template')])
 def test_wrong_settings(more, message):
@@ -310,7 +320,7 @@ def test_wrong_settings(more, message):
 def test_a_judge_that_fails_stops_the_run_before_anything_is_written(base, tmp_path):
     dialogues = tmp_path/'talk.json'
     dialogues.write_text(json.dumps([TALK]))
-    with pytest.raises(ValueError, match='annotators = .* failed on a first answer'):
+    with pytest.raises(ValueError, match='annotators = .* failed on a first answer .*gold judges answers to an instruction, and a pair has a dialogue'):
         made(base, tmp_path/'out', method='rlaif', data=str(dialogues), annotators='alpaca_farm.world:gold')
     assert not (tmp_path/'out').exists()
 
@@ -368,7 +378,7 @@ def test_the_default_world_has_no_dialogues(base, tmp_path):
 MARKED = '1: 5 5 5 5\n2: 3 3 3 3\n3: 1 2 1 1\n4: 1 1 1 1 ({hash})'
 
 
-def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch):
+def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch, capsys):
     "A model on this machine, one behind an endpoint and a file; rated in one request each; then RRHF."
     monkeypatch.setattr(wombat, 'run_or_fail', tiny.run_here)
     prompts = load_records(str(base/'world'), 'unlabeled', n=6)
@@ -379,6 +389,7 @@ def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch):
     with judge_server(template=MARKED) as server:
         cfg = wombat.WombatConfig(base_url=server.url, **given)
         wombat.run(cfg)
+        assert '1 of 6 rows of files answer other prompts' in capsys.readouterr().out
         asked = Counter(r['model'] for r in server.requests())
         pool = read_json(tmp_path/'wombat'/'candidates.json')
         assert asked == dict(a=6, judge=6 + 2*(6 - len(pool)))   # what cannot be read is asked three times
@@ -401,5 +412,5 @@ def test_ratings(text, sums): assert wombat.read_rating(text, 2, 2) == sums
 
 
 def test_wrong_settings_of_wombat():
-    for more, message in ((dict(writers=[]), 'nobody writes'), (dict(rrhf=['k']), 'rrhf'), (dict(marks=[]), 'marks is empty'), (dict(n=0), 'n = 0')):
+    for more, message in ((dict(writers=[]), 'nobody writes'), (dict(rrhf=['k']), 'rrhf'), (dict(rrhf=['epoch=3']), 'rrhf: epoch is no setting'), (dict(marks=[]), 'marks is empty'), (dict(n=0), 'n = 0')):
         with pytest.raises(ValueError, match=message): wombat.WombatConfig(**more)

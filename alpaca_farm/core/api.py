@@ -244,9 +244,9 @@ def make_client(cfg: ApiConfig):
 
 # %% ../../nbs/core/api.ipynb #83665dc3
 def make_connections(endpoint) -> Connections | None:
-    "Connections to the server of a client of the openai package; None if it is behind a proxy."
+    "Connections to the server of a client of the openai package; None behind a proxy or for a password."
     url = str(endpoint.base_url)
-    if behind_proxy(url): return None
+    if behind_proxy(url) or endpoint.base_url.userinfo: return None
     headers = {k: v for k, v in endpoint.default_headers.items() if isinstance(v, str)}
     http = importlib.import_module(type(endpoint.base_url).__module__.split('.')[0])   # httpx, httpx2
     tls = http.create_ssl_context() if url.startswith('https') else None

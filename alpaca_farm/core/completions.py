@@ -97,6 +97,7 @@ class ServedWriter:
         "A sample for each prompt; none where the request is refused."
         cfg = self.cfg
         same = dict(max_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_p=cfg.top_p)
+        if getattr(cfg, 'top_k', 0): same['top_k'] = cfg.top_k   # vLLM and others take it, OpenAI does not
         if stop: same['stop'] = list(stop)[:4]   # endpoints take no more
         seeds = [int(2**31 * hash_uniform(cfg.seed, *key)) for key in keys]
         choices = [a and a['choices'][0] for a in self.ask(prompts, [dict(same, seed=s) for s in seeds])]
@@ -119,6 +120,10 @@ def ask(self: ServedWriter, prompts: list, fields: list[dict]) -> list[dict | No
     answers = self.client([dict(model=self.model, **form(p), **f) for p, f in zip(prompts, fields)])
     tally = self.client.tally
     failed = [why for key, why in tally.failed.items() if key not in tally.refused]
-    if not (tally.stopped or failed): return answers
+    refused = answers.count(None)
+    if not (tally.stopped or failed):
+        if refused: print(f'{self.model} refused {refused} of {len(prompts)} requests, the last with: '
+                          f'{[*tally.failed.values()][-1]}')
+        return answers
     raise ValueError(f'{self.model}: {f"{tally.stopped} is reached" if tally.stopped else failed[-1]}. '
                      'All answers so far are stored: run again for the rest')

@@ -108,7 +108,7 @@ def pack(
     parts = [part for group in groups for part in split_group(group, prompts, answers, width)]
     places = first_fit([size(part) for part in parts], width)
     shape = 1 + max(row for row, _ in places), max(at + size(part) for part, (_, at) in zip(parts, places))
-    if shape[0] * shape[1] > .9 * ids.numel(): return None
+    if not 0 < shape[0] * shape[1] <= .9 * ids.numel(): return None
     part_of, cells = np.zeros(len(x), int), np.zeros(x.shape, int)
     for k, part in enumerate(parts): part_of[part] = k
     cells[real] = np.concatenate(token_cells(parts, places, prompts, answers, shape[1]))
@@ -128,10 +128,10 @@ def packed_states(model, packed: Packed) -> torch.Tensor:
 def attention_window(model) -> float:
     "Tokens that every layer attends to: infinite without sliding windows, 0 for other kinds of layers."
     config = model.config.get_text_config()
-    kinds = set(getattr(config, 'layer_types', None) or ['full_attention'])
+    if 'local' in getattr(config, 'attention_layers', ()): return config.window_size   # GPT-Neo
+    kinds = set(getattr(config, 'layer_types', None) or ['sliding_attention'])
     if not kinds <= {'full_attention', 'sliding_attention'}: return 0
-    size = getattr(config, 'sliding_window', None) or math.inf
-    return size if 'sliding_attention' in kinds or not hasattr(config, 'layer_types') else math.inf
+    return 'sliding_attention' in kinds and getattr(config, 'sliding_window', None) or math.inf
 
 # %% ../../nbs/core/packing.ipynb #4b527486
 @torch.no_grad()
@@ -145,8 +145,9 @@ def reads_packed(model) -> bool:
     mask, answers = (ids > 0).long(), (ids > 3).long()
     packed = pack(ids, mask, answers)
     try:
-        alone = [trunk(input_ids=row[row > 0][None], use_cache=False).last_hidden_state[0] for row in ids]
-        states = packed_states(model, packed)[packed.cells]
+        with torch.autocast(trunk.device.type, enabled=False):   # whose rounding would hide the difference
+            alone = [trunk(input_ids=row[row > 0][None], use_cache=False).last_hidden_state[0] for row in ids]
+            states = packed_states(model, packed)[packed.cells]
         error = max((a - b[:len(a)]).abs().max() for a, b in zip(alone, states))
         trunk.reads_packed = bool(error < (1e-3 if trunk.dtype == torch.float32 else .05) * alone[0].std())
     except (TypeError, ValueError, RuntimeError): pass  # it takes no positions, or no such mask

@@ -133,7 +133,12 @@ def annotator_preferences(
     annotator,
 ) -> np.ndarray:  # (pairs,) from 1 to 2, nan where there is no verdict
     "An annotator's preferences on pairs, in the given order; ValueError for a wrong number or value."
-    given, name = annotator(pairs), annotator_name(annotator)
+    name = annotator_name(annotator)
+    try: given = annotator(pairs)
+    except KeyError as e:
+        if e.args != ('instruction',) or all('instruction' in p for p in pairs): raise
+        raise ValueError(f'{name} judges answers to an instruction, and a pair has a dialogue in `messages` '
+                         'instead: name an annotator that reads dialogues, such as helpful') from e
     try: p = np.array(given, dtype=float)
     except (TypeError, ValueError):
         wrong = next((v for v in given if not isinstance(v, Real | None)), given)
