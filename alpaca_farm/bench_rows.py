@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from .core.functional import gae, masked_whiten
 from .core.generation import generate
-from .core.models import autocast, load_policy, load_scalar
+from .core.models import autocast, load_policy, load_scalar, no_progress_bars
 from .core.rewards import reward
 from .core.runs import Run
 from .core.settings import TrainConfig
@@ -93,6 +93,7 @@ def save_random_models(size: str, tokenizer, folder: Path):
                          intermediate_size=s['ffn'], max_position_embeddings=2048, tie_word_embeddings=False,
                          bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
                          pad_token_id=tokenizer.pad_token_id, num_labels=1)
+    no_progress_bars()
     torch.manual_seed(0)
     for name, kind in dict(policy=LlamaForCausalLM, reward=LlamaForSequenceClassification).items():
         model = kind(config)
