@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 
 os.environ.update(OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', HF_HUB_OFFLINE='1')
+os.environ.pop('VIRTUAL_ENV', None)   # IPython warns of an environment that is active but not its own
 
 import hypothesis
 import pytest
