@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer',
-           'load_weights', 'load_policy', 'fresh_head', 'load_scalar', 'hidden_states', 'has_plain_head', 'logits_of',
-           'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'sequence_scores',
-           'values', 'save_model']
+           'load_weights', 'load_policy', 'fresh_head', 'load_scalar', 'hidden_states', 'head_scale', 'head_parts',
+           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods',
+           'sequence_scores', 'values', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import math
@@ -14,7 +14,7 @@ import math
 import torch
 
 from .files import open_tensors, read_json, temporary_path
-from .functional import selected_logprobs, token_logprobs
+from .functional import head_logits, selected_logprobs
 from .packing import attention_window, pack, packed_states, reads_packed
 from .paths import ask_hub, at_root, looks_like_hub
 from .settings import Config
@@ -150,22 +150,24 @@ def hidden_states(
     return model.base_model(input_ids=ids, attention_mask=None if right else mask,
                             position_ids=positions, use_cache=False).last_hidden_state
 
-# %% ../../nbs/core/models.ipynb #d56b5684
-def has_plain_head(model) -> bool:
-    "Whether logits are the head's weights times the states, and nothing else."
+# %% ../../nbs/core/models.ipynb #d21e6127
+def head_scale(model) -> dict[str, float]:
+    "By what the logits of a model's family are multiplied, and where they are softly capped (0: nowhere)."
     config = model.config.get_text_config()
-    extras = ('final_logit_softcapping', 'logit_scale', 'logits_scaling', 'lm_head_multiplier')
-    return (model.get_output_embeddings().bias is None
-            and all(getattr(config, name, None) in (None, 1) for name in extras))
+    of = lambda name: getattr(config, name, None) or 1
+    return dict(scale=of('logit_scale') * of('lm_head_multiplier') / of('logits_scaling'),
+                cap=getattr(config, 'final_logit_softcapping', None) or 0.)
+
+# %% ../../nbs/core/models.ipynb #ac8f6411
+def head_parts(model) -> dict:
+    "The head of a policy as `head_logits` takes it: weight, bias, scale and cap."
+    head = model.get_output_embeddings()
+    return dict(weight=head.weight, bias=head.bias, **head_scale(model))
 
 # %% ../../nbs/core/models.ipynb #c1fb8e45
 def logits_of(model, states: torch.Tensor) -> torch.Tensor:
-    "A model's logits, (..., V), from its last hidden states: head, scale and soft cap of its family."
-    config, logits = model.config.get_text_config(), model.get_output_embeddings()(states)
-    scale = lambda name: getattr(config, name, None) or 1
-    logits = logits * scale('logit_scale') * scale('lm_head_multiplier') / scale('logits_scaling')
-    cap = getattr(config, 'final_logit_softcapping', None)
-    return cap * torch.tanh(logits / cap) if cap else logits
+    "A policy's logits, (..., V), from its last hidden states."
+    return head_logits(states, **head_parts(model))
 
 # %% ../../nbs/core/models.ipynb #89ee98c7
 def logprobs(
@@ -178,10 +180,7 @@ def logprobs(
     if states is None: states = hidden_states(model, batch['ids'], batch['mask'], batch['response'])
     states = states[:, :-1]
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
-    if has_plain_head(model):
-        head = model.get_output_embeddings().weight
-        logp = selected_logprobs(states[chosen], head, tokens[chosen], temperature)
-    else: logp = token_logprobs(logits_of(model, states[chosen]), tokens[chosen], temperature)
+    logp = selected_logprobs(states[chosen], tokens=tokens[chosen], temperature=temperature, **head_parts(model))
     out = torch.zeros(batch['ids'].shape, device=logp.device)
     out[:, 1:][chosen] = logp.float()
     return out
@@ -228,7 +227,8 @@ def own_likelihoods(
 ) -> torch.Tensor:  # (B,), in nats
     "log p of each response under the trunk and the embeddings of a scalar model."
     chosen = response[:, 1:].bool()
-    logp = selected_logprobs(states[:, :-1][chosen], model.get_input_embeddings().weight, ids[:, 1:][chosen])
+    logp = selected_logprobs(states[:, :-1][chosen], model.get_input_embeddings().weight, ids[:, 1:][chosen],
+                             **head_scale(model))
     return logp.new_zeros(len(ids)).index_add(0, chosen.nonzero()[:, 0], logp).float()
 
 # %% ../../nbs/core/models.ipynb #270d0a7b
