@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer',
-           'load_weights', 'load_policy', 'fresh_head', 'load_scalar', 'hidden_states', 'head_scale', 'head_parts',
-           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods',
-           'sequence_scores', 'values', 'save_model']
+           'attention_of', 'load_weights', 'check_policy', 'load_policy', 'fresh_head', 'register_scalar_class',
+           'load_scalar', 'hidden_states', 'head_scale', 'head_parts', 'logits_of', 'logprobs', 'sequence_logprobs',
+           'response_logprobs', 'token_scores', 'own_likelihoods', 'encoder_scores', 'sequence_scores', 'values',
+           'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import math
@@ -15,7 +16,7 @@ import torch
 
 from .files import open_tensors, read_json, temporary_path
 from .functional import head_logits, selected_logprobs
-from .packing import attention_window, pack, packed_states, reads_packed
+from .packing import pack_for, packed_states, reads_packed
 from .paths import ask_hub, at_root, looks_like_hub
 from .settings import Config
 from .text import answer_batches, choose_pad, collate, end_tokens
@@ -70,8 +71,24 @@ def load_tokenizer(spec: str, model=None):
     "A model's tokenizer, with a padding token; if the model is given, one that it knows."
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(model_path(spec))
+    if tokenizer.eos_token is None: tokenizer.eos_token = tokenizer.sep_token   # as encoders end a text
     choose_pad(tokenizer, math.inf if model is None else model.get_input_embeddings().weight.shape[0])
     return tokenizer
+
+# %% ../../nbs/core/models.ipynb #4a0e8f18
+def attention_of(spec: str, cfg: Config) -> str | None:
+    "The attention kernel to ask `transformers` for; None for its own choice. ValueError without flash-attn."
+    from transformers import AutoConfig, MODEL_FOR_CAUSAL_LM_MAPPING as policies
+    from transformers.utils import is_flash_attn_2_available
+    kind, flash = getattr(cfg, 'attention', 'auto'), is_flash_attn_2_available()
+    if kind == 'flash_attention_2' and not flash:
+        raise ValueError("attention = 'flash_attention_2' needs a GPU and the package flash-attn (pip install "
+                         "flash-attn): take 'auto' or 'sdpa' without them")
+    if kind != 'auto' or not flash or device_of(cfg).type != 'cuda' or dtype_of(cfg) == torch.float32:
+        return None if kind == 'auto' else kind
+    config = AutoConfig.from_pretrained(model_path(spec))
+    family = policies[type(config)] if type(config) in policies else None
+    return 'flash_attention_2' if getattr(family, '_supports_flash_attn', False) else None
 
 # %% ../../nbs/core/models.ipynb #5862c2c3
 def load_weights(
@@ -88,14 +105,30 @@ def load_weights(
     logging.set_verbosity_error()
     try: model, info = kind.from_pretrained(model_path(spec), dtype=dtype, use_safetensors=True,
                                             output_loading_info=True, **more)
-    except RuntimeError as e:
-        raise ValueError(f'{spec}: its weights do not fit {kind.__name__} ({str(e).splitlines()[0]})') from e
+    except (RuntimeError, ValueError, ImportError) as e:
+        asked = f' with attention = {more["attn_implementation"]!r}' if more.get('attn_implementation') else ''
+        raise ValueError(f'{spec}: {kind.__name__} cannot load it{asked} ({str(e).splitlines()[0]})') from e
     finally: logging.set_verbosity(level)
     missing, head = sorted(set(info['missing_keys']) - set(fresh)), 'score.weight'
     if head in missing: raise ValueError(f'{spec} holds a policy, not a reward model: it has no head')
     if head in info['unexpected_keys']: raise ValueError(f'{spec} holds a reward model, not a policy')
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
     return model
+
+# %% ../../nbs/core/models.ipynb #e97f84f1
+@torch.no_grad()
+def check_policy(model, spec: str, cfg: Config):
+    "ValueError for a model whose tokens see later ones, or whose logits are no function of its last states."
+    ids = torch.arange(1, 4, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+    read = lambda f, ids: f(input_ids=ids, use_cache=False)
+    with autocast(cfg):
+        logits, states = read(model, ids).logits, read(model.base_model, ids)[0]
+        alone, ours = read(model.base_model, ids[:, :1])[0], logits_of(model, states)
+    differs = lambda a, b: bool((a - b).abs().max() > .2 * b.float().std())   # more than rounding does
+    if differs(alone, states[:, :1]):
+        raise ValueError(f'{spec}: {type(model).__name__} is no causal model (its tokens see those after them)')
+    if differs(ours, logits):
+        raise ValueError(f'{spec}: {type(model).__name__} computes its logits in a way that is not supported')
 
 # %% ../../nbs/core/models.ipynb #a1104e05
 def load_policy(
@@ -105,8 +138,10 @@ def load_policy(
 ):
     "A causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
-    model = load_weights(AutoModelForCausalLM, spec, torch.float32 if train else dtype_of(cfg))
-    return place_model(model, cfg), load_tokenizer(spec, model)
+    model = load_weights(AutoModelForCausalLM, spec, torch.float32 if train else dtype_of(cfg),
+                         attn_implementation=attention_of(spec, cfg))
+    check_policy(place_model(model, cfg), spec, cfg)
+    return model, load_tokenizer(spec, model)
 
 # %% ../../nbs/core/models.ipynb #313d52d0
 @torch.no_grad()
@@ -115,19 +150,36 @@ def fresh_head(model, kind: str):
     weight = model.score.weight
     weight.zero_() if kind == 'zero' else weight.normal_(std=(weight.shape[1] + 1) ** -.5)
 
+# %% ../../nbs/core/models.ipynb #cb47d9bb
+def register_scalar_class(spec: str):
+    "Make a class with a scalar head for the family of a causal model, where `transformers` has none."
+    from transformers import AutoConfig, AutoModelForSequenceClassification, MODEL_FOR_CAUSAL_LM_MAPPING as policies
+    from transformers.modeling_layers import GenericForSequenceClassification
+    config = type(AutoConfig.from_pretrained(model_path(spec)))
+    if config in AutoModelForSequenceClassification._model_mapping or config not in policies: return
+    policy = policies[config]
+    made = type(policy.__name__.replace('ForCausalLM', 'ForSequenceClassification'),
+                (GenericForSequenceClassification, policy.__bases__[0]),
+                dict(base_model_prefix=policy.base_model_prefix, config_class=config))
+    AutoModelForSequenceClassification.register(config, made)
+
 # %% ../../nbs/core/models.ipynb #94f85443
 def load_scalar(
     spec: str,          # a policy or a scalar model
     cfg: Config,
     head: str = 'keep', # 'keep' for the saved head; 'zero' or 'normal' for a fresh one
     train: bool = False,
+    encoder: bool = False,  # allow encoders with a classifier of one label, which can only score
 ):
     "A model with a scalar head, and its tokenizer."
     from transformers import AutoModelForSequenceClassification
+    register_scalar_class(spec)
     model = load_weights(AutoModelForSequenceClassification, spec, torch.float32 if train else dtype_of(cfg),
-                         () if head == 'keep' else ('score.weight',), num_labels=1)
-    if not hasattr(model, 'score'):
-        raise ValueError(f'{spec}: {type(model).__name__} is no decoder with a head on its last token')
+                         () if head == 'keep' else ('score.weight',), num_labels=1,
+                         attn_implementation=attention_of(spec, cfg))
+    if not (encoder or hasattr(model, 'score')):
+        raise ValueError(f'{spec}: {type(model).__name__} is no decoder with a head on its last token: it can be a '
+                         'reward_model, but no value model and no policy to train one from')
     tokenizer = load_tokenizer(spec, model)
     model.config.pad_token_id = tokenizer.pad_token_id
     if head != 'keep': fresh_head(model, head)
@@ -141,12 +193,13 @@ def hidden_states(
     response: torch.Tensor | None = None,  # (B, T), 1 at the responses' tokens; rows may share a prompt
 ) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding
     "The last layer's states, before the head."
-    packed = pack(ids, mask, response, attention_window(model)) if reads_packed(model) else None
+    packed = pack_for(model, ids, mask, response) if reads_packed(model) else None
     if packed:
         states = packed_states(model, packed).index_select(0, packed.cells.flatten())
         return states.view(*ids.shape, -1)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
     right = bool((mask[:, 1:] <= mask[:, :-1]).all())
+    positions = torch.ones_like(mask).cumsum(1) if right else mask.cumsum(1)
+    positions = (positions - 1).clamp(0, max(0, int(mask.any(0).sum()) - 1))
     return model.base_model(input_ids=ids, attention_mask=None if right else mask,
                             position_ids=positions, use_cache=False).last_hidden_state
 
@@ -231,6 +284,12 @@ def own_likelihoods(
                              **head_scale(model))
     return logp.new_zeros(len(ids)).index_add(0, chosen.nonzero()[:, 0], logp).float()
 
+# %% ../../nbs/core/models.ipynb #7c6d2ce6
+def encoder_scores(model, ids: torch.Tensor, mask: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+    "Scores (B,) of an encoder with a classifier of one label; `response` is 1 at the second text."
+    types = dict(token_type_ids=response) if getattr(model.config, 'type_vocab_size', 0) > 1 else {}
+    return model(input_ids=ids, attention_mask=mask, **types).logits[:, 0].float()
+
 # %% ../../nbs/core/models.ipynb #270d0a7b
 def sequence_scores(
     model,
@@ -239,6 +298,7 @@ def sequence_scores(
     response=None,       # (B, T), 1 at the response's tokens, for models that use their likelihood
 ) -> torch.Tensor:  # (B,)
     "The scalar head at each row's last real token, plus `likelihood` times log p of the response."
+    if not hasattr(model, 'score'): return encoder_scores(model, ids, mask, response)
     states, rows = hidden_states(model, ids, mask, response), torch.arange(len(ids), device=ids.device)
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     scores = model.score(states[rows, last]).squeeze(-1).float()
