@@ -160,8 +160,9 @@ def register_scalar_class(spec: str):
     policy = policies[config]
     made = type(policy.__name__.replace('ForCausalLM', 'ForSequenceClassification'),
                 (GenericForSequenceClassification, policy.__bases__[0]),
-                dict(base_model_prefix=policy.base_model_prefix, config_class=config))
-    AutoModelForSequenceClassification.register(config, made)
+                dict(base_model_prefix=policy.base_model_prefix, config_class=config,
+                     __module__=policy.__module__))  # of transformers, or it would leave buffers unset
+    AutoModelForSequenceClassification.register(config, made, exist_ok=True)
 
 # %% ../../nbs/core/models.ipynb #94f85443
 def load_scalar(
