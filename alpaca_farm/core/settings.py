@@ -183,7 +183,7 @@ def _repr_mimebundle_(self: Config, include=None, exclude=None) -> dict:
 class HardwareConfig(Config):
     "Settings of memory and speed when a model is trained."
     attention: str = 'auto'              # kernel: auto, sdpa, eager, flash_attention_2 or flex_attention
-    lora_rank: int = 0                   # rank of LoRA's adapters, which train in place of the weights; 0: all weights
+    lora_rank: int = 0                   # rank of the trained adapters (LoRA); 0 trains all weights
     lora_alpha: float = 0.0              # their scale times the rank; 0 for twice the rank
     lora_targets: str = 'all-linear'     # layers that get them: all-linear, or names joined by commas
     quantize: bool = False               # QLoRA: the frozen weights in 4 bits
@@ -198,7 +198,7 @@ class HardwareConfig(Config):
         self.one_of('attention', 'auto', 'sdpa', 'eager', 'flash_attention_2', 'flex_attention')
         self.one_of('optimizer', 'adamw', 'adamw_8bit')
         if self.quantize and not self.lora_rank:
-            raise ValueError('quantize: weights of 4 bits cannot be trained; set lora_rank, such as 16, as well')
+            raise ValueError('quantize: 4 bits cannot be trained; set lora_rank as well, to 16 for instance')
         new = 'lora_rank', 'quantize', 'gradient_checkpointing', 'forward_batch'
         if any(getattr(self, n) for n in new) or not self.master_weights or self.optimizer != 'adamw':
             raise ValueError(f'{", ".join(new)}, master_weights and optimizer are not implemented yet: '
