@@ -199,7 +199,7 @@ class HardwareConfig(Config):
         self.one_of('optimizer', 'adamw', 'adamw_8bit')
         if self.quantize and not self.lora_rank:
             raise ValueError('quantize: 4 bits cannot be trained; set lora_rank as well, to 16 for instance')
-        new = 'lora_rank', 'quantize', 'gradient_checkpointing', 'forward_batch'
+        new = 'quantize', 'forward_batch'
         if any(getattr(self, n) for n in new) or not self.master_weights or self.optimizer != 'adamw':
             raise ValueError(f'{", ".join(new)}, master_weights and optimizer are not implemented yet: '
                              'leave them at their defaults')
