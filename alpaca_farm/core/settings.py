@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SECRET', 'as_type', 'assigned_names', 'given_names', 'resolve', 'no_secrets', 'Config', 'TrainConfig',
-           'refuse_unknown', 'field_comments', 'parser', 'parse_list', 'from_args', 'command']
+           'refuse_unknown', 'field_comments', 'parser', 'parse_list', 'read_settings', 'from_args', 'command']
 
 # %% ../../nbs/core/settings.ipynb #37bea490
 import argparse, ast, dataclasses, difflib, importlib, math, os, re, sys, types, typing, warnings
@@ -243,6 +243,8 @@ def parser(cls, description: str = '') -> argparse.ArgumentParser:
     kinds, comments = typing.get_type_hints(cls), field_comments(cls)
     p = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument('-f', action='append', default=[], metavar='FILE',
+                   help='YAML file of settings, as for papermill; options count before it')
     for name, value in asdict(cls()).items():
         kind = kinds[name]
         if isinstance(kind, types.UnionType): kind = typing.get_args(kind)[0]
@@ -258,13 +260,32 @@ def parse_list(name: str, value: str) -> list:
     if isinstance(parsed, list): return parsed
     raise ValueError(f'''{name} = {value!r}: write a list as in Python: "[0.9, 0.95]" or "['a', 'b']"''')
 
+# %% ../../nbs/core/settings.ipynb #00275919
+def read_settings(cls, file: str) -> dict:
+    "The settings in a YAML file, relative to the working folder; errors name the file and the setting."
+    import yaml
+    if not os.path.isfile(file): raise FileNotFoundError(f'-f {file}: {missing_path(file)}')
+    try: given = yaml.safe_load(open(file, encoding='utf-8'))
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ValueError(f'-f {file}: this is no YAML ({" ".join(str(e).split())})') from None
+    if not isinstance(given, dict): raise ValueError(f'-f {file}: write one "setting: value" in each line')
+    no_secrets({f'-f {file}: {name}': value for name, value in given.items()})
+    kinds = typing.get_type_hints(cls)
+    try:
+        refuse_unknown(cls.__name__, given, [f.name for f in fields(cls)])
+        return {name: as_type(name, value, kinds[name]) for name, value in given.items()}
+    except (TypeError, ValueError) as e: raise type(e)(f'-f {file}: {e}') from None
+
 # %% ../../nbs/core/settings.ipynb #9c564398
 def from_args(cls, args: list[str], description: str = ''):
     "The settings given by a command line; exits with a message if they are invalid."
-    p, kinds = parser(cls, description), typing.get_type_hints(cls)
-    given, unknown = p.parse_known_args(args)
-    given = vars(given)
+    p, kinds, source = parser(cls, description), typing.get_type_hints(cls), {}   # source: value and file
     try:
+        for file in p.parse_known_args(args)[0].f:
+            source |= {name: (value, file) for name, value in read_settings(cls, file).items()}
+        p.set_defaults(**{name: value for name, (value, _) in source.items()})
+        given, unknown = p.parse_known_args(args)
+        given = {k: v for k, v in vars(given).items() if k != 'f'}
         no_secrets(given | {'the command line': unknown})
         if unknown: p.error(f'unrecognized arguments: {" ".join(unknown)}')
         for name, value in given.items():
@@ -272,7 +293,10 @@ def from_args(cls, args: list[str], description: str = ''):
             if takes_list and (value[:1] == '[' or not isinstance(kinds[name], types.UnionType)):
                 given[name] = parse_list(name, value)
         return cls(**given)
-    except (TypeError, ValueError, FileNotFoundError) as e: p.error(str(e))
+    except (TypeError, ValueError, FileNotFoundError) as e:
+        name = str(e).split(' = ')[0]
+        value, file = source.get(name, (None, ''))
+        p.error(f'-f {file}: {e}' if file and given[name] is value else str(e))
 
 # %% ../../nbs/core/settings.ipynb #a585caaa
 def command(cls, train):
