@@ -191,6 +191,24 @@ def test_a_name_on_the_hub_is_accepted_though_a_folder_is_near(elsewhere, monkey
     assert SFTConfig(policy='rnus/world').policy == 'rnus/world' and asked == ['rnus/world']
 
 
+def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch):
+    import huggingface_hub
+    from alpaca_farm.core.fingerprint import content_hash
+    from alpaca_farm.core.models import load_policy
+    from alpaca_farm.sft import SFTConfig
+    cache, commit = elsewhere/'cache'/'models--ann--policy', '9f'*20
+    shutil.copytree(base/'sft'/'model', cache/'snapshots'/commit)
+    (cache/'refs').mkdir()
+    (cache/'refs'/'v1').write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(elsewhere/'cache'))
+    for spec in ('ann/policy@v1', f'ann/policy@{commit}'):
+        cfg = SFTConfig(policy=spec)
+        policy, tokenizer = load_policy(cfg.policy, cfg)
+        assert len(tokenizer) <= policy.get_input_embeddings().weight.shape[0]
+    assert content_hash('ann/policy@v1') != content_hash('ann/policy@v2')
+    with pytest.raises(FileNotFoundError, match="ann/policy@v2: revision 'v2' of ann/policy is neither in the cache"): load_policy('ann/policy@v2', cfg)
+
+
 @pytest.fixture(scope='session')
 def installed(tmp_path_factory):
     "A folder into which a wheel of this checkout is installed."
