@@ -16,7 +16,7 @@ import torch
 from .files import open_tensors, read_json, temporary_path
 from .functional import selected_logprobs, token_logprobs
 from .packing import attention_window, pack, packed_states, reads_packed
-from .paths import ask_hub, at_root, looks_like_hub
+from .paths import ask_hub, at_root, hub_snapshot, looks_like_hub
 from .settings import Config
 from .text import answer_batches, choose_pad, collate, end_tokens
 
@@ -40,7 +40,7 @@ def autocast(cfg: Config):
 
 # %% ../../nbs/core/models.ipynb #37b20d87
 def model_path(spec: str) -> str:
-    "The folder a model is loaded from, or its name on the hub; an error for a missing or damaged model."
+    "The folder of a model, or its name on the hub; an error for a missing or damaged model."
     for folder in (at_root(spec)/'model', at_root(spec)):
         files = list(folder.glob('*.safetensors'))
         if not files or not (folder/'config.json').exists(): continue
@@ -48,7 +48,8 @@ def model_path(spec: str) -> str:
         for p in files:
             with open_tensors(p): pass
         return str(folder)
-    if not at_root(spec).exists() and looks_like_hub(spec): return ask_hub(spec)
+    if not at_root(spec).exists() and looks_like_hub(spec):
+        return hub_snapshot(spec) if '@' in spec else ask_hub(spec)
     raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
                             'or in its folder model/')
 
