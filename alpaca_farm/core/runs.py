@@ -40,7 +40,7 @@ def check_run_folder(folder: Path, inputs: list[str] = ()):
     for p in [at_root(i).resolve() for i in inputs if i and ':' not in i]:
         if p.exists() and (here == p or p in here.parents or here in p.parents):
             raise ValueError(f'out = {folder}: it lies in the input {p}, or that in it. Choose another out')
-    if run_config(here.parent) and here.name.partition('-')[0] in ('model', 'checkpoint'):
+    if run_config(here.parent) and here.name.partition('-')[0] in ('model', 'adapter', 'checkpoint'):
         raise ValueError(f'out = {folder}: this is a part of the run {here.parent}. Choose another out')
     nearest = next(p for p in (here, *here.parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
