@@ -35,8 +35,8 @@ def notebooks_folder() -> Path:
 
 # %% ../../nbs/core/paths.ipynb #45720aa0
 def looks_like_hub(value: str) -> bool:
-    "Whether `value` could be a name on the Hugging Face hub: owner/name, where owner is not a local folder."
-    owner, _, name = value.partition('/')
+    "Whether `value` could be owner/name on the hub, or owner/name:configuration; owner is no local folder."
+    owner, _, name = value.partition(':')[0].partition('/')
     file = name.endswith(('.json', '.jsonl', '.csv', '.tsv', '.parquet', '.xlsx', '.gz'))
     if not (owner and name) or '/' in name or owner[0] in '.~' or file: return False
     return not os.path.isdir(at_root(owner))

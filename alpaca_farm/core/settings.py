@@ -146,7 +146,7 @@ def one_of(self: Config, name: str, *choices):
 @patch
 def check_path(self: Config, name: str, value: str):
     "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
-    if ':' in value:
+    if ':' in value and not looks_like_hub(value):
         try: return resolve(value)
         except ValueError as e: raise ValueError(f'{name} = {e}') from None
     if not value or os.path.exists(at_root(value)): return
