@@ -187,6 +187,7 @@ def judge_files(source: str) -> set[Path]:
     "The YAML file of a judge's configuration and the prompts named in it; empty for any other source."
     file = judge_config_file(source)
     if file is None: return set()
+    if file.parent.is_file(): return {file.parent} | judge_files('question')   # a task's question
     words = re.findall(r'[\w./-]+', file.read_text(encoding='utf-8', errors='replace'))
     return {file} | {p for w in words for p in (file.parent/w, file.parent.parent/w) if p.is_file()}
 
