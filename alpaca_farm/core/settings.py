@@ -148,7 +148,7 @@ def one_of(self: Config, name: str, *choices):
 @patch
 def check_path(self: Config, name: str, value: str):
     "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
-    if ':' in value:
+    if ':' in value and not looks_like_hub(value):
         try: return resolve(value)
         except ValueError as e: raise ValueError(f'{name} = {e}') from None
     if not value or os.path.exists(at_root(value)): return
@@ -201,7 +201,7 @@ class HardwareConfig(Config):
         self.one_of('optimizer', 'adamw', 'adamw_8bit')
         if self.quantize and not self.lora_rank:
             raise ValueError('quantize: 4 bits cannot be trained; set lora_rank as well, to 16 for instance')
-        new = 'lora_rank', 'quantize', 'gradient_checkpointing', 'forward_batch'
+        new = 'quantize', 'forward_batch'
         if any(getattr(self, n) for n in new) or not self.master_weights or self.optimizer != 'adamw':
             raise ValueError(f'{", ".join(new)}, master_weights and optimizer are not implemented yet: '
                              'leave them at their defaults')
