@@ -105,7 +105,8 @@ class Config:
     tracker: str = ''      # wandb, or tensorboard (a folder of the run), gets the log as well
     inputs = {}            # settings that name what this run reads: which files of it (class attributes,
     answering = ()         # no settings); those that only concern the answers at the end
-    aside = ('out', 'num_processes', 'workers', 'tracker', 'save_total_limit', 'push_to_hub')  # without influence
+    aside = ('out', 'num_processes', 'workers', 'tracker',      # settings without influence on the result
+             'save_total_limit', 'push_to_hub')
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
@@ -147,7 +148,7 @@ def one_of(self: Config, name: str, *choices):
 @patch
 def check_path(self: Config, name: str, value: str):
     "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
-    if ':' in value:
+    if ':' in value and not looks_like_hub(value):
         try: return resolve(value)
         except ValueError as e: raise ValueError(f'{name} = {e}') from None
     if not value or os.path.exists(at_root(value)): return
