@@ -105,6 +105,24 @@ def test_lists_and_numbers_of_the_command_line(args, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tmp_path, capsys):
+    (tmp_path/'a.yaml').write_text('learning_rate: 1e-4\nbetas: [0.8, 0.9]\nseed: 3\nout: runs/a\n')
+    (tmp_path/'b.yaml').write_text('seed: 5\n')
+    cfg = from_args(TrainConfig, ['-f', str(tmp_path/'a.yaml'), '--out', 'runs/b', '-f', str(tmp_path/'b.yaml')])
+    assert (cfg.learning_rate, cfg.betas, cfg.seed, cfg.out, cfg.warmup) == (1e-4, [.8, .9], 5, 'runs/b', TrainConfig.warmup)
+    for text, message in (('warmpu: 1', 'warmpu is not a setting of TrainConfig. Did you mean warmup?'), ('seed: many', "seed = 'many' is not a value of type int"),
+                          ('warmup: 2', 'warmup = 2.0: it must be between 0 and 1'), ('a: [', 'this is no YAML'), ('- seed', 'write one "setting: value"'),
+                          (f'tracker: {KEYS[0]}', 'tracker looks like an API key')):
+        (tmp_path/'c.yaml').write_text(text)
+        with pytest.raises(SystemExit): from_args(TrainConfig, ['-f', str(tmp_path/'c.yaml')])
+        said = capsys.readouterr().err
+        assert f'-f {tmp_path}/c.yaml: {message}' in said and KEYS[0] not in said
+    (tmp_path/'c.yaml').write_text('warmup: 2')
+    assert from_args(TrainConfig, ['-f', str(tmp_path/'c.yaml'), '--warmup', '1']).warmup == 1
+    with pytest.raises(SystemExit): from_args(TrainConfig, ['-f', 'nowhere.yaml'])
+    assert '-f nowhere.yaml: there is no such file' in capsys.readouterr().err
+
+
 def test_a_learning_rate_that_cannot_be_meant_is_remarked():
     with pytest.warns(UserWarning, match='learning_rate = 1000.0'): TrainConfig(learning_rate=1000)
     with warnings.catch_warnings():
@@ -171,6 +189,24 @@ def test_a_name_on_the_hub_is_accepted_though_a_folder_is_near(elsewhere, monkey
     asked = []
     monkeypatch.setattr(huggingface_hub.HfApi, 'repo_info', lambda self, name, **_: asked.append(name))
     assert SFTConfig(policy='rnus/world').policy == 'rnus/world' and asked == ['rnus/world']
+
+
+def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch):
+    import huggingface_hub
+    from alpaca_farm.core.fingerprint import content_hash
+    from alpaca_farm.core.models import load_policy
+    from alpaca_farm.sft import SFTConfig
+    cache, commit = elsewhere/'cache'/'models--ann--policy', '9f'*20
+    shutil.copytree(base/'sft'/'model', cache/'snapshots'/commit)
+    (cache/'refs').mkdir()
+    (cache/'refs'/'v1').write_text(commit)
+    monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(elsewhere/'cache'))
+    for spec in ('ann/policy@v1', f'ann/policy@{commit}'):
+        cfg = SFTConfig(policy=spec)
+        policy, tokenizer = load_policy(cfg.policy, cfg)
+        assert len(tokenizer) <= policy.get_input_embeddings().weight.shape[0]
+    assert content_hash('ann/policy@v1') != content_hash('ann/policy@v2')
+    with pytest.raises(FileNotFoundError, match="ann/policy@v2: revision 'v2' of ann/policy is neither in the cache"): load_policy('ann/policy@v2', cfg)
 
 
 @pytest.fixture(scope='session')

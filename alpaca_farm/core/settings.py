@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SECRET', 'as_type', 'assigned_names', 'given_names', 'resolve', 'no_secrets', 'Config', 'HardwareConfig',
-           'TrainConfig', 'refuse_unknown', 'field_comments', 'parser', 'parse_list', 'from_args', 'command']
+           'TrainConfig', 'refuse_unknown', 'field_comments', 'parser', 'parse_list', 'read_settings', 'from_args',
+           'command']
 
 # %% ../../nbs/core/settings.ipynb #37bea490
 import argparse, ast, dataclasses, difflib, importlib, math, os, re, sys, types, typing, warnings
@@ -101,10 +102,11 @@ class Config:
     device: str = 'auto'   # cpu, cuda, cuda:1, ...; auto takes a GPU when there is one
     dtype: str = 'auto'    # float32, bfloat16, float16; auto is float32 on CPU, bfloat16 on GPU
     num_processes: int = 1 # processes that share the work; only 1 as yet
-    tracker: str = ''      # wandb to send the log there as well; nothing leaves the machine otherwise
+    tracker: str = ''      # wandb, or tensorboard (a folder of the run), gets the log as well
     inputs = {}            # settings that name what this run reads: which files of it (class attributes,
     answering = ()         # no settings); those that only concern the answers at the end
-    aside = ('out', 'num_processes', 'workers', 'tracker')  # settings without influence on the result
+    aside = ('out', 'num_processes', 'workers', 'tracker',      # settings without influence on the result
+             'save_total_limit', 'push_to_hub')
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
@@ -114,7 +116,7 @@ class Config:
         if self.num_processes != 1:
             raise ValueError(f'num_processes = {self.num_processes}: a run is one process; leave it at 1')
         self.one_of('dtype', 'auto', 'float32', 'bfloat16', 'float16')
-        self.one_of('tracker', '', 'wandb')
+        self.one_of('tracker', '', 'wandb', 'tensorboard')
         self.check()
         for name in self.inputs: self.check_input(name)
 
@@ -146,7 +148,7 @@ def one_of(self: Config, name: str, *choices):
 @patch
 def check_path(self: Config, name: str, value: str):
     "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
-    if ':' in value:
+    if ':' in value and not looks_like_hub(value):
         try: return resolve(value)
         except ValueError as e: raise ValueError(f'{name} = {e}') from None
     if not value or os.path.exists(at_root(value)): return
@@ -183,7 +185,7 @@ def _repr_mimebundle_(self: Config, include=None, exclude=None) -> dict:
 class HardwareConfig(Config):
     "Settings of memory and speed when a model is trained."
     attention: str = 'auto'              # kernel: auto, sdpa, eager, flash_attention_2 or flex_attention
-    lora_rank: int = 0                   # rank of LoRA's adapters, which train in place of the weights; 0: all weights
+    lora_rank: int = 0                   # rank of the trained adapters (LoRA); 0 trains all weights
     lora_alpha: float = 0.0              # their scale times the rank; 0 for twice the rank
     lora_targets: str = 'all-linear'     # layers that get them: all-linear, or names joined by commas
     quantize: bool = False               # QLoRA: the frozen weights in 4 bits
@@ -197,12 +199,12 @@ class HardwareConfig(Config):
         self.bounds(lora_rank=(0, None), lora_alpha=(0, None), forward_batch=(0, None))
         self.one_of('attention', 'auto', 'sdpa', 'eager', 'flash_attention_2', 'flex_attention')
         self.one_of('optimizer', 'adamw', 'adamw_8bit')
+        if self.dtype == 'float16' and not self.master_weights:
+            raise ValueError('dtype = float16 needs master_weights: updates are smaller than its smallest '
+                             'numbers. Take bfloat16')
         if self.quantize and not self.lora_rank:
-            raise ValueError('quantize: weights of 4 bits cannot be trained; set lora_rank, such as 16, as well')
-        new = 'lora_rank', 'quantize', 'gradient_checkpointing', 'forward_batch'
-        if any(getattr(self, n) for n in new) or not self.master_weights or self.optimizer != 'adamw':
-            raise ValueError(f'{", ".join(new)}, master_weights and optimizer are not implemented yet: '
-                             'leave them at their defaults')
+            raise ValueError('quantize: 4 bits cannot be trained; set lora_rank as well, to 16 for instance')
+        if self.forward_batch: raise ValueError('forward_batch is not implemented yet: leave it at 0')
 
 # %% ../../nbs/core/settings.ipynb #1818f4d0
 @dataclass
@@ -218,12 +220,15 @@ class TrainConfig(HardwareConfig):
     adam_eps: float = 1e-8         # AdamW's epsilon
     max_grad_norm: float = 1.0     # gradients are clipped to this norm
     checkpoint_every: int = 50     # steps between checkpoints
+    save_total_limit: int = 0      # of the folders model-<step>/ keep the newest n; 0 for all
+    push_to_hub: str = ''          # owner/name to which model/ is uploaded at the end; empty for none
 
     def __post_init__(self):
         super().__post_init__()
         self.bounds(learning_rate=(0, None), warmup=(0, 1), batch_size=(1, None),
                     micro_batch_size=(0, None), weight_decay=(0, None),
-                    adam_eps=(0, None), max_grad_norm=(0, None), checkpoint_every=(1, None))
+                    adam_eps=(0, None), max_grad_norm=(0, None), checkpoint_every=(1, None),
+                    save_total_limit=(0, None))
         self.one_of('lr_schedule', 'cosine', 'linear', 'constant')
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f'betas = {self.betas}: give two numbers from 0 to below 1')
@@ -269,6 +274,8 @@ def parser(cls, description: str = '') -> argparse.ArgumentParser:
     kinds, comments = typing.get_type_hints(cls), field_comments(cls)
     p = argparse.ArgumentParser(description=description, allow_abbrev=False,
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument('-f', action='append', default=[], metavar='FILE',
+                   help='YAML file of settings, as for papermill; options count before it')
     for name, value in asdict(cls()).items():
         kind = kinds[name]
         if isinstance(kind, types.UnionType): kind = typing.get_args(kind)[0]
@@ -284,13 +291,32 @@ def parse_list(name: str, value: str) -> list:
     if isinstance(parsed, list): return parsed
     raise ValueError(f'''{name} = {value!r}: write a list as in Python: "[0.9, 0.95]" or "['a', 'b']"''')
 
+# %% ../../nbs/core/settings.ipynb #00275919
+def read_settings(cls, file: str) -> dict:
+    "The settings in a YAML file, relative to the working folder; errors name the file and the setting."
+    import yaml
+    if not os.path.isfile(file): raise FileNotFoundError(f'-f {file}: {missing_path(file)}')
+    try: given = yaml.safe_load(open(file, encoding='utf-8'))
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise ValueError(f'-f {file}: this is no YAML ({" ".join(str(e).split())})') from None
+    if not isinstance(given, dict): raise ValueError(f'-f {file}: write one "setting: value" in each line')
+    no_secrets({f'-f {file}: {name}': value for name, value in given.items()})
+    kinds = typing.get_type_hints(cls)
+    try:
+        refuse_unknown(cls.__name__, given, [f.name for f in fields(cls)])
+        return {name: as_type(name, value, kinds[name]) for name, value in given.items()}
+    except (TypeError, ValueError) as e: raise type(e)(f'-f {file}: {e}') from None
+
 # %% ../../nbs/core/settings.ipynb #9c564398
 def from_args(cls, args: list[str], description: str = ''):
     "The settings given by a command line; exits with a message if they are invalid."
-    p, kinds = parser(cls, description), typing.get_type_hints(cls)
-    given, unknown = p.parse_known_args(args)
-    given = vars(given)
+    p, kinds, source = parser(cls, description), typing.get_type_hints(cls), {}   # source: value and file
     try:
+        for file in p.parse_known_args(args)[0].f:
+            source |= {name: (value, file) for name, value in read_settings(cls, file).items()}
+        p.set_defaults(**{name: value for name, (value, _) in source.items()})
+        given, unknown = p.parse_known_args(args)
+        given = {k: v for k, v in vars(given).items() if k != 'f'}
         no_secrets(given | {'the command line': unknown})
         if unknown: p.error(f'unrecognized arguments: {" ".join(unknown)}')
         for name, value in given.items():
@@ -298,7 +324,10 @@ def from_args(cls, args: list[str], description: str = ''):
             if takes_list and (value[:1] == '[' or not isinstance(kinds[name], types.UnionType)):
                 given[name] = parse_list(name, value)
         return cls(**given)
-    except (TypeError, ValueError, FileNotFoundError) as e: p.error(str(e))
+    except (TypeError, ValueError, FileNotFoundError) as e:
+        name = str(e).split(' = ')[0]
+        value, file = source.get(name, (None, ''))
+        p.error(f'-f {file}: {e}' if file and given[name] is value else str(e))
 
 # %% ../../nbs/core/settings.ipynb #a585caaa
 def command(cls, train):
