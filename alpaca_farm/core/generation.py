@@ -21,6 +21,7 @@ from fastcore.basics import patch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from .processes import in_parts
 from .text import end_tokens
 
 # %% ../../nbs/core/generation.ipynb #66297ef0
@@ -281,13 +282,18 @@ def generate(
     check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k, batch_size)
     jobs, ends = sampling_jobs([tuple(map(int, p)) for p in prompts], n), end_tokens(model, tokenizer)
     samples, choice = [[None]*n for _ in prompts], dict(temperature=temperature, top_p=top_p, top_k=top_k)
-    with evaluation_mode(model):
+    def write(batch):
+        row = {p: j for j, p in enumerate(dict.fromkeys(job[0] for job in batch))}
+        rows, u = [row[job[0]] for job in batch], None
+        if temperature: u = np.stack([uniform_stream(seed, *job[:3], max_new_tokens) for job in batch])
+        written = write_batch(model, list(row), rows, u, max_new_tokens, ends, choice)
+        return [cut_sample(*answer, ends) for answer in zip(*written)]
+    def write_all(jobs):
+        answers = []
         for s in range(0, len(jobs), batch_size):
-            batch = jobs[s:s + batch_size]
-            row = {p: j for j, p in enumerate(dict.fromkeys(job[0] for job in batch))}
-            rows, u = [row[job[0]] for job in batch], None
-            if temperature: u = np.stack([uniform_stream(seed, *job[:3], max_new_tokens) for job in batch])
-            written = write_batch(model, list(row), rows, u, max_new_tokens, ends, choice)
-            for (_, _, k, i), *answer in zip(batch, *written): samples[i][k] = cut_sample(*answer, ends)
-            if progress: progress(s + len(batch), len(jobs))
+            answers += write(jobs[s:s + batch_size])
+            if progress: progress(len(answers), len(jobs))
+        return answers
+    with evaluation_mode(model): answers = in_parts(write_all, jobs)
+    for (_, _, k, i), answer in zip(jobs, answers): samples[i][k] = answer
     return samples

@@ -7,11 +7,13 @@ __all__ = ['RewardConfig', 'combine_scores', 'checked_reward', 'score_records', 
 
 # %% ../../nbs/core/rewards.ipynb #614cd976
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from .models import load_scalar, sequence_scores
+from .processes import in_parts, once
 from .runs import read_summary
 from .settings import at_root, Config, resolve
 from .text import answer_batches, check_positions, collate, encode_prompts, encode_responses
@@ -89,10 +91,10 @@ def reward(
         members = [reward(s, cfg, template, batch_size) for s in spec]
         how = getattr(cfg, 'ensemble', 'mean'), getattr(cfg, 'ensemble_coef', .5)
         return lambda records: combine_scores([r(records) for r in members], *how).tolist()
-    if ':' in spec: return checked_reward(resolve(spec), spec)
+    if ':' in spec: return checked_reward(partial(once, resolve(spec)), spec)
     model, tokenizer = load_scalar(spec, cfg)
     scorer = lambda records: score_records(model, tokenizer, records, template, batch_size)
-    return checked_reward(scorer, spec)
+    return checked_reward(partial(in_parts, scorer), spec)
 
 # %% ../../nbs/core/rewards.ipynb #34ff95d5
 def label_count(spec) -> int:

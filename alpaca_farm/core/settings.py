@@ -101,19 +101,16 @@ class Config:
     seed: int = 0          # random seed; runs that differ in nothing else are replicates
     device: str = 'auto'   # cpu, cuda, cuda:1, ...; auto takes a GPU when there is one
     dtype: str = 'auto'    # float32, bfloat16, float16; auto is float32 on CPU, bfloat16 on GPU
-    num_processes: int = 1 # processes that share the work; only 1 as yet
     tracker: str = ''      # wandb to send the log there as well; nothing leaves the machine otherwise
     inputs = {}            # settings that name what this run reads: which files of it (class attributes,
     answering = ()         # no settings); those that only concern the answers at the end
-    aside = ('out', 'num_processes', 'workers', 'tracker')  # settings without influence on the result
+    aside = 'out', 'workers', 'tracker'  # settings without influence on the result
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
         no_secrets({f.name: getattr(self, f.name) for f in fields(self)})   # before a message shows a value
         for f in fields(self): setattr(self, f.name, as_type(f.name, getattr(self, f.name), kinds[f.name]))
         self.bounds(seed=(0, None))
-        if self.num_processes != 1:
-            raise ValueError(f'num_processes = {self.num_processes}: a run is one process; leave it at 1')
         self.one_of('dtype', 'auto', 'float32', 'bfloat16', 'float16')
         self.one_of('tracker', '', 'wandb')
         self.check()
@@ -179,6 +176,23 @@ def _repr_mimebundle_(self: Config, include=None, exclude=None) -> dict:
     changed = ', '.join(f'{k}={v!r}' for k, v in self.changed().items())
     return {'text/plain': f'{type(self).__name__}({changed or "all defaults"})'}
 
+# %% ../../nbs/core/settings.ipynb #a10c0de4
+@patch
+def check_processes(self: Config):
+    "ValueError for numbers of processes and machines that do not go together."
+    self.bounds(num_processes=(1, None), nodes=(1, None))
+    n = self.num_processes * self.nodes
+    if n > 1 and not self.shareable:
+        raise ValueError(f'num_processes = {n}: this run is one process; leave it at 1')
+    if (self.nodes > 1) != bool(self.rendezvous):
+        raise ValueError(f'nodes = {self.nodes}, rendezvous = {self.rendezvous!r}: several machines need '
+                         'host:port of one of them, a single one none')
+    if n > 1 and self.device not in ('auto', 'cpu', 'cuda'):
+        raise ValueError(f'device = {self.device}: each of {n} processes has its own; set it to auto')
+    if n > getattr(self, 'batch_size', n):
+        raise ValueError(f'batch_size = {self.batch_size} leaves some of the {n} processes without work: '
+                         'raise it, or lower num_processes')
+
 # %% ../../nbs/core/settings.ipynb #a10c0de2
 @dataclass
 class HardwareConfig(Config):
@@ -192,12 +206,20 @@ class HardwareConfig(Config):
     gradient_checkpointing: bool = False # compute activations twice instead of keeping them
     optimizer: str = 'adamw'             # adamw, or adamw_8bit with moments of one byte
     forward_batch: int = 0               # rows of a forward pass without gradients; 0 chooses by free memory
+    num_processes: int = 1               # processes that share the run, on each machine; one per GPU
+    nodes: int = 1                       # machines that share it; start the same command on each
+    rendezvous: str = ''                 # host:port of one of them, where they meet
+    sharding: str = 'ddp'                # several processes: ddp holds all weights on each, fsdp a part
+    aside = (*Config.aside, 'num_processes', 'nodes', 'rendezvous', 'sharding')
+    shareable = True                     # by several processes (a class attribute, no setting)
 
     def __post_init__(self):
         super().__post_init__()
         self.bounds(lora_rank=(0, None), lora_alpha=(0, None), forward_batch=(0, None))
         self.one_of('attention', 'auto', 'sdpa', 'eager', 'flash_attention_2', 'flex_attention')
         self.one_of('optimizer', 'adamw', 'adamw_8bit')
+        self.one_of('sharding', 'ddp', 'fsdp')
+        self.check_processes()
         if self.quantize and not self.lora_rank:
             raise ValueError('quantize: 4 bits cannot be trained; set lora_rank as well, to 16 for instance')
         new = 'lora_rank', 'quantize', 'gradient_checkpointing', 'forward_batch'
