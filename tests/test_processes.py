@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from alpaca_farm import sft
+from alpaca_farm import sft, world
 from alpaca_farm.core import processes, runs
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.launch import Job, run_jobs
@@ -127,11 +127,10 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
 def test_what_cannot_be_shared_is_refused_before_anything_is_started(base, tmp_path, monkeypatch):
     for given, message in ((dict(nodes=2), 'host:port'), (dict(rendezvous='here:1'), 'host:port'), (dict(num_processes=0), 'at least 1'),
                            (dict(device='cuda:1'), 'auto'), (dict(num_processes=13), 'batch_size = 12'), (dict(sharding='zero'), 'fsdp')):
-        with pytest.raises(ValueError, match=message): tiny.config(sft, **settings('sft', base, tmp_path/'x', **given))
-    from alpaca_farm import world
-    with pytest.raises(ValueError, match='one process'): world.WorldConfig(num_processes=2)
+        with pytest.raises(ValueError, match=message): sft.train(tiny.config(sft, **settings('sft', base, tmp_path/'x', **given)))
+    with pytest.raises(ValueError, match='leave it at 1'): world.train(world.WorldConfig(num_processes=2, out=str(tmp_path/'x')))
     monkeypatch.setattr(processes, 'uses_gpu', lambda cfg: True)
-    with pytest.raises(ValueError, match='this machine has 0 GPU'): sft.train(tiny.config(sft, **settings('sft', base, tmp_path/'x')))
+    with pytest.raises(ValueError, match='this machine has 0'): sft.train(tiny.config(sft, **settings('sft', base, tmp_path/'x')))
     monkeypatch.undo()
     def train(cfg): return cfg   # another one than the module's
     with pytest.raises(ValueError, match='nbdev_export'): runs.start(tiny.config(sft, **settings('sft', base, tmp_path/'x')), train)

@@ -21,7 +21,7 @@ from alpaca_farm.core.fingerprint import (as_list, code_hash, damaged_file, desc
 from alpaca_farm.core.processes import (check_ranks, gather_all, join_ranks, launch_ranks, needs_ranks,
     once, rank, written_once)
 from .progress import Progress
-from .settings import at_root, Config
+from .settings import at_root, Config, HardwareConfig
 
 # %% ../../nbs/core/runs.ipynb #77299ed0
 def read_log(folder) -> list[dict]:
@@ -126,17 +126,21 @@ class Run:
         return dict(cpu=self.before['cpu'] + time.process_time() - self.cpu,
                     wall=self.before['wall'] + time.time() - self.began)
 
-    @written_once
-    def log(self, step: int, **record):
-        "Append one record to `log.jsonl`, with the wall seconds since the start."
-        line = json.dumps(dict(step=step, **record, wall=round(self.elapsed()['wall'], 3)))
-        with open(self.path('log.jsonl'), 'a', encoding='utf-8') as f: f.write(line + '\n')
-        if self.tracker: self.tracker.log(record, step=step)
+# %% ../../nbs/core/runs.ipynb #dc826cf1
+@patch
+@written_once
+def log(self: Run, step: int, **record):
+    "Append one record to `log.jsonl`, with the wall seconds since the start."
+    line = json.dumps(dict(step=step, **record, wall=round(self.elapsed()['wall'], 3)))
+    with open(self.path('log.jsonl'), 'a', encoding='utf-8') as f: f.write(line + '\n')
+    if self.tracker: self.tracker.log(record, step=step)
 
-    @written_once
-    def save(self, **state):
-        "Write the checkpoint."
-        save_state(self.path('checkpoint/state.safetensors'), dict(state, elapsed=self.elapsed()))
+# %% ../../nbs/core/runs.ipynb #dc826cf2
+@patch
+@written_once
+def save(self: Run, **state):
+    "Write the checkpoint."
+    save_state(self.path('checkpoint/state.safetensors'), dict(state, elapsed=self.elapsed()))
 
 # %% ../../nbs/core/runs.ipynb #48a62b26
 def start_tracker(run: Run):
@@ -241,11 +245,10 @@ def log_watcher(run: Run):
 # %% ../../nbs/core/runs.ipynb #70eccc03
 def make_in_ranks(run: Run, train) -> Run:
     "Make a run in several processes; ValueError if the exported code is not that of `train`."
-    check_ranks(run.cfg)
     module = f'alpaca_farm.{run.config["notebook"]}'
     if code_hash(getattr(import_module(module), train.__name__)) != run.config['code']:
-        raise ValueError(f'num_processes = {run.cfg.num_processes}: several processes run the module {module}, '
-                         'and this notebook differs from it. Export it with nbdev_export, or use one process')
+        raise ValueError(f'num_processes = {run.cfg.num_processes}: they run the module {module}, from which '
+                         'this notebook differs. Export it with nbdev_export, or use one process')
     unlock(run.folder.resolve())   # the first of them will lock it
     launch_ranks(run.cfg, module, log_watcher(run))
     run.config, run.done, run.answered = run_config(run.folder), True, True
@@ -259,6 +262,7 @@ def start(
 ) -> Run:
     "The run of these settings and this code; `done` if it is finished, `answered` if nothing is left to do."
     joined = join_ranks(cfg)
+    if isinstance(cfg, HardwareConfig): check_ranks(cfg)
     check_run_folder(at_root(cfg.out), [p for name in cfg.inputs for p in as_list(getattr(cfg, name))])
     if cfg.tracker == 'wandb' and not find_spec('wandb'):
         raise ModuleNotFoundError('tracker = wandb: pip install wandb')

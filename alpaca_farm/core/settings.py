@@ -176,23 +176,6 @@ def _repr_mimebundle_(self: Config, include=None, exclude=None) -> dict:
     changed = ', '.join(f'{k}={v!r}' for k, v in self.changed().items())
     return {'text/plain': f'{type(self).__name__}({changed or "all defaults"})'}
 
-# %% ../../nbs/core/settings.ipynb #a10c0de4
-@patch
-def check_processes(self: Config):
-    "ValueError for numbers of processes and machines that do not go together."
-    self.bounds(num_processes=(1, None), nodes=(1, None))
-    n = self.num_processes * self.nodes
-    if n > 1 and not self.shareable:
-        raise ValueError(f'num_processes = {n}: this run is one process; leave it at 1')
-    if (self.nodes > 1) != bool(self.rendezvous):
-        raise ValueError(f'nodes = {self.nodes}, rendezvous = {self.rendezvous!r}: several machines need '
-                         'host:port of one of them, a single one none')
-    if n > 1 and self.device not in ('auto', 'cpu', 'cuda'):
-        raise ValueError(f'device = {self.device}: each of {n} processes has its own; set it to auto')
-    if n > getattr(self, 'batch_size', n):
-        raise ValueError(f'batch_size = {self.batch_size} leaves some of the {n} processes without work: '
-                         'raise it, or lower num_processes')
-
 # %% ../../nbs/core/settings.ipynb #a10c0de2
 @dataclass
 class HardwareConfig(Config):
@@ -219,7 +202,6 @@ class HardwareConfig(Config):
         self.one_of('attention', 'auto', 'sdpa', 'eager', 'flash_attention_2', 'flex_attention')
         self.one_of('optimizer', 'adamw', 'adamw_8bit')
         self.one_of('sharding', 'ddp', 'fsdp')
-        self.check_processes()
         if self.quantize and not self.lora_rank:
             raise ValueError('quantize: 4 bits cannot be trained; set lora_rank as well, to 16 for instance')
         new = 'lora_rank', 'quantize', 'gradient_checkpointing', 'forward_batch'
