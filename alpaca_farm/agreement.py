@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SETS', 'JUDGES', 'AUTHORS', 'AgreementConfig', 'embedded_pairs', 'prefer_longer', 'ask_judge', 'fill_unanswered',
-           'board_row', 'agreement_board', 'plot_measure', 'agreement_figure', 'verdicts_of_judges', 'load_sets',
-           'input_files', 'run']
+           'board_row', 'agreement_board', 'plot_measure', 'agreement_figure', 'learned_prompts', 'leave_out',
+           'verdicts_of_judges', 'load_sets', 'input_files', 'run']
 
 # %% ../nbs/judging/agreement.ipynb #399eb10f
 from dataclasses import dataclass, field
@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .core.api import ApiConfig
-from .core.data import full_instruction
+from .core.data import full_instruction, load_records, prompt_key
 from .core.files import atomic_write
+from .core.fingerprint import run_config
 from alpaca_farm.core.preferences import (annotator_name, annotator_order, pool_members, pool_weights,
     swap_outputs)
 from .core.runs import start
@@ -25,6 +26,7 @@ from .agreement_measures import (bootstrap_measures, cast_votes, FEWEST, interva
 from .annotators import ask_all, check_all_answered, check_known_names, load_annotators
 from alpaca_farm.label_files import (label_file, label_files, per_thousand, read_set, recorded_verdicts,
     short_name, Verdicts)
+from .local_judges import is_reward_model
 from .noise import preference_probabilities, sample_votes
 
 # %% ../nbs/judging/agreement.ipynb #8b8bfc52
@@ -198,6 +200,26 @@ def agreement_figure(
         fig.legend(*handles, loc='outside upper center', ncols=min(4, len(sets)), fontsize=8)
     return fig
 
+# %% ../nbs/judging/agreement.ipynb #4ffe5f6a
+def learned_prompts(spec: str) -> set[tuple]:
+    "The prompts of the pairs that a reward model's run learned from or held out; empty for another judge."
+    if ':' in spec or not is_reward_model(spec): return set()
+    source = run_config(spec).get('settings', {}).get('preferences', '')
+    try: return {prompt_key(r) for r in load_records(source, 'preferences')} if source else set()
+    except (FileNotFoundError, ValueError) as e:
+        print(f'{spec}: whether it has learned from the pairs cannot be checked ({e})')
+        return set()
+
+# %% ../nbs/judging/agreement.ipynb #0a62371b
+def leave_out(verdicts: Verdicts, pairs: list[dict], prompts: set, where: str) -> Verdicts:
+    "Verdicts without those on pairs with one of these prompts; prints how many there are."
+    learned = np.array([prompt_key(p) in prompts for p in pairs])
+    if not learned.any(): return verdicts
+    print(f'{where}: {learned.sum()} of {len(pairs)} pairs are left out, whose prompts it has learned from')
+    return verdicts._replace(preferences=np.where(learned, np.nan, verdicts.preferences),
+                             unanswered=np.where(learned, 0, verdicts.unanswered),
+                             shown=verdicts.shown & ~learned)
+
 # %% ../nbs/judging/agreement.ipynb #b9f85979
 def verdicts_of_judges(
     specs: list[str],   # judges: annotators, or files of verdicts, optionally with a #pattern of names
@@ -215,7 +237,9 @@ def verdicts_of_judges(
         else:
             judge = load_annotators(spec, cfg)
             own = annotator_name(judge)
-            new = {(s, own): ask_judge(judge, pairs[:n], most, cfg.seed) for s, pairs in sets.items()}
+            learned = learned_prompts(spec)
+            new = {(s, own): leave_out(ask_judge(judge, pairs[:n], most, cfg.seed), pairs[:n], learned,
+                                       f'{own} on {s}') for s, pairs in sets.items()}
         twice = set(new) & set(judged)
         if twice: raise ValueError(f'judges: {spec} brings a second judge called {twice.pop()[1]}')
         judged |= new

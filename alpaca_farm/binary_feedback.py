@@ -20,7 +20,7 @@ from .core.comparisons import verdicts_over
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data import load_records, prompt_key
 from .core.judge_configs import JudgedConfig
-from .core.models import load_policy, logprobs, save_model
+from .core.models import load_policy, load_reference, logprobs, save_model
 from .core.processes import once
 from .core.runs import read_log, start
 from .core.settings import command, TrainConfig
@@ -237,7 +237,7 @@ def train(cfg: BinaryFeedbackConfig):
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
         trainer.log(**figures)
     save_model(policy, tokenizer, run)
-    reference = load_policy(cfg.policy, cfg, train=True)[0]
+    reference = load_reference(policy, cfg)
     figures = (answer_eval_split(policy, tokenizer, run, reference, plain)
                | compare_on_val(policy, reference, tokenizers, plain, judge, run))
     last = {k: v for k, v in read_log(run.folder)[-1].items() if k.startswith(('effect', 'accuracy'))}

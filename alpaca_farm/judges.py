@@ -51,7 +51,9 @@ def read_template(file: Path, name: str, config: dict) -> str:
     prompt, size = config['prompt_template'], config.get('batch_size') or 1
     path = next((p for p in (file.parent/prompt, file.parent.parent/prompt) if os.path.isfile(p)), None)
     if path is None: raise ValueError(f'{file}: {name} names the prompt {prompt}, which does not exist')
-    text = read_text(path)
+    text = read_text(path).replace('{question}', config.get('question') or '{question}')
+    if '{question}' in text: raise ValueError(f'{file}: {name} has no question. Name one of a task, such as '
+                                              'harmlessness/harmless')
     lost = next((s for s in ('{output_1}', '{output_2}') if text.count(s) != size), None)
     if lost: raise ValueError(f'{path}: {lost} must occur {size} times (batch_size of {name})')
     return text

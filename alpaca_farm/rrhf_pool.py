@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from .core.answers import mean
+from .core.answers import end_turns, mean
 from .core.beams import beam_search
 from .core.candidates import LISTS, merge_candidates, select_candidates
 from .core.data import load_records, prompt_key
@@ -122,8 +122,8 @@ def subtract_kl(pool: list[dict], prompts: list, policy, reference, tokenizer, c
     return [dict(q, scores=(torch.tensor(q['scores']) - part).tolist()) for q, part in zip(pool, parts)]
 
 # %% ../nbs/rrhf_pool.ipynb #884d9c30
-def policy_candidates(policy, tokenizer, prompts: list[list[int]], cfg, seed: int) -> list[dict]:
-    "The policy's own `cfg.n` candidates for each prompt."
+def policy_candidates(policy, tokenizer, queries: list, prompts: list, cfg, seed: int) -> list[dict]:
+    "The policy's own `cfg.n` candidates for each query; those of a dialogue end where the user's turn begins."
     if not cfg.n: return [{k: [] for k in LISTS}] * len(prompts)
     if cfg.decoding == 'sample':
         answers = generate(policy, tokenizer, prompts, cfg.n, cfg.max_new_tokens, cfg.temperature, cfg.top_p,
@@ -132,6 +132,7 @@ def policy_candidates(policy, tokenizer, prompts: list[list[int]], cfg, seed: in
         diverse = dict(groups=cfg.groups, diversity_penalty=cfg.diversity_penalty)
         answers = beam_search(policy, tokenizer, prompts, cfg.n, max_new_tokens=cfg.max_new_tokens,
                               **diverse if cfg.decoding == 'diverse_beam' else {})
+    answers = end_turns(queries, answers, tokenizer, cfg.template)
     return [dict(output=[decode(s.tokens, tokenizer) for s in samples], source=['policy'] * len(samples),
                  scores=[None] * len(samples), ended=[s.ended for s in samples],
                  tokens=[s.tokens for s in samples]) for samples in answers]
@@ -142,7 +143,7 @@ def candidate_pool(run, step: int, policy, reference, tokenizer, queries: list, 
     "The candidates to learn from after `step` steps; read from the run folder if already saved there."
     cfg, name = run.cfg, f'candidates-{step}.json' if step else 'candidates.json'
     if once(run.path(name).exists): return read_json(run.path(name))
-    own = policy_candidates(policy, tokenizer, prompts, cfg, cfg.seed * 1_000_003 + step + 1)
+    own = policy_candidates(policy, tokenizer, queries, prompts, cfg, cfg.seed * 1_000_003 + step + 1)
     pool = [limit_candidates(q | {k: o[k] + q.get(k, []) for k in o}, p, tokenizer, cfg)
             for q, o, p in zip(queries, own, prompts)]
     pool = score_pool(pool, score_of)

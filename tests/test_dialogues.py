@@ -197,6 +197,8 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
         assert found and all(len(r['messages']) == 3 and 'instruction' not in r and prompt_key(r) in asked for r in found)
     rewards = run(reward_model, 'reward_model', preferences=str(talks/'preference.jsonl.gz'), policy=policy, held_out=6)
     assert 0 <= read_summary(rewards)['accuracy_low'] < read_summary(rewards)['accuracy_high'] <= 1
+    learned = {prompt_key(r) for r in load_records(str(talks/'preference.jsonl.gz'), 'preferences')}
+    assert agreement.learned_prompts(rewards) == learned != set() == agreement.learned_prompts(policy)
     with_rewards = dict(policy=policy, reward_model=rewards)
     made = [run(dpo, 'dpo', preferences=labels, policy=policy), run(best_of_n, 'best_of_n', **with_rewards),
             run(ppo, 'ppo', annotators=judge, missing_eos='replace', missing_eos_value=3., **with_rewards), run(quark, 'quark', **with_rewards),
@@ -208,7 +210,7 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     assert {Path(m).name for m in made} <= {k.partition('_longest')[0] for k in read_summary(board)}
 
 
-@pytest.mark.parametrize('judge', ['harmless', 'helpful', 'harmless_helpful'])
+@pytest.mark.parametrize('judge', ['harmlessness/harmless', 'helpfulness/helpful', 'harmlessness/harmless_helpful'])
 def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
     "By an API judge that replies in a sentence: in a random order, in both on demand, and without role tags."
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
@@ -256,9 +258,9 @@ def test_role_tags_are_no_part_of_an_answer(text, shown):
 @pytest.mark.parametrize('said, want', [
     ('A', 1), ('B', 2), ('**(A)**', 1), ('(B)', 2), ('I would say (A)', 1), ('I would say (B).', 2), (' A.', 1), ('**B**', 2), ('[A]', 1), ('Answer: B', 2),
     ('Answer A is kinder.', 1), ('A\n\nIt is kinder.', 1), ('<think>(B)?</think>A', 1), ('Both', None), ('Absolutely not', None), ('Answer', None), ('a', None), ('A kind answer.', None),
-    ('Answer: A kind one is missing', None), ('Better is none', None), ('(A) or (B)', None), ('A, but B', None), ('(Both)', None), ('AB', None), ('', None)])
+    ('Answer: A kind one is missing', None), ('Better is none', None), ('(A) or (B)', None), ('A, but B', None), ('(Both)', None), ('AB', None), ("I'd avoid (A)", None), ('I would not choose (B).', None), ("It isn't close. (A)", 1), ('', None)])
 def test_a_letter_in_an_answer(said, want):
-    judge, = load_evaluators('harmless')
+    judge, = load_evaluators('harmlessness/harmless')
     assert parse_verdicts(judge, dict(choices=[dict(message=dict(content=said))])) == pytest.approx([want or float('nan')], nan_ok=True)
 
 
@@ -318,3 +320,30 @@ def test_a_reward_model_of_hh_rlhf(tmp_path):
     agreement.run(board)
     row = next(r for r in read_log(board.out) if r['judge'] != 'people')
     assert row['n'] == 60 and row['accuracy_low'] < row['accuracy'] < row['accuracy_high']
+
+def test_a_question_of_a_task_is_a_judge(tmp_path):
+    "By the name of the task or the file of the user's own; part of what decides a run's result."
+    import shutil
+    from alpaca_farm.core.fingerprint import content_hash
+    from alpaca_farm.core.judge_configs import check_annotators
+    own = tmp_path/'mine.yaml'
+    shutil.copy(tiny.ROOT/'nbs/recipes/tasks/outlining.yaml', own)
+    judge, = load_evaluators(f'{own}/outline')
+    assert 'Which outline is better' in judge.template and '{question}' not in judge.template and judge.name == 'outline'
+    before = content_hash(f'{own}/outline')
+    own.write_text(own.read_text().replace('Which outline is better', 'Which outline is the better one'))
+    assert content_hash(f'{own}/outline') != before
+    with pytest.raises(ValueError, match='no configuration has this name'): check_annotators('annotators', f'{own}/nothing')
+    with pytest.raises(ValueError, match='has no question. Name one of a task'): load_evaluators('question')
+
+
+def test_rrhfs_own_candidates_end_where_the_users_turn_begins(monkeypatch):
+    from types import SimpleNamespace
+    from alpaca_farm import rrhf_pool
+    from alpaca_farm.core.generation import Sample
+    tokenizer = bytes_tokenizer()
+    tokens = tokenizer.encode('Yes.\n\nHuman: And', add_special_tokens=False)
+    monkeypatch.setattr(rrhf_pool, 'generate', lambda policy, tokenizer, prompts, *a, **k: [[Sample(tokens, [0.]*len(tokens), False)]]*2)
+    cfg = SimpleNamespace(n=1, decoding='sample', max_new_tokens=30, temperature=1., top_p=1., template='auto')
+    talk, single = rrhf_pool.policy_candidates(None, tokenizer, [dict(messages=HELLO), dict(instruction='Hi.')], [[1], [1]], cfg, 0)
+    assert talk['output'][0].strip() == 'Yes.' and talk['ended'] == [True] and 'And' in single['output'][0] and single['ended'] == [False]

@@ -392,7 +392,7 @@ def test_own_candidates(base, models, decoding):
     prompts = models.prompts[:6]
     def drawn(**more):
         cfg = RRHFConfig(**tiny.settings('rrhf', base) | dict(n=4, decoding=decoding) | more)
-        return [d['output'] for d in rrhf_pool.policy_candidates(models.policy, models.tokenizer, prompts, cfg, 0)]
+        return [d['output'] for d in rrhf_pool.policy_candidates(models.policy, models.tokenizer, [{}]*6, prompts, cfg, 0)]
     plain = drawn()
     assert all(len(x) == 4 for x in plain) and (drawn(temperature=.5) == plain) == (decoding != 'sample')
     assert sum(len(set(x)) for x in plain) > 18

@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['ENTRY_FIELDS', 'REQUEST_FIELDS', 'REASONING_MODELS', 'REASONING_TOKENS', 'FIXED_FIELDS', 'alpaca_eval_folder',
-           'own_folder', 'judge_config_file', 'entry_model', 'check_entry', 'read_judge_config',
-           'configured_annotators', 'configured_models', 'parse_decoding', 'adapt_decoding', 'suggest_names',
-           'model_architectures', 'is_population', 'holds_annotator', 'check_annotators', 'JudgedConfig']
+           'own_folder', 'task_question', 'judge_config_file', 'entry_model', 'check_entry', 'question_entry',
+           'read_judge_config', 'configured_annotators', 'configured_models', 'parse_decoding', 'adapt_decoding',
+           'suggest_names', 'model_architectures', 'is_population', 'holds_annotator', 'check_annotators',
+           'JudgedConfig']
 
 # %% ../../nbs/core/judge_configs.ipynb #aaceba8c
 import difflib, json, os, re
@@ -32,13 +33,23 @@ def own_folder() -> Path:
     "The folder of this project's configurations."
     return notebooks_folder()/'recipes'/'judges'
 
+# %% ../../nbs/core/judge_configs.ipynb #6164d7b8
+def task_question(spec: str) -> Path | None:
+    "The file of a task, followed by the name of one of its comparison questions; None if there is none."
+    task, _, question = spec.rpartition('/')
+    folder = notebooks_folder()/'recipes'/'tasks'
+    files = [p for p in (at_root(task), folder/f'{task}.yaml') if task and p.is_file()]
+    if not files or files[0].suffix not in ('.yaml', '.yml'): return None
+    compare = read_yaml(files[0]).get('compare')
+    return files[0]/question if isinstance(compare, dict) and question in compare else None
+
 # %% ../../nbs/core/judge_configs.ipynb #672cfbf4
 def judge_config_file(spec: str) -> Path | None:
-    "The YAML file of a configuration, given its file, its folder or its name; None if there is none."
+    "The YAML file of a configuration: its file, folder, name or `task/question`; None if there is none."
     folders = (at_root(spec), own_folder()/spec, alpaca_eval_folder()/spec)
     paths = [folder/name for folder in folders for name in ('configs.yaml', 'config.yaml')]
     files = [p for p in [at_root(spec), *paths] if os.path.isfile(p) and p.suffix in ('.yaml', '.yml')]
-    return files[0] if files else None
+    return files[0] if files else task_question(spec)
 
 # %% ../../nbs/core/judge_configs.ipynb #4b5e4ad2
 def entry_model(entry: dict):
@@ -46,7 +57,7 @@ def entry_model(entry: dict):
     return (entry.get('completions_kwargs') or {}).get('model_name', entry.get('model'))
 
 # %% ../../nbs/core/judge_configs.ipynb #4b5e4ad0
-ENTRY_FIELDS = dict(prompt_template=str, fn_completions=str, completions_kwargs=dict, model=str,
+ENTRY_FIELDS = dict(prompt_template=str, fn_completions=str, completions_kwargs=dict, model=str, question=str,
                     batch_size=int, fn_completion_parser=str, completion_parser_kwargs=dict)
 
 
@@ -67,9 +78,17 @@ def check_entry(name: str, entry, where: str):
     except (TypeError, ValueError, RecursionError) as e:
         raise ValueError(f'{where}: its values must be those of JSON ({e})') from None
 
+# %% ../../nbs/core/judge_configs.ipynb #8691e7b5
+def question_entry(place: Path) -> dict[str, dict]:
+    "The entry of the judge who is asked a task's question; `place` as by `task_question`."
+    entry = read_yaml(own_folder()/'question'/'configs.yaml')['question']
+    entry['prompt_template'] = str(own_folder()/entry['prompt_template'])
+    return {place.name: entry | dict(question=read_yaml(place.parent)['compare'][place.name])}
+
 # %% ../../nbs/core/judge_configs.ipynb #4b5e4ad1
 def read_judge_config(file: Path) -> dict[str, dict]:
     "The entries of a configuration by annotator; ValueError naming what is wrong in the file."
+    if Path(file).parent.is_file(): return question_entry(file)
     entries = {str(name): entry for name, entry in read_yaml(file).items()}
     if not entries: raise ValueError(f'{file}: there is no annotator in it')
     for name, entry in entries.items(): check_entry(name, entry, str(file))
