@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 
 from .core.files import open_tensors, read_json, temporary_path
 from .core.models import CARD, dtype_of
@@ -42,7 +43,8 @@ class PretrainedConfig(Config):
             f'diff = {self.diff!r} and base = {self.base!r}: a model is their sum; name both folders')
 
 # %% ../nbs/pretrained.ipynb #17f77fbc
-CONVERT = 'only safetensors are read, since loading a .bin can execute code: convert it by the command in the notebook'
+CONVERT = ('only safetensors are read, since loading a .bin can execute code: convert it by the command in '
+           'nbs/pretrained.ipynb')
 
 
 def weight_files(folder: Path, setting: str) -> dict[str, Path]:
@@ -58,8 +60,8 @@ def weight_files(folder: Path, setting: str) -> dict[str, Path]:
         with open_tensors(file) as f: found |= dict.fromkeys(f.keys(), file)
     for index in folder.glob('*.index.json'):
         lost = sorted({*read_json(index)['weight_map']} - {*found})
-        if lost: raise ValueError(f'{setting} = {folder}: {len(lost)} weights of {index.name} are in no file, '
-                                  f'{lost[0]} among them. Is a shard missing, or not converted?')
+        if lost: raise ValueError(f'{setting} = {folder}: {len(lost)} weights of {index.name} are in no '
+                                  f'file, {lost[0]} among them. Is a shard missing, or not converted?')
     return found
 
 # %% ../nbs/pretrained.ipynb #1dc3f457
@@ -92,11 +94,11 @@ EMBEDDING = 'model.embed_tokens.weight'
 def check_vocabulary(rows: int, base: Weights, original: bool):
     "ValueError if the base has more tokens than the difference, or one that was added in another way."
     weight = base[EMBEDDING]
-    if len(weight) > rows: raise ValueError(f'base has {len(weight)} tokens and diff {rows}: tokens were added to '
-                                            'it. Take the base without them')
+    if len(weight) > rows: raise ValueError(f'base has {len(weight)} tokens and diff {rows}: tokens were '
+                                            'added to it. Take the base without them')
     if original and len(weight) == rows and not torch.allclose(weight[-1], weight[:-1].mean(0), atol=1e-3):
-        raise ValueError(f'base has {rows} tokens, as many as diff: a padding token was added to it, with other '
-                         'embeddings than AlpacaFarm gave it. Take LLaMA 7B as converted, with 32,000 tokens')
+        raise ValueError(f'base has {rows} tokens, as many as diff: a padding token was added to it, with '
+                         'other embeddings than AlpacaFarm gave it. Take LLaMA 7B as converted, with 32,000 tokens')
 
 # %% ../nbs/pretrained.ipynb #09a24c12
 def check_pair(diff: Weights, base: Weights, model: str):
@@ -106,8 +108,8 @@ def check_pair(diff: Weights, base: Weights, model: str):
         raise ValueError(f'model = {model}, but diff is that of a {"reward model" if scalar else "policy"}')
     keys = [k for k in diff.files if not k.startswith(HEAD) and ROTARY not in k]
     lost = [k for k in keys if k.removeprefix(BACKBONE) not in base.files]
-    if lost: raise ValueError(f'base lacks {len(lost)} of the weights of diff, {lost[0]} among them: it is another '
-                              f'model. {model} is a difference from {RELEASED[model]}')
+    if lost: raise ValueError(f'base lacks {len(lost)} of the weights of diff, {lost[0]} among them: it is '
+                              f'another model. {model} is a difference from {RELEASED[model]}')
     for key in keys:
         mine, theirs = diff.shape(key), base.shape(key.removeprefix(BACKBONE))
         if mine[1:] != theirs[1:] or (mine != theirs and 'embed_tokens' not in key and 'lm_head' not in key):
@@ -119,12 +121,16 @@ def check_pair(diff: Weights, base: Weights, model: str):
 # %% ../nbs/pretrained.ipynb #c230be68
 def check_configs(diff: dict, base: dict, model: str):
     "ValueError if two `config.json` cannot be of a base and of what was trained from it."
+    version = base.get('transformers_version') or '4.29.2'
+    if Version(version) < Version('4.29.2'):
+        print(f'base was converted by transformers {version}. If the answers are gibberish, convert it '
+              'again: before 4.29.2 queries and keys were in another order, which the sum does not show')
     for key in ('model_type', 'max_position_embeddings', 'rms_norm_eps', 'num_hidden_layers', 'hidden_size'):
         mine, theirs = diff.get(key), base.get(key)
         if None in (mine, theirs) or mine in (theirs, 'reward_model'): continue
         second = ' (4096 positions: Llama 2?)' if theirs == 4096 and key.startswith('max') else ''
-        raise ValueError(f'{key} is {theirs} in base{second} and {mine} in diff: {model} is a difference from '
-                         f'{RELEASED[model]}, the first LLaMA')
+        raise ValueError(f'{key} is {theirs} in base{second} and {mine} in diff: {model} is a difference '
+                         f'from {RELEASED[model]}, the first LLaMA')
 
 # %% ../nbs/pretrained.ipynb #c5085927
 def rotary_sum(config: dict) -> float:
@@ -137,9 +143,9 @@ def check_sum(total: float, published: float, rotary: float, model: str):
     "ValueError if the sum of a model's weights is not the published one."
     if any(math.isclose(t, published, rel_tol=1e-5) for t in (total, total + rotary)): return
     scalar = model.startswith('reward-model')
-    raise ValueError(f'the weights of {model} add up to {total:.2f}, and the published sum is {published:.2f}: '
-                     + ('base must be the recovered sft10k (AlpacaFarm\'s script takes LLaMA 7B: try that if '
-                        'this was sft10k), ' if scalar else 'base must be the first LLaMA 7B, not Llama 2 and no '
+    found = f'the weights of {model} add up to {total:.2f}, and the published sum is {published:.2f}: '
+    raise ValueError(found + ('base must be the recovered sft10k (AlpacaFarm\'s script takes LLaMA 7B: try '
+                        'that if this was sft10k), ' if scalar else 'base must be the first LLaMA 7B, not Llama 2 and no '
                         'fine-tuned model, ') + 'converted by transformers 4.29.2 or later; or a file is damaged')
 
 # %% ../nbs/pretrained.ipynb #6b0483df
@@ -154,7 +160,8 @@ def our_config(base: dict, diff: Weights, dtype: torch.dtype) -> dict:
     "The `config.json` of a recovered model."
     rows = diff.shape(next(k for k in diff.files if k.endswith(EMBEDDING)))[0]
     config = {k: v for k, v in base.items() if k not in ('torch_dtype', '_name_or_path')}
-    config |= dict(vocab_size=rows, dtype=str(dtype).removeprefix('torch.'), architectures=['LlamaForCausalLM'])
+    config |= dict(vocab_size=rows, dtype=str(dtype).removeprefix('torch.'))
+    config['architectures'] = ['LlamaForCausalLM']
     if f'{HEAD}weight' not in diff.files: return config
     bias = diff[f'{HEAD}bias'].item() if f'{HEAD}bias' in diff.files else 0.
     return config | dict(architectures=['LlamaForSequenceClassification'], id2label={'0': 'LABEL_0'},
@@ -165,11 +172,12 @@ SHARD = 4 * 2**30  # bytes of a file
 
 
 def write_shards(folder: Path, diff: Weights, base: Weights, dtype: torch.dtype) -> tuple[float, int]:
-    "Write the sum of a difference and its base, without the whole in memory; the sum and number of its weights."
+    "Write the sum of a difference and its base, a part at a time; the sum and the number of its weights."
     from safetensors.torch import save_file
     total, size, shards, places = 0., 0, [{}], {}
     sizes = {k: math.prod(diff.shape(k)) for k in diff.files if ROTARY not in k}
     def flush():
+        if not shards[-1]: return
         name = f'model-{len(places):05}.safetensors'
         save_file(shards[-1], folder/name, metadata=dict(format='pt'))
         places[name] = list(shards[-1]); shards[:] = [{}]
@@ -200,17 +208,18 @@ def copy_tokenizer(diff: Path, folder: Path, rows: int):
 def published_sum(diff: Path, base: Path) -> float:
     "The sum in `model_sum.txt` of a difference; ValueError if the folders are not what the settings say."
     if (base/'model_sum.txt').exists():
-        raise ValueError(f'base = {base}: this is a difference too, not a model. Recover it first, or change the two')
+        raise ValueError(f'base = {base}: this is a difference too, not a model. Recover it first')
     try: return float((diff/'model_sum.txt').read_text())
-    except FileNotFoundError: raise ValueError(f'diff = {diff}: there is no model_sum.txt in it, with which it is '
-                                               'published. Is it a model already?') from None
+    except FileNotFoundError: raise ValueError(f'diff = {diff}: there is no model_sum.txt in it, with which '
+                                               'it is published. Is it a model already?') from None
     except ValueError: raise ValueError(f'{diff}/model_sum.txt holds no number. Download it again') from None
 
 # %% ../nbs/pretrained.ipynb #0a0b5280
 def recover(run, cfg: PretrainedConfig) -> dict:
     "Write the model of a run; the figures of its summary."
     places = at_root(cfg.diff), at_root(cfg.base)
-    published, base_folder = published_sum(*places), places[1]/'model' if (places[1]/'model').is_dir() else places[1]
+    published = published_sum(*places)
+    base_folder = places[1]/'model' if (places[1]/'model').is_dir() else places[1]
     diff, base = Weights(cfg.diff, 'diff'), Weights(cfg.base, 'base')
     configs = read_json(places[0]/'config.json'), read_json(base_folder/'config.json')
     check_configs(*configs, cfg.model)
@@ -232,7 +241,7 @@ def recover(run, cfg: PretrainedConfig) -> dict:
 # %% ../nbs/pretrained.ipynb #f024c037
 def run(cfg: PretrainedConfig):
     "Recover a released model; writes model/ and summary.json to `cfg.out`."
-    if not cfg.base: raise ValueError("base = '': name the folder of LLaMA 7B, and in `diff` that of the difference")
+    if not cfg.base: raise ValueError("base = '': name the folder of LLaMA 7B; `diff` is the difference's")
     folder = start(cfg, run)
     if folder.done: return folder
     folder.begin()
