@@ -68,7 +68,8 @@ def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
                   batch_size: int = 256, standardise: bool = True) -> list[float]:
     "Scores of the records' outputs under a scalar model."
     prompts = encode_prompts(records, tokenizer, template)
-    responses = encode_responses([r['output'] for r in records], tokenizer, template=template)
+    ended = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read an answer without its end
+    responses = encode_responses([r['output'] for r in records], tokenizer, ended, template)
     check_positions(model, max((len(p) + len(r) for p, r in zip(prompts, responses)), default=0),
                     'an answer with its prompt')
     scores = np.zeros(len(records))
