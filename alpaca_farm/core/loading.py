@@ -6,7 +6,7 @@
 __all__ = ['device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer', 'attention_of',
            'load_weights', 'register_scalar_class']
 
-# %% ../../nbs/core/loading.ipynb #c0d1f5a2
+# %% ../../nbs/core/loading.ipynb #347da9cc
 import math
 
 import torch
@@ -38,6 +38,8 @@ def autocast(cfg: Config):
 # %% ../../nbs/core/loading.ipynb #37b20d87
 def model_path(spec: str) -> str:
     "The folder of a model, or its name on the hub; an error for a missing or damaged model."
+    if spec.partition('@')[0].endswith(('-wdiff', '-delta')) or (at_root(spec)/'model_sum.txt').exists():
+        raise ValueError(f'{spec} is a difference from a base, not a model: recover it with nbs/pretrained.ipynb')
     for folder in (at_root(spec)/'model', at_root(spec)):
         files = list(folder.glob('*.safetensors'))
         if not files or not (folder/'config.json').exists(): continue

@@ -23,6 +23,7 @@ from .loading import (attention_of, autocast, device_of, dtype_of, load_tokenize
     model_path, no_progress_bars, place_model, register_scalar_class)
 from .packing import pack_for, packed_states, reads_packed
 from .paths import root
+from .processes import in_parts, written_once
 from .settings import Config
 from .text import answer_batches, collate, end_tokens
 
@@ -214,12 +215,14 @@ def response_logprobs(
     size: int = 128,            # responses in a forward pass
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     "log p of each whole response given its prompt."
-    out = torch.zeros(len(prompts))
-    for rows, *answers in answer_batches(prompts, responses, size):
-        batch = {k: v.to(model.device) for k, v in collate(*answers, pad_id).items()}
-        logps = sequence_logprobs(model, batch, temperature).tolist()
-        for places, logp in zip(rows, logps): out[places] = logp
-    return out
+    def compute(prompts, responses):
+        out = torch.zeros(len(prompts))
+        for rows, *answers in answer_batches(prompts, responses, size):
+            batch = {k: v.to(model.device) for k, v in collate(*answers, pad_id).items()}
+            logps = sequence_logprobs(model, batch, temperature).tolist()
+            for places, logp in zip(rows, logps): out[places] = logp
+        return out.tolist()
+    return torch.tensor(in_parts(compute, prompts, responses), dtype=torch.float)
 
 # %% ../../nbs/core/models.ipynb #5aa211eb
 def token_scores(model, ids: torch.Tensor, mask: torch.Tensor, response=None) -> torch.Tensor:
@@ -302,6 +305,7 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 '''
 
 
+@written_once
 def write_model(model, tokenizer, run, name: str):
     "Write a model or an adapter, its tokenizer and its card into a run folder, completely or not at all."
     import shutil

@@ -7,12 +7,14 @@ __all__ = ['RewardConfig', 'combine_scores', 'checked_reward', 'encode_pairs', '
 
 # %% ../../nbs/core/rewards.ipynb #614cd976
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from .dialogues import prompt_text
 from .models import load_scalar, sequence_scores
+from .processes import in_parts, once
 from .runs import read_summary
 from .settings import at_root, Config, resolve
 from .text import answer_batches, check_positions, collate, encode_prompts, encode_responses
@@ -77,7 +79,8 @@ def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
     "Scores of the records' outputs under a scalar model."
     if hasattr(model, 'score'):
         prompts = encode_prompts(records, tokenizer, template)
-        responses = encode_responses([r['output'] for r in records], tokenizer, template=template)
+        ended = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read an answer without its end
+        responses = encode_responses([r['output'] for r in records], tokenizer, ended, template)
     else: prompts, responses = encode_pairs(records, tokenizer)
     check_positions(model, max((len(p) + len(r) for p, r in zip(prompts, responses)), default=0),
                     'an answer with its prompt')
@@ -101,10 +104,10 @@ def reward(
         members = [reward(s, cfg, template, batch_size) for s in spec]
         how = getattr(cfg, 'ensemble', 'mean'), getattr(cfg, 'ensemble_coef', .5)
         return lambda records: combine_scores([r(records) for r in members], *how).tolist()
-    if ':' in spec: return checked_reward(resolve(spec), spec)
+    if ':' in spec: return checked_reward(partial(once, resolve(spec)), spec)
     model, tokenizer = load_scalar(spec, cfg, encoder=True)
     scorer = lambda records: score_records(model, tokenizer, records, template, batch_size)
-    return checked_reward(scorer, spec)
+    return checked_reward(partial(in_parts, scorer), spec)
 
 # %% ../../nbs/core/rewards.ipynb #34ff95d5
 def label_count(spec) -> int:
