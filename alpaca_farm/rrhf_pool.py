@@ -9,15 +9,15 @@ __all__ = ['candidate_tokens', 'limit_candidates', 'load_queries', 'recorded_sco
 # %% ../nbs/rrhf_pool.ipynb #1f78c388
 import torch
 
-from .core.answers import end_turns, mean
+from .core.answers import mean
 from .core.beams import beam_search
 from .core.candidates import LISTS, merge_candidates, select_candidates
 from .core.data import load_records, prompt_key
 from .core.files import read_json
 from .core.generation import generate
 from .core.models import response_logprobs
-from .core.online import end_scores
 from .core.rewards import reward
+from .core.online import end_scores
 from .core.text import decode, encode_prompts, encode_responses, within_limit
 
 # %% ../nbs/rrhf_pool.ipynb #057803a0
@@ -120,7 +120,7 @@ def subtract_kl(pool: list[dict], prompts: list, policy, reference, tokenizer, c
 
 # %% ../nbs/rrhf_pool.ipynb #884d9c30
 def policy_candidates(policy, tokenizer, queries: list, prompts: list, cfg, seed: int) -> list[dict]:
-    "The policy's own `cfg.n` candidates for each query; those of a dialogue end where the user's turn begins."
+    "The policy's own `cfg.n` candidates for each query; of a dialogue, up to the user's next turn."
     if not cfg.n: return [{k: [] for k in LISTS}] * len(prompts)
     if cfg.decoding == 'sample':
         answers = generate(policy, tokenizer, prompts, cfg.n, cfg.max_new_tokens, cfg.temperature, cfg.top_p,
