@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['PREFERENCE_LOSSES', 'OTHER_LOSSES', 'DPOConfig', 'smoothed_loss', 'robust_loss', 'ipo_loss', 'hinge_loss',
            'loss_settings', 'dpo_loss', 'simpo_loss', 'kto_loss', 'losses_with', 'mismatched_rows', 'chosen_first',
-           'binary_labels', 'read_labels', 'answer_batch', 'reference_logprobs', 'weights_hash', 'read_cached',
-           'cached_logprobs', 'kto_baseline', 'pair_loss', 'dpo_step', 'LabelledAnswers', 'train']
+           'binary_labels', 'read_labels', 'answer_batch', 'reference_logprobs', 'cached_logprobs', 'kto_baseline',
+           'pair_loss', 'dpo_step', 'LabelledAnswers', 'train']
 
 # %% ../nbs/dpo.ipynb #640f9e80
-import hashlib
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -19,14 +18,14 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 
 from .core.answers import answer_again, answer_eval_split, AnswerConfig, preflight
-from .core.data import load_records
-from .core.files import digest, load_state, save_state
+from .core.data import load_records, prompt_key
+from .core.files import digest, read_cached, save_state
 from .core.fingerprint import code_hash
 from .core.models import load_policy, response_logprobs, save_model, sequence_logprobs
 from .core.runs import read_log, start
 from .core.settings import at_root, command, TrainConfig
 from .core.text import collate, encode
-from .core.training import batches, Trainer, unique_weights
+from .core.training import batches, Trainer, weights_hash
 
 # %% ../nbs/dpo.ipynb #61488720
 @dataclass
@@ -50,10 +49,14 @@ class DPOConfig(TrainConfig, AnswerConfig):
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
     warmup: float = 0.1                   # share of the steps over which the learning rate rises
     save_every: int = 0                   # steps between saved policies model-<step>/; 0 for none
+    held_out: int = 0                     # last pairs, with all others on their prompts, kept for measuring
+    eval_every: int = 0                   # steps between these measurements; 0 for none
     inputs = dict(preferences='preferences', policy='model', data='eval_split')
 
     def check(self):
-        self.bounds(beta=(1e-8, None), temperature=(1e-6, None), label_smoothing=(0, .499),
+        if self.eval_every and not self.held_out:
+            raise ValueError(f'eval_every = {self.eval_every} measures held-out pairs: set held_out, to 200')
+        self.bounds(held_out=(0, None), eval_every=(0, None), beta=(1e-8, None), temperature=(1e-6, None), label_smoothing=(0, .499),
                     target_margin=(0, None), desirable_weight=(0, None), undesirable_weight=(0, None),
                     epochs=(1, None), max_length=(2, None), max_instances=(0, None), save_every=(0, None))
         self.one_of('loss_type', *PREFERENCE_LOSSES, *OTHER_LOSSES)
@@ -202,27 +205,6 @@ def reference_logprobs(policy, prompts: list, answers: list, pad_id: int, temper
     logps = response_logprobs(policy, prompts * len(answers), flat, pad_id, temperature)
     return logps.view(len(answers), len(prompts)).T.contiguous()
 
-# %% ../nbs/dpo.ipynb #3fdc7ae0
-def weights_hash(model) -> str:
-    "Hash of a model's architecture and of every weight."
-    h = hashlib.sha256()
-    provenance = ('_name_or_path', 'transformers_version')  # without effect on what the model computes
-    h.update(digest({k: v for k, v in model.config.to_dict().items() if k not in provenance}).encode())
-    for name, w in sorted(unique_weights(model).items()):
-        h.update(f'{name} {w.dtype} {tuple(w.shape)}'.encode())
-        h.update(w.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return h.hexdigest()
-
-# %% ../nbs/dpo.ipynb #50227605
-def read_cached(path: Path) -> torch.Tensor | None:
-    "The log-probs in a cache file; None when there is none, or when it is damaged."
-    if not path.exists(): return None
-    try:
-        state = load_state(path)
-        if digest(state['logprobs'].tolist()) == state['digest']: return state['logprobs']
-    except Exception: pass  # truncated, or another kind of file
-    print(f'{path} is damaged: computing it again')
-
 # %% ../nbs/dpo.ipynb #65b381a4
 def cached_logprobs(policy, prompts: list, answers: list, pad_id: int, temperature: float,
                     folder: Path) -> torch.Tensor:
@@ -281,8 +263,13 @@ class LabelledAnswers:
         records, fields, good = read_labels(cfg)
         rows, self.prompts, self.answers = encode(records, fields, tokenizer, cfg.max_length, cfg.template)
         self.good, self.too_long = torch.tensor([good[i] for i in rows]), len(records) - len(rows)
-        self.order = batches([len(p) + max(map(len, a)) for p, *a in zip(self.prompts, *self.answers)],
-                             cfg.batch_size, cfg.epochs, cfg.seed)
+        aside = {prompt_key(r) for r in records[-cfg.held_out:]} if cfg.held_out else set()
+        learn = [i for i, row in enumerate(rows) if prompt_key(records[row]) not in aside]
+        if not learn: raise ValueError(f'held_out = {cfg.held_out} leaves none of {len(records)} records')
+        self.held_out = sorted({*range(len(rows))} - {*learn})
+        lengths = [len(p) + max(map(len, a)) for p, *a in zip(self.prompts, *self.answers)]
+        order = batches([lengths[i] for i in learn], cfg.batch_size, cfg.epochs, cfg.seed)
+        self.order = [[learn[i] for i in batch] for batch in order]
 
 # %% ../nbs/dpo.ipynb #f316ea36
 @patch
@@ -300,14 +287,27 @@ def add_reference(self: LabelledAnswers, policy):
 
 # %% ../nbs/dpo.ipynb #cea9a803
 @patch
-def labelled_batch(self: LabelledAnswers, step: int) -> dict[str, torch.Tensor]:
-    "The batch of a step, from 1."
-    rows = self.order[step - 1]
+def labelled_rows(self: LabelledAnswers, rows: list[int]) -> dict[str, torch.Tensor]:
+    "A batch of the given records."
     good, constant = self.good[rows], lambda v: torch.full((len(rows),), float(v))
     share, other = (constant(max(s, 1e-6) / len(rows)) for s in (good.sum(), (1 - good).sum()))
     return dict(answer_batch(self.prompts, self.answers, rows, self.pad_id),
                 reference=self.reference[rows], good=good, baseline=constant(0),
                 share=share, other_share=other)
+
+# %% ../nbs/dpo.ipynb #775d6327
+@patch
+def labelled_batch(self: LabelledAnswers, step: int) -> dict[str, torch.Tensor]:
+    "The batch of a step, from 1."
+    return self.labelled_rows(self.order[step - 1])
+
+# %% ../nbs/dpo.ipynb #09d773ea
+@patch
+def held_out_batches(self: LabelledAnswers, baseline: torch.Tensor):
+    "The batches of the records held out."
+    for at in range(0, len(self.held_out), self.cfg.batch_size):
+        batch = self.labelled_rows(self.held_out[at:at + self.cfg.batch_size])
+        yield dict(batch, baseline=batch['baseline'] + baseline[0])
 
 # %% ../nbs/dpo.ipynb #67ea7ebf
 @patch
@@ -333,12 +333,14 @@ def train(cfg: DPOConfig):
             parts = trainer.split(data.mismatched_batch(step))
             with trainer.accelerator.autocast():
                 batch['baseline'] += kto_baseline(policy, parts, cfg.temperature).cpu()
-        trainer.log(**trainer.update(batch, lambda b: dpo_step(policy, b, cfg)))
+        loss, aside = lambda b: dpo_step(policy, b, cfg), data.held_out_batches(batch['baseline'])
+        trainer.log(**trainer.update(batch, loss), **trainer.evaluate(aside, loss))
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
     save_model(policy, tokenizer, run)
     figures = answer_eval_split(policy, tokenizer, run, load_policy(cfg.policy, cfg, train=True)[0])
     last = read_log(run.folder)[-20:]
     run.finish(labels=len(data.prompts), too_long=data.too_long, **figures,
+               **{k: v for k, v in last[-1].items() if k in ('val_loss', 'val_accuracy')},
                **{k: sum(r[k] for r in last) / len(last) for k in ('loss', 'accuracy', 'margin')})
     return run
 

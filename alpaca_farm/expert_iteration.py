@@ -63,7 +63,7 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
     best = shared | own | dict(skip=(round_ - 1) * cfg.max_instances, seed=cfg.seed + 1000 * round_,
                                samples=cfg.samples if round_ == 1 else '')
     learn = shared | pick(*TrainConfig.__annotations__, 'epochs', 'max_length') | dict(
-        data=f'{folder}/winners.json', val_split='', eval_split='', seed=cfg.seed + round_)
+        data=f'{folder}/winners.json', val_split='', eval_split='', push_to_hub='', seed=cfg.seed + round_)
     return [Job(f'{folder}/best_of_n', 'best_of_n', best),
             Job(policy_after(round_, cfg), 'sft', learn, [f'{folder}/best_of_n'])]
 

@@ -474,3 +474,34 @@ def test_two_at_once(base, preferences, tmp_path):
     assert [os.waitpid(pid, 0)[1] for pid in [child('a'), child('b')]] == [0, 0]
     assert weights(tmp_path/'a') == weights(tmp_path/'b')
     assert [p.name.split('-')[0] for p in (tmp_path/'cache').iterdir()] == ['reference']
+
+
+def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):
+    "The figures are those of the loss over all held-out pairs; with nothing held out, nothing changes."
+    cfg = config(base, tmp_path/'a', held_out=12, eval_every=3, save_every=1, save_total_limit=2)
+    run = dpo.train(cfg)
+    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    data, log = dpo.LabelledAnswers(cfg, tokenizer), read_log(run.folder)
+    learned = {tuple(data.prompts[i]) for batch in data.order for i in batch}
+    assert len(data.held_out) >= 12 and not learned & {tuple(data.prompts[i]) for i in data.held_out}
+    assert [r['step'] for r in log if 'val_loss' in r] == [k for k in range(1, len(log) + 1) if k % 3 == 0 or k == len(log)]
+    data.add_reference(policy)
+    trained, _ = load_policy(str(run.folder), cfg, train=True)
+    with torch.no_grad(): wanted = dpo.dpo_step(trained, data.labelled_rows(data.held_out), cfg)
+    assert log[-1]['val_loss'] == pytest.approx(wanted['loss'].mean().item(), rel=1e-5)
+    assert read_summary(run.folder)['val_accuracy'] == log[-1]['val_accuracy'] == pytest.approx(wanted['accuracy'].mean().item())
+    assert sorted(p.name for p in run.folder.glob('model-*')) == sorted(f'model-{k}' for k in (len(log) - 1, len(log)))
+    with pytest.raises(ValueError, match='eval_every = 3 measures held-out pairs: set held_out'): config(base, tmp_path/'b', eval_every=3)
+    with pytest.raises(ValueError, match='held_out = 1000 leaves none'): dpo.LabelledAnswers(config(base, tmp_path/'b', held_out=1000), tokenizer)
+
+
+def test_sft_logs_the_loss_on_val(base, tmp_path):
+    from alpaca_farm import sft
+    given = tiny.settings('sft', base, eval_split='')
+    plain = sft.train(sft.SFTConfig(**given, out=str(tmp_path/'plain')))
+    run = sft.train(sft.SFTConfig(**given, out=str(tmp_path/'a'), eval_every=2))
+    log = read_log(run.folder)
+    assert [r['step'] for r in log if 'val_loss' in r] == sorted({*range(2, len(log) + 1, 2), len(log)})
+    assert log[-1]['val_loss'] == pytest.approx(read_summary(run.folder)['nll'], rel=1e-5) and log[-1]['val_loss'] < read_summary(run.folder)['nll_before']
+    assert [r['loss'] for r in log] == [r['loss'] for r in read_log(plain.folder)]
+    with pytest.raises(ValueError, match='eval_every = 2, but val_split is empty'): sft.SFTConfig(eval_every=2, val_split='')

@@ -6,10 +6,11 @@
 __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer',
            'load_weights', 'load_policy', 'fresh_head', 'load_scalar', 'hidden_states', 'has_plain_head', 'logits_of',
            'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'sequence_scores',
-           'values', 'save_model']
+           'values', 'surplus_models', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import math
+from pathlib import Path
 
 import torch
 
@@ -253,6 +254,12 @@ def values(model, batch: dict, states=None) -> torch.Tensor:
     scores = model.score(states).squeeze(-1).float()
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
 
+# %% ../../nbs/core/models.ipynb #a7a0611c
+def surplus_models(folder: Path, limit: int) -> list[Path]:
+    "The oldest folders model-<step>/ of a run beyond the newest `limit`; none when the limit is 0."
+    steps = {int(p.name[6:]): p for p in folder.glob('model-*') if p.name[6:].isdecimal()}
+    return [steps[k] for k in sorted(steps)[:-limit]] if limit else []
+
 # %% ../../nbs/core/models.ipynb #77e3a040
 CARD = '''---
 library_name: transformers
@@ -281,4 +288,5 @@ def save_model(model, tokenizer, run, name: str = 'model'):
         (temporary/'README.md').write_text(card, encoding='utf-8')
         if folder.exists(): shutil.rmtree(folder)
         temporary.rename(folder)
+        for old in surplus_models(run.folder, getattr(run.cfg, 'save_total_limit', 0)): shutil.rmtree(old)
     finally: shutil.rmtree(temporary, ignore_errors=True)

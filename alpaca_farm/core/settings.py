@@ -102,10 +102,10 @@ class Config:
     device: str = 'auto'   # cpu, cuda, cuda:1, ...; auto takes a GPU when there is one
     dtype: str = 'auto'    # float32, bfloat16, float16; auto is float32 on CPU, bfloat16 on GPU
     num_processes: int = 1 # processes that share the work; only 1 as yet
-    tracker: str = ''      # wandb to send the log there as well; nothing leaves the machine otherwise
+    tracker: str = ''      # wandb, or tensorboard (a folder of the run), gets the log as well
     inputs = {}            # settings that name what this run reads: which files of it (class attributes,
     answering = ()         # no settings); those that only concern the answers at the end
-    aside = ('out', 'num_processes', 'workers', 'tracker')  # settings without influence on the result
+    aside = ('out', 'num_processes', 'workers', 'tracker', 'save_total_limit', 'push_to_hub')  # without influence
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
@@ -115,7 +115,7 @@ class Config:
         if self.num_processes != 1:
             raise ValueError(f'num_processes = {self.num_processes}: a run is one process; leave it at 1')
         self.one_of('dtype', 'auto', 'float32', 'bfloat16', 'float16')
-        self.one_of('tracker', '', 'wandb')
+        self.one_of('tracker', '', 'wandb', 'tensorboard')
         self.check()
         for name in self.inputs: self.check_input(name)
 
@@ -200,7 +200,7 @@ class HardwareConfig(Config):
         self.one_of('optimizer', 'adamw', 'adamw_8bit')
         if self.quantize and not self.lora_rank:
             raise ValueError('quantize: 4 bits cannot be trained; set lora_rank as well, to 16 for instance')
-        new = 'lora_rank', 'quantize', 'gradient_checkpointing', 'forward_batch'
+        new = 'quantize', 'forward_batch'
         if any(getattr(self, n) for n in new) or not self.master_weights or self.optimizer != 'adamw':
             raise ValueError(f'{", ".join(new)}, master_weights and optimizer are not implemented yet: '
                              'leave them at their defaults')
@@ -219,12 +219,15 @@ class TrainConfig(HardwareConfig):
     adam_eps: float = 1e-8         # AdamW's epsilon
     max_grad_norm: float = 1.0     # gradients are clipped to this norm
     checkpoint_every: int = 50     # steps between checkpoints
+    save_total_limit: int = 0      # of the folders model-<step>/ keep the newest n; 0 for all
+    push_to_hub: str = ''          # owner/name to which model/ is uploaded at the end; empty for none
 
     def __post_init__(self):
         super().__post_init__()
         self.bounds(learning_rate=(0, None), warmup=(0, 1), batch_size=(1, None),
                     micro_batch_size=(0, None), weight_decay=(0, None),
-                    adam_eps=(0, None), max_grad_norm=(0, None), checkpoint_every=(1, None))
+                    adam_eps=(0, None), max_grad_norm=(0, None), checkpoint_every=(1, None),
+                    save_total_limit=(0, None))
         self.one_of('lr_schedule', 'cosine', 'linear', 'constant')
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f'betas = {self.betas}: give two numbers from 0 to below 1')
