@@ -9,15 +9,15 @@ __all__ = ['candidate_tokens', 'limit_candidates', 'load_queries', 'recorded_sco
 # %% ../nbs/rrhf_pool.ipynb #1f78c388
 import torch
 
-from .core.answers import mean
+from .core.answers import end_turns, mean
 from .core.beams import beam_search
 from .core.candidates import LISTS, merge_candidates, select_candidates
 from .core.data import load_records, prompt_key
 from .core.files import read_json
 from .core.generation import generate
 from .core.models import response_logprobs
-from .core.rewards import reward
 from .core.online import end_scores
+from .core.rewards import reward
 from .core.text import decode, encode_prompts, encode_responses, within_limit
 
 # %% ../nbs/rrhf_pool.ipynb #057803a0

@@ -4,19 +4,21 @@
 
 # %% auto #0
 __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer',
-           'load_weights', 'load_policy', 'fresh_head', 'load_scalar', 'hidden_states', 'has_plain_head', 'logits_of',
-           'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'sequence_scores',
-           'values', 'surplus_models', 'save_model']
+           'load_weights', 'load_policy', 'fresh_head', 'load_scalar', 'before', 'hidden_states', 'answer_states',
+           'has_plain_head', 'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores',
+           'own_likelihoods', 'sequence_scores', 'values', 'surplus_models', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import math
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from .files import open_tensors, read_json, temporary_path
 from .functional import selected_logprobs, token_logprobs
-from .packing import attention_window, pack, packed_states, reads_packed
+from alpaca_farm.core.packing import (attention_window, computed_at, pack, packed_states, position_wise,
+    reads_packed)
 from .paths import ask_hub, at_root, hub_snapshot, looks_like_hub
 from .settings import Config
 from .text import answer_batches, choose_pad, collate, end_tokens
@@ -135,22 +137,36 @@ def load_scalar(
     if head != 'keep': fresh_head(model, head)
     return place_model(model, cfg), tokenizer
 
+# %% ../../nbs/core/models.ipynb #4eb467ca
+def before(response: torch.Tensor) -> torch.Tensor:
+    "1 at the positions whose states predict a response's tokens: (B, T) of the same."
+    return F.pad(response[:, 1:], (0, 1))
+
 # %% ../../nbs/core/models.ipynb #8bd73a20
 def hidden_states(
     model,
     ids: torch.Tensor,   # (B, T)
     mask: torch.Tensor,  # (B, T), 1 at real tokens
     response: torch.Tensor | None = None,  # (B, T), 1 at the responses' tokens; rows may share a prompt
-) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding
+    read: torch.Tensor | None = None,      # (B, T), 1 at the states that are used; all of them if not given
+) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding and where nothing is read
     "The last layer's states, before the head."
     packed = pack(ids, mask, response, attention_window(model)) if reads_packed(model) else None
+    parts = [] if read is None else position_wise(model)
     if packed:
-        states = packed_states(model, packed).index_select(0, packed.cells.flatten())
+        with computed_at(parts, packed.cells[read.bool()].unique() if parts else None):
+            states = packed_states(model, packed).index_select(0, packed.cells.flatten())
         return states.view(*ids.shape, -1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     right = bool((mask[:, 1:] <= mask[:, :-1]).all())
-    return model.base_model(input_ids=ids, attention_mask=None if right else mask,
-                            position_ids=positions, use_cache=False).last_hidden_state
+    with computed_at(parts, read.flatten().nonzero()[:, 0] if parts else None):
+        return model.base_model(input_ids=ids, attention_mask=None if right else mask,
+                                position_ids=positions, use_cache=False).last_hidden_state
+
+# %% ../../nbs/core/models.ipynb #94ebf9a7
+def answer_states(model, batch: dict) -> torch.Tensor:  # (B, T, hidden)
+    "The last layer's states before each response token of a batch (ids, mask, response), arbitrary elsewhere."
+    return hidden_states(model, batch['ids'], batch['mask'], batch['response'], before(batch['response']))
 
 # %% ../../nbs/core/models.ipynb #d56b5684
 def has_plain_head(model) -> bool:
@@ -177,7 +193,7 @@ def logprobs(
     states=None,               # (B, T, hidden), if they are known already
 ) -> torch.Tensor:  # (B, T), zero outside the response
     "log p of each response token given the tokens before it."
-    if states is None: states = hidden_states(model, batch['ids'], batch['mask'], batch['response'])
+    if states is None: states = answer_states(model, batch)
     states = states[:, :-1]
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
     if has_plain_head(model):
@@ -241,16 +257,17 @@ def sequence_scores(
     response=None,       # (B, T), 1 at the response's tokens, for models that use their likelihood
 ) -> torch.Tensor:  # (B,)
     "The scalar head at each row's last real token, plus `likelihood` times log p of the response."
-    states, rows = hidden_states(model, ids, mask, response), torch.arange(len(ids), device=ids.device)
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    weight, rows = getattr(model.config, 'likelihood', 0.), torch.arange(len(ids), device=ids.device)
+    read = before(response) * mask if weight else torch.zeros_like(mask)
+    states = hidden_states(model, ids, mask, response, read.index_put((rows, last), read.new_ones(())))
     scores = model.score(states[rows, last]).squeeze(-1).float()
-    weight = getattr(model.config, 'likelihood', 0.)
     return scores + weight * own_likelihoods(model, states, ids, response) if weight else scores
 
 # %% ../../nbs/core/models.ipynb #12b069c9
 def values(model, batch: dict, states=None) -> torch.Tensor:
     "V of the state in which each response token is chosen, (B, T); zero outside the response."
-    if states is None: states = hidden_states(model, batch['ids'], batch['mask'], batch['response'])
+    if states is None: states = answer_states(model, batch)
     scores = model.score(states).squeeze(-1).float()
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
 
