@@ -17,7 +17,7 @@ from fastcore.basics import patch
 
 from .core.api import ApiConfig
 from .core.comparisons import head2head_pairs, ordered_pairs
-from .core.data import full_instruction, read_rows
+from .core.data import full_instruction, load_rows, read_rows
 from .core.dialogues import with_instruction
 from .core.files import write_json
 from .core.judge_configs import adapt_decoding
@@ -246,16 +246,9 @@ HUB_DATASET = 'tatsu-lab/alpaca_farm'
 
 def reference_from_hub(config: str = 'alpaca_farm_evaluation', split: str = 'eval') -> list[dict]:
     "Records of a configuration of AlpacaFarm's data set; ValueError when the hub cannot be read."
-    from huggingface_hub import HfApi, hf_hub_download
-    try:
-        names = HfApi().list_repo_files(HUB_DATASET, repo_type='dataset')
-        files = [f for f in names if f.endswith(('.json', '.parquet')) and config in f]
-        chosen = next((f for f in files if split in Path(f).stem), files[0] if files else None)
-        if chosen is None: raise FileNotFoundError(f'there is no file of {config}')
-        return read_rows(Path(hf_hub_download(HUB_DATASET, chosen, repo_type='dataset')))
-    except Exception as e:
-        reason = (str(e).splitlines() or [type(e).__name__])[0]
-        raise ValueError(f'the reference outputs could not be read from the hub ({HUB_DATASET}: {reason}). '
+    try: return load_rows(f'{HUB_DATASET}:{config}', (split,))[0]
+    except ValueError as e:
+        raise ValueError(f'the reference outputs could not be read from the hub ({e}). '
                          'Name a file: alpaca_leaderboard(..., reference_outputs="outputs.json")') from None
 
 # %% ../nbs/auto_annotations.ipynb #9f9b0649

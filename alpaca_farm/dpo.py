@@ -21,7 +21,8 @@ from .core.answers import answer_again, answer_eval_split, AnswerConfig, preflig
 from .core.data import load_records, prompt_key
 from .core.files import digest, read_cached, save_state
 from .core.fingerprint import code_hash
-from .core.models import load_policy, response_logprobs, save_model, sequence_logprobs
+from alpaca_farm.core.models import (load_policy, load_reference, response_logprobs, save_model,
+    sequence_logprobs)
 from .core.runs import read_log, start
 from .core.settings import at_root, command, TrainConfig
 from .core.text import collate, encode
@@ -337,7 +338,7 @@ def train(cfg: DPOConfig):
         trainer.log(**trainer.update(batch, loss), **trainer.evaluate(aside, loss))
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
     save_model(policy, tokenizer, run)
-    figures = answer_eval_split(policy, tokenizer, run, load_policy(cfg.policy, cfg, train=True)[0])
+    figures = answer_eval_split(policy, tokenizer, run, load_reference(policy, cfg))
     last = read_log(run.folder)[-20:]
     run.finish(labels=len(data.prompts), too_long=data.too_long, **figures,
                **{k: v for k, v in last[-1].items() if k in ('val_loss', 'val_accuracy')},

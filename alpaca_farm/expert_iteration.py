@@ -19,7 +19,7 @@ from .core.launch import Job, run_jobs
 from .core.models import load_policy, save_model
 from .core.rewards import label_count, reward, RewardConfig
 from .core.runs import read_summary, start
-from .core.settings import at_root, command, TrainConfig
+from .core.settings import at_root, command, HardwareConfig, TrainConfig
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
@@ -62,7 +62,7 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
                *RewardConfig.__annotations__)
     best = shared | own | dict(skip=(round_ - 1) * cfg.max_instances, seed=cfg.seed + 1000 * round_,
                                samples=cfg.samples if round_ == 1 else '')
-    learn = shared | pick(*TrainConfig.__annotations__, 'epochs', 'max_length') | dict(
+    learn = shared | pick(*TrainConfig.__annotations__, *HardwareConfig.__annotations__, 'epochs', 'max_length') | dict(
         data=f'{folder}/winners.json', val_split='', eval_split='', push_to_hub='', seed=cfg.seed + round_)
     return [Job(f'{folder}/best_of_n', 'best_of_n', best),
             Job(policy_after(round_, cfg), 'sft', learn, [f'{folder}/best_of_n'])]

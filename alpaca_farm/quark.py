@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .core.answers import answer_again, mean, preflight
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.models import answer_states, load_policy, logits_of
+from .core.models import answer_states, load_policy, load_reference, load_tokenizer, logits_of
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.rewards import reward
@@ -224,7 +224,7 @@ def train(cfg: QuarkConfig):
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    reference, plain = load_policy(cfg.policy, cfg, train=True)
+    reference, plain = load_reference(policy, cfg), load_tokenizer(cfg.policy, policy)
     records, prompts, too_long = load_prompts(cfg, plain)
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
     answer = partial(sample_and_score, policy, tokenizer, reward_of, cfg=cfg)

@@ -113,8 +113,8 @@ def member_folders(cfg: RewardEnsembleConfig) -> list[str]:
 def average_model(cfg: RewardEnsembleConfig):
     "A model with the members' average weights, and its tokenizer."
     folders = member_folders(cfg)
-    mean = mean_weights(load_scalar(m, cfg, train=True)[0].state_dict() for m in folders)
-    model, tokenizer = load_scalar(folders[0], cfg, train=True)
+    mean = mean_weights(load_scalar(m, cfg, train=True, frozen=True)[0].state_dict() for m in folders)
+    model, tokenizer = load_scalar(folders[0], cfg, train=True, frozen=True)
     model.load_state_dict(mean)
     return model, tokenizer
 

@@ -125,14 +125,13 @@ def test_no_key_names_the_variable(monkeypatch, tmp_path):
         PairwiseAutoAnnotator().annotate_pairs([dict(instruction='a', output_1='b', output_2='c')])
 
 
-def test_the_hubs_files_are_read_without_a_script(monkeypatch, tmp_path):
-    import huggingface_hub
-    (tmp_path/'alpaca_farm_evaluation.json').write_text(json.dumps([dict(instruction='a', input='', output='b')]))
+def test_the_references_are_a_configuration_of_the_hubs_data(monkeypatch):
     asked = []
-    class Api:
-        def list_repo_files(self, repo, repo_type): asked.append((repo, repo_type)); return ['alpaca_farm.py', 'README.md', 'alpaca_farm_evaluation.json']
-    monkeypatch.setattr(huggingface_hub, 'HfApi', Api)
-    monkeypatch.setattr(huggingface_hub, 'hf_hub_download', lambda repo, name, repo_type: str(tmp_path/name))
-    assert reference_from_hub() == [dict(instruction='a', input='', output='b')] and asked == [('tatsu-lab/alpaca_farm', 'dataset')]
-    monkeypatch.setattr(Api, 'list_repo_files', lambda self, repo, repo_type: ['README.md'])
-    with pytest.raises(ValueError, match='reference_outputs='): reference_from_hub()
+    def load(spec, names):
+        asked.append((spec, names))
+        if len(asked) > 1: raise ValueError('no network')
+        return [dict(instruction='a', input='', output='b')], spec
+    monkeypatch.setattr('alpaca_farm.auto_annotations.load_rows', load)
+    assert reference_from_hub() == [dict(instruction='a', input='', output='b')]
+    assert asked == [('tatsu-lab/alpaca_farm:alpaca_farm_evaluation', ('eval',))]
+    with pytest.raises(ValueError, match='no network.*reference_outputs='): reference_from_hub()

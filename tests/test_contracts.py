@@ -19,8 +19,8 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if p.parent.name != 'core']
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. A module that is not listed is a method's: it stands on the line METHOD.
-CORE = ['paths dialogues', 'settings progress files functional control store preferences packing connections throttle', 'formats execution', 'data',
-        'judge_configs text adapters', 'fingerprint', 'build', 'api comparisons stats runs candidates generation', 'accounts beams models launch', 'client rewards',
+CORE = ['paths dialogues', 'hub settings progress trackers files functional store preferences packing connections throttle', 'formats execution adapters', 'data control',
+        'judge_configs text', 'fingerprint', 'build', 'api comparisons stats runs candidates generation', 'accounts beams models launch', 'client rewards',
         'answers batches training',
         'online completions', 'outputs']
 LAYERS = ['verdict_parsers lexicon',
@@ -193,7 +193,7 @@ def test_no_undefined_names():
 FORKS = '''
 import json, os, subprocess, sys, time, importlib
 import torch, transformers
-heavy = ['openai', 'datasets', 'wandb', 'alpaca_eval', 'matplotlib', 'ray']
+heavy = ['openai', 'datasets', 'wandb', 'tensorboard', 'alpaca_eval', 'matplotlib', 'ray']
 for name in sys.argv[1:]:
     times = []
     while not times or (len(times) < 12 and min(t for t, _ in times) > .3):  # others may be at work here

@@ -11,6 +11,7 @@ __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'within_
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 
 from .comparisons import verdicts_over
 from .data import load_records, prompt_key
@@ -228,8 +229,9 @@ def answer_again(
     "Answer the evaluation split with the saved policy, unless a run's answers are those it is asked for."
     if run.answered: return run
     cfg, old = run.cfg, read_summary(run.folder)
-    reference, plain = load_policy(cfg.policy, cfg, train=True) if 'kl' in names else (None, None)
-    policy, tokenizer = load_policy(str(run.folder), cfg, train=True)
+    load = partial(load_policy, cfg=cfg, train=True, frozen=True)
+    reference, plain = load(cfg.policy) if 'kl' in names else (None, None)
+    policy, tokenizer = load(str(run.folder))
     figures = answer_eval_split(policy, tokenizer, run, reference, plain) | more()
     if not cfg.eval_split:
         run.write('outputs.json', [])

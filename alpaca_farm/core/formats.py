@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FIELDS', 'NOT_COMMON', 'SHAPES', 'VERDICTS', 'LABELS', 'RLCD', 'record_kind', 'as_turns', 'as_prompt', 'as_answer',
            'answered_turns', 'last_answer', 'split_turns', 'chosen_pair', 'row_shape', 'default_sources',
-           'from_messages', 'from_shape', 'from_rlcd', 'column_names', 'as_records', 'named_answers', 'as_hh',
-           'as_chat']
+           'from_completions', 'from_messages', 'from_shape', 'from_rlcd', 'column_names', 'as_records',
+           'named_answers', 'as_hh', 'as_chat']
 
 # %% ../../nbs/core/formats.ipynb #2d318e86
 from itertools import takewhile
@@ -98,6 +98,7 @@ SHAPES = [
     ('preference', dict(chosen='chosen', rejected='rejected')),                             # hh-rlhf, TRL
     ('preference', dict(question='instruction', response_A='output_1', response_B='output_2',
                         label='preference')),                                               # JudgeBench
+    ('candidates', dict(instruction='instruction', completions='output')),                  # UltraFeedback
     ('candidates', dict(query='instruction', responses='output')),                          # RRHF
     ('output', dict(messages='messages')),                                                  # chat
     ('output', dict(conversations='messages')),                                             # ShareGPT
@@ -121,6 +122,17 @@ def default_sources(n: int) -> list[str]:
     "The sources implied by position in RRHF's files."
     return ['sample'] * (n - 2) + ['chosen', 'rejected'] if n > 1 else ['sample']
 
+# %% ../../nbs/core/formats.ipynb #779ca43e
+def from_completions(row: dict, where: str) -> dict:
+    "A row with UltraFeedback's completions as candidates with their models and scores."
+    answers = row['output']
+    if not (isinstance(answers, list) and all(isinstance(a, dict) and 'response' in a for a in answers)):
+        raise ValueError(f'{where}: `completions` is no list of objects with a `response`')
+    scores = [a.get('overall_score') for a in answers]
+    known = all(isinstance(s, (int, float)) for s in scores)
+    return dict(row, output=[a['response'] for a in answers], source=[a.get('model', '') for a in answers],
+                **(dict(scores=[*map(float, scores)]) if known else {}))
+
 # %% ../../nbs/core/formats.ipynb #2e7836e1
 def from_messages(row: dict, given, where: str) -> dict:
     "A row whose dialogue ends with the answer or with the user's turn, as a record."
@@ -140,6 +152,7 @@ def from_shape(row: dict, names: dict, where: str) -> dict:
     if 'messages' in names.values():
         row.pop('instruction', None)
         return from_messages(row, row.pop('messages'), where)
+    if 'completions' in names: return from_completions(row, where)
     if 'responses' in names:
         if not isinstance(row['output'], list): raise ValueError(f'{where}: `responses` is not a list')
         row = dict(source=default_sources(len(row['output']))) | row

@@ -4,22 +4,26 @@
 
 # %% auto #0
 __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer',
-           'load_weights', 'load_policy', 'fresh_head', 'load_scalar', 'before', 'hidden_states', 'answer_states',
-           'has_plain_head', 'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores',
-           'own_likelihoods', 'sequence_scores', 'values', 'surplus_models', 'save_model']
+           'load_weights', 'load_model', 'weights_dtype', 'in_four_bits', 'prepare_training', 'load_policy',
+           'load_reference', 'fresh_head', 'load_scalar', 'before', 'hidden_states', 'answer_states', 'has_plain_head',
+           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods',
+           'sequence_scores', 'values', 'surplus_models', 'unique_weights', 'write_weights', 'write_model',
+           'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
-import math
+import math, os
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from .files import open_tensors, read_json, temporary_path
+from .adapters import (add_adapter, add_saved, base_of, checkpoint_layers, is_adapter,
+    lora_config, merge, save_adapter, view)
+from .files import open_tensors, read_json, temporary_path, write_json
 from .functional import selected_logprobs, token_logprobs
 from alpaca_farm.core.packing import (attention_window, computed_at, pack, packed_states, position_wise,
     reads_packed)
-from .paths import ask_hub, at_root, hub_snapshot, looks_like_hub
+from .paths import ask_hub, at_root, hub_snapshot, looks_like_hub, root
 from .settings import Config
 from .text import answer_batches, choose_pad, collate, end_tokens
 
@@ -48,6 +52,7 @@ def model_path(spec: str) -> str:
         files = list(folder.glob('*.safetensors'))
         if not files or not (folder/'config.json').exists(): continue
         read_json(folder/'config.json')
+        if is_adapter(folder): base_of(folder)
         for p in files:
             with open_tensors(p): pass
         return str(folder)
@@ -67,7 +72,7 @@ def place_model(model, cfg: Config):
     "The model on its device, without dropout; one thread for a small model on the CPU."
     small = sum(p.numel() for p in model.parameters()) < 50e6
     if device_of(cfg).type == 'cpu' and small: torch.set_num_threads(1)
-    return model.to(device_of(cfg)).eval()
+    return (model if getattr(model, 'is_quantized', False) else model.to(device_of(cfg))).eval()
 
 # %% ../../nbs/core/models.ipynb #1ccf07ee
 def load_tokenizer(spec: str, model=None):
@@ -101,16 +106,70 @@ def load_weights(
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
     return model
 
+# %% ../../nbs/core/models.ipynb #ada10002
+def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (), **more):
+    "A model with its adapter, if it is one, added to its weights; arguments as for `load_weights`."
+    folder = model_path(spec)
+    if not is_adapter(folder): return load_weights(kind, spec, dtype, fresh, **more)
+    if 'quantization_config' in more:
+        raise ValueError(f'quantize: {spec} is an adapter, which cannot be added to weights of 4 bits. '
+                         'Name a run with a whole model')
+    model = load_model(kind, base_of(folder), dtype, (*fresh, 'score.weight'), **more)
+    model = merge(add_saved(model, 'saved', folder, fresh))
+    saved = read_json(f'{folder}/config.json')
+    for name in ('likelihood', 'reward_mean', 'reward_std'):
+        if name in saved and 'score.weight' not in fresh: setattr(model.config, name, saved[name])
+    if model.can_generate(): model.generation_config = model.generation_config.from_pretrained(folder)
+    return model
+
+# %% ../../nbs/core/models.ipynb #ada10004
+def weights_dtype(cfg: Config, train: bool) -> torch.dtype:
+    "The precision of the weights of a model, which is trained or compared with one that is."
+    master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
+    return torch.float32 if master else dtype_of(cfg)
+
+# %% ../../nbs/core/models.ipynb #ada10005
+def in_four_bits(cfg: Config) -> dict:
+    "How weights in 4 bits are loaded (QLoRA; Dettmers et al., 2023); ImportError where that cannot be done."
+    from importlib.util import find_spec
+    from transformers import BitsAndBytesConfig
+    if not find_spec('bitsandbytes'):
+        raise ImportError('quantize: weights in 4 bits need bitsandbytes. Install it '
+                          '(pip install bitsandbytes), or leave quantize off')
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4',
+                                      bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype_of(cfg))
+    return dict(quantization_config=quantization, device_map={'': device_of(cfg)})
+
+# %% ../../nbs/core/models.ipynb #ada10006
+def prepare_training(model, spec: str, cfg: Config):
+    "A model as it is trained: with an adapter and gradient checkpointing, where the settings ask for them."
+    if getattr(cfg, 'lora_rank', 0):
+        model = add_adapter(model, 'policy', lora_config(cfg), cfg.seed)
+        path = model_path(spec)
+        model.base = os.path.relpath(path, root()) if Path(path).is_relative_to(root()) else path
+        vars(model)['before'] = view(model, '')   # the model as it was, which is no part of this one
+    if getattr(cfg, 'gradient_checkpointing', False): checkpoint_layers(model)
+    return model
+
 # %% ../../nbs/core/models.ipynb #a1104e05
 def load_policy(
     spec: str,            # run folder, checkpoint folder or hub name
     cfg: Config,
-    train: bool = False,  # load the weights in float32, whatever the precision of the forward pass
+    train: bool = False,  # in the precision of training
+    frozen: bool = False, # without what only training needs
 ):
     "A causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
-    model = load_weights(AutoModelForCausalLM, spec, torch.float32 if train else dtype_of(cfg))
-    return place_model(model, cfg), load_tokenizer(spec, model)
+    more = in_four_bits(cfg) if train and getattr(cfg, 'quantize', False) else {}
+    model = place_model(load_model(AutoModelForCausalLM, spec, weights_dtype(cfg, train), **more), cfg)
+    tokenizer = load_tokenizer(spec, model)
+    return prepare_training(model, spec, cfg) if train and not frozen else model, tokenizer
+
+# %% ../../nbs/core/models.ipynb #ada10008
+def load_reference(policy, cfg: Config):
+    "The policy before training."
+    before = vars(policy).get('before')
+    return load_policy(cfg.policy, cfg, train=True, frozen=True)[0] if before is None else before
 
 # %% ../../nbs/core/models.ipynb #313d52d0
 @torch.no_grad()
@@ -125,17 +184,20 @@ def load_scalar(
     cfg: Config,
     head: str = 'keep', # 'keep' for the saved head; 'zero' or 'normal' for a fresh one
     train: bool = False,
+    frozen: bool = False,
 ):
     "A model with a scalar head, and its tokenizer."
     from transformers import AutoModelForSequenceClassification
-    model = load_weights(AutoModelForSequenceClassification, spec, torch.float32 if train else dtype_of(cfg),
-                         () if head == 'keep' else ('score.weight',), num_labels=1)
+    more = in_four_bits(cfg) if train and getattr(cfg, 'quantize', False) else {}
+    model = load_model(AutoModelForSequenceClassification, spec, weights_dtype(cfg, train),
+                       () if head == 'keep' else ('score.weight',), num_labels=1, **more)
     if not hasattr(model, 'score'):
         raise ValueError(f'{spec}: {type(model).__name__} is no decoder with a head on its last token')
     tokenizer = load_tokenizer(spec, model)
     model.config.pad_token_id = tokenizer.pad_token_id
     if head != 'keep': fresh_head(model, head)
-    return place_model(model, cfg), tokenizer
+    model = place_model(model, cfg)
+    return prepare_training(model, spec, cfg) if train and not frozen else model, tokenizer
 
 # %% ../../nbs/core/models.ipynb #4eb467ca
 def before(response: torch.Tensor) -> torch.Tensor:
@@ -277,6 +339,23 @@ def surplus_models(folder: Path, limit: int) -> list[Path]:
     steps = {int(p.name[6:]): p for p in folder.glob('model-*') if p.name[6:].isdecimal()}
     return [steps[k] for k in sorted(steps)[:-limit]] if limit else []
 
+# %% ../../nbs/core/models.ipynb #15572301
+def unique_weights(model) -> dict:
+    "A model's weights, each storage once."
+    seen = {}
+    return {k: v for k, v in model.state_dict().items()
+            if seen.setdefault(v.data_ptr(), k) == k or v.numel() == 0}
+
+# %% ../../nbs/core/models.ipynb #ada10009
+def write_weights(model, folder, cfg: Config):
+    "Write a model in the precision of its run, on a CPU in that of its weights; or its adapter."
+    if hasattr(model, 'adapter'): return save_adapter(model, folder)
+    dtype = None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
+    if dtype in (None, model.dtype): return model.save_pretrained(folder)
+    weights = {k: v.to('cpu', dtype) for k, v in unique_weights(model).items()}
+    model.save_pretrained(folder, state_dict=weights)
+    write_json(folder/'config.json', read_json(folder/'config.json') | dict(dtype=str(dtype).split('.')[1]))
+
 # %% ../../nbs/core/models.ipynb #77e3a040
 CARD = '''---
 library_name: transformers
@@ -289,8 +368,8 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 '''
 
 
-def save_model(model, tokenizer, run, name: str = 'model'):
-    "Write a model, its tokenizer and its card into a run folder, completely or not at all."
+def write_model(model, tokenizer, run, name: str):
+    "Write a model or an adapter, its tokenizer and its card into a run folder, completely or not at all."
     import shutil
     folder, temporary = run.path(name), temporary_path(run.path(name))
     data = getattr(run.cfg, 'data', '')
@@ -300,10 +379,25 @@ def save_model(model, tokenizer, run, name: str = 'model'):
     if model.can_generate() and (ends := end_tokens(model, tokenizer)) != end_tokens(model):
         model.generation_config.eos_token_id = ends
     try:
-        model.save_pretrained(temporary)
+        write_weights(model, temporary, run.cfg)
         tokenizer.save_pretrained(temporary)
         (temporary/'README.md').write_text(card, encoding='utf-8')
         if folder.exists(): shutil.rmtree(folder)
         temporary.rename(folder)
         for old in surplus_models(run.folder, getattr(run.cfg, 'save_total_limit', 0)): shutil.rmtree(old)
     finally: shutil.rmtree(temporary, ignore_errors=True)
+
+# %% ../../nbs/core/models.ipynb #ada1000c
+def save_model(
+    model, tokenizer, run,
+    name: str = 'model',
+    whole: bool = True,  # of a model with an adapter, write the whole model as well
+):
+    "Write a model, its tokenizer and its card into a run folder, completely or not at all."
+    if hasattr(model, 'adapter'):
+        own = 'adapter' if name == 'model' else name
+        write_model(model, tokenizer, run, own)
+        if own == name or not whole: return
+        dtype = torch.float32 if device_of(run.cfg).type == 'cpu' else dtype_of(run.cfg)
+        model = load_model(type(model), str(run.path(own)), dtype)
+    write_model(model, tokenizer, run, name)

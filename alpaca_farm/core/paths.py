@@ -7,7 +7,7 @@ __all__ = ['is_checkout', 'root', 'at_root', 'notebooks_folder', 'looks_like_hub
            'hub_snapshot']
 
 # %% ../../nbs/core/paths.ipynb #a3c1d0f3
-import difflib, os
+import difflib, os, re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -36,8 +36,8 @@ def notebooks_folder() -> Path:
 
 # %% ../../nbs/core/paths.ipynb #45720aa0
 def looks_like_hub(value: str) -> bool:
-    "Whether `value` could be owner/name or owner/name@revision on the hub; owner is not a local folder."
-    owner, _, name = value.partition('@')[0].partition('/')
+    "Whether `value` could be owner/name on the hub, with @revision or :configuration; owner is no folder here."
+    owner, _, name = re.split('[@:]', value)[0].partition('/')
     file = name.endswith(('.json', '.jsonl', '.csv', '.tsv', '.parquet', '.xlsx', '.gz'))
     if not (owner and name) or '/' in name or owner[0] in '.~' or file: return False
     return not os.path.isdir(at_root(owner))
@@ -70,7 +70,7 @@ def ask_hub(
     "A name in the hub's cache or on the hub; otherwise FileNotFoundError with the nearest local path."
     from huggingface_hub import constants, HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-    name, _, revision = value.partition('@')
+    name, _, revision = value.partition(':')[0].partition('@')
     for kind in ('model', 'dataset'):
         cached = Path(constants.HF_HUB_CACHE)/f'{kind}s--{name.replace("/", "--")}'
         if os.path.isdir(cached): return value
@@ -89,7 +89,7 @@ def ask_hub(
 def hub_snapshot(value: str) -> str:
     "The folder in the hub's cache with one revision of a model, downloaded if needed; FileNotFoundError."
     from huggingface_hub import snapshot_download
-    name, _, revision = value.partition('@')
+    name, _, revision = value.partition(':')[0].partition('@')
     files = ['*.json', '*.safetensors', '*.model', '*.txt', '*.jinja']
     try: return snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=['*/*'])
     except Exception as e:

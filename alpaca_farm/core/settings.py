@@ -105,7 +105,8 @@ class Config:
     tracker: str = ''      # wandb, or tensorboard (a folder of the run), gets the log as well
     inputs = {}            # settings that name what this run reads: which files of it (class attributes,
     answering = ()         # no settings); those that only concern the answers at the end
-    aside = ('out', 'num_processes', 'workers', 'tracker', 'save_total_limit', 'push_to_hub')  # without influence
+    aside = ('out', 'num_processes', 'workers', 'tracker',      # settings without influence on the result
+             'save_total_limit', 'push_to_hub')
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
@@ -147,7 +148,7 @@ def one_of(self: Config, name: str, *choices):
 @patch
 def check_path(self: Config, name: str, value: str):
     "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
-    if ':' in value:
+    if ':' in value and not looks_like_hub(value):
         try: return resolve(value)
         except ValueError as e: raise ValueError(f'{name} = {e}') from None
     if not value or os.path.exists(at_root(value)): return
@@ -198,12 +199,12 @@ class HardwareConfig(Config):
         self.bounds(lora_rank=(0, None), lora_alpha=(0, None), forward_batch=(0, None))
         self.one_of('attention', 'auto', 'sdpa', 'eager', 'flash_attention_2', 'flex_attention')
         self.one_of('optimizer', 'adamw', 'adamw_8bit')
+        if self.dtype == 'float16' and not self.master_weights:
+            raise ValueError('dtype = float16 needs master_weights: updates are smaller than its smallest '
+                             'numbers. Take bfloat16')
         if self.quantize and not self.lora_rank:
             raise ValueError('quantize: 4 bits cannot be trained; set lora_rank as well, to 16 for instance')
-        new = 'quantize', 'forward_batch'
-        if any(getattr(self, n) for n in new) or not self.master_weights or self.optimizer != 'adamw':
-            raise ValueError(f'{", ".join(new)}, master_weights and optimizer are not implemented yet: '
-                             'leave them at their defaults')
+        if self.forward_batch: raise ValueError('forward_batch is not implemented yet: leave it at 0')
 
 # %% ../../nbs/core/settings.ipynb #1818f4d0
 @dataclass

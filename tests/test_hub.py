@@ -1,0 +1,158 @@
+"""Datasets of the hub, laid out as the real ones are, read from a server of our own; nothing leaves the machine."""
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hub_server
+import tiny
+from alpaca_farm.core.fingerprint import content_hash
+from alpaca_farm.sft import SFTConfig
+
+PAIR = dict(instruction='Name one.', input='', output_1='A.', output_2='B.', preference=2)
+HH = dict(chosen='\n\nHuman: Hi.\n\nAssistant: Yes?', rejected='\n\nHuman: Hi.\n\nAssistant: No.')
+TURNS = [dict(role='user', content='Hi.'), dict(role='assistant', content='Yes?')]
+BINARIZED = dict(prompt='Hi.', chosen=TURNS, rejected=[TURNS[0], dict(role='assistant', content='No.')], messages=TURNS, score_chosen=8.)
+
+
+def parquet(rows):
+    import pyarrow
+    import pyarrow.parquet
+    f = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), f)
+    return f.getvalue()
+
+
+def dump(rows): return json.dumps(rows).encode()
+
+
+def lines(rows): return '\n'.join(map(json.dumps, rows)).encode()
+
+
+def asks(text): return [dict(instruction=f'{text} {i}', input='', output='ok') for i in range(2)]
+
+
+SCRIPT = b'raise SystemExit("a loading script was executed")'
+REPOSITORIES = {
+    'tatsu-lab/alpaca_farm': {
+        'alpaca_farm.py': SCRIPT, 'README.md': b'---\nlicense: cc-by-nc-4.0\n---\n',
+        'alpaca_farm_evaluation.json': dump([dict(r, generator='text_davinci_003', dataset='koala', datasplit='eval') for r in asks('eval')]),
+        **{f'alpaca_{k}_preference.json': dump([dict(PAIR, instruction=k)]) for k in ('human', 'noisy_multi', 'gpt4')},
+        **{f'alpaca_instructions/{s}.json': dump(asks(s)) for s in ('sft', 'preference', 'unlabeled', 'val')}},
+    'Anthropic/hh-rlhf': {
+        **{f'{c}/{s}.jsonl.gz': gzip.compress(lines([dict(HH, chosen=HH['chosen'] + f' {c} {s}')]))
+           for c in ('harmless-base', 'helpful-base') for s in ('train', 'test')},
+        'red-team-attempts/red_team_attempts.jsonl.gz': gzip.compress(b'{}')},
+    'HuggingFaceH4/ultrafeedback_binarized': {
+        'README.md': b'---\nconfigs:\n- config_name: default\n  data_files:\n' + b''.join(
+            f'  - split: {s}\n    path: data/{s}-*\n'.encode() for s in ('train_sft', 'train_prefs', 'test_prefs')) + b'---\n',
+        **{f'data/{s}-0000{i}-of-00002.parquet': parquet([dict(BINARIZED, prompt=f'{s} {i}', messages=[dict(TURNS[0], content=f'{s} {i}'), TURNS[1]])])
+           for s in ('train_sft', 'train_prefs', 'test_prefs') for i in (0, 1)}},
+    'openbmb/UltraFeedback': {
+        'sharegpt.jsonl': lines([dict(source='sharegpt', instruction='Hi.', models=['a', 'b'], correct_answers=[],
+                                      completions=[dict(model=m, response=m * 2, overall_score=s) for m, s in (('a', 8.5), ('b', 3))])])},
+    'somebody/script_only': {'script_only.py': SCRIPT, 'README.md': b''},
+    'somebody/script_only.parquet': {'default/train/0000.parquet': parquet(asks('converted'))},
+    'somebody/nothing': {'nothing.py': SCRIPT},
+    'somebody/gated': {'GATED': b''},
+    'somebody/mine': {'train.csv': b'question,answer\nAdd.,2\n'}}
+
+CODE = '''
+import json, sys
+from alpaca_farm.core.data import load_records
+out = []
+for case in json.loads(sys.argv[1]):
+    try: out.append(load_records(*case))
+    except Exception as e: out.append(f"{type(e).__name__}: {e}")
+print("\\n" + json.dumps(out))
+'''
+CASES = {
+    'sft': ('tatsu-lab/alpaca_farm', 'sft', 'output'), 'unlabeled': ('tatsu-lab/alpaca_farm', 'unlabeled'), 'val': ('tatsu-lab/alpaca_farm', 'val'),
+    'eval': ('tatsu-lab/alpaca_farm', 'eval'), 'instructions': ('tatsu-lab/alpaca_farm:alpaca_instructions', 'preference'),
+    'human': ('tatsu-lab/alpaca_farm:alpaca_human_preference', 'preferences', 'preference'),
+    'gpt4': ('tatsu-lab/alpaca_farm:alpaca_gpt4_preference', 'preferences', 'preference'),
+    'noisy': ('tatsu-lab/alpaca_farm', 'preferences', 'preference'),
+    'references': ('tatsu-lab/alpaca_farm:alpaca_farm_evaluation', 'outputs', 'output'),
+    'pinned': (f'tatsu-lab/alpaca_farm@{hub_server.COMMIT}:alpaca_instructions', 'val'),
+    'hh': ('Anthropic/hh-rlhf:harmless-base', 'preferences', 'preference'), 'hh eval': ('Anthropic/hh-rlhf:helpful-base', 'eval'),
+    'binarized': ('HuggingFaceH4/ultrafeedback_binarized', 'preferences', 'preference'),
+    'binarized sft': ('HuggingFaceH4/ultrafeedback_binarized', 'sft', 'output'),
+    'candidates': ('openbmb/UltraFeedback:sharegpt', 'candidates', ['candidates']),
+    'converted': ('somebody/script_only', 'sft', 'output'), 'columns': ('somebody/mine', 'sft', 'output', 0, 'instruction=question,output=answer'),
+    'several': ('Anthropic/hh-rlhf', 'sft'), 'no config': ('tatsu-lab/alpaca_farm:instructions', 'sft'),
+    'no split': ('tatsu-lab/alpaca_farm:alpaca_instructions', 'eval'), 'nothing': ('somebody/nothing', 'sft'),
+    'no such': ('somebody/no_such', 'sft'), 'no revision': ('somebody/mine@v2', 'sft'), 'gated': ('somebody/gated', 'sft')}
+
+
+def read(cases, home, url, offline=False):
+    env = dict(os.environ, HF_ENDPOINT=url, HF_HOME=str(home), HF_HUB_OFFLINE=str(int(offline)), HF_HUB_DISABLE_PROGRESS_BARS='1',
+               HF_HUB_DISABLE_XET='1', PYTHONPATH=str(tiny.ROOT))
+    env.pop('HF_TOKEN', None)
+    done = subprocess.run([sys.executable, '-c', CODE, json.dumps(list(cases))], capture_output=True, text=True, env=env, cwd=home)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope='module')
+def hub(tmp_path_factory):
+    root, home = tmp_path_factory.mktemp('hub'), tmp_path_factory.mktemp('home')
+    for repo, files in REPOSITORIES.items():
+        for name, content in files.items():
+            path = root/'datasets'/repo/name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    server = hub_server.serve(root)
+    results = dict(zip(CASES, read(CASES.values(), home, server.url)))
+    asked = list(server.asked)
+    server.shutdown()
+    return results, asked, home
+
+
+def test_alpacafarms_five_configurations(hub):
+    got = hub[0]
+    for split in ('sft', 'unlabeled', 'val', 'eval'): assert [r['instruction'] for r in got[split]] == [f'{split} 0', f'{split} 1'], got[split]
+    assert got['instructions'][0]['instruction'] == 'preference 0' and got['pinned'] == got['val']
+    assert [got[k][0]['instruction'] for k in ('human', 'gpt4', 'noisy')] == ['human', 'gpt4', 'noisy_multi']
+    assert got['human'][0] == dict(PAIR, instruction='human') and got['references'][0]['generator'] == 'text_davinci_003'
+
+
+def test_other_layouts(hub):
+    got = hub[0]
+    best = lambda r: r[f'output_{r["preference"]:.0f}']
+    assert best(got['hh'][0]) == 'Yes? harmless-base train' and best(got['hh eval'][0]) == 'Yes? helpful-base test'
+    assert [r['messages'][0]['content'] if 'messages' in r else r['instruction'] for r in got['binarized']] == ['train_prefs 0', 'train_prefs 1']
+    assert [best(r) for r in got['binarized']] == ['Yes?', 'Yes?'] and [r['output'] for r in got['binarized sft']] == ['Yes?', 'Yes?']
+    assert (got['candidates'][0]['output'], got['candidates'][0]['scores']) == (['aa', 'bb'], [8.5, 3.])
+    assert got['converted'] == asks('converted') and got['columns'][0]['output'] == '2'
+
+
+@pytest.mark.parametrize('case, words', [
+    ('several', 'name one, as in Anthropic/hh-rlhf:harmless-base'), ('no config', "no configuration 'instructions'; it has"),
+    ('no split', 'has no split eval; it has preference, sft, unlabeled, val'), ('nothing', 'it has no data file'),
+    ('no such', 'has no such dataset'), ('no revision', 'no such revision'), ('gated', 'accept the terms')])
+def test_what_cannot_be_read_is_said(hub, case, words): assert words in hub[0][case], hub[0][case]
+
+
+def test_only_the_data_files_of_the_split_are_fetched(hub):
+    fetched = {p for p in hub[1] if p.startswith('datasets/')}
+    assert fetched and not any(p.endswith('.py') or 'red_team' in p for p in fetched)
+    assert not [p for p in Path(hub[2]).rglob('*.py')]
+
+
+def test_without_a_network_the_cache_is_read(hub):
+    cases = [CASES['sft'], CASES['binarized'], ('somebody/else', 'sft')]
+    for offline, url in ((True, 'http://127.0.0.1:9'), (False, 'http://127.0.0.1:9')):
+        sft, binarized, lost = read(cases, hub[2], url, offline)
+        assert sft == hub[0]['sft'] and binarized == hub[0]['binarized']
+        assert 'cannot be reached' in lost and 'hf download somebody/else --repo-type dataset' in lost
+
+
+def test_a_setting_names_a_configuration():
+    cfg = SFTConfig(data='tatsu-lab/alpaca_farm:alpaca_instructions')
+    assert cfg.data and content_hash(cfg.data) != content_hash('tatsu-lab/alpaca_farm:alpaca_human_preference')
+    with pytest.raises(ValueError, match='no module'): SFTConfig(data='nowhere:alpaca')

@@ -1,0 +1,141 @@
+"""A copy of the log elsewhere: wandb offline, TensorBoard, the upload of a model; none of them can stop a run."""
+import struct
+import subprocess
+
+import pytest
+
+import tiny
+from alpaca_farm import sft
+from alpaca_farm.core import trackers
+from alpaca_farm.core.build import notebook_path
+from alpaca_farm.core.runs import read_log, read_summary
+
+
+def settings(base, out, **more): return tiny.settings('sft', base, out=str(out), **more)
+
+
+def events(folder):
+    "What TensorBoard reads of a run."
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    found = EventAccumulator(str(folder/'tensorboard'), size_guidance=dict(tensors=0, scalars=0, images=0))
+    found.Reload()
+    return found
+
+
+def test_tensorboard_has_the_log_the_samples_and_the_figures(base, tmp_path):
+    pytest.importorskip('tensorboard')
+    given = settings(base, tmp_path/'sft', tracker='tensorboard')
+    subprocess.run(tiny.papermill(notebook_path('sft'), tmp_path/'sft.ipynb', **given), cwd=tiny.ROOT, env=tiny.environment(), check=True, capture_output=True)
+    found, log = events(tmp_path/'sft'), read_log(tmp_path/'sft')
+    assert [(e.step, e.value) for e in found.Scalars('loss')] == [(r['step'], pytest.approx(r['loss'], rel=1e-6)) for r in log]
+    assert found.Images('figure_1')[0].width > 100
+    texts = {name: found.Tensors(name)[0].tensor_proto.string_val[0].decode() for name in found.Tags()['tensors']}
+    assert {'settings/text_summary', 'samples/text_summary', 'summary/text_summary'} <= set(texts) and '| instruction |' in texts['samples/text_summary']
+
+
+def test_a_run_that_goes_on_leaves_out_what_it_repeats(base, tmp_path, monkeypatch):
+    pytest.importorskip('tensorboard')
+    cfg = sft.SFTConfig(**settings(base, tmp_path/'a', tracker='tensorboard', eval_split='', checkpoint_every=2))
+    update = sft.Trainer.update
+    def killed(self, *args):
+        if self.step == 4: raise KeyboardInterrupt
+        return update(self, *args)
+    monkeypatch.setattr(sft.Trainer, 'update', killed)
+    with pytest.raises(KeyboardInterrupt): sft.train(cfg)
+    monkeypatch.setattr(sft.Trainer, 'update', update)
+    sft.train(cfg)
+    assert [e.step for e in events(tmp_path/'a').Scalars('loss')] == [r['step'] for r in read_log(tmp_path/'a')]
+
+
+def wandb_records(data):
+    "The records of a .wandb file: a head of 7 bytes, then LevelDB's log format, blocks of 32 kB with parts of records."
+    at, whole = 7, b''
+    while at + 7 <= len(data):
+        left = 2**15 - at % 2**15
+        if left < 7:
+            at += left
+            continue
+        size, kind = struct.unpack('<HB', data[at + 4:at + 7])
+        whole, at = whole + data[at + 7:at + 7 + size], at + 7 + size
+        if kind in (1, 4):   # a full record, or the last part of one
+            yield whole
+            whole = b''
+
+
+def test_wandb_offline_has_the_log_and_the_samples(base, tmp_path):
+    pytest.importorskip('wandb')
+    from wandb.proto import wandb_internal_pb2
+    subprocess.run(tiny.command('sft', **settings(base, tmp_path/'sft', tracker='wandb')), cwd=tiny.ROOT, check=True, capture_output=True,
+                   env=tiny.environment(WANDB_MODE='offline', WANDB_SILENT='true'))
+    file, = (tmp_path/'sft').rglob('*.wandb')
+    steps, keys = [], set()
+    for data in wandb_records(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof('record_type') != 'history': continue
+        names = {'.'.join(i.nested_key) or i.key for i in record.history.item}
+        keys |= names
+        if 'loss' in names: steps.append(record.history.step.num)
+    assert steps == [r['step'] for r in read_log(tmp_path/'sft')] and any(k.startswith('samples') for k in keys), keys
+
+
+class Broken:
+    "A tracker whose service is gone at some call."
+    def __init__(self, at): self.at = at
+    def __call__(self, *_):
+        if self.at == 'start': raise OSError('no network\nand more')
+        return self
+    def __getattr__(self, name):
+        def call(*_):
+            if name == self.at: raise ConnectionError('gone')
+        return call
+
+
+@pytest.mark.parametrize('at', ['start', 'log', 'table', 'summary', 'finish'])
+def test_a_tracker_that_fails_never_stops_a_run(base, tmp_path, monkeypatch, capsys, at):
+    monkeypatch.setitem(trackers.TRACKERS, 'tensorboard', Broken(at))
+    monkeypatch.setattr(trackers, 'find_spec', lambda name: True)
+    sft.train(sft.SFTConfig(**settings(base, tmp_path/'a', tracker='tensorboard', max_instances=24)))
+    said = capsys.readouterr().out
+    assert read_summary(tmp_path/'a') and said.count('tracker = tensorboard failed and is left out') == 1 and 'and more' not in said
+
+
+def test_a_missing_package_is_named_before_any_work(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, 'find_spec', lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match='tracker = tensorboard: pip install tensorboard'):
+        sft.train(sft.SFTConfig(**settings(base, tmp_path/'a', tracker='tensorboard')))
+    assert not (tmp_path/'a').exists()
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    "The calls to the hub's API."
+    import huggingface_hub
+    calls = []
+    monkeypatch.setenv('HF_TOKEN', 'hf_' + 'x'*20)
+    monkeypatch.setattr(huggingface_hub.HfApi, 'create_repo', lambda self, name, **more: calls.append((name, more)))
+    monkeypatch.setattr(huggingface_hub.HfApi, 'upload_folder', lambda self, **more: calls.append((more['repo_id'], sorted(p.name for p in more['folder_path'].iterdir()))))
+    return calls
+
+
+def test_a_model_is_uploaded_at_the_end_and_only_under_the_users_name(base, tmp_path, hub, monkeypatch, capsys):
+    import huggingface_hub
+    given = settings(base, tmp_path/'a', eval_split='', max_instances=24)
+    sft.train(sft.SFTConfig(**given))
+    assert hub == []
+    again = sft.SFTConfig(**given, push_to_hub='ann/policy')
+    assert sft.train(again).done and 'nothing to do' in capsys.readouterr().out, 'the setting has no influence on the result'
+    assert hub[0] == ('ann/policy', dict(private=True, exist_ok=True)) and {'model.safetensors', 'config.json', 'README.md'} <= set(hub[1][1])
+    def refused(self, **_): raise OSError('403 Forbidden\ndetails')
+    monkeypatch.setattr(huggingface_hub.HfApi, 'upload_folder', refused)
+    sft.train(again)
+    assert 'push_to_hub = ann/policy: the upload failed (403 Forbidden). The run is finished' in capsys.readouterr().out
+
+
+def test_an_upload_that_cannot_be_is_refused_before_any_work(base, tmp_path, monkeypatch):
+    given = settings(base, tmp_path/'a')
+    monkeypatch.delenv('HF_TOKEN', raising=False)
+    monkeypatch.setattr('huggingface_hub.get_token', lambda: None)
+    with pytest.raises(ValueError, match="push_to_hub = 'ann/policy': there is no token; set HF_TOKEN"): sft.train(sft.SFTConfig(**given, push_to_hub='ann/policy'))
+    with pytest.raises(ValueError, match="push_to_hub = 'policy': write owner/name"): sft.train(sft.SFTConfig(**given, push_to_hub='policy'))
+    assert not (tmp_path/'a').exists()
