@@ -24,6 +24,7 @@ from .functional import selected_logprobs, token_logprobs
 from alpaca_farm.core.packing import (attention_window, computed_at, pack, packed_states, position_wise,
     reads_packed)
 from .paths import ask_hub, at_root, hub_snapshot, looks_like_hub, root
+from .processes import in_parts, written_once
 from .settings import Config
 from .text import answer_batches, choose_pad, collate, end_tokens
 
@@ -48,6 +49,8 @@ def autocast(cfg: Config):
 # %% ../../nbs/core/models.ipynb #37b20d87
 def model_path(spec: str) -> str:
     "The folder of a model, or its name on the hub; an error for a missing or damaged model."
+    if spec.partition('@')[0].endswith(('-wdiff', '-delta')) or (at_root(spec)/'model_sum.txt').exists():
+        raise ValueError(f'{spec} is a difference from a base, not a model: recover it with nbs/pretrained.ipynb')
     for folder in (at_root(spec)/'model', at_root(spec)):
         files = list(folder.glob('*.safetensors'))
         if not files or not (folder/'config.json').exists(): continue
@@ -287,12 +290,14 @@ def response_logprobs(
     size: int = 128,            # responses in a forward pass
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     "log p of each whole response given its prompt."
-    out = torch.zeros(len(prompts))
-    for rows, *answers in answer_batches(prompts, responses, size):
-        batch = {k: v.to(model.device) for k, v in collate(*answers, pad_id).items()}
-        logps = sequence_logprobs(model, batch, temperature).tolist()
-        for places, logp in zip(rows, logps): out[places] = logp
-    return out
+    def compute(prompts, responses):
+        out = torch.zeros(len(prompts))
+        for rows, *answers in answer_batches(prompts, responses, size):
+            batch = {k: v.to(model.device) for k, v in collate(*answers, pad_id).items()}
+            logps = sequence_logprobs(model, batch, temperature).tolist()
+            for places, logp in zip(rows, logps): out[places] = logp
+        return out.tolist()
+    return torch.tensor(in_parts(compute, prompts, responses), dtype=torch.float)
 
 # %% ../../nbs/core/models.ipynb #5aa211eb
 def token_scores(model, ids: torch.Tensor, mask: torch.Tensor, response=None) -> torch.Tensor:
@@ -368,6 +373,7 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 '''
 
 
+@written_once
 def write_model(model, tokenizer, run, name: str):
     "Write a model or an adapter, its tokenizer and its card into a run folder, completely or not at all."
     import shutil
