@@ -19,7 +19,7 @@ from .core.launch import Job, run_jobs
 from .core.models import load_policy, save_model
 from .core.rewards import label_count, reward, RewardConfig
 from .core.runs import read_summary, start
-from .core.settings import at_root, command, TrainConfig
+from .core.settings import at_root, command, HardwareConfig, TrainConfig
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
@@ -39,6 +39,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     learning_rate: float = 6e-4     # AdamW's peak learning rate
     val_split: str = 'val'          # split on which each round's policy is scored
     val_instances: int = 250        # use only its first n prompts; 0 for all
+    shareable = False              # its rounds are runs of their own
     inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
                   samples='candidates')
 
@@ -62,7 +63,7 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
                *RewardConfig.__annotations__)
     best = shared | own | dict(skip=(round_ - 1) * cfg.max_instances, seed=cfg.seed + 1000 * round_,
                                samples=cfg.samples if round_ == 1 else '')
-    learn = shared | pick(*TrainConfig.__annotations__, 'epochs', 'max_length') | dict(
+    learn = shared | pick(*TrainConfig.__annotations__, *HardwareConfig.__annotations__, 'epochs', 'max_length') | dict(
         data=f'{folder}/winners.json', val_split='', eval_split='', push_to_hub='', seed=cfg.seed + round_)
     return [Job(f'{folder}/best_of_n', 'best_of_n', best),
             Job(policy_after(round_, cfg), 'sft', learn, [f'{folder}/best_of_n'])]

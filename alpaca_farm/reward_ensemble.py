@@ -35,6 +35,7 @@ class RewardEnsembleConfig(RewardModelConfig):
     curve_pairs: list[int] = field(default_factory=list)    # also learn from the first n pairs, per n
     curve_flips: list[float] = field(default_factory=list)  # also learn from labels flipped anew, per rate
     workers: int = 0                   # runs side by side; 0 for the number of cores
+    shareable = False                  # its members are runs of their own
 
     def check(self):
         super().check()
@@ -113,8 +114,8 @@ def member_folders(cfg: RewardEnsembleConfig) -> list[str]:
 def average_model(cfg: RewardEnsembleConfig):
     "A model with the members' average weights, and its tokenizer."
     folders = member_folders(cfg)
-    mean = mean_weights(load_scalar(m, cfg, train=True)[0].state_dict() for m in folders)
-    model, tokenizer = load_scalar(folders[0], cfg, train=True)
+    mean = mean_weights(load_scalar(m, cfg, train=True, frozen=True)[0].state_dict() for m in folders)
+    model, tokenizer = load_scalar(folders[0], cfg, train=True, frozen=True)
     model.load_state_dict(mean)
     return model, tokenizer
 

@@ -19,7 +19,7 @@ from .core.build import as_list
 from .core.files import read_json
 from .core.generation import uniform_stream
 from .core.judge_configs import JudgedConfig
-from .core.models import load_policy, save_model, sequence_logprobs
+from .core.models import load_policy, load_reference, save_model, sequence_logprobs
 from .core.rewards import label_count, RewardConfig
 from .core.runs import read_log, start
 from .core.settings import command, TrainConfig
@@ -241,7 +241,7 @@ def finish_rrhf(run, policy, tokenizer, pool, score_of, **more):
     "Save the policy, answer the eval split and write the summary."
     cfg, last = run.cfg, read_log(run.folder)[-20:]
     save_model(policy, tokenizer, run)
-    reference = load_policy(cfg.policy, cfg, train=True)[0]
+    reference = load_reference(policy, cfg)
     figures = more | answer_eval_split(policy, tokenizer, run, reference) | output_figures(run, score_of)
     scores = [np.array(q['scores']) for q in pool if q['scores']]
     statistics = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
@@ -258,7 +258,7 @@ def train(cfg: RRHFConfig):
     if run.done: return answer_again(run, ANSWER_FIGURES, lambda: output_figures(run))
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None  # or a reward model, never both
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    reference = load_policy(cfg.policy, cfg, train=True)[0] if cfg.kl_coef else None
+    reference = load_reference(policy, cfg) if cfg.kl_coef else None
     score_of = score_function(cfg, judge)
     preflight(cfg, ('eval_split',), policy, tokenizer, cfg.n and judge, cfg.reward_model and score_of)
     queries, prompts, left_out = load_queries(cfg, tokenizer)

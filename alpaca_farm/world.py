@@ -52,10 +52,12 @@ class WorldConfig(TrainConfig):
     weight_decay: float = 0.05   # AdamW's weight decay, on matrices only
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])  # AdamW's betas
     checkpoint_every: int = 250  # steps between checkpoints
+    shareable = False            # it writes a dataset as well
 
     def check(self):
         sizes = ('sft', 'preference', 'unlabeled', 'val', 'eval', 'prose', 'layers', 'heads')
         self.bounds(dialogues=(0, None))
+        if self.lora_rank: raise ValueError('lora_rank: the base model is trained from scratch; leave it at 0')
         shares = ('hard', 'sft_skill', 'fidelity')
         self.bounds(**dict.fromkeys(sizes, (1, None)), **dict.fromkeys(shares, (0, 1)),
                     vocab_size=(300, None), disagreement=(0, None), noise=(0.01, None),

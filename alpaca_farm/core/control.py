@@ -6,7 +6,11 @@
 __all__ = ['embedding_tables', 'add_tokens', 'prepend_tokens', 'set_control_prefix']
 
 # %% ../../nbs/core/control.ipynb #f01bd6c0
+import copy
+
 import torch
+
+from .adapters import own_tables, train_token_rows
 
 # %% ../../nbs/core/control.ipynb #4ba62567
 def embedding_tables(model) -> list[torch.Tensor]:
@@ -25,6 +29,7 @@ def add_tokens(
     "Add tokens to a model and its tokenizer, in place; the model never generates them."
     old = len(tokenizer)
     tokenizer.add_tokens(list(names), special_tokens=True)
+    if hasattr(model, 'adapter'): own_tables(model)   # the model underneath stays as it is
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     g = torch.Generator().manual_seed(seed)
@@ -34,7 +39,9 @@ def add_tokens(
         w[old:len(tokenizer)] = (old_rows.mean(0) + jitter * noise * old_rows.std(0)).to(w.dtype)
     ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(names))]
     suppressed = set(model.generation_config.suppress_tokens or []) | set(ids)
+    model.generation_config = copy.copy(model.generation_config)
     model.generation_config.suppress_tokens = sorted(suppressed)
+    if hasattr(model, 'adapter'): train_token_rows(model, old)
     return ids
 
 # %% ../../nbs/core/control.ipynb #ce145400

@@ -110,7 +110,7 @@ def save_state(path, state):
     "Write a nested state of tensors and plain values, atomically."
     from safetensors.torch import save_file
     tensors, rest = flatten_state(state)
-    owned = {k: t.clone() for k, t in tensors.items()}  # safetensors refuses tensors that share memory
+    owned = {k: t.to('cpu', copy=True) for k, t in tensors.items()}  # safetensors refuses shared memory
     with atomic_write(path) as p: save_file(owned, p, metadata={'state': json.dumps(rest)})
 
 # %% ../../nbs/core/files.ipynb #4d3f4b52

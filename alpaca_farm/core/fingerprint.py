@@ -268,7 +268,8 @@ def run_of(source: str) -> Path | None:
 def left_files(folder: Path) -> dict[str, list]:
     "Size and hash of a run's files, without its records, figures and parts that are runs themselves."
     kinds, records = ('.json', '.jsonl', '.csv', '.safetensors', '.jinja'), ('config.json', 'summary.json')
-    paths = [p for p in (*folder.iterdir(), *folder.glob('model*/*')) if p.suffix in kinds and p.is_file()]
+    paths = [p for inner in ('*', 'model*/*', 'adapter/*') for p in folder.glob(inner)
+             if p.suffix in kinds and p.is_file()]
     return {str(p.relative_to(folder)): [p.stat().st_size, file_hash(p)] for p in sorted(paths)
             if p.name not in records or p.parent != folder}
 

@@ -4,20 +4,27 @@
 
 # %% auto #0
 __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer',
-           'load_weights', 'load_policy', 'fresh_head', 'load_scalar', 'hidden_states', 'has_plain_head', 'logits_of',
-           'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'sequence_scores',
-           'values', 'surplus_models', 'save_model']
+           'load_weights', 'load_model', 'weights_dtype', 'in_four_bits', 'prepare_training', 'load_policy',
+           'load_reference', 'fresh_head', 'load_scalar', 'before', 'hidden_states', 'answer_states', 'has_plain_head',
+           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods',
+           'sequence_scores', 'values', 'surplus_models', 'unique_weights', 'write_weights', 'write_model',
+           'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
-import math
+import math, os
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
-from .files import open_tensors, read_json, temporary_path
+from .adapters import (add_adapter, add_saved, base_of, checkpoint_layers, is_adapter,
+    lora_config, merge, save_adapter, view)
+from .files import open_tensors, read_json, temporary_path, write_json
 from .functional import selected_logprobs, token_logprobs
-from .packing import attention_window, pack, packed_states, reads_packed
-from .paths import ask_hub, at_root, hub_snapshot, looks_like_hub
+from alpaca_farm.core.packing import (attention_window, computed_at, pack, packed_states, position_wise,
+    reads_packed)
+from .paths import ask_hub, at_root, hub_snapshot, looks_like_hub, root
+from .processes import in_parts, written_once
 from .settings import Config
 from .text import answer_batches, choose_pad, collate, end_tokens
 
@@ -42,10 +49,13 @@ def autocast(cfg: Config):
 # %% ../../nbs/core/models.ipynb #37b20d87
 def model_path(spec: str) -> str:
     "The folder of a model, or its name on the hub; an error for a missing or damaged model."
+    if spec.partition('@')[0].endswith(('-wdiff', '-delta')) or (at_root(spec)/'model_sum.txt').exists():
+        raise ValueError(f'{spec} is a difference from a base, not a model: recover it with nbs/pretrained.ipynb')
     for folder in (at_root(spec)/'model', at_root(spec)):
         files = list(folder.glob('*.safetensors'))
         if not files or not (folder/'config.json').exists(): continue
         read_json(folder/'config.json')
+        if is_adapter(folder): base_of(folder)
         for p in files:
             with open_tensors(p): pass
         return str(folder)
@@ -65,7 +75,7 @@ def place_model(model, cfg: Config):
     "The model on its device, without dropout; one thread for a small model on the CPU."
     small = sum(p.numel() for p in model.parameters()) < 50e6
     if device_of(cfg).type == 'cpu' and small: torch.set_num_threads(1)
-    return model.to(device_of(cfg)).eval()
+    return (model if getattr(model, 'is_quantized', False) else model.to(device_of(cfg))).eval()
 
 # %% ../../nbs/core/models.ipynb #1ccf07ee
 def load_tokenizer(spec: str, model=None):
@@ -99,16 +109,70 @@ def load_weights(
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
     return model
 
+# %% ../../nbs/core/models.ipynb #ada10002
+def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (), **more):
+    "A model with its adapter, if it is one, added to its weights; arguments as for `load_weights`."
+    folder = model_path(spec)
+    if not is_adapter(folder): return load_weights(kind, spec, dtype, fresh, **more)
+    if 'quantization_config' in more:
+        raise ValueError(f'quantize: {spec} is an adapter, which cannot be added to weights of 4 bits. '
+                         'Name a run with a whole model')
+    model = load_model(kind, base_of(folder), dtype, (*fresh, 'score.weight'), **more)
+    model = merge(add_saved(model, 'saved', folder, fresh))
+    saved = read_json(f'{folder}/config.json')
+    for name in ('likelihood', 'reward_mean', 'reward_std'):
+        if name in saved and 'score.weight' not in fresh: setattr(model.config, name, saved[name])
+    if model.can_generate(): model.generation_config = model.generation_config.from_pretrained(folder)
+    return model
+
+# %% ../../nbs/core/models.ipynb #ada10004
+def weights_dtype(cfg: Config, train: bool) -> torch.dtype:
+    "The precision of the weights of a model, which is trained or compared with one that is."
+    master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
+    return torch.float32 if master else dtype_of(cfg)
+
+# %% ../../nbs/core/models.ipynb #ada10005
+def in_four_bits(cfg: Config) -> dict:
+    "How weights in 4 bits are loaded (QLoRA; Dettmers et al., 2023); ImportError where that cannot be done."
+    from importlib.util import find_spec
+    from transformers import BitsAndBytesConfig
+    if not find_spec('bitsandbytes'):
+        raise ImportError('quantize: weights in 4 bits need bitsandbytes. Install it '
+                          '(pip install bitsandbytes), or leave quantize off')
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4',
+                                      bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype_of(cfg))
+    return dict(quantization_config=quantization, device_map={'': device_of(cfg)})
+
+# %% ../../nbs/core/models.ipynb #ada10006
+def prepare_training(model, spec: str, cfg: Config):
+    "A model as it is trained: with an adapter and gradient checkpointing, where the settings ask for them."
+    if getattr(cfg, 'lora_rank', 0):
+        model = add_adapter(model, 'policy', lora_config(cfg), cfg.seed)
+        path = model_path(spec)
+        model.base = os.path.relpath(path, root()) if Path(path).is_relative_to(root()) else path
+        vars(model)['before'] = view(model, '')   # the model as it was, which is no part of this one
+    if getattr(cfg, 'gradient_checkpointing', False): checkpoint_layers(model)
+    return model
+
 # %% ../../nbs/core/models.ipynb #a1104e05
 def load_policy(
     spec: str,            # run folder, checkpoint folder or hub name
     cfg: Config,
-    train: bool = False,  # load the weights in float32, whatever the precision of the forward pass
+    train: bool = False,  # in the precision of training
+    frozen: bool = False, # without what only training needs
 ):
     "A causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
-    model = load_weights(AutoModelForCausalLM, spec, torch.float32 if train else dtype_of(cfg))
-    return place_model(model, cfg), load_tokenizer(spec, model)
+    more = in_four_bits(cfg) if train and getattr(cfg, 'quantize', False) else {}
+    model = place_model(load_model(AutoModelForCausalLM, spec, weights_dtype(cfg, train), **more), cfg)
+    tokenizer = load_tokenizer(spec, model)
+    return prepare_training(model, spec, cfg) if train and not frozen else model, tokenizer
+
+# %% ../../nbs/core/models.ipynb #ada10008
+def load_reference(policy, cfg: Config):
+    "The policy before training."
+    before = vars(policy).get('before')
+    return load_policy(cfg.policy, cfg, train=True, frozen=True)[0] if before is None else before
 
 # %% ../../nbs/core/models.ipynb #313d52d0
 @torch.no_grad()
@@ -123,17 +187,25 @@ def load_scalar(
     cfg: Config,
     head: str = 'keep', # 'keep' for the saved head; 'zero' or 'normal' for a fresh one
     train: bool = False,
+    frozen: bool = False,
 ):
     "A model with a scalar head, and its tokenizer."
     from transformers import AutoModelForSequenceClassification
-    model = load_weights(AutoModelForSequenceClassification, spec, torch.float32 if train else dtype_of(cfg),
-                         () if head == 'keep' else ('score.weight',), num_labels=1)
+    more = in_four_bits(cfg) if train and getattr(cfg, 'quantize', False) else {}
+    model = load_model(AutoModelForSequenceClassification, spec, weights_dtype(cfg, train),
+                       () if head == 'keep' else ('score.weight',), num_labels=1, **more)
     if not hasattr(model, 'score'):
         raise ValueError(f'{spec}: {type(model).__name__} is no decoder with a head on its last token')
     tokenizer = load_tokenizer(spec, model)
     model.config.pad_token_id = tokenizer.pad_token_id
     if head != 'keep': fresh_head(model, head)
-    return place_model(model, cfg), tokenizer
+    model = place_model(model, cfg)
+    return prepare_training(model, spec, cfg) if train and not frozen else model, tokenizer
+
+# %% ../../nbs/core/models.ipynb #4eb467ca
+def before(response: torch.Tensor) -> torch.Tensor:
+    "1 at the positions whose states predict a response's tokens: (B, T) of the same."
+    return F.pad(response[:, 1:], (0, 1))
 
 # %% ../../nbs/core/models.ipynb #8bd73a20
 def hidden_states(
@@ -141,16 +213,25 @@ def hidden_states(
     ids: torch.Tensor,   # (B, T)
     mask: torch.Tensor,  # (B, T), 1 at real tokens
     response: torch.Tensor | None = None,  # (B, T), 1 at the responses' tokens; rows may share a prompt
-) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding
+    read: torch.Tensor | None = None,      # (B, T), 1 at the states that are used; all of them if not given
+) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding and where nothing is read
     "The last layer's states, before the head."
     packed = pack(ids, mask, response, attention_window(model)) if reads_packed(model) else None
+    parts = [] if read is None else position_wise(model)
     if packed:
-        states = packed_states(model, packed).index_select(0, packed.cells.flatten())
+        with computed_at(parts, packed.cells[read.bool()].unique() if parts else None):
+            states = packed_states(model, packed).index_select(0, packed.cells.flatten())
         return states.view(*ids.shape, -1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     right = bool((mask[:, 1:] <= mask[:, :-1]).all())
-    return model.base_model(input_ids=ids, attention_mask=None if right else mask,
-                            position_ids=positions, use_cache=False).last_hidden_state
+    with computed_at(parts, read.flatten().nonzero()[:, 0] if parts else None):
+        return model.base_model(input_ids=ids, attention_mask=None if right else mask,
+                                position_ids=positions, use_cache=False).last_hidden_state
+
+# %% ../../nbs/core/models.ipynb #94ebf9a7
+def answer_states(model, batch: dict) -> torch.Tensor:  # (B, T, hidden)
+    "The last layer's states before each response token of a batch (ids, mask, response), arbitrary elsewhere."
+    return hidden_states(model, batch['ids'], batch['mask'], batch['response'], before(batch['response']))
 
 # %% ../../nbs/core/models.ipynb #d56b5684
 def has_plain_head(model) -> bool:
@@ -177,7 +258,7 @@ def logprobs(
     states=None,               # (B, T, hidden), if they are known already
 ) -> torch.Tensor:  # (B, T), zero outside the response
     "log p of each response token given the tokens before it."
-    if states is None: states = hidden_states(model, batch['ids'], batch['mask'], batch['response'])
+    if states is None: states = answer_states(model, batch)
     states = states[:, :-1]
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
     if has_plain_head(model):
@@ -209,12 +290,14 @@ def response_logprobs(
     size: int = 128,            # responses in a forward pass
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     "log p of each whole response given its prompt."
-    out = torch.zeros(len(prompts))
-    for rows, *answers in answer_batches(prompts, responses, size):
-        batch = {k: v.to(model.device) for k, v in collate(*answers, pad_id).items()}
-        logps = sequence_logprobs(model, batch, temperature).tolist()
-        for places, logp in zip(rows, logps): out[places] = logp
-    return out
+    def compute(prompts, responses):
+        out = torch.zeros(len(prompts))
+        for rows, *answers in answer_batches(prompts, responses, size):
+            batch = {k: v.to(model.device) for k, v in collate(*answers, pad_id).items()}
+            logps = sequence_logprobs(model, batch, temperature).tolist()
+            for places, logp in zip(rows, logps): out[places] = logp
+        return out.tolist()
+    return torch.tensor(in_parts(compute, prompts, responses), dtype=torch.float)
 
 # %% ../../nbs/core/models.ipynb #5aa211eb
 def token_scores(model, ids: torch.Tensor, mask: torch.Tensor, response=None) -> torch.Tensor:
@@ -241,16 +324,17 @@ def sequence_scores(
     response=None,       # (B, T), 1 at the response's tokens, for models that use their likelihood
 ) -> torch.Tensor:  # (B,)
     "The scalar head at each row's last real token, plus `likelihood` times log p of the response."
-    states, rows = hidden_states(model, ids, mask, response), torch.arange(len(ids), device=ids.device)
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    weight, rows = getattr(model.config, 'likelihood', 0.), torch.arange(len(ids), device=ids.device)
+    read = before(response) * mask if weight else torch.zeros_like(mask)
+    states = hidden_states(model, ids, mask, response, read.index_put((rows, last), read.new_ones(())))
     scores = model.score(states[rows, last]).squeeze(-1).float()
-    weight = getattr(model.config, 'likelihood', 0.)
     return scores + weight * own_likelihoods(model, states, ids, response) if weight else scores
 
 # %% ../../nbs/core/models.ipynb #12b069c9
 def values(model, batch: dict, states=None) -> torch.Tensor:
     "V of the state in which each response token is chosen, (B, T); zero outside the response."
-    if states is None: states = hidden_states(model, batch['ids'], batch['mask'], batch['response'])
+    if states is None: states = answer_states(model, batch)
     scores = model.score(states).squeeze(-1).float()
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
 
@@ -259,6 +343,23 @@ def surplus_models(folder: Path, limit: int) -> list[Path]:
     "The oldest folders model-<step>/ of a run beyond the newest `limit`; none when the limit is 0."
     steps = {int(p.name[6:]): p for p in folder.glob('model-*') if p.name[6:].isdecimal()}
     return [steps[k] for k in sorted(steps)[:-limit]] if limit else []
+
+# %% ../../nbs/core/models.ipynb #15572301
+def unique_weights(model) -> dict:
+    "A model's weights, each storage once."
+    seen = {}
+    return {k: v for k, v in model.state_dict().items()
+            if seen.setdefault(v.data_ptr(), k) == k or v.numel() == 0}
+
+# %% ../../nbs/core/models.ipynb #ada10009
+def write_weights(model, folder, cfg: Config):
+    "Write a model in the precision of its run, on a CPU in that of its weights; or its adapter."
+    if hasattr(model, 'adapter'): return save_adapter(model, folder)
+    dtype = None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
+    if dtype in (None, model.dtype): return model.save_pretrained(folder)
+    weights = {k: v.to('cpu', dtype) for k, v in unique_weights(model).items()}
+    model.save_pretrained(folder, state_dict=weights)
+    write_json(folder/'config.json', read_json(folder/'config.json') | dict(dtype=str(dtype).split('.')[1]))
 
 # %% ../../nbs/core/models.ipynb #77e3a040
 CARD = '''---
@@ -272,8 +373,9 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 '''
 
 
-def save_model(model, tokenizer, run, name: str = 'model'):
-    "Write a model, its tokenizer and its card into a run folder, completely or not at all."
+@written_once
+def write_model(model, tokenizer, run, name: str):
+    "Write a model or an adapter, its tokenizer and its card into a run folder, completely or not at all."
     import shutil
     folder, temporary = run.path(name), temporary_path(run.path(name))
     data = getattr(run.cfg, 'data', '')
@@ -283,10 +385,25 @@ def save_model(model, tokenizer, run, name: str = 'model'):
     if model.can_generate() and (ends := end_tokens(model, tokenizer)) != end_tokens(model):
         model.generation_config.eos_token_id = ends
     try:
-        model.save_pretrained(temporary)
+        write_weights(model, temporary, run.cfg)
         tokenizer.save_pretrained(temporary)
         (temporary/'README.md').write_text(card, encoding='utf-8')
         if folder.exists(): shutil.rmtree(folder)
         temporary.rename(folder)
         for old in surplus_models(run.folder, getattr(run.cfg, 'save_total_limit', 0)): shutil.rmtree(old)
     finally: shutil.rmtree(temporary, ignore_errors=True)
+
+# %% ../../nbs/core/models.ipynb #ada1000c
+def save_model(
+    model, tokenizer, run,
+    name: str = 'model',
+    whole: bool = True,  # of a model with an adapter, write the whole model as well
+):
+    "Write a model, its tokenizer and its card into a run folder, completely or not at all."
+    if hasattr(model, 'adapter'):
+        own = 'adapter' if name == 'model' else name
+        write_model(model, tokenizer, run, own)
+        if own == name or not whole: return
+        dtype = torch.float32 if device_of(run.cfg).type == 'cpu' else dtype_of(run.cfg)
+        model = load_model(type(model), str(run.path(own)), dtype)
+    write_model(model, tokenizer, run, name)

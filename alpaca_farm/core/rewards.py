@@ -7,11 +7,13 @@ __all__ = ['RewardConfig', 'combine_scores', 'checked_reward', 'score_records', 
 
 # %% ../../nbs/core/rewards.ipynb #614cd976
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from .models import load_scalar, sequence_scores
+from .processes import in_parts, once
 from .runs import read_summary
 from .settings import at_root, Config, resolve
 from .text import answer_batches, check_positions, collate, encode_prompts, encode_responses
@@ -66,7 +68,8 @@ def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
                   batch_size: int = 256, standardise: bool = True) -> list[float]:
     "Scores of the records' outputs under a scalar model."
     prompts = encode_prompts(records, tokenizer, template)
-    responses = encode_responses([r['output'] for r in records], tokenizer, template=template)
+    ended = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read an answer without its end
+    responses = encode_responses([r['output'] for r in records], tokenizer, ended, template)
     check_positions(model, max((len(p) + len(r) for p, r in zip(prompts, responses)), default=0),
                     'an answer with its prompt')
     scores = np.zeros(len(records))
@@ -89,10 +92,10 @@ def reward(
         members = [reward(s, cfg, template, batch_size) for s in spec]
         how = getattr(cfg, 'ensemble', 'mean'), getattr(cfg, 'ensemble_coef', .5)
         return lambda records: combine_scores([r(records) for r in members], *how).tolist()
-    if ':' in spec: return checked_reward(resolve(spec), spec)
+    if ':' in spec: return checked_reward(partial(once, resolve(spec)), spec)
     model, tokenizer = load_scalar(spec, cfg)
     scorer = lambda records: score_records(model, tokenizer, records, template, batch_size)
-    return checked_reward(scorer, spec)
+    return checked_reward(partial(in_parts, scorer), spec)
 
 # %% ../../nbs/core/rewards.ipynb #34ff95d5
 def label_count(spec) -> int:

@@ -1,0 +1,117 @@
+"""LoRA: one frozen model with several adapters, from training to files and back."""
+import copy
+import json
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file
+
+from alpaca_farm import dpo, ppo, quark, reward_model, sft
+from alpaca_farm.core.adapters import (add_adapter, base_of, checkpoint_layers, lora_config, own_weights, view)
+from alpaca_farm.core.models import hidden_states, load_policy, load_reference, load_scalar, logprobs, sequence_logprobs, sequence_scores
+from alpaca_farm.core.packing import reads_packed
+from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.text import collate
+
+LORA = dict(lora_rank=4, device='cpu')
+
+
+def config(module, base, **more): return tiny.config(module, **tiny.settings(module.__name__.split('.')[-1], base, **LORA | more))
+
+
+def shake(model, seed=0, std=.05):
+    "Give an adapter weights that matter."
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in own_weights(model).values(): p.add_(std * torch.randn(p.shape, generator=g))
+    return model
+
+
+@pytest.fixture(scope='module')
+def batch(models):
+    prompts = [models.prompts[i // 2] for i in range(8)]   # each twice: packed rows share it
+    return collate(prompts, [a[:3 + i] for i, a in enumerate(models.answers[:8])], models.tokenizer.pad_token_id)
+
+
+def test_starts_as_the_model_itself(base, models, batch):
+    cfg = config(sft, base)
+    policy, _ = load_policy(cfg.policy, cfg, train=True)
+    assert torch.equal(sequence_logprobs(policy, batch), sequence_logprobs(models.policy, batch))
+    scalar, _ = load_scalar(str(base/'reward_model'), cfg, train=True)
+    assert torch.equal(sequence_scores(scalar, *batch.values()), sequence_scores(models.scalar, *batch.values()))
+    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    assert trained == sum(p.numel() for p in own_weights(policy).values()) < sum(p.numel() for p in policy.parameters()) / 5
+
+
+def test_the_reference_is_the_model_without_its_adapter(base, models, batch):
+    cfg = config(dpo, base)
+    policy, _ = load_policy(cfg.policy, cfg, train=True)
+    reference = load_reference(policy, cfg)
+    shake(policy)
+    separate = load_policy(cfg.policy, cfg, train=True, frozen=True)[0]
+    with torch.no_grad():
+        moved = sequence_logprobs(policy, batch)
+        assert torch.equal(sequence_logprobs(reference, batch), sequence_logprobs(separate, batch))
+        assert (sequence_logprobs(policy, batch) == moved).all() and (moved - sequence_logprobs(reference, batch)).abs().max() > .01
+    assert {p.data_ptr() for p in reference.parameters()} <= {p.data_ptr() for p in policy.parameters()}   # no second copy
+
+
+def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base, batch):
+    def gradients(checkpointed):
+        cfg = config(sft, base, policy=str(base/'sft'), gradient_checkpointing=checkpointed)
+        policy, _ = load_policy(cfg.policy, cfg, train=True)
+        value = shake(add_adapter(policy, 'value', lora_config(cfg)), 1)
+        shake(policy)
+        loss = sequence_logprobs(policy, batch).mean() + hidden_states(value, batch['ids'], batch['mask']).square().mean()
+        view(policy, '')(batch['ids'])   # whatever is called before the backward pass
+        loss.backward()
+        return {n: p.grad for m in (policy, value) for n, p in own_weights(m).items()}
+    kept, again = gradients(False), gradients(True)
+    assert kept.keys() == again.keys() and all(g.abs().max() > 0 for g in kept.values())
+    for name, g in kept.items(): assert torch.equal(g, again[name]), name
+
+
+def test_packed_rows_with_adapters(base, batch):
+    cfg = config(sft, base, policy=str(base/'sft'))
+    def gradient(packs):
+        policy = shake(load_policy(cfg.policy, cfg, train=True)[0])
+        policy.base_model.reads_packed = packs
+        logp = logprobs(policy, batch)
+        (logp * torch.linspace(-1, 1, logp.numel()).view_as(logp)).sum().backward()
+        return logp.detach(), torch.cat([p.grad.flatten() for p in own_weights(policy).values()])
+    policy = shake(load_policy(cfg.policy, cfg, train=True)[0])
+    assert reads_packed(policy)
+    for a, b in zip(gradient(True), gradient(False)): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
+    cfg = config(sft, base, out=str(tmp_path/'sft'))
+    sft.train(cfg)
+    merged, _ = load_policy(cfg.out, cfg)
+    adapter, _ = load_policy(str(tmp_path/'sft/adapter'), cfg)
+    assert not hasattr(merged, 'adapter')
+    assert torch.equal(sequence_logprobs(merged, batch), sequence_logprobs(adapter, batch))
+    unmerged, _ = load_policy(cfg.policy, cfg, train=True)
+    from alpaca_farm.core.adapters import load_adapter
+    load_adapter(unmerged, tmp_path/'sft/adapter')
+    torch.testing.assert_close(sequence_logprobs(unmerged, batch), sequence_logprobs(merged, batch), rtol=1e-4, atol=1e-4)
+    assert read_summary(cfg.out)['nll'] < read_summary(cfg.out)['nll_before']
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base/'world/model'), tmp_path/'sft/adapter').eval()
+    with torch.no_grad(): torch.testing.assert_close(by_peft(batch['ids']).logits, merged(batch['ids']).logits, rtol=1e-3, atol=1e-4)
+
+
+def test_an_adapter_without_its_base(base, tmp_path):
+    import shutil
+    shutil.copytree(base/'world/model', tmp_path/'base')
+    shutil.copytree(base/'world', tmp_path/'world')
+    cfg = config(sft, base, policy=str(tmp_path/'base'), data=str(tmp_path/'world'), out=str(tmp_path/'run'), eval_split='', val_split='')
+    sft.train(cfg)
+    assert base_of(tmp_path/'run/adapter') == str(tmp_path/'base')
+    shutil.copy(base/'sft/model/model.safetensors', tmp_path/'base')
+    with pytest.raises(ValueError, match='whose weights have changed'): load_policy(str(tmp_path/'run/adapter'), cfg)
+    shutil.rmtree(tmp_path/'base')
+    with pytest.raises(FileNotFoundError, match='which is gone'): load_policy(str(tmp_path/'run/adapter'), cfg)
+    load_policy(str(tmp_path/'run'), cfg)   # the whole model needs no base
