@@ -29,7 +29,7 @@ LAYERS = ['verdict_parsers lexicon',
           'annotators calibration cascade_thresholds hybrid_measures rrhf_pool prediction_measures',
           'eval agreement labelling openai_baselines auto_annotations card',
           'cheap_tricks',
-          'decoding compare cascades overoptimization effects reward_ensemble label_budget farm_board simulation bench_rows', 'hybrid farm bench_peers growth',
+          'decoding compare cascades overoptimization effects reward_ensemble label_budget farm_board simulation bench_rows', 'hybrid farm bench_peers growth bring_your_own',
           'worlds bench']
 METHOD = len(CORE) + 7
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}

@@ -6,8 +6,8 @@ from hypothesis import given, settings, strategies as st
 import tiny
 import alpaca_farm.core.models as core_models
 import alpaca_farm.core.packing as core_packing
-from alpaca_farm.core.models import hidden_states, logprobs, sequence_logprobs
-from alpaca_farm.core.packing import attention_window, first_fit, pack, packed_states, reads_packed
+from alpaca_farm.core.models import before, hidden_states, logprobs, sequence_logprobs
+from alpaca_farm.core.packing import attention_window, first_fit, pack, packed_states, position_wise, reads_packed
 from alpaca_farm.core.text import collate, rollout_batch
 from tiny import family
 
@@ -36,6 +36,16 @@ def test_states_of_packed_rows(name, side):
         for i, (p, a) in enumerate(zip(PROMPTS, ANSWERS)):
             wanted = alone(model, p, a)
             torch.testing.assert_close(states[i][batch['mask'][i].bool()], wanted, rtol=1e-4, atol=1e-4*wanted.std().item())
+        unfinished = reads_the_same(model, batch, states)
+    assert unfinished == (family not in ('gpt2', 'gpt_neox', 'opt', 'mixtral', 'qwen3_moe')) == bool(position_wise(model))
+
+
+def reads_the_same(model, batch, states):
+    "The states before the answers' tokens are those of a finished last layer; whether it has states that are not finished."
+    read = before(batch['response'])
+    some = hidden_states(model, **batch, read=read)
+    torch.testing.assert_close(some[read.bool()], states[read.bool()], rtol=1e-4, atol=1e-4*states.std().item())
+    return not torch.allclose(some[(read == 0) & batch['mask'].bool()], states[(read == 0) & batch['mask'].bool()], atol=1e-3)
 
 
 @pytest.mark.parametrize('name', tiny.UNPACKED)
@@ -45,6 +55,7 @@ def test_other_families_read_padded_batches(name):
     batch = collate(PROMPTS, ANSWERS, 0)
     with torch.no_grad():
         states = hidden_states(model, **batch)
+        reads_the_same(model, batch, states)
         for i in (0, 1, 7): torch.testing.assert_close(states[i][batch['mask'][i].bool()], alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
 
 
@@ -84,12 +95,14 @@ def test_gradients(attention, monkeypatch):
     model, batch = family('llama'), collate(PROMPTS, ANSWERS, 0)
     model.config._attn_implementation = attention
     weights = torch.linspace(-1, 1, len(PROMPTS))
-    def gradients(packs):
+    def gradients(packs, finished=False):
         monkeypatch.setattr(core_models, 'reads_packed', lambda model: packs)
+        monkeypatch.setattr(core_models, 'position_wise', lambda model: [] if finished else position_wise(model))
         model.zero_grad()
         (weights * sequence_logprobs(model, batch)).sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
-    wanted = gradients(False)
+    wanted = gradients(False, finished=True)
+    torch.testing.assert_close(gradients(False), wanted, rtol=1e-3, atol=1e-4*wanted.abs().max().item())
     torch.testing.assert_close(gradients(True), wanted, rtol=1e-3, atol=1e-4*wanted.abs().max().item())
 
 
@@ -140,3 +153,13 @@ def test_nothing_to_pack():
     "Sequences of one length, each with its own prompt, and a single sequence stay as they are."
     assert pack(**collate([[1, 4, 3], [1, 5, 3]], [[7, 2], [8, 2]], 0)) is None
     assert pack(**collate([[1, 4, 3]], [[7, 2]], 0)) is None
+
+
+def test_checkpointed_layers_are_finished():
+    "Since the backward pass computes them again, when what is read is forgotten."
+    model = build('llama').train()
+    model.gradient_checkpointing_enable()
+    assert position_wise(model) == []
+    sequence_logprobs(model, collate(PROMPTS, ANSWERS, 0)).sum().backward()
+    model.gradient_checkpointing_disable()
+    assert len(position_wise(model)) == 2

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer', 'attention_of',
-           'load_weights', 'register_scalar_class']
+           'load_weights', 'weights_dtype', 'in_four_bits', 'register_scalar_class']
 
-# %% ../../nbs/core/loading.ipynb #347da9cc
+# %% ../../nbs/core/loading.ipynb #c0d1f5a2
 import math
 
 import torch
@@ -114,6 +114,24 @@ def load_weights(
     if head in info['unexpected_keys']: raise ValueError(f'{spec} holds a reward model, not a policy')
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
     return model
+
+# %% ../../nbs/core/loading.ipynb #ada10004
+def weights_dtype(cfg: Config, train: bool) -> torch.dtype:
+    "The precision of the weights of a model, which is trained or compared with one that is."
+    master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
+    return torch.float32 if master else dtype_of(cfg)
+
+# %% ../../nbs/core/loading.ipynb #ada10005
+def in_four_bits(cfg: Config) -> dict:
+    "How weights in 4 bits are loaded (QLoRA; Dettmers et al., 2023); ImportError where that cannot be done."
+    from importlib.util import find_spec
+    from transformers import BitsAndBytesConfig
+    if not find_spec('bitsandbytes'):
+        raise ImportError('quantize: weights in 4 bits need bitsandbytes. Install it '
+                          '(pip install bitsandbytes), or leave quantize off')
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4',
+                                      bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype_of(cfg))
+    return dict(quantization_config=quantization, device_map={'': device_of(cfg)})
 
 # %% ../../nbs/core/loading.ipynb #cb47d9bb
 def register_scalar_class(spec: str):

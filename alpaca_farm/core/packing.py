@@ -4,10 +4,12 @@
 
 # %% auto #0
 __all__ = ['prompt_groups', 'split_group', 'first_fit', 'token_cells', 'Packed', 'fill_rows', 'pack', 'pack_in_line',
-           'packing_arguments', 'packed_states', 'attention_window', 'pack_for', 'reads_packed']
+           'packing_arguments', 'packed_states', 'position_wise', 'computed_at', 'attention_window', 'pack_for',
+           'reads_packed']
 
 # %% ../../nbs/core/packing.ipynb #bbd4ecc3
 import math
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -149,6 +151,30 @@ def packed_states(model, packed: Packed) -> torch.Tensor:
     "The last layer's states of packed rows, before the head: (R * W, hidden)."
     return model.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False,
                             **packing_arguments(model, packed)).last_hidden_state.flatten(0, 1)
+
+# %% ../../nbs/core/packing.ipynb #b2d916e3
+def position_wise(model) -> list:
+    "The modules of the last layer that treat every position by itself, in families that name them as Llama does."
+    last = (getattr(model.base_model, 'layers', None) or [None])[-1]
+    if getattr(last, 'gradient_checkpointing', False): return []   # the layer is computed again, later
+    parts = getattr(getattr(last, 'self_attn', None), 'o_proj', None), getattr(last, 'mlp', None)
+    return [] if None in parts or hasattr(parts[1], 'experts') else list(parts)
+
+# %% ../../nbs/core/packing.ipynb #5ac72b78
+@contextmanager
+def computed_at(parts: list, cells: torch.Tensor):
+    "Within the context, modules that map (R, W, d) to (R, W, e) are computed at these cells, and are 0 elsewhere."
+    shapes = {}
+    def take(part, args):
+        shapes[part] = args[0].shape[:2]
+        return args[0].flatten(0, 1)[None, cells],
+    def put(part, args, out):
+        rows, width = shapes[part]
+        return out.new_zeros(rows * width, out.shape[-1]).index_copy(0, cells, out[0]).view(rows, width, -1)
+    hooks = [h for p in parts for h in (p.register_forward_pre_hook(take), p.register_forward_hook(put))]
+    try: yield
+    finally:
+        for h in hooks: h.remove()
 
 # %% ../../nbs/core/packing.ipynb #35d720c7
 def attention_window(model) -> float:
