@@ -16,7 +16,8 @@ import torch
 from packaging.version import Version
 
 from .core.files import open_tensors, read_json, temporary_path
-from .core.models import CARD, dtype_of
+from .core.loading import dtype_of
+from .core.models import CARD
 from .core.runs import start
 from .core.settings import at_root, command, Config
 from .core.text import choose_pad
