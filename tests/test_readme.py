@@ -17,7 +17,7 @@ from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.settings import as_type, refuse_unknown
 from alpaca_farm.farm_board import board_columns
 
-PAGES = {p.name: p.read_text() for p in (tiny.ROOT/'README.md', tiny.ROOT/'nbs'/'contributing.md')}
+PAGES = {p.name: p.read_text() for p in (tiny.ROOT/'README.md', tiny.ROOT/'nbs'/'contributing.md', tiny.ROOT/'nbs'/'coming_from.md')}
 for p in sorted((tiny.ROOT/'nbs').rglob('*.ipynb')):
     if p.parent.name != '.ipynb_checkpoints':
         PAGES[p.stem] = '\n\n'.join(''.join(c['source']) for c in json.loads(p.read_text())['cells'] if c['cell_type'] == 'markdown')
@@ -131,3 +131,41 @@ def test_make_farm_prints_its_board_under_the_right_heads(tmp_path):
     assert 'Win rates against SFT' in heading[0]
     assert dict(zip(heads.split(), row.split())) == {k: str(columns[k]) if k != 'kl' else '3.2' for k in heads.split()}
     assert len(heads.split()) >= 10 and set(heads.split()) <= set(board_columns([]))
+
+
+COMING = PAGES['coming_from.md']
+SCRIPTS = """sft.sh reward_modeling.sh rlhf_ppo.sh best_of_n.py expiter.sh rlhf_quark.sh dpo.sh oai_baselines.py recover_model_weights run_best_of_n run_decode
+    run_rerank annotate_pairs annotate_samples annotate_head2head alpaca_leaderboard
+    simulate_preference_data.py consolidate_preference_data.py convert_llama7b_to_alpacafarm_format.py evaluate_reward_model_human_agreement.py
+    format_input_prompts.py postprocess.py evaluate_outputs.py gpt4_compare.py format_context_distillation_training_data.py rlaif rlcd_rescore
+    response_gen.sh split_files.py scoring_responses.sh make_data.py train.sh train_wombat7b.sh train_wombat7b_gpt4.sh clean_gpt4_compare.py
+    single_sentence_inference.py apply_delta.py recover_wombat_7b.sh""".split()
+
+
+def test_every_command_of_their_readmes_is_in_the_table():
+    theirs = ' '.join(row.split('|')[1] for row in COMING.splitlines() if row.startswith('|'))
+    assert [s for s in SCRIPTS if s not in theirs] == []
+    assert len([c for c in commands(COMING) if c.startswith('papermill')]) >= 30
+
+
+@pytest.mark.parametrize('heading', re.findall(r'^### (.*): `([a-z_ ]+)`$', COMING, re.M), ids=lambda h: h[0])
+def test_settings_beside_their_options_exist(heading):
+    "Every `name` and `name: value` in the right column is a setting of all notebooks of the heading."
+    title, notebooks = heading
+    table = COMING.split(f'### {title}: ')[1].split('\n#')[0]
+    rows = [r.split('|')[2] for r in table.splitlines() if r.startswith('| ') and not r.startswith(('| TRL', '| AlpacaFarm |', '| RRHF |'))]
+    named = [n for r in rows for n in re.findall(r'`([a-z_]+(?:: [^`]+)?)`', r)]
+    assert named
+    values = {'auto', 'k1', 'grpo'} | ({'data', 'preferences', 'candidates'} if ' ' in notebooks else set())   # no settings there
+    for notebook in notebooks.split():
+        for name in named:
+            if name in values: continue
+            setting, _, value = name.partition(': ')
+            check_settings(notebook, {setting: yaml.safe_load(value) if value and '=' not in value else value or default_of(notebook, setting)})
+
+
+def default_of(notebook, name):
+    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    config = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)()
+    refuse_unknown(notebook, [name], dataclasses.asdict(config))
+    return getattr(config, name)
