@@ -103,8 +103,8 @@ def family(name, std=.3, **more):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     torch.manual_seed(0)
-    config = SIZE | FAMILIES.get(name, {}) | more
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config)).eval()
+    attention, config = more.pop('attn_implementation', None), SIZE | (UNPACKED | FAMILIES).get(name, {}) | more
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config), attn_implementation=attention).eval()
     for p in model.parameters():
         if p.ndim == 2: p.data.normal_(std=std)
     return model
