@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['CARD', 'device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer',
            'load_weights', 'load_model', 'weights_dtype', 'in_four_bits', 'prepare_training', 'load_policy',
-           'load_reference', 'fresh_head', 'load_scalar', 'hidden_states', 'has_plain_head', 'logits_of', 'logprobs',
-           'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'sequence_scores', 'values',
-           'surplus_models', 'unique_weights', 'write_weights', 'write_model', 'save_model']
+           'load_reference', 'fresh_head', 'load_scalar', 'scalar_on', 'hidden_states', 'has_plain_head', 'logits_of',
+           'logprobs', 'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'sequence_scores',
+           'values', 'surplus_models', 'unique_weights', 'write_weights', 'write_model', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
-import math, os
+import copy, math, os
 from pathlib import Path
 
 import torch
 
 from .adapters import (add_adapter, add_saved, base_of, checkpoint_layers, is_adapter,
-    lora_config, merge, save_adapter, view)
+    lora_config, merge, read_adapter, save_adapter, view)
 from .files import open_tensors, read_json, temporary_path, write_json
 from .functional import selected_logprobs, token_logprobs
 from .packing import attention_window, pack, packed_states, reads_packed
@@ -144,7 +144,8 @@ def prepare_training(model, spec: str, cfg: Config):
         model = add_adapter(model, 'policy', lora_config(cfg), cfg.seed)
         path = model_path(spec)
         model.base = os.path.relpath(path, root()) if Path(path).is_relative_to(root()) else path
-        vars(model)['before'] = view(model, '')   # the model as it was, which is no part of this one
+        before = vars(model)['before'] = view(model, '')   # the model as it was, which is no part of this one
+        if hasattr(before, 'score'): before.score = copy.deepcopy(before.score).requires_grad_(False)
     if getattr(cfg, 'gradient_checkpointing', False): checkpoint_layers(model)
     return model
 
@@ -195,6 +196,28 @@ def load_scalar(
     if head != 'keep': fresh_head(model, head)
     model = place_model(model, cfg)
     return prepare_training(model, spec, cfg) if train and not frozen else model, tokenizer
+
+# %% ../../nbs/core/models.ipynb #ada1000e
+def scalar_on(
+    policy,        # with an adapter
+    name: str,     # of the new adapter
+    spec: str,     # a reward model; empty for a fresh adapter with a head of zeros
+    cfg: Config,
+):  # a view of the policy's model; None where the reward model has another one
+    "A scalar model on the weights under a policy's adapter."
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+    folders = [f for f in (at_root(spec)/'adapter', at_root(spec)) if spec and is_adapter(f)]
+    if not hasattr(policy, 'adapter') or (spec and not folders): return
+    if spec and at_root(read_adapter(folders[0])['base_model_name_or_path']) != at_root(policy.base): return
+    if spec: base_of(folders[0])   # the same weights still
+    config = AutoConfig.from_pretrained(folders[0]) if spec else copy.deepcopy(policy.config)
+    config.num_labels = 1
+    with torch.device('meta'): model = AutoModelForSequenceClassification.from_config(config)
+    model._modules[model.base_model_prefix] = policy.base_model
+    model.score = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False, device=policy.device)
+    if spec: return add_saved(model.eval(), name, folders[0])
+    torch.nn.init.zeros_(model.score.weight)
+    return add_adapter(model.eval(), name, lora_config(cfg), cfg.seed + 1)
 
 # %% ../../nbs/core/models.ipynb #8bd73a20
 def hidden_states(
@@ -381,5 +404,6 @@ def save_model(
         write_model(model, tokenizer, run, own)
         if own == name or not whole: return
         dtype = torch.float32 if device_of(run.cfg).type == 'cpu' else dtype_of(run.cfg)
-        model = load_model(type(model), str(run.path(own)), dtype)
+        labels = dict(num_labels=1) if hasattr(model, 'score') else {}
+        model = load_model(type(model), str(run.path(own)), dtype, **labels)
     write_model(model, tokenizer, run, name)
