@@ -21,6 +21,7 @@ from .core.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data import load_records, prompt_key
 from .core.judge_configs import JudgedConfig
 from .core.models import load_policy, load_reference, logprobs, save_model
+from .core.processes import once
 from .core.runs import read_log, start
 from .core.settings import command, TrainConfig
 from .core.stats import standard_error, win_rate
@@ -207,10 +208,10 @@ def compare_on_val(policy, reference, tokenizers: dict, plain, judge, run) -> di
     run.write('said.json', rows)
     if not judge: return {}
     final = answers[GOOD if tokenizers else 'no token']
-    wins = win_rate(verdicts_over(final, answers['reference'], judge))
+    wins = win_rate(once(verdicts_over, final, answers['reference'], judge))
     figures = dict(val_win_rate=wins['win_rate'], val_standard_error=wins['standard_error'])
     if not tokenizers: return figures
-    wins = win_rate(verdicts_over(final, answers[BAD], judge))
+    wins = win_rate(once(verdicts_over, final, answers[BAD], judge))
     return figures | dict(good_over_bad=wins['win_rate'], good_over_bad_standard_error=wins['standard_error'])
 
 # %% ../nbs/binary_feedback.ipynb #8bfdb190

@@ -23,6 +23,7 @@ from .core.files import digest, read_cached, save_state
 from .core.fingerprint import code_hash
 from alpaca_farm.core.models import (load_policy, load_reference, response_logprobs, save_model,
     sequence_logprobs)
+from .core.processes import gather_all, once
 from .core.runs import read_log, start
 from .core.settings import at_root, command, TrainConfig
 from .core.text import collate, encode
@@ -215,10 +216,10 @@ def cached_logprobs(policy, prompts: list, answers: list, pad_id: int, temperatu
     key = digest(weights_hash(policy), prompts, answers, temperature, str(precision), device,
                  code_hash(reference_logprobs))
     path = folder/f'reference-{key}.safetensors'
-    logps = read_cached(path)
+    logps = once(read_cached, path)
     if logps is None:
         logps = reference_logprobs(policy, prompts, answers, pad_id, temperature)
-        try: save_state(path, dict(logprobs=logps, digest=digest(logps.tolist())))
+        try: once(save_state, path, dict(logprobs=logps, digest=digest(logps.tolist())))
         except OSError as e: print(f'{path} cannot be written ({e.strerror}): the next run computes it again')
     return logps
 
@@ -226,8 +227,9 @@ def cached_logprobs(policy, prompts: list, answers: list, pad_id: int, temperatu
 @torch.no_grad()
 def kto_baseline(policy, parts, temperature: float = 1.) -> torch.Tensor:
     "z_0 of a whole batch, given in parts: the mean log-ratio of its mismatched answers, at least 0."
-    ratios = [sequence_logprobs(policy, part, temperature) - part['reference'] for part in parts]
-    return torch.cat(ratios).mean().clamp(min=0)
+    ratios = [(sequence_logprobs(policy, part, temperature) - part['reference'])[part['weight'] > 0]
+              for part in parts]
+    return torch.cat(gather_all(torch.cat(ratios).cpu())).mean().clamp(min=0)
 
 # %% ../nbs/dpo.ipynb #ecbe3d50
 def pair_loss(logp, reference, lengths, cfg: DPOConfig, w: int, l: int) -> torch.Tensor:
@@ -333,7 +335,7 @@ def train(cfg: DPOConfig):
         if cfg.loss_type == 'kto':
             parts = trainer.split(data.mismatched_batch(step))
             with trainer.accelerator.autocast():
-                batch['baseline'] += kto_baseline(policy, parts, cfg.temperature).cpu()
+                batch['baseline'] += kto_baseline(policy, parts, cfg.temperature)
         loss, aside = lambda b: dpo_step(policy, b, cfg), data.held_out_batches(batch['baseline'])
         trainer.log(**trainer.update(batch, loss), **trainer.evaluate(aside, loss))
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')

@@ -39,6 +39,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     learning_rate: float = 6e-4     # AdamW's peak learning rate
     val_split: str = 'val'          # split on which each round's policy is scored
     val_instances: int = 250        # use only its first n prompts; 0 for all
+    shareable = False              # its rounds are runs of their own
     inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
                   samples='candidates')
 

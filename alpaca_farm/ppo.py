@@ -15,7 +15,7 @@ import torch
 from .core.adapters import own_weights
 from .core.answers import answer_again, mean, preflight
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
-from .core.models import (hidden_states, load_policy, load_reference, load_scalar,
+from .core.models import (answer_states, load_policy, load_reference, load_scalar,
     load_tokenizer, logprobs, scalar_on, values)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
@@ -190,8 +190,7 @@ def experience(policy, reference, value, batch: dict, scores: torch.Tensor,
 # %% ../nbs/ppo.ipynb #75e6d2c0
 def ppo_loss(policy, value, batch: dict, cfg: PPOConfig) -> dict[str, torch.Tensor]:
     "Loss and figures of each token, (B, T) each."
-    tokens = batch['ids'], batch['mask'], batch['response']
-    states = hidden_states(policy, *tokens) if cfg.shared_value else None   # for both heads
+    states = answer_states(policy, batch) if cfg.shared_value else None   # for both heads
     logp = logprobs(policy, batch, cfg.temperature, states)
     loss = ppo_policy_loss(logp, batch['old_logp'], batch['advantages'], cfg.clip)
     ratio = (logp - batch['old_logp']).exp()

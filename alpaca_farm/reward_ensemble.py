@@ -35,6 +35,7 @@ class RewardEnsembleConfig(RewardModelConfig):
     curve_pairs: list[int] = field(default_factory=list)    # also learn from the first n pairs, per n
     curve_flips: list[float] = field(default_factory=list)  # also learn from labels flipped anew, per rate
     workers: int = 0                   # runs side by side; 0 for the number of cores
+    shareable = False                  # its members are runs of their own
 
     def check(self):
         super().check()

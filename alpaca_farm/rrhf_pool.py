@@ -7,6 +7,8 @@ __all__ = ['candidate_tokens', 'limit_candidates', 'load_queries', 'recorded_sco
            'score_pool', 'penalise_missing_eos', 'subtract_kl', 'policy_candidates', 'candidate_pool']
 
 # %% ../nbs/rrhf_pool.ipynb #1f78c388
+from functools import partial
+
 import torch
 
 from .core.answers import end_turns, mean
@@ -17,6 +19,7 @@ from .core.files import read_json
 from .core.generation import generate
 from .core.models import response_logprobs
 from .core.online import end_scores
+from .core.processes import once
 from .core.rewards import reward
 from .core.text import decode, encode_prompts, encode_responses, within_limit
 
@@ -86,7 +89,7 @@ def comparison_scores(annotator):
 def score_function(cfg, judge=None):
     "A function from records, `score` among their fields, to scores; `judge` is an annotator or a pool."
     if cfg.reward_model: return reward(cfg.reward_model, cfg, cfg.template)
-    return comparison_scores(judge) if judge else recorded_scores
+    return partial(once, comparison_scores(judge)) if judge else recorded_scores
 
 # %% ../nbs/rrhf_pool.ipynb #9378d662
 def score_pool(pool: list[dict], score_of) -> list[dict]:
@@ -120,7 +123,7 @@ def subtract_kl(pool: list[dict], prompts: list, policy, reference, tokenizer, c
 
 # %% ../nbs/rrhf_pool.ipynb #884d9c30
 def policy_candidates(policy, tokenizer, queries: list, prompts: list, cfg, seed: int) -> list[dict]:
-    "The policy's own `cfg.n` candidates for each query; those of a dialogue end where the user's turn begins."
+    "The policy's own `cfg.n` candidates for each query; of a dialogue, up to the user's next turn."
     if not cfg.n: return [{k: [] for k in LISTS}] * len(prompts)
     if cfg.decoding == 'sample':
         answers = generate(policy, tokenizer, prompts, cfg.n, cfg.max_new_tokens, cfg.temperature, cfg.top_p,
@@ -139,7 +142,7 @@ def candidate_pool(run, step: int, policy, reference, tokenizer, queries: list, 
                    score_of) -> list[dict]:
     "The candidates to learn from after `step` steps; read from the run folder if already saved there."
     cfg, name = run.cfg, f'candidates-{step}.json' if step else 'candidates.json'
-    if run.path(name).exists(): return read_json(run.path(name))
+    if once(run.path(name).exists): return read_json(run.path(name))
     own = policy_candidates(policy, tokenizer, queries, prompts, cfg, cfg.seed * 1_000_003 + step + 1)
     pool = [limit_candidates(q | {k: o[k] + q.get(k, []) for k in o}, p, tokenizer, cfg)
             for q, o, p in zip(queries, own, prompts)]

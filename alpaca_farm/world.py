@@ -52,6 +52,7 @@ class WorldConfig(TrainConfig):
     weight_decay: float = 0.05   # AdamW's weight decay, on matrices only
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])  # AdamW's betas
     checkpoint_every: int = 250  # steps between checkpoints
+    shareable = False            # it writes a dataset as well
 
     def check(self):
         sizes = ('sft', 'preference', 'unlabeled', 'val', 'eval', 'prose', 'layers', 'heads')

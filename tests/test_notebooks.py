@@ -30,6 +30,7 @@ OWN = {name: lambda f: {} for name in SILENT} | dict(
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
            cheap_tricks=lambda f: dict(out=f'{f}/cheap_tricks', references=f'{f}/references', samples=f'{f}/eval_samples', greedy=f'{f}/sft_greedy',
                                        label_samples=f'{f}/sft_temperature_1', reward_model=f'{f}/reward_model', release=f'{f}/cheap_tricks.json.gz'),
+           pretrained=lambda f: dict(out=f'{f}/pretrained'),
            openai_baselines=lambda f: dict(out=f'{f}/openai_baselines', data=f'{f}/world'),
            labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
            agreement=lambda f: dict(out=f'{f}/agreement', max_instances=100, draws=20), cascades=lambda f: dict(out=f'{f}/cascades', max_instances=700),
@@ -41,6 +42,8 @@ OWN = {name: lambda f: {} for name in SILENT} | dict(
            worlds=lambda f: dict(out=f'{f}/worlds', size=f'{f}/sizes.json', worlds=['default'], replicates=1, methods=['best_of_n', 'dpo'], labels=40, pairs=20),
            bench=lambda f: dict(out=f'{f}/bench', size='tiny', work=['dpo'], venvs=f'{f}/none'),
            growth=lambda f: dict(out=f'{f}/growth', work=['board']),
+           bring_your_own=lambda f: dict(out=f'{f}/bring_your_own', runs=f'{f}/own', model=f'{f}/sft', prompts=f'{f}/world', preferences=f'{f}/annotators',
+                                         max_instances=8, n=2),
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
 TINY_FARM = dict(
@@ -101,7 +104,7 @@ def test_notebook_executes(made, name):
     for c in code:
         assert len(c['outputs']) <= 6, 'a live line leaves one output behind'
         for o in c['outputs']: assert 'Traceback' not in str(o.get('text', ''))
-    if name not in SILENT + ['openai_baselines']:
+    if name not in SILENT + ['openai_baselines', 'pretrained']:
         out = folder/FARMED.get(name, name)
         assert read_summary(out) and not list(out.rglob('.*'))
         assert all(k in read_json(out/'config.json') for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))

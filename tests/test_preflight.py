@@ -10,7 +10,6 @@ from alpaca_farm import best_of_n, binary_feedback, dpo, expert_iteration, ppo, 
 from alpaca_farm.core import generation, training
 from alpaca_farm.core.models import load_policy, load_scalar
 from alpaca_farm.core.rewards import reward
-from alpaca_farm.core.settings import Config
 from alpaca_farm.world import LENGTH
 
 ONLINE = dict(ppo=ppo, quark=quark)
@@ -127,9 +126,3 @@ def test_a_value_model_with_another_vocabulary_starts_from_the_policy(base, mode
     assert 'another vocabulary than the policy' in capsys.readouterr().out and not value.score.weight.any()
     value = ppo.value_model(ppo.PPOConfig(**tiny.settings('ppo', base)), models.policy)
     assert not capsys.readouterr().out and value.score.weight.any()
-
-
-def test_several_processes_are_refused_everywhere(base, tmp_path):
-    with pytest.raises(ValueError, match='num_processes = 2: .*leave it at 1'): Config(num_processes=2)
-    p = tiny.spawn(tiny.command('sft', **tiny.settings('sft', base, out=str(tmp_path/'sft'), num_processes=2)))
-    assert 'num_processes = 2' in p.communicate()[0] and p.returncode == 2 and not (tmp_path/'sft').exists()

@@ -19,6 +19,7 @@ from .dialogues import NEXT_TURN, prompt_messages, prompt_text
 from .files import read_json
 from .generation import generate, Sample
 from .models import autocast, load_policy, response_logprobs
+from .processes import once
 from .runs import read_summary
 from .settings import at_root, Config
 from .text import (check_limit, check_positions, decode, encode_prompts, encode_responses,
@@ -191,7 +192,7 @@ def preflight(
     answer = dict(prompt_fields(record), output=decode(sample.tokens, tokenizer) or '.', ended=sample.ended)
     other = dict(answer, output=prompt_text(record))
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
-    if judge: try_setting(cfg, 'annotators', verdicts_over, [answer], [other], judge)
+    if judge: once(try_setting, cfg, 'annotators', verdicts_over, [answer], [other], judge)
 
 # %% ../../nbs/core/answers.ipynb #99a3fd02
 def mean(values: list) -> float:
@@ -235,7 +236,7 @@ def answer_again(
     figures = answer_eval_split(policy, tokenizer, run, reference, plain) | more()
     if not cfg.eval_split:
         run.write('outputs.json', [])
-        run.path('outputs.json').unlink()
+        once(run.path('outputs.json').unlink)
     run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
     run.finish(**{k: v for k, v in old.items() if k not in (*names, 'peak_memory_gb')} | figures)
     return run

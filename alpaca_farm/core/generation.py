@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NOT_FINITE', 'uniform_stream', 'restrict_probs', 'choose_token', 'GrowingLayer', 'left_pad', 'has_full_cache',
            'accepts_full_mask', 'full_mask', 'DecodingState', 'write_batch', 'Sample', 'cut_sample', 'evaluation_mode',
-           'check_sampling', 'sampling_jobs', 'generate']
+           'check_sampling', 'sampling_jobs', 'write_jobs', 'generate']
 
 # %% ../../nbs/core/generation.ipynb #b0efe240
 import hashlib
@@ -21,6 +21,7 @@ from fastcore.basics import patch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from .processes import in_parts
 from .text import end_tokens
 
 # %% ../../nbs/core/generation.ipynb #66297ef0
@@ -222,12 +223,15 @@ def cut_sample(tokens: np.ndarray, logps: np.ndarray, ends: list[int]) -> Sample
 # %% ../../nbs/core/generation.ipynb #4bdce67b
 @contextmanager
 def evaluation_mode(model):
-    "Evaluation mode within the context; afterwards each module returns to its previous mode."
-    modes = [(m, m.training) for m in model.modules()]
+    "Evaluation mode and attention that takes a mask within the context; afterwards as before."
+    modes, attention = [(m, m.training) for m in model.modules()], model.config._attn_implementation
     model.eval()
+    if attention in ('flash_attention_2', 'flex_attention'):
+        model.set_attn_implementation('sdpa' if model._supports_sdpa else 'eager')
     try: yield
     finally:
         for m, mode in modes: m.training = mode
+        if attention != model.config._attn_implementation: model.set_attn_implementation(attention)
 
 # %% ../../nbs/core/generation.ipynb #d2b1674a
 def check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k, batch_size):
@@ -262,6 +266,15 @@ def sampling_jobs(
         seen[p] += 1
     return sorted(jobs, key=lambda job: (-len(job[0]), job[0]))
 
+# %% ../../nbs/core/generation.ipynb #abf6df50
+def write_jobs(model, jobs: list[tuple], seed: int, steps: int, ends, choice: dict) -> list[Sample]:
+    "The samples of one batch."
+    row = {p: j for j, p in enumerate(dict.fromkeys(job[0] for job in jobs))}
+    rows, u = [row[job[0]] for job in jobs], None
+    if choice['temperature']: u = np.stack([uniform_stream(seed, *job[:3], steps) for job in jobs])
+    written = write_batch(model, list(row), rows, u, steps, ends, choice)
+    return [cut_sample(*answer, ends) for answer in zip(*written)]
+
 # %% ../../nbs/core/generation.ipynb #abf6df5c
 def generate(
     model,                       # a Hugging Face causal language model, on any device, LoRA adapters included
@@ -281,13 +294,12 @@ def generate(
     check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k, batch_size)
     jobs, ends = sampling_jobs([tuple(map(int, p)) for p in prompts], n), end_tokens(model, tokenizer)
     samples, choice = [[None]*n for _ in prompts], dict(temperature=temperature, top_p=top_p, top_k=top_k)
-    with evaluation_mode(model):
+    def write_all(jobs):
+        answers = []
         for s in range(0, len(jobs), batch_size):
-            batch = jobs[s:s + batch_size]
-            row = {p: j for j, p in enumerate(dict.fromkeys(job[0] for job in batch))}
-            rows, u = [row[job[0]] for job in batch], None
-            if temperature: u = np.stack([uniform_stream(seed, *job[:3], max_new_tokens) for job in batch])
-            written = write_batch(model, list(row), rows, u, max_new_tokens, ends, choice)
-            for (_, _, k, i), *answer in zip(batch, *written): samples[i][k] = cut_sample(*answer, ends)
-            if progress: progress(s + len(batch), len(jobs))
+            answers += write_jobs(model, jobs[s:s + batch_size], seed, max_new_tokens, ends, choice)
+            if progress: progress(len(answers), len(jobs))
+        return answers
+    with evaluation_mode(model): answers = in_parts(write_all, jobs)
+    for (_, _, k, i), answer in zip(jobs, answers): samples[i][k] = answer
     return samples

@@ -107,8 +107,8 @@ def hub_problem(repo: str, e: Exception) -> str:
         return 'the Hugging Face hub has no such dataset (or it is private: set HF_TOKEN)'
     if isinstance(e, errors.RevisionNotFoundError): return 'the Hugging Face hub has no such revision of it'
     reason = (str(e).splitlines() or [type(e).__name__])[0]
-    return (f'the Hugging Face hub cannot be reached ({reason:.160}). Check the connection; or run, where there '
-            f'is one, `hf download {repo} --repo-type dataset --local-dir my/data`, and name that folder')
+    return (f'the Hugging Face hub cannot be reached ({reason:.160}). Check the connection; or run, where '
+            f'there is one, `hf download {repo} --repo-type dataset --local-dir my/data`, and name my/data')
 
 # %% ../../nbs/core/hub.ipynb #e95dd7f5
 def hub_names(repo: str, revision: str | None) -> list[str]:

@@ -178,7 +178,7 @@ def next_step(out: str) -> int:
 
 # %% ../../nbs/core/launch.ipynb #c567c9b0
 def train_or_launch(cfg: Config, train):
-    "Run `train(cfg)` in this process; an interruption is told in one line."
+    "Run `train(cfg)`; an interruption is told in one line."
     try: return train(cfg)
     except KeyboardInterrupt:
         step = next_step(cfg.out)

@@ -19,6 +19,7 @@ from .data import prompt_key
 from .generation import generate
 from .judge_configs import JudgedConfig
 from .models import autocast, load_policy, save_model
+from .processes import add_up, once, rank
 from .rewards import label_count, RewardConfig
 from .runs import read_log
 from .settings import TrainConfig
@@ -94,10 +95,15 @@ def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[in
 
 # %% ../../nbs/core/online.ipynb #b2a90039
 def in_micro_batches(f, batch: dict, cfg: OnlineConfig) -> torch.Tensor:
-    "`f` of a batch, computed in parts of the size and in the precision used in training."
-    size = cfg.micro_batch_size or cfg.batch_size
-    parts = [{k: v[at:at + size] for k, v in batch.items()} for at in range(0, len(batch['ids']), size)]
-    with autocast(cfg): return torch.cat([f(p) for p in parts])
+    "`f` of a batch, computed by all processes, in parts of the size and in the precision used in training."
+    size, n, (k, processes) = cfg.micro_batch_size or cfg.batch_size, len(batch['ids']), rank()
+    own = {name: v[k::processes] for name, v in batch.items()}
+    parts = [{name: v[at:at + size] for name, v in own.items()} for at in range(0, len(own['ids']), size)]
+    with autocast(cfg): values = torch.cat([f(p) for p in parts])
+    if processes == 1: return values
+    whole = values.new_zeros(n, *values.shape[1:])
+    whole[k::processes] = values
+    return add_up(whole)
 
 # %% ../../nbs/core/online.ipynb #57fe67d0
 def end_scores(
@@ -149,7 +155,7 @@ class CheckpointSelector:
         answered = sample_answers(policy, tokenizer, self.base, self.cfg, seed=self.cfg.seed + 2)
         prompts = {prompt_key(r) for r in answered}  # control tokens make some prompts too long
         base = [b for b in self.base if prompt_key(b) in prompts]
-        labels = self.annotate(pair_up(answered, base), seed=self.cfg.seed)
+        labels = once(lambda: self.annotate(pair_up(answered, base), seed=self.cfg.seed))
         won = win_rate(with_verdict([r['preference'] for r in labels]))
         words = sum(len(r['output'][0].split()) for r in answered) / len(answered)
         return dict(val_win_rate=won['win_rate'], val_standard_error=won['standard_error'],

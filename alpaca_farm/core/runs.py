@@ -4,18 +4,23 @@
 
 # %% auto #0
 __all__ = ['read_log', 'read_summary', 'check_run_folder', 'remove_temporary', 'set_aside', 'lock', 'unlock', 'Run', 'check_push',
-           'push_model', 'outdated', 'resume_finished', 'start']
+           'push_model', 'outdated', 'resume_finished', 'find_run', 'log_watcher', 'make_in_ranks', 'start']
 
 # %% ../../nbs/core/runs.ipynb #f3907931
 import fcntl, json, os, re, resource, shutil, time
+from importlib import import_module
 from pathlib import Path
 
 from fastcore.basics import patch
 
 from .build import ensure_input
 from .files import atomic_write, load_state, PREFIX, read_json, save_state, write_json
-from .fingerprint import as_list, damaged_file, describe_run, left_files, run_config
-from .settings import at_root, Config
+from alpaca_farm.core.fingerprint import (as_list, code_hash, damaged_file, describe_run, left_files,
+    run_config)
+from alpaca_farm.core.processes import (check_ranks, gather_all, join_ranks, launch_ranks, needs_ranks,
+    once, rank, written_once)
+from .progress import Progress
+from .settings import at_root, Config, HardwareConfig
 from .trackers import check_tracker, send_results, Tracking
 
 # %% ../../nbs/core/runs.ipynb #77299ed0
@@ -104,9 +109,12 @@ class Run:
 
     def path(self, name: str) -> Path:
         "A file of this run, which may be written from now on."
-        if not self.begun and not self.done: self.begin()
+        if not self.begun and not self.done:
+            self.begun = True
+            self.begin()
         return self.folder/name
 
+    @written_once
     def write(self, name: str, value):
         "Write a JSON file of this run; in a finished one, it is no longer among the files that the run left."
         if self.done and self.config.get('files', {}).pop(name, None):
@@ -119,21 +127,28 @@ class Run:
         return dict(cpu=self.before['cpu'] + time.process_time() - self.cpu,
                     wall=self.before['wall'] + time.time() - self.began)
 
-    def log(self, step: int, **record):
-        "Append one record to `log.jsonl`, with the wall seconds since the start."
-        line = json.dumps(dict(step=step, **record, wall=round(self.elapsed()['wall'], 3)))
-        with open(self.path('log.jsonl'), 'a', encoding='utf-8') as f: f.write(line + '\n')
-        self.tracker.send('log', step, record, step=step)
+# %% ../../nbs/core/runs.ipynb #dc826cf1
+@patch
+@written_once
+def log(self: Run, step: int, **record):
+    "Append one record to `log.jsonl`, with the wall seconds since the start."
+    line = json.dumps(dict(step=step, **record, wall=round(self.elapsed()['wall'], 3)))
+    with open(self.path('log.jsonl'), 'a', encoding='utf-8') as f: f.write(line + '\n')
+    self.tracker.send('log', step, record, step=step)
 
-    def save(self, **state):
-        "Write the checkpoint."
-        save_state(self.path('checkpoint/state.safetensors'), dict(state, elapsed=self.elapsed()))
+# %% ../../nbs/core/runs.ipynb #dc826cf2
+@patch
+@written_once
+def save(self: Run, **state):
+    "Write the checkpoint."
+    save_state(self.path('checkpoint/state.safetensors'), dict(state, elapsed=self.elapsed()))
 
 # %% ../../nbs/core/runs.ipynb #3ce8c612
 @patch
+@written_once
 def begin(self: Run):
     "Prepare the folder for the first file: an outdated run is set aside, `config.json` is written."
-    self.begun, folder = True, self.folder.resolve()
+    folder = self.folder.resolve()
     lock(folder)
     if self.outdated: set_aside(folder, self.outdated)
     folder.mkdir(parents=True, exist_ok=True)
@@ -152,7 +167,8 @@ def load(self: Run) -> dict | None:
         raise ValueError(f'{log} is damaged: it ends before step {state["step"]}, that of the checkpoint. '
                          f'Restore it, or delete {path} to start from the beginning')
     text = ''.join(json.dumps(r) + '\n' for r in records)
-    with atomic_write(log) as p: p.write_text(text, encoding='utf-8')
+    if rank()[0] == 0:
+        with atomic_write(log) as p: p.write_text(text, encoding='utf-8')
     return state
 
 # %% ../../nbs/core/runs.ipynb #6e7b0ce1
@@ -182,6 +198,7 @@ def push_model(run: Run):
 
 # %% ../../nbs/core/runs.ipynb #c211ecb6
 @patch
+@written_once
 def finish(self: Run, **summary):
     "Write `summary.json` with the run's times and peak memory, and delete the checkpoint."
     elapsed = self.elapsed()
@@ -208,13 +225,54 @@ def resume_finished(run: Run, old: dict):
     "Take over the record of a finished run and say what is left to do."
     run.answered = old.get('answers') == run.config['answers']
     now = old | {k: run.config[k] for k in ('settings', 'given', 'inputs', 'exported')}
-    if run.answered and now != old: write_json(run.path('config.json'), now)
+    if run.answered and now != old: once(write_json, run.path('config.json'), now)
     run.config = now if run.answered else old | run.config
     if run.answered:
         push_model(run)
         unlock(run.folder.resolve())
     print(f'{run.cfg.out} is finished already: ' + ('nothing to do' if run.answered else
           'its evaluation split is answered again, since it or its settings have changed'))
+
+# %% ../../nbs/core/runs.ipynb #70eccc00
+def find_run(cfg: Config, train, reads: tuple = ()) -> Run:
+    "The run of these settings and this code, locked by the first of its processes."
+    run = Run(cfg, describe_run(cfg, train, reads))
+    if rank()[0] == 0: lock(run.folder.resolve())
+    old = run_config(run.folder)
+    run.outdated = outdated(run.folder, old, run.config)
+    run.done = bool(old) and not run.outdated and run.folder.joinpath('summary.json').exists()
+    if len(set(gather_all(run.config['fingerprint']))) > 1:
+        raise ValueError(f'out = {cfg.out}: its machines differ in code or inputs; make them the same')
+    if run.done: resume_finished(run, old)
+    return run
+
+# %% ../../nbs/core/runs.ipynb #70eccc02
+def log_watcher(run: Run):
+    "A function that shows the progress of a run that is made by other processes."
+    show, last = None, 0
+    def watch():
+        nonlocal show, last
+        config = run_config(run.folder)
+        if 'steps' not in config or config['fingerprint'] != run.config['fingerprint']: return
+        records = [r for r in read_log(run.folder) if r['step'] > last]
+        show = show or Progress(run.folder.name, config['steps'], done=records[-1]['step'] if records else 0)
+        for r in records:
+            value = r.get(config['shown'])
+            show(r['step'], '' if value is None else f'{config["shown"]} {value:.3g}', value)
+            last = r['step']
+    return watch
+
+# %% ../../nbs/core/runs.ipynb #70eccc03
+def make_in_ranks(run: Run, train) -> Run:
+    "Make a run in several processes; ValueError if the exported code is not that of `train`."
+    module = f'alpaca_farm.{run.config["notebook"]}'
+    if code_hash(getattr(import_module(module), train.__name__)) != run.config['code']:
+        raise ValueError(f'num_processes = {run.cfg.num_processes}: they run the module {module}, from which '
+                         'this notebook differs. Export it with nbdev_export, or use one process')
+    unlock(run.folder.resolve())   # the first of them will lock it
+    launch_ranks(run.cfg, module, log_watcher(run))
+    run.config, run.done, run.answered = run_config(run.folder), True, True
+    return run
 
 # %% ../../nbs/core/runs.ipynb #70ecccbe
 def start(
@@ -223,14 +281,11 @@ def start(
     reads: tuple = (),  # run folders it reads in addition to those named in its settings
 ) -> Run:
     "The run of these settings and this code; `done` if it is finished, `answered` if nothing is left to do."
+    joined = join_ranks(cfg)
+    if isinstance(cfg, HardwareConfig): check_ranks(cfg)
     check_run_folder(at_root(cfg.out), [p for name in cfg.inputs for p in as_list(getattr(cfg, name))])
     check_tracker(cfg.tracker)
     check_push(getattr(cfg, 'push_to_hub', ''))
-    for name in cfg.inputs: ensure_input(cfg, name)
-    run = Run(cfg, describe_run(cfg, train, reads))
-    lock(run.folder.resolve())
-    old = run_config(run.folder)
-    run.outdated = outdated(run.folder, old, run.config)
-    run.done = bool(old) and not run.outdated and run.folder.joinpath('summary.json').exists()
-    if run.done: resume_finished(run, old)
-    return run
+    for name in cfg.inputs if not joined else (): ensure_input(cfg, name)
+    run = find_run(cfg, train, reads)
+    return run if run.done or joined or not needs_ranks(cfg) else make_in_ranks(run, train)

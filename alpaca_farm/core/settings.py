@@ -101,20 +101,16 @@ class Config:
     seed: int = 0          # random seed; runs that differ in nothing else are replicates
     device: str = 'auto'   # cpu, cuda, cuda:1, ...; auto takes a GPU when there is one
     dtype: str = 'auto'    # float32, bfloat16, float16; auto is float32 on CPU, bfloat16 on GPU
-    num_processes: int = 1 # processes that share the work; only 1 as yet
     tracker: str = ''      # wandb, or tensorboard (a folder of the run), gets the log as well
     inputs = {}            # settings that name what this run reads: which files of it (class attributes,
     answering = ()         # no settings); those that only concern the answers at the end
-    aside = ('out', 'num_processes', 'workers', 'tracker',      # settings without influence on the result
-             'save_total_limit', 'push_to_hub')
+    aside = 'out', 'workers', 'tracker', 'save_total_limit', 'push_to_hub'  # without influence on the result
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
         no_secrets({f.name: getattr(self, f.name) for f in fields(self)})   # before a message shows a value
         for f in fields(self): setattr(self, f.name, as_type(f.name, getattr(self, f.name), kinds[f.name]))
         self.bounds(seed=(0, None))
-        if self.num_processes != 1:
-            raise ValueError(f'num_processes = {self.num_processes}: a run is one process; leave it at 1')
         self.one_of('dtype', 'auto', 'float32', 'bfloat16', 'float16')
         self.one_of('tracker', '', 'wandb', 'tensorboard')
         self.check()
@@ -193,12 +189,19 @@ class HardwareConfig(Config):
     gradient_checkpointing: bool = False # compute activations twice instead of keeping them
     optimizer: str = 'adamw'             # adamw, or adamw_8bit with moments of one byte
     forward_batch: int = 0               # rows of a forward pass without gradients; 0 chooses by free memory
+    num_processes: int = 1               # processes that share the run, on each machine; one per GPU
+    nodes: int = 1                       # machines that share it; start the same command on each
+    rendezvous: str = ''                 # host:port of one of them, where they meet
+    sharding: str = 'ddp'                # several processes: ddp holds all weights on each, fsdp a part
+    aside = (*Config.aside, 'num_processes', 'nodes', 'rendezvous', 'sharding')
+    shareable = True                     # by several processes (a class attribute, no setting)
 
     def __post_init__(self):
         super().__post_init__()
         self.bounds(lora_rank=(0, None), lora_alpha=(0, None), forward_batch=(0, None))
         self.one_of('attention', 'auto', 'sdpa', 'eager', 'flash_attention_2', 'flex_attention')
         self.one_of('optimizer', 'adamw', 'adamw_8bit')
+        self.one_of('sharding', 'ddp', 'fsdp')
         if self.dtype == 'float16' and not self.master_weights:
             raise ValueError('dtype = float16 needs master_weights: updates are smaller than its smallest '
                              'numbers. Take bfloat16')

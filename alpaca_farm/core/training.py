@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from .adapters import own_weights
 from .files import digest
 from .models import device_of, dtype_of, unique_weights
+from .processes import add_up, rank
 from .progress import Progress
 from .runs import Run
 from .settings import TrainConfig
@@ -87,23 +88,34 @@ class Trainer:
         precision = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}.get(dtype_of(run.cfg), 'no')
         AcceleratorState._reset_state()  # an earlier run of this process may have had another precision
         self.accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
+        self.plain, self.models = dict(models), []
+        for m in models.values():   # no wrapper for several processes: `update` adds their gradients itself
+            self.models.append(self.accelerator.prepare_model(m, evaluation_mode=True))
         groups = [g for name, m in models.items()
                   for g in param_groups(m, rates.get(name, self.cfg.learning_rate), self.cfg.weight_decay)]
         optimizer = adamw(groups, self.cfg)
-        self.plain = dict(models)  # as given, without accelerate's wrappers
-        *self.models, self.optimizer = self.accelerator.prepare(*models.values(), optimizer)
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         self.parameters = [p for m in models.values() for p in own_weights(m).values() if p.requires_grad]
 
 # %% ../../nbs/core/training.ipynb #b9ef9057
 @patch
 def split(self: Trainer, batch: dict):
-    "The micro-batches of this process's part of a batch."
-    n, processes = len(batch['weight']), self.accelerator.num_processes
+    "The micro-batches of this process's part of a batch; a first row of weight 0 if it has none."
+    n, (k, processes) = len(batch['weight']), rank()
     size = self.cfg.micro_batch_size or n
-    own_rows = list(range(self.accelerator.process_index, n, processes))
+    own_rows = list(range(k, n, processes))
+    if not own_rows: own_rows, batch = [0], dict(batch, weight=0 * batch['weight'])
     for at in range(0, len(own_rows), size):
         rows = own_rows[at:at + size]
         yield {name: t[rows].to(self.accelerator.device) for name, t in batch.items()}
+
+# %% ../../nbs/core/training.ipynb #8cff5f41
+@patch
+def add_gradients(self: Trainer):
+    "Give every process the sum of all processes' gradients."
+    if rank()[1] == 1: return
+    for p in self.parameters:
+        if p.grad is not None: add_up(p.grad)
 
 # %% ../../nbs/core/training.ipynb #8cff5f40
 @patch
@@ -119,12 +131,13 @@ def update(self: Trainer,
     for micro in self.split(batch):
         w = micro['weight']
         with self.accelerator.autocast(): figures = loss(micro)
-        self.accelerator.backward((figures['loss'] * w).sum() / weight * self.accelerator.num_processes)
+        self.accelerator.backward((figures['loss'] * w).sum() / weight)
         for k, v in figures.items(): sums[k] = sums.get(k, 0) + (v.detach() * w).sum()
+    self.add_gradients()
     norm = self.accelerator.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm or math.inf)
     self.optimizer.step()
     self.optimizer.zero_grad()
-    return ({k: (self.accelerator.reduce(v) / weight).item() for k, v in sums.items()}
+    return ({k: (add_up(v) / weight).item() for k, v in sums.items()}
             | dict(grad_norm=float(norm), lr=share * self.cfg.learning_rate))
 
 # %% ../../nbs/core/training.ipynb #3a389b03
@@ -163,9 +176,8 @@ def save(self: Trainer):
                cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
     weights = {name: own_weights(m) if hasattr(m, 'adapter') else unique_weights(m)
                for name, m in self.plain.items()}
-    if self.accelerator.is_main_process:
-        self.run.save(step=self.step, weights=weights, optimizer=self.optimizer.state_dict(),
-                      rng=rng, extra=self.extra)
+    self.run.save(step=self.step, weights=weights, optimizer=self.optimizer.state_dict(),
+                  rng=rng, extra=self.extra)
 
 # %% ../../nbs/core/training.ipynb #4a143a73
 @patch
@@ -184,7 +196,7 @@ def steps(self: Trainer):
     "Numbers of the remaining steps, counted from 1."
     state = self.run.load()
     if state: self.restore(state)
-    self.run.config['steps'] = self.total
+    self.run.config.update(steps=self.total, shown=self.shown)
     self.run.write('config.json', self.run.config)
     self.progress = Progress(self.run.folder.name, self.total, done=self.step)
     for step in range(self.step + 1, self.total + 1):
