@@ -69,7 +69,7 @@ def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base,
         return {n: p.grad for m in (policy, value) for n, p in own_weights(m).items()}
     kept, again = gradients(False), gradients(True)
     assert kept.keys() == again.keys() and all(g.abs().max() > 0 for g in kept.values())
-    for name, g in kept.items(): assert torch.equal(g, again[name]), name
+    for name, g in kept.items(): torch.testing.assert_close(g, again[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_packed_rows_with_adapters(base, batch):

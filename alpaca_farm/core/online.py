@@ -179,7 +179,8 @@ def save_checkpoints(trainer: Trainer, policy, tokenizer, figures: dict, cfg: On
 def best_policy(run, trainer: Trainer, tokenizer):
     "The chosen policy: read from its files; or its adapter alone, and the whole model is written."
     policy = trainer.plain['policy']
-    if not hasattr(policy, 'adapter'): return load_policy(str(run.folder), run.cfg, train=True, frozen=True)[0]
+    if not hasattr(policy, 'adapter'):
+        return load_policy(str(run.folder), run.cfg, train=True, frozen=True)[0]
     load_adapter(policy, run.path('adapter'))
     save_model(policy, tokenizer, run)
     return policy
