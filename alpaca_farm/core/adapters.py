@@ -127,10 +127,10 @@ def checkpoint_layers(model):
                 for part, name in active: part._active_adapter = name
                 return forward(*args, **kwargs)
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-        layer.forward, layer.checkpointed = checkpointed, True
+        layer.forward = checkpointed
 
     for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and not hasattr(layer, 'checkpointed'):
+        if isinstance(layer, GradientCheckpointingLayer) and 'forward' not in vars(layer):
             wrap(layer, layer.forward)
 
 # %% ../../nbs/core/adapters.ipynb #ada0001d
