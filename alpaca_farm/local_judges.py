@@ -86,7 +86,7 @@ class RewardJudge:
     "A reward model as an annotator: the Bradley-Terry probability that the second answer is better, plus 1."
     def __init__(self, folder: str, cfg: Config):
         from alpaca_farm.core.models import load_scalar
-        self.model, self.tokenizer = load_scalar(folder, cfg)
+        self.model, self.tokenizer = load_scalar(folder, cfg, encoder=True)
         self.name, self.template = Path(folder).name, getattr(cfg, 'template', 'auto')
 
     def __call__(self, pairs: list[dict]) -> list[float]:

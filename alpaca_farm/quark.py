@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .core.answers import answer_again, mean, preflight
 from .core.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.models import hidden_states, load_policy, load_reference, load_tokenizer, logits_of
+from .core.models import answer_states, load_policy, load_reference, load_tokenizer, logits_of
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.rewards import reward
@@ -128,10 +128,10 @@ def response_terms(
     "Log-prob of every response token, and KL and entropy of the distribution it was sampled from."
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
     shared = (batch['ids'] < vocab_size).long()
-    states = hidden_states(policy, batch['ids'], batch['mask'], batch['response'])[:, :-1][chosen]
+    states = answer_states(policy, batch)[:, :-1][chosen]
     with torch.no_grad():
-        ref_states = hidden_states(reference, batch['ids'] * shared, batch['mask'] * shared,
-                                   batch['response'])[:, :-1][chosen]
+        known = dict(batch, ids=batch['ids'] * shared, mask=batch['mask'] * shared)
+        ref_states = answer_states(reference, known)[:, :-1][chosen]
 
     def terms(state, ref_state, token):
         logits = logits_of(policy, state)[:, :vocab_size] / temperature

@@ -123,7 +123,7 @@ def subtract_kl(pool: list[dict], prompts: list, policy, reference, tokenizer, c
 
 # %% ../nbs/rrhf_pool.ipynb #884d9c30
 def policy_candidates(policy, tokenizer, queries: list, prompts: list, cfg, seed: int) -> list[dict]:
-    "The policy's own `cfg.n` candidates for each query; those of a dialogue end where the user's turn begins."
+    "The policy's own `cfg.n` candidates for each query; of a dialogue, up to the user's next turn."
     if not cfg.n: return [{k: [] for k in LISTS}] * len(prompts)
     if cfg.decoding == 'sample':
         answers = generate(policy, tokenizer, prompts, cfg.n, cfg.max_new_tokens, cfg.temperature, cfg.top_p,

@@ -1,6 +1,8 @@
 """Each pure function against a brute-force twin in float64, and what must not matter: padding, chunks, batches."""
 import math
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -61,17 +63,26 @@ def test_entropy():
 
 
 @pytest.mark.parametrize('chunk', [0, 1, 3, 17, 100])
-def test_selected_logprobs(chunk):
+@pytest.mark.parametrize('scale, cap', [(1., 0.), (.5, 0.), (2., 3.)])
+def test_selected_logprobs(chunk, scale, cap):
+    def plain(h, w, b):
+        z = (h @ w.T + b)*scale
+        return cap*torch.tanh(z/cap) if cap else z
     def grads(f):
-        h, w = randn(17, 6).requires_grad_(), randn(23, 6, seed=1).requires_grad_()
-        logp = f(h, w)
+        parts = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(17, 6), (23, 6), (23,)])]
+        logp = f(*parts)
         (logp*randn(17, seed=2)).sum().backward()
-        return logp.detach(), h.grad, w.grad
+        return logp.detach(), *(p.grad for p in parts)
     tokens = torch.arange(17)
-    ours = grads(lambda h, w: selected_logprobs(h, w, tokens, 0.7, chunk))
-    for a, b in zip(ours, grads(lambda h, w: token_logprobs(h @ w.T, tokens, 0.7))): same(a, b)
+    ours = grads(lambda h, w, b: selected_logprobs(h, w, tokens, 0.7, chunk, bias=b, scale=scale, cap=cap))
+    for a, b in zip(ours, grads(lambda *parts: token_logprobs(plain(*parts), tokens, 0.7))): same(a, b)
+
+
+@pytest.mark.parametrize('chunk', [1, 17])
+def test_entropies_of_selected_logprobs(chunk):
+    tokens = torch.arange(17)
     logp, ent = selected_logprobs(randn(17, 6), randn(23, 6, seed=1), tokens, 0.7, chunk, with_entropy=True)
-    same(logp, ours[0])
+    same(logp, token_logprobs(randn(17, 6) @ randn(23, 6, seed=1).T, tokens, 0.7))
     same(ent, entropy(randn(17, 6) @ randn(23, 6, seed=1).T, 0.7))
 
 
@@ -96,6 +107,22 @@ def test_selected_logprobs_holds_one_chunk_of_logits():
     h, w = torch.randn(rows, 8, requires_grad=True), torch.randn(words, 8, requires_grad=True)
     with Watch(): selected_logprobs(h, w, torch.arange(rows), chunk=chunk).sum().backward()
     assert largest == chunk*words
+
+
+def test_selected_logprobs_of_a_capped_head_at_a_large_vocabulary():
+    "384 rows of 256,000 words: 0.4 GB of logits, of which autograd would hold several copies."
+    code = """
+import resource, torch
+from alpaca_farm.core.functional import selected_logprobs
+torch.set_num_threads(1)
+h, w, b = torch.randn(384, 4, requires_grad=True), torch.randn(256_000, 4, requires_grad=True), torch.zeros(256_000)
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**20
+before = peak()
+selected_logprobs(h, w, torch.arange(384), bias=b, scale=.5, cap=30.).sum().backward()
+print(peak() - before)
+"""
+    p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
+    assert float(p.stdout) < .45, p.stdout
 
 
 def test_wrong_shapes_and_settings_are_named():

@@ -42,6 +42,8 @@ OWN = {name: lambda f: {} for name in SILENT} | dict(
            worlds=lambda f: dict(out=f'{f}/worlds', size=f'{f}/sizes.json', worlds=['default'], replicates=1, methods=['best_of_n', 'dpo'], labels=40, pairs=20),
            bench=lambda f: dict(out=f'{f}/bench', size='tiny', work=['dpo'], venvs=f'{f}/none'),
            growth=lambda f: dict(out=f'{f}/growth', work=['board']),
+           bring_your_own=lambda f: dict(out=f'{f}/bring_your_own', runs=f'{f}/own', model=f'{f}/sft', prompts=f'{f}/world', preferences=f'{f}/annotators',
+                                         max_instances=8, n=2),
            effects=lambda f: dict(out=f'{f}/effects', outputs=[f'{f}/sft', f'{f}/dpo'], data=f'{f}/world', study=False))
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
 TINY_FARM = dict(

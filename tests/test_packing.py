@@ -2,44 +2,31 @@
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers import AutoConfig, AutoModelForCausalLM
 
+import tiny
 import alpaca_farm.core.models as core_models
 import alpaca_farm.core.packing as core_packing
-from alpaca_farm.core.models import hidden_states, logprobs, sequence_logprobs
-from alpaca_farm.core.packing import attention_window, first_fit, pack, packed_states, reads_packed
+from alpaca_farm.core.adapters import checkpoint_layers
+from alpaca_farm.core.models import before, hidden_states, logprobs, sequence_logprobs
+from alpaca_farm.core.packing import attention_window, first_fit, pack, packed_states, position_wise, reads_packed
 from alpaca_farm.core.text import collate, rollout_batch
+from tiny import family
 
 torch.set_num_threads(1)
-SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
-            max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1)
-PACKS = dict(llama={}, qwen2={}, qwen3=dict(head_dim=8), mistral=dict(sliding_window=64), phi3={}, gemma2=dict(head_dim=8, sliding_window=64),
-             gemma3_text=dict(head_dim=8, sliding_window=64), smollm3=dict(), mixtral=dict(num_local_experts=4, num_experts_per_tok=2),
-             qwen3_moe=dict(head_dim=8, **MOE), gpt2=dict(n_embd=32, n_layer=2, n_head=4), gpt_neox={}, opt=dict(ffn_dim=48, word_embed_proj_dim=32),
-             granite={}, cohere2=dict(sliding_window=64))
-PADS = dict(bloom=dict(n_head=4, n_layer=2), mpt=dict(d_model=32, n_heads=4, n_layers=2), mamba={}, falcon=dict(alibi=True, new_decoder_architecture=False, multi_query=True))
+PACKS = [name for name in tiny.FAMILIES if name not in ('falcon_h1', 'lfm2')]   # which have recurrent layers
 TREE = [([1, 5, 6, 7, 3], [[11, 12, 2], [13, 14, 15, 16, 17, 2], [11, 2]]), ([1, 9, 3], [[18, 2]]), ([1, 8, 6, 3], [[11, 2], [19, 11, 2], []]),
         ([1, 8, 6, 9, 10, 12, 13, 3], [[11] * 20 + [2]])]
 PROMPTS = [p for p, answers in TREE for _ in answers]
 ANSWERS = [a for _, answers in TREE for a in answers]
 
 
-def build(family, **more):
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZE | more)).eval()
-    for p in model.parameters():
-        if p.ndim == 2: p.data.normal_(std=.3)   # so that positions and attention matter
-    return model
-
-
 def alone(model, p, a): return model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]
 
 
-@pytest.mark.parametrize('family', PACKS)
+@pytest.mark.parametrize('name', PACKS)
 @pytest.mark.parametrize('side', ['left', 'right', 'rollout'])
-def test_states_of_packed_rows(family, side):
-    model = build(family, **PACKS[family])
+def test_states_of_packed_rows(name, side):
+    model = family(name)
     assert reads_packed(model)
     batch = rollout_batch(PROMPTS, ANSWERS, 0) if side == 'rollout' else collate(PROMPTS, ANSWERS, 0, side)
     packed = pack(**batch, window=attention_window(model))
@@ -50,20 +37,31 @@ def test_states_of_packed_rows(family, side):
         for i, (p, a) in enumerate(zip(PROMPTS, ANSWERS)):
             wanted = alone(model, p, a)
             torch.testing.assert_close(states[i][batch['mask'][i].bool()], wanted, rtol=1e-4, atol=1e-4*wanted.std().item())
+        unfinished = reads_the_same(model, batch, states)
+    assert unfinished == (family not in ('gpt2', 'gpt_neox', 'opt', 'mixtral', 'qwen3_moe')) == bool(position_wise(model))
 
 
-@pytest.mark.parametrize('family', PADS)
-def test_other_families_read_padded_batches(family):
-    model = build(family, **PADS[family])
+def reads_the_same(model, batch, states):
+    "The states before the answers' tokens are those of a finished last layer; whether it has states that are not finished."
+    read = before(batch['response'])
+    some = hidden_states(model, **batch, read=read)
+    torch.testing.assert_close(some[read.bool()], states[read.bool()], rtol=1e-4, atol=1e-4*states.std().item())
+    return not torch.allclose(some[(read == 0) & batch['mask'].bool()], states[(read == 0) & batch['mask'].bool()], atol=1e-3)
+
+
+@pytest.mark.parametrize('name', tiny.UNPACKED)
+def test_other_families_read_padded_batches(name):
+    model = family(name, **tiny.UNPACKED[name])
     assert not reads_packed(model)
     batch = collate(PROMPTS, ANSWERS, 0)
     with torch.no_grad():
         states = hidden_states(model, **batch)
+        reads_the_same(model, batch, states)
         for i in (0, 1, 7): torch.testing.assert_close(states[i][batch['mask'][i].bool()], alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
 
 
 def test_a_window_of_attention_is_no_shorter_than_a_row():
-    model = build('mistral', sliding_window=8)
+    model = family('mistral', sliding_window=8)
     assert attention_window(model) == 8 and reads_packed(model)
     batch = collate(PROMPTS, ANSWERS, 0)
     assert pack(**batch, window=8) is None
@@ -72,7 +70,7 @@ def test_a_window_of_attention_is_no_shorter_than_a_row():
 
 
 def test_local_layers_have_a_window_too():
-    model = build('gpt_neo', num_heads=4, num_layers=2, attention_types=[[['global', 'local'], 1]], window_size=8)
+    model = family('gpt_neo', num_heads=4, num_layers=2, attention_types=[[['global', 'local'], 1]], window_size=8)
     assert attention_window(model) == 8
     with torch.no_grad(): states = hidden_states(model, **collate(PROMPTS, ANSWERS, 0))
     torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4, atol=1e-4)
@@ -82,33 +80,35 @@ def test_local_layers_have_a_window_too():
 def test_a_batch_of_padding_alone():
     nothing = torch.zeros(2, 5, dtype=torch.long)
     assert pack(nothing, nothing, nothing) is None
-    with torch.no_grad(): assert hidden_states(build('llama'), nothing, nothing, nothing).isfinite().all()
+    with torch.no_grad(): assert hidden_states(family('llama'), nothing, nothing, nothing).isfinite().all()
 
 
 def test_the_trial_is_made_in_full_precision(monkeypatch):
     mixed = []
     def states(model, packed): return mixed.append(torch.is_autocast_enabled('cpu')) or packed_states(model, packed)
     monkeypatch.setattr(core_packing, 'packed_states', states)
-    with torch.autocast('cpu', torch.bfloat16): assert reads_packed(build('llama'))
+    with torch.autocast('cpu', torch.bfloat16): assert reads_packed(family('llama'))
     assert mixed == [False]
 
 
 @pytest.mark.parametrize('attention', ['sdpa', 'eager'])
 def test_gradients(attention, monkeypatch):
-    model, batch = build('llama'), collate(PROMPTS, ANSWERS, 0)
+    model, batch = family('llama'), collate(PROMPTS, ANSWERS, 0)
     model.config._attn_implementation = attention
     weights = torch.linspace(-1, 1, len(PROMPTS))
-    def gradients(packs):
+    def gradients(packs, finished=False):
         monkeypatch.setattr(core_models, 'reads_packed', lambda model: packs)
+        monkeypatch.setattr(core_models, 'position_wise', lambda model: [] if finished else position_wise(model))
         model.zero_grad()
         (weights * sequence_logprobs(model, batch)).sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
-    wanted = gradients(False)
+    wanted = gradients(False, finished=True)
+    torch.testing.assert_close(gradients(False), wanted, rtol=1e-3, atol=1e-4*wanted.abs().max().item())
     torch.testing.assert_close(gradients(True), wanted, rtol=1e-3, atol=1e-4*wanted.abs().max().item())
 
 
 def test_bfloat16():
-    model, batch = build('llama').bfloat16(), collate(PROMPTS, ANSWERS, 0)
+    model, batch = family('llama').bfloat16(), collate(PROMPTS, ANSWERS, 0)
     assert reads_packed(model)
     with torch.no_grad(): packed = logprobs(model, batch)
     model.base_model.reads_packed = False
@@ -154,3 +154,16 @@ def test_nothing_to_pack():
     "Sequences of one length, each with its own prompt, and a single sequence stay as they are."
     assert pack(**collate([[1, 4, 3], [1, 5, 3]], [[7, 2], [8, 2]], 0)) is None
     assert pack(**collate([[1, 4, 3]], [[7, 2]], 0)) is None
+
+
+def test_checkpointed_layers_are_finished():
+    "Since the backward pass computes them again, when what is read is forgotten."
+    model = build('llama').train()
+    model.gradient_checkpointing_enable()
+    assert position_wise(model) == []
+    sequence_logprobs(model, collate(PROMPTS, ANSWERS, 0)).sum().backward()
+    model.gradient_checkpointing_disable()
+    assert len(position_wise(model)) == 2
+    checkpoint_layers(model)
+    assert position_wise(model) == []
+    sequence_logprobs(model, collate(PROMPTS, ANSWERS, 0)).sum().backward()

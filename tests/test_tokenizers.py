@@ -89,6 +89,7 @@ def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
     from alpaca_farm.core import rewards
     policy, tokenizer = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
     monkeypatch.setattr(rewards, 'sequence_scores', lambda model, ids, mask, response: seen.append(ids) or torch.zeros(len(ids)))
+    policy.score = None   # a decoder's head, which is not called
     score_records(policy, tokenizer, [dict(instruction='say it', output='the words')])
     assert seen[0][0, -1] == end_token(tokenizer)
     policy.lm_head.weight.data.zero_()  # all tokens are equally likely

@@ -83,3 +83,42 @@ def environment(**more):
 def spawn(command, cwd=ROOT, **more):
     return subprocess.Popen(command, cwd=cwd, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             text=True)
+
+
+SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+            max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+ALIBI = dict(alibi=True, new_decoder_architecture=False, multi_query=True)
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1)
+FAMILIES = dict(  # what each needs beside SIZE; windows as long as the models can read
+    llama={}, qwen2={}, qwen3=dict(head_dim=8), mistral=dict(sliding_window=64), phi3={}, smollm3={}, gpt_neox={}, gemma2=dict(head_dim=8, sliding_window=64),
+    gemma3_text=dict(head_dim=8, sliding_window=64), mixtral=dict(num_local_experts=4, num_experts_per_tok=2), qwen3_moe=dict(head_dim=8, **MOE),
+    gpt2=dict(n_embd=32, n_layer=2, n_head=4), opt=dict(ffn_dim=48, word_embed_proj_dim=32), falcon=ALIBI | dict(alibi=False),
+    granite=dict(logits_scaling=4., residual_multiplier=.5), cohere2=dict(sliding_window=64, logit_scale=.25), phi={},
+    falcon_h1=dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, lm_head_multiplier=.5), lfm2=dict(full_attn_idxs=[1]))
+UNPACKED = dict(bloom=dict(n_head=4, n_layer=2), mpt=dict(d_model=32, n_heads=4, n_layers=2), mamba={}, falcon=ALIBI)
+
+
+def family(name, std=.3, **more):
+    "A model of a family with random weights, so large that positions and attention matter."
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    torch.manual_seed(0)
+    attention, config = more.pop('attn_implementation', None), SIZE | (UNPACKED | FAMILIES).get(name, {}) | more
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config), attn_implementation=attention).eval()
+    for p in model.parameters():
+        if p.ndim == 2: p.data.normal_(std=std)
+    return model
+
+
+def letters(template="{{ bos_token }}{% for m in messages %}{{ m.content }}{{ '<sep>' if m.role == 'user' else eos_token }}{% endfor %}", last='<sep>'):
+    "A tokenizer of 260 tokens, one for each byte, that puts <s> before a text."
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+    special = ['<pad>', '<s>', '</s>', last]
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 1)])
+    tokenizer.add_special_tokens(special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=[last], pad_token='<pad>', bos_token='<s>', eos_token='</s>')
+    tokenizer.chat_template = template
+    return tokenizer

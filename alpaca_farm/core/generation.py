@@ -223,12 +223,15 @@ def cut_sample(tokens: np.ndarray, logps: np.ndarray, ends: list[int]) -> Sample
 # %% ../../nbs/core/generation.ipynb #4bdce67b
 @contextmanager
 def evaluation_mode(model):
-    "Evaluation mode within the context; afterwards each module returns to its previous mode."
-    modes = [(m, m.training) for m in model.modules()]
+    "Evaluation mode and attention that takes a mask within the context; afterwards as before."
+    modes, attention = [(m, m.training) for m in model.modules()], model.config._attn_implementation
     model.eval()
+    if attention in ('flash_attention_2', 'flex_attention'):
+        model.set_attn_implementation('sdpa' if model._supports_sdpa else 'eager')
     try: yield
     finally:
         for m, mode in modes: m.training = mode
+        if attention != model.config._attn_implementation: model.set_attn_implementation(attention)
 
 # %% ../../nbs/core/generation.ipynb #d2b1674a
 def check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k, batch_size):
