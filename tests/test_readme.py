@@ -44,10 +44,14 @@ def given(words):
     return settings
 
 
+def config_class(notebook):
+    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    return next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
+
+
 def check_settings(notebook, settings):
     "TypeError for a setting that the notebook does not have, or a value of another type."
-    module = importlib.import_module(f'alpaca_farm.{notebook}')
-    cls = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
+    cls = config_class(notebook)
     refuse_unknown(cls.__name__, settings, [f.name for f in dataclasses.fields(cls)])
     for name, value in settings.items(): as_type(name, value, typing.get_type_hints(cls)[name])
 
@@ -86,14 +90,14 @@ def test_what_is_checked_can_be_wrong():
         with pytest.raises(Exception): check(command)
 
 
-@pytest.mark.parametrize('page', ['README.md', 'contributing.md'])
+@pytest.mark.parametrize('page', ['README.md', 'contributing.md', 'coming_from.md'])
 def test_snippets_run(page):
     for language, block in FENCE.findall(PAGES[page]):
         if language == 'python': exec(block, {})
         if language == 'yaml': yaml.safe_load(block)
 
 
-@pytest.mark.parametrize('page, folder', [('README.md', tiny.ROOT), ('contributing.md', tiny.ROOT/'nbs')])
+@pytest.mark.parametrize('page, folder', [('README.md', tiny.ROOT), ('contributing.md', tiny.ROOT/'nbs'), ('coming_from.md', tiny.ROOT/'nbs')])
 def test_links_lead_somewhere(page, folder):
     links = [l for l in re.findall(r'\]\(([^)]+)\)', PAGES[page]) if not l.startswith('http')]
     assert [l for l in links if not (folder/l).exists()] == []
@@ -154,18 +158,18 @@ def test_settings_beside_their_options_exist(heading):
     title, notebooks = heading
     table = COMING.split(f'### {title}: ')[1].split('\n#')[0]
     rows = [r.split('|')[2] for r in table.splitlines() if r.startswith('| ') and not r.startswith(('| TRL', '| AlpacaFarm |', '| RRHF |'))]
-    named = [n for r in rows for n in re.findall(r'`([a-z_]+(?:: [^`]+)?)`', r)]
-    assert named
     values = {'auto', 'k1', 'grpo'} | ({'data', 'preferences', 'candidates'} if ' ' in notebooks else set())   # no settings there
+    named = [[n for n in re.findall(r'`([a-z_]+(?:: [^`]+)?)`', r) if n not in values] for r in rows]
+    assert any(named)
     for notebook in notebooks.split():
-        for name in named:
-            if name in values: continue
-            setting, _, value = name.partition(': ')
-            check_settings(notebook, {setting: yaml.safe_load(value) if value and '=' not in value else value or default_of(notebook, setting)})
+        for names in named:
+            pairs = [n.partition(': ')[::2] for n in names]
+            given = {k: v if '=' in v else yaml.safe_load(v) for k, v in pairs if v}
+            check_settings(notebook, {k: default_of(notebook, k) for k, v in pairs if not v} | given)
+            config_class(notebook)(**given)   # values are in their bounds
 
 
 def default_of(notebook, name):
-    module = importlib.import_module(f'alpaca_farm.{notebook}')
-    config = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)()
+    config = config_class(notebook)()
     refuse_unknown(notebook, [name], dataclasses.asdict(config))
     return getattr(config, name)
