@@ -16,7 +16,8 @@ import torch
 from packaging.version import Version
 
 from .core.files import open_tensors, read_json, temporary_path
-from .core.models import CARD, dtype_of
+from .core.loading import dtype_of
+from .core.models import CARD
 from .core.runs import start
 from .core.settings import at_root, command, Config
 from .core.text import choose_pad
@@ -98,7 +99,7 @@ def check_vocabulary(rows: int, base: Weights, original: bool):
                                             'added to it. Take the base without them')
     if original and len(weight) == rows and not torch.allclose(weight[-1], weight[:-1].mean(0), atol=1e-3):
         raise ValueError(f'base has {rows} tokens, as many as diff: a padding token was added to it, with '
-                         'other embeddings than AlpacaFarm gave it. Take LLaMA 7B as converted, with 32,000 tokens')
+                         'other embeddings than AlpacaFarm gave it. Take LLaMA 7B with 32,000 tokens')
 
 # %% ../nbs/pretrained.ipynb #09a24c12
 def check_pair(diff: Weights, base: Weights, model: str):
@@ -113,7 +114,7 @@ def check_pair(diff: Weights, base: Weights, model: str):
     for key in keys:
         mine, theirs = diff.shape(key), base.shape(key.removeprefix(BACKBONE))
         if mine[1:] != theirs[1:] or (mine != theirs and 'embed_tokens' not in key and 'lm_head' not in key):
-            raise ValueError(f'{key} has the shape {theirs} in base and {mine} in diff: base is another size. '
+            raise ValueError(f'{key} has the shape {theirs} in base and {mine} in diff: it is another size. '
                              f'{model} is a difference from {RELEASED[model]}')
     rows = diff.shape(next(k for k in keys if k.endswith(EMBEDDING)))[0]
     check_vocabulary(rows, base, RELEASED[model] == LLAMA)
@@ -144,9 +145,10 @@ def check_sum(total: float, published: float, rotary: float, model: str):
     if any(math.isclose(t, published, rel_tol=1e-5) for t in (total, total + rotary)): return
     scalar = model.startswith('reward-model')
     found = f'the weights of {model} add up to {total:.2f}, and the published sum is {published:.2f}: '
-    raise ValueError(found + ('base must be the recovered sft10k (AlpacaFarm\'s script takes LLaMA 7B: try '
-                        'that if this was sft10k), ' if scalar else 'base must be the first LLaMA 7B, not Llama 2 and no '
-                        'fine-tuned model, ') + 'converted by transformers 4.29.2 or later; or a file is damaged')
+    wanted = ('the recovered sft10k (AlpacaFarm\'s script takes LLaMA 7B: try that if this was sft10k)'
+              if scalar else 'the first LLaMA 7B, not Llama 2 and no fine-tuned model')
+    raise ValueError(f'{found}base must be {wanted}, converted by transformers 4.29.2 or later; or a file is '
+                     'damaged')
 
 # %% ../nbs/pretrained.ipynb #6b0483df
 def our_name(key: str) -> str | None:

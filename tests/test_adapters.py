@@ -69,7 +69,7 @@ def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base,
         return {n: p.grad for m in (policy, value) for n, p in own_weights(m).items()}
     kept, again = gradients(False), gradients(True)
     assert kept.keys() == again.keys() and all(g.abs().max() > 0 for g in kept.values())
-    for name, g in kept.items(): assert torch.equal(g, again[name]), name
+    for name, g in kept.items(): torch.testing.assert_close(g, again[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_packed_rows_with_adapters(base, batch):
@@ -115,3 +115,92 @@ def test_an_adapter_without_its_base(base, tmp_path):
     shutil.rmtree(tmp_path/'base')
     with pytest.raises(FileNotFoundError, match='which is gone'): load_policy(str(tmp_path/'run/adapter'), cfg)
     load_policy(str(tmp_path/'run'), cfg)   # the whole model needs no base
+
+
+@pytest.fixture(scope='module')
+def rewarded(base, tmp_path_factory):
+    "A reward model trained with an adapter on the policy of the tests."
+    cfg = config(reward_model, base, out=str(tmp_path_factory.mktemp('lora')/'reward_model'), lora_rank=3)
+    reward_model.train(cfg)
+    return cfg.out
+
+
+def ppo_step(policy, value, batch, cfg):
+    "Two updates of PPO on a batch; the loss's figures and all weights that were trained."
+    from alpaca_farm.core.settings import at_root
+    weights = lambda m: {n: p for n, p in own_weights(m).items()}
+    groups = [dict(params=list(weights(m).values())) for m in (policy, value)]
+    adam, losses = torch.optim.AdamW(groups, lr=1e-2), []
+    for _ in range(2):
+        figures = ppo.ppo_loss(policy, value, batch, cfg)
+        losses.append((figures['loss'] * batch['weight']).sum() / batch['weight'].sum())
+        losses[-1].backward()
+        adam.step(), adam.zero_grad()
+    return torch.stack(losses).detach(), [p.detach() for g in groups for p in g['params']]
+
+
+@pytest.mark.parametrize('checkpointed', [False, True])
+def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpointed):
+    cfg = config(ppo, base, reward_model=rewarded, gradient_checkpointing=checkpointed)
+    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    value = ppo.value_model(cfg, policy)
+    reward_of, reference = ppo.reward_beside(policy, value, cfg), load_reference(policy, cfg)
+    assert len({p.data_ptr() for p in policy.base_model.embed_tokens.parameters()} | {value.base_model.embed_tokens.weight.data_ptr()}) == 1
+
+    separate, _ = load_policy(cfg.policy, cfg, train=True)
+    other, _ = load_policy(cfg.policy, cfg, train=True)
+    scalar = ppo.scalar_on(other, 'value', rewarded, cfg)
+    own = ppo.ValueHead(scalar, scalar.score, value.mean, value.std)
+    plain = load_policy(cfg.policy, cfg, train=True, frozen=True)[0]
+    whole = ppo.reward(cfg.reward_model, tiny.config(ppo, **tiny.settings('ppo', base)), cfg.template)   # the merged reward model
+    records = [dict(instruction=f'say {w}', input='', output=w) for w in ('yes', 'no', 'perhaps')]
+    assert torch.allclose(torch.tensor(reward_of(records)), torch.tensor(whole(records)), atol=1e-4)
+    shake(policy), shake(separate)
+    scores = torch.linspace(-1, 1, 8)
+    (a, figures), (b, expected) = (ppo.experience(p, r, v, batch, scores, cfg.kl_coef, cfg) for p, r, v in ((policy, reference, value), (separate, plain, own)))
+    assert figures == pytest.approx(expected, abs=1e-5)
+    (losses, weights), (expected, others) = ppo_step(policy, value, a, cfg), ppo_step(separate, own, b, cfg)
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    for x, y in zip(weights, others, strict=True): torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+    assert torch.allclose(torch.tensor(reward_of(records)), torch.tensor(whole(records)), atol=1e-4)   # the reward has not moved
+
+
+def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):
+    cfg = config(ppo, base)
+    policy, _ = load_policy(cfg.policy, cfg, train=True)
+    value = ppo.value_model(cfg, policy)
+    reward_of = ppo.reward_beside(policy, value, cfg)
+    plain = ppo.reward(cfg.reward_model, cfg, cfg.template)
+    records = [dict(instruction=f'say {w}', input='', output=w) for w in ('yes', 'no', 'perhaps')]
+    before = plain(records)
+    shake(value)
+    assert reward_of(records) == pytest.approx(before, abs=1e-5)
+    assert value.base_model.embed_tokens.weight.data_ptr() != policy.base_model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize('name', ['ppo', 'dpo', 'quark', 'rrhf', 'binary_feedback', 'reward_model', 'sft'])
+def test_resumed_with_adapters(base, rewarded, tmp_path, name, monkeypatch):
+    "A run cut off after a checkpoint ends like one that was not; its files are read back."
+    import importlib
+    from alpaca_farm.core.training import Trainer
+    module = importlib.import_module(f'alpaca_farm.{name}')
+    more = dict(checkpoint_every=2) | (dict(reward_model=rewarded) if name == 'ppo' else {}) | (dict(max_instances=60) if name in ('dpo', 'rrhf') else {}) | (dict(best_quantile_only=False) if name == 'quark' else {})
+    cfgs = [config(module, base, out=str(tmp_path/k/name), gradient_checkpointing=True, **more) for k in 'ab']
+    module.train(cfgs[0])
+    log = Trainer.log
+    def stop(self, **figures):
+        log(self, **figures)
+        if self.step == 3: raise KeyboardInterrupt
+    monkeypatch.setattr(Trainer, 'log', stop)
+    try: module.train(cfgs[1])
+    except KeyboardInterrupt: pass
+    monkeypatch.setattr(Trainer, 'log', log)
+    module.train(cfgs[1])
+    a, b = (load_file(tmp_path/k/name/'adapter/adapter_model.safetensors') for k in 'ab')
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert any(v.abs().max() > 0 for k, v in a.items() if 'lora_B' in k)
+    load = load_scalar if name == 'reward_model' else load_policy
+    whole, alone = (load(str(tmp_path/'a'/name/part), cfgs[0])[0].state_dict() for part in ('', 'adapter'))
+    assert whole.keys() == alone.keys() and all(torch.equal(whole[k], alone[k]) for k in whole)
+    if name in ('quark', 'binary_feedback'): assert any(k.endswith('rows') for k in a)
+    assert sum(p.stat().st_size for p in (tmp_path/'a'/name).glob('model-*/adapter_model.safetensors')) < 500_000

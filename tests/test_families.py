@@ -6,14 +6,17 @@ import tempfile
 
 import pytest
 import torch
+from tokenizers import processors
 
 import tiny
 from alpaca_farm import dpo, ppo, reward_model, sft
 from alpaca_farm.core.functional import token_logprobs
 from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import load_policy, load_scalar, logprobs, sequence_logprobs, sequence_scores, token_scores
+from alpaca_farm.core.models import hidden_states, load_policy, load_scalar, logprobs, sequence_logprobs, sequence_scores, token_scores
+from alpaca_farm.core.rewards import reward
 from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.text import collate, encode, rollout_batch
+from alpaca_farm.core.training import RouterLoss
 
 torch.set_num_threads(1)
 logging.getLogger('transformers').setLevel(logging.ERROR)
@@ -149,3 +152,88 @@ def test_ppo(name):
     near(figures['ratio'], torch.ones_like(figures['ratio']))
     (figures['loss'] * batch['weight']).sum().backward()
     for m in (policy.base_model, value.base_model): assert m.get_input_embeddings().weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize('name', ['gemma2', 'granite', 'qwen3_moe'])
+def test_whole_runs(name, tmp_path):
+    "SFT, a reward model from its policy, and PPO with both: soft caps, a scalar head of our own, experts."
+    common = dict(device='cpu', batch_size=6, max_length=64, learning_rate=1e-2)
+    answers = dict(data=data(), max_new_tokens=8, max_prompt=32, eval_instances=4)
+    sft.train(sft.SFTConfig(policy=checkpoint(name), out=str(tmp_path/'sft'), epochs=4, **common, **answers))
+    assert read_summary(tmp_path/'sft')['nll'] < read_summary(tmp_path/'sft')['nll_before']
+    reward_model.train(reward_model.RewardModelConfig(policy=str(tmp_path/'sft'), preferences=f'{data()}/preferences.json', out=str(tmp_path/'rm'), held_out=2, likelihood=0., **common))
+    given = answers | dict(policy=str(tmp_path/'sft'), reward_model=str(tmp_path/'rm'), out=str(tmp_path/'ppo'), device='cpu')
+    ppo.train(ppo.PPOConfig(**given, steps=2, rollouts=6, batch_size=6, ppo_epochs=1, save_every=0))
+    first = json.loads((tmp_path/'ppo'/'log.jsonl').read_text().splitlines()[0])
+    assert abs(first['first_ratio'] - 1) < 1e-4 and abs(first['kl']) < 1e-3 and read_summary(tmp_path/'ppo')['kl'] is not None
+
+
+def encoder(folder, name='bert'):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(name, **tiny.SIZE | dict(vocab_size=260), num_labels=1, **dict(relative_attention=True, pos_att_type=['p2c', 'c2p']) if 'deberta' in name else {})
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    for p in model.parameters(): p.data.normal_(std=.3)
+    model.save_pretrained(folder)
+    tokenizer = tiny.letters(None, '<mask>')
+    pair = dict(single='<s> $A </s>', pair='<s> $A </s> $B:1 </s>:1', special_tokens=[('<s>', 1), ('</s>', 2)])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**pair)
+    tokenizer.eos_token, tokenizer.sep_token = None, '</s>'
+    tokenizer.save_pretrained(folder)
+    return str(folder), model, tokenizer
+
+
+@pytest.mark.parametrize('name', ['bert', 'deberta-v2'])
+def test_an_encoder_scores(name, tmp_path, capsys):
+    "Pairs of texts, each score that of the pair alone; special tokens in them are text; a value model starts from the policy instead."
+    folder, model, tokenizer = encoder(tmp_path, name)
+    records = RECORDS + [dict(instruction='say </s>', input='x', output='<s> y' * 5)]
+    for r, score in zip(records, reward(folder, CFG)(records)):
+        text = '\n\n'.join(filter(None, (r['instruction'], r.get('input'))))
+        with torch.no_grad(): near(model(**tokenizer(text, r['output'], split_special_tokens=True, return_tensors='pt', return_token_type_ids=True)).logits[0, 0].item(), score)
+    with pytest.raises(ValueError, match='is no decoder with a head on its last token: it can be a reward_model, but no value model'): load_scalar(folder, CFG)
+    cfg = ppo.PPOConfig(policy=checkpoint('llama'), reward_model=folder, data=data(), device='cpu')
+    value = ppo.value_model(cfg, None)
+    assert 'another vocabulary than the policy' in capsys.readouterr().out and value.config.model_type == 'llama'
+
+
+def test_models_of_other_kinds_are_refused_by_name(tmp_path):
+    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+    BertForMaskedLM(BertConfig(**tiny.SIZE)).save_pretrained(tmp_path/'bert')
+    T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, num_layers=1, num_heads=2, d_ff=16)).save_pretrained(tmp_path/'t5')
+    with pytest.raises(ValueError, match='bert: BertLMHeadModel is no causal model'): load_policy(str(tmp_path/'bert'), CFG)
+    with pytest.raises(ValueError, match='t5: AutoModelForCausalLM cannot load it .*T5Config'): load_policy(str(tmp_path/'t5'), CFG)
+
+
+def test_a_model_that_cannot_be_sampled_is_refused_before_training(tmp_path, monkeypatch):
+    "Mamba's cache is another; it can be read, so that it can become a reward model."
+    monkeypatch.setattr('alpaca_farm.core.training.Trainer.update', lambda *_: 1/0)
+    for module, more in ((sft, {}), (dpo, dict(preferences=f'{data()}/preferences.json'))):
+        with pytest.raises(ValueError, match='MambaForCausalLM takes no past_key_values'):
+            module.train(tiny.config(module, policy=checkpoint('mamba'), data=data(), out=str(tmp_path/'out'), device='cpu', max_new_tokens=8, **more))
+    assert not (tmp_path/'out').exists()
+    model, tokenizer = load_scalar(checkpoint('mamba'), CFG, 'normal')
+    batches, alone = both_sides(*encoded(tokenizer)[:2])
+    with torch.no_grad(): near(sequence_scores(model, batches[0]['ids'], batches[0]['mask']), torch.cat([sequence_scores(model, b['ids'], b['mask']) for b in alone]))
+
+
+@pytest.mark.parametrize('name', ['mixtral', 'qwen3_moe'])
+def test_router_losses(name, tmp_path):
+    "That of transformers over the tokens that are not padding, packed or not; a weight above 0 changes what is learned."
+    policy, tokenizer = load_policy(checkpoint(name), CFG)
+    prompts, answers, _ = encoded(tokenizer)
+    batches, _ = both_sides(prompts, answers)
+    loss = RouterLoss(policy)
+    wanted = policy(batches[1]['ids'], attention_mask=batches[1]['mask'], position_ids=(batches[1]['mask'].cumsum(1) - 1).clamp(min=0), output_router_logits=True).aux_loss
+    with torch.no_grad(): logprobs(policy, batches[0])   # is not trained on
+    near(loss(), wanted)
+    hidden_states(policy, batches[1]['ids'], batches[1]['mask'])   # packed, each row with a prompt of its own
+    near(loss(), wanted)
+    runs = []
+    for weight in (0., 1.):
+        cfg = sft.SFTConfig(policy=checkpoint(name), data=data(), out=str(tmp_path/str(weight)), device='cpu', router_loss=weight, eval_split='', max_new_tokens=8)
+        sft.train(cfg)
+        runs.append(json.loads((tmp_path/str(weight)/'log.jsonl').read_text().splitlines()[0]))
+    assert 'router_loss' not in runs[0] and 1.5 < runs[1]['router_loss'] < 8
+    near(runs[1]['loss'], runs[0]['loss'] + runs[1]['router_loss'])
+    with pytest.raises(ValueError, match='router_loss: LlamaModel is no mixture of experts; leave it at 0'): RouterLoss(load_policy(checkpoint('llama'), CFG)[0])

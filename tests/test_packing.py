@@ -6,6 +6,7 @@ from hypothesis import given, settings, strategies as st
 import tiny
 import alpaca_farm.core.models as core_models
 import alpaca_farm.core.packing as core_packing
+from alpaca_farm.core.adapters import checkpoint_layers
 from alpaca_farm.core.models import before, hidden_states, logprobs, sequence_logprobs
 from alpaca_farm.core.packing import attention_window, first_fit, pack, packed_states, position_wise, reads_packed
 from alpaca_farm.core.text import collate, rollout_batch
@@ -163,3 +164,6 @@ def test_checkpointed_layers_are_finished():
     sequence_logprobs(model, collate(PROMPTS, ANSWERS, 0)).sum().backward()
     model.gradient_checkpointing_disable()
     assert len(position_wise(model)) == 2
+    checkpoint_layers(model)
+    assert position_wise(model) == []
+    sequence_logprobs(model, collate(PROMPTS, ANSWERS, 0)).sum().backward()

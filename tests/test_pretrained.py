@@ -172,7 +172,7 @@ def test_a_reward_model_on_the_wrong_base(home, tmp_path):
 
 def test_a_difference_is_no_model(home):
     for spec in (str(home[0]/'sft10k'), 'tatsu-lab/alpaca-farm-ppo-human-wdiff', 'GanjinZero/wombat-7b-delta'):
-        with pytest.raises(ValueError, match='recover it with nbs/pretrained.ipynb'): load_policy(spec, Config())
+        with pytest.raises(ValueError, match='recover the model with nbs/pretrained.ipynb'): load_policy(spec, Config())
 
 
 def test_the_released_models():

@@ -103,22 +103,22 @@ def family(name, std=.3, **more):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     torch.manual_seed(0)
-    config = SIZE | FAMILIES.get(name, {}) | more
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config)).eval()
+    attention, config = more.pop('attn_implementation', None), SIZE | (UNPACKED | FAMILIES).get(name, {}) | more
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config), attn_implementation=attention).eval()
     for p in model.parameters():
         if p.ndim == 2: p.data.normal_(std=std)
     return model
 
 
-def letters(template="{{ bos_token }}{% for m in messages %}{{ m.content }}{{ '<sep>' if m.role == 'user' else eos_token }}{% endfor %}"):
+def letters(template="{{ bos_token }}{% for m in messages %}{{ m.content }}{{ '<sep>' if m.role == 'user' else eos_token }}{% endfor %}", last='<sep>'):
     "A tokenizer of 260 tokens, one for each byte, that puts <s> before a text."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
-    special = ['<pad>', '<s>', '</s>', '<sep>']
+    special = ['<pad>', '<s>', '</s>', last]
     tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 1)])
     tokenizer.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=['<sep>'], pad_token='<pad>', bos_token='<s>', eos_token='</s>')
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=[last], pad_token='<pad>', bos_token='<s>', eos_token='</s>')
     tokenizer.chat_template = template
     return tokenizer

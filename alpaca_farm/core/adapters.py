@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['lora_config', 'lora_layers', 'twin', 'view', 'train_in_float32', 'add_adapter', 'own_weights', 'own_tables',
-           'train_token_rows', 'checkpoint_layers', 'base_mark', 'peft_names', 'save_adapter', 'is_adapter', 'base_of',
-           'load_adapter', 'merge', 'add_rows', 'add_saved']
+           'train_token_rows', 'checkpoint_layers', 'base_mark', 'peft_names', 'save_adapter', 'is_adapter',
+           'read_adapter', 'base_of', 'load_adapter', 'merge', 'add_rows', 'add_saved']
 
 # %% ../../nbs/core/adapters.ipynb #ada00004
 import copy, warnings
@@ -164,10 +164,15 @@ def is_adapter(folder) -> bool:
     "Whether a folder holds an adapter instead of a model."
     return (at_root(folder)/'adapter_config.json').is_file()
 
+# %% ../../nbs/core/adapters.ipynb #ada0002a
+def read_adapter(folder) -> dict:
+    "An adapter's settings in the form of `peft`."
+    return read_json(at_root(folder)/'adapter_config.json')
+
 # %% ../../nbs/core/adapters.ipynb #ada00021
 def base_of(folder) -> str:
     "The model under an adapter; an error if it is gone, or not the one that the adapter was trained on."
-    base = read_json(at_root(folder)/'adapter_config.json')['base_model_name_or_path']
+    base = read_adapter(folder)['base_model_name_or_path']
     file = at_root(folder)/'adapter_model.safetensors'
     with open_tensors(file) as f: mark = (f.metadata() or {}).get('base_hash')
     if not mark: return base   # from the hub, or from elsewhere
@@ -186,15 +191,15 @@ def load_adapter(
     fresh: tuple[str, ...] = (),  # weights that are not replaced
 ):
     "Replace a view's own weights by those in a folder; ValueError if they do not fit."
-    own = peft_names(model)
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
-        if not hasattr(model, 'score') and 'base_model.model.score.weight' in f.keys():
-            raise ValueError(f'{folder} holds a reward model, not a policy')
-        for name, p in own.items():
-            if name.endswith(fresh): continue
-            if name not in f.keys() or (t := f.get_tensor(name)).shape != p.shape:
-                raise ValueError(f'{folder}: the adapter does not fit the model at {name}')
-            p.copy_(t)
+        saved = {name: f.get_tensor(name) for name in f.keys()}
+    if not hasattr(model, 'score') and 'base_model.model.score.weight' in saved:
+        raise ValueError(f'{folder} holds a reward model, not a policy')
+    for name, p in peft_names(model).items():
+        if name.endswith(fresh): continue
+        if name not in saved or saved[name].shape != p.shape:
+            raise ValueError(f'{folder}: the adapter does not fit the model at {name}')
+        p.copy_(saved[name])
 
 # %% ../../nbs/core/adapters.ipynb #ada00024
 @torch.no_grad()

@@ -99,12 +99,12 @@ def takes_annotators(run: str) -> bool:
     return name == 'annotators' or methods().get(name, dict(annotators=False))['annotators']
 
 # %% ../../nbs/core/build.ipynb #75e38d91
-def start_notebook(notebook: str, out: str, settings: dict) -> NotebookProcess:
-    "Start a notebook of this project in a process of its own."
+def start_notebook(notebook: str, out: str, settings: dict, variables: dict = {}) -> NotebookProcess:
+    "Start a notebook of this project in a process of its own, with these environment variables."
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
     return NotebookProcess(notebook_path(notebook), Path(f'{folder}.ipynb'), dict(settings, out=str(out)),
-                           Path(f'{folder}.txt'))
+                           Path(f'{folder}.txt'), variables)
 
 # %% ../../nbs/core/build.ipynb #6add8bea
 def wait_for(process, output: Path, name: str):

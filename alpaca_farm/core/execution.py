@@ -122,8 +122,8 @@ def in_fork(notebook: Path, output: Path, parameters: dict, log: Path, environme
 # %% ../../nbs/core/execution.ipynb #f032589f
 class NotebookProcess:
     "A notebook executed in a process of its own, with the methods of `subprocess.Popen` that are used here."
-    def __init__(self, notebook: Path, output: Path, parameters: dict, log: Path):
-        environment = dict(os.environ, **ONE_THREAD)
+    def __init__(self, notebook: Path, output: Path, parameters: dict, log: Path, variables: dict = {}):
+        environment = dict(os.environ, **ONE_THREAD, **variables)
         environment.pop('JPY_SESSION_NAME', None)  # that of the notebook which is open, not of this one
         main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
         try:

@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['Job', 'study_job', 'fraction_done', 'start_job', 'cell_error', 'failure', 'longest_chain', 'ready_jobs',
-           'collect_finished', 'skip_dependents', 'seconds_left', 'progress_text', 'run_jobs', 'run_or_fail',
-           'Interrupted', 'next_step', 'train_or_launch']
+           'collect_finished', 'skip_dependents', 'retry', 'seconds_left', 'progress_text', 'gpu_names', 'Machine',
+           'run_jobs', 'run_or_fail', 'Interrupted', 'next_step', 'train_or_launch']
 
 # %% ../../nbs/core/launch.ipynb #679fd030
 import json, os, time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class Job:
     settings: dict = field(default_factory=dict)  # that differ from the notebook's defaults
     needs: list = field(default_factory=list)     # run folders of the jobs it depends on
     cost: float = 10.       # approximate CPU seconds, to estimate the time left
+    gpus: int = 0           # GPUs it takes for itself; 0 leaves it those that this process sees
+    memory: float = 0.      # GB that must be free for it
 
     def __hash__(self): return hash(self.out)
 
@@ -61,9 +64,10 @@ def fraction_done(job: Job) -> float:
     return last[0]['step'] / total if last else 0.
 
 # %% ../../nbs/core/launch.ipynb #47b8ea10
-def start_job(job: Job) -> NotebookProcess:
-    "Start a job; its output goes to a file beside its notebook."
-    return start_notebook(job.notebook, job.out, job.settings)
+def start_job(job: Job, gpus: list[str] = ()) -> NotebookProcess:
+    "Start a job on these GPUs; its output goes to a file beside its notebook."
+    variables = dict(CUDA_VISIBLE_DEVICES=','.join(gpus)) if gpus else {}
+    return start_notebook(job.notebook, job.out, job.settings, variables)
 
 # %% ../../nbs/core/launch.ipynb #5a856faa
 def cell_error(job: Job) -> str:
@@ -113,6 +117,13 @@ def skip_dependents(jobs, failed):
         lost = next((n for n in j.needs if n in failed), None)
         if lost and j.out not in failed: failed[j.out] = f'{j.out}: not run, since {lost} is missing'
 
+# %% ../../nbs/core/launch.ipynb #30547b21
+def retry(failed: dict, again: Counter, retries: int):
+    "Take the jobs that may be started once more out of `failed`; they go on from their checkpoints."
+    for out in [out for out in failed if again[out] < retries]:
+        print(f'once more, after {failed.pop(out)}')
+        again[out] += 1
+
 # %% ../../nbs/core/launch.ipynb #d1727051
 def seconds_left(jobs, shares: dict, done, failed, workers: int) -> float:
     "Estimate of the time left when these shares of the running jobs are done."
@@ -125,27 +136,70 @@ def progress_text(shares: dict, failed) -> str:
     now = ', '.join(f'{Path(j.out).name} {s:.0%}' for j, s in shares.items())
     return ' '.join([f'[{now}]'] * bool(now) + [f'{len(failed)} FAILED'] * bool(failed))
 
+# %% ../../nbs/core/launch.ipynb #3d7a2079
+def gpu_names() -> list[str]:
+    "The GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."
+    import torch
+    given = os.environ.get('CUDA_VISIBLE_DEVICES')
+    return given.split(',') if given else [str(k) for k in range(torch.cuda.device_count())]
+
+# %% ../../nbs/core/launch.ipynb #3d7a2081
+class Machine:
+    "The cores, GPUs and memory of this machine."
+    def __init__(self, workers: int = 0):  # jobs at a time; 0 for the number of cores
+        self.workers, self.held = workers or len(os.sched_getaffinity(0)), {}
+        self.memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30
+        self.gpus = None   # their names, once a job asks for one
+
+    def check(self, jobs: list[Job]):
+        "ValueError for a job that takes more than there is."
+        gpus, memory = (max((getattr(j, name) for j in jobs), default=0) for name in ('gpus', 'memory'))
+        if gpus and self.gpus is None: self.gpus = gpu_names()
+        if gpus > len(self.gpus or ()):
+            raise ValueError(f'gpus = {gpus}: this machine has {len(self.gpus)}')
+        if memory > self.memory: raise ValueError(f'memory = {memory} GB: this machine has {self.memory:.0f}')
+
+    def free_gpus(self, running) -> list[str]:
+        "The GPUs that no running job holds."
+        held = {g for j in running for g in self.held.get(j, ())}
+        return [g for g in self.gpus or () if g not in held]
+
+    def fits(self, job: Job, running) -> bool:
+        "Whether a job can start beside the running ones."
+        return (len(running) < self.workers and job.gpus <= len(self.free_gpus(running))
+                and sum(j.memory for j in running) + job.memory <= self.memory)
+
+    def start(self, job: Job, running) -> NotebookProcess:
+        "Start a job on GPUs of its own."
+        self.held[job] = self.free_gpus(running)[:job.gpus]
+        return start_job(job, self.held[job]) if job.gpus else start_job(job)
+
 # %% ../../nbs/core/launch.ipynb #3d7a2083
 def run_jobs(
     jobs: list[Job],
     workers: int = 0,  # jobs at a time; 0 for the number of cores
     name: str = 'runs',  # shown in the progress line
     watch=lambda: None,  # called several times a second
+    place=None,        # where they run; this machine when not given
+    retries: int = 0,  # how often a job that has failed is started again
 ) -> list[str]:  # one line for each failure
     "Run all jobs, each after those it needs; return the failures."
-    workers = workers or len(os.sched_getaffinity(0))
-    done, failed, running = set(), {}, {}
+    place = place or Machine(workers)
+    place.check(jobs)
+    done, failed, running, again = set(), {}, {}, Counter()
     show = Progress(name, len(jobs))
     try:
         while len(done) + len(failed) < len(jobs):
             collect_finished(running, done, failed)
-            for job in ready_jobs(jobs, done, failed, running)[:workers - len(running)]:
+            retry(failed, again, retries)
+            for job in ready_jobs(jobs, done, failed, running):
+                if not place.fits(job, running): continue
                 if is_fresh(job.out, job.settings) and not cell_error(job): done.add(job.out)
-                else: running[job] = start_job(job)
+                else: running[job] = place.start(job, running)
             skip_dependents(jobs, failed)
             shares = {j: fraction_done(j) for j in running}
             show(len(done) + len(failed), progress_text(shares, failed),
-                 left=seconds_left(jobs, shares, done, failed, workers))
+                 left=seconds_left(jobs, shares, done, failed, place.workers))
             watch()
             if running: time.sleep(.2)
     finally:

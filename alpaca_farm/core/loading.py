@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer', 'attention_of',
-           'load_weights', 'weights_dtype', 'in_four_bits', 'register_scalar_class']
+           'load_weights', 'weights_dtype', 'in_four_bits', 'load_model', 'register_scalar_class']
 
 # %% ../../nbs/core/loading.ipynb #c0d1f5a2
 import math
 
 import torch
 
-from .adapters import base_of, is_adapter
+from .adapters import add_saved, base_of, is_adapter, merge
 from .files import open_tensors, read_json
 from .paths import ask_hub, at_root, hub_snapshot, looks_like_hub
 from .settings import Config
@@ -39,7 +39,7 @@ def autocast(cfg: Config):
 def model_path(spec: str) -> str:
     "The folder of a model, or its name on the hub; an error for a missing or damaged model."
     if spec.partition('@')[0].endswith(('-wdiff', '-delta')) or (at_root(spec)/'model_sum.txt').exists():
-        raise ValueError(f'{spec} is a difference from a base, not a model: recover it with nbs/pretrained.ipynb')
+        raise ValueError(f'{spec} is a difference from a base: recover the model with nbs/pretrained.ipynb')
     for folder in (at_root(spec)/'model', at_root(spec)):
         files = list(folder.glob('*.safetensors'))
         if not files or not (folder/'config.json').exists(): continue
@@ -132,6 +132,22 @@ def in_four_bits(cfg: Config) -> dict:
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4',
                                       bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype_of(cfg))
     return dict(quantization_config=quantization, device_map={'': device_of(cfg)})
+
+# %% ../../nbs/core/loading.ipynb #ada10002
+def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (), **more):
+    "A model with its adapter, if it is one, added to its weights; arguments as for `load_weights`."
+    folder = model_path(spec)
+    if not is_adapter(folder): return load_weights(kind, spec, dtype, fresh, **more)
+    if 'quantization_config' in more:
+        raise ValueError(f'quantize: {spec} is an adapter, which cannot be added to weights of 4 bits. '
+                         'Name a run with a whole model')
+    model = load_model(kind, base_of(folder), dtype, (*fresh, 'score.weight'), **more)
+    model = merge(add_saved(model, 'saved', folder, fresh))
+    saved = read_json(f'{folder}/config.json')
+    for name in ('likelihood', 'reward_mean', 'reward_std'):
+        if name in saved and 'score.weight' not in fresh: setattr(model.config, name, saved[name])
+    if model.can_generate(): model.generation_config = model.generation_config.from_pretrained(folder)
+    return model
 
 # %% ../../nbs/core/loading.ipynb #cb47d9bb
 def register_scalar_class(spec: str):

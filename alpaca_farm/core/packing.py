@@ -156,7 +156,8 @@ def packed_states(model, packed: Packed) -> torch.Tensor:
 def position_wise(model) -> list:
     "The modules of the last layer that treat every position by itself, in families that name them as Llama does."
     last = (getattr(model.base_model, 'layers', None) or [None])[-1]
-    if getattr(last, 'gradient_checkpointing', False): return []   # the layer is computed again, later
+    if last is None or getattr(last, 'gradient_checkpointing', False) or 'forward' in vars(last):
+        return []   # no such list of layers, or the layer is computed again later (`checkpoint_layers`)
     parts = getattr(getattr(last, 'self_attn', None), 'o_proj', None), getattr(last, 'mlp', None)
     return [] if None in parts or hasattr(parts[1], 'experts') else list(parts)
 

@@ -98,14 +98,15 @@ def reward(
     cfg: Config,           # `ensemble` and `ensemble_coef`, if it has them, combine a list
     template: str = 'auto',
     batch_size: int = 256,
+    loaded: dict = {},     # models and tokenizers of checkpoints that are in memory already
 ):  # records -> list of scores
     "The reward that a setting specifies."
     if isinstance(spec, (list, tuple)):
-        members = [reward(s, cfg, template, batch_size) for s in spec]
+        members = [reward(s, cfg, template, batch_size, loaded) for s in spec]
         how = getattr(cfg, 'ensemble', 'mean'), getattr(cfg, 'ensemble_coef', .5)
         return lambda records: combine_scores([r(records) for r in members], *how).tolist()
     if ':' in spec: return checked_reward(partial(once, resolve(spec)), spec)
-    model, tokenizer = load_scalar(spec, cfg, encoder=True)
+    model, tokenizer = loaded[spec] if spec in loaded else load_scalar(spec, cfg, encoder=True)
     scorer = lambda records: score_records(model, tokenizer, records, template, batch_size)
     return checked_reward(partial(in_parts, scorer), spec)
 

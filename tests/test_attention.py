@@ -1,0 +1,123 @@
+"Attention kernels: the same numbers, packed and padded; which mask and which arguments reach a kernel; what is refused by name."
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import masking_utils
+from transformers.integrations import flex_attention as flex
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import tiny
+from alpaca_farm.core import loading
+from alpaca_farm.core.generation import generate
+from alpaca_farm.core.models import hidden_states, load_policy
+from alpaca_farm.core.packing import reads_packed
+from alpaca_farm.core.settings import HardwareConfig
+from alpaca_farm.core.text import collate
+from test_packing import ANSWERS, PROMPTS, alone
+
+BATCH = collate(PROMPTS, ANSWERS, 0)
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    "Flex attention as plain PyTorch, which needs no compiler."
+    monkeypatch.setattr(flex, 'compile_friendly_flex_attention', lambda *args, training=False, **more: flex.flex_attention(*args, **more))
+    monkeypatch.setattr(masking_utils, 'create_block_mask', lambda *args, _compile=False, **more: flex.create_block_mask(*args, **more))
+
+
+def states_are_those_of_single_rows(model, batch=BATCH):
+    with torch.no_grad():
+        states = hidden_states(model, **batch)
+        for i, (p, a) in enumerate(zip(PROMPTS, ANSWERS)):
+            wanted = alone(model, p, a)
+            torch.testing.assert_close(states[i][batch['mask'][i].bool()], wanted, rtol=1e-3, atol=1e-3*wanted.std().item())
+
+
+def watched(monkeypatch, kind, attend):
+    "The arguments of each call of a kernel, which `attend` stands for."
+    calls = []
+    def kernel(module, query, key, value, attention_mask, **more):
+        calls.append(dict(more, mask=attention_mask, shape=tuple(query.shape)))
+        return attend(module, query, key, value, attention_mask, **more)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, kind, kernel)
+    return calls
+
+
+def flash(module, query, key, value, _, scaling=None, sliding_window=None, cu_seq_lens_q=None, **more):
+    "Flash attention in plain PyTorch: causal, each sequence by itself, within a window."
+    ends = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+    out = []
+    for s, e in zip(ends, ends[1:]):
+        near = torch.ones(e - s, e - s, dtype=torch.bool).tril()
+        if sliding_window: near = near.triu(1 - sliding_window)
+        out.append(F.scaled_dot_product_attention(query[:, :, s:e], key[:, :, s:e], value[:, :, s:e], attn_mask=near, scale=scaling))
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+@pytest.mark.parametrize('family', ['llama', 'qwen3', 'gpt_neox', 'mistral', 'qwen3_moe'])
+def test_flash_attention_gets_the_lengths_of_sequences_without_padding(family, monkeypatch):
+    "Mistral's window is shorter than the sequences: it applies within each of them."
+    model = tiny.family(family, **dict(sliding_window=5) if family == 'mistral' else {})
+    model.config._attn_implementation = 'flash_attention_2'
+    calls = watched(monkeypatch, 'flash_attention_2', flash)
+    assert reads_packed(model)
+    calls.clear()
+    states_are_those_of_single_rows(model)
+    lengths = torch.tensor([len(p + a) for p, a in zip(PROMPTS, ANSWERS)])
+    for c in calls[:2]:
+        assert c['mask'] is None and c['shape'][0] == 1 and c['shape'][2] == lengths.sum()
+        for side in 'qk':
+            assert c[f'cu_seq_lens_{side}'].tolist() == [0, *lengths.cumsum(0).tolist()] and c[f'cu_seq_lens_{side}'].dtype == torch.int32
+            assert c[f'max_length_{side}'] == lengths.max()
+    assert all(c.get('cu_seq_lens_q') is None for c in calls[2:])   # the rows alone
+
+
+@pytest.mark.parametrize('family', ['llama', 'gemma2', 'qwen3', 'phi3'])
+def test_flex_attention_reads_packed_rows(family, uncompiled, monkeypatch):
+    model = tiny.family(family, **dict(attn_implementation='flex_attention', head_dim=16, hidden_size=64))
+    assert model.config._attn_implementation == 'flex_attention' and reads_packed(model)
+    calls = watched(monkeypatch, 'flex_attention', flex.flex_attention_forward)
+    with torch.no_grad(): hidden_states(model, **BATCH)
+    assert all(isinstance(c['mask'], flex.BlockMask) for c in calls)
+    assert calls[0]['shape'][0] * calls[0]['shape'][2] < .5 * BATCH['ids'].numel()   # prompts are shared
+    states_are_those_of_single_rows(model)
+
+
+def test_right_padding_reaches_the_causal_kernel(monkeypatch):
+    "It was taken for packed rows, and a mask was built."
+    model = tiny.family('llama')
+    model.base_model.reads_packed = False
+    calls = watched(monkeypatch, 'sdpa', ALL_ATTENTION_FUNCTIONS['sdpa'])
+    for batch, masked in ((BATCH, False), ({k: F.pad(v, (0, 9)) for k, v in BATCH.items()}, True), (collate(PROMPTS, ANSWERS, 0, 'left'), True)):
+        calls.clear()
+        with torch.no_grad(): hidden_states(model, **batch)
+        assert [c['mask'] is not None for c in calls] == [masked]*2
+        states_are_those_of_single_rows(model, batch)
+
+
+@pytest.mark.parametrize('kind', ['eager', 'flex_attention'])
+def test_a_run_asks_for_its_kernel(kind, tmp_path, uncompiled):
+    "At loading; sampling uses one that takes a mask, and gives the same answers."
+    tiny.family('llama', vocab_size=260).save_pretrained(tmp_path)
+    tiny.letters().save_pretrained(tmp_path)
+    load = lambda attention: load_policy(str(tmp_path), HardwareConfig(device='cpu', attention=attention))[0]
+    default, model = load('auto'), load(kind)
+    assert default.config._attn_implementation == 'sdpa' and model.config._attn_implementation == kind
+    written = [[s.tokens for s, in generate(m, None, PROMPTS, max_new_tokens=8, temperature=0)] for m in (default, model)]
+    assert written[0] == written[1] and model.config._attn_implementation == kind
+
+
+def test_what_is_missing_is_named(tmp_path):
+    tiny.family('bloom').save_pretrained(tmp_path)
+    load = lambda attention: load_policy(str(tmp_path), HardwareConfig(device='cpu', attention=attention))
+    with pytest.raises(ValueError, match=r"attention = 'flash_attention_2' needs a GPU and the package flash-attn \(pip install"): load('flash_attention_2')
+    with pytest.raises(ValueError, match=rf"{tmp_path}: .* attention = 'flex_attention' \(BloomForCausalLM does not support"): load('flex_attention')
+
+
+@pytest.mark.parametrize('family, dtype, kind', [('llama', 'auto', 'flash_attention_2'), ('llama', 'float32', None), ('bloom', 'auto', None)])
+def test_automatic_choice_on_a_gpu(family, dtype, kind, tmp_path, monkeypatch):
+    tiny.family(family).save_pretrained(tmp_path)
+    monkeypatch.setattr('transformers.utils.is_flash_attn_2_available', lambda: True)
+    assert loading.attention_of(str(tmp_path), HardwareConfig(device='cuda', dtype=dtype)) == kind
+    assert loading.attention_of(str(tmp_path), HardwareConfig(device='cpu', dtype='bfloat16')) is None

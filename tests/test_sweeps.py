@@ -1,0 +1,84 @@
+"""Sweeps: jobs for every combination of settings, here and on a Ray cluster."""
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import tiny
+from alpaca_farm.core import launch
+from alpaca_farm.core.launch import Job, Machine, run_jobs
+from alpaca_farm.core.runs import read_log
+from alpaca_farm.core.sweeps import Cluster, sweep, sweep_jobs
+
+
+def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp_path, capfd):
+    fixed = tiny.settings('reward_model', base)
+    fixed.pop('learning_rate')
+    command = [sys.executable, '-m', 'alpaca_farm.core.sweeps', 'reward_model', '--out', str(tmp_path/'s'), '--workers', '1',
+               '-g', 'learning_rate', '0.001', '0.003', *(x for k, v in fixed.items() for x in ('-p', k, str(v)))]
+    done = subprocess.run(command, cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and 'learning_rate-0.003' in done.stdout, done.stdout + done.stderr
+    table = pd.read_csv(tmp_path/'s'/'table.csv')
+    assert list(table.learning_rate) == [.001, .003] and table.accuracy.between(0, 1).all() and (tmp_path/'s'/'figure.png').stat().st_size > 5000
+    before = {p: p.stat().st_mtime for p in tmp_path.glob('s/*/summary.json')}
+    again = sweep('reward_model', dict(learning_rate=[.001, .003]), str(tmp_path/'s'), **fixed)
+    assert len(before) == 2 and before == {p: p.stat().st_mtime for p in before} and again.accuracy.tolist() == table.accuracy.tolist()
+
+
+def test_an_invalid_sweep_starts_nothing(base, tmp_path):
+    given = tiny.settings('reward_model', base)
+    for grid, more, message in ((dict(lr=[1.]), {}, 'lr is not a setting'), (dict(epochs=[]), {}, 'at least one value'), (dict(epochs=2), {}, 'at least one value'),
+                                (dict(epochs=[1, 1]), {}, 'would be named'), (dict(policy=['a/b', 'a.b']), {}, 'policy'), (dict(epochs=[0]), {}, 'epochs = 0'),
+                                (dict(out=['a']), {}, 'out is not a setting'), (dict(seed=[0]), dict(gpus=99), 'this machine has 0'),
+                                (dict(seed=[0]), dict(memory=1e6), 'memory = 1000000.0 GB')):
+        with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
+            sweep('reward_model', grid, str(tmp_path/'s'), **more, **{k: v for k, v in given.items() if k not in grid})
+    with pytest.raises(ValueError, match='no notebook of that name'): sweep('pppo', dict(seed=[0]))
+    assert not (tmp_path/'s').exists()
+
+
+def test_jobs_get_gpus_of_their_own_and_failed_ones_are_started_again(monkeypatch, tmp_path, capsys):
+    started, lasts = [], ['sh', '-c', 'sleep .3']
+    def start(job, gpus=()):
+        started.append((job.out, tuple(gpus)))
+        return subprocess.Popen(['false'] if job.out == 'a' and len(started) < 3 else lasts)
+    monkeypatch.setattr(launch, 'start_job', start)
+    monkeypatch.setattr(launch, 'gpu_names', lambda: ['4', '5', '7'])
+    jobs = [Job(name, 'toy', gpus=n) for name, n in (('a', 1), ('b', 2), ('c', 2))]
+    assert run_jobs(jobs, 3, retries=1) == []
+    names = [name for name, _ in started]
+    assert names.count('a') == 2 and 'once more, after a' in capsys.readouterr().out
+    assert {g for name, gpus in started[:2] for g in gpus} == {'4', '5', '7'} and len(started[-1][1]) == 2   # c waits for two that are free
+    started.clear()
+    assert [line[0] for line in run_jobs(jobs[:1], 1)] == ['a']   # and not without `retries`
+    machine = Machine(4)
+    machine.memory = 10.
+    assert [machine.fits(Job('y', 'toy', memory=m), {Job('x', 'toy', memory=6.): None}) for m in (4., 5.)] == [True, False]
+
+
+def test_jobs_of_a_cluster_survive_the_loss_of_a_machine(base, tmp_path):
+    ray = pytest.importorskip('ray')
+    from ray.cluster_utils import Cluster as Machines
+    machines = Machines()
+    for _ in range(2): machines.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
+    lost = machines.list_all_nodes()[1]
+    try:
+        place = Cluster(machines.address, retries=2)
+        assert place.workers == 2
+        with pytest.raises(ValueError, match='no machine of the cluster'): place.check([Job('a', 'toy', gpus=1)])
+        given = tiny.settings('sft', base, epochs=25, checkpoint_every=1, eval_instances=4)
+        jobs = sweep_jobs('sft', dict(seed=[0, 1]), str(tmp_path/'s'), **given)
+        def watch():
+            nonlocal lost
+            if lost and all(len(read_log(j.out)) > 3 for j in jobs): lost = machines.remove_node(lost, allow_graceful=False)
+        assert run_jobs(jobs, place=place, watch=watch, retries=1) == []
+    finally:
+        ray.shutdown()
+        machines.shutdown()
+    assert lost is None
+    for j in jobs:
+        steps = [r['step'] for r in read_log(j.out)]
+        assert steps == list(range(1, len(steps) + 1)) and (Path(j.out)/'summary.json').exists()
