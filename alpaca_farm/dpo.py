@@ -228,8 +228,7 @@ def cached_logprobs(policy, prompts: list, answers: list, pad_id: int, temperatu
 @torch.no_grad()
 def kto_baseline(policy, parts, temperature: float = 1.) -> torch.Tensor:
     "z_0 of a whole batch, given in parts: the mean log-ratio of its mismatched answers, at least 0."
-    ratios = [(sequence_logprobs(policy, part, temperature) - part['reference'])[part['weight'] > 0]
-              for part in parts]
+    ratios = [(sequence_logprobs(policy, p, temperature) - p['reference'])[p['weight'] > 0] for p in parts]
     return torch.cat(gather_all(torch.cat(ratios).cpu())).mean().clamp(min=0)
 
 # %% ../nbs/dpo.ipynb #ecbe3d50

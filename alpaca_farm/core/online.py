@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['OnlineConfig', 'load_prompts', 'prompt_indices', 'sample_rollout', 'in_micro_batches', 'end_scores', 'rollout_scores',
-           'score_statistics', 'CheckpointSelector', 'save_checkpoints', 'finish_run']
+           'score_statistics', 'CheckpointSelector', 'save_checkpoints', 'best_policy', 'finish_run']
 
 # %% ../../nbs/core/online.ipynb #cdfef8f0
 from dataclasses import dataclass
 
 import torch
 
+from .adapters import load_adapter
 from .answers import (answer_eval_split, AnswerConfig, end_turns, load_split,
     prompt_fields, sample_answers, SampleConfig)
 from .comparisons import pair_up, with_verdict
@@ -173,15 +174,24 @@ def save_checkpoints(trainer: Trainer, policy, tokenizer, figures: dict, cfg: On
     won = figures.get('val_win_rate', -1. if cfg.annotators else float(trainer.step))
     if won > trainer.extra.get('best', -1.) and (cfg.annotators or trainer.step == trainer.total):
         trainer.extra.update(best=won, best_step=trainer.step)
-        save_model(policy, tokenizer, trainer.run)
+        save_model(policy, tokenizer, trainer.run, whole=False)
     if cfg.save_every and trainer.step % cfg.save_every == 0:
         save_model(policy, tokenizer, trainer.run, f'model-{trainer.step}')
+
+# %% ../../nbs/core/online.ipynb #ada30001
+def best_policy(run, trainer: Trainer, tokenizer):
+    "The chosen policy: read from its files; or its adapter alone, and the whole model is written."
+    policy = trainer.plain['policy']
+    if not hasattr(policy, 'adapter'):
+        return load_policy(str(run.folder), run.cfg, train=True, frozen=True)[0]
+    load_adapter(policy, run.path('adapter'))
+    save_model(policy, tokenizer, run)
+    return policy
 
 # %% ../../nbs/core/online.ipynb #6852020e
 def finish_run(run, trainer: Trainer, tokenizer, reference, too_long: int, plain=None, **more):
     "Answer the eval split with the chosen policy and write the summary; `plain` as for `answer_eval_split`."
-    best_policy = load_policy(str(run.folder), run.cfg, train=True)[0]
-    answered = answer_eval_split(best_policy, tokenizer, run, reference, plain)
+    answered = answer_eval_split(best_policy(run, trainer, tokenizer), tokenizer, run, reference, plain)
     log, best_step = read_log(run.folder), trainer.extra['best_step']
     best = next(r for r in log if r['step'] == best_step)
     figures = {k: best[k] for k in ('reward', 'val_win_rate', 'val_standard_error') if k in best}
