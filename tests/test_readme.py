@@ -70,6 +70,15 @@ def check(command):
         module = next(w for w in words[words.index('-m') + 1:] if not w.startswith('-'))
         if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
         options = words[words.index(module) + 1:]
+        if module == 'alpaca_farm.core.sweeps':   # a notebook, then -g setting values..., -p setting value
+            parts = ' '.join(options[1:]).replace('-p ', '-g ').split('-g ')[1:]
+            for name, *values in map(str.split, parts):
+                for value in values: check_settings(options[0], {name: value})
+            return
+        if '-f' in options:
+            file = tiny.ROOT/options.pop(options.index('-f') + 1)
+            options.remove('-f')
+            if file.exists(): check_settings(module.removeprefix('alpaca_farm.'), yaml.safe_load(file.read_text()))
         settings = dict(zip(options[::2], options[1::2]))
         check_settings(module.removeprefix('alpaca_farm.'), {k.removeprefix('--'): yaml.safe_load(v) if v[0] == '[' else v for k, v in settings.items()})
 
@@ -144,6 +153,14 @@ SCRIPTS = """sft.sh reward_modeling.sh rlhf_ppo.sh best_of_n.py expiter.sh rlhf_
     format_input_prompts.py postprocess.py evaluate_outputs.py gpt4_compare.py format_context_distillation_training_data.py rlaif rlcd_rescore
     response_gen.sh split_files.py scoring_responses.sh make_data.py train.sh train_wombat7b.sh train_wombat7b_gpt4.sh clean_gpt4_compare.py
     single_sentence_inference.py apply_delta.py recover_wombat_7b.sh""".split()
+
+
+@pytest.mark.parametrize('command', [c for c in commands(COMING) if c.startswith('papermill')], ids=lambda c: c.split()[2])
+def test_commands_beside_theirs_are_within_bounds(command):
+    "The settings fit each other too; what they read need not be there."
+    words = shlex.split(command)
+    cls = config_class(words[1].rpartition('/')[2].removesuffix('.ipynb'))
+    cls(**{k: v for k, v in given(words[3:]).items() if k not in {*cls.inputs} - {'annotators'} or not v})
 
 
 def test_every_command_of_their_readmes_is_in_the_table():

@@ -232,8 +232,8 @@ class TrainConfig(HardwareConfig):
         super().__post_init__()
         self.bounds(learning_rate=(0, None), warmup=(0, 1), batch_size=(1, None),
                     micro_batch_size=(0, None), weight_decay=(0, None),
-                    adam_eps=(0, None), max_grad_norm=(0, None), router_loss=(0, None), checkpoint_every=(1, None),
-                    save_total_limit=(0, None))
+                    adam_eps=(0, None), max_grad_norm=(0, None), router_loss=(0, None),
+                    checkpoint_every=(1, None), save_total_limit=(0, None))
         self.one_of('lr_schedule', 'cosine', 'linear', 'constant')
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f'betas = {self.betas}: give two numbers from 0 to below 1')

@@ -74,7 +74,7 @@ def adamw(groups: list[dict], cfg: TrainConfig):
 
 # %% ../../nbs/core/training.ipynb #379b3f0d
 class RouterLoss:
-    "The load-balancing loss of a model's forward passes with gradients since the last call; ValueError without experts."
+    "The balancing loss of a model's forward passes with gradients since the last call; needs experts."
     def __init__(self, model):
         trunk, self.logits = model.base_model, []
         router = (getattr(trunk, '_can_record_outputs', None) or {}).get('router_logits')
@@ -89,9 +89,8 @@ class RouterLoss:
     def find_tokens(self, trunk, args, given):
         "Note which tokens of a batch are real."
         ids, mask = given['input_ids'], given.get('attention_mask')
-        if mask is None: mask = torch.ones_like(ids)                                        # nearly no padding
-        elif isinstance(mask, torch.Tensor) and mask.ndim == 2: mask = mask.clone()
-        else: mask = (ids != 0) | (given['position_ids'] != 0)                              # of packed rows
+        if mask is None: mask = torch.ones_like(ids)     # nearly no padding
+        elif len(mask.shape) == 4: mask = (ids != 0) | (given['position_ids'] != 0)     # packed rows
         self.real = mask.bool().flatten()
 
     def record(self, router, args, out):
