@@ -18,6 +18,8 @@ from .processes import add_up, rank
 from .progress import Progress
 from .runs import Run
 from .settings import TrainConfig
+from .sharding import (clip_gradients, divided_like, hold_layers, load_whole_state,
+    shard_layers, whole_state)
 
 # %% ../../nbs/core/training.ipynb #a48b3ec0
 def learning_rate(
@@ -91,31 +93,42 @@ class Trainer:
         self.plain, self.models = dict(models), []
         for m in models.values():   # no wrapper for several processes: `update` adds their gradients itself
             self.models.append(self.accelerator.prepare_model(m, evaluation_mode=True))
+            if self.cfg.sharding == 'fsdp' and rank()[1] > 1: shard_layers(m, dtype_of(self.cfg))
         groups = [g for name, m in models.items()
                   for g in param_groups(m, rates.get(name, self.cfg.learning_rate), self.cfg.weight_decay)]
         optimizer = adamw(groups, self.cfg)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         self.parameters = [p for m in models.values() for p in own_weights(m).values() if p.requires_grad]
+        self.divided = any(hasattr(p, 'full_tensor') for p in self.parameters)
+        if self.divided:   # one kernel takes either wholes or parts
+            for g in optimizer.param_groups: g.update(foreach=False, fused=False)
+        self.hold(True)
+
+# %% ../../nbs/core/training.ipynb #fb68c22c
+@patch
+def hold(self: Trainer, together: bool):
+    "Gather divided layers for whatever comes between updates, or drop what other processes keep."
+    for m in self.plain.values(): hold_layers(m, together)
 
 # %% ../../nbs/core/training.ipynb #b9ef9057
 @patch
 def split(self: Trainer, batch: dict):
-    "The micro-batches of this process's part of a batch; a first row of weight 0 if it has none."
+    "The micro-batches of this process's part of a batch, as many in all; one it lacks is a row of weight 0."
     n, (k, processes) = len(batch['weight']), rank()
     size = self.cfg.micro_batch_size or n
     own_rows = list(range(k, n, processes))
-    if not own_rows: own_rows, batch = [0], dict(batch, weight=0 * batch['weight'])
-    for at in range(0, len(own_rows), size):
+    for at in range(0, -(-n // processes), size):
         rows = own_rows[at:at + size]
-        yield {name: t[rows].to(self.accelerator.device) for name, t in batch.items()}
+        micro = {name: t[rows or [0]].to(self.accelerator.device) for name, t in batch.items()}
+        yield micro if rows else dict(micro, weight=0 * micro['weight'])
 
 # %% ../../nbs/core/training.ipynb #8cff5f41
 @patch
 def add_gradients(self: Trainer):
     "Give every process the sum of all processes' gradients."
     if rank()[1] == 1: return
-    for p in self.parameters:
-        if p.grad is not None: add_up(p.grad)
+    for p in self.parameters:   # those of divided layers have been added up in the backward pass
+        if p.grad is not None and not hasattr(p, 'full_tensor'): add_up(p.grad)
 
 # %% ../../nbs/core/training.ipynb #8cff5f40
 @patch
@@ -128,15 +141,18 @@ def update(self: Trainer,
     for g in self.optimizer.param_groups: g['lr'] = g['peak'] * share
     weight = batch['weight'].sum().float().to(self.accelerator.device)  # every process holds the whole batch
     sums = {}
+    self.hold(False)
     for micro in self.split(batch):
         w = micro['weight']
         with self.accelerator.autocast(): figures = loss(micro)
         self.accelerator.backward((figures['loss'] * w).sum() / weight)
         for k, v in figures.items(): sums[k] = sums.get(k, 0) + (v.detach() * w).sum()
     self.add_gradients()
-    norm = self.accelerator.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm or math.inf)
+    clip = clip_gradients if self.divided else self.accelerator.clip_grad_norm_
+    norm = clip(self.parameters, self.cfg.max_grad_norm or math.inf)
     self.optimizer.step()
     self.optimizer.zero_grad()
+    self.hold(True)
     return ({k: (add_up(v) / weight).item() for k, v in sums.items()}
             | dict(grad_norm=float(norm), lr=share * self.cfg.learning_rate))
 
@@ -176,7 +192,7 @@ def save(self: Trainer):
                cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
     weights = {name: own_weights(m) if hasattr(m, 'adapter') else unique_weights(m)
                for name, m in self.plain.items()}
-    self.run.save(step=self.step, weights=weights, optimizer=self.optimizer.state_dict(),
+    self.run.save(step=self.step, weights=weights, optimizer=whole_state(self.optimizer),
                   rng=rng, extra=self.extra)
 
 # %% ../../nbs/core/training.ipynb #4a143a73
@@ -184,8 +200,11 @@ def save(self: Trainer):
 def restore(self: Trainer, state: dict):
     "Restore the state of a checkpoint."
     for name, m in self.plain.items():
-        m.load_state_dict(state['weights'][name], strict=False)  # a tied head is not in it
-    self.optimizer.load_state_dict(state['optimizer'])
+        own, weights = m.state_dict(), state['weights'][name]
+        weights = {k: divided_like(v, own.get(k, v)) for k, v in weights.items()}
+        m.load_state_dict(weights, strict=False)  # a tied head is not in it
+    load_whole_state(self.optimizer, state['optimizer'])
+    self.hold(True)
     torch.set_rng_state(state['rng']['cpu'])
     if state['rng']['cuda']: torch.cuda.set_rng_state_all(state['rng']['cuda'])
     self.step, self.extra = state['step'], state['extra']
