@@ -178,7 +178,7 @@ def check_push(name: str):
     if name and not re.fullmatch(r'[\w.-]+/[\w.-]+', name):
         raise ValueError(f'push_to_hub = {name!r}: write owner/name, the repository on the hub')
     if name and not get_token():
-        raise ValueError(f'push_to_hub = {name!r}: there is no token; set HF_TOKEN to one that may write there')
+        raise ValueError(f'push_to_hub = {name!r}: there is no token; set HF_TOKEN to one that may write')
 
 # %% ../../nbs/core/runs.ipynb #11a03652
 def push_model(run: Run):
@@ -242,7 +242,7 @@ def find_run(cfg: Config, train, reads: tuple = ()) -> Run:
     run.outdated = outdated(run.folder, old, run.config)
     run.done = bool(old) and not run.outdated and run.folder.joinpath('summary.json').exists()
     if len(set(gather_all(run.config['fingerprint']))) > 1:
-        raise ValueError(f'out = {cfg.out}: its machines differ in code or inputs; make them the same')
+        raise ValueError(f'out = {cfg.out}: its processes differ in code or inputs; make those of its machines equal')
     if run.done: resume_finished(run, old)
     return run
 
