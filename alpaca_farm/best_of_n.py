@@ -31,7 +31,7 @@ class BestOfNConfig(SampleConfig, RewardConfig):
     policy: str = 'runs/sft'     # policy that answers
     sampler: str = ''            # endpoint that samples, such as http://localhost:8000/v1; empty: in process
     reward_model: str | list[str] = 'runs/reward_model'  # a checkpoint, "module:function", a list, or empty
-    data: str = 'runs/world'     # dataset folder, file or hub dataset with instructions
+    data: str = 'runs/world'     # folder, file or hub dataset owner/name:config with instructions
     columns: str = ''            # names of columns: ours and yours, joined by an equals sign
     split: str = 'eval'          # split whose instructions are answered
     n: int = 16                  # samples for each instruction

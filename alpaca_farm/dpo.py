@@ -34,9 +34,9 @@ from .core.training import batches, Trainer, weights_hash
 class DPOConfig(TrainConfig, AnswerConfig):
     "Settings of DPO and its family."
     out: str = 'runs/dpo'                 # run folder
-    preferences: str = 'runs/annotators'  # preference records: a run of annotators, or a file
+    preferences: str = 'runs/annotators'  # a run of annotators, a file, or owner/name:config on the hub
     policy: str = 'runs/sft'              # policy to start from, and the reference
-    data: str = 'runs/world'              # dataset folder whose eval split is answered at the end
+    data: str = 'runs/world'              # folder or hub dataset whose eval split is answered at the end
     loss_type: str = 'sigmoid'            # the preference loss; sigmoid is DPO, an unknown name lists all
     beta: float = 0.3                     # KL weight; 0.3 for hinge, robust, kto, 0.1 for ipo, 0.5 for simpo
     temperature: float = 1.0              # of the log-probs: that at which the answers were sampled

@@ -23,7 +23,7 @@ from .core.training import batches, Trainer
 class SFTConfig(TrainConfig, AnswerConfig):
     "Settings of supervised fine-tuning."
     out: str = 'runs/sft'         # run folder
-    data: str = 'runs/world'      # dataset folder, file or hub dataset with demonstrations
+    data: str = 'runs/world'      # folder, file or hub dataset owner/name:config with demonstrations
     split: str = 'sft'            # split to train on
     val_split: str = 'val'        # held-out split for the likelihood before and after; empty for none
     policy: str = 'runs/world'    # the base model
