@@ -15,9 +15,11 @@ from .core.answers import preflight, sample_answers, SampleConfig, within_prompt
 from .core.data import load_records, without_lists
 from .core.files import append_lines, read_lines
 from .core.models import load_policy
+from .core.paths import at_root
 from .core.progress import Progress
 from .core.rewards import label_count, reward, RewardConfig
 from .core.runs import start
+from .core.served import check_sampler, use_sampler
 from .core.settings import command
 from .core.stats import kl_best_of_n, kl_best_of_n_estimate
 
@@ -27,8 +29,9 @@ class BestOfNConfig(SampleConfig, RewardConfig):
     "Settings of best-of-n."
     out: str = 'runs/best_of_n'  # run folder
     policy: str = 'runs/sft'     # policy that answers
+    sampler: str = ''            # endpoint that samples, such as http://localhost:8000/v1; empty: in process
     reward_model: str | list[str] = 'runs/reward_model'  # a checkpoint, "module:function", a list, or empty
-    data: str = 'runs/world'     # dataset folder, file or hub dataset with instructions
+    data: str = 'runs/world'     # folder, file or hub dataset owner/name:config with instructions
     columns: str = ''            # names of columns: ours and yours, joined by an equals sign
     split: str = 'eval'          # split whose instructions are answered
     n: int = 16                  # samples for each instruction
@@ -40,6 +43,7 @@ class BestOfNConfig(SampleConfig, RewardConfig):
 
     def check(self):
         self.bounds(n=(1, None), skip=(0, None), max_instances=(0, None), chunk=(1, None))
+        check_sampler(self)
         if self.temperature == 0 and self.n > 1 and not self.samples:
             raise ValueError(f'temperature = 0 draws the same answer n = {self.n} times: '
                              'raise it, or set n = 1')
@@ -74,6 +78,7 @@ def select_instructions(records: list[dict], cfg: BestOfNConfig) -> list[dict]:
 def sampled_source(cfg: BestOfNConfig, rewards=None):
     "The instructions that fit, a function that samples answers to some of them, and how many did not fit."
     policy, tokenizer = load_policy(cfg.policy, cfg)
+    use_sampler(policy, cfg, at_root(cfg.out))
     records = select_instructions(load_records(cfg.data, cfg.split, columns=cfg.columns), cfg)
     preflight(cfg, ('split',), policy, tokenizer, reward=rewards)
     fit = within_prompt_limit(records, tokenizer, cfg)

@@ -37,7 +37,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     method: str = 'reward_conditioning'   # feedme (imitate good answers) or reward_conditioning (all)
     preferences: str = 'runs/annotators'  # preferences, or records with `output` and `label`: a run or a file
     policy: str = 'runs/sft'              # where training starts, and the reference
-    data: str = 'runs/world'              # dataset folder whose eval split is answered at the end
+    data: str = 'runs/world'              # folder or hub dataset whose eval split is answered at the end
     token_times: int = 8                  # copies of the token in a prompt; a single one has little effect
     jitter: float = 3.0                   # noise of the tokens' initial embeddings, in sd of the others
     epochs: int = 1                       # passes over the answers

@@ -41,8 +41,8 @@ def columns_of(columns: list[str]) -> dict[str, str]:
     parts = [c.partition(':') for c in columns]
     for name, _, names in parts:
         if name.strip() not in OWN_DATA or '=' not in names:
-            raise ValueError(f'columns = {columns}: write "prompts: instruction=question", with the setting of '
-                             f'the file first, one of {", ".join(OWN_DATA)}')
+            raise ValueError(f'columns = {columns}: write "prompts: instruction=question", with the '
+                             f'setting of the file first, one of {", ".join(OWN_DATA)}')
     return {name.strip(): names.strip() for name, _, names in parts}
 
 # %% ../nbs/bring_your_own.ipynb #69887a32
@@ -62,7 +62,7 @@ class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     split: str = 'eval'               # split of them, where there are several
     preferences: str = 'runs/annotators'  # your preferences: a file, a run of annotators or a hub dataset
     demonstrations: str = ''          # file of instructions with good outputs for SFT; empty to leave it out
-    columns: list[str] = field(default_factory=list)  # yours, as in "preferences: output_1=a,output_2=b"
+    columns: list[str] = field(default_factory=list)  # names of yours, by file: see `columns_of`
     judge: str = 'alpaca_farm.world:held_out_people'  # judge of the board, as in the annotators notebook
     methods: list[str] = field(default_factory=lambda: ['best_of_n', 'dpo'])  # of those in METHODS
     n: int = 8                        # samples of best-of-n for each prompt

@@ -37,7 +37,7 @@ class DecodingConfig(SampleConfig, JudgedConfig):
     reference: str = 'runs/sft'     # policy whose answers theirs are compared with
     temperature: float = 1.0        # of the reference's answers
     annotators: str = 'alpaca_farm.world:people'  # judges of the answers, as in the annotators notebook
-    data: str = 'runs/world'        # dataset folder, file or hub dataset with instructions
+    data: str = 'runs/world'        # folder, file or hub dataset owner/name:config with instructions
     columns: str = ''               # names of columns: ours and yours, joined by an equals sign
     split: str = 'val'              # split on which the temperature is chosen
     max_instances: int = 0          # use only the first n instructions of it; 0 for all

@@ -34,9 +34,9 @@ from .core.training import batches, Trainer, weights_hash
 class DPOConfig(TrainConfig, AnswerConfig):
     "Settings of DPO and its family."
     out: str = 'runs/dpo'                 # run folder
-    preferences: str = 'runs/annotators'  # preference records: a run of annotators, or a file
+    preferences: str = 'runs/annotators'  # a run of annotators, a file, or owner/name:config on the hub
     policy: str = 'runs/sft'              # policy to start from, and the reference
-    data: str = 'runs/world'              # dataset folder whose eval split is answered at the end
+    data: str = 'runs/world'              # folder or hub dataset whose eval split is answered at the end
     loss_type: str = 'sigmoid'            # the preference loss; sigmoid is DPO, an unknown name lists all
     beta: float = 0.3                     # KL weight; 0.3 for hinge, robust, kto, 0.1 for ipo, 0.5 for simpo
     temperature: float = 1.0              # of the log-probs: that at which the answers were sampled
@@ -59,7 +59,8 @@ class DPOConfig(TrainConfig, AnswerConfig):
     def check(self):
         if self.eval_every and not self.held_out:
             raise ValueError(f'eval_every = {self.eval_every} measures held-out pairs: set held_out, to 200')
-        self.bounds(held_out=(0, None), eval_every=(0, None), beta=(1e-8, None), temperature=(1e-6, None), label_smoothing=(0, .499),
+        self.bounds(held_out=(0, None), eval_every=(0, None), beta=(1e-8, None), temperature=(1e-6, None),
+                    label_smoothing=(0, .499),
                     target_margin=(0, None), desirable_weight=(0, None), undesirable_weight=(0, None),
                     epochs=(1, None), max_length=(2, None), max_instances=(0, None), save_every=(0, None))
         self.one_of('loss_type', *PREFERENCE_LOSSES, *OTHER_LOSSES)
@@ -290,26 +291,21 @@ def add_reference(self: LabelledAnswers, policy):
 
 # %% ../nbs/dpo.ipynb #cea9a803
 @patch
-def labelled_rows(self: LabelledAnswers, rows: list[int]) -> dict[str, torch.Tensor]:
-    "A batch of the given records."
+def labelled_batch(self: LabelledAnswers, step: int = 0, rows: list[int] = ()) -> dict[str, torch.Tensor]:
+    "The batch of a step, from 1, or of the given records."
+    rows = list(rows) or self.order[step - 1]
     good, constant = self.good[rows], lambda v: torch.full((len(rows),), float(v))
     share, other = (constant(max(s, 1e-6) / len(rows)) for s in (good.sum(), (1 - good).sum()))
     return dict(answer_batch(self.prompts, self.answers, rows, self.pad_id),
                 reference=self.reference[rows], good=good, baseline=constant(0),
                 share=share, other_share=other)
 
-# %% ../nbs/dpo.ipynb #775d6327
-@patch
-def labelled_batch(self: LabelledAnswers, step: int) -> dict[str, torch.Tensor]:
-    "The batch of a step, from 1."
-    return self.labelled_rows(self.order[step - 1])
-
 # %% ../nbs/dpo.ipynb #09d773ea
 @patch
 def held_out_batches(self: LabelledAnswers, baseline: torch.Tensor):
     "The batches of the records held out."
     for at in range(0, len(self.held_out), self.cfg.batch_size):
-        batch = self.labelled_rows(self.held_out[at:at + self.cfg.batch_size])
+        batch = self.labelled_batch(rows=self.held_out[at:at + self.cfg.batch_size])
         yield dict(batch, baseline=batch['baseline'] + baseline[0])
 
 # %% ../nbs/dpo.ipynb #67ea7ebf

@@ -31,7 +31,7 @@ MAX_SAMPLES = 1000  # for each instruction
 class OpenaiBaselinesConfig(ApiConfig):
     "Settings of reference answers."
     out: str = 'runs/openai_baselines'  # run folder
-    data: str = 'runs/world'            # dataset folder, file or hub dataset with instructions
+    data: str = 'runs/world'            # folder, file or hub dataset owner/name:config with instructions
     columns: str = ''                   # names of columns: ours and yours, joined by an equals sign
     split: str = 'eval'                 # the split that is answered
     baseline: str = ''                  # a model of the table above; empty: no requests are sent

@@ -21,6 +21,7 @@ from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.rewards import reward
 from .core.runs import start
+from .core.served import use_sampler
 from .core.settings import command
 from .core.text import same_vocabulary
 from .core.training import Trainer
@@ -235,6 +236,7 @@ def train(cfg: PPOConfig):
     reference = load_reference(policy, cfg)
     value = value_model(cfg, policy)
     reward_of = reward_beside(policy, value, cfg)
+    use_sampler(policy, cfg, run.folder)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
     preflight(cfg, ('split', 'eval_split'), policy, tokenizer, judge, reward_of)
     choose = CheckpointSelector(reference, tokenizer, cfg, judge and partial(annotate_pairs, pool=judge))

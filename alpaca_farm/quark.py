@@ -51,6 +51,9 @@ class QuarkConfig(OnlineConfig):
     def check(self):
         self.bounds(num_quantiles=(2, None), token_times=(1, None), jitter=(0, None), updates=(1, None),
                     kl_coef=(0, None), entropy_coef=(0, None))
+        if self.sampler:
+            raise ValueError('sampler: the reward tokens of quark are new to the model, and a server has '
+                             'not got them. Leave it empty')
         if self.num_quantiles > self.rollouts:
             raise ValueError(f'rollouts = {self.rollouts} answers cannot be cut into num_quantiles = '
                              f'{self.num_quantiles} parts')

@@ -32,7 +32,7 @@ from .core.training import batches, Trainer
 class RewardModelConfig(TrainConfig):
     "Settings of reward modelling."
     out: str = 'runs/reward_model'        # run folder
-    preferences: str = 'runs/annotators'  # preference records: a run of annotators, or a file
+    preferences: str = 'runs/annotators'  # a run of annotators, a file, or owner/name:config on the hub
     columns: str = ''                     # names of columns: ours and yours, joined by an equals sign
     policy: str = 'runs/sft'              # policy whose trunk initialises the model
     head: str = 'zero'                    # the fresh head: zero, or normal for N(0, 1/(d+1))

@@ -64,7 +64,7 @@ class RLCDConfig(SampleConfig, ApiConfig):
     out: str = 'runs/rlcd'       # run folder
     method: str = 'rlcd'         # rlcd, rlaif, rlcd_rescore or context_distillation
     task: str = 'world'          # name of a task in nbs/recipes/tasks, or a YAML file
-    data: str = 'runs/world'     # dataset folder, file or hub dataset with prompts
+    data: str = 'runs/world'     # folder, file or hub dataset owner/name:config with prompts
     split: str = 'preference'    # split with the prompts
     columns: str = ''            # names of columns: ours and yours, joined by an equals sign
     max_instances: int = 0       # use only the first n prompts; 0 for all

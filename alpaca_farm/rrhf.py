@@ -55,7 +55,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
     sft_reduction: str = 'sum'        # imitation loss of a query: sum or token_mean
     sft_weight: float = 1.0           # weight of the imitation loss
     perplexity_model: str = ''            # model that measures the perplexity of answers; empty for none
-    data: str = 'runs/world'          # dataset folder whose eval split is answered at the end
+    data: str = 'runs/world'          # folder or hub dataset whose eval split is answered at the end
     split: str = 'unlabeled'          # split with the queries when `candidates` is empty
     epochs: int = 2                   # passes over the queries, in each round
     max_length: int = 128             # tokens of prompt and answer together; longer candidates are left out

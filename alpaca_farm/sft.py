@@ -23,7 +23,7 @@ from .core.training import batches, Trainer
 class SFTConfig(TrainConfig, AnswerConfig):
     "Settings of supervised fine-tuning."
     out: str = 'runs/sft'         # run folder
-    data: str = 'runs/world'      # dataset folder, file or hub dataset with demonstrations
+    data: str = 'runs/world'      # folder, file or hub dataset owner/name:config with demonstrations
     split: str = 'sft'            # split to train on
     val_split: str = 'val'        # held-out split for the likelihood before and after; empty for none
     policy: str = 'runs/world'    # the base model
@@ -38,7 +38,7 @@ class SFTConfig(TrainConfig, AnswerConfig):
     def check(self):
         self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None), eval_every=(0, None))
         if self.eval_every and not self.val_split:
-            raise ValueError(f'eval_every = {self.eval_every}, but val_split is empty: name the held-out split')
+            raise ValueError(f'eval_every = {self.eval_every}, but val_split is empty: name a split')
 
 # %% ../nbs/sft.ipynb #070d2fb0
 def sft_loss(

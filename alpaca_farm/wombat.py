@@ -38,7 +38,7 @@ MARKS = ('relevance', 'correctness', 'coherence', 'safety')   # Wombat's
 class WombatConfig(SampleConfig, ApiConfig):
     "Settings of candidates by several models."
     out: str = 'runs/wombat'   # run folder
-    data: str = 'runs/world'   # dataset folder, file or hub dataset with prompts
+    data: str = 'runs/world'   # folder, file or hub dataset owner/name:config with prompts
     split: str = 'unlabeled'   # split with the prompts
     columns: str = ''          # names of columns: ours and yours, joined by an equals sign
     max_instances: int = 800   # use only the first n prompts; 0 for all

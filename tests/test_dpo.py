@@ -487,7 +487,7 @@ def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):
     assert [r['step'] for r in log if 'val_loss' in r] == [k for k in range(1, len(log) + 1) if k % 3 == 0 or k == len(log)]
     data.add_reference(policy)
     trained, _ = load_policy(str(run.folder), cfg, train=True)
-    with torch.no_grad(): wanted = dpo.dpo_step(trained, data.labelled_rows(data.held_out), cfg)
+    with torch.no_grad(): wanted = dpo.dpo_step(trained, data.labelled_batch(rows=data.held_out), cfg)
     assert log[-1]['val_loss'] == pytest.approx(wanted['loss'].mean().item(), rel=1e-5)
     assert read_summary(run.folder)['val_accuracy'] == log[-1]['val_accuracy'] == pytest.approx(wanted['accuracy'].mean().item())
     assert sorted(p.name for p in run.folder.glob('model-*')) == sorted(f'model-{k}' for k in (len(log) - 1, len(log)))

@@ -17,7 +17,7 @@ from alpaca_farm.core.runs import read_summary
 from alpaca_farm.core.settings import as_type, refuse_unknown
 from alpaca_farm.farm_board import board_columns
 
-PAGES = {p.name: p.read_text() for p in (tiny.ROOT/'README.md', tiny.ROOT/'nbs'/'contributing.md')}
+PAGES = {p.name: p.read_text() for p in (tiny.ROOT/'README.md', tiny.ROOT/'nbs'/'contributing.md', tiny.ROOT/'nbs'/'coming_from.md')}
 for p in sorted((tiny.ROOT/'nbs').rglob('*.ipynb')):
     if p.parent.name != '.ipynb_checkpoints':
         PAGES[p.stem] = '\n\n'.join(''.join(c['source']) for c in json.loads(p.read_text())['cells'] if c['cell_type'] == 'markdown')
@@ -44,10 +44,14 @@ def given(words):
     return settings
 
 
+def config_class(notebook):
+    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    return next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
+
+
 def check_settings(notebook, settings):
     "TypeError for a setting that the notebook does not have, or a value of another type."
-    module = importlib.import_module(f'alpaca_farm.{notebook}')
-    cls = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
+    cls = config_class(notebook)
     refuse_unknown(cls.__name__, settings, [f.name for f in dataclasses.fields(cls)])
     for name, value in settings.items(): as_type(name, value, typing.get_type_hints(cls)[name])
 
@@ -66,6 +70,15 @@ def check(command):
         module = next(w for w in words[words.index('-m') + 1:] if not w.startswith('-'))
         if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
         options = words[words.index(module) + 1:]
+        if module == 'alpaca_farm.core.sweeps':   # a notebook, then -g setting values..., -p setting value
+            parts = ' '.join(options[1:]).replace('-p ', '-g ').split('-g ')[1:]
+            for name, *values in map(str.split, parts):
+                for value in values: check_settings(options[0], {name: value})
+            return
+        if '-f' in options:
+            file = tiny.ROOT/options.pop(options.index('-f') + 1)
+            options.remove('-f')
+            if file.exists(): check_settings(module.removeprefix('alpaca_farm.'), yaml.safe_load(file.read_text()))
         settings = dict(zip(options[::2], options[1::2]))
         check_settings(module.removeprefix('alpaca_farm.'), {k.removeprefix('--'): yaml.safe_load(v) if v[0] == '[' else v for k, v in settings.items()})
 
@@ -86,14 +99,14 @@ def test_what_is_checked_can_be_wrong():
         with pytest.raises(Exception): check(command)
 
 
-@pytest.mark.parametrize('page', ['README.md', 'contributing.md'])
+@pytest.mark.parametrize('page', ['README.md', 'contributing.md', 'coming_from.md'])
 def test_snippets_run(page):
     for language, block in FENCE.findall(PAGES[page]):
         if language == 'python': exec(block, {})
         if language == 'yaml': yaml.safe_load(block)
 
 
-@pytest.mark.parametrize('page, folder', [('README.md', tiny.ROOT), ('contributing.md', tiny.ROOT/'nbs')])
+@pytest.mark.parametrize('page, folder', [('README.md', tiny.ROOT), ('contributing.md', tiny.ROOT/'nbs'), ('coming_from.md', tiny.ROOT/'nbs')])
 def test_links_lead_somewhere(page, folder):
     links = [l for l in re.findall(r'\]\(([^)]+)\)', PAGES[page]) if not l.startswith('http')]
     assert [l for l in links if not (folder/l).exists()] == []
@@ -131,3 +144,49 @@ def test_make_farm_prints_its_board_under_the_right_heads(tmp_path):
     assert 'Win rates against SFT' in heading[0]
     assert dict(zip(heads.split(), row.split())) == {k: str(columns[k]) if k != 'kl' else '3.2' for k in heads.split()}
     assert len(heads.split()) >= 10 and set(heads.split()) <= set(board_columns([]))
+
+
+COMING = PAGES['coming_from.md']
+SCRIPTS = """sft.sh reward_modeling.sh rlhf_ppo.sh best_of_n.py expiter.sh rlhf_quark.sh dpo.sh oai_baselines.py recover_model_weights run_best_of_n run_decode
+    run_rerank annotate_pairs annotate_samples annotate_head2head alpaca_leaderboard
+    simulate_preference_data.py consolidate_preference_data.py convert_llama7b_to_alpacafarm_format.py evaluate_reward_model_human_agreement.py
+    format_input_prompts.py postprocess.py evaluate_outputs.py gpt4_compare.py format_context_distillation_training_data.py rlaif rlcd_rescore
+    response_gen.sh split_files.py scoring_responses.sh make_data.py train.sh train_wombat7b.sh train_wombat7b_gpt4.sh clean_gpt4_compare.py
+    single_sentence_inference.py apply_delta.py recover_wombat_7b.sh""".split()
+
+
+@pytest.mark.parametrize('command', [c for c in commands(COMING) if c.startswith('papermill')], ids=lambda c: c.split()[2])
+def test_commands_beside_theirs_are_within_bounds(command):
+    "The settings fit each other too; what they read need not be there."
+    words = shlex.split(command)
+    cls = config_class(words[1].rpartition('/')[2].removesuffix('.ipynb'))
+    cls(**{k: v for k, v in given(words[3:]).items() if k not in {*cls.inputs} - {'annotators'} or not v})
+
+
+def test_every_command_of_their_readmes_is_in_the_table():
+    theirs = ' '.join(row.split('|')[1] for row in COMING.splitlines() if row.startswith('|'))
+    assert [s for s in SCRIPTS if s not in theirs] == []
+    assert len([c for c in commands(COMING) if c.startswith('papermill')]) >= 30
+
+
+@pytest.mark.parametrize('heading', re.findall(r'^### (.*): `([a-z_ ]+)`$', COMING, re.M), ids=lambda h: h[0])
+def test_settings_beside_their_options_exist(heading):
+    "Every `name` and `name: value` in the right column is a setting of all notebooks of the heading."
+    title, notebooks = heading
+    table = COMING.split(f'### {title}: ')[1].split('\n#')[0]
+    rows = [r.split('|')[2] for r in table.splitlines() if r.startswith('| ') and not r.startswith(('| TRL', '| AlpacaFarm |', '| RRHF |'))]
+    values = {'auto', 'k1', 'grpo'} | ({'data', 'preferences', 'candidates'} if ' ' in notebooks else set())   # no settings there
+    named = [[n for n in re.findall(r'`([a-z_]+(?:: [^`]+)?)`', r) if n not in values] for r in rows]
+    assert any(named)
+    for notebook in notebooks.split():
+        for names in named:
+            pairs = [n.partition(': ')[::2] for n in names]
+            given = {k: v if '=' in v else yaml.safe_load(v) for k, v in pairs if v}
+            check_settings(notebook, {k: default_of(notebook, k) for k, v in pairs if not v} | given)
+            config_class(notebook)(**given)   # values are in their bounds
+
+
+def default_of(notebook, name):
+    config = config_class(notebook)()
+    refuse_unknown(notebook, [name], dataclasses.asdict(config))
+    return getattr(config, name)

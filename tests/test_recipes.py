@@ -22,6 +22,8 @@ def fits(notebook: str, settings: dict):
     for name, value in settings.items():
         assert name in kinds, f'{notebook} has no setting {name}'
         as_type(name, value, kinds[name])
+    config = config_of(notebook)
+    config(**{k: v for k, v in settings.items() if k not in config.inputs})   # within their bounds
 
 
 SETS = ('llama_7b', 'gpu_24gb', 'h200')

@@ -69,7 +69,8 @@ class SelectedLogprobs(torch.autograd.Function):
     "log softmax(head_logits(hidden) / temperature)[tokens], a chunk of rows at a time."
     @staticmethod
     def forward(ctx, hidden, weight, bias, tokens, temperature, scale, cap, chunk, with_entropy):
-        def logits_of_rows(i): return scale_logits(head_logits(hidden[i], weight, bias, scale, cap), temperature)
+        def logits_of_rows(i):
+            return scale_logits(head_logits(hidden[i], weight, bias, scale, cap), temperature)
         logp, ent, norm, logits = chunked_logprobs(hidden, logits_of_rows, tokens, chunk, with_entropy)
         one_chunk = 0 < len(hidden) <= chunk and any(ctx.needs_input_grad[:3])
         ctx.save_for_backward(hidden, weight, bias, tokens, norm, logits if one_chunk else None)

@@ -40,8 +40,6 @@ def autocast(cfg: Config):
 def model_path(spec: str) -> str:
     "The folder of a model, or its name on the hub; an error for a missing or damaged model."
     if spec.partition('@')[0].endswith(('-wdiff', '-delta')) or (at_root(spec)/'model_sum.txt').exists():
-        raise ValueError(f'{spec} is a difference from a base, not a model: recover it with nbs/pretrained.ipynb')
-    if spec.partition('@')[0].endswith(('-wdiff', '-delta')) or (at_root(spec)/'model_sum.txt').exists():
         raise ValueError(f'{spec} is a difference from a base: recover the model with nbs/pretrained.ipynb')
     for folder in (at_root(spec)/'model', at_root(spec)):
         files = list(folder.glob('*.safetensors'))
@@ -86,8 +84,8 @@ def attention_of(spec: str, cfg: Config) -> str | None:
     from transformers.utils import is_flash_attn_2_available
     kind, flash = getattr(cfg, 'attention', 'auto'), is_flash_attn_2_available()
     if kind == 'flash_attention_2' and not flash:
-        raise ValueError("attention = 'flash_attention_2' needs a GPU and the package flash-attn (pip install "
-                         "flash-attn): take 'auto' or 'sdpa' without them")
+        raise ValueError("attention = 'flash_attention_2' needs a GPU and the package flash-attn (pip "
+                         "install flash-attn): take 'auto' or 'sdpa' without them")
     if kind != 'auto' or not flash or device_of(cfg).type != 'cuda' or dtype_of(cfg) == torch.float32:
         return None if kind == 'auto' else kind
     config = AutoConfig.from_pretrained(model_path(spec))
@@ -110,7 +108,8 @@ def load_weights(
     try: model, info = kind.from_pretrained(model_path(spec), dtype=dtype, use_safetensors=True,
                                             output_loading_info=True, **more)
     except (RuntimeError, ValueError, ImportError) as e:
-        asked = f' with attention = {more["attn_implementation"]!r}' if more.get('attn_implementation') else ''
+        kernel = more.get('attn_implementation')
+        asked = f' with attention = {kernel!r}' if kernel else ''
         raise ValueError(f'{spec}: {kind.__name__} cannot load it{asked} ({str(e).splitlines()[0]})') from e
     finally: logging.set_verbosity(level)
     missing, head = sorted(set(info['missing_keys']) - set(fresh)), 'score.weight'
@@ -156,7 +155,8 @@ def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (),
 # %% ../../nbs/core/loading.ipynb #cb47d9bb
 def register_scalar_class(spec: str):
     "Make a class with a scalar head for the family of a causal model, where `transformers` has none."
-    from transformers import AutoConfig, AutoModelForSequenceClassification, MODEL_FOR_CAUSAL_LM_MAPPING as policies
+    from transformers import (AutoConfig, AutoModelForSequenceClassification,
+                              MODEL_FOR_CAUSAL_LM_MAPPING as policies)
     from transformers.modeling_layers import GenericForSequenceClassification
     config = type(AutoConfig.from_pretrained(model_path(spec)))
     if config in AutoModelForSequenceClassification._model_mapping or config not in policies: return

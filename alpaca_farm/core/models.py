@@ -53,7 +53,7 @@ def check_policy(model, spec: str, cfg: Config):
     error = 1e-3 if dtype_of(cfg) == torch.float32 else .2   # more than rounding can do
     differs = lambda a, b: bool((a - b).abs().max() > error * b.float().std())
     if differs(alone, states[:, :1]):
-        raise ValueError(f'{spec}: {type(model).__name__} is no causal model (its tokens see those after them)')
+        raise ValueError(f'{spec}: {type(model).__name__} is no causal model: its tokens see later ones')
     if differs(ours, logits):
         raise ValueError(f'{spec}: {type(model).__name__} computes its logits in a way that is not supported')
 
@@ -101,8 +101,8 @@ def load_scalar(
     model = load_model(AutoModelForSequenceClassification, spec, weights_dtype(cfg, train),
                        () if head == 'keep' else ('score.weight',), num_labels=1, **more)
     if not (encoder or hasattr(model, 'score')):
-        raise ValueError(f'{spec}: {type(model).__name__} is no decoder with a head on its last token: it can be a '
-                         'reward_model, but no value model and no policy to train one from')
+        raise ValueError(f'{spec}: {type(model).__name__} is no decoder with a head on its last token: it '
+                         'can be a reward_model, but no value model and no policy to train one from')
     tokenizer = load_tokenizer(spec, model)
     model.config.pad_token_id = tokenizer.pad_token_id
     if head != 'keep': fresh_head(model, head)
@@ -160,7 +160,7 @@ def hidden_states(
 
 # %% ../../nbs/core/models.ipynb #94ebf9a7
 def answer_states(model, batch: dict) -> torch.Tensor:  # (B, T, hidden)
-    "The last layer's states before each response token of a batch (ids, mask, response), arbitrary elsewhere."
+    "The last layer's states before each response token of a batch, arbitrary elsewhere."
     return hidden_states(model, batch['ids'], batch['mask'], batch['response'], before(batch['response']))
 
 # %% ../../nbs/core/models.ipynb #d21e6127
@@ -193,7 +193,8 @@ def logprobs(
     if states is None: states = answer_states(model, batch)
     states = states[:, :-1]
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
-    logp = selected_logprobs(states[chosen], tokens=tokens[chosen], temperature=temperature, **head_parts(model))
+    logp = selected_logprobs(states[chosen], tokens=tokens[chosen], temperature=temperature,
+                             **head_parts(model))
     out = torch.zeros(batch['ids'].shape, device=logp.device)
     out[:, 1:][chosen] = logp.float()
     return out

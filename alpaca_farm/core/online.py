@@ -22,6 +22,7 @@ from .models import autocast, load_policy, save_model
 from .processes import add_up, once, rank
 from .rewards import label_count, RewardConfig
 from .runs import read_log
+from .served import check_sampler
 from .settings import TrainConfig
 from .stats import win_rate
 from .text import decode, encode_prompts, rollout_batch, within_limit
@@ -32,6 +33,7 @@ from .training import Trainer
 class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
     "Settings of a method that learns from its own samples."
     policy: str = 'runs/sft'                # the initial policy, which is also the reference
+    sampler: str = ''                       # endpoint that samples (vLLM, with lora_rank); empty: in process
     data: str = 'runs/world'                # dataset folder with prompts
     split: str = 'unlabeled'                # prompts that are answered in training
     steps: int = 16                         # rollouts, each followed by its updates
@@ -53,6 +55,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
         self.bounds(steps=(1, None), rollouts=(2, None), val_instances=(0, None), eval_every=(1, None),
                     save_every=(0, None), temperature=(1e-6, None))
         self.one_of('missing_eos', 'replace', 'subtract', '')
+        check_sampler(self)
         if not self.reward_model:
             raise ValueError('reward_model is empty: name a checkpoint, a "module:function", '
                              'or a list of them')

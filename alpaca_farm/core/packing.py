@@ -154,7 +154,7 @@ def packed_states(model, packed: Packed) -> torch.Tensor:
 
 # %% ../../nbs/core/packing.ipynb #b2d916e3
 def position_wise(model) -> list:
-    "The modules of the last layer that treat every position by itself, in families that name them as Llama does."
+    "The modules of the last layer that treat every position by itself, where they are named as Llama's."
     last = (getattr(model.base_model, 'layers', None) or [None])[-1]
     if last is None or getattr(last, 'gradient_checkpointing', False) or 'forward' in vars(last):
         return []   # no such list of layers, or the layer is computed again later (`checkpoint_layers`)
@@ -164,7 +164,7 @@ def position_wise(model) -> list:
 # %% ../../nbs/core/packing.ipynb #5ac72b78
 @contextmanager
 def computed_at(parts: list, cells: torch.Tensor):
-    "Within the context, modules that map (R, W, d) to (R, W, e) are computed at these cells, and are 0 elsewhere."
+    "Within the context, modules that map (R, W, d) to (R, W, e) are computed at these cells, else 0."
     shapes = {}
     def take(part, args):
         shapes[part] = args[0].shape[:2]
@@ -210,6 +210,7 @@ def reads_packed(model) -> bool:
             alone = [trunk(input_ids=row[row > 0][None], use_cache=False).last_hidden_state[0] for row in ids]
             states = packed_states(model, packed)[packed.cells]
         error = max((a - b[:len(a)]).abs().max() for a, b in zip(alone, states))
-        trunk.reads_packed = bool(error < (1e-3 if exact and trunk.dtype == torch.float32 else .05) * alone[0].std())
+        most = 1e-3 if exact and trunk.dtype == torch.float32 else .05
+        trunk.reads_packed = bool(error < most * alone[0].std())
     except (TypeError, ValueError, RuntimeError): pass  # it takes no positions, or no such mask
     return trunk.reads_packed

@@ -179,7 +179,7 @@ def check_push(name: str):
     if name and not re.fullmatch(r'[\w.-]+/[\w.-]+', name):
         raise ValueError(f'push_to_hub = {name!r}: write owner/name, the repository on the hub')
     if name and not get_token():
-        raise ValueError(f'push_to_hub = {name!r}: there is no token; set HF_TOKEN to one that may write there')
+        raise ValueError(f'push_to_hub = {name!r}: there is no token; set HF_TOKEN to one that may write')
 
 # %% ../../nbs/core/runs.ipynb #11a03652
 def push_model(run: Run):

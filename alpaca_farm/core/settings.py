@@ -104,7 +104,8 @@ class Config:
     tracker: str = ''      # wandb, or tensorboard (a folder of the run), gets the log as well
     inputs = {}            # settings that name what this run reads: which files of it (class attributes,
     answering = ()         # no settings); those that only concern the answers at the end
-    aside = 'out', 'workers', 'tracker', 'save_total_limit', 'push_to_hub'  # without influence on the result
+    aside = ('out', 'workers', 'tracker', 'save_total_limit', 'push_to_hub',  # without influence on the
+             'sampler')                                                       # result, or on its distribution
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
@@ -221,6 +222,7 @@ class TrainConfig(HardwareConfig):
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # AdamW's
     adam_eps: float = 1e-8         # AdamW's epsilon
     max_grad_norm: float = 1.0     # gradients are clipped to this norm
+    router_loss: float = 0.0       # weight of the loss that balances a mixture of experts; 0: none
     checkpoint_every: int = 50     # steps between checkpoints
     in_memory = dict(trained=1, frozen=0, sequences=1)  # models, and sequences per example (no setting)
     save_total_limit: int = 0      # of the folders model-<step>/ keep the newest n; 0 for all
@@ -230,8 +232,8 @@ class TrainConfig(HardwareConfig):
         super().__post_init__()
         self.bounds(learning_rate=(0, None), warmup=(0, 1), batch_size=(1, None),
                     micro_batch_size=(0, None), weight_decay=(0, None),
-                    adam_eps=(0, None), max_grad_norm=(0, None), checkpoint_every=(1, None),
-                    save_total_limit=(0, None))
+                    adam_eps=(0, None), max_grad_norm=(0, None), router_loss=(0, None),
+                    checkpoint_every=(1, None), save_total_limit=(0, None))
         self.one_of('lr_schedule', 'cosine', 'linear', 'constant')
         if len(self.betas) != 2 or not all(0 <= b < 1 for b in self.betas):
             raise ValueError(f'betas = {self.betas}: give two numbers from 0 to below 1')

@@ -109,8 +109,8 @@ class Tracking:
             getattr(self.tracker, what)(*args)
         except Exception as e:
             reason = (str(e).splitlines() or [''])[0]
-            print(f'tracker = {self.name} failed and is left out from here on ({type(e).__name__}: {reason}); '
-                  f'the log is in {self.folder}')
+            print(f'tracker = {self.name} failed and is left out from here on '
+                  f'({type(e).__name__}: {reason}); the log is in {self.folder}')
             self.name = ''
 
     def show(self, figure):
@@ -134,7 +134,8 @@ def send_results(tracking: Tracking, summary: dict, rows: int = 50):
     if (tracking.folder/'outputs.json').exists():
         outputs = json.loads((tracking.folder/'outputs.json').read_text(encoding='utf-8'))
         names = 'instruction', 'input', 'output', 'ended'
-        if outputs: tracking.send('table', 'samples', [{k: r.get(k, '') for k in names} for r in outputs[:rows]])
+        samples = [{k: r.get(k, '') for k in names} for r in outputs[:rows]]
+        if samples: tracking.send('table', 'samples', samples)
     for file in sorted(tracking.folder.glob('*.csv')):
         table = pd.read_csv(file, nrows=rows).to_dict('records')
         if table: tracking.send('table', file.stem, table)
