@@ -139,14 +139,15 @@ TUNED = ('learning_rate', 'lr_schedule', 'warmup', 'epochs', 'batch_size', 'micr
 CHAIN = ('sft', 'reference', 'reward_model', *METHODS, 'eval')
 
 
-def tuned_settings(parameters: int, file: str = '') -> dict[str, dict]:
+def tuned_settings(parameters: int, file: str = '', lora: bool = False) -> dict[str, dict]:
     "Settings by run for a model of this size, and those of a YAML file; ValueError for an unknown run."
     import yaml
     learning = 'sft', 'reward_model', 'dpo', 'feedme', 'reward_conditioning'
-    folder = notebooks_folder()/'recipes'/'llama_7b'
+    folder = notebooks_folder()/'recipes'/('gpu_24gb' if lora else 'llama_7b')
     settings = {name: dict(epochs=1) if name in learning else {} for name in CHAIN}
     for name in learning if parameters > 1e8 else ():
-        known = yaml.safe_load((folder/f'{METHODS.get(name, (name,))[0]}.yaml').read_text())
+        files = [folder/f'{n}.yaml' for n in (name, *METHODS.get(name, ())[:1])]   # or its notebook's
+        known = yaml.safe_load(next(f for f in files if f.exists()).read_text())
         settings[name] = {k: v for k, v in known.items() if k in TUNED}
     given = yaml.safe_load(at_root(file).read_text(encoding='utf-8')) if file else {}
     if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
@@ -157,7 +158,8 @@ def tuned_settings(parameters: int, file: str = '') -> dict[str, dict]:
 # %% ../nbs/bring_your_own.ipynb #1c75120c
 def own_jobs(cfg: BringYourOwnConfig, parameters: int) -> list[Job]:
     "The runs of the chain, in an order in which they can be made."
-    tuned, given, at = tuned_settings(parameters, cfg.recipe), asdict(cfg), lambda name: f'{cfg.runs}/{name}'
+    tuned = tuned_settings(parameters, cfg.recipe, cfg.lora_rank > 0)
+    given, at = asdict(cfg), lambda name: f'{cfg.runs}/{name}'
     pick = lambda *names: {k: given[k] for k in names}
     hardware, text = pick('seed', 'device', 'dtype', *HardwareConfig.__annotations__), pick('template')
     limits = pick('max_new_tokens', 'max_prompt')
@@ -213,10 +215,10 @@ def token_counts(cfg: BringYourOwnConfig, own) -> dict[str, tuple[float, float]]
 # %% ../nbs/bring_your_own.ipynb #8c8ecb64
 def compute_forecast(cfg: BringYourOwnConfig, own, jobs: list[Job]) -> list[dict]:
     "Tokens, operations and seconds (at least) of each run that computes."
-    speed, rows = matrix_speed(device_of(cfg), dtype_of(cfg)), []
+    speed, counts, rows = matrix_speed(device_of(cfg), dtype_of(cfg)), token_counts(cfg, own), []
     for job in jobs[:-1]:
         name = job.out.rpartition('/')[2]
-        learned, read = token_counts(cfg, own)[name]
+        learned, read = counts[name]
         learned *= job.settings.get('epochs', 1)
         work = own.parameters * (6 * learned + 2 * read)
         rows.append(dict(run=name, tokens=learned + read, operations=work, seconds=work / speed))

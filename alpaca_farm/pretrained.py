@@ -227,6 +227,10 @@ def recover(run, cfg: PretrainedConfig) -> dict:
     check_configs(*configs, cfg.model)
     check_pair(diff, base, cfg.model)
     folder = temporary_path(run.path('model'))
+    size = sum(math.prod(diff.shape(k)) for k in diff.files) * dtype_of(cfg).itemsize
+    free = shutil.disk_usage(run.folder).free
+    if free < size: raise OSError(f'out = {run.folder}: {free / 1e9:.0f} GB are free there, {size / 1e9:.0f} '
+                                  'are needed. Choose another out, or dtype bfloat16 for half of it')
     try:
         folder.mkdir(parents=True)
         config = our_config(configs[1], diff, dtype_of(cfg))

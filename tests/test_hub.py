@@ -156,3 +156,19 @@ def test_a_setting_names_a_configuration():
     cfg = SFTConfig(data='tatsu-lab/alpaca_farm:alpaca_instructions')
     assert cfg.data and content_hash(cfg.data) != content_hash('tatsu-lab/alpaca_farm:alpaca_human_preference')
     with pytest.raises(ValueError, match='no module'): SFTConfig(data='nowhere:alpaca')
+
+
+def test_a_method_learns_from_a_configuration(base, tmp_path, monkeypatch):
+    "Preferences and instructions of the hub go through a whole run; the folder of the world stands for them."
+    from alpaca_farm import dpo
+    from alpaca_farm.core.data import find_file
+    asked = []
+    def fetch(spec, names):
+        asked.append((spec, *names))
+        return [find_file(str(base/('annotators' if 'preference' in spec else 'world')), *names)]
+    monkeypatch.setattr('alpaca_farm.core.data.fetch_split', fetch)
+    farm = 'tatsu-lab/alpaca_farm'
+    given = tiny.settings('dpo', base, out=str(tmp_path/'dpo'), preferences=f'{farm}:alpaca_human_preference', data=farm)
+    run = dpo.train(dpo.DPOConfig(**given))
+    assert (run.folder/'summary.json').exists() and dpo.train(dpo.DPOConfig(**given)).done
+    assert {(f'{farm}:alpaca_human_preference', 'preferences'), (farm, 'eval')} <= set(asked)

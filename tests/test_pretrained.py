@@ -177,3 +177,10 @@ def test_a_difference_is_no_model(home):
 
 def test_the_released_models():
     assert len(RELEASED) == 11 and {n for n, base in RELEASED.items() if base == 'sft10k'} == {'reward-model-sim', 'reward-model-human'}
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(home, tmp_path, monkeypatch):
+    from types import SimpleNamespace
+    monkeypatch.setattr(shutil, 'disk_usage', lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(OSError, match='dtype bfloat16 for half of it'): recovered(home[0], 'sft10k', tmp_path/'run')
+    assert not list(tmp_path.rglob('*.safetensors'))

@@ -1,4 +1,5 @@
 """Several processes that share a run: the same losses, updates and answers as one process."""
+import importlib
 import json
 import os
 import signal
@@ -20,6 +21,9 @@ from safetensors.torch import load_file
 TWO = dict(num_processes=2, device='cpu', dtype='float32')
 METHODS = dict(reward_model={}, dpo=dict(loss_type='kto'), rrhf=dict(n=2, micro_batch_size=3), quark={}, ppo=dict(shared_value=True, micro_batch_size=3),
                binary_feedback={})
+DIVIDED = dict(sharding='fsdp', micro_batch_size=3)   # layers divided among the processes
+RUNS = {m: (m, more) for m, more in METHODS.items()} | {'sft divided': ('sft', DIVIDED), 'ppo divided': ('ppo', DIVIDED), 'dpo divided': ('dpo', DIVIDED),
+                                                             'ppo with adapters': ('ppo', dict(lora_rank=4))}
 
 
 def settings(notebook, base, out, **more):
@@ -45,7 +49,7 @@ def assert_same_run(two, one):
 def together(base, tmp_path_factory):
     "All methods, each by two processes that are started once, and each by one."
     folder = tmp_path_factory.mktemp('together')
-    (folder/'runs.json').write_text(json.dumps({m: settings(m, base, folder/m, **more) for m, more in METHODS.items()}))
+    (folder/'runs.json').write_text(json.dumps({name: [m, settings(m, base, folder/name, **more)] for name, (m, more) in RUNS.items()}))
     command = processes.ranks_command(TrainConfig(**TWO, out=str(folder/'x')), 'several', folder/'logs')
     environment = tiny.environment(**{processes.RANKS: '1', 'RUNS': str(folder/'runs.json'), 'PYTHONPATH': f'{tiny.ROOT}{os.pathsep}{tiny.ROOT}/tests'})
     stdin, held = os.pipe()   # closed in this process's end only: they end when it does
@@ -56,12 +60,12 @@ def together(base, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize('method', METHODS)
-def test_two_processes_make_the_run_of_one(method, base, together, tmp_path):
-    import importlib
+@pytest.mark.parametrize('name', RUNS)
+def test_two_processes_make_the_run_of_one(name, base, together, tmp_path):
+    method, more = RUNS[name]
     module = importlib.import_module(f'alpaca_farm.{method}')
-    module.train(tiny.config(module, **settings(method, base, tmp_path/method, **METHODS[method], num_processes=1)))
-    assert_same_run(together/method, tmp_path/method)
+    module.train(tiny.config(module, **settings(method, base, tmp_path/'one', **more, num_processes=1)))
+    assert_same_run(together/name, tmp_path/'one')
 
 
 LONG = dict(epochs=12, checkpoint_every=1, eval_instances=4)
@@ -79,7 +83,7 @@ def ranks_of(pid):
 def started(base, out):
     "A run of two processes, some steps after its checkpoint: its launcher, and the two."
     before = len(read_log(out))
-    p = tiny.spawn(tiny.command('sft', **settings('sft', base, out, **LONG)))
+    p = tiny.spawn(tiny.command('sft', **settings('sft', base, out, **LONG, sharding='fsdp')))
     while len(read_log(out)) < before + 3 and p.poll() is None: time.sleep(.05)
     return p, ranks_of(p.pid)
 
@@ -114,7 +118,7 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
     def stop(self):
         save(self)
         if self.step == 7: raise Stop
-    given = settings('sft', base, tmp_path/'sft', **LONG)
+    given = settings('sft', base, tmp_path/'sft', **LONG, sharding='fsdp')
     with monkeypatch.context() as m, pytest.raises(Stop):
         m.setattr(Trainer, 'save', stop)
         sft.train(tiny.config(sft, **given | dict(num_processes=1)))
@@ -126,7 +130,8 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
 
 def test_what_cannot_be_shared_is_refused_before_anything_is_started(base, tmp_path, monkeypatch):
     for given, message in ((dict(nodes=2), 'host:port'), (dict(rendezvous='here:1'), 'host:port'), (dict(num_processes=0), 'at least 1'),
-                           (dict(device='cuda:1'), 'auto'), (dict(num_processes=13), 'batch_size = 12'), (dict(sharding='zero'), 'fsdp')):
+                           (dict(device='cuda:1'), 'auto'), (dict(num_processes=13), 'batch_size = 12'), (dict(sharding='zero'), 'fsdp'),
+                           (dict(sharding='fsdp', dtype='float16'), 'take ddp')):
         with pytest.raises(ValueError, match=message): sft.train(tiny.config(sft, **settings('sft', base, tmp_path/'x', **given)))
     with pytest.raises(ValueError, match='leave it at 1'): world.train(world.WorldConfig(num_processes=2, out=str(tmp_path/'x')))
     monkeypatch.setattr(processes, 'uses_gpu', lambda cfg: True)

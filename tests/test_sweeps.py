@@ -1,8 +1,7 @@
 """Sweeps: jobs for every combination of settings, here and on a Ray cluster."""
-import json
+import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pandas as pd
@@ -59,11 +58,22 @@ def test_jobs_get_gpus_of_their_own_and_failed_ones_are_started_again(monkeypatc
     assert [machine.fits(Job('y', 'toy', memory=m), {Job('x', 'toy', memory=6.): None}) for m in (4., 5.)] == [True, False]
 
 
-def test_jobs_of_a_cluster_survive_the_loss_of_a_machine(base, tmp_path):
+def free_ports(*names):
+    "Free ports by name: on a busy computer Ray's own agents take too long to choose theirs."
+    sockets = [socket.create_server(('', 0)) for _ in names]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets: s.close()
+    return dict(zip(names, ports))
+
+
+def test_jobs_of_a_cluster_survive_the_loss_of_a_machine(base, tmp_path, monkeypatch):
+    monkeypatch.setenv('RAY_raylet_start_wait_time_s', '120')
     ray = pytest.importorskip('ray')
     from ray.cluster_utils import Cluster as Machines
     machines = Machines()
-    for _ in range(2): machines.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False)
+    for _ in range(2):
+        ports = free_ports('metrics_agent_port', 'metrics_export_port', 'dashboard_agent_listen_port', 'runtime_env_agent_port')
+        machines.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False, **ports)
     lost = machines.list_all_nodes()[1]
     try:
         place = Cluster(machines.address, retries=2)

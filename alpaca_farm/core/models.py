@@ -27,6 +27,7 @@ from .packing import computed_at, pack_for, packed_states, position_wise, reads_
 from .paths import at_root, root
 from .processes import in_parts, written_once
 from .settings import Config
+from .sharding import gathered
 from .text import answer_batches, collate, end_tokens
 
 # %% ../../nbs/core/models.ipynb #ada10006
@@ -288,18 +289,18 @@ def surplus_models(folder: Path, limit: int) -> list[Path]:
 def unique_weights(model) -> dict:
     "A model's weights, each storage once."
     seen = {}
-    return {k: v for k, v in model.state_dict().items()
+    return {k: v for k, v in (gathered(model) or model.state_dict()).items()
             if seen.setdefault(v.data_ptr(), k) == k or v.numel() == 0}
 
 # %% ../../nbs/core/models.ipynb #ada10009
-def write_weights(model, folder, cfg: Config):
+def write_weights(model, folder, cfg: Config, weights: dict | None = None):
     "Write a model in the precision of its run, on a CPU in that of its weights; or its adapter."
     if hasattr(model, 'adapter'): return save_adapter(model, folder)
     dtype = None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
-    if dtype in (None, model.dtype): return model.save_pretrained(folder)
-    weights = {k: v.to('cpu', dtype) for k, v in unique_weights(model).items()}
+    if not weights and dtype in (None, model.dtype): return model.save_pretrained(folder)
+    weights = {k: v.to('cpu', dtype or v.dtype) for k, v in (weights or unique_weights(model)).items()}
     model.save_pretrained(folder, state_dict=weights)
-    write_json(folder/'config.json', read_json(folder/'config.json') | dict(dtype=str(dtype).split('.')[1]))
+    write_json(folder/'config.json', read_json(folder/'config.json') | dict(dtype=str(dtype or model.dtype).split('.')[1]))
 
 # %% ../../nbs/core/models.ipynb #77e3a040
 CARD = '''---
@@ -314,7 +315,7 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 
 
 @written_once
-def write_model(model, tokenizer, run, name: str):
+def write_model(model, tokenizer, run, name: str, weights: dict | None = None):
     "Write a model or an adapter, its tokenizer and its card into a run folder, completely or not at all."
     import shutil
     folder, temporary = run.path(name), temporary_path(run.path(name))
@@ -325,7 +326,7 @@ def write_model(model, tokenizer, run, name: str):
     if model.can_generate() and (ends := end_tokens(model, tokenizer)) != end_tokens(model):
         model.generation_config.eos_token_id = ends
     try:
-        write_weights(model, temporary, run.cfg)
+        write_weights(model, temporary, run.cfg, weights)
         tokenizer.save_pretrained(temporary)
         (temporary/'README.md').write_text(card, encoding='utf-8')
         if folder.exists(): shutil.rmtree(folder)
@@ -347,4 +348,4 @@ def save_model(
         dtype = torch.float32 if device_of(run.cfg).type == 'cpu' else dtype_of(run.cfg)
         labels = dict(num_labels=1) if hasattr(model, 'score') else {}
         model = load_model(type(model), str(run.path(own)), dtype, **labels)
-    write_model(model, tokenizer, run, name)
+    write_model(model, tokenizer, run, name, gathered(model))

@@ -36,7 +36,7 @@ def notebooks_folder() -> Path:
 
 # %% ../../nbs/core/paths.ipynb #45720aa0
 def looks_like_hub(value: str) -> bool:
-    "Whether `value` could be owner/name on the hub, with @revision or :configuration; owner is no folder here."
+    "Whether `value` could be owner/name on the hub, with @revision or :configuration; owner is no folder."
     owner, _, name = re.split('[@:]', value)[0].partition('/')
     file = name.endswith(('.json', '.jsonl', '.csv', '.tsv', '.parquet', '.xlsx', '.gz'))
     if not (owner and name) or '/' in name or owner[0] in '.~' or file: return False

@@ -126,6 +126,8 @@ def check_ranks(cfg: HardwareConfig):
                          'host:port of one of them, a single one none')
     if n > 1 and cfg.device not in ('auto', 'cpu', 'cuda'):
         raise ValueError(f'device = {cfg.device}: each of {n} processes has its own; set it to auto')
+    if cfg.sharding == 'fsdp' and (cfg.lora_rank or cfg.optimizer != 'adamw' or cfg.dtype == 'float16'):
+        raise ValueError('sharding = fsdp goes without lora_rank, adamw_8bit and float16: take ddp')
     for name in ('batch_size', 'rollouts'):
         if getattr(cfg, name, n) < n:
             raise ValueError(f'{name} = {getattr(cfg, name)} leaves some of the {n} processes without work: '

@@ -251,7 +251,7 @@ def find_run(cfg: Config, train, reads: tuple = ()) -> Run:
     run.outdated = outdated(run.folder, old, run.config)
     run.done = bool(old) and not run.outdated and run.folder.joinpath('summary.json').exists()
     if len(set(gather_all(run.config['fingerprint']))) > 1:
-        raise ValueError(f'out = {cfg.out}: its machines differ in code or inputs; make them the same')
+        raise ValueError(f'out = {cfg.out}: code or inputs differ between its processes. Make them the same')
     if run.done: resume_finished(run, old)
     return run
 
