@@ -7,7 +7,7 @@ __all__ = ['HEALTH_CHECKS', 'learning_rate', 'batches', 'param_groups', 'adamw',
            'RouterLoss']
 
 # %% ../../nbs/core/training.ipynb #aaf8eb00
-import hashlib, math
+import hashlib, math, time
 
 import torch
 from fastcore.basics import patch
@@ -218,10 +218,13 @@ def steps(self: Trainer):
     if state: self.restore(state)
     self.run.config.update(steps=self.total, shown=self.shown)
     self.run.write('config.json', self.run.config)
-    self.progress = Progress(self.run.folder.name, self.total, done=self.step)
+    self.progress, first = Progress(self.run.folder.name, self.total, done=self.step), self.step + 1
+    large = sum(p.numel() for m in self.plain.values() for p in m.parameters()) > 1e8
     for step in range(self.step + 1, self.total + 1):
-        self.step = step
+        self.step, began = step, time.time()
         yield step
+        if large and step == first: print(f'a step takes {time.time() - began:.1f} s: about '
+                                          f'{(time.time() - began) * (self.total - step) / 3600:.1f} hours left')
         if step % self.cfg.checkpoint_every == 0 and step < self.total: self.save()
     self.optimizer.zero_grad()
     self.optimizer.state.clear()   # the answers at the end need the memory
