@@ -146,7 +146,7 @@ def tuned_settings(parameters: int, file: str = '', lora: bool = False) -> dict[
     folder = notebooks_folder()/'recipes'/('gpu_24gb' if lora else 'llama_7b')
     settings = {name: dict(epochs=1) if name in learning else {} for name in CHAIN}
     for name in learning if parameters > 1e8 else ():
-        files = [folder/f'{n}.yaml' for n in (name, *METHODS.get(name, ())[:1])]   # its own, or its notebook's
+        files = [folder/f'{n}.yaml' for n in (name, *METHODS.get(name, ())[:1])]   # or its notebook's
         known = yaml.safe_load(next(f for f in files if f.exists()).read_text())
         settings[name] = {k: v for k, v in known.items() if k in TUNED}
     given = yaml.safe_load(at_root(file).read_text(encoding='utf-8')) if file else {}

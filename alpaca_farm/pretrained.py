@@ -229,7 +229,7 @@ def recover(run, cfg: PretrainedConfig) -> dict:
     folder = temporary_path(run.path('model'))
     size = sum(math.prod(diff.shape(k)) for k in diff.files) * dtype_of(cfg).itemsize
     free = shutil.disk_usage(run.folder).free
-    if free < size: raise OSError(f'out = {run.folder}: {free / 1e9:.0f} GB are free there, and {size / 1e9:.0f} '
+    if free < size: raise OSError(f'out = {run.folder}: {free / 1e9:.0f} GB are free there, {size / 1e9:.0f} '
                                   'are needed. Choose another out, or dtype bfloat16 for half of it')
     try:
         folder.mkdir(parents=True)

@@ -73,6 +73,15 @@ def test_flash_attention_gets_the_lengths_of_sequences_without_padding(family, m
     assert all(c.get('cu_seq_lens_q') is None for c in calls[2:])   # the rows alone
 
 
+def test_convolutions_are_not_packed_for_flash_attention(monkeypatch):
+    "They would reach across the ends of the sequences."
+    model = tiny.family('lfm2', layer_types=['conv', 'full_attention'])
+    model.config._attn_implementation = 'flash_attention_2'
+    calls = watched(monkeypatch, 'flash_attention_2', flash)
+    states_are_those_of_single_rows(model)
+    assert all(c.get('cu_seq_lens_q') is None for c in calls if c['shape'][0] > 1) and any(c['shape'][0] == len(PROMPTS) for c in calls)
+
+
 @pytest.mark.parametrize('family', ['llama', 'gemma2', 'qwen3', 'phi3'])
 def test_flex_attention_reads_packed_rows(family, uncompiled, monkeypatch):
     model = tiny.family(family, **dict(attn_implementation='flex_attention', head_dim=16, hidden_size=64))

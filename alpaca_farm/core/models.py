@@ -20,9 +20,9 @@ from .adapters import (add_adapter, add_saved, base_of, checkpoint_layers, is_ad
     lora_config, read_adapter, save_adapter, view)
 from .files import read_json, temporary_path, write_json
 from .functional import head_logits, selected_logprobs
-from alpaca_farm.core.loading import (attention_of, autocast, device_of, dtype_of, in_four_bits,
-    load_model, load_tokenizer, model_path, no_progress_bars, place_model, register_scalar_class,
-    weights_dtype)
+from .loading import (autocast, device_of, dtype_of, load_model, load_tokenizer,
+    loading_options, model_path, no_progress_bars, place_model, register_scalar_class, weights_dtype)
+from .memory import rows_per_pass
 from .packing import computed_at, pack_for, packed_states, position_wise, reads_packed
 from .paths import at_root, root
 from .processes import in_parts, written_once
@@ -67,8 +67,7 @@ def load_policy(
 ):
     "A causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
-    more = in_four_bits(cfg) if train and getattr(cfg, 'quantize', False) else {}
-    more['attn_implementation'] = attention_of(spec, cfg)
+    more = loading_options(spec, cfg, train, frozen)
     model = place_model(load_model(AutoModelForCausalLM, spec, weights_dtype(cfg, train), **more), cfg)
     check_policy(model, spec, cfg)
     tokenizer = load_tokenizer(spec, model)
@@ -99,8 +98,7 @@ def load_scalar(
     "A model with a scalar head, and its tokenizer."
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
-    more = in_four_bits(cfg) if train and getattr(cfg, 'quantize', False) else {}
-    more['attn_implementation'] = attention_of(spec, cfg)
+    more = loading_options(spec, cfg, train, frozen)
     model = load_model(AutoModelForSequenceClassification, spec, weights_dtype(cfg, train),
                        () if head == 'keep' else ('score.weight',), num_labels=1, **more)
     if not (encoder or hasattr(model, 'score')):
@@ -220,9 +218,11 @@ def response_logprobs(
     responses: list,            # N lists of token ids
     pad_id: int,
     temperature: float = 1.0,   # as in `logprobs`
-    size: int = 128,            # responses in a forward pass
+    size: int = 0,              # responses in a forward pass; 0: 128, on a GPU by its memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     "log p of each whole response given its prompt."
+    longest = max((len(p) + len(r) for p, r in zip(prompts, responses)), default=1)
+    size = size or rows_per_pass(model, longest, 128, cached=False)
     def compute(prompts, responses):
         out = torch.zeros(len(prompts))
         for rows, *answers in answer_batches(prompts, responses, size):

@@ -189,8 +189,8 @@ def attention_window(model) -> float:
 # %% ../../nbs/core/packing.ipynb #eaf6ad59
 def pack_for(model, ids: torch.Tensor, mask: torch.Tensor, response=None) -> Packed | None:
     "A batch packed as a model's attention kernel allows; arguments and result as for `pack`."
-    if model.config._attn_implementation == 'flash_attention_2': return pack_in_line(ids, mask)
-    return pack(ids, mask, response, attention_window(model))
+    flash, window = model.config._attn_implementation == 'flash_attention_2', attention_window(model)
+    return pack_in_line(ids, mask) if flash and window else pack(ids, mask, response, window)
 
 # %% ../../nbs/core/packing.ipynb #4b527486
 @torch.no_grad()

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from .dialogues import prompt_text
+from .memory import rows_per_pass
 from .models import load_scalar, sequence_scores
 from .processes import in_parts, once
 from .runs import read_summary
@@ -75,15 +76,16 @@ def encode_pairs(records: list[dict], tokenizer) -> tuple[list[list[int]], list[
 # %% ../../nbs/core/rewards.ipynb #1e4a3eff
 @torch.no_grad()
 def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
-                  batch_size: int = 256, standardise: bool = True) -> list[float]:
+                  batch_size: int = 0, standardise: bool = True) -> list[float]:
     "Scores of the records' outputs under a scalar model."
     if hasattr(model, 'score'):
         prompts = encode_prompts(records, tokenizer, template)
         ended = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read an answer without its end
         responses = encode_responses([r['output'] for r in records], tokenizer, ended, template)
     else: prompts, responses = encode_pairs(records, tokenizer)
-    check_positions(model, max((len(p) + len(r) for p, r in zip(prompts, responses)), default=0),
-                    'an answer with its prompt')
+    longest = max((len(p) + len(r) for p, r in zip(prompts, responses)), default=0)
+    check_positions(model, longest, 'an answer with its prompt')
+    batch_size = batch_size or rows_per_pass(model, longest, 256, cached=False)
     scores = np.zeros(len(records))
     for rows, *answers in answer_batches(prompts, responses, batch_size):
         batch = collate(*answers, tokenizer.pad_token_id)
@@ -97,7 +99,7 @@ def reward(
     spec,                  # a checkpoint, "module:function", or a list of them
     cfg: Config,           # `ensemble` and `ensemble_coef`, if it has them, combine a list
     template: str = 'auto',
-    batch_size: int = 256,
+    batch_size: int = 0,   # answers in a forward pass; 0: 256, on a GPU by its memory
     loaded: dict = {},     # models and tokenizers of checkpoints that are in memory already
 ):  # records -> list of scores
     "The reward that a setting specifies."
