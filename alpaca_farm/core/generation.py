@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .memory import rows_per_pass
-from .processes import in_parts
+from .processes import in_parts, once
 from .text import end_tokens
 
 # %% ../../nbs/core/generation.ipynb #66297ef0
@@ -302,8 +302,8 @@ def generate(
     batch_size = batch_size or rows_per_pass(model, longest, 256)
     check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k, batch_size)
     if sampler := vars(model).get('sampler'):   # a server: see `core.served`
-        return sampler(model, tokenizer, prompts, n, max_new_tokens, temperature, top_p, top_k, seed,
-                       progress)
+        return once(sampler, model, tokenizer, prompts, n, max_new_tokens, temperature, top_p, top_k, seed,
+                    progress)
     jobs, ends = sampling_jobs([tuple(map(int, p)) for p in prompts], n), end_tokens(model, tokenizer)
     samples, choice = [[None]*n for _ in prompts], dict(temperature=temperature, top_p=top_p, top_k=top_k)
     def write_all(jobs):
