@@ -123,8 +123,7 @@ def scalar_on(
     if not hasattr(policy, 'adapter') or (spec and not folders): return
     if spec and at_root(read_adapter(folders[0])['base_model_name_or_path']) != at_root(policy.base): return
     if spec: base_of(folders[0])   # the same weights still
-    config = AutoConfig.from_pretrained(folders[0]) if spec else copy.deepcopy(policy.config)
-    config.num_labels = 1
+    config = AutoConfig.from_pretrained(folders[0] if spec else policy.base, num_labels=1)
     with torch.device('meta'): model = AutoModelForSequenceClassification.from_config(config)
     model._modules[model.base_model_prefix] = policy.base_model
     model.score = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False, device=policy.device)
@@ -300,7 +299,8 @@ def write_weights(model, folder, cfg: Config, weights: dict | None = None):
     if not weights and dtype in (None, model.dtype): return model.save_pretrained(folder)
     weights = {k: v.to('cpu', dtype or v.dtype) for k, v in (weights or unique_weights(model)).items()}
     model.save_pretrained(folder, state_dict=weights)
-    write_json(folder/'config.json', read_json(folder/'config.json') | dict(dtype=str(dtype or model.dtype).split('.')[1]))
+    written = dict(dtype=str(dtype or model.dtype).split('.')[1])
+    write_json(folder/'config.json', read_json(folder/'config.json') | written)
 
 # %% ../../nbs/core/models.ipynb #77e3a040
 CARD = '''---
@@ -345,7 +345,6 @@ def save_model(
         own = 'adapter' if name == 'model' else name
         write_model(model, tokenizer, run, own)
         if own == name or not whole: return
-        dtype = torch.float32 if device_of(run.cfg).type == 'cpu' else dtype_of(run.cfg)
-        labels = dict(num_labels=1) if hasattr(model, 'score') else {}
-        model = load_model(type(model), str(run.path(own)), dtype, **labels)
+        head = dict(num_labels=1) if hasattr(model, 'score') else {}
+        model = load_model(type(model), str(run.path(own)), dtype_of(run.cfg), **head)
     write_model(model, tokenizer, run, name, gathered(model))
