@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer', 'attention_of',
-           'load_weights', 'weights_dtype', 'in_four_bits', 'load_model', 'register_scalar_class']
+           'load_weights', 'weights_dtype', 'in_four_bits', 'loading_options', 'load_model', 'register_scalar_class']
 
 # %% ../../nbs/core/loading.ipynb #c0d1f5a2
 import math
@@ -133,6 +133,12 @@ def in_four_bits(cfg: Config) -> dict:
     quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4',
                                       bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype_of(cfg))
     return dict(quantization_config=quantization, device_map={'': device_of(cfg)})
+
+# %% ../../nbs/core/loading.ipynb #1d7cdb64
+def loading_options(spec: str, cfg: Config, train: bool) -> dict:
+    "What `from_pretrained` is told: the attention kernel, and 4 bits where a trained model shall have them."
+    four = train and getattr(cfg, 'quantize', False)
+    return (in_four_bits(cfg) if four else {}) | dict(attn_implementation=attention_of(spec, cfg))
 
 # %% ../../nbs/core/loading.ipynb #ada10002
 def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (), **more):

@@ -20,10 +20,10 @@ from .adapters import (add_adapter, add_saved, base_of, checkpoint_layers, is_ad
     lora_config, read_adapter, save_adapter, view)
 from .files import read_json, temporary_path, write_json
 from .functional import head_logits, selected_logprobs
-from alpaca_farm.core.loading import (attention_of, autocast, device_of, dtype_of, in_four_bits,
-    load_model, load_tokenizer, model_path, no_progress_bars, place_model, register_scalar_class,
-    weights_dtype)
-from .packing import computed_at, pack_for, packed_states, position_wise, reads_packed
+from .loading import (autocast, device_of, dtype_of, load_model, load_tokenizer,
+    loading_options, model_path, no_progress_bars, place_model, register_scalar_class, weights_dtype)
+from alpaca_farm.core.packing import (computed_at, pack_for, packed_states, position_wise, reads_packed,
+    trunk_states)
 from .paths import at_root, root
 from .processes import in_parts, written_once
 from .settings import Config
@@ -67,8 +67,7 @@ def load_policy(
 ):
     "A causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
-    more = in_four_bits(cfg) if train and getattr(cfg, 'quantize', False) else {}
-    more['attn_implementation'] = attention_of(spec, cfg)
+    more = loading_options(spec, cfg, train)
     model = place_model(load_model(AutoModelForCausalLM, spec, weights_dtype(cfg, train), **more), cfg)
     check_policy(model, spec, cfg)
     tokenizer = load_tokenizer(spec, model)
@@ -99,8 +98,7 @@ def load_scalar(
     "A model with a scalar head, and its tokenizer."
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
-    more = in_four_bits(cfg) if train and getattr(cfg, 'quantize', False) else {}
-    more['attn_implementation'] = attention_of(spec, cfg)
+    more = loading_options(spec, cfg, train)
     model = load_model(AutoModelForSequenceClassification, spec, weights_dtype(cfg, train),
                        () if head == 'keep' else ('score.weight',), num_labels=1, **more)
     if not (encoder or hasattr(model, 'score')):
@@ -158,8 +156,8 @@ def hidden_states(
     positions = torch.ones_like(mask).cumsum(1) if right else mask.cumsum(1)
     positions = (positions - 1).clamp(0, max(0, int(mask.any(0).sum()) - 1))
     with computed_at(parts, read.flatten().nonzero()[:, 0] if parts else None):
-        return model.base_model(input_ids=ids, attention_mask=None if right else mask,
-                                position_ids=positions, use_cache=False).last_hidden_state
+        return trunk_states(model, input_ids=ids, attention_mask=None if right else mask,
+                            position_ids=positions)
 
 # %% ../../nbs/core/models.ipynb #94ebf9a7
 def answer_states(model, batch: dict) -> torch.Tensor:  # (B, T, hidden)
