@@ -19,7 +19,7 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if p.parent.name != 'core']
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. A module that is not listed is a method's: it stands on the line METHOD.
-CORE = ['paths dialogues', 'hub settings progress trackers files functional store preferences packing connections throttle', 'formats execution adapters processes', 'data control sharding',
+CORE = ['paths dialogues', 'hub settings progress trackers files functional store preferences packing connections throttle', 'formats execution adapters processes memory', 'data control sharding',
         'judge_configs text', 'fingerprint loading', 'build', 'api comparisons stats runs candidates generation', 'accounts beams models launch', 'client rewards sweeps served',
         'answers batches training',
         'online completions', 'outputs']

@@ -168,7 +168,7 @@ def test_streams():
 def test_faults_are_named():
     model = tiny()
     assert generate(model, None, []) == []
-    for name, value in dict(n=0, max_new_tokens=0, temperature=-1, top_p=0, top_k=-1, batch_size=0).items():
+    for name, value in dict(n=0, max_new_tokens=0, temperature=-1, top_p=0, top_k=-1, batch_size=-1).items():
         with pytest.raises(ValueError, match=f'{name} = {value}'): generate(model, None, [[5]], **{name: value})
     for prompts, message in (([[5], []], 'prompt 1 is empty'), ([[60]], 'its tokenizer'), ([[5]*120], 'max_position_embeddings')):
         with pytest.raises(ValueError, match=message): generate(model, None, prompts, max_new_tokens=20)

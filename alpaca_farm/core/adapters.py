@@ -46,7 +46,8 @@ def view(model, name: str):
     whole.adapter, layers = name, trunk.adapted   # the list may grow
 
     def activate(*_):
-        for layer in layers: layer._active_adapter = name
+        cast = not (layers and torch.is_autocast_enabled(layers[0].weight.device.type))
+        for layer in layers: layer._active_adapter, layer.cast_input_dtype_enabled = name, cast
     trunk.register_forward_pre_hook(activate)
     return whole
 

@@ -14,6 +14,7 @@ import torch
 from fastcore.basics import patch
 
 from .generation import check_sampling, DecodingState, evaluation_mode, NOT_FINITE, Sample
+from .memory import rows_per_pass
 from .text import end_tokens
 
 # %% ../../nbs/core/beams.ipynb #e1c769f0
@@ -88,12 +89,14 @@ def beam_search(
     diversity_penalty: float = 0.0,  # cost of a token for each beam of an earlier group that took it
     max_new_tokens: int = 300,   # longest answer, end token included
     length_penalty: float = 1.0, # an answer's score is its log-prob divided by this power of its length
-    batch_size: int = 256,       # beams per forward pass
+    batch_size: int = 0,         # beams per forward pass; 0: 256, on a GPU by its memory
     progress=None,               # called with (beams done, all beams) after each batch
 ) -> list[list[Sample]]:         # for each prompt `beams` answers, best first; fewer if there are no more
     "Beam search; with `groups` > 1 diverse beam search (Vijayakumar et al., 2018). Nothing in it is random."
     model = model.get_base_model() if hasattr(model, 'get_base_model') else model
     if beams < 1: raise ValueError(f'beams = {beams}, but a search needs at least 1')
+    longest = max(map(len, prompts), default=0) + max_new_tokens
+    batch_size = batch_size or rows_per_pass(model, longest, 256)
     check_sampling(model, prompts, beams, max_new_tokens, 0, 1, 0, batch_size)
     if groups < 1 or beams % groups:
         raise ValueError(f'beams = {beams} cannot be split into groups = {groups}')

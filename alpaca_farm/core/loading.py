@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer', 'attention_of',
-           'load_weights', 'weights_dtype', 'in_four_bits', 'loading_options', 'load_model', 'register_scalar_class']
+           'load_weights', 'weights_dtype', 'in_four_bits', 'load_model', 'register_scalar_class', 'loading_options']
 
 # %% ../../nbs/core/loading.ipynb #c0d1f5a2
 import math
@@ -13,6 +13,7 @@ import torch
 
 from .adapters import add_saved, base_of, is_adapter, merge
 from .files import open_tensors, read_json
+from .memory import cost_card
 from .paths import ask_hub, at_root, hub_snapshot, looks_like_hub
 from .settings import Config
 from .text import choose_pad
@@ -64,6 +65,7 @@ def place_model(model, cfg: Config):
     "The model on its device, without dropout; one thread for a small model on the CPU."
     small = sum(p.numel() for p in model.parameters()) < 50e6
     if device_of(cfg).type == 'cpu' and small: torch.set_num_threads(1)
+    model.forward_batch = getattr(cfg, 'forward_batch', 0)
     return (model if getattr(model, 'is_quantized', False) else model.to(device_of(cfg))).eval()
 
 # %% ../../nbs/core/loading.ipynb #1ccf07ee
@@ -134,12 +136,6 @@ def in_four_bits(cfg: Config) -> dict:
                                       bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype_of(cfg))
     return dict(quantization_config=quantization, device_map={'': device_of(cfg)})
 
-# %% ../../nbs/core/loading.ipynb #1d7cdb64
-def loading_options(spec: str, cfg: Config, train: bool) -> dict:
-    "What `from_pretrained` is told: the attention kernel, and 4 bits where a trained model shall have them."
-    four = train and getattr(cfg, 'quantize', False)
-    return (in_four_bits(cfg) if four else {}) | dict(attn_implementation=attention_of(spec, cfg))
-
 # %% ../../nbs/core/loading.ipynb #ada10002
 def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (), **more):
     "A model with its adapter, if it is one, added to its weights; arguments as for `load_weights`."
@@ -170,3 +166,13 @@ def register_scalar_class(spec: str):
                 dict(base_model_prefix=policy.base_model_prefix, config_class=config,
                      __module__=policy.__module__))  # of transformers, or it would leave buffers unset
     AutoModelForSequenceClassification.register(config, made, exist_ok=True)
+
+# %% ../../nbs/core/loading.ipynb #bbb0001e
+def loading_options(spec: str, cfg: Config, train: bool, frozen: bool) -> dict:
+    "How a model is loaded; MemoryError for one that cannot be trained on this machine."
+    from transformers import AutoConfig
+    if train and not frozen and not vars(cfg).get('announced'):
+        vars(cfg)['announced'] = True   # PPO loads two models
+        cost_card(AutoConfig.from_pretrained(model_path(spec)), cfg, device_of(cfg), dtype_of(cfg))
+    more = in_four_bits(cfg) if train and getattr(cfg, 'quantize', False) else {}
+    return dict(more, attn_implementation=attention_of(spec, cfg))

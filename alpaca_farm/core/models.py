@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['CARD', 'prepare_training', 'check_policy', 'load_policy', 'load_reference', 'fresh_head', 'load_scalar', 'scalar_on',
            'before', 'hidden_states', 'answer_states', 'head_scale', 'head_parts', 'logits_of', 'logprobs',
-           'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'encoder_scores',
-           'sequence_scores', 'values', 'surplus_models', 'unique_weights', 'write_weights', 'write_model',
-           'save_model']
+           'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'sequence_scores', 'values',
+           'surplus_models', 'unique_weights', 'write_weights', 'write_model', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import copy, os
@@ -22,6 +21,7 @@ from .files import read_json, temporary_path, write_json
 from .functional import head_logits, selected_logprobs
 from .loading import (autocast, device_of, dtype_of, load_model, load_tokenizer,
     loading_options, model_path, no_progress_bars, place_model, register_scalar_class, weights_dtype)
+from .memory import rows_per_pass
 from alpaca_farm.core.packing import (computed_at, pack_for, packed_states, position_wise, reads_packed,
     trunk_states)
 from .paths import at_root, root
@@ -67,7 +67,7 @@ def load_policy(
 ):
     "A causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
-    more = loading_options(spec, cfg, train)
+    more = loading_options(spec, cfg, train, frozen)
     model = place_model(load_model(AutoModelForCausalLM, spec, weights_dtype(cfg, train), **more), cfg)
     check_policy(model, spec, cfg)
     tokenizer = load_tokenizer(spec, model)
@@ -98,7 +98,7 @@ def load_scalar(
     "A model with a scalar head, and its tokenizer."
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
-    more = loading_options(spec, cfg, train)
+    more = loading_options(spec, cfg, train, frozen)
     model = load_model(AutoModelForSequenceClassification, spec, weights_dtype(cfg, train),
                        () if head == 'keep' else ('score.weight',), num_labels=1, **more)
     if not (encoder or hasattr(model, 'score')):
@@ -218,9 +218,11 @@ def response_logprobs(
     responses: list,            # N lists of token ids
     pad_id: int,
     temperature: float = 1.0,   # as in `logprobs`
-    size: int = 128,            # responses in a forward pass
+    size: int = 0,              # responses in a forward pass; 0: 128, on a GPU by its memory
 ) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
     "log p of each whole response given its prompt."
+    longest = max((len(p) + len(r) for p, r in zip(prompts, responses)), default=1)
+    size = size or rows_per_pass(model, longest, 128, cached=False)
     def compute(prompts, responses):
         out = torch.zeros(len(prompts))
         for rows, *answers in answer_batches(prompts, responses, size):
@@ -248,12 +250,6 @@ def own_likelihoods(
                              **head_scale(model))
     return logp.new_zeros(len(ids)).index_add(0, chosen.nonzero()[:, 0], logp).float()
 
-# %% ../../nbs/core/models.ipynb #7c6d2ce6
-def encoder_scores(model, ids: torch.Tensor, mask: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    "Scores (B,) of an encoder with a classifier of one label; `response` is 1 at the second text."
-    types = dict(token_type_ids=response) if getattr(model.config, 'type_vocab_size', 0) > 1 else {}
-    return model(input_ids=ids, attention_mask=mask, **types).logits[:, 0].float()
-
 # %% ../../nbs/core/models.ipynb #270d0a7b
 def sequence_scores(
     model,
@@ -262,7 +258,6 @@ def sequence_scores(
     response=None,       # (B, T), 1 at the response's tokens, for models that use their likelihood
 ) -> torch.Tensor:  # (B,)
     "The scalar head at each row's last real token, plus `likelihood` times log p of the response."
-    if not hasattr(model, 'score'): return encoder_scores(model, ids, mask, response)
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     weight, rows = getattr(model.config, 'likelihood', 0.), torch.arange(len(ids), device=ids.device)
     read = before(response) * mask if weight else torch.zeros_like(mask)

@@ -99,7 +99,8 @@ def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[in
 # %% ../../nbs/core/online.ipynb #b2a90039
 def in_micro_batches(f, batch: dict, cfg: OnlineConfig) -> torch.Tensor:
     "`f` of a batch, computed by all processes, in parts of the size and in the precision used in training."
-    size, n, (k, processes) = cfg.micro_batch_size or cfg.batch_size, len(batch['ids']), rank()
+    size = cfg.forward_batch or cfg.micro_batch_size or cfg.batch_size
+    n, (k, processes) = len(batch['ids']), rank()
     own = {name: v[k::processes] for name, v in batch.items()}
     parts = [{name: v[at:at + size] for name, v in own.items()} for at in range(0, len(own['ids']), size)]
     with autocast(cfg): values = torch.cat([f(p) for p in parts])

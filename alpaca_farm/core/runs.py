@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['read_log', 'read_summary', 'check_run_folder', 'remove_temporary', 'set_aside', 'lock', 'unlock', 'Run', 'check_push',
-           'push_model', 'outdated', 'resume_finished', 'find_run', 'log_watcher', 'make_in_ranks', 'start']
+           'push_model', 'device_memory', 'outdated', 'resume_finished', 'find_run', 'log_watcher', 'make_in_ranks',
+           'start']
 
 # %% ../../nbs/core/runs.ipynb #f3907931
-import fcntl, json, os, re, resource, shutil, time
+import fcntl, json, os, re, resource, shutil, sys, time
 from importlib import import_module
 from pathlib import Path
 
@@ -196,6 +197,13 @@ def push_model(run: Run):
         print(f'push_to_hub = {name}: the upload failed ({reason}). The run is finished; '
               'start it once more to upload again')
 
+# %% ../../nbs/core/runs.ipynb #bbb00020
+def device_memory() -> dict[str, float]:
+    "The peak of a GPU's memory in GB that tensors of this process have taken; empty without a GPU."
+    torch = sys.modules.get('torch')
+    if not torch or not torch.cuda.is_initialized(): return {}
+    return dict(device_memory_gb=round(torch.cuda.max_memory_allocated() / 2**30, 3))
+
 # %% ../../nbs/core/runs.ipynb #c211ecb6
 @patch
 @written_once
@@ -204,7 +212,8 @@ def finish(self: Run, **summary):
     elapsed = self.elapsed()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     self.write('summary.json', dict(summary, cpu_seconds=round(elapsed['cpu'], 2),
-                                    seconds=round(elapsed['wall'], 2), peak_memory_gb=round(peak, 3)))
+                                    seconds=round(elapsed['wall'], 2), peak_memory_gb=round(peak, 3),
+                                    **device_memory()))
     self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
     self.config['files'] = left_files(self.folder)
     write_json(self.path('config.json'), self.config)

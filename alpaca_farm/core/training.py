@@ -7,7 +7,7 @@ __all__ = ['HEALTH_CHECKS', 'learning_rate', 'batches', 'param_groups', 'adamw',
            'RouterLoss']
 
 # %% ../../nbs/core/training.ipynb #aaf8eb00
-import hashlib, math
+import hashlib, math, time
 
 import torch
 from fastcore.basics import patch
@@ -165,14 +165,14 @@ def evaluate(self: Trainer,
     loss,     # as for `update`
 ) -> dict[str, float]:  # empty unless this step is a multiple of `eval_every`, or the last one
     "Weighted means of a loss's figures over held-out batches, as `val_loss` and so on."
-    every, sums, total = self.cfg.eval_every, {}, 0.
+    every, sums = self.cfg.eval_every, {}
     if not every or (self.step % every and self.step < self.total): return {}
     for micro in (m for batch in batches for m in self.split(batch)):
         with self.accelerator.autocast(): figures = loss(micro)
-        for k, v in figures.items(): sums[k] = sums.get(k, 0) + (v * micro['weight']).sum()
-        total = total + micro['weight'].sum().float()
-    return {f'val_{k}': (self.accelerator.reduce(v) / self.accelerator.reduce(total)).item()
-            for k, v in sums.items()}
+        for k, v in dict(figures, total=1.).items():
+            sums[k] = sums.get(k, 0) + (v * micro['weight']).sum().float()
+    sums = {k: add_up(v).item() for k, v in sums.items()}
+    return {f'val_{k}': v / sums['total'] for k, v in sums.items() if k != 'total'}
 
 # %% ../../nbs/core/training.ipynb #3fdc7ae0
 def weights_hash(model) -> str:
@@ -218,10 +218,13 @@ def steps(self: Trainer):
     if state: self.restore(state)
     self.run.config.update(steps=self.total, shown=self.shown)
     self.run.write('config.json', self.run.config)
-    self.progress = Progress(self.run.folder.name, self.total, done=self.step)
+    self.progress, first = Progress(self.run.folder.name, self.total, done=self.step), self.step + 1
+    large = sum(p.numel() for m in self.plain.values() for p in m.parameters()) > 1e8
     for step in range(self.step + 1, self.total + 1):
-        self.step = step
+        self.step, began = step, time.time()
         yield step
+        if large and step == first: print(f'a step takes {time.time() - began:.1f} s: about '
+                                          f'{(time.time() - began) * (self.total - step) / 3600:.1f} hours left')
         if step % self.cfg.checkpoint_every == 0 and step < self.total: self.save()
     self.optimizer.zero_grad()
     self.optimizer.state.clear()   # the answers at the end need the memory
