@@ -1,10 +1,15 @@
 """The released weight differences, made here of small random models: what is recovered, and every mistake that users reported."""
 import json
+import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+import tiny
 
 from alpaca_farm.core.models import load_policy, load_scalar
 from alpaca_farm.core.rewards import reward
@@ -184,3 +189,18 @@ def test_a_full_disk_is_noticed_before_anything_is_written(home, tmp_path, monke
     monkeypatch.setattr(shutil, 'disk_usage', lambda path: SimpleNamespace(free=1000))
     with pytest.raises(OSError, match='dtype bfloat16 for half of it'): recovered(home[0], 'sft10k', tmp_path/'run')
     assert not list(tmp_path.rglob('*.safetensors'))
+
+
+def test_the_command_that_converts_pickles(home, tmp_path):
+    "As the notebook prints it, on the files as they are published."
+    diff = tmp_path/'my'/'diffs'/'sft10k'
+    shutil.copytree(home[0]/'sft10k', diff)
+    for file in diff.glob('*.safetensors'):
+        torch.save(load_file(file), file.with_suffix('.bin'))
+        file.unlink()
+    cells = json.loads((tiny.ROOT/'nbs'/'pretrained.ipynb').read_text())['cells']
+    text = '\n'.join(''.join(c['source']) for c in cells if c['cell_type'] == 'markdown')
+    command = re.search(r'^python -c ".*?"$', text, re.S | re.M)[0].replace('python', sys.executable, 1)
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    run(PretrainedConfig(out=str(tmp_path/'run'), diff=str(diff), base=str(home[0]/'llama')))
+    assert load_policy(str(tmp_path/'run'), Config())[0].config.vocab_size == ROWS + 1
