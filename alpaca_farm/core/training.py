@@ -165,14 +165,14 @@ def evaluate(self: Trainer,
     loss,     # as for `update`
 ) -> dict[str, float]:  # empty unless this step is a multiple of `eval_every`, or the last one
     "Weighted means of a loss's figures over held-out batches, as `val_loss` and so on."
-    every, sums, total = self.cfg.eval_every, {}, 0.
+    every, sums = self.cfg.eval_every, {}
     if not every or (self.step % every and self.step < self.total): return {}
     for micro in (m for batch in batches for m in self.split(batch)):
         with self.accelerator.autocast(): figures = loss(micro)
-        for k, v in figures.items(): sums[k] = sums.get(k, 0) + (v * micro['weight']).sum()
-        total = total + micro['weight'].sum().float()
-    return {f'val_{k}': (self.accelerator.reduce(v) / self.accelerator.reduce(total)).item()
-            for k, v in sums.items()}
+        for k, v in dict(figures, total=1.).items():
+            sums[k] = sums.get(k, 0) + (v * micro['weight']).sum().float()
+    sums = {k: add_up(v).item() for k, v in sums.items()}
+    return {f'val_{k}': v / sums['total'] for k, v in sums.items() if k != 'total'}
 
 # %% ../../nbs/core/training.ipynb #3fdc7ae0
 def weights_hash(model) -> str:
