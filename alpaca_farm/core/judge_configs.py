@@ -38,7 +38,7 @@ def task_question(spec: str) -> Path | None:
     "The file of a task, followed by the name of one of its comparison questions; None if there is none."
     task, _, question = spec.rpartition('/')
     folder = notebooks_folder()/'recipes'/'tasks'
-    files = [p for p in (at_root(task), folder/f'{task}.yaml') if task and p.is_file()]
+    files = [p for p in (at_root(task), folder/f'{task}.yaml') if task and os.path.isfile(p)]
     if not files or files[0].suffix not in ('.yaml', '.yml'): return None
     compare = read_yaml(files[0]).get('compare')
     return files[0]/question if isinstance(compare, dict) and question in compare else None
