@@ -63,7 +63,8 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
                *RewardConfig.__annotations__)
     best = shared | own | dict(skip=(round_ - 1) * cfg.max_instances, seed=cfg.seed + 1000 * round_,
                                samples=cfg.samples if round_ == 1 else '')
-    learn = shared | pick(*TrainConfig.__annotations__, *HardwareConfig.__annotations__, 'epochs', 'max_length') | dict(
+    training = *TrainConfig.__annotations__, *HardwareConfig.__annotations__, 'epochs', 'max_length'
+    learn = shared | pick(*training) | dict(
         data=f'{folder}/winners.json', val_split='', eval_split='', push_to_hub='', seed=cfg.seed + round_)
     return [Job(f'{folder}/best_of_n', 'best_of_n', best),
             Job(policy_after(round_, cfg), 'sft', learn, [f'{folder}/best_of_n'])]

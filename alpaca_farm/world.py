@@ -57,7 +57,8 @@ class WorldConfig(TrainConfig):
     def check(self):
         sizes = ('sft', 'preference', 'unlabeled', 'val', 'eval', 'prose', 'layers', 'heads')
         self.bounds(dialogues=(0, None))
-        if self.lora_rank: raise ValueError('lora_rank: the base model is trained from scratch; leave it at 0')
+        if self.lora_rank:
+            raise ValueError('lora_rank: the base model is trained from scratch; leave it at 0')
         shares = ('hard', 'sft_skill', 'fidelity')
         self.bounds(**dict.fromkeys(sizes, (1, None)), **dict.fromkeys(shares, (0, 1)),
                     vocab_size=(300, None), disagreement=(0, None), noise=(0.01, None),

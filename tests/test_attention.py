@@ -37,7 +37,7 @@ def watched(monkeypatch, kind, attend):
     "The arguments of each call of a kernel, which `attend` stands for."
     calls = []
     def kernel(module, query, key, value, attention_mask, **more):
-        calls.append(dict(more, mask=attention_mask, shape=tuple(query.shape)))
+        calls.append(dict(more, mask=attention_mask, shape=tuple(query.shape), mixed=torch.is_autocast_enabled('cpu')))
         return attend(module, query, key, value, attention_mask, **more)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, kind, kernel)
     return calls
@@ -55,10 +55,10 @@ def flash(module, query, key, value, _, scaling=None, sliding_window=None, cu_se
     return torch.cat(out, 2).transpose(1, 2), None
 
 
-@pytest.mark.parametrize('family', ['llama', 'qwen3', 'gpt_neox', 'mistral', 'qwen3_moe'])
+@pytest.mark.parametrize('family', ['llama', 'qwen3', 'gpt_neox', 'mistral', 'phi3'])
 def test_flash_attention_gets_the_lengths_of_sequences_without_padding(family, monkeypatch):
     "Mistral's window is shorter than the sequences: it applies within each of them."
-    model = tiny.family(family, **dict(sliding_window=5) if family == 'mistral' else {})
+    model = tiny.family(family, **dict(sliding_window=5) if family == 'mistral' else {}).double()
     model.config._attn_implementation = 'flash_attention_2'
     calls = watched(monkeypatch, 'flash_attention_2', flash)
     assert reads_packed(model)
@@ -73,9 +73,19 @@ def test_flash_attention_gets_the_lengths_of_sequences_without_padding(family, m
     assert all(c.get('cu_seq_lens_q') is None for c in calls[2:])   # the rows alone
 
 
+def test_flash_attention_is_given_16_bits(monkeypatch):
+    "Also where weights in float32 are evaluated outside of autocast."
+    model, other = tiny.family('llama'), tiny.family('llama')
+    model.config._attn_implementation = 'flash_attention_2'
+    calls = watched(monkeypatch, 'flash_attention_2', flash)
+    with torch.no_grad(): states, wanted = (hidden_states(m, **BATCH)[BATCH['mask'].bool()] for m in (model, other))
+    assert calls and all(c['mixed'] for c in calls) and states.dtype == torch.float32
+    assert 0 < (states - wanted).abs().max() < .1*wanted.std()
+
+
 def test_convolutions_are_not_packed_for_flash_attention(monkeypatch):
     "They would reach across the ends of the sequences."
-    model = tiny.family('lfm2', layer_types=['conv', 'full_attention'])
+    model = tiny.family('lfm2', layer_types=['conv', 'full_attention']).double()
     model.config._attn_implementation = 'flash_attention_2'
     calls = watched(monkeypatch, 'flash_attention_2', flash)
     states_are_those_of_single_rows(model)

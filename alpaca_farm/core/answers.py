@@ -238,7 +238,8 @@ def answer_again(
         run.write('outputs.json', [])
         once(run.path('outputs.json').unlink)
     run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
-    run.finish(**{k: v for k, v in old.items() if k not in (*names, 'peak_memory_gb', 'device_memory_gb')} | figures)
+    left_out = *names, 'peak_memory_gb', 'device_memory_gb'
+    run.finish(**{k: v for k, v in old.items() if k not in left_out} | figures)
     return run
 
 # %% ../../nbs/core/answers.ipynb #0456c517

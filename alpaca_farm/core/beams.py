@@ -95,8 +95,7 @@ def beam_search(
     "Beam search; with `groups` > 1 diverse beam search (Vijayakumar et al., 2018). Nothing in it is random."
     model = model.get_base_model() if hasattr(model, 'get_base_model') else model
     if beams < 1: raise ValueError(f'beams = {beams}, but a search needs at least 1')
-    longest = max(map(len, prompts), default=0) + max_new_tokens
-    batch_size = batch_size or rows_per_pass(model, longest, 256)
+    batch_size = batch_size or rows_per_pass(model, max(map(len, prompts), default=0) + max_new_tokens, 256)
     check_sampling(model, prompts, beams, max_new_tokens, 0, 1, 0, batch_size)
     if groups < 1 or beams % groups:
         raise ValueError(f'beams = {beams} cannot be split into groups = {groups}')

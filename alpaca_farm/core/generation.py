@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .memory import rows_per_pass
-from .processes import in_parts
+from .processes import in_parts, once
 from .text import end_tokens
 
 # %% ../../nbs/core/generation.ipynb #66297ef0
@@ -298,14 +298,12 @@ def generate(
 ) -> list[list[Sample]]:         # n samples for each prompt, in the order of `prompts`
     "Sample `n` answers to each prompt; ValueError for invalid settings or prompts."
     model = model.get_base_model() if hasattr(model, 'get_base_model') else model  # has the LoRA layers
-    longest = max(map(len, prompts), default=0) + max_new_tokens
-    batch_size = batch_size or rows_per_pass(model, longest, 256)
+    batch_size = batch_size or rows_per_pass(model, max(map(len, prompts), default=0) + max_new_tokens, 256)
     check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k, batch_size)
-    if sampler := vars(model).get('sampler'):   # a server: see `core.served`
-        return sampler(model, tokenizer, prompts, n, max_new_tokens, temperature, top_p, top_k, seed,
-                       progress)
-    jobs, ends = sampling_jobs([tuple(map(int, p)) for p in prompts], n), end_tokens(model, tokenizer)
     samples, choice = [[None]*n for _ in prompts], dict(temperature=temperature, top_p=top_p, top_k=top_k)
+    if sampler := vars(model).get('sampler'):   # a server: see `core.served`
+        return once(sampler, model, tokenizer, prompts, n, max_new_tokens, *choice.values(), seed, progress)
+    jobs, ends = sampling_jobs([tuple(map(int, p)) for p in prompts], n), end_tokens(model, tokenizer)
     def write_all(jobs):
         answers = []
         for s in range(0, len(jobs), batch_size):

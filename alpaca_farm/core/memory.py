@@ -48,13 +48,14 @@ def cache_bytes(config, size: int) -> int:
 # %% ../../nbs/core/memory.ipynb #bbb00010
 def micro_batch_tokens(cfg: HardwareConfig) -> int:
     "Tokens of a micro-batch whose sequences are as long as the settings allow."
-    length = getattr(cfg, 'max_length', 0) or getattr(cfg, 'max_prompt', 0) + getattr(cfg, 'max_new_tokens', 0)
+    sampled = getattr(cfg, 'max_prompt', 0) + getattr(cfg, 'max_new_tokens', 0)
+    length = getattr(cfg, 'max_length', 0) or sampled
     rows = min(cfg.micro_batch_size or cfg.batch_size, cfg.batch_size)
     return rows * length * cfg.in_memory['sequences']
 
 # %% ../../nbs/core/memory.ipynb #bbb00011
 def memory_parts(config, cfg: HardwareConfig, size: int, rows: int = 64) -> dict[str, float]:
-    "Bytes by part; `size` is the bytes of a number in the forward pass, `rows` the answers sampled at a time, at least."
+    "Bytes by part; `size`: bytes of a number in the forward pass; `rows`: answers sampled at a time."
     n, adapter = count_weights(config, cfg.lora_rank)
     trained, frozen = cfg.in_memory['trained'], cfg.in_memory['frozen']
     m, full = (adapter, 4.) if cfg.lora_rank else (n, 4. if cfg.master_weights else size)
@@ -72,7 +73,8 @@ def memory_parts(config, cfg: HardwareConfig, size: int, rows: int = 64) -> dict
 # %% ../../nbs/core/memory.ipynb #bbb00012
 def peak_bytes(parts: dict[str, float]) -> float:
     "The parts that are in memory at the same time; training and sampling take turns."
-    return parts['weights'] + parts['moments'] + max(parts['gradients'] + parts['activations'], parts['cache'])
+    training = parts['gradients'] + parts['activations']
+    return parts['weights'] + parts['moments'] + max(training, parts['cache'])
 
 # %% ../../nbs/core/memory.ipynb #bbb00016
 REMEDIES = dict(micro_batch_size=1, gradient_checkpointing=True, lora_rank=16, optimizer='adamw_8bit',
@@ -116,7 +118,7 @@ def cost_card(
     if peak <= free: return
     help_ = ', '.join(f'{k} = {v}' for k, v in remedies(config, cfg, size, free).items())
     raise MemoryError(f'the run needs about {peak/1e9:.0f} GB on {device}, where {free/1e9:.0f} GB are free. '
-                      + (f'It would fit with {help_}' if help_ else 'Take a smaller model or a larger machine'))
+                      + (f'It would fit with {help_}' if help_ else 'Take a smaller model'))
 
 # %% ../../nbs/core/memory.ipynb #bbb0001b
 def rows_per_pass(

@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['CARD', 'prepare_training', 'check_policy', 'load_policy', 'load_reference', 'fresh_head', 'load_scalar', 'scalar_on',
            'before', 'hidden_states', 'answer_states', 'head_scale', 'head_parts', 'logits_of', 'logprobs',
-           'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'encoder_scores',
-           'sequence_scores', 'values', 'surplus_models', 'unique_weights', 'write_weights', 'write_model',
-           'save_model']
+           'sequence_logprobs', 'response_logprobs', 'token_scores', 'own_likelihoods', 'sequence_scores', 'values',
+           'surplus_models', 'unique_weights', 'write_weights', 'write_model', 'save_model']
 
 # %% ../../nbs/core/models.ipynb #9473f1c0
 import copy, os
@@ -23,7 +22,8 @@ from .functional import head_logits, selected_logprobs
 from .loading import (autocast, device_of, dtype_of, load_model, load_tokenizer,
     loading_options, model_path, no_progress_bars, place_model, register_scalar_class, weights_dtype)
 from .memory import rows_per_pass
-from .packing import computed_at, pack_for, packed_states, position_wise, reads_packed
+from alpaca_farm.core.packing import (computed_at, pack_for, packed_states, position_wise, reads_packed,
+    trunk_states)
 from .paths import at_root, root
 from .processes import in_parts, written_once
 from .settings import Config
@@ -123,8 +123,7 @@ def scalar_on(
     if not hasattr(policy, 'adapter') or (spec and not folders): return
     if spec and at_root(read_adapter(folders[0])['base_model_name_or_path']) != at_root(policy.base): return
     if spec: base_of(folders[0])   # the same weights still
-    config = AutoConfig.from_pretrained(folders[0]) if spec else copy.deepcopy(policy.config)
-    config.num_labels = 1
+    config = AutoConfig.from_pretrained(folders[0] if spec else policy.base, num_labels=1)
     with torch.device('meta'): model = AutoModelForSequenceClassification.from_config(config)
     model._modules[model.base_model_prefix] = policy.base_model
     model.score = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False, device=policy.device)
@@ -156,8 +155,8 @@ def hidden_states(
     positions = torch.ones_like(mask).cumsum(1) if right else mask.cumsum(1)
     positions = (positions - 1).clamp(0, max(0, int(mask.any(0).sum()) - 1))
     with computed_at(parts, read.flatten().nonzero()[:, 0] if parts else None):
-        return model.base_model(input_ids=ids, attention_mask=None if right else mask,
-                                position_ids=positions, use_cache=False).last_hidden_state
+        return trunk_states(model, input_ids=ids, attention_mask=None if right else mask,
+                            position_ids=positions)
 
 # %% ../../nbs/core/models.ipynb #94ebf9a7
 def answer_states(model, batch: dict) -> torch.Tensor:  # (B, T, hidden)
@@ -250,12 +249,6 @@ def own_likelihoods(
                              **head_scale(model))
     return logp.new_zeros(len(ids)).index_add(0, chosen.nonzero()[:, 0], logp).float()
 
-# %% ../../nbs/core/models.ipynb #7c6d2ce6
-def encoder_scores(model, ids: torch.Tensor, mask: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-    "Scores (B,) of an encoder with a classifier of one label; `response` is 1 at the second text."
-    types = dict(token_type_ids=response) if getattr(model.config, 'type_vocab_size', 0) > 1 else {}
-    return model(input_ids=ids, attention_mask=mask, **types).logits[:, 0].float()
-
 # %% ../../nbs/core/models.ipynb #270d0a7b
 def sequence_scores(
     model,
@@ -264,7 +257,6 @@ def sequence_scores(
     response=None,       # (B, T), 1 at the response's tokens, for models that use their likelihood
 ) -> torch.Tensor:  # (B,)
     "The scalar head at each row's last real token, plus `likelihood` times log p of the response."
-    if not hasattr(model, 'score'): return encoder_scores(model, ids, mask, response)
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     weight, rows = getattr(model.config, 'likelihood', 0.), torch.arange(len(ids), device=ids.device)
     read = before(response) * mask if weight else torch.zeros_like(mask)
@@ -300,7 +292,8 @@ def write_weights(model, folder, cfg: Config, weights: dict | None = None):
     if not weights and dtype in (None, model.dtype): return model.save_pretrained(folder)
     weights = {k: v.to('cpu', dtype or v.dtype) for k, v in (weights or unique_weights(model)).items()}
     model.save_pretrained(folder, state_dict=weights)
-    write_json(folder/'config.json', read_json(folder/'config.json') | dict(dtype=str(dtype or model.dtype).split('.')[1]))
+    written = dict(dtype=str(dtype or model.dtype).split('.')[1])
+    write_json(folder/'config.json', read_json(folder/'config.json') | written)
 
 # %% ../../nbs/core/models.ipynb #77e3a040
 CARD = '''---
@@ -345,7 +338,6 @@ def save_model(
         own = 'adapter' if name == 'model' else name
         write_model(model, tokenizer, run, own)
         if own == name or not whole: return
-        dtype = torch.float32 if device_of(run.cfg).type == 'cpu' else dtype_of(run.cfg)
-        labels = dict(num_labels=1) if hasattr(model, 'score') else {}
-        model = load_model(type(model), str(run.path(own)), dtype, **labels)
+        head = dict(num_labels=1) if hasattr(model, 'score') else {}
+        model = load_model(type(model), str(run.path(own)), dtype_of(run.cfg), **head)
     write_model(model, tokenizer, run, name, gathered(model))

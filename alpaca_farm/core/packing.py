@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['prompt_groups', 'split_group', 'first_fit', 'token_cells', 'Packed', 'fill_rows', 'pack', 'pack_in_line',
-           'packing_arguments', 'packed_states', 'position_wise', 'computed_at', 'attention_window', 'pack_for',
-           'reads_packed']
+           'packing_arguments', 'trunk_states', 'packed_states', 'position_wise', 'computed_at', 'attention_window',
+           'pack_for', 'reads_packed']
 
 # %% ../../nbs/core/packing.ipynb #bbd4ecc3
 import math
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -146,11 +146,20 @@ def packing_arguments(model, packed: Packed) -> dict:
                                  device=mask.device)
     return dict(attention_mask=mask)
 
+# %% ../../nbs/core/packing.ipynb #9e30d123
+def trunk_states(model, **given) -> torch.Tensor:
+    "The last layer's states, before the head, of what a model's trunk is given."
+    trunk, flash = model.base_model, model.config._attn_implementation == 'flash_attention_2'
+    kind = trunk.device.type
+    half = flash and trunk.dtype == torch.float32 and not torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, torch.bfloat16) if half else nullcontext():
+        return trunk(**given, use_cache=False).last_hidden_state
+
 # %% ../../nbs/core/packing.ipynb #73108c52
 def packed_states(model, packed: Packed) -> torch.Tensor:
     "The last layer's states of packed rows, before the head: (R * W, hidden)."
-    return model.base_model(input_ids=packed.ids, position_ids=packed.positions, use_cache=False,
-                            **packing_arguments(model, packed)).last_hidden_state.flatten(0, 1)
+    return trunk_states(model, input_ids=packed.ids, position_ids=packed.positions,
+                        **packing_arguments(model, packed)).flatten(0, 1)
 
 # %% ../../nbs/core/packing.ipynb #b2d916e3
 def position_wise(model) -> list:
@@ -205,9 +214,9 @@ def reads_packed(model) -> bool:
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 0]], device=trunk.device)
     mask, answers = (ids > 0).long(), (ids > 3).long()
     packed = pack(ids, mask, answers) if exact else pack_in_line(ids, mask)
-    try:   # without autocast, whose rounding would hide the difference
-        with torch.autocast(trunk.device.type, torch.bfloat16, enabled=not exact):
-            alone = [trunk(input_ids=row[row > 0][None], use_cache=False).last_hidden_state[0] for row in ids]
+    try:
+        with torch.autocast(trunk.device.type, enabled=False):   # whose rounding would hide the difference
+            alone = [trunk_states(model, input_ids=row[row > 0][None])[0] for row in ids]
             states = packed_states(model, packed)[packed.cells]
         error = max((a - b[:len(a)]).abs().max() for a, b in zip(alone, states))
         most = 1e-3 if exact and trunk.dtype == torch.float32 else .05

@@ -223,8 +223,9 @@ def steps(self: Trainer):
     for step in range(self.step + 1, self.total + 1):
         self.step, began = step, time.time()
         yield step
-        if large and step == first: print(f'a step takes {time.time() - began:.1f} s: about '
-                                          f'{(time.time() - began) * (self.total - step) / 3600:.1f} hours left')
+        if large and step == first:
+            took = time.time() - began
+            print(f'a step takes {took:.1f} s: about {took * (self.total - step) / 3600:.1f} hours left')
         if step % self.cfg.checkpoint_every == 0 and step < self.total: self.save()
     self.optimizer.zero_grad()
     self.optimizer.state.clear()   # the answers at the end need the memory
