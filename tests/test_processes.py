@@ -19,7 +19,7 @@ from alpaca_farm.core.settings import TrainConfig
 from safetensors.torch import load_file
 
 TWO = dict(num_processes=2, device='cpu', dtype='float32')
-METHODS = dict(reward_model={}, dpo=dict(loss_type='kto'), rrhf=dict(n=2, micro_batch_size=3), quark={}, ppo=dict(shared_value=True, micro_batch_size=3),
+METHODS = dict(reward_model={}, dpo=dict(loss_type='kto', held_out=7, eval_every=4), rrhf=dict(n=2, micro_batch_size=3), quark={}, ppo=dict(shared_value=True, micro_batch_size=3),
                binary_feedback={})
 DIVIDED = dict(sharding='fsdp', micro_batch_size=3)   # layers divided among the processes
 RUNS = {m: (m, more) for m, more in METHODS.items()} | {'sft divided': ('sft', DIVIDED), 'ppo divided': ('ppo', DIVIDED), 'dpo divided': ('dpo', DIVIDED),

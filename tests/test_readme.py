@@ -71,7 +71,7 @@ def check(command):
         if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
         options = words[words.index(module) + 1:]
         if module == 'alpaca_farm.core.sweeps':   # a notebook, then -g setting values..., -p setting value
-            parts = ' '.join(options[1:]).replace('-p ', '-g ').split('-g ')[1:]
+            parts = re.sub(r'--\S+ \S+', '', ' '.join(options[1:])).replace('-p ', '-g ').split('-g ')[1:]
             for name, *values in map(str.split, parts):
                 for value in values: check_settings(options[0], {name: value})
             return

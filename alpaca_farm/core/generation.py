@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .memory import rows_per_pass
-from .processes import in_parts
+from .processes import in_parts, once
 from .text import end_tokens
 
 # %% ../../nbs/core/generation.ipynb #66297ef0
@@ -302,7 +302,7 @@ def generate(
     check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k, batch_size)
     samples, choice = [[None]*n for _ in prompts], dict(temperature=temperature, top_p=top_p, top_k=top_k)
     if sampler := vars(model).get('sampler'):   # a server: see `core.served`
-        return sampler(model, tokenizer, prompts, n, max_new_tokens, *choice.values(), seed, progress)
+        return once(sampler, model, tokenizer, prompts, n, max_new_tokens, *choice.values(), seed, progress)
     jobs, ends = sampling_jobs([tuple(map(int, p)) for p in prompts], n), end_tokens(model, tokenizer)
     def write_all(jobs):
         answers = []
