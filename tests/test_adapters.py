@@ -204,3 +204,13 @@ def test_resumed_with_adapters(base, rewarded, tmp_path, name, monkeypatch):
     assert whole.keys() == alone.keys() and all(torch.equal(whole[k], alone[k]) for k in whole)
     if name in ('quark', 'binary_feedback'): assert any(k.endswith('rows') for k in a)
     assert sum(p.stat().st_size for p in (tmp_path/'a'/name).glob('model-*/adapter_model.safetensors')) < 500_000
+
+
+def test_expert_iteration_trains_adapters(base, tmp_path, monkeypatch):
+    from alpaca_farm import expert_iteration
+    monkeypatch.setattr(expert_iteration, 'run_jobs', tiny.run_here)
+    cfg = config(expert_iteration, base, out=str(tmp_path/'expert'), rounds=2)
+    expert_iteration.train(cfg)
+    assert base_of(tmp_path/'expert/round_1/sft/adapter').endswith('sft/model')
+    assert base_of(tmp_path/'expert/round_2/sft/adapter').endswith('round_1/sft/model')   # a LoRA run on a LoRA run
+    load_policy(cfg.out, cfg)

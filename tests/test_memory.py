@@ -16,12 +16,12 @@ from alpaca_farm.core.training import adamw, Trainer
 
 SHAPE = dict(vocab_size=1000, hidden_size=256, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4, intermediate_size=688)
 MEASURE = f'''
-import resource, torch
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from alpaca_farm.core.adapters import checkpoint_layers
 torch.set_num_threads(1)
 model = LlamaForCausalLM(LlamaConfig(**{SHAPE!r})).eval()
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = lambda: 1024 * int(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1])   # getrusage's begins with the parent's
 def pass_(rows):
     states = model.base_model(torch.zeros(rows, 128, dtype=torch.long), use_cache=False).last_hidden_state
     states.mean().backward()
