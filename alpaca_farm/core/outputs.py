@@ -59,6 +59,7 @@ def execute(path: Path, slow: bool, timeout: int, given: dict = {}) -> None:
     for cell in skipped: cell.source = ''
     before = with_settings(nb, given)
     NotebookClient(nb, timeout=timeout, resources=dict(metadata=dict(path=str(root())))).execute()
+    nb.metadata.pop('widgets', None)   # the state of bars that have gone
     for cell, source in before: cell.source = source
     for cell, source, outputs in kept: cell.update(source=source, outputs=outputs, execution_count=None)
     nbformat.write(nb, path)
