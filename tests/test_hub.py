@@ -63,13 +63,14 @@ REPOSITORIES = {
     'somebody/mine': {'train.csv': b'question,answer\nAdd.,2\n'}}
 
 CODE = '''
-import json, sys
+import json, os, sys
 from alpaca_farm.core.data import load_records
 out = []
 for case in json.loads(sys.argv[1]):
     try: out.append(load_records(*case))
     except Exception as e: out.append(f"{type(e).__name__}: {e}")
-print("\\n" + json.dumps(out))
+print("\\n" + json.dumps(out), flush=True)
+os._exit(0)   # threads of pyarrow that are just starting can abort an interpreter that ends
 '''
 CASES = {
     'sft': ('tatsu-lab/alpaca_farm', 'sft', 'output'), 'unlabeled': ('tatsu-lab/alpaca_farm', 'unlabeled'), 'val': ('tatsu-lab/alpaca_farm', 'val'),
