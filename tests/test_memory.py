@@ -56,6 +56,18 @@ def test_weights_gradients_and_moments_are_exact():
     assert half['weights'] * 2 == parts['weights'] and half['moments'] * 2 == parts['moments']
 
 
+def test_processes_that_divide_a_model_need_less_each():
+    llama, given = LlamaConfig(), dict(batch_size=64, micro_batch_size=2, num_processes=8)
+    peaks = {s: memory.peak_bytes(memory.memory_parts(llama, TrainConfig(**given, sharding=s), 2)) for s in ('ddp', 'fsdp')}
+    assert peaks['fsdp'] < 60e9 < 100e9 < peaks['ddp']
+    loaded = memory.memory_parts(llama, TrainConfig(**given, sharding='fsdp'), 2)['loading']
+    assert loaded == 4 * memory.count_weights(llama)[0]   # it is loaded whole
+    assert not {'lora_rank', 'optimizer'} & memory.remedies(llama, TrainConfig(**given, sharding='fsdp'), 2, 40e9).keys()
+    class Sized(TrainConfig): max_length = 10
+    half = [memory.micro_batch_tokens(Sized(batch_size=8, num_processes=n)) for n in (1, 2)]
+    assert half[0] == 2 * half[1]
+
+
 def test_a_run_that_cannot_fit_is_refused_before_it_loads_anything(base, monkeypatch, tmp_path):
     monkeypatch.setattr(memory, 'available_bytes', lambda device: 1e5)
     monkeypatch.setattr(loading, 'cost_card', lambda *args: memory.cost_card(*args, smallest=0))
