@@ -9,7 +9,7 @@ __all__ = ['OWN_DATA', 'OWN_SPLITS', 'METHODS', 'TUNED', 'CHAIN', 'columns_of', 
 
 # %% ../nbs/bring_your_own.ipynb #6bda307b
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 
 import torch
@@ -263,7 +263,8 @@ def run(cfg: BringYourOwnConfig):
     jobs, planned = forecast(cfg, own)
     for name, records in own.data.items(): write_json(at_root(f'{cfg.runs}/data/{name}.json'), records)
     run_or_fail(jobs, 1, 'bring your own', 'the chain')
-    folder = start(cfg, run, tuple(job.out for job in jobs))
+    board = replace(cfg, num_processes=1, nodes=1, rendezvous='')   # the runs are shared, not the board
+    folder = start(board, run, tuple(job.out for job in jobs))
     if folder.done: return folder
     folder.load()
     summaries = {job.out.rpartition('/')[2]: read_summary(job.out) for job in jobs}

@@ -49,7 +49,7 @@ def test_from_files_to_a_board(base, mine, tmp_path, capsys):
     assert planned['parameters'] == sum(p.numel() for p in policy.parameters()) and planned['labels'] == 48
     assert [r['run'] for r in planned['runs']] == ['sft', 'reference', 'reward_model', 'best_of_n', 'dpo', 'feedme'] and all(r['took'] > 0 < r['tokens'] for r in planned['runs'])
     assert read_json(tmp_path/'runs'/'dpo'/'config.json')['settings']['policy'] == f'{cfg.runs}/sft' and read_summary(run.folder)['instructions'] == 8
-    assert bring_your_own.run(BringYourOwnConfig(**vars(cfg) | dict(methods=['dpo']))).folder == run.folder
+    assert bring_your_own.run(BringYourOwnConfig(**vars(cfg) | dict(methods=['dpo'], num_processes=2))).folder == run.folder
     assert 'runs/dpo is finished already' in capsys.readouterr().out, 'a method can be added or left out without training the others again'
 
 

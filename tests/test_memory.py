@@ -65,6 +65,35 @@ def test_a_run_that_cannot_fit_is_refused_before_it_loads_anything(base, monkeyp
     assert not (tmp_path/'sft').exists()
 
 
+def test_several_processes_divide_the_batch_and_with_fsdp_the_moments():
+    config, one = LlamaConfig(**SHAPE), TrainConfig(batch_size=32)
+    one.max_length = 128
+    parts = {'one': memory.memory_parts(config, one, 2)}
+    for sharding in ('ddp', 'fsdp'):
+        cfg = TrainConfig(batch_size=32, num_processes=4, nodes=2, sharding=sharding)
+        cfg.max_length = 128
+        parts[sharding] = memory.memory_parts(config, cfg, 2)
+    share = lambda kind, part: parts[kind][part] / parts['one'][part]
+    assert [share(k, 'activations') for k in ('ddp', 'fsdp')] == [1/8, 1/8]
+    assert [share('ddp', k) for k in ('weights', 'gradients', 'moments')] == [1, 1, 1]
+    assert [share('fsdp', k) for k in ('weights', 'gradients', 'moments')] == [4/6, 1/8, 1/8]
+
+
+@pytest.mark.parametrize('name', ['gemma3n_text', 'gemma4_text', 'mamba', 'gpt2', 'opt', 'falcon'])
+def test_the_widths_of_a_family_are_numbers(name):
+    "Gemma's feed-forward parts and heads differ from layer to layer; Mamba has no heads."
+    from transformers import AutoConfig
+    widths = memory.widths(AutoConfig.for_model(name))
+    assert all(type(w) is int and w > 0 for w in widths), widths
+    if name == 'gemma4_text': assert widths[2] == 8 * 512   # of its global layers
+
+
+def test_memory_that_torch_keeps_is_free(monkeypatch):
+    for name, value in dict(mem_get_info=(10, 80), memory_reserved=60, memory_allocated=5).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert memory.available_bytes(torch.device('cuda')) == 65
+
+
 def test_a_card_is_printed_once(base, monkeypatch, capsys):
     monkeypatch.setattr(loading, 'cost_card', lambda *args: memory.cost_card(*args, smallest=0))
     cfg = tiny.config(ppo, **tiny.settings('ppo', base, device='cpu'))

@@ -16,6 +16,7 @@ from alpaca_farm.core.files import read_json
 from alpaca_farm.core.launch import Job, run_jobs
 from alpaca_farm.core.runs import read_log
 from alpaca_farm.core.settings import TrainConfig
+from alpaca_farm.rrhf import RRHFConfig
 from safetensors.torch import load_file
 
 TWO = dict(num_processes=2, device='cpu', dtype='float32')
@@ -126,6 +127,13 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
     assert run_jobs([Job(given.pop('out'), 'sft', given)], 1) == []   # from a notebook
     assert_same_run(tmp_path/'sft', undisturbed)
     assert sft.train(tiny.config(sft, **given, out=str(tmp_path/'sft'))).answered and 'finished already' in capfd.readouterr().out   # and nothing is launched
+
+
+def test_no_setting_is_taken_for_one_of_the_launcher():
+    from torch.distributed.run import parse_args
+    cfg = RRHFConfig(n=3, num_processes=2, learning_rate=1e-5, betas=[.9, .99], template='alpaca', columns='instruction=question')
+    command = processes.ranks_command(cfg, 'alpaca_farm.rrhf', 'logs')
+    assert parse_args(command[3:]).training_script == 'alpaca_farm.rrhf' and not any('columns' in part for part in command)
 
 
 def test_what_cannot_be_shared_is_refused_before_anything_is_started(base, tmp_path, monkeypatch):

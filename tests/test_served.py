@@ -111,11 +111,13 @@ def test_a_server_that_does_not_follow_is_found_out(base, folder, tmp_path, give
 
 def test_another_model_and_a_server_that_is_gone(base, tmp_path, monkeypatch):
     monkeypatch.setattr('time.sleep', lambda s: None)
+    monkeypatch.setenv('OPENAI_API_KEY', 'of the judges')
     with lora_server(str(base/'world'/'model')) as server:
         for p in server.model.model.parameters(): p.data.mul_(1.2)   # another model of the same shape
         cfg = config(base, tmp_path/'ppo', server.url)
         with pytest.raises(RuntimeError, match='base is not the base of the policy: serve the model that `policy` names'): ppo.train(cfg)
         policy, tokenizer, prompts = policy_of(cfg, tmp_path/'b')
+    assert 'authorization' not in policy.sampler.http.headers
     policy.sampler.http = httpx.Client()   # the old connections are still served
     with pytest.raises(RuntimeError, match=f'sampler = {server.url}, completions: it is not reached'): generate(policy, tokenizer, prompts, max_new_tokens=4)
     with pytest.raises(RuntimeError, match=f'sampler = {server.url}, models: it is not reached'): ppo.train(config(base, tmp_path/'c', server.url))

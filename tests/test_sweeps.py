@@ -10,7 +10,7 @@ import tiny
 from alpaca_farm.core import launch
 from alpaca_farm.core.launch import Job, Machine, run_jobs
 from alpaca_farm.core.runs import read_log
-from alpaca_farm.core.sweeps import Cluster, sweep, sweep_jobs
+from alpaca_farm.core.sweeps import Cluster, sweep, sweep_command, sweep_jobs
 
 
 def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp_path, capfd):
@@ -27,7 +27,7 @@ def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp
     assert len(before) == 2 and before == {p: p.stat().st_mtime for p in before} and again.accuracy.tolist() == table.accuracy.tolist()
 
 
-def test_an_invalid_sweep_starts_nothing(base, tmp_path):
+def test_an_invalid_sweep_starts_nothing(base, tmp_path, capsys):
     given = tiny.settings('reward_model', base)
     for grid, more, message in ((dict(lr=[1.]), {}, 'lr is not a setting'), (dict(epochs=[]), {}, 'at least one value'), (dict(epochs=2), {}, 'at least one value'),
                                 (dict(epochs=[1, 1]), {}, 'would be named'), (dict(policy=['a/b', 'a.b']), {}, 'policy'), (dict(epochs=[0]), {}, 'epochs = 0'),
@@ -35,7 +35,10 @@ def test_an_invalid_sweep_starts_nothing(base, tmp_path):
                                 (dict(seed=[0]), dict(memory=1e6), 'memory = 1000000.0 GB')):
         with pytest.raises((ValueError, TypeError, FileNotFoundError), match=message):
             sweep('reward_model', grid, str(tmp_path/'s'), **more, **{k: v for k, v in given.items() if k not in grid})
-    with pytest.raises(ValueError, match='no notebook of that name'): sweep('pppo', dict(seed=[0]))
+    for name, message in (('pppo', 'no notebook of that name'), ('../ppo', 'no notebook of that name'), ('people', 'makes no run'), ('judges', 'makes no run')):
+        with pytest.raises(ValueError, match=message): sweep(name, dict(seed=[0]))
+    with pytest.raises(SystemExit): sweep_command(['reward_model', '-g', 'seed', '0', '-g', 'seed', '1', '--out', str(tmp_path/'s')])
+    assert 'name each setting once' in capsys.readouterr().err
     assert not (tmp_path/'s').exists()
 
 

@@ -141,13 +141,12 @@ def check_ranks(cfg: HardwareConfig):
 
 # %% ../../nbs/core/processes.ipynb #a10d0026
 def ranks_command(cfg: HardwareConfig, module: str, logs) -> list[str]:
-    "The command line that starts the processes of this machine."
+    "The command line that starts the processes of this machine, with the settings in a file of `logs`."
     meet = ['--standalone'] if cfg.nodes == 1 else [
         f'--nnodes={cfg.nodes}', '--rdzv-backend=c10d', f'--rdzv-endpoint={cfg.rendezvous}',
         f'--rdzv-id={Path(cfg.out).name}']
-    given = [f'--{k}={v!r}' if isinstance(v, list) else f'--{k}={v}' for k, v in asdict(cfg).items()]
     return [sys.executable, '-m', 'torch.distributed.run', f'--nproc-per-node={cfg.num_processes}', *meet,
-            f'--log-dir={logs}', '--redirects=3', '-m', module, *given]
+            f'--log-dir={logs}', '--redirects=3', '-m', module, '-f', f'{logs}/settings.yaml']
 
 # %% ../../nbs/core/processes.ipynb #a10d0029
 LOST = re.compile('connection|socket|gloo|nccl|broken pipe|heartbeat|store', re.I)
@@ -181,9 +180,11 @@ def print_new(logs: Path, read: dict):
 # %% ../../nbs/core/processes.ipynb #a10d0033
 def launch_ranks(cfg: HardwareConfig, module: str, watch=lambda: None):
     "Run a module in several processes; RuntimeError with the reason if one fails, and all are ended."
+    import yaml
     with tempfile.TemporaryDirectory(prefix='alpaca_farm-') as folder:
         logs, read, errors = Path(folder), {}, Path(folder)/'errors.txt'
         environment = dict(os.environ, **{RANKS: '1'})
+        (logs/'settings.yaml').write_text(yaml.safe_dump(asdict(cfg)), encoding='utf-8')
         with open(errors, 'w') as f:
             process = subprocess.Popen(ranks_command(cfg, module, logs), cwd=root(), env=environment,
                                        stdin=subprocess.PIPE, stdout=f, stderr=f, start_new_session=True)
@@ -197,6 +198,7 @@ def launch_ranks(cfg: HardwareConfig, module: str, watch=lambda: None):
             process.stdin.close()   # ends the processes
             if process.poll() is None: process.terminate()
             process.wait()
+            print_new(logs, read)
         if process.returncode:
             why = rank_failure(errors.read_text(errors='replace'), logs)
             raise RuntimeError(f'{cfg.out}, {why}')

@@ -29,7 +29,7 @@ class ServedSampler:
     "A model behind an OpenAI-compatible completions endpoint that can be given adapters."
     def __init__(self, url: str, folder: Path):
         import httpx
-        key = os.environ.get('VLLM_API_KEY') or os.environ.get('OPENAI_API_KEY')
+        key = os.environ.get('VLLM_API_KEY')
         self.url, self.loaded, self.checked, self.given = url.rstrip('/'), '', False, ''
         self.http = httpx.Client(timeout=600., headers={'Authorization': f'Bearer {key}'} if key else {})
         self.gone = httpx.TransportError

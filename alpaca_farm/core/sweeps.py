@@ -20,11 +20,14 @@ from .settings import as_type, Config, parse_list, refuse_unknown
 
 # %% ../../nbs/core/sweeps.ipynb #a10e0007
 def settings_class(notebook: str) -> type[Config]:
-    "The dataclass of a notebook's settings; ValueError if there is no such notebook."
-    if not notebook_path(notebook): raise ValueError(f'{notebook!r}: nbs has no notebook of that name')
+    "The dataclass of a notebook's settings; ValueError if there is no such notebook, or it has none."
+    known = notebook.isidentifier() and notebook_path(notebook)
+    if not known: raise ValueError(f'{notebook!r}: nbs has no notebook of that name')
     module = importlib.import_module(f'alpaca_farm.{notebook}')
-    return next(v for k, v in vars(module).items()
-                if is_dataclass(v) and issubclass(v, Config) and v.__module__ == module.__name__)
+    found = [v for v in vars(module).values() if isinstance(v, type) and is_dataclass(v)
+             and issubclass(v, Config) and v.__module__ == module.__name__]
+    if not found: raise ValueError(f'{notebook!r}: this notebook makes no run')
+    return found[0]
 
 # %% ../../nbs/core/sweeps.ipynb #a10e0009
 def run_name(values: dict) -> str:
@@ -201,7 +204,9 @@ def sweep_command(args: list[str]):
     given = vars(p.parse_args(args))
     try:
         cls = settings_class(given['notebook'])
-        grid = {name: [typed(cls, name, v) for v in values] for name, *values in given.pop('g')}
+        rows = given.pop('g')
+        grid = {name: [typed(cls, name, v) for v in values] for name, *values in rows}
+        if len(grid) < len(rows): raise ValueError('-g: name each setting once, with all its values')
         fixed = {name: typed(cls, name, v) for name, v in given.pop('p')}
         print(sweep(grid=grid, **given, **fixed).to_string(index=False))
     except (TypeError, ValueError, ImportError) as e: p.error(str(e))
