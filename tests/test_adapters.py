@@ -165,6 +165,19 @@ def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpo
     assert torch.allclose(torch.tensor(reward_of(records)), torch.tensor(whole(records)), atol=1e-4)   # the reward has not moved
 
 
+def test_a_scalar_model_on_a_policy_computes_as_the_policy_does(base, rewarded, batch):
+    "Its masks are those of the policy's kernel, and its passes as large."
+    found = {}
+    for kernel in ('sdpa', 'eager'):
+        cfg = config(ppo, base, reward_model=rewarded, attention=kernel, forward_batch=3)
+        policy, _ = load_policy(cfg.policy, cfg, train=True)
+        assert reads_packed(policy)
+        value = ppo.scalar_on(policy, 'value', rewarded, cfg)
+        found[kernel] = sequence_scores(value, *batch.values()).detach()
+        assert value.forward_batch == 3 and reads_packed(value)
+    torch.testing.assert_close(found['sdpa'], found['eager'], rtol=1e-4, atol=1e-5)
+
+
 def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):
     cfg = config(ppo, base)
     policy, _ = load_policy(cfg.policy, cfg, train=True)

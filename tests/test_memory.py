@@ -56,18 +56,6 @@ def test_weights_gradients_and_moments_are_exact():
     assert half['weights'] * 2 == parts['weights'] and half['moments'] * 2 == parts['moments']
 
 
-def test_processes_that_divide_a_model_need_less_each():
-    llama, given = LlamaConfig(), dict(batch_size=64, micro_batch_size=2, num_processes=8)
-    peaks = {s: memory.peak_bytes(memory.memory_parts(llama, TrainConfig(**given, sharding=s), 2)) for s in ('ddp', 'fsdp')}
-    assert peaks['fsdp'] < 60e9 < 100e9 < peaks['ddp']
-    loaded = memory.memory_parts(llama, TrainConfig(**given, sharding='fsdp'), 2)['loading']
-    assert loaded == 4 * memory.count_weights(llama)[0]   # it is loaded whole
-    assert not {'lora_rank', 'optimizer'} & memory.remedies(llama, TrainConfig(**given, sharding='fsdp'), 2, 40e9).keys()
-    class Sized(TrainConfig): max_length = 10
-    half = [memory.micro_batch_tokens(Sized(batch_size=8, num_processes=n)) for n in (1, 2)]
-    assert half[0] == 2 * half[1]
-
-
 def test_a_run_that_cannot_fit_is_refused_before_it_loads_anything(base, monkeypatch, tmp_path):
     monkeypatch.setattr(memory, 'available_bytes', lambda device: 1e5)
     monkeypatch.setattr(loading, 'cost_card', lambda *args: memory.cost_card(*args, smallest=0))
@@ -75,6 +63,36 @@ def test_a_run_that_cannot_fit_is_refused_before_it_loads_anything(base, monkeyp
     cfg = tiny.config(sft, **tiny.settings('sft', base, out=str(tmp_path/'sft')))
     with pytest.raises(MemoryError, match='the run needs about'): sft.train(cfg)
     assert not (tmp_path/'sft').exists()
+
+
+def test_several_processes_divide_the_batch_and_with_fsdp_the_moments():
+    config, one = LlamaConfig(**SHAPE), TrainConfig(batch_size=32)
+    one.max_length = 128
+    parts = {'one': memory.memory_parts(config, one, 2)}
+    for sharding in ('ddp', 'fsdp'):
+        cfg = TrainConfig(batch_size=32, num_processes=4, nodes=2, sharding=sharding)
+        cfg.max_length = 128
+        parts[sharding] = memory.memory_parts(config, cfg, 2)
+    share = lambda kind, part: parts[kind][part] / parts['one'][part]
+    assert [share(k, 'activations') for k in ('ddp', 'fsdp')] == [1/8, 1/8]
+    assert [share('ddp', k) for k in ('weights', 'gradients', 'moments')] == [1, 1, 1]
+    assert [share('fsdp', k) for k in ('weights', 'gradients', 'moments')] == [4/6, 1/8, 1/8]
+    assert not {'lora_rank', 'optimizer'} & memory.remedies(config, cfg, 2, 1.05 * memory.count_weights(config)[0] * 4).keys()   # which do not go with it
+
+
+@pytest.mark.parametrize('name', ['gemma3n_text', 'gemma4_text', 'mamba', 'gpt2', 'opt', 'falcon'])
+def test_the_widths_of_a_family_are_numbers(name):
+    "Gemma's feed-forward parts and heads differ from layer to layer; Mamba has no heads."
+    from transformers import AutoConfig
+    widths = memory.widths(AutoConfig.for_model(name))
+    assert all(type(w) is int and w > 0 for w in widths), widths
+    if name == 'gemma4_text': assert widths[2] == 8 * 512   # of its global layers
+
+
+def test_memory_that_torch_keeps_is_free(monkeypatch):
+    for name, value in dict(mem_get_info=(10, 80), memory_reserved=60, memory_allocated=5).items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    assert memory.available_bytes(torch.device('cuda')) == 65
 
 
 def test_a_card_is_printed_once(base, monkeypatch, capsys):

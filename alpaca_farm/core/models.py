@@ -126,6 +126,8 @@ def scalar_on(
     config = AutoConfig.from_pretrained(folders[0] if spec else policy.base, num_labels=1)
     with torch.device('meta'): model = AutoModelForSequenceClassification.from_config(config)
     model._modules[model.base_model_prefix] = policy.base_model
+    model.config._attn_implementation = policy.config._attn_implementation   # by which masks are made
+    model.forward_batch = getattr(policy, 'forward_batch', 0)
     model.score = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False, device=policy.device)
     if spec: return add_saved(model.eval(), name, folders[0])
     torch.nn.init.zeros_(model.score.weight)
