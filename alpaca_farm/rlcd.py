@@ -72,7 +72,7 @@ class RLCDConfig(SampleConfig, ApiConfig):
     served: str = ''             # name of a model behind base_url that does so instead; policy is empty then
     annotators: str = ''         # judges of rlaif and rlcd_rescore; empty for the model itself
     both_orders: bool = False    # judge in both orders and average; else in one, as published
-    samples: str = ''            # run or CSV of rlcd whose pairs are used; empty to write new ones
+    samples: str = ''            # run, CSV or file whose pairs are used; empty to write new ones
     max_retries: int = 5         # times an answer is written anew after the task's filters reject it
     top_k: int = 0               # sample only from this many likeliest tokens; 0: all
     indices: str = ''            # use only these prompts, such as "17-29,35-40", ends included; empty for all
@@ -97,7 +97,7 @@ class RLCDConfig(SampleConfig, ApiConfig):
                  'name one model: in policy, or in served, with policy empty'),
                 ((self.annotators or self.both_orders) and not judged,
                  f'method = {self.method} has no judge: leave annotators empty, and both_orders false'),
-                (self.samples and self.method in ('rlcd', 'rlaif'),
+                (self.samples and self.method == 'rlcd',
                  f'method = {self.method} writes its own answers: leave samples empty'),
                 (self.template == 'chat' and task.placement == 'role' and METHODS[self.method] != ('', ''),
                  f'template = chat: the phrases of {task.name} stand behind a role. Set template to raw')):
@@ -160,10 +160,11 @@ def write_items(writer, task, records: dict[int, dict], cfg: RLCDConfig) -> list
 
 # %% ../nbs/rlcd.ipynb #761596ad
 def stored_items(cfg: RLCDConfig, task) -> list[dict]:
-    "The pairs of `cfg.samples` as items; the preferred output is that of the positive side."
-    items, rows = [], load_records(cfg.samples, 'preferences', 'preference', cfg.max_instances, cfg.columns)
+    "The pairs of `cfg.samples` as items; but for rlaif, the preferred output is that of the positive side."
+    sided, items = METHODS[cfg.method] != ('', ''), []
+    rows = load_records(cfg.samples, 'preferences', 'preference', cfg.max_instances, cfg.columns)
     for k, r in enumerate(rows):
-        if r.get('annotator', 'contrast') != 'contrast':
+        if sided and r.get('annotator', 'contrast') != 'contrast':
             raise ValueError(f'samples: row {k} of {cfg.samples} is labelled by {r["annotator"]}, which does '
                              'not tell the positive answer. Name a run with method = rlcd')
         i, both = int(r.get('index', k)), [r['output_1'], r['output_2']]
@@ -171,7 +172,7 @@ def stored_items(cfg: RLCDConfig, task) -> list[dict]:
         if not 0 <= contrast < len(task.contrast):
             raise ValueError(f'samples: row {k} of {cfg.samples} has contrast = {contrast}, and the task '
                              f'{task.name} has {len(task.contrast)} pairs of phrases. Set task to theirs')
-        outputs = (both[::-1] if r['preference'] > 1.5 else both)[:len(METHODS[cfg.method])]
+        outputs = (both[::-1] if sided and r['preference'] > 1.5 else both)[:len(METHODS[cfg.method])]
         items.append(dict(index=i, contrast=contrast, retries=0, reason='', prompt=bare_prompt(r),
                           outputs=outputs))
     return items

@@ -263,6 +263,9 @@ def test_rescored_pairs_are_those_of_rlcd(base, whole, tmp_path):
     some.write_text(json.dumps([dict(pairs(out)[0], contrast=7)]))
     with pytest.raises(ValueError, match='row 0 of .* has contrast = 7, and the task'): made(base, tmp_path/'x', **given)
     with pytest.raises(ValueError, match='row 0 of .* is labelled by self'): made(base, tmp_path/'x', method='rlcd_rescore', samples=str(tmp_path/'read'))
+    made(base, tmp_path/'anew', method='rlaif', samples=str(tmp_path/'read'), both_orders=True)   # the pairs of any run, as they stand
+    anew, read = pairs(tmp_path/'anew'), pairs(tmp_path/'read')
+    assert [(r['output_1'], r['output_2']) for r in anew] == [(r['output_1'], r['output_2']) for r in read] and all('orders' in r for r in anew)
 
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
@@ -310,7 +313,7 @@ def test_retries_are_counted_and_bounded():
 @pytest.mark.parametrize('more, message', [
     (dict(method='rlhf'), "method = 'rlhf'"), (dict(indices='9-'), 'such as "17-29,35"'), (dict(indices_mod=2, indices_remainder=2), 'indices_remainder = 2'),
     (dict(served='m'), 'name one model'), (dict(policy=''), 'name one model'), (dict(annotators='alpaca_farm.world:pool'), 'method = rlcd has no judge'), (dict(both_orders=True), 'both_orders false'),
-    (dict(method='rlaif', samples='x.json'), 'leave samples empty'), (dict(template='chat'), 'stand behind a role'), (dict(temperature=0), 'temperature'),
+    (dict(method='rlcd', samples='x.json'), 'leave samples empty'), (dict(template='chat'), 'stand behind a role'), (dict(temperature=0), 'temperature'),
     (dict(task='wrold'), "did you mean 'world'?"), (dict(template='alpaca'), 'template')])
 def test_wrong_settings(more, message):
     with pytest.raises(ValueError) as e: RLCDConfig(**more)
