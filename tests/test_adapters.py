@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from alpaca_farm import dpo, ppo, quark, reward_model, sft
-from alpaca_farm.core.adapters import (add_adapter, base_of, checkpoint_layers, lora_config, own_weights, view)
+from alpaca_farm.core.adapters import (add_adapter, base_of, checkpoint_layers, lora_config, merge, own_weights, view)
 from alpaca_farm.core.models import hidden_states, load_policy, load_reference, load_scalar, logprobs, sequence_logprobs, sequence_scores
 from alpaca_farm.core.packing import reads_packed
+from alpaca_farm.core.settings import HardwareConfig as config_of
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import collate
 
@@ -163,6 +164,22 @@ def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpo
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
     for x, y in zip(weights, others, strict=True): torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
     assert torch.allclose(torch.tensor(reward_of(records)), torch.tensor(whole(records)), atol=1e-4)   # the reward has not moved
+
+
+@pytest.mark.parametrize('name', ['mixtral', 'qwen3_moe'])
+def test_experts_with_adapters_are_merged(name):
+    policy = shake(add_adapter(tiny.family(name), 'policy', lora_config(config_of(lora_rank=3))), std=.2)
+    ids = torch.arange(3, 15)[None]
+    assert any('experts' in n for n in own_weights(policy))
+    with torch.no_grad():
+        logits = policy(ids).logits
+        merged = merge(policy)
+        torch.testing.assert_close(merged(ids).logits, logits, rtol=1e-4, atol=1e-4)
+    assert merged.state_dict().keys() == tiny.family(name).state_dict().keys()
+
+
+def test_what_peft_cannot_adapt_is_refused_by_the_setting():
+    with pytest.raises(ValueError, match='lora_targets = all-linear: .*out_proj'): add_adapter(tiny.family('falcon_h1'), 'policy', lora_config(config_of(lora_rank=3)))
 
 
 def test_a_scalar_model_on_a_policy_computes_as_the_policy_does(base, rewarded, batch):

@@ -67,13 +67,13 @@ def add_adapter(
 ):  # a view of the model
     "Freeze a model and put an adapter into its layers; those that it has already stay as they are."
     from peft import inject_adapter_in_model
-    trunk = model.base_model
+    trunk, asked = model.base_model, config.target_modules   # which peft replaces by names
     before = [p for p in model.parameters() if p.requires_grad] if hasattr(trunk, 'adapted') else []
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter('ignore')   # that there are several adapters
         torch.manual_seed(seed)
         try: inject_adapter_in_model(config, trunk, name)
-        except ValueError as e: raise ValueError(f'lora_targets = {config.target_modules}: {e}') from None
+        except ValueError as e: raise ValueError(f'lora_targets = {asked}: {e}') from None
     if not hasattr(trunk, 'adapted'): trunk.adapted = []
     trunk.adapted[:] = lora_layers(trunk)
     for p in model.parameters(): p.requires_grad_(False)
@@ -207,9 +207,10 @@ def load_adapter(
 def merge(model):
     "Add a view's adapter to its model's weights, in place; the same model without adapters."
     trunk, name = model.base_model, model.adapter
-    for path, layer in [(n, m) for n, m in trunk.named_modules() if hasattr(m, 'lora_A')]:
+    layers = [(n, m) for n, m in trunk.named_modules() if hasattr(m, 'lora_A')]
+    for path, layer in reversed(layers):   # experts have one inside another, for each of their weights
         if name in layer.lora_A:
-            w = layer.base_layer.weight
+            w = getattr(layer.get_base_layer(), getattr(layer, 'parameter_name', 'weight'))
             w.copy_((w.float() + layer.get_delta_weight(name).float()).to(w.dtype))
         trunk.set_submodule(path, layer.base_layer)
     table = model.get_input_embeddings()
