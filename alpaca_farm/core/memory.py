@@ -64,7 +64,7 @@ def micro_batch_tokens(cfg: HardwareConfig) -> int:
 
 # %% ../../nbs/core/memory.ipynb #bbb00011
 def memory_parts(config, cfg: HardwareConfig, size: int, rows: int = 64) -> dict[str, float]:
-    "Bytes by part on each GPU; `size`: bytes of a number in the forward pass; `rows`: answers sampled at a time."
+    "Bytes by part; `size`: bytes of a number in the forward pass; `rows`: answers sampled at a time."
     n, adapter = count_weights(config, cfg.lora_rank)
     trained, frozen = cfg.in_memory['trained'], cfg.in_memory['frozen']
     m, full = (adapter, 4.) if cfg.lora_rank else (n, 4. if cfg.master_weights else size)
@@ -76,7 +76,8 @@ def memory_parts(config, cfg: HardwareConfig, size: int, rows: int = 64) -> dict
     length = getattr(cfg, 'max_prompt', 0) + getattr(cfg, 'max_new_tokens', 0)
     moments = 2. if cfg.optimizer == 'adamw_8bit' else 2 * full
     token = activation_bytes(config, size, cfg.gradient_checkpointing)
-    return dict(weights=weights, gradients=trained * full * m / shares, moments=trained * moments * m / shares,
+    return dict(weights=weights, gradients=trained * full * m / shares,
+                moments=trained * moments * m / shares,
                 activations=trained * micro_batch_tokens(cfg) * token,
                 cache=(cfg.forward_batch or rows) * length * cache_bytes(config, size))
 
