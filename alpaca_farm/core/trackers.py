@@ -97,7 +97,7 @@ class Tracking:
     def __init__(self, name: str, folder: Path, settings: dict):
         self.name, self.folder, self.settings = name, folder, settings
         self.tracker, self.figures, self.at_exit, self.ended = None, 0, None, False
-        if Tracking.current and Tracking.current.ended: Tracking.current.close()   # later figures are of this run
+        if Tracking.current and Tracking.current.ended: Tracking.current.close()   # figures now show this run
 
     def send(self, what: str, *args, step: int = 1):
         "Call a method of the tracker; a failing one is left out from then on."
