@@ -77,6 +77,7 @@ def test_several_processes_divide_the_batch_and_with_fsdp_the_moments():
     assert [share(k, 'activations') for k in ('ddp', 'fsdp')] == [1/8, 1/8]
     assert [share('ddp', k) for k in ('weights', 'gradients', 'moments')] == [1, 1, 1]
     assert [share('fsdp', k) for k in ('weights', 'gradients', 'moments')] == [4/6, 1/8, 1/8]
+    assert not {'lora_rank', 'optimizer'} & memory.remedies(config, cfg, 2, 1.05 * memory.count_weights(config)[0] * 4).keys()   # which do not go with it
 
 
 @pytest.mark.parametrize('name', ['gemma3n_text', 'gemma4_text', 'mamba', 'gpt2', 'opt', 'falcon'])

@@ -100,6 +100,24 @@ def test_a_tracker_that_fails_never_stops_a_run(base, tmp_path, monkeypatch, cap
     assert read_summary(tmp_path/'a') and said.count('tracker = tensorboard failed and is left out') == 1 and 'and more' not in said
 
 
+def test_figures_of_a_later_run_are_not_sent_to_the_earlier_one(tmp_path, monkeypatch):
+    called = []
+    class Listed:
+        def __init__(self, *_): pass
+        def __getattr__(self, name): return lambda *_: called.append(name)
+    monkeypatch.setitem(trackers.TRACKERS, 'tensorboard', Listed)
+    monkeypatch.setattr(trackers, 'on_figures', lambda send: True)
+    run = trackers.Tracking('tensorboard', tmp_path, {})
+    run.send('log', 1, {})
+    trackers.Tracking('', tmp_path, {})   # a run inside of it
+    run.send('log', 2, {})
+    trackers.send_results(run, {})
+    run.show(None)
+    trackers.Tracking('', tmp_path, {})   # the next run of the session
+    run.show(None)
+    assert called == ['log', 'log', 'summary', 'figure', 'finish']
+
+
 def test_a_missing_package_is_named_before_any_work(base, tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, 'find_spec', lambda name: None)
     with pytest.raises(ModuleNotFoundError, match='tracker = tensorboard: pip install tensorboard'):

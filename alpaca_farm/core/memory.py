@@ -95,8 +95,10 @@ def remedies(config, cfg: HardwareConfig, size: int, available: float) -> dict:
     "The settings that make a run fit into the available bytes; empty if these do not suffice."
     from copy import copy
     cfg, found = copy(cfg), {}
+    divided = cfg.sharding == 'fsdp' and cfg.num_processes * cfg.nodes > 1
     for name, value in REMEDIES.items():
         if cfg.lora_rank and name in ('optimizer', 'master_weights') or getattr(cfg, name) == value: continue
+        if divided and name in ('lora_rank', 'optimizer'): continue   # these do not go with fsdp
         before = peak_bytes(memory_parts(config, cfg, size))
         setattr(cfg, name, value)
         after = peak_bytes(memory_parts(config, cfg, size))

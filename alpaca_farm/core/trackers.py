@@ -96,7 +96,8 @@ class Tracking:
 
     def __init__(self, name: str, folder: Path, settings: dict):
         self.name, self.folder, self.settings = name, folder, settings
-        self.tracker, self.figures, self.at_exit = None, 0, None
+        self.tracker, self.figures, self.at_exit, self.ended = None, 0, None, False
+        if Tracking.current and Tracking.current.ended: Tracking.current.close()   # later figures are of this run
 
     def send(self, what: str, *args, step: int = 1):
         "Call a method of the tracker; a failing one is left out from then on."
@@ -139,4 +140,5 @@ def send_results(tracking: Tracking, summary: dict, rows: int = 50):
     for file in sorted(tracking.folder.glob('*.csv')):
         table = pd.read_csv(file, nrows=rows).to_dict('records')
         if table: tracking.send('table', file.stem, table)
+    tracking.ended = True
     if not on_figures(tracking.show): tracking.close()
