@@ -178,6 +178,24 @@ def test_experts_with_adapters_are_merged(name):
     assert merged.state_dict().keys() == tiny.family(name).state_dict().keys()
 
 
+def test_the_router_loss_of_two_adapters_on_one_model(batch):
+    from alpaca_farm.core.training import RouterLoss
+    def both():
+        policy = shake(add_adapter(tiny.family('mixtral', vocab_size=600), 'policy', lora_config(config_of(lora_rank=3))), std=.2)
+        return policy, add_adapter(policy, 'value', lora_config(config_of(lora_rank=3)))
+    part = {k: t[:3] for k, t in batch.items()}   # another shape
+    alone = []
+    for k, given in enumerate((batch, part)):
+        model = both()[k]
+        router = RouterLoss(model)
+        logprobs(model, given)
+        alone.append(router().detach())
+    models = both()
+    routers = [RouterLoss(m) for m in models]
+    for model, given in zip(models, (batch, part)): logprobs(model, given)
+    assert [r().item() for r in routers] == alone
+
+
 def test_what_peft_cannot_adapt_is_refused_by_the_setting():
     with pytest.raises(ValueError, match='lora_targets = all-linear: .*out_proj'): add_adapter(tiny.family('falcon_h1'), 'policy', lora_config(config_of(lora_rank=3)))
 

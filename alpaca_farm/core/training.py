@@ -78,13 +78,14 @@ def adamw(groups: list[dict], cfg: TrainConfig):
 class RouterLoss:
     "The balancing loss of a model's forward passes with gradients since the last call; needs experts."
     def __init__(self, model):
-        trunk, self.logits = model.base_model, []
+        trunk, self.logits, self.real = model.base_model, [], None
         router = (getattr(trunk, '_can_record_outputs', None) or {}).get('router_logits')
         if router is None:
             raise ValueError(f'router_loss: {type(trunk).__name__} is no mixture of experts; leave it at 0')
         self.index, kind = getattr(router, 'index', 0), getattr(router, 'target_class', router)
         self.chosen = model.config.get_text_config().num_experts_per_tok
         trunk.register_forward_pre_hook(self.find_tokens, with_kwargs=True)
+        trunk.register_forward_hook(self.leave)
         for m in trunk.modules():
             if isinstance(m, kind): m.register_forward_hook(self.record)
 
@@ -95,9 +96,13 @@ class RouterLoss:
         elif len(mask.shape) == 4: mask = (ids != 0) | (given['position_ids'] != 0)     # packed rows
         self.real = mask.bool().flatten()
 
+    def leave(self, *_):
+        "Forget the tokens: other adapters use the same routers."
+        self.real = None
+
     def record(self, router, args, out):
-        "Keep the logits of a layer, unless it is computed again for the backward pass."
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        "Keep a layer's logits, unless it runs for another adapter or again for the backward pass."
+        if self.real is not None and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             self.logits.append((out[self.index] if isinstance(out, tuple) else out).flatten(0, -2)[self.real])
 
     def __call__(self) -> torch.Tensor:
