@@ -1,13 +1,16 @@
 """Runs named in a JSON file, one after the other; started in several processes by test_processes."""
+import atexit
 import importlib
 import json
 import os
+import weakref
 
 import tiny
 from alpaca_farm.core.processes import rank
 from alpaca_farm.core.training import Trainer
+from torch import distributed
 
-hold = Trainer.hold
+hold, connections = Trainer.hold, lambda: None
 
 
 def checked(self, together):
@@ -16,9 +19,16 @@ def checked(self, together):
     assert self.divided == (self.cfg.sharding == 'fsdp')
 
 
+def check_closed():
+    "Nothing holds the connections any more: they are closed when the last reference goes."
+    if connections() is not None: os._exit(3)
+
+
 if __name__ == '__main__':
+    atexit.register(check_closed)   # the last of the handlers
     Trainer.hold = checked
     for name, given in json.load(open(os.environ['RUNS'])).values():
         module = importlib.import_module(f'alpaca_farm.{name}')
         module.train(tiny.config(module, **given))
         assert rank() == (int(os.environ['RANK']), 2)
+    connections = weakref.ref(distributed.group.WORLD)

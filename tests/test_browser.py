@@ -3,12 +3,10 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
-from contextlib import closing
 
 import pytest
 
@@ -24,16 +22,10 @@ pytestmark = pytest.mark.skipif(not CHROMIUM, reason='no Chromium here')
 SHOTS = os.environ.get('SCREENSHOTS')   # a folder to look at what the browser showed
 
 
-def free_port():
-    with closing(socket.socket()) as s:
-        s.bind(('127.0.0.1', 0))
-        return s.getsockname()[1]
-
-
 @pytest.fixture(scope='module')
 def lab(tmp_path_factory):
     "The address of JupyterLab, started like `make lab` on a folder that holds the notebooks opened here."
-    folder, port = tmp_path_factory.mktemp('lab'), free_port()
+    folder, port = tmp_path_factory.mktemp('lab'), *tiny.free_ports(1)
     env = tiny.environment(JUPYTER_CONFIG_PATH=str(tiny.ROOT/'.jupyter'), JUPYTER_CONFIG_DIR=str(folder/'config'), JUPYTER_DATA_DIR=str(folder/'data'),
                            JUPYTER_RUNTIME_DIR=str(folder/'runtime'), PYTHONPATH=str(tiny.ROOT))
     command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--allow-root', f'--port={port}', '--IdentityProvider.token=', '--ServerApp.root_dir', str(folder)]

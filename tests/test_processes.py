@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -148,3 +149,15 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_started(base, tmp_p
     def train(cfg): return cfg   # another one than the module's
     with pytest.raises(ValueError, match='nbdev_export'): runs.start(tiny.config(sft, **settings('sft', base, tmp_path/'x')), train)
     assert not (tmp_path/'x').exists()
+
+
+@pytest.mark.parametrize('end,closed', [('', True), ('raise ValueError', True), ('distributed.get_backend_config = lambda: "cuda:nccl"; raise ValueError', False)])
+def test_a_process_closes_its_connections_before_it_ends(end, closed):
+    "Unless an error ended it on GPUs, where NCCL waits for the others."
+    code = ('import atexit; from torch import distributed; from alpaca_farm.core.processes import HardwareConfig, join_ranks\n'
+            'atexit.register(lambda: print("open" if distributed.is_initialized() else "closed"))\n'   # the last of the handlers
+            f'join_ranks(HardwareConfig(device="cpu"))\n{end}')
+    port = str(*tiny.free_ports(1))
+    variables = {processes.RANKS: '1', 'RANK': '0', 'WORLD_SIZE': '1', 'MASTER_ADDR': 'localhost', 'MASTER_PORT': port}
+    with subprocess.Popen([sys.executable, '-c', code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tiny.ROOT, env=tiny.environment(**variables)) as process:
+        assert process.stdout.read().strip() == ('closed' if closed else 'open')

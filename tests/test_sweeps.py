@@ -1,5 +1,4 @@
 """Sweeps: jobs for every combination of settings, here and on a Ray cluster."""
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,12 +60,7 @@ def test_jobs_get_gpus_of_their_own_and_failed_ones_are_started_again(monkeypatc
     assert [machine.fits(Job('y', 'toy', memory=m), {Job('x', 'toy', memory=6.): None}) for m in (4., 5.)] == [True, False]
 
 
-def free_ports(*names):
-    "Free ports by name: on a busy computer Ray's own agents take too long to choose theirs."
-    sockets = [socket.create_server(('', 0)) for _ in names]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets: s.close()
-    return dict(zip(names, ports))
+AGENTS = 'metrics_agent_port', 'metrics_export_port', 'dashboard_agent_listen_port', 'runtime_env_agent_port'
 
 
 def test_jobs_of_a_cluster_survive_the_loss_of_a_machine(base, tmp_path):
@@ -75,7 +69,7 @@ def test_jobs_of_a_cluster_survive_the_loss_of_a_machine(base, tmp_path):
     machines = Machines()
     try:
         for _ in range(2):
-            ports = free_ports('metrics_agent_port', 'metrics_export_port', 'dashboard_agent_listen_port', 'runtime_env_agent_port')
+            ports = dict(zip(AGENTS, tiny.free_ports(len(AGENTS))))   # on a busy computer Ray's own agents take too long to choose theirs
             machines.add_node(num_cpus=1, object_store_memory=80 * 2**20, include_dashboard=False, include_log_monitor=False, **ports)
     except Exception as e:
         machines.shutdown()

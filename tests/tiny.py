@@ -2,6 +2,7 @@
 import importlib
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,14 @@ def papermill(notebook, executed, **given):
 def environment(**more):
     return dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', HF_HUB_OFFLINE='1',
                 PYDEVD_DISABLE_FILE_VALIDATION='1', **more)
+
+
+def free_ports(n):
+    "Ports of this computer that nothing listens on."
+    sockets = [socket.create_server(('', 0)) for _ in range(n)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets: s.close()
+    return ports
 
 
 def spawn(command, cwd=ROOT, **more):
