@@ -20,6 +20,7 @@ from .core.launch import Job, run_jobs, study_job
 from .core.paths import notebooks_folder
 from .core.runs import check_run_folder, read_summary, start
 from .core.settings import at_root, command
+from .core.sweeps import machines
 from .annotators import load_annotators
 from .eval import write_figure
 from .farm_board import farm_board, judge_board, label_origin, parts_table, write_boards, write_csv
@@ -38,6 +39,7 @@ class FarmConfig(JudgedConfig):
     size: str = 'default'      # default, quick (coarser), or a file like nbs/recipes/quick.yaml
     overoptimization: bool = True  # include the study of over-optimisation, in the first replicate
     workers: int = 0           # runs side by side; 0 for the number of cores
+    address: str = ''          # of a Ray cluster that makes the runs; empty for this machine
     people: str = ''           # annotators for the second training; empty: the people of each world
     held_out: str = ''         # people who judge the board; empty: the held-out people of each world
     pool: str = ''             # simulated annotators: they label and judge; empty: the pool of each world
@@ -203,9 +205,10 @@ def make_runs(cfg: FarmConfig, watch) -> tuple[list[str], list[str], list[str]]:
     "Make the runs of all replicates: their folders, the runs that are finished, a line for each failure."
     jobs = lambda: [job for k in range(cfg.seeds) for job in farm_jobs(cfg, k)]
     first = [job for job in jobs() if Path(job.out).name in FIRST]
-    failed = run_jobs(first, cfg.workers, 'world, SFT and its temperature', watch)
+    place = machines(cfg.address, cfg.workers)
+    failed = run_jobs(first, name='world, SFT and its temperature', watch=watch, place=place)
     if failed: raise RuntimeError('the farm failed:\n' + '\n'.join(failed))
-    failed = run_jobs(jobs(), cfg.workers, 'farm', watch)
+    failed = run_jobs(jobs(), name='farm', watch=watch, place=place)
     made = [job.out for job in jobs() if read_summary(job.out)]
     needed = ('references', 'eval_samples')
     folders = [f for f in dict.fromkeys(str(Path(job.out).parent) for job in first)

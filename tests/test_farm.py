@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 import tiny
+from alpaca_farm import farm
 from alpaca_farm.core.build import methods, recipe
 from alpaca_farm.core import launch, progress, runs
 from alpaca_farm.core.data import load_records
@@ -217,6 +218,15 @@ def two_jobs(base, tmp_path):
     script = ('from alpaca_farm.core.launch import Job, run_jobs\n'
               f'print(run_jobs([Job(f, "sft", given) for f, given in {given!r}.items()], 2))')
     return folders, [sys.executable, '-c', script]
+
+
+def test_the_farm_runs_where_its_address_says(monkeypatch):
+    places, asked = [], []
+    monkeypatch.setattr(farm, 'machines', lambda *where: places.append(where) or 'a cluster')
+    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, name, watch, place: asked.append(place) or ['made: nothing'])
+    cfg = farm.FarmConfig(address='ray://head:10001', workers=3)
+    with pytest.raises(RuntimeError, match='made: nothing'): farm.make_runs(cfg, None)
+    assert places == [('ray://head:10001', 3)] and asked == ['a cluster']
 
 
 def gone(processes, seconds):

@@ -104,7 +104,7 @@ class Config:
     tracker: str = ''      # wandb, or tensorboard (a folder of the run), gets the log as well
     inputs = {}            # settings that name what this run reads: which files of it (class attributes,
     answering = ()         # no settings); those that only concern the answers at the end
-    aside = ('out', 'workers', 'tracker', 'save_total_limit', 'push_to_hub',  # without influence on the
+    aside = ('out', 'workers', 'address', 'tracker', 'save_total_limit', 'push_to_hub',  # without influence on the
              'sampler')                                                       # result, or on its distribution
 
     def __post_init__(self):

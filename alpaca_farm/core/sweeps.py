@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FIGURES', 'settings_class', 'run_name', 'sweep_jobs', 'sweep_table', 'sweep_figure', 'cluster_command',
-           'run_on_cluster', 'ClusterProcess', 'Cluster', 'sweep', 'typed', 'sweep_command']
+           'run_on_cluster', 'ClusterProcess', 'Cluster', 'machines', 'sweep', 'typed', 'sweep_command']
 
 # %% ../../nbs/core/sweeps.ipynb #a10e0004
 import argparse, importlib, itertools, json, os, re, subprocess, sys, threading, typing
@@ -157,6 +157,11 @@ class Cluster:
                                max_retries=self.retries)(execute)
         return ClusterProcess(self.ray, task.remote(cluster_command(job)))
 
+# %% ../../nbs/core/sweeps.ipynb #a10e0031
+def machines(address: str = '', workers: int = 0, retries: int = 0):
+    "Where jobs run: the Ray cluster behind an address, or this machine."
+    return Cluster(address, workers, retries) if address else Machine(workers)
+
 # %% ../../nbs/core/sweeps.ipynb #a10e0023
 def sweep(
     notebook: str,         # name of the notebook
@@ -172,8 +177,7 @@ def sweep(
 ):  # a DataFrame
     "Run a notebook with every combination of some settings; RuntimeError at the end if some failed."
     jobs = sweep_jobs(notebook, grid, out, gpus, memory, **settings)
-    place = Cluster(address, workers, retries) if address else Machine(workers)
-    failed = run_jobs(jobs, workers, f'{notebook} sweep', place=place, retries=retries)
+    failed = run_jobs(jobs, name=f'{notebook} sweep', place=machines(address, workers, retries), retries=retries)
     table, folder = sweep_table(jobs, grid), at_root(out or f'runs/{notebook}_sweep')
     if len(table):
         with atomic_write(folder/'table.csv') as p: table.to_csv(p, index=False)
