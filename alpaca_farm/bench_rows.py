@@ -243,7 +243,8 @@ def our_online(m: Material, kind: str):
     size = dict(rollouts=m.rollouts, batch_size=m.rollouts, group_size=min(8, m.rollouts))
     scorer = str(m.folder/'reward') if kind == 'ppo' else 'alpaca_farm.bench_rows:answer_reward'
     cfg = ppo.PPOConfig(**settings_of(m, kind), **size, **ONLINE[kind], steps=m.rounds, reward_model=scorer,
-                        max_new_tokens=m.tokens, missing_eos='', eval_split='', value_learning_rate=1e-5)
+                        max_new_tokens=m.tokens, temperature=1., missing_eos='', eval_split='',
+                        value_learning_rate=1e-5)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference = load_policy(cfg.policy, cfg, train=True)[0]
     reward_of, value = reward(cfg.reward_model, cfg, 'raw'), ppo.value_model(cfg, policy)

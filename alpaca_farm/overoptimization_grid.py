@@ -22,7 +22,8 @@ def measured_policies() -> list[str]:
 # %% ../nbs/studies/overoptimization_grid.ipynb #b6aeb653
 SOURCES = dict(judge=('judge', 0.), pool=('pool', 0.), flips=('pool', .25), people=('people', 0.))
 BETAS = (.3, .1, .03, .01)   # DPO's
-UNPENALISED = dict(kl_coef=0., save_every=2, steps=24, ppo_epochs=1, learning_rate=4e-4, annotators='')
+UNPENALISED = dict(kl_coef=0., temperature=1., save_every=2, steps=24, ppo_epochs=1, learning_rate=4e-4,
+                   annotators='')
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #61cd7ff6
 def grid_job(cfg, name: str, kind: str, reads: dict, cost: float, **more) -> Job:
@@ -57,9 +58,9 @@ def source_jobs(cfg, source: str) -> list[Job]:
     job = lambda name, *a, **more: method_job(cfg, f'{name}_{source}', *a, **more)
     return [
         *labels_and_reward_model(cfg, source, *SOURCES[source]), unpenalised_rloo(cfg, source),
-        job('ppo', 'ppo', proxy, 75, annotators=''),
-        job('ppo_free', 'ppo', proxy, 75, kl_coef=0., learning_rate=6e-4, steps=24, save_every=3,
-            annotators=''),
+        job('ppo', 'ppo', proxy, 75, temperature=1., annotators=''),
+        job('ppo_free', 'ppo', proxy, 75, temperature=1., kl_coef=0., learning_rate=6e-4, steps=24,
+            save_every=3, annotators=''),
         *(job(f'dpo_{beta}', 'dpo', pairs, 50, beta=beta, save_every=120) for beta in BETAS),
         job('quark', 'quark', proxy, 65, annotators=''),
         job('expert_iteration', 'expert_iteration', proxy, 90, samples=cfg.candidates, rounds=3),

@@ -31,6 +31,7 @@ from .core.training import Trainer
 class PPOConfig(OnlineConfig):
     "Settings of PPO."
     out: str = 'runs/ppo'               # run folder
+    temperature: float = 0.5            # of samples and of the log-probs that are compared
     advantage: str = 'gae'              # baseline: a value model (gae) or the other answers (rloo, grpo)
     group_size: int = 4                 # rloo, grpo: answers to each prompt
     ppo_epochs: int = 2                 # passes over each step's answers

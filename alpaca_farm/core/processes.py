@@ -169,7 +169,8 @@ def rank_failure(report: str, logs: Path) -> str:
         files = sorted(logs.glob(f'*/attempt_0/{number}/stderr.log'))
         lines = files[0].read_text(errors='replace').strip().split('\n') if files else ['']
         if int(code) == -signal.SIGTERM: continue   # ended by torchrun since another one had failed
-        if int(code) < 0: reason = f'killed by signal {-int(code)} (9 is often a lack of memory) {lines[-1]}'.strip()
+        if int(code) < 0:
+            reason = f'killed by signal {-int(code)} (9 is often a lack of memory) {lines[-1]}'.strip()
         else: reason = next((l for l in reversed(lines) if re.match(r'[\w.]+(Error|Exception|Exit)\b', l)),
                             lines[-1] or f'exit status {code}')
         reasons[int(number)] = int(code) >= 0, bool(LOST.search(reason)), reason

@@ -177,7 +177,8 @@ def sweep(
 ):  # a DataFrame
     "Run a notebook with every combination of some settings; RuntimeError at the end if some failed."
     jobs = sweep_jobs(notebook, grid, out, gpus, memory, **settings)
-    failed = run_jobs(jobs, name=f'{notebook} sweep', place=machines(address, workers, retries), retries=retries)
+    place = machines(address, workers, retries)
+    failed = run_jobs(jobs, name=f'{notebook} sweep', place=place, retries=retries)
     table, folder = sweep_table(jobs, grid), at_root(out or f'runs/{notebook}_sweep')
     if len(table):
         with atomic_write(folder/'table.csv') as p: table.to_csv(p, index=False)
