@@ -104,8 +104,8 @@ class Config:
     tracker: str = ''      # wandb, or tensorboard (a folder of the run), gets the log as well
     inputs = {}            # settings that name what this run reads: which files of it (class attributes,
     answering = ()         # no settings); those that only concern the answers at the end
-    aside = ('out', 'workers', 'address', 'tracker', 'save_total_limit', 'push_to_hub',  # without influence on
-             'sampler')                                                # the result, or on its distribution
+    # without influence on the result, or on its distribution
+    aside = ('out', 'workers', 'address', 'tracker', 'save_total_limit', 'push_to_hub', 'sampler')
 
     def __post_init__(self):
         kinds = typing.get_type_hints(type(self))
