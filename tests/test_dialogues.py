@@ -201,7 +201,7 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     assert agreement.learned_prompts(rewards) == learned != set() == agreement.learned_prompts(policy)
     with_rewards = dict(policy=policy, reward_model=rewards)
     made = [run(dpo, 'dpo', preferences=labels, policy=policy), run(best_of_n, 'best_of_n', **with_rewards),
-            run(ppo, 'ppo', annotators=judge, missing_eos='replace', missing_eos_value=3., **with_rewards), run(quark, 'quark', **with_rewards),
+            run(ppo, 'ppo', annotators=judge, missing_eos='replace', missing_eos_value=3., temperature=1., **with_rewards), run(quark, 'quark', **with_rewards),
             run(rrhf, 'rrhf', candidates=[samples, str(talks/'preference.jsonl.gz')], **with_rewards),
             run(binary_feedback, 'binary_feedback', preferences=str(talks/'preference.jsonl.gz'), policy=policy, annotators=judge)]
     steps = read_log(made[2])
