@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['PROXIES', 'POLICIES', 'CURVE_COLUMNS', 'FIT_COLUMNS', 'OverConfig', 'checkpoints', 'hidden_width', 'annotation_words',
            'label_name', 'label_source', 'method_of_table', 'method_name', 'policy_proxy', 'score_bank', 'ProxyScores',
-           'references_judge', 'bank_and_references', 'measure_policy', 'policy_points', 'best_of_n_proxies',
-           'write_curves', 'run']
+           'references_judge', 'bank_and_references', 'measure_policy', 'policy_points', 'members_of',
+           'best_of_n_proxies', 'write_curves', 'run']
 
 # %% ../nbs/studies/overoptimization.ipynb #d0504300
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +22,12 @@ from .core.comparisons import answer_preferences
 from .core.data import find_file, prompt_key, read_rows
 from .core.dialogues import prompt_text
 from .core.files import atomic_write
-from .core.fingerprint import run_config
+from .core.fingerprint import as_list, run_config
 from .core.judge_configs import JudgedConfig
-from .core.models import load_policy, model_path
+from .core.models import load_policy, load_scalar, model_path
 from .core.preferences import check_preferences
 from .core.progress import Progress
-from .core.rewards import combine_scores, reward
+from .core.rewards import combine_scores, reward, rewards
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command, resolve
 from .core.text import decode, encode_prompts
@@ -149,28 +150,24 @@ def policy_proxy(folder: str, proxies: list[str]):
 
 # %% ../nbs/studies/overoptimization.ipynb #8eedb7a0
 def score_bank(bank: list[dict], score) -> np.ndarray:
-    "`score`, a function of records, on every sample of the bank: (instructions, N)."
-    flat = [dict(c, output=o) for c in bank for o in c['output']]
-    return np.array(score(flat), dtype=float).reshape(len(bank), -1)
+    "`score`, a function of records, on every sample of the bank: (instructions, N), or one for each reward."
+    scores = np.array(score([dict(c, output=o) for c in bank for o in c['output']]), dtype=float)
+    return scores.reshape(*scores.shape[:-1], len(bank), -1)
 
 # %% ../nbs/studies/overoptimization.ipynb #a3d14173
 class ProxyScores:
-    "Reward functions with their scores on the bank, each computed once."
-    def __init__(self, bank: list[dict], cfg: OverConfig): self.bank, self.cfg, self.cache = bank, cfg, {}
+    "Reward functions with their scores on the bank, which is read once."
+    def __init__(self, specs: list[str], bank: list[dict], cfg: OverConfig):
+        loaded = {s: load_scalar(s, cfg, encoder=True) for s in specs if ':' not in s}
+        self.bank, self.rewards = bank, {s: reward(s, cfg, cfg.template, loaded=loaded) for s in specs}
+        self.scores = dict(zip(specs, score_bank(bank, rewards(specs, cfg, cfg.template, loaded=loaded))))
 
     def __call__(self, spec, how: str = 'mean', coef: float = .5):
         "The reward function of a spec or of several combined, and its scores on the bank (instructions, N)."
-        if isinstance(spec, str): return self.single(spec)
-        members = [self.single(s) for s in spec]
-        scores = combine_scores([scores.ravel() for _, scores in members], how, coef)
-        return (lambda records: combine_scores([score(records) for score, _ in members], how, coef),
-                scores.reshape(members[0][1].shape))
-
-    def single(self, spec: str):
-        if spec not in self.cache:
-            score = reward(spec, self.cfg, self.cfg.template)
-            self.cache[spec] = score, score_bank(self.bank, score)
-        return self.cache[spec]
+        if isinstance(spec, str): return self.rewards[spec], self.scores[spec]
+        scores = combine_scores([self.scores[s].ravel() for s in spec], how, coef)
+        return (lambda records: combine_scores([self.rewards[s](records) for s in spec], how, coef),
+                scores.reshape(self.scores[spec[0]].shape))
 
 # %% ../nbs/studies/overoptimization.ipynb #5b1abde4
 def references_judge(references: list[dict], judge):
@@ -213,14 +210,14 @@ def measure_policy(
     return means | dict(kl=float(np.mean(kl)), correlation=correlation)
 
 # %% ../nbs/studies/overoptimization.ipynb #70d5ac22
-def policy_points(rewards: dict, scale: ProxyScores, gold, people, run) -> list[dict]:
-    "A row for each checkpoint of each policy; `rewards` is the proxy of each policy's folder."
+def policy_points(own: dict, scale: ProxyScores, gold, people, run) -> list[dict]:
+    "A row for each checkpoint of each policy; `own` is the proxy of each policy's folder."
     cfg, rows = run.cfg, []
-    todo = [(folder, step, path) for folder in rewards for step, path in checkpoints(folder)]
+    todo = [(folder, step, path) for folder in own for step, path in checkpoints(folder)]
     reference, show = load_policy(cfg.policy, cfg), Progress(run.folder.name, len(todo))
     records = [dict(r, output='') for r in scale.bank]
     for i, (folder, step, path) in enumerate(todo, 1):
-        settings, spec = run_config(folder)['settings'], rewards[folder]
+        settings, spec = run_config(folder)['settings'], own[folder]
         score, on_bank = scale(spec, settings.get('ensemble'), settings.get('ensemble_coef'))
         scorers = dict(proxy=lambda rs: standardise(np.array(score(rs)), on_bank), gold=gold)
         point = measure_policy(path, records, scorers, people, reference, cfg)
@@ -231,14 +228,18 @@ def policy_points(rewards: dict, scale: ProxyScores, gold, people, run) -> list[
     return rows
 
 # %% ../nbs/studies/overoptimization.ipynb #20ce42dd
+def members_of(ensemble: str) -> list[str]:
+    "The folders of an ensemble's reward models."
+    return [f'{ensemble}/member-{k}' for k in range(1, run_config(ensemble)['settings']['members'] + 1)]
+
+
 def best_of_n_proxies(proxies: list[str], ensembles: list[str], scale: ProxyScores, cfg: OverConfig):
     "Method, labels and scores on the bank for each proxy of best-of-n."
     for p in proxies: yield dict(method='best_of_n', labels=label_name(p, cfg)), scale(p)[1]
     for e in ensembles:
         labels = label_name(e, cfg)
-        members = [f'{e}/member-{k}' for k in range(1, run_config(e)['settings']['members'] + 1)]
         for how in ('mean', 'worst', 'uncertainty'):
-            yield dict(method=f'best_of_n, {how}', labels=labels), scale(members, how)[1]
+            yield dict(method=f'best_of_n, {how}', labels=labels), scale(members_of(e), how)[1]
         yield dict(method='best_of_n, averaged weights', labels=labels), scale(e)[1]
 
 # %% ../nbs/studies/overoptimization.ipynb #64337616
@@ -277,16 +278,17 @@ def run(cfg: OverConfig):
     if folder.done: return folder
     folder.load()
     proxies, ensembles, policies = grid_models(jobs) if jobs else (cfg.proxies, cfg.ensembles, cfg.policies)
-    rewards = {policy: policy_proxy(policy, proxies) for policy in policies}
+    own = {policy: policy_proxy(policy, proxies) for policy in policies}
     bank, references = bank_and_references(cfg)
-    scale, utility = ProxyScores(bank, cfg), resolve(cfg.gold)
+    specs = [*proxies, *ensembles, *chain(*map(members_of, ensembles)), *chain(*map(as_list, own.values()))]
+    scale, utility = ProxyScores(list(dict.fromkeys(specs)), bank, cfg), resolve(cfg.gold)
     people = references_judge(references, judge)
     truth = score_bank(bank, utility)
     gold = lambda records: standardise(np.array(utility(records)), truth)
     others = standardise(truth, truth), score_bank(bank, people), np.array([c['logprob'] for c in bank])
     rows = [row for columns, scores in best_of_n_proxies(proxies, ensembles, scale, cfg)
             for row in bank_curve(standardise(scores, scores), *others, **columns, seed=cfg.seed)]
-    write_curves(folder, rows + policy_points(rewards, scale, gold, people, folder), len(bank))
+    write_curves(folder, rows + policy_points(own, scale, gold, people, folder), len(bank))
     return folder
 
 # %% ../nbs/studies/overoptimization.ipynb #76568580

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['PPOConfig', 'ppo_policy_loss', 'ppo_value_loss', 'token_rewards', 'ValueHead', 'value_model', 'reward_beside',
-           'value_advantages', 'group_advantages', 'experience', 'ppo_loss', 'ppo_update', 'rollout_indices', 'train']
+           'value_advantages', 'group_advantages', 'policy_and_values', 'experience', 'ppo_loss', 'ppo_update',
+           'rollout_indices', 'train']
 
 # %% ../nbs/ppo.ipynb #21298c50
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from .core.models import (answer_states, load_policy, load_reference, load_scala
     load_tokenizer, logprobs, scalar_on, values)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
+from .core.processes import rank
 from .core.rewards import reward
 from .core.runs import start
 from .core.served import use_sampler
@@ -147,9 +149,9 @@ def reward_beside(policy, value, cfg: PPOConfig):
     return reward(cfg.reward_model, cfg, cfg.template, loaded={spec: (loaded, load_tokenizer(spec, loaded))})
 
 # %% ../nbs/ppo.ipynb #65f9fed0
-def value_advantages(value, batch: dict, rewards: torch.Tensor, cfg: PPOConfig) -> tuple[dict, dict]:
+def value_advantages(old_values: torch.Tensor, rewards: torch.Tensor, response: torch.Tensor,
+                     cfg: PPOConfig) -> tuple[dict, dict]:
     "Advantages over the value model, (B, T) tensors for the loss, and figures of the value model."
-    response, old_values = batch['response'], in_micro_batches(value, batch, cfg)
     advantages, returns = gae(rewards, old_values, response, cfg.gamma, cfg.lam)
     explained = 1 - masked_var(returns - old_values, response) / masked_var(returns, response)
     return (dict(old_values=old_values, advantages=advantages, returns=returns),
@@ -168,21 +170,35 @@ def group_advantages(
     scale = size / (size - 1) if kind == 'rloo' else 1 / (group.std(1, keepdim=True) + 1e-6)
     return (above * scale).flatten()
 
+# %% ../nbs/ppo.ipynb #49ec8759
+def policy_and_values(policy, value, batch: dict, cfg: PPOConfig) -> tuple:
+    "Log-probs of the sampling policy and values, (B, T) each; in one pass where they share a trunk."
+    score = lambda b, states=None: logprobs(policy, b, cfg.temperature, states)
+    def both(b):
+        states = answer_states(policy, b)
+        return torch.stack([score(b, states), value(b, states)], -1)
+    if cfg.shared_value and 'old_logp' not in batch: return in_micro_batches(both, batch, cfg).unbind(-1)
+    logp = batch['old_logp'] if 'old_logp' in batch else in_micro_batches(score, batch, cfg)
+    return logp, in_micro_batches(value, batch, cfg) if value else None
+
 # %% ../nbs/ppo.ipynb #49ec875a
 @torch.no_grad()
 def experience(policy, reference, value, batch: dict, scores: torch.Tensor,
                kl_coef: float, cfg: PPOConfig) -> tuple[dict, dict]:
     "A rollout with advantages and returns, and its figures; statistics are over response tokens only."
-    response = batch['response']
-    logp, ref = (in_micro_batches(lambda b: logprobs(m, b, cfg.temperature), batch, cfg)
-                 for m in (policy, reference))
+    response, n = batch['response'], len(scores)
+    if kl_coef: batch = {k: v for k, v in batch.items() if k != 'old_logp'}
+    logp, old_values = policy_and_values(policy, value, batch, cfg)
+    watched, ref = n if kl_coef else max(-(-n//4), rank()[1]), logp.clone()   # one for each process at least
+    ref[:watched] = in_micro_batches(lambda b: logprobs(reference, b, cfg.temperature),
+                                     {k: v[:watched] for k, v in batch.items()}, cfg)
     rewards = token_rewards(scores, kl_estimate(logp, ref, cfg.kl_kind) * response, response, kl_coef)
     if cfg.whiten_rewards: rewards = masked_whiten(rewards, response, shift_mean=False)
-    figures = dict(kl=((logp - ref) * response).sum(1).mean(), entropy=-masked_mean(logp, response),
+    figures = dict(kl=((logp - ref) * response).sum() / watched, entropy=-masked_mean(logp, response),
                    tokens=response.sum(1).float().mean())
     batch = dict(batch, old_logp=logp, weight=response.float())
     if value:
-        targets, value_figures = value_advantages(value, batch, rewards, cfg)
+        targets, value_figures = value_advantages(old_values, rewards, response, cfg)
         batch, figures = batch | targets, figures | value_figures
     else:
         each = group_advantages(rewards.sum(1), cfg.group_size, cfg.advantage)

@@ -1,4 +1,5 @@
 """Losses against loops in float64, and what they must be before and after the first real updates."""
+import copy
 import dataclasses
 import math
 
@@ -10,7 +11,9 @@ from alpaca_farm import ppo
 from alpaca_farm.core.generation import generate
 from alpaca_farm.core.runs import read_log
 from alpaca_farm.core.text import rollout_batch
-from alpaca_farm.core.online import end_scores
+from alpaca_farm.core.data import load_records
+from alpaca_farm.core.models import logprobs
+from alpaca_farm.core.online import end_scores, sample_rollout
 from alpaca_farm.ppo import ppo_policy_loss, ppo_value_loss, token_rewards
 from alpaca_farm.reward_model import pairwise_loss
 
@@ -107,6 +110,53 @@ def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
         assert parts['clip_fraction'].sum() == 0 and parts['value_clip_fraction'].sum() == 0
         assert all((v.isfinite() & (v.abs() < 1e6)).all() for v in parts.values())
     torch.testing.assert_close(whole['policy_loss'], -done['advantages'][:8], rtol=0, atol=1e-6)
+
+
+def moved(policy):
+    "A copy of a policy with other weights."
+    other = copy.deepcopy(policy)
+    with torch.no_grad():
+        for p in other.parameters(): p.mul_(1.1)
+    return other
+
+
+@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared', 'rloo'])
+def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
+    "Without a penalty; a rollout in 32 bits carries those of a forward pass, else they are computed, with the values where the trunk is shared."
+    more = dict(reward_model='alpaca_farm.world:utility') if kind == 'policy' else dict(advantage='rloo') if kind == 'rloo' else {}
+    cfg = ppo.PPOConfig(**tiny.settings('ppo', base, shared_value=kind == 'shared', temperature=.7, **more))
+    value = ppo.value_model(cfg, models.policy)
+    records = load_records(cfg.data, 'unlabeled', n=16)
+    batch, _ = sample_rollout(models.policy, models.tokenizer, records, models.prompts[:len(records)], cfg, 3)
+    assert batch['old_logp'].dtype == torch.float32 and (batch['old_logp'][batch['response'] == 0] == 0).all()
+    half = dataclasses.replace(cfg, dtype='bfloat16')
+    assert 'old_logp' not in sample_rollout(models.policy, models.tokenizer, records, models.prompts[:len(records)], half, 3)[0]
+    reference = moved(models.policy)
+    passes, forward = [], models.policy.base_model.forward
+    monkeypatch.setattr(models.policy.base_model, 'forward', lambda *a, **k: passes.append(1) or forward(*a, **k))
+    def counted(b, kl_coef=0.):
+        passes.clear()
+        found = ppo.experience(models.policy, reference, value, b, torch.linspace(-1, 1, 16), kl_coef, cfg)
+        return *found, len(passes)
+    (kept, figures, few), (plain, expected, many) = counted(batch), counted({k: v for k, v in batch.items() if k != 'old_logp'})
+    torch.testing.assert_close(kept, plain, rtol=0, atol=1e-5)
+    assert figures == pytest.approx(expected, abs=1e-5)
+    parts = math.ceil(16/cfg.batch_size)
+    assert (few, many) == ((parts, parts) if kind == 'shared' else (0, parts))
+    assert counted(batch, .1)[2] == parts   # policy and reference are compared by one function
+
+
+def test_without_a_penalty_the_kl_is_watched_on_a_quarter(base, models):
+    cfg = ppo.PPOConfig(**tiny.settings('ppo', base, kl_coef=0., advantage='grpo', whiten_advantages=False))
+    records = load_records(cfg.data, 'unlabeled', n=16)
+    batch, _ = sample_rollout(models.policy, models.tokenizer, records, models.prompts[:16], cfg, 3)
+    scores, reference = torch.linspace(-1, 1, 16), moved(models.policy)
+    (plain, figures), (_, priced) = (ppo.experience(models.policy, reference, None, batch, scores, b, cfg) for b in (0., .1))
+    first = {k: v[:4] for k, v in batch.items()}
+    with torch.no_grad(): kl = logprobs(models.policy, first, cfg.temperature) - logprobs(reference, first, cfg.temperature)
+    assert figures['kl'] == pytest.approx(kl.sum().item()/4, abs=1e-5) and figures['kl'] != priced['kl']
+    each = ppo.group_advantages(scores, cfg.group_size, 'grpo')
+    torch.testing.assert_close(plain['advantages'], each[:, None]*batch['response'])
 
 
 def test_ppo_run_begins_with_ratio_one(base, tmp_path):
