@@ -187,7 +187,7 @@ def experience(policy, reference, value, batch: dict, scores: torch.Tensor,
                kl_coef: float, cfg: PPOConfig) -> tuple[dict, dict]:
     "A rollout with advantages and returns, and its figures; statistics are over response tokens only."
     response, n = batch['response'], len(scores)
-    if kl_coef: batch = {k: v for k, v in batch.items() if k != 'old_logp'}
+    if kl_coef and cfg.advantage == 'grpo': batch = {k: v for k, v in batch.items() if k != 'old_logp'}
     logp, old_values = policy_and_values(policy, value, batch, cfg)
     watched, ref = n if kl_coef else max(-(-n//4), rank()[1]), logp.clone()   # one for each process at least
     ref[:watched] = in_micro_batches(lambda b: logprobs(reference, b, cfg.temperature),

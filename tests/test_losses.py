@@ -120,10 +120,10 @@ def moved(policy):
     return other
 
 
-@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared', 'rloo'])
+@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared', 'rloo', 'grpo'])
 def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
-    "Without a penalty; a rollout in 32 bits carries those of a forward pass, else they are computed, with the values where the trunk is shared."
-    more = dict(reward_model='alpaca_farm.world:utility') if kind == 'policy' else dict(advantage='rloo') if kind == 'rloo' else {}
+    "A rollout in 32 bits carries those of a forward pass; without them they are computed, with the values where the trunk is shared."
+    more = dict(reward_model='alpaca_farm.world:utility') if kind == 'policy' else dict(advantage=kind) if kind in ('rloo', 'grpo') else {}
     cfg = ppo.PPOConfig(**tiny.settings('ppo', base, shared_value=kind == 'shared', temperature=.7, **more))
     value = ppo.value_model(cfg, models.policy)
     records = load_records(cfg.data, 'unlabeled', n=16)
@@ -143,7 +143,7 @@ def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
     assert figures == pytest.approx(expected, abs=1e-5)
     parts = math.ceil(16/cfg.batch_size)
     assert (few, many) == ((parts, parts) if kind == 'shared' else (0, parts))
-    assert counted(batch, .1)[2] == parts   # policy and reference are compared by one function
+    assert counted(batch, .1)[2] == (parts if kind in ('shared', 'grpo') else 0)   # grpo compares policy and reference by one function
 
 
 def test_without_a_penalty_the_kl_is_watched_on_a_quarter(base, models):
@@ -174,7 +174,7 @@ def test_a_policy_that_is_its_reference_has_no_kl(base, tmp_path, monkeypatch, d
     given = tiny.settings('ppo', base, out=str(tmp_path/'ppo'), annotators='', dtype=dtype, steps=1, eval_split='', save_every=0)
     ppo.train(ppo.PPOConfig(**given))
     batch, figures = seen[0]
-    assert figures['kl'] == 0 and read_log(tmp_path/'ppo')[0]['first_ratio'] == pytest.approx(1, abs=1e-6 if dtype == 'float32' else 1e-2)
+    assert figures['kl'] == pytest.approx(0, abs=1e-5 if dtype == 'float32' else 0) and read_log(tmp_path/'ppo')[0]['first_ratio'] == pytest.approx(1, abs=1e-6 if dtype == 'float32' else 1e-2)
     assert all(batch[k].dtype == torch.float32 for k in ('advantages', 'returns', 'old_values', 'old_logp'))
     for row, on in zip(batch['returns'], batch['response'].bool()): assert row[on].max() - row[on].min() < 1e-5
     plain = (batch['returns'] - batch['old_values'])[batch['response'].bool()].double()
