@@ -227,12 +227,12 @@ def policy_points(own: dict, scale: ProxyScores, gold, people, run) -> list[dict
         show(i)
     return rows
 
-# %% ../nbs/studies/overoptimization.ipynb #20ce42dd
+# %% ../nbs/studies/overoptimization.ipynb #20ce42dc
 def members_of(ensemble: str) -> list[str]:
     "The folders of an ensemble's reward models."
     return [f'{ensemble}/member-{k}' for k in range(1, run_config(ensemble)['settings']['members'] + 1)]
 
-
+# %% ../nbs/studies/overoptimization.ipynb #20ce42dd
 def best_of_n_proxies(proxies: list[str], ensembles: list[str], scale: ProxyScores, cfg: OverConfig):
     "Method, labels and scores on the bank for each proxy of best-of-n."
     for p in proxies: yield dict(method='best_of_n', labels=label_name(p, cfg)), scale(p)[1]

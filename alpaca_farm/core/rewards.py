@@ -134,14 +134,16 @@ def reward(
     if ':' in spec: score = partial(once, resolve(spec))
     else:
         model, tokenizer = loaded[spec] if spec in loaded else load_scalar(spec, cfg, encoder=True)
-        score = partial(in_parts, lambda records: score_records(model, tokenizer, records, template, batch_size))
+        scorer = lambda records: score_records(model, tokenizer, records, template, batch_size)
+        score = partial(in_parts, scorer)
     return lambda records: check_scores(score(records), records, spec)
 
 # %% ../../nbs/core/rewards.ipynb #fc3dec54
 def rewards(specs: list[str], cfg: Config, template: str = 'auto', batch_size: int = 0,
             loaded: dict = {}):  # records -> scores (M, N)
     "The scores of several rewards; checkpoints that read answers alike share the batches."
-    models = {s: loaded[s] if s in loaded else load_scalar(s, cfg, encoder=True) for s in specs if ':' not in s}
+    models = {s: loaded[s] if s in loaded else load_scalar(s, cfg, encoder=True)
+              for s in specs if ':' not in s}
     if len(models) < len(specs) or not read_alike(*models.values()):
         each = [reward(s, cfg, template, batch_size, models) for s in specs]
         return lambda records: np.array([score(records) for score in each])
