@@ -19,7 +19,7 @@ farm: .venv/ready        ## the whole simulation, into runs/
 	@$(BIN)/python -c "import pandas as pd; board = pd.read_csv('runs/farm/leaderboard.csv')['$(BOARD)'.split()]; print(board.round(1).astype(object).fillna('').to_string(index=False))"
 
 test: .venv/ready        ## all tests, two files at a time, then those that measure speed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not alone' tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 12 -m 'not alone' tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m alone tests
 
 lab: .venv/ready         ## JupyterLab on the notebooks
