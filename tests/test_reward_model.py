@@ -14,13 +14,15 @@ import tiny
 from alpaca_farm.core import launch
 from alpaca_farm import reward_ensemble as ensemble, reward_model as rm
 from alpaca_farm.core.models import load_policy, load_scalar, response_logprobs, sequence_scores, token_scores
-from alpaca_farm.core.rewards import label_count, reward, score_records
+from alpaca_farm.core import rewards as rewards_module
+from alpaca_farm.core.rewards import label_count, reward, rewards, score_records
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import collate, encode_prompts, encode_responses
 from alpaca_farm.core.training import Trainer
 from alpaca_farm.local_judges import RewardJudge
 from alpaca_farm.ppo import PPOConfig, value_model
+from alpaca_farm.criteria import utility
 from alpaca_farm.reward_ensemble import RewardEnsembleConfig
 from alpaca_farm.reward_model import RewardModelConfig, pairwise_loss
 from test_resume import die_at, same_run, without_times
@@ -420,6 +422,26 @@ def test_likelihood_is_a_part_of_the_score(base, likely, part):
     first, second = wanted.reshape(2, -1)
     pairs = [dict(a, output_1=a['output'], output_2=b['output']) for a, b in zip(answers, answers[len(first):])]
     assert RewardJudge(folder, cfg)(pairs) == pytest.approx([1 + sigmoid(d) for d in second - first], abs=1e-4)
+
+
+def test_several_reward_models_share_the_batches(base, likely, monkeypatch):
+    "Scores of each as alone; the answers are tokenized once, and once for each where a function or another reader is among them."
+    out, answers = likely
+    cfg, specs = config(base, out), [str(out/'member-1'), str(out/'member-2'), str(out)]
+    wanted = np.array([reward(s, cfg)(answers) for s in specs])
+    made, real = [], rewards_module.encode_answers
+    monkeypatch.setattr(rewards_module, 'encode_answers', lambda *a: made.append(1) or real(*a))
+    assert rewards(specs, cfg)(answers) == pytest.approx(wanted, abs=1e-5) and len(made) == 1
+    assert reward(specs, cfg)(answers) == pytest.approx(wanted.mean(0), abs=1e-5) and len(made) == 2
+    mixed = rewards([specs[0], 'alpaca_farm.world:utility', specs[1]], cfg)(answers)
+    assert mixed[[0, 2]] == pytest.approx(wanted[:2], abs=1e-5) and mixed[1].tolist() == utility(answers) and len(made) == 4
+    loaded = {s: load_scalar(s, cfg) for s in specs[:2]}
+    loaded[specs[1]][0].config.reads_end = False
+    apart = rewards(specs[:2], cfg, loaded=loaded)(answers)
+    assert apart[0] == pytest.approx(wanted[0], abs=1e-5) and np.abs(apart[1] - wanted[1]).max() > 1e-3 and len(made) == 6
+    with pytest.raises(ValueError, match='gave a score that is not a finite number'):
+        with torch.no_grad(): loaded[specs[1]][0].score.weight.fill_(float('nan'))
+        rewards(specs[:2], cfg, loaded=loaded)(answers)
 
 
 def test_likelihood_does_not_depend_on_the_batch(base, likely):
