@@ -209,6 +209,7 @@ for name in sys.argv[1:]:
 '''
 
 
+@pytest.mark.alone
 def test_imports_are_quick_and_light():
     "Each module in a process of its own that has torch and transformers already; tried again where it takes long."
     names = [f'alpaca_farm.{name_of(p)}' for p in MODULES]
