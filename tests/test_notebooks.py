@@ -68,7 +68,7 @@ def executed(notebook, out, given):
     return p.returncode, output
 
 
-WHOLE = 'farm', 'rlcd', 'compare', 'people'   # executed as a reader does; of others the cells that a run needs: nbdev_test runs the rest
+WHOLE = 'farm', 'rlcd', 'compare', 'people', 'openai_baselines'   # executed as a reader does; of others the cells that a run needs: nbdev_test runs the rest
 
 
 def forked(notebook, out, given):
