@@ -98,14 +98,14 @@ def farm_runs(study: bool = True) -> dict:
     return COMMON | learning_runs('') | learning_runs('_people') | (STUDY if study else {})
 
 # %% ../nbs/farm.ipynb #40f53ca6
-def read_sizes(size: str) -> dict[str, dict]:
-    "Settings by notebook or run, from quick.yaml or the file `size`; ValueError for an unknown name."
+def read_sizes(size: str, more: tuple[str, ...] = ()) -> dict[str, dict]:
+    "Settings by notebook or run, the farm's or `more`, from quick.yaml or a file; ValueError for others."
     if size == 'default': return {}
     file = notebooks_folder()/'recipes'/'quick.yaml' if size == 'quick' else at_root(size)
     if not file.is_file():
         raise FileNotFoundError(f'size = {size!r}: choose from default, quick or a YAML file that exists')
     import yaml
-    sizes, runs = yaml.safe_load(file.read_text()), farm_runs()
+    sizes, runs = yaml.safe_load(file.read_text()), [*farm_runs(), *more]
     known = {*runs, *(recipe(name)[0] for name in runs)}
     for name in sizes:
         near = ''.join(f'. Did you mean {n!r}?' for n in get_close_matches(name, known, 1))

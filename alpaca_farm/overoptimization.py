@@ -210,14 +210,14 @@ def measure_policy(
     return means | dict(kl=float(np.mean(kl)), correlation=correlation)
 
 # %% ../nbs/studies/overoptimization.ipynb #70d5ac22
-def policy_points(own: dict, scale: ProxyScores, gold, people, run) -> list[dict]:
-    "A row for each checkpoint of each policy; `own` is the proxy of each policy's folder."
+def policy_points(proxies: dict, scale: ProxyScores, gold, people, run) -> list[dict]:
+    "A row for each checkpoint of each policy; `proxies` has the proxy of each policy's folder."
     cfg, rows = run.cfg, []
-    todo = [(folder, step, path) for folder in own for step, path in checkpoints(folder)]
+    todo = [(folder, step, path) for folder in proxies for step, path in checkpoints(folder)]
     reference, show = load_policy(cfg.policy, cfg), Progress(run.folder.name, len(todo))
     records = [dict(r, output='') for r in scale.bank]
     for i, (folder, step, path) in enumerate(todo, 1):
-        settings, spec = run_config(folder)['settings'], own[folder]
+        settings, spec = run_config(folder)['settings'], proxies[folder]
         score, on_bank = scale(spec, settings.get('ensemble'), settings.get('ensemble_coef'))
         scorers = dict(proxy=lambda rs: standardise(np.array(score(rs)), on_bank), gold=gold)
         point = measure_policy(path, records, scorers, people, reference, cfg)
@@ -278,9 +278,10 @@ def run(cfg: OverConfig):
     if folder.done: return folder
     folder.load()
     proxies, ensembles, policies = grid_models(jobs) if jobs else (cfg.proxies, cfg.ensembles, cfg.policies)
-    own = {policy: policy_proxy(policy, proxies) for policy in policies}
+    proxy_of = {policy: policy_proxy(policy, proxies) for policy in policies}
     bank, references = bank_and_references(cfg)
-    specs = [*proxies, *ensembles, *chain(*map(members_of, ensembles)), *chain(*map(as_list, own.values()))]
+    members, used = chain(*map(members_of, ensembles)), chain(*map(as_list, proxy_of.values()))
+    specs = [*proxies, *ensembles, *members, *used]
     scale, utility = ProxyScores(list(dict.fromkeys(specs)), bank, cfg), resolve(cfg.gold)
     people = references_judge(references, judge)
     truth = score_bank(bank, utility)
@@ -288,7 +289,7 @@ def run(cfg: OverConfig):
     others = standardise(truth, truth), score_bank(bank, people), np.array([c['logprob'] for c in bank])
     rows = [row for columns, scores in best_of_n_proxies(proxies, ensembles, scale, cfg)
             for row in bank_curve(standardise(scores, scores), *others, **columns, seed=cfg.seed)]
-    write_curves(folder, rows + policy_points(own, scale, gold, people, folder), len(bank))
+    write_curves(folder, rows + policy_points(proxy_of, scale, gold, people, folder), len(bank))
     return folder
 
 # %% ../nbs/studies/overoptimization.ipynb #76568580

@@ -26,11 +26,11 @@ CORE = ['paths dialogues', 'hub settings progress trackers files functional stor
 LAYERS = ['verdict_parsers lexicon',
           'grammar noise judges rankings length_control label_files', 'authors', 'criteria prose', 'people',
           'world bench_bound local_judges rlcd_tasks text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
-          'annotators calibration cascade_thresholds hybrid_measures rrhf_pool prediction_measures',
+          'world_family annotators calibration cascade_thresholds hybrid_measures rrhf_pool prediction_measures',
           'eval agreement labelling openai_baselines auto_annotations card',
           'cheap_tricks',
           'decoding compare cascades overoptimization effects reward_ensemble label_budget farm_board simulation bench_rows', 'hybrid farm bench_peers growth bring_your_own',
-          'worlds bench']
+          'worlds bench labellers']
 METHOD = len(CORE) + 7
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})

@@ -40,6 +40,7 @@ OWN = {name: lambda f: {} for name in SILENT} | dict(
            reward_ensemble=lambda f: dict(out=f'{f}/reward_ensemble', preferences=f'{f}/annotators', policy=f'{f}/sft', held_out=10, epochs=1,
                                           members=2, curve_pairs=[8]),
            worlds=lambda f: dict(out=f'{f}/worlds', size=f'{f}/sizes.json', worlds=['default'], replicates=1, methods=['best_of_n', 'dpo'], labels=40, pairs=20),
+           labellers=lambda f: dict(out=f'{f}/labellers', size=f'{f}/labellers.json', task=f'{tiny.ROOT}/tests/data/task.yaml', dialogues=[40], compared=[], replicates=1, prompts=24, pairs=20),
            bench=lambda f: dict(out=f'{f}/bench', size='tiny', work=['dpo'], venvs=f'{f}/none'),
            growth=lambda f: dict(out=f'{f}/growth', work=['board']),
            bring_your_own=lambda f: dict(out=f'{f}/bring_your_own', runs=f'{f}/own', model=f'{f}/sft', prompts=f'{f}/world', preferences=f'{f}/annotators',
@@ -68,7 +69,7 @@ def executed(notebook, out, given):
     return p.returncode, output
 
 
-WHOLE = 'farm', 'rlcd', 'compare', 'people', 'openai_baselines'   # executed as a reader does; of others the cells that a run needs: nbdev_test runs the rest
+WHOLE = 'farm', 'rlcd', 'compare', 'people'   # executed as a reader does; of others the cells that a run needs: nbdev_test runs the rest
 
 
 def forked(notebook, out, given):
@@ -90,6 +91,7 @@ def made(sizes, tmp_path_factory):
     "The tiny farm's folder, then the other notebooks on its runs, two at a time: (folder, status and output of each)."
     folder = tmp_path_factory.mktemp('farm')
     (folder/'sizes.json').write_text(json.dumps(TINY_FARM))
+    (folder/'labellers.json').write_text(json.dumps(TINY_FARM | dict(rlcd=dict(max_new_tokens=12))))
     outputs = dict(farm=executed('farm', folder/'farm.ipynb', dict(size=sizes, runs=str(folder))))
     with ThreadPoolExecutor(2) as workers:
         jobs = {n: workers.submit(executed if n in WHOLE else forked, n, folder/f'{n}.ipynb', given(folder)) for n, given in reversed(OWN.items())}   # the longest first

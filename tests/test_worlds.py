@@ -363,10 +363,10 @@ def test_people_are_drawn_anew_and_judges_of_the_board_did_not_label(study):
 def test_the_cost_is_said_first(study, capsys):
     cfg, _, _ = study
     jobs = study_jobs(cfg)
-    assert '0 of 22 runs are missing, about 0 CPU' in worlds.announced_cost(cfg, jobs)
+    assert '0 of 22 runs are missing, about 0 CPU' in launch.announced_cost(jobs, 'the study')
     more = WorldsConfig(**{f.name: getattr(cfg, f.name) for f in fields(cfg)} | dict(replicates=2))
     missing = [j for j in study_jobs(more) if '_study/1' in j.out]
-    assert f'22 of 44 runs are missing, about {sum(j.cost for j in missing):,.0f} CPU seconds' in worlds.announced_cost(more, study_jobs(more))
+    assert f'22 of 44 runs are missing, about {sum(j.cost for j in missing):,.0f} CPU seconds' in launch.announced_cost(study_jobs(more), 'more')
 
 
 def test_costs_follow_labels_and_size():
@@ -386,3 +386,44 @@ def test_orders_by_number_of_labels():
     found = {(r['labels'], r['difference']): r['people_need'] for r in worlds.orders_table(models)}
     assert found['1,000 labels', 2.] > found['4,000 labels', 2.] > found['8,000 labels', 2.] and found['all worlds', 1.] > found['all worlds', 5.]
     assert worlds.order_models(cfg, rows, {w: (s[:1], h[:1]) for w, (s, h) in tables.items()}) == {}
+
+
+# Several machines
+
+def part(folder, seed, replicates=1, methods=('sft', 'best_of_n', 'dpo'), chosen=('default', 'careless_pool')):
+    "A folder with the tables of a finished study."
+    rng, rows, known = np.random.default_rng(seed), [], []
+    for k in range(seed, seed + replicates):
+        for w in chosen:
+            for m, v in zip(methods, (50, 54, 57)):
+                rows.append(dict(world=w, replicate=k, method=m, simulated=v + rng.normal(), human=v + rng.normal(), transfer=v))
+            known.append(dict(world=w, replicate=k, **dict.fromkeys(worlds.KNOWN, rng.random())))
+    folder.mkdir()
+    for name, table in (('win_rates', rows), ('known', known)):
+        with open(folder/f'{name}.csv', 'w', newline='') as f:
+            table_of = csv.DictWriter(f, table[0])
+            table_of.writeheader()
+            table_of.writerows(table)
+    return str(folder)
+
+
+def test_parts_of_several_machines_are_joined(tmp_path):
+    "The page of parts is that of one study with all replicates, and nothing is run."
+    chosen = dict(worlds=['default', 'careless_pool'], methods=['best_of_n', 'dpo'])
+    parts = [part(tmp_path/f'{k}', k) for k in range(3)]
+    joined = worlds.run(WorldsConfig(out=str(tmp_path/'joined'), parts=parts, **chosen))
+    assert read_summary(joined.folder)['replicates'] == 3 and read_summary(joined.folder)['runs'] == 0 and not (tmp_path/'joined_study').exists()
+    one = part(tmp_path/'all', 9, 3)                                                 # the same rows in one file
+    for name in ('win_rates', 'known'):
+        lines = [(Path(p)/f'{name}.csv').read_text().splitlines(True) for p in parts]
+        (Path(one)/f'{name}.csv').write_text(''.join([lines[0][0], *(row for table in lines for row in table[1:])]))
+    alone = worlds.run(WorldsConfig(out=str(tmp_path/'alone'), parts=[one], **chosen))
+    for name in ('worlds', 'foretold', 'orders', 'win_rates'):
+        assert (alone.folder/f'{name}.csv').read_text() == (joined.folder/f'{name}.csv').read_text()
+    assert worlds.run(WorldsConfig(out=str(tmp_path/'joined'), parts=parts, **chosen)).done
+    (Path(parts[2])/'win_rates.csv').write_text((Path(parts[2])/'win_rates.csv').read_text().replace('default', 'divided'))
+    with pytest.raises(ValueError, match='replicate 2 of .*2 has no sft in the world default'): worlds.run(WorldsConfig(out=str(tmp_path/'no'), parts=parts, **chosen))
+    with pytest.raises(ValueError, match='replicate 0 is in .*0 and in .*0'): worlds.run(WorldsConfig(out=str(tmp_path/'no'), parts=parts[:1]*2, **chosen))
+    with pytest.raises(FileNotFoundError, match='no win_rates'): worlds.run(WorldsConfig(out=str(tmp_path/'no'), parts=[str(tmp_path)], **chosen))
+    with pytest.raises(ValueError, match='joined as they are'): WorldsConfig(parts=parts, replicates=2)
+    assert not (tmp_path/'no').exists()

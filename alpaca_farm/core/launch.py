@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Job', 'study_job', 'fraction_done', 'start_job', 'cell_error', 'failure', 'longest_chain', 'ready_jobs',
            'collect_finished', 'skip_dependents', 'retry', 'seconds_left', 'progress_text', 'gpu_names', 'Machine',
-           'run_jobs', 'run_or_fail', 'Interrupted', 'next_step', 'train_or_launch']
+           'run_jobs', 'run_or_fail', 'announced_cost', 'Interrupted', 'next_step', 'train_or_launch']
 
 # %% ../../nbs/core/launch.ipynb #679fd030
 import json, os, time
@@ -16,8 +16,8 @@ from pathlib import Path
 from .build import as_list, is_fresh, recipe, start_notebook
 from .execution import NotebookProcess
 from .files import read_json
-from .progress import Progress
-from .runs import read_log
+from .progress import duration, Progress
+from .runs import read_log, read_summary
 from .settings import at_root, Config
 
 # %% ../../nbs/core/launch.ipynb #60139d20
@@ -216,6 +216,14 @@ def run_or_fail(
     "Run all jobs; RuntimeError with a line for each failure."
     failed = run_jobs(jobs, workers, name)
     if failed: raise RuntimeError(f'{what} failed:\n' + '\n'.join(failed))
+
+# %% ../../nbs/core/launch.ipynb #87519be1
+def announced_cost(jobs: list[Job], what: str) -> str:
+    "What is left to do, in a sentence; runs whose code or inputs have changed are not counted."
+    missing = [j for j in jobs if not read_summary(j.out)]
+    cost = sum(j.cost for j in missing)
+    return (f'{what}: {len(missing)} of {len(jobs)} runs are missing, '
+            f'about {cost:,.0f} CPU seconds ({duration(cost)})')
 
 # %% ../../nbs/core/launch.ipynb #91c5d0e3
 class Interrupted(KeyboardInterrupt):
