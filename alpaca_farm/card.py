@@ -249,7 +249,7 @@ def page_figure(
 # %% ../nbs/studies/card.ipynb #9daa1c0b
 ANSWERS = {
     "Does simulation order the methods as people do? (Spearman's correlation)": ('correlation', 2),
-    'Does one experiment with people foretell another?': ('ceiling', 2),
+    'Does one experiment with people predict another?': ('ceiling', 2),
     'What is lost by taking the method that simulation ranks first? (points)': ('regret', 1),
     'and by choosing at random?': ('regret_random', 1)}
 LABEL_FIGURES = 'human_agreement', 'pool_agreement', 'pool_disagreement', 'length_bias'

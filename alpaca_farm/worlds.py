@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['METHODS', 'KNOWN', 'WorldsConfig', 'chosen_worlds', 'study_sizes', 'population_file', 'draw_populations', 'part_runs',
            'run_cost', 'world_job', 'study_jobs', 'world_win_rates', 'known_beforehand', 'tables_by_world',
-           'human_elsewhere', 'worlds_table', 'foretold_table', 'order_models', 'orders_table', 'write_page',
+           'human_elsewhere', 'worlds_table', 'predictor_table', 'order_models', 'orders_table', 'write_page',
            'make_study', 'judge_study', 'read_parts', 'run']
 
 # %% ../nbs/studies/worlds.ipynb #ac7c3262
@@ -226,7 +226,7 @@ def worlds_table(tables: dict, owners: dict, known: list[dict], methods: list[st
                  **means[list(KNOWN)].mean().to_dict()), *out]
 
 # %% ../nbs/studies/worlds.ipynb #2bcd86b4
-def foretold_table(worlds: list[dict]) -> list[dict]:
+def predictor_table(worlds: list[dict]) -> list[dict]:
     "How each figure known beforehand correlates over worlds with what simulation gets right."
     out = []
     for figure in KNOWN:
@@ -259,8 +259,8 @@ def write_page(folder, cfg: WorldsConfig, win_rates: list[dict], known: list[dic
     rows, worlds, _ = chosen_worlds(cfg)
     tables, owners = tables_by_world(win_rates), {w: owner(rows, w, 'people') for w in worlds}
     table = worlds_table(tables, owners, known, ['sft', *cfg.methods])
-    models, foretold = order_models(cfg, rows, tables), foretold_table(table[1:])
-    given = dict(win_rates=win_rates, known=known, worlds=table, foretold=foretold)
+    models, predictors = order_models(cfg, rows, tables), predictor_table(table[1:])
+    given = dict(win_rates=win_rates, known=known, worlds=table, predictors=predictors)
     if models: given['orders'] = orders_table(models)
     for name, values in given.items(): write_table(folder, f'{name}.csv', values)
     page = markdown_table(page_table(table))

@@ -342,7 +342,7 @@ def test_the_study_adds_up(study):
     table = rows_of(cfg, 'worlds')
     assert [r['world'] for r in table] == ['all worlds', *cfg.worlds] and all(r['correlation'] or r['chosen'] for r in table) and not any(r['regret'] for r in table)
     assert len(rows_of(cfg, 'known')) == 2 and all(0 <= float(r['reward_model_accuracy']) <= 1 and r['human_agreement'] for r in rows_of(cfg, 'known'))
-    assert len(rows_of(cfg, 'foretold')) == 10 and not (Path(cfg.out)/'orders.csv').exists()
+    assert len(rows_of(cfg, 'predictors')) == 10 and not (Path(cfg.out)/'orders.csv').exists()
     summary = read_summary(cfg.out)
     assert summary['runs'] == len(made) and summary['human_agreement'] == pytest.approx(float(table[0]['human_agreement']), abs=1e-4)
     assert (Path(cfg.out)/'page.png').stat().st_size > 5000 and '| careless_divided |' in (Path(cfg.out)/'page.md').read_text()
@@ -418,7 +418,7 @@ def test_parts_of_several_machines_are_joined(tmp_path):
         lines = [(Path(p)/f'{name}.csv').read_text().splitlines(True) for p in parts]
         (Path(one)/f'{name}.csv').write_text(''.join([lines[0][0], *(row for table in lines for row in table[1:])]))
     alone = worlds.run(WorldsConfig(out=str(tmp_path/'alone'), parts=[one], **chosen))
-    for name in ('worlds', 'foretold', 'orders', 'win_rates'):
+    for name in ('worlds', 'predictors', 'orders', 'win_rates'):
         assert (alone.folder/f'{name}.csv').read_text() == (joined.folder/f'{name}.csv').read_text()
     assert worlds.run(WorldsConfig(out=str(tmp_path/'joined'), parts=parts, **chosen)).done
     (Path(parts[2])/'win_rates.csv').write_text((Path(parts[2])/'win_rates.csv').read_text().replace('default', 'divided'))
