@@ -8,7 +8,7 @@ __all__ = ['SAMPLING', 'TOKENIZED', 'ROWS', 'SCALES', 'WARM', 'PACKAGES', 'RATIO
            'median_ratio', 'table_row', 'bench_text', 'bench_figure', 'write_bench', 'run']
 
 # %% ../nbs/studies/bench.ipynb #aab1483e
-import json, os, resource, subprocess, sys, time
+import json, os, subprocess, sys, time
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +20,7 @@ import numpy as np
 from .core import files
 from .core.files import atomic_write, read_json
 from .core.progress import Progress
-from .core.runs import start
+from .core.runs import peak_gb, start
 from .core.settings import at_root, command, Config, root
 from . import bench_peers as peers, bench_rows as rows
 
@@ -119,7 +119,7 @@ def peak_memory(make, m, steps: int = 4) -> float:
         contender = make(m)
         for _ in range(steps): next(contender)
         if torch.cuda.is_initialized(): return torch.cuda.max_memory_allocated()/2**20
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**10
+        return 1024*peak_gb()
     return rows.in_child(work) or float('nan')
 
 # %% ../nbs/studies/bench.ipynb #62b35253

@@ -8,19 +8,20 @@ __all__ = ['AMOUNTS', 'TOLERANCE', 'train_rows', 'sample_answers_of', 'read_anno
            'run']
 
 # %% ../nbs/studies/growth.ipynb #649f8f7a
-import itertools, json, os, resource, tempfile, time
+import itertools, json, tempfile, time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, NamedTuple
 
 import numpy as np
+import psutil
 
 from .core.data import load_records
 from .core.files import atomic_write
 from .core.generation import generate
 from .core.models import load_policy
 from .core.progress import Progress
-from .core.runs import start
+from .core.runs import peak_gb, start
 from .core.settings import command, Config, TrainConfig
 from .core.stats import bootstrap
 from .core.text import encode, encode_prompts
@@ -109,10 +110,10 @@ def time_and_memory(prepare, amount: int, m) -> dict[str, float]:
     "Processor seconds of some work, and MB that it takes beyond what prepares it, in a process of its own."
     def measured():
         work, began = prepare(amount, m), time.process_time()
-        before = int(Path('/proc/self/statm').read_text().split()[1])*os.sysconf('SC_PAGE_SIZE')/2**20
+        before = psutil.Process().memory_info().rss/2**20
         work()
-        seconds, peak = time.process_time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**10
-        return dict(seconds=seconds, mb=max(peak - before, 1.))   # less is chance
+        seconds = time.process_time() - began
+        return dict(seconds=seconds, mb=max(1024*peak_gb() - before, 1.))   # less is chance
     if found := rows.in_child(measured): return found
     raise RuntimeError(f'the work of amount {amount} ended without a result: not enough memory?')
 

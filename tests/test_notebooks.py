@@ -12,6 +12,7 @@ import pytest
 import tiny
 from alpaca_farm import farm
 from alpaca_farm.core.build import methods, notebook_path
+from alpaca_farm.core import execution
 from alpaca_farm.core.execution import needed_cells, NotebookProcess
 from alpaca_farm.core.launch import Job, run_jobs
 from alpaca_farm.core.files import read_json
@@ -219,3 +220,18 @@ def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
     assert len(shown) > 1 and "'runs/" not in ''.join(shown)
     for text in shown: exec(text, cells)
     plt.close('all')
+
+
+def test_a_notebook_runs_where_nothing_can_be_forked(base, tmp_path, monkeypatch):
+    "As on macOS: a process that loads the libraries itself, with the same result."
+    runs = []
+    for platform in ('linux', 'darwin'):
+        execution.warm_server.cache_clear()
+        monkeypatch.setattr(execution.sys, 'platform', platform)
+        context, out = execution.warm_server(), tmp_path/platform
+        assert context.get_start_method() == dict(linux='forkserver', darwin='spawn')[platform]
+        status, output = forked('sft', tmp_path/f'{platform}.ipynb', tiny.settings('sft', base, out=str(out)))
+        assert status == 0, output
+        runs.append([row['loss'] for row in read_log(out)])
+    execution.warm_server.cache_clear()
+    assert runs[0] == runs[1] and len(runs[0]) > 2

@@ -132,6 +132,7 @@ ONE_THREAD = dict(OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false')
 @lru_cache
 def warm_server():
     "The server that forks the processes of notebooks, as a context of `multiprocessing`."
+    if sys.platform == 'darwin': return multiprocessing.get_context('spawn')
     from multiprocessing.forkserver import ensure_running
     context, before = multiprocessing.get_context('forkserver'), dict(os.environ)
     context.set_forkserver_preload(LIBRARIES)

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['Job', 'study_job', 'fraction_done', 'start_job', 'cell_error', 'failure', 'longest_chain', 'ready_jobs',
-           'collect_finished', 'skip_dependents', 'retry', 'seconds_left', 'progress_text', 'gpu_names', 'Machine',
-           'run_jobs', 'run_or_fail', 'announced_cost', 'Interrupted', 'next_step', 'train_or_launch']
+           'collect_finished', 'skip_dependents', 'retry', 'seconds_left', 'progress_text', 'gpu_names',
+           'available_cores', 'Machine', 'run_jobs', 'run_or_fail', 'announced_cost', 'Interrupted', 'next_step',
+           'train_or_launch']
 
 # %% ../../nbs/core/launch.ipynb #679fd030
 import json, os, time
@@ -143,12 +144,18 @@ def gpu_names() -> list[str]:
     given = os.environ.get('CUDA_VISIBLE_DEVICES')
     return given.split(',') if given else [str(k) for k in range(torch.cuda.device_count())]
 
+# %% ../../nbs/core/launch.ipynb #3ac54eba
+def available_cores() -> int:
+    "The number of cores that this process may use."
+    return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
+
 # %% ../../nbs/core/launch.ipynb #3d7a2081
 class Machine:
     "The cores, GPUs and memory of this machine."
     def __init__(self, workers: int = 0):  # jobs at a time; 0 for the number of cores
-        self.workers, self.held = workers or len(os.sched_getaffinity(0)), {}
-        self.memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30
+        import psutil
+        self.workers, self.held = workers or available_cores(), {}
+        self.memory = psutil.virtual_memory().total / 2**30
         self.gpus = None   # their names, once a job asks for one
 
     def check(self, jobs: list[Job]):

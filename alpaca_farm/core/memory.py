@@ -108,13 +108,12 @@ def remedies(config, cfg: HardwareConfig, size: int, available: float) -> dict:
 
 # %% ../../nbs/core/memory.ipynb #bbb00017
 def available_bytes(device: torch.device) -> float:
-    "Memory that is free on a device; infinite where that is not known."
+    "Memory that is free on a device."
     if device.type == 'cuda':   # with what torch keeps of tensors that are gone
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    try: lines = open('/proc/meminfo', encoding='utf-8').read().splitlines()
-    except OSError: return float('inf')
-    return next((1024. * int(l.split()[1]) for l in lines if l.startswith('MemAvailable')), float('inf'))
+    import psutil
+    return psutil.virtual_memory().available
 
 # %% ../../nbs/core/memory.ipynb #bbb00018
 def cost_card(

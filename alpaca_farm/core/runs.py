@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['read_log', 'read_summary', 'check_run_folder', 'remove_temporary', 'set_aside', 'lock', 'unlock', 'Run', 'check_push',
-           'push_model', 'device_memory', 'outdated', 'resume_finished', 'find_run', 'log_watcher', 'make_in_ranks',
-           'start']
+           'push_model', 'peak_gb', 'device_memory', 'outdated', 'resume_finished', 'find_run', 'log_watcher',
+           'make_in_ranks', 'start']
 
 # %% ../../nbs/core/runs.ipynb #f3907931
 import fcntl, json, os, re, resource, shutil, sys, time
@@ -197,6 +197,12 @@ def push_model(run: Run):
         print(f'push_to_hub = {name}: the upload failed ({reason}). The run is finished; '
               'start it once more to upload again')
 
+# %% ../../nbs/core/runs.ipynb #bbb00019
+def peak_gb() -> float:
+    "The most memory that this process has held, in GB."
+    unit = 1 if sys.platform == 'darwin' else 2**10   # bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
 # %% ../../nbs/core/runs.ipynb #bbb00020
 def device_memory() -> dict[str, float]:
     "The peak of a GPU's memory in GB that tensors of this process have taken; empty without a GPU."
@@ -210,9 +216,8 @@ def device_memory() -> dict[str, float]:
 def finish(self: Run, **summary):
     "Write `summary.json` with the run's times and peak memory, and delete the checkpoint."
     elapsed = self.elapsed()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     self.write('summary.json', dict(summary, cpu_seconds=round(elapsed['cpu'], 2),
-                                    seconds=round(elapsed['wall'], 2), peak_memory_gb=round(peak, 3),
+                                    seconds=round(elapsed['wall'], 2), peak_memory_gb=round(peak_gb(), 3),
                                     **device_memory()))
     self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
     self.config['files'] = left_files(self.folder)
