@@ -48,7 +48,7 @@ class LabellersConfig(Config):
     out: str = 'runs/labellers'  # run folder; the study's own runs are in <out>_study
     size: str = 'full'           # full, quick (coarser), or a file like quick.yaml
     task: str = 'world'          # task whose phrases are used: a name in nbs/recipes/tasks, or a YAML file
-    dialogues: list[int] = field(default_factory=lambda: [4000, 8000, 16000, 48000])  # read by each labeller
+    dialogues: list[int] = field(default_factory=lambda: [8000, 16000, 48000, 96000])  # read by each labeller
     compared: list[int] = field(default_factory=lambda: [16000])  # labellers whose every arm trains policies
     replicates: int = 3          # repetitions, from the training of the labeller on
     prompts: int = 2000          # prompts that are answered and labelled

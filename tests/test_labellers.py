@@ -28,12 +28,12 @@ def test_arms_differ_in_what_they_say():
     jobs = {j.out.removeprefix('runs/labellers_study/'): j for j in labeller_study_jobs(LabellersConfig(replicates=2))}
     assert len(jobs) == 4 + 2*4*(1 + 5 + 4 + 2 + 4) + 2*4 and all({n.removeprefix('runs/labellers_study/') for n in j.needs} <= set(jobs) for j in jobs.values())
     for arm, settings in ARMS.items():
-        given = [jobs[f'{k}/{n}/{arm}'].settings for k in (0, 1) for n in (4000, 16000)]
+        given = [jobs[f'{k}/{n}/{arm}'].settings for k in (0, 1) for n in (8000, 16000)]
         assert {(s['method'], s['data'], s['max_instances'], s.get('both_orders', False)) for s in given} == {(
             settings['method'], 'runs/labellers_study/world', 2000, settings.get('both_orders', False))}
         assert [s.get('samples', '').rpartition('/')[2] for s in given] == [settings.get('samples', '')]*4
         assert [s['seed'] for s in given] == [0, 0, 1, 1]
-    assert [jobs[f'0/{n}/labeller'].settings['dialogues'] for n in (4000, 48000)] == [4000, 48000]
+    assert [jobs[f'0/{n}/labeller'].settings['dialogues'] for n in (8000, 96000)] == [8000, 96000]
     assert jobs['1/8000/labeller'].settings['seed'] == 1 and jobs['sft'].settings['seed'] == 0          # one SFT policy
     policies = {name.rpartition('/')[2] for name in jobs if name.startswith('0/8000/') and name.endswith(('_ppo', '_dpo'))}
     assert policies == {'rlcd_ppo', 'rlcd_dpo', 'rlaif_ppo', 'rlaif_dpo'} and '0/16000/rlcd_rescore_dpo' in jobs
