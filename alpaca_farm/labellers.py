@@ -224,8 +224,8 @@ STYLES = dict(rlcd=('RLCD', 'C0', 'o'), rlaif=('RLAIF, one order', 'C1', 's'),
               rlaif_both=('RLAIF, both orders', 'C3', 'D'), rlcd_rescore=("RLCD's pairs, judged", 'C2', '^'),
               context_distillation=('context distillation', 'C4', 'v'),
               shorter=('the shorter answer', 'grey', '_'), person=('one person', 'k', '_'))
-PANELS = dict(labels='labels that are right (%)', reward_model='reward model that is right (%)',
-              ppo='PPO, or context distillation:\nwin rate over SFT (%)', dpo='DPO: win rate over SFT (%)')
+PANELS = dict(labels='labels: right (%)', reward_model='reward model: right (%)',
+              ppo='PPO, context distillation: win rate (%)', dpo='DPO: win rate (%)')
 
 # %% ../nbs/studies/labellers.ipynb #110c5bd5
 def plot_labellers(ax, curves, measure: str):

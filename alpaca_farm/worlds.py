@@ -295,19 +295,21 @@ def judge_study(cfg: WorldsConfig) -> tuple[list[dict], list[dict]]:
 
 # %% ../nbs/studies/worlds.ipynb #7d287ae4
 def read_parts(cfg: WorldsConfig) -> tuple[list[dict], list[dict]]:
-    "The rows of the tables of all parts; ValueError for a replicate in two of them, or one with gaps."
+    "The rows of the tables of all parts; ValueError for a replicate of a world that is twice there, or not."
     import pandas as pd
-    worlds, methods, tables, found = chosen_worlds(cfg)[1], ['sft', *cfg.methods], ([], []), {}
+    worlds, methods, found = chosen_worlds(cfg)[1], ['sft', *cfg.methods], {}
     for part in cfg.parts:
         won, known = (pd.read_csv(find_file(part, name)) for name in ('win_rates', 'known'))
-        for k, own in won[won.world.isin(worlds) & won.method.isin(methods)].groupby('replicate'):
-            if k in found: raise ValueError(f'parts: replicate {k} is in {found[k]} and in {part}')
-            found[k], pairs = part, set(zip(own.world, own.method))
-            for world, method in ((w, m) for w in worlds for m in methods if (w, m) not in pairs):
-                raise ValueError(f'parts: replicate {k} of {part} has no {method} in the world {world}')
-            tables[0].extend(own.to_dict('records'))
-            tables[1].extend(known[known.world.isin(worlds) & (known.replicate == k)].to_dict('records'))
-    return tables
+        for (k, world), own in won[won.world.isin(worlds)].groupby(['replicate', 'world']):
+            where, missing = f'replicate {k} of the world {world}', set(methods) - set(own.method)
+            if missing: raise ValueError(f'parts: {where} in {part} has no {min(missing)}')
+            if at := found.get((k, world)): raise ValueError(f'parts: {where} is in {at[0]} and in {part}')
+            found[k, world] = (part, own[own.method.isin(methods)].to_dict('records'),
+                               known[(known.world == world) & (known.replicate == k)].to_dict('records'))
+    order = [(k, world) for k in sorted({k for k, _ in found}) for world in worlds]
+    for k, world in order:
+        if (k, world) not in found: raise ValueError(f'parts: replicate {k} of the world {world} is missing')
+    return tuple([row for key in order for row in found[key][table]] for table in (1, 2))
 
 # %% ../nbs/studies/worlds.ipynb #7d287ae5
 def run(cfg: WorldsConfig):

@@ -421,9 +421,11 @@ def test_parts_of_several_machines_are_joined(tmp_path):
     for name in ('worlds', 'predictors', 'orders', 'win_rates'):
         assert (alone.folder/f'{name}.csv').read_text() == (joined.folder/f'{name}.csv').read_text()
     assert worlds.run(WorldsConfig(out=str(tmp_path/'joined'), parts=parts, **chosen)).done
-    (Path(parts[2])/'win_rates.csv').write_text((Path(parts[2])/'win_rates.csv').read_text().replace('default', 'divided'))
-    with pytest.raises(ValueError, match='replicate 2 of .*2 has no sft in the world default'): worlds.run(WorldsConfig(out=str(tmp_path/'no'), parts=parts, **chosen))
-    with pytest.raises(ValueError, match='replicate 0 is in .*0 and in .*0'): worlds.run(WorldsConfig(out=str(tmp_path/'no'), parts=parts[:1]*2, **chosen))
+    halves = [part(tmp_path/f'half_{w}', 0, chosen=(w,)) for w in chosen['worlds']]         # or each machine with worlds of its own
+    assert [len(table) for table in worlds.read_parts(WorldsConfig(parts=halves, **chosen))] == [6, 2]
+    for given, said in ((parts[:1]*2, 'replicate 0 of the world careless_pool is in .*0 and in .*0'), (halves[:1], 'replicate 0 of the world careless_pool is missing'),
+                        ([part(tmp_path/'few', 7, methods=('sft', 'dpo'))], 'replicate 7 of the world careless_pool in .*few has no best_of_n')):
+        with pytest.raises(ValueError, match=said): worlds.run(WorldsConfig(out=str(tmp_path/'no'), parts=given, **chosen))
     with pytest.raises(FileNotFoundError, match='no win_rates'): worlds.run(WorldsConfig(out=str(tmp_path/'no'), parts=[str(tmp_path)], **chosen))
     with pytest.raises(ValueError, match='joined as they are'): WorldsConfig(parts=parts, replicates=2)
     assert not (tmp_path/'no').exists()
