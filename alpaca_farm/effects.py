@@ -15,15 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.build import ensure_input, is_fresh, methods
+from .core.build import ensure_input, methods
 from .core.candidates import temperature_of
 from .core.comparisons import answer_preferences
 from .core.data import load_records, prompt_key
 from .core.files import atomic_write, write_json
 from .core.judge_configs import JudgedConfig
-from .core.launch import Job, run_or_fail, study_job
+from .core.launch import announced_cost, Job, run_or_fail, study_job
 from .core.preferences import check_preferences
-from .core.progress import duration
 from .core.runs import check_run_folder, read_summary, start
 from .core.settings import at_root, command
 from .core.stats import bootstrap, kl_best_of_n
@@ -162,9 +161,7 @@ def run_experiment(cfg: EffectsConfig) -> tuple[str, ...]:
     "Make the missing runs of the experiment; returns the folders of all its runs."
     check_run_folder(at_root(cfg.out))
     for name in cfg.inputs: ensure_input(cfg, name)
-    missing = [j for j in effect_jobs(cfg) if not is_fresh(j.out)]
-    if missing: print(f'the experiment makes {len(missing)} runs in {cfg.out}_study, '
-                      f'about {duration(sum(j.cost for j in missing))} of CPU time')
+    print(announced_cost(effect_jobs(cfg), 'the experiment'))
     run_or_fail(effect_labelling_jobs(cfg), cfg.workers, 'effects', 'the experiment')
     biased, audit = arm_labels(cfg, 'biased'), arm_labels(cfg, 'unbiased')[cfg.pairs:]
     if len(biased) - cfg.pairs < .8 * cfg.held_out:   # identical answers get no label

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.build import ensure_input, is_fresh
+from .core.build import ensure_input
 from .core.candidates import temperature_of
 from .core.comparisons import answer_preferences, both_orders
 from .core.data import find_file, load_records, prompt_key, read_rows
 from .core.files import write_json
 from .core.judge_configs import is_population, judge_config_file, JudgedConfig
-from .core.launch import Job, run_or_fail, study_job
+from .core.launch import announced_cost, Job, run_or_fail, study_job
 from .core.preferences import check_preferences, hash_uniform, pair_identity, shown_swapped
-from .core.progress import duration, Progress
+from .core.progress import Progress
 from .core.runs import check_run_folder, start
 from .core.settings import at_root, command
 from .annotators import load_annotators, pair_samples
@@ -269,9 +269,7 @@ def run_study(cfg: HybridConfig) -> tuple[tuple, list[dict]]:
     check_study(cfg)
     labelling, replicates, points = hybrid_labelling_jobs(cfg), range(cfg.replicates), study_points(cfg)
     jobs = labelling + [j for k in replicates for p in trained_points(cfg) for j in point_jobs(cfg, *p, k)]
-    missing = [j for j in jobs if not is_fresh(j.out, j.settings)]
-    time = duration(sum(j.cost for j in missing))
-    if missing: print(f'the study makes {len(missing)} runs in {cfg.out}_study, about {time} of CPU time')
+    print(announced_cost(jobs, 'the study'))
     write_json(at_root(f'{cfg.out}_study/pairs.json'), study_pairs(cfg))
     run_or_fail(labelling, cfg.workers, 'hybrid', 'the study')
     bought, learn = [], {k: labels_and_votes(cfg, k)[0] for k in replicates}

@@ -9,7 +9,7 @@ __all__ = ['SOURCES', 'BETAS', 'UNPENALISED', 'measured_policies', 'grid_job', '
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #15aeebd5
 from .core.build import methods
-from .core.launch import Job, run_or_fail, study_job
+from .core.launch import announced_cost, Job, run_or_fail, study_job
 from .core.progress import duration
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #bc3722f0
@@ -119,7 +119,5 @@ def grid_models(jobs: list[Job]) -> tuple[list, list, list]:
 # %% ../nbs/studies/overoptimization_grid.ipynb #85e027ea
 def run_grid(jobs: list[Job], workers: int = 0):
     "Print the cost of the full study and make its missing runs; RuntimeError if some fail."
-    cost = duration(sum(j.cost for j in jobs))
-    print(f'{len(jobs)} runs, about {cost} of CPU time, finished runs included; '
-          f'measuring them takes another {duration(15 * len(jobs))}')
+    print(f'{announced_cost(jobs, "the study")}; measuring them takes another {duration(15 * len(jobs))}')
     run_or_fail(jobs, workers, 'study', 'the study')
