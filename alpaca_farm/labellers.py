@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['ARMS', 'STYLES', 'PANELS', 'LabellersConfig', 'labeller_sizes', 'common_jobs', 'labeller_run', 'labeller_job',
            'labelling_jobs', 'policy_runs', 'learning_jobs', 'labeller_study_jobs', 'label_values', 'answer_values',
-           'baseline_values', 'labeller_values', 'value_row', 'labeller_curves', 'rlcd_leads', 'labeller_differences',
-           'plot_labellers', 'labellers_figure', 'write_tables', 'run']
+           'shorter_right', 'baseline_values', 'labeller_values', 'value_row', 'labeller_curves', 'rlcd_leads',
+           'labeller_differences', 'plot_labellers', 'labellers_figure', 'write_tables', 'run']
 
 # %% ../nbs/studies/labellers.ipynb #9f8ecb22
 from dataclasses import dataclass, field
@@ -150,15 +150,18 @@ def answer_values(answers: list[dict], references: list[dict], judge) -> dict[st
     return dict(won=won, words=count_words(r['output'] for r in answers),
                 controlled=np.array([equal_length['length_controlled_winrate']/100]))
 
+# %% ../nbs/studies/labellers.ipynb #5b0a7e11
+def shorter_right(pairs: list[dict], chance: np.ndarray) -> np.ndarray:
+    "Whether the shorter answer of each pair is the one that the majority prefers; ties are halves."
+    one, two = (count_words(p[k] for p in pairs) for k in ('output_1', 'output_2'))
+    return majority_and_agreement(one - two, chance)[0]
+
 # %% ../nbs/studies/labellers.ipynb #6cbd6a31
 def baseline_values(rows: list[dict], chance: np.ndarray, pairs: list[dict], pair_chance: np.ndarray) -> dict:
     "`labels` and `reward_model` of the shorter answer and of one person: {(measure, baseline): values}."
-    def shorter(pairs):
-        one, two = (count_words(p[k] for p in pairs) for k in ('output_1', 'output_2'))
-        return one - two
-    return {('labels', 'shorter'): majority_and_agreement(shorter(rows), chance)[0],
+    return {('labels', 'shorter'): shorter_right(rows, chance),
             ('labels', 'person'): majority_and_agreement(chance - .5, chance)[1],
-            ('reward_model', 'shorter'): majority_and_agreement(shorter(pairs), pair_chance)[0],
+            ('reward_model', 'shorter'): shorter_right(pairs, pair_chance),
             ('reward_model', 'person'): majority_and_agreement(pair_chance - .5, pair_chance)[1]}
 
 # %% ../nbs/studies/labellers.ipynb #5d0e2b60
@@ -175,6 +178,7 @@ def labeller_values(cfg: LabellersConfig, n: int, k: int, judge, references, pai
             out |= {(measure, arm): v for measure, v in label_values(rows, chance).items()}
             one, two = score_pairs(reward(at(f'{arm}_reward_model'), cfg), pairs)
             out['reward_model', arm] = majority_and_agreement(two - one, pair_chance)[0]
+        if arm == 'rlcd': out['labels', 'shorter_rlcd'] = shorter_right(rows, chance)
         if arm == 'rlaif': out |= baseline_values(rows, chance, pairs, pair_chance)
         for method, run in policy_runs(cfg, n, arm).items():
             found = answer_values(read_answers(at(run)), references, judge)
@@ -223,7 +227,8 @@ def labeller_differences(measured: dict, seed: int = 0) -> list[dict]:
 STYLES = dict(rlcd=('RLCD', 'C0', 'o'), rlaif=('RLAIF, one order', 'C1', 's'),
               rlaif_both=('RLAIF, both orders', 'C3', 'D'), rlcd_rescore=("RLCD's pairs, judged", 'C2', '^'),
               context_distillation=('context distillation', 'C4', 'v'),
-              shorter=('the shorter answer', 'grey', '_'), person=('one person', 'k', '_'))
+              shorter=('the shorter answer', 'grey', '_'),
+              shorter_rlcd=("the shorter of RLCD's", 'C0', '_'), person=('one person', 'k', '_'))
 PANELS = dict(labels='labels: right (%)', reward_model='reward model: right (%)',
               ppo='PPO, context distillation: win rate (%)', dpo='DPO: win rate (%)')
 
@@ -235,7 +240,7 @@ def plot_labellers(ax, curves, measure: str):
         rows = shown[shown.arm == arm]
         if rows.empty: continue
         ends = np.nan_to_num(100*np.array([rows.value - rows.low, rows.high - rows.value]))
-        line = ':' if arm in ('shorter', 'person') else '-' if len(rows) > 1 else ''
+        line = ':' if arm in ('shorter', 'shorter_rlcd', 'person') else '-' if len(rows) > 1 else ''
         ax.errorbar(rows.dialogues*1.04**(i - 3), 100*rows.value, ends, color=colour, marker=mark, ls=line,
                     ms=4, lw=1.2, capsize=2, label=name)
     ax.axhline(50, color='grey', lw=.6)

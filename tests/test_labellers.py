@@ -137,13 +137,16 @@ def test_the_study_adds_up(study):
     labels = load_records(f'{root}/0/40/rlcd', 'preferences', 'preference')
     right = (np.array([r['preference'] for r in labels]) > 1.5) == (np.array(both_orders(labels, judge)) > 1.5)
     assert found['rlcd', 'labels'] == pytest.approx(right.mean(), abs=.03)                               # ties are halves there
+    shorter = [len(r['output_1'].split()) - len(r['output_2'].split()) for r in labels]
+    rule = [.5 if d == 0 else float((d > 0) == m) for d, m in zip(shorter, np.array(both_orders(labels, judge)) > 1.5)]
+    assert found['shorter_rlcd', 'labels'] == pytest.approx(np.mean(rule), abs=.03)
     model = reward(f'{root}/0/40/rlaif_reward_model', cfg)
     one, two = (np.array(model([dict(p, output=p[k]) for p in pairs])) for k in ('output_1', 'output_2'))
     assert found['rlaif', 'reward_model'] == pytest.approx(((two > one) == majority).mean(), abs=.06)
     won = win_probability(read_answers(f'{root}/0/40/rlcd_dpo'), references, judge).mean()
     assert found['rlcd', 'dpo'] == pytest.approx(won, abs=1e-4)
     assert found['context_distillation', 'sft_words'] > 0 and found['person', 'labels'] > .5
-    assert {a for a, m in found if m == 'ppo'} == {'rlcd', 'rlaif'} and {a for a, m in found if m == 'reward_model'} == {*ARMS, 'shorter', 'person'} - {'context_distillation'}
+    assert {a for a, m in found if m == 'ppo'} == {'rlcd', 'rlaif'} and {a for a, m in found if m == 'labels'} - {'shorter_rlcd'} == {a for a, m in found if m == 'reward_model'} == {*ARMS, 'shorter', 'person'} - {'context_distillation'}
     both, one = (load_records(f'{root}/0/40/{arm}', 'preferences', 'preference') for arm in ('rlaif_both', 'rlaif'))
     assert [r['output_1'] for r in both] == [r['output_1'] for r in one] and [r['preference'] for r in both] != [r['preference'] for r in one]
     assert (Path(cfg.out)/'labellers.png').stat().st_size > 5000
