@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['ARMS', 'STYLES', 'PANELS', 'LabellersConfig', 'labeller_sizes', 'common_jobs', 'labeller_run', 'labeller_job',
            'labelling_jobs', 'policy_runs', 'learning_jobs', 'labeller_study_jobs', 'label_values', 'answer_values',
-           'shorter_right', 'baseline_values', 'labeller_values', 'value_row', 'labeller_curves', 'rlcd_leads',
-           'labeller_differences', 'plot_labellers', 'labellers_figure', 'write_tables', 'run']
+           'shorter_right', 'label_baselines', 'likelier_right', 'pair_baselines', 'labeller_values', 'value_row',
+           'labeller_curves', 'rlcd_leads', 'labeller_differences', 'plot_labellers', 'labellers_figure',
+           'write_tables', 'run']
 
 # %% ../nbs/studies/labellers.ipynb #9f8ecb22
 from dataclasses import dataclass, field
@@ -157,12 +158,29 @@ def shorter_right(pairs: list[dict], chance: np.ndarray) -> np.ndarray:
     return majority_and_agreement(one - two, chance)[0]
 
 # %% ../nbs/studies/labellers.ipynb #6cbd6a31
-def baseline_values(rows: list[dict], chance: np.ndarray, pairs: list[dict], pair_chance: np.ndarray) -> dict:
-    "`labels` and `reward_model` of the shorter answer and of one person: {(measure, baseline): values}."
+def label_baselines(rows: list[dict], chance: np.ndarray) -> dict[tuple, np.ndarray]:
+    "`labels` of the shorter answer and of one person: {(measure, baseline): values}."
     return {('labels', 'shorter'): shorter_right(rows, chance),
-            ('labels', 'person'): majority_and_agreement(chance - .5, chance)[1],
-            ('reward_model', 'shorter'): shorter_right(pairs, pair_chance),
-            ('reward_model', 'person'): majority_and_agreement(pair_chance - .5, pair_chance)[1]}
+            ('labels', 'person'): majority_and_agreement(chance - .5, chance)[1]}
+
+# %% ../nbs/studies/labellers.ipynb #5b0a7e13
+def likelier_right(policy: str, pairs: list[dict], chance: np.ndarray, cfg: LabellersConfig) -> np.ndarray:
+    "Whether the answer of each pair that a policy finds likelier is the one that the majority prefers."
+    from alpaca_farm.core.models import load_policy, response_logprobs
+    from alpaca_farm.core.text import encode_prompts, encode_responses
+    model, tokenizer = load_policy(policy, cfg)
+    prompts = encode_prompts(pairs, tokenizer)
+    one, two = (response_logprobs(model, prompts, encode_responses([p[k] for p in pairs], tokenizer),
+                                  tokenizer.pad_token_id).numpy() for k in ('output_1', 'output_2'))
+    return majority_and_agreement(two - one, chance)[0]
+
+# %% ../nbs/studies/labellers.ipynb #5b0a7e14
+def pair_baselines(cfg: LabellersConfig, pairs: list[dict], judge) -> dict[tuple, np.ndarray]:
+    "`reward_model` of rules that need no labels, and of one person: {(measure, baseline): values}."
+    chance = check_preferences(both_orders(pairs, judge)) - 1
+    return {('reward_model', 'shorter'): shorter_right(pairs, chance),
+            ('reward_model', 'likelier'): likelier_right(f'{cfg.out}_study/sft', pairs, chance, cfg),
+            ('reward_model', 'person'): majority_and_agreement(chance - .5, chance)[1]}
 
 # %% ../nbs/studies/labellers.ipynb #5d0e2b60
 def labeller_values(cfg: LabellersConfig, n: int, k: int, judge, references, pairs) -> dict:
@@ -179,7 +197,7 @@ def labeller_values(cfg: LabellersConfig, n: int, k: int, judge, references, pai
             one, two = score_pairs(reward(at(f'{arm}_reward_model'), cfg), pairs)
             out['reward_model', arm] = majority_and_agreement(two - one, pair_chance)[0]
         if arm == 'rlcd': out['labels', 'shorter_rlcd'] = shorter_right(rows, chance)
-        if arm == 'rlaif': out |= baseline_values(rows, chance, pairs, pair_chance)
+        if arm == 'rlaif': out |= label_baselines(rows, chance)
         for method, run in policy_runs(cfg, n, arm).items():
             found = answer_values(read_answers(at(run)), references, judge)
             out |= {(method if m == 'won' else f'{method}_{m}', arm): v for m, v in found.items()}
@@ -228,7 +246,8 @@ STYLES = dict(rlcd=('RLCD', 'C0', 'o'), rlaif=('RLAIF, one order', 'C1', 's'),
               rlaif_both=('RLAIF, both orders', 'C3', 'D'), rlcd_rescore=("RLCD's pairs, judged", 'C2', '^'),
               context_distillation=('context distillation', 'C4', 'v'),
               shorter=('the shorter answer', 'grey', '_'),
-              shorter_rlcd=("the shorter of RLCD's", 'C0', '_'), person=('one person', 'k', '_'))
+              shorter_rlcd=("the shorter of RLCD's", 'C0', '_'), person=('one person', 'k', '_'),
+              likelier=('the likelier answer', 'C5', '_'))
 PANELS = dict(labels='labels: right (%)', reward_model='reward model: right (%)',
               ppo='PPO, context distillation: win rate (%)', dpo='DPO: win rate (%)')
 
@@ -240,7 +259,7 @@ def plot_labellers(ax, curves, measure: str):
         rows = shown[shown.arm == arm]
         if rows.empty: continue
         ends = np.nan_to_num(100*np.array([rows.value - rows.low, rows.high - rows.value]))
-        line = ':' if arm in ('shorter', 'shorter_rlcd', 'person') else '-' if len(rows) > 1 else ''
+        line = '-' if arm in ARMS and len(rows) > 1 else '' if arm in ARMS else ':'
         ax.errorbar(rows.dialogues*1.04**(i - 3), 100*rows.value, ends, color=colour, marker=mark, ls=line,
                     ms=4, lw=1.2, capsize=2, label=name)
     ax.axhline(50, color='grey', lw=.6)
@@ -290,9 +309,10 @@ def run(cfg: LabellersConfig):
     references = read_answers(f'{cfg.out}_study/references', candidates=True)
     pairs = pair_samples(references, cfg.seed)[:cfg.pairs]
     each, measured = [(n, k) for k in range(cfg.replicates) for n in cfg.dialogues], {}
+    alike = pair_baselines(cfg, pairs, judge)
     show = Progress('measuring', len(each))
     for step, (n, k) in enumerate(each, 1):
-        measured[n, k] = labeller_values(cfg, n, k, judge, references, pairs)
+        measured[n, k] = labeller_values(cfg, n, k, judge, references, pairs) | alike
         show(step)
     folder.finish(runs=len(jobs), replicates=cfg.replicates, **write_tables(folder, cfg, measured))
     return folder

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import tiny
 from alpaca_farm import labellers
@@ -12,8 +13,10 @@ from alpaca_farm.annotators import pair_samples
 from alpaca_farm.core import launch
 from alpaca_farm.core.comparisons import both_orders
 from alpaca_farm.core.data import load_records
+from alpaca_farm.core.models import load_policy
 from alpaca_farm.core.rewards import reward
 from alpaca_farm.core.runs import read_summary
+from alpaca_farm.core.text import encode_prompts, encode_responses
 from alpaca_farm.effects import win_probability
 from alpaca_farm.eval import read_answers
 from alpaca_farm.labellers import (ARMS, labeller_curves, labeller_differences, LabellersConfig, answer_values,
@@ -123,6 +126,15 @@ def study(tmp_path_factory):
         yield cfg, before, again.done and len(made) == before
 
 
+def sum_of_logprobs(policy, tokenizer, prompts, answers):
+    "log p of each answer, one at a time."
+    out = []
+    for p, r in zip(prompts, encode_responses(answers, tokenizer)):
+        with torch.no_grad(): logp = policy(torch.tensor([p + r])).logits[0].log_softmax(-1)
+        out.append(sum(float(logp[len(p) + i - 1, token]) for i, token in enumerate(r)))
+    return np.array(out)
+
+
 def rows_of(cfg, name): return list(csv.DictReader(open(Path(cfg.out)/f'{name}.csv')))
 
 
@@ -143,10 +155,14 @@ def test_the_study_adds_up(study):
     model = reward(f'{root}/0/40/rlaif_reward_model', cfg)
     one, two = (np.array(model([dict(p, output=p[k]) for p in pairs])) for k in ('output_1', 'output_2'))
     assert found['rlaif', 'reward_model'] == pytest.approx(((two > one) == majority).mean(), abs=.06)
+    policy, tokenizer = load_policy(f'{root}/sft', cfg)
+    prompts = encode_prompts(pairs, tokenizer)
+    one, two = (sum_of_logprobs(policy, tokenizer, prompts, [p[k] for p in pairs]) for k in ('output_1', 'output_2'))
+    assert found['likelier', 'reward_model'] == pytest.approx(((two > one) == majority).mean(), abs=.06)
     won = win_probability(read_answers(f'{root}/0/40/rlcd_dpo'), references, judge).mean()
     assert found['rlcd', 'dpo'] == pytest.approx(won, abs=1e-4)
     assert found['context_distillation', 'sft_words'] > 0 and found['person', 'labels'] > .5
-    assert {a for a, m in found if m == 'ppo'} == {'rlcd', 'rlaif'} and {a for a, m in found if m == 'labels'} - {'shorter_rlcd'} == {a for a, m in found if m == 'reward_model'} == {*ARMS, 'shorter', 'person'} - {'context_distillation'}
+    assert {a for a, m in found if m == 'ppo'} == {'rlcd', 'rlaif'} and {a for a, m in found if m == 'reward_model'} == {*ARMS, 'shorter', 'likelier', 'person'} - {'context_distillation'}
     both, one = (load_records(f'{root}/0/40/{arm}', 'preferences', 'preference') for arm in ('rlaif_both', 'rlaif'))
     assert [r['output_1'] for r in both] == [r['output_1'] for r in one] and [r['preference'] for r in both] != [r['preference'] for r in one]
     assert (Path(cfg.out)/'labellers.png').stat().st_size > 5000
