@@ -295,7 +295,7 @@ def judge_study(cfg: WorldsConfig) -> tuple[list[dict], list[dict]]:
 
 # %% ../nbs/studies/worlds.ipynb #7d287ae4
 def read_parts(cfg: WorldsConfig) -> tuple[list[dict], list[dict]]:
-    "The rows of the tables of all parts; ValueError for a replicate of a world that is twice there, or not."
+    "The rows of the tables of all parts; ValueError where a replicate of a world is twice there or missing."
     import pandas as pd
     worlds, methods, found = chosen_worlds(cfg)[1], ['sft', *cfg.methods], {}
     for part in cfg.parts:
