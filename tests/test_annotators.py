@@ -298,18 +298,19 @@ def test_a_batch_whose_name_was_lost_is_found_by_its_file(tmp_path):
 
 
 def test_a_full_disk_stops_with_what_there_is(tmp_path, monkeypatch):
-    "SQLite's own error for a full disk, at a random moment; what was stored is used by the next run."
-    opened = Store.__init__
-    def small(self, *args, **kwargs):
-        opened(self, *args, **kwargs)
-        self.db.execute('pragma max_page_count = 24')
+    "SQLite's own error for a disk that fills after 20 answers; what was stored is used by the next run."
+    claim = Store.claim
+    def filling(self, keys):
+        claimed = claim(self, keys)
+        if len(self) >= 20: self.run(f"pragma max_page_count = {self.run('pragma page_count').fetchone()[0]}")
+        return claimed
     with judge_server() as server:
         cfg = config(tmp_path, server, n=200)
-        monkeypatch.setattr(Store, '__init__', small)
+        monkeypatch.setattr(Store, 'claim', filling)
         with pytest.raises(ValueError, match='the disk is full. What is stored is safe'): annotators.run(cfg)
-        monkeypatch.setattr(Store, '__init__', opened)
+        monkeypatch.setattr(Store, 'claim', claim)
         stored, asked = len(Store(cfg.store)), len(server.requests())
-        assert 0 < stored and asked - stored <= cfg.concurrency
+        assert 20 <= stored < 200 and asked - stored <= cfg.concurrency
         annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 200 and len(server.requests()) == asked + 200 - stored
 

@@ -94,6 +94,7 @@ async def answer_all(self: DirectClient, todo: dict) -> dict:
             if not self.cfg.batch: await self.run_workers()
     except StopAsking as e: self.fatal = e
     except (RequestRefused, openai.OpenAIError, TimeoutError) as e: self.fatal = StopAsking(first_line(e))
+    except OSError as e: self.fatal = e   # of the store
     finally:
         if claims: claims.cancel()
         self.store_arrived()
