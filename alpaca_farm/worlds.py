@@ -304,8 +304,9 @@ def read_parts(cfg: WorldsConfig) -> tuple[list[dict], list[dict]]:
             where, missing = f'replicate {k} of the world {world}', set(methods) - set(own.method)
             if missing: raise ValueError(f'parts: {where} in {part} has no {min(missing)}')
             if at := found.get((k, world)): raise ValueError(f'parts: {where} is in {at[0]} and in {part}')
-            found[k, world] = (part, own[own.method.isin(methods)].to_dict('records'),
-                               known[(known.world == world) & (known.replicate == k)].to_dict('records'))
+            figures = known[(known.world == world) & (known.replicate == k)].to_dict('records')
+            if not figures: raise ValueError(f'parts: {where} is not in known.csv of {part}')
+            found[k, world] = part, own[own.method.isin(methods)].to_dict('records'), figures
     order = [(k, world) for k in sorted({k for k, _ in found}) for world in worlds]
     for k, world in order:
         if (k, world) not in found: raise ValueError(f'parts: replicate {k} of the world {world} is missing')

@@ -426,6 +426,9 @@ def test_parts_of_several_machines_are_joined(tmp_path):
     for given, said in ((parts[:1]*2, 'replicate 0 of the world careless_pool is in .*0 and in .*0'), (halves[:1], 'replicate 0 of the world careless_pool is missing'),
                         ([part(tmp_path/'few', 7, methods=('sft', 'dpo'))], 'replicate 7 of the world careless_pool in .*few has no best_of_n')):
         with pytest.raises(ValueError, match=said): worlds.run(WorldsConfig(out=str(tmp_path/'no'), parts=given, **chosen))
+    (Path(halves[0])/'known.csv').write_text(lines[0][0])
+    with pytest.raises(ValueError, match='replicate 0 of the world default is not in known.csv of .*half_default'):
+        worlds.read_parts(WorldsConfig(parts=halves, **chosen))
     with pytest.raises(FileNotFoundError, match='no win_rates'): worlds.run(WorldsConfig(out=str(tmp_path/'no'), parts=[str(tmp_path)], **chosen))
     with pytest.raises(ValueError, match='joined as they are'): WorldsConfig(parts=parts, replicates=2)
     assert not (tmp_path/'no').exists()
