@@ -10,7 +10,6 @@ import torch
 import tiny
 from alpaca_farm import labellers
 from alpaca_farm.annotators import pair_samples
-from alpaca_farm.core import launch
 from alpaca_farm.core.comparisons import both_orders
 from alpaca_farm.core.data import load_records
 from alpaca_farm.core.models import load_policy
@@ -99,8 +98,8 @@ def test_longer_answers_do_not_win_at_equal_length():
 
 @pytest.fixture(scope='module')
 def study(tmp_path_factory):
-    "A study of one labeller and one replicate, made in this process: its settings, and the number of runs of each start."
-    folder, made = tmp_path_factory.mktemp('labellers'), []
+    "A study of one labeller and one replicate, made in this process: its settings, its runs, and whether a second start made none."
+    folder = tmp_path_factory.mktemp('labellers')
     sizes = {k: v for k, v in tiny.SETTINGS.items() if k != 'annotators'} | dict(
         world=tiny.SETTINGS['world'] | dict(prose=200), ppo=tiny.SETTINGS['ppo'] | dict(steps=1, eval_every=1, temperature=1.),
         rlcd=dict(max_new_tokens=12), base=dict(n=1, max_instances=10), references=dict(n=4, max_instances=10),
@@ -110,21 +109,7 @@ def study(tmp_path_factory):
     cfg = LabellersConfig(out=str(folder/'labellers'), size=str(folder/'tiny.json'), task=ANYTHING, dialogues=[40], compared=[], replicates=1,
                           prompts=24, pairs=20, device='cpu')
 
-    def run_jobs(jobs, *_):
-        waiting = [j for j in jobs if not read_summary(j.out)]
-        made.extend(waiting)
-        while waiting:
-            job = next(j for j in waiting if not {w.out for w in waiting} & set(j.needs))
-            waiting.remove(job)
-            tiny.run_here([job])
-        return []
-
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(launch, 'run_jobs', run_jobs)
-        labellers.run(cfg)
-        before = len(made)
-        again = labellers.run(cfg)
-        yield cfg, before, again.done and len(made) == before
+    return cfg, *tiny.make_study(labellers, cfg)
 
 
 def sum_of_logprobs(policy, tokenizer, prompts, answers):
@@ -141,7 +126,7 @@ def rows_of(cfg, name): return list(csv.DictReader(open(Path(cfg.out)/f'{name}.c
 
 def test_the_study_adds_up(study):
     cfg, made, nothing_left = study
-    assert nothing_left and made == len(labeller_study_jobs(cfg)) == read_summary(cfg.out)['runs']
+    assert nothing_left and len(made) == len(labeller_study_jobs(cfg)) == read_summary(cfg.out)['runs']
     root, found = f'{cfg.out}_study', {(r['arm'], r['measure']): float(r['value']) for r in rows_of(cfg, 'results')}
     judge = read_population(f'{root}/world/held_out_people.json')
     references = read_answers(f'{root}/references', candidates=True)

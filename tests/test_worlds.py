@@ -295,28 +295,14 @@ def test_the_best_elsewhere_is_of_other_runs():
 
 @pytest.fixture(scope='module')
 def study(tmp_path_factory):
-    "A tiny study of two worlds and one replicate, made in this process: its settings, and the notebooks that were run."
-    folder, made = tmp_path_factory.mktemp('worlds'), []
+    "A tiny study of two worlds and one replicate, made in this process: its settings, its runs, and whether a second start made none."
+    folder = tmp_path_factory.mktemp('worlds')
     (folder/'tiny.json').write_text(json.dumps(tiny.SETTINGS | dict(samples=dict(max_instances=0), best_of_n=tiny.SETTINGS['best_of_n'] | dict(max_instances=10),
                                                          decoding=dict(max_instances=8, temperatures=[1., .5], **tiny.SAMPLING))))
     cfg = WorldsConfig(out=str(folder/'worlds'), size=str(folder/'tiny.json'), worlds=['default', 'careless_divided'], replicates=1,
                        methods=['best_of_n', 'dpo'], labels=40, pairs=30, device='cpu')
 
-    def run_jobs(jobs, *_):
-        made.extend(j for j in jobs if not read_summary(j.out))
-        waiting = list(jobs)
-        while waiting:
-            job = next(j for j in waiting if not {w.out for w in waiting} & set(j.needs))
-            waiting.remove(job)
-            tiny.run_here([job])
-        return []
-
-    with pytest.MonkeyPatch.context() as m:
-        m.setattr(launch, 'run_jobs', run_jobs)
-        worlds.run(cfg)
-        before = len(made)
-        again = worlds.run(cfg)
-        yield cfg, made[:before], again.done and len(made) == before
+    return cfg, *tiny.make_study(worlds, cfg)
 
 
 def rows_of(cfg, name): return list(csv.DictReader(open(Path(cfg.out)/f'{name}.csv')))

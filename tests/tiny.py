@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 TRAINERS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo', 'rrhf', 'quark', 'binary_feedback')  # modules whose runs can be interrupted
@@ -60,6 +61,24 @@ def run_here(jobs, *_):
         module = importlib.import_module(f'alpaca_farm.{job.notebook}')
         main(module)(config(module, out=job.out, **job.settings))
     return []
+
+
+def make_study(study, cfg):
+    "Start a study twice, its runs in this process in the order of their needs: the runs made, and whether the second start made none."
+    from alpaca_farm.core import launch
+    made = []
+    def in_order(jobs, *_):
+        waiting = [j for j in jobs if not launch.read_summary(j.out)]
+        made.extend(waiting)
+        while waiting:
+            job = next(j for j in waiting if not {w.out for w in waiting} & set(j.needs))
+            waiting.remove(job)
+            run_here([job])
+        return []
+    with mock.patch.object(launch, 'run_jobs', in_order):
+        study.run(cfg)
+        first = list(made)
+        return first, study.run(cfg).done and made == first
 
 
 def command(notebook, **given):
