@@ -219,7 +219,8 @@ def plot_order(ax, models: dict, d: float):
         for who, ls, right in (('people', '-', order_probability(d, k, m.people)),
                                ('simulation', '--', order_probability(d, k, m.simulated, m.bias))):
             ax.plot(k, 100*right, f'C{i}', ls=ls, label=who + label)
-    ax.set(xlabel='replicates', ylabel=f'{d:g} points ordered rightly (%)', ylim=(50, 100), xlim=(1, 20))
+    label = f'difference of {d:g} ordered rightly (%)'
+    ax.set(xlabel='replicates', ylabel=label, ylim=(50, 100), xlim=(1, 20))
 
 # %% ../nbs/studies/card.ipynb #a2ba445d
 PUBLISHED = .98  # Spearman's correlation of AlpacaFarm's Table 2

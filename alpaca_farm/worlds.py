@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['METHODS', 'KNOWN', 'WorldsConfig', 'chosen_worlds', 'study_sizes', 'population_file', 'draw_populations', 'part_runs',
            'run_cost', 'world_job', 'study_jobs', 'world_win_rates', 'known_beforehand', 'tables_by_world',
-           'human_elsewhere', 'worlds_table', 'predictor_table', 'order_models', 'orders_table', 'write_page',
-           'make_study', 'judge_study', 'read_parts', 'run']
+           'human_elsewhere', 'worlds_table', 'predictor_table', 'order_models', 'orders_table', 'page_rows',
+           'write_page', 'make_study', 'judge_study', 'read_parts', 'run']
 
 # %% ../nbs/studies/worlds.ipynb #ac7c3262
 from dataclasses import dataclass, field
@@ -253,19 +253,25 @@ def orders_table(models: dict, differences=(1., 2., 5.)) -> list[dict]:
                  simulation_needs=replicates_for_order(d, m.simulated, m.bias))
             for label, m in models.items() for d in differences]
 
+# %% ../nbs/studies/worlds.ipynb #2bcd86b3
+def page_rows(cfg: WorldsConfig, win_rates: list[dict], known: list[dict]) -> list[dict]:
+    "The rows of the page for the methods that have win rates."
+    rows, worlds, _ = chosen_worlds(cfg)
+    owners = {w: owner(rows, w, 'people') for w in worlds}
+    methods = list(dict.fromkeys(r['method'] for r in win_rates))
+    return worlds_table(tables_by_world(win_rates), owners, known, methods)
+
 # %% ../nbs/studies/worlds.ipynb #3b6f0331
 def write_page(folder, cfg: WorldsConfig, win_rates: list[dict], known: list[dict]) -> dict:
     "Write the tables, the page and its figure; returns the figures of all worlds."
-    rows, worlds, _ = chosen_worlds(cfg)
-    tables, owners = tables_by_world(win_rates), {w: owner(rows, w, 'people') for w in worlds}
-    table = worlds_table(tables, owners, known, ['sft', *cfg.methods])
+    rows, tables, table = chosen_worlds(cfg)[0], tables_by_world(win_rates), page_rows(cfg, win_rates, known)
     models, predictors = order_models(cfg, rows, tables), predictor_table(table[1:])
     given = dict(win_rates=win_rates, known=known, worlds=table, predictors=predictors)
     if models: given['orders'] = orders_table(models)
     for name, values in given.items(): write_table(folder, f'{name}.csv', values)
     page = markdown_table(page_table(table))
     with atomic_write(folder.path('page.md')) as p: p.write_text(page, encoding='utf-8')
-    write_figure(folder, 'page.png', page_figure(table, models))
+    write_figure(folder, 'page.png', page_figure(table, models, d=1.))
     return {k: v for k, v in table[0].items() if isinstance(v, float) and v == v}
 
 # %% ../nbs/studies/worlds.ipynb #7d287ae2
