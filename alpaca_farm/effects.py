@@ -41,7 +41,7 @@ class EffectsConfig(JudgedConfig):
     data: str = 'runs/world'             # dataset folder: demonstrations and prompts
     split: str = 'eval'                  # split of the dataset that the runs answered
     tokens: int = 1000                   # words among which distinct-1 and -2 are counted
-    study: bool = True                   # run the experiment, about twenty CPU minutes
+    study: bool = True                   # run the experiment, about fifteen CPU minutes
     policy: str = 'runs/sft'             # policy that the methods start from
     samples: str = 'runs/samples'        # pairs of the policy's answers, to be labelled
     candidates: str = 'runs/candidates'  # the policy's samples for RRHF and expert iteration

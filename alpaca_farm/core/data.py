@@ -20,7 +20,7 @@ from alpaca_farm.core.dialogues import (check_messages, dialogue_text, parse_dia
     prompt_text)
 from .formats import as_records, FIELDS, record_kind
 from .hub import fetch_split, FILE_SUFFIXES
-from .paths import at_root, looks_like_hub, missing_path
+from .paths import at_root, looks_like_hub, missing_path, root
 from .preferences import is_preference, pair_identity, read_preference
 
 # %% ../../nbs/core/data.ipynb #aab747f0
@@ -174,8 +174,8 @@ def check_field(row: dict, name: str, type_: type, where: str):
 # %% ../../nbs/core/data.ipynb #n0t1ce00
 @cache
 def notice(text: str):
-    "Print a line about a file, once in a process."
-    print(text)
+    "Print a line that begins with a file, relative to the root, once in a process."
+    print(text.removeprefix(f'{root()}/'))
 
 # %% ../../nbs/core/data.ipynb #bda38868
 def check_records(
