@@ -129,7 +129,8 @@ def board_row(
     mode, several = vote_mode(counts), (counts.sum(0) > 1) & answered
     intervals = bootstrap_measures(measure, pairs, draws, seed)
     if len({full_instruction(p) for p, s in zip(pairs, several) if s}) < FEWEST:
-        names = ('agreement', 'pairwise', 'alpha', 'variance')[:4 if 'pairwise' in intervals else 1]
+        theirs = ('pairwise', 'alpha', 'variance') if 'pairwise' in intervals else ()   # people's own row
+        names = ('agreement', *theirs)
         intervals |= {k: Interval(intervals[k].value, np.nan, np.nan) for k in names}
     return dict(n=len(pairs), n_decided=int((mode[[0, 2]].max(0) == 1).sum()),
                 n_agreement=int(several.sum()), **interval_columns(intervals))

@@ -231,7 +231,9 @@ def load_pairs(cfg) -> list[dict]:
                 for f in (against, cfg.outputs))
         return ordered_pairs(*both)
     rows = load_records(cfg.outputs, 'candidates', ('pair', 'candidates'), cfg.max_instances, cfg.columns)
-    return rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed)
+    if pairs := rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed): return pairs
+    raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers to compare; sample '
+                     'with n > 1 at a temperature above 0, or name a second model in against')
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9
 def expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
@@ -250,7 +252,8 @@ def first_shown_wins(rows: list[dict], seed: int, both: bool) -> tuple:
         return wins, len(decided), []
     as_is, swapped = np.array([r['orders'] for r in rows]).reshape(-1, 2).T
     wins = (as_is < 1.5).sum() + (swapped > 1.5).sum()
-    return wins, (as_is != 1.5).sum() + (swapped != 1.5).sum(), (as_is - 1.5) * (swapped - 1.5) > 0
+    agree = np.sign(as_is - 1.5) == np.sign(swapped - 1.5)   # also where both are ties
+    return wins, (as_is != 1.5).sum() + (swapped != 1.5).sum(), agree
 
 # %% ../nbs/annotators.ipynb #5c00d902
 def position_bias(rows: list[dict], seed: int, both: bool) -> dict:
@@ -265,9 +268,12 @@ def position_bias(rows: list[dict], seed: int, both: bool) -> dict:
             for end, value in zip(('', '_low', '_high'), share)}
 
 # %% ../nbs/annotators.ipynb #12119179
-def flip_rates(cfg: AnnotatorsConfig, rate: Interval, coins: int, n: int) -> dict:
-    "The realised share of flips; half of the `coins` labels given by a coin are wrong."
-    if not cfg.ask_flipped: rate = Interval(*(x / 2 for x in wilson(coins, n)))
+def flip_rates(cfg: AnnotatorsConfig, rate: Interval, labelled: list[dict]) -> dict:
+    "The share of flipped labels with its 95 % interval; of labels by a coin half, which is expected to be wrong."
+    if not cfg.ask_flipped:
+        coins = np.mean([r['annotator'] == 'coin' for r in labelled])
+        thrown = labelled if cfg.flip_by == 'pair' else {prompt_key(r) for r in labelled}
+        rate = Interval(*(x / 2 for x in wilson(coins*len(thrown), len(thrown))))
     return dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)
 
 # %% ../nbs/annotators.ipynb #ffbbeb8c
@@ -312,7 +318,7 @@ def write_labels(run, rows: list[dict], clean: list[dict], rate: Interval, pool)
     if won: bias |= dict(win_rate=won.value, win_rate_low=won.low, win_rate_high=won.high)
     run.finish(labels=len(labelled), unanswered=len(unlabelled), unasked=coins,
                ties=float(np.mean([r['preference'] == 1.5 for r in labelled])),
-               **flip_rates(run.cfg, rate, coins, len(labelled)),
+               **flip_rates(run.cfg, rate, labelled),
                **{k: v for k, v in usage.items() if k not in ('open', 'reasons')}, **bias)
 
 # %% ../nbs/annotators.ipynb #6cf7b695

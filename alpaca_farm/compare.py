@@ -53,14 +53,14 @@ def json_text(value) -> str:
 # %% ../nbs/compare.ipynb #5f249f1e
 def differing_settings(
     folders: list[str],  # run folders
-):  # DataFrame: a row per setting, a column per run
+):  # DataFrame: a row per setting, a column per run, None where a run does not have the setting
     "Settings in which the runs differ."
     import pandas as pd
     configs = {n: read_json(at_root(f)/'config.json') for n, f in run_names(folders).items()}
     settings = {n: dict(notebook=c.get('notebook', ''), **c.get('settings', {})) for n, c in configs.items()}
     names = dict.fromkeys(k for s in settings.values() for k in s if k != 'out')
     different = [k for k in names if len({json_text(s.get(k)) for s in settings.values()}) > 1]
-    table = {n: ['' if s.get(k) is None else s[k] for k in different] for n, s in settings.items()}
+    table = {n: [s.get(k) for k in different] for n, s in settings.items()}
     return pd.DataFrame(table, index=different, dtype=object)
 
 # %% ../nbs/compare.ipynb #013beff0
@@ -98,6 +98,8 @@ def curve_figure(
     for ax, name in zip(axes.flat, shown):
         for run, (x, y) in curves[name].items(): lines[run], = ax.plot(x, y, color=colour[run], lw=1)
         ax.set(xlabel='step', title=name)
+        lengths = [x[-1] for x, _ in curves[name].values()]
+        if max(lengths) > 4*min(lengths): ax.set_xscale('log')   # else the short run is a stub
     for ax in axes.flat[len(shown):]: ax.axis('off')
     fig.legend(lines.values(), lines, loc='outside lower center', ncols=len(lines), fontsize=8)
     return fig

@@ -60,8 +60,10 @@ class EvalConfig(ApiConfig):
 
 # %% ../nbs/eval.ipynb #e86e697e
 def complete_preferences(outputs: list[dict], references: list[dict], judge) -> np.ndarray:
-    "`preferences_over`, for every instruction; ValueError naming the first row without a verdict."
-    return check_preferences(preferences_over(outputs, references, judge))
+    "`preferences_over`, for every instruction; ValueError if requests failed or a row has no verdict."
+    preferences = preferences_over(outputs, references, judge)
+    check_all_answered(judge, f'{len(outputs)} instructions')
+    return check_preferences(preferences)
 
 # %% ../nbs/eval.ipynb #96ac8df3
 def sampled_pairs(outputs: list[dict], references: list[dict], seed: int = 0) -> list[dict]:

@@ -19,7 +19,7 @@ from .core.batches import ApiClient
 from .core.data import full_instruction, read_text
 from .core.judge_configs import (adapt_decoding, entry_model, judge_config_file, parse_decoding,
     read_judge_config, REASONING_MODELS, REQUEST_FIELDS, suggest_names)
-from .core.preferences import is_preference
+from .core.preferences import is_preference, pool_weights
 from .verdict_parsers import answer_text, argument_problem, PARSERS
 
 # %% ../nbs/judging/judges.ipynb #a3c23ddd
@@ -255,7 +255,9 @@ def make_pool(name: str, annotators: list, weights: dict):
     if unknown:
         raise ValueError(f'weights: {sorted(unknown)[0]} is none of {", ".join(a.name for a in annotators)}')
     if len(annotators) == 1: return annotators[0]
-    return Pool(name, annotators, [weights.get(a.name, 1.) for a in annotators])
+    pool = Pool(name, annotators, [weights.get(a.name, 1.) for a in annotators])
+    pool_weights(pool)   # an error if all are 0
+    return pool
 
 # %% ../nbs/judging/judges.ipynb #09c28533
 def load_judge(

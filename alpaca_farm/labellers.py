@@ -29,7 +29,7 @@ from .effects import score_pairs, win_probability, write_table
 from .eval import read_answers, write_figure
 from .farm import answer_settings, COMMON, FIRST, read_sizes
 from .hybrid import epochs_for
-from .hybrid_measures import majority_and_agreement, replicate_table
+from .hybrid_measures import likelihood_reward, majority_and_agreement, replicate_table
 from .length_control import controlled_win_rate, length_term
 from .people import read_population
 from .rlcd_tasks import task_file
@@ -167,12 +167,7 @@ def label_baselines(rows: list[dict], chance: np.ndarray, suffix: str = '') -> d
 # %% ../nbs/studies/labellers.ipynb #5b0a7e13
 def likelier_right(policy: str, pairs: list[dict], chance: np.ndarray, cfg: LabellersConfig) -> np.ndarray:
     "Whether the answer of each pair that a policy finds likelier is the one that the majority prefers."
-    from alpaca_farm.core.models import load_policy, response_logprobs
-    from alpaca_farm.core.text import encode_prompts, encode_responses
-    model, tokenizer = load_policy(policy, cfg)
-    prompts = encode_prompts(pairs, tokenizer)
-    one, two = (response_logprobs(model, prompts, encode_responses([p[k] for p in pairs], tokenizer),
-                                  tokenizer.pad_token_id).numpy() for k in ('output_1', 'output_2'))
+    one, two = score_pairs(likelihood_reward(policy, cfg), pairs)
     return majority_and_agreement(two - one, chance)[0]
 
 # %% ../nbs/studies/labellers.ipynb #5b0a7e14

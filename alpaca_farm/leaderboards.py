@@ -119,7 +119,7 @@ def leaderboard_figure(
     "Win rates with their intervals, a colour per judge, models in the order of the board."
     import matplotlib.pyplot as plt
     judges = judges or [c for c in board if f'{c}_low' in board]
-    fig, ax = plt.subplots(figsize=(5.5, max(2, 1 + .45*len(board))))
+    fig, ax = plt.subplots(figsize=(6.5, max(2, 1 + .45*len(board))))
     for k, judge in enumerate(judges):
         y = np.arange(len(board))[::-1] + .2*((len(judges) - 1)/2 - k)
         ends = np.abs(board[[f'{judge}_low', f'{judge}_high']].to_numpy() - board[[judge]].to_numpy()).T
@@ -127,7 +127,7 @@ def leaderboard_figure(
     ax.axvline(50, color='grey', lw=.8, ls=':')
     ax.set_yticks(range(len(board))[::-1], board.method)
     ax.set_xlabel(f'win rate against {board.reference[0]} (%)')
-    ax.legend(fontsize=8, title='judged by', title_fontsize=8)
+    ax.legend(fontsize=8, title='judged by', title_fontsize=8, loc='upper left', bbox_to_anchor=(1.01, 1))
     fig.tight_layout()
     return fig
 

@@ -52,8 +52,8 @@ class QuarkConfig(OnlineConfig):
         self.bounds(num_quantiles=(2, None), token_times=(1, None), jitter=(0, None), updates=(1, None),
                     kl_coef=(0, None), entropy_coef=(0, None))
         if self.sampler:
-            raise ValueError('sampler: the reward tokens of quark are new to the model, and a server has '
-                             'not got them. Leave it empty')
+            raise ValueError('sampler: quark samples in its own process, since its reward tokens are new to '
+                             'the model and no server knows them. Leave it empty')
         if self.num_quantiles > self.rollouts:
             raise ValueError(f'rollouts = {self.rollouts} answers cannot be cut into num_quantiles = '
                              f'{self.num_quantiles} parts')

@@ -249,5 +249,5 @@ def print_answers(runs: dict, n: int = 5):
     answers = {name: {prompt_key(r): r['output'] for r in read_json(file)}
                for name, file in files.items() if file.exists()}
     for prompt in list(answers.get(list(runs)[-1], {}))[:n]:
-        print(prompt[0])
+        print(' '.join(filter(None, prompt)))
         for name, by_prompt in answers.items(): print(f'   {name}: {by_prompt.get(prompt)!r}')

@@ -101,9 +101,10 @@ def annotator_name(annotator) -> str:
 
 # %% ../../nbs/core/preferences.ipynb #c68911e5
 def pool_weights(pool) -> np.ndarray:
-    "The share of the pairs that each annotator of a pool sees; the shares sum to 1."
+    "The share of the pairs that each annotator of a pool sees, which sum to 1; ValueError if all weigh 0."
     given = getattr(pool, 'weights', None) if hasattr(pool, 'annotators') else None
     weights = np.array(given or [1.] * len(pool_members(pool)), dtype=float)
+    if not weights.any(): raise ValueError('weights: at least one annotator needs a weight above 0')
     return weights / weights.sum()
 
 # %% ../../nbs/core/preferences.ipynb #2734ac3e
@@ -122,10 +123,11 @@ def annotator_order(
     pair: dict,
     weights,        # (annotators,) how often each is drawn
     seed: int = 0,
-) -> np.ndarray:  # (annotators,) indices
+) -> np.ndarray:  # (those of a weight above 0,) indices
     "Annotators in the order of a weighted draw without replacement, whatever the order of the pair."
     text = pair_identity(pair)
-    return np.argsort([-hash_uniform(seed, 'who', a, *text)**(1/w) for a, w in enumerate(weights)])
+    keys = {a: hash_uniform(seed, 'who', a, *text)**(1/w) for a, w in enumerate(weights) if w}
+    return np.array(sorted(keys, key=keys.get, reverse=True))
 
 # %% ../../nbs/core/preferences.ipynb #658cc9a9
 def annotator_preferences(
