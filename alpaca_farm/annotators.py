@@ -269,7 +269,7 @@ def position_bias(rows: list[dict], seed: int, both: bool) -> dict:
 
 # %% ../nbs/annotators.ipynb #12119179
 def flip_rates(cfg: AnnotatorsConfig, rate: Interval, labelled: list[dict]) -> dict:
-    "The share of flipped labels with its 95 % interval; of labels by a coin half, which is expected to be wrong."
+    "The share of flipped labels with its 95 % interval; of labels by a coin half, which should be wrong."
     if not cfg.ask_flipped:
         coins = np.mean([r['annotator'] == 'coin' for r in labelled])
         thrown = labelled if cfg.flip_by == 'pair' else {prompt_key(r) for r in labelled}
