@@ -55,7 +55,7 @@ class OverConfig(SampleConfig, JudgedConfig):
     bank: str = 'runs/bank'              # a run of best_of_n: many of its samples for each instruction
     references: str = 'runs/sft_temperature_1'  # its answers that policies are compared with
     proxies: list[str] = field(default_factory=lambda: PROXIES)    # reward models
-    ensembles: list[str] = field(default_factory=list)             # runs of reward_model with several members
+    ensembles: list[str] = field(default_factory=list)             # runs of reward_ensemble
     policies: list[str] = field(default_factory=lambda: POLICIES)  # runs of methods, best with checkpoints
     gold: str = 'alpaca_farm.world:utility'   # the true reward, "module:function" of records
     people: str = 'alpaca_farm.world:held_out_people'  # judges of the answers against the SFT policy's

@@ -84,8 +84,8 @@ def label_and_width_jobs(cfg) -> list[Job]:
 def ensemble_jobs(cfg, source: str) -> list[Job]:
     "Four reward models on the labels of one source, and RLOO on each way to combine them."
     members = dict(reward_model=[f'ensemble_{source}/member-{k}' for k in range(1, 5)])
-    return [grid_job(cfg, f'ensemble_{source}', 'reward_model', dict(preferences=f'annotators_{source}'), 240,
-                     policy=cfg.policy, members=4),
+    labels = dict(preferences=f'annotators_{source}')
+    return [grid_job(cfg, f'ensemble_{source}', 'reward_ensemble', labels, 240, policy=cfg.policy, workers=1),
             *(method_job(cfg, f'rloo_{how}_{source}', 'rloo', members, 60, **UNPENALISED, ensemble=how)
               for how in ('mean', 'worst', 'uncertainty'))]
 
@@ -110,11 +110,9 @@ def study_grid(cfg) -> list[Job]:
 # %% ../nbs/studies/overoptimization_grid.ipynb #131846af
 def grid_models(jobs: list[Job]) -> tuple[list, list, list]:
     "Folders of the grid's single reward models, of its ensembles, and of its policies."
-    reward_models = [j for j in jobs if j.notebook == 'reward_model']
-    ensembles = [j.out for j in reward_models if j.settings.get('members')]
-    others = ('world', 'best_of_n', 'annotators', 'reward_model')
-    return ([j.out for j in reward_models if j.out not in ensembles], ensembles,
-            [j.out for j in jobs if j.notebook not in others])
+    made = {kind: [j.out for j in jobs if j.notebook == kind] for kind in ('reward_model', 'reward_ensemble')}
+    others = ('world', 'best_of_n', 'annotators', *made)
+    return *made.values(), [j.out for j in jobs if j.notebook not in others]
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #85e027ea
 def run_grid(jobs: list[Job], workers: int = 0):

@@ -107,3 +107,22 @@ def test_the_papers_methods_are_answered_alike():
     assert len(answering) == 7 and set(answering.values()) == {(.7, .9)}
     defaults = {(c.eval_temperature, c.eval_top_p) for c in map(config_of, (NOTEBOOKS.get(p, p) for p in papers)) if hasattr(c, 'eval_temperature')}
     assert defaults == {(1., 1.)}
+
+
+def jobs_of_studies() -> dict[str, list]:
+    "The runs that each study makes, by study."
+    from alpaca_farm import effects, farm, hybrid, labellers, overoptimization, overoptimization_grid, reward_ensemble, worlds
+    mixed = hybrid.HybridConfig()
+    learners = [j for point in hybrid.trained_points(mixed) for j in hybrid.point_jobs(mixed, *point, 0)]
+    return dict(farm=farm.farm_jobs(farm.FarmConfig()), effects=effects.effect_jobs(effects.EffectsConfig()), hybrid=hybrid.hybrid_labelling_jobs(mixed) + learners,
+                overoptimization=overoptimization_grid.study_grid(overoptimization.OverConfig()), worlds=worlds.study_jobs(worlds.WorldsConfig()),
+                labellers=labellers.labeller_study_jobs(labellers.LabellersConfig()),
+                reward_ensemble=reward_ensemble.reward_model_jobs(reward_ensemble.RewardEnsembleConfig(curve_pairs=[500], curve_flips=[.1])))
+
+
+@pytest.mark.parametrize('study', ['farm', 'effects', 'hybrid', 'overoptimization', 'worlds', 'labellers', 'reward_ensemble'])
+def test_studies_give_settings_that_exist(study):
+    "A misspelt or moved setting would otherwise show after hours, when its run starts."
+    kinds = {(job.notebook, *sorted(job.settings)): job for job in jobs_of_studies()[study]}
+    assert kinds
+    for job in kinds.values(): fits(job.notebook, job.settings)
