@@ -1,6 +1,7 @@
 "Every parameter file has settings that exist, with values of their types."
 import importlib
 import typing
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,7 @@ def test_the_papers_methods_are_answered_alike():
     assert defaults == {(1., 1.)}
 
 
+@cache
 def jobs_of_studies() -> dict[str, list]:
     "The runs that each study makes, by study."
     from alpaca_farm import effects, farm, hybrid, labellers, overoptimization, overoptimization_grid, reward_ensemble, worlds
