@@ -56,6 +56,18 @@ def test_demonstrations_alone_keep_the_outputs_of_runs(project):
     assert texts(path) == ['run\n', '3\n'] and read_json(project/'nbs'/'outputs.json')['one']['farm'] == 'abc'
 
 
+def test_the_settings_of_kept_results_are_kept(project):
+    "Beside the figures of a run with other settings, the defaults would be wrong."
+    path = project/'nbs'/'one.ipynb'
+    nb = read_json(path)
+    nb['cells'].append(dict(nb['cells'][1], id='settings', source=['class C: collect = dict\n', 'cfg = C.collect(globals())\n', 'print("defaults")']))
+    write_json(path, nb)
+    save_outputs(OutputsConfig(notebooks=['one'], slow=False))
+    assert texts(path) == ['kept\n', '3\n', 'kept\n']
+    save_outputs(OutputsConfig(notebooks=['one']))
+    assert texts(path) == ['run\n', '3\n', 'defaults\n']
+
+
 def test_a_notebook_shows_the_run_that_the_farm_has_made(project):
     "With the settings that the run was given; the source stays as it is."
     path = project/'nbs'/'one.ipynb'

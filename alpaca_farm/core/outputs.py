@@ -57,11 +57,13 @@ def execute(path: Path, slow: bool, timeout: int, given: dict = {}) -> None:
     skipped = [c for c in nb.cells if c.cell_type == 'code' and not slow and is_slow(c)]
     kept = [(c, c.source, c.outputs) for c in skipped]
     for cell in skipped: cell.source = ''
+    config = [(c, c.outputs) for c in nb.cells if not slow and '.collect(' in c.source and c.get('outputs')]
     before = with_settings(nb, given)
     NotebookClient(nb, timeout=timeout, resources=dict(metadata=dict(path=str(root())))).execute()
     nb.metadata.pop('widgets', None)   # the state of bars that have gone
     for cell, source in before: cell.source = source
     for cell, source, outputs in kept: cell.update(source=source, outputs=outputs, execution_count=None)
+    for cell, outputs in config: cell.outputs = outputs   # the settings of the results that are kept
     nbformat.write(nb, path)
     nbdev_clean(str(path))
 
