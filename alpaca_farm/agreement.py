@@ -40,7 +40,7 @@ class AgreementConfig(ApiConfig):
     out: str = 'runs/agreement'  # run folder
     sets: list[str] = field(default_factory=lambda: SETS)  # labelled pairs: files (*: several) or module:name
     judges: list[str] = field(default_factory=lambda: JUDGES)  # annotators or files of verdicts (file#name)
-    weights: list[str] = field(default_factory=list)  # weights in a pool: a name, an equals sign, a number
+    weights: list[str] = field(default_factory=list)  # annotator and weight, joined by an equals sign
     unanswered: str = 'out'      # a missing verdict of a single judge is left out; or tie: it counts as a tie
     max_instances: int = 0       # use only the first n pairs of each set; 0 for all
     draws: int = 400             # bootstrap draws

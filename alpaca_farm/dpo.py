@@ -37,7 +37,7 @@ class DPOConfig(TrainConfig, AnswerConfig):
     preferences: str = 'runs/annotators'  # a run of annotators, a file, or owner/name:config on the hub
     policy: str = 'runs/sft'              # policy to start from, and the reference
     data: str = 'runs/world'              # folder or hub dataset whose eval split is answered at the end
-    loss_type: str = 'sigmoid'            # the preference loss; sigmoid is DPO, an unknown name lists all
+    loss_type: str = 'sigmoid'            # sigmoid (DPO's), ipo, hinge, robust, simpo or kto
     beta: float = 0.3                     # KL weight; 0.3 for hinge, robust, kto, 0.1 for ipo, 0.5 for simpo
     temperature: float = 1.0              # of the log-probs: that at which the answers were sampled
     label_smoothing: float = 0.0          # known share of flipped labels, for sigmoid (cDPO) and robust
@@ -59,6 +59,8 @@ class DPOConfig(TrainConfig, AnswerConfig):
     def check(self):
         if self.eval_every and not self.held_out:
             raise ValueError(f'eval_every = {self.eval_every} measures held-out pairs: set held_out, to 200')
+        if self.held_out and not self.eval_every:
+            raise ValueError(f'held_out = {self.held_out} pairs would not be measured: set eval_every, to 50')
         self.bounds(held_out=(0, None), eval_every=(0, None), beta=(1e-8, None), temperature=(1e-6, None),
                     label_smoothing=(0, .499),
                     target_margin=(0, None), desirable_weight=(0, None), undesirable_weight=(0, None),
@@ -338,7 +340,8 @@ def train(cfg: DPOConfig):
     save_model(policy, tokenizer, run)
     figures = answer_eval_split(policy, tokenizer, run, load_reference(policy, cfg))
     last = read_log(run.folder)[-20:]
-    run.finish(labels=len(data.prompts), too_long=data.too_long, **figures,
+    held_out = len(data.held_out)
+    run.finish(labels=len(data.prompts) - held_out, held_out=held_out, too_long=data.too_long, **figures,
                **{k: v for k, v in last[-1].items() if k in ('val_loss', 'val_accuracy')},
                **{k: sum(r[k] for r in last) / len(last) for k in ('loss', 'accuracy', 'margin')})
     return run

@@ -45,7 +45,7 @@ class EvalConfig(ApiConfig):
     reference: str = 'runs/references'  # folder or file of answers to compare with, one or several each
     columns: str = ''                   # names of columns: ours and yours, joined by an equals sign
     annotators: list[str] = field(default_factory=lambda: WORLD)  # judges, each as in the annotators notebook
-    weights: list[str] = field(default_factory=list)  # shares in a pool: name, equals sign, number
+    weights: list[str] = field(default_factory=list)  # annotator and weight, joined by an equals sign
     head_to_head: bool = False          # also judge every pair of models against each other
     difficulty: list[str] = field(default_factory=list)  # files of AlpacaEval annotations of other models
     max_instances: int = 0              # use only the first n instructions of the reference; 0 for all

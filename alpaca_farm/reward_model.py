@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .core.data import load_records, prompt_key
+from .core.data import full_instruction, load_records, prompt_key
 from .core.models import load_scalar, load_tokenizer, save_model, sequence_scores
 from .core.rewards import score_records
 from .core.runs import start
@@ -102,10 +102,11 @@ def margins(
 ) -> list[float]:
     "The lead required of the preferred answer of each pair; ValueError unless the field holds margins."
     if not name: return [scale * abs(2 * r['preference'] - 3) for r in records]
-    for i, r in enumerate(records):
+    for r in records:
         m = r.get(name)
         if not isinstance(m, (int, float)) or isinstance(m, bool) or not 0 <= m < float('inf'):
-            raise ValueError(f'pair {i}: its {name!r} is {m!r}; a margin is a number from 0 upwards')
+            raise ValueError(f'the pair on {full_instruction(r)[:60]!r} has {name} = {m!r}; '
+                             'a margin is a number from 0 upwards')
     return [float(r[name]) for r in records]
 
 # %% ../nbs/reward_model.ipynb #d1839d10
@@ -158,8 +159,11 @@ def split_pairs(records: list[dict], held_out: int, seed: int) -> tuple[list, li
         chosen = held_out_prompts(prompts, held_out, seed)
         aside = [p in chosen for p in prompts]
     n, left = len(records), aside.count(False)
-    if not left or (left < n - left and not marked):
-        raise ValueError(f'held_out = {held_out} leaves {left} of {n} pairs to learn from; try {n // 10}')
+    if not left and marked:
+        raise ValueError(f'all {n} pairs are marked as held_out: none is left to learn from')
+    if left < max(1, n - left) and not marked:
+        raise ValueError(f'held_out = {held_out} leaves {left} of {n} pairs to learn from, and whole prompts '
+                         f'(of {len(set(prompts))}) are held out; try {n // 10}')
     return [r for r, a in zip(records, aside) if not a], [r for r, a in zip(records, aside) if a]
 
 # %% ../nbs/reward_model.ipynb #dab4f7ac

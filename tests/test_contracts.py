@@ -98,6 +98,7 @@ def test_a_notebook_that_runs_has_settings():
 @each_notebook
 def test_parameters_cell_is_the_dataclass(path):
     from papermill import inspect_notebook
+    from alpaca_farm.core.settings import field_comments
     cls = config_of(path)
     assert cls is not None and len(parameters(path)) == 1
     known = {f.name: getattr(cls(), f.name) for f in dataclasses.fields(cls)}
@@ -108,7 +109,7 @@ def test_parameters_cell_is_the_dataclass(path):
     assert {k: value(v['default']) for k, v in found.items()} == known
     lines = [l for l in source(parameters(path)[0]).splitlines() if not l.startswith('#')]
     assert len(lines) == len(known)  # nothing hides in a line that papermill cannot read
-    assert [n for n, v in found.items() if not v['help']] == []
+    assert {n: v['help'] for n, v in found.items()} == field_comments(cls)   # the words of --help
 
 
 def globals_set(tree):

@@ -492,7 +492,8 @@ def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):
     assert read_summary(run.folder)['val_accuracy'] == log[-1]['val_accuracy'] == pytest.approx(wanted['accuracy'].mean().item())
     assert sorted(p.name for p in run.folder.glob('model-*')) == sorted(f'model-{k}' for k in (len(log) - 1, len(log)))
     with pytest.raises(ValueError, match='eval_every = 3 measures held-out pairs: set held_out'): config(base, tmp_path/'b', eval_every=3)
-    with pytest.raises(ValueError, match='held_out = 1000 leaves none'): dpo.LabelledAnswers(config(base, tmp_path/'b', held_out=1000), tokenizer)
+    with pytest.raises(ValueError, match="held_out = 9 pairs would not be measured: set eval_every"): config(base, tmp_path/"b", held_out=9)
+    with pytest.raises(ValueError, match="held_out = 1000 leaves none"): dpo.LabelledAnswers(config(base, tmp_path/"b", held_out=1000, eval_every=3), tokenizer)
 
 
 def test_sft_logs_the_loss_on_val(base, tmp_path):

@@ -98,7 +98,7 @@ def test_optimisation_is_the_sft_runs(base, chain):
 
 def test_samples_of_another_run(base, tmp_path):
     "The first n of the other run's, no sampling; asking for more than there are is refused."
-    given = tiny.settings('best_of_n', base, out=str(tmp_path/'from'), samples=str(base/'samples'), n=1, skip=2, max_instances=5)
+    given = tiny.settings('best_of_n', base, out=str(tmp_path/'from'), samples=str(base/'samples'), split='preference', n=1, skip=2, max_instances=5)
     best_of_n.run(best_of_n.BestOfNConfig(**given))
     theirs, ours = load_records(str(base/'samples'), 'candidates', 'candidates')[2:7], load_records(given['out'], 'candidates', 'candidates')
     assert [c['output'] for c in ours] == [c['output'][:1] for c in theirs] and all(len(c['scores']) == 1 for c in ours)
@@ -106,6 +106,9 @@ def test_samples_of_another_run(base, tmp_path):
         best_of_n.run(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/'more'), n=3)))
     with pytest.raises(ValueError, match='skip = 60: there are only 60'):
         best_of_n.run(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/'none'), skip=60)))
+    for name, value, theirs in (('split', 'eval', 'preference'), ('temperature', .25, '1.0'), ('policy', str(base/'world'), '.*sft')):
+        with pytest.raises(ValueError, match=f'samples was sampled with {name} = {theirs}; here {name} = {value}. Give the same'):
+            best_of_n.run(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/name), **{name: value})))
 
 
 @pytest.mark.parametrize('given, message', [

@@ -120,7 +120,8 @@ def test_margins_of_records():
     rows = [dict(preference=p, gap=g) for p, g in ((1, 0), (2, 1.5), (1.5, 2), (1.25, 3))]
     assert rm.margins(rows, 2.) == [2, 2, 0, 1] and rm.margins(rows, name='gap') == [0, 1.5, 2, 3]
     for bad in (-.1, None, 'wide', math.nan, math.inf, True):
-        with pytest.raises(ValueError, match="pair 1: its 'gap' is"): rm.margins([rows[0], dict(preference=1, gap=bad)], name='gap')
+        wrong = dict(instruction='Name two.', input='', preference=1, gap=bad)
+        with pytest.raises(ValueError, match="the pair on 'Name two.' has gap = "): rm.margins([rows[0], wrong], name='gap')
 
 
 def test_calibration_by_hand():
@@ -364,7 +365,7 @@ def test_bad_settings(more, message):
 
 
 @pytest.mark.parametrize('more, message', [(dict(curve_pairs=[1000]), r'curve_pairs = \[1000\]: there are 30 pairs'),
-                                           (dict(margin_field='gap'), "pair 0: its 'gap' is None")])
+                                           (dict(margin_field='gap'), "the pair on '.*' has gap = None")])
 def test_bad_inputs_fail_before_any_work(base, tmp_path, more, message):
     with pytest.raises(ValueError, match=message): ensemble.run(study(base, tmp_path/'rm', **more))
     assert read_log(tmp_path/'rm') == []

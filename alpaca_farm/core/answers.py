@@ -31,7 +31,7 @@ class PromptConfig(Config):
     "Settings of prompts, and of the length of answers."
     max_new_tokens: int = 56    # longer answers are cut off here
     max_prompt: int = 64        # longer prompts are left out, counted and reported
-    template: str = 'auto'      # prompt format: the tokenizer's chat template where it has one, else alpaca
+    template: str = 'auto'      # prompt format: the tokenizer's chat template if any, else alpaca
 
     def __post_init__(self):
         super().__post_init__()
@@ -249,5 +249,5 @@ def print_answers(runs: dict, n: int = 5):
     answers = {name: {prompt_key(r): r['output'] for r in read_json(file)}
                for name, file in files.items() if file.exists()}
     for prompt in list(answers.get(list(runs)[-1], {}))[:n]:
-        print(' '.join(filter(None, prompt)))
+        print(*filter(None, prompt))
         for name, by_prompt in answers.items(): print(f'   {name}: {by_prompt.get(prompt)!r}')

@@ -36,10 +36,10 @@ def parse_mapping(
 @dataclass
 class ApiConfig(JudgedConfig):
     "Settings of requests to an API."
-    base_url: str = ''        # endpoint such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
+    base_url: str = ''        # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
     endpoint: str = ''        # name for its answers in the store; empty: its own host, port and path
-    models: list[str] = field(default_factory=list)  # models to replace by others, each as "old=new"
-    decoding: list[str] = field(default_factory=list)  # fields of requests to judges, each as "name=value"
+    models: list[str] = field(default_factory=list)  # a model and its replacement, joined by an equals sign
+    decoding: list[str] = field(default_factory=list)  # field of requests and value, joined by an equals sign
     store: str = 'runs/answers.sqlite'  # file of all answers, shared by runs and processes
     concurrency: int = 256    # most requests under way at a time; how many there are is found out
     timeout: float = 120.0    # seconds until a request is abandoned and sent again
@@ -48,7 +48,7 @@ class ApiConfig(JudgedConfig):
     budget: float = 0.0       # most dollars for all starts of this run folder; 0 for no limit
     budget_for: str = 'run'   # run, or store: the budget is for all runs that share the store
     batch: bool = False       # use the Batch API: half the price, answers within a day
-    prices: str = ''          # YAML file of further prices, `name: [in, out]`, dollars per million tokens
+    prices: str = ''          # YAML file of prices, `name: [in, out]`, dollars per million tokens
     aside = Config.aside + ('store', 'concurrency', 'timeout', 'tries', 'max_wait', 'budget', 'budget_for',
                             'batch', 'prices')
 

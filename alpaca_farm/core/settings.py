@@ -101,7 +101,7 @@ class Config:
     seed: int = 0          # random seed; runs that differ in nothing else are replicates
     device: str = 'auto'   # cpu, cuda, cuda:1, ...; auto takes a GPU when there is one
     dtype: str = 'auto'    # float32, bfloat16, float16; auto is float32 on CPU, bfloat16 on GPU
-    tracker: str = ''      # wandb, or tensorboard (a folder of the run), gets the log as well
+    tracker: str = ''      # log to wandb or tensorboard too; empty: nothing leaves the machine
     inputs = {}            # settings that name what this run reads: which files of it (class attributes,
     answering = ()         # no settings); those that only concern the answers at the end
     # without influence on the result, or on its distribution

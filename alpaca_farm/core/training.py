@@ -200,19 +200,29 @@ def update(self: Trainer,
 # %% ../../nbs/core/training.ipynb #3a389b03
 @patch
 @torch.no_grad()
-def evaluate(self: Trainer,
-    batches,  # as for `update`; not touched unless an evaluation is due
+def measure(self: Trainer,
+    batches,  # as for `update`
     loss,     # as for `update`
-) -> dict[str, float]:  # empty unless this step is a multiple of `eval_every`, or the last one
-    "Weighted means of a loss's figures over held-out batches, as `val_loss` and so on."
-    every, sums = self.cfg.eval_every, {}
-    if not every or (self.step % every and self.step < self.total): return {}
+) -> dict[str, float]:  # empty without a batch
+    "Weighted means of a loss's figures over held-out batches."
+    sums = {}
     for micro in (m for batch in batches for m in self.split(batch)):
         with self.accelerator.autocast(): figures = loss(micro)
         for k, v in dict(figures, total=1.).items():
             sums[k] = sums.get(k, 0) + (v * micro['weight']).sum().float()
     sums = {k: add_up(v).item() for k, v in sums.items()}
-    return {f'val_{k}': v / sums['total'] for k, v in sums.items() if k != 'total'}
+    return {k: v / sums['total'] for k, v in sums.items() if k != 'total'}
+
+# %% ../../nbs/core/training.ipynb #3a389b04
+@patch
+def evaluate(self: Trainer,
+    batches,  # as for `update`; not touched unless an evaluation is due
+    loss,     # as for `update`
+) -> dict[str, float]:  # empty unless this step is a multiple of `eval_every`, or the last one
+    "The figures of `measure` as `val_loss` and so on."
+    every = self.cfg.eval_every
+    if not every or (self.step % every and self.step < self.total): return {}
+    return {f'val_{k}': v for k, v in self.measure(batches, loss).items()}
 
 # %% ../../nbs/core/training.ipynb #3fdc7ae0
 def weights_hash(model) -> str:
