@@ -22,7 +22,7 @@ def measured_policies() -> list[str]:
 # %% ../nbs/studies/overoptimization_grid.ipynb #b6aeb653
 SOURCES = dict(judge=('judge', 0.), pool=('pool', 0.), flips=('pool', .25), people=('people', 0.))
 BETAS = (.3, .1, .03, .01)   # DPO's
-UNPENALISED = dict(kl_coef=0., temperature=1., save_every=2, steps=24, ppo_epochs=1, learning_rate=4e-4,
+UNPENALISED = dict(kl_coef=0., temperature=1., save_every=5, steps=60, ppo_epochs=1, learning_rate=1e-3,
                    annotators='')
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #61cd7ff6
@@ -73,10 +73,12 @@ def label_and_width_jobs(cfg) -> list[Job]:
     for n in (1000, 2000, 4000):
         jobs += [grid_job(cfg, f'reward_model_{n}', 'reward_model', labels, n / 130,
                           policy=cfg.policy, max_instances=n), unpenalised_rloo(cfg, n)]
-    for width, cost in ((64, 40), (256, 250)):
-        jobs += [grid_job(cfg, f'world_{width}', 'world', {}, cost, hidden_size=width),
+    for width, cost in ((64, 40), (256, 150)):
+        jobs += [grid_job(cfg, f'world_{width}', 'world', {}, 1.5*cost, hidden_size=width),
+                 grid_job(cfg, f'sft_{width}', 'sft', dict(policy=f'world_{width}'), cost, data=cfg.data,
+                          eval_split=''),
                  grid_job(cfg, f'reward_model_{width}w', 'reward_model',
-                          labels | dict(policy=f'world_{width}'), cost),
+                          labels | dict(policy=f'sft_{width}'), cost),
                  unpenalised_rloo(cfg, f'{width}w')]
     return jobs
 
