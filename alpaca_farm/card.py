@@ -231,19 +231,22 @@ def page_figure(
     models: dict = {},  # OrderModel by label
     d: float = 2.,      # difference in points of the last panel
 ):  # matplotlib figure
-    "The figure of a page: correlation and regret of each row, and replicates needed for an order."
+    "The figure of a page: correlation and (where known) regret of each row, and replicates for an order."
     import matplotlib.pyplot as plt
-    size = 3.6*(2 + bool(models)), max(3., 1.2 + .28*len(rows))
-    fig, axes = plt.subplots(1, 2 + bool(models), figsize=size, layout='constrained')
+    regret, height = any(np.isfinite(r.get('regret', math.nan)) for r in rows), max(3., 1.2 + .28*len(rows))
+    n = 1 + regret + bool(models)
+    fig, axes = plt.subplots(1, n, figsize=(3.6*n, height), layout='constrained', squeeze=False)
+    axes = axes[0]
     plot_rows(axes[0], rows, 'correlation', {'two experiments with people': 'ceiling'})
     axes[0].axvline(PUBLISHED, color='grey', lw=.8, ls=':', label=f'AlpacaFarm ({PUBLISHED})')
     axes[0].set_xlabel("Spearman's correlation with people")
-    plot_rows(axes[1], rows, 'regret', {'people, one replicate': 'regret_people',
-                                        'best elsewhere': 'regret_elsewhere', 'chance': 'regret_random'})
-    axes[1].axvline(0, color='grey', lw=.8, ls=':')
-    axes[1].set_xlabel('regret (points of win rate)')
-    axes[1].set_yticklabels([])
-    if models: plot_order(axes[2], models, d)
+    if regret:
+        plot_rows(axes[1], rows, 'regret', {'people, one replicate': 'regret_people',
+                                            'best elsewhere': 'regret_elsewhere', 'chance': 'regret_random'})
+        axes[1].axvline(0, color='grey', lw=.8, ls=':')
+        axes[1].set_xlabel('regret (points of win rate)')
+        axes[1].set_yticklabels([])
+    if models: plot_order(axes[-1], models, d)
     for ax in axes: ax.legend(fontsize=7, loc='lower center', bbox_to_anchor=(.5, 1), ncols=2)
     return fig
 
