@@ -22,7 +22,7 @@ def measured_policies() -> list[str]:
 # %% ../nbs/studies/overoptimization_grid.ipynb #b6aeb653
 SOURCES = dict(judge=('judge', 0.), pool=('pool', 0.), flips=('pool', .25), people=('people', 0.))
 BETAS = (.3, .1, .03, .01)   # DPO's
-UNPENALISED = dict(kl_coef=0., temperature=1., save_every=5, steps=60, ppo_epochs=1, learning_rate=1e-3,
+UNPENALISED = dict(kl_coef=0., temperature=1., save_every=12, steps=120, ppo_epochs=1, learning_rate=4e-4,
                    annotators='')
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #61cd7ff6
@@ -40,7 +40,7 @@ def method_job(cfg, name: str, kind: str, reads: dict, cost: float, **more) -> J
 def unpenalised_rloo(cfg, name) -> Job:
     "RLOO without a penalty on one reward model of the grid."
     proxy = dict(reward_model=f'reward_model_{name}')
-    return method_job(cfg, f'rloo_free_{name}', 'rloo', proxy, 45, **UNPENALISED)
+    return method_job(cfg, f'rloo_free_{name}', 'rloo', proxy, 80, **UNPENALISED)
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #ba5fe7f0
 def labels_and_reward_model(cfg, name: str, annotators: str, flip_rate: float, **reads) -> list[Job]:
@@ -88,7 +88,7 @@ def ensemble_jobs(cfg, source: str) -> list[Job]:
     members = dict(reward_model=[f'ensemble_{source}/member-{k}' for k in range(1, 5)])
     labels = dict(preferences=f'annotators_{source}')
     return [grid_job(cfg, f'ensemble_{source}', 'reward_ensemble', labels, 240, policy=cfg.policy, workers=1),
-            *(method_job(cfg, f'rloo_{how}_{source}', 'rloo', members, 60, **UNPENALISED, ensemble=how)
+            *(method_job(cfg, f'rloo_{how}_{source}', 'rloo', members, 110, **UNPENALISED, ensemble=how)
               for how in ('mean', 'worst', 'uncertainty'))]
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #435d120b
@@ -97,7 +97,7 @@ def relabelled_jobs(cfg) -> list[Job]:
     reads = dict(reward_model='reward_model_again', policy='rloo_free_flips')
     return [grid_job(cfg, 'samples_again', 'samples', dict(policy='rloo_free_flips'), 35, data=cfg.data),
             *labels_and_reward_model(cfg, 'again', *SOURCES['flips'], outputs='samples_again'),
-            method_job(cfg, 'rloo_free_again', 'rloo', reads, 45, **UNPENALISED)]
+            method_job(cfg, 'rloo_free_again', 'rloo', reads, 80, **UNPENALISED)]
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #2d08c634
 def study_grid(cfg) -> list[Job]:
@@ -107,7 +107,7 @@ def study_grid(cfg) -> list[Job]:
     jobs += label_and_width_jobs(cfg)
     jobs += [job for source in ('flips', 'judge') for job in ensemble_jobs(cfg, source)]
     jobs += relabelled_jobs(cfg)
-    return jobs + [method_job(cfg, 'rloo_gold_itself', 'rloo', {}, 40, **UNPENALISED, reward_model=cfg.gold)]
+    return jobs + [method_job(cfg, 'rloo_gold_itself', 'rloo', {}, 70, **UNPENALISED, reward_model=cfg.gold)]
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #131846af
 def grid_models(jobs: list[Job]) -> tuple[list, list, list]:
