@@ -113,7 +113,7 @@ def study_grid(cfg) -> list[Job]:
 def grid_models(jobs: list[Job]) -> tuple[list, list, list]:
     "Folders of the grid's single reward models, of its ensembles, and of its policies."
     made = {kind: [j.out for j in jobs if j.notebook == kind] for kind in ('reward_model', 'reward_ensemble')}
-    others = ('world', 'best_of_n', 'annotators', *made)
+    others = ('world', 'sft', 'best_of_n', 'annotators', *made)
     return *made.values(), [j.out for j in jobs if j.notebook not in others]
 
 # %% ../nbs/studies/overoptimization_grid.ipynb #85e027ea
