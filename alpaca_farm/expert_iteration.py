@@ -27,7 +27,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     "Settings of expert iteration; those of the optimisation apply to the SFT runs."
     out: str = 'runs/expert_iteration'  # run folder
     policy: str = 'runs/sft'        # where training starts, and the reference of the KL
-    data: str = 'runs/world'        # dataset folder with prompts
+    data: str = 'runs/world'        # folder, file or hub dataset owner/name:config with prompts
     split: str = 'unlabeled'        # prompts that are answered in training
     rounds: int = 1                 # rounds of best-of-n and imitation
     n: int = 16                     # answers to each prompt, of which the best is imitated
@@ -47,6 +47,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
         self.bounds(rounds=(1, None), n=(2, None), max_instances=(1, None), epochs=(1, None),
                     max_length=(2, None), val_instances=(0, None), temperature=(1e-6, None))
         if not self.reward_model: raise ValueError('reward_model is empty: without one there is no best of n')
+        if not self.val_split: raise ValueError('val_split is empty: every round is scored on it')
 
 # %% ../nbs/expert_iteration.ipynb #05ff3e70
 def policy_after(round_: int, cfg: ExpertIterationConfig) -> str:
@@ -107,11 +108,10 @@ def round_rewards(round_: int, run, cfg: ExpertIterationConfig) -> dict[str, lis
 
 # %% ../nbs/expert_iteration.ipynb #ab433cd9
 def add_round_times(run, cfg: ExpertIterationConfig):
-    "Add the times of all parts to the run's, and remove their locks, which are no longer needed."
+    "Add the CPU time of all parts to the run's, and remove their locks, which are no longer needed."
     for job in [j for k in range(1, cfg.rounds + 1) for j in round_jobs(k, cfg)]:
-        part, folder = read_summary(job.out), at_root(job.out)
-        run.before['cpu'] += part['cpu_seconds']
-        run.before['wall'] += part['seconds']
+        folder = at_root(job.out)
+        run.before['cpu'] += read_summary(job.out)['cpu_seconds']
         folder.with_name(f'.{folder.name}.lock').unlink(missing_ok=True)
 
 # %% ../nbs/expert_iteration.ipynb #739c9212

@@ -164,9 +164,10 @@ def stored_items(cfg: RLCDConfig, task) -> list[dict]:
     sided, items = METHODS[cfg.method] != ('', ''), []
     rows = load_records(cfg.samples, 'preferences', 'preference', cfg.max_instances, cfg.columns)
     for k, r in enumerate(rows):
-        if sided and r.get('annotator', 'contrast') != 'contrast':
-            raise ValueError(f'samples: row {k} of {cfg.samples} is labelled by {r["annotator"]}, which does '
-                             'not tell the positive answer. Name a run with method = rlcd')
+        by = r.get('annotator', 'contrast')
+        if sided and (by != 'contrast' or r['preference'] not in (1, 2)):
+            raise ValueError(f'samples: row {k} of {cfg.samples} is labelled by {by} with {r["preference"]}, '
+                             'which does not tell the positive answer. Name a run with method = rlcd')
         i, both = int(r.get('index', k)), [r['output_1'], r['output_2']]
         contrast = int(r.get('contrast', draw_contrast(task, i, cfg.seed)))
         if not 0 <= contrast < len(task.contrast):
@@ -304,6 +305,9 @@ def make_items(folder, prompts: list[dict]) -> list[dict]:
     "The items of all chunks of this process; those made before an interruption are read."
     cfg = folder.cfg
     make, chunks = chunk_maker(cfg, prompts), work_chunks(len(prompts), cfg)
+    if not chunks:
+        raise ValueError(f'indices = {cfg.indices!r}, indices_mod = {cfg.indices_mod}: none of '
+                         f'{len(prompts)} prompts falls to this process')
     part, state = folder.path('checkpoint/items.jsonl'), folder.load() or dict(step=0, size=0)
     items = read_lines(part, state['size'])
     folder.config['steps'] = len(chunks)

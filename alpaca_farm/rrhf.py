@@ -240,7 +240,7 @@ def output_figures(run, score_of=None) -> dict[str, float]:
 # %% ../nbs/rrhf.ipynb #70a79855
 def finish_rrhf(run, policy, tokenizer, pool, score_of, **more):
     "Save the policy, answer the eval split and write the summary."
-    cfg, last = run.cfg, read_log(run.folder)[-20:]
+    cfg, last = run.cfg, [r for r in read_log(run.folder) if 'loss' in r][-20:]
     save_model(policy, tokenizer, run)
     reference = load_reference(policy, cfg)
     figures = more | answer_eval_split(policy, tokenizer, run, reference) | output_figures(run, score_of)
@@ -278,6 +278,7 @@ def train(cfg: RRHFConfig):
         if rows:
             batch = rrhf_batch([pool[i] for i in rows], [prompts[i] for i in rows], tokenizer, cfg)
             trainer.log(**trainer.update(batch, lambda b: rrhf_step(policy, b, cfg)))
+        else: run.log(step, skipped=len(order[step - 1]))   # single candidates have no order
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
     finish_rrhf(run, policy, tokenizer, pool.values(), score_of, queries=len(queries), left_out=left_out)
     return run

@@ -14,7 +14,7 @@ import torch
 from .core.answers import end_turns, mean
 from .core.beams import beam_search
 from .core.candidates import LISTS, merge_candidates, select_candidates
-from .core.data import load_records, prompt_key
+from .core.data import full_instruction, load_records, prompt_key
 from .core.files import read_json
 from .core.generation import generate
 from .core.models import response_logprobs
@@ -66,7 +66,7 @@ def recorded_scores(records: list[dict]) -> list[float]:
     "The scores in the files; ValueError for a candidate without one."
     for r in records:
         if isinstance(r['score'], (int, float)): continue
-        raise ValueError(f'{r["instruction"]!r:.60}: the candidate {r["output"]!r:.60} has no score. '
+        raise ValueError(f'{full_instruction(r)!r:.60}: the candidate {r["output"]!r:.60} has no score. '
                          'Name a reward_model or annotators')
     return [r['score'] for r in records]
 

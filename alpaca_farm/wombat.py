@@ -180,7 +180,9 @@ def run(cfg: WombatConfig):
     rated = rate(queries, client, cfg) if client else queries
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
     folder.write('candidates.json', rated)
-    settings = dict(candidates=f'{cfg.out}/candidates.json', seed=cfg.seed) | parse_mapping('rrhf', cfg.rrhf)
+    settings = dict(candidates=f'{cfg.out}/candidates.json', seed=cfg.seed)
+    if cfg.rater: settings['reward_model'] = ''   # its ratings are in the file
+    settings |= parse_mapping('rrhf', cfg.rrhf)
     training = [Job(f'{cfg.out}/rrhf', 'rrhf', settings)] if cfg.rrhf else []
     if training: run_or_fail(training, 1, 'rrhf', 'training')
     for job in writer_jobs(cfg) + training:   # their times are this run's, and their locks are not needed
