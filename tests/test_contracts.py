@@ -214,7 +214,8 @@ for name in sys.argv[1:]:
 def test_imports_are_quick_and_light():
     "Each module in a process of its own that has torch and transformers already; tried again where it takes long."
     names = [f'alpaca_farm.{name_of(p)}' for p in MODULES]
-    out = subprocess.run([sys.executable, '-c', FORKS, *names], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True)
+    env = tiny.environment() | dict(PYTHONDONTWRITEBYTECODE='')   # as installed: compiled once, not at every import
+    out = subprocess.run([sys.executable, '-c', FORKS, *names], cwd=tiny.ROOT, env=env, capture_output=True, text=True)
     rows = [json.loads(l) for l in out.stdout.splitlines()]
     assert [r[0] for r in rows] == names, out.stderr
     assert {n: heavy for n, _, heavy in rows if heavy} == {}
