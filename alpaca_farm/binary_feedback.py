@@ -38,8 +38,8 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     preferences: str = 'runs/annotators'  # preferences, or records with `output` and `label`: a run or a file
     policy: str = 'runs/sft'              # where training starts, and the reference
     data: str = 'runs/world'              # folder or hub dataset whose eval split is answered at the end
-    token_times: int = 8                  # copies of the token in a prompt; a single one has little effect
-    jitter: float = 3.0                   # noise of the tokens' initial embeddings, in sd of the others
+    token_times: int = 8                  # conditioning: copies of the token in a prompt; one does little
+    jitter: float = 3.0                   # conditioning: noise of the tokens' first embeddings, in sd
     epochs: int = 1                       # passes over the answers
     max_length: int = 128                 # tokens of prompt and answer together
     max_instances: int = 0                # use only the first n records; 0 for all
@@ -103,7 +103,8 @@ def load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], in
     held_out = {prompt_key(r) for r in records[-aside:]}
     rest = [r for r in records if prompt_key(r) not in held_out]
     if not rest:
-        raise ValueError(f'held_out = {cfg.held_out} leaves none of {len(records)} records to learn from')
+        raise ValueError(f'held_out = {aside} leaves none of {len(records)} records to learn from: '
+                         'give more, or hold out fewer')
     learn, aside = rate_outputs(rest), rate_outputs([r for r in records if prompt_key(r) in held_out])
     if not any(r['good'] > 0 for r in learn):
         raise ValueError(f'{cfg.preferences}: no answer is rated good among the {len(rest)} records to learn '

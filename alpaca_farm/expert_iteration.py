@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STAGES', 'ExpertIterationConfig', 'policy_after', 'round_jobs', 'run_round', 'check_enough_prompts', 'round_rewards',
-           'add_round_times', 'train']
+           'train']
 
 # %% ../nbs/expert_iteration.ipynb #6afd9d70
 from dataclasses import asdict, dataclass
@@ -15,10 +15,10 @@ from .core.answers import (answer_again, answer_eval_split, AnswerConfig, prefli
     sample_answers, SampleConfig)
 from .core.data import find_file, load_records, read_rows
 from .core.files import write_json
-from .core.launch import Job, run_jobs
+from .core.launch import add_times, Job, run_jobs
 from .core.models import load_policy, save_model
 from .core.rewards import label_count, reward, RewardConfig
-from .core.runs import read_summary, start
+from .core.runs import start
 from .core.settings import at_root, command, HardwareConfig, TrainConfig
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
@@ -106,14 +106,6 @@ def round_rewards(round_: int, run, cfg: ExpertIterationConfig) -> dict[str, lis
     return dict(samples=rounded(s for c in candidates for s in c['scores']),
                 winners=rounded(max(c['scores']) for c in candidates), policy=rounded(scores))
 
-# %% ../nbs/expert_iteration.ipynb #ab433cd9
-def add_round_times(run, cfg: ExpertIterationConfig):
-    "Add the CPU time of all parts to the run's, and remove their locks, which are no longer needed."
-    for job in [j for k in range(1, cfg.rounds + 1) for j in round_jobs(k, cfg)]:
-        folder = at_root(job.out)
-        run.before['cpu'] += read_summary(job.out)['cpu_seconds']
-        folder.with_name(f'.{folder.name}.lock').unlink(missing_ok=True)
-
 # %% ../nbs/expert_iteration.ipynb #739c9212
 STAGES = ('alpaca_farm.best_of_n:run', 'alpaca_farm.sft:train')
 
@@ -135,7 +127,7 @@ def train(cfg: ExpertIterationConfig):
     save_model(policy, tokenizer, run)
     run.write('rewards.json', rewards)
     figures = answer_eval_split(policy, tokenizer, run, load_policy(cfg.policy, cfg)[0])
-    add_round_times(run, cfg)
+    add_times(run, [job for k in range(1, cfg.rounds + 1) for job in round_jobs(k, cfg)])
     run.finish(**figures, labels=label_count(cfg.reward_model), reward=float(np.mean(rewards[-1]['policy'])))
     return run
 

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['WAYS', 'RewardEnsembleConfig', 'reflip_labels', 'learning_sets', 'write_learning_sets', 'member_seed',
            'shared_settings', 'reward_model_jobs', 'mean_weights', 'member_folders', 'average_model', 'ensemble_table',
-           'doubt', 'accuracy_by_doubt', 'accuracy_by_lead', 'measure_ensemble', 'model_row', 'write_curve',
-           'add_model_times', 'run']
+           'doubt', 'accuracy_by_doubt', 'accuracy_by_lead', 'measure_ensemble', 'model_row', 'write_curve', 'run']
 
 # %% ../nbs/studies/reward_ensemble.ipynb #8c1f4e04
 import csv
@@ -17,11 +16,11 @@ import numpy as np
 import torch
 
 from .core.files import atomic_write
-from .core.launch import Job, run_or_fail
+from .core.launch import add_times, Job, run_or_fail
 from .core.models import load_scalar
 from .core.rewards import combine_scores
 from .core.runs import read_summary, start
-from .core.settings import at_root, command
+from .core.settings import command
 from .noise import flip_labels
 from .reward_model import (accuracies, answer_scores, check_flip_rate, load_preference_pairs,
     RewardModelConfig, save_reward_model)
@@ -189,14 +188,6 @@ def write_curve(run, rows: list[dict]):
         table.writeheader()
         table.writerows(rows)
 
-# %% ../nbs/studies/reward_ensemble.ipynb #8c1f4e28
-def add_model_times(run, jobs: list[Job]):
-    "Add the CPU time of the runs to the study's, and remove their locks."
-    for job in jobs:
-        run.before['cpu'] += read_summary(job.out)['cpu_seconds']
-        folder = at_root(job.out)
-        folder.with_name(f'.{folder.name}.lock').unlink(missing_ok=True)
-
 # %% ../nbs/studies/reward_ensemble.ipynb #8c1f4e29
 def run(cfg: RewardEnsembleConfig):
     "Train, average and measure the models; writes member-<k>/, model/, ensemble.json and curve.csv."
@@ -212,7 +203,7 @@ def run(cfg: RewardEnsembleConfig):
     figures = save_reward_model(folder, *average_model(cfg), aside)
     if cfg.members > 1: figures |= measure_ensemble(folder, aside)
     if len(jobs) > cfg.members: write_curve(folder, rows)
-    add_model_times(folder, jobs)
+    add_times(folder, jobs)
     folder.finish(labels=len(pairs.labels), held_out=len(aside), too_long=too_long, **figures)
     return folder
 

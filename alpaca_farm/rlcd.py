@@ -75,7 +75,7 @@ class RLCDConfig(SampleConfig, ApiConfig):
     samples: str = ''            # run, CSV or file whose pairs are used; empty to write new ones
     max_retries: int = 5         # times an answer is written anew after the task's filters reject it
     top_k: int = 0               # sample only from this many likeliest tokens; 0: all
-    indices: str = ''            # use only these prompts, such as "17-29,35-40", ends included; empty for all
+    indices: str = ''            # use only these prompts (or rows of samples): "17-29,35"; empty for all
     indices_mod: int = 1         # number of processes that share the work, in chunks
     indices_remainder: int = 0   # number of this process, from 0
     parts: list[str] = field(default_factory=list)  # finished runs of all processes, to be joined

@@ -81,6 +81,17 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
         self.one_of('sft_reduction', 'sum', 'token_mean')
         for wrong, message in self.conflicts():
             if wrong: raise ValueError(message)
+        for name, (used, where) in self.conditions().items():
+            if used or getattr(self, name) == getattr(RRHFConfig, name, []): continue
+            raise ValueError(f'{name} = {getattr(self, name)!r} has an effect only {where}: leave it out')
+
+    def conditions(self):
+        "Settings that need others: whether these are present, and what they are."
+        diverse = self.decoding == 'diverse_beam', 'with decoding = diverse_beam'
+        return dict(groups=diverse, diversity_penalty=diverse,
+                    length_penalty=(self.length_norm == 'power', 'with length_norm = power'),
+                    top_p=(self.decoding == 'sample' and self.n, 'with n > 0 and decoding = sample'),
+                    sources=(self.candidates, 'on candidates from runs or files'))
 
     def conflicts(self):
         "Possible conflicts between settings: whether each is present, and its error message."

@@ -49,6 +49,9 @@ def load_queries(cfg, tokenizer) -> tuple[list[dict], list[list[int]], int]:
         prompts = load_records(cfg.data, cfg.split, columns=cfg.columns)
         records = [dict(r, **{k: [] for k in LISTS}) for r in prompts]
     records = records[:cfg.max_instances or None]
+    known = sum(s is not None for r in records for s in r['scores'])
+    if known and (cfg.reward_model or cfg.annotators):
+        print(f'{known} scores in the files are not used: empty reward_model and annotators to rank by them')
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     limited = {i: limit_candidates(records[i], prompts[i], tokenizer, cfg) for i in rows}

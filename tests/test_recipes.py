@@ -24,7 +24,9 @@ def fits(notebook: str, settings: dict):
         assert name in kinds, f'{notebook} has no setting {name}'
         as_type(name, value, kinds[name])
     config = config_of(notebook)
-    config(**{k: v for k, v in settings.items() if k not in config.inputs})   # within their bounds
+    given = {k: v for k, v in settings.items() if k not in config.inputs}
+    if 'rrhf' in given: given['rrhf'] = [e for e in given['rrhf'] if e.split('=')[0] not in config_of('rrhf').inputs]
+    config(**given)   # within their bounds
 
 
 SETS = ('llama_7b', 'gpu_24gb', 'h200')

@@ -276,7 +276,10 @@ def test_scores_by_an_annotator():
     (dict(ties='best'), ValueError, "ties = 'best': choose from"), (dict(length_norm='char'), ValueError, 'length_norm'),
     (dict(rank_reduction='avg'), ValueError, 'rank_reduction'), (dict(decoding='diverse'), ValueError, "Did you mean 'diverse_beam'"),
     (dict(rrhf_weight=-1), ValueError, 'rrhf_weight = -1'), (dict(candidates='no/such/file.json'), FileNotFoundError, 'no/such/file.json'),
-    (dict(epochs=0), ValueError, 'epochs = 0'), (dict(length_penalty=-1), ValueError, 'length_penalty')], ids=str)
+    (dict(epochs=0), ValueError, 'epochs = 0'), (dict(length_penalty=-1), ValueError, 'length_penalty'),
+    (dict(length_penalty=.5), ValueError, 'length_penalty = 0.5 has an effect only with length_norm = power'),
+    (dict(n=2, groups=2), ValueError, 'groups = 2 has an effect only with decoding = diverse_beam'), (dict(top_p=.9), ValueError, 'top_p = 0.9'),
+    (dict(candidates='', n=4, sources=['policy']), ValueError, r"sources = \['policy'\] has an effect only on candidates")], ids=str)
 def test_bad_settings(base, more, error, message):
     with pytest.raises(error, match=message): RRHFConfig(**tiny.settings('rrhf', base) | more)
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Job', 'study_job', 'fraction_done', 'start_job', 'cell_error', 'failure', 'longest_chain', 'ready_jobs',
            'collect_finished', 'skip_dependents', 'retry', 'seconds_left', 'progress_text', 'gpu_names',
-           'available_cores', 'Machine', 'run_jobs', 'run_or_fail', 'announced_cost', 'Interrupted', 'next_step',
-           'train_or_launch']
+           'available_cores', 'Machine', 'run_jobs', 'run_or_fail', 'add_times', 'announced_cost', 'Interrupted',
+           'next_step', 'train_or_launch']
 
 # %% ../../nbs/core/launch.ipynb #679fd030
 import json, os, time
@@ -223,6 +223,17 @@ def run_or_fail(
     "Run all jobs; RuntimeError with a line for each failure."
     failed = run_jobs(jobs, workers, name)
     if failed: raise RuntimeError(f'{what} failed:\n' + '\n'.join(failed))
+
+# %% ../../nbs/core/launch.ipynb #87519bdb
+def add_times(
+    run,              # the run whose parts the jobs are
+    jobs: list[Job],  # finished
+):
+    "Add the CPU time of the jobs to the run's, and remove their locks, which are no longer needed."
+    for job in jobs:
+        folder = at_root(job.out)
+        run.before['cpu'] += read_summary(job.out)['cpu_seconds']
+        folder.with_name(f'.{folder.name}.lock').unlink(missing_ok=True)
 
 # %% ../../nbs/core/launch.ipynb #87519be1
 def announced_cost(jobs: list[Job], what: str) -> str:
