@@ -175,7 +175,7 @@ def with_ends(row: dict, name: str, digits: int) -> str:
     "A figure with its interval as text; empty where it is not known."
     v, low, high = (row.get(name + end, math.nan) for end in ('', '_low', '_high'))
     if v != v: return '–'
-    return f'{v:.{digits}f}' + (f' ({low:.{digits}f} to {high:.{digits}f})' if low == low else '')
+    return f'{v:z.{digits}f}' + (f' ({low:z.{digits}f} to {high:z.{digits}f})' if low == low else '')
 
 # %% ../nbs/studies/card.ipynb #052e245d
 PAGE = {  # heading: the figure and its digits
