@@ -227,7 +227,7 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     assert said(ROWS, 'output') == said(PAIRS, 'preference') == ''
     odd = [dict(ROWS[0], input='nan'), dict(ROWS[1], input='nan'), dict(ROWS[2], output='NaN'), dict(ROWS[3], output=' ')]
     told = said(odd, 'output')
-    assert all(f'a.json: {t}' in told for t in ("2 of 4 input are 'nan'", "1 of 4 output are 'nan'", '1 of 4 output are empty'))
+    assert all(f'a.json: {t}' in told for t in ("input is 'nan' in 2 of 4 texts", "output is 'nan' in 1 of 4 texts", 'output is empty in 1 of 4 texts'))
     told = said([dict(p, preference=int(i < 2)) for i, p in enumerate(PAIRS)], 'preference')
     assert '40% of the labels are 1, 60% ties, 0% 2. Labels coded 0 and 1' in told
     assert '0% of the labels are 1, 0% ties, 100% 2' in said([dict(p, preference=2) for p in PAIRS], 'preference')

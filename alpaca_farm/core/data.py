@@ -216,9 +216,9 @@ def report_texts(rows: list[dict], names, where: str):
         texts = [t.strip().lower() for v in values for t in ([v] if isinstance(v, str) else v)]
         cells = Counter(t for t in texts if t in ('nan', '<na>', 'none', 'null', '#n/a'))
         if name != 'input' and '' in texts:
-            notice(f'{where}: {texts.count("")} of {len(texts)} {name} are empty')
+            notice(f'{where}: {name} is empty in {texts.count("")} of {len(texts)} texts')
         for cell, n in cells.items():
-            notice(f'{where}: {n} of {len(texts)} {name} are {cell!r}. Empty cells?')
+            notice(f'{where}: {name} is {cell!r} in {n} of {len(texts)} texts. Empty cells?')
 
 # %% ../../nbs/core/data.ipynb #2aecd646
 def report_dialogues(rows: list[dict], where: str):
