@@ -34,7 +34,7 @@ class QuarkConfig(OnlineConfig):
     num_quantiles: int = 4            # quantiles the pool is cut into, K
     best_quantile_only: bool = True   # learn from the best quantile only, without tokens
     clear_pool: bool = True           # discard the answers of earlier rollouts
-    token_times: int = 8              # copies of a reward token in the prompt; a single one has little effect
+    token_times: int = 8              # copies of a reward token in a prompt
     jitter: float = 3.0               # noise of the tokens' initial embeddings, in sd of the others
     updates: int = 8                  # optimiser steps after each rollout
     batch_size: int = 64              # answers per optimiser step
