@@ -8,7 +8,7 @@ __all__ = ['AMOUNTS', 'TOLERANCE', 'train_rows', 'sample_answers_of', 'read_anno
            'growth_text', 'growth_figure', 'run']
 
 # %% ../nbs/studies/growth.ipynb #649f8f7a
-import itertools, json, os, resource, sys, tempfile
+import itertools, json, resource, sys, tempfile
 from dataclasses import dataclass, field
 from typing import Callable, NamedTuple
 
@@ -121,8 +121,8 @@ class GrowthConfig(Config):
 def used_so_far() -> tuple[float, float]:
     "Processor seconds of this process and of those that ended under it; the largest one's peak in MB."
     unit = 2**20 if sys.platform == 'darwin' else 2**10   # bytes on macOS, KiB elsewhere
-    peaks = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(os.times()[:4]), max(peaks)/unit
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used), max(u.ru_maxrss for u in used)/unit
 
 # %% ../nbs/studies/growth.ipynb #ca53ea8a
 def time_and_memory(prepare, amount: int, m) -> dict[str, float]:
