@@ -31,7 +31,7 @@ def shake(model, seed=0, std=.05):
 
 @pytest.fixture(scope='module')
 def batch(models):
-    prompts = [models.prompts[i // 2] for i in range(8)]   # each twice: packed rows share it
+    prompts = [models.prompts[i // 2] for i in range(8)]   # each twice: a packed batch has it once
     return collate(prompts, [a[:3 + i] for i, a in enumerate(models.answers[:8])], models.tokenizer.pad_token_id)
 
 
@@ -206,10 +206,10 @@ def test_a_scalar_model_on_a_policy_computes_as_the_policy_does(base, rewarded, 
     for kernel in ('sdpa', 'eager'):
         cfg = config(ppo, base, reward_model=rewarded, attention=kernel, forward_batch=3)
         policy, _ = load_policy(cfg.policy, cfg, train=True)
-        assert reads_packed(policy)
+        assert reads_packed(policy) == (kernel == 'sdpa')
         value = ppo.scalar_on(policy, 'value', rewarded, cfg)
         found[kernel] = sequence_scores(value, *batch.values()).detach()
-        assert value.forward_batch == 3 and reads_packed(value)
+        assert value.forward_batch == 3 and reads_packed(value) == (kernel == 'sdpa')
     torch.testing.assert_close(found['sdpa'], found['eager'], rtol=1e-4, atol=1e-5)
 
 

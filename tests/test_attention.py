@@ -10,7 +10,7 @@ import tiny
 from alpaca_farm.core import loading
 from alpaca_farm.core.generation import generate
 from alpaca_farm.core.models import hidden_states, load_policy
-from alpaca_farm.core.packing import reads_packed
+from alpaca_farm.core.packing import reads_packed, register_rows
 from alpaca_farm.core.settings import HardwareConfig
 from alpaca_farm.core.text import collate
 from test_packing import ANSWERS, PROMPTS, alone
@@ -43,37 +43,50 @@ def watched(monkeypatch, kind, attend):
     return calls
 
 
-def flash(module, query, key, value, _, scaling=None, sliding_window=None, cu_seq_lens_q=None, **more):
-    "Flash attention in plain PyTorch: causal, each sequence by itself, within a window."
-    ends = [0, query.shape[2]] if cu_seq_lens_q is None else cu_seq_lens_q.tolist()
+def flash(module, query, key, value, _, scaling=None, sliding_window=None, **more):
+    "Flash attention in plain PyTorch: causal, within a window."
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    out = []
-    for s, e in zip(ends, ends[1:]):
-        near = torch.ones(e - s, e - s, dtype=torch.bool).tril()
-        if sliding_window: near = near.triu(1 - sliding_window)
-        out.append(F.scaled_dot_product_attention(query[:, :, s:e], key[:, :, s:e], value[:, :, s:e], attn_mask=near, scale=scaling))
-    return torch.cat(out, 2).transpose(1, 2), None
+    near = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+    if sliding_window: near = near.triu(1 - sliding_window)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scaling).transpose(1, 2), None
 
 
+@pytest.fixture
+def unregistered():
+    "Kernels that nothing has replaced yet."
+    register_rows.cache_clear()
+    yield
+    register_rows.cache_clear()
+
+
+@pytest.mark.parametrize('kind', ['sdpa', 'flash_attention_2'])
 @pytest.mark.parametrize('family', ['llama', 'qwen3', 'gpt_neox', 'mistral', 'phi3'])
-def test_flash_attention_gets_the_lengths_of_sequences_without_padding(family, monkeypatch):
-    "Mistral's window is shorter than the sequences: it applies within each of them."
-    model = tiny.family(family, **dict(sliding_window=5) if family == 'mistral' else {}).double()
-    model.config._attn_implementation = 'flash_attention_2'
-    calls = watched(monkeypatch, 'flash_attention_2', flash)
+def test_attention_gets_causal_rows(family, kind, unregistered, monkeypatch):
+    "Without a mask; the rest of a layer has every token once. Flash attention applies windows itself, here one that is shorter than the rows."
+    model = tiny.family(family, **dict(sliding_window=5) if family == 'mistral' and kind != 'sdpa' else {}).double()
+    model.config._attn_implementation = kind
+    calls, read = watched(monkeypatch, kind, flash), []
     assert reads_packed(model)
     calls.clear()
+    hook = model.base_model.get_input_embeddings().register_forward_hook(lambda module, args, out: read.append(out.shape[:2]))
+    with torch.no_grad(): hidden_states(model, **BATCH)
+    hook.remove()
+    assert read == [(1, len(sum(map(list, {tuple(p) for p in PROMPTS}), [])) + len(sum(ANSWERS, [])))]
+    longest = max(len(p + a) for p, a in zip(PROMPTS, ANSWERS))
+    assert len(calls) == 2 and all(c['mask'] is None and c['shape'][0] == len(PROMPTS) and c['shape'][2] == longest for c in calls)
+    assert not any('position_ids' in c for c in calls)
     states_are_those_of_single_rows(model)
-    lengths = torch.tensor([len(p + a) for p, a in zip(PROMPTS, ANSWERS)])
-    for c in calls[:2]:
-        assert c['mask'] is None and c['shape'][0] == 1 and c['shape'][2] == lengths.sum()
-        for side in 'qk':
-            assert c[f'cu_seq_lens_{side}'].tolist() == [0, *lengths.cumsum(0).tolist()] and c[f'cu_seq_lens_{side}'].dtype == torch.int32
-            assert c[f'max_length_{side}'] == lengths.max()
-    assert all(c.get('cu_seq_lens_q') is None for c in calls[2:])   # the rows alone
 
 
-def test_flash_attention_is_given_16_bits(monkeypatch):
+def test_other_masks_reach_the_kernel_unchanged(unregistered, monkeypatch):
+    calls = watched(monkeypatch, 'sdpa', lambda *args, **more: (args[4], more))
+    register_rows('sdpa')
+    for mask in (None, torch.ones(2, 1, 3, 3, dtype=torch.bool), torch.zeros(2, 1, 3, 3)):
+        assert ALL_ATTENTION_FUNCTIONS['sdpa'](None, *[torch.ones(2, 4, 3, 8)]*3, mask, scaling=.5, position_ids=1) == (mask, dict(scaling=.5, position_ids=1))
+    assert len(calls) == 3
+
+
+def test_flash_attention_is_given_16_bits(unregistered, monkeypatch):
     "Also where weights in float32 are evaluated outside of autocast."
     model, other = tiny.family('llama'), tiny.family('llama')
     model.config._attn_implementation = 'flash_attention_2'
@@ -83,28 +96,23 @@ def test_flash_attention_is_given_16_bits(monkeypatch):
     assert 0 < (states - wanted).abs().max() < .1*wanted.std()
 
 
-def test_convolutions_are_not_packed_for_flash_attention(monkeypatch):
+def test_convolutions_are_not_packed(unregistered, monkeypatch):
     "They would reach across the ends of the sequences."
     model = tiny.family('lfm2', layer_types=['conv', 'full_attention']).double()
     model.config._attn_implementation = 'flash_attention_2'
     calls = watched(monkeypatch, 'flash_attention_2', flash)
     states_are_those_of_single_rows(model)
-    assert all(c.get('cu_seq_lens_q') is None for c in calls if c['shape'][0] > 1) and any(c['shape'][0] == len(PROMPTS) for c in calls)
+    assert any(c['shape'][0] == len(PROMPTS) for c in calls)
 
 
-@pytest.mark.parametrize('family', ['llama', 'gemma2', 'qwen3', 'phi3'])
-def test_flex_attention_reads_packed_rows(family, uncompiled, monkeypatch):
-    model = tiny.family(family, **dict(attn_implementation='flex_attention', head_dim=16, hidden_size=64))
-    assert model.config._attn_implementation == 'flex_attention' and reads_packed(model)
-    calls = watched(monkeypatch, 'flex_attention', flex.flex_attention_forward)
-    with torch.no_grad(): hidden_states(model, **BATCH)
-    assert all(isinstance(c['mask'], flex.BlockMask) for c in calls)
-    assert calls[0]['shape'][0] * calls[0]['shape'][2] < .5 * BATCH['ids'].numel()   # prompts are shared
+def test_flex_attention_reads_padded_batches(uncompiled):
+    model = tiny.family('llama', **dict(attn_implementation='flex_attention', head_dim=16, hidden_size=64))
+    assert model.config._attn_implementation == 'flex_attention' and not reads_packed(model)
     states_are_those_of_single_rows(model)
 
 
 def test_right_padding_reaches_the_causal_kernel(monkeypatch):
-    "It was taken for packed rows, and a mask was built."
+    "It was taken for several sequences in a row, and a mask was built."
     model = tiny.family('llama')
     model.base_model.reads_packed = False
     calls = watched(monkeypatch, 'sdpa', ALL_ATTENTION_FUNCTIONS['sdpa'])

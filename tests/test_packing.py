@@ -1,4 +1,4 @@
-"Packed rows: every number is what it is where each sequence stands alone, for each family of models, or the padded batch is read."
+"Packed batches: every number is what it is where each sequence stands alone, for each family of models, or the padded batch is read."
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -8,12 +8,13 @@ import alpaca_farm.core.models as core_models
 import alpaca_farm.core.packing as core_packing
 from alpaca_farm.core.adapters import checkpoint_layers
 from alpaca_farm.core.models import before, hidden_states, logprobs, sequence_logprobs
-from alpaca_farm.core.packing import attention_window, first_fit, pack, packed_states, position_wise, reads_packed
+from alpaca_farm.core.packing import attention_window, pack, packed_states, position_wise, reads_packed
 from alpaca_farm.core.text import collate, rollout_batch
 from tiny import family
 
 torch.set_num_threads(1)
-PACKS = [name for name in tiny.FAMILIES if name not in ('falcon_h1', 'lfm2')]   # which have recurrent layers
+PADDED = 'falcon', 'gemma2', 'falcon_h1', 'lfm2'   # attention of their own, the eager kernel, recurrent layers
+PACKS = [name for name in tiny.FAMILIES if name not in PADDED]
 TREE = [([1, 5, 6, 7, 3], [[11, 12, 2], [13, 14, 15, 16, 17, 2], [11, 2]]), ([1, 9, 3], [[18, 2]]), ([1, 8, 6, 3], [[11, 2], [19, 11, 2], []]),
         ([1, 8, 6, 9, 10, 12, 13, 3], [[11] * 20 + [2]])]
 PROMPTS = [p for p, answers in TREE for _ in answers]
@@ -25,20 +26,20 @@ def alone(model, p, a): return model.base_model(input_ids=torch.tensor([p + a]),
 
 @pytest.mark.parametrize('name', PACKS)
 @pytest.mark.parametrize('side', ['left', 'right', 'rollout'])
-def test_states_of_packed_rows(name, side):
+def test_states_of_packed_batches(name, side):
     model = family(name)
     assert reads_packed(model)
     batch = rollout_batch(PROMPTS, ANSWERS, 0) if side == 'rollout' else collate(PROMPTS, ANSWERS, 0, side)
     packed = pack(**batch, window=attention_window(model))
     tokens = sum(len(p) + sum(map(len, answers)) for p, answers in TREE)
-    assert tokens <= packed.ids.numel() < .5*batch['ids'].numel()
+    assert packed.ids.shape == (1, tokens) and tokens < .5*batch['ids'].numel()
     with torch.no_grad():
         states = hidden_states(model, **batch)
         for i, (p, a) in enumerate(zip(PROMPTS, ANSWERS)):
             wanted = alone(model, p, a)
             torch.testing.assert_close(states[i][batch['mask'][i].bool()], wanted, rtol=1e-4, atol=1e-4*wanted.std().item())
         unfinished = reads_the_same(model, batch, states)
-    assert unfinished == (name not in ('gpt2', 'gpt_neox', 'opt', 'falcon', 'phi', 'mixtral', 'qwen3_moe')) == bool(position_wise(model))
+    assert unfinished == (name not in ('gpt2', 'gpt_neox', 'opt', 'phi', 'mixtral', 'qwen3_moe')) == bool(position_wise(model))
 
 
 def reads_the_same(model, batch, states):
@@ -49,10 +50,10 @@ def reads_the_same(model, batch, states):
     return not torch.allclose(some[(read == 0) & batch['mask'].bool()], states[(read == 0) & batch['mask'].bool()], atol=1e-3)
 
 
-@pytest.mark.parametrize('name', tiny.UNPACKED)
+@pytest.mark.parametrize('name', {*PADDED, *tiny.UNPACKED})
 def test_other_families_read_padded_batches(name):
-    model = family(name, **tiny.UNPACKED[name])
-    assert not reads_packed(model)
+    model = family(name, **tiny.UNPACKED.get(name, {}))
+    assert not reads_packed(model) or attention_window(model) == 0
     batch = collate(PROMPTS, ANSWERS, 0)
     with torch.no_grad():
         states = hidden_states(model, **batch)
@@ -69,9 +70,9 @@ def test_a_window_of_attention_is_no_shorter_than_a_row():
     torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4, atol=1e-4)
 
 
-def test_local_layers_have_a_window_too():
+def test_local_layers_are_read_padded():
     model = family('gpt_neo', num_heads=4, num_layers=2, attention_types=[[['global', 'local'], 1]], window_size=8)
-    assert attention_window(model) == 8
+    assert not reads_packed(model)
     with torch.no_grad(): states = hidden_states(model, **collate(PROMPTS, ANSWERS, 0))
     torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4, atol=1e-4)
     for i in range(3): torch.testing.assert_close(states[i][:len(PROMPTS[i] + ANSWERS[i])], alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
@@ -91,10 +92,11 @@ def test_the_trial_is_made_in_full_precision(monkeypatch):
     assert mixed == [False]
 
 
-@pytest.mark.parametrize('attention', ['sdpa', 'eager'])
-def test_gradients(attention, monkeypatch):
+@pytest.mark.parametrize('checkpointed', [False, True])
+def test_gradients(checkpointed, monkeypatch):
     model, batch = family('llama'), collate(PROMPTS, ANSWERS, 0)
-    model.config._attn_implementation = attention
+    assert reads_packed(model)
+    if checkpointed: checkpoint_layers(model)
     weights = torch.linspace(-1, 1, len(PROMPTS))
     def gradients(packs, finished=False):
         monkeypatch.setattr(core_models, 'reads_packed', lambda model: packs)
@@ -116,38 +118,23 @@ def test_bfloat16():
     assert (packed - padded).abs().max() < .05*padded.abs().max()
 
 
-def one_tree(p, a, packed, i):
-    "What a token sees, found by following its own branch: ids of the tokens that each token of row `i` attends to."
-    cells = packed.cells[i][:len(p + a)]
-    row, columns = cells // packed.ids.shape[1], cells % packed.ids.shape[1]
-    assert len(set(row.tolist())) == 1
-    sees = packed.mask[row[0], 0]
-    return [packed.ids[row[0]][sees[c]].tolist() for c in columns], packed.positions[row[0]][columns].tolist()
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=4), st.lists(st.integers(3, 9), max_size=12)), min_size=2, max_size=12),
-       st.integers(1, 40))
-def test_each_token_sees_its_own_past(rows, width):
+       st.sampled_from(['left', 'right', 'rollout']))
+def test_each_row_holds_its_sequence(rows, side):
+    "In the list and in attention's rows, where prompts are shared and answers are not, also those that are equal."
     prompts, answers = map(list, zip(*rows))
-    packed = pack(**collate(prompts, answers, 0), width=width)
-    if packed is None: return
-    assert packed.ids.shape[1] <= max(width, max(len(p + a) for p, a in rows))
+    batch = rollout_batch(prompts, answers, 0) if side == 'rollout' else collate(prompts, answers, 0, side)
+    packed, tokens = pack(**batch), len(sum(map(list, {tuple(p) for p in prompts}), [])) + sum(map(len, answers))
+    if tokens > .95*batch['ids'].numel():
+        assert packed is None
+        return
+    assert packed.ids.shape == packed.positions.shape == (1, tokens) and packed.rows.shape == (1, 1, len(rows), max(len(p + a) for p, a in rows))
     for i, (p, a) in enumerate(rows):
-        seen, positions = one_tree(p, a, packed, i)
-        assert [s for s in seen] == [(p + a)[:t + 1] for t in range(len(p + a))] and positions == list(range(len(p + a)))
-
-
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=40), st.integers(30, 60))
-def test_first_fit(lengths, width):
-    places = first_fit(lengths, width)
-    taken = set()
-    for n, (row, column) in zip(lengths, places):
-        cells = {(row, column + k) for k in range(n)}
-        assert not cells & taken and column + n <= width
-        taken |= cells
-    fewest = -(-sum(lengths) // width)
-    assert 1 + max(row for row, _ in places) <= 11/9*max(fewest, 1) + max(1, len([n for n in lengths if n > width/2]))
+        numbers = packed.rows[0, 0, i]
+        assert (numbers[len(p + a):] == tokens).all() and numbers[:len(p + a)].equal(packed.index[i][batch['mask'][i].bool()])
+        numbers = numbers[:len(p + a)]
+        assert packed.ids[0, numbers].tolist() == p + a and packed.positions[0, numbers].tolist() == list(range(len(p + a)))
 
 
 def test_nothing_to_pack():

@@ -22,8 +22,8 @@ from .functional import head_logits, selected_logprobs
 from .loading import (autocast, device_of, dtype_of, load_model, load_tokenizer,
     loading_options, model_path, no_progress_bars, place_model, register_scalar_class, weights_dtype)
 from .memory import rows_per_pass
-from alpaca_farm.core.packing import (computed_at, pack_for, packed_states, position_wise, reads_packed,
-    trunk_states)
+from .packing import (attention_window, computed_at, pack, packed_states,
+    position_wise, reads_packed, trunk_states)
 from .paths import at_root, root
 from .processes import in_parts, written_once
 from .settings import Config
@@ -147,11 +147,11 @@ def hidden_states(
     read: torch.Tensor | None = None,      # (B, T), 1 at the states that are used; all of them if not given
 ) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding and where nothing is read
     "The last layer's states, before the head."
-    packed = pack_for(model, ids, mask, response) if reads_packed(model) else None
+    packed = pack(ids, mask, response, attention_window(model)) if reads_packed(model) else None
     parts = [] if read is None else position_wise(model)
     if packed:
-        with computed_at(parts, packed.cells[read.bool()].unique() if parts else None):
-            states = packed_states(model, packed).index_select(0, packed.cells.flatten())
+        with computed_at(parts, packed.index[read.bool()].unique() if parts else None):
+            states = packed_states(model, packed).index_select(0, packed.index.flatten())
         return states.view(*ids.shape, -1)
     right = bool((mask[:, 1:] <= mask[:, :-1]).all())
     positions = torch.ones_like(mask).cumsum(1) if right else mask.cumsum(1)

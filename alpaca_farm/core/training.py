@@ -67,7 +67,7 @@ def adamw(groups: list[dict], cfg: TrainConfig):
     "The optimiser that the settings ask for; ImportError if it is not installed."
     given = dict(lr=cfg.learning_rate, betas=tuple(cfg.betas), eps=cfg.adam_eps)
     if cfg.optimizer == 'adamw':
-        return torch.optim.AdamW(groups, **given, fused=device_of(cfg).type == 'cuda' or None)
+        return torch.optim.AdamW(groups, **given, fused=True)
     try: from bitsandbytes.optim import AdamW8bit
     except ImportError as e:
         raise ImportError('optimizer = adamw_8bit needs bitsandbytes. Install it (pip install bitsandbytes), '
@@ -92,8 +92,7 @@ class RouterLoss:
     def find_tokens(self, trunk, args, given):
         "Note which tokens of a batch are real."
         ids, mask = given['input_ids'], given.get('attention_mask')
-        if mask is None: mask = torch.ones_like(ids)     # nearly no padding
-        elif len(mask.shape) == 4: mask = (ids != 0) | (given['position_ids'] != 0)     # packed rows
+        if mask is None or mask.dim() == 4: mask = torch.ones_like(ids)  # hardly any padding, or packed
         self.real = mask.bool().flatten()
 
     def leave(self, *_):
