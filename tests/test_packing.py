@@ -50,7 +50,7 @@ def reads_the_same(model, batch, states):
     return not torch.allclose(some[(read == 0) & batch['mask'].bool()], states[(read == 0) & batch['mask'].bool()], atol=1e-3)
 
 
-@pytest.mark.parametrize('name', {*PADDED, *tiny.UNPACKED})
+@pytest.mark.parametrize('name', dict.fromkeys([*PADDED, *tiny.UNPACKED]))
 def test_other_families_read_padded_batches(name):
     model = family(name, **tiny.UNPACKED.get(name, {}))
     assert not reads_packed(model) or attention_window(model) == 0
