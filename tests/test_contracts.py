@@ -19,10 +19,10 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if p.parent.name != 'core']
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. A module that is not listed is a method's: it stands on the line METHOD.
-CORE = ['paths dialogues', 'hub settings progress trackers files functional store preferences packing connections throttle', 'formats execution adapters processes memory', 'data control sharding',
-        'judge_configs text', 'fingerprint loading', 'build', 'api comparisons stats runs candidates generation', 'accounts beams models launch', 'client rewards sweeps served',
+CORE = ['paths dialogues', 'hub settings progress trackers files functional store preferences packing connections throttle', 'formats adapters processes memory', 'data control sharding',
+        'judge_configs text', 'fingerprint loading', 'execution', 'build', 'api comparisons stats runs candidates generation', 'accounts beams models launch', 'client rewards sweeps served',
         'answers batches training',
-        'online completions', 'outputs']
+        'online completions', 'outputs preload']
 LAYERS = ['verdict_parsers lexicon',
           'grammar noise judges rankings length_control label_files', 'authors', 'criteria prose', 'people',
           'world bench_bound local_judges rlcd_tasks text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
@@ -74,6 +74,10 @@ def parameters(path): return [c for c in cells(path) if 'parameters' in c['metad
 SETTABLE = [p for p in RUNNABLE if re.search(r'class \w+Config\(', p.read_text(encoding='utf-8'))]
 each_notebook = pytest.mark.parametrize('path', SETTABLE, ids=lambda p: p.stem)
 each_module = pytest.mark.parametrize('path', MODULES, ids=name_of)
+
+
+def test_only_the_server_preloads():
+    assert [p.stem for p in MODULES if 'preload' in p.read_text(encoding='utf-8')] == ['execution', 'preload']
 
 
 def test_exports_are_fresh(tmp_path):
@@ -213,7 +217,7 @@ for name in sys.argv[1:]:
 @pytest.mark.alone
 def test_imports_are_quick_and_light():
     "Each module in a process of its own that has torch and transformers already; tried again where it takes long."
-    names = [f'alpaca_farm.{name_of(p)}' for p in MODULES]
+    names = [f'alpaca_farm.{name_of(p)}' for p in MODULES if p.stem != 'preload']   # the server's, which no module imports
     env = tiny.environment() | dict(PYTHONDONTWRITEBYTECODE='')   # as installed: compiled once, not at every import
     out = subprocess.run([sys.executable, '-c', FORKS, *names], cwd=tiny.ROOT, env=env, capture_output=True, text=True)
     rows = [json.loads(l) for l in out.stdout.splitlines()]
