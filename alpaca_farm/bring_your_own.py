@@ -19,7 +19,7 @@ from .core.api import ApiConfig
 from .core.build import ensure_input
 from .core.comparisons import preferences_over
 from .core.data import load_records, prompt_key
-from .core.files import atomic_write, write_json
+from .core.files import atomic_write, read_yaml, write_json
 from .core.launch import Job, run_or_fail
 from .core.models import device_of, dtype_of, load_tokenizer, model_path
 from .core.paths import at_root, notebooks_folder
@@ -141,16 +141,15 @@ CHAIN = ('sft', 'reference', 'reward_model', *METHODS, 'eval')
 
 def tuned_settings(parameters: int, file: str = '', lora: bool = False) -> dict[str, dict]:
     "Settings by run for a model of this size, and those of a YAML file; ValueError for an unknown run."
-    import yaml
     learning = 'sft', 'reward_model', 'dpo', 'feedme', 'reward_conditioning'
     folder = notebooks_folder()/'recipes'/('gpu_24gb' if lora else 'llama_7b')
     settings = {name: dict(epochs=1) if name in learning else {} for name in CHAIN}
     for name in learning if parameters > 1e8 else ():
         files = [folder/f'{n}.yaml' for n in (name, *METHODS.get(name, ())[:1])]   # or its notebook's
-        known = yaml.safe_load(next(f for f in files if f.exists()).read_text())
+        known = read_yaml(next(f for f in files if f.exists()))
         settings[name] = {k: v for k, v in known.items() if k in TUNED}
-    given = yaml.safe_load(at_root(file).read_text(encoding='utf-8')) if file else {}
-    if not isinstance(given, dict) or not all(isinstance(v, dict) for v in given.values()):
+    given = read_yaml(at_root(file)) if file else {}
+    if not all(isinstance(v, dict) for v in given.values()):
         raise ValueError(f'recipe = {file}: write "run: {{setting: value}}" in each line')
     refuse_unknown(f'recipe = {file}', given, CHAIN)
     return {name: known | given.get(name, {}) for name, known in settings.items()}

@@ -240,7 +240,7 @@ def world_hash() -> str:
     "Hash of the code of the modules that make requests, answers, utility and people."
     names = ('lexicon', 'grammar', 'authors', 'criteria', 'people')
     files = [Path(import_module(f'alpaca_farm.{name}').__file__) for name in names]
-    return digest(*[parse_file(path, path.stat().st_mtime_ns)[0] for path in files])
+    return digest(*[parse_file(path)[0] for path in files])
 
 # %% ../nbs/boards/cheap_tricks.ipynb #57ec3e31
 def write_release(path: Path, references: list[dict], greedy: list[dict], scored: dict):

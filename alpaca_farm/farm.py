@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from .core.build import methods, recipe, takes_annotators
+from .core.files import read_yaml
 from .core.fingerprint import run_config
 from .core.judge_configs import JudgedConfig
 from .core.launch import Job, run_jobs, study_job
@@ -104,8 +105,7 @@ def read_sizes(size: str, more: tuple[str, ...] = ()) -> dict[str, dict]:
     file = notebooks_folder()/'recipes'/'quick.yaml' if size == 'quick' else at_root(size)
     if not file.is_file():
         raise FileNotFoundError(f'size = {size!r}: choose from default, quick or a YAML file that exists')
-    import yaml
-    sizes, runs = yaml.safe_load(file.read_text()), [*farm_runs(), *more]
+    sizes, runs = read_yaml(file), [*farm_runs(), *more]
     known = {*runs, *(recipe(name)[0] for name in runs)}
     for name in sizes:
         near = ''.join(f'. Did you mean {n!r}?' for n in get_close_matches(name, known, 1))

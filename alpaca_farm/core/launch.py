@@ -193,7 +193,7 @@ def run_jobs(
     "Run all jobs, each after those it needs; return the failures."
     place = place or Machine(workers)
     place.check(jobs)
-    done, failed, running, again = set(), {}, {}, Counter()
+    done, failed, running, again, shown = set(), {}, {}, Counter(), 0.
     show = Progress(name, len(jobs))
     try:
         while len(done) + len(failed) < len(jobs):
@@ -204,9 +204,10 @@ def run_jobs(
                 if is_fresh(job.out, job.settings) and not cell_error(job): done.add(job.out)
                 else: running[job] = place.start(job, running)
             skip_dependents(jobs, failed)
-            shares = {j: fraction_done(j) for j in running}
-            show(len(done) + len(failed), progress_text(shares, failed),
-                 left=seconds_left(jobs, shares, done, failed, place.workers))
+            if not running or time.time() - shown > 1:   # a look into all logs takes a while
+                shares, shown = {j: fraction_done(j) for j in running}, time.time()
+                show(len(done) + len(failed), progress_text(shares, failed),
+                     left=seconds_left(jobs, shares, done, failed, place.workers))
             watch()
             if running: time.sleep(.2)
     finally:
