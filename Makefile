@@ -8,6 +8,7 @@ VENVS := runs/bench_venvs
 BOARD := method kind trained_on people people_low people_high pool gold tuned tuned_temperature length kl labels
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all modules anew
 
 .PHONY: farm test lab bench prepare outputs clean
 

@@ -13,7 +13,7 @@ import tiny
 from alpaca_farm import farm
 from alpaca_farm.core.build import methods, notebook_path
 from alpaca_farm.core import execution
-from alpaca_farm.core.execution import needed_cells, NotebookProcess
+from alpaca_farm.core.execution import needed_cells
 from alpaca_farm.core.launch import Job, run_jobs
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
@@ -73,10 +73,7 @@ def executed(notebook, out, given):
 WHOLE = 'farm', 'rlcd', 'compare', 'people'   # executed as a reader does; of others the cells that a run needs: nbdev_test runs the rest
 
 
-def forked(notebook, out, given):
-    "Exit status and output of a run in a process forked from one that has loaded the libraries, as the farm's are."
-    process = NotebookProcess(notebook_path(notebook), out, given, out.with_suffix('.txt'))
-    return process.wait(), out.with_suffix('.txt').read_text()
+def forked(notebook, out, given): return tiny.run_notebook(notebook_path(notebook), out, given)
 
 
 @pytest.fixture(scope='module')
@@ -173,7 +170,7 @@ def test_farm_does_nothing_twice(made, sizes):
 def wrong(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp('wrong')
     with ThreadPoolExecutor(2) as workers:
-        jobs = {name: workers.submit(executed, notebook, folder/f'{name}.ipynb', tiny.settings(notebook, base, out=str(folder/name)) | given)
+        jobs = {name: workers.submit(executed if name == 'misspelt' else forked, notebook, folder/f'{name}.ipynb', tiny.settings(notebook, base, out=str(folder/name)) | given)
                 for name, (notebook, given, _) in WRONG.items()}
         return folder, {name: j.result() for name, j in jobs.items()}
 

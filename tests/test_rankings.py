@@ -74,7 +74,9 @@ def test_groups_that_never_met_are_named():
     records = [dict(instruction='Say.', generator_1=a, generator_2=b, preference=1) for a, b in (('ppo', 'sft'), ('dpo', 'sft'), ('gpt', 'claude'))]
     with pytest.raises(ValueError, match='2 groups that never met: ppo, sft, dpo; gpt, claude'): rk.elo(rk.games(records), n=5)
     bridged = records + [dict(records[0], generator_1='gpt')]
-    assert list(rk.elo(rk.games(bridged), 'sft', n=20).index[:1]) == ['gpt']
+    rating = rk.elo(rk.games(bridged), 'sft', n=20).elo   # who won its only kind of game stands above who lost it, equally far
+    assert rating[['ppo', 'dpo', 'gpt']].values == pytest.approx([rating.gpt]*3) and rating.gpt > 1400
+    assert rating[['sft', 'claude']].values == pytest.approx([1000]*2)
 
 
 def test_elo_and_its_interval():

@@ -47,13 +47,13 @@ def same_run(a, b):
 
 def kill_at(step, notebook, given):
     "Start a run and kill it when its log has `step` records; returns how many it had."
-    p, log = tiny.spawn(tiny.command(notebook, **given)), Path(given['out'])/'log.jsonl'
+    (p, output), log = tiny.start_module(notebook, given), Path(given['out'])/'log.jsonl'
     try:
-        while p.poll() is None and (not log.exists() or log.read_bytes().count(b'\n') < step): time.sleep(.002)
-        assert p.poll() is None, f'{notebook} ended before step {step}:\n{p.stdout.read()}'
+        while p.is_alive() and (not log.exists() or log.read_bytes().count(b'\n') < step): time.sleep(.002)
+        assert p.is_alive(), f'{notebook} ended before step {step}:\n{output.read_text()}'
     finally: p.kill()
-    p.communicate()
-    assert p.returncode == -signal.SIGKILL
+    p.join()
+    assert p.exitcode == -signal.SIGKILL
     return len(read_log(given['out']))
 
 
@@ -63,9 +63,9 @@ def interrupted(notebook, base, folder):
     at = random.SystemRandom().randint(low, high)
     reached = kill_at(at, notebook, given)
     assert not (folder/notebook/'summary.json').exists()
-    again = tiny.spawn(tiny.command(notebook, **given))
-    output = again.communicate()[0]
-    assert again.returncode == 0, output
+    again, output = tiny.start_module(notebook, given)
+    again.join()
+    assert again.exitcode == 0, output.read_text()
     return at, reached
 
 
@@ -237,9 +237,8 @@ def test_edited_notebook(base, tmp_path):
     (tmp_path/'edited.ipynb').write_text(json.dumps(source))
     for notebook in (tiny.ROOT/'nbs'/'sft.ipynb', tmp_path/'edited.ipynb'):
         assert read_log(tmp_path/'sft') == was and not (tmp_path/'sft~1').exists()
-        p = tiny.spawn(tiny.papermill(notebook, tmp_path/'out.ipynb', **given))
-        output = p.communicate()[0]
-        assert p.returncode == 0, output
+        status, output = tiny.run_notebook(notebook, tmp_path/'out.ipynb', given)
+        assert status == 0, output
     assert read_log(tmp_path/'sft~1') == was
     assert read_log(tmp_path/'sft')[0]['loss'] == pytest.approx(3*was[0]['loss'], rel=1e-5)
 

@@ -100,6 +100,30 @@ def environment(**more):
                 PYDEVD_DISABLE_FILE_VALIDATION='1', **more)
 
 
+def run_notebook(notebook, executed, given):
+    "Exit status and output of a notebook in a process forked from one that has loaded the libraries, as the farm's are."
+    from alpaca_farm.core.execution import NotebookProcess
+    log = Path(executed).with_suffix('.txt')
+    return NotebookProcess(Path(notebook), Path(executed), given, log).wait(), log.read_text()
+
+
+def run_module(notebook, given, log):
+    "Make a run in this process, whose output goes to a file."
+    with open(log, 'w') as f:
+        for stream in (1, 2): os.dup2(f.fileno(), stream)
+    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    main(module)(config(module, **given))
+
+
+def start_module(notebook, given):
+    "The process of a run, forked as in `run_notebook`, and the file with its output, which is not in the run's folder."
+    from alpaca_farm.core.execution import warm_server
+    log = Path(given['out']).with_suffix('.txt')
+    process = warm_server().Process(target=run_module, args=(notebook, given, log))
+    process.start()
+    return process, log
+
+
 def free_ports(n):
     "Ports of this computer that nothing listens on."
     sockets = [socket.create_server(('', 0)) for _ in range(n)]

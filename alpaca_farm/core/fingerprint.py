@@ -10,7 +10,7 @@ __all__ = ['statements', 'syntax', 'import_names', 'import_folder', 'module_file
            'damaged_file']
 
 # %% ../../nbs/core/fingerprint.ipynb #aaceba8c
-import ast, dis, functools, inspect, linecache, os, platform, re, subprocess, sys, textwrap, time
+import ast, dis, functools, inspect, linecache, os, platform, re, subprocess, sys, textwrap, threading, time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
@@ -77,16 +77,18 @@ def module_files(name: str, level: int = 0, importer: Path | None = None) -> set
 
 # %% ../../nbs/core/fingerprint.ipynb #22ae8015
 _parsed = {}   # by path: when the file was changed, the hash of its syntax, what it imports
+_parsing = threading.Lock()   # in Python 3.11 two threads must not make syntax trees at once
 
 
 def parse_file(path: Path) -> tuple[str, list[tuple[int, str]]]:
     "Hash of a file's syntax, and what it imports; kept until the file changes."
     changed = path.stat().st_mtime_ns
-    if path not in _parsed or _parsed[path][0] != changed:
-        tree = ast.parse(path.read_text(encoding='utf-8'), str(path))
-        imports = import_names(tree)
-        _parsed[path] = changed, digest(syntax(tree)), imports
-    return _parsed[path][1:]
+    with _parsing:
+        if path not in _parsed or _parsed[path][0] != changed:
+            tree = ast.parse(path.read_text(encoding='utf-8'), str(path))
+            imports = import_names(tree)
+            _parsed[path] = changed, digest(syntax(tree)), imports
+        return _parsed[path][1:]
 
 # %% ../../nbs/core/fingerprint.ipynb #d58a97c3
 def source_hash(files: set[Path]) -> str:

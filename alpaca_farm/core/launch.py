@@ -204,12 +204,12 @@ def run_jobs(
                 if is_fresh(job.out, job.settings) and not cell_error(job): done.add(job.out)
                 else: running[job] = place.start(job, running)
             skip_dependents(jobs, failed)
-            if not running or time.time() - shown > 1:   # a look into all logs takes a while
-                shares, shown = {j: fraction_done(j) for j in running}, time.time()
-                show(len(done) + len(failed), progress_text(shares, failed),
-                     left=seconds_left(jobs, shares, done, failed, place.workers))
             watch()
             if running: time.sleep(.2)
+            if running and time.time() - shown < 1: continue   # a look into all logs takes a while
+            shares, shown = {j: fraction_done(j) for j in running}, time.time()
+            show(len(done) + len(failed), progress_text(shares, failed),
+                 left=seconds_left(jobs, shares, done, failed, place.workers))
     finally:
         for p in running.values(): p.terminate()
     return list(failed.values())

@@ -6,12 +6,16 @@
 __all__ = ['use_once']
 
 # %% ../../nbs/core/preload.ipynb #c3f6f712
-import io
+import io, sys
+
+sys.modules['rfc3987_syntax'] = None   # jsonschema would make a grammar of web addresses: two seconds, for nothing
 
 import accelerate, execnb.shell, matplotlib.pyplot, pandas, papermill, safetensors.torch, torch, transformers
 import transformers.models.llama.modeling_llama
 from matplotlib.figure import Figure
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+del sys.modules['rfc3987_syntax']
 
 # %% ../../nbs/core/preload.ipynb #677e2894
 def use_once():
