@@ -191,8 +191,7 @@ def run_jobs(
     retries: int = 0,  # how often a job that has failed is started again
 ) -> list[str]:  # one line for each failure
     "Run all jobs, each after those it needs; return the failures."
-    place = place or Machine(workers)
-    place.check(jobs)
+    (place := place or Machine(workers)).check(jobs)
     done, failed, running, again, shown = set(), {}, {}, Counter(), 0.
     show = Progress(name, len(jobs))
     try:

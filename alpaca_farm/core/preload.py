@@ -8,7 +8,7 @@ __all__ = ['use_once']
 # %% ../../nbs/core/preload.ipynb #c3f6f712
 import io, sys
 
-sys.modules['rfc3987_syntax'] = None   # jsonschema would make a grammar of web addresses: two seconds, for nothing
+sys.modules['rfc3987_syntax'] = None   # jsonschema's grammar of web addresses: two seconds, for nothing
 
 import accelerate, execnb.shell, matplotlib.pyplot, pandas, papermill, safetensors.torch, torch, transformers
 import transformers.models.llama.modeling_llama
