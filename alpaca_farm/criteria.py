@@ -181,7 +181,7 @@ def word_pairs(answer: str) -> list[tuple]:
 # %% ../nbs/world/criteria.ipynb #e1963663
 @cache
 def usual_pairs(
-    n: int = 12_000,  # answers from which pairs are collected
+    n: int = 6_000,   # answers from which pairs are collected; 12,000 have no others
 ) -> frozenset:
     "Neighbouring words in authors' answers, and the end of any sentence with what may follow it."
     rng = random.Random(99)

@@ -76,18 +76,19 @@ def module_files(name: str, level: int = 0, importer: Path | None = None) -> set
     return {p for p in paths if p.is_file()}
 
 # %% ../../nbs/core/fingerprint.ipynb #22ae8015
-_parsed = {}   # by path: when the file was changed, the hash of its syntax, what it imports
+_parsed = {}   # by path: when the file was changed, and what `parse_file` returns
 _parsing = threading.Lock()   # in Python 3.11 two threads must not make syntax trees at once
 
 
-def parse_file(path: Path) -> tuple[str, list[tuple[int, str]]]:
-    "Hash of a file's syntax, and what it imports; kept until the file changes."
+def parse_file(path: Path) -> tuple[str, set[Path], set[str]]:
+    "Hash of a file's syntax, the files of its relative imports, the names of the others; kept until it changes."
     changed = path.stat().st_mtime_ns
     with _parsing:
         if path not in _parsed or _parsed[path][0] != changed:
             tree = ast.parse(path.read_text(encoding='utf-8'), str(path))
             imports = import_names(tree)
-            _parsed[path] = changed, digest(syntax(tree)), imports
+            near = set().union(*(module_files(name, level, path) for level, name in imports if level))
+            _parsed[path] = changed, digest(syntax(tree)), near, {name for level, name in imports if not level}
         return _parsed[path][1:]
 
 # %% ../../nbs/core/fingerprint.ipynb #d58a97c3
@@ -97,8 +98,8 @@ def source_hash(files: set[Path]) -> str:
     while todo:
         path = todo.pop()
         if path in found: continue
-        found[path], imports = parse_file(path)
-        for level, name in imports: todo += module_files(name, level, path)
+        found[path], near, far = parse_file(path)
+        todo += near.union(*map(module_files, far))
     return digest(sorted((path.name, mark) for path, mark in found.items())) if found else ''
 
 # %% ../../nbs/core/fingerprint.ipynb #42d79164
