@@ -118,7 +118,7 @@ def run_cost(name: str, cost: float, row: dict, labels: int, quick: bool) -> flo
     kind = name.removesuffix('_people')
     if kind in ('reward_model', 'dpo', 'feedme'): cost *= (.1 + .9*labels/16000)
     if kind != 'annotators': cost *= max(.6, size('hidden_size')**1.5*size('layers'))
-    return cost*(.4 if quick else 1)
+    return cost*(.2 if quick else 1)
 
 # %% ../nbs/studies/worlds.ipynb #42a41170
 def world_job(
