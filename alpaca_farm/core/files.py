@@ -46,7 +46,7 @@ def read_json(path):
         raise ValueError(f'{path} is damaged ({e}): restore it, or delete it and '
                          'run again what wrote it') from e
 
-# %% ../../nbs/core/files.ipynb #ba95e7b6
+# %% ../../nbs/core/files.ipynb #f7f10a35
 @functools.lru_cache(64)
 def parse_yaml(text: bytes):
     "The value of a YAML text; parsed once, as that takes some ten milliseconds."
