@@ -20,12 +20,11 @@ from alpaca_farm.core.runs import read_log, read_summary
 
 NBS = tiny.ROOT/'nbs'
 RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb')) if p.parent.name not in ('core', '.ipynb_checkpoints')]
-SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]  # notebooks without a run
+SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]  # notebooks without a run, which nbdev_test executes
 # notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
 FARMED = ({name: name for name in ('world', 'sft', 'decoding', 'annotators', 'reward_model', 'overoptimization')}
           | {row['notebook']: method for method, row in reversed(methods().items())})  # of several methods the first
-OWN = {name: lambda f: {} for name in SILENT} | dict(
-           rlcd=lambda f: dict(out=f'{f}/rlcd', data=f'{f}/world', policy=f'{f}/world', task=f'{tiny.ROOT}/tests/data/task.yaml', max_instances=12, chunk=8),
+OWN = dict(rlcd=lambda f: dict(out=f'{f}/rlcd', data=f'{f}/world', policy=f'{f}/world', task=f'{tiny.ROOT}/tests/data/task.yaml', max_instances=12, chunk=8),
            wombat=lambda f: dict(out=f'{f}/wombat', data=f'{f}/world', writers=[f'{f}/sft', f'{f}/dpo'], max_instances=12,
                                  rrhf=[f'policy={f}/sft', f'reward_model={f}/reward_model', f'data={f}/world', 'perplexity_model=', 'epochs=1', 'eval_instances=4']),
            eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
@@ -70,7 +69,7 @@ def executed(notebook, out, given):
     return p.returncode, output
 
 
-WHOLE = 'farm', 'rlcd', 'compare', 'people'   # executed as a reader does; of others the cells that a run needs: nbdev_test runs the rest
+WHOLE = 'farm', 'rlcd', 'compare'   # executed as a reader does; of others the cells that a run needs: nbdev_test runs the rest
 
 
 def forked(notebook, out, given): return tiny.run_notebook(notebook_path(notebook), out, given)
@@ -97,7 +96,11 @@ def made(sizes, tmp_path_factory):
 
 
 def test_no_notebook_is_forgotten():
-    assert {p.stem for p in RUNNABLE} == {'farm', *FARMED, *OWN}
+    assert {p.stem for p in RUNNABLE} == {'farm', *FARMED, *OWN, *SILENT}
+
+
+def test_nbdev_test_executes_whole_notebooks_without_a_run():
+    for p in RUNNABLE: assert p.stem not in SILENT or not re.search(r'#\| *(slow|notest|eval)', p.read_text()), p
 
 
 @pytest.mark.parametrize('name', ['farm', *FARMED, *OWN])
@@ -113,7 +116,7 @@ def test_notebook_executes(made, name):
     for c in code:
         assert len(c['outputs']) <= 6, 'a live line leaves one output behind'
         for o in c['outputs']: assert 'Traceback' not in str(o.get('text', ''))
-    if name not in SILENT + ['openai_baselines', 'pretrained']:
+    if name not in ('openai_baselines', 'pretrained'):
         out = folder/FARMED.get(name, name)
         assert read_summary(out) and not list(out.rglob('.*'))
         assert all(k in read_json(out/'config.json') for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))
