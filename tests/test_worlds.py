@@ -357,7 +357,7 @@ def test_the_cost_is_said_first(study, capsys):
 
 def test_costs_follow_labels_and_size():
     row = read_worlds()['large_model']
-    assert worlds.run_cost('dpo', 50, {}, 16000, False) == 50 and worlds.run_cost('dpo_people', 50, {}, 1000, False) < 20 and worlds.run_cost('rrhf', 50, {}, 1000, True) == 20
+    assert worlds.run_cost('dpo', 50, {}, 16000, False) == 50 and worlds.run_cost('dpo_people', 50, {}, 1000, False) < 20 and worlds.run_cost('rrhf', 50, {}, 1000, True) == 10
     assert worlds.run_cost('sft', 10, row, 8000, False) > 20 and worlds.run_cost('annotators', 8, row, 8000, False) == 8
 
 

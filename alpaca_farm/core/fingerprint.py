@@ -81,14 +81,15 @@ _parsing = threading.Lock()   # in Python 3.11 two threads must not make syntax 
 
 
 def parse_file(path: Path) -> tuple[str, set[Path], set[str]]:
-    "Hash of a file's syntax, the files of its relative imports, the names of the others; kept until it changes."
+    "Hash of a file's syntax, files of its relative imports, names of the others; kept until it changes."
     changed = path.stat().st_mtime_ns
     with _parsing:
         if path not in _parsed or _parsed[path][0] != changed:
             tree = ast.parse(path.read_text(encoding='utf-8'), str(path))
             imports = import_names(tree)
             near = set().union(*(module_files(name, level, path) for level, name in imports if level))
-            _parsed[path] = changed, digest(syntax(tree)), near, {name for level, name in imports if not level}
+            far = {name for level, name in imports if not level}
+            _parsed[path] = changed, digest(syntax(tree)), near, far
         return _parsed[path][1:]
 
 # %% ../../nbs/core/fingerprint.ipynb #d58a97c3
