@@ -3,10 +3,12 @@ import atexit
 import importlib
 import json
 import os
+import time
 import weakref
+from pathlib import Path
 
 import tiny
-from alpaca_farm.core.processes import rank
+from alpaca_farm.core.processes import rank, written_once
 from alpaca_farm.core.training import Trainer
 from torch import distributed
 
@@ -24,6 +26,16 @@ def check_closed():
     if connections() is not None: os._exit(3)
 
 
+def check_late_reader(file):
+    "A file is written anew only when the slowest process has read it."
+    write = written_once(file.write_text)
+    write('first')
+    time.sleep(.5 * rank()[0])
+    assert file.read_text() == 'first'
+    write('second')
+    assert file.read_text() == 'second'
+
+
 if __name__ == '__main__':
     atexit.register(check_closed)   # the last of the handlers
     Trainer.hold = checked
@@ -31,4 +43,5 @@ if __name__ == '__main__':
         module = importlib.import_module(f'alpaca_farm.{name}')
         module.train(tiny.config(module, **given))
         assert rank() == (int(os.environ['RANK']), 2)
+    check_late_reader(Path(os.environ['RUNS']).with_name('late.txt'))
     connections = weakref.ref(distributed.group.WORLD)

@@ -71,7 +71,7 @@ def once(f, *args):
     "`f(*args)`, computed by the first process alone and known to all."
     if rank()[1] == 1: return f(*args)
     from torch.distributed import broadcast_object_list
-    value = [None]
+    value = gather_all(None)[:1]   # waits for all
     if rank()[0] == 0:
         with alone(): value[0] = f(*args)
     broadcast_object_list(value)
