@@ -16,7 +16,7 @@ import torch
 
 from .core.answers import PromptConfig
 from .core.api import ApiConfig
-from .core.build import ensure_input
+from .core.build import ensure_inputs
 from .core.comparisons import preferences_over
 from .core.data import load_records, prompt_key
 from .core.files import atomic_write, read_yaml, write_json
@@ -257,7 +257,7 @@ def forecast(cfg: BringYourOwnConfig, own) -> tuple[list[Job], dict]:
 def run(cfg: BringYourOwnConfig):
     "Make all runs, and the board in `cfg.out`; RuntimeError naming the runs that failed."
     check_run_folder(at_root(cfg.out))
-    for name in cfg.inputs: ensure_input(cfg, name)
+    ensure_inputs(cfg)
     own = read_own(cfg)
     jobs, planned = forecast(cfg, own)
     for name, records in own.data.items(): write_json(at_root(f'{cfg.runs}/data/{name}.json'), records)

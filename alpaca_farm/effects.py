@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.build import ensure_input, methods
+from .core.build import ensure_inputs, methods
 from .core.candidates import temperature_of
 from .core.comparisons import answer_preferences
 from .core.data import load_records, prompt_key
@@ -160,7 +160,7 @@ def word_prices(cfg: EffectsConfig) -> dict[str, float]:
 def run_experiment(cfg: EffectsConfig) -> tuple[str, ...]:
     "Make the missing runs of the experiment; returns the folders of all its runs."
     check_run_folder(at_root(cfg.out))
-    for name in cfg.inputs: ensure_input(cfg, name)
+    ensure_inputs(cfg)
     print(announced_cost(effect_jobs(cfg), 'the experiment'))
     run_or_fail(effect_labelling_jobs(cfg), cfg.workers, 'effects', 'the experiment')
     biased, audit = arm_labels(cfg, 'biased'), arm_labels(cfg, 'unbiased')[cfg.pairs:]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.build import ensure_input
+from .core.build import ensure_inputs
 from .core.candidates import temperature_of
 from .core.comparisons import answer_preferences, both_orders
 from .core.data import find_file, load_records, prompt_key, read_rows
@@ -264,8 +264,8 @@ def check_study(cfg: HybridConfig):
 def run_study(cfg: HybridConfig) -> tuple[tuple, list[dict]]:
     "Make the missing runs of the study; returns their folders and the cost of each arm's labels."
     check_run_folder(at_root(cfg.out))
-    for name in cfg.inputs:
-        if cfg.judge or name not in ('judge', 'data', 'bank', 'references'): ensure_input(cfg, name)
+    for_policies = () if cfg.judge else ('judge', 'data', 'bank', 'references')
+    ensure_inputs(cfg, tuple(name for name in cfg.inputs if name not in for_policies))
     check_study(cfg)
     labelling, replicates, points = hybrid_labelling_jobs(cfg), range(cfg.replicates), study_points(cfg)
     jobs = labelling + [j for k in replicates for p in trained_points(cfg) for j in point_jobs(cfg, *p, k)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from fastcore.basics import patch
 
-from .core.build import ensure_input
+from .core.build import ensure_inputs
 from .core.dialogues import prompt_text
 from .core.files import digest
 from .core.preferences import hash_uniform, pair_identity
@@ -310,7 +310,7 @@ def simulate_person(
 # %% ../nbs/judging/labelling.ipynb #953fe9a1
 def labelling_widget(cfg: LabellingConfig):
     "The widget with which `cfg.person` labels; without a name None, after printing the counts so far."
-    for name in cfg.inputs: ensure_input(cfg, name)
+    ensure_inputs(cfg)
     pairs, store = load_pairs(cfg), Store(at_root(cfg.store))
     if cfg.person: return LabellingPage(LabellingQueue(pairs, store, cfg.person, cfg.seed, cfg.repeat)).view
     counts = {name: len(person_labels(store, pairs, name)) for name in people_in_store(store)}
@@ -321,7 +321,7 @@ def labelling_widget(cfg: LabellingConfig):
 # %% ../nbs/judging/labelling.ipynb #e19d998e
 def run(cfg: LabellingConfig):
     "Turn the labels in the store into a run; writes preferences.json and summary.json to `cfg.out`."
-    for name in cfg.inputs: ensure_input(cfg, name)
+    ensure_inputs(cfg)
     pairs, store = load_pairs(cfg), Store(at_root(cfg.store))
     people = [cfg.person.strip()] if cfg.person else people_in_store(store)
     answers = [person_answers(store, pairs, name) for name in people]

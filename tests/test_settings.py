@@ -191,6 +191,21 @@ def test_a_name_on_the_hub_is_accepted_though_a_folder_is_near(elsewhere, monkey
     assert SFTConfig(policy='rnus/world').policy == 'rnus/world' and asked == ['rnus/world']
 
 
+def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, monkeypatch):
+    "A fresh checkout: the world alone would take minutes."
+    from alpaca_farm import ppo, sft
+    from alpaca_farm.core import build
+    built = []
+    monkeypatch.setattr(build, 'build', lambda notebook, out, **_: built.append(out))
+    (elsewhere/'half').mkdir()
+    (elsewhere/'half'/'config.json').write_text('{"notebook": "sft", "fingerprint": "", "inputs": {}}')
+    for path, error, why in (('nobody/here', FileNotFoundError, r"policy = 'nobody/here': there is no such file or folder .* hub"), ('half', ValueError, 'this run is not finished')):
+        with pytest.raises(error, match=why): sft.train(sft.SFTConfig(policy=path, out='runs/a'))
+    assert built == [] and not (elsewhere/'runs'/'a').exists()
+    build.ensure_inputs(ppo.PPOConfig(policy=str(base/'sft')))
+    assert built == ['runs/reward_model', 'runs/world']
+
+
 def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch):
     import huggingface_hub
     from alpaca_farm.core.fingerprint import content_hash

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['matches_settings', 'recorded_inputs', 'runs_behind', 'changed_marks', 'changed_inputs', 'is_current', 'is_fresh',
            'notebook_path', 'methods', 'people_settings', 'recipe', 'takes_annotators', 'start_notebook', 'wait_for',
-           'build', 'check_input_run', 'ensure_input']
+           'build', 'check_input_run', 'default_runs', 'ensure_inputs']
 
 # %% ../../nbs/core/build.ipynb #aaceba8c
 import fcntl
@@ -15,7 +15,7 @@ from .execution import NotebookProcess
 from .files import read_yaml
 from alpaca_farm.core.fingerprint import (as_list, content_hash, damaged_file, exported_hash, run_config,
     run_of)
-from .paths import notebooks_folder
+from .paths import ask_hub, looks_like_hub, notebooks_folder
 from .settings import at_root, Config
 
 # %% ../../nbs/core/build.ipynb #f6756d20
@@ -163,12 +163,20 @@ def check_input_run(name: str, path: str):
     if changed: print(f'{name} = {path} is used as it is, but was made before {", ".join(changed)} changed')
 
 # %% ../../nbs/core/build.ipynb #7993e32e
-def ensure_input(cfg: Config, name: str):
-    "Build the input `name` if it is a default that is missing or stale; check any other."
-    default, value = getattr(type(cfg)(), name), getattr(cfg, name)
-    for path in as_list(value):
-        known = recipe(path) if value == default and ':' not in path else None
-        if known: build(known[0], path, **known[1])
-        else:
-            cfg.check_path(name, path)
-            check_input_run(name, path)
+def default_runs(cfg: Config, name: str) -> dict[str, tuple[str, dict]]:
+    "The runs among an input's defaults, each with its `recipe`; none if the input was named."
+    value = getattr(cfg, name)
+    if value != getattr(type(cfg)(), name): return {}
+    return {path: known for path in as_list(value) if ':' not in path and (known := recipe(path))}
+
+# %% ../../nbs/core/build.ipynb #7993e32f
+def ensure_inputs(cfg: Config, names: tuple = ()):
+    "Check the named inputs, then build the defaults that are missing or stale; of `names`, or of all."
+    names = names or tuple(cfg.inputs)
+    defaults = {path: known for name in names for path, known in default_runs(cfg, name).items()}
+    stale = {path: known for path, known in defaults.items() if not is_fresh(path)}
+    for name, path in [(n, p) for n in names for p in as_list(getattr(cfg, n)) if p not in defaults]:
+        cfg.check_path(name, path)
+        check_input_run(name, path)
+        if stale and looks_like_hub(path) and not at_root(path).exists(): ask_hub(path, f'{name} = {path!r}')
+    for path, (notebook, settings) in stale.items(): build(notebook, path, **settings)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
-from .build import ensure_input
+from .build import ensure_inputs
 from .files import atomic_write, load_state, PREFIX, read_json, save_state, write_json
 from alpaca_farm.core.fingerprint import (as_list, code_hash, damaged_file, describe_run, left_files,
     run_config)
@@ -300,6 +300,6 @@ def start(
     check_run_folder(at_root(cfg.out), [p for name in cfg.inputs for p in as_list(getattr(cfg, name))])
     check_tracker(cfg.tracker)
     check_push(getattr(cfg, 'push_to_hub', ''))
-    for name in cfg.inputs if not joined else (): ensure_input(cfg, name)
+    if not joined: ensure_inputs(cfg)
     run = find_run(cfg, train, reads)
     return run if run.done or joined or not needs_ranks(cfg) else make_in_ranks(run, train)
