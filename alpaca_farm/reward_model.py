@@ -163,7 +163,7 @@ def split_pairs(records: list[dict], held_out: int, seed: int) -> tuple[list, li
         raise ValueError(f'all {n} pairs are marked as held_out: none is left to learn from')
     if left < max(1, n - left) and not marked:
         raise ValueError(f'held_out = {held_out} leaves {left} of {n} pairs to learn from, and whole prompts '
-                         f'(of {len(set(prompts))}) are held out; try {n // 10}')
+                         f'(of {len(set(prompts))}) are held out; try {max(1, n // 10)}')
     return [r for r, a in zip(records, aside) if not a], [r for r, a in zip(records, aside) if a]
 
 # %% ../nbs/reward_model.ipynb #dab4f7ac
@@ -196,14 +196,16 @@ def accuracies(
     lead: np.ndarray,   # (N,) score of the second answer minus the first's
     pairs: list[dict],  # N preference records
 ) -> dict[str, float]:
-    "Agreement with labels and with the annotators' majority, with 95 % intervals; and the labels' ceiling."
-    def share(name, labels):
+    "Agreement with labels and, where known, the annotators' majority, 95 % intervals; the labels' ceiling."
+    def share(name, lead, labels):
         right = pair_accuracy(torch.tensor(lead), torch.tensor(labels)).numpy()
         return dict(zip((name, f'{name}_low', f'{name}_high'), map(float, wilson(right.sum(), len(right)))))
-    figures = share('accuracy', [r['preference'] - 1 for r in pairs])
-    if not all('expected' in r for r in pairs): return figures
-    p = np.array([r['expected'] - 1 for r in pairs])
-    return figures | dict(accuracy_ceiling=float(np.maximum(p, 1 - p).mean())) | share('accuracy_majority', p)
+    figures = share('accuracy', lead, [r['preference'] - 1 for r in pairs])
+    known = [i for i, r in enumerate(pairs) if r.get('expected') is not None]
+    if not known: return figures
+    p = np.array([pairs[i]['expected'] - 1 for i in known])
+    ceiling = dict(accuracy_ceiling=float(np.maximum(p, 1 - p).mean()))
+    return figures | ceiling | share('accuracy_majority', lead[known], p)
 
 # %% ../nbs/reward_model.ipynb #a58bdbd9
 def accuracy_by_annotator(lead: np.ndarray, pairs: list[dict]) -> list[dict]:
@@ -238,8 +240,9 @@ def calibration_tables(lead: np.ndarray, pairs: list[dict], flip_rate: float) ->
     "Calibration against the labels, and against the annotators' mean preference where it is recorded."
     p = label_chance(torch.tensor(lead), flip_rate).numpy()
     fields = dict(labels='preference', expected='expected')
-    return {name: calibration(p, [r[f] - 1 for r in pairs]) for name, f in fields.items()
-            if all(f in r for r in pairs)}
+    known = {name: [i for i, r in enumerate(pairs) if r.get(f) is not None] for name, f in fields.items()}
+    return {name: calibration(p[rows], [pairs[i][fields[name]] - 1 for i in rows])
+            for name, rows in known.items() if rows}
 
 # %% ../nbs/reward_model.ipynb #af11ca20
 def answer_scores(model, tokenizer, pairs: list[dict], cfg, standardise: bool = False) -> np.ndarray:

@@ -75,7 +75,7 @@ class WombatConfig(SampleConfig, ApiConfig):
 # %% ../nbs/wombat.ipynb #5f0c1a78
 def rrhf_settings(cfg: WombatConfig) -> dict:
     "Settings of the RRHF run: those that it shares with its candidates, and those in `cfg.rrhf`."
-    shared = ('seed', 'device', 'dtype', 'data', 'template', 'max_prompt', 'max_new_tokens')
+    shared = ('seed', 'device', 'dtype', 'data', 'columns', 'template', 'max_prompt', 'max_new_tokens')
     ours = {k: getattr(cfg, k) for k in shared} | dict(candidates=f'{cfg.out}/candidates.json')
     if cfg.rater: ours['reward_model'] = ''   # its ratings are in the file
     return ours | parse_mapping('rrhf', cfg.rrhf)

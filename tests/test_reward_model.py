@@ -341,6 +341,18 @@ def test_micro_batches(base, tmp_path):
     for k in a.keys() - {'wall'}: assert a[k] == pytest.approx(b[k], rel=1e-4, abs=1e-6)
 
 
+def test_pairs_whose_annotators_gave_no_mean_are_left_out_of_its_figures(base, tmp_path):
+    "As `annotators` writes them where a judge has no verdict in one of the two orders."
+    records = read_json(base/'annotators'/'preferences.json')
+    for r in records[::2]: r['expected'] = None
+    (tmp_path/'some.json').write_text(json.dumps(records))
+    rm.train(config(base, tmp_path/'some', preferences=str(tmp_path/'some.json')))
+    tables, figures = read_json(tmp_path/'some'/'calibration.json'), read_summary(tmp_path/'some')
+    counts = {name: sum(r['pairs'] for r in rows) for name, rows in tables.items()}
+    assert 0 < counts['expected'] < counts['labels'] == 10
+    assert figures['accuracy'] != figures['accuracy_majority'] and .5 <= figures['accuracy_ceiling'] <= 1
+
+
 def test_records_without_extras(base, tmp_path):
     "Labels of which nothing more is known: no majority, no annotators, no curve of flips."
     bare = [{k: v for k, v in r.items() if k not in ('expected', 'annotator', 'flipped')} for r in read_json(base/'annotators'/'preferences.json')]
