@@ -178,10 +178,10 @@ class Verdict(NamedTuple):
     orders: tuple = ()            # if asked in both orders: the preference in each, in the pair's own order
 
 # %% ../nbs/judging/judges.ipynb #6b3be6a3
-def make_verdicts(e: Evaluator, request: dict, answer: dict, seconds: float, earlier: float | None,
+def make_verdicts(e: Evaluator, request: dict, answer: dict, seconds: float | None, earlier: float | None,
                   client: ApiClient) -> list[Verdict]:
     "The verdicts in an answer; their price in dollars includes `earlier` answers to the same request."
-    paid = client.price(e.decoding['model'], *token_usage(answer, request))
+    paid = client.price(e.decoding['model'], *token_usage(answer, request), batch=seconds is None)
     price = None if paid is None or earlier is None else earlier + paid / e.batch_size
     raw = answer_text(answer) or (answer['choices'][0].get('message') or {}).get('refusal') or ''
     return [Verdict(v, raw, price, seconds) for v in parse_verdicts(e, answer)]

@@ -8,7 +8,7 @@ import weakref
 from pathlib import Path
 
 import tiny
-from alpaca_farm.core.processes import rank, written_once
+from alpaca_farm.core.processes import once, rank, written_once
 from alpaca_farm.core.training import Trainer
 from torch import distributed
 
@@ -36,6 +36,14 @@ def check_late_reader(file):
     assert file.read_text() == 'second'
 
 
+def check_shared_error(folder):
+    "What the first process cannot do is an error of all: none waits for one that has gone on."
+    try: once(folder.rmdir)
+    except OSError as e: assert 'not empty' in str(e)
+    else: raise AssertionError
+    assert once(max, 1, 2) == 2
+
+
 if __name__ == '__main__':
     atexit.register(check_closed)   # the last of the handlers
     Trainer.hold = checked
@@ -44,4 +52,5 @@ if __name__ == '__main__':
         module.train(tiny.config(module, **given))
         assert rank() == (int(os.environ['RANK']), 2)
     check_late_reader(Path(os.environ['RUNS']).with_name('late.txt'))
+    check_shared_error(Path(os.environ['RUNS']).parent)
     connections = weakref.ref(distributed.group.WORLD)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from alpaca_farm.core import batches
 from alpaca_farm import annotators
 from alpaca_farm.annotators import annotate_pairs, AnnotatorsConfig, load_annotators
 from alpaca_farm.core import client
+from alpaca_farm.core.files import read_json
 from alpaca_farm.core.data import full_instruction, load_records
 from alpaca_farm.core.judge_configs import configured_annotators, configured_models, judge_config_file
 from alpaca_farm.core.runs import read_summary
@@ -272,16 +274,23 @@ run(AnnotatorsConfig(**json.loads(sys.argv[1])))
 
 def test_a_batch_outlives_its_process(tmp_path):
     with judge_server(batch_seconds=4.) as server:
-        cfg = config(tmp_path, server, batch=True)
+        (tmp_path/'prices.yaml').write_text('judge: [1, 2]')
+        cfg = config(tmp_path, server, batch=True, prices=str(tmp_path/'prices.yaml'))
         started = subprocess.Popen([sys.executable, '-c', WAITS, json.dumps(vars(cfg))], env=tiny.environment(), stdout=subprocess.DEVNULL)
         while not any(r['path'] == '/v1/batches' and r['method'] == 'POST' for r in server.requests()):
             assert started.poll() is None
             time.sleep(.05)
         time.sleep(.2)
         started.send_signal(signal.SIGKILL); started.wait()
-        annotators.run(cfg)
+        with pytest.raises(ValueError, match='under way in the batch'): annotators.run(replace(cfg, batch=False))
+        time.sleep(4)
+        annotators.run(replace(cfg, batch=False))   # its answers are read without the setting too, at a batch's price
         assert read_summary(cfg.out)['labels'] == 40
         assert sum('batch' in r for r in server.requests()) == 40, 'the batch was sent again'
+        full = replace(cfg, batch=False, out=str(tmp_path/'full'), store=str(tmp_path/'full.sqlite'))
+        annotators.run(full)
+        assert read_summary(full.out)['dollars'] == pytest.approx(2*read_summary(cfg.out)['dollars'], rel=.01)
+        assert sum(r['price'] for r in read_json(f'{cfg.out}/preferences.json')) == pytest.approx(read_summary(cfg.out)['dollars'], abs=1e-6)
 
 
 def test_a_batch_whose_name_was_lost_is_found_by_its_file(tmp_path):

@@ -79,6 +79,16 @@ def test_a_notebook_shows_the_run_that_the_farm_has_made(project):
     assert texts(path) == ['run\n', '8\n'] and ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
 
 
+def test_one_that_takes_too_long_does_not_end_the_others(project, monkeypatch):
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    seen = []
+    def execute(path, *_):
+        seen.append(path.stem)
+        raise (CellTimeoutError if len(seen) == 1 else DeadKernelError)('gone')
+    monkeypatch.setattr(outputs, 'execute', execute)
+    with pytest.raises(RuntimeError, match='one: CellTimeoutError\ntwo: DeadKernelError'): save_outputs(OutputsConfig())
+
+
 def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
     before = (project/'nbs'/'two.ipynb').read_text()
     with pytest.raises(RuntimeError, match='two: ZeroDivisionError'): save_outputs(OutputsConfig())

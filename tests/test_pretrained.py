@@ -103,6 +103,11 @@ def test_policies(home, tmp_path, model):
         assert torch.allclose(policy(ids).logits, original(ids).logits, atol=1e-5)
 
 
+def test_an_earlier_model_is_set_aside_once(home, tmp_path):
+    for dtype in ('float32', 'bfloat16'): recovered(home[0], 'sft10k', tmp_path/'run', dtype=dtype)
+    assert sorted(p.name for p in tmp_path.glob('run*')) == ['run', 'run~1'] and (tmp_path/'run~1'/'model').is_dir()
+
+
 def test_reward_model(home, tmp_path):
     "Its scores are AlpacaFarm's: head and bias on the last token of the text, which has no end."
     home, made = home

@@ -139,6 +139,23 @@ def test_killed_while_the_best_model_is_replaced(base, tmp_path, count):
     same_run(tmp_path/'whole'/'ppo', tmp_path/'dead'/'ppo')
 
 
+def test_a_checkpoint_holds_the_loss_scale_and_its_own_device_alone(base, tmp_path):
+    import torch
+    from alpaca_farm.core.models import load_policy
+    from alpaca_farm.core.training import Trainer
+    cfg = tiny.config(sft, **tiny.settings('sft', base, out=str(tmp_path/'run')))
+    trainer = Trainer(runs.Run(cfg, {}), 9, dict(policy=load_policy(cfg.policy, cfg, train=True)[0]))
+    trainer.accelerator.scaler = torch.amp.GradScaler('cpu', init_scale=8.)
+    trainer.accelerator.scaler._lazy_init_scale_growth_tracker(torch.device('cpu'))
+    trainer.run.log(trainer.step, loss=1.)
+    trainer.save()
+    trainer.accelerator.scaler.load_state_dict(torch.amp.GradScaler('cpu', init_scale=2.).state_dict())
+    state = trainer.run.load()
+    assert set(state['rng']) == {'cpu'}
+    trainer.restore(state)
+    assert trainer.accelerator.scaler.get_scale() == 8
+
+
 def test_a_finished_run_is_not_run_again(base, tmp_path, capsys):
     cfg = sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft')))
     assert not sft.train(cfg).done

@@ -124,6 +124,29 @@ def test_another_model_and_a_server_that_is_gone(base, tmp_path, monkeypatch):
     assert not (tmp_path/'ppo').exists() and not (tmp_path/'c').exists(), 'all of this is said before any work'
 
 
+def test_answers_without_a_token_are_passed_over(models, monkeypatch):
+    "Some servers leave the end token out."
+    from types import SimpleNamespace
+    from alpaca_farm.core import served
+    own = served.own_logprobs(models.policy, models.prompts[:2], models.answers[:2], 1.)
+    told = [([], []), *zip(models.answers[:2], own)]
+    sampler = SimpleNamespace(url='http://here')
+    served.ServedSampler.compare(sampler, models.policy, [models.prompts[5], *models.prompts[:2]], told, 1., 'other')
+    served.ServedSampler.compare(sampler, models.policy, models.prompts[:1], told[:1], 1., 'other')
+    with pytest.raises(RuntimeError, match='other'):
+        served.ServedSampler.compare(sampler, models.policy, models.prompts[:3], told, 1., 'other')
+
+
+def test_a_key_in_a_servers_error_is_not_shown(monkeypatch):
+    from types import SimpleNamespace
+    from alpaca_farm.core.served import ServedSampler
+    monkeypatch.setenv('VLLM_API_KEY', 'a1B2'*8)
+    answer = SimpleNamespace(status_code=401, text='bad key ' + 'a1B2'*8)
+    sampler = SimpleNamespace(url='http://here', gone=httpx.TransportError, http=SimpleNamespace(request=lambda *_, **__: answer))
+    with pytest.raises(RuntimeError, match='answers 401: bad key') as e: ServedSampler.request(sampler, 'models')
+    assert 'a1B2' not in str(e.value)
+
+
 def test_ppo_with_a_served_sampler(base, folder, tmp_path):
     with lora_server(folder) as server:
         run = ppo.train(config(base, tmp_path/'ppo', server.url, learning_rate=.02))

@@ -206,6 +206,23 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
     assert built == ['runs/reward_model', 'runs/world']
 
 
+def test_what_a_users_module_needs_is_named(elsewhere):
+    from alpaca_farm.core.settings import resolve
+    (elsewhere/'my_judge.py').write_text('import not_installed_anywhere')
+    with pytest.raises(ModuleNotFoundError, match="named 'not_installed_anywhere'"): resolve('my_judge:judge')
+    for spec in ('my_jdge:judge', 'not_there.my_judge:judge'):
+        with pytest.raises(ValueError, match='there is no module'): resolve(spec)
+
+
+def test_a_rebuilt_run_is_not_sent_again_and_git_need_not_be_there(monkeypatch):
+    from alpaca_farm import sft
+    from alpaca_farm.core import fingerprint
+    def missing(*_, **__): raise FileNotFoundError(2, 'No such file or directory', 'git')
+    monkeypatch.setattr(fingerprint.subprocess, 'run', missing)
+    described = fingerprint.describe_run(sft.SFTConfig(out='runs/a', tracker='tensorboard', push_to_hub='me/sft', epochs=2), sft.train)
+    assert described['given'] == dict(epochs=2) and described['settings']['push_to_hub'] == 'me/sft' and described['commit'] == ''
+
+
 def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch):
     import huggingface_hub
     from alpaca_farm.core.fingerprint import content_hash
@@ -222,6 +239,8 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
         assert len(tokenizer) <= policy.get_input_embeddings().weight.shape[0]
     assert content_hash('ann/policy@v1') != content_hash('ann/policy@v2')
     with pytest.raises(FileNotFoundError, match="ann/policy@v2: revision 'v2' of ann/policy is neither in the cache"): load_policy('ann/policy@v2', cfg)
+    assert [paths.ask_hub(f'ann/policy{end}') for end in ('', '@v1', f'@{commit}')]
+    with pytest.raises(FileNotFoundError, match='could not be asked'): paths.ask_hub('ann/policy@v2')
 
 
 @pytest.fixture(scope='session')

@@ -26,6 +26,19 @@ def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp
     assert len(before) == 2 and before == {p: p.stat().st_mtime for p in before} and again.accuracy.tolist() == table.accuracy.tolist()
 
 
+def test_a_figure_where_runs_are_missing(monkeypatch, tmp_path, capsys):
+    from alpaca_farm.core import sweeps
+    table = pd.DataFrame(dict(run=list('pqr'), rule=['a', 'c', 'b'], beta=[1, 1, 2], accuracy=[.5, .6, .7]))
+    ax = sweeps.sweep_figure(table, dict(rule=['a', 'b', 'c'], beta=[1, 2]), 'rewrd').axes[0]
+    drawn = {label.get_text(): x for x, label in zip(ax.get_xticks(), ax.get_xticklabels())}
+    assert ax.get_ylabel() == 'accuracy' and [list(line.lines[0].get_xdata()) for line in ax.containers] == [[drawn['a'], drawn['c']], [drawn['b']]]
+    monkeypatch.setattr(sweeps, 'sweep_jobs', lambda *_, **__: [])
+    monkeypatch.setattr(sweeps, 'run_jobs', lambda jobs, **_: ['b failed'])
+    monkeypatch.setattr(sweeps, 'sweep_table', lambda *_: table)
+    with pytest.raises(RuntimeError, match='b failed'): sweep('reward_model', dict(rule=['a', 'b', 'c'], beta=[1, 2]), str(tmp_path), show='rewrd')
+    assert 'show = rewrd: the runs have run, rule, beta, accuracy' in capsys.readouterr().out
+
+
 def test_an_invalid_sweep_starts_nothing(base, tmp_path, capsys):
     given = tiny.settings('reward_model', base)
     for grid, more, message in ((dict(lr=[1.]), {}, 'lr is not a setting'), (dict(epochs=[]), {}, 'at least one value'), (dict(epochs=2), {}, 'at least one value'),
@@ -38,6 +51,8 @@ def test_an_invalid_sweep_starts_nothing(base, tmp_path, capsys):
         with pytest.raises(ValueError, match=message): sweep(name, dict(seed=[0]))
     with pytest.raises(SystemExit): sweep_command(['reward_model', '-g', 'seed', '0', '-g', 'seed', '1', '--out', str(tmp_path/'s')])
     assert 'name each setting once' in capsys.readouterr().err
+    with pytest.raises(SystemExit): sweep_command(['reward_model', '-g', 'seed', '0', '-p', 'policy', 'no/such/folder'])
+    assert 'there is no such file or folder' in capsys.readouterr().err
     assert not (tmp_path/'s').exists()
 
 

@@ -45,16 +45,16 @@ class Account:
 
 # %% ../../nbs/core/accounts.ipynb #4a8f2781
 @patch
-def price(self: Account, model: str, tokens_in: float, tokens_out: float) -> float | None:
-    "Dollars for the given numbers of tokens with these settings; None if the price is unknown."
+def price(self: Account, model: str, tokens_in: float, tokens_out: float, batch: bool) -> float | None:
+    "Dollars for the given numbers of tokens, in a `batch` or not; None if the price is unknown."
     full = cost(model, tokens_in, tokens_out, self.prices)
-    return full if full is None else full * (.5 if self.cfg.batch else 1.)
+    return full if full is None else full * (.5 if batch else 1.)
 
 # %% ../../nbs/core/accounts.ipynb #da1742d0
 @patch
 def highest_price(self: Account, request: dict) -> float | None:
     "Estimate of the most that a request can cost, in dollars."
-    return self.price(request['model'], *estimate_tokens(request))
+    return self.price(request['model'], *estimate_tokens(request), self.cfg.batch)
 
 # %% ../../nbs/core/accounts.ipynb #7b7ba5ba
 PERSON_COST = .3, 36.8  # dollars and seconds for a label given by a person

@@ -157,7 +157,7 @@ def save_adapter(model, folder):
     if model.can_generate(): model.generation_config.save_pretrained(folder)
     weights = {n: p.detach().to('cpu', copy=True).contiguous() for n, p in peft_names(model).items()}
     save_file(weights, at_root(folder)/'adapter_model.safetensors',
-              metadata=dict(format='pt', base_hash=base_mark(model.base),
+              metadata=dict(format='pt', base_hash=model.base_hash,
                             first_row=str(getattr(table, 'first', ''))))
 
 # %% ../../nbs/core/adapters.ipynb #ada00020

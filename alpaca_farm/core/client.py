@@ -257,12 +257,12 @@ async def wait_after(self: DirectClient, error: Exception, attempt: int, began: 
 # %% ../../nbs/core/client.ipynb #c9862d5f
 @patch
 def store_answers(self: DirectClient, rows: list[tuple]):
-    "Store answers, rows of key, request, answer and seconds, and add up their tokens and prices."
+    "Store answers, rows of key, request, answer and seconds (None: of a batch); add up tokens and prices."
     tally, done = self.tally, []
     for key, request, answer, seconds in rows:
         whole, (tokens_in, tokens_out) = well_formed(answer), token_usage(answer, request)
         tally.replaced += whole is not answer
-        dollars = self.price(request['model'], tokens_in, tokens_out)
+        dollars = self.price(request['model'], tokens_in, tokens_out, seconds is None)
         answer = stored_form(whole, self.keys_known)
         done.append((key, request, answer, seconds, dollars, tokens_in, tokens_out))
     try:

@@ -69,10 +69,11 @@ def read_text(path: Path) -> str:
 # %% ../../nbs/core/data.ipynb #dacbe2c0
 def unique_fields(pairs: list[tuple]) -> dict:
     "A JSON object as a dictionary; ValueError when a field occurs in it twice."
-    names = [k for k, _ in pairs]
-    twice = next((k for k in names if names.count(k) > 1), None)
-    if twice is not None: raise ValueError(f'field {twice!r} is given twice')
-    return dict(pairs)
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        twice = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
+        raise ValueError(f'field {twice!r} is given twice')
+    return fields
 
 # %% ../../nbs/core/data.ipynb #8483ec43
 def parse_json(path: Path, lines: list[str]) -> list:

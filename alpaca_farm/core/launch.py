@@ -17,6 +17,7 @@ from pathlib import Path
 from .build import as_list, is_fresh, recipe, start_notebook
 from .execution import NotebookProcess
 from .files import read_json
+from .fingerprint import run_config
 from .progress import duration, Progress
 from .runs import read_log, read_summary
 from .settings import at_root, Config
@@ -59,8 +60,7 @@ def study_job(
 # %% ../../nbs/core/launch.ipynb #826631a3
 def fraction_done(job: Job) -> float:
     "Share of a running job's steps that are in its log."
-    config = at_root(job.out)/'config.json'
-    total = read_json(config).get('steps', 0) if config.exists() else 0
+    total = run_config(job.out).get('steps', 0)
     last = read_log(job.out)[-1:] if total else []
     return last[0]['step'] / total if last else 0.
 

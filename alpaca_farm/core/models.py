@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from .adapters import (add_adapter, add_saved, base_of, checkpoint_layers, is_adapter,
+from .adapters import (add_adapter, add_saved, base_mark, base_of, checkpoint_layers, is_adapter,
     lora_config, read_adapter, save_adapter, view)
 from .files import read_json, temporary_path, write_json
 from .functional import head_logits, selected_logprobs
@@ -37,6 +37,7 @@ def prepare_training(model, spec: str, cfg: Config):
         model = add_adapter(model, 'policy', lora_config(cfg), cfg.seed)
         path = model_path(spec)
         model.base = os.path.relpath(path, root()) if Path(path).is_relative_to(root()) else path
+        model.base_hash = base_mark(model.base)
         start = vars(model)['before'] = view(model, '')   # the model as it was, which is no part of this one
         if hasattr(start, 'score'): start.score = copy.deepcopy(start.score).requires_grad_(False)
     if getattr(cfg, 'gradient_checkpointing', False): checkpoint_layers(model)

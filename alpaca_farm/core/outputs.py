@@ -86,7 +86,7 @@ def record_outputs(path: Path, cfg: OutputsConfig):
 # %% ../../nbs/core/outputs.ipynb #b129af89
 def save_outputs(cfg: OutputsConfig):
     "Execute notebooks and save their outputs; RuntimeError naming those that failed, after all others."
-    from nbclient.exceptions import CellExecutionError
+    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     paths, failed = notebook_paths(cfg.notebooks), []
     show = Progress('outputs', len(paths))
     for step, path in enumerate(paths, 1):
@@ -95,6 +95,7 @@ def save_outputs(cfg: OutputsConfig):
             execute(path, cfg.slow, cfg.timeout, made.get('given', {}))
             record_outputs(path, cfg)
         except CellExecutionError as e: failed.append(f'{path.stem}: {e.ename}: {e.evalue}')
+        except (CellTimeoutError, DeadKernelError) as e: failed.append(f'{path.stem}: {type(e).__name__}')
         show(step, path.stem)
     if failed: raise RuntimeError('some notebooks failed:\n' + '\n'.join(failed))
 

@@ -73,7 +73,8 @@ def ask_hub(
     name, _, revision = value.partition(':')[0].partition('@')
     for kind in ('model', 'dataset'):
         cached = Path(constants.HF_HUB_CACHE)/f'{kind}s--{name.replace("/", "--")}'
-        if os.path.isdir(cached): return value
+        parts = [cached/'refs'/revision, cached/'snapshots'/revision] if revision else [cached]
+        if any(map(os.path.exists, parts)): return value
     reason = 'the Hugging Face hub has no such model or dataset'
     for kind in ('model', 'dataset'):
         try: HfApi().repo_info(name, revision=revision or None, repo_type=kind, timeout=10)

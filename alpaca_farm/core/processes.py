@@ -68,14 +68,17 @@ def in_parts(
 
 # %% ../../nbs/core/processes.ipynb #a10d0018
 def once(f, *args):
-    "`f(*args)`, computed by the first process alone and known to all."
+    "`f(*args)`, computed by the first process alone and known to all; so is its error."
     if rank()[1] == 1: return f(*args)
     from torch.distributed import broadcast_object_list
-    value = gather_all(None)[:1]   # waits for all
+    result = gather_all(None)[:1] + [None]   # waits for all
     if rank()[0] == 0:
-        with alone(): value[0] = f(*args)
-    broadcast_object_list(value)
-    return value[0]
+        try:
+            with alone(): result[0] = f(*args)
+        except Exception as e: result[1] = e
+    broadcast_object_list(result)
+    if result[1] is not None: raise result[1]
+    return result[0]
 
 # %% ../../nbs/core/processes.ipynb #a10d0035
 def written_once(write):
@@ -201,7 +204,7 @@ def launch_ranks(cfg: HardwareConfig, module: str, watch=lambda: None):
                                        stdin=subprocess.PIPE, stdout=f, stderr=f, start_new_session=True)
         try:
             while process.poll() is None:
-                try: process.wait(.3)
+                try: process.wait(1)
                 except subprocess.TimeoutExpired: pass
                 print_new(logs, read)
                 watch()

@@ -149,7 +149,7 @@ def save(self: Run, **state):
 @written_once
 def begin(self: Run):
     "Prepare the folder for the first file: an outdated run is set aside, `config.json` is written."
-    folder = self.folder.resolve()
+    folder, self.begun = self.folder.resolve(), True
     lock(folder)
     if self.outdated: set_aside(folder, self.outdated)
     folder.mkdir(parents=True, exist_ok=True)

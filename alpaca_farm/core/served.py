@@ -17,6 +17,7 @@ import torch
 from fastcore.basics import patch
 
 from .adapters import is_adapter, own_weights, save_adapter
+from .api import redact
 from .files import digest, file_hash
 from .generation import cut_sample, Sample
 from .loading import model_path
@@ -48,7 +49,7 @@ def request(self: ServedSampler, path: str, body: dict | None = None, tries: int
         except self.gone as e: reason = f'it is not reached: {type(e).__name__}'
         else:
             if answer.status_code < 400: return answer
-            reason = f'it answers {answer.status_code}: {answer.text[:300]}'
+            reason = f'it answers {answer.status_code}: {redact(answer.text)[:300]}'
             if answer.status_code < 500 and answer.status_code != 429: break
     raise RuntimeError(f'sampler = {self.url}, {path}: {reason}')
 
@@ -147,10 +148,12 @@ def logprob_gap(model, prompts: list, answers: list, theirs: list, temperature: 
 def compare(self: ServedSampler, model, prompts: list, written: list[tuple], temperature: float, what: str):
     "RuntimeError if the server's log-probs of its samples are not the model's."
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    answers, theirs = zip(*[w for w in written if w[0]])
+    told = [(p, *w) for p, w in zip(prompts, written) if w[0]]   # a server may leave out the end token
+    if not told: return
+    prompts, answers, theirs = map(list, zip(*told))
     if max(t for a in answers for t in a) >= vocabulary:
         raise RuntimeError(f'sampler = {self.url}: it writes tokens that the policy has not; another model')
-    gap = logprob_gap(model, prompts, list(answers), list(theirs), temperature)
+    gap = logprob_gap(model, prompts, answers, theirs, temperature)
     if not gap <= TOLERANCE:
         raise RuntimeError(f'sampler = {self.url}: {what}. Its log-probs differ by {gap:.3f} nats a token '
                            f'from those computed here; up to {TOLERANCE} is rounding')

@@ -68,7 +68,7 @@ def resolve(
     if str(root()) not in sys.path: sys.path.append(str(root()))
     try: imported = importlib.import_module(module)
     except (ModuleNotFoundError, TypeError) as e:   # TypeError: a relative name
-        if isinstance(e, ModuleNotFoundError) and not f'{module}.'.startswith(f'{e.name}'): raise
+        if isinstance(e, ModuleNotFoundError) and not f'{module}.'.startswith(f'{e.name}.'): raise
         raise ValueError(f'{spec!r}: there is no module {module}, installed or in {root()}') from None
     if hasattr(imported, name): return getattr(imported, name)
     raise ValueError(f'{spec!r}: {module} has no {name}')

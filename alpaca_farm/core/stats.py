@@ -94,9 +94,10 @@ def paired_bootstrap(
         raise ValueError(f'{len(first)} values cannot be paired with {len(second)}: '
                          'give both models the same instructions')
     d = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
-    b, draws = bootstrap(d, n=n, seed=seed, level=level), bootstrap_draws(d, n=n, seed=seed)
+    draws = bootstrap_draws(d, n=n, seed=seed)
+    low, high = np.quantile(draws, [(1 - level)/2, (1 + level)/2])
     p = 2*(min((draws <= 0).sum(), (draws >= 0).sum()) + 1)/(n + 1)
-    return dict(difference=b.value, low=b.low, high=b.high, p=min(1., float(p)))
+    return dict(difference=float(d.mean()), low=float(low), high=float(high), p=min(1., float(p)))
 
 # %% ../../nbs/core/stats.ipynb #80053a3b
 def replicate_interval(

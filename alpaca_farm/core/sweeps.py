@@ -78,16 +78,17 @@ FIGURES = 'val_win_rate', 'reward', 'accuracy', 'nll', 'loss', 'length'  # shown
 def sweep_figure(table, grid: dict, show: str = ''):
     "One column over the first setting of the grid: a line for each value of the others, seeds averaged."
     import matplotlib.pyplot as plt
-    show = show or next((c for c in FIGURES if c in table), table.columns[-1])
+    if show not in table: show = next((c for c in FIGURES if c in table), table.columns[-1])
     varied = [k for k in grid if k != 'seed'] or ['seed']
+    values, number = list(dict.fromkeys(table[varied[0]])), table[varied[0]].dtype.kind in 'if'
     fig, ax = plt.subplots(figsize=(5, 3))
     groups = table.groupby(varied[1:]) if varied[1:] else [((), table)]
-    for values, part in groups:
+    for others, part in groups:
         points = part.groupby(varied[0])[show].agg(['mean', 'sem', 'count'])
-        x = points.index if part[varied[0]].dtype.kind in 'if' else range(len(points))
-        label = ', '.join(f'{k} = {v}' for k, v in zip(varied[1:], values))
+        x = points.index if number else [values.index(v) for v in points.index]
+        label = ', '.join(f'{k} = {v}' for k, v in zip(varied[1:], others))
         ax.errorbar(x, points['mean'], points['sem'].fillna(0), marker='o', capsize=3, label=label or None)
-        if part[varied[0]].dtype.kind not in 'if': ax.set_xticks(list(x), points.index)
+    if not number: ax.set_xticks(range(len(values)), values)
     if varied[1:]: ax.legend()
     ax.set(xlabel=varied[0], ylabel=show)
     fig.tight_layout()
@@ -184,6 +185,7 @@ def sweep(
         with atomic_write(folder/'table.csv') as p: table.to_csv(p, index=False)
         with atomic_write(folder/'figure.png') as p:
             sweep_figure(table, grid, show).savefig(p, dpi=150, format='png')
+        if show and show not in table: print(f'show = {show}: the runs have {", ".join(table.columns)}')
     if failed: raise RuntimeError('some runs failed; the table has the others:\n' + '\n'.join(failed))
     return table
 
@@ -214,7 +216,7 @@ def sweep_command(args: list[str]):
         if len(grid) < len(rows): raise ValueError('-g: name each setting once, with all its values')
         fixed = {name: typed(cls, name, v) for name, v in given.pop('p')}
         print(sweep(grid=grid, **given, **fixed).to_string(index=False))
-    except (TypeError, ValueError, ImportError) as e: p.error(str(e))
+    except (TypeError, ValueError, ImportError, FileNotFoundError) as e: p.error(str(e))
 
 # %% ../../nbs/core/sweeps.ipynb #a10e0028
 if __name__ == '__main__' and globals().get('__spec__'): sweep_command(sys.argv[1:])   # not in a notebook

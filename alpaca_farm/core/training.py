@@ -238,12 +238,13 @@ def weights_hash(model) -> str:
 @patch
 def save(self: Trainer):
     "Write the checkpoint."
-    rng = dict(cpu=torch.get_rng_state(),
-               cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])
+    device, scaler = self.accelerator.device, self.accelerator.scaler
+    rng = dict(cpu=torch.get_rng_state()) | (
+        dict(cuda=torch.cuda.get_rng_state(device)) if device.type == 'cuda' else {})
     weights = {name: own_weights(m) if hasattr(m, 'adapter') else unique_weights(m)
                for name, m in self.plain.items()}
     self.run.save(step=self.step, weights=weights, optimizer=whole_state(self.optimizer),
-                  rng=rng, extra=self.extra)
+                  rng=rng, extra=self.extra, scaler=scaler.state_dict() if scaler else {})
 
 # %% ../../nbs/core/training.ipynb #4a143a73
 @patch
@@ -256,7 +257,9 @@ def restore(self: Trainer, state: dict):
     load_whole_state(self.optimizer, state['optimizer'])
     self.hold(True)
     torch.set_rng_state(state['rng']['cpu'])
-    if state['rng']['cuda']: torch.cuda.set_rng_state_all(state['rng']['cuda'])
+    if 'cuda' in state['rng'] and self.accelerator.device.type == 'cuda':
+        torch.cuda.set_rng_state(state['rng']['cuda'], self.accelerator.device)
+    if state['scaler'] and self.accelerator.scaler: self.accelerator.scaler.load_state_dict(state['scaler'])
     self.step, self.extra = state['step'], state['extra']
 
 # %% ../../nbs/core/training.ipynb #ffbe6e40
