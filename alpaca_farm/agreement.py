@@ -244,8 +244,13 @@ def verdicts_of_judges(
         twice = set(new) & set(judged)
         if twice: raise ValueError(f'judges: {spec} brings a second judge called {twice.pop()[1]}')
         judged |= new
-    return {k: Verdicts(v.preferences[..., :n], v.how, v.unanswered[:n], v.shown[:, :n], v.price, v.time)
-            for k, v in judged.items()}
+    cut = {k: Verdicts(v.preferences[..., :n], v.how, v.unanswered[:n], v.shown[:, :n], v.price, v.time)
+           for k, v in judged.items()}
+    for (s, name), v in cut.items():
+        if not v.shown.any(): print(f'{name} on {s}: there is no pair to measure it on')
+    left = {k: v for k, v in cut.items() if v.shown.any()}
+    if not left: raise ValueError('judges: there is no pair to measure any of them on')
+    return left
 
 # %% ../nbs/judging/agreement.ipynb #54633399
 def load_sets(specs: list[str]) -> dict:

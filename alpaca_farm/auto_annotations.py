@@ -32,7 +32,9 @@ from .rankings import leaderboard_row
 def records_of(data) -> list[dict]:
     "Records of a list, a data frame, a data set, or a file; ValueError for anything else."
     if isinstance(data, (str, Path)): return read_rows(at_root(data))
-    if hasattr(data, 'to_dict') and hasattr(data, 'columns'): return data.to_dict('records')
+    if hasattr(data, 'to_dict') and hasattr(data, 'columns'):   # a data frame has nan for an empty input
+        rows = data.to_dict('records')
+        return [dict(r, input='') if r.get('input', '') != r.get('input', '') else r for r in rows]
     if hasattr(data, 'to_list'): return data.to_list()
     rows = list(data)
     wrong = next((i for i, r in enumerate(rows) if not isinstance(r, dict)), None)

@@ -101,6 +101,7 @@ def stored_source(cfg: BestOfNConfig):
     "The samples of another run, and a function that takes the first n of each; ValueError if unfit."
     check_stored_samples(cfg)
     stored = select_instructions(load_records(cfg.samples, 'candidates', 'candidates'), cfg)
+    stored = [dict(c, ended=c.get('ended') or [True]*len(c['output'])) for c in stored]   # as read_candidates
     fewest = min(len(c['output']) for c in stored)
     if fewest < cfg.n:
         raise ValueError(f'n = {cfg.n}, but {cfg.samples} has only {fewest} samples of an instruction')

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['OWN_DATA', 'OWN_SPLITS', 'METHODS', 'TUNED', 'CHAIN', 'columns_of', 'BringYourOwnConfig', 'count_parameters',
-           'report_overlap', 'setting_error', 'read_own', 'tuned_settings', 'own_jobs', 'matrix_speed', 'token_counts',
-           'compute_forecast', 'judging_forecast', 'forecast', 'run']
+           'report_overlap', 'setting_error', 'read_own', 'tuned_settings', 'prefix_room', 'own_jobs', 'matrix_speed',
+           'token_counts', 'compute_forecast', 'judging_forecast', 'forecast', 'run']
 
 # %% ../nbs/bring_your_own.ipynb #6bda307b
 import time
@@ -29,6 +29,7 @@ from .core.runs import check_run_folder, read_summary, start
 from .core.settings import command, HardwareConfig, refuse_unknown
 from .core.text import check_limit, encode_prompts, encode_responses
 from .annotators import api_clients, check_known_names, load_annotators
+from .binary_feedback import BinaryFeedbackConfig
 from .judges import judge_request
 
 # %% ../nbs/bring_your_own.ipynb #2866642b
@@ -123,7 +124,10 @@ def read_own(cfg: BringYourOwnConfig) -> SimpleNamespace:
     own.data = {name: read(name, load_records, getattr(cfg, name), OWN_SPLITS.get(name, cfg.split), kind,
                            columns=columns_of(cfg.columns).get(name, ''))
                 for name, kind in OWN_DATA.items() if getattr(cfg, name)}
-    own.data['prompts'] = own.data['prompts'][:cfg.max_instances or None]
+    prompts = list({prompt_key(r): r for r in reversed(own.data['prompts'])}.values())[::-1]
+    repeated = len(own.data['prompts']) - len(prompts)
+    if repeated: print(f'prompts = {cfg.prompts}: {repeated} repeated prompts are left out')
+    own.data['prompts'] = prompts[:cfg.max_instances or None]
     own.judge = read('judge', load_annotators, cfg.judge, cfg)
     if not api_clients(own.judge):
         first, other = (dict(own.data['prompts'][0], output=text) for text in ('An answer.', 'Another one.'))
@@ -154,6 +158,12 @@ def tuned_settings(parameters: int, file: str = '', lora: bool = False) -> dict[
     refuse_unknown(f'recipe = {file}', given, CHAIN)
     return {name: known | given.get(name, {}) for name, known in settings.items()}
 
+# %% ../nbs/bring_your_own.ipynb #5ac209cb
+def prefix_room(method: str, cfg: BringYourOwnConfig, tuned: dict) -> dict:
+    "Room for the control tokens that a method puts before every prompt, so that it drops none of them."
+    if method != 'reward_conditioning': return {}
+    return dict(max_prompt=cfg.max_prompt + tuned.get('token_times', BinaryFeedbackConfig.token_times))
+
 # %% ../nbs/bring_your_own.ipynb #1c75120c
 def own_jobs(cfg: BringYourOwnConfig, parameters: int) -> list[Job]:
     "The runs of the chain, in an order in which they can be made."
@@ -162,12 +172,11 @@ def own_jobs(cfg: BringYourOwnConfig, parameters: int) -> list[Job]:
     pick = lambda *names: {k: given[k] for k in names}
     hardware, text = pick('seed', 'device', 'dtype', *HardwareConfig.__annotations__), pick('template')
     limits = pick('max_new_tokens', 'max_prompt')
-    length = dict(max_length=cfg.max_prompt + cfg.max_new_tokens)
     policy = dict(policy=at('sft') if cfg.demonstrations else cfg.model)
     pairs, asked = dict(preferences=at('data/preferences.json')), dict(data=at('data/prompts.json'))
-    answered = dict(eval_temperature=cfg.temperature)
     sampled = pick('seed', 'device', 'dtype', 'temperature') | text | limits | asked
-    trained, made = hardware | text | length, {}
+    trained, made = hardware | text | dict(max_length=cfg.max_prompt + cfg.max_new_tokens), {}
+    method = trained | limits | dict(eval_temperature=cfg.temperature) | asked | pairs
     def add(name, notebook, needs=(), **settings):
         made[name] = Job(at(name), notebook, settings | tuned[name], [at(n) for n in needs if n in made])
     if cfg.demonstrations:
@@ -179,7 +188,7 @@ def own_jobs(cfg: BringYourOwnConfig, parameters: int) -> list[Job]:
     for name in cfg.methods:
         notebook, settings = METHODS[name]
         if name == 'best_of_n': settings = sampled | dict(n=cfg.n, reward_model=at('reward_model'))
-        else: settings = trained | limits | answered | asked | pairs | settings
+        else: settings = method | settings | prefix_room(name, cfg, tuned[name])
         add(name, notebook, ['sft', 'reward_model'], **settings, **policy)
     judged = dict(outputs=[at(n) for n in cfg.methods], reference=at('reference'), annotators=[cfg.judge])
     asking = pick('seed', 'device', 'dtype', *(f for f in ApiConfig.__annotations__ if f != 'aside'))

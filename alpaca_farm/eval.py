@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from .core.api import ApiConfig
-from .core.comparisons import common_prompts, output_texts, pair_up, preferences_over, same_answers
+from .core.comparisons import (common_prompts, index_prompts, output_texts, pair_up,
+    preferences_over, same_answers)
 from .core.data import full_instruction, load_records, prompt_key
 from .core.files import atomic_write
 from .core.preferences import check_preferences, hash_uniform
@@ -265,6 +266,7 @@ def run(cfg: EvalConfig):
     if folder.done: return folder
     folder.load()
     methods = read_models(cfg)
+    for name, rows in methods.items(): index_prompts(rows, name)   # ValueError if one is answered twice
     references = methods['reference']
     hard = other_models_difficulty(cfg, references)
     judges = {name: load_annotators(spec, cfg) for name, spec in annotator_names(cfg.annotators).items()}

@@ -48,6 +48,10 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
                     max_length=(2, None), val_instances=(0, None), temperature=(1e-6, None))
         if not self.reward_model: raise ValueError('reward_model is empty: without one there is no best of n')
         if not self.val_split: raise ValueError('val_split is empty: every round is scored on it')
+        longest = self.max_prompt + self.max_new_tokens
+        if self.max_length < longest:   # otherwise noticed when the first round has sampled and scored
+            raise ValueError(f'max_length = {self.max_length}: SFT learns from prompts and samples of up to '
+                             f'max_prompt + max_new_tokens = {longest} tokens. Raise it')
 
 # %% ../nbs/expert_iteration.ipynb #05ff3e70
 def policy_after(round_: int, cfg: ExpertIterationConfig) -> str:

@@ -181,6 +181,7 @@ def write_simulation(run, replicates: list[dict], seed: int) -> dict:
     write_figure(run, 'simulation.png', simulation_figure(table))
     tables = join_replicates(replicates)
     rows = [k for k, name in enumerate(tables['names']) if name != 'base']
+    if len(rows) < 2: return figures   # the runs of all methods failed
     for column in ('human', 'transfer'):
         pairs = method_differences(tables[column][..., rows], [tables['names'][k] for k in rows], seed)
         all_pairs.append(pairs.assign(column=column))

@@ -233,7 +233,7 @@ class ApiJudge:
     def name(self) -> str: return self.evaluator.name
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        return [v.preference for v in ask_judges([(self, pairs)])[0]]
+        return [v.preference for v in ask_judges([(self, pairs)], seed=self.client.cfg.seed)[0]]
 
 # %% ../nbs/judging/judges.ipynb #40afb998
 @dataclass(frozen=True)

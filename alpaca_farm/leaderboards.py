@@ -68,6 +68,9 @@ def check_column_names(judges: list[str], columns=ANSWER_COLUMNS):
     ends = '', '_low', '_high', '_unanswered', '_votes', '_votes_se'
     own = {j: [f'{j}{end}' for end in ends] for j in judges}
     for judge, names in own.items():
+        if judge.endswith('_votes'):
+            raise ValueError(f'a judge is called {judge}: names in _votes are those of sampled votes. '
+                             'Give the judge another name')
         others = {'method', 'reference', *columns, *(n for j, ns in own.items() if j != judge for n in ns)}
         twice = [n for n in names if n in others]
         if twice: raise ValueError(f'a judge is called {judge}, but the board has another column {twice[0]}: '

@@ -96,7 +96,7 @@ def sample_votes(
         ordered = r['output_1'] <= r['output_2']
         for v in range(votes):
             swapped = int(hash_uniform(seed, 'order', v, *text) < .5) ^ ordered
-            u, c = hash_uniform(seed, 'vote', v, *text), chance[order[v % len(w)], swapped, i]
+            u, c = hash_uniform(seed, 'vote', v, *text), chance[order[v % len(order)], swapped, i]
             sampled[v, i] = np.nan if np.isnan(c) else 1 + ((u if ordered else 1 - u) < c)
     return sampled
 

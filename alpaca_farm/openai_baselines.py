@@ -15,6 +15,7 @@ from .core.api import ApiConfig, parse_mapping
 from .core.batches import ApiClient
 from .core.data import full_instruction, load_records, without_lists
 from .core.dialogues import dialogue_text, prompt_messages, prompt_text
+from .core.judge_configs import adapt_decoding, parse_decoding
 from .core.runs import start
 from .core.settings import command
 from .core.text import alpaca_prompt
@@ -61,6 +62,7 @@ def baseline_request(
     user = full_instruction(record) if limit else alpaca_prompt(record)
     text = dialogue_text(dialogue) if dialogue else alpaca_prompt(record)
     decoding = dict(model=model, temperature=cfg.temperature, max_tokens=cfg.max_tokens)
+    decoding = adapt_decoding(decoding, parse_decoding('decoding', cfg.decoding))
     if COMPLETION_MODELS.search(model):
         return decoding | dict(prompt='\n\n'.join([*system, text]))
     asked = dialogue or [dict(role='user', content=user)]
@@ -113,7 +115,8 @@ def run(cfg: OpenaiBaselinesConfig):
     client, requests = ApiClient(cfg, model), [baseline_request(r, cfg, model) for r in records]
     def readable(i, answer): return bool(baseline_output(answer))
     draws = [MAX_SAMPLES * cfg.seed + k for k in range(cfg.n)]
-    samples = list(zip(*(client(requests, draw, readable=readable) for draw in draws)))
+    found = client(requests*cfg.n, [d for d in draws for _ in requests], readable=readable)
+    samples = [found[i::len(requests)] for i in range(len(requests))]
     rows, unanswered = [], []
     for record, answers in zip(records, samples):
         if not all(answers): unanswered.append(record); continue

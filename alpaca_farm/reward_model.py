@@ -159,6 +159,9 @@ def split_pairs(records: list[dict], held_out: int, seed: int) -> tuple[list, li
         chosen = held_out_prompts(prompts, held_out, seed)
         aside = [p in chosen for p in prompts]
     n, left = len(records), aside.count(False)
+    if not marked and len(set(prompts)) < 2:
+        raise ValueError(f'all {n} pairs are on one prompt, and whole prompts are held out: mark some '
+                         'pairs with held_out = true')
     if not left and marked:
         raise ValueError(f'all {n} pairs are marked as held_out: none is left to learn from')
     if left < max(1, n - left) and not marked:

@@ -57,6 +57,8 @@ class WombatConfig(SampleConfig, ApiConfig):
             raise ValueError('nobody writes: name writers, served or files')
         if self.n > 1 and not self.temperature and (self.writers or self.served):
             raise ValueError('temperature = 0 draws the same answer every time: raise it, or set n to 1')
+        if self.rrhf and not self.files and self.n * (len(self.writers) + len(self.served)) < 2:
+            raise ValueError(f'n = {self.n} with one model: RRHF needs two candidates of a query')
         if self.rrhf: self.check_rrhf(parse_mapping('rrhf', self.rrhf))
 
     def check_rrhf(self, given: dict):
@@ -77,6 +79,8 @@ def rrhf_settings(cfg: WombatConfig) -> dict:
     "Settings of the RRHF run: those that it shares with its candidates, and those in `cfg.rrhf`."
     shared = ('seed', 'device', 'dtype', 'data', 'columns', 'template', 'max_prompt', 'max_new_tokens')
     ours = {k: getattr(cfg, k) for k in shared} | dict(candidates=f'{cfg.out}/candidates.json')
+    least = resolve('alpaca_farm.rrhf:RRHFConfig').max_length
+    ours['max_length'] = max(least, cfg.max_prompt + cfg.max_new_tokens)
     if cfg.rater: ours['reward_model'] = ''   # its ratings are in the file
     return ours | parse_mapping('rrhf', cfg.rrhf)
 

@@ -258,3 +258,20 @@ def test_a_reached_budget_is_no_result(tmp_path, monkeypatch):
         assert 0 < sent < 40 and not (tmp_path/'out'/'leaderboard.csv').exists()
         A.run(A.AgreementConfig(**run))
         assert len(server.requests()) == 40 and read_summary(tmp_path/'out')['embedded_pairs_chatgpt_n_unanswered'] == 0
+
+
+def test_a_judge_without_a_pair_is_left_out(capsys, monkeypatch):
+    from types import SimpleNamespace
+    pairs = [dict(instruction=str(i), output_1='a', output_2='b') for i in range(3)]
+    def asked(judge, pairs, most, seed):
+        n = len(pairs)
+        return A.Verdicts(np.full((1, 2, n), 1.), 'direct', np.zeros(n, bool), np.full((1, n), judge == 'seen'), None, None)
+    monkeypatch.setattr(A, 'load_annotators', lambda spec, cfg: spec)
+    monkeypatch.setattr(A, 'annotator_name', str)
+    monkeypatch.setattr(A, 'learned_prompts', lambda spec: set())
+    monkeypatch.setattr(A, 'ask_judge', asked)
+    monkeypatch.setattr(A, 'leave_out', lambda verdicts, *_: verdicts)
+    cfg = SimpleNamespace(max_instances=0, seed=0)
+    assert set(A.verdicts_of_judges(['seen', 'unseen'], dict(s=pairs), cfg)) == {('s', 'seen')}
+    assert 'unseen on s: there is no pair to measure it on' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='no pair to measure any of them'): A.verdicts_of_judges(['unseen'], dict(s=pairs), cfg)

@@ -135,3 +135,11 @@ def test_the_references_are_a_configuration_of_the_hubs_data(monkeypatch):
     assert reference_from_hub() == [dict(instruction='a', input='', output='b')]
     assert asked == [('tatsu-lab/alpaca_farm:alpaca_farm_evaluation', ('eval',))]
     with pytest.raises(ValueError, match='no network.*reference_outputs='): reference_from_hub()
+
+
+def test_a_gap_in_a_data_frame_is_an_empty_input():
+    import pandas as pd
+    from alpaca_farm.auto_annotations import records_of
+    frame = pd.DataFrame(dict(instruction=['a', 'b'], input=[None, 'c'], output=['x', 'y'])).astype(object)
+    frame.loc[0, 'input'] = float('nan')
+    assert [r['input'] for r in records_of(frame)] == ['', 'c']

@@ -93,3 +93,9 @@ def test_a_large_model_gets_the_settings_of_large_models(base, mine):
     jobs = {j.notebook: j.settings for j in own_jobs(BringYourOwnConfig(**mine, lora_rank=0), 7*10**9)}
     assert jobs['dpo']['learning_rate'] == 1e-6 and jobs['dpo']['batch_size'] == SMALL['dpo']['batch_size'], "the user's file counts before the size"
     assert count_parameters(str(base/'sft')) < 1e6
+
+
+def test_control_tokens_have_room_before_the_longest_prompt(base):
+    cfg = BringYourOwnConfig(model=str(base/'sft'), prompts=str(base/'world'), preferences=str(base/'annotators'), methods=['feedme', 'reward_conditioning'], max_prompt=90)
+    most = {job.out.rpartition('/')[2]: job.settings.get('max_prompt') for job in own_jobs(cfg, 10**6)}
+    assert most['reward_conditioning'] > most['feedme'] == most['reference'] == 90

@@ -273,3 +273,19 @@ def test_what_a_batch_may_cost_counts_while_it_is_under_way(tmp_path, server):
     client.store.name_batch(file, made.id)
     answers = client(requests)
     assert answers[:9] == [None]*9 and 0 < sum(a is not None for a in answers[9:]) < 6 and client.tally.stopped
+
+
+def test_the_answer_of_a_batch_is_paid_for_once(tmp_path):
+    "Two processes may read the same batch; a request that was sent twice was paid for twice."
+    store, answer = Store(tmp_path/'a.sqlite'), dict(choices=[])
+    for seconds, paid in ((None, 2.), (None, 2.), (.5, 4.)):
+        store.put(b'key', dict(model='m'), answer, seconds, 'run', 2.)
+        assert store.dollars_paid('run') == paid
+
+
+@pytest.mark.parametrize('response', [dict(status_code=502, body='upstream error'), dict(status_code=500, body=dict(error='busy')), dict(status_code=500, body=[1]), None])
+def test_a_line_of_a_batch_in_another_form_is_a_reason(tmp_path, server, response):
+    client = ApiClient(settings(tmp_path, server))
+    client.todo = {b'key': asked(1)[0]}
+    client.store_line(dict(custom_id=b'key'.hex(), response=response), client.todo)
+    assert client.tally.failed[b'key']

@@ -138,3 +138,11 @@ def test_a_server_that_has_moved_is_named_as_such(tmp_path, handler, server):
         self.end_headers()
     handler.do_POST = do_POST
     with pytest.raises(ValueError, match='the endpoint has moved: give its new address as base_url'): ask(tmp_path, f'http://127.0.0.1:{server.server_port}/v1')
+
+
+def test_a_server_that_takes_no_connection_is_not_a_slow_one(monkeypatch):
+    from alpaca_farm.core import connections
+    async def hang(*_, **__): await asyncio.sleep(60)
+    monkeypatch.setattr(connections.asyncio, 'open_connection', hang)
+    monkeypatch.setattr(connections, 'CONNECT', .05)
+    with pytest.raises(ConnectionError, match='no connection to 10.255.255.1:80'): asyncio.run(Connections('http://10.255.255.1:80/v1', {}).connect())

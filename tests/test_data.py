@@ -327,3 +327,9 @@ def test_any_records_are_valid_or_refused_by_name(folder, rows, kind):
 def test_any_texts_are_read_back(folder, rows, suffix):
     (folder/f'texts.{suffix}').write_bytes(FORMATS[suffix](rows))
     assert load_records(str(folder/f'texts.{suffix}'), kind='output') == rows
+
+
+def test_labels_of_a_csv_under_another_name(tmp_path):
+    (tmp_path/'a.csv').write_text('q,a,b,label\nSay x,x,y,1\nSay y,x,y,2\nSay z,x,y,1.5\nSay w,x,y,\n')
+    records = load_records(str(tmp_path/'a.csv'), 'preferences', 'preference', columns='instruction=q,output_1=a,output_2=b,preference=label')
+    assert [r['preference'] for r in records] == [1, 2, 1.5]

@@ -361,3 +361,11 @@ def test_an_interrupted_choice_goes_on_with_the_next_policy(base, best_of_two, t
 def test_a_choice_without_sense_is_refused(base, tmp_path, given, message):
     with pytest.raises((ValueError, OSError), match=message): decode(base, tmp_path, **given)
     assert not (tmp_path/'decoding'/'temperatures.csv').exists()
+
+
+def test_names_and_repeated_answers_are_refused_before_anybody_is_asked(tmp_path):
+    with pytest.raises(ValueError, match='a judge is called human_votes: names in _votes'): leaderboards.check_column_names(['human_votes'])
+    rows = [dict(instruction=f'Say {i}.', input='', output='x') for i in range(4)]
+    for name, more in (('a', []), ('b', [dict(rows[0], output='z')])): (tmp_path/f'{name}.json').write_text(json.dumps(rows + more))
+    with pytest.raises(ValueError, match='b: rows 0 and 4 answer the same instruction'):
+        ev.run(ev.EvalConfig(out=str(tmp_path/'eval'), outputs=[str(tmp_path/'b.json')], reference=str(tmp_path/'a.json'), annotators=['test_eval:longest']))

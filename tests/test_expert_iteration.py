@@ -118,3 +118,9 @@ def test_samples_of_another_run(base, tmp_path):
 def test_nonsense_is_refused(given, message):
     with pytest.raises(ValueError, match=message): ExpertIterationConfig(**given)
     with pytest.raises(TypeError, match='n = 2.5'): ExpertIterationConfig(n=2.5)
+
+
+def test_samples_longer_than_sft_may_read_are_refused_at_the_start(base):
+    from alpaca_farm.expert_iteration import ExpertIterationConfig
+    with pytest.raises(ValueError, match='max_length = 128: .* = 200 tokens. Raise it'):
+        ExpertIterationConfig(**tiny.settings('expert_iteration', base) | dict(max_prompt=100, max_new_tokens=100))

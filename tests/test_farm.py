@@ -305,3 +305,8 @@ def test_an_interrupt_is_one_line_in_a_notebook_and_a_failure_elsewhere():
     notebook, script = p.communicate()[0].split('now as a script')
     assert p.returncode != 0 and 'Traceback' in script
     assert notebook.strip() == 'interrupted: run the cell again to go on'
+
+
+def test_a_notebook_cut_off_in_writing_names_no_cell(tmp_path):
+    (tmp_path/'a.ipynb').write_text('{"cells": [{"cell_ty')
+    assert launch.cell_error(Job(str(tmp_path/'a'), 'sft')) == ''

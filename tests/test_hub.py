@@ -173,3 +173,16 @@ def test_a_method_learns_from_a_configuration(base, tmp_path, monkeypatch):
     run = dpo.train(dpo.DPOConfig(**given))
     assert (run.folder/'summary.json').exists() and dpo.train(dpo.DPOConfig(**given)).done
     assert {(f'{farm}:alpaca_human_preference', 'preferences'), (farm, 'eval')} <= set(asked)
+
+
+def test_a_part_of_a_split_is_not_taken_for_all_of_it(tmp_path, monkeypatch):
+    "An earlier download broke off, and the hub is out of reach now."
+    from alpaca_farm.core import hub as module
+    def gone(*_): raise OSError('no network')
+    monkeypatch.setattr(module, 'hub_table', gone)
+    monkeypatch.setattr(module, 'cached_snapshot', lambda *_: tmp_path)
+    for k in range(3):
+        if k: # the first alone is too few
+            with pytest.raises(ValueError, match=f'the cache has {k} of its 3 files'): module.fetch_split('own/set', ('sft',))
+        (tmp_path/f'sft-0000{k}-of-00003.json').write_text('[]')
+    assert len(module.fetch_split('own/set', ('sft',))) == 3

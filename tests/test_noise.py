@@ -84,3 +84,9 @@ def test_preferences_for_length_lists_and_position():
     assert noise.annotator_profile(np.array([[1, 2, 2]]*2), np.array([[1, 2, 1]]*3), pairs)['list'].value == 1
     def first(pairs): return [1.3]*len(pairs)
     assert noise.first_shown_share(noise.preference_probabilities(first, pairs)) == pytest.approx(.7)
+
+
+def test_an_annotator_of_weight_0_never_votes():
+    pairs = [dict(instruction=str(i), output_1='a', output_2='b') for i in range(9)]
+    chance = np.stack([np.ones((2, 9)), np.zeros((2, 9))])
+    assert (noise.sample_votes(chance, pairs, 4, 0, [1., 0.]) == noise.sample_votes(chance[:1], pairs, 4)).all()

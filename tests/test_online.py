@@ -437,3 +437,9 @@ def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt): run('torn')
     monkeypatch.setattr(best_of_n, 'append_lines', append)
     assert (run('torn')/'candidates.json').read_bytes() == (run('whole')/'candidates.json').read_bytes()
+
+
+def test_a_judge_needs_a_split_to_choose_on(base):
+    from alpaca_farm.ppo import PPOConfig
+    with pytest.raises(ValueError, match='val_split is empty'): PPOConfig(**tiny.settings('ppo', base, val_split='', annotators='alpaca_farm.world:pool'))
+    PPOConfig(**tiny.settings('ppo', base, val_split='', annotators=''))

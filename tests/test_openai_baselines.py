@@ -174,3 +174,11 @@ def test_no_key_and_no_baseline(tmp_path, monkeypatch):
     with server_of(key='right') as server:
         with pytest.raises(ValueError, match='check OPENAI_API_KEY'): run(config(tmp_path, server.url, concurrency=4))
         assert len(server.requests()) <= 8
+
+
+def test_decoding_changes_the_request(tmp_path):
+    record = dict(instruction='Say a word.')
+    for model, decoding, fields in (('m', [], dict(temperature=.7, max_tokens=300)), ('m', ['max_tokens=77', 'top_p=0.5'], dict(temperature=.7, max_tokens=77, top_p=.5)),
+                                    ('gpt-5', ['reasoning_effort=low'], dict(max_completion_tokens=300 + 4096, reasoning_effort='low'))):
+        request = baseline_request(record, config(tmp_path, 'http://localhost', decoding=decoding), model)
+        assert {k: v for k, v in request.items() if k not in ('model', 'messages')} == fields

@@ -341,6 +341,12 @@ def test_micro_batches(base, tmp_path):
     for k in a.keys() - {'wall'}: assert a[k] == pytest.approx(b[k], rel=1e-4, abs=1e-6)
 
 
+def test_pairs_on_one_prompt_must_be_marked():
+    pairs = [dict(instruction='a', output_1=str(i), output_2='b', preference=1) for i in range(9)]
+    with pytest.raises(ValueError, match='all 9 pairs are on one prompt'): rm.split_pairs(pairs, 3, 0)
+    assert len(rm.split_pairs([*pairs[1:], dict(pairs[0], held_out=True)], 3, 0)[1]) == 1
+
+
 def test_pairs_whose_annotators_gave_no_mean_are_left_out_of_its_figures(base, tmp_path):
     "As `annotators` writes them where a judge has no verdict in one of the two orders."
     records = read_json(base/'annotators'/'preferences.json')

@@ -147,7 +147,7 @@ def log_ratios(
 # %% ../../nbs/core/answers.ipynb #70d5755d
 def load_split(cfg: Config, setting: str, kind: str = 'instruction') -> list[dict]:
     "The records of the split that a setting names; an error names the setting."
-    split, none = getattr(cfg, setting), '' if setting == 'split' else f', or none with {setting} empty'
+    split, none = getattr(cfg, setting), ', or none with eval_split empty' if setting == 'eval_split' else ''
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
     try: return load_records(cfg.data, split, kind, n, columns=getattr(cfg, 'columns', ''))
     except (FileNotFoundError, ValueError) as e:

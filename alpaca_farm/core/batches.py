@@ -77,6 +77,7 @@ async def send_batch(self: ApiClient, part: dict):
         price = self.highest_price(r) or 0.
         if self.exceeds_budget(price):
             del part[k]
+            self.store.release([k])   # another run may need it
             continue
         self.reserved += price
         self.tally.failed.pop(k, None)
@@ -94,10 +95,14 @@ def store_line(self: ApiClient, line: dict, requests: dict):
     key, response = bytes.fromhex(line['custom_id']), line.get('response') or {}
     answer = response.get('body')
     if response.get('status_code') == 200 and is_complete(answer):
-        if not self.fatal: self.store_answers([(key, requests[key], answer, None)])
+        if known := self.store.get([key]):   # another process has read the batch
+            self.answers |= known
+            self.tally.known += key in self.todo
+        elif not self.fatal: self.store_answers([(key, requests[key], answer, None)])
         return
-    error = (answer or {}).get('error') or line.get('error') or {}
-    reason = redact(error.get('message') or 'an answer of the wrong shape')
+    error = answer.get('error') if isinstance(answer, dict) else answer
+    error = error or line.get('error') or 'an answer of the wrong shape'
+    reason = redact(str(error.get('message') or error) if isinstance(error, dict) else str(error))
     if key in self.todo: self.tally.failed[key] = reason
     if concerns_request(response.get('status_code'), str(error)): self.tally.refused.add(key)
 
@@ -166,7 +171,8 @@ async def await_batches(self: ApiClient):
 async def answer_in_batches(self: ApiClient):
     "Fetch the answers of earlier batches; with `batch`, send the rest as batches and wait for all of them."
     for b in self.pending_batches(): await self.fetch_batch(b)
-    pending = [r for _, _, requests in self.pending_batches() for k, r in requests.items() if k in self.todo]
+    pending = [r for _, _, requests in self.store.open_batches(self.server) for k, r in requests.items()
+               if k in self.todo or self.cfg.budget_for == 'store']
     self.reserved += sum(self.highest_price(r) or 0. for r in pending)
     if self.cfg.batch:
         claimed = set(self.store.claim([k for k in self.todo if k not in self.answers]))

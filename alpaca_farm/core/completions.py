@@ -14,6 +14,7 @@ from fastcore.basics import patch
 from .api import ApiConfig
 from .batches import ApiClient
 from .generation import generate
+from .judge_configs import parse_decoding
 from .models import autocast, load_policy, response_logprobs
 from .preferences import hash_uniform
 from .text import decode, encode_prompts, start_tokens
@@ -99,6 +100,7 @@ class ServedWriter:
         same = dict(max_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_p=cfg.top_p)
         if getattr(cfg, 'top_k', 0): same['top_k'] = cfg.top_k   # vLLM and others take it, OpenAI does not
         if stop: same['stop'] = list(stop)[:4]   # endpoints take no more
+        same |= parse_decoding('decoding', cfg.decoding)
         seeds = [int(2**31 * hash_uniform(cfg.seed, *key)) for key in keys]
         choices = [a and a['choices'][0] for a in self.ask(prompts, [dict(same, seed=s) for s in seeds])]
         texts = [c and (c.get('text') or (c.get('message') or {}).get('content') or '') for c in choices]

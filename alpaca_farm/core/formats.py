@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from .dialogues import (as_messages, as_turn, dialogue_text, parse_dialogue, prompt_text,
     TURN, turns_text, with_space, without_space)
-from .preferences import hash_uniform
+from .preferences import hash_uniform, read_preference
 
 # %% ../../nbs/core/formats.ipynb #4c74fe3f
 FIELDS = dict(instruction={}, output=dict(output=str),
@@ -203,6 +203,10 @@ def as_records(
         if shape: row = from_shape(row, shape, f'{where}, row {i}')
         if {'instruction', 'output_1'} <= row.keys() <= RLCD: row = from_rlcd(row, f'{where}, row {i}')
         verdict = row.get('preference', 1)
+        renamed = 'preference' in names.values()   # a CSV's: under our own name, it was read as a number
+        if isinstance(verdict, str) and verdict not in VERDICTS and renamed:
+            value = read_preference(verdict, f'{where}, row {i}', 'preference')
+            row['preference'] = verdict = None if value != value else value
         if verdict is None or (type(verdict) in (int, float, str) and verdict in VERDICTS):
             row['preference'] = VERDICTS[verdict]
         if isinstance(row.get('label'), str): row['label'] = LABELS.get(row['label'].lower(), row['label'])

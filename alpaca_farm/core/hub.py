@@ -145,7 +145,10 @@ def fetch_split(
         if cached is None: raise ValueError(problem) from e
         there = [p.relative_to(cached).as_posix() for p in cached.rglob('*') if p.is_file()]
         card = (cached/'README.md').read_text(encoding='utf-8') if 'README.md' in there else ''
-        return [cached/f for f in split_files(declared_files(card, there), repo, config, names)]
+        files = split_files(declared_files(card, there), repo, config, names)
+        parts = max((int(n) for f in files for n in re.findall(r'-of-(\d+)', f)), default=0)
+        if len(files) < parts: raise ValueError(f'{problem}; the cache has {len(files)} of its {parts} files')
+        return [cached/f for f in files]
     files = split_files(table, repo, config, names)
     try: folder = snapshot_download(repo, repo_type='dataset', revision=revision, allow_patterns=files)
     except Exception as e: raise ValueError(f'{spec}: {hub_problem(repo, e)}') from e

@@ -74,7 +74,9 @@ def start_job(job: Job, gpus: list[str] = ()) -> NotebookProcess:
 def cell_error(job: Job) -> str:
     "The failed cell of a job's executed notebook with its error; empty if no cell failed."
     path = Path(f'{at_root(job.out)}.ipynb')
-    for i, cell in enumerate(read_json(path)['cells'] if path.exists() else []):
+    try: cells = read_json(path)['cells'] if path.exists() else []
+    except ValueError: cells = []   # cut off, since the job was killed or the disk is full
+    for i, cell in enumerate(cells):
         for o in cell.get('outputs', []):
             if o['output_type'] != 'error': continue
             return f'{job.out}.ipynb, cell {i} (nbs/{job.notebook}.ipynb): {o["ename"]}: {o["evalue"]}'

@@ -314,7 +314,8 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 def write_model(model, tokenizer, run, name: str, weights: dict | None = None):
     "Write a model or an adapter, its tokenizer and its card into a run folder, completely or not at all."
     import shutil
-    folder, temporary = run.path(name), temporary_path(run.path(name))
+    folder = run.path(name)
+    temporary, old = temporary_path(folder), temporary_path(folder.with_name(f'old-{name}'))
     data = getattr(run.cfg, 'data', '')
     card = CARD.format(notebook=run.config['notebook'], name=run.folder.name,
                        fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
@@ -325,8 +326,9 @@ def write_model(model, tokenizer, run, name: str, weights: dict | None = None):
         write_weights(model, temporary, run.cfg, weights)
         tokenizer.save_pretrained(temporary)
         (temporary/'README.md').write_text(card, encoding='utf-8')
-        if folder.exists(): shutil.rmtree(folder)
+        if folder.exists(): folder.rename(old)   # deleting it takes time, in which a kill would lose both
         temporary.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
         for old in surplus_models(run.folder, getattr(run.cfg, 'save_total_limit', 0)): shutil.rmtree(old)
     finally: shutil.rmtree(temporary, ignore_errors=True)
 

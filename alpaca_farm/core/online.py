@@ -56,6 +56,8 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
         self.bounds(steps=(1, None), rollouts=(2, None), val_instances=(0, None), eval_every=(1, None),
                     save_every=(0, None), temperature=(1e-6, None))
         self.one_of('missing_eos', 'replace', 'subtract', '')
+        if self.annotators and not self.val_split:
+            raise ValueError('val_split is empty, on which annotators choose the checkpoint: name a split')
         check_sampler(self)
         if not self.reward_model:
             raise ValueError('reward_model is empty: name a checkpoint, a "module:function", '

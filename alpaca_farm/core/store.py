@@ -193,10 +193,11 @@ def put(self: Store, key: bytes, request: dict, answer: dict, seconds: float | N
     spend = ('insert into spending values (?, ?) '
              'on conflict do update set dollars = dollars + excluded.dollars')
     with self.transaction():
-        self.run('insert or ignore into answers values (?, ?, ?, ?)', (key, answer, seconds, time.time()))
+        row = key, answer, seconds, time.time()
+        new = self.run('insert or ignore into answers values (?, ?, ?, ?)', row).rowcount
         self.run('insert or ignore into requests values (?, ?)', (key, request))
         self.run('delete from claims where key = ?', (key,))
-        if dollars: self.run(spend, (run, dollars))
+        if dollars and (new or seconds is not None): self.run(spend, (run, dollars))   # a batch costs once
 
 # %% ../../nbs/core/store.ipynb #3ece03c6
 @patch
