@@ -186,7 +186,9 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     def run(module, name, notebook=None, **given):
         known = {f.name for f in module_fields(module)}
         settings = tiny.settings(notebook or name, base) | more if (notebook or name) in tiny.SETTINGS else {}
-        tiny.main(module)(tiny.config(module, **{k: v for k, v in dict(settings, out=str(tmp_path/name), **given).items() if k in known}))
+        cfg = tiny.config(module, **{k: v for k, v in dict(settings, out=str(tmp_path/name), **given).items() if k in known})
+        tiny.main(module)(cfg)
+        if notebook or name in ('sft', 'reward_model', 'dpo', 'ppo', 'quark', 'rrhf', 'binary_feedback'): tiny.show_results(notebook or name, cfg)
         return str(tmp_path/name)
     policy = run(sft, 'sft')
     samples = run(best_of_n, 'samples', 'best_of_n', policy=policy, reward_model='', split='unlabeled')

@@ -1,5 +1,4 @@
 """Every notebook of nbs/ executes through papermill; wrong parameters fail before any work."""
-import ast
 import csv
 import importlib
 import json
@@ -208,18 +207,10 @@ LACKING = dict(  # the settings under which a method's run has the fewest figure
 @pytest.mark.parametrize('name', LACKING)
 def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
     "The cells after the settings, without the demonstrations: they need no figure that a setting can leave out, and read no other run."
-    import matplotlib.pyplot as plt
-    code = [''.join(c['source']) for c in read_json(notebook_path(name))['cells'] if c['cell_type'] == 'code']
-    at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
     module = importlib.import_module(f'alpaca_farm.{name}')
     if name == 'expert_iteration': monkeypatch.setattr(module, 'run_jobs', tiny.run_here)
-    cells = vars(module) | dict(cfg=tiny.config(module, **tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]))
-    for text in code[:at]:
-        if all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body): exec(text, cells)
-    shown = [text for text in code[at + 1:] if text.startswith('#| slow')]
+    shown = tiny.show_results(name, tiny.config(module, **tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]))
     assert len(shown) > 1 and "'runs/" not in ''.join(shown)
-    for text in shown: exec(text, cells)
-    plt.close('all')
 
 
 def test_a_notebook_runs_where_nothing_can_be_forked(base, tmp_path, monkeypatch):

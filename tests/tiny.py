@@ -1,7 +1,9 @@
 """Settings so small that a run takes a second or two; used by the tests; every path is given."""
+import ast
 import importlib
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -61,6 +63,21 @@ def run_here(jobs, *_):
         module = importlib.import_module(f'alpaca_farm.{job.notebook}')
         main(module)(config(module, out=job.out, **job.settings))
     return []
+
+
+def show_results(notebook, cfg):
+    "Execute the cells of a notebook after its settings, which make the run and show its results; returns their text."
+    import matplotlib.pyplot as plt
+    from alpaca_farm.core.build import notebook_path
+    code = [''.join(c['source']) for c in json.loads(notebook_path(notebook).read_text())['cells'] if c['cell_type'] == 'code']
+    at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
+    cells = vars(importlib.import_module(f'alpaca_farm.{notebook}')) | dict(cfg=cfg)
+    for text in code[:at]:
+        if all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body): exec(text, cells)
+    shown = [text for text in code[at + 1:] if text.startswith('#| slow')]
+    for text in shown: exec(text, cells)
+    plt.close('all')
+    return shown
 
 
 def make_study(study, cfg):
