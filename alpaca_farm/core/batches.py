@@ -73,14 +73,16 @@ CLAIM_SECONDS = 90_000.  # 25 hours: the requests of a batch that never ends may
 @patch
 async def send_batch(self: ApiClient, part: dict):
     "Send requests as one batch, as many of them as the budget allows."
-    for k, r in list(part.items()):
+    beyond = []
+    for k, r in part.items():
         price = self.highest_price(r) or 0.
         if self.exceeds_budget(price):
-            del part[k]
-            self.store.release([k])   # another run may need it
+            beyond.append(k)
             continue
         self.reserved += price
         self.tally.failed.pop(k, None)
+    self.store.release(beyond)   # another run may need them
+    for k in beyond: del part[k]
     if not part: return
     file, text = self.endpoint.files, batch_text(part)
     def upload(): return file.create(file=('requests.jsonl', text), purpose='batch')
@@ -98,6 +100,7 @@ def store_line(self: ApiClient, line: dict, requests: dict):
         if known := self.store.get([key]):   # another process has read the batch
             self.answers |= known
             self.tally.known += key in self.todo
+            self.tally.failed.pop(key, None)
         elif not self.fatal: self.store_answers([(key, requests[key], answer, None)])
         return
     error = answer.get('error') if isinstance(answer, dict) else answer

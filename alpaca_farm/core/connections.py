@@ -49,10 +49,10 @@ class StatusError(Exception):
         super().__init__(f'Error code: {response.status}' + (f' - {message}' if message else ''))
         self.response, self.status_code, self.code = response, response.status, fields.get('code')
 
-# %% ../../nbs/core/connections.ipynb #397422fb
+# %% ../../nbs/core/connections.ipynb #6e1f0c31
 CONNECT = 10.  # seconds until a server that does not accept a connection counts as not reached
 
-
+# %% ../../nbs/core/connections.ipynb #397422fb
 class Connections:
     "Open connections to one server, over which requests are posted."
     def __init__(self,

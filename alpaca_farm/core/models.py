@@ -298,7 +298,7 @@ def write_weights(model, folder, cfg: Config, weights: dict | None = None):
     written = dict(dtype=str(dtype or model.dtype).split('.')[1])
     write_json(folder/'config.json', read_json(folder/'config.json') | written)
 
-# %% ../../nbs/core/models.ipynb #77e3a040
+# %% ../../nbs/core/models.ipynb #6e1f0c32
 CARD = '''---
 library_name: transformers
 tags: [alpaca_farm, {notebook}]
@@ -309,7 +309,7 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 `config.json` of the run folder that holds this one: fingerprint `{fingerprint}`.
 '''
 
-
+# %% ../../nbs/core/models.ipynb #77e3a040
 @written_once
 def write_model(model, tokenizer, run, name: str, weights: dict | None = None):
     "Write a model or an adapter, its tokenizer and its card into a run folder, completely or not at all."
