@@ -29,7 +29,7 @@ from .judges import ApiJudge, ask_judges, load_evaluators, make_pool, Verdict
 from alpaca_farm.local_judges import (is_model, is_reward_model, load_recorded, LocalJudge, RecordedLabels,
     RewardJudge)
 from .noise import flip_labels, flip_mask, flip_share, FlippedLabels
-from .people import read_population
+from .embedded.crowd import read_population
 
 # %% ../nbs/annotators.ipynb #0cdfba01
 def check_known_names(specs: list[str], models: list[str], weights: list[str] = ()):
