@@ -4,13 +4,12 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Without a GPU the CPU build, which is a tenth of the size; an index that is out of reach is passed over.
 CPU := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
-VENVS := runs/bench_venvs
 BOARD := method kind trained_on people people_low people_high pool gold tuned tuned_temperature length kl labels
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all modules anew
 
-.PHONY: farm test lab bench prepare outputs clean
+.PHONY: farm test lab prepare outputs clean
 
 farm: .venv/ready        ## the whole simulation, into runs/
 	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR
@@ -25,11 +24,6 @@ test: .venv/ready        ## all tests, two files at a time, then those that meas
 
 lab: .venv/ready         ## JupyterLab on the notebooks
 	JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(BIN)/jupyter lab
-
-bench: .venv/ready $(VENVS)/trl-1.16.0/ready $(VENVS)/trl-1.12.0/ready  ## speed beside TRL and alpaca-eval, into runs/bench/
-	test ! -f runs/bench/summary.json || mv runs/bench runs/bench-$$(date -r runs/bench/summary.json +%F-%H%M%S)
-	$(BIN)/papermill nbs/studies/bench.ipynb runs/bench.ipynb --no-progress-bar --log-level ERROR
-	@cat runs/bench/bench.md
 
 prepare: .venv/ready     ## before a commit: export, clean, test the notebooks' cells, check names, test
 	$(BIN)/nbdev_export
@@ -48,10 +42,4 @@ clean:                   ## remove the environment; runs/ stays
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==$(TORCH) $(CPU)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
-	touch $@
-
-$(VENVS)/trl-%/ready: constraints.txt settings.ini setup.py
-	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -c 'import torch' 2>/dev/null || $(@D)/bin/pip install -q torch==$(TORCH) $(CPU)
-	$(@D)/bin/pip install -q -c constraints.txt -e . trl==$*
 	touch $@

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from .core.build import methods, recipe, takes_annotators
+from .core.build import measured_policies, methods, recipe, takes_annotators
 from .core.files import read_yaml
 from .core.fingerprint import run_config
 from .core.judge_configs import JudgedConfig
@@ -26,7 +26,6 @@ from .annotators import load_annotators
 from .eval import write_figure
 from .farm_board import farm_board, judge_board, label_origin, parts_table, write_boards, write_csv
 from .leaderboards import rank_agreement
-from .overoptimization_grid import measured_policies
 from .simulation import (correlations, join_replicates, method_differences, paired_tables,
     separation, simulation_figure, simulation_table, vote_agreements)
 
@@ -75,8 +74,7 @@ STUDY = dict(  # added by the study of over-optimisation, which compares answers
     ppo_judge_free=(dict(data='world', policy='sft', reward_model='reward_model_judge'), 100),
     dpo_low=(dict(data='world', policy='sft', preferences='annotators'), 80),
     bank=(dict(data='world', policy='sft'), 40),
-    overoptimization=(dict(data='world', pairs='samples', candidates='candidates', policy='sft', bank='bank',
-                           references='sft_temperature_1',
+    overoptimization=(dict(policy='sft', bank='bank', references='sft_temperature_1',
                            proxies=['reward_model', 'reward_model_people', 'reward_model_judge'],
                            policies=measured_policies()), 120))
 
@@ -99,13 +97,13 @@ def farm_runs(study: bool = True) -> dict:
     return COMMON | learning_runs('') | learning_runs('_people') | (STUDY if study else {})
 
 # %% ../nbs/farm.ipynb #40f53ca6
-def read_sizes(size: str, more: tuple[str, ...] = ()) -> dict[str, dict]:
-    "Settings by notebook or run, the farm's or `more`, from quick.yaml or a file; ValueError for others."
+def read_sizes(size: str) -> dict[str, dict]:
+    "Settings by notebook or run of the farm, from quick.yaml or a file; ValueError for others."
     if size == 'default': return {}
     file = notebooks_folder()/'recipes'/'quick.yaml' if size == 'quick' else at_root(size)
     if not file.is_file():
         raise FileNotFoundError(f'size = {size!r}: choose from default, quick or a YAML file that exists')
-    sizes, runs = read_yaml(file), [*farm_runs(), *more]
+    sizes, runs = read_yaml(file), farm_runs()
     known = {*runs, *(recipe(name)[0] for name in runs)}
     for name in sizes:
         near = ''.join(f'. Did you mean {n!r}?' for n in get_close_matches(name, known, 1))

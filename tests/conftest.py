@@ -1,4 +1,5 @@
 """One tiny world and the runs that stand on it, made once for all the tests of a session."""
+import contextlib
 import importlib
 import os
 from types import SimpleNamespace
@@ -21,6 +22,12 @@ CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
 
 
 def pytest_configure(config): config.addinivalue_line('markers', 'alone: measures speed, so nothing else should run meanwhile')
+
+
+@pytest.fixture(scope='session', autouse=True)
+def elsewhere(tmp_path_factory):
+    "The tests work in an empty folder, where `runs/` is not that of the checkout."
+    with contextlib.chdir(tmp_path_factory.mktemp('elsewhere')): yield
 
 
 @pytest.fixture(scope='session')

@@ -25,12 +25,9 @@ CORE = ['paths dialogues', 'hub settings progress trackers files functional stor
         'online completions', 'outputs preload']
 LAYERS = ['verdict_parsers lexicon',
           'grammar noise judges rankings length_control label_files', 'authors', 'criteria prose', 'people',
-          'world bench_bound local_judges rlcd_tasks text_measures leaderboards agreement_measures overoptimization_curves overoptimization_grid',
-          'world_family annotators calibration cascade_thresholds hybrid_measures rrhf_pool prediction_measures',
-          'eval agreement labelling openai_baselines auto_annotations card',
-          'cheap_tricks',
-          'decoding compare cascades overoptimization effects reward_ensemble label_budget farm_board simulation bench_rows', 'hybrid farm bench_peers growth bring_your_own',
-          'worlds bench labellers']
+          'world local_judges rlcd_tasks boards.text leaderboards agreement_measures', 'annotators rrhf_pool',
+          'eval agreement labelling openai_baselines auto_annotations',
+          'decoding compare overoptimization farm_board simulation', 'farm bring_your_own']
 METHOD = len(CORE) + 7
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
@@ -226,7 +223,7 @@ def test_imports_are_quick_and_light():
     assert {n: t for n, t, _ in rows if t > .3} == {}
 
 
-TENSORLESS = ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'grammar', 'world', 'annotators', 'eval', 'effects']
+TENSORLESS = ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'grammar', 'world', 'annotators', 'eval', 'boards.text']
 BARE = '''
 import importlib, os, sys
 for name in sys.argv[1:]:

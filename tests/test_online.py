@@ -19,9 +19,8 @@ from alpaca_farm.core.files import read_json, write_json
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.settings import from_args
 from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
-from alpaca_farm.overoptimization import bank_and_references, label_name, method_name, OverConfig, policy_proxy
-from alpaca_farm.overoptimization_curves import bank_curve, can_fit, fit_gold, peak_distance
-from alpaca_farm.overoptimization_grid import study_grid
+from alpaca_farm.overoptimization import (bank_and_references, bank_curve, can_fit, fit_gold, label_name, method_name, OverConfig,
+                                          peak_distance, policy_proxy)
 from alpaca_farm.ppo import group_advantages, PPOConfig, rollout_indices, value_model
 
 torch.set_num_threads(1)
@@ -190,24 +189,18 @@ def ran(folder, notebook, **settings):
     return str(folder)
 
 
-def test_what_runs_are_called(tmp_path, base, monkeypatch):
-    asked = ran(tmp_path/'asked', 'annotators', annotators='a.b:pool', label_flip=.25, outputs='pairs.json')
-    again = ran(tmp_path/'more', 'annotators', annotators='a.b:pool', label_flip=0., outputs=ran(tmp_path/'pairs', 'best_of_n', policy='other'))
-    cfg = OverConfig(policy=str(base/'sft'))
-    monkeypatch.setattr('alpaca_farm.overoptimization.hidden_width', lambda spec: 64 if 'wide' in spec else 32)
-    some = ran(tmp_path/'rm', 'reward_model', preferences=asked, max_instances=9)
-    assert label_name(some, cfg) == 'pool, 25% flips, 9 labels'
-    assert label_name(ran(tmp_path/'wide', 'reward_model', preferences=again), cfg) == 'pool, asked again, width 64'
-    assert label_name('me/my-model', cfg) == 'my-model'
-    assert label_name(ran(tmp_path/'file', 'reward_model', preferences='mine/people.json'), cfg) == 'people'
-    free = ran(tmp_path/'free', 'ppo', advantage='rloo', kl_coef=0., reward_model=['a', 'b'], ensemble='worst')
+def test_what_runs_are_called(tmp_path):
+    asked = ran(tmp_path/'asked', 'annotators', annotators='a.b:pool', label_flip=.25)
+    rm = ran(tmp_path/'rm', 'reward_model', preferences=asked)
+    assert label_name(rm) == 'pool, 25% flips' and label_name('me/my-model') == 'my-model'
+    assert label_name(ran(tmp_path/'file', 'reward_model', preferences='mine/people.json')) == 'people'
+    free = ran(tmp_path/'free', 'ppo', advantage='rloo', kl_coef=0., reward_model=rm)
     pairs = ran(tmp_path/'dpo', 'dpo', beta=.01, preferences=asked)
-    assert method_name(free) == 'rloo, no penalty, worst' and method_name(pairs) == 'dpo, beta 0.01'
-    replicate = ran(tmp_path/'dpo1', 'dpo', beta=.01, preferences=asked, seed=1)
-    assert [method_name(replicate, s) for s in (0, 1)] == ['dpo, beta 0.01, seed 1', 'dpo, beta 0.01']     # its points are no part of seed 0's curve
-    every = ran(tmp_path/'all', 'reward_model', preferences=asked, max_instances=0)
-    assert policy_proxy(free, []) == ['a', 'b'] and policy_proxy(pairs, ['me/my-model', some, every]) == every
-    with pytest.raises(ValueError, match='none of the proxies did'): policy_proxy(pairs, [some])
+    several = ran(tmp_path/'several', 'ppo', advantage='gae', kl_coef=.1, reward_model=['a', 'b'])
+    assert [method_name(f) for f in (free, pairs, several)] == ['rloo, no penalty', 'dpo, beta 0.01', 'ppo']
+    assert policy_proxy(free, []) == rm and policy_proxy(pairs, ['me/my-model', rm]) == rm
+    for lost in (pairs, several):
+        with pytest.raises(ValueError, match='none of the proxies did'): policy_proxy(lost, ['me/my-model'])
 
 
 def test_a_bank_without_references_is_refused(tmp_path):
@@ -217,10 +210,10 @@ def test_a_bank_without_references_is_refused(tmp_path):
     with pytest.raises(ValueError, match="1 instructions of .*'2'"): bank_and_references(cfg)
 
 
-def test_the_full_grid_reads_only_what_it_makes():
-    jobs = study_grid(OverConfig())
-    made = {j.out for j in jobs}
-    assert len(made) == len(jobs) and all(n in made for j in jobs for n in j.needs)
+def test_samples_at_another_temperature_are_refused(tmp_path):
+    for name in ('bank', 'references'): ran(tmp_path/name, 'best_of_n', temperature=.5)
+    cfg = OverConfig(bank=str(tmp_path/'bank'), references=str(tmp_path/'references'))
+    with pytest.raises(ValueError, match='temperature = 1.0: bank and references were sampled at 0.5'): bank_and_references(cfg)
 
 
 def test_adam_is_adam(tmp_path):

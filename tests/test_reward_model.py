@@ -1,35 +1,26 @@
-"""Losses, calibration and averages against plain Python; ensembles and curves against single runs, killed ones among them."""
-import csv
+"""Losses and calibration against plain Python; scores, their units and the likelihood in them."""
 import json
 import math
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import tiny
-from alpaca_farm.core import launch
-from alpaca_farm import reward_ensemble as ensemble, reward_model as rm
+from alpaca_farm import reward_model as rm
 from alpaca_farm.core.models import load_policy, load_scalar, response_logprobs, sequence_scores, token_scores
 from alpaca_farm.core import rewards as rewards_module
 from alpaca_farm.core.rewards import label_count, reward, rewards, score_records
 from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import collate, encode_prompts, encode_responses
-from alpaca_farm.core.training import Trainer
 from alpaca_farm.local_judges import RewardJudge
 from alpaca_farm.ppo import PPOConfig, value_model
 from alpaca_farm.criteria import utility
-from alpaca_farm.reward_ensemble import RewardEnsembleConfig
 from alpaca_farm.reward_model import RewardModelConfig, pairwise_loss
-from test_resume import die_at, same_run, without_times
 
 torch.set_num_threads(1)
 SMALL = dict(likelihood=0., max_instances=40, held_out=10)
-CURVE = dict(curve_pairs=[8, 16], curve_flips=[0., .4])
 
 
 def randn(*shape, seed=0, scale=2.): return scale*torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -42,16 +33,6 @@ def sigmoid(z): return 1/(1 + math.exp(-z))
 
 
 def config(base, out, **more): return RewardModelConfig(**tiny.settings('reward_model', base, out=str(out), **SMALL | more))
-
-
-def study(base, out, **more): return RewardEnsembleConfig(**tiny.settings('reward_model', base, out=str(out), **SMALL | more))
-
-
-@pytest.fixture(scope='module', autouse=True)
-def in_this_process():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, 'run_jobs', tiny.run_here)
-        yield
 
 
 def one_pair(a, b, target, margin, eps):
@@ -161,158 +142,24 @@ def test_accuracy_by_annotator():
     assert rm.accuracy_by_annotator(np.array([1.]), [dict(preference=1)]) == []
 
 
-def test_average_is_the_mean():
-    states = [dict(a=randn(3, 4, seed=s), b=randn(5, seed=s + 9)) for s in range(5)]
-    before = [{k: w.clone() for k, w in s.items()} for s in states]
-    mean = ensemble.mean_weights(iter(states))
-    for k in 'ab': torch.testing.assert_close(mean[k], torch.stack([s[k] for s in states]).mean(0), rtol=1e-12, atol=1e-12)
-    assert all(torch.equal(s[k], b[k]) for s, b in zip(states, before) for k in 'ab')  # and changes nothing
-
-
-def test_ensemble_by_hand():
-    "Two members, three pairs, written out with numpy left aside."
-    s = [[[0., 1, 2], [1., 0, 5]], [[0., 0, 6], [2., -3, 3]]]  # member, answer, pair
-    pairs = [dict(preference=p) for p in (2, 1, 2)]
-    table = {r['scored_by']: r['accuracy'] for r in ensemble.ensemble_table(np.array(s), np.array(s[1]), pairs)}
-    joint = dict(mean=lambda x, y: (x + y)/2, worst=min, uncertainty=lambda x, y: (x + y)/2 - .5*((x - y)/2)**2)
-    for how, f in joint.items():
-        first, second = ([f(x, y) for x, y in zip(s[0][k], s[1][k])] for k in (0, 1))
-        right = sum((b > a) == (p['preference'] == 2) if a != b else .5 for a, b, p in zip(first, second, pairs))
-        assert table[how] == pytest.approx(right/3), how
-    assert table['member-1'] == 1 and table['member-2'] == table['average weights'] == pytest.approx(2/3)
-    leads = [[m[1][i] - m[0][i] for m in s] for i in range(3)]
-    share = [abs(x - y)/2/math.sqrt((x*x + y*y)/2) for x, y in leads]
-    assert [r['doubt'] for r in ensemble.accuracy_by_doubt(np.array(s), pairs, 3)] == pytest.approx(sorted(share))
-    assert ensemble.doubt(np.array([[0., 1, 2], [0., 1, -2]])).tolist() == [1, 0, 1]
-    assert [(r['lead'], r['accuracy']) for r in ensemble.accuracy_by_lead(np.array(s[1]), pairs, 3)] == [(3, 1), (3, 0), (2, 1)]   # member 2, surest first
-
-
 @pytest.fixture(scope='module')
 def whole(base, tmp_path_factory):
-    "A run with three members and a curve, never interrupted."
+    "A run whose scores are those of the head alone."
     out = tmp_path_factory.mktemp('whole')/'reward_model'
-    ensemble.run(study(base, out, members=3, checkpoint_every=1, **CURVE))
+    rm.train(config(base, out))
     return out
 
 
-def test_members_are_themselves(base, whole, tmp_path):
-    "Member 1 is the single run; the others differ from it and each other; the model is the mean of their weights."
-    rm.train(config(base, tmp_path/'alone'))
-    weights = [load_file(whole/f'member-{k}'/'model'/'model.safetensors') for k in (1, 2, 3)]
-    alone, mean = load_file(tmp_path/'alone'/'model'/'model.safetensors'), load_file(whole/'model'/'model.safetensors')
-    assert all(torch.equal(w, alone[k]) for k, w in weights[0].items())
-    assert without_times(tmp_path/'alone') == without_times(whole/'member-1')
-    for a, b in ((0, 1), (0, 2), (1, 2)): assert any((weights[a][k] - weights[b][k]).abs().max() > 1e-4 for k in mean)
-    for k, w in mean.items(): torch.testing.assert_close(w, torch.stack([m[k] for m in weights]).mean(0), rtol=1e-5, atol=1e-7)
-
-
-def test_members_have_their_own_zero_and_unit(base, whole):
-    pairs, cfg = rm.load_preference_pairs(config(base, whole))[1], config(base, whole)
-    answers = [dict(r, output=r[f]) for r in pairs for f in ('output_1', 'output_2')]
-    for folder in ('member-1', 'member-2', 'member-3', ''):
-        scores = np.array(reward(str(whole/folder), cfg)(answers))
-        assert (scores.mean(), scores.std()) == (pytest.approx(0, abs=1e-4), pytest.approx(1, abs=1e-4))
-    members = [str(whole/f'member-{k}') for k in (1, 2, 3)]
-    assert ensemble.member_folders(study(base, whole, members=3)) == members
-    np.testing.assert_allclose(reward(members, cfg)(answers), np.mean([reward(m, cfg)(answers) for m in members], 0), atol=1e-9)
-    assert label_count(members) == label_count(str(whole)) == 30
-
-
-def test_what_an_ensemble_leaves(base, whole):
-    s, table = read_summary(whole), read_json(whole/'ensemble.json')
-    names = ['member-1', 'member-2', 'member-3', 'mean', 'worst', 'uncertainty', 'average weights']
-    assert [r['scored_by'] for r in table['table']] == names
-    assert s['accuracy'] == table['table'][-1]['accuracy'] and s['disagreement'] > 0
-    assert s['accuracy_members'] == pytest.approx(np.mean([r['accuracy'] for r in table['table'][:3]]))
-    assert sum(r['pairs'] for r in table['by_doubt']) == 10
-    assert [read_summary(whole/f'member-{k}')['accuracy'] for k in (1, 2, 3)] == [r['accuracy'] for r in table['table'][:3]]
+def test_what_a_run_leaves(whole):
     assert sum(r['pairs'] for r in read_json(whole/'accuracy_by_annotator.json')) == 10
     assert set(read_json(whole/'calibration.json')) == {'labels', 'expected'}
 
 
-def test_the_curve(base, whole, tmp_path):
-    "A point of the curve is the run that has just those pairs and labels."
-    rows = list(csv.DictReader(open(whole/'curve.csv')))
-    assert [r['pairs'] for r in rows] == ['30', '8', '16', '30', '30'] and set(rows[0]) >= {'flips', 'accuracy_low', 'accuracy_majority'}
-    pairs, aside, _ = rm.load_preference_pairs(config(base, tmp_path))
-    flipped = [sum(r['flipped'] for r in pairs.records[:n])/n for n in (30, 8, 16)]
-    assert [float(r['flips']) for r in rows[:3]] == pytest.approx(flipped) and float(rows[3]['flips']) == 0 < float(rows[4]['flips']) < 1
-    (tmp_path/'few.json').write_text(json.dumps(pairs.records[:16] + aside))
-    rm.train(config(base, tmp_path/'few', preferences=str(tmp_path/'few.json')))
-    assert without_times(tmp_path/'few')[0]['loss'] == pytest.approx(math.log(2))
-    assert read_summary(tmp_path/'few')['labels'] in range(14, 19)  # its own split, of fewer instructions
-    names = ['member-1', 'member-2', 'member-3', 'pairs-8', 'pairs-16', 'flips-0', 'flips-0.4']
-    assert [r['part'] for r in read_log(whole)] == names and not list(whole.rglob('.*'))
-    points = whole.with_name('reward_model_runs')
-    assert sorted(p.name for p in points.iterdir() if p.is_dir()) == sorted(names[3:])
-    for row, name in zip(rows[1:], names[3:]):
-        s = read_summary(points/name)
-        assert (str(s['labels']), str(s['accuracy']), s['held_out']) == (row['pairs'], row['accuracy'], 10)
-        log, alone = without_times(points/name), without_times(whole/'member-1')
-        assert log[0]['loss'] == pytest.approx(math.log(2)) and (log != alone) and (len(log) == len(alone)) == name.startswith('flips')
-    assert sum(read_summary(f)['cpu_seconds'] for f in [*(whole/n for n in names[:3]), *(points/n for n in names[3:])]) < read_summary(whole)['cpu_seconds']
-
-
-def test_all_models_hold_out_the_same_pairs(base, whole):
-    "Those of the run with the study's seed, marked in every file of labels."
-    pairs, aside, _ = rm.load_preference_pairs(config(base, whole))
-    marked = [dict(r, held_out=True) for r in aside]
-    for name, n in {'pairs': 30, 'pairs-8': 8, 'flips-0.4': 30}.items():
-        rows = read_json(whole/f'{name}.json')
-        learned, kept = rm.split_pairs(rows, held_out=1, seed=5)
-        assert kept == marked and len(learned) == n and rows == learned + kept
-    assert read_json(whole/'pairs.json')[:30] == pairs.records
-
-
-def test_flips_anew_are_those_of_the_annotators(base, tmp_path):
-    "At the annotators' own rate and seed the labels come back; at 0 they are the truth; rates are nested."
-    pairs = rm.load_preference_pairs(config(base, tmp_path))[0]
-    labels = lambda rate: [r['preference'] for r in ensemble.reflip_labels(pairs.records, rate, 0)]
-    assert labels(.25) == pairs.labels
-    truth = [3 - r['preference'] if r['flipped'] else r['preference'] for r in pairs.records]
-    assert labels(0.) == truth != pairs.labels
-    at = [{i for i, r in enumerate(ensemble.reflip_labels(pairs.records, rate, 0)) if r['flipped']} for rate in (.1, .25, .45)]
-    assert at[0] < at[1] < at[2]
-    rates = lambda **given: [j.settings.get('flip_rate', 0) for j in ensemble.reward_model_jobs(study(base, tmp_path, members=1, curve_flips=[.1], **given))]
-    assert rates() == [0, 0] and rates(flip_rate=.25) == [.25, .1]
-
-
-DEATHS = [(os, 'replace', 'state.safetensors', 1), (os, 'replace', 'state.safetensors', 6), (Path, 'rename', 'model', 2),
-          (os, 'replace', 'summary.json', 2), (Path, 'rename', 'model', 4), (os, 'replace', 'curve.csv', 1),
-          (os, 'replace', 'ensemble.json', 1), (os, 'replace', 'state.safetensors', 16)]
-
-
-@pytest.mark.parametrize('owner, attribute, name, count', DEATHS, ids=lambda x: getattr(x, '__name__', x))
-def test_killed_in_any_part(base, whole, tmp_path, owner, attribute, name, count):
-    "A run that is killed in its second member, between two parts or in its curve ends as one that was not."
-    cfg = study(base, tmp_path/'reward_model', members=3, checkpoint_every=1, **CURVE)
-    die_at(ensemble.run, cfg, (owner, attribute), name, count)
-    finished = {j.out: Path(j.out, 'summary.json').stat().st_mtime_ns for j in ensemble.reward_model_jobs(cfg) if read_summary(j.out)}
-    assert not read_summary(tmp_path/'reward_model')
-    ensemble.run(cfg)
-    same_run(whole, tmp_path/'reward_model')
-    for k in (1, 2, 3): assert without_times(whole/f'member-{k}') == without_times(tmp_path/'reward_model'/f'member-{k}')
-    assert (tmp_path/'reward_model'/'curve.csv').read_text() == (whole/'curve.csv').read_text()
-    assert {out: Path(out, 'summary.json').stat().st_mtime_ns for out in finished} == finished
-
-
-def test_finished_members_are_not_trained_again(base, tmp_path, monkeypatch):
-    cfg = study(base, tmp_path/'reward_model', members=3, checkpoint_every=1)
-    die_at(ensemble.run, cfg, (os, 'replace'), 'summary.json', 2)  # in the second member, when it is trained
-    trained, steps = [], Trainer.steps
-    monkeypatch.setattr(Trainer, 'steps', lambda self: trained.append(self.cfg.seed) or steps(self))
-    ensemble.run(cfg)
-    assert trained == [ensemble.member_seed(0, 2), ensemble.member_seed(0, 3)]
-    assert len(read_log(tmp_path/'reward_model'/'member-2')) == len(read_log(tmp_path/'reward_model'/'member-1'))
-
-
-@pytest.mark.parametrize('more', [{}, dict(flip_rate=.25), dict(members=2), dict(members=2, flip_rate=.4)], ids=str)
-def test_the_first_step(base, tmp_path, more):
+@pytest.mark.parametrize('flip_rate', [0., .25])
+def test_the_first_step(base, tmp_path, flip_rate):
     "A zero head prefers nothing: ln 2, whatever share of the labels is flipped."
-    if 'members' not in more: rm.train(config(base, tmp_path/'rm', **more))
-    else: ensemble.run(study(base, tmp_path/'rm', **more))
-    for folder in ensemble.member_folders(study(base, tmp_path/'rm', **more)) if 'members' in more else [tmp_path/'rm']:
-        assert read_log(folder)[0]['loss'] == pytest.approx(math.log(2), abs=1e-6)
+    rm.train(config(base, tmp_path/'rm', flip_rate=flip_rate))
+    assert read_log(tmp_path/'rm')[0]['loss'] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_a_margin_moves_the_first_step(base, tmp_path):
@@ -322,17 +169,6 @@ def test_a_margin_moves_the_first_step(base, tmp_path):
     (tmp_path/'gap.json').write_text(json.dumps(rows))
     rm.train(config(base, tmp_path/'field', margin_field='gap', preferences=str(tmp_path/'gap.json')))
     assert read_log(tmp_path/'field')[0]['loss'] == pytest.approx(math.log1p(math.exp(.5)), abs=1e-6)
-
-
-def test_heads_of_members(base, tmp_path):
-    "A normal head is drawn for each member; a zero head is zero for all."
-    drawn = []
-    for k in (1, 2):
-        torch.manual_seed(ensemble.member_seed(0, k))
-        drawn.append(load_scalar(str(base/'sft'), config(base, tmp_path), 'normal', train=True)[0].score.weight)
-    assert (drawn[0] - drawn[1]).abs().max() > .01
-    seeds = [ensemble.member_seed(s, k) for s in range(5) for k in range(1, 9)]
-    assert len(set(seeds)) == len(seeds)  # replicates share no member
 
 
 def test_micro_batches(base, tmp_path):
@@ -360,32 +196,23 @@ def test_pairs_whose_annotators_gave_no_mean_are_left_out_of_its_figures(base, t
 
 
 def test_records_without_extras(base, tmp_path):
-    "Labels of which nothing more is known: no majority, no annotators, no curve of flips."
+    "Labels of which nothing more is known: no majority, no annotators."
     bare = [{k: v for k, v in r.items() if k not in ('expected', 'annotator', 'flipped')} for r in read_json(base/'annotators'/'preferences.json')]
     (tmp_path/'bare.json').write_text(json.dumps(bare))
-    given = dict(preferences=str(tmp_path/'bare.json'), members=2, curve_pairs=[8])
-    ensemble.run(study(base, tmp_path/'rm', **given))
+    rm.train(config(base, tmp_path/'rm', preferences=str(tmp_path/'bare.json')))
     assert not (tmp_path/'rm'/'accuracy_by_annotator.json').exists() and set(read_json(tmp_path/'rm'/'calibration.json')) == {'labels'}
-    assert 'accuracy_majority' not in read_summary(tmp_path/'rm') and next(csv.DictReader(open(tmp_path/'rm'/'curve.csv')))['flips'] == ''
-    with pytest.raises(ValueError, match='has no field `flipped`'):
-        ensemble.run(study(base, tmp_path/'flips', **given, curve_flips=[.1]))
+    assert 'accuracy_majority' not in read_summary(tmp_path/'rm')
 
 
 @pytest.mark.parametrize('more, message', [
-    (dict(members=0), 'members = 0: it must be at least 1'), (dict(flip_rate=.5), 'flip rate 0.5'), (dict(flip_rate=-.1), 'flip rate -0.1'),
-    (dict(margin=-1.), 'margin = -1.0: it must be at least 0'), (dict(margin=1., margin_field='gap'), 'give one of them'),
-    (dict(curve_pairs=[0]), 'at least 1 pair'), (dict(curve_pairs=[5, 5]), 'each point once'), (dict(curve_flips=[.1, .1]), 'each point once'),
-    (dict(curve_flips=[.5]), 'flip rate 0.5'), (dict(curve_flips=[math.nan]), 'must be finite')])
+    (dict(flip_rate=.5), 'flip rate 0.5'), (dict(flip_rate=-.1), 'flip rate -0.1'),
+    (dict(margin=-1.), 'margin = -1.0: it must be at least 0'), (dict(margin=1., margin_field='gap'), 'give one of them')])
 def test_bad_settings(more, message):
-    with pytest.raises(ValueError, match=message): RewardEnsembleConfig(**more)
-    if not {'members', 'curve_pairs', 'curve_flips'} & set(more):
-        with pytest.raises(ValueError, match=message): RewardModelConfig(**more)
+    with pytest.raises(ValueError, match=message): RewardModelConfig(**more)
 
 
-@pytest.mark.parametrize('more, message', [(dict(curve_pairs=[1000]), r'curve_pairs = \[1000\]: there are 30 pairs'),
-                                           (dict(margin_field='gap'), "the pair on '.*' has gap = None")])
-def test_bad_inputs_fail_before_any_work(base, tmp_path, more, message):
-    with pytest.raises(ValueError, match=message): ensemble.run(study(base, tmp_path/'rm', **more))
+def test_bad_inputs_fail_before_any_work(base, tmp_path):
+    with pytest.raises(ValueError, match="the pair on '.*' has gap = None"): rm.train(config(base, tmp_path/'rm', margin_field='gap'))
     assert read_log(tmp_path/'rm') == []
 
 
@@ -407,11 +234,11 @@ C = .3
 
 @pytest.fixture(scope='module')
 def likely(base, tmp_path_factory):
-    "A run of two members whose scores count the likelihood, and answers: its held-out ones."
-    out = tmp_path_factory.mktemp('likely')/'reward_model'
-    ensemble.run(study(base, out, members=2, likelihood=C))
-    pairs = rm.load_preference_pairs(config(base, out))[1]
-    return out, [dict(r, output=r[f]) for f in ('output_1', 'output_2') for r in pairs]
+    "Two runs whose scores count the likelihood, and answers: their held-out ones."
+    runs = [tmp_path_factory.mktemp('likely')/f'reward_model_{k}' for k in (1, 2)]
+    for out, rate in zip(runs, (1e-3, 3e-3)): rm.train(config(base, out, likelihood=C, learning_rate=rate))
+    pairs = rm.load_preference_pairs(config(base, runs[0]))[1]
+    return *map(str, runs), [dict(r, output=r[f]) for f in ('output_1', 'output_2') for r in pairs]
 
 
 def as_tokens(records, tokenizer): return encode_prompts(records, tokenizer, 'auto'), encode_responses([r['output'] for r in records], tokenizer)
@@ -426,11 +253,11 @@ def both_parts(model, tokenizer, record):
     return (states[-1] @ model.score.weight[0]).item(), sum(logp[len(prompt) - 1 + i, token].item() for i, token in enumerate(answer))
 
 
-@pytest.mark.parametrize('part', ['member-1', 'member-2', ''], ids=['first', 'second', 'average'])
-def test_likelihood_is_a_part_of_the_score(base, likely, part):
-    "As it was saved, of members and of their average; in its unit, and as a judge."
-    out, answers = likely
-    folder, cfg = str(out/part), config(base, out)
+@pytest.mark.parametrize('k', [0, 1])
+def test_likelihood_is_a_part_of_the_score(base, likely, k):
+    "As it was saved; in its unit, and as a judge."
+    folder, answers = likely[k], likely[2]
+    cfg = config(base, folder)
     model, tokenizer = load_scalar(folder, cfg)
     assert model.config.likelihood == C
     heads, logp = map(np.array, zip(*(both_parts(model, tokenizer, r) for r in answers)))
@@ -445,27 +272,28 @@ def test_likelihood_is_a_part_of_the_score(base, likely, part):
 
 def test_several_reward_models_share_the_batches(base, likely, monkeypatch):
     "Scores of each as alone; the answers are tokenized once, and once for each where a function or another reader is among them."
-    out, answers = likely
-    cfg, specs = config(base, out), [str(out/'member-1'), str(out/'member-2'), str(out)]
+    *specs, answers = likely
+    cfg = config(base, specs[0])
     wanted = np.array([reward(s, cfg)(answers) for s in specs])
     made, real = [], rewards_module.encode_answers
     monkeypatch.setattr(rewards_module, 'encode_answers', lambda *a: made.append(1) or real(*a))
     assert rewards(specs, cfg)(answers) == pytest.approx(wanted, abs=1e-5) and len(made) == 1
     assert reward(specs, cfg)(answers) == pytest.approx(wanted.mean(0), abs=1e-5) and len(made) == 2
+    assert label_count(specs) == label_count(specs[0]) == 30
     mixed = rewards([specs[0], 'alpaca_farm.world:utility', specs[1]], cfg)(answers)
-    assert mixed[[0, 2]] == pytest.approx(wanted[:2], abs=1e-5) and mixed[1].tolist() == utility(answers) and len(made) == 4
-    loaded = {s: load_scalar(s, cfg) for s in specs[:2]}
+    assert mixed[[0, 2]] == pytest.approx(wanted, abs=1e-5) and mixed[1].tolist() == utility(answers) and len(made) == 4
+    loaded = {s: load_scalar(s, cfg) for s in specs}
     loaded[specs[1]][0].config.reads_end = False
-    apart = rewards(specs[:2], cfg, loaded=loaded)(answers)
+    apart = rewards(specs, cfg, loaded=loaded)(answers)
     assert apart[0] == pytest.approx(wanted[0], abs=1e-5) and np.abs(apart[1] - wanted[1]).max() > 1e-3 and len(made) == 6
     with pytest.raises(ValueError, match='gave a score that is not a finite number'):
         with torch.no_grad(): loaded[specs[1]][0].score.weight.fill_(float('nan'))
-        rewards(specs[:2], cfg, loaded=loaded)(answers)
+        rewards(specs, cfg, loaded=loaded)(answers)
 
 
 def test_likelihood_does_not_depend_on_the_batch(base, likely):
-    out, answers = likely
-    model, tokenizer = load_scalar(str(out), config(base, out))
+    out, _, answers = likely
+    model, tokenizer = load_scalar(out, config(base, out))
     wanted = score_records(model, tokenizer, answers, batch_size=1)
     for size in (3, 64): assert score_records(model, tokenizer, answers[::-1], batch_size=size)[::-1] == pytest.approx(wanted, abs=1e-4)
     alone = torch.tensor(score_records(model, tokenizer, answers[:5], standardise=False))
@@ -499,9 +327,9 @@ def test_without_likelihood_a_score_is_the_head(base, whole):
 
 def test_values_are_those_of_the_head_alone(base, likely):
     "And not moved by the mean of the likelihoods, so that they start near the mean of the rewards, 0."
-    out, answers = likely
-    cfg = PPOConfig(**tiny.settings('ppo', base, out=str(out/'ppo'), reward_model=str(out/'member-1')))
-    model, tokenizer = load_scalar(str(out/'member-1'), cfg)
+    out, _, answers = likely
+    cfg = PPOConfig(**tiny.settings('ppo', base, out=f'{out}_ppo', reward_model=out))
+    model, tokenizer = load_scalar(out, cfg)
     batch = collate(*as_tokens(answers[:4], tokenizer), tokenizer.pad_token_id)
     with torch.no_grad():
         found, head = value_model(cfg, None)(batch), token_scores(model, batch['ids'], batch['mask'])

@@ -332,6 +332,9 @@ def test_accumulation(base, tmp_path):
         assert max((w[k] - weights[0][k]).abs().max().item() for k in w) < 1e-4
 
 
+def brevity(records): return [-float(len(r['output'].split())) for r in records]
+
+
 def test_ranks_are_learned(base, tmp_path):
     "By heart, without imitation: pairs come into order. Ranking alone lets the likelihood of the best go; imitation holds it."
     rows = read_json(base/'world'/'sft.json')
@@ -339,7 +342,7 @@ def test_ranks_are_learned(base, tmp_path):
              if len(r['output'].split()) != len(s['output'].split())]
     (tmp_path/'pairs.json').write_text(json.dumps(pairs))
     more = dict(candidates=str(tmp_path/'pairs.json'), max_instances=8, epochs=40, learning_rate=2e-3, eval_split='',
-                reward_model='alpaca_farm.text_measures:words_cost_1.0000')
+                reward_model='test_rrhf:brevity')
     ranked, _ = run(base, tmp_path/'ranked', sft_weight=0., **more)
     both, _ = run(base, tmp_path/'both', **more)
     assert ranked[0]['accuracy'] < .8 and ranked[-1]['accuracy'] > .95 and ranked[-1]['rank'] < .01 and both[-1]['accuracy'] > .9

@@ -18,7 +18,7 @@ import tiny
 from alpaca_farm.core import paths
 from alpaca_farm.core.settings import TrainConfig, field_comments, from_args, no_secrets
 
-NOTEBOOKS = ('agreement', 'annotators', 'cascades', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'openai_baselines', 'ppo', 'rrhf')
+NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'openai_baselines', 'ppo', 'rrhf')
 QUICK = dict(deadline=None, phases=[Phase.generate], database=None, derandomize=True, suppress_health_check=list(HealthCheck))
 NASTY = ['', 'nan', '-inf', '1e400', '9'*5000, '[0.9,', '[[1]]', '{}', '{[]: 1}', '()'*500 + ')', '['*300, 'None', 'true', '"', '\x00', '\ud800', '[\'\ud800\']', '~', '~x/y',
          '~nobody', '/', '//', '..', '.:.', '..x:y', 'json..x:y', 'json.x.y:z', ':', 'a:', 'json:dumps', 'jsn:dumps', 'rnus/world', 'a b/c', 'x'*300, 'x/'*3000, '=', 'a=', 'a=b', '#', 'a#[',

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from unittest import mock
 
 ROOT = Path(__file__).parents[1]
 TRAINERS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo', 'rrhf', 'quark', 'binary_feedback')  # modules whose runs can be interrupted
@@ -80,24 +79,6 @@ def show_results(notebook, cfg):
     return shown
 
 
-def make_study(study, cfg):
-    "Start a study twice, its runs in this process in the order of their needs: the runs made, and whether the second start made none."
-    from alpaca_farm.core import launch
-    made = []
-    def in_order(jobs, *_):
-        waiting = [j for j in jobs if not launch.read_summary(j.out)]
-        made.extend(waiting)
-        while waiting:
-            job = next(j for j in waiting if not {w.out for w in waiting} & set(j.needs))
-            waiting.remove(job)
-            run_here([job])
-        return []
-    with mock.patch.object(launch, 'run_jobs', in_order):
-        study.run(cfg)
-        first = list(made)
-        return first, study.run(cfg).done and made == first
-
-
 def command(notebook, **given):
     "The command line of a run."
     options = [x for k, v in given.items() for x in (f'--{k}', json.dumps(v) if isinstance(v, list) else str(v))]
@@ -149,8 +130,8 @@ def free_ports(n):
     return ports
 
 
-def spawn(command, cwd=ROOT, **more):
-    return subprocess.Popen(command, cwd=cwd, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+def spawn(command, **more):
+    return subprocess.Popen(command, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                             text=True)
 
 

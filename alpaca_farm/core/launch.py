@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Job', 'study_job', 'fraction_done', 'start_job', 'cell_error', 'failure', 'longest_chain', 'ready_jobs',
            'collect_finished', 'skip_dependents', 'retry', 'seconds_left', 'progress_text', 'gpu_names',
-           'available_cores', 'Machine', 'run_jobs', 'run_or_fail', 'add_times', 'announced_cost', 'Interrupted',
-           'next_step', 'train_or_launch']
+           'available_cores', 'Machine', 'run_jobs', 'run_or_fail', 'add_times', 'Interrupted', 'next_step',
+           'train_or_launch']
 
 # %% ../../nbs/core/launch.ipynb #679fd030
 import json, os, time
@@ -18,7 +18,7 @@ from .build import as_list, is_fresh, recipe, start_notebook
 from .execution import NotebookProcess
 from .files import read_json
 from .fingerprint import run_config
-from .progress import duration, Progress
+from .progress import Progress
 from .runs import read_log, read_summary
 from .settings import at_root, Config
 
@@ -53,8 +53,7 @@ def study_job(
               for k, v in reads.items()}
     settings = (settings | sizes.get(notebook, {}) | sizes.get(kind, {}) | inputs
                 | dict(seed=seed + settings.get('seed', 0)) | more)
-    runs = [Path(run) for v in inputs.values() for run in as_list(v)]
-    needs = [str(p.parent if p.name.startswith('member-') else p) for p in runs]
+    needs = [run for v in inputs.values() for run in as_list(v)]
     return Job(f'{folder}/{name}', notebook, settings, needs, cost)
 
 # %% ../../nbs/core/launch.ipynb #826631a3
@@ -236,14 +235,6 @@ def add_times(
         folder = at_root(job.out)
         run.before['cpu'] += read_summary(job.out)['cpu_seconds']
         folder.with_name(f'.{folder.name}.lock').unlink(missing_ok=True)
-
-# %% ../../nbs/core/launch.ipynb #87519be1
-def announced_cost(jobs: list[Job], what: str) -> str:
-    "What is left to do, in a sentence; runs whose code or inputs have changed are not counted."
-    missing = [j for j in jobs if not read_summary(j.out)]
-    cost = sum(j.cost for j in missing)
-    return (f'{what}: {len(missing)} of {len(jobs)} runs are missing, '
-            f'about {cost:,.0f} CPU seconds ({duration(cost)})')
 
 # %% ../../nbs/core/launch.ipynb #91c5d0e3
 class Interrupted(KeyboardInterrupt):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RewardConfig', 'combine_scores', 'check_scores', 'encode_pairs', 'encoder_scores', 'encode_answers', 'score_by_each',
-           'score_records', 'read_alike', 'reward', 'rewards', 'label_count']
+           'score_records', 'read_alike', 'reward', 'rewards', 'likelihood_reward', 'label_count']
 
 # %% ../../nbs/core/rewards.ipynb #614cd976
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import torch
 
 from .dialogues import prompt_text
 from .memory import rows_per_pass
-from .models import load_scalar, sequence_scores
+from .models import load_policy, load_scalar, response_logprobs, sequence_scores
 from .processes import in_parts, once
 from .runs import read_summary
 from .settings import at_root, Config, resolve
@@ -153,6 +153,16 @@ def rewards(specs: list[str], cfg: Config, template: str = 'auto', batch_size: i
         scores = np.reshape(in_parts(score, records), (len(records), len(specs))).T
         return np.array([check_scores(own, records, spec) for own, spec in zip(scores, specs)])
     return checked
+
+# %% ../../nbs/core/rewards.ipynb #823ea8c1
+def likelihood_reward(policy: str, cfg: Config):  # records -> list of scores
+    "The reward that is log p of an answer under a policy, in nats."
+    model, tokenizer = load_policy(policy, cfg)
+    def score(records):
+        prompts = encode_prompts(records, tokenizer)
+        answers = encode_responses([r['output'] for r in records], tokenizer)
+        return response_logprobs(model, prompts, answers, tokenizer.pad_token_id).tolist()
+    return score
 
 # %% ../../nbs/core/rewards.ipynb #34ff95d5
 def label_count(spec) -> int:
