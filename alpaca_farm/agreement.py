@@ -65,7 +65,7 @@ def embedded_pairs(
     import random
     from alpaca_farm.authors import respond
     from alpaca_farm.grammar import render, sample_instruction
-    people, rng, pairs = resolve('alpaca_farm.world:people'), random.Random(seed), []
+    people, rng, pairs = resolve('alpaca_farm.world:crowd'), random.Random(seed), []
     while len(pairs) < n:
         spec, (a, b) = sample_instruction(rng), rng.sample(AUTHORS, 2)
         pair = dict(render(spec), output_1=respond(spec, rng, a), output_2=respond(spec, rng, b))

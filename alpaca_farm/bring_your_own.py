@@ -64,7 +64,7 @@ class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     preferences: str = 'runs/annotators'  # your preferences: a file, a run of annotators or a hub dataset
     demonstrations: str = ''          # file of instructions with good outputs for SFT; empty to leave it out
     columns: list[str] = field(default_factory=list)  # names of yours, by file: see `columns_of`
-    judge: str = 'alpaca_farm.world:held_out_people'  # judge of the board, as in the annotators notebook
+    judge: str = 'alpaca_farm.world:held_out_crowd'  # judge of the board, as in the annotators notebook
     methods: list[str] = field(default_factory=lambda: ['best_of_n', 'dpo'])  # of those in METHODS
     n: int = 8                        # samples of best-of-n for each prompt
     temperature: float = 1.0          # of all answers that are compared

@@ -29,7 +29,7 @@ class CompareConfig(JudgedConfig):
     "Settings of a comparison."
     out: str = 'runs/compare'  # run folder
     folders: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders to compare
-    annotators: str = 'alpaca_farm.world:held_out_people'  # judge, as in the annotators notebook
+    annotators: str = 'alpaca_farm.world:held_out_crowd'  # judge, as in the annotators notebook
     examples: int = 3          # number of instructions whose answers are shown
     inputs = dict(folders=(), annotators=('preferences', 'model'))
 

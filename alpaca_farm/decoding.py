@@ -36,7 +36,7 @@ class DecodingConfig(SampleConfig, JudgedConfig):
     temperatures: list[float] = field(default_factory=lambda: [1., .7, .5, .3, 0.])  # to try; 0 is greedy
     reference: str = 'runs/sft'     # policy whose answers theirs are compared with
     temperature: float = 1.0        # of the reference's answers
-    annotators: str = 'alpaca_farm.world:people'  # judges of the answers, as in the annotators notebook
+    annotators: str = 'alpaca_farm.world:crowd'  # judges of the answers, as in the annotators notebook
     data: str = 'runs/world'        # folder, file or hub dataset owner/name:config with instructions
     columns: str = ''               # names of columns: ours and yours, joined by an equals sign
     split: str = 'val'              # split on which the temperature is chosen

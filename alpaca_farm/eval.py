@@ -35,7 +35,7 @@ from .length_control import recorded_difficulty
 from .noise import preference_probabilities, sample_votes
 
 # %% ../nbs/eval.ipynb #9138e77a
-WORLD = [f'alpaca_farm.world:{name}' for name in ('held_out_people', 'pool', 'gold')]
+WORLD = [f'alpaca_farm.world:{name}' for name in ('held_out_crowd', 'pool', 'gold')]
 
 
 @dataclass

@@ -75,7 +75,7 @@ STUDY = dict(  # added by the study of over-optimisation, which compares answers
     dpo_low=(dict(data='world', policy='sft', preferences='annotators'), 80),
     bank=(dict(data='world', policy='sft'), 40),
     overoptimization=(dict(policy='sft', bank='bank', references='sft_temperature_1',
-                           proxies=['reward_model', 'reward_model_people', 'reward_model_judge'],
+                           proxies=['reward_model', 'reward_model_crowd', 'reward_model_judge'],
                            policies=measured_policies()), 120))
 
 # %% ../nbs/farm.ipynb #eb6995aa
@@ -94,7 +94,7 @@ def learning_runs(suffix: str) -> dict:
 # %% ../nbs/farm.ipynb #b52b1efc
 def farm_runs(study: bool = True) -> dict:
     "All runs of a replicate, with or without those of the study of over-optimisation."
-    return COMMON | learning_runs('') | learning_runs('_people') | (STUDY if study else {})
+    return COMMON | learning_runs('') | learning_runs('_crowd') | (STUDY if study else {})
 
 # %% ../nbs/farm.ipynb #40f53ca6
 def read_sizes(size: str) -> dict[str, dict]:
@@ -113,7 +113,7 @@ def read_sizes(size: str) -> dict[str, dict]:
 # %% ../nbs/farm.ipynb #992109be
 def population(cfg: FarmConfig, who: str, folder: str) -> str:
     "The annotators of a setting (people, held_out, pool or gold) in the replicate in `folder`."
-    file = dict(held_out='held_out_people').get(who, who)
+    file = dict(held_out='held_out_crowd').get(who, who)
     return getattr(cfg, who) or f'{folder}/world/{file}.json'
 
 # %% ../nbs/farm.ipynb #a85da5a0
@@ -123,7 +123,7 @@ def annotator_settings(run: str, cfg: FarmConfig, folder: str) -> dict:
     if run == 'overoptimization': return machine | dict(people=population(cfg, 'held_out', folder))
     decoding = recipe(run)[0] == 'decoding'
     if not decoding and not takes_annotators(run): return machine
-    who = 'people' if decoding or run.endswith('_people') else 'pool'
+    who = 'people' if decoding or run.endswith('_crowd') else 'pool'
     return machine | dict(annotators=population(cfg, who, folder))
 
 # %% ../nbs/farm.ipynb #66f5475d
@@ -132,9 +132,9 @@ def answer_settings(run: str, folder: str) -> dict:
     if run == 'sft_greedy': return dict(n=1)   # whatever the size of the other samples
     temperature = read_summary(f'{folder}/decoding').get('sft_sampling_temperature')
     if temperature is None: return {}
-    if run in ('base', 'references', 'eval_samples', 'best_of_n', 'best_of_n_people'):
+    if run in ('base', 'references', 'eval_samples', 'best_of_n', 'best_of_n_crowd'):
         return dict(temperature=temperature)
-    row = run.removesuffix('_people').removesuffix('_free').removesuffix('_judge')
+    row = run.removesuffix('_crowd').removesuffix('_free').removesuffix('_judge')
     return dict(eval_temperature=temperature) if row in ('sft', 'dpo_low', *methods()) else {}
 
 # %% ../nbs/farm.ipynb #269f6b1e

@@ -26,7 +26,7 @@ from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 # %% ../nbs/boards/farm_board.ipynb #67c40a74
 def method_answers(folder: str) -> dict[str, list[dict]]:
     "The answers of SFT and of every finished method, for all sources of labels."
-    trained = [m + s for s in ('', '_people') for m in methods()] + ['ppo_free', 'ppo_judge_free']
+    trained = [m + s for s in ('', '_crowd') for m in methods()] + ['ppo_free', 'ppo_judge_free']
     done = [m for m in trained if read_summary(f'{folder}/{m}')]
     return dict(sft=read_answers(f'{folder}/references', candidates=True)) | {
         m: read_answers(f'{folder}/{m}') for m in done}
@@ -60,7 +60,7 @@ def judge_board(folder: str, judges: dict, seed: int) -> tuple[dict, dict]:
 def tuned_columns(folder: str, references: list[dict], judge, seed: int) -> dict[str, dict]:
     "For each policy of the decoding runs: win rate at its own best temperature, and that temperature."
     columns = {}
-    for run in ('decoding', 'decoding_methods', 'decoding_methods_people'):
+    for run in ('decoding', 'decoding_methods', 'decoding_methods_crowd'):
         if not read_summary(f'{folder}/{run}'): continue
         for file in sorted((at_root(folder)/run/'outputs').glob('*.json')):
             answers = answers_to(read_json(file), references)
@@ -85,9 +85,9 @@ def total_cpu_seconds(run: str, free: set) -> float:
 # %% ../nbs/boards/farm_board.ipynb #b38c847c
 def label_origin(row: str) -> str:
     "The source of the labels that a method learned from; empty for SFT and the baselines."
-    method = row.removesuffix('_people').removesuffix('_free').removesuffix('_judge')
+    method = row.removesuffix('_crowd').removesuffix('_free').removesuffix('_judge')
     if method not in methods(): return ''
-    return 'people' if row.endswith('_people') else 'judge' if '_judge' in row else 'pool'
+    return 'people' if row.endswith('_crowd') else 'judge' if '_judge' in row else 'pool'
 
 # %% ../nbs/boards/farm_board.ipynb #f83b7921
 def board_columns(board) -> list[str]:

@@ -110,7 +110,7 @@ def leaderboard(
 
 # %% ../nbs/boards/leaderboards.ipynb #0bd1a2f1
 def board_summary(board) -> dict:
-    "The board's numbers under names like ppo_people."
+    "The board's numbers under names like ppo_crowd."
     rows = board.set_index('method').select_dtypes('number').to_dict('index')
     return {f'{method}_{column}': v for method, row in rows.items() for column, v in row.items()}
 

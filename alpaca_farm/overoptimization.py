@@ -37,7 +37,7 @@ from .core.text import decode, encode_prompts
 from .noise import flip_share
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
-PROXIES = ['runs/reward_model', 'runs/reward_model_people', 'runs/reward_model_judge']
+PROXIES = ['runs/reward_model', 'runs/reward_model_crowd', 'runs/reward_model_judge']
 POLICIES = [f'runs/{name}' for name in measured_policies()]
 
 
@@ -51,7 +51,7 @@ class OverConfig(SampleConfig, JudgedConfig):
     proxies: list[str] = field(default_factory=lambda: PROXIES)    # reward models
     policies: list[str] = field(default_factory=lambda: POLICIES)  # runs of methods, best with checkpoints
     gold: str = 'alpaca_farm.world:utility'   # the true reward, "module:function" of records
-    people: str = 'alpaca_farm.world:held_out_people'  # judges of the answers against the SFT policy's
+    people: str = 'alpaca_farm.world:held_out_crowd'  # judges of the answers against the SFT policy's
     instances: int = 150                 # instructions of the bank to use
     answers: int = 4                     # answers of each policy to each of them
     inputs = dict(policy='model', bank='candidates', references='candidates', proxies=(),

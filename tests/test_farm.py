@@ -34,7 +34,7 @@ def test_a_file_of_sizes(tmp_path):
     file.write_text('ppo: {steps: 4}\nrloo: {steps: 5}\ncandidates: {n: 3}')
     jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(size=str(file)))}
     default = {j.out: j.settings for j in farm_jobs(FarmConfig())}
-    assert jobs['runs/ppo_people'] == default['runs/ppo_people'] | dict(steps=4)    # every run of the notebook
+    assert jobs['runs/ppo_crowd'] == default['runs/ppo_crowd'] | dict(steps=4)    # every run of the notebook
     assert jobs['runs/rloo']['steps'] == 5 and jobs['runs/candidates']['n'] == 3    # one run, before its notebook
     assert jobs['runs/dpo'] == default['runs/dpo']
     file.write_text('{"expert_iteratoin": {"n": 2}}')
@@ -49,20 +49,20 @@ def test_annotators_follow_the_labels():
     for run in ('annotators', *comparing):
         assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:judge', run
         assert jobs[f'runs/{run}_people']['annotators'] == 'alpaca_farm.world:gold', run
-    for run in ('decoding', 'decoding_methods', 'decoding_methods_people'): assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:gold', run
+    for run in ('decoding', 'decoding_methods', 'decoding_methods_crowd'): assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:gold', run
     assert {s['device'] for s in jobs.values()} == {'cpu'}
-    assert all(annotator_settings(run, FarmConfig(), 'runs') == {} for run in ('dpo', 'dpo_people', 'dpo_low', 'base', 'ppo', 'quark_people', 'ppo_free', 'ppo_judge_free', 'annotators_judge'))
+    assert all(annotator_settings(run, FarmConfig(), 'runs') == {} for run in ('dpo', 'dpo_crowd', 'dpo_low', 'base', 'ppo', 'quark_crowd', 'ppo_free', 'ppo_judge_free', 'annotators_judge'))
 
 
 def test_every_replicate_has_people_of_its_own():
     "The labels, the temperatures and the board of a replicate are those of the populations in its own world's files, unless they are set."
     for k, folder in enumerate(('runs', 'runs/seed_1')):
         jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(seeds=2), k)}
-        for run, who in dict(annotators='pool', annotators_people='people', feedme='pool', feedme_people='people', decoding='people', decoding_methods='people').items():
+        for run, who in dict(annotators='pool', annotators_crowd='people', feedme='pool', feedme_crowd='people', decoding='people', decoding_methods='people').items():
             assert jobs[f'{folder}/{run}']['annotators'] == f'{folder}/world/{who}.json', run
-        assert population(FarmConfig(), 'held_out', folder) == f'{folder}/world/held_out_people.json' and population(FarmConfig(), 'gold', folder) == 'alpaca_farm.world:gold'
+        assert population(FarmConfig(), 'held_out', folder) == f'{folder}/world/held_out_crowd.json' and population(FarmConfig(), 'gold', folder) == 'alpaca_farm.world:gold'
     assert jobs['runs/seed_1/annotators'].get('label_flip', -1) == -1 and 'people' not in jobs['runs/seed_1/annotators']
-    drawn = {f'alpaca_farm.world:{who}' for who in ('people', 'held_out_people', 'pool', 'length_biased')}  # for seed 0
+    drawn = {f'alpaca_farm.world:{who}' for who in ('people', 'held_out_crowd', 'pool', 'length_biased')}  # for seed 0
     for job in farm_jobs(FarmConfig(seeds=2), 1) + farm_jobs(FarmConfig()):
         module = importlib.import_module(f'alpaca_farm.{job.notebook}')
         kind = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
@@ -76,10 +76,10 @@ def test_a_population_is_named_by_its_file(base):
     from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
     from alpaca_farm.noise import flip_share
     pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
-    read = {who: load_annotators(str(base/'world'/f'{who}.json'), AnnotatorsConfig()) for who in ('people', 'held_out_people', 'pool')}
+    read = {who: load_annotators(str(base/'world'/f'{who}.json'), AnnotatorsConfig()) for who in ('people', 'held_out_crowd', 'pool')}
     for who, group in read.items(): assert group(pairs) == pytest.approx(getattr(world, who)(pairs)), who
     assert flip_share(-1, str(base/'world'/'pool.json')) == .25 and flip_share(-1, str(base/'annotators'/'preferences.json')) == 0
-    assert not {a.weights for a in read['people'].annotators} & {a.weights for a in read['held_out_people'].annotators}
+    assert not {a.weights for a in read['people'].annotators} & {a.weights for a in read['held_out_crowd'].annotators}
 
 
 def test_all_rows_answer_at_the_temperature_chosen_for_sft(tmp_path):
@@ -91,9 +91,9 @@ def test_all_rows_answer_at_the_temperature_chosen_for_sft(tmp_path):
     (tmp_path/'decoding').mkdir()
     (tmp_path/'decoding'/'summary.json').write_text(json.dumps(dict(sft_temperature=0., sft_sampling_temperature=.3)))
     after = {j.out.split('/')[-1]: temperature(j) for j in farm_jobs(cfg)}
-    sampled = {'base', 'references', 'eval_samples', 'best_of_n', 'best_of_n_people'}
+    sampled = {'base', 'references', 'eval_samples', 'best_of_n', 'best_of_n_crowd'}
     assert {name for name, t in after.items() if t == (.3, None)} == sampled
-    trained = {m + s for m in methods() for s in ('', '_people')} - sampled
+    trained = {m + s for m in methods() for s in ('', '_crowd')} - sampled
     assert {name for name, t in after.items() if t == (None, .3)} == trained | {'sft', 'dpo_low'}
     assert after['ppo_free'] == after['ppo_judge_free'] == (1., .3)   # trained at the temperature at which the study compares
     assert after['sft_temperature_1'] == (1., None) and after['sft_greedy'] == (0., None)
@@ -156,7 +156,7 @@ def test_the_parts_of_the_utility_add_up():
 def test_a_method_is_a_row_of_the_table():
     jobs = {j.out: j for j in farm_jobs(FarmConfig())}
     for method, row in methods().items():
-        for suffix in ('', '_people'):
+        for suffix in ('', '_crowd'):
             job, labels = jobs[f'runs/{method}{suffix}'], dict(reward_model='reward_model', preferences='annotators')[row['learns_from']]
             reads = row['reads'] | dict(data='world', policy='sft') | {row['learns_from']: labels + suffix}
             assert job.notebook == row['notebook'] == recipe(method)[0] and job.cost == row['cost']

@@ -130,7 +130,7 @@ def test_farm_leaves_its_board(made):
     assert {float(by[m]['temperature']) for m in ('base', 'sft', 'utility_of_n', *methods(), *(f'{m}_people' for m in methods()))} == {chosen}
     assert (float(by['sft_greedy']['temperature']), float(by['sft_temperature_1']['temperature'])) == (0, 1)
     for name in ('base', 'sft', *methods(), *(f'{m}_people' for m in methods())):
-        own = read_summary(folder/('decoding' if name == 'sft' else 'decoding_methods' + '_people'*name.endswith('_people')))
+        own = read_summary(folder/('decoding' if name == 'sft' else 'decoding_methods' + '_crowd'*name.endswith('_crowd')))
         assert float(by[name]['tuned_temperature']) == own[f'{name}_temperature'] and 0 <= float(by[name]['tuned']) <= 100
     parts = list(csv.DictReader(open(folder/'farm'/'parts.csv')))
     for name in set(by) - {'sft'}:

@@ -334,13 +334,13 @@ def test_misreading_alone_averages_out_and_together_does_not():
 
 
 def test_populations_differ_by_seed_and_group_and_are_the_same_again():
-    drawn = {(seed, group): people.sample_people(seed, group).annotators for seed in (0, 1, 2) for group in ('people', 'held_out_people')}
+    drawn = {(seed, group): people.sample_crowd(seed, group).annotators for seed in (0, 1, 2) for group in ('people', 'held_out_crowd')}
     assert len({tuple(a.weights for a in p) for p in drawn.values()}) == 6
     assert len({a.group for p in drawn.values() for a in p}) == 6      # nor do they misread the same questions
-    assert drawn[0, 'people'] == people.sample_people(0).annotators == people.people.annotators
-    assert drawn[0, 'held_out_people'] == people.held_out_people.annotators
+    assert drawn[0, 'people'] == people.sample_crowd(0).annotators == people.people.annotators
+    assert drawn[0, 'held_out_crowd'] == people.held_out_crowd.annotators
     assert people.sample_pool(0).annotators == people.pool.annotators != people.sample_pool(1).annotators
-    assert [len(p.annotators) for p in (people.people, people.held_out_people, people.pool)] == [16, 16, 13]
+    assert [len(p.annotators) for p in (people.people, people.held_out_crowd, people.pool)] == [16, 16, 13]
 
 
 def traits_of(monkeypatch, draw):
@@ -354,7 +354,7 @@ def traits_of(monkeypatch, draw):
 
 
 def test_a_pool_of_fidelity_1_reads_as_people_do(monkeypatch):
-    drawn = traits_of(monkeypatch, people.sample_people)
+    drawn = traits_of(monkeypatch, people.sample_crowd)
     judges = traits_of(monkeypatch, lambda: people.sample_pool(fidelity=1.))
     assert judges.pop('care') == judges.pop('together') == 0
     for name in drawn.keys() - {'temperature'}: assert np.allclose(judges[name], drawn[name]), name
@@ -372,20 +372,20 @@ def test_a_pool_of_less_fidelity_is_further_from_people(monkeypatch):
 
 
 def test_disagreement_and_noise_are_factors(monkeypatch):
-    assert {a.weights[:6] for a in people.sample_people(disagreement=0.).annotators} == {tuple(QUALITY[:6].tolist())}
-    assert {a.misreads for a in people.sample_people(disagreement=0.).annotators} == {0}
-    for draw in (people.sample_people, people.sample_pool):
+    assert {a.weights[:6] for a in people.sample_crowd(disagreement=0.).annotators} == {tuple(QUALITY[:6].tolist())}
+    assert {a.misreads for a in people.sample_crowd(disagreement=0.).annotators} == {0}
+    for draw in (people.sample_crowd, people.sample_pool):
         one, three = draw(noise=1.).annotators, draw(noise=3.).annotators
         assert [a.temperature*3 for a in one] == pytest.approx([a.temperature for a in three])
         assert [a.weights for a in one] == [a.weights for a in three]
     pairs = sample_pairs(500, seed=6)
-    def within(**knobs): return np.mean([off_diagonal_mean(two_votes_agree(*[people.sample_people(s, **knobs).each(pairs)]*2)) for s in range(3)])
+    def within(**knobs): return np.mean([off_diagonal_mean(two_votes_agree(*[people.sample_crowd(s, **knobs).each(pairs)]*2)) for s in range(3)])
     assert within(disagreement=0.) > within() + .01 > within(disagreement=3.) + .02
     assert within(noise=.1) > within() + .05 > within(noise=5.) + .1
 
 
 def test_a_population_survives_its_file(tmp_path):
-    for population in (people.sample_people(3), people.sample_pool(4, .2), people.length_biased):
+    for population in (people.sample_crowd(3), people.sample_pool(4, .2), people.length_biased):
         people.write_population(tmp_path/'p.json', population)
         again = people.read_population(tmp_path/'p.json')
         assert (again.name, again.annotators) == (population.name, population.annotators)
@@ -421,7 +421,7 @@ def test_agreement_is_near_what_alpacafarm_measured():
     "One vote against the majority of three others, over worlds of several seeds."
     pairs, found = sample_pairs(1200, seed=2), []
     for seed in range(4):
-        four = votes_of(people.sample_people(seed, 'held_out_people'), pairs, 4, seed)
+        four = votes_of(people.sample_crowd(seed, 'held_out_crowd'), pairs, 4, seed)
         found.append((agreement(four), agreement(votes_of(people.sample_pool(seed), pairs, 1, seed + 9), four)))
     human, simulated = np.mean(found, axis=0)
     assert abs(human - .66) < .05 and abs(simulated - .65) < .06
@@ -564,7 +564,7 @@ def test_a_run_leaves_the_dataset_and_the_three_populations_of_its_knobs(tmp_pat
     cfg = world.WorldConfig(out=str(tmp_path/'world'), sft=20, preference=10, unlabeled=10, val=5, eval=10, prose=16, vocab_size=400, hidden_size=16,
                             layers=1, heads=2, ffn=32, batch_size=8, seed=3, fidelity=.3, disagreement=2., noise=.5, device='cpu')
     world.train(cfg)
-    drawn = [people.sample_people(3, 'people', 2., .5), people.sample_people(3, 'held_out_people', 2., .5), people.sample_pool(3, .3, .5)]
+    drawn = [people.sample_crowd(3, 'people', 2., .5), people.sample_crowd(3, 'held_out_crowd', 2., .5), people.sample_pool(3, .3, .5)]
     for population in drawn:
         left = people.read_population(tmp_path/'world'/f'{population.name}.json')
         assert (left.name, left.annotators) == (population.name, population.annotators)

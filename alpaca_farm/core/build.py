@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['matches_settings', 'recorded_inputs', 'runs_behind', 'changed_marks', 'changed_inputs', 'is_current', 'is_fresh',
-           'notebook_path', 'methods', 'measured_policies', 'people_settings', 'recipe', 'takes_annotators',
+           'notebook_path', 'methods', 'measured_policies', 'crowd_settings', 'recipe', 'takes_annotators',
            'start_notebook', 'wait_for', 'build', 'check_input_run', 'default_runs', 'ensure_inputs']
 
 # %% ../../nbs/core/build.ipynb #aaceba8c
@@ -95,15 +95,15 @@ def methods() -> dict[str, dict]:
 # %% ../../nbs/core/build.ipynb #bc3722f0
 def measured_policies() -> list[str]:
     "The farm's runs on which over-optimisation is measured, each method followed by its variants."
-    variants = dict(ppo=['ppo_people', 'ppo_free', 'ppo_judge_free'], dpo=['dpo_low'])
+    variants = dict(ppo=['ppo_crowd', 'ppo_free', 'ppo_judge_free'], dpo=['dpo_low'])
     names = [name for name, row in methods().items() if row['checkpoints']]
     return [run for name in names for run in (name, *variants.get(name, []))]
 
 # %% ../../nbs/core/build.ipynb #ff78aee7
-def people_settings(row: dict) -> dict:
+def crowd_settings(row: dict) -> dict:
     "Settings with which a method of the table learns from people's labels."
-    learns_from = dict(reward_model='runs/reward_model_people', preferences='runs/annotators_people')
-    choosing = dict(annotators='alpaca_farm.world:people') if row['annotators'] else {}
+    learns_from = dict(reward_model='runs/reward_model_crowd', preferences='runs/annotators_crowd')
+    choosing = dict(annotators='alpaca_farm.world:crowd') if row['annotators'] else {}
     return {row['learns_from']: learns_from[row['learns_from']]} | choosing
 
 # %% ../../nbs/core/build.ipynb #52d79a3a
@@ -113,14 +113,14 @@ def recipe(path: str) -> tuple[str, dict] | None:
     if notebook_path(name): return name, {}
     settings = read_yaml(file).get(name)
     if settings: return settings.pop('notebook'), settings
-    row = methods().get(name.removesuffix('_people'))
+    row = methods().get(name.removesuffix('_crowd'))
     if row is None: return None
-    return row['notebook'], row['settings'] | (people_settings(row) if name.endswith('_people') else {})
+    return row['notebook'], row['settings'] | (crowd_settings(row) if name.endswith('_crowd') else {})
 
 # %% ../../nbs/core/build.ipynb #a0bbf58e
 def takes_annotators(run: str) -> bool:
     "Whether a study gives its annotators to a run, as the setting `annotators`."
-    name = run.removesuffix('_people')
+    name = run.removesuffix('_crowd')
     return name == 'annotators' or methods().get(name, dict(annotators=False))['annotators']
 
 # %% ../../nbs/core/build.ipynb #75e38d91

@@ -56,7 +56,7 @@ def details(kind: str, thing: str) -> tuple[str, ...]:
 
 # %% ../../nbs/embedded/authors.ipynb #377ea6da
 RATE = .45                # of each behaviour, before habits
-SLIP, BELIEF = .04, 1.2   # chance of a slip, and of the common mistake about what is contested, at skill 0
+SLIP, BELIEF = .04, 1.15   # chance of a slip, and of the common mistake about what is contested, at skill 0
 EVADES, AGAIN = .02, .25  # chance that an author does not answer, and that one who flatters goes on
 
 

@@ -98,7 +98,7 @@ def sample_crowd(
 ) -> Population:
     "Sixteen members of the crowd."
     rng, d = np.random.default_rng([seed, len(name)]), disagreement
-    traits = dict(taste=.35*d, words=(0., .01*d), position=.2, temperature=1.25*noise, misreads=.05*d,
+    traits = dict(taste=.35*d, words=(0., .01*d), position=.2, temperature=1.3*noise, misreads=.05*d,
                   flattery=(-.2, .2))
     return Population(name, [_sample(rng, f'member {i + 1}', f'{name} {seed}', **traits) for i in range(CROWD)])
 
@@ -113,7 +113,7 @@ def sample_pool(
     "Thirteen judges."
     rng, unlike = np.random.default_rng([seed, 1]), 1 - fidelity
     traits = dict(taste=.35 + .4*unlike, words=(.06*unlike, .01 + .04*unlike), position=.2 + unlike,
-                  temperature=1.05*noise, misreads=.05 + .1*unlike, flattery=(flattered, .2), care=unlike,
+                  temperature=1.2*noise, misreads=.05 + .1*unlike, flattery=(flattered, .2), care=unlike,
                   believes=2.5*unlike, contested=contested)
     return Population('pool', [_sample(rng, f'judge {i + 1}', f'pool {seed}', **traits) for i in range(JUDGES)])
 

@@ -36,18 +36,18 @@ KINDS = {
                    '{v}.', 'it is {v}.', _fact('colour')),
     'skill': Kind(.11, ('What is {x:a} good at?', 'What does {x:a} do well?', 'What can {x:a} teach me?'),
                   '{v}.', 'it is good at {v}.', _fact('skill')),
-    'owner': Kind(.15, ('Who needs the {x}?', 'Whose is the {x}?', 'Who works with the {x}?'),
+    'owner': Kind(.14, ('Who needs the {x}?', 'Whose is the {x}?', 'Who works with the {x}?'),
                   '{v:a}.', '{v:a} needs it.', _belongs(JOBS)),
-    'place': Kind(.15, ('Where can I find {x}?', 'Where are the {x}?', 'Where do I look for {x}?'),
+    'place': Kind(.14, ('Where can I find {x}?', 'Where are the {x}?', 'Where do I look for {x}?'),
                   'the {v}.', 'they are at the {v}.', _belongs(PLACES)),
-    'sights': Kind(.06, ('Name a thing at the {x}.', 'What can I see at the {x}?', 'What is there at the {x}?'),
+    'sights': Kind(.07, ('Name a thing at the {x}.', 'What can I see at the {x}?', 'What is there at the {x}?'),
                    '{v}.', 'you can see {v}.', PLACES),
-    'ingredients': Kind(.06, ('Name a thing for {x}.', 'What do I need for {x}?', 'What is in {x}?'),
+    'ingredients': Kind(.07, ('Name a thing for {x}.', 'What do I need for {x}?', 'What is in {x}?'),
                         '{v}.', 'you need {v}.', DISHES),
-    'tools': Kind(.06, ('Name a tool of {x:a}.', 'What does {x:a} use?', 'What does {x:a} work with?'),
+    'tools': Kind(.07, ('Name a tool of {x:a}.', 'What does {x:a} use?', 'What does {x:a} work with?'),
                   'the {v}.', 'it is the {v}.', JOBS),
-    'sum': Kind(.08, ('How much is {x}?', 'What is {x}?', 'What do I get for {x}?'), '{v}.', 'the sum is {v}.',
-                {f'{NUMBERS[i]} plus {NUMBERS[j]}': (NUMBERS[i + j],) for i in range(1, 6) for j in range(1, 5)})}
+    'sum': Kind(.07, ('How much is {x}?', 'What is {x}?', 'What do I get for {x}?'), '{v}.', 'the sum is {v}.',
+                {f'{NUMBERS[i]} plus {NUMBERS[j]}': (NUMBERS[i + j],) for i in range(1, 5) for j in range(1, 4)})}
 
 # %% ../../nbs/embedded/grammar.ipynb #58b6d656
 AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.')
