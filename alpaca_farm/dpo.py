@@ -38,7 +38,7 @@ class DPOConfig(TrainConfig, AnswerConfig):
     policy: str = 'runs/sft'              # policy to start from, and the reference
     data: str = 'runs/world'              # folder or hub dataset whose eval split is answered at the end
     loss_type: str = 'sigmoid'            # sigmoid (DPO's), ipo, hinge, robust, simpo or kto
-    beta: float = 0.3                     # KL weight; 0.3 for hinge, robust, kto, 0.1 for ipo, 0.5 for simpo
+    beta: float = 0.1                     # KL weight; 0.3 for hinge, robust, kto, 0.1 for ipo, 0.5 for simpo
     temperature: float = 1.0              # of the log-probs: that at which the answers were sampled
     label_smoothing: float = 0.0          # known share of flipped labels, for sigmoid (cDPO) and robust
     target_margin: float = 1.0            # simpo: gamma, the lead required of the chosen answer
@@ -47,7 +47,8 @@ class DPOConfig(TrainConfig, AnswerConfig):
     epochs: int = 1                       # passes over the pairs
     max_length: int = 128                 # tokens of prompt and answer together
     max_instances: int = 0                # use only the first n pairs; 0 for all
-    learning_rate: float = 3e-4           # AdamW's peak learning rate
+    batch_size: int = 64                  # pairs per optimiser step
+    learning_rate: float = 0.0005         # AdamW's peak learning rate
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
     warmup: float = 0.1                   # share of the steps over which the learning rate rises
     save_every: int = 0                   # steps between saved policies model-<step>/; 0 for none

@@ -36,7 +36,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     epochs: int = 3                 # passes over the winners
     max_length: int = 128           # tokens of prompt and answer together
     batch_size: int = 16            # winners per optimiser step
-    learning_rate: float = 6e-4     # AdamW's peak learning rate
+    learning_rate: float = 0.001    # AdamW's peak learning rate
     val_split: str = 'val'          # split on which each round's policy is scored
     val_instances: int = 250        # use only its first n prompts; 0 for all
     shareable = False              # its rounds are runs of their own

@@ -33,7 +33,8 @@ from .core.training import Trainer
 class PPOConfig(OnlineConfig):
     "Settings of PPO."
     out: str = 'runs/ppo'               # run folder
-    temperature: float = 0.5            # of samples and of the log-probs that are compared
+    temperature: float = 1.0            # of samples and of the log-probs that are compared
+    steps: int = 24                     # rollouts, each followed by its updates
     advantage: str = 'gae'              # baseline: a value model (gae) or the other answers (rloo, grpo)
     group_size: int = 4                 # rloo, grpo: answers to each prompt
     ppo_epochs: int = 2                 # passes over each step's answers
@@ -49,7 +50,7 @@ class PPOConfig(OnlineConfig):
     whiten_advantages: bool = True      # scale each step's advantages to mean 0 and variance 1
     shared_value: bool = False          # a value head on the policy's own trunk instead of a value model
     value_learning_rate: float = 1e-3   # peak learning rate of the value model
-    learning_rate: float = 3e-4         # peak learning rate of the policy
+    learning_rate: float = 0.0006       # peak learning rate of the policy
     lr_schedule: str = 'constant'       # cosine or linear, down to 5 % of the peak, or constant
     adam_eps: float = 1e-5              # AdamW's epsilon
     in_memory = dict(trained=2, frozen=2, sequences=1)

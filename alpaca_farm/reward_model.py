@@ -38,14 +38,15 @@ class RewardModelConfig(TrainConfig):
     head: str = 'zero'                    # the fresh head: zero, or normal for N(0, 1/(d+1))
     likelihood: float = 0.2               # weight of the answer's log-likelihood in its score; 0 for none
     template: str = 'auto'                # prompt format
-    epochs: int = 1                       # passes over the pairs
+    epochs: int = 2                       # passes over the pairs
     max_length: int = 128                 # tokens of prompt and answer together
     held_out: int = -1                    # pairs for measuring; -1: 500, or a fifth of them if that is less
     max_instances: int = 0                # use only the first n pairs; 0 for all
     margin: float = 0.0                   # lead required of the better answer where the label is certain
     margin_field: str = ''                # field of the records that holds each pair's margin; empty for none
     flip_rate: float = 0.0                # known share of flipped labels
-    learning_rate: float = 3e-4           # AdamW's peak learning rate
+    batch_size: int = 16                  # pairs per optimiser step
+    learning_rate: float = 0.0005         # AdamW's peak learning rate
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
     inputs = dict(preferences='preferences', policy='model')
     in_memory = dict(trained=1, frozen=0, sequences=2)

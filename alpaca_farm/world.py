@@ -21,6 +21,7 @@ from .embedded.criteria import utility
 from .embedded.crowd import (crowd, gold, held_out_crowd, judge, length_biased, pool, sample_crowd,
     sample_pool, vain_judge, wordy_judge, write_population)
 from .embedded.grammar import is_held_out, render, sample_request
+from .embedded.lexicon import ASKERS
 from .embedded.prose import sample_page
 
 # %% ../nbs/world.ipynb #8efdfb2f
@@ -87,7 +88,7 @@ def sample_requests(cfg: WorldConfig, rng: random.Random) -> dict[str, list[dict
     for name in SPLITS:
         splits[name] = []
         while len(splits[name]) < getattr(cfg, name):
-            spec = sample_request(rng)
+            spec = sample_request(rng, [*ASKERS][len(splits[name]) % len(ASKERS)])
             request = render(spec)['instruction']
             if request in seen or is_held_out(spec) != (name in HELD_OUT): continue
             seen.add(request)

@@ -53,10 +53,10 @@ KINDS = {
 AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.')
 
 
-def sample_request(rng: random.Random) -> dict:
-    "The specification of a request: kind, thing, asker, and the wording of its three parts."
+def sample_request(rng: random.Random, asker: str = '') -> dict:
+    "The specification of a request by `asker`, or by anybody: kind, thing, and the wording of its parts."
     name = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])[0]
-    asker = rng.choice(list(ASKERS))
+    asker = asker or rng.choice([*ASKERS])
     return dict(kind=name, thing=rng.choice(list(KINDS[name].right)), asker=asker,
                 before=rng.choice(ASKERS[asker]), question=rng.choice(KINDS[name].questions),
                 after=rng.choice(AFTER))
