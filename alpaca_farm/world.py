@@ -30,7 +30,7 @@ class WorldConfig(TrainConfig):
     "Settings of the embedded world."
     out: str = 'runs/world'      # run folder: the dataset, the crowd and the pool, and the base model
     sft: int = 16000             # demonstrations for supervised training (AlpacaFarm: 10,000)
-    preference: int = 8000       # instructions to compare answers on (10,000)
+    preference: int = 12000       # instructions to compare answers on (10,000)
     unlabeled: int = 2000        # instructions without answers (20,000)
     val: int = 500               # validation instructions (2,000)
     eval: int = 805              # evaluation instructions (805)
@@ -66,9 +66,9 @@ class WorldConfig(TrainConfig):
                     noise=(0.01, None), hidden_size=(8, None), ffn=(8, None), habit=(0, .45),
                     **dict.fromkeys(('sft_skill', 'fidelity', 'contested', 'flattery'), (0, 1)))
         requests = self.sft + self.preference + self.unlabeled + self.val + self.eval
-        if requests > 40_000:
+        if requests > 60_000:
             raise ValueError(f'the five splits need {requests:,} different requests: '
-                             'the world has enough for 40,000')
+                             'the world has enough for 60,000')
         if self.hidden_size % (2*self.heads):
             raise ValueError(f'hidden_size = {self.hidden_size}: '
                              f'not a multiple of 2 x heads = {2*self.heads}')

@@ -50,7 +50,8 @@ KINDS = {
                 {f'{NUMBERS[i]} plus {NUMBERS[j]}': (NUMBERS[i + j],) for i in range(1, 5) for j in range(1, 4)})}
 
 # %% ../../nbs/embedded/grammar.ipynb #58b6d656
-AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.')
+AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.', 'Tell me.', 'I forgot.', 'Can you help?',
+         'Just curious.')
 
 
 def sample_request(rng: random.Random, asker: str = '') -> dict:
