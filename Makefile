@@ -4,7 +4,7 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Without a GPU the CPU build, which is a tenth of the size; an index that is out of reach is passed over.
 CPU := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
-BOARD := method kind trained_on people people_low people_high pool gold tuned tuned_temperature length kl labels
+BOARD := method kind trained_on crowd crowd_low crowd_high pool utility length kl labels
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all modules anew
@@ -13,9 +13,8 @@ export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all mo
 
 farm: .venv/ready        ## the whole simulation, into runs/
 	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR
-	@echo 'Win rates against SFT in %, under held-out people (95 % interval), the pool and the hidden utility (gold), and under people at'
-	@echo 'each own best temperature (tuned); mean length in words; KL from SFT in nats per answer; number of labels that the method'
-	@echo 'learned from. More in runs/farm.ipynb and runs/farm/'
+	@echo 'Win rates against SFT in %, under the held-out crowd (95 % interval), the pool and the hidden utility; mean length in'
+	@echo 'words; KL from SFT in nats per answer; number of labels that the method learned from. More in runs/farm.ipynb and runs/farm/'
 	@$(BIN)/python -c "import pandas as pd; board = pd.read_csv('runs/farm/leaderboard.csv')['$(BOARD)'.split()]; print(board.round(1).astype(object).fillna('').to_string(index=False))"
 
 test: .venv/ready        ## all tests, two files at a time, then those that measure speed

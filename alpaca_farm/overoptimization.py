@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROXIES', 'POLICIES', 'CURVE_COLUMNS', 'FIT_COLUMNS', 'OverConfig', 'standardise', 'curve_point',
-           'proxy_gold_correlation', 'bank_curve', 'group_rows', 'can_fit', 'peak_distance', 'fit_gold', 'gold_falls',
-           'checkpoints', 'label_name', 'method_of_table', 'method_name', 'policy_proxy', 'score_bank',
+           'proxy_utility_correlation', 'bank_curve', 'group_rows', 'can_fit', 'peak_distance', 'fit_utility',
+           'utility_falls', 'checkpoints', 'label_name', 'method_of_table', 'method_name', 'policy_proxy', 'score_bank',
            'standard_reward', 'references_judge', 'bank_and_references', 'measure_policy', 'policy_points',
            'write_curves', 'run']
 
@@ -47,16 +47,16 @@ class OverConfig(SampleConfig, JudgedConfig):
     out: str = 'runs/overoptimization'   # run folder
     policy: str = 'runs/sft'             # SFT: where methods start, and distances are measured from
     bank: str = 'runs/bank'              # a run of best_of_n: many of its samples for each instruction
-    references: str = 'runs/sft_temperature_1'  # its answers that policies are compared with
+    references: str = 'runs/references'  # its answers that policies are compared with
     proxies: list[str] = field(default_factory=lambda: PROXIES)    # reward models
     policies: list[str] = field(default_factory=lambda: POLICIES)  # runs of methods, best with checkpoints
-    gold: str = 'alpaca_farm.world:utility'   # the true reward, "module:function" of records
-    people: str = 'alpaca_farm.world:held_out_crowd'  # judges of the answers against the SFT policy's
+    utility: str = 'alpaca_farm.world:utility'   # the true reward, "module:function" of records
+    crowd: str = 'alpaca_farm.world:held_out_crowd'  # judges of the answers against the SFT policy's
     instances: int = 150                 # instructions of the bank to use
     answers: int = 4                     # answers of each policy to each of them
     inputs = dict(policy='model', bank='candidates', references='candidates', proxies=(),
-                  policies=(), gold=(), people=('preferences', 'model'))
-    annotator_fields = ('people',)
+                  policies=(), utility=(), crowd=('preferences', 'model'))
+    annotator_fields = ('crowd',)
 
     def check(self):
         self.bounds(instances=(2, None), answers=(1, None))
@@ -69,27 +69,27 @@ def standardise(values: np.ndarray, bank: np.ndarray) -> np.ndarray:
 # %% ../nbs/overoptimization.ipynb #db9e5359
 def curve_point(
     proxy: np.ndarray,   # (instructions,) standardised
-    gold: np.ndarray,    # (instructions,)
-    people: np.ndarray,  # (instructions,) preferences from 1 to 2 over the SFT policy's answers
+    utility: np.ndarray,    # (instructions,)
+    crowd: np.ndarray,  # (instructions,) preferences from 1 to 2 over the SFT policy's answers
     **columns,           # further columns: method, labels, kl, ...
 ) -> dict:
-    "Means over instructions with 95 % intervals; people as a win rate in percent."
-    p, g = bootstrap(proxy), bootstrap(gold)
-    return dict(columns, each=gold, proxy=p.value, proxy_low=p.low, proxy_high=p.high,
-                gold=g.value, gold_low=g.low, gold_high=g.high, people=float(100 * (people.mean() - 1)))
+    "Means over instructions with 95 % intervals; crowd as a win rate in percent."
+    p, g = bootstrap(proxy), bootstrap(utility)
+    return dict(columns, each=utility, proxy=p.value, proxy_low=p.low, proxy_high=p.high,
+                utility=g.value, utility_low=g.low, utility_high=g.high, crowd=float(100 * (crowd.mean() - 1)))
 
 # %% ../nbs/overoptimization.ipynb #1547a3d0
-def proxy_gold_correlation(proxy: np.ndarray, gold: np.ndarray) -> float:
+def proxy_utility_correlation(proxy: np.ndarray, utility: np.ndarray) -> float:
     "Pearson's correlation among answers to one instruction, (instructions, answers) each; nan if constant."
-    p, g = (x - x.mean(1, keepdims=True) for x in (proxy, gold))
+    p, g = (x - x.mean(1, keepdims=True) for x in (proxy, utility))
     with np.errstate(invalid='ignore', divide='ignore'):
         return float((p * g).sum() / np.sqrt((p**2).sum() * (g**2).sum()))
 
 # %% ../nbs/overoptimization.ipynb #6249e919
 def bank_curve(
     proxy: np.ndarray,    # (instructions, N) standardised scores of the bank
-    gold: np.ndarray,     # (instructions, N)
-    people: np.ndarray,   # (instructions, N) preferences
+    utility: np.ndarray,     # (instructions, N)
+    crowd: np.ndarray,   # (instructions, N) preferences
     logprob: np.ndarray,  # (instructions, N) of the samples, in nats
     **columns,            # further columns of each row
 ) -> list[dict]:
@@ -97,9 +97,9 @@ def bank_curve(
     rows = []
     for n in 2 ** np.arange(int(np.log2(proxy.shape[1])) + 1):
         kl = float((best_of_n_weights(proxy, n) * kl_best_of_n_estimate(logprob, int(n))).sum(1).mean())
-        values = (best_of_n_value(proxy, v, n) for v in (proxy, gold, people))
+        values = (best_of_n_value(proxy, v, n) for v in (proxy, utility, crowd))
         rows.append(curve_point(*values, **columns, kl=kl, kl_bound=float(kl_best_of_n(n)), at=int(n)))
-    rows[0]['correlation'] = proxy_gold_correlation(proxy, gold)
+    rows[0]['correlation'] = proxy_utility_correlation(proxy, utility)
     return rows
 
 # %% ../nbs/overoptimization.ipynb #54e62538
@@ -122,12 +122,12 @@ def peak_distance(a: float, b: float, form: str) -> float:
     return max(a, 0.) / (2 * b) if form == 'best_of_n' else float(np.exp(np.clip(a / b - 1, -50, 50)))
 
 # %% ../nbs/overoptimization.ipynb #34d39e42
-def fit_gold(rows: list[dict], n: int = 1000) -> dict[str, float]:
-    "Alpha, beta and peak of the curve through one method's gold, with 95 % intervals from `n` resamples."
+def fit_utility(rows: list[dict], n: int = 1000) -> dict[str, float]:
+    "Alpha, beta and peak of the curve through one method's utility, with 95 % intervals from `n` resamples."
     form = 'best_of_n' if rows[0]['method'].startswith('best_of_n') else 'rl'
     use = [r for r in rows if r['kl'] > .01]
     d, each = np.sqrt([r['kl'] for r in use]), np.stack([r['each'] for r in use], 1)
-    pairs = (fit_overoptimization(d, gold, form) for gold in [each.mean(0), *bootstrap_draws(each, n=n)])
+    pairs = (fit_overoptimization(d, utility, form) for utility in [each.mean(0), *bootstrap_draws(each, n=n)])
     fits = [(a, b, peak_distance(a, b, form)) for a, b in pairs]
     low, high = np.quantile(fits[1:], [.025, .975], axis=0, method='nearest')   # a peak may be at infinity
     missed = each.mean(0) - overoptimization_curve(d, *fits[0][:2], form)
@@ -136,8 +136,8 @@ def fit_gold(rows: list[dict], n: int = 1000) -> dict[str, float]:
                 missed=float(np.sqrt(np.mean(missed**2))), form=form)
 
 # %% ../nbs/overoptimization.ipynb #a8fcbe7b
-def gold_falls(groups: dict, n: int = 16) -> list[dict]:
-    "Gold at best-of-`n` minus gold at the largest n, by source of labels, and differences between sources."
+def utility_falls(groups: dict, n: int = 16) -> list[dict]:
+    "Gold at best-of-`n` minus utility at the largest n, by source of labels, and differences between sources."
     curves = {labels: {r['at']: r['each'] for r in rows}
               for (method, labels), rows in groups.items() if method == 'best_of_n'}
     falls = {labels: each[n] - each[max(each)] for labels, each in curves.items() if n in each}
@@ -227,10 +227,10 @@ def bank_and_references(cfg: OverConfig) -> tuple[list[dict], list[dict]]:
 def measure_policy(
     folder: str,          # checkpoint
     records: list[dict],  # instructions
-    scorers: dict,        # proxy, gold and people: records -> (records,)
+    scorers: dict,        # proxy, utility and crowd: records -> (records,)
     reference,            # the SFT model and its tokenizer
     cfg: OverConfig,
-) -> dict:  # kl, correlation, and proxy, gold and people for each instruction
+) -> dict:  # kl, correlation, and proxy, utility and crowd for each instruction
     "KL and scores of a policy's fresh samples."
     policy, tokenizer = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
@@ -241,7 +241,7 @@ def measure_policy(
     scores = {name: np.reshape(score(outputs), (len(prompts), -1))
               for name, score in scorers.items()}
     means = {name: s.mean(1) for name, s in scores.items()}
-    correlation = proxy_gold_correlation(scores['proxy'], scores['gold'])
+    correlation = proxy_utility_correlation(scores['proxy'], scores['utility'])
     return means | dict(kl=float(np.mean(kl)), correlation=correlation)
 
 # %% ../nbs/overoptimization.ipynb #70d5ac22
@@ -252,7 +252,7 @@ def policy_points(proxies: dict, scores: dict, bank: list[dict], run) -> list[di
     reference, show = load_policy(cfg.policy, cfg), Progress(run.folder.name, len(todo))
     records = [dict(r, output='') for r in bank]
     for i, (folder, step, path) in enumerate(todo, 1):
-        scorers = dict(proxy=scores[proxies[folder]], gold=scores['gold'], people=scores['people'])
+        scorers = dict(proxy=scores[proxies[folder]], utility=scores['utility'], crowd=scores['crowd'])
         point = measure_policy(path, records, scorers, reference, cfg)
         rows.append(curve_point(**point, method=method_name(folder), labels=label_name(proxies[folder]),
                                 at=step, run=folder))
@@ -262,7 +262,7 @@ def policy_points(proxies: dict, scores: dict, bank: list[dict], run) -> list[di
 
 # %% ../nbs/overoptimization.ipynb #64337616
 CURVE_COLUMNS = ['method', 'labels', 'kl', 'kl_bound', 'proxy', 'proxy_low', 'proxy_high',
-                 'gold', 'gold_low', 'gold_high', 'people', 'correlation',
+                 'utility', 'utility_low', 'utility_high', 'crowd', 'correlation',
                  'at',    # n, or the step of the checkpoint
                  'run']   # folder of the policy
 FIT_COLUMNS = ['method', 'labels', 'alpha', 'alpha_low', 'alpha_high', 'beta', 'beta_low', 'beta_high',
@@ -273,14 +273,14 @@ def write_curves(run, rows: list[dict], instructions: int):
     "Write the tables, and the measured peaks into the summary."
     import pandas as pd
     groups = group_rows(rows)
-    fits = [dict(method=m, labels=l, **fit_gold(curve)) for (m, l), curve in groups.items() if can_fit(curve)]
-    falls, fall_columns = gold_falls(groups), ['labels', 'minus', 'fall', 'low', 'high']
+    fits = [dict(method=m, labels=l, **fit_utility(curve)) for (m, l), curve in groups.items() if can_fit(curve)]
+    falls, fall_columns = utility_falls(groups), ['labels', 'minus', 'fall', 'low', 'high']
     for name, records, columns in (('curves.csv', rows, CURVE_COLUMNS), ('fits.csv', fits, FIT_COLUMNS),
                                    ('falls.csv', falls, fall_columns)):
         with atomic_write(run.path(name)) as p:
             pd.DataFrame(records, columns=columns).to_csv(p, index=False, float_format='%.5f')
     key = lambda *words: '_'.join(' '.join(words).replace(',', '').replace('%', '').split())
-    peaks = {f'{key(*name)}_peak_kl': max(curve, key=lambda r: r['gold'])['kl']
+    peaks = {f'{key(*name)}_peak_kl': max(curve, key=lambda r: r['utility'])['kl']
              for name, curve in groups.items()}
     run.finish(instructions=instructions, points=len(rows), **peaks)
 
@@ -289,19 +289,19 @@ def run(cfg: OverConfig):
     "Measure the curves; writes curves.csv, fits.csv and falls.csv."
     from alpaca_farm.annotators import load_annotators
     check_run_folder(at_root(cfg.out))
-    judge, folder = load_annotators(cfg.people, cfg), start(cfg, run)
+    judge, folder = load_annotators(cfg.crowd, cfg), start(cfg, run)
     if folder.done: return folder
     folder.load()
     proxies = {policy: policy_proxy(policy, cfg.proxies) for policy in cfg.policies}
     bank, references = bank_and_references(cfg)
-    specs = {s: s for s in (*cfg.proxies, *proxies.values())} | dict(gold=cfg.gold)
+    specs = {s: s for s in (*cfg.proxies, *proxies.values())} | dict(utility=cfg.utility)
     scale = {name: standard_reward(reward(s, cfg, cfg.template), bank)
              for name, s in specs.items()}
-    people = references_judge(references, judge)
-    others = scale['gold'][1], score_bank(bank, people), np.array([c['logprob'] for c in bank])
+    crowd = references_judge(references, judge)
+    others = scale['utility'][1], score_bank(bank, crowd), np.array([c['logprob'] for c in bank])
     rows = [row for p in cfg.proxies
             for row in bank_curve(scale[p][1], *others, method='best_of_n', labels=label_name(p))]
-    scores = {name: score for name, (score, _) in scale.items()} | dict(people=people)
+    scores = {name: score for name, (score, _) in scale.items()} | dict(crowd=crowd)
     write_curves(folder, rows + policy_points(proxies, scores, bank, folder), len(bank))
     return folder
 

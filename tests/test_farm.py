@@ -24,7 +24,7 @@ from alpaca_farm.simulation import correlations, method_differences, method_grou
 
 @pytest.mark.parametrize('given, message', [
     (dict(size='huge'), 'choose from'), (dict(size='no/such/file.yaml'), 'no/such/file.yaml'), (dict(seeds=0), 'at least 1'), (dict(workers=-1), 'at least 0'),
-    (dict(people='alpaca_farm.world:nobody'), 'nobody'), (dict(held_out='no/such.json'), 'no/such.json'), (dict(pool='no_such_module:pool'), 'no_such_module'), (dict(gold='gold'), 'gold')])
+    (dict(crowd='alpaca_farm.world:nobody'), 'nobody'), (dict(held_out='no/such.json'), 'no/such.json'), (dict(pool='no_such_module:pool'), 'no_such_module'), (dict(gold='gold'), 'gold')])
 def test_nonsense_is_refused_before_any_run(given, message):
     with pytest.raises((ValueError, OSError), match=message): FarmConfig(**given)
 
@@ -43,26 +43,25 @@ def test_a_file_of_sizes(tmp_path):
 
 
 def test_annotators_follow_the_labels():
-    jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(pool='alpaca_farm.world:judge', people='alpaca_farm.world:gold', device='cpu'))}
+    jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(pool='alpaca_farm.world:judge', crowd='alpaca_farm.world:gold', device='cpu'))}
     comparing = [name for name, row in methods().items() if row['annotators']]
     assert set(comparing) == {'feedme', 'reward_conditioning'}  # no method has help in choosing its checkpoint
     for run in ('annotators', *comparing):
         assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:judge', run
-        assert jobs[f'runs/{run}_people']['annotators'] == 'alpaca_farm.world:gold', run
-    for run in ('decoding', 'decoding_methods', 'decoding_methods_crowd'): assert jobs[f'runs/{run}']['annotators'] == 'alpaca_farm.world:gold', run
+        assert jobs[f'runs/{run}_crowd']['annotators'] == 'alpaca_farm.world:gold', run
     assert {s['device'] for s in jobs.values()} == {'cpu'}
-    assert all(annotator_settings(run, FarmConfig(), 'runs') == {} for run in ('dpo', 'dpo_crowd', 'dpo_low', 'base', 'ppo', 'quark_crowd', 'ppo_free', 'ppo_judge_free', 'annotators_judge'))
+    assert all(annotator_settings(run, FarmConfig(), 'runs') == {} for run in ('dpo', 'dpo_crowd', 'base', 'ppo', 'quark_crowd'))
 
 
-def test_every_replicate_has_people_of_its_own():
-    "The labels, the temperatures and the board of a replicate are those of the populations in its own world's files, unless they are set."
+def test_every_replicate_has_a_crowd_of_its_own():
+    "The labels and the board of a replicate are those of the populations in its own world's files, unless they are set."
     for k, folder in enumerate(('runs', 'runs/seed_1')):
         jobs = {j.out: j.settings for j in farm_jobs(FarmConfig(seeds=2), k)}
-        for run, who in dict(annotators='pool', annotators_crowd='people', feedme='pool', feedme_crowd='people', decoding='people', decoding_methods='people').items():
+        for run, who in dict(annotators='pool', annotators_crowd='crowd', feedme='pool', feedme_crowd='crowd').items():
             assert jobs[f'{folder}/{run}']['annotators'] == f'{folder}/world/{who}.json', run
         assert population(FarmConfig(), 'held_out', folder) == f'{folder}/world/held_out_crowd.json' and population(FarmConfig(), 'gold', folder) == 'alpaca_farm.world:gold'
-    assert jobs['runs/seed_1/annotators'].get('label_flip', -1) == -1 and 'people' not in jobs['runs/seed_1/annotators']
-    drawn = {f'alpaca_farm.world:{who}' for who in ('people', 'held_out_crowd', 'pool', 'length_biased')}  # for seed 0
+    assert jobs['runs/seed_1/annotators'].get('label_flip', -1) == -1 and 'crowd' not in jobs['runs/seed_1/annotators']
+    drawn = {f'alpaca_farm.world:{who}' for who in ('crowd', 'held_out_crowd', 'pool', 'length_biased')}  # for seed 0
     for job in farm_jobs(FarmConfig(seeds=2), 1) + farm_jobs(FarmConfig()):
         module = importlib.import_module(f'alpaca_farm.{job.notebook}')
         kind = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
@@ -71,34 +70,21 @@ def test_every_replicate_has_people_of_its_own():
 
 
 def test_a_population_is_named_by_its_file(base):
-    "The annotators of a world's files are those of its module; a quarter of their labels is flipped, as in the world; people who label and who judge differ."
+    "The annotators of a world's files are those of its module; a quarter of their labels is flipped, as in the world; those who label and those who judge differ."
     from alpaca_farm import world
     from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
     from alpaca_farm.noise import flip_share
     pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
-    read = {who: load_annotators(str(base/'world'/f'{who}.json'), AnnotatorsConfig()) for who in ('people', 'held_out_crowd', 'pool')}
+    read = {who: load_annotators(str(base/'world'/f'{who}.json'), AnnotatorsConfig()) for who in ('crowd', 'held_out_crowd', 'pool')}
     for who, group in read.items(): assert group(pairs) == pytest.approx(getattr(world, who)(pairs)), who
     assert flip_share(-1, str(base/'world'/'pool.json')) == .25 and flip_share(-1, str(base/'annotators'/'preferences.json')) == 0
-    assert not {a.weights for a in read['people'].annotators} & {a.weights for a in read['held_out_crowd'].annotators}
+    assert not {a.weights for a in read['crowd'].annotators} & {a.weights for a in read['held_out_crowd'].annotators}
 
 
-def test_all_rows_answer_at_the_temperature_chosen_for_sft(tmp_path):
-    "Before it is chosen nothing is said of it; then it is that of all answers to eval, and of no training, label or study."
-    cfg = FarmConfig(runs=str(tmp_path))
-    temperature = lambda job: (job.settings.get('temperature'), job.settings.get('eval_temperature'))
-    before = {j.out: temperature(j) for j in farm_jobs(cfg)}
-    assert set(before.values()) == {(None, None), (1., None), (0., None)}
-    (tmp_path/'decoding').mkdir()
-    (tmp_path/'decoding'/'summary.json').write_text(json.dumps(dict(sft_temperature=0., sft_sampling_temperature=.3)))
-    after = {j.out.split('/')[-1]: temperature(j) for j in farm_jobs(cfg)}
-    sampled = {'base', 'references', 'eval_samples', 'best_of_n', 'best_of_n_crowd'}
-    assert {name for name, t in after.items() if t == (.3, None)} == sampled
-    trained = {m + s for m in methods() for s in ('', '_crowd')} - sampled
-    assert {name for name, t in after.items() if t == (None, .3)} == trained | {'sft', 'dpo_low'}
-    assert after['ppo_free'] == after['ppo_judge_free'] == (1., .3)   # trained at the temperature at which the study compares
-    assert after['sft_temperature_1'] == (1., None) and after['sft_greedy'] == (0., None)
-    jobs = {j.out.split('/')[-1]: j.settings for j in farm_jobs(cfg)}
-    assert jobs['best_of_n']['samples'] == f'{tmp_path}/eval_samples' and jobs['overoptimization']['references'] == f'{tmp_path}/sft_temperature_1'
+def test_all_rows_answer_at_temperature_1():
+    jobs = {j.out.split('/')[-1]: j.settings for j in farm_jobs(FarmConfig())}
+    other = {n for n, s in jobs.items() if {s.get('temperature', 1.), s.get('eval_temperature', 1.)} != {1.}}
+    assert other == {'sft_greedy'} and jobs['best_of_n']['samples'] == 'runs/eval_samples'
 
 
 def test_sizes_do_not_reach_the_greedy_answer(tmp_path):
@@ -110,14 +96,14 @@ def test_sizes_do_not_reach_the_greedy_answer(tmp_path):
 def test_groups_of_methods_over_replicates():
     "Differences, groups and the replicates that two points need, by hand; a baseline far below does not order the methods."
     rng = np.random.default_rng(0)
-    level, names = np.array([1.62, 1.615, 1.55, 1.5, 1.2]), ['a', 'b', 'c', 'sft', 'base']
+    level, names = np.array([1.62, 1.615, 1.55, 1.5, 1.2]), ['a', 'b', 'c', 'sft', 'base model']
     five = level + .006*rng.normal(size=(5, 1, 5)) + .1*rng.normal(size=(5, 400, 5))
     found = method_differences(five, names).set_index(['better', 'worse'])
     each = 100*(five[..., 0] - five[..., 2]).mean(1)
     row = found.loc['a', 'c']
     assert (row.difference, row.sd) == pytest.approx((each.mean(), each.std(ddof=1))) and row.clear and len(found) == 10
     assert row.high - row.difference >= 2.77*row.sd/5**.5
-    assert [sorted(g) for g in method_groups(found.reset_index())] == [['a', 'b'], ['c'], ['sft'], ['base']]
+    assert [sorted(g) for g in method_groups(found.reset_index())] == [['a', 'b'], ['c'], ['sft'], ['base model']]
     summary = separation(found.reset_index())
     assert summary['groups'] == 4 and summary['spread_of_differences'] == pytest.approx((found.sd**2).mean()**.5)
     needed = summary['replicates_for_2_points']
@@ -125,32 +111,32 @@ def test_groups_of_methods_over_replicates():
     assert half(needed) <= 2 < half(needed - 1) and replicates_needed(1e-9) == 2
     alone = separation(method_differences(five[:1], names))
     assert alone['replicates_for_2_points'] is None
-    table = dict(names=['base', 'sft', 'a', 'b', 'c'], **{c: 1.5 + rng.normal(size=(40, 5)) for c in ('simulated', 'human', 'transfer')})
-    apart = dict(table, **{c: table[c] - 50*(np.arange(5) == 0) for c in ('simulated', 'human', 'transfer')})
-    assert correlations([apart], 0)['spearman_simulated_human'] == correlations([table], 0)['spearman_simulated_human']
+    table = dict(names=['base model', 'sft', 'a', 'b', 'c'], **{c: 1.5 + rng.normal(size=(40, 5)) for c in ('simulated', 'crowd', 'transfer')})
+    apart = dict(table, **{c: table[c] - 50*(np.arange(5) == 0) for c in ('simulated', 'crowd', 'transfer')})
+    assert correlations([apart], 0)['spearman_simulated_crowd'] == correlations([table], 0)['spearman_simulated_crowd']
 
 
 def test_the_parts_of_the_utility_add_up():
     "By hand: each part is weight times criterion minus that of SFT's answers, their sum the difference in utility; over replicates their mean."
-    from alpaca_farm import criteria
+    from alpaca_farm.embedded import criteria
     from alpaca_farm.agreement import embedded_pairs
     from alpaca_farm.farm_board import chosen_answers, parts_table
     pairs = embedded_pairs(30)
     ask = [dict(instruction=p['instruction'], input=p['input']) for p in pairs]
-    sft, mine = [dict(r, output=[p['output_1'], 'Sure!']) for r, p in zip(ask, pairs)], [dict(r, output=p['output_2']) for r, p in zip(ask, pairs)][::-1]
+    sft, mine = [dict(r, output=[p['output_1'], 'Sure,']) for r, p in zip(ask, pairs)], [dict(r, output=p['output_2']) for r, p in zip(ask, pairs)][::-1]
     table = parts_table([dict(sft=sft, mine=mine)]).set_index('part').difference
     u = lambda texts: np.array(criteria.utility([dict(r, output=t) for r, t in zip(ask, texts)]))
-    want = u([p['output_2'] for p in pairs]) - (u([p['output_1'] for p in pairs]) + u(['Sure!']*30))/2
+    want = u([p['output_2'] for p in pairs]) - (u([p['output_1'] for p in pairs]) + u(['Sure,']*30))/2
     assert table['utility'] == pytest.approx(want.mean()) and table.drop('utility').sum() == pytest.approx(want.mean())
     name, weight = next((c, w) for c, w in criteria.UTILITY.items() if w > 0)
     part = lambda texts: weight*np.mean(criteria.answer_matrix([dict(r, output=t) for r, t in zip(ask, texts)])[:, criteria.COLUMNS.index(name)])
-    assert table[name] == pytest.approx(part([p['output_2'] for p in pairs]) - (part([p['output_1'] for p in pairs]) + part(['Sure!']*30))/2)
-    two = parts_table([dict(sft=sft, mine=mine, lost=mine), dict(sft=sft, mine=[dict(r, output='Sure!') for r in ask])])
+    assert table[name] == pytest.approx(part([p['output_2'] for p in pairs]) - (part([p['output_1'] for p in pairs]) + part(['Sure,']*30))/2)
+    two = parts_table([dict(sft=sft, mine=mine, lost=mine), dict(sft=sft, mine=[dict(r, output='Sure,') for r in ask])])
     assert set(two.method) == {'mine'} and (two.low <= two.difference).all()
-    samples = [dict(r, output=[p['output_1'], p['output_2'], 'Sure! Thank you.'], ended=[True]*3) for r, p in zip(ask, pairs)]
+    samples = [dict(r, output=[p['output_1'], p['output_2'], 'Sure, thank you.'], ended=[True]*3) for r, p in zip(ask, pairs)]
     chosen = chosen_answers(samples)
-    assert [r['output'] for r in chosen['longest_of_n']] == [max(s['output'], key=lambda o: len(o.split())) for s in samples]
-    assert criteria.utility(chosen['utility_of_n']) == np.max([u([s['output'][k] for s in samples]) for k in range(3)], 0).tolist()
+    assert [r['output'] for r in chosen['longest of 3']] == [max(s['output'], key=lambda o: len(o.split())) for s in samples]
+    assert criteria.utility(chosen['best of 3 by the utility']) == np.max([u([s['output'][k] for s in samples]) for k in range(3)], 0).tolist()
 
 
 def test_a_method_is_a_row_of_the_table():
@@ -162,16 +148,13 @@ def test_a_method_is_a_row_of_the_table():
             assert job.notebook == row['notebook'] == recipe(method)[0] and job.cost == row['cost']
             assert {k: job.settings[k] for k in reads} == {k: f'runs/{v}' for k, v in reads.items()}
             assert job.settings.items() >= row['settings'].items()
-        measured = jobs['runs/overoptimization'].settings['policies']
-        assert (f'runs/{method}' in measured) == row['checkpoints']
 
 
 def test_every_replicate_is_a_farm_of_its_own():
     first, second = (farm_jobs(FarmConfig(seeds=2), k) for k in (0, 1))
     made = {j.out for j in second}
     assert all(j.out.startswith('runs/seed_1/') and set(j.needs) <= made for j in second)
-    study = {'overoptimization', 'bank', 'ppo_free', 'ppo_judge_free', 'dpo_low', 'annotators_judge', 'reward_model_judge'}
-    assert {j.out.split('/')[-1] for j in first} - {j.out.split('/')[-1] for j in second} == study
+    assert {j.out.split('/')[-1] for j in first} == {j.out.split('/')[-1] for j in second}
     seeds = [{j.out.split('/')[-1]: j.settings['seed'] for j in jobs} for jobs in (first, second)]
     assert all(seeds[1][n] == seeds[0][n] + 1 for n in seeds[1])
 
@@ -187,27 +170,30 @@ def test_agreement_is_one_vote_against_three(tmp_path):
     (tmp_path/'annotators').mkdir()
     rows = [{k: v for k, v in p.items() if k != 'votes'} | dict(preference=1) for p in pairs]
     (tmp_path/'annotators'/'preferences.json').write_text(json.dumps(rows))
-    found = vote_agreements(str(tmp_path), dict(people=world.people, pool=world.pool), seed=3)
-    people, pool = (sample_votes(preference_probabilities(j, pairs), pairs, 4, s) for j, s in ((world.people, 3), (world.pool, 3 + 10**6)))
+    found = vote_agreements(str(tmp_path), dict(crowd=world.crowd, pool=world.pool), seed=3)
+    crowd, pool = (sample_votes(preference_probabilities(j, pairs), pairs, 4, s)
+                   for j, s in ((world.crowd, 3), (world.pool, 3 + 10**6)))
     def majority(v, others): return np.mean([a == np.median(np.delete(o, k)) for column, o in zip(v.T, others.T) for k in range(4) for a in ([column[k]] if v is others else column)])
-    assert found['human_agreement'] == pytest.approx(majority(people, people)) and found['pool_agreement'] == pytest.approx(majority(pool, people))
-    two = np.mean([a == b for column in people.T for a, b in combinations(column, 2)])
-    assert found['human_human_two_votes'] == pytest.approx(two, abs=.04) and found['human_agreement'] > found['human_human_two_votes'] + .015
+    assert found['crowd_agreement'] == pytest.approx(majority(crowd, crowd))
+    assert found['pool_agreement'] == pytest.approx(majority(pool, crowd))
+    two = np.mean([a == b for column in crowd.T for a, b in combinations(column, 2)])
+    assert found['crowd_two_votes'] == pytest.approx(two, abs=.04)
+    assert found['crowd_agreement'] > found['crowd_two_votes'] + .015
 
 
 def test_spread_over_replicates():
     rng = np.random.default_rng(0)
-    columns = ('simulated', 'human', 'transfer')
+    columns = ('simulated', 'crowd', 'transfer')
     each = [dict(names=['sft', 'a', 'b'], **{c: 1.5 + .1*rng.normal(size=(40, 3)) for c in columns}) for _ in range(3)]
     row = simulation_table(each, 0).set_index('method').loc['b']
-    means = [100*(t['human'][:, 2].mean() - 1) for t in each]
-    assert row.human == pytest.approx(np.mean(means)) and row.human_sd == pytest.approx(np.std(means, ddof=1)) and row.replicates == 3
+    means = [100*(t['crowd'][:, 2].mean() - 1) for t in each]
+    assert row.crowd == pytest.approx(np.mean(means)) and row.crowd_sd == pytest.approx(np.std(means, ddof=1)) and row.replicates == 3
     alone = simulation_table(each[:1], 0).set_index('method').loc['b']
-    assert 'human_sd' not in alone and alone.replicates == 1
-    assert row.human_high - row.human >= 4.3*row.human_sd/3**.5                     # Student's t with two degrees of freedom, and what the instructions add
+    assert 'crowd_sd' not in alone and alone.replicates == 1
+    assert row.crowd_high - row.crowd >= 4.3*row.crowd_sd/3**.5                     # Student's t with two degrees of freedom, and what the instructions add
     r = correlations(each, 0)
-    assert r['spearman_simulated_human_2'] == pytest.approx(float(spearman(each[2]['simulated'].mean(0), each[2]['human'].mean(0))))
-    assert r['spearman_simulated_human'] == pytest.approx(np.mean([r[f'spearman_simulated_human_{k}'] for k in range(3)]))
+    assert r['spearman_simulated_crowd_2'] == pytest.approx(float(spearman(each[2]['simulated'].mean(0), each[2]['crowd'].mean(0))))
+    assert r['spearman_simulated_crowd'] == pytest.approx(np.mean([r[f'spearman_simulated_crowd_{k}'] for k in range(3)]))
     assert not any(k[-1].isdigit() for k in correlations(each[:1], 0))
 
 

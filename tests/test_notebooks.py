@@ -21,7 +21,7 @@ NBS = tiny.ROOT/'nbs'
 RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb')) if p.parent.name not in ('core', '.ipynb_checkpoints')]
 SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]  # notebooks without a run, which nbdev_test executes
 # notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
-FARMED = ({name: name for name in ('world', 'sft', 'decoding', 'annotators', 'reward_model', 'overoptimization')}
+FARMED = ({name: name for name in ('world', 'sft', 'annotators', 'reward_model')}
           | {row['notebook']: method for method, row in reversed(methods().items())})  # of several methods the first
 OWN = dict(rlcd=lambda f: dict(out=f'{f}/rlcd', data=f'{f}/world', policy=f'{f}/world', task=f'{tiny.ROOT}/tests/data/task.yaml', max_instances=12, chunk=8),
            wombat=lambda f: dict(out=f'{f}/wombat', data=f'{f}/world', writers=[f'{f}/sft', f'{f}/dpo'], max_instances=12,
@@ -31,6 +31,9 @@ OWN = dict(rlcd=lambda f: dict(out=f'{f}/rlcd', data=f'{f}/world', policy=f'{f}/
            openai_baselines=lambda f: dict(out=f'{f}/openai_baselines', data=f'{f}/world'),
            labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
            agreement=lambda f: dict(out=f'{f}/agreement', max_instances=100, draws=20),
+           decoding=lambda f: dict(out=f'{f}/decoding', data=f'{f}/world', policies=[f'{f}/sft'], reference=f'{f}/sft', max_instances=8, temperatures=[1., 0.]),
+           overoptimization=lambda f: dict(out=f'{f}/overoptimization', policy=f'{f}/sft', bank=f'{f}/eval_samples', references=f'{f}/references', instances=20,
+                                           proxies=[f'{f}/reward_model', f'{f}/reward_model_crowd'], policies=[f'{f}/{m}' for m in ('ppo', 'rloo', 'dpo', 'quark')]),
            compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']),
            bring_your_own=lambda f: dict(out=f'{f}/bring_your_own', runs=f'{f}/own', model=f'{f}/sft', prompts=f'{f}/world', preferences=f'{f}/annotators',
                                          max_instances=8, n=2))
@@ -41,8 +44,7 @@ TINY_FARM = dict(
     expert_iteration=dict(n=4, max_instances=24, epochs=1),
     ppo=dict(steps=2, rollouts=8, batch_size=4, val_instances=8, eval_every=1, save_every=1),
     quark=dict(steps=2, rollouts=16, batch_size=8, val_instances=8, eval_every=1, save_every=1),
-    rrhf=dict(k=4, epochs=1, missing_eos=''), binary_feedback=dict(held_out=10, val_instances=8),
-    bank=dict(n=4, max_instances=20), overoptimization=dict(instances=20), decoding=dict(max_instances=8, temperatures=[1., .5, 0.]))
+    rrhf=dict(k=4, epochs=1, missing_eos=''), binary_feedback=dict(held_out=10, val_instances=8), eval_samples=dict(n=4))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
     mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc' is not a value of type float"),
@@ -112,39 +114,37 @@ def test_notebook_executes(made, name):
 def test_farm_leaves_its_board(made):
     folder, _ = made
     rows = list(csv.DictReader(open(folder/'farm'/'leaderboard.csv')))
-    wanted = ['method', *(f'{j}{s}' for j in ('people', 'pool', 'gold') for s in ('', '_low', '_high')), 'length', 'kl']
+    wanted = ['method', *(f'{j}{s}' for j in ('crowd', 'pool', 'utility') for s in ('', '_low', '_high')), 'length', 'kl']
     assert set(wanted) <= set(rows[0])
     by = {r['method']: r for r in rows}
-    baselines = {'base', 'sft_temperature_1', 'sft_greedy', 'utility_of_n', 'longest_of_n', 'demonstrations'}
-    assert {'sft', *baselines, *methods(), *(f'{m}_people' for m in methods())} <= set(by)
+    baselines = {'base model', 'greedy SFT', 'likeliest of 4', 'longest of 4', 'best of 4 by the utility', 'an expert'}
+    trained = [*methods(), *(f'{m}_crowd' for m in methods())]
+    assert {'sft', *baselines, *trained} == set(by)
     assert {r['method'] for r in rows if r['kind'] == 'baseline'} == baselines and by['sft']['kind'] == 'reference'
-    assert float(by['utility_of_n']['gold']) >= max(float(by[m]['gold']) for m in ('longest_of_n', 'sft'))
-    assert float(by['longest_of_n']['length']) >= float(by['utility_of_n']['length'])
-    assert {r['trained_on'] for r in rows} == {'', 'pool', 'people', 'judge'} and by['sft']['people'] == '50.0000'
-    assert all(int(by[m]['labels']) > 0 and float(by[m]['cpu_seconds']) > 0 for m in methods())
+    best = by['best of 4 by the utility']
+    assert float(best['utility']) >= max(float(by[m]['utility']) for m in ('longest of 4', 'sft'))
+    assert float(by['longest of 4']['length']) >= float(best['length'])
+    assert {r['trained_on'] for r in rows} == {'', 'pool', 'crowd'} and by['sft']['crowd'] == '50.0000'
+    assert all(int(by[m]['labels']) > 0 and float(by[m]['cpu_seconds']) > 0 for m in trained)
     sim = {r['method']: r for r in csv.DictReader(open(folder/'farm'/'simulation.csv'))}
-    assert set(sim) == {'base', 'sft', *methods()}
+    assert set(sim) == {'base model', 'sft', *methods()}
     for m in methods():
-        assert sim[m]['simulated'] == by[m]['pool'] and sim[m]['transfer'] == by[m]['people'] and sim[m]['human'] == by[f'{m}_people']['people']
-    chosen = float(read_summary(folder/'decoding')['sft_sampling_temperature'])
-    assert {float(by[m]['temperature']) for m in ('base', 'sft', 'utility_of_n', *methods(), *(f'{m}_people' for m in methods()))} == {chosen}
-    assert (float(by['sft_greedy']['temperature']), float(by['sft_temperature_1']['temperature'])) == (0, 1)
-    for name in ('base', 'sft', *methods(), *(f'{m}_people' for m in methods())):
-        own = read_summary(folder/('decoding' if name == 'sft' else 'decoding_methods' + '_crowd'*name.endswith('_crowd')))
-        assert float(by[name]['tuned_temperature']) == own[f'{name}_temperature'] and 0 <= float(by[name]['tuned']) <= 100
+        assert (sim[m]['simulated'], sim[m]['transfer']) == (by[m]['pool'], by[m]['crowd'])
+        assert sim[m]['crowd'] == by[f'{m}_crowd']['crowd']
     parts = list(csv.DictReader(open(folder/'farm'/'parts.csv')))
     for name in set(by) - {'sft'}:
         own = {r['part']: float(r['difference']) for r in parts if r['method'] == name}
         assert sum(v for k, v in own.items() if k != 'utility') == pytest.approx(own['utility'], abs=2e-3)
-    for judge in ('people', 'pool', 'gold'):
+    for judge in ('crowd', 'pool', 'utility'):
         assert float(by['sft'][judge]) == 50
         for r in rows: assert 0 <= float(r[f'{judge}_low']) <= float(r[judge]) <= float(r[f'{judge}_high']) <= 100
-    keys = {'spearman_simulated_human', 'spearman_simulated_human_low', 'r2_simulated_human', 'spearman_people_pool', 'human_agreement', 'pool_agreement', 'reward_model_accuracy',
-            'temperature', 'human_groups', 'transfer_clear_differences', 'seconds', 'peak_memory_gb'}
+    keys = {'spearman_simulated_crowd', 'spearman_simulated_crowd_low', 'r2_simulated_crowd', 'spearman_crowd_pool',
+            'crowd_agreement', 'pool_agreement', 'reward_model_accuracy', 'crowd_groups',
+            'transfer_clear_differences', 'seconds', 'peak_memory_gb'}
     assert keys <= set(read_summary(folder/'farm')) and (folder/'farm'/'leaderboard.png').stat().st_size > 5000
     curves = list(csv.DictReader(open(folder/'overoptimization'/'curves.csv')))
-    assert {'method', 'labels', 'kl', 'proxy', 'gold', 'gold_low', 'gold_high', 'people'} <= set(curves[0])
-    assert {'best_of_n', 'ppo', 'ppo, no penalty', 'rloo', 'dpo, beta 0.3', 'quark', 'expert_iteration', 'rrhf'} <= {r['method'] for r in curves}
+    assert {'method', 'labels', 'kl', 'proxy', 'utility', 'utility_low', 'utility_high', 'crowd'} <= set(curves[0])
+    assert {'best_of_n', 'ppo', 'rloo', 'dpo, beta 0.1', 'quark'} <= {r['method'] for r in curves}
 
 
 def test_farm_does_nothing_twice(made, sizes):
