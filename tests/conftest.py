@@ -25,9 +25,12 @@ def pytest_configure(config): config.addinivalue_line('markers', 'alone: measure
 
 
 @pytest.fixture(scope='session', autouse=True)
-def elsewhere(tmp_path_factory):
-    "The tests work in an empty folder, where `runs/` is not that of the checkout."
-    with contextlib.chdir(tmp_path_factory.mktemp('elsewhere')): yield
+def no_runs(tmp_path_factory):
+    "The tests work in a folder with the notebooks of this checkout and without its runs."
+    root = tmp_path_factory.mktemp('project')
+    (root/'nbs').symlink_to(tiny.ROOT/'nbs')
+    (root/'runs').mkdir()
+    with contextlib.chdir(root): yield
 
 
 @pytest.fixture(scope='session')

@@ -16,13 +16,11 @@ def shows_runs(path):
     return any(is_slow(c) and c['outputs'] for c in read_json(path)['cells'] if c['cell_type'] == 'code')
 
 
-def test_every_notebook_is_recorded(monkeypatch):
-    monkeypatch.chdir(tiny.ROOT)
+def test_every_notebook_is_recorded():
     assert set(read_json(RECORD)) == {p.stem for p in notebook_paths()}
 
 
-def test_saved_outputs_are_from_one_farm(monkeypatch):
-    monkeypatch.chdir(tiny.ROOT)
+def test_saved_outputs_are_from_one_farm():
     farms = {p.stem: read_json(RECORD)[p.stem]['farm'] for p in notebook_paths() if shows_runs(p)}
     unknown = sorted(name for name, farm in farms.items() if not farm)
     if unknown: pytest.skip(f'saved before farms were recorded (make outputs records them): {", ".join(unknown)}')
