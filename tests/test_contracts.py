@@ -23,8 +23,9 @@ CORE = ['paths dialogues', 'hub settings progress trackers files functional stor
         'judge_configs text', 'fingerprint loading', 'execution', 'build', 'api comparisons stats runs candidates generation', 'accounts beams models launch', 'client rewards sweeps served',
         'answers batches training',
         'online completions', 'outputs preload']
-LAYERS = ['verdict_parsers lexicon',
-          'grammar noise judges rankings length_control label_files', 'authors', 'criteria prose', 'people',
+LAYERS = ['verdict_parsers embedded.lexicon',
+          'embedded.grammar noise judges rankings length_control label_files', 'embedded.authors embedded.prose',
+          'embedded.criteria', 'embedded.crowd',
           'world local_judges rlcd_tasks boards.text leaderboards agreement_measures', 'annotators rrhf_pool',
           'eval agreement labelling openai_baselines auto_annotations',
           'decoding compare overoptimization farm_board simulation', 'farm bring_your_own']
