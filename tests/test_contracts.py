@@ -224,7 +224,7 @@ def test_imports_are_quick_and_light():
     assert {n: t for n, t, _ in rows if t > .3} == {}
 
 
-TENSORLESS = ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'grammar', 'world', 'annotators', 'eval', 'boards.text']
+TENSORLESS = ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'embedded.crowd', 'world', 'annotators', 'eval', 'boards.text']
 BARE = '''
 import importlib, os, sys
 for name in sys.argv[1:]:

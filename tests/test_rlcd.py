@@ -417,7 +417,7 @@ def test_ratings(text, sums): assert wombat.read_rating(text, 2, 2) == sums
 def test_wrong_settings_of_wombat():
     for more, message in ((dict(writers=[]), 'nobody writes'), (dict(rrhf=['k']), 'rrhf'), (dict(rrhf=['epoch=3']), 'rrhf: epoch is no setting'), (dict(marks=[]), 'marks is empty'), (dict(n=0), 'n = 0'),
                           (dict(rrhf=['k=1']), 'rrhf: k = 1: it must be at least 2'), (dict(rrhf=['out=runs/mine']), 'rrhf: out is set by this notebook'),
-                          (dict(rrhf=['policy=runs/no_such_run']), "rrhf: policy = 'runs/no_such_run'"), (dict(temperature=0), 'temperature = 0'),
+                          (dict(rrhf=['policy=./no_such_run']), "rrhf: policy = './no_such_run'"), (dict(temperature=0), 'temperature = 0'),
                           (dict(rater='judge', rrhf=['reward_model=my:reward']), 'rrhf: reward_model would replace the ratings')):
         with pytest.raises((ValueError, FileNotFoundError), match=message): wombat.WombatConfig(**more)
     wombat.WombatConfig(temperature=0, n=1)
