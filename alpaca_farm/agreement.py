@@ -58,20 +58,20 @@ AUTHORS = (.1, .3, .5, .7, .9)
 
 def embedded_pairs(
     n: int = 648,     # pairs
-    votes: int = 4,   # people's votes on each
+    votes: int = 4,   # the crowd's votes on each
     seed: int = 0,    # of requests, answers and votes
 ) -> list[dict]:  # labelled pairs; generator_1 and _2 name the authors
-    "Pairs of answers by authors of differing skill, labelled by the embedded world's people."
+    "Pairs of answers by authors of differing skill, labelled by the embedded world's crowd."
     import random
-    from alpaca_farm.authors import respond
-    from alpaca_farm.grammar import render, sample_instruction
-    people, rng, pairs = resolve('alpaca_farm.world:crowd'), random.Random(seed), []
+    from alpaca_farm.embedded.authors import Author
+    from alpaca_farm.embedded.grammar import render, sample_request
+    crowd, rng, pairs = resolve('alpaca_farm.world:crowd'), random.Random(seed), []
     while len(pairs) < n:
-        spec, (a, b) = sample_instruction(rng), rng.sample(AUTHORS, 2)
-        pair = dict(render(spec), output_1=respond(spec, rng, a), output_2=respond(spec, rng, b))
+        spec, (a, b) = sample_request(rng), rng.sample(AUTHORS, 2)
+        pair = dict(render(spec), output_1=Author(a).answer(spec, rng), output_2=Author(b).answer(spec, rng))
         if pair['output_1'] == pair['output_2']: continue
         pairs.append(dict(pair, generator_1=f'skill {a}', generator_2=f'skill {b}'))
-    by_pair = sample_votes(preference_probabilities(people, pairs), pairs, votes, seed).T
+    by_pair = sample_votes(preference_probabilities(crowd, pairs), pairs, votes, seed).T
     named = [{f'vote {k}': float(v) for k, v in enumerate(cast, 1)} for cast in by_pair]
     return [dict(p, votes=cast) for p, cast in zip(pairs, named)]
 

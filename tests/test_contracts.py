@@ -23,8 +23,9 @@ CORE = ['paths dialogues', 'hub settings progress trackers files functional stor
         'judge_configs text', 'fingerprint loading', 'execution', 'build', 'api comparisons stats runs candidates generation', 'accounts beams models launch', 'client rewards sweeps served',
         'answers batches training',
         'online completions', 'outputs preload']
-LAYERS = ['verdict_parsers lexicon',
-          'grammar noise judges rankings length_control label_files', 'authors', 'criteria prose', 'people',
+LAYERS = ['verdict_parsers embedded.lexicon',
+          'embedded.grammar noise judges rankings length_control label_files', 'embedded.authors embedded.prose',
+          'embedded.criteria', 'embedded.crowd',
           'world local_judges rlcd_tasks boards.text leaderboards agreement_measures', 'annotators rrhf_pool',
           'eval agreement labelling openai_baselines auto_annotations',
           'decoding compare overoptimization farm_board simulation', 'farm bring_your_own']
@@ -223,7 +224,7 @@ def test_imports_are_quick_and_light():
     assert {n: t for n, t, _ in rows if t > .3} == {}
 
 
-TENSORLESS = ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'grammar', 'world', 'annotators', 'eval', 'boards.text']
+TENSORLESS = ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'embedded.crowd', 'world', 'annotators', 'eval', 'boards.text']
 BARE = '''
 import importlib, os, sys
 for name in sys.argv[1:]:

@@ -22,8 +22,8 @@ def drawn(n, seed=0):
     rng = random.Random(seed)
     out = []
     while len(out) < n:
-        spec = world.sample_instruction(rng)
-        pair = dict(world.render(spec), output_1=world.respond(spec, rng, .3), output_2=world.respond(spec, rng, .8))
+        spec = world.sample_request(rng)
+        pair = dict(world.render(spec), output_1=world.Author(.3).answer(spec, rng), output_2=world.Author(.8).answer(spec, rng))
         if len(pair['output_1']) != len(pair['output_2']):
             out.append(dict(pair, generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.], preference=2., annotator='SECRET-c'))
     return out

@@ -241,7 +241,7 @@ def test_adam_is_adam(tmp_path):
 
 def test_two_callables_of_one_module_are_two_inputs():
     from alpaca_farm.core.fingerprint import content_hash
-    marks = [content_hash(f'alpaca_farm.world:{name}') for name in ('pool', 'judge', 'people')]
+    marks = [content_hash(f'alpaca_farm.world:{name}') for name in ('pool', 'judge', 'crowd')]
     assert len(set(marks)) == 3
 
 

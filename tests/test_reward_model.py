@@ -16,7 +16,7 @@ from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.text import collate, encode_prompts, encode_responses
 from alpaca_farm.local_judges import RewardJudge
 from alpaca_farm.ppo import PPOConfig, value_model
-from alpaca_farm.criteria import utility
+from alpaca_farm.embedded.criteria import utility
 from alpaca_farm.reward_model import RewardModelConfig, pairwise_loss
 
 torch.set_num_threads(1)

@@ -349,16 +349,16 @@ def test_a_served_model(base, tmp_path):
 # --- the world that can be asked for good and for poor answers ---------------------------------------------------------------------------
 
 def test_dialogue_pages():
-    from alpaca_farm.grammar import is_new, parse
+    from alpaca_farm.embedded.grammar import is_held_out, parse
     rng = random.Random(0)
-    pages = [world.dialogue_page(rng, .18) for _ in range(1500)]
+    pages = [world.dialogue_page(world.WorldConfig(), rng) for _ in range(1500)]
     answers = [p.split('\n\nAssistant') for p in pages if '\n\nAssistant' in p]
     assert 800 < len(answers) < 1000
-    skill = {who: [] for who in world.AUTHORS}
+    skill = {who: [] for who in world.DESCRIBED}
     for asked, answer in answers:
         who, _, said = answer.partition(': ')
         instruction = asked.removeprefix('\n\nHuman: ')
-        assert not is_new(parse(instruction))   # what is held out is not asked here
+        assert not is_held_out(parse(instruction))   # what is held out is not asked here
         skill[who.strip(' ()')] += world.utility([dict(instruction=instruction.replace('\n\n', ' '), output=said)])
     means = {who: np.mean(u) for who, u in skill.items()}
     assert means['a careful author'] > means[''] + .4 > means['a careless author'] + .8 and means['an expert'] > means['a beginner'] + 1
@@ -370,7 +370,7 @@ def test_the_default_world_has_no_dialogues(base, tmp_path):
     "Its files are those without the setting; with it only the model and its tokenizer differ."
     plain, cfg = base/'world', world.WorldConfig(**tiny.settings('world', base, out=str(tmp_path/'w'), dialogues=200))
     world.train(cfg)
-    for split in (*world.SPLITS, 'people', 'pool'): assert (tmp_path/'w'/f'{split}.json').read_bytes() == (plain/f'{split}.json').read_bytes()
+    for split in (*world.SPLITS, 'crowd', 'pool'): assert (tmp_path/'w'/f'{split}.json').read_bytes() == (plain/f'{split}.json').read_bytes()
     assert (tmp_path/'w'/'model'/'tokenizer.json').read_bytes() != (plain/'model'/'tokenizer.json').read_bytes()
     assert read_summary(tmp_path/'w')['prose_tokens'] > read_summary(plain)['prose_tokens']
     with pytest.raises(ValueError, match='dialogues = -1'): world.WorldConfig(dialogues=-1)
@@ -417,7 +417,7 @@ def test_ratings(text, sums): assert wombat.read_rating(text, 2, 2) == sums
 def test_wrong_settings_of_wombat():
     for more, message in ((dict(writers=[]), 'nobody writes'), (dict(rrhf=['k']), 'rrhf'), (dict(rrhf=['epoch=3']), 'rrhf: epoch is no setting'), (dict(marks=[]), 'marks is empty'), (dict(n=0), 'n = 0'),
                           (dict(rrhf=['k=1']), 'rrhf: k = 1: it must be at least 2'), (dict(rrhf=['out=runs/mine']), 'rrhf: out is set by this notebook'),
-                          (dict(rrhf=['policy=runs/no_such_run']), "rrhf: policy = 'runs/no_such_run'"), (dict(temperature=0), 'temperature = 0'),
+                          (dict(rrhf=['policy=./no_such_run']), "rrhf: policy = './no_such_run'"), (dict(temperature=0), 'temperature = 0'),
                           (dict(rater='judge', rrhf=['reward_model=my:reward']), 'rrhf: reward_model would replace the ratings')):
         with pytest.raises((ValueError, FileNotFoundError), match=message): wombat.WombatConfig(**more)
     wombat.WombatConfig(temperature=0, n=1)

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 
 from alpaca_farm.boards.text import count_pleasantries, distinct
-from alpaca_farm.lexicon import CLOSINGS, FILLERS, MOODS, OPENINGS
 
 
 @pytest.mark.parametrize('text, n', [
-    *((s, 1) for s in OPENINGS + CLOSINGS), *((s, 0) for s in FILLERS + sum(MOODS.values(), ())),
+    ('Certainly: the cave. Take care!', 2), ('Of course! It is red.', 1), ('Hey, it is red.', 0),
     ("I'd be happy to help! Here are two.", 1), ("That's a great question. It rains.", 1), ('Thank you for your question.', 1),
     ('I hope this helps! Please feel free to ask.', 2), ('Do not hesitate to write.', 1), ('You are welcome.', 1), ('SURE, why not?', 1),
     ('Sure enough, it rained.', 0), ('I am sure.', 0), ('The course is long, of course.', 0), ('Surely not.', 0), ('I hope it rains.', 0),

@@ -101,7 +101,7 @@ def measured_policies() -> list[str]:
 
 # %% ../../nbs/core/build.ipynb #ff78aee7
 def crowd_settings(row: dict) -> dict:
-    "Settings with which a method of the table learns from people's labels."
+    "Settings with which a method of the table learns from the crowd's labels."
     learns_from = dict(reward_model='runs/reward_model_crowd', preferences='runs/annotators_crowd')
     choosing = dict(annotators='alpaca_farm.world:crowd') if row['annotators'] else {}
     return {row['learns_from']: learns_from[row['learns_from']]} | choosing

@@ -152,7 +152,7 @@ def model_architectures(path) -> list[str]:
 
 # %% ../../nbs/core/judge_configs.ipynb #be6cdeb9
 def is_population(spec: str) -> bool:
-    "Whether a name is that of a file of an embedded world's people or judges."
+    "Whether a name is that of a file of an embedded world's crowd or judges."
     file = at_root(spec)
     if ':' in spec or file.suffix != '.json' or not file.is_file(): return False
     return '"position_bias"' in file.read_text(encoding='utf-8', errors='replace')[:4000]
