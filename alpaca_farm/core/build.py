@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['matches_settings', 'recorded_inputs', 'runs_behind', 'changed_marks', 'changed_inputs', 'is_current', 'is_fresh',
-           'notebook_path', 'methods', 'measured_policies', 'crowd_settings', 'recipe', 'takes_annotators',
-           'start_notebook', 'wait_for', 'build', 'check_input_run', 'default_runs', 'ensure_inputs']
+           'notebook_path', 'methods', 'crowd_settings', 'recipe', 'takes_annotators', 'start_notebook', 'wait_for',
+           'build', 'check_input_run', 'default_runs', 'ensure_inputs']
 
 # %% ../../nbs/core/build.ipynb #aaceba8c
 import fcntl
@@ -91,13 +91,6 @@ def methods() -> dict[str, dict]:
         if rows[name]['settings'] and rows[name]['notebook'] == name:
             raise ValueError(f'{file}, {name}: make these settings the defaults of {name}.ipynb')
     return rows
-
-# %% ../../nbs/core/build.ipynb #bc3722f0
-def measured_policies() -> list[str]:
-    "The farm's runs on which over-optimisation is measured, each method followed by its variants."
-    variants = dict(ppo=['ppo_crowd', 'ppo_free', 'ppo_judge_free'], dpo=['dpo_low'])
-    names = [name for name, row in methods().items() if row['checkpoints']]
-    return [run for name in names for run in (name, *variants.get(name, []))]
 
 # %% ../../nbs/core/build.ipynb #ff78aee7
 def crowd_settings(row: dict) -> dict:
