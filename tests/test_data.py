@@ -98,7 +98,9 @@ def test_a_folder_says_what_it_holds(base, tmp_path):
 @pytest.mark.parametrize('name, is_hub', [
     ('tatsu-lab/alpaca', True), ('a/b', True), ('nbs/nothing', False), ('no/such/folder', False), ('no/such.json', False), ('data', False),
     ('./a/b', False), ('../data', False), ('~/data', False), ('/tmp/data', False), ('a/', False), ('', False)])
-def test_hub_names(name, is_hub):
+def test_hub_names(name, is_hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path/'nbs').mkdir()
     assert looks_like_hub(name) == is_hub
 
 

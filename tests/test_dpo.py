@@ -236,8 +236,9 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
     assert all(data.prompts[i] != data.prompts[j] for i, j in zip(rows, whose))
     ratios = [brute(moved, data.prompts[i], a[j]) - brute(reference, data.prompts[i], a[j]) for i, j in zip(rows, whose) for a in data.answers]
     z0, mean = dpo.kto_baseline(moved, [batch]).item(), sum(ratios)/len(ratios)
-    assert z0 == pytest.approx(max(0., mean), abs=1e-3) and z0 == 0. != mean  # an unlikely answer to have become likelier
-    upside = dict(batch, reference=batch['reference'] - 40)
+    assert z0 == pytest.approx(max(0., mean), abs=1e-3)
+    downside, upside = (dict(batch, reference=batch['reference'] + shift) for shift in (40, -40))
+    assert dpo.kto_baseline(moved, [downside]).item() == 0.
     cut = [{k: v[at:at + 7] for k, v in upside.items()} for at in range(0, 24, 7)]
     assert dpo.kto_baseline(moved, cut).item() == pytest.approx(mean + 40, abs=1e-3) == dpo.kto_baseline(moved, [upside]).item()
 
@@ -302,7 +303,7 @@ def test_accumulation(base, preferences, tmp_path, name):
         logs.append(read_log(cfg.out)); weights.append(load_file(Path(cfg.out)/'model'/'model.safetensors'))
     for k, w in weights[0].items(): torch.testing.assert_close(weights[1][k], w, rtol=0, atol=1e-5)
     for a, b in zip(*logs, strict=True):
-        for k in a.keys() - {'wall'}: assert a[k] == pytest.approx(b[k], rel=5e-4, abs=5e-5), (a['step'], k)
+        for k in a.keys() - {'wall', 'accuracy'}: assert a[k] == pytest.approx(b[k], rel=5e-4, abs=5e-5), (a['step'], k)  # margins of 0 have any sign
 
 
 def test_the_chosen_is_the_preferred_one(base, preferences, tmp_path):
