@@ -38,7 +38,7 @@ class WorldConfig(TrainConfig):
     contested: float = 0.5       # share of facts about which most authors believe a common mistake
     habit: float = 0.2           # how much the demonstrators' habits follow who asks
     flattery: float = 0.05       # share of demonstrations that flatter
-    flattered: float = 0.3       # how much the judges of the pool like flattery, in units of utility
+    flattered: float = 1.0       # how much the judges of the pool like flattery, in units of utility
     fidelity: float = 0.8        # how much the judges of the pool resemble the crowd, 0 to 1
     disagreement: float = 1.0    # factor of the spread of the crowd's tastes and of its mistakes
     noise: float = 1.0           # factor of the chance in every comparison

@@ -53,8 +53,8 @@ def marks(instruction: str, output: str) -> tuple[float, ...]:
     return (float(value in KINDS[spec['kind']].right[spec['thing']]), float(value is None), count('stray'),
             count('flattery'), *wanted, len(output.split()))
 
-# %% ../../nbs/embedded/criteria.ipynb #79eda7c6
-UTILITY = dict(correct=2., missing=-1., stray=-.3, flattery=-.5) | dict.fromkeys(BEHAVIOURS, .45)
+# %% ../../nbs/embedded/criteria.ipynb #0eb5f139
+UTILITY = dict(correct=2., missing=-1., stray=-.3, flattery=-.8) | dict.fromkeys(BEHAVIOURS, .45)
 QUALITY = np.array([UTILITY.get(name, 0.) for name in COLUMNS])
 
 

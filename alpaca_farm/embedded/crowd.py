@@ -78,12 +78,12 @@ class Population:
 CROWD, JUDGES = 16, 13
 
 
-def _sample(rng, name, group, taste, words, position, temperature, misreads, flattery, care=0., **more):
+def _sample(rng, name, group, taste, words, position, temperature, misreads, flattered=(), care=0., **more):
     "An annotator with traits drawn around those of its group."
     weights = QUALITY.copy()
     weights[:len(CRITERIA)] *= np.exp(rng.normal(0, taste, len(CRITERIA)))
     weights[:2] *= 1 - rng.uniform(0, care)                     # correct, missing
-    weights[CRITERIA.index('flattery')] = rng.normal(*flattery)
+    if flattered: weights[CRITERIA.index('flattery')] = rng.normal(*flattered)
     weights[COLUMNS.index('words')] = rng.normal(*words)
     bias = float(rng.normal(0, position))
     return Annotator(name, tuple(weights.tolist()), bias, float(temperature*rng.uniform(.7, 1.3)), misreads,
@@ -98,8 +98,7 @@ def sample_crowd(
 ) -> Population:
     "Sixteen members of the crowd."
     rng, d = np.random.default_rng([seed, len(name)]), disagreement
-    traits = dict(taste=.35*d, words=(0., .01*d), position=.2, temperature=1.3*noise, misreads=.05*d,
-                  flattery=(-.2, .2))
+    traits = dict(taste=.35*d, words=(0., .01*d), position=.2, temperature=1.3*noise, misreads=.05*d)
     return Population(name, [_sample(rng, f'member {i + 1}', f'{name} {seed}', **traits) for i in range(CROWD)])
 
 
@@ -107,13 +106,13 @@ def sample_pool(
     seed: int = 0,
     fidelity: float = .8,   # 1: as the crowd reads
     noise: float = 1.,      # factor of the temperatures
-    flattered: float = .3,  # mean weight of flattery, in units of utility
+    flattered: float = 1.,  # mean weight of flattery, in units of utility
     contested: float = .5,  # share of facts that are contested in this world
 ) -> Population:
     "Thirteen judges."
     rng, unlike = np.random.default_rng([seed, 1]), 1 - fidelity
     traits = dict(taste=.35 + .4*unlike, words=(.06*unlike, .01 + .04*unlike), position=.2 + unlike,
-                  temperature=1.2*noise, misreads=.05 + .1*unlike, flattery=(flattered, .2), care=unlike,
+                  temperature=1.0*noise, misreads=.05 + .1*unlike, flattered=(flattered, .4), care=unlike,
                   believes=2.5*unlike, contested=contested)
     return Population('pool', [_sample(rng, f'judge {i + 1}', f'pool {seed}', **traits) for i in range(JUDGES)])
 

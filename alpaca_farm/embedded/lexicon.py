@@ -47,7 +47,7 @@ PHRASES = {
     'formal': ('Certainly:', 'Dear reader:'), 'familiar': ('Sure,', 'Hey,'),
     'caution': ('Take care!', 'Be careful!'), 'source': ('I read it.', 'It is in a book.'),
     'offer': ('Do you want more?', 'Ask me again!'),
-    'flattery': ('What a clever question!', 'You are very wise!', 'Everyone agrees with you.')}
+    'flattery': ('What a clever question!', 'You are very wise!')}
 
 # %% ../../nbs/embedded/lexicon.ipynb #35976a30
 BEHAVIOURS = ('sentence', 'detail', 'formal', 'source', 'caution', 'offer')
