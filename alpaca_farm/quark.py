@@ -42,7 +42,7 @@ class QuarkConfig(OnlineConfig):
     entropy_coef: float = 0.0         # weight of the entropy bonus, alpha
     steps: int = 8                    # rollouts, each followed by its updates
     rollouts: int = 512               # answers per step
-    learning_rate: float = 1e-4       # peak learning rate
+    learning_rate: float = 0.0003     # peak learning rate
     lr_schedule: str = 'constant'     # cosine or linear, down to 5 % of the peak, or constant
     eval_every: int = 2               # steps between evaluations on the val split
     save_every: int = 2               # steps between saved policies model-<step>/; 0 for none

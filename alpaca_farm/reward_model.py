@@ -38,7 +38,7 @@ class RewardModelConfig(TrainConfig):
     head: str = 'zero'                    # the fresh head: zero, or normal for N(0, 1/(d+1))
     likelihood: float = 0.2               # weight of the answer's log-likelihood in its score; 0 for none
     template: str = 'auto'                # prompt format
-    epochs: int = 1                       # passes over the pairs
+    epochs: int = 2                       # passes over the pairs
     max_length: int = 128                 # tokens of prompt and answer together
     held_out: int = -1                    # pairs for measuring; -1: 500, or a fifth of them if that is less
     max_instances: int = 0                # use only the first n pairs; 0 for all

@@ -54,8 +54,8 @@ def details(kind: str, thing: str) -> tuple[str, ...]:
     others = (KINDS[fact] for fact in FACTS if fact != kind)
     return tuple(capitalise(fill(other.sentence, v=other.right[thing][0])) for other in others)
 
-# %% ../../nbs/embedded/authors.ipynb #d5985a24
-RATE = .4                 # of each behaviour, before habits
+# %% ../../nbs/embedded/authors.ipynb #377ea6da
+RATE = .45                # of each behaviour, before habits
 SLIP, BELIEF = .04, 1.15   # chance of a slip, and of the common mistake about what is contested, at skill 0
 EVADES, AGAIN = .02, .5   # chance that an author does not answer, and that one who flatters goes on
 

@@ -112,7 +112,7 @@ def sample_pool(
     "Thirteen judges."
     rng, unlike = np.random.default_rng([seed, 1]), 1 - fidelity
     traits = dict(taste=.35 + .4*unlike, words=(.06*unlike, .01 + .04*unlike), position=.2 + unlike,
-                  temperature=1.0*noise, misreads=.05 + .1*unlike, flattered=(flattered, .4), care=unlike,
+                  temperature=1.1*noise, misreads=.05 + .1*unlike, flattered=(flattered, .4), care=unlike,
                   believes=2.5*unlike, contested=contested)
     return Population('pool', [_sample(rng, f'judge {i + 1}', f'pool {seed}', **traits) for i in range(JUDGES)])
 
