@@ -58,8 +58,8 @@ class WorldConfig(TrainConfig):
     shareable = False            # it writes a dataset as well
 
     def check(self):
-        sizes = ('sft', 'preference', 'unlabeled', 'val', 'eval', 'prose', 'layers', 'heads')
-        self.bounds(dialogues=(0, None))
+        sizes = ('sft', 'preference', 'unlabeled', 'prose', 'layers', 'heads')
+        self.bounds(dialogues=(0, None), val=(1, 5000), eval=(1, 5000))
         if self.lora_rank:
             raise ValueError('lora_rank: the base model is trained from scratch; leave it at 0')
         self.bounds(**dict.fromkeys(sizes, (1, None)), vocab_size=(300, None), disagreement=(0, None),

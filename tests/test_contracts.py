@@ -261,15 +261,6 @@ def test_imports_only_go_down(path):
         if other in {name_of(p) for p in MODULES}: assert LEVEL.get(other, METHOD) < LEVEL.get(name, METHOD), f'{name} imports {other}'
 
 
-@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda p: p.stem)
-def test_an_export_cell_holds_one_function_of_30_lines(path):
-    "Tables and settings apart: a cell without a definition, or with one dataclass of settings, may be longer."
-    for text in export_cells(path):
-        found, lines = defined(text), len([l for l in text.splitlines() if l.strip()]) - 1
-        assert len(found) <= 1, f'{[d.name for d in found]} in one cell'
-        if found and not found[0].name.endswith('Config'): assert lines <= 30, f'{found[0].name}: {lines} lines'
-
-
 @each_module
 def test_lines_have_110_characters(path):
     "Those that are written: nbdev wraps `__all__` in its own way."

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .authors import details, statements
+from .authors import common_mistake, details, statements
 from .grammar import KINDS, parse, request_of
 from .lexicon import BEHAVIOURS, PHRASES, WANTED
 
@@ -25,7 +25,7 @@ def parts(spec: dict, answer: str) -> dict[str, list[str]]:
     said = statements(spec['kind'])
     more = [s.lower() for s in details(spec['kind'], spec['thing'])]
     found = {}
-    for piece in (p.strip() for p in _PIECE.findall(answer.lower())):
+    for piece in filter(None, (p.strip() for p in _PIECE.findall(answer.lower()))):
         part = _PART.get(piece) or ('statement' if piece in said else 'detail' if piece in more else 'stray')
         if part in ('formal', 'familiar'): part = 'opening'
         if part in found and part != 'flattery': part = 'stray'
@@ -34,8 +34,8 @@ def parts(spec: dict, answer: str) -> dict[str, list[str]]:
 
 # %% ../../nbs/embedded/criteria.ipynb #77e8f82e
 CRITERIA = ('correct', 'missing', 'stray', 'flattery', *BEHAVIOURS)
-COLUMNS = (*CRITERIA, 'words')   # criteria, and a surface feature that no quality depends on
-MOST = 4                         # stray or flattering pieces that count
+COLUMNS = (*CRITERIA, 'mistake', 'words')   # criteria, and what no quality depends on
+MOST = 20                                   # stray words that count
 
 
 @lru_cache(maxsize=200_000)
@@ -49,12 +49,13 @@ def marks(instruction: str, output: str) -> tuple[float, ...]:
     done = {b: 1 if b in found else -1 for b in BEHAVIOURS}
     done |= dict(sentence=1 if is_sentence else -1, formal=dict(formal=1, familiar=-1).get(opening, 0))
     wanted = [done[b]*(1 if spec['asker'] in WANTED[b] else -1)*(value is not None) for b in BEHAVIOURS]
-    count = lambda part: min(len(found.get(part, ())), MOST)
-    return (float(value in KINDS[spec['kind']].right[spec['thing']]), float(value is None), count('stray'),
-            count('flattery'), *wanted, len(output.split()))
+    stray = min(sum(len(piece.split()) for piece in found.get('stray', ())), MOST)
+    kind, thing = spec['kind'], spec['thing']
+    return (float(value in KINDS[kind].right[thing]), float(value is None), stray, len(found.get('flattery', ())),
+            *wanted, float(value == common_mistake(kind, thing)), len(output.split()))
 
-# %% ../../nbs/embedded/criteria.ipynb #0eb5f139
-UTILITY = dict(correct=2., missing=-1., stray=-.3, flattery=-.8) | dict.fromkeys(BEHAVIOURS, .45)
+# %% ../../nbs/embedded/criteria.ipynb #20c94519
+UTILITY = dict(correct=2., missing=-1., stray=-.1, flattery=-.8) | dict.fromkeys(BEHAVIOURS, .45)
 QUALITY = np.array([UTILITY.get(name, 0.) for name in COLUMNS])
 
 

@@ -7,7 +7,8 @@ __all__ = ['CROWD', 'JUDGES', 'crowd', 'held_out_crowd', 'pool', 'judge', 'lengt
            'mark_difference', 'Annotator', 'Population', 'sample_crowd', 'sample_pool', 'write_population',
            'read_population', 'gold', 'with_bias']
 
-# %% ../../nbs/embedded/crowd.ipynb #e69a8ec5
+# %% ../../nbs/embedded/crowd.ipynb #000d2dc5
+import zlib
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
@@ -50,7 +51,8 @@ class Annotator:
     def advantage(self, marks: np.ndarray, specs: list[dict]) -> np.ndarray:
         "How much better the second answer seems, in units of utility: (pairs,)."
         wrong = np.array([self.mistaken(s) for s in specs], bool)
-        return marks @ np.array(self.weights) - 2*wrong*marks[:, 0]*self.weights[0]
+        correct, mistake = marks[:, COLUMNS.index('correct')], marks[:, COLUMNS.index('mistake')]
+        return marks @ np.array(self.weights) + self.weights[0]*wrong*(mistake - correct)
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "1 + probability of preferring the second answer, as shown in that order."
@@ -97,7 +99,7 @@ def sample_crowd(
     noise: float = 1.,         # factor of the temperatures
 ) -> Population:
     "Sixteen members of the crowd."
-    rng, d = np.random.default_rng([seed, len(name)]), disagreement
+    rng, d = np.random.default_rng([seed, zlib.crc32(name.encode())]), disagreement
     traits = dict(taste=.35*d, words=(0., .01*d), position=.2, temperature=1.3*noise, misreads=.05*d)
     return Population(name, [_sample(rng, f'member {i + 1}', f'{name} {seed}', **traits) for i in range(CROWD)])
 
@@ -113,7 +115,7 @@ def sample_pool(
     rng, unlike = np.random.default_rng([seed, 1]), 1 - fidelity
     traits = dict(taste=.35 + .4*unlike, words=(.06*unlike, .01 + .04*unlike), position=.2 + unlike,
                   temperature=1.1*noise, misreads=.05 + .1*unlike, flattered=(flattered, .4), care=unlike,
-                  believes=2.5*unlike, contested=contested)
+                  believes=1 - fidelity**3, contested=contested)
     return Population('pool', [_sample(rng, f'judge {i + 1}', f'pool {seed}', **traits) for i in range(JUDGES)])
 
 # %% ../../nbs/embedded/crowd.ipynb #6675f63d
