@@ -37,7 +37,7 @@ from .core.text import decode, encode_prompts
 from .noise import flip_share
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
-LABELS = ('', '_crowd', '_judge', '_vain')   # the pool, the crowd, a clean judge, and one who likes flattery
+LABELS = ('', '_crowd', '_judge', '_vain')   # pool, crowd, a clean judge, and one who likes flattery
 PROXIES = [f'runs/reward_model{labels}' for labels in LABELS]
 POLICIES = [f'runs/{name}' for name, row in methods().items() if row['checkpoints']]
 POLICIES += [f'runs/rloo_free{labels}' for labels in LABELS]   # without a penalty
@@ -78,7 +78,8 @@ def curve_point(
     "Means over instructions with 95 % intervals; crowd as a win rate in percent."
     p, g = bootstrap(proxy), bootstrap(utility)
     return dict(columns, each=utility, proxy=p.value, proxy_low=p.low, proxy_high=p.high,
-                utility=g.value, utility_low=g.low, utility_high=g.high, crowd=float(100 * (crowd.mean() - 1)))
+                utility=g.value, utility_low=g.low, utility_high=g.high,
+                crowd=float(100 * (crowd.mean() - 1)))
 
 # %% ../nbs/overoptimization.ipynb #1547a3d0
 def proxy_utility_correlation(proxy: np.ndarray, utility: np.ndarray) -> float:
@@ -129,7 +130,7 @@ def fit_utility(rows: list[dict], n: int = 1000) -> dict[str, float]:
     form = 'best_of_n' if rows[0]['method'].startswith('best_of_n') else 'rl'
     use = [r for r in rows if r['kl'] > .01]
     d, each = np.sqrt([r['kl'] for r in use]), np.stack([r['each'] for r in use], 1)
-    pairs = (fit_overoptimization(d, utility, form) for utility in [each.mean(0), *bootstrap_draws(each, n=n)])
+    pairs = (fit_overoptimization(d, u, form) for u in [each.mean(0), *bootstrap_draws(each, n=n)])
     fits = [(a, b, peak_distance(a, b, form)) for a, b in pairs]
     low, high = np.quantile(fits[1:], [.025, .975], axis=0, method='nearest')   # a peak may be at infinity
     missed = each.mean(0) - overoptimization_curve(d, *fits[0][:2], form)
@@ -139,7 +140,7 @@ def fit_utility(rows: list[dict], n: int = 1000) -> dict[str, float]:
 
 # %% ../nbs/overoptimization.ipynb #a8fcbe7b
 def utility_falls(groups: dict, n: int = 16) -> list[dict]:
-    "Gold at best-of-`n` minus utility at the largest n, by source of labels, and differences between sources."
+    "Utility at best-of-`n` minus that at the largest n, by source of labels, and differences between them."
     curves = {labels: {r['at']: r['each'] for r in rows}
               for (method, labels), rows in groups.items() if method == 'best_of_n'}
     falls = {labels: each[n] - each[max(each)] for labels, each in curves.items() if n in each}
@@ -275,7 +276,8 @@ def write_curves(run, rows: list[dict], instructions: int):
     "Write the tables, and the measured peaks into the summary."
     import pandas as pd
     groups = group_rows(rows)
-    fits = [dict(method=m, labels=l, **fit_utility(curve)) for (m, l), curve in groups.items() if can_fit(curve)]
+    fits = [dict(method=m, labels=l, **fit_utility(curve))
+            for (m, l), curve in groups.items() if can_fit(curve)]
     falls, fall_columns = utility_falls(groups), ['labels', 'minus', 'fall', 'low', 'high']
     for name, records, columns in (('curves.csv', rows, CURVE_COLUMNS), ('fits.csv', fits, FIT_COLUMNS),
                                    ('falls.csv', falls, fall_columns)):

@@ -36,7 +36,7 @@ def join_replicates(replicates: list[dict]) -> dict:
 
 # %% ../nbs/boards/simulation.ipynb #8edc3be9
 def simulation_table(replicates: list[dict], seed: int):
-    "Win rates in percent with 95 % intervals (a DataFrame), `_sd` over several replicates; best among the crowd first."
+    "Win rates in percent, 95 % intervals (a DataFrame), `_sd` over replicates; best under the crowd first."
     import pandas as pd
     tables = join_replicates(replicates)
     rows = [dict(method=m, replicates=len(replicates)) for m in tables['names']]
@@ -127,7 +127,7 @@ def label_points(ax, names, x, y, marks):
 # %% ../nbs/boards/simulation.ipynb #443dd521
 def simulation_figure(table):
     "Figure of `simulation_table`: each method in simulation and under the crowd, with 95 % intervals."
-    table = table[table.method != 'base model'].reset_index(drop=True)   # so far below that the rest would be a dot
+    table = table[table.method != 'base model'].reset_index(drop=True)   # it is far below the others
     n = table.replicates[0]
     over = f'{n} replicates and their instructions' if n > 1 else 'the instructions of one replicate'
     import matplotlib.pyplot as plt
@@ -150,7 +150,7 @@ def simulation_figure(table):
 
 # %% ../nbs/boards/simulation.ipynb #38489050
 def vote_agreements(folder: str, judges: dict, n: int = 1000, seed: int = 0) -> dict[str, float]:
-    "On pairs of SFT answers: votes of the crowd and of the pool against the crowd's majorities, and two votes."
+    "On pairs of SFT answers: votes of crowd and pool against the crowd's majorities, and two votes."
     pairs = load_records(f'{folder}/annotators', 'preferences', 'preference', n)
     chance = {name: preference_probabilities(judges[name], pairs) for name in ('crowd', 'pool')}
     draws = [sample_votes(c, pairs, 4, seed + 10**6*k) for k, c in enumerate(chance.values())]  # independent

@@ -185,13 +185,14 @@ def write_dataset(run) -> dict[str, list[dict]]:
     cfg, splits = run.cfg, sample_splits(run.cfg)
     for name, records in splits.items(): run.write(f'{name}.json', records)
     groups = [sample_pool(cfg.seed, cfg.fidelity, cfg.noise, cfg.flattered, cfg.contested)]
-    groups += [sample_crowd(cfg.seed, name, cfg.disagreement, cfg.noise) for name in ('crowd', 'held_out_crowd')]
+    groups += [sample_crowd(cfg.seed, name, cfg.disagreement, cfg.noise)
+               for name in ('crowd', 'held_out_crowd')]
     for group in groups: write_population(run.path(f'{group.name}.json'), group)
     return splits
 
 
 def train(cfg: WorldConfig):
-    "Write the dataset and train the base model: leaves the splits, the annotators, model/, log and summary."
+    "Write the dataset and train the base model: leaves splits, annotators, model/, log and summary."
     from alpaca_farm.core.models import logprobs, place_model, save_model
     from alpaca_farm.core.text import collate
     from alpaca_farm.core.training import Trainer, batches

