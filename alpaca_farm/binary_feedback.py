@@ -38,7 +38,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     preferences: str = 'runs/annotators'  # preferences, or records with `output` and `label`: a run or a file
     policy: str = 'runs/sft'              # where training starts, and the reference
     data: str = 'runs/world'              # folder or hub dataset whose eval split is answered at the end
-    token_times: int = 8                  # conditioning: copies of the token in a prompt
+    token_times: int = 2                  # conditioning: copies of the token in a prompt
     jitter: float = 3.0                   # conditioning: noise of the tokens' first embeddings, in sd
     epochs: int = 1                       # passes over the answers
     max_length: int = 128                 # tokens of prompt and answer together

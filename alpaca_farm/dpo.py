@@ -48,7 +48,7 @@ class DPOConfig(TrainConfig, AnswerConfig):
     max_length: int = 128                 # tokens of prompt and answer together
     max_instances: int = 0                # use only the first n pairs; 0 for all
     batch_size: int = 64                  # pairs per optimiser step
-    learning_rate: float = 0.0005         # AdamW's peak learning rate
+    learning_rate: float = 0.0003         # AdamW's peak learning rate
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
     warmup: float = 0.1                   # share of the steps over which the learning rate rises
     save_every: int = 0                   # steps between saved policies model-<step>/; 0 for none

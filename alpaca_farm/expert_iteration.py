@@ -33,7 +33,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     n: int = 16                     # answers to each prompt, of which the best is imitated
     max_instances: int = 800        # prompts of a round; the next round takes those that follow
     samples: str = ''               # a run of best_of_n with the answers of round 1; empty to draw them
-    epochs: int = 3                 # passes over the winners
+    epochs: int = 4                 # passes over the winners
     max_length: int = 128           # tokens of prompt and answer together
     batch_size: int = 16            # winners per optimiser step
     learning_rate: float = 0.001    # AdamW's peak learning rate

@@ -39,7 +39,7 @@ class PPOConfig(OnlineConfig):
     group_size: int = 4                 # rloo, grpo: answers to each prompt
     ppo_epochs: int = 2                 # passes over each step's answers
     batch_size: int = 96                # answers per optimiser step
-    kl_coef: float = 0.1                # weight of the KL penalty, beta
+    kl_coef: float = 0.2                # weight of the KL penalty, beta
     kl_kind: str = 'k1'                 # estimate of the KL per token: k1, clamp, abs, k2, k3 or js
     clip: float = 0.2                   # clip range of a token's ratio, epsilon
     value_clip: float = 0.2             # clip range of a value's change within a step
@@ -50,7 +50,7 @@ class PPOConfig(OnlineConfig):
     whiten_advantages: bool = True      # scale each step's advantages to mean 0 and variance 1
     shared_value: bool = False          # a value head on the policy's own trunk instead of a value model
     value_learning_rate: float = 1e-3   # peak learning rate of the value model
-    learning_rate: float = 0.0006       # peak learning rate of the policy
+    learning_rate: float = 0.001        # peak learning rate of the policy
     lr_schedule: str = 'constant'       # cosine or linear, down to 5 % of the peak, or constant
     adam_eps: float = 1e-5              # AdamW's epsilon
     in_memory = dict(trained=2, frozen=2, sequences=1)

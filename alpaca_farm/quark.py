@@ -40,7 +40,7 @@ class QuarkConfig(OnlineConfig):
     batch_size: int = 64              # answers per optimiser step
     kl_coef: float = 0.3              # weight of the exact KL to the reference, beta
     entropy_coef: float = 0.0         # weight of the entropy bonus, alpha
-    steps: int = 8                    # rollouts, each followed by its updates
+    steps: int = 12                   # rollouts, each followed by its updates
     rollouts: int = 512               # answers per step
     learning_rate: float = 0.0003     # peak learning rate
     lr_schedule: str = 'constant'     # cosine or linear, down to 5 % of the peak, or constant

@@ -36,7 +36,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
     policy: str = 'runs/sft'          # where training starts, and the reference
     candidates: str | list[str] = 'runs/candidates'  # runs or files; empty for the policy's own only
     sources: list[str] = field(default_factory=list)  # use only candidates from these; empty for all
-    k: int = 6                        # candidates of a query: the first k different ones that fit
+    k: int = 12                       # candidates of a query: the first k different ones that fit
     n: int = 0                        # how many of them the policy generates
     decoding: str = 'sample'          # how it generates them: sample, beam or diverse_beam
     groups: int = 4                   # diverse_beam: groups the n beams are split into
@@ -60,7 +60,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
     epochs: int = 2                   # passes over the queries, in each round
     max_length: int = 128             # tokens of prompt and answer together; longer candidates are left out
     max_instances: int = 0            # use only the first n queries; 0 for all
-    learning_rate: float = 3e-4       # AdamW's peak learning rate
+    learning_rate: float = 0.001      # AdamW's peak learning rate
     lr_schedule: str = 'linear'       # cosine or linear, down to 5 % of the peak, or constant
     batch_size: int = 8               # queries per optimiser step
     save_every: int = 50              # steps between saved policies model-<step>/; 0 for none
