@@ -340,9 +340,8 @@ def train(cfg: DPOConfig):
         if cfg.save_every and step % cfg.save_every == 0: save_model(policy, tokenizer, run, f'model-{step}')
     save_model(policy, tokenizer, run)
     figures = answer_eval_split(policy, tokenizer, run, load_reference(policy, cfg))
-    last = read_log(run.folder)[-20:]
-    held_out = len(data.held_out)
-    run.finish(labels=len(data.prompts) - held_out, held_out=held_out, too_long=data.too_long, **figures,
+    last, aside = read_log(run.folder)[-20:], len(data.held_out)
+    run.finish(labels=len(data.prompts) - aside, held_out=aside, too_long=data.too_long, **figures,
                **{k: v for k, v in last[-1].items() if k in ('val_loss', 'val_accuracy')},
                **{k: sum(r[k] for r in last) / len(last) for k in ('loss', 'accuracy', 'margin')})
     return run
