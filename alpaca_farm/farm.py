@@ -106,6 +106,7 @@ def annotator_settings(run: str, cfg: FarmConfig, folder: str) -> dict:
 def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
     "The runs of one replicate."
     folder, sizes = cfg.runs if replicate == 0 else f'{cfg.runs}/seed_{replicate}', read_sizes(cfg.size)
+    sizes |= dict(sft_greedy=sizes.get('sft_greedy', {}) | dict(n=1))   # as all greedy answers are the same
     return [study_job(name, name, reads, folder, cost, cfg.seed + replicate, sizes,
                       **annotator_settings(name, cfg, folder)) for name, (reads, cost) in RUNS.items()]
 

@@ -89,7 +89,8 @@ def farm_board(folder: str, answers: dict, judged: dict, seed: int):
     board.insert(2, 'trained_on', labelled_by)
     return board.assign(kl=[s.get('kl', np.nan) for s in summaries],
                         labels=[s.get('labels', 0) for s in summaries],
-                        cpu_seconds=[round(total_cpu_seconds(f'{folder}/{m}', free), 1) for m in board.method])
+                        cpu_seconds=[round(total_cpu_seconds(f'{folder}/{m}', free), 1)
+                                     for m in board.method])
 
 # %% ../nbs/boards/farm_board.ipynb #fda4690e
 def utility_parts(answers: list[dict], references: list[dict]) -> np.ndarray:  # (instructions, criteria + 1)

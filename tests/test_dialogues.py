@@ -207,7 +207,7 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
             run(rrhf, 'rrhf', candidates=[samples, str(talks/'preference.jsonl.gz')], **with_rewards),
             run(binary_feedback, 'binary_feedback', preferences=str(talks/'preference.jsonl.gz'), policy=policy, annotators=judge)]
     steps = read_log(made[2])
-    assert all(r['reward'] == -3 for r in steps if not r['ended']) and min(r['reward'] for r in steps) == -3     # no answer of this step has an end
+    assert all(r['reward'] == -3 for r in steps if not r['ended']) and -3 <= min(r['reward'] for r in steps) < -2   # few answers have an end
     board = run(evaluation, 'board', outputs=made, reference=str(talks/'eval.jsonl'), annotators=[judge], max_instances=6)
     assert {Path(m).name for m in made} <= {k.partition('_longest')[0] for k in read_summary(board)}
 

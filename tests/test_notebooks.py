@@ -18,7 +18,7 @@ from alpaca_farm.core.files import read_json
 from alpaca_farm.core.runs import read_log, read_summary
 
 NBS = tiny.ROOT/'nbs'
-RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb')) if p.parent.name not in ('core', '.ipynb_checkpoints')]
+RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb')) if p.parent.name not in ('core', 'studies', '.ipynb_checkpoints')]
 SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]  # notebooks without a run, which nbdev_test executes
 # notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
 FARMED = ({name: name for name in ('world', 'sft', 'annotators', 'reward_model')}

@@ -19,7 +19,7 @@ from alpaca_farm.core.files import read_json, write_json
 from alpaca_farm.core.runs import read_log, read_summary
 from alpaca_farm.core.settings import from_args
 from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
-from alpaca_farm.overoptimization import (bank_and_references, bank_curve, can_fit, fit_gold, label_name, method_name, OverConfig,
+from alpaca_farm.overoptimization import (bank_and_references, bank_curve, can_fit, fit_utility, label_name, method_name, OverConfig,
                                           peak_distance, policy_proxy)
 from alpaca_farm.ppo import group_advantages, PPOConfig, rollout_indices, value_model
 
@@ -158,22 +158,22 @@ def test_kl_of_best_of_n_against_enumeration(n):
 
 def test_bank_curve_counts_every_sample_once():
     rng = np.random.default_rng(0)
-    proxy, gold, people = rng.normal(size=(3, 5, 8))
-    rows = bank_curve(proxy, gold, 1.5 + .1*people, np.full((5, 8), -3.), method='best_of_n')
+    proxy, utility, crowd = rng.normal(size=(3, 5, 8))
+    rows = bank_curve(proxy, utility, 1.5 + .1*crowd, np.full((5, 8), -3.), method='best_of_n')
     assert [r['at'] for r in rows] == [1, 2, 4, 8]
-    assert rows[0]['gold'] == pytest.approx(gold.mean()) and rows[-1]['gold'] == pytest.approx(gold[np.arange(5), proxy.argmax(1)].mean())
+    assert rows[0]['utility'] == pytest.approx(utility.mean()) and rows[-1]['utility'] == pytest.approx(utility[np.arange(5), proxy.argmax(1)].mean())
     assert all(r['kl'] <= r['kl_bound'] + 1e-9 for r in rows)
     assert rows[0]['correlation'] == pytest.approx(
-        np.corrcoef((proxy - proxy.mean(1, keepdims=True)).ravel(), (gold - gold.mean(1, keepdims=True)).ravel())[0, 1])
+        np.corrcoef((proxy - proxy.mean(1, keepdims=True)).ravel(), (utility - utility.mean(1, keepdims=True)).ravel())[0, 1])
 
 
 @pytest.mark.parametrize('form, a, b', [('best_of_n', 1.2, .3), ('rl', 1., .5)])
 def test_fitted_curves_and_their_peaks(form, a, b):
     d = np.linspace(.3, 4, 9)
-    gold = d*(a - b*d) if form == 'best_of_n' else d*(a - b*np.log(d))
-    rows = [dict(method='best_of_n' if form == 'best_of_n' else 'ppo', kl=x*x, gold=y, each=np.array([y - .1, y + .1]))
-            for x, y in zip(d, gold)]
-    fit = fit_gold(rows, n=20)
+    utility = d*(a - b*d) if form == 'best_of_n' else d*(a - b*np.log(d))
+    rows = [dict(method='best_of_n' if form == 'best_of_n' else 'ppo', kl=x*x, utility=y, each=np.array([y - .1, y + .1]))
+            for x, y in zip(d, utility)]
+    fit = fit_utility(rows, n=20)
     assert [fit[k] for k in ('alpha', 'beta', 'peak', 'missed')] == pytest.approx([a, b, peak_distance(a, b, form), 0])
     assert fit['alpha_low'] < a < fit['alpha_high'] and can_fit(rows) and not can_fit(rows[:2]) and not can_fit(rows[-3:])
     fine = np.linspace(.05, 20, 200_000)
