@@ -138,6 +138,8 @@ def wait_for(process, output: Path, name: str):
 def build(notebook: str, out: str, **settings):
     "Run a notebook into `out` unless a fresh run exists there; one process builds it, others wait."
     if is_fresh(out): return
+    for path in (str(p) for value in settings.values() for p in as_list(value)):   # what its recipe reads
+        if path.startswith('runs/') and (known := recipe(path)): build(known[0], path, **known[1])
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f'.{folder.name}.build'), 'w') as f:
