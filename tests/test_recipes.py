@@ -115,3 +115,16 @@ def test_the_papers_methods_are_answered_alike():
 def test_the_farm_gives_settings_that_exist():
     "A misspelt or moved setting would otherwise show after hours, when its run starts."
     for job in farm_jobs(FarmConfig()): fits(job.notebook, job.settings)
+
+
+def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
+    "The reward model of a judge needs that judge's labels, which are no default of the reward model's notebook."
+    from alpaca_farm.core import build
+    made = []
+    monkeypatch.setattr(build, 'is_fresh', lambda path: str(path) in made)
+    monkeypatch.setattr(build, 'at_root', lambda path: tmp_path/path)
+    monkeypatch.setattr(build, 'start_notebook', lambda notebook, out, settings: made.append(out))
+    monkeypatch.setattr(build, 'wait_for', lambda *_: None)
+    notebook, settings = build.recipe('runs/rloo_free_judge')
+    build.build(notebook, 'runs/rloo_free_judge', **settings)
+    assert made == ['runs/annotators_judge', 'runs/reward_model_judge', 'runs/rloo_free_judge']
