@@ -40,11 +40,13 @@ OWN = dict(rlcd=lambda f: dict(out=f'{f}/rlcd', data=f'{f}/world', policy=f'{f}/
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
 TINY_FARM = dict(
     world=dict(sft=60, preference=80, unlabeled=64, val=20, eval=30, prose=160, hidden_size=32, layers=1, ffn=32, heads=2),
-    reward_model=dict(held_out=10, epochs=1), best_of_n=dict(n=2), base=dict(n=1), candidates=dict(n=4, max_instances=24),
+    reward_model=dict(epochs=1), best_of_n=dict(n=2), base=dict(n=1), candidates=dict(n=4, max_instances=24),
     expert_iteration=dict(n=4, max_instances=24, epochs=1),
     ppo=dict(steps=2, rollouts=8, batch_size=4, val_instances=8, eval_every=1, save_every=1),
     quark=dict(steps=2, rollouts=16, batch_size=8, val_instances=8, eval_every=1, save_every=1),
     rrhf=dict(k=4, epochs=1, missing_eos=''), binary_feedback=dict(held_out=10, val_instances=8), eval_samples=dict(n=4))
+STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, instances=8), labellers=dict(dialogues=[200], prompts=80),
+               worlds=dict(worlds=['plain']))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
     mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc' is not a value of type float"),
@@ -109,6 +111,22 @@ def test_notebook_executes(made, name):
         assert read_summary(out) and not list(out.rglob('.*'))
         assert all(k in read_json(out/'config.json') for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))
         assert {'cpu_seconds', 'seconds', 'peak_memory_gb'} <= set(read_summary(out))
+
+
+@pytest.mark.parametrize('name', STUDIES)
+def test_study_executes(made, sizes, name):
+    "A study of one replicate, on the tiny farm's runs where it reads the farm's."
+    folder = made[0]
+    where = dict(folder=str(folder/'worlds')) if name == 'worlds' else dict(runs=str(folder))
+    status, output = forked(f'studies/{name}', folder/f'{name}.ipynb', STUDIES[name] | where | dict(size=sizes, replicates=1))
+    assert status == 0, output
+    assert any('image/png' in o.get('data', {}) for c in nbformat.read(folder/f'{name}.ipynb', 4).cells for o in c.get('outputs', []))
+
+
+def test_every_study_is_executed_and_exports_nothing():
+    studies = list((NBS/'studies').glob('*.ipynb'))
+    assert {p.stem for p in studies} == {'tuning', *STUDIES}   # the trials of `tuning` are runs of the methods
+    assert not any(re.search(r'#\| *(export|default_exp)', p.read_text()) for p in studies)
 
 
 def test_farm_leaves_its_board(made):
