@@ -162,7 +162,7 @@ def test_farm_leaves_its_board(made):
     assert keys <= set(read_summary(folder/'farm')) and (folder/'farm'/'leaderboard.png').stat().st_size > 5000
     curves = list(csv.DictReader(open(folder/'overoptimization'/'curves.csv')))
     assert {'method', 'labels', 'kl', 'proxy', 'utility', 'utility_low', 'utility_high', 'crowd'} <= set(curves[0])
-    assert {'best_of_n', 'ppo', 'rloo', 'dpo, beta 0.1', 'quark'} <= {r['method'] for r in curves}
+    assert {'best_of_n', 'ppo', 'rloo', 'dpo, beta 0.3', 'quark'} <= {r['method'] for r in curves}
 
 
 def test_farm_does_nothing_twice(made, sizes):
