@@ -32,7 +32,7 @@ prepare: .venv/ready     ## before a commit: export, clean, test the notebooks' 
 	$(MAKE) test
 
 outputs: farm            ## re-run every notebook on the farm's runs and save its outputs
-	OMP_NUM_THREADS=1 $(BIN)/python -m alpaca_farm.core.outputs
+	OMP_NUM_THREADS=1 $(BIN)/python -m alpaca_farm.core.run.outputs
 
 clean:                   ## remove the environment; runs/ stays
 	rm -rf .venv

@@ -14,21 +14,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .core.api import ApiConfig, asking_settings, parse_mapping
-from .core.batches import ApiClient
-from .core.comparisons import ordered_pairs
-from .core.data import full_instruction, load_records, prompt_key, without_lists
-from .core.judge_configs import (configured_annotators, configured_models, is_population,
+from .core.ask.api import ApiConfig, asking_settings, parse_mapping
+from .core.ask.batches import ApiClient
+from .core.data.comparisons import ordered_pairs
+from .core.data.records import full_instruction, load_records, prompt_key, without_lists
+from alpaca_farm.core.ask.judge_configs import (configured_annotators, configured_models, is_population,
     judge_config_file, parse_decoding)
-from .core.preferences import (annotator_name, annotator_preferences, coin_label, decide_vote,
-    draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped, swap_outputs)
-from .core.runs import start
-from .core.settings import at_root, command, resolve
+from .core.data.preferences import (annotator_name, annotator_preferences, coin_label,
+    decide_vote, draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped, swap_outputs)
+from .core.run.runs import start
+from .core.run.settings import at_root, command, resolve
 from .core.stats import bootstrap, Interval, wilson
-from .judges import ApiJudge, ask_judges, load_evaluators, make_pool, Verdict
-from alpaca_farm.local_judges import (is_model, is_reward_model, load_recorded, LocalJudge, RecordedLabels,
-    RewardJudge)
-from .noise import flip_labels, flip_mask, flip_share, FlippedLabels
+from .judging.judges import ApiJudge, ask_judges, load_evaluators, make_pool, Verdict
+from alpaca_farm.judging.local_judges import (is_model, is_reward_model, load_recorded, LocalJudge,
+    RecordedLabels, RewardJudge)
+from .judging.noise import flip_labels, flip_mask, flip_share, FlippedLabels
 from .embedded.crowd import read_population
 
 # %% ../nbs/annotators.ipynb #0cdfba01

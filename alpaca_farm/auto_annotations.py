@@ -15,18 +15,18 @@ from pathlib import Path
 
 from fastcore.basics import patch
 
-from .core.api import ApiConfig
-from .core.comparisons import head2head_pairs, ordered_pairs
-from .core.data import full_instruction, load_rows, read_rows
-from .core.dialogues import with_instruction
-from .core.files import write_json
-from .core.judge_configs import adapt_decoding
-from .core.preferences import annotator_name, hash_uniform, pool_members, pool_weights
-from .core.settings import at_root
+from .core.ask.api import ApiConfig
+from .core.data.comparisons import head2head_pairs, ordered_pairs
+from .core.data.records import full_instruction, load_rows, read_rows
+from .core.data.dialogues import with_instruction
+from .core.run.files import write_json
+from .core.ask.judge_configs import adapt_decoding
+from .core.data.preferences import annotator_name, hash_uniform, pool_members, pool_weights
+from .core.run.settings import at_root
 from .annotators import annotate_pairs, load_annotators, to_alpaca_eval
-from .judges import ApiJudge, Pool
-from .local_judges import check_labels, RecordedLabels
-from .rankings import leaderboard_row
+from .judging.judges import ApiJudge, Pool
+from .judging.local_judges import check_labels, RecordedLabels
+from .boards.rankings import leaderboard_row
 
 # %% ../nbs/auto_annotations.ipynb #2936617a
 def records_of(data) -> list[dict]:

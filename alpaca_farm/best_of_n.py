@@ -12,16 +12,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from .core.answers import preflight, sample_answers, SampleConfig, within_prompt_limit
-from .core.data import load_records, without_lists
-from .core.files import append_lines, read_lines
-from .core.fingerprint import run_config
-from .core.models import load_policy
-from .core.paths import at_root
-from .core.progress import Progress
-from .core.rewards import label_count, reward, RewardConfig
-from .core.runs import start
-from .core.served import check_sampler, use_sampler
-from .core.settings import command
+from .core.data.records import load_records, without_lists
+from .core.run.files import append_lines, read_lines
+from .core.run.identity import run_config
+from .core.model.models import load_policy
+from .core.run.paths import at_root
+from .core.run.progress import Progress
+from .core.model.rewards import label_count, reward, RewardConfig
+from .core.run.runs import start
+from .core.model.served import check_sampler, use_sampler
+from .core.run.settings import command
 from .core.stats import kl_best_of_n, kl_best_of_n_estimate
 
 # %% ../nbs/best_of_n.ipynb #77569200

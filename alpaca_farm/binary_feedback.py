@@ -16,16 +16,16 @@ import torch
 
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, answering, load_split,
     preflight, prompt_fields, sample_answers)
-from .core.comparisons import verdicts_over
-from .core.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.data import load_records, prompt_key
-from .core.judge_configs import JudgedConfig
-from .core.models import load_policy, load_reference, logprobs, save_model
-from .core.processes import once
-from .core.runs import read_log, start
-from .core.settings import command, TrainConfig
+from .core.data.comparisons import verdicts_over
+from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
+from .core.data.records import load_records, prompt_key
+from .core.ask.judge_configs import JudgedConfig
+from .core.model.models import load_policy, load_reference, logprobs, save_model
+from .core.run.processes import once
+from .core.run.runs import read_log, start
+from .core.run.settings import command, TrainConfig
 from .core.stats import standard_error, win_rate
-from .core.text import collate, encode
+from .core.data.text import collate, encode
 from .core.training import batches, Trainer
 from .rrhf_pool import response_logprobs
 

@@ -15,22 +15,22 @@ from types import SimpleNamespace
 import torch
 
 from .core.answers import PromptConfig
-from .core.api import ApiConfig
-from .core.build import ensure_inputs
-from .core.comparisons import preferences_over
-from .core.data import load_records, prompt_key
-from .core.files import atomic_write, read_yaml, write_json
-from .core.launch import Job, run_or_fail
-from .core.models import device_of, dtype_of, load_tokenizer, model_path
-from .core.paths import at_root, notebooks_folder
-from .core.preferences import pool_members
-from .core.progress import duration
-from .core.runs import check_run_folder, read_summary, start
-from .core.settings import command, HardwareConfig, refuse_unknown
-from .core.text import check_limit, encode_prompts, encode_responses
+from .core.ask.api import ApiConfig
+from .core.run.inputs import ensure_inputs
+from .core.data.comparisons import preferences_over
+from .core.data.records import load_records, prompt_key
+from .core.run.files import atomic_write, read_yaml, write_json
+from .core.run.jobs import Job, run_or_fail
+from .core.model.models import device_of, dtype_of, load_tokenizer, model_path
+from .core.run.paths import at_root, notebooks_folder
+from .core.data.preferences import pool_members
+from .core.run.progress import duration
+from .core.run.runs import check_run_folder, read_summary, start
+from .core.run.settings import command, HardwareConfig, refuse_unknown
+from .core.data.text import check_limit, encode_prompts, encode_responses
 from .annotators import api_clients, check_known_names, load_annotators
 from .binary_feedback import BinaryFeedbackConfig
-from .judges import judge_request
+from .judging.judges import judge_request
 
 # %% ../nbs/bring_your_own.ipynb #2866642b
 OWN_DATA = dict(prompts='instruction', preferences='preference', demonstrations='output')   # kinds of records

@@ -18,15 +18,15 @@ import torch.nn.functional as F
 from fastcore.basics import patch
 
 from .core.answers import answer_again, answer_eval_split, AnswerConfig, preflight
-from .core.data import load_records, prompt_key
-from .core.files import digest, read_cached, save_state
-from .core.fingerprint import code_hash
-from alpaca_farm.core.models import (load_policy, load_reference, response_logprobs, save_model,
+from .core.data.records import load_records, prompt_key
+from .core.run.files import digest, read_cached, save_state
+from .core.run.identity import code_hash
+from alpaca_farm.core.model.models import (load_policy, load_reference, response_logprobs, save_model,
     sequence_logprobs)
-from .core.processes import gather_all, once
-from .core.runs import read_log, start
-from .core.settings import at_root, command, TrainConfig
-from .core.text import collate, encode
+from .core.run.processes import gather_all, once
+from .core.run.runs import read_log, start
+from .core.run.settings import at_root, command, TrainConfig
+from .core.data.text import collate, encode
 from .core.training import batches, Trainer, weights_hash
 
 # %% ../nbs/dpo.ipynb #61488720
@@ -219,7 +219,7 @@ def cached_logprobs(policy, prompts: list, answers: list, pad_id: int, temperatu
     device = policy.device.type
     precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else policy.dtype
     key = digest(weights_hash(policy), prompts, answers, temperature, str(precision), device,
-                 code_hash(reference_logprobs))
+                 code_hash(response_logprobs))
     path = folder/f'reference-{key}.safetensors'
     logps = once(read_cached, path)
     if logps is None:

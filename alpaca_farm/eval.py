@@ -17,22 +17,22 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.api import ApiConfig
-from .core.comparisons import (common_prompts, index_prompts, output_texts, pair_up,
+from .core.ask.api import ApiConfig
+from alpaca_farm.core.data.comparisons import (common_prompts, index_prompts, output_texts, pair_up,
     preferences_over, same_answers)
-from .core.data import full_instruction, load_records, prompt_key
-from .core.files import atomic_write
-from .core.preferences import check_preferences, hash_uniform
-from .core.progress import Progress
-from .core.runs import start
-from .core.settings import at_root, command
-from . import rankings
+from .core.data.records import full_instruction, load_records, prompt_key
+from .core.run.files import atomic_write
+from .core.data.preferences import check_preferences, hash_uniform
+from .core.run.progress import Progress
+from .core.run.runs import start
+from .core.run.settings import at_root, command
+from .boards import rankings
 from .annotators import (annotate_pairs, api_clients, check_all_answered, check_known_names,
     load_annotators, usage_totals)
-from .leaderboards import (align_outputs, alpaca_eval_rows, board_summary, check_column_names,
-    leaderboard, leaderboard_figure, rank_agreement)
-from .length_control import recorded_difficulty
-from .noise import preference_probabilities, sample_votes
+from .boards.leaderboards import (align_outputs, alpaca_eval_rows, board_summary,
+    check_column_names, leaderboard, leaderboard_figure, rank_agreement)
+from .boards.length_control import recorded_difficulty
+from .judging.noise import preference_probabilities, sample_votes
 
 # %% ../nbs/eval.ipynb #9138e77a
 WORLD = [f'alpaca_farm.world:{name}' for name in ('held_out_crowd', 'pool', 'gold')]

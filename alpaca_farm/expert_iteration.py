@@ -13,13 +13,13 @@ import numpy as np
 
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, preflight,
     sample_answers, SampleConfig)
-from .core.data import find_file, load_records, read_rows
-from .core.files import write_json
-from .core.launch import add_times, Job, run_jobs
-from .core.models import load_policy, save_model
-from .core.rewards import label_count, reward, RewardConfig
-from .core.runs import start
-from .core.settings import at_root, command, HardwareConfig, TrainConfig
+from .core.data.records import find_file, load_records, read_rows
+from .core.run.files import write_json
+from .core.run.jobs import add_times, Job, run_jobs
+from .core.model.models import load_policy, save_model
+from .core.model.rewards import label_count, reward, RewardConfig
+from .core.run.runs import start
+from .core.run.settings import at_root, command, HardwareConfig, TrainConfig
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass

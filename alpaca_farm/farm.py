@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
-from .core.build import methods, recipe, takes_annotators
-from .core.files import read_yaml
-from .core.fingerprint import run_config
-from .core.judge_configs import JudgedConfig
-from .core.launch import Job, run_jobs, study_job
-from .core.paths import notebooks_folder
-from .core.runs import check_run_folder, read_summary, start
-from .core.settings import at_root, command
-from .core.sweeps import machines
+from .core.run.inputs import methods, recipe, takes_annotators
+from .core.run.files import read_yaml
+from .core.run.identity import run_config
+from .core.ask.judge_configs import JudgedConfig
+from .core.run.jobs import Job, run_jobs, study_job
+from .core.run.paths import notebooks_folder
+from .core.run.runs import check_run_folder, read_summary, start
+from .core.run.settings import at_root, command
+from .core.run.sweeps import machines
 from .annotators import load_annotators
 from .eval import write_figure
-from .farm_board import farm_board, judge_board, LABELLED_BY, parts_table, write_boards, write_csv
-from .leaderboards import rank_agreement
-from .simulation import (correlations, join_replicates, method_differences, paired_tables,
-    separation, simulation_figure, simulation_table, vote_agreements)
+from .boards.farm_board import farm_board, judge_board, LABELLED_BY, parts_table, write_boards, write_csv
+from .boards.leaderboards import rank_agreement
+from .boards.simulation import (correlations, join_replicates, method_differences,
+    paired_tables, separation, simulation_figure, simulation_table, vote_agreements)
 
 # %% ../nbs/farm.ipynb #e7c129a0
 @dataclass

@@ -17,24 +17,24 @@ from pathlib import Path
 import numpy as np
 
 from .core.answers import log_ratios, sample, SampleConfig
-from .core.build import methods
-from .core.candidates import temperature_of
-from .core.comparisons import answer_preferences
-from .core.data import find_file, prompt_key, read_rows
-from .core.dialogues import prompt_text
-from .core.files import atomic_write
-from .core.fingerprint import run_config
-from .core.judge_configs import JudgedConfig
-from .core.models import load_policy
-from .core.preferences import check_preferences
-from .core.progress import Progress
-from .core.rewards import reward
-from .core.runs import check_run_folder, start
-from .core.settings import at_root, command
+from .core.run.inputs import methods
+from .core.data.candidates import temperature_of
+from .core.data.comparisons import answer_preferences
+from .core.data.records import find_file, prompt_key, read_rows
+from .core.data.dialogues import prompt_text
+from .core.run.files import atomic_write
+from .core.run.identity import run_config
+from .core.ask.judge_configs import JudgedConfig
+from .core.model.models import load_policy
+from .core.data.preferences import check_preferences
+from .core.run.progress import Progress
+from .core.model.rewards import reward
+from .core.run.runs import check_run_folder, start
+from .core.run.settings import at_root, command
 from .core.stats import (best_of_n_value, best_of_n_weights, bootstrap, bootstrap_draws,
     fit_overoptimization, kl_best_of_n, kl_best_of_n_estimate, overoptimization_curve)
-from .core.text import decode, encode_prompts
-from .noise import flip_share
+from .core.data.text import decode, encode_prompts
+from .judging.noise import flip_share
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
 LABELS = ('', '_crowd', '_judge', '_vain')   # pool, crowd, a clean judge, and one who likes flattery

@@ -13,19 +13,19 @@ from functools import partial
 
 import torch
 
-from .core.adapters import own_weights
+from .core.model.adapters import own_weights
 from .core.answers import answer_again, mean, preflight
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
-from .core.models import (answer_states, load_policy, load_reference, load_scalar,
+from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
     load_tokenizer, logprobs, scalar_on, values)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
-from .core.processes import rank
-from .core.rewards import reward
-from .core.runs import start
-from .core.served import use_sampler
-from .core.settings import command
-from .core.text import same_vocabulary
+from .core.run.processes import rank
+from .core.model.rewards import reward
+from .core.run.runs import start
+from .core.model.served import use_sampler
+from .core.run.settings import command
+from .core.data.text import same_vocabulary
 from .core.training import Trainer
 
 # %% ../nbs/ppo.ipynb #13ebf4a0

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from packaging.version import Version
 
-from .core.files import open_tensors, read_json, temporary_path
-from .core.loading import dtype_of
-from .core.models import CARD
-from .core.runs import start
-from .core.settings import at_root, command, Config
-from .core.text import choose_pad
+from .core.run.files import open_tensors, read_json, temporary_path
+from .core.model.loading import dtype_of
+from .core.model.models import CARD
+from .core.run.runs import start
+from .core.run.settings import at_root, command, Config
+from .core.data.text import choose_pad
 
 # %% ../nbs/pretrained.ipynb #f53154d6
 LLAMA = 'LLaMA 7B'

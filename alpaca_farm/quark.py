@@ -15,14 +15,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .core.answers import answer_again, mean, preflight
-from .core.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.models import answer_states, load_policy, load_reference, load_tokenizer, logits_of
+from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
+from .core.model.models import answer_states, load_policy, load_reference, load_tokenizer, logits_of
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
-from .core.rewards import reward
-from .core.runs import start
-from .core.settings import command
-from .core.text import collate
+from .core.model.rewards import reward
+from .core.run.runs import start
+from .core.run.settings import command
+from .core.data.text import collate
 from .core.training import Trainer
 from .annotators import annotate_pairs, load_annotators
 

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .core.data import full_instruction, load_records, prompt_key
-from .core.models import load_scalar, load_tokenizer, save_model, sequence_scores
-from .core.rewards import score_records
-from .core.runs import start
-from .core.settings import command, TrainConfig
+from .core.data.records import full_instruction, load_records, prompt_key
+from .core.model.models import load_scalar, load_tokenizer, save_model, sequence_scores
+from .core.model.rewards import score_records
+from .core.run.runs import start
+from .core.run.settings import command, TrainConfig
 from .core.stats import wilson
-from .core.text import check_positions, collate, encode
+from .core.data.text import check_positions, collate, encode
 from .core.training import batches, Trainer
 
 # %% ../nbs/reward_model.ipynb #a04d06b0

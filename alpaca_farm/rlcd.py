@@ -16,17 +16,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .core.answers import SampleConfig, try_setting
-from .core.api import ApiConfig
-from .core.completions import LocalWriter, ServedWriter
-from .core.data import load_records
-from .core.dialogues import bare_prompt, dialogue_text, prompt_messages
-from .core.files import append_lines, atomic_write, read_json, read_lines
-from .core.fingerprint import run_config
-from .core.paths import at_root, root
-from .core.preferences import hash_uniform, PAIR_FIELDS
-from .core.progress import Progress
-from .core.runs import start
-from .core.settings import command
+from .core.ask.api import ApiConfig
+from .core.ask.completions import LocalWriter, ServedWriter
+from .core.data.records import load_records
+from .core.data.dialogues import bare_prompt, dialogue_text, prompt_messages
+from .core.run.files import append_lines, atomic_write, read_json, read_lines
+from .core.run.identity import run_config
+from .core.run.paths import at_root, root
+from .core.data.preferences import hash_uniform, PAIR_FIELDS
+from .core.run.progress import Progress
+from .core.run.runs import start
+from .core.run.settings import command
 from .annotators import annotate_pairs, check_all_answered, load_annotators
 from .rlcd_tasks import (clean_response, contrast_prompt, judge_prompt, read_task,
     reject_reason, task_file)

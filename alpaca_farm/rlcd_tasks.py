@@ -12,9 +12,9 @@ import difflib, re
 from dataclasses import dataclass, field, fields, MISSING
 from pathlib import Path
 
-from .core.dialogues import as_messages, dialogue_text, TAGS, with_space
-from .core.files import read_yaml
-from .core.paths import at_root, notebooks_folder
+from .core.data.dialogues import as_messages, dialogue_text, TAGS, with_space
+from .core.run.files import read_yaml
+from .core.run.paths import at_root, notebooks_folder
 
 # %% ../nbs/rlcd_tasks.ipynb #93c12fa3
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ import torch
 
 from alpaca_farm.core.answers import (answer_again, answer_eval_split, AnswerConfig, mean, preflight,
     SampleConfig)
-from .core.build import as_list
-from .core.files import read_json
-from .core.generation import uniform_stream
-from .core.judge_configs import JudgedConfig
-from .core.models import load_policy, load_reference, save_model, sequence_logprobs
-from .core.rewards import label_count, RewardConfig
-from .core.runs import read_log, start
-from .core.settings import command, TrainConfig
-from .core.text import collate, encode_responses
+from .core.run.inputs import as_list
+from .core.run.files import read_json
+from .core.model.generation import uniform_stream
+from .core.ask.judge_configs import JudgedConfig
+from .core.model.models import load_policy, load_reference, save_model, sequence_logprobs
+from .core.model.rewards import label_count, RewardConfig
+from .core.run.runs import read_log, start
+from .core.run.settings import command, TrainConfig
+from .core.data.text import collate, encode_responses
 from .core.training import batches, Trainer
 from alpaca_farm.rrhf_pool import (candidate_pool, candidate_tokens, load_queries, response_logprobs,
     score_function)

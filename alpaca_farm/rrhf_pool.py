@@ -12,16 +12,16 @@ from functools import partial
 import torch
 
 from .core.answers import end_turns, mean
-from .core.beams import beam_search
-from .core.candidates import LISTS, merge_candidates, select_candidates
-from .core.data import full_instruction, load_records, prompt_key
-from .core.files import read_json
-from .core.generation import generate
-from .core.models import response_logprobs
+from .core.model.beams import beam_search
+from .core.data.candidates import LISTS, merge_candidates, select_candidates
+from .core.data.records import full_instruction, load_records, prompt_key
+from .core.run.files import read_json
+from .core.model.generation import generate
+from .core.model.models import response_logprobs
 from .core.online import end_scores
-from .core.processes import once
-from .core.rewards import reward
-from .core.text import decode, encode_prompts, encode_responses, within_limit
+from .core.run.processes import once
+from .core.model.rewards import reward
+from .core.data.text import decode, encode_prompts, encode_responses, within_limit
 
 # %% ../nbs/rrhf_pool.ipynb #057803a0
 def candidate_tokens(query: dict, tokenizer, template: str = 'auto') -> list[list[int]]:

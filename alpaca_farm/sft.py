@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from .core.answers import answer_again, answer_eval_split, AnswerConfig, load_split, preflight
-from .core.models import load_policy, logprobs, save_model
-from .core.runs import start
-from .core.settings import command, TrainConfig
-from .core.text import collate, encode
+from .core.model.models import load_policy, logprobs, save_model
+from .core.run.runs import start
+from .core.run.settings import command, TrainConfig
+from .core.data.text import collate, encode
 from .core.training import batches, Trainer
 
 # %% ../nbs/sft.ipynb #b757aa20

@@ -14,20 +14,20 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from .core.answers import preflight, SampleConfig
-from .core.api import ApiConfig, parse_mapping
-from .core.batches import ApiClient
-from .core.candidates import LISTS, read_candidates
-from .core.completions import ServedWriter
-from .core.data import full_instruction, load_records, prompt_key
-from .core.dialogues import as_messages, bare_prompt, dialogue_text, NEXT_TURN
-from .core.launch import add_times, Job, run_or_fail
-from .core.preferences import hash_uniform
-from .core.runs import start
-from .core.settings import command, resolve
-from .core.text import alpaca_prompt
+from .core.ask.api import ApiConfig, parse_mapping
+from .core.ask.batches import ApiClient
+from .core.data.candidates import LISTS, read_candidates
+from .core.ask.completions import ServedWriter
+from .core.data.records import full_instruction, load_records, prompt_key
+from .core.data.dialogues import as_messages, bare_prompt, dialogue_text, NEXT_TURN
+from .core.run.jobs import add_times, Job, run_or_fail
+from .core.data.preferences import hash_uniform
+from .core.run.runs import start
+from .core.run.settings import command, resolve
+from .core.data.text import alpaca_prompt
 from .annotators import check_all_answered
-from .judges import break_control_tokens
-from .verdict_parsers import answer_text
+from .judging.judges import break_control_tokens
+from .judging.parsers import answer_text
 
 # %% ../nbs/wombat.ipynb #a59e02b8
 MARKS = ('relevance', 'correctness', 'coherence', 'safety')   # Wombat's

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .core.runs import start
-from .core.settings import command, TrainConfig
+from .core.run.runs import start
+from .core.run.settings import command, TrainConfig
 from .core.stats import sigmoid
 from .embedded.authors import Author, EXPERT
 from .embedded.criteria import utility
@@ -193,8 +193,8 @@ def write_dataset(run) -> dict[str, list[dict]]:
 
 def train(cfg: WorldConfig):
     "Write the dataset and train the base model: leaves splits, annotators, model/, log and summary."
-    from alpaca_farm.core.models import logprobs, place_model, save_model
-    from alpaca_farm.core.text import collate
+    from alpaca_farm.core.model.models import logprobs, place_model, save_model
+    from alpaca_farm.core.data.text import collate
     from alpaca_farm.core.training import Trainer, batches
     run = start(cfg, train)
     if run.done: return run

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 import tiny
+from alpaca_farm.core.run.paths import module_of
 
 # the same examples each time, however busy the machine is
 hypothesis.settings.register_profile('tests', deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
@@ -38,7 +39,7 @@ def base(tmp_path_factory):
     "Folder of the runs world, sft, samples, annotators and reward_model."
     folder = tmp_path_factory.mktemp('runs')
     for name, notebook, more in CHAIN:
-        module = importlib.import_module(f'alpaca_farm.{notebook}')
+        module = importlib.import_module(module_of(notebook))
         given = tiny.settings(notebook, folder, out=str(folder/name), **more)
         tiny.main(module)(tiny.config(module, **given))
     return folder
@@ -47,10 +48,10 @@ def base(tmp_path_factory):
 @pytest.fixture(scope='session')
 def models(base):
     "The tiny policy, a reward model, their tokenizer, prompts and sampled answers as token ids."
-    from alpaca_farm.core.data import load_records
-    from alpaca_farm.core.generation import generate
-    from alpaca_farm.core.models import load_policy, load_scalar
-    from alpaca_farm.core.text import encode_prompts
+    from alpaca_farm.core.data.records import load_records
+    from alpaca_farm.core.model.generation import generate
+    from alpaca_farm.core.model.models import load_policy, load_scalar
+    from alpaca_farm.core.data.text import encode_prompts
     from alpaca_farm.sft import SFTConfig
     cfg = SFTConfig(**tiny.settings('sft', base))
     policy, tokenizer = load_policy(cfg.policy, cfg)

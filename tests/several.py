@@ -8,8 +8,9 @@ import weakref
 from pathlib import Path
 
 import tiny
-from alpaca_farm.core.processes import once, rank, written_once
+from alpaca_farm.core.run.processes import once, rank, written_once
 from alpaca_farm.core.training import Trainer
+from alpaca_farm.core.run.paths import module_of
 from torch import distributed
 
 hold, connections = Trainer.hold, lambda: None
@@ -48,7 +49,7 @@ if __name__ == '__main__':
     atexit.register(check_closed)   # the last of the handlers
     Trainer.hold = checked
     for name, given in json.load(open(os.environ['RUNS'])).values():
-        module = importlib.import_module(f'alpaca_farm.{name}')
+        module = importlib.import_module(module_of(name))
         module.train(tiny.config(module, **given))
         assert rank() == (int(os.environ['RANK']), 2)
     check_late_reader(Path(os.environ['RUNS']).with_name('late.txt'))

@@ -8,12 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from alpaca_farm import dpo, ppo, quark, reward_model, sft
-from alpaca_farm.core.adapters import (add_adapter, base_of, checkpoint_layers, lora_config, merge, own_weights, view)
-from alpaca_farm.core.models import hidden_states, load_policy, load_reference, load_scalar, logprobs, sequence_logprobs, sequence_scores
-from alpaca_farm.core.packing import reads_packed
-from alpaca_farm.core.settings import HardwareConfig as config_of
-from alpaca_farm.core.runs import read_log, read_summary
-from alpaca_farm.core.text import collate
+from alpaca_farm.core.model.adapters import (add_adapter, base_of, checkpoint_layers, lora_config, merge, own_weights, view)
+from alpaca_farm.core.model.models import hidden_states, load_policy, load_reference, load_scalar, logprobs, sequence_logprobs, sequence_scores
+from alpaca_farm.core.model.packing import reads_packed
+from alpaca_farm.core.run.settings import HardwareConfig as config_of
+from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.data.text import collate
+from alpaca_farm.core.run.paths import module_of
 
 LORA = dict(lora_rank=4, device='cpu')
 
@@ -94,7 +95,7 @@ def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
     assert not hasattr(merged, 'adapter')
     assert torch.equal(sequence_logprobs(merged, batch), sequence_logprobs(adapter, batch))
     unmerged, _ = load_policy(cfg.policy, cfg, train=True)
-    from alpaca_farm.core.adapters import load_adapter
+    from alpaca_farm.core.model.adapters import load_adapter
     load_adapter(unmerged, tmp_path/'sft/adapter')
     torch.testing.assert_close(sequence_logprobs(unmerged, batch), sequence_logprobs(merged, batch), rtol=1e-4, atol=1e-4)
     assert read_summary(cfg.out)['nll'] < read_summary(cfg.out)['nll_before']
@@ -120,7 +121,7 @@ def test_an_adapter_without_its_base(base, tmp_path):
 
 def test_a_base_that_is_replaced_during_training_is_noticed(base, tmp_path):
     import shutil
-    from alpaca_farm.core.adapters import save_adapter
+    from alpaca_farm.core.model.adapters import save_adapter
     shutil.copytree(base/'world/model', tmp_path/'base')
     cfg = config(sft, base, policy=str(tmp_path/'base'))
     policy, _ = load_policy(cfg.policy, cfg, train=True)
@@ -139,7 +140,7 @@ def rewarded(base, tmp_path_factory):
 
 def ppo_step(policy, value, batch, cfg):
     "Two updates of PPO on a batch; the loss's figures and all weights that were trained."
-    from alpaca_farm.core.settings import at_root
+    from alpaca_farm.core.run.settings import at_root
     weights = lambda m: {n: p for n, p in own_weights(m).items()}
     groups = [dict(params=list(weights(m).values())) for m in (policy, value)]
     adam, losses = torch.optim.AdamW(groups, lr=1e-2), []
@@ -242,7 +243,7 @@ def test_resumed_with_adapters(base, rewarded, tmp_path, name, monkeypatch):
     "A run cut off after a checkpoint ends like one that was not; its files are read back."
     import importlib
     from alpaca_farm.core.training import Trainer
-    module = importlib.import_module(f'alpaca_farm.{name}')
+    module = importlib.import_module(module_of(name))
     more = dict(checkpoint_every=2) | (dict(reward_model=rewarded) if name == 'ppo' else {}) | (dict(max_instances=60) if name in ('dpo', 'rrhf') else {}) | (dict(best_quantile_only=False) if name == 'quark' else {})
     cfgs = [config(module, base, out=str(tmp_path/k/name), gradient_checkpointing=True, **more) for k in 'ab']
     module.train(cfgs[0])

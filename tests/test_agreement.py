@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 import tiny
-from alpaca_farm import label_files
-from alpaca_farm import agreement as A, agreement_measures as M
-from alpaca_farm.core.dialogues import dialogue_text
-from alpaca_farm.core.preferences import hash_uniform, swap_outputs
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_summary
+from alpaca_farm.judging import label_files
+from alpaca_farm.judging import agreement as A, measures as M
+from alpaca_farm.core.data.dialogues import dialogue_text
+from alpaca_farm.core.data.preferences import hash_uniform, swap_outputs
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.stats import agreement
 from judge_server import judge_server
 
@@ -116,7 +116,7 @@ def test_the_numbers_of_people_and_judges_by_loops():
     assert got['first'] == pytest.approx(np.mean([v == 1 + o for v, o in shown]))
 
 
-@pytest.mark.parametrize('judge', ['alpaca_farm.world:pool', 'alpaca_farm.world:judge', 'alpaca_farm.agreement:prefer_longer'])
+@pytest.mark.parametrize('judge', ['alpaca_farm.world:pool', 'alpaca_farm.world:judge', 'alpaca_farm.judging.agreement:prefer_longer'])
 def test_exchanged_pairs_change_nothing(judge):
     pairs = A.embedded_pairs(80)
     other = [dict(swap_outputs(p), votes={k: 3 - v for k, v in p['votes'].items()}, generator_1=p['generator_2'], generator_2=p['generator_1']) for p in pairs]
@@ -173,10 +173,10 @@ def test_recorded_votes_of_an_annotation_run(tmp_path):
     rows = [dict({k: v for k, v in p.items() if k != 'votes'}, preference=y, annotator='longest') for p, y in zip(pairs, map(float, A.prefer_longer(pairs)))]
     (tmp_path/'preferences.json').write_text(json.dumps(rows))
     sets = dict(s=[dict(p, row=i) for i, p in enumerate(pairs)])
-    live = A.verdicts_of_judges(['alpaca_farm.agreement:prefer_longer'], sets, CFG)['s', 'longest'].preferences
+    live = A.verdicts_of_judges(['alpaca_farm.judging.agreement:prefer_longer'], sets, CFG)['s', 'longest'].preferences
     assert (A.verdicts_of_judges([str(tmp_path)], sets, CFG)['s', 'longest'].preferences[0, 0] == live[0, 0]).all()
     assert [p['votes'] for p in label_files.read_set(str(tmp_path))] == [dict(longest=r['preference']) for r in rows]      # a run folder is a set, too
-    with pytest.raises(ValueError, match='a second judge called longest'): A.verdicts_of_judges(['alpaca_farm.agreement:prefer_longer', str(tmp_path)], sets, CFG)
+    with pytest.raises(ValueError, match='a second judge called longest'): A.verdicts_of_judges(['alpaca_farm.judging.agreement:prefer_longer', str(tmp_path)], sets, CFG)
 
 
 def test_agreement_counts_pairs_with_two_votes_and_says_how_many(tmp_path, capsys):
@@ -184,7 +184,7 @@ def test_agreement_counts_pairs_with_two_votes_and_says_how_many(tmp_path, capsy
     pairs = A.embedded_pairs(60)
     rows = [dict({k: v for k, v in p.items() if k != 'votes'}, preference=p['votes']['vote 1']) for p in pairs]
     (tmp_path/'labels.json').write_text(json.dumps(rows + rows[:2]))
-    A.run(A.AgreementConfig(out=str(tmp_path/'out'), sets=[str(tmp_path/'labels.json')], judges=['alpaca_farm.agreement:prefer_longer'], draws=20))
+    A.run(A.AgreementConfig(out=str(tmp_path/'out'), sets=[str(tmp_path/'labels.json')], judges=['alpaca_farm.judging.agreement:prefer_longer'], draws=20))
     assert 'labels: 2 of 60 pairs have two votes or more' in capsys.readouterr().out
     found = read_summary(tmp_path/'out')
     for who in ('people', 'longest'): assert (found[f'labels_{who}_n'], found[f'labels_{who}_n_agreement']) == (60, 2)

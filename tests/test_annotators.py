@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 import tiny
-from alpaca_farm.core import preferences
-from alpaca_farm.core import batches
+from alpaca_farm.core.data import preferences
+from alpaca_farm.core.ask import batches
 from alpaca_farm import annotators
 from alpaca_farm.annotators import annotate_pairs, AnnotatorsConfig, load_annotators
-from alpaca_farm.core import client
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.data import full_instruction, load_records
-from alpaca_farm.core.judge_configs import configured_annotators, configured_models, judge_config_file
-from alpaca_farm.core.runs import read_summary
-from alpaca_farm.core.store import Store
+from alpaca_farm.core.ask import client
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.data.records import full_instruction, load_records
+from alpaca_farm.core.ask.judge_configs import configured_annotators, configured_models, judge_config_file
+from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.core.ask.store import Store
 from judge_server import judge_server
 
 MODELS = ['gpt-3.5-turbo-16k-0613=judge', 'gpt-4-0314=judge', 'gpt-3.5-turbo-0301=judge', 'text-davinci-003=judge', 'gpt-4.1=judge']
@@ -395,7 +395,7 @@ def test_a_reward_model_and_a_local_model_as_judges(tmp_path):
     cfg = config(tmp_path, None, base_url='', annotators=str(tmp_path/'reward'))
     annotators.run(cfg)
     rows = load_records(cfg.out, 'preferences', 'preference')
-    from alpaca_farm.core.rewards import reward
+    from alpaca_farm.core.model.rewards import reward
     of = reward(str(tmp_path/'reward'), cfg)
     better = np.subtract(*(np.array(of([dict(p, output=p[k]) for p in rows])) for k in ('output_2', 'output_1')))
     assert [r['expected'] - 1 for r in rows] == pytest.approx(1/(1 + np.exp(-better)), abs=1e-4)

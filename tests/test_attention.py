@@ -7,12 +7,12 @@ from transformers.integrations import flex_attention as flex
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tiny
-from alpaca_farm.core import loading
-from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import hidden_states, load_policy
-from alpaca_farm.core.packing import reads_packed, register_rows
-from alpaca_farm.core.settings import HardwareConfig
-from alpaca_farm.core.text import collate
+from alpaca_farm.core.model import loading
+from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.models import hidden_states, load_policy
+from alpaca_farm.core.model.packing import reads_packed, register_rows
+from alpaca_farm.core.run.settings import HardwareConfig
+from alpaca_farm.core.data.text import collate
 from test_packing import ANSWERS, PROMPTS, alone
 
 BATCH = collate(PROMPTS, ANSWERS, 0)

@@ -7,8 +7,8 @@ from test_generation import ragged, tiny
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from alpaca_farm.core.functional import token_logprobs
-from alpaca_farm.core.beams import beam_search
-from alpaca_farm.core.generation import generate
+from alpaca_farm.core.model.beams import beam_search
+from alpaca_farm.core.model.generation import generate
 
 torch.set_num_threads(1)
 

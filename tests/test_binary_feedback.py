@@ -14,13 +14,13 @@ from alpaca_farm import binary_feedback, world
 from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, feedback_loss, GOOD,
     label_accuracy, rate_outputs, training_examples, weighted_batch)
 from alpaca_farm.core.answers import answering, log_ratios, sample, sample_answers
-from alpaca_farm.core.control import add_tokens, prepend_tokens
-from alpaca_farm.core.data import load_records, prompt_key
-from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import load_policy, response_logprobs
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_log, read_summary
-from alpaca_farm.core.text import encode_prompts
+from alpaca_farm.core.model.control import add_tokens, prepend_tokens
+from alpaca_farm.core.data.records import load_records, prompt_key
+from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.models import load_policy, response_logprobs
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.data.text import encode_prompts
 
 torch.set_num_threads(1)
 

@@ -8,10 +8,10 @@ import tiny
 from judge_server import judge_server
 from alpaca_farm import bring_your_own
 from alpaca_farm.bring_your_own import BringYourOwnConfig, count_parameters, forecast, own_jobs, read_own, tuned_settings
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.models import load_policy
-from alpaca_farm.core.runs import read_summary
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.model.models import load_policy
+from alpaca_farm.core.run.runs import read_summary
 
 JUDGE = '''def longest(pairs): return [1 + (len(p['output_2']) > len(p['output_1'])) for p in pairs]
 '''

@@ -11,10 +11,10 @@ import urllib.request
 import pytest
 
 import tiny
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_log
-from alpaca_farm.core.store import Store
-from alpaca_farm.labelling import person_labels
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_log
+from alpaca_farm.core.ask.store import Store
+from alpaca_farm.judging.labelling import person_labels
 
 playwright = pytest.importorskip('playwright.sync_api', reason='pip install -e .[browser]')
 CHROMIUM = shutil.which('chromium') or shutil.which('chromium-browser') or shutil.which('google-chrome')

@@ -12,10 +12,10 @@ import tiny
 from alpaca_farm import annotators
 from alpaca_farm.annotators import AnnotatorsConfig
 from alpaca_farm.auto_annotations import PairwiseAutoAnnotator
-from alpaca_farm.core.api import ApiConfig
-from alpaca_farm.core.batches import ApiClient, batch_text
-from alpaca_farm.core.runs import read_summary
-from alpaca_farm.core.store import Store, request_key
+from alpaca_farm.core.ask.api import ApiConfig
+from alpaca_farm.core.ask.batches import ApiClient, batch_text
+from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.core.ask.store import Store, request_key
 from judge_server import judge_server, verdict
 
 KEY = 'sk-a-key-of-the-tests'
@@ -25,7 +25,7 @@ KEY = 'sk-a-key-of-the-tests'
 def alone(monkeypatch, tmp_path):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', KEY)
-    monkeypatch.setattr('alpaca_farm.core.accounts.at_root', lambda path: tmp_path/path)   # no store among the project's runs
+    monkeypatch.setattr('alpaca_farm.core.ask.accounts.at_root', lambda path: tmp_path/path)   # no store among the project's runs
 
 
 @pytest.fixture(scope='module')
@@ -147,7 +147,7 @@ def test_a_restart_elsewhere_waits_for_a_lease_and_says_so(tmp_path, server, cap
 CONTAINER = '''
 import sys; sys.path.insert(0, {tests!r})
 from test_client import asked, ApiClient, ApiConfig
-from alpaca_farm.core import store
+from alpaca_farm.core.ask import store
 space = store.id_space()
 store.id_space = lambda: space + sys.argv[1]
 client = ApiClient(ApiConfig(base_url={url!r}, store={store!r}, concurrency=2, tries=3))
@@ -171,7 +171,7 @@ def test_processes_that_make_a_store_at_the_same_time_wait_for_each_other(tmp_pa
     "The switch to a write-ahead log fails at once where another process makes it: tried again."
     code = """
 import sys, time
-from alpaca_farm.core.store import Store
+from alpaca_farm.core.ask.store import Store
 for i in range(60):
     while time.time() < float(sys.argv[2]) + .05*i: pass
     Store(f'{sys.argv[1]}/{i}.sqlite').close()

@@ -10,9 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import openai
 import pytest
 
-from alpaca_farm.core.api import ApiConfig, make_connections
-from alpaca_farm.core.batches import ApiClient
-from alpaca_farm.core.connections import Connections
+from alpaca_farm.core.ask.api import ApiConfig, make_connections
+from alpaca_farm.core.ask.batches import ApiClient
+from alpaca_farm.core.ask.connections import Connections
 from fast_server import ANSWER, fast_server
 
 
@@ -141,7 +141,7 @@ def test_a_server_that_has_moved_is_named_as_such(tmp_path, handler, server):
 
 
 def test_a_server_that_takes_no_connection_is_not_a_slow_one(monkeypatch):
-    from alpaca_farm.core import connections
+    from alpaca_farm.core.ask import connections
     async def hang(*_, **__): await asyncio.sleep(60)
     monkeypatch.setattr(connections.asyncio, 'open_connection', hang)
     monkeypatch.setattr(connections, 'CONNECT', .05)

@@ -13,22 +13,40 @@ from itertools import filterfalse
 import pytest
 
 import tiny
+from alpaca_farm.core.run.paths import module_of
 
 NBS, PACKAGE = tiny.ROOT/'nbs', tiny.ROOT/'alpaca_farm'
 NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
-RUNNABLE = [p for p in NOTEBOOKS if p.parent.name != 'core']
+RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. A module that is not listed is a method's: it stands on the line METHOD.
-CORE = ['paths dialogues', 'hub settings progress trackers files functional store preferences packing connections throttle', 'formats adapters processes memory', 'data control sharding',
-        'judge_configs text', 'fingerprint loading', 'execution', 'build', 'api comparisons stats runs candidates generation', 'accounts beams models launch', 'client rewards sweeps served',
-        'answers batches training',
-        'online completions', 'outputs preload']
-LAYERS = ['verdict_parsers embedded.lexicon',
-          'embedded.grammar noise judges rankings length_control label_files', 'embedded.authors embedded.prose',
-          'embedded.criteria', 'embedded.crowd',
-          'world local_judges rlcd_tasks boards.text leaderboards agreement_measures', 'annotators rrhf_pool',
-          'eval agreement labelling openai_baselines auto_annotations',
-          'decoding compare overoptimization farm_board simulation', 'farm bring_your_own']
+CORE = ['run.paths data.dialogues',
+        'data.hub run.settings run.progress run.trackers run.files functional ask.store '
+            'data.preferences model.packing ask.connections ask.throttle',
+        'data.formats model.adapters run.processes model.memory',
+        'data.records model.control model.sharding',
+        'ask.judge_configs data.text',
+        'run.identity model.loading',
+        'run.execution',
+        'run.inputs',
+        'ask.api data.comparisons stats run.runs data.candidates model.generation',
+        'ask.accounts model.beams model.models run.jobs',
+        'ask.client model.rewards run.sweeps model.served',
+        'answers ask.batches training',
+        'online ask.completions',
+        'run.outputs run.preload']
+LAYERS = ['judging.parsers embedded.lexicon',
+        'embedded.grammar judging.noise judging.judges boards.rankings boards.length_control '
+            'judging.label_files',
+        'embedded.authors embedded.prose',
+        'embedded.criteria',
+        'embedded.crowd',
+        'world judging.local_judges rlcd_tasks boards.text boards.leaderboards '
+            'judging.measures',
+        'annotators rrhf_pool',
+        'eval judging.agreement judging.labelling judging.openai_baselines auto_annotations',
+        'boards.decoding boards.compare overoptimization boards.farm_board boards.simulation',
+        'farm bring_your_own']
 METHOD = len(CORE) + 7
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
@@ -59,8 +77,7 @@ def is_patch(definition):
 def config_of(path):
     "The notebook's dataclass of settings, None when it has none."
     notebook = path.stem
-    if not (PACKAGE/f'{notebook}.py').exists(): return None
-    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    module = importlib.import_module(module_of(notebook))
     found = [v for v in vars(module).values() if isinstance(v, type) and dataclasses.is_dataclass(v)
              and v.__module__ == module.__name__ and v.__name__.endswith('Config')]
     return found[0] if found else None
@@ -91,6 +108,15 @@ def test_exports_are_fresh(tmp_path):
     assert [p.name for p in was if was[p] != now[p]] == []
 
 
+@each_notebook
+def test_a_notebook_is_known_as_its_module(path):
+    "Executed from top to bottom, a notebook has the identity of the module that it exports."
+    from alpaca_farm.core.run.identity import module_syntax, notebook_module, package_of
+    file = PACKAGE/path.relative_to(NBS).with_suffix('.py')
+    history = [source(c) for c in cells(path) if c['cell_type'] == 'code']
+    assert module_syntax(notebook_module(history)) == module_syntax(ast.parse(file.read_text(encoding='utf-8')), package_of(file))
+
+
 def test_a_notebook_that_runs_has_settings():
     for path in set(RUNNABLE) - set(SETTABLE):
         names = {d.name for text in export_cells(path) for d in defined(text)}
@@ -100,7 +126,7 @@ def test_a_notebook_that_runs_has_settings():
 @each_notebook
 def test_parameters_cell_is_the_dataclass(path):
     from papermill import inspect_notebook
-    from alpaca_farm.core.settings import field_comments
+    from alpaca_farm.core.run.settings import field_comments
     cls = config_of(path)
     assert cls is not None and len(parameters(path)) == 1
     known = {f.name: getattr(cls(), f.name) for f in dataclasses.fields(cls)}
@@ -160,7 +186,7 @@ def test_notebook_of_a_method(path):
 
 @each_notebook
 def test_help_lists_every_setting(path, capsys):
-    from alpaca_farm.core.settings import from_args
+    from alpaca_farm.core.run.settings import from_args
     with pytest.raises(SystemExit) as e: from_args(config_of(path), ['--help'], path.stem)
     said = capsys.readouterr().out
     assert e.value.code == 0
@@ -181,7 +207,7 @@ def test_help_of_the_command_line():
     (['--kl_coef', '-1'], 'kl_coef = -1.0: it must be at least 0'), (['--policy', 'no/such/folder'], "policy = 'no/such/folder'"),
     (['--kl_kind', 'k4'], "kl_kind = 'k4': choose from"), (['--rollouts', '100', '--batch_size', '3'], 'must be a multiple of batch_size')])
 def test_wrong_command_lines(args, message, capsys):
-    from alpaca_farm.core.settings import from_args
+    from alpaca_farm.core.run.settings import from_args
     from alpaca_farm.ppo import PPOConfig
     with pytest.raises(SystemExit) as e: from_args(PPOConfig, args)
     assert e.value.code == 2 and message in capsys.readouterr().err
@@ -224,7 +250,8 @@ def test_imports_are_quick_and_light():
     assert {n: t for n, t, _ in rows if t > .3} == {}
 
 
-TENSORLESS = ['noise', 'core.stats', 'core.settings', 'core.runs', 'core.data', 'embedded.crowd', 'world', 'annotators', 'eval', 'boards.text']
+TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs', 'core.data.records',
+              'embedded.crowd', 'world', 'annotators', 'eval', 'boards.text']
 BARE = '''
 import importlib, os, sys
 for name in sys.argv[1:]:

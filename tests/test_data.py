@@ -6,9 +6,9 @@ import json
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from alpaca_farm.core.data import check_records, find_file, load_records, prompt_key, read_rows
-from alpaca_farm.core.formats import FIELDS, SHAPES
-from alpaca_farm.core.settings import looks_like_hub
+from alpaca_farm.core.data.records import check_records, find_file, load_records, prompt_key, read_rows
+from alpaca_farm.core.data.formats import FIELDS, SHAPES
+from alpaca_farm.core.run.settings import looks_like_hub
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2 else f'line\n{i}', output=f' {i}, ok\t', extra=str(i))
         for i in range(5)]

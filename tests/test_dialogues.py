@@ -10,17 +10,18 @@ import pytest
 from hypothesis import given, strategies as st
 
 import tiny
-from alpaca_farm import agreement, annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo, quark, reward_model, rrhf, sft
-from alpaca_farm.core.candidates import read_candidates, to_rrhf
-from alpaca_farm.core.data import full_instruction, load_records, prompt_key
-from alpaca_farm.core.dialogues import dialogue_text, parse_dialogue, prompt_text
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.formats import as_chat, as_hh, as_records, named_answers
-from alpaca_farm.core.runs import read_log, read_summary
-from alpaca_farm.core.text import build_prompt, encode_prompts
-from alpaca_farm.core.comparisons import answer_pairs, ordered_pairs, strip_roles
-from alpaca_farm.core.store import Store
-from alpaca_farm.judges import fill_prompt, load_evaluators, parse_verdicts
+from alpaca_farm.judging import agreement
+from alpaca_farm import annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo, quark, reward_model, rrhf, sft
+from alpaca_farm.core.data.candidates import read_candidates, to_rrhf
+from alpaca_farm.core.data.records import full_instruction, load_records, prompt_key
+from alpaca_farm.core.data.dialogues import dialogue_text, parse_dialogue, prompt_text
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.data.formats import as_chat, as_hh, as_records, named_answers
+from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.data.text import build_prompt, encode_prompts
+from alpaca_farm.core.data.comparisons import answer_pairs, ordered_pairs, strip_roles
+from alpaca_farm.core.ask.store import Store
+from alpaca_farm.judging.judges import fill_prompt, load_evaluators, parse_verdicts
 from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA', tiny.ROOT.parent/'shared'/'data'))/'hh_rlhf'/'harmless-base_test.jsonl.gz'
@@ -290,7 +291,7 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
     "In a dialogue's text, and nowhere else; an answer without such an end, or EOS, gets the penalty."
     import torch
     from alpaca_farm.core import online
-    from alpaca_farm.core.generation import Sample
+    from alpaca_farm.core.model.generation import Sample
     tokenizer = bytes_tokenizer()
     ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
     monkeypatch.setattr(online, 'generate', lambda policy, tokenizer, prompts, **_: [[Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))]]*len(prompts))
@@ -326,8 +327,8 @@ def test_a_reward_model_of_hh_rlhf(tmp_path):
 def test_a_question_of_a_task_is_a_judge(tmp_path):
     "By the name of the task or the file of the user's own; part of what decides a run's result."
     import shutil
-    from alpaca_farm.core.fingerprint import content_hash
-    from alpaca_farm.core.judge_configs import check_annotators
+    from alpaca_farm.core.run.identity import content_hash
+    from alpaca_farm.core.ask.judge_configs import check_annotators
     own = tmp_path/'mine.yaml'
     shutil.copy(tiny.ROOT/'nbs/recipes/tasks/outlining.yaml', own)
     judge, = load_evaluators(f'{own}/outline')
@@ -342,7 +343,7 @@ def test_a_question_of_a_task_is_a_judge(tmp_path):
 def test_rrhfs_own_candidates_end_where_the_users_turn_begins(monkeypatch):
     from types import SimpleNamespace
     from alpaca_farm import rrhf_pool
-    from alpaca_farm.core.generation import Sample
+    from alpaca_farm.core.model.generation import Sample
     tokenizer = bytes_tokenizer()
     tokens = tokenizer.encode('Yes.\n\nHuman: And', add_special_tokens=False)
     monkeypatch.setattr(rrhf_pool, 'generate', lambda policy, tokenizer, prompts, *a, **k: [[Sample(tokens, [0.]*len(tokens), False)]]*2)

@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from alpaca_farm import dpo
-from alpaca_farm.core.models import load_policy
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.model.models import load_policy
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.dpo import DPOConfig, dpo_loss, kto_loss, simpo_loss
 
 torch.set_num_threads(1)

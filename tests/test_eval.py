@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import tiny
-from alpaca_farm.core import comparisons
-from alpaca_farm import decoding, leaderboards
+from alpaca_farm.core.data import comparisons
+from alpaca_farm.boards import decoding, leaderboards
 from alpaca_farm import eval as ev
-from alpaca_farm import rankings
+from alpaca_farm.boards import rankings
 from alpaca_farm.annotators import load_annotators
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.stats import bootstrap
 from judge_server import judge_server
 
@@ -318,7 +318,7 @@ def test_each_policy_answers_at_the_temperature_that_wins_on_val(base, best_of_t
     "The rows by hand; the answers to eval are those at the best temperature; best-of-n is not tried greedily; nothing is done twice."
     import pandas as pd
     from alpaca_farm.core.answers import sample_answers
-    from alpaca_farm.core.data import load_records
+    from alpaca_farm.core.data.records import load_records
     cfg = decode(base, tmp_path, policies=[str(base/'sft'), best_of_two])
     table = pd.read_csv(tmp_path/'decoding'/'temperatures.csv')
     assert [(r.policy, r.temperature) for r in table.itertuples()] == [('sft', 1), ('sft', .5), ('sft', 0), ('best_of_n', 1), ('best_of_n', .5)]

@@ -7,10 +7,10 @@ import pytest
 
 import tiny
 from alpaca_farm import best_of_n, expert_iteration
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.build import is_fresh
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.run.inputs import is_fresh
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.expert_iteration import ExpertIterationConfig, round_jobs
 from alpaca_farm.sft import SFTConfig
 

@@ -11,11 +11,11 @@ from tokenizers import processors
 import tiny
 from alpaca_farm import dpo, ppo, reward_model, sft
 from alpaca_farm.core.functional import token_logprobs
-from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import hidden_states, load_policy, load_scalar, logprobs, sequence_logprobs, sequence_scores, token_scores
-from alpaca_farm.core.rewards import reward
-from alpaca_farm.core.runs import read_summary
-from alpaca_farm.core.text import collate, encode, rollout_batch
+from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.models import hidden_states, load_policy, load_scalar, logprobs, sequence_logprobs, sequence_scores, token_scores
+from alpaca_farm.core.model.rewards import reward
+from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.core.data.text import collate, encode, rollout_batch
 from alpaca_farm.core.training import RouterLoss
 
 torch.set_num_threads(1)

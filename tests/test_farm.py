@@ -12,14 +12,15 @@ import pytest
 
 import tiny
 from alpaca_farm import farm
-from alpaca_farm.core.build import methods, recipe
-from alpaca_farm.core import launch, progress, runs
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.launch import Job, run_jobs
-from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.run.inputs import methods, recipe
+from alpaca_farm.core.run import jobs as launch, progress, runs
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.run.jobs import Job, run_jobs
+from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.paths import module_of
 from alpaca_farm.core.stats import spearman
 from alpaca_farm.farm import annotator_settings, farm_jobs, FarmConfig, population
-from alpaca_farm.simulation import correlations, method_differences, method_groups, replicates_needed, separation, simulation_table
+from alpaca_farm.boards.simulation import correlations, method_differences, method_groups, replicates_needed, separation, simulation_table
 
 
 @pytest.mark.parametrize('given, message', [
@@ -63,7 +64,7 @@ def test_every_replicate_has_a_crowd_of_its_own():
     assert jobs['runs/seed_1/annotators'].get('label_flip', -1) == -1 and 'crowd' not in jobs['runs/seed_1/annotators']
     drawn = {f'alpaca_farm.world:{who}' for who in ('crowd', 'held_out_crowd', 'pool', 'length_biased')}  # for seed 0
     for job in farm_jobs(FarmConfig(seeds=2), 1) + farm_jobs(FarmConfig()):
-        module = importlib.import_module(f'alpaca_farm.{job.notebook}')
+        module = importlib.import_module(module_of(job.notebook))
         kind = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
         given = {f.name: f.default for f in dataclasses.fields(kind)} | job.settings
         assert not drawn & {v for v in given.values() if isinstance(v, str)}, job.out
@@ -73,7 +74,7 @@ def test_a_population_is_named_by_its_file(base):
     "The annotators of a world's files are those of its module; a quarter of their labels is flipped, as in the world; those who label and those who judge differ."
     from alpaca_farm import world
     from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
-    from alpaca_farm.noise import flip_share
+    from alpaca_farm.judging.noise import flip_share
     pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
     read = {who: load_annotators(str(base/'world'/f'{who}.json'), AnnotatorsConfig()) for who in ('crowd', 'held_out_crowd', 'pool')}
     for who, group in read.items(): assert group(pairs) == pytest.approx(getattr(world, who)(pairs)), who
@@ -119,8 +120,8 @@ def test_groups_of_methods_over_replicates():
 def test_the_parts_of_the_utility_add_up():
     "By hand: each part is weight times criterion minus that of SFT's answers, their sum the difference in utility; over replicates their mean."
     from alpaca_farm.embedded import criteria
-    from alpaca_farm.agreement import embedded_pairs
-    from alpaca_farm.farm_board import chosen_answers, parts_table
+    from alpaca_farm.judging.agreement import embedded_pairs
+    from alpaca_farm.boards.farm_board import chosen_answers, parts_table
     pairs = embedded_pairs(30)
     ask = [dict(instruction=p['instruction'], input=p['input']) for p in pairs]
     sft, mine = [dict(r, output=[p['output_1'], 'Sure,']) for r, p in zip(ask, pairs)], [dict(r, output=p['output_2']) for r, p in zip(ask, pairs)][::-1]
@@ -163,9 +164,9 @@ def test_agreement_is_one_vote_against_three(tmp_path):
     "What stands beside AlpacaFarm's 66 and 65 % is one vote against the majority of three others, by counting; two votes are the same less often."
     from itertools import combinations
     from alpaca_farm import world
-    from alpaca_farm.agreement import embedded_pairs
-    from alpaca_farm.simulation import vote_agreements
-    from alpaca_farm.noise import preference_probabilities, sample_votes
+    from alpaca_farm.judging.agreement import embedded_pairs
+    from alpaca_farm.boards.simulation import vote_agreements
+    from alpaca_farm.judging.noise import preference_probabilities, sample_votes
     pairs = embedded_pairs(500)
     (tmp_path/'annotators').mkdir()
     rows = [{k: v for k, v in p.items() if k != 'votes'} | dict(preference=1) for p in pairs]
@@ -202,7 +203,7 @@ def two_jobs(base, tmp_path):
     "Two runs of some seconds in a script that starts both: (their folders, its command)."
     folders = [str(tmp_path/name) for name in ('one', 'two')]
     given = {f: tiny.settings('sft', base, epochs=12, checkpoint_every=5, val_split='', eval_split='') for f in folders}
-    script = ('from alpaca_farm.core.launch import Job, run_jobs\n'
+    script = ('from alpaca_farm.core.run.jobs import Job, run_jobs\n'
               f'print(run_jobs([Job(f, "sft", given) for f, given in {given!r}.items()], 2))')
     return folders, [sys.executable, '-c', script]
 
@@ -241,7 +242,7 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
 
 def test_a_restart_waits_for_what_still_writes(tmp_path, capsys, monkeypatch):
     "A line says so; after some seconds it is an error."
-    holder = 'import sys; from alpaca_farm.core.runs import lock; from pathlib import Path; import time\nlock(Path(sys.argv[1])); print(1, flush=True); time.sleep({})'
+    holder = 'import sys; from alpaca_farm.core.run.runs import lock; from pathlib import Path; import time\nlock(Path(sys.argv[1])); print(1, flush=True); time.sleep({})'
     for seconds, patience in ((1, 20.), (30, .3)):
         other = tiny.spawn([sys.executable, '-c', holder.format(seconds), str(tmp_path/'run')])
         assert other.stdout.readline() == '1\n'
@@ -275,8 +276,8 @@ def test_a_bar_and_a_curve_only_where_a_person_has_the_notebook_open(monkeypatch
 
 INTERRUPTED = '''
 from IPython.core.interactiveshell import InteractiveShell
-from alpaca_farm.core.launch import train_or_launch
-from alpaca_farm.core.settings import Config
+from alpaca_farm.core.run.jobs import train_or_launch
+from alpaca_farm.core.run.settings import Config
 def train(cfg): raise KeyboardInterrupt
 shell = InteractiveShell.instance(user_ns=dict(globals()))
 result = shell.run_cell('train_or_launch(Config(out="no/such/run"), train)')

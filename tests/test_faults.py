@@ -14,10 +14,10 @@ import pytest
 
 import tiny
 from alpaca_farm import annotators, best_of_n, dpo, ppo, reward_model, sft
-from alpaca_farm.core import runs
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.files import atomic_write, read_json, save_state, write_json
-from alpaca_farm.core.runs import read_log, read_summary, remove_temporary
+from alpaca_farm.core.run import runs
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.run.files import atomic_write, read_json, save_state, write_json
+from alpaca_farm.core.run.runs import read_log, read_summary, remove_temporary
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
 PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b', preference=1) for i in range(6)]
@@ -217,7 +217,7 @@ def test_what_a_killed_library_left_is_swept(tmp_path):
     "safetensors writes to a temporary file of its own beside the one it is given."
     state = tmp_path/'checkpoint'/'state.safetensors'
     killed = f"""import os, pathlib, safetensors.torch
-from alpaca_farm.core.files import save_state
+from alpaca_farm.core.run.files import save_state
 def killed_while_writing(tensors, path, **more):
     pathlib.Path(path).with_name('.tmpB11v7m').write_text('half')
     os._exit(9)

@@ -7,7 +7,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from alpaca_farm.core.functional import token_logprobs
-from alpaca_farm.core.generation import choose_token, generate, uniform_stream
+from alpaca_farm.core.model.generation import choose_token, generate, uniform_stream
 
 torch.set_num_threads(1)
 logging.getLogger('transformers').setLevel(logging.ERROR)

@@ -11,7 +11,7 @@ import pytest
 
 import hub_server
 import tiny
-from alpaca_farm.core.fingerprint import content_hash
+from alpaca_farm.core.run.identity import content_hash
 from alpaca_farm.sft import SFTConfig
 
 PAIR = dict(instruction='Name one.', input='', output_1='A.', output_2='B.', preference=2)
@@ -64,7 +64,7 @@ REPOSITORIES = {
 
 CODE = '''
 import json, os, sys
-from alpaca_farm.core.data import load_records
+from alpaca_farm.core.data.records import load_records
 out = []
 for case in json.loads(sys.argv[1]):
     try: out.append(load_records(*case))
@@ -162,12 +162,12 @@ def test_a_setting_names_a_configuration():
 def test_a_method_learns_from_a_configuration(base, tmp_path, monkeypatch):
     "Preferences and instructions of the hub go through a whole run; the folder of the world stands for them."
     from alpaca_farm import dpo
-    from alpaca_farm.core.data import find_file
+    from alpaca_farm.core.data.records import find_file
     asked = []
     def fetch(spec, names):
         asked.append((spec, *names))
         return [find_file(str(base/('annotators' if 'preference' in spec else 'world')), *names)]
-    monkeypatch.setattr('alpaca_farm.core.data.fetch_split', fetch)
+    monkeypatch.setattr('alpaca_farm.core.data.records.fetch_split', fetch)
     farm = 'tatsu-lab/alpaca_farm'
     given = tiny.settings('dpo', base, out=str(tmp_path/'dpo'), preferences=f'{farm}:alpaca_human_preference', data=farm)
     run = dpo.train(dpo.DPOConfig(**given))
@@ -177,7 +177,7 @@ def test_a_method_learns_from_a_configuration(base, tmp_path, monkeypatch):
 
 def test_a_part_of_a_split_is_not_taken_for_all_of_it(tmp_path, monkeypatch):
     "An earlier download broke off, and the hub is out of reach now."
-    from alpaca_farm.core import hub as module
+    from alpaca_farm.core.data import hub as module
     def gone(*_): raise OSError('no network')
     monkeypatch.setattr(module, 'hub_table', gone)
     monkeypatch.setattr(module, 'cached_snapshot', lambda *_: tmp_path)

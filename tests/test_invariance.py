@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import tiny
-from alpaca_farm.core.models import logprobs, sequence_scores, token_scores, values
-from alpaca_farm.core.rewards import reward, score_records
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.runs import read_log
-from alpaca_farm.core.text import collate
+from alpaca_farm.core.model.models import logprobs, sequence_scores, token_scores, values
+from alpaca_farm.core.model.rewards import reward, score_records
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.run.runs import read_log
+from alpaca_farm.core.data.text import collate
+from alpaca_farm.core.run.paths import module_of
 
 torch.set_num_threads(1)
 BATCHES = dict(one=[[i] for i in range(16)], pairs=[[i, 15 - i] for i in range(8)], reversed=[list(range(15, -1, -1))],
@@ -110,7 +111,7 @@ SHORT = dict(sft=dict(max_instances=40, val_split=''), reward_model={}, dpo=dict
 @pytest.mark.parametrize('notebook', SHORT)
 def test_accumulation(base, tmp_path, notebook):
     "A batch of 8 in one pass, in eight, and in uneven parts: the same losses and weights."
-    module, logs, weights = importlib.import_module(f'alpaca_farm.{notebook}'), [], []
+    module, logs, weights = importlib.import_module(module_of(notebook)), [], []
     for micro in (8, 1, 3):
         out = tmp_path/f'{notebook}-{micro}'
         off = {} if notebook == 'reward_model' else dict(eval_split='' if notebook != 'ppo' else 'eval')

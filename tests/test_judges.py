@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import tiny
-from alpaca_farm import judges
-from alpaca_farm.core import client
-from alpaca_farm.core.api import ApiConfig, cost, price_list
-from alpaca_farm.core.batches import ApiClient
-from alpaca_farm.core.store import Store, request_key
+from alpaca_farm.judging import judges
+from alpaca_farm.core.ask import client
+from alpaca_farm.core.ask.api import ApiConfig, cost, price_list
+from alpaca_farm.core.ask.batches import ApiClient
+from alpaca_farm.core.ask.store import Store, request_key
 from judge_server import judge_server, verdict
 
 ONE = 'text_davinci_003'   # one pair to a prompt, answered by "Output (a)" or "Output (b)"

@@ -8,12 +8,13 @@ import sys
 import pytest
 
 import tiny
-from alpaca_farm import labelling, world
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.runs import read_summary
+from alpaca_farm.judging import labelling
+from alpaca_farm import world
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.stats import wilson
-from alpaca_farm.core.store import Store
-from alpaca_farm.labelling import (LabellingConfig, LabellingPage, LabellingQueue, person_labels,
+from alpaca_farm.core.ask.store import Store
+from alpaca_farm.judging.labelling import (LabellingConfig, LabellingPage, LabellingQueue, person_labels,
     person_sees_swapped, person_summary, simulate_person)
 
 

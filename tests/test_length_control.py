@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from alpaca_farm import length_control as lc
+from alpaca_farm.boards import length_control as lc
 
 DATA = Path(__file__).parents[2]/'shared'/'data'/'alpaca_eval'
 N = 805

@@ -8,11 +8,11 @@ import torch
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.core.generation import generate
-from alpaca_farm.core.runs import read_log
-from alpaca_farm.core.text import rollout_batch
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.models import logprobs
+from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.run.runs import read_log
+from alpaca_farm.core.data.text import rollout_batch
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.model.models import logprobs
 from alpaca_farm.core.online import end_scores, sample_rollout
 from alpaca_farm.ppo import ppo_policy_loss, ppo_value_loss, token_rewards
 from alpaca_farm.reward_model import pairwise_loss

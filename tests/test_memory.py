@@ -8,17 +8,17 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alpaca_farm import ppo, sft
-from alpaca_farm.core import generation, loading, memory, models
-from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import load_policy
-from alpaca_farm.core.settings import HardwareConfig, TrainConfig
+from alpaca_farm.core.model import generation, loading, memory, models
+from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.models import load_policy
+from alpaca_farm.core.run.settings import HardwareConfig, TrainConfig
 from alpaca_farm.core.training import adamw, Trainer
 
 SHAPE = dict(vocab_size=1000, hidden_size=256, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4, intermediate_size=688)
 MEASURE = f'''
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from alpaca_farm.core.adapters import checkpoint_layers
+from alpaca_farm.core.model.adapters import checkpoint_layers
 torch.set_num_threads(1)
 model = LlamaForCausalLM(LlamaConfig(**{SHAPE!r})).eval()
 peak = lambda: 1024 * int(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')).split()[1])   # getrusage's begins with the parent's
@@ -116,7 +116,7 @@ def test_without_master_weights_all_is_in_the_compute_dtype(base, tmp_path):
     assert seen and all(s == {torch.bfloat16} for s in seen)
     from safetensors.torch import load_file
     assert {t.dtype for t in load_file(tmp_path/'sft/model/model.safetensors').values()} == {torch.bfloat16}
-    from alpaca_farm.core.runs import read_log, read_summary
+    from alpaca_farm.core.run.runs import read_log, read_summary
     assert read_log(cfg.out)[-1]['loss'] < read_log(cfg.out)[0]['loss']
 
 
@@ -134,7 +134,7 @@ def test_the_optimiser_is_freed_before_the_answers(base, tmp_path, monkeypatch):
 
 
 def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch):
-    from alpaca_farm.core.models import autocast
+    from alpaca_farm.core.model.models import autocast
     dtypes = set()
     update = generation.GrowingLayer.update
     def recorded(self, *args, **kwargs):
@@ -151,7 +151,7 @@ def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch):
 def test_forward_batch(base, models, monkeypatch):
     "The setting divides sampling, scoring and log-probs, and changes none of their results but for float ties."
     from alpaca_farm.core.answers import answering, load_split, sample_answers
-    from alpaca_farm.core.models import response_logprobs
+    from alpaca_farm.core.model.models import response_logprobs
     sizes, written = [], generation.write_batch
     monkeypatch.setattr(generation, 'write_batch', lambda model, prompts, rows, *args: (sizes.append(len(rows)), written(model, prompts, rows, *args))[1])
     results = []

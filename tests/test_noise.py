@@ -4,8 +4,8 @@ import random, subprocess, sys
 import numpy as np
 import pytest
 
-from alpaca_farm import noise
-from alpaca_farm.core.preferences import hash_uniform
+from alpaca_farm.judging import noise
+from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.core.stats import agreement, wilson
 
 
@@ -33,7 +33,7 @@ def test_the_coin_belongs_to_the_pair():
 
 def test_a_process_changes_nothing():
     "No salted hash is involved."
-    code = 'from alpaca_farm.core.preferences import hash_uniform; print(repr(hash_uniform(3, "flip", "é", 1.5)))'
+    code = 'from alpaca_farm.core.data.preferences import hash_uniform; print(repr(hash_uniform(3, "flip", "é", 1.5)))'
     runs = [subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True) for _ in range(2)]
     assert {r.stdout.strip() for r in runs} == {repr(hash_uniform(3, 'flip', 'é', 1.5))}
 

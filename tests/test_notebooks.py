@@ -10,15 +10,16 @@ import pytest
 
 import tiny
 from alpaca_farm import farm
-from alpaca_farm.core.build import methods, notebook_path
-from alpaca_farm.core import execution
-from alpaca_farm.core.execution import needed_cells
-from alpaca_farm.core.launch import Job, run_jobs
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.run.inputs import methods
+from alpaca_farm.core.run.paths import module_of, notebook_path
+from alpaca_farm.core.run import execution
+from alpaca_farm.core.run.execution import is_needed
+from alpaca_farm.core.run.jobs import Job, run_jobs
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_log, read_summary
 
 NBS = tiny.ROOT/'nbs'
-RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb')) if p.parent.name not in ('core', 'studies', '.ipynb_checkpoints')]
+RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb')) if not {'core', 'studies', '.ipynb_checkpoints'} & {*p.parts[len(NBS.parts):]}]
 SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]  # notebooks without a run, which nbdev_test executes
 # notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
 FARMED = ({name: name for name in ('world', 'sft', 'annotators', 'reward_model')}
@@ -100,7 +101,7 @@ def test_notebook_executes(made, name):
     assert status == 0, output
     cells = nbformat.read(folder/f'{FARMED.get(name, name)}.ipynb', 4).cells
     code = [c for c in cells if c.cell_type == 'code' and c.source.strip()]
-    by_run = [c for c, needed in zip(cells, needed_cells(cells)) if needed and c.source.strip()]   # without demonstrations
+    by_run = [c for c in cells if is_needed(c) and c.source.strip()]   # without demonstrations
     assert all(c.execution_count for c in (code if name in WHOLE else by_run)) and len(by_run) >= 5
     assert [o for c in code for o in c['outputs'] if o['output_type'] == 'error'] == []
     for c in code:
@@ -212,7 +213,7 @@ LACKING = dict(  # the settings under which a method's run has the fewest figure
 @pytest.mark.parametrize('name', LACKING)
 def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
     "The cells after the settings, without the demonstrations: they need no figure that a setting can leave out, and read no other run."
-    module = importlib.import_module(f'alpaca_farm.{name}')
+    module = importlib.import_module(module_of(name))
     if name == 'expert_iteration': monkeypatch.setattr(module, 'run_jobs', tiny.run_here)
     shown = tiny.show_results(name, tiny.config(module, **tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]))
     assert len(shown) > 1 and "'runs/" not in ''.join(shown)

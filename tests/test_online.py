@@ -11,17 +11,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.core import models as core_models, rewards as core_rewards
-from alpaca_farm.core.models import load_policy
-from alpaca_farm.core.rewards import combine_scores, label_count, reward
+from alpaca_farm.core.model import models as core_models, rewards as core_rewards
+from alpaca_farm.core.model.models import load_policy
+from alpaca_farm.core.model.rewards import combine_scores, label_count, reward
 from alpaca_farm.core.online import CheckpointSelector, OnlineConfig, prompt_indices, rollout_scores
-from alpaca_farm.core.files import read_json, write_json
-from alpaca_farm.core.runs import read_log, read_summary
-from alpaca_farm.core.settings import from_args
+from alpaca_farm.core.run.files import read_json, write_json
+from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.settings import from_args
 from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
 from alpaca_farm.overoptimization import (bank_and_references, bank_curve, can_fit, fit_utility, label_name, method_name, OverConfig,
                                           peak_distance, policy_proxy)
 from alpaca_farm.ppo import group_advantages, PPOConfig, rollout_indices, value_model
+from alpaca_farm.core.run.paths import module_of
 
 torch.set_num_threads(1)
 
@@ -218,7 +219,7 @@ def test_samples_at_another_temperature_are_refused(tmp_path):
 
 def test_adam_is_adam(tmp_path):
     "Five updates of a Trainer against Adam written out, in float64."
-    from alpaca_farm.core.runs import start
+    from alpaca_farm.core.run.runs import start
     from alpaca_farm.core.training import Trainer
     from alpaca_farm.sft import SFTConfig
     cfg = SFTConfig(out=str(tmp_path/'adam'), adam_eps=1e-3, learning_rate=.1, lr_schedule='constant', warmup=0.,
@@ -240,7 +241,7 @@ def test_adam_is_adam(tmp_path):
 
 
 def test_two_callables_of_one_module_are_two_inputs():
-    from alpaca_farm.core.fingerprint import content_hash
+    from alpaca_farm.core.run.identity import content_hash
     marks = [content_hash(f'alpaca_farm.world:{name}') for name in ('pool', 'judge', 'crowd')]
     assert len(set(marks)) == 3
 
@@ -256,7 +257,7 @@ def toy_train(cfg): return first_part(cfg)
 def test_a_lambda_inside_an_expression_does_not_stop_a_run():
     import ast
     import inspect
-    from alpaca_farm.core.fingerprint import code_hash
+    from alpaca_farm.core.run.identity import code_hash
     with pytest.raises(SyntaxError): ast.parse(inspect.getsource(first_part).strip())   # its source is a fragment
     assert len(code_hash(toy_train)) == 12
 
@@ -336,7 +337,7 @@ def test_a_checkpoint_is_chosen_by_single_labels_that_count(base, tmp_path):
 
 
 def test_two_runs_are_compared_under_a_reward_model(base, tmp_path):
-    from alpaca_farm import compare
+    from alpaca_farm.boards import compare
     for name in ('a', 'b'): ran(tmp_path/name, 'dpo')
     for name, answer in (('a', 'red'), ('b', 'so blue')): write_json(tmp_path/name/'outputs.json', [dict(instruction='Say.', input='', output=answer)])
     cfg = compare.CompareConfig(folders=[str(tmp_path/n) for n in 'ab'], annotators=str(base/'reward_model'), out=str(tmp_path/'compare'))
@@ -354,8 +355,8 @@ def answered(base, tmp_path_factory):
 
 def test_answers_are_sampled_with_settings_of_their_own(base, answered):
     from alpaca_farm.core.answers import AnswerConfig, answering, sample_answers
-    from alpaca_farm.core.data import load_records
-    from alpaca_farm.core.models import load_policy
+    from alpaca_farm.core.data.records import load_records
+    from alpaca_farm.core.model.models import load_policy
     cfg = answering(AnswerConfig(**tiny.SAMPLING, eval_temperature=0.))
     expected = sample_answers(*load_policy(str(answered), cfg), load_records(str(base/'world'), 'eval', n=10), cfg)
     left = read_json(answered/'outputs.json')
@@ -377,7 +378,7 @@ def test_a_finished_run_is_answered_again_without_training(base, tmp_path, noteb
     "With other settings of the answers, they are those of a run that had these settings from the beginning; without a split there are none."
     import importlib
     from alpaca_farm.core.training import Trainer
-    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    module = importlib.import_module(module_of(notebook))
     def train(name, **settings):
         given = tiny.settings(notebook, base, out=str(tmp_path/name/'run')) | more | settings
         return tiny.main(module)(tiny.config(module, **given)).folder
@@ -400,7 +401,7 @@ def test_a_finished_run_is_answered_again_without_training(base, tmp_path, noteb
 def test_candidates_of_any_size(base, tmp_path, monkeypatch):
     "101 MB of them; the checkpoint stays small, and each chunk is written to the end of a file once."
     from alpaca_farm import best_of_n
-    from alpaca_farm.core.runs import Run
+    from alpaca_farm.core.run.runs import Run
     long, sizes, save = 'a '*4_200_000, [], Run.save
     source = [dict(instruction=str(i)) for i in range(12)], lambda some: [dict(r, output=[long], ended=[True]) for r in some], 0
     monkeypatch.setattr(best_of_n, 'sampled_source', lambda *_: source)

@@ -8,13 +8,13 @@ import time
 import pytest
 
 import tiny
-from alpaca_farm import openai_baselines
-from alpaca_farm.core import client
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.runs import read_summary
-from alpaca_farm.core.store import Store
+from alpaca_farm.judging import openai_baselines
+from alpaca_farm.core.ask import client
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.core.ask.store import Store
 from alpaca_farm.eval import EvalConfig, read_models
-from alpaca_farm.openai_baselines import baseline_request, BASELINES, OpenaiBaselinesConfig, run
+from alpaca_farm.judging.openai_baselines import baseline_request, BASELINES, OpenaiBaselinesConfig, run
 from judge_server import digest, judge_server, prompt_text
 
 

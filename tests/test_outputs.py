@@ -5,11 +5,14 @@ import shutil
 import pytest
 
 import tiny
-from alpaca_farm.core import outputs
-from alpaca_farm.core.files import read_json, write_json
-from alpaca_farm.core.outputs import code_mark, execute, is_slow, notebook_paths, OutputsConfig, save_outputs
+from alpaca_farm.core.run import outputs
+from alpaca_farm.core.run.files import read_json, write_json
+from alpaca_farm.core.run.outputs import code_mark, execute, is_slow, notebook_paths, OutputsConfig, save_outputs
 
 RECORD = tiny.ROOT/'nbs'/'outputs.json'
+
+
+def name_of(path): return path.with_suffix('').as_posix().rpartition('/nbs/')[2]
 
 
 def shows_runs(path):
@@ -17,11 +20,11 @@ def shows_runs(path):
 
 
 def test_every_notebook_is_recorded():
-    assert set(read_json(RECORD)) == {p.stem for p in notebook_paths()}
+    assert set(read_json(RECORD)) == {name_of(p) for p in notebook_paths()}
 
 
 def test_saved_outputs_are_from_one_farm():
-    farms = {p.stem: read_json(RECORD)[p.stem]['farm'] for p in notebook_paths() if shows_runs(p)}
+    farms = {name_of(p): read_json(RECORD)[name_of(p)]['farm'] for p in notebook_paths() if shows_runs(p)}
     unknown = sorted(name for name, farm in farms.items() if not farm)
     if unknown: pytest.skip(f'saved before farms were recorded (make outputs records them): {", ".join(unknown)}')
     assert len(set(farms.values())) == 1, json.dumps(farms, indent=1)

@@ -4,12 +4,12 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import tiny
-import alpaca_farm.core.models as core_models
-import alpaca_farm.core.packing as core_packing
-from alpaca_farm.core.adapters import checkpoint_layers
-from alpaca_farm.core.models import before, hidden_states, logprobs, sequence_logprobs
-from alpaca_farm.core.packing import attention_window, pack, packed_states, position_wise, reads_packed
-from alpaca_farm.core.text import collate, rollout_batch
+import alpaca_farm.core.model.models as core_models
+import alpaca_farm.core.model.packing as core_packing
+from alpaca_farm.core.model.adapters import checkpoint_layers
+from alpaca_farm.core.model.models import before, hidden_states, logprobs, sequence_logprobs
+from alpaca_farm.core.model.packing import attention_window, pack, packed_states, position_wise, reads_packed
+from alpaca_farm.core.data.text import collate, rollout_batch
 from tiny import family
 
 torch.set_num_threads(1)

@@ -7,10 +7,12 @@ import pytest
 
 import tiny
 from alpaca_farm import best_of_n, binary_feedback, dpo, expert_iteration, ppo, quark, rrhf, sft
-from alpaca_farm.core import generation, training
-from alpaca_farm.core.models import load_policy, load_scalar
-from alpaca_farm.core.rewards import reward
+from alpaca_farm.core.model import generation
+from alpaca_farm.core import training
+from alpaca_farm.core.model.models import load_policy, load_scalar
+from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.world import LENGTH
+from alpaca_farm.core.run.paths import module_of
 
 ONLINE = dict(ppo=ppo, quark=quark)
 ALL = dict(sft=sft, dpo=dpo, binary_feedback=binary_feedback, rrhf=rrhf, **ONLINE)
@@ -36,7 +38,7 @@ def dataset(folder, rows):
 @pytest.mark.parametrize('name', [*ALL, 'expert_iteration'])
 def test_a_missing_eval_split_is_named_first(base, tmp_path, monkeypatch, name):
     shutil.copytree(base/'world', tmp_path/'data', ignore=shutil.ignore_patterns('eval.json', 'model'))
-    refused(importlib.import_module(f'alpaca_farm.{name}'), base, tmp_path, monkeypatch, FileNotFoundError,
+    refused(importlib.import_module(module_of(name)), base, tmp_path, monkeypatch, FileNotFoundError,
             r"eval_split = 'eval': .*no eval\.json in it; it holds .*or none with eval_split empty", data=str(tmp_path/'data'))
 
 
@@ -66,7 +68,7 @@ def silent(pairs): return [float('nan')]*len(pairs)
 
 @pytest.mark.parametrize('name', ['ppo', 'quark', 'rrhf', 'best_of_n'])
 def test_a_reward_that_fails_is_named_first(base, tmp_path, monkeypatch, name):
-    refused(importlib.import_module(f'alpaca_farm.{name}'), base, tmp_path, monkeypatch, ValueError,
+    refused(importlib.import_module(module_of(name)), base, tmp_path, monkeypatch, ValueError,
             rf"reward_model = '{__name__}:broken' failed on a first answer \(KeyError: 'price'\)", reward_model=f'{__name__}:broken')
 
 

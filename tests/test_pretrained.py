@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 
-from alpaca_farm.core.models import load_policy, load_scalar
-from alpaca_farm.core.rewards import reward
-from alpaca_farm.core.settings import Config
+from alpaca_farm.core.model.models import load_policy, load_scalar
+from alpaca_farm.core.model.rewards import reward
+from alpaca_farm.core.run.settings import Config
 from alpaca_farm.pretrained import RELEASED, PretrainedConfig, rotary_sum, run
 
 ROWS = 16

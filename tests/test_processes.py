@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import tiny
 from alpaca_farm import sft, world
-from alpaca_farm.core import processes, runs
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.launch import Job, run_jobs
-from alpaca_farm.core.runs import read_log
-from alpaca_farm.core.settings import TrainConfig
+from alpaca_farm.core.run import processes, runs
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.jobs import Job, run_jobs
+from alpaca_farm.core.run.runs import read_log
+from alpaca_farm.core.run.settings import TrainConfig
 from alpaca_farm.rrhf import RRHFConfig
+from alpaca_farm.core.run.paths import module_of
 from safetensors.torch import load_file
 
 TWO = dict(num_processes=2, device='cpu', dtype='float32')
@@ -66,7 +67,7 @@ def together(base, tmp_path_factory):
 @pytest.mark.parametrize('name', RUNS)
 def test_two_processes_make_the_run_of_one(name, base, together, tmp_path):
     method, more = RUNS[name]
-    module = importlib.import_module(f'alpaca_farm.{method}')
+    module = importlib.import_module(module_of(method))
     module.train(tiny.config(module, **settings(method, base, tmp_path/'one', **more, num_processes=1)))
     assert_same_run(together/name, tmp_path/'one')
 
@@ -155,7 +156,7 @@ def test_what_cannot_be_shared_is_refused_before_anything_is_started(base, tmp_p
 @pytest.mark.parametrize('end,closed', [('', True), ('raise ValueError', True), ('distributed.get_backend_config = lambda: "cuda:nccl"; raise ValueError', False)])
 def test_a_process_closes_its_connections_before_it_ends(end, closed):
     "Unless an error ended it on GPUs, where NCCL waits for the others."
-    code = ('import atexit; from torch import distributed; from alpaca_farm.core.processes import HardwareConfig, join_ranks\n'
+    code = ('import atexit; from torch import distributed; from alpaca_farm.core.run.processes import HardwareConfig, join_ranks\n'
             'atexit.register(lambda: print("open" if distributed.is_initialized() else "closed"))\n'   # the last of the handlers
             f'join_ranks(HardwareConfig(device="cpu"))\n{end}')
     port = str(*tiny.free_ports(1))

@@ -9,12 +9,12 @@ import torch
 import tiny
 from alpaca_farm import quark
 from alpaca_farm.core.answers import AnswerConfig
-from alpaca_farm.core.control import add_tokens, prepend_tokens
-from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import load_policy, load_tokenizer, logits_of, logprobs
-from alpaca_farm.core.files import load_state
-from alpaca_farm.core.runs import read_log, read_summary
-from alpaca_farm.core.text import collate, encode_prompts
+from alpaca_farm.core.model.control import add_tokens, prepend_tokens
+from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.models import load_policy, load_tokenizer, logits_of, logprobs
+from alpaca_farm.core.run.files import load_state
+from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.data.text import collate, encode_prompts
 from alpaca_farm.quark import (pool_answers, pool_batch, quantiles, quark_loss, quark_terms,
     QuarkConfig, response_terms, reward_tokens, token_terms, update_indices,
     update_pool)

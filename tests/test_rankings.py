@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from alpaca_farm import rankings as rk
+from alpaca_farm.boards import rankings as rk
 
 DATA = Path(__file__).parents[2]/'shared'/'data'/'alpaca_eval'
 recorded = pytest.mark.skipif(not DATA.exists(), reason='the recorded verdicts are not here')
@@ -187,8 +187,8 @@ def test_no_verdict_is_counted_and_counts_nowhere():
 
 
 def test_a_row_without_a_preference_is_named():
-    from alpaca_farm.length_control import from_annotations
-    from alpaca_farm.rankings import games_by_source
+    from alpaca_farm.boards.length_control import from_annotations
+    from alpaca_farm.boards.rankings import games_by_source
     row = dict(instruction='Add.', output_1='1', output_2='2', dataset='a')
     with pytest.raises(ValueError, match="row 1 has no 'preference'"): games_by_source([dict(row, preference=1), row])
     with pytest.raises(ValueError, match='mine, row 0: preference None is not'): from_annotations(dict(mine=[row]))

@@ -13,9 +13,9 @@ from papermill import inspect_notebook
 
 import tiny
 from alpaca_farm import annotators, reward_model
-from alpaca_farm.core.build import notebook_path
-from alpaca_farm.core.runs import read_summary
-from alpaca_farm.core.settings import as_type, refuse_unknown
+from alpaca_farm.core.run.paths import notebook_path
+from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.core.run.settings import as_type, refuse_unknown
 
 PAGES = {p.name: p.read_text() for p in (tiny.ROOT/'README.md', tiny.ROOT/'nbs'/'contributing.md', tiny.ROOT/'nbs'/'coming_from.md')}
 for p in sorted((tiny.ROOT/'nbs').rglob('*.ipynb')):
@@ -45,7 +45,8 @@ def given(words):
 
 
 def config_class(notebook):
-    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    path = next((tiny.ROOT/'alpaca_farm').rglob(f'{notebook}.py'))
+    module = importlib.import_module('.'.join(path.relative_to(tiny.ROOT).with_suffix('').parts))
     return next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
 
 
@@ -72,7 +73,7 @@ def check(command):
         module = next(w for w in words[words.index('-m') + 1:] if not w.startswith('-'))
         if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
         options = words[words.index(module) + 1:]
-        if module == 'alpaca_farm.core.sweeps':   # a notebook, then -g setting values..., -p setting value
+        if module == 'alpaca_farm.core.run.sweeps':   # a notebook, then -g setting values..., -p setting value
             parts = re.sub(r'--\S+ \S+', '', ' '.join(options[1:])).replace('-p ', '-g ').split('-g ')[1:]
             for name, *values in map(str.split, parts):
                 for value in values: check_settings(options[0], {name: value})
@@ -80,9 +81,9 @@ def check(command):
         if '-f' in options:
             file = tiny.ROOT/options.pop(options.index('-f') + 1)
             options.remove('-f')
-            if file.exists(): check_settings(module.removeprefix('alpaca_farm.'), yaml.safe_load(file.read_text()))
+            if file.exists(): check_settings(module.rpartition('.')[2], yaml.safe_load(file.read_text()))
         settings = dict(zip(options[::2], options[1::2]))
-        check_settings(module.removeprefix('alpaca_farm.'), {k.removeprefix('--'): yaml.safe_load(v) if v[0] == '[' else v for k, v in settings.items()})
+        check_settings(module.rpartition('.')[2], {k.removeprefix('--'): yaml.safe_load(v) if v[0] == '[' else v for k, v in settings.items()})
 
 
 @pytest.mark.parametrize('page', [name for name, text in PAGES.items() if commands(text)])

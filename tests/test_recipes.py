@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from alpaca_farm.core.build import methods
-from alpaca_farm.core.settings import Config, as_type
+from alpaca_farm.core.run.inputs import methods
+from alpaca_farm.core.run.settings import Config, as_type
 from alpaca_farm.farm import farm_jobs, FarmConfig
+from alpaca_farm.core.run.paths import module_of
 
 RECIPES = Path(__file__).parents[1]/'nbs'/'recipes'
 
 
 def config_of(notebook: str):
-    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    module = importlib.import_module(module_of(notebook))
     return next(v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Config) and v.__module__ == module.__name__)
 
 
@@ -119,7 +120,7 @@ def test_the_farm_gives_settings_that_exist():
 
 def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     "The reward model of a judge needs that judge's labels, which are no default of the reward model's notebook."
-    from alpaca_farm.core import build
+    from alpaca_farm.core.run import inputs as build
     made = []
     monkeypatch.setattr(build, 'is_fresh', lambda path: str(path) in made)
     monkeypatch.setattr(build, 'at_root', lambda path: tmp_path/path)

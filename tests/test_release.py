@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from alpaca_farm import best_of_n, sft, world
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.files import read_json
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.stats import agreement
 from alpaca_farm.embedded.authors import contested
 from alpaca_farm.embedded.criteria import answer_matrix, COLUMNS, QUALITY
 from alpaca_farm.embedded.grammar import parse
 from alpaca_farm.embedded.lexicon import PHRASES
 from alpaca_farm.eval import complete_preferences
-from alpaca_farm.farm_board import chosen_answers
-from alpaca_farm.noise import preference_probabilities, sample_votes
+from alpaca_farm.boards.farm_board import chosen_answers
+from alpaca_farm.judging.noise import preference_probabilities, sample_votes
 
 
 @pytest.fixture(scope='module')

@@ -14,9 +14,10 @@ import pytest
 
 import tiny
 from alpaca_farm import ppo, sft
-from alpaca_farm.core import runs
-from alpaca_farm.core.runs import read_log, read_summary
-from alpaca_farm.core.settings import Config
+from alpaca_farm.core.run import runs
+from alpaca_farm.core.run.paths import module_of
+from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.settings import Config
 
 # settings with many steps, and the range from which the step of the kill is chosen
 LONG = dict(world=(dict(prose=400, batch_size=1), 200, 380), sft=(dict(batch_size=1, checkpoint_every=2), 2, 55),
@@ -82,7 +83,7 @@ def test_killed_at_a_random_step(base, killed, tmp_path, capsys, notebook):
     folder, jobs = killed
     at, reached = jobs[notebook].result()
     with capsys.disabled(): print(f' [{notebook} killed at step {at}, {reached} logged]', end='', flush=True)
-    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    module = importlib.import_module(module_of(notebook))
     tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/notebook), **LONG[notebook][0])))
     same_run(tmp_path/notebook, folder/notebook)
 
@@ -141,7 +142,7 @@ def test_killed_while_the_best_model_is_replaced(base, tmp_path, count):
 
 def test_a_checkpoint_holds_the_loss_scale_and_its_own_device_alone(base, tmp_path):
     import torch
-    from alpaca_farm.core.models import load_policy
+    from alpaca_farm.core.model.models import load_policy
     from alpaca_farm.core.training import Trainer
     cfg = tiny.config(sft, **tiny.settings('sft', base, out=str(tmp_path/'run')))
     trainer = Trainer(runs.Run(cfg, {}), 9, dict(policy=load_policy(cfg.policy, cfg, train=True)[0]))
@@ -179,8 +180,8 @@ def test_other_settings_and_other_inputs_run_and_keep_the_old(base, tmp_path):
 SOURCE = '''
 from dataclasses import dataclass
 import numpy as np
-from alpaca_farm.core.runs import start
-from alpaca_farm.core.settings import Config
+from alpaca_farm.core.run.runs import start
+from alpaca_farm.core.run.settings import Config
 
 WEIGHT = 1.
 
@@ -202,8 +203,6 @@ BEST = max
 def loss(x): return WEIGHT*Model().loss(x) + sum(extra(i) for i in range(2)) + JUDGE.bias*float(BEST(UTILITY))
 
 def extra(i): return i
-
-def unrelated(x): return x
 
 def train(cfg):
     run = start(cfg, train)
@@ -227,7 +226,7 @@ def toy(folder, name, source):
     ('def loss(x): return', 'def loss(x): return 2*', True), ('def loss(self, x): return x', 'def loss(self, x): return -x', True),
     ('WEIGHT = 1.', 'WEIGHT = 3.', True), ('def extra(i): return i', 'def extra(i): return 5*i', True),
     ('UTILITY = np.array([1., 2.])', 'UTILITY = np.array([1., 3.])', True), ('JUDGE = Judge(.5)', 'JUDGE = Judge(.6)', True),
-    ('BEST = max', 'BEST = min', True), ('def unrelated(x): return x', 'def unrelated(x): return 7', False),
+    ('BEST = max', 'BEST = min', True),
     ('def extra(i): return i', 'def extra(i): return i  # so', False), ('"A model."', '"A model of nothing."', False)])
 def test_edited_code_runs_and_the_old_is_kept(tmp_path, old, new, runs_again):
     assert SOURCE.count(old) == 1
@@ -304,7 +303,7 @@ def copied(base, tmp_path_factory):
 
 
 def train(notebook, base, out, **more):
-    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    module = importlib.import_module(module_of(notebook))
     return tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(out)) | more))
 
 
@@ -324,10 +323,10 @@ def test_inputs_are_known_by_their_content(copied, edit):
 
 
 def cfg_of(notebook, base, out, **more):
-    return tiny.config(importlib.import_module(f'alpaca_farm.{notebook}'), **tiny.settings(notebook, base, out=str(out)) | more)
+    return tiny.config(importlib.import_module(module_of(notebook)), **tiny.settings(notebook, base, out=str(out)) | more)
 
 
-def main_of(notebook): return tiny.main(importlib.import_module(f'alpaca_farm.{notebook}'))
+def main_of(notebook): return tiny.main(importlib.import_module(module_of(notebook)))
 
 
 def test_an_unfinished_input_is_refused(copied, tmp_path):
@@ -354,7 +353,7 @@ def test_an_input_whose_own_inputs_changed_is_named(copied, tmp_path, capsys):
 
 def test_a_users_modules_are_followed(tmp_path, monkeypatch):
     "Through their own imports: plain, relative and in packages."
-    from alpaca_farm.core.fingerprint import content_hash
+    from alpaca_farm.core.run.identity import content_hash
     files = {'judge_a.py': 'import helper_a\nfrom parts_a.inner import weight\ndef judge(pairs): return helper_a.f(pairs)',
              'helper_a.py': 'def f(pairs): return [1]*len(pairs)', 'parts_a/__init__.py': 'from .sums import total',
              'parts_a/inner.py': 'from . import sums\nweight = 1', 'parts_a/sums.py': 'total = 1', 'unused_a.py': 'x = 1'}
@@ -371,7 +370,7 @@ def test_a_users_modules_are_followed(tmp_path, monkeypatch):
 
 
 def test_a_judges_configuration_is_known_by_its_content(tmp_path):
-    from alpaca_farm.core.fingerprint import content_hash
+    from alpaca_farm.core.run.identity import content_hash
     shutil.copytree(tiny.ROOT/'nbs'/'recipes'/'judges'/'structured', tmp_path/'structured')
     marks = [content_hash(s) for s in ('structured', str(tmp_path/'structured'), str(tmp_path/'structured'/'configs.yaml'))]
     assert marks[0] == marks[1] and all(len(m) == 12 for m in marks)
@@ -382,7 +381,7 @@ def test_a_judges_configuration_is_known_by_its_content(tmp_path):
 
 
 def test_a_large_file_is_read_once(tmp_path, monkeypatch):
-    from alpaca_farm.core import files
+    from alpaca_farm.core.run import files
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     (tmp_path/'a').write_bytes(bytes(2**21))
     reads, real = [], files.hashlib.file_digest

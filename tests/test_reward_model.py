@@ -8,13 +8,13 @@ import torch
 
 import tiny
 from alpaca_farm import reward_model as rm
-from alpaca_farm.core.models import load_policy, load_scalar, response_logprobs, sequence_scores, token_scores
-from alpaca_farm.core import rewards as rewards_module
-from alpaca_farm.core.rewards import label_count, reward, rewards, score_records
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_log, read_summary
-from alpaca_farm.core.text import collate, encode_prompts, encode_responses
-from alpaca_farm.local_judges import RewardJudge
+from alpaca_farm.core.model.models import load_policy, load_scalar, response_logprobs, sequence_scores, token_scores
+from alpaca_farm.core.model import rewards as rewards_module
+from alpaca_farm.core.model.rewards import label_count, reward, rewards, score_records
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.data.text import collate, encode_prompts, encode_responses
+from alpaca_farm.judging.local_judges import RewardJudge
 from alpaca_farm.ppo import PPOConfig, value_model
 from alpaca_farm.embedded.criteria import utility
 from alpaca_farm.reward_model import RewardModelConfig, pairwise_loss

@@ -13,10 +13,10 @@ import yaml
 import tiny
 from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
-from alpaca_farm.core.completions import label_tokens, LocalWriter, prompt_tokens, shown_label, Written
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.ask.completions import label_tokens, LocalWriter, prompt_tokens, shown_label, Written
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.rlcd import RLCDConfig
 from alpaca_farm.rlcd_tasks import clean_response, contrast_prompt, judge_prompt, read_task, reject_reason, task_file
 

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import rrhf, rrhf_pool
-from alpaca_farm.core.candidates import LISTS, merge_candidates, read_candidates, select_candidates, to_rrhf, write_rrhf
-from alpaca_farm.core.formats import as_records, default_sources
-from alpaca_farm.core.models import load_policy, logprobs
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.runs import read_log, read_summary
-from alpaca_farm.core.text import collate, decode, encode_prompts, encode_responses
+from alpaca_farm.core.data.candidates import LISTS, merge_candidates, read_candidates, select_candidates, to_rrhf, write_rrhf
+from alpaca_farm.core.data.formats import as_records, default_sources
+from alpaca_farm.core.model.models import load_policy, logprobs
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.data.text import collate, decode, encode_prompts, encode_responses
 from alpaca_farm.rrhf import (best_nll, imitation_weights, normalised, rrhf_batch, rrhf_loss, rrhf_step,
     RRHFConfig)
 

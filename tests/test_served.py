@@ -7,12 +7,12 @@ import torch
 import tiny
 from lora_server import lora_server
 from alpaca_farm import best_of_n, ppo
-from alpaca_farm.core.data import load_records
-from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import load_policy
-from alpaca_farm.core.runs import read_log, read_summary
-from alpaca_farm.core.served import adapter_mark, logprob_gap, use_sampler
-from alpaca_farm.core.text import encode_prompts
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.models import load_policy
+from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.model.served import adapter_mark, logprob_gap, use_sampler
+from alpaca_farm.core.data.text import encode_prompts
 from alpaca_farm.ppo import PPOConfig
 
 
@@ -127,7 +127,7 @@ def test_another_model_and_a_server_that_is_gone(base, tmp_path, monkeypatch):
 def test_answers_without_a_token_are_passed_over(models, monkeypatch):
     "Some servers leave the end token out."
     from types import SimpleNamespace
-    from alpaca_farm.core import served
+    from alpaca_farm.core.model import served
     own = served.own_logprobs(models.policy, models.prompts[:2], models.answers[:2], 1.)
     told = [([], []), *zip(models.answers[:2], own)]
     sampler = SimpleNamespace(url='http://here')
@@ -139,7 +139,7 @@ def test_answers_without_a_token_are_passed_over(models, monkeypatch):
 
 def test_a_key_in_a_servers_error_is_not_shown(monkeypatch):
     from types import SimpleNamespace
-    from alpaca_farm.core.served import ServedSampler
+    from alpaca_farm.core.model.served import ServedSampler
     monkeypatch.setenv('VLLM_API_KEY', 'a1B2'*8)
     answer = SimpleNamespace(status_code=401, text='bad key ' + 'a1B2'*8)
     sampler = SimpleNamespace(url='http://here', gone=httpx.TransportError, http=SimpleNamespace(request=lambda *_, **__: answer))

@@ -15,8 +15,9 @@ import yaml
 from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
-from alpaca_farm.core import paths
-from alpaca_farm.core.settings import TrainConfig, field_comments, from_args, no_secrets
+from alpaca_farm.core.run import paths
+from alpaca_farm.core.run.paths import module_of
+from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args, no_secrets
 
 NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'openai_baselines', 'ppo', 'rrhf')
 QUICK = dict(deadline=None, phases=[Phase.generate], database=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -27,7 +28,7 @@ texts = st.sampled_from(NASTY) | st.text(max_size=20)
 
 
 def config_classes():
-    modules = [importlib.import_module(f'alpaca_farm.{n}') for n in NOTEBOOKS]
+    modules = [importlib.import_module(module_of(n)) for n in NOTEBOOKS]
     return [next(v for k, v in vars(m).items() if k.endswith('Config') and getattr(v, '__module__', '') == m.__name__) for m in modules]
 
 
@@ -51,7 +52,7 @@ def test_any_text_through_the_dataclass_works_or_is_refused_by_name(classes):
 
 
 def test_any_text_on_the_command_line_works_or_is_refused_by_name(classes, capsys, monkeypatch):
-    monkeypatch.setattr('alpaca_farm.core.settings.field_comments', functools.cache(field_comments))
+    monkeypatch.setattr('alpaca_farm.core.run.settings.field_comments', functools.cache(field_comments))
     @settings(max_examples=400, **QUICK)
     @given(st.data(), texts)
     def holds(data, text):
@@ -77,9 +78,9 @@ yamls = (st.dictionaries(st.sampled_from(['mine', 'm', 1]), values | entries, ma
 
 @pytest.mark.parametrize('load', ['judge', 'prices'])
 def test_any_yaml_loads_or_is_refused_by_name(load, tmp_path):
-    from alpaca_farm.core.api import price_list
-    from alpaca_farm.core.judge_configs import configured_models
-    from alpaca_farm.judges import load_evaluators, parse_verdicts
+    from alpaca_farm.core.ask.api import price_list
+    from alpaca_farm.core.ask.judge_configs import configured_models
+    from alpaca_farm.judging.judges import load_evaluators, parse_verdicts
     file = tmp_path/'configs.yaml'
     (tmp_path/'p.txt').write_text('{output_1} {output_2}')
     answer = dict(choices=[dict(message=dict(content='a'), logprobs=dict(content=[dict(top_logprobs=[dict(token='a', logprob=-1.)])]))])
@@ -136,7 +137,7 @@ KEYS = ['sk-' + 'x'*40, 'sk-proj-' + 'aB3_'*8 + 'aB3dEf6hIj9lMn2pQr', 'sk-ant-ap
 
 @pytest.mark.parametrize('key', KEYS)
 def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
-    from alpaca_farm.core.api import ApiConfig
+    from alpaca_farm.core.ask.api import ApiConfig
     for given in (dict(tracker=key), dict(out=key), dict(seed=key), dict(dtype=key), dict(base_url=f'http://localhost/v1?api_key={key}'), dict(models=[f'gpt-4.1={key}'])):
         with pytest.raises(ValueError, match=f'^{[*given][0]} looks like an API key') as e: ApiConfig(**given)
         assert key not in str(e.value)
@@ -173,8 +174,8 @@ def test_relative_paths_are_the_users_outside_the_checkout(elsewhere, monkeypatc
 
 
 def test_a_mistyped_path_names_its_neighbour_and_the_hub(elsewhere):
-    from alpaca_farm.core.data import load_records
-    from alpaca_farm.core.models import model_path
+    from alpaca_farm.core.data.records import load_records
+    from alpaca_farm.core.model.models import model_path
     from alpaca_farm.sft import SFTConfig
     for call in (lambda: SFTConfig(data='rnus/world'), lambda: load_records('rnus/world', 'eval'), lambda: model_path('rnus/world')):
         with pytest.raises((FileNotFoundError, ValueError)) as e: call()
@@ -194,7 +195,7 @@ def test_a_name_on_the_hub_is_accepted_though_a_folder_is_near(elsewhere, monkey
 def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, monkeypatch):
     "A fresh checkout: the world alone would take minutes."
     from alpaca_farm import ppo, sft
-    from alpaca_farm.core import build
+    from alpaca_farm.core.run import inputs as build
     built = []
     monkeypatch.setattr(build, 'build', lambda notebook, out, **_: built.append(out))
     (elsewhere/'half').mkdir()
@@ -207,7 +208,7 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
 
 
 def test_what_a_users_module_needs_is_named(elsewhere):
-    from alpaca_farm.core.settings import resolve
+    from alpaca_farm.core.run.settings import resolve
     (elsewhere/'my_judge.py').write_text('import not_installed_anywhere')
     with pytest.raises(ModuleNotFoundError, match="named 'not_installed_anywhere'"): resolve('my_judge:judge')
     for spec in ('my_jdge:judge', 'not_there.my_judge:judge'):
@@ -216,7 +217,7 @@ def test_what_a_users_module_needs_is_named(elsewhere):
 
 def test_a_rebuilt_run_is_not_sent_again_and_git_need_not_be_there(monkeypatch):
     from alpaca_farm import sft
-    from alpaca_farm.core import fingerprint
+    from alpaca_farm.core.run import identity as fingerprint
     def missing(*_, **__): raise FileNotFoundError(2, 'No such file or directory', 'git')
     monkeypatch.setattr(fingerprint.subprocess, 'run', missing)
     described = fingerprint.describe_run(sft.SFTConfig(out='runs/a', tracker='tensorboard', push_to_hub='me/sft', epochs=2), sft.train)
@@ -225,8 +226,8 @@ def test_a_rebuilt_run_is_not_sent_again_and_git_need_not_be_there(monkeypatch):
 
 def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch):
     import huggingface_hub
-    from alpaca_farm.core.fingerprint import content_hash
-    from alpaca_farm.core.models import load_policy
+    from alpaca_farm.core.run.identity import content_hash
+    from alpaca_farm.core.model.models import load_policy
     from alpaca_farm.sft import SFTConfig
     cache, commit = elsewhere/'cache'/'models--ann--policy', '9f'*20
     shutil.copytree(base/'sft'/'model', cache/'snapshots'/commit)
@@ -258,12 +259,13 @@ def installed(tmp_path_factory):
 def test_the_wheel_works_without_a_checkout(installed, tmp_path):
     code = '''
 from pathlib import Path
-from alpaca_farm.core.build import methods, notebook_path, recipe
-from alpaca_farm.core.judge_configs import judge_config_file
-from alpaca_farm.core.paths import at_root, notebooks_folder
+from alpaca_farm.core.run.inputs import methods, recipe
+from alpaca_farm.core.run.paths import notebook_path
+from alpaca_farm.core.ask.judge_configs import judge_config_file
+from alpaca_farm.core.run.paths import at_root, notebooks_folder
 from alpaca_farm.dpo import DPOConfig
 from alpaca_farm.farm import FarmConfig
-from alpaca_farm.judges import load_evaluators
+from alpaca_farm.judging.judges import load_evaluators
 assert notebooks_folder() == Path(SITE)/'alpaca_farm'/'nbs', notebooks_folder()
 assert recipe('runs/sft') == ('sft', {}) and recipe('runs/samples')[0] == 'best_of_n' and 'ppo' in methods()
 assert notebook_path('best_of_n').is_file() and at_root('runs/a') == Path.cwd()/'runs'/'a'

@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from alpaca_farm import judges
-from alpaca_farm.core.api import ApiConfig
-from alpaca_farm.core.store import Store, request_key
+from alpaca_farm.judging import judges
+from alpaca_farm.core.ask.api import ApiConfig
+from alpaca_farm.core.ask.store import Store, request_key
 from fast_server import fast_server
 
 pytestmark = pytest.mark.alone

@@ -6,16 +6,16 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import tiny
-from alpaca_farm.core import launch
-from alpaca_farm.core.launch import Job, Machine, run_jobs
-from alpaca_farm.core.runs import read_log
-from alpaca_farm.core.sweeps import Cluster, sweep, sweep_command, sweep_jobs
+from alpaca_farm.core.run import jobs as launch
+from alpaca_farm.core.run.jobs import Job, Machine, run_jobs
+from alpaca_farm.core.run.runs import read_log
+from alpaca_farm.core.run.sweeps import Cluster, sweep, sweep_command, sweep_jobs
 
 
 def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp_path, capfd):
     fixed = tiny.settings('reward_model', base)
     fixed.pop('learning_rate')
-    command = [sys.executable, '-m', 'alpaca_farm.core.sweeps', 'reward_model', '--out', str(tmp_path/'s'), '--workers', '1',
+    command = [sys.executable, '-m', 'alpaca_farm.core.run.sweeps', 'reward_model', '--out', str(tmp_path/'s'), '--workers', '1',
                '-g', 'learning_rate', '0.001', '0.003', *(x for k, v in fixed.items() for x in ('-p', k, str(v)))]
     done = subprocess.run(command, cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True)
     assert done.returncode == 0 and 'learning_rate-0.003' in done.stdout, done.stdout + done.stderr
@@ -27,7 +27,7 @@ def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp
 
 
 def test_a_figure_where_runs_are_missing(monkeypatch, tmp_path, capsys):
-    from alpaca_farm.core import sweeps
+    from alpaca_farm.core.run import sweeps
     table = pd.DataFrame(dict(run=list('pqr'), rule=['a', 'c', 'b'], beta=[1, 1, 2], accuracy=[.5, .6, .7]))
     ax = sweeps.sweep_figure(table, dict(rule=['a', 'b', 'c'], beta=[1, 2]), 'rewrd').axes[0]
     drawn = {label.get_text(): x for x, label in zip(ax.get_xticks(), ax.get_xticklabels())}

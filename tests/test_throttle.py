@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpaca_farm.core.throttle import Throttle
+from alpaca_farm.core.ask.throttle import Throttle
 
 
 class Simulation:

@@ -8,12 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tiny
 from alpaca_farm import dpo, sft
-from alpaca_farm.core.files import read_json
-from alpaca_farm.core.generation import generate
-from alpaca_farm.core.models import load_policy, load_tokenizer
-from alpaca_farm.core.rewards import score_records
-from alpaca_farm.core.runs import read_summary
-from alpaca_farm.core.text import decode, encode, encode_prompts, encode_responses, end_token, end_tokens
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.models import load_policy, load_tokenizer
+from alpaca_farm.core.model.rewards import score_records
+from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.core.data.text import decode, encode, encode_prompts, encode_responses, end_token, end_tokens
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -86,7 +86,7 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
     tokenizer, seen = build(family), []
-    from alpaca_farm.core import rewards
+    from alpaca_farm.core.model import rewards
     policy, tokenizer = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
     monkeypatch.setattr(rewards, 'sequence_scores', lambda model, ids, mask, response: seen.append(ids) or torch.zeros(len(ids)))
     policy.score = None   # a decoder's head, which is not called
@@ -173,7 +173,7 @@ def test_an_end_that_the_model_does_not_know_is_refused(tmp_path):
 
 def test_many_texts_are_encoded_in_parts(monkeypatch):
     "Each text's ids as alone, eight bytes a token, and a progress line."
-    from alpaca_farm.core import text
+    from alpaca_farm.core.data import text
     tokenizer, shown = build('chatml_base'), []
     tokenizer.add_tokens([f'w{i}w' for i in range(400)])       # ids that Python does not share by itself
     texts = [' '.join(f'w{(i + k) % 400}w' for k in range(i % 7)) for i in range(2500)]

@@ -6,9 +6,9 @@ import pytest
 
 import tiny
 from alpaca_farm import sft
-from alpaca_farm.core import trackers
-from alpaca_farm.core.build import notebook_path
-from alpaca_farm.core.runs import read_log, read_summary
+from alpaca_farm.core.run import trackers
+from alpaca_farm.core.run.paths import notebook_path
+from alpaca_farm.core.run.runs import read_log, read_summary
 
 
 def settings(base, out, **more): return tiny.settings('sft', base, out=str(out), **more)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from alpaca_farm import world
-from alpaca_farm.core.files import read_json, write_json
-from alpaca_farm.core.preferences import hash_uniform
+from alpaca_farm.core.run.files import read_json, write_json
+from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree
 from alpaca_farm.embedded import crowd
 from alpaca_farm.embedded.authors import (Author, common_mistake, contested, details, EXPERT,

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from alpaca_farm.core.run.paths import module_of
 
 ROOT = Path(__file__).parents[1]
 TRAINERS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo', 'rrhf', 'quark', 'binary_feedback')  # modules whose runs can be interrupted
@@ -59,7 +60,7 @@ def main(module):
 def run_here(jobs, *_):
     "`run_jobs` in this process."
     for job in jobs:
-        module = importlib.import_module(f'alpaca_farm.{job.notebook}')
+        module = importlib.import_module(module_of(job.notebook))
         main(module)(config(module, out=job.out, **job.settings))
     return []
 
@@ -67,10 +68,10 @@ def run_here(jobs, *_):
 def show_results(notebook, cfg):
     "Execute the cells of a notebook after its settings, which make the run and show its results; returns their text."
     import matplotlib.pyplot as plt
-    from alpaca_farm.core.build import notebook_path
+    from alpaca_farm.core.run.paths import notebook_path
     code = [''.join(c['source']) for c in json.loads(notebook_path(notebook).read_text())['cells'] if c['cell_type'] == 'code']
     at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
-    cells = vars(importlib.import_module(f'alpaca_farm.{notebook}')) | dict(cfg=cfg)
+    cells = vars(importlib.import_module(module_of(notebook))) | dict(cfg=cfg)
     for text in code[:at]:
         if all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body): exec(text, cells)
     shown = [text for text in code[at + 1:] if text.startswith('#| slow')]
@@ -82,7 +83,7 @@ def show_results(notebook, cfg):
 def command(notebook, **given):
     "The command line of a run."
     options = [x for k, v in given.items() for x in (f'--{k}', json.dumps(v) if isinstance(v, list) else str(v))]
-    return [sys.executable, '-m', f'alpaca_farm.{notebook}', *options]
+    return [sys.executable, '-m', module_of(notebook), *options]
 
 
 def papermill(notebook, executed, **given):
@@ -100,7 +101,7 @@ def environment(**more):
 
 def run_notebook(notebook, executed, given):
     "Exit status and output of a notebook in a process forked from one that has loaded the libraries, as the farm's are."
-    from alpaca_farm.core.execution import NotebookProcess
+    from alpaca_farm.core.run.execution import NotebookProcess
     log = Path(executed).with_suffix('.txt')
     return NotebookProcess(Path(notebook), Path(executed), given, log).wait(), log.read_text()
 
@@ -109,13 +110,13 @@ def run_module(notebook, given, log):
     "Make a run in this process, whose output goes to a file."
     with open(log, 'w') as f:
         for stream in (1, 2): os.dup2(f.fileno(), stream)
-    module = importlib.import_module(f'alpaca_farm.{notebook}')
+    module = importlib.import_module(module_of(notebook))
     main(module)(config(module, **given))
 
 
 def start_module(notebook, given):
     "The process of a run, forked as in `run_notebook`, and the file with its output, which is not in the run's folder."
-    from alpaca_farm.core.execution import warm_server
+    from alpaca_farm.core.run.execution import warm_server
     log = Path(given['out']).with_suffix('.txt')
     process = warm_server().Process(target=run_module, args=(notebook, given, log))
     process.start()

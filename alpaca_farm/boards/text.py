@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from ..core.comparisons import output_texts
-from ..noise import has_list
+from ..core.data.comparisons import output_texts
+from ..judging.noise import has_list
 
 # %% ../../nbs/boards/text.ipynb #f4732930
 OPENERS = (r'sure\b(?! enough)', 'of course', 'certainly', 'absolutely', 'with pleasure', 'my pleasure',

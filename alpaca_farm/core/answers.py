@@ -13,17 +13,17 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
-from .comparisons import verdicts_over
-from .data import load_records, prompt_key
-from .dialogues import NEXT_TURN, prompt_messages, prompt_text
-from .files import read_json
-from .generation import generate, Sample
-from .models import autocast, load_policy, response_logprobs
-from .processes import once
-from .runs import read_summary
-from .settings import at_root, Config
-from .text import (check_limit, check_positions, decode, encode_prompts, encode_responses,
-    uses_chat, within_limit)
+from .data.comparisons import verdicts_over
+from .data.records import load_records, prompt_key
+from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
+from .run.files import read_json
+from .model.generation import generate, Sample
+from .model.models import autocast, load_policy, response_logprobs
+from .run.processes import once
+from .run.runs import read_summary
+from .run.settings import at_root, Config
+from .data.text import (check_limit, check_positions, decode, encode_prompts,
+    encode_responses, uses_chat, within_limit)
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
-from .adapters import load_adapter
+from .model.adapters import load_adapter
 from .answers import (answer_eval_split, AnswerConfig, end_turns, load_split,
     prompt_fields, sample_answers, SampleConfig)
-from .comparisons import pair_up, with_verdict
-from .data import prompt_key
-from .generation import generate
-from .judge_configs import JudgedConfig
-from .loading import autocast, dtype_of
-from .models import load_policy, save_model
-from .processes import add_up, once, rank
-from .rewards import label_count, RewardConfig
-from .runs import read_log
-from .served import check_sampler
-from .settings import TrainConfig
+from .data.comparisons import pair_up, with_verdict
+from .data.records import prompt_key
+from .model.generation import generate
+from .ask.judge_configs import JudgedConfig
+from .model.loading import autocast, dtype_of
+from .model.models import load_policy, save_model
+from .run.processes import add_up, once, rank
+from .model.rewards import label_count, RewardConfig
+from .run.runs import read_log
+from .model.served import check_sampler
+from .run.settings import TrainConfig
 from .stats import win_rate
-from .text import decode, encode_prompts, rollout_batch, within_limit
+from .data.text import decode, encode_prompts, rollout_batch, within_limit
 from .training import Trainer
 
 # %% ../../nbs/core/online.ipynb #7ab8bac0

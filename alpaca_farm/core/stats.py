@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .preferences import check_preferences
+from .data.preferences import check_preferences
 
 # %% ../../nbs/core/stats.ipynb #f03749a2
 def standard_error(

@@ -12,14 +12,14 @@ import hashlib, math, time
 import torch
 from fastcore.basics import patch
 
-from .adapters import own_weights
-from .files import digest
-from .models import device_of, dtype_of, unique_weights
-from .processes import add_up, rank
-from .progress import Progress
-from .runs import Run
-from .settings import TrainConfig
-from .sharding import (clip_gradients, divided_like, hold_layers, load_whole_state,
+from .model.adapters import own_weights
+from .run.files import digest
+from .model.models import device_of, dtype_of, unique_weights
+from .run.processes import add_up, rank
+from .run.progress import Progress
+from .run.runs import Run
+from .run.settings import TrainConfig
+from alpaca_farm.core.model.sharding import (clip_gradients, divided_like, hold_layers, load_whole_state,
     shard_layers, whole_state)
 
 # %% ../../nbs/core/training.ipynb #a48b3ec0

@@ -14,8 +14,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..core.files import read_json, write_json
-from ..core.preferences import hash_uniform
+from ..core.run.files import read_json, write_json
+from ..core.data.preferences import hash_uniform
 from ..core.stats import sigmoid
 from .authors import contested
 from .criteria import answer_matrix, COLUMNS, CRITERIA, QUALITY, UTILITY
