@@ -22,15 +22,14 @@ def events(folder):
     return found
 
 
-def test_tensorboard_has_the_log_the_samples_and_the_figures(base, tmp_path):
+def test_tensorboard_has_the_log_and_the_samples(base, tmp_path):
     pytest.importorskip('tensorboard')
     given = settings(base, tmp_path/'sft', tracker='tensorboard')
     subprocess.run(tiny.papermill(notebook_path('sft'), tmp_path/'sft.ipynb', **given), cwd=tiny.ROOT, env=tiny.environment(), check=True, capture_output=True)
     found, log = events(tmp_path/'sft'), read_log(tmp_path/'sft')
     assert [(e.step, e.value) for e in found.Scalars('loss')] == [(r['step'], pytest.approx(r['loss'], rel=1e-6)) for r in log]
-    assert found.Images('figure_1')[0].width > 100
     texts = {name: found.Tensors(name)[0].tensor_proto.string_val[0].decode() for name in found.Tags()['tensors']}
-    assert {'settings/text_summary', 'samples/text_summary', 'summary/text_summary'} <= set(texts) and '| instruction |' in texts['samples/text_summary']
+    assert '"batch_size"' in texts['settings/text_summary'] and '**' in texts['samples/text_summary']
 
 
 def test_a_run_that_goes_on_leaves_out_what_it_repeats(base, tmp_path, monkeypatch):
@@ -82,40 +81,22 @@ def test_wandb_offline_has_the_log_and_the_samples(base, tmp_path):
 class Broken:
     "A tracker whose service is gone at some call."
     def __init__(self, at): self.at = at
-    def __call__(self, *_):
-        if self.at == 'start': raise OSError('no network\nand more')
-        return self
     def __getattr__(self, name):
         def call(*_):
-            if name == self.at: raise ConnectionError('gone')
+            if name == self.at: raise ConnectionError('gone\nand more')
         return call
 
 
-@pytest.mark.parametrize('at', ['start', 'log', 'table', 'summary', 'finish'])
+@pytest.mark.parametrize('at', ['start', 'log', 'log_table', 'finish'])
 def test_a_tracker_that_fails_never_stops_a_run(base, tmp_path, monkeypatch, capsys, at):
-    monkeypatch.setitem(trackers.TRACKERS, 'tensorboard', Broken(at))
+    def start(*_):
+        if at == 'start': raise OSError('no network\nand more')
+        return Broken(at)
+    monkeypatch.setattr(trackers, 'start_tracker', start)
     monkeypatch.setattr(trackers, 'find_spec', lambda name: True)
-    sft.train(sft.SFTConfig(**settings(base, tmp_path/'a', tracker='tensorboard', max_instances=24)))
+    sft.train(sft.SFTConfig(**settings(base, tmp_path/'a', tracker='wandb', max_instances=24)))
     said = capsys.readouterr().out
-    assert read_summary(tmp_path/'a') and said.count('tracker = tensorboard failed and is left out') == 1 and 'and more' not in said
-
-
-def test_figures_of_a_later_run_are_not_sent_to_the_earlier_one(tmp_path, monkeypatch):
-    called = []
-    class Listed:
-        def __init__(self, *_): pass
-        def __getattr__(self, name): return lambda *_: called.append(name)
-    monkeypatch.setitem(trackers.TRACKERS, 'tensorboard', Listed)
-    monkeypatch.setattr(trackers, 'on_figures', lambda send: True)
-    run = trackers.Tracking('tensorboard', tmp_path, {})
-    run.send('log', 1, {})
-    trackers.Tracking('', tmp_path, {})   # a run inside of it
-    run.send('log', 2, {})
-    trackers.send_results(run, {})
-    run.show(None)
-    trackers.Tracking('', tmp_path, {})   # the next run of the session
-    run.show(None)
-    assert called == ['log', 'log', 'summary', 'figure', 'finish']
+    assert read_summary(tmp_path/'a') and said.count('tracker = wandb failed and is left out') == 1 and 'and more' not in said
 
 
 def test_a_missing_package_is_named_before_any_work(base, tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ from alpaca_farm.core.run.processes import (check_ranks, gather_all, join_ranks,
     once, rank, written_once)
 from .progress import Progress
 from .settings import at_root, Config, HardwareConfig
-from .trackers import check_tracker, send_results, Tracking
+from .trackers import check_tracker, Tracking
 
 # %% ../../../nbs/core/run/runs.ipynb #77299ed0
 def read_log(folder) -> list[dict]:
@@ -136,7 +136,7 @@ def log(self: Run, step: int, **record):
     "Append one record to `log.jsonl`, with the wall seconds since the start."
     line = json.dumps(dict(step=step, **record, wall=round(self.elapsed()['wall'], 3)))
     with open(self.path('log.jsonl'), 'a', encoding='utf-8') as f: f.write(line + '\n')
-    self.tracker.send('log', step, record, step=step)
+    self.tracker.log(step, record)
 
 # %% ../../../nbs/core/run/runs.ipynb #dc826cf2
 @patch
@@ -223,7 +223,7 @@ def finish(self: Run, **summary):
     self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
     self.config['files'] = left_files(self.folder)
     write_json(self.path('config.json'), self.config)
-    send_results(self.tracker, summary)
+    self.tracker.finish(summary)
     push_model(self)
     unlock(self.folder.resolve())
 
