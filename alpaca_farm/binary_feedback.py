@@ -27,7 +27,7 @@ from .core.run.settings import command, TrainConfig
 from .core.stats import standard_error, win_rate
 from .core.data.text import collate, encode
 from .core.training import batches, Trainer
-from .rrhf_pool import response_logprobs
+from .core.model.models import response_logprobs
 
 # %% ../nbs/binary_feedback.ipynb #1376ffd0
 @dataclass

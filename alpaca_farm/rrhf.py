@@ -4,29 +4,35 @@
 
 # %% auto #0
 __all__ = ['ANSWER_FIGURES', 'RRHFConfig', 'ranked_pairs', 'rrhf_loss', 'normalised', 'best_nll', 'imitation_weights',
-           'rrhf_batch', 'rrhf_step', 'perplexities', 'pool_span', 'read_pools', 'count_labels', 'output_figures',
-           'finish_rrhf', 'train']
+           'candidate_tokens', 'limit_candidates', 'load_queries', 'recorded_scores', 'comparison_scores',
+           'score_function', 'score_pool', 'penalise_missing_eos', 'subtract_kl', 'policy_candidates', 'candidate_pool',
+           'rrhf_batch', 'rrhf_step', 'perplexities', 'pool_span', 'output_figures', 'finish_rrhf', 'train']
 
 # %% ../nbs/rrhf.ipynb #08ecd330
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
-from alpaca_farm.core.answers import (answer_again, answer_eval_split, AnswerConfig, mean, preflight,
-    SampleConfig)
-from .core.run.inputs import as_list
-from .core.run.files import read_json
-from .core.model.generation import uniform_stream
+from alpaca_farm.core.answers import (answer_again, answer_eval_split, AnswerConfig, end_turns, mean,
+    preflight, SampleConfig)
 from .core.ask.judge_configs import JudgedConfig
-from .core.model.models import load_policy, load_reference, save_model, sequence_logprobs
-from .core.model.rewards import label_count, RewardConfig
+from .core.data.candidates import LISTS, merge_candidates, select_candidates
+from .core.data.records import full_instruction, load_records, prompt_key
+from .core.data.text import collate, decode, encode_prompts, encode_responses, within_limit
+from .core.model.beams import beam_search
+from .core.model.generation import generate, uniform_stream
+from alpaca_farm.core.model.models import (load_policy, load_reference, response_logprobs, save_model,
+    sequence_logprobs)
+from .core.model.rewards import label_count, reward, RewardConfig
+from .core.online import end_scores
+from .core.run.files import read_json
+from .core.run.inputs import as_list
+from .core.run.processes import once
 from .core.run.runs import read_log, start
 from .core.run.settings import command, TrainConfig
-from .core.data.text import collate, encode_responses
 from .core.training import batches, Trainer
-from alpaca_farm.rrhf_pool import (candidate_pool, candidate_tokens, load_queries, response_logprobs,
-    score_function)
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
@@ -169,6 +175,140 @@ def imitation_weights(
     one = dict(random=top[int(u * len(top))], longest=max(top, key=lambda i: lengths[i])).get(ties, top[0])
     return [float(i == one) for i in range(len(scores))]
 
+# %% ../nbs/rrhf.ipynb #057803a0
+def candidate_tokens(query: dict, tokenizer, template: str = 'auto') -> list[list[int]]:
+    "Token ids of a query's candidates: the policy's own as sampled, then the texts, with their end if any."
+    own = query.get('tokens', [])
+    texts, ended = query['output'][len(own):], query['ended'][len(own):]
+    return own + encode_responses(texts, tokenizer, ended, template)
+
+# %% ../nbs/rrhf.ipynb #27e21473
+def limit_candidates(query: dict, prompt: list[int], tokenizer, cfg) -> dict:
+    "A query with its first `cfg.k` different candidates that fit into `cfg.max_length` with the prompt."
+    sizes = [len(ids) for ids in candidate_tokens(query, tokenizer, cfg.template)]
+    limit = cfg.max_length - len(prompt)
+    own, texts = query.get('tokens', []), query['output']
+    fits = lambda i: sizes[i] and (i < len(own) or sizes[i] <= limit)
+    which = [i for i, text in enumerate(texts) if fits(i) and text not in texts[:i]][:cfg.k]
+    limited = select_candidates(query, which)
+    return dict(limited, tokens=[own[i] for i in which if i < len(own)]) if own else limited
+
+# %% ../nbs/rrhf.ipynb #dca77770
+def load_queries(cfg, tokenizer) -> tuple[list[dict], list[list[int]], int]:
+    "Queries, their prompts' ids, and how many were left out; ValueError when nothing is left."
+    if cfg.candidates: records = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
+    else:
+        prompts = load_records(cfg.data, cfg.split, columns=cfg.columns)
+        records = [dict(r, **{k: [] for k in LISTS}) for r in prompts]
+    records = records[:cfg.max_instances or None]
+    known = sum(s is not None for r in records for s in r['scores'])
+    if known and (cfg.reward_model or cfg.annotators):
+        print(f'{known} scores in the files are not used: empty reward_model and annotators to rank by them')
+    prompts = encode_prompts(records, tokenizer, cfg.template)
+    rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
+    limited = {i: limit_candidates(records[i], prompts[i], tokenizer, cfg) for i in rows}
+    if cfg.n: rows = [i for i in rows if len(prompts[i]) + cfg.max_new_tokens <= cfg.max_length]
+    else: rows = [i for i in rows if len(limited[i]['output']) > 1]
+    need = (f'{"space for max_new_tokens" if cfg.n else "two different candidates"} '
+            f'within max_length = {cfg.max_length} tokens, prompt included')
+    if not rows: raise ValueError(f'none of the {len(records)} queries has {need}')
+    missing = len(limited) - len(rows)
+    if missing: print(f'{missing} of {len(limited)} queries do not have {need}: left out')
+    return [limited[i] for i in rows], [prompts[i] for i in rows], len(records) - len(rows)
+
+# %% ../nbs/rrhf.ipynb #08fa17e0
+def recorded_scores(records: list[dict]) -> list[float]:
+    "The scores in the files; ValueError for a candidate without one."
+    for r in records:
+        if isinstance(r['score'], (int, float)): continue
+        raise ValueError(f'{full_instruction(r)!r:.60}: the candidate {r["output"]!r:.60} has no score. '
+                         'Name a reward_model or annotators')
+    return [r['score'] for r in records]
+
+# %% ../nbs/rrhf.ipynb #c3f0ee9d
+def comparison_scores(annotator):
+    "A function from records to the share of comparisons each wins against others of the same instruction."
+    def scores(records):
+        rows_of, wins = {}, [[] for _ in records]
+        for i, r in enumerate(records): rows_of.setdefault(prompt_key(r), []).append(i)
+        pairs = [(i, j) for rows in rows_of.values() for i in rows for j in rows if i != j]
+        texts = [r['output'] for r in records]
+        compared = [dict(records[i], output_1=texts[i], output_2=texts[j]) for i, j in pairs]
+        for (i, j), p in zip(pairs, annotator(compared)):
+            wins[i].append(2 - p)
+            wins[j].append(p - 1)
+        return [mean(w) if w else .5 for w in wins]
+    return scores
+
+# %% ../nbs/rrhf.ipynb #a8f79267
+def score_function(cfg, judge=None):
+    "A function from records, `score` among their fields, to scores; `judge` is an annotator or a pool."
+    if cfg.reward_model: return reward(cfg.reward_model, cfg, cfg.template)
+    return partial(once, comparison_scores(judge)) if judge else recorded_scores
+
+# %% ../nbs/rrhf.ipynb #9378d662
+def score_pool(pool: list[dict], score_of) -> list[dict]:
+    "A pool with scores; ValueError for a score that is not a finite number."
+    flat = [{k: v for k, v in q.items() if k not in (*LISTS, 'tokens')} | dict(output=o, score=s, ended=e)
+            for q in pool for o, s, e in zip(q['output'], q['scores'], q['ended'])]
+    scores = torch.tensor(score_of(flat), dtype=torch.float64)
+    if not scores.isfinite().all():
+        bad = flat[int(scores.isfinite().int().argmin())]
+        raise ValueError(f'{bad["output"]!r:.60}: its score is not a finite number')
+    parts = scores.split([len(q['output']) for q in pool])
+    return [dict(q, scores=p.tolist()) for q, p in zip(pool, parts)]
+
+# %% ../nbs/rrhf.ipynb #e163d1f4
+def penalise_missing_eos(query: dict, cfg) -> dict:
+    "A query with scores after the missing-EOS rule; `replace` counts from the worst whole answer, or from 0."
+    scores = torch.tensor(query['scores'], dtype=torch.float64)
+    ended = torch.tensor(query['ended']).bool()
+    worst = scores[ended].min().item() if cfg.missing_eos == 'replace' and ended.any() else 0.
+    scores = end_scores(scores, ended, cfg.missing_eos, cfg.missing_eos_value - worst)
+    return dict(query, scores=scores.tolist())
+
+# %% ../nbs/rrhf.ipynb #30b83e48
+def subtract_kl(pool: list[dict], prompts: list, policy, reference, tokenizer, cfg) -> list[dict]:
+    "A pool with kl_coef log pi/pi_ref subtracted from its scores."
+    flat = [(p, ids) for q, p in zip(pool, prompts) for ids in candidate_tokens(q, tokenizer, cfg.template)]
+    logp, ref = (response_logprobs(m, *zip(*flat), tokenizer.pad_token_id, cfg.temperature or 1.)
+                 for m in (policy, reference))
+    parts = (cfg.kl_coef * (logp - ref)).split([len(q['output']) for q in pool])
+    return [dict(q, scores=(torch.tensor(q['scores']) - part).tolist()) for q, part in zip(pool, parts)]
+
+# %% ../nbs/rrhf.ipynb #884d9c30
+def policy_candidates(policy, tokenizer, queries: list, prompts: list, cfg, seed: int) -> list[dict]:
+    "The policy's own `cfg.n` candidates for each query; of a dialogue, up to the user's next turn."
+    if not cfg.n: return [{k: [] for k in LISTS}] * len(prompts)
+    if cfg.decoding == 'sample':
+        answers = generate(policy, tokenizer, prompts, cfg.n, cfg.max_new_tokens, cfg.temperature, cfg.top_p,
+                           seed=seed)
+    else:
+        diverse = dict(groups=cfg.groups, diversity_penalty=cfg.diversity_penalty)
+        answers = beam_search(policy, tokenizer, prompts, cfg.n, max_new_tokens=cfg.max_new_tokens,
+                              **diverse if cfg.decoding == 'diverse_beam' else {})
+    answers = end_turns(queries, answers, tokenizer, cfg.template)
+    return [dict(output=[decode(s.tokens, tokenizer) for s in samples], source=['policy'] * len(samples),
+                 scores=[None] * len(samples), ended=[s.ended for s in samples],
+                 tokens=[s.tokens for s in samples]) for samples in answers]
+
+# %% ../nbs/rrhf.ipynb #ee950a83
+def candidate_pool(run, step: int, policy, reference, tokenizer, queries: list, prompts: list,
+                   score_of) -> list[dict]:
+    "The candidates to learn from after `step` steps; read from the run folder if already saved there."
+    cfg, name = run.cfg, f'candidates-{step}.json' if step else 'candidates.json'
+    if once(run.path(name).exists): return read_json(run.path(name))
+    own = policy_candidates(policy, tokenizer, queries, prompts, cfg, cfg.seed * 1_000_003 + step + 1)
+    pool = [limit_candidates(q | {k: o[k] + q.get(k, []) for k in o}, p, tokenizer, cfg)
+            for q, o, p in zip(queries, own, prompts)]
+    pool = score_pool(pool, score_of)
+    if cfg.kl_coef and step: pool = subtract_kl(pool, prompts, policy, reference, tokenizer, cfg)
+    pool = [penalise_missing_eos(q, cfg) for q in pool]
+    if not step and all(len(set(q['scores'])) < 2 for q in pool):
+        raise ValueError('all candidates of each query have the same score: there is nothing to rank')
+    run.write(name, pool)
+    return pool
+
 # %% ../nbs/rrhf.ipynb #f69f2160
 def rrhf_batch(queries: list[dict], prompts: list, tokenizer, cfg: RRHFConfig) -> dict[str, torch.Tensor]:
     "ids, mask, response (B, k, T), scores, present, share (B, k) and weight (B,)."
@@ -219,20 +359,6 @@ def pool_span(step: int, total: int, cfg: RRHFConfig) -> tuple[int, int]:
     begin = done * per_round + at // size * size
     return begin, min(begin + size, (done + 1) * per_round)
 
-# %% ../nbs/rrhf.ipynb #2b7446eb
-def read_pools(run) -> list[list[dict]]:
-    "All pools of a run."
-    return [read_json(p) for p in run.folder.glob('candidates*.json')]
-
-# %% ../nbs/rrhf.ipynb #239a7ed6
-def count_labels(run) -> int:
-    "Labels behind the scores: those of the reward model, the comparisons made, or those of the files."
-    cfg = run.cfg
-    if cfg.reward_model: return label_count(cfg.reward_model)
-    if not cfg.annotators: return max(map(label_count, as_list(cfg.candidates)))
-    sizes = [len(q['output']) for pool in read_pools(run) for q in pool]
-    return sum(k * (k - 1) for k in sizes)  # both orders
-
 # %% ../nbs/rrhf.ipynb #0aab087c
 ANSWER_FIGURES = ('length', 'ended', 'kl', 'reward', 'perplexity', 'perplexity_median')
 
@@ -258,8 +384,11 @@ def finish_rrhf(run, policy, tokenizer, pool, score_of, **more):
     scores = [np.array(q['scores']) for q in pool if q['scores']]
     statistics = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
     figures |= {name: mean([float(f(x)) for x in scores]) for name, f in statistics.items()}
-    single = sum(len(q['output']) < 2 for queries in read_pools(run) for q in queries)
-    run.finish(labels=count_labels(run), single=single, **figures,
+    sizes = [len(q['output']) for file in run.folder.glob('candidates*.json') for q in read_json(file)]
+    if cfg.reward_model: labels = label_count(cfg.reward_model)
+    elif cfg.annotators: labels = sum(k*(k - 1) for k in sizes)   # both orders of all pairs
+    else: labels = max(map(label_count, as_list(cfg.candidates)))
+    run.finish(labels=labels, single=sum(k < 2 for k in sizes), **figures,
                **{k: mean([r[k] for r in last]) for k in ('loss', 'rank', 'nll', 'accuracy')})
 
 # %% ../nbs/rrhf.ipynb #c17fd9ff

@@ -43,7 +43,7 @@ LAYERS = ['judging.parsers embedded.lexicon',
         'embedded.crowd',
         'world judging.local_judges rlcd_tasks boards.text boards.leaderboards '
             'judging.measures',
-        'annotators rrhf_pool',
+        'annotators',
         'eval judging.agreement judging.labelling judging.openai_baselines auto_annotations',
         'boards.decoding boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own']
@@ -302,10 +302,6 @@ def test_a_name_means_one_thing():
         for d in filterfalse(is_patch, defined(path.read_text(encoding='utf-8'))): where.setdefault(d.name, []).append(name_of(path))
     assert {n: m for n, m in where.items() if len(m) > 1 and n not in ('train', 'run')} == {}
 
-
-def test_modules_have_350_lines():
-    long = {name_of(p) for p in MODULES if len(p.read_text(encoding='utf-8').splitlines()) > 350}
-    assert not long, 'a module that outgrows its notebook is two ideas'
 
 
 @each_module

@@ -342,11 +342,11 @@ def test_a_question_of_a_task_is_a_judge(tmp_path):
 
 def test_rrhfs_own_candidates_end_where_the_users_turn_begins(monkeypatch):
     from types import SimpleNamespace
-    from alpaca_farm import rrhf_pool
+    from alpaca_farm import rrhf
     from alpaca_farm.core.model.generation import Sample
     tokenizer = bytes_tokenizer()
     tokens = tokenizer.encode('Yes.\n\nHuman: And', add_special_tokens=False)
-    monkeypatch.setattr(rrhf_pool, 'generate', lambda policy, tokenizer, prompts, *a, **k: [[Sample(tokens, [0.]*len(tokens), False)]]*2)
+    monkeypatch.setattr(rrhf, 'generate', lambda policy, tokenizer, prompts, *a, **k: [[Sample(tokens, [0.]*len(tokens), False)]]*2)
     cfg = SimpleNamespace(n=1, decoding='sample', max_new_tokens=30, temperature=1., top_p=1., template='auto')
-    talk, single = rrhf_pool.policy_candidates(None, tokenizer, [dict(messages=HELLO), dict(instruction='Hi.')], [[1], [1]], cfg, 0)
+    talk, single = rrhf.policy_candidates(None, tokenizer, [dict(messages=HELLO), dict(instruction='Hi.')], [[1], [1]], cfg, 0)
     assert talk['output'][0].strip() == 'Yes.' and talk['ended'] == [True] and 'And' in single['output'][0] and single['ended'] == [False]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from alpaca_farm import rrhf, rrhf_pool
+from alpaca_farm import rrhf
 from alpaca_farm.core.data.candidates import LISTS, merge_candidates, read_candidates, select_candidates, to_rrhf, write_rrhf
 from alpaca_farm.core.data.formats import as_records, default_sources
 from alpaca_farm.core.model.models import load_policy, logprobs
@@ -90,7 +90,7 @@ def test_lengths_are_the_responses_own():
 def some(base, models):
     "Twelve queries of two or three scored candidates, their prompts, and a configuration."
     cfg = RRHFConfig(**tiny.settings('rrhf', base))
-    queries, prompts, left_out = rrhf_pool.load_queries(cfg, models.tokenizer)
+    queries, prompts, left_out = rrhf.load_queries(cfg, models.tokenizer)
     queries = [select_candidates(q, [0, 1] if i % 3 else range(len(q['output']))) for i, q in enumerate(queries[:12])]
     assert left_out < 10 and {len(q['output']) for q in queries} == {2, 3}
     rng = np.random.default_rng(0)   # a small reward model's scores are mostly the policy's own likelihoods, all in order
@@ -104,7 +104,7 @@ def policy(base, models): return load_policy(str(base/'sft'), models.cfg)[0]
 @torch.no_grad()
 def by_hand(policy, models, query, prompt, cfg):
     "One query's losses, each candidate read alone."
-    tokens = rrhf_pool.candidate_tokens(query, models.tokenizer)
+    tokens = rrhf.candidate_tokens(query, models.tokenizer)
     sums = [logprobs(policy, collate([prompt], [ids], 0)).sum().item() for ids in tokens]
     p = [s/len(ids)**(cfg.length_penalty if cfg.length_norm == 'power' else cfg.length_norm == 'token') for s, ids in zip(sums, tokens)]
     best = query['scores'].index(max(query['scores']))
@@ -160,16 +160,16 @@ def test_nothing_is_longer_than_allowed(base, models, capsys):
     "Defect 6: prompt and response are within max_length; nothing is cut, and what is left out is counted."
     given = tiny.settings('rrhf', base)
     free, lengths = RRHFConfig(**given), []
-    for q, p in zip(*rrhf_pool.load_queries(free, models.tokenizer)[:2]): lengths += [len(p) + len(ids) for ids in rrhf_pool.candidate_tokens(q, models.tokenizer)]
+    for q, p in zip(*rrhf.load_queries(free, models.tokenizer)[:2]): lengths += [len(p) + len(ids) for ids in rrhf.candidate_tokens(q, models.tokenizer)]
     limit = sorted(lengths)[len(lengths)//2]
     cfg = RRHFConfig(**given | dict(max_length=limit))
-    queries, prompts, left_out = rrhf_pool.load_queries(cfg, models.tokenizer)
-    sizes = [len(p) + len(ids) for q, p in zip(queries, prompts) for ids in rrhf_pool.candidate_tokens(q, models.tokenizer)]
+    queries, prompts, left_out = rrhf.load_queries(cfg, models.tokenizer)
+    sizes = [len(p) + len(ids) for q, p in zip(queries, prompts) for ids in rrhf.candidate_tokens(q, models.tokenizer)]
     assert max(sizes) <= limit and left_out == 60 - len(queries) > 0 and 'left out' in capsys.readouterr().out
     texts = {t for q in merge_candidates(cfg.candidates) for t in q['output']}
     assert all(set(q['output']) <= texts and len(q['output']) > 1 for q in queries)
     with pytest.raises(ValueError, match='two different candidates within max_length = 12'):
-        rrhf_pool.load_queries(RRHFConfig(**given | dict(max_length=12)), models.tokenizer)
+        rrhf.load_queries(RRHFConfig(**given | dict(max_length=12)), models.tokenizer)
 
 
 # --- candidates ------------------------------------------------------------------------------------------------------------------
@@ -241,7 +241,7 @@ def test_bad_files(tmp_path, rows, message):
 def test_the_first_k_different_ones(base, models):
     cfg = RRHFConfig(**tiny.settings('rrhf', base, k=3))
     query = dict(output=['a b', 'c', 'a b', '', 'd', 'e'], source=list('123456'), scores=[None]*6, ended=[True, True, True, False, True, True])
-    found = rrhf_pool.limit_candidates(query, [5]*4, models.tokenizer, cfg)
+    found = rrhf.limit_candidates(query, [5]*4, models.tokenizer, cfg)
     assert found['output'] == ['a b', 'c', 'd'] and found['source'] == ['1', '2', '5']  # an empty answer that never ended is none
 
 
@@ -261,8 +261,8 @@ def indifferent(records): return [3.]*len(records)
 
 def test_scores_by_an_annotator():
     ask = [dict(instruction=i, output=o) for i, o in (('x', 'aaa'), ('y', 'b'), ('x', 'a'), ('x', 'aa'), ('y', 'bb'))]
-    assert rrhf_pool.comparison_scores(longer)(ask) == [1., 0., 0., .5, 1.]
-    assert rrhf_pool.comparison_scores(first_is_better)(ask) == pytest.approx([.5]*5)  # a taste for a place cancels
+    assert rrhf.comparison_scores(longer)(ask) == [1., 0., 0., .5, 1.]
+    assert rrhf.comparison_scores(first_is_better)(ask) == pytest.approx([.5]*5)  # a taste for a place cancels
 
 
 @pytest.mark.parametrize('more, error, message', [
@@ -306,10 +306,10 @@ def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, policy, t
     log, summary = run(base, tmp_path/'rrhf')
     cfg = RRHFConfig(**tiny.settings('rrhf', base))
     assert cfg.rrhf_weight == cfg.sft_weight == 1
-    queries, prompts, _ = rrhf_pool.load_queries(cfg, models.tokenizer)
+    queries, prompts, _ = rrhf.load_queries(cfg, models.tokenizer)
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
     assert [q['output'] for q in pool] == [q['output'] for q in queries] and all('samples' in q['source'] for q in pool)
-    longest = [len(p) + max(len(ids) for ids in rrhf_pool.candidate_tokens(q, models.tokenizer)) for q, p in zip(queries, prompts)]
+    longest = [len(p) + max(len(ids) for ids in rrhf.candidate_tokens(q, models.tokenizer)) for q, p in zip(queries, prompts)]
     rows = rrhf.batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)[0]
     want = [by_hand(policy, models, pool[i], prompts[i], cfg) for i in rows]
     for name in ('rank', 'nll'): assert log[0][name] == pytest.approx(sum(w[name] for w in want)/len(want), rel=1e-3)
@@ -369,7 +369,7 @@ def test_online_is_refreshed_within_an_epoch(base, tmp_path):
 
 def test_own_answers_have_space(base, models, tmp_path, capsys):
     "Queries whose prompt leaves no space for an answer are left out before any work."
-    sizes = sorted(len(p) for p in rrhf_pool.load_queries(RRHFConfig(**tiny.settings('rrhf', base, candidates='', n=2)), models.tokenizer)[1])
+    sizes = sorted(len(p) for p in rrhf.load_queries(RRHFConfig(**tiny.settings('rrhf', base, candidates='', n=2)), models.tokenizer)[1])
     more = dict(candidates='', n=2, k=2, eval_split='', missing_eos='', batch_size=4, micro_batch_size=1)
     log, summary = run(base, tmp_path/'a', max_length=sizes[len(sizes)//2] + 12, **more)
     assert summary['left_out'] == 60 - summary['queries'] > 0 and 'do not have space for max_new_tokens' in capsys.readouterr().out
@@ -381,14 +381,14 @@ def test_kl_in_the_score(base, models, policy, some):
     "R - beta (log pi - log rho), whole answers, against candidates read one by one."
     queries, prompts, _ = some
     cfg = RRHFConfig(**tiny.settings('rrhf', base, n=2, rounds=2, kl_coef=.3))
-    found = rrhf_pool.subtract_kl(queries, prompts, policy, models.policy, models.tokenizer, cfg)  # the reference: the base model
+    found = rrhf.subtract_kl(queries, prompts, policy, models.policy, models.tokenizer, cfg)  # the reference: the base model
     with torch.no_grad():
         for q, p, f in zip(queries, prompts, found):
-            for ids, s, adjusted in zip(rrhf_pool.candidate_tokens(q, models.tokenizer), q['scores'], f['scores']):
+            for ids, s, adjusted in zip(rrhf.candidate_tokens(q, models.tokenizer), q['scores'], f['scores']):
                 now, was = (logprobs(m, collate([p], [ids], 0)).sum().item() for m in (policy, models.policy))
                 assert adjusted == pytest.approx(s - .3*(now - was), abs=1e-4)
     assert max(abs(a - b) for q, f in zip(queries, found) for a, b in zip(q['scores'], f['scores'])) > .05
-    same = rrhf_pool.subtract_kl(queries, prompts, models.policy, models.policy, models.tokenizer, cfg)
+    same = rrhf.subtract_kl(queries, prompts, models.policy, models.policy, models.tokenizer, cfg)
     assert all(f['scores'] == pytest.approx(q['scores'], abs=1e-5) for q, f in zip(queries, same))
 
 
@@ -398,7 +398,7 @@ def test_own_candidates(base, models, decoding):
     prompts = models.prompts[:6]
     def drawn(**more):
         cfg = RRHFConfig(**tiny.settings('rrhf', base) | dict(n=4, decoding=decoding) | more)
-        return [d['output'] for d in rrhf_pool.policy_candidates(models.policy, models.tokenizer, [{}]*6, prompts, cfg, 0)]
+        return [d['output'] for d in rrhf.policy_candidates(models.policy, models.tokenizer, [{}]*6, prompts, cfg, 0)]
     plain = drawn()
     assert all(len(x) == 4 for x in plain) and (drawn(temperature=.5) == plain) == (decoding != 'sample')
     assert sum(len(set(x)) for x in plain) > 18
@@ -409,12 +409,12 @@ def test_own_candidates(base, models, decoding):
 def test_cut_off_answers_score_by_the_rule(base, shift):
     "`replace` ranks them last in any unit of reward; -1 would be the best where rewards are about -5."
     query = dict(instruction='x', output=['aaa', 'aa', 'a'], source=['policy']*3, scores=[None]*3, ended=[False, True, True])
-    query, = rrhf_pool.score_pool([query], lambda records: [len(r['output']) + shift for r in records])
+    query, = rrhf.score_pool([query], lambda records: [len(r['output']) + shift for r in records])
     for rule, want in (('replace', [-1., 2., 1.]), ('subtract', [1., 2., 1.]), ('', [3., 2., 1.])):
         cfg = RRHFConfig(**tiny.settings('rrhf', base, missing_eos=rule, missing_eos_value=2.))
-        assert rrhf_pool.penalise_missing_eos(query, cfg)['scores'] == [w + shift for w in want]
+        assert rrhf.penalise_missing_eos(query, cfg)['scores'] == [w + shift for w in want]
     cfg = RRHFConfig(**tiny.settings('rrhf', base))
-    assert rrhf_pool.penalise_missing_eos(query | dict(ended=[False]*3), cfg)['scores'] == [-1.]*3  # none whole: a tie
+    assert rrhf.penalise_missing_eos(query | dict(ended=[False]*3), cfg)['scores'] == [-1.]*3  # none whole: a tie
 
 
 def test_own_samples_are_learned_from_as_drawn(base, models, policy, tmp_path):
@@ -424,7 +424,7 @@ def test_own_samples_are_learned_from_as_drawn(base, models, policy, tmp_path):
                  ended=[False, True, True], tokens=[letters, [*letters, 2]])
     assert models.tokenizer.decode(letters) == 'snail' and encode_responses(['snail'], models.tokenizer, ended=False) != [letters]
     cfg = RRHFConfig(**tiny.settings('rrhf', base))
-    kept = rrhf_pool.limit_candidates(query, [5]*4, models.tokenizer, cfg)
+    kept = rrhf.limit_candidates(query, [5]*4, models.tokenizer, cfg)
     assert kept['output'] == ['snail', 'Good luck!'] and kept['tokens'] == [letters]
     batch = rrhf_batch([kept], [[5]*4], models.tokenizer, cfg)
     assert batch['ids'][0, 0][batch['response'][0, 0].bool()].tolist() == letters
@@ -435,8 +435,8 @@ def test_own_samples_are_learned_from_as_drawn(base, models, policy, tmp_path):
 
 def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch):
     "Where all that was drawn is the same; counted, and not imitated."
-    draw, batch, shown = rrhf_pool.policy_candidates, rrhf.rrhf_batch, []
-    monkeypatch.setattr(rrhf_pool, 'policy_candidates', lambda *a: [{k: v[:1]*2 for k, v in d.items()} if i % 2 else d for i, d in enumerate(draw(*a))])
+    draw, batch, shown = rrhf.policy_candidates, rrhf.rrhf_batch, []
+    monkeypatch.setattr(rrhf, 'policy_candidates', lambda *a: [{k: v[:1]*2 for k, v in d.items()} if i % 2 else d for i, d in enumerate(draw(*a))])
     monkeypatch.setattr(rrhf, 'rrhf_batch', lambda queries, *a: shown.extend(queries) or batch(queries, *a))
     more = dict(candidates='', n=2, k=2, max_instances=16, eval_split='', missing_eos='')
     for size in (1, 8):  # with 1 whole steps are

@@ -163,7 +163,7 @@ def run_jobs(
             if running: time.sleep(.2)
             if running and time.time() - shown < 1: continue   # a look into all logs takes a while
             shares, shown = {j: share_done(j) for j in running}, time.time()
-            work = sum(j.cost*(1 - shares.get(j, 0.)) for j in jobs if j.out not in done and j.out not in failed)
+            work = sum(j.cost*(1 - shares.get(j, 0.)) for j in jobs if j.out not in {*done, *failed})
             left = max([work/place.workers, *(chain(j) - j.cost*share for j, share in shares.items())])
             text = ', '.join(f'{Path(j.out).name} {share:.0%}' for j, share in shares.items())
             text = f'[{text}]'*bool(text) + f' {len(failed)} FAILED'*bool(failed)
