@@ -41,7 +41,7 @@ LAYERS = ['judging.parsers embedded.lexicon',
         'embedded.authors embedded.prose',
         'embedded.criteria',
         'embedded.crowd',
-        'world judging.local_judges rlcd_tasks boards.text boards.leaderboards '
+        'world judging.local_judges boards.text boards.leaderboards '
             'judging.measures',
         'annotators',
         'eval judging.agreement judging.labelling judging.openai_baselines auto_annotations',

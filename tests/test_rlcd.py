@@ -18,7 +18,7 @@ from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.rlcd import RLCDConfig
-from alpaca_farm.rlcd_tasks import clean_response, contrast_prompt, judge_prompt, read_task, reject_reason, task_file
+from alpaca_farm.rlcd import clean_response, contrast_prompt, judge_prompt, read_task, reject_reason, task_file
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
@@ -54,16 +54,17 @@ def test_shipped_tasks():
 
 
 BROKEN = [  # what is changed in a file, and what the error says beside the file's name
-    (dict(promt='{instruction}'), "the key 'promt' is unknown: did you mean 'prompt'?"),
-    (dict(contrast=[dict(positive='a', negative='b')]), "contrast 0: the key 'judge' is missing"),
-    (dict(contrast=[dict(positive='a', negative=2, judge='c')]), 'contrast 0: negative is 2, not of type str'),
-    (dict(contrast=['kind']), "contrast 0: keys and values, not 'kind'"), (dict(name=''), "the key 'name' is missing or empty"),
-    (dict(judge='{dialogue} {question} {first} ('), 'judge: the placeholder {second} is missing'),
-    (dict(filters=dict(min_words=5, max_words=3)), 'filters: no answer has min_words = 5 and max_words = 3'),
-    (dict(prompt='Do it.'), 'prompt: the placeholder {instruction} is missing'), (dict(stop='x'), "stop is 'x', not of type list"),
-    (dict(stop=['']), "stop: '' is not a text"), (dict(history='none '), 'history is'), (dict(filters=dict(minwords=1)), "filters: the key 'minwords'"),
-    (dict(filters=dict(ended='yes')), "filters: ended is 'yes'"), (dict(filters=dict(reject=['('])), "filters: reject: '('"),
-    (dict(compare=dict(a=1)), 'compare: 1 is not a text'), (dict(name='world'), 'has a task of this name too')]
+    (dict(promt='{instruction}'), "promt: Extra inputs are not permitted. Did you mean 'prompt'?"),
+    (dict(contrast=[dict(positive='a', negative='b')]), 'contrast, 0, judge: '),
+    (dict(contrast=[dict(positive='a', negative=2, judge='c')]), 'contrast, 0, negative: '),
+    (dict(contrast=['kind']), 'contrast, 0: '), (dict(name=''), 'name: '),
+    (dict(judge='{dialogue} {question} {first} ('), 'the placeholder {second} is missing'),
+    (dict(filters=dict(min_words=5, max_words=3)), 'no answer has min_words = 5 and max_words = 3'),
+    (dict(prompt='Do it.'), 'the placeholder {instruction} is missing'), (dict(stop='x'), 'stop: '),
+    (dict(stop=['']), 'stop, 0: '), (dict(history='none '), 'history: '),
+    (dict(filters=dict(minwords=1)), "filters, minwords: Extra inputs are not permitted. Did you mean 'min_words'?"),
+    (dict(filters=dict(ended='yes')), 'filters, ended: '), (dict(filters=dict(reject=['('])), 'filters, reject, 0: '),
+    (dict(compare=dict(a=1)), 'compare, a: '), (dict(name='world'), 'has a task of this name too')]
 
 
 @pytest.mark.parametrize('more, message', BROKEN, ids=lambda v: v if isinstance(v, str) else '')
