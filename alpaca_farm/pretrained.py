@@ -50,8 +50,9 @@ class Weights:
         for file in sorted(self.folder.glob('*.safetensors')):
             with open_tensors(file) as f: self.files |= dict.fromkeys(f.keys(), file)
         if not self.files:
-            raise ValueError(f'{setting} = {folder}: there are no *.safetensors in it. Only these are read, '
-                             'since a .bin can execute code: convert it by the command in nbs/pretrained.ipynb')
+            raise ValueError(f'{setting} = {folder}: there are no *.safetensors in it. Only these '
+                             'are read, since a .bin can execute code: convert it by the command in '
+                             'nbs/pretrained.ipynb')
 
     def shape(self, key: str) -> list[int]:
         with open_tensors(self.files[key]) as f: return f.get_slice(key).get_shape()
@@ -87,8 +88,9 @@ def rotary_sum(config: dict) -> float:
 def check_sum(total: float, published: float, config: dict, model: str):
     "ValueError if the sum of a model's weights is not the published one."
     if any(math.isclose(t, published, rel_tol=1e-5) for t in (total, total + rotary_sum(config))): return
-    base = ("the recovered sft10k (AlpacaFarm's script takes LLaMA 7B: try that if this was sft10k)"
-            if model.startswith('reward-model') else 'the first LLaMA 7B, not Llama 2 and no fine-tuned model')
+    base = 'the first LLaMA 7B, not Llama 2 and no fine-tuned model'
+    if model.startswith('reward-model'):
+        base = "the recovered sft10k (AlpacaFarm's script takes LLaMA 7B: try that if this was sft10k)"
     raise ValueError(f'the weights of {model} add up to {total:.2f}, and the published sum is '
                      f'{published:.2f}: base must be {base}; or a file of diff or base is missing or damaged')
 
@@ -97,7 +99,8 @@ def our_config(base: dict, diff: Weights, dtype: torch.dtype) -> dict:
     "The `config.json` of a recovered model."
     rows = diff.shape(next(k for k in diff.files if k.endswith('model.embed_tokens.weight')))[0]
     config = {k: v for k, v in base.items() if k not in ('torch_dtype', '_name_or_path')}
-    config |= dict(vocab_size=rows, dtype=str(dtype).removeprefix('torch.'), architectures=['LlamaForCausalLM'])
+    config |= dict(vocab_size=rows, dtype=str(dtype).removeprefix('torch.'))
+    config['architectures'] = ['LlamaForCausalLM']
     if f'{HEAD}weight' not in diff.files: return config
     bias = diff[f'{HEAD}bias'].item() if f'{HEAD}bias' in diff.files else 0.
     return config | dict(architectures=['LlamaForSequenceClassification'], id2label={'0': 'LABEL_0'},
