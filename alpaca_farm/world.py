@@ -19,7 +19,7 @@ from .core.stats import sigmoid
 from .embedded.authors import Author, EXPERT
 from .embedded.criteria import utility
 from .embedded.crowd import (crowd, gold, held_out_crowd, judge, length_biased, pool, sample_crowd,
-    sample_pool, vain_judge, wordy_judge, write_population)
+    sample_pool, vain_judge, write_population)
 from .embedded.grammar import is_held_out, render, sample_request
 from .embedded.lexicon import ASKERS
 from .embedded.prose import sample_page
@@ -75,7 +75,7 @@ class WorldConfig(TrainConfig):
 
 # %% ../nbs/world.ipynb #46f4c0ab
 ANNOTATORS = dict(crowd=crowd, held_out_crowd=held_out_crowd, pool=pool, judge=judge, gold=gold,
-                  length_biased=length_biased, wordy_judge=wordy_judge, vain_judge=vain_judge)
+                  length_biased=length_biased, vain_judge=vain_judge)
 
 # %% ../nbs/world.ipynb #9d2c3051
 SPLITS = ('sft', 'preference', 'unlabeled', 'val', 'eval')
