@@ -117,8 +117,8 @@ def sample_splits(cfg: WorldConfig) -> dict[str, list[dict]]:
             for name, specs in sample_requests(cfg, rng).items()}
 
 # %% ../nbs/world.ipynb #cb3bb9fe
-DESCRIBED = {'': (.5, 0.), 'a careful author': (.85, .5), 'an expert': (.85, .5),
-             'a careless author': (.15, -.5), 'a beginner': (.15, -.5)}   # mean skill, and how much they mind
+DESCRIBED = {'': (.5, 0.), 'a careful author': (.95, 1.), 'an expert': (.95, 1.),
+             'a careless author': (.05, -1.), 'a beginner': (.05, -1.)}   # mean skill, and how much they mind
 READER = .5   # how much chance there is in a reader's choice, in units of utility
 
 
