@@ -62,13 +62,10 @@ def select_candidates(query: dict, which: list[int]) -> dict:
     "A query with some of its candidates."
     return query | {k: [query[k][i] for i in which] for k in LISTS}
 
-# %% ../../../nbs/core/data/candidates.ipynb #6470c6b2
-def merge_candidates(
-    specs: str | list[str],  # run folders or files
-    sources: list[str] = (), # use only candidates from these; empty for all
-    columns: str = '',       # names of columns, as in instruction=question,output=answer
-) -> list[dict]:
-    "Queries with all their candidates; ValueError for a source that no candidate has."
+
+def merge_candidates(specs: str | list[str], sources: list[str] = (), columns: str = '') -> list[dict]:
+    """Queries with all their candidates from run folders or files, or only those from some `sources`;
+    ValueError for a source that no candidate has. `columns` as of `load_records`."""
     merged = {}
     for r in (r for spec in as_list(specs) for r in read_candidates(spec, columns)):
         query = merged.setdefault(prompt_key(r), dict(without_lists(r), **{k: [] for k in LISTS}))
@@ -79,7 +76,7 @@ def merge_candidates(
     return [select_candidates(q, [i for i, s in enumerate(q['source']) if s in (sources or present)])
             for q in merged.values()]
 
-# %% ../../../nbs/core/data/candidates.ipynb #55cf3023
+
 def write_rrhf(path, records: list[dict]):
     "Write candidates as RRHF's JSON lines."
     lines = [json.dumps(to_rrhf(r), ensure_ascii=False) + '\n' for r in records]
