@@ -13,7 +13,8 @@ import re
 import numpy as np
 
 from .records import prompt_key
-from .dialogues import bare_prompt, prompt_messages, prompt_text, TURN, with_instruction
+from alpaca_farm.core.data.dialogues import (bare_prompt, prompt_messages, prompt_text, TURN,
+    with_instruction)
 from .preferences import annotator_preferences, swap_outputs
 
 # %% ../../../nbs/core/data/comparisons.ipynb #50a3c950
@@ -38,13 +39,13 @@ def _shown_texts(record: dict) -> list[str]:
 
 # %% ../../../nbs/core/data/comparisons.ipynb #6dd1beec
 def index_prompts(records: list[dict], whose: str) -> dict:
-    "The row of each (instruction, input) among outputs or candidates; ValueError when there are two."
+    "The row of each (instruction, input); ValueError when there are two."
     rows = {}
     for i, r in enumerate(records):
         first = rows.setdefault(prompt_key(r), i)
         if first < i:
             raise ValueError(f'{whose}: rows {first} and {i} answer the same instruction, '
-                             f'{prompt_text(r)!r:.60}. Keep one, or list both in the output of one record')
+                             f'{prompt_text(r)!r:.60}. Keep one, or list both in one `output`')
     return rows
 
 
@@ -53,13 +54,13 @@ def _check_answered(rows: dict, others: dict, whose: str, missing: str):
     lost = [(i, prompt) for prompt, i in rows.items() if prompt not in others]
     if not lost: return
     first_rows = ', '.join(str(i) for i, _ in lost[:5]) + ', ...' * (len(lost) > 5)
-    raise ValueError(f'{len(lost)} of {len(rows)} {whose} have no {missing}: rows {first_rows} (the first '
-                     f'is {lost[0][1][0]!r:.60}). Both must answer the same instructions with the same '
-                     'input; max_instances restricts the comparison to the first ones')
+    raise ValueError(f'{len(lost)} of {len(rows)} {whose} have no {missing}: rows {first_rows} '
+                     f'(the first is {lost[0][1][0]!r:.60}). Both must answer the same '
+                     'instructions and inputs; max_instances restricts it to the first')
 
 
 def match_prompts(outputs: list[dict], references: list[dict]) -> list[dict]:
-    "The outputs in the references' order; ValueError unless both answer the same instructions, each once."
+    "The outputs in the references' order; ValueError unless both answer the same, each once."
     ours, theirs = index_prompts(outputs, 'outputs'), index_prompts(references, 'references')
     _check_answered(ours, theirs, 'outputs', 'reference')
     _check_answered(theirs, ours, 'references', 'output')
@@ -67,7 +68,7 @@ def match_prompts(outputs: list[dict], references: list[dict]) -> list[dict]:
 
 # %% ../../../nbs/core/data/comparisons.ipynb #c7169480
 def common_prompts(answers: dict, key=prompt_key) -> dict:
-    "The answers of each model (records by name) to what all have answered; prints what is left out."
+    "The answers of each model, by name, to what all have answered; prints what is left out."
     have = {name: {key(r) for r in rows} for name, rows in answers.items()}
     every, common = set.union(*have.values()), set.intersection(*have.values())
     if not 0 < len(every - common) <= len(every) // 20: return answers
@@ -78,17 +79,16 @@ def common_prompts(answers: dict, key=prompt_key) -> dict:
 
 # %% ../../../nbs/core/data/comparisons.ipynb #8415bdaf
 def answer_pairs(record: dict, reference: dict) -> list[dict]:
-    """Each answer of a model's record (output 2, the outer loop) beside each answer of the reference's
-    (output 1)."""
+    "Each answer of a model's record (output 2, the outer loop) beside each reference (output 1)."
     return [dict(bare_prompt(reference), output_1=a, output_2=b)
             for b in _shown_texts(record) for a in _shown_texts(reference)]
 
 
 def pair_up(outputs: list[dict], references: list[dict]) -> list[dict]:
-    """The pairs of all instructions as of `answer_pairs`, in the references' order, with `item`, the
-    reference's row; ValueError when the instructions differ."""
-    ordered = match_prompts(outputs, references)
-    return [dict(p, item=i) for i, both in enumerate(zip(ordered, references)) for p in answer_pairs(*both)]
+    """The pairs of all instructions as of `answer_pairs`, in the references' order, with `item`,
+    the reference's row; ValueError when the instructions differ."""
+    both = zip(match_prompts(outputs, references), references)
+    return [dict(p, item=i) for i, records in enumerate(both) for p in answer_pairs(*records)]
 
 # %% ../../../nbs/core/data/comparisons.ipynb #a151be68
 def _key(row: dict, keys) -> tuple[str, ...]:
@@ -104,8 +104,8 @@ def _head2head(first: dict, second: dict) -> dict:
 def head2head_pairs(
     outputs_1: list[dict], outputs_2: list[dict], keys=('instruction', 'input'),
 ) -> list[dict]:
-    """A baseline's (output 1) and a model's answers, matched by the fields `keys`, as pairs; ValueError
-    when many instructions differ, or one occurs twice."""
+    """A baseline's (output 1) and a model's answers, matched by the fields `keys`, as pairs;
+    ValueError when many instructions differ, or one occurs twice."""
     key = lambda row: _key(row, keys)
     outputs_1, outputs_2 = common_prompts(dict(baseline=outputs_1, model=outputs_2), key).values()
     first = {key(r): r for r in outputs_1}
@@ -124,7 +124,8 @@ def ordered_pairs(
 ) -> list[dict]:
     "The same row by row; ValueError unless the prompts are the same in the same order."
     if len(outputs_1) != len(outputs_2):
-        raise ValueError(f'{len(outputs_1)} against {len(outputs_2)} outputs in order: there must be as many')
+        sizes = f'{len(outputs_1)} against {len(outputs_2)}'
+        raise ValueError(f'{sizes} outputs in order: there must be as many')
     for i, both in enumerate(zip(outputs_1, outputs_2)):
         one, two = (' '.join(_key(r, keys)) for r in both)
         if one != two:
@@ -134,9 +135,10 @@ def ordered_pairs(
 
 # %% ../../../nbs/core/data/comparisons.ipynb #ccba7175
 def both_orders(pairs: list[dict], judge) -> np.ndarray:
-    """Preferences (pairs,) averaged over both orders, in one call of an annotator or pool; nan where either
-    order has no verdict. Identical outputs are a tie, and are not shown."""
-    p, at = np.full(len(pairs), 1.5), [i for i, r in enumerate(pairs) if r['output_1'] != r['output_2']]
+    """Preferences (pairs,) averaged over both orders, in one call of an annotator or pool; nan
+    where either order has no verdict. Identical outputs are a tie, and are not shown."""
+    p = np.full(len(pairs), 1.5)
+    at = [i for i, r in enumerate(pairs) if r['output_1'] != r['output_2']]
     if not at: return p
     shown = [pairs[i] for i in at]
     verdicts = annotator_preferences(shown + [swap_outputs(r) for r in shown], judge)
@@ -146,10 +148,11 @@ def both_orders(pairs: list[dict], judge) -> np.ndarray:
 
 # %% ../../../nbs/core/data/comparisons.ipynb #b7ab0654
 def answer_preferences(outputs: list[dict], references: list[dict], judge) -> list[np.ndarray]:
-    """Of each record of `outputs`, the preference of each answer (answers,) over the references to its
-    instruction, in both orders; nan where a verdict is missing."""
+    """Of each record of `outputs`, the preference of each answer (answers,) over the references to
+    its instruction, in both orders; nan where a verdict is missing."""
     rows = index_prompts(references, 'references')
-    _check_answered({prompt_key(r): i for i, r in enumerate(outputs)}, rows, 'outputs', 'reference')
+    answered = {prompt_key(r): i for i, r in enumerate(outputs)}
+    _check_answered(answered, rows, 'outputs', 'reference')
     pairs = [answer_pairs(r, references[rows[prompt_key(r)]]) for r in outputs]
     preferences = both_orders([p for ps in pairs for p in ps], judge)
     by_record = np.split(preferences, np.cumsum([len(ps) for ps in pairs])[:-1])
@@ -158,8 +161,8 @@ def answer_preferences(outputs: list[dict], references: list[dict], judge) -> li
 # %% ../../../nbs/core/data/comparisons.ipynb #371b5a31
 def same_answers(outputs: list[dict], references: list[dict]) -> bool:
     "Whether the model's answers are the reference's."
-    ours, theirs = ({prompt_key(r): output_texts(r) for r in rows} for rows in (outputs, references))
-    return ours == theirs
+    def texts(records): return {prompt_key(r): output_texts(r) for r in records}
+    return texts(outputs) == texts(references)
 
 
 def preferences_over(outputs: list[dict], references: list[dict], judge) -> np.ndarray:
@@ -174,8 +177,8 @@ def with_verdict(preferences) -> np.ndarray:
     "The preferences that are not None or nan; ValueError when there is none."
     p = np.array(preferences, dtype=float)
     if not np.isnan(p).all(): return p[~np.isnan(p)]
-    raise ValueError(f'there is no verdict on any of the {len(p)} instructions: recorded labels have '
-                     'verdicts on the pairs that were labelled only')
+    raise ValueError(f'there is no verdict on any of the {len(p)} instructions: recorded labels '
+                     'have verdicts on the pairs that were labelled only')
 
 
 def verdicts_over(outputs: list[dict], references: list[dict], judge) -> np.ndarray:

@@ -16,15 +16,16 @@ _ROLES = dict(user='user', human='user', prompter='user', assistant='assistant',
 
 
 def as_turn(message, where: str) -> dict:
-    "A message, of chat templates or of ShareGPT, as role and content; ValueError for anything else."
+    "A message, of a chat template or ShareGPT, as role and content; ValueError for anything else."
     m = message if isinstance(message, dict) else {}
     content = m['content'] if m.get('content') is not None else m.get('value')
-    if isinstance(content, list) and all(isinstance(p, dict) and p.get('type') == 'text' for p in content):
-        content = ''.join(str(p.get('text', '')) for p in content)
+    if isinstance(content, list) and {*map(type, content)} <= {dict}:
+        if all(p.get('type') == 'text' for p in content):
+            content = ''.join(str(p.get('text', '')) for p in content)
     role = _ROLES.get(str(m.get('role') or m.get('from')).lower())
     if role and isinstance(content, str): return dict(role=role, content=content)
-    raise ValueError(f'{where}: {message!r:.80} is not a message: it needs a `role` (or `from`) among '
-                     f'{", ".join(_ROLES)}, and a text as its `content` (or `value`)')
+    raise ValueError(f'{where}: {message!r:.80} is not a message: it needs a `role` (or `from`) '
+                     f'among {", ".join(_ROLES)}, and a text as its `content` (or `value`)')
 
 # %% ../../../nbs/core/data/dialogues.ipynb #3c4c9954
 TAGS = dict(user='Human', assistant='Assistant', system='System', tool='Tool')
@@ -47,7 +48,7 @@ def turns_text(messages: list[dict]) -> str:
 
 
 def dialogue_text(messages: list[dict]) -> str:
-    "A dialogue in the form of hh-rlhf; one that ends with the user's turn is followed by `Assistant:`."
+    "A dialogue in the form of hh-rlhf; behind a turn of the user comes `Assistant:`."
     return turns_text(messages) + TURN * bool(messages and messages[-1]['role'] != 'assistant')
 
 # %% ../../../nbs/core/data/dialogues.ipynb #cad6ffc3
@@ -57,9 +58,11 @@ def parse_dialogue(text: str) -> list[dict]:
     roles = {tag: role for role, tag in TAGS.items()}
     said = start.removeprefix('\n\nSystem:')
     if said and said == start:
-        raise ValueError(f'a dialogue begins with Human: or Assistant:, not with {start[2:]!r:.60}')
+        raise ValueError('a dialogue begins with Human: or Assistant:, '
+                         f'not with {start[2:]!r:.60}')
     system = [dict(role='system', content=without_space(said))] if start else []
-    turns = [dict(role=roles[t], content=without_space(c)) for t, c in zip(parts[::2], parts[1::2])]
+    said = zip(parts[::2], parts[1::2])
+    turns = [dict(role=roles[tag], content=without_space(text)) for tag, text in said]
     empty = dict(role='assistant', content='')
     asked = len(turns) > 1 and turns[-1] == empty and turns[-2]['role'] == 'user'
     return system + (turns[:-1] if asked else turns)
@@ -67,18 +70,18 @@ def parse_dialogue(text: str) -> list[dict]:
 # %% ../../../nbs/core/data/dialogues.ipynb #ecd77155
 def prompt_messages(record: dict) -> list[dict] | None:
     "The dialogue that is the prompt of a record, None if it is an instruction."
-    return record['messages'] if record.get('instruction') is None and 'messages' in record else None
+    return record.get('messages') if record.get('instruction') is None else None
 
 
 def prompt_text(record: dict) -> str:
-    "The text of an instruction or dialogue, without the `input`: for keys, hashes, judges and readers."
+    "The text of an instruction or dialogue, without the `input`."
     messages = prompt_messages(record)
     if not messages: return record['instruction']
     return messages[0]['content'] if len(messages) == 1 else dialogue_text(messages).strip()
 
 
 def as_messages(record: dict) -> list[dict]:
-    "The turns of a record's prompt: its dialogue, or instruction and input as the only turn of the user."
+    "The turns of a record's prompt: its dialogue, or instruction and input as one turn."
     text = '\n\n'.join(filter(None, (record.get('instruction'), record.get('input'))))
     return prompt_messages(record) or [dict(role='user', content=text)]
 
@@ -101,6 +104,8 @@ def check_messages(record: dict, where: str):
     if not any(m['content'].strip() for m in messages if m['role'] == 'user'):
         raise ValueError(f'{where}: the dialogue in `messages` has no words of a user')
     if messages[-1]['role'] not in ('user', 'tool'):
-        raise ValueError(f'{where}: the dialogue in `messages` ends with the {messages[-1]["role"]}\'s turn. '
+        role = messages[-1]['role']
+        raise ValueError(f'{where}: the dialogue in `messages` ends with the {role}\'s turn. '
                          'Cut it at the turn to be answered')
-    if record.get('input'): raise ValueError(f'{where}: a dialogue has no `input`: put it into a turn')
+    if record.get('input'):
+        raise ValueError(f'{where}: a dialogue has no `input`: put it into a turn')

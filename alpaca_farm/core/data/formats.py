@@ -40,7 +40,8 @@ def _turns(value, role: str, where: str) -> list[dict]:
 
 def _prompt(turns: list[dict], given) -> dict:
     "The turns before an answer as a prompt: an instruction where that is what was `given`."
-    return dict(instruction=given) if turns == [dict(role='user', content=given)] else dict(messages=turns)
+    single = turns == [dict(role='user', content=given)]
+    return dict(instruction=given) if single else dict(messages=turns)
 
 
 def _answer(turns: list[dict]) -> str:
@@ -65,19 +66,20 @@ def _from_messages(row: dict, given, where: str) -> dict:
     if n == len(turns): return dict(row, messages=turns)
     twice = next((k for k in ('output', 'output_1') if k in row), None)
     if not twice: return dict(row, messages=turns[:n], output=_answer(turns[n:]))
-    raise ValueError(f'{where}: the dialogue ends with an answer, and there is {twice!r} too. Remove one')
+    raise ValueError(f'{where}: the dialogue ends with an answer, and there is {twice!r} too')
 
 # %% ../../../nbs/core/data/formats.ipynb #c576c04f
 def _from_chosen(row: dict, where: str) -> dict:
-    "A row with `chosen` and `rejected` as a preference record, the names of their models included."
+    "A row with `chosen` and `rejected` as a preference record, names of models included."
     prompt, both = row.pop('instruction', None), [row.pop('chosen'), row.pop('rejected')]
     texts = not prompt and all(isinstance(v, str) for v in both)
     first, second = (_answered(v, where) if texts else _turns(v, 'assistant', where) for v in both)
     n = len([*takewhile(lambda turns: turns[0] == turns[1], zip(first[:-1], second[:-1]))])
-    while n and not first[n]['role'] == second[n]['role'] == 'assistant' != first[n - 1]['role']: n -= 1
+    roles = [[m['role'] for m in turns] for turns in (first, second)]
+    while n and not roles[0][n] == roles[1][n] == 'assistant' != roles[0][n - 1]: n -= 1
     shared, given = first[:n], _turns(prompt, 'user', where) if prompt else []
     if given not in (shared[:len(given)], shared[-len(given):]): shared = given + shared
-    if not shared or not first[n]['role'] == second[n]['role'] == 'assistant':
+    if not shared or {roles[0][n], roles[1][n]} != {'assistant'}:
         raise ValueError(f'{where}: the two dialogues have no turn of the assistant in common')
     fields, answers = _prompt(shared, prompt), [_answer(first[n:]), _answer(second[n:])]
     own = [prompt_text(fields)] if prompt else []
@@ -90,22 +92,22 @@ def _from_chosen(row: dict, where: str) -> dict:
 
 # %% ../../../nbs/core/data/formats.ipynb #5eb3a5fb
 SHAPES = [
-    ('preference', dict(prompt='instruction', chosen='chosen', rejected='rejected')),  # TRL, RewardBench
+    ('preference', dict(prompt='instruction', chosen='chosen', rejected='rejected')),  # TRL
     ('preference', dict(instruction='instruction', chosen='chosen', rejected='rejected')),
-    ('preference', dict(chosen='chosen', rejected='rejected')),                        # hh-rlhf, TRL
+    ('preference', dict(chosen='chosen', rejected='rejected')),  # hh-rlhf, TRL
     ('preference', dict(question='instruction', response_A='output_1', response_B='output_2',
                         label='preference')),                                          # JudgeBench
-    ('candidates', dict(instruction='instruction', completions='output')),             # UltraFeedback
-    ('candidates', dict(query='instruction', responses='output')),                     # RRHF
+    ('candidates', dict(instruction='instruction', completions='output')),  # UltraFeedback
+    ('candidates', dict(query='instruction', responses='output')),  # RRHF
     ('output', dict(messages='messages')),                                             # chat
     ('output', dict(conversations='messages')),                                        # ShareGPT
     ('output', dict(chosen='messages')),                                               # hh-rlhf
-    ('output', dict(prompt='instruction', completion='output')),                       # TRL, KTO
+    ('output', dict(prompt='instruction', completion='output')),  # TRL, KTO
     ('instruction', dict(prompt='instruction'))]                                       # prompts
 
 
 def row_shape(row: dict, kinds) -> dict | None:
-    "The columns of the format of a row as our fields; None when it has our fields, or unknown ones."
+    "The columns of a row's format as our fields; None when it has ours, or unknown ones."
     if 'instruction' in row and any(FIELDS[k].keys() <= row.keys() for k in kinds): return None
     fitting = [s for s in SHAPES if all(row.get(c) is not None for c in s[1])]
     wanted = [s for s in fitting if s[0] in kinds or (s[0] == 'preference' and 'pair' in kinds)]
@@ -131,9 +133,11 @@ def _from_shape(row: dict, names: dict, where: str) -> dict:
         if not isinstance(answers, list): raise ValueError(f'{where}: `responses` is not a list')
         row = dict(source=default_sources(len(answers))) | row
     if 'completions' in names:
-        if not (isinstance(answers, list) and all(isinstance(a, dict) and 'response' in a for a in answers)):
+        told = isinstance(answers, list) and all(isinstance(a, dict) for a in answers)
+        if not (told and all('response' in a for a in answers)):
             raise ValueError(f'{where}: `completions` is no list of objects with a `response`')
-        row |= dict(output=[a['response'] for a in answers], source=[a.get('model', '') for a in answers])
+        row['output'] = [a['response'] for a in answers]
+        row['source'] = [a.get('model', '') for a in answers]
         scores = [a.get('overall_score') for a in answers]
         if all(isinstance(s, (int, float)) for s in scores): row['scores'] = [*map(float, scores)]
     return row
@@ -141,7 +145,7 @@ def _from_shape(row: dict, names: dict, where: str) -> dict:
 # %% ../../../nbs/core/data/formats.ipynb #508c05a5
 _RLCD = {'instruction', 'input', 'output_1', 'output_2', 'preference', 'win2_prob'}
 _VERDICTS = {'A>B': 1., 'A<B': 2., 'B>A': 2., 'B<A': 1., 'A=B': 1.5, 'B=A': 1.5}
-_GOOD = {'true': True, '1': True, 'false': False, '0': False}  # labels of single answers in a CSV file
+_GOOD = {'true': True, '1': True, 'false': False, '0': False}  # single answers' labels in a CSV
 
 
 def _from_rlcd(row: dict, where: str) -> dict:
@@ -152,7 +156,8 @@ def _from_rlcd(row: dict, where: str) -> dict:
     if soft in ('', None): return row
     try: return row | dict(preference=1 + float(soft))
     except (TypeError, ValueError):
-        raise ValueError(f"{where}: the field 'win2_prob' is {soft!r:.60}, not a probability") from None
+        wrong = f"the field 'win2_prob' is {soft!r:.60}, not a probability"
+        raise ValueError(f'{where}: {wrong}') from None
 
 
 def _as_label(value):
@@ -169,23 +174,25 @@ def as_records(
     kinds=('instruction',),  # of the records wanted: the fields that they must have
     columns: str = '',  # names of columns, as in instruction=question,output=answer
 ) -> list:
-    "Rows with the columns of other libraries as records with ours; what is no such row is not changed."
+    "Rows with the columns of other libraries as records with ours; others are not changed."
     pairs = [c.strip().split('=') for c in columns.split(',')] if columns else []
     if not all(len(p) == 2 and all(p) for p in pairs):
-        raise ValueError(f'columns = {columns!r}: write ours=yours, as in instruction=question,output=answer')
+        raise ValueError(f'columns = {columns!r}: write ours=yours, as in instruction=question')
     names, records = {theirs: ours for ours, theirs in pairs}, []
     for i, row in enumerate(rows):
         if not isinstance(row, dict): records.append(row); continue
         at, missing = f'{where}, row {i}', [t for t in names if not {t, names[t]} & row.keys()]
         if missing:
-            raise ValueError(f'{at}: columns names {missing[0]!r}; it has {", ".join(map(repr, row))}')
+            has = ', '.join(map(repr, row))
+            raise ValueError(f'{at}: columns names {missing[0]!r}; it has {has}')
         taken = {ours for theirs, ours in names.items() if theirs in row}
         row = {names.get(k, k): v for k, v in row.items() if k in names or k not in taken}
         shape = row_shape(row, kinds)
         if shape: row = _from_shape(row, shape, at)
         if {'instruction', 'output_1'} <= row.keys() <= _RLCD: row = _from_rlcd(row, at)
         if 'preference' in row: row['preference'] = _as_label(row['preference'])
-        if isinstance(row.get('label'), str): row['label'] = _GOOD.get(row['label'].lower(), row['label'])
+        label = row.get('label')
+        if isinstance(label, str): row['label'] = _GOOD.get(label.lower(), label)
         records.append(row)
     return records
 
@@ -193,9 +200,10 @@ def as_records(
 def named_answers(record: dict) -> dict:
     "The answers of a record by the names of hh-rlhf; ValueError for a tie and a soft label."
     if 'output' in record: return dict(chosen=record['output'])
-    if record['preference'] not in (1, 2):
-        raise ValueError(f'preference = {record["preference"]}: a tie or a soft label has no chosen answer')
-    best = int(record['preference'])
+    best = record['preference']
+    if best not in (1, 2):
+        raise ValueError(f'preference = {best}: a tie or a soft label has no chosen answer')
+    best = int(best)
     return dict(chosen=record[f'output_{best}'], rejected=record[f'output_{3 - best}'])
 
 
@@ -203,15 +211,16 @@ def as_hh(record: dict) -> dict:
     "A record as a row of hh-rlhf; ValueError if other turns would be read from it."
     prompt, answers = as_messages(record), named_answers(record)
     row = {name: dialogue_text(prompt) + with_space(answer) for name, answer in answers.items()}
-    read = _from_chosen(dict(row), '') if 'rejected' in row else _from_messages({}, row['chosen'], '')
+    if 'rejected' in row: read = _from_chosen(dict(row), '')
+    else: read = _from_messages({}, row['chosen'], '')
     if read['messages'] == prompt and named_answers(read) == answers: return row
-    raise ValueError(f'{row["chosen"]!r:.80}: a turn with "\\n\\nHuman:" or "\\n\\nAssistant:" in its text, '
-                     'or of a tool, has no form in hh-rlhf. Write the dialogue as messages')
+    raise ValueError(f'{row["chosen"]!r:.80}: a turn with "\\n\\nHuman:" or "\\n\\nAssistant:" in '
+                     'it, or of a tool, has no form in hh-rlhf. Write the dialogue as messages')
 
 
 def as_chat(record: dict) -> dict:
     "A record as `messages`, a preference as TRL's `prompt`, `chosen` and `rejected`."
-    prompt = as_messages(record)
-    answers = {name: [dict(role='assistant', content=a)] for name, a in named_answers(record).items()}
+    prompt, named = as_messages(record), named_answers(record)
+    answers = {name: [dict(role='assistant', content=a)] for name, a in named.items()}
     if 'rejected' in answers: return dict(prompt=prompt, **answers)
     return dict(messages=prompt + answers['chosen'])

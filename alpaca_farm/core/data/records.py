@@ -36,11 +36,9 @@ def _in_folder(folder: Path, name: str) -> Path | None:
             if shard: return path/re.sub(r'-\d+-of-', '-*-of-', shard.name)
 
 
-def find_file(
-    spec: str,    # a dataset or run folder, or a file
-    *names: str,  # the file's name in a folder, without its suffix: a split, `outputs`, ...
-) -> Path:  # the file, the folder of a saved dataset, or a pattern of shards
-    "Where the first name that is there is held; FileNotFoundError listing the data files if none is."
+def find_file(spec: str, *names: str) -> Path:
+    """A file, a saved dataset or a pattern of shards: `spec` itself, or the first of `names` (a
+    split, `outputs`, ...) that this folder has; FileNotFoundError listing what there is."""
     path = at_root(spec)
     if path.is_file() or (path/'dataset_info.json').exists(): return path
     found = next(filter(None, (_in_folder(path, n) for n in names)), None)
@@ -58,20 +56,21 @@ _SPLITS = dict(sft=['train_sft', 'train'], unlabeled=['train_gen', 'train'], can
                val=['validation', 'valid', 'dev'], eval=['test', 'test_prefs', 'test_sft'])
 _FARM = dict(eval='alpaca_farm_evaluation', outputs='alpaca_farm_evaluation',
              preferences='alpaca_noisy_multi_preference')   # where no configuration is named
-_REFUSED = dict(GatedRepoError='its owner asks for agreement: accept the terms on its page, set HF_TOKEN',
-                RepositoryNotFoundError='the hub has no such dataset (if it is private, set HF_TOKEN)',
+_REFUSED = dict(GatedRepoError='it is gated: accept the terms on its page, and set HF_TOKEN',
+                RepositoryNotFoundError='the hub has no such dataset (private? set HF_TOKEN)',
                 RevisionNotFoundError='the hub has no such revision of it')
 
 
 def _hub_file(spec: str, names: tuple) -> Path:
-    "The file or pattern of shards of a split on the hub, in its cache; ValueError if there is none."
+    "The file or pattern of shards of a split on the hub, in its cache; ValueError if none is."
     from huggingface_hub import HfApi, snapshot_download
     repo, revision, config = re.fullmatch(r'([^@:]+)@?([^:]*):?(.*)', spec).groups()
     if repo == 'tatsu-lab/alpaca_farm' and not config:
         config = next((_FARM[n] for n in names if n in _FARM), 'alpaca_instructions')
     at, which = config and f'{config}/', dict(repo_type='dataset', revision=revision or None)
     wanted = [w for n in names for w in (n, *_SPLITS.get(n, []))]
-    files = [f'{at}{data}{w}{part}' for data in ('', 'data/') for w in wanted for part in ('', '-*-of-*')]
+    files = [f'{at}{data}{w}{shards}' for data in ('', 'data/') for w in wanted
+             for shards in ('', '-*-of-*')]
     patterns = [f'{file}{suffix}' for file in [config, *files] if file for suffix in FILE_SUFFIXES]
     try:
         folder = Path(snapshot_download(repo, allow_patterns=patterns, **which))/config
@@ -79,14 +78,16 @@ def _hub_file(spec: str, names: tuple) -> Path:
         if any(found): return next(filter(None, found))
         there = HfApi().list_repo_files(repo, **which)
     except Exception as e:
-        reason = _REFUSED.get(type(e).__name__, f'the hub cannot be reached ({str(e):.160}). Where there '
-            f'is a network, run `hf download {repo} --repo-type dataset --local-dir my/data`, name my/data')
+        away = f'the hub cannot be reached ({str(e):.160}). Where there is a network, run ' \
+               f'`hf download {repo} --repo-type dataset --local-dir my/data`, and name my/data'
+        reason = _REFUSED.get(type(e).__name__, away)
         raise ValueError(f'{spec}: {missing_path(spec)}, and {reason}') from e
-    there = sorted({re.sub(r'(-\d+-of-\d+)?\.[a-z.]+$', '', f) for f in there if f.endswith(FILE_SUFFIXES)})
+    there = sorted({re.sub(r'(-\d+-of-\d+)?\.[a-z.]+$', '', f)
+                    for f in there if f.endswith(FILE_SUFFIXES)})
     near = difflib.get_close_matches(f'{at}{names[0]}', there, 1)
     near = f' (did you mean {repo}:{near[0].rpartition("/")[0] or near[0]}?)' if near else ''
-    raise ValueError(f'{repo} has no {at}{" or ".join(wanted)}{near}; it has {", ".join(there) or "no data"}. '
-                     f'A folder or file of it is named behind a colon, {repo}:NAME')
+    raise ValueError(f'{repo} has no {at}{" or ".join(wanted)}{near}; it has '
+                     f'{", ".join(there) or "no data"}. Name a folder or file of it: {repo}:NAME')
 
 # %% ../../../nbs/core/data/records.ipynb #dacbe2c0
 def unique_fields(pairs: list[tuple]) -> dict:
@@ -124,7 +125,8 @@ def _read_csv(path: Path, text: str) -> list[dict]:
     table = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter, strict=True)
     try: rows.extend(table)
     except csv.Error as e:
-        raise ValueError(f'{path}, row {len(rows)}: not valid CSV ({e}). A quote left open?') from None
+        at = f'{path}, row {len(rows)}'
+        raise ValueError(f'{at}: not valid CSV ({e}). Is a quote left open?') from None
     twice = [n for n, times in Counter(table.fieldnames or []).items() if n and times > 1]
     if twice: raise ValueError(f'{path}: the header has {twice[0]!r} twice. Rename one column')
     long = next((i for i, row in enumerate(rows) if None in row), None)
@@ -142,11 +144,12 @@ def read_text(path: Path) -> str:
     try: return _read_bytes(path).decode('utf-8-sig')
     except UnicodeDecodeError as e:
         raise ValueError(f'{path}: byte {e.start} is not UTF-8. Save the file as UTF-8') from None
-    except (EOFError, OSError, zlib.error) as e: raise ValueError(f'{path}: cannot be read ({e})') from None
+    except (EOFError, OSError, zlib.error) as e:
+        raise ValueError(f'{path}: cannot be read ({e})') from None
 
 
 def read_rows(path) -> list[dict]:
-    "The rows of a file, a pattern of shards, or a saved dataset's folder; ValueError if it is damaged."
+    "The rows of a file, a pattern of shards, or a saved dataset; ValueError if it is damaged."
     path = Path(path)
     kind = Path(path.name.removesuffix('.gz')).suffix
     if '-*-of-' in path.name:
@@ -184,17 +187,14 @@ def check_field(row: dict, name: str, type_: type, where: str):
     v = row[name]
     valid, expected = {
         float: (is_preference(v), 'a number from 1 to 2'), str: (isinstance(v, str), 'a string'),
-        list: (isinstance(v, list) and v and all(isinstance(x, str) for x in v), 'a list of strings')}[type_]
+        list: (isinstance(v, list) and v and {*map(type, v)} == {str}, 'a list of strings')}[type_]
     if not valid: raise ValueError(f'{at} {v!r:.60}, not {expected}')
     if name == 'instruction' and not v.strip(): raise ValueError(f'{at} empty')
 
 
-def check_records(
-    rows: list[dict],  # records as read
-    kind: str,         # which fields they must have
-    where: str,        # file they came from, for the message
-) -> list[dict]:  # the records, with an empty `input` where there was none
-    "The records but for pairs without a label; ValueError naming file, row and field if one is wrong."
+def check_records(rows: list[dict], kind: str, where: str) -> list[dict]:
+    """The records, with an empty `input` where there was none, but for pairs without a label;
+    ValueError naming file (`where`), row and field of one without the fields of `kind`."""
     records = []
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
@@ -209,7 +209,8 @@ def check_records(
         records.append(row)
     labelled = ' with a label' if rows else ''
     if not records: raise ValueError(f'{where}: the file holds no records{labelled}')
-    if len(records) < len(rows): _notice(f'{where}: {len(rows) - len(records)} pairs have no label')
+    lost = len(rows) - len(records)
+    if lost: _notice(f'{where}: {lost} pairs have no label')
     return records
 
 # %% ../../../nbs/core/data/records.ipynb #7fed2d05
@@ -228,8 +229,8 @@ def _remarks(rows: list[dict], kind: str):
     odd = sum(r != (['user', 'assistant'] * len(r))[:len(r)] for r in roles)
     if odd: yield f'in {odd} of {len(roles)} dialogues user and assistant do not take turns'
     forged = sum(parse_dialogue(dialogue_text(d)) != d for d in dialogues)
-    if forged: yield (f'{forged} of {len(roles)} dialogues have a turn with "\\n\\nHuman:" or "\\n\\nAssistant:"'
-                      ' in its text: without a chat template, a model reads it as several')
+    if forged: yield (f'{forged} of {len(roles)} dialogues have a turn with "\\n\\nHuman:" or '
+                      '"\\n\\nAssistant:" in it: without a chat template, it is read as several')
     labels = {r.get('label') for r in rows if isinstance(r.get('label'), bool)}
     if len(labels) == 1: yield f'all {len(rows)} labels are {labels.pop()}'
     if kind != 'preference': return
@@ -254,12 +255,12 @@ def load_rows(spec: str, names: tuple) -> tuple[list[dict], str]:
 
 def load_records(
     spec: str,        # a dataset folder, a run folder, a file, or a dataset's name on the hub
-    name: str | tuple = '',   # the split, or the file in a run folder; of several, the first there is
+    name: str | tuple = '',   # split, or file of a run folder; of several, the first there is
     kind: str | tuple = 'instruction',  # which fields the records must have, or several such kinds
     n: int = 0,       # only the first n; 0 for all
     columns: str = '',  # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
-    "The records of a file or of a dataset on the hub, with our names of fields, checked, each once."
+    "The records of a file or dataset, with our names of fields, checked, each once."
     kinds, names = ((k,) if isinstance(k, str) else k for k in (kind, name))
     rows, where = load_rows(spec, names)
     rows = as_records(rows[:n or None], where, kinds, columns)
@@ -273,7 +274,7 @@ def load_records(
 
 # %% ../../../nbs/core/data/records.ipynb #917eb5ab
 def prompt_key(record: dict) -> tuple[str, str]:
-    "Instruction (or dialogue) and input of a record as texts; the input is empty if there is none."
+    "Instruction (or dialogue) and input of a record as texts; the input may be empty."
     return prompt_text(record), record.get('input') or ''
 
 

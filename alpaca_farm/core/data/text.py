@@ -15,8 +15,8 @@ from itertools import islice, takewhile
 import torch
 
 from .records import full_instruction
-from alpaca_farm.core.data.dialogues import (as_messages, dialogue_text, NEXT_TURN, prompt_messages,
-    prompt_text)
+from alpaca_farm.core.data.dialogues import (as_messages, dialogue_text, NEXT_TURN,
+    prompt_messages, prompt_text)
 from ..run.progress import Progress
 
 # %% ../../../nbs/core/data/text.ipynb #831531b5
@@ -40,8 +40,8 @@ def uses_chat(tokenizer, template: str = 'auto') -> bool:
 
 
 def build_prompt(record: dict, tokenizer, template: str = 'auto') -> str:
-    """The text that a model continues: by the tokenizer's chat template (chat, or auto if it has one),
-    Stanford Alpaca's format, or raw. ValueError if the chat template refuses the turns."""
+    """The text that a model continues: by the tokenizer's chat template (chat, or auto if it has
+    one), Stanford Alpaca's format, or raw. ValueError if the chat template refuses the turns."""
     from jinja2 import TemplateError
     control, dialogue = tokenizer.init_kwargs.get('control', ''), prompt_messages(record)
     if not uses_chat(tokenizer, template):
@@ -72,8 +72,8 @@ def end_token(tokenizer, template: str = 'auto') -> int:
     end = _end_of_turn(tokenizer, str(tokenizer.chat_template)) if chat else None
     end = tokenizer.eos_token_id if end is None else end
     if end is not None: return end
-    raise ValueError(f'the tokenizer {tokenizer.name_or_path} has no EOS token, and its chat template '
-                     'ends no answer: add eos_token to tokenizer_config.json')
+    raise ValueError(f'the tokenizer {tokenizer.name_or_path} has no EOS token, and its chat '
+                     'template ends no answer: add eos_token to tokenizer_config.json')
 
 # %% ../../../nbs/core/data/text.ipynb #cbdba045
 def end_tokens(model, tokenizer=None) -> list[int]:
@@ -88,8 +88,8 @@ def choose_pad(tokenizer, size: float = math.inf):
     "Choose a padding token, in place; ValueError if `size` tokens lack the end."
     end, added = end_token(tokenizer), tokenizer.added_tokens_decoder
     if end >= size:
-        raise ValueError(f'{tokenizer.name_or_path}: answers end with token {end}, but the model has '
-                         f'only {size} tokens. Is this its tokenizer?')
+        raise ValueError(f'{tokenizer.name_or_path}: answers end with token {end}, but the model '
+                         f'has only {size} tokens. Is this its tokenizer?')
     spare = [i for i, t in added.items() if t.special and 'pad' in t.content.lower()]
     choices = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *spare]
     ends = None, end, tokenizer.eos_token_id
@@ -117,14 +117,14 @@ def token_ids(texts, n: int, tokenizer, what: str = '', **how):
     texts, known, show = iter(texts), {}, Progress(f'tokenizing {what}', n) if n >= MANY else None
     for done in range(0, n, 1000):
         rows = tokenizer(list(islice(texts, 1000)), add_special_tokens=False,
-                         return_attention_mask=False, return_token_type_ids=False, **how)['input_ids']
-        yield from ([known.setdefault(i, i) for i in row] for row in rows)
+                         return_attention_mask=False, return_token_type_ids=False, **how)
+        yield from ([known.setdefault(i, i) for i in row] for row in rows['input_ids'])
         if show: show(min(done + 1000, n))
 
 # %% ../../../nbs/core/data/text.ipynb #09c29d30
 def _spell_out(ids: list[int], own: list[int], record: dict, tokenizer, special: set) -> list[int]:
-    """A prompt's ids with the special tokens that come from the record as plain text; `own` counts those
-    that the template puts before, between and behind the record's texts."""
+    """A prompt's ids with the special tokens that come from the record as plain text; `own` counts
+    those that the template puts before, between and behind the record's texts."""
     places = [k for k, i in enumerate(ids) if i in special]
     given = len(places) - sum(own)
     if not given: return ids
@@ -132,8 +132,8 @@ def _spell_out(ids: list[int], own: list[int], record: dict, tokenizer, special:
     tokens = lambda text, **how: tokenizer(text, add_special_tokens=False, **how)['input_ids']
     inside = [sum(i in special for i in tokens(t)) for t in texts] if len(texts) > 1 else [given]
     if sum(inside) != given or len(own) != len(texts) + 1:
-        raise ValueError(f'the chat template of {tokenizer.name_or_path} changes turns that contain '
-                         f'special tokens ({texts[0]!r:.60}). Remove these tokens')
+        raise ValueError(f'the chat template of {tokenizer.name_or_path} changes turns that '
+                         f'contain special tokens ({texts[0]!r:.60}). Remove these tokens')
     parts = zip(inside, own[1:])
     foreign = [False] * own[0] + [f for n, m in parts for f in [True] * n + [False] * m]
     spelt = {k: tokens(tokenizer.convert_ids_to_tokens(ids[k]), split_special_tokens=True)
@@ -174,7 +174,7 @@ def decode(tokens: list[int], tokenizer) -> str:
     "Text of a response's tokens."
     end = end_token(tokenizer)  # which some tokenizers do not count as special
     text = tokenizer.decode([t for t in tokens if t != end], skip_special_tokens=True)
-    return text.rstrip().removesuffix(NEXT_TURN).strip()   # the end of an answer in a dialogue's text
+    return text.rstrip().removesuffix(NEXT_TURN).strip()   # the end of an answer in a dialogue
 
 # %% ../../../nbs/core/data/text.ipynb #38669680
 def pad(rows: list[list[int]], value: int = 0, side: str = 'right') -> torch.Tensor:
@@ -197,7 +197,7 @@ def collate(
 def rollout_batch(
     prompts: list[list[int]], responses: list[list[int]], pad_id: int,
 ) -> dict[str, torch.Tensor]:
-    "Sampled responses as a batch as of `collate`, prompts padded on the left, responses on the right."
+    "Sampled responses as a batch, prompts padded on the left, responses on the right."
     ids = pad(prompts, pad_id, 'left'), pad(responses, pad_id)
     left = pad([[1] * len(p) for p in prompts], 0, 'left')
     right = pad([[1] * len(r) for r in responses])
@@ -206,7 +206,7 @@ def rollout_batch(
 
 # %% ../../../nbs/core/data/text.ipynb #568a6f9a
 def answer_batches(prompts: list[list[int]], responses: list[list[int]], size: int):
-    "Yield batches of `size` distinct answers: the row numbers of each, their prompts, their responses."
+    "Yield batches of `size` distinct answers: row numbers of each, prompts, responses."
     rows, longest = {}, {}
     for i, (p, r) in enumerate(zip(prompts, responses)):
         p, r = tuple(p), tuple(r)
@@ -219,19 +219,19 @@ def answer_batches(prompts: list[list[int]], responses: list[list[int]], size: i
 
 # %% ../../../nbs/core/data/text.ipynb #ad9095b3
 def check_limit(lengths: list[int], limit: int, what: str, setting: str) -> str:
-    """How many examples are longer than `limit` tokens, the value of `setting`; ValueError naming a better
-    one if more than a fifth are."""
+    """How many examples are longer than `limit` tokens, the value of `setting`; ValueError naming
+    a better one if more than a fifth are."""
     longer = sum(n > limit for n in lengths)
     text = f'{longer} of {len(lengths)} {what} are longer than {setting} = {limit} tokens'
     if 5 * longer <= len(lengths): return text
     most = sorted(lengths)[math.ceil(.95 * len(lengths)) - 1]
-    raise ValueError(f'{text}. Set {setting} to {most} for 95 % of them, to {max(lengths)} for all')
+    raise ValueError(f'{text}. Set {setting} to {most} for 95 %, or to {max(lengths)} for all')
 
 
 def within_limit(
     lengths: list[int], limit: int, what: str = 'examples', setting: str = 'max_length',
 ) -> list[int]:
-    "Rows of the examples within the limit; prints how many are not. ValueError as of `check_limit`."
+    "Rows of the examples within the limit; prints how many are not. ValueError if many are."
     text = check_limit(lengths, limit, what, setting)
     rows = [i for i, n in enumerate(lengths) if n <= limit]
     if len(rows) < len(lengths): print(f'{text} (the longest has {max(lengths)}) and are left out')
@@ -248,11 +248,12 @@ def check_positions(model, length: int, what: str):
 
 # %% ../../../nbs/core/data/text.ipynb #2a763c20
 def encode(
-    records: list[dict], fields: tuple[str, ...], tokenizer, max_length: int, template: str = 'auto',
+    records: list[dict], fields: tuple, tokenizer, max_length: int, template: str = 'auto',
 ) -> tuple[list[int], list, list]:
-    """Rows of the records whose prompt and longest response have at most `max_length` tokens, the ids of
-    their prompts, and for each of `fields` (`output`, or `output_1` and `output_2`) those of the responses."""
-    prompts, texts = encode_prompts(records, tokenizer, template), [[r[f] for r in records] for f in fields]
+    """Rows of the records whose prompt and longest response have at most `max_length` tokens, the
+    ids of their prompts, and for each of `fields` (such as `output`) those of the responses."""
+    prompts = encode_prompts(records, tokenizer, template)
+    texts = [[r[f] for r in records] for f in fields]
     responses = [encode_responses(ts, tokenizer, template=template) for ts in texts]
     lengths = [len(p) + max(map(len, rs)) for p, *rs in zip(prompts, *responses)]
     rows = within_limit(lengths, max_length)
