@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-COMMIT, CONVERTED = 'c0ffee' + '0'*34, 'decade' + '0'*34   # of main, of refs/convert/parquet
+COMMIT = 'c0ffee' + '0'*34   # of main
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -31,23 +31,20 @@ class Handler(BaseHTTPRequestHandler):
         if (repo/'GATED').exists(): return self.answer(403, b'{}', head, X_Error_Code='GatedRepo', X_Error_Message='ask')
         if not repo.is_dir(): return self.answer(404, b'{}', head, X_Error_Code='RepoNotFound', X_Error_Message='no such repository')
         revision = '/'.join(rest[1:]) if rest[:1] == ['revision'] else rest[1] if len(rest) > 1 else 'main'
-        if rest[:1] == ['tree'] and rest[1:3] == ['refs', 'convert']: revision = 'refs/convert/parquet'
-        converted = revision in ('refs/convert/parquet', CONVERTED)
-        if converted: repo = repo.with_name(f'{name}.parquet')
-        if not repo.is_dir() or revision not in ('main', COMMIT, 'refs/convert/parquet', CONVERTED):
+        if revision not in ('main', COMMIT):
             return self.answer(404, b'{}', head, X_Error_Code='RevisionNotFound', X_Error_Message='no such revision')
         files = {p.relative_to(repo).as_posix(): p for p in sorted(repo.rglob('*')) if p.is_file()}
         if api and rest[:1] == ['tree']:
             tree = [dict(type='file', path=n, size=p.stat().st_size, oid=hashlib.sha1(p.read_bytes()).hexdigest()) for n, p in files.items()]
             return self.answer(200, json.dumps(tree).encode(), head, Content_Type='application/json')
         if api:
-            info = dict(id=f'{owner}/{name}', sha=CONVERTED if converted else COMMIT, private=False, gated=False, disabled=False, downloads=0, likes=0, tags=[],
+            info = dict(id=f'{owner}/{name}', sha=COMMIT, private=False, gated=False, disabled=False, downloads=0, likes=0, tags=[],
                         siblings=[dict(rfilename=n) for n in files])
             return self.answer(200, json.dumps(info).encode(), head, Content_Type='application/json')
         file = files.get('/'.join(rest[2:]))      # resolve/<revision>/<file>
         if file is None: return self.answer(404, b'{}', head, X_Error_Code='EntryNotFound', X_Error_Message='no such file')
         body = file.read_bytes()
-        self.answer(200, body, head, ETag=f'"{hashlib.sha1(body).hexdigest()}"', X_Repo_Commit=CONVERTED if converted else COMMIT)
+        self.answer(200, body, head, ETag=f'"{hashlib.sha1(body).hexdigest()}"', X_Repo_Commit=COMMIT)
 
 
 def serve(root) -> ThreadingHTTPServer:

@@ -240,7 +240,7 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
 
 
 @pytest.mark.parametrize('name, content, message', [
-    ('a.json', b'[{"instruction": "a"}, {"instruction": "so \\ud83d"}]', r"a\.json, row 1: half of a character \(a lone surrogate\) after '.*so "),
+    ('a.json', b'[{"instruction": "a"}, {"instruction": "so \\ud83d"}]', r'a\.json, row 1: half of a character'),
     ('a.jsonl', b'{"instruction": "a"}\n{"instruction": "b", "x": ["\\uDE00"]}', r'a\.jsonl, row 1: half of a character'),
     ('a.json', b'[' * 200000 + b']' * 200000, r'a\.json: not valid JSON'), ('a.xlsx', b'PK', r'a\.xlsx: this kind of file is not read. Save it as CSV'),
     ('a.txt', b'[]', r'a\.txt: this kind of file is not read. Its name must end in \.json'),

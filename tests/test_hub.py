@@ -17,7 +17,7 @@ from alpaca_farm.sft import SFTConfig
 PAIR = dict(instruction='Name one.', input='', output_1='A.', output_2='B.', preference=2)
 HH = dict(chosen='\n\nHuman: Hi.\n\nAssistant: Yes?', rejected='\n\nHuman: Hi.\n\nAssistant: No.')
 TURNS = [dict(role='user', content='Hi.'), dict(role='assistant', content='Yes?')]
-BINARIZED = dict(prompt='Hi.', chosen=TURNS, rejected=[TURNS[0], dict(role='assistant', content='No.')], messages=TURNS, score_chosen=8.)
+BINARIZED = dict(chosen=TURNS, rejected=[TURNS[0], dict(role='assistant', content='No.')], messages=TURNS)
 
 
 def parquet(rows):
@@ -41,25 +41,20 @@ SCRIPT = b'raise SystemExit("a loading script was executed")'
 REPOSITORIES = {
     'tatsu-lab/alpaca_farm': {
         'alpaca_farm.py': SCRIPT, 'README.md': b'---\nlicense: cc-by-nc-4.0\n---\n',
-        'alpaca_farm_evaluation.json': dump([dict(r, generator='text_davinci_003', dataset='koala', datasplit='eval') for r in asks('eval')]),
-        **{f'alpaca_{k}_preference.json': dump([dict(PAIR, instruction=k)]) for k in ('human', 'noisy_multi', 'gpt4')},
+        'alpaca_farm_evaluation.json': dump([dict(r, generator='text_davinci_003') for r in asks('eval')]),
+        **{f'alpaca_{k}_preference.json': dump([dict(PAIR, instruction=k)])
+           for k in ('human', 'noisy_multi', 'gpt4')},
         **{f'alpaca_instructions/{s}.json': dump(asks(s)) for s in ('sft', 'preference', 'unlabeled', 'val')}},
     'Anthropic/hh-rlhf': {
         **{f'{c}/{s}.jsonl.gz': gzip.compress(lines([dict(HH, chosen=HH['chosen'] + f' {c} {s}')]))
            for c in ('harmless-base', 'helpful-base') for s in ('train', 'test')},
         'red-team-attempts/red_team_attempts.jsonl.gz': gzip.compress(b'{}')},
     'HuggingFaceH4/ultrafeedback_binarized': {
-        'README.md': b'---\nconfigs:\n- config_name: default\n  data_files:\n' + b''.join(
-            f'  - split: {s}\n    path: data/{s}-*\n'.encode() for s in ('train_sft', 'train_prefs', 'test_prefs')) + b'---\n',
-        **{f'data/{s}-0000{i}-of-00002.parquet': parquet([dict(BINARIZED, prompt=f'{s} {i}', messages=[dict(TURNS[0], content=f'{s} {i}'), TURNS[1]])])
-           for s in ('train_sft', 'train_prefs', 'test_prefs') for i in (0, 1)}},
-    'openbmb/UltraFeedback': {
-        'sharegpt.jsonl': lines([dict(source='sharegpt', instruction='Hi.', models=['a', 'b'], correct_answers=[],
-                                      completions=[dict(model=m, response=m * 2, overall_score=s) for m, s in (('a', 8.5), ('b', 3))])])},
-    'somebody/script_only': {'script_only.py': SCRIPT, 'README.md': b''},
-    'somebody/script_only.parquet': {'default/train/0000.parquet': parquet(asks('converted'))},
-    'somebody/nothing': {'nothing.py': SCRIPT},
-    'somebody/gated': {'GATED': b''},
+        f'data/{s}-0000{i}-of-00002.parquet': parquet([dict(BINARIZED, prompt=f'{s} {i}')])
+        for s in ('train_sft', 'train_prefs', 'test_prefs') for i in (0, 1)},
+    'openbmb/UltraFeedback': {'sharegpt.jsonl': lines([dict(instruction='Hi.', completions=[
+        dict(model=m, response=m * 2, overall_score=s) for m, s in (('a', 8.5), ('b', 3))])])},
+    'somebody/nothing': {'nothing.py': SCRIPT}, 'somebody/gated': {'GATED': b''},
     'somebody/mine': {'train.csv': b'question,answer\nAdd.,2\n'}}
 
 CODE = '''
@@ -72,29 +67,32 @@ for case in json.loads(sys.argv[1]):
 print("\\n" + json.dumps(out), flush=True)
 os._exit(0)   # threads of pyarrow that are just starting can abort an interpreter that ends
 '''
+FARM = 'tatsu-lab/alpaca_farm'
 CASES = {
-    'sft': ('tatsu-lab/alpaca_farm', 'sft', 'output'), 'unlabeled': ('tatsu-lab/alpaca_farm', 'unlabeled'), 'val': ('tatsu-lab/alpaca_farm', 'val'),
-    'eval': ('tatsu-lab/alpaca_farm', 'eval'), 'instructions': ('tatsu-lab/alpaca_farm:alpaca_instructions', 'preference'),
-    'human': ('tatsu-lab/alpaca_farm:alpaca_human_preference', 'preferences', 'preference'),
-    'gpt4': ('tatsu-lab/alpaca_farm:alpaca_gpt4_preference', 'preferences', 'preference'),
-    'noisy': ('tatsu-lab/alpaca_farm', 'preferences', 'preference'),
-    'references': ('tatsu-lab/alpaca_farm:alpaca_farm_evaluation', 'outputs', 'output'),
-    'pinned': (f'tatsu-lab/alpaca_farm@{hub_server.COMMIT}:alpaca_instructions', 'val'),
-    'hh': ('Anthropic/hh-rlhf:harmless-base', 'preferences', 'preference'), 'hh eval': ('Anthropic/hh-rlhf:helpful-base', 'eval'),
+    **{split: (FARM, split) for split in ('sft', 'unlabeled', 'val', 'eval')},
+    'instructions': (f'{FARM}:alpaca_instructions', 'preference'),
+    'human': (f'{FARM}:alpaca_human_preference', 'preferences', 'preference'),
+    'noisy': (FARM, 'preferences', 'preference'),
+    'references': (f'{FARM}:alpaca_farm_evaluation', 'outputs', 'output'),
+    'pinned': (f'{FARM}@{hub_server.COMMIT}:alpaca_instructions', 'val'),
+    'hh': ('Anthropic/hh-rlhf:harmless-base', 'preferences', 'preference'),
+    'hh eval': ('Anthropic/hh-rlhf:helpful-base', 'eval'),
     'binarized': ('HuggingFaceH4/ultrafeedback_binarized', 'preferences', 'preference'),
     'binarized sft': ('HuggingFaceH4/ultrafeedback_binarized', 'sft', 'output'),
     'candidates': ('openbmb/UltraFeedback:sharegpt', 'candidates', ['candidates']),
-    'converted': ('somebody/script_only', 'sft', 'output'), 'columns': ('somebody/mine', 'sft', 'output', 0, 'instruction=question,output=answer'),
-    'several': ('Anthropic/hh-rlhf', 'sft'), 'no config': ('tatsu-lab/alpaca_farm:instructions', 'sft'),
-    'no split': ('tatsu-lab/alpaca_farm:alpaca_instructions', 'eval'), 'nothing': ('somebody/nothing', 'sft'),
-    'no such': ('somebody/no_such', 'sft'), 'no revision': ('somebody/mine@v2', 'sft'), 'gated': ('somebody/gated', 'sft')}
+    'columns': ('somebody/mine', 'sft', 'output', 0, 'instruction=question,output=answer'),
+    'several': ('Anthropic/hh-rlhf', 'sft'), 'no config': (f'{FARM}:alpaca_instruction', 'sft'),
+    'no split': (f'{FARM}:alpaca_instructions', 'eval'), 'nothing': ('somebody/nothing', 'sft'),
+    'no such': ('somebody/no_such', 'sft'), 'no revision': ('somebody/mine@v2', 'sft'),
+    'gated': ('somebody/gated', 'sft')}
 
 
 def read(cases, home, url, offline=False):
-    env = dict(os.environ, HF_ENDPOINT=url, HF_HOME=str(home), HF_HUB_OFFLINE=str(int(offline)), HF_HUB_DISABLE_PROGRESS_BARS='1',
-               HF_HUB_DISABLE_XET='1', PYTHONPATH=str(tiny.ROOT))
+    env = dict(os.environ, HF_ENDPOINT=url, HF_HOME=str(home), HF_HUB_OFFLINE=str(int(offline)),
+               HF_HUB_DISABLE_PROGRESS_BARS='1', HF_HUB_DISABLE_XET='1', PYTHONPATH=str(tiny.ROOT))
     env.pop('HF_TOKEN', None)
-    done = subprocess.run([sys.executable, '-c', CODE, json.dumps(list(cases))], capture_output=True, text=True, env=env, cwd=home)
+    done = subprocess.run([sys.executable, '-c', CODE, json.dumps(list(cases))],
+                          capture_output=True, text=True, env=env, cwd=home)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -114,27 +112,30 @@ def hub(tmp_path_factory):
     return results, asked, home
 
 
-def test_alpacafarms_five_configurations(hub):
+def test_alpacafarms_configurations(hub):
     got = hub[0]
-    for split in ('sft', 'unlabeled', 'val', 'eval'): assert [r['instruction'] for r in got[split]] == [f'{split} 0', f'{split} 1'], got[split]
+    for split in ('sft', 'unlabeled', 'val', 'eval'):
+        assert [r['instruction'] for r in got[split]] == [f'{split} 0', f'{split} 1'], got[split]
     assert got['instructions'][0]['instruction'] == 'preference 0' and got['pinned'] == got['val']
-    assert [got[k][0]['instruction'] for k in ('human', 'gpt4', 'noisy')] == ['human', 'gpt4', 'noisy_multi']
-    assert got['human'][0] == dict(PAIR, instruction='human') and got['references'][0]['generator'] == 'text_davinci_003'
+    assert got['human'][0] == dict(PAIR, instruction='human')
+    assert got['noisy'][0]['instruction'] == 'noisy_multi'
+    assert got['references'][0]['generator'] == 'text_davinci_003'
 
 
 def test_other_layouts(hub):
     got = hub[0]
     best = lambda r: r[f'output_{r["preference"]:.0f}']
     assert best(got['hh'][0]) == 'Yes? harmless-base train' and best(got['hh eval'][0]) == 'Yes? helpful-base test'
-    assert [r['messages'][0]['content'] if 'messages' in r else r['instruction'] for r in got['binarized']] == ['train_prefs 0', 'train_prefs 1']
-    assert [best(r) for r in got['binarized']] == ['Yes?', 'Yes?'] and [r['output'] for r in got['binarized sft']] == ['Yes?', 'Yes?']
+    assert [r['prompt'] for r in got['binarized sft']] == ['train_sft 0', 'train_sft 1']
+    assert [best(r) for r in got['binarized']] == ['Yes?', 'Yes?']
     assert (got['candidates'][0]['output'], got['candidates'][0]['scores']) == (['aa', 'bb'], [8.5, 3.])
-    assert got['converted'] == asks('converted') and got['columns'][0]['output'] == '2'
+    assert got['columns'][0]['output'] == '2'
 
 
 @pytest.mark.parametrize('case, words', [
-    ('several', 'name one, as in Anthropic/hh-rlhf:harmless-base'), ('no config', "no configuration 'instructions'; it has"),
-    ('no split', 'has no split eval; it has preference, sft, unlabeled, val'), ('nothing', 'it has no data file'),
+    ('several', 'has no sft or train_sft or train; it has harmless-base/test, '),
+    ('no config', 'did you mean tatsu-lab/alpaca_farm:alpaca_instructions?'),
+    ('no split', 'has no alpaca_instructions/eval'), ('nothing', 'it has no data'),
     ('no such', 'has no such dataset'), ('no revision', 'no such revision'), ('gated', 'accept the terms')])
 def test_what_cannot_be_read_is_said(hub, case, words): assert words in hub[0][case], hub[0][case]
 
@@ -147,15 +148,25 @@ def test_only_the_data_files_of_the_split_are_fetched(hub):
 
 def test_without_a_network_the_cache_is_read(hub):
     cases = [CASES['sft'], CASES['binarized'], ('somebody/else', 'sft')]
-    for offline, url in ((True, 'http://127.0.0.1:9'), (False, 'http://127.0.0.1:9')):
-        sft, binarized, lost = read(cases, hub[2], url, offline)
+    for offline in (True, False):
+        sft, binarized, lost = read(cases, hub[2], 'http://127.0.0.1:9', offline)
         assert sft == hub[0]['sft'] and binarized == hub[0]['binarized']
         assert 'cannot be reached' in lost and 'hf download somebody/else --repo-type dataset' in lost
 
 
+def test_a_part_of_a_split_is_not_taken_for_all_of_it(hub):
+    "An earlier download broke off, and the hub is out of reach now."
+    shard, = Path(hub[2]).rglob('train_prefs-00001-of-00002.parquet')
+    kept = shard.resolve().read_bytes()
+    shard.unlink()
+    broken, = read([CASES['binarized']], hub[2], 'http://127.0.0.1:9', True)
+    shard.write_bytes(kept)
+    assert 'ValueError' in broken and ('cannot be reached' in broken or '1 of 2 shards' in broken)
+
+
 def test_a_setting_names_a_configuration():
-    cfg = SFTConfig(data='tatsu-lab/alpaca_farm:alpaca_instructions')
-    assert cfg.data and content_hash(cfg.data) != content_hash('tatsu-lab/alpaca_farm:alpaca_human_preference')
+    cfg = SFTConfig(data=f'{FARM}:alpaca_instructions')
+    assert cfg.data and content_hash(cfg.data) != content_hash(f'{FARM}:alpaca_human_preference')
     with pytest.raises(ValueError, match='no module'): SFTConfig(data='nowhere:alpaca')
 
 
@@ -166,23 +177,10 @@ def test_a_method_learns_from_a_configuration(base, tmp_path, monkeypatch):
     asked = []
     def fetch(spec, names):
         asked.append((spec, *names))
-        return [find_file(str(base/('annotators' if 'preference' in spec else 'world')), *names)]
-    monkeypatch.setattr('alpaca_farm.core.data.records.fetch_split', fetch)
-    farm = 'tatsu-lab/alpaca_farm'
-    given = tiny.settings('dpo', base, out=str(tmp_path/'dpo'), preferences=f'{farm}:alpaca_human_preference', data=farm)
+        return find_file(str(base/('annotators' if 'preference' in spec else 'world')), *names)
+    monkeypatch.setattr('alpaca_farm.core.data.records._hub_file', fetch)
+    given = tiny.settings('dpo', base, out=str(tmp_path/'dpo'), data=FARM,
+                          preferences=f'{FARM}:alpaca_human_preference')
     run = dpo.train(dpo.DPOConfig(**given))
     assert (run.folder/'summary.json').exists() and dpo.train(dpo.DPOConfig(**given)).done
-    assert {(f'{farm}:alpaca_human_preference', 'preferences'), (farm, 'eval')} <= set(asked)
-
-
-def test_a_part_of_a_split_is_not_taken_for_all_of_it(tmp_path, monkeypatch):
-    "An earlier download broke off, and the hub is out of reach now."
-    from alpaca_farm.core.data import hub as module
-    def gone(*_): raise OSError('no network')
-    monkeypatch.setattr(module, 'hub_table', gone)
-    monkeypatch.setattr(module, 'cached_snapshot', lambda *_: tmp_path)
-    for k in range(3):
-        if k: # the first alone is too few
-            with pytest.raises(ValueError, match=f'the cache has {k} of its 3 files'): module.fetch_split('own/set', ('sft',))
-        (tmp_path/f'sft-0000{k}-of-00003.json').write_text('[]')
-    assert len(module.fetch_split('own/set', ('sft',))) == 3
+    assert {(f'{FARM}:alpaca_human_preference', 'preferences'), (FARM, 'eval')} <= set(asked)

@@ -23,18 +23,21 @@ LISTS = ('output', 'source', 'scores', 'ended')
 
 def as_candidates(row: dict, name: str, where: str = '') -> dict:
     "A record of any kind as a query with candidates; ValueError when its lists differ in length."
-    rest = {k: v for k, v in row.items() if k not in (*LISTS, 'output_1', 'output_2', 'preference')}
+    own = *LISTS, 'output_1', 'output_2', 'preference'
+    rest = {k: v for k, v in row.items() if k not in own}
     if 'output_1' in row:
         texts, p = [row['output_1'], row['output_2']], row.get('preference')
-        if p is None: return dict(rest, output=texts, source=[name] * 2, scores=[None] * 2, ended=[True] * 2)
-        return dict(rest, output=texts[::-1] if p > 1.5 else texts, source=['chosen', 'rejected'],
-                    scores=sorted([p - 1, 2 - p], reverse=True), ended=[True] * 2)
+        lists = dict(output=texts, source=[name] * 2, scores=[None] * 2, ended=[True] * 2)
+        if p is None: return rest | lists
+        lists |= dict(source=['chosen', 'rejected'], scores=sorted([p - 1, 2 - p], reverse=True))
+        return rest | lists | dict(output=texts[::-1] if p > 1.5 else texts)
     many = isinstance(row['output'], list)
     lists = {k: row[k] if many else [row[k]] for k in LISTS if row.get(k) is not None}
     n = len(lists['output'])
     wrong = next((k for k, v in lists.items() if not isinstance(v, list) or len(v) != n), None)
-    if wrong: raise ValueError(f'{where}: {wrong!r} does not have one value for each of the {n} answers')
-    return rest | dict(source=[row.get('generator', name)] * n, scores=[None] * n, ended=[True] * n) | lists
+    if wrong: raise ValueError(f'{where}: {wrong!r} has not one value for each of {n} answers')
+    source = [row.get('generator', name)] * n
+    return rest | dict(source=source, scores=[None] * n, ended=[True] * n) | lists
 
 # %% ../../../nbs/core/data/candidates.ipynb #8deba3e8
 def to_rrhf(record: dict) -> dict:
@@ -62,24 +65,23 @@ def select_candidates(query: dict, which: list[int]) -> dict:
     "A query with some of its candidates."
     return query | {k: [query[k][i] for i in which] for k in LISTS}
 
-# %% ../../../nbs/core/data/candidates.ipynb #6470c6b2
-def merge_candidates(
-    specs: str | list[str],  # run folders or files
-    sources: list[str] = (), # use only candidates from these; empty for all
-    columns: str = '',       # names of columns, as in instruction=question,output=answer
-) -> list[dict]:
-    "Queries with all their candidates; ValueError for a source that no candidate has."
+
+def merge_candidates(specs: str | list[str], sources=(), columns: str = '') -> list[dict]:
+    """Queries with all their candidates from run folders or files, or only those from some
+    `sources`; ValueError for a source that no candidate has. `columns` as of `load_records`."""
     merged = {}
     for r in (r for spec in as_list(specs) for r in read_candidates(spec, columns)):
         query = merged.setdefault(prompt_key(r), dict(without_lists(r), **{k: [] for k in LISTS}))
         for k in LISTS: query[k] = query[k] + r[k]
     present = sorted({s for q in merged.values() for s in q['source']})
     unknown = sorted(set(sources) - set(present))
-    if unknown: raise ValueError(f'sources = {unknown[0]!r}: the candidates are from {", ".join(present)}')
-    return [select_candidates(q, [i for i, s in enumerate(q['source']) if s in (sources or present)])
+    if unknown:
+        raise ValueError(f'sources = {unknown[0]!r}: the candidates are from {", ".join(present)}')
+    kept = sources or present
+    return [select_candidates(q, [i for i, s in enumerate(q['source']) if s in kept])
             for q in merged.values()]
 
-# %% ../../../nbs/core/data/candidates.ipynb #55cf3023
+
 def write_rrhf(path, records: list[dict]):
     "Write candidates as RRHF's JSON lines."
     lines = [json.dumps(to_rrhf(r), ensure_ascii=False) + '\n' for r in records]
@@ -87,9 +89,10 @@ def write_rrhf(path, records: list[dict]):
 
 # %% ../../../nbs/core/data/candidates.ipynb #eca47928
 def temperature_of(default: float = 1., **samples: str) -> float:
-    "The one temperature of runs of best_of_n, by the settings that name them; `default` for files."
-    made = {name: run_config(run)['settings'] for name, path in samples.items() if (run := run_of(path))}
+    "The one temperature of runs of best_of_n, by the settings that name them; else `default`."
+    runs = {name: run_of(path) for name, path in samples.items()}
+    made = {name: run_config(run)['settings'] for name, run in runs.items() if run}
     known = {name: s['temperature'] for name, s in made.items() if 'temperature' in s}
     if len(set(known.values())) < 2: return next(iter(known.values()), default)
-    at = ' and '.join(f'{name} = {samples[name]} at temperature {t:g}' for name, t in known.items())
-    raise ValueError(f'sampled {at}: answers are compared at one temperature; name samples that share it')
+    at = ' and '.join(f'{k} = {samples[k]} at temperature {t:g}' for k, t in known.items())
+    raise ValueError(f'sampled {at}: answers are compared at one temperature; name samples of one')

@@ -21,45 +21,38 @@ def as_preference(preference) -> float:
     if preference is None or preference != preference or preference == -1: return float('nan')
     return 1.5 if preference == 0 else float(preference)
 
-# %% ../../../nbs/core/data/preferences.ipynb #8b81a30c
+
 def is_preference(value) -> bool:
     "Whether a value is a preference: a number from 1 to 2, neither a truth value nor nan."
     return isinstance(value, Real) and not isinstance(value, bool) and bool(1 <= value <= 2)
 
 # %% ../../../nbs/core/data/preferences.ipynb #4bf98c15
-def read_preference(
-    value,       # as it stands in the file: a number, its text, `tie`, or no verdict
-    where: str,  # file and row, for the message
-    name: str,   # field
-) -> float:  # 1 to 2, nan where there is no verdict
-    "A preference as files have it; ValueError naming file, row and field of anything else."
+def read_preference(value, where: str, name: str) -> float:
+    """A preference as files have it: a number, its text, `tie`, or nan for no verdict; ValueError
+    naming the field `name`, and file and row as `where`, of anything else."""
     if value in (None, '', 'garbage'): return math.nan   # `garbage` is PandaLM's
     if str(value).lower() == 'tie': return 1.5
     try: preference = math.inf if isinstance(value, bool) else as_preference(float(value))
     except (ValueError, TypeError): preference = math.inf
     if is_preference(preference) or math.isnan(preference): return preference
-    raise ValueError(f'{where}: the field {name!r} is {value!r:.60}: '
-                     '1, 2, a number between them, or 0 for a tie')
+    raise ValueError(f'{where}: the field {name!r} is {value!r:.60}, '
+                     'not 1, 2, a number between them, or 0 for a tie')
 
 # %% ../../../nbs/core/data/preferences.ipynb #ae990750
-def check_preferences(
-    preferences,  # (N,) numbers in [1, 2]
-) -> np.ndarray:  # the same as floats
-    "Preferences as an array; ValueError naming the first row that is not between 1 and 2."
+def check_preferences(preferences) -> np.ndarray:
+    "Preferences as floats (N,); ValueError naming the first that is not between 1 and 2."
     p = np.asarray(list(preferences), dtype=float)
     if p.ndim != 1 or len(p) == 0:
-        raise ValueError(f'preferences must be a non-empty flat list of numbers, but has shape {p.shape}')
+        raise ValueError('preferences must be a non-empty flat list of numbers, but has '
+                         f'shape {p.shape}')
     wrong = [i for i, v in enumerate(p.tolist()) if not is_preference(v)]
     if not wrong: return p
-    raise ValueError(f'preference of row {wrong[0]} is {p[wrong[0]]:g}: it must be between 1 and 2 '
-                     f'(1 the first, 2 the second, 1.5 a tie). {len(wrong)} of {len(p)} rows are wrong: '
-                     'annotate them again or leave them out')
+    raise ValueError(f'preference of row {wrong[0]} is {p[wrong[0]]:g}: it must be from 1 to 2 '
+                     f'(1.5 is a tie). {len(wrong)} of {len(p)} rows are wrong')
 
 # %% ../../../nbs/core/data/preferences.ipynb #00806590
-def hash_uniform(
-    *parts,  # strings and numbers
-) -> float:  # in [0, 1)
-    "A number that depends only on `parts` and is uniformly distributed over different parts."
+def hash_uniform(*parts) -> float:
+    "A number in [0, 1) that depends only on `parts`, texts and numbers, and is uniform over them."
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, 'big') >> 11)/2**53
 
@@ -67,14 +60,13 @@ def hash_uniform(
 PAIR_FIELDS = ('instruction', 'input', 'output_1', 'output_2')
 
 
-def pair_identity(
-    pair: dict,        # a record with the fields `keys`
-    keys=PAIR_FIELDS,  # fields that identify a pair; the last two are the outputs
-) -> list[str]:
-    "The texts that identify a pair, whichever of its outputs comes first."
+def pair_identity(pair: dict, keys=PAIR_FIELDS) -> list[str]:
+    """The texts that identify a pair, whichever of its outputs comes first: its fields `keys`, of
+    which the last two are the outputs."""
     pair = with_instruction(pair)
     missing = [k for k in keys if k not in pair and k != 'input']
-    if missing: raise ValueError(f'a pair needs the field {missing[0]!r}, but has only {", ".join(pair)}')
+    if missing:
+        raise ValueError(f'a pair needs the field {missing[0]!r}, but has only {", ".join(pair)}')
     text = [pair.get(k, '') for k in keys]
     return text[:-2] + sorted(text[-2:])
 
@@ -83,81 +75,70 @@ def swap_outputs(pair: dict) -> dict:
     "A pair with its outputs in the other order."
     return dict(pair, output_1=pair['output_2'], output_2=pair['output_1'])
 
-# %% ../../../nbs/core/data/preferences.ipynb #e597e328
+
 def shown_swapped(pairs: list[dict], seed: int = 0) -> np.ndarray:  # (pairs,) bool
     "Which pairs are shown with their second answer first."
-    return (np.array([hash_uniform(seed, 'order', *pair_identity(p)) < .5 for p in pairs], dtype=bool)
-            ^ np.array([p['output_1'] > p['output_2'] for p in pairs], dtype=bool))
+    coins = [hash_uniform(seed, 'order', *pair_identity(p)) < .5 for p in pairs]
+    turned = [p['output_1'] > p['output_2'] for p in pairs]
+    return np.array(coins, dtype=bool) ^ np.array(turned, dtype=bool)
 
 # %% ../../../nbs/core/data/preferences.ipynb #4a85d690
 def pool_members(pool) -> list:
     "The annotators of a pool; an annotator is a pool of one."
     return list(getattr(pool, 'annotators', [pool]))
 
-# %% ../../../nbs/core/data/preferences.ipynb #00dc273f
+
 def annotator_name(annotator) -> str:
     "The name of an annotator, by attribute or as a function."
     return getattr(annotator, 'name', None) or getattr(annotator, '__name__', 'annotator')
 
-# %% ../../../nbs/core/data/preferences.ipynb #c68911e5
+
 def pool_weights(pool) -> np.ndarray:
-    "The share of the pairs that each annotator of a pool sees, which sum to 1; ValueError if all weigh 0."
+    "The share of the pairs that each annotator of a pool sees; ValueError if all weigh 0."
     given = getattr(pool, 'weights', None) if hasattr(pool, 'annotators') else None
     weights = np.array(given or [1.] * len(pool_members(pool)), dtype=float)
-    if not weights.any(): raise ValueError('weights: at least one annotator needs a weight above 0')
+    if not weights.any(): raise ValueError('weights: one annotator at least needs one above 0')
     return weights / weights.sum()
 
 # %% ../../../nbs/core/data/preferences.ipynb #2734ac3e
-def draw_annotator(
-    pool,          # annotators, with optional weights
-    pair: dict,
-    seed: int = 0,
-) -> int:  # index of the annotator
-    "The annotator that sees a pair: drawn by weight, and the same for the same seed and pair."
+def draw_annotator(pool, pair: dict, seed: int = 0) -> int:
+    "The index of the annotator that sees a pair: drawn by weight, from seed and pair alone."
     cut = pool_weights(pool).cumsum()
     at = np.searchsorted(cut, hash_uniform(seed, 'annotator', *pair_identity(pair)), side='right')
     return int(min(at, len(cut) - 1))
 
 # %% ../../../nbs/core/data/preferences.ipynb #94faec91
-def annotator_order(
-    pair: dict,
-    weights,        # (annotators,) how often each is drawn
-    seed: int = 0,
-) -> np.ndarray:  # (those of a weight above 0,) indices
-    "Annotators in the order of a weighted draw without replacement, whatever the order of the pair."
+def annotator_order(pair: dict, weights, seed: int = 0) -> np.ndarray:
+    """Indices of the annotators with a weight above 0, in the order of a weighted draw without
+    replacement, whatever the order of the pair."""
     text = pair_identity(pair)
     keys = {a: hash_uniform(seed, 'who', a, *text)**(1/w) for a, w in enumerate(weights) if w}
     return np.array(sorted(keys, key=keys.get, reverse=True))
 
 # %% ../../../nbs/core/data/preferences.ipynb #658cc9a9
-def annotator_preferences(
-    pairs: list[dict],
-    annotator,
-) -> np.ndarray:  # (pairs,) from 1 to 2, nan where there is no verdict
-    "An annotator's preferences on pairs, in the given order; ValueError for a wrong number or value."
+def annotator_preferences(pairs: list[dict], annotator) -> np.ndarray:
+    """An annotator's preferences on pairs (pairs,), from 1 to 2, nan where there is no verdict;
+    ValueError for a wrong number or value."""
     name = annotator_name(annotator)
     try: given = annotator(pairs)
     except KeyError as e:
         if e.args != ('instruction',) or all('instruction' in p for p in pairs): raise
-        raise ValueError(f'{name} judges answers to an instruction, and a pair has a dialogue in `messages` '
-                         'instead: name an annotator that reads dialogues, such as helpful') from e
+        raise ValueError(f'{name} judges answers to an instruction, and a pair has a dialogue in '
+                         '`messages`: name an annotator that reads these, such as helpful') from e
     try: p = np.array(given, dtype=float)
     except (TypeError, ValueError):
         wrong = next((v for v in given if not isinstance(v, Real | None)), given)
-        raise ValueError(f'{name} gave {wrong!r:.60}, and not a number from 1 to 2, or None') from None
-    if p.shape != (len(pairs),): raise ValueError(f'{name} gave {p.size} preferences for {len(pairs)} pairs')
+        raise ValueError(f'{name} gave {wrong!r:.60}, not a number from 1 to 2, or None') from None
+    if p.shape != (len(pairs),):
+        raise ValueError(f'{name} gave {p.size} preferences for {len(pairs)} pairs')
     try: check_preferences(np.where(np.isnan(p), 1.5, p))
     except ValueError as e: raise ValueError(f'{name}: {e}') from None
     return p
 
 # %% ../../../nbs/core/data/preferences.ipynb #90b54fc2
-def decide_vote(
-    pair: dict,
-    preference: float,  # from 1 to 2, or nan
-    seed: int = 0,
-    decide: bool = True,  # False: a probability is returned unchanged
-) -> float | None:  # 1. or 2., or 1.5 for a tie; None for nan
-    "A soft preference decided by a coin that belongs to the pair; ties remain ties."
+def decide_vote(pair: dict, preference: float, seed: int = 0, decide: bool = True) -> float | None:
+    """A soft preference decided by a coin that belongs to the pair (if `decide`): 1. or 2.; ties
+    remain 1.5, and nan is None."""
     if math.isnan(preference): return None
     if preference in (1, 1.5, 2) or not decide: return float(preference)
     first = pair['output_1'] <= pair['output_2']
