@@ -323,7 +323,7 @@ def test_each_policy_answers_at_the_temperature_that_wins_on_val(base, best_of_t
     table = pd.read_csv(tmp_path/'decoding'/'temperatures.csv')
     assert [(r.policy, r.temperature) for r in table.itertuples()] == [('sft', 1), ('sft', .5), ('sft', 0), ('best_of_n', 1), ('best_of_n', .5)]
     val, chosen = load_records(str(base/'world'), 'val'), read_summary(cfg.out)
-    references = decoding.reference_answers(val, cfg)
+    references = sample_answers(*decoding.load_policy(str(base/'sft'), cfg), val, cfg, n=4, seed=cfg.seed + 1000)
     assert {len(r['output']) for r in references} == {4} and {r['temperature'] for r in references} == {1.}
     answer = decoding.load_answerer(decoding.sampling_of(str(base/'sft'), cfg))
     for row in table[table.policy == 'sft'].itertuples():

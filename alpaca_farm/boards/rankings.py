@@ -74,7 +74,8 @@ def elo(
     import pandas as pd
     from scipy.sparse.csgraph import connected_components
     names, points = games
-    anchor, won = anchor or names[0], points.sum(0)
+    anchor = anchor or names[0]
+    won = points.sum(0)
     if anchor not in names: raise ValueError(f'anchor = {anchor!r} is none of the models: {", ".join(names)}')
     parts, group = connected_components(won + won.T > 0, directed=False)
     if parts > 1:

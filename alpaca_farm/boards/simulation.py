@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['paired_tables', 'join_replicates', 'simulation_table', 'correlations', 'method_differences', 'method_groups',
-           'replicates_needed', 'separation', 'label_points', 'simulation_figure', 'vote_agreements']
+           'replicates_needed', 'separation', 'simulation_figure', 'vote_agreements']
 
 # %% ../../nbs/boards/simulation.ipynb #90a07edf
 from itertools import combinations
@@ -19,14 +19,15 @@ from ..judging.noise import preference_probabilities, sample_votes
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00
 def paired_tables(judged: dict) -> dict:
     "Names of the methods trained on both sources; the three columns' preferences (instructions, methods)."
-    both = [m for m in judged['crowd'] if f'{m}_crowd' in judged['crowd']]
-    names = [m for m in ('base model', 'sft') if m in judged['crowd']] + both
-    crowd = [f'{m}_crowd' if m in both else m for m in names]
-    return dict(names=names, simulated=np.stack([judged['pool'][m] for m in names], 1),
-                crowd=np.stack([judged['crowd'][m] for m in crowd], 1),
-                transfer=np.stack([judged['crowd'][m] for m in names], 1))
+    pool, crowd = judged['pool'], judged['crowd']
+    both = [m for m in crowd if f'{m}_crowd' in crowd]
+    names = [m for m in ('base model', 'sft') if m in crowd] + both
+    def table(rows): return np.stack(list(rows), 1)
+    return dict(names=names, simulated=table(pool[m] for m in names),
+                crowd=table(crowd[f'{m}_crowd' if m in both else m] for m in names),
+                transfer=table(crowd[m] for m in names))
 
-# %% ../../nbs/boards/simulation.ipynb #ae264240
+
 def join_replicates(replicates: list[dict]) -> dict:
     "The tables of all replicates (replicates, instructions, methods), for the methods that all of them have."
     names = [m for m in replicates[0]['names'] if all(m in t['names'] for t in replicates)]
@@ -74,9 +75,10 @@ def method_differences(
     values, rows = 100*np.asarray(preferences, dtype=float), []
     for a, b in combinations(np.argsort(-values.mean((0, 1)), kind='stable'), 2):
         d = values[..., a] - values[..., b]
-        interval, sd = replicate_interval(d, seed=seed), d.mean(1).std(ddof=1) if len(d) > 1 else np.nan
-        rows.append(dict(better=names[a], worse=names[b], difference=interval.value, low=interval.low,
-                         high=interval.high, sd=sd, clear=interval.low > 0))
+        value, low, high = replicate_interval(d, seed=seed)
+        sd = d.mean(1).std(ddof=1) if len(d) > 1 else np.nan
+        rows.append(dict(better=names[a], worse=names[b], difference=value, low=low, high=high, sd=sd,
+                         clear=low > 0))
     return pd.DataFrame(rows)
 
 # %% ../../nbs/boards/simulation.ipynb #b69ffc51
@@ -91,24 +93,22 @@ def method_groups(differences) -> list[list[str]]:
     return groups
 
 # %% ../../nbs/boards/simulation.ipynb #9fbcf516
-def replicates_needed(
-    sd: float,          # of a difference over replicates, in points
-    points: float = 2., # the difference
-) -> int:
-    "The fewest replicates at which the 95 % interval of a difference is at most `points` to either side."
+def replicates_needed(sd: float, points: float = 2.) -> int:
+    "The fewest replicates at which the interval of a difference of this `sd` is +- `points` at most."
     from scipy.special import stdtrit
     return next(R for R in range(2, 10_000) if stdtrit(R - 1, .975)*sd/R**.5 <= points)
 
 # %% ../../nbs/boards/simulation.ipynb #f3b29db5
 def separation(differences) -> dict:
     "What a table of `method_differences` amounts to: groups, clear differences, replicates for 2 points."
-    spread = float(np.sqrt((differences.sd**2).mean())) if differences.sd.notna().all() else None
-    return dict(groups=len(method_groups(differences)), clear_differences=int(differences.clear.sum()),
-                differences=len(differences), spread_of_differences=spread,
-                replicates_for_2_points=None if spread is None else replicates_needed(spread))
+    found = dict(groups=len(method_groups(differences)), clear_differences=int(differences.clear.sum()),
+                 differences=len(differences), spread_of_differences=None, replicates_for_2_points=None)
+    if differences.sd.isna().any(): return found   # of one replicate
+    spread = float(np.sqrt((differences.sd**2).mean()))
+    return found | dict(spread_of_differences=spread, replicates_for_2_points=replicates_needed(spread))
 
 # %% ../../nbs/boards/simulation.ipynb #89e71a10
-def label_points(ax, names, x, y, marks):
+def _label_points(ax, names, x, y, marks):
     "Write names beside points, clear of `marks`, boxes (x0, y0, x1, y1) in data coordinates, if possible."
     scale = ax.figure.dpi / 72     # everything below is in points, 1/72 inch
     points = ax.transData.transform(np.c_[x, y]) / scale
@@ -124,13 +124,13 @@ def label_points(ax, names, x, y, marks):
         taken.append(boxes[offset])
         ax.annotate(name, point, xytext=offset, textcoords='offset points', fontsize=9)
 
-# %% ../../nbs/boards/simulation.ipynb #443dd521
+
 def simulation_figure(table):
     "Figure of `simulation_table`: each method in simulation and under the crowd, with 95 % intervals."
+    import matplotlib.pyplot as plt
     table = table[table.method != 'base model'].reset_index(drop=True)   # it is far below the others
     n = table.replicates[0]
     over = f'{n} replicates and their instructions' if n > 1 else 'the instructions of one replicate'
-    import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(6.4, 5.4))
     x, y = ([table[c], table[f'{c}_low'], table[f'{c}_high']] for c in ('simulated', 'crowd'))
     ax.errorbar(x[0], y[0], xerr=[x[0] - x[1], x[2] - x[0]], yerr=[y[0] - y[1], y[2] - y[0]], fmt='o', ms=4,
@@ -145,7 +145,7 @@ def simulation_figure(table):
     fig.tight_layout()
     marks = [np.stack(box, 1) for box in ((x[1], y[0], x[2], y[0]), (x[0], y[1], x[0], y[2]),
                                           (x[0], table.transfer, x[0], table.transfer))]
-    label_points(ax, table.method.str.replace('_', ' '), x[0], y[0], np.concatenate(marks))
+    _label_points(ax, table.method.str.replace('_', ' '), x[0], y[0], np.concatenate(marks))
     return fig
 
 # %% ../../nbs/boards/simulation.ipynb #38489050
