@@ -32,42 +32,44 @@ from .judging.judges import judge_request
 
 # %% ../nbs/bring_your_own.ipynb #2866642b
 _OWN_DATA = dict(  # by setting: the kind of records, and their split in a folder or on the hub
-    prompts=('instruction', ''), preferences=('preference', 'preferences'), demonstrations=('output', 'sft'))
+    prompts=('instruction', ''), preferences=('preference', 'preferences'),
+    demonstrations=('output', 'sft'))
 
 
 def _columns_of(columns: list[str]) -> dict[str, str]:
-    "Names of columns by setting; ValueError unless each begins with a setting of _OWN_DATA and a colon."
+    "Names of columns by setting; ValueError unless each begins with a setting and a colon."
     parts = [[part.strip() for part in c.partition(':')] for c in columns]
     for name, _, names in parts:
         if name not in _OWN_DATA or '=' not in names:
-            raise ValueError(f'columns = {columns}: write "prompts: instruction=question", with the '
-                             f'setting of the file first, one of {", ".join(_OWN_DATA)}')
+            raise ValueError(f'columns = {columns}: write "prompts: instruction=question", with '
+                             f'the setting of the file first, one of {", ".join(_OWN_DATA)}')
     return {name: names for name, _, names in parts}
 
 # %% ../nbs/bring_your_own.ipynb #69887a32
 METHODS = dict(  # notebook and settings of each method that can be chosen
     best_of_n=('best_of_n', {}), dpo=('dpo', {}),
     feedme=('binary_feedback', dict(method='feedme', annotators='', val_split='')),
-    reward_conditioning=('binary_feedback', dict(method='reward_conditioning', annotators='', val_split='')))
+    reward_conditioning=('binary_feedback', dict(method='reward_conditioning', annotators='',
+                                                 val_split='')))
 
 
 @dataclass
 class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     "Settings of a chain of runs on your own model and data."
-    out: str = 'runs/bring_your_own'  # run folder of the board; <runs>/bring_your_own when runs is another
+    out: str = 'runs/bring_your_own'  # run folder of the board; in `runs` when that is another
     runs: str = 'runs/own'            # folder of the runs
     model: str = 'runs/sft'           # your model: a run folder, a checkpoint folder or a hub name
     prompts: str = 'runs/world'       # your prompts: a dataset folder, a file or a hub dataset
     split: str = 'eval'               # split of them, where there are several
-    preferences: str = 'runs/annotators'  # your preferences: a file, a run of annotators or a hub dataset
-    demonstrations: str = ''          # file of instructions with good outputs for SFT; empty to leave it out
-    columns: list[str] = field(default_factory=list)  # names of yours, by file: "prompts: instruction=question"
-    judge: str = 'alpaca_farm.world:held_out_crowd'  # judge of the board, as in the annotators notebook
+    preferences: str = 'runs/annotators'  # your preferences: a file, a run or a hub dataset
+    demonstrations: str = ''          # file of instructions with outputs for SFT; empty: no SFT
+    columns: list[str] = field(default_factory=list)  # "prompts: instruction=question"
+    judge: str = 'alpaca_farm.world:held_out_crowd'  # judge of the board, as in `annotators`
     methods: list[str] = field(default_factory=lambda: ['best_of_n', 'dpo'])  # of those in METHODS
     n: int = 8                        # samples of best-of-n for each prompt
     temperature: float = 1.0          # of all answers that are compared
     max_instances: int = 0            # use only the first n prompts; 0 for all
-    recipe: str = ''                  # YAML file of settings by run, over those chosen by the model's size
+    recipe: str = ''                  # YAML file of settings by run, over those for its size
     annotator_fields = ('judge',)
     inputs = dict(model='model', prompts='split', preferences='preferences', demonstrations='sft',
                   judge=('preferences', 'model'))
@@ -75,7 +77,7 @@ class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     def check(self):
         self.bounds(n=(2, None), temperature=(1e-6, None), max_instances=(0, None))
         if not self.methods or set(self.methods) - set(METHODS):
-            raise ValueError(f'methods = {self.methods}: choose one or more of {", ".join(METHODS)}')
+            raise ValueError(f'methods = {self.methods}: choose from {", ".join(METHODS)}')
         _columns_of(self.columns)
         if self.runs != 'runs/own' and self.out == 'runs/bring_your_own':
             self.out = f'{self.runs}/bring_your_own'
@@ -91,12 +93,13 @@ def count_parameters(spec: str) -> int:
         raise ValueError(f'it holds a reward model ({kinds}); name a language model')
     try:
         with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
-    except ValueError as e: raise ValueError(f'{kinds or "its class"} is no causal language model') from e
+    except ValueError as e:
+        raise ValueError(f'{kinds or "its class"} is no causal language model') from e
     return sum(p.numel() for p in model.parameters())
 
 # %% ../nbs/bring_your_own.ipynb #87bf7c4a
 def read_own(cfg: BringYourOwnConfig) -> SimpleNamespace:
-    "The data by setting, tokenizer, number of parameters and judge; an error names the wrong setting."
+    "The data by setting, tokenizer, number of parameters and judge; errors name the setting."
     def read(setting, f, *args, **more):
         try: return f(*args, **more)
         except (ValueError, TypeError, KeyError, OSError) as e:
@@ -115,8 +118,8 @@ def read_own(cfg: BringYourOwnConfig) -> SimpleNamespace:
     own.data['prompts'] = list(asked.values())[:cfg.max_instances or None]
     own.judge = read('judge', load_annotators, cfg.judge, cfg)
     if not api_clients(own.judge):
-        first, other = (dict(own.data['prompts'][0], output=text) for text in ('An answer.', 'Another one.'))
-        read('judge', preferences_over, [first], [other], own.judge)
+        one, other = (dict(own.data['prompts'][0], output=text) for text in ('One.', 'Another.'))
+        read('judge', preferences_over, [one], [other], own.judge)
     lengths = [len(p) for p in encode_prompts(own.data['prompts'], own.tokenizer, cfg.template)]
     check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     for name, records in own.data.items():
@@ -134,12 +137,12 @@ _CHAIN = ('sft', 'reference', 'reward_model', *METHODS, 'eval')
 
 
 def tuned_settings(parameters: int, file: str = '', lora: bool = False) -> dict[str, dict]:
-    "Settings by run for a model of this size, and those of a YAML file; ValueError for an unknown run."
+    "Settings by run for a model of this size, and of a YAML file; ValueError for an unknown run."
     learning = 'sft', 'reward_model', 'dpo', 'feedme', 'reward_conditioning'
     folder = notebooks_folder()/'recipes'/('gpu_24gb' if lora else 'llama_7b')
     settings = {name: dict(epochs=1) if name in learning else {} for name in _CHAIN}
     for name in learning if parameters > 1e8 else ():
-        files = [folder/f'{n}.yaml' for n in (name, *METHODS.get(name, ())[:1])]   # or its notebook's
+        files = [folder/f'{n}.yaml' for n in (name, *METHODS.get(name, ())[:1])]   # or notebook's
         known = read_yaml(next(f for f in files if f.exists()))
         settings[name] = {k: v for k, v in known.items() if k in _TUNED}
     given = read_yaml(at_root(file)) if file else {}
@@ -151,21 +154,25 @@ def tuned_settings(parameters: int, file: str = '', lora: bool = False) -> dict[
 # %% ../nbs/bring_your_own.ipynb #1c75120c
 def own_jobs(cfg: BringYourOwnConfig, parameters: int) -> list[Job]:
     "The runs of the chain, in an order in which they can be made."
-    tuned, given, made = tuned_settings(parameters, cfg.recipe, cfg.lora_rank > 0), asdict(cfg), {}
+    tuned = tuned_settings(parameters, cfg.recipe, cfg.lora_rank > 0)
+    given = asdict(cfg)
+    made = {}
     def at(name): return f'{cfg.runs}/{name}'
     def pick(*names): return {k: given[k] for k in names}
     def add(name, notebook, needs=(), **settings):
-        made[name] = Job(at(name), notebook, settings | tuned[name], [at(n) for n in needs if n in made])
+        needed = [at(n) for n in needs if n in made]
+        made[name] = Job(at(name), notebook, settings | tuned[name], needed)
 
     policy = dict(policy=at('sft') if cfg.demonstrations else cfg.model)
-    pairs, asked = dict(preferences=at('data/preferences.json')), dict(data=at('data/prompts.json'))
+    pairs = dict(preferences=at('data/preferences.json'))
+    asked = dict(data=at('data/prompts.json'))
     machine, limits = pick('seed', 'device', 'dtype'), pick('max_new_tokens', 'max_prompt')
     sampled = machine | limits | asked | policy | pick('temperature', 'template')
     trained = (machine | pick('template', *HardwareConfig.__annotations__)
                | dict(max_length=cfg.max_prompt + cfg.max_new_tokens))
     if cfg.demonstrations:
-        add('sft', 'sft', **trained, **limits, policy=cfg.model, data=at('data/demonstrations.json'),
-            val_split='', eval_split='')
+        add('sft', 'sft', **trained, **limits, policy=cfg.model, val_split='', eval_split='',
+            data=at('data/demonstrations.json'))
     add('reference', 'best_of_n', ['sft'], **sampled, n=1, reward_model='')
     if 'best_of_n' in cfg.methods:
         add('reward_model', 'reward_model', ['sft'], **trained, **policy, **pairs)
@@ -178,9 +185,9 @@ def own_jobs(cfg: BringYourOwnConfig, parameters: int) -> list[Job]:
             tokens = tuned[name].get('token_times', BinaryFeedbackConfig.token_times)
             settings['max_prompt'] = cfg.max_prompt + tokens
         add(name, notebook, ['sft', 'reward_model'], **settings)
-    judged = dict(outputs=[at(n) for n in cfg.methods], reference=at('reference'), annotators=[cfg.judge])
     asking = machine | pick(*(f for f in ApiConfig.__annotations__ if f != 'aside'))
-    add('eval', 'eval', ['reference', *cfg.methods], **judged, **asking)
+    add('eval', 'eval', ['reference', *cfg.methods], **asking, annotators=[cfg.judge],
+        outputs=[at(n) for n in cfg.methods], reference=at('reference'))
     return list(made.values())
 
 # %% ../nbs/bring_your_own.ipynb #ec93201c
@@ -197,9 +204,11 @@ def _compute_forecast(cfg: BringYourOwnConfig, own, jobs: list[Job]) -> list[dic
     answered = tokens(own.data['prompts']) + len(own.data['prompts'])*cfg.max_new_tokens
     counts = dict(  # tokens that a run trains on in one pass, and that it only reads or writes
         reference=(0, answered), reward_model=(pairs, 0), best_of_n=(0, 2*cfg.n*answered),
-        dpo=(pairs, pairs + 2*answered), feedme=(pairs, 2*answered), reward_conditioning=(pairs, 2*answered))
+        dpo=(pairs, pairs + 2*answered), feedme=(pairs, 2*answered),
+        reward_conditioning=(pairs, 2*answered))
     if cfg.demonstrations: counts['sft'] = (tokens(own.data['demonstrations'], 'output'), 0)
-    n, times = 1024, []
+    n = 1024
+    times = []
     a = torch.ones(n, n, device=device_of(cfg), dtype=dtype_of(cfg))
     for _ in range(4):
         began = time.perf_counter()
@@ -217,8 +226,9 @@ def _compute_forecast(cfg: BringYourOwnConfig, own, jobs: list[Job]) -> list[dic
 
 # %% ../nbs/bring_your_own.ipynb #1807d09d
 def _judging_forecast(cfg: BringYourOwnConfig, own) -> dict:
-    "Print and return the number of labels, of requests and of dollars (at most; None if a price is unknown)."
-    clients, longest = api_clients(own.judge), ' '.join(['word']*cfg.max_new_tokens)
+    "Print and return the number of labels, requests and dollars (at most; None if not known)."
+    clients = api_clients(own.judge)
+    longest = ' '.join(['word']*cfg.max_new_tokens)
     pairs = [dict(r, output_1=longest, output_2=f'{longest} {m}') for m in cfg.methods
              for r in own.data['prompts']]
     orders = 1 if hasattr(own.judge, 'annotators') else 2
@@ -232,7 +242,8 @@ def _judging_forecast(cfg: BringYourOwnConfig, own) -> dict:
                        for e, some in shares for i in range(0, len(some), e.batch_size)]
     clients[0].print_forecast(requests, labels, at_a_time=cfg.concurrency)
     prices = [clients[0].highest_price(r) for r in requests]
-    return dict(labels=labels, requests=len(requests), dollars=None if None in prices else sum(prices))
+    dollars = None if None in prices else sum(prices)
+    return dict(labels=labels, requests=len(requests), dollars=dollars)
 
 
 def forecast(cfg: BringYourOwnConfig, own) -> tuple[list[Job], dict]:
@@ -251,21 +262,24 @@ def run(cfg: BringYourOwnConfig):
     ensure_inputs(cfg)
     own = read_own(cfg)
     jobs, planned = forecast(cfg, own)
-    for name, records in own.data.items(): write_json(at_root(f'{cfg.runs}/data/{name}.json'), records)
+    for name, records in own.data.items():
+        write_json(at_root(f'{cfg.runs}/data/{name}.json'), records)
     run_or_fail(jobs, 1, 'bring your own', 'the chain')
-    board = replace(cfg, num_processes=1, nodes=1, rendezvous='')   # the runs are shared, not the board
+    board = replace(cfg, num_processes=1, nodes=1, rendezvous='')   # only the runs are shared
     folder = start(board, run, tuple(job.out for job in jobs))
     if folder.done: return folder
     folder.load()
     summaries = {job.out.rpartition('/')[2]: read_summary(job.out) for job in jobs}
-    for step, (name, s) in enumerate(summaries.items(), 1): folder.log(step, run=name, took=s['seconds'])
-    for r in planned['runs']: r['took'] = summaries[r['run']]['seconds']
+    took = {name: s['seconds'] for name, s in summaries.items()}
+    for step, name in enumerate(took, 1): folder.log(step, run=name, took=took[name])
+    for r in planned['runs']: r['took'] = took[r['run']]
     folder.write('forecast.json', planned)
     for name in ('leaderboard.csv', 'leaderboard.png'):
-        with atomic_write(folder.path(name)) as p: p.write_bytes((at_root(jobs[-1].out)/name).read_bytes())
-    spent = {k: v for k, v in summaries['eval'].items() if k in ('asked', 'dollars', 'instructions')}
-    took = sum(s['seconds'] for s in summaries.values())
-    folder.finish(**spent, labels=planned['labels'], runs_seconds=took)
+        made = (at_root(jobs[-1].out)/name).read_bytes()
+        with atomic_write(folder.path(name)) as p: p.write_bytes(made)
+    kept = 'asked', 'dollars', 'instructions'
+    spent = {k: v for k, v in summaries['eval'].items() if k in kept}
+    folder.finish(**spent, labels=planned['labels'], runs_seconds=sum(took.values()))
     return folder
 
 # %% ../nbs/bring_your_own.ipynb #124f06b4

@@ -40,14 +40,14 @@ WORLD = [f'alpaca_farm.world:{name}' for name in ('held_out_crowd', 'pool', 'gol
 class EvalConfig(ApiConfig):
     "Settings of an evaluation."
     out: str = 'runs/eval'              # run folder
-    outputs: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders or files
-    reference: str = 'runs/references'  # folder or file of answers to compare with, one or several each
-    columns: str = ''                   # names of columns: ours and yours, joined by an equals sign
-    annotators: list[str] = field(default_factory=lambda: WORLD)  # judges, each as in the annotators notebook
-    weights: list[str] = field(default_factory=list)  # annotator and weight, joined by an equals sign
+    outputs: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # runs or files
+    reference: str = 'runs/references'  # folder or file of answers to compare with
+    columns: str = ''                   # names of columns, ours and yours: output=answer
+    annotators: list[str] = field(default_factory=lambda: WORLD)  # judges, as in `annotators`
+    weights: list[str] = field(default_factory=list)  # annotators and weights: gpt4=2
     head_to_head: bool = False          # also judge every pair of models against each other
-    difficulty: list[str] = field(default_factory=list)  # files of AlpacaEval annotations of other models
-    max_instances: int = 0              # use only the first n instructions of the reference; 0 for all
+    difficulty: list[str] = field(default_factory=list)  # AlpacaEval's annotations of others
+    max_instances: int = 0              # use only the first n of the reference; 0 for all
     inputs = dict(outputs=('outputs', 'candidates'), reference=('outputs', 'candidates'),
                   annotators=('preferences', 'model'))
 
@@ -59,7 +59,7 @@ class EvalConfig(ApiConfig):
 
 # %% ../nbs/eval.ipynb #e86e697e
 def complete_preferences(outputs: list[dict], references: list[dict], judge) -> np.ndarray:
-    "`preferences_over`, for every instruction; ValueError if requests failed or a row has no verdict."
+    "`preferences_over` for every instruction; ValueError if requests failed or have no verdict."
     preferences = preferences_over(outputs, references, judge)
     check_all_answered(judge, f'{len(outputs)} instructions')
     return check_preferences(preferences)
@@ -70,7 +70,7 @@ def sampled_preferences(
     references: list[dict],  # the reference's
     judge,                   # annotator or pool
     seed: int = 0,           # of all draws
-) -> np.ndarray:  # (instructions,) of 1 or 2; 1.5 where the two answers are identical, nan without a verdict
+) -> np.ndarray:  # (instructions,) of 1 or 2; 1.5 for identical answers, nan without a verdict
     "One sampled vote per instruction, against one sampled reference (AlpacaFarm's evaluation)."
     groups = [[] for _ in references]
     for p in pair_up(outputs, references): groups[p['item']].append(p)
@@ -157,16 +157,18 @@ def answers_to(answers: list[dict], references: list[dict]) -> list[dict]:
 
 # %% ../nbs/eval.ipynb #04ffde6d
 def short_names(specs: list[str]) -> dict:
-    "A short name for each folder, file or module:name: its own, or the whole where that is not unique."
+    "A short name for each folder, file or module:name, or the whole where that is not unique."
     paths = [Path(s.rpartition(':')[2]) for s in specs]
-    names = [p.parent.name if p.stem in ('outputs', 'candidates', 'model_outputs') else p.stem for p in paths]
+    usual = 'outputs', 'candidates', 'model_outputs'
+    names = [p.parent.name if p.stem in usual else p.stem for p in paths]
     taken = [*names, 'reference']
     return {n if taken.count(n) == 1 else s: s for n, s in zip(names, specs)}
 
 # %% ../nbs/eval.ipynb #4c8c0dc7
 def read_models(cfg: EvalConfig) -> dict:
     "Answers by name of the model, the reference's first; `max_instances` applies to all."
-    references = read_answers(cfg.reference, candidates=True, columns=cfg.columns)[:cfg.max_instances or None]
+    references = read_answers(cfg.reference, candidates=True, columns=cfg.columns)
+    references = references[:cfg.max_instances or None]
     methods = dict(reference=references)
     for name, spec in short_names(cfg.outputs).items():
         answers = read_answers(spec, columns=cfg.columns)
@@ -176,7 +178,8 @@ def read_models(cfg: EvalConfig) -> dict:
 # %% ../nbs/eval.ipynb #7df8cbc7
 def write_csv(run, name: str, table, **options):
     "Write a table into a run folder as CSV; `options` are those of `DataFrame.to_csv`."
-    with atomic_write(run.path(name)) as p: table.to_csv(p, **dict(index=False, float_format='%.4f') | options)
+    options = dict(index=False, float_format='%.4f') | options
+    with atomic_write(run.path(name)) as p: table.to_csv(p, **options)
 
 
 def write_figure(run, name: str, fig):
@@ -192,7 +195,7 @@ def _file_name(judge: str) -> str:
 
 # %% ../nbs/eval.ipynb #a5fa12f2
 def _write_games(run, judged: dict, methods: dict, references: list[dict], judges: dict) -> dict:
-    "Judge all pairs of models and write, for each judge, their win rates and ratings; the ratings by name."
+    "Judge all pairs of models and write each judge's win rates and ratings; the ratings by name."
     figures = {}
     for name, judge in judges.items():
         progress = Progress(f'head to head, {name}', len(methods)*(len(methods) - 1)//2)
@@ -220,13 +223,14 @@ def run(cfg: EvalConfig):
     if folder.done: return folder
     folder.load()
     methods = read_models(cfg)
-    for name, rows in methods.items(): index_prompts(rows, name)   # ValueError if one is answered twice
+    for name, rows in methods.items(): index_prompts(rows, name)   # refuses repeated ones
     references = methods['reference']
     others = {}
     for file in files:
         for r in load_records(file, '', 'preference'):
             others.setdefault(str(r.get('generator_2', file)), []).append(r)
-    hard = recorded_difficulty(others, [full_instruction(r) for r in references]) if others else None
+    texts = [full_instruction(r) for r in references]
+    hard = recorded_difficulty(others, texts) if others else None
     judges = {name: load_annotators(spec, cfg) for name, spec in names.items()}
     progress = Progress('judging', len(judges)*len(methods))
     judged = judge_all(methods, references, judges, cfg.seed, progress)
@@ -241,14 +245,16 @@ def run(cfg: EvalConfig):
         figures |= {f'{method}_{column}': v for column, v in row.items()}
     for judge in judges:
         rows = alpaca_eval_rows(judged[judge], methods, references, judge, cfg.reference, hard)
-        write_csv(folder, f'leaderboard_{_file_name(judge)}.csv', rows, index=True, float_format=None)
-        for m, v in rows.length_controlled_winrate.items(): figures[f'{m}_{judge}_length_controlled'] = float(v)
+        file = f'leaderboard_{_file_name(judge)}.csv'
+        write_csv(folder, file, rows, index=True, float_format=None)
+        controlled = rows.length_controlled_winrate
+        figures |= {f'{m}_{judge}_length_controlled': float(v) for m, v in controlled.items()}
         figures[f'{judge}_unanswered'] = int(rows.n_unanswered.sum())
     if cfg.head_to_head: figures |= _write_games(folder, judged, methods, references, judges)
     clients = list({id(c): c for judge in judges.values() for c in api_clients(judge)}.values())
     usage = {k: v for k, v in usage_totals(clients).items() if k not in ('open', 'reasons')}
-    folder.finish(instructions=len(references), references_per_instruction=len(output_texts(references[0])),
-                  **usage, **figures)
+    folder.finish(instructions=len(references), **usage, **figures,
+                  references_per_instruction=len(output_texts(references[0])))
     return folder
 
 # %% ../nbs/eval.ipynb #b4b06f70

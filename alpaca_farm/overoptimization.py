@@ -36,7 +36,7 @@ from .eval import write_csv
 from .judging.noise import flip_share
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
-PROXIES = [f'runs/reward_model{labels}' for labels in ('', '_crowd', '_judge', '_vain')]   # pool, crowd, ...
+PROXIES = [f'runs/reward_model{labels}' for labels in ('', '_crowd', '_judge', '_vain')]
 POLICIES = [f'runs/{name}' for name, row in methods().items() if row['checkpoints']]
 POLICIES += [proxy.replace('reward_model', 'rloo_free') for proxy in PROXIES]   # without a penalty
 
@@ -45,13 +45,13 @@ POLICIES += [proxy.replace('reward_model', 'rloo_free') for proxy in PROXIES]   
 class OverConfig(SampleConfig, JudgedConfig):
     "Settings of the measurement of over-optimisation."
     out: str = 'runs/overoptimization'   # run folder
-    policy: str = 'runs/sft'             # SFT: where methods start, and distances are measured from
-    bank: str = 'runs/bank'              # a run of best_of_n: many of its samples for each instruction
+    policy: str = 'runs/sft'             # SFT, from which distances are measured
+    bank: str = 'runs/bank'              # a run of best_of_n with many of its samples
     references: str = 'runs/references'  # its answers that policies are compared with
     proxies: list[str] = field(default_factory=lambda: PROXIES)    # reward models
-    policies: list[str] = field(default_factory=lambda: POLICIES)  # runs of methods, best with checkpoints
+    policies: list[str] = field(default_factory=lambda: POLICIES)  # best with checkpoints
     utility: str = 'alpaca_farm.world:utility'   # the true reward, "module:function" of records
-    crowd: str = 'alpaca_farm.world:held_out_crowd'  # judges of the answers against the SFT policy's
+    crowd: str = 'alpaca_farm.world:held_out_crowd'  # judges of the answers
     instances: int = 150                 # instructions of the bank to use
     answers: int = 4                     # answers of each policy to each of them
     inputs = dict(policy='model', bank='candidates', references='candidates', proxies=(),
@@ -89,7 +89,7 @@ def _curve_point(
 
 # %% ../nbs/overoptimization.ipynb #1547a3d0
 def proxy_utility_correlation(proxy: np.ndarray, utility: np.ndarray) -> float:
-    "Pearson's correlation among answers to one instruction, (instructions, answers) each; nan if constant."
+    "Pearson's correlation within instructions, (instructions, answers) each; nan if constant."
     p, g = (x - x.mean(1, keepdims=True) for x in (proxy, utility))
     with np.errstate(invalid='ignore', divide='ignore'):
         return float((p * g).sum() / np.sqrt((p**2).sum() * (g**2).sum()))
@@ -105,9 +105,10 @@ def bank_curve(
     "Rows for n = 1, 2, 4, ..., N."
     rows = []
     for n in 2 ** np.arange(int(np.log2(proxy.shape[1])) + 1):
-        kl = float((best_of_n_weights(proxy, n) * kl_best_of_n_estimate(logprob, int(n))).sum(1).mean())
+        chosen = best_of_n_weights(proxy, n) * kl_best_of_n_estimate(logprob, int(n))
+        kl = dict(kl=float(chosen.sum(1).mean()), kl_bound=float(kl_best_of_n(n)))
         values = (best_of_n_value(proxy, v, n) for v in (proxy, utility, crowd))
-        rows.append(_curve_point(*values, **columns, kl=kl, kl_bound=float(kl_best_of_n(n)), at=int(n)))
+        rows.append(_curve_point(*values, **columns, **kl, at=int(n)))
     rows[0]['correlation'] = proxy_utility_correlation(proxy, utility)
     return rows
 
@@ -115,39 +116,43 @@ def bank_curve(
 def group_rows(rows: list[dict]) -> dict[tuple, list[dict]]:
     "Rows by (method, labels), each group in order of increasing KL."
     groups = {}
-    for r in sorted(rows, key=lambda r: r['kl']): groups.setdefault((r['method'], r['labels']), []).append(r)
+    for r in sorted(rows, key=lambda r: r['kl']):
+        groups.setdefault((r['method'], r['labels']), []).append(r)
     return groups
 
 # %% ../nbs/overoptimization.ipynb #6058aa24
 def can_fit(rows: list[dict]) -> bool:
-    "Whether a curve can be fitted: three points or more, the last at least twice as far as the first."
+    "Whether a curve can be fitted: three points or more, the last twice as far as the first."
     use = [r for r in rows if r['kl'] > .01]
     return len(use) > 2 and use[-1]['kl'] >= 2 * use[0]['kl']
 
 # %% ../nbs/overoptimization.ipynb #bb26d0db
 def peak_distance(a: float, b: float, form: str) -> float:
-    "Distance of a fitted curve's peak: 0 if it only falls, infinite if it only rises (Gao et al., 2023)."
+    "Distance of a fitted curve's peak: 0 if it only falls, infinite if it only rises."
     if b <= 0: return np.inf if a > 0 or b < 0 else 0.
-    return max(a, 0.) / (2 * b) if form == 'best_of_n' else float(np.exp(np.clip(a / b - 1, -50, 50)))
+    if form == 'best_of_n': return max(a, 0.) / (2 * b)
+    return float(np.exp(np.clip(a / b - 1, -50, 50)))
 
 # %% ../nbs/overoptimization.ipynb #34d39e42
 def fit_utility(rows: list[dict], n: int = 1000) -> dict[str, float]:
-    "Alpha, beta and peak of the curve through one method's utility, with 95 % intervals from `n` resamples."
+    "Alpha, beta and peak of one method's utility, with 95 % intervals from `n` resamples."
     form = 'best_of_n' if rows[0]['method'].startswith('best_of_n') else 'rl'
     use = [r for r in rows if r['kl'] > .01]
     d, each = np.sqrt([r['kl'] for r in use]), np.stack([r['each'] for r in use], 1)
     pairs = (fit_overoptimization(d, u, form) for u in [each.mean(0), *bootstrap_draws(each, n=n)])
     fits = [(a, b, peak_distance(a, b, form)) for a, b in pairs]
-    low, high = np.quantile(fits[1:], [.025, .975], axis=0, method='nearest')   # a peak may be at infinity
+    # a peak may be infinite: no interpolation
+    low, high = np.quantile(fits[1:], [.025, .975], axis=0, method='nearest')
     missed = each.mean(0) - overoptimization_curve(d, *fits[0][:2], form)
     out = {}
     for k, name in enumerate(('alpha', 'beta', 'peak')):
-        out |= {name: float(fits[0][k]), f'{name}_low': float(low[k]), f'{name}_high': float(high[k])}
+        ends = dict(zip((name, f'{name}_low', f'{name}_high'), (fits[0], low, high)))
+        out |= {column: float(values[k]) for column, values in ends.items()}
     return out | dict(missed=float(np.sqrt(np.mean(missed**2))), form=form)
 
 # %% ../nbs/overoptimization.ipynb #a8fcbe7b
 def utility_falls(groups: dict) -> list[dict]:
-    "Utility at best-of-16 minus that at the largest n, by source of labels, and differences between them."
+    "Utility at best-of-16 minus that at the largest n, by source of labels; their differences."
     curves = {labels: {r['at']: r['each'] for r in rows}
               for (method, labels), rows in groups.items() if method == 'best_of_n'}
     falls = {labels: each[16] - each[max(each)] for labels, each in curves.items() if 16 in each}
@@ -179,11 +184,8 @@ def method_name(folder: str) -> str:
     "A run's method and what sets it apart: no penalty, or DPO's beta."
     config = run_config(folder)
     name, settings = config['notebook'], config['settings']
-    rows = {m: row['settings'] for m, row in methods().items() if row['notebook'] == name}
-    fitting = [m for m, row in rows.items()
-               if all(settings.get(k) == v for k, v in row.items() if isinstance(v, str))]
-    name = max(fitting, key=lambda m: len(rows[m]), default=name)
     if name == 'ppo' and settings['advantage'] != 'gae': name = settings['advantage']
+    if name == 'binary_feedback': name = settings['method']
     if name in ('ppo', 'rloo', 'grpo', 'quark') and not settings['kl_coef']: name += ', no penalty'
     return name + (f', beta {settings["beta"]:g}' if name == 'dpo' else '')
 
@@ -195,21 +197,22 @@ def policy_proxy(folder: str, proxies: list[str]) -> str:
     labels = settings.get('preferences')
     for proxy in proxies:
         if run_config(proxy).get('settings', {}).get('preferences', proxy) == labels: return proxy
-    raise ValueError(f'{folder} learned from {labels or "several rewards"}, none of the proxies did: '
-                     'add the reward model of those labels to proxies')
+    raise ValueError(f'{folder} learned from {labels or "several rewards"}, none of the proxies '
+                     'did: add the reward model of those labels to proxies')
 
 # %% ../nbs/overoptimization.ipynb #57ee2de0
 def bank_and_references(cfg: OverConfig) -> tuple[list[dict], list[dict]]:
-    "The bank and the references; ValueError if one lacks an instruction or has another temperature."
+    "Bank and references; ValueError if one lacks an instruction or has another temperature."
     other = temperature_of(cfg.temperature, bank=cfg.bank, references=cfg.references)
     if other != cfg.temperature:
-        raise ValueError(f'temperature = {cfg.temperature}: bank and references were sampled at {other}')
+        raise ValueError(f'temperature = {cfg.temperature}: bank and references were sampled '
+                         f'at {other}')
     bank, references = (read_rows(find_file(f, 'candidates')) for f in (cfg.bank, cfg.references))
     bank, answered = bank[:cfg.instances], {prompt_key(r) for r in references}
     missing = [prompt_text(b) for b in bank if prompt_key(b) not in answered]
     if not missing: return bank, references
-    raise ValueError(f'{len(missing)} instructions of {cfg.bank} have no answer in {cfg.references}, '
-                     f'the first: {missing[0]!r}')
+    raise ValueError(f'{len(missing)} instructions of {cfg.bank} have no answer in '
+                     f'{cfg.references}, the first: {missing[0]!r}')
 
 # %% ../nbs/overoptimization.ipynb #74debec7
 def measure_policy(
@@ -224,7 +227,7 @@ def measure_policy(
     prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
     flat = [(r, s) for r, samples in zip(prompts, answers) for s in samples]
     outputs = [dict(r, output=decode(s.tokens, tokenizer)) for r, s in flat]
-    plain = encode_prompts([r for r, _ in flat], reference[1], cfg.template)   # without reward tokens
+    plain = encode_prompts([r for r, _ in flat], reference[1], cfg.template)   # no reward tokens
     kl = log_ratios(*reference, plain, [s for _, s in flat], cfg)
     scores = {name: np.reshape(score(outputs), (len(prompts), -1))
               for name, score in scorers.items()}
@@ -239,11 +242,11 @@ def _write_curves(run, rows: list[dict]) -> dict:
     groups = group_rows(rows)
     fits = [dict(method=m, labels=l, **fit_utility(curve))
             for (m, l), curve in groups.items() if can_fit(curve)]
-    columns = dict(
-        curves='method labels kl kl_bound proxy proxy_low proxy_high utility utility_low utility_high crowd '
-               'correlation at run',   # at: n, or the step of the checkpoint; run: folder of the policy
-        fits='method labels alpha alpha_low alpha_high beta beta_low beta_high peak peak_low peak_high '
-             'missed form',
+    columns = dict(  # at: n, or the step of the checkpoint; run: folder of the policy
+        curves='method labels kl kl_bound proxy proxy_low proxy_high utility utility_low '
+               'utility_high crowd correlation at run',
+        fits='method labels alpha alpha_low alpha_high beta beta_low beta_high peak peak_low '
+             'peak_high missed form',
         falls='labels minus fall low high')
     for name, records in dict(curves=rows, fits=fits, falls=utility_falls(groups)).items():
         table = pd.DataFrame(records, columns=columns[name].split())
@@ -265,7 +268,8 @@ def run(cfg: OverConfig):
     proxies = {policy: policy_proxy(policy, cfg.proxies) for policy in cfg.policies}
     bank, references = bank_and_references(cfg)
     specs = {s: s for s in (*cfg.proxies, *proxies.values())} | dict(utility=cfg.utility)
-    scale = {name: standard_reward(reward(s, cfg, cfg.template), bank) for name, s in specs.items()}
+    scale = {name: standard_reward(reward(spec, cfg, cfg.template), bank)
+             for name, spec in specs.items()}
 
     def crowd(records):   # (records,) expected preferences over the references to the same prompt
         return check_preferences(np.concatenate(answer_preferences(records, references, judge)))
@@ -281,8 +285,8 @@ def run(cfg: OverConfig):
         proxy = proxies[policy]
         scorers = dict(proxy=scale[proxy][0], utility=scale['utility'][0], crowd=crowd)
         point = measure_policy(path, records, scorers, sft, cfg)
-        rows.append(_curve_point(**point, method=method_name(policy), labels=label_name(proxy), at=step,
-                                 run=policy))
+        rows.append(_curve_point(**point, method=method_name(policy), labels=label_name(proxy),
+                                 at=step, run=policy))
         folder.log(i, **{k: v for k, v in rows[-1].items() if k != 'each'})
         show(i)
     folder.finish(instructions=len(bank), points=len(rows), **_write_curves(folder, rows))

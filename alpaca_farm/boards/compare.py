@@ -28,14 +28,14 @@ from ..eval import complete_preferences, read_answers, short_names, write_csv, w
 class CompareConfig(JudgedConfig):
     "Settings of a comparison."
     out: str = 'runs/compare'  # run folder
-    folders: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # run folders to compare
+    folders: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # to compare
     annotators: str = 'alpaca_farm.world:held_out_crowd'  # judge, as in the annotators notebook
     examples: int = 3          # number of instructions whose answers are shown
     inputs = dict(folders=(), annotators=('preferences', 'model'))
 
     def check(self):
         self.bounds(examples=(0, None))
-        if len(self.folders) < 2: raise ValueError(f'folders = {self.folders}: name at least two to compare')
+        if len(self.folders) < 2: raise ValueError(f'folders = {self.folders}: name at least two')
 
 # %% ../../nbs/boards/compare.ipynb #5f249f1e
 def differing_settings(
@@ -46,11 +46,12 @@ def differing_settings(
     settings = {}
     for name, folder in short_names(folders).items():
         file = at_root(folder)/'config.json'
-        if not file.exists(): raise ValueError(f'{folder} is not a run folder: it has no config.json')
+        if not file.exists(): raise ValueError(f'{folder} is no run folder: it has no config.json')
         config = read_json(file)
         settings[name] = dict(notebook=config.get('notebook', ''), **config.get('settings', {}))
     names = dict.fromkeys(k for s in settings.values() for k in s if k != 'out')
-    different = [k for k in names if len({json.dumps(s.get(k), sort_keys=True) for s in settings.values()}) > 1]
+    def texts(k): return {json.dumps(s.get(k), sort_keys=True) for s in settings.values()}
+    different = [k for k in names if len(texts(k)) > 1]
     table = {run: [s.get(k) for k in different] for run, s in settings.items()}
     return pd.DataFrame(table, index=different, dtype=object)
 
@@ -62,8 +63,8 @@ def logged_curves(
     curves = {}
     for run, folder in short_names(folders).items():
         records = read_log(folder)
-        names = dict.fromkeys(k for r in records for k in r if k not in ('step', 'wall', 'cpu', 'seconds'))
-        for name in names:
+        for name in dict.fromkeys(k for r in records for k in r):
+            if name in ('step', 'wall', 'cpu', 'seconds'): continue
             points = [(r['step'], r[name]) for r in records if type(r.get(name)) in (int, float)]
             if points: curves.setdefault(name, {})[run] = tuple(zip(*points))
     return {name: by_run for name, by_run in curves.items() if len(by_run) > 1}
@@ -98,7 +99,7 @@ def win_rate_table(
     judge,          # annotator or pool
     seed: int = 0,  # of the bootstrap
 ):  # DataFrame: first, second, win_rate of the second in percent, low, high (95 %), instructions
-    "Direct win rates between runs that answered the same instructions, with intervals over instructions."
+    "Direct win rates between runs on the same instructions, with intervals over instructions."
     import pandas as pd
     rows = []
     for a, b in combinations(answers, 2):
@@ -114,17 +115,20 @@ def side_by_side(
     k: int = 3,     # instructions to show
 ) -> list[dict]:  # records with the instruction and one answer per run
     "The runs' answers to `k` instructions, spread evenly."
-    tables = {n: {prompt_key(r): output_texts(r)[0] for r in records} for n, records in answers.items()}
+    tables = {name: {prompt_key(r): output_texts(r)[0] for r in records}
+              for name, records in answers.items()}
     prompts = [p for p in next(iter(tables.values())) if all(p in t for t in tables.values())]
-    picked = [prompts[i] for i in np.linspace(0, len(prompts) - 1, min(k, len(prompts))).astype(int)]
-    return [dict(instruction='\n'.join(p).strip(), **{n: t[p] for n, t in tables.items()}) for p in picked]
+    picked = np.linspace(0, len(prompts) - 1, min(k, len(prompts))).astype(int)
+    return [dict(instruction='\n'.join(p).strip(), **{name: t[p] for name, t in tables.items()})
+            for p in (prompts[i] for i in picked)]
 
 
 def as_html(rows: list[dict]) -> str:
     "Answers as a table, line breaks preserved and everything escaped."
     import pandas as pd
-    with pd.option_context('display.max_colwidth', None): table = pd.DataFrame(rows).to_html(index=False)
-    return table.replace('<td>', '<td style="text-align:left;vertical-align:top;white-space:pre-wrap">')
+    style = 'text-align:left;vertical-align:top;white-space:pre-wrap'
+    with pd.option_context('display.max_colwidth', None):
+        return pd.DataFrame(rows).to_html(index=False).replace('<td>', f'<td style="{style}">')
 
 # %% ../../nbs/boards/compare.ipynb #3bc72fe0
 def run(cfg: CompareConfig):

@@ -46,7 +46,7 @@ def chosen_answers(candidates: list[dict]) -> dict[str, list[dict]]:
 
 # %% ../../nbs/boards/farm_board.ipynb #c3b1812b
 def judge_board(folder: str, judges: dict, seed: int) -> tuple[dict, dict]:
-    "The answers of all rows, and preferences for them over SFT's: {judge: {row: (instructions,)}}."
+    "The answers of all rows, and preferences over SFT's: {judge: {row: (instructions,)}}."
     answers = method_answers(folder)
     baselines = {name: read_answers(f'{folder}/{run}', candidates=True)
                  for name, run in (('base model', 'base'), ('greedy SFT', 'sft_greedy'))
@@ -66,19 +66,20 @@ def _total_cpu_seconds(run: str, free: set) -> float:
         seen.add(folder)
         total += read_summary(folder).get('cpu_seconds', 0.)
         config = read_json(at_root(folder)/'config.json')
-        todo += [v for name in config['inputs'] for v in as_list(config['settings'].get(name) or '') if v]
+        given = [config['settings'].get(name) or '' for name in config['inputs']]
+        todo += [v for values in given for v in as_list(values) if v]
     return total
 
 # %% ../../nbs/boards/farm_board.ipynb #f83b7921
 def farm_board(folder: str, answers: dict, judged: dict, seed: int):
     "The leaderboard of one replicate (a DataFrame), best under the held-out crowd first."
-    length = {name: ANSWER_COLUMNS[name] for name in ('length', 'characters')}
-    board = leaderboard(judged, answers, f'{folder}/references', seed=seed, columns=length | TEXT_COLUMNS)
+    columns = {name: ANSWER_COLUMNS[name] for name in ('length', 'characters')} | TEXT_COLUMNS
+    board = leaderboard(judged, answers, f'{folder}/references', seed=seed, columns=columns)
     trained_on = board.method.map(LABELLED_BY).fillna('')
-    kind = np.where(board.method == 'sft', 'reference', np.where(trained_on == '', 'baseline', 'method'))
-    summaries = [read_summary(f'{folder}/{m}') if who else {} for m, who in zip(board.method, trained_on)]
+    kind = np.where(trained_on == '', 'baseline', 'method')
+    summaries = [read_summary(f'{folder}/{m}') if m in LABELLED_BY else {} for m in board.method]
     free = {f'{folder}/world', f'{folder}/sft'}
-    board.insert(1, 'kind', kind)
+    board.insert(1, 'kind', np.where(board.method == 'sft', 'reference', kind))
     board.insert(2, 'trained_on', trained_on)
     return board.assign(kl=[s.get('kl', np.nan) for s in summaries],
                         labels=[s.get('labels', 0) for s in summaries],
@@ -87,7 +88,7 @@ def farm_board(folder: str, answers: dict, judged: dict, seed: int):
 
 # %% ../../nbs/boards/farm_board.ipynb #fda4690e
 def parts_table(replicates: list[dict], seed: int = 0):
-    "Parts of the utility of every row of all replicates' answers, minus SFT's (a DataFrame), 95 % intervals."
+    "Parts of the utility of all replicates' rows, minus SFT's, as a DataFrame with intervals."
     import pandas as pd
     used = [k for k, w in enumerate(QUALITY) if w]
 
@@ -99,18 +100,17 @@ def parts_table(replicates: list[dict], seed: int = 0):
     table = []
     for row in replicates[0]:
         if row == 'sft' or any(row not in answers for answers in replicates): continue
-        values = np.stack([parts(match_prompts(answers[row], answers['sft'])) - parts(answers['sft'])
-                           for answers in replicates])
-        values = dict(zip([COLUMNS[k] for k in used], np.moveaxis(values, -1, 0)), utility=values.sum(-1))
-        for part, v in values.items():
-            interval = replicate_interval(v, seed=seed)
-            table.append(dict(method=row, part=part, difference=interval.value, low=interval.low,
-                              high=interval.high))
+        values = np.stack([parts(match_prompts(a[row], a['sft'])) - parts(a['sft'])
+                           for a in replicates])
+        named = {COLUMNS[k]: values[..., i] for i, k in enumerate(used)}
+        for part, v in (named | dict(utility=values.sum(-1))).items():
+            difference, low, high = replicate_interval(v, seed=seed)
+            table.append(dict(method=row, part=part, difference=difference, low=low, high=high))
     return pd.DataFrame(table)
 
 # %% ../../nbs/boards/farm_board.ipynb #1f766a48
 def parts_figure(table, rows: list[str]):
-    "The parts of the utility of some rows as stacked bars, gains to the right; their sum as a point."
+    "The parts of the utility of rows as stacked bars, gains to the right; their sum as a point."
     import matplotlib.pyplot as plt
     values = table.pivot(index='method', columns='part', values='difference').loc[rows[::-1]]
     values = values[[p for p in dict.fromkeys(table.part) if p != 'utility']]
@@ -138,7 +138,7 @@ def write_boards(run, boards: list, parts):
     for k, board in enumerate(boards):
         name = 'leaderboard' if k == 0 else f'leaderboard_seed_{k}'
         write_csv(run, f'{name}.csv', board.assign(crowd_sd=board.method.map(spread)))
-        shown = board[board.method != 'base model'].assign(reference='SFT')   # far below all others
+        shown = board[board.method != 'base model'].assign(reference='SFT')   # it is far below
         figure = leaderboard_figure(shown.reset_index(drop=True), ['crowd', 'pool', 'utility'])
         write_figure(run, f'{name}.png', figure)
     write_csv(run, 'parts.csv', parts)

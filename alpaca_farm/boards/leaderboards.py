@@ -22,9 +22,10 @@ def _mean_over_answers(outputs: list[dict], measure) -> float:
 
 
 def _decoding_text(outputs: list[dict]) -> str:
-    "The temperature and the nucleus with which answers were sampled; empty where they are not recorded."
-    settings = {(r.get('temperature', ''), r.get('top_p', '')) for r in outputs}
-    return ' or '.join(sorted(f'temperature {t}, top-p {p}' for t, p in settings if '' not in (t, p)))
+    "The temperature and nucleus of the samples; empty where they are not recorded."
+    ways = {f'temperature {r["temperature"]}, top-p {r["top_p"]}' for r in outputs
+            if 'temperature' in r and 'top_p' in r}
+    return ' or '.join(sorted(ways))
 
 
 ANSWER_COLUMNS = dict(  # column: a function from a model's answers to a number or a text
@@ -36,16 +37,10 @@ ANSWER_COLUMNS = dict(  # column: a function from a model's answers to a number 
 def check_column_names(judges: list[str], columns=ANSWER_COLUMNS):
     "ValueError for a judge whose columns on a board would have the name of another column."
     ends = '', '_low', '_high', '_unanswered', '_votes', '_votes_se'
-    taken = {'method', 'reference', *columns}
-    for judge in judges:
-        own = {f'{judge}{end}' for end in ends}
-        twice = sorted(own & taken)
-        if twice: raise ValueError(f'a judge is called {judge}, but the board has another column {twice[0]}: '
-                                   'give the judge another name')
-        if judge.endswith('_votes'):
-            raise ValueError(f'a judge is called {judge}: names in _votes are those of sampled votes. '
-                             'Give the judge another name')
-        taken |= own
+    names = ['method', 'reference', *columns, *(f'{j}{end}' for j in judges for end in ends)]
+    wrong = [n for n in names if names.count(n) > 1] + [j for j in judges if j.endswith('_votes')]
+    if wrong: raise ValueError(f'{wrong[0]} is the name of another column of the board: '
+                               'give the judge another name')
 
 # %% ../../nbs/boards/leaderboards.ipynb #bfe5b2af
 def leaderboard(
@@ -54,9 +49,9 @@ def leaderboard(
     reference: str,         # what the win rates are against
     n: int = 1000,          # bootstrap draws
     seed: int = 0,          # of the bootstrap
-    columns: dict = ANSWER_COLUMNS,  # further columns: functions from a model's answers to a number
+    columns: dict = ANSWER_COLUMNS,  # functions from a model's answers to a value
 ):  # DataFrame: method, win rate in percent, _low and _high (95 %) per judge, `columns`, reference
-    "The board, best model of the first judge first; sampled votes have their standard error as `_se`."
+    "The board, best model of the first judge first; sampled votes have a standard error, `_se`."
     import pandas as pd
     expected = [j for j in judged if not j.endswith('_votes')]
     check_column_names(expected, columns)
@@ -75,10 +70,13 @@ def leaderboard(
             row |= {judge: won['win_rate'], f'{judge}_se': won['standard_error']}
         row |= {name: measure(outputs) for name, measure in columns.items()}
         rows.append(dict(row, reference=reference))
-    board = pd.DataFrame(rows).sort_values(expected[0], ascending=False, ignore_index=True, kind='stable')
-    ways = {w: ', '.join(r.method) for w, r in board.groupby('decoding') if w} if 'decoding' in board else {}
-    if len(ways) > 1: print('these rows are not answered alike, which by itself changes win rates: '
-                            + '; '.join(f'{way}: {names}' for way, names in ways.items()))
+    board = pd.DataFrame(rows)
+    board = board.sort_values(expected[0], ascending=False, ignore_index=True, kind='stable')
+    known = board[board.decoding != ''] if 'decoding' in board else board[:0].assign(decoding='')
+    if known.decoding.nunique() > 1:
+        ways = [f'{way}: {", ".join(rows.method)}' for way, rows in known.groupby('decoding')]
+        print('these rows are not answered alike, which by itself changes win rates: '
+              + '; '.join(ways))
     return board
 
 # %% ../../nbs/boards/leaderboards.ipynb #5f489930
@@ -92,12 +90,13 @@ def leaderboard_figure(
     fig, ax = plt.subplots(figsize=(6.5, max(2, 1 + .45*len(board))), layout='tight')
     for k, judge in enumerate(judges):
         y = np.arange(len(board))[::-1] + .2*((len(judges) - 1)/2 - k)
-        ends = np.abs(board[[f'{judge}_low', f'{judge}_high']].to_numpy() - board[[judge]].to_numpy()).T
+        ends = [board[judge] - board[f'{judge}_low'], board[f'{judge}_high'] - board[judge]]
         ax.errorbar(board[judge], y, xerr=ends, fmt='o', ms=4, capsize=2, lw=1, label=judge)
     ax.axvline(50, color='grey', lw=.8, ls=':')
     ax.set_yticks(range(len(board))[::-1], board.method)
     ax.set_xlabel(f'win rate against {board.reference[0]} (%)')
-    ax.legend(fontsize=8, title='judged by', title_fontsize=8, loc='upper left', bbox_to_anchor=(1.01, 1))
+    ax.legend(fontsize=8, title='judged by', title_fontsize=8, loc='upper left',
+              bbox_to_anchor=(1.01, 1))
     return fig
 
 # %% ../../nbs/boards/leaderboards.ipynb #fe231b00
@@ -107,12 +106,14 @@ def rank_agreement(
     seed: int = 0,  # of the bootstrap
 ) -> dict:  # spearman_a_b, spearman_a_b_low, spearman_a_b_high for any two judges
     "Rank correlations of the models' win rates between judges; empty for fewer than three models."
-    tables = {j: np.stack(list(rows.values()), 1) for j, rows in judged.items() if not j.endswith('_votes')}
+    tables = {judge: np.stack(list(rows.values()), 1) for judge, rows in judged.items()
+              if not judge.endswith('_votes')}
     complete = ~np.any([np.isnan(t).any(1) for t in tables.values()], axis=0)
     out = {}
     for a, b in combinations(tables, 2):
         if tables[a].shape[1] < 3 or not complete.any(): continue
-        r, name = spearman_interval(tables[a][complete], tables[b][complete], n, seed), f'spearman_{a}_{b}'
+        r = spearman_interval(tables[a][complete], tables[b][complete], n, seed)
+        name = f'spearman_{a}_{b}'
         out |= {name: r.value, f'{name}_low': r.low, f'{name}_high': r.high}
     return out
 
@@ -127,10 +128,12 @@ def alpaca_eval_rows(
 ):  # DataFrame by model, best first
     "A judge's leaderboard with AlpacaEval's columns."
     import pandas as pd
-    def characters(outputs): return np.array([np.mean([len(t) for t in output_texts(r)]) for r in outputs])
-    length = {m: characters(match_prompts(methods[m], references)) for m in judged}
-    controlled = length_controlled(list(judged.values()), list(length.values()), characters(references),
-                                   judged, hard)
+    def characters(outputs):
+        return np.array([np.mean([len(text) for text in output_texts(r)]) for r in outputs])
+    lengths = [characters(match_prompts(methods[m], references)) for m in judged]
+    preferences = list(judged.values())
+    controlled = length_controlled(preferences, lengths, characters(references), judged, hard)
     names = dict(mode='community', annotator=annotator, reference=reference)
-    rows = [leaderboard_row(p, length[m], **controlled.loc[m].to_dict(), **names) for m, p in judged.items()]
+    rows = [leaderboard_row(p, length, **more, **names)
+            for p, length, more in zip(preferences, lengths, controlled.to_dict('records'))]
     return ranked(pd.DataFrame(rows, index=list(judged)))

@@ -36,7 +36,7 @@ def length_term(
     baseline,  # (..., N) characters of the baseline's answers
     model,     # (..., N) characters of the model's; nan where there is no answer
 ) -> np.ndarray:  # (..., N) from -1 to 1
-    "How much briefer the model is than the baseline: tanh of the difference in standard deviations."
+    "How much briefer the model is than the baseline: tanh of the difference in its deviations."
     d = np.asarray(baseline, dtype=float) - np.asarray(model, dtype=float)
     s = np.nanstd(d, axis=-1, keepdims=True)
     return np.tanh(d/np.where(s > 0, s, np.inf))
@@ -47,7 +47,7 @@ _LENGTH_SD, _DIFFICULTY_SD, _LEVEL_SD = 1., 1., 10.   # of the priors of a, b an
 
 
 def difficulty(
-    preferences,   # (M, N) of M models on N instructions, from 1 to 2; nan where there is no verdict
+    preferences,   # (M, N) of M models on N instructions, from 1 to 2; nan: no verdict
     length_terms,  # (M, N) of `length_term`
 ) -> np.ndarray | None:  # (N,) mean 0, standard deviation 1; None with fewer than five models
     "How hard each instruction is for the models, against the baseline and at equal length."
@@ -76,8 +76,8 @@ def controlled_win_rate(
     preference,    # (N,) from 1 to 2; nan where there is no verdict
     length_terms,  # (N,) of `length_term`
     hard=None,     # (N,) of `difficulty`, None to leave it out
-) -> dict:  # length_controlled_winrate, lc_* in percent; length_effect a, difficulty_effect b; n_total
-    "Length-controlled win rate of one model (Dubois et al., 2024), over the instructions with a verdict."
+) -> dict:  # win rate, lc_* in percent; length_effect a, difficulty_effect b; n_total
+    "Length-controlled win rate of one model (Dubois et al., 2024) over what has a verdict."
     given = ~np.isnan(np.asarray(preference, dtype=float))
     y, t = check_preferences(np.asarray(preference)[given]) - 1, np.asarray(length_terms)[given]
     d = [] if hard is None else [hard[given]]
@@ -97,13 +97,13 @@ def controlled_win_rate(
 
 # %% ../../nbs/boards/length_control.ipynb #47dea419
 def length_controlled(
-    preferences,  # (M, N) of M models on N instructions, from 1 to 2; nan where there is no verdict
+    preferences,  # (M, N) of M models on N instructions, from 1 to 2; nan: no verdict
     lengths,      # (M, N) characters of the models' answers
     baseline,     # (N,) or (M, N) characters of the baseline's
     names=None,   # of the models
     hard=None,    # (N,) difficulty known from other models, as of `recorded_difficulty`
-):  # DataFrame by model, in their order: values of `controlled_win_rate`; difficulty: board, files or no
-    "Length-controlled win rates of all models on a board; ValueError for a model without any verdict."
+):  # DataFrame by model: values of `controlled_win_rate`; difficulty: board, files or no
+    "Length-controlled win rates of a board; ValueError for a model without any verdict."
     import pandas as pd
     p = np.asarray(preferences, dtype=float)
     names = list(range(len(p)) if names is None else names)
@@ -112,16 +112,16 @@ def length_controlled(
     terms = np.broadcast_to(length_term(baseline, lengths), p.shape)
     source = 'board' if hard is None else 'files'
     if hard is None: hard = difficulty(p, terms)
-    table = pd.DataFrame([controlled_win_rate(row, t, hard) for row, t in zip(p, terms)], index=names)
-    return table.assign(difficulty='no' if hard is None else source)
+    rows = [controlled_win_rate(row, t, hard) for row, t in zip(p, terms)]
+    return pd.DataFrame(rows, index=names).assign(difficulty='no' if hard is None else source)
 
 # %% ../../nbs/boards/length_control.ipynb #5722bf4a
 def from_annotations(
-    annotations: dict,  # preference records by model; output_1 is the baseline's, output_2 the model's
-    texts=None,         # whole instructions of the columns; rows on others are left out. All, when not given
-) -> dict:  # preferences (0 in a record is a tie; None, -1, nan no verdict), lengths, baseline: (M, N); names
-    "The tables of a board; ValueError for two rows on the same instruction, or a wrong preference."
-    if texts is None: texts = [full_instruction(r) for records in annotations.values() for r in records]
+    annotations: dict,  # preference records by model; output_1 is the baseline's
+    texts=None,         # whole instructions of the columns; all, when not given
+) -> dict:  # preferences, lengths, baseline: (M, N); names
+    "The tables of a board; ValueError for two rows on one instruction, or a wrong preference."
+    if texts is None: texts = [full_instruction(r) for rows in annotations.values() for r in rows]
     columns = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     tables = np.full((3, len(annotations), len(columns)), np.nan)
     for m, (name, records) in enumerate(annotations.items()):
@@ -130,7 +130,7 @@ def from_annotations(
             i = columns.get(full_instruction(r))
             if i is None: continue
             if first_row.setdefault(i, row) != row:
-                raise ValueError(f'{name}: rows {first_row[i]} and {row} annotate the same instruction')
+                raise ValueError(f'{name}: rows {first_row[i]} and {row} are on one instruction')
             p = read_preference(r.get('preference', 'missing'), f'{name}, row {row}', 'preference')
             tables[:, m, i] = p, len(r['output_2']), len(r['output_1'])
     return dict(zip(('preferences', 'lengths', 'baseline'), tables), names=list(annotations))
@@ -146,5 +146,5 @@ def recorded_difficulty(
     p, length, base = (tables[k][judged] for k in ('preferences', 'lengths', 'baseline'))
     hard = difficulty(p, length_term(base, length)) if judged.any() else None
     if hard is not None: return hard
-    raise ValueError(f'difficulty: the files have verdicts on these instructions of {judged.sum()} models: '
-                     f'it takes {_MIN_MODELS} whose verdicts differ. Name more files')
+    raise ValueError(f'difficulty: the files have verdicts on these instructions of '
+                     f'{judged.sum()} models: it takes {_MIN_MODELS} that differ. Name more files')

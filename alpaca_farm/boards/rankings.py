@@ -28,7 +28,7 @@ class Games(NamedTuple):
 def games(
     records: list[dict],  # preference records with generator_1 and generator_2
 ) -> Games:  # models in order of appearance
-    "The games of records; ValueError for a row without two different models, or with a wrong preference."
+    "The games of records; ValueError for a row without two models, or with a wrong preference."
     names, prompts, played = {}, {}, []
     for row, r in enumerate(records):
         missing = [f for f in ('generator_1', 'generator_2', 'preference') if f not in r]
@@ -57,11 +57,11 @@ def bradley_terry(
     for _ in range(100):
         p = 1/(1 + np.exp(s[..., None, :] - s[..., :, None]))
         v = n*p*(1 - p)
-        curvature = v.sum(-1)[..., None]*np.eye(M) - v + 1/M     # the last term fixes the mean at 0
+        curvature = v.sum(-1)[..., None]*np.eye(M) - v + 1/M   # the last term fixes the mean at 0
         step = np.linalg.solve(curvature, (w - n*p).sum(-1)[..., None])[..., 0]
         s += step
         if np.abs(step).max() < 1e-9: return s
-    raise ArithmeticError('the strengths do not converge: are there games between all groups of models?')
+    raise ArithmeticError('the strengths do not converge: have all groups of models met?')
 
 # %% ../../nbs/boards/rankings.ipynb #61d136f8
 def elo(
@@ -76,11 +76,12 @@ def elo(
     names, points = games
     anchor = anchor or names[0]
     won = points.sum(0)
-    if anchor not in names: raise ValueError(f'anchor = {anchor!r} is none of the models: {", ".join(names)}')
+    if anchor not in names: raise ValueError(f'anchor = {anchor!r} is none of {", ".join(names)}')
     parts, group = connected_components(won + won.T > 0, directed=False)
     if parts > 1:
-        apart = '; '.join(', '.join(m for m, g in zip(names, group) if g == k) for k in range(parts))
-        raise ValueError(f'the models fall into {parts} groups that never met: {apart}. '
+        apart = [', '.join(m for m, g in zip(names, group) if g == k) for k in range(parts)]
+        raise ValueError(f'the models fall into {parts} groups that never met: '
+                         f'{"; ".join(apart)}. '
                          'Compare models of different groups with each other')
     N, M, _ = points.shape
     counts = np.random.default_rng(seed).multinomial(N, np.full(N, 1/N), size=n)
@@ -94,7 +95,7 @@ def elo(
 
 # %% ../../nbs/boards/rankings.ipynb #5016788a
 def head_to_head(games: Games) -> dict:  # DataFrames; nan where two never met
-    "Win rates of all pairs of models (`win_rate`, `low`, `high`, in percent), and the instructions (`n`)."
+    "Win rates of all pairs of models in percent: `win_rate`, `low`, `high`; `n` instructions."
     import pandas as pd
     met = games.points + games.points.swapaxes(1, 2)
     n = (met > 0).sum(0)
@@ -127,7 +128,7 @@ def matrix_figure(
 # %% ../../nbs/boards/rankings.ipynb #8f2aab38
 def smallest_difference(
     n: int,              # instructions
-    sd: float = 50.,     # standard deviation of one instruction's value, in points; 50 is the most for votes
+    sd: float = 50.,     # standard deviation of an instruction's value, in points; 50: votes
     power: float = .8,   # probability of finding the difference
     level: float = .95,  # 1 - the probability of finding a difference that does not exist
 ) -> float:  # points
@@ -139,7 +140,7 @@ def smallest_difference(
 
 
 def sample_size(difference: float, sd: float = 50., power: float = .8, level: float = .95) -> int:
-    "Number of instructions needed to tell a difference, in points, from zero; as `smallest_difference`."
+    "Number of instructions needed to tell a difference in points from zero."
     if difference <= 0: raise ValueError(f'difference = {difference}: it must be above 0 points')
     return math.ceil((smallest_difference(1, sd, power, level)/difference)**2)
 
@@ -152,10 +153,12 @@ def leaderboard_row(
     "A row of AlpacaEval's leaderboard; the win rates are over the rows with a verdict."
     p = np.array([read_preference(v, f'row {i}', 'preference') for i, v in enumerate(preferences)])
     given = p[~np.isnan(p)]
-    none = dict(win_rate=np.nan, standard_error=np.nan, n_wins=0, n_wins_base=0, n_draws=0, n_total=0)
-    row = win_rate(given) if len(given) else none
-    discrete = 100*(row['n_wins'] + row['n_draws']/2)/len(given) if len(given) else np.nan
-    return dict(row, discrete_win_rate=discrete, avg_length=int(np.mean(lengths)), **columns,
+    if len(given):
+        row = win_rate(given)
+        row['discrete_win_rate'] = 100*(row['n_wins'] + row['n_draws']/2)/row['n_total']
+    else: row = dict(win_rate=np.nan, standard_error=np.nan, n_wins=0, n_wins_base=0, n_draws=0,
+                     n_total=0, discrete_win_rate=np.nan)
+    return dict(row, avg_length=int(np.mean(lengths)), **columns,
                 n_unanswered=len(p) - len(given))
 
 # %% ../../nbs/boards/rankings.ipynb #483abf70
@@ -164,15 +167,16 @@ def read_leaderboard(
     annotator: str = '',  # the judge, if the file does not name it
     reference: str = '',  # its opponent, if the file does not name it
 ):  # DataFrame by model, with every column of the file
-    "AlpacaEval's leaderboard; ValueError without win rates, or with another judge or reference than given."
+    "AlpacaEval's leaderboard; ValueError without win rates, or of another judge or reference."
     import pandas as pd
     board = pd.read_csv(at_root(path), index_col=0, keep_default_na=False, na_values=[''],
                         dtype_backend='numpy_nullable').rename_axis(None)
     if 'win_rate' not in board:
-        raise ValueError(f'{path} is not a leaderboard: no column win_rate, only {", ".join(board)}')
+        raise ValueError(f'{path} is no leaderboard: no column win_rate, only {", ".join(board)}')
     for column, given in dict(annotator=annotator, reference=reference).items():
         if given and column in board and set(board[column]) != {given}:
-            raise ValueError(f'{path}: {column} is {", ".join(map(str, set(board[column])))}, not {given}')
+            names = ', '.join(map(str, set(board[column])))
+            raise ValueError(f'{path}: {column} is {names}, not {given}')
         if given: board[column] = given
     return board
 
@@ -180,13 +184,14 @@ def read_leaderboard(
 def ranked(
     *boards,  # of `read_leaderboard`
 ):  # DataFrame, best first
-    "Boards of one judge and one reference as one; ValueError if they have several, or a model occurs twice."
+    "Boards of one judge and reference as one; ValueError for several, or for a repeated model."
     import pandas as pd
     for column in ('annotator', 'reference'):
         names = {str(v) for b in boards for v in (b[column] if column in b else ['unnamed'])}
         if len(names) == 1 and (len(boards) == 1 or 'unnamed' not in names): continue
-        raise ValueError(f'rows of different {column}s are not ranked together: {", ".join(sorted(names))}. '
-                         f'Rank each by itself, or name the {column} when reading the file')
+        raise ValueError(f'rows of different {column}s are not ranked together: '
+                         f'{", ".join(sorted(names))}. Rank each by itself, or name the {column} '
+                         'when reading the file')
     board = pd.concat(boards)
     repeated = board.index[board.index.duplicated()]
     if len(repeated): raise ValueError(f'{repeated[0]} is on the board twice')

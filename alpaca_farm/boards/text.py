@@ -62,10 +62,9 @@ def distinct(
 
 # %% ../../nbs/boards/text.ipynb #b79ec622
 def _answer_mean(feature):
-    "A column: the mean of a feature of texts over the answers to an instruction, then over instructions."
-    def column(outputs: list[dict]) -> float:
-        return float(np.mean([np.mean([feature(text) for text in output_texts(r)]) for r in outputs]))
-    return column
+    "A column: the mean of a feature over the answers to an instruction, then over instructions."
+    def mean(texts): return np.mean([feature(text) for text in texts])
+    return lambda outputs: float(np.mean([mean(output_texts(r)) for r in outputs]))
 
 
 TEXT_COLUMNS = dict(  # column: a function from a model's answers to a number
