@@ -63,7 +63,7 @@ class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     split: str = 'eval'               # split of them, where there are several
     preferences: str = 'runs/annotators'  # your preferences: a file, a run or a hub dataset
     demonstrations: str = ''          # file of instructions with outputs for SFT; empty: no SFT
-    columns: list[str] = field(default_factory=list)  # "prompts: instruction=question"
+    columns: list[str] = field(default_factory=list)  # names of yours, after their file's setting
     judge: str = 'alpaca_farm.world:held_out_crowd'  # judge of the board, as in `annotators`
     methods: list[str] = field(default_factory=lambda: ['best_of_n', 'dpo'])  # of those in METHODS
     n: int = 8                        # samples of best-of-n for each prompt

@@ -42,9 +42,9 @@ class EvalConfig(ApiConfig):
     out: str = 'runs/eval'              # run folder
     outputs: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # runs or files
     reference: str = 'runs/references'  # folder or file of answers to compare with
-    columns: str = ''                   # names of columns, ours and yours: output=answer
+    columns: str = ''                   # names of columns: ours, equals sign, yours
     annotators: list[str] = field(default_factory=lambda: WORLD)  # judges, as in `annotators`
-    weights: list[str] = field(default_factory=list)  # annotators and weights: gpt4=2
+    weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
     head_to_head: bool = False          # also judge every pair of models against each other
     difficulty: list[str] = field(default_factory=list)  # AlpacaEval's annotations of others
     max_instances: int = 0              # use only the first n of the reference; 0 for all
