@@ -22,8 +22,8 @@ from .core.run.runs import check_run_folder, read_summary, start
 from .core.run.settings import at_root, command
 from .core.run.sweeps import machines
 from .annotators import load_annotators
-from .eval import write_figure
-from .boards.farm_board import farm_board, judge_board, LABELLED_BY, parts_table, write_boards, write_csv
+from .eval import write_csv, write_figure
+from .boards.farm_board import farm_board, judge_board, LABELLED_BY, parts_table, write_boards
 from .boards.leaderboards import rank_agreement
 from .boards.simulation import (correlations, join_replicates, method_differences,
     paired_tables, separation, simulation_figure, simulation_table, vote_agreements)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['paired_tables', 'join_replicates', 'simulation_table', 'correlations', 'method_differences', 'method_groups',
-           'replicates_needed', 'separation', 'label_points', 'simulation_figure', 'vote_agreements']
+           'replicates_needed', 'separation', 'simulation_figure', 'vote_agreements']
 
 # %% ../../nbs/boards/simulation.ipynb #90a07edf
 from itertools import combinations
@@ -18,17 +18,18 @@ from ..judging.noise import preference_probabilities, sample_votes
 
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00
 def paired_tables(judged: dict) -> dict:
-    "Names of the methods trained on both sources; the three columns' preferences (instructions, methods)."
-    both = [m for m in judged['crowd'] if f'{m}_crowd' in judged['crowd']]
-    names = [m for m in ('base model', 'sft') if m in judged['crowd']] + both
-    crowd = [f'{m}_crowd' if m in both else m for m in names]
-    return dict(names=names, simulated=np.stack([judged['pool'][m] for m in names], 1),
-                crowd=np.stack([judged['crowd'][m] for m in crowd], 1),
-                transfer=np.stack([judged['crowd'][m] for m in names], 1))
+    "Methods trained on both sources (`names`), and the three columns: (instructions, methods)."
+    pool, crowd = judged['pool'], judged['crowd']
+    both = [m for m in crowd if f'{m}_crowd' in crowd]
+    names = [m for m in ('base model', 'sft') if m in crowd] + both
+    def table(rows): return np.stack(list(rows), 1)
+    return dict(names=names, simulated=table(pool[m] for m in names),
+                crowd=table(crowd[f'{m}_crowd' if m in both else m] for m in names),
+                transfer=table(crowd[m] for m in names))
 
-# %% ../../nbs/boards/simulation.ipynb #ae264240
+
 def join_replicates(replicates: list[dict]) -> dict:
-    "The tables of all replicates (replicates, instructions, methods), for the methods that all of them have."
+    "The tables of all replicates, (replicates, instructions, methods), for their common methods."
     names = [m for m in replicates[0]['names'] if all(m in t['names'] for t in replicates)]
     columns = [[t['names'].index(m) for m in names] for t in replicates]
     return dict(names=names) | {c: np.stack([t[c][:, i] for t, i in zip(replicates, columns)])
@@ -36,7 +37,7 @@ def join_replicates(replicates: list[dict]) -> dict:
 
 # %% ../../nbs/boards/simulation.ipynb #8edc3be9
 def simulation_table(replicates: list[dict], seed: int):
-    "Win rates in percent, 95 % intervals (a DataFrame), `_sd` over replicates; best under the crowd first."
+    "Win rates in percent, 95 % intervals, `_sd` over replicates; best under the crowd first."
     import pandas as pd
     tables = join_replicates(replicates)
     rows = [dict(method=m, replicates=len(replicates)) for m in tables['names']]
@@ -46,11 +47,12 @@ def simulation_table(replicates: list[dict], seed: int):
             interval = replicate_interval(values, seed=seed)
             row |= dict(zip((column, f'{column}_low', f'{column}_high'), interval))
             if len(replicates) > 1: row[f'{column}_sd'] = float(values.mean(1).std(ddof=1))
-    return pd.DataFrame(rows).sort_values('crowd', ascending=False, ignore_index=True, kind='stable')
+    table = pd.DataFrame(rows)
+    return table.sort_values('crowd', ascending=False, ignore_index=True, kind='stable')
 
 # %% ../../nbs/boards/simulation.ipynb #abbb3e4e
 def correlations(replicates: list[dict], seed: int) -> dict[str, float]:
-    "Spearman's correlations of the columns, without the base model, also by replicate; R² of the means."
+    "Spearman's correlations of the columns, without the base model, also by replicate; means' R²."
     tables = join_replicates(replicates)
     rows = [k for k, name in enumerate(tables['names']) if name != 'base model']
     tables = {c: tables[c][..., rows] for c in ('simulated', 'crowd', 'transfer')}
@@ -69,19 +71,20 @@ def method_differences(
     names: list[str],  # of the methods
     seed: int = 0,     # of the bootstrap
 ):  # DataFrame: better, worse, difference, low, high, sd over replicates, clear of 0
-    "Differences in win rate between any two methods, in points with 95 % intervals; the best methods first."
+    "Differences in win rate between any two methods in points, 95 % intervals; the best first."
     import pandas as pd
     values, rows = 100*np.asarray(preferences, dtype=float), []
     for a, b in combinations(np.argsort(-values.mean((0, 1)), kind='stable'), 2):
         d = values[..., a] - values[..., b]
-        interval, sd = replicate_interval(d, seed=seed), d.mean(1).std(ddof=1) if len(d) > 1 else np.nan
-        rows.append(dict(better=names[a], worse=names[b], difference=interval.value, low=interval.low,
-                         high=interval.high, sd=sd, clear=interval.low > 0))
+        value, low, high = replicate_interval(d, seed=seed)
+        sd = d.mean(1).std(ddof=1) if len(d) > 1 else np.nan
+        rows.append(dict(better=names[a], worse=names[b], difference=value, low=low, high=high,
+                         sd=sd, clear=low > 0))
     return pd.DataFrame(rows)
 
 # %% ../../nbs/boards/simulation.ipynb #b69ffc51
 def method_groups(differences) -> list[list[str]]:
-    "Methods in groups, from a table of `method_differences`: the first of each is clearly below that before."
+    "Methods in groups, by `method_differences`: the first of each is clearly below that before."
     order = list(dict.fromkeys([*differences.better, *differences.worse]))
     clear = {(r.better, r.worse) for r in differences.itertuples() if r.clear}
     groups = [order[:1]]
@@ -91,25 +94,24 @@ def method_groups(differences) -> list[list[str]]:
     return groups
 
 # %% ../../nbs/boards/simulation.ipynb #9fbcf516
-def replicates_needed(
-    sd: float,          # of a difference over replicates, in points
-    points: float = 2., # the difference
-) -> int:
-    "The fewest replicates at which the 95 % interval of a difference is at most `points` to either side."
+def replicates_needed(sd: float, points: float = 2.) -> int:
+    "Fewest replicates at which the interval of a difference of this `sd` is +- `points` or less."
     from scipy.special import stdtrit
     return next(R for R in range(2, 10_000) if stdtrit(R - 1, .975)*sd/R**.5 <= points)
 
 # %% ../../nbs/boards/simulation.ipynb #f3b29db5
 def separation(differences) -> dict:
-    "What a table of `method_differences` amounts to: groups, clear differences, replicates for 2 points."
-    spread = float(np.sqrt((differences.sd**2).mean())) if differences.sd.notna().all() else None
-    return dict(groups=len(method_groups(differences)), clear_differences=int(differences.clear.sum()),
-                differences=len(differences), spread_of_differences=spread,
-                replicates_for_2_points=None if spread is None else replicates_needed(spread))
+    "What `method_differences` amount to: groups, clear differences, replicates for 2 points."
+    several = differences.sd.notna().all()   # replicates
+    spread = float(np.sqrt((differences.sd**2).mean())) if several else None
+    return dict(groups=len(method_groups(differences)),
+                clear_differences=int(differences.clear.sum()), differences=len(differences),
+                spread_of_differences=spread,
+                replicates_for_2_points=replicates_needed(spread) if several else None)
 
 # %% ../../nbs/boards/simulation.ipynb #89e71a10
-def label_points(ax, names, x, y, marks):
-    "Write names beside points, clear of `marks`, boxes (x0, y0, x1, y1) in data coordinates, if possible."
+def _label_points(ax, names, x, y, marks):
+    "Write names beside points, if possible clear of `marks`, boxes (x0, y0, x1, y1) of data."
     scale = ax.figure.dpi / 72     # everything below is in points, 1/72 inch
     points = ax.transData.transform(np.c_[x, y]) / scale
     corners = ax.transData.transform(np.reshape(marks, (-1, 2))).reshape(-1, 4) / scale
@@ -118,24 +120,28 @@ def label_points(ax, names, x, y, marks):
         width = 4.8 * len(name)
         boxes = {(dx, dy): (px + dx, py + dy, px + dx + width, py + dy + 8)
                  for dx in (4, -4 - width) for dy in (4, -12)}
-        hidden = {k: sum(b[0] < t[2] and t[0] < b[2] and b[1] < t[3] and t[1] < b[3] for t in taken)
-                  for k, b in boxes.items()}
-        offset = min(boxes, key=hidden.get)
+        def hidden(offset):
+            b = boxes[offset]
+            return sum(b[0] < t[2] and t[0] < b[2] and b[1] < t[3] and t[1] < b[3] for t in taken)
+        offset = min(boxes, key=hidden)
         taken.append(boxes[offset])
         ax.annotate(name, point, xytext=offset, textcoords='offset points', fontsize=9)
 
-# %% ../../nbs/boards/simulation.ipynb #443dd521
+
 def simulation_figure(table):
-    "Figure of `simulation_table`: each method in simulation and under the crowd, with 95 % intervals."
-    table = table[table.method != 'base model'].reset_index(drop=True)   # it is far below the others
-    n = table.replicates[0]
-    over = f'{n} replicates and their instructions' if n > 1 else 'the instructions of one replicate'
+    "Figure of `simulation_table`: methods in simulation and under the crowd, 95 % intervals."
     import matplotlib.pyplot as plt
+    table = table[table.method != 'base model'].reset_index(drop=True)   # it is far below
+    n = table.replicates[0]
+    over = 'the instructions of one replicate'
+    if n > 1: over = f'{n} replicates and their instructions'
     fig, ax = plt.subplots(figsize=(6.4, 5.4))
     x, y = ([table[c], table[f'{c}_low'], table[f'{c}_high']] for c in ('simulated', 'crowd'))
-    ax.errorbar(x[0], y[0], xerr=[x[0] - x[1], x[2] - x[0]], yerr=[y[0] - y[1], y[2] - y[0]], fmt='o', ms=4,
-                lw=.8, capsize=2, label='trained and judged by the crowd')
-    ax.plot(x[0], table.transfer, 'x', color='C1', label='trained by the pool, judged by the crowd')
+    ends = dict(xerr=[x[0] - x[1], x[2] - x[0]], yerr=[y[0] - y[1], y[2] - y[0]])
+    ax.errorbar(x[0], y[0], **ends, fmt='o', ms=4, lw=.8, capsize=2,
+                label='trained and judged by the crowd')
+    ax.plot(x[0], table.transfer, 'x', color='C1',
+            label='trained by the pool, judged by the crowd')
     ax.axline((50, 50), slope=1, color='grey', lw=.6, label='the same on both sides')
     for line in (ax.axhline, ax.axvline): line(50, color='grey', lw=.6, ls=':')
     ax.set(xlabel='in simulation: trained and judged by the pool (win rate, %)',
@@ -145,15 +151,15 @@ def simulation_figure(table):
     fig.tight_layout()
     marks = [np.stack(box, 1) for box in ((x[1], y[0], x[2], y[0]), (x[0], y[1], x[0], y[2]),
                                           (x[0], table.transfer, x[0], table.transfer))]
-    label_points(ax, table.method.str.replace('_', ' '), x[0], y[0], np.concatenate(marks))
+    _label_points(ax, table.method.str.replace('_', ' '), x[0], y[0], np.concatenate(marks))
     return fig
 
 # %% ../../nbs/boards/simulation.ipynb #38489050
 def vote_agreements(folder: str, judges: dict, n: int = 1000, seed: int = 0) -> dict[str, float]:
-    "On pairs of SFT answers: votes of crowd and pool against the crowd's majorities, and two votes."
+    "On pairs of SFT answers: votes of crowd and pool against the crowd's majorities; two votes."
     pairs = load_records(f'{folder}/annotators', 'preferences', 'preference', n)
     chance = {name: preference_probabilities(judges[name], pairs) for name in ('crowd', 'pool')}
-    draws = [sample_votes(c, pairs, 4, seed + 10**6*k) for k, c in enumerate(chance.values())]  # independent
+    draws = [sample_votes(c, pairs, 4, seed + 10**6*k) for k, c in enumerate(chance.values())]
     one, other = (1 + c.mean(1).T for c in chance.values())
     return dict(crowd_agreement=agreement(draws[0]), pool_agreement=agreement(draws[1], draws[0]),
                 crowd_two_votes=off_diagonal_mean(two_votes_agree(one, one)),
