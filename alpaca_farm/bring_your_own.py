@@ -248,7 +248,7 @@ def judging_forecast(cfg: BringYourOwnConfig, own) -> dict:
     requests = [judge_request(e, some[i:i + e.batch_size])
                 for e, some in parts for i in range(0, len(some), e.batch_size)]
     requests *= 1 if pool else 2
-    clients[0].print_forecast(requests, labels, at_a_time=cfg.concurrency)
+    clients[0].print_forecast(requests, labels)
     prices = [clients[0].highest_price(r) for r in requests]
     return dict(labels=labels, requests=len(requests), dollars=None if None in prices else sum(prices))
 

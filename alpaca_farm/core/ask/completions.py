@@ -9,8 +9,6 @@ __all__ = ['prompt_tokens', 'label_tokens', 'Written', 'LocalWriter', 'shown_lab
 import math
 from typing import NamedTuple
 
-from fastcore.basics import patch
-
 from .api import ApiConfig
 from .batches import ApiClient
 from ..model.generation import generate
@@ -37,14 +35,14 @@ def label_tokens(prompt: str | list[dict], labels, tokenizer) -> tuple[list[int]
     n = next(i for i, tokens in enumerate(zip(*rows)) if len(set(tokens)) > 1)
     return rows[0][:n], [row[n:] for row in rows]
 
-# %% ../../../nbs/core/ask/completions.ipynb #0f30d637
+# %% ../../../nbs/core/ask/completions.ipynb #0698e3ea
 class Written(NamedTuple):
     "A sampled text."
     text: str
     ended: bool        # False: cut off at `max_new_tokens`
     reason: str = ''   # why there is none
 
-# %% ../../../nbs/core/ask/completions.ipynb #0698e3ea
+
 class LocalWriter:
     "A model on this machine: it continues prompts, and gives the probability of the second of two labels."
     together = True   # samples depend, in the last bits, on what is sampled with them
@@ -66,17 +64,15 @@ class LocalWriter:
         for i, (s,) in zip(fit, samples): written[i] = Written(decode(s.tokens, self.tokenizer), s.ended)
         return written
 
-# %% ../../../nbs/core/ask/completions.ipynb #7a54a9ac
-@patch
-def choose(self: LocalWriter, prompts: list, labels) -> list[float]:
-    "Probability of the second label behind each prompt; nan for a prompt that is too long."
-    rows = [label_tokens(p, labels, self.tokenizer) for p in prompts]
-    fit = [i for i, (p, ends) in enumerate(rows) if len(p) + max(map(len, ends)) <= self.longest]
-    with autocast(self.cfg):
-        a, b = (response_logprobs(self.model, [rows[i][0] for i in fit], [rows[i][1][k] for i in fit],
-                                  self.tokenizer.pad_token_id).double() for k in (0, 1))
-    chosen = dict(zip(fit, (b - a).sigmoid().tolist()))
-    return [chosen.get(i, math.nan) for i in range(len(rows))]
+    def choose(self, prompts: list, labels) -> list[float]:
+        "Probability of the second label behind each prompt; nan for a prompt that is too long."
+        rows = [label_tokens(p, labels, self.tokenizer) for p in prompts]
+        fit = [i for i, (p, ends) in enumerate(rows) if len(p) + max(map(len, ends)) <= self.longest]
+        with autocast(self.cfg):   # one forward pass for each label
+            a, b = (response_logprobs(self.model, [rows[i][0] for i in fit], [rows[i][1][k] for i in fit],
+                                      self.tokenizer.pad_token_id).double() for k in (0, 1))
+        chosen = dict(zip(fit, (b - a).sigmoid().tolist()))
+        return [chosen.get(i, math.nan) for i in range(len(rows))]
 
 # %% ../../../nbs/core/ask/completions.ipynb #f04b0caa
 def shown_label(answer: dict, labels) -> float:
@@ -94,6 +90,20 @@ class ServedWriter:
     def __init__(self, model: str, cfg: ApiConfig):
         self.model, self.cfg, self.client = model, cfg, ApiClient(cfg, model)
 
+    def ask(self, prompts: list, fields: list[dict]) -> list[dict | None]:
+        "The answers, None where a request is refused; ValueError if requests failed that may succeed later."
+        forms = [dict(prompt=p) if isinstance(p, str) else dict(messages=p) for p in prompts]
+        answers = self.client([dict(model=self.model, **form, **f) for form, f in zip(forms, fields)])
+        tally = self.client.tally
+        failed = [why for key, why in tally.failed.items() if key not in tally.refused]
+        if tally.stopped or failed:
+            reason = f'{tally.stopped} is reached' if tally.stopped else failed[-1]
+            raise ValueError(f'{self.model}: {reason}. All answers so far are stored: run again for the rest')
+        if refused := answers.count(None):
+            print(f'{self.model} refused {refused} of {len(prompts)} requests, the last with: '
+                  f'{[*tally.failed.values()][-1]}')
+        return answers
+
     def write(self, prompts: list, keys: list[tuple], stop: list[str] = ()) -> list[Written]:
         "A sample for each prompt; none where the request is refused."
         cfg = self.cfg
@@ -102,10 +112,13 @@ class ServedWriter:
         if stop: same['stop'] = list(stop)[:4]   # endpoints take no more
         same |= parse_decoding('decoding', cfg.decoding)
         seeds = [int(2**31 * hash_uniform(cfg.seed, *key)) for key in keys]
-        choices = [a and a['choices'][0] for a in self.ask(prompts, [dict(same, seed=s) for s in seeds])]
-        texts = [c and (c.get('text') or (c.get('message') or {}).get('content') or '') for c in choices]
-        return [Written(t, c.get('finish_reason') != 'length') if c else Written('', False, 'refused')
-                for t, c in zip(texts, choices)]
+        written = []
+        for answer in self.ask(prompts, [dict(same, seed=s) for s in seeds]):
+            choice = answer['choices'][0] if answer else {}
+            text = choice.get('text') or (choice.get('message') or {}).get('content') or ''
+            ended = bool(answer) and choice.get('finish_reason') != 'length'
+            written.append(Written(text, ended, '' if answer else 'refused'))
+        return written
 
     def choose(self, prompts: list, labels) -> list[float]:
         "Probability of the second label behind each prompt; nan where no label is likely."
@@ -113,19 +126,3 @@ class ServedWriter:
         forms = [dict(logprobs=5) if isinstance(p, str) else chat for p in prompts]
         answers = self.ask(prompts, [dict(max_tokens=1, temperature=0, **form) for form in forms])
         return [shown_label(a, labels) if a else math.nan for a in answers]
-
-# %% ../../../nbs/core/ask/completions.ipynb #85a04c24
-@patch
-def ask(self: ServedWriter, prompts: list, fields: list[dict]) -> list[dict | None]:
-    "The answers, None where a request is refused; ValueError if requests failed that may succeed later."
-    form = lambda p: dict(prompt=p) if isinstance(p, str) else dict(messages=p)
-    answers = self.client([dict(model=self.model, **form(p), **f) for p, f in zip(prompts, fields)])
-    tally = self.client.tally
-    failed = [why for key, why in tally.failed.items() if key not in tally.refused]
-    refused = answers.count(None)
-    if not (tally.stopped or failed):
-        if refused: print(f'{self.model} refused {refused} of {len(prompts)} requests, the last with: '
-                          f'{[*tally.failed.values()][-1]}')
-        return answers
-    raise ValueError(f'{self.model}: {f"{tally.stopped} is reached" if tally.stopped else failed[-1]}. '
-                     'All answers so far are stored: run again for the rest')
