@@ -33,10 +33,12 @@ def parse_mapping(
 @dataclass
 class ApiConfig(JudgedConfig):
     "Settings of requests to an API."
-    base_url: str = ''        # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
-    endpoint: str = ''        # name for its answers in the store; empty: its own host, port and path
-    models: list[str] = field(default_factory=list)  # a model and its replacement, joined by an equals sign
-    decoding: list[str] = field(default_factory=list)  # field of requests and value, joined by an equals sign
+    base_url: str = ''   # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
+    endpoint: str = ''   # name for its answers in the store; empty: its own host, port and path
+    models: list[str] = field(
+        default_factory=list)  # a model and its replacement, joined by an equals sign
+    decoding: list[str] = field(
+        default_factory=list)  # field of requests and value, joined by an equals sign
     store: str = 'runs/answers.sqlite'  # file of all answers, shared by runs and processes
     concurrency: int = 64     # requests under way at a time
     timeout: float = 120.0    # seconds until a request is abandoned and sent again
@@ -44,7 +46,8 @@ class ApiConfig(JudgedConfig):
     budget: float = 0.0       # most dollars for all starts of this run folder; 0 for no limit
     batch: bool = False       # use the Batch API: half the price, answers within a day
     prices: str = ''          # YAML file of prices, `name: [in, out]`, dollars per million tokens
-    aside = Config.aside + ('store', 'concurrency', 'timeout', 'tries', 'budget', 'batch', 'prices')
+    aside = Config.aside + (
+        'store', 'concurrency', 'timeout', 'tries', 'budget', 'batch', 'prices')
 
     def __post_init__(self):
         super().__post_init__()
@@ -58,15 +61,16 @@ class ApiConfig(JudgedConfig):
 
 
 def asking_settings(cfg: Config) -> ApiConfig:
-    "Settings that include those of requests: `cfg` itself, or defaults with its folder, seed and device."
+    "Settings with those of requests: `cfg` itself, or defaults with its folder, seed and device."
     if isinstance(cfg, ApiConfig): return cfg
     return ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
 
 # %% ../../../nbs/core/ask/api.ipynb #b9647b71
 def price_list(path: str = '') -> dict[str, tuple[float, float]]:
-    "Dollars per million tokens, in and out, by model; the entries of the YAML file `path` take precedence."
+    "Dollars per million tokens, in and out, by model; those in the YAML file `path` come first."
     own = [at_root(path)] if path else []
-    if own and not os.path.isfile(own[0]): raise FileNotFoundError(f'prices = {path!r}: {missing_path(path)}')
+    if own and not os.path.isfile(own[0]):
+        raise FileNotFoundError(f'prices = {path!r}: {missing_path(path)}')
     prices = {}
     for file in (notebooks_folder()/'recipes'/'prices.yaml', *own):
         try: rows = read_yaml(file)
@@ -75,12 +79,15 @@ def price_list(path: str = '') -> dict[str, tuple[float, float]]:
             pair = [row.get('in'), row.get('out')] if isinstance(row, dict) else row
             if not (isinstance(pair, list) and len(pair) == 2
                     and all(type(p) in (int, float) and 0 <= p < 1e9 for p in pair)):
-                raise ValueError(f'prices: {file}: {model} needs [in, out], dollars per million tokens')
+                raise ValueError(f'prices: {file}: {model} needs [in, out], in dollars')
             prices[str(model)] = tuple(pair)
     return prices
 
 
-def cost(model: str, tokens_in: float, tokens_out: float, prices: dict | None = None) -> float | None:
+def cost(
+    model: str, tokens_in: float, tokens_out: float,
+    prices: dict | None = None,   # as of `price_list`
+) -> float | None:
     "Dollars for the given numbers of tokens of a model; None if its price is unknown."
     prices = price_list() if prices is None else prices
     name = model if model in prices else model.rpartition('-20')[0]
@@ -118,8 +125,8 @@ class RequestRefused(Exception): "An error that would recur if this request were
 
 # %% ../../../nbs/core/ask/api.ipynb #02bc61af
 def redact(text: str) -> str:
-    """`text` without the values, from 8 characters, of environment variables named ..KEY, ..TOKEN, ..SECRET
-    or ..PASSWORD. Apply it to a server's text before it is cut, shown or stored."""
+    """`text` without the values, from 8 characters, of environment variables named ..KEY, ..TOKEN,
+    ..SECRET or ..PASSWORD. Apply it to a server's text before it is cut, shown or stored."""
     named = re.compile(r'(key|token|secret|password)$', re.I)
     secrets = {v for name, v in os.environ.items() if len(v) >= 8 and named.search(name)}
     for secret in sorted(secrets, key=len, reverse=True): text = text.replace(secret, '[key]')
@@ -140,7 +147,7 @@ def concerns_request(status: int, text: str) -> bool:
 def classify_error(
     e: Exception,  # raised by the openai client
     what: str,     # the model or other object requested
-    hint: str = 'name one it serves, or map the name to one (models)',  # remedy if it does not exist
+    hint: str = 'name one it serves, or map the name to one (models)',  # if it does not exist
 ) -> Exception:    # `StopAsking`, `RequestRefused`, or `e` itself when another try may help
     "The consequence of an error of the openai client for the requests that follow."
     status, code = getattr(e, 'status_code', 0), getattr(e, 'code', None)
@@ -179,7 +186,7 @@ def _joined(content):
 
 
 def is_complete(answer) -> bool:
-    "Whether an answer has all the fields an answer must have, down to its text, which may be anything."
+    "Whether an answer has the fields it must have, down to its text, which may be anything."
     try:
         choice, usage = answer['choices'][0], answer.get('usage') or {}
         message = choice.get('message') or {}
@@ -191,7 +198,7 @@ def is_complete(answer) -> bool:
 
 
 def stored_form(answer: dict) -> dict:
-    "A complete answer as it is stored: keys redacted, text as one string; `parts` keeps a list of parts."
+    "A complete answer as it is stored: without keys, text as one string, a list of it in `parts`."
     answer = json.loads(redact(json.dumps(well_formed(answer))))
     for choice in answer['choices']:
         message = choice.get('message') or {}
@@ -202,15 +209,15 @@ def stored_form(answer: dict) -> dict:
 # %% ../../../nbs/core/ask/api.ipynb #4d09e9c1
 def server_address(cfg: ApiConfig) -> str:
     "Address of the endpoint from the settings or the environment; empty for OpenAI's own."
-    return cfg.base_url or os.environ.get('OPENAI_BASE_URL') or os.environ.get('OPENAI_API_BASE') or ''
+    env = os.environ
+    return cfg.base_url or env.get('OPENAI_BASE_URL') or env.get('OPENAI_API_BASE') or ''
 
 # %% ../../../nbs/core/ask/api.ipynb #3d942fa4
 def make_client(cfg: ApiConfig):
     "A client of the openai package without retries of its own; ValueError if there is no key."
     import openai
-    url = server_address(cfg) or None
-    key = os.environ.get('OPENAI_API_KEY') or ('none' if url and 'api.openai.com' not in url else None)
-    if key is None:
+    url, key = server_address(cfg) or None, os.environ.get('OPENAI_API_KEY')
+    if not key and (not url or 'api.openai.com' in url):
         raise ValueError('no key for the endpoint: set the environment variable OPENAI_API_KEY, '
                          'or name a server that needs none with base_url or OPENAI_BASE_URL')
-    return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
+    return openai.AsyncOpenAI(base_url=url, api_key=key or 'none', max_retries=0)

@@ -34,13 +34,15 @@ def batch_files(todo: dict):
 
 def _path(requests: dict) -> str:
     "Path of the endpoint for requests of one kind."
-    return '/v1/chat/completions' if 'messages' in next(iter(requests.values())) else '/v1/completions'
+    first = next(iter(requests.values()))
+    return '/v1/chat/completions' if 'messages' in first else '/v1/completions'
 
 
 def batch_text(part: dict) -> bytes:
     "The file of a batch, in JSON lines; fields that are None are left out."
     lines = [dict(custom_id=k.hex(), method='POST', url=_path(part),
-                  body={name: v for name, v in r.items() if v is not None}) for k, r in part.items()]
+                  body={name: v for name, v in r.items() if v is not None})
+             for k, r in part.items()]
     return '\n'.join(map(json.dumps, lines)).encode()
 
 # %% ../../../nbs/core/ask/batches.ipynb #ea57217a
@@ -51,7 +53,7 @@ class ApiClient(DirectClient):
         return await self.call_with_retries(call, what, hint='it has none, so set batch to False')
 
     async def ensure_batch(self, file: str, path: str, search: bool) -> str:
-        "Name of the batch of a file, created if necessary; `search`: first search for an existing one."
+        "Name of the batch of a file; it is created, after a `search` for an existing one."
         async def create():
             nonlocal search
             search_now, search = search, True
@@ -111,27 +113,32 @@ async def read_batch(self: ApiClient, file: str, name: str | None, path: str) ->
     if b.status not in ('completed', 'expired', 'cancelled', 'failed'): return b, None
     lines = []
     for output in filter(None, (b.output_file_id, b.error_file_id)):
-        content = await self.call_batches(lambda: self.endpoint.files.content(output), f'the file {output}')
+        def download(): return self.endpoint.files.content(output)
+        content = await self.call_batches(download, f'the file {output}')
         lines += filter(str.strip, content.text.split('\n'))
     return b, lines
 
 
 @patch
 async def fetch_batch(self: ApiClient, file: str, name: str | None, requests: dict):
-    "Query the state of a batch; once it has ended or is gone, store its answers and release all others."
+    "Query the state of a batch; when it has ended or is gone, store answers, release the rest."
     try: b, lines = await self.read_batch(file, name, _path(requests))
     except (StopAsking, RequestRefused) as e:
         if isinstance(e, StopAsking) and e.status not in (403, 404): raise
-        reason = f'the batch {name or f"of {file}"} is gone, deleted or made with the key of another project'
-        print(f'{self.name}: {reason} ({redact(str(e))}): its {len(requests)} requests are sent again')
+        reason = (f'the batch {name or f"of {file}"} is gone, '
+                  'deleted or made with the key of another project')
+        print(f'{self.name}: {reason} ({redact(str(e))}): '
+              f'its {len(requests)} requests are sent again')
         if not self.cfg.batch: return self.store.end_batch(file)
     else:
         if lines is None: return
         for line in lines: self.store_line(json.loads(line), requests)
         if self.fatal: return
         errors = b.errors.data if b.errors and b.errors.data else []
-        reason = redact('; '.join(e.message or '' for e in errors)) or f'the batch {b.id} has {b.status}'
-    for k in self.todo.keys() & requests.keys() - self.answers.keys(): self.tally.failed.setdefault(k, reason)
+        reason = redact('; '.join(e.message or '' for e in errors))
+        reason = reason or f'the batch {b.id} has {b.status}'
+    for k in self.todo.keys() & requests.keys() - self.answers.keys():
+        self.tally.failed.setdefault(k, reason)
     self.store.end_batch(file)
 
 # %% ../../../nbs/core/ask/batches.ipynb #31608cd9
@@ -145,7 +152,8 @@ def pending_batches(self: ApiClient) -> list[tuple]:
 async def answer_in_batches(self: ApiClient):
     "Fetch the answers of earlier batches that have ended; with `batch`, send the rest as batches."
     for batch in self.pending_batches(): await self.fetch_batch(*batch)
-    under_way = {k: name for _, name, requests in self.pending_batches() for k in requests if k in self.todo}
+    under_way = {k: name for _, name, requests in self.pending_batches()
+                 for k in requests if k in self.todo}
     self.reserved += sum(self.highest_price(self.todo[k]) or 0. for k in under_way)
     if self.cfg.batch:
         rest = {k: r for k, r in self.todo.items() if k not in self.answers and k not in under_way}

@@ -19,7 +19,7 @@ from ..run.settings import at_root, Config
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #672cfbf4
 def _folders() -> list[Path]:
-    "The folders of configurations, ours first; ModuleNotFoundError if alpaca-eval is not installed."
+    "The folders of configurations, ours first; ModuleNotFoundError without alpaca-eval."
     from importlib.util import find_spec
     spec = find_spec('alpaca_eval')
     if spec is None:
@@ -30,21 +30,23 @@ def _folders() -> list[Path]:
 
 
 def judge_config_file(spec: str) -> Path | None:
-    "The YAML file of a configuration: its file, folder, name or `task/question`; None if there is none."
+    "The YAML file of a configuration: by file, folder, name or `task/question`; None if missing."
     folders = (at_root(spec), *(folder/spec for folder in _folders()))
     paths = [folder/name for folder in folders for name in ('configs.yaml', 'config.yaml')]
-    files = [p for p in [at_root(spec), *paths] if os.path.isfile(p) and p.suffix in ('.yaml', '.yml')]
+    yamls = ('.yaml', '.yml')
+    files = [p for p in [at_root(spec), *paths] if os.path.isfile(p) and p.suffix in yamls]
     if files: return files[0]
     task, _, question = spec.rpartition('/')
     tasks = (at_root(task), notebooks_folder()/'recipes'/'tasks'/f'{task}.yaml')
     files = [p for p in tasks if task and os.path.isfile(p)]
-    if not files or files[0].suffix not in ('.yaml', '.yml'): return None
+    if not files or files[0].suffix not in yamls: return None
     compare = read_yaml(files[0]).get('compare')
     return files[0]/question if isinstance(compare, dict) and question in compare else None
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #4b5e4ad0
-ENTRY_FIELDS = dict(prompt_template=str, fn_completions=str, completions_kwargs=dict, model=str, question=str,
-                    batch_size=int, fn_completion_parser=str, completion_parser_kwargs=dict)
+ENTRY_FIELDS = dict(prompt_template=str, fn_completions=str, completions_kwargs=dict, model=str,
+                    question=str, batch_size=int, fn_completion_parser=str,
+                    completion_parser_kwargs=dict)
 
 
 def entry_model(entry: dict):
@@ -53,8 +55,9 @@ def entry_model(entry: dict):
 
 
 def _check_entry(entry, where: str):
-    "ValueError for an entry that is not one of a configuration; `where` names its file and the annotator."
-    if not isinstance(entry, dict): raise ValueError(f'{where}: fields are expected, not {entry!r:.60}')
+    "ValueError for an entry of the wrong shape; `where` names its file and annotator."
+    if not isinstance(entry, dict):
+        raise ValueError(f'{where}: fields are expected, not {entry!r:.60}')
     for key, kind in ENTRY_FIELDS.items():
         if entry.get(key) is not None and type(entry[key]) is not kind:
             raise ValueError(f'{where}: {key} is {entry[key]!r:.60}, not of type {kind.__name__}')
@@ -64,7 +67,8 @@ def _check_entry(entry, where: str):
     model = entry_model(entry)
     if not (isinstance(model, str) and model):
         raise ValueError(f'{where}: model_name in completions_kwargs is {model!r:.60}, not a name')
-    try: json.dumps([entry.get('completions_kwargs'), entry.get('completion_parser_kwargs')], allow_nan=False)
+    values = entry.get('completions_kwargs'), entry.get('completion_parser_kwargs')
+    try: json.dumps(values, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as e:
         raise ValueError(f'{where}: its values must be those of JSON ({e})') from None
 
@@ -75,8 +79,8 @@ def read_judge_config(file: Path) -> dict[str, dict]:
     if task.is_file():   # a question
         folder = _folders()[0]
         entry = read_yaml(folder/'question'/'configs.yaml')['question']
-        template = str(folder/entry['prompt_template'])
-        return {name: entry | dict(prompt_template=template, question=read_yaml(task)['compare'][name])}
+        entry['prompt_template'] = str(folder/entry['prompt_template'])
+        return {name: entry | dict(question=read_yaml(task)['compare'][name])}
     entries = {str(name): entry for name, entry in read_yaml(file).items()}
     if not entries: raise ValueError(f'{file}: there is no annotator in it')
     for name, entry in entries.items(): _check_entry(entry, f'{file}, {name}')
@@ -93,34 +97,36 @@ def configured_models(file: Path) -> list[str]:
     return [entry_model(e) for e in read_judge_config(file).values()]
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #4b5e4ad4
-REQUEST_FIELDS = ('max_tokens', 'max_completion_tokens', 'temperature', 'top_p', 'logprobs', 'top_logprobs',
-                  'tools', 'tool_choice', 'seed', 'response_format', 'stop', 'frequency_penalty',
-                  'presence_penalty', 'reasoning_effort')
+REQUEST_FIELDS = ('max_tokens', 'max_completion_tokens', 'temperature', 'top_p', 'logprobs',
+                  'top_logprobs', 'tools', 'tool_choice', 'seed', 'response_format', 'stop',
+                  'frequency_penalty', 'presence_penalty', 'reasoning_effort')
 
 
 def parse_decoding(name: str, entries: list[str]) -> dict:
-    "The fields of a request in a setting, values as in JSON or plain text; ValueError for an unknown one."
+    "The fields of a request in a setting, values as in JSON or plain text; ValueError for others."
     decoding = {}
     for entry in entries:
         field, _, value = (part.strip() for part in entry.partition('='))
         if field not in REQUEST_FIELDS or not value:
-            raise ValueError(f'{name} = {entry!r}: write "field=value", with {", ".join(REQUEST_FIELDS)}')
+            raise ValueError(f'{name} = {entry!r}: write "field=value", '
+                             f'with {", ".join(REQUEST_FIELDS)}')
         try: decoding[field] = json.loads(value, parse_constant=lambda c: c)   # nan is a text
         except (ValueError, RecursionError): decoding[field] = value
     return decoding
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #4b5e4ad6
-REASONING_MODELS = re.compile(r'(^|/)(o\d|gpt-[5-9])(?!.*-chat)')  # OpenAI's, also behind a gateway
+REASONING_MODELS = re.compile(r'(^|/)(o\d|gpt-[5-9])(?!.*-chat)')  # also behind a gateway
 REASONING_TOKENS = 4096   # added to an answer's limit, which includes them
-FIXED_FIELDS = ('temperature', 'top_p', 'frequency_penalty', 'presence_penalty', 'stop')  # not taken
+FIXED_FIELDS = 'temperature', 'top_p', 'frequency_penalty', 'presence_penalty', 'stop'  # not taken
 
 
 def adapt_decoding(decoding: dict, given: dict = {}) -> dict:
-    "The fields `decoding` of a request with those `given` instead, in the form that the model takes."
+    "The fields `decoding` of a request, or those `given`, in the form that the model takes."
     fields = {k: v for k, v in (decoding | given).items() if v is not None}
     if not REASONING_MODELS.search(fields['model']): return fields
     limit = fields.pop('max_tokens', None)
-    if limit: fields.setdefault('max_completion_tokens', limit + REASONING_TOKENS*('max_tokens' not in given))
+    more = 0 if 'max_tokens' in given else REASONING_TOKENS
+    if limit: fields.setdefault('max_completion_tokens', limit + more)
     return {k: v for k, v in fields.items() if k in given or k not in FIXED_FIELDS}
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #bc85ca4e
@@ -148,16 +154,18 @@ def is_population(spec: str) -> bool:
 def check_annotators(name: str, value: str):
     "ValueError when the setting `name` names neither labels, nor a model, nor a configuration."
     path = at_root(value)
-    labels = [path] if path.name.endswith(FILE_SUFFIXES) else [path/f'preferences{s}' for s in FILE_SUFFIXES]
-    if any(map(os.path.isfile, labels)) or model_architectures(value) or judge_config_file(value): return
+    labels = [path/f'preferences{s}' for s in FILE_SUFFIXES]
+    if path.name.endswith(FILE_SUFFIXES): labels = [path]
+    if any(map(os.path.isfile, labels)) or model_architectures(value): return
+    if judge_config_file(value): return
     if os.path.exists(path):
         raise ValueError(f'{name} = {value!r}: this is no annotator. It may be "module:name", a '
                          'configuration, a folder with a reward model, or labels: a run with '
                          f'preferences, or a file ({", ".join(FILE_SUFFIXES)})')
     near = near_path(value)
     hint = f'. Did you mean {near}?' if near else suggest_names(value)
-    raise ValueError(f'{name} = {value!r}: no file or folder under {root()}, no "module:name", and no '
-                     f'configuration has this name{hint}')
+    raise ValueError(f'{name} = {value!r}: no file or folder under {root()}, no "module:name", '
+                     f'and no configuration has this name{hint}')
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #a1f0c9d6
 class JudgedConfig(Config):
@@ -165,5 +173,6 @@ class JudgedConfig(Config):
     annotator_fields = ('annotators',)  # the settings that do (a class attribute, no setting)
 
     def check_path(self, name: str, value: str):
-        if value and name in self.annotator_fields and ':' not in value: check_annotators(name, value)
+        if value and name in self.annotator_fields and ':' not in value:
+            check_annotators(name, value)
         else: super().check_path(name, value)

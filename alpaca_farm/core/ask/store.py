@@ -20,7 +20,8 @@ def endpoint_name(url: str) -> str:
     try:
         parts = urlsplit(url if '//' in url else f'//{url}')
         port = '' if parts.port in (None, 80, 443) else f':{parts.port}'
-    except ValueError as e: raise ValueError(f'an endpoint is like http://localhost:8000/v1: {e}') from None
+    except ValueError as e:
+        raise ValueError(f'an endpoint is like http://localhost:8000/v1: {e}') from None
     name = (parts.hostname or '') + port + parts.path.rstrip('/')
     return '' if name == 'api.openai.com/v1' else name
 
@@ -53,7 +54,8 @@ create table if not exists answers
 create table if not exists requests (key blob primary key, request text not null) without rowid;
 create table if not exists spending (run text primary key, dollars real not null);
 create table if not exists batches
-(file text primary key, name text, url text, requests text, at real not null, ended integer default 0);
+(file text primary key, name text, url text, requests text, at real not null,
+ended integer default 0);
 create index if not exists latest on answers (at, seconds);
 ''' + ''.join(
     f"create trigger if not exists {table}_{name} before {event} on {table} "
@@ -64,7 +66,7 @@ create index if not exists latest on answers (at, seconds);
 # %% ../../../nbs/core/ask/store.ipynb #cc1ef0ee
 @contextmanager
 def _errors_of(path: Path):
-    "An error of SQLite in the block as an OSError or a ValueError that names the file and the remedy."
+    "An error of SQLite in the block as an OSError or ValueError that names file and remedy."
     try: yield
     except sqlite3.OperationalError as e:
         full = 'the disk is full. What is stored is safe; free some space and run again'
@@ -75,12 +77,13 @@ def _errors_of(path: Path):
 
 
 class Store:
-    "Answers by request key in one SQLite file, which is created along with its folders if it is missing."
+    "Answers by request key in one SQLite file, created with its folders if it is missing."
     def __init__(self, path):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f'{path}.lock'), _errors_of(self.path):
-            self.db = sqlite3.connect(path, timeout=120., isolation_level=None, check_same_thread=False)
+            self.db = sqlite3.connect(path, timeout=120., isolation_level=None,
+                                      check_same_thread=False)
             self.db.execute('pragma journal_mode = wal')
             self.db.execute('pragma synchronous = normal')
             self.db.executescript(TABLES)
@@ -113,10 +116,12 @@ def get(self: Store, keys) -> dict[bytes, dict]:
 
 # %% ../../../nbs/core/ask/store.ipynb #f2bc737d
 @patch
-def put(self: Store, key: bytes, request: dict, answer: dict, seconds: float | None = 0., run: str = '',
-        dollars: float = 0.):
-    """Store an answer and its request permanently, unless there is one; add `dollars` to what the run has
-    spent. `seconds` that the answer took are None for one of a batch."""
+def put(self: Store,
+    key: bytes, request: dict, answer: dict,
+    seconds: float | None = 0.,  # that the answer took; None for one of a batch
+    run: str = '', dollars: float = 0.,  # who has paid for it, and how much
+):
+    "Store an answer and its request permanently, unless there is one."
     spend = ('insert into spending values (?, ?) '
              'on conflict do update set dollars = dollars + excluded.dollars')
     with _errors_of(self.path), self.db:
@@ -135,7 +140,7 @@ def dollars_paid(self: Store, run: str) -> float:
 
 @patch
 def mean_seconds(self: Store, last: int = 100) -> float | None:
-    "Mean seconds of the last answers, by which the next ones are forecast; None if there are none."
+    "Mean seconds of the last answers, to forecast the next ones; None if there are none."
     latest = f'select seconds from answers order by at desc limit {last}'
     return self.run(f'select avg(seconds) from ({latest})')[0][0]
 
@@ -144,7 +149,8 @@ def mean_seconds(self: Store, last: int = 100) -> float | None:
 def note_batch(self: Store, file: str, url: str, requests: dict[bytes, dict]):
     "Record the requests of a batch, by key, with its file at the endpoint `url`."
     text = _json({k.hex(): r for k, r in requests.items()})
-    self.run('insert into batches (file, url, requests, at) values (?, ?, ?, ?)', (file, url, text, time.time()))
+    self.run('insert into batches (file, url, requests, at) values (?, ?, ?, ?)',
+             (file, url, text, time.time()))
 
 
 @patch
@@ -155,7 +161,7 @@ def name_batch(self: Store, file: str, name: str):
 
 @patch
 def open_batches(self: Store, server: str) -> list[tuple]:
-    "Batches at an endpoint that have not ended: file, name (None if not yet known), requests by key."
+    "Batches at an endpoint that have not ended: file, name (None if unknown), requests by key."
     rows = self.run('select file, name, requests, url from batches where not ended order by at')
     return [(file, name, {bytes.fromhex(k): r for k, r in json.loads(text).items()})
             for file, name, text, url in rows if endpoint_name(url) == server]
