@@ -35,10 +35,8 @@ class ApiConfig(JudgedConfig):
     "Settings of requests to an API."
     base_url: str = ''   # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
     endpoint: str = ''   # name for its answers in the store; empty: its own host, port and path
-    models: list[str] = field(
-        default_factory=list)  # a model and its replacement, joined by an equals sign
-    decoding: list[str] = field(
-        default_factory=list)  # field of requests and value, joined by an equals sign
+    models: list[str] = field(default_factory=list)  # a model and its replacement, joined by an equals sign
+    decoding: list[str] = field(default_factory=list)  # field of requests and value, joined by an equals sign
     store: str = 'runs/answers.sqlite'  # file of all answers, shared by runs and processes
     concurrency: int = 64     # requests under way at a time
     timeout: float = 120.0    # seconds until a request is abandoned and sent again
