@@ -240,7 +240,7 @@ def _judging_forecast(cfg: BringYourOwnConfig, own) -> dict:
     shares = [(e, pairs[k::len(members)]) for k, e in enumerate(members)]
     requests = orders*[judge_request(e, some[i:i + e.batch_size])
                        for e, some in shares for i in range(0, len(some), e.batch_size)]
-    clients[0].print_forecast(requests, labels, at_a_time=cfg.concurrency)
+    clients[0].print_forecast(requests, labels)
     prices = [clients[0].highest_price(r) for r in requests]
     dollars = None if None in prices else sum(prices)
     return dict(labels=labels, requests=len(requests), dollars=dollars)

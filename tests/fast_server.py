@@ -15,9 +15,7 @@ from types import SimpleNamespace
 
 OPTIONS = dict(latency=.05,   # seconds for an answer
                slots=0,       # requests worked on at a time, while others wait; 0 for all
-               most=0,        # requests at a time, above which there is status 429
-               rate=0.,       # requests a second, above which there is status 429; a tenth of a second's may come at once
-               slow=0)        # requests at a time that take twice as long as one
+               most=0)        # requests at a time, above which there is status 429
 TEXT = "[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]"
 ANSWER = dict(id='chatcmpl-1', object='chat.completion', created=1, model='judge', usage=dict(prompt_tokens=300, completion_tokens=20, total_tokens=320),
               choices=[dict(index=0, message=dict(role='assistant', content=TEXT, refusal=None), logprobs=None, finish_reason='stop')])
@@ -35,18 +33,11 @@ GOOD, REFUSED = response('200 OK', ANSWER), response('429 Too Many Requests', RE
 class Server:
     def __init__(self, options):
         self.options, self.loop, self.queue = SimpleNamespace(**options), asyncio.get_running_loop(), deque()
-        self.underway, self.busy, self.tokens, self.refilled = 0, 0, 0., 0.
+        self.underway, self.busy = 0, 0
         self.seen = dict(answered=0, refused=0, most=0, connections=0, first=0., last=0.)
 
-    def refuses(self):
-        now, rate = time.monotonic(), self.options.rate
-        self.tokens, self.refilled = min(.1*rate, self.tokens + rate*(now - self.refilled)), now
-        if rate and self.tokens < 1 or self.underway >= self.options.most > 0: return True
-        self.tokens -= 1
-        return False
-
     def asked(self, transport):
-        if self.refuses():
+        if self.underway >= self.options.most > 0:
             self.seen['refused'] += 1
             return transport.write(REFUSED)
         self.underway += 1
@@ -57,8 +48,7 @@ class Server:
     def work(self):
         while self.queue and not self.busy >= self.options.slots > 0:
             self.busy += 1
-            latency = self.options.latency*(1 + self.busy/self.options.slow if self.options.slow else 1)
-            self.loop.call_later(latency, self.answer, self.queue.popleft())
+            self.loop.call_later(self.options.latency, self.answer, self.queue.popleft())
 
     def answer(self, transport):
         self.busy, self.underway = self.busy - 1, self.underway - 1

@@ -20,7 +20,7 @@ def server(monkeypatch, tmp_path):
         for name in ('OPENAI_API_BASE', 'OPENAI_ORG_ID', 'OPENAI_ORG'): monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv('OPENAI_BASE_URL', server.url)
         monkeypatch.setenv('OPENAI_API_KEY', 'test')
-        monkeypatch.setattr('alpaca_farm.core.ask.accounts.at_root', lambda path: tmp_path/path)
+        monkeypatch.setattr('alpaca_farm.core.ask.client.at_root', lambda path: tmp_path/path)
         yield server
 
 
@@ -85,7 +85,7 @@ def test_old_names_and_decoding(server):
     assert len(pool.pool.annotators) == 13
     one = PairwiseAutoAnnotator('test', models=models)
     one.annotate_pairs([dict(instruction='a', output_1='b', output_2='ccc')], temperature=.3)
-    assert one.pool.client.store.run('select request from requests').fetchone()[0].count('"temperature": 0.3') == 1
+    assert one.pool.client.store.run('select request from requests')[0][0].count('"temperature": 0.3') == 1
 
 
 def test_labels_in_a_file_of_alpaca_eval(server, tmp_path):
@@ -120,7 +120,7 @@ def test_probabilities_stay_what_they_are(server):
 
 def test_no_key_names_the_variable(monkeypatch, tmp_path):
     for name in ('OPENAI_API_KEY', 'OPENAI_BASE_URL', 'OPENAI_API_BASE'): monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr('alpaca_farm.core.ask.accounts.at_root', lambda path: tmp_path/path)
+    monkeypatch.setattr('alpaca_farm.core.ask.client.at_root', lambda path: tmp_path/path)
     with pytest.raises(ValueError, match='OPENAI_API_KEY'):
         PairwiseAutoAnnotator().annotate_pairs([dict(instruction='a', output_1='b', output_2='c')])
 

@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py
 # Imports go down: a module imports only from earlier lines. A module that is not listed is a method's: it stands on the line METHOD.
 CORE = ['run.paths data.dialogues',
         'run.settings run.progress run.trackers run.files functional ask.store '
-            'data.preferences model.packing ask.connections ask.throttle',
+            'data.preferences model.packing',
         'data.formats model.adapters run.processes model.memory',
         'data.records model.control model.sharding',
         'ask.judge_configs data.text',
@@ -30,8 +30,8 @@ CORE = ['run.paths data.dialogues',
         'run.execution',
         'run.inputs',
         'ask.api data.comparisons stats run.runs data.candidates model.generation',
-        'ask.accounts model.beams model.models run.jobs',
-        'ask.client model.rewards run.sweeps model.served',
+        'ask.client model.beams model.models run.jobs',
+        'model.rewards run.sweeps model.served',
         'answers ask.batches training',
         'online ask.completions',
         'run.outputs run.preload']

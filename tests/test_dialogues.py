@@ -229,12 +229,12 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
         once, summary = compared('once')
         assert summary['labels'] == 26 and summary['win_rate'] == summary['win_rate_low'] == 100 and 0 < summary['first'] < 1
         assert {(r['output_1'], r['output_2'], r['preference']) for r in once} == {(f'no {i}', f'a longer answer {i}', 2.) for i in range(26)}
-        asked = Store(str(tmp_path/'answers.sqlite')).run('select count(*) from requests').fetchone()[0]
+        asked = Store(str(tmp_path/'answers.sqlite')).run('select count(*) from requests')[0][0]
         both, summary = compared('both', both_orders=True)
         assert summary['consistent'] == 1 and all(r['orders'] == [2., 2.] for r in both)
         _, noisy = compared('noisy', label_flip=.25)
         assert noisy['flip_rate'] > 0 and noisy['win_rate'] == 100   # the files are compared by the judge's own labels
-        requests = [r for r, in Store(str(tmp_path/'answers.sqlite')).run('select request from requests').fetchall()]
+        requests = [r for r, in Store(str(tmp_path/'answers.sqlite')).run('select request from requests')]
     assert (asked, len(requests)) == (26, 52) and all('Human: And?' not in r and '<A>\\nAssistant' not in r for r in requests)
     assert sum('Human: Hi.\\n\\nAssistant: Yes?\\n\\nHuman: Question' in r for r in requests) == 48
 

@@ -76,7 +76,7 @@ FAULTS = {
 @pytest.mark.parametrize('name', FAULTS)
 def test_faults_cost_no_label(tmp_path, name, monkeypatch, capsys):
     "After each: the labels are those of a server without faults, every answer was paid for once, and is in the store."
-    monkeypatch.setattr(client, 'retry_delay', lambda e, attempt, rng, of=client.retry_delay: min(of(e, attempt, rng), .06))
+    monkeypatch.setattr(client, 'retry_delay', lambda *args, of=client.retry_delay: min(of(*args), .06))
     ps, spec = pairs(60), 'weighted_alpaca_eval_gpt4_turbo' if name == 'no log-probs' else 'chatgpt'
     with judge_server(seed=3, **FAULTS[name]) as server:
         judge = made(server, tmp_path, spec, timeout=.5 if name == 'time-outs' else 5.)

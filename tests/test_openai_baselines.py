@@ -22,7 +22,7 @@ from judge_server import digest, judge_server, prompt_text
 def key(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    monkeypatch.setattr(client, 'retry_delay', lambda e, attempt, rng, of=client.retry_delay: min(of(e, attempt, rng), .06))
+    monkeypatch.setattr(client, 'retry_delay', lambda *args, of=client.retry_delay: min(of(*args), .06))
 
 
 def config(tmp_path, url, n=30, baseline='gpt-4-0314', **more):

