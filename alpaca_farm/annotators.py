@@ -17,10 +17,11 @@ from .core.ask.api import ApiConfig, asking_settings, parse_mapping
 from .core.ask.batches import ApiClient
 from .core.data.comparisons import ordered_pairs
 from .core.data.records import full_instruction, load_records, prompt_key, without_lists
-from alpaca_farm.core.ask.judge_configs import (configured_annotators, configured_models, is_population,
-    judge_config_file, parse_decoding)
-from .core.data.preferences import (annotator_name, annotator_preferences, coin_label,
-    decide_vote, draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped, swap_outputs)
+from .core.ask.judge_configs import (configured_annotators, configured_models,
+    is_population, judge_config_file, parse_decoding)
+from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences, coin_label,
+    decide_vote, draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped,
+    swap_outputs)
 from .core.run.runs import start
 from .core.run.settings import at_root, command, resolve
 from .core.stats import bootstrap, Interval, wilson
@@ -32,10 +33,10 @@ from .embedded.crowd import read_population
 
 # %% ../nbs/annotators.ipynb #0cdfba01
 def check_known_names(specs: list[str], models: list[str], weights: list[str] = ()):
-    "ValueError for a model or annotator that no configuration among `specs` names, or for a negative weight."
+    "ValueError for a model or annotator that no configuration names, or for a negative weight."
     files = [f for f in map(judge_config_file, (s for s in specs if ':' not in s)) if f]
-    weighted = parse_mapping('weights', weights, float)
-    for setting, given, configured_names in (('models', parse_mapping('models', models), configured_models),
+    replaced, weighted = parse_mapping('models', models), parse_mapping('weights', weights, float)
+    for setting, given, configured_names in (('models', replaced, configured_models),
                                              ('weights', weighted, configured_annotators)):
         names = sorted({name for f in files for name in configured_names(f)})
         for name in sorted(set(given) - set(names)):
@@ -48,19 +49,20 @@ def check_known_names(specs: list[str], models: list[str], weights: list[str] = 
 @dataclass
 class AnnotatorsConfig(ApiConfig):
     "Settings of an annotation run."
-    out: str = 'runs/annotators'                # run folder
-    outputs: str = 'runs/samples'               # pairs or candidates: a run of best_of_n, or a file
-    against: str = ''                           # one answer to each prompt, compared with one of `outputs`
-    columns: str = ''                           # names of columns: ours and yours, joined by an equals sign
+    out: str = 'runs/annotators'            # run folder
+    outputs: str = 'runs/samples'           # pairs or candidates: a run of best_of_n, or a file
+    against: str = ''                       # one answer to each prompt, compared with one of `outputs`
+    columns: str = ''                       # names of columns: ours and yours, joined by an equals sign
     annotators: str = 'alpaca_farm.world:pool'  # annotator or pool: see the table above
     weights: list[str] = field(default_factory=list)  # annotator and weight, joined by an equals sign
-    label_flip: float = -1.                     # share of flipped labels; -1: 0.25 of the world's, no others
-    flip_by: str = 'pair'                       # a coin for each pair, or one for each instruction
-    ask_flipped: bool = True                    # ask about all pairs; else coins label 2 x label_flip of them
-    both_orders: bool = False                   # ask about every pair in both orders and average
-    expected: bool = True                       # also record the pool's mean preference, if asking is free
-    max_instances: int = 0                      # use only the first n pairs; 0 for all
-    inputs = dict(outputs=('candidates', 'outputs'), against='outputs', annotators=('preferences', 'model'))
+    label_flip: float = -1.                 # share of flipped labels; -1: 0.25 of the world's, no others
+    flip_by: str = 'pair'                   # a coin for each pair, or one for each instruction
+    ask_flipped: bool = True                # ask about all pairs; else coins label 2 x label_flip of them
+    both_orders: bool = False               # ask about every pair in both orders and average
+    expected: bool = True                   # also record the pool's mean preference, if asking is free
+    max_instances: int = 0                  # use only the first n pairs; 0 for all
+    inputs = dict(outputs=('candidates', 'outputs'), against='outputs',
+                  annotators=('preferences', 'model'))
 
     def check(self):
         self.bounds(max_instances=(0, None))
@@ -75,8 +77,8 @@ def _load_configured(spec: str, cfg):
                                  parse_decoding('decoding', cfg.decoding))
     name = at_root(spec).name
     client = ApiClient(cfg, name)
-    judges = [LocalJudge(e, e.decoding['model'], cfg) if is_model(e.decoding['model']) else ApiJudge(e, client)
-              for e in evaluators]
+    judges = [LocalJudge(e, model, cfg) if is_model(model) else ApiJudge(e, client)
+              for e in evaluators for model in [e.decoding['model']]]
     if len(judges) == 1: return judges[0]
     weights = parse_mapping('weights', getattr(cfg, 'weights', []), float)
     pool = Pool(name, judges, [weights.get(j.name, 1.) for j in judges])
@@ -94,8 +96,8 @@ def load_annotators(
     if judge_config_file(spec): return _load_configured(spec, asking_settings(cfg))
     if is_reward_model(spec): return RewardJudge(spec, asking_settings(cfg))
     if is_model(spec):
-        raise ValueError(f'{spec} holds a language model, which needs a prompt: name a configuration, '
-                         'such as open_pool, and map its model to this folder')
+        raise ValueError(f'{spec} holds a language model, which needs a prompt: name a '
+                         'configuration, such as open_pool, and map its model to this folder')
     return RecordedLabels(read_labels(spec), at_root(spec).stem)
 
 # %% ../nbs/annotators.ipynb #5825df27
@@ -106,35 +108,37 @@ def api_clients(pool) -> list[ApiClient]:
 
 
 def usage_totals(clients: list[ApiClient]) -> dict:
-    "Requests, tokens and dollars of all clients; `open` is why some are still unanswered ('' if none is)."
+    "Requests, tokens and dollars of all clients; `open`: why some are unanswered ('' if none)."
     if not clients: return dict(open='', reasons=[])
     usages = [c.tally for c in clients]
-    transient = [reason for u in usages for key, reason in u.failed.items() if key not in u.refused]
-    unanswered = f'{len(transient)} requests failed, the last with: {transient[-1]}' if transient else ''
+    failed = [reason for u in usages for key, reason in u.failed.items() if key not in u.refused]
+    unanswered = f'{len(failed)} requests failed, the last with: {failed[-1]}' if failed else ''
     for u in usages: unanswered = f'{u.stopped} is reached' if u.stopped else unanswered
-    dollars = None if any(u.dollars is None for u in usages) else round(sum(u.dollars for u in usages), 6)
+    dollars = [u.dollars for u in usages]
+    dollars = None if None in dollars else round(sum(dollars), 6)
     tokens_in, tokens_out = (sum(u.tokens[k] for u in usages) for k in (0, 1))
     counts = {k: sum(getattr(u, k) for u in usages) for k in ('asked', 'known', 'tried_again')}
-    return dict(counts, tokens_in=tokens_in, tokens_out=tokens_out, dollars=dollars, open=unanswered,
-                reasons=sorted({reason for u in usages for reason in u.failed.values()}))
+    reasons = sorted({reason for u in usages for reason in u.failed.values()})
+    return dict(counts, tokens_in=tokens_in, tokens_out=tokens_out, dollars=dollars,
+                open=unanswered, reasons=reasons)
 
 
 def check_all_answered(pool, what: str):
     "ValueError when requests to a pool are still unanswered because of failures or a budget."
     unanswered = usage_totals(api_clients(pool))['open']
     if unanswered:
-        raise ValueError(f'{what}: {unanswered}. All answers so far are stored: run again for the rest')
+        raise ValueError(f'{what}: {unanswered}. Answers so far are stored: run again for others')
 
 # %% ../nbs/annotators.ipynb #f57e0c9d
 def ask_all(work: list[tuple], seed: int = 0) -> list[list[Verdict]]:
-    "The verdicts of each (annotator, pairs as shown); all judges behind an endpoint are asked together."
-    remote = [i for i, (annotator, pairs) in enumerate(work) if isinstance(annotator, ApiJudge) and pairs]
-    verdicts = dict(zip(remote, ask_judges([work[i] for i in remote], seed=seed))) if remote else {}
-    for i, (annotator, pairs) in enumerate(work):
-        if i in verdicts: continue
-        preferences = annotator_preferences(pairs, annotator) if pairs else []
-        verdicts[i] = [Verdict(float(p)) for p in preferences]
-    return [verdicts[i] for i in range(len(work))]
+    "The verdicts of each (annotator, pairs as shown); an endpoint's judges are asked together."
+    remote = [w for w in work if isinstance(w[0], ApiJudge) and w[1]]
+    answers, verdicts = iter(ask_judges(remote, seed=seed) if remote else []), []
+    for annotator, pairs in work:
+        if not pairs: verdicts.append([])
+        elif isinstance(annotator, ApiJudge): verdicts.append(next(answers))
+        else: verdicts.append([Verdict(float(p)) for p in annotator_preferences(pairs, annotator)])
+    return verdicts
 
 
 def ask_annotators(
@@ -148,14 +152,14 @@ def ask_annotators(
     work = [(a, [swap_outputs(p) if s else p for p, s in zip(ps, swaps)])
             for a, ps, swaps in zip(annotators, pairs, swapped)]
     if both: work += [(a, [swap_outputs(p) for p in ps]) for a, ps in zip(annotators, pairs)]
-    verdicts = ask_all(work, seed)
+    verdicts, n = ask_all(work, seed), len(annotators)
     def average(one, two):
+        prices = one.price, two.price
         return one._replace(preference=(one.preference + 3 - two.preference) / 2,
                             raw=f'{one.raw}\n---\n{two.raw}' if one.raw else '',
-                            price=None if None in (one.price, two.price) else one.price + two.price,
+                            price=None if None in prices else sum(prices),
                             orders=(one.preference, 3 - two.preference))
-    n = len(annotators)
-    if both: return [[average(*vs) for vs in zip(*orders)] for orders in zip(verdicts[:n], verdicts[n:])]
+    if both: return [list(map(average, *orders)) for orders in zip(verdicts[:n], verdicts[n:])]
     return [[v._replace(preference=3 - v.preference) if s else v for v, s in zip(vs, swaps)]
             for vs, swaps in zip(verdicts, swapped)]
 
@@ -166,10 +170,10 @@ def annotate_pairs(
     seed: int = 0,
     flip_rate: float = 0.,
     both_orders: bool = False,
-    ask_flipped: bool = True,  # False: a fair coin labels twice `flip_rate` of the pairs, without asking
+    ask_flipped: bool = True,  # False: a fair coin labels twice `flip_rate` of the pairs
     flip_by: str = 'pair',     # flip pairs independently, or all pairs of an instruction together
     decide: bool = True,       # decide a probability by a coin; False: record it as it is
-) -> list[dict]:  # records with `preference` (None without a verdict), `annotator`, and a paid verdict's cost
+) -> list[dict]:  # with `preference` (None: no verdict), `annotator`, and a paid verdict's cost
     "Preferences of a pool; identical answers are a tie without asking."
     members = pool_members(pool)
     drawn = [draw_annotator(pool, p, seed) for p in pairs]
@@ -185,31 +189,33 @@ def annotate_pairs(
         rows[i]['preference'] = decide_vote(pairs[i], v.preference, seed, decide)
         if v.raw: rows[i] |= dict(price=v.price, time=v.seconds, raw=v.raw)
         if v.orders: rows[i]['orders'] = list(v.orders)
-    return flip_labels(rows, flip_rate, seed, flip_by).records if flip_rate and ask_flipped else rows
+    if not (flip_rate and ask_flipped): return rows
+    return flip_labels(rows, flip_rate, seed, flip_by).records
 
 # %% ../nbs/annotators.ipynb #6fd448ff
 def pair_samples(
     candidates: list[dict],  # `output` is a list of samples
     seed: int = 0,
 ) -> list[dict]:
-    "One pair of different samples for each record; records whose samples are all equal are left out."
+    "One pair of different samples for each record; none where all samples are equal."
     pairs = []
     for c in candidates:
-        outputs = sorted(set(c['output']), key=lambda o: hash_uniform(seed, 'pair', *prompt_key(c), o))
+        def coin(output): return hash_uniform(seed, 'pair', *prompt_key(c), output)
+        outputs = sorted(set(c['output']), key=coin)
         if len(outputs) < 2: continue
-        pairs.append(dict(without_lists(c), input=c.get('input') or '', output_1=outputs[0], output_2=outputs[1]))
+        rest = dict(without_lists(c), input=c.get('input') or '')
+        pairs.append(dict(rest, output_1=outputs[0], output_2=outputs[1]))
     return pairs
 
 
 def load_pairs(cfg) -> list[dict]:
-    "The pairs that `cfg.outputs` names, or its answers beside those of `cfg.against`, which are output_1."
+    "The pairs that `cfg.outputs` names, or its answers beside those of `cfg.against` (output_1)."
+    def load(*what): return load_records(*what, n=cfg.max_instances, columns=cfg.columns)
     if against := getattr(cfg, 'against', ''):
-        both = (load_records(f, 'outputs', 'output', cfg.max_instances, cfg.columns)
-                for f in (against, cfg.outputs))
-        return ordered_pairs(*both)
-    rows = load_records(cfg.outputs, 'candidates', ('pair', 'candidates'), cfg.max_instances, cfg.columns)
+        return ordered_pairs(*(load(f, 'outputs', 'output') for f in (against, cfg.outputs)))
+    rows = load(cfg.outputs, 'candidates', ('pair', 'candidates'))
     if pairs := rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed): return pairs
-    raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers to compare; sample '
+    raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers; sample '
                      'with n > 1 at a temperature above 0, or name a second model in against')
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9
@@ -217,19 +223,20 @@ def expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
     "Expected preference of a random annotator in a random order, after flips: (pairs,)."
     members = pool_members(pool)
     verdicts = ask_annotators(members, [pairs] * len(members), both=True)
-    mean = np.average([[v.preference for v in vs] for vs in verdicts], axis=0, weights=pool_weights(pool))
+    preferences = [[v.preference for v in vs] for vs in verdicts]
+    mean = np.average(preferences, axis=0, weights=pool_weights(pool))
     return mean + rate * (3 - 2 * mean)
 
 # %% ../nbs/annotators.ipynb #5c00d902
 def position_bias(rows: list[dict], seed: int, both: bool) -> dict:
-    """How often the answer shown first wins (`first`), over annotators' labels before flips; with both orders
+    """How often the answer shown first wins (`first`), by labels before flips; with both orders
     also how often these agree (`consistent`). With 95 % intervals; empty without labels."""
     judged = [r for r in rows if r['preference'] is not None and r['annotator'] != 'coin'
               and r['output_1'] != r['output_2']]
     as_is, swapped = np.array([r['orders'] for r in judged if both]).reshape(-1, 2).T
     agree = np.sign(as_is - 1.5) == np.sign(swapped - 1.5)   # also where both are ties
-    votes = np.array([3 - r['preference'] if s else r['preference']   # 1: for the answer shown first
-                      for r, s in zip(judged, shown_swapped(judged, seed))])
+    y = np.array([r['preference'] for r in judged])
+    votes = np.where(shown_swapped(judged, seed), 3 - y, y)   # 1: for the answer shown first
     if both: votes = np.concatenate([as_is, 3 - swapped])
     shares = dict(first=votes[votes != 1.5] < 1.5, consistent=agree)
     return {f'{name}{end}': float(x) for name, hits in shares.items() if len(hits)
@@ -241,12 +248,13 @@ def to_alpaca_eval(rows: list[dict]) -> list[dict]:
     return [dict(instruction=full_instruction(r),
                  output_1=r['output_1'], generator_1=r.get('generator_1', 'output_1'),
                  output_2=r['output_2'], generator_2=r.get('generator_2', 'output_2'),
-                 annotator=r['annotator'], preference=r['preference'], price_per_example=r.get('price'),
-                 time_per_example=r.get('time'), raw_completion=r.get('raw')) for r in rows]
+                 annotator=r['annotator'], preference=r['preference'],
+                 price_per_example=r.get('price'), time_per_example=r.get('time'),
+                 raw_completion=r.get('raw')) for r in rows]
 
 # %% ../nbs/annotators.ipynb #4a03fb25
 def _write_labels(run, rows: list[dict], clean: list[dict], rate: Interval, pool):
-    "Write the labels and finish the run; ValueError when it is incomplete or nothing was labelled."
+    "Write the labels and finish the run; ValueError if it is incomplete or nothing was labelled."
     cfg, clients = run.cfg, api_clients(pool)
     labelled = [r for r in rows if r['preference'] is not None]
     unlabelled = [r for r in rows if r['preference'] is None]
@@ -255,12 +263,12 @@ def _write_labels(run, rows: list[dict], clean: list[dict], rate: Interval, pool
     run.write('preferences.json', labelled)
     if clients: run.write('annotations.json', to_alpaca_eval(judged))
     if unlabelled:
-        unread = sum((c.unread for c in clients), [])
-        run.write('unanswered.json', dict(pairs=unlabelled, reasons=usage['reasons'], unread=unread))
+        why = dict(reasons=usage['reasons'], unread=sum((c.unread for c in clients), []))
+        run.write('unanswered.json', dict(pairs=unlabelled, **why))
     where = f'see {run.path("unanswered.json")}'
     if usage['open']:
         raise ValueError(f'{len(labelled)} of {len(rows)} pairs are labelled, all of them stored; '
-                         f'{len(unlabelled)} are missing: {usage["open"]}. Run again to ask only for these')
+                         f'{len(unlabelled)} are missing: {usage["open"]}. Run again for these')
     if not labelled:
         hint = where if clients else 'are the recorded labels on other pairs?'
         raise ValueError(f'there is no verdict on any of the {len(rows)} pairs: {hint}')
@@ -287,13 +295,15 @@ def run(cfg: AnnotatorsConfig):
     pool, pairs = load_annotators(cfg.annotators, cfg), load_pairs(cfg)
     share = flip_share(cfg.label_flip, cfg.annotators)
     flip_rate, coin_rate = (share, 0.) if cfg.ask_flipped else (0., share)
-    clean = annotate_pairs(pairs, pool, cfg.seed, coin_rate, cfg.both_orders, cfg.ask_flipped, cfg.flip_by)
+    clean = annotate_pairs(pairs, pool, cfg.seed, coin_rate, cfg.both_orders, cfg.ask_flipped,
+                           cfg.flip_by)
     flipped = flip_labels(clean, flip_rate, cfg.seed, cfg.flip_by)
-    rows = [dict(r, flipped=None if r['annotator'] == 'coin' else r['preference'] != c['preference'])
-            for r, c in zip(flipped.records, clean)]
+    rows = [dict(r, flipped=None if r['annotator'] == 'coin' else r['preference'] != y)
+            for r, y in zip(flipped.records, [c['preference'] for c in clean])]
     if cfg.expected and not api_clients(pool):
         expected = expected_preferences(pairs, pool, share)
-        rows = [dict(r, expected=None if math.isnan(e) else float(e)) for r, e in zip(rows, expected)]
+        rows = [dict(r, expected=None if math.isnan(e) else float(e))
+                for r, e in zip(rows, expected)]
     _write_labels(folder, rows, clean, flipped.rate, pool)
     return folder
 

@@ -18,7 +18,8 @@ from .core.data.records import full_instruction, load_rows, read_rows
 from .core.data.dialogues import with_instruction
 from .core.run.files import write_json
 from .core.ask.judge_configs import adapt_decoding
-from .core.data.preferences import annotator_name, hash_uniform, pool_members, pool_weights
+from alpaca_farm.core.data.preferences import (annotator_name, hash_uniform, pool_members,
+    pool_weights)
 from .core.run.settings import at_root
 from .annotators import annotate_pairs, load_annotators, to_alpaca_eval
 from .judging.judges import ApiJudge, Pool
@@ -29,7 +30,7 @@ from .boards.rankings import leaderboard_row
 def records_of(data) -> list[dict]:
     "Records of a list, a data frame, a data set, or a file; ValueError for anything else."
     if isinstance(data, (str, Path)): return read_rows(at_root(data))
-    if hasattr(data, 'to_dict') and hasattr(data, 'columns'):   # a data frame has nan for an empty input
+    if hasattr(data, 'to_dict') and hasattr(data, 'columns'):   # a data frame has nan for ''
         rows = data.to_dict('records')
         return [dict(r, input='') if r.get('input', '') != r.get('input', '') else r for r in rows]
     if hasattr(data, 'to_list'): return data.to_list()
@@ -54,16 +55,19 @@ def record_pair(row: dict, input_keys: tuple, output_keys: tuple) -> dict:
     "A record as a pair; ValueError for a field that is missing or not text."
     row = with_instruction(row)
     for k in (*output_keys, *input_keys):
-        if k not in row and k != 'input': raise ValueError(f'a record has no {k!r}, but only {", ".join(row)}')
+        if k not in row and k != 'input':
+            raise ValueError(f'a record has no {k!r}, but only {", ".join(row)}')
     output_1, output_2 = (row[k] for k in output_keys)
     for output in (output_1, output_2):
         if not isinstance(output, str):
             raise ValueError(f'{output!r} is no output: it must be text (in {str(row)[:200]})')
-    def text(value): return '' if value is None or value != value else str(value)   # nan: a data frame's gap
+    # a data frame has nan for a gap
+    def text(value): return '' if value is None or value != value else str(value)
     shown = {k: text(row.get(k)) for k in input_keys}
     further = [v for k, v in shown.items() if k not in ('instruction', 'input')]
     instruction = '\n\n'.join(filter(None, [shown.get('instruction'), *further]))
-    return dict(instruction=instruction, input=shown.get('input', ''), output_1=output_1, output_2=output_2)
+    return dict(instruction=instruction, input=shown.get('input', ''), output_1=output_1,
+                output_2=output_2)
 
 # %% ../nbs/auto_annotations.ipynb #a1291fc1
 def sample_pairs(
@@ -94,9 +98,9 @@ class PairwiseAutoAnnotator:
     "AlpacaFarm's annotator: pairs in, the same records with `annotator` and `preference` out."
     def __init__(self,
         annotators_config='alpaca_eval_gpt4',  # as the setting `annotators` of a run
-        seed: int | None = 0,         # of random annotators and orders; None for a new one each time
+        seed: int | None = 0,         # of annotators and orders; None for a new one each time
         is_avoid_reannotations: bool = True,   # use earlier answers
-        caching_path='auto',          # the project's store; or an annotations.json; or None to store nothing
+        caching_path='auto',          # the project's store; or an annotations.json; None: nothing
         input_keys=('input', 'instruction'),   # fields that are shown as the instruction
         output_keys=('output_1', 'output_2'),
         p_label_flip: float | None = None,     # share of flipped labels; AlpacaFarm trains on 0.25
@@ -104,7 +108,7 @@ class PairwiseAutoAnnotator:
         models: dict | None = None,   # replacement models, besides those of ALPACA_FARM_MODELS
         saving_path=None,             # older name of caching_path
         is_store_missing_annotations: bool = True,  # no effect: a failure is never stored
-        is_reapply_parsing: bool = False,           # no effect: stored answers are always parsed again
+        is_reapply_parsing: bool = False,           # no effect: answers are always parsed again
         **api,                        # settings of `ApiConfig`: base_url, concurrency, budget, ...
     ):
         self.input_keys, self.output_keys = tuple(input_keys), tuple(output_keys)
@@ -112,13 +116,13 @@ class PairwiseAutoAnnotator:
         self.file = saving_path or (caching_path if caching_path != 'auto' else None)
         self.set_noise(p_label_flip)
         if unknown := set(api) - {f.name for f in fields(ApiConfig)}:
-            raise TypeError(f'{sorted(unknown)[0]} is not an argument, nor a setting of the endpoint')
+            raise TypeError(f'{min(unknown)} is not an argument, nor a setting of the endpoint')
         if caching_path is None or not is_avoid_reannotations:
             import tempfile
             self.folder = tempfile.TemporaryDirectory()   # deleted together with this object
             api['store'] = f'{self.folder.name}/answers.sqlite'
         entries = [e for e in os.environ.get('ALPACA_FARM_MODELS', '').split(',') if '=' in e]
-        named = [f'{old}={new}' for old, new in (models or {}).items()]   # the last of several counts
+        named = [f'{old}={new}' for old, new in (models or {}).items()]   # come last, and count
         cfg = ApiConfig(models=entries + named, **api)
         self.pool = load_annotators(current_spec(annotators_config, base_dir), cfg)
         if self.file and at_root(self.file).exists(): self.load_(self.file)
@@ -144,18 +148,20 @@ class PairwiseAutoAnnotator:
         return Pool(annotator_name(self.pool), members, pool_weights(self.pool).tolist())
 
     def _label(self, pairs: list[dict], decoding: dict) -> list[dict]:
-        "Labels of pairs: the recorded ones, then those of the pool, which are added to the recorded ones."
+        "Labels of pairs: the recorded ones, then the pool's, which are recorded too."
         seed = self.seed if self.seed is not None else int.from_bytes(os.urandom(4), 'big')
         def recorded(judge):
             name = annotator_name(judge)
-            return RecordedLabels([r for r in self.rows if self.avoid and r.get('annotator') == name], name)
+            own = [r for r in self.rows if self.avoid and r.get('annotator') == name]
+            return RecordedLabels(own, name)
         def decoded(judge):
             if not (decoding and isinstance(judge, ApiJudge)): return judge
-            e = judge.evaluator
-            return replace(judge, evaluator=replace(e, decoding=adapt_decoding(e.decoding, decoding)))
+            changed = adapt_decoding(judge.evaluator.decoding, decoding)
+            return replace(judge, evaluator=replace(judge.evaluator, decoding=changed))
         def label(pairs, pool):
             if not pairs: return []
-            return annotate_pairs(pairs, pool, seed, self.p_label_flip, ask_flipped=False, decide=False)
+            return annotate_pairs(pairs, pool, seed, self.p_label_flip, ask_flipped=False,
+                                  decide=False)
         rows = label(pairs, self._pool(recorded))
         missing = [i for i, r in enumerate(rows) if r['preference'] is None]
         new = label([pairs[i] for i in missing], self._pool(decoded))
@@ -165,22 +171,24 @@ class PairwiseAutoAnnotator:
         return rows
 
     def annotate_pairs(self, to_annotate, **decoding_kwargs) -> list[dict]:
-        """The records with `annotator` and `preference`: 1, 2, 1.5 for identical outputs, a number between
-        for a judge that gives probabilities, None where there is no verdict."""
+        """The records with `annotator` and `preference`: 1, 2, 1.5 for identical outputs, a number
+        between for a judge that gives probabilities, None where there is no verdict."""
         rows = records_of(to_annotate)
-        labels = self._label([record_pair(r, self.input_keys, self.output_keys) for r in rows], decoding_kwargs)
+        pairs = [record_pair(r, self.input_keys, self.output_keys) for r in rows]
+        labels = self._label(pairs, decoding_kwargs)
         missing = sum(l['preference'] is None for l in labels)
-        if missing: print(f'no verdict on {missing} of {len(rows)} pairs: their preference is None')
-        return [dict(r, annotator=l['annotator'], preference=l['preference'], price_per_example=l.get('price'),
-                     time_per_example=l.get('time'), raw_completion=l.get('raw')) for r, l in zip(rows, labels)]
+        if missing: print(f'no verdict on {missing} of {len(rows)} pairs: preference is None')
+        return [dict(r, annotator=l['annotator'], preference=l['preference'],
+                     price_per_example=l.get('price'), time_per_example=l.get('time'),
+                     raw_completion=l.get('raw')) for r, l in zip(rows, labels)]
 
-    def annotate_samples(self, all_outputs, keys_to_sample_output_2=None, is_unique_instructions: bool = True,
-                         p_label_flip: float | None = None, is_multisample_list: bool = True,
-                         **decoding_kwargs) -> list[dict]:
-        "Pairs of several outputs for the same instruction, annotated; `p_label_flip` is for this call only."
+    def annotate_samples(self, all_outputs, keys_to_sample_output_2=None,
+                         is_unique_instructions: bool = True, p_label_flip: float | None = None,
+                         is_multisample_list: bool = True, **decoding_kwargs) -> list[dict]:
+        "Pairs of several outputs for one instruction, annotated; `p_label_flip` is for this call."
         keys = tuple(keys_to_sample_output_2 or self.input_keys)
-        pairs = sample_pairs(records_of(all_outputs), keys, self.output_keys, is_unique_instructions,
-                             is_multisample_list, self.seed or 0)
+        pairs = sample_pairs(records_of(all_outputs), keys, self.output_keys,
+                             is_unique_instructions, is_multisample_list, self.seed or 0)
         usual_noise = self.p_label_flip
         if p_label_flip is not None: self.set_noise(p_label_flip)
         try: return self.annotate_pairs(pairs, **decoding_kwargs)
@@ -188,7 +196,7 @@ class PairwiseAutoAnnotator:
 
     def annotate_head2head(self, outputs_1, outputs_2, keys_to_merge=('instruction', 'input'),
                            is_ordered: bool = False, **decoding_kwargs) -> list[dict]:
-        "Two models' outputs; 2: the second is better. Rows without a partner: see `common_prompts`."
+        "Two models' outputs; 2: the second is better. Rows without a partner: `common_prompts`."
         pair = ordered_pairs if is_ordered else head2head_pairs
         pairs = pair(records_of(outputs_1), records_of(outputs_2), keys_to_merge)
         return self.annotate_pairs(pairs, **decoding_kwargs)
@@ -199,16 +207,17 @@ def reference_from_hub(config: str = 'alpaca_farm_evaluation', split: str = 'eva
     try: return load_rows(f'tatsu-lab/alpaca_farm:{config}', (split,))[0]
     except ValueError as e:
         raise ValueError(f'the reference outputs could not be read from the hub ({e}). '
-                         'Name a file: alpaca_leaderboard(..., reference_outputs="outputs.json")') from None
+                         'Name a file: alpaca_leaderboard(..., reference_outputs=FILE)') from None
 
 
-PUBLISHED_WIN_RATES = {  # and standard errors, against Davinci003; AlpacaFarm 0.1.12, its pool of 13, 2023
-    'GPT4': (79.5, 1.4), 'ChatGPT': (63.0, 1.7), 'RLHF PPO': (49.3, 1.8), 'SFT 52k (Alpaca 7B)': (39.8, 1.7),
-    'SFT 10k': (35.9, 1.7), 'Davinci001': (25.0, 1.5), 'LLaMA 7B': (12.6, 1.2)}
+PUBLISHED_WIN_RATES = {  # and standard errors, against Davinci003, by AlpacaFarm's pool, 2023
+    'GPT4': (79.5, 1.4), 'ChatGPT': (63.0, 1.7), 'RLHF PPO': (49.3, 1.8),
+    'SFT 52k (Alpaca 7B)': (39.8, 1.7), 'SFT 10k': (35.9, 1.7), 'Davinci001': (25.0, 1.5),
+    'LLaMA 7B': (12.6, 1.2)}
 
 
 def alpaca_leaderboard(
-    path_or_all_outputs,           # the model's outputs: a file, or records with instruction, input, output
+    path_or_all_outputs,           # a file, or records with instruction, input, output
     annotators_config='alpaca_eval_gpt4',  # the judge
     name: str = 'Current method',  # of the model
     is_add_reference_methods: bool = True,  # also print AlpacaFarm's published win rates
@@ -216,17 +225,21 @@ def alpaca_leaderboard(
     reference_outputs=None,        # of the baseline: a file or records; from the hub if not given
     **kwargs,                      # of `PairwiseAutoAnnotator`
 ):  # DataFrame with one row, AlpacaEval's columns
-    "Win rate of a model against the reference on the same instructions; ValueError if these differ."
+    "Win rate of a model against the reference; ValueError if their instructions differ."
     import pandas as pd
     def merged(rows): return [dict(r, instruction=full_instruction(r), input='') for r in rows]
-    outputs = merged(records_of(path_or_all_outputs))
-    reference = merged(reference_from_hub() if reference_outputs is None else records_of(reference_outputs))
-    rows = PairwiseAutoAnnotator(annotators_config, **kwargs).annotate_head2head(reference, outputs)
+    if reference_outputs is None: reference_outputs = reference_from_hub()
+    reference, outputs = (merged(records_of(r)) for r in (reference_outputs, path_or_all_outputs))
+    annotator = PairwiseAutoAnnotator(annotators_config, **kwargs)
+    rows = annotator.annotate_head2head(reference, outputs)
     preferences = [float('nan') if r['preference'] is None else r['preference'] for r in rows]
-    board = pd.DataFrame([leaderboard_row(preferences, [len(r['output_2']) for r in rows])], index=[name])
-    if is_print_metrics: print(f'judged by {current_spec(annotators_config)}:\n{board.round(2).to_string()}')
+    figures = leaderboard_row(preferences, [len(r['output_2']) for r in rows])
+    board = pd.DataFrame([figures], index=[name])
+    if is_print_metrics:
+        print(f'judged by {current_spec(annotators_config)}:\n{board.round(2).to_string()}')
     if is_print_metrics and is_add_reference_methods:
-        published = '\n'.join(f'{m:<22}{w:5.1f} ± {s}' for m, (w, s) in PUBLISHED_WIN_RATES.items())
+        lines = [f'{m:<22}{w:5.1f} ± {s}' for m, (w, s) in PUBLISHED_WIN_RATES.items()]
+        published = '\n'.join(lines)
         print('\npublished by AlpacaFarm, judged by its pool in 2023, '
               f'and therefore not comparable with the row above:\n{published}')
     return board

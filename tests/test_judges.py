@@ -274,7 +274,7 @@ GOOD = dict(prompt_template='p.txt', completions_kwargs=dict(model_name='m', max
     (dict(fn_completion_parser='regexp_parser'), 'there is no parser regexp_parser'), (dict(batch_size=2), 'must occur 2 times'), (dict(prompt_template='q.txt'), 'q.txt does not exist'),
     (dict(completion_parser_kwargs=dict(outputs_to_match={1: 'Output (a', 2: 'b'})), 'unterminated'), (dict(completion_parser_kwargs=dict(outputs_to_match={1: '.*', 2: 'b'})), 'matches an empty answer'),
     (dict(completion_parser_kwargs=dict(outputs_to_match={'first': 'a', 2: 'b'})), 'could not convert'), (dict(completion_parser_kwargs=dict(pattern='a')), 'missing a required argument'),
-    (dict(fn_completion_parser='logprob_parser', completion_parser_kwargs=dict(numerator_token='m', denominator_tokens='mM')), 'a list of them'),
+    (dict(fn_completion_parser='logprob_parser', completion_parser_kwargs=dict(numerator_token='m', denominator_tokens=[1])), 'a list of them'),
     (dict(fn_completion_parser='json_parser', completion_parser_kwargs=dict(key='k', values=dict(a=3))), 'from 1 to 2'),
     (dict(fn_completion_parser='pipeline_meta_parser', completion_parser_kwargs=dict(parsers_to_kwargs=dict(a=1))), 'completion_parser_kwargs'),
     (dict(completions_kwargs='m'), 'completions_kwargs is'), (dict(completions_kwargs=dict(model_name=['m'])), 'not a name'), (dict(batch_size=0), 'batch_size must be'),

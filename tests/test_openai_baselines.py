@@ -76,7 +76,7 @@ def test_faults_cost_no_answer(tmp_path, name):
 def test_what_fails_for_now_is_asked_again_and_nothing_else(tmp_path):
     with server_of(faults={'500': {'p': 0, 'always_for': 'Say word [37]\\.'}}) as server:
         cfg = config(tmp_path, server.url, tries=2)
-        with pytest.raises(ValueError, match=r"(?s)28 of 30 .* 2 are missing.*Run again.*'Say word 3.'.*'Say word 7.'"): run(cfg)
+        with pytest.raises(ValueError, match=r"(?s)2 OF 30 .*Run again.*'Say word 3.'.*'Say word 7.'"): run(cfg)
         assert len(load_records(cfg.out, 'outputs')) == 28 and not read_summary(cfg.out)
         server.set(faults={})
         run(cfg)

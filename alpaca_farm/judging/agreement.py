@@ -30,7 +30,8 @@ from .noise import preference_probabilities, sample_votes
 
 # %% ../../nbs/judging/agreement.ipynb #8b8bfc52
 SETS = ['alpaca_farm.judging.agreement:embedded_pairs']
-JUDGES = ['alpaca_farm.world:pool', 'alpaca_farm.world:judge', 'alpaca_farm.judging.agreement:prefer_longer']
+JUDGES = ['alpaca_farm.world:pool', 'alpaca_farm.world:judge',
+          'alpaca_farm.judging.agreement:prefer_longer']
 
 
 @dataclass
@@ -64,7 +65,8 @@ def embedded_pairs(
     crowd, rng, pairs = resolve('alpaca_farm.world:crowd'), random.Random(seed), []
     while len(pairs) < n:
         spec, (a, b) = sample_request(rng), rng.sample((.1, .3, .5, .7, .9), 2)
-        pair = dict(render(spec), output_1=Author(a).answer(spec, rng), output_2=Author(b).answer(spec, rng))
+        one, two = (Author(skill).answer(spec, rng) for skill in (a, b))
+        pair = dict(render(spec), output_1=one, output_2=two)
         if pair['output_1'] == pair['output_2']: continue
         pairs.append(dict(pair, generator_1=f'skill {a}', generator_2=f'skill {b}'))
     by_pair = sample_votes(preference_probabilities(crowd, pairs), pairs, votes, seed).T
@@ -85,9 +87,9 @@ def ask_judge(
     most: int = 4,      # at most so many annotators of a pool see a pair
     seed: int = 0,      # of the choice of annotators
 ) -> Verdicts:
-    "Ask a judge about pairs in both orders; ValueError if requests remain open. Answers are stored."
+    "Ask a judge about pairs in both orders; ValueError if requests remain open."
     members, weights = pool_members(judge), pool_weights(judge)
-    drawn = np.array([annotator_order(p, weights, seed)[:most] for p in pairs]).T   # (annotators, pairs)
+    drawn = np.array([annotator_order(p, weights, seed)[:most] for p in pairs]).T
     places = [np.argwhere(drawn == a) for a in range(len(members))]
     in_order = [pairs, [swap_outputs(p) for p in pairs]]
     requests = [(order, at, (member, [in_order[order][i] for _, i in at]))
@@ -98,21 +100,24 @@ def ask_judge(
         for (k, i), v in zip(at, answers):
             preferences[k, order, i] = 3 - v.preference if order else v.preference
     check_all_answered(judge, f'{annotator_name(judge)}, {len(pairs)} pairs in both orders')
-    price, seconds = (per_thousand([getattr(v, k) for v in verdicts]) for k in ('price', 'seconds'))
+    price = per_thousand([v.price for v in verdicts])
+    seconds = per_thousand([v.seconds for v in verdicts])
     unanswered, shown = np.isnan(preferences).sum((0, 1)), np.ones((2, len(pairs)), bool)
     return Verdicts(preferences, 'live', unanswered, shown, price, seconds)
 
 # %% ../../nbs/judging/agreement.ipynb #a885f385
 def _board_row(pairs: list[dict], people, answered, measure, draws: int, seed: int) -> dict:
-    "Numbers of pairs, and each measure with its interval; `answered`: whether a judge has a vote on a pair."
+    "Numbers of pairs, and measures with intervals; `answered`: whether a judge votes on a pair."
     counts = one_hot_votes(people).sum(0)
     mode, several = vote_mode(counts), (counts.sum(0) > 1) & answered
     intervals = bootstrap_measures(measure, pairs, draws, seed)
     if len({full_instruction(p) for p, s in zip(pairs, several) if s}) < FEWEST:
-        theirs = ('pairwise', 'alpha', 'variance') if 'pairwise' in intervals else ()   # people's own row
-        for k in ('agreement', *theirs): intervals[k] = Interval(intervals[k].value, np.nan, np.nan)
-    return dict(n=len(pairs), n_decided=int((mode[[0, 2]].max(0) == 1).sum()), n_agreement=int(several.sum()),
-                **{f'{k}{end}': x for k, ends in intervals.items() for end, x in zip(('', '_low', '_high'), ends)})
+        own = ('pairwise', 'alpha', 'variance') if 'pairwise' in intervals else ()   # the people's
+        for k in ('agreement', *own): intervals[k] = Interval(intervals[k].value, np.nan, np.nan)
+    columns = {f'{k}{end}': x for k, interval in intervals.items()
+               for end, x in zip(('', '_low', '_high'), interval)}
+    return dict(n=len(pairs), n_decided=int((mode[[0, 2]].max(0) == 1).sum()),
+                n_agreement=int(several.sum()), **columns)
 
 
 def agreement_board(
@@ -127,21 +132,26 @@ def agreement_board(
     import pandas as pd
     rows = []
     for s, pairs in sets.items():
-        people, traits, every = people_votes(pairs), pair_traits(pairs, seed), np.ones(len(pairs), bool)
+        people, traits = people_votes(pairs), pair_traits(pairs, seed)
         def at(i): return PairTraits(*(x[i] for x in traits))
-        own = _board_row(pairs, people, every, lambda i: people_measures(people[:, i], at(i)), draws, seed)
+        def own_measure(i): return people_measures(people[:, i], at(i))
+        own = _board_row(pairs, people, np.ones(len(pairs), bool), own_measure, draws, seed)
         rows.append(dict(set=s, judge='people', how='votes', **own))
         for judge, verdicts in ((j, v) for (where, j), v in judged.items() if where == s):
             preferences = verdicts.preferences
             if unanswered == 'tie' and verdicts.unanswered.any():
                 if len(preferences) > 1:
-                    raise ValueError(f"unanswered = 'tie' is for single judges, but {judge} has up to "
-                                     f"{len(preferences)} verdicts on a pair: run it with 'out'")
+                    raise ValueError("unanswered = 'tie' is for single judges, but up to "
+                                     f"{len(preferences)} verdicts of {judge} are on a pair: "
+                                     "run it with 'out'")
                 preferences = np.where(np.isnan(preferences) & verdicts.shown, 1.5, preferences)
-            votes, used = cast_votes(preferences, pairs, seed=seed), np.flatnonzero(verdicts.shown.any(0))
-            def measure(i): return judge_measures(votes[..., used[i]], people[:, used[i]], at(used[i]))
-            answered = ~np.isnan(votes[..., used]).all((0, 1))
-            own = _board_row([pairs[i] for i in used], people[:, used], answered, measure, draws, seed)
+            votes = cast_votes(preferences, pairs, seed=seed)
+            used = np.flatnonzero(verdicts.shown.any(0))
+            shown, answered = [pairs[i] for i in used], ~np.isnan(votes[..., used]).all((0, 1))
+            def measure(k):
+                i = used[k]
+                return judge_measures(votes[..., i], people[:, i], at(i))
+            own = _board_row(shown, people[:, used], answered, measure, draws, seed)
             rows.append(dict(set=s, judge=judge, how=verdicts.how, **own, price=verdicts.price,
                              time=verdicts.time, n_unanswered=int(verdicts.unanswered.sum())))
             done(len(rows), f'{judge} on {s}')
@@ -153,20 +163,23 @@ def agreement_figure(
 ):  # matplotlib figure
     "Agreement with people, share for the first shown, preference for length; by judge and set."
     import matplotlib.pyplot as plt
-    judges, sets = (list(dict.fromkeys(c)) for c in (table.judge[table.judge != 'people'], table.set))
     people = table[table.judge == 'people'].set_index('set')
+    others = table[table.judge != 'people']
+    judges, sets = list(dict.fromkeys(others.judge)), list(dict.fromkeys(table.set))
     several = people.agreement_low.notna().all()
     panels = [('agreement', 'agreement with people\n(dashed: among people)', .5) if several else
               ('decided', 'agreement with people\nwhere they prefer one', .5),
               ('first', 'share of votes\nfor the first shown', .5),
               ('longer_diff', "votes for the longer answer\nminus the people's", 0)]
-    fig, axes = plt.subplots(1, 3, figsize=(7.5, 1.4 + .3*len(judges)), sharey=True, layout='constrained')
+    size = 7.5, 1.4 + .3*len(judges)
+    fig, axes = plt.subplots(1, 3, figsize=size, sharey=True, layout='constrained')
     for ax, (name, label, neutral) in zip(axes, panels):
-        for k, s in enumerate(sets):   # a colour for each, a point with its interval for each judge
-            rows = table[(table.set == s) & (table.judge != 'people')]
-            y = np.array([judges[::-1].index(j) for j in rows.judge]) + .5*((len(sets) - 1)/2 - k)/len(sets)
-            ends = np.abs(rows[[f'{name}_low', f'{name}_high']].to_numpy() - rows[[name]].to_numpy()).T
-            ax.errorbar(rows[name], y, xerr=ends, fmt='o', ms=4, lw=1, color=f'C{k}', label=s)
+        for k, s in enumerate(sets):   # a colour each; for each judge a point with its interval
+            rows, shift = others[others.set == s], .5*((len(sets) - 1)/2 - k)/len(sets)
+            y = np.array([judges[::-1].index(j) for j in rows.judge]) + shift
+            x, low, high = (rows[f'{name}{end}'] for end in ('', '_low', '_high'))
+            ends = np.abs([x - low, high - x])
+            ax.errorbar(x, y, xerr=ends, fmt='o', ms=4, lw=1, color=f'C{k}', label=s)
             if name == 'agreement': ax.axvline(people.agreement[s], color=f'C{k}', lw=1, ls='--')
         ax.set_xlabel(label)
         ax.axvline(neutral, color='grey', lw=.8, ls=':')
@@ -181,7 +194,7 @@ def agreement_figure(
 
 # %% ../../nbs/judging/agreement.ipynb #4ffe5f6a
 def learned_prompts(spec: str) -> set[tuple]:
-    "The prompts of the pairs that a reward model's run learned from or held out; empty for another judge."
+    "The prompts of all pairs that a reward model's run had; empty for another judge."
     if ':' in spec or not is_reward_model(spec): return set()
     source = run_config(spec).get('settings', {}).get('preferences', '')
     try: return {prompt_key(r) for r in load_records(source, 'preferences')} if source else set()
@@ -191,32 +204,36 @@ def learned_prompts(spec: str) -> set[tuple]:
 
 # %% ../../nbs/judging/agreement.ipynb #b9f85979
 def verdicts_of_judges(
-    specs: list[str],   # judges: annotators, or files of verdicts, optionally with a #pattern of names
+    specs: list[str],   # judges: annotators, or files of verdicts, maybe with a #pattern of names
     sets: dict,         # all labelled pairs by the name of the set
     cfg,                # settings of the requests
     most: int = 4,      # at most so many annotators of a pool see a pair
 ) -> dict:  # {(set, judge): Verdicts} on the first max_instances pairs of each set
-    "Verdicts of the judges on the sets; ValueError for two judges of one name, and for open requests."
+    "Verdicts of the judges on the sets; ValueError for two of one name, and for open requests."
     judged, n = {}, cfg.max_instances or None
     for spec in specs:
         name, _, pattern = spec.partition('#')
         if path := label_file(name):
-            new = recorded_verdicts(str(path), pattern, sets, '' if path == at_root(name) else path.parent.name)
+            folder = '' if path == at_root(name) else path.parent.name
+            new = recorded_verdicts(str(path), pattern, sets, folder)
         else:
             judge = load_annotators(spec, cfg)
             new = {(s, annotator_name(judge)): ask_judge(judge, pairs[:n], most, cfg.seed)
                    for s, pairs in sets.items()}
         known = set() if path else learned_prompts(spec)
         for (s, own), v in new.items():
-            if (s, own) in judged: raise ValueError(f'judges: {spec} brings a second judge called {own}')
+            if (s, own) in judged:
+                raise ValueError(f'judges: {spec} brings a second judge called {own}')
             pairs = sets[s][:n]
             learned = np.array([prompt_key(p) in known for p in pairs])
-            if learned.any(): print(f'{own} on {s}: {learned.sum()} of {len(pairs)} pairs are left out, '
-                                    'whose prompts it has learned from')
+            if learned.any():
+                print(f'{own} on {s}: {learned.sum()} of {len(pairs)} pairs are left out, '
+                      'whose prompts it has learned from')
             shown = v.shown[:, :n] & ~learned
             if not shown.any(): print(f'{own} on {s}: there is no pair to measure it on')
-            judged[s, own] = v._replace(preferences=np.where(learned, np.nan, v.preferences[..., :n]),
-                                        unanswered=np.where(learned, 0, v.unanswered[:n]), shown=shown)
+            preferences = np.where(learned, np.nan, v.preferences[..., :n])
+            judged[s, own] = v._replace(preferences=preferences, shown=shown,
+                                        unanswered=np.where(learned, 0, v.unanswered[:n]))
     left = {k: v for k, v in judged.items() if v.shown.any()}
     if not left: raise ValueError('judges: there is no pair to measure any of them on')
     return left
@@ -235,10 +252,13 @@ def run(cfg: AgreementConfig):
     sets = {s: pairs[:cfg.max_instances or None] for s, pairs in sets.items()}
     show = Progress('measuring', len(judged) + len(sets))
     table = agreement_board(sets, judged, cfg.unanswered, cfg.draws, cfg.seed, show)
-    rows = [{k: v for k, v in row.items() if v == v} for row in table.to_dict('records')]   # without nan
+    rows = table.to_dict('records')
+    rows = [{k: v for k, v in row.items() if v == v} for row in rows]   # without nan
     for step, row in enumerate(rows, 1): folder.log(step, **row)
-    with atomic_write(folder.path('leaderboard.csv')) as p: table.to_csv(p, index=False, float_format='%.4f')
-    folder.write('people.json', {s: pairwise_agreement(pairs, cfg.draws, cfg.seed) for s, pairs in sets.items()})
+    with atomic_write(folder.path('leaderboard.csv')) as p:
+        table.to_csv(p, index=False, float_format='%.4f')
+    couples = {s: pairwise_agreement(pairs, cfg.draws, cfg.seed) for s, pairs in sets.items()}
+    folder.write('people.json', couples)
     fig = agreement_figure(table)
     with atomic_write(folder.path('leaderboard.png')) as p: fig.savefig(p, dpi=150, format='png')
     plt.close(fig)

@@ -20,7 +20,7 @@ from ..core.ask.batches import ApiClient
 from ..core.data.records import full_instruction, read_text
 from ..core.ask.judge_configs import (adapt_decoding, entry_model, judge_config_file,
     read_judge_config, REASONING_MODELS, REQUEST_FIELDS, suggest_names)
-from ..core.data.preferences import is_preference
+from ..core.data.preferences import is_preference, PAIR_FIELDS
 from .parsers import answer_text, check_parser, PARSERS
 
 # %% ../../nbs/judging/judges.ipynb #a3c23ddd
@@ -28,20 +28,21 @@ from .parsers import answer_text, check_parser, PARSERS
 class Evaluator:
     "One annotator of a configuration."
     name: str
-    template: str           # prompt with {instruction}, {output_1}, {output_2}, each `batch_size` times
+    template: str           # prompt with {instruction}, {output_1}, {output_2} for each pair
     batch_size: int         # pairs in one prompt
     decoding: dict          # fields of the request besides the prompt, including `model`
     parser: str             # name of the parser that reads the answer
     parser_kwargs: dict = field(default_factory=dict)
 
 # %% ../../nbs/judging/judges.ipynb #36a157cc
-def _make_evaluator(name: str, config: dict, file: Path, models: dict, decoding: dict) -> Evaluator:
-    "An annotator from its entry in a configuration, with other models and fields of the request."
-    kwargs, model, size = config.get('completions_kwargs') or {}, entry_model(config), config.get('batch_size') or 1
+def _make_evaluator(name: str, config: dict, file: Path, models: dict, decoding: dict):
+    "The evaluator of an entry in a configuration, with other models and fields of the request."
+    model, kwargs = entry_model(config), config.get('completions_kwargs') or {}
+    size = config.get('batch_size') or 1
     api = config.get('fn_completions') or 'openai_completions'
     if model not in models and api != 'openai_completions':
-        raise ValueError(f'it asks {model} by {api}: serve that behind an OpenAI-compatible endpoint '
-                         f'and give its name: models = {{{model!r}: "..."}}')
+        raise ValueError(f'it asks {model} by {api}: serve that behind an OpenAI-compatible '
+                         f'endpoint and give its name: models = {{{model!r}: "..."}}')
     own = {k: v for k, v in kwargs.items() if k in REQUEST_FIELDS}
     fields = adapt_decoding({'model': models.get(model, model)} | own, decoding)
     parser = config.get('fn_completion_parser') or 'regex_parser'
@@ -49,17 +50,18 @@ def _make_evaluator(name: str, config: dict, file: Path, models: dict, decoding:
     if parser == 'json_parser' and 'annotation_key' in parser_kwargs:   # AlpacaEval's own parser
         parser_kwargs = dict(key=parser_kwargs['annotation_key'])
     if parser == 'logprob_parser' and REASONING_MODELS.search(fields['model']):
-        raise ValueError(f'it reads log-probs, which {fields["model"]} does not return: name a judge '
-                         'that reads text (structured, alpaca_eval_gpt4), or another model with models')
+        raise ValueError(f'it reads log-probs, which {fields["model"]} does not return: name '
+                         'another model, or a judge that reads text (such as structured)')
     check_parser(parser, parser_kwargs)
     prompt = config['prompt_template']
-    path = next((p for p in (file.parent/prompt, file.parent.parent/prompt) if os.path.isfile(p)), None)
+    paths = file.parent/prompt, file.parent.parent/prompt
+    path = next((p for p in paths if os.path.isfile(p)), None)
     if path is None: raise ValueError(f'its prompt {prompt} does not exist')
     template = read_text(path).replace('{question}', config.get('question') or '{question}')
     if '{question}' in template:
         raise ValueError('it has no question. Name one of a task, such as harmlessness/harmless')
     if not template.count('{output_1}') == template.count('{output_2}') == size:
-        raise ValueError(f'{path}: {{output_1}} and {{output_2}} must occur {size} times (its batch_size)')
+        raise ValueError(f'{path}: output_1 and output_2 must occur {size} times (its batch_size)')
     return Evaluator(name, template, size, fields, parser, parser_kwargs)
 
 
@@ -71,8 +73,8 @@ def load_evaluators(
     "The annotators of a configuration; ValueError for one that does not exist or cannot be asked."
     file = judge_config_file(spec)
     if file is None:
-        raise ValueError(f'{spec}: no configuration has this name, and no folder with a configs.yaml is there'
-                         f'{suggest_names(spec)}')
+        raise ValueError(f'{spec}: no configuration has this name, and no folder with a '
+                         f'configs.yaml is there{suggest_names(spec)}')
     evaluators = []
     for name, entry in read_judge_config(file).items():
         try: evaluators.append(_make_evaluator(name, entry, file, models, decoding))
@@ -105,13 +107,14 @@ _SLOT = re.compile(r'\{(instruction|input|output_1|output_2)\}')
 
 
 def fill_prompt(texts: list[str], pairs: list[dict]) -> list[str]:
-    "Templates with the pairs in their slots: the first slot of a name is for the first pair, and so on."
+    "Templates with the pairs in their slots: a name's first slot is for the first pair."
     rows = [dict(p, instruction=full_instruction(p), input='') for p in pairs]
-    values = {k: iter([str(r[k]) for r in rows]) for k in ('instruction', 'input', 'output_1', 'output_2')}
+    values = {k: iter([str(r[k]) for r in rows]) for k in PAIR_FIELDS}
     return [_SLOT.sub(lambda slot: break_control_tokens(next(values[slot[1]])), t) for t in texts]
 
 # %% ../../nbs/judging/judges.ipynb #51b64f1b
-COMPLETION_MODELS = re.compile(r'text-davinci|-instruct$|davinci-002|babbage-002')  # models without chat
+# models without chat
+COMPLETION_MODELS = re.compile(r'text-davinci|-instruct$|davinci-002|babbage-002')
 
 
 def judge_request(e: Evaluator, pairs: list[dict]) -> dict:
@@ -119,16 +122,17 @@ def judge_request(e: Evaluator, pairs: list[dict]) -> dict:
     sums = [dict(instruction='1+1=', output_1='2', output_2='3')] * (e.batch_size - len(pairs))
     messages = parse_chatml(e.template)
     filled = fill_prompt([m['content'] for m in messages], pairs + sums)
-    if COMPLETION_MODELS.search(e.decoding['model']): return e.decoding | dict(prompt='\n\n'.join(filled))
+    if COMPLETION_MODELS.search(e.decoding['model']):
+        return e.decoding | dict(prompt='\n\n'.join(filled))
     return e.decoding | dict(messages=[m | dict(content=c) for m, c in zip(messages, filled)])
 
 # %% ../../nbs/judging/judges.ipynb #b2a32d26
 def parse_verdicts(e: Evaluator, answer: dict | None) -> list[float]:
-    "An evaluator's preference from 1 to 2 for each pair of a request; nan where the answer has none."
+    "An evaluator's preference, 1 to 2, on each pair of a request; nan where the answer has none."
     try: verdicts = PARSERS[e.parser](answer, e.batch_size, **e.parser_kwargs)
     except Exception: verdicts = []   # an answer may hold anything
-    valid = len(verdicts) == e.batch_size and all(is_preference(v) or math.isnan(v) for v in verdicts)
-    return verdicts if valid else [math.nan] * e.batch_size
+    known = all(is_preference(v) or math.isnan(v) for v in verdicts)
+    return verdicts if known and len(verdicts) == e.batch_size else [math.nan] * e.batch_size
 
 # %% ../../nbs/judging/judges.ipynb #f492f807
 class Verdict(NamedTuple):
@@ -137,7 +141,7 @@ class Verdict(NamedTuple):
     raw: str = ''                 # the last answer, as it came
     price: float | None = 0.      # dollars; None where the model's price is unknown
     seconds: float | None = None  # that the last answer took
-    orders: tuple = ()            # if asked in both orders: the preference in each, in the pair's own order
+    orders: tuple = ()            # if asked in both orders: the preference in each, as the pair is
 
 # %% ../../nbs/judging/judges.ipynb #b947c588
 _DRAWS_PER_SEED = 1000
@@ -159,7 +163,8 @@ def ask_judges(
         sent = [requests[i] for i in left]
         sampled = [parts[i][0].decoding.get('temperature', 1) != 0 for i in left]
         draws = [draw + _DRAWS_PER_SEED * seed * s for s in sampled]
-        def readable(k, answer): return not np.isnan(parse_verdicts(parts[left[k]][0], answer)).all()
+        def readable(k, answer):
+            return not np.isnan(parse_verdicts(parts[left[k]][0], answer)).all()
         labels = sum(len(parts[i][1]) for i in left)
         answers = client(sent, draws, labels, asks - draw, None if draw else readable)
         answered = [(i, a, s) for i, a, s in zip(left, answers, client.seconds(sent, draws)) if a]
@@ -168,17 +173,19 @@ def ask_judges(
             usage = token_usage(answer, requests[i])
             paid = client.price(e.decoding['model'], *usage, batch=seconds is None)
             price = None if paid is None or earlier is None else earlier + paid / e.batch_size
-            raw = answer_text(answer) or (answer['choices'][0].get('message') or {}).get('refusal') or ''
+            message = answer['choices'][0].get('message') or {}
+            raw = answer_text(answer) or message.get('refusal') or ''
             verdicts[i] = [Verdict(v, raw, price, seconds) for v in parse_verdicts(e, answer)]
         left = [i for i, *_ in answered if any(math.isnan(v.preference) for v in verdicts[i])]
     client.unread += [dict(annotator=parts[i][0].name, said=verdicts[i][0].raw) for i in left]
-    given = iter([v for (_, pairs), vs in zip(parts, verdicts) for v in vs[:len(pairs)]])   # without the sums
+    real = [v for (_, pairs), vs in zip(parts, verdicts) for v in vs[:len(pairs)]]   # not the sums
+    given = iter(real)
     return [list(islice(given, len(pairs))) for _, pairs in work]
 
 # %% ../../nbs/judging/judges.ipynb #1ef423a6
 @dataclass
 class ApiJudge:
-    "A judge behind an endpoint: pairs to preferences in the order shown, nan where there is no verdict."
+    "A judge behind an endpoint: pairs to preferences in the order shown, nan without a verdict."
     evaluator: Evaluator
     client: ApiClient = None
 
@@ -198,4 +205,5 @@ class Pool:
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The weighted mean preference of all annotators."
-        return np.average([a(pairs) for a in self.annotators], axis=0, weights=self.weights).tolist()
+        preferences = [a(pairs) for a in self.annotators]
+        return np.average(preferences, axis=0, weights=self.weights).tolist()

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.data.records import check_field, FILE_SUFFIXES, full_instruction, prompt_key, read_rows
+from alpaca_farm.core.data.records import (check_field, FILE_SUFFIXES, full_instruction,
+    prompt_key, read_rows)
 from ..core.data.dialogues import check_messages, prompt_messages
 from ..core.data.formats import as_records, row_shape
 from ..core.ask.judge_configs import is_population
@@ -38,7 +39,7 @@ def _read_pair(row: dict, where: str, **fields) -> dict:
 def short_name(spec: str) -> str:
     "A short name for a file or for `module:name`."
     name = Path(spec.rpartition(':')[2]).name
-    suffix = next((s for s in sorted(FILE_SUFFIXES, key=len, reverse=True) if name.endswith(s)), '')
+    suffix = max((s for s in FILE_SUFFIXES if name.endswith(s)), key=len, default='')
     return name.removesuffix(suffix).strip('*_')
 
 
@@ -77,7 +78,7 @@ _FORMATS = [(('votes',), _from_votes),
 
 
 def read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
-    "Labelled pairs from the rows of a file; ValueError for an unknown format, or a pair without any vote."
+    "Labelled pairs from the rows of a file; ValueError for another format, or without votes."
     first = rows[0] if rows and isinstance(rows[0], dict) else {}
     if row_shape(first, ['preference']):
         rows = [dict(r, annotator='gold') for r in as_records(rows, where, ['preference'])]
@@ -93,15 +94,16 @@ def read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
         try: pair, given = read(row, at)
         except KeyError as e: raise ValueError(f'{at}: the field {e} is missing') from None
         votes = {k: read_preference(v, at, k) for k, v in given.items()}
-        soft = next((k for k, v in votes.items() if v not in (1, 1.5, 2) and not math.isnan(v)), None)
-        if soft:
-            raise ValueError(f'{at}: the vote {soft!r} is {votes[soft]}: a person votes 1, 2, or 1.5 for a tie. '
-                             'A soft label is the verdict of a judge')
+        for name, v in votes.items():
+            if v in (1, 1.5, 2) or math.isnan(v): continue
+            raise ValueError(f'{at}: the vote {name!r} is {v}: a person votes 1, 2, or 1.5 for a '
+                             'tie. A soft label is the verdict of a judge')
         if all(math.isnan(v) for v in votes.values()):
             raise ValueError(f'{at}: nobody has voted on this pair. Leave it out')
         key, turned = i, False
-        if read is _from_preference:   # rows of the same pair are merged, in the order of the first
-            key, other = ((*prompt_key(p), p['output_1'], p['output_2']) for p in (pair, swap_outputs(pair)))
+        if read is _from_preference:   # rows of a pair are merged, in the order of the first
+            both = pair, swap_outputs(pair)
+            key, other = ((*prompt_key(p), p['output_1'], p['output_2']) for p in both)
             turned = key not in pairs and other in pairs
             key = other if turned else key
         own = pairs.setdefault(key, dict(pair, votes={}, row=i, source=short_name(where)))['votes']
@@ -112,14 +114,15 @@ def read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
 
 # %% ../../nbs/judging/label_files.ipynb #c71a0303
 def label_file(spec: str) -> Path | None:
-    "The file of labels or verdicts, or the `preferences` of a run folder; None when there is none."
+    "The file of labels or verdicts, or the `preferences` of a run folder; None if there is none."
     path = at_root(spec)
-    if path.is_file() and path.name.endswith(FILE_SUFFIXES): return None if is_population(spec) else path
-    return next((path/f'preferences{s}' for s in FILE_SUFFIXES if (path/f'preferences{s}').is_file()), None)
+    if path.is_file() and path.name.endswith(FILE_SUFFIXES):
+        return None if is_population(spec) else path
+    return next((p for s in FILE_SUFFIXES if (p := path/f'preferences{s}').is_file()), None)
 
 
 def label_files(spec: str) -> list[str]:
-    "The files of a set, or the name of the function that makes it; ValueError when there is neither."
+    "The files of a set, or the name of the function that makes it; ValueError for neither."
     files = [label_file(f) for f in sorted(glob(str(at_root(spec))))]
     if files and all(files): return list(map(str, files))
     if files or ':' not in spec:
@@ -146,7 +149,7 @@ def load_sets(specs: list[str]) -> dict:
 # %% ../../nbs/judging/label_files.ipynb #a6ff6c8a
 class Verdicts(NamedTuple):
     "Verdicts of a judge on pairs, in the pairs' own order."
-    preferences: np.ndarray     # (annotators, 2, pairs) 1 to 2 or nan; [:, 1]: the second answer shown first
+    preferences: np.ndarray     # (annotators, 2, pairs) 1 to 2 or nan; [:, 1]: shown exchanged
     how: str                    # live or recorded
     unanswered: np.ndarray      # (pairs,) how often the pair was shown but got no verdict
     shown: np.ndarray           # (2, pairs) whether the pair was shown in this order
@@ -176,16 +179,17 @@ def read_verdicts(file: str) -> list[RecordedVerdict]:
     "The verdicts of a file; ValueError naming row and field."
     rows, verdicts = read_rows(file), []
     first = rows[0] if rows else {}
-    result = next((k for k in first if k.endswith('_result') and 'idx' in first), None)   # PandaLM's
+    result = next((k for k in first if k.endswith('_result') and 'idx' in first), None)
     for i, row in enumerate(rows):
         where = f'{file}, row {i}'
         def read(name): return read_preference(row[name], where, name)
         try:
             if {'dataset', 'item', 'winner'} <= set(first):   # LLMBar's
                 key = row['dataset'].replace('/', '_'), int(row['item'])
-                judge = f'{row["judge"]} {row["strategy"]}'
-                v = RecordedVerdict(judge, key, int(row['swapped']), read('winner'), i, gold=read('gold'))
-            elif result: v = RecordedVerdict(short_name(file), (row['idx'],), 0, read(result), i)
+                judge, order = f'{row["judge"]} {row["strategy"]}', int(row['swapped'])
+                v = RecordedVerdict(judge, key, order, read('winner'), i, gold=read('gold'))
+            elif result:   # PandaLM's
+                v = RecordedVerdict(short_name(file), (row['idx'],), 0, read(result), i)
             else:
                 pair, judge = _read_pair(row, where), str(row.get('annotator', short_name(file)))
                 key = full_instruction(pair), row['output_1'], row['output_2']
@@ -196,8 +200,8 @@ def read_verdicts(file: str) -> list[RecordedVerdict]:
     return verdicts
 
 # %% ../../nbs/judging/label_files.ipynb #a5ffaf6a
-def _match_verdicts(rows: list[RecordedVerdict], pairs: list[dict], where: str, what: str) -> Verdicts | None:
-    "The verdicts of one judge on those pairs of a set that it has compared; None when there are none."
+def _match_verdicts(rows: list, pairs: list[dict], where: str, what: str) -> Verdicts | None:
+    "The verdicts of one judge on those pairs of a set that it has compared; None without any."
     keys = {}   # of a pair: its number, and whether the key has its answers exchanged
     for j, p in enumerate(pairs):
         text, one, two = full_instruction(p), p['output_1'], p['output_2']
@@ -208,8 +212,9 @@ def _match_verdicts(rows: list[RecordedVerdict], pairs: list[dict], where: str, 
     if not matching: return None
     for r in matching:
         for j, exchanged in keys[r.key]:
-            if not math.isnan(r.gold) and r.gold not in pairs[j]['votes'].values():
-                raise ValueError(f'{where}, row {r.row}: gold is {r.gold:g}, but the set has {pairs[j]["votes"]}: '
+            votes = pairs[j]['votes']
+            if not math.isnan(r.gold) and r.gold not in votes.values():
+                raise ValueError(f'{where}, row {r.row}: gold is {r.gold:g}, the set has {votes}: '
                                  'the rows do not belong together')
             preference = 3 - r.preference if exchanged else r.preference
             at.setdefault((j, r.order ^ exchanged), []).append(preference)
@@ -232,7 +237,7 @@ def recorded_verdicts(
     sets: dict,      # labelled pairs by the name of the set
     pool: str = '',  # one name for all judges of the file if no two of them compared the same pair
 ) -> dict:  # {(set, judge): Verdicts}
-    "The judges of a file on the pairs of each set that they compared; ValueError when there are none."
+    "The judges of a file on the pairs of each set that they compared; ValueError without any."
     rows = [r for r in read_verdicts(file) if fnmatch(r.judge, pattern or '*')]
     if not rows:
         called = f' of a judge called {pattern}' if pattern else ''
@@ -240,10 +245,12 @@ def recorded_verdicts(
     once = len({(r.key, r.order) for r in rows}) == len(rows)
     if pool and not pattern and once and len({r.judge for r in rows}) > 1:
         rows = [r._replace(judge=pool) for r in rows]
-    judges = dict.fromkeys(r.judge for r in rows)
-    found = {(s, judge): _match_verdicts([r for r in rows if r.judge == judge], pairs, file, f'{judge} on {s}')
-             for s, pairs in sets.items() for judge in judges}
-    matched = {k: verdicts for k, verdicts in found.items() if verdicts}
+    by_judge, matched = {}, {}
+    for r in rows: by_judge.setdefault(r.judge, []).append(r)
+    for s, pairs in sets.items():
+        for judge, own in by_judge.items():
+            verdicts = _match_verdicts(own, pairs, file, f'{judge} on {s}')
+            if verdicts: matched[s, judge] = verdicts
     if matched: return matched
-    raise ValueError(f'{file}: its {len(rows)} verdicts match no pair in {", ".join(sets)}. '
-                     'They are matched by the instruction and both answers, or by the number in a known set')
+    raise ValueError(f'{file}: its {len(rows)} verdicts match no pair in {", ".join(sets)}. They '
+                     'are matched by instruction and answers, or by the number in a known set')

@@ -35,7 +35,7 @@ class LabellingConfig(Config):
     repeat: float = 0.1                 # share of the pairs that are shown again, swapped
     max_instances: int = 0              # use only the first n pairs; 0 for all
     inputs = dict(outputs='candidates')
-    aside = Config.aside + ('store', 'repeat')   # the labels themselves are part of the fingerprint
+    aside = Config.aside + ('store', 'repeat')   # the labels themselves are part of the identity
 
     def check(self): self.bounds(repeat=(0, 1), max_instances=(0, None))
 
@@ -53,8 +53,8 @@ def label_request(
 ) -> dict:
     "The request to a person to compare a pair: its texts in the order shown, and no other field."
     first, second = ('output_2', 'output_1') if swapped else ('output_1', 'output_2')
-    return dict(kind='label', person=person, instruction=prompt_text(pair), input=pair.get('input') or '',
-                output_1=pair[first], output_2=pair[second])
+    return dict(kind='label', person=person, instruction=prompt_text(pair),
+                input=pair.get('input') or '', output_1=pair[first], output_2=pair[second])
 
 # %% ../../nbs/judging/labelling.ipynb #b7b70fb8
 def record_answer(
@@ -75,18 +75,20 @@ def person_answers(
     store: Store,
     pairs: list[dict],
     person: str,
-) -> list[list[dict]]:  # for each pair up to two answers with `swapped` (the order shown), the earlier first
+) -> list[list[dict]]:  # for each pair up to two answers with `swapped`, the earlier first
     "A person's last answers about pairs, in either order; none after an undo."
-    requests = {(i, s): label_request(p, person, s) for i, p in enumerate(pairs) for s in (False, True)}
+    requests = {(i, s): label_request(p, person, s)
+                for i, p in enumerate(pairs) for s in (False, True)}
     last, number = {}, 0
     while requests:   # those answered so often
         keys = {at: request_key(r, number) for at, r in requests.items()}
         found = store.get(list(keys.values()))
         requests, number = {at: r for at, r in requests.items() if keys[at] in found}, number + 1
         last |= {at: found[keys[at]] for at in requests}
-    given = [[dict(last[i, s], swapped=s) for s in (False, True) if (i, s) in last and not last[i, s]['undone']]
-             for i in range(len(pairs))]
-    return [sorted(answers, key=lambda a: a['at']) for answers in given]
+    given = [[] for _ in pairs]
+    for (i, swapped), answer in sorted(last.items(), key=lambda item: item[1]['at']):
+        if not answer['undone']: given[i].append(dict(answer, swapped=swapped))
+    return given
 
 # %% ../../nbs/judging/labelling.ipynb #cd8e0528
 _REPEAT_AFTER = 10  # pairs between the two times that a pair is shown
@@ -101,12 +103,13 @@ class LabellingQueue:
         seed: int = 0,
         repeat: float = 0.,  # share of the pairs that are shown again
     ):
-        if not person.strip(): raise ValueError("person = '': give your name, the same one each time")
+        if not person.strip():
+            raise ValueError("person = '': give your name, the same one each time")
         self.pairs, self.store = [p for p in pairs if p['output_1'] != p['output_2']], store
         self.person, self.seed = person.strip(), seed
         self.answers = person_answers(store, self.pairs, self.person)
-        repeated = [hash_uniform(seed, 'again', self.person, *pair_identity(p)) < repeat for p in self.pairs]
-        showings = [(i, again) for i, r in enumerate(repeated) for again in range(1 + r)]
+        coins = [hash_uniform(seed, 'again', self.person, *pair_identity(p)) for p in self.pairs]
+        showings = [(i, again) for i, u in enumerate(coins) for again in range(1 + (u < repeat))]
         self.showings = sorted(showings, key=lambda s: s[0] + _REPEAT_AFTER * s[1])
 
     def is_due(self, i: int, again: int) -> bool:
@@ -114,7 +117,7 @@ class LabellingQueue:
         return len(self.answers[i]) == again and all(a['preference'] for a in self.answers[i])
 
     def reload(self, i: int):
-        "Read the answers about pair i from the store; they may have been given in another session."
+        "Read the answers about pair i from the store; they may be of another session."
         self.answers[i], = person_answers(self.store, [self.pairs[i]], self.person)
 
     def next_pair(self) -> tuple[int, bool] | None:
@@ -127,7 +130,8 @@ class LabellingQueue:
 
     def count_remaining(self) -> int:
         "How many showings are still to come."
-        return sum(self.is_due(i, again) or len(self.answers[i]) < again for i, again in self.showings)
+        return sum(self.is_due(i, again) or len(self.answers[i]) < again
+                   for i, again in self.showings)
 
     def record_label(self, i: int, swapped: bool, preference: float | None, seconds: float = 0.,
                      undone: bool = False):
@@ -138,7 +142,8 @@ class LabellingQueue:
 
     def undo_label(self) -> bool:
         "Undo the last answer, whichever session it is from; False when there is none."
-        answers = [(a['at'], i, a['swapped']) for i, given in enumerate(self.answers) for a in given]
+        answers = [(a['at'], i, a['swapped'])
+                   for i, given in enumerate(self.answers) for a in given]
         if answers: self.record_label(*max(answers)[1:], None, undone=True)
         return bool(answers)
 
@@ -150,7 +155,7 @@ def person_labels(
     store: Store,
     pairs: list[dict],
     person: str,
-) -> list[dict]:  # pairs with preference, annotator, time (seconds), shown_first (1 or 2), maybe again
+) -> list[dict]:  # with preference, annotator, time (seconds), shown_first (1, 2), maybe again
     "The labels that a person has given, as preference records; skipped pairs are not among them."
     def own_order(a): return 3 - a['preference'] if a['swapped'] else a['preference']
     rows = []
@@ -159,8 +164,8 @@ def person_labels(
         first, *second = answers
         rest = {k: v for k, v in pair.items() if k not in _VERDICT_FIELDS}
         again = {'again': own_order(a) for a in second if a['preference']}
-        rows.append(dict(rest, preference=own_order(first), annotator=person, time=first['seconds'],
-                         shown_first=1 + first['swapped'], **again))
+        rows.append(dict(rest, preference=own_order(first), annotator=person,
+                         time=first['seconds'], shown_first=1 + first['swapped'], **again))
     return rows
 
 
@@ -175,7 +180,8 @@ def person_summary(
     rows: list[dict],  # labels of one person, from `person_labels`
 ) -> dict:  # labels, ties, seconds, first, self_agreement; None without data
     "Summary of a person's labels; `first` and `self_agreement` are shares with intervals."
-    decided, repeated = [r for r in rows if r['preference'] != 1.5], [r for r in rows if 'again' in r]
+    decided = [r for r in rows if r['preference'] != 1.5]
+    repeated = [r for r in rows if 'again' in r]
     def share(hits): return wilson(sum(hits), len(hits)) if hits else None
     return dict(labels=len(rows), ties=len(rows) - len(decided),
                 seconds=float(np.median([r['time'] for r in rows])) if rows else None,
@@ -184,7 +190,8 @@ def person_summary(
 
 # %% ../../nbs/judging/labelling.ipynb #50e73071
 _BOX_STYLE = ('border:1px solid var(--jp-border-color1,#bbb);border-radius:4px;padding:8px 12px;'
-              'white-space:pre-wrap;line-height:1.4;overflow-wrap:anywhere;max-height:50vh;overflow:auto')
+              'white-space:pre-wrap;line-height:1.4;overflow-wrap:anywhere;max-height:50vh;'
+              'overflow:auto')
 
 
 def pair_html(
@@ -205,15 +212,16 @@ _PAGE_SCRIPT = """<style onload="
     page.querySelector('.labelling-pair').setAttribute('aria-live', 'polite');
     page.onkeydown = event => {
         event.stopPropagation();
-        if (event.ctrlKey || event.metaKey || event.altKey || event.repeat || event.key.length > 1) return;
+        if (event.ctrlKey || event.metaKey || event.altKey) return;
+        if (event.repeat || event.key.length > 1) return;
         const button = page.querySelector('.labelling-key-' + CSS.escape(event.key.toLowerCase()));
         if (button) { button.click(); event.preventDefault(); }
     };">.labelling:focus-visible { outline: 2px solid var(--jp-brand-color1, #1976d2); }</style>
 click here once, then the keys work"""
 
 # %% ../../nbs/judging/labelling.ipynb #d8c83ad6
-_KEYS = {'1': ('1: left is better', 1.), '2': ('2: right is better', 2.), '0': ('0: equally good', 1.5),
-         's': ('s: skip', None), 'u': ('u: undo', None)}
+_KEYS = {'1': ('1: left is better', 1.), '2': ('2: right is better', 2.),
+         '0': ('0: equally good', 1.5), 's': ('s: skip', None), 'u': ('u: undo', None)}
 
 
 class LabellingPage:
@@ -226,7 +234,8 @@ class LabellingPage:
         self.queue, self.key_delay = queue, key_delay
         self.head, self.body, self.script = w.HTML(), w.HTML(), w.HTML(_PAGE_SCRIPT)
         self.body.add_class('labelling-pair')
-        self.buttons = {k: w.Button(description=text, layout=w.Layout(width='auto', flex='0 0 auto'))
+        wide = w.Layout(width='auto', flex='0 0 auto')
+        self.buttons = {k: w.Button(description=text, layout=wide)
                         for k, (text, _) in _KEYS.items()}
         for k, button in self.buttons.items():
             button.add_class(f'labelling-key-{k}')
@@ -247,32 +256,35 @@ class LabellingPage:
         pace = f', {np.median(seconds):.0f} s each' if seconds else ''
         progress = f'{len(seconds)} done, {queue.count_remaining()} left{pace}'
         self.head.value = html.escape(f'{queue.person}: {progress}. {note}')
-        self.body.value = pair_html(self.pair) if self.pair else 'Nothing is left to label. Thank you.'
+        nothing = 'Nothing is left to label. Thank you.'
+        self.body.value = pair_html(self.pair) if self.pair else nothing
 
     def press_key(self, key: str):
-        "Record the label that a key or button stands for, or undo the last one, and show the next pair."
+        "Record the label that a key stands for, or undo the last one, and show the next pair."
         seconds, note = time.monotonic() - self.shown_at, ''
         if seconds < self.key_delay or key not in _KEYS: return
         try:
-            if key != 'u' and self.current: self.queue.record_label(*self.current, _KEYS[key][1], seconds)
-            if key == 'u' and not self.queue.undo_label(): note = 'There is nothing to undo.'
+            if key == 'u': note = '' if self.queue.undo_label() else 'There is nothing to undo.'
+            elif self.current: self.queue.record_label(*self.current, _KEYS[key][1], seconds)
             self.show_next_pair(note)
         except OSError as e: self.head.value = html.escape(f'Not recorded: {e}')
 
 # %% ../../nbs/judging/labelling.ipynb #953fe9a1
 def labelling_widget(cfg: LabellingConfig):
-    "The widget with which `cfg.person` labels; without a name None, after printing the counts so far."
+    "The widget with which `cfg.person` labels; without a name None, after printing the counts."
     ensure_inputs(cfg)
     pairs, store = load_pairs(cfg), Store(at_root(cfg.store))
-    if cfg.person: return LabellingPage(LabellingQueue(pairs, store, cfg.person, cfg.seed, cfg.repeat)).view
+    if cfg.person:
+        queue = LabellingQueue(pairs, store, cfg.person, cfg.seed, cfg.repeat)
+        return LabellingPage(queue).view
     counts = {name: len(person_labels(store, pairs, name)) for name in people_in_store(store)}
     labels = ', '.join(f'{n} by {name}' for name, n in counts.items() if n) or 'none'
     print(f'{len(pairs)} pairs in {cfg.outputs}; labels so far: {labels}.\n'
-          'To label, write your name into the parameters cell (person), run all cells, and come back here')
+          'To label, write your name into the parameters cell (person), and run all cells')
 
 # %% ../../nbs/judging/labelling.ipynb #e19d998e
 def run(cfg: LabellingConfig):
-    "Turn the labels in the store into a run; writes preferences.json and summary.json to `cfg.out`."
+    "Turn the labels in the store into a run; writes preferences.json and summary.json."
     ensure_inputs(cfg)
     pairs, store = load_pairs(cfg), Store(at_root(cfg.store))
     people = [cfg.person.strip()] if cfg.person else people_in_store(store)
@@ -281,12 +293,12 @@ def run(cfg: LabellingConfig):
     if folder.done: return folder
     rows = [r for name in people for r in person_labels(store, pairs, name)]
     folder.write('preferences.json', rows)
-    summary = person_summary(rows)
+    summary, people = person_summary(rows), {r['annotator'] for r in rows}
     skipped = sum(not a['preference'] for by_pair in answers for given in by_pair for a in given)
     shares = {f'{k}{end}': v for k in ('first', 'self_agreement') if summary[k]
               for end, v in zip(('', '_low', '_high'), summary[k])}
     folder.finish(pairs=len(pairs), labels=len(rows), ties=summary['ties'], skipped=skipped,
-                  people=len({r['annotator'] for r in rows}), seconds_per_label=summary['seconds'], **shares)
+                  people=len(people), seconds_per_label=summary['seconds'], **shares)
     return folder
 
 # %% ../../nbs/judging/labelling.ipynb #15055b86

@@ -20,23 +20,25 @@ from .judges import Evaluator, fill_prompt, parse_chatml
 
 # %% ../../nbs/judging/local_judges.ipynb #75d46368
 def verdict_labels(e: Evaluator) -> tuple[str, str]:
-    "The labels for the first and the second answer; ValueError for an evaluator without such labels."
+    "The labels for the first and the second answer; ValueError for an evaluator without them."
     kwargs = e.parser_kwargs
     if e.batch_size == 1 and e.parser == 'regex_parser':
         # `Output \(a\)` stands for itself, and an optional group before it for nothing
-        plain = {float(k): re.sub(r'\(\?:[^)]*\)\s?\??', '', p) for k, p in kwargs['outputs_to_match'].items()}
-        labels = {k: re.sub(r'\\(.)', r'\1', p).strip() for k, p in plain.items()}
+        labels = {}
+        for k, pattern in kwargs['outputs_to_match'].items():
+            plain = re.sub(r'\(\?:[^)]*\)\s?\??', '', pattern)
+            labels[float(k)] = re.sub(r'\\(.)', r'\1', plain).strip()
         if set(labels) == {1., 2.} and not re.search(r'[\\\[\]^$|+*]', labels[1.] + labels[2.]):
             return labels[1.], labels[2.]
-    if e.batch_size == 1 and e.parser == 'logprob_parser' and len(kwargs['denominator_tokens']) == 2:
-        first = kwargs['numerator_token']
-        return first, next(t for t in kwargs['denominator_tokens'] if t != first)
+    if e.batch_size == 1 and e.parser == 'logprob_parser':
+        first, others = kwargs['numerator_token'], kwargs['denominator_tokens']
+        if len(others) == 2: return first, next(t for t in others if t != first)
     raise ValueError(f'{e.name} cannot use a local model: its verdict is not one of two labels. '
-                     'Name a configuration with labels, such as open_pool, or serve it and set base_url')
+                     'Name one with labels, such as open_pool, or serve it and set base_url')
 
 # %% ../../nbs/judging/local_judges.ipynb #8b0e91ec
-def _bradley_terry(first: np.ndarray, second: np.ndarray) -> np.ndarray:  # of the same shape, 1 to 2
-    "The preference between two answers of these scores, in nats."
+def _bradley_terry(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    "The preferences, 1 to 2, between answers of these scores in nats; all of one shape."
     return 1 + 1 / (1 + np.exp(np.clip(first - second, -50, 50)))
 
 
@@ -52,7 +54,8 @@ class LocalJudge:
     def prompt_ids(self, pair: dict) -> list[int]:
         "Token ids of the prompt for a pair, in the model's chat format if it has one."
         tokenizer = self.tokenizer
-        added = (t.content for t in tokenizer.added_tokens_decoder.values())   # Llama's headers are only here
+        # Llama's headers are only here
+        added = (t.content for t in tokenizer.added_tokens_decoder.values())
         for token in sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True):
             if len(token) == 1: continue
             pair = {k: v.replace(token, f'{token[0]} {token[1:]}') if isinstance(v, str) else v
@@ -67,7 +70,8 @@ class LocalJudge:
     def __call__(self, pairs: list[dict]) -> list[float]:
         from alpaca_farm.core.model.models import response_logprobs
         prompts = [self.prompt_ids(p) for p in pairs]
-        limit = getattr(self.model.config, 'max_position_embeddings', math.inf) - max(map(len, self.labels))
+        context = getattr(self.model.config, 'max_position_embeddings', math.inf)
+        limit = context - max(map(len, self.labels))
         fitting = [i for i, ids in enumerate(prompts) if len(ids) <= limit]
         answers = [label for label in self.labels for _ in fitting]
         logps = response_logprobs(self.model, [prompts[i] for i in fitting] * 2, answers,
@@ -78,7 +82,7 @@ class LocalJudge:
 
 # %% ../../nbs/judging/local_judges.ipynb #d1293e30
 class RewardJudge:
-    "A reward model as an annotator: the Bradley-Terry probability that the second answer is better, plus 1."
+    "A reward model as an annotator: Bradley and Terry's probability of the second answer, plus 1."
     def __init__(self, folder: str, cfg: Config):
         from alpaca_farm.core.model.models import load_scalar
         self.model, self.tokenizer = load_scalar(folder, cfg, encoder=True)
@@ -87,7 +91,8 @@ class RewardJudge:
     def __call__(self, pairs: list[dict]) -> list[float]:
         from alpaca_farm.core.model.rewards import score_records
         records = [dict(p, output=p[k]) for k in ('output_1', 'output_2') for p in pairs]
-        rewards = score_records(self.model, self.tokenizer, records, self.template, standardise=False)
+        rewards = score_records(self.model, self.tokenizer, records, self.template,
+                                standardise=False)
         return _bradley_terry(*np.array(rewards).reshape(2, -1)).tolist()
 
 # %% ../../nbs/judging/local_judges.ipynb #711bc3ee
@@ -100,10 +105,11 @@ class RecordedLabels:
         self.name, self.labels = name, {}
         for r in rows:
             key, swapped = self.place(r)
-            self.labels.setdefault(key, []).append(3 - r['preference'] if swapped else r['preference'])
+            preference = 3 - r['preference'] if swapped else r['preference']
+            self.labels.setdefault(key, []).append(preference)
 
     def place(self, pair: dict) -> tuple[tuple, bool]:
-        "A pair's key, the same with its input merged or not, and whether its outputs are in the other order."
+        "A pair's key, with its input merged or not, and whether its outputs are exchanged."
         text = pair_identity(dict(pair, instruction=full_instruction(pair), input=''))
         return tuple(text), text[-2:] != [pair['output_1'], pair['output_2']]
 
@@ -114,7 +120,7 @@ class RecordedLabels:
 
 
 def read_labels(path) -> list[dict]:
-    "The records with a label of a file or a run, or AlpacaEval's annotations; ValueError naming a wrong row."
+    "Labelled records of a file or run, or AlpacaEval's annotations; ValueError for a wrong row."
     rows = as_records(read_rows(find_file(str(path), 'preferences')), str(path), ['preference'])
     for i, r in enumerate(rows):
         preference = read_preference(r.get('preference'), f'{path}, row {i}', 'preference')

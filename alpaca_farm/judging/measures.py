@@ -16,7 +16,8 @@ import numpy as np
 
 from ..core.data.records import full_instruction
 from ..core.data.preferences import decide_vote, hash_uniform, pair_identity
-from ..core.stats import agreement, bias, Interval, one_hot_votes, spearman, variance, vote_mode
+from alpaca_farm.core.stats import (agreement, bias, Interval, one_hot_votes, spearman, variance,
+    vote_mode)
 from .noise import feature_preference, length_sign, list_sign
 
 # %% ../../nbs/judging/measures.ipynb #5c80ff90
@@ -84,26 +85,28 @@ def mode_measures(
 def order_measures(
     votes,  # (votes, 2, pairs)
 ) -> dict:
-    "Consistency and the share of votes for the answer shown first; nan without a pair shown in both orders."
+    "Consistency and the share of votes for the first shown; nan without a pair in both orders."
     one, two = votes[:, 0], votes[:, 1]
     both = ~np.isnan(one + two)
     first = (one[both] == 1).sum() + (two[both] == 2).sum()
     decided = (one[both] != 1.5).sum() + (two[both] != 1.5).sum()
-    return dict(consistency=_share((one == two)[both].sum(), both.sum()), first=_share(first, decided))
+    same = (one == two)[both].sum()
+    return dict(consistency=_share(same, both.sum()), first=_share(first, decided))
 
 # %% ../../nbs/judging/measures.ipynb #08d14fe8
 class PairTraits(NamedTuple):
     "What the measures need to know of pairs besides the votes; each (pairs, ...)."
     longer: np.ndarray   # above 0 where only output_2 is clearly longer
     list: np.ndarray     # above 0 where only output_2 has a list
-    models: np.ndarray   # (pairs, 2) numbers of the two models; (pairs, 0) where they have no names
+    models: np.ndarray   # (pairs, 2) numbers of the two models; (pairs, 0) without names
     orders: np.ndarray   # (pairs, 4) coins: the order in which each of four votes is cast
 
 
 def pair_traits(pairs: list[dict], seed: int = 0) -> PairTraits:
     "Traits of pairs; models are numbered when there are more than two and every pair names both."
     def coin(p, k):
-        return int(hash_uniform(seed, 'order', k, *pair_identity(p)) < .5) ^ (p['output_1'] <= p['output_2'])
+        second = hash_uniform(seed, 'order', k, *pair_identity(p)) < .5
+        return int(second) ^ (p['output_1'] <= p['output_2'])
     names = [(p.get('generator_1'), p.get('generator_2')) for p in pairs]
     known = sorted({m for both in names for m in both if m})
     named = len(known) > 2 and all(all(both) for both in names)
@@ -113,7 +116,7 @@ def pair_traits(pairs: list[dict], seed: int = 0) -> PairTraits:
 
 
 def _votes_in_drawn_orders(votes, orders) -> np.ndarray:  # (votes, pairs)
-    "Four votes (or as many as annotators), each in its coin's order; all votes if there is one order."
+    "Four votes (or as many as annotators), each in its coin's order; all if there is one order."
     n, pairs = len(votes), votes.shape[2]
     if np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, pairs)
     k = np.arange(max(4, n))
@@ -133,9 +136,9 @@ def win_shares(
 
 # %% ../../nbs/judging/measures.ipynb #f708ce10
 def _feature_preferences(votes, traits: PairTraits) -> dict:
-    "Share of votes (votes, pairs), missing ones left out, for the longer answer and for the only list."
+    "Share of votes (votes, pairs) for the longer answer and for the only list."
     v = np.where(np.isnan(votes), 1.5, votes)
-    return dict(longer=feature_preference(v, traits.longer), list=feature_preference(v, traits.list))
+    return {k: feature_preference(v, getattr(traits, k)) for k in ('longer', 'list')}
 
 
 def judge_measures(
@@ -148,10 +151,10 @@ def judge_measures(
     by_judge, by_people, by_four = (one_hot_votes(v).sum(0) for v in (every, people, four))
     accuracy, decided, kappa = mode_measures(by_judge, by_people)
     answered = by_judge.sum(0) > 0
-    comparable = (answered & (by_people.sum(0) > 1)).any()
+    comparable, raters = (answered & (by_people.sum(0) > 1)).any(), np.vstack([people, four[:1]])
     out = dict(accuracy=accuracy, decided=decided,
                agreement=agreement(every, people) if comparable else math.nan, kappa=kappa,
-               alpha=krippendorff_alpha(np.vstack([people, four[:1]])) if answered.any() else math.nan,
+               alpha=krippendorff_alpha(raters) if answered.any() else math.nan,
                bias=bias(four, people) if by_four.any() else math.nan,
                variance=variance(four) if (by_four.sum(0) > 1).any() else math.nan,
                **order_measures(votes), **_feature_preferences(every, traits))
@@ -167,10 +170,10 @@ def people_measures(people, traits: PairTraits) -> dict:
     "The people's own measures; `pairwise` is how often two votes on a pair are the same."
     n = one_hot_votes(people).sum(0)
     several = (n.sum(0) > 1).any()
-    own = agreement(people) if several else math.nan
+    own, alpha = (f(people) if several else math.nan for f in (agreement, krippendorff_alpha))
     pairwise = _share((n*(n - 1)).sum(), (n.sum(0)*(n.sum(0) - 1)).sum())
-    return dict(agreement=own, pairwise=pairwise, alpha=krippendorff_alpha(people) if several else math.nan,
-                variance=1 - own, **_feature_preferences(people, traits))
+    return dict(agreement=own, pairwise=pairwise, alpha=alpha, variance=1 - own,
+                **_feature_preferences(people, traits))
 
 # %% ../../nbs/judging/measures.ipynb #7ff375a0
 FEWEST = 10  # instructions that an interval needs
@@ -182,11 +185,12 @@ def bootstrap_measures(
     n: int = 400,        # bootstrap draws
     seed: int = 0,       # same seed, same draws
 ) -> dict:  # {name: Interval}
-    "Measures with 95 % intervals over instructions; the ends are nan for fewer than ten instructions."
+    "Measures with 95 % intervals over instructions; the ends are nan for fewer than ten of them."
     groups, rng = {}, np.random.default_rng(seed)
     for i, p in enumerate(pairs): groups.setdefault(full_instruction(p), []).append(i)
     groups = [np.array(g) for g in groups.values()]
-    def resample(): return np.concatenate([groups[g] for g in rng.integers(0, len(groups), len(groups))])
+    def resample():
+        return np.concatenate([groups[g] for g in rng.integers(0, len(groups), len(groups))])
     draws, intervals = [measure(resample()) for _ in range(n if len(groups) >= FEWEST else 0)], {}
     for name, value in measure(np.arange(len(pairs))).items():
         x = np.array([d[name] for d in draws if not math.isnan(d[name])])
@@ -206,6 +210,7 @@ def pairwise_agreement(
     if not 1 < len(names) < 7: return {}
     votes = {k: np.array([p['votes'].get(k, math.nan) for p in pairs]) for k in names}
     def same_votes(i):
-        return {f'{a}, {b}': _share((votes[a][i] == votes[b][i]).sum(), (~np.isnan(votes[a][i] + votes[b][i])).sum())
-                for a, b in combinations(names, 2)}
+        couples = {f'{a}, {b}': (votes[a][i], votes[b][i]) for a, b in combinations(names, 2)}
+        return {k: _share((a == b).sum(), (~np.isnan(a + b)).sum())
+                for k, (a, b) in couples.items()}
     return bootstrap_measures(same_votes, pairs, draws, seed)

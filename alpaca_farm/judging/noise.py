@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.ask.judge_configs import is_population
-from ..core.data.preferences import (annotator_order, annotator_preferences, check_preferences,
-    hash_uniform, pair_identity, swap_outputs)
+from ..core.data.preferences import (annotator_order, annotator_preferences,
+    check_preferences, hash_uniform, pair_identity, swap_outputs)
 from ..core.stats import Interval, wilson
 
 # %% ../../nbs/judging/noise.ipynb #714489ce
@@ -36,7 +36,8 @@ def flip_mask(
     "Which pairs are to be flipped; a pair is flipped in any list or in none."
     if not 0 <= p <= 1: raise ValueError(f'p = {p}: a flip rate is between 0 and 1')
     stop = dict(pair=None, instruction=-2)[by]
-    return np.array([hash_uniform(seed, 'flip', *pair_identity(r)[:stop]) < p for r in pairs], dtype=bool)
+    texts = [pair_identity(r)[:stop] for r in pairs]
+    return np.array([hash_uniform(seed, 'flip', *text) < p for text in texts], dtype=bool)
 
 
 class FlippedLabels(NamedTuple):
@@ -51,11 +52,13 @@ def flip_labels(
     seed: int = 0,            # of the coins
     by: str = 'pair',         # a coin for each pair, or one for all pairs of an instruction
 ) -> FlippedLabels:
-    "Preferences with some of them reversed, and the realised rate; ties and identical outputs stay."
-    y = check_preferences([1.5 if r['preference'] is None else r['preference'] for r in preferences])
+    "Preferences of which some are reversed, and the realised rate; ties stay as they are."
+    given = [r['preference'] for r in preferences]
+    y = check_preferences([1.5 if p is None else p for p in given])
     decided = (y != 1.5) & np.array([r['output_1'] != r['output_2'] for r in preferences])
     flipped = flip_mask(preferences, p, seed, by) & decided
-    records = [dict(r, preference=float(3 - v)) if f else r for r, v, f in zip(preferences, y, flipped)]
+    records = [dict(r, preference=float(3 - v)) if f else r
+               for r, v, f in zip(preferences, y, flipped)]
     if not decided.any(): return FlippedLabels(records, Interval(0., 0., 1.))
     stop = None if by == 'pair' else -2
     coins = {tuple(pair_identity(r)[:stop]) for r, d in zip(preferences, decided) if d}
@@ -66,7 +69,7 @@ def flip_labels(
 def preference_probabilities(
     judge,              # an annotator, or a pool with `.annotators`
     pairs: list[dict],  # records with instruction, input, output_1, output_2
-) -> np.ndarray:        # (annotators, 2, pairs) probability of preferring output_2: as given, swapped
+) -> np.ndarray:        # (annotators, 2, pairs) probability of output_2: as given, swapped
     "Preferences of each annotator of `judge` on each pair in both orders."
     annotators, swapped = getattr(judge, 'annotators', [judge]), [swap_outputs(p) for p in pairs]
     return np.array([(annotator_preferences(pairs, f) - 1, 2 - annotator_preferences(swapped, f))
@@ -79,7 +82,7 @@ def sample_votes(
     votes: int = 4,     # votes per pair; AlpacaFarm's cross-annotations have four
     seed: int = 0,      # of annotators, orders and coins
     weights=None,       # (annotators,) relative frequency of each; equal when not given
-) -> np.ndarray:        # (votes, pairs) of 1 or 2; 1.5 for identical outputs, nan without a verdict
+) -> np.ndarray:        # (votes, pairs) of 1 or 2; 1.5: identical outputs, nan: no verdict
     "Votes of some annotators on each pair, each shown in a random order."
     chance = np.asarray(chance)
     w = np.ones(len(chance)) if weights is None else np.asarray(weights, dtype=float)
@@ -97,7 +100,7 @@ def sample_votes(
 # %% ../../nbs/judging/noise.ipynb #740074d8
 def feature_preference(
     preferences,  # (..., pairs) votes or soft preferences
-    feature,      # (pairs,) above 0: only output_2 has it; below 0: only output_1; 0: neither or both
+    feature,      # (pairs,) above 0: only output_2 has it; below 0: only output_1; else 0
 ) -> float:  # nan when no pair differs
     "How often the output with a feature is preferred, where only one has it; ties are left out."
     y, side = np.broadcast_arrays(np.asarray(preferences, dtype=float), np.sign(feature))

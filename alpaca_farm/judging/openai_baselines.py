@@ -22,7 +22,7 @@ from ..annotators import usage_totals
 from .judges import COMPLETION_MODELS
 
 # %% ../../nbs/judging/openai_baselines.ipynb #2dcb50ea
-BASELINES = {'text-davinci-003': 0, 'text-davinci-001': 0,      # characters to stay under; 0: Alpaca's prompt
+BASELINES = {'text-davinci-003': 0, 'text-davinci-001': 0,  # characters to stay under; 0: no limit
              'gpt-3.5-turbo-0301': 1000, 'gpt-4-0314': 500}
 MAX_SAMPLES = 1000  # for each instruction
 
@@ -42,7 +42,8 @@ class OpenaiBaselinesConfig(ApiConfig):
     inputs = dict(data='split')
 
     def check(self):
-        self.bounds(n=(1, MAX_SAMPLES), temperature=(0, 2), max_tokens=(1, None), max_instances=(0, None))
+        self.bounds(n=(1, MAX_SAMPLES), temperature=(0, 2), max_tokens=(1, None),
+                    max_instances=(0, None))
         self.one_of('baseline', '', *BASELINES)
 
 # %% ../../nbs/judging/openai_baselines.ipynb #78c4c094
@@ -72,7 +73,7 @@ def _output(answer: dict) -> str:
 
 
 def run(cfg: OpenaiBaselinesConfig):
-    "Answer a split; writes outputs.json (candidates.json too when n > 1) and summary.json to `cfg.out`."
+    "Answer a split; writes outputs.json (candidates.json too when n > 1) and summary.json."
     if not cfg.baseline: raise ValueError(f"baseline = '': choose from {', '.join(BASELINES)}")
     folder = start(cfg, run)
     if folder.done: return folder
@@ -85,18 +86,22 @@ def run(cfg: OpenaiBaselinesConfig):
     rows, unanswered = [], []
     for i, record in enumerate(records):
         answers = found[i::len(records)]
-        if not all(answers): unanswered.append(record); continue
+        if not all(answers):
+            unanswered.append(record)
+            continue
         rest = {k: v for k, v in without_lists(record).items() if k not in ('output', 'generator')}
         ended = [a['choices'][0].get('finish_reason') != 'length' for a in answers]
         rows.append(dict(rest, output=[_output(a) for a in answers], ended=ended, generator=model))
-    folder.write('outputs.json', [dict(r, output=r['output'][0], ended=r['ended'][0]) for r in rows])
+    first = [dict(r, output=r['output'][0], ended=r['ended'][0]) for r in rows]
+    folder.write('outputs.json', first)
     if cfg.n > 1: folder.write('candidates.json', rows)
-    usage, names = usage_totals([client]), ''.join(f'\n  {prompt_text(r)[:80]!r}' for r in unanswered[:20])
+    usage, missing = usage_totals([client]), f'{len(unanswered)} OF {len(records)} INSTRUCTIONS'
+    names = ''.join(f'\n  {prompt_text(r)[:80]!r}' for r in unanswered[:20])
     if usage['open']:
-        raise ValueError(f'{len(rows)} of {len(records)} instructions are answered, all of them stored; '
-                         f'{len(unanswered)} are missing: {usage["open"]}. Run again to ask only for these:{names}')
-    if unanswered: print(f'{len(unanswered)} OF {len(records)} INSTRUCTIONS HAVE NO ANSWER and are left out '
-                         f'({"; ".join(usage["reasons"])}):{names}')
+        raise ValueError(f'{missing} are not answered yet: {usage["open"]}. The other answers are '
+                         f'stored. Run again to ask only for these:{names}')
+    if unanswered:
+        print(f'{missing} HAVE NO ANSWER and are left out ({"; ".join(usage["reasons"])}):{names}')
     if not rows: raise ValueError('there is no answer to any instruction')
     sizes, limit = [len(o) for r in rows for o in r['output']], BASELINES[cfg.baseline]
     folder.finish(instructions=len(rows), unanswered=len(unanswered), empty=sizes.count(0),

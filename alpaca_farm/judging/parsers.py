@@ -14,15 +14,16 @@ from ..core.data.preferences import is_preference
 
 # %% ../../nbs/judging/parsers.ipynb #5aa44d33
 def answer_text(answer: dict) -> str:
-    "The text of a model's answer: the arguments of its tool call if there is one, else its message."
+    "The text of a model's answer: the arguments of its tool call if it has one, else its message."
     choice = answer['choices'][0]
     message = choice.get('message') or {}
     calls = message.get('tool_calls') or []
-    return calls[0]['function']['arguments'] if calls else message.get('content') or choice.get('text') or ''
+    if calls: return calls[0]['function']['arguments']
+    return message.get('content') or choice.get('text') or ''
 
 
 def _verdict_text(answer: dict) -> str:
-    "The text of an answer behind its `<think>` block, without a fence around it; empty if it only thinks."
+    "An answer's text behind its `<think>` block and without a fence; empty if it only thinks."
     text = answer_text(answer).rpartition('</think>')[2].strip()
     if text.startswith('<think>'): return ''
     fenced = re.fullmatch(r'```[\w-]*\n(.*?)\n?```', text, re.DOTALL)
@@ -30,8 +31,8 @@ def _verdict_text(answer: dict) -> str:
 
 # %% ../../nbs/judging/parsers.ipynb #50c1cc8a
 def regex_parser(answer: dict, size: int, outputs_to_match: dict) -> list[float]:
-    """The preference of the pattern that matches, once for each pair. For one pair all matches must be of
-    one pattern, and an answer that was cut off must end with its match, as the sentence may go on."""
+    """The preference of the pattern that matches, once for each pair. For one pair all matches
+    must be of one pattern, and an answer that was cut off must end with its match."""
     text = _verdict_text(answer)
     matches = sorted((m.start(), m.end(), float(key)) for key, pattern in outputs_to_match.items()
                      for m in re.finditer(pattern, text))
@@ -46,7 +47,8 @@ def regex_parser(answer: dict, size: int, outputs_to_match: dict) -> list[float]
 _LETTER = (r'(?m)[(\[]\**{0}\**[)\]]|^\W*{0}\W*$|'
           r'\b(?i:answer|response|option|choice)(?i: is)?:?[ *"]*{0}'
           r'(?=[ *"]*(?:[.,;:!]|is\b(?! (?:the )?(?:not|less|worse|worst|more harmful)\b)|$))')
-_REFUSED = re.compile(r"(?:\b(?i:avoid|not|never|neither|against|reject)|n't)\b[^.!?\n]*[(\[]\**[AB]\**[)\]]")
+_REFUSED = re.compile(r"(?:\b(?i:avoid|not|never|neither|against|reject)|n't)\b"
+                      r"[^.!?\n]*[(\[]\**[AB]\**[)\]]")
 
 
 def letter_parser(answer: dict, size: int) -> list[float]:
@@ -55,12 +57,13 @@ def letter_parser(answer: dict, size: int) -> list[float]:
     return regex_parser(answer, size, {1: _LETTER.format('A'), 2: _LETTER.format('B')})
 
 # %% ../../nbs/judging/parsers.ipynb #4824b437
-def ranking_parser(answer: dict, size: int, model_1_name: str = 'model_1', ranking=None) -> list[float]:
+def ranking_parser(answer: dict, size: int, model_1_name: str = 'model_1',
+                   ranking=None) -> list[float]:
     "The rank of the first of two models in a list of `{model, rank}`, which must rank both."
     entries = ast.literal_eval(_verdict_text(answer)) if ranking is None else ranking
     ranks = {e['model']: e['rank'] for e in entries}
-    complete = len(entries) == len(ranks) == 2 and model_1_name in ranks and sorted(ranks.values()) == [1, 2]
-    return [float(ranks[model_1_name])] if complete else [math.nan]
+    complete = len(entries) == len(ranks) == 2 and sorted(ranks.values()) == [1, 2]
+    return [float(ranks[model_1_name]) if complete else math.nan]
 
 
 def tool_parser(answer: dict, size: int, parsers_to_kwargs: dict) -> list[float]:
@@ -78,18 +81,18 @@ def scores_parser(answer: dict, size: int) -> list[float]:
 
 
 def json_parser(answer: dict, size: int, key: str, values: dict | None = None) -> list[float]:
-    "A field of an answer that is one JSON object and nothing else: a preference, or a key of `values`."
+    "A field of an answer that is one JSON object alone: a preference, or a key of `values`."
     value = json.loads(_verdict_text(answer), object_pairs_hook=unique_fields)[key]
     return [float(values[value] if values else value)]
 
 # %% ../../nbs/judging/parsers.ipynb #df572195
 def logprob_parser(answer: dict, size: int, numerator_token: str, denominator_tokens: list[str],
                    is_binarize: bool = True, log_prob_index='batch') -> list[float]:
-    "2 minus the first label's share of all labels' probability; binarized: 1 if it is likeliest, else 2."
+    "2 minus the first label's share of the labels' probability; binarized: 1 if it leads, else 2."
     tokens = answer['choices'][0]['logprobs']['content']
     labels = [*denominator_tokens, numerator_token]
     def preference(top_logprobs):
-        if not all(t['logprob'] < 1e-3 for t in top_logprobs): return math.nan   # no log-probability
+        if not all(t['logprob'] < 1e-3 for t in top_logprobs): return math.nan   # not log-probs
         p = {t['token']: math.exp(t['logprob']) for t in top_logprobs if t['token'] in labels}
         total, first = sum(p.get(t, 0.) for t in denominator_tokens), p.get(numerator_token, 0.)
         if not p or not total: return math.nan
@@ -100,14 +103,15 @@ def logprob_parser(answer: dict, size: int, numerator_token: str, denominator_to
     return [preference(tokens[i]['top_logprobs']) for i in places]
 
 # %% ../../nbs/judging/parsers.ipynb #617c054d
-PARSERS = dict(regex_parser=regex_parser, letter_parser=letter_parser, ranking_parser=ranking_parser,
-               lmsys_parser=scores_parser, pipeline_meta_parser=tool_parser, logprob_parser=logprob_parser,
-               json_parser=json_parser)
+PARSERS = dict(regex_parser=regex_parser, letter_parser=letter_parser, json_parser=json_parser,
+               ranking_parser=ranking_parser, pipeline_meta_parser=tool_parser,
+               lmsys_parser=scores_parser, logprob_parser=logprob_parser)
 
 # %% ../../nbs/judging/parsers.ipynb #617c054a
 def check_parser(name: str, kwargs: dict):
-    "ValueError for a parser that does not exist, or for arguments with which it cannot read an answer."
-    if name not in PARSERS: raise ValueError(f'there is no parser {name}; there are {", ".join(PARSERS)}')
+    "ValueError for a parser that does not exist, or for arguments with which it cannot read."
+    if name not in PARSERS:
+        raise ValueError(f'there is no parser {name}; there are {", ".join(PARSERS)}')
     labels, problem = {}, ''
     try:
         inspect.signature(PARSERS[name]).bind({}, 1, **kwargs)
@@ -119,12 +123,12 @@ def check_parser(name: str, kwargs: dict):
         if not all(is_preference(float(label)) for label in labels):
             problem = 'each label needs a preference from 1 to 2'
         if name == 'logprob_parser':
-            tokens = [kwargs['numerator_token'], *kwargs['denominator_tokens']]
-            if isinstance(kwargs['denominator_tokens'], str) or not all(isinstance(t, str) for t in tokens):
-                problem = 'numerator_token must be a token, and denominator_tokens a list of them'
+            tokens = [kwargs['numerator_token']] + kwargs['denominator_tokens']
+            if not all(isinstance(t, str) for t in tokens):
+                problem = 'numerator_token must be a token, denominator_tokens a list of them'
         if name == 'pipeline_meta_parser':
             first, second = kwargs['parsers_to_kwargs'].values()
             if 'annotation_key' not in first or set(second) - {'model_1_name'}:
-                problem = 'the first step takes an annotation_key, the second at most a model_1_name'
+                problem = 'the first takes an annotation_key, the second at most a model_1_name'
     except Exception as e: problem = str(e)   # whatever a file may hold in their place
     if problem: raise ValueError(f'completion_parser_kwargs of {name}: {problem}')
