@@ -26,7 +26,7 @@ from .core.run.runs import start
 from .core.run.settings import at_root, command, resolve
 from .core.stats import bootstrap, Interval, wilson
 from .judging.judges import ApiJudge, ask_judges, load_evaluators, Pool, Verdict
-from alpaca_farm.judging.local_judges import (is_model, is_reward_model, LocalJudge, read_labels,
+from alpaca_farm.judging.local_judges import (is_model, is_reward_model, LocalJudge, read_recorded,
     RecordedLabels, RewardJudge)
 from .judging.noise import flip_labels, flip_mask, flip_share
 from .embedded.crowd import read_population
@@ -98,7 +98,7 @@ def load_annotators(
     if is_model(spec):
         raise ValueError(f'{spec} holds a language model, which needs a prompt: name a '
                          'configuration, such as open_pool, and map its model to this folder')
-    return RecordedLabels(read_labels(spec), at_root(spec).stem)
+    return RecordedLabels(read_recorded(spec), at_root(spec).stem)
 
 # %% ../nbs/annotators.ipynb #5825df27
 def api_clients(pool) -> list[ApiClient]:

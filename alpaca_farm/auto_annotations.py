@@ -23,7 +23,7 @@ from alpaca_farm.core.data.preferences import (annotator_name, hash_uniform, poo
 from .core.run.settings import at_root
 from .annotators import annotate_pairs, load_annotators, to_alpaca_eval
 from .judging.judges import ApiJudge, Pool
-from .judging.local_judges import read_labels, RecordedLabels
+from .judging.local_judges import read_recorded, RecordedLabels
 from .boards.rankings import leaderboard_row
 
 # %% ../nbs/auto_annotations.ipynb #2936617a
@@ -135,7 +135,7 @@ class PairwiseAutoAnnotator:
 
     def load_(self, path):
         "Use the labels of an annotations.json."
-        self.rows += read_labels(path)
+        self.rows += read_recorded(path)
 
     def save(self, path):
         "Write the last label of each annotator on each pair as an annotations.json."

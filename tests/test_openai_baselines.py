@@ -157,15 +157,6 @@ def test_killed_in_the_middle_pays_once(tmp_path):
         assert 20 <= stored < 60 and read_summary(cfg.out)['asked'] == 60 - stored and server.counts()['ok'] <= 60 + 4
 
 
-def test_a_budget_stops_cleanly_and_goes_on(tmp_path):
-    prices = tmp_path/'prices.yaml'; prices.write_text('judge: [10, 10]')
-    with server_of() as server:
-        with pytest.raises(ValueError, match=r'the budget of \$0.01 is reached'): run(config(tmp_path, server.url, prices=str(prices), budget=.01, concurrency=2))
-        paid = server.counts()['ok']
-        run(cfg := config(tmp_path, server.url, prices=str(prices), budget=5.))
-        assert 0 < paid < 30 and server.counts()['ok'] == 30 and read_summary(cfg.out)['asked'] == 30 - paid
-
-
 def test_no_key_and_no_baseline(tmp_path, monkeypatch):
     monkeypatch.delenv('OPENAI_API_KEY')
     with pytest.raises(ValueError, match='set the environment variable OPENAI_API_KEY'): run(config(tmp_path, ''))

@@ -109,7 +109,7 @@ _SLOT = re.compile(r'\{(instruction|input|output_1|output_2)\}')
 def fill_prompt(texts: list[str], pairs: list[dict]) -> list[str]:
     "Templates with the pairs in their slots: a name's first slot is for the first pair."
     rows = [dict(p, instruction=full_instruction(p), input='') for p in pairs]
-    values = {k: iter([str(r[k]) for r in rows]) for k in PAIR_FIELDS}
+    values = {k: iter([str(r.get(k)) for r in rows]) for k in PAIR_FIELDS}
     return [_SLOT.sub(lambda slot: break_control_tokens(next(values[slot[1]])), t) for t in texts]
 
 # %% ../../nbs/judging/judges.ipynb #51b64f1b
