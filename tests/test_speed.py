@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from alpaca_farm.judging import judges
+from alpaca_farm.annotators import load_annotators
 from alpaca_farm.core.ask.api import ApiConfig
 from alpaca_farm.core.ask.store import Store, request_key
 from fast_server import fast_server
@@ -22,7 +22,7 @@ def pairs(n): return [dict(instruction=f'Say word {i}.', input='', output_1='a'*
 
 def ours(server, folder, n):
     "Labels a second: all in all, and while requests were under way; CPU seconds for each; requests sent again."
-    judge = judges.load_judge('alpaca_eval_gpt4', ApiConfig(base_url=server.url, store=str(folder/'ours.sqlite')))
+    judge = load_annotators('alpaca_eval_gpt4', ApiConfig(base_url=server.url, store=str(folder/'ours.sqlite')))
     began, cpu = time.perf_counter(), time.process_time()
     assert all(v in (1, 2) for v in judge(pairs(n)))
     counts, cpu = server.counts(), (time.process_time() - cpu)/n
