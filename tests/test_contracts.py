@@ -22,9 +22,9 @@ MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py
 # Imports go down: a module imports only from earlier lines. A module that is not listed is a method's: it stands on the line METHOD.
 CORE = ['run.paths data.dialogues',
         'data.hub run.settings run.progress run.trackers run.files functional ask.store '
-            'data.preferences model.packing ask.connections ask.throttle',
-        'data.formats model.adapters run.processes model.memory',
-        'data.records model.control model.sharding',
+            'data.preferences ask.connections ask.throttle',
+        'data.formats model.adapters run.processes',
+        'data.records model.control model.sharding model.memory model.packing',
         'ask.judge_configs data.text',
         'run.identity model.loading',
         'run.execution',
