@@ -72,7 +72,7 @@ def _twin(module):
 def view(model, name: str):
     "The model with one of its adapters, or none if `name` is empty; it shares all of its weights."
     whole, trunk = _twin(model), _twin(model.base_model)
-    whole._modules[model.base_model_prefix] = trunk
+    setattr(whole, model.base_model_prefix, trunk)
     inherit_state(whole, model, adapter=name, sampler=None)
     layers = state_of(model).layers   # the list may grow
 
@@ -118,7 +118,8 @@ def own_weights(model) -> dict[str, torch.nn.Parameter]:
     "A view's adapter, head and new tokens by name; of any other model what is trained."
     name = state_of(model).adapter
     if name is None: return {n: p for n, p in model.named_parameters() if p.requires_grad}
-    def own(n): return f'.{name}.' in n if '.lora_' in n else n.endswith('.rows') or n == 'score.weight'
+    def own(n):
+        return f'.{name}.' in n if '.lora_' in n else n.endswith('.rows') or n == 'score.weight'
     return {n: p for n, p in model.named_parameters() if own(n)}
 
 # %% ../../../nbs/core/model/adapters.ipynb #ada00016

@@ -128,7 +128,7 @@ def scalar_on(
         base_of(folders[0])   # the same weights still
     config = AutoConfig.from_pretrained(folders[0] if spec else base, num_labels=1)
     with torch.device('meta'): model = AutoModelForSequenceClassification.from_config(config)
-    model._modules[model.base_model_prefix] = policy.base_model
+    setattr(model, model.base_model_prefix, policy.base_model)
     model.config._attn_implementation = policy.config._attn_implementation   # it makes the masks
     inherit_state(model, policy, adapter=None, before=None, sampler=None)
     width = config.get_text_config().hidden_size
