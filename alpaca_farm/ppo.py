@@ -53,7 +53,7 @@ class PPOConfig(OnlineConfig):
     learning_rate: float = 0.001        # peak learning rate of the policy
     lr_schedule: str = 'constant'       # cosine or linear, down to 5 % of the peak, or constant
     adam_eps: float = 1e-5              # AdamW's epsilon
-    in_memory = dict(trained=2, frozen=2, sequences=1)
+    in_memory = dict(trained=2, frozen=2)
 
     def check(self):
         self.bounds(batch_size=(1, None), group_size=(2, None), ppo_epochs=(1, None), kl_coef=(0, None),
