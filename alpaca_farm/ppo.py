@@ -113,7 +113,7 @@ class ValueHead(torch.nn.Module):
         self.score, self.mean, self.std, self.config = score, mean, std, trunk.config
         self.lent = (trunk.base_model,) if shared else ()   # a tuple: the policy's weights are not its own
         self.trunk = None if shared else trunk.base_model
-        if not shared: inherit_state(self, trunk)
+        inherit_state(self, trunk)
 
     @property
     def base_model(self):
@@ -147,7 +147,7 @@ def reward_beside(policy, value, cfg: PPOConfig):
     "The reward that the settings specify, without a copy of weights that the policy or the value model has."
     spec, loaded = cfg.rewards[0], None
     if ':' not in spec: loaded = scalar_on(policy, 'reward', spec, cfg)
-    if loaded is None and value: loaded = state_of(value).before
+    if loaded is None and value and not cfg.shared_value: loaded = state_of(value).before
     if loaded is None: return reward(cfg.reward_model, cfg, cfg.template)
     for p in own_weights(loaded).values(): p.requires_grad_(False)
     return reward(cfg.reward_model, cfg, cfg.template, loaded={spec: (loaded, load_tokenizer(spec, loaded))})

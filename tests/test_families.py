@@ -193,7 +193,7 @@ def test_an_encoder_scores(name, tmp_path, capsys):
         with torch.no_grad(): near(model(**tokenizer(text, r['output'], split_special_tokens=True, return_tensors='pt', return_token_type_ids=True)).logits[0, 0].item(), score)
     with pytest.raises(ValueError, match='is no decoder with a head on its last token: it can be a reward_model, but no value model'): load_scalar(folder, CFG)
     cfg = ppo.PPOConfig(policy=checkpoint('llama'), reward_model=folder, data=data(), device='cpu')
-    value = ppo.value_model(cfg, None)
+    value = ppo.value_model(cfg, torch.nn.Module())
     assert 'another vocabulary than the policy' in capsys.readouterr().out and value.config.model_type == 'llama'
 
 

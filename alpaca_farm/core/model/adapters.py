@@ -58,8 +58,8 @@ def state_of(model) -> ModelState:
 
 
 def inherit_state(model, other, **changes):
-    "Give a model the state of another, but for some changes."
-    _states[model] = replace(state_of(other), **changes)
+    "Give a model the state of another, or, with changes, a copy of it."
+    _states[model] = replace(state_of(other), **changes) if changes else state_of(other)
 
 # %% ../../../nbs/core/model/adapters.ipynb #ada0000b
 def _twin(module):
