@@ -26,7 +26,7 @@ from ..data.text import (answer_batches, check_positions, collate, encode_prompt
 @dataclass
 class RewardConfig(Config):
     "Settings of a reward."
-    reward_model: str | list[str] = 'runs/reward_model'  # checkpoint, "module:function", or a list
+    reward_model: str | list[str] = 'runs/reward_model'  # a checkpoint, "module:function", or a list of them
     ensemble: str = 'mean'        # how the scores of a list become one: mean, worst, or uncertainty
     ensemble_coef: float = 0.5    # uncertainty: the penalty for a unit of variance among them
 
