@@ -55,7 +55,6 @@ class DPOConfig(TrainConfig, AnswerConfig):
     held_out: int = 0                     # last pairs, with all others on their prompts, kept for measuring
     eval_every: int = 0                   # steps between these measurements; 0 for none
     inputs = dict(preferences='preferences', policy='model', data='eval_split')
-    in_memory = dict(trained=1, frozen=0, sequences=2)
 
     def check(self):
         if self.eval_every and not self.held_out:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from .core.model.adapters import own_weights
+from .core.model.adapters import inherit_state, own_weights, state_of
 from .core.answers import answer_again, mean, preflight
 from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
 from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
@@ -53,7 +53,7 @@ class PPOConfig(OnlineConfig):
     learning_rate: float = 0.001        # peak learning rate of the policy
     lr_schedule: str = 'constant'       # cosine or linear, down to 5 % of the peak, or constant
     adam_eps: float = 1e-5              # AdamW's epsilon
-    in_memory = dict(trained=2, frozen=2, sequences=1)
+    in_memory = dict(trained=2, frozen=2)
 
     def check(self):
         self.bounds(batch_size=(1, None), group_size=(2, None), ppo_epochs=(1, None), kl_coef=(0, None),
@@ -110,12 +110,15 @@ class ValueHead(torch.nn.Module):
     "Standardised values, by a scalar model's trunk and head or by a fresh head on the policy's trunk."
     def __init__(self, trunk, score, mean: float = 0., std: float = 1., shared: bool = False):
         super().__init__()
-        self.score, self.mean, self.std = score, mean, std
-        self.config = trunk.config
-        if shared: object.__setattr__(self, 'base_model', trunk.base_model)  # not a submodule
-        else: self.base_model = trunk.base_model
-        for name in ('adapter', 'before'):   # of a scalar model with an adapter
-            if name in vars(trunk) and not shared: vars(self)[name] = vars(trunk)[name]
+        self.score, self.mean, self.std, self.config = score, mean, std, trunk.config
+        self.lent = (trunk.base_model,) if shared else ()   # a tuple: the policy's weights are not its own
+        self.trunk = None if shared else trunk.base_model
+        inherit_state(self, trunk)
+
+    @property
+    def base_model(self):
+        "The trunk, its own or the policy's."
+        return self.lent[0] if self.lent else self.trunk
 
     def forward(self, batch: dict, states=None) -> torch.Tensor:
         "Values (B, T) of the states in which each response token is chosen."
@@ -144,7 +147,7 @@ def reward_beside(policy, value, cfg: PPOConfig):
     "The reward that the settings specify, without a copy of weights that the policy or the value model has."
     spec, loaded = cfg.rewards[0], None
     if ':' not in spec: loaded = scalar_on(policy, 'reward', spec, cfg)
-    if loaded is None and value: loaded = vars(value).get('before')
+    if loaded is None and value and not cfg.shared_value: loaded = state_of(value).before
     if loaded is None: return reward(cfg.reward_model, cfg, cfg.template)
     for p in own_weights(loaded).values(): p.requires_grad_(False)
     return reward(cfg.reward_model, cfg, cfg.template, loaded={spec: (loaded, load_tokenizer(spec, loaded))})

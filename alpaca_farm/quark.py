@@ -46,7 +46,7 @@ class QuarkConfig(OnlineConfig):
     lr_schedule: str = 'constant'     # cosine or linear, down to 5 % of the peak, or constant
     eval_every: int = 2               # steps between evaluations on the val split
     save_every: int = 2               # steps between saved policies model-<step>/; 0 for none
-    in_memory = dict(trained=1, frozen=2, sequences=1)
+    in_memory = dict(trained=1, frozen=2)
 
     def check(self):
         self.bounds(num_quantiles=(2, None), token_times=(1, None), jitter=(0, None), updates=(1, None),

@@ -49,7 +49,6 @@ class RewardModelConfig(TrainConfig):
     learning_rate: float = 0.0005         # AdamW's peak learning rate
     lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
     inputs = dict(preferences='preferences', policy='model')
-    in_memory = dict(trained=1, frozen=0, sequences=2)
 
     def check(self):
         self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None), margin=(0, None))

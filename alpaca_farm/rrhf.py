@@ -72,7 +72,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
     save_every: int = 50              # steps between saved policies model-<step>/; 0 for none
     inputs = dict(candidates='candidates', policy='model', reward_model='model',
                   annotators=('preferences', 'model'), perplexity_model='model', data=('split', 'eval_split'))
-    in_memory = dict(trained=1, frozen=1, sequences=6)
+    in_memory = dict(trained=1, frozen=1)
 
     def check(self):
         self.bounds(k=(2, None), n=(0, self.k), groups=(1, None), diversity_penalty=(0, None),

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from alpaca_farm import dpo, ppo, quark, reward_model, sft
-from alpaca_farm.core.model.adapters import (add_adapter, base_of, checkpoint_layers, lora_config, merge, own_weights, view)
+from alpaca_farm.core.model.adapters import (add_adapter, base_of, checkpoint_layers, lora_config, merge, own_weights, state_of, view)
 from alpaca_farm.core.model.models import hidden_states, load_policy, load_reference, load_scalar, logprobs, sequence_logprobs, sequence_scores
 from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.settings import HardwareConfig as config_of
@@ -78,7 +78,7 @@ def test_packed_rows_with_adapters(base, batch):
     cfg = config(sft, base, policy=str(base/'sft'))
     def gradient(packs):
         policy = shake(load_policy(cfg.policy, cfg, train=True)[0])
-        policy.base_model.reads_packed = packs
+        state_of(policy).reads_packed = packs
         logp = logprobs(policy, batch)
         (logp * torch.linspace(-1, 1, logp.numel()).view_as(logp)).sum().backward()
         return logp.detach(), torch.cat([p.grad.flatten() for p in own_weights(policy).values()])
@@ -92,7 +92,7 @@ def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
     sft.train(cfg)
     merged, _ = load_policy(cfg.out, cfg)
     adapter, _ = load_policy(str(tmp_path/'sft/adapter'), cfg)
-    assert not hasattr(merged, 'adapter')
+    assert state_of(merged).adapter is None
     assert torch.equal(sequence_logprobs(merged, batch), sequence_logprobs(adapter, batch))
     unmerged, _ = load_policy(cfg.policy, cfg, train=True)
     from alpaca_farm.core.model.adapters import load_adapter
@@ -221,7 +221,7 @@ def test_a_scalar_model_on_a_policy_computes_as_the_policy_does(base, rewarded, 
         assert reads_packed(policy) == (kernel == 'sdpa')
         value = ppo.scalar_on(policy, 'value', rewarded, cfg)
         found[kernel] = sequence_scores(value, *batch.values()).detach()
-        assert value.forward_batch == 3 and reads_packed(value) == (kernel == 'sdpa')
+        assert state_of(value).forward_batch == 3 and reads_packed(value) == (kernel == 'sdpa')
     torch.testing.assert_close(found['sdpa'], found['eager'], rtol=1e-4, atol=1e-5)
 
 

@@ -8,6 +8,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tiny
 from alpaca_farm.core.model import loading
+from alpaca_farm.core.model.adapters import state_of
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import hidden_states, load_policy
 from alpaca_farm.core.model.packing import reads_packed, register_rows
@@ -114,7 +115,7 @@ def test_flex_attention_reads_padded_batches(uncompiled):
 def test_right_padding_reaches_the_causal_kernel(monkeypatch):
     "It was taken for several sequences in a row, and a mask was built."
     model = tiny.family('llama')
-    model.base_model.reads_packed = False
+    state_of(model).reads_packed = False
     calls = watched(monkeypatch, 'sdpa', ALL_ATTENTION_FUNCTIONS['sdpa'])
     for batch, masked in ((BATCH, False), ({k: F.pad(v, (0, 9)) for k, v in BATCH.items()}, True), (collate(PROMPTS, ANSWERS, 0, 'left'), True)):
         calls.clear()

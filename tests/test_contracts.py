@@ -21,10 +21,9 @@ RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. A module that is not listed is a method's: it stands on the line METHOD.
 CORE = ['run.paths data.dialogues',
-        'run.settings run.progress run.trackers run.files functional ask.store '
-            'data.preferences model.packing',
-        'data.formats model.adapters run.processes model.memory',
-        'data.records model.control model.sharding',
+        'run.settings run.progress run.trackers run.files functional ask.store data.preferences',
+        'data.formats model.adapters run.processes',
+        'data.records model.control model.sharding model.memory model.packing',
         'ask.judge_configs data.text',
         'run.identity model.loading',
         'run.execution',

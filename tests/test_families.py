@@ -12,7 +12,7 @@ import tiny
 from alpaca_farm import dpo, ppo, reward_model, sft
 from alpaca_farm.core.functional import token_logprobs
 from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.models import hidden_states, load_policy, load_scalar, logprobs, sequence_logprobs, sequence_scores, token_scores
+from alpaca_farm.core.model.models import hidden_states, load_policy, load_scalar, logprobs, sequence_logprobs, sequence_scores
 from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import collate, encode, rollout_batch
@@ -109,7 +109,7 @@ def test_reward_model(name, tmp_path):
         assert rows.std() > 1e-3
         for b in batches: near(sequence_scores(again, b['ids'], b['mask'], b['response']), rows)
         near(model(input_ids=alone[0]['ids']).logits[0, 0], rows[0])
-        near(token_scores(model, alone[0]['ids'], alone[0]['mask'])[0, -1], rows[0])
+        near(model.score(hidden_states(model, alone[0]['ids'], alone[0]['mask']))[0, -1, 0], rows[0])
     batch = reward_model.pair_batch(prompts, answers, encoded(tokenizer)[2], [1.]*6, range(6), 0)
     reward_model.reward_loss(model, batch)['loss'].sum().backward()
     assert model.score.weight.grad.abs().sum() > 0 and model.get_input_embeddings().weight.grad.abs().sum() > 0
@@ -193,7 +193,7 @@ def test_an_encoder_scores(name, tmp_path, capsys):
         with torch.no_grad(): near(model(**tokenizer(text, r['output'], split_special_tokens=True, return_tensors='pt', return_token_type_ids=True)).logits[0, 0].item(), score)
     with pytest.raises(ValueError, match='is no decoder with a head on its last token: it can be a reward_model, but no value model'): load_scalar(folder, CFG)
     cfg = ppo.PPOConfig(policy=checkpoint('llama'), reward_model=folder, data=data(), device='cpu')
-    value = ppo.value_model(cfg, None)
+    value = ppo.value_model(cfg, torch.nn.Module())
     assert 'another vocabulary than the policy' in capsys.readouterr().out and value.config.model_type == 'llama'
 
 

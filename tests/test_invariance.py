@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import tiny
-from alpaca_farm.core.model.models import logprobs, sequence_scores, token_scores, values
+from alpaca_farm.core.model.models import hidden_states, logprobs, sequence_scores, values
 from alpaca_farm.core.model.rewards import reward, score_records
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.runs import read_log
@@ -89,7 +89,7 @@ def test_what_follows_does_not_matter(sharp):
     with torch.no_grad():
         for t in (0, 2):  # the value of the state in which a token is chosen has not seen that token
             before = {k: b[k][:, :len(sharp.prompts[0]) + t] for k in ('ids', 'mask')}
-            near(token_scores(sharp.scalar, **before)[0, -1], whole[n + t])
+            near(sharp.scalar.score(hidden_states(sharp.scalar, **before))[0, -1, 0], whole[n + t])
 
 
 def test_rewards_of_records(base, models):

@@ -6,7 +6,7 @@ from hypothesis import given, settings, strategies as st
 import tiny
 import alpaca_farm.core.model.models as core_models
 import alpaca_farm.core.model.packing as core_packing
-from alpaca_farm.core.model.adapters import checkpoint_layers
+from alpaca_farm.core.model.adapters import checkpoint_layers, state_of
 from alpaca_farm.core.model.models import before, hidden_states, logprobs, sequence_logprobs
 from alpaca_farm.core.model.packing import attention_window, pack, packed_states, position_wise, reads_packed
 from alpaca_farm.core.data.text import collate, rollout_batch
@@ -113,7 +113,7 @@ def test_bfloat16():
     model, batch = family('llama').bfloat16(), collate(PROMPTS, ANSWERS, 0)
     assert reads_packed(model)
     with torch.no_grad(): packed = logprobs(model, batch)
-    model.base_model.reads_packed = False
+    state_of(model).reads_packed = False
     with torch.no_grad(): padded = logprobs(model, batch)
     assert (packed - padded).abs().max() < .05*padded.abs().max()
 

@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from alpaca_farm import reward_model as rm
-from alpaca_farm.core.model.models import load_policy, load_scalar, response_logprobs, sequence_scores, token_scores
+from alpaca_farm.core.model.models import hidden_states, load_policy, load_scalar, response_logprobs, sequence_scores
 from alpaca_farm.core.model import rewards as rewards_module
 from alpaca_farm.core.model.rewards import label_count, reward, rewards, score_records
 from alpaca_farm.core.run.files import read_json
@@ -332,7 +332,7 @@ def test_values_are_those_of_the_head_alone(base, likely):
     model, tokenizer = load_scalar(out, cfg)
     batch = collate(*as_tokens(answers[:4], tokenizer), tokenizer.pad_token_id)
     with torch.no_grad():
-        found, head = value_model(cfg, None)(batch), token_scores(model, batch['ids'], batch['mask'])
+        found, head = value_model(cfg, torch.nn.Module())(batch), model.score(hidden_states(model, batch['ids'], batch['mask'])).squeeze(-1)
     chosen = batch['response'][:, 1:].bool()
     torch.testing.assert_close(found[:, 1:][chosen], head[:, :-1][chosen]/model.config.reward_std, atol=1e-5, rtol=0)
     assert model.config.reward_mean < -1 and found.abs().max() < .5

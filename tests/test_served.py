@@ -8,6 +8,7 @@ import tiny
 from lora_server import lora_server
 from alpaca_farm import best_of_n, ppo
 from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.model.adapters import state_of
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.runs import read_log, read_summary
@@ -36,9 +37,10 @@ def move(policy, seed, scale=.3):
 
 def here(policy, *args, **more):
     "Samples of this process."
-    sampler = vars(policy).pop('sampler')
+    state = state_of(policy)
+    sampler, state.sampler = state.sampler, None
     try: return generate(policy, *args, **more)
-    finally: policy.sampler = sampler
+    finally: state.sampler = sampler
 
 
 def texts(samples): return [[s.tokens for s in group] for group in samples]
@@ -65,8 +67,8 @@ def test_greedy_answers_are_equal_after_every_update(base, folder, tmp_path):
             generate(policy, tokenizer, prompts, **greedy)
             assert sum(path.endswith('/load_lora_adapter') for path, _ in server.model.log) == loads == version + 1, 'the same weights are sent once'
             move(policy, version)
-        base_answers = generate(vars(policy)['before'], tokenizer, prompts, **greedy)
-        assert texts(base_answers) == before[0] and 'sampler' not in vars(vars(policy)['before'])
+        base_answers = generate(state_of(policy).before, tokenizer, prompts, **greedy)
+        assert texts(base_answers) == before[0] and state_of(state_of(policy).before).sampler is None
 
 
 def test_samples_have_the_log_probs_of_this_process(base, folder, tmp_path):
@@ -117,8 +119,8 @@ def test_another_model_and_a_server_that_is_gone(base, tmp_path, monkeypatch):
         cfg = config(base, tmp_path/'ppo', server.url)
         with pytest.raises(RuntimeError, match='base is not the base of the policy: serve the model that `policy` names'): ppo.train(cfg)
         policy, tokenizer, prompts = policy_of(cfg, tmp_path/'b')
-    assert 'authorization' not in policy.sampler.http.headers
-    policy.sampler.http = httpx.Client()   # the old connections are still served
+    assert 'authorization' not in state_of(policy).sampler.http.headers
+    state_of(policy).sampler.http = httpx.Client()   # the old connections are still served
     with pytest.raises(RuntimeError, match=f'sampler = {server.url}, completions: it is not reached'): generate(policy, tokenizer, prompts, max_new_tokens=4)
     with pytest.raises(RuntimeError, match=f'sampler = {server.url}, models: it is not reached'): ppo.train(config(base, tmp_path/'c', server.url))
     assert not (tmp_path/'ppo').exists() and not (tmp_path/'c').exists(), 'all of this is said before any work'
@@ -128,7 +130,7 @@ def test_answers_without_a_token_are_passed_over(models, monkeypatch):
     "Some servers leave the end token out."
     from types import SimpleNamespace
     from alpaca_farm.core.model import served
-    own = served.own_logprobs(models.policy, models.prompts[:2], models.answers[:2], 1.)
+    own = served._own_logprobs(models.policy, models.prompts[:2], models.answers[:2], 1.)
     told = [([], []), *zip(models.answers[:2], own)]
     sampler = SimpleNamespace(url='http://here')
     served.ServedSampler.compare(sampler, models.policy, [models.prompts[5], *models.prompts[:2]], told, 1., 'other')

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .model.adapters import load_adapter
+from .model.adapters import load_adapter, state_of
 from .answers import (answer_eval_split, AnswerConfig, end_turns, load_split,
     prompt_fields, sample_answers, SampleConfig)
 from .data.comparisons import pair_up, with_verdict
@@ -195,7 +195,7 @@ def save_checkpoints(trainer: Trainer, policy, tokenizer, figures: dict, cfg: On
 def best_policy(run, trainer: Trainer, tokenizer):
     "The chosen policy: read from its files; or its adapter alone, and the whole model is written."
     policy = trainer.plain['policy']
-    if not hasattr(policy, 'adapter'):
+    if state_of(policy).adapter is None:
         return load_policy(str(run.folder), run.cfg, train=True, frozen=True)[0]
     load_adapter(policy, run.path('adapter'))
     save_model(policy, tokenizer, run)

@@ -12,7 +12,7 @@ import hashlib, math, time
 import torch
 from fastcore.basics import patch
 
-from .model.adapters import own_weights
+from .model.adapters import own_weights, state_of
 from .run.files import digest
 from .model.models import device_of, dtype_of, unique_weights
 from .run.processes import add_up, rank
@@ -241,7 +241,7 @@ def save(self: Trainer):
     device, scaler = self.accelerator.device, self.accelerator.scaler
     rng = dict(cpu=torch.get_rng_state()) | (
         dict(cuda=torch.cuda.get_rng_state(device)) if device.type == 'cuda' else {})
-    weights = {name: own_weights(m) if hasattr(m, 'adapter') else unique_weights(m)
+    weights = {name: unique_weights(m) if state_of(m).adapter is None else own_weights(m)
                for name, m in self.plain.items()}
     self.run.save(step=self.step, weights=weights, optimizer=whole_state(self.optimizer),
                   rng=rng, extra=self.extra, scaler=scaler.state_dict() if scaler else {})

@@ -224,7 +224,7 @@ class TrainConfig(HardwareConfig):
     max_grad_norm: float = 1.0     # gradients are clipped to this norm
     router_loss: float = 0.0       # weight of the loss that balances a mixture of experts; 0: none
     checkpoint_every: int = 50     # steps between checkpoints
-    in_memory = dict(trained=1, frozen=0, sequences=1)  # models, and sequences per example (no setting)
+    in_memory = dict(trained=1, frozen=0)  # models beside each other (no setting)
     save_total_limit: int = 0      # of the folders model-<step>/ keep the newest n; 0 for all
     push_to_hub: str = ''          # owner/name to which model/ is uploaded at the end; empty for none
 
