@@ -127,7 +127,7 @@ def test_a_judge_that_samples_is_asked_anew_for_another_seed(tmp_path):
 def test_a_callable_that_breaks_its_contract_is_refused(tmp_path, monkeypatch):
     (tmp_path/'broken_judges.py').write_text('def short(pairs): return [2.]*(len(pairs) - 2)\ndef wild(pairs): return [0.]*len(pairs)\n')
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name, message in (('short', '38 preferences for 40 pairs'), ('wild', 'must be between 1 and 2')):
+    for name, message in (('short', '38 preferences for 40 pairs'), ('wild', 'must be from 1 to 2')):
         with pytest.raises(ValueError, match=message): annotators.run(config(tmp_path, None, base_url='', models=[], annotators=f'broken_judges:{name}'))
 
 

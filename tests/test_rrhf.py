@@ -230,10 +230,10 @@ def test_kinds_are_merged_by_instruction(tmp_path):
 
 @pytest.mark.parametrize('rows, message', [
     ([dict(query='x', responses='y')], 'row 0: `responses` is not a list'),
-    ([dict(query='x', responses=['y', 'z'], scores=[1.])], "row 0: 'scores' does not have one value for each of the 2 answers"),
+    ([dict(query='x', responses=['y', 'z'], scores=[1.])], "row 0: 'scores' has not one value for each of 2 answers"),
     ([dict(query='x', responses=['y', 3])], "row 0: the field 'output' is"), ([], 'holds no records'),
     ([dict(prompt='x', chosen='y', rejected='z'), dict(prompt='x')], "row 1: the field 'output_1' is missing"),
-    ([dict(instruction='x', output=['y', 'z'], ended=True)], "row 0: 'ended' does not have one value"), ([1], 'a record is expected')])
+    ([dict(instruction='x', output=['y', 'z'], ended=True)], "row 0: 'ended' has not one value"), ([1], 'a record is expected')])
 def test_bad_files(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message): read_candidates(write(tmp_path/'bad.json', rows))
 
