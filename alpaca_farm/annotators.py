@@ -10,7 +10,9 @@ __all__ = ['check_known_names', 'AnnotatorsConfig', 'load_annotators', 'api_clie
 # %% ../nbs/annotators.ipynb #4f71f27a
 import math
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
+from annotated_types import Ge, Le
 import numpy as np
 
 from .core.ask.api import ApiConfig, asking_settings, parse_mapping
@@ -23,7 +25,7 @@ from alpaca_farm.core.data.preferences import (annotator_name, annotator_prefere
     decide_vote, draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped,
     swap_outputs)
 from .core.run.runs import start
-from .core.run.settings import at_root, command, resolve
+from .core.run.settings import as_type, at_root, command, Count, resolve, Share
 from .core.stats import bootstrap, Interval, wilson
 from .judging.judges import ApiJudge, ask_judges, load_evaluators, Pool, Verdict
 from alpaca_farm.judging.local_judges import (is_model, is_reward_model, LocalJudge, read_recorded,
@@ -49,25 +51,26 @@ def check_known_names(specs: list[str], models: list[str], weights: list[str] = 
 @dataclass
 class AnnotatorsConfig(ApiConfig):
     "Settings of an annotation run."
-    out: str = 'runs/annotators'            # run folder
-    outputs: str = 'runs/samples'           # pairs or candidates: a run of best_of_n, or a file
-    against: str = ''                       # one answer to each prompt, compared with one of `outputs`
-    columns: str = ''                       # names of columns: ours and yours, joined by an equals sign
+    out: str = 'runs/annotators'   # run folder
+    outputs: str = 'runs/samples'  # pairs or candidates: a run of best_of_n, or a file
+    against: str = ''              # one answer to each prompt, compared with one of `outputs`
+    columns: str = ''              # names of columns: ours, equals sign, yours
     annotators: str = 'alpaca_farm.world:pool'  # annotator or pool: see the table above
-    weights: list[str] = field(default_factory=list)  # annotator and weight, joined by an equals sign
-    label_flip: float = -1.                 # share of flipped labels; -1: 0.25 of the world's, no others
-    flip_by: str = 'pair'                   # a coin for each pair, or one for each instruction
-    ask_flipped: bool = True                # ask about all pairs; else coins label 2 x label_flip of them
-    both_orders: bool = False               # ask about every pair in both orders and average
-    expected: bool = True                   # also record the pool's mean preference, if asking is free
-    max_instances: int = 0                  # use only the first n pairs; 0 for all
+    weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
+    label_flip: float = -1.        # share of flipped labels; -1: .25 of the world's
+    flip_by: Literal['pair', 'instruction'] = 'pair'  # what has a coin of its own
+    ask_flipped: bool = True       # ask about all pairs; else coins label 2 x label_flip of them
+    both_orders: bool = False      # ask about every pair in both orders and average
+    expected: bool = True          # also record the pool's mean preference, if asking is free
+    max_instances: Count = 0       # use only the first n pairs; 0: all
     inputs = dict(outputs=('candidates', 'outputs'), against='outputs',
                   annotators=('preferences', 'model'))
 
-    def check(self):
-        self.bounds(max_instances=(0, None))
-        if self.label_flip != -1: self.bounds(label_flip=(0, 1 if self.ask_flipped else .5))
-        self.one_of('flip_by', 'pair', 'instruction')
+    def __post_init__(self):
+        super().__post_init__()
+        if self.label_flip != -1:
+            most = 1 if self.ask_flipped else .5
+            as_type('label_flip', self.label_flip, Annotated[float, Ge(0), Le(most)])
         check_known_names([self.annotators], self.models, self.weights)
 
 # %% ../nbs/annotators.ipynb #5a54cfa4

@@ -21,7 +21,7 @@ from .core.run.progress import Progress
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.runs import start
 from .core.model.served import check_sampler, use_sampler
-from .core.run.settings import command
+from .core.run.settings import command, Count, Positive
 from .core.stats import kl_best_of_n, kl_best_of_n_estimate
 
 # %% ../nbs/best_of_n.ipynb #77569200
@@ -30,20 +30,22 @@ class BestOfNConfig(SampleConfig, RewardConfig):
     "Settings of best-of-n."
     out: str = 'runs/best_of_n'  # run folder
     policy: str = 'runs/sft'     # policy that answers
-    sampler: str = ''            # endpoint that samples, such as http://localhost:8000/v1; empty: in process
-    reward_model: str | list[str] = 'runs/reward_model'  # a checkpoint, "module:function", a list, or empty
-    data: str = 'runs/world'     # folder, file or hub dataset owner/name:config with instructions
-    columns: str = ''            # names of columns: ours and yours, joined by an equals sign
+    sampler: str = ''  # endpoint that samples, such as http://localhost:8000/v1; empty: in process
+    # a checkpoint, "module:function", a list, or empty
+    reward_model: str | list[str] = 'runs/reward_model'
+    data: str = 'runs/world'     # dataset folder, file or hub name with instructions
+    columns: str = ''            # names of columns: ours, equals sign, yours
     split: str = 'eval'          # split whose instructions are answered
-    n: int = 16                  # samples for each instruction
-    samples: str = ''            # run of best_of_n, with the same policy, whose samples are used; empty: none
-    skip: int = 0                # leave out the first n instructions
-    max_instances: int = 0       # use only the first n of the rest; 0 for all
-    chunk: int = 128             # instructions between checkpoints
+    n: Positive = 16             # samples for each instruction
+    # run of best_of_n, with the same policy, whose samples are used; empty: none
+    samples: str = ''
+    skip: Count = 0              # leave out the first n instructions
+    max_instances: Count = 0     # use only the first n of the rest; 0: all
+    chunk: Positive = 128        # instructions between checkpoints
     inputs = dict(policy='model', reward_model='model', data='split', samples='candidates')
 
-    def check(self):
-        self.bounds(n=(1, None), skip=(0, None), max_instances=(0, None), chunk=(1, None))
+    def __post_init__(self):
+        super().__post_init__()
         check_sampler(self)
         if self.temperature == 0 and self.n > 1 and not self.samples:
             raise ValueError(f'temperature = 0 draws the same answer n = {self.n} times: '

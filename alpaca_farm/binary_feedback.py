@@ -10,7 +10,9 @@ __all__ = ['GOOD', 'BAD', 'BinaryFeedbackConfig', 'rate_outputs', 'check_binary_
 # %% ../nbs/binary_feedback.ipynb #b59d5ba0
 import copy, math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 import numpy as np
 import torch
 
@@ -23,7 +25,7 @@ from .core.ask.judge_configs import JudgedConfig
 from .core.model.models import load_policy, load_reference, logprobs, save_model
 from .core.run.processes import once
 from .core.run.runs import read_log, start
-from .core.run.settings import command, TrainConfig
+from .core.run.settings import Amount, command, Count, Positive, Schedule, TrainConfig
 from .core.stats import standard_error, win_rate
 from .core.data.text import collate, encode
 from .core.training import batches, Trainer
@@ -33,34 +35,29 @@ from .core.model.models import response_logprobs
 @dataclass
 class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     "Settings of learning from binary feedback."
-    out: str = 'runs/binary_feedback'     # run folder
-    method: str = 'reward_conditioning'   # feedme (imitate good answers) or reward_conditioning (all)
-    preferences: str = 'runs/annotators'  # preferences, or records with `output` and `label`: a run or a file
-    policy: str = 'runs/sft'              # where training starts, and the reference
-    data: str = 'runs/world'              # folder or hub dataset whose eval split is answered at the end
-    token_times: int = 2                  # conditioning: copies of the token in a prompt
-    jitter: float = 3.0                   # conditioning: noise of the tokens' first embeddings, in sd
-    epochs: int = 1                       # passes over the answers
-    max_length: int = 128                 # tokens of prompt and answer together
-    max_instances: int = 0                # use only the first n records; 0 for all
-    learning_rate: float = 3e-4           # AdamW's peak learning rate
-    lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
-    held_out: int = -1                    # records for measuring; -1: 200, or a fifth of them if that is less
-    eval_every: int = 100                 # steps between these measurements
-    save_every: int = 0                   # steps between saved policies model-<step>/; 0 for none
-    annotators: str = 'alpaca_farm.world:pool'  # judges of the final answers on val; empty for none
-    val_split: str = 'val'                # split that they answer; empty for none
-    val_instances: int = 150              # use only its first n prompts; 0 for all
+    out: str = 'runs/binary_feedback'        # run folder
+    # imitate good answers, or all with a token
+    method: Literal['feedme', 'reward_conditioning'] = 'reward_conditioning'
+    # preferences, or records with `output` and `label`: a run or a file
+    preferences: str = 'runs/annotators'
+    policy: str = 'runs/sft'                 # where training starts, and the reference
+    data: str = 'runs/world'                 # dataset whose eval split is answered at the end
+    token_times: Positive = 2                # conditioning: copies of the token in a prompt
+    jitter: Amount = 3.0  # conditioning: noise of the tokens' first embeddings, in sd
+    epochs: Positive = 1                     # passes over the answers
+    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
+    max_instances: Count = 0                 # use only the first n records; 0: all
+    learning_rate: Amount = 3e-4             # AdamW's peak learning rate
+    lr_schedule: Schedule = 'linear'         # of the learning rate
+    held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 200, or a fifth if less
+    eval_every: Positive = 100               # steps between these measurements
+    save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
+    annotators: str = 'alpaca_farm.world:pool'  # judges of the final answers on val; empty: none
+    val_split: str = 'val'                   # split that they answer; empty: none
+    val_instances: Count = 150               # use only its first n prompts; 0: all
     inputs = dict(preferences='preferences', policy='model', data=('val_split', 'eval_split'),
                   annotators=('preferences', 'model'))
     answering = ('eval_split', 'eval_instances')  # the others also decide the answers to val
-
-    def check(self):
-        self.one_of('method', 'feedme', 'reward_conditioning')
-        self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None),
-                    token_times=(1, None), jitter=(0, None), eval_every=(1, None), save_every=(0, None),
-                    val_instances=(0, None))
-        if self.held_out != -1: self.bounds(held_out=(1, None))
 
 # %% ../nbs/binary_feedback.ipynb #eab7b360
 GOOD, BAD = '<good>', '<bad>'

@@ -9,7 +9,9 @@ __all__ = ['METHODS', 'BringYourOwnConfig', 'count_parameters', 'read_own', 'tun
 import time
 from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
+from typing import Annotated, Literal
 
+from annotated_types import Ge, Len
 import torch
 
 from .core.answers import PromptConfig
@@ -24,7 +26,7 @@ from .core.run.paths import at_root, notebooks_folder
 from .core.data.preferences import pool_members
 from .core.run.progress import duration
 from .core.run.runs import check_run_folder, read_summary, start
-from .core.run.settings import command, HardwareConfig, refuse_unknown
+from .core.run.settings import command, Count, HardwareConfig, refuse_unknown, Scale
 from .core.data.text import check_limit, encode_prompts, encode_responses
 from .annotators import api_clients, check_known_names, load_annotators
 from .binary_feedback import BinaryFeedbackConfig
@@ -56,28 +58,27 @@ METHODS = dict(  # notebook and settings of each method that can be chosen
 @dataclass
 class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     "Settings of a chain of runs on your own model and data."
-    out: str = 'runs/bring_your_own'  # run folder of the board; in `runs` when that is another
-    runs: str = 'runs/own'            # folder of the runs
-    model: str = 'runs/sft'           # your model: a run folder, a checkpoint folder or a hub name
-    prompts: str = 'runs/world'       # your prompts: a dataset folder, a file or a hub dataset
-    split: str = 'eval'               # split of them, where there are several
+    out: str = 'runs/bring_your_own'      # run folder of the board; in `runs` when that is another
+    runs: str = 'runs/own'                # folder of the runs
+    model: str = 'runs/sft'  # your model: a run folder, a checkpoint folder or a hub name
+    prompts: str = 'runs/world'           # your prompts: a dataset folder, a file or a hub dataset
+    split: str = 'eval'                   # split of them, where there are several
     preferences: str = 'runs/annotators'  # your preferences: a file, a run or a hub dataset
-    demonstrations: str = ''          # file of instructions with outputs for SFT; empty: no SFT
+    demonstrations: str = ''  # file of instructions with outputs for SFT; empty: no SFT
     columns: list[str] = field(default_factory=list)  # names of yours, after their file's setting
     judge: str = 'alpaca_farm.world:held_out_crowd'  # judge of the board, as in `annotators`
-    methods: list[str] = field(default_factory=lambda: ['best_of_n', 'dpo'])  # of those in METHODS
-    n: int = 8                        # samples of best-of-n for each prompt
-    temperature: float = 1.0          # of all answers that are compared
-    max_instances: int = 0            # use only the first n prompts; 0 for all
-    recipe: str = ''                  # YAML file of settings by run, over those for its size
+    methods: Annotated[list[Literal[*METHODS]], Len(1)] = field(  # of those in METHODS
+        default_factory=lambda: ['best_of_n', 'dpo'])
+    n: Annotated[int, Ge(2)] = 8          # samples of best-of-n for each prompt
+    temperature: Scale = 1.0              # of all answers that are compared
+    max_instances: Count = 0              # use only the first n prompts; 0: all
+    recipe: str = ''                      # YAML file of settings by run, over those for its size
     annotator_fields = ('judge',)
     inputs = dict(model='model', prompts='split', preferences='preferences', demonstrations='sft',
                   judge=('preferences', 'model'))
 
-    def check(self):
-        self.bounds(n=(2, None), temperature=(1e-6, None), max_instances=(0, None))
-        if not self.methods or set(self.methods) - set(METHODS):
-            raise ValueError(f'methods = {self.methods}: choose from {", ".join(METHODS)}')
+    def __post_init__(self):
+        super().__post_init__()
         _columns_of(self.columns)
         if self.runs != 'runs/own' and self.out == 'runs/bring_your_own':
             self.out = f'{self.runs}/bring_your_own'
@@ -265,8 +266,7 @@ def run(cfg: BringYourOwnConfig):
     for name, records in own.data.items():
         write_json(at_root(f'{cfg.runs}/data/{name}.json'), records)
     run_or_fail(jobs, 1, 'bring your own', 'the chain')
-    board = replace(cfg, num_processes=1, nodes=1, rendezvous='')   # only the runs are shared
-    folder = start(board, run, tuple(job.out for job in jobs))
+    folder = start(cfg, run, tuple(job.out for job in jobs))
     if folder.done: return folder
     folder.load()
     summaries = {job.out.rpartition('/')[2]: read_summary(job.out) for job in jobs}

@@ -12,7 +12,9 @@ __all__ = ['PREFERENCE_LOSSES', 'OTHER_LOSSES', 'DPOConfig', 'smoothed_loss', 'r
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
+from typing import Annotated, Literal
 
+from annotated_types import Ge, Interval
 import torch
 import torch.nn.functional as F
 from fastcore.basics import patch
@@ -25,7 +27,8 @@ from alpaca_farm.core.model.models import (load_policy, load_reference, response
     sequence_logprobs)
 from .core.run.processes import gather_all, once
 from .core.run.runs import read_log, start
-from .core.run.settings import at_root, command, TrainConfig
+from .core.run.settings import (
+    Amount, as_type, at_root, command, Count, Positive, Scale, Schedule, Share, TrainConfig)
 from .core.data.text import collate, encode
 from .core.training import batches, Trainer, weights_hash
 
@@ -33,50 +36,47 @@ from .core.training import batches, Trainer, weights_hash
 @dataclass
 class DPOConfig(TrainConfig, AnswerConfig):
     "Settings of DPO and its family."
-    out: str = 'runs/dpo'                 # run folder
-    preferences: str = 'runs/annotators'  # a run of annotators, a file, or owner/name:config on the hub
-    policy: str = 'runs/sft'              # policy to start from, and the reference
-    data: str = 'runs/world'              # folder or hub dataset whose eval split is answered at the end
-    loss_type: str = 'sigmoid'            # sigmoid (DPO's), ipo, hinge, robust, simpo or kto
-    beta: float = 0.3                     # KL weight; 0.1 for ipo, 0.5 for simpo
-    temperature: float = 1.0              # of the log-probs: that at which the answers were sampled
-    label_smoothing: float = 0.0          # known share of flipped labels, for sigmoid (cDPO) and robust
-    target_margin: float = 1.0            # simpo: gamma, the lead required of the chosen answer
-    desirable_weight: float = 1.0         # kto: lambda_D, weight of the good answers
-    undesirable_weight: float = 1.0       # kto: lambda_U, weight of the bad answers
-    epochs: int = 2                       # passes over the pairs
-    max_length: int = 128                 # tokens of prompt and answer together
-    max_instances: int = 0                # use only the first n pairs; 0 for all
-    batch_size: int = 32                  # pairs per optimiser step
-    learning_rate: float = 0.0003         # AdamW's peak learning rate
-    lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
-    warmup: float = 0.1                   # share of the steps over which the learning rate rises
-    save_every: int = 0                   # steps between saved policies model-<step>/; 0 for none
-    held_out: int = 0                     # last pairs, with all others on their prompts, kept for measuring
-    eval_every: int = 0                   # steps between these measurements; 0 for none
+    out: str = 'runs/dpo'                    # run folder
+    preferences: str = 'runs/annotators'     # a run of annotators, a file or a hub dataset
+    policy: str = 'runs/sft'                 # policy to start from, and the reference
+    data: str = 'runs/world'                 # dataset whose eval split is answered at the end
+    loss_type: str = 'sigmoid'             # sigmoid (DPO's), ipo, hinge, robust, simpo or kto
+    beta: Scale = 0.3                        # KL weight; 0.1 for ipo, 0.5 for simpo
+    temperature: Scale = 1.0  # of the log-probs: that at which the answers were sampled
+    # known share of flipped labels, for sigmoid (cDPO) and robust
+    label_smoothing: Annotated[float, Interval(ge=0, lt=.5)] = 0.0
+    target_margin: Amount = 1.0              # simpo: gamma, the lead required of the chosen answer
+    desirable_weight: Amount = 1.0           # kto: lambda_D, weight of the good answers
+    undesirable_weight: Amount = 1.0         # kto: lambda_U, weight of the bad answers
+    epochs: Positive = 2                     # passes over the pairs
+    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
+    max_instances: Count = 0                 # use only the first n pairs; 0: all
+    batch_size: Positive = 32                # pairs per optimiser step
+    learning_rate: Amount = 0.0003           # AdamW's peak learning rate
+    lr_schedule: Schedule = 'linear'         # of the learning rate
+    warmup: Share = 0.1  # share of the steps over which the learning rate rises
+    save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
+    held_out: Count = 0  # last pairs, with all others on their prompts, kept for measuring
+    eval_every: Count = 0                    # steps between these measurements; 0: none
     inputs = dict(preferences='preferences', policy='model', data='eval_split')
 
-    def check(self):
-        if self.eval_every and not self.held_out:
-            raise ValueError(f'eval_every = {self.eval_every} measures held-out pairs: set held_out, to 200')
-        if self.held_out and not self.eval_every:
-            raise ValueError(f'held_out = {self.held_out} pairs would not be measured: set eval_every, to 50')
-        self.bounds(held_out=(0, None), eval_every=(0, None), beta=(1e-8, None), temperature=(1e-6, None),
-                    label_smoothing=(0, .499),
-                    target_margin=(0, None), desirable_weight=(0, None), undesirable_weight=(0, None),
-                    epochs=(1, None), max_length=(2, None), max_instances=(0, None), save_every=(0, None))
-        self.one_of('loss_type', *PREFERENCE_LOSSES, *OTHER_LOSSES)
+    def __post_init__(self):
+        super().__post_init__()
+        as_type('loss_type', self.loss_type, Literal[*PREFERENCE_LOSSES, *OTHER_LOSSES])
+        if bool(self.eval_every) != bool(self.held_out):
+            raise ValueError(f'held_out = {self.held_out}, eval_every = {self.eval_every}: set both, '
+                             'to 200 and 50 for instance, or none')
         for name, value in vars(self).items():
             losses = losses_with(name)
-            if not losses or self.loss_type in losses or value == getattr(DPOConfig, name): continue
+            used = not losses or self.loss_type in losses
+            if used or value == getattr(DPOConfig, name): continue
             raise ValueError(f'{name} = {value} has no effect with loss_type = {self.loss_type}: '
                              f'leave it out, or choose {" or ".join(losses)}')
-        if self.loss_type == 'robust' and not 0 < self.label_smoothing < .5:
-            raise ValueError(f'label_smoothing = {self.label_smoothing}: robust needs the share of flipped '
-                             'labels, above 0 (at 0 it is the sigmoid) and below 0.5')
+        if self.loss_type == 'robust' and not self.label_smoothing:
+            raise ValueError('label_smoothing = 0: robust needs the share of flipped labels '
+                             '(at 0 it is the sigmoid)')
         if self.loss_type == 'kto' and self.batch_size < 2:
-            raise ValueError('batch_size = 1: kto estimates its baseline from the other answers of a '
-                             'batch. Take at least 2')
+            raise ValueError('batch_size = 1: kto compares with the other answers of a batch')
 
 # %% ../nbs/dpo.ipynb #fcebf7ee
 def smoothed_loss(h: torch.Tensor, beta: float = .1, label_smoothing: float = 0.) -> torch.Tensor:

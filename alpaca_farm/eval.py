@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from glob import glob
 from itertools import combinations
 from pathlib import Path
+from typing import Annotated
 
+from annotated_types import Len
 import numpy as np
 
 from .core.ask.api import ApiConfig
@@ -23,7 +25,7 @@ from .core.run.files import atomic_write
 from .core.data.preferences import check_preferences, hash_uniform
 from .core.run.progress import Progress
 from .core.run.runs import start
-from .core.run.settings import at_root, command
+from .core.run.settings import at_root, command, Count
 from .boards import rankings
 from .annotators import (annotate_pairs, api_clients, check_all_answered, check_known_names,
     load_annotators, usage_totals)
@@ -40,21 +42,21 @@ WORLD = [f'alpaca_farm.world:{name}' for name in ('held_out_crowd', 'pool', 'gol
 class EvalConfig(ApiConfig):
     "Settings of an evaluation."
     out: str = 'runs/eval'              # run folder
-    outputs: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # runs or files
+    # runs or files
+    outputs: Annotated[list[str], Len(1)] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])
     reference: str = 'runs/references'  # folder or file of answers to compare with
     columns: str = ''                   # names of columns: ours, equals sign, yours
-    annotators: list[str] = field(default_factory=lambda: WORLD)  # judges, as in `annotators`
+    # judges, as in `annotators`
+    annotators: Annotated[list[str], Len(1)] = field(default_factory=lambda: WORLD)
     weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
     head_to_head: bool = False          # also judge every pair of models against each other
     difficulty: list[str] = field(default_factory=list)  # AlpacaEval's annotations of others
-    max_instances: int = 0              # use only the first n of the reference; 0 for all
+    max_instances: Count = 0            # use only the first n of the reference; 0: all
     inputs = dict(outputs=('outputs', 'candidates'), reference=('outputs', 'candidates'),
                   annotators=('preferences', 'model'))
 
-    def check(self):
-        self.bounds(max_instances=(0, None))
-        for name in ('outputs', 'annotators'):
-            if not getattr(self, name): raise ValueError(f'{name} is empty: name at least one')
+    def __post_init__(self):
+        super().__post_init__()
         check_known_names(self.annotators, self.models, self.weights)
 
 # %% ../nbs/eval.ipynb #e86e697e

@@ -8,7 +8,9 @@ __all__ = ['STAGES', 'ExpertIterationConfig', 'policy_after', 'round_jobs', 'run
 
 # %% ../nbs/expert_iteration.ipynb #6afd9d70
 from dataclasses import asdict, dataclass
+from typing import Annotated
 
+from annotated_types import Ge
 import numpy as np
 
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, preflight,
@@ -19,38 +21,39 @@ from .core.run.jobs import add_times, Job, run_jobs
 from .core.model.models import load_policy, save_model
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.runs import start
-from .core.run.settings import at_root, command, HardwareConfig, TrainConfig
+from .core.run.settings import (
+    Amount, at_root, command, Count, HardwareConfig, Positive, Scale, TrainConfig)
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
 class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     "Settings of expert iteration; those of the optimisation apply to the SFT runs."
-    out: str = 'runs/expert_iteration'  # run folder
-    policy: str = 'runs/sft'        # where training starts, and the reference of the KL
-    data: str = 'runs/world'        # folder, file or hub dataset owner/name:config with prompts
-    split: str = 'unlabeled'        # prompts that are answered in training
-    rounds: int = 1                 # rounds of best-of-n and imitation
-    n: int = 16                     # answers to each prompt, of which the best is imitated
-    max_instances: int = 800        # prompts of a round; the next round takes those that follow
-    samples: str = ''               # a run of best_of_n with the answers of round 1; empty to draw them
-    epochs: int = 4                 # passes over the winners
-    max_length: int = 128           # tokens of prompt and answer together
-    batch_size: int = 16            # winners per optimiser step
-    learning_rate: float = 0.001    # AdamW's peak learning rate
-    val_split: str = 'val'          # split on which each round's policy is scored
-    val_instances: int = 250        # use only its first n prompts; 0 for all
+    out: str = 'runs/expert_iteration'       # run folder
+    policy: str = 'runs/sft'                 # where training starts, and the reference of the KL
+    data: str = 'runs/world'                 # dataset folder, file or hub name with prompts
+    split: str = 'unlabeled'                 # prompts that are answered in training
+    rounds: Positive = 1                     # rounds of best-of-n and imitation
+    n: Annotated[int, Ge(2)] = 16  # answers to each prompt, of which the best is imitated
+    max_instances: Positive = 800  # prompts of a round; the next round takes those that follow
+    samples: str = ''  # a run of best_of_n with the answers of round 1; empty to draw them
+    epochs: Positive = 4                     # passes over the winners
+    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
+    batch_size: Positive = 16                # winners per optimiser step
+    learning_rate: Amount = 0.001            # AdamW's peak learning rate
+    val_split: str = 'val'                   # split on which each round's policy is scored
+    val_instances: Count = 250               # use only its first n prompts; 0: all
+    temperature: Scale = 1.0                 # of samples, above 0
     shareable = False              # its rounds are runs of their own
     inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
                   samples='candidates')
 
-    def check(self):
-        self.bounds(rounds=(1, None), n=(2, None), max_instances=(1, None), epochs=(1, None),
-                    max_length=(2, None), val_instances=(0, None), temperature=(1e-6, None))
-        if not self.reward_model: raise ValueError('reward_model is empty: without one there is no best of n')
-        if not self.val_split: raise ValueError('val_split is empty: every round is scored on it')
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ('reward_model', 'val_split'):
+            if not getattr(self, name): raise ValueError(f'{name} is empty: every round needs one')
         longest = self.max_prompt + self.max_new_tokens
-        if self.max_length < longest:   # otherwise noticed when the first round has sampled and scored
-            raise ValueError(f'max_length = {self.max_length}: SFT learns from prompts and samples of up to '
+        if self.max_length < longest:   # otherwise noticed when the first round has sampled
+            raise ValueError(f'max_length = {self.max_length}: prompts and samples take up to '
                              f'max_prompt + max_new_tokens = {longest} tokens. Raise it')
 
 # %% ../nbs/expert_iteration.ipynb #05ff3e70

@@ -19,7 +19,7 @@ from .core.ask.judge_configs import JudgedConfig
 from .core.run.jobs import Job, run_jobs, study_job
 from .core.run.paths import notebooks_folder
 from .core.run.runs import check_run_folder, read_summary, start
-from .core.run.settings import at_root, command
+from .core.run.settings import at_root, command, Count, Positive
 from .core.run.sweeps import machines
 from .annotators import load_annotators
 from .eval import write_csv, write_figure
@@ -32,21 +32,21 @@ from .boards.simulation import (correlations, join_replicates, method_difference
 @dataclass
 class FarmConfig(JudgedConfig):
     "Settings of the farm."
-    out: str = 'runs/farm'     # run folder of the farm's results; <runs>/farm when runs is another
-    runs: str = 'runs'         # folder of the runs
-    seeds: int = 1             # replicates; those after the first in <runs>/seed_1, seed_2, ...
-    size: str = 'default'      # default, quick (coarser), or a file like nbs/recipes/quick.yaml
-    workers: int = 0           # runs side by side; 0 for the number of cores
-    address: str = ''          # of a Ray cluster that makes the runs; empty for this machine
-    crowd: str = ''            # annotators for the second training; empty: the crowd of each world
-    held_out: str = ''         # those who judge the board; empty: the held-out crowd of each world
-    pool: str = ''             # simulated annotators: they label and judge; empty: the pool of each world
+    out: str = 'runs/farm'  # run folder of the farm's results; <runs>/farm when runs is another
+    runs: str = 'runs'                    # folder of the runs
+    seeds: Positive = 1  # replicates; those after the first in <runs>/seed_1, seed_2, ...
+    size: str = 'default'  # default, quick (coarser), or a file like nbs/recipes/quick.yaml
+    workers: Count = 0                    # runs side by side; 0 for the number of cores
+    address: str = ''  # of a Ray cluster that makes the runs; empty for this machine
+    crowd: str = ''  # annotators for the second training; empty: the crowd of each world
+    held_out: str = ''  # those who judge the board; empty: the held-out crowd of each world
+    pool: str = ''  # simulated annotators: they label and judge; empty: the pool of each world
     gold: str = 'alpaca_farm.world:gold'  # judge by the hidden utility
     annotator_fields = ('crowd', 'held_out', 'pool', 'gold')
     inputs = dict.fromkeys(annotator_fields, ('preferences', 'model'))
 
-    def check(self):
-        self.bounds(seeds=(1, None), workers=(0, None))
+    def __post_init__(self):
+        super().__post_init__()
         read_sizes(self.size)
         if self.runs != 'runs' and self.out == 'runs/farm': self.out = f'{self.runs}/farm'
 

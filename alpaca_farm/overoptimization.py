@@ -11,7 +11,9 @@ __all__ = ['PROXIES', 'POLICIES', 'OverConfig', 'standard_reward', 'proxy_utilit
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
+from typing import Annotated
 
+from annotated_types import Ge
 import numpy as np
 
 from .core.answers import log_ratios, sample, SampleConfig
@@ -27,7 +29,7 @@ from .core.data.preferences import check_preferences
 from .core.run.progress import Progress
 from .core.model.rewards import reward
 from .core.run.runs import check_run_folder, start
-from .core.run.settings import at_root, command
+from .core.run.settings import at_root, command, Positive
 from .core.stats import (best_of_n_value, best_of_n_weights, bootstrap, bootstrap_draws,
     fit_overoptimization, kl_best_of_n, kl_best_of_n_estimate, overoptimization_curve)
 from .core.data.text import decode, encode_prompts
@@ -44,22 +46,19 @@ POLICIES += [proxy.replace('reward_model', 'rloo_free') for proxy in PROXIES]   
 @dataclass
 class OverConfig(SampleConfig, JudgedConfig):
     "Settings of the measurement of over-optimisation."
-    out: str = 'runs/overoptimization'   # run folder
-    policy: str = 'runs/sft'             # SFT, from which distances are measured
-    bank: str = 'runs/bank'              # a run of best_of_n with many of its samples
-    references: str = 'runs/references'  # its answers that policies are compared with
-    proxies: list[str] = field(default_factory=lambda: PROXIES)    # reward models
+    out: str = 'runs/overoptimization'      # run folder
+    policy: str = 'runs/sft'                # SFT, from which distances are measured
+    bank: str = 'runs/bank'                 # a run of best_of_n with many of its samples
+    references: str = 'runs/references'     # its answers that policies are compared with
+    proxies: list[str] = field(default_factory=lambda: PROXIES)  # reward models
     policies: list[str] = field(default_factory=lambda: POLICIES)  # best with checkpoints
-    utility: str = 'alpaca_farm.world:utility'   # the true reward, "module:function" of records
+    utility: str = 'alpaca_farm.world:utility'  # the true reward, "module:function" of records
     crowd: str = 'alpaca_farm.world:held_out_crowd'  # judges of the answers
-    instances: int = 150                 # instructions of the bank to use
-    answers: int = 4                     # answers of each policy to each of them
+    instances: Annotated[int, Ge(2)] = 150  # instructions of the bank to use
+    answers: Positive = 4                   # answers of each policy to each of them
     inputs = dict(policy='model', bank='candidates', references='candidates', proxies=(),
                   policies=(), utility=(), crowd=('preferences', 'model'))
     annotator_fields = ('crowd',)
-
-    def check(self):
-        self.bounds(instances=(2, None), answers=(1, None))
 
 # %% ../nbs/overoptimization.ipynb #152ddf00
 def _score_bank(bank: list[dict], score) -> np.ndarray:

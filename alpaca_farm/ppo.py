@@ -10,7 +10,9 @@ __all__ = ['PPOConfig', 'ppo_policy_loss', 'ppo_value_loss', 'token_rewards', 'V
 # %% ../nbs/ppo.ipynb #21298c50
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 import torch
 
 from .core.model.adapters import inherit_state, own_weights, state_of
@@ -24,7 +26,7 @@ from .core.run.processes import rank
 from .core.model.rewards import reward
 from .core.run.runs import start
 from .core.model.served import use_sampler
-from .core.run.settings import command
+from .core.run.settings import Amount, command, Positive, Scale, Schedule, Share
 from .core.data.text import same_vocabulary
 from .core.training import Trainer
 
@@ -32,39 +34,35 @@ from .core.training import Trainer
 @dataclass
 class PPOConfig(OnlineConfig):
     "Settings of PPO."
-    out: str = 'runs/ppo'               # run folder
-    temperature: float = 1.0            # of samples and of the log-probs that are compared
-    steps: int = 24                     # rollouts, each followed by its updates
-    advantage: str = 'gae'              # baseline: a value model (gae) or the other answers (rloo, grpo)
-    group_size: int = 4                 # rloo, grpo: answers to each prompt
-    ppo_epochs: int = 2                 # passes over each step's answers
-    batch_size: int = 96                # answers per optimiser step
-    kl_coef: float = 0.2                # weight of the KL penalty, beta
-    kl_kind: str = 'k1'                 # estimate of the KL per token: k1, clamp, abs, k2, k3 or js
-    clip: float = 0.2                   # clip range of a token's ratio, epsilon
-    value_clip: float = 0.2             # clip range of a value's change within a step
-    vf_coef: float = 0.1                # weight of the value loss
-    gamma: float = 1.0                  # discount per token
-    lam: float = 1.0                    # lambda of GAE
-    whiten_rewards: bool = False        # scale each step's rewards to variance 1
-    whiten_advantages: bool = True      # scale each step's advantages to mean 0 and variance 1
-    shared_value: bool = False          # a value head on the policy's own trunk instead of a value model
-    value_learning_rate: float = 1e-3   # peak learning rate of the value model
-    learning_rate: float = 0.001        # peak learning rate of the policy
-    lr_schedule: str = 'constant'       # cosine or linear, down to 5 % of the peak, or constant
-    adam_eps: float = 1e-5              # AdamW's epsilon
+    out: str = 'runs/ppo'                  # run folder
+    temperature: Scale = 1.0               # of samples and of the log-probs that are compared
+    steps: Positive = 24                   # rollouts, each followed by its updates
+    # baseline: a value model (gae), other answers
+    advantage: Literal['gae', 'rloo', 'grpo'] = 'gae'
+    group_size: Annotated[int, Ge(2)] = 4  # rloo, grpo: answers to each prompt
+    ppo_epochs: Positive = 2               # passes over each step's answers
+    batch_size: Positive = 96              # answers per optimiser step
+    kl_coef: Amount = 0.2                  # weight of the KL penalty, beta
+    kl_kind: Literal[*KL_KINDS] = 'k1'     # estimate of the KL per token
+    clip: Scale = 0.2                      # clip range of a token's ratio, epsilon
+    value_clip: Scale = 0.2                # clip range of a value's change within a step
+    vf_coef: Amount = 0.1                  # weight of the value loss
+    gamma: Share = 1.0                     # discount per token
+    lam: Share = 1.0                       # lambda of GAE
+    whiten_rewards: bool = False           # scale each step's rewards to variance 1
+    whiten_advantages: bool = True         # scale each step's advantages to mean 0 and variance 1
+    shared_value: bool = False  # a value head on the policy's own trunk instead of a value model
+    value_learning_rate: Amount = 1e-3     # peak learning rate of the value model
+    learning_rate: Amount = 0.001          # peak learning rate of the policy
+    lr_schedule: Schedule = 'constant'     # of the learning rate
+    adam_eps: Amount = 1e-5                # AdamW's epsilon
     in_memory = dict(trained=2, frozen=2)
 
-    def check(self):
-        self.bounds(batch_size=(1, None), group_size=(2, None), ppo_epochs=(1, None), kl_coef=(0, None),
-                    clip=(1e-6, None), value_clip=(1e-6, None), vf_coef=(0, None), gamma=(0, 1), lam=(0, 1),
-                    value_learning_rate=(0, None))
-        self.one_of('advantage', 'gae', 'rloo', 'grpo')
-        self.one_of('kl_kind', *KL_KINDS)
-        parts = dict(rollouts='batch_size') | (dict(batch_size='group_size') if self.group > 1 else {})
-        for name, of in parts.items():
-            whole, part = getattr(self, name), getattr(self, of)
-            if whole % part: raise ValueError(f'{name} = {whole} must be a multiple of {of} = {part}')
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rollouts % self.batch_size or self.batch_size % self.group:
+            raise ValueError(f'rollouts = {self.rollouts}, batch_size = {self.batch_size}, '
+                             f'group_size = {self.group}: each must be a multiple of the next')
 
     @property
     def group(self) -> int:

@@ -10,6 +10,7 @@ __all__ = ['LLAMA', 'RELEASED', 'HEAD', 'BACKBONE', 'ROTARY', 'PretrainedConfig'
 import json, math, shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -21,24 +22,25 @@ from .core.run.settings import at_root, command, Config
 
 # %% ../nbs/pretrained.ipynb #f53154d6
 LLAMA = 'LLaMA 7B'
-RELEASED = {'sft10k': LLAMA, 'reward-model-sim': 'sft10k', 'reward-model-human': 'sft10k', 'ppo-sim': LLAMA,
-            'ppo-human': LLAMA, 'ppo-sim-gpt4-20k': LLAMA, 'expiter-sim': LLAMA, 'expiter-human': LLAMA,
-            'feedme-sim': LLAMA, 'feedme-human': LLAMA, 'reward-condition-sim': LLAMA}   # bases
+RELEASED = {'sft10k': LLAMA, 'reward-model-sim': 'sft10k', 'reward-model-human': 'sft10k',
+            **dict.fromkeys(('ppo-sim', 'ppo-human', 'ppo-sim-gpt4-20k', 'expiter-sim',
+                             'expiter-human', 'feedme-sim', 'feedme-human',
+                             'reward-condition-sim'), LLAMA)}   # bases
 
 
 @dataclass
 class PretrainedConfig(Config):
     "Settings of a recovery."
-    out: str = 'runs/pretrained'  # run folder; the model is in its folder model/
-    model: str = 'sft10k'         # a name of the table above
-    diff: str = ''                # folder with the difference as published, in safetensors
-    base: str = ''                # folder of LLaMA 7B; of a reward model, of the recovered sft10k
+    out: str = 'runs/pretrained'          # run folder; the model is in its folder model/
+    model: Literal[*RELEASED] = 'sft10k'  # a name of the table above
+    diff: str = ''                        # folder with the difference as published, in safetensors
+    base: str = ''  # folder of LLaMA 7B; of a reward model, of the recovered sft10k
     inputs = dict(diff=[], base=[])
 
-    def check(self):
-        self.one_of('model', *RELEASED)
-        if bool(self.diff) != bool(self.base): raise ValueError(
-            f'diff = {self.diff!r} and base = {self.base!r}: a model is their sum; name both folders')
+    def __post_init__(self):
+        super().__post_init__()
+        if bool(self.diff) != bool(self.base):
+            raise ValueError(f'diff = {self.diff!r}, base = {self.base!r}: name both, or none')
 
 # %% ../nbs/pretrained.ipynb #1dc3f457
 class Weights:

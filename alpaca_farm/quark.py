@@ -10,7 +10,9 @@ __all__ = ['QuarkConfig', 'quantiles', 'update_pool', 'pool_answers', 'update_in
 # %% ../nbs/quark.ipynb #6df44610
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
+from annotated_types import Ge
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -21,7 +23,7 @@ from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
 from .core.model.rewards import reward
 from .core.run.runs import start
-from .core.run.settings import command
+from .core.run.settings import Amount, command, Count, Positive, Schedule
 from .core.data.text import collate
 from .core.training import Trainer
 from .annotators import annotate_pairs, load_annotators
@@ -30,33 +32,31 @@ from .annotators import annotate_pairs, load_annotators
 @dataclass
 class QuarkConfig(OnlineConfig):
     "Settings of Quark."
-    out: str = 'runs/quark'           # run folder
-    num_quantiles: int = 4            # quantiles the pool is cut into, K
-    best_quantile_only: bool = True   # learn from the best quantile only, without tokens
-    clear_pool: bool = True           # discard the answers of earlier rollouts
-    token_times: int = 8              # copies of a reward token in a prompt
-    jitter: float = 3.0               # noise of the tokens' initial embeddings, in sd of the others
-    updates: int = 8                  # optimiser steps after each rollout
-    batch_size: int = 64              # answers per optimiser step
-    kl_coef: float = 0.3              # weight of the exact KL to the reference, beta
-    entropy_coef: float = 0.0         # weight of the entropy bonus, alpha
-    steps: int = 12                   # rollouts, each followed by its updates
-    rollouts: int = 512               # answers per step
-    learning_rate: float = 0.0003     # peak learning rate
-    lr_schedule: str = 'constant'     # cosine or linear, down to 5 % of the peak, or constant
-    eval_every: int = 2               # steps between evaluations on the val split
-    save_every: int = 2               # steps between saved policies model-<step>/; 0 for none
+    out: str = 'runs/quark'                   # run folder
+    num_quantiles: Annotated[int, Ge(2)] = 4  # quantiles the pool is cut into, K
+    best_quantile_only: bool = True           # learn from the best quantile only, without tokens
+    clear_pool: bool = True                   # discard the answers of earlier rollouts
+    token_times: Positive = 8                 # copies of a reward token in a prompt
+    jitter: Amount = 3.0  # noise of the tokens' initial embeddings, in sd of the others
+    updates: Positive = 8                     # optimiser steps after each rollout
+    batch_size: Positive = 64                 # answers per optimiser step
+    kl_coef: Amount = 0.3                     # weight of the exact KL to the reference, beta
+    entropy_coef: Amount = 0.0                # weight of the entropy bonus, alpha
+    steps: Positive = 12                      # rollouts, each followed by its updates
+    rollouts: Annotated[int, Ge(2)] = 512     # answers per step
+    learning_rate: Amount = 0.0003            # peak learning rate
+    lr_schedule: Schedule = 'constant'        # of the learning rate
+    eval_every: Positive = 2                  # steps between evaluations on the val split
+    save_every: Count = 2                     # steps between saved policies model-<step>/; 0: none
     in_memory = dict(trained=1, frozen=2)
 
-    def check(self):
-        self.bounds(num_quantiles=(2, None), token_times=(1, None), jitter=(0, None), updates=(1, None),
-                    kl_coef=(0, None), entropy_coef=(0, None))
+    def __post_init__(self):
+        super().__post_init__()
         if self.sampler:
-            raise ValueError('sampler: quark samples in its own process, since its reward tokens are new to '
-                             'the model and no server knows them. Leave it empty')
+            raise ValueError('sampler: no server knows the reward tokens of quark. Leave it empty')
         if self.num_quantiles > self.rollouts:
-            raise ValueError(f'rollouts = {self.rollouts} answers cannot be cut into num_quantiles = '
-                             f'{self.num_quantiles} parts')
+            raise ValueError(f'rollouts = {self.rollouts} answers cannot be cut into '
+                             f'num_quantiles = {self.num_quantiles} parts')
 
 # %% ../nbs/quark.ipynb #4b4d1340
 def quantiles(

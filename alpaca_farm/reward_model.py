@@ -12,8 +12,9 @@ __all__ = ['RewardModelConfig', 'check_flip_rate', 'label_chance', 'nll', 'pairw
 import random
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+from annotated_types import Ge, Interval
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from .core.data.records import full_instruction, load_records, prompt_key
 from .core.model.models import load_scalar, load_tokenizer, save_model, sequence_scores
 from .core.model.rewards import score_records
 from .core.run.runs import start
-from .core.run.settings import command, TrainConfig
+from .core.run.settings import Amount, command, Count, Positive, Schedule, Template, TrainConfig
 from .core.stats import wilson
 from .core.data.text import check_positions, collate, encode
 from .core.training import batches, Trainer
@@ -31,32 +32,28 @@ from .core.training import batches, Trainer
 @dataclass
 class RewardModelConfig(TrainConfig):
     "Settings of reward modelling."
-    out: str = 'runs/reward_model'        # run folder
-    preferences: str = 'runs/annotators'  # a run of annotators, a file, or owner/name:config on the hub
-    columns: str = ''                     # names of columns: ours and yours, joined by an equals sign
-    policy: str = 'runs/sft'              # policy whose trunk initialises the model
-    head: str = 'zero'                    # the fresh head: zero, or normal for N(0, 1/(d+1))
-    likelihood: float = 0.2               # weight of the answer's log-likelihood in its score; 0 for none
-    template: str = 'auto'                # prompt format
-    epochs: int = 2                       # passes over the pairs
-    max_length: int = 128                 # tokens of prompt and answer together
-    held_out: int = -1                    # pairs for measuring; -1: 500, or a fifth of them if that is less
-    max_instances: int = 0                # use only the first n pairs; 0 for all
-    margin: float = 0.0                   # lead required of the better answer where the label is certain
-    margin_field: str = ''                # field of the records that holds each pair's margin; empty for none
-    flip_rate: float = 0.0                # known share of flipped labels
-    batch_size: int = 16                  # pairs per optimiser step
-    learning_rate: float = 0.0005         # AdamW's peak learning rate
-    lr_schedule: str = 'linear'           # cosine or linear, down to 5 % of the peak, or constant
+    out: str = 'runs/reward_model'            # run folder
+    preferences: str = 'runs/annotators'      # a run of annotators, a file or a hub dataset
+    columns: str = ''                         # names of columns: ours, equals sign, yours
+    policy: str = 'runs/sft'                  # policy whose trunk initialises the model
+    head: Literal['zero', 'normal'] = 'zero'  # the fresh head: zero, or normal for N(0, 1/(d+1))
+    likelihood: Amount = 0.2  # weight of the answer's log-likelihood in its score; 0: none
+    template: Template = 'auto'               # prompt format
+    epochs: Positive = 2                      # passes over the pairs
+    max_length: Annotated[int, Ge(2)] = 128   # tokens of prompt and answer together
+    # pairs for measuring; -1: 500, or a fifth if that is less
+    held_out: Literal[-1] | Positive = -1
+    max_instances: Count = 0                  # use only the first n pairs; 0: all
+    margin: Amount = 0.0  # lead required of the better answer where the label is certain
+    margin_field: str = ''  # field of the records that holds each pair's margin; empty: none
+    flip_rate: Annotated[float, Interval(ge=0, lt=.5)] = 0.0  # known share of flipped labels
+    batch_size: Positive = 16                 # pairs per optimiser step
+    learning_rate: Amount = 0.0005            # AdamW's peak learning rate
+    lr_schedule: Schedule = 'linear'          # of the learning rate
     inputs = dict(preferences='preferences', policy='model')
 
-    def check(self):
-        self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None), margin=(0, None))
-        if self.held_out != -1: self.bounds(held_out=(1, None))
-        self.bounds(likelihood=(0, None))
-        self.one_of('head', 'zero', 'normal')
-        self.one_of('template', 'auto', 'chat', 'alpaca', 'raw')
-        check_flip_rate(self.flip_rate)
+    def __post_init__(self):
+        super().__post_init__()
         if self.margin and self.margin_field:
             raise ValueError(f'margin = {self.margin} and margin_field = {self.margin_field!r}: '
                              'give one of them')

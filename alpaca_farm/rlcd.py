@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+from annotated_types import Lt
 import numpy as np
 from pydantic import BaseModel, Field, field_validator, ValidationError, with_config
 from typing_extensions import TypedDict
@@ -33,7 +34,7 @@ from .core.run.paths import at_root, notebooks_folder, root
 from .core.data.preferences import hash_uniform, PAIR_FIELDS
 from .core.run.progress import Progress
 from .core.run.runs import start
-from .core.run.settings import command
+from .core.run.settings import as_type, command, Count, Positive, Scale
 from .annotators import annotate_pairs, check_all_answered, load_annotators
 
 # %% ../nbs/rlcd.ipynb #44bf1b82
@@ -209,47 +210,47 @@ METHODS = dict(rlcd=('positive', 'negative'), rlaif=('', ''), rlcd_rescore=('pos
 @dataclass
 class RLCDConfig(SampleConfig, ApiConfig):
     "Settings of preference data without people."
-    out: str = 'runs/rlcd'       # run folder
-    method: str = 'rlcd'         # rlcd, rlaif, rlcd_rescore or context_distillation
-    task: str = 'world'          # name of a task in nbs/recipes/tasks, or a YAML file
-    data: str = 'runs/world'     # folder, file or hub dataset owner/name:config with prompts
-    split: str = 'preference'    # split with the prompts
-    columns: str = ''            # names of columns: ours and yours, joined by an equals sign
-    max_instances: int = 0       # use only the first n prompts; 0 for all
-    policy: str = 'runs/dialogue_world'  # model that writes, and judges where no annotators are named
-    served: str = ''             # name of a model behind base_url that does so instead; policy is empty then
-    annotators: str = ''         # judges of rlaif and rlcd_rescore; empty for the model itself
-    both_orders: bool = False    # judge in both orders and average; else in one, as published
-    samples: str = ''            # run, CSV or file whose pairs are used; empty to write new ones
-    max_retries: int = 5         # times an answer is written anew after the task's filters reject it
-    top_k: int = 0               # sample only from this many likeliest tokens; 0: all
-    indices: str = ''            # use only these prompts (or rows of samples): "17-29,35"; empty for all
-    indices_mod: int = 1         # number of processes that share the work, in chunks
-    indices_remainder: int = 0   # number of this process, from 0
+    out: str = 'runs/rlcd'                    # run folder
+    method: Literal[*METHODS] = 'rlcd'        # rlcd, rlaif, rlcd_rescore or context_distillation
+    task: str = 'world'                       # name of a task in nbs/recipes/tasks, or a YAML file
+    data: str = 'runs/world'                  # dataset folder, file or hub name with prompts
+    split: str = 'preference'                 # split with the prompts
+    columns: str = ''                         # names of columns: ours, equals sign, yours
+    max_instances: Count = 0                  # use only the first n prompts; 0: all
+    # model that writes, and judges where no annotators are named
+    policy: str = 'runs/dialogue_world'
+    served: str = ''  # name of a model behind base_url that does so instead; policy is empty then
+    annotators: str = ''  # judges of rlaif and rlcd_rescore; empty for the model itself
+    both_orders: bool = False  # judge in both orders and average; else in one, as published
+    samples: str = ''  # run, CSV or file whose pairs are used; empty to write new ones
+    max_retries: Count = 5  # times an answer is written anew after the task's filters reject it
+    top_k: Count = 0                          # sample only from this many likeliest tokens; 0: all
+    indices: str = ''  # use only these prompts (or rows of samples): "17-29,35"; empty: all
+    indices_mod: Positive = 1                 # number of processes that share the work, in chunks
+    indices_remainder: Count = 0              # number of this process, from 0
     parts: list[str] = field(default_factory=list)  # finished runs of all processes, to be joined
-    chunk: int = 64              # prompts that are written together; also between checkpoints
-    max_prompt: int = 100        # longer prompts are left out, counted and reported
-    template: str = 'raw'        # prompt format: raw, or chat for the model's chat template
-    inputs = dict(data='split', policy='model', annotators=('preferences', 'model'), samples='preferences',
-                  parts='items')
+    chunk: Positive = 64  # prompts that are written together; also between checkpoints
+    max_prompt: Positive = 100                # longer prompts are left out, counted and reported
+    template: Literal['raw', 'chat'] = 'raw'  # prompt format
+    temperature: Scale = 1.0                  # of samples, above 0
+    inputs = dict(data='split', policy='model', annotators=('preferences', 'model'),
+                  samples='preferences', parts='items')
 
-    def check(self):
-        self.bounds(max_instances=(0, None), max_retries=(0, None), top_k=(0, None), indices_mod=(1, None),
-                    indices_remainder=(0, self.indices_mod - 1), chunk=(1, None), temperature=(1e-6, None))
-        self.one_of('method', *METHODS)
-        self.one_of('template', 'raw', 'chat')
+    def __post_init__(self):
+        super().__post_init__()
+        as_type('indices_remainder', self.indices_remainder, Annotated[int, Lt(self.indices_mod)])
         judged, task = self.method in ('rlaif', 'rlcd_rescore'), read_task(task_file(self.task))
         select_indices(self.indices, 0)
-        for wrong, message in (
-                (bool(self.policy) == bool(self.served),
-                 'name one model: in policy, or in served, with policy empty'),
-                ((self.annotators or self.both_orders) and not judged,
-                 f'method = {self.method} has no judge: leave annotators empty, and both_orders false'),
-                (self.samples and self.method == 'rlcd',
-                 f'method = {self.method} writes its own answers: leave samples empty'),
-                (self.template == 'chat' and task.placement == 'role' and METHODS[self.method] != ('', ''),
-                 f'template = chat: the phrases of {task.name} stand behind a role. Set template to raw')):
-            if wrong: raise ValueError(message)
+        if bool(self.policy) == bool(self.served):
+            raise ValueError('name one model: in policy, or in served, with policy empty')
+        if (self.annotators or self.both_orders) and not judged:
+            raise ValueError(f'method = {self.method} has no judge: leave annotators empty, and '
+                             'both_orders false')
+        if self.samples and self.method == 'rlcd':
+            raise ValueError('samples: rlcd writes its own answers. Leave it empty')
+        phrases = task.placement == 'role' and METHODS[self.method] != ('', '')
+        if self.template == 'chat' and phrases:
+            raise ValueError(f'template = chat: the phrases of {task.name} stand behind a role')
 
 # %% ../nbs/rlcd.ipynb #aef71321
 def select_indices(text: str, n: int) -> list[int]:

@@ -11,7 +11,9 @@ __all__ = ['ANSWER_FIGURES', 'RRHFConfig', 'ranked_pairs', 'rrhf_loss', 'normali
 # %% ../nbs/rrhf.ipynb #08ecd330
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 import numpy as np
 import torch
 
@@ -31,93 +33,73 @@ from .core.run.files import read_json
 from .core.run.inputs import as_list
 from .core.run.processes import once
 from .core.run.runs import read_log, start
-from .core.run.settings import command, TrainConfig
+from .core.run.settings import Amount, command, Count, Positive, Schedule, TrainConfig
 from .core.training import batches, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
 class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
     "Settings of RRHF."
-    out: str = 'runs/rrhf'            # run folder
-    policy: str = 'runs/sft'          # where training starts, and the reference
-    candidates: str | list[str] = 'runs/candidates'  # runs or files; empty for the policy's own only
-    sources: list[str] = field(default_factory=list)  # use only candidates from these; empty for all
-    k: int = 12                       # candidates of a query: the first k different ones that fit
-    n: int = 0                        # how many of them the policy generates
-    decoding: str = 'sample'          # how it generates them: sample, beam or diverse_beam
-    groups: int = 4                   # diverse_beam: groups the n beams are split into
-    diversity_penalty: float = 1.0    # diverse_beam: penalty in nats per earlier group that chose the token
-    rounds: int = 1                   # rounds of `epochs` passes, each with new candidates of the policy
-    refresh_every: int = 0            # steps between new candidates within a round; 0 for never
-    annotators: str = ''              # judges of the candidates where reward_model is empty
-    kl_coef: float = 0.0              # penalty on a candidate's score per nat of log pi/pi_ref
-    missing_eos: str = 'replace'      # score of an answer cut off: replace, subtract, or unchanged (empty)
-    missing_eos_value: float = 1.0    # replace: distance below the worst whole answer; subtract: amount
-    ties: str = 'first'               # which of the best to imitate: first, random, longest, average, skip
-    length_norm: str = 'token'        # divide log-probs by the length (token), nothing (none), or a power
-    length_penalty: float = 1.0       # power: the exponent
-    rank_reduction: str = 'mean'      # rank loss of a query: mean or sum over its pairs
-    rrhf_weight: float = 1.0          # weight of the rank loss
-    sft_reduction: str = 'sum'        # imitation loss of a query: sum or token_mean
-    sft_weight: float = 1.0           # weight of the imitation loss
-    perplexity_model: str = ''            # model that measures the perplexity of answers; empty for none
-    data: str = 'runs/world'          # folder or hub dataset whose eval split is answered at the end
-    split: str = 'unlabeled'          # split with the queries when `candidates` is empty
-    epochs: int = 2                   # passes over the queries, in each round
-    max_length: int = 128             # tokens of prompt and answer together; longer candidates are left out
-    max_instances: int = 0            # use only the first n queries; 0 for all
-    learning_rate: float = 0.001      # AdamW's peak learning rate
-    lr_schedule: str = 'linear'       # cosine or linear, down to 5 % of the peak, or constant
-    batch_size: int = 8               # queries per optimiser step
-    save_every: int = 50              # steps between saved policies model-<step>/; 0 for none
+    out: str = 'runs/rrhf'                   # run folder
+    policy: str = 'runs/sft'                 # where training starts, and the reference
+    # runs or files; empty for the policy's own only
+    candidates: str | list[str] = 'runs/candidates'
+    sources: list[str] = field(default_factory=list)  # use only candidates from these; empty: all
+    k: Annotated[int, Ge(2)] = 12  # candidates of a query: the first k different ones that fit
+    n: Count = 0                             # how many of them the policy generates
+    decoding: Literal['sample', 'beam', 'diverse_beam'] = 'sample'  # how it generates them
+    groups: Positive = 4                     # diverse_beam: groups the n beams are split into
+    # diverse_beam: penalty in nats per earlier group that chose the token
+    diversity_penalty: Amount = 1.0
+    rounds: Positive = 1  # rounds of `epochs` passes, each with new candidates of the policy
+    refresh_every: Count = 0  # steps between new candidates within a round; 0: never
+    annotators: str = ''                     # judges of the candidates where reward_model is empty
+    kl_coef: Amount = 0.0  # penalty on a candidate's score per nat of log pi/pi_ref
+    # score of an answer cut off; empty: as it is
+    missing_eos: Literal['replace', 'subtract', ''] = 'replace'
+    # replace: distance below the worst whole answer; subtract: amount
+    missing_eos_value: Amount = 1.0
+    # which of the best to imitate
+    ties: Literal['first', 'random', 'longest', 'average', 'skip'] = 'first'
+    length_norm: Literal['token', 'none', 'power'] = 'token'  # what log-probs are divided by
+    length_penalty: Amount = 1.0             # power: the exponent
+    rank_reduction: Literal['mean', 'sum'] = 'mean'  # over the pairs of a query
+    rrhf_weight: Amount = 1.0                # weight of the rank loss
+    sft_reduction: Literal['sum', 'token_mean'] = 'sum'  # over the tokens of an answer
+    sft_weight: Amount = 1.0                 # weight of the imitation loss
+    perplexity_model: str = ''  # model that measures the perplexity of answers; empty: none
+    data: str = 'runs/world'                 # dataset whose eval split is answered at the end
+    split: str = 'unlabeled'                 # split with the queries when `candidates` is empty
+    epochs: Positive = 2                     # passes over the queries, in each round
+    # tokens of prompt and answer together; longer candidates are left out
+    max_length: Annotated[int, Ge(2)] = 128
+    max_instances: Count = 0                 # use only the first n queries; 0: all
+    learning_rate: Amount = 0.001            # AdamW's peak learning rate
+    lr_schedule: Schedule = 'linear'         # of the learning rate
+    batch_size: Positive = 8                 # queries per optimiser step
+    save_every: Count = 50                   # steps between saved policies model-<step>/; 0: none
     inputs = dict(candidates='candidates', policy='model', reward_model='model',
-                  annotators=('preferences', 'model'), perplexity_model='model', data=('split', 'eval_split'))
+                  annotators=('preferences', 'model'), perplexity_model='model',
+                  data=('split', 'eval_split'))
     in_memory = dict(trained=1, frozen=1)
 
-    def check(self):
-        self.bounds(k=(2, None), n=(0, self.k), groups=(1, None), diversity_penalty=(0, None),
-                    rounds=(1, None), refresh_every=(0, None), kl_coef=(0, None), length_penalty=(0, None),
-                    rrhf_weight=(0, None), sft_weight=(0, None), epochs=(1, None), max_length=(2, None),
-                    max_instances=(0, None), save_every=(0, None), missing_eos_value=(0, None))
-        self.one_of('decoding', 'sample', 'beam', 'diverse_beam')
-        self.one_of('missing_eos', 'replace', 'subtract', '')
-        self.one_of('ties', 'first', 'random', 'longest', 'average', 'skip')
-        self.one_of('length_norm', 'token', 'none', 'power')
-        self.one_of('rank_reduction', 'mean', 'sum')
-        self.one_of('sft_reduction', 'sum', 'token_mean')
-        for wrong, message in self.conflicts():
-            if wrong: raise ValueError(message)
-        for name, (used, where) in self.conditions().items():
-            if used or getattr(self, name) == getattr(RRHFConfig, name, []): continue
-            raise ValueError(f'{name} = {getattr(self, name)!r} has an effect only {where}: leave it out')
-
-    def conditions(self):
-        "Settings that need others: whether these are present, and what they are."
-        diverse = self.decoding == 'diverse_beam', 'with decoding = diverse_beam'
-        return dict(groups=diverse, diversity_penalty=diverse,
-                    length_penalty=(self.length_norm == 'power', 'with length_norm = power'),
-                    top_p=(self.decoding == 'sample' and self.n, 'with n > 0 and decoding = sample'),
-                    sources=(self.candidates, 'on candidates from runs or files'))
-
-    def conflicts(self):
-        "Possible conflicts between settings: whether each is present, and its error message."
-        refreshed, scored = self.rounds > 1 or self.refresh_every > 0, self.reward_model or self.annotators
-        return [
-            (not self.candidates and self.n < 2, f'n = {self.n} and no candidates: a query needs two. '
-             'Name candidates, or set n to 2 or more'),
-            (refreshed and not self.n, "rounds and refresh_every renew the policy's own candidates: set n"),
-            (self.decoding != 'sample' and not self.n, f'decoding = {self.decoding!r} is for n > 0'),
-            (self.decoding == 'sample' and self.n > 1 and not self.temperature,
-             'temperature = 0 draws the same answer every time: raise it, or set decoding = diverse_beam'),
-            (self.decoding == 'diverse_beam' and self.n % self.groups,
-             f'n = {self.n} beams cannot be split into groups = {self.groups}'),
-            (self.kl_coef and not refreshed, 'kl_coef needs rounds or refresh_every: '
-             'before the first step the policy is the reference, and log pi/pi_ref is 0'),
-            (self.reward_model and self.annotators,
-             'both reward_model and annotators are named: leave one of them empty'),
-            (self.n and not scored, "the policy's own answers have no scores: "
-             'name a reward_model or annotators'),
-            (not self.rrhf_weight and not self.sft_weight, 'rrhf_weight = sft_weight = 0: nothing to learn')]
+    def __post_init__(self):
+        super().__post_init__()
+        refreshed = self.rounds > 1 or self.refresh_every > 0
+        if self.n > self.k: raise ValueError(f'n = {self.n} is more than k = {self.k} candidates')
+        if self.n < 2 and (refreshed or not self.candidates):
+            raise ValueError(f'n = {self.n}: a query needs two candidates. Set n to 2 or more')
+        if self.n and bool(self.reward_model) == bool(self.annotators):
+            raise ValueError("the policy's own answers need a score: name a reward_model or "
+                             'annotators, not both')
+        if self.decoding == 'sample' and self.n > 1 and not self.temperature:
+            raise ValueError('temperature = 0 draws the same answer every time: raise it')
+        if self.decoding == 'diverse_beam' and self.n % self.groups:
+            raise ValueError(f'n = {self.n} beams cannot be split into groups = {self.groups}')
+        if self.kl_coef and not refreshed:
+            raise ValueError('kl_coef needs rounds or refresh_every: the policy starts as its reference')
+        if not self.rrhf_weight and not self.sft_weight:
+            raise ValueError('rrhf_weight = sft_weight = 0: nothing to learn')
 
 # %% ../nbs/rrhf.ipynb #3e438a70
 def ranked_pairs(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

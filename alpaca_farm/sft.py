@@ -7,13 +7,15 @@ __all__ = ['SFTConfig', 'sft_loss', 'sft_batch', 'held_out_batches', 'train']
 
 # %% ../nbs/sft.ipynb #4470b300
 from dataclasses import dataclass
+from typing import Annotated
 
+from annotated_types import Ge
 import torch
 
 from .core.answers import answer_again, answer_eval_split, AnswerConfig, load_split, preflight
 from .core.model.models import load_policy, logprobs, save_model
 from .core.run.runs import start
-from .core.run.settings import command, TrainConfig
+from .core.run.settings import Amount, command, Count, Positive, TrainConfig
 from .core.data.text import collate, encode
 from .core.training import batches, Trainer
 
@@ -21,23 +23,23 @@ from .core.training import batches, Trainer
 @dataclass
 class SFTConfig(TrainConfig, AnswerConfig):
     "Settings of supervised fine-tuning."
-    out: str = 'runs/sft'         # run folder
-    data: str = 'runs/world'      # folder, file or hub dataset owner/name:config with demonstrations
-    split: str = 'sft'            # split to train on
-    val_split: str = 'val'        # held-out split for the likelihood before and after; empty for none
-    policy: str = 'runs/world'    # the base model
-    epochs: int = 1               # passes over the demonstrations
-    max_length: int = 128         # tokens of prompt and response together
-    learning_rate: float = 2e-3   # AdamW's peak learning rate
-    batch_size: int = 16          # demonstrations per optimiser step
-    max_instances: int = 0        # use only the first n demonstrations; 0 for all
-    eval_every: int = 0           # steps between measurements of val_loss on val_split; 0 for none
+    out: str = 'runs/sft'                    # run folder
+    data: str = 'runs/world'                 # dataset folder, file or hub name with demonstrations
+    split: str = 'sft'                       # split to train on
+    val_split: str = 'val'  # held-out split for the likelihood before and after; empty: none
+    policy: str = 'runs/world'               # the base model
+    epochs: Positive = 1                     # passes over the demonstrations
+    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and response together
+    learning_rate: Amount = 2e-3             # AdamW's peak learning rate
+    batch_size: Positive = 16                # demonstrations per optimiser step
+    max_instances: Count = 0                 # use only the first n demonstrations; 0: all
+    eval_every: Count = 0  # steps between measurements of val_loss on val_split; 0: none
     inputs = dict(data=('split', 'val_split', 'eval_split'), policy='model')
 
-    def check(self):
-        self.bounds(epochs=(1, None), max_length=(2, None), max_instances=(0, None), eval_every=(0, None))
+    def __post_init__(self):
+        super().__post_init__()
         if self.eval_every and not self.val_split:
-            raise ValueError(f'eval_every = {self.eval_every}, but val_split is empty: name a split')
+            raise ValueError(f'eval_every = {self.eval_every} measures val_split, which is empty')
 
 # %% ../nbs/sft.ipynb #070d2fb0
 def sft_loss(

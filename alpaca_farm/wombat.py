@@ -10,7 +10,9 @@ __all__ = ['MARKS', 'RATING', 'STAGES', 'WombatConfig', 'rrhf_settings', 'rrhf_c
 import re
 from types import SimpleNamespace
 from dataclasses import dataclass, field, fields
+from typing import Annotated
 
+from annotated_types import Len
 import numpy as np
 
 from .core.answers import preflight, SampleConfig
@@ -23,7 +25,7 @@ from .core.data.dialogues import as_messages, bare_prompt, dialogue_text, NEXT_T
 from .core.run.jobs import add_times, Job, run_or_fail
 from .core.data.preferences import hash_uniform
 from .core.run.runs import start
-from .core.run.settings import command, resolve
+from .core.run.settings import command, Count, Positive, resolve
 from .core.data.text import alpaca_prompt
 from .annotators import check_all_answered
 from .judging.judges import break_control_tokens
@@ -36,33 +38,34 @@ MARKS = ('relevance', 'correctness', 'coherence', 'safety')   # Wombat's
 @dataclass
 class WombatConfig(SampleConfig, ApiConfig):
     "Settings of candidates by several models."
-    out: str = 'runs/wombat'   # run folder
-    data: str = 'runs/world'   # folder, file or hub dataset owner/name:config with prompts
-    split: str = 'unlabeled'   # split with the prompts
-    columns: str = ''          # names of columns: ours and yours, joined by an equals sign
-    max_instances: int = 800   # use only the first n prompts; 0 for all
-    writers: list[str] = field(default_factory=lambda: ['runs/sft'])  # models on this machine that write
+    out: str = 'runs/wombat'    # run folder
+    data: str = 'runs/world'    # dataset folder, file or hub name with prompts
+    split: str = 'unlabeled'    # split with the prompts
+    columns: str = ''           # names of columns: ours, equals sign, yours
+    max_instances: Count = 800  # use only the first n prompts; 0: all
+    # models on this machine that write
+    writers: list[str] = field(default_factory=lambda: ['runs/sft'])
     served: list[str] = field(default_factory=list)  # names of models behind base_url that write
-    files: list[str] = field(default_factory=list)   # runs or files with further candidates
-    n: int = 2                 # candidates by each model
-    rater: str = ''            # model behind base_url that rates; empty: scores of the files, or none
-    marks: list[str] = field(default_factory=lambda: list(MARKS))  # what it rates, from 1 to 5 each
-    rrhf: list[str] = field(default_factory=list)    # settings of an RRHF run, as name, equals sign and value
+    files: list[str] = field(default_factory=list)  # runs or files with further candidates
+    n: Positive = 2             # candidates by each model
+    rater: str = ''  # model behind base_url that rates; empty: scores of the files, or none
+    # what it rates, from 1 to 5 each
+    marks: Annotated[list[str], Len(1)] = field(default_factory=lambda: list(MARKS))
+    rrhf: list[str] = field(default_factory=list)  # of an RRHF run: name, equals sign, value
     inputs = dict(data='split', writers='model', files=('candidates', 'preferences', 'outputs'))
 
-    def check(self):
-        self.bounds(max_instances=(0, None), n=(1, None))
-        if not self.marks: raise ValueError('marks is empty: name what is rated')
+    def __post_init__(self):
+        super().__post_init__()
         if not (self.writers or self.served or self.files):
             raise ValueError('nobody writes: name writers, served or files')
         if self.n > 1 and not self.temperature and (self.writers or self.served):
-            raise ValueError('temperature = 0 draws the same answer every time: raise it, or set n to 1')
+            raise ValueError('temperature = 0 draws the same answer every time: raise it')
         if self.rrhf and not self.files and self.n * (len(self.writers) + len(self.served)) < 2:
             raise ValueError(f'n = {self.n} with one model: RRHF needs two candidates of a query')
         if self.rrhf: self.check_rrhf(parse_mapping('rrhf', self.rrhf))
 
     def check_rrhf(self, given: dict):
-        "Reject settings that RRHF does not have or would refuse, or that would undo this run's work."
+        "Reject settings that RRHF refuses, or that would undo this run's work."
         RRHFConfig = resolve('alpaca_farm.rrhf:RRHFConfig')
         unknown = [name for name in given if name not in {f.name for f in fields(RRHFConfig)}]
         if unknown: raise ValueError(f'rrhf: {unknown[0]} is no setting of nbs/rrhf.ipynb')
@@ -70,7 +73,7 @@ class WombatConfig(SampleConfig, ApiConfig):
         if own: raise ValueError(f'rrhf: {own[0]} is set by this notebook: leave it out')
         scored = [name for name in ('reward_model', 'annotators') if given.get(name)]
         if self.rater and scored:
-            raise ValueError(f'rrhf: {scored[0]} would replace the ratings of rater: leave one of them out')
+            raise ValueError(f'rrhf: {scored[0]} would replace the ratings of rater')
         try: rrhf_config(self)
         except (ValueError, FileNotFoundError) as e: raise type(e)(f'rrhf: {e}') from None
 

@@ -10,11 +10,14 @@ __all__ = ['ANNOTATORS', 'SPLITS', 'HELD_OUT', 'CONCENTRATION', 'DESCRIBED', 'RE
 # %% ../nbs/world.ipynb #f658d58d
 import random
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from annotated_types import Ge, Interval
 import numpy as np
 
 from .core.run.runs import start
-from .core.run.settings import command, TrainConfig
+from .core.run.settings import (
+    Amount, Betas, command, Count, Positive, Share, TrainConfig)
 from .core.stats import sigmoid
 from .embedded.authors import Author, EXPERT
 from .embedded.criteria import utility
@@ -28,43 +31,41 @@ from .embedded.prose import sample_page
 @dataclass
 class WorldConfig(TrainConfig):
     "Settings of the embedded world."
-    out: str = 'runs/world'      # run folder: the dataset, the crowd and the pool, and the base model
-    sft: int = 16000             # demonstrations for supervised training (AlpacaFarm: 10,000)
-    preference: int = 12000       # instructions to compare answers on (10,000)
-    unlabeled: int = 2000        # instructions without answers (20,000)
-    val: int = 500               # validation instructions (2,000)
-    eval: int = 805              # evaluation instructions (805)
-    sft_skill: float = 0.5       # mean skill of the demonstrators, 0 to 1
-    contested: float = 0.5       # share of facts about which most authors believe a common mistake
-    habit: float = 0.2           # how much the demonstrators' habits follow who asks
-    flattery: float = 0.05       # share of demonstrations that flatter
-    flattered: float = 1.0       # how much the judges of the pool like flattery, in units of utility
-    fidelity: float = 0.8        # how much the judges of the pool resemble the crowd, 0 to 1
-    disagreement: float = 1.0    # factor of the spread of the crowd's tastes and of its mistakes
-    noise: float = 1.0           # factor of the chance in every comparison
-    prose: int = 10000           # pages of prose the base model is trained on
-    dialogues: int = 0           # further pages: requests answered by authors who are described beforehand
-    vocab_size: int = 900        # tokens of the tokenizer
-    hidden_size: int = 128       # width of the base model
-    layers: int = 2              # layers of the base model
-    heads: int = 4               # attention heads of each layer
-    ffn: int = 320               # width of its feed-forward layers
-    learning_rate: float = 3e-3  # AdamW's peak learning rate
-    warmup: float = 0.02         # share of the steps over which the learning rate rises
-    batch_size: int = 16         # pages per step; small batches learn most per second here
-    weight_decay: float = 0.05   # AdamW's weight decay, on matrices only
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.98])  # AdamW's betas
-    checkpoint_every: int = 250  # steps between checkpoints
+    out: str = 'runs/world'  # run folder: the dataset, the crowd and the pool, and the base model
+    sft: Positive = 16000  # demonstrations for supervised training (AlpacaFarm: 10,000)
+    preference: Positive = 12000              # instructions to compare answers on (10,000)
+    unlabeled: Positive = 2000                # instructions without answers (20,000)
+    val: Annotated[int, Interval(ge=1, le=5000)] = 500  # validation instructions (2,000)
+    eval: Annotated[int, Interval(ge=1, le=5000)] = 805  # evaluation instructions (805)
+    sft_skill: Share = 0.5                    # mean skill of the demonstrators, 0 to 1
+    contested: Share = 0.5  # share of facts about which most authors believe a common mistake
+    # how much the demonstrators' habits follow who asks
+    habit: Annotated[float, Interval(ge=0, le=0.45)] = 0.2
+    flattery: Share = 0.05                    # share of demonstrations that flatter
+    flattered: float = 1.0  # how much the judges of the pool like flattery, in units of utility
+    fidelity: Share = 0.8  # how much the judges of the pool resemble the crowd, 0 to 1
+    disagreement: Amount = 1.0  # factor of the spread of the crowd's tastes and of its mistakes
+    noise: Annotated[float, Ge(0.01)] = 1.0   # factor of the chance in every comparison
+    prose: Positive = 10000                   # pages of prose the base model is trained on
+    # further pages: requests answered by authors who are described beforehand
+    dialogues: Count = 0
+    vocab_size: Annotated[int, Ge(300)] = 900  # tokens of the tokenizer
+    hidden_size: Annotated[int, Ge(8)] = 128  # width of the base model
+    layers: Positive = 2                      # layers of the base model
+    heads: Positive = 4                       # attention heads of each layer
+    ffn: Annotated[int, Ge(8)] = 320          # width of its feed-forward layers
+    learning_rate: Amount = 3e-3              # AdamW's peak learning rate
+    warmup: Share = 0.02  # share of the steps over which the learning rate rises
+    batch_size: Positive = 16  # pages per step; small batches learn most per second here
+    weight_decay: Amount = 0.05               # AdamW's weight decay, on matrices only
+    betas: Betas = field(default_factory=lambda: [0.9, 0.98])  # AdamW's betas
+    checkpoint_every: Positive = 250          # steps between checkpoints
     shareable = False            # it writes a dataset as well
 
-    def check(self):
-        sizes = ('sft', 'preference', 'unlabeled', 'prose', 'layers', 'heads')
-        self.bounds(dialogues=(0, None), val=(1, 5000), eval=(1, 5000))
+    def __post_init__(self):
+        super().__post_init__()
         if self.lora_rank:
             raise ValueError('lora_rank: the base model is trained from scratch; leave it at 0')
-        self.bounds(**dict.fromkeys(sizes, (1, None)), vocab_size=(300, None), disagreement=(0, None),
-                    noise=(0.01, None), hidden_size=(8, None), ffn=(8, None), habit=(0, .45),
-                    **dict.fromkeys(('sft_skill', 'fidelity', 'contested', 'flattery'), (0, 1)))
         requests = self.sft + self.preference + self.unlabeled + self.val + self.eval
         if requests > 60_000:
             raise ValueError(f'the five splits need {requests:,} different requests: '

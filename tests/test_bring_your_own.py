@@ -62,7 +62,7 @@ def test_from_files_to_a_board(base, mine, tmp_path, capsys):
     assert all(r['took'] > 0 < r['tokens'] for r in planned['runs'])
     assert read_json(tmp_path/'runs'/'dpo'/'config.json')['settings']['policy'] == f'{cfg.runs}/sft'
     assert read_summary(run.folder)['instructions'] == 8
-    again = BringYourOwnConfig(**vars(cfg) | dict(methods=['dpo'], num_processes=2))
+    again = BringYourOwnConfig(**vars(cfg) | dict(methods=['dpo']))
     assert bring_your_own.run(again).folder == run.folder
     # a method can be added or left out without training the others again
     assert 'runs/dpo is finished already' in capsys.readouterr().out

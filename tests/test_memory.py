@@ -30,7 +30,9 @@ def test_weights_gradients_and_moments_are_exact():
     assert parts['moments'] == size(s[k] for s in optimizer.state.values() for k in ('exp_avg', 'exp_avg_sq'))
     half = memory.memory_parts(config, TrainConfig(master_weights=False), 2)[1]
     assert half['weights'] * 2 == parts['weights'] and half['moments'] * 2 == parts['moments']
-    fsdp = memory.memory_parts(config, TrainConfig(num_processes=4, nodes=2, sharding='fsdp'), 4)[1]
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(memory, 'rank', lambda: (0, 8))
+        fsdp = memory.memory_parts(config, TrainConfig(sharding='fsdp'), 4)[1]
     assert [parts[k] / fsdp[k] for k in parts] == [1, 8, 8]
     adapted = add_adapter(model, 'policy', lora_config(TrainConfig(lora_rank=8)))
     lora = memory.memory_parts(config, TrainConfig(lora_rank=8), 4)[1]

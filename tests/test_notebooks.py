@@ -50,9 +50,9 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, in
                worlds=dict(worlds=['plain']))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
-    mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc' is not a value of type float"),
+    mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc': it must be a valid number"),
     nowhere=('ppo', dict(policy='no/such/folder'), "policy = 'no/such/folder': there is no such file or folder"),
-    negative=('best_of_n', dict(n=-1), 'n = -1: it must be at least 1'))
+    negative=('best_of_n', dict(n=-1), 'n = -1: it must be greater than or equal to 1'))
 
 
 def executed(notebook, out, given):

@@ -88,7 +88,7 @@ def test_the_value_model_of_a_function_reward_starts_from_the_policy(base, model
 
 def test_a_reward_is_one_or_a_list():
     assert PPOConfig(reward_model=['alpaca_farm.world:utility']*2, advantage='rloo').reward_model == ['alpaca_farm.world:utility']*2
-    cfg = from_args(PPOConfig, ['--reward_model', "['alpaca_farm.world:utility', 'alpaca_farm.world:utility']", '--advantage', 'rloo'])
+    cfg = from_args(PPOConfig, ['--reward_model', 'alpaca_farm.world:utility', 'alpaca_farm.world:utility', '--advantage', 'rloo'])
     assert isinstance(cfg.reward_model, list)
     assert from_args(PPOConfig, ['--reward_model', 'alpaca_farm.world:utility', '--advantage', 'grpo']).reward_model == 'alpaca_farm.world:utility'
 

@@ -82,7 +82,7 @@ def show_results(notebook, cfg):
 
 def command(notebook, **given):
     "The command line of a run."
-    options = [x for k, v in given.items() for x in (f'--{k}', json.dumps(v) if isinstance(v, list) else str(v))]
+    options = [x for k, v in given.items() for x in (f'--{k}', *map(str, v if isinstance(v, list) else [v]))]
     return [sys.executable, '-m', module_of(notebook), *options]
 
 

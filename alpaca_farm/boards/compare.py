@@ -18,7 +18,7 @@ from ..core.data.records import prompt_key
 from ..core.run.files import read_json
 from ..core.ask.judge_configs import JudgedConfig
 from ..core.run.runs import read_log, start
-from ..core.run.settings import at_root, command
+from ..core.run.settings import at_root, command, Count
 from ..core.stats import bootstrap
 from ..annotators import load_annotators
 from ..eval import complete_preferences, read_answers, short_names, write_csv, write_figure
@@ -30,11 +30,11 @@ class CompareConfig(JudgedConfig):
     out: str = 'runs/compare'  # run folder
     folders: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # to compare
     annotators: str = 'alpaca_farm.world:held_out_crowd'  # judge, as in the annotators notebook
-    examples: int = 3          # number of instructions whose answers are shown
+    examples: Count = 3        # number of instructions whose answers are shown
     inputs = dict(folders=(), annotators=('preferences', 'model'))
 
-    def check(self):
-        self.bounds(examples=(0, None))
+    def __post_init__(self):
+        super().__post_init__()
         if len(self.folders) < 2: raise ValueError(f'folders = {self.folders}: name at least two')
 
 # %% ../../nbs/boards/compare.ipynb #5f249f1e

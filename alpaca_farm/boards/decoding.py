@@ -7,7 +7,9 @@ __all__ = ['DecodingConfig', 'sampling_of', 'load_answerer', 'decoding_row', 'de
 
 # %% ../../nbs/boards/decoding.ipynb #90a07edf
 from dataclasses import dataclass, field, fields, replace
+from typing import Annotated
 
+from annotated_types import Len
 import numpy as np
 
 from ..core.answers import load_split, sample_answers, SampleConfig
@@ -19,7 +21,7 @@ from ..core.model.models import load_policy
 from ..core.model.rewards import reward
 from ..core.run.progress import Progress
 from ..core.run.runs import start
-from ..core.run.settings import command
+from ..core.run.settings import Amount, command, Count
 from ..core.stats import bootstrap
 from ..annotators import load_annotators
 from ..best_of_n import BestOfNConfig, choose_best, score_candidates
@@ -29,27 +31,27 @@ from ..eval import short_names, write_csv, write_figure
 @dataclass
 class DecodingConfig(SampleConfig, JudgedConfig):
     "Settings of the choice of temperatures."
-    out: str = 'runs/decoding'      # run folder
-    policies: list[str] = field(default_factory=lambda: ['runs/sft'])  # runs, also of best_of_n
-    temperatures: list[float] = field(default_factory=lambda: [1., .7, .5, .3, 0.])  # 0 is greedy
-    reference: str = 'runs/sft'     # policy whose answers theirs are compared with
-    temperature: float = 1.0        # of the reference's answers
+    out: str = 'runs/decoding'   # run folder
+    # runs, also of best_of_n
+    policies: Annotated[list[str], Len(1)] = field(default_factory=lambda: ['runs/sft'])
+    temperatures: Annotated[list[Amount], Len(1)] = field(  # 0 is greedy
+        default_factory=lambda: [1., .7, .5, .3, 0.])
+    reference: str = 'runs/sft'  # policy whose answers theirs are compared with
+    temperature: Amount = 1.0    # of the reference's answers
     annotators: str = 'alpaca_farm.world:crowd'  # judges, as in the annotators notebook
-    data: str = 'runs/world'        # instructions: folder, file or hub dataset owner/name:config
-    columns: str = ''               # names of columns: ours and yours, joined by an equals sign
-    split: str = 'val'              # split on which the temperature is chosen
-    max_instances: int = 0          # use only the first n instructions of it; 0 for all
-    eval_split: str = 'eval'        # answered at the chosen temperature; empty for none
-    eval_instances: int = 0         # use only the first n instructions of it; 0 for all
+    data: str = 'runs/world'     # instructions: folder, file or hub dataset owner/name:config
+    columns: str = ''            # names of columns: ours, equals sign, yours
+    split: str = 'val'           # split on which the temperature is chosen
+    max_instances: Count = 0     # use only the first n instructions of it; 0: all
+    eval_split: str = 'eval'     # answered at the chosen temperature; empty: none
+    eval_instances: Count = 0    # use only the first n instructions of it; 0: all
     inputs = dict(policies='model', reference='model', annotators=('preferences', 'model'),
                   data=('split', 'eval_split'))
 
-    def check(self):
-        self.bounds(max_instances=(0, None), eval_instances=(0, None))
-        for name in ('policies', 'temperatures'):
-            if not getattr(self, name): raise ValueError(f'{name} is empty: name at least one')
-        if min(self.temperatures) < 0 or len(set(self.temperatures)) < len(self.temperatures):
-            raise ValueError(f'temperatures = {self.temperatures}: give each once, none below 0')
+    def __post_init__(self):
+        super().__post_init__()
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(f'temperatures = {self.temperatures}: give each once')
 
 # %% ../../nbs/boards/decoding.ipynb #c9806261
 def sampling_of(folder: str, cfg: DecodingConfig) -> BestOfNConfig:

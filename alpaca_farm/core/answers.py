@@ -21,7 +21,8 @@ from .model.generation import generate, Sample
 from .model.models import autocast, load_policy, response_logprobs
 from .run.processes import once
 from .run.runs import read_summary
-from .run.settings import at_root, Config
+from .run.settings import (
+    Amount, at_root, Config, Count, Nucleus, Positive, Template)
 from .data.text import (check_limit, check_positions, decode, encode_prompts,
     encode_responses, uses_chat, within_limit)
 
@@ -29,40 +30,28 @@ from .data.text import (check_limit, check_positions, decode, encode_prompts,
 @dataclass
 class PromptConfig(Config):
     "Settings of prompts, and of the length of answers."
-    max_new_tokens: int = 56    # longer answers are cut off here
-    max_prompt: int = 64        # longer prompts are left out, counted and reported
-    template: str = 'auto'      # prompt format: the tokenizer's chat template if any, else alpaca
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.bounds(max_new_tokens=(1, None), max_prompt=(1, None))
-        self.one_of('template', 'auto', 'chat', 'alpaca', 'raw')
+    max_new_tokens: Positive = 56  # longer answers are cut off here
+    max_prompt: Positive = 64      # longer prompts are left out, counted and reported
+    template: Template = 'auto'  # prompt format: the tokenizer's chat template if any, else alpaca
 
 # %% ../../nbs/core/answers.ipynb #7efe8e2d
 @dataclass
 class SampleConfig(PromptConfig):
     "Settings of sampling."
-    temperature: float = 1.0    # of samples, and of the log-probs that training compares; 0 is greedy
-    top_p: float = 1.0          # nucleus; below 1 the log-probs are still those of the whole vocabulary
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.bounds(temperature=(0, None), top_p=(1e-6, 1))
+    # of samples, and of the log-probs that training compares; 0 is greedy
+    temperature: Amount = 1.0
+    top_p: Nucleus = 1.0  # nucleus; below 1 the log-probs are still those of the whole vocabulary
 
 # %% ../../nbs/core/answers.ipynb #51fce87a
 @dataclass
 class AnswerConfig(PromptConfig):
     "Settings of the answers that a method writes at the end of a run."
-    eval_split: str = 'eval'       # answered at the end, into outputs.json; empty for none
-    eval_instances: int = 0        # use only the first n instructions of it; 0 for all
-    columns: str = ''              # names of columns: ours and yours, joined by an equals sign
-    eval_temperature: float = 1.0  # of the answers that are evaluated; 0 is greedy
-    eval_top_p: float = 1.0        # nucleus of these answers
+    eval_split: str = 'eval'        # answered at the end, into outputs.json; empty: none
+    eval_instances: Count = 0       # use only the first n instructions of it; 0: all
+    columns: str = ''               # names of columns: ours, equals sign, yours
+    eval_temperature: Amount = 1.0  # of the answers that are evaluated; 0 is greedy
+    eval_top_p: Nucleus = 1.0       # nucleus of these answers
     answering = ('eval_split', 'eval_instances', 'eval_temperature', 'eval_top_p')
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.bounds(eval_instances=(0, None), eval_temperature=(0, None), eval_top_p=(1e-6, 1))
 
 # %% ../../nbs/core/answers.ipynb #34628ae3
 def answering(cfg: AnswerConfig) -> AnswerConfig:

@@ -8,7 +8,9 @@ __all__ = ['OnlineConfig', 'load_prompts', 'prompt_indices', 'keeps_logprobs', '
 
 # %% ../../nbs/core/online.ipynb #cdfef8f0
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from annotated_types import Ge
 import torch
 
 from .model.adapters import load_adapter, state_of
@@ -24,7 +26,7 @@ from .run.processes import add_up, once, rank
 from .model.rewards import label_count, RewardConfig
 from .run.runs import read_log
 from .model.served import check_sampler
-from .run.settings import TrainConfig
+from .run.settings import Count, Positive, Scale, TrainConfig
 from .stats import win_rate
 from .data.text import decode, encode_prompts, rollout_batch, within_limit
 from .training import Trainer
@@ -33,31 +35,30 @@ from .training import Trainer
 @dataclass
 class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
     "Settings of a method that learns from its own samples."
-    policy: str = 'runs/sft'                # the initial policy, which is also the reference
-    sampler: str = ''                       # endpoint that samples (vLLM, with lora_rank); empty: in process
-    data: str = 'runs/world'                # dataset folder with prompts
-    split: str = 'unlabeled'                # prompts that are answered in training
-    steps: int = 16                         # rollouts, each followed by its updates
-    rollouts: int = 192                     # answers per step
-    standardise: bool = True                # scores in units of the initial policy's own: mean 0, sd 1
-    missing_eos: str = 'replace'            # score of an answer cut off: replace, subtract; empty: none
-    missing_eos_value: float = 1.0          # replace: the score becomes minus this; subtract: less by this
-    annotators: str = ''                    # judge whose labels choose the checkpoint; empty for the last
-    val_split: str = 'val'                  # split the checkpoint is chosen on
-    val_instances: int = 250                # use only the first n instructions of it; 0 for all
-    eval_every: int = 4                     # steps between evaluations on it
-    save_every: int = 4                     # save model-<step>/ every n steps; 0 for none
-    checkpoint_every: int = 2               # steps between checkpoints
+    policy: str = 'runs/sft'               # the initial policy, which is also the reference
+    sampler: str = ''  # endpoint that samples (vLLM, with lora_rank); empty: in process
+    data: str = 'runs/world'               # dataset folder with prompts
+    split: str = 'unlabeled'               # prompts that are answered in training
+    steps: Positive = 16                   # rollouts, each followed by its updates
+    rollouts: Annotated[int, Ge(2)] = 192  # answers per step
+    standardise: bool = True  # scores in units of the initial policy's own: mean 0, sd 1
+    # score of an answer cut off; empty: none
+    missing_eos: Literal['replace', 'subtract', ''] = 'replace'
+    missing_eos_value: float = 1.0  # replace: the score becomes minus this; subtract: less by this
+    annotators: str = ''  # judge whose labels choose the checkpoint; empty for the last
+    val_split: str = 'val'                 # split the checkpoint is chosen on
+    val_instances: Count = 250             # use only the first n instructions of it; 0: all
+    eval_every: Positive = 4               # steps between evaluations on it
+    save_every: Count = 4                  # save model-<step>/ every n steps; 0: none
+    checkpoint_every: Positive = 2         # steps between checkpoints
+    temperature: Scale = 1.0               # of samples, above 0
     inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
                   annotators=('preferences', 'model'))
 
     def __post_init__(self):
         super().__post_init__()
-        self.bounds(steps=(1, None), rollouts=(2, None), val_instances=(0, None), eval_every=(1, None),
-                    save_every=(0, None), temperature=(1e-6, None))
-        self.one_of('missing_eos', 'replace', 'subtract', '')
         if self.annotators and not self.val_split:
-            raise ValueError('val_split is empty, on which annotators choose the checkpoint: name a split')
+            raise ValueError('val_split is empty, on which annotators choose the checkpoint')
         check_sampler(self)
         if not self.reward_model:
             raise ValueError('reward_model is empty: name a checkpoint, a "module:function", '

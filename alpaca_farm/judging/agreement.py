@@ -8,7 +8,9 @@ __all__ = ['SETS', 'JUDGES', 'AgreementConfig', 'embedded_pairs', 'prefer_longer
 
 # %% ../../nbs/judging/agreement.ipynb #399eb10f
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
+from annotated_types import Ge, Len
 import numpy as np
 
 from ..core.ask.api import ApiConfig
@@ -18,7 +20,7 @@ from ..core.run.identity import run_config
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, pool_members,
     pool_weights, swap_outputs)
 from ..core.run.runs import start
-from ..core.run.settings import at_root, command, resolve
+from ..core.run.settings import at_root, command, Count, resolve
 from ..core.stats import Interval, one_hot_votes, vote_mode
 from .measures import (bootstrap_measures, cast_votes, FEWEST, judge_measures,
     pair_traits, PairTraits, pairwise_agreement, people_measures, people_votes)
@@ -37,20 +39,19 @@ JUDGES = ['alpaca_farm.world:pool', 'alpaca_farm.world:judge',
 @dataclass
 class AgreementConfig(ApiConfig):
     "Settings of a comparison of judges with people."
-    out: str = 'runs/agreement'  # run folder
-    sets: list[str] = field(default_factory=lambda: SETS)  # labelled pairs: files (*: several) or module:name
-    judges: list[str] = field(default_factory=lambda: JUDGES)  # annotators or files of verdicts (file#name)
-    weights: list[str] = field(default_factory=list)  # annotator and weight, joined by an equals sign
-    unanswered: str = 'out'      # a missing verdict of a single judge is left out; or tie: it counts as a tie
-    max_instances: int = 0       # use only the first n pairs of each set; 0 for all
-    draws: int = 400             # bootstrap draws
+    out: str = 'runs/agreement'          # run folder
+    # labelled pairs: files (*: several) or module:name
+    sets: Annotated[list[str], Len(1)] = field(default_factory=lambda: SETS)
+    # annotators or files of verdicts (file#name)
+    judges: Annotated[list[str], Len(1)] = field(default_factory=lambda: JUDGES)
+    weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
+    unanswered: Literal['out', 'tie'] = 'out'  # what a missing verdict of a single judge is
+    max_instances: Count = 0             # use only the first n pairs of each set; 0: all
+    draws: Annotated[int, Ge(10)] = 400  # bootstrap draws
 
-    def check(self):
-        self.bounds(max_instances=(0, None), draws=(10, None))
-        self.one_of('unanswered', 'out', 'tie')
+    def __post_init__(self):
+        super().__post_init__()
         check_known_names(self.judges, self.models, self.weights)
-        for name in ('sets', 'judges'):
-            if not getattr(self, name): raise ValueError(f'{name} is empty: name at least one')
 
 # %% ../../nbs/judging/agreement.ipynb #9b2aefd4
 def embedded_pairs(

@@ -18,7 +18,7 @@ from ..core.data.dialogues import prompt_text
 from ..core.run.files import digest
 from ..core.data.preferences import hash_uniform, pair_identity
 from ..core.run.runs import start
-from ..core.run.settings import at_root, command, Config
+from ..core.run.settings import at_root, command, Config, Count, Share
 from ..core.stats import wilson
 from ..core.ask.store import request_key, Store
 from ..annotators import load_pairs
@@ -29,15 +29,13 @@ class LabellingConfig(Config):
     "Settings of labelling by people."
     out: str = 'runs/labelling'         # run folder
     outputs: str = 'runs/samples'       # pairs or candidates: a run of best_of_n, or a file
-    columns: str = ''                   # names of columns: ours and yours, joined by an equals sign
+    columns: str = ''                   # names of columns: ours, equals sign, yours
     store: str = 'runs/answers.sqlite'  # where labels are stored, together with answers of judges
-    person: str = ''                    # name of the person labelling; empty: use the labels so far
-    repeat: float = 0.1                 # share of the pairs that are shown again, swapped
-    max_instances: int = 0              # use only the first n pairs; 0 for all
+    person: str = ''  # name of the person labelling; empty: use the labels so far
+    repeat: Share = 0.1                 # share of the pairs that are shown again, swapped
+    max_instances: Count = 0            # use only the first n pairs; 0: all
     inputs = dict(outputs='candidates')
     aside = Config.aside + ('store', 'repeat')   # the labels themselves are part of the identity
-
-    def check(self): self.bounds(repeat=(0, 1), max_instances=(0, None))
 
 # %% ../../nbs/judging/labelling.ipynb #677b72ed
 def person_sees_swapped(pair: dict, person: str, seed: int = 0) -> bool:

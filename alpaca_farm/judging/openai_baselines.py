@@ -7,7 +7,9 @@ __all__ = ['BASELINES', 'MAX_SAMPLES', 'OpenaiBaselinesConfig', 'baseline_reques
 
 # %% ../../nbs/judging/openai_baselines.ipynb #089968fb
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from annotated_types import Interval
 import numpy as np
 
 from ..core.ask.api import ApiConfig, parse_mapping
@@ -16,7 +18,7 @@ from ..core.data.records import full_instruction, load_records, without_lists
 from ..core.data.dialogues import dialogue_text, prompt_messages, prompt_text
 from ..core.ask.judge_configs import adapt_decoding, parse_decoding
 from ..core.run.runs import start
-from ..core.run.settings import command
+from ..core.run.settings import command, Count, Positive
 from ..core.data.text import alpaca_prompt
 from ..annotators import usage_totals
 from .judges import COMPLETION_MODELS
@@ -30,21 +32,16 @@ MAX_SAMPLES = 1000  # for each instruction
 @dataclass
 class OpenaiBaselinesConfig(ApiConfig):
     "Settings of reference answers."
-    out: str = 'runs/openai_baselines'  # run folder
-    data: str = 'runs/world'            # folder, file or hub dataset owner/name:config with instructions
-    columns: str = ''                   # names of columns: ours and yours, joined by an equals sign
-    split: str = 'eval'                 # the split that is answered
-    baseline: str = ''                  # a model of the table above; empty: no requests are sent
-    n: int = 1                          # samples for each instruction
-    temperature: float = 0.7            # of the sampling
-    max_tokens: int = 300               # longer answers are cut off
-    max_instances: int = 0              # use only the first n instructions; 0 for all
+    out: str = 'runs/openai_baselines'      # run folder
+    data: str = 'runs/world'                # dataset folder, file or hub name with instructions
+    columns: str = ''                       # names of columns: ours, equals sign, yours
+    split: str = 'eval'                     # the split that is answered
+    baseline: Literal['', *BASELINES] = ''  # a model of the table above; empty: none
+    n: Annotated[int, Interval(ge=1, le=MAX_SAMPLES)] = 1  # samples for each instruction
+    temperature: Annotated[float, Interval(ge=0, le=2)] = 0.7  # of the sampling
+    max_tokens: Positive = 300              # longer answers are cut off
+    max_instances: Count = 0                # use only the first n instructions; 0: all
     inputs = dict(data='split')
-
-    def check(self):
-        self.bounds(n=(1, MAX_SAMPLES), temperature=(0, 2), max_tokens=(1, None),
-                    max_instances=(0, None))
-        self.one_of('baseline', '', *BASELINES)
 
 # %% ../../nbs/judging/openai_baselines.ipynb #78c4c094
 def baseline_request(

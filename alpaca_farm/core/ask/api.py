@@ -10,10 +10,13 @@ __all__ = ['parse_mapping', 'ApiConfig', 'asking_settings', 'price_list', 'cost'
 # %% ../../../nbs/core/ask/api.ipynb #6c85fbd2
 import email.utils, json, os, random, re, time
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Interval
 
 from ..run.files import read_yaml
 from ..run.paths import missing_path, notebooks_folder
-from ..run.settings import at_root, Config
+from ..run.settings import Amount, at_root, Config, Scale
 from .judge_configs import JudgedConfig, parse_decoding
 from .store import endpoint_name, well_formed
 
@@ -33,23 +36,23 @@ def parse_mapping(
 @dataclass
 class ApiConfig(JudgedConfig):
     "Settings of requests to an API."
-    base_url: str = ''   # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
-    endpoint: str = ''   # name for its answers in the store; empty: its own host, port and path
-    models: list[str] = field(default_factory=list)  # a model and its replacement, joined by an equals sign
-    decoding: list[str] = field(default_factory=list)  # field of requests and value, joined by an equals sign
+    base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
+    endpoint: str = ''  # name for its answers in the store; empty: its own host, port and path
+    models: list[str] = field(default_factory=list)  # model, equals sign, its replacement
+    decoding: list[str] = field(default_factory=list)  # field of requests, equals sign, value
     store: str = 'runs/answers.sqlite'  # file of all answers, shared by runs and processes
-    concurrency: int = 64     # requests under way at a time
-    timeout: float = 120.0    # seconds until a request is abandoned and sent again
-    tries: int = 10           # times a request is sent before it counts as failed
-    budget: float = 0.0       # most dollars for all starts of this run folder; 0 for no limit
-    batch: bool = False       # use the Batch API: half the price, answers within a day
-    prices: str = ''          # YAML file of prices, `name: [in, out]`, dollars per million tokens
+    concurrency: Annotated[int, Interval(ge=1, le=1000)] = 64  # requests under way at a time
+    timeout: Scale = 120.0              # seconds until a request is abandoned and sent again
+    # times a request is sent before it counts as failed
+    tries: Annotated[int, Interval(ge=1, le=1000)] = 10
+    budget: Amount = 0.0  # most dollars for all starts of this run folder; 0 for no limit
+    batch: bool = False                 # use the Batch API: half the price, answers within a day
+    prices: str = ''  # YAML file of prices, `name: [in, out]`, dollars per million tokens
     aside = Config.aside + (
         'store', 'concurrency', 'timeout', 'tries', 'budget', 'batch', 'prices')
 
     def __post_init__(self):
         super().__post_init__()
-        self.bounds(concurrency=(1, 1000), timeout=(1e-3, None), tries=(1, 1000), budget=(0, None))
         for name in ('base_url', 'endpoint'):
             try: endpoint_name(getattr(self, name))
             except ValueError as e: raise ValueError(f'{name}: {e}') from None

@@ -9,6 +9,7 @@ __all__ = ['memory_parts', 'available_bytes', 'check_memory', 'rows_per_pass']
 import torch
 
 from .adapters import state_of
+from ..run.processes import rank
 from ..run.settings import HardwareConfig
 
 # %% ../../../nbs/core/model/memory.ipynb #bbb00007
@@ -23,7 +24,7 @@ def memory_parts(config, cfg: HardwareConfig, size: int) -> tuple[int, dict[str,
     adapter = cfg.lora_rank * sum(m.in_features + m.out_features for m in linear)
     trained, frozen = cfg.in_memory['trained'], cfg.in_memory['frozen']
     m, full = (adapter, 4.) if cfg.lora_rank else (n, 4. if cfg.master_weights else size)
-    shares = cfg.num_processes * cfg.nodes if cfg.sharding == 'fsdp' else 1
+    shares = rank()[1] if cfg.sharding == 'fsdp' else 1
     copy = size if full > size and shares == 1 else 0   # of what is trained, for the forward pass
     weights = trained * (full + copy) * m
     weights += (.6 if cfg.quantize else size) * n if cfg.lora_rank else frozen * full * n

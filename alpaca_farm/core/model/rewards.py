@@ -9,6 +9,7 @@ __all__ = ['RewardConfig', 'combine_scores', 'check_scores', 'encode_answers', '
 # %% ../../../nbs/core/model/rewards.ipynb #614cd976
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from .memory import rows_per_pass
 from .models import load_scalar, sequence_scores
 from ..run.processes import in_parts, once
 from ..run.runs import read_summary
-from ..run.settings import at_root, Config, resolve
+from ..run.settings import Amount, at_root, Config, resolve
 from ..data.text import (answer_batches, check_positions, collate, encode_prompts,
     encode_responses, same_vocabulary)
 
@@ -26,14 +27,14 @@ from ..data.text import (answer_batches, check_positions, collate, encode_prompt
 @dataclass
 class RewardConfig(Config):
     "Settings of a reward."
-    reward_model: str | list[str] = 'runs/reward_model'  # a checkpoint, "module:function", or a list of them
-    ensemble: str = 'mean'        # how the scores of a list become one: mean, worst, or uncertainty
-    ensemble_coef: float = 0.5    # uncertainty: the penalty for a unit of variance among them
+    # a checkpoint, "module:function", or a list of them
+    reward_model: str | list[str] = 'runs/reward_model'
+    # how the scores of a list become one
+    ensemble: Literal['mean', 'worst', 'uncertainty'] = 'mean'
+    ensemble_coef: Amount = 0.5  # uncertainty: the penalty for a unit of variance among them
 
     def __post_init__(self):
         super().__post_init__()
-        self.one_of('ensemble', 'mean', 'worst', 'uncertainty')
-        self.bounds(ensemble_coef=(0, None))
         if self.reward_model == []: raise ValueError('reward_model = []: name at least one')
 
     @property

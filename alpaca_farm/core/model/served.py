@@ -192,9 +192,6 @@ def check_sampler(cfg):
     if not re.match('https?://.', cfg.sampler):
         raise ValueError(f'sampler = {cfg.sampler!r}: write the endpoint, such as '
                          'http://localhost:8000/v1')
-    if getattr(cfg, 'num_processes', 1) > 1:
-        raise ValueError(f'sampler with num_processes = {cfg.num_processes}: one process asks. '
-                         'Set it to 1')
     if getattr(cfg, 'lora_rank', 1) == 0:
         raise ValueError('sampler: a server follows an adapter, not a whole model. Set lora_rank, '
                          'to 16 for instance, or leave sampler empty')

@@ -10,7 +10,7 @@ __all__ = ['ONE_THREAD', 'is_needed', 'save_seldom', 'run_cells', 'run_notebook'
 import multiprocessing, os, signal, sys, threading, types
 from functools import lru_cache
 from pathlib import Path
-from .identity import parsed_sources, take_parsed
+from .processes import LAUNCHER
 from .settings import root
 
 # %% ../../../nbs/core/run/execution.ipynb #ce0be4fd
@@ -90,7 +90,6 @@ def in_fork(
     log: Path,          # receives what the process prints
     environment: dict,  # its variables
     folder: Path,       # the one it works in
-    parsed: dict,       # the parent's `parsed_sources`
 ):
     "Execute a notebook in a process that was just forked."
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -102,20 +101,18 @@ def in_fork(
     sys.path.insert(0, str(folder))
     import torch
     torch.set_num_threads(1)
-    take_parsed(parsed)
     run_notebook(notebook, output, parameters)
 
 # %% ../../../nbs/core/run/execution.ipynb #f032589f
 class NotebookProcess:
     "A notebook executed in a process of its own, with the methods of `subprocess.Popen` that are used here."
     def __init__(self, notebook: Path, output: Path, parameters: dict, log: Path, variables: dict = {}):
-        environment = dict(os.environ, **ONE_THREAD, **variables)
-        environment.pop('JPY_SESSION_NAME', None)  # that of the notebook which is open, not of this one
+        environment = {k: v for k, v in os.environ.items()   # the session of a notebook that is open
+                       if k not in ('JPY_SESSION_NAME', *LAUNCHER)} | ONE_THREAD | variables
         main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
         try:
             self.process = warm_server().Process(
-                target=in_fork, args=(notebook, output, parameters, log, environment, root(),
-                                      parsed_sources(notebook.stem)))
+                target=in_fork, args=(notebook, output, parameters, log, environment, root()))
             self.process.start()
         finally: sys.modules['__main__'] = main
 

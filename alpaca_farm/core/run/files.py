@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['PREFIX', 'temporary_path', 'atomic_write', 'write_json', 'read_json', 'parse_yaml', 'read_yaml', 'digest',
-           'hash_memory', 'file_hash', 'flatten_state', 'unflatten_state', 'save_state', 'open_tensors', 'load_state',
-           'read_cached', 'append_lines', 'read_lines']
+           'cache_folder', 'file_hash', 'lock_of', 'flatten_state', 'unflatten_state', 'save_state', 'open_tensors',
+           'load_state', 'read_cached', 'append_lines', 'read_lines']
 
 # %% ../../../nbs/core/run/files.ipynb #aaceba8c
 import contextlib, copy, functools, hashlib, json, os, shutil
 from pathlib import Path
+
+from filelock import FileLock
 
 # %% ../../../nbs/core/run/files.ipynb #92ded478
 PREFIX = '.alpaca_farm-'  # of temporary files and folders
@@ -69,14 +71,14 @@ def digest(*parts) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 # %% ../../../nbs/core/run/files.ipynb #7d072c95
-def hash_memory() -> Path:
-    "The file with the hashes of large files."
-    return Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()/'alpaca_farm'/'hashes.json'
+def cache_folder() -> Path:
+    "Where hashes of large files and locks are kept."
+    return Path(os.environ.get('XDG_CACHE_HOME') or '~/.cache').expanduser()/'alpaca_farm'
 
 # %% ../../../nbs/core/run/files.ipynb #ee3f48b8
 def file_hash(path: Path) -> str:
     "SHA-256 of a file's content; that of a large file is computed once."
-    stat, name, memory, known = path.stat(), str(path.resolve()), hash_memory(), {}
+    stat, name, memory, known = path.stat(), str(path.resolve()), cache_folder()/'hashes.json', {}
     if stat.st_size < 2**20: return hashlib.sha256(path.read_bytes()).hexdigest()
     mark = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
     with contextlib.suppress(OSError, ValueError): known = read_json(memory)
@@ -85,6 +87,14 @@ def file_hash(path: Path) -> str:
     known = {k: v for k, v in known.items() if os.path.exists(k)}
     with contextlib.suppress(OSError): write_json(memory, known | {name: [*mark, found]})
     return found
+
+# %% ../../../nbs/core/run/files.ipynb #51ac0e12
+@functools.cache
+def lock_of(path: Path) -> FileLock:
+    "The lock that stands for a path among the processes of a user."
+    folder = cache_folder()/'locks'
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder/f'{digest(str(path.resolve()))}.lock', thread_local=False)
 
 # %% ../../../nbs/core/run/files.ipynb #7c4671e0
 def flatten_state(

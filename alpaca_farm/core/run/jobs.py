@@ -4,11 +4,10 @@
 
 # %% auto #0
 __all__ = ['Job', 'study_job', 'start_job', 'cell_error', 'failure', 'gpu_names', 'Machine', 'run_jobs', 'run_or_fail',
-           'add_times', 'Interrupted', 'train_or_launch']
+           'add_times']
 
 # %% ../../../nbs/core/run/jobs.ipynb #679fd030
-import functools, json, os, time
-from collections import Counter
+import functools, os, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from .files import read_json
 from .identity import run_config
 from .progress import Progress
 from .runs import read_log, read_summary
-from .settings import at_root, Config
+from .settings import at_root
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20
 @dataclass
@@ -30,7 +29,6 @@ class Job:
     needs: list = field(default_factory=list)     # run folders of the jobs it depends on
     cost: float = 10.       # approximate CPU seconds, to estimate the time left
     gpus: int = 0           # GPUs it takes for itself; 0 leaves it those that this process sees
-    memory: float = 0.      # GB that must be free for it
 
     def __hash__(self): return hash(self.out)
 
@@ -72,7 +70,7 @@ def cell_error(job: Job) -> str:
             return f'{job.out}.ipynb, cell {i} (nbs/{job.notebook}.ipynb): {o["ename"]}: {o["evalue"]}'
     return ''
 
-# %% ../../../nbs/core/run/jobs.ipynb #f5fa706f
+
 def failure(job: Job) -> str:
     "Why a job failed, in one line."
     if error := cell_error(job): return error
@@ -89,31 +87,25 @@ def gpu_names() -> list[str]:
 
 # %% ../../../nbs/core/run/jobs.ipynb #3d7a2081
 class Machine:
-    "The cores, GPUs and memory of this machine."
+    "The cores and GPUs of this machine."
     def __init__(self, workers: int = 0):  # jobs at a time; 0 for the number of cores
-        import psutil
         cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
-        self.workers, self.held = workers or cores, {}
-        self.memory = psutil.virtual_memory().total / 2**30
-        self.gpus = None   # their names, once a job asks for one
+        self.workers, self.held, self.gpus = workers or cores, {}, []
 
     def check(self, jobs: list[Job]):
-        "ValueError for a job that takes more than there is."
-        gpus, memory = (max((getattr(j, name) for j in jobs), default=0) for name in ('gpus', 'memory'))
-        if gpus and self.gpus is None: self.gpus = gpu_names()
-        if gpus > len(self.gpus or ()):
-            raise ValueError(f'gpus = {gpus}: this machine has {len(self.gpus)}')
-        if memory > self.memory: raise ValueError(f'memory = {memory} GB: this machine has {self.memory:.0f}')
+        "ValueError for a job that takes more GPUs than there are."
+        most = max((j.gpus for j in jobs), default=0)
+        if most and not self.gpus: self.gpus = gpu_names()
+        if most > len(self.gpus): raise ValueError(f'gpus = {most}: this machine has {len(self.gpus)}')
 
     def free_gpus(self, running) -> list[str]:
         "The GPUs that no running job holds."
         held = {g for j in running for g in self.held.get(j, ())}
-        return [g for g in self.gpus or () if g not in held]
+        return [g for g in self.gpus if g not in held]
 
     def fits(self, job: Job, running) -> bool:
         "Whether a job can start beside the running ones."
-        return (len(running) < self.workers and job.gpus <= len(self.free_gpus(running))
-                and sum(j.memory for j in running) + job.memory <= self.memory)
+        return len(running) < self.workers and job.gpus <= len(self.free_gpus(running))
 
     def start(self, job: Job, running) -> NotebookProcess:
         "Start a job on GPUs of its own."
@@ -127,11 +119,10 @@ def run_jobs(
     name: str = 'runs',  # shown in the progress line
     watch=lambda: None,  # called several times a second
     place=None,          # where they run; this machine when not given
-    retries: int = 0,    # how often a job that has failed is started again
 ) -> list[str]:  # one line for each failure
     "Run all jobs, each after those it needs; return the failures."
     (place := place or Machine(workers)).check(jobs)
-    done, failed, running, again, shown = set(), {}, {}, Counter(), 0.
+    done, failed, running, shown = set(), {}, {}, 0.
     show = Progress(name, len(jobs))
 
     @functools.cache
@@ -147,9 +138,6 @@ def run_jobs(
                 if not running.pop(job).returncode:
                     done.add(job.out)
                     Path(f'{at_root(job.out)}.txt').unlink(missing_ok=True)
-                elif again[job.out] < retries:   # it goes on from its checkpoint
-                    again[job.out] += 1
-                    print(f'once more, after {failure(job)}')
                 else: failed[job.out] = failure(job)
             missing = {j.out for j in jobs} - done   # what is no job of this table counts as done
             waiting = [j for j in jobs if j.out in missing and j.out not in failed and j not in running]
@@ -188,25 +176,5 @@ def add_times(
     run,              # the run whose parts the jobs are
     jobs: list[Job],  # finished
 ):
-    "Add the CPU time of the jobs to the run's, and remove their locks, which are no longer needed."
-    for job in jobs:
-        folder = at_root(job.out)
-        run.before['cpu'] += read_summary(job.out)['cpu_seconds']
-        folder.with_name(f'.{folder.name}.lock').unlink(missing_ok=True)
-
-# %% ../../../nbs/core/run/jobs.ipynb #91c5d0e3
-class Interrupted(KeyboardInterrupt):
-    "A run was interrupted; a notebook shows the message alone."
-    def _render_traceback_(self): return [str(self)]
-
-
-def train_or_launch(cfg: Config, train):
-    "Run `train(cfg)`; an interruption is told in one line."
-    try: return train(cfg)
-    except KeyboardInterrupt:
-        path, step = at_root(cfg.out)/'checkpoint'/'state.safetensors', 0
-        if path.exists():
-            from safetensors import safe_open
-            with safe_open(path, 'pt') as f: step = dict(json.loads(f.metadata()['state'])['dict'])['step']
-        text = f' from step {step + 1}' if step else ''
-        raise Interrupted(f'interrupted: run the cell again to go on{text}') from None
+    "Add the CPU time of the jobs to the run's."
+    run.before['cpu'] += sum(read_summary(job.out)['cpu_seconds'] for job in jobs)
