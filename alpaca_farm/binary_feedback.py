@@ -48,7 +48,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
     max_instances: Count = 0                 # use only the first n records; 0: all
     learning_rate: Amount = 3e-4             # AdamW's peak learning rate
-    lr_schedule: Schedule = 'linear'         # of the learning rate
+    lr_schedule: Schedule = 'linear'         # how the learning rate falls
     held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 200, or a fifth if less
     eval_every: Positive = 100               # steps between these measurements
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none

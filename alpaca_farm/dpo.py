@@ -53,7 +53,7 @@ class DPOConfig(TrainConfig, AnswerConfig):
     max_instances: Count = 0                 # use only the first n pairs; 0: all
     batch_size: Positive = 32                # pairs per optimiser step
     learning_rate: Amount = 0.0003           # AdamW's peak learning rate
-    lr_schedule: Schedule = 'linear'         # of the learning rate
+    lr_schedule: Schedule = 'linear'         # how the learning rate falls
     warmup: Share = 0.1  # share of the steps over which the learning rate rises
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
     held_out: Count = 0  # last pairs, with all others on their prompts, kept for measuring

@@ -54,7 +54,7 @@ class PPOConfig(OnlineConfig):
     shared_value: bool = False  # a value head on the policy's own trunk instead of a value model
     value_learning_rate: Amount = 1e-3     # peak learning rate of the value model
     learning_rate: Amount = 0.001          # peak learning rate of the policy
-    lr_schedule: Schedule = 'constant'     # of the learning rate
+    lr_schedule: Schedule = 'constant'     # how the learning rate falls
     adam_eps: Amount = 1e-5                # AdamW's epsilon
     in_memory = dict(trained=2, frozen=2)
 

@@ -45,7 +45,7 @@ class QuarkConfig(OnlineConfig):
     steps: Positive = 12                      # rollouts, each followed by its updates
     rollouts: Annotated[int, Ge(2)] = 512     # answers per step
     learning_rate: Amount = 0.0003            # peak learning rate
-    lr_schedule: Schedule = 'constant'        # of the learning rate
+    lr_schedule: Schedule = 'constant'        # how the learning rate falls
     eval_every: Positive = 2                  # steps between evaluations on the val split
     save_every: Count = 2                     # steps between saved policies model-<step>/; 0: none
     in_memory = dict(trained=1, frozen=2)

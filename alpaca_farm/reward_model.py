@@ -49,7 +49,7 @@ class RewardModelConfig(TrainConfig):
     flip_rate: Annotated[float, Interval(ge=0, lt=.5)] = 0.0  # known share of flipped labels
     batch_size: Positive = 16                 # pairs per optimiser step
     learning_rate: Amount = 0.0005            # AdamW's peak learning rate
-    lr_schedule: Schedule = 'linear'          # of the learning rate
+    lr_schedule: Schedule = 'linear'          # how the learning rate falls
     inputs = dict(preferences='preferences', policy='model')
 
     def __post_init__(self):

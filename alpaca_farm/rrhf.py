@@ -75,7 +75,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
     max_length: Annotated[int, Ge(2)] = 128
     max_instances: Count = 0                 # use only the first n queries; 0: all
     learning_rate: Amount = 0.001            # AdamW's peak learning rate
-    lr_schedule: Schedule = 'linear'         # of the learning rate
+    lr_schedule: Schedule = 'linear'         # how the learning rate falls
     batch_size: Positive = 8                 # queries per optimiser step
     save_every: Count = 50                   # steps between saved policies model-<step>/; 0: none
     inputs = dict(candidates='candidates', policy='model', reward_model='model',

@@ -181,7 +181,7 @@ class HardwareConfig(Config):
 class TrainConfig(HardwareConfig):
     "Settings of an optimisation."
     learning_rate: Amount = 1e-3     # AdamW's peak learning rate
-    lr_schedule: Schedule = 'cosine'  # of the learning rate; not constant: down to 5 % of the peak
+    lr_schedule: Schedule = 'cosine'  # how the learning rate falls, to 5 % of the peak
     warmup: Share = 0.03             # share of the steps over which the learning rate rises
     batch_size: Positive = 32        # examples per optimiser step, over all processes
     micro_batch_size: Count = 0      # examples per forward pass; 0 for the whole batch
