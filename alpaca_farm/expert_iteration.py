@@ -73,7 +73,7 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
                                samples=cfg.samples if round_ == 1 else '')
     training = *TrainConfig.__annotations__, *HardwareConfig.__annotations__, 'epochs', 'max_length'
     learn = shared | pick(*training) | dict(
-        data=f'{folder}/winners.json', val_split='', eval_split='', push_to_hub='', seed=cfg.seed + round_)
+        data=f'{folder}/winners.json', val_split='', eval_split='', seed=cfg.seed + round_)
     return [Job(f'{folder}/best_of_n', 'best_of_n', best),
             Job(policy_after(round_, cfg), 'sft', learn, [f'{folder}/best_of_n'])]
 

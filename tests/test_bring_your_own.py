@@ -107,7 +107,7 @@ def test_bad_models_judges_and_recipes_are_refused_before_any_work(base, mine, t
                            (dict(model=str(tmp_path)), 'there is no model')):
         with pytest.raises((ValueError, FileNotFoundError, TypeError), match=message):
             bring_your_own.run(BringYourOwnConfig(**mine | given))
-    with pytest.raises(ValueError, match="methods = \\['dop'\\]: choose from"):
+    with pytest.raises(ValueError, match="methods = \\['dop'\\]"):
         BringYourOwnConfig(**mine, methods=['dop'])
     assert not (tmp_path/'runs').exists()
 

@@ -112,15 +112,15 @@ def test_samples_of_another_run(base, tmp_path):
 
 
 @pytest.mark.parametrize('given, message', [
-    (dict(n=1), 'n = 1: it must be at least 2'), (dict(rounds=0), 'rounds'), (dict(epochs=0), 'epochs'), (dict(max_instances=0), 'max_instances'),
-    (dict(reward_model=''), 'without one there is no best of n'), (dict(temperature=0.), 'temperature'),
+    (dict(n=1), 'n = 1'), (dict(rounds=0), 'rounds'), (dict(epochs=0), 'epochs'), (dict(max_instances=0), 'max_instances'),
+    (dict(reward_model=''), 'reward_model is empty'), (dict(temperature=0.), 'temperature'),
     (dict(learning_rate=-1.), 'learning_rate = -1.0'), (dict(batch_size=0), 'batch_size'), (dict(micro_batch_size=-1), 'micro_batch_size'), (dict(warmup=2.), 'warmup')])
 def test_nonsense_is_refused(given, message):
     with pytest.raises(ValueError, match=message): ExpertIterationConfig(**given)
-    with pytest.raises(TypeError, match='n = 2.5'): ExpertIterationConfig(n=2.5)
+    with pytest.raises(ValueError, match='n = 2.5'): ExpertIterationConfig(n=2.5)
 
 
 def test_samples_longer_than_sft_may_read_are_refused_at_the_start(base):
     from alpaca_farm.expert_iteration import ExpertIterationConfig
-    with pytest.raises(ValueError, match='max_length = 128: .* = 200 tokens. Raise it'):
+    with pytest.raises(ValueError, match='max_length = 128: .* = 200 tokens'):
         ExpertIterationConfig(**tiny.settings('expert_iteration', base) | dict(max_prompt=100, max_new_tokens=100))

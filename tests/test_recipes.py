@@ -2,6 +2,7 @@
 import importlib
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -124,8 +125,12 @@ def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(build, 'is_fresh', lambda path: str(path) in made)
     monkeypatch.setattr(build, 'at_root', lambda path: tmp_path/path)
-    monkeypatch.setattr(build, 'start_notebook', lambda notebook, out, settings: made.append(out))
-    monkeypatch.setattr(build, 'wait_for', lambda *_: None)
+    def start(notebook, out, settings):
+        made.append(out)
+        (tmp_path/f'{out}.txt').write_text('')
+        return SimpleNamespace(wait=lambda: 0, kill=lambda: None)
+    (tmp_path/'runs').mkdir()
+    monkeypatch.setattr(build, 'start_notebook', start)
     notebook, settings = build.recipe('runs/rloo_free_judge')
     build.build(notebook, 'runs/rloo_free_judge', **settings)
     assert made == ['runs/annotators_judge', 'runs/reward_model_judge', 'runs/rloo_free_judge']

@@ -266,20 +266,16 @@ def test_scores_by_an_annotator():
 
 
 @pytest.mark.parametrize('more, error, message', [
-    (dict(k=1), ValueError, 'k = 1: it must be at least 2'), (dict(n=7), ValueError, 'n = 7: it must be between 0 and 4'),
-    (dict(candidates='', n=1), ValueError, 'no candidates: a query needs two'), (dict(rounds=2), ValueError, 'set n'),
-    (dict(refresh_every=3), ValueError, 'set n'), (dict(decoding='beam'), ValueError, 'is for n > 0'),
+    (dict(k=1), ValueError, 'k = 1'), (dict(n=7), ValueError, 'n = 7'),
+    (dict(candidates='', n=1), ValueError, 'n = 1: a query needs two'), (dict(rounds=2), ValueError, 'Set n'),
+    (dict(refresh_every=3), ValueError, 'Set n'),
     (dict(n=3, decoding='diverse_beam'), ValueError, 'n = 3 beams cannot be split into groups = 4'),
     (dict(n=2, temperature=0), ValueError, 'temperature = 0 draws the same answer'), (dict(kl_coef=.1), ValueError, 'kl_coef needs rounds'),
-    (dict(annotators='alpaca_farm.world:pool'), ValueError, 'both reward_model and annotators are named'),
-    (dict(reward_model='', n=2), ValueError, 'answers have no scores'), (dict(rrhf_weight=0, sft_weight=0), ValueError, 'nothing to learn'),
-    (dict(ties='best'), ValueError, "ties = 'best': choose from"), (dict(length_norm='char'), ValueError, 'length_norm'),
+    (dict(annotators='alpaca_farm.world:pool', n=2), ValueError, 'not both'), (dict(reward_model='', n=2), ValueError, 'need a score'), (dict(rrhf_weight=0, sft_weight=0), ValueError, 'nothing to learn'),
+    (dict(ties='best'), ValueError, "ties = 'best'"), (dict(length_norm='char'), ValueError, 'length_norm'),
     (dict(rank_reduction='avg'), ValueError, 'rank_reduction'), (dict(decoding='diverse'), ValueError, "Did you mean 'diverse_beam'"),
     (dict(rrhf_weight=-1), ValueError, 'rrhf_weight = -1'), (dict(candidates='no/such/file.json'), FileNotFoundError, 'no/such/file.json'),
-    (dict(epochs=0), ValueError, 'epochs = 0'), (dict(length_penalty=-1), ValueError, 'length_penalty'),
-    (dict(length_penalty=.5), ValueError, 'length_penalty = 0.5 has an effect only with length_norm = power'),
-    (dict(n=2, groups=2), ValueError, 'groups = 2 has an effect only with decoding = diverse_beam'), (dict(top_p=.9), ValueError, 'top_p = 0.9'),
-    (dict(candidates='', n=4, sources=['policy']), ValueError, r"sources = \['policy'\] has an effect only on candidates")], ids=str)
+    (dict(epochs=0), ValueError, 'epochs = 0'), (dict(length_penalty=-1), ValueError, 'length_penalty')], ids=str)
 def test_bad_settings(base, more, error, message):
     with pytest.raises(error, match=message): RRHFConfig(**tiny.settings('rrhf', base) | more)
 

@@ -171,4 +171,4 @@ def test_what_a_server_cannot_follow_is_refused(base, tmp_path):
     from alpaca_farm.quark import QuarkConfig
     for given, message in ((dict(lora_rank=0), 'sampler: a server follows an adapter, not a whole model. Set lora_rank'), (dict(sampler='localhost:8000'), 'write the endpoint, such as http')):
         with pytest.raises(ValueError, match=message): PPOConfig(**tiny.settings('ppo', base, out=str(tmp_path), **dict(dict(sampler='http://x/v1', lora_rank=4), **given)))
-    with pytest.raises(ValueError, match='quark samples in its own process'): QuarkConfig(**tiny.settings('quark', base, out=str(tmp_path), sampler='http://x/v1', lora_rank=4))
+    with pytest.raises(ValueError, match='sampler: no server knows'): QuarkConfig(**tiny.settings('quark', base, out=str(tmp_path), sampler='http://x/v1', lora_rank=4))

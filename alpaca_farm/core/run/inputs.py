@@ -26,7 +26,7 @@ def why_stale(
     def reason(folder: Path) -> str:
         config = run_config(folder)
         if not (config and (folder/'summary.json').exists()): return 'is not finished'
-        if config['code'] != notebook_hash(config['notebook']):
+        if config.get('code') != notebook_hash(config['notebook']):
             return f'was made before {config["notebook"]}.ipynb or a module that it imports changed'
         for source, mark in (item for read in config['inputs'].values() for item in read.items()):
             if content_hash(source) != mark: return f'was made before {source} changed'

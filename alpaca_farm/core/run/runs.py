@@ -109,7 +109,7 @@ class Run:
     @written_once
     def begin(self):
         "Prepare the folder for the first file."
-        folder = self.folder.resolve()
+        folder, self.begun = self.folder.resolve(), True
         lock(folder)
         if self.outdated: set_aside(folder)
         folder.mkdir(parents=True, exist_ok=True)
