@@ -17,7 +17,8 @@ from alpaca_farm.core.run.paths import notebook_path
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.run.settings import as_type, refuse_unknown
 
-PAGES = {p.name: p.read_text() for p in (tiny.ROOT/'README.md', tiny.ROOT/'nbs'/'contributing.md', tiny.ROOT/'nbs'/'coming_from.md')}
+PAGES = {p.name: p.read_text() for p in (tiny.ROOT/'README.md', *sorted((tiny.ROOT/'nbs').glob('*.md')))}
+MARKDOWN = list(PAGES)
 for p in sorted((tiny.ROOT/'nbs').rglob('*.ipynb')):
     if p.parent.name != '.ipynb_checkpoints':
         PAGES[p.stem] = '\n\n'.join(''.join(c['source']) for c in json.loads(p.read_text())['cells'] if c['cell_type'] == 'markdown')
@@ -93,7 +94,7 @@ def test_commands_have_notebooks_targets_and_settings(page):
         try: check(command)
         except Exception as e: wrong[command] = repr(e)
     assert wrong == {}
-    if page == 'README.md': assert len(commands(README)) >= 15
+    if page == 'README.md': assert len(commands(README)) >= 10
 
 
 def test_what_is_checked_can_be_wrong():
@@ -102,28 +103,32 @@ def test_what_is_checked_can_be_wrong():
         with pytest.raises(Exception): check(command)
 
 
-@pytest.mark.parametrize('page', ['README.md', 'contributing.md', 'coming_from.md'])
+@pytest.mark.parametrize('page', MARKDOWN)
 def test_snippets_run(page):
     for language, block in FENCE.findall(PAGES[page]):
         if language == 'python': exec(block, {})
         if language == 'yaml': yaml.safe_load(block)
 
 
-@pytest.mark.parametrize('page, folder', [('README.md', tiny.ROOT), ('contributing.md', tiny.ROOT/'nbs'), ('coming_from.md', tiny.ROOT/'nbs')])
-def test_links_lead_somewhere(page, folder):
-    links = [l for l in re.findall(r'\]\(([^)]+)\)', PAGES[page]) if not l.startswith('http')]
+@pytest.mark.parametrize('page', MARKDOWN)
+def test_links_lead_somewhere(page):
+    folder = tiny.ROOT if page == 'README.md' else tiny.ROOT/'nbs'
+    links = [l.partition('#')[0] for l in re.findall(r'\]\(([^)]+)\)', PAGES[page]) if not l.startswith('http')]
     assert [l for l in links if not (folder/l).exists()] == []
 
 
-def test_an_own_judge_as_the_readme_has_it(base, tmp_path, monkeypatch):
-    "The commands of `Your own models and data`, on the tiny world's policy instead of a model of 7B."
+def test_the_readme_can_be_finished(): assert len(README.split()) <= 1200
+
+
+def test_an_own_judge_as_the_page_has_it(base, tmp_path, monkeypatch):
+    "The commands of data.md, on the tiny world's policy instead of a model of 7B."
     monkeypatch.chdir(tmp_path); monkeypatch.syspath_prepend(tmp_path)
     (tmp_path/'my').mkdir()
     (tmp_path/'my_module.py').write_text('def my_judge(pairs): return [1. if len(p["output_1"]) > len(p["output_2"]) else 2. for p in pairs]')
     pairs = [dict(instruction=f'Say {i}.', input='', output_1='a'*(2*(i % 4) + 1), output_2='b'*(4 + 2*(i % 2))) for i in range(40)]
     (tmp_path/'my'/'pairs.json').write_text(json.dumps(pairs))
     made = {}
-    for command in commands(README):
+    for command in commands(PAGES['data.md']):
         words = shlex.split(command, comments=True)
         if words[:2] in (['papermill', 'nbs/annotators.ipynb'], ['papermill', 'nbs/reward_model.ipynb']) and {'runs/mine', 'runs/rm'} & set(words):
             settings = {k: str(tmp_path/v) if '/' in v else v for k, v in given(words[3:]).items()} | (dict(policy=str(base/'sft')) if 'runs/rm' in words else {})
