@@ -21,7 +21,7 @@ from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var
 from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
     load_tokenizer, logprobs, scalar_on, values)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
-    OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
+    OnlineConfig, prompt_indices, rollout_scores, sample_rollout)
 from .core.run.processes import rank
 from .core.model.rewards import reward
 from .core.run.runs import start
@@ -265,12 +265,12 @@ def train(cfg: PPOConfig):
         rows = rollout_indices(len(prompts), step, cfg)
         batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows],
                                          [prompts[i] for i in rows], cfg, cfg.seed * 1_000_003 + step)
-        scores = rollout_scores(reward_of, answered, trainer.extra, cfg).to(policy.device)
-        batch, figures = experience(policy, reference, value, batch, scores, cfg.kl_coef, cfg)
-        figures |= score_statistics(scores, answered) | dict(kl_coef=cfg.kl_coef)
+        scores, scored = rollout_scores(reward_of, answered, trainer.extra, cfg)
+        batch, figures = experience(policy, reference, value, batch, scores.to(policy.device),
+                                    cfg.kl_coef, cfg)
+        figures |= scored | dict(kl_coef=cfg.kl_coef)
         figures |= ppo_update(trainer, policy, value, batch, cfg)
-        if choose.due(step, cfg.steps): figures |= choose(policy, tokenizer)
-        save_checkpoints(trainer, policy, tokenizer, figures, cfg)
+        figures |= choose(trainer, policy, tokenizer)
         trainer.log(**figures)
     finish_run(run, trainer, tokenizer, reference, too_long)
     return run

@@ -20,7 +20,7 @@ from .core.answers import answer_again, mean, preflight
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.model.models import answer_states, load_policy, load_reference, load_tokenizer, logits_of
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
-    OnlineConfig, prompt_indices, rollout_scores, sample_rollout, save_checkpoints, score_statistics)
+    OnlineConfig, prompt_indices, rollout_scores, sample_rollout)
 from .core.model.rewards import reward
 from .core.run.runs import start
 from .core.run.settings import Amount, command, Count, Positive, Schedule
@@ -190,8 +190,7 @@ def sample_and_score(policy, tokenizer, reward_of, rows: list[int], records: lis
     if token is not None: prompts = prepend_tokens(prompts, token, tokenizer, cfg.token_times)
     seed = cfg.seed * 1_000_003 + trainer.step
     batch, answered = sample_rollout(policy, tokenizer, records, prompts, cfg, seed)
-    scores = rollout_scores(reward_of, answered, trainer.extra, cfg)
-    return batch, scores, score_statistics(scores, answered)
+    return batch, *rollout_scores(reward_of, answered, trainer.extra, cfg)
 
 # %% ../nbs/quark.ipynb #cd8eefa0
 @torch.no_grad()
@@ -245,8 +244,7 @@ def train(cfg: QuarkConfig):
         pool = trainer.extra.get('pool', {})
         trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
         learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
-        if choose.due(step, cfg.steps): figures |= choose(policy, tokenizer)
-        save_checkpoints(trainer, policy, tokenizer, figures, cfg)
+        figures |= choose(trainer, policy, tokenizer)
         trainer.log(**learned | figures)
     finish_run(run, trainer, tokenizer, reference, too_long, plain)
     return run
