@@ -2,11 +2,12 @@
 import importlib
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from alpaca_farm.core.run.inputs import methods
+from alpaca_farm.core.run.inputs import methods, recipes
 from alpaca_farm.core.run.settings import Config, as_type
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from alpaca_farm.core.run.paths import module_of
@@ -93,15 +94,12 @@ def test_papers_values_are_the_papers(name):
     if 'steps' in recipe: assert round(recipe['warmup'] * recipe['steps']) == 5
 
 
-def test_named_runs():
-    for name, settings in yaml.safe_load((RECIPES/'runs.yaml').read_text()).items():
-        fits(settings.pop('notebook'), settings)
-        assert not (RECIPES.parent/f'{name}.ipynb').exists()
-
-
-def test_methods():
-    for name, row in methods().items():
-        fits(row['notebook'], row['settings'] | row['reads'] | {row['learns_from']: ''} | (dict(annotators='') if row['annotators'] else {}))
+def test_the_table_of_runs():
+    for name, row in recipes().items():
+        fits(row['notebook'], row['settings'] | row['reads'])
+        assert set(row['reads'].values()) <= set(recipes()), name
+    for name, row in methods().items():   # a notebook of a method's name has the method's settings as defaults
+        assert row['notebook'] != name or not row['settings']
 
 
 def test_the_papers_methods_are_answered_alike():
@@ -124,8 +122,12 @@ def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(build, 'is_fresh', lambda path: str(path) in made)
     monkeypatch.setattr(build, 'at_root', lambda path: tmp_path/path)
-    monkeypatch.setattr(build, 'start_notebook', lambda notebook, out, settings: made.append(out))
-    monkeypatch.setattr(build, 'wait_for', lambda *_: None)
+    def start(notebook, out, settings):
+        made.append(out)
+        (tmp_path/f'{out}.txt').write_text('')
+        return SimpleNamespace(wait=lambda: 0, kill=lambda: None)
+    (tmp_path/'runs').mkdir()
+    monkeypatch.setattr(build, 'start_notebook', start)
     notebook, settings = build.recipe('runs/rloo_free_judge')
     build.build(notebook, 'runs/rloo_free_judge', **settings)
     assert made == ['runs/annotators_judge', 'runs/reward_model_judge', 'runs/rloo_free_judge']
