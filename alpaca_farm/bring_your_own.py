@@ -6,9 +6,7 @@
 __all__ = ['METHODS', 'BringYourOwnConfig', 'count_parameters', 'read_own', 'tuned_settings', 'own_jobs', 'forecast', 'run']
 
 # %% ../nbs/bring_your_own.ipynb #6bda307b
-import time
-from dataclasses import asdict, dataclass, field, replace
-from types import SimpleNamespace
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Len
@@ -20,14 +18,14 @@ from .core.run.inputs import ensure_inputs
 from .core.data.comparisons import preferences_over
 from .core.data.records import load_records, prompt_key
 from .core.run.files import atomic_write, read_yaml, write_json
+from .core.run.identity import as_list
 from .core.run.jobs import Job, run_or_fail
-from .core.model.models import device_of, dtype_of, load_tokenizer, model_path
+from .core.model.models import load_tokenizer, model_path
 from .core.run.paths import at_root, notebooks_folder
 from .core.data.preferences import pool_members
-from .core.run.progress import duration
 from .core.run.runs import check_run_folder, read_summary, start
 from .core.run.settings import command, Count, HardwareConfig, refuse_unknown, Scale
-from .core.data.text import check_limit, encode_prompts, encode_responses
+from .core.data.text import check_limit, encode_prompts
 from .annotators import api_clients, check_known_names, load_annotators
 from .binary_feedback import BinaryFeedbackConfig
 from .judging.judges import judge_request
@@ -91,195 +89,128 @@ def count_parameters(spec: str) -> int:
     config = AutoConfig.from_pretrained(model_path(spec))
     kinds = ', '.join(config.architectures or [])
     if 'SequenceClassification' in kinds:
-        raise ValueError(f'it holds a reward model ({kinds}); name a language model')
+        raise ValueError(f'model = {spec}: it holds a reward model ({kinds})')
     try:
         with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
     except ValueError as e:
-        raise ValueError(f'{kinds or "its class"} is no causal language model') from e
+        raise ValueError(f'model = {spec}: {kinds} is no causal language model') from e
     return sum(p.numel() for p in model.parameters())
 
 # %% ../nbs/bring_your_own.ipynb #87bf7c4a
-def read_own(cfg: BringYourOwnConfig) -> SimpleNamespace:
-    "The data by setting, tokenizer, number of parameters and judge; errors name the setting."
-    def read(setting, f, *args, **more):
-        try: return f(*args, **more)
-        except (ValueError, TypeError, KeyError, OSError) as e:
-            kind = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError
-            raise kind(f'{setting} = {getattr(cfg, setting)!r}: {e}') from e
-
-    own = SimpleNamespace(tokenizer=read('model', load_tokenizer, cfg.model),
-                          parameters=read('model', count_parameters, cfg.model))
-    own.data = {name: read(name, load_records, getattr(cfg, name), split or cfg.split, kind,
-                           columns=_columns_of(cfg.columns).get(name, ''))
-                for name, (kind, split) in _OWN_DATA.items() if getattr(cfg, name)}
-    asked = {}
-    for r in own.data['prompts']: asked.setdefault(prompt_key(r), r)
-    repeated = len(own.data['prompts']) - len(asked)
-    if repeated: print(f'prompts = {cfg.prompts}: {repeated} repeated prompts are left out')
-    own.data['prompts'] = list(asked.values())[:cfg.max_instances or None]
-    own.judge = read('judge', load_annotators, cfg.judge, cfg)
-    if not api_clients(own.judge):
-        one, other = (dict(own.data['prompts'][0], output=text) for text in ('One.', 'Another.'))
-        read('judge', preferences_over, [one], [other], own.judge)
-    lengths = [len(p) for p in encode_prompts(own.data['prompts'], own.tokenizer, cfg.template)]
+def read_own(cfg: BringYourOwnConfig) -> tuple:
+    "The data by setting, the judge, and the number of the model's parameters."
+    parameters, columns = count_parameters(cfg.model), _columns_of(cfg.columns)
+    data = {name: load_records(getattr(cfg, name), split or cfg.split, kind, columns=columns.get(name, ''))
+            for name, (kind, split) in _OWN_DATA.items() if getattr(cfg, name)}
+    prompts = list({prompt_key(r): r for r in data['prompts']}.values())   # each once
+    data['prompts'] = prompts = prompts[:cfg.max_instances or None]
+    lengths = [len(p) for p in encode_prompts(prompts, load_tokenizer(cfg.model), cfg.template)]
     check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
-    for name, records in own.data.items():
-        if name == 'prompts': continue
-        trained = {prompt_key(r) for r in records}
-        shared = sum(prompt_key(r) in trained for r in own.data['prompts'])
-        if shared: print(f'{shared} of {len(lengths)} prompts are also in {name}: '
+    judge = load_annotators(cfg.judge, cfg)
+    if not api_clients(judge):
+        preferences_over(*([dict(prompts[0], output=text)] for text in ('One.', 'Another.')), judge)
+    for name in set(data) - {'prompts'}:
+        trained = {prompt_key(r) for r in data[name]}
+        shared = sum(prompt_key(r) in trained for r in prompts)
+        if shared: print(f'{shared} of {len(prompts)} prompts are also in {name}: '
                          'their answers say little about new prompts')
-    return own
+    return data, judge, parameters
 
 # %% ../nbs/bring_your_own.ipynb #5ac209ca
 _TUNED = ('learning_rate', 'lr_schedule', 'warmup', 'epochs', 'batch_size', 'micro_batch_size',
           'weight_decay', 'betas', 'beta', 'head', 'likelihood', 'token_times', 'jitter')
-_CHAIN = ('sft', 'reference', 'reward_model', *METHODS, 'eval')
 
 
 def tuned_settings(parameters: int, file: str = '', lora: bool = False) -> dict[str, dict]:
-    "Settings by run for a model of this size, and of a YAML file; ValueError for an unknown run."
-    learning = 'sft', 'reward_model', 'dpo', 'feedme', 'reward_conditioning'
+    "Settings by run for a model of this size, and of a YAML file; TypeError for an unknown run."
+    tuned = {name: {} for name in ('sft', 'reference', 'reward_model', *METHODS, 'eval')}
     folder = notebooks_folder()/'recipes'/('gpu_24gb' if lora else 'llama_7b')
-    settings = {name: dict(epochs=1) if name in learning else {} for name in _CHAIN}
-    for name in learning if parameters > 1e8 else ():
-        files = [folder/f'{n}.yaml' for n in (name, *METHODS.get(name, ())[:1])]   # or notebook's
-        known = read_yaml(next(f for f in files if f.exists()))
-        settings[name] = {k: v for k, v in known.items() if k in _TUNED}
+    for name in ('sft', 'reward_model', 'dpo', 'feedme', 'reward_conditioning'):
+        tuned[name] = dict(epochs=1)
+        if parameters < 1e8: continue
+        known = folder/f'{name}.yaml'
+        if not known.exists(): known = folder/f'{METHODS[name][0]}.yaml'
+        tuned[name] = {k: v for k, v in read_yaml(known).items() if k in _TUNED}
     given = read_yaml(at_root(file)) if file else {}
-    if not all(isinstance(v, dict) for v in given.values()):
-        raise ValueError(f'recipe = {file}: write "run: {{setting: value}}" in each line')
-    refuse_unknown(f'recipe = {file}', given, _CHAIN)
-    return {name: known | given.get(name, {}) for name, known in settings.items()}
+    refuse_unknown(f'recipe = {file}', given, tuned)
+    return {name: known | given.get(name, {}) for name, known in tuned.items()}
 
 # %% ../nbs/bring_your_own.ipynb #1c75120c
 def own_jobs(cfg: BringYourOwnConfig, parameters: int) -> list[Job]:
     "The runs of the chain, in an order in which they can be made."
-    tuned = tuned_settings(parameters, cfg.recipe, cfg.lora_rank > 0)
-    given = asdict(cfg)
-    made = {}
+    tuned, jobs = tuned_settings(parameters, cfg.recipe, cfg.lora_rank > 0), []
     def at(name): return f'{cfg.runs}/{name}'
-    def pick(*names): return {k: given[k] for k in names}
-    def add(name, notebook, needs=(), **settings):
-        needed = [at(n) for n in needs if n in made]
-        made[name] = Job(at(name), notebook, settings | tuned[name], needed)
+    def given(*names): return {k: getattr(cfg, k) for k in names}
+    def add(name, notebook, settings):
+        settings = settings | tuned[name]
+        reads = [path for value in settings.values() for path in as_list(value)]
+        jobs.append(Job(at(name), notebook, settings, [j.out for j in jobs if j.out in reads]))
 
-    policy = dict(policy=at('sft') if cfg.demonstrations else cfg.model)
-    pairs = dict(preferences=at('data/preferences.json'))
-    asked = dict(data=at('data/prompts.json'))
-    machine, limits = pick('seed', 'device', 'dtype'), pick('max_new_tokens', 'max_prompt')
-    sampled = machine | limits | asked | policy | pick('temperature', 'template')
-    trained = (machine | pick('template', *HardwareConfig.__annotations__)
+    machine = given('seed', 'device', 'dtype')
+    start = machine | dict(policy=at('sft') if cfg.demonstrations else cfg.model)
+    answering = given('max_new_tokens', 'max_prompt') | dict(data=at('data/prompts.json'))
+    sampled = start | answering | given('temperature', 'template')
+    trained = (start | given('template', *HardwareConfig.__annotations__)
                | dict(max_length=cfg.max_prompt + cfg.max_new_tokens))
+    pairs = dict(preferences=at('data/preferences.json'))
     if cfg.demonstrations:
-        add('sft', 'sft', **trained, **limits, policy=cfg.model, val_split='', eval_split='',
-            data=at('data/demonstrations.json'))
-    add('reference', 'best_of_n', ['sft'], **sampled, n=1, reward_model='')
-    if 'best_of_n' in cfg.methods:
-        add('reward_model', 'reward_model', ['sft'], **trained, **policy, **pairs)
+        add('sft', 'sft', trained | answering | dict(
+            policy=cfg.model, val_split='', eval_split='', data=at('data/demonstrations.json')))
+    add('reference', 'best_of_n', sampled | dict(n=1, reward_model=''))
+    if 'best_of_n' in cfg.methods: add('reward_model', 'reward_model', trained | pairs)
     for name in cfg.methods:
-        notebook, settings = METHODS[name]
+        notebook, own = METHODS[name]
+        settings = trained | answering | pairs | own | dict(eval_temperature=cfg.temperature)
         if name == 'best_of_n': settings = sampled | dict(n=cfg.n, reward_model=at('reward_model'))
-        else: settings = (trained | limits | asked | policy | pairs | settings
-                          | dict(eval_temperature=cfg.temperature))
         if name == 'reward_conditioning':
-            tokens = tuned[name].get('token_times', BinaryFeedbackConfig.token_times)
-            settings['max_prompt'] = cfg.max_prompt + tokens
-        add(name, notebook, ['sft', 'reward_model'], **settings)
-    asking = machine | pick(*(f for f in ApiConfig.__annotations__ if f != 'aside'))
-    add('eval', 'eval', ['reference', *cfg.methods], **asking, annotators=[cfg.judge],
-        outputs=[at(n) for n in cfg.methods], reference=at('reference'))
-    return list(made.values())
-
-# %% ../nbs/bring_your_own.ipynb #ec93201c
-def _compute_forecast(cfg: BringYourOwnConfig, own, jobs: list[Job]) -> list[dict]:
-    "Tokens, operations and seconds (at least) of each run that computes."
-    def tokens(records, *fields):   # of prompts and answers
-        prompts = sum(map(len, encode_prompts(records, own.tokenizer, cfg.template)))
-        if not fields: return prompts
-        texts = [r[f] for f in fields for r in records]
-        answers = encode_responses(texts, own.tokenizer, template=cfg.template)
-        return prompts*len(fields) + sum(map(len, answers))
-
-    pairs = tokens(own.data['preferences'], 'output_1', 'output_2')
-    answered = tokens(own.data['prompts']) + len(own.data['prompts'])*cfg.max_new_tokens
-    counts = dict(  # tokens that a run trains on in one pass, and that it only reads or writes
-        reference=(0, answered), reward_model=(pairs, 0), best_of_n=(0, 2*cfg.n*answered),
-        dpo=(pairs, pairs + 2*answered), feedme=(pairs, 2*answered),
-        reward_conditioning=(pairs, 2*answered))
-    if cfg.demonstrations: counts['sft'] = (tokens(own.data['demonstrations'], 'output'), 0)
-    n = 1024
-    times = []
-    a = torch.ones(n, n, device=device_of(cfg), dtype=dtype_of(cfg))
-    for _ in range(4):
-        began = time.perf_counter()
-        (a @ a).sum().item()
-        times.append(time.perf_counter() - began)
-    speed = 2*n**3/min(times[1:])   # floating-point operations a second
-    rows = []
-    for job in jobs[:-1]:
-        name = job.out.rpartition('/')[2]
-        learned, read = counts[name]
-        learned *= job.settings.get('epochs', 1)
-        work = own.parameters*(6*learned + 2*read)
-        rows.append(dict(run=name, tokens=learned + read, operations=work, seconds=work/speed))
-    return rows
+            settings['max_prompt'] += tuned[name].get('token_times', BinaryFeedbackConfig.token_times)
+        add(name, notebook, settings)
+    asking = given(*(f for f in ApiConfig.__annotations__ if f != 'aside'))
+    add('eval', 'eval', machine | asking | dict(
+        annotators=[cfg.judge], outputs=[at(n) for n in cfg.methods], reference=at('reference')))
+    return jobs
 
 # %% ../nbs/bring_your_own.ipynb #1807d09d
-def _judging_forecast(cfg: BringYourOwnConfig, own) -> dict:
+def forecast(cfg: BringYourOwnConfig, data: dict, judge) -> dict:
     "Print and return the number of labels, requests and dollars (at most; None if not known)."
-    clients = api_clients(own.judge)
+    counts = ', '.join(f'{len(records)} {name}' for name, records in data.items())
     longest = ' '.join(['word']*cfg.max_new_tokens)
     pairs = [dict(r, output_1=longest, output_2=f'{longest} {m}') for m in cfg.methods
-             for r in own.data['prompts']]
-    orders = 1 if hasattr(own.judge, 'annotators') else 2
+             for r in data['prompts']]
+    orders, clients = 1 if hasattr(judge, 'annotators') else 2, api_clients(judge)
     labels = len(pairs)*orders
-    if not clients:
-        print(f'{labels} labels by {cfg.judge}, on this machine')
-        return dict(labels=labels, requests=0, dollars=0.)
-    members = [m.evaluator for m in pool_members(own.judge) if hasattr(m, 'evaluator')]
+    print(f'{cfg.model} with {counts}; {labels} labels by {cfg.judge}')
+    if not clients: return dict(labels=labels, requests=0, dollars=0.)
+    members = [m.evaluator for m in pool_members(judge) if hasattr(m, 'evaluator')]
     shares = [(e, pairs[k::len(members)]) for k, e in enumerate(members)]
     requests = orders*[judge_request(e, some[i:i + e.batch_size])
                        for e, some in shares for i in range(0, len(some), e.batch_size)]
     clients[0].print_forecast(requests, labels)
     prices = [clients[0].highest_price(r) for r in requests]
-    dollars = None if None in prices else sum(prices)
-    return dict(labels=labels, requests=len(requests), dollars=dollars)
-
-
-def forecast(cfg: BringYourOwnConfig, own) -> tuple[list[Job], dict]:
-    "The runs to make, and their forecast, which is printed; `own` is of `read_own`."
-    jobs = own_jobs(cfg, own.parameters)
-    counts = ', '.join(f'{len(records)} {name}' for name, records in own.data.items())
-    print(f'{cfg.model}: {own.parameters / 1e6:,.2f} million parameters; {counts}')
-    judging, rows = _judging_forecast(cfg, own), _compute_forecast(cfg, own, jobs)
-    print(f'computing: at least {duration(sum(r["seconds"] for r in rows))} on {device_of(cfg)}')
-    return jobs, dict(parameters=own.parameters, **judging, runs=rows)
+    return dict(labels=labels, requests=len(requests),
+                dollars=None if None in prices else sum(prices))
 
 # %% ../nbs/bring_your_own.ipynb #e408fa70
 def run(cfg: BringYourOwnConfig):
     "Make all runs, and the board in `cfg.out`; RuntimeError naming the runs that failed."
     check_run_folder(at_root(cfg.out))
     ensure_inputs(cfg)
-    own = read_own(cfg)
-    jobs, planned = forecast(cfg, own)
-    for name, records in own.data.items():
-        write_json(at_root(f'{cfg.runs}/data/{name}.json'), records)
+    data, judge, parameters = read_own(cfg)
+    jobs, planned = own_jobs(cfg, parameters), forecast(cfg, data, judge)
+    for name, records in data.items(): write_json(at_root(f'{cfg.runs}/data/{name}.json'), records)
     run_or_fail(jobs, 1, 'bring your own', 'the chain')
     folder = start(cfg, run, tuple(job.out for job in jobs))
     if folder.done: return folder
     folder.load()
-    summaries = {job.out.rpartition('/')[2]: read_summary(job.out) for job in jobs}
-    took = {name: s['seconds'] for name, s in summaries.items()}
-    for step, name in enumerate(took, 1): folder.log(step, run=name, took=took[name])
-    for r in planned['runs']: r['took'] = took[r['run']]
     folder.write('forecast.json', planned)
+    for step, job in enumerate(jobs, 1):
+        folder.log(step, run=job.out, took=read_summary(job.out)['seconds'])
     for name in ('leaderboard.csv', 'leaderboard.png'):
-        made = (at_root(jobs[-1].out)/name).read_bytes()
-        with atomic_write(folder.path(name)) as p: p.write_bytes(made)
-    kept = 'asked', 'dollars', 'instructions'
-    spent = {k: v for k, v in summaries['eval'].items() if k in kept}
-    folder.finish(**spent, labels=planned['labels'], runs_seconds=sum(took.values()))
+        board = (at_root(jobs[-1].out)/name).read_bytes()
+        with atomic_write(folder.path(name)) as p: p.write_bytes(board)
+    spent = read_summary(jobs[-1].out)
+    folder.finish(labels=planned['labels'],
+                  **{k: spent[k] for k in ('asked', 'dollars', 'instructions') if k in spent})
     return folder
 
 # %% ../nbs/bring_your_own.ipynb #124f06b4

@@ -67,13 +67,10 @@ def complete_preferences(outputs: list[dict], references: list[dict], judge) -> 
     return check_preferences(preferences)
 
 # %% ../nbs/eval.ipynb #4448751f
-def sampled_preferences(
-    outputs: list[dict],     # the model's answers
-    references: list[dict],  # the reference's
-    judge,                   # annotator or pool
-    seed: int = 0,           # of all draws
-) -> np.ndarray:  # (instructions,) of 1 or 2; 1.5 for identical answers, nan without a verdict
-    "One sampled vote per instruction, against one sampled reference (AlpacaFarm's evaluation)."
+def sampled_preferences(outputs: list[dict], references: list[dict], judge, seed: int = 0) -> np.ndarray:
+    """One sampled vote per instruction, against one sampled reference (AlpacaFarm's evaluation).
+
+    (instructions,) of 1 or 2; 1.5 for identical answers, nan without a verdict."""
     groups = [[] for _ in references]
     for p in pair_up(outputs, references): groups[p['item']].append(p)
     pairs = [g[int(hash_uniform(seed, 'pair', *prompt_key(g[0]))*len(g))] for g in groups]
@@ -98,14 +95,12 @@ def _judge_preferences(outputs, references, judge, seed: int, what: str) -> np.n
     raise ValueError(f'{what}: there is no verdict on any of the {len(values)} instructions')
 
 
-def judge_all(
-    methods: dict,           # answers by name of the model
-    references: list[dict],  # the reference's
-    judges: dict,            # annotators by name
-    seed: int = 0,           # of the sampled votes
-    done=lambda *_: None,    # called with (steps done, text) after each model under each judge
-) -> dict:  # {judge: {model: (instructions,) preferences}}, and of sampled votes as `judge_votes`
-    "Every model's preferences under every judge; votes where a judge has several annotators."
+def judge_all(methods: dict, references: list[dict], judges: dict, seed: int = 0,
+              done=lambda *_: None) -> dict:
+    """Every model's answers under every judge: {judge: {model: (instructions,) preferences}}, and
+    sampled votes as `<judge>_votes` where a judge has several annotators.
+
+    `done` is called with the number of steps and a text after each model under each judge."""
     judged, step = {}, 0
     for name, judge in judges.items():
         for method, outputs in methods.items():
@@ -120,15 +115,11 @@ def judge_all(
     return judged
 
 # %% ../nbs/eval.ipynb #29d4fe31
-def play_all_pairs(
-    methods: dict,           # answers by name of the model, the reference's among them
-    references: list[dict],  # the reference's; they decide the order
-    judge,                   # annotator or pool
-    against_reference: dict, # (instructions,) preferences by model, of this judge
-    seed: int = 0,           # of the sampled votes
-    done=lambda *_: None,    # called with (pairs done, text)
-) -> rankings.Games:
-    "The games of all pairs of models; those against the reference are given."
+def play_all_pairs(methods: dict, references: list[dict], judge, against_reference: dict,
+                   seed: int = 0, done=lambda *_: None) -> rankings.Games:
+    """The games of all pairs of models, the reference among `methods`.
+
+    Those against the reference are given, as this judge's (instructions,) preferences by model."""
     ordered = {m: match_prompts(outputs, references) for m, outputs in methods.items()}
     names = list(ordered)
     points = np.zeros((len(references), len(names), len(names)))
@@ -142,12 +133,9 @@ def play_all_pairs(
     return rankings.Games(names, points)
 
 # %% ../nbs/eval.ipynb #f7765592
-def read_answers(
-    spec: str,                # a run folder or a file
-    candidates: bool = False, # prefer a folder's candidates.json, all samples, to its outputs.json
-    columns: str = '',        # names of columns, as in instruction=question,output=answer
-) -> list[dict]:
-    "Answers, one or several per instruction."
+def read_answers(spec: str, candidates: bool = False, columns: str = '') -> list[dict]:
+    """Answers of a run folder or a file, one or several per instruction; `candidates` prefers a
+    folder's candidates.json, all samples, to its outputs.json."""
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
     return load_records(spec, names, ('output', 'candidates'), columns=columns)
 
@@ -190,52 +178,31 @@ def write_figure(run, name: str, fig):
     with atomic_write(run.path(name)) as p: fig.savefig(p, dpi=150, format='png')
     plt.close(fig)
 
-
-def _file_name(judge: str) -> str:
-    "A judge's name in a form that can be part of a file name."
-    return re.sub(r'[^\w.-]+', '-', judge).strip('-')
-
-# %% ../nbs/eval.ipynb #a5fa12f2
-def _write_games(run, judged: dict, methods: dict, references: list[dict], judges: dict) -> dict:
-    "Judge all pairs of models and write each judge's win rates and ratings; the ratings by name."
-    figures = {}
-    for name, judge in judges.items():
-        progress = Progress(f'head to head, {name}', len(methods)*(len(methods) - 1)//2)
-        games = play_all_pairs(methods, references, judge, judged[name], run.cfg.seed, progress)
-        ratings = rankings.elo(games, 'reference', seed=run.cfg.seed)
-        rates = rankings.head_to_head(games)['win_rate']
-        file = _file_name(name)
-        named = dict(index=True, index_label='method')
-        write_csv(run, f'elo_{file}.csv', ratings, **named, float_format='%.2f')
-        write_csv(run, f'head_to_head_{file}.csv', rates, **named)
-        write_figure(run, f'head_to_head_{file}.png', rankings.matrix_figure(rates, ratings.index))
-        figures |= {f'{m}_{name}_elo': float(v) for m, v in ratings.elo.items()}
-    return figures
-
 # %% ../nbs/eval.ipynb #9dc79a4a
 def run(cfg: EvalConfig):
     "Judge the outputs and write a leaderboard."
     names = short_names(cfg.annotators)
     check_column_names(list(names))
-    files = {spec: sorted(glob(str(at_root(spec)))) for spec in cfg.difficulty}
-    empty = [spec for spec, found in files.items() if not found]
-    if empty: raise ValueError(f'difficulty: there is no file {empty[0]}')
-    files = tuple(sum(files.values(), []))
-    folder = start(cfg, run, files)
+    files = []
+    for spec in cfg.difficulty:
+        found = sorted(glob(str(at_root(spec))))
+        if not found: raise ValueError(f'difficulty: there is no file {spec}')
+        files += found
+    folder = start(cfg, run, tuple(files))
     if folder.done: return folder
     folder.load()
     methods = read_models(cfg)
     for name, rows in methods.items(): index_prompts(rows, name)   # refuses repeated ones
-    references = methods['reference']
-    others = {}
+    references, others = methods['reference'], {}
     for file in files:
         for r in load_records(file, '', 'preference'):
             others.setdefault(str(r.get('generator_2', file)), []).append(r)
-    texts = [full_instruction(r) for r in references]
-    hard = recorded_difficulty(others, texts) if others else None
+    hard = recorded_difficulty(others, [full_instruction(r) for r in references]) if others else None
     judges = {name: load_annotators(spec, cfg) for name, spec in names.items()}
     progress = Progress('judging', len(judges)*len(methods))
     judged = judge_all(methods, references, judges, cfg.seed, progress)
+
+    # the board of all judges
     board = leaderboard(judged, methods, cfg.reference, seed=cfg.seed)
     for step, row in enumerate(board.to_dict('records'), 1): folder.log(step, **row)
     write_csv(folder, 'leaderboard.csv', board)
@@ -245,14 +212,25 @@ def run(cfg: EvalConfig):
     figures = rank_agreement(judged, seed=cfg.seed)
     for method, row in board.set_index('method').select_dtypes('number').to_dict('index').items():
         figures |= {f'{method}_{column}': v for column, v in row.items()}
-    for judge in judges:
-        rows = alpaca_eval_rows(judged[judge], methods, references, judge, cfg.reference, hard)
-        file = f'leaderboard_{_file_name(judge)}.csv'
-        write_csv(folder, file, rows, index=True, float_format=None)
+
+    # the tables of each judge
+    for name, judge in judges.items():
+        file = re.sub(r'[^\w.-]+', '-', name).strip('-')
+        rows = alpaca_eval_rows(judged[name], methods, references, name, cfg.reference, hard)
+        write_csv(folder, f'leaderboard_{file}.csv', rows, index=True, float_format=None)
         controlled = rows.length_controlled_winrate
-        figures |= {f'{m}_{judge}_length_controlled': float(v) for m, v in controlled.items()}
-        figures[f'{judge}_unanswered'] = int(rows.n_unanswered.sum())
-    if cfg.head_to_head: figures |= _write_games(folder, judged, methods, references, judges)
+        figures |= {f'{m}_{name}_length_controlled': float(v) for m, v in controlled.items()}
+        figures[f'{name}_unanswered'] = int(rows.n_unanswered.sum())
+        if not cfg.head_to_head: continue
+        progress = Progress(f'head to head, {name}', len(methods)*(len(methods) - 1)//2)
+        games = play_all_pairs(methods, references, judge, judged[name], cfg.seed, progress)
+        ratings = rankings.elo(games, 'reference', seed=cfg.seed)
+        rates = rankings.head_to_head(games)['win_rate']
+        table = dict(index=True, index_label='method')
+        write_csv(folder, f'elo_{file}.csv', ratings, **table, float_format='%.2f')
+        write_csv(folder, f'head_to_head_{file}.csv', rates, **table)
+        write_figure(folder, f'head_to_head_{file}.png', rankings.matrix_figure(rates, ratings.index))
+        figures |= {f'{m}_{name}_elo': float(v) for m, v in ratings.elo.items()}
     clients = list({id(c): c for judge in judges.values() for c in api_clients(judge)}.values())
     usage = {k: v for k, v in usage_totals(clients).items() if k not in ('open', 'reasons')}
     folder.finish(instructions=len(references), **usage, **figures,

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PROXIES', 'POLICIES', 'OverConfig', 'standard_reward', 'proxy_utility_correlation', 'bank_curve', 'group_rows',
-           'can_fit', 'peak_distance', 'fit_utility', 'utility_falls', 'checkpoints', 'label_name', 'method_name',
-           'policy_proxy', 'bank_and_references', 'measure_policy', 'run']
+           'can_fit', 'peak_distance', 'fit_utility', 'utility_falls', 'label_name', 'method_name', 'policy_proxy',
+           'checkpoints', 'measure_policy', 'run']
 
 # %% ../nbs/overoptimization.ipynb #d0504300
 from dataclasses import dataclass, field
@@ -20,8 +20,7 @@ from .core.answers import log_ratios, sample, SampleConfig
 from .core.run.inputs import methods
 from .core.data.candidates import temperature_of
 from .core.data.comparisons import answer_preferences
-from .core.data.records import find_file, prompt_key, read_rows
-from .core.data.dialogues import prompt_text
+from .core.data.records import find_file, read_rows
 from .core.run.identity import run_config
 from .core.ask.judge_configs import JudgedConfig
 from .core.model.models import load_policy
@@ -74,16 +73,12 @@ def standard_reward(score, bank: list[dict]) -> tuple:
     return lambda records: (np.array(score(records)) - mean)/sd, (raw - mean)/sd
 
 # %% ../nbs/overoptimization.ipynb #db9e5359
-def _curve_point(
-    proxy: np.ndarray,    # (instructions,) standardised
-    utility: np.ndarray,  # (instructions,)
-    crowd: np.ndarray,    # (instructions,) preferences from 1 to 2 over the SFT policy's answers
-    **columns,            # further columns: method, labels, kl, ...
-) -> dict:
-    "Means over instructions with 95 % intervals; crowd as a win rate in percent."
-    p, g = bootstrap(proxy), bootstrap(utility)
+def _curve_point(proxy, utility, crowd, **columns) -> dict:
+    """Means over instructions with 95 % intervals, from arrays (instructions,): proxy and utility
+    standardised, the crowd's preferences over SFT from 1 to 2, as a win rate in percent."""
+    p, u = bootstrap(proxy), bootstrap(utility)
     return dict(columns, each=utility, proxy=p.value, proxy_low=p.low, proxy_high=p.high,
-                utility=g.value, utility_low=g.low, utility_high=g.high,
+                utility=u.value, utility_low=u.low, utility_high=u.high,
                 crowd=float(100 * (crowd.mean() - 1)))
 
 # %% ../nbs/overoptimization.ipynb #1547a3d0
@@ -119,13 +114,13 @@ def group_rows(rows: list[dict]) -> dict[tuple, list[dict]]:
         groups.setdefault((r['method'], r['labels']), []).append(r)
     return groups
 
-# %% ../nbs/overoptimization.ipynb #6058aa24
+# %% ../nbs/overoptimization.ipynb #bb26d0db
 def can_fit(rows: list[dict]) -> bool:
     "Whether a curve can be fitted: three points or more, the last twice as far as the first."
     use = [r for r in rows if r['kl'] > .01]
     return len(use) > 2 and use[-1]['kl'] >= 2 * use[0]['kl']
 
-# %% ../nbs/overoptimization.ipynb #bb26d0db
+
 def peak_distance(a: float, b: float, form: str) -> float:
     "Distance of a fitted curve's peak: 0 if it only falls, infinite if it only rises."
     if b <= 0: return np.inf if a > 0 or b < 0 else 0.
@@ -135,7 +130,7 @@ def peak_distance(a: float, b: float, form: str) -> float:
 # %% ../nbs/overoptimization.ipynb #34d39e42
 def fit_utility(rows: list[dict], n: int = 1000) -> dict[str, float]:
     "Alpha, beta and peak of one method's utility, with 95 % intervals from `n` resamples."
-    form = 'best_of_n' if rows[0]['method'].startswith('best_of_n') else 'rl'
+    form = 'best_of_n' if rows[0]['method'] == 'best_of_n' else 'rl'
     use = [r for r in rows if r['kl'] > .01]
     d, each = np.sqrt([r['kl'] for r in use]), np.stack([r['each'] for r in use], 1)
     pairs = (fit_overoptimization(d, u, form) for u in [each.mean(0), *bootstrap_draws(each, n=n)])
@@ -143,28 +138,21 @@ def fit_utility(rows: list[dict], n: int = 1000) -> dict[str, float]:
     # a peak may be infinite: no interpolation
     low, high = np.quantile(fits[1:], [.025, .975], axis=0, method='nearest')
     missed = each.mean(0) - overoptimization_curve(d, *fits[0][:2], form)
-    out = {}
+    out = dict(missed=float(np.sqrt(np.mean(missed**2))), form=form)
     for k, name in enumerate(('alpha', 'beta', 'peak')):
-        ends = dict(zip((name, f'{name}_low', f'{name}_high'), (fits[0], low, high)))
-        out |= {column: float(values[k]) for column, values in ends.items()}
-    return out | dict(missed=float(np.sqrt(np.mean(missed**2))), form=form)
+        out |= {name: float(fits[0][k]), f'{name}_low': float(low[k]), f'{name}_high': float(high[k])}
+    return out
 
 # %% ../nbs/overoptimization.ipynb #a8fcbe7b
 def utility_falls(groups: dict) -> list[dict]:
     "Utility at best-of-16 minus that at the largest n, by source of labels; their differences."
-    curves = {labels: {r['at']: r['each'] for r in rows}
-              for (method, labels), rows in groups.items() if method == 'best_of_n'}
-    falls = {labels: each[16] - each[max(each)] for labels, each in curves.items() if 16 in each}
-    falls = ({(labels, ''): fall for labels, fall in falls.items()}
-             | {(a, b): falls[a] - falls[b] for a, b in combinations(falls, 2)})
+    falls = {}
+    for (method, labels), rows in groups.items():
+        each = {r['at']: r['each'] for r in rows if method == 'best_of_n'}
+        if 16 in each: falls[labels, ''] = each[16] - each[max(each)]
+    falls |= {(a, b): falls[a, ''] - falls[b, ''] for (a, _), (b, _) in combinations(falls, 2)}
     return [dict(labels=a, minus=b, **dict(zip(('fall', 'low', 'high'), bootstrap(fall))))
             for (a, b), fall in falls.items()]
-
-# %% ../nbs/overoptimization.ipynb #f1f99f40
-def checkpoints(folder: str) -> list[tuple[int, str]]:
-    "Steps and folders of a run's checkpoints, in order; its final model if it saved none."
-    saved = [(int(p.name.split('-')[1]), str(p)) for p in at_root(folder).glob('model-*')]
-    return sorted(saved) or [(0, folder)]
 
 # %% ../nbs/overoptimization.ipynb #e5161246
 def label_name(proxy: str) -> str:
@@ -178,7 +166,7 @@ def label_name(proxy: str) -> str:
     flips = flip_share(made['settings'].get('label_flip', 0.), annotators)
     return Path(annotators.rpartition(':')[2]).stem + (f', {flips:.0%} flips' if flips else '')
 
-# %% ../nbs/overoptimization.ipynb #a2e03392
+
 def method_name(folder: str) -> str:
     "A run's method and what sets it apart: no penalty, or DPO's beta."
     config = run_config(folder)
@@ -199,19 +187,11 @@ def policy_proxy(folder: str, proxies: list[str]) -> str:
     raise ValueError(f'{folder} learned from {labels or "several rewards"}, none of the proxies '
                      'did: add the reward model of those labels to proxies')
 
-# %% ../nbs/overoptimization.ipynb #57ee2de0
-def bank_and_references(cfg: OverConfig) -> tuple[list[dict], list[dict]]:
-    "Bank and references; ValueError if one lacks an instruction or has another temperature."
-    other = temperature_of(cfg.temperature, bank=cfg.bank, references=cfg.references)
-    if other != cfg.temperature:
-        raise ValueError(f'temperature = {cfg.temperature}: bank and references were sampled '
-                         f'at {other}')
-    bank, references = (read_rows(find_file(f, 'candidates')) for f in (cfg.bank, cfg.references))
-    bank, answered = bank[:cfg.instances], {prompt_key(r) for r in references}
-    missing = [prompt_text(b) for b in bank if prompt_key(b) not in answered]
-    if not missing: return bank, references
-    raise ValueError(f'{len(missing)} instructions of {cfg.bank} have no answer in '
-                     f'{cfg.references}, the first: {missing[0]!r}')
+
+def checkpoints(folder: str) -> list[tuple[int, str]]:
+    "Steps and folders of a run's checkpoints, in order; its final model if it saved none."
+    saved = [(int(p.name.split('-')[1]), str(p)) for p in at_root(folder).glob('model-*')]
+    return sorted(saved) or [(0, folder)]
 
 # %% ../nbs/overoptimization.ipynb #74debec7
 def measure_policy(
@@ -235,37 +215,19 @@ def measure_policy(
     return means | dict(kl=float(np.mean(kl)), correlation=correlation)
 
 # %% ../nbs/overoptimization.ipynb #64337616
-def _write_curves(run, rows: list[dict]) -> dict:
-    "Write the tables; the measured peaks, for the summary."
-    import pandas as pd
-    groups = group_rows(rows)
-    fits = [dict(method=m, labels=l, **fit_utility(curve))
-            for (m, l), curve in groups.items() if can_fit(curve)]
-    columns = dict(  # at: n, or the step of the checkpoint; run: folder of the policy
-        curves='method labels kl kl_bound proxy proxy_low proxy_high utility utility_low '
-               'utility_high crowd correlation at run',
-        fits='method labels alpha alpha_low alpha_high beta beta_low beta_high peak peak_low '
-             'peak_high missed form',
-        falls='labels minus fall low high')
-    for name, records in dict(curves=rows, fits=fits, falls=utility_falls(groups)).items():
-        table = pd.DataFrame(records, columns=columns[name].split())
-        write_csv(run, f'{name}.csv', table, float_format='%.5f')
-    peaks = {}
-    for words, curve in groups.items():
-        key = '_'.join(' '.join(words).replace(',', '').replace('%', '').split())
-        peaks[f'{key}_peak_kl'] = max(curve, key=lambda r: r['utility'])['kl']
-    return peaks
-
-
 def run(cfg: OverConfig):
     "Measure the curves; writes curves.csv, fits.csv and falls.csv."
+    import pandas as pd
     check_run_folder(at_root(cfg.out))
     judge = load_annotators(cfg.crowd, cfg)
     folder = start(cfg, run)
     if folder.done: return folder
     folder.load()
+    if temperature_of(cfg.temperature, bank=cfg.bank, references=cfg.references) != cfg.temperature:
+        raise ValueError(f'temperature = {cfg.temperature}: bank and references have another')
+    bank, references = (read_rows(find_file(f, 'candidates')) for f in (cfg.bank, cfg.references))
+    bank = bank[:cfg.instances]
     proxies = {policy: policy_proxy(policy, cfg.proxies) for policy in cfg.policies}
-    bank, references = bank_and_references(cfg)
     specs = {s: s for s in (*cfg.proxies, *proxies.values())} | dict(utility=cfg.utility)
     scale = {name: standard_reward(reward(spec, cfg, cfg.template), bank)
              for name, spec in specs.items()}
@@ -273,9 +235,11 @@ def run(cfg: OverConfig):
     def crowd(records):   # (records,) expected preferences over the references to the same prompt
         return check_preferences(np.concatenate(answer_preferences(records, references, judge)))
 
+    # best-of-n, by each proxy
     others = scale['utility'][1], _score_bank(bank, crowd), np.array([c['logprob'] for c in bank])
     rows = [row for p in cfg.proxies
             for row in bank_curve(scale[p][1], *others, method='best_of_n', labels=label_name(p))]
+    # policies, at each checkpoint
     todo = [(policy, step, path) for policy in cfg.policies for step, path in checkpoints(policy)]
     records = [dict(r, output='') for r in bank]
     sft = load_policy(cfg.policy, cfg)
@@ -288,7 +252,20 @@ def run(cfg: OverConfig):
                                  at=step, run=policy))
         folder.log(i, **{k: v for k, v in rows[-1].items() if k != 'each'})
         show(i)
-    folder.finish(instructions=len(bank), points=len(rows), **_write_curves(folder, rows))
+
+    groups = group_rows(rows)
+    fits = [dict(method=m, labels=l, **fit_utility(curve))
+            for (m, l), curve in groups.items() if can_fit(curve)]
+    columns = dict(  # at: n, or the step of the checkpoint; run: folder of the policy
+        curves='method labels kl kl_bound proxy proxy_low proxy_high utility utility_low '
+               'utility_high crowd correlation at run',
+        fits='method labels alpha alpha_low alpha_high beta beta_low beta_high peak peak_low '
+             'peak_high missed form',
+        falls='labels minus fall low high')
+    for name, table in dict(curves=rows, fits=fits, falls=utility_falls(groups)).items():
+        write_csv(folder, f'{name}.csv', pd.DataFrame(table, columns=columns[name].split()),
+                  float_format='%.5f')
+    folder.finish(instructions=len(bank), points=len(rows))
     return folder
 
 # %% ../nbs/overoptimization.ipynb #76568580

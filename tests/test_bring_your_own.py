@@ -7,12 +7,11 @@ import pytest
 import tiny
 from judge_server import judge_server
 from alpaca_farm import bring_your_own
-from alpaca_farm.bring_your_own import (BringYourOwnConfig, count_parameters, forecast, own_jobs, read_own,
-                                        tuned_settings)
+from alpaca_farm.bring_your_own import (BringYourOwnConfig, count_parameters, forecast, own_jobs,
+                                        read_own, tuned_settings)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.core.run.runs import read_log, read_summary
 
 JUDGE = '''def longest(pairs): return [1 + (len(p['output_2']) > len(p['output_1'])) for p in pairs]
 '''
@@ -48,18 +47,15 @@ def test_from_files_to_a_board(base, mine, tmp_path, capsys):
                              methods=['best_of_n', 'dpo', 'feedme'])
     run = bring_your_own.run(cfg)
     said = capsys.readouterr().out
-    assert 'computing: at least' in said.split('left out')[0]
     assert '8 prompts, 60 preferences, 24 demonstrations' in said
     assert '48 labels by scripted_judge:longest' in said
     board = (run.folder/'leaderboard.csv').read_text()
     assert all(name in board for name in ('reference', 'best_of_n', 'dpo', 'feedme'))
     assert (run.folder/'leaderboard.png').stat().st_size > 2000
     planned = read_json(run.folder/'forecast.json')
-    policy, _ = load_policy(cfg.model, cfg)
-    assert planned['parameters'] == sum(p.numel() for p in policy.parameters()) and planned['labels'] == 48
-    assert [r['run'] for r in planned['runs']] == ['sft', 'reference', 'reward_model', 'best_of_n', 'dpo',
-                                                   'feedme']
-    assert all(r['took'] > 0 < r['tokens'] for r in planned['runs'])
+    assert planned == dict(labels=48, requests=0, dollars=0)
+    assert [r['run'].rpartition('/')[2] for r in read_log(run.folder)] == [
+        'sft', 'reference', 'reward_model', 'best_of_n', 'dpo', 'feedme', 'eval']
     assert read_json(tmp_path/'runs'/'dpo'/'config.json')['settings']['policy'] == f'{cfg.runs}/sft'
     assert read_summary(run.folder)['instructions'] == 8
     again = BringYourOwnConfig(**vars(cfg) | dict(methods=['dpo']))
@@ -73,7 +69,7 @@ def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path
         monkeypatch.setenv('OPENAI_API_KEY', 'k')
         given = mine | dict(judge='alpaca_eval_gpt4', base_url=server.url, methods=['dpo'], budget=5.)
         cfg = BringYourOwnConfig(**given)
-        _, planned = forecast(cfg, read_own(cfg))
+        planned = forecast(cfg, *read_own(cfg)[:2])
         said = capsys.readouterr().out
         assert planned['labels'] == planned['requests'] == 16
         assert 0 < planned['dollars'] < 5
@@ -81,7 +77,8 @@ def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path
         assert 'at most about $' in said
         assert server.requests() == [] and not (tmp_path/'runs').exists()
         with pytest.raises(ValueError, match='budget = 5.0, but the price of .* is unknown'):
-            forecast(cfg := BringYourOwnConfig(**given, models=['gpt-4=nobody/knows']), read_own(cfg))
+            cfg = BringYourOwnConfig(**given, models=['gpt-4=nobody/knows'])
+            forecast(cfg, *read_own(cfg)[:2])
 
 
 @pytest.mark.parametrize('setting, value, message', [
@@ -102,13 +99,12 @@ def test_bad_models_judges_and_recipes_are_refused_before_any_work(base, mine, t
     (tmp_path/'broken_judge.py').write_text('def judge(pairs): raise OSError("no licence")\n')
     (tmp_path/'bad.yaml').write_text('dop: {beta: 1}\n')
     for given, message in ((dict(model=str(base/'reward_model')), 'it holds a reward model'),
-                           (dict(judge='broken_judge:judge'), "judge = 'broken_judge:judge': no licence"),
+                           (dict(judge='broken_judge:judge'), 'no licence'),
                            (dict(recipe=str(tmp_path/'bad.yaml')), 'dop is not a setting of recipe'),
                            (dict(model=str(tmp_path)), 'there is no model')):
-        with pytest.raises((ValueError, FileNotFoundError, TypeError), match=message):
+        with pytest.raises((ValueError, OSError, TypeError), match=message):
             bring_your_own.run(BringYourOwnConfig(**mine | given))
-    with pytest.raises(ValueError, match="methods = \\['dop'\\]"):
-        BringYourOwnConfig(**mine, methods=['dop'])
+    with pytest.raises(ValueError, match='dop'): BringYourOwnConfig(**mine, methods=['dop'])
     assert not (tmp_path/'runs').exists()
 
 

@@ -137,7 +137,7 @@ def test_max_instances_and_faults(tmp_path):
     assert read_summary(run(tmp_path, max_instances=5).out)['instructions'] == 5
     with pytest.raises(FileNotFoundError, match='no/such.json'): run(tmp_path, outputs=['no/such.json'])
     with pytest.raises(FileNotFoundError, match='reference'): run(tmp_path, reference='no/such/folder')
-    with pytest.raises(ValueError, match='outputs = '): run(tmp_path, outputs=[])
+    with pytest.raises(ValueError, match='outputs'): run(tmp_path, outputs=[])
     with pytest.raises(ValueError, match='max_instances'): run(tmp_path, max_instances=-1)
     with pytest.raises(ValueError, match='no module nobody'): run(tmp_path, annotators=['nobody:judge'])
 
@@ -423,7 +423,7 @@ def test_an_interrupted_choice_goes_on_with_the_next_policy(base, best_of_two, t
 
 
 @pytest.mark.parametrize('given, message', [
-    (dict(temperatures=[.5, .5]), 'give each once'), (dict(temperatures=[]), 'temperatures = '),
+    (dict(temperatures=[.5, .5]), 'give each once'), (dict(temperatures=[]), 'temperatures'),
     (dict(policies=['no/such/run']), 'no/such/run'),
     (dict(split='vall'), 'vall'), (dict(eval_split='evl'), "eval_split = 'evl'")])
 def test_a_choice_without_sense_is_refused(base, tmp_path, given, message):

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
-from alpaca_farm import ppo
+from alpaca_farm import overoptimization, ppo
 from alpaca_farm.core.model import models as core_models, rewards as core_rewards
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.model.rewards import combine_scores, label_count, reward
@@ -19,7 +19,7 @@ from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.run.settings import from_args
 from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
-from alpaca_farm.overoptimization import (bank_and_references, bank_curve, can_fit, fit_utility, label_name, method_name, OverConfig,
+from alpaca_farm.overoptimization import (bank_curve, can_fit, fit_utility, label_name, method_name, OverConfig,
                                           peak_distance, policy_proxy)
 from alpaca_farm.ppo import group_advantages, PPOConfig, rollout_indices, value_model
 from alpaca_farm.core.run.paths import module_of
@@ -186,7 +186,7 @@ def ran(folder, notebook, **settings):
     "A folder with the configuration of a finished run."
     folder.mkdir(parents=True)
     (folder/'summary.json').write_text('{}')
-    (folder/'config.json').write_text(json.dumps(dict(alpaca_farm='', notebook=notebook, settings=settings)))
+    (folder/'config.json').write_text(json.dumps(dict(alpaca_farm='', notebook=notebook, settings=settings, code='', inputs={})))
     return str(folder)
 
 
@@ -204,17 +204,11 @@ def test_what_runs_are_called(tmp_path):
         with pytest.raises(ValueError, match='none of the proxies did'): policy_proxy(lost, ['me/my-model'])
 
 
-def test_a_bank_without_references_is_refused(tmp_path):
-    rows = [dict(instruction=str(i), input='', output=['a', 'b']) for i in range(3)]
-    for name, some in (('bank', rows), ('references', rows[:2])): (tmp_path/f'{name}.json').write_text(json.dumps(some))
-    cfg = OverConfig(bank=str(tmp_path/'bank.json'), references=str(tmp_path/'references.json'), instances=3)
-    with pytest.raises(ValueError, match="1 instructions of .*'2'"): bank_and_references(cfg)
-
-
-def test_samples_at_another_temperature_are_refused(tmp_path):
+def test_a_bank_at_another_temperature_is_refused(base, tmp_path):
     for name in ('bank', 'references'): ran(tmp_path/name, 'best_of_n', temperature=.5)
-    cfg = OverConfig(bank=str(tmp_path/'bank'), references=str(tmp_path/'references'))
-    with pytest.raises(ValueError, match='temperature = 1.0: bank and references were sampled at 0.5'): bank_and_references(cfg)
+    cfg = OverConfig(out=str(tmp_path/'out'), policy=str(base/'sft'), bank=str(tmp_path/'bank'),
+                     references=str(tmp_path/'references'), proxies=[str(base/'reward_model')], policies=[str(base/'sft')])
+    with pytest.raises(ValueError, match='temperature = 1.0'): overoptimization.run(cfg)
 
 
 def test_adam_is_adam(tmp_path):

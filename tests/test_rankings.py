@@ -1,4 +1,4 @@
-"Bradley-Terry, head to head, sample sizes, AlpacaEval's leaderboard file; each against brute force."
+"Bradley-Terry, head to head, AlpacaEval's leaderboard file; each against brute force."
 import json
 from itertools import combinations
 from pathlib import Path
@@ -82,8 +82,8 @@ def test_never_beaten_stays_finite_and_newton_settles():
 def test_groups_that_never_met_are_named():
     records = [dict(instruction='Say.', generator_1=a, generator_2=b, preference=1)
                for a, b in (('ppo', 'sft'), ('dpo', 'sft'), ('gpt', 'claude'))]
-    with pytest.raises(ValueError, match='2 groups that never met: ppo, sft, dpo; gpt, claude'):
-        rk.elo(rk.games(records), n=5)
+    with pytest.raises(ValueError, match='2 groups never met.*ppo, gpt'):
+        rk.elo(rk.games(records), 'sft', n=5)
     bridged = records + [dict(records[0], generator_1='gpt')]
     # who won its only kind of game stands above who lost it, equally far
     rating = rk.elo(rk.games(bridged), 'sft', n=20).elo
@@ -104,7 +104,6 @@ def test_elo_and_its_interval():
         s = rk.bradley_terry(of.points[rng.integers(0, 250, 250)].sum(0))
         draws.append(400/np.log(10)*(s[3] - s[1]))
     assert np.std(draws) == pytest.approx((table.high['m3'] - table.low['m3'])/3.92, rel=.2)
-    with pytest.raises(ValueError, match="anchor = 'nobody' is none of"): rk.elo(of, 'nobody')
 
 
 def test_head_to_head_is_the_loop():
@@ -118,23 +117,6 @@ def test_head_to_head_is_the_loop():
         assert tables['win_rate'].loc[a, b] + tables['win_rate'].loc[b, a] == pytest.approx(100)
         assert tables['low'].loc[a, b] < tables['win_rate'].loc[a, b] < tables['high'].loc[a, b]
     assert len(rk.matrix_figure(tables['win_rate'], ['m1', 'm0', 'm2']).axes) == 2
-
-
-@pytest.mark.parametrize('d, power, level', [(4, .8, .95), (6, .9, .95), (5, .5, .9)])
-def test_sample_size_has_its_power(d, power, level):
-    from statistics import NormalDist
-    sd = 30
-    n = rk.sample_size(d, sd, power, level)
-    x = np.random.default_rng(0).normal(d, sd, (4000, n))
-    told = np.abs(x.mean(1)) > NormalDist().inv_cdf((1 + level)/2)*x.std(1, ddof=1)/n**.5
-    assert told.mean() == pytest.approx(power, abs=.025) and rk.smallest_difference(n, sd, power, level) <= d
-    assert rk.smallest_difference(n - 1, sd, power, level) > d
-
-
-def test_sample_size_of_805():
-    assert rk.sample_size(5) == 785 and rk.smallest_difference(805) == pytest.approx(4.937, abs=1e-3)
-    with pytest.raises(ValueError, match='above 0'): rk.sample_size(0)
-    with pytest.raises(ValueError, match='power = 1'): rk.sample_size(5, power=1)
 
 
 @recorded
@@ -173,7 +155,7 @@ def test_boards_of_different_judges_stay_apart(tmp_path):
     with pytest.raises(ValueError, match='unnamed'): rk.ranked(read(), other)
     with pytest.raises(ValueError, match='twice'): rk.ranked(other, other)
     other.to_csv(tmp_path/'b.csv')
-    with pytest.raises(ValueError, match='annotator is gpt4, not claude'):
+    with pytest.raises(ValueError, match='annotator is gpt4'):
         rk.read_leaderboard(tmp_path/'b.csv', 'claude')
     (tmp_path/'no.csv').write_text('a,b\n1,2\n')
     with pytest.raises(ValueError, match='no column win_rate'): rk.read_leaderboard(tmp_path/'no.csv')

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from alpaca_farm.core.run.inputs import methods
+from alpaca_farm.core.run.inputs import methods, recipes
 from alpaca_farm.core.run.settings import Config, as_type
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from alpaca_farm.core.run.paths import module_of
@@ -94,15 +94,12 @@ def test_papers_values_are_the_papers(name):
     if 'steps' in recipe: assert round(recipe['warmup'] * recipe['steps']) == 5
 
 
-def test_named_runs():
-    for name, settings in yaml.safe_load((RECIPES/'runs.yaml').read_text()).items():
-        fits(settings.pop('notebook'), settings)
-        assert not (RECIPES.parent/f'{name}.ipynb').exists()
-
-
-def test_methods():
-    for name, row in methods().items():
-        fits(row['notebook'], row['settings'] | row['reads'] | {row['learns_from']: ''} | (dict(annotators='') if row['annotators'] else {}))
+def test_the_table_of_runs():
+    for name, row in recipes().items():
+        fits(row['notebook'], row['settings'] | row['reads'])
+        assert set(row['reads'].values()) <= set(recipes()), name
+    for name, row in methods().items():   # a notebook of a method's name has the method's settings as defaults
+        assert row['notebook'] != name or not row['settings']
 
 
 def test_the_papers_methods_are_answered_alike():

@@ -56,8 +56,7 @@ class DecodingConfig(SampleConfig, JudgedConfig):
 # %% ../../nbs/boards/decoding.ipynb #c9806261
 def sampling_of(folder: str, cfg: DecodingConfig) -> BestOfNConfig:
     "How a policy answers: with the best of n samples, if it is a run of best_of_n with a reward."
-    run = run_config(folder)
-    made = dict(policy=folder, reward_model='')
+    run, made = run_config(folder), dict(policy=folder, reward_model='')
     if run.get('notebook') == 'best_of_n': made = run['settings']
     names = 'policy', 'n', 'reward_model', 'ensemble', 'ensemble_coef'
     own = {k: made[k] for k in names if k in made}
@@ -78,13 +77,9 @@ def load_answerer(how: BestOfNConfig):
     return answers
 
 # %% ../../nbs/boards/decoding.ipynb #192595d1
-def decoding_row(
-    answers: list[dict],     # of the policy at one temperature
-    references: list[dict],  # one or several answers to each instruction
-    judge,                   # annotator or pool
-    seed: int = 0,           # of the bootstrap
-) -> dict:  # win rate in percent, its 95 % interval; mean words; share of answers that ended
-    "What annotators think of a policy's answers at one temperature."
+def decoding_row(answers: list[dict], references: list[dict], judge, seed: int = 0) -> dict:
+    """What annotators think of a policy's answers at one temperature: win rate in percent with its
+    95 % interval, mean words, share of answers that ended."""
     references, answers = common_prompts(dict(reference=references, policy=answers)).values()
     won = bootstrap(100*(verdicts_over(answers, references, judge) - 1), seed=seed)
     return dict(win_rate=won.value, low=won.low, high=won.high,
@@ -93,16 +88,15 @@ def decoding_row(
 
 # %% ../../nbs/boards/decoding.ipynb #5fa969a6
 def decoding_figure(table):
-    "Win rate against temperature, a line for each policy, with 95 % intervals if they are few."
+    "Win rate against temperature, a line for each policy with its 95 % intervals; the best circled."
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(5.5, 3.6), layout='tight')
-    groups = table.groupby('policy', sort=False)
-    for name, rows in groups:
-        rows = rows.sort_values('temperature')
-        line, = ax.plot(rows.temperature, rows.win_rate, marker='o', ms=3, lw=1, label=name)
+    for name, rows in table.groupby('policy', sort=False):
         best = rows.loc[rows.win_rate.idxmax()]
-        ax.plot(best.temperature, best.win_rate, 'o', ms=8, mfc='none', color=line.get_color())
-        if len(groups) < 4: ax.fill_between(rows.temperature, rows.low, rows.high, alpha=.15, lw=0)
+        rows = rows.sort_values('temperature')
+        line = ax.errorbar(rows.temperature, rows.win_rate, marker='o', ms=3, lw=1, label=name,
+                           yerr=[rows.win_rate - rows.low, rows.high - rows.win_rate])
+        ax.plot(best.temperature, best.win_rate, 'o', ms=8, mfc='none', color=line[0].get_color())
     ax.axhline(50, color='grey', lw=.8, ls=':')
     ax.set(xlabel='temperature (0: greedy)', ylabel='win rate against the reference (%)')
     ax.legend(fontsize=7, loc='upper left', bbox_to_anchor=(1, 1))
@@ -124,8 +118,6 @@ def run(cfg: DecodingConfig):
     references = sample_answers(*load_policy(cfg.reference, cfg), records, cfg,
                                 n=4 if cfg.temperature else 1, seed=cfg.seed + 1000)
     state = folder.load() or dict(step=0, rows=[])
-    folder.config['steps'] = len(policies)
-    folder.write('config.json', folder.config)
     show = Progress(folder.folder.name, len(policies), done=state['step'])
     for step, (name, how) in enumerate(policies.items(), 1):
         if step <= state['step']: continue
@@ -144,12 +136,9 @@ def run(cfg: DecodingConfig):
     table = pd.DataFrame(state['rows'])
     write_csv(folder, 'temperatures.csv', table)
     write_figure(folder, 'temperatures.png', decoding_figure(table))
-    figures = {}
-    for name, rows in table.groupby('policy', sort=False):
-        best = rows.loc[rows.win_rate.idxmax()]
-        figures[f'{name}_temperature'] = float(best.temperature)
-        figures[f'{name}_win_rate'] = float(best.win_rate)
-    folder.finish(**figures)
+    best = table.loc[table.groupby('policy', sort=False).win_rate.idxmax()].set_index('policy')
+    folder.finish(**{f'{name}_{column}': float(best.loc[name, column]) for name in best.index
+                     for column in ('temperature', 'win_rate')})
     return folder
 
 # %% ../../nbs/boards/decoding.ipynb #3d8a7587

@@ -16,22 +16,20 @@ from .length_control import length_controlled
 from .rankings import leaderboard_row, ranked
 
 # %% ../../nbs/boards/leaderboards.ipynb #520e57ba
-def _mean_over_answers(outputs: list[dict], measure) -> float:
+def _mean(outputs: list[dict], measure) -> float:
     "Mean of a number measured on each answer's text."
     return float(np.mean([measure(text) for r in outputs for text in output_texts(r)]))
 
 
-def _decoding_text(outputs: list[dict]) -> str:
+def _decoding(outputs: list[dict]) -> str:
     "The temperature and nucleus of the samples; empty where they are not recorded."
-    ways = {f'temperature {r["temperature"]}, top-p {r["top_p"]}' for r in outputs
-            if 'temperature' in r and 'top_p' in r}
-    return ' or '.join(sorted(ways))
+    return ' or '.join(sorted({f'temperature {r["temperature"]}, top-p {r["top_p"]}' for r in outputs
+                               if 'temperature' in r and 'top_p' in r}))
 
 
 ANSWER_COLUMNS = dict(  # column: a function from a model's answers to a number or a text
-    length=lambda outputs: _mean_over_answers(outputs, lambda text: len(text.split())),  # in words
-    characters=lambda outputs: _mean_over_answers(outputs, len),
-    decoding=_decoding_text)
+    length=lambda outputs: _mean(outputs, lambda text: len(text.split())),  # in words
+    characters=lambda outputs: _mean(outputs, len), decoding=_decoding)
 
 # %% ../../nbs/boards/leaderboards.ipynb #cbbae696
 def check_column_names(judges: list[str], columns=ANSWER_COLUMNS):
@@ -43,15 +41,13 @@ def check_column_names(judges: list[str], columns=ANSWER_COLUMNS):
                                'give the judge another name')
 
 # %% ../../nbs/boards/leaderboards.ipynb #bfe5b2af
-def leaderboard(
-    judged: dict,           # of `judge_all`: {judge: {model: (instructions,) preferences}}
-    methods: dict,          # answers by name of the model
-    reference: str,         # what the win rates are against
-    n: int = 1000,          # bootstrap draws
-    seed: int = 0,          # of the bootstrap
-    columns: dict = ANSWER_COLUMNS,  # functions from a model's answers to a value
-):  # DataFrame: method, win rate in percent, _low and _high (95 %) per judge, `columns`, reference
-    "The board, best model of the first judge first; sampled votes have a standard error, `_se`."
+def leaderboard(judged: dict, methods: dict, reference: str, n: int = 1000, seed: int = 0,
+                columns: dict = ANSWER_COLUMNS):
+    """The board as a DataFrame, best model of the first judge first: by judge the win rate in percent,
+    `_low` and `_high` (95 %, `n` bootstrap draws); of sampled votes the standard error, `_se`.
+
+    `judged` is of `judge_all`: {judge: {model: (instructions,) preferences}}; `methods` are the answers
+    by model, from which `columns` are computed; `reference` names what the win rates are against."""
     import pandas as pd
     expected = [j for j in judged if not j.endswith('_votes')]
     check_column_names(expected, columns)
@@ -70,21 +66,15 @@ def leaderboard(
             row |= {judge: won['win_rate'], f'{judge}_se': won['standard_error']}
         row |= {name: measure(outputs) for name, measure in columns.items()}
         rows.append(dict(row, reference=reference))
-    board = pd.DataFrame(rows)
-    board = board.sort_values(expected[0], ascending=False, ignore_index=True, kind='stable')
-    known = board[board.decoding != ''] if 'decoding' in board else board[:0].assign(decoding='')
-    if known.decoding.nunique() > 1:
-        ways = [f'{way}: {", ".join(rows.method)}' for way, rows in known.groupby('decoding')]
+    ways = {row['decoding'] for row in rows if row.get('decoding')}
+    if len(ways) > 1:
         print('these rows are not answered alike, which by itself changes win rates: '
-              + '; '.join(ways))
-    return board
+              + '; '.join(f'{row["method"]}, {row["decoding"]}' for row in rows))
+    return pd.DataFrame(rows).sort_values(expected[0], ascending=False, ignore_index=True, kind='stable')
 
 # %% ../../nbs/boards/leaderboards.ipynb #5f489930
-def leaderboard_figure(
-    board,        # of `leaderboard`
-    judges=None,  # columns to show; every judge's when not given
-):  # matplotlib figure
-    "Win rates with their intervals, a colour per judge, models in the order of the board."
+def leaderboard_figure(board, judges=None):
+    "Win rates with their intervals, a colour per judge (all by default), models in the board's order."
     import matplotlib.pyplot as plt
     judges = judges or [c for c in board if f'{c}_low' in board]
     fig, ax = plt.subplots(figsize=(6.5, max(2, 1 + .45*len(board))), layout='tight')
@@ -94,18 +84,14 @@ def leaderboard_figure(
         ax.errorbar(board[judge], y, xerr=ends, fmt='o', ms=4, capsize=2, lw=1, label=judge)
     ax.axvline(50, color='grey', lw=.8, ls=':')
     ax.set_yticks(range(len(board))[::-1], board.method)
-    ax.set_xlabel(f'win rate against {board.reference[0]} (%)')
-    ax.legend(fontsize=8, title='judged by', title_fontsize=8, loc='upper left',
-              bbox_to_anchor=(1.01, 1))
+    ax.set_xlabel(f'win rate against {board.reference.iloc[0]} (%)')
+    ax.legend(fontsize=8, title='judged by', loc='upper left', bbox_to_anchor=(1.01, 1))
     return fig
 
 # %% ../../nbs/boards/leaderboards.ipynb #fe231b00
-def rank_agreement(
-    judged: dict,   # of `judge_all`
-    n: int = 1000,  # bootstrap draws
-    seed: int = 0,  # of the bootstrap
-) -> dict:  # spearman_a_b, spearman_a_b_low, spearman_a_b_high for any two judges
-    "Rank correlations of the models' win rates between judges; empty for fewer than three models."
+def rank_agreement(judged: dict, n: int = 1000, seed: int = 0) -> dict:
+    """Rank correlations of the models' win rates between any two judges: `spearman_a_b`, and its ends
+    `_low` and `_high` over `n` bootstrap draws; empty for fewer than three models."""
     tables = {judge: np.stack(list(rows.values()), 1) for judge, rows in judged.items()
               if not judge.endswith('_votes')}
     complete = ~np.any([np.isnan(t).any(1) for t in tables.values()], axis=0)
@@ -118,15 +104,12 @@ def rank_agreement(
     return out
 
 # %% ../../nbs/boards/leaderboards.ipynb #11f545e9
-def alpaca_eval_rows(
-    judged: dict,            # (instructions,) preferences by model, of one judge
-    methods: dict,           # answers by name of the model
-    references: list[dict],  # the reference's
-    annotator: str,          # the judge's name
-    reference: str,          # the reference's name
-    hard=None,               # (instructions,) difficulty known from other models
-):  # DataFrame by model, best first
-    "A judge's leaderboard with AlpacaEval's columns."
+def alpaca_eval_rows(judged: dict, methods: dict, references: list[dict], annotator: str,
+                     reference: str, hard=None):
+    """A judge's leaderboard with AlpacaEval's columns, a DataFrame by model, best first.
+
+    `judged` are the preferences by model, `methods` the answers; `annotator` and `reference` name the
+    judge and its opponent; `hard` (instructions,) is a difficulty known from other models."""
     import pandas as pd
     def characters(outputs):
         return np.array([np.mean([len(text) for text in output_texts(r)]) for r in outputs])

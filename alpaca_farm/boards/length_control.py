@@ -16,12 +16,11 @@ from ..core.data.preferences import check_preferences, read_preference
 from ..core.stats import sigmoid, standard_error, wilson
 
 # %% ../../nbs/boards/length_control.ipynb #64b8f3c7
-def logistic(
-    x,       # (rows, K) features, dense or sparse
-    y,       # (rows,) targets from 0 to 1
-    spread,  # (K,) standard deviation of the normal prior of each coefficient
-) -> np.ndarray:  # (K,) coefficients
-    "Logistic regression on soft targets: the mode of the posterior."
+def logistic(x, y, spread) -> np.ndarray:
+    """Logistic regression on soft targets, the mode of the posterior: (K,) coefficients.
+
+    `x` (rows, K) may be sparse, `y` (rows,) is from 0 to 1, `spread` (K,) are the standard deviations
+    of the normal priors of the coefficients."""
     from scipy.optimize import minimize
     precision = 1/np.asarray(spread, dtype=float)**2
     def loss_and_gradient(beta):
@@ -32,11 +31,10 @@ def logistic(
                     options=dict(maxiter=2000, ftol=1e-13, gtol=1e-6)).x
 
 # %% ../../nbs/boards/length_control.ipynb #544e9527
-def length_term(
-    baseline,  # (..., N) characters of the baseline's answers
-    model,     # (..., N) characters of the model's; nan where there is no answer
-) -> np.ndarray:  # (..., N) from -1 to 1
-    "How much briefer the model is than the baseline: tanh of the difference in its deviations."
+def length_term(baseline, model) -> np.ndarray:
+    """How much briefer the model is than the baseline: tanh of the difference in its deviations.
+
+    From characters (..., N) to values (..., N) from -1 to 1; nan where there is no answer."""
     d = np.asarray(baseline, dtype=float) - np.asarray(model, dtype=float)
     s = np.nanstd(d, axis=-1, keepdims=True)
     return np.tanh(d/np.where(s > 0, s, np.inf))
@@ -46,11 +44,11 @@ _MIN_MODELS = 5                                # needed to fit the difficulty
 _LENGTH_SD, _DIFFICULTY_SD, _LEVEL_SD = 1., 1., 10.   # of the priors of a, b and c
 
 
-def difficulty(
-    preferences,   # (M, N) of M models on N instructions, from 1 to 2; nan: no verdict
-    length_terms,  # (M, N) of `length_term`
-) -> np.ndarray | None:  # (N,) mean 0, standard deviation 1; None with fewer than five models
-    "How hard each instruction is for the models, against the baseline and at equal length."
+def difficulty(preferences, length_terms) -> np.ndarray | None:
+    """How hard each instruction is for M models, against the baseline and at equal length: (N,) with
+    mean 0 and standard deviation 1; None with fewer than five models.
+
+    From (M, N) preferences, nan without a verdict, and (M, N) of `length_term`."""
     from scipy.sparse import csr_array
     p = np.asarray(preferences, dtype=float)
     informative = np.nanstd(p, axis=1) > 0
@@ -72,12 +70,10 @@ def _influence(x, y, equal_length, beta, spread) -> np.ndarray:
     return p - p.mean() + len(y)*(x*(y - fitted)[:, None]) @ np.linalg.solve(curvature, g)
 
 # %% ../../nbs/boards/length_control.ipynb #107babe1
-def controlled_win_rate(
-    preference,    # (N,) from 1 to 2; nan where there is no verdict
-    length_terms,  # (N,) of `length_term`
-    hard=None,     # (N,) of `difficulty`, None to leave it out
-) -> dict:  # win rate, lc_* in percent; length_effect a, difficulty_effect b; n_total
-    "Length-controlled win rate of one model (Dubois et al., 2024) over what has a verdict."
+def controlled_win_rate(preference, length_terms, hard=None) -> dict:
+    """Length-controlled win rate of one model (Dubois et al., 2024) in percent, over what has a verdict.
+
+    From (N,) preferences, (N,) of `length_term` and (N,) of `difficulty`, None to leave it out."""
     given = ~np.isnan(np.asarray(preference, dtype=float))
     y, t = check_preferences(np.asarray(preference)[given]) - 1, np.asarray(length_terms)[given]
     d = [] if hard is None else [hard[given]]
@@ -96,14 +92,12 @@ def controlled_win_rate(
                 difficulty_effect=float(beta[1]) if d else np.nan, n_total=len(y))
 
 # %% ../../nbs/boards/length_control.ipynb #47dea419
-def length_controlled(
-    preferences,  # (M, N) of M models on N instructions, from 1 to 2; nan: no verdict
-    lengths,      # (M, N) characters of the models' answers
-    baseline,     # (N,) or (M, N) characters of the baseline's
-    names=None,   # of the models
-    hard=None,    # (N,) difficulty known from other models, as of `recorded_difficulty`
-):  # DataFrame by model: values of `controlled_win_rate`; difficulty: board, files or no
-    "Length-controlled win rates of a board; ValueError for a model without any verdict."
+def length_controlled(preferences, lengths, baseline, names=None, hard=None):
+    """`controlled_win_rate` of M models on N instructions, as a DataFrame by model; its column
+    `difficulty` is board, files or no. ValueError for a model without any verdict.
+
+    From (M, N) preferences, nan without a verdict; characters of the models' answers (M, N) and of the
+    baseline's (N,) or (M, N); and the difficulty (N,) known from other models, if any."""
     import pandas as pd
     p = np.asarray(preferences, dtype=float)
     names = list(range(len(p)) if names is None else names)
@@ -116,11 +110,11 @@ def length_controlled(
     return pd.DataFrame(rows, index=names).assign(difficulty='no' if hard is None else source)
 
 # %% ../../nbs/boards/length_control.ipynb #5722bf4a
-def from_annotations(
-    annotations: dict,  # preference records by model; output_1 is the baseline's
-    texts=None,         # whole instructions of the columns; all, when not given
-) -> dict:  # preferences, lengths, baseline: (M, N); names
-    "The tables of a board; ValueError for two rows on one instruction, or a wrong preference."
+def from_annotations(annotations: dict, texts=None) -> dict:
+    """`preferences`, `lengths` and `baseline`, each (M, N), and `names` of a board, from preference
+    records by model, whose output_1 is the baseline's; on the instructions `texts`, or on all.
+
+    ValueError for two rows on one instruction, or a wrong preference."""
     if texts is None: texts = [full_instruction(r) for rows in annotations.values() for r in rows]
     columns = {text: i for i, text in enumerate(dict.fromkeys(texts))}
     tables = np.full((3, len(annotations), len(columns)), np.nan)
@@ -135,12 +129,10 @@ def from_annotations(
             tables[:, m, i] = p, len(r['output_2']), len(r['output_1'])
     return dict(zip(('preferences', 'lengths', 'baseline'), tables), names=list(annotations))
 
-# %% ../../nbs/boards/length_control.ipynb #65716313
-def recorded_difficulty(
-    annotations: dict,   # preference records by model, as in `from_annotations`
-    texts: list[str],    # whole instructions
-) -> np.ndarray:  # (instructions,)
-    "Difficulty of instructions from verdicts on other models; ValueError with too few of them."
+
+def recorded_difficulty(annotations: dict, texts: list[str]) -> np.ndarray:
+    """Difficulty (N,) of instructions from verdicts on other models, records as in
+    `from_annotations`; ValueError with too few of them."""
     tables = from_annotations(annotations, texts)
     judged = ~np.isnan(tables['preferences']).all(1)
     p, length, base = (tables[k][judged] for k in ('preferences', 'lengths', 'baseline'))

@@ -35,7 +35,7 @@ class Job:
 # %% ../../../nbs/core/run/jobs.ipynb #701824b8
 def study_job(
     name: str,          # name of the run folder
-    kind: str,          # what is run: a notebook, or an entry of nbs/recipes/runs.yaml
+    kind: str,          # what is run: a notebook, or an entry of nbs/recipes/farm.yaml
     reads: dict,        # runs of the same study that it reads, by setting
     folder: str,        # the study's
     cost: float,        # CPU seconds
