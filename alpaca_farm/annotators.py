@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .core.ask.api import ApiConfig, asking_settings, parse_mapping
-from .core.ask.batches import ApiClient
+from .core.ask.client import ApiClient
 from .core.data.comparisons import ordered_pairs
 from .core.data.records import full_instruction, load_records, prompt_key, without_lists
 from .core.ask.judge_configs import (configured_annotators, configured_models,
@@ -117,7 +117,7 @@ def usage_totals(clients: list[ApiClient]) -> dict:
     dollars = [u.dollars for u in usages]
     dollars = None if None in dollars else round(sum(dollars), 6)
     tokens_in, tokens_out = (sum(u.tokens[k] for u in usages) for k in (0, 1))
-    counts = {k: sum(getattr(u, k) for u in usages) for k in ('asked', 'known', 'tried_again')}
+    counts = {k: sum(getattr(u, k) for u in usages) for k in ('asked', 'known')}
     reasons = sorted({reason for u in usages for reason in u.failed.values()})
     return dict(counts, tokens_in=tokens_in, tokens_out=tokens_out, dollars=dollars,
                 open=unanswered, reasons=reasons)

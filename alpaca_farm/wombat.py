@@ -15,7 +15,7 @@ import numpy as np
 
 from .core.answers import preflight, SampleConfig
 from .core.ask.api import ApiConfig, parse_mapping
-from .core.ask.batches import ApiClient
+from .core.ask.client import ApiClient
 from .core.data.candidates import LISTS, read_candidates
 from .core.ask.completions import ServedWriter
 from .core.data.records import full_instruction, load_records, prompt_key

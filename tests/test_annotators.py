@@ -13,10 +13,8 @@ import pytest
 
 import tiny
 from alpaca_farm.core.data import preferences
-from alpaca_farm.core.ask import batches
 from alpaca_farm import annotators
 from alpaca_farm.annotators import annotate_pairs, AnnotatorsConfig, load_annotators
-from alpaca_farm.core.ask import client
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.records import full_instruction, load_records
 from alpaca_farm.core.ask.judge_configs import configured_annotators, configured_models, judge_config_file
@@ -31,7 +29,7 @@ MODELS = ['gpt-3.5-turbo-16k-0613=judge', 'gpt-4-0314=judge', 'gpt-3.5-turbo-030
 def alone(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    monkeypatch.setattr(client, 'retry_delay', lambda *args, of=client.retry_delay: min(of(*args), .05))
+    monkeypatch.setattr('openai._base_client.MAX_RETRY_DELAY', .05)
 
 
 def pairs(n):
@@ -332,8 +330,7 @@ def test_retry_after_is_obeyed(tmp_path, monkeypatch):
         assert max(np.diff(times)) >= 1.5 and len(times) == 9
 
 
-def test_nobody_there_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(batches.ApiClient, 'silence', 0.)
+def test_nobody_there_is_said(tmp_path):
     with pytest.raises(ValueError, match='no answer from 127.0.0.1:9'): annotators.run(config(tmp_path, None, base_url='http://127.0.0.1:9/v1'))
 
 

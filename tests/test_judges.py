@@ -14,9 +14,8 @@ import pytest
 import tiny
 from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
 from alpaca_farm.judging import judges
-from alpaca_farm.core.ask import client
 from alpaca_farm.core.ask.api import ApiConfig, cost, price_list
-from alpaca_farm.core.ask.batches import ApiClient
+from alpaca_farm.core.ask.client import ApiClient
 from alpaca_farm.core.ask.store import Store, request_key
 from judge_server import judge_server, verdict
 
@@ -78,7 +77,7 @@ FAULTS = {
 @pytest.mark.parametrize('name', FAULTS)
 def test_faults_cost_no_label(tmp_path, name, monkeypatch, capsys):
     "After each: the labels are those of a server without faults, every answer was paid for once, and is in the store."
-    monkeypatch.setattr(client, 'retry_delay', lambda *args, of=client.retry_delay: min(of(*args), .06))
+    monkeypatch.setattr('openai._base_client.MAX_RETRY_DELAY', .06)
     ps, spec = pairs(60), 'weighted_alpaca_eval_gpt4_turbo' if name == 'no log-probs' else 'chatgpt'
     with judge_server(seed=3, **FAULTS[name]) as server:
         judge = made(server, tmp_path, spec, timeout=.5 if name == 'time-outs' else 5.)
@@ -92,7 +91,7 @@ def test_faults_cost_no_label(tmp_path, name, monkeypatch, capsys):
     injected, stored = sum(counts.values()) - counts['ok'], len(Store(tmp_path/'answers.sqlite'))
     assert injected and good == 60 - len(lost), 'an answer was paid for twice'
     assert stored == good + (injected if name in ('no log-probs', 'refusals', 'no verdict') else 0), 'what was read but is no verdict stays'
-    with capsys.disabled(): print(f'\n{name:13} injected {injected:3}, labels {60 - len(lost)}/60, stored {stored}, tried again {judge.client.tally.tried_again}', end='')
+    with capsys.disabled(): print(f'\n{name:13} injected {injected:3}, labels {60 - len(lost)}/60, stored {stored}', end='')
 
 
 def test_a_wrong_key_stops_at_once(tmp_path):
@@ -157,9 +156,9 @@ def test_killed_at_any_moment_it_loses_at_most_the_calls_in_flight(tmp_path):
     import openai  # noqa: once for all forks
     with judge_server(latency=.02) as server:
         for _ in range(20):
-            before = os.path.getsize(server.log)
+            before = len(server.requests())
             pid = forked(server, tmp_path, n)
-            while os.path.getsize(server.log) == before: assert os.waitpid(pid, os.WNOHANG) == (0, 0); time.sleep(.01)
+            while len(server.requests()) == before: assert os.waitpid(pid, os.WNOHANG) == (0, 0); time.sleep(.01)
             time.sleep(rng.random()*.12); os.kill(pid, signal.SIGKILL)
             assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
         stored = len(Store(tmp_path/'answers.sqlite'))

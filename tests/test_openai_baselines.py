@@ -9,7 +9,6 @@ import pytest
 
 import tiny
 from alpaca_farm.judging import openai_baselines
-from alpaca_farm.core.ask import client
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.ask.store import Store
@@ -22,7 +21,7 @@ from judge_server import digest, judge_server, prompt_text
 def key(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    monkeypatch.setattr(client, 'retry_delay', lambda *args, of=client.retry_delay: min(of(*args), .06))
+    monkeypatch.setattr('openai._base_client.MAX_RETRY_DELAY', .06)
 
 
 def config(tmp_path, url, n=30, baseline='gpt-4-0314', **more):

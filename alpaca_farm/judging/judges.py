@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.ask.api import token_usage
-from ..core.ask.batches import ApiClient
+from ..core.ask.client import ApiClient
 from ..core.data.records import full_instruction, read_text
 from ..core.ask.judge_configs import (adapt_decoding, entry_model, judge_config_file,
     read_judge_config, REASONING_MODELS, REQUEST_FIELDS, suggest_names)
@@ -167,9 +167,9 @@ def ask_judges(
             return not np.isnan(parse_verdicts(parts[left[k]][0], answer)).all()
         labels = sum(len(parts[i][1]) for i in left)
         answers = client(sent, draws, labels, asks - draw, None if draw else readable)
-        answered = [(i, a, s) for i, a, s in zip(left, answers, client.seconds(sent, draws)) if a]
-        for i, answer, seconds in answered:
-            (e, _), earlier = parts[i], verdicts[i][0].price
+        answered = [(i, answer) for i, answer in zip(left, answers) if answer]
+        for i, answer in answered:
+            (e, _), earlier, seconds = parts[i], verdicts[i][0].price, answer['seconds']
             usage = token_usage(answer, requests[i])
             paid = client.price(e.decoding['model'], *usage, batch=seconds is None)
             price = None if paid is None or earlier is None else earlier + paid / e.batch_size

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..core.ask.api import ApiConfig, parse_mapping
-from ..core.ask.batches import ApiClient
+from ..core.ask.client import ApiClient
 from ..core.data.records import full_instruction, load_records, without_lists
 from ..core.data.dialogues import dialogue_text, prompt_messages, prompt_text
 from ..core.ask.judge_configs import adapt_decoding, parse_decoding

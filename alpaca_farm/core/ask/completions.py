@@ -10,7 +10,7 @@ import math
 from typing import NamedTuple
 
 from .api import ApiConfig
-from .batches import ApiClient
+from .client import ApiClient
 from ..model.generation import generate
 from .judge_configs import parse_decoding
 from ..model.models import autocast, load_policy, response_logprobs
