@@ -17,7 +17,7 @@ from alpaca_farm import annotators
 from alpaca_farm.annotators import annotate_pairs, AnnotatorsConfig, load_annotators
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.records import full_instruction, load_records
-from alpaca_farm.core.ask.judge_configs import configured_annotators, configured_models, judge_config_file
+from alpaca_farm.core.ask.judge_configs import entry_model, judge_config_file, read_judge_config
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.ask.store import Store
 from judge_server import judge_server
@@ -42,7 +42,8 @@ def config(tmp_path, server, n=40, **more):
     file = tmp_path/'pairs.json'
     file.write_text(json.dumps(pairs(n)))
     configured = judge_config_file(more.get('annotators', 'chatgpt'))
-    models = [m for m in MODELS if configured and m.split('=')[0] in configured_models(configured)]
+    used = {entry_model(e) for e in read_judge_config(configured).values()} if configured else ()
+    models = [m for m in MODELS if m.split('=')[0] in used]
     return AnnotatorsConfig(**dict(dict(out=str(tmp_path/'run'), outputs=str(file), annotators='chatgpt', models=models, base_url=server and server.url,
                                         store=str(tmp_path/'answers.sqlite'), label_flip=0., tries=3, timeout=5.), **more))
 
@@ -114,7 +115,7 @@ def test_a_judge_that_samples_is_asked_anew_for_another_seed(tmp_path):
     "At temperature 0 another seed is answered from the store; above 0 it is another replicate of the judge's noise."
     with judge_server() as server:
         for spec, samples in (('chatgpt', False), ('alpaca_farm', True)):
-            all_ = configured_annotators(judge_config_file(spec))
+            all_ = read_judge_config(judge_config_file(spec))
             weights = [f'{n}={int(n == "davinci003_4")}' for n in all_] if samples else []
             for k, (seed, asked) in enumerate(((0, 80), (1, 80*samples), (0, 0))):
                 before = len(server.requests())
@@ -182,7 +183,7 @@ def test_the_batch_api(tmp_path, capsys):
     with judge_server(batch_seconds=.3) as server:
         models = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=other', 'text-davinci-003=my-instruct']
         one = ['gpt4_4', 'chatgpt_1', 'davinci003_4']   # a chat with one model, a chat with another, a completion
-        weights = [f'{n}={int(n in one)}' for n in configured_annotators(judge_config_file('alpaca_farm'))]
+        weights = [f'{n}={int(n in one)}' for n in read_judge_config(judge_config_file('alpaca_farm'))]
         cfg = config(tmp_path, server, batch=True, prices=str(tmp_path/'prices.yaml'), annotators='alpaca_farm', models=models, weights=weights)
         annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 40 and 'within a day' in capsys.readouterr().out

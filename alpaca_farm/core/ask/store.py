@@ -98,7 +98,7 @@ class Store:
             some = keys[start:start + 900]
             rows = self.run('select key, seconds, answer from answers where key in '
                             f'({",".join("?" * len(some))})', some)
-            for key, seconds, answer in rows: found[key] = dict(json.loads(answer), seconds=seconds)
+            for key, seconds, text in rows: found[key] = dict(seconds=seconds) | json.loads(text)
         return found
 
     def put(self,
