@@ -110,23 +110,20 @@ def usage_totals(clients: list[ApiClient]) -> dict:
     "Requests, tokens and dollars of all clients; `open`: why some are unanswered ('' if none)."
     if not clients: return dict(open='', reasons=[])
     usages = [c.tally for c in clients]
-    failed = [reason for u in usages for key, reason in u.failed.items() if key not in u.refused]
-    unanswered = f'{len(failed)} requests failed, the last with: {failed[-1]}' if failed else ''
-    for u in usages:
-        if u.stopped: unanswered = f'{u.stopped} is reached'
     dollars = [u.dollars for u in usages]
     return dict(asked=sum(u.asked for u in usages), known=sum(u.known for u in usages),
                 tokens_in=sum(u.tokens[0] for u in usages),
                 tokens_out=sum(u.tokens[1] for u in usages),
-                dollars=None if None in dollars else round(sum(dollars), 6), open=unanswered,
+                dollars=None if None in dollars else round(sum(dollars), 6),
+                open=next((u.open for u in usages if u.open), ''),
                 reasons=sorted({reason for u in usages for reason in u.failed.values()}))
 
 
 def check_all_answered(pool, what: str):
     "ValueError when requests to a pool are still unanswered because of failures or a budget."
-    unanswered = usage_totals(api_clients(pool))['open']
-    if unanswered:
-        raise ValueError(f'{what}: {unanswered}. Answers so far are stored: run again for others')
+    for client in api_clients(pool):
+        if why := client.tally.open:
+            raise ValueError(f'{what}: {why}. Answers so far are stored: run again for others')
 
 # %% ../nbs/annotators.ipynb #f57e0c9d
 def ask_all(work: list[tuple], seed: int = 0) -> list[list[Verdict]]:

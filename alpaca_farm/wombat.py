@@ -27,7 +27,7 @@ from .core.run.settings import command, resolve
 from .core.data.text import alpaca_prompt
 from .annotators import check_all_answered
 from .judging.judges import break_control_tokens
-from .judging.parsers import answer_text
+from .core.ask.api import answer_text
 
 # %% ../nbs/wombat.ipynb #a59e02b8
 MARKS = ('relevance', 'correctness', 'coherence', 'safety')   # Wombat's

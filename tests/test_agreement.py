@@ -11,7 +11,6 @@ from alpaca_farm.core.data.dialogues import dialogue_text
 from alpaca_farm.core.data.preferences import hash_uniform, swap_outputs
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.stats import agreement
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'

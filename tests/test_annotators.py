@@ -1,7 +1,6 @@
 """Annotation runs with judges behind an endpoint, reward models and recorded labels: what is asked, paid for, stored and refused."""
 import gc
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -202,37 +201,6 @@ def test_what_a_batch_did_not_answer_is_asked_again(tmp_path):
         server.set(faults={})
         annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 40 and sum('batch' in r for r in server.requests()) == 47
-
-
-def test_a_batch_under_way_is_not_asked_for_besides(tmp_path):
-    "A run without `batch` fetches a batch that has ended, and says so of one that has not; nothing is paid for twice."
-    with judge_server(batch_seconds=3.) as server:
-        cfg = config(tmp_path, server, batch=True)
-        started = subprocess.Popen([sys.executable, '-c', WAITS, json.dumps(vars(cfg))], env=tiny.environment(), stdout=subprocess.DEVNULL)
-        while not any(r['path'] == '/v1/batches' and r['method'] == 'POST' for r in server.requests()): time.sleep(.02)
-        time.sleep(.2)
-        started.kill(); started.wait()
-        plain = again(cfg, batch=False)
-        with pytest.raises(ValueError, match='under way in the batch'): annotators.run(plain)
-        time.sleep(3.2)
-        annotators.run(plain)
-        assert read_summary(cfg.out)['labels'] == 40 and sum(r['path'].endswith('completions') for r in server.requests()) == 40
-
-
-def test_a_full_disk_while_a_batch_is_fetched(tmp_path, monkeypatch):
-    "What could not be stored is fetched again; it was paid for once."
-    put, count = Store.put, [0]
-    def full(self, *args):
-        count[0] += 1
-        if count[0] > 15: raise OSError('the disk is full. What is stored is safe; free some space and run again')
-        return put(self, *args)
-    with judge_server(batch_seconds=.1) as server:
-        cfg = config(tmp_path, server, batch=True)
-        monkeypatch.setattr(Store, 'put', full)
-        with pytest.raises(ValueError, match='the disk is full'): annotators.run(cfg)
-        monkeypatch.setattr(Store, 'put', put)
-        annotators.run(cfg)
-        assert read_summary(cfg.out)['labels'] == 40 and sum('batch' in r for r in server.requests()) == 40
 
 
 def test_a_batch_within_a_budget(tmp_path):

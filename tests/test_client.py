@@ -3,12 +3,10 @@ import json
 import re
 import subprocess
 import sys
-import threading
 import time
 
 import openai   # takes a second or two the first time
 import pytest
-from filelock import FileLock
 
 import tiny
 from alpaca_farm import annotators
@@ -155,14 +153,6 @@ def test_two_processes_that_ask_the_same_pay_once(tmp_path, killed):
                 said = two.communicate(timeout=60)[0]
         asked_now, known = map(int, said.split()[-2:])
         assert asked_now + known == 12 and (asked_now > 0) == killed and server.counts()['ok'] <= 12 + 2*killed
-
-
-def test_one_that_waits_says_so(tmp_path, server, capsys):
-    client = ApiClient(settings(tmp_path, server, endpoint='mine'), 'second')
-    lock = FileLock(tmp_path/'answers.sqlite.mine.lock', thread_local=False)
-    lock.acquire()
-    threading.Timer(4., lock.release).start()
-    assert None not in client(asked(3)) and 'second: another process asks this endpoint; waiting' in capsys.readouterr().out
 
 
 def test_processes_that_make_a_store_at_the_same_time_wait_for_each_other(tmp_path):

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,9 +14,8 @@ import tiny
 from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
 from alpaca_farm.judging import judges
 from alpaca_farm.core.ask.api import ApiConfig, cost, price_list
-from alpaca_farm.core.ask.client import ApiClient
-from alpaca_farm.core.ask.store import Store, request_key
-from judge_server import judge_server, verdict
+from alpaca_farm.core.ask.store import Store
+from judge_server import judge_server
 
 ONE = 'text_davinci_003'   # one pair to a prompt, answered by "Output (a)" or "Output (b)"
 MODELS = [f'{m}=judge' for m in ('text-davinci-003', 'gpt-4-1106-preview', 'gpt-4', 'gpt-4-0314', 'gpt-4-turbo',
@@ -133,14 +131,6 @@ def worker(server, store, n):
     return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-def test_three_processes_pay_once(tmp_path):
-    with judge_server(latency=.01, faults={'500': .1}) as server:
-        workers = [worker(server, tmp_path/'answers.sqlite', 80) for _ in range(3)]
-        said = [w.communicate(timeout=100) for w in workers]
-        assert all(json.loads(out.splitlines()[-1]) == longer(pairs(80)) for out, _ in said), said
-        assert server.counts()['ok'] == 80 == len(Store(tmp_path/'answers.sqlite'))
-
-
 def forked(server, folder, n):
     "The id of a fork of this process that asks as `worker` does, without the seconds of imports."
     if pid := os.fork(): return pid
@@ -153,7 +143,6 @@ def forked(server, folder, n):
 def test_killed_at_any_moment_it_loses_at_most_the_calls_in_flight(tmp_path):
     "Twenty times, each at a random moment after its first request."
     rng, n = np.random.default_rng(0), 800
-    import openai  # noqa: once for all forks
     with judge_server(latency=.02) as server:
         for _ in range(20):
             before = len(server.requests())
@@ -225,18 +214,15 @@ def test_control_tokens_of_a_pair_are_broken_and_those_of_the_prompt_are_not(tok
             assert sent.count(token) == plain.count(token) and f'a{token[0]} {token[1:]}b' in sent
 
 
-@pytest.mark.parametrize('said', ['<think>First (b): Output (b)? No.</think>\n\nOutput (a)', 'Output (b)...\n</think>Output (a)', '```\nOutput (a)\n```'])
-def test_what_a_judge_thinks_is_no_verdict(said):
-    e = judges.load_evaluators('chatgpt')[0]
-    assert judges.parse_verdicts(e, dict(choices=[dict(message=dict(content=said))])) == [1.]
-    assert math.isnan(judges.parse_verdicts(e, dict(choices=[dict(message=dict(content='<think>Output (a) it is, or'))]))[0])
-
-
-def test_fenced_answers_are_read():
-    fence = lambda text: dict(choices=[dict(message=dict(content=f'<think>so</think>```json\n{text}\n```'))])
-    assert judges.parse_verdicts(judges.load_evaluators('structured')[0], fence('{"better": "second"}')) == [2.]
-    ranked = judges.load_evaluators('alpaca_eval_gpt4')[0]
-    assert judges.parse_verdicts(ranked, fence("[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]")) == [1.]
+def test_what_a_judge_thinks_is_no_verdict_and_fences_are_taken_off():
+    def said(name, text):
+        answer = dict(choices=[dict(message=dict(content=text))])
+        return judges.parse_verdicts(judges.load_evaluators(name)[0], answer)[0]
+    for text in ('<think>Output (b)? No.</think>\n\nOutput (a)', '```\nOutput (a)\n```',
+                 'Output (b)...\n</think>Output (a)'):
+        assert said('chatgpt', text) == 1
+    assert math.isnan(said('chatgpt', '<think>Output (a) it is, or'))
+    assert said('structured', '<think>so</think>```json\n{"better": "second"}\n```') == 2
 
 
 def test_an_old_configuration_asks_a_model_that_reasons(tmp_path):

@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.ask.api import token_usage
+from ..core.ask.api import answer_text, token_usage
 from ..core.ask.client import ApiClient
 from ..core.data.records import full_instruction, read_text
 from ..core.ask.judge_configs import (adapt_decoding, entry_model, judge_config_file,
     read_judge_config, REASONING_MODELS, REQUEST_FIELDS, suggest_names)
 from ..core.data.preferences import is_preference, PAIR_FIELDS
-from .parsers import answer_text, check_parser, PARSERS
+from .parsers import check_parser, PARSERS
 
 # %% ../../nbs/judging/judges.ipynb #a3c23ddd
 @dataclass(frozen=True)
@@ -173,13 +173,12 @@ def ask_judges(
             usage = token_usage(answer, requests[i])
             paid = client.price(e.decoding['model'], *usage, batch=seconds is None)
             price = None if paid is None or earlier is None else earlier + paid / e.batch_size
-            message = answer['choices'][0].get('message') or {}
-            raw = answer_text(answer) or message.get('refusal') or ''
+            raw = answer_text(answer, refusal=True)
             verdicts[i] = [Verdict(v, raw, price, seconds) for v in parse_verdicts(e, answer)]
         left = [i for i, *_ in answered if any(math.isnan(v.preference) for v in verdicts[i])]
     client.unread += [dict(annotator=parts[i][0].name, said=verdicts[i][0].raw) for i in left]
-    real = [v for (_, pairs), vs in zip(parts, verdicts) for v in vs[:len(pairs)]]   # not the sums
-    given = iter(real)
+    # in the order of the pairs, without the sums
+    given = (v for (_, pairs), vs in zip(parts, verdicts) for v in vs[:len(pairs)])
     return [list(islice(given, len(pairs))) for _, pairs in work]
 
 # %% ../../nbs/judging/judges.ipynb #1ef423a6

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['parse_mapping', 'ApiConfig', 'asking_settings', 'price_list', 'cost', 'format_dollars', 'estimate_tokens',
            'token_usage', 'redact', 'first_line', 'StopAsking', 'concerns_request', 'stop_reason', 'stored_form',
-           'server_address', 'make_client']
+           'answer_text', 'server_address', 'make_client']
 
 # %% ../../../nbs/core/ask/api.ipynb #6c85fbd2
 import json, os, re
@@ -168,6 +168,15 @@ def stored_form(answer) -> dict | None:
         known = all(isinstance(t, str) for t in texts)
         return answer if known and isinstance(answer.get('usage') or {}, dict) else None
     except (TypeError, KeyError, IndexError, AttributeError): return None
+
+
+def answer_text(answer: dict, refusal: bool = False) -> str:
+    "What an answer says: in its tool call if it has one, else in its message; or in a `refusal`."
+    choice = answer['choices'][0]
+    message = choice.get('message') or {}
+    for call in message.get('tool_calls') or []: return call['function']['arguments']
+    text = message.get('content') or choice.get('text')
+    return text or refusal and message.get('refusal') or ''
 
 # %% ../../../nbs/core/ask/api.ipynb #4d09e9c1
 def server_address(cfg: ApiConfig) -> str:

@@ -34,6 +34,13 @@ class Usage:
     tokens: tuple = (0, 0)   # in and out, of the answers paid for now
     stopped: str = ''        # the limit that stopped the requests; empty if none did
 
+    @property
+    def open(self) -> str:
+        "Why requests that can be answered are not; empty if there are none."
+        if self.stopped: return f'{self.stopped} is reached'
+        failed = [why for key, why in self.failed.items() if key not in self.refused]
+        return f'{len(failed)} requests failed, the last with: {failed[-1]}' if failed else ''
+
     def __str__(self) -> str:
         return f'{self.asked} asked, {len(self.failed)} failed, {format_dollars(self.dollars)}'
 
