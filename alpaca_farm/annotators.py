@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_known_names', 'AnnotatorsConfig', 'load_annotators', 'api_clients', 'usage_totals', 'check_all_answered',
-           'ask_all', 'ask_annotators', 'annotate_pairs', 'pair_samples', 'load_pairs', 'expected_preferences',
-           'position_bias', 'to_alpaca_eval', 'run']
+           'ask_all', 'annotate_pairs', 'load_pairs', 'to_alpaca_eval', 'run']
 
 # %% ../nbs/annotators.ipynb #4f71f27a
 import math
@@ -137,7 +136,7 @@ def ask_all(work: list[tuple], seed: int = 0) -> list[list[Verdict]]:
     return verdicts
 
 
-def ask_annotators(
+def _ask_annotators(
     annotators: list,
     pairs: list[list[dict]],  # the pairs that each annotator sees
     seed: int = 0,            # of the random order
@@ -181,7 +180,7 @@ def annotate_pairs(
         if pair['output_1'] == pair['output_2']: rows[i]['preference'] = 1.5
         elif coin: rows[i] |= dict(preference=coin_label(pair, seed, flip_by), annotator='coin')
         else: asked[a].append(i)
-    verdicts = ask_annotators(members, [[pairs[i] for i in of] for of in asked], seed, both_orders)
+    verdicts = _ask_annotators(members, [[pairs[i] for i in of] for of in asked], seed, both_orders)
     for i, v in zip(sum(asked, []), sum(verdicts, [])):
         rows[i]['preference'] = decide_vote(pairs[i], v.preference, seed, decide)
         if v.raw: rows[i] |= dict(price=v.price, time=v.seconds, raw=v.raw)
@@ -190,7 +189,7 @@ def annotate_pairs(
     return flip_labels(rows, flip_rate, seed, flip_by).records
 
 # %% ../nbs/annotators.ipynb #6fd448ff
-def pair_samples(
+def _pair_samples(
     candidates: list[dict],  # `output` is a list of samples
     seed: int = 0,
 ) -> list[dict]:
@@ -211,21 +210,21 @@ def load_pairs(cfg) -> list[dict]:
     if against := getattr(cfg, 'against', ''):
         return ordered_pairs(*(load(f, 'outputs', 'output') for f in (against, cfg.outputs)))
     rows = load(cfg.outputs, 'candidates', ('pair', 'candidates'))
-    if pairs := rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed): return pairs
+    if pairs := rows if 'output_1' in rows[0] else _pair_samples(rows, cfg.seed): return pairs
     raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers; sample '
                      'with n > 1 at a temperature above 0, or name a second model in against')
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9
-def expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
+def _expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
     "Expected preference of a random annotator in a random order, after flips: (pairs,)."
     members = pool_members(pool)
-    verdicts = ask_annotators(members, [pairs] * len(members), both=True)
+    verdicts = _ask_annotators(members, [pairs] * len(members), both=True)
     preferences = [[v.preference for v in vs] for vs in verdicts]
     mean = np.average(preferences, axis=0, weights=pool_weights(pool))
     return mean + rate * (3 - 2 * mean)
 
 # %% ../nbs/annotators.ipynb #5c00d902
-def position_bias(rows: list[dict], seed: int, both: bool) -> dict:
+def _position_bias(rows: list[dict], seed: int, both: bool) -> dict:
     """How often the answer shown first wins (`first`), by labels before flips; with both orders
     also how often these agree (`consistent`). With 95 % intervals; empty without labels."""
     judged = [r for r in rows if r['preference'] is not None and r['annotator'] != 'coin'
@@ -259,10 +258,11 @@ def run(cfg: AnnotatorsConfig):
     clean = annotate_pairs(pairs, pool, cfg.seed, 0. if cfg.ask_flipped else share,
                            cfg.both_orders, cfg.ask_flipped, cfg.flip_by)
     rows, rate = flip_labels(clean, share if cfg.ask_flipped else 0., cfg.seed, cfg.flip_by)
-    rows = [dict(r, flipped=None if r['annotator'] == 'coin' else r['preference'] != c['preference'])
-            for r, c in zip(rows, clean)]
+    for i, (r, c) in enumerate(zip(rows, clean)):
+        changed = r['preference'] != c['preference']
+        rows[i] = dict(r, flipped=None if r['annotator'] == 'coin' else changed)
     if cfg.expected and not clients:
-        expected = expected_preferences(pairs, pool, share)
+        expected = _expected_preferences(pairs, pool, share)
         rows = [dict(r, expected=None if math.isnan(e) else float(e))
                 for r, e in zip(rows, expected)]
     labelled = [r for r in rows if r['preference'] is not None]
@@ -288,7 +288,7 @@ def run(cfg: AnnotatorsConfig):
         rate = Interval(*(x / 2 for x in wilson(coins / len(labelled) * thrown, thrown)))
     summary = dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)
     if not any(isinstance(a, RecordedLabels) for a in pool_members(pool)):
-        summary |= position_bias(clean, cfg.seed, cfg.both_orders)
+        summary |= _position_bias(clean, cfg.seed, cfg.both_orders)
     if cfg.against and judged:
         won = bootstrap([100*(r['preference'] - 1) for r in judged])
         summary |= dict(win_rate=won.value, win_rate_low=won.low, win_rate_high=won.high)

@@ -3,9 +3,9 @@
     with judge_server(latency=.05, faults={'429': .3}, seed=0) as server:
         OpenAI(base_url=server.url, api_key='k')
 
-`server.set` changes any option of DEFAULTS. A fault is a probability or a dict of `p`, `times` (the
-most per distinct body) and `always_for` (a regex of the body that always meets it). What a request
-meets depends on the seed, its body and how often that has arrived, not on the order of arrival."""
+`server.set` changes any option of DEFAULTS. A fault is a probability or a dict of `p`, `times`
+(the most per distinct body) and `always_for` (a regex of the body that always meets it). What a
+request meets depends on the seed, its body and how often that has arrived, not on the order."""
 import hashlib
 import json
 import math
@@ -33,15 +33,16 @@ PAIRS = (  # a regex with one group for either output; the last match counts
     (r'"(?:output|answer)": """(.*?)"""\s*\},',
      r'"""\s*\},.*?"(?:output|answer)": """(.*?)"""\s*\}'))
 DEFAULTS = dict(
-    latency=0., faults={}, seed=0, key='', retry_after=.05, drip=1., batch_seconds=.2, regexes=PAIRS,
+    latency=0., faults={}, seed=0, key='', retry_after=.05, drip=1., batch_seconds=.2,
+    regexes=PAIRS,
     labels=('m', 'M'),              # what names the outputs in log-probs and rankings
     # {letter} a or b, {number} 1 or 2 and {other} the other, {label}, {hash} of the prompt
     template='Output ({letter})')
 ERRORS = {  # status, message and code
-    '429': (429, 'Rate limit reached for requests per min. Try again later.', 'rate_limit_exceeded'),
+    '429': (429, 'Rate limit reached for requests per min.', 'rate_limit_exceeded'),
     '500': (500, 'The server had an error while processing your request. Sorry about that!', None),
     '503': (503, 'The engine is currently overloaded, please try again later.', None),
-    'context': (400, "This model's maximum context length is 9 tokens.", 'context_length_exceeded'),
+    'context': (400, 'The maximum context length is 9 tokens.', 'context_length_exceeded'),
     'moderation': (403, 'Your input was flagged for "violence": it requires moderation.', None),
     'filter': (400, 'The response was filtered.', 'content_filter'),
     'echo': (400, 'The header "authorization: Bearer {key}" cannot be read.', None)}
@@ -186,7 +187,8 @@ class Server(ThreadingHTTPServer):
         things = dict(files=self.files, batches=self.batches)[kind]
         if self.options['key'] not in ('', key): return error(401, 'Incorrect API key provided.')
         if method == 'POST' and kind == 'files':
-            return 200, self.new_file(re.search(rb'filename=.*?\r\n\r\n(.*?)\r\n--', body, re.S)[1])
+            content = re.search(rb'filename=.*?\r\n\r\n(.*?)\r\n--', body, re.S)[1]
+            return 200, self.new_file(content)
         if method == 'POST':
             given, due = json.loads(body), time.time() + self.options['batch_seconds']
             if given['input_file_id'] not in [f['id'] for f in self.files]:
@@ -227,7 +229,8 @@ class Server(ThreadingHTTPServer):
         counts = {k: len(some) for k, some in zip(('completed', 'failed'), rows.values())}
         batch |= dict(status='completed', request_counts=counts)
         for kind, some in rows.items():
-            batch[f'{kind}_file_id'] = self.new_file(''.join(some).encode())['id'] if some else None
+            file = self.new_file(''.join(some).encode()) if some else dict(id=None)
+            batch[f'{kind}_file_id'] = file['id']
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -277,7 +280,7 @@ class Handler(BaseHTTPRequestHandler):
 
 class Client:
     "A running server as a test sees it."
-    def __init__(self, process, port): self.process, self.url = process, f'http://127.0.0.1:{port}/v1'
+    def __init__(self, port): self.url = f'http://127.0.0.1:{port}/v1'
 
     def set(self, **options):
         "Change options; all requests so far."
@@ -299,7 +302,7 @@ def judge_server(**options):
     "A server in a process of its own for the length of the block; it dies with this process."
     command = [sys.executable, __file__, json.dumps(options)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try: yield Client(process, int(process.stdout.readline()))
+    try: yield Client(int(process.stdout.readline()))
     finally:
         process.kill()
         process.communicate()

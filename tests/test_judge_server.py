@@ -1,4 +1,4 @@
-"""The stand-in for a judge answers as OpenAI would and fails on demand, as the real client sees."""
+"""The stand-in for a judge answers as OpenAI would, and fails on demand."""
 import json
 
 import openai
@@ -31,7 +31,8 @@ def test_texts_and_log_probs(client, server):
     assert verdict(body(LONG, LONG)) == 1 and server.requests()[-1]['answered']
     token, = create(**body(logprobs=True, top_logprobs=2)).choices[0].logprobs.content
     assert {t.token: round(t.logprob, 3) for t in token.top_logprobs} == dict(M=-.105, m=-2.303)
-    text = client.completions.create(model='judge', prompt='<|output_a|>ab<|output_b|>a', max_tokens=1)
+    prompt = '<|output_a|>ab<|output_b|>a'
+    text = client.completions.create(model='judge', prompt=prompt, max_tokens=1)
     assert text.choices[0].text == 'Output' and text.choices[0].finish_reason == 'length'
 
 

@@ -153,8 +153,8 @@ def stop_reason(
 
 # %% ../../../nbs/core/ask/api.ipynb #76baa6b7
 def stored_form(answer) -> dict | None:
-    """An answer as it is stored: without keys or lone surrogates, its text as one string beside the
-    list of its `parts`. None for an answer without the fields that it must have."""
+    """An answer as it is stored: without keys or lone surrogates, its text as one string, beside
+    the list of its `parts`. None for an answer without the fields that it must have."""
     try:
         answer = json.loads(redact(json.dumps(well_formed(answer))))
         choice = answer['choices'][0]

@@ -71,7 +71,8 @@ def read_judge_config(file: Path) -> dict[str, dict]:
             value = entry.get(key)
             if value is not None and type(value) is not kind:
                 raise ValueError(f'{where}: {key} is {value!r:.60}, not of type {kind.__name__}')
-        if not entry.get('prompt_template'): raise ValueError(f'{where}: prompt_template is missing')
+        if not entry.get('prompt_template'):
+            raise ValueError(f'{where}: prompt_template is missing')
         model = entry_model(entry)
         if not (model and isinstance(model, str)):
             raise ValueError(f'{where}: model_name is {model!r:.60}, not a name')

@@ -126,8 +126,8 @@ class Store:
         latest = 'select seconds from answers order by at desc limit 100'
         return self.run(f'select avg(seconds) from ({latest})')[0][0]
 
-    # A batch continues after the process that sent it has ended. Any process may fetch its answers,
-    # and none sends one of its requests again before it has ended.
+    # A batch continues after the process that sent it has ended. Any process may fetch its
+    # answers, and none sends one of its requests again before it has ended.
 
     def note_batch(self, file: str, url: str, requests: dict[bytes, dict]):
         "Record the requests of a batch, by key, with its file at the endpoint `url`."
@@ -141,7 +141,8 @@ class Store:
 
     def open_batches(self, server: str) -> list[tuple]:
         "Batches at an endpoint that have not ended: file, name (or None), requests by key."
-        rows = self.run('select file, name, requests, url from batches where not ended order by at')
+        rows = self.run('select file, name, requests, url from batches '
+                        'where not ended order by at')
         return [(file, name, {bytes.fromhex(k): r for k, r in json.loads(text).items()})
                 for file, name, text, url in rows if endpoint_name(url) == server]
 
