@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['check_known_names', 'AnnotatorsConfig', 'load_annotators', 'api_clients', 'usage_totals', 'check_all_answered',
-           'ask_all', 'ask_annotators', 'annotate_pairs', 'pair_samples', 'load_pairs', 'expected_preferences',
-           'position_bias', 'to_alpaca_eval', 'run']
+           'ask_all', 'annotate_pairs', 'load_pairs', 'to_alpaca_eval', 'run']
 
 # %% ../nbs/annotators.ipynb #4f71f27a
 import math
@@ -16,11 +15,11 @@ from annotated_types import Ge, Le
 import numpy as np
 
 from .core.ask.api import ApiConfig, asking_settings, parse_mapping
-from .core.ask.batches import ApiClient
+from .core.ask.client import ApiClient
 from .core.data.comparisons import ordered_pairs
 from .core.data.records import full_instruction, load_records, prompt_key, without_lists
-from .core.ask.judge_configs import (configured_annotators, configured_models,
-    is_population, judge_config_file, parse_decoding)
+from alpaca_farm.core.ask.judge_configs import (entry_model, is_population, judge_config_file,
+    parse_decoding, read_judge_config)
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences, coin_label,
     decide_vote, draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped,
     swap_outputs)
@@ -36,15 +35,18 @@ from .embedded.crowd import read_population
 # %% ../nbs/annotators.ipynb #0cdfba01
 def check_known_names(specs: list[str], models: list[str], weights: list[str] = ()):
     "ValueError for a model or annotator that no configuration names, or for a negative weight."
-    files = [f for f in map(judge_config_file, (s for s in specs if ':' not in s)) if f]
-    replaced, weighted = parse_mapping('models', models), parse_mapping('weights', weights, float)
-    for setting, given, configured_names in (('models', replaced, configured_models),
-                                             ('weights', weighted, configured_annotators)):
-        names = sorted({name for f in files for name in configured_names(f)})
-        for name in sorted(set(given) - set(names)):
-            known = ', '.join(names) or 'a configuration, since none is named'
-            raise ValueError(f'{setting}: {name} is none of {known}')
-    if not all(w >= 0 for w in weighted.values()):
+    files = [judge_config_file(s) for s in specs if ':' not in s]
+    entries = {k: e for file in files if file for k, e in read_judge_config(file).items()}
+    known = dict(models=[entry_model(e) for e in entries.values()], weights=entries)
+    given = dict(models=parse_mapping('models', models),
+                 weights=parse_mapping('weights', weights, float))
+    for setting, mapping in given.items():
+        for name in mapping:
+            if name in known[setting]: continue
+            names = ', '.join(sorted(set(known[setting])))
+            raise ValueError(f'{setting}: {name} is none of '
+                             f'{names or "a configuration, since none is named"}')
+    if not all(w >= 0 for w in given['weights'].values()):
         raise ValueError(f'weights = {list(weights)}: none may be negative')
 
 # %% ../nbs/annotators.ipynb #d5e7fdc0
@@ -74,21 +76,6 @@ class AnnotatorsConfig(ApiConfig):
         check_known_names([self.annotators], self.models, self.weights)
 
 # %% ../nbs/annotators.ipynb #5a54cfa4
-def _load_configured(spec: str, cfg):
-    "The annotator or pool of a configuration, behind the endpoint or on this machine."
-    evaluators = load_evaluators(spec, parse_mapping('models', cfg.models),
-                                 parse_decoding('decoding', cfg.decoding))
-    name = at_root(spec).name
-    client = ApiClient(cfg, name)
-    judges = [LocalJudge(e, model, cfg) if is_model(model) else ApiJudge(e, client)
-              for e in evaluators for model in [e.decoding['model']]]
-    if len(judges) == 1: return judges[0]
-    weights = parse_mapping('weights', getattr(cfg, 'weights', []), float)
-    pool = Pool(name, judges, [weights.get(j.name, 1.) for j in judges])
-    pool_weights(pool)   # an error if all are 0
-    return pool
-
-
 def load_annotators(
     spec: str,  # "module:name", a configuration, a reward model's folder, or a file of labels
     cfg,        # settings; where they do not include ApiConfig's, its defaults are used
@@ -96,7 +83,18 @@ def load_annotators(
     "The annotator or pool that a setting names; ValueError for any other name."
     if ':' in spec: return resolve(spec)
     if is_population(spec): return read_population(spec)
-    if judge_config_file(spec): return _load_configured(spec, asking_settings(cfg))
+    if judge_config_file(spec):   # behind the endpoint or on this machine
+        cfg, name = asking_settings(cfg), at_root(spec).name
+        client = ApiClient(cfg, name)
+        evaluators = load_evaluators(spec, parse_mapping('models', cfg.models),
+                                     parse_decoding('decoding', cfg.decoding))
+        judges = [LocalJudge(e, model, cfg) if is_model(model) else ApiJudge(e, client)
+                  for e in evaluators for model in [e.decoding['model']]]
+        if len(judges) == 1: return judges[0]
+        weights = parse_mapping('weights', getattr(cfg, 'weights', []), float)
+        pool = Pool(name, judges, [weights.get(j.name, 1.) for j in judges])
+        pool_weights(pool)   # an error if all are 0
+        return pool
     if is_reward_model(spec): return RewardJudge(spec, asking_settings(cfg))
     if is_model(spec):
         raise ValueError(f'{spec} holds a language model, which needs a prompt: name a '
@@ -114,23 +112,20 @@ def usage_totals(clients: list[ApiClient]) -> dict:
     "Requests, tokens and dollars of all clients; `open`: why some are unanswered ('' if none)."
     if not clients: return dict(open='', reasons=[])
     usages = [c.tally for c in clients]
-    failed = [reason for u in usages for key, reason in u.failed.items() if key not in u.refused]
-    unanswered = f'{len(failed)} requests failed, the last with: {failed[-1]}' if failed else ''
-    for u in usages: unanswered = f'{u.stopped} is reached' if u.stopped else unanswered
     dollars = [u.dollars for u in usages]
-    dollars = None if None in dollars else round(sum(dollars), 6)
-    tokens_in, tokens_out = (sum(u.tokens[k] for u in usages) for k in (0, 1))
-    counts = {k: sum(getattr(u, k) for u in usages) for k in ('asked', 'known', 'tried_again')}
-    reasons = sorted({reason for u in usages for reason in u.failed.values()})
-    return dict(counts, tokens_in=tokens_in, tokens_out=tokens_out, dollars=dollars,
-                open=unanswered, reasons=reasons)
+    return dict(asked=sum(u.asked for u in usages), known=sum(u.known for u in usages),
+                tokens_in=sum(u.tokens[0] for u in usages),
+                tokens_out=sum(u.tokens[1] for u in usages),
+                dollars=None if None in dollars else round(sum(dollars), 6),
+                open=next((u.open for u in usages if u.open), ''),
+                reasons=sorted({reason for u in usages for reason in u.failed.values()}))
 
 
 def check_all_answered(pool, what: str):
     "ValueError when requests to a pool are still unanswered because of failures or a budget."
-    unanswered = usage_totals(api_clients(pool))['open']
-    if unanswered:
-        raise ValueError(f'{what}: {unanswered}. Answers so far are stored: run again for others')
+    for client in api_clients(pool):
+        if why := client.tally.open:
+            raise ValueError(f'{what}: {why}. Answers so far are stored: run again for others')
 
 # %% ../nbs/annotators.ipynb #f57e0c9d
 def ask_all(work: list[tuple], seed: int = 0) -> list[list[Verdict]]:
@@ -144,27 +139,28 @@ def ask_all(work: list[tuple], seed: int = 0) -> list[list[Verdict]]:
     return verdicts
 
 
-def ask_annotators(
+def _ask_annotators(
     annotators: list,
     pairs: list[list[dict]],  # the pairs that each annotator sees
     seed: int = 0,            # of the random order
     both: bool = False,       # ask in both orders and average
 ) -> list[list[Verdict]]:  # in the pairs' own order
     "Verdicts of each annotator on its pairs, shown in a random order or in both."
-    swapped = [np.zeros(len(ps), bool) if both else shown_swapped(ps, seed) for ps in pairs]
-    work = [(a, [swap_outputs(p) if s else p for p, s in zip(ps, swaps)])
-            for a, ps, swaps in zip(annotators, pairs, swapped)]
-    if both: work += [(a, [swap_outputs(p) for p in ps]) for a, ps in zip(annotators, pairs)]
-    verdicts, n = ask_all(work, seed), len(annotators)
+    def exchanged(ps, which): return [swap_outputs(p) if s else p for p, s in zip(ps, which)]
+    def back(v, swapped): return v._replace(preference=3 - v.preference) if swapped else v
+    if not both:
+        swapped = [shown_swapped(ps, seed) for ps in pairs]
+        verdicts = ask_all(list(zip(annotators, map(exchanged, pairs, swapped))), seed)
+        return [list(map(back, *of)) for of in zip(verdicts, swapped)]
+    turned = [list(map(swap_outputs, ps)) for ps in pairs]
+    verdicts, n = ask_all([*zip(annotators, pairs), *zip(annotators, turned)], seed), len(pairs)
     def average(one, two):
         prices = one.price, two.price
         return one._replace(preference=(one.preference + 3 - two.preference) / 2,
                             raw=f'{one.raw}\n---\n{two.raw}' if one.raw else '',
                             price=None if None in prices else sum(prices),
                             orders=(one.preference, 3 - two.preference))
-    if both: return [list(map(average, *orders)) for orders in zip(verdicts[:n], verdicts[n:])]
-    return [[v._replace(preference=3 - v.preference) if s else v for v, s in zip(vs, swaps)]
-            for vs, swaps in zip(verdicts, swapped)]
+    return [list(map(average, *orders)) for orders in zip(verdicts[:n], verdicts[n:])]
 
 # %% ../nbs/annotators.ipynb #ddf9e4f5
 def annotate_pairs(
@@ -187,7 +183,7 @@ def annotate_pairs(
         if pair['output_1'] == pair['output_2']: rows[i]['preference'] = 1.5
         elif coin: rows[i] |= dict(preference=coin_label(pair, seed, flip_by), annotator='coin')
         else: asked[a].append(i)
-    verdicts = ask_annotators(members, [[pairs[i] for i in of] for of in asked], seed, both_orders)
+    verdicts = _ask_annotators(members, [[pairs[i] for i in of] for of in asked], seed, both_orders)
     for i, v in zip(sum(asked, []), sum(verdicts, [])):
         rows[i]['preference'] = decide_vote(pairs[i], v.preference, seed, decide)
         if v.raw: rows[i] |= dict(price=v.price, time=v.seconds, raw=v.raw)
@@ -196,7 +192,7 @@ def annotate_pairs(
     return flip_labels(rows, flip_rate, seed, flip_by).records
 
 # %% ../nbs/annotators.ipynb #6fd448ff
-def pair_samples(
+def _pair_samples(
     candidates: list[dict],  # `output` is a list of samples
     seed: int = 0,
 ) -> list[dict]:
@@ -217,21 +213,21 @@ def load_pairs(cfg) -> list[dict]:
     if against := getattr(cfg, 'against', ''):
         return ordered_pairs(*(load(f, 'outputs', 'output') for f in (against, cfg.outputs)))
     rows = load(cfg.outputs, 'candidates', ('pair', 'candidates'))
-    if pairs := rows if 'output_1' in rows[0] else pair_samples(rows, cfg.seed): return pairs
+    if pairs := rows if 'output_1' in rows[0] else _pair_samples(rows, cfg.seed): return pairs
     raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers; sample '
                      'with n > 1 at a temperature above 0, or name a second model in against')
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9
-def expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
+def _expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
     "Expected preference of a random annotator in a random order, after flips: (pairs,)."
     members = pool_members(pool)
-    verdicts = ask_annotators(members, [pairs] * len(members), both=True)
+    verdicts = _ask_annotators(members, [pairs] * len(members), both=True)
     preferences = [[v.preference for v in vs] for vs in verdicts]
     mean = np.average(preferences, axis=0, weights=pool_weights(pool))
     return mean + rate * (3 - 2 * mean)
 
 # %% ../nbs/annotators.ipynb #5c00d902
-def position_bias(rows: list[dict], seed: int, both: bool) -> dict:
+def _position_bias(rows: list[dict], seed: int, both: bool) -> dict:
     """How often the answer shown first wins (`first`), by labels before flips; with both orders
     also how often these agree (`consistent`). With 95 % intervals; empty without labels."""
     judged = [r for r in rows if r['preference'] is not None and r['annotator'] != 'coin'
@@ -256,58 +252,52 @@ def to_alpaca_eval(rows: list[dict]) -> list[dict]:
                  raw_completion=r.get('raw')) for r in rows]
 
 # %% ../nbs/annotators.ipynb #4a03fb25
-def _write_labels(run, rows: list[dict], clean: list[dict], rate: Interval, pool):
-    "Write the labels and finish the run; ValueError if it is incomplete or nothing was labelled."
-    cfg, clients = run.cfg, api_clients(pool)
+def run(cfg: AnnotatorsConfig):
+    "Annotate pairs; writes preferences.json, summary.json and, for API judges, annotations.json."
+    folder = start(cfg, run)
+    if folder.done: return folder
+    pool, pairs = load_annotators(cfg.annotators, cfg), load_pairs(cfg)
+    clients, share = api_clients(pool), flip_share(cfg.label_flip, cfg.annotators)
+    clean = annotate_pairs(pairs, pool, cfg.seed, 0. if cfg.ask_flipped else share,
+                           cfg.both_orders, cfg.ask_flipped, cfg.flip_by)
+    rows, rate = flip_labels(clean, share if cfg.ask_flipped else 0., cfg.seed, cfg.flip_by)
+    for i, (r, c) in enumerate(zip(rows, clean)):
+        changed = r['preference'] != c['preference']
+        rows[i] = dict(r, flipped=None if r['annotator'] == 'coin' else changed)
+    if cfg.expected and not clients:
+        expected = _expected_preferences(pairs, pool, share)
+        rows = [dict(r, expected=None if math.isnan(e) else float(e))
+                for r, e in zip(rows, expected)]
     labelled = [r for r in rows if r['preference'] is not None]
-    unlabelled = [r for r in rows if r['preference'] is None]
     judged = [r for r in clean if r['preference'] is not None and r['annotator'] != 'coin']
-    usage = usage_totals(clients)
-    run.write('preferences.json', labelled)
-    if clients: run.write('annotations.json', to_alpaca_eval(judged))
-    if unlabelled:
-        why = dict(reasons=usage['reasons'], unread=sum((c.unread for c in clients), []))
-        run.write('unanswered.json', dict(pairs=unlabelled, **why))
-    where = f'see {run.path("unanswered.json")}'
+    usage, missing = usage_totals(clients), len(rows) - len(labelled)
+    folder.write('preferences.json', labelled)
+    if clients: folder.write('annotations.json', to_alpaca_eval(judged))
+    if missing:
+        unlabelled = [r for r in rows if r['preference'] is None]
+        folder.write('unanswered.json', dict(pairs=unlabelled, reasons=usage['reasons'],
+                                             unread=sum((c.unread for c in clients), [])))
+    where = f'see {folder.path("unanswered.json")}'
     if usage['open']:
         raise ValueError(f'{len(labelled)} of {len(rows)} pairs are labelled, all of them stored; '
-                         f'{len(unlabelled)} are missing: {usage["open"]}. Run again for these')
+                         f'{missing} are missing: {usage["open"]}. Run again for these')
     if not labelled:
         hint = where if clients else 'are the recorded labels on other pairs?'
         raise ValueError(f'there is no verdict on any of the {len(rows)} pairs: {hint}')
-    if unlabelled: print(f'no verdict on {len(unlabelled)} of {len(rows)} pairs: {where}')
+    if missing: print(f'no verdict on {missing} of {len(rows)} pairs: {where}')
     coins = sum(r['annotator'] == 'coin' for r in labelled)
     if not cfg.ask_flipped:
         thrown = len(labelled if cfg.flip_by == 'pair' else {prompt_key(r) for r in labelled})
         rate = Interval(*(x / 2 for x in wilson(coins / len(labelled) * thrown, thrown)))
     summary = dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)
     if not any(isinstance(a, RecordedLabels) for a in pool_members(pool)):
-        summary |= position_bias(clean, cfg.seed, cfg.both_orders)
+        summary |= _position_bias(clean, cfg.seed, cfg.both_orders)
     if cfg.against and judged:
         won = bootstrap([100*(r['preference'] - 1) for r in judged])
         summary |= dict(win_rate=won.value, win_rate_low=won.low, win_rate_high=won.high)
-    run.finish(labels=len(labelled), unanswered=len(unlabelled), unasked=coins,
-               ties=float(np.mean([r['preference'] == 1.5 for r in labelled])),
-               **{k: v for k, v in usage.items() if k not in ('open', 'reasons')}, **summary)
-
-
-def run(cfg: AnnotatorsConfig):
-    "Annotate pairs; writes preferences.json, summary.json and, for API judges, annotations.json."
-    folder = start(cfg, run)
-    if folder.done: return folder
-    pool, pairs = load_annotators(cfg.annotators, cfg), load_pairs(cfg)
-    share = flip_share(cfg.label_flip, cfg.annotators)
-    flip_rate, coin_rate = (share, 0.) if cfg.ask_flipped else (0., share)
-    clean = annotate_pairs(pairs, pool, cfg.seed, coin_rate, cfg.both_orders, cfg.ask_flipped,
-                           cfg.flip_by)
-    flipped = flip_labels(clean, flip_rate, cfg.seed, cfg.flip_by)
-    rows = [dict(r, flipped=None if r['annotator'] == 'coin' else r['preference'] != y)
-            for r, y in zip(flipped.records, [c['preference'] for c in clean])]
-    if cfg.expected and not api_clients(pool):
-        expected = expected_preferences(pairs, pool, share)
-        rows = [dict(r, expected=None if math.isnan(e) else float(e))
-                for r, e in zip(rows, expected)]
-    _write_labels(folder, rows, clean, flipped.rate, pool)
+    folder.finish(labels=len(labelled), unanswered=missing, unasked=coins,
+                  ties=float(np.mean([r['preference'] == 1.5 for r in labelled])),
+                  **{k: v for k, v in usage.items() if k not in ('open', 'reasons')}, **summary)
     return folder
 
 # %% ../nbs/annotators.ipynb #ce08fdf0

@@ -17,7 +17,7 @@ import numpy as np
 
 from .core.answers import preflight, SampleConfig
 from .core.ask.api import ApiConfig, parse_mapping
-from .core.ask.batches import ApiClient
+from .core.ask.client import ApiClient
 from .core.data.candidates import LISTS, read_candidates
 from .core.ask.completions import ServedWriter
 from .core.data.records import full_instruction, load_records, prompt_key
@@ -29,7 +29,7 @@ from .core.run.settings import command, Count, Positive, resolve
 from .core.data.text import alpaca_prompt
 from .annotators import check_all_answered
 from .judging.judges import break_control_tokens
-from .judging.parsers import answer_text
+from .core.ask.api import answer_text
 
 # %% ../nbs/wombat.ipynb #a59e02b8
 MARKS = ('relevance', 'correctness', 'coherence', 'safety')   # Wombat's

@@ -6,13 +6,11 @@ import pytest
 
 import tiny
 from alpaca_farm import world
-from alpaca_farm.judging import label_files
 from alpaca_farm.judging import agreement as A, measures as M
 from alpaca_farm.core.data.dialogues import dialogue_text
 from alpaca_farm.core.data.preferences import hash_uniform, swap_outputs
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.stats import agreement
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
@@ -176,7 +174,7 @@ def test_recorded_votes_of_an_annotation_run(tmp_path):
     sets = dict(s=[dict(p, row=i) for i, p in enumerate(pairs)])
     live = A.verdicts_of_judges(['alpaca_farm.judging.agreement:prefer_longer'], sets, CFG)['s', 'longest'].preferences
     assert (A.verdicts_of_judges([str(tmp_path)], sets, CFG)['s', 'longest'].preferences[0, 0] == live[0, 0]).all()
-    assert [p['votes'] for p in label_files.read_set(str(tmp_path))] == [dict(longest=r['preference']) for r in rows]      # a run folder is a set, too
+    assert [p['votes'] for p in A.load_sets([str(tmp_path)])[tmp_path.name]] == [dict(longest=r['preference']) for r in rows]      # a run folder is a set, too
     with pytest.raises(ValueError, match='a second judge called longest'): A.verdicts_of_judges(['alpaca_farm.judging.agreement:prefer_longer', str(tmp_path)], sets, CFG)
 
 

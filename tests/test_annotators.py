@@ -1,7 +1,6 @@
 """Annotation runs with judges behind an endpoint, reward models and recorded labels: what is asked, paid for, stored and refused."""
 import gc
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,13 +12,11 @@ import pytest
 
 import tiny
 from alpaca_farm.core.data import preferences
-from alpaca_farm.core.ask import batches
 from alpaca_farm import annotators
 from alpaca_farm.annotators import annotate_pairs, AnnotatorsConfig, load_annotators
-from alpaca_farm.core.ask import client
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.records import full_instruction, load_records
-from alpaca_farm.core.ask.judge_configs import configured_annotators, configured_models, judge_config_file
+from alpaca_farm.core.ask.judge_configs import entry_model, judge_config_file, read_judge_config
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.ask.store import Store
 from judge_server import judge_server
@@ -31,7 +28,7 @@ MODELS = ['gpt-3.5-turbo-16k-0613=judge', 'gpt-4-0314=judge', 'gpt-3.5-turbo-030
 def alone(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'): monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    monkeypatch.setattr(client, 'retry_delay', lambda *args, of=client.retry_delay: min(of(*args), .05))
+    monkeypatch.setattr('openai._base_client.MAX_RETRY_DELAY', .05)
 
 
 def pairs(n):
@@ -44,7 +41,8 @@ def config(tmp_path, server, n=40, **more):
     file = tmp_path/'pairs.json'
     file.write_text(json.dumps(pairs(n)))
     configured = judge_config_file(more.get('annotators', 'chatgpt'))
-    models = [m for m in MODELS if configured and m.split('=')[0] in configured_models(configured)]
+    used = {entry_model(e) for e in read_judge_config(configured).values()} if configured else ()
+    models = [m for m in MODELS if m.split('=')[0] in used]
     return AnnotatorsConfig(**dict(dict(out=str(tmp_path/'run'), outputs=str(file), annotators='chatgpt', models=models, base_url=server and server.url,
                                         store=str(tmp_path/'answers.sqlite'), label_flip=0., tries=3, timeout=5.), **more))
 
@@ -116,7 +114,7 @@ def test_a_judge_that_samples_is_asked_anew_for_another_seed(tmp_path):
     "At temperature 0 another seed is answered from the store; above 0 it is another replicate of the judge's noise."
     with judge_server() as server:
         for spec, samples in (('chatgpt', False), ('alpaca_farm', True)):
-            all_ = configured_annotators(judge_config_file(spec))
+            all_ = read_judge_config(judge_config_file(spec))
             weights = [f'{n}={int(n == "davinci003_4")}' for n in all_] if samples else []
             for k, (seed, asked) in enumerate(((0, 80), (1, 80*samples), (0, 0))):
                 before = len(server.requests())
@@ -184,7 +182,7 @@ def test_the_batch_api(tmp_path, capsys):
     with judge_server(batch_seconds=.3) as server:
         models = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=other', 'text-davinci-003=my-instruct']
         one = ['gpt4_4', 'chatgpt_1', 'davinci003_4']   # a chat with one model, a chat with another, a completion
-        weights = [f'{n}={int(n in one)}' for n in configured_annotators(judge_config_file('alpaca_farm'))]
+        weights = [f'{n}={int(n in one)}' for n in read_judge_config(judge_config_file('alpaca_farm'))]
         cfg = config(tmp_path, server, batch=True, prices=str(tmp_path/'prices.yaml'), annotators='alpaca_farm', models=models, weights=weights)
         annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 40 and 'within a day' in capsys.readouterr().out
@@ -203,37 +201,6 @@ def test_what_a_batch_did_not_answer_is_asked_again(tmp_path):
         server.set(faults={})
         annotators.run(cfg)
         assert read_summary(cfg.out)['labels'] == 40 and sum('batch' in r for r in server.requests()) == 47
-
-
-def test_a_batch_under_way_is_not_asked_for_besides(tmp_path):
-    "A run without `batch` fetches a batch that has ended, and says so of one that has not; nothing is paid for twice."
-    with judge_server(batch_seconds=3.) as server:
-        cfg = config(tmp_path, server, batch=True)
-        started = subprocess.Popen([sys.executable, '-c', WAITS, json.dumps(vars(cfg))], env=tiny.environment(), stdout=subprocess.DEVNULL)
-        while not any(r['path'] == '/v1/batches' and r['method'] == 'POST' for r in server.requests()): time.sleep(.02)
-        time.sleep(.2)
-        started.kill(); started.wait()
-        plain = again(cfg, batch=False)
-        with pytest.raises(ValueError, match='under way in the batch'): annotators.run(plain)
-        time.sleep(3.2)
-        annotators.run(plain)
-        assert read_summary(cfg.out)['labels'] == 40 and sum(r['path'].endswith('completions') for r in server.requests()) == 40
-
-
-def test_a_full_disk_while_a_batch_is_fetched(tmp_path, monkeypatch):
-    "What could not be stored is fetched again; it was paid for once."
-    put, count = Store.put, [0]
-    def full(self, *args):
-        count[0] += 1
-        if count[0] > 15: raise OSError('the disk is full. What is stored is safe; free some space and run again')
-        return put(self, *args)
-    with judge_server(batch_seconds=.1) as server:
-        cfg = config(tmp_path, server, batch=True)
-        monkeypatch.setattr(Store, 'put', full)
-        with pytest.raises(ValueError, match='the disk is full'): annotators.run(cfg)
-        monkeypatch.setattr(Store, 'put', put)
-        annotators.run(cfg)
-        assert read_summary(cfg.out)['labels'] == 40 and sum('batch' in r for r in server.requests()) == 40
 
 
 def test_a_batch_within_a_budget(tmp_path):
@@ -332,8 +299,7 @@ def test_retry_after_is_obeyed(tmp_path, monkeypatch):
         assert max(np.diff(times)) >= 1.5 and len(times) == 9
 
 
-def test_nobody_there_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(batches.ApiClient, 'silence', 0.)
+def test_nobody_there_is_said(tmp_path):
     with pytest.raises(ValueError, match='no answer from 127.0.0.1:9'): annotators.run(config(tmp_path, None, base_url='http://127.0.0.1:9/v1'))
 
 

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -14,11 +13,9 @@ import pytest
 import tiny
 from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
 from alpaca_farm.judging import judges
-from alpaca_farm.core.ask import client
 from alpaca_farm.core.ask.api import ApiConfig, cost, price_list
-from alpaca_farm.core.ask.batches import ApiClient
-from alpaca_farm.core.ask.store import Store, request_key
-from judge_server import judge_server, verdict
+from alpaca_farm.core.ask.store import Store
+from judge_server import judge_server
 
 ONE = 'text_davinci_003'   # one pair to a prompt, answered by "Output (a)" or "Output (b)"
 MODELS = [f'{m}=judge' for m in ('text-davinci-003', 'gpt-4-1106-preview', 'gpt-4', 'gpt-4-0314', 'gpt-4-turbo',
@@ -78,7 +75,7 @@ FAULTS = {
 @pytest.mark.parametrize('name', FAULTS)
 def test_faults_cost_no_label(tmp_path, name, monkeypatch, capsys):
     "After each: the labels are those of a server without faults, every answer was paid for once, and is in the store."
-    monkeypatch.setattr(client, 'retry_delay', lambda *args, of=client.retry_delay: min(of(*args), .06))
+    monkeypatch.setattr('openai._base_client.MAX_RETRY_DELAY', .06)
     ps, spec = pairs(60), 'weighted_alpaca_eval_gpt4_turbo' if name == 'no log-probs' else 'chatgpt'
     with judge_server(seed=3, **FAULTS[name]) as server:
         judge = made(server, tmp_path, spec, timeout=.5 if name == 'time-outs' else 5.)
@@ -92,7 +89,7 @@ def test_faults_cost_no_label(tmp_path, name, monkeypatch, capsys):
     injected, stored = sum(counts.values()) - counts['ok'], len(Store(tmp_path/'answers.sqlite'))
     assert injected and good == 60 - len(lost), 'an answer was paid for twice'
     assert stored == good + (injected if name in ('no log-probs', 'refusals', 'no verdict') else 0), 'what was read but is no verdict stays'
-    with capsys.disabled(): print(f'\n{name:13} injected {injected:3}, labels {60 - len(lost)}/60, stored {stored}, tried again {judge.client.tally.tried_again}', end='')
+    with capsys.disabled(): print(f'\n{name:13} injected {injected:3}, labels {60 - len(lost)}/60, stored {stored}', end='')
 
 
 def test_a_wrong_key_stops_at_once(tmp_path):
@@ -134,14 +131,6 @@ def worker(server, store, n):
     return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-def test_three_processes_pay_once(tmp_path):
-    with judge_server(latency=.01, faults={'500': .1}) as server:
-        workers = [worker(server, tmp_path/'answers.sqlite', 80) for _ in range(3)]
-        said = [w.communicate(timeout=100) for w in workers]
-        assert all(json.loads(out.splitlines()[-1]) == longer(pairs(80)) for out, _ in said), said
-        assert server.counts()['ok'] == 80 == len(Store(tmp_path/'answers.sqlite'))
-
-
 def forked(server, folder, n):
     "The id of a fork of this process that asks as `worker` does, without the seconds of imports."
     if pid := os.fork(): return pid
@@ -154,12 +143,11 @@ def forked(server, folder, n):
 def test_killed_at_any_moment_it_loses_at_most_the_calls_in_flight(tmp_path):
     "Twenty times, each at a random moment after its first request."
     rng, n = np.random.default_rng(0), 800
-    import openai  # noqa: once for all forks
     with judge_server(latency=.02) as server:
         for _ in range(20):
-            before = os.path.getsize(server.log)
+            before = len(server.requests())
             pid = forked(server, tmp_path, n)
-            while os.path.getsize(server.log) == before: assert os.waitpid(pid, os.WNOHANG) == (0, 0); time.sleep(.01)
+            while len(server.requests()) == before: assert os.waitpid(pid, os.WNOHANG) == (0, 0); time.sleep(.01)
             time.sleep(rng.random()*.12); os.kill(pid, signal.SIGKILL)
             assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
         stored = len(Store(tmp_path/'answers.sqlite'))
@@ -226,18 +214,15 @@ def test_control_tokens_of_a_pair_are_broken_and_those_of_the_prompt_are_not(tok
             assert sent.count(token) == plain.count(token) and f'a{token[0]} {token[1:]}b' in sent
 
 
-@pytest.mark.parametrize('said', ['<think>First (b): Output (b)? No.</think>\n\nOutput (a)', 'Output (b)...\n</think>Output (a)', '```\nOutput (a)\n```'])
-def test_what_a_judge_thinks_is_no_verdict(said):
-    e = judges.load_evaluators('chatgpt')[0]
-    assert judges.parse_verdicts(e, dict(choices=[dict(message=dict(content=said))])) == [1.]
-    assert math.isnan(judges.parse_verdicts(e, dict(choices=[dict(message=dict(content='<think>Output (a) it is, or'))]))[0])
-
-
-def test_fenced_answers_are_read():
-    fence = lambda text: dict(choices=[dict(message=dict(content=f'<think>so</think>```json\n{text}\n```'))])
-    assert judges.parse_verdicts(judges.load_evaluators('structured')[0], fence('{"better": "second"}')) == [2.]
-    ranked = judges.load_evaluators('alpaca_eval_gpt4')[0]
-    assert judges.parse_verdicts(ranked, fence("[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]")) == [1.]
+def test_what_a_judge_thinks_is_no_verdict_and_fences_are_taken_off():
+    def said(name, text):
+        answer = dict(choices=[dict(message=dict(content=text))])
+        return judges.parse_verdicts(judges.load_evaluators(name)[0], answer)[0]
+    for text in ('<think>Output (b)? No.</think>\n\nOutput (a)', '```\nOutput (a)\n```',
+                 'Output (b)...\n</think>Output (a)'):
+        assert said('chatgpt', text) == 1
+    assert math.isnan(said('chatgpt', '<think>Output (a) it is, or'))
+    assert said('structured', '<think>so</think>```json\n{"better": "second"}\n```') == 2
 
 
 def test_an_old_configuration_asks_a_model_that_reasons(tmp_path):
@@ -271,8 +256,7 @@ GOOD = dict(prompt_template='p.txt', completions_kwargs=dict(model_name='m', max
     (dict(fn_completion_parser='logprob_parser', completion_parser_kwargs=dict(numerator_token='m', denominator_tokens=[1])), 'a list of them'),
     (dict(fn_completion_parser='json_parser', completion_parser_kwargs=dict(key='k', values=dict(a=3))), 'from 1 to 2'),
     (dict(fn_completion_parser='pipeline_meta_parser', completion_parser_kwargs=dict(parsers_to_kwargs=dict(a=1))), 'completion_parser_kwargs'),
-    (dict(completions_kwargs='m'), 'completions_kwargs is'), (dict(completions_kwargs=dict(model_name=['m'])), 'not a name'), (dict(batch_size=0), 'batch_size must be'),
-    (dict(completions_kwargs=dict(model_name='m', temperature=math.nan)), 'those of JSON')])
+    (dict(completions_kwargs='m'), 'completions_kwargs is'), (dict(completions_kwargs=dict(model_name=['m'])), 'not a name')])
 def test_a_wrong_configuration_is_refused_before_anything_is_paid_for(tmp_path, wrong, message):
     import yaml
     (tmp_path/'p.txt').write_text('{instruction} {output_1} {output_2}')

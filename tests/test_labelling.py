@@ -90,7 +90,7 @@ def test_keys_buttons_and_their_verdicts(tmp_path):
 def test_a_key_too_early_was_meant_for_the_pair_before(tmp_path):
     page = page_of(drawn(3), tmp_path/'a.sqlite', key_delay=30.)
     page.press_key('1'); page.buttons['2'].click()
-    assert page.queue.count_remaining() == 3 and len(page.queue.store) == 0
+    assert len(page.queue) == 3 and len(page.queue.store) == 0
 
 
 def test_undo_keeps_the_history(tmp_path):
@@ -101,11 +101,11 @@ def test_undo_keeps_the_history(tmp_path):
     page.press_key('1')
     page = page_of(pairs, tmp_path/'a.sqlite')
     page.press_key('u')
-    assert page.pair == second and page.queue.count_remaining() == 3 and len(person_labels(page.queue.store, pairs, 'Ann')) == 1
+    assert page.pair == second and len(page.queue) == 3 and len(person_labels(page.queue.store, pairs, 'Ann')) == 1
     page.press_key('2')
     assert person_labels(page.queue.store, pairs, 'Ann')[1]['preference'] == (1 if person_sees_swapped(pairs[1], 'Ann') else 2)
     for _ in range(2): page.press_key('u')
-    assert page.queue.count_remaining() == 4 and person_labels(page.queue.store, pairs, 'Ann') == []
+    assert len(page.queue) == 4 and person_labels(page.queue.store, pairs, 'Ann') == []
     page.press_key('u')
     assert 'nothing to undo' in page.head.value and len(page.queue.store) == 6, 'labels, corrections and undos are all there'
 
@@ -114,7 +114,7 @@ def test_a_skipped_pair_is_no_label_and_not_asked_again(tmp_path):
     pairs = drawn(2)
     page = page_of(pairs, tmp_path/'a.sqlite', repeat=1.)
     page.press_key('s')
-    assert page_of(pairs, tmp_path/'a.sqlite', repeat=1.).queue.next_pair()[0] == 1 and page.queue.count_remaining() == 2
+    assert page_of(pairs, tmp_path/'a.sqlite', repeat=1.).queue.next_pair()[0] == 1 and len(page.queue) == 2
     assert person_labels(page.queue.store, pairs, 'Ann') == []
 
 
@@ -125,7 +125,7 @@ def test_twice_in_the_other_order(tmp_path):
         page = page_of(pairs, tmp_path/'a.sqlite', name, repeat=1.)
         simulate_person(page, annotator, 55)
         page = page_of(pairs[::-1], tmp_path/'a.sqlite', name, repeat=1., seed=5)
-        assert page.queue.count_remaining() == 25
+        assert len(page.queue) == 25
         simulate_person(page, annotator, 99)
         rows = person_labels(page.queue.store, pairs, name)
         assert len(rows) == 40 and person_summary(rows)['self_agreement'].value == share and len({r['shown_first'] for r in rows}) == 2
@@ -136,7 +136,7 @@ WORKER = '''
 import sys; sys.path.insert(0, {tests!r})
 from test_labelling import drawn, page_of, longer, simulate_person
 page = page_of(drawn(400), {store!r})
-while page.pair: simulate_person(page, longer, 1); print(page.queue.count_remaining(), flush=True)
+while page.pair: simulate_person(page, longer, 1); print(len(page.queue), flush=True)
 '''
 
 
@@ -149,8 +149,8 @@ def test_killed_in_the_middle_nothing_is_lost(tmp_path):
             for _ in range(wait): left = int(p.stdout.readline())
             p.send_signal(signal.SIGKILL)
         page = page_of(pairs, store)
-        assert page.queue.count_remaining() <= left and page.queue.next_pair()[0] == 400 - page.queue.count_remaining()
-        left = page.queue.count_remaining()
+        assert len(page.queue) <= left and page.queue.next_pair()[0] == 400 - len(page.queue)
+        left = len(page.queue)
         rows = person_labels(page.queue.store, pairs, 'Ann')
         assert len(rows) == 400 - left == len(page.queue.store), 'a pair was asked twice, or lost'
         assert [r['preference'] for r in rows] == longer([p for p in pairs[:len(rows)]])
@@ -162,10 +162,10 @@ def test_a_label_that_cannot_be_written_is_said(tmp_path, monkeypatch):
     def full(*args, **kwargs): raise OSError('the disk is full')
     monkeypatch.setattr(page.queue.store, 'put', full)
     page.press_key('1')
-    assert 'Not recorded: the disk is full' in page.head.value and page.pair == was and page.queue.count_remaining() == 3
+    assert 'Not recorded: the disk is full' in page.head.value and page.pair == was and len(page.queue) == 3
     monkeypatch.undo()
     page.press_key('1')
-    assert page.queue.count_remaining() == 2
+    assert len(page.queue) == 2
 
 
 def settings(tmp_path, pairs, **more):

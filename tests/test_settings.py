@@ -79,7 +79,7 @@ yamls = (st.dictionaries(st.sampled_from(['mine', 'm', 1]), values | entries, ma
 @pytest.mark.parametrize('load', ['judge', 'prices'])
 def test_any_yaml_loads_or_is_refused_by_name(load, tmp_path):
     from alpaca_farm.core.ask.api import price_list
-    from alpaca_farm.core.ask.judge_configs import configured_models
+    from alpaca_farm.core.ask.judge_configs import read_judge_config
     from alpaca_farm.judging.judges import load_evaluators, parse_verdicts
     file = tmp_path/'configs.yaml'
     (tmp_path/'p.txt').write_text('{output_1} {output_2}')
@@ -91,7 +91,7 @@ def test_any_yaml_loads_or_is_refused_by_name(load, tmp_path):
         file.write_bytes(text.encode('utf-8', 'surrogatepass'))
         try:
             if load == 'prices': price_list(str(file))
-            else: assert configured_models(file) and [parse_verdicts(e, answer) for e in load_evaluators(str(file))]
+            else: assert read_judge_config(file) and [parse_verdicts(e, answer) for e in load_evaluators(str(file))]
         except ValueError as e: assert str(file) in str(e), text
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')

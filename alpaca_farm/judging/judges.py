@@ -7,7 +7,7 @@ __all__ = ['COMPLETION_MODELS', 'Evaluator', 'load_evaluators', 'break_control_t
            'judge_request', 'parse_verdicts', 'Verdict', 'ask_judges', 'ApiJudge', 'Pool']
 
 # %% ../../nbs/judging/judges.ipynb #4746fade
-import math, os, re
+import math, re
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.ask.api import token_usage
-from ..core.ask.batches import ApiClient
+from ..core.ask.api import answer_text, token_usage
+from ..core.ask.client import ApiClient
 from ..core.data.records import full_instruction, read_text
 from ..core.ask.judge_configs import (adapt_decoding, entry_model, judge_config_file,
     read_judge_config, REASONING_MODELS, REQUEST_FIELDS, suggest_names)
 from ..core.data.preferences import is_preference, PAIR_FIELDS
-from .parsers import answer_text, check_parser, PARSERS
+from .parsers import check_parser, PARSERS
 
 # %% ../../nbs/judging/judges.ipynb #a3c23ddd
 @dataclass(frozen=True)
@@ -35,36 +35,6 @@ class Evaluator:
     parser_kwargs: dict = field(default_factory=dict)
 
 # %% ../../nbs/judging/judges.ipynb #36a157cc
-def _make_evaluator(name: str, config: dict, file: Path, models: dict, decoding: dict):
-    "The evaluator of an entry in a configuration, with other models and fields of the request."
-    model, kwargs = entry_model(config), config.get('completions_kwargs') or {}
-    size = config.get('batch_size') or 1
-    api = config.get('fn_completions') or 'openai_completions'
-    if model not in models and api != 'openai_completions':
-        raise ValueError(f'it asks {model} by {api}: serve that behind an OpenAI-compatible '
-                         f'endpoint and give its name: models = {{{model!r}: "..."}}')
-    own = {k: v for k, v in kwargs.items() if k in REQUEST_FIELDS}
-    fields = adapt_decoding({'model': models.get(model, model)} | own, decoding)
-    parser = config.get('fn_completion_parser') or 'regex_parser'
-    parser_kwargs = config.get('completion_parser_kwargs') or {}
-    if parser == 'json_parser' and 'annotation_key' in parser_kwargs:   # AlpacaEval's own parser
-        parser_kwargs = dict(key=parser_kwargs['annotation_key'])
-    if parser == 'logprob_parser' and REASONING_MODELS.search(fields['model']):
-        raise ValueError(f'it reads log-probs, which {fields["model"]} does not return: name '
-                         'another model, or a judge that reads text (such as structured)')
-    check_parser(parser, parser_kwargs)
-    prompt = config['prompt_template']
-    paths = file.parent/prompt, file.parent.parent/prompt
-    path = next((p for p in paths if os.path.isfile(p)), None)
-    if path is None: raise ValueError(f'its prompt {prompt} does not exist')
-    template = read_text(path).replace('{question}', config.get('question') or '{question}')
-    if '{question}' in template:
-        raise ValueError('it has no question. Name one of a task, such as harmlessness/harmless')
-    if not template.count('{output_1}') == template.count('{output_2}') == size:
-        raise ValueError(f'{path}: output_1 and output_2 must occur {size} times (its batch_size)')
-    return Evaluator(name, template, size, fields, parser, parser_kwargs)
-
-
 def load_evaluators(
     spec: str,           # a name that alpaca-eval ships, or a folder with a configs.yaml
     models: dict = {},   # the model to ask instead, by its name in the configuration
@@ -80,6 +50,36 @@ def load_evaluators(
         try: evaluators.append(_make_evaluator(name, entry, file, models, decoding))
         except ValueError as e: raise ValueError(f'{file}, {name}: {e}') from None
     return evaluators
+
+
+def _make_evaluator(name: str, entry: dict, file: Path, models: dict, decoding: dict):
+    "The evaluator of an entry in a configuration, with other models and fields of the request."
+    model, size = entry_model(entry), entry.get('batch_size') or 1
+    api = entry.get('fn_completions') or 'openai_completions'
+    if model not in models and api != 'openai_completions':
+        raise ValueError(f'it asks {model} by {api}: serve that behind an OpenAI-compatible '
+                         f'endpoint and give its name: models = {{{model!r}: "..."}}')
+    kwargs = entry.get('completions_kwargs') or {}
+    own = {k: v for k, v in kwargs.items() if k in REQUEST_FIELDS}
+    fields = adapt_decoding({'model': models.get(model, model)} | own, decoding)
+    parser = entry.get('fn_completion_parser') or 'regex_parser'
+    parser_kwargs = entry.get('completion_parser_kwargs') or {}
+    if parser == 'json_parser' and 'annotation_key' in parser_kwargs:   # AlpacaEval's own parser
+        parser_kwargs = dict(key=parser_kwargs['annotation_key'])
+    if parser == 'logprob_parser' and REASONING_MODELS.search(fields['model']):
+        raise ValueError(f'it reads log-probs, which {fields["model"]} does not return: name '
+                         'another model, or a judge that reads text (such as structured)')
+    check_parser(parser, parser_kwargs)
+    prompt = entry['prompt_template']
+    paths = [p for p in (file.parent/prompt, file.parent.parent/prompt) if p.is_file()]
+    if not paths: raise ValueError(f'its prompt {prompt} does not exist')
+    template = read_text(paths[0]).replace('{question}', entry.get('question') or '{question}')
+    if '{question}' in template:
+        raise ValueError('it has no question. Name one of a task, such as harmlessness/harmless')
+    if not template.count('{output_1}') == template.count('{output_2}') == size:
+        raise ValueError(f'{prompt}: output_1 and output_2 must occur {size} times (its '
+                         'batch_size)')
+    return Evaluator(name, template, size, fields, parser, parser_kwargs)
 
 # %% ../../nbs/judging/judges.ipynb #e2410082
 _CONTROL_TOKEN = re.compile(r'<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|\[/?INST\]|<</?SYS>>|'
@@ -167,19 +167,18 @@ def ask_judges(
             return not np.isnan(parse_verdicts(parts[left[k]][0], answer)).all()
         labels = sum(len(parts[i][1]) for i in left)
         answers = client(sent, draws, labels, asks - draw, None if draw else readable)
-        answered = [(i, a, s) for i, a, s in zip(left, answers, client.seconds(sent, draws)) if a]
-        for i, answer, seconds in answered:
-            (e, _), earlier = parts[i], verdicts[i][0].price
+        answered = [(i, answer) for i, answer in zip(left, answers) if answer]
+        for i, answer in answered:
+            (e, _), earlier, seconds = parts[i], verdicts[i][0].price, answer['seconds']
             usage = token_usage(answer, requests[i])
             paid = client.price(e.decoding['model'], *usage, batch=seconds is None)
             price = None if paid is None or earlier is None else earlier + paid / e.batch_size
-            message = answer['choices'][0].get('message') or {}
-            raw = answer_text(answer) or message.get('refusal') or ''
+            raw = answer_text(answer, refusal=True)
             verdicts[i] = [Verdict(v, raw, price, seconds) for v in parse_verdicts(e, answer)]
         left = [i for i, *_ in answered if any(math.isnan(v.preference) for v in verdicts[i])]
     client.unread += [dict(annotator=parts[i][0].name, said=verdicts[i][0].raw) for i in left]
-    real = [v for (_, pairs), vs in zip(parts, verdicts) for v in vs[:len(pairs)]]   # not the sums
-    given = iter(real)
+    # in the order of the pairs, without the sums
+    given = (v for (_, pairs), vs in zip(parts, verdicts) for v in vs[:len(pairs)])
     return [list(islice(given, len(pairs))) for _, pairs in work]
 
 # %% ../../nbs/judging/judges.ipynb #1ef423a6

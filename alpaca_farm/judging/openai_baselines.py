@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 from annotated_types import Interval
 import numpy as np
 
-from ..core.ask.api import ApiConfig, parse_mapping
-from ..core.ask.batches import ApiClient
+from ..core.ask.api import answer_text, ApiConfig, parse_mapping
+from ..core.ask.client import ApiClient
 from ..core.data.records import full_instruction, load_records, without_lists
 from ..core.data.dialogues import dialogue_text, prompt_messages, prompt_text
 from ..core.ask.judge_configs import adapt_decoding, parse_decoding
@@ -62,13 +62,6 @@ def baseline_request(
     return decoding | dict(messages=system + (dialogue or [dict(role='user', content=user)]))
 
 # %% ../../nbs/judging/openai_baselines.ipynb #34c2721c
-def _output(answer: dict) -> str:
-    "The text of an answer, or of a refusal."
-    choice = answer['choices'][0]
-    message = choice.get('message') or {}
-    return (choice.get('text') or message.get('content') or message.get('refusal') or '').strip()
-
-
 def run(cfg: OpenaiBaselinesConfig):
     "Answer a split; writes outputs.json (candidates.json too when n > 1) and summary.json."
     if not cfg.baseline: raise ValueError(f"baseline = '': choose from {', '.join(BASELINES)}")
@@ -77,7 +70,8 @@ def run(cfg: OpenaiBaselinesConfig):
     records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
     model = parse_mapping('models', cfg.models).get(cfg.baseline, cfg.baseline)
     client, requests = ApiClient(cfg, model), [baseline_request(r, cfg, model) for r in records]
-    def readable(i, answer): return bool(_output(answer))
+    def output(answer): return answer_text(answer, refusal=True).strip()
+    def readable(i, answer): return bool(output(answer))
     draws = [MAX_SAMPLES * cfg.seed + k for k in range(cfg.n) for _ in requests]
     found = client(requests*cfg.n, draws, readable=readable)
     rows, unanswered = [], []
@@ -88,7 +82,7 @@ def run(cfg: OpenaiBaselinesConfig):
             continue
         rest = {k: v for k, v in without_lists(record).items() if k not in ('output', 'generator')}
         ended = [a['choices'][0].get('finish_reason') != 'length' for a in answers]
-        rows.append(dict(rest, output=[_output(a) for a in answers], ended=ended, generator=model))
+        rows.append(dict(rest, output=[output(a) for a in answers], ended=ended, generator=model))
     first = [dict(r, output=r['output'][0], ended=r['ended'][0]) for r in rows]
     folder.write('outputs.json', first)
     if cfg.n > 1: folder.write('candidates.json', rows)

@@ -4,11 +4,11 @@
 
 # %% auto #0
 __all__ = ['parse_mapping', 'ApiConfig', 'asking_settings', 'price_list', 'cost', 'format_dollars', 'estimate_tokens',
-           'token_usage', 'StopAsking', 'RequestRefused', 'redact', 'first_line', 'concerns_request', 'classify_error',
-           'demanded_wait', 'retry_delay', 'is_complete', 'stored_form', 'server_address', 'make_client']
+           'token_usage', 'redact', 'first_line', 'StopAsking', 'concerns_request', 'stop_reason', 'stored_form',
+           'answer_text', 'server_address', 'make_client']
 
 # %% ../../../nbs/core/ask/api.ipynb #6c85fbd2
-import email.utils, json, os, random, re, time
+import json, os, re
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -69,14 +69,12 @@ def asking_settings(cfg: Config) -> ApiConfig:
 # %% ../../../nbs/core/ask/api.ipynb #b9647b71
 def price_list(path: str = '') -> dict[str, tuple[float, float]]:
     "Dollars per million tokens, in and out, by model; those in the YAML file `path` come first."
-    own = [at_root(path)] if path else []
-    if own and not os.path.isfile(own[0]):
+    files, prices = [notebooks_folder()/'recipes'/'prices.yaml'], {}
+    if path: files.append(at_root(path))
+    if not os.path.isfile(files[-1]):
         raise FileNotFoundError(f'prices = {path!r}: {missing_path(path)}')
-    prices = {}
-    for file in (notebooks_folder()/'recipes'/'prices.yaml', *own):
-        try: rows = read_yaml(file)
-        except ValueError as e: raise ValueError(f'prices: {e}') from None
-        for model, row in rows.items():
+    for file in files:
+        for model, row in read_yaml(file).items():
             pair = [row.get('in'), row.get('out')] if isinstance(row, dict) else row
             if not (isinstance(pair, list) and len(pair) == 2
                     and all(type(p) in (int, float) and 0 <= p < 1e9 for p in pair)):
@@ -116,14 +114,6 @@ def token_usage(answer: dict, request: dict) -> tuple[float, float]:
     if not isinstance(usage.get('prompt_tokens'), int): return estimate_tokens(request)
     return usage['prompt_tokens'], usage.get('completion_tokens') or 0
 
-# %% ../../../nbs/core/ask/api.ipynb #a97b2dfb
-class StopAsking(Exception):
-    "An error that makes every further request pointless; its text names the remedy."
-    status = 0   # of the server's answer, if that is the reason
-
-
-class RequestRefused(Exception): "An error that would recur if this request were sent again."
-
 # %% ../../../nbs/core/ask/api.ipynb #02bc61af
 def redact(text: str) -> str:
     """`text` without the values, from 8 characters, of environment variables named ..KEY, ..TOKEN,
@@ -139,73 +129,57 @@ def first_line(e: Exception) -> str:
     return (redact(str(e)).splitlines() or [type(e).__name__])[0][:300]
 
 # %% ../../../nbs/core/ask/api.ipynb #f833d68b
+class StopAsking(Exception):
+    "An error that makes every further request pointless; its text names the remedy."
+
+
 def concerns_request(status: int, text: str) -> bool:
     "Whether an error concerns its request alone: malformed, too long, or refused by a moderator."
     moderated = re.search(r'moderat|flagged|content.?(filter|policy|management)', text, re.I)
     return status in (400, 413, 422) or status == 403 and bool(moderated)
 
 
-def classify_error(
-    e: Exception,  # raised by the openai client
+def stop_reason(
+    e: Exception,  # raised by the openai client, after its own retries
     what: str,     # the model or other object requested
-    hint: str = 'name one it serves, or map the name to one (models)',  # if it does not exist
-) -> Exception:    # `StopAsking`, `RequestRefused`, or `e` itself when another try may help
-    "The consequence of an error of the openai client for the requests that follow."
-    status, code = getattr(e, 'status_code', 0), getattr(e, 'code', None)
-    if code == 'insufficient_quota' or status == 402: reason = 'the account has no credit left'
-    elif concerns_request(status, str(e)): return RequestRefused(first_line(e))
-    elif status == 401: reason = 'the key is refused: check OPENAI_API_KEY'
-    elif status == 403: reason = f'the key may not use {what}'
-    elif status == 404: reason = f'the endpoint does not offer {what}: {hint}'
-    else: return e
-    stop = StopAsking(f'{reason} ({first_line(e)})')
-    stop.status = status
-    return stop
-
-# %% ../../../nbs/core/ask/api.ipynb #e305d9b7
-def demanded_wait(e: Exception) -> float:
-    "Seconds that the server demands to wait; 0 if it demands none, or they cannot be read."
-    headers = getattr(getattr(e, 'response', None), 'headers', {})
-    milliseconds, after = headers.get('retry-after-ms'), headers.get('retry-after')
-    try:
-        if milliseconds is not None: return float(milliseconds) / 1000
-        if after and after.strip().replace('.', '').isdigit(): return float(after)
-        return email.utils.parsedate_to_datetime(after).timestamp() - time.time()
-    except (TypeError, ValueError): return 0.
-
-
-def retry_delay(e: Exception, attempt: int) -> float:
-    "Seconds until the next try, at least as many as the server demands."
-    delay = min(60., .5 * 2**attempt) * (.5 + random.random())
-    return max(demanded_wait(e) * (1 + .1 * random.random()), delay)
+) -> str:
+    "Why an error makes every further request pointless, and the remedy; '' if it does not."
+    status = getattr(e, 'status_code', 0)
+    if concerns_request(status, str(e)): return ''
+    reasons = {401: 'the key is refused: check OPENAI_API_KEY',
+               402: 'the account has no credit left',
+               403: f'the key may not use {what}',
+               404: f'the endpoint does not offer {what}: name a model that it serves (models)',
+               429: 'the limit of the endpoint is reached: run again later'}
+    if getattr(e, 'code', '') == 'insufficient_quota': status = 402
+    return f'{reasons[status]} ({first_line(e)})' if status in reasons else ''
 
 # %% ../../../nbs/core/ask/api.ipynb #76baa6b7
-def _joined(content):
-    "The text of a message's content; of a list of parts, those that are text."
-    if not isinstance(content, list): return content
-    return ''.join(p if isinstance(p, str) else p.get('text') or '' for p in content)
-
-
-def is_complete(answer) -> bool:
-    "Whether an answer has the fields it must have, down to its text, which may be anything."
+def stored_form(answer) -> dict | None:
+    """An answer as it is stored: without keys or lone surrogates, its text as one string, beside
+    the list of its `parts`. None for an answer without the fields that it must have."""
     try:
-        choice, usage = answer['choices'][0], answer.get('usage') or {}
-        message = choice.get('message') or {}
-        texts = [_joined(message.get('content')), message.get('refusal'), choice.get('text')]
-        texts += [call['function']['arguments'] for call in message.get('tool_calls') or []]
-        return (('message' in choice or 'text' in choice) and isinstance(usage, dict)
-                and all(t is None or isinstance(t, str) for t in texts))
-    except (TypeError, KeyError, IndexError, AttributeError): return False
-
-
-def stored_form(answer: dict) -> dict:
-    "A complete answer as it is stored: without keys, text as one string, a list of it in `parts`."
-    answer = json.loads(redact(json.dumps(well_formed(answer))))
-    for choice in answer['choices']:
-        message = choice.get('message') or {}
+        answer = json.loads(redact(json.dumps(well_formed(answer))))
+        choice = answer['choices'][0]
+        message = choice['message'] if 'message' in choice else dict(content=choice['text'])
         parts = message.get('content')
-        if isinstance(parts, list): message |= dict(content=_joined(parts), parts=parts)
-    return answer
+        if isinstance(parts, list):
+            text = ''.join(p if isinstance(p, str) else p.get('text') or '' for p in parts)
+            message |= dict(content=text, parts=parts)
+        texts = [call['function']['arguments'] for call in message.get('tool_calls') or []]
+        texts += [message.get('content') or '', message.get('refusal') or '']
+        known = all(isinstance(t, str) for t in texts)
+        return answer if known and isinstance(answer.get('usage') or {}, dict) else None
+    except (TypeError, KeyError, IndexError, AttributeError): return None
+
+
+def answer_text(answer: dict, refusal: bool = False) -> str:
+    "What an answer says: in its tool call if it has one, else in its message; or in a `refusal`."
+    choice = answer['choices'][0]
+    message = choice.get('message') or {}
+    for call in message.get('tool_calls') or []: return call['function']['arguments']
+    text = message.get('content') or choice.get('text')
+    return text or refusal and message.get('refusal') or ''
 
 # %% ../../../nbs/core/ask/api.ipynb #4d09e9c1
 def server_address(cfg: ApiConfig) -> str:
@@ -213,12 +187,13 @@ def server_address(cfg: ApiConfig) -> str:
     env = os.environ
     return cfg.base_url or env.get('OPENAI_BASE_URL') or env.get('OPENAI_API_BASE') or ''
 
-# %% ../../../nbs/core/ask/api.ipynb #3d942fa4
+
 def make_client(cfg: ApiConfig):
-    "A client of the openai package without retries of its own; ValueError if there is no key."
+    "A client of the openai package; ValueError if there is no key."
     import openai
     url, key = server_address(cfg) or None, os.environ.get('OPENAI_API_KEY')
     if not key and (not url or 'api.openai.com' in url):
         raise ValueError('no key for the endpoint: set the environment variable OPENAI_API_KEY, '
                          'or name a server that needs none with base_url or OPENAI_BASE_URL')
-    return openai.AsyncOpenAI(base_url=url, api_key=key or 'none', max_retries=0)
+    return openai.AsyncOpenAI(base_url=url, api_key=key or 'none', timeout=cfg.timeout,
+                              max_retries=cfg.tries - 1)

@@ -9,8 +9,8 @@ __all__ = ['prompt_tokens', 'label_tokens', 'Written', 'LocalWriter', 'shown_lab
 import math
 from typing import NamedTuple
 
-from .api import ApiConfig
-from .batches import ApiClient
+from .api import answer_text, ApiConfig
+from .client import ApiClient
 from ..model.generation import generate
 from .judge_configs import parse_decoding
 from ..model.models import autocast, load_policy, response_logprobs
@@ -102,10 +102,8 @@ class ServedWriter:
         forms = [dict(prompt=p) if isinstance(p, str) else dict(messages=p) for p in prompts]
         answers = self.client([dict(model=self.model, **p, **f) for p, f in zip(forms, fields)])
         tally = self.client.tally
-        failed = [why for key, why in tally.failed.items() if key not in tally.refused]
-        if tally.stopped or failed:
-            reason = f'{tally.stopped} is reached' if tally.stopped else failed[-1]
-            raise ValueError(f'{self.model}: {reason}. '
+        if tally.open:
+            raise ValueError(f'{self.model}: {tally.open}. '
                              'All answers so far are stored: run again for the rest')
         if refused := answers.count(None):
             print(f'{self.model} refused {refused} of {len(prompts)} requests, the last with: '
@@ -122,10 +120,11 @@ class ServedWriter:
         seeds = [int(2**31 * hash_uniform(cfg.seed, *key)) for key in keys]
         written = []
         for answer in self.ask(prompts, [dict(same, seed=s) for s in seeds]):
-            choice = answer['choices'][0] if answer else {}
-            text = choice.get('text') or (choice.get('message') or {}).get('content') or ''
-            ended = bool(answer) and choice.get('finish_reason') != 'length'
-            written.append(Written(text, ended, '' if answer else 'refused'))
+            if not answer:
+                written.append(Written('', False, 'refused'))
+                continue
+            ended = answer['choices'][0].get('finish_reason') != 'length'
+            written.append(Written(answer_text(answer), ended))
         return written
 
     def choose(self, prompts: list, labels) -> list[float]:
