@@ -115,7 +115,7 @@ def test_an_adapter_without_its_base(base, tmp_path):
     shutil.copy(base/'sft/model/model.safetensors', tmp_path/'base')
     with pytest.raises(ValueError, match='whose weights have changed'): load_policy(str(tmp_path/'run/adapter'), cfg)
     shutil.rmtree(tmp_path/'base')
-    with pytest.raises(FileNotFoundError, match='which is gone'): load_policy(str(tmp_path/'run/adapter'), cfg)
+    with pytest.raises(ValueError, match='which is gone'): load_policy(str(tmp_path/'run/adapter'), cfg)
     load_policy(str(tmp_path/'run'), cfg)   # the whole model needs no base
 
 
