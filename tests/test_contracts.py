@@ -23,7 +23,7 @@ MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py
 CORE = ['run.paths data.dialogues',
         'run.settings run.progress run.trackers run.files functional ask.store data.preferences',
         'data.formats model.adapters run.processes',
-        'data.records model.control model.sharding model.packing',
+        'data.records model.control model.sharding model.memory model.packing',
         'ask.judge_configs data.text',
         'run.identity model.loading',
         'run.execution',

@@ -236,7 +236,6 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     swapped = dict(PAIRS[0], output_1='b0', output_2='a')
     assert '1 of 5 pairs are labelled both ways' in said(PAIRS + [swapped], 'preference')
     assert 'both ways' not in said(PAIRS + [dict(swapped, preference=2.)], 'preference')
-    assert 'all 2 labels are True' in said([dict(r, label=True) for r in ROWS[:2]], 'output')
 
 
 @pytest.mark.parametrize('name, content, message', [

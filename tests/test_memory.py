@@ -1,4 +1,4 @@
-"""What is not needed is not held in memory, and in no higher precision."""
+"""What a run needs is estimated before it starts; what is not needed is not held."""
 import sys
 
 import pytest
@@ -6,24 +6,53 @@ import tiny
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from alpaca_farm import sft
-from alpaca_farm.core.model import generation, models
+from alpaca_farm import ppo, sft
+from alpaca_farm.core.model.adapters import add_adapter, lora_config, own_weights
+from alpaca_farm.core.model import generation, loading, memory, models
 from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.loading import rows_per_pass
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.settings import HardwareConfig, TrainConfig
 from alpaca_farm.core.training import adamw, Trainer
 
+SHAPE = dict(vocab_size=1000, hidden_size=256, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4, intermediate_size=688)
 
-def test_rows_of_a_pass_on_a_gpu_are_what_its_memory_holds(monkeypatch):
-    "Memory that torch keeps of tensors that are gone is free: 65 of 80 GB."
-    for name, value in dict(mem_get_info=(10e9, 80e9), memory_reserved=60e9, memory_allocated=5e9).items():
+
+def test_weights_gradients_and_moments_are_exact():
+    config = LlamaConfig(**SHAPE)
+    model, cfg = LlamaForCausalLM(config), TrainConfig()
+    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    n, parts = memory.memory_parts(config, cfg, 4)
+    assert n == sum(p.numel() for p in model.parameters())
+    assert parts['weights'] == size(model.parameters()) == parts['gradients']
+    assert parts['moments'] == size(s[k] for s in optimizer.state.values() for k in ('exp_avg', 'exp_avg_sq'))
+    half = memory.memory_parts(config, TrainConfig(master_weights=False), 2)[1]
+    assert half['weights'] * 2 == parts['weights'] and half['moments'] * 2 == parts['moments']
+    fsdp = memory.memory_parts(config, TrainConfig(num_processes=4, nodes=2, sharding='fsdp'), 4)[1]
+    assert [parts[k] / fsdp[k] for k in parts] == [1, 8, 8]
+    adapted = add_adapter(model, 'policy', lora_config(TrainConfig(lora_rank=8)))
+    lora = memory.memory_parts(config, TrainConfig(lora_rank=8), 4)[1]
+    assert lora['gradients'] == size(own_weights(adapted).values())
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_loads_anything(base, monkeypatch, tmp_path):
+    "PPO's value model, which comes after its policy, is in the policy's forecast."
+    monkeypatch.setattr(memory, 'available_bytes', lambda device: 1e5)
+    monkeypatch.setattr(loading, 'check_memory', lambda *args: memory.check_memory(*args, smallest=0))
+    cfg = tiny.config(ppo, **tiny.settings('ppo', base))
+    assert 'attn_implementation' in loading.loading_options(cfg.policy, cfg, True, checked=False)
+    monkeypatch.setattr(models, 'load_model', None)
+    cfg = tiny.config(sft, **tiny.settings('sft', base, out=str(tmp_path/'sft')))
+    with pytest.raises(MemoryError, match='the run needs more than'): sft.train(cfg)
+    assert not (tmp_path/'sft').exists()
+
+
+def test_memory_that_torch_keeps_is_free(monkeypatch):
+    for name, value in dict(mem_get_info=(10, 80), memory_reserved=60, memory_allocated=5).items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=20, hidden_size=256, num_hidden_layers=5, num_attention_heads=4))
-    monkeypatch.setattr(LlamaForCausalLM, 'device', torch.device('cuda'))
-    token = 4 * 28 * 256
-    assert rows_per_pass(model, 10_000, 1, cached=False) == int(.6 * 65e9 / (token * 10_000))
-    assert rows_per_pass(model, 10_000, 1) == int(.6 * 65e9 / ((token + 4 * 2.5 * 2 * 5 * 256) * 10_000))
+    assert memory.available_bytes(torch.device('cuda')) == 65
 
 
 def test_without_master_weights_all_is_in_the_compute_dtype(base, tmp_path):

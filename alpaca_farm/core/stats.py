@@ -19,7 +19,8 @@ from .data.preferences import check_preferences
 
 # %% ../../nbs/core/stats.ipynb #f03749a2
 def standard_error(values) -> float:
-    "Standard error of the mean over the first axis, a float or (...); nan for fewer than two values."
+    """Standard error of the mean over the first axis, a float or (...); nan for fewer than two
+    values."""
     error = np.std(values, axis=0, ddof=1)/math.sqrt(len(values)) if len(values) > 1 else math.nan
     return float(error) if np.ndim(error) == 0 else error
 
@@ -74,9 +75,10 @@ def replicate_interval(values, statistic=np.mean, n=1000, seed=0, level=.95) -> 
     if R == 1: return bootstrap(x[:, 0], statistic, n, seed, level)
     each = statistic(x[None], axis=1)[0]
     draws = bootstrap_draws(x, statistic, n, seed)
-    between = draws.sum(1).var(0) - draws.var(0).sum(0)      # R (R - 1) covariances of two replicates
+    between = draws.sum(1).var(0) - draws.var(0).sum(0)      # R (R - 1) covariances of two
     common = np.maximum(between, 0)/(R*(R - 1))
-    half = np.hypot(stdtrit(R - 1, p)*standard_error(each), NormalDist().inv_cdf(p)*np.sqrt(common))
+    z = NormalDist().inv_cdf(p)
+    half = np.hypot(stdtrit(R - 1, p)*standard_error(each), z*np.sqrt(common))
     ends = each.mean(0), each.mean(0) - half, each.mean(0) + half
     return Interval(*(float(v) if np.ndim(v) == 0 else v for v in ends))
 
@@ -195,8 +197,8 @@ def best_of_n_weights(scores, n: int) -> np.ndarray:
 
 
 def best_of_n_value(scores, values, n: int) -> np.ndarray:
-    """Expected `values` (..., N) of the best of `n` by `scores` (..., N), per prompt: (...). They are
-    a utility, win rate, length, or the scores themselves."""
+    """Expected `values` (..., N) of the best of `n` by `scores` (..., N), per prompt: (...). They
+    are a utility, win rate, length, or the scores themselves."""
     return (best_of_n_weights(scores, n)*np.asarray(values, dtype=float)).sum(-1)
 
 # %% ../../nbs/core/stats.ipynb #2f7d5210
@@ -227,8 +229,8 @@ def _curve_basis(d, form: str) -> np.ndarray:
 
 
 def fit_overoptimization(d, r, form: str) -> tuple[float, float]:
-    """Least-squares a and b of a curve of the scores `r` (K,), 0 at the start, over `d` (K,); `form`:
-    "best_of_n" or "rl". ValueError without two different distances above 0."""
+    """Least-squares a and b of a curve of the scores `r` (K,), 0 at the start, over `d` (K,);
+    `form`: "best_of_n" or "rl". ValueError without two different distances above 0."""
     x = _curve_basis(d, form)
     if len(np.unique(x[x[:, 0] > 0, 0])) < 2:
         raise ValueError('a curve needs at least two different distances above 0')

@@ -75,7 +75,7 @@ def end_token(tokenizer, template: str = 'auto') -> int:
     raise ValueError(f'the tokenizer {tokenizer.name_or_path} has no EOS token, and its chat '
                      'template ends no answer: add eos_token to tokenizer_config.json')
 
-# %% ../../../nbs/core/data/text.ipynb #cbdba045
+
 def end_tokens(model, tokenizer=None) -> list[int]:
     "The tokens that end a sampled answer: the model's, and the tokenizer's EOS and end of a turn."
     ends = getattr(getattr(model, 'generation_config', None), 'eos_token_id', None)
@@ -83,7 +83,7 @@ def end_tokens(model, tokenizer=None) -> list[int]:
     if tokenizer is not None: ends += [tokenizer.eos_token_id, end_token(tokenizer)]
     return sorted({int(e) for e in ends if e is not None})
 
-# %% ../../../nbs/core/data/text.ipynb #b98a997b
+
 def choose_pad(tokenizer, size: float = math.inf):
     "Choose a padding token, in place; ValueError if `size` tokens lack the end."
     end, added = end_token(tokenizer), tokenizer.added_tokens_decoder
@@ -121,7 +121,7 @@ def token_ids(texts, n: int, tokenizer, what: str = '', **how):
         yield from ([known.setdefault(i, i) for i in row] for row in rows['input_ids'])
         if show: show(min(done + 1000, n))
 
-# %% ../../../nbs/core/data/text.ipynb #09c29d30
+
 def _spell_out(ids: list[int], own: list[int], record: dict, tokenizer, special: set) -> list[int]:
     """A prompt's ids with the special tokens that come from the record as plain text; `own` counts
     those that the template puts before, between and behind the record's texts."""
@@ -158,7 +158,7 @@ def encode_prompts(records: list[dict], tokenizer, template: str = 'auto') -> li
         out.append(start + _spell_out(ids, own[roles], record, tokenizer, special))
     return out
 
-# %% ../../../nbs/core/data/text.ipynb #e583c68e
+
 def encode_responses(
     texts: list[str], tokenizer, ended: bool | list[bool] = True, template: str = 'auto',
 ) -> list[list[int]]:
@@ -193,7 +193,7 @@ def collate(
                 mask=pad([[1] * len(p + r) for p, r in both], 0, side),
                 response=pad([[0] * len(p) + [1] * len(r) for p, r in both], 0, side))
 
-# %% ../../../nbs/core/data/text.ipynb #8871a94b
+
 def rollout_batch(
     prompts: list[list[int]], responses: list[list[int]], pad_id: int,
 ) -> dict[str, torch.Tensor]:
@@ -204,7 +204,7 @@ def rollout_batch(
     return dict(ids=torch.cat(ids, 1), mask=torch.cat([left, right], 1),
                 response=torch.cat([torch.zeros_like(left), right], 1))
 
-# %% ../../../nbs/core/data/text.ipynb #568a6f9a
+
 def answer_batches(prompts: list[list[int]], responses: list[list[int]], size: int):
     "Yield batches of `size` distinct answers: row numbers of each, prompts, responses."
     rows, longest = {}, {}
@@ -246,7 +246,7 @@ def check_positions(model, length: int, what: str):
     raise ValueError(f'{what}: {length} tokens, but {name} reads at most {limit} '
                      '(max_position_embeddings)')
 
-# %% ../../../nbs/core/data/text.ipynb #2a763c20
+
 def encode(
     records: list[dict], fields: tuple, tokenizer, max_length: int, template: str = 'auto',
 ) -> tuple[list[int], list, list]:

@@ -205,8 +205,8 @@ def base_of(folder) -> str:
 
 @torch.no_grad()
 def load_adapter(model, folder, fresh: tuple[str, ...] = ()):
-    """Replace a view's own weights, without those named `fresh`, by those in a folder; ValueError if
-    they do not fit."""
+    """Replace a view's own weights, without those named `fresh`, by those in a folder; ValueError
+    if they do not fit."""
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
         saved = {name: f.get_tensor(name) for name in f.keys()}
     if not hasattr(model, 'score') and 'base_model.model.score.weight' in saved:
@@ -240,8 +240,8 @@ def merge(model):
 
 
 def add_saved(model, name: str, folder, fresh: tuple[str, ...] = ()):
-    """A view of a model with a saved adapter, from now on `name`, its head and its new tokens; weights
-    named `fresh` are not taken from it."""
+    """A view of a model with a saved adapter, from now on `name`, its head and its new tokens;
+    weights named `fresh` are not taken from it."""
     from peft import LoraConfig
     new = add_adapter(model, name, LoraConfig.from_pretrained(str(at_root(folder))))
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .generation import check_sampling, DecodingState, evaluation_mode, NOT_FINITE, Sample
-from .loading import rows_per_pass
+from .memory import rows_per_pass
 from ..data.text import end_tokens
 
 # %% ../../../nbs/core/model/beams.ipynb #e1c769f0
@@ -81,12 +81,12 @@ def _search_batch(model, prompts, beams, groups, penalty, steps, ends, alpha):
 
 # %% ../../../nbs/core/model/beams.ipynb #b566fb11
 def beam_search(model, tokenizer, prompts: list[list[int]], beams: int = 4, groups: int = 1,
-                diversity_penalty: float = 0., max_new_tokens: int = 300, length_penalty: float = 1.,
-                batch_size: int = 0, progress=None) -> list[list[Sample]]:
+                diversity_penalty: float = 0., max_new_tokens: int = 300,
+                length_penalty: float = 1., batch_size: int = 0, progress=None) -> list[list[Sample]]:
     """For each prompt `beams` answers, best first, fewer if there are no more; arguments as for
-    `generate`. In diverse beam search (Vijayakumar et al., 2018) the beams are split into `groups`,
-    and a token costs `diversity_penalty` for each earlier group's beam with it. A score is a log-prob
-    divided by the length to the power of `length_penalty`."""
+    `generate`. In diverse beam search (Vijayakumar et al., 2018) the beams are split into
+    `groups`, and a token costs `diversity_penalty` for each earlier group's beam with it. A score
+    is a log-prob divided by the length to the power of `length_penalty`."""
     model = model.get_base_model() if hasattr(model, 'get_base_model') else model
     longest = max(map(len, prompts), default=0) + max_new_tokens
     batch_size = batch_size or rows_per_pass(model, longest, 256)
@@ -101,8 +101,9 @@ def beam_search(model, tokenizer, prompts: list[list[int]], beams: int = 4, grou
     with evaluation_mode(model):
         for s in range(0, len(order), size):
             batch = order[s:s + size]
-            found = _search_batch(model, [list(map(int, prompts[i])) for i in batch], beams, groups,
-                                  diversity_penalty, max_new_tokens, ends, length_penalty)
+            texts = [list(map(int, prompts[i])) for i in batch]
+            found = _search_batch(model, texts, beams, groups, diversity_penalty,
+                                  max_new_tokens, ends, length_penalty)
             for i, samples in zip(batch, found): answers[i] = samples
             if progress: progress((s + len(batch))*beams, len(order)*beams)
     return answers

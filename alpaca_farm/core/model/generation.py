@@ -20,12 +20,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from .adapters import state_of
-from .loading import rows_per_pass
+from .memory import rows_per_pass
 from ..run.processes import in_parts, once
 from ..data.text import end_tokens, pad
 
 # %% ../../../nbs/core/model/generation.ipynb #66297ef0
-def uniform_stream(seed: int, prompt: list[int], occurrence: int, k: int, length: int) -> np.ndarray:
+def uniform_stream(seed: int, prompt: list[int], occurrence: int, k: int, length: int):
     """Uniform numbers (length,) for sample `k` of a prompt that has occurred `occurrence` times
     before, float32 in [0, 1); a longer stream begins with the shorter one."""
     digest = hashlib.blake2b(repr((seed, occurrence, k)).encode(), digest_size=16)
@@ -35,9 +35,9 @@ def uniform_stream(seed: int, prompt: list[int], occurrence: int, k: int, length
 
 # %% ../../../nbs/core/model/generation.ipynb #18b2b812
 def choose_token(logits, u, temperature: float = 1., top_p: float = 1., top_k: int = 0):
-    """The next tokens (B,) and their log-probs (B,) of logits (B, V), by inverse CDF at `u` (B,) in
-    [0, 1). Log-probs are those of the unrestricted distribution; at temperature 0, which takes the
-    likeliest token, those at temperature 1."""
+    """The next tokens (B,) and their log-probs (B,) of logits (B, V), by inverse CDF at `u` (B,)
+    in [0, 1). Log-probs are those of the unrestricted distribution; at temperature 0, which takes
+    the likeliest token, those at temperature 1."""
     logits = logits.float()
     if temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
@@ -215,25 +215,25 @@ def check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k,
             raise ValueError(f'prompt {i} has tokens {min(p)} to {max(p)}, '
                              f'the model 0 to {words - 1}: is this its tokenizer?')
         if limit and len(p) + max_new_tokens > limit:
-            raise ValueError(f'prompt {i} of {len(p)} tokens and max_new_tokens = {max_new_tokens} '
-                             f'exceed max_position_embeddings = {limit} of the model; shorten one')
+            raise ValueError(f'prompt {i} of {len(p)} tokens and max_new_tokens = '
+                             f'{max_new_tokens} exceed max_position_embeddings = {limit}')
 
 # %% ../../../nbs/core/model/generation.ipynb #abf6df5c
 def generate(model, tokenizer, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 300,
              temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0,
              batch_size: int = 0, progress=None) -> list[list[Sample]]:
-    """Sample `n` answers to each prompt, lists of token ids, in their order; ValueError for invalid
-    settings or prompts. `tokenizer` is read for its end token (None: those of `generation_config`),
-    temperature 0 is greedy, `top_p` and `top_k` sample only from the likeliest tokens (1 and 0: all),
-    `batch_size` counts sequences (0: 256, on a GPU by its memory), and `progress` is called with
-    (sequences done, all sequences) after each batch."""
-    if hasattr(model, 'get_base_model'): model = model.get_base_model()  # of peft; it has the layers
+    """Sample `n` answers to each prompt, lists of token ids, in their order; ValueError for
+    invalid settings or prompts. `tokenizer` is read for its end token (None: those of
+    `generation_config`), temperature 0 is greedy, `top_p` and `top_k` sample only from the
+    likeliest tokens (1 and 0: all), `batch_size` counts sequences (0: 256, on a GPU by its
+    memory), and `progress` is called with (sequences done, all sequences) after each batch."""
+    if hasattr(model, 'get_base_model'): model = model.get_base_model()   # of peft
     longest = max(map(len, prompts), default=0) + max_new_tokens
     batch_size = batch_size or rows_per_pass(model, longest, 256)
     check_sampling(model, prompts, n, max_new_tokens, temperature, top_p, top_k, batch_size)
     if sampler := state_of(model).sampler:   # a server: see `core.model.served`
-        return once(sampler, model, tokenizer, prompts, n, max_new_tokens, temperature, top_p, top_k,
-                    seed, progress)
+        return once(sampler, model, tokenizer, prompts, n, max_new_tokens, temperature, top_p,
+                    top_k, seed, progress)
     ends = end_tokens(model, tokenizer)
     choice = dict(temperature=temperature, top_p=top_p, top_k=top_k)
     jobs, seen = [], Counter()

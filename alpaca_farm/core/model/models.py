@@ -18,9 +18,9 @@ from .adapters import (add_adapter, add_saved, base_mark, base_of,
     checkpoint_layers, inherit_state, is_adapter, lora_config, save_adapter, state_of, view)
 from ..run.files import read_json, temporary_path, write_json
 from ..functional import head_logits, selected_logprobs
-from alpaca_farm.core.model.loading import (autocast, device_of, dtype_of, load_model, load_tokenizer,
-    loading_options, model_path, no_progress_bars, place_model, register_scalar_class,
-    rows_per_pass)
+from .loading import (autocast, device_of, dtype_of, load_model, load_tokenizer,
+    loading_options, model_path, no_progress_bars, place_model, register_scalar_class)
+from .memory import rows_per_pass
 from .packing import (attention_window, computed_at, pack, packed_states,
     position_wise, reads_packed, trunk_states)
 from ..run.paths import at_root, root
@@ -63,10 +63,10 @@ def check_policy(model, spec: str, cfg: Config):
 
 
 def load_policy(spec: str, cfg: Config, train: bool = False, frozen: bool = False):
-    """A causal language model and its tokenizer, from a run folder, checkpoint folder or hub name; in
-    the precision of training, and if `frozen` without what only training needs."""
+    """A causal language model and its tokenizer, from a run folder, checkpoint folder or hub name;
+    in the precision of training, and if `frozen` without what only training needs."""
     from transformers import AutoModelForCausalLM
-    model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train))
+    model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train, not frozen))
     model = place_model(model, cfg)
     check_policy(model, spec, cfg)
     tokenizer = load_tokenizer(spec, model)
@@ -80,16 +80,19 @@ def load_reference(policy, cfg: Config):
 
 # %% ../../../nbs/core/model/models.ipynb #94f85443
 def load_scalar(spec: str, cfg: Config, head: str = 'keep', train: bool = False):
-    """A model with a scalar head and its tokenizer, from a policy or scalar model; `head`: 'keep' for
-    the saved one, 'zero' or 'normal' for a fresh one. ValueError for an encoder to be trained."""
+    """A model with a scalar head and its tokenizer, from a policy or scalar model; `head`:
+    'keep' for the saved one, 'zero' or 'normal' for a fresh one. ValueError for an encoder to
+    be trained."""
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
+    # the check of PPO's policy counts its value model, which is loaded later
+    alone = getattr(cfg, 'in_memory', {}).get('trained') == 1
     model = load_model(AutoModelForSequenceClassification, spec, num_labels=1,
                        fresh=() if head == 'keep' else ('score.weight',),
-                       **loading_options(spec, cfg, train))
+                       **loading_options(spec, cfg, train, alone))
     if train and not hasattr(model, 'score'):
-        raise ValueError(f'{spec}: {type(model).__name__} has no head on its last token: it can be a '
-                         'reward_model, but no value model and no policy to train one from')
+        raise ValueError(f'{spec}: {type(model).__name__} has no head on its last token: it can '
+                         'be a reward_model, but no value model and no policy to train one from')
     tokenizer = load_tokenizer(spec, model)
     model.config.pad_token_id = tokenizer.pad_token_id
     if head == 'zero': torch.nn.init.zeros_(model.score.weight)
@@ -100,8 +103,9 @@ def load_scalar(spec: str, cfg: Config, head: str = 'keep', train: bool = False)
 
 # %% ../../../nbs/core/model/models.ipynb #ada1000e
 def scalar_on(policy, name: str, spec: str, cfg: Config):
-    """A scalar model on the weights under a policy's adapter, with a new adapter, `name`, from a
-    reward model, or fresh with a head of zeros if `spec` is empty; None if it has other weights."""
+    """A scalar model on the weights under a policy's adapter, with a new adapter, `name`, from
+    a reward model, or fresh with a head of zeros if `spec` is empty; None if it has other
+    weights."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
     folders = [f for f in (at_root(spec)/'adapter', at_root(spec)) if spec and is_adapter(f)]
     if state_of(policy).adapter is None or (spec and not folders): return
@@ -187,8 +191,8 @@ def sequence_logprobs(model, batch: dict, temperature: float = 1.0) -> torch.Ten
 @torch.no_grad()
 def response_logprobs(model, prompts: list, responses: list, pad_id: int,
                       temperature: float = 1.0, size: int = 0) -> torch.Tensor:
-    """log p of each whole response given its prompt, N lists of token ids each: (N,) float32 on the
-    CPU, in nats; `size`: responses in a forward pass; 0: 128, on a GPU by its memory."""
+    """log p of each whole response given its prompt, N lists of token ids each: (N,) float32 on
+    the CPU, in nats; `size`: responses in a forward pass; 0: 128, on a GPU by its memory."""
     longest = max((len(p) + len(r) for p, r in zip(prompts, responses)), default=1)
     size = size or rows_per_pass(model, longest, 128, cached=False)
     def compute(prompts, responses):
@@ -202,8 +206,8 @@ def response_logprobs(model, prompts: list, responses: list, pad_id: int,
 
 # %% ../../../nbs/core/model/models.ipynb #270d0a7b
 def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
-    """The scalar head at each row's last real token, plus `likelihood` times log p of the response,
-    for models that use it: (B,), of (B, T) each."""
+    """The scalar head at each row's last real token, plus `likelihood` times log p of the
+    response, for models that use it: (B,), of (B, T) each."""
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     weight = getattr(model.config, 'likelihood', 0.)
     rows = torch.arange(len(ids), device=ids.device)

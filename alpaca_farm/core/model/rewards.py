@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..data.dialogues import prompt_text
-from .loading import rows_per_pass
+from .memory import rows_per_pass
 from .models import load_scalar, sequence_scores
 from ..run.processes import in_parts, once
 from ..run.runs import read_summary
@@ -41,8 +41,8 @@ class RewardConfig(Config):
 
 # %% ../../../nbs/core/model/rewards.ipynb #bd382662
 def combine_scores(scores, how: str = 'mean', coef: float = .5) -> np.ndarray:
-    """The scores of M members on N records (M, N) combined into one (N,): their mean, the worst, or
-    the mean less `coef` times their variance (uncertainty; Coste et al., 2024, section 3)."""
+    """The scores of M members on N records (M, N) combined into one (N,): their mean, the worst,
+    or the mean less `coef` times their variance (uncertainty; Coste et al., 2024, section 3)."""
     scores = np.asarray(scores, dtype=float)
     if how == 'worst': return scores.min(0)
     return scores.mean(0) - (coef * scores.var(0) if how == 'uncertainty' else 0.)

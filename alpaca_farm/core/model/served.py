@@ -137,9 +137,10 @@ class ServedSampler:
             raise RuntimeError(f'sampler = {self.url}: it writes tokens that the policy has not')
         gap = logprob_gap(model, prompts, answers, theirs, temperature)
         if gap <= TOLERANCE: return
-        raise RuntimeError(f'sampler = {self.url}: it does not sample from the policy as it is now. '
-                           f'Its log-probs differ by {gap:.3f} nats a token, and {TOLERANCE} may be '
-                           'rounding. Does it serve the model that `policy` names?')
+        raise RuntimeError(f'sampler = {self.url}: it does not sample from the policy as it is '
+                           f'now. Its log-probs differ by {gap:.3f} nats a token, of which '
+                           f'{TOLERANCE} may be rounding. Does it serve the model that `policy` '
+                           'names?')
 
     def __call__(self, model, tokenizer, prompts: list, n: int, max_new_tokens: int,
                  temperature: float, top_p: float, top_k: int, seed: int,
