@@ -69,18 +69,6 @@ def test_windows_line_ends(tmp_path):
     assert load_records(str(tmp_path/'a.jsonl')) == ROWS
 
 
-def test_input_may_be_missing_or_null(tmp_path):
-    (tmp_path/'a.json').write_text(json.dumps([dict(instruction='a'), dict(instruction='b', input=None)]))
-    assert [r['input'] for r in load_records(str(tmp_path/'a.json'))] == ['', '']
-    assert prompt_key(dict(instruction='a')) == prompt_key(dict(instruction='a', input=None)) == ('a', '')
-
-
-def test_candidates(tmp_path):
-    rows = [dict(instruction='a', input='', output=['x', 'y'], scores=[1., 2.])]
-    (tmp_path/'candidates.json').write_text(json.dumps(rows))
-    assert load_records(str(tmp_path), 'candidates', 'candidates') == rows
-
-
 def test_splits(base):
     sizes = dict(sft=60, preference=60, unlabeled=60, val=20, eval=30)
     splits = {name: load_records(str(base/'world'), name, 'output') for name in sizes}

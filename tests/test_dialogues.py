@@ -241,7 +241,7 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
 def test_prompts_that_differ_or_stand_in_another_order(tmp_path):
     rows = [dict(messages=[turn('user', f'Question {i}?')], output='a') for i in range(3)]
     files = {name: write(tmp_path/f'{name}.jsonl', r) for name, r in dict(a=rows, other=rows[1:] + rows[:1], fewer=rows[:2], new=rows[:2] + [dict(rows[2], messages=HELLO)]).items()}
-    for name, message in dict(other="row 0: one file answers 'Question 1.*the other 'Question 0.*the same prompts in the same order", fewer='must be as many', new='row 2: one').items():
+    for name, message in dict(other="row 0: 'Question 1", fewer='2 against 3', new='row 2').items():
         with pytest.raises(ValueError, match=message):
             annotators.run(annotators.AnnotatorsConfig(out=str(tmp_path/'run'), outputs=files['a'], against=files[name], annotators=f'{__name__}:longest'))
 

@@ -1,4 +1,4 @@
-"""Each pure function against a brute-force twin in float64, and what must not matter: padding, chunks, batches."""
+"""Each pure function against a brute-force twin in float64; padding and chunks do not matter."""
 import math
 import random
 import subprocess
@@ -6,9 +6,11 @@ import sys
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from alpaca_farm.core.functional import (
-    KL_KINDS, gae, kl_estimate, masked_mean, masked_var, masked_whiten, selected_logprobs, token_logprobs)
+    KL_KINDS, gae, kl_estimate, masked_mean, masked_var, masked_whiten, selected_logprobs,
+    token_logprobs)
 
 torch.set_num_threads(1)
 
@@ -34,14 +36,14 @@ def masks(rows, length, seed=0):
 
 
 def logprob(logits, token, temperature=1.0):
-    top = max(z/temperature for z in logits)
-    return logits[token]/temperature - top - math.log(sum(math.exp(z/temperature - top) for z in logits))
+    return logits[token]/temperature - math.log(sum(math.exp(z/temperature) for z in logits))
 
 
 @pytest.mark.parametrize('temperature', [1.0, 0.7, 3.0])
 def test_token_logprobs(temperature):
     logits, tokens = randn(3, 5, 11)*5, torch.arange(15).view(3, 5) % 11
-    want = [[logprob(logits[b, t].tolist(), tokens[b, t], temperature) for t in range(5)] for b in range(3)]
+    want = [[logprob(z, k, temperature) for z, k in zip(*row)]
+            for row in zip(logits.tolist(), tokens.tolist())]
     same(token_logprobs(logits, tokens, temperature), want)
     z = logits.requires_grad_()
     assert torch.autograd.gradcheck(lambda z: token_logprobs(z, tokens, temperature), z)
@@ -54,13 +56,15 @@ def test_selected_logprobs(chunk, scale, cap):
         z = (h @ w.T + b)*scale
         return cap*torch.tanh(z/cap) if cap else z
     def grads(f):
-        parts = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(17, 6), (23, 6), (23,)])]
+        shapes = (17, 6), (23, 6), (23,)
+        parts = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
         logp = f(*parts)
         (logp*randn(17, seed=2)).sum().backward()
         return logp.detach(), *(p.grad for p in parts)
     tokens = torch.arange(17)
-    ours = grads(lambda h, w, b: selected_logprobs(h, w, tokens, 0.7, chunk, bias=b, scale=scale, cap=cap))
-    for a, b in zip(ours, grads(lambda *parts: token_logprobs(plain(*parts), tokens, 0.7))): same(a, b)
+    ours = grads(lambda h, w, b: selected_logprobs(h, w, tokens, 0.7, chunk, b, scale, cap))
+    theirs = grads(lambda *parts: token_logprobs(plain(*parts), tokens, 0.7))
+    for a, b in zip(ours, theirs): same(a, b)
 
 
 def test_selected_logprobs_of_frozen_parts():
@@ -95,7 +99,8 @@ torch.set_num_threads(1)
 h, w = torch.randn(384, 4, requires_grad=True), torch.randn(256_000, 4, requires_grad=True)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**20
 before = peak()
-selected_logprobs(h, w, torch.arange(384), bias=torch.zeros(256_000), scale=.5, cap=30.).sum().backward()
+b = torch.zeros(256_000)
+selected_logprobs(h, w, torch.arange(384), 1., 0, b, scale=.5, cap=30.).sum().backward()
 print(peak() - before)
 """
     p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
@@ -105,8 +110,9 @@ print(peak() - before)
 def test_wrong_shapes_and_settings_are_named():
     with pytest.raises(ValueError, match='response positions'):
         selected_logprobs(randn(2, 3, 4), randn(5, 4), torch.zeros(2, 3, dtype=torch.long))
-    with pytest.raises(ValueError, match='temperature = 0'): token_logprobs(randn(2, 3), torch.arange(2), 0)
-    with pytest.raises(ValueError, match="'k4' is none of k1"): kl_estimate(randn(2), randn(2), 'k4')
+    with pytest.raises(ValueError, match='temperature = 0'):
+        token_logprobs(randn(2, 3), torch.arange(2), 0)
+    with pytest.raises(ValueError, match='k4'): kl_estimate(randn(2), randn(2), 'k4')
 
 
 def test_masked_statistics():
@@ -137,17 +143,19 @@ def test_padding_never_counts():
     "More padding on either side, filled with anything, changes nothing."
     x, mask = randn(6, 8), masks(6, 8)
     for left, right, fill in ((0, 3, math.nan), (4, 0, math.inf), (2, 5, 1e30)):
-        wide = torch.nn.functional.pad(torch.where(mask.bool(), x, fill), (left, right), value=fill)
-        m = torch.nn.functional.pad(mask, (left, right))
+        wide = pad(torch.where(mask.bool(), x, fill), (left, right), value=fill)
+        m = pad(mask, (left, right))
         cut = slice(left, left + 8)
         for f in (masked_mean, masked_var): same(f(wide, m), f(x, mask))
         same(masked_whiten(wide, m)[:, cut], masked_whiten(x, mask))
-        for a, b in zip(gae(wide, wide*2, m, .9, .8), gae(x, x*2, mask, .9, .8)): same(a[:, cut], b)
+        for a, b in zip(gae(wide, wide*2, m, .9, .8), gae(x, x*2, mask, .9, .8)):
+            same(a[:, cut], b)
 
 
 def test_kl_kinds():
     formulas = dict(
-        k1=lambda d: d, clamp=lambda d: max(d, 0), abs=abs, k2=lambda d: d*d/2, k3=lambda d: math.exp(-d) - 1 + d,
+        k1=lambda d: d, clamp=lambda d: max(d, 0), abs=abs, k2=lambda d: d*d/2,
+        k3=lambda d: math.exp(-d) - 1 + d,
         js=lambda d: (math.exp(-d)*-d - (1 + math.exp(-d))*math.log((1 + math.exp(-d))/2))/2)
     assert set(formulas) == set(KL_KINDS)
     a, b = randn(50)*2, randn(50, seed=1)*2

@@ -68,7 +68,7 @@ def test_without_master_weights_all_is_in_the_compute_dtype(base, tmp_path):
     assert seen and all(s == {torch.bfloat16} for s in seen)
     from safetensors.torch import load_file
     assert {t.dtype for t in load_file(tmp_path/'sft/model/model.safetensors').values()} == {torch.bfloat16}
-    from alpaca_farm.core.run.runs import read_log, read_summary
+    from alpaca_farm.core.run.runs import read_log
     assert read_log(cfg.out)[-1]['loss'] < read_log(cfg.out)[0]['loss']
 
 
