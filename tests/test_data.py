@@ -229,14 +229,14 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
 @pytest.mark.parametrize('name, content, message', [
     ('a.json', b'[{"instruction": "a"}, {"instruction": "so \\ud83d"}]', r'a\.json, row 1: half of a character'),
     ('a.jsonl', b'{"instruction": "a"}\n{"instruction": "b", "x": ["\\uDE00"]}', r'a\.jsonl, row 1: half of a character'),
-    ('a.json', b'[' * 200000 + b']' * 200000, r'a\.json: not valid JSON'), ('a.xlsx', b'PK', r'a\.xlsx: this kind of file is not read. Save it as CSV'),
-    ('a.txt', b'[]', r'a\.txt: this kind of file is not read. Its name must end in \.json'),
+    ('a.json', b'[' * 200000 + b']' * 200000, r'a\.json: not valid JSON'), ('a.xlsx', b'PK', r'a\.xlsx: this kind of file is not read'),
+    ('a.txt', b'[]', r'a\.txt: .* Its name must end in \.json'),
     ('a.csv', b'instruction,output\nb,"c\nd,e\n', r'a\.csv, row 0: not valid CSV .*quote'), ('a.csv', b'instruction,output\nb,"c\nd,"e"\n', r'a\.csv, row 0: not valid CSV'),
     ('a.csv', b'instruction,output,output\na,b,c\n', r"a\.csv: the header has 'output' twice"), ('a.json.gz', b'\x1f\x8b\x08\0\0\0\0\0\0\xff\xff', r'a\.json\.gz: cannot be read')])
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     (tmp_path/name).write_bytes(content)
     with pytest.raises(ValueError, match=message): load_records(str(tmp_path/name))
-    if not name.endswith('.txt'):
+    if not name.endswith(('.txt', '.xlsx')):
         with pytest.raises(ValueError, match=message): load_records(str(tmp_path), 'a')
 
 

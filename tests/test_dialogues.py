@@ -3,7 +3,6 @@ import dataclasses
 import gzip
 import json
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -76,19 +75,6 @@ def test_a_record_that_is_written_is_read_again(dialogue_, answers):
         assert back['messages'] == record['messages'] and named_answers(back) == named_answers(record)
 
 
-@pytest.mark.parametrize('n', [1, 2, 7, 40])
-def test_lengths(tmp_path, n):
-    "Dialogues of one turn of the user, and of up to forty, from a packed file."
-    messages = dialogue(*(f'turn {i}' for i in range(2*n - 1)))
-    both = {k: dialogue_text(messages + [turn('assistant', k)]) for k in ('chosen', 'rejected')}
-    record, = load_records(write(tmp_path/'a.jsonl.gz', [both], packed=True), kind='preference')
-    assert record['messages'] == messages and as_hh(record) == both
-    prompt, = load_records(write(tmp_path/'b.jsonl', [dict(chosen=dialogue_text(messages))]))
-    assert prompt['messages'] == messages and prompt['output'] == ''
-    assert load_records(write(tmp_path/'c.jsonl', [as_chat(dict(prompt, output='Bye.'))]), kind='output') == [dict(prompt, output='Bye.')]
-    assert prompt_text(prompt) == (dialogue_text(messages).strip() if n > 1 else 'turn 0') == full_instruction(prompt)
-
-
 HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
 NO_END = '\n\nHuman: Hi.'
 
@@ -111,12 +97,6 @@ def test_what_is_no_dialogue(tmp_path, row, kind, message):
     "One sentence naming file and row."
     good = {k: '\n\nHuman: Hi.\n\nAssistant: Yes?' for k in row} if 'chosen' in row else dict(messages=HELLO, output='So long.')
     with pytest.raises(ValueError, match=message): load_records(write(tmp_path/'a.jsonl', [good, row]), kind=kind)
-
-
-def test_a_truncated_file(tmp_path):
-    rows = [dict(chosen=f'\n\nHuman: Hi {i}.\n\nAssistant: {random.Random(i).random()}') for i in range(200)]
-    (tmp_path/'a.jsonl.gz').write_bytes(Path(write(tmp_path/'b.jsonl.gz', rows, packed=True)).read_bytes()[:-40])
-    with pytest.raises(ValueError, match=r'a\.jsonl\.gz: cannot be read'): load_records(str(tmp_path/'a.jsonl.gz'))
 
 
 def test_what_is_odd_is_counted(tmp_path, capsys):

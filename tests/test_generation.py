@@ -1,4 +1,4 @@
-"""Sampling: the text of `model.generate`, true log-probs, and answers that do not depend on their batch."""
+"""Sampling: adapters, log-probs, ends, and answers that do not depend on their batch."""
 import logging
 
 import numpy as np
@@ -14,12 +14,13 @@ logging.getLogger('transformers').setLevel(logging.ERROR)
 
 
 def tiny(kind=LlamaForCausalLM, config=LlamaConfig, seed=0, **k):
-    "An untrained model with weights so large that its distributions are far from uniform; token 2 ends an answer."
+    "An untrained model with large weights: distributions far from uniform; 2 ends an answer."
     torch.manual_seed(seed)
     size = dict(n_embd=32, n_layer=2, n_head=4, n_positions=128) if config is GPT2Config else dict(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-        max_position_embeddings=128, tie_word_embeddings=False)
-    model = kind(config(vocab_size=60, bos_token_id=1, eos_token_id=2, pad_token_id=0, **size, **k)).eval()
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, max_position_embeddings=128, tie_word_embeddings=False)
+    special = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model = kind(config(vocab_size=60, **special, **size, **k)).eval()
     for p in model.parameters(): p.data = p.data*6 if p.ndim == 2 else p.data
     return model
 
@@ -33,14 +34,16 @@ def padded(rows, left=True, extra=0):
     width = max(map(len, rows)) + extra
     pad = [[0]*(width - len(r)) for r in rows]
     ids = [p + r if left else r + p for p, r in zip(pad, rows)]
-    mask = [[0]*len(p) + [1]*len(r) if left else [1]*len(r) + [0]*len(p) for p, r in zip(pad, rows)]
+    ones = [[1]*len(r) for r in rows]
+    mask = [p + r if left else r + p for p, r in zip(pad, ones)]
     return torch.tensor(ids), torch.tensor(mask)
 
 
 @torch.no_grad()
 def transformers_answers(model, prompts, steps):
     ids, mask = padded(prompts)
-    rows = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=steps, do_sample=False)
+    rows = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=steps,
+                          do_sample=False)
     return [r[:r.index(2) + 1] if 2 in r else r for r in rows[:, ids.shape[1]:].tolist()]
 
 
@@ -50,8 +53,10 @@ def tokens(answers): return [[s.tokens for s in x] for x in answers]
 def test_lora_and_checkpointing_change_nothing():
     from peft import LoraConfig, get_peft_model
     prompts, plain = ragged(20), tokens(generate(tiny(), None, ragged(20), 1, 12, 0))
-    model = get_peft_model(tiny(), LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], init_lora_weights=False)).eval()
-    assert [x for x, in tokens(generate(model, None, prompts, 1, 12, 0))] == transformers_answers(model, prompts, 12)
+    config = LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], init_lora_weights=False)
+    model = get_peft_model(tiny(), config).eval()
+    found = [x for x, in tokens(generate(model, None, prompts, 1, 12, 0))]
+    assert found == transformers_answers(model, prompts, 12)
     with model.disable_adapter(): assert tokens(generate(model, None, prompts, 1, 12, 0)) == plain
     model = tiny()
     model.gradient_checkpointing_enable()
@@ -93,12 +98,14 @@ def test_ends():
     seen = set()
     for s, in generate(model, Tokenizer(), ragged(60), 1, 30):
         ends = [t in (2, 17, 30) for t in s.tokens]
-        assert ends == [False]*(len(ends) - 1) + [s.ended] and len(s.logprobs) == len(s.tokens) <= 30
+        assert ends == [False]*(len(ends) - 1) + [s.ended]
+        assert len(s.logprobs) == len(s.tokens) <= 30
         assert s.ended or len(s.tokens) == 30
         seen.add(s.tokens[-1])
     assert {2, 17, 30} <= seen
     model.generation_config.eos_token_id = None
-    assert all(len(s.tokens) == 30 and not s.ended for s, in generate(model, None, ragged(10), 1, 30))
+    endless = generate(model, None, ragged(10), 1, 30)
+    assert all(len(s.tokens) == 30 and not s.ended for s, in endless)
 
 
 def test_training_mode_comes_back_even_after_a_fault():

@@ -23,14 +23,13 @@ from ..run.paths import at_root, looks_like_hub, missing_path, root
 # %% ../../../nbs/core/data/records.ipynb #aab747f0
 FILE_SUFFIXES = tuple(f'.{kind}{gz}' for gz in ('', '.gz')
                       for kind in ('json', 'jsonl', 'csv', 'parquet', 'tsv'))
-_SPREADSHEETS = ('.xlsx', '.xls', '.ods')   # found, so that reading them can say what to do
 
 
 def _in_folder(folder: Path, name: str) -> Path | None:
     "The file, saved dataset or pattern of shards that a folder, or its `data`, has for a name."
     for path in (folder, folder/'data'):
         if (path/name/'dataset_info.json').exists(): return path/name
-        for suffix in FILE_SUFFIXES + _SPREADSHEETS:
+        for suffix in FILE_SUFFIXES:
             if (path/f'{name}{suffix}').exists(): return path/f'{name}{suffix}'
             shard = next(path.glob(f'{name}-*-of-*{suffix}'), None)
             if shard: return path/re.sub(r'-\d+-of-', '-*-of-', shard.name)
@@ -45,7 +44,7 @@ def find_file(spec: str, *names: str) -> Path:
     if found: return found
     if not path.exists(): raise FileNotFoundError(f'{spec}: {missing_path(spec)}')
     files = sorted(str(p.relative_to(path)) for p in [*path.glob('*'), *path.glob('data/*')]
-                   if p.name.endswith(FILE_SUFFIXES + _SPREADSHEETS))
+                   if p.name.endswith(FILE_SUFFIXES))
     wanted, held = ' or '.join(f'{n}.json' for n in names), ', '.join(files) or 'no data file'
     raise FileNotFoundError(f'{spec}: there is no {wanted} in it; it holds {held}')
 
@@ -155,9 +154,8 @@ def read_rows(path) -> list[dict]:
         if len(files) == wanted: return [r for p in files for r in read_rows(p)]
         raise ValueError(f'{path}: {len(files)} of {wanted} shards are there')
     if not (path.is_dir() or kind in FILE_SUFFIXES):
-        advice = f'Its name must end in {", ".join(FILE_SUFFIXES)}'
-        if kind in _SPREADSHEETS: advice = 'Save it as CSV (UTF-8)'
-        raise ValueError(f'{path}: this kind of file is not read. {advice}')
+        raise ValueError(f'{path}: this kind of file is not read. Its name must end in '
+                         f'{", ".join(FILE_SUFFIXES)}; save a spreadsheet as CSV (UTF-8)')
     if kind in ('.json', '.jsonl'): return _read_json(path, read_text(path))
     if kind in ('.csv', '.tsv'): return _read_csv(path, read_text(path))
     try:
