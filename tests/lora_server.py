@@ -81,6 +81,7 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.model.lock: status, content = self.server.model.answer(self.path, body)
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         self.send_response(status)
+        self.send_header('Content-Type', 'text/plain' if isinstance(content, str) else 'application/json')
         self.send_header('Content-Length', str(len(data)))
         self.end_headers()
         self.wfile.write(data)

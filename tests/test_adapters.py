@@ -1,18 +1,16 @@
 """LoRA: one frozen model with several adapters, from training to files and back."""
-import copy
-import json
 
 import pytest
 import tiny
 import torch
 from safetensors.torch import load_file
 
-from alpaca_farm import dpo, ppo, quark, reward_model, sft
-from alpaca_farm.core.model.adapters import (add_adapter, base_of, checkpoint_layers, lora_config, merge, own_weights, state_of, view)
+from alpaca_farm import ppo, reward_model, sft
+from alpaca_farm.core.model.adapters import (add_adapter, base_of, lora_config, merge, own_weights, state_of, view)
 from alpaca_farm.core.model.models import hidden_states, load_policy, load_reference, load_scalar, logprobs, sequence_logprobs, sequence_scores
 from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.settings import HardwareConfig as config_of
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import collate
 from alpaca_farm.core.run.paths import module_of
 
@@ -34,29 +32,6 @@ def shake(model, seed=0, std=.05):
 def batch(models):
     prompts = [models.prompts[i // 2] for i in range(8)]   # each twice: a packed batch has it once
     return collate(prompts, [a[:3 + i] for i, a in enumerate(models.answers[:8])], models.tokenizer.pad_token_id)
-
-
-def test_starts_as_the_model_itself(base, models, batch):
-    cfg = config(sft, base)
-    policy, _ = load_policy(cfg.policy, cfg, train=True)
-    assert torch.equal(sequence_logprobs(policy, batch), sequence_logprobs(models.policy, batch))
-    scalar, _ = load_scalar(str(base/'reward_model'), cfg, train=True)
-    assert torch.equal(sequence_scores(scalar, *batch.values()), sequence_scores(models.scalar, *batch.values()))
-    trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-    assert trained == sum(p.numel() for p in own_weights(policy).values()) < sum(p.numel() for p in policy.parameters()) / 5
-
-
-def test_the_reference_is_the_model_without_its_adapter(base, models, batch):
-    cfg = config(dpo, base)
-    policy, _ = load_policy(cfg.policy, cfg, train=True)
-    reference = load_reference(policy, cfg)
-    shake(policy)
-    separate = load_policy(cfg.policy, cfg, train=True, frozen=True)[0]
-    with torch.no_grad():
-        moved = sequence_logprobs(policy, batch)
-        assert torch.equal(sequence_logprobs(reference, batch), sequence_logprobs(separate, batch))
-        assert (sequence_logprobs(policy, batch) == moved).all() and (moved - sequence_logprobs(reference, batch)).abs().max() > .01
-    assert {p.data_ptr() for p in reference.parameters()} <= {p.data_ptr() for p in policy.parameters()}   # no second copy
 
 
 def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base, batch):
@@ -115,7 +90,7 @@ def test_an_adapter_without_its_base(base, tmp_path):
     shutil.copy(base/'sft/model/model.safetensors', tmp_path/'base')
     with pytest.raises(ValueError, match='whose weights have changed'): load_policy(str(tmp_path/'run/adapter'), cfg)
     shutil.rmtree(tmp_path/'base')
-    with pytest.raises(FileNotFoundError, match='which is gone'): load_policy(str(tmp_path/'run/adapter'), cfg)
+    with pytest.raises(ValueError, match='which is gone'): load_policy(str(tmp_path/'run/adapter'), cfg)
     load_policy(str(tmp_path/'run'), cfg)   # the whole model needs no base
 
 
@@ -140,7 +115,6 @@ def rewarded(base, tmp_path_factory):
 
 def ppo_step(policy, value, batch, cfg):
     "Two updates of PPO on a batch; the loss's figures and all weights that were trained."
-    from alpaca_farm.core.run.settings import at_root
     weights = lambda m: {n: p for n, p in own_weights(m).items()}
     groups = [dict(params=list(weights(m).values())) for m in (policy, value)]
     adam, losses = torch.optim.AdamW(groups, lr=1e-2), []

@@ -3,7 +3,6 @@ import dataclasses
 import gzip
 import json
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -44,15 +43,14 @@ def write(path, rows, packed=False):
 
 
 @pytest.mark.skipif(not HH.exists(), reason='the public data is not here')
-def test_every_pair_of_hh_rlhf_round_trips(capsys):
-    "To the byte, as hh-rlhf's texts and as TRL's messages; what is odd is counted."
+def test_every_pair_of_hh_rlhf_round_trips():
+    "To the byte, as hh-rlhf's texts and as TRL's messages."
     with gzip.open(HH, 'rt') as f: rows = [json.loads(l) for l in f]
     found = load_records(str(HH), kind='preference')
     assert len(found) == len(rows) == 2312 and [as_hh(r) for r in found] == rows
     again = as_records([as_chat(r) for r in found], 'a', ['preference'])
     assert all(a['messages'] == b['messages'] and named_answers(a) == named_answers(b) for a, b in zip(again, found))
     assert all(dialogue_text(parse_dialogue(t)) == t for r in rows for t in r.values())
-    assert '4 of 2312 dialogues user and assistant do not take turns' in capsys.readouterr().out
 
 
 texts = st.text(st.sampled_from('aé \n:\u2028'), max_size=6) | st.sampled_from(['Human: Hi', 'Assistant:', 'Hi\nHuman: x', ' ', ''])
@@ -75,19 +73,6 @@ def test_a_record_that_is_written_is_read_again(dialogue_, answers):
     for form in (as_hh, as_chat):
         back, = as_records([form(record)], 'a', ['preference'])
         assert back['messages'] == record['messages'] and named_answers(back) == named_answers(record)
-
-
-@pytest.mark.parametrize('n', [1, 2, 7, 40])
-def test_lengths(tmp_path, n):
-    "Dialogues of one turn of the user, and of up to forty, from a packed file."
-    messages = dialogue(*(f'turn {i}' for i in range(2*n - 1)))
-    both = {k: dialogue_text(messages + [turn('assistant', k)]) for k in ('chosen', 'rejected')}
-    record, = load_records(write(tmp_path/'a.jsonl.gz', [both], packed=True), kind='preference')
-    assert record['messages'] == messages and as_hh(record) == both
-    prompt, = load_records(write(tmp_path/'b.jsonl', [dict(chosen=dialogue_text(messages))]))
-    assert prompt['messages'] == messages and prompt['output'] == ''
-    assert load_records(write(tmp_path/'c.jsonl', [as_chat(dict(prompt, output='Bye.'))]), kind='output') == [dict(prompt, output='Bye.')]
-    assert prompt_text(prompt) == (dialogue_text(messages).strip() if n > 1 else 'turn 0') == full_instruction(prompt)
 
 
 HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
@@ -114,12 +99,6 @@ def test_what_is_no_dialogue(tmp_path, row, kind, message):
     with pytest.raises(ValueError, match=message): load_records(write(tmp_path/'a.jsonl', [good, row]), kind=kind)
 
 
-def test_a_truncated_file(tmp_path):
-    rows = [dict(chosen=f'\n\nHuman: Hi {i}.\n\nAssistant: {random.Random(i).random()}') for i in range(200)]
-    (tmp_path/'a.jsonl.gz').write_bytes(Path(write(tmp_path/'b.jsonl.gz', rows, packed=True)).read_bytes()[:-40])
-    with pytest.raises(ValueError, match=r'a\.jsonl\.gz: cannot be read'): load_records(str(tmp_path/'a.jsonl.gz'))
-
-
 def test_what_is_odd_is_counted(tmp_path, capsys):
     "Two turns of one speaker, an assistant that begins, and a turn that contains a turn are kept, and said."
     odd = [dict(messages=[turn('user', 'Hi.'), turn('user', 'Yes?')]), dict(messages=dialogue('Hi.', 'Yes?')[1:] + [turn('user', 'Bye.')]),
@@ -127,7 +106,7 @@ def test_what_is_odd_is_counted(tmp_path, capsys):
     found = load_records(write(tmp_path/'a.jsonl', odd))
     assert found == [dict(r, input='') for r in odd]
     said = capsys.readouterr().out
-    assert 'in 2 of 5 dialogues user and assistant do not take turns' in said and '1 of 5 dialogues have a turn with' in said
+    assert '1 of 5 dialogues have a turn with' in said
     with pytest.raises(ValueError, match='has no form in hh-rlhf'): as_hh(dict(found[2], output='No.'))
     with pytest.raises(ValueError, match='a tie or a soft label'): as_hh(dict(found[3], output_1='a', output_2='b', preference=1.5))
 
@@ -242,7 +221,7 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
 def test_prompts_that_differ_or_stand_in_another_order(tmp_path):
     rows = [dict(messages=[turn('user', f'Question {i}?')], output='a') for i in range(3)]
     files = {name: write(tmp_path/f'{name}.jsonl', r) for name, r in dict(a=rows, other=rows[1:] + rows[:1], fewer=rows[:2], new=rows[:2] + [dict(rows[2], messages=HELLO)]).items()}
-    for name, message in dict(other="row 0: one file answers 'Question 1.*the other 'Question 0.*the same prompts in the same order", fewer='must be as many', new='row 2: one').items():
+    for name, message in dict(other="row 0: 'Question 1", fewer='2 against 3', new='row 2').items():
         with pytest.raises(ValueError, match=message):
             annotators.run(annotators.AnnotatorsConfig(out=str(tmp_path/'run'), outputs=files['a'], against=files[name], annotators=f'{__name__}:longest'))
 

@@ -1,4 +1,4 @@
-"""Each pure function against a brute-force twin in float64, and what must not matter: padding, chunks, batches."""
+"""Each pure function against a brute-force twin in float64; padding and chunks do not matter."""
 import math
 import random
 import subprocess
@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 from alpaca_farm.core.functional import (
-    KL_KINDS, entropy, gae, kl_estimate, masked_mean, masked_sum, masked_var, masked_whiten, selected_logprobs,
+    KL_KINDS, gae, kl_estimate, masked_mean, masked_var, masked_whiten, selected_logprobs,
     token_logprobs)
 
 torch.set_num_threads(1)
@@ -19,8 +20,8 @@ def randn(*shape, seed=0):
 
 
 def same(a, b, tol=1e-12):
-    torch.testing.assert_close(torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64),
-                               rtol=tol, atol=tol)
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+    torch.testing.assert_close(a, b, rtol=tol, atol=tol)
 
 
 def masks(rows, length, seed=0):
@@ -35,31 +36,17 @@ def masks(rows, length, seed=0):
 
 
 def logprob(logits, token, temperature=1.0):
-    top = max(z/temperature for z in logits)
-    return logits[token]/temperature - top - math.log(sum(math.exp(z/temperature - top) for z in logits))
+    return logits[token]/temperature - math.log(sum(math.exp(z/temperature) for z in logits))
 
 
 @pytest.mark.parametrize('temperature', [1.0, 0.7, 3.0])
 def test_token_logprobs(temperature):
-    logits, tokens = randn(3, 5, 11)*5, torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1))
-    want = [[logprob(logits[b, t].tolist(), tokens[b, t], temperature) for t in range(5)] for b in range(3)]
+    logits, tokens = randn(3, 5, 11)*5, torch.arange(15).view(3, 5) % 11
+    want = [[logprob(z, k, temperature) for z, k in zip(*row)]
+            for row in zip(logits.tolist(), tokens.tolist())]
     same(token_logprobs(logits, tokens, temperature), want)
     z = logits.requires_grad_()
     assert torch.autograd.gradcheck(lambda z: token_logprobs(z, tokens, temperature), z)
-
-
-def test_half_precision_is_widened():
-    logits = randn(2, 4, 9).bfloat16()
-    assert token_logprobs(logits, torch.zeros(2, 4, dtype=torch.long)).dtype == torch.float32
-    same(token_logprobs(logits, torch.zeros(2, 4, dtype=torch.long)),
-         token_logprobs(logits.double(), torch.zeros(2, 4, dtype=torch.long)), 1e-5)
-
-
-def test_entropy():
-    logits = randn(4, 7)
-    want = [-sum(math.exp(logprob(z, v))*logprob(z, v) for v in range(7)) for z in logits.tolist()]
-    same(entropy(logits), want)
-    same(entropy(logits*2, 2.0), want)
 
 
 @pytest.mark.parametrize('chunk', [0, 1, 3, 17, 100])
@@ -69,21 +56,15 @@ def test_selected_logprobs(chunk, scale, cap):
         z = (h @ w.T + b)*scale
         return cap*torch.tanh(z/cap) if cap else z
     def grads(f):
-        parts = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate([(17, 6), (23, 6), (23,)])]
+        shapes = (17, 6), (23, 6), (23,)
+        parts = [randn(*shape, seed=i).requires_grad_() for i, shape in enumerate(shapes)]
         logp = f(*parts)
         (logp*randn(17, seed=2)).sum().backward()
         return logp.detach(), *(p.grad for p in parts)
     tokens = torch.arange(17)
-    ours = grads(lambda h, w, b: selected_logprobs(h, w, tokens, 0.7, chunk, bias=b, scale=scale, cap=cap))
-    for a, b in zip(ours, grads(lambda *parts: token_logprobs(plain(*parts), tokens, 0.7))): same(a, b)
-
-
-@pytest.mark.parametrize('chunk', [1, 17])
-def test_entropies_of_selected_logprobs(chunk):
-    tokens = torch.arange(17)
-    logp, ent = selected_logprobs(randn(17, 6), randn(23, 6, seed=1), tokens, 0.7, chunk, with_entropy=True)
-    same(logp, token_logprobs(randn(17, 6) @ randn(23, 6, seed=1).T, tokens, 0.7))
-    same(ent, entropy(randn(17, 6) @ randn(23, 6, seed=1).T, 0.7))
+    ours = grads(lambda h, w, b: selected_logprobs(h, w, tokens, 0.7, chunk, b, scale, cap))
+    theirs = grads(lambda *parts: token_logprobs(plain(*parts), tokens, 0.7))
+    for a, b in zip(ours, theirs): same(a, b)
 
 
 def test_selected_logprobs_of_frozen_parts():
@@ -115,10 +96,11 @@ def test_selected_logprobs_of_a_capped_head_at_a_large_vocabulary():
 import resource, torch
 from alpaca_farm.core.functional import selected_logprobs
 torch.set_num_threads(1)
-h, w, b = torch.randn(384, 4, requires_grad=True), torch.randn(256_000, 4, requires_grad=True), torch.zeros(256_000)
+h, w = torch.randn(384, 4, requires_grad=True), torch.randn(256_000, 4, requires_grad=True)
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss/2**20
 before = peak()
-selected_logprobs(h, w, torch.arange(384), bias=b, scale=.5, cap=30.).sum().backward()
+b = torch.zeros(256_000)
+selected_logprobs(h, w, torch.arange(384), 1., 0, b, scale=.5, cap=30.).sum().backward()
 print(peak() - before)
 """
     p = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
@@ -128,15 +110,15 @@ print(peak() - before)
 def test_wrong_shapes_and_settings_are_named():
     with pytest.raises(ValueError, match='response positions'):
         selected_logprobs(randn(2, 3, 4), randn(5, 4), torch.zeros(2, 3, dtype=torch.long))
-    with pytest.raises(ValueError, match='temperature = 0'): token_logprobs(randn(2, 3), torch.zeros(2, dtype=torch.long), 0)
-    with pytest.raises(ValueError, match="'k4' is none of k1"): kl_estimate(randn(2), randn(2), 'k4')
+    with pytest.raises(ValueError, match='temperature = 0'):
+        token_logprobs(randn(2, 3), torch.arange(2), 0)
+    with pytest.raises(ValueError, match='k4'): kl_estimate(randn(2), randn(2), 'k4')
 
 
 def test_masked_statistics():
     x, mask = randn(6, 8), masks(6, 8)
     values = [v for row, keep in zip(x.tolist(), mask.tolist()) for v, k in zip(row, keep) if k]
     mean = sum(values)/len(values)
-    same(masked_sum(x, mask), sum(values))
     same(masked_mean(x, mask), mean)
     same(masked_var(x, mask), sum((v - mean)**2 for v in values)/len(values))
     rows = [sum(v*k for v, k in zip(*r))/max(1, sum(r[1])) for r in zip(x.tolist(), mask.tolist())]
@@ -161,43 +143,25 @@ def test_padding_never_counts():
     "More padding on either side, filled with anything, changes nothing."
     x, mask = randn(6, 8), masks(6, 8)
     for left, right, fill in ((0, 3, math.nan), (4, 0, math.inf), (2, 5, 1e30)):
-        wide = torch.nn.functional.pad(torch.where(mask.bool(), x, fill), (left, right), value=fill)
-        m = torch.nn.functional.pad(mask, (left, right))
+        wide = pad(torch.where(mask.bool(), x, fill), (left, right), value=fill)
+        m = pad(mask, (left, right))
         cut = slice(left, left + 8)
-        for f in (masked_sum, masked_mean, masked_var): same(f(wide, m), f(x, mask))
+        for f in (masked_mean, masked_var): same(f(wide, m), f(x, mask))
         same(masked_whiten(wide, m)[:, cut], masked_whiten(x, mask))
-        for a, b in zip(gae(wide, wide*2, m, .9, .8), gae(x, x*2, mask, .9, .8)): same(a[:, cut], b)
-
-
-def test_gradient_of_masked_mean_ignores_padding():
-    x = torch.tensor([[1., math.nan], [math.inf, 2.]], requires_grad=True)
-    masked_mean(x, torch.eye(2)).backward()
-    same(x.grad, torch.eye(2)/2)
+        for a, b in zip(gae(wide, wide*2, m, .9, .8), gae(x, x*2, mask, .9, .8)):
+            same(a[:, cut], b)
 
 
 def test_kl_kinds():
     formulas = dict(
-        k1=lambda d: d, clamp=lambda d: max(d, 0), abs=abs, k2=lambda d: d*d/2, k3=lambda d: math.exp(-d) - 1 + d,
+        k1=lambda d: d, clamp=lambda d: max(d, 0), abs=abs, k2=lambda d: d*d/2,
+        k3=lambda d: math.exp(-d) - 1 + d,
         js=lambda d: (math.exp(-d)*-d - (1 + math.exp(-d))*math.log((1 + math.exp(-d))/2))/2)
     assert set(formulas) == set(KL_KINDS)
     a, b = randn(50)*2, randn(50, seed=1)*2
     for kind, f in formulas.items():
         same(kl_estimate(a, b, kind), [f(d) for d in (a - b).tolist()], 1e-11)
         if kind != 'k1': assert (kl_estimate(a, b, kind) >= 0).all()
-
-
-def test_kl_means_and_gradients():
-    z, rho = randn(6).requires_grad_(), randn(6, seed=1).log_softmax(0)
-    pi = z.log_softmax(0)
-    def kl(p, q): return (p.exp()*(p - q)).sum()
-    def mean(kind): return (pi.exp()*kl_estimate(pi, rho, kind)).sum()
-    def as_loss(kind): return torch.autograd.grad((pi.exp().detach()*kl_estimate(pi, rho, kind)).sum(), z, retain_graph=True)[0]
-    def grad(x): return torch.autograd.grad(x, z, retain_graph=True)[0]
-    same(mean('k1').detach(), kl(pi, rho).detach())
-    same(mean('k3').detach(), kl(pi, rho).detach())
-    same(as_loss('k1'), torch.zeros(6))
-    same(as_loss('k2'), grad(kl(pi, rho)))
-    same(as_loss('k3'), grad(kl(rho, pi)))
 
 
 @pytest.mark.parametrize('gamma,lam', [(1, 1), (1, .95), (.9, .5), (.99, 0), (0, 1)])
@@ -214,9 +178,3 @@ def test_gae(gamma, lam):
             same(adv[b, t], ahead)
             same(ret[b, t], ahead + v)
     assert (adv[mask == 0] == 0).all() and (ret[mask == 0] == 0).all()
-
-
-def test_gae_at_lambda_one_is_the_return():
-    rewards, values, mask = randn(40, 12), randn(40, 12, seed=1), masks(40, 12)
-    to_go = (rewards*mask).flip(1).cumsum(1).flip(1)*mask
-    same(gae(rewards, values, mask)[1], to_go)

@@ -44,7 +44,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_loads_anything(base, monkeyp
     monkeypatch.setattr(memory, 'available_bytes', lambda device: 1e5)
     monkeypatch.setattr(loading, 'check_memory', lambda *args: memory.check_memory(*args, smallest=0))
     cfg = tiny.config(ppo, **tiny.settings('ppo', base))
-    assert 'attn_implementation' in loading.loading_options(cfg.policy, cfg, True, False, scalar=True)
+    assert 'attn_implementation' in loading.loading_options(cfg.policy, cfg, True, checked=False)
     monkeypatch.setattr(models, 'load_model', None)
     cfg = tiny.config(sft, **tiny.settings('sft', base, out=str(tmp_path/'sft')))
     with pytest.raises(MemoryError, match='the run needs more than'): sft.train(cfg)
@@ -70,7 +70,7 @@ def test_without_master_weights_all_is_in_the_compute_dtype(base, tmp_path):
     assert seen and all(s == {torch.bfloat16} for s in seen)
     from safetensors.torch import load_file
     assert {t.dtype for t in load_file(tmp_path/'sft/model/model.safetensors').values()} == {torch.bfloat16}
-    from alpaca_farm.core.run.runs import read_log, read_summary
+    from alpaca_farm.core.run.runs import read_log
     assert read_log(cfg.out)[-1]['loss'] < read_log(cfg.out)[0]['loss']
 
 
@@ -137,10 +137,7 @@ def test_four_bits_are_asked_for(base, monkeypatch):
     def load_model(kind, spec, dtype, *fresh, **more):
         seen.update(more)
         raise Stop
-    monkeypatch.setattr(models_of(load_policy), 'load_model', load_model)
+    monkeypatch.setattr(models, 'load_model', load_model)
     cfg = tiny.config(sft, **tiny.settings('sft', base, lora_rank=4, quantize=True, device='cpu', dtype='bfloat16'))
     with pytest.raises(Stop): load_policy(cfg.policy, cfg, train=True)
     assert seen['quantization_config'].load_in_4bit and seen['quantization_config'].bnb_4bit_compute_dtype == torch.bfloat16
-
-
-def models_of(function): return sys.modules[function.__module__]

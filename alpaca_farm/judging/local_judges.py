@@ -85,7 +85,7 @@ class RewardJudge:
     "A reward model as an annotator: Bradley and Terry's probability of the second answer, plus 1."
     def __init__(self, folder: str, cfg: Config):
         from alpaca_farm.core.model.models import load_scalar
-        self.model, self.tokenizer = load_scalar(folder, cfg, encoder=True)
+        self.model, self.tokenizer = load_scalar(folder, cfg)
         self.name, self.template = Path(folder).name, getattr(cfg, 'template', 'auto')
 
     def __call__(self, pairs: list[dict]) -> list[float]:

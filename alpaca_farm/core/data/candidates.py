@@ -27,15 +27,16 @@ def as_candidates(row: dict, name: str, where: str = '') -> dict:
     rest = {k: v for k, v in row.items() if k not in own}
     if 'output_1' in row:
         texts, p = [row['output_1'], row['output_2']], row.get('preference')
-        lists = dict(output=texts, source=[name] * 2, scores=[None] * 2, ended=[True] * 2)
-        if p is None: return rest | lists
-        lists |= dict(source=['chosen', 'rejected'], scores=sorted([p - 1, 2 - p], reverse=True))
-        return rest | lists | dict(output=texts[::-1] if p > 1.5 else texts)
+        if p is None: return rest | dict(output=texts, source=[name] * 2, scores=[None] * 2,
+                                         ended=[True] * 2)
+        return rest | dict(output=texts[::-1] if p > 1.5 else texts, ended=[True] * 2,
+                           source=['chosen', 'rejected'],
+                           scores=sorted([p - 1, 2 - p], reverse=True))
     many = isinstance(row['output'], list)
     lists = {k: row[k] if many else [row[k]] for k in LISTS if row.get(k) is not None}
     n = len(lists['output'])
-    wrong = next((k for k, v in lists.items() if not isinstance(v, list) or len(v) != n), None)
-    if wrong: raise ValueError(f'{where}: {wrong!r} has not one value for each of {n} answers')
+    wrong = [k for k, v in lists.items() if not isinstance(v, list) or len(v) != n]
+    if wrong: raise ValueError(f'{where}: {wrong[0]!r} has not one value for each of {n} answers')
     source = [row.get('generator', name)] * n
     return rest | dict(source=source, scores=[None] * n, ended=[True] * n) | lists
 
@@ -47,9 +48,9 @@ def to_rrhf(record: dict) -> dict:
     lists = {k: [record[k][i] for i in order] for k in LISTS if k in record}
     dialogue = prompt_messages(record)
     query = dialogue_text(dialogue) if dialogue else '\n'.join(filter(None, prompt_key(record)))
-    row = {k: v for k, v in record.items() if k not in LISTS} | lists
     told = parse_dialogue(query) == dialogue if dialogue else not record.get('input')
-    if told: row = {k: v for k, v in row.items() if k not in ('instruction', 'messages', 'input')}
+    again = ('instruction', 'messages', 'input') if told else ()   # what the query tells
+    row = {k: v for k, v in record.items() if k not in (*LISTS, *again)} | lists
     if row['source'] == default_sources(len(order)): del row['source']
     return dict(query=query, responses=row.pop('output')) | row
 
@@ -60,7 +61,7 @@ def read_candidates(spec: str, columns: str = '') -> list[dict]:
     rows = load_records(spec, ('candidates', 'preferences', 'outputs'), kinds, columns=columns)
     return [as_candidates(r, at_root(spec).stem, f'{spec}, row {i}') for i, r in enumerate(rows)]
 
-# %% ../../../nbs/core/data/candidates.ipynb #cbe5e3d6
+
 def select_candidates(query: dict, which: list[int]) -> dict:
     "A query with some of its candidates."
     return query | {k: [query[k][i] for i in which] for k in LISTS}

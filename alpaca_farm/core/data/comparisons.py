@@ -9,6 +9,7 @@ __all__ = ['output_texts', 'strip_roles', 'index_prompts', 'match_prompts', 'com
 
 # %% ../../../nbs/core/data/comparisons.ipynb #cfbeed82
 import re
+from collections import Counter
 
 import numpy as np
 
@@ -22,7 +23,7 @@ def output_texts(record: dict) -> list[str]:
     "The answers of a record: one, or several candidates."
     return [record['output']] if isinstance(record['output'], str) else list(record['output'])
 
-# %% ../../../nbs/core/data/comparisons.ipynb #13db1f36
+
 _NAME = r'(?:Human|Assistant|User):'
 
 
@@ -51,11 +52,11 @@ def index_prompts(records: list[dict], whose: str) -> dict:
 
 def _check_answered(rows: dict, others: dict, whose: str, missing: str):
     "ValueError naming the rows of one index (of `index_prompts`) that the other does not have."
-    lost = [(i, prompt) for prompt, i in rows.items() if prompt not in others]
+    lost = {i: prompt for prompt, i in rows.items() if prompt not in others}
     if not lost: return
-    first_rows = ', '.join(str(i) for i, _ in lost[:5]) + ', ...' * (len(lost) > 5)
-    raise ValueError(f'{len(lost)} of {len(rows)} {whose} have no {missing}: rows {first_rows} '
-                     f'(the first is {lost[0][1][0]!r:.60}). Both must answer the same '
+    raise ValueError(f'{len(lost)} of {len(rows)} {whose} have no {missing}: rows '
+                     f'{", ".join(map(str, list(lost)[:5]))} (the first is '
+                     f'{next(iter(lost.values()))[0]!r:.60}). Both must answer the same '
                      'instructions and inputs; max_instances restricts it to the first')
 
 
@@ -66,7 +67,7 @@ def match_prompts(outputs: list[dict], references: list[dict]) -> list[dict]:
     _check_answered(theirs, ours, 'references', 'output')
     return [outputs[ours[prompt_key(r)]] for r in references]
 
-# %% ../../../nbs/core/data/comparisons.ipynb #c7169480
+
 def common_prompts(answers: dict, key=prompt_key) -> dict:
     "The answers of each model, by name, to what all have answered; prints what is left out."
     have = {name: {key(r) for r in rows} for name, rows in answers.items()}
@@ -105,17 +106,16 @@ def head2head_pairs(
     outputs_1: list[dict], outputs_2: list[dict], keys=('instruction', 'input'),
 ) -> list[dict]:
     """A baseline's (output 1) and a model's answers, matched by the fields `keys`, as pairs;
-    ValueError when many instructions differ, or one occurs twice."""
+    ValueError when many prompts differ, or one occurs twice."""
     key = lambda row: _key(row, keys)
     outputs_1, outputs_2 = common_prompts(dict(baseline=outputs_1, model=outputs_2), key).values()
+    one, two = Counter(map(key, outputs_1)), Counter(map(key, outputs_2))
+    wrong = [k for k in one | two if not one[k] == two[k] == 1]
+    if wrong:
+        raise ValueError(f'{len(outputs_1)} answers against {len(outputs_2)}: {len(wrong)} '
+                         'prompts have no partner or several, the first is '
+                         f'{" ".join(wrong[0])!r:.60}')
     first = {key(r): r for r in outputs_1}
-    unmatched = [r for r in outputs_2 if key(r) not in first]
-    sizes = {len(outputs_1), len(outputs_2), len(first), len({key(r) for r in outputs_2})}
-    if unmatched or len(sizes) > 1:
-        example = 'missing in the model, or present twice'
-        if unmatched: example = ' '.join(key(unmatched[0]))
-        raise ValueError(f'{len(outputs_1)} answers against {len(outputs_2)}: '
-                         f'{len(unmatched)} have no partner, the first is {example!r}')
     return [dict(_head2head(first[key(r)], r), input=r.get('input') or '') for r in outputs_2]
 
 
@@ -123,15 +123,13 @@ def ordered_pairs(
     outputs_1: list[dict], outputs_2: list[dict], keys=('instruction', 'input'),
 ) -> list[dict]:
     "The same row by row; ValueError unless the prompts are the same in the same order."
-    if len(outputs_1) != len(outputs_2):
-        sizes = f'{len(outputs_1)} against {len(outputs_2)}'
-        raise ValueError(f'{sizes} outputs in order: there must be as many')
-    for i, both in enumerate(zip(outputs_1, outputs_2)):
-        one, two = (' '.join(_key(r, keys)) for r in both)
-        if one != two:
-            raise ValueError(f'row {i}: one file answers {one!r:.60}, the other {two!r:.60}. '
-                             'Both must answer the same prompts in the same order')
-    return [_head2head(one, two) for one, two in zip(outputs_1, outputs_2)]
+    one, two = ([' '.join(_key(r, keys)) for r in rows] for rows in (outputs_1, outputs_2))
+    if one != two:
+        wrong = [i for i, (a, b) in enumerate(zip(one, two)) if a != b]
+        at = f'row {wrong[0]}: {one[wrong[0]]!r:.60}, ' if wrong else ''
+        raise ValueError(f'{at}{len(one)} against {len(two)} outputs: both files must answer the '
+                         'same prompts in the same order')
+    return [_head2head(*both) for both in zip(outputs_1, outputs_2)]
 
 # %% ../../../nbs/core/data/comparisons.ipynb #ccba7175
 def both_orders(pairs: list[dict], judge) -> np.ndarray:
@@ -146,7 +144,7 @@ def both_orders(pairs: list[dict], judge) -> np.ndarray:
     p[at] = (given + 3 - exchanged)/2
     return p
 
-# %% ../../../nbs/core/data/comparisons.ipynb #b7ab0654
+
 def answer_preferences(outputs: list[dict], references: list[dict], judge) -> list[np.ndarray]:
     """Of each record of `outputs`, the preference of each answer (answers,) over the references to
     its instruction, in both orders; nan where a verdict is missing."""
@@ -172,7 +170,7 @@ def preferences_over(outputs: list[dict], references: list[dict], judge) -> np.n
     if same_answers(outputs, references): return np.full(len(references), 1.5)
     return np.array([p.mean() for p in answer_preferences(ordered, references, judge)])
 
-# %% ../../../nbs/core/data/comparisons.ipynb #85dc036b
+
 def with_verdict(preferences) -> np.ndarray:
     "The preferences that are not None or nan; ValueError when there is none."
     p = np.array(preferences, dtype=float)

@@ -25,7 +25,7 @@ def as_turn(message, where: str) -> dict:
     role = _ROLES.get(str(m.get('role') or m.get('from')).lower())
     if role and isinstance(content, str): return dict(role=role, content=content)
     raise ValueError(f'{where}: {message!r:.80} is not a message: it needs a `role` (or `from`) '
-                     f'among {", ".join(_ROLES)}, and a text as its `content` (or `value`)')
+                     'such as user or assistant, and a text as its `content` (or `value`)')
 
 # %% ../../../nbs/core/data/dialogues.ipynb #3c4c9954
 TAGS = dict(user='Human', assistant='Assistant', system='System', tool='Tool')
@@ -51,7 +51,7 @@ def dialogue_text(messages: list[dict]) -> str:
     "A dialogue in the form of hh-rlhf; behind a turn of the user comes `Assistant:`."
     return turns_text(messages) + TURN * bool(messages and messages[-1]['role'] != 'assistant')
 
-# %% ../../../nbs/core/data/dialogues.ipynb #cad6ffc3
+
 def parse_dialogue(text: str) -> list[dict]:
     "The messages of a text in the form of hh-rlhf; ValueError if it does not begin with a turn."
     start, *parts = re.split(r'\n\n(Human|Assistant):', '\n\n' + text.lstrip('\n'))
@@ -97,15 +97,15 @@ def with_instruction(record: dict) -> dict:
     "A record with the text of its dialogue, if it is one, as its instruction."
     return dict(record, instruction=prompt_text(record)) if prompt_messages(record) else record
 
-# %% ../../../nbs/core/data/dialogues.ipynb #952fa7ba
+
 def check_messages(record: dict, where: str):
     "ValueError when the `messages` of a record are no dialogue that can be answered."
     messages = [as_turn(m, where) for m in record['messages'] or []]
+    at = f'{where}: the dialogue in `messages`'
     if not any(m['content'].strip() for m in messages if m['role'] == 'user'):
-        raise ValueError(f'{where}: the dialogue in `messages` has no words of a user')
-    if messages[-1]['role'] not in ('user', 'tool'):
-        role = messages[-1]['role']
-        raise ValueError(f'{where}: the dialogue in `messages` ends with the {role}\'s turn. '
-                         'Cut it at the turn to be answered')
+        raise ValueError(f'{at} has no words of a user')
+    last = messages[-1]['role']
+    if last not in ('user', 'tool'):
+        raise ValueError(f"{at} ends with the {last}'s turn. Cut it at the turn to be answered")
     if record.get('input'):
         raise ValueError(f'{where}: a dialogue has no `input`: put it into a turn')

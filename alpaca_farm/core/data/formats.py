@@ -48,13 +48,14 @@ def _answer(turns: list[dict]) -> str:
     "An answer, with the turns that follow it if there are any."
     return without_space(turns_text(turns).removeprefix(TURN))
 
-# %% ../../../nbs/core/data/formats.ipynb #998c00e7
+
 def _answered(text: str, where: str) -> list[dict]:
     "The turns of a text in the form of hh-rlhf, of which the last is the assistant's."
     try: turns = parse_dialogue(text)
     except ValueError as e: raise ValueError(f'{where}: {e}') from None
+    if text.endswith(TURN) and turns[-1]['role'] != 'assistant':
+        turns = turns + [dict(role='assistant', content='')]
     if turns[-1]['role'] == 'assistant': return turns
-    if text.endswith(TURN): return turns + [dict(role='assistant', content='')]
     raise ValueError(f'{where}: the dialogue has no "Assistant:" at its end: ...{text[-60:]!r}')
 
 
@@ -113,7 +114,7 @@ def row_shape(row: dict, kinds) -> dict | None:
     wanted = [s for s in fitting if s[0] in kinds or (s[0] == 'preference' and 'pair' in kinds)]
     return next((names for _, names in wanted + fitting), None)
 
-# %% ../../../nbs/core/data/formats.ipynb #81593673
+
 def default_sources(n: int) -> list[str]:
     "The sources implied by position in RRHF's files."
     return ['sample'] * (n - 2) + ['chosen', 'rejected'] if n > 1 else ['sample']
@@ -133,11 +134,10 @@ def _from_shape(row: dict, names: dict, where: str) -> dict:
         if not isinstance(answers, list): raise ValueError(f'{where}: `responses` is not a list')
         row = dict(source=default_sources(len(answers))) | row
     if 'completions' in names:
-        told = isinstance(answers, list) and all(isinstance(a, dict) for a in answers)
-        if not (told and all('response' in a for a in answers)):
-            raise ValueError(f'{where}: `completions` is no list of objects with a `response`')
-        row['output'] = [a['response'] for a in answers]
-        row['source'] = [a.get('model', '') for a in answers]
+        try: row |= dict(output=[a['response'] for a in answers],
+                         source=[a.get('model', '') for a in answers])
+        except (TypeError, KeyError, AttributeError):
+            raise ValueError(f'{where}: `completions` must be objects with a `response`') from None
         scores = [a.get('overall_score') for a in answers]
         if all(isinstance(s, (int, float)) for s in scores): row['scores'] = [*map(float, scores)]
     return row
@@ -151,13 +151,11 @@ _GOOD = {'true': True, '1': True, 'false': False, '0': False}  # single answers'
 def _from_rlcd(row: dict, where: str) -> dict:
     "A row of RLCD's file: its dialogue as messages, `win2_prob` as the soft label."
     given, soft = row.pop('instruction'), row.pop('win2_prob', '')
-    if isinstance(given, str): row = _prompt(_turns(given, 'user', where), given) | row
-    else: row['instruction'] = given
+    row = _prompt(_turns(given, 'user', where), given) | row
     if soft in ('', None): return row
     try: return row | dict(preference=1 + float(soft))
     except (TypeError, ValueError):
-        wrong = f"the field 'win2_prob' is {soft!r:.60}, not a probability"
-        raise ValueError(f'{where}: {wrong}') from None
+        raise ValueError(f"{where}: the field 'win2_prob' is {soft!r:.60}, no number") from None
 
 
 def _as_label(value):
@@ -168,13 +166,11 @@ def _as_label(value):
     return None if isnan(preference) else preference
 
 
-def as_records(
-    rows: list,         # as read
-    where: str,         # their file, for messages
-    kinds=('instruction',),  # of the records wanted: the fields that they must have
-    columns: str = '',  # names of columns, as in instruction=question,output=answer
-) -> list:
-    "Rows with the columns of other libraries as records with ours; others are not changed."
+def as_records(rows: list, where: str, kinds=('instruction',), columns: str = '') -> list:
+    """Rows with the columns of other libraries as records with ours, of the first of `kinds` that
+    fits; others are not changed. `where` is their file, for messages; `columns` names columns, as
+    in instruction=question,output=answer. ValueError for a row that has the columns, but no such
+    values."""
     pairs = [c.strip().split('=') for c in columns.split(',')] if columns else []
     if not all(len(p) == 2 and all(p) for p in pairs):
         raise ValueError(f'columns = {columns!r}: write ours=yours, as in instruction=question')

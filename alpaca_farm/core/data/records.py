@@ -7,7 +7,7 @@ __all__ = ['FILE_SUFFIXES', 'find_file', 'unique_fields', 'read_text', 'read_row
            'load_records', 'prompt_key', 'full_instruction', 'without_lists']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
-import csv, difflib, gzip, io, json, re, zlib
+import csv, gzip, io, json, re, zlib
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -23,14 +23,13 @@ from ..run.paths import at_root, looks_like_hub, missing_path, root
 # %% ../../../nbs/core/data/records.ipynb #aab747f0
 FILE_SUFFIXES = tuple(f'.{kind}{gz}' for gz in ('', '.gz')
                       for kind in ('json', 'jsonl', 'csv', 'parquet', 'tsv'))
-_SPREADSHEETS = ('.xlsx', '.xls', '.ods')   # found, so that reading them can say what to do
 
 
 def _in_folder(folder: Path, name: str) -> Path | None:
     "The file, saved dataset or pattern of shards that a folder, or its `data`, has for a name."
     for path in (folder, folder/'data'):
         if (path/name/'dataset_info.json').exists(): return path/name
-        for suffix in FILE_SUFFIXES + _SPREADSHEETS:
+        for suffix in FILE_SUFFIXES:
             if (path/f'{name}{suffix}').exists(): return path/f'{name}{suffix}'
             shard = next(path.glob(f'{name}-*-of-*{suffix}'), None)
             if shard: return path/re.sub(r'-\d+-of-', '-*-of-', shard.name)
@@ -45,7 +44,7 @@ def find_file(spec: str, *names: str) -> Path:
     if found: return found
     if not path.exists(): raise FileNotFoundError(f'{spec}: {missing_path(spec)}')
     files = sorted(str(p.relative_to(path)) for p in [*path.glob('*'), *path.glob('data/*')]
-                   if p.name.endswith(FILE_SUFFIXES + _SPREADSHEETS))
+                   if p.name.endswith(FILE_SUFFIXES))
     wanted, held = ' or '.join(f'{n}.json' for n in names), ', '.join(files) or 'no data file'
     raise FileNotFoundError(f'{spec}: there is no {wanted} in it; it holds {held}')
 
@@ -56,9 +55,6 @@ _SPLITS = dict(sft=['train_sft', 'train'], unlabeled=['train_gen', 'train'], can
                val=['validation', 'valid', 'dev'], eval=['test', 'test_prefs', 'test_sft'])
 _FARM = dict(eval='alpaca_farm_evaluation', outputs='alpaca_farm_evaluation',
              preferences='alpaca_noisy_multi_preference')   # where no configuration is named
-_REFUSED = dict(GatedRepoError='it is gated: accept the terms on its page, and set HF_TOKEN',
-                RepositoryNotFoundError='the hub has no such dataset (private? set HF_TOKEN)',
-                RevisionNotFoundError='the hub has no such revision of it')
 
 
 def _hub_file(spec: str, names: tuple) -> Path:
@@ -78,24 +74,24 @@ def _hub_file(spec: str, names: tuple) -> Path:
         if any(found): return next(filter(None, found))
         there = HfApi().list_repo_files(repo, **which)
     except Exception as e:
-        away = f'the hub cannot be reached ({str(e):.160}). Where there is a network, run ' \
-               f'`hf download {repo} --repo-type dataset --local-dir my/data`, and name my/data'
-        reason = _REFUSED.get(type(e).__name__, away)
-        raise ValueError(f'{spec}: {missing_path(spec)}, and {reason}') from e
+        reason = ' '.join(f'{type(e).__name__}: {e}'.split())
+        raise ValueError(
+            f'{spec}: {missing_path(spec)}, and the hub did not give it ({reason:.240}). If it is '
+            f'private or gated, set HF_TOKEN. Where there is a network, run `hf download {repo} '
+            '--repo-type dataset --local-dir my/data`, and name my/data') from e
     there = sorted({re.sub(r'(-\d+-of-\d+)?\.[a-z.]+$', '', f)
                     for f in there if f.endswith(FILE_SUFFIXES)})
-    near = difflib.get_close_matches(f'{at}{names[0]}', there, 1)
-    near = f' (did you mean {repo}:{near[0].rpartition("/")[0] or near[0]}?)' if near else ''
-    raise ValueError(f'{repo} has no {at}{" or ".join(wanted)}{near}; it has '
+    raise ValueError(f'{repo} has no {at}{" or ".join(wanted)}; it has '
                      f'{", ".join(there) or "no data"}. Name a folder or file of it: {repo}:NAME')
 
 # %% ../../../nbs/core/data/records.ipynb #dacbe2c0
 def unique_fields(pairs: list[tuple]) -> dict:
     "A JSON object as a dictionary; ValueError when a field occurs in it twice."
-    fields = dict(pairs)
-    if len(fields) == len(pairs): return fields
-    twice = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
-    raise ValueError(f'field {twice!r} is given twice')
+    fields = {}
+    for k, v in pairs:
+        if k in fields: raise ValueError(f'field {k!r} is given twice')
+        fields[k] = v
+    return fields
 
 
 def _read_json(path: Path, text: str) -> list:
@@ -117,7 +113,7 @@ def _read_json(path: Path, text: str) -> list:
             raise ValueError(f'{path}, row {i}: half of a character (a lone surrogate). Remove it')
     return rows
 
-# %% ../../../nbs/core/data/records.ipynb #95eecea0
+
 def _read_csv(path: Path, text: str) -> list[dict]:
     "The rows of a CSV or TSV text; ValueError naming a wrong row."
     csv.field_size_limit(2**31 - 1)
@@ -158,9 +154,8 @@ def read_rows(path) -> list[dict]:
         if len(files) == wanted: return [r for p in files for r in read_rows(p)]
         raise ValueError(f'{path}: {len(files)} of {wanted} shards are there')
     if not (path.is_dir() or kind in FILE_SUFFIXES):
-        advice = f'Its name must end in {", ".join(FILE_SUFFIXES)}'
-        if kind in _SPREADSHEETS: advice = 'Save it as CSV (UTF-8)'
-        raise ValueError(f'{path}: this kind of file is not read. {advice}')
+        raise ValueError(f'{path}: this kind of file is not read. Its name must end in '
+                         f'{", ".join(FILE_SUFFIXES)}; save a spreadsheet as CSV (UTF-8)')
     if kind in ('.json', '.jsonl'): return _read_json(path, read_text(path))
     if kind in ('.csv', '.tsv'): return _read_csv(path, read_text(path))
     try:
@@ -225,14 +220,9 @@ def _remarks(rows: list[dict], kind: str):
             times = texts.count(cell)
             if times: yield f'{name} is {cell!r} in {times} of {n} texts. Empty cells?'
     dialogues = [*filter(None, map(prompt_messages, rows))]
-    roles = [[m['role'] for m in d if m['role'] in ('user', 'assistant')] for d in dialogues]
-    odd = sum(r != (['user', 'assistant'] * len(r))[:len(r)] for r in roles)
-    if odd: yield f'in {odd} of {len(roles)} dialogues user and assistant do not take turns'
     forged = sum(parse_dialogue(dialogue_text(d)) != d for d in dialogues)
-    if forged: yield (f'{forged} of {len(roles)} dialogues have a turn with "\\n\\nHuman:" or '
+    if forged: yield (f'{forged} of {len(dialogues)} dialogues have a turn with "\\n\\nHuman:" or '
                       '"\\n\\nAssistant:" in it: without a chat template, it is read as several')
-    labels = {r.get('label') for r in rows if isinstance(r.get('label'), bool)}
-    if len(labels) == 1: yield f'all {len(rows)} labels are {labels.pop()}'
     if kind != 'preference': return
     p, sides = np.array([r['preference'] for r in rows]), {}
     first, tie, second = (p < 1.5).mean(), (p == 1.5).mean(), (p > 1.5).mean()
@@ -253,14 +243,13 @@ def load_rows(spec: str, names: tuple) -> tuple[list[dict], str]:
     return read_rows(path), f'{spec} ({path.name})' if on_hub else str(path)
 
 
-def load_records(
-    spec: str,        # a dataset folder, a run folder, a file, or a dataset's name on the hub
-    name: str | tuple = '',   # split, or file of a run folder; of several, the first there is
-    kind: str | tuple = 'instruction',  # which fields the records must have, or several such kinds
-    n: int = 0,       # only the first n; 0 for all
-    columns: str = '',  # names of columns, as in instruction=question,output=answer
-) -> list[dict]:
-    "The records of a file or dataset, with our names of fields, checked, each once."
+def load_records(spec: str, name: str | tuple = '', kind: str | tuple = 'instruction', n: int = 0,
+                 columns: str = '') -> list[dict]:
+    """The records of a file or dataset, with our names of fields, checked, each once. `spec`: a
+    dataset folder, a run folder, a file, or a dataset's name on the hub; `name`: a split or a
+    file of a run folder, or several, of which the first there is; `kind`: which fields the
+    records must have, or several such kinds; `n`: only the first n, 0 for all; `columns`: as of
+    `as_records`."""
     kinds, names = ((k,) if isinstance(k, str) else k for k in (kind, name))
     rows, where = load_rows(spec, names)
     rows = as_records(rows[:n or None], where, kinds, columns)
@@ -272,7 +261,7 @@ def load_records(
     for remark in _remarks(unique, kind): _notice(f'{where}: {remark}')
     return unique
 
-# %% ../../../nbs/core/data/records.ipynb #917eb5ab
+
 def prompt_key(record: dict) -> tuple[str, str]:
     "Instruction (or dialogue) and input of a record as texts; the input may be empty."
     return prompt_text(record), record.get('input') or ''

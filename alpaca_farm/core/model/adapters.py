@@ -83,13 +83,9 @@ def view(model, name: str):
     return whole
 
 # %% ../../../nbs/core/model/adapters.ipynb #ada0000e
-def add_adapter(
-    model,          # a model, or a view of one
-    name: str,      # of the adapter
-    config,         # as of `lora_config`
-    seed: int = 0,  # of A
-):  # a view of the model
-    "Freeze a model and put an adapter into its layers; those that it has stay as they are."
+def add_adapter(model, name: str, config, seed: int = 0):
+    """A view of a model, or of a view's, with a new adapter of settings `config` (`lora_config`),
+    whose A is drawn by `seed`; the model is frozen, and adapters that it has stay as they are."""
     from peft import inject_adapter_in_model
     trunk, layers = model.base_model, state_of(model).layers
     asked = config.target_modules   # which peft replaces by names
@@ -131,7 +127,7 @@ def own_tables(model):
     model.set_output_embeddings(copy.deepcopy(tied))
     model.tie_weights()
 
-# %% ../../../nbs/core/model/adapters.ipynb #ada00028
+
 def train_token_rows(model, first: int):
     "Train the embeddings of the tokens from id `first` on."
     table, state = model.get_input_embeddings().requires_grad_(False), state_of(model)
@@ -168,7 +164,7 @@ def base_mark(folder: str) -> str:
     files = sorted(at_root(folder).glob('*.safetensors'))
     return digest([file_hash(p) for p in files]) if files else ''
 
-# %% ../../../nbs/core/model/adapters.ipynb #ada0001e
+
 def _peft_names(model) -> dict[str, torch.nn.Parameter]:
     "A view's own weights, named as in the files of `peft`."
     part = f'.{state_of(model).adapter}.'
@@ -189,33 +185,28 @@ def save_adapter(model, folder):
     save_file(weights, at_root(folder)/'adapter_model.safetensors', metadata=dict(
         format='pt', base_hash=state.base_hash, first_row='' if first is None else str(first)))
 
-# %% ../../../nbs/core/model/adapters.ipynb #ada00020
+
 def is_adapter(folder) -> bool:
     "Whether a folder holds an adapter instead of a model."
     return (at_root(folder)/'adapter_config.json').is_file()
 
 
 def base_of(folder) -> str:
-    "The model under an adapter; an error if it is gone or has changed since."
+    "The model under an adapter; ValueError if it is gone or has changed since."
     base = read_json(at_root(folder)/'adapter_config.json')['base_model_name_or_path']
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
         mark = (f.metadata() or {}).get('base_hash')
-    if not mark: return base   # from the hub, or from elsewhere
     found = base_mark(base)
-    if not found:
-        raise FileNotFoundError(f'{folder} is an adapter of {base}, which is gone: restore that, '
-                                'or train again')
-    if found == mark: return base
-    raise ValueError(f'{folder} is an adapter of an earlier {base}, whose weights have changed '
-                     'since: restore them, or train again')
+    if not mark or found == mark: return base   # without a mark it is from the hub, or elsewhere
+    raise ValueError(f'{folder} is an adapter of {base}, '
+                     + ('whose weights have changed since' if found else 'which is gone')
+                     + ': restore that, or train again')
 
-# %% ../../../nbs/core/model/adapters.ipynb #ada00022
+
 @torch.no_grad()
-def load_adapter(
-    model, folder,
-    fresh: tuple[str, ...] = (),  # weights that are not replaced
-):
-    "Replace a view's own weights by those in a folder; ValueError if they do not fit."
+def load_adapter(model, folder, fresh: tuple[str, ...] = ()):
+    """Replace a view's own weights, without those named `fresh`, by those in a folder; ValueError
+    if they do not fit."""
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
         saved = {name: f.get_tensor(name) for name in f.keys()}
     if not hasattr(model, 'score') and 'base_model.model.score.weight' in saved:
@@ -247,14 +238,10 @@ def merge(model):
                   first_row=None, rows_hook=None)
     return model.requires_grad_(True)
 
-# %% ../../../nbs/core/model/adapters.ipynb #ada00025
-def add_saved(
-    model,            # the model underneath
-    name: str,        # the adapter's name from now on
-    folder,           # of the adapter
-    fresh: tuple[str, ...] = (),  # weights that are not taken from it
-):  # a view of the model
-    "Put a saved adapter into a model, with its head and its new tokens."
+
+def add_saved(model, name: str, folder, fresh: tuple[str, ...] = ()):
+    """A view of a model with a saved adapter, from now on `name`, its head and its new tokens;
+    weights named `fresh` are not taken from it."""
     from peft import LoraConfig
     new = add_adapter(model, name, LoraConfig.from_pretrained(str(at_root(folder))))
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:

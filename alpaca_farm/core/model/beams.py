@@ -80,25 +80,18 @@ def _search_batch(model, prompts, beams, groups, penalty, steps, ends, alpha):
     return [[sample for _, sample in sorted(ended, key=lambda e: -e[0])] for ended in found]
 
 # %% ../../../nbs/core/model/beams.ipynb #b566fb11
-def beam_search(
-    model,                       # as for `generate`
-    tokenizer,
-    prompts: list[list[int]],    # token ids, not padded
-    beams: int = 4,              # answers per prompt
-    groups: int = 1,             # groups the beams are split into; 1 is plain beam search
-    diversity_penalty: float = 0.0,  # cost of a token for each earlier group's beam with it
-    max_new_tokens: int = 300,   # longest answer, end token included
-    length_penalty: float = 1.0, # a score is a log-prob divided by this power of the length
-    batch_size: int = 0,         # beams per forward pass; 0: 256, on a GPU by its memory
-    progress=None,               # called with (beams done, all beams) after each batch
-) -> list[list[Sample]]:  # for each prompt `beams` answers, best first; fewer if there are no more
-    "Beam search; with `groups` > 1 diverse beam search (Vijayakumar et al., 2018)."
+def beam_search(model, tokenizer, prompts: list[list[int]], beams: int = 4, groups: int = 1,
+                diversity_penalty: float = 0., max_new_tokens: int = 300,
+                length_penalty: float = 1., batch_size: int = 0, progress=None) -> list[list[Sample]]:
+    """For each prompt `beams` answers, best first, fewer if there are no more; arguments as for
+    `generate`. In diverse beam search (Vijayakumar et al., 2018) the beams are split into
+    `groups`, and a token costs `diversity_penalty` for each earlier group's beam with it. A score
+    is a log-prob divided by the length to the power of `length_penalty`."""
     model = model.get_base_model() if hasattr(model, 'get_base_model') else model
-    if beams < 1: raise ValueError(f'beams = {beams}, but a search needs at least 1')
     longest = max(map(len, prompts), default=0) + max_new_tokens
     batch_size = batch_size or rows_per_pass(model, longest, 256)
-    check_sampling(model, prompts, beams, max_new_tokens, 0, 1, 0, batch_size)
-    if groups < 1 or beams % groups:
+    check_sampling(model, prompts, 1, max_new_tokens, 0, 1, 0, batch_size)
+    if beams < 1 or groups < 1 or beams % groups:
         raise ValueError(f'beams = {beams} cannot be split into groups = {groups}')
     if not diversity_penalty >= 0:
         raise ValueError(f'diversity_penalty = {diversity_penalty} is below 0')
@@ -108,8 +101,9 @@ def beam_search(
     with evaluation_mode(model):
         for s in range(0, len(order), size):
             batch = order[s:s + size]
-            found = _search_batch(model, [list(map(int, prompts[i])) for i in batch], beams, groups,
-                                  diversity_penalty, max_new_tokens, ends, length_penalty)
+            texts = [list(map(int, prompts[i])) for i in batch]
+            found = _search_batch(model, texts, beams, groups, diversity_penalty,
+                                  max_new_tokens, ends, length_penalty)
             for i, samples in zip(batch, found): answers[i] = samples
             if progress: progress((s + len(batch))*beams, len(order)*beams)
     return answers

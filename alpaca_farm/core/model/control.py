@@ -14,13 +14,10 @@ from .adapters import own_tables, state_of, train_token_rows
 
 # %% ../../../nbs/core/model/control.ipynb #8ae13980
 @torch.no_grad()
-def add_tokens(
-    model, tokenizer,
-    names: list[str],     # of the tokens, like '<good>'; existing tokens stay as they are
-    seed: int = 0,        # of the noise
-    jitter: float = 1.0,  # noise, in standard deviations of the old embeddings in each dimension
-) -> list[int]:  # their ids
-    "Add tokens to a model and its tokenizer, in place; the model never generates them."
+def add_tokens(model, tokenizer, names: list[str], seed: int = 0, jitter: float = 1.) -> list[int]:
+    """The ids of tokens like '<good>', which are added to a model and its tokenizer, in place,
+    where they are not there; the model never generates them. Their embeddings are the mean of the
+    old ones with noise of `jitter` standard deviations in each dimension, drawn by `seed`."""
     old = len(tokenizer)
     tokenizer.add_tokens(list(names), special_tokens=True)
     adapted = state_of(model).adapter is not None
@@ -42,13 +39,8 @@ def add_tokens(
     return ids
 
 # %% ../../../nbs/core/model/control.ipynb #ce145400
-def prepend_tokens(
-    prompts: list[list[int]],  # ids
-    tokens: int | list[int],   # id of the token for all of them, or one for each
-    tokenizer,
-    times: int = 1,            # how often it is repeated
-) -> list[list[int]]:  # the prompts, `times` tokens longer
-    "Prompts that begin with a control token."
+def prepend_tokens(prompts: list[list[int]], tokens, tokenizer, times: int = 1) -> list[list[int]]:
+    "Prompts that begin `times` with a control token: an id for all of them, or one for each."
     tokens = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
     starts = [int(bool(p) and p[0] == tokenizer.bos_token_id) for p in prompts]  # 1 behind a BOS
     return [p[:i] + [t] * times + p[i:] for p, t, i in zip(prompts, tokens, starts, strict=True)]

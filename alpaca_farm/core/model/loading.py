@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['device_of', 'dtype_of', 'autocast', 'model_path', 'no_progress_bars', 'place_model', 'load_tokenizer', 'attention_of',
-           'weights_dtype', 'load_model', 'register_scalar_class', 'loading_options']
+           'loading_options', 'load_model', 'register_scalar_class']
 
 # %% ../../../nbs/core/model/loading.ipynb #c0d1f5a2
 import math
@@ -24,13 +24,13 @@ def device_of(cfg: Config) -> torch.device:
     if cfg.device != 'auto': return torch.device(cfg.device)
     return torch.device('cuda' if torch.cuda.is_available() else 'cpu')
 
-# %% ../../../nbs/core/model/loading.ipynb #802e93fe
+
 def dtype_of(cfg: Config) -> torch.dtype:
     "The precision a run computes in."
     if cfg.dtype != 'auto': return getattr(torch, cfg.dtype)
     return torch.bfloat16 if device_of(cfg).type == 'cuda' else torch.float32
 
-# %% ../../../nbs/core/model/loading.ipynb #a53b7f6e
+
 def autocast(cfg: Config):
     "The context of a forward pass of weights in float32 in the precision of a run."
     dtype = dtype_of(cfg)
@@ -70,7 +70,7 @@ def place_model(model, cfg: Config):
     state_of(model).forward_batch = getattr(cfg, 'forward_batch', 0)
     return (model if getattr(model, 'is_quantized', False) else model.to(device_of(cfg))).eval()
 
-# %% ../../../nbs/core/model/loading.ipynb #1ccf07ee
+
 def load_tokenizer(spec: str, model=None):
     "A model's tokenizer, with a padding token; if the model is given, one that it knows."
     from transformers import AutoTokenizer
@@ -95,29 +95,40 @@ def attention_of(spec: str, cfg: Config) -> str | None:
     family = policies[type(config)] if type(config) in policies else None
     return 'flash_attention_2' if getattr(family, '_supports_flash_attn', False) else None
 
-# %% ../../../nbs/core/model/loading.ipynb #ada10004
-def weights_dtype(cfg: Config, train: bool) -> torch.dtype:
-    "The precision of the weights of a model, which is trained or compared with one that is."
+
+def loading_options(spec: str, cfg: Config, train: bool, checked: bool = True) -> dict:
+    """With which kernel and in which precision a model is loaded, which is trained or compared
+    with one that is; ImportError for weights in 4 bits without bitsandbytes, MemoryError, if
+    `checked`, for a model that cannot be trained on this machine."""
+    from importlib.util import find_spec
+    from transformers import AutoConfig, BitsAndBytesConfig
     master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
-    return torch.float32 if master else dtype_of(cfg)
+    dtype = torch.float32 if master else dtype_of(cfg)
+    if train and checked and hasattr(cfg, 'in_memory'):
+        config = AutoConfig.from_pretrained(model_path(spec))
+        check_memory(config, cfg, device_of(cfg), dtype_of(cfg))
+    options = dict(dtype=dtype, attn_implementation=attention_of(spec, cfg))
+    if not (train and getattr(cfg, 'quantize', False)): return options
+    if not find_spec('bitsandbytes'):
+        raise ImportError('quantize: weights in 4 bits need bitsandbytes. Install it '
+                          '(pip install bitsandbytes), or leave quantize off')
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype_of(cfg))
+    return dict(options, quantization_config=quantization, device_map={'': device_of(cfg)})
 
 # %% ../../../nbs/core/model/loading.ipynb #ada10002
-def load_model(
-    kind,                    # a class of transformers
-    spec: str,               # run folder, checkpoint folder or hub name
-    dtype: torch.dtype,
-    fresh: tuple[str, ...] = (),  # weights that may be missing
-    **more,
-):
-    """A model with its adapter, if it is one, added to its weights; ValueError if it cannot be loaded
-    or its files do not hold all of its weights."""
+def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (), **options):
+    """A model of a class of transformers, with the adapter added to its weights if `spec` is
+    one; the weights `fresh` may be missing. ValueError if it cannot be loaded or its files lack
+    others."""
     from transformers.utils import logging
     folder = model_path(spec)
     if is_adapter(folder):
-        if 'quantization_config' in more:
-            raise ValueError(f'quantize: {spec} is an adapter, which cannot be added to weights of '
-                             '4 bits. Name a run with a whole model')
-        model = load_model(kind, base_of(folder), dtype, (*fresh, 'score.weight'), **more)
+        if 'quantization_config' in options:
+            raise ValueError(f'quantize: {spec} is an adapter, which cannot be added to weights '
+                             'of 4 bits. Name a run with a whole model')
+        model = load_model(kind, base_of(folder), dtype, (*fresh, 'score.weight'), **options)
         model = merge(add_saved(model, 'saved', folder, fresh))
         saved = read_json(f'{folder}/config.json')
         for name in ('likelihood', 'reward_mean', 'reward_std'):
@@ -130,16 +141,16 @@ def load_model(
     no_progress_bars()
     logging.set_verbosity_error()
     try: model, info = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True,
-                                            output_loading_info=True, **more)
+                                            output_loading_info=True, **options)
     except (RuntimeError, ValueError, ImportError) as e:
-        kernel, reason = more.get('attn_implementation'), str(e).splitlines()[0]
+        kernel, reason = options.get('attn_implementation'), str(e).splitlines()[0]
         asked = f' with attention = {kernel!r}' if kernel else ''
         raise ValueError(f'{spec}: {kind.__name__} cannot load it{asked} ({reason})') from e
     finally: logging.set_verbosity(level)
-    missing, head = sorted(set(info['missing_keys']) - set(fresh)), 'score.weight'
-    if head in missing:
+    missing = sorted(set(info['missing_keys']) - set(fresh))
+    if 'score.weight' in missing:
         raise ValueError(f'{spec} holds a policy, not a reward model: it has no head')
-    if head in info['unexpected_keys']:
+    if 'score.weight' in info['unexpected_keys']:
         raise ValueError(f'{spec} holds a reward model, not a policy')
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
     return model
@@ -159,27 +170,3 @@ def register_scalar_class(spec: str):
                 dict(base_model_prefix=policy.base_model_prefix, config_class=config,
                      __module__=policy.__module__))  # or transformers would leave buffers unset
     AutoModelForSequenceClassification.register(config, made, exist_ok=True)
-
-# %% ../../../nbs/core/model/loading.ipynb #bbb0001e
-def loading_options(
-    spec: str, cfg: Config, train: bool, frozen: bool,
-    scalar: bool = False,  # it has a scalar head
-) -> dict:
-    """How a model is loaded; MemoryError for one that cannot be trained on this machine, ImportError
-    for weights in 4 bits without bitsandbytes."""
-    from importlib.util import find_spec
-    from transformers import AutoConfig, BitsAndBytesConfig
-    more = dict(attn_implementation=attention_of(spec, cfg))
-    trained = getattr(cfg, 'in_memory', {}).get('trained', 0)
-    counted = scalar and trained > 1   # PPO's value model, which is loaded after the policy
-    if train and not frozen and trained and not counted:
-        config = AutoConfig.from_pretrained(model_path(spec))
-        check_memory(config, cfg, device_of(cfg), dtype_of(cfg))
-    if not (train and getattr(cfg, 'quantize', False)): return more
-    if not find_spec('bitsandbytes'):
-        raise ImportError('quantize: weights in 4 bits need bitsandbytes. Install it '
-                          '(pip install bitsandbytes), or leave quantize off')
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype_of(cfg))
-    return dict(more, quantization_config=quantization, device_map={'': device_of(cfg)})

@@ -14,8 +14,8 @@ from ..run.settings import HardwareConfig
 
 # %% ../../../nbs/core/model/memory.ipynb #bbb00007
 def memory_parts(config, cfg: HardwareConfig, size: int) -> tuple[int, dict[str, float]]:
-    """How many weights a causal model has, and the bytes of weights, gradients and moments when it is
-    trained; `size`: bytes of a number in the forward pass."""
+    """How many weights a causal model has, and the bytes of weights, gradients and moments when it
+    is trained; `size`: bytes of a number in the forward pass."""
     from transformers import AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), torch.device('meta'):
         model = AutoModelForCausalLM.from_config(config)
@@ -42,11 +42,10 @@ def available_bytes(device: torch.device) -> float:
     return psutil.virtual_memory().available
 
 
-def check_memory(
-    config, cfg: HardwareConfig, device: torch.device, dtype: torch.dtype,
-    smallest: float = 1e8,  # models of fewer weights are not mentioned
-):
-    "Print what training a model takes; MemoryError if that is more than there is."
+def check_memory(config, cfg: HardwareConfig, device: torch.device, dtype: torch.dtype,
+                 smallest: float = 1e8):
+    """Print what training a model takes, unless it has fewer weights than `smallest`; MemoryError
+    if that is more than there is."""
     n, parts = memory_parts(config, cfg, dtype.itemsize)
     if n < smallest: return
     need, free = sum(parts.values()), available_bytes(device)
@@ -59,13 +58,9 @@ def check_memory(
                           'master_weights = False, optimizer = adamw_8bit or a smaller model')
 
 # %% ../../../nbs/core/model/memory.ipynb #bbb0001b
-def rows_per_pass(
-    model,
-    length: int,   # tokens of the longest row
-    default: int,  # on the CPU
-    cached: bool = True,  # keys and values are kept
-) -> int:
-    "How many rows a forward pass without gradients reads at a time."
+def rows_per_pass(model, length: int, default: int, cached: bool = True) -> int:
+    """How many rows of up to `length` tokens a forward pass without gradients reads at a time, on
+    the CPU `default`; `cached`: keys and values are kept."""
     if state_of(model).forward_batch: return state_of(model).forward_batch
     if model.device.type != 'cuda': return default
     size, config = model.dtype.itemsize, model.config.get_text_config(decoder=True)

@@ -18,9 +18,8 @@ from .adapters import (add_adapter, add_saved, base_mark, base_of,
     checkpoint_layers, inherit_state, is_adapter, lora_config, save_adapter, state_of, view)
 from ..run.files import read_json, temporary_path, write_json
 from ..functional import head_logits, selected_logprobs
-from alpaca_farm.core.model.loading import (autocast, device_of, dtype_of, load_model, load_tokenizer,
-    loading_options, model_path, no_progress_bars, place_model, register_scalar_class,
-    weights_dtype)
+from .loading import (autocast, device_of, dtype_of, load_model, load_tokenizer,
+    loading_options, model_path, no_progress_bars, place_model, register_scalar_class)
 from .memory import rows_per_pass
 from .packing import (attention_window, computed_at, pack, packed_states,
     position_wise, reads_packed, trunk_states)
@@ -62,62 +61,51 @@ def check_policy(model, spec: str, cfg: Config):
     if differs(ours, logits):
         raise ValueError(f'{name} computes its logits in a way that is not supported')
 
-# %% ../../../nbs/core/model/models.ipynb #a1104e05
-def load_policy(
-    spec: str,            # run folder, checkpoint folder or hub name
-    cfg: Config,
-    train: bool = False,  # in the precision of training
-    frozen: bool = False, # without what only training needs
-):
-    "A causal language model and its tokenizer."
+
+def load_policy(spec: str, cfg: Config, train: bool = False, frozen: bool = False):
+    """A causal language model and its tokenizer, from a run folder, checkpoint folder or hub name;
+    in the precision of training, and if `frozen` without what only training needs."""
     from transformers import AutoModelForCausalLM
-    more = loading_options(spec, cfg, train, frozen)
-    model = load_model(AutoModelForCausalLM, spec, weights_dtype(cfg, train), **more)
+    model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train, not frozen))
     model = place_model(model, cfg)
     check_policy(model, spec, cfg)
     tokenizer = load_tokenizer(spec, model)
     return _prepare_training(model, spec, cfg) if train and not frozen else model, tokenizer
 
-# %% ../../../nbs/core/model/models.ipynb #ada10008
+
 def load_reference(policy, cfg: Config):
     "The policy before training."
     before = state_of(policy).before
     return load_policy(cfg.policy, cfg, train=True, frozen=True)[0] if before is None else before
 
 # %% ../../../nbs/core/model/models.ipynb #94f85443
-def load_scalar(
-    spec: str,          # a policy or a scalar model
-    cfg: Config,
-    head: str = 'keep', # 'keep' for the saved head; 'zero' or 'normal' for a fresh one
-    train: bool = False,
-    frozen: bool = False,
-    encoder: bool = False,  # allow encoders with a classifier of one label, which can only score
-):
-    "A model with a scalar head, and its tokenizer."
+def load_scalar(spec: str, cfg: Config, head: str = 'keep', train: bool = False):
+    """A model with a scalar head and its tokenizer, from a policy or scalar model; `head`:
+    'keep' for the saved one, 'zero' or 'normal' for a fresh one. ValueError for an encoder to
+    be trained."""
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
-    more = loading_options(spec, cfg, train, frozen, scalar=True)
-    model = load_model(AutoModelForSequenceClassification, spec, weights_dtype(cfg, train),
-                       () if head == 'keep' else ('score.weight',), num_labels=1, **more)
-    if not (encoder or hasattr(model, 'score')):
-        raise ValueError(f'{spec}: {type(model).__name__} is no decoder with a head on its last token: '
-                         'it can be a reward_model, but no value model and no policy to train one from')
+    # the check of PPO's policy counts its value model, which is loaded later
+    alone = getattr(cfg, 'in_memory', {}).get('trained') == 1
+    model = load_model(AutoModelForSequenceClassification, spec, num_labels=1,
+                       fresh=() if head == 'keep' else ('score.weight',),
+                       **loading_options(spec, cfg, train, alone))
+    if train and not hasattr(model, 'score'):
+        raise ValueError(f'{spec}: {type(model).__name__} has no head on its last token: it can '
+                         'be a reward_model, but no value model and no policy to train one from')
     tokenizer = load_tokenizer(spec, model)
     model.config.pad_token_id = tokenizer.pad_token_id
     if head == 'zero': torch.nn.init.zeros_(model.score.weight)
     if head == 'normal':
         torch.nn.init.normal_(model.score.weight, std=(model.score.weight.shape[1] + 1) ** -.5)
     model = place_model(model, cfg)
-    return _prepare_training(model, spec, cfg) if train and not frozen else model, tokenizer
+    return _prepare_training(model, spec, cfg) if train else model, tokenizer
 
 # %% ../../../nbs/core/model/models.ipynb #ada1000e
-def scalar_on(
-    policy,        # with an adapter
-    name: str,     # of the new adapter
-    spec: str,     # a reward model; empty for a fresh adapter with a head of zeros
-    cfg: Config,
-):  # a view of the policy's model; None where the reward model has another one
-    "A scalar model on the weights under a policy's adapter."
+def scalar_on(policy, name: str, spec: str, cfg: Config):
+    """A scalar model on the weights under a policy's adapter, with a new adapter, `name`, from
+    a reward model, or fresh with a head of zeros if `spec` is empty; None if it has other
+    weights."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
     folders = [f for f in (at_root(spec)/'adapter', at_root(spec)) if spec and is_adapter(f)]
     if state_of(policy).adapter is None or (spec and not folders): return
@@ -142,15 +130,10 @@ def before(response: torch.Tensor) -> torch.Tensor:
     "1 at the positions whose states predict a response's tokens: (B, T) of the same."
     return F.pad(response[:, 1:], (0, 1))
 
-# %% ../../../nbs/core/model/models.ipynb #8bd73a20
-def hidden_states(
-    model,
-    ids: torch.Tensor,   # (B, T)
-    mask: torch.Tensor,  # (B, T), 1 at real tokens
-    response: torch.Tensor | None = None,  # (B, T), 1 at the responses' tokens
-    read: torch.Tensor | None = None,      # (B, T), 1 at the states that are used; None: all
-) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding and where nothing is read
-    "The last layer's states, before the head."
+
+def hidden_states(model, ids, mask, response=None, read=None) -> torch.Tensor:
+    """The last layer's states (B, T, hidden), before the head, arbitrary at padding. All arguments
+    are (B, T), 1 at real tokens, at the responses' and at the states that are used (None: all)."""
     packed = pack(ids, mask, response, attention_window(model)) if reads_packed(model) else None
     parts = [] if read is None else position_wise(model)
     if packed:
@@ -164,9 +147,9 @@ def hidden_states(
         return trunk_states(model, input_ids=ids, attention_mask=None if right else mask,
                             position_ids=positions)
 
-# %% ../../../nbs/core/model/models.ipynb #94ebf9a7
-def answer_states(model, batch: dict) -> torch.Tensor:  # (B, T, hidden)
-    "The last layer's states before each response token of a batch, arbitrary elsewhere."
+
+def answer_states(model, batch: dict) -> torch.Tensor:
+    "The states (B, T, hidden) before each response token of a batch, arbitrary elsewhere."
     response = batch['response']
     return hidden_states(model, batch['ids'], batch['mask'], response, before(response))
 
@@ -186,43 +169,30 @@ def logits_of(model, states: torch.Tensor) -> torch.Tensor:
     return head_logits(states, **head_parts(model))
 
 # %% ../../../nbs/core/model/models.ipynb #89ee98c7
-def logprobs(
-    model,
-    batch: dict,               # ids, mask, response: each (B, T)
-    temperature: float = 1.0,  # logits are divided by it, as when sampling
-    states=None,               # (B, T, hidden), if they are known already
-) -> torch.Tensor:  # (B, T), zero outside the response
-    "log p of each response token given the tokens before it."
+def logprobs(model, batch: dict, temperature: float = 1.0, states=None) -> torch.Tensor:
+    """log p of each response token given the tokens before it, zero elsewhere: (B, T), as `ids`,
+    `mask` and `response` of the batch. Logits are divided by the temperature, as when sampling;
+    `states` (B, T, hidden) may be known already."""
     if states is None: states = answer_states(model, batch)
-    states = states[:, :-1]
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
-    logp = selected_logprobs(states[chosen], tokens=tokens[chosen], temperature=temperature,
-                             **head_parts(model))
+    logp = selected_logprobs(states[:, :-1][chosen], tokens=tokens[chosen],
+                             temperature=temperature, **head_parts(model))
     out = torch.zeros(batch['ids'].shape, device=logp.device)
     out[:, 1:][chosen] = logp.float()
     return out
 
-# %% ../../../nbs/core/model/models.ipynb #9eb06eaf
-def sequence_logprobs(
-    model,
-    batch: dict,               # ids, mask, response: each (..., T)
-    temperature: float = 1.0,  # as in `logprobs`
-) -> torch.Tensor:  # (...), in nats
-    "log p of each whole response given its prompt, from one forward pass; differentiable."
+
+def sequence_logprobs(model, batch: dict, temperature: float = 1.0) -> torch.Tensor:
+    "log p of each whole response (...), of a batch (..., T), in one forward pass; differentiable."
     flat = {k: batch[k].flatten(0, -2) for k in ('ids', 'mask', 'response')}
     return logprobs(model, flat, temperature).sum(1).view(batch['ids'].shape[:-1])
 
 # %% ../../../nbs/core/model/models.ipynb #22640f1d
 @torch.no_grad()
-def response_logprobs(
-    model,
-    prompts: list,              # N lists of token ids
-    responses: list,            # N lists of token ids
-    pad_id: int,
-    temperature: float = 1.0,   # as in `logprobs`
-    size: int = 0,              # responses in a forward pass; 0: 128, on a GPU by its memory
-) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
-    "log p of each whole response given its prompt."
+def response_logprobs(model, prompts: list, responses: list, pad_id: int,
+                      temperature: float = 1.0, size: int = 0) -> torch.Tensor:
+    """log p of each whole response given its prompt, N lists of token ids each: (N,) float32 on
+    the CPU, in nats; `size`: responses in a forward pass; 0: 128, on a GPU by its memory."""
     longest = max((len(p) + len(r) for p, r in zip(prompts, responses)), default=1)
     size = size or rows_per_pass(model, longest, 128, cached=False)
     def compute(prompts, responses):
@@ -235,13 +205,9 @@ def response_logprobs(
     return torch.tensor(in_parts(compute, prompts, responses), dtype=torch.float)
 
 # %% ../../../nbs/core/model/models.ipynb #270d0a7b
-def sequence_scores(
-    model,
-    ids: torch.Tensor,   # (B, T)
-    mask: torch.Tensor,  # (B, T)
-    response=None,       # (B, T), 1 at the response's tokens, for models that use their likelihood
-) -> torch.Tensor:  # (B,)
-    "The scalar head at each row's last real token, plus `likelihood` times log p of the response."
+def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
+    """The scalar head at each row's last real token, plus `likelihood` times log p of the
+    response, for models that use it: (B,), of (B, T) each."""
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     weight = getattr(model.config, 'likelihood', 0.)
     rows = torch.arange(len(ids), device=ids.device)
@@ -256,7 +222,7 @@ def sequence_scores(
     total = logp.new_zeros(len(ids)).index_add(0, chosen.nonzero()[:, 0], logp)
     return scores + weight * total.float()
 
-# %% ../../../nbs/core/model/models.ipynb #12b069c9
+
 def values(model, batch: dict, states=None) -> torch.Tensor:
     "V of the state in which each response token is chosen, (B, T); zero outside the response."
     if states is None: states = answer_states(model, batch)
@@ -270,7 +236,7 @@ def unique_weights(model) -> dict:
     return {k: v for k, v in (gathered(model) or model.state_dict()).items()
             if seen.setdefault(v.data_ptr(), k) == k or v.numel() == 0}
 
-# %% ../../../nbs/core/model/models.ipynb #6e1f0c32
+
 CARD = '''---
 library_name: transformers
 tags: [alpaca_farm, {notebook}]
@@ -281,7 +247,7 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 `config.json` of the run folder that holds this one: fingerprint `{fingerprint}`.
 '''
 
-# %% ../../../nbs/core/model/models.ipynb #77e3a040
+
 @written_once
 def _write_model(model, tokenizer, run, name: str, weights: dict | None = None):
     import shutil
@@ -312,13 +278,10 @@ def _write_model(model, tokenizer, run, name: str, weights: dict | None = None):
             for p in sorted(steps, key=lambda p: int(p.name[6:]))[:-limit]: shutil.rmtree(p)
     finally: shutil.rmtree(temporary, ignore_errors=True)
 
-# %% ../../../nbs/core/model/models.ipynb #ada1000c
-def save_model(
-    model, tokenizer, run,
-    name: str = 'model',
-    whole: bool = True,  # of a model with an adapter, write the whole model as well
-):
-    "Write a model, its tokenizer and its card into a run folder, completely or not at all."
+
+def save_model(model, tokenizer, run, name: str = 'model', whole: bool = True):
+    """Write a model, its tokenizer and its card into a run folder, completely or not at all; of a
+    model with an adapter, `whole`: write the whole model as well."""
     if state_of(model).adapter is not None:
         own = 'adapter' if name == 'model' else name
         _write_model(model, tokenizer, run, own)

@@ -18,11 +18,9 @@ import torch
 from .adapters import state_of
 
 # %% ../../../nbs/core/model/packing.ipynb #b6520bc5
-def _token_numbers(
-    rows: list[np.ndarray],   # ids of each row
-    answers: np.ndarray,      # (B,) how many of them, at the end, are its answer
-) -> list[np.ndarray]:        # as long as the rows
-    "The number of each row's tokens in a list that holds each prompt once."
+def _token_numbers(rows: list[np.ndarray], answers: np.ndarray) -> list[np.ndarray]:
+    """The number of each row's tokens in a list that holds each prompt once, of the ids of the
+    rows and the lengths (B,) of the answers at their ends."""
     prompts, numbers, n = {}, [], 0
     for ids, a in zip(rows, answers):
         prompt = ids[:len(ids) - a]
@@ -43,13 +41,10 @@ class Packed(NamedTuple):
     index: torch.Tensor      # (B, T), the number of each token of the padded batch, 0 at padding
 
 # %% ../../../nbs/core/model/packing.ipynb #599c81a8
-def pack(
-    ids: torch.Tensor,         # (B, T)
-    mask: torch.Tensor,        # (B, T), 1 at real tokens
-    response: torch.Tensor | None = None,  # (B, T), 1 at the tokens of answers, which end the rows
-    window: float = math.inf,  # the longest row that is allowed
-) -> Packed | None:
-    "A batch without padding, each prompt once; None where that is impossible or saves too little."
+def pack(ids, mask, response=None, window: float = math.inf) -> Packed | None:
+    """A batch (B, T), its mask 1 at real tokens and `response` at those of answers, which end the
+    rows, without padding, each prompt once; None where a row is longer than `window`, or that
+    saves too little."""
     response = torch.zeros_like(mask) if response is None else response * mask
     x, real, answers = (t.cpu().numpy() for t in (ids, mask.bool(), response.sum(1)))
     lengths = real.sum(1)
@@ -133,7 +128,8 @@ def attention_window(model) -> float:
     config = model.config.get_text_config()
     kinds = set(getattr(config, 'layer_types', None) or ['sliding_attention'])
     if not kinds <= {'full_attention', 'sliding_attention'}: return 0
-    cuts = 'sliding_attention' in kinds and model.config._attn_implementation != 'flash_attention_2'
+    flash = model.config._attn_implementation == 'flash_attention_2'   # which cuts by itself
+    cuts = 'sliding_attention' in kinds and not flash
     return cuts and getattr(config, 'sliding_window', None) or math.inf
 
 # %% ../../../nbs/core/model/packing.ipynb #4b527486

@@ -34,15 +34,15 @@ def _layers_group():
 
 
 def shard_layers(model, dtype: torch.dtype):
-    """Divide the layers of a model among the processes; `dtype` is the precision of the forward pass.
-    ValueError if the model does not name its layers."""
+    """Divide the layers of a model among the processes; `dtype` is the precision of the forward
+    pass. ValueError if the model does not name its layers."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
     trunk = model.base_model
     names = getattr(trunk, '_no_split_modules', None) or ()
     layers = [m for m in model.modules() if type(m).__name__.removeprefix('FSDP') in names]
     if not layers:
-        raise ValueError(f'sharding = fsdp: {type(trunk).__name__} does not name its layers; take ddp')
+        raise ValueError(f'sharding = fsdp: {type(trunk).__name__} names no layers; take ddp')
     mesh = DeviceMesh.from_group(_layers_group(), next(model.parameters()).device.type)
     policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32)
     for layer in layers:
