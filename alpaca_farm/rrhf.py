@@ -162,29 +162,29 @@ def candidate_tokens(query: dict, tokenizer, template: str = 'auto') -> list[lis
 # %% ../nbs/rrhf.ipynb #27e21473
 def limit_candidates(query: dict, prompt: list[int], tokenizer, cfg) -> dict:
     "A query with its first `cfg.k` different candidates that fit into `cfg.max_length`."
-    sizes = [len(ids) for ids in candidate_tokens(query, tokenizer, cfg.template)]
-    limit = cfg.max_length - len(prompt)
-    own, texts = query.get('tokens', []), query['output']
-    fits = lambda i: sizes[i] and (i < len(own) or sizes[i] <= limit)
-    which = [i for i, text in enumerate(texts) if fits(i) and text not in texts[:i]][:cfg.k]
+    limit, texts, own = cfg.max_length - len(prompt), query['output'], query.get('tokens', [])
+    fits = [0 < len(ids) <= limit for ids in candidate_tokens(query, tokenizer, cfg.template)]
+    which = [i for i, text in enumerate(texts) if fits[i] and text not in texts[:i]][:cfg.k]
     limited = select_candidates(query, which)
-    return dict(limited, tokens=[own[i] for i in which if i < len(own)]) if own else limited
+    return limited | dict(tokens=[own[i] for i in which if i < len(own)]) if own else limited
 
 # %% ../nbs/rrhf.ipynb #dca77770
 def load_queries(cfg, tokenizer) -> tuple[list[dict], list[list[int]], int]:
     "Queries, their prompts' ids, and how many were left out; ValueError when nothing is left."
     if cfg.candidates: records = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
     else:
-        prompts = load_records(cfg.data, cfg.split, columns=cfg.columns)
-        records = [dict(r, **{k: [] for k in LISTS}) for r in prompts]
+        records = [r | {k: [] for k in LISTS}
+                   for r in load_records(cfg.data, cfg.split, columns=cfg.columns)]
     records = records[:cfg.max_instances or None]
     prompts = encode_prompts(records, tokenizer, cfg.template)
     fit = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     limited = {i: limit_candidates(records[i], prompts[i], tokenizer, cfg) for i in fit}
-    space = cfg.max_length - cfg.max_new_tokens
-    if cfg.n: rows = [i for i in fit if len(prompts[i]) <= space]
-    else: rows = [i for i in fit if len(limited[i]['output']) > 1]
-    need = 'space for max_new_tokens' if cfg.n else 'two different candidates'
+    if cfg.n:
+        need, space = 'space for max_new_tokens', cfg.max_length - cfg.max_new_tokens
+        rows = [i for i in fit if len(prompts[i]) <= space]
+    else:
+        need = 'two different candidates'
+        rows = [i for i in fit if len(limited[i]['output']) > 1]
     need += f' within max_length = {cfg.max_length} tokens, prompt included'
     if not rows: raise ValueError(f'none of the {len(records)} queries has {need}')
     if missing := len(fit) - len(rows):
