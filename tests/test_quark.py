@@ -15,8 +15,8 @@ from alpaca_farm.core.model.models import load_policy, load_tokenizer, logits_of
 from alpaca_farm.core.run.files import load_state
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import collate, encode_prompts
-from alpaca_farm.quark import (pool_answers, pool_batch, quantiles, quark_loss, QuarkConfig,
-    response_terms, reward_tokens, token_terms, update_indices, update_pool)
+from alpaca_farm.quark import (pool_answers, quantiles, quark_loss, QuarkConfig, response_terms,
+    reward_tokens, token_terms)
 
 torch.set_num_threads(1)
 BIRD = dict(instruction='Name a bird.')
@@ -200,28 +200,6 @@ def test_untouched_vocabulary(models):
     assert reward_tokens(models.policy, plain, QuarkConfig()) == ([], len(was))
 
 
-def test_pool():
-    responses = [[5, 2], [6, 7, 2], [8]]
-    b = collate([[1], [1, 4], [1]], responses, 0)
-    pool = update_pool({}, b, [4, 9, 2], torch.tensor([1., 3., 2.]), False)
-    assert pool_answers(pool) == responses and pool['row'].tolist() == [4, 9, 2]
-    more = update_pool(pool, b, [1, 1, 1], torch.tensor([9., 8., 7.]), False)
-    assert pool_answers(more) == responses*2
-    assert quantiles(more['score'], 2).tolist() == [1, 1, 1, 0, 0, 0]
-    assert pool_answers(update_pool(pool, b, [1, 1, 1], torch.zeros(3), True)) == responses
-    batch = pool_batch([[1], [1, 4], [1]], responses, [], type('T', (), dict(pad_token_id=0)))
-    assert batch['ids'].tolist() == [[1, 5, 2, 0, 0], [1, 4, 6, 7, 2], [1, 8, 0, 0, 0]]
-    assert batch['weight'].tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
-
-
-def test_every_answer_is_learned_from_once_before_any_comes_again():
-    cfg = QuarkConfig(updates=5, batch_size=8)
-    rows = sum(update_indices(10, 3, cfg), [])
-    assert len(rows) == 40
-    assert all(sorted(rows[i:i + 10]) == list(range(10)) for i in range(0, 40, 10))
-    assert update_indices(10, 3, cfg) == update_indices(10, 3, cfg) != update_indices(10, 4, cfg)
-
-
 @pytest.mark.parametrize('bad, message', [
     (dict(num_quantiles=1), 'num_quantiles'), (dict(num_quantiles=9, rollouts=8), 'cannot be cut'),
     (dict(updates=0), 'updates'), (dict(kl_coef=-.1), 'kl_coef'), (dict(entropy_coef=-1.), 'entr'),
@@ -281,34 +259,6 @@ def test_first_update_is_plain_imitation_of_the_best(base, tmp_path, monkeypatch
     with torch.no_grad(): want = -(logprobs(policy, b).sum()/b['response'].sum()).item()
     assert len(best) == 4 and first['nll'] == pytest.approx(want, rel=1e-5) == first['loss']
     assert abs(first['token_kl']) < 1e-6
-
-
-def test_a_token_is_obeyed(models):
-    "Answers that open with one of two words: after a few updates the token decides which."
-    policy, tokenizer = map(copy.deepcopy, (models.policy, models.tokenizer))
-    plain = models.tokenizer
-    cfg = QuarkConfig(best_quantile_only=False, num_quantiles=2, jitter=3., token_times=2)
-    ids, size = reward_tokens(policy, tokenizer, cfg)
-    words = [dict(instruction=w) for w in ('bear', 'duck')]
-    (a, b), rng = (p[-2] for p in encode_prompts(words, plain)), random.Random(0)
-    answers = [[rng.choice([a, b]), rng.randrange(20, size), plain.eos_token_id]
-               for _ in range(64)]
-    of = quantiles(torch.tensor([float(x[0] == a) for x in answers]), 2).tolist()
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.)
-    for step in range(60):
-        rows = rng.sample(range(64), 16)
-        batch = pool_batch([models.prompts[i % 16] for i in rows], [answers[i] for i in rows],
-                           [ids[of[i]] for i in rows], plain, 2)
-        t = response_terms(policy, models.policy, batch, size)
-        loss = quark_loss(**t, mask=batch['response'], kl_coef=.01).sum()
-        (loss/batch['response'].sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    def opened(token):
-        prompts = prepend_tokens(models.prompts, token, plain, 2)
-        written = generate(policy, tokenizer, prompts, max_new_tokens=2)
-        return sum(s.tokens[0] == a for s, in written)
-    assert opened(ids[0]) >= 13 and opened(ids[1]) <= 3
 
 
 def test_the_papers_recipe():

@@ -17,7 +17,7 @@ from alpaca_farm.core.model.models import load_policy, logprobs
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import collate, decode, encode_responses
-from alpaca_farm.rrhf import imitation_weights, rrhf_batch, rrhf_loss, rrhf_step, RRHFConfig
+from alpaca_farm.rrhf import rrhf_batch, rrhf_loss, rrhf_step, RRHFConfig
 
 torch.set_num_threads(1)
 
@@ -60,13 +60,6 @@ def test_rank_loss_by_hand_and_its_gradient():
     assert rrhf_loss(p, r, every, 'mean').tolist() == [1.5]
     rrhf_loss(p, r, every).sum().backward()
     assert p.grad.tolist() == [[3., 1., -2., -2.]]  # the worst falls, the best rise
-
-
-def test_which_of_the_best_is_imitated():
-    share = lambda ties, u=0.: imitation_weights([2., 5., 5., 5.], [9, 4, 6, 5], ties, u)
-    assert share('first') == [0, 1, 0, 0] and share('longest') == [0, 0, 1, 0]
-    assert share('average') == [0, 1/3, 1/3, 1/3] and share('skip') == [0]*4
-    assert [share('random', u).index(1) for u in (0., .4, .99)] == [1, 2, 3]
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -361,20 +354,6 @@ def test_online_is_refreshed_within_an_epoch(base, tmp_path):
     found = pools(tmp_path/'a', 2, 4)
     assert len(log) == 5 and [len(p) for p in found] == [16, 16, 8]  # of the coming steps alone
     assert {s for p in found for q in p for s in q['source']} == {'policy'}
-
-
-def test_own_answers_have_space(base, models, tmp_path, capsys):
-    "Queries whose prompt leaves no space for an answer are left out before any work."
-    own = dict(candidates='', n=2)
-    sizes = sorted(map(len, rrhf.load_queries(config(base, **own), models.tokenizer)[1]))
-    own |= dict(k=2, eval_split='', missing_eos='', batch_size=4, micro_batch_size=1)
-    log, summary = run(base, tmp_path/'a', max_length=sizes[len(sizes)//2] + 12, **own)
-    assert summary['left_out'] == 60 - summary['queries'] > 0
-    assert 'do not have space for max_new_tokens' in capsys.readouterr().out
-    assert all(math.isfinite(r['loss']) for r in log)
-    assert all(q['output'] for q in read_json(tmp_path/'a'/'candidates.json'))
-    with pytest.raises(ValueError, match='none of the 60'):
-        run(base, tmp_path/'b', max_length=sizes[0] + 2, **own)
 
 
 @pytest.mark.parametrize('decoding', ['sample', 'beam', 'diverse_beam'])
