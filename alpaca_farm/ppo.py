@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PPOConfig', 'ppo_policy_loss', 'ppo_value_loss', 'token_rewards', 'ValueHead', 'value_model', 'reward_beside',
-           'group_advantages', 'experience', 'ppo_loss', 'ppo_update', 'rollout_indices', 'train']
+           'group_advantages', 'experience', 'ppo_loss', 'rollout_indices', 'train']
 
 # %% ../nbs/ppo.ipynb #21298c50
 from dataclasses import dataclass
@@ -227,7 +227,7 @@ def ppo_loss(policy, value, batch: dict, cfg: PPOConfig) -> dict[str, torch.Tens
                           value_clip_fraction=clipped.float())
 
 # %% ../nbs/ppo.ipynb #7641311e
-def ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) -> dict[str, float]:
+def _ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) -> dict[str, float]:
     "All passes over one rollout; means of the figures over its optimiser steps."
     updates = []
     for epoch in range(cfg.ppo_epochs):
@@ -272,7 +272,7 @@ def train(cfg: PPOConfig):
         scores = rollout_scores(reward_of, answered, trainer.extra, cfg).to(policy.device)
         batch, figures = experience(policy, reference, value, batch, scores, cfg.kl_coef, cfg)
         figures |= score_statistics(scores, answered) | dict(kl_coef=cfg.kl_coef)
-        figures |= ppo_update(trainer, policy, value, batch, cfg)
+        figures |= _ppo_update(trainer, policy, value, batch, cfg)
         if choose.due(step, cfg.steps): figures |= choose(policy, tokenizer)
         save_checkpoints(trainer, policy, tokenizer, figures, cfg)
         trainer.log(**figures)

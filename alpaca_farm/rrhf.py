@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RRHFConfig', 'rrhf_loss', 'imitation_weights', 'candidate_tokens', 'limit_candidates', 'load_queries',
            'comparison_scores', 'score_function', 'score_pool', 'policy_candidates', 'candidate_pool', 'rrhf_batch',
-           'rrhf_step', 'perplexities', 'pool_span', 'train']
+           'rrhf_step', 'perplexities', 'train']
 
 # %% ../nbs/rrhf.ipynb #08ecd330
 import math
@@ -322,7 +322,7 @@ def perplexities(model, tokenizer, texts: list[str]) -> list[float]:
     return (-sums / torch.tensor([len(i) for i in ids])).exp().tolist()
 
 # %% ../nbs/rrhf.ipynb #51ae3a30
-def pool_span(step: int, total: int, cfg: RRHFConfig) -> tuple[int, int]:
+def _pool_span(step: int, total: int, cfg: RRHFConfig) -> tuple[int, int]:
     "The range of steps that share the pool of `step`: after the first number, up to the second."
     per_round = total // cfg.rounds
     done, at = divmod(step - 1, per_round)
@@ -376,7 +376,7 @@ def train(cfg: RRHFConfig):
     order = batches(longest, cfg.batch_size, cfg.epochs * cfg.rounds, cfg.seed)
     trainer, pool, current = Trainer(run, len(order), dict(policy=policy)), {}, None
     for step in trainer.steps():
-        begin, end = pool_span(step, len(order), cfg)
+        begin, end = _pool_span(step, len(order), cfg)
         if begin != current:   # the queries of the coming steps get their candidates
             rows, current = sorted({i for rows in order[begin:end] for i in rows}), begin
             new = candidate_pool(run, begin, policy, reference, tokenizer,
