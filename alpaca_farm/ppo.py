@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['PPOConfig', 'ppo_policy_loss', 'ppo_value_loss', 'token_rewards', 'ValueHead', 'value_model', 'reward_beside',
-           'value_advantages', 'group_advantages', 'policy_and_values', 'experience', 'ppo_loss', 'ppo_update',
-           'rollout_indices', 'train']
+           'group_advantages', 'experience', 'ppo_loss', 'rollout_indices', 'train']
 
 # %% ../nbs/ppo.ipynb #21298c50
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import torch
 
 from .core.model.adapters import inherit_state, own_weights, state_of
 from .core.answers import answer_again, mean, preflight
-from .core.functional import gae, kl_estimate, KL_KINDS, masked_mean, masked_var, masked_whiten
+from alpaca_farm.core.functional import (gae, kl_estimate, KL_KINDS, masked_mean, masked_var,
+    masked_whiten)
 from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
     load_tokenizer, logprobs, scalar_on, values)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
@@ -105,11 +105,11 @@ def token_rewards(
 
 # %% ../nbs/ppo.ipynb #f47cef50
 class ValueHead(torch.nn.Module):
-    "Standardised values, by a scalar model's trunk and head or by a fresh head on the policy's trunk."
+    "Standardised values, by a scalar model's trunk and head or by a fresh head on the policy's."
     def __init__(self, trunk, score, mean: float = 0., std: float = 1., shared: bool = False):
         super().__init__()
         self.score, self.mean, self.std, self.config = score, mean, std, trunk.config
-        self.lent = (trunk.base_model,) if shared else ()   # a tuple: the policy's weights are not its own
+        self.lent = (trunk.base_model,) if shared else ()   # a tuple: no weights of its own
         self.trunk = None if shared else trunk.base_model
         inherit_state(self, trunk)
 
@@ -122,43 +122,36 @@ class ValueHead(torch.nn.Module):
         "Values (B, T) of the states in which each response token is chosen."
         return (values(self, batch, states) - self.mean * batch['response']) / self.std
 
-# %% ../nbs/ppo.ipynb #7b1ade25
+
 def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
-    "The value model that the settings specify; None where the other answers are the baseline."
+    "The value model of the settings; None where the other answers are the baseline."
     if cfg.advantage != 'gae': return None
     if cfg.shared_value:
-        head = torch.nn.Linear(policy.config.get_text_config().hidden_size, 1, bias=False).to(policy.device)
+        width = policy.config.get_text_config().hidden_size
+        head = torch.nn.Linear(width, 1, bias=False).to(policy.device)
         torch.nn.init.zeros_(head.weight)
         return ValueHead(policy, head, shared=True)
     spec, head = cfg.rewards[0], 'keep'
-    if ':' not in spec and not same_vocabulary(load_tokenizer(spec), load_tokenizer(cfg.policy)):
-        print(f'{spec} has another vocabulary than the policy, from which the value model starts instead')
-        head = 'zero'
-    if head == 'zero' or ':' in spec: spec, head = cfg.policy, 'zero'
+    if ':' in spec: spec, head = cfg.policy, 'zero'
+    elif not same_vocabulary(load_tokenizer(spec), load_tokenizer(cfg.policy)):
+        print(f'{spec} has another vocabulary than the policy: the value model starts from that')
+        spec, head = cfg.policy, 'zero'
     model = scalar_on(policy, 'value', spec if head == 'keep' else '', cfg)
     if model is None: model, _ = load_scalar(spec, cfg, head, train=True)
-    mean = 0. if getattr(model.config, 'likelihood', 0.) else getattr(model.config, 'reward_mean', 0.)
+    mean = getattr(model.config, 'reward_mean', 0.)
+    if getattr(model.config, 'likelihood', 0.): mean = 0.   # it is mainly that of the likelihoods
     return ValueHead(model, model.score, mean, getattr(model.config, 'reward_std', 1.))
 
-# %% ../nbs/ppo.ipynb #ada30003
+
 def reward_beside(policy, value, cfg: PPOConfig):
-    "The reward that the settings specify, without a copy of weights that the policy or the value model has."
+    "The reward of the settings, without a copy of weights that the policy or the value model has."
     spec, loaded = cfg.rewards[0], None
     if ':' not in spec: loaded = scalar_on(policy, 'reward', spec, cfg)
     if loaded is None and value and not cfg.shared_value: loaded = state_of(value).before
     if loaded is None: return reward(cfg.reward_model, cfg, cfg.template)
     for p in own_weights(loaded).values(): p.requires_grad_(False)
-    return reward(cfg.reward_model, cfg, cfg.template, loaded={spec: (loaded, load_tokenizer(spec, loaded))})
-
-# %% ../nbs/ppo.ipynb #65f9fed0
-def value_advantages(old_values: torch.Tensor, rewards: torch.Tensor, response: torch.Tensor,
-                     cfg: PPOConfig) -> tuple[dict, dict]:
-    "Advantages over the value model, (B, T) tensors for the loss, and figures of the value model."
-    advantages, returns = gae(rewards, old_values, response, cfg.gamma, cfg.lam)
-    explained = 1 - masked_var(returns - old_values, response) / masked_var(returns, response)
-    return (dict(old_values=old_values, advantages=advantages, returns=returns),
-            dict(value=masked_mean(old_values, response), returns=masked_mean(returns, response),
-                 explained_variance=explained))
+    known = {spec: (loaded, load_tokenizer(spec, loaded))}
+    return reward(cfg.reward_model, cfg, cfg.template, loaded=known)
 
 # %% ../nbs/ppo.ipynb #b73aa0c0
 def group_advantages(
@@ -166,46 +159,51 @@ def group_advantages(
     size: int,             # answers to each prompt, G
     kind: str,             # rloo or grpo
 ) -> torch.Tensor:  # (B,)
-    "Advantages over the other answers to a prompt (Ahmadian et al., 2024, eq. 8; Shao et al., 2024, eq. 21)."
+    "Advantages over the other answers (Ahmadian et al., 2024, eq. 8; Shao et al., 2024, eq. 21)."
     group = totals.view(-1, size)
     above = group - group.mean(1, keepdim=True)
     scale = size / (size - 1) if kind == 'rloo' else 1 / (group.std(1, keepdim=True) + 1e-6)
     return (above * scale).flatten()
 
 # %% ../nbs/ppo.ipynb #49ec8759
-def policy_and_values(policy, value, batch: dict, cfg: PPOConfig) -> tuple:
-    "Log-probs of the sampling policy and values, (B, T) each; in one pass where they share a trunk."
-    score = lambda b, states=None: logprobs(policy, b, cfg.temperature, states)
-    def both(b):
-        states = answer_states(policy, b)
-        return torch.stack([score(b, states), value(b, states)], -1)
-    if cfg.shared_value and 'old_logp' not in batch: return in_micro_batches(both, batch, cfg).unbind(-1)
-    logp = batch['old_logp'] if 'old_logp' in batch else in_micro_batches(score, batch, cfg)
-    return logp, in_micro_batches(value, batch, cfg) if value else None
-
-# %% ../nbs/ppo.ipynb #49ec875a
 @torch.no_grad()
-def experience(policy, reference, value, batch: dict, scores: torch.Tensor,
-               kl_coef: float, cfg: PPOConfig) -> tuple[dict, dict]:
-    "A rollout with advantages and returns, and its figures; statistics are over response tokens only."
+def experience(policy, reference, value, batch: dict, scores: torch.Tensor, kl_coef: float,
+               cfg: PPOConfig) -> tuple[dict, dict]:
+    "A rollout with advantages and returns, and its figures; statistics are over response tokens."
+    score = lambda model, b, states=None: logprobs(model, b, cfg.temperature, states)
+    def both(b):   # for a trunk that policy and value model share
+        states = answer_states(policy, b)
+        return torch.stack([score(policy, b, states), value(b, states)], -1)
     response, n = batch['response'], len(scores)
-    if kl_coef and cfg.advantage == 'grpo': batch = {k: v for k, v in batch.items() if k != 'old_logp'}
-    logp, old_values = policy_and_values(policy, value, batch, cfg)
-    watched, ref = n if kl_coef else max(-(-n//4), rank()[1]), logp.clone()   # one for each process at least
-    ref[:watched] = in_micro_batches(lambda b: logprobs(reference, b, cfg.temperature),
-                                     {k: v[:watched] for k, v in batch.items()}, cfg)
-    rewards = token_rewards(scores, kl_estimate(logp, ref, cfg.kl_kind) * response, response, kl_coef)
-    if cfg.whiten_rewards: rewards = masked_whiten(rewards, response, shift_mean=False)
-    figures = dict(kl=((logp - ref) * response).sum() / watched, entropy=-masked_mean(logp, response),
-                   tokens=response.sum(1).float().mean())
-    batch = dict(batch, old_logp=logp, weight=response.float())
+    # log-probs of the policy that sampled, and values: (B, T) each
+    logp = None if kl_coef and cfg.advantage == 'grpo' else batch.get('old_logp')
+    if logp is None and cfg.shared_value:
+        logp, old_values = in_micro_batches(both, batch, cfg).unbind(-1)
+    else:
+        if logp is None: logp = in_micro_batches(partial(score, policy), batch, cfg)
+        old_values = in_micro_batches(value, batch, cfg) if value else None
+    # without a penalty the KL is only monitored: a quarter of the answers, one for each process
+    watched = n if kl_coef else max(-(-n//4), rank()[1])
+    ref = logp.clone()
+    some = {k: v[:watched] for k, v in batch.items()}
+    ref[:watched] = in_micro_batches(partial(score, reference), some, cfg)
+    kl = kl_estimate(logp, ref, cfg.kl_kind) * response
+    rewards = token_rewards(scores, kl, response, kl_coef)
+    if cfg.whiten_rewards:   # their mean stays: its sign matters
+        rewards = masked_whiten(rewards, response, shift_mean=False)
+    figures = dict(kl=((logp - ref) * response).sum() / watched,
+                   entropy=-masked_mean(logp, response), tokens=response.sum(1).float().mean())
     if value:
-        targets, value_figures = value_advantages(old_values, rewards, response, cfg)
-        batch, figures = batch | targets, figures | value_figures
+        advantages, returns = gae(rewards, old_values, response, cfg.gamma, cfg.lam)
+        batch = batch | dict(old_values=old_values, returns=returns)
+        unexplained = masked_var(returns - old_values, response) / masked_var(returns, response)
+        figures |= dict(value=masked_mean(old_values, response),
+                        returns=masked_mean(returns, response), explained_variance=1 - unexplained)
     else:
         each = group_advantages(rewards.sum(1), cfg.group_size, cfg.advantage)
-        batch['advantages'] = each[:, None] * response
-    if cfg.whiten_advantages: batch['advantages'] = masked_whiten(batch['advantages'], response)
+        advantages = each[:, None] * response
+    if cfg.whiten_advantages: advantages = masked_whiten(advantages, response)
+    batch = batch | dict(old_logp=logp, advantages=advantages, weight=response.float())
     return batch, {k: v.item() for k, v in figures.items()}
 
 # %% ../nbs/ppo.ipynb #75e6d2c0
@@ -221,11 +219,12 @@ def ppo_loss(policy, value, batch: dict, cfg: PPOConfig) -> dict[str, torch.Tens
     if not value: return figures
     v = value(batch, states)
     value_loss = ppo_value_loss(v, batch['old_values'], batch['returns'], cfg.value_clip)
+    clipped = (v - batch['old_values']).abs() > cfg.value_clip
     return figures | dict(loss=loss + cfg.vf_coef * value_loss, value_loss=value_loss,
-                          value_clip_fraction=((v - batch['old_values']).abs() > cfg.value_clip).float())
+                          value_clip_fraction=clipped.float())
 
 # %% ../nbs/ppo.ipynb #7641311e
-def ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) -> dict[str, float]:
+def _ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) -> dict[str, float]:
     "All passes over one rollout; means of the figures over its optimiser steps."
     updates = []
     for epoch in range(cfg.ppo_epochs):
@@ -235,7 +234,8 @@ def ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) -> 
         for rows in order.split(cfg.batch_size):
             part = {k: v[rows.to(v.device)] for k, v in batch.items()}
             updates.append(trainer.update(part, lambda b: ppo_loss(policy, value, b, cfg)))
-    return {k: mean([u[k] for u in updates]) for k in updates[0]} | dict(first_ratio=updates[0]['ratio'])
+    figures = {k: mean([u[k] for u in updates]) for k in updates[0]}
+    return figures | dict(first_ratio=updates[0]['ratio'])
 
 # %% ../nbs/ppo.ipynb #1f2a4af0
 def rollout_indices(n: int, step: int, cfg: PPOConfig) -> list[int]:
@@ -258,18 +258,19 @@ def train(cfg: PPOConfig):
     use_sampler(policy, cfg, run.folder)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
     preflight(cfg, ('split', 'eval_split'), policy, tokenizer, judge, reward_of)
-    choose = CheckpointSelector(reference, tokenizer, cfg, judge and partial(annotate_pairs, pool=judge))
+    annotate = judge and partial(annotate_pairs, pool=judge)
+    choose = CheckpointSelector(reference, tokenizer, cfg, annotate)
     trainer = Trainer(run, cfg.steps, dict(policy=policy) | (dict(value=value) if value else {}),
                       dict(value=cfg.value_learning_rate), shown='reward')
     for step in trainer.steps():
-        rows = rollout_indices(len(prompts), step, cfg)
+        rows, seed = rollout_indices(len(prompts), step, cfg), cfg.seed * 1_000_003 + step
         batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows],
-                                         [prompts[i] for i in rows], cfg, cfg.seed * 1_000_003 + step)
+                                         [prompts[i] for i in rows], cfg, seed)
         scores, scored = rollout_scores(reward_of, answered, trainer.extra, cfg)
         batch, figures = experience(policy, reference, value, batch, scores.to(policy.device),
                                     cfg.kl_coef, cfg)
         figures |= scored | dict(kl_coef=cfg.kl_coef)
-        figures |= ppo_update(trainer, policy, value, batch, cfg)
+        figures |= _ppo_update(trainer, policy, value, batch, cfg)
         figures |= choose(trainer, policy, tokenizer)
         trainer.log(**figures)
     finish_run(run, trainer, tokenizer, reference, too_long)

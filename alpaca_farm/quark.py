@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['QuarkConfig', 'quantiles', 'update_pool', 'pool_answers', 'update_indices', 'pool_batch', 'token_terms',
-           'response_terms', 'quark_loss', 'quark_terms', 'reward_tokens', 'sample_and_score', 'rollout_kl',
-           'quark_update', 'train']
+           'response_terms', 'quark_loss', 'reward_tokens', 'train']
 
 # %% ../nbs/quark.ipynb #6df44610
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .core.answers import answer_again, mean, preflight
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.model.models import answer_states, load_policy, load_reference, load_tokenizer, logits_of
+from .core.functional import widen
+from alpaca_farm.core.model.models import (answer_states, load_policy, load_reference,
+    load_tokenizer, logits_of)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout)
 from .core.model.rewards import reward
@@ -78,11 +79,12 @@ def update_pool(
 ) -> dict:  # answers (concatenated), length, row, score
     "The pool after a rollout."
     response = batch['response'].bool()
-    new = dict(answers=batch['ids'][response].cpu(), length=response.sum(1).cpu(), row=torch.tensor(rows),
-               score=scores.cpu())
+    new = dict(answers=batch['ids'][response], length=response.sum(1), row=torch.tensor(rows),
+               score=scores)
+    new = {k: v.cpu() for k, v in new.items()}
     return new if clear or not pool else {k: torch.cat([pool[k], new[k]]) for k in new}
 
-# %% ../nbs/quark.ipynb #3e8161b0
+
 def pool_answers(pool: dict) -> list[list[int]]:
     "Token ids of the pool's answers."
     return [a.tolist() for a in pool['answers'].split(pool['length'].tolist())]
@@ -91,9 +93,8 @@ def pool_answers(pool: dict) -> list[list[int]]:
 def update_indices(n: int, step: int, cfg: QuarkConfig) -> list[list[int]]:
     "Which of `n` answers each update of a step learns from, in random order."
     g = torch.Generator().manual_seed(cfg.seed * 1_000_003 + step)
-    need = cfg.updates * cfg.batch_size
-    passes = -(-need // n)
-    order = [i for _ in range(passes) for i in torch.randperm(n, generator=g).tolist()]
+    need, order = cfg.updates * cfg.batch_size, []
+    while len(order) < need: order += torch.randperm(n, generator=g).tolist()
     return [order[at:at + cfg.batch_size] for at in range(0, need, cfg.batch_size)]
 
 # %% ../nbs/quark.ipynb #cd76e7f2
@@ -115,9 +116,8 @@ def token_terms(
     ref_logits: torch.Tensor,  # (N, V) of the reference
     tokens: torch.Tensor,      # (N,) sampled
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # (N,) each
-    "Log-prob of each token, KL to the reference and entropy of its distribution; all differentiable."
-    wide = lambda x: x if x.dtype == torch.float64 else x.float()
-    logp, ref = wide(logits).log_softmax(-1), wide(ref_logits).log_softmax(-1)
+    "Log-prob of each token, KL to the reference and entropy; all differentiable."
+    logp, ref = widen(logits).log_softmax(-1), widen(ref_logits).log_softmax(-1)
     p = logp.exp()
     return logp.gather(1, tokens[:, None])[:, 0], (p * (logp - ref)).sum(1), -(p * logp).sum(1)
 
@@ -144,7 +144,8 @@ def response_terms(
 
     size = chunk or max(1, 2**24 // vocab_size)
     parts = list(zip(*(x.split(size) for x in (states, ref_states, tokens[chosen]))))
-    results = [terms(*p) if len(parts) == 1 else checkpoint(terms, *p, use_reentrant=False) for p in parts]
+    if len(parts) == 1: results = [terms(*parts[0])]
+    else: results = [checkpoint(terms, *p, use_reentrant=False) for p in parts]
     out = {}
     for name, values in zip(('logp', 'kl', 'entropy'), zip(*results)):
         out[name] = torch.zeros(batch['ids'].shape, dtype=values[0].dtype, device=states.device)
@@ -163,38 +164,31 @@ def quark_loss(
     "Loss of each token (Lu et al., 2022, eq. 2, with the entropy term of its authors' code)."
     return torch.where(mask.bool(), -logp + kl_coef * kl - entropy_coef * entropy, 0)
 
-# %% ../nbs/quark.ipynb #cd8a29f5
-def quark_terms(policy, reference, batch: dict, vocab_size: int, cfg: QuarkConfig) -> dict[str, torch.Tensor]:
-    "Loss and figures of each token of a batch, (B, T) each."
-    terms = response_terms(policy, reference, batch, vocab_size, cfg.temperature)
-    loss = quark_loss(**terms, mask=batch['response'], kl_coef=cfg.kl_coef, entropy_coef=cfg.entropy_coef)
-    return dict(loss=loss, nll=-terms['logp'], token_kl=terms['kl'], entropy=terms['entropy'])
-
 # %% ../nbs/quark.ipynb #1ef51080
 def reward_tokens(policy, tokenizer, cfg: QuarkConfig) -> tuple[list[int], int]:
-    "Ids of the reward tokens, best first, and the size of the vocabulary without them; added in place."
+    "Ids of the reward tokens, added in place, best first; and the vocabulary's size without them."
     if cfg.best_quantile_only: return [], policy.get_output_embeddings().weight.shape[0]
     names = [f'<reward_{k}>' for k in range(cfg.num_quantiles)]
     if tokenizer.init_kwargs.get('control') or set(names) & set(tokenizer.get_vocab()):
-        raise ValueError(f'policy = {cfg.policy!r} has control tokens already: name the policy it was '
-                         'trained from, or set best_quantile_only = True')
+        raise ValueError(f'policy = {cfg.policy!r} has control tokens already: name the policy it '
+                         'was trained from, or set best_quantile_only = True')
     ids = add_tokens(policy, tokenizer, names, cfg.seed, cfg.jitter)
     set_control_prefix(tokenizer, names[0], cfg.token_times)
     return ids, ids[0]
 
 # %% ../nbs/quark.ipynb #c5711570
-def sample_and_score(policy, tokenizer, reward_of, rows: list[int], records: list[dict],
-                     prompts: list[list[int]], token: int | None, trainer: Trainer, cfg: QuarkConfig):
-    "Answers to the prompts of `rows` under a reward token (None for none), their scores, and figures."
+def _sample_and_score(policy, tokenizer, reward_of, rows: list[int], records: list, prompts: list,
+                      token: int | None, trainer: Trainer, cfg: QuarkConfig):
+    "Answers to the prompts of `rows` under a reward token, if any, their scores, and figures."
     records, prompts = ([x[i] for i in rows] for x in (records, prompts))
     if token is not None: prompts = prepend_tokens(prompts, token, tokenizer, cfg.token_times)
     seed = cfg.seed * 1_000_003 + trainer.step
     batch, answered = sample_rollout(policy, tokenizer, records, prompts, cfg, seed)
     return batch, *rollout_scores(reward_of, answered, trainer.extra, cfg)
 
-# %% ../nbs/quark.ipynb #cd8eefa0
+
 @torch.no_grad()
-def rollout_kl(policy, reference, batch: dict, vocab_size: int, cfg: QuarkConfig) -> dict[str, float]:
+def _rollout_kl(policy, reference, batch: dict, vocab_size: int, cfg: QuarkConfig) -> dict:
     "KL per answer, entropy per token and tokens per answer of a rollout."
     def kl_and_entropy(b):
         terms = response_terms(policy, reference, b, vocab_size, cfg.temperature)
@@ -204,20 +198,29 @@ def rollout_kl(policy, reference, batch: dict, vocab_size: int, cfg: QuarkConfig
     return dict(kl=kl.sum(1).mean().item(), entropy=(entropy.sum() / response.sum()).item(),
                 tokens=response.sum(1).float().mean().item())
 
-# %% ../nbs/quark.ipynb #b49b7324
-def quark_update(trainer: Trainer, policy, reference, prompts: list[list[int]], tokens: list[int],
-                 vocab_size: int, tokenizer, cfg: QuarkConfig) -> dict[str, float]:
+
+def _quark_update(trainer: Trainer, policy, reference, prompts: list[list[int]], tokens: list[int],
+                  vocab_size: int, tokenizer, cfg: QuarkConfig) -> dict[str, float]:
     "A step's updates on the pool: means of their figures, and the lowest reward in each quantile."
+    def loss(b):
+        terms = response_terms(policy, reference, b, vocab_size, cfg.temperature)
+        each = quark_loss(**terms, mask=b['response'], kl_coef=cfg.kl_coef,
+                          entropy_coef=cfg.entropy_coef)
+        return dict(loss=each, nll=-terms['logp'], token_kl=terms['kl'], entropy=terms['entropy'])
     pool, updates = trainer.extra['pool'], []
     quantile, answers = quantiles(pool['score'], cfg.num_quantiles), pool_answers(pool)
-    usable = (quantile == 0).nonzero()[:, 0].tolist() if cfg.best_quantile_only else range(len(quantile))
+    usable = range(len(quantile))
+    if cfg.best_quantile_only: usable = (quantile == 0).nonzero()[:, 0].tolist()
     for chosen in update_indices(len(usable), trainer.step, cfg):
         rows = [usable[i] for i in chosen]
         batch = pool_batch([prompts[pool['row'][i]] for i in rows], [answers[i] for i in rows],
-                           [tokens[quantile[i]] for i in rows] if tokens else [], tokenizer, cfg.token_times)
-        updates.append(trainer.update(batch, lambda b: quark_terms(policy, reference, b, vocab_size, cfg)))
-    lowest = {f'lowest_{k}': pool['score'][quantile == k].min().item() for k in quantile.unique().tolist()}
-    return {k: mean([u[k] for u in updates]) for k in updates[0]} | lowest | dict(pool=len(quantile))
+                           [tokens[quantile[i]] for i in rows if tokens], tokenizer,
+                           cfg.token_times)
+        updates.append(trainer.update(batch, loss))
+    figures = {k: mean([u[k] for u in updates]) for k in updates[0]} | dict(pool=len(quantile))
+    for k in quantile.unique().tolist():
+        figures[f'lowest_{k}'] = pool['score'][quantile == k].min().item()
+    return figures
 
 # %% ../nbs/quark.ipynb #5854838d
 def train(cfg: QuarkConfig):
@@ -230,20 +233,24 @@ def train(cfg: QuarkConfig):
     reference, plain = load_reference(policy, cfg), load_tokenizer(cfg.policy, policy)
     records, prompts, too_long = load_prompts(cfg, plain)
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
-    answer = partial(sample_and_score, policy, tokenizer, reward_of, cfg=cfg)
+    answer = partial(_sample_and_score, policy, tokenizer, reward_of, cfg=cfg)
     preflight(cfg, ('split', 'eval_split'), policy, plain, judge, reward_of)
-    choose = CheckpointSelector(reference, plain, cfg, judge and partial(annotate_pairs, pool=judge))
+    annotate = judge and partial(annotate_pairs, pool=judge)
+    choose = CheckpointSelector(reference, plain, cfg, annotate)
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
     for step in trainer.steps():
-        rows, best = prompt_indices(len(prompts), step, cfg), tokens[0] if tokens and step > 1 else None
+        rows = prompt_indices(len(prompts), step, cfg)
+        best = tokens[0] if tokens and step > 1 else None   # at first no token has a meaning
         batch, scores, figures = answer(rows, records, prompts, best, trainer)
         if best is not None and (step % cfg.eval_every == 0 or step == cfg.steps):
-            figures['reward_worst'] = answer(rows, records, prompts, tokens[-1], trainer)[1].mean().item()
-        figures |= rollout_kl(policy, reference, batch, vocab_size, cfg)
+            _, worst, _ = answer(rows, records, prompts, tokens[-1], trainer)
+            figures['reward_worst'] = worst.mean().item()
+        figures |= _rollout_kl(policy, reference, batch, vocab_size, cfg)
         pool = trainer.extra.get('pool', {})
         trainer.extra['pool'] = update_pool(pool, batch, rows, scores, cfg.clear_pool)
-        learned = quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer, cfg)
+        learned = _quark_update(trainer, policy, reference, prompts, tokens, vocab_size, tokenizer,
+                                cfg)
         figures |= choose(trainer, policy, tokenizer)
         trainer.log(**learned | figures)
     finish_run(run, trainer, tokenizer, reference, too_long, plain)

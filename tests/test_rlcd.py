@@ -1,4 +1,4 @@
-"""Preference data without people: tasks are data; the same file however a run is interrupted, divided and joined."""
+"""Preference data without people: tasks are data; one file, however a run is divided."""
 import json
 import math
 import random
@@ -13,74 +13,55 @@ import yaml
 import tiny
 from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
-from alpaca_farm.core.ask.completions import label_tokens, LocalWriter, prompt_tokens, shown_label, Written
+from alpaca_farm.core.ask.completions import (label_tokens, LocalWriter, prompt_tokens,
+    shown_label, Written)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.rlcd import RLCDConfig
-from alpaca_farm.rlcd import clean_response, contrast_prompt, judge_prompt, read_task, reject_reason, task_file
+from alpaca_farm.rlcd import (clean_response, contrast_prompt, judge_prompt, read_task,
+    RLCDConfig, task_file)
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
 FILES = ('items.json', 'preferences.json', 'preferences.csv')
 
 
-# --- theory ----------------------------------------------------------------------------------------------------------------------
-
-def test_toy_theory_in_closed_form():
-    "Appendix N: 0.75 and 0.528 for RLAIF, 0.574 for RLCD; limits; and integrals by brute force."
-    assert [round(x, 3) for x in (rlcd.rlaif_accuracy(), rlcd.rlaif_accuracy(within=.2), rlcd.rlcd_accuracy(within=.2))] == [.75, .528, .574]
-    assert abs(rlcd.rlcd_accuracy(0.) - .5) < 1e-9 > abs(rlcd.rlcd_accuracy(0., within=.3) - .5) and rlcd.rlaif_accuracy(judge=1e-6) > .999
-    phi = lambda x: .5*(1 + math.erf(x/2**.5))
-    for g, j, r in ((1., 1., .2), (.5, 2., 1.5), (2., .7, 4.)):
-        d = np.linspace(-r, r, 40_001)
-        weight = np.exp(-d**2/(4*g*g))
-        right = np.array([phi(abs(x)/(2**.5*j)) for x in d])
-        assert abs((weight*right).sum()/weight.sum() - rlcd.rlaif_accuracy(g, j, r)) < 1e-4
-        weight = np.exp(-(d - 1.3)**2/(4*g*g))
-        assert abs(weight[d > 0].sum()/weight.sum() - rlcd.rlcd_accuracy(1.3, g, r)) < 1e-3
-
-
-# --- tasks -----------------------------------------------------------------------------------------------------------------------
+# --- tasks ---------------------------------------------------------------------------------------
 
 def test_shipped_tasks():
     tasks = [read_task(p) for p in TASKS]
-    assert {t.name for t in tasks} == {'harmlessness', 'helpfulness', 'outlining', 'code_review', 'world'}
-    assert [p for p in TASKS if task_file(read_task(p).name) != p] == []
+    assert [t.name for t in tasks] == [p.stem for p in TASKS]
+    assert [task_file(t.name) for t in tasks] == TASKS and len(tasks) == 5
     for t in tasks:
         assert all(p['positive'] != p['negative'] for p in t.contrast) and t.compare
-        lengths = [abs(len(p['positive'].split()) - len(p['negative'].split())) for p in t.contrast]
-        assert max(lengths) <= 5, f'{t.name}: the two phrases of a pair are alike but for the attribute'
+        sizes = [[len(p[side].split()) for side in ('positive', 'negative')] for p in t.contrast]
+        assert max(abs(a - b) for a, b in sizes) <= 5, f'{t.name}: phrases of unlike length'
 
 
-BROKEN = [  # what is changed in a file, and what the error says beside the file's name
-    (dict(promt='{instruction}'), "promt: Extra inputs are not permitted. Did you mean 'prompt'?"),
-    (dict(contrast=[dict(positive='a', negative='b')]), 'contrast, 0, judge: '),
-    (dict(contrast=[dict(positive='a', negative=2, judge='c')]), 'contrast, 0, negative: '),
-    (dict(contrast=['kind']), 'contrast, 0: '), (dict(name=''), 'name: '),
-    (dict(judge='{dialogue} {question} {first} ('), 'the placeholder {second} is missing'),
-    (dict(filters=dict(min_words=5, max_words=3)), 'no answer has min_words = 5 and max_words = 3'),
-    (dict(prompt='Do it.'), 'the placeholder {instruction} is missing'), (dict(stop='x'), 'stop: '),
-    (dict(stop=['']), 'stop, 0: '), (dict(history='none '), 'history: '),
-    (dict(filters=dict(minwords=1)), "filters, minwords: Extra inputs are not permitted. Did you mean 'min_words'?"),
-    (dict(filters=dict(ended='yes')), 'filters, ended: '), (dict(filters=dict(reject=['('])), 'filters, reject, 0: '),
-    (dict(compare=dict(a=1)), 'compare, a: '), (dict(name='world'), 'has a task of this name too')]
+BROKEN = [  # what is changed in a file, and what the error names beside the file
+    (dict(promt='{instruction}'), 'promt'), (dict(name=''), 'name'), (dict(stop='x'), 'stop'),
+    (dict(contrast=[dict(positive='a', negative='b')]), 'contrast, 0, judge'),
+    (dict(prompt='Do it.'), '{instruction}'), (dict(judge='{dialogue}{question}'), '{first}'),
+    (dict(filters=dict(minwords=1)), 'filters, minwords'), (dict(compare=dict(a=1)), 'compare, a'),
+    (dict(filters=dict(reject=['('])), 'filters, reject, 0')]
 
 
-@pytest.mark.parametrize('more, message', BROKEN, ids=lambda v: v if isinstance(v, str) else '')
-def test_a_broken_task_is_an_error_that_names_file_and_key(tmp_path, more, message):
+@pytest.mark.parametrize('more, key', BROKEN, ids=lambda v: v if isinstance(v, str) else '')
+def test_a_broken_task_is_an_error_that_names_file_and_key(tmp_path, more, key):
     path = tmp_path/'mine.yaml'
     path.write_text(yaml.safe_dump(yaml.safe_load(Path(ANYTHING).read_text()) | more))
-    for made in (lambda: RLCDConfig(task=str(path)), lambda: task_file(str(path))):
-        with pytest.raises(ValueError) as e: made()
-        assert str(path) in str(e.value) and message in str(e.value)
+    with pytest.raises(ValueError) as e: RLCDConfig(task=str(path))
+    assert str(path) in str(e.value) and key in str(e.value)
 
 
-TALK = dict(messages=[dict(role='user', content='Hi'), dict(role='assistant', content='Hello.'), dict(role='user', content='Bye')])
+TALK = dict(messages=[dict(role='user', content='Hi'), dict(role='assistant', content='Hello.'),
+                      dict(role='user', content='Bye')])
 PAIR = dict(positive='kind', negative='rude', judge='?')
 
 
-def task_with(**more): return read_task(task_file('harmlessness')).__class__(**vars(read_task(task_file('harmlessness'))) | more)
+def task_with(**more):
+    task = read_task(task_file('harmlessness'))
+    return type(task)(**vars(task) | more)
 
 
 def test_prompts_are_mirror_images():
@@ -88,80 +69,106 @@ def test_prompts_are_mirror_images():
     plus, minus = (contrast_prompt(task, TALK, PAIR, side) for side in ('positive', 'negative'))
     assert plus == '\n\nHuman: Hi\n\nAssistant (rude): Hello.\n\nHuman: Bye\n\nAssistant (kind):'
     assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
-    assert contrast_prompt(task, TALK, PAIR) == '\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye\n\nAssistant:'
+    plain = '\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye\n\nAssistant:'
+    assert contrast_prompt(task, TALK, PAIR) == plain
     for history, earlier in (('same', ' (kind)'), ('none', '')):
-        assert contrast_prompt(task_with(history=history), TALK, PAIR, 'positive') == plus.replace(' (rude)', earlier)
-    assert contrast_prompt(task_with(placement='user'), TALK, PAIR, 'positive') == '\n\nHuman: Hi\n\n(rude)\n\nAssistant: Hello.\n\nHuman: Bye\n\n(kind)\n\nAssistant:'
-    chat = contrast_prompt(task_with(placement='system'), TALK, PAIR, 'negative', chat=True)
+        found = contrast_prompt(task_with(history=history), TALK, PAIR, 'positive')
+        assert found == plus.replace(' (rude)', earlier)
+    found = contrast_prompt(task_with(placement='user'), TALK, PAIR, 'positive')
+    assert found == plain.replace('Hi', 'Hi\n\n(rude)').replace('Bye', 'Bye\n\n(kind)')
+    system = task_with(placement='system')
+    assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
+    chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
     assert chat == [dict(role='system', content='rude'), *TALK['messages']]
-    outline = contrast_prompt(read_task(task_file('outlining')), dict(instruction='A dragon.', input=''), PAIR, 'positive')
-    assert outline.endswith('The premise: A dragon.\n\nAssistant (kind): 1.')
+    outline, premise = read_task(task_file('outlining')), dict(instruction='A dragon.', input='')
+    found = contrast_prompt(outline, premise, PAIR, 'positive')
+    assert found.endswith('The premise: A dragon.\n\nAssistant (kind): 1.')
 
 
 @pytest.mark.parametrize('text, found, stopped', [
-    (' Sure.', 'Sure.', False), (' Sure.\n\nHuman: Thanks', 'Sure.', True), (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True),
-    (' Humanity and the Human body.', 'Humanity and the Human body.', False), (' A.\n\nHumanity: b.\nHuman: c', 'A.\n\nHumanity: b.\nHuman: c', False),
-    ('The Human: factor', 'The Human: factor', False), (' Human: Assistant: hi', 'hi', False), ('Assistant: Human: hi', 'hi', False),
-    ('user: User: hi', 'hi', False), ('\n\nHuman: and then?', '', True), ('Human: and then?', 'and then?', False), ('\n\nAssistant: hi', 'hi', False),
-    ('\n Human: hi', 'hi', False), ('  ', '', False), (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
+    (' Sure.', 'Sure.', False), (' Sure.\n\nHuman: Thanks', 'Sure.', True),
+    (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True), ('user: User: hi', 'hi', False),
+    (' Humanity and the Human body.', 'Humanity and the Human body.', False),
+    (' A.\n\nHumanity: b.\nHuman: c', 'A.\n\nHumanity: b.\nHuman: c', False),
+    ('The Human: factor', 'The Human: factor', False), (' Human: Assistant: hi', 'hi', False),
+    ('\n\nHuman: and then?', '', True), ('Human: and then?', 'and then?', False), (' ', '', False),
+    ('\n Human: hi', 'hi', False), (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
 def test_answers_end_at_whole_role_tags(text, found, stopped):
     "The release's filter cut or rejected whatever contained Human."
     assert clean_response(text, task_with()) == (found, stopped)
 
 
-def test_filters():
-    task = task_with(filters=dict(min_words=2, max_words=3, ended=True, reject=['^I ']))
-    given = [('', True), ('a b', False), ('a', True), ('a b c d', True), ('I am', True), ('a b', True)]
-    assert [reject_reason(*g, task) for g in given] == ['empty', 'cut_off', 'too_short', 'too_long', 'rejected', '']
-
-
 def test_a_text_cannot_forge_a_slot():
-    text = judge_prompt(task_with(), dict(instruction='{first}', output_1='{second}', output_2='two'), 'Which?')
-    assert 'Human: {first}' in text and 'Answer (A): {second}' in text and 'Answer (B): two' in text
+    pair = dict(instruction='{first}', output_1='{second}', output_2='two')
+    text = judge_prompt(task_with(), pair, 'Which?')
+    for shown in ('Human: {first}', '(A): {second}', '(B): two'): assert shown in text
 
 
-# --- the judge's letters -------------------------------------------------------------------------------------------------------------
+# --- the judge's letters -------------------------------------------------------------------------
 
 def toy(*merged, bos='<s>'):
     "A tokenizer of characters and of these words."
     from tokenizers import models, Tokenizer
     from transformers import PreTrainedTokenizerFast
-    vocab = {w: i for i, w in enumerate(['<pad>', '<s>', '</s>', *map(chr, range(32, 127)), *merged])}
+    words = ['<pad>', '<s>', '</s>', *map(chr, range(32, 127)), *merged]
+    vocab = {w: i for i, w in enumerate(words)}
     model = models.BPE(vocab, [(w[:-1], w[-1]) for w in merged], unk_token='?')
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), bos_token=bos, eos_token='</s>', pad_token='<pad>')
+    special = dict(bos_token=bos, eos_token='</s>', pad_token='<pad>')
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **special)
 
 
-@pytest.mark.parametrize('merged, letters', [((), 'AB'), (('(A', '(B'), ('(A', '(B')), ((' (', ' (A'), (' (A', ' (B'))])
-def test_answer_tokens_are_those_behind_the_prompt(merged, letters):
-    "Not those of the bare letter: with a merge the bracket belongs to them, of one letter or of both."
+@pytest.mark.parametrize('merged', [(), ('(A', '(B'), (' (', ' (A')])
+def test_answer_tokens_are_those_behind_the_prompt(merged):
+    "Not those of the bare letter: with a merge the bracket belongs to them."
     tokenizer = toy(*merged)
     spelt = lambda ids: ''.join(tokenizer.convert_ids_to_tokens(ids))
     shared, labels = label_tokens('It is (', 'AB', tokenizer)
-    for letter, ids in zip('AB', labels): assert spelt(shared + ids) == f'<s>It is ({letter}' and spelt(ids) in (letter, f'({letter}', f' ({letter}')
-    assert len({tuple(ids) for ids in labels}) == 2 and prompt_tokens('It', toy(bos=None)) == toy()('It')['input_ids']
+    for letter, ids in zip('AB', labels):
+        assert spelt(shared + ids) == f'<s>It is ({letter}' and spelt(ids).strip(' (') == letter
+    assert len({tuple(ids) for ids in labels}) == 2
+    assert prompt_tokens('It', toy(bos=None)) == toy()('It')['input_ids']
 
 
 def test_worlds_answer_tokens(models):
-    shared, (a, b) = label_tokens('\n\nHuman: Hi\n\nThe better answer is (', 'AB', models.tokenizer)
-    assert [models.tokenizer.decode(x) for x in (a, b)] == ['A', 'B'] and models.tokenizer.decode(shared).endswith('is (')
+    prompt = '\n\nHuman: Hi\n\nThe better answer is ('
+    shared, (a, b) = label_tokens(prompt, 'AB', models.tokenizer)
+    assert [models.tokenizer.decode(x) for x in (a, b)] == ['A', 'B']
+    assert models.tokenizer.decode(shared).endswith('is (')
 
 
 def test_shown_labels():
-    chat = lambda top: dict(choices=[dict(logprobs=dict(content=[dict(top_logprobs=[dict(token=t, logprob=math.log(p)) for t, p in top])]))])
-    assert abs(shown_label(chat([('A', .2), (' A', .1), ('B', .1), ('Because', .5)]), 'AB') - .25) < 1e-9
-    assert shown_label(chat([('B', .1)]), 'AB') == 1 and math.isnan(shown_label(chat([('Bad', .9)]), 'AB')) and math.isnan(shown_label(dict(choices=[{}]), 'AB'))
+    def shown(**top):
+        tokens = [dict(token=t.replace('_', ' '), logprob=math.log(p)) for t, p in top.items()]
+        logprobs = dict(content=[dict(top_logprobs=tokens)])
+        return shown_label(dict(choices=[dict(logprobs=logprobs)]), 'AB')
+    assert shown(A=.2, _A=.1, B=.1, Because=.5) == pytest.approx(.25) and shown(B=.1) == 1
+    assert math.isnan(shown(Bad=.9)) and math.isnan(shown_label(dict(choices=[{}]), 'AB'))
 
 
-# --- runs ----------------------------------------------------------------------------------------------------------------------------
+# --- runs ----------------------------------------------------------------------------------------
 
 def settings(base, out, **more):
     "Tiny settings of a run on the tiny world."
-    return dict(out=str(out), data=str(base/'world'), policy=str(base/'world'), task=ANYTHING, chunk=8, max_new_tokens=12, max_retries=1) | more
+    own = dict(out=str(out), data=str(base/'world'), policy=str(base/'world'), task=ANYTHING)
+    return own | dict(chunk=8, max_new_tokens=12, max_retries=1) | more
 
 
 def made(base, out, **more):
     rlcd.run(RLCDConfig(**settings(base, out, **more)))
     return [(Path(out)/name).read_bytes() for name in FILES if (Path(out)/name).exists()]
+
+
+def pairs(out): return read_json(Path(out)/'preferences.json')
+
+
+def outputs(rows): return [(r['output_1'], r['output_2']) for r in rows]
+
+
+def labels(rows): return np.array([r['preference'] for r in rows])
+
+
+def refused(base, out, message, **more):
+    with pytest.raises(ValueError, match=message): made(base, out, **more)
 
 
 @pytest.fixture(scope='module')
@@ -171,49 +178,46 @@ def whole(base, tmp_path_factory):
     return out, made(base, out)
 
 
-def pairs(out): return read_json(Path(out)/'preferences.json')
-
-
 def test_run(base, whole):
     out, files = whole
     rows, items, summary = pairs(out), read_json(out/'items.json'), read_summary(out)
-    assert len(files) == 3 and len(items) == summary['prompts'] == 60 and len(rows) == summary['made'] > 40
-    assert summary['made'] + summary['skipped'] == 60 and summary['labels'] == 0 and summary['length_positive'] > 0
+    assert len(files) == 3 and len(items) == summary['prompts'] == 60
+    assert len(rows) == summary['made'] == 60 - summary['skipped'] > 40 and summary['labels'] == 0
     assert summary['retries'] == sum(i['retries'] for i in items) and summary['certainty'] == 1
-    reasons = Counter(i['reason'] for i in items if i['reason'])
-    assert {k: v for k, v in summary.items() if k.startswith('skipped_')} == {f'skipped_{k}': n for k, n in reasons.items()}
-    by = {i['index']: i for i in items}
-    prompts = load_records(str(base/'world'), 'preference')
-    for r in rows:
+    reasons = Counter(f'skipped_{i["reason"]}' for i in items if i['reason'])
+    assert {k: v for k, v in summary.items() if k.startswith('skipped_')} == reasons
+    prompts, by = load_records(str(base/'world'), 'preference'), {i['index']: i for i in items}
+    for r, both in zip(rows, outputs(rows)):
         positive, negative = by[r['index']]['outputs']
-        assert (r['output_1'], r['output_2'])[int(r['preference']) - 1] == positive != negative and r['instruction'] == prompts[r['index']]['instruction']
-    assert {r['preference'] for r in rows} == {1., 2.} and {r['contrast'] for r in rows} == {0, 1}
+        assert both[int(r['preference']) - 1] == positive != negative
+        assert r['instruction'] == prompts[r['index']]['instruction']
+    assert set(labels(rows)) == {1., 2.} and {r['contrast'] for r in rows} == {0, 1}
     assert load_records(str(out), 'preferences', 'preference') == rows
     assert rlcd.run(RLCDConfig(**settings(base, out))).done
 
 
 def test_killed_and_divided_the_file_is_the_same(base, whole, tmp_path):
-    "Killed at a random moment and started again; over three processes, which are joined; and of some prompts only."
+    "Killed at a random moment and started again; divided among three and joined; of some prompts."
     out, files = whole
-    parts = [str(tmp_path/f'part{r}') for r in range(3)]
+    parts, x = [str(tmp_path/f'part{r}') for r in range(3)], tmp_path/'x'
     for r, part in enumerate(parts): made(base, part, indices_mod=3, indices_remainder=r)
     assert made(base, tmp_path/'joined', parts=parts[::-1]) == files
-    some = [r for r in pairs(out) if r['index'] in {5, *range(9, 30)}]
     made(base, tmp_path/'some', indices='9-29,5')
-    assert pairs(tmp_path/'some') == some
-    with pytest.raises(ValueError, match='prompt 0 is in 0 of them'): made(base, tmp_path/'x', parts=parts[1:])
-    with pytest.raises(ValueError, match='prompt 8 is in 2 of them'): made(base, tmp_path/'x', parts=parts + parts[1:2])
-    with pytest.raises(ValueError, match=r"part0 was made with temperature = 1.0, and this run has 0.5"): made(base, tmp_path/'x', parts=parts, temperature=.5)
-    with pytest.raises(ValueError, match='is no run of rlcd'): made(base, tmp_path/'x', parts=[str(base/'samples')])
-    given, log = settings(base, tmp_path/'killed', chunk=4), tmp_path/'killed'/'log.jsonl'
-    process, at = tiny.spawn(tiny.command('rlcd', **given)), random.SystemRandom().randint(1, 12)
-    while process.poll() is None and (not log.exists() or log.read_bytes().count(b'\n') < at): time.sleep(.002)
+    assert pairs(tmp_path/'some') == [r for r in pairs(out) if r['index'] in {5, *range(9, 30)}]
+    refused(base, x, 'prompt 0 is in 0 of them', parts=parts[1:])
+    refused(base, x, 'prompt 8 is in 2 of them', parts=parts + parts[1:2])
+    refused(base, x, 'part0 was made with temperature', parts=parts, temperature=.5)
+    refused(base, x, 'no run of rlcd', parts=[str(base/'samples')])
+    killed, at = tmp_path/'killed', random.SystemRandom().randint(1, 12)
+    process = tiny.spawn(tiny.command('rlcd', **settings(base, killed, chunk=4)))
+    log = killed/'log.jsonl'
+    while process.poll() is None and (not log.exists() or log.read_bytes().count(b'\n') < at):
+        time.sleep(.002)
     process.kill()
     process.communicate()
-    assert not (tmp_path/'killed'/'summary.json').exists(), at
-    reached = len(read_log(tmp_path/'killed'))
-    assert made(base, tmp_path/'killed', chunk=4) == made(base, tmp_path/'alone', chunk=4), (at, reached)
-    assert [r['step'] for r in read_log(tmp_path/'killed')] == list(range(1, 16))
+    assert not (killed/'summary.json').exists(), at
+    assert made(base, killed, chunk=4) == made(base, tmp_path/'alone', chunk=4), at
+    assert [r['step'] for r in read_log(killed)] == list(range(1, 16))
 
 
 @pytest.mark.parametrize('where', ['write_rlcd_csv', 'item_figures'])
@@ -223,72 +227,83 @@ def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
     with monkeypatch.context() as m:
         m.setattr(rlcd, where, die)
         with pytest.raises(KeyboardInterrupt): made(base, tmp_path/'run')
-    assert made(base, tmp_path/'run') == whole[1] and not list((tmp_path/'run').rglob('*.jsonl*'))[1:]
+    assert made(base, tmp_path/'run') == whole[1]
+    assert not list((tmp_path/'run').rglob('*.jsonl*'))[1:]
 
 
 def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     made(base, tmp_path/'one', method='rlaif')
     made(base, tmp_path/'both', method='rlaif', both_orders=True)
     one, both = pairs(tmp_path/'one'), pairs(tmp_path/'both')
-    assert [(r['output_1'], r['output_2']) for r in one] == [(r['output_1'], r['output_2']) for r in both]
-    p = np.array([r['preference'] for r in both])
-    assert ((1 < p) & (p < 2)).all() and len(set(p)) > 30 and {r['annotator'] for r in both} == {'self'}
-    for r in both: assert abs(np.mean(r['orders']) - r['preference']) < 1e-9
-    model = LocalWriter(str(base/'world'), RLCDConfig(**settings(base, tmp_path/'x')))
-    judge, swapped = rlcd.SelfJudge(model, read_task(Path(ANYTHING)), False), [dict(r, output_1=r['output_2'], output_2=r['output_1']) for r in both]
+    p = labels(both)
+    assert outputs(one) == outputs(both) and {r['annotator'] for r in both} == {'self'}
+    assert ((1 < p) & (p < 2)).all() and len(set(p)) > 30
+    np.testing.assert_allclose([np.mean(r['orders']) for r in both], p, atol=1e-9)
+    writer = LocalWriter(str(base/'world'), RLCDConfig(**settings(base, tmp_path/'x')))
+    judge = rlcd.SelfJudge(writer, read_task(Path(ANYTHING)), False)
+    swapped = [dict(r, output_1=r['output_2'], output_2=r['output_1']) for r in both]
     by_hand = (np.array(judge(both)) + 3 - np.array(judge(swapped)))/2
-    np.testing.assert_allclose(p, by_hand, atol=1e-5)   # the order of a pair does not matter, only in one order does it
-    assert np.abs(p - [r['preference'] for r in one]).max() > 1e-3
+    np.testing.assert_allclose(p, by_hand, atol=1e-5)   # the order matters in one order only
+    assert np.abs(p - labels(one)).max() > 1e-3
     assert read_summary(tmp_path/'one')['labels'] == len(one)
 
 
 def test_rescored_pairs_are_those_of_rlcd(base, whole, tmp_path):
     "Written again or read from the run or its CSV: the same pairs, judged; with any annotator."
-    out, _ = whole
-    made(base, tmp_path/'again', method='rlcd_rescore')
-    made(base, tmp_path/'read', method='rlcd_rescore', samples=str(out))
-    again, read = pairs(tmp_path/'again'), pairs(tmp_path/'read')
-    strip = lambda rows: [{k: v for k, v in r.items() if k not in ('preference', 'annotator')} for r in rows]
-    assert strip(again) == strip(read) == strip(pairs(out))
-    np.testing.assert_allclose([r['preference'] for r in again], [r['preference'] for r in read], atol=1e-5)
-    made(base, tmp_path/'people', method='rlcd_rescore', samples=str(out/'preferences.csv'), annotators='alpaca_farm.world:gold')
     from alpaca_farm.world import gold
+    out, x, rescore = whole[0], tmp_path/'x', dict(method='rlcd_rescore')
+    made(base, tmp_path/'again', **rescore)
+    made(base, tmp_path/'read', **rescore, samples=str(out))
+    again, read = pairs(tmp_path/'again'), pairs(tmp_path/'read')
+    bare = lambda rows: [r | dict(preference=0, annotator='') for r in rows]
+    assert bare(again) == bare(read) == bare(pairs(out))
+    np.testing.assert_allclose(labels(again), labels(read), atol=1e-5)
+    judged = dict(samples=str(out/'preferences.csv'), annotators='alpaca_farm.world:gold')
+    made(base, tmp_path/'people', **rescore, **judged)
     people = pairs(tmp_path/'people')
     assert len(people) == len(again) and {r['annotator'] for r in people} == {'gold'}
-    assert [r['preference'] for r in people] == gold(people) and len({r['preference'] for r in people}) > 1
+    assert list(labels(people)) == gold(people) and len(set(labels(people))) > 1
     some = tmp_path/'some.json'   # pairs of a run that left prompts out
     some.write_text(json.dumps([r for r in pairs(out) if r['index'] % 5]))
-    given, parts = dict(method='rlcd_rescore', samples=str(some)), [str(tmp_path/f'part{r}') for r in range(2)]
+    given, parts = rescore | dict(samples=str(some)), [str(tmp_path/f'part{r}') for r in range(2)]
     for r, part in enumerate(parts): made(base, part, indices_mod=2, indices_remainder=r, **given)
-    assert made(base, tmp_path/'joined', parts=parts, **given) == made(base, tmp_path/'undivided', **given)
+    joined = made(base, tmp_path/'joined', parts=parts, **given)
+    assert joined == made(base, tmp_path/'undivided', **given)
     some.write_text(json.dumps([dict(pairs(out)[0], contrast=7)]))
-    with pytest.raises(ValueError, match='row 0 of .* has contrast = 7, and the task'): made(base, tmp_path/'x', **given)
-    with pytest.raises(ValueError, match='row 0 of .* is labelled by self'): made(base, tmp_path/'x', method='rlcd_rescore', samples=str(tmp_path/'read'))
-    made(base, tmp_path/'anew', method='rlaif', samples=str(tmp_path/'read'), both_orders=True)   # the pairs of any run, as they stand
-    anew, read = pairs(tmp_path/'anew'), pairs(tmp_path/'read')
-    assert [(r['output_1'], r['output_2']) for r in anew] == [(r['output_1'], r['output_2']) for r in read] and all('orders' in r for r in anew)
+    refused(base, x, 'row 0 of .* has contrast = 7', **given)
+    refused(base, x, 'row 0 of .* is labelled by self', **rescore, samples=str(tmp_path/'read'))
+    rlaif = dict(method='rlaif', samples=str(tmp_path/'read'), both_orders=True)
+    made(base, tmp_path/'anew', **rlaif)
+    anew = pairs(tmp_path/'anew')
+    assert outputs(anew) == outputs(read) and all('orders' in r for r in anew)
 
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
-    out, _ = whole
-    made(base, tmp_path/'written', method='context_distillation')
-    made(base, tmp_path/'read', method='context_distillation', samples=str(out))
-    written, read = (load_records(str(tmp_path/name), 'sft', 'output') for name in ('written', 'read'))
-    positive = {r['index']: (r['output_1'], r['output_2'])[int(r['preference']) - 1] for r in pairs(out)}
+    out, distil = whole[0], dict(method='context_distillation')
+    made(base, tmp_path/'written', **distil)
+    made(base, tmp_path/'read', **distil, samples=str(out))
+    written, read = (load_records(str(tmp_path/n), 'sft', 'output') for n in ('written', 'read'))
+    positive = {r['index']: both[int(r['preference']) - 1]
+                for r, both in zip(pairs(out), outputs(pairs(out)))}
     assert {r['index']: r['output'] for r in read} == positive and len(written) >= len(read)
     assert not (tmp_path/'written'/'preferences.json').exists()
 
 
 def test_csv_of_rlcd(tmp_path):
-    rows = [dict(TALK, output_1='one', output_2='two, "three"', preference=1.25), dict(instruction='Hi', input='x', output_1='a\r\n\nb', output_2='c', preference=2.), dict(instruction='Go\r', input='', output_1='a', output_2='\r', preference=1.)]
-    rlcd.write_rlcd_csv(tmp_path/'x.csv', rows)
-    text = (tmp_path/'x.csv').read_bytes().decode()
-    assert text.startswith('instruction,input,output_1,output_2,preference,win2_prob\r\n"\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye\n\nAssistant:",,one')
-    assert load_records(str(tmp_path/'x.csv'), kind='preference') == [rows[0] | dict(input=''), *rows[1:]]
-    rlcd.write_rlcd_csv(tmp_path/'hard.csv', rows[1:2])
-    assert (tmp_path/'hard.csv').read_bytes() == b'instruction,input,output_1,output_2,preference\r\nHi,x,"a\r\n\nb",c,2\r\n'
-    (tmp_path/'bad.csv').write_text('instruction,output_1,output_2,preference,win2_prob\na,b,c,1,often\n')
-    with pytest.raises(ValueError, match="bad.csv, row 0: the field 'win2_prob' is 'often'"): load_records(str(tmp_path/'bad.csv'), kind='preference')
+    file, hard = tmp_path/'x.csv', tmp_path/'hard.csv'
+    rows = [dict(TALK, output_1='one', output_2='two, "three"', preference=1.25),
+            dict(instruction='Hi', input='x', output_1='a\r\n\nb', output_2='c', preference=2.),
+            dict(instruction='Go\r', input='', output_1='a', output_2='\r', preference=1.)]
+    rlcd.write_rlcd_csv(file, rows)
+    text = file.read_bytes().decode()
+    assert text.startswith('instruction,input,output_1,output_2,preference,win2_prob\r\n"\n\nH')
+    assert load_records(str(file), kind='preference') == [rows[0] | dict(input=''), *rows[1:]]
+    rlcd.write_rlcd_csv(hard, rows[1:2])
+    head = b'instruction,input,output_1,output_2,preference\r\n'
+    assert hard.read_bytes() == head + b'Hi,x,"a\r\n\nb",c,2\r\n'
+    file.write_text('instruction,output_1,output_2,preference,win2_prob\na,b,c,1,often\n')
+    with pytest.raises(ValueError, match="row 0: .*'win2_prob'"):
+        load_records(str(file), kind='preference')
 
 
 class Fussy:
@@ -298,56 +313,63 @@ class Fussy:
 
     def write(self, prompts, keys, stop):
         self.asked += keys
-        return [Written(f' {k[:2]}' if k[2] and k[0] != 2 else '', True) if k[0] != 1 else Written('', False, 'long_prompt') for k in keys]
+        said = [f' {k[:2]}' if k[2] and k[0] != 2 else '' for k in keys]
+        return [Written('', False, 'long_prompt') if k[0] == 1 else Written(text, True)
+                for k, text in zip(keys, said)]
 
 
 def test_retries_are_counted_and_bounded():
     writer, cfg = Fussy(), RLCDConfig(max_retries=2)
-    items = rlcd.write_items(writer, read_task(Path(ANYTHING)), {i: dict(instruction=f'{i}') for i in range(4)}, cfg)
-    assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', ''] and [i['retries'] for i in items] == [2, 0, 4, 2]
+    records = {i: dict(instruction=f'{i}') for i in range(4)}
+    items = rlcd.write_items(writer, read_task(Path(ANYTHING)), records, cfg)
+    assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', '']
+    assert [i['retries'] for i in items] == [2, 0, 4, 2]
     assert Counter(k[0] for k in writer.asked) == {0: 4, 1: 2, 2: 6, 3: 4}
-    figures = rlcd.item_figures(rlcd.label_items(items, None, cfg), cfg)
-    assert (figures['prompts'], figures['made'], figures['skipped_empty'], figures['skipped_long_prompt'], figures['retries']) == (4, 2, 1, 1, 8)
-    with pytest.raises(ValueError, match='nothing is left of 1 prompts'): rlcd.item_figures(items[1:2], cfg)
+    found = rlcd.item_figures(rlcd.label_items(items, None, cfg), cfg)
+    wanted = dict(prompts=4, made=2, skipped_empty=1, skipped_long_prompt=1, retries=8)
+    assert {k: found[k] for k in wanted} == wanted
+    with pytest.raises(ValueError, match='nothing is left'): rlcd.item_figures(items[1:2], cfg)
 
 
 @pytest.mark.parametrize('more, message', [
-    (dict(method='rlhf'), "method = 'rlhf'"), (dict(indices='9-'), 'such as "17-29,35"'), (dict(indices_mod=2, indices_remainder=2), 'indices_remainder = 2'),
-    (dict(served='m'), 'name one model'), (dict(policy=''), 'name one model'), (dict(annotators='alpaca_farm.world:pool'), 'method = rlcd has no judge'), (dict(both_orders=True), 'both_orders false'),
-    (dict(method='rlcd', samples=__file__), 'samples: rlcd writes its own'), (dict(template='chat'), 'stand behind a role'), (dict(temperature=0), 'temperature'),
-    (dict(task='wrold'), "did you mean 'world'?"), (dict(template='alpaca'), 'template')])
+    (dict(method='rlhf'), 'method'), (dict(indices='9-'), 'indices'), (dict(served='m'), 'model'),
+    (dict(indices_mod=2, indices_remainder=2), 'indices_remainder'), (dict(policy=''), 'model'),
+    (dict(annotators='alpaca_farm.world:pool'), 'no judge'), (dict(both_orders=True), 'no judge'),
+    (dict(samples=__file__), 'samples'), (dict(template='chat'), 'behind a role'),
+    (dict(temperature=0), 'temperature'), (dict(task='wrold'), 'outlining, world'),
+    (dict(template='alpaca'), 'template')])
 def test_wrong_settings(more, message):
-    with pytest.raises(ValueError) as e: RLCDConfig(**more)
-    assert message in str(e.value)
+    with pytest.raises(ValueError, match=message): RLCDConfig(**more)
 
 
 def test_a_judge_that_fails_stops_the_run_before_anything_is_written(base, tmp_path):
     dialogues = tmp_path/'talk.json'
     dialogues.write_text(json.dumps([TALK]))
-    with pytest.raises(ValueError, match='annotators = .* failed on a first answer .*gold judges answers to an instruction, and a pair has a dialogue'):
-        made(base, tmp_path/'out', method='rlaif', data=str(dialogues), annotators='alpaca_farm.world:gold')
+    judged = dict(method='rlaif', data=str(dialogues), annotators='alpaca_farm.world:gold')
+    refused(base, tmp_path/'out', 'annotators = .* failed on a first answer', **judged)
     assert not (tmp_path/'out').exists()
 
 
 def test_a_served_model(base, tmp_path):
     "Behind an endpoint: completions with a seed of their own for each answer, asked once."
     with judge_server(template='I say {hash}') as server:
-        served = dict(policy='', served='base', base_url=server.url, store=str(tmp_path/'answers.sqlite'), max_instances=12)
-        first = made(base, tmp_path/'one', **served)
-        asked = server.requests()
+        served = dict(policy='', served='base', base_url=server.url, max_instances=12,
+                      store=str(tmp_path/'answers.sqlite'))
+        made(base, tmp_path/'one', **served)
+        asked, rows = server.requests(), pairs(tmp_path/'one')
         assert len(asked) == 24 and {r['path'] for r in asked} == {'/v1/completions'}
-        rows = pairs(tmp_path/'one')
-        assert len(rows) == 12 and all(r[k].startswith('I say') for r in rows for k in ('output_1', 'output_2'))
+        assert len(rows) == 12 and all(t.startswith('I say') for p in outputs(rows) for t in p)
         made(base, tmp_path/'two', **served, indices='3-4')
         assert pairs(tmp_path/'two') == rows[3:5] and len(server.requests()) == 24
         server.set(labels='AB')
-        made(base, tmp_path/'judged', method='rlcd_rescore', samples=str(tmp_path/'one'), **served)
-        judged = server.requests()[24:]
-        assert len(judged) == 12 and {r['annotator'] for r in pairs(tmp_path/'judged')} == {'self'}
-        assert first and all(1 < r['preference'] < 2 for r in pairs(tmp_path/'judged'))
+        rescore = dict(method='rlcd_rescore', samples=str(tmp_path/'one'))
+        made(base, tmp_path/'judged', **rescore, **served)
+        judged = pairs(tmp_path/'judged')
+        assert len(server.requests()) == 36 and {r['annotator'] for r in judged} == {'self'}
+        assert all(1 < p < 2 for p in labels(judged))
 
 
-# --- the world that can be asked for good and for poor answers ---------------------------------------------------------------------------
+# --- the world that can be asked for good and for poor answers -----------------------------------
 
 def test_dialogue_pages():
     from alpaca_farm.embedded.grammar import is_held_out, parse
@@ -360,65 +382,67 @@ def test_dialogue_pages():
         who, _, said = answer.partition(': ')
         instruction = asked.removeprefix('\n\nHuman: ')
         assert not is_held_out(parse(instruction))   # what is held out is not asked here
-        skill[who.strip(' ()')] += world.utility([dict(instruction=instruction.replace('\n\n', ' '), output=said)])
+        record = dict(instruction=instruction.replace('\n\n', ' '), output=said)
+        skill[who.strip(' ()')] += world.utility([record])
     means = {who: np.mean(u) for who, u in skill.items()}
-    assert means['a careful author'] > means[''] + .4 > means['a careless author'] + .8 and means['an expert'] > means['a beginner'] + 1
+    assert means['a careful author'] > means[''] + .4 > means['a careless author'] + .8
+    assert means['an expert'] > means['a beginner'] + 1
     chosen = Counter(p[-3] for p in pages if p.endswith(').'))
     assert set(chosen) == {'A', 'B'} and abs(chosen['A'] - chosen['B']) < 120
 
 
 def test_the_default_world_has_no_dialogues(base, tmp_path):
     "Its files are those without the setting; with it only the model and its tokenizer differ."
-    plain, cfg = base/'world', world.WorldConfig(**tiny.settings('world', base, out=str(tmp_path/'w'), dialogues=200))
-    world.train(cfg)
-    for split in (*world.SPLITS, 'crowd', 'pool'): assert (tmp_path/'w'/f'{split}.json').read_bytes() == (plain/f'{split}.json').read_bytes()
-    assert (tmp_path/'w'/'model'/'tokenizer.json').read_bytes() != (plain/'model'/'tokenizer.json').read_bytes()
-    assert read_summary(tmp_path/'w')['prose_tokens'] > read_summary(plain)['prose_tokens']
+    plain, own = base/'world', tmp_path/'w'
+    world.train(world.WorldConfig(**tiny.settings('world', base, out=str(own), dialogues=200)))
+    for split in (*world.SPLITS, 'crowd', 'pool'):
+        assert (own/f'{split}.json').read_bytes() == (plain/f'{split}.json').read_bytes()
+    a, b = ((f/'model'/'tokenizer.json').read_bytes() for f in (own, plain))
+    assert a != b and read_summary(own)['prose_tokens'] > read_summary(plain)['prose_tokens']
     with pytest.raises(ValueError, match='dialogues = -1'): world.WorldConfig(dialogues=-1)
 
 
-# --- Wombat: candidates of several models, rated ---------------------------------------------------------------------------------------------
+# --- Wombat: candidates of several models, rated -------------------------------------------------
 
 MARKED = '1: 5 5 5 5\n2: 3 3 3 3\n3: 1 2 1 1\n4: 1 1 1 1 ({hash})'
 
 
 def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch, capsys):
-    "A model on this machine, one behind an endpoint and a file; rated in one request each; then RRHF."
+    "A model here, one behind an endpoint and a file; rated in one request each; then RRHF."
     monkeypatch.setattr(wombat, 'run_or_fail', tiny.run_here)
-    prompts = load_records(str(base/'world'), 'unlabeled', n=6)
-    (tmp_path/'file.json').write_text(json.dumps([dict(r, output='From a file.', generator='people') for r in prompts[:5]] + [dict(instruction='Other', output='x')]))
-    trained = tiny.settings('rrhf', base, reward_model='', candidates='', perplexity_model='', eval_split='', missing_eos='')
-    given = dict(out=str(tmp_path/'wombat'), data=str(base/'world'), max_instances=6, writers=[str(base/'sft')], served=['a'], files=[str(tmp_path/'file.json')], n=1,
-                 max_new_tokens=12, max_prompt=110, rater='judge', store=str(tmp_path/'answers.sqlite'), rrhf=[f'{k}={v}' for k, v in trained.items() if k != 'candidates'])
+    prompts, out = load_records(str(base/'world'), 'unlabeled', n=6), tmp_path/'wombat'
+    rows = [dict(r, output='From a file.', generator='people') for r in prompts[:5]]
+    (tmp_path/'file.json').write_text(json.dumps([*rows, dict(instruction='Other', output='x')]))
+    trained = tiny.settings('rrhf', base, reward_model='', perplexity_model='', eval_split='',
+                            missing_eos='')
+    given = dict(out=str(out), data=str(base/'world'), max_instances=6, writers=[str(base/'sft')],
+                 served=['a'], files=[str(tmp_path/'file.json')], n=1, max_new_tokens=12,
+                 max_prompt=110, rater='judge', store=str(tmp_path/'answers.sqlite'),
+                 rrhf=[f'{k}={v}' for k, v in trained.items() if k != 'candidates'])
     with judge_server(template=MARKED) as server:
-        cfg = wombat.WombatConfig(base_url=server.url, **given)
-        wombat.run(cfg)
+        wombat.run(wombat.WombatConfig(base_url=server.url, **given))
         assert '1 of 6 rows of files answer other prompts' in capsys.readouterr().out
-        asked = Counter(r['model'] for r in server.requests())
-        pool = read_json(tmp_path/'wombat'/'candidates.json')
-        assert asked == dict(a=6, judge=6 + 2*(6 - len(pool)))   # what cannot be read is asked three times
+        pool, asked = read_json(out/'candidates.json'), [r['model'] for r in server.requests()]
+        assert Counter(asked) == dict(a=6, judge=6 + 2*(6 - len(pool)))   # unread: three times
     assert pool and {len(q['output']) for q in pool} <= {2, 3, 4}
     for q in pool:
-        assert sorted(q['source'])[-1] == 'people' or q['instruction'] == prompts[5]['instruction']
-        shown = wombat.rating_order(q, 0)
-        assert [q['scores'][i] for i in shown] == [20., 12., 5.][:len(shown)]
-    summary = read_summary(tmp_path/'wombat')
-    assert summary['queries'] == summary['labels'] == len(pool) and summary['queries'] + summary['unrated'] == 6
-    assert (tmp_path/'wombat'/'rrhf'/'model'/'model.safetensors').exists() and not list((tmp_path/'wombat').rglob('.*'))
-    learnt = read_json(tmp_path/'wombat'/'rrhf'/'candidates.json')
-    assert {(q['instruction'], t): s for q in learnt for t, s in zip(q['output'], q['scores'])}.items() <= \
-        {(q['instruction'], t): s for q in pool for t, s in zip(q['output'], q['scores'])}.items()
+        assert 'people' in q['source'] or q['instruction'] == prompts[5]['instruction']
+        shown = [q['scores'][i] for i in wombat.rating_order(q, 0)]
+        assert shown == [20., 12., 5.][:len(shown)]
+    summary = read_summary(out)
+    assert summary['queries'] == summary['labels'] == len(pool) == 6 - summary['unrated']
+    assert (out/'rrhf'/'model'/'model.safetensors').exists() and not list(out.rglob('.*'))
+    scored = lambda pool: {(q['instruction'], text, score) for q in pool
+                           for text, score in zip(q['output'], q['scores'])}
+    assert scored(read_json(out/'rrhf'/'candidates.json')) <= scored(pool)
 
 
-@pytest.mark.parametrize('text, sums', [('1: 4 5\n2: 1 1', [9, 2]), ('**Answer 1**: 4, 5\n- 2: 1/1', [9, 2]), ('2: 1 1\n1: 4 5', [9, 2]), ('1: 4 5', None),
-                                        ('1: 4 6\n2: 1 1', None), ('1: 4 5\n2: 1', None), ('1: 4 5 5\n2: 1 1 1', None), ('1: 4 5\n2: 1 1\n3: 1 1', None), ('', None)])
-def test_ratings(text, sums): assert wombat.read_rating(text, 2, 2) == sums
-
-
-def test_wrong_settings_of_wombat():
-    for more, message in ((dict(writers=[]), 'nobody writes'), (dict(rrhf=['k']), 'rrhf'), (dict(rrhf=['epoch=3']), 'rrhf: epoch is no setting'), (dict(marks=[]), 'marks = '), (dict(n=0), 'n = 0'),
-                          (dict(rrhf=['k=1']), "rrhf: k = '1'"), (dict(rrhf=['out=runs/mine']), 'rrhf: out is set by this notebook'),
-                          (dict(rrhf=['policy=./no_such_run']), "rrhf: policy = './no_such_run'"), (dict(temperature=0), 'temperature = 0'),
-                          (dict(rater='judge', rrhf=['reward_model=my:reward']), 'rrhf: reward_model would replace the ratings')):
-        with pytest.raises((ValueError, FileNotFoundError), match=message): wombat.WombatConfig(**more)
+@pytest.mark.parametrize('more, message', [
+    (dict(writers=[]), 'nobody writes'), (dict(marks=[]), 'marks'), (dict(n=0), 'n = 0'),
+    (dict(rrhf=['k']), 'rrhf'), (dict(rrhf=['epoch=3']), 'epoch'), (dict(temperature=0), 'temper'),
+    (dict(rrhf=['k=1']), 'rrhf: k = '), (dict(rrhf=['out=runs/mine']), 'rrhf: out'),
+    (dict(rrhf=['policy=./no_such_run']), 'rrhf: policy'),
+    (dict(rater='judge', rrhf=['reward_model=my:reward']), 'would replace')])
+def test_wrong_settings_of_wombat(more, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message): wombat.WombatConfig(**more)
     wombat.WombatConfig(temperature=0, n=1)

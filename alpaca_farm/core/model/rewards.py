@@ -7,7 +7,6 @@ __all__ = ['RewardConfig', 'combine_scores', 'encode_answers', 'score_records', 
 
 # %% ../../../nbs/core/model/rewards.ipynb #614cd976
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -19,8 +18,8 @@ from .models import load_scalar, sequence_scores
 from ..run.processes import in_parts, once
 from ..run.runs import read_summary
 from ..run.settings import Amount, at_root, Config, resolve
-from ..data.text import (answer_batches, check_positions, collate, encode_prompts,
-    encode_responses, same_vocabulary)
+from alpaca_farm.core.data.text import (answer_batches, check_positions, collate, encode_prompts,
+    encode_responses)
 
 # %% ../../../nbs/core/model/rewards.ipynb #e9595f40
 @dataclass
