@@ -24,7 +24,7 @@ from alpaca_farm.core.data.preferences import (annotator_name, annotator_prefere
     decide_vote, draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped,
     swap_outputs)
 from .core.run.runs import start
-from .core.run.settings import as_type, at_root, command, Count, resolve, Share
+from .core.run.settings import as_type, at_root, command, Count, resolve
 from .core.stats import bootstrap, Interval, wilson
 from .judging.judges import ApiJudge, ask_judges, load_evaluators, Pool, Verdict
 from alpaca_farm.judging.local_judges import (is_model, is_reward_model, LocalJudge, read_recorded,

@@ -67,7 +67,8 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
                          *RewardConfig.__annotations__)
     best |= dict(skip=(round_ - 1) * cfg.max_instances, seed=cfg.seed + 1000 * round_,
                  samples=cfg.samples if round_ == 1 else '')
-    learn = shared | pick(*TrainConfig.__annotations__, *HardwareConfig.__annotations__, 'epochs', 'max_length')
+    learn = shared | pick(*TrainConfig.__annotations__, *HardwareConfig.__annotations__,
+                          'epochs', 'max_length')
     learn |= dict(data=f'{folder}/winners.json', val_split='', eval_split='', seed=cfg.seed + round_)
     return [Job(f'{folder}/best_of_n', 'best_of_n', best),
             Job(f'{folder}/sft', 'sft', learn, [f'{folder}/best_of_n'])]
