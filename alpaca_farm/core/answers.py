@@ -63,14 +63,14 @@ def answering(cfg: AnswerConfig) -> AnswerConfig:
 # %% ../../nbs/core/answers.ipynb #f0649fc0
 def fitting_prompts(records: list[dict], tokenizer,
                     cfg: PromptConfig) -> tuple[list[dict], list[list[int]]]:
-    "The records whose prompts are within `max_prompt`, and these prompts' ids; prints how many are not."
+    "The records whose prompts are within `max_prompt`, and the ids of these prompts."
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     return [records[i] for i in rows], [prompts[i] for i in rows]
 
 
 def end_turns(records: list[dict], samples: list[list], tokenizer, template: str) -> list[list]:
-    "The samples of each record, those of a dialogue's text ended where the user's next turn begins."
+    "The samples of each record; those of a dialogue's text end where the user's next turn begins."
     def ended(sample):
         begun = lambda k: NEXT_TURN in tokenizer.decode(sample.tokens[:k])
         if not begun(len(sample.tokens)): return sample
@@ -89,9 +89,9 @@ def sample(
     n: int = 1,           # samples per record
     seed: int | None = None,  # cfg.seed when not given
     progress=None,        # called as progress(done, total)
-    prompts=None,         # ids of the prompts, used as they are; made of the records when not given
-) -> tuple[list[dict], list[list[int]], list[list]]:  # records that fit, their prompts' ids, n samples each
-    "Samples as tokens, with their log-probs."
+    prompts=None,         # ids of the prompts, used as they are; the records' when not given
+) -> tuple[list[dict], list[list[int]], list[list]]:
+    "The records that fit, their prompts' ids, and n samples of each as tokens, with log-probs."
     if prompts is None: records, prompts = fitting_prompts(records, tokenizer, cfg)
     with autocast(cfg):
         samples = generate(policy, tokenizer, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
@@ -102,14 +102,16 @@ def sample(
 # %% ../../nbs/core/answers.ipynb #bd51404d
 def prompt_fields(record: dict) -> dict:
     "A record without its answer or its labelled pair."
-    return {k: v for k, v in record.items() if k not in ('output', 'output_1', 'output_2', 'preference')}
+    given = ('output', 'output_1', 'output_2', 'preference')
+    return {k: v for k, v in record.items() if k not in given}
 
 
-def sample_answers(policy, tokenizer, records: list[dict], cfg: SampleConfig, **kwargs) -> list[dict]:
-    "Sampled answers: the records that fit, each with `output`, `ended` and `logprob` (nats), lists of n."
-    answered, _, samples = sample(policy, tokenizer, records, cfg, **kwargs)
+def sample_answers(policy, tokenizer, records: list[dict], cfg: SampleConfig, **how) -> list[dict]:
+    "The records that fit, each with `output`, `ended` and `logprob` (nats), lists of n."
+    answered, _, samples = sample(policy, tokenizer, records, cfg, **how)
     return [dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-                 output=[decode(s.tokens, tokenizer) for s in group], ended=[s.ended for s in group],
+                 output=[decode(s.tokens, tokenizer) for s in group],
+                 ended=[s.ended for s in group],
                  logprob=[round(sum(s.logprobs), 4) for s in group])
             for r, group in zip(answered, samples)]
 
@@ -120,25 +122,26 @@ def log_ratios(
     samples: list,        # one Sample for each prompt, with its log-probs
     cfg: SampleConfig,
 ) -> list[float]:  # nats, one for each sample
-    "log pi - log pi_ref of whole answers; both at the temperature the answers were sampled at, 1 if greedy."
-    tokens = [s.tokens for s in samples]
+    "log pi - log pi_ref of whole answers, at the temperature they were sampled at, 1 if greedy."
     with autocast(cfg):
-        ref = response_logprobs(reference, prompts, tokens, tokenizer.pad_token_id, cfg.temperature or 1.)
+        ref = response_logprobs(reference, prompts, [s.tokens for s in samples],
+                                tokenizer.pad_token_id, cfg.temperature or 1.)
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #70d5755d
 def load_split(cfg: Config, setting: str, kind: str = 'instruction') -> list[dict]:
     "The records of the split that a setting names; an error names the setting."
-    split, none = getattr(cfg, setting), ', or none with eval_split empty' if setting == 'eval_split' else ''
+    split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
     try: return load_records(cfg.data, split, kind, n, columns=getattr(cfg, 'columns', ''))
     except (FileNotFoundError, ValueError) as e:
         error = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError
+        none = ', or none with eval_split empty' if setting == 'eval_split' else ''
         raise error(f'{setting} = {split!r}: {e}. Name another split{none}') from None
 
 
 def answer_labels(records: list[dict], where: str) -> list[float]:
-    "Labels of single answers, from 0 (bad) to 1 (good); ValueError naming the row of one that is neither."
+    "Labels of single answers, from 0 (bad) to 1 (good); ValueError naming the row of any other."
     for i, label in enumerate(r.get('label') for r in records):
         if isinstance(label, (bool, int, float)) and 0 <= label <= 1: continue
         raise ValueError(f"{where}, row {i}: the field 'label' is {label!r}, "
@@ -176,7 +179,8 @@ def preflight(
         check_limit(lengths, cfg.max_new_tokens, 'answers in the data', 'max_new_tokens')
     record, prompt = parts[0][0], encode_prompts(parts[0][:1], tokenizer, cfg.template)
     sample, = generate(policy, tokenizer, prompt, max_new_tokens=1)[0]
-    answer = dict(prompt_fields(record), output=decode(sample.tokens, tokenizer) or '.', ended=sample.ended)
+    output = decode(sample.tokens, tokenizer) or '.'
+    answer = dict(prompt_fields(record), output=output, ended=sample.ended)
     other = dict(answer, output=prompt_text(record))
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
     if judge: once(try_setting, cfg, 'annotators', verdicts_over, [answer], [other], judge)
@@ -190,9 +194,9 @@ def mean(values: list) -> float:
 def answer_eval_split(
     policy, tokenizer, run,
     reference=None,  # policy to which the KL is measured
-    plain=None,      # the reference's own tokenizer, if the policy's adds a control token to prompts
+    plain=None,      # the reference's own tokenizer, if the policy's adds a control token
 ) -> dict[str, float]:  # mean length in words, share that ended, and the KL in nats per answer
-    "Answer the evaluation split once and write the answers to `outputs.json`, in AlpacaEval's format."
+    "Answer the evaluation split once; the answers go to `outputs.json`, in AlpacaEval's format."
     cfg = answering(run.cfg)
     if not cfg.eval_split: return {}
     answered, prompts, groups = sample(policy, tokenizer, load_split(cfg, 'eval_split'), cfg)
@@ -203,7 +207,7 @@ def answer_eval_split(
     run.write('outputs.json', outputs)
     figures = dict(length=mean([len(r['output'].split()) for r in outputs]),
                    ended=mean([r['ended'] for r in outputs]))
-    if figures['ended'] < .5: print('more than half of the answers were cut off: raise max_new_tokens')
+    if figures['ended'] < .5: print('most of the answers were cut off: raise max_new_tokens')
     if reference is None: return figures
     if plain: prompts = encode_prompts(answered, plain, cfg.template)
     return figures | dict(kl=mean(log_ratios(reference, tokenizer, prompts, samples, cfg)))
@@ -214,7 +218,7 @@ def answer_again(
     names=('length', 'ended', 'kl'),  # the figures of the answers in its summary
     more=lambda: {},  # gives those of them that are not the figures of `answer_eval_split`
 ):  # the run
-    "Answer the evaluation split with the saved policy, unless a run's answers are those it is asked for."
+    "Answer the evaluation split with the saved policy, unless that has been done as asked for."
     if run.answered: return run
     cfg, old = run.cfg, read_summary(run.folder)
     load = partial(load_policy, cfg=cfg, train=True, frozen=True)
@@ -228,7 +232,7 @@ def answer_again(
 
 # %% ../../nbs/core/answers.ipynb #0456c517
 def print_answers(runs: dict, n: int = 5):
-    "Print the answers of runs (folders by name) to the first `n` instructions of the last one, if any."
+    "Print what runs (folders by name) answer to the first `n` instructions of the last one."
     files = {name: at_root(folder)/'outputs.json' for name, folder in runs.items()}
     answers = {name: {prompt_key(r): r['output'] for r in read_json(file)}
                for name, file in files.items() if file.exists()}
