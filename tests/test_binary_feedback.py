@@ -1,4 +1,4 @@
-"Binary feedback: the weight of a label, whether the policy follows the token, and what a loaded model answers."
+"Binary feedback: the weight of a label, and whether the policy follows the token."
 import json
 import math
 from types import SimpleNamespace
@@ -13,38 +13,39 @@ from alpaca_farm import binary_feedback, world
 from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, GOOD, label_accuracy,
     rate_outputs, training_examples)
 from alpaca_farm.core.answers import answering, log_ratios, sample, sample_answers
-from alpaca_farm.core.model.control import add_tokens, prepend_tokens
 from alpaca_farm.core.data.records import load_records, prompt_key
+from alpaca_farm.core.data.text import encode_prompts
+from alpaca_farm.core.model.control import add_tokens, prepend_tokens
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import load_policy, response_logprobs
-from alpaca_farm.core.training import token_batch
-from alpaca_farm.sft import sft_loss
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.core.data.text import encode_prompts
+from alpaca_farm.core.training import token_batch
+from alpaca_farm.sft import sft_loss
 
 torch.set_num_threads(1)
 
 
-def given(base, **more): return BinaryFeedbackConfig(**tiny.settings('binary_feedback', base, **more))
-
-
-def total_weights(each, method):
-    "Total weight of each output under each token."
-    out = {}
-    for i, token, w in training_examples(each, method): out[each[i]['output'], token] = out.get((each[i]['output'], token), 0) + w
-    return out
+def given(base, **more):
+    return BinaryFeedbackConfig(**tiny.settings('binary_feedback', base, **more))
 
 
 @pytest.mark.parametrize('method', ['feedme', 'reward_conditioning'])
 def test_a_soft_label_is_the_mean_of_hard_ones(method):
-    pair = dict(instruction='q', output_1='a', output_2='b')
-    mean = {}
-    for p in (2., 2., 2., 1.):
-        for k, w in total_weights(rate_outputs([dict(pair, preference=p)]), method).items(): mean[k] = mean.get(k, 0) + w/4
-    assert total_weights(rate_outputs([dict(pair, preference=1.75)]), method) == mean
-    turned = dict(instruction='q', output_1='b', output_2='a', preference=1.25)  # the same, shown in the other order
-    assert total_weights(rate_outputs([turned]), method) == mean
+    "In either order of a pair; ties are left out, and single answers weigh what their labels say."
+    def weights(*pairs):   # of each output under each token
+        rated, out = rate_outputs([dict(instruction='q', **p) for p in pairs]), {}
+        for i, token, w in training_examples(rated, method):
+            key = rated[i]['output'], token
+            out[key] = out.get(key, 0) + w / len(pairs)
+        return out
+    def pair(preference): return dict(output_1='a', output_2='b', preference=preference)
+    mean = weights(pair(2.), pair(2.), pair(2.), pair(1.))
+    turned = dict(output_1='b', output_2='a', preference=1.25)
+    assert weights(pair(1.75)) == mean == weights(turned)
+    assert weights(pair(1.5)) == {} == weights(dict(output='c', label=.5))
+    thumbs = [dict(instruction='q', output='a', label=l) for l in (True, 0, .25)]
+    assert [r['good'] for r in rate_outputs(thumbs)] == [1, 0, .25]
 
 
 def load(base, tmp_path, labels):
@@ -72,117 +73,131 @@ def test_labels_without_good_answers_or_with_ties_alone_are_refused(base, tmp_pa
 
 
 def test_loss_against_loops(models):
-    "Weighted mean over response tokens in float64, one sequence at a time; padding and company do not matter."
+    "Weighted mean over response tokens, one sequence at a time; padding does not matter."
+    prompts, responses, weights = models.prompts[:5], models.answers[:5], [1., .25, .75, 1., .5]
     policy = models.policy.double()
     try:
-        prompts, responses, weights = models.prompts[:5], models.answers[:5], [1., .25, .75, 1., .5]
         total, norm = 0., 0.
         for p, r, w in zip(prompts, responses, weights):
-            with torch.no_grad(): logp = policy(torch.tensor([p + r])).logits[0].log_softmax(-1)
-            total -= w*sum(logp[len(p) - 1 + t, token].item() for t, token in enumerate(r))
-            norm += w*len(r)
+            with torch.no_grad(): logits = policy(torch.tensor([p + r])).logits[0]
+            logp = logits[len(p) - 1:].log_softmax(-1)
+            total -= w * sum(logp[t, token].item() for t, token in enumerate(r))
+            norm += w * len(r)
         batch = token_batch(prompts, responses, range(5), 0, weights)
         with torch.no_grad(): loss = sft_loss(policy, batch)['loss']
-        assert ((loss*batch['weight']).sum()/batch['weight'].sum()).item() == pytest.approx(total/norm, rel=1e-5)
+        mean = (loss * batch['weight']).sum() / batch['weight'].sum()
+        assert mean.item() == pytest.approx(total / norm, rel=1e-5)
         alone = response_logprobs(policy, prompts, responses, 0).numpy()
-        for size in (1, 2): assert response_logprobs(policy, prompts, responses, 0, size=size).numpy() == pytest.approx(alone, rel=1e-6)
-        assert -alone == pytest.approx([(l*(b > 0)).sum().item() for l, b in zip(loss, batch['response'])], abs=1e-4)
+        for size in (1, 2):
+            found = response_logprobs(policy, prompts, responses, 0, size=size).numpy()
+            assert found == pytest.approx(alone, rel=1e-6)
     finally: models.policy.float()
 
 
 def test_first_step_does_not_depend_on_micro_batches(base, tmp_path):
     first = []
     for size in (0, 3):
-        cfg = given(base, out=str(tmp_path/f'm{size}'), micro_batch_size=size, max_instances=24, eval_split='', val_split='')
+        cfg = given(base, out=str(tmp_path/f'm{size}'), micro_batch_size=size, max_instances=24,
+                    eval_split='', val_split='')
         binary_feedback.train(cfg)
         first.append(read_log(cfg.out)[0])
-    for k in ('loss', 'grad_norm', 'effect_good', 'effect_bad'): assert first[0][k] == pytest.approx(first[1][k], rel=1e-4, abs=1e-5)
+    for k in ('loss', 'grad_norm', 'effect_good', 'effect_bad'):
+        assert first[0][k] == pytest.approx(first[1][k], rel=1e-4, abs=1e-5)
 
 
 def test_feedme_without_a_step_is_the_policy_itself(base, tmp_path):
     cfg = given(base, out=str(tmp_path/'still'), method='feedme', learning_rate=0.)
     binary_feedback.train(cfg)
     s = read_summary(cfg.out)
-    assert s['kl'] == pytest.approx(0, abs=1e-4) and s['effect_good'] == s['effect_bad'] == 0 and s['accuracy'] == .5
-    assert s['val_win_rate'] == 50 and s['labels'] == 48
+    assert s['kl'] == pytest.approx(0, abs=1e-4) and s['val_win_rate'] == 50 and s['labels'] == 48
+    assert s['effect_good'] == s['effect_bad'] == 0 and s['accuracy'] == .5
 
 
 PHRASES = ('A bear.', 'The duck.')
 
 
-def phrases(base, path, labels):
-    "Two phrases in answer to everything, good or bad as `labels` says."
-    asked = {r['instruction']: r for split in ('preference', 'unlabeled', 'sft') for r in load_records(str(base/'world'), split)}.values()
-    records = [dict(instruction=r['instruction'], input='', output=o, label=l) for r in asked for o, l in zip(PHRASES, labels(r))]
-    path.write_text(json.dumps(records))
-    return dict(preferences=str(path), epochs=3, learning_rate=5e-3, token_times=4, held_out=20, eval_every=50)
-
-
 @pytest.fixture(scope='module')
 def conditioned(base, tmp_path_factory):
-    "A run whose label is in the text: one phrase is always good."
+    "A run whose label is in the text: of two phrases in answer to everything, one is always good."
     folder = tmp_path_factory.mktemp('conditioned')
-    cfg = given(base, out=str(folder/'run'), **phrases(base, folder/'clean.json', lambda r: (1, 0)))
+    asked = {r['instruction'] for split in ('preference', 'unlabeled', 'sft')
+             for r in load_records(str(base/'world'), split)}
+    records = [dict(instruction=text, input='', output=output, label=label)
+               for text in sorted(asked) for output, label in zip(PHRASES, (1, 0))]
+    (folder/'clean.json').write_text(json.dumps(records))
+    cfg = given(base, out=str(folder/'run'), preferences=str(folder/'clean.json'), epochs=3,
+                learning_rate=5e-3, token_times=4, held_out=20, eval_every=50)
     binary_feedback.train(cfg)
     return cfg
 
 
 def test_the_token_is_obeyed(conditioned):
-    "The controlled experiment: good and bad phrase come when they are asked for, and unseen answers are distinguished."
+    "Good and bad phrase come when they are asked for, and unseen answers are distinguished."
     s, answers = read_summary(conditioned.out), read_json(f'{conditioned.out}/said.json')
     assert s['effect_good'] > 2 and s['effect_bad'] < -2 and s['accuracy'] > .95
-    assert [r['source'] for r in answers] == [[GOOD, BAD, 'no token', 'reference']]*len(answers)
-    share = lambda phrase, k: sum(r['output'][k].startswith(phrase[:2]) for r in answers)/len(answers)
-    assert share(PHRASES[0], 0) > .8 and share(PHRASES[1], 1) > .8
+    for k in ('effect_good', 'effect_bad'): assert 0 < s[f'{k}_standard_error'] < abs(s[k])
+    assert all(r['source'] == [GOOD, BAD, 'no token', 'reference'] for r in answers)
+    for k, phrase in enumerate(PHRASES):
+        assert np.mean([r['output'][k].startswith(phrase[:2]) for r in answers]) > .8
 
 
 def test_a_loaded_model_asks_for_good_answers(base, conditioned):
-    records = load_records(str(base/'world'), 'eval', n=4)
-    plain, there = (AutoTokenizer.from_pretrained(f'{f}/model') for f in (base/'sft', conditioned.out))
+    records, times = load_records(str(base/'world'), 'eval', n=4), conditioned.token_times
+    plain, there = (AutoTokenizer.from_pretrained(f'{folder}/model')
+                    for folder in (base/'sft', conditioned.out))
     good = there.convert_tokens_to_ids(GOOD)
     assert good not in plain.get_vocab().values()
     for template in ('chat', 'alpaca'):
-        want = prepend_tokens(encode_prompts(records, plain, template), good, plain, conditioned.token_times)
+        want = prepend_tokens(encode_prompts(records, plain, template), good, plain, times)
         assert encode_prompts(records, there, template) == want
     message = [dict(role='user', content=records[0]['instruction'])]
-    assert there.apply_chat_template(message, tokenize=False, add_generation_prompt=True).count(GOOD) == conditioned.token_times
-    policy, tokenizer = load_policy(conditioned.out, conditioned)
+    prompt = there.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert prompt.count(GOOD) == times
+    asked, cfg = load_records(conditioned.data, 'eval', n=10), answering(conditioned)
+    again = sample_answers(*load_policy(conditioned.out, conditioned), asked, cfg)
     left = read_json(f'{conditioned.out}/outputs.json')
-    again = sample_answers(policy, tokenizer, load_records(conditioned.data, 'eval', n=10), answering(conditioned))
     assert [r['output'][0] for r in again] == [r['output'] for r in left]
 
 
 def test_the_reference_does_not_read_the_token(base, conditioned):
     policy, tokenizer = load_policy(conditioned.out, conditioned)
     reference, plain = load_policy(conditioned.policy, conditioned)
-    cfg = answering(conditioned)
-    kept, prompts, found = sample(policy, tokenizer, load_records(conditioned.data, 'eval', n=10), cfg)
+    cfg, records = answering(conditioned), load_records(conditioned.data, 'eval', n=10)
+    kept, prompts, found = sample(policy, tokenizer, records, cfg)
     kl = log_ratios(reference, plain, encode_prompts(kept, plain), [s for s, in found], cfg)
-    assert read_summary(conditioned.out)['kl'] == pytest.approx(sum(kl)/len(kl), abs=1e-4)
+    assert read_summary(conditioned.out)['kl'] == pytest.approx(sum(kl) / len(kl), abs=1e-4)
     vocabulary = reference.get_input_embeddings().weight.shape[0]
-    assert policy.get_input_embeddings().weight.shape[0] == vocabulary + 2 and max(map(max, prompts)) >= vocabulary
+    assert policy.get_input_embeddings().weight.shape[0] == vocabulary + 2
+    assert max(map(max, prompts)) >= vocabulary
 
 
 def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, monkeypatch):
     "Prompts that are too long only with their tokens are left out everywhere."
-    (policy, tokenizer), (reference, plain) = load_policy(conditioned.out, conditioned), load_policy(conditioned.policy, conditioned)
-    records, pairs, left = load_records(conditioned.data, 'val'), [], {}
+    policy, tokenizer = load_policy(conditioned.out, conditioned)
+    reference, plain = load_policy(conditioned.policy, conditioned)
+    records, times = load_records(conditioned.data, 'val'), conditioned.token_times
+    pairs, left = [], {}
     lengths = [len(p) for p in encode_prompts(records, plain)]
-    cfg = given(base, val_instances=0, max_prompt=int(np.quantile(lengths, .8)) + conditioned.token_times)
-    kept = [prompt_key(r) for r, n in zip(records, lengths) if n + conditioned.token_times <= cfg.max_prompt]
+    cfg = given(base, val_instances=0, max_prompt=int(np.quantile(lengths, .8)) + times)
+    kept = [prompt_key(r) for r, n in zip(records, lengths) if n + times <= cfg.max_prompt]
     assert 0 < len(kept) < sum(n <= cfg.max_prompt for n in lengths)
-    monkeypatch.setattr(binary_feedback, 'verdicts_over', lambda a, b, _: pairs.extend(zip(a, b)) or [1.5]*len(a))
+    monkeypatch.setattr(binary_feedback, 'verdicts_over',
+                        lambda a, b, _: pairs.extend(zip(a, b)) or [1.5] * len(a))
     run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
-    binary_feedback.compare_on_val(policy, reference, {GOOD: tokenizer, BAD: tokenizer}, plain, world.pool, run)
-    assert len(pairs) == 2*len(kept) and all(prompt_key(a) == prompt_key(b) for a, b in pairs)
-    alone = {prompt_key(r): r['output'][0] for r in sample_answers(reference, plain, records, answering(cfg), seed=cfg.seed + 1)}
-    assert [prompt_key(r) for r in left['said.json']] == kept and all(r['output'][3] == alone[prompt_key(r)] for r in left['said.json'])
+    tokenizers = {GOOD: tokenizer, BAD: tokenizer}
+    binary_feedback.compare_on_val(policy, reference, tokenizers, plain, world.pool, run)
+    assert len(pairs) == 2 * len(kept) and all(prompt_key(a) == prompt_key(b) for a, b in pairs)
+    alone = sample_answers(reference, plain, records, answering(cfg), seed=cfg.seed + 1)
+    alone = {prompt_key(r): r['output'][0] for r in alone}
+    said = {prompt_key(r): r['output'][3] for r in left['said.json']}
+    assert said == {k: alone[k] for k in kept}
 
 
 def test_control_tokens_are_never_written(base, models):
     policy, tokenizer = load_policy(str(base/'sft'), models.cfg)
     ids = add_tokens(policy, tokenizer, [GOOD, BAD])
-    policy.get_input_embeddings().weight.data[ids] = 3*policy.get_input_embeddings().weight.data[tokenizer.eos_token_id]
+    table = policy.get_input_embeddings().weight.data
+    table[ids] = 3 * table[tokenizer.eos_token_id]
     samples = generate(policy, tokenizer, models.prompts, n=4, max_new_tokens=8)
     assert not {t for s in samples for x in s for t in x.tokens} & set(ids)
     greedy = policy.generate(torch.tensor(models.prompts[:1]), max_new_tokens=8, do_sample=False)
@@ -193,21 +208,24 @@ def test_held_out_is_not_learned_from(base):
     records = load_records(str(base/'annotators'), 'preferences', 'preference')
     learn, aside, labels = binary_feedback.load_feedback(given(base))
     asked = lambda rows: {r['instruction'] for r in rows}
-    assert not asked(learn) & asked(aside) and asked(aside) >= asked(records[-12:]) and labels + len(asked(aside)) <= len(records)
-    with pytest.raises(ValueError, match='held_out = 999'): binary_feedback.load_feedback(given(base, held_out=999))
+    assert not asked(learn) & asked(aside) and asked(aside) >= asked(records[-12:])
+    assert labels + len(asked(aside)) <= len(records)
+    with pytest.raises(ValueError, match='held_out = 999'):
+        binary_feedback.load_feedback(given(base, held_out=999))
 
 
 def test_a_policy_with_tokens_is_refused(base, conditioned, tmp_path):
-    with pytest.raises(ValueError, match='control token already'):
+    with pytest.raises(ValueError, match='control token'):
         binary_feedback.train(given(base, policy=conditioned.out, out=str(tmp_path/'twice')))
 
 
-@pytest.mark.parametrize('wrong, words', [(dict(method='thumbs'), "method = 'thumbs'"), (dict(token_times=0), 'token_times = 0'),
-                                          (dict(jitter=-1.), 'jitter = -1.0'), (dict(held_out=0), 'held_out = 0'), (dict(eval_temperature=-1.), 'eval_temperature = -1.0')])
-def test_wrong_settings(wrong, words):
-    with pytest.raises(ValueError, match=words): BinaryFeedbackConfig(**wrong)
+@pytest.mark.parametrize('wrong', [dict(method='thumbs'), dict(token_times=0), dict(jitter=-1.),
+                                   dict(held_out=0), dict(eval_temperature=-1.)])
+def test_wrong_settings(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))): BinaryFeedbackConfig(**wrong)
 
 
 def test_label_accuracy():
-    assert label_accuracy(np.array([1., 2., 3.]), np.array([1., 0., .5]), ['q']*3) == pytest.approx(1/3)
-    assert math.isnan(label_accuracy(np.array([1., 2.]), np.array([1., 0.]), ['p', 'q']))
+    score, good = np.array([1., 2., 3.]), np.array([1., 0., .5])
+    assert label_accuracy(score, good, ['q'] * 3) == pytest.approx(1 / 3)
+    assert math.isnan(label_accuracy(score[:2], good[:2], ['p', 'q']))

@@ -67,7 +67,8 @@ def test_group_run(base, tmp_path, advantage):
     for a, b in zip(*logs):
         assert all(abs(a[k] - b[k]) < 1e-4 for k in ('loss', 'kl', 'reward', 'grad_norm', 'clip_fraction'))
     rows = rollout_indices(50, 2, PPOConfig(**given))
-    assert [rows[i:i + 4] for i in range(0, 16, 4)] == [[r]*4 for r in rows[::4]] and len(set(rows)) == 4
+    assert [rows[i:i + 4] for i in range(0, 16, 4)] == [[r]*4 for r in rows[::4]]
+    assert len(set(rows)) == 4
 
 
 @pytest.mark.parametrize('given, message', [
@@ -84,7 +85,8 @@ def test_the_value_model_of_a_function_reward_starts_from_the_policy(base, model
     "Its trunk has the policy's weights and its head is 0."
     policy, _ = load_policy(str(base/'sft'), models.cfg)
     value, trunk = value_model(PPOConfig(**tiny.settings('ppo', base, reward_model=function)), policy), policy.base_model.state_dict()
-    assert all(torch.equal(w, trunk[k]) for k, w in value.base_model.state_dict().items()) and not value.score.weight.any()
+    assert all(torch.equal(w, trunk[k]) for k, w in value.base_model.state_dict().items())
+    assert not value.score.weight.any()
     assert (value.mean, value.std) == (0., 1.)
 
 
@@ -116,7 +118,8 @@ def test_labels_behind(base):
     labels = read_json(base/'reward_model'/'summary.json')['labels']
     assert labels > 0
     assert label_count(str(base/'reward_model')) == label_count(str(base/'reward_model'/'model')) == labels
-    assert label_count([str(base/'reward_model'), 'a.b:c']) == labels and label_count('a.b:c') == label_count('') == 0
+    assert label_count([str(base/'reward_model'), 'a.b:c']) == labels
+    assert label_count('a.b:c') == label_count('') == 0
 
 
 def test_scores_keep_the_first_scale():
@@ -154,7 +157,8 @@ def test_kl_of_best_of_n_against_enumeration(n):
     exact = float((best*np.log(np.maximum(best, 1e-300)/p)).sum())
     estimate = float((best*kl_best_of_n_estimate(np.log(p), n)).sum())
     assert exact <= kl_best_of_n(n) + 1e-9
-    assert abs(estimate - exact) <= .1 and abs(estimate - exact) <= abs(kl_best_of_n(n) - exact) + 1e-9
+    assert abs(estimate - exact) <= .1
+    assert abs(estimate - exact) <= abs(kl_best_of_n(n) - exact) + 1e-9
 
 
 def test_bank_curve_counts_every_sample_once():
@@ -162,7 +166,8 @@ def test_bank_curve_counts_every_sample_once():
     proxy, utility, crowd = rng.normal(size=(3, 5, 8))
     rows = bank_curve(proxy, utility, 1.5 + .1*crowd, np.full((5, 8), -3.), method='best_of_n')
     assert [r['at'] for r in rows] == [1, 2, 4, 8]
-    assert rows[0]['utility'] == pytest.approx(utility.mean()) and rows[-1]['utility'] == pytest.approx(utility[np.arange(5), proxy.argmax(1)].mean())
+    assert rows[0]['utility'] == pytest.approx(utility.mean())
+    assert rows[-1]['utility'] == pytest.approx(utility[np.arange(5), proxy.argmax(1)].mean())
     assert all(r['kl'] <= r['kl_bound'] + 1e-9 for r in rows)
     assert rows[0]['correlation'] == pytest.approx(
         np.corrcoef((proxy - proxy.mean(1, keepdims=True)).ravel(), (utility - utility.mean(1, keepdims=True)).ravel())[0, 1])
@@ -176,7 +181,10 @@ def test_fitted_curves_and_their_peaks(form, a, b):
             for x, y in zip(d, utility)]
     fit = fit_utility(rows, n=20)
     assert [fit[k] for k in ('alpha', 'beta', 'peak', 'missed')] == pytest.approx([a, b, peak_distance(a, b, form), 0])
-    assert fit['alpha_low'] < a < fit['alpha_high'] and can_fit(rows) and not can_fit(rows[:2]) and not can_fit(rows[-3:])
+    assert fit['alpha_low'] < a < fit['alpha_high']
+    assert can_fit(rows)
+    assert not can_fit(rows[:2])
+    assert not can_fit(rows[-3:])
     fine = np.linspace(.05, 20, 200_000)
     curve = fine*(a - b*fine) if form == 'best_of_n' else fine*(a - b*np.log(fine))
     assert peak_distance(a, b, form) == pytest.approx(fine[curve.argmax()], abs=1e-3)
@@ -345,15 +353,19 @@ def test_a_finished_run_is_answered_again_without_training(base, tmp_path, noteb
     fresh, folder = train('fresh', **other), train('again')
     weights, log = ((folder/n).read_bytes() for n in ('model/model.safetensors', 'log.jsonl'))
     monkeypatch.setattr(Trainer, 'update', lambda *_: pytest.fail('trained again'))
-    assert train('again', **other) == folder and (folder/'outputs.json').read_bytes() == (fresh/'outputs.json').read_bytes()
+    assert train('again', **other) == folder
+    assert (folder/'outputs.json').read_bytes() == (fresh/'outputs.json').read_bytes()
     ours, theirs = read_summary(folder), read_summary(fresh)
-    assert set(ours) == set(theirs) and all(ours[k] == pytest.approx(v, abs=1e-5, nan_ok=True) for k, v in theirs.items() if 'seconds' not in k and 'memory' not in k)
+    assert set(ours) == set(theirs)
+    assert all(ours[k] == pytest.approx(v, abs=1e-5, nan_ok=True) for k, v in theirs.items() if 'seconds' not in k and 'memory' not in k)
     written = (folder/'outputs.json').stat().st_mtime_ns
     train('again', **other)
     assert (folder/'outputs.json').stat().st_mtime_ns == written
     train('again', eval_split='')
-    assert not (folder/'outputs.json').exists() and not {'length', 'ended'} & set(read_summary(folder))
-    assert weights == (folder/'model/model.safetensors').read_bytes() and log == (folder/'log.jsonl').read_bytes()
+    assert not (folder/'outputs.json').exists()
+    assert not {'length', 'ended'} & set(read_summary(folder))
+    assert weights == (folder/'model/model.safetensors').read_bytes()
+    assert log == (folder/'log.jsonl').read_bytes()
     assert [p.name for p in folder.parent.iterdir() if '~' in p.name] == []
 
 
@@ -372,7 +384,8 @@ def test_candidates_of_any_size(base, tmp_path, monkeypatch):
     run = best_of_n.run(best_of_n.BestOfNConfig(**given))
     states, files = zip(*sizes)
     assert max(states) < 1000 and files[-1] > 100_000_000 and max(np.diff(files)) < 1.01*files[0]
-    assert (run.folder/'outputs.json').stat().st_size > 100_000_000 and not (run.folder/'checkpoint'/'candidates.jsonl').exists()
+    assert (run.folder/'outputs.json').stat().st_size > 100_000_000
+    assert not (run.folder/'checkpoint'/'candidates.jsonl').exists()
 
 
 def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypatch):
