@@ -89,14 +89,11 @@ def proxy_utility_correlation(proxy: np.ndarray, utility: np.ndarray) -> float:
         return float((p * g).sum() / np.sqrt((p**2).sum() * (g**2).sum()))
 
 # %% ../nbs/overoptimization.ipynb #6249e919
-def bank_curve(
-    proxy: np.ndarray,    # (instructions, N) standardised scores of the bank
-    utility: np.ndarray,  # (instructions, N)
-    crowd: np.ndarray,    # (instructions, N) preferences
-    logprob: np.ndarray,  # (instructions, N) of the samples, in nats
-    **columns,            # further columns of each row
-) -> list[dict]:
-    "Rows for n = 1, 2, 4, ..., N."
+def bank_curve(proxy, utility, crowd, logprob, **columns) -> list[dict]:
+    """Rows for n = 1, 2, 4, ..., N, with further `columns`.
+
+    From arrays (instructions, N) over the bank: standardised scores, preferences of the crowd, and
+    log-probabilities of the samples in nats."""
     rows = []
     for n in 2 ** np.arange(int(np.log2(proxy.shape[1])) + 1):
         chosen = best_of_n_weights(proxy, n) * kl_best_of_n_estimate(logprob, int(n))
@@ -194,14 +191,11 @@ def checkpoints(folder: str) -> list[tuple[int, str]]:
     return sorted(saved) or [(0, folder)]
 
 # %% ../nbs/overoptimization.ipynb #74debec7
-def measure_policy(
-    folder: str,          # checkpoint
-    records: list[dict],  # instructions
-    scorers: dict,        # proxy, utility and crowd: records -> (records,)
-    reference,            # the SFT model and its tokenizer
-    cfg: OverConfig,
-) -> dict:  # kl, correlation, and proxy, utility and crowd for each instruction
-    "KL and scores of a policy's fresh samples."
+def measure_policy(folder: str, records: list[dict], scorers: dict, reference, cfg: OverConfig) -> dict:
+    """KL, correlation, and by instruction the scores of a checkpoint's fresh samples.
+
+    `scorers` are proxy, utility and crowd, functions of records; `reference` is the SFT model with its
+    tokenizer."""
     policy, tokenizer = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
     flat = [(r, s) for r, samples in zip(prompts, answers) for s in samples]
@@ -210,8 +204,8 @@ def measure_policy(
     kl = log_ratios(*reference, plain, [s for _, s in flat], cfg)
     scores = {name: np.reshape(score(outputs), (len(prompts), -1))
               for name, score in scorers.items()}
-    means = {name: s.mean(1) for name, s in scores.items()}
     correlation = proxy_utility_correlation(scores['proxy'], scores['utility'])
+    means = {name: s.mean(1) for name, s in scores.items()}
     return means | dict(kl=float(np.mean(kl)), correlation=correlation)
 
 # %% ../nbs/overoptimization.ipynb #64337616

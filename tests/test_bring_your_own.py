@@ -37,7 +37,8 @@ def mine(base, tmp_path, monkeypatch):
     yield dict(model=str(base/'sft'), prompts=str(tmp_path/'prompts.json'),
                preferences=str(tmp_path/'pairs.json'),
                columns=['prompts: instruction=question,input=context', 'preferences: output_1=a,output_2=b'],
-               judge='scripted_judge:longest', runs=str(tmp_path/'runs'), recipe=str(tmp_path/'small.yaml'),
+               judge='scripted_judge:longest', runs=str(tmp_path/'runs'),
+               recipe=str(tmp_path/'small.yaml'),
                store=str(tmp_path/'answers.sqlite'), n=2, max_new_tokens=12, max_prompt=110)
     sys.modules.pop('scripted_judge', None)
 
@@ -64,10 +65,12 @@ def test_from_files_to_a_board(base, mine, tmp_path, capsys):
     assert 'runs/dpo is finished already' in capsys.readouterr().out
 
 
-def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path, monkeypatch, capsys):
+def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path, monkeypatch,
+                                                                  capsys):
     with judge_server(latency=0.) as server:
         monkeypatch.setenv('OPENAI_API_KEY', 'k')
-        given = mine | dict(judge='alpaca_eval_gpt4', base_url=server.url, methods=['dpo'], budget=5.)
+        given = mine | dict(judge='alpaca_eval_gpt4', base_url=server.url, methods=['dpo'],
+                            budget=5.)
         cfg = BringYourOwnConfig(**given)
         planned = forecast(cfg, *read_own(cfg)[:2])
         said = capsys.readouterr().out
@@ -121,7 +124,8 @@ def test_a_large_model_gets_the_settings_of_large_models(base, mine):
 
 def test_control_tokens_have_room_before_the_longest_prompt(base):
     cfg = BringYourOwnConfig(model=str(base/'sft'), prompts=str(base/'world'),
-                             preferences=str(base/'annotators'), methods=['feedme', 'reward_conditioning'],
+                             preferences=str(base/'annotators'),
+                             methods=['feedme', 'reward_conditioning'],
                              max_prompt=90)
     most = {job.out.rpartition('/')[2]: job.settings.get('max_prompt') for job in own_jobs(cfg, 10**6)}
     assert most['reward_conditioning'] > most['feedme'] == most['reference'] == 90

@@ -15,7 +15,8 @@ import tiny
 from alpaca_farm import farm, world
 from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
 from alpaca_farm.boards.farm_board import chosen_answers, parts_table
-from alpaca_farm.boards.simulation import (correlations, method_differences, method_groups, separation,
+from alpaca_farm.boards.simulation import (correlations, method_differences, method_groups,
+                                           separation,
                                            simulation_table, vote_agreements)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run import jobs as launch, progress, runs
@@ -61,21 +62,26 @@ def test_a_file_of_sizes(tmp_path):
 
 def test_the_table_says_what_a_run_reads_and_who_labels():
     "All of a replicate's runs exist; those that learn from the crowd read what the crowd has made."
-    cfg = FarmConfig(pool='alpaca_farm.world:judge', crowd='alpaca_farm.world:gold', device='cpu', seeds=2)
+    cfg = FarmConfig(pool='alpaca_farm.world:judge', crowd='alpaca_farm.world:gold', device='cpu',
+                     seeds=2)
     for k, folder in enumerate(('runs', 'runs/seed_1')):
         jobs = named(cfg, k)
         assert set(jobs) == set(RUNS) and {n for j in jobs.values() for n in j.needs} <= {j.out for j in jobs.values()}
         for name, row in RUNS.items():
             job = jobs[name]
             assert job.out == f'{folder}/{name}' and job.settings['device'] == 'cpu'
-            assert job.settings.items() >= {k: f'{folder}/{v}' for k, v in row['reads'].items()}.items()
-            assert job.settings['seed'] == k + row['settings'].get('seed', 0) and job.cost == row['cost']
+            assert job.settings.items() >= {k: f'{folder}/{v}' for k,
+                                            v in row['reads'].items()}.items()
+            assert job.settings['seed'] == k + row['settings'].get('seed',
+                                                                   0) and job.cost == row['cost']
             sources = {RUNS[r]['labels'] for r in row['reads'].values()} - {''}
             assert sources <= {row['labels']}
-            asked = dict(pool='alpaca_farm.world:judge', crowd='alpaca_farm.world:gold').get(row['labels'])
+            asked = dict(pool='alpaca_farm.world:judge',
+                         crowd='alpaca_farm.world:gold').get(row['labels'])
             if 'annotators' in row['settings']: assert job.settings['annotators'] == asked
     comparing = [name for name, row in methods().items() if 'annotators' in row['settings']]
-    assert comparing == ['feedme', 'reward_conditioning']  # no method has help in choosing its checkpoint
+    assert comparing == ['feedme',
+                         'reward_conditioning']  # no method has help in choosing its checkpoint
     assert [row['method'] for row in RUNS.values() if row['method']] == [*methods()]*2
 
 
@@ -83,13 +89,16 @@ def test_every_replicate_has_a_crowd_of_its_own():
     "Labels and board of a replicate are those of the populations in its own world's files."
     for k, folder in enumerate(('runs', 'runs/seed_1')):
         jobs = named(FarmConfig(seeds=2), k)
-        for run, who in dict(annotators='pool', annotators_crowd='crowd', feedme='pool', feedme_crowd='crowd').items():
+        for run, who in dict(annotators='pool', annotators_crowd='crowd', feedme='pool',
+                             feedme_crowd='crowd').items():
             assert jobs[run].settings['annotators'] == f'{folder}/world/{who}.json', run
-        assert population(FarmConfig(), 'held_out', folder) == f'{folder}/world/held_out_crowd.json'
+        assert population(FarmConfig(), 'held_out',
+                          folder) == f'{folder}/world/held_out_crowd.json'
     drawn = {f'alpaca_farm.world:{who}' for who in ('crowd', 'held_out_crowd', 'pool', 'length_biased')}  # for seed 0
     for job in farm_jobs(FarmConfig(seeds=2), 1) + farm_jobs(FarmConfig()):
         module = importlib.import_module(module_of(job.notebook))
-        kind = next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
+        kind = next(v for k,
+                    v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
         given = {f.name: f.default for f in dataclasses.fields(kind)} | job.settings
         assert not drawn & {v for v in given.values() if isinstance(v, str)}, job.out
 
@@ -107,7 +116,8 @@ def test_a_population_is_named_by_its_file(base):
 
 def test_all_rows_answer_at_temperature_1():
     jobs = {name: j.settings for name, j in named(FarmConfig()).items()}
-    other = {n for n, s in jobs.items() if {s.get('temperature', 1.), s.get('eval_temperature', 1.)} != {1.}}
+    other = {n for n,
+             s in jobs.items() if {s.get('temperature', 1.), s.get('eval_temperature', 1.)} != {1.}}
     assert other == {'sft_greedy'} and jobs['best_of_n']['samples'] == 'runs/eval_samples'
 
 
@@ -119,13 +129,16 @@ def test_groups_of_methods_over_replicates():
     found = method_differences(five, names).set_index(['better', 'worse'])
     each = 100*(five[..., 0] - five[..., 2]).mean(1)
     row = found.loc['a', 'c']
-    assert (row.difference, row.sd) == pytest.approx((each.mean(), each.std(ddof=1))) and row.clear and len(found) == 10
+    assert (row.difference,
+            row.sd) == pytest.approx((each.mean(), each.std(ddof=1))) and row.clear and len(found) == 10
     assert row.high - row.difference >= 2.77*row.sd/5**.5
-    assert [sorted(g) for g in method_groups(found.reset_index())] == [['a', 'b'], ['c'], ['sft'], ['base model']]
+    assert [sorted(g) for g in method_groups(found.reset_index())] == [['a', 'b'], ['c'], ['sft'],
+                                                                       ['base model']]
     summary = separation(found.reset_index())
     assert summary['groups'] == 4 and summary['spread_of_differences'] == pytest.approx((found.sd**2).mean()**.5)
     needed = summary['replicates_for_2_points']
-    half = lambda R: {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}[R]*summary['spread_of_differences']/R**.5
+    half = lambda R: {2: 12.71, 3: 4.30, 4: 3.18,
+                      5: 2.78}[R]*summary['spread_of_differences']/R**.5
     assert half(needed) <= 2 < half(needed - 1)
     assert separation(method_differences(five[:1], names))['replicates_for_2_points'] is None
     table = {c: 1.5 + rng.normal(size=(1, 40, 5)) for c in COLUMNS} | dict(names=['base model', 'sft', 'a', 'b', 'c'])
@@ -146,7 +159,8 @@ def test_the_parts_of_the_utility_add_up():
     assert table['utility'] == pytest.approx(want) and table.drop('utility').sum() == pytest.approx(want)
     two = parts_table([dict(sft=sft, mine=mine, lost=mine), dict(sft=sft, mine=[dict(r, output='Sure,') for r in ask])])
     assert set(two.method) == {'mine'} and (two.low <= two.difference).all()
-    samples = [dict(r, output=[a, b, 'Sure, thank you.'], ended=[True]*3) for r, a, b in zip(ask, one, other)]
+    samples = [dict(r, output=[a, b, 'Sure, thank you.'], ended=[True]*3) for r, a,
+               b in zip(ask, one, other)]
     chosen = chosen_answers(samples)
     assert [r['output'] for r in chosen['longest of 3']] == [max(s['output'], key=lambda o: len(o.split())) for s in samples]
     best = np.max([u([s['output'][k] for s in samples]) for k in range(3)], 0)
@@ -201,7 +215,8 @@ def two_jobs(base, tmp_path):
 def test_the_farm_runs_where_its_address_says(monkeypatch, tmp_path):
     places, asked = [], []
     monkeypatch.setattr(farm, 'machines', lambda *where: places.append(where) or 'a cluster')
-    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, name, place: asked.append(place) or ['made: nothing'])
+    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, name,
+                        place: asked.append(place) or ['made: nothing'])
     cfg = FarmConfig(address='ray://head:10001', workers=3, runs=str(tmp_path/'runs'))
     with pytest.raises(RuntimeError, match='made: nothing'): farm.run(cfg)
     assert places == [('ray://head:10001', 3)] and asked == ['a cluster']
@@ -225,7 +240,8 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
     assert len(forks) == 2, 'the server is a child of the parent, the jobs are its children'
     parent.kill()
     again = tiny.spawn(command)
-    assert gone(forks, 1) and gone(started, 30)   # the server writes nothing; it ends when nobody needs it
+    assert gone(forks, 1) and gone(started,
+                                   30)   # the server writes nothing; it ends when nobody needs it
     assert again.communicate()[0].strip().split('\n')[-1] == '[]'
     for f in folders: assert read_summary(f) and [r['step'] for r in read_log(f)] == list(range(1, 61))
 
@@ -238,7 +254,9 @@ def test_a_restart_waits_for_what_still_writes(tmp_path, capsys, monkeypatch):
         assert other.stdout.readline() == '1\n'
         if seconds == 1: runs.lock(tmp_path/'run', patience)
         else:
-            with pytest.raises(RuntimeError, match='another process is writing'): runs.lock(tmp_path/'run', patience)
+            with pytest.raises(RuntimeError,
+                               match='another process is writing'): runs.lock(tmp_path/'run',
+                                                                              patience)
         assert 'waiting for it to end' in capsys.readouterr().out
         other.kill(); other.wait()
         if seconds == 1: runs.lock_of(tmp_path/'run').release()
@@ -246,9 +264,11 @@ def test_a_restart_waits_for_what_still_writes(tmp_path, capsys, monkeypatch):
 
 def test_one_estimate_of_the_time_left(monkeypatch):
     lines = []
-    monkeypatch.setattr(progress.Progress, 'show', lambda self, line, over=False, step=0: lines.append(line))
+    monkeypatch.setattr(progress.Progress, 'show', lambda self, line, over=False,
+                        step=0: lines.append(line))
     monkeypatch.setattr(launch, 'start_job', lambda job: tiny.subprocess.Popen(['sleep', '1']))
-    assert run_jobs([Job('no/such/a', 'toy', cost=60.), Job('no/such/b', 'toy', cost=600.)], 2, 'farm') == []
+    assert run_jobs([Job('no/such/a', 'toy', cost=60.), Job('no/such/b', 'toy', cost=600.)], 2,
+                    'farm') == []
     assert 'farm 0/2 [b 0%, a 0%], 10 min left' in lines and all(line.count(' left') <= 1 for line in lines)
 
 

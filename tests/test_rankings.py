@@ -72,7 +72,8 @@ def test_never_beaten_stays_finite_and_newton_settles():
     # each beats the next, always
     chain = np.diag(np.full(29, 805.), 1)
     s = rk.bradley_terry(chain)
-    assert np.isfinite(s).all() and (np.diff(s) < 0).all() and s.sum() == pytest.approx(0, abs=1e-6)
+    assert np.isfinite(s).all() and (np.diff(s) < 0).all() and s.sum() == pytest.approx(0,
+                                                                                        abs=1e-6)
     rng = np.random.default_rng(0)
     for scale in (1, 10_000):
         w = rng.integers(0, 2, (40, 8, 8))*scale*(1 - np.eye(8)) + np.diag(np.full(7, scale), 1)
@@ -96,7 +97,8 @@ def test_elo_and_its_interval():
     of = rk.games(played(planted, 250, seed=3))
     table = rk.elo(of, 'm1', n=200, seed=1)
     assert list(table.index) == ['m3', 'm2', 'm1', 'm0'] and table.elo.is_monotonic_decreasing
-    assert table.loc['m1', ['elo', 'low', 'high']].tolist() == [1000]*3 and (table.games == 750).all()
+    assert table.loc['m1',
+                     ['elo', 'low', 'high']].tolist() == [1000]*3 and (table.games == 750).all()
     assert ((table.low <= table.elo) & (table.elo <= table.high)).all()
     rng, draws = np.random.default_rng(7), []
     # the bootstrap by resampling rows
@@ -129,7 +131,8 @@ def test_rows_are_the_shipped_leaderboards(model, board):
     row = rk.leaderboard_row([r['preference'] for r in verdicts(model, board)],
                              [len(r['output']) for r in outputs])
     assert row.pop('n_unanswered') == 0 and row['n_total'] == 805
-    for name, value in row.items(): assert float(shipped[name]) == pytest.approx(value, abs=1e-6), name
+    for name, value in row.items(): assert float(shipped[name]) == pytest.approx(value,
+                                                                                 abs=1e-6), name
 
 
 @recorded
@@ -142,10 +145,12 @@ def test_leaderboards_come_back_byte_for_byte(board, tmp_path):
 
 def test_boards_of_different_judges_stay_apart(tmp_path):
     import pandas as pd
-    board = pd.DataFrame([rk.leaderboard_row([1, 2, 2], [3, 4, 5], note='é, "quoted"')], index=['one'])
+    board = pd.DataFrame([rk.leaderboard_row([1, 2, 2], [3, 4, 5], note='é, "quoted"')],
+                         index=['one'])
     board.to_csv(tmp_path/'a.csv')
     read = lambda **more: rk.read_leaderboard(tmp_path/'a.csv', **more)
-    other = read(annotator='gpt4', reference='sft').rename(index=dict(one='two')).assign(win_rate=90.)
+    other = read(annotator='gpt4',
+                 reference='sft').rename(index=dict(one='two')).assign(win_rate=90.)
     assert read().loc['one', 'note'] == 'é, "quoted"'
     assert list(rk.ranked(read(annotator='gpt4', reference='sft'), other).index) == ['two', 'one']
     with pytest.raises(ValueError, match='different annotators'):
@@ -158,7 +163,8 @@ def test_boards_of_different_judges_stay_apart(tmp_path):
     with pytest.raises(ValueError, match='annotator is gpt4'):
         rk.read_leaderboard(tmp_path/'b.csv', 'claude')
     (tmp_path/'no.csv').write_text('a,b\n1,2\n')
-    with pytest.raises(ValueError, match='no column win_rate'): rk.read_leaderboard(tmp_path/'no.csv')
+    with pytest.raises(ValueError,
+                       match='no column win_rate'): rk.read_leaderboard(tmp_path/'no.csv')
 
 
 @recorded
@@ -166,7 +172,8 @@ def test_games_of_recorded_annotations():
     rows = verdicts('alpaca-7b', 'ae1')
     assert sum(r['preference'] == 0 for r in rows) == 16
     table = rk.head_to_head(rk.games(rows))
-    assert (table['n'].to_numpy().max(), round(table['win_rate'].loc['alpaca-7b'].max(), 2)) == (805, 26.46)
+    assert (table['n'].to_numpy().max(),
+            round(table['win_rate'].loc['alpaca-7b'].max(), 2)) == (805, 26.46)
 
 
 def test_no_verdict_is_counted_and_counts_nowhere():
