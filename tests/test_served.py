@@ -136,7 +136,7 @@ def test_another_model_and_a_server_that_is_gone(base, tmp_path, monkeypatch):
             sampler.request('/key', key='a1B2'*8)
         assert 'a1B2' not in str(e.value)
     sampler.client = OpenAI(base_url=server.url, api_key='none')   # a new connection
-    with pytest.raises(RuntimeError, match=f'sampler = {server.url}/completions'):
+    with pytest.raises(RuntimeError, match=f'sampler = {server.url}/load_lora'):
         generate(policy, tokenizer, prompts, max_new_tokens=4)
     with pytest.raises(RuntimeError, match=f'sampler = {server.url}/models'):
         ppo.train(config(base, tmp_path/'c', server.url))

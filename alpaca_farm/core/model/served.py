@@ -78,7 +78,7 @@ class ServedSampler:
             if not body: return self.client.get(path, cast_to=object)
             return self.client.post(path, body=body, cast_to=object)
         except OpenAIError as e:
-            reason = redact(f'{e} {getattr(e, "body", None) or ""}')[:300]
+            reason = redact(f'{e} {getattr(e, "body", None) or ""}').strip(' .')[:300]
             raise RuntimeError(f'sampler = {self.url}{path}: {reason}') from None
 
     def connect(self):
@@ -112,7 +112,7 @@ class ServedSampler:
         try: self.request('/load_lora_adapter', lora_name=name, lora_path=str(folder))
         except RuntimeError as e:
             if 'already' not in str(e):
-                raise RuntimeError(f'{e}. Is the server started with --enable-lora, a '
+                raise RuntimeError(f'{e}. Is the server there, started with --enable-lora, a '
                                    '--max-lora-rank of at least lora_rank and '
                                    'VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and does it see '
                                    f'{folder}?') from None
