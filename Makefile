@@ -9,13 +9,16 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all modules anew
 
-.PHONY: farm test lab prepare outputs clean
+.PHONY: farm test fast lab prepare outputs clean
 
 farm: .venv/ready        ## the whole simulation, into runs/
 	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR
 	@echo 'Win rates against SFT in %, under the held-out crowd (95 % interval), the pool and the hidden utility; mean length in'
 	@echo 'words; KL from SFT in nats per answer; number of labels that the method learned from. More in runs/farm.ipynb and runs/farm/'
 	@$(BIN)/python -c "import pandas as pd; board = pd.read_csv('runs/farm/leaderboard.csv')['$(BOARD)'.split()]; print(board.round(1).astype(object).fillna('').to_string(index=False))"
+
+fast: .venv/ready        ## the quick tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/fast
 
 test: .venv/ready        ## all tests, two files at a time, then those that measure speed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 12 -m 'not alone' tests

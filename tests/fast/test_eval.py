@@ -1,6 +1,5 @@
 "Evaluation: joins, preferences, the board."
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.stats import bootstrap
 from judge_server import judge_server
 
-DATA = Path(__file__).parents[2]/'shared'/'data'
+DATA = tiny.ROOT.parent/'shared'/'data'
 
 
 def longest(pairs): return [1.5 + .5*np.sign(len(p['output_2']) - len(p['output_1'])) for p in pairs]
@@ -321,7 +320,7 @@ def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
                                                              abs=1e-6), (m,
                                                                                                       name)
         assert ours.loc[m, 'n_unanswered'] == 0 and ours.loc[m, 'n_total'] == 805
-        # two models: how near the published value this comes is tests/test_length_control.py's matter
+        # two models: how near the published value this comes is test_length_control's matter
         assert ours.loc[m, 'difficulty'] == 'no'
 
 

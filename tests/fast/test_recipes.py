@@ -1,10 +1,10 @@
 "Every parameter file has settings that exist, with values of their types."
 import importlib
 import typing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny
 import yaml
 
 from alpaca_farm.core.run.inputs import methods, recipes
@@ -12,7 +12,7 @@ from alpaca_farm.core.run.settings import Config, as_type
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from alpaca_farm.core.run.paths import module_of
 
-RECIPES = Path(__file__).parents[1]/'nbs'/'recipes'
+RECIPES = tiny.ROOT/'nbs'/'recipes'
 
 
 def config_of(notebook: str):

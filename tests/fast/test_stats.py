@@ -4,10 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 
 from alpaca_farm.core import stats
 
-DATA = Path(__file__).parents[2]/'shared'/'data'
+DATA = tiny.ROOT.parent/'shared'/'data'
 recorded = pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='no recorded verdicts')
 
 

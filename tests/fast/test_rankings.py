@@ -1,14 +1,14 @@
 "Bradley-Terry, head to head, AlpacaEval's leaderboard file; each against brute force."
 import json
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 
 from alpaca_farm.boards import rankings as rk
 
-DATA = Path(__file__).parents[2]/'shared'/'data'/'alpaca_eval'
+DATA = tiny.ROOT.parent/'shared'/'data'/'alpaca_eval'
 recorded = pytest.mark.skipif(not DATA.exists(), reason='the recorded verdicts are not here')
 
 

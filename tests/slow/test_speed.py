@@ -1,6 +1,6 @@
 """Labels per second at default settings: beside what servers can give, and beside alpaca-eval on the same server in the same run.
 
-PAIRS=5000 python -m pytest -s tests/test_speed.py makes the measurement at full size, on a machine that does nothing else."""
+PAIRS=5000 python -m pytest -s tests/slow/test_speed.py makes the measurement at full size, on a machine that does nothing else."""
 import json
 import os
 import time

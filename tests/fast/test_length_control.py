@@ -1,14 +1,14 @@
 "Length-controlled win rates: planted effects, the published values, what is left out."
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 
 from alpaca_farm.boards import length_control as lc
 from alpaca_farm.core.stats import wilson
 
-DATA = Path(__file__).parents[2]/'shared'/'data'/'alpaca_eval'
+DATA = tiny.ROOT.parent/'shared'/'data'/'alpaca_eval'
 N = 805
 LEVELS = np.linspace(-2, 1.5, 10)
 SHIFT = np.random.default_rng(2).permutation(np.linspace(-400, 400, 10))
