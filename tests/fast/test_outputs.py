@@ -77,7 +77,7 @@ def test_a_notebook_shows_the_run_that_the_farm_has_made(project):
     nb = read_json(path)
     nb['cells'][0]['metadata'] = dict(tags=['parameters'])
     write_json(path, nb)
-    write_json(project/'runs'/'one'/'config.json', dict(alpaca_farm='', given=dict(x=7)))
+    write_json(project/'runs'/'one'/'config.json', dict(notebook='one', fingerprint='', given=dict(x=7)))
     save_outputs(OutputsConfig(notebooks=['one']))
     assert texts(path) == ['run\n', '8\n'] and ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
 

@@ -20,7 +20,7 @@ def is_needed(cell) -> bool:
 
 # %% ../../../nbs/core/run/execution.ipynb #0f57d13a
 def save_seldom(manager):
-    "Let papermill's `manager`, which saves the notebook around every cell, do so once a second at most."
+    "Let papermill's `manager` save the notebook once a second at most, not around every cell."
     save = manager.save
     manager.save = lambda: (manager.now() - manager.last_save_time).total_seconds() < 1 or save()
 
@@ -31,11 +31,11 @@ def run_cells(manager):
     from nbformat import from_dict
     shell, cells, traceback = CaptureShell(mpl_format='png'), manager.nb.cells, []
     save_seldom(manager)
-    shell._showtraceback = lambda kind, error, lines: traceback.extend(lines)  # which is printed otherwise
+    shell._showtraceback = lambda kind, error, lines: traceback.extend(lines)  # else it is printed
     for i, cell in enumerate(cells):
         if not is_needed(cell): continue
         manager.cell_start(cell, i)
-        shell.user_ns['In'].append(cell.source)   # where `Config.collect` finds which settings were given
+        shell.user_ns['In'].append(cell.source)   # where `Config.collect` finds what was given
         cell.outputs, cell.execution_count = from_dict(list(shell.run(cell.source))), i + 1
         if shell.exc:
             next(o for o in cell.outputs if o.output_type == 'error').traceback = traceback
@@ -54,9 +54,10 @@ def run_notebook(
     import papermill
     from papermill.engines import Engine, papermill_engines
     run = classmethod(lambda cls, manager, kernel_name, **more: run_cells(manager))
-    papermill_engines.register('shell', type('ShellEngine', (Engine,), dict(execute_managed_notebook=run)))
-    papermill.execute_notebook(notebook, output, parameters, engine_name='shell', kernel_name='python3',
-                               language='python', progress_bar=False)
+    engine = type('ShellEngine', (Engine,), dict(execute_managed_notebook=run))
+    papermill_engines.register('shell', engine)
+    papermill.execute_notebook(notebook, output, parameters, engine_name='shell', language='python',
+                               kernel_name='python3', progress_bar=False)
 
 # %% ../../../nbs/core/run/execution.ipynb #ca216ba1
 ONE_THREAD = dict(OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false')
@@ -105,10 +106,12 @@ def in_fork(
 
 # %% ../../../nbs/core/run/execution.ipynb #f032589f
 class NotebookProcess:
-    "A notebook executed in a process of its own, with the methods of `subprocess.Popen` that are used here."
-    def __init__(self, notebook: Path, output: Path, parameters: dict, log: Path, variables: dict = {}):
-        environment = {k: v for k, v in os.environ.items()   # the session of a notebook that is open
-                       if k not in ('JPY_SESSION_NAME', *LAUNCHER)} | ONE_THREAD | variables
+    "A notebook executed in a process of its own, with some methods of `subprocess.Popen`."
+    def __init__(self, notebook: Path, output: Path, parameters: dict, log: Path,
+                 variables: dict = {}):
+        not_its_own = 'JPY_SESSION_NAME', *LAUNCHER   # the session of a notebook that is open
+        environment = {k: v for k, v in os.environ.items() if k not in not_its_own}
+        environment |= ONE_THREAD | variables
         main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
         try:
             self.process = warm_server().Process(

@@ -26,7 +26,7 @@ def temporary_path(path: Path) -> Path:
 def atomic_write(path):
     "A temporary path that is renamed to `path` when the block succeeds and removed when it fails."
     path = Path(path)
-    folder = temporary_path(path)  # a folder: what writes the file may use temporary files of its own
+    folder = temporary_path(path)  # a folder: libraries write files beside theirs
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield folder/path.name
@@ -36,7 +36,7 @@ def atomic_write(path):
 
 # %% ../../../nbs/core/run/files.ipynb #4ebc5e93
 def write_json(path, value):
-    "Write `value` as JSON, atomically; what UTF-8 cannot hold (a lone surrogate) becomes a question mark."
+    "Write `value` as JSON, atomically; what UTF-8 cannot hold becomes a question mark."
     text = json.dumps(value, indent=1, ensure_ascii=False)
     with atomic_write(path) as p: p.write_text(text, encoding='utf-8', errors='replace')
 
@@ -57,13 +57,13 @@ def parse_yaml(text: bytes):
 
 # %% ../../../nbs/core/run/files.ipynb #ba95e7b7
 def read_yaml(path) -> dict:
-    "The mapping in a YAML file; ValueError naming the file if it is not valid YAML, or something else."
+    "The mapping in a YAML file; ValueError naming the file if it holds none."
     text = Path(path).read_bytes()
     try: value = copy.deepcopy(parse_yaml(text))
     except Exception as e:   # PyYAML raises errors of many kinds
         raise ValueError(f'{path}: not valid YAML ({" ".join(str(e).split())[:200]})') from None
     if isinstance(value, dict): return value
-    raise ValueError(f'{path}: "name: value" is expected, not a value of type {type(value).__name__}')
+    raise ValueError(f'{path}: "name: value" is expected, not a {type(value).__name__}')
 
 # %% ../../../nbs/core/run/files.ipynb #40aaba10
 def digest(*parts) -> str:
@@ -126,7 +126,7 @@ def save_state(path, state):
     "Write a nested state of tensors and plain values, atomically."
     from safetensors.torch import save_file
     tensors, rest = flatten_state(state)
-    owned = {k: t.to('cpu', copy=True) for k, t in tensors.items()}  # safetensors refuses shared memory
+    owned = {k: t.to('cpu', copy=True) for k, t in tensors.items()}  # shared memory is refused
     with atomic_write(path) as p: save_file(owned, p, metadata={'state': json.dumps(rest)})
 
 # %% ../../../nbs/core/run/files.ipynb #4d3f4b52

@@ -25,10 +25,11 @@ FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
 
 
 def binds(statement: ast.stmt) -> str:
-    "What a statement binds; of a patched method with its class, of an import or a change its syntax."
+    "What a statement binds, of a patched method with its class; of others their syntax."
     if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
         first = statement.args.args[:1] if isinstance(statement, FUNCTIONS) else []
-        return ' '.join([statement.name, *(ast.unparse(a.annotation) for a in first if a.annotation)])
+        owner = [ast.unparse(a.annotation) for a in first if a.annotation]
+        return ' '.join([statement.name, *owner])
     targets = getattr(statement, 'targets', None) or [getattr(statement, 'target', None)]
     if isinstance(statement, ast.AugAssign) or not targets[0]: return ast.dump(statement)
     return ', '.join(map(ast.unparse, targets))
@@ -43,10 +44,11 @@ def module_syntax(tree: ast.Module, package: str = '') -> tuple[str, set[str]]:
             n.module = resolve_name('.'*n.level + (n.module or ''), package or None)
             n.level = 0
             imports |= {n.module, *(f'{n.module}.{a.name}' for a in n.names)}   # it may be a module
-        if isinstance(n, (*FUNCTIONS, ast.ClassDef)) and ast.get_docstring(n, clean=False) is not None:
-            del n.body[0]
+        named = isinstance(n, (*FUNCTIONS, ast.ClassDef))
+        if named and ast.get_docstring(n, clean=False) is not None: del n.body[0]
     body = {binds(s): s for s in tree.body if not isinstance(s, ast.Expr)}
-    return ast.dump(ast.Module([body[k] for k in sorted(body) if not k.startswith('__')], [])), imports
+    kept = [body[k] for k in sorted(body) if not k.startswith('__')]
+    return ast.dump(ast.Module(kept, [])), imports
 
 # %% ../../../nbs/core/run/identity.ipynb #4af1a3b9
 @functools.cache
@@ -62,7 +64,7 @@ def _folder_of(top: str, places: tuple) -> Path | None:
 
 
 def module_files(name: str) -> list[Path]:
-    "The files that an import executes: the module's and those of the packages around it, unless installed."
+    "The files that an import executes: the module's and its packages'; none if it is installed."
     parts = name.split('.')
     folder = _folder_of(parts[0], tuple(sys.path))
     if folder is None: return []
@@ -83,7 +85,7 @@ _parsed = {}   # by path: when the file was changed, the hash of its syntax, and
 
 
 def source_hash(names) -> str:
-    "Hash of the source of modules, given by name, and of all that they import; empty if all are installed."
+    "Hash of the source of modules and of all that they import; empty if all are installed."
     found, todo = {}, list(names)
     while todo:
         for path in module_files(todo.pop()):
@@ -112,11 +114,12 @@ def notebook_module(cells: list[str]) -> ast.Module:
     while todo:
         chosen |= todo
         nodes = [n for s in chosen for n in ast.walk(s)]
-        names = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-        names -= {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
+        found_names = [n for n in nodes if isinstance(n, ast.Name)]
+        names = {n.id for n in found_names if isinstance(n.ctx, ast.Load)}
+        names -= {n.id for n in found_names if not isinstance(n.ctx, ast.Load)}
         names -= {getattr(n, word, '') for n in nodes for word in ('arg', 'name', 'asname')}
-        todo = {s for _, s in found if isinstance(s, (*FUNCTIONS, ast.ClassDef)) and s.name in names}
-        todo -= chosen
+        definitions = [s for _, s in found if isinstance(s, (*FUNCTIONS, ast.ClassDef))]
+        todo = {s for s in definitions if s.name in names} - chosen
     return ast.Module([s for _, s in found if s in chosen], [])
 
 
@@ -126,7 +129,7 @@ def _hash_of(tree: ast.Module, package: str = '') -> str:
 
 
 def code_hash(function) -> str:
-    "Hash of the module, or of the notebook, in which a function is defined, and of all that it imports."
+    "Hash of the module or notebook in which a function is defined, and of all that it imports."
     space = function.__globals__
     if 'In' in space: return _hash_of(notebook_module(space['In']))
     path = Path(function.__code__.co_filename)
@@ -146,7 +149,7 @@ def as_list(value) -> list:
 
 # %% ../../../nbs/core/run/identity.ipynb #21b66f8e
 def input_sources(value: str, words: list[str], cfg: Config) -> list[str]:
-    "What `words` name in the folder of an input; the input itself if it is no folder with such files."
+    "What `words` name in the folder of an input; the input itself if nothing there has such a name."
     if not words: return [value]
     names, folder = [getattr(cfg, w) if w.endswith('split') else w for w in words], at_root(value)
     entries = sorted([*folder.glob('*'), *folder.glob('data/*')]) if ':' not in value else []
@@ -156,7 +159,7 @@ def input_sources(value: str, words: list[str], cfg: Config) -> list[str]:
 
 # %% ../../../nbs/core/run/identity.ipynb #679af0e4
 def judge_files(source: str) -> set[Path]:
-    "The YAML file of a judge's configuration and the prompts named in it; empty for any other source."
+    "The YAML file of a judge's configuration and the prompts named in it; empty for others."
     file = judge_config_file(source)
     if file is None: return set()
     if file.parent.is_file(): return {file.parent} | judge_files('question')   # a task's question
@@ -173,12 +176,13 @@ def content_hash(source: str) -> str:
     files = [path] if path.is_file() else path.rglob('*') if path.is_dir() else []
     files = {p for p in files if p.is_file() and not any(n[0] == '.' for n in parts(p))
              and p.suffix not in ('.png', '.svg', '.pdf') and p.name != 'README.md'}
-    names = {p: '/'.join(parts(p)) for p in files} | {p: p.name for p in judge_files(source) - files}
+    names = {p: '/'.join(parts(p)) for p in files}
+    names |= {p: p.name for p in judge_files(source) - files}
     return digest(sorted((name, file_hash(p)) for p, name in names.items())) if names else source
 
 # %% ../../../nbs/core/run/identity.ipynb #bd492684
 def read_marks(cfg: Config, at_end: bool) -> dict[str, dict[str, str]]:
-    "Content hashes of what training, or only the answers at the end, read: {setting: {source: hash}}."
+    "Hashes of what training, or only the answers at the end, read: {setting: {source: hash}}."
     marks = {}
     for name in cfg.inputs:
         words = as_list(cfg.inputs[name])
@@ -196,29 +200,34 @@ def notebook_of(cfg: Config) -> str:
 # %% ../../../nbs/core/run/identity.ipynb #a1419d95
 def environment() -> dict:
     "Versions, commit and machine, for the record."
-    packages = {p: version(p) for p in ('alpaca_farm', 'torch', 'transformers', 'accelerate', 'numpy')}
+    names = 'alpaca_farm', 'torch', 'transformers', 'accelerate', 'numpy'
+    packages = {p: version(p) for p in names}
     ask = ['git', 'rev-parse', '--short', 'HEAD']
     try: commit = subprocess.run(ask, cwd=root(), capture_output=True, text=True).stdout.strip()
     except OSError: commit = ''   # git is not installed
     return dict(versions=dict(python=platform.python_version(), **packages), commit=commit,
-                machine=platform.machine(), cores=os.cpu_count(), started=time.strftime('%Y-%m-%dT%H:%M:%S'))
+                machine=platform.machine(), cores=os.cpu_count(),
+                started=time.strftime('%Y-%m-%dT%H:%M:%S'))
 
 # %% ../../../nbs/core/run/identity.ipynb #491017e1
 NOT_AGAIN = 'out', 'tracker'  # not for a run that is rebuilt: nobody has asked to send it
 
 
 def describe_run(cfg: Config, train, reads: tuple = ()) -> dict:
-    "The content of `config.json`: settings, code, inputs, versions, and the fingerprint of the run."
+    "The content of `config.json`: settings, code, inputs, versions and fingerprint of a run."
     notebook, settings, default = notebook_of(cfg), asdict(cfg), asdict(type(cfg)())
-    decisive = {k: v for k, v in settings.items() if k not in (*cfg.aside, *cfg.inputs, *cfg.answering)}
+    aside = *cfg.aside, *cfg.inputs, *cfg.answering
+    decisive = {k: v for k, v in settings.items() if k not in aside}
     trained = read_marks(cfg, False) | {str(s): {str(s): content_hash(str(s))} for s in reads}
     answered, code = read_marks(cfg, True), code_hash(train)
     contents = lambda marks: {name: list(read.values()) for name, read in marks.items()}
     return dict(alpaca_farm=version('alpaca_farm'), notebook=notebook, settings=settings,
                 given={k: v for k, v in settings.items() if v != default[k] and k not in NOT_AGAIN},
-                inputs={name: trained.get(name, {}) | answered.get(name, {}) for name in trained | answered},
+                inputs={name: trained.get(name, {}) | answered.get(name, {})
+                        for name in trained | answered},
                 code=code, fingerprint=digest(decisive, contents(trained), code),
-                answers=digest({k: settings[k] for k in cfg.answering}, contents(answered)), **environment())
+                answers=digest({k: settings[k] for k in cfg.answering}, contents(answered)),
+                **environment())
 
 # %% ../../../nbs/core/run/identity.ipynb #4afb2c16
 def run_config(folder) -> dict:
@@ -226,12 +235,12 @@ def run_config(folder) -> dict:
     file = at_root(folder)/'config.json'
     try: config = read_json(file) if file.is_file() else {}
     except FileNotFoundError: return {}   # the folder was set aside at this moment
-    ours = isinstance(config, dict) and ('alpaca_farm' in config or {'notebook', 'fingerprint'} <= {*config})
+    ours = isinstance(config, dict) and {'notebook', 'fingerprint'} <= {*config}
     return config if ours else {}
 
 # %% ../../../nbs/core/run/identity.ipynb #9d102ba8
 def run_of(source: str) -> Path | None:
-    "The run folder that a source is, or lies in; None for checkpoints by step, which do not change any more."
+    "The run folder that a source is, or lies in; None for checkpoints by step, which never change."
     path = at_root(source)
     if not source or ':' in source or path.name.startswith('model-'): return None
     return next((p for p in (path, path.parent) if run_config(p)), None)

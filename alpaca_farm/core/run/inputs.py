@@ -72,7 +72,7 @@ def methods() -> dict[str, dict]:
 
 # %% ../../../nbs/core/run/inputs.ipynb #52d79a3a
 def recipe(path: str) -> tuple[str, dict] | None:
-    "The notebook that makes a default run, and the settings that differ from that notebook's defaults."
+    "The notebook that makes a default run, and what differs from that notebook's defaults."
     name = Path(path).name
     if notebook_path(name): return name, {}
     row = recipes().get(name)
@@ -80,18 +80,19 @@ def recipe(path: str) -> tuple[str, dict] | None:
     return row['notebook'], row['settings'] | {k: f'runs/{v}' for k, v in row['reads'].items()}
 
 # %% ../../../nbs/core/run/inputs.ipynb #75e38d91
-def start_notebook(notebook: str, out: str, settings: dict, variables: dict = {}) -> NotebookProcess:
+def start_notebook(notebook: str, out: str, settings: dict,
+                   variables: dict = {}) -> NotebookProcess:
     "Start a notebook of this project in a process of its own, with these environment variables."
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return NotebookProcess(notebook_path(notebook), Path(f'{folder}.ipynb'), dict(settings, out=str(out)),
-                           Path(f'{folder}.txt'), variables)
+    return NotebookProcess(notebook_path(notebook), Path(f'{folder}.ipynb'),
+                           dict(settings, out=str(out)), Path(f'{folder}.txt'), variables)
 
 # %% ../../../nbs/core/run/inputs.ipynb #952afdac
 def build(notebook: str, out: str, **settings):
-    "Run a notebook into `out` unless a fresh run exists there; RuntimeError with its last lines if it fails."
+    "Run a notebook into `out` unless a fresh run is there; RuntimeError with its last lines."
     if is_fresh(out): return
-    for path in (str(p) for value in settings.values() for p in as_list(value)):   # what its recipe reads
+    for path in (str(p) for value in settings.values() for p in as_list(value)):   # what it reads
         if path.startswith('runs/') and (known := recipe(path)): build(known[0], path, **known[1])
     output = Path(f'{at_root(out)}.txt')
     with lock_of(output):
@@ -104,7 +105,8 @@ def build(notebook: str, out: str, **settings):
         finally: process.kill()   # if this process was interrupted
         tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
         if code:
-            raise RuntimeError(f'{out} could not be built; see {output} and {out}.ipynb\n' + '\n'.join(tail))
+            raise RuntimeError('\n'.join([f'{out} could not be built; see {output} and {out}.ipynb',
+                                          *tail]))
         output.unlink()
 
 # %% ../../../nbs/core/run/inputs.ipynb #916716e4
@@ -113,7 +115,7 @@ def _check_run(name: str, path: str):
     run = run_of(path)
     if run is None: return
     if not (run/'summary.json').exists():
-        if at_root(path).is_file(): return  # a file is whole as soon as it is there; a study reads its own
+        if at_root(path).is_file(): return  # which is whole; a study reads its own
         raise ValueError(f'{name} = {path}: this run is not finished. Start it again with '
                          f'out = {run.name}; its settings are in {run}/config.json')
     why = why_stale(run)
@@ -121,7 +123,7 @@ def _check_run(name: str, path: str):
 
 
 def ensure_inputs(cfg: Config, names: tuple = ()):
-    "Check the named inputs, then build the defaults that are missing or stale; of `names`, or of all."
+    "Check the named inputs, then build missing or stale defaults; of `names`, or of all."
     changed, stale, named = cfg.changed(), {}, []
     for name in names or cfg.inputs:
         for path in as_list(getattr(cfg, name)):   # a default may be a list of runs
@@ -131,5 +133,6 @@ def ensure_inputs(cfg: Config, names: tuple = ()):
     for name, path in named:
         cfg.check_path(name, path)
         _check_run(name, path)
-        if stale and looks_like_hub(path) and not at_root(path).exists(): ask_hub(path, f'{name} = {path!r}')
+        on_hub = looks_like_hub(path) and not at_root(path).exists()
+        if stale and on_hub: ask_hub(path, f'{name} = {path!r}')
     for path, (notebook, settings) in stale.items(): build(notebook, path, **settings)

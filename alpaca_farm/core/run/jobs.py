@@ -67,7 +67,8 @@ def cell_error(job: Job) -> str:
     for i, cell in enumerate(cells):
         for o in cell.get('outputs', []):
             if o['output_type'] != 'error': continue
-            return f'{job.out}.ipynb, cell {i} (nbs/{job.notebook}.ipynb): {o["ename"]}: {o["evalue"]}'
+            error = f'{o["ename"]}: {o["evalue"]}'
+            return f'{job.out}.ipynb, cell {i} (nbs/{job.notebook}.ipynb): {error}'
     return ''
 
 
@@ -96,7 +97,8 @@ class Machine:
         "ValueError for a job that takes more GPUs than there are."
         most = max((j.gpus for j in jobs), default=0)
         if most and not self.gpus: self.gpus = gpu_names()
-        if most > len(self.gpus): raise ValueError(f'gpus = {most}: this machine has {len(self.gpus)}')
+        if most > len(self.gpus):
+            raise ValueError(f'gpus = {most}: this machine has {len(self.gpus)}')
 
     def free_gpus(self, running) -> list[str]:
         "The GPUs that no running job holds."
@@ -128,7 +130,7 @@ def run_jobs(
     @functools.cache
     def chain(job): return job.cost + max((chain(j) for j in jobs if job.out in j.needs), default=0.)
 
-    def share_done(job):   # a log left by an earlier run counts only until the job has moved it away
+    def share_done(job):   # an earlier run's log counts until the job has moved it away
         total, log = run_config(job.out).get('steps', 0), read_log(job.out)
         return log[-1]['step']/total if total and log else 0.
 
@@ -140,7 +142,7 @@ def run_jobs(
                     Path(f'{at_root(job.out)}.txt').unlink(missing_ok=True)
                 else: failed[job.out] = failure(job)
             missing = {j.out for j in jobs} - done   # what is no job of this table counts as done
-            waiting = [j for j in jobs if j.out in missing and j.out not in failed and j not in running]
+            waiting = [j for j in jobs if j.out in missing - {*failed} and j not in running]
             for job in sorted(waiting, key=chain, reverse=True):
                 lost = next((need for need in job.needs if need in failed), '')
                 if lost: failed[job.out] = f'{job.out}: not run, since {lost} is missing'
@@ -151,8 +153,10 @@ def run_jobs(
             if running: time.sleep(.2)
             if running and time.time() - shown < 1: continue   # a look into all logs takes a while
             shares, shown = {j: share_done(j) for j in running}, time.time()
-            work = sum(j.cost*(1 - shares.get(j, 0.)) for j in jobs if j.out not in {*done, *failed})
-            left = max([work/place.workers, *(chain(j) - j.cost*share for j, share in shares.items())])
+            todo = [j for j in jobs if j.out not in {*done, *failed}]
+            work = sum(j.cost*(1 - shares.get(j, 0.)) for j in todo)
+            longest = [chain(j) - j.cost*share for j, share in shares.items()]
+            left = max([work/place.workers, *longest])
             text = ', '.join(f'{Path(j.out).name} {share:.0%}' for j, share in shares.items())
             text = f'[{text}]'*bool(text) + f' {len(failed)} FAILED'*bool(failed)
             show(len(done) + len(failed), text, left=left)

@@ -22,13 +22,14 @@ class OutputsConfig(Config):
     "Settings of saving outputs."
     notebooks: list[str] = field(default_factory=list)  # names of the notebooks; empty for all
     farm: str = 'runs/farm'  # run folder of the farm whose runs are shown
-    slow: bool = True        # also execute the cells marked slow, which show runs; else their outputs stay
+    slow: bool = True        # also execute cells marked slow; else their outputs stay
     timeout: int = 7200      # seconds that one cell may take
 
 # %% ../../../nbs/core/run/outputs.ipynb #429ae9a6
 def notebook_paths(names: list[str] = ()) -> list[Path]:
     "The notebooks of these names, or all; ValueError for a name that is none."
-    paths = [p for p in sorted((root()/'nbs').rglob('*.ipynb')) if '.ipynb_checkpoints' not in p.parts]
+    paths = [p for p in sorted((root()/'nbs').rglob('*.ipynb'))
+             if '.ipynb_checkpoints' not in p.parts]
     unknown = sorted(set(names) - {p.stem for p in paths})
     if unknown: raise ValueError(f'notebooks: there is no {unknown[0]} in nbs/')
     chosen = [p for p in paths if not names or p.stem in names]
@@ -40,16 +41,17 @@ def is_slow(cell: dict) -> bool:
     return bool(re.match(r'#\|\s*slow\b', ''.join(cell['source'])))
 
 # %% ../../../nbs/core/run/outputs.ipynb #1e6e6af9
-def with_settings(nb, given: dict) -> list[tuple]:  # the cells that are changed, and their source before
-    "Add settings to the parameters of a notebook."
+def with_settings(nb, given: dict) -> list[tuple]:
+    "Add settings to the parameters of a notebook; the changed cells, and their source before."
     cells = [c for c in nb.cells if 'parameters' in c.metadata.get('tags', []) and given]
     before = [(c, c.source) for c in cells]
-    for cell in cells: cell.source += ''.join(f'\n{name} = {value!r}' for name, value in given.items())
+    added = ''.join(f'\n{name} = {value!r}' for name, value in given.items())
+    for cell in cells: cell.source += added
     return before
 
 # %% ../../../nbs/core/run/outputs.ipynb #3e33d981
 def execute(path: Path, slow: bool, timeout: int, given: dict = {}) -> None:
-    "Execute a notebook from the project's root and save its outputs in place; an error saves nothing."
+    "Execute a notebook from the root and save its outputs in place; an error saves nothing."
     import nbformat
     from nbclient import NotebookClient
     from nbdev.clean import nbdev_clean
@@ -57,12 +59,14 @@ def execute(path: Path, slow: bool, timeout: int, given: dict = {}) -> None:
     skipped = [c for c in nb.cells if c.cell_type == 'code' and not slow and is_slow(c)]
     kept = [(c, c.source, c.outputs) for c in skipped]
     for cell in skipped: cell.source = ''
-    config = [(c, c.outputs) for c in nb.cells if not slow and '.collect(' in c.source and c.get('outputs')]
+    config = [(c, c.outputs) for c in nb.cells
+              if not slow and '.collect(' in c.source and c.get('outputs')]
     before = with_settings(nb, given)
     NotebookClient(nb, timeout=timeout, resources=dict(metadata=dict(path=str(root())))).execute()
     nb.metadata.pop('widgets', None)   # the state of bars that have gone
     for cell, source in before: cell.source = source
-    for cell, source, outputs in kept: cell.update(source=source, outputs=outputs, execution_count=None)
+    for cell, source, outputs in kept:
+        cell.update(source=source, outputs=outputs, execution_count=None)
     for cell, outputs in config: cell.outputs = outputs   # the settings of the results that are kept
     nbformat.write(nb, path)
     nbdev_clean(str(path))
@@ -70,7 +74,8 @@ def execute(path: Path, slow: bool, timeout: int, given: dict = {}) -> None:
 # %% ../../../nbs/core/run/outputs.ipynb #01153ca7
 def code_mark(path: Path) -> str:
     "Twelve digits that stand for the code of a notebook's cells."
-    return digest([''.join(c['source']) for c in read_json(path)['cells'] if c['cell_type'] == 'code'])
+    cells = read_json(path)['cells']
+    return digest([''.join(c['source']) for c in cells if c['cell_type'] == 'code'])
 
 # %% ../../../nbs/core/run/outputs.ipynb #fa99a98a
 def record_outputs(path: Path, cfg: OutputsConfig):
@@ -80,13 +85,14 @@ def record_outputs(path: Path, cfg: OutputsConfig):
     name = path.relative_to(root()/'nbs').with_suffix('').as_posix()
     before = record.get(name, {})
     config = at_root(cfg.farm)/'config.json'
-    farm = read_json(config)['fingerprint'] if cfg.slow and config.exists() else before.get('farm', '')
+    seen = cfg.slow and config.exists()
+    farm = read_json(config)['fingerprint'] if seen else before.get('farm', '')
     record[name] = dict(farm=farm, code=code_mark(path))
     write_json(file, dict(sorted(record.items())))
 
 # %% ../../../nbs/core/run/outputs.ipynb #b129af89
 def save_outputs(cfg: OutputsConfig):
-    "Execute notebooks and save their outputs; RuntimeError naming those that failed, after all others."
+    "Execute notebooks and save their outputs; RuntimeError at the end, naming those that failed."
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     paths, failed = notebook_paths(cfg.notebooks), []
     show = Progress('outputs', len(paths))
@@ -96,7 +102,8 @@ def save_outputs(cfg: OutputsConfig):
             execute(path, cfg.slow, cfg.timeout, made.get('given', {}))
             record_outputs(path, cfg)
         except CellExecutionError as e: failed.append(f'{path.stem}: {e.ename}: {e.evalue}')
-        except (CellTimeoutError, DeadKernelError) as e: failed.append(f'{path.stem}: {type(e).__name__}')
+        except (CellTimeoutError, DeadKernelError) as e:
+            failed.append(f'{path.stem}: {type(e).__name__}')
         show(step, path.stem)
     if failed: raise RuntimeError('some notebooks failed:\n' + '\n'.join(failed))
 

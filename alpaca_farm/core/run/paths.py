@@ -15,11 +15,12 @@ from pathlib import Path
 def is_checkout(folder: Path) -> bool:
     "Whether a folder is a checkout of this project."
     file = folder/'settings.ini'
-    return file.is_file() and 'lib_name = alpaca_farm' in file.read_text(encoding='utf-8', errors='replace')
+    name = 'lib_name = alpaca_farm'
+    return file.is_file() and name in file.read_text(encoding='utf-8', errors='replace')
 
 # %% ../../../nbs/core/run/paths.ipynb #d5dd7d10
 def root() -> Path:
-    "The folder to which relative paths refer: the checkout around the working folder, else that folder."
+    "To which relative paths refer: the checkout around the working folder, else that folder."
     here = Path.cwd()
     return next((p for p in (here, *here.parents) if is_checkout(p)), here)
 
@@ -30,7 +31,7 @@ def at_root(path) -> Path:
 
 # %% ../../../nbs/core/run/paths.ipynb #a3c1d0e4
 def notebooks_folder() -> Path:
-    "The folder of notebooks, recipes and judges: the checkout's `nbs/`, else that of the installed package."
+    "The folder of notebooks and recipes: the checkout's `nbs/`, else the installed package's."
     package = Path(find_spec('alpaca_farm').origin).parent
     return next((p/'nbs' for p in (root(), package.parent) if is_checkout(p)), package/'nbs')
 
@@ -49,7 +50,7 @@ def module_of(notebook: str) -> str:
 
 # %% ../../../nbs/core/run/paths.ipynb #45720aa0
 def looks_like_hub(value: str) -> bool:
-    "Whether `value` could be owner/name on the hub, with @revision or :configuration; owner is no folder."
+    "Whether `value` could be owner/name on the hub, with @revision or :configuration."
     owner, _, name = re.split('[@:]', value)[0].partition('/')
     file = name.endswith(('.json', '.jsonl', '.csv', '.tsv', '.parquet', '.xlsx', '.gz'))
     if not (owner and name) or '/' in name or owner[0] in '.~' or file: return False
@@ -57,7 +58,7 @@ def looks_like_hub(value: str) -> bool:
 
 # %% ../../../nbs/core/run/paths.ipynb #a3c1d0e6
 def near_path(value: str) -> str:
-    "The existing path nearest to `value`, part by part, as it would be written; empty if none is near."
+    "The existing path nearest to `value`, part by part; empty if none is near."
     given = Path(os.path.expanduser(value))
     for found in (Path(given.anchor),) if given.anchor else (root(), Path.cwd()):
         for part in given.relative_to(given.anchor).parts:
@@ -73,14 +74,15 @@ def near_path(value: str) -> str:
 def missing_path(value: str) -> str:
     "The end of an error message: where a path was looked for, and the nearest one that exists."
     near = near_path(value)
-    return f'there is no such file or folder under {root()}' + (f' (did you mean {near}?)' if near else '')
+    meant = f' (did you mean {near}?)' if near else ''
+    return f'there is no such file or folder under {root()}{meant}'
 
 # %% ../../../nbs/core/run/paths.ipynb #a3c1d0e9
 def ask_hub(
     value: str,     # owner/name, or owner/name@revision: a branch, a tag or a commit
     what: str = '', # how the message begins; by default with the name
 ) -> str:  # the name
-    "A name in the hub's cache or on the hub; otherwise FileNotFoundError with the nearest local path."
+    "A name on the hub or in its cache; else FileNotFoundError with the nearest local path."
     from huggingface_hub import constants, HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
     name, _, revision = value.partition(':')[0].partition('@')
@@ -101,12 +103,13 @@ def ask_hub(
 
 # %% ../../../nbs/core/run/paths.ipynb #decd1586
 def hub_snapshot(value: str) -> str:
-    "The folder in the hub's cache with one revision of a model, downloaded if needed; FileNotFoundError."
+    "The folder in the hub's cache with one revision of a model, downloaded if needed."
     from huggingface_hub import snapshot_download
     name, _, revision = value.partition(':')[0].partition('@')
     files = ['*.json', '*.safetensors', '*.model', '*.txt', '*.jinja']
-    try: return snapshot_download(name, revision=revision, allow_patterns=files, ignore_patterns=['*/*'])
+    which = dict(revision=revision, allow_patterns=files, ignore_patterns=['*/*'])
+    try: return snapshot_download(name, **which)
     except Exception as e:
         message = (str(e).splitlines() or [type(e).__name__])[0]
-        raise FileNotFoundError(f'{value}: revision {revision!r} of {name} is neither in the cache of the '
-                                f'hub nor could it be downloaded ({message})') from e
+        raise FileNotFoundError(f'{value}: revision {revision!r} of {name} is neither in the cache '
+                                f'of the hub nor could it be downloaded ({message})') from e

@@ -21,7 +21,7 @@ _here = SimpleNamespace(rank=0, count=1, alone=False)
 
 
 def rank() -> tuple[int, int]:
-    "The number of this process and how many share its run: (0, 1) for one process, and inside `alone`."
+    "The number of this process and how many share its run: (0, 1) for one, and inside `alone`."
     return (0, 1) if _here.alone else (_here.rank, _here.count)
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0010
@@ -77,21 +77,22 @@ def once(f, *args):
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0035
 def written_once(write):
-    "A function that writes files, as one that only the first process runs while the others wait for it."
+    "A function that writes files, as one that the first process runs while the others wait."
     @wraps(write)
     def wrapped(*args, **kwargs): once(lambda: write(*args, **kwargs) and None)
     return wrapped
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0037
-LAUNCHER = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK', 'MASTER_ADDR',
-            'MASTER_PORT')   # its variables, which are not for what a process itself starts
+LAUNCHER = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK',
+            'MASTER_ADDR', 'MASTER_PORT')   # its variables, which are not for what a process itself starts
 
 
 def _leave():
     "Close the connections to the other processes."
     from torch import distributed
     failed = hasattr(sys, 'last_value')   # set by Python when an error ends it
-    if not (failed and 'nccl' in distributed.get_backend_config()): distributed.destroy_process_group()
+    hangs = failed and 'nccl' in distributed.get_backend_config()
+    if not hangs: distributed.destroy_process_group()
 
 
 def join_ranks(cfg: Config):
@@ -100,7 +101,7 @@ def join_ranks(cfg: Config):
     check_ranks(cfg, int(os.environ['WORLD_SIZE']))
     import torch
     from torch import distributed
-    import torch.distributed.nn   # imported later, its functions would hold the connections for good
+    import torch.distributed.nn   # later, its functions would hold the connections
     gpu = cfg.device != 'cpu' and torch.cuda.is_available()
     if gpu: torch.cuda.set_device(int(os.environ['LOCAL_RANK']))
     distributed.init_process_group('cpu:gloo,cuda:nccl' if gpu else 'gloo', timeout=TIMEOUT)
@@ -111,12 +112,14 @@ def join_ranks(cfg: Config):
 # %% ../../../nbs/core/run/processes.ipynb #a10d0025
 def check_ranks(cfg: Config, n: int):
     "ValueError if a run with these settings cannot be shared by `n` processes."
-    if not getattr(cfg, 'shareable', False): raise ValueError(f'{cfg.out}: this run takes a single process')
+    if not getattr(cfg, 'shareable', False):
+        raise ValueError(f'{cfg.out}: this run takes a single process')
     if cfg.device not in ('auto', 'cpu', 'cuda'):
-        raise ValueError(f'device = {cfg.device}: each of {n} processes has its own; set it to auto')
-    if cfg.sharding == 'fsdp' and (cfg.lora_rank or cfg.optimizer != 'adamw' or cfg.dtype == 'float16'):
+        raise ValueError(f'device = {cfg.device}: each of {n} processes has its own; take auto')
+    whole = cfg.lora_rank or cfg.optimizer != 'adamw' or cfg.dtype == 'float16'
+    if cfg.sharding == 'fsdp' and whole:
         raise ValueError('sharding = fsdp goes without lora_rank, adamw_8bit and float16: take ddp')
     if getattr(cfg, 'sampler', ''): raise ValueError('sampler: it serves a single process')
     for name in ('batch_size', 'rollouts'):
         if getattr(cfg, name, n) < n:
-            raise ValueError(f'{name} = {getattr(cfg, name)} leaves some of {n} processes without work')
+            raise ValueError(f'{name} = {getattr(cfg, name)} leaves some of {n} processes idle')

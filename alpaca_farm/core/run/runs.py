@@ -22,12 +22,12 @@ from .trackers import check_tracker, Tracking
 
 # %% ../../../nbs/core/run/runs.ipynb #77299ed0
 def read_log(folder) -> list[dict]:
-    "The records of a run's log; a last line cut short by a crash is left out. ValueError for a damaged line."
+    "The records of a run's log, without a last line that was cut short; ValueError for another."
     path = at_root(folder)/'log.jsonl'
-    lines = path.read_text(encoding='utf-8', errors='replace').split('\n')[:-1] if path.exists() else []
-    try: return [json.loads(l) for l in lines]
+    text = path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''
+    try: return [json.loads(l) for l in text.split('\n')[:-1]]
     except ValueError as e:
-        raise ValueError(f'{path} is damaged ({e}): restore it, or delete the folder and run again') from e
+        raise ValueError(f'{path} is damaged ({e}): restore it, or delete the folder') from e
 
 # %% ../../../nbs/core/run/runs.ipynb #f3bb98ff
 def read_summary(folder) -> dict:
@@ -41,9 +41,10 @@ def check_run_folder(folder: Path, inputs: list[str] = ()):
     here = folder.resolve()
     for p in [at_root(i).resolve() for i in inputs if i and ':' not in i]:
         if p.exists() and (here == p or p in here.parents or here in p.parents):
-            raise ValueError(f'out = {folder}: it lies in the input {p}, or that in it. Choose another out')
-    if run_config(here.parent) and here.name.partition('-')[0] in ('model', 'adapter', 'checkpoint'):
-        raise ValueError(f'out = {folder}: this is a part of the run {here.parent}. Choose another out')
+            raise ValueError(f'out = {folder}: it lies in the input {p}, or that in it')
+    part = here.name.partition('-')[0] in ('model', 'adapter', 'checkpoint')
+    if part and run_config(here.parent):
+        raise ValueError(f'out = {folder}: this is a part of the run {here.parent}')
     nearest = next(p for p in (here, *here.parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise OSError(f'out = {folder}: cannot write there ({nearest} is no folder, or read-only)')
@@ -70,7 +71,7 @@ def lock(
     folder: Path,
     patience: float = 10.,  # seconds; a process whose parent was killed ends within two
 ):
-    "Lock a run folder for this process; it may be locked again, for instance if a cell is run twice."
+    "Lock a run folder for this process, in which it may be locked again."
     held = lock_of(folder)
     if held.is_locked: return
     try: return held.acquire(timeout=0)
@@ -82,11 +83,12 @@ def lock(
 
 # %% ../../../nbs/core/run/runs.ipynb #dc826cf0
 def peak_memory() -> dict[str, float]:
-    "The most memory in GB that this process has held, and that its tensors have taken on a GPU, if any."
+    "The most memory in GB that this process has held, and its tensors on a GPU, if any."
     unit = 1 if sys.platform == 'darwin' else 2**10   # bytes on macOS, KiB elsewhere
     peak = dict(peak_memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
     torch = sys.modules.get('torch')
-    if torch and torch.cuda.is_initialized(): peak['device_memory_gb'] = torch.cuda.max_memory_allocated()
+    if torch and torch.cuda.is_initialized():
+        peak['device_memory_gb'] = torch.cuda.max_memory_allocated()
     return {k: round(v / 2**30, 3) for k, v in peak.items()}
 
 
@@ -146,7 +148,7 @@ class Run:
         records = [r for r in read_log(self.folder) if state and r['step'] <= state['step']]
         if state and state['step'] not in [r['step'] for r in records[-1:]]:
             raise ValueError(f'{log} is damaged: it ends before step {state["step"]}, that of the '
-                             f'checkpoint. Restore it, or delete {path} to start from the beginning')
+                             f'checkpoint. Restore it, or delete {path} to start anew')
         text = ''.join(json.dumps(r) + '\n' for r in records)
         if rank()[0] == 0:
             with atomic_write(log) as p: p.write_text(text, encoding='utf-8')
@@ -172,7 +174,7 @@ def find_run(cfg: Config, train, reads: tuple = ()) -> Run:
     run.outdated = bool(old) and old['fingerprint'] != new['fingerprint']
     run.done = bool(old) and not run.outdated and run.folder.joinpath('summary.json').exists()
     if len(set(gather_all(new['fingerprint']))) > 1:
-        raise ValueError(f'out = {cfg.out}: code or inputs differ between its processes. Make them the same')
+        raise ValueError(f'out = {cfg.out}: code or inputs differ between its processes')
     if not run.done: return run
     run.answered = old['answers'] == new['answers']
     run.config = old | {k: new[k] for k in ('settings', 'given', 'inputs', 'answers')}
@@ -189,9 +191,10 @@ def start(
     train,            # the function whose code is the run's
     reads: tuple = (),  # run folders it reads in addition to those named in its settings
 ) -> Run:
-    "The run of these settings and this code; `done` if it is finished, `answered` if nothing is left to do."
+    "The run of these settings and this code; `done` if finished, `answered` if nothing is left."
     join_ranks(cfg)
-    check_run_folder(at_root(cfg.out), [p for name in cfg.inputs for p in as_list(getattr(cfg, name))])
+    inputs = [p for name in cfg.inputs for p in as_list(getattr(cfg, name))]
+    check_run_folder(at_root(cfg.out), inputs)
     check_tracker(cfg.tracker)
     once(ensure_inputs, cfg)
     return find_run(cfg, train, reads)

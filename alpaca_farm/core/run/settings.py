@@ -18,7 +18,8 @@ from fastcore.basics import patch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from .files import read_yaml
-from .paths import ask_hub, at_root, looks_like_hub, missing_path, near_path, root
+from .paths import (
+    ask_hub, at_root, looks_like_hub, missing_path, near_path, root)
 
 # %% ../../../nbs/core/run/settings.ipynb #124e5640
 Count = Annotated[int, Ge(0)]
@@ -100,8 +101,8 @@ def no_secrets(settings: dict):
         elif isinstance(value, (list, tuple)):
             for v in value: no_secrets({name: v})
         elif isinstance(value, str) and SECRET.search(value):
-            raise ValueError(f'{name} looks like an API key or holds a password. Keys are read from '
-                             'the environment (OPENAI_API_KEY, HF_TOKEN), never from a parameter')
+            raise ValueError(f'{name} looks like an API key or holds a password. Keys are read '
+                             'from the environment (OPENAI_API_KEY, HF_TOKEN), never from a parameter')
 
 # %% ../../../nbs/core/run/settings.ipynb #7c26b0eb
 @dataclass
@@ -156,7 +157,7 @@ Attention = Literal['auto', 'sdpa', 'eager', 'flash_attention_2', 'flex_attentio
 class HardwareConfig(Config):
     "Settings of memory and speed when a model is trained."
     attention: Attention = 'auto'         # kernel
-    lora_rank: Count = 0                  # rank of the trained adapters (LoRA); 0 trains all weights
+    lora_rank: Count = 0                  # rank of trained adapters (LoRA); 0 trains all weights
     lora_alpha: Amount = 0.0              # their scale times the rank; 0 for twice the rank
     lora_targets: str = 'all-linear'      # layers that get them, joined by commas
     quantize: bool = False                # QLoRA: the frozen weights in 4 bits
@@ -197,7 +198,7 @@ class TrainConfig(HardwareConfig):
     def __post_init__(self):
         super().__post_init__()
         if self.learning_rate > .1:
-            warnings.warn(f'learning_rate = {self.learning_rate}: AdamW rarely learns with over 0.1')
+            warnings.warn(f'learning_rate = {self.learning_rate}: AdamW hardly learns with that')
 
 # %% ../../../nbs/core/run/settings.ipynb #adb49620
 def refuse_unknown(owner: str, names, known):
@@ -241,8 +242,9 @@ def field_comments(cls) -> dict[str, str]:
 # %% ../../../nbs/core/run/settings.ipynb #9585351a
 def from_args(cls, args: list[str], description: str = ''):
     "The settings given by a command line; exits with a message of one line if they are invalid."
-    p = argparse.ArgumentParser(description=description, usage='%(prog)s [-f FILE] [--setting value]',
-                                argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    usage = '%(prog)s [-f FILE] [--setting value]'
+    p = argparse.ArgumentParser(description=description, usage=usage, allow_abbrev=False,
+                                argument_default=argparse.SUPPRESS)
     p.add_argument('-f', action='append', default=[], metavar='FILE', help='YAML file of settings')
     default, comments = asdict(cls()), field_comments(cls)
     for name, kind in typing.get_type_hints(cls).items():

@@ -20,7 +20,7 @@ from .settings import as_type, Config, refuse_unknown
 
 # %% ../../../nbs/core/run/sweeps.ipynb #a10e0007
 def settings_class(notebook: str) -> type[Config]:
-    "The dataclass of a notebook's settings; ValueError if there is no such notebook, or it has none."
+    "The dataclass of a notebook's settings; ValueError if it has none, or there is no notebook."
     known = notebook.isidentifier() and notebook_path(notebook)
     if not known: raise ValueError(f'{notebook!r}: nbs has no notebook of that name')
     module = importlib.import_module(module_of(notebook))
@@ -45,9 +45,9 @@ def sweep_jobs(
         if name in {*settings, 'out'}: raise ValueError(f'{name} cannot vary, it is given as well')
     for values in itertools.product(*grid.values()):
         own = dict(zip(grid, values))
-        name = '_'.join(f'{k}-{re.sub(r"[^A-Za-z0-9.+-]+", ".", str(v)).strip(".")}' for k, v in own.items())
-        folder = f'{out}/{name or "run"}'
-        if folder in jobs: raise ValueError(f'grid: two runs would be named {folder}; give each value once')
+        plain = {k: re.sub('[^A-Za-z0-9.+-]+', '.', str(v)).strip('.') for k, v in own.items()}
+        folder = f'{out}/{"_".join(map("-".join, plain.items())) or "run"}'
+        if folder in jobs: raise ValueError(f'grid: two runs would be named {folder}')
         cls.read(settings | own | dict(out=folder))
         jobs[folder] = Job(folder, notebook, settings | own, gpus=gpus)
     return list(jobs.values())
@@ -67,7 +67,7 @@ FIGURES = 'val_win_rate', 'reward', 'accuracy', 'nll', 'loss', 'length'  # shown
 
 
 def sweep_figure(table, grid: dict, show: str = ''):
-    "One column over the first setting of the grid: a line for each value of the others, seeds averaged."
+    "One column over the first setting: a line for each value of the others, seeds averaged."
     import matplotlib.pyplot as plt
     if show not in table: show = next((c for c in FIGURES if c in table), table.columns[-1])
     varied = [k for k in grid if k != 'seed'] or ['seed']
@@ -78,7 +78,8 @@ def sweep_figure(table, grid: dict, show: str = ''):
         points = part.groupby(varied[0])[show].agg(['mean', 'sem', 'count'])
         x = points.index if number else [values.index(v) for v in points.index]
         label = ', '.join(f'{k} = {v}' for k, v in zip(varied[1:], others))
-        ax.errorbar(x, points['mean'], points['sem'].fillna(0), marker='o', capsize=3, label=label or None)
+        ax.errorbar(x, points['mean'], points['sem'].fillna(0), marker='o', capsize=3,
+                    label=label or None)
     if not number: ax.set_xticks(range(len(values)), values)
     if varied[1:]: ax.legend()
     ax.set(xlabel=varied[0], ylabel=show)
@@ -127,7 +128,8 @@ class Cluster:
         def execute():   # defined here, so that Ray sends its code
             from alpaca_farm.core.run.execution import run_notebook
             os.chdir(folder)
-            with open(f'{out}.txt', 'w') as f, contextlib.redirect_stdout(f), contextlib.redirect_stderr(f):
+            with (open(f'{out}.txt', 'w') as f, contextlib.redirect_stdout(f),
+                  contextlib.redirect_stderr(f)):
                 run_notebook(notebook, Path(f'{out}.ipynb'), dict(job.settings, out=job.out))
             return 0
         task = self.ray.remote(num_cpus=1, num_gpus=job.gpus, max_retries=3, max_calls=1)(execute)
@@ -142,14 +144,14 @@ def machines(address: str = '', workers: int = 0):
 def sweep(
     notebook: str,     # name of the notebook
     grid: dict,        # values of each setting that varies
-    out: str = '',     # folder of the runs, table.csv and figure.png; runs/<notebook>_sweep if empty
+    out: str = '',     # folder of the runs, table and figure; runs/<notebook>_sweep if empty
     workers: int = 0,  # jobs at a time; 0 for the number of cores
     gpus: int = 0,     # GPUs of each job
     address: str = '', # of a Ray cluster; empty for this machine
     show: str = '',    # the column of the figure
     **settings,        # that all runs have
 ):  # a DataFrame
-    "Run a notebook with every combination of some settings; RuntimeError at the end if some failed."
+    "Run a notebook with every combination of settings; RuntimeError at the end if some failed."
     jobs = sweep_jobs(notebook, grid, out, gpus, **settings)
     failed = run_jobs(jobs, name=f'{notebook} sweep', place=machines(address, workers))
     table, folder = sweep_table(jobs, grid), at_root(out or f'runs/{notebook}_sweep')
@@ -158,13 +160,14 @@ def sweep(
         with atomic_write(folder/'figure.png') as p:
             sweep_figure(table, grid, show).savefig(p, dpi=150, format='png')
         if show and show not in table: print(f'show = {show}: the runs have {", ".join(table.columns)}')
-    if failed: raise RuntimeError('some runs failed; the table has the others:\n' + '\n'.join(failed))
+    if failed:
+        raise RuntimeError('\n'.join(['some runs failed; the table has the others:', *failed]))
     return table
 
 # %% ../../../nbs/core/run/sweeps.ipynb #a10e0026
 def sweep_command(args: list[str]):
     "The sweep that a command line describes; exits with a message of one line if it is invalid."
-    p = argparse.ArgumentParser(prog='python -m alpaca_farm.core.run.sweeps', description=sweep.__doc__)
+    p = argparse.ArgumentParser('python -m alpaca_farm.core.run.sweeps', description=sweep.__doc__)
     p.add_argument('notebook')
     names = dict(action='append', default=[], metavar=('SETTING', 'VALUE'))
     p.add_argument('-g', nargs='+', **names, help='a setting that varies, and its values')
@@ -178,10 +181,12 @@ def sweep_command(args: list[str]):
         kinds = typing.get_type_hints(cls, include_extras=True)
         refuse_unknown(cls.__name__, [*fixed, *(name for name, *_ in rows)], kinds)
         grid = {name: [as_type(name, v, kinds[name]) for v in values] for name, *values in rows}
-        if len(grid) < len(rows): raise ValueError('-g: name each setting once, with all its values')
+        if len(grid) < len(rows): raise ValueError('-g: name each setting once')
         fixed = {name: as_type(name, v, kinds[name]) for name, v in fixed.items()}
         print(sweep(grid=grid, **given, **fixed).to_string(index=False))
-    except (TypeError, ValueError, ImportError, FileNotFoundError) as e: p.exit(2, f'{p.prog}: error: {e}\n')
+    except (TypeError, ValueError, ImportError, FileNotFoundError) as e:
+        p.exit(2, f'{p.prog}: error: {e}\n')
 
 # %% ../../../nbs/core/run/sweeps.ipynb #a10e0028
-if __name__ == '__main__' and globals().get('__spec__'): sweep_command(sys.argv[1:])   # not in a notebook
+if __name__ == '__main__' and globals().get('__spec__'):   # not in a notebook
+    sweep_command(sys.argv[1:])

@@ -13,7 +13,8 @@ from pathlib import Path
 # %% ../../../nbs/core/run/trackers.ipynb #2ff0b04d
 def check_tracker(name: str):
     "ModuleNotFoundError, saying what to install, if the package of a tracker is missing."
-    if name and not find_spec(name): raise ModuleNotFoundError(f'tracker = {name}: pip install {name}')
+    if name and not find_spec(name):
+        raise ModuleNotFoundError(f'tracker = {name}: pip install {name}')
 
 
 def start_tracker(name: str, folder: Path, settings: dict, step: int):
@@ -45,13 +46,17 @@ class Tracking:
     def finish(self, summary: dict, rows: int = 50):
         "Send the figures of a finished run and its first answers, and end the session."
         def send():
-            self.tracker.log({f'summary/{k}': v for k, v in summary.items() if isinstance(v, (int, float))})
+            numbers = {k: v for k, v in summary.items() if isinstance(v, (int, float))}
+            self.tracker.log({f'summary/{k}': v for k, v in numbers.items()})
             if (self.folder/'outputs.json').exists():
-                outputs = json.loads((self.folder/'outputs.json').read_text(encoding='utf-8'))[:rows]
-                text = '\n\n'.join(f'**{r["instruction"]}** {r["output"]}' for r in outputs)
+                text = (self.folder/'outputs.json').read_text(encoding='utf-8')
+                outputs = json.loads(text)[:rows]
+                answers = '\n\n'.join(f'**{r["instruction"]}** {r["output"]}' for r in outputs)
                 columns = ['instruction', 'output']
-                if self.name == 'tensorboard': self.tracker.log(dict(samples=text))
-                else: self.tracker.log_table('samples', columns, [[r[c] for c in columns] for r in outputs])
+                if self.name == 'tensorboard': self.tracker.log(dict(samples=answers))
+                else:
+                    shown = [[r[c] for c in columns] for r in outputs]
+                    self.tracker.log_table('samples', columns, shown)
             self.tracker.finish()
         self._try(send)
         self.name = ''
@@ -59,7 +64,8 @@ class Tracking:
     def _try(self, send, step: int = 1):
         if not self.name: return
         try:
-            self.tracker = self.tracker or start_tracker(self.name, self.folder, self.settings, step)
+            self.tracker = self.tracker or start_tracker(self.name, self.folder, self.settings,
+                                                         step)
             send()
         except Exception as e:
             reason = (str(e).splitlines() or [''])[0]
