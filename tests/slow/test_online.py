@@ -194,7 +194,7 @@ def ran(folder, notebook, **settings):
     "A folder with the configuration of a finished run."
     folder.mkdir(parents=True)
     (folder/'summary.json').write_text('{}')
-    (folder/'config.json').write_text(json.dumps(dict(alpaca_farm='', notebook=notebook, settings=settings, code='', inputs={})))
+    (folder/'config.json').write_text(json.dumps(dict(fingerprint='', notebook=notebook, settings=settings, code='', inputs={})))
     return str(folder)
 
 
