@@ -130,7 +130,7 @@ def test_a_refused_key_does_not_release_a_batch(tmp_path):
 
 
 ASKS = '''
-import sys; sys.path.insert(0, {tests!r})
+import sys; sys.path[:0] = {tests!r}
 from test_client import asked, ApiClient, ApiConfig
 client = ApiClient(ApiConfig(base_url={url!r}, store={store!r}, concurrency=2, tries=3), sys.argv[1])
 assert None not in client(asked(12))
@@ -142,7 +142,7 @@ print(client.tally.asked, client.tally.known)
 def test_two_processes_that_ask_the_same_pay_once(tmp_path, killed):
     "One asks; the other waits, and finds the answers. If the first is killed, it asks for the rest."
     with judge_server(latency=1.) as server:
-        code = ASKS.format(tests=str(tiny.ROOT/'tests'), url=server.url, store=str(tmp_path/'a.sqlite'))
+        code = ASKS.format(tests=[f'{tiny.ROOT}/tests/slow', f'{tiny.ROOT}/tests'], url=server.url, store=str(tmp_path/'a.sqlite'))
         env = {**tiny.environment(), 'OPENAI_API_KEY': 'test', 'PYTHONPATH': str(tiny.ROOT)}
         def start(name): return subprocess.Popen([sys.executable, '-c', code, name], stdout=subprocess.PIPE, text=True, env=env)
         with start('one') as one:

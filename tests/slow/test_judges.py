@@ -117,7 +117,7 @@ def test_a_budget_stops_cleanly_and_goes_on(tmp_path):
 
 WORKER = '''
 import sys, json
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from test_judges import pairs, ApiConfig, load_annotators, MODELS
 cfg = ApiConfig(base_url={url!r}, store={store!r}, tries=30, timeout=5., concurrency=8, models=MODELS)
 judge = load_annotators('chatgpt', cfg)
@@ -126,7 +126,7 @@ print(json.dumps(judge(pairs({n}))))
 
 
 def worker(server, store, n):
-    code = WORKER.format(tests=str(tiny.ROOT/'tests'), url=server.url, store=str(store), n=n)
+    code = WORKER.format(tests=[f'{tiny.ROOT}/tests/slow', f'{tiny.ROOT}/tests'], url=server.url, store=str(store), n=n)
     env = {**tiny.environment(), 'OPENAI_API_KEY': 'test', 'PYTHONPATH': str(tiny.ROOT)}
     return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
