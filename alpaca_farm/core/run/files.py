@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PREFIX', 'temporary_path', 'atomic_write', 'write_json', 'read_json', 'parse_yaml', 'read_yaml', 'digest',
            'cache_folder', 'file_hash', 'lock_of', 'flatten_state', 'unflatten_state', 'save_state', 'open_tensors',
-           'load_state', 'read_cached', 'append_lines', 'read_lines']
+           'load_state', 'append_lines', 'read_lines']
 
 # %% ../../../nbs/core/run/files.ipynb #aaceba8c
 import contextlib, copy, functools, hashlib, json, os, shutil
@@ -146,16 +146,6 @@ def load_state(path):
     with open_tensors(path) as f:
         tensors = {k: f.get_tensor(k) for k in f.keys()}
         return unflatten_state(json.loads(f.metadata()['state']), tensors)
-
-# %% ../../../nbs/core/run/files.ipynb #50227605
-def read_cached(path: Path):  # a tensor of log-probs
-    "The log-probs in a cache file; None when there is none, or when it is damaged."
-    if not path.exists(): return None
-    try:
-        state = load_state(path)
-        if digest(state['logprobs'].tolist()) == state['digest']: return state['logprobs']
-    except Exception: pass  # truncated, or another kind of file
-    print(f'{path} is damaged: computing it again')
 
 # %% ../../../nbs/core/run/files.ipynb #7d5fca4e
 def append_lines(path: Path, size: int, records: list[dict]) -> int:
