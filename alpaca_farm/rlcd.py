@@ -134,7 +134,7 @@ _LEADING = re.compile(r'(?:\s*Assistant|(?!\s*\n\s*\n)\s*(?:Human|User))(?: \([^
 
 
 def clean_response(text: str, ended: bool, task: Task) -> tuple[str, str]:
-    "A sampled text up to the next turn, with the task's prefix; and why the task rejects it, if so."
+    "A sampled text up to the next turn, with the task's prefix; and why it is rejected, or ''."
     while tag := _LEADING.match(text): text = text[tag.end():]
     ends = [text.find(s) for s in task.stop if s in text]
     answer = text[:min(ends, default=None)].strip()
