@@ -4,17 +4,16 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'Contrast', 'Filters', 'Task', 'read_task', 'task_file', 'contrast_prompt', 'clean_response',
-           'reject_reason', 'judge_prompt', 'RLCDConfig', 'select_indices', 'write_items', 'item_record', 'SelfJudge',
-           'label_items', 'write_rlcd_csv', 'item_figures', 'run']
+           'judge_prompt', 'RLCDConfig', 'write_items', 'item_record', 'SelfJudge', 'label_items', 'write_rlcd_csv',
+           'item_figures', 'run']
 
 # %% ../nbs/rlcd.ipynb #d7872f32
 import csv, os, re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Lt
 import numpy as np
 from pydantic import (BaseModel, Field, field_validator, NonNegativeInt, ValidationError,
     with_config)
@@ -26,13 +25,12 @@ from .core.ask.completions import LocalWriter, ServedWriter
 from .core.data.records import load_records
 from .core.data.dialogues import (as_messages, bare_prompt, dialogue_text,
     prompt_messages, TAGS, with_space)
-from .core.run.files import append_lines, atomic_write, read_json, read_lines, read_yaml
-from .core.run.identity import run_config
+from .core.run.files import append_lines, atomic_write, read_lines, read_yaml
 from .core.run.paths import at_root, notebooks_folder, root
 from .core.data.preferences import hash_uniform, PAIR_FIELDS
 from .core.run.progress import Progress
 from .core.run.runs import start
-from .core.run.settings import as_type, command, Count, Positive, Scale
+from .core.run.settings import command, Count, Positive, Scale
 from .annotators import annotate_pairs, check_all_answered, load_annotators
 
 # %% ../nbs/rlcd.ipynb #93c12fa3
@@ -135,23 +133,19 @@ def contrast_prompt(
 _LEADING = re.compile(r'(?:\s*Assistant|(?!\s*\n\s*\n)\s*(?:Human|User))(?: \([^()\n]*\))?:', re.I)
 
 
-def clean_response(text: str, task: Task) -> tuple[str, bool]:
-    "A sampled text up to the next turn, with the task's prefix; and whether a turn followed."
+def clean_response(text: str, ended: bool, task: Task) -> tuple[str, str]:
+    "A sampled text up to the next turn, with the task's prefix; and why it is rejected, or ''."
     while tag := _LEADING.match(text): text = text[tag.end():]
     ends = [text.find(s) for s in task.stop if s in text]
     answer = text[:min(ends, default=None)].strip()
     answer = answer.removeprefix(task.response_prefix.strip()).strip()
-    return f'{task.response_prefix} {answer}'.strip() if answer else '', bool(ends)
-
-
-def reject_reason(answer: str, ended: bool, task: Task) -> str:
-    "Why the task's filters reject an answer; empty if they accept it."
+    if not answer: return '', 'empty'
+    answer = f'{task.response_prefix} {answer}'.strip()
     f, words = task.filters, len(answer.split())
-    if not answer: return 'empty'
-    if f.get('ended') and not ended: return 'cut_off'
-    if words < f.get('min_words', 1): return 'too_short'
-    if f.get('max_words') and words > f['max_words']: return 'too_long'
-    return 'rejected' if any(re.search(p, answer) for p in f.get('reject', [])) else ''
+    if f.get('ended') and not (ended or ends): return answer, 'cut_off'
+    if words < f.get('min_words', 1): return answer, 'too_short'
+    if f.get('max_words') and words > f['max_words']: return answer, 'too_long'
+    return answer, 'rejected' if any(re.search(p, answer) for p in f.get('reject', [])) else ''
 
 # %% ../nbs/rlcd.ipynb #cbf29533
 def judge_prompt(task: Task, pair: dict, question: str) -> str:
@@ -160,11 +154,11 @@ def judge_prompt(task: Task, pair: dict, question: str) -> str:
                  question=question, first=pair['output_1'], second=pair['output_2'])
     return re.sub(r'\{(dialogue|question|first|second)\}', lambda slot: texts[slot[1]], task.judge)
 
-# %% ../nbs/rlcd.ipynb #4f767057
+# %% ../nbs/rlcd.ipynb #453926ca
 METHODS = dict(rlcd=('positive', 'negative'), rlaif=('', ''), context_distillation=('positive',),
                rlcd_rescore=('positive', 'negative'))   # the side of each answer
 
-# %% ../nbs/rlcd.ipynb #453926ca
+
 @dataclass
 class RLCDConfig(SampleConfig, ApiConfig):
     "Settings of preference data without people."
@@ -183,24 +177,19 @@ class RLCDConfig(SampleConfig, ApiConfig):
     samples: str = ''  # run, CSV or file whose pairs are used; empty to write new ones
     max_retries: Count = 5  # times an answer is written anew after the task's filters reject it
     top_k: Count = 0                          # sample only from this many likeliest tokens; 0: all
-    indices: str = ''  # use only these prompts (or rows of samples): "17-29,35"; empty: all
-    indices_mod: Positive = 1                 # number of processes that share the work, in chunks
-    indices_remainder: Count = 0              # number of this process, from 0
-    parts: list[str] = field(default_factory=list)  # finished runs of all processes, to be joined
     chunk: Positive = 64  # prompts that are written together; also between checkpoints
     max_prompt: Positive = 100                # longer prompts are left out, counted and reported
     template: Literal['raw', 'chat'] = 'raw'  # prompt format
     temperature: Scale = 1.0                  # of samples, above 0
     inputs = dict(data='split', policy='model', annotators=('preferences', 'model'),
-                  samples='preferences', parts='items')
+                  samples='preferences')
 
     def __post_init__(self):
         super().__post_init__()
-        as_type('indices_remainder', self.indices_remainder, Annotated[int, Lt(self.indices_mod)])
-        judged, task = self.method in ('rlaif', 'rlcd_rescore'), read_task(task_file(self.task))
-        select_indices(self.indices, 0)
+        task = read_task(task_file(self.task))
         if bool(self.policy) == bool(self.served):
             raise ValueError('name one model: in policy, or in served, with policy empty')
+        judged = self.method in ('rlaif', 'rlcd_rescore')
         if (self.annotators or self.both_orders) and not judged:
             raise ValueError(f'method = {self.method} has no judge: leave annotators empty, and '
                              'both_orders false')
@@ -209,23 +198,6 @@ class RLCDConfig(SampleConfig, ApiConfig):
         phrases = task.placement == 'role' and METHODS[self.method] != ('', '')
         if self.template == 'chat' and phrases:
             raise ValueError(f'template = chat: the phrases of {task.name} stand behind a role')
-
-# %% ../nbs/rlcd.ipynb #aef71321
-def select_indices(text: str, n: int) -> list[int]:
-    "The numbers below n in ranges such as 17-29,35, ends included; all if empty."
-    if not text: return list(range(n))
-    spans = [re.fullmatch(r'(\d+)(?:-(\d+))?', part.strip()) for part in text.split(',')]
-    if not all(spans):
-        raise ValueError(f'indices = {text!r}: write numbers and ranges, such as "17-29,35"')
-    return sorted({i for s in spans for i in range(int(s[1]), min(int(s[2] or s[1]) + 1, n))})
-
-
-def _work_chunks(n: int, cfg: RLCDConfig) -> list[tuple[list[int], list[int]]]:
-    "The chunks of this process: all prompts of each, and those that are wanted."
-    wanted = set(select_indices(cfg.indices, n))
-    chunks = [list(range(a, min(a + cfg.chunk, n))) for a in range(0, n, cfg.chunk)]
-    mine = chunks[cfg.indices_remainder::cfg.indices_mod]
-    return [(c, kept) for c in mine if (kept := [i for i in c if i in wanted])]
 
 # %% ../nbs/rlcd.ipynb #5445934d
 def _draw_contrast(task: Task, index: int, seed: int) -> int:
@@ -245,8 +217,8 @@ def write_items(writer, task: Task, records: dict[int, dict], cfg: RLCDConfig) -
         if not todo: break
         keys = [(*key, attempt) for key in todo]
         for key, w in zip(todo, writer.write([prompts[key] for key in todo], keys, task.stop)):
-            answer, stopped = clean_response(w.text, task)
-            reasons[key] = w.reason or reject_reason(answer, w.ended or stopped, task)
+            answer, rejected = clean_response(w.text, w.ended, task)
+            reasons[key] = w.reason or rejected
             answers[key] = '' if reasons[key] else answer
         tries.update(todo)
     items = []
@@ -339,71 +311,6 @@ def write_rlcd_csv(path, records: list[dict]):
             if prompt_messages(r): row |= dict(instruction=dialogue_text(r['messages']), input='')
             table.writerow(row)
 
-# %% ../nbs/rlcd.ipynb #57ec33f2
-def _prompts_or_pairs(cfg: RLCDConfig) -> list[dict]:
-    "The records whose prompts are used, or the items of `cfg.samples`."
-    if cfg.samples: return _stored_items(cfg, read_task(task_file(cfg.task)))
-    return load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
-
-
-def _join_parts(cfg: RLCDConfig) -> list[dict]:
-    """The items of finished parts, in order; ValueError for a part that is no run of rlcd or has
-    other settings, and for a prompt that is missing or there twice."""
-    own, items = ('indices_mod', 'indices_remainder', 'parts', *cfg.aside), []
-    for part in cfg.parts:
-        config = run_config(part)
-        if config.get('notebook') != 'rlcd': raise ValueError(f'parts: {part} is no run of rlcd')
-        for name, value in config['settings'].items():
-            if name not in own and getattr(cfg, name) != value:
-                raise ValueError(f'parts: {part} was made with {name} = {value!r}, and this run '
-                                 f'has {getattr(cfg, name)!r}. Give it the settings of its parts')
-        items += read_json(at_root(part)/'items.json')
-    prompts = _prompts_or_pairs(cfg)
-    wanted = select_indices(cfg.indices, len(prompts))
-    if cfg.samples: wanted = [prompts[i]['index'] for i in wanted]   # some prompts have no pair
-    found = Counter(i['index'] for i in items)
-    for i in wanted:
-        if found[i] == 1: continue
-        raise ValueError(f'parts: prompt {i} is in {found[i]} of them, and should be in one')
-    return sorted(items, key=lambda i: i['index'])
-
-# %% ../nbs/rlcd.ipynb #10cfdd1a
-def _make_items(folder, prompts: list[dict]) -> list[dict]:
-    "The items of all chunks of this process; those made before an interruption are read."
-    cfg = folder.cfg
-    task, chunks = read_task(task_file(cfg.task)), _work_chunks(len(prompts), cfg)
-    writer = judge = None
-    if not chunks:
-        raise ValueError(f'indices = {cfg.indices!r}, indices_mod = {cfg.indices_mod}: none of '
-                         f'{len(prompts)} prompts falls to this process')
-    itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators   # the model judges
-    if itself or not cfg.samples:
-        writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
-    if itself: judge = SelfJudge(writer, task, cfg.template == 'chat')
-    if cfg.annotators:
-        judge = load_annotators(cfg.annotators, cfg)
-        first = prompts[0]['prompt'] if cfg.samples else bare_prompt(prompts[0])
-        pair = dict(first, output_1='Yes.', output_2='No.')
-        try_setting(cfg, 'annotators', annotate_pairs, [pair], judge)
-    file, state = folder.path('checkpoint/items.jsonl'), folder.load() or dict(step=0, size=0)
-    items = read_lines(file, state['size'])
-    folder.config['steps'] = len(chunks)
-    folder.write('config.json', folder.config)
-    show = Progress(folder.folder.name, len(chunks), done=state['step'])
-    for step, (chunk, wanted) in enumerate(chunks[state['step']:], state['step'] + 1):
-        asked = chunk if writer and writer.together else wanted
-        given = {i: prompts[i] for i in asked}
-        made = list(given.values()) if cfg.samples else write_items(writer, task, given, cfg)
-        labelled = dict(zip(asked, label_items(made, judge, cfg)))
-        new = [labelled[i] for i in wanted]
-        items += new
-        state = dict(step=step, size=append_lines(file, state['size'], new))
-        folder.log(step, made=sum(not i['reason'] for i in new),
-                   retries=sum(i['retries'] for i in new))
-        folder.save(**state)
-        show(step)
-    return items
-
 # %% ../nbs/rlcd.ipynb #88a1f311
 def item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
     "Counts of prompts, of what was made, and of what was left out and why; lengths in words."
@@ -425,7 +332,33 @@ def run(cfg: RLCDConfig):
     "Make preference data; leaves preferences.json and .csv, or sft.json, and items.json."
     folder = start(cfg, run, (os.path.relpath(task_file(cfg.task), root()),))
     if folder.done: return folder
-    items = _join_parts(cfg) if cfg.parts else _make_items(folder, _prompts_or_pairs(cfg))
+    task, writer, judge = read_task(task_file(cfg.task)), None, None
+    if cfg.samples: prompts = _stored_items(cfg, task)
+    else: prompts = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
+    itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators   # the model judges
+    if itself or not cfg.samples:
+        writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
+    if itself: judge = SelfJudge(writer, task, cfg.template == 'chat')
+    if cfg.annotators:
+        judge = load_annotators(cfg.annotators, cfg)
+        first = prompts[0]['prompt'] if cfg.samples else bare_prompt(prompts[0])
+        pair = dict(first, output_1='Yes.', output_2='No.')
+        try_setting(cfg, 'annotators', annotate_pairs, [pair], judge)
+    file, state = folder.path('checkpoint/items.jsonl'), folder.load() or dict(step=0, size=0)
+    items, starts = read_lines(file, state['size']), range(0, len(prompts), cfg.chunk)
+    folder.config['steps'] = len(starts)
+    folder.write('config.json', folder.config)
+    show = Progress(folder.folder.name, len(starts), done=state['step'])
+    for step, at in enumerate(starts[state['step']:], state['step'] + 1):
+        new = prompts[at:at + cfg.chunk]
+        if not cfg.samples: new = write_items(writer, task, dict(enumerate(new, at)), cfg)
+        new = label_items(new, judge, cfg)
+        items += new
+        state = dict(step=step, size=append_lines(file, state['size'], new))
+        folder.log(step, made=sum(not i['reason'] for i in new),
+                   retries=sum(i['retries'] for i in new))
+        folder.save(**state)
+        show(step)
     folder.write('items.json', items)
     figures = item_figures(items, cfg)
     records = [item_record(i, cfg) for i in items if not i['reason']]
@@ -434,7 +367,7 @@ def run(cfg: RLCDConfig):
         folder.write('preferences.json', records)
         write_rlcd_csv(folder.path('preferences.csv'), records)
     folder.finish(**figures)
-    folder.path('checkpoint/items.jsonl').unlink(missing_ok=True)
+    file.unlink(missing_ok=True)
     return folder
 
 # %% ../nbs/rlcd.ipynb #f9bd7f14

@@ -86,16 +86,18 @@ def test_prompts_are_mirror_images():
 
 
 @pytest.mark.parametrize('text, found, stopped', [
-    (' Sure.', 'Sure.', False), (' Sure.\n\nHuman: Thanks', 'Sure.', True),
-    (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True), ('user: User: hi', 'hi', False),
+    (' Sure.', 'Sure.', False), (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True),
+    ('user: User: hi', 'hi', False), (' Human: Assistant: hi', 'hi', False),
     (' Humanity and the Human body.', 'Humanity and the Human body.', False),
     (' A.\n\nHumanity: b.\nHuman: c', 'A.\n\nHumanity: b.\nHuman: c', False),
-    ('The Human: factor', 'The Human: factor', False), (' Human: Assistant: hi', 'hi', False),
-    ('\n\nHuman: and then?', '', True), ('Human: and then?', 'and then?', False), (' ', '', False),
-    ('\n Human: hi', 'hi', False), (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
+    ('The Human: factor', 'The Human: factor', False), ('\n\nHuman: and then?', '', True),
+    ('Human: and then?', 'and then?', False), (' ', '', False), ('\n Human: hi', 'hi', False),
+    (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
 def test_answers_end_at_whole_role_tags(text, found, stopped):
     "The release's filter cut or rejected whatever contained Human."
-    assert clean_response(text, task_with()) == (found, stopped)
+    task = task_with(filters=dict(ended=True))
+    reason = ('' if stopped else 'cut_off') if found else 'empty'
+    assert clean_response(text, False, task) == (found, reason)
 
 
 def test_a_text_cannot_forge_a_slot():
@@ -196,18 +198,7 @@ def test_run(base, whole):
     assert rlcd.run(RLCDConfig(**settings(base, out))).done
 
 
-def test_killed_and_divided_the_file_is_the_same(base, whole, tmp_path):
-    "Killed at a random moment and started again; divided among three and joined; of some prompts."
-    out, files = whole
-    parts, x = [str(tmp_path/f'part{r}') for r in range(3)], tmp_path/'x'
-    for r, part in enumerate(parts): made(base, part, indices_mod=3, indices_remainder=r)
-    assert made(base, tmp_path/'joined', parts=parts[::-1]) == files
-    made(base, tmp_path/'some', indices='9-29,5')
-    assert pairs(tmp_path/'some') == [r for r in pairs(out) if r['index'] in {5, *range(9, 30)}]
-    refused(base, x, 'prompt 0 is in 0 of them', parts=parts[1:])
-    refused(base, x, 'prompt 8 is in 2 of them', parts=parts + parts[1:2])
-    refused(base, x, 'part0 was made with temperature', parts=parts, temperature=.5)
-    refused(base, x, 'no run of rlcd', parts=[str(base/'samples')])
+def test_killed_and_started_again_the_files_are_the_same(base, tmp_path):
     killed, at = tmp_path/'killed', random.SystemRandom().randint(1, 12)
     process = tiny.spawn(tiny.command('rlcd', **settings(base, killed, chunk=4)))
     log = killed/'log.jsonl'
@@ -263,12 +254,8 @@ def test_rescored_pairs_are_those_of_rlcd(base, whole, tmp_path):
     people = pairs(tmp_path/'people')
     assert len(people) == len(again) and {r['annotator'] for r in people} == {'gold'}
     assert list(labels(people)) == gold(people) and len(set(labels(people))) > 1
-    some = tmp_path/'some.json'   # pairs of a run that left prompts out
-    some.write_text(json.dumps([r for r in pairs(out) if r['index'] % 5]))
-    given, parts = rescore | dict(samples=str(some)), [str(tmp_path/f'part{r}') for r in range(2)]
-    for r, part in enumerate(parts): made(base, part, indices_mod=2, indices_remainder=r, **given)
-    joined = made(base, tmp_path/'joined', parts=parts, **given)
-    assert joined == made(base, tmp_path/'undivided', **given)
+    some = tmp_path/'some.json'
+    given = rescore | dict(samples=str(some))
     some.write_text(json.dumps([dict(pairs(out)[0], contrast=7)]))
     refused(base, x, 'row 0 of .* has contrast = 7', **given)
     refused(base, x, 'row 0 of .* is labelled by self', **rescore, samples=str(tmp_path/'read'))
@@ -332,12 +319,10 @@ def test_retries_are_counted_and_bounded():
 
 
 @pytest.mark.parametrize('more, message', [
-    (dict(method='rlhf'), 'method'), (dict(indices='9-'), 'indices'), (dict(served='m'), 'model'),
-    (dict(indices_mod=2, indices_remainder=2), 'indices_remainder'), (dict(policy=''), 'model'),
+    (dict(method='rlhf'), 'method'), (dict(served='m'), 'model'), (dict(policy=''), 'model'),
     (dict(annotators='alpaca_farm.world:pool'), 'no judge'), (dict(both_orders=True), 'no judge'),
     (dict(samples=__file__), 'samples'), (dict(template='chat'), 'behind a role'),
-    (dict(temperature=0), 'temperature'), (dict(task='wrold'), 'outlining, world'),
-    (dict(template='alpaca'), 'template')])
+    (dict(temperature=0), 'temperature'), (dict(task='wrold'), 'outlining, world')])
 def test_wrong_settings(more, message):
     with pytest.raises(ValueError, match=message): RLCDConfig(**more)
 
@@ -359,8 +344,8 @@ def test_a_served_model(base, tmp_path):
         asked, rows = server.requests(), pairs(tmp_path/'one')
         assert len(asked) == 24 and {r['path'] for r in asked} == {'/v1/completions'}
         assert len(rows) == 12 and all(t.startswith('I say') for p in outputs(rows) for t in p)
-        made(base, tmp_path/'two', **served, indices='3-4')
-        assert pairs(tmp_path/'two') == rows[3:5] and len(server.requests()) == 24
+        made(base, tmp_path/'two', **served)
+        assert pairs(tmp_path/'two') == rows and len(server.requests()) == 24
         server.set(labels='AB')
         rescore = dict(method='rlcd_rescore', samples=str(tmp_path/'one'))
         made(base, tmp_path/'judged', **rescore, **served)
