@@ -9,9 +9,7 @@ __all__ = ['check_known_names', 'AnnotatorsConfig', 'load_annotators', 'api_clie
 # %% ../nbs/annotators.ipynb #4f71f27a
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
 import numpy as np
 
 from .core.ask.api import ApiConfig, asking_settings, parse_mapping
@@ -24,7 +22,7 @@ from alpaca_farm.core.data.preferences import (annotator_name, annotator_prefere
     decide_vote, draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped,
     swap_outputs)
 from .core.run.runs import start
-from .core.run.settings import as_type, at_root, command, Count, resolve
+from .core.run.settings import at_root, command, Count, resolve
 from .core.stats import bootstrap, Interval, wilson
 from .judging.judges import ApiJudge, ask_judges, load_evaluators, Pool, Verdict
 from alpaca_farm.judging.local_judges import (is_model, is_reward_model, LocalJudge, read_recorded,
@@ -37,19 +35,18 @@ def check_known_names(specs: list[str], models: list[str], weights: list[str] = 
     "ValueError for a model or annotator that no configuration names, or for a negative weight."
     files = [judge_config_file(s) for s in specs if ':' not in s]
     entries = {k: e for file in files if file for k, e in read_judge_config(file).items()}
-    known = dict(models=[entry_model(e) for e in entries.values()], weights=entries)
+    known = dict(models={entry_model(e) for e in entries.values()}, weights=set(entries))
     given = dict(models=parse_mapping('models', models),
                  weights=parse_mapping('weights', weights, float))
-    for setting, mapping in given.items():
-        for name in mapping:
-            if name in known[setting]: continue
-            names = ', '.join(sorted(set(known[setting])))
-            raise ValueError(f'{setting}: {name} is none of '
-                             f'{names or "a configuration, since none is named"}')
-    if not all(w >= 0 for w in given['weights'].values()):
+    for setting, names in known.items():
+        for name in given[setting]:
+            if name not in names:
+                there = ', '.join(sorted(names)) or 'a configuration, since none is named'
+                raise ValueError(f'{setting}: {name} is none of {there}')
+    if any(not w >= 0 for w in given['weights'].values()):
         raise ValueError(f'weights = {list(weights)}: none may be negative')
 
-# %% ../nbs/annotators.ipynb #d5e7fdc0
+
 @dataclass
 class AnnotatorsConfig(ApiConfig):
     "Settings of an annotation run."
@@ -60,19 +57,17 @@ class AnnotatorsConfig(ApiConfig):
     annotators: str = 'alpaca_farm.world:pool'  # annotator or pool: see the table above
     weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
     label_flip: float = -1.        # share of flipped labels; -1: .25 of the world's
-    flip_by: Literal['pair', 'instruction'] = 'pair'  # what has a coin of its own
     ask_flipped: bool = True       # ask about all pairs; else coins label 2 x label_flip of them
     both_orders: bool = False      # ask about every pair in both orders and average
-    expected: bool = True          # also record the pool's mean preference, if asking is free
     max_instances: Count = 0       # use only the first n pairs; 0: all
     inputs = dict(outputs=('candidates', 'outputs'), against='outputs',
                   annotators=('preferences', 'model'))
 
     def __post_init__(self):
         super().__post_init__()
-        if self.label_flip != -1:
-            most = 1 if self.ask_flipped else .5
-            as_type('label_flip', self.label_flip, Annotated[float, Ge(0), Le(most)])
+        most = 1 if self.ask_flipped else .5
+        if self.label_flip != -1 and not 0 <= self.label_flip <= most:
+            raise ValueError(f'label_flip = {self.label_flip}: between 0 and {most}, or -1')
         check_known_names([self.annotators], self.models, self.weights)
 
 # %% ../nbs/annotators.ipynb #5a54cfa4
@@ -109,23 +104,21 @@ def api_clients(pool) -> list[ApiClient]:
 
 
 def usage_totals(clients: list[ApiClient]) -> dict:
-    "Requests, tokens and dollars of all clients; `open`: why some are unanswered ('' if none)."
-    if not clients: return dict(open='', reasons=[])
+    "Requests, tokens and dollars of all clients; empty without one."
+    if not clients: return {}
     usages = [c.tally for c in clients]
     dollars = [u.dollars for u in usages]
     return dict(asked=sum(u.asked for u in usages), known=sum(u.known for u in usages),
                 tokens_in=sum(u.tokens[0] for u in usages),
                 tokens_out=sum(u.tokens[1] for u in usages),
-                dollars=None if None in dollars else round(sum(dollars), 6),
-                open=next((u.open for u in usages if u.open), ''),
-                reasons=sorted({reason for u in usages for reason in u.failed.values()}))
+                dollars=None if None in dollars else round(sum(dollars), 6))
 
 
 def check_all_answered(pool, what: str):
     "ValueError when requests to a pool are still unanswered because of failures or a budget."
     for client in api_clients(pool):
         if why := client.tally.open:
-            raise ValueError(f'{what}: {why}. Answers so far are stored: run again for others')
+            raise ValueError(f'{what}: {why}. Answers so far are stored: run again for the rest')
 
 # %% ../nbs/annotators.ipynb #f57e0c9d
 def ask_all(work: list[tuple], seed: int = 0) -> list[list[Verdict]]:
@@ -170,26 +163,24 @@ def annotate_pairs(
     flip_rate: float = 0.,
     both_orders: bool = False,
     ask_flipped: bool = True,  # False: a fair coin labels twice `flip_rate` of the pairs
-    flip_by: str = 'pair',     # flip pairs independently, or all pairs of an instruction together
     decide: bool = True,       # decide a probability by a coin; False: record it as it is
 ) -> list[dict]:  # with `preference` (None: no verdict), `annotator`, and a paid verdict's cost
     "Preferences of a pool; identical answers are a tie without asking."
     members = pool_members(pool)
     drawn = [draw_annotator(pool, p, seed) for p in pairs]
-    by_coin = flip_mask(pairs, 0. if ask_flipped else 2 * flip_rate, seed, flip_by)
+    by_coin = flip_mask(pairs, 0. if ask_flipped else 2 * flip_rate, seed)
     rows, asked = [], [[] for _ in members]
     for i, (pair, a, coin) in enumerate(zip(pairs, drawn, by_coin)):
         rows.append(dict(pair, preference=None, annotator=annotator_name(members[a])))
         if pair['output_1'] == pair['output_2']: rows[i]['preference'] = 1.5
-        elif coin: rows[i] |= dict(preference=coin_label(pair, seed, flip_by), annotator='coin')
+        elif coin: rows[i] |= dict(preference=coin_label(pair, seed), annotator='coin')
         else: asked[a].append(i)
     verdicts = _ask_annotators(members, [[pairs[i] for i in of] for of in asked], seed, both_orders)
     for i, v in zip(sum(asked, []), sum(verdicts, [])):
         rows[i]['preference'] = decide_vote(pairs[i], v.preference, seed, decide)
         if v.raw: rows[i] |= dict(price=v.price, time=v.seconds, raw=v.raw)
         if v.orders: rows[i]['orders'] = list(v.orders)
-    if not (flip_rate and ask_flipped): return rows
-    return flip_labels(rows, flip_rate, seed, flip_by).records
+    return flip_labels(rows, flip_rate, seed).records if flip_rate and ask_flipped else rows
 
 # %% ../nbs/annotators.ipynb #6fd448ff
 def _pair_samples(
@@ -259,45 +250,39 @@ def run(cfg: AnnotatorsConfig):
     pool, pairs = load_annotators(cfg.annotators, cfg), load_pairs(cfg)
     clients, share = api_clients(pool), flip_share(cfg.label_flip, cfg.annotators)
     clean = annotate_pairs(pairs, pool, cfg.seed, 0. if cfg.ask_flipped else share,
-                           cfg.both_orders, cfg.ask_flipped, cfg.flip_by)
-    rows, rate = flip_labels(clean, share if cfg.ask_flipped else 0., cfg.seed, cfg.flip_by)
+                           cfg.both_orders, cfg.ask_flipped)
+    rows, rate = flip_labels(clean, share if cfg.ask_flipped else 0., cfg.seed)
     for i, (r, c) in enumerate(zip(rows, clean)):
         changed = r['preference'] != c['preference']
         rows[i] = dict(r, flipped=None if r['annotator'] == 'coin' else changed)
-    if cfg.expected and not clients:
+    if not clients:
         expected = _expected_preferences(pairs, pool, share)
         rows = [dict(r, expected=None if math.isnan(e) else float(e))
                 for r, e in zip(rows, expected)]
     labelled = [r for r in rows if r['preference'] is not None]
+    unlabelled = [r for r in rows if r['preference'] is None]
     judged = [r for r in clean if r['preference'] is not None and r['annotator'] != 'coin']
-    usage, missing = usage_totals(clients), len(rows) - len(labelled)
     folder.write('preferences.json', labelled)
     if clients: folder.write('annotations.json', to_alpaca_eval(judged))
-    if missing:
-        unlabelled = [r for r in rows if r['preference'] is None]
-        folder.write('unanswered.json', dict(pairs=unlabelled, reasons=usage['reasons'],
+    if unlabelled:
+        reasons = sorted({why for c in clients for why in c.tally.failed.values()})
+        folder.write('unanswered.json', dict(pairs=unlabelled, reasons=reasons,
                                              unread=sum((c.unread for c in clients), [])))
-    where = f'see {folder.path("unanswered.json")}'
-    if usage['open']:
-        raise ValueError(f'{len(labelled)} of {len(rows)} pairs are labelled, all of them stored; '
-                         f'{missing} are missing: {usage["open"]}. Run again for these')
-    if not labelled:
-        hint = where if clients else 'are the recorded labels on other pairs?'
-        raise ValueError(f'there is no verdict on any of the {len(rows)} pairs: {hint}')
-    if missing: print(f'no verdict on {missing} of {len(rows)} pairs: {where}')
+        print(f'no verdict on {len(unlabelled)} of {len(rows)} pairs: '
+              f'see {folder.path("unanswered.json")}')
+    check_all_answered(pool, f'{len(labelled)} of {len(rows)} pairs are labelled')
+    if not labelled: raise ValueError(f'there is no verdict on any of the {len(rows)} pairs')
     coins = sum(r['annotator'] == 'coin' for r in labelled)
-    if not cfg.ask_flipped:
-        thrown = len(labelled if cfg.flip_by == 'pair' else {prompt_key(r) for r in labelled})
-        rate = Interval(*(x / 2 for x in wilson(coins / len(labelled) * thrown, thrown)))
+    if not cfg.ask_flipped: rate = Interval(*(x / 2 for x in wilson(coins, len(labelled))))
     summary = dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)
     if not any(isinstance(a, RecordedLabels) for a in pool_members(pool)):
         summary |= _position_bias(clean, cfg.seed, cfg.both_orders)
     if cfg.against and judged:
         won = bootstrap([100*(r['preference'] - 1) for r in judged])
         summary |= dict(win_rate=won.value, win_rate_low=won.low, win_rate_high=won.high)
-    folder.finish(labels=len(labelled), unanswered=missing, unasked=coins,
-                  ties=float(np.mean([r['preference'] == 1.5 for r in labelled])),
-                  **{k: v for k, v in usage.items() if k not in ('open', 'reasons')}, **summary)
+    ties = float(np.mean([r['preference'] == 1.5 for r in labelled]))
+    folder.finish(labels=len(labelled), unanswered=len(unlabelled), unasked=coins, ties=ties,
+                  **usage_totals(clients), **summary)
     return folder
 
 # %% ../nbs/annotators.ipynb #ce08fdf0

@@ -185,7 +185,7 @@ def forecast(cfg: BringYourOwnConfig, data: dict, judge) -> dict:
     shares = [(e, pairs[k::len(members)]) for k, e in enumerate(members)]
     requests = orders*[judge_request(e, some[i:i + e.batch_size])
                        for e, some in shares for i in range(0, len(some), e.batch_size)]
-    clients[0].print_forecast(requests, labels)
+    clients[0].print_forecast(requests)
     prices = [clients[0].highest_price(r) for r in requests]
     return dict(labels=labels, requests=len(requests),
                 dollars=None if None in prices else sum(prices))

@@ -232,8 +232,7 @@ def run(cfg: EvalConfig):
         write_figure(folder, f'head_to_head_{file}.png', rankings.matrix_figure(rates, ratings.index))
         figures |= {f'{m}_{name}_elo': float(v) for m, v in ratings.elo.items()}
     clients = list({id(c): c for judge in judges.values() for c in api_clients(judge)}.values())
-    usage = {k: v for k, v in usage_totals(clients).items() if k not in ('open', 'reasons')}
-    folder.finish(instructions=len(references), **usage, **figures,
+    folder.finish(instructions=len(references), **usage_totals(clients), **figures,
                   references_per_instruction=len(output_texts(references[0])))
     return folder
 

@@ -165,8 +165,7 @@ def ask_judges(
         draws = [draw + _DRAWS_PER_SEED * seed * s for s in sampled]
         def readable(k, answer):
             return not np.isnan(parse_verdicts(parts[left[k]][0], answer)).all()
-        labels = sum(len(parts[i][1]) for i in left)
-        answers = client(sent, draws, labels, asks - draw, None if draw else readable)
+        answers = client(sent, draws, asks - draw, None if draw else readable)
         answered = [(i, answer) for i, answer in zip(left, answers) if answer]
         for i, answer in answered:
             (e, _), earlier, seconds = parts[i], verdicts[i][0].price, answer['seconds']

@@ -86,20 +86,21 @@ def run(cfg: OpenaiBaselinesConfig):
     first = [dict(r, output=r['output'][0], ended=r['ended'][0]) for r in rows]
     folder.write('outputs.json', first)
     if cfg.n > 1: folder.write('candidates.json', rows)
-    usage, missing = usage_totals([client]), f'{len(unanswered)} OF {len(records)} INSTRUCTIONS'
+    tally, missing = client.tally, f'{len(unanswered)} OF {len(records)} INSTRUCTIONS'
     names = ''.join(f'\n  {prompt_text(r)[:80]!r}' for r in unanswered[:20])
-    if usage['open']:
-        raise ValueError(f'{missing} are not answered yet: {usage["open"]}. The other answers are '
+    if tally.open:
+        raise ValueError(f'{missing} are not answered yet: {tally.open}. The other answers are '
                          f'stored. Run again to ask only for these:{names}')
     if unanswered:
-        print(f'{missing} HAVE NO ANSWER and are left out ({"; ".join(usage["reasons"])}):{names}')
+        reasons = '; '.join(sorted(set(tally.failed.values())))
+        print(f'{missing} HAVE NO ANSWER and are left out ({reasons}):{names}')
     if not rows: raise ValueError('there is no answer to any instruction')
     sizes, limit = [len(o) for r in rows for o in r['output']], BASELINES[cfg.baseline]
     folder.finish(instructions=len(rows), unanswered=len(unanswered), empty=sizes.count(0),
                   characters=float(np.mean(sizes)),
                   over=float(np.mean([n >= limit for n in sizes])) if limit else 0.,
                   ended=float(np.mean([e for r in rows for e in r['ended']])),
-                  labels=0, **{k: v for k, v in usage.items() if k not in ('open', 'reasons')})
+                  labels=0, **usage_totals([client]))
     return folder
 
 # %% ../../nbs/judging/openai_baselines.ipynb #7308751c

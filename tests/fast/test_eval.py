@@ -277,7 +277,7 @@ def test_a_paid_pool_is_asked_for_one_vote(tmp_path, keyed):
         judged = ev.judge_all(dict(reference=refs, mine=outputs), refs, dict(pool=pool))
         assert set(judged) == {'pool'} and (judged['pool']['reference'] == 1.5).all()
         answered = judged['pool']['mine'][~np.isnan(judged['pool']['mine'])]
-        assert len(answered) > 5 and (answered == 2).all() and pool.annotators[0].client.tally.wanted <= 3*30
+        assert len(answered) > 5 and (answered == 2).all() and pool.annotators[0].client.tally.asked <= 3*30
 
 
 def test_a_budget_stops_a_run_that_goes_on_later(tmp_path, keyed):

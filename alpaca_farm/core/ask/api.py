@@ -37,7 +37,6 @@ def parse_mapping(
 class ApiConfig(JudgedConfig):
     "Settings of requests to an API."
     base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
-    endpoint: str = ''  # name for its answers in the store; empty: its own host, port and path
     models: list[str] = field(default_factory=list)  # model, equals sign, its replacement
     decoding: list[str] = field(default_factory=list)  # field of requests, equals sign, value
     store: str = 'runs/answers.sqlite'  # file of all answers, shared by runs and processes
@@ -53,9 +52,8 @@ class ApiConfig(JudgedConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ('base_url', 'endpoint'):
-            try: endpoint_name(getattr(self, name))
-            except ValueError as e: raise ValueError(f'{name}: {e}') from None
+        try: endpoint_name(self.base_url)
+        except ValueError as e: raise ValueError(f'base_url: {e}') from None
         parse_mapping('models', self.models)
         parse_decoding('decoding', self.decoding)
         if self.prices: price_list(self.prices)

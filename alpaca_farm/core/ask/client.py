@@ -25,8 +25,7 @@ from ..run.settings import at_root
 @dataclass
 class Usage:
     "Counts of a client's requests."
-    wanted: int = 0          # different requests
-    known: int = 0           # of these, answered before
+    known: int = 0           # answers that were in the store
     asked: int = 0           # answers paid for now
     failed: dict = field(default_factory=dict)  # why requests were not answered, by request key
     refused: set = field(default_factory=set)   # keys of those among them that would fail again
@@ -68,7 +67,6 @@ class ApiClient:
         self.prices, self.run_name = price_list(cfg.prices), ''
         if cfg.out: self.run_name = os.path.relpath(at_root(cfg.out), self.store.path.parent)
         self.server = endpoint_name(server_address(cfg))
-        self.answers_of = endpoint_name(cfg.endpoint) if cfg.endpoint else self.server   # in keys
         self.unread = []          # answers that the caller could not parse
         self.begin({})
 
@@ -82,7 +80,7 @@ class ApiClient:
     def keys(self, requests: list[dict], draw: int | list[int] = 0) -> list[bytes]:
         "Store keys of requests; `draw` is one number for all or one for each."
         draws = draw if isinstance(draw, list) else [draw] * len(requests)
-        return [request_key(r, d, self.answers_of) for r, d in zip(requests, draws)]
+        return [request_key(r, d, self.server) for r, d in zip(requests, draws)]
 
     def price(self, model: str, tokens_in: float, tokens_out: float, batch: bool) -> float | None:
         "Dollars for numbers of tokens, in a `batch` or not; None if the price is unknown."
@@ -93,7 +91,7 @@ class ApiClient:
         "Estimate of the most that a request can cost, in dollars."
         return self.price(request['model'], *estimate_tokens(request), self.cfg.batch)
 
-    def print_forecast(self, requests: list[dict], labels: int = 0, asks: int = 1):
+    def print_forecast(self, requests: list[dict], asks: int = 1):
         "Print number, price and time of requests; ValueError for a budget without a known price."
         prices = [self.highest_price(r) for r in requests]
         unknown = sorted({r['model'] for r, p in zip(requests, prices) if p is None})
@@ -105,16 +103,12 @@ class ApiClient:
         wait = f'about {duration(len(requests) * (pace or 1.) / self.cfg.concurrency)}'
         if not pace: wait += ' if one takes a second'
         if self.cfg.batch: wait = 'within a day'
-        given, again, people = '', '', ''
+        again = ''
         if most and asks > 1:
             again = f' ({format_dollars(asks * most)} if each is asked {asks} times)'
-        if labels:
-            given = f'{labels} labels in '
-            dollars, time = format_dollars(.3 * labels), duration(36.8 * labels)
-            people = f' (people: about {dollars} and {time})'
         models = ', '.join(sorted({r['model'] for r in requests}))
-        print(f'{self.name}: {given}{len(requests)} requests to {models}; '
-              f'at most about {format_dollars(most)}{again}; {wait}{people}')
+        print(f'{self.name}: {len(requests)} requests to {models}; '
+              f'at most about {format_dollars(most)}{again}; {wait}')
 
     def exceeds_budget(self, dollars: float) -> bool:
         "Whether another `dollars` would exceed the budget; if so, `tally.stopped` is set."
@@ -192,7 +186,7 @@ class ApiClient:
     async def answer_all(self):
         "Find or request all answers; an error that ends the call is in `fatal`."
         import openai
-        name = re.sub(r'[^\w.-]', '_', self.answers_of or 'openai')
+        name = re.sub(r'[^\w.-]', '_', self.server or 'openai')
         lock = AsyncFileLock(f'{self.store.path}.{name}.lock', run_in_executor=False)
         async def work(queue):
             for key, request in queue:
@@ -220,22 +214,20 @@ class ApiClient:
             why = stop_reason(e, 'the Batch API')
             self.fatal = self.fatal or (StopAsking(why) if why else e)
 
-    def __call__(self, requests: list[dict], draw: int | list[int] = 0, labels: int = 0,
-                 asks: int = 1, readable=None) -> list[dict | None]:
+    def __call__(self, requests: list[dict], draw: int | list[int] = 0, asks: int = 1,
+                 readable=None) -> list[dict | None]:
         """The answer to each request with its `seconds` (None: of a batch), or None if there is no
-        answer (`tally` has the reasons). `labels`: how many they give; `asks`: how often the
-        caller asks until it can read one; `readable`: of a request's index and its answer, whether
-        it can. ValueError for errors that concern all requests; what arrived is stored."""
+        answer (`tally` has the reasons). `asks`: how often the caller asks until it can read
+        one; `readable`: of a request's index and its answer, whether it can. ValueError for errors that concern all requests; what arrived is stored."""
         keys = self.keys(requests, draw)
         index = {k: i for i, k in enumerate(keys)}
         answers = self.store.get(index)
         todo = {k: well_formed(requests[i]) for k, i in index.items() if k not in answers}
-        self.tally.wanted += len(index)
         self.tally.known += len(answers)
         if todo and not self.tally.stopped:
             self.begin(todo, readable and (lambda key, answer: readable(index[key], answer)))
             for key, answer in answers.items(): self.check_readable(key, answer)
-            self.print_forecast(list(todo.values()), labels * len(todo) // len(index), asks)
+            self.print_forecast(list(todo.values()), asks)
             self.progress = Progress(self.name, len(todo))
             _run_async(self.answer_all())
             if self.fatal:
