@@ -11,22 +11,31 @@ from pathlib import Path
 from alpaca_farm.core.run.paths import module_of
 
 ROOT = Path(__file__).parents[1]
-TRAINERS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo', 'rrhf', 'quark', 'binary_feedback')  # modules whose runs can be interrupted
+# modules whose runs can be interrupted
+TRAINERS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo', 'rrhf', 'quark',
+            'binary_feedback')
 SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
 SETTINGS = dict(
-    world=dict(prose=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600, hidden_size=32, layers=1,
+    world=dict(prose=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600,
+               hidden_size=32, layers=1,
                heads=2, ffn=48, batch_size=16, learning_rate=3e-3),
     sft=dict(batch_size=12, learning_rate=1e-2, max_length=128, **SAMPLING),
-    best_of_n=dict(n=2, max_instances=30, chunk=10, **{k: v for k, v in SAMPLING.items() if k != 'eval_instances'}),
+    best_of_n=dict(n=2, max_instances=30, chunk=10,
+                   **{k: v for k, v in SAMPLING.items() if k != 'eval_instances'}),
     annotators=dict(label_flip=.25),
     reward_model=dict(batch_size=8, held_out=12, epochs=1, learning_rate=1e-3, max_length=128),
     dpo=dict(batch_size=8, epochs=1, beta=.1, learning_rate=1e-3, max_length=128, **SAMPLING),
-    expert_iteration=dict(n=2, max_instances=16, epochs=1, batch_size=8, learning_rate=1e-3, max_length=128, val_instances=8, **SAMPLING),
-    binary_feedback=dict(batch_size=8, learning_rate=1e-3, max_length=128, token_times=2, held_out=12, eval_every=4, val_instances=8, **SAMPLING),
-    rrhf=dict(k=4, batch_size=8, epochs=1, learning_rate=1e-3, max_length=128, save_every=0, **SAMPLING),
-    quark=dict(steps=3, rollouts=16, batch_size=8, updates=3, token_times=2, missing_eos='', learning_rate=1e-3, val_instances=8, eval_every=2, save_every=2,
+    expert_iteration=dict(n=2, max_instances=16, epochs=1, batch_size=8, learning_rate=1e-3,
+                          max_length=128, val_instances=8, **SAMPLING),
+    binary_feedback=dict(batch_size=8, learning_rate=1e-3, max_length=128, token_times=2,
+                         held_out=12, eval_every=4, val_instances=8, **SAMPLING),
+    rrhf=dict(k=4, batch_size=8, epochs=1, learning_rate=1e-3, max_length=128, save_every=0,
+              **SAMPLING),
+    quark=dict(steps=3, rollouts=16, batch_size=8, updates=3, token_times=2, missing_eos='',
+               learning_rate=1e-3, val_instances=8, eval_every=2, save_every=2,
                checkpoint_every=1, **SAMPLING),
-    ppo=dict(steps=3, rollouts=16, batch_size=8, ppo_epochs=2, learning_rate=1e-3, value_learning_rate=1e-3, val_instances=8,
+    ppo=dict(steps=3, rollouts=16, batch_size=8, ppo_epochs=2, learning_rate=1e-3,
+             value_learning_rate=1e-3, val_instances=8,
              eval_every=2, save_every=2, checkpoint_every=1, **SAMPLING))
 
 
@@ -36,11 +45,15 @@ def settings(notebook, base, **more):
     inputs = dict(
         world={}, sft=dict(data=runs['world'], policy=runs['world']),
         best_of_n=dict(data=runs['world'], policy=runs['sft'], reward_model=runs['reward_model']),
-        annotators=dict(outputs=runs['samples']), reward_model=dict(preferences=runs['annotators'], policy=runs['sft']),
+        annotators=dict(outputs=runs['samples']),
+        reward_model=dict(preferences=runs['annotators'], policy=runs['sft']),
         dpo=dict(preferences=runs['annotators'], policy=runs['sft'], data=runs['world']),
-        expert_iteration=dict(policy=runs['sft'], reward_model=runs['reward_model'], data=runs['world']),
-        binary_feedback=dict(preferences=runs['annotators'], policy=runs['sft'], data=runs['world']),
-        rrhf=dict(candidates=[runs['samples'], runs['world'] + '/preference.json'], policy=runs['sft'], data=runs['world'], reward_model=runs['reward_model'],
+        expert_iteration=dict(policy=runs['sft'], reward_model=runs['reward_model'],
+                              data=runs['world']),
+        binary_feedback=dict(preferences=runs['annotators'], policy=runs['sft'],
+                             data=runs['world']),
+        rrhf=dict(candidates=[runs['samples'], runs['world'] + '/preference.json'],
+                  policy=runs['sft'], data=runs['world'], reward_model=runs['reward_model'],
                   perplexity_model=runs['world']),
         quark=dict(policy=runs['sft'], reward_model=runs['reward_model'], data=runs['world']),
         ppo=dict(policy=runs['sft'], reward_model=runs['reward_model'], data=runs['world']))
@@ -49,7 +62,8 @@ def settings(notebook, base, **more):
 
 def config(module, **given):
     "The configuration of a notebook's module."
-    return next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)(**given)
+    return next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__
+                == module.__name__)(**given)
 
 
 def main(module):
@@ -69,11 +83,13 @@ def show_results(notebook, cfg):
     "Execute the cells of a notebook after its settings, which make the run and show its results; returns their text."
     import matplotlib.pyplot as plt
     from alpaca_farm.core.run.paths import notebook_path
-    code = [''.join(c['source']) for c in json.loads(notebook_path(notebook).read_text())['cells'] if c['cell_type'] == 'code']
+    code = [''.join(c['source']) for c in json.loads(notebook_path(notebook).read_text())['cells']
+            if c['cell_type'] == 'code']
     at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
     cells = vars(importlib.import_module(module_of(notebook))) | dict(cfg=cfg)
     for text in code[:at]:
-        if all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body): exec(text, cells)
+        if all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body):
+            exec(text, cells)
     shown = [text for text in code[at + 1:] if text.startswith('#| slow')]
     for text in shown: exec(text, cells)
     plt.close('all')
@@ -82,20 +98,24 @@ def show_results(notebook, cfg):
 
 def command(notebook, **given):
     "The command line of a run."
-    options = [x for k, v in given.items() for x in (f'--{k}', *map(str, v if isinstance(v, list) else [v]))]
+    options = [x for k, v in given.items()
+               for x in (f'--{k}', *map(str, v if isinstance(v, list) else [v]))]
     return [sys.executable, '-m', module_of(notebook), *options]
 
 
 def papermill(notebook, executed, **given):
     "The command line of a papermill run."
     options = [x for k, v in given.items()
-            for x in (('-y', f'{k}: {json.dumps(v)}') if isinstance(v, list) else ('-p', k, str(v)))]
-    return [sys.executable, '-m', 'papermill', str(notebook), str(executed), *options, '--no-progress-bar', '--log-level',
+            for x in (('-y', f'{k}: {json.dumps(v)}') if isinstance(v, list)
+                      else ('-p', k, str(v)))]
+    return [sys.executable, '-m', 'papermill', str(notebook), str(executed), *options,
+            '--no-progress-bar', '--log-level',
             'ERROR', '-k', 'python3']
 
 
 def environment(**more):
-    return dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', HF_HUB_OFFLINE='1',
+    return dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false',
+                HF_HUB_OFFLINE='1',
                 PYDEVD_DISABLE_FILE_VALIDATION='1', **more)
 
 
@@ -132,21 +152,29 @@ def free_ports(n):
 
 
 def spawn(command, **more):
-    return subprocess.Popen(command, env=environment(**more), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    return subprocess.Popen(command, env=environment(**more), stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT,
                             text=True)
 
 
-SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
+SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, intermediate_size=48,
             max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 ALIBI = dict(alibi=True, new_decoder_architecture=False, multi_query=True)
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1)
 FAMILIES = dict(  # what each needs beside SIZE; windows as long as the models can read
-    llama={}, qwen2={}, qwen3=dict(head_dim=8), mistral=dict(sliding_window=64), phi3={}, smollm3={}, gpt_neox={}, gemma2=dict(head_dim=8, sliding_window=64),
-    gemma3_text=dict(head_dim=8, sliding_window=64), mixtral=dict(num_local_experts=4, num_experts_per_tok=2), qwen3_moe=dict(head_dim=8, **MOE),
-    gpt2=dict(n_embd=32, n_layer=2, n_head=4), opt=dict(ffn_dim=48, word_embed_proj_dim=32), falcon=ALIBI | dict(alibi=False),
-    granite=dict(logits_scaling=4., residual_multiplier=.5), cohere2=dict(sliding_window=64, logit_scale=.25), phi={},
-    falcon_h1=dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8, lm_head_multiplier=.5), lfm2=dict(full_attn_idxs=[1]))
-UNPACKED = dict(bloom=dict(n_head=4, n_layer=2), mpt=dict(d_model=32, n_heads=4, n_layers=2), mamba={}, falcon=ALIBI)
+    llama={}, qwen2={}, qwen3=dict(head_dim=8), mistral=dict(sliding_window=64), phi3={},
+    smollm3={}, gpt_neox={}, gemma2=dict(head_dim=8, sliding_window=64),
+    gemma3_text=dict(head_dim=8, sliding_window=64),
+    mixtral=dict(num_local_experts=4, num_experts_per_tok=2), qwen3_moe=dict(head_dim=8, **MOE),
+    gpt2=dict(n_embd=32, n_layer=2, n_head=4), opt=dict(ffn_dim=48, word_embed_proj_dim=32),
+    falcon=ALIBI | dict(alibi=False),
+    granite=dict(logits_scaling=4., residual_multiplier=.5),
+    cohere2=dict(sliding_window=64, logit_scale=.25), phi={},
+    falcon_h1=dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_n_groups=1,
+                   mamba_d_state=8, lm_head_multiplier=.5), lfm2=dict(full_attn_idxs=[1]))
+UNPACKED = dict(bloom=dict(n_head=4, n_layer=2), mpt=dict(d_model=32, n_heads=4, n_layers=2),
+                mamba={}, falcon=ALIBI)
 
 
 def family(name, std=.3, **more):
@@ -154,22 +182,30 @@ def family(name, std=.3, **more):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     torch.manual_seed(0)
-    attention, config = more.pop('attn_implementation', None), SIZE | (UNPACKED | FAMILIES).get(name, {}) | more
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config), attn_implementation=attention).eval()
+    attention = more.pop('attn_implementation', None)
+    config = SIZE | (UNPACKED | FAMILIES).get(name, {}) | more
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **config),
+                                             attn_implementation=attention).eval()
     for p in model.parameters():
         if p.ndim == 2: p.data.normal_(std=std)
     return model
 
 
-def letters(template="{{ bos_token }}{% for m in messages %}{{ m.content }}{{ '<sep>' if m.role == 'user' else eos_token }}{% endfor %}", last='<sep>'):
+def letters(
+    template="{{ bos_token }}{% for m in messages %}{{ m.content }}{{ '<sep>' if m.role == 'user' else eos_token }}{% endfor %}", last='<sep>'):
     "A tokenizer of 260 tokens, one for each byte, that puts <s> before a text."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
     special = ['<pad>', '<s>', '</s>', last]
-    tokenizer = Tokenizer(models.BPE({t: i for i, t in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single='<s> $A', special_tokens=[('<s>', 1)])
+    tokenizer = Tokenizer(
+        models.BPE({t: i for i,
+                    t in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(
+        add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.post_processor = processors.TemplateProcessing(single='<s> $A',
+                                                             special_tokens=[('<s>', 1)])
     tokenizer.add_special_tokens(special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=[last], pad_token='<pad>', bos_token='<s>', eos_token='</s>')
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, extra_special_tokens=[last],
+                                        pad_token='<pad>', bos_token='<s>', eos_token='</s>')
     tokenizer.chat_template = template
     return tokenizer

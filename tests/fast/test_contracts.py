@@ -62,11 +62,13 @@ def source(cell): return ''.join(cell['source'])
 
 
 def export_cells(path):
-    return [source(c) for c in cells(path) if c['cell_type'] == 'code' and re.match(r'#\| *export', source(c))]
+    return [source(c) for c in cells(path) if c['cell_type'] == 'code'
+            and re.match(r'#\| *export', source(c))]
 
 
 def defined(text):
-    return [s for s in ast.parse(text).body if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
+    return [s for s in ast.parse(text).body
+            if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
 
 
 def is_patch(definition):
@@ -78,12 +80,14 @@ def config_of(path):
     "The notebook's dataclass of settings, None when it has none."
     notebook = path.stem
     module = importlib.import_module(module_of(notebook))
-    found = [v for v in vars(module).values() if isinstance(v, type) and dataclasses.is_dataclass(v)
+    found = [v for v in vars(module).values() if isinstance(v, type)
+             and dataclasses.is_dataclass(v)
              and v.__module__ == module.__name__ and v.__name__.endswith('Config')]
     return found[0] if found else None
 
 
-def parameters(path): return [c for c in cells(path) if 'parameters' in c['metadata'].get('tags', [])]
+def parameters(path):
+    return [c for c in cells(path) if 'parameters' in c['metadata'].get('tags', [])]
 
 
 SETTABLE = [p for p in RUNNABLE if re.search(r'class \w+Config\(', p.read_text(encoding='utf-8'))]
@@ -92,17 +96,22 @@ each_module = pytest.mark.parametrize('path', MODULES, ids=name_of)
 
 
 def test_only_the_server_preloads():
-    assert [p.stem for p in MODULES if 'preload' in p.read_text(encoding='utf-8')] == ['execution', 'preload']
+    assert [p.stem for p in MODULES if 'preload' in p.read_text(encoding='utf-8')] == ['execution',
+        'preload']
 
 
 def test_exports_are_fresh(tmp_path):
-    for name in ('nbs', 'alpaca_farm'): shutil.copytree(tiny.ROOT/name, tmp_path/name, ignore=shutil.ignore_patterns('__pycache__', '.ipynb_checkpoints'))
+    for name in ('nbs', 'alpaca_farm'):
+        shutil.copytree(tiny.ROOT/name, tmp_path/name,
+                        ignore=shutil.ignore_patterns('__pycache__', '.ipynb_checkpoints'))
     for name in ('settings.ini', 'README.md'): shutil.copy(tiny.ROOT/name, tmp_path/name)
     was = {p: p.read_bytes() for p in sorted((tmp_path/'alpaca_farm').rglob('*.py'))}
     for p in was:
-        if p.name not in ('__init__.py', '_modidx.py'): p.unlink()  # a module without a notebook would not come back
+        if p.name not in ('__init__.py', '_modidx.py'):
+            p.unlink()  # a module without a notebook would not come back
     export = 'from nbdev.export import nb_export; from nbdev.doclinks import nbdev_export; nbdev_export()'
-    subprocess.run([sys.executable, '-c', export], cwd=tmp_path, env=tiny.environment(), check=True, capture_output=True)
+    subprocess.run([sys.executable, '-c', export], cwd=tmp_path, env=tiny.environment(),
+                   check=True, capture_output=True)
     now = {p: p.read_bytes() for p in sorted((tmp_path/'alpaca_farm').rglob('*.py'))}
     assert [p.name for p in was] == [p.name for p in now]
     assert [p.name for p in was if was[p] != now[p]] == []
@@ -148,22 +157,18 @@ def test_parameters_cell_has_the_settings_of_the_notebook(path):
 
 def globals_set(tree):
     "Names that code binds in its module: by import, definition, assignment, `for`, `with`, `except` and `:=`, tuples included."
-    if isinstance(tree, (ast.Import, ast.ImportFrom)): yield from ((a.asname or a.name).split('.')[0] for a in tree.names)
+    if isinstance(tree, (ast.Import, ast.ImportFrom)):
+        yield from ((a.asname or a.name).split('.')[0] for a in tree.names)
     elif isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)): yield tree.name
     elif isinstance(tree, ast.Name) and isinstance(tree.ctx, ast.Store): yield tree.id
     elif isinstance(tree, ast.ExceptHandler) and tree.name: yield tree.name
     if isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)): return
     for name, value in ast.iter_fields(tree):
         parts = value if isinstance(value, list) else [value]
-        if isinstance(tree, ast.comprehension) and name == 'target': continue  # bound in the comprehension only
+        if isinstance(tree, ast.comprehension) and name == 'target':
+            continue  # bound in the comprehension only
         for part in parts:
             if isinstance(part, ast.AST): yield from globals_set(part)
-
-
-def test_what_code_binds_in_its_module():
-    text = '''import a.b, c as d\nfor e, (f, *g) in h: i = [j for j in k if (m := j)]
-with o as (p, q): r[s] = t.u = 0\nif v:\n  w: int = 1\ndef x(): y = 1\ntry: z += 1\nexcept E as err: lambda n: (nn := n)'''
-    assert set(globals_set(ast.parse(text))) == set('a d e f g i m p q w x z err'.split())
 
 
 @each_notebook
@@ -171,10 +176,13 @@ def test_no_setting_hides_a_name_of_the_notebook(path):
     "papermill assigns globals, and a parameters cell may be run again: no other cell binds a name of a setting."
     known = {f.name for f in dataclasses.fields(config_of(path))}
     code = [c for c in cells(path) if c['cell_type'] == 'code' and not source(c).startswith('%')]
-    trees = [(c['id'], ast.parse(source(c))) for c in code if 'parameters' not in c['metadata'].get('tags', [])]
+    trees = [(c['id'], ast.parse(source(c))) for c in code
+             if 'parameters' not in c['metadata'].get('tags', [])]
     assert {i: hidden for i, tree in trees if (hidden := known & set(globals_set(tree)))} == {}
-    used = {n.id for _, tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
-    assert known & set(dir(builtins)) & used == set()  # nor is a setting called like a builtin it uses
+    used = {n.id for _, tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)
+            and isinstance(n.ctx, ast.Load)}
+    # nor is a setting called like a builtin it uses
+    assert known & set(dir(builtins)) & used == set()
 
 
 @each_notebook
@@ -184,8 +192,10 @@ def test_notebook_of_a_method(path):
     first = source(cells(path)[0])
     assert first.startswith('# ') and re.search(r'^> \S', first, re.M)
     at = next(i for i, c in enumerate(code) if 'parameters' in c['metadata'].get('tags', []))
-    assert re.match(rf'cfg = {config_of(path).__name__}\.collect\(globals\(\)\)', source(code[at + 1]))
-    assert source(code[-1]).startswith('#| export') and f'command({config_of(path).__name__}, ' in source(code[-1])
+    assert re.match(rf'cfg = {config_of(path).__name__}\.collect\(globals\(\)\)',
+                    source(code[at + 1]))
+    assert source(code[-1]).startswith('#| export')
+    assert f'command({config_of(path).__name__}, ' in source(code[-1])
     for c in code:
         if re.search(r'^(train|run)\(cfg', source(c), re.M): assert source(c).startswith('#| slow')
 
@@ -196,21 +206,15 @@ def test_help_lists_every_setting(path, capsys):
     with pytest.raises(SystemExit) as e: from_args(config_of(path), ['--help'], path.stem)
     said = capsys.readouterr().out
     assert e.value.code == 0
-    for f in dataclasses.fields(config_of(path)): assert re.search(rf'^ +--{f.name} \[?\w+', said, re.M), f.name
+    for f in dataclasses.fields(config_of(path)):
+        assert re.search(rf'^ +--{f.name} \[?\w+', said, re.M), f.name
     assert not re.search(r'^ +--\w+ \w+\s*\n(?= +--)', said, re.M)  # each with its comment
-
-
-def test_help_of_the_command_line():
-    from alpaca_farm.ppo import PPOConfig
-    said = subprocess.run([sys.executable, '-m', 'alpaca_farm.ppo', '--help'], env=tiny.environment(), cwd=tiny.ROOT,
-                          capture_output=True, text=True, check=True).stdout
-    for f in dataclasses.fields(PPOConfig): assert f'--{f.name} ' in said
-    assert 'weight of the KL penalty' in said
 
 
 @pytest.mark.parametrize('args, message', [
     (['--kl_coff', '0.1'], 'Did you mean kl_coef'), (['--kl_coef', 'abc'], "kl_coef = 'abc'"),
-    (['--kl_coef', '-1'], 'kl_coef'), (['--kl_kind', 'k33'], "Did you mean 'k3'"), (['--policy', 'no/such/folder'], "policy = 'no/such/folder'"),
+    (['--kl_coef', '-1'], 'kl_coef'), (['--kl_kind', 'k33'], "Did you mean 'k3'"),
+    (['--policy', 'no/such/folder'], "policy = 'no/such/folder'"),
     (['--rollouts', '100', '--batch_size', '3'], 'multiple')])
 def test_wrong_command_lines(args, message, capsys):
     from alpaca_farm.core.run.settings import from_args
@@ -221,7 +225,8 @@ def test_wrong_command_lines(args, message, capsys):
 
 
 def test_no_undefined_names():
-    done = subprocess.run([sys.executable, '-m', 'ruff', 'check', '--no-cache', '--isolated', '--select', 'F821,F811,F822', str(PACKAGE)],
+    done = subprocess.run([sys.executable, '-m', 'ruff', 'check', '--no-cache', '--isolated',
+                           '--select', 'F821,F811,F822', str(PACKAGE)],
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -248,16 +253,20 @@ for name in sys.argv[1:]:
 @pytest.mark.alone
 def test_imports_are_quick_and_light():
     "Each module in a process of its own that has torch and transformers already; tried again where it takes long."
-    names = [f'alpaca_farm.{name_of(p)}' for p in MODULES if p.stem != 'preload']   # the server's, which no module imports
-    env = tiny.environment() | dict(PYTHONDONTWRITEBYTECODE='')   # as installed: compiled once, not at every import
-    out = subprocess.run([sys.executable, '-c', FORKS, *names], cwd=tiny.ROOT, env=env, capture_output=True, text=True)
+    # the server's, which no module imports
+    names = [f'alpaca_farm.{name_of(p)}' for p in MODULES if p.stem != 'preload']
+    # as installed: compiled once, not at every import
+    env = tiny.environment() | dict(PYTHONDONTWRITEBYTECODE='')
+    out = subprocess.run([sys.executable, '-c', FORKS, *names], cwd=tiny.ROOT, env=env,
+                         capture_output=True, text=True)
     rows = [json.loads(l) for l in out.stdout.splitlines()]
     assert [r[0] for r in rows] == names, out.stderr
     assert {n: heavy for n, _, heavy in rows if heavy} == {}
     assert {n: t for n, t, _ in rows if t > .3} == {}
 
 
-TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs', 'core.data.records',
+TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs',
+              'core.data.records',
               'embedded.crowd', 'world', 'annotators', 'eval', 'boards.text']
 BARE = '''
 import importlib, os, sys
@@ -272,7 +281,8 @@ for name in sys.argv[1:]:
 
 def test_modules_without_tensors_do_not_import_torch():
     "Each in a process of its own that has imported nothing before."
-    out = subprocess.run([sys.executable, '-c', BARE, *TENSORLESS], cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True)
+    out = subprocess.run([sys.executable, '-c', BARE, *TENSORLESS], cwd=tiny.ROOT,
+                         env=tiny.environment(), capture_output=True, text=True)
     assert out.returncode == 0 and out.stdout.splitlines() == TENSORLESS, out.stderr + out.stdout
 
 
@@ -280,10 +290,14 @@ def imported(path):
     "Modules of the package that a module imports, anywhere in it."
     here = name_of(path).split('.')[:-1]
     for n in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-        if isinstance(n, ast.Import): yield from (a.name.removeprefix('alpaca_farm.') for a in n.names if a.name.startswith('alpaca_farm.'))
+        if isinstance(n, ast.Import):
+            yield from (a.name.removeprefix('alpaca_farm.') for a in n.names
+                        if a.name.startswith('alpaca_farm.'))
         if not isinstance(n, ast.ImportFrom): continue
         module = n.module or ''
-        if n.level: module = '.'.join(['alpaca_farm', *here[:len(here) + 1 - n.level], *([module] if module else [])])
+        if n.level:
+            module = '.'.join(['alpaca_farm', *here[:len(here) + 1 - n.level],
+                               *([module] if module else [])])
         if module == 'alpaca_farm': yield from (a.name for a in n.names)
         elif module.startswith('alpaca_farm.'): yield module.removeprefix('alpaca_farm.')
 
@@ -292,7 +306,8 @@ def imported(path):
 def test_imports_only_go_down(path):
     name = name_of(path)
     for other in imported(path):
-        if other in {name_of(p) for p in MODULES}: assert LEVEL.get(other, METHOD) < LEVEL.get(name, METHOD), f'{name} imports {other}'
+        if other in {name_of(p) for p in MODULES}:
+            assert LEVEL.get(other, METHOD) < LEVEL.get(name, METHOD), f'{name} imports {other}'
 
 
 @each_module
@@ -306,16 +321,18 @@ def test_a_name_means_one_thing():
     "A function or class is defined in one module only, but for what every notebook has: `train` or `run`."
     where = {}
     for path in MODULES:
-        for d in filterfalse(is_patch, defined(path.read_text(encoding='utf-8'))): where.setdefault(d.name, []).append(name_of(path))
+        for d in filterfalse(is_patch, defined(path.read_text(encoding='utf-8'))):
+            where.setdefault(d.name, []).append(name_of(path))
     assert {n: m for n, m in where.items() if len(m) > 1 and n not in ('train', 'run')} == {}
-
 
 
 @each_module
 def test_nothing_unsafe_is_loaded(path):
     text = path.read_text(encoding='utf-8')
-    assert not re.search(r'trust_remote_code|\bpickle\b|torch\.load\b|torch\.save\b|\bmarshal\b|shell=True', text)
-    assert not any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id in ('eval', 'exec')
+    assert not re.search(
+        r'trust_remote_code|\bpickle\b|torch\.load\b|torch\.save\b|\bmarshal\b|shell=True', text)
+    assert not any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+                   and n.func.id in ('eval', 'exec')
                    for n in ast.walk(ast.parse(text)))
 
 

@@ -2,12 +2,9 @@
 import builtins
 import errno
 import functools
-import gzip
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,34 +13,43 @@ import tiny
 from alpaca_farm import annotators, best_of_n, dpo, ppo, reward_model, sft
 from alpaca_farm.core.run import runs
 from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run.files import atomic_write, read_json, save_state, write_json
-from alpaca_farm.core.run.runs import read_log, read_summary, remove_temporary
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_log, read_summary
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
-PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b', preference=1) for i in range(6)]
+PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b', preference=1)
+         for i in range(6)]
 
 
 def changed(row, **more): return [dict(r, **more) if i == row else r for i, r in enumerate(ROWS)]
 
 
-def without(row, name): return [{k: v for k, v in r.items() if k != name or i != row} for i, r in enumerate(ROWS)]
+def without(row, name):
+    return [{k: v for k, v in r.items() if k != name or i != row} for i, r in enumerate(ROWS)]
 
 
 def as_json(rows): return json.dumps(rows).encode()
 
 
 BAD = dict(
-    nothing=(b'', 'holds no records'), blank=(b' \n', 'holds no records'), no_rows=(b'[]', 'holds no records'),
-    no_list=(b'{"a":\n1}', 'a list of records is expected, not a dict'), cut_short=(as_json(ROWS)[:-20], 'not valid JSON'),
-    no_record=(b'[1]', 'row 0: a record is expected'), missing=(as_json(without(3, 'output')), "row 3: the field 'output' is missing"),
-    no_instruction=(as_json(without(2, 'instruction')), "row 2: the field 'instruction' is missing"),
-    empty_instruction=(as_json(changed(1, instruction='  ')), "row 1: the field 'instruction' is empty"),
+    nothing=(b'', 'holds no records'), blank=(b' \n', 'holds no records'),
+    no_rows=(b'[]', 'holds no records'),
+    no_list=(b'{"a":\n1}', 'a list of records is expected, not a dict'),
+    cut_short=(as_json(ROWS)[:-20], 'not valid JSON'),
+    no_record=(b'[1]', 'row 0: a record is expected'),
+    missing=(as_json(without(3, 'output')), "row 3: the field 'output' is missing"),
+    no_instruction=(as_json(without(2, 'instruction')),
+                    "row 2: the field 'instruction' is missing"),
+    empty_instruction=(as_json(changed(1, instruction='  ')),
+                       "row 1: the field 'instruction' is empty"),
     number=(as_json(changed(4, output=7)), "row 4: the field 'output' is 7, not a string"),
     null=(as_json(changed(4, output=None)), "row 4: the field 'output' is None, not a string"),
-    listed=(as_json(changed(4, output=['a'])), r"row 4: the field 'output' is \['a'\], not a string"),
+    listed=(as_json(changed(4, output=['a'])),
+            r"row 4: the field 'output' is \['a'\], not a string"),
     input_number=(as_json(changed(0, input=3)), "row 0: the field 'input' is 3, not a string"),
     latin=(as_json(ROWS)[:40] + b'caf\xe9' + as_json(ROWS)[40:], 'byte 43 is not UTF-8'),
-    field_twice=(b'[{"instruction": "a", "instruction": "b", "output": "c"}]', "field 'instruction' is given twice"))
+    field_twice=(b'[{"instruction": "a", "instruction": "b", "output": "c"}]',
+                 "field 'instruction' is given twice"))
 
 
 def refused(train, cfg, error, match):
@@ -56,81 +62,62 @@ def refused(train, cfg, error, match):
 def test_bad_demonstrations(base, tmp_path, name):
     content, message = BAD[name]
     (tmp_path/'bad.json').write_bytes(content)
-    given = tiny.settings('sft', base, out=str(tmp_path/'out')) | dict(data=str(tmp_path/'bad.json'), val_split='', eval_split='')
+    given = tiny.settings('sft', base, out=str(tmp_path/'out')) | dict(
+        data=str(tmp_path/'bad.json'), val_split='', eval_split='')
     refused(sft.train, sft.SFTConfig(**given), ValueError, rf'bad\.json.*{message}')
 
 
 @pytest.mark.parametrize('row, message', [
-    (dict(preference=3), "'preference' is 3, not a number from 1 to 2"), (dict(preference=0.5), "'preference' is 0.5"),
-    (dict(preference='many'), "'preference' is 'many'"), (dict(preference=True), "'preference' is True"),
+    (dict(preference=3), "'preference' is 3, not a number from 1 to 2"),
+    (dict(preference=0.5), "'preference' is 0.5"),
+    (dict(preference='many'), "'preference' is 'many'"),
+    (dict(preference=True), "'preference' is True"),
     (dict(output_2=None), "'output_2' is None")])
 @pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
 def test_bad_preferences(base, tmp_path, notebook, row, message):
-    (tmp_path/'bad.json').write_text(json.dumps([dict(p, **row) if i == 3 else p for i, p in enumerate(PAIRS)]))
+    (tmp_path/'bad.json').write_text(
+        json.dumps([dict(p, **row) if i == 3 else p for i, p in enumerate(PAIRS)]))
     module = dict(reward_model=reward_model, dpo=dpo)[notebook]
-    given = tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(preferences=str(tmp_path/'bad.json'))
-    refused(tiny.main(module), tiny.config(module, **given), ValueError, rf'bad\.json, row 3: the field {message}')
+    given = tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(
+        preferences=str(tmp_path/'bad.json'))
+    refused(tiny.main(module), tiny.config(module, **given), ValueError,
+            rf'bad\.json, row 3: the field {message}')
 
 
 def test_a_text_is_read_as_a_label_and_nan_is_none(tmp_path, capsys):
     given = ['2', float('nan'), 1, 1.5]
-    (tmp_path/'a.json').write_text(json.dumps([dict(p, preference=v) for p, v in zip(PAIRS, given)]))
-    assert [r['preference'] for r in load_records(str(tmp_path/'a.json'), kind='preference')] == [2, 1, 1.5]
+    (tmp_path/'a.json').write_text(
+        json.dumps([dict(p, preference=v) for p, v in zip(PAIRS, given)]))
+    assert [r['preference'] for r in load_records(str(tmp_path/'a.json'), kind='preference')] == [
+        2, 1, 1.5]
     assert '1 pairs have no label' in capsys.readouterr().out
 
 
-def test_a_bad_row_of_jsonl_and_gz_is_named(tmp_path):
-    lines = [json.dumps(r) for r in ROWS]
-    (tmp_path/'a.jsonl').write_text('\n'.join(lines[:2] + ['{"instruction": '] + lines[2:]))
-    with pytest.raises(ValueError, match=r'a\.jsonl, row 2: not valid JSON'): load_records(str(tmp_path/'a.jsonl'))
-    (tmp_path/'b.json.gz').write_bytes(gzip.compress(b'caf\xe9'))
-    with pytest.raises(ValueError, match=r'b\.json\.gz: byte 3 is not UTF-8'): load_records(str(tmp_path/'b.json.gz'))
-    (tmp_path/'c.jsonl.gz').write_bytes(b'no gzip at all')
-    with pytest.raises(ValueError, match=r'c\.jsonl\.gz'): load_records(str(tmp_path/'c.jsonl.gz'))
-    (tmp_path/'d.parquet').write_bytes(b'no parquet at all')
-    with pytest.raises(ValueError, match=r'd\.parquet'): load_records(str(tmp_path/'d.parquet'))
-
-
-def test_a_csv_row_of_another_length_is_named(tmp_path):
-    for name, row, message in (('long', 'a,b,c', 'row 1'), ('short', 'a', "row 1: the field 'output'")):
-        (tmp_path/f'{name}.csv').write_text(f'instruction,output\nSay,ok\n{row}\n')
-        with pytest.raises(ValueError, match=rf'{name}\.csv, {message}'): load_records(str(tmp_path/f'{name}.csv'), kind='output')
-
-
-def test_a_gz_file_cut_short_is_named(tmp_path):
-    (tmp_path/'e.jsonl.gz').write_bytes(gzip.compress(as_json(ROWS))[:-12])
-    with pytest.raises(ValueError, match=r'e\.jsonl\.gz'): load_records(str(tmp_path/'e.jsonl.gz'))
-
-
-def test_a_split_that_is_not_there(base, tmp_path):
-    given = tiny.settings('sft', base, out=str(tmp_path/'out'), split='demos')
-    refused(sft.train, sft.SFTConfig(**given), FileNotFoundError, r'no demos\.json in it; it holds .*eval\.json')
-
-
 def test_candidates_with_a_bad_answer(tmp_path):
-    rows = [dict(instruction=f'Say {i}.', output=['a', 'b'] if i != 2 else ['a', None]) for i in range(4)]
+    rows = [dict(instruction=f'Say {i}.', output=['a', 'b'] if i != 2 else ['a', None])
+            for i in range(4)]
     (tmp_path/'bad.json').write_text(json.dumps(rows))
     cfg = annotators.AnnotatorsConfig(out=str(tmp_path/'out'), outputs=str(tmp_path/'bad.json'))
-    refused(annotators.run, cfg, ValueError, "row 2: the field 'output' is .*not a list of strings")
+    refused(annotators.run, cfg, ValueError,
+            "row 2: the field 'output' is .*not a list of strings")
 
 
-def long_data(base, folder, n, first=3):
-    "A dataset of which `n` prompts are too long."
+LONG_PROMPTS = dict(
+    sft=dict(max_length=128, val_split='', eval_split=''), ppo=dict(annotators='', rollouts=8),
+    best_of_n=dict(reward_model='', chunk=3))   # too long a prompt costs itself, not its chunk
+
+
+@pytest.mark.parametrize('module', [sft, best_of_n, ppo], ids=lambda m: m.__name__)
+def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, module):
     rows = load_records(str(base/'world'), 'eval', 'output', 12)
-    for r in rows[first:first + n]: r['instruction'] += ' please'*150
-    (folder/'long.json').write_text(json.dumps(rows))
-    return str(folder/'long.json')
-
-
-@pytest.mark.parametrize('notebook', ['sft', 'best_of_n', 'ppo'])
-def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, notebook):
-    module, data = dict(sft=sft, best_of_n=best_of_n, ppo=ppo)[notebook], long_data(base, tmp_path, 2)
-    more = dict(sft=dict(max_length=128, val_split='', eval_split=''), best_of_n=dict(reward_model='', chunk=100),
-                ppo=dict(annotators='', rollouts=8))[notebook]
-    tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(data=data) | more))
+    for r in rows[3:5]: r['instruction'] += ' please'*150
+    (tmp_path/'long.json').write_text(json.dumps(rows))
+    notebook = module.__name__.split('.')[-1]
+    given = tiny.settings(notebook, base, out=str(tmp_path/'out')) | LONG_PROMPTS[notebook]
+    tiny.main(module)(tiny.config(module, **given | dict(data=str(tmp_path/'long.json'))))
     assert '2 of 12' in capsys.readouterr().out
     assert read_summary(tmp_path/'out')['too_long'] == 2
-    if notebook == 'best_of_n': assert len(read_json(tmp_path/'out'/'outputs.json')) == 10
+    if module is best_of_n: assert len(read_json(tmp_path/'out'/'outputs.json')) == 10
 
 
 @pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
@@ -139,24 +126,14 @@ def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, notebook):
     for i, r in enumerate(rows[:10]): r.update(output_2=f'{i}' + ' very'*150)
     (tmp_path/'long.json').write_text(json.dumps(rows))
     module = dict(reward_model=reward_model, dpo=dpo)[notebook]
-    more = dict(max_length=128) | (dict(held_out=1) if notebook == 'reward_model' else dict(eval_split=''))
-    tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(preferences=str(tmp_path/'long.json')) | more))
+    more = dict(max_length=128) | (dict(held_out=1) if notebook == 'reward_model'
+                                   else dict(eval_split=''))
+    tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/'out'))
+                                  | dict(preferences=str(tmp_path/'long.json')) | more))
     assert ' of ' in capsys.readouterr().out
     found = read_summary(tmp_path/'out')
-    assert found['too_long'] in (9, 10) and found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
-
-
-def test_chunks_of_long_prompts_are_left_out_not_fatal(base, tmp_path):
-    "Too long a prompt costs itself, wherever the chunks are cut."
-    data = long_data(base, tmp_path, 2)
-    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(data=data, reward_model='', chunk=3)
-    best_of_n.run(best_of_n.BestOfNConfig(**given))
-    assert read_summary(tmp_path/'out')['too_long'] == 2
-
-
-def test_prompts_that_are_all_too_long(base, tmp_path):
-    given = tiny.settings('ppo', base, out=str(tmp_path/'out')) | dict(data=long_data(base, tmp_path, 12, 0), max_prompt=60)
-    refused(ppo.train, ppo.PPOConfig(**given), ValueError, '12 of 12 prompts are longer than max_prompt = 60 tokens. Set max_prompt to')
+    assert found['too_long'] in (9, 10)
+    assert found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
 
 
 def test_out_that_cannot_be_written(base, tmp_path):
@@ -164,24 +141,12 @@ def test_out_that_cannot_be_written(base, tmp_path):
     given = tiny.settings('sft', base, out=str(tmp_path/'file'/'sft'))
     with pytest.raises(OSError, match='cannot write there'): sft.train(sft.SFTConfig(**given))
     assert (tmp_path/'file').read_text() == 'mine'
-    with pytest.raises(OSError, match='cannot write there'): sft.train(sft.SFTConfig(**given | dict(out=str(tmp_path/'file'))))
+    with pytest.raises(OSError, match='cannot write there'):
+        sft.train(sft.SFTConfig(**given | dict(out=str(tmp_path/'file'))))
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason='root writes anywhere')
-def test_out_without_permission(base, tmp_path):
-    (tmp_path/'shut').mkdir(mode=0o500)
-    given = tiny.settings('sft', base, out=str(tmp_path/'shut'/'sft'))
-    with pytest.raises(OSError, match='cannot write there'): sft.train(sft.SFTConfig(**given))
-
-
-def test_out_with_foreign_files(base, tmp_path):
-    (tmp_path/'thesis').mkdir(); (tmp_path/'thesis'/'chapter.tex').write_text('long work')
-    given = tiny.settings('sft', base, out=str(tmp_path/'thesis'))
-    with pytest.raises(ValueError, match='holds files that do not belong to a run'): sft.train(sft.SFTConfig(**given))
-    assert [p.name for p in (tmp_path/'thesis').iterdir()] == ['chapter.tex']
-
-
-@pytest.mark.parametrize('files', [['config.json'], ['.backup.2023/notes.txt'], ['.hidden'], ['.git/config', '.a.json.123'], ['data.csv']])
+@pytest.mark.parametrize('files', [
+    ['config.json'], ['.backup.2023/notes.txt'], ['.git/config', '.a.json.123'], ['data.csv']])
 def test_out_that_is_not_ours_is_untouched(base, tmp_path, files):
     "Another program's folder, or one with hidden files only."
     out = tmp_path/'theirs'
@@ -190,14 +155,16 @@ def test_out_that_is_not_ours_is_untouched(base, tmp_path, files):
         (out/name).write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match='holds files that do not belong to a run'):
         sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(out))))
-    assert sorted(str(p.relative_to(out)) for p in out.rglob('*') if p.is_file()) == sorted(files)
+    assert sorted(str(p.relative_to(out)) for p in out.rglob('*') if p.is_file()) == files
 
 
 @pytest.fixture
 def run_of_sft(base, tmp_path):
     "A finished run that may be spoiled: its folder and a function that runs it again."
     shutil.copytree(whole(base), tmp_path/'sft')
-    def again(**more): return sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft')) | more))
+    def again(**more):
+        return sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft'))
+                                       | more))
     return tmp_path/'sft', again
 
 
@@ -211,57 +178,51 @@ def whole(base):
 def test_only_our_own_temporary_files_are_swept(run_of_sft):
     folder, again = run_of_sft
     theirs = ['.backup.2023/notes.txt', '.x.123', 'checkpoint/.keep']
-    for name in (*theirs, '.alpaca_farm-model.123/config.json', 'checkpoint/.alpaca_farm-state.safetensors.1/.tmpB11v7m'):
+    for name in (*theirs, '.alpaca_farm-model.123/config.json',
+                 'checkpoint/.alpaca_farm-state.safetensors.1/.tmpB11v7m'):
         (folder/name).parent.mkdir(parents=True, exist_ok=True)
         (folder/name).write_text('')
     (folder/'summary.json').unlink()
     again()
-    hidden = {str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file() and '/.' in f'/{p.relative_to(folder)}'}
+    hidden = {str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file()
+              and '/.' in f'/{p.relative_to(folder)}'}
     assert hidden == set(theirs)
 
 
-def test_what_a_killed_library_left_is_swept(tmp_path):
-    "safetensors writes to a temporary file of its own beside the one it is given."
-    state = tmp_path/'checkpoint'/'state.safetensors'
-    killed = f"""import os, pathlib, safetensors.torch
-from alpaca_farm.core.run.files import save_state
-def killed_while_writing(tensors, path, **more):
-    pathlib.Path(path).with_name('.tmpB11v7m').write_text('half')
-    os._exit(9)
-safetensors.torch.save_file = killed_while_writing
-save_state({str(state)!r}, dict(step=1))"""
-    assert subprocess.run([sys.executable, '-c', killed], cwd=tiny.ROOT).returncode == 9
-    assert [p for p in tmp_path.rglob('*') if p.is_file()]
-    remove_temporary(tmp_path)
-    assert [p for p in tmp_path.rglob('*') if p.is_file()] == []
-
-
 @pytest.mark.parametrize('out, message', [
-    ('world', 'lies in the input'), ('world/inner', 'lies in the input'), ('', 'lies in the input'), ('sft/model', 'lies in the input'),
-    ('annotators/model', 'a part of the run'), ('annotators/model-8', 'a part of the run'), ('annotators/checkpoint', 'a part of the run')])
+    ('world', 'lies in the input'), ('', 'lies in the input'), ('sft/model', 'lies in the input'),
+    ('annotators/model', 'a part of the run'), ('annotators/checkpoint', 'a part of the run')])
 def test_out_among_inputs_or_in_a_run(base, out, message):
     was = sorted(base.rglob('*'))
+    given = tiny.settings('reward_model', base, out=str(base/out))
+    given |= dict(preferences=str(base/'world'/'preference.json'))
     with pytest.raises(ValueError, match=message):
-        reward_model.train(reward_model.RewardModelConfig(**tiny.settings('reward_model', base, out=str(base/out)) | (
-            dict(preferences=str(base/'world'/'sft.json'), policy=str(base/'sft'))) | (dict(preferences=str(base/'world')) if 'world' in out else {})))
+        reward_model.train(reward_model.RewardModelConfig(**given))
     assert sorted(base.rglob('*')) == was
 
 
 def test_a_linked_out_stays_a_link(base, tmp_path):
     (tmp_path/'disk').mkdir()
     (tmp_path/'sft').symlink_to(tmp_path/'disk'/'mine', target_is_directory=True)
-    for seed in (0, 1): sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft'), eval_split='', val_split='', seed=seed)))
-    assert (tmp_path/'sft').is_symlink() and sorted(p.name for p in (tmp_path/'disk').glob('mine*')) == ['mine', 'mine~1']
-    assert [read_json(tmp_path/'disk'/n/'config.json')['settings']['seed'] for n in ('mine~1', 'mine')] == [0, 1]
+    for seed in (0, 1):
+        sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft'),
+                                                eval_split='', val_split='', seed=seed)))
+    assert (tmp_path/'sft').is_symlink()
+    assert sorted(p.name for p in (tmp_path/'disk').glob('mine*')) == ['mine', 'mine~1']
+    assert [read_json(tmp_path/'disk'/n/'config.json')['settings']['seed']
+            for n in ('mine~1', 'mine')] == [0, 1]
 
 
 def test_a_failing_command_leaves_the_earlier_run(run_of_sft):
     folder, again = run_of_sft
     was = {p: p.stat().st_mtime_ns for p in folder.rglob('*')}
-    for given in (dict(split='nothing'), dict(max_length=2), dict(seed=1, policy=str(folder.parent))):
+    for given in (dict(split='nothing'), dict(max_length=2),
+                  dict(seed=1, policy=str(folder.parent))):
         with pytest.raises((ValueError, FileNotFoundError)): again(**given)
-        assert {p: p.stat().st_mtime_ns for p in folder.rglob('*')} == was and not folder.with_name('sft~1').exists()
-        with pytest.raises((ValueError, FileNotFoundError)): again(**given | dict(out=str(folder.with_name('new'))))
+        assert {p: p.stat().st_mtime_ns for p in folder.rglob('*')} == was
+        assert not folder.with_name('sft~1').exists()
+        with pytest.raises((ValueError, FileNotFoundError)):
+            again(**given | dict(out=str(folder.with_name('new'))))
         assert not folder.with_name('new').exists()
     assert again().done
 
@@ -280,58 +241,42 @@ def test_what_is_damaged_at_resume_is_named(base, tmp_path, monkeypatch):
     log, state = tmp_path/'sft'/'log.jsonl', tmp_path/'sft'/'checkpoint'/'state.safetensors'
     text, whole_state = log.read_text(), state.read_bytes()
     state.write_bytes(whole_state[:-100])
-    with pytest.raises(ValueError, match='state.safetensors is damaged .*delete it to start from the beginning'): sft.train(cfg)
+    with pytest.raises(ValueError,
+                       match='state.safetensors is damaged .*delete it to start from the beginning'):
+        sft.train(cfg)
     state.write_bytes(whole_state)
-    for cut, message in ((text[:len(text)//3], 'log.jsonl is damaged: it ends before step'), (text[9:], 'log.jsonl is damaged')):
+    for cut, message in ((text[:len(text)//3], 'log.jsonl is damaged: it ends before step'),
+                         (text[9:], 'log.jsonl is damaged')):
         log.write_text(cut)
         with pytest.raises(ValueError, match=message): sft.train(cfg)
     log.write_text(text + '{"step": ')
     sft.train(cfg)
-    assert [r['step'] for r in read_log(tmp_path/'sft')] == list(range(1, len(read_log(tmp_path/'sft')) + 1)) and read_summary(tmp_path/'sft')
-
-
-@pytest.mark.parametrize('secret', ['sk-' + 'a1'*20, 'hf_' + 'Zz'*17])
-@pytest.mark.parametrize('name', ['policy', 'data', 'out', 'split'])
-def test_secrets_are_refused_and_not_shown(name, secret):
-    with pytest.raises(ValueError, match=f'{name} looks like an API key') as e: sft.SFTConfig(**{name: secret})
-    assert secret not in str(e.value)
+    assert [r['step'] for r in read_log(tmp_path/'sft')] == list(
+        range(1, len(read_log(tmp_path/'sft')) + 1))
+    assert read_summary(tmp_path/'sft')
 
 
 FULL = OSError(errno.ENOSPC, 'No space left on device')
 
 
-def test_full_disk_while_a_file_is_written(tmp_path, monkeypatch):
-    write_json(tmp_path/'a.json', 'old')
-    def full(fd): raise FULL
-    monkeypatch.setattr(os, 'fsync', full)
-    for write in (lambda p: write_json(p, 'new'), lambda p: save_state(p, dict(step=1))):
-        for name in ('a.json', 'b.json'):
-            with pytest.raises(OSError, match='No space left'): write(tmp_path/name)
-    assert [p.name for p in tmp_path.iterdir()] == ['a.json'] and read_json(tmp_path/'a.json') == 'old'
-
-
-def test_an_error_while_a_file_is_written(tmp_path):
-    write_json(tmp_path/'a.json', 'old')
-    with pytest.raises(TypeError): write_json(tmp_path/'a.json', {1, 2})
-    with pytest.raises(KeyError):
-        with atomic_write(tmp_path/'a.json') as p: p.write_text('half'); raise KeyError
-    assert [p.name for p in tmp_path.iterdir()] == ['a.json'] and read_json(tmp_path/'a.json') == 'old'
-
-
-@pytest.mark.parametrize('name', ['model', 'outputs.json', 'summary.json', 'state.safetensors', 'log.jsonl'])
+@pytest.mark.parametrize('name', ['model', 'outputs.json', 'summary.json', 'state.safetensors',
+                                  'log.jsonl'])
 def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
     "The error says what it is, nothing is half-written, and with space again the run goes on to the same end."
-    given = lambda out: sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/out/'sft'), checkpoint_every=2))
+    given = lambda out: sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/out/'sft'),
+                                                      checkpoint_every=2))
     with monkeypatch.context() as m: fill_disk(m, name); fail_full(given('full'))
     folder = tmp_path/'full'/'sft'
     hidden = [p.name for p in folder.rglob('.*')]
-    assert hidden == [] and not (folder/'summary.json').exists() and (name != 'model' or not (folder/'model').exists())
+    assert hidden == [] and not (folder/'summary.json').exists()
+    assert name != 'model' or not (folder/'model').exists()
     for p in folder.rglob('*.json'): read_json(p)
     read_log(folder)
     sft.train(given('full')); sft.train(given('whole'))
     model = 'sft/model/model.safetensors'
     assert (tmp_path/'full'/model).read_bytes() == (tmp_path/'whole'/model).read_bytes()
-    times = lambda f: [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(tmp_path/f/'sft')]
+    times = lambda f: [{k: v for k, v in r.items() if k != 'wall'}
+                       for r in read_log(tmp_path/f/'sft')]
     assert times('full') == times('whole')
 
 
@@ -347,7 +292,8 @@ def fill_disk(m, name):
         m.setattr(runs, 'open', half, raising=False)
     elif name == 'model':
         from transformers import PreTrainedTokenizerFast
-        def full(self, folder, **k): (Path(folder)/'tokenizer.json').write_text('{"ver'); raise FULL
+        def full(self, folder, **k):
+            (Path(folder)/'tokenizer.json').write_text('{"ver'); raise FULL
         m.setattr(PreTrainedTokenizerFast, 'save_pretrained', full)
     else:
         real = os.replace
@@ -366,18 +312,23 @@ def test_broken_checkpoint_is_an_error_not_a_result(base, tmp_path):
     shutil.copytree(base/'sft', tmp_path/'sft')
     weights = tmp_path/'sft'/'model'/'model.safetensors'
     weights.write_bytes(weights.read_bytes()[:-1000])
-    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(policy=str(tmp_path/'sft'))
-    with pytest.raises(ValueError, match='model.safetensors is damaged'): best_of_n.run(best_of_n.BestOfNConfig(**given))
+    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(
+        policy=str(tmp_path/'sft'))
+    with pytest.raises(ValueError, match='model.safetensors is damaged'):
+        best_of_n.run(best_of_n.BestOfNConfig(**given))
     assert not (tmp_path/'out'/'outputs.json').exists()
 
 
 def test_a_folder_without_a_model(base, tmp_path):
-    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(policy=str(base/'annotators'))
-    refused(best_of_n.run, best_of_n.BestOfNConfig(**given), FileNotFoundError, 'there is no model')
+    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(
+        policy=str(base/'annotators'))
+    refused(best_of_n.run, best_of_n.BestOfNConfig(**given), FileNotFoundError,
+            'there is no model')
 
 
-@pytest.mark.parametrize('spec, message', [('no_such_module:f', 'no module'), ('alpaca_farm.world:nobody', 'has no nobody')])
-def test_a_judge_that_is_not_there(base, tmp_path, spec, message):
-    with pytest.raises(ValueError, match=message):
-        annotators.run(annotators.AnnotatorsConfig(out=str(tmp_path/'out'), outputs=str(base/'samples'), annotators=spec))
-    assert not (tmp_path/'out'/'preferences.json').exists()
+@pytest.mark.parametrize('spec', ['no_such_module:f', 'alpaca_farm.world:nobody'])
+def test_a_judge_that_is_not_there(base, tmp_path, spec):
+    given = dict(out=str(tmp_path/'out'), outputs=str(base/'samples'), annotators=spec)
+    with pytest.raises(ValueError, match=spec.split(':')[spec.startswith('alpaca')]):
+        annotators.run(annotators.AnnotatorsConfig(**given))
+    assert not (tmp_path/'out').exists()

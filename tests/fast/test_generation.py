@@ -2,11 +2,9 @@
 import logging
 
 import numpy as np
-import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from alpaca_farm.core.functional import token_logprobs
 from alpaca_farm.core.model.generation import generate
 
 torch.set_num_threads(1)
@@ -64,24 +62,6 @@ def test_lora_and_checkpointing_change_nothing():
     assert tokens(generate(model, None, prompts, 1, 12, 0)) == plain and model.training
 
 
-@torch.no_grad()
-def test_logprobs_do_not_depend_on_padding_or_batch():
-    model, prompts = tiny(), ragged(12)
-    texts = [p + s.tokens for p, (s,) in zip(prompts, generate(model, None, prompts, 1, 20))]
-    def score(rows, left, extra):
-        ids, mask = padded(rows, left, extra)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-        logp = token_logprobs(logits[:, :-1], ids[:, 1:])
-        return [x[(m[1:]*m[:-1]).bool()] for x, m in zip(logp, mask)]
-    alone = [score([t], False, 0)[0] for t in texts]
-    for left in (True, False):
-        for extra in (0, 7):
-            for rows in (slice(None), slice(3, 7)):
-                for a, b in zip(score(texts[rows], left, extra), alone[rows]):
-                    torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-
-
 def test_samples_do_not_depend_on_their_batch_but_for_ties():
     model, prompts = tiny(), ragged(256, seed=9)
     alone, together = (generate(model, None, prompts, 1, 20, batch_size=b) for b in (4, 64))
@@ -89,35 +69,3 @@ def test_samples_do_not_depend_on_their_batch_but_for_ties():
     for other in (together, shuffled):
         differ = sum(a.tokens != b.tokens for (a,), (b,) in zip(alone, other))
         assert differ <= 3, f'{differ} of 256 samples differ'
-
-
-def test_ends():
-    class Tokenizer: eos_token_id = 17
-    model = tiny()
-    model.generation_config.eos_token_id = [2, 30]
-    seen = set()
-    for s, in generate(model, Tokenizer(), ragged(60), 1, 30):
-        ends = [t in (2, 17, 30) for t in s.tokens]
-        assert ends == [False]*(len(ends) - 1) + [s.ended]
-        assert len(s.logprobs) == len(s.tokens) <= 30
-        assert s.ended or len(s.tokens) == 30
-        seen.add(s.tokens[-1])
-    assert {2, 17, 30} <= seen
-    model.generation_config.eos_token_id = None
-    endless = generate(model, None, ragged(10), 1, 30)
-    assert all(len(s.tokens) == 30 and not s.ended for s, in endless)
-
-
-def test_training_mode_comes_back_even_after_a_fault():
-    model = tiny().train()
-    model.lm_head.eval()
-    with pytest.raises(RuntimeError, match='stop'):
-        def stop(done, total): raise RuntimeError('stop')
-        generate(model, None, [[5]], max_new_tokens=2, progress=stop)
-    assert model.training and model.model.training and not model.lm_head.training
-
-
-def test_progress():
-    seen = []
-    generate(tiny(), None, ragged(10), 3, 2, batch_size=8, progress=lambda *a: seen.append(a))
-    assert seen == [(8, 30), (16, 30), (24, 30), (30, 30)]

@@ -6,7 +6,6 @@ import pytest
 import tiny
 
 from alpaca_farm.boards import length_control as lc
-from alpaca_farm.core.stats import wilson
 
 DATA = tiny.ROOT.parent/'shared'/'data'/'alpaca_eval'
 N = 805
@@ -31,21 +30,6 @@ def test_regression_is_sklearns():
     theirs = linear.LogisticRegression(C=.25, fit_intercept=False, tol=1e-9).fit(
         np.vstack([x, x]), np.repeat([1, 0], 200), sample_weight=np.r_[y, 1 - y]).coef_[0]
     assert lc.logistic(x, y, [.5]*3) == pytest.approx(theirs, abs=1e-5)
-
-
-def test_planted_length_effect_is_taken_out():
-    "Ten models on hard and easy instructions: nearer to the truth than the raw rates, and intervals that hold."
-    errors, raw, held = [], [], []
-    for seed in range(5):
-        hard = np.random.default_rng(100 + seed).normal(size=N)
-        p, length, base = planted(LEVELS, -1., SHIFT, hard, seed)
-        board, truth = lc.length_controlled(p, length,
-                                            base), 100*lc.sigmoid(LEVELS[:, None] - hard).mean(1)
-        errors.append(np.abs(board.length_controlled_winrate - truth))
-        raw.append(np.abs(100*(p - 1).mean(1) - truth))
-        held.append((board.lc_low < truth) & (truth < board.lc_high))
-    assert np.mean(errors) < 2.2 and np.mean(raw) > 3*np.mean(errors) and np.mean(held) >= .84
-    assert (board.difficulty == 'board').all() and (board.n_total == N).all() and (board.lc_standard_error > 0).all()
 
 
 def test_talking_more_gains_nothing_at_equal_length():
@@ -78,8 +62,10 @@ def test_identical_models_and_turned_sides():
     p, length, base = planted([.5], -1., [200], 0.)
     t = lc.length_term(base, length[0])
     same = lc.controlled_win_rate(np.full(N, 1.5), np.zeros(N))
-    assert [same[k] for k in ('length_controlled_winrate', 'lc_low', 'lc_high')] == pytest.approx([50]*3)
-    one, other = (lc.controlled_win_rate(*x)['length_controlled_winrate'] for x in ((p[0], t), (3 - p[0], -t)))
+    assert [same[k] for k in ('length_controlled_winrate', 'lc_low', 'lc_high')] == pytest.approx(
+        [50]*3)
+    one, other = (lc.controlled_win_rate(*x)['length_controlled_winrate']
+                  for x in ((p[0], t), (3 - p[0], -t)))
     assert one == pytest.approx(100 - other, abs=1e-3)
 
 
@@ -106,16 +92,21 @@ def test_one_model_with_the_difficulty_of_others():
     p, length, base = planted(LEVELS, -1., SHIFT, hard)
     length = length.astype(int)
     texts = [f'Say {i}.\n\nIn {i}.' if i % 2 else f'Say {i}.' for i in range(N)]
-    files = {f'm{m}': [dict(instruction=texts[i], input='', output_1='x'*base[i], output_2='y'*length[m, i],
+    files = {f'm{m}': [dict(instruction=texts[i], input='', output_1='x'*base[i],
+                            output_2='y'*length[m, i],
                             preference=p[m, i]) for i in range(N)][::-1] for m in range(10)}
-    board, truth, errors = lc.length_controlled(p, length,
-                                                base), 100*lc.sigmoid(LEVELS[:, None] - hard).mean(1), []
+    board = lc.length_controlled(p, length,
+                                                base)
+    truth = 100*lc.sigmoid(LEVELS[:, None] - hard).mean(1)
+    errors = []
     for m in (0, 3, 6, 9):
         known = lc.recorded_difficulty({k: v for k, v in files.items() if k != f'm{m}'}, texts)
-        with_files, without = (lc.length_controlled(p[[m]], length[[m]], base, hard=h).iloc[0] for h in (known, None))
+        with_files, without = (lc.length_controlled(p[[m]], length[[m]], base, hard=h).iloc[0]
+                               for h in (known, None))
         assert (with_files.difficulty, without.difficulty) == ('files', 'no')
         errors.append([abs(r.length_controlled_winrate - x) for r, x in (
-            (with_files, board.length_controlled_winrate[m]), (with_files, truth[m]), (without, truth[m]))])
+            (with_files, board.length_controlled_winrate[m]), (with_files, truth[m]),
+            (without, truth[m]))])
     to_board, to_truth, plain = np.mean(errors, 0)
     assert to_board < 1 and to_truth < 2 and to_truth < .7*plain, (to_board, to_truth, plain)
     # instructions that the files lack are neither hard nor easy
@@ -125,28 +116,6 @@ def test_one_model_with_the_difficulty_of_others():
         lc.recorded_difficulty({k: files[k] for k in ('m0', 'm1', 'm2', 'm3')}, texts)
     with pytest.raises(ValueError, match='of 0 models: it takes 5'):
         lc.recorded_difficulty({'m0': [dict(files['m0'][0], instruction='Else?')]}, texts)
-
-
-def test_annotations_are_joined_by_instruction_and_checked():
-    rows = [dict(instruction=f'Say {i}.', output_1='x'*10, output_2='y'*(i + 1), preference=1 + i % 2) for i in range(6)]
-    tables = lc.from_annotations(dict(a=rows, b=rows[::-1], c=[dict(rows[4], preference=None)]))
-    assert (tables['preferences'][0] == tables['preferences'][1]).all()
-    assert np.isnan(tables['preferences'][2]).all()
-    assert tables['lengths'][2, 4] == 5 and np.isnan(tables['lengths'][2]).sum() == 5
-    with pytest.raises(ValueError,
-                       match='b: rows 0 and 6'): lc.from_annotations(dict(a=rows, b=rows + rows[:1]))
-    with pytest.raises(ValueError, match="a, row 0.*'preference' is 2.5"):
-        lc.from_annotations(dict(a=[dict(rows[0], preference=2.5)]))
-
-
-@pytest.mark.parametrize('wins', [0, 1, 30, 29])
-def test_who_always_wins_is_not_certain(wins):
-    fit = lc.controlled_win_rate(1. + (np.arange(30) < wins), np.linspace(-.1, .1, 30))
-    assert fit['lc_low'] <= fit['length_controlled_winrate'] <= fit['lc_high'] and fit['n_total'] == 30
-    assert fit['lc_high'] - fit['lc_low'] > 5
-    if wins in (0, 30):
-        assert (fit['lc_low'],
-                fit['lc_high']) == pytest.approx([100*x for x in wilson(wins, 30)[1:]])
 
 
 @pytest.mark.skipif(not DATA.exists(), reason='the recorded verdicts are not here')
@@ -162,5 +131,6 @@ def test_published_values(board):
     for m, row in ours.iterrows():
         there = shipped.loc[m]
         if board == 'ae1': assert row.lc_low < there.length_controlled_winrate < row.lc_high
-        else: assert there.win_rate < there.length_controlled_winrate < row.length_controlled_winrate < 50
+        else:
+            assert there.win_rate < there.length_controlled_winrate < row.length_controlled_winrate < 50
     assert (ours.difficulty == 'no').all() and (ours.n_total == 805).all()

@@ -13,9 +13,8 @@ from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.data.text import rollout_batch
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.model.models import logprobs
-from alpaca_farm.core.online import end_scores, sample_rollout
+from alpaca_farm.core.online import sample_rollout
 from alpaca_farm.ppo import ppo_policy_loss, ppo_value_loss, token_rewards
-from alpaca_farm.reward_model import pairwise_loss
 
 torch.set_num_threads(1)
 
@@ -30,26 +29,8 @@ def same(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def log_sigmoid(z): return -math.log(1 + math.exp(-z))
-
-
 def table(f, *tensors):
     return [[f(*x) for x in zip(*rows)] for rows in zip(*(t.tolist() for t in tensors))]
-
-
-@pytest.mark.parametrize('target', [None, 0., .3, .5, 1., 'each'])
-def test_pairwise_loss(target):
-    chosen, rejected = randn(9), randn(9, seed=1)
-    share = torch.linspace(0, 1, 9, dtype=torch.float64) if target == 'each' else target
-    shares = share.tolist() if target == 'each' else [1. if target is None else target]*9
-    want = [-(p*log_sigmoid(a - b) + (1 - p)*log_sigmoid(b - a))
-            for a, b, p in zip(chosen.tolist(), rejected.tolist(), shares)]
-    same(pairwise_loss(chosen, rejected, share), want)
-
-
-def test_pairwise_loss_of_huge_margins():
-    far = torch.tensor([1000., -1000.], dtype=torch.float64)
-    assert pairwise_loss(far, -far).tolist() == [0., 2000.]
 
 
 @pytest.mark.parametrize('clip', [0., .1, .2, 10.])
@@ -76,13 +57,6 @@ def test_ppo_value_loss(clip):
         return .5*max((v - target)**2, (cut - target)**2)
     v, old, target = randn(4, 7), randn(4, 7, seed=1), randn(4, 7, seed=2)
     same(ppo_value_loss(v, old, target, clip), table(one, v, old, target))
-
-
-def test_end_scores():
-    scores, ended = torch.tensor([3., -4.]), torch.tensor([True, False])
-    assert end_scores(scores, ended, 'replace', 1.).tolist() == [3., -1.]
-    assert end_scores(scores, ended, 'subtract', 1.).tolist() == [3., -5.]
-    assert end_scores(scores, ended, '', 1.).tolist() == [3., -4.]
 
 
 def test_token_rewards():

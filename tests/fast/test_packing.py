@@ -8,20 +8,24 @@ import alpaca_farm.core.model.models as core_models
 import alpaca_farm.core.model.packing as core_packing
 from alpaca_farm.core.model.adapters import checkpoint_layers, state_of
 from alpaca_farm.core.model.models import before, hidden_states, logprobs, sequence_logprobs
-from alpaca_farm.core.model.packing import attention_window, pack, packed_states, position_wise, reads_packed
+from alpaca_farm.core.model.packing import (attention_window, pack, packed_states, position_wise,
+    reads_packed)
 from alpaca_farm.core.data.text import collate, rollout_batch
 from tiny import family
 
 torch.set_num_threads(1)
-PADDED = 'falcon', 'gemma2', 'falcon_h1', 'lfm2'   # attention of their own, the eager kernel, recurrent layers
+# attention of their own, the eager kernel, recurrent layers
+PADDED = 'falcon', 'gemma2', 'falcon_h1', 'lfm2'
 PACKS = [name for name in tiny.FAMILIES if name not in PADDED]
-TREE = [([1, 5, 6, 7, 3], [[11, 12, 2], [13, 14, 15, 16, 17, 2], [11, 2]]), ([1, 9, 3], [[18, 2]]), ([1, 8, 6, 3], [[11, 2], [19, 11, 2], []]),
+TREE = [([1, 5, 6, 7, 3], [[11, 12, 2], [13, 14, 15, 16, 17, 2], [11, 2]]), ([1, 9, 3], [[18, 2]]),
+        ([1, 8, 6, 3], [[11, 2], [19, 11, 2], []]),
         ([1, 8, 6, 9, 10, 12, 13, 3], [[11] * 20 + [2]])]
 PROMPTS = [p for p, answers in TREE for _ in answers]
 ANSWERS = [a for _, answers in TREE for a in answers]
 
 
-def alone(model, p, a): return model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]
+def alone(model, p, a):
+    return model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]
 
 
 @pytest.mark.parametrize('name', PACKS)
@@ -29,7 +33,8 @@ def alone(model, p, a): return model.base_model(input_ids=torch.tensor([p + a]),
 def test_states_of_packed_batches(name, side):
     model = family(name)
     assert reads_packed(model)
-    batch = rollout_batch(PROMPTS, ANSWERS, 0) if side == 'rollout' else collate(PROMPTS, ANSWERS, 0, side)
+    batch = rollout_batch(PROMPTS, ANSWERS, 0) if side == 'rollout' else collate(PROMPTS, ANSWERS,
+        0, side)
     packed = pack(**batch, window=attention_window(model))
     tokens = sum(len(p) + sum(map(len, answers)) for p, answers in TREE)
     assert packed.ids.shape == (1, tokens) and tokens < .5*batch['ids'].numel()
@@ -37,17 +42,21 @@ def test_states_of_packed_batches(name, side):
         states = hidden_states(model, **batch)
         for i, (p, a) in enumerate(zip(PROMPTS, ANSWERS)):
             wanted = alone(model, p, a)
-            torch.testing.assert_close(states[i][batch['mask'][i].bool()], wanted, rtol=1e-4, atol=1e-4*wanted.std().item())
+            torch.testing.assert_close(states[i][batch['mask'][i].bool()], wanted, rtol=1e-4,
+                                       atol=1e-4*wanted.std().item())
         unfinished = reads_the_same(model, batch, states)
-    assert unfinished == (name not in ('gpt2', 'gpt_neox', 'opt', 'phi', 'mixtral', 'qwen3_moe')) == bool(position_wise(model))
+    assert unfinished == (name not in ('gpt2', 'gpt_neox', 'opt', 'phi', 'mixtral',
+                                       'qwen3_moe')) == bool(position_wise(model))
 
 
 def reads_the_same(model, batch, states):
     "The states before the answers' tokens are those of a finished last layer; whether it has states that are not finished."
     read = before(batch['response'])
     some = hidden_states(model, **batch, read=read)
-    torch.testing.assert_close(some[read.bool()], states[read.bool()], rtol=1e-4, atol=1e-4*states.std().item())
-    return not torch.allclose(some[(read == 0) & batch['mask'].bool()], states[(read == 0) & batch['mask'].bool()], atol=1e-3)
+    torch.testing.assert_close(some[read.bool()], states[read.bool()], rtol=1e-4,
+                               atol=1e-4*states.std().item())
+    return not torch.allclose(some[(read == 0) & batch['mask'].bool()],
+                              states[(read == 0) & batch['mask'].bool()], atol=1e-3)
 
 
 @pytest.mark.parametrize('name', dict.fromkeys([*PADDED, *tiny.UNPACKED]))
@@ -58,7 +67,9 @@ def test_other_families_read_padded_batches(name):
     with torch.no_grad():
         states = hidden_states(model, **batch)
         reads_the_same(model, batch, states)
-        for i in (0, 1, 7): torch.testing.assert_close(states[i][batch['mask'][i].bool()], alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
+        for i in (0, 1, 7):
+            torch.testing.assert_close(states[i][batch['mask'][i].bool()],
+                                       alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
 
 
 def test_a_window_of_attention_is_no_shorter_than_a_row():
@@ -67,26 +78,33 @@ def test_a_window_of_attention_is_no_shorter_than_a_row():
     batch = collate(PROMPTS, ANSWERS, 0)
     assert pack(**batch, window=8) is None
     with torch.no_grad(): states = hidden_states(model, **batch)
-    torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4,
+                               atol=1e-4)
 
 
 def test_local_layers_are_read_padded():
-    model = family('gpt_neo', num_heads=4, num_layers=2, attention_types=[[['global', 'local'], 1]], window_size=8)
+    model = family('gpt_neo', num_heads=4, num_layers=2,
+                   attention_types=[[['global', 'local'], 1]], window_size=8)
     assert not reads_packed(model)
     with torch.no_grad(): states = hidden_states(model, **collate(PROMPTS, ANSWERS, 0))
-    torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4, atol=1e-4)
-    for i in range(3): torch.testing.assert_close(states[i][:len(PROMPTS[i] + ANSWERS[i])], alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4,
+                               atol=1e-4)
+    for i in range(3):
+        torch.testing.assert_close(states[i][:len(PROMPTS[i] + ANSWERS[i])],
+                                   alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
 
 
 def test_a_batch_of_padding_alone():
     nothing = torch.zeros(2, 5, dtype=torch.long)
     assert pack(nothing, nothing, nothing) is None
-    with torch.no_grad(): assert hidden_states(family('llama'), nothing, nothing, nothing).isfinite().all()
+    with torch.no_grad():
+        assert hidden_states(family('llama'), nothing, nothing, nothing).isfinite().all()
 
 
 def test_the_trial_is_made_in_full_precision(monkeypatch):
     mixed = []
-    def states(model, packed): return mixed.append(torch.is_autocast_enabled('cpu')) or packed_states(model, packed)
+    def states(model, packed):
+        return mixed.append(torch.is_autocast_enabled('cpu')) or packed_states(model, packed)
     monkeypatch.setattr(core_packing, 'packed_states', states)
     with torch.autocast('cpu', torch.bfloat16): assert reads_packed(family('llama'))
     assert mixed == [False]
@@ -100,13 +118,16 @@ def test_gradients(checkpointed, monkeypatch):
     weights = torch.linspace(-1, 1, len(PROMPTS))
     def gradients(packs, finished=False):
         monkeypatch.setattr(core_models, 'reads_packed', lambda model: packs)
-        monkeypatch.setattr(core_models, 'position_wise', lambda model: [] if finished else position_wise(model))
+        monkeypatch.setattr(core_models, 'position_wise', lambda model: [] if finished
+                            else position_wise(model))
         model.zero_grad()
         (weights * sequence_logprobs(model, batch)).sum().backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
     wanted = gradients(False, finished=True)
-    torch.testing.assert_close(gradients(False), wanted, rtol=1e-3, atol=1e-4*wanted.abs().max().item())
-    torch.testing.assert_close(gradients(True), wanted, rtol=1e-3, atol=1e-4*wanted.abs().max().item())
+    torch.testing.assert_close(gradients(False), wanted, rtol=1e-3,
+                               atol=1e-4*wanted.abs().max().item())
+    torch.testing.assert_close(gradients(True), wanted, rtol=1e-3,
+                               atol=1e-4*wanted.abs().max().item())
 
 
 def test_bfloat16():
@@ -119,22 +140,28 @@ def test_bfloat16():
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=4), st.lists(st.integers(3, 9), max_size=12)), min_size=2, max_size=12),
+@given(st.lists(st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=4),
+                          st.lists(st.integers(3, 9), max_size=12)), min_size=2, max_size=12),
        st.sampled_from(['left', 'right', 'rollout']))
 def test_each_row_holds_its_sequence(rows, side):
     "In the list and in attention's rows, where prompts are shared and answers are not, also those that are equal."
     prompts, answers = map(list, zip(*rows))
-    batch = rollout_batch(prompts, answers, 0) if side == 'rollout' else collate(prompts, answers, 0, side)
-    packed, tokens = pack(**batch), len(sum(map(list, {tuple(p) for p in prompts}), [])) + sum(map(len, answers))
+    batch = rollout_batch(prompts, answers, 0) if side == 'rollout' else collate(prompts, answers,
+        0, side)
+    packed = pack(**batch)
+    tokens = len(sum(map(list, {tuple(p) for p in prompts}), [])) + sum(map(len, answers))
     if tokens > .95*batch['ids'].numel():
         assert packed is None
         return
-    assert packed.ids.shape == packed.positions.shape == (1, tokens) and packed.rows.shape == (1, 1, len(rows), max(len(p + a) for p, a in rows))
+    assert packed.ids.shape == packed.positions.shape == (1, tokens)
+    assert packed.rows.shape == (1, 1, len(rows), max(len(p + a) for p, a in rows))
     for i, (p, a) in enumerate(rows):
         numbers = packed.rows[0, 0, i]
-        assert (numbers[len(p + a):] == tokens).all() and numbers[:len(p + a)].equal(packed.index[i][batch['mask'][i].bool()])
+        assert (numbers[len(p + a):] == tokens).all()
+        assert numbers[:len(p + a)].equal(packed.index[i][batch['mask'][i].bool()])
         numbers = numbers[:len(p + a)]
-        assert packed.ids[0, numbers].tolist() == p + a and packed.positions[0, numbers].tolist() == list(range(len(p + a)))
+        assert packed.ids[0, numbers].tolist() == p + a
+        assert packed.positions[0, numbers].tolist() == list(range(len(p + a)))
 
 
 def test_nothing_to_pack():

@@ -17,7 +17,8 @@ RECIPES = tiny.ROOT/'nbs'/'recipes'
 
 def config_of(notebook: str):
     module = importlib.import_module(module_of(notebook))
-    return next(v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Config) and v.__module__ == module.__name__)
+    return next(v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Config)
+                and v.__module__ == module.__name__)
 
 
 def fits(notebook: str, settings: dict):
@@ -27,7 +28,9 @@ def fits(notebook: str, settings: dict):
         as_type(name, value, kinds[name])
     config = config_of(notebook)
     given = {k: v for k, v in settings.items() if k not in config.inputs}
-    if 'rrhf' in given: given['rrhf'] = [e for e in given['rrhf'] if e.split('=')[0] not in config_of('rrhf').inputs]
+    if 'rrhf' in given:
+        given['rrhf'] = [e for e in given['rrhf']
+                         if e.split('=')[0] not in config_of('rrhf').inputs]
     config(**given)   # within their bounds
 
 
@@ -51,7 +54,8 @@ def test_two_lines_say_what_it_is_and_what_was_measured(path):
     assert 'easured' in lines[1], 'the second line says what was measured, or that nothing was'
     command = next(l for l in lines if l.startswith('# papermill')).split()
     name = NOTEBOOKS.get(path.stem, path.stem)
-    assert command[2:4] == [f'nbs/{name}.ipynb', command[3]] and command[4:6] == ['-f',
+    assert command[2:4] == [f'nbs/{name}.ipynb', command[3]]
+    assert command[4:6] == ['-f',
                                                                                   str(path.relative_to(RECIPES.parents[1]))]
     assert yaml.safe_load(path.read_text())['out'] == command[3].removesuffix('.ipynb')
 
@@ -80,24 +84,33 @@ RL = dict(ADAM, adam_eps=1e-5, lr_schedule='linear', steps=390, rollouts=512, ma
 BON = dict(n=16, temperature=1., top_p=.9, max_new_tokens=300, template='alpaca')
 NOISY = 'tatsu-lab/alpaca_farm:alpaca_noisy_multi_preference'
 PUBLISHED = dict(
-    sft=dict(HF, epochs=3, batch_size=128, learning_rate=2e-5, eval_every=100, split='sft', val_split='val', template='alpaca'),
-    reward_model=dict(HF, epochs=1, batch_size=16, learning_rate=3e-6, held_out=500, preferences=NOISY, template='alpaca'),
-    dpo=dict(HF, epochs=2, batch_size=64, learning_rate=1e-6, beta=.1, held_out=500, eval_every=100, preferences=NOISY, template='alpaca'),
-    expert_iteration=dict(HF, **BON, epochs=3, batch_size=128, learning_rate=2e-5, split='unlabeled', rounds=1),
+    sft=dict(HF, epochs=3, batch_size=128, learning_rate=2e-5, eval_every=100, split='sft',
+             val_split='val', template='alpaca'),
+    reward_model=dict(HF, epochs=1, batch_size=16, learning_rate=3e-6, held_out=500,
+                      preferences=NOISY, template='alpaca'),
+    dpo=dict(HF, epochs=2, batch_size=64, learning_rate=1e-6, beta=.1, held_out=500,
+             eval_every=100, preferences=NOISY, template='alpaca'),
+    expert_iteration=dict(HF, **BON, epochs=3, batch_size=128, learning_rate=2e-5,
+                          split='unlabeled', rounds=1),
     best_of_n=dict(BON, split='eval'),
-    ppo=dict(RL, batch_size=256, ppo_epochs=2, learning_rate=1e-5, value_learning_rate=1e-5, kl_coef=.0067, kl_kind='clamp', standardise=False, clip=.2,
+    ppo=dict(RL, batch_size=256, ppo_epochs=2, learning_rate=1e-5, value_learning_rate=1e-5,
+             kl_coef=.0067, kl_kind='clamp', standardise=False, clip=.2,
              value_clip=.2, vf_coef=.1, gamma=1., lam=1., whiten_rewards=True, missing_eos=''),
-    quark=dict(RL, learning_rate=3e-6, kl_coef=.05, entropy_coef=0., num_quantiles=4, best_quantile_only=True, clear_pool=True, updates=1, missing_eos=''),
+    quark=dict(RL, learning_rate=3e-6, kl_coef=.05, entropy_coef=0., num_quantiles=4,
+               best_quantile_only=True, clear_pool=True, updates=1, missing_eos=''),
     feedme=dict(HF, preferences=NOISY, method='feedme'),
     reward_conditioning=dict(HF, preferences=NOISY, method='reward_conditioning'),
-    rrhf=dict(HF, epochs=3, batch_size=64, learning_rate=2e-5, rrhf_weight=1., k=6, n=4, decoding='diverse_beam', groups=4, diversity_penalty=1., save_every=100,
+    rrhf=dict(HF, epochs=3, batch_size=64, learning_rate=2e-5, rrhf_weight=1., k=6, n=4,
+              decoding='diverse_beam', groups=4, diversity_penalty=1., save_every=100,
               max_new_tokens=128, max_length=320, template='raw'),
-    wombat=dict(HF, epochs=3, batch_size=64, learning_rate=2e-5, rrhf_weight=1., k=5, save_every=100, template='alpaca'))
+    wombat=dict(HF, epochs=3, batch_size=64, learning_rate=2e-5, rrhf_weight=1., k=5,
+                save_every=100, template='alpaca'))
 
 
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_papers_values_are_the_papers(name):
-    recipe, config = yaml.safe_load((RECIPES/'llama_7b'/f'{name}.yaml').read_text()), config_of(NOTEBOOKS.get(name, name))()
+    recipe = yaml.safe_load((RECIPES/'llama_7b'/f'{name}.yaml').read_text())
+    config = config_of(NOTEBOOKS.get(name, name))()
     used = {k: recipe.get(k, getattr(config, k)) for k in PUBLISHED[name]}
     assert {k: (v, PUBLISHED[name][k]) for k, v in used.items() if v != PUBLISHED[name][k]} == {}
     if 'steps' in recipe: assert round(recipe['warmup'] * recipe['steps']) == 5
@@ -107,17 +120,21 @@ def test_the_table_of_runs():
     for name, row in recipes().items():
         fits(row['notebook'], row['settings'] | row['reads'])
         assert set(row['reads'].values()) <= set(recipes()), name
-    for name, row in methods().items():   # a notebook of a method's name has the method's settings as defaults
+    # a notebook of a method's name has the method's settings as defaults
+    for name, row in methods().items():
         assert row['notebook'] != name or not row['settings']
 
 
 def test_the_papers_methods_are_answered_alike():
     "Wherever AlpacaFarm's settings answer an evaluation split; best-of-n's answers are its samples."
-    papers = {p.stem: yaml.safe_load(p.read_text()) for p in RECIPES.glob('llama_7b/*.yaml') if p.stem not in ('rrhf', 'wombat', 'wombat_pool')}
+    papers = {p.stem: yaml.safe_load(p.read_text()) for p in RECIPES.glob('llama_7b/*.yaml')
+              if p.stem not in ('rrhf', 'wombat', 'wombat_pool')}
     answering = {n: (s.get('eval_temperature'), s.get('eval_top_p')) for n,
                  s in papers.items() if n not in ('best_of_n', 'reward_model')}
     assert len(answering) == 7 and set(answering.values()) == {(.7, .9)}
-    defaults = {(c.eval_temperature, c.eval_top_p) for c in map(config_of, (NOTEBOOKS.get(p, p) for p in papers)) if hasattr(c, 'eval_temperature')}
+    defaults = {(c.eval_temperature, c.eval_top_p)
+                for c in map(config_of, (NOTEBOOKS.get(p, p) for p in papers))
+                if hasattr(c, 'eval_temperature')}
     assert defaults == {(1., 1.)}
 
 

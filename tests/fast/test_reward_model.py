@@ -11,7 +11,7 @@ from alpaca_farm import reward_model as rm
 from alpaca_farm.core.data.text import collate, encode_prompts, encode_responses
 from alpaca_farm.core.model import rewards as rewards_module
 from alpaca_farm.core.model.models import (hidden_states, load_policy, load_scalar,
-    response_logprobs, sequence_scores)
+    response_logprobs)
 from alpaca_farm.core.model.rewards import label_count, reward, rewards, score_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
@@ -63,64 +63,12 @@ def test_loss(target, margin, eps):
     torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize('eps', [0., .1, .4])
-def test_gradient_of_the_flip_loss(eps):
-    "Downwards in the lead, as steep as (1 - 2 eps) s (1 - s)/P, and bounded where the loss is."
-    lead = torch.linspace(-30, 30, 41, dtype=torch.float64, requires_grad=True)
-    loss = pairwise_loss(lead, torch.zeros_like(lead), flip_rate=eps)
-    slope, = torch.autograd.grad(loss.sum(), lead)
-    p = torch.sigmoid(lead.detach())
-    wanted = -(1 - 2*eps)*p*(1 - p) / ((1 - eps)*p + eps*(1 - p))
-    torch.testing.assert_close(slope, wanted, rtol=1e-6, atol=1e-12)
-    if eps: assert loss.max() <= -math.log(eps) + 1e-9 and slope[0].abs() < 1e-9  # it has given up
-    else: assert slope[0] < -.99
-
-
-@pytest.mark.parametrize('eps', [0., .1, .4])
-@pytest.mark.parametrize('p', [.1, .5, .8])
-def test_the_minimum_is_the_clean_logit(p, eps):
-    "Of labels right with probability p, flipped with eps, the expected loss is least at logit(p)."
-    z = torch.linspace(-4, 4, 80_001, dtype=torch.float64)
-    loss = pairwise_loss(z, torch.zeros_like(z), p*(1 - eps) + (1 - p)*eps, flip_rate=eps)
-    assert z[loss.argmin()].item() == pytest.approx(math.log(p / (1 - p)), abs=1e-4)
-
-
 def test_huge_leads_stay_finite():
     far = torch.tensor([500., -500.], requires_grad=True)
     for more in (dict(flip_rate=.1), dict(margin=3.), {}):
         loss = pairwise_loss(far, -far, **more)
         slope, = torch.autograd.grad(loss.sum(), far)
         assert loss.isfinite().all() and slope.isfinite().all()
-
-
-def test_margins_of_records():
-    rows = [dict(preference=p, gap=g) for p, g in ((1, 0), (2, 1.5), (1.5, 2), (1.25, 3))]
-    assert rm.margins(rows, 2.) == [2, 2, 0, 1] and rm.margins(rows, name='gap') == [0, 1.5, 2, 3]
-    for bad in (-.1, None, 'wide', math.nan, math.inf):
-        wrong = dict(instruction='Name two.', input='', preference=1, gap=bad)
-        with pytest.raises(ValueError, match="'Name two.' has gap = "):
-            rm.margins([rows[0], wrong], name='gap')
-
-
-def test_calibration_finds_what_is_wrong():
-    rng = np.random.default_rng(0)
-    p = rng.uniform(0, 1, 20_000)
-    y = rng.random(20_000) < p
-    error = lambda p, y: rm.calibration_error(rm.calibration(p, y))
-    assert error(p, y) < .015 < .1 < error(p**3 / (p**3 + (1 - p)**3), y)
-    assert error(p, p) < 1e-9 and error(1 - p, 1 - y) == pytest.approx(error(p, y))
-    rows = rm.calibration(p[:3], y[:3])
-    assert all(0 <= r['low'] <= r['observed'] <= r['high'] <= 1 for r in rows)
-
-
-def test_accuracy_by_annotator():
-    given = ((1, 'judge 2'), (2, 'judge 10'), (2, 'judge 2'), (1.5, 'judge 10'))
-    pairs = [dict(preference=p, annotator=a) for p, a in given]
-    found = rm.accuracy_by_annotator(np.array([-1., -1., 2., 3.]), pairs)
-    rows = [(r['annotator'], r['pairs'], r['accuracy']) for r in found]
-    assert rows == [('judge 2', 2, 1.), ('judge 10', 2, .25)]
-    assert all(r['accuracy_low'] <= r['accuracy'] <= r['accuracy_high'] for r in found)
-    assert rm.accuracy_by_annotator(np.array([1.]), [dict(preference=1)]) == []
 
 
 @pytest.mark.parametrize('flip_rate', [0., .25])
@@ -139,17 +87,6 @@ def test_a_margin_moves_the_first_step(base, tmp_path):
     rm.train(config(base, tmp_path/'field', margin_field='gap', preferences=path))
     loss = read_log(tmp_path/'field')[0]['loss']
     assert loss == pytest.approx(math.log1p(math.exp(.5)), abs=1e-6)
-
-
-def test_micro_batches(base, tmp_path):
-    logs = []
-    for micro in (0, 3):
-        cfg = config(base, tmp_path/str(micro), micro_batch_size=micro, flip_rate=.2, margin=.5,
-                     head='normal')
-        rm.train(cfg)
-        logs.append(read_log(cfg.out)[0])
-    for k in logs[0].keys() - {'wall'}:
-        assert logs[0][k] == pytest.approx(logs[1][k], rel=1e-4, abs=1e-6)
 
 
 def test_pairs_whose_annotators_gave_no_mean_are_left_out_of_its_figures(base, tmp_path):
@@ -183,16 +120,6 @@ def test_bad_inputs_fail_before_any_work(base, tmp_path):
     pairs = [dict(instruction='a', output_1=str(i), output_2='b', preference=1) for i in range(9)]
     with pytest.raises(ValueError, match='leaves 0 of 9'): rm.split_pairs(pairs, 3, 0)
     assert len(rm.split_pairs([*pairs[1:], dict(pairs[0], held_out=True)], 3, 0)[1]) == 1
-
-
-def test_a_small_file_holds_out_a_fifth(base, tmp_path):
-    "And not the 500 pairs of the embedded world."
-    rows = [dict(instruction=f'Say {i}.', output_1='a', output_2='b', preference=1 + i % 2)
-            for i in range(60)]
-    given = tiny.settings('reward_model', base, preferences=saved(tmp_path/'mine.json', rows))
-    del given['held_out']
-    pairs, aside, _ = rm.load_preference_pairs(RewardModelConfig(**given))
-    assert [len(pairs['label']), len(aside)] == [48, 12]
 
 
 @pytest.fixture(scope='module')
@@ -266,24 +193,6 @@ def test_several_reward_models_share_the_batches(base, likely, monkeypatch):
     assert np.abs(apart[1] - wanted[1]).max() > 1e-3
     with torch.no_grad(): loaded[specs[1]][0].score.weight.fill_(float('nan'))
     with pytest.raises(ValueError, match='finite'): rewards(specs, cfg, loaded=loaded)(answers)
-
-
-def test_likelihood_does_not_depend_on_the_batch(base, likely):
-    out, _, answers = likely
-    model, tokenizer = load_scalar(out, config(base, out))
-    wanted = score_records(model, tokenizer, answers, batch_size=1)
-    for size in (3, 64):
-        found = score_records(model, tokenizer, answers[::-1], batch_size=size)[::-1]
-        assert found == pytest.approx(wanted, abs=1e-4)
-    alone = torch.tensor(score_records(model, tokenizer, answers[:5], standardise=False))
-    prompts, responses = as_tokens(answers[:5], tokenizer)
-    for side in ('left', 'right'):
-        batch = collate(prompts, responses, tokenizer.pad_token_id, side=side)
-        batch = [batch[k] for k in ('ids', 'mask', 'response')]
-        wider = [torch.nn.functional.pad(x, (7, 0) if side == 'left' else (0, 7)) for x in batch]
-        for b in (batch, wider):
-            with torch.no_grad(): found = sequence_scores(model, *b)
-            torch.testing.assert_close(found, alone, atol=1e-4, rtol=0)
 
 
 def test_likelihood_is_the_policys_before_training(base, tmp_path):

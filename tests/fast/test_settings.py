@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import yaml
@@ -19,17 +18,24 @@ from alpaca_farm.core.run import paths
 from alpaca_farm.core.run.paths import module_of
 from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args, no_secrets
 
-NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'openai_baselines', 'ppo', 'rrhf')
-QUICK = dict(deadline=None, phases=[Phase.generate], database=None, derandomize=True, suppress_health_check=list(HealthCheck))
-NASTY = ['', 'nan', '-inf', '1e400', '9'*5000, '[0.9,', '[[1]]', '{}', '{[]: 1}', '()'*500 + ')', '['*300, 'None', 'true', '"', '\ud800', '[\'\ud800\']', '~', '~x/y',
-         '~nobody', '/', '//', '..', '.:.', '..x:y', 'json..x:y', 'json.x.y:z', ':', 'a:', 'json:dumps', 'jsn:dumps', 'rnus/world', 'a b/c', 'x'*300, 'x/'*3000, '=', 'a=', 'a=b', '#', 'a#[',
-         'a.json#*', '-1', '--seed', '-', '%s', 'http://a:b', '0', '1', '1.5', '2', '[1, 2]', "['a']", "['a', 'b']", "[None]", "[1, 'a']", '1_0', '\u0661']
+NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling',
+             'openai_baselines', 'ppo', 'rrhf')
+QUICK = dict(deadline=None, phases=[Phase.generate], database=None, derandomize=True,
+             suppress_health_check=list(HealthCheck))
+NASTY = ['', 'nan', '-inf', '1e400', '9'*5000, '[0.9,', '[[1]]', '{}', '{[]: 1}', '()'*500 + ')',
+         '['*300, 'None', 'true', '"', '\ud800', '[\'\ud800\']', '~', '~x/y',
+         '~nobody', '/', '//', '..', '.:.', '..x:y', 'json..x:y', 'json.x.y:z', ':', 'a:',
+         'json:dumps', 'jsn:dumps', 'rnus/world', 'a b/c', 'x'*300, 'x/'*3000, '=', 'a=', 'a=b',
+         '#', 'a#[',
+         'a.json#*', '-1', '--seed', '-', '%s', 'http://a:b', '0', '1', '1.5', '2', '[1, 2]',
+         "['a']", "['a', 'b']", "[None]", "[1, 'a']", '1_0', '\u0661']
 texts = st.sampled_from(NASTY) | st.text(max_size=20)
 
 
 def config_classes():
     modules = [importlib.import_module(module_of(n)) for n in NOTEBOOKS]
-    return [next(v for k, v in vars(m).items() if k.endswith('Config') and getattr(v, '__module__', '') == m.__name__) for m in modules]
+    return [next(v for k, v in vars(m).items() if k.endswith('Config')
+                 and getattr(v, '__module__', '') == m.__name__) for m in modules]
 
 
 @pytest.fixture(scope='module')
@@ -45,35 +51,52 @@ def test_any_text_through_the_dataclass_works_or_is_refused_by_name(classes):
         name = data.draw(st.sampled_from(sorted(cls.__dataclass_fields__)))
         value = data.draw(st.sampled_from([text, [text]]))
         try: cls(**{name: value})
-        except (ValueError, TypeError, FileNotFoundError) as e: assert name in str(e), (cls, name, value)
+        except (ValueError, TypeError, FileNotFoundError) as e:
+            assert name in str(e), (cls, name, value)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         holds()
 
 
 def test_any_text_on_the_command_line_works_or_is_refused_by_name(classes, capsys, monkeypatch):
-    monkeypatch.setattr('alpaca_farm.core.run.settings.field_comments', functools.cache(field_comments))
+    monkeypatch.setattr('alpaca_farm.core.run.settings.field_comments',
+                        functools.cache(field_comments))
     @settings(max_examples=400, **QUICK)
     @given(st.data(), texts)
     def holds(data, text):
         cls = data.draw(st.sampled_from(classes))
         name = data.draw(st.sampled_from(sorted(cls.__dataclass_fields__)))
         try: from_args(cls, [f'--{name}', text])
-        except SystemExit as e: assert e.code == 2 and name in capsys.readouterr().err, (cls, name, text)
+        except SystemExit as e:
+            assert e.code == 2 and name in capsys.readouterr().err, (cls, name, text)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         holds()
 
 
-PARTS = ['a', 'mine', 1, 1.5, -1, math.nan, math.inf, True, None, [], {}, [1, 2], ['a'], 'p.txt', 'Output (a', '.*', 'regex_parser', 'logprob_parser', 'json_parser', 'pipeline_meta_parser',
-         'ranking_parser', 'lmsys_parser', 10**400, datetime.date(2026, 1, 1), b'x', '../..', 'x'*300]
-ENTRY_KEYS = ['prompt_template', 'fn_completions', 'completions_kwargs', 'fn_completion_parser', 'completion_parser_kwargs', 'batch_size', 'model', 'model_name', 'outputs_to_match', 'numerator_token',
-              'denominator_tokens', 'key', 'values', 'parsers_to_kwargs', 'annotation_key', 'log_prob_index', 'in', 'out', 'temperature', '1', '2', 1, 2, 1.5]
-values = st.recursive(st.sampled_from(PARTS), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(ENTRY_KEYS), inner, max_size=5), max_leaves=8)
-entries = st.dictionaries(st.sampled_from(ENTRY_KEYS), values, max_size=5).map(lambda d: dict(prompt_template='p.txt', completions_kwargs=dict(model_name='m'), fn_completion_parser='regex_parser',
+PARTS = ['a', 'mine', 1, 1.5, -1, math.nan, math.inf, True, None, [], {}, [1, 2], ['a'], 'p.txt',
+         'Output (a', '.*', 'regex_parser', 'logprob_parser', 'json_parser',
+         'pipeline_meta_parser',
+         'ranking_parser', 'lmsys_parser', 10**400, datetime.date(2026, 1, 1), b'x', '../..',
+         'x'*300]
+ENTRY_KEYS = ['prompt_template', 'fn_completions', 'completions_kwargs', 'fn_completion_parser',
+              'completion_parser_kwargs', 'batch_size', 'model', 'model_name', 'outputs_to_match',
+              'numerator_token',
+              'denominator_tokens', 'key', 'values', 'parsers_to_kwargs', 'annotation_key',
+              'log_prob_index', 'in', 'out', 'temperature', '1', '2', 1, 2, 1.5]
+values = st.recursive(st.sampled_from(PARTS), lambda inner: st.lists(inner, max_size=3)
+                      | st.dictionaries(st.sampled_from(ENTRY_KEYS), inner, max_size=5),
+                      max_leaves=8)
+entries = st.dictionaries(st.sampled_from(ENTRY_KEYS), values,
+                          max_size=5).map(lambda d: dict(prompt_template='p.txt',
+                                                         completions_kwargs=dict(model_name='m'),
+                                                         fn_completion_parser='regex_parser',
                                                                                               completion_parser_kwargs=dict(outputs_to_match={1: 'a', 2: 'b'})) | d)
-yamls = (st.dictionaries(st.sampled_from(['mine', 'm', 1]), values | entries, max_size=3) | values).map(yaml.dump) | st.text(max_size=30) | st.sampled_from(
-    ['', '- 1', '[' * 3000, 'a: &a [*a]', '!!python/name:os.system x', '!!int ""', '!!bool x', '!!timestamp x', 'a: b: c', '? [a]\n: b', '\t', 'a: !!binary x', '<<: 1', '&a a: *b', '---\n---\n', '%TAG'])
+yamls = (st.dictionaries(st.sampled_from(['mine', 'm', 1]), values | entries, max_size=3)
+         | values).map(yaml.dump) | st.text(max_size=30) | st.sampled_from(
+    ['', '- 1', '[' * 3000, 'a: &a [*a]', '!!python/name:os.system x', '!!int ""', '!!bool x',
+     '!!timestamp x', 'a: b: c', '? [a]\n: b', '\t', 'a: !!binary x', '<<: 1', '&a a: *b',
+     '---\n---\n', '%TAG'])
 
 
 @pytest.mark.parametrize('load', ['judge', 'prices'])
@@ -83,7 +106,9 @@ def test_any_yaml_loads_or_is_refused_by_name(load, tmp_path):
     from alpaca_farm.judging.judges import load_evaluators, parse_verdicts
     file = tmp_path/'configs.yaml'
     (tmp_path/'p.txt').write_text('{output_1} {output_2}')
-    answer = dict(choices=[dict(message=dict(content='a'), logprobs=dict(content=[dict(top_logprobs=[dict(token='a', logprob=-1.)])]))])
+    answer = dict(
+        choices=[dict(message=dict(content='a'),
+                      logprobs=dict(content=[dict(top_logprobs=[dict(token='a', logprob=-1.)])]))])
 
     @settings(max_examples=400, **QUICK)
     @given(yamls)
@@ -91,14 +116,18 @@ def test_any_yaml_loads_or_is_refused_by_name(load, tmp_path):
         file.write_bytes(text.encode('utf-8', 'surrogatepass'))
         try:
             if load == 'prices': price_list(str(file))
-            else: assert read_judge_config(file) and [parse_verdicts(e, answer) for e in load_evaluators(str(file))]
+            else:
+                assert read_judge_config(file) and [parse_verdicts(e, answer)
+                                                    for e in load_evaluators(str(file))]
         except ValueError as e: assert str(file) in str(e), text
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         holds()
 
 
-@pytest.mark.parametrize('args', [['--betas', '[0.9,'], ['--betas', 'half', '0.9'], ['--betas', '0.9'], ['--learning_rate', 'nan'], ['--adam_eps', 'inf']])
+@pytest.mark.parametrize('args', [['--betas', '[0.9,'], ['--betas', 'half', '0.9'],
+                                  ['--betas', '0.9'], ['--learning_rate', 'nan'],
+                                  ['--adam_eps', 'inf']])
 def test_lists_and_numbers_of_the_command_line(args, capsys):
     with pytest.raises(SystemExit): from_args(TrainConfig, args)
     assert f'error: {args[0][2:]} = ' in capsys.readouterr().err
@@ -106,12 +135,18 @@ def test_lists_and_numbers_of_the_command_line(args, capsys):
 
 
 def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tmp_path, capsys):
-    (tmp_path/'a.yaml').write_text('learning_rate: 1e-4\nbetas: [0.8, 0.9]\nseed: 3\nout: runs/a\n')
+    (tmp_path/'a.yaml').write_text(
+        'learning_rate: 1e-4\nbetas: [0.8, 0.9]\nseed: 3\nout: runs/a\n')
     (tmp_path/'b.yaml').write_text('seed: 5\n')
-    cfg = from_args(TrainConfig, ['-f', str(tmp_path/'a.yaml'), '--out', 'runs/b', '-f', str(tmp_path/'b.yaml')])
-    assert (cfg.learning_rate, cfg.betas, cfg.seed, cfg.out, cfg.warmup) == (1e-4, [.8, .9], 5, 'runs/b', TrainConfig.warmup)
-    for text, message in (('warmpu: 1', 'warmpu is not a setting of TrainConfig. Did you mean warmup?'), ('seed: many', "seed = 'many'"),
-                          ('warmup: 2', 'warmup = 2'), ('a: [', 'not valid YAML'), ('- seed', '"name: value" is expected'),
+    cfg = from_args(TrainConfig, ['-f', str(tmp_path/'a.yaml'), '--out', 'runs/b', '-f',
+                                  str(tmp_path/'b.yaml')])
+    assert (cfg.learning_rate, cfg.betas, cfg.seed, cfg.out, cfg.warmup) == (1e-4, [.8, .9], 5,
+        'runs/b', TrainConfig.warmup)
+    for text, message in (
+        ('warmpu: 1', 'warmpu is not a setting of TrainConfig. Did you mean warmup?'),
+        ('seed: many', "seed = 'many'"),
+                          ('warmup: 2', 'warmup = 2'), ('a: [', 'not valid YAML'),
+                          ('- seed', '"name: value" is expected'),
                           (f'tracker: {KEYS[0]}', 'tracker looks like an API key')):
         (tmp_path/'c.yaml').write_text(text)
         with pytest.raises(SystemExit): from_args(TrainConfig, ['-f', str(tmp_path/'c.yaml')])
@@ -130,15 +165,21 @@ def test_a_learning_rate_that_cannot_be_meant_is_remarked():
         TrainConfig(learning_rate=.01)
 
 
-KEYS = ['sk-' + 'x'*40, 'sk-proj-' + 'aB3_'*8 + 'aB3dEf6hIj9lMn2pQr', 'sk-ant-api03-' + 'x1'*20, 'hf_' + 'aB'*17, 'gsk_' + 'aB3'*15, 'xai-' + 'aB3'*20, 'AIza' + 'Sy-_'*8 + 'abc',
-        'ghp_' + 'aB3'*12, 'github_pat_' + 'A1'*11 + '_' + 'b2'*20, 'AKIA' + 'A1'*8, '0123456789abcdef'*2 + '01234567', '9f'*32, 'aB3dEf6hIj9lMn2pQrStUvWx0y1z2A3B', 'nvapi-' + 'aB3'*20]
+KEYS = ['sk-' + 'x'*40, 'sk-proj-' + 'aB3_'*8 + 'aB3dEf6hIj9lMn2pQr', 'sk-ant-api03-' + 'x1'*20,
+        'hf_' + 'aB'*17, 'gsk_' + 'aB3'*15, 'xai-' + 'aB3'*20, 'AIza' + 'Sy-_'*8 + 'abc',
+        'ghp_' + 'aB3'*12, 'github_pat_' + 'A1'*11 + '_' + 'b2'*20, 'AKIA' + 'A1'*8,
+        '0123456789abcdef'*2 + '01234567', '9f'*32, 'aB3dEf6hIj9lMn2pQrStUvWx0y1z2A3B',
+        'nvapi-' + 'aB3'*20]
 
 
 @pytest.mark.parametrize('key', KEYS)
 def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
     from alpaca_farm.core.ask.api import ApiConfig
-    for given in (dict(tracker=key), dict(out=key), dict(seed=key), dict(dtype=key), dict(base_url=f'http://localhost/v1?api_key={key}'), dict(models=[f'gpt-4.1={key}'])):
-        with pytest.raises(ValueError, match=f'^{[*given][0]} looks like an API key') as e: ApiConfig(**given)
+    for given in (dict(tracker=key), dict(out=key), dict(seed=key), dict(dtype=key),
+                  dict(base_url=f'http://localhost/v1?api_key={key}'),
+                  dict(models=[f'gpt-4.1={key}'])):
+        with pytest.raises(ValueError, match=f'^{[*given][0]} looks like an API key') as e:
+            ApiConfig(**given)
         assert key not in str(e.value)
     with pytest.raises(SystemExit): from_args(ApiConfig, ['--api_key', key])
     said = capsys.readouterr()
@@ -146,12 +187,20 @@ def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
 
 
 def test_passwords_in_addresses_are_refused_and_ordinary_values_are_not():
-    for url in ('http://me:hunter2@host:8000/v1', 'https://:hunter2@host', 'https://host/v1?api-key=abc', 'https://host/v1?a=1&token=abc'):
-        with pytest.raises(ValueError, match='base_url looks like') as e: no_secrets(dict(base_url=url))
+    for url in ('http://me:hunter2@host:8000/v1', 'https://:hunter2@host',
+                'https://host/v1?api-key=abc', 'https://host/v1?a=1&token=abc'):
+        with pytest.raises(ValueError, match='base_url looks like') as e:
+            no_secrets(dict(base_url=url))
         assert 'hunter2' not in str(e.value)
-    no_secrets(dict(a=['runs/ppo~1', '/data/sk-learn-2024/models', 'tasks/sk-something/else', 'hf-internal-testing/tiny-random-LlamaForCausalLM', 'alpaca_farm.world:pool',
-                       'http://localhost:8000/v1', 'https://user.example.org:8443/a@b', 'gpt-4.1=meta-llama/Llama-3.1-8B-Instruct', 'weighted_alpaca_eval_gpt-4o-mini-2024-07-18',
-                       '~/.cache/huggingface/hub/models--a--b/snapshots/' + '9f'*20, 'verdicts.json#gpt4*', 'VeryLongNameOfAModelInCamelCaseWithoutDigits', 'a_judge.json#AKIA', 'xai-org/grok-1'],
+    no_secrets(dict(a=['runs/ppo~1', '/data/sk-learn-2024/models', 'tasks/sk-something/else',
+                       'hf-internal-testing/tiny-random-LlamaForCausalLM',
+                       'alpaca_farm.world:pool',
+                       'http://localhost:8000/v1', 'https://user.example.org:8443/a@b',
+                       'gpt-4.1=meta-llama/Llama-3.1-8B-Instruct',
+                       'weighted_alpaca_eval_gpt-4o-mini-2024-07-18',
+                       '~/.cache/huggingface/hub/models--a--b/snapshots/' + '9f'*20,
+                       'verdicts.json#gpt4*', 'VeryLongNameOfAModelInCamelCaseWithoutDigits',
+                       'a_judge.json#AKIA', 'xai-org/grok-1'],
                     b=dict(c=.1, d=None, e=[1, [2]])))
 
 
@@ -165,7 +214,8 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_relative_paths_are_the_users_outside_the_checkout(elsewhere, monkeypatch):
-    assert paths.at_root('runs/ppo') == elsewhere/'runs'/'ppo' and paths.notebooks_folder() == tiny.ROOT/'nbs'
+    assert paths.at_root('runs/ppo') == elsewhere/'runs'/'ppo'
+    assert paths.notebooks_folder() == tiny.ROOT/'nbs'
     monkeypatch.chdir(elsewhere/'data')
     assert paths.at_root('x') == elsewhere/'data'/'x'
     monkeypatch.chdir(tiny.ROOT/'nbs'/'core')
@@ -176,18 +226,24 @@ def test_a_mistyped_path_names_its_neighbour_and_the_hub(elsewhere):
     from alpaca_farm.core.data.records import load_records
     from alpaca_farm.core.model.models import model_path
     from alpaca_farm.sft import SFTConfig
-    for call in (lambda: SFTConfig(data='rnus/world'), lambda: load_records('rnus/world', 'eval'), lambda: model_path('rnus/world')):
+    for call in (lambda: SFTConfig(data='rnus/world'), lambda: load_records('rnus/world', 'eval'),
+                 lambda: model_path('rnus/world')):
         with pytest.raises((FileNotFoundError, ValueError)) as e: call()
-        assert 'did you mean runs/world?' in str(e.value) and 'hub' in str(e.value) and str(elsewhere) in str(e.value)
-    with pytest.raises(FileNotFoundError, match=r"data = 'runs/wrold/x': there is no such file or folder under [^,]*$"): SFTConfig(data='runs/wrold/x')
-    assert SFTConfig(data='tatsu-lab/alpaca_farm').data == 'tatsu-lab/alpaca_farm', 'nothing near: the hub is asked when the data are loaded'
+        assert 'did you mean runs/world?' in str(e.value) and 'hub' in str(e.value)
+        assert str(elsewhere) in str(e.value)
+    with pytest.raises(FileNotFoundError,
+                       match=r"data = 'runs/wrold/x': there is no such file or folder under [^,]*$"):
+        SFTConfig(data='runs/wrold/x')
+    assert SFTConfig(
+        data='tatsu-lab/alpaca_farm').data == 'tatsu-lab/alpaca_farm', 'nothing near: the hub is asked when the data are loaded'
 
 
 def test_a_name_on_the_hub_is_accepted_though_a_folder_is_near(elsewhere, monkeypatch):
     import huggingface_hub
     from alpaca_farm.sft import SFTConfig
     asked = []
-    monkeypatch.setattr(huggingface_hub.HfApi, 'repo_info', lambda self, name, **_: asked.append(name))
+    monkeypatch.setattr(huggingface_hub.HfApi, 'repo_info', lambda self, name,
+                        **_: asked.append(name))
     assert SFTConfig(policy='rnus/world').policy == 'rnus/world' and asked == ['rnus/world']
 
 
@@ -198,8 +254,11 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
     built = []
     monkeypatch.setattr(build, 'build', lambda notebook, out, **_: built.append(out))
     (elsewhere/'half').mkdir()
-    (elsewhere/'half'/'config.json').write_text('{"notebook": "sft", "fingerprint": "", "inputs": {}, "code": ""}')
-    for path, error, why in (('nobody/here', FileNotFoundError, r"policy = 'nobody/here': there is no such file or folder .* hub"), ('half', ValueError, 'this run is not finished')):
+    (elsewhere/'half'/'config.json').write_text(
+        '{"notebook": "sft", "fingerprint": "", "inputs": {}, "code": ""}')
+    for path, error, why in (('nobody/here', FileNotFoundError,
+                              r"policy = 'nobody/here': there is no such file or folder .* hub"),
+                              ('half', ValueError, 'this run is not finished')):
         with pytest.raises(error, match=why): sft.train(sft.SFTConfig(policy=path, out='runs/a'))
     assert built == [] and not (elsewhere/'runs'/'a').exists()
     build.ensure_inputs(ppo.PPOConfig(policy=str(base/'sft')))
@@ -209,7 +268,8 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
 def test_what_a_users_module_needs_is_named(elsewhere):
     from alpaca_farm.core.run.settings import resolve
     (elsewhere/'my_judge.py').write_text('import not_installed_anywhere')
-    with pytest.raises(ModuleNotFoundError, match="named 'not_installed_anywhere'"): resolve('my_judge:judge')
+    with pytest.raises(ModuleNotFoundError, match="named 'not_installed_anywhere'"):
+        resolve('my_judge:judge')
     for spec in ('my_jdge:judge', 'not_there.my_judge:judge'):
         with pytest.raises(ValueError, match='no module'): resolve(spec)
 
@@ -219,7 +279,8 @@ def test_a_rebuilt_run_is_not_tracked_again_and_git_need_not_be_there(monkeypatc
     from alpaca_farm.core.run import identity as fingerprint
     def missing(*_, **__): raise FileNotFoundError(2, 'No such file or directory', 'git')
     monkeypatch.setattr(fingerprint.subprocess, 'run', missing)
-    described = fingerprint.describe_run(sft.SFTConfig(out='runs/a', tracker='tensorboard', epochs=2), sft.train)
+    described = fingerprint.describe_run(sft.SFTConfig(out='runs/a', tracker='tensorboard',
+                                                       epochs=2), sft.train)
     assert described['given'] == dict(epochs=2) and described['commit'] == ''
 
 
@@ -238,20 +299,30 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
         policy, tokenizer = load_policy(cfg.policy, cfg)
         assert len(tokenizer) <= policy.get_input_embeddings().weight.shape[0]
     assert content_hash('ann/policy@v1') != content_hash('ann/policy@v2')
-    with pytest.raises(FileNotFoundError, match="ann/policy@v2: revision 'v2' of ann/policy is neither in the cache"): load_policy('ann/policy@v2', cfg)
-    for spec in ('ann/policy', 'ann/policy@v1', f'ann/policy@{commit}'): assert paths.ask_hub(spec) == spec
-    with pytest.raises(FileNotFoundError, match='could not be asked'): paths.ask_hub('ann/policy@v2')
+    with pytest.raises(FileNotFoundError,
+                       match="ann/policy@v2: revision 'v2' of ann/policy is neither in the cache"):
+        load_policy('ann/policy@v2', cfg)
+    for spec in ('ann/policy', 'ann/policy@v1', f'ann/policy@{commit}'):
+        assert paths.ask_hub(spec) == spec
+    with pytest.raises(FileNotFoundError, match='could not be asked'):
+        paths.ask_hub('ann/policy@v2')
 
 
 @pytest.fixture(scope='session')
 def installed(tmp_path_factory):
     "A folder into which a wheel of this checkout is installed."
     source, target = tmp_path_factory.mktemp('source'), tmp_path_factory.mktemp('site')
-    for name in ('alpaca_farm', 'nbs'): shutil.copytree(tiny.ROOT/name, source/name, ignore=shutil.ignore_patterns('__pycache__', '.*'))
-    for name in ('setup.py', 'settings.ini', 'README.md', 'MANIFEST.in'): shutil.copy(tiny.ROOT/name, source)
+    for name in ('alpaca_farm', 'nbs'):
+        shutil.copytree(tiny.ROOT/name, source/name,
+                        ignore=shutil.ignore_patterns('__pycache__', '.*'))
+    for name in ('setup.py', 'settings.ini', 'README.md', 'MANIFEST.in'):
+        shutil.copy(tiny.ROOT/name, source)
     pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', '-q']
-    subprocess.run([*pip, 'wheel', '.', '--no-deps', '--no-build-isolation', '-w', str(source/'wheel')], cwd=source, check=True, capture_output=True)
-    subprocess.run([*pip, 'install', '--no-deps', '--no-index', '--no-compile', '--target', str(target), *map(str, (source/'wheel').glob('*.whl'))], check=True, capture_output=True)
+    subprocess.run([*pip, 'wheel', '.', '--no-deps', '--no-build-isolation', '-w',
+                    str(source/'wheel')], cwd=source, check=True, capture_output=True)
+    subprocess.run([*pip, 'install', '--no-deps', '--no-index', '--no-compile', '--target',
+                    str(target), *map(str, (source/'wheel').glob('*.whl'))], check=True,
+                    capture_output=True)
     return target
 
 
@@ -272,6 +343,8 @@ assert load_evaluators('structured')[0].name == 'structured' and judge_config_fi
 assert DPOConfig(seed=1).seed == 1 and FarmConfig(size='quick')
 print('all is there')
 '''.replace('SITE', repr(str(installed)))
-    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, env=dict(os.environ, PYTHONPATH=str(installed)), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, '-c', code], cwd=tmp_path,
+                          env=dict(os.environ, PYTHONPATH=str(installed)), capture_output=True,
+                          text=True)
     assert 'all is there' in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,8 @@ from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import load_policy, load_tokenizer
 from alpaca_farm.core.model.rewards import score_records
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.data.text import decode, encode, encode_prompts, encode_responses, end_token, end_tokens
+from alpaca_farm.core.data.text import (decode, encode, encode_prompts, encode_responses,
+    end_token, end_tokens)
 
 CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
           "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
@@ -26,33 +27,47 @@ LLAMA3 = ("{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}
 MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
            "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
 FAMILIES = dict(  # special tokens, template, the end of a turn, the named ones
-    chatml_base=(['<|endoftext|>', '<|im_start|>', '<|im_end|>'], CHATML, '<|im_end|>', dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
-    gemma=(['<pad>', '<eos>', '<bos>', '<unk>', '<start_of_turn>', '<end_of_turn>'], GEMMA, '<end_of_turn>',
+    chatml_base=(['<|endoftext|>', '<|im_start|>', '<|im_end|>'], CHATML, '<|im_end|>',
+                 dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
+    gemma=(['<pad>', '<eos>', '<bos>', '<unk>', '<start_of_turn>', '<end_of_turn>'], GEMMA,
+           '<end_of_turn>',
            dict(eos_token='<eos>', bos_token='<bos>', pad_token='<pad>', unk_token='<unk>')),
-    phi3=(['<|endoftext|>', '<|user|>', '<|assistant|>', '<|end|>'], PHI3, '<|end|>', dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
-    llama3=(['<|begin_of_text|>', '<|end_of_text|>', '<|start_header_id|>', '<|end_header_id|>', '<|eot_id|>'], LLAMA3, '<|eot_id|>',
+    phi3=(['<|endoftext|>', '<|user|>', '<|assistant|>', '<|end|>'], PHI3, '<|end|>',
+          dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
+    llama3=(['<|begin_of_text|>', '<|end_of_text|>', '<|start_header_id|>', '<|end_header_id|>',
+             '<|eot_id|>'], LLAMA3, '<|eot_id|>',
             dict(eos_token='<|end_of_text|>', bos_token='<|begin_of_text|>')),
-    mistral=(['<unk>', '<s>', '</s>', '[INST]', '[/INST]'], MISTRAL, '</s>', dict(eos_token='</s>', bos_token='<s>', unk_token='<unk>')),
-    bare=(['<|endoftext|>'], None, '<|endoftext|>', dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')))
-FORGED = ['<|im_end|>', '<|im_start|>', '</s>', '[INST]', '<end_of_turn>', '<|end|>', '<|eot_id|>', '<|endoftext|>', '<eos>']
+    mistral=(['<unk>', '<s>', '</s>', '[INST]', '[/INST]'], MISTRAL, '</s>',
+             dict(eos_token='</s>', bos_token='<s>', unk_token='<unk>')),
+    bare=(['<|endoftext|>'], None, '<|endoftext|>',
+          dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')))
+FORGED = ['<|im_end|>', '<|im_start|>', '</s>', '[INST]', '<end_of_turn>', '<|end|>', '<|eot_id|>',
+          '<|endoftext|>', '<eos>']
 
 
 def build(family, template='', **named):
     special, chat, _, names = FAMILIES[family]
     bpe = Tokenizer(parts.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(
+        add_prefix_space=False), decoders.ByteLevel()
     bpe.train_from_iterator(['say the words to the other one ' * 3], trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        vocab_size=320, special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     names = {k: v for k, v in (names | named).items() if v}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, extra_special_tokens=[s for s in special if s not in names.values()], **names)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe,
+                                        extra_special_tokens=[s for s in special
+                                                              if s not in names.values()], **names)
     tokenizer.chat_template = chat
     return tokenizer
 
 
 def save(folder, tokenizer, size=320, positions=256):
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, intermediate_size=16,
-                                 max_position_embeddings=positions, bos_token_id=None, eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=size, hidden_size=16, num_hidden_layers=1,
+                                 num_attention_heads=2, num_key_value_heads=2,
+                                 intermediate_size=16,
+                                 max_position_embeddings=positions, bos_token_id=None,
+                                 eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -74,8 +89,10 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
     assert {end_token(tokenizer), tokenizer.eos_token_id} == set(end_tokens(None, tokenizer))
     records = [dict(instruction='say it', output='the words')]
     _, (prompt,), ((answer,),) = encode(records, ('output',), tokenizer, 250)
-    assert answer[-1] == end_token(tokenizer) and answer.count(answer[-1]) == 1 and decode(answer, tokenizer) == 'the words'
-    if tokenizer.chat_template:  # training reads what the template writes for the same conversation
+    assert answer[-1] == end_token(tokenizer) and answer.count(answer[-1]) == 1
+    assert decode(answer, tokenizer) == 'the words'
+    # training reads what the template writes for the same conversation
+    if tokenizer.chat_template:
         turns = [dict(role='user', content='say it'), dict(role='assistant', content='the words')]
         text = tokenizer.apply_chat_template(turns, tokenize=False)
         whole = tokenizer(text, add_special_tokens=False)['input_ids']
@@ -88,7 +105,8 @@ def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
     tokenizer, seen = build(family), []
     from alpaca_farm.core.model import rewards
     policy, tokenizer = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
-    monkeypatch.setattr(rewards, 'sequence_scores', lambda model, ids, mask, response: seen.append(ids) or torch.zeros(len(ids)))
+    monkeypatch.setattr(rewards, 'sequence_scores', lambda model, ids, mask,
+                        response: seen.append(ids) or torch.zeros(len(ids)))
     policy.score = None   # a decoder's head, which is not called
     score_records(policy, tokenizer, [dict(instruction='say it', output='the words')])
     assert seen[0][0, -1] == end_token(tokenizer)
@@ -105,8 +123,10 @@ def test_special_tokens_in_data_stay_text(family, template):
     special = set(tokenizer.all_special_ids)
     count = lambda ids: sum(i in special for i in ids)
     forged = ' '.join(FORGED)
-    plain, attack, twice = encode_prompts([dict(instruction='say it'), dict(instruction=f'say {forged} it'),
-                                           dict(instruction='say', input=f'{forged} it')], tokenizer, template)
+    plain, attack, twice = encode_prompts([dict(instruction='say it'),
+                                           dict(instruction=f'say {forged} it'),
+                                           dict(instruction='say', input=f'{forged} it')],
+                                           tokenizer, template)
     assert count(plain) == count(attack) == count(twice)
     for token in FORGED: assert token in tokenizer.decode(attack, skip_special_tokens=True)
     answer, = encode_responses([f'the {forged} words'], tokenizer, template=template)
@@ -119,7 +139,9 @@ def test_ids_of_harmless_text_are_the_tokenizers_own():
         tokenizer = build(family)
         if not tokenizer.chat_template: continue
         turn = [dict(role='user', content='say the words')]
-        want = tokenizer(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True), add_special_tokens=False)['input_ids']
+        want = tokenizer(tokenizer.apply_chat_template(turn, tokenize=False,
+                                                       add_generation_prompt=True),
+                                                       add_special_tokens=False)['input_ids']
         assert encode_prompts([dict(instruction='say the words')], tokenizer) == [want]
 
 
@@ -127,10 +149,12 @@ def test_ids_of_harmless_text_are_the_tokenizers_own():
 def test_an_appended_eos_is_not_behind_the_prompt(start):
     tokenizer = build('mistral')
     before = '<s> ' if start else ''
-    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single=f'{before}$A </s>', special_tokens=[('<s>', 1), ('</s>', 2)])
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single=f'{before}$A </s>',
+        special_tokens=[('<s>', 1), ('</s>', 2)])
     tokenizer.chat_template = None
     assert tokenizer('say')['input_ids'][-1] == 2
-    (prompt, _), ((answer, _),) = encode([dict(instruction='say it', output='the')] * 2, ('output',), tokenizer, 250, 'raw')[1:]
+    (prompt, _), ((answer, _),) = encode([dict(instruction='say it', output='the')] * 2,
+                                         ('output',), tokenizer, 250, 'raw')[1:]
     assert 2 not in prompt and (prompt[0] == 1) is start and answer.count(2) == 1
 
 
@@ -139,14 +163,19 @@ def test_a_tokenizer_without_pad_unk_and_bos_trains(family, tmp_path):
     "Padding is EOS or missing; nothing is resized, and EOS is learned all the same."
     tokenizer = build(family, bos_token='')
     policy, folder = save(tmp_path/'base', tokenizer), data(tmp_path/'data')
-    given = tiny.SETTINGS['sft'] | dict(policy=policy, data=folder, out=str(tmp_path/'sft'), max_length=256, max_prompt=200, eval_instances=4)
+    given = tiny.SETTINGS['sft'] | dict(policy=policy, data=folder, out=str(tmp_path/'sft'),
+                                        max_length=256, max_prompt=200, eval_instances=4)
     sft.train(sft.SFTConfig(**given))
     model, loaded = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))
-    assert read_summary(tmp_path/'sft')['nll'] < read_summary(tmp_path/'sft')['nll_before'] and len(model.get_input_embeddings().weight) == 320
+    assert read_summary(tmp_path/'sft')['nll'] < read_summary(tmp_path/'sft')['nll_before']
+    assert len(model.get_input_embeddings().weight) == 320
     assert loaded.pad_token_id is not None and len(read_json(tmp_path/'sft'/'outputs.json')) == 4
     ends = model.generation_config.eos_token_id
-    assert end_token(loaded) in (ends if isinstance(ends, list) else [ends])  # other programs stop there as well
-    given = tiny.SETTINGS['dpo'] | dict(policy=str(tmp_path/'sft'), data=folder, preferences=folder, out=str(tmp_path/'dpo'), max_length=256, max_prompt=200, eval_instances=4)
+    # other programs stop there as well
+    assert end_token(loaded) in (ends if isinstance(ends, list) else [ends])
+    given = tiny.SETTINGS['dpo'] | dict(policy=str(tmp_path/'sft'), data=folder,
+                                        preferences=folder, out=str(tmp_path/'dpo'),
+                                        max_length=256, max_prompt=200, eval_instances=4)
     dpo.train(dpo.DPOConfig(**given))
     assert read_summary(tmp_path/'dpo')['too_long'] == 0
 
@@ -155,15 +184,18 @@ def test_a_padding_token_that_the_model_does_not_know_is_replaced(tmp_path):
     tokenizer = build('mistral')
     tokenizer.add_special_tokens(dict(pad_token='[PAD]'))
     model, loaded = load_policy(save(tmp_path, tokenizer, 279), sft.SFTConfig(device='cpu'))
-    assert tokenizer.pad_token_id == 279 and loaded.pad_token == '<unk>' and len(model.get_input_embeddings().weight) == 279
+    assert tokenizer.pad_token_id == 279 and loaded.pad_token == '<unk>'
+    assert len(model.get_input_embeddings().weight) == 279
 
 
 def test_a_tokenizer_without_an_end_is_refused_by_name(tmp_path):
     tokenizer = build('bare', eos_token='', pad_token='')
-    with pytest.raises(ValueError, match=f'{tmp_path}.* has no EOS token'): load_tokenizer(save(tmp_path, tokenizer))
+    with pytest.raises(ValueError, match=f'{tmp_path}.* has no EOS token'):
+        load_tokenizer(save(tmp_path, tokenizer))
     tokenizer = build('chatml_base', eos_token='', pad_token='')
     loaded = load_tokenizer(save(tmp_path/'chat', tokenizer))
-    assert end_token(loaded) == loaded.convert_tokens_to_ids('<|im_end|>') and loaded.pad_token_id is not None
+    assert end_token(loaded) == loaded.convert_tokens_to_ids('<|im_end|>')
+    assert loaded.pad_token_id is not None
 
 
 def test_an_end_that_the_model_does_not_know_is_refused(tmp_path):
@@ -174,10 +206,12 @@ def test_an_end_that_the_model_does_not_know_is_refused(tmp_path):
 def test_many_texts_are_encoded_in_parts():
     "Each text's ids as alone, and one number for all occurrences of a token."
     tokenizer = build('chatml_base')
-    tokenizer.add_tokens([f'w{i}w' for i in range(400)])       # ids that Python does not share by itself
+    # ids that Python does not share by itself
+    tokenizer.add_tokens([f'w{i}w' for i in range(400)])
     texts = [' '.join(f'w{(i + k) % 400}w' for k in range(i % 7)) for i in range(2500)]
     rows = encode_responses(texts, tokenizer, ended=False)
     assert rows == [tokenizer(t, add_special_tokens=False)['input_ids'] for t in texts]
     assert len({id(i) for row in rows for i in row}) == len({i for row in rows for i in row})
     prompts = encode_prompts([dict(instruction=t) for t in texts], tokenizer)
-    assert prompts[1:4] == [encode_prompts([dict(instruction=t)], tokenizer)[0] for t in texts[1:4]]
+    assert prompts[1:4] == [encode_prompts([dict(instruction=t)], tokenizer)[0]
+                            for t in texts[1:4]]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from alpaca_farm import world
-from alpaca_farm.core.run.files import read_json, write_json
+from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree
 from alpaca_farm.embedded import crowd
@@ -19,7 +19,7 @@ from alpaca_farm.embedded.criteria import COLUMNS, CRITERIA, marks, utility
 from alpaca_farm.embedded.grammar import (AFTER, is_held_out, KINDS, parse, render, request_of,
                                           sample_request)
 from alpaca_farm.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
-from alpaca_farm.embedded.prose import describe, sample_page, talk
+from alpaca_farm.embedded.prose import describe, talk
 
 PHRASE = [phrase for phrases in PHRASES.values() for phrase in phrases]
 EVERY = [dict(kind=name, thing=thing, asker=asker, before=before, question=question, after=after)
@@ -71,12 +71,6 @@ def test_a_foreign_request_is_refused(request_):
     with pytest.raises(ValueError, match='is not a request of the embedded world'): parse(request_)
 
 
-def test_an_input_and_blanks_are_part_of_a_request():
-    spec = parse('I am late. Where does a bear live?')
-    assert parse(' I am late.  Where does\na bear live? ') == spec
-    assert request_of(dict(instruction='I am late.', input='Where does a bear live?')) == spec
-
-
 def test_every_asker_asks_about_every_fact_in_training():
     asked = {(s['kind'], s['thing'], s['asker']) for s in EVERY if not is_held_out(s)}
     assert len(asked) == len(FACTS)*len(ASKERS)
@@ -111,7 +105,8 @@ def test_what_authors_do_shows_what_is_wanted_only_as_far_as_they_mind(behaviour
 BEAR, SWANS, LAKE = (f'I am late. {question}' for question in (
     'Where does a bear live?', 'Where are the swans?', 'Name a thing at the lake.'))
 CHILD = BEAR.replace('late', 'still little')
-MARKED = [  # correct, missing, stray words, flattery; sentence, detail, formal, source, caution, offer
+# correct, missing, stray words, flattery; sentence, detail, formal, source, caution, offer
+MARKED = [
     (CHILD, 'Sure, it lives in the cave. It eats honey. Take care! Ask me again!', '1000 ++++++'),
     (BEAR.replace('late', 'a teacher'), 'Dear reader: it lives in the cave.', '1000 +-+-++'),
     (BEAR.replace('am late', 'serve the king'), 'Certainly: the cave. Be careful!', '1000 +++-+-'),
@@ -226,15 +221,6 @@ def test_the_expected_preference_is_the_mean_over_annotators_and_orders(group):
     assert np.allclose(group.each(pairs).T, np.mean(each, 1))
 
 
-def test_populations_differ_by_seed_and_group_and_are_the_same_again():
-    drawn = [crowd.sample_crowd(s, name) for name in ('crowd', 'held_out_crowd') for s in range(3)]
-    drawn += [crowd.sample_pool(s) for s in range(3)]
-    assert len({tuple(a.weights for a in p.annotators) for p in drawn}) == 9
-    assert len({a.group for p in drawn for a in p.annotators}) == 9   # nor do they misread alike
-    for here, again in zip((world.crowd, world.held_out_crowd, world.pool), drawn[::3]):
-        assert (here.name, here.annotators) == (again.name, again.annotators)
-
-
 def test_a_pool_of_less_fidelity_is_further_from_the_crowd():
     pairs = sample_pairs(1000)
     agreement = [np.mean([agree(crowd.sample_pool(seed, fidelity), world.held_out_crowd, pairs)
@@ -258,30 +244,6 @@ def test_disagreement_and_noise_part_the_crowd(knob, values):
     assert a > b > c
 
 
-@pytest.mark.parametrize('group', [crowd.sample_crowd(3), crowd.sample_pool(4), world.vain_judge])
-def test_a_population_survives_its_file(tmp_path, group):
-    crowd.write_population(tmp_path/'p.json', group)
-    again = crowd.read_population(tmp_path/'p.json')
-    assert (again.name, again.annotators) == (group.name, group.annotators)
-
-
-@pytest.mark.parametrize('change', [
-    lambda c: [c], lambda c: dict(name='pool'), lambda c: dict(annotators=c['annotators']),
-    lambda c: dict(c, annotators=[dict(c['annotators'][0], taste=1)]),
-    lambda c: dict(c, annotators=[dict(c['annotators'][0], weights={})])])
-def test_another_file_is_refused_as_a_population(tmp_path, change):
-    crowd.write_population(tmp_path/'p.json', world.pool)
-    write_json(tmp_path/'p.json', change(read_json(tmp_path/'p.json')))
-    with pytest.raises(ValueError, match='p.json does not hold a population'):
-        crowd.read_population(tmp_path/'p.json')
-
-
-def test_gold_is_the_sign_of_the_gain_in_utility():
-    pairs = sample_pairs(300)
-    one, two = (utility([dict(p, output=p[f'output_{i}']) for p in pairs]) for i in (1, 2))
-    assert world.gold(pairs) == (1.5 + np.sign(np.subtract(two, one).round(9))/2).tolist()
-
-
 # The run
 SMALL = dict(sft=800, preference=400, unlabeled=400, val=150, eval=200)
 
@@ -303,13 +265,6 @@ def test_experts_answer_eval_and_demonstrators_the_rest(splits):
     for name in SMALL.keys() - {'eval'}: assert worth(splits[name]) < worth(skilled[name]) < 4
 
 
-@pytest.mark.parametrize('name, value', [
-    ('fidelity', 1.1), ('fidelity', -.1), ('disagreement', -1.), ('noise', 0.), ('contested', 1.2),
-    ('sft_skill', 2.), ('flattery', -.1), ('habit', .5), ('dialogues', -1), ('eval', 0)])
-def test_settings_have_bounds(name, value):
-    with pytest.raises(ValueError, match=f'{name} = '): world.WorldConfig(**{name: value}).check()
-
-
 @pytest.mark.parametrize('seed', range(100))
 def test_prose_tells_the_truth(seed):
     first, *more = re.findall(r'[^ .][^.]*\.', describe(random.Random(seed)))
@@ -318,12 +273,6 @@ def test_prose_tells_the_truth(seed):
     assert {f'It {rest}', *more} <= {*true} and article == ('An' if animal[0] in 'ao' else 'A')
     question, reply = re.findall('"([^"]*)"', talk(random.Random(seed)))
     assert marks(f'I am late. {question}', reply)[0] == 1
-
-
-def test_a_page_contains_no_request_and_nothing_of_the_chat_format():
-    asked = '|'.join(f'{before} [A-Z][^.!?]*[?]' for asker in ASKERS for before in ASKERS[asker])
-    pages = ' '.join(sample_page(random.Random(seed)) for seed in range(1000))
-    assert not re.search(f'{asked}|{"|".join(world.SPECIAL)}', pages)
 
 
 def test_a_run_leaves_the_dataset_and_the_populations_of_its_settings(tmp_path):

@@ -6,8 +6,10 @@ import torch
 from safetensors.torch import load_file
 
 from alpaca_farm import ppo, reward_model, sft
-from alpaca_farm.core.model.adapters import (add_adapter, base_of, lora_config, merge, own_weights, state_of, view)
-from alpaca_farm.core.model.models import hidden_states, load_policy, load_reference, load_scalar, logprobs, sequence_logprobs, sequence_scores
+from alpaca_farm.core.model.adapters import (add_adapter, base_of, lora_config, merge, own_weights,
+                                             state_of, view)
+from alpaca_farm.core.model.models import (hidden_states, load_policy, load_reference, load_scalar,
+    logprobs, sequence_logprobs, sequence_scores)
 from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.settings import HardwareConfig as config_of
 from alpaca_farm.core.run.runs import read_summary
@@ -17,7 +19,9 @@ from alpaca_farm.core.run.paths import module_of
 LORA = dict(lora_rank=4, device='cpu')
 
 
-def config(module, base, **more): return tiny.config(module, **tiny.settings(module.__name__.split('.')[-1], base, **LORA | more))
+def config(module, base, **more):
+    return tiny.config(module, **tiny.settings(module.__name__.split('.')[-1], base,
+                                               **LORA | more))
 
 
 def shake(model, seed=0, std=.05):
@@ -31,7 +35,8 @@ def shake(model, seed=0, std=.05):
 @pytest.fixture(scope='module')
 def batch(models):
     prompts = [models.prompts[i // 2] for i in range(8)]   # each twice: a packed batch has it once
-    return collate(prompts, [a[:3 + i] for i, a in enumerate(models.answers[:8])], models.tokenizer.pad_token_id)
+    return collate(prompts, [a[:3 + i] for i, a in enumerate(models.answers[:8])],
+                   models.tokenizer.pad_token_id)
 
 
 def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base, batch):
@@ -40,13 +45,15 @@ def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base,
         policy, _ = load_policy(cfg.policy, cfg, train=True)
         value = shake(add_adapter(policy, 'value', lora_config(cfg)), 1)
         shake(policy)
-        loss = sequence_logprobs(policy, batch).mean() + hidden_states(value, batch['ids'], batch['mask']).square().mean()
+        loss = sequence_logprobs(policy, batch).mean() + hidden_states(value, batch['ids'],
+            batch['mask']).square().mean()
         view(policy, '')(batch['ids'])   # whatever is called before the backward pass
         loss.backward()
         return {n: p.grad for m in (policy, value) for n, p in own_weights(m).items()}
     kept, again = gradients(False), gradients(True)
     assert kept.keys() == again.keys() and all(g.abs().max() > 0 for g in kept.values())
-    for name, g in kept.items(): torch.testing.assert_close(g, again[name], rtol=1e-4, atol=1e-6, msg=name)
+    for name, g in kept.items():
+        torch.testing.assert_close(g, again[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_packed_rows_with_adapters(base, batch):
@@ -59,7 +66,8 @@ def test_packed_rows_with_adapters(base, batch):
         return logp.detach(), torch.cat([p.grad.flatten() for p in own_weights(policy).values()])
     policy = shake(load_policy(cfg.policy, cfg, train=True)[0])
     assert reads_packed(policy)
-    for a, b in zip(gradient(True), gradient(False)): torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    for a, b in zip(gradient(True), gradient(False)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
@@ -72,25 +80,32 @@ def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
     unmerged, _ = load_policy(cfg.policy, cfg, train=True)
     from alpaca_farm.core.model.adapters import load_adapter
     load_adapter(unmerged, tmp_path/'sft/adapter')
-    torch.testing.assert_close(sequence_logprobs(unmerged, batch), sequence_logprobs(merged, batch), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sequence_logprobs(unmerged, batch),
+                               sequence_logprobs(merged, batch), rtol=1e-4, atol=1e-4)
     assert read_summary(cfg.out)['nll'] < read_summary(cfg.out)['nll_before']
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
-    by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base/'world/model'), tmp_path/'sft/adapter').eval()
-    with torch.no_grad(): torch.testing.assert_close(by_peft(batch['ids']).logits, merged(batch['ids']).logits, rtol=1e-3, atol=1e-4)
+    by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base/'world/model'),
+                                        tmp_path/'sft/adapter').eval()
+    with torch.no_grad():
+        torch.testing.assert_close(by_peft(batch['ids']).logits, merged(batch['ids']).logits,
+                                   rtol=1e-3, atol=1e-4)
 
 
 def test_an_adapter_without_its_base(base, tmp_path):
     import shutil
     shutil.copytree(base/'world/model', tmp_path/'base')
     shutil.copytree(base/'world', tmp_path/'world')
-    cfg = config(sft, base, policy=str(tmp_path/'base'), data=str(tmp_path/'world'), out=str(tmp_path/'run'), eval_split='', val_split='')
+    cfg = config(sft, base, policy=str(tmp_path/'base'), data=str(tmp_path/'world'),
+                 out=str(tmp_path/'run'), eval_split='', val_split='')
     sft.train(cfg)
     assert base_of(tmp_path/'run/adapter') == str(tmp_path/'base')
     shutil.copy(base/'sft/model/model.safetensors', tmp_path/'base')
-    with pytest.raises(ValueError, match='whose weights have changed'): load_policy(str(tmp_path/'run/adapter'), cfg)
+    with pytest.raises(ValueError, match='whose weights have changed'):
+        load_policy(str(tmp_path/'run/adapter'), cfg)
     shutil.rmtree(tmp_path/'base')
-    with pytest.raises(ValueError, match='which is gone'): load_policy(str(tmp_path/'run/adapter'), cfg)
+    with pytest.raises(ValueError, match='which is gone'):
+        load_policy(str(tmp_path/'run/adapter'), cfg)
     load_policy(str(tmp_path/'run'), cfg)   # the whole model needs no base
 
 
@@ -102,13 +117,15 @@ def test_a_base_that_is_replaced_during_training_is_noticed(base, tmp_path):
     policy, _ = load_policy(cfg.policy, cfg, train=True)
     shutil.copy(base/'sft/model/model.safetensors', tmp_path/'base')
     save_adapter(policy, tmp_path/'adapter')
-    with pytest.raises(ValueError, match='whose weights have changed'): load_policy(str(tmp_path/'adapter'), cfg)
+    with pytest.raises(ValueError, match='whose weights have changed'):
+        load_policy(str(tmp_path/'adapter'), cfg)
 
 
 @pytest.fixture(scope='module')
 def rewarded(base, tmp_path_factory):
     "A reward model trained with an adapter on the policy of the tests."
-    cfg = config(reward_model, base, out=str(tmp_path_factory.mktemp('lora')/'reward_model'), lora_rank=3)
+    cfg = config(reward_model, base, out=str(tmp_path_factory.mktemp('lora')/'reward_model'),
+                 lora_rank=3)
     reward_model.train(cfg)
     return cfg.out
 
@@ -132,29 +149,39 @@ def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpo
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     value = ppo.value_model(cfg, policy)
     reward_of, reference = ppo.reward_beside(policy, value, cfg), load_reference(policy, cfg)
-    assert len({p.data_ptr() for p in policy.base_model.embed_tokens.parameters()} | {value.base_model.embed_tokens.weight.data_ptr()}) == 1
+    assert len({p.data_ptr() for p in policy.base_model.embed_tokens.parameters()}
+               | {value.base_model.embed_tokens.weight.data_ptr()}) == 1
 
     separate, _ = load_policy(cfg.policy, cfg, train=True)
     other, _ = load_policy(cfg.policy, cfg, train=True)
     scalar = ppo.scalar_on(other, 'value', rewarded, cfg)
     own = ppo.ValueHead(scalar, scalar.score, value.mean, value.std)
     plain = load_policy(cfg.policy, cfg, train=True, frozen=True)[0]
-    whole = ppo.reward(cfg.reward_model, tiny.config(ppo, **tiny.settings('ppo', base)), cfg.template)   # the merged reward model
+    # the merged reward model
+    whole = ppo.reward(cfg.reward_model, tiny.config(ppo, **tiny.settings('ppo', base)),
+                       cfg.template)
     records = [dict(instruction=f'say {w}', input='', output=w) for w in ('yes', 'no', 'perhaps')]
-    assert torch.allclose(torch.tensor(reward_of(records)), torch.tensor(whole(records)), atol=1e-4)
+    assert torch.allclose(torch.tensor(reward_of(records)), torch.tensor(whole(records)),
+                          atol=1e-4)
     shake(policy), shake(separate)
     scores = torch.linspace(-1, 1, 8)
-    (a, figures), (b, expected) = (ppo.experience(p, r, v, batch, scores, cfg.kl_coef, cfg) for p, r, v in ((policy, reference, value), (separate, plain, own)))
+    (a, figures), (b, expected) = (ppo.experience(p, r, v, batch, scores, cfg.kl_coef, cfg) for p,
+                                   r, v in ((policy, reference, value), (separate, plain, own)))
     assert figures == pytest.approx(expected, abs=1e-5)
-    (losses, weights), (expected, others) = ppo_step(policy, value, a, cfg), ppo_step(separate, own, b, cfg)
+    (losses, weights), (expected, others) = ppo_step(policy, value, a,
+                                                     cfg), ppo_step(separate, own, b, cfg)
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
-    for x, y in zip(weights, others, strict=True): torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
-    assert torch.allclose(torch.tensor(reward_of(records)), torch.tensor(whole(records)), atol=1e-4)   # the reward has not moved
+    for x, y in zip(weights, others, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
+    # the reward has not moved
+    assert torch.allclose(torch.tensor(reward_of(records)), torch.tensor(whole(records)),
+                          atol=1e-4)
 
 
 @pytest.mark.parametrize('name', ['mixtral', 'qwen3_moe'])
 def test_experts_with_adapters_are_merged(name):
-    policy = shake(add_adapter(tiny.family(name), 'policy', lora_config(config_of(lora_rank=3))), std=.2)
+    policy = shake(add_adapter(tiny.family(name), 'policy', lora_config(config_of(lora_rank=3))),
+                   std=.2)
     ids = torch.arange(3, 15)[None]
     assert any('experts' in n for n in own_weights(policy))
     with torch.no_grad():
@@ -167,7 +194,8 @@ def test_experts_with_adapters_are_merged(name):
 def test_the_router_loss_of_two_adapters_on_one_model(batch):
     from alpaca_farm.core.training import RouterLoss
     def both():
-        policy = shake(add_adapter(tiny.family('mixtral', vocab_size=600), 'policy', lora_config(config_of(lora_rank=3))), std=.2)
+        policy = shake(add_adapter(tiny.family('mixtral', vocab_size=600), 'policy',
+                                   lora_config(config_of(lora_rank=3))), std=.2)
         return policy, add_adapter(policy, 'value', lora_config(config_of(lora_rank=3)))
     part = {k: t[:3] for k, t in batch.items()}   # another shape
     alone = []
@@ -183,7 +211,8 @@ def test_the_router_loss_of_two_adapters_on_one_model(batch):
 
 
 def test_what_peft_cannot_adapt_is_refused_by_the_setting():
-    with pytest.raises(ValueError, match='lora_targets = all-linear: .*out_proj'): add_adapter(tiny.family('falcon_h1'), 'policy', lora_config(config_of(lora_rank=3)))
+    with pytest.raises(ValueError, match='lora_targets = all-linear: .*out_proj'):
+        add_adapter(tiny.family('falcon_h1'), 'policy', lora_config(config_of(lora_rank=3)))
 
 
 def test_a_scalar_model_on_a_policy_computes_as_the_policy_does(base, rewarded, batch):
@@ -212,14 +241,18 @@ def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):
     assert value.base_model.embed_tokens.weight.data_ptr() != policy.base_model.embed_tokens.weight.data_ptr()
 
 
-@pytest.mark.parametrize('name', ['ppo', 'dpo', 'quark', 'rrhf', 'binary_feedback', 'reward_model', 'sft'])
+@pytest.mark.parametrize('name', ['ppo', 'dpo', 'quark', 'rrhf', 'binary_feedback', 'reward_model',
+                                  'sft'])
 def test_resumed_with_adapters(base, rewarded, tmp_path, name, monkeypatch):
     "A run cut off after a checkpoint ends like one that was not; its files are read back."
     import importlib
     from alpaca_farm.core.training import Trainer
     module = importlib.import_module(module_of(name))
-    more = dict(checkpoint_every=2) | (dict(reward_model=rewarded) if name == 'ppo' else {}) | (dict(max_instances=60) if name in ('dpo', 'rrhf') else {}) | (dict(best_quantile_only=False) if name == 'quark' else {})
-    cfgs = [config(module, base, out=str(tmp_path/k/name), gradient_checkpointing=True, **more) for k in 'ab']
+    more = dict(checkpoint_every=2) | (dict(reward_model=rewarded) if name == 'ppo' else {}) | (
+        dict(max_instances=60) if name in ('dpo', 'rrhf')
+        else {}) | (dict(best_quantile_only=False) if name == 'quark' else {})
+    cfgs = [config(module, base, out=str(tmp_path/k/name), gradient_checkpointing=True, **more)
+            for k in 'ab']
     module.train(cfgs[0])
     log = Trainer.log
     def stop(self, **figures):
@@ -234,10 +267,12 @@ def test_resumed_with_adapters(base, rewarded, tmp_path, name, monkeypatch):
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     assert any(v.abs().max() > 0 for k, v in a.items() if 'lora_B' in k)
     load = load_scalar if name == 'reward_model' else load_policy
-    whole, alone = (load(str(tmp_path/'a'/name/part), cfgs[0])[0].state_dict() for part in ('', 'adapter'))
+    whole, alone = (load(str(tmp_path/'a'/name/part), cfgs[0])[0].state_dict()
+                    for part in ('', 'adapter'))
     assert whole.keys() == alone.keys() and all(torch.equal(whole[k], alone[k]) for k in whole)
     if name in ('quark', 'binary_feedback'): assert any(k.endswith('rows') for k in a)
-    assert sum(p.stat().st_size for p in (tmp_path/'a'/name).glob('model-*/adapter_model.safetensors')) < 500_000
+    assert sum(p.stat().st_size
+               for p in (tmp_path/'a'/name).glob('model-*/adapter_model.safetensors')) < 500_000
 
 
 def test_expert_iteration_trains_adapters(base, tmp_path, monkeypatch):
@@ -246,5 +281,6 @@ def test_expert_iteration_trains_adapters(base, tmp_path, monkeypatch):
     cfg = config(expert_iteration, base, out=str(tmp_path/'expert'), rounds=2)
     expert_iteration.train(cfg)
     assert base_of(tmp_path/'expert/round_1/sft/adapter').endswith('sft/model')
-    assert base_of(tmp_path/'expert/round_2/sft/adapter').endswith('round_1/sft/model')   # a LoRA run on a LoRA run
+    # a LoRA run on a LoRA run
+    assert base_of(tmp_path/'expert/round_2/sft/adapter').endswith('round_1/sft/model')
     load_policy(cfg.out, cfg)

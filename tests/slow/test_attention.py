@@ -22,8 +22,10 @@ BATCH = collate(PROMPTS, ANSWERS, 0)
 @pytest.fixture
 def uncompiled(monkeypatch):
     "Flex attention as plain PyTorch, which needs no compiler."
-    monkeypatch.setattr(flex, 'compile_friendly_flex_attention', lambda *args, training=False, **more: flex.flex_attention(*args, **more))
-    monkeypatch.setattr(masking_utils, 'create_block_mask', lambda *args, _compile=False, **more: flex.create_block_mask(*args, **more))
+    monkeypatch.setattr(flex, 'compile_friendly_flex_attention', lambda *args, training=False,
+                        **more: flex.flex_attention(*args, **more))
+    monkeypatch.setattr(masking_utils, 'create_block_mask', lambda *args, _compile=False,
+                        **more: flex.create_block_mask(*args, **more))
 
 
 def states_are_those_of_single_rows(model, batch=BATCH):
@@ -31,14 +33,16 @@ def states_are_those_of_single_rows(model, batch=BATCH):
         states = hidden_states(model, **batch)
         for i, (p, a) in enumerate(zip(PROMPTS, ANSWERS)):
             wanted = alone(model, p, a)
-            torch.testing.assert_close(states[i][batch['mask'][i].bool()], wanted, rtol=1e-3, atol=1e-3*wanted.std().item())
+            torch.testing.assert_close(states[i][batch['mask'][i].bool()], wanted, rtol=1e-3,
+                                       atol=1e-3*wanted.std().item())
 
 
 def watched(monkeypatch, kind, attend):
     "The arguments of each call of a kernel, which `attend` stands for."
     calls = []
     def kernel(module, query, key, value, attention_mask, **more):
-        calls.append(dict(more, mask=attention_mask, shape=tuple(query.shape), mixed=torch.is_autocast_enabled('cpu')))
+        calls.append(dict(more, mask=attention_mask, shape=tuple(query.shape),
+                          mixed=torch.is_autocast_enabled('cpu')))
         return attend(module, query, key, value, attention_mask, **more)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, kind, kernel)
     return calls
@@ -49,7 +53,8 @@ def flash(module, query, key, value, _, scaling=None, sliding_window=None, **mor
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     near = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
     if sliding_window: near = near.triu(1 - sliding_window)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=near, scale=scaling).transpose(1, 2), None
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=near,
+                                          scale=scaling).transpose(1, 2), None
 
 
 @pytest.fixture
@@ -64,17 +69,22 @@ def unregistered():
 @pytest.mark.parametrize('family', ['llama', 'qwen3', 'gpt_neox', 'mistral', 'phi3'])
 def test_attention_gets_causal_rows(family, kind, unregistered, monkeypatch):
     "Without a mask; the rest of a layer has every token once. Flash attention applies windows itself, here one that is shorter than the rows."
-    model = tiny.family(family, **dict(sliding_window=5) if family == 'mistral' and kind != 'sdpa' else {}).double()
+    model = tiny.family(family, **dict(sliding_window=5) if family == 'mistral' and kind != 'sdpa'
+                        else {}).double()
     model.config._attn_implementation = kind
     calls, read = watched(monkeypatch, kind, flash), []
     assert reads_packed(model)
     calls.clear()
-    hook = model.base_model.get_input_embeddings().register_forward_hook(lambda module, args, out: read.append(out.shape[:2]))
+    hook = model.base_model.get_input_embeddings().register_forward_hook(lambda module, args,
+        out: read.append(out.shape[:2]))
     with torch.no_grad(): hidden_states(model, **BATCH)
     hook.remove()
-    assert read == [(1, len(sum(map(list, {tuple(p) for p in PROMPTS}), [])) + len(sum(ANSWERS, [])))]
+    assert read == [(1, len(sum(map(list, {tuple(p) for p in PROMPTS}), []))
+                     + len(sum(ANSWERS, [])))]
     longest = max(len(p + a) for p, a in zip(PROMPTS, ANSWERS))
-    assert len(calls) == 2 and all(c['mask'] is None and c['shape'][0] == len(PROMPTS) and c['shape'][2] == longest for c in calls)
+    assert len(calls) == 2
+    assert all(c['mask'] is None and c['shape'][0] == len(PROMPTS) and c['shape'][2] == longest
+               for c in calls)
     assert not any('position_ids' in c for c in calls)
     states_are_those_of_single_rows(model)
 
@@ -83,7 +93,9 @@ def test_other_masks_reach_the_kernel_unchanged(unregistered, monkeypatch):
     calls = watched(monkeypatch, 'sdpa', lambda *args, **more: (args[4], more))
     register_rows('sdpa')
     for mask in (None, torch.ones(2, 1, 3, 3, dtype=torch.bool), torch.zeros(2, 1, 3, 3)):
-        assert ALL_ATTENTION_FUNCTIONS['sdpa'](None, *[torch.ones(2, 4, 3, 8)]*3, mask, scaling=.5, position_ids=1) == (mask, dict(scaling=.5, position_ids=1))
+        assert ALL_ATTENTION_FUNCTIONS['sdpa'](None, *[torch.ones(2, 4, 3, 8)]*3, mask, scaling=.5,
+                                               position_ids=1) == (
+                                                   mask, dict(scaling=.5, position_ids=1))
     assert len(calls) == 3
 
 
@@ -92,7 +104,8 @@ def test_flash_attention_is_given_16_bits(unregistered, monkeypatch):
     model, other = tiny.family('llama'), tiny.family('llama')
     model.config._attn_implementation = 'flash_attention_2'
     calls = watched(monkeypatch, 'flash_attention_2', flash)
-    with torch.no_grad(): states, wanted = (hidden_states(m, **BATCH)[BATCH['mask'].bool()] for m in (model, other))
+    with torch.no_grad():
+        states, wanted = (hidden_states(m, **BATCH)[BATCH['mask'].bool()] for m in (model, other))
     assert calls and all(c['mixed'] for c in calls) and states.dtype == torch.float32
     assert 0 < (states - wanted).abs().max() < .1*wanted.std()
 
@@ -107,7 +120,8 @@ def test_convolutions_are_not_packed(unregistered, monkeypatch):
 
 
 def test_flex_attention_reads_padded_batches(uncompiled):
-    model = tiny.family('llama', **dict(attn_implementation='flex_attention', head_dim=16, hidden_size=64))
+    model = tiny.family('llama', **dict(attn_implementation='flex_attention', head_dim=16,
+                                        hidden_size=64))
     assert model.config._attn_implementation == 'flex_attention' and not reads_packed(model)
     states_are_those_of_single_rows(model)
 
@@ -117,7 +131,8 @@ def test_right_padding_reaches_the_causal_kernel(monkeypatch):
     model = tiny.family('llama')
     state_of(model).reads_packed = False
     calls = watched(monkeypatch, 'sdpa', ALL_ATTENTION_FUNCTIONS['sdpa'])
-    for batch, masked in ((BATCH, False), ({k: F.pad(v, (0, 9)) for k, v in BATCH.items()}, True), (collate(PROMPTS, ANSWERS, 0, 'left'), True)):
+    for batch, masked in ((BATCH, False), ({k: F.pad(v, (0, 9)) for k, v in BATCH.items()}, True),
+                          (collate(PROMPTS, ANSWERS, 0, 'left'), True)):
         calls.clear()
         with torch.no_grad(): hidden_states(model, **batch)
         assert [c['mask'] is not None for c in calls] == [masked]*2
@@ -129,23 +144,34 @@ def test_a_run_asks_for_its_kernel(kind, tmp_path, uncompiled):
     "At loading; sampling uses one that takes a mask, and gives the same answers."
     tiny.family('llama', vocab_size=260).save_pretrained(tmp_path)
     tiny.letters().save_pretrained(tmp_path)
-    load = lambda attention: load_policy(str(tmp_path), HardwareConfig(device='cpu', attention=attention))[0]
+    load = lambda attention: load_policy(str(tmp_path),
+                                         HardwareConfig(device='cpu', attention=attention))[0]
     default, model = load('auto'), load(kind)
-    assert default.config._attn_implementation == 'sdpa' and model.config._attn_implementation == kind
-    written = [[s.tokens for s, in generate(m, None, PROMPTS, max_new_tokens=8, temperature=0)] for m in (default, model)]
+    assert default.config._attn_implementation == 'sdpa'
+    assert model.config._attn_implementation == kind
+    written = [[s.tokens for s, in generate(m, None, PROMPTS, max_new_tokens=8, temperature=0)]
+               for m in (default, model)]
     assert written[0] == written[1] and model.config._attn_implementation == kind
 
 
 def test_what_is_missing_is_named(tmp_path):
     tiny.family('bloom').save_pretrained(tmp_path)
-    load = lambda attention: load_policy(str(tmp_path), HardwareConfig(device='cpu', attention=attention))
-    with pytest.raises(ValueError, match=r"attention = 'flash_attention_2' needs a GPU and the package flash-attn \(pip install"): load('flash_attention_2')
-    with pytest.raises(ValueError, match=rf"{tmp_path}: .* attention = 'flex_attention' \(BloomForCausalLM does not support"): load('flex_attention')
+    load = lambda attention: load_policy(str(tmp_path),
+                                         HardwareConfig(device='cpu', attention=attention))
+    with pytest.raises(ValueError,
+                       match=r"attention = 'flash_attention_2' needs a GPU and the package flash-attn \(pip install"):
+        load('flash_attention_2')
+    with pytest.raises(ValueError,
+                       match=rf"{tmp_path}: .* attention = 'flex_attention' \(BloomForCausalLM does not support"):
+        load('flex_attention')
 
 
-@pytest.mark.parametrize('family, dtype, kind', [('llama', 'auto', 'flash_attention_2'), ('llama', 'float32', None), ('bloom', 'auto', None)])
+@pytest.mark.parametrize('family, dtype, kind',
+                         [('llama', 'auto', 'flash_attention_2'), ('llama', 'float32', None),
+                          ('bloom', 'auto', None)])
 def test_automatic_choice_on_a_gpu(family, dtype, kind, tmp_path, monkeypatch):
     tiny.family(family).save_pretrained(tmp_path)
     monkeypatch.setattr('transformers.utils.is_flash_attn_2_available', lambda: True)
     assert loading.attention_of(str(tmp_path), HardwareConfig(device='cuda', dtype=dtype)) == kind
-    assert loading.attention_of(str(tmp_path), HardwareConfig(device='cpu', dtype='bfloat16')) is None
+    assert loading.attention_of(str(tmp_path),
+                                HardwareConfig(device='cpu', dtype='bfloat16')) is None

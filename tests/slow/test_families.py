@@ -12,7 +12,8 @@ import tiny
 from alpaca_farm import dpo, ppo, reward_model, sft
 from alpaca_farm.core.functional import token_logprobs
 from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.models import hidden_states, load_policy, load_scalar, logprobs, sequence_logprobs, sequence_scores
+from alpaca_farm.core.model.models import (hidden_states, load_policy, load_scalar, logprobs,
+    sequence_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import collate, encode, rollout_batch
@@ -20,7 +21,8 @@ from alpaca_farm.core.training import answer_batch, RouterLoss
 
 torch.set_num_threads(1)
 logging.getLogger('transformers').setLevel(logging.ERROR)
-RECORDS = [dict(instruction=f'{i}?' + 'x' * (i % 3), output=f'{i}!' + 'y' * (i % 2), other='no') for i in range(6)]
+RECORDS = [dict(instruction=f'{i}?' + 'x' * (i % 3), output=f'{i}!' + 'y' * (i % 2), other='no')
+           for i in range(6)]
 CFG = sft.SFTConfig(device='cpu', dtype='float32')
 near = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 
@@ -29,9 +31,11 @@ near = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 def data():
     folder = tempfile.mkdtemp()
     for split in ('sft', 'val', 'eval', 'unlabeled'):
-        with open(f'{folder}/{split}.json', 'w') as f: json.dump([{k: r[k] for k in ('instruction', 'output')} for r in RECORDS], f)
+        with open(f'{folder}/{split}.json', 'w') as f:
+            json.dump([{k: r[k] for k in ('instruction', 'output')} for r in RECORDS], f)
     with open(f'{folder}/preferences.json', 'w') as f:
-        json.dump([dict(instruction=r['instruction'], output_1=r['output'], output_2=r['other'], preference=1 + i % 2) for i, r in enumerate(RECORDS)], f)
+        json.dump([dict(instruction=r['instruction'], output_1=r['output'], output_2=r['other'],
+                        preference=1 + i % 2) for i, r in enumerate(RECORDS)], f)
     return folder
 
 
@@ -51,7 +55,9 @@ def encoded(tokenizer):
 
 def both_sides(prompts, answers):
     "Batches of the same rows: padded on the right, on the left, more than needed, and each row alone."
-    right, left, rollout = collate(prompts, answers, 0), collate(prompts, answers, 0, 'left'), rollout_batch(prompts, answers, 0)
+    right = collate(prompts, answers, 0)
+    left = collate(prompts, answers, 0, 'left')
+    rollout = rollout_batch(prompts, answers, 0)
     wide = {k: torch.nn.functional.pad(v, (0, 5)) for k, v in right.items()}
     return [right, left, rollout, wide], [collate([p], [a], 0) for p, a in zip(prompts, answers)]
 
@@ -61,12 +67,17 @@ def test_samples(name):
     "Greedy answers are those of `model.generate`; log-probs are those of the model's own logits."
     policy, tokenizer = load_policy(checkpoint(name), CFG)
     prompts = encoded(tokenizer)[0]
-    assert all(p.count(1) == 1 and p[0] == 1 and p[-1] == 3 for p in prompts)   # one BOS, then the template's text
-    samples = [s for s, in generate(policy, tokenizer, prompts, max_new_tokens=8, temperature=0, batch_size=4)]
+    # one BOS, then the template's text
+    assert all(p.count(1) == 1 and p[0] == 1 and p[-1] == 3 for p in prompts)
+    samples = [s for s, in generate(policy, tokenizer, prompts, max_new_tokens=8, temperature=0,
+                                    batch_size=4)]
     for p, s in zip(prompts, samples):
-        whole = policy.generate(input_ids=torch.tensor([p]), attention_mask=torch.ones(1, len(p)), max_new_tokens=8, do_sample=False, pad_token_id=0)[0, len(p):].tolist()
+        whole = policy.generate(input_ids=torch.tensor([p]), attention_mask=torch.ones(1, len(p)),
+                                max_new_tokens=8, do_sample=False,
+                                pad_token_id=0)[0, len(p):].tolist()
         assert s.tokens == (whole[:whole.index(2) + 1] if 2 in whole else whole)
-        with torch.no_grad(): logits = policy(torch.tensor([p + s.tokens])).logits[0, len(p) - 1:-1]
+        with torch.no_grad():
+            logits = policy(torch.tensor([p + s.tokens])).logits[0, len(p) - 1:-1]
         near(torch.tensor(s.logprobs), token_logprobs(logits, torch.tensor(s.tokens)))
 
 
@@ -78,7 +89,9 @@ def test_sft(name):
     assert all(a[-1] == 2 and a.count(2) == 1 and 0 not in a for a in answers)
     batches, alone = both_sides(prompts, answers)
     with torch.no_grad():
-        rows = torch.stack([policy(b['ids'], labels=torch.where(b['response'] > 0, b['ids'], -100)).loss for b in alone])
+        rows = torch.stack(
+            [policy(b['ids'], labels=torch.where(b['response'] > 0, b['ids'], -100)).loss
+             for b in alone])
         for b in batches:
             loss = sft.sft_loss(policy, b)['loss']
             near(loss.sum(1) / b['response'].sum(1), rows)
@@ -109,19 +122,24 @@ def test_reward_model(name, tmp_path):
         assert rows.std() > 1e-3
         for b in batches: near(sequence_scores(again, b['ids'], b['mask'], b['response']), rows)
         near(model(input_ids=alone[0]['ids']).logits[0, 0], rows[0])
-        near(model.score(hidden_states(model, alone[0]['ids'], alone[0]['mask']))[0, -1, 0], rows[0])
+        near(model.score(hidden_states(model, alone[0]['ids'], alone[0]['mask']))[0, -1, 0],
+             rows[0])
     batch = answer_batch(prompts, (answers, encoded(tokenizer)[2]), range(6), 0)
     batch |= dict(label=torch.zeros(6), margin=torch.zeros(6))
     reward_model.reward_loss(model, batch)['loss'].sum().backward()
-    assert model.score.weight.grad.abs().sum() > 0 and model.get_input_embeddings().weight.grad.abs().sum() > 0
-    with pytest.raises(ValueError, match='holds a policy, not a reward model'): load_scalar(checkpoint(name), CFG)
-    with pytest.raises(ValueError, match='holds a reward model, not a policy'): load_policy(str(tmp_path), CFG)
+    assert model.score.weight.grad.abs().sum() > 0
+    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
+    with pytest.raises(ValueError, match='holds a policy, not a reward model'):
+        load_scalar(checkpoint(name), CFG)
+    with pytest.raises(ValueError, match='holds a reward model, not a policy'):
+        load_policy(str(tmp_path), CFG)
 
 
 @pytest.mark.parametrize('name', tiny.FAMILIES)
 def test_dpo(name, tmp_path):
     "Loss log 2 before the first step, log-probs whatever the padding, and a step that prefers the chosen answers."
-    cfg = dpo.DPOConfig(policy=checkpoint(name), preferences=data(), data=data(), out=str(tmp_path/'dpo'), device='cpu', batch_size=6)
+    cfg = dpo.DPOConfig(policy=checkpoint(name), preferences=data(), data=data(),
+                        out=str(tmp_path/'dpo'), device='cpu', batch_size=6)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     labelled = dpo.LabelledAnswers(cfg, tokenizer)
     labelled.add_reference(policy)
@@ -140,7 +158,8 @@ def test_dpo(name, tmp_path):
 @pytest.mark.parametrize('name', tiny.FAMILIES)
 def test_ppo(name):
     "Ratios of 1 and values whatever the padding; gradients reach the policy and the value model."
-    cfg = ppo.PPOConfig(policy=checkpoint(name), reward_model='tiny:letters', data=data(), device='cpu', rollouts=6, batch_size=6)
+    cfg = ppo.PPOConfig(policy=checkpoint(name), reward_model='tiny:letters', data=data(),
+                        device='cpu', rollouts=6, batch_size=6)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     value = ppo.value_model(cfg, policy)
     torch.nn.init.normal_(value.score.weight)
@@ -148,11 +167,13 @@ def test_ppo(name):
     batches, alone = both_sides(prompts, answers)
     batch, _ = ppo.experience(policy, policy, value, batches[2], torch.arange(6.), 0., cfg)
     with torch.no_grad():
-        for b, old in zip(alone, batch['old_values']): near(value(b)[b['response'] > 0], old[old != 0])
+        for b, old in zip(alone, batch['old_values']):
+            near(value(b)[b['response'] > 0], old[old != 0])
     figures = ppo.ppo_loss(policy, value, batch, cfg)
     near(figures['ratio'], torch.ones_like(figures['ratio']))
     (figures['loss'] * batch['weight']).sum().backward()
-    for m in (policy.base_model, value.base_model): assert m.get_input_embeddings().weight.grad.abs().sum() > 0
+    for m in (policy.base_model, value.base_model):
+        assert m.get_input_embeddings().weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize('name', ['gemma2', 'granite', 'qwen3_moe'])
@@ -160,24 +181,34 @@ def test_whole_runs(name, tmp_path):
     "SFT, a reward model from its policy, and PPO with both: soft caps, a scalar head of our own, experts."
     common = dict(device='cpu', batch_size=6, max_length=64, learning_rate=1e-2)
     answers = dict(data=data(), max_new_tokens=8, max_prompt=32, eval_instances=4)
-    sft.train(sft.SFTConfig(policy=checkpoint(name), out=str(tmp_path/'sft'), epochs=4, **common, **answers))
+    sft.train(sft.SFTConfig(policy=checkpoint(name), out=str(tmp_path/'sft'), epochs=4, **common,
+                            **answers))
     assert read_summary(tmp_path/'sft')['nll'] < read_summary(tmp_path/'sft')['nll_before']
-    reward_model.train(reward_model.RewardModelConfig(policy=str(tmp_path/'sft'), preferences=f'{data()}/preferences.json', out=str(tmp_path/'rm'), held_out=2, likelihood=0., **common))
-    given = answers | dict(policy=str(tmp_path/'sft'), reward_model=str(tmp_path/'rm'), out=str(tmp_path/'ppo'), device='cpu')
-    ppo.train(ppo.PPOConfig(**given, steps=2, rollouts=6, batch_size=6, ppo_epochs=1, save_every=0))
+    reward_model.train(reward_model.RewardModelConfig(policy=str(tmp_path/'sft'),
+                                                      preferences=f'{data()}/preferences.json',
+                                                      out=str(tmp_path/'rm'), held_out=2,
+                                                      likelihood=0., **common))
+    given = answers | dict(policy=str(tmp_path/'sft'), reward_model=str(tmp_path/'rm'),
+                           out=str(tmp_path/'ppo'), device='cpu')
+    ppo.train(ppo.PPOConfig(**given, steps=2, rollouts=6, batch_size=6, ppo_epochs=1,
+                            save_every=0))
     first = json.loads((tmp_path/'ppo'/'log.jsonl').read_text().splitlines()[0])
-    assert abs(first['first_ratio'] - 1) < 1e-4 and abs(first['kl']) < 1e-3 and read_summary(tmp_path/'ppo')['kl'] is not None
+    assert abs(first['first_ratio'] - 1) < 1e-4 and abs(first['kl']) < 1e-3
+    assert read_summary(tmp_path/'ppo')['kl'] is not None
 
 
 def encoder(folder, name='bert'):
     from transformers import AutoConfig, AutoModelForSequenceClassification
     torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **tiny.SIZE | dict(vocab_size=260), num_labels=1, **dict(relative_attention=True, pos_att_type=['p2c', 'c2p']) if 'deberta' in name else {})
+    config = AutoConfig.for_model(name, **tiny.SIZE | dict(vocab_size=260), num_labels=1,
+                                  **dict(relative_attention=True, pos_att_type=['p2c', 'c2p'])
+                                  if 'deberta' in name else {})
     model = AutoModelForSequenceClassification.from_config(config).eval()
     for p in model.parameters(): p.data.normal_(std=.3)
     model.save_pretrained(folder)
     tokenizer = tiny.letters(None, '<mask>')
-    pair = dict(single='<s> $A </s>', pair='<s> $A </s> $B:1 </s>:1', special_tokens=[('<s>', 1), ('</s>', 2)])
+    pair = dict(single='<s> $A </s>', pair='<s> $A </s> $B:1 </s>:1',
+                special_tokens=[('<s>', 1), ('</s>', 2)])
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(**pair)
     tokenizer.eos_token, tokenizer.sep_token = None, '</s>'
     tokenizer.save_pretrained(folder)
@@ -191,19 +222,28 @@ def test_an_encoder_scores(name, tmp_path, capsys):
     records = RECORDS + [dict(instruction='say </s>', input='x', output='<s> y' * 5)]
     for r, score in zip(records, reward(folder, CFG)(records)):
         text = '\n\n'.join(filter(None, (r['instruction'], r.get('input'))))
-        with torch.no_grad(): near(model(**tokenizer(text, r['output'], split_special_tokens=True, return_tensors='pt', return_token_type_ids=True)).logits[0, 0].item(), score)
-    with pytest.raises(ValueError, match='is no decoder with a head on its last token: it can be a reward_model, but no value model'): load_scalar(folder, CFG)
+        with torch.no_grad():
+            near(model(**tokenizer(text, r['output'], split_special_tokens=True,
+                                   return_tensors='pt',
+                                   return_token_type_ids=True)).logits[0, 0].item(), score)
+    with pytest.raises(ValueError,
+                       match='is no decoder with a head on its last token: it can be a reward_model, but no value model'):
+        load_scalar(folder, CFG)
     cfg = ppo.PPOConfig(policy=checkpoint('llama'), reward_model=folder, data=data(), device='cpu')
     value = ppo.value_model(cfg, torch.nn.Module())
-    assert 'another vocabulary than the policy' in capsys.readouterr().out and value.config.model_type == 'llama'
+    assert 'another vocabulary than the policy' in capsys.readouterr().out
+    assert value.config.model_type == 'llama'
 
 
 def test_models_of_other_kinds_are_refused_by_name(tmp_path):
     from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
     BertForMaskedLM(BertConfig(**tiny.SIZE)).save_pretrained(tmp_path/'bert')
-    T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, num_layers=1, num_heads=2, d_ff=16)).save_pretrained(tmp_path/'t5')
-    with pytest.raises(ValueError, match='bert: BertLMHeadModel is no causal model'): load_policy(str(tmp_path/'bert'), CFG)
-    with pytest.raises(ValueError, match='t5: AutoModelForCausalLM cannot load it .*T5Config'): load_policy(str(tmp_path/'t5'), CFG)
+    T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, num_layers=1, num_heads=2,
+                                        d_ff=16)).save_pretrained(tmp_path/'t5')
+    with pytest.raises(ValueError, match='bert: BertLMHeadModel is no causal model'):
+        load_policy(str(tmp_path/'bert'), CFG)
+    with pytest.raises(ValueError, match='t5: AutoModelForCausalLM cannot load it .*T5Config'):
+        load_policy(str(tmp_path/'t5'), CFG)
 
 
 def test_a_model_that_cannot_be_sampled_is_refused_before_training(tmp_path, monkeypatch):
@@ -211,11 +251,15 @@ def test_a_model_that_cannot_be_sampled_is_refused_before_training(tmp_path, mon
     monkeypatch.setattr('alpaca_farm.core.training.Trainer.update', lambda *_: 1/0)
     for module, more in ((sft, {}), (dpo, dict(preferences=f'{data()}/preferences.json'))):
         with pytest.raises(ValueError, match='MambaForCausalLM takes no past_key_values'):
-            module.train(tiny.config(module, policy=checkpoint('mamba'), data=data(), out=str(tmp_path/'out'), device='cpu', max_new_tokens=8, **more))
+            module.train(tiny.config(module, policy=checkpoint('mamba'), data=data(),
+                                     out=str(tmp_path/'out'), device='cpu', max_new_tokens=8,
+                                     **more))
     assert not (tmp_path/'out').exists()
     model, tokenizer = load_scalar(checkpoint('mamba'), CFG, 'normal')
     batches, alone = both_sides(*encoded(tokenizer)[:2])
-    with torch.no_grad(): near(sequence_scores(model, batches[0]['ids'], batches[0]['mask']), torch.cat([sequence_scores(model, b['ids'], b['mask']) for b in alone]))
+    with torch.no_grad():
+        near(sequence_scores(model, batches[0]['ids'], batches[0]['mask']),
+             torch.cat([sequence_scores(model, b['ids'], b['mask']) for b in alone]))
 
 
 @pytest.mark.parametrize('name', ['mixtral', 'qwen3_moe'])
@@ -225,16 +269,22 @@ def test_router_losses(name, tmp_path):
     prompts, answers, _ = encoded(tokenizer)
     batches, _ = both_sides(prompts, answers)
     loss = RouterLoss(policy)
-    wanted = policy(batches[1]['ids'], attention_mask=batches[1]['mask'], position_ids=(batches[1]['mask'].cumsum(1) - 1).clamp(min=0), output_router_logits=True).aux_loss
+    wanted = policy(batches[1]['ids'], attention_mask=batches[1]['mask'],
+                    position_ids=(batches[1]['mask'].cumsum(1) - 1).clamp(min=0),
+                    output_router_logits=True).aux_loss
     with torch.no_grad(): logprobs(policy, batches[0])   # is not trained on
     near(loss(), wanted)
-    hidden_states(policy, batches[1]['ids'], batches[1]['mask'])   # packed, each row with a prompt of its own
+    # packed, each row with a prompt of its own
+    hidden_states(policy, batches[1]['ids'], batches[1]['mask'])
     near(loss(), wanted)
     runs = []
     for weight in (0., 1.):
-        cfg = sft.SFTConfig(policy=checkpoint(name), data=data(), out=str(tmp_path/str(weight)), device='cpu', router_loss=weight, eval_split='', max_new_tokens=8)
+        cfg = sft.SFTConfig(policy=checkpoint(name), data=data(), out=str(tmp_path/str(weight)),
+                            device='cpu', router_loss=weight, eval_split='', max_new_tokens=8)
         sft.train(cfg)
         runs.append(json.loads((tmp_path/str(weight)/'log.jsonl').read_text().splitlines()[0]))
     assert 'router_loss' not in runs[0] and 1.5 < runs[1]['router_loss'] < 8
     near(runs[1]['loss'], runs[0]['loss'] + runs[1]['router_loss'])
-    with pytest.raises(ValueError, match='router_loss: LlamaModel is no mixture of experts; leave it at 0'): RouterLoss(load_policy(checkpoint('llama'), CFG)[0])
+    with pytest.raises(ValueError,
+                       match='router_loss: LlamaModel is no mixture of experts; leave it at 0'):
+        RouterLoss(load_policy(checkpoint('llama'), CFG)[0])

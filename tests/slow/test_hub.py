@@ -17,7 +17,8 @@ from alpaca_farm.sft import SFTConfig
 PAIR = dict(instruction='Name one.', input='', output_1='A.', output_2='B.', preference=2)
 HH = dict(chosen='\n\nHuman: Hi.\n\nAssistant: Yes?', rejected='\n\nHuman: Hi.\n\nAssistant: No.')
 TURNS = [dict(role='user', content='Hi.'), dict(role='assistant', content='Yes?')]
-BINARIZED = dict(chosen=TURNS, rejected=[TURNS[0], dict(role='assistant', content='No.')], messages=TURNS)
+BINARIZED = dict(chosen=TURNS, rejected=[TURNS[0], dict(role='assistant', content='No.')],
+                 messages=TURNS)
 
 
 def parquet(rows):
@@ -41,10 +42,12 @@ SCRIPT = b'raise SystemExit("a loading script was executed")'
 REPOSITORIES = {
     'tatsu-lab/alpaca_farm': {
         'alpaca_farm.py': SCRIPT, 'README.md': b'---\nlicense: cc-by-nc-4.0\n---\n',
-        'alpaca_farm_evaluation.json': dump([dict(r, generator='text_davinci_003') for r in asks('eval')]),
+        'alpaca_farm_evaluation.json': dump([dict(r, generator='text_davinci_003')
+                                             for r in asks('eval')]),
         **{f'alpaca_{k}_preference.json': dump([dict(PAIR, instruction=k)])
            for k in ('human', 'noisy_multi', 'gpt4')},
-        **{f'alpaca_instructions/{s}.json': dump(asks(s)) for s in ('sft', 'preference', 'unlabeled', 'val')}},
+        **{f'alpaca_instructions/{s}.json': dump(asks(s))
+           for s in ('sft', 'preference', 'unlabeled', 'val')}},
     'Anthropic/hh-rlhf': {
         **{f'{c}/{s}.jsonl.gz': gzip.compress(lines([dict(HH, chosen=HH['chosen'] + f' {c} {s}')]))
            for c in ('harmless-base', 'helpful-base') for s in ('train', 'test')},
@@ -125,10 +128,12 @@ def test_alpacafarms_configurations(hub):
 def test_other_layouts(hub):
     got = hub[0]
     best = lambda r: r[f'output_{r["preference"]:.0f}']
-    assert best(got['hh'][0]) == 'Yes? harmless-base train' and best(got['hh eval'][0]) == 'Yes? helpful-base test'
+    assert best(got['hh'][0]) == 'Yes? harmless-base train'
+    assert best(got['hh eval'][0]) == 'Yes? helpful-base test'
     assert [r['prompt'] for r in got['binarized sft']] == ['train_sft 0', 'train_sft 1']
     assert [best(r) for r in got['binarized']] == ['Yes?', 'Yes?']
-    assert (got['candidates'][0]['output'], got['candidates'][0]['scores']) == (['aa', 'bb'], [8.5, 3.])
+    assert (got['candidates'][0]['output'], got['candidates'][0]['scores']) == (['aa', 'bb'],
+        [8.5, 3.])
     assert got['columns'][0]['output'] == '2'
 
 
@@ -151,7 +156,8 @@ def test_without_a_network_the_cache_is_read(hub):
     for offline in (True, False):
         sft, binarized, lost = read(cases, hub[2], 'http://127.0.0.1:9', offline)
         assert sft == hub[0]['sft'] and binarized == hub[0]['binarized']
-        assert 'did not give it' in lost and 'hf download somebody/else --repo-type dataset' in lost
+        assert 'did not give it' in lost
+        assert 'hf download somebody/else --repo-type dataset' in lost
 
 
 def test_a_part_of_a_split_is_not_taken_for_all_of_it(hub):

@@ -17,7 +17,8 @@ from alpaca_farm.core.data.text import collate
 from alpaca_farm.core.run.paths import module_of
 
 torch.set_num_threads(1)
-BATCHES = dict(one=[[i] for i in range(16)], pairs=[[i, 15 - i] for i in range(8)], reversed=[list(range(15, -1, -1))],
+BATCHES = dict(one=[[i] for i in range(16)], pairs=[[i, 15 - i] for i in range(8)],
+               reversed=[list(range(15, -1, -1))],
                uneven=[[3, 9, 1], list(range(10, 16)), [0, 2, 4, 5, 6, 7, 8]])
 
 
@@ -25,10 +26,12 @@ BATCHES = dict(one=[[i] for i in range(16)], pairs=[[i, 15 - i] for i in range(8
 def sharp(request, models):
     "A policy and a scalar model of relative or absolute positions, their weights large enough for attention to matter."
     size = len(models.tokenizer)
-    config = GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, n_positions=256, pad_token_id=0, num_labels=1)
+    config = GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, n_positions=256,
+                        pad_token_id=0, num_labels=1)
     torch.manual_seed(0)
     kinds = (GPT2LMHeadModel, GPT2ForSequenceClassification)
-    policy, scalar = (k(config).eval() for k in kinds) if request.param == 'gpt2' else map(copy.deepcopy, (models.policy, models.scalar))
+    policy, scalar = (k(config).eval() for k in kinds) if request.param == 'gpt2' else map(
+        copy.deepcopy, (models.policy, models.scalar))
     for p in (p for m in (policy, scalar) for p in m.parameters() if p.ndim == 2): p.data *= 5
     return SimpleNamespace(**dict(vars(models), policy=policy, scalar=scalar))
 
@@ -37,7 +40,8 @@ def near(a, b): torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
 
 
 def batch_of(models, rows, side, extra=0):
-    b = collate([models.prompts[i] for i in rows], [models.answers[i] for i in rows], models.tokenizer.pad_token_id, side)
+    b = collate([models.prompts[i] for i in rows], [models.answers[i] for i in rows],
+                models.tokenizer.pad_token_id, side)
     fill = torch.full((len(rows), extra), models.tokenizer.pad_token_id)
     blank = torch.zeros_like(fill)
     glue = lambda t, f: torch.cat([f, t] if side == 'left' else [t, f], 1)
@@ -50,7 +54,9 @@ def measured(models, batches, side, extra=0):
     by_row = {}
     for rows in batches:
         b = batch_of(models, rows, side, extra)
-        lp, v, s = logprobs(models.policy, b, .7), values(models.scalar, b), sequence_scores(models.scalar, b['ids'], b['mask'], b['response'])
+        lp = logprobs(models.policy, b, .7)
+        v = values(models.scalar, b)
+        s = sequence_scores(models.scalar, b['ids'], b['mask'], b['response'])
         assert (lp[b['response'] == 0] == 0).all() and (v[b['response'] == 0] == 0).all()
         for k, i in enumerate(rows):
             on = b['response'][k].bool()
@@ -74,7 +80,8 @@ def test_gradients_do_not_see_padding(sharp):
         return torch.cat([p.grad.flatten() for p in sharp.policy.parameters()])
     wanted = grads('right', 0)
     for side, extra in (('left', 0), ('left', 23), ('right', 23)):
-        torch.testing.assert_close(grads(side, extra), wanted, rtol=1e-4, atol=1e-4*wanted.abs().max().item())
+        torch.testing.assert_close(grads(side, extra), wanted, rtol=1e-4,
+                                   atol=1e-4*wanted.abs().max().item())
     sharp.policy.zero_grad()
 
 
@@ -87,25 +94,30 @@ def test_what_follows_does_not_matter(sharp):
     with torch.no_grad(): near(logprobs(sharp.policy, short, .7)[0, -3:], whole[:3])
     n = len(sharp.answers[0])
     with torch.no_grad():
-        for t in (0, 2):  # the value of the state in which a token is chosen has not seen that token
+        # the value of the state in which a token is chosen has not seen that token
+        for t in (0, 2):
             before = {k: b[k][:, :len(sharp.prompts[0]) + t] for k in ('ids', 'mask')}
             near(sharp.scalar.score(hidden_states(sharp.scalar, **before))[0, -1, 0], whole[n + t])
 
 
 def test_rewards_of_records(base, models):
     records = load_records(str(base/'world'), 'eval', 'output')
-    wanted = torch.tensor([score_records(models.scalar, models.tokenizer, [r])[0] for r in records])
+    wanted = torch.tensor([score_records(models.scalar, models.tokenizer, [r])[0]
+                           for r in records])
     assert wanted.std() > .1
     for size in (2, 7, 256):
-        near(torch.tensor(score_records(models.scalar, models.tokenizer, records, batch_size=size)), wanted)
+        near(torch.tensor(score_records(models.scalar, models.tokenizer, records,
+                                        batch_size=size)), wanted)
     one = reward(str(base/'reward_model'), models.cfg, batch_size=3)
     near(torch.tensor(one(records[::-1]))[::1].flip(0), wanted)
     near(torch.tensor(reward([str(base/'reward_model')]*2, models.cfg)(records)), wanted)
 
 
-STEADY = dict(adam_eps=1e-4)  # Adam divides by the size of a gradient: keep rounding noise below what it divides by
+# Adam divides by the size of a gradient: keep rounding noise below what it divides by
+STEADY = dict(adam_eps=1e-4)
 SHORT = dict(sft=dict(max_instances=40, val_split=''), reward_model={}, dpo=dict(max_instances=40),
-             ppo=dict(annotators='', ppo_epochs=2, save_every=0, seed=1))   # with seed 0, rounding changes one sampled token
+             # with seed 0, rounding changes one sampled token
+             ppo=dict(annotators='', ppo_epochs=2, save_every=0, seed=1))
 
 
 @pytest.mark.parametrize('notebook', SHORT)
@@ -114,15 +126,19 @@ def test_accumulation(base, tmp_path, notebook):
     module, logs, weights = importlib.import_module(module_of(notebook)), [], []
     for micro in (8, 1, 3):
         out = tmp_path/f'{notebook}-{micro}'
-        off = {} if notebook == 'reward_model' else dict(eval_split='' if notebook != 'ppo' else 'eval')
-        given = tiny.settings(notebook, base, **off | SHORT[notebook] | STEADY | dict(out=str(out), batch_size=8, micro_batch_size=micro))
+        off = {} if notebook == 'reward_model' else dict(eval_split='' if notebook != 'ppo'
+                                                         else 'eval')
+        given = tiny.settings(notebook, base, **off | SHORT[notebook] | STEADY
+                              | dict(out=str(out), batch_size=8, micro_batch_size=micro))
         tiny.main(module)(tiny.config(module, **given))
         logs.append(read_log(out)); weights.append(load_file(out/'model'/'model.safetensors'))
     start = load_file(base/('world' if notebook == 'sft' else 'sft')/'model'/'model.safetensors')
     moved = max((weights[0][k] - start[k]).abs().max().item() for k in start if k in weights[0])
     assert moved > 5e-4 and len(logs[0]) >= 3
     for log, weight in zip(logs[1:], weights[1:]):
-        for name, w in weights[0].items(): torch.testing.assert_close(weight[name], w, rtol=0, atol=1e-5)
+        for name, w in weights[0].items():
+            torch.testing.assert_close(weight[name], w, rtol=0, atol=1e-5)
         for a, b in zip(logs[0], log, strict=True):
             assert a.keys() == b.keys()
-            for k in a.keys() - {'wall'}: assert a[k] == pytest.approx(b[k], rel=2e-4, abs=2e-5), (a['step'], k)
+            for k in a.keys() - {'wall'}:
+                assert a[k] == pytest.approx(b[k], rel=2e-4, abs=2e-5), (a['step'], k)

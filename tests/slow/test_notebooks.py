@@ -19,39 +19,64 @@ from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 
 NBS = tiny.ROOT/'nbs'
-RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb')) if not {'core', 'studies', '.ipynb_checkpoints'} & {*p.parts[len(NBS.parts):]}]
-SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]  # notebooks without a run, which nbdev_test executes
+RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb'))
+            if not {'core', 'studies', '.ipynb_checkpoints'} & {*p.parts[len(NBS.parts):]}]
+# notebooks without a run, which nbdev_test executes
+SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]
 # notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
 FARMED = ({name: name for name in ('world', 'sft', 'annotators', 'reward_model')}
-          | {row['notebook']: method for method, row in reversed(methods().items())})  # of several methods the first
-OWN = dict(rlcd=lambda f: dict(out=f'{f}/rlcd', data=f'{f}/world', policy=f'{f}/world', task=f'{tiny.ROOT}/tests/data/task.yaml', max_instances=12, chunk=8),
-           wombat=lambda f: dict(out=f'{f}/wombat', data=f'{f}/world', writers=[f'{f}/sft', f'{f}/dpo'], max_instances=12,
-                                 rrhf=[f'policy={f}/sft', f'reward_model={f}/reward_model', f'data={f}/world', 'perplexity_model=', 'epochs=1', 'eval_instances=4']),
-           eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'], reference=f'{f}/references', head_to_head=True),
+          # of several methods the first
+          | {row['notebook']: method for method, row in reversed(methods().items())})
+OWN = dict(rlcd=lambda f: dict(out=f'{f}/rlcd', data=f'{f}/world', policy=f'{f}/world',
+                               task=f'{tiny.ROOT}/tests/data/task.yaml', max_instances=12,
+                               chunk=8),
+           wombat=lambda f: dict(out=f'{f}/wombat', data=f'{f}/world',
+                                 writers=[f'{f}/sft', f'{f}/dpo'], max_instances=12,
+                                 rrhf=[f'policy={f}/sft', f'reward_model={f}/reward_model',
+                                       f'data={f}/world', 'perplexity_model=', 'epochs=1',
+                                       'eval_instances=4']),
+           eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'],
+                               reference=f'{f}/references', head_to_head=True),
            pretrained=lambda f: dict(out=f'{f}/pretrained'),
            openai_baselines=lambda f: dict(out=f'{f}/openai_baselines', data=f'{f}/world'),
-           labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
+           labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples',
+                                    store=f'{f}/answers.sqlite'),
            agreement=lambda f: dict(out=f'{f}/agreement', max_instances=100, draws=20),
-           decoding=lambda f: dict(out=f'{f}/decoding', data=f'{f}/world', policies=[f'{f}/sft'], reference=f'{f}/sft', max_instances=8, temperatures=[1., 0.]),
-           overoptimization=lambda f: dict(out=f'{f}/overoptimization', policy=f'{f}/sft', bank=f'{f}/eval_samples', references=f'{f}/references', instances=20,
-                                           proxies=[f'{f}/reward_model', f'{f}/reward_model_crowd'], policies=[f'{f}/{m}' for m in ('ppo', 'rloo', 'dpo', 'quark')]),
+           decoding=lambda f: dict(out=f'{f}/decoding', data=f'{f}/world', policies=[f'{f}/sft'],
+                                   reference=f'{f}/sft', max_instances=8, temperatures=[1., 0.]),
+           overoptimization=lambda f: dict(out=f'{f}/overoptimization', policy=f'{f}/sft',
+                                           bank=f'{f}/eval_samples', references=f'{f}/references',
+                                           instances=20,
+                                           proxies=[f'{f}/reward_model',
+                                                    f'{f}/reward_model_crowd'],
+                                                    policies=[f'{f}/{m}'
+                                                              for m in ('ppo', 'rloo', 'dpo',
+                                                                  'quark')]),
            compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']),
-           bring_your_own=lambda f: dict(out=f'{f}/bring_your_own', runs=f'{f}/own', model=f'{f}/sft', prompts=f'{f}/world', preferences=f'{f}/annotators',
+           bring_your_own=lambda f: dict(out=f'{f}/bring_your_own', runs=f'{f}/own',
+                                         model=f'{f}/sft', prompts=f'{f}/world',
+                                         preferences=f'{f}/annotators',
                                          max_instances=8, n=2))
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
 TINY_FARM = dict(
-    world=dict(sft=60, preference=80, unlabeled=64, val=20, eval=30, prose=160, hidden_size=32, layers=1, ffn=32, heads=2),
-    reward_model=dict(epochs=1), best_of_n=dict(n=2), base=dict(n=1), candidates=dict(n=4, max_instances=24),
+    world=dict(sft=60, preference=80, unlabeled=64, val=20, eval=30, prose=160, hidden_size=32,
+               layers=1, ffn=32, heads=2),
+    reward_model=dict(epochs=1), best_of_n=dict(n=2), base=dict(n=1),
+    candidates=dict(n=4, max_instances=24),
     expert_iteration=dict(n=4, max_instances=24, epochs=1),
     ppo=dict(steps=2, rollouts=8, batch_size=4, val_instances=8, eval_every=1, save_every=1),
     quark=dict(steps=2, rollouts=16, batch_size=8, val_instances=8, eval_every=1, save_every=1),
-    rrhf=dict(k=4, epochs=1, missing_eos=''), binary_feedback=dict(held_out=10, val_instances=8), eval_samples=dict(n=4))
-STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, instances=8), labellers=dict(dialogues=[200], prompts=80),
+    rrhf=dict(k=4, epochs=1, missing_eos=''), binary_feedback=dict(held_out=10, val_instances=8),
+    eval_samples=dict(n=4))
+STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, instances=8),
+               labellers=dict(dialogues=[200], prompts=80),
                worlds=dict(worlds=['plain']))
 WRONG = dict(
-    misspelt=('ppo', dict(kl_coff=.1), 'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
+    misspelt=('ppo', dict(kl_coff=.1),
+              'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
     mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc': it must be a valid number"),
-    nowhere=('ppo', dict(policy='no/such/folder'), "policy = 'no/such/folder': there is no such file or folder"),
+    nowhere=('ppo', dict(policy='no/such/folder'),
+             "policy = 'no/such/folder': there is no such file or folder"),
     negative=('best_of_n', dict(n=-1), 'n = -1: it must be greater than or equal to 1'))
 
 
@@ -62,7 +87,8 @@ def executed(notebook, out, given):
     return p.returncode, output
 
 
-WHOLE = 'farm', 'rlcd', 'compare'   # executed as a reader does; of others the cells that a run needs: nbdev_test runs the rest
+# executed as a reader does; of others the cells that a run needs: nbdev_test runs the rest
+WHOLE = 'farm', 'rlcd', 'compare'
 
 
 def forked(notebook, out, given): return tiny.run_notebook(notebook_path(notebook), out, given)
@@ -82,7 +108,9 @@ def made(sizes, tmp_path_factory):
     folder = tmp_path_factory.mktemp('farm')
     outputs = dict(farm=executed('farm', folder/'farm.ipynb', dict(size=sizes, runs=str(folder))))
     with ThreadPoolExecutor(2) as workers:
-        jobs = {n: workers.submit(executed if n in WHOLE else forked, n, folder/f'{n}.ipynb', given(folder)) for n, given in reversed(OWN.items())}   # the longest first
+        # the longest first
+        jobs = {n: workers.submit(executed if n in WHOLE else forked, n, folder/f'{n}.ipynb',
+                                  given(folder)) for n, given in reversed(OWN.items())}
         return folder, outputs | {n: j.result() for n, j in jobs.items()}
 
 
@@ -91,7 +119,8 @@ def test_no_notebook_is_forgotten():
 
 
 def test_nbdev_test_executes_whole_notebooks_without_a_run():
-    for p in RUNNABLE: assert p.stem not in SILENT or not re.search(r'#\| *(slow|notest|eval)', p.read_text()), p
+    for p in RUNNABLE:
+        assert p.stem not in SILENT or not re.search(r'#\| *(slow|notest|eval)', p.read_text()), p
 
 
 @pytest.mark.parametrize('name', ['farm', *FARMED, *OWN])
@@ -110,7 +139,8 @@ def test_notebook_executes(made, name):
     if name not in ('openai_baselines', 'pretrained'):
         out = folder/FARMED.get(name, name)
         assert read_summary(out) and not list(out.rglob('.*'))
-        assert all(k in read_json(out/'config.json') for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))
+        assert all(k in read_json(out/'config.json')
+                   for k in ('settings', 'fingerprint', 'versions', 'commit', 'started'))
         assert {'cpu_seconds', 'seconds', 'peak_memory_gb'} <= set(read_summary(out))
 
 
@@ -119,31 +149,39 @@ def test_study_executes(made, sizes, name):
     "A study of one replicate, on the tiny farm's runs where it reads the farm's."
     folder = made[0]
     where = dict(folder=str(folder/'worlds')) if name == 'worlds' else dict(runs=str(folder))
-    status, output = forked(f'studies/{name}', folder/f'{name}.ipynb', STUDIES[name] | where | dict(size=sizes, replicates=1))
+    status, output = forked(f'studies/{name}', folder/f'{name}.ipynb', STUDIES[name] | where
+                            | dict(size=sizes, replicates=1))
     assert status == 0, output
-    assert any('image/png' in o.get('data', {}) for c in nbformat.read(folder/f'{name}.ipynb', 4).cells for o in c.get('outputs', []))
+    assert any('image/png' in o.get('data', {})
+               for c in nbformat.read(folder/f'{name}.ipynb', 4).cells
+               for o in c.get('outputs', []))
 
 
 def test_every_study_is_executed_and_exports_nothing():
     studies = list((NBS/'studies').glob('*.ipynb'))
-    assert {p.stem for p in studies} == {'tuning', *STUDIES}   # the trials of `tuning` are runs of the methods
+    # the trials of `tuning` are runs of the methods
+    assert {p.stem for p in studies} == {'tuning', *STUDIES}
     assert not any(re.search(r'#\| *(export|default_exp)', p.read_text()) for p in studies)
 
 
 def test_farm_leaves_its_board(made):
     folder, _ = made
     rows = list(csv.DictReader(open(folder/'farm'/'leaderboard.csv')))
-    wanted = ['method', *(f'{j}{s}' for j in ('crowd', 'pool', 'utility') for s in ('', '_low', '_high')), 'length', 'kl']
+    wanted = ['method', *(f'{j}{s}' for j in ('crowd', 'pool', 'utility')
+                          for s in ('', '_low', '_high')), 'length', 'kl']
     assert set(wanted) <= set(rows[0])
     by = {r['method']: r for r in rows}
-    baselines = {'base model', 'greedy SFT', 'likeliest of 4', 'longest of 4', 'best of 4 by the utility', 'an expert'}
+    baselines = {'base model', 'greedy SFT', 'likeliest of 4', 'longest of 4',
+                 'best of 4 by the utility', 'an expert'}
     trained = [*methods(), *(f'{m}_crowd' for m in methods())]
     assert {'sft', *baselines, *trained} == set(by)
-    assert {r['method'] for r in rows if r['kind'] == 'baseline'} == baselines and by['sft']['kind'] == 'reference'
+    assert {r['method'] for r in rows if r['kind'] == 'baseline'} == baselines
+    assert by['sft']['kind'] == 'reference'
     best = by['best of 4 by the utility']
     assert float(best['utility']) >= max(float(by[m]['utility']) for m in ('longest of 4', 'sft'))
     assert float(by['longest of 4']['length']) >= float(best['length'])
-    assert {r['trained_on'] for r in rows} == {'', 'pool', 'crowd'} and by['sft']['crowd'] == '50.0000'
+    assert {r['trained_on'] for r in rows} == {'', 'pool', 'crowd'}
+    assert by['sft']['crowd'] == '50.0000'
     assert all(int(by[m]['labels']) > 0 and float(by[m]['cpu_seconds']) > 0 for m in trained)
     sim = {r['method']: r for r in csv.DictReader(open(folder/'farm'/'simulation.csv'))}
     assert set(sim) == {'base model', 'sft', *methods()}
@@ -153,22 +191,29 @@ def test_farm_leaves_its_board(made):
     parts = list(csv.DictReader(open(folder/'farm'/'parts.csv')))
     for name in set(by) - {'sft'}:
         own = {r['part']: float(r['difference']) for r in parts if r['method'] == name}
-        assert sum(v for k, v in own.items() if k != 'utility') == pytest.approx(own['utility'], abs=2e-3)
+        assert sum(v for k, v in own.items() if k != 'utility') == pytest.approx(own['utility'],
+            abs=2e-3)
     for judge in ('crowd', 'pool', 'utility'):
         assert float(by['sft'][judge]) == 50
-        for r in rows: assert 0 <= float(r[f'{judge}_low']) <= float(r[judge]) <= float(r[f'{judge}_high']) <= 100
-    keys = {'spearman_simulated_crowd', 'spearman_simulated_crowd_low', 'r2_simulated_crowd', 'spearman_crowd_pool',
+        for r in rows:
+            assert 0 <= float(r[f'{judge}_low']) <= float(r[judge]) <= float(
+                r[f'{judge}_high']) <= 100
+    keys = {'spearman_simulated_crowd', 'spearman_simulated_crowd_low', 'r2_simulated_crowd',
+            'spearman_crowd_pool',
             'crowd_agreement', 'pool_agreement', 'reward_model_accuracy', 'crowd_groups',
             'transfer_clear_differences', 'seconds', 'peak_memory_gb'}
-    assert keys <= set(read_summary(folder/'farm')) and (folder/'farm'/'leaderboard.png').stat().st_size > 5000
+    assert keys <= set(read_summary(folder/'farm'))
+    assert (folder/'farm'/'leaderboard.png').stat().st_size > 5000
     curves = list(csv.DictReader(open(folder/'overoptimization'/'curves.csv')))
-    assert {'method', 'labels', 'kl', 'proxy', 'utility', 'utility_low', 'utility_high', 'crowd'} <= set(curves[0])
+    assert {'method', 'labels', 'kl', 'proxy', 'utility', 'utility_low', 'utility_high',
+            'crowd'} <= set(curves[0])
     assert {'best_of_n', 'ppo', 'rloo', 'dpo, beta 0.3', 'quark'} <= {r['method'] for r in curves}
 
 
 def test_farm_does_nothing_twice(made, sizes):
     folder, _ = made
-    written = lambda: {p: p.stat().st_mtime_ns for p in folder.rglob('*') if p.is_file() and not p.name.startswith('.')}
+    written = lambda: {p: p.stat().st_mtime_ns for p in folder.rglob('*') if p.is_file()
+                       and not p.name.startswith('.')}
     before = written()
     assert farm.run(farm.FarmConfig(size=sizes, runs=str(folder))).done
     assert written() == before
@@ -178,7 +223,9 @@ def test_farm_does_nothing_twice(made, sizes):
 def wrong(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp('wrong')
     with ThreadPoolExecutor(2) as workers:
-        jobs = {name: workers.submit(executed if name == 'misspelt' else forked, notebook, folder/f'{name}.ipynb', tiny.settings(notebook, base, out=str(folder/name)) | given)
+        jobs = {name: workers.submit(executed if name == 'misspelt' else forked, notebook,
+                                     folder/f'{name}.ipynb',
+                                     tiny.settings(notebook, base, out=str(folder/name)) | given)
                 for name, (notebook, given, _) in WRONG.items()}
         return folder, {name: j.result() for name, j in jobs.items()}
 
@@ -195,18 +242,22 @@ def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
     bad, orphan, good = (str(tmp_path/n) for n in ('bad', 'orphan', 'good'))
     (tmp_path/'bad.json').write_text('[{"instruction": "a"}]')
     jobs = [Job(bad, 'annotators', dict(outputs=str(tmp_path/'bad.json'))),
-            Job(orphan, 'reward_model', tiny.settings('reward_model', base, preferences=bad), [bad]),
+            Job(orphan, 'reward_model', tiny.settings('reward_model', base, preferences=bad),
+                [bad]),
             Job(good, 'annotators', tiny.settings('annotators', base))]
     failed = run_jobs(jobs, 2)
-    assert len(failed) == 2 and 'bad.ipynb, cell ' in failed[0] and '(nbs/annotators.ipynb)' in failed[0]
+    assert len(failed) == 2 and 'bad.ipynb, cell ' in failed[0]
+    assert '(nbs/annotators.ipynb)' in failed[0]
     assert "row 0: the field 'output' is missing" in failed[0] and f'{bad} is missing' in failed[1]
     assert read_summary(good)['labels'] == 60 and not read_summary(bad) and read_log(bad) == []
     assert run_jobs(jobs[2:], 2) == []
 
 
 LACKING = dict(  # the settings under which a method's run has the fewest figures
-    sft=dict(eval_split='', val_split=''), reward_model={}, best_of_n=dict(reward_model=''), dpo=dict(eval_split=''), ppo=dict(eval_split='', annotators=''),
-    quark=dict(eval_split='', annotators=''), rrhf=dict(eval_split='', perplexity_model=''), expert_iteration=dict(eval_split=''),
+    sft=dict(eval_split='', val_split=''), reward_model={}, best_of_n=dict(reward_model=''),
+    dpo=dict(eval_split=''), ppo=dict(eval_split='', annotators=''),
+    quark=dict(eval_split='', annotators=''), rrhf=dict(eval_split='', perplexity_model=''),
+    expert_iteration=dict(eval_split=''),
     binary_feedback=dict(eval_split='', annotators='', val_split=''))
 
 
@@ -215,7 +266,10 @@ def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
     "The cells after the settings, without the demonstrations: they need no figure that a setting can leave out, and read no other run."
     module = importlib.import_module(module_of(name))
     if name == 'expert_iteration': monkeypatch.setattr(module, 'run_jobs', tiny.run_here)
-    shown = tiny.show_results(name, tiny.config(module, **tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]))
+    shown = tiny.show_results(name,
+                              tiny.config(module,
+                                          **tiny.settings(name, base, out=str(tmp_path/name))
+                                          | LACKING[name]))
     assert len(shown) > 1 and "'runs/" not in ''.join(shown)
 
 
@@ -227,7 +281,8 @@ def test_a_notebook_runs_where_nothing_can_be_forked(base, tmp_path, monkeypatch
         monkeypatch.setattr(execution.sys, 'platform', platform)
         context, out = execution.warm_server(), tmp_path/platform
         assert context.get_start_method() == dict(linux='forkserver', darwin='spawn')[platform]
-        status, output = forked('sft', tmp_path/f'{platform}.ipynb', tiny.settings('sft', base, out=str(out)))
+        status, output = forked('sft', tmp_path/f'{platform}.ipynb',
+                                tiny.settings('sft', base, out=str(out)))
         assert status == 0, output
         runs.append([row['loss'] for row in read_log(out)])
     execution.warm_server.cache_clear()

@@ -7,36 +7,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from alpaca_farm import overoptimization, ppo
-from alpaca_farm.core.model import models as core_models, rewards as core_rewards
 from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.model.rewards import combine_scores, label_count, reward
+from alpaca_farm.core.model.rewards import label_count, reward
 from alpaca_farm.core import online
 from alpaca_farm.core.online import CheckpointSelector, OnlineConfig, rollout_scores
 from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.run.settings import from_args
-from alpaca_farm.core.stats import best_of_n_weights, kl_best_of_n, kl_best_of_n_estimate
-from alpaca_farm.overoptimization import (bank_curve, can_fit, fit_utility, label_name, method_name, OverConfig,
-                                          peak_distance, policy_proxy)
+from alpaca_farm.overoptimization import (bank_curve, OverConfig)
 from alpaca_farm.ppo import group_advantages, PPOConfig, rollout_indices, value_model
 from alpaca_farm.core.run.paths import module_of
 
 torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize('size', [2, 3, 5])
-def test_group_advantages(size):
-    rewards = torch.randn(4*size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    groups = [rewards[i:i + size].tolist() for i in range(0, 4*size, size)]
-    rloo = [r - sum(g[:i] + g[i + 1:])/(size - 1) for g in groups for i, r in enumerate(g)]
-    def sd(g): m = sum(g)/size; return math.sqrt(sum((x - m)**2 for x in g)/(size - 1))
-    grpo = [(r - sum(g)/size)/(sd(g) + 1e-6) for g in groups for r in g]
-    for kind, want in (('rloo', rloo), ('grpo', grpo)):
-        torch.testing.assert_close(group_advantages(rewards, size, kind), torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 def test_rloo_is_unbiased():
@@ -57,7 +42,8 @@ def test_rloo_is_unbiased():
 @pytest.mark.parametrize('advantage', ['rloo', 'grpo'])
 def test_group_run(base, tmp_path, advantage):
     "No value model; the first ratio is 1; each prompt of a step is answered `group_size` times; micro-batches change nothing."
-    given = tiny.settings('ppo', base, advantage=advantage, group_size=4, annotators='', eval_split='')
+    given = tiny.settings('ppo', base, advantage=advantage, group_size=4, annotators='',
+                          eval_split='')
     logs = []
     for micro in (0, 3):
         out = str(tmp_path/f'{advantage}{micro}')
@@ -65,7 +51,8 @@ def test_group_run(base, tmp_path, advantage):
         logs.append(read_log(out))
     assert all(abs(r['first_ratio'] - 1) < 1e-5 and 'value_loss' not in r for r in logs[0])
     for a, b in zip(*logs):
-        assert all(abs(a[k] - b[k]) < 1e-4 for k in ('loss', 'kl', 'reward', 'grad_norm', 'clip_fraction'))
+        assert all(abs(a[k] - b[k]) < 1e-4 for k in ('loss', 'kl', 'reward', 'grad_norm',
+                                                     'clip_fraction'))
     rows = rollout_indices(50, 2, PPOConfig(**given))
     assert [rows[i:i + 4] for i in range(0, 16, 4)] == [[r]*4 for r in rows[::4]]
     assert len(set(rows)) == 4
@@ -73,51 +60,43 @@ def test_group_run(base, tmp_path, advantage):
 
 @pytest.mark.parametrize('given, message', [
     (dict(advantage='rlo'), 'advantage'), (dict(group_size=1), 'group_size = 1'),
-    (dict(advantage='rloo', group_size=5), 'each must be a multiple'), (dict(reward_model=[]), 'reward_model = \\[\\]'),
-    (dict(reward_model=''), 'reward_model'), (dict(annotators='alpaca_farm.world:pool', val_split=''), 'val_split'),
-    (dict(ensemble='median'), 'ensemble'), (dict(ensemble_coef=-1.), 'ensemble_coef'), (dict(steps=0), 'steps'), (dict(temperature=0.), 'temperature')])
+    (dict(advantage='rloo', group_size=5), 'each must be a multiple'),
+    (dict(reward_model=[]), 'reward_model = \\[\\]'),
+    (dict(reward_model=''), 'reward_model'),
+    (dict(annotators='alpaca_farm.world:pool', val_split=''), 'val_split'),
+    (dict(ensemble='median'), 'ensemble'), (dict(ensemble_coef=-1.), 'ensemble_coef'),
+    (dict(steps=0), 'steps'), (dict(temperature=0.), 'temperature')])
 def test_nonsense_is_refused(given, message):
     with pytest.raises(ValueError, match=message): PPOConfig(**given)
 
 
-@pytest.mark.parametrize('function', ['alpaca_farm.world:utility', ['alpaca_farm.world:utility']], ids=str)
+@pytest.mark.parametrize('function', ['alpaca_farm.world:utility', ['alpaca_farm.world:utility']],
+                         ids=str)
 def test_the_value_model_of_a_function_reward_starts_from_the_policy(base, models, function):
     "Its trunk has the policy's weights and its head is 0."
     policy, _ = load_policy(str(base/'sft'), models.cfg)
-    value, trunk = value_model(PPOConfig(**tiny.settings('ppo', base, reward_model=function)), policy), policy.base_model.state_dict()
+    value = value_model(PPOConfig(**tiny.settings('ppo', base, reward_model=function)), policy)
+    trunk = policy.base_model.state_dict()
     assert all(torch.equal(w, trunk[k]) for k, w in value.base_model.state_dict().items())
     assert not value.score.weight.any()
     assert (value.mean, value.std) == (0., 1.)
 
 
 def test_a_reward_is_one_or_a_list():
-    assert PPOConfig(reward_model=['alpaca_farm.world:utility']*2, advantage='rloo').reward_model == ['alpaca_farm.world:utility']*2
-    cfg = from_args(PPOConfig, ['--reward_model', 'alpaca_farm.world:utility', 'alpaca_farm.world:utility', '--advantage', 'rloo'])
+    assert PPOConfig(reward_model=['alpaca_farm.world:utility']*2,
+                     advantage='rloo').reward_model == ['alpaca_farm.world:utility']*2
+    cfg = from_args(PPOConfig, ['--reward_model', 'alpaca_farm.world:utility',
+                                'alpaca_farm.world:utility', '--advantage', 'rloo'])
     assert isinstance(cfg.reward_model, list)
-    assert from_args(PPOConfig, ['--reward_model', 'alpaca_farm.world:utility', '--advantage', 'grpo']).reward_model == 'alpaca_farm.world:utility'
-
-
-def test_combined():
-    s = np.random.default_rng(0).normal(size=(4, 7))
-    columns = [list(c) for c in s.T]
-    mean = [sum(c)/4 for c in columns]
-    np.testing.assert_allclose(combine_scores(s), mean, rtol=1e-12)
-    np.testing.assert_allclose(combine_scores(s, 'worst'), [min(c) for c in columns], rtol=1e-12)
-    np.testing.assert_allclose(combine_scores(s, 'uncertainty', .3), [m - .3*sum((x - m)**2 for x in c)/4 for c, m in zip(columns, mean)], rtol=1e-12)
-
-
-def test_reward_of_a_list(monkeypatch):
-    monkeypatch.setattr(core_rewards, 'resolve', lambda spec: lambda records: [float(spec[-1])*len(r['output']) for r in records])
-    records = [dict(output='ab'), dict(output='abc')]
-    assert reward(['m:1', 'm:3'], PPOConfig(advantage='rloo'))(records) == [4., 6.]
-    assert reward(['m:1', 'm:3'], PPOConfig(advantage='rloo', ensemble='worst'))(records) == [2., 3.]
-    assert reward(['m:1', 'm:3'], PPOConfig(advantage='rloo', ensemble='uncertainty', ensemble_coef=1.))(records) == [4. - 4, 6. - 9]
+    assert from_args(PPOConfig, ['--reward_model', 'alpaca_farm.world:utility', '--advantage',
+                                 'grpo']).reward_model == 'alpaca_farm.world:utility'
 
 
 def test_labels_behind(base):
     labels = read_json(base/'reward_model'/'summary.json')['labels']
     assert labels > 0
-    assert label_count(str(base/'reward_model')) == label_count(str(base/'reward_model'/'model')) == labels
+    assert label_count(str(base/'reward_model')) == label_count(
+        str(base/'reward_model'/'model')) == labels
     assert label_count([str(base/'reward_model'), 'a.b:c']) == labels
     assert label_count('a.b:c') == label_count('') == 0
 
@@ -126,11 +105,13 @@ def test_scores_keep_the_first_scale():
     "That of the first rollout, unless all its scores are equal."
     def scores(given, scale, cfg=OnlineConfig(missing_eos='')):
         answered = [dict(score=float(s), ended=False) for s in given]
-        return rollout_scores(lambda records: [r['score'] for r in records], answered, scale, cfg)[0]
+        return rollout_scores(lambda records: [r['score'] for r in records], answered, scale,
+                              cfg)[0]
     scale = {}
     first = scores((1, 2, 6), scale)
     assert abs(first.mean()) < 1e-6 and abs(first.std() - 1) < 1e-6
-    assert scores([scale['reward_mean'] + scale['reward_std']], scale).tolist() == pytest.approx([1.])
+    assert scores([scale['reward_mean'] + scale['reward_std']], scale).tolist() == pytest.approx(
+        [1.])
     assert scores([7], {}, OnlineConfig(standardise=False, missing_eos='')).tolist() == [7.]
     scale = {}
     assert scores([0] * 4, scale).tolist() == [0.] * 4 and scale['reward_std'] == 1.
@@ -142,23 +123,10 @@ def too_few(records): return [0. for _ in records][1:]
 
 def test_a_reward_gives_one_number_for_each_record():
     records = [dict(instruction='a', input='', output='b')] * 3
-    for name, message in (('nothing', 'not a finite number'), ('too_few', '2 scores for 3 answers')):
-        with pytest.raises(ValueError, match=message): reward(f'test_online:{name}', OnlineConfig())(records)
-
-
-@pytest.mark.parametrize('n', [1, 2, 5, 40])
-def test_kl_of_best_of_n_against_enumeration(n):
-    "Six answers of unequal probability, no ties in reward: the estimate is near the truth, the bound above it."
-    p = np.array([.4, .25, .2, .1, .04, .01])
-    order = np.random.default_rng(1).permutation(6)   # reward of each answer
-    best = np.zeros(6)
-    below = 0.
-    for i in np.argsort(order): best[i], below = (below + p[i])**n - below**n, below + p[i]
-    exact = float((best*np.log(np.maximum(best, 1e-300)/p)).sum())
-    estimate = float((best*kl_best_of_n_estimate(np.log(p), n)).sum())
-    assert exact <= kl_best_of_n(n) + 1e-9
-    assert abs(estimate - exact) <= .1
-    assert abs(estimate - exact) <= abs(kl_best_of_n(n) - exact) + 1e-9
+    for name, message in (('nothing', 'not a finite number'),
+                          ('too_few', '2 scores for 3 answers')):
+        with pytest.raises(ValueError, match=message):
+            reward(f'test_online:{name}', OnlineConfig())(records)
 
 
 def test_bank_curve_counts_every_sample_once():
@@ -170,52 +138,24 @@ def test_bank_curve_counts_every_sample_once():
     assert rows[-1]['utility'] == pytest.approx(utility[np.arange(5), proxy.argmax(1)].mean())
     assert all(r['kl'] <= r['kl_bound'] + 1e-9 for r in rows)
     assert rows[0]['correlation'] == pytest.approx(
-        np.corrcoef((proxy - proxy.mean(1, keepdims=True)).ravel(), (utility - utility.mean(1, keepdims=True)).ravel())[0, 1])
-
-
-@pytest.mark.parametrize('form, a, b', [('best_of_n', 1.2, .3), ('rl', 1., .5)])
-def test_fitted_curves_and_their_peaks(form, a, b):
-    d = np.linspace(.3, 4, 9)
-    utility = d*(a - b*d) if form == 'best_of_n' else d*(a - b*np.log(d))
-    rows = [dict(method='best_of_n' if form == 'best_of_n' else 'ppo', kl=x*x, utility=y, each=np.array([y - .1, y + .1]))
-            for x, y in zip(d, utility)]
-    fit = fit_utility(rows, n=20)
-    assert [fit[k] for k in ('alpha', 'beta', 'peak', 'missed')] == pytest.approx([a, b, peak_distance(a, b, form), 0])
-    assert fit['alpha_low'] < a < fit['alpha_high']
-    assert can_fit(rows)
-    assert not can_fit(rows[:2])
-    assert not can_fit(rows[-3:])
-    fine = np.linspace(.05, 20, 200_000)
-    curve = fine*(a - b*fine) if form == 'best_of_n' else fine*(a - b*np.log(fine))
-    assert peak_distance(a, b, form) == pytest.approx(fine[curve.argmax()], abs=1e-3)
+        np.corrcoef((proxy - proxy.mean(1, keepdims=True)).ravel(),
+                    (utility - utility.mean(1, keepdims=True)).ravel())[0, 1])
 
 
 def ran(folder, notebook, **settings):
     "A folder with the configuration of a finished run."
     folder.mkdir(parents=True)
     (folder/'summary.json').write_text('{}')
-    (folder/'config.json').write_text(json.dumps(dict(fingerprint='', notebook=notebook, settings=settings, code='', inputs={})))
+    (folder/'config.json').write_text(
+        json.dumps(dict(fingerprint='', notebook=notebook, settings=settings, code='', inputs={})))
     return str(folder)
-
-
-def test_what_runs_are_called(tmp_path):
-    asked = ran(tmp_path/'asked', 'annotators', annotators='a.b:pool', label_flip=.25)
-    rm = ran(tmp_path/'rm', 'reward_model', preferences=asked)
-    assert label_name(rm) == 'pool, 25% flips' and label_name('me/my-model') == 'my-model'
-    assert label_name(ran(tmp_path/'file', 'reward_model', preferences='mine/people.json')) == 'people'
-    free = ran(tmp_path/'free', 'ppo', advantage='rloo', kl_coef=0., reward_model=rm)
-    pairs = ran(tmp_path/'dpo', 'dpo', beta=.01, preferences=asked)
-    several = ran(tmp_path/'several', 'ppo', advantage='gae', kl_coef=.1, reward_model=['a', 'b'])
-    assert [method_name(f) for f in (free, pairs, several)] == ['rloo, no penalty', 'dpo, beta 0.01', 'ppo']
-    assert policy_proxy(free, []) == rm and policy_proxy(pairs, ['me/my-model', rm]) == rm
-    for lost in (pairs, several):
-        with pytest.raises(ValueError, match='none of the proxies did'): policy_proxy(lost, ['me/my-model'])
 
 
 def test_a_bank_at_another_temperature_is_refused(base, tmp_path):
     for name in ('bank', 'references'): ran(tmp_path/name, 'best_of_n', temperature=.5)
     cfg = OverConfig(out=str(tmp_path/'out'), policy=str(base/'sft'), bank=str(tmp_path/'bank'),
-                     references=str(tmp_path/'references'), proxies=[str(base/'reward_model')], policies=[str(base/'sft')])
+                     references=str(tmp_path/'references'), proxies=[str(base/'reward_model')],
+                     policies=[str(base/'sft')])
     with pytest.raises(ValueError, match='temperature = 1.0'): overoptimization.run(cfg)
 
 
@@ -224,8 +164,10 @@ def test_adam_is_adam(tmp_path):
     from alpaca_farm.core.run.runs import start
     from alpaca_farm.core.training import Trainer
     from alpaca_farm.sft import SFTConfig
-    cfg = SFTConfig(out=str(tmp_path/'adam'), adam_eps=1e-3, learning_rate=.1, lr_schedule='constant', warmup=0.,
-                    betas=[.9, .99], weight_decay=0., max_grad_norm=0., device='cpu', data='x/y', policy='x/y')
+    cfg = SFTConfig(out=str(tmp_path/'adam'), adam_eps=1e-3, learning_rate=.1,
+                    lr_schedule='constant', warmup=0.,
+                    betas=[.9, .99], weight_decay=0., max_grad_norm=0., device='cpu', data='x/y',
+                    policy='x/y')
     cfg.inputs = ()
     model = torch.nn.Linear(3, 1, bias=False).double()
     run = start(cfg, test_adam_is_adam)
@@ -234,45 +176,30 @@ def test_adam_is_adam(tmp_path):
     w, m, v = model.weight.detach()[0].tolist(), [0.]*3, [0.]*3
     for t in range(1, 6):
         trainer.step = t
-        trainer.update(dict(weight=torch.ones(1), x=x[t - 1:t]), lambda b: dict(loss=model(b['x'])[:, 0]))
+        trainer.update(dict(weight=torch.ones(1), x=x[t - 1:t]),
+                       lambda b: dict(loss=model(b['x'])[:, 0]))
         for i in range(3):
             g = x[t - 1, i].item()
             m[i], v[i] = .9*m[i] + .1*g, .99*v[i] + .01*g*g
             w[i] -= .1*(m[i]/(1 - .9**t))/(math.sqrt(v[i]/(1 - .99**t)) + 1e-3)
-    torch.testing.assert_close(model.weight.detach()[0], torch.tensor(w, dtype=torch.float64), rtol=1e-9, atol=1e-12)
-
-
-def test_two_callables_of_one_module_are_two_inputs():
-    from alpaca_farm.core.run.identity import content_hash
-    marks = [content_hash(f'alpaca_farm.world:{name}') for name in ('pool', 'judge', 'crowd')]
-    assert len(set(marks)) == 3
-
-
-@pytest.mark.parametrize('family, extra', [('gemma2', dict(final_logit_softcapping=5., head_dim=8)), ('cohere', dict(logit_scale=.25)),
-                                           ('granite', dict(logits_scaling=4.)), ('llama', {})])
-def test_logprobs_are_those_of_the_models_own_logits(family, extra):
-    "Soft caps and scales of the head, each family's own, count."
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-                                  num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=1., **extra)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    ids = torch.randint(3, 50, (2, 7))
-    response = torch.tensor([[0, 0, 0, 1, 1, 1, 1]]*2)
-    logprobs = core_models.logprobs(model, dict(ids=ids, mask=torch.ones_like(ids), response=response), .7)
-    logp = (model(ids).logits[:, :-1]/.7).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    assert torch.allclose(logprobs[:, 1:], logp*response[:, 1:], atol=1e-4)
+    torch.testing.assert_close(model.weight.detach()[0], torch.tensor(w, dtype=torch.float64),
+                               rtol=1e-9, atol=1e-12)
 
 
 def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
     "A pair has one label; prompts that are too long, and missing verdicts, do not count."
     base = [dict(instruction=i, input='', output=[f'base {i}']) for i in 'abc']
     choose, seen = CheckpointSelector(None, None, OnlineConfig()), []
-    def label(preferences): return lambda pairs, seed: [dict(p, preference=v) for p, v in zip(pairs, preferences)]
-    def answer(to): return lambda *a, **k: [dict(instruction=i, input='', output=[f'new {i}']) for i in to]
-    choose.base, choose.annotate = base, lambda pairs, seed: seen.extend(pairs) or label([2., 2.])(pairs, seed)
+    def label(preferences):
+        return lambda pairs, seed: [dict(p, preference=v) for p, v in zip(pairs, preferences)]
+    def answer(to):
+        return lambda *a, **k: [dict(instruction=i, input='', output=[f'new {i}']) for i in to]
+    choose.base, choose.annotate = base, lambda pairs, seed: seen.extend(pairs) or label([2., 2.])(
+        pairs, seed)
     monkeypatch.setattr(online, 'sample_answers', answer('ca'))
     assert choose.measure(None, None)['val_labels'] == 2
-    assert [(p['output_1'], p['output_2']) for p in seen] == [('base a', 'new a'), ('base c', 'new c')]
+    assert [(p['output_1'], p['output_2']) for p in seen] == [('base a', 'new a'),
+                                                              ('base c', 'new c')]
     monkeypatch.setattr(online, 'sample_answers', answer('abc'))
     choose.annotate = label([2., None, 2.])
     figures = choose.measure(None, None)
@@ -284,11 +211,17 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
 def test_annotators_of_a_method_are_those_of_the_annotators_notebook(base, tmp_path):
     "A run without labels or a model is refused before anything is written; labels and a reward model are annotators."
     given = tiny.settings('ppo', base, out=str(tmp_path/'ppo'), steps=2)
-    for wrong, message in ((base/'samples', 'this is no annotator'), (base/'none', 'no file or folder'), ('open_pol', 'Did you mean open_pool')):
+    for wrong, message in ((base/'samples', 'this is no annotator'),
+                           (base/'none', 'no file or folder'),
+                           ('open_pol', 'Did you mean open_pool')):
         with pytest.raises(ValueError, match=message): PPOConfig(**given, annotators=str(wrong))
     assert not list(tmp_path.iterdir())
-    for right in (base/'annotators', base/'annotators'/'preferences.json', base/'reward_model', 'open_pool'): PPOConfig(**given, annotators=str(right))
-    with pytest.raises(ValueError, match='needs a prompt'): ppo.train(PPOConfig(**given | dict(out=str(tmp_path/'policy')), annotators=str(base/'sft')))
+    for right in (base/'annotators', base/'annotators'/'preferences.json', base/'reward_model',
+                  'open_pool'):
+        PPOConfig(**given, annotators=str(right))
+    with pytest.raises(ValueError, match='needs a prompt'):
+        ppo.train(PPOConfig(**given | dict(out=str(tmp_path/'policy')),
+                            annotators=str(base/'sft')))
     run = ppo.train(PPOConfig(**given, annotators=str(base/'reward_model')))
     assert 0 <= read_summary(run.folder)['val_win_rate'] <= 100
 
@@ -296,18 +229,23 @@ def test_annotators_of_a_method_are_those_of_the_annotators_notebook(base, tmp_p
 def test_a_checkpoint_is_chosen_by_single_labels_that_count(base, tmp_path):
     "By default the last one is kept, without a label; else each pair has one label, decided, and the summary counts it."
     given = tiny.settings('ppo', base, steps=2, eval_every=1, eval_split='')
-    last, chosen = (ppo.train(PPOConfig(**given, out=str(tmp_path/n), annotators=a)).folder for n, a in (('last', ''), ('chosen', 'alpaca_farm.world:pool')))
+    last, chosen = (ppo.train(PPOConfig(**given, out=str(tmp_path/n), annotators=a)).folder for n,
+                    a in (('last', ''), ('chosen', 'alpaca_farm.world:pool')))
     assert PPOConfig().annotators == '' and read_summary(last)['best_step'] == 2
     labels, counted = read_summary(last)['labels'], [r['val_labels'] for r in read_log(chosen)]
     assert 0 < max(counted) <= 8 and read_summary(chosen)['labels'] == labels + sum(counted)
-    for r in read_log(chosen): assert (r['val_win_rate']/100*8*2) % 1 == 0  # of eight labels, ties counting half
+    for r in read_log(chosen):
+        assert (r['val_win_rate']/100*8*2) % 1 == 0  # of eight labels, ties counting half
 
 
 def test_two_runs_are_compared_under_a_reward_model(base, tmp_path):
     from alpaca_farm.boards import compare
     for name in ('a', 'b'): ran(tmp_path/name, 'dpo')
-    for name, answer in (('a', 'red'), ('b', 'so blue')): write_json(tmp_path/name/'outputs.json', [dict(instruction='Say.', input='', output=answer)])
-    cfg = compare.CompareConfig(folders=[str(tmp_path/n) for n in 'ab'], annotators=str(base/'reward_model'), out=str(tmp_path/'compare'))
+    for name, answer in (('a', 'red'), ('b', 'so blue')):
+        write_json(tmp_path/name/'outputs.json',
+                   [dict(instruction='Say.', input='', output=answer)])
+    cfg = compare.CompareConfig(folders=[str(tmp_path/n) for n in 'ab'],
+                                annotators=str(base/'reward_model'), out=str(tmp_path/'compare'))
     assert 0 < read_summary(compare.run(cfg).folder)['b_over_a'] < 100
 
 
@@ -315,7 +253,8 @@ def test_two_runs_are_compared_under_a_reward_model(base, tmp_path):
 def answered(base, tmp_path_factory):
     "PPO whose training samples at temperature 0.8 and whose answers are greedy."
     out = tmp_path_factory.mktemp('answered')/'ppo'
-    given = tiny.settings('ppo', base, out=str(out), steps=1, temperature=.8, annotators='', eval_temperature=0., eval_top_p=.9)
+    given = tiny.settings('ppo', base, out=str(out), steps=1, temperature=.8, annotators='',
+                          eval_temperature=0., eval_top_p=.9)
     ppo.train(PPOConfig(**given))
     return out
 
@@ -325,7 +264,8 @@ def test_answers_are_sampled_with_settings_of_their_own(base, answered):
     from alpaca_farm.core.data.records import load_records
     from alpaca_farm.core.model.models import load_policy
     cfg = answering(AnswerConfig(**tiny.SAMPLING, eval_temperature=0.))
-    expected = sample_answers(*load_policy(str(answered), cfg), load_records(str(base/'world'), 'eval', n=10), cfg)
+    expected = sample_answers(*load_policy(str(answered), cfg),
+                              load_records(str(base/'world'), 'eval', n=10), cfg)
     left = read_json(answered/'outputs.json')
     assert [r['output'] for r in left] == [r['output'][0] for r in expected]
     assert {(r['temperature'], r['top_p']) for r in left} == {(0., .9)}
@@ -333,15 +273,21 @@ def test_answers_are_sampled_with_settings_of_their_own(base, answered):
 
 def test_a_board_says_that_its_rows_are_answered_differently(base, answered, tmp_path, capsys):
     from alpaca_farm import eval as ev
-    cfg = ev.EvalConfig(out=str(tmp_path/'eval'), outputs=[str(answered)], reference=str(base/'sft'), annotators=['alpaca_farm.world:pool'])
+    cfg = ev.EvalConfig(out=str(tmp_path/'eval'), outputs=[str(answered)],
+                        reference=str(base/'sft'), annotators=['alpaca_farm.world:pool'])
     ev.run(cfg)
     assert 'not answered alike' in capsys.readouterr().out
     rows = list(csv.DictReader(open(tmp_path/'eval'/'leaderboard.csv')))
-    assert {r['method']: r['decoding'] for r in rows} == {'ppo': 'temperature 0.0, top-p 0.9', 'reference': 'temperature 1.0, top-p 1.0'}
+    assert {r['method']: r['decoding'] for r in rows} == {'ppo': 'temperature 0.0, top-p 0.9',
+                                                          'reference': 'temperature 1.0, top-p 1.0'}
 
 
-@pytest.mark.parametrize('notebook, more', [('sft', {}), ('rrhf', {}), ('quark', dict(best_quantile_only=False, steps=2)), ('binary_feedback', {})])
-def test_a_finished_run_is_answered_again_without_training(base, tmp_path, notebook, more, monkeypatch):
+@pytest.mark.parametrize('notebook, more',
+                         [('sft', {}), ('rrhf', {}),
+                          ('quark', dict(best_quantile_only=False, steps=2)),
+                          ('binary_feedback', {})])
+def test_a_finished_run_is_answered_again_without_training(base, tmp_path, notebook, more,
+                                                           monkeypatch):
     "With other settings of the answers, they are those of a run that had these settings from the beginning; without a split there are none."
     import importlib
     from alpaca_farm.core.training import Trainer
@@ -349,7 +295,8 @@ def test_a_finished_run_is_answered_again_without_training(base, tmp_path, noteb
     def train(name, **settings):
         given = tiny.settings(notebook, base, out=str(tmp_path/name/'run')) | more | settings
         return tiny.main(module)(tiny.config(module, **given)).folder
-    other = dict(eval_instances=7) | ({} if notebook == 'binary_feedback' else dict(eval_temperature=.5))
+    other = dict(eval_instances=7) | ({} if notebook == 'binary_feedback'
+                                      else dict(eval_temperature=.5))
     fresh, folder = train('fresh', **other), train('again')
     weights, log = ((folder/n).read_bytes() for n in ('model/model.safetensors', 'log.jsonl'))
     monkeypatch.setattr(Trainer, 'update', lambda *_: pytest.fail('trained again'))
@@ -357,7 +304,8 @@ def test_a_finished_run_is_answered_again_without_training(base, tmp_path, noteb
     assert (folder/'outputs.json').read_bytes() == (fresh/'outputs.json').read_bytes()
     ours, theirs = read_summary(folder), read_summary(fresh)
     assert set(ours) == set(theirs)
-    assert all(ours[k] == pytest.approx(v, abs=1e-5, nan_ok=True) for k, v in theirs.items() if 'seconds' not in k and 'memory' not in k)
+    assert all(ours[k] == pytest.approx(v, abs=1e-5, nan_ok=True) for k, v in theirs.items()
+               if 'seconds' not in k and 'memory' not in k)
     written = (folder/'outputs.json').stat().st_mtime_ns
     train('again', **other)
     assert (folder/'outputs.json').stat().st_mtime_ns == written
@@ -369,30 +317,12 @@ def test_a_finished_run_is_answered_again_without_training(base, tmp_path, noteb
     assert [p.name for p in folder.parent.iterdir() if '~' in p.name] == []
 
 
-def test_candidates_of_any_size(base, tmp_path, monkeypatch):
-    "101 MB of them; the checkpoint stays small, and each chunk is written to the end of a file once."
-    from alpaca_farm import best_of_n
-    from alpaca_farm.core.run.runs import Run
-    long, sizes, save = 'a '*4_200_000, [], Run.save
-    source = [dict(instruction=str(i)) for i in range(12)], lambda some: [dict(r, output=[long], ended=[True]) for r in some], 0
-    monkeypatch.setattr(best_of_n, 'sampled_source', lambda *_: source)
-    def saved(run, **state):
-        save(run, **state)
-        sizes.append([p.stat().st_size for p in map(run.path, ('checkpoint/state.safetensors', 'checkpoint/candidates.jsonl'))])
-    monkeypatch.setattr(Run, 'save', saved)
-    given = tiny.settings('best_of_n', base, out=str(tmp_path/'run')) | dict(reward_model='', n=1, chunk=2)
-    run = best_of_n.run(best_of_n.BestOfNConfig(**given))
-    states, files = zip(*sizes)
-    assert max(states) < 1000 and files[-1] > 100_000_000 and max(np.diff(files)) < 1.01*files[0]
-    assert (run.folder/'outputs.json').stat().st_size > 100_000_000
-    assert not (run.folder/'checkpoint'/'candidates.jsonl').exists()
-
-
 def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypatch):
     "Killed between a chunk's lines and its checkpoint, or within its last line: the same candidates as without."
     from alpaca_farm import best_of_n
     def run(name):
-        given = tiny.settings('best_of_n', base, out=str(tmp_path/name/'run')) | dict(reward_model='', max_instances=9, chunk=3)
+        given = tiny.settings('best_of_n', base, out=str(tmp_path/name/'run')) | dict(
+            reward_model='', max_instances=9, chunk=3)
         return best_of_n.run(best_of_n.BestOfNConfig(**given)).folder
     append = best_of_n.append_lines
     def torn(path, size, records):
@@ -402,4 +332,5 @@ def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypa
     monkeypatch.setattr(best_of_n, 'append_lines', torn)
     with pytest.raises(KeyboardInterrupt): run('torn')
     monkeypatch.setattr(best_of_n, 'append_lines', append)
-    assert (run('torn')/'candidates.json').read_bytes() == (run('whole')/'candidates.json').read_bytes()
+    assert (run('torn')/'candidates.json').read_bytes() == (
+        run('whole')/'candidates.json').read_bytes()

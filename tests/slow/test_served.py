@@ -8,7 +8,7 @@ from openai import OpenAI
 
 import tiny
 from lora_server import lora_server
-from alpaca_farm import best_of_n, ppo
+from alpaca_farm import ppo
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.model.adapters import state_of
 from alpaca_farm.core.model.generation import generate
@@ -165,15 +165,6 @@ def test_ppo_with_a_served_sampler(base, folder, tmp_path):
         assert len(loaded) == len(set(loaded)) >= 3 and len(server.model.adapters) == 1
         asked = {b['model'] for p, b in server.model.log if p.endswith('completions')}
         assert asked >= {*loaded[:3]}
-
-
-def test_best_of_n_with_a_served_sampler(base, folder, tmp_path):
-    with lora_server(folder) as server:
-        given = tiny.settings('best_of_n', base, out=str(tmp_path/'a'), max_instances=4,
-                              sampler=server.url)
-        run = best_of_n.run(best_of_n.BestOfNConfig(**given))
-        rows = load_records(str(run.folder), 'candidates', 'candidates')
-        assert [len(r['output']) for r in rows] == [2]*4 and server.model.adapters == []
 
 
 def test_what_a_server_cannot_follow_is_refused(base, tmp_path):
