@@ -185,7 +185,7 @@ def test_several_reward_models_share_the_batches(base, likely, monkeypatch):
     assert label_count(specs) == label_count(specs[0]) == 30
     mixed = rewards([specs[0], 'alpaca_farm.world:utility', specs[1]], cfg)(answers)
     assert mixed[[0, 2]] == pytest.approx(wanted, abs=1e-5)
-    assert mixed[1].tolist() == utility(answers) and len(made) == 4
+    assert mixed[1].tolist() == utility(answers) and len(made) == 3
     loaded = {s: load_scalar(s, cfg) for s in specs}
     loaded[specs[1]][0].config.reads_end = False
     apart = rewards(specs, cfg, loaded=loaded)(answers)
