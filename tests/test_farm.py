@@ -52,8 +52,8 @@ def test_a_file_of_sizes(tmp_path):
     file.write_text('ppo: {steps: 4}\nrloo: {steps: 5}\ncandidates: {n: 3}\nbest_of_n: {n: 8}')
     jobs = {name: j.settings for name, j in named(FarmConfig(size=str(file))).items()}
     default = {name: j.settings for name, j in named(FarmConfig()).items()}
-    assert jobs['ppo_crowd'] == default['ppo_crowd'] | dict(steps=4)      # every run of the notebook
-    assert jobs['rloo']['steps'] == 5 and jobs['candidates']['n'] == 3    # one run, before its notebook
+    assert jobs['ppo_crowd'] == default['ppo_crowd'] | dict(steps=4)   # all runs of ppo.ipynb
+    assert jobs['rloo']['steps'] == 5 and jobs['candidates']['n'] == 3   # one run
     assert jobs['dpo'] == default['dpo']
     assert jobs['sft_greedy']['n'] == 1 and jobs['eval_samples']['n'] == 8
     file.write_text('{"expert_iteratoin": {"n": 2}}')
@@ -61,17 +61,18 @@ def test_a_file_of_sizes(tmp_path):
 
 
 def test_the_table_says_what_a_run_reads_and_who_labels():
-    "All of a replicate's runs exist; those that learn from the crowd read what the crowd has made."
+    "Runs read runs of their replicate; those of the crowd read what the crowd has made."
     cfg = FarmConfig(pool='alpaca_farm.world:judge', crowd='alpaca_farm.world:gold', device='cpu',
                      seeds=2)
     for k, folder in enumerate(('runs', 'runs/seed_1')):
         jobs = named(cfg, k)
-        assert set(jobs) == set(RUNS) and {n for j in jobs.values() for n in j.needs} <= {j.out for j in jobs.values()}
+        made = {job.out for job in jobs.values()}
+        assert set(jobs) == set(RUNS) and all(set(job.needs) <= made for job in jobs.values())
         for name, row in RUNS.items():
             job = jobs[name]
             assert job.out == f'{folder}/{name}' and job.settings['device'] == 'cpu'
-            assert job.settings.items() >= {k: f'{folder}/{v}' for k,
-                                            v in row['reads'].items()}.items()
+            reads = {k: f'{folder}/{v}' for k, v in row['reads'].items()}
+            assert job.settings.items() >= reads.items()
             assert job.settings['seed'] == k + row['settings'].get('seed',
                                                                    0) and job.cost == row['cost']
             sources = {RUNS[r]['labels'] for r in row['reads'].values()} - {''}
@@ -97,57 +98,60 @@ def test_every_replicate_has_a_crowd_of_its_own():
     drawn = {f'alpaca_farm.world:{who}' for who in ('crowd', 'held_out_crowd', 'pool', 'length_biased')}  # for seed 0
     for job in farm_jobs(FarmConfig(seeds=2), 1) + farm_jobs(FarmConfig()):
         module = importlib.import_module(module_of(job.notebook))
-        kind = next(v for k,
-                    v in vars(module).items() if k.endswith('Config') and v.__module__ == module.__name__)
+        kind = next(v for k, v in vars(module).items()
+                    if k.endswith('Config') and v.__module__ == module.__name__)
         given = {f.name: f.default for f in dataclasses.fields(kind)} | job.settings
         assert not drawn & {v for v in given.values() if isinstance(v, str)}, job.out
 
 
 def test_a_population_is_named_by_its_file(base):
-    "The annotators of a world's files are those of its module; those who label and those who judge differ."
+    "The annotators of a world's files are its module's; who labels and who judges differ."
     pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
     read = {who: load_annotators(str(base/'world'/f'{who}.json'), AnnotatorsConfig())
             for who in ('crowd', 'held_out_crowd', 'pool')}
     for who, group in read.items(): assert group(pairs) == pytest.approx(getattr(world, who)(pairs)), who
     assert flip_share(-1, str(base/'world'/'pool.json')) == .25
     assert flip_share(-1, str(base/'annotators'/'preferences.json')) == 0
-    assert not {a.weights for a in read['crowd'].annotators} & {a.weights for a in read['held_out_crowd'].annotators}
+    label, judge = ({a.weights for a in read[who].annotators} for who in ('crowd', 'held_out_crowd'))
+    assert not label & judge
 
 
 def test_all_rows_answer_at_temperature_1():
     jobs = {name: j.settings for name, j in named(FarmConfig()).items()}
-    other = {n for n,
-             s in jobs.items() if {s.get('temperature', 1.), s.get('eval_temperature', 1.)} != {1.}}
+    other = {n for n, s in jobs.items()
+             if {s.get('temperature', 1.), s.get('eval_temperature', 1.)} != {1.}}
     assert other == {'sft_greedy'} and jobs['best_of_n']['samples'] == 'runs/eval_samples'
 
 
 def test_groups_of_methods_over_replicates():
-    "Differences, groups and the replicates that two points need, by hand; the base model does not order the methods."
+    "Differences, groups and the replicates that two points need, by hand."
     rng = np.random.default_rng(0)
     level, names = np.array([1.62, 1.615, 1.55, 1.5, 1.2]), ['a', 'b', 'c', 'sft', 'base model']
     five = level + .006*rng.normal(size=(5, 1, 5)) + .1*rng.normal(size=(5, 400, 5))
     found = method_differences(five, names).set_index(['better', 'worse'])
     each = 100*(five[..., 0] - five[..., 2]).mean(1)
     row = found.loc['a', 'c']
-    assert (row.difference,
-            row.sd) == pytest.approx((each.mean(), each.std(ddof=1))) and row.clear and len(found) == 10
+    assert (row.difference, row.sd) == pytest.approx((each.mean(), each.std(ddof=1)))
+    assert row.clear and len(found) == 10
     assert row.high - row.difference >= 2.77*row.sd/5**.5
     assert [sorted(g) for g in method_groups(found.reset_index())] == [['a', 'b'], ['c'], ['sft'],
                                                                        ['base model']]
     summary = separation(found.reset_index())
-    assert summary['groups'] == 4 and summary['spread_of_differences'] == pytest.approx((found.sd**2).mean()**.5)
+    assert summary['groups'] == 4
+    assert summary['spread_of_differences'] == pytest.approx((found.sd**2).mean()**.5)
     needed = summary['replicates_for_2_points']
-    half = lambda R: {2: 12.71, 3: 4.30, 4: 3.18,
-                      5: 2.78}[R]*summary['spread_of_differences']/R**.5
+    student = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+    def half(R): return student[R]*summary['spread_of_differences']/R**.5
     assert half(needed) <= 2 < half(needed - 1)
     assert separation(method_differences(five[:1], names))['replicates_for_2_points'] is None
-    table = {c: 1.5 + rng.normal(size=(1, 40, 5)) for c in COLUMNS} | dict(names=['base model', 'sft', 'a', 'b', 'c'])
+    table = dict(names=['base model', 'sft', 'a', 'b', 'c'],
+                 **{c: 1.5 + rng.normal(size=(1, 40, 5)) for c in COLUMNS})
     apart = table | {c: table[c] - 50*(np.arange(5) == 0) for c in COLUMNS}
     assert correlations(apart, 0) == correlations(table, 0)
 
 
 def test_the_parts_of_the_utility_add_up():
-    "Each part is weight times criterion minus that of SFT's answers, their sum the difference in utility; their mean over replicates."
+    "The sum of the parts is the difference in utility; of several replicates, their mean."
     pairs = embedded_pairs(30)
     ask = [dict(instruction=p['instruction'], input=p['input']) for p in pairs]
     sft = [dict(r, output=[p['output_1'], 'Sure,']) for r, p in zip(ask, pairs)]
@@ -156,13 +160,15 @@ def test_the_parts_of_the_utility_add_up():
     def u(texts): return np.array(criteria.utility([dict(r, output=t) for r, t in zip(ask, texts)]))
     one, other = ([p[f'output_{k}'] for p in pairs] for k in (1, 2))
     want = (u(other) - (u(one) + u(['Sure,']*30))/2).mean()
-    assert table['utility'] == pytest.approx(want) and table.drop('utility').sum() == pytest.approx(want)
-    two = parts_table([dict(sft=sft, mine=mine, lost=mine), dict(sft=sft, mine=[dict(r, output='Sure,') for r in ask])])
+    assert [table['utility'], table.drop('utility').sum()] == pytest.approx([want]*2)
+    second = dict(sft=sft, mine=[dict(r, output='Sure,') for r in ask])
+    two = parts_table([dict(sft=sft, mine=mine, lost=mine), second])
     assert set(two.method) == {'mine'} and (two.low <= two.difference).all()
     samples = [dict(r, output=[a, b, 'Sure, thank you.'], ended=[True]*3) for r, a,
                b in zip(ask, one, other)]
     chosen = chosen_answers(samples)
-    assert [r['output'] for r in chosen['longest of 3']] == [max(s['output'], key=lambda o: len(o.split())) for s in samples]
+    longest = [max(s['output'], key=lambda o: len(o.split())) for s in samples]
+    assert [r['output'] for r in chosen['longest of 3']] == longest
     best = np.max([u([s['output'][k] for s in samples]) for k in range(3)], 0)
     assert criteria.utility(chosen['best of 3 by the utility']) == best.tolist()
 
@@ -192,13 +198,15 @@ def test_spread_over_replicates():
     one = three | {c: three[c][:1] for c in COLUMNS}
     row = simulation_table(three, 0).set_index('method').loc['b']
     means = 100*(three['crowd'][..., 2].mean(1) - 1)
-    assert row.crowd == pytest.approx(means.mean()) and row.crowd_sd == pytest.approx(means.std(ddof=1)) and row.replicates == 3
+    assert (row.crowd, row.crowd_sd) == pytest.approx((means.mean(), means.std(ddof=1)))
+    assert row.replicates == 3
     alone = simulation_table(one, 0).set_index('method').loc['b']
     assert 'crowd_sd' not in alone and alone.replicates == 1
     assert row.crowd_high - row.crowd >= 4.3*row.crowd_sd/3**.5   # Student's t with two degrees of freedom
     r = correlations(three, 0)
-    assert r['spearman_simulated_crowd_2'] == pytest.approx(float(spearman(*(three[c][2].mean(0) for c in COLUMNS[:2]))))
-    assert r['spearman_simulated_crowd'] == pytest.approx(np.mean([r[f'spearman_simulated_crowd_{k}'] for k in range(3)]))
+    each = [spearman(*(three[c][k].mean(0) for c in COLUMNS[:2])) for k in range(3)]
+    assert r['spearman_simulated_crowd_2'] == pytest.approx(float(each[2]))
+    assert r['spearman_simulated_crowd'] == pytest.approx(np.mean(each))
     assert not any(k[-1].isdigit() for k in correlations(one, 0))
 
 
@@ -215,8 +223,8 @@ def two_jobs(base, tmp_path):
 def test_the_farm_runs_where_its_address_says(monkeypatch, tmp_path):
     places, asked = [], []
     monkeypatch.setattr(farm, 'machines', lambda *where: places.append(where) or 'a cluster')
-    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, name,
-                        place: asked.append(place) or ['made: nothing'])
+    monkeypatch.setattr(farm, 'run_jobs',
+                        lambda jobs, name, place: asked.append(place) or ['made: nothing'])
     cfg = FarmConfig(address='ray://head:10001', workers=3, runs=str(tmp_path/'runs'))
     with pytest.raises(RuntimeError, match='made: nothing'): farm.run(cfg)
     assert places == [('ray://head:10001', 3)] and asked == ['a cluster']
@@ -240,8 +248,7 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
     assert len(forks) == 2, 'the server is a child of the parent, the jobs are its children'
     parent.kill()
     again = tiny.spawn(command)
-    assert gone(forks, 1) and gone(started,
-                                   30)   # the server writes nothing; it ends when nobody needs it
+    assert gone(forks, 1) and gone(started, 30)   # the server ends when nobody needs it
     assert again.communicate()[0].strip().split('\n')[-1] == '[]'
     for f in folders: assert read_summary(f) and [r['step'] for r in read_log(f)] == list(range(1, 61))
 
@@ -254,9 +261,8 @@ def test_a_restart_waits_for_what_still_writes(tmp_path, capsys, monkeypatch):
         assert other.stdout.readline() == '1\n'
         if seconds == 1: runs.lock(tmp_path/'run', patience)
         else:
-            with pytest.raises(RuntimeError,
-                               match='another process is writing'): runs.lock(tmp_path/'run',
-                                                                              patience)
+            with pytest.raises(RuntimeError, match='another process is writing'):
+                runs.lock(tmp_path/'run', patience)
         assert 'waiting for it to end' in capsys.readouterr().out
         other.kill(); other.wait()
         if seconds == 1: runs.lock_of(tmp_path/'run').release()
@@ -264,8 +270,8 @@ def test_a_restart_waits_for_what_still_writes(tmp_path, capsys, monkeypatch):
 
 def test_one_estimate_of_the_time_left(monkeypatch):
     lines = []
-    monkeypatch.setattr(progress.Progress, 'show', lambda self, line, over=False,
-                        step=0: lines.append(line))
+    monkeypatch.setattr(progress.Progress, 'show',
+                        lambda self, line, over=False, step=0: lines.append(line))
     monkeypatch.setattr(launch, 'start_job', lambda job: tiny.subprocess.Popen(['sleep', '1']))
     assert run_jobs([Job('no/such/a', 'toy', cost=60.), Job('no/such/b', 'toy', cost=600.)], 2,
                     'farm') == []

@@ -133,8 +133,8 @@ def test_annotations_are_joined_by_instruction_and_checked():
     assert (tables['preferences'][0] == tables['preferences'][1]).all()
     assert np.isnan(tables['preferences'][2]).all()
     assert tables['lengths'][2, 4] == 5 and np.isnan(tables['lengths'][2]).sum() == 5
-    with pytest.raises(ValueError,
-                       match='b: rows 0 and 6'): lc.from_annotations(dict(a=rows, b=rows + rows[:1]))
+    with pytest.raises(ValueError, match='b: rows 0 and 6'):
+        lc.from_annotations(dict(a=rows, b=rows + rows[:1]))
     with pytest.raises(ValueError, match="a, row 0.*'preference' is 2.5"):
         lc.from_annotations(dict(a=[dict(rows[0], preference=2.5)]))
 
