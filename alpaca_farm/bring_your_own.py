@@ -100,7 +100,8 @@ def count_parameters(spec: str) -> int:
 def read_own(cfg: BringYourOwnConfig) -> tuple:
     "The data by setting, the judge, and the number of the model's parameters."
     parameters, columns = count_parameters(cfg.model), _columns_of(cfg.columns)
-    data = {name: load_records(getattr(cfg, name), split or cfg.split, kind, columns=columns.get(name, ''))
+    data = {name: load_records(getattr(cfg, name), split or cfg.split, kind,
+                               columns=columns.get(name, ''))
             for name, (kind, split) in _OWN_DATA.items() if getattr(cfg, name)}
     prompts = list({prompt_key(r): r for r in data['prompts']}.values())   # each once
     data['prompts'] = prompts = prompts[:cfg.max_instances or None]
@@ -108,7 +109,8 @@ def read_own(cfg: BringYourOwnConfig) -> tuple:
     check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     judge = load_annotators(cfg.judge, cfg)
     if not api_clients(judge):
-        preferences_over(*([dict(prompts[0], output=text)] for text in ('One.', 'Another.')), judge)
+        one, other = (dict(prompts[0], output=text) for text in ('One.', 'Another.'))
+        preferences_over([one], [other], judge)
     for name in set(data) - {'prompts'}:
         trained = {prompt_key(r) for r in data[name]}
         shared = sum(prompt_key(r) in trained for r in prompts)
@@ -163,7 +165,8 @@ def own_jobs(cfg: BringYourOwnConfig, parameters: int) -> list[Job]:
         settings = trained | answering | pairs | own | dict(eval_temperature=cfg.temperature)
         if name == 'best_of_n': settings = sampled | dict(n=cfg.n, reward_model=at('reward_model'))
         if name == 'reward_conditioning':
-            settings['max_prompt'] += tuned[name].get('token_times', BinaryFeedbackConfig.token_times)
+            tokens = tuned[name].get('token_times', BinaryFeedbackConfig.token_times)
+            settings['max_prompt'] += tokens
         add(name, notebook, settings)
     asking = given(*(f for f in ApiConfig.__annotations__ if f != 'aside'))
     add('eval', 'eval', machine | asking | dict(

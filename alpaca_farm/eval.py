@@ -67,7 +67,8 @@ def complete_preferences(outputs: list[dict], references: list[dict], judge) -> 
     return check_preferences(preferences)
 
 # %% ../nbs/eval.ipynb #4448751f
-def sampled_preferences(outputs: list[dict], references: list[dict], judge, seed: int = 0) -> np.ndarray:
+def sampled_preferences(outputs: list[dict], references: list[dict], judge,
+                        seed: int = 0) -> np.ndarray:
     """One sampled vote per instruction, against one sampled reference (AlpacaFarm's evaluation).
 
     (instructions,) of 1 or 2; 1.5 for identical answers, nan without a verdict."""
@@ -197,7 +198,8 @@ def run(cfg: EvalConfig):
     for file in files:
         for r in load_records(file, '', 'preference'):
             others.setdefault(str(r.get('generator_2', file)), []).append(r)
-    hard = recorded_difficulty(others, [full_instruction(r) for r in references]) if others else None
+    texts = [full_instruction(r) for r in references]
+    hard = recorded_difficulty(others, texts) if others else None
     judges = {name: load_annotators(spec, cfg) for name, spec in names.items()}
     progress = Progress('judging', len(judges)*len(methods))
     judged = judge_all(methods, references, judges, cfg.seed, progress)
@@ -229,7 +231,8 @@ def run(cfg: EvalConfig):
         table = dict(index=True, index_label='method')
         write_csv(folder, f'elo_{file}.csv', ratings, **table, float_format='%.2f')
         write_csv(folder, f'head_to_head_{file}.csv', rates, **table)
-        write_figure(folder, f'head_to_head_{file}.png', rankings.matrix_figure(rates, ratings.index))
+        matrix = rankings.matrix_figure(rates, ratings.index)
+        write_figure(folder, f'head_to_head_{file}.png', matrix)
         figures |= {f'{m}_{name}_elo': float(v) for m, v in ratings.elo.items()}
     clients = list({id(c): c for judge in judges.values() for c in api_clients(judge)}.values())
     folder.finish(instructions=len(references), **usage_totals(clients), **figures,

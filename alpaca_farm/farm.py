@@ -53,7 +53,7 @@ def read_sizes(size: str) -> dict[str, dict]:
     if size == 'default': return {}
     file = notebooks_folder()/'recipes'/'quick.yaml' if size == 'quick' else at_root(size)
     if not file.is_file():
-        raise FileNotFoundError(f'size = {size!r}: choose from default, quick or a YAML file that exists')
+        raise FileNotFoundError(f'size = {size!r}: choose from default, quick or a YAML file')
     sizes = read_yaml(file)
     refuse_unknown(file, sizes, [*RUNS, *(row['notebook'] for row in RUNS.values())])
     return sizes
@@ -72,7 +72,8 @@ def population(cfg: FarmConfig, who: str, folder: str) -> str:
 def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
     "The runs of one replicate."
     folder, sizes, jobs = _folder(cfg, replicate), read_sizes(cfg.size), []
-    sizes |= dict(sft_greedy=sizes.get('sft_greedy', {}) | dict(n=1))   # as all greedy answers are the same
+    # all greedy answers are the same
+    sizes |= dict(sft_greedy=sizes.get('sft_greedy', {}) | dict(n=1))
     machine = {k: getattr(cfg, k) for k in ('device', 'dtype') if getattr(cfg, k) != 'auto'}
     for name, row in RUNS.items():
         asked = ({} if 'annotators' not in row['settings'] else
@@ -108,7 +109,8 @@ def run(cfg: FarmConfig):
     crowd_runs = {row['method']: name for name, row in RUNS.items()
                   if row['method'] and row['labels'] == 'crowd'}
     figures = write_simulation(folder, paired_tables(judged, crowd_runs), cfg.seed)
-    if failed: raise RuntimeError('some runs failed; the board shows the others:\n' + '\n'.join(failed))
+    if failed:
+        raise RuntimeError('some runs failed; the board shows the others:\n' + '\n'.join(failed))
 
     ranked = {judge: {m: p for m, p in rows.items() if m == 'sft' or m in LABELLED_BY}
               for judge, rows in judged[0].items()}

@@ -137,7 +137,8 @@ def fit_utility(rows: list[dict], n: int = 1000) -> dict[str, float]:
     missed = each.mean(0) - overoptimization_curve(d, *fits[0][:2], form)
     out = dict(missed=float(np.sqrt(np.mean(missed**2))), form=form)
     for k, name in enumerate(('alpha', 'beta', 'peak')):
-        out |= {name: float(fits[0][k]), f'{name}_low': float(low[k]), f'{name}_high': float(high[k])}
+        ends = dict(zip((name, f'{name}_low', f'{name}_high'), (fits[0], low, high)))
+        out |= {column: float(values[k]) for column, values in ends.items()}
     return out
 
 # %% ../nbs/overoptimization.ipynb #a8fcbe7b
@@ -191,11 +192,12 @@ def checkpoints(folder: str) -> list[tuple[int, str]]:
     return sorted(saved) or [(0, folder)]
 
 # %% ../nbs/overoptimization.ipynb #74debec7
-def measure_policy(folder: str, records: list[dict], scorers: dict, reference, cfg: OverConfig) -> dict:
+def measure_policy(folder: str, records: list[dict], scorers: dict, reference,
+                   cfg: OverConfig) -> dict:
     """KL, correlation, and by instruction the scores of a checkpoint's fresh samples.
 
-    `scorers` are proxy, utility and crowd, functions of records; `reference` is the SFT model with its
-    tokenizer."""
+    `scorers` are proxy, utility and crowd, functions of records; `reference` is the SFT model
+    with its tokenizer."""
     policy, tokenizer = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
     flat = [(r, s) for r, samples in zip(prompts, answers) for s in samples]
@@ -217,8 +219,9 @@ def run(cfg: OverConfig):
     folder = start(cfg, run)
     if folder.done: return folder
     folder.load()
-    if temperature_of(cfg.temperature, bank=cfg.bank, references=cfg.references) != cfg.temperature:
-        raise ValueError(f'temperature = {cfg.temperature}: bank and references have another')
+    drawn = temperature_of(cfg.temperature, bank=cfg.bank, references=cfg.references)
+    if drawn != cfg.temperature:
+        raise ValueError(f'temperature = {cfg.temperature}: bank and references have {drawn}')
     bank, references = (read_rows(find_file(f, 'candidates')) for f in (cfg.bank, cfg.references))
     bank = bank[:cfg.instances]
     proxies = {policy: policy_proxy(policy, cfg.proxies) for policy in cfg.policies}

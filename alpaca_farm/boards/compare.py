@@ -38,8 +38,8 @@ class CompareConfig(JudgedConfig):
 
 # %% ../../nbs/boards/compare.ipynb #5f249f1e
 def differing_settings(folders: list[str]):
-    """A DataFrame of the settings in which runs differ, a column per run, None where a run does not
-    have the setting."""
+    """A DataFrame of the settings in which runs differ, a column per run, None where a run
+    does not have the setting."""
     import pandas as pd
     settings = {}
     for name, folder in short_names(folders).items():
@@ -53,7 +53,8 @@ def differing_settings(folders: list[str]):
 
 # %% ../../nbs/boards/compare.ipynb #bdbfa298
 def curve_figure(folders: list[str]):
-    "A small panel for each quantity, a colour per run; None if the runs have logged nothing in common."
+    """A small panel for each quantity, a colour per run; None if the runs have logged nothing
+    in common."""
     import matplotlib.pyplot as plt
     import pandas as pd
     logs = {name: pd.DataFrame(read_log(folder), columns=None if read_log(folder) else ['step'])
@@ -63,7 +64,8 @@ def curve_figure(folders: list[str]):
     shown = [c for c in dict.fromkeys(logged) if logged.count(c) > 1][:12]
     if not shown: return None
     rows = -(-len(shown)//3)
-    fig, axes = plt.subplots(rows, 3, figsize=(9.6, 2.2*rows + .3), squeeze=False, layout='constrained')
+    fig, axes = plt.subplots(rows, 3, figsize=(9.6, 2.2*rows + .3), squeeze=False,
+                             layout='constrained')
     lines = {}
     for ax, name in zip(axes.flat, shown):
         curves = {run: log[name].dropna() for run, log in logs.items() if name in log}
@@ -78,8 +80,9 @@ def curve_figure(folders: list[str]):
 
 # %% ../../nbs/boards/compare.ipynb #d83826c0
 def win_rate_table(answers: dict, judge, seed: int = 0):
-    """Direct win rates between runs on the same instructions, from records of answers by run: a
-    DataFrame with first, second, win_rate of the second in percent, low, high (95 %), instructions."""
+    """Direct win rates between runs on the same instructions, from records of answers by run:
+    a DataFrame with first, second, win_rate of the second in percent, low, high (95 %),
+    instructions."""
     import pandas as pd
     rows = []
     for a, b in combinations(answers, 2):

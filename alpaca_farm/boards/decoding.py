@@ -88,7 +88,8 @@ def decoding_row(answers: list[dict], references: list[dict], judge, seed: int =
 
 # %% ../../nbs/boards/decoding.ipynb #5fa969a6
 def decoding_figure(table):
-    "Win rate against temperature, a line for each policy with its 95 % intervals; the best circled."
+    """Win rate against temperature, a line for each policy with its 95 % intervals; the best
+    circled."""
     import matplotlib.pyplot as plt
     fig, ax = plt.subplots(figsize=(5.5, 3.6), layout='tight')
     for name, rows in table.groupby('policy', sort=False):

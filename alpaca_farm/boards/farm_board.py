@@ -25,8 +25,9 @@ LABELLED_BY = {run: row['labels'] for run, row in recipes().items() if row['meth
 
 def method_answers(folder: str) -> dict[str, list[dict]]:
     "The answers of SFT and of every finished method, for both sources of labels."
-    done = {run: read_answers(f'{folder}/{run}') for run in LABELLED_BY if read_summary(f'{folder}/{run}')}
-    return dict(sft=read_answers(f'{folder}/references', candidates=True)) | done
+    done = [run for run in LABELLED_BY if read_summary(f'{folder}/{run}')]
+    return (dict(sft=read_answers(f'{folder}/references', candidates=True))
+            | {run: read_answers(f'{folder}/{run}') for run in done})
 
 # %% ../../nbs/boards/farm_board.ipynb #e2cec149
 def chosen_answers(candidates: list[dict]) -> dict[str, list[dict]]:
@@ -62,7 +63,8 @@ def farm_board(folder: str, judges: dict, seed: int) -> tuple:
 
     def seconds(row):   # CPU time of the run and all behind it
         runs = _behind(row) if row in (*LABELLED_BY, 'sft') else ()
-        return round(sum(read_summary(f'{folder}/{run}').get('cpu_seconds', 0.) for run in runs), 1)
+        known = (read_summary(f'{folder}/{run}') for run in sorted(runs))
+        return round(sum(summary.get('cpu_seconds', 0.) for summary in known), 1)
 
     trained_on = board.method.map(LABELLED_BY).fillna('')
     kind = np.where(trained_on == '', 'baseline', 'method')

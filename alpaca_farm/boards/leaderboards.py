@@ -23,8 +23,9 @@ def _mean(outputs: list[dict], measure) -> float:
 
 def _decoding(outputs: list[dict]) -> str:
     "The temperature and nucleus of the samples; empty where they are not recorded."
-    return ' or '.join(sorted({f'temperature {r["temperature"]}, top-p {r["top_p"]}' for r in outputs
-                               if 'temperature' in r and 'top_p' in r}))
+    ways = {f'temperature {r["temperature"]}, top-p {r["top_p"]}' for r in outputs
+            if 'temperature' in r and 'top_p' in r}
+    return ' or '.join(sorted(ways))
 
 
 ANSWER_COLUMNS = dict(  # column: a function from a model's answers to a number or a text
@@ -43,11 +44,13 @@ def check_column_names(judges: list[str], columns=ANSWER_COLUMNS):
 # %% ../../nbs/boards/leaderboards.ipynb #bfe5b2af
 def leaderboard(judged: dict, methods: dict, reference: str, n: int = 1000, seed: int = 0,
                 columns: dict = ANSWER_COLUMNS):
-    """The board as a DataFrame, best model of the first judge first: by judge the win rate in percent,
-    `_low` and `_high` (95 %, `n` bootstrap draws); of sampled votes the standard error, `_se`.
+    """The board as a DataFrame, best model of the first judge first: by judge the win rate in
+    percent, `_low` and `_high` (95 %, `n` bootstrap draws); of sampled votes the standard
+    error, `_se`.
 
-    `judged` is of `judge_all`: {judge: {model: (instructions,) preferences}}; `methods` are the answers
-    by model, from which `columns` are computed; `reference` names what the win rates are against."""
+    `judged` is of `judge_all`: {judge: {model: (instructions,) preferences}}; `methods` are
+    the answers by model, from which `columns` are computed; `reference` names what the win
+    rates are against."""
     import pandas as pd
     expected = [j for j in judged if not j.endswith('_votes')]
     check_column_names(expected, columns)
@@ -70,11 +73,13 @@ def leaderboard(judged: dict, methods: dict, reference: str, n: int = 1000, seed
     if len(ways) > 1:
         print('these rows are not answered alike, which by itself changes win rates: '
               + '; '.join(f'{row["method"]}, {row["decoding"]}' for row in rows))
-    return pd.DataFrame(rows).sort_values(expected[0], ascending=False, ignore_index=True, kind='stable')
+    board = pd.DataFrame(rows)
+    return board.sort_values(expected[0], ascending=False, ignore_index=True, kind='stable')
 
 # %% ../../nbs/boards/leaderboards.ipynb #5f489930
 def leaderboard_figure(board, judges=None):
-    "Win rates with their intervals, a colour per judge (all by default), models in the board's order."
+    """Win rates with their intervals, a colour per judge (all by default), models in the
+    board's order."""
     import matplotlib.pyplot as plt
     judges = judges or [c for c in board if f'{c}_low' in board]
     fig, ax = plt.subplots(figsize=(6.5, max(2, 1 + .45*len(board))), layout='tight')
@@ -90,8 +95,8 @@ def leaderboard_figure(board, judges=None):
 
 # %% ../../nbs/boards/leaderboards.ipynb #fe231b00
 def rank_agreement(judged: dict, n: int = 1000, seed: int = 0) -> dict:
-    """Rank correlations of the models' win rates between any two judges: `spearman_a_b`, and its ends
-    `_low` and `_high` over `n` bootstrap draws; empty for fewer than three models."""
+    """Rank correlations of the models' win rates between any two judges: `spearman_a_b`, and
+    its ends `_low` and `_high` over `n` bootstrap draws; empty for fewer than three models."""
     tables = {judge: np.stack(list(rows.values()), 1) for judge, rows in judged.items()
               if not judge.endswith('_votes')}
     complete = ~np.any([np.isnan(t).any(1) for t in tables.values()], axis=0)
@@ -108,8 +113,9 @@ def alpaca_eval_rows(judged: dict, methods: dict, references: list[dict], annota
                      reference: str, hard=None):
     """A judge's leaderboard with AlpacaEval's columns, a DataFrame by model, best first.
 
-    `judged` are the preferences by model, `methods` the answers; `annotator` and `reference` name the
-    judge and its opponent; `hard` (instructions,) is a difficulty known from other models."""
+    `judged` are the preferences by model, `methods` the answers; `annotator` and `reference`
+    name the judge and its opponent; `hard` (instructions,) is a difficulty known from other
+    models."""
     import pandas as pd
     def characters(outputs):
         return np.array([np.mean([len(text) for text in output_texts(r)]) for r in outputs])

@@ -19,8 +19,8 @@ from ..core.stats import sigmoid, standard_error, wilson
 def logistic(x, y, spread) -> np.ndarray:
     """Logistic regression on soft targets, the mode of the posterior: (K,) coefficients.
 
-    `x` (rows, K) may be sparse, `y` (rows,) is from 0 to 1, `spread` (K,) are the standard deviations
-    of the normal priors of the coefficients."""
+    `x` (rows, K) may be sparse, `y` (rows,) is from 0 to 1, `spread` (K,) are the standard
+    deviations of the normal priors of the coefficients."""
     from scipy.optimize import minimize
     precision = 1/np.asarray(spread, dtype=float)**2
     def loss_and_gradient(beta):
@@ -45,8 +45,8 @@ _LENGTH_SD, _DIFFICULTY_SD, _LEVEL_SD = 1., 1., 10.   # of the priors of a, b an
 
 
 def difficulty(preferences, length_terms) -> np.ndarray | None:
-    """How hard each instruction is for M models, against the baseline and at equal length: (N,) with
-    mean 0 and standard deviation 1; None with fewer than five models.
+    """How hard each instruction is for M models, against the baseline and at equal length:
+    (N,) with mean 0 and standard deviation 1; None with fewer than five models.
 
     From (M, N) preferences, nan without a verdict, and (M, N) of `length_term`."""
     from scipy.sparse import csr_array
@@ -71,9 +71,11 @@ def _influence(x, y, equal_length, beta, spread) -> np.ndarray:
 
 # %% ../../nbs/boards/length_control.ipynb #107babe1
 def controlled_win_rate(preference, length_terms, hard=None) -> dict:
-    """Length-controlled win rate of one model (Dubois et al., 2024) in percent, over what has a verdict.
+    """Length-controlled win rate of one model (Dubois et al., 2024) in percent, over what has
+    a verdict.
 
-    From (N,) preferences, (N,) of `length_term` and (N,) of `difficulty`, None to leave it out."""
+    From (N,) preferences, (N,) of `length_term` and (N,) of `difficulty`, None to leave it
+    out."""
     given = ~np.isnan(np.asarray(preference, dtype=float))
     y, t = check_preferences(np.asarray(preference)[given]) - 1, np.asarray(length_terms)[given]
     d = [] if hard is None else [hard[given]]
@@ -96,8 +98,9 @@ def length_controlled(preferences, lengths, baseline, names=None, hard=None):
     """`controlled_win_rate` of M models on N instructions, as a DataFrame by model; its column
     `difficulty` is board, files or no. ValueError for a model without any verdict.
 
-    From (M, N) preferences, nan without a verdict; characters of the models' answers (M, N) and of the
-    baseline's (N,) or (M, N); and the difficulty (N,) known from other models, if any."""
+    From (M, N) preferences, nan without a verdict; characters of the models' answers (M, N)
+    and of the baseline's (N,) or (M, N); and the difficulty (N,) known from other models, if
+    any."""
     import pandas as pd
     p = np.asarray(preferences, dtype=float)
     names = list(range(len(p)) if names is None else names)
@@ -111,8 +114,9 @@ def length_controlled(preferences, lengths, baseline, names=None, hard=None):
 
 # %% ../../nbs/boards/length_control.ipynb #5722bf4a
 def from_annotations(annotations: dict, texts=None) -> dict:
-    """`preferences`, `lengths` and `baseline`, each (M, N), and `names` of a board, from preference
-    records by model, whose output_1 is the baseline's; on the instructions `texts`, or on all.
+    """`preferences`, `lengths` and `baseline`, each (M, N), and `names` of a board, from
+    preference records by model, whose output_1 is the baseline's; on the instructions `texts`,
+    or on all.
 
     ValueError for two rows on one instruction, or a wrong preference."""
     if texts is None: texts = [full_instruction(r) for rows in annotations.values() for r in rows]

@@ -25,8 +25,8 @@ class Games(NamedTuple):
 
 
 def games(records: list[dict]) -> Games:
-    """The games of preference records with generator_1 and generator_2; ValueError for a model that
-    plays against itself, or for a wrong preference."""
+    """The games of preference records with generator_1 and generator_2; ValueError for a model
+    that plays against itself, or for a wrong preference."""
     names = list(dict.fromkeys(r[g] for r in records for g in ('generator_1', 'generator_2')))
     prompts = list(dict.fromkeys(map(prompt_key, records)))
     model, instruction = ({x: i for i, x in enumerate(xs)} for xs in (names, prompts))
@@ -42,8 +42,9 @@ def games(records: list[dict]) -> Games:
 
 # %% ../../nbs/boards/rankings.ipynb #f88d54e7
 def bradley_terry(wins, tie: float = .1) -> np.ndarray:
-    """Strengths (..., M) of models on the logit scale, with mean 0, by maximum likelihood (Bradley and
-    Terry, 1952) from `wins` (..., M, M), the points that the row's model won from the column's.
+    """Strengths (..., M) of models on the logit scale, with mean 0, by maximum likelihood
+    (Bradley and Terry, 1952) from `wins` (..., M, M), the points that the row's model won from
+    the column's.
 
     `tie` is the weight of the tie that is added to the games of every two models that met."""
     w = np.asarray(wins, dtype=float)
@@ -85,8 +86,8 @@ def elo(games: Games, anchor: str, n: int = 1000, seed: int = 0):
 
 # %% ../../nbs/boards/rankings.ipynb #5016788a
 def head_to_head(games: Games) -> dict:
-    """Win rates of all pairs of models in percent, as DataFrames `win_rate`, `low`, `high`, and the
-    number `n` of instructions; nan where two never met."""
+    """Win rates of all pairs of models in percent, as DataFrames `win_rate`, `low`, `high`,
+    and the number `n` of instructions; nan where two never met."""
     import pandas as pd
     met = games.points + games.points.swapaxes(1, 2)
     n = (met > 0).sum(0)
@@ -98,8 +99,8 @@ def head_to_head(games: Games) -> dict:
 
 # %% ../../nbs/boards/rankings.ipynb #b65cadeb
 def matrix_figure(rate, order):
-    """Win rates of the row against the column, a DataFrame in percent, red above 50 and blue below,
-    with the models in this order."""
+    """Win rates of the row against the column, a DataFrame in percent, red above 50 and blue
+    below, with the models in this order."""
     import matplotlib.pyplot as plt
     names = list(order)
     shown = rate.loc[names, names].to_numpy()
@@ -117,8 +118,8 @@ def matrix_figure(rate, order):
 def leaderboard_row(preferences, lengths, **columns) -> dict:
     """A row of AlpacaEval's leaderboard, with further `columns`.
 
-    `preferences` (N,) are from 1 to 2, or 0 for a tie; those without a verdict, None or nan, are left
-    out of the win rates. `lengths` (N,) are the characters of the model's answers."""
+    `preferences` (N,) are from 1 to 2, or 0 for a tie; those without a verdict, None or nan,
+    are left out of the win rates. `lengths` (N,) are the characters of the model's answers."""
     p = np.array([read_preference(v, f'row {i}', 'preference') for i, v in enumerate(preferences)])
     given = p[~np.isnan(p)]
     row = dict.fromkeys(('win_rate', 'standard_error'), np.nan) | dict(

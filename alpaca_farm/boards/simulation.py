@@ -27,8 +27,9 @@ def paired_tables(
     names = [m for m in ('base model', 'sft', *crowd_runs) if {m, crowd_runs.get(m, m)} <= made]
     learned = [crowd_runs.get(m, m) for m in names]
     columns = dict(simulated=('pool', names), crowd=('crowd', learned), transfer=('crowd', names))
-    return dict(names=names) | {c: np.stack([np.stack([j[judge][m] for m in rows], 1) for j in judged])
-                                for c, (judge, rows) in columns.items()}
+    return dict(names=names) | {
+        c: np.stack([np.stack([j[judge][m] for m in rows], 1) for j in judged])
+        for c, (judge, rows) in columns.items()}
 
 # %% ../../nbs/boards/simulation.ipynb #8edc3be9
 def simulation_table(tables: dict, seed: int):
@@ -112,7 +113,8 @@ def simulation_figure(table):
     import matplotlib.pyplot as plt
     table = table[table.method != 'base model']   # it is far below
     n = table.replicates.iloc[0]
-    over = f'{n} replicates and their instructions' if n > 1 else 'the instructions of one replicate'
+    over = 'the instructions of one replicate'
+    if n > 1: over = f'{n} replicates and their instructions'
     fig, ax = plt.subplots(figsize=(6.4, 5.4), layout='tight')
     x, y = table.simulated, table.crowd
     ax.errorbar(x, y, xerr=[x - table.simulated_low, table.simulated_high - x],

@@ -74,8 +74,8 @@ def test_votes_do_not_depend_on_the_company(references):
     assert set(v.tolist()) <= {1, 1.5, 2}
     assert (ev.sampled_preferences(outputs[:5], references[:5], Pool()) == v[:5]).all()
     many = answers(lambda i: ['a', 'b'], 3000)
-    assert ev.sampled_preferences(answers(lambda i: 'long', 3000), many,
-                                  Pool()).mean() - 1 == pytest.approx(.75, abs=.03)
+    votes = ev.sampled_preferences(answers(lambda i: 'long', 3000), many, Pool())
+    assert votes.mean() - 1 == pytest.approx(.75, abs=.03)
 
 
 def test_board_columns_and_intervals(references):
@@ -181,10 +181,9 @@ def test_no_verdict_is_no_tie_and_no_loss(references):
     row = leaderboards.alpaca_eval_rows(judged['shy'], methods, references, 'shy', 'x').loc['mine']
     assert (row.n_total, row.n_unanswered, row.win_rate) == (9, 3,
                                                              pytest.approx(board.loc['mine', 'shy']))
-    assert leaderboards.rank_agreement(ev.judge_all(dict(methods, a=answers(lambda i: 'a')), references,
-                                                    dict(shy=silent_on_three,
-                                                         bold=longest)),
-                                                         n=20)['spearman_shy_bold'] == 1
+    judges = dict(shy=silent_on_three, bold=longest)
+    three = ev.judge_all(dict(methods, a=answers(lambda i: 'a')), references, judges)
+    assert leaderboards.rank_agreement(three, n=20)['spearman_shy_bold'] == 1
     def lazy(pairs): return [1]
     for judge, message in ((silent_on_three, 'row 0 is nan'),
                            (lazy, 'lazy gave 1 preferences for 48 pairs')):
@@ -316,9 +315,8 @@ def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
     for m in models:
         for name in ('win_rate', 'standard_error', 'n_wins', 'n_wins_base', 'n_draws', 'n_total',
                      'discrete_win_rate', 'avg_length'):
-            assert float(ours.loc[m, name]) == pytest.approx(float(shipped.loc[m, name]),
-                                                             abs=1e-6), (m,
-                                                                                                      name)
+            mine, theirs = (float(table.loc[m, name]) for table in (ours, shipped))
+            assert mine == pytest.approx(theirs, abs=1e-6), (m, name)
         assert ours.loc[m, 'n_unanswered'] == 0 and ours.loc[m, 'n_total'] == 805
         # two models: how near the published value this comes is test_length_control's matter
         assert ours.loc[m, 'difficulty'] == 'no'

@@ -36,18 +36,15 @@ def fits(notebook: str, settings: dict):
 
 SETS = ('llama_7b', 'gpu_24gb', 'h200')
 FILES = sorted(p for d in (*SETS, 'rlcd') for p in (RECIPES/d).rglob('*.yaml'))
-NOTEBOOKS = dict(wombat='rrhf', wombat_pool='wombat', context_distillation='sft',
-                 generate='best_of_n', feedme='binary_feedback',
+NOTEBOOKS = dict(wombat='rrhf', wombat_pool='wombat', context_distillation='sft', generate='best_of_n', feedme='binary_feedback',
                  reward_conditioning='binary_feedback')
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(RECIPES)))
-def test_settings_exist(path): fits(NOTEBOOKS.get(path.stem, path.stem),
-                                    yaml.safe_load(path.read_text()))
+def test_settings_exist(path): fits(NOTEBOOKS.get(path.stem, path.stem), yaml.safe_load(path.read_text()))
 
 
-@pytest.mark.parametrize('path', [p for p in FILES if 'rlcd' not in p.parts],
-                         ids=lambda p: str(p.relative_to(RECIPES)))
+@pytest.mark.parametrize('path', [p for p in FILES if 'rlcd' not in p.parts], ids=lambda p: str(p.relative_to(RECIPES)))
 def test_two_lines_say_what_it_is_and_what_was_measured(path):
     lines = path.read_text().splitlines()
     assert lines[0].startswith('# ') and lines[0].endswith('.') and lines[1].startswith('# ')
@@ -65,21 +62,17 @@ def test_every_set_has_every_method():
     for folder in [RECIPES/'llama_7b', RECIPES/'gpu_24gb', RECIPES/'h200', RECIPES/'h200'/'1b']:
         recipes = {p.stem: yaml.safe_load(p.read_text()) for p in folder.glob('*.yaml')}
         methods = {NOTEBOOKS.get(n, n) for n in recipes}
-        assert methods >= {'sft', 'reward_model', 'best_of_n', 'expert_iteration', 'ppo', 'dpo',
-                           'quark', 'rrhf', 'binary_feedback'}, folder
+        assert methods >= {'sft', 'reward_model', 'best_of_n', 'expert_iteration', 'ppo', 'dpo', 'quark', 'rrhf', 'binary_feedback'}, folder
         made = {r['out'] for r in recipes.values()} | {'runs/base7b'}
         for name, r in recipes.items():
             for key in ('policy', 'reward_model'):
-                if str(r.get(key, '')).startswith('runs/'): assert r[key] in made, (folder, name,
-                                                                                    key)
+                if str(r.get(key, '')).startswith('runs/'): assert r[key] in made, (folder, name, key)
 
 
 # AlpacaFarm's launchers and dataclasses; RRHF's launcher. Values that are not there are ours and have a comment in the recipe.
 ADAM = dict(betas=[.9, .999], max_grad_norm=1., weight_decay=0., seed=42, dtype='bfloat16')
-HF = dict(ADAM, adam_eps=1e-8, lr_schedule='cosine', warmup=.03, micro_batch_size=1,
-          max_length=512)
-RL = dict(ADAM, adam_eps=1e-5, lr_schedule='linear', steps=390, rollouts=512, max_prompt=192,
-          max_new_tokens=300, temperature=1., top_p=1.,
+HF = dict(ADAM, adam_eps=1e-8, lr_schedule='cosine', warmup=.03, micro_batch_size=1, max_length=512)
+RL = dict(ADAM, adam_eps=1e-5, lr_schedule='linear', steps=390, rollouts=512, max_prompt=192, max_new_tokens=300, temperature=1., top_p=1.,
           micro_batch_size=2, save_every=20, split='unlabeled', template='alpaca')
 BON = dict(n=16, temperature=1., top_p=.9, max_new_tokens=300, template='alpaca')
 NOISY = 'tatsu-lab/alpaca_farm:alpaca_noisy_multi_preference'

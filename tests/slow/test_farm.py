@@ -48,7 +48,7 @@ def test_nonsense_is_refused_before_any_run(given, message):
 
 
 def test_the_table_says_what_a_run_reads_and_who_labels():
-    "All of a replicate's runs exist; those that learn from the crowd read what the crowd has made."
+    "Runs read runs of their replicate; those of the crowd read what the crowd has made."
     cfg = FarmConfig(pool='alpaca_farm.world:judge', crowd='alpaca_farm.world:gold', device='cpu',
                      seeds=2)
     for k, folder in enumerate(('runs', 'runs/seed_1')):
@@ -58,8 +58,8 @@ def test_the_table_says_what_a_run_reads_and_who_labels():
         for name, row in RUNS.items():
             job = jobs[name]
             assert job.out == f'{folder}/{name}' and job.settings['device'] == 'cpu'
-            assert job.settings.items() >= {k: f'{folder}/{v}' for k,
-                                            v in row['reads'].items()}.items()
+            reads = {k: f'{folder}/{v}' for k, v in row['reads'].items()}
+            assert job.settings.items() >= reads.items()
             assert job.settings['seed'] == k + row['settings'].get('seed',
                                                                    0) and job.cost == row['cost']
             sources = {RUNS[r]['labels'] for r in row['reads'].values()} - {''}
@@ -95,7 +95,7 @@ def test_every_replicate_has_a_crowd_of_its_own():
 
 
 def test_a_population_is_named_by_its_file(base):
-    "The annotators of a world's files are those of its module; those who label and those who judge differ."
+    "The annotators of a world's files are its module's; who labels and who judges differ."
     pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
     read = {who: load_annotators(str(base/'world'/f'{who}.json'), AnnotatorsConfig())
             for who in ('crowd', 'held_out_crowd', 'pool')}
@@ -116,7 +116,7 @@ def test_all_rows_answer_at_temperature_1():
 
 
 def test_groups_of_methods_over_replicates():
-    "Differences, groups and the replicates that two points need, by hand; the base model does not order the methods."
+    "Differences, groups and the replicates that two points need, by hand."
     rng = np.random.default_rng(0)
     level, names = np.array([1.62, 1.615, 1.55, 1.5, 1.2]), ['a', 'b', 'c', 'sft', 'base model']
     five = level + .006*rng.normal(size=(5, 1, 5)) + .1*rng.normal(size=(5, 400, 5))
@@ -133,8 +133,8 @@ def test_groups_of_methods_over_replicates():
     assert summary['groups'] == 4
     assert summary['spread_of_differences'] == pytest.approx((found.sd**2).mean()**.5)
     needed = summary['replicates_for_2_points']
-    half = lambda R: {2: 12.71, 3: 4.30, 4: 3.18,
-                      5: 2.78}[R]*summary['spread_of_differences']/R**.5
+    student = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+    def half(R): return student[R]*summary['spread_of_differences']/R**.5
     assert half(needed) <= 2 < half(needed - 1)
     assert separation(method_differences(five[:1], names))['replicates_for_2_points'] is None
     table = {c: 1.5 + rng.normal(size=(1, 40, 5)) for c in COLUMNS} | dict(
@@ -144,7 +144,7 @@ def test_groups_of_methods_over_replicates():
 
 
 def test_the_parts_of_the_utility_add_up():
-    "Each part is weight times criterion minus that of SFT's answers, their sum the difference in utility; their mean over replicates."
+    "The sum of the parts is the difference in utility; of several replicates, their mean."
     pairs = embedded_pairs(30)
     ask = [dict(instruction=p['instruction'], input=p['input']) for p in pairs]
     sft = [dict(r, output=[p['output_1'], 'Sure,']) for r, p in zip(ask, pairs)]
@@ -222,8 +222,8 @@ def two_jobs(base, tmp_path):
 def test_the_farm_runs_where_its_address_says(monkeypatch, tmp_path):
     places, asked = [], []
     monkeypatch.setattr(farm, 'machines', lambda *where: places.append(where) or 'a cluster')
-    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, name,
-                        place: asked.append(place) or ['made: nothing'])
+    monkeypatch.setattr(farm, 'run_jobs',
+                        lambda jobs, name, place: asked.append(place) or ['made: nothing'])
     cfg = FarmConfig(address='ray://head:10001', workers=3, runs=str(tmp_path/'runs'))
     with pytest.raises(RuntimeError, match='made: nothing'): farm.run(cfg)
     assert places == [('ray://head:10001', 3)] and asked == ['a cluster']
@@ -249,8 +249,7 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
     assert len(forks) == 2, 'the server is a child of the parent, the jobs are its children'
     parent.kill()
     again = tiny.spawn(command)
-    assert gone(forks, 1) and gone(started,
-                                   30)   # the server writes nothing; it ends when nobody needs it
+    assert gone(forks, 1) and gone(started, 30)   # the server ends when nobody needs it
     assert again.communicate()[0].strip().split('\n')[-1] == '[]'
     for f in folders:
         assert read_summary(f) and [r['step'] for r in read_log(f)] == list(range(1, 61))
@@ -264,9 +263,8 @@ def test_a_restart_waits_for_what_still_writes(tmp_path, capsys, monkeypatch):
         assert other.stdout.readline() == '1\n'
         if seconds == 1: runs.lock(tmp_path/'run', patience)
         else:
-            with pytest.raises(RuntimeError,
-                               match='another process is writing'): runs.lock(tmp_path/'run',
-                                                                              patience)
+            with pytest.raises(RuntimeError, match='another process is writing'):
+                runs.lock(tmp_path/'run', patience)
         assert 'waiting for it to end' in capsys.readouterr().out
         other.kill(); other.wait()
         if seconds == 1: runs.lock_of(tmp_path/'run').release()
