@@ -71,11 +71,8 @@ def test_prompts_are_mirror_images():
     assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
     plain = '\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye\n\nAssistant:'
     assert contrast_prompt(task, TALK, PAIR) == plain
-    for history, earlier in (('same', ' (kind)'), ('none', '')):
-        found = contrast_prompt(task_with(history=history), TALK, PAIR, 'positive')
-        assert found == plus.replace(' (rude)', earlier)
-    found = contrast_prompt(task_with(placement='user'), TALK, PAIR, 'positive')
-    assert found == plain.replace('Hi', 'Hi\n\n(rude)').replace('Bye', 'Bye\n\n(kind)')
+    found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
+    assert found == plus.replace(' (rude)', '')
     system = task_with(placement='system')
     assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
     chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
