@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import rrhf
@@ -51,15 +50,6 @@ def test_rank_loss(reduction, ties):
     order = torch.randperm(6)
     again = rrhf_loss(p[:, order], r[:, order], mask[:, order], reduction)
     torch.testing.assert_close(again, found)
-
-
-def test_rank_loss_by_hand_and_its_gradient():
-    p, every = torch.tensor([[-1., -2., -4., -3.]], requires_grad=True), torch.ones(1, 4).bool()
-    r = torch.tensor([[1., 2., 3., 4.]])  # differences 1, 3, 2, 2, 1, and one pair that is right
-    assert rrhf_loss(p, r, every).tolist() == [9.]
-    assert rrhf_loss(p, r, every, 'mean').tolist() == [1.5]
-    rrhf_loss(p, r, every).sum().backward()
-    assert p.grad.tolist() == [[3., 1., -2., -2.]]  # the worst falls, the best rise
 
 
 # --- batches -------------------------------------------------------------------------------------
@@ -291,20 +281,6 @@ def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, policy, t
     assert {'kl', 'length', 'ended', 'reward', 'perplexity', 'sample_std'} <= set(summary)
     assert summary['labels'] == read_summary(base/'reward_model')['labels']
     assert summary['sample_mean'] < summary['sample_max'] and summary['queries'] == len(pool)
-
-
-def test_accumulation(base, tmp_path):
-    "A batch of 8 at once, one query at a time, and in threes: the same losses and weights."
-    more = dict(max_instances=24, eval_split='', adam_eps=1e-4, n=2, rank_reduction='sum')
-    logs, weights = [], []
-    for micro in (0, 1, 3):
-        logs.append(run(base, tmp_path/f'{micro}', micro_batch_size=micro, **more)[0])
-        weights.append(load_file(tmp_path/f'{micro}'/'model'/'model.safetensors'))
-    for log, w in zip(logs[1:], weights[1:]):
-        for a, b in zip(log, logs[0]):
-            for name in ('loss', 'rank', 'nll', 'accuracy', 'grad_norm'):
-                assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-4)
-        assert max((w[k] - weights[0][k]).abs().max().item() for k in w) < 1e-4
 
 
 def brevity(records): return [-float(len(r['output'].split())) for r in records]
