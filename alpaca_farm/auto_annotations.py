@@ -61,7 +61,7 @@ def _record_pair(row: dict, input_keys: tuple, output_keys: tuple) -> dict:
                 input=text(row.get('input')) if 'input' in input_keys else '',
                 output_1=row[output_keys[0]], output_2=row[output_keys[1]])
 
-# %% ../nbs/auto_annotations.ipynb #a1291fc1
+
 def _sample_pairs(
     rows: list[dict],    # `output` is a text, or a list of texts
     keys: tuple,         # fields that identify an instruction
@@ -130,15 +130,18 @@ class PairwiseAutoAnnotator:
         key = itemgetter('annotator', 'instruction', 'output_1', 'output_2')
         write_json(at_root(path), list({key(r): r for r in to_alpaca_eval(self.rows)}.values()))
 
-    def _label(self, pairs: list[dict], decoding: dict) -> list[dict]:
-        "Labels of pairs: the recorded ones, then the pool's, which are recorded too."
+    def annotate_pairs(self, to_annotate, **decoding_kwargs) -> list[dict]:
+        """The records with `annotator` and `preference`: 1, 2, 1.5 for identical outputs, a number
+        between for a judge that gives probabilities, None where there is no verdict."""
+        rows = records_of(to_annotate)
+        pairs = [_record_pair(r, self.input_keys, self.output_keys) for r in rows]
         seed = self.seed if self.seed is not None else int.from_bytes(os.urandom(4), 'big')
         def recorded(judge):
             name, known = annotator_name(judge), self.rows if self.avoid else []
             return RecordedLabels([r for r in known if r.get('annotator') == name], name)
         def decoded(judge):
-            if not (decoding and isinstance(judge, ApiJudge)): return judge
-            changed = adapt_decoding(judge.evaluator.decoding, decoding)
+            if not (decoding_kwargs and isinstance(judge, ApiJudge)): return judge
+            changed = adapt_decoding(judge.evaluator.decoding, decoding_kwargs)
             return replace(judge, evaluator=replace(judge.evaluator, decoding=changed))
         def label(pairs, change):
             if not pairs: return []
@@ -146,20 +149,12 @@ class PairwiseAutoAnnotator:
             pool = Pool(annotator_name(self.pool), members, pool_weights(self.pool).tolist())
             return annotate_pairs(pairs, pool, seed, self.p_label_flip, ask_flipped=False,
                                   decide=False)
-        rows = label(pairs, recorded)
-        missing = [i for i, r in enumerate(rows) if r['preference'] is None]
-        new = label([pairs[i] for i in missing], decoded)
-        for i, r in zip(missing, new): rows[i] = r
+        labels = label(pairs, recorded)   # those that are known, then the judges'
+        unknown = [i for i, r in enumerate(labels) if r['preference'] is None]
+        new = label([pairs[i] for i in unknown], decoded)
+        for i, r in zip(unknown, new): labels[i] = r
         self.rows += [r for r in new if r['preference'] is not None and r['annotator'] != 'coin']
-        if self.file and missing: self.save(self.file)
-        return rows
-
-    def annotate_pairs(self, to_annotate, **decoding_kwargs) -> list[dict]:
-        """The records with `annotator` and `preference`: 1, 2, 1.5 for identical outputs, a number
-        between for a judge that gives probabilities, None where there is no verdict."""
-        rows = records_of(to_annotate)
-        pairs = [_record_pair(r, self.input_keys, self.output_keys) for r in rows]
-        labels = self._label(pairs, decoding_kwargs)
+        if self.file and unknown: self.save(self.file)
         missing = sum(l['preference'] is None for l in labels)
         if missing: print(f'no verdict on {missing} of {len(rows)} pairs: preference is None')
         return [dict(r, annotator=l['annotator'], preference=l['preference'],
@@ -186,9 +181,9 @@ class PairwiseAutoAnnotator:
         return self.annotate_pairs(pairs, **decoding_kwargs)
 
 # %% ../nbs/auto_annotations.ipynb #03d65f45
-def reference_from_hub(config: str = 'alpaca_farm_evaluation', split: str = 'eval') -> list[dict]:
-    "Records of a configuration of AlpacaFarm's data set; ValueError when the hub cannot be read."
-    try: return load_rows(f'tatsu-lab/alpaca_farm:{config}', (split,))[0]
+def reference_from_hub() -> list[dict]:
+    "Davinci003's outputs, of AlpacaFarm's data set; ValueError when the hub cannot be read."
+    try: return load_rows('tatsu-lab/alpaca_farm:alpaca_farm_evaluation', ('eval',))[0]
     except ValueError as e:
         raise ValueError(f'the reference outputs could not be read from the hub ({e}). '
                          'Name a file: alpaca_leaderboard(..., reference_outputs=FILE)') from None
@@ -222,9 +217,9 @@ def alpaca_leaderboard(
     preferences = [float('nan') if r['preference'] is None else r['preference'] for r in rows]
     figures = leaderboard_row(preferences, [len(r['output_2']) for r in rows])
     board = pd.DataFrame([figures], index=[name])
-    if is_print_metrics:
-        print(f'judged by {_current_spec(annotators_config)}:\n{board.round(2).to_string()}')
-    if is_print_metrics and is_add_reference_methods:
+    if not is_print_metrics: return board
+    print(f'judged by {_current_spec(annotators_config)}:\n{board.round(2).to_string()}')
+    if is_add_reference_methods:
         print('\npublished by AlpacaFarm, judged by its pool in 2023, '
               f'and therefore not comparable with the row above:\n{_PUBLISHED}')
     return board

@@ -49,7 +49,6 @@ class Contrast(TypedDict):
 class Filters(TypedDict, total=False):
     "What an answer must be to be used: its words, its end, and what it must not contain."
     min_words: NonNegativeInt
-    max_words: NonNegativeInt   # 0: any number
     ended: bool
     reject: list[re.Pattern]
 
@@ -62,8 +61,8 @@ class Task(BaseModel, frozen=True, extra='forbid'):
     prompt: _Text = '{instruction}'
     response_prefix: str = ''
     stop: list[_Text] = []
-    placement: Literal['role', 'system', 'user'] = 'role'
-    history: Literal['opposite', 'same', 'none'] = 'opposite'
+    placement: Literal['role', 'system'] = 'role'
+    history: Literal['opposite', 'none'] = 'opposite'
     filters: Filters = {}
     compare: dict[str, _Text] = {}
 
@@ -108,24 +107,18 @@ def contrast_prompt(
 ) -> str | list[dict]:
     "What a model continues."
     turns = [*_task_turns(task, record), dict(role='assistant', content=task.response_prefix)]
-    phrase = pair.get(side, '')
-    other = pair.get(dict(positive='negative', negative='positive').get(side), '')
-    earlier = dict(opposite=other, same=phrase, none='')[task.history]
-    speaker = dict(role='assistant', user='user').get(task.placement)
-    own = [i for i, t in enumerate(turns) if t['role'] == speaker]
-    phrases = {i: phrase if i == own[-1] else earlier for i in own}
-    if task.placement == 'user':
-        turns = [dict(t, content=f'{t["content"]}\n\n({phrases[i]})') if phrases.get(i) else t
-                 for i, t in enumerate(turns)]
-    system = phrase if task.placement == 'system' else ''
+    phrase, other = pair.get(side, ''), dict(positive='negative', negative='positive').get(side)
     if chat:   # the turn to be written is the template's
-        messages = turns[:-1]
+        messages, system = turns[:-1], phrase if task.placement == 'system' else ''
         if system and messages[0]['role'] == 'system':   # templates take one
             system = f'{system}\n\n{messages.pop(0)["content"]}'
         return [dict(role='system', content=system)] * bool(system) + messages
-    text = system
-    for i, t in enumerate(turns):
-        tag = f' ({phrases[i]})' if phrases.get(i) and task.placement == 'role' else ''
+    text = phrase if task.placement == 'system' else ''
+    for t in turns:
+        earlier = pair.get(other, '') if task.history == 'opposite' else ''
+        said = phrase if t is turns[-1] else earlier
+        shown = said and t['role'] == 'assistant' and task.placement == 'role'
+        tag = f' ({said})' if shown else ''
         text += f'\n\n{TAGS[t["role"]]}{tag}:{with_space(t["content"])}'
     return text
 
@@ -144,7 +137,6 @@ def clean_response(text: str, ended: bool, task: Task) -> tuple[str, str]:
     f, words = task.filters, len(answer.split())
     if f.get('ended') and not (ended or ends): return answer, 'cut_off'
     if words < f.get('min_words', 1): return answer, 'too_short'
-    if f.get('max_words') and words > f['max_words']: return answer, 'too_long'
     return answer, 'rejected' if any(re.search(p, answer) for p in f.get('reject', [])) else ''
 
 # %% ../nbs/rlcd.ipynb #cbf29533

@@ -29,7 +29,6 @@ from .core.model.generation import generate
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
 from .core.model.rewards import label_count, reward, RewardConfig
-from .core.online import end_scores
 from .core.run.files import read_json
 from .core.run.inputs import as_list
 from .core.run.processes import once
@@ -48,19 +47,16 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
     sources: list[str] = field(default_factory=list)  # use only candidates from these; empty: all
     k: Annotated[int, Ge(2)] = 12  # candidates of a query: the first k different ones that fit
     n: Count = 0                             # how many of them the policy generates
-    decoding: Literal['sample', 'beam', 'diverse_beam'] = 'sample'  # how it generates them
-    groups: Positive = 4                     # diverse_beam: groups the n beams are split into
-    # diverse_beam: penalty in nats per earlier group that chose the token
-    diversity_penalty: Amount = 1.0
+    decoding: Literal['sample', 'beam'] = 'sample'  # how it generates them
+    groups: Positive = 1  # beam: groups the n beams are split into; diverse beams with 2 or more
+    diversity_penalty: Amount = 1.0  # beam: nats for each earlier group that chose the token
     rounds: Positive = 1  # rounds of `epochs` passes, each with new candidates of the policy
     refresh_every: Count = 0  # steps between new candidates within a round; 0: never
     annotators: str = ''                     # judges of the candidates where reward_model is empty
     kl_coef: Amount = 0.0  # penalty on a candidate's score per nat of log pi/pi_ref
-    # score of an answer cut off; empty: as it is
-    missing_eos: Literal['replace', 'subtract', ''] = 'replace'
-    # replace: distance below the worst whole answer; subtract: amount
-    missing_eos_value: Amount = 1.0
-    length_penalty: Amount = 1.0  # log-probs are divided by the length to this power; 0: not at all
+    # score of an answer cut off: 1 below the worst whole answer; empty: as it is
+    missing_eos: Literal['replace', ''] = 'replace'
+    length_penalty: Amount = 1.0  # log-probs are divided by the length to this power
     rank_reduction: Literal['mean', 'sum'] = 'mean'  # over the pairs of a query
     rrhf_weight: Amount = 1.0                # weight of the rank loss against the imitation loss
     perplexity_model: str = ''  # model that measures the perplexity of answers; empty: none
@@ -90,7 +86,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
                              'annotators, not both')
         if self.decoding == 'sample' and self.n > 1 and not self.temperature:
             raise ValueError('temperature = 0 draws the same answer every time: raise it')
-        if self.decoding == 'diverse_beam' and self.n % self.groups:
+        if self.n % self.groups:
             raise ValueError(f'n = {self.n} beams cannot be split into groups = {self.groups}')
         if self.kl_coef and not refreshed:
             raise ValueError('kl_coef needs rounds or refresh_every: at first it has no effect')
@@ -192,8 +188,9 @@ def score_pool(
     scored = []
     for q, own in zip(pool, scores.split([len(q['output']) for q in pool])):
         ended = torch.tensor(q['ended']).bool()
-        worst = own[ended].min().item() if cfg.missing_eos == 'replace' and ended.any() else 0.
-        own = end_scores(own, ended, cfg.missing_eos, cfg.missing_eos_value - worst)
+        if cfg.missing_eos == 'replace':
+            worst = own[ended].min() if ended.any() else 0.
+            own = torch.where(ended, own, worst - 1)
         scored.append(dict(q, scores=own.tolist()))
     return scored
 
@@ -205,9 +202,8 @@ def policy_candidates(policy, tokenizer, queries: list, prompts: list, cfg, seed
         answers = generate(policy, tokenizer, prompts, cfg.n, cfg.max_new_tokens,
                            cfg.temperature, cfg.top_p, seed=seed)
     else:
-        groups = (cfg.groups, cfg.diversity_penalty) if cfg.decoding == 'diverse_beam' else ()
-        answers = beam_search(policy, tokenizer, prompts, cfg.n, *groups,
-                              max_new_tokens=cfg.max_new_tokens)
+        answers = beam_search(policy, tokenizer, prompts, cfg.n, cfg.groups, cfg.diversity_penalty,
+                              cfg.max_new_tokens)
     answers = end_turns(queries, answers, tokenizer, cfg.template)
     return [dict(output=[decode(s.tokens, tokenizer) for s in samples],
                  source=['policy'] * len(samples), scores=[None] * len(samples),

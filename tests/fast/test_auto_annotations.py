@@ -133,14 +133,6 @@ def test_probabilities_stay_what_they_are(server):
     assert board.win_rate.item() == pytest.approx(90.)
 
 
-def test_no_key_names_the_variable(monkeypatch, tmp_path):
-    for name in ('OPENAI_API_KEY', 'OPENAI_BASE_URL', 'OPENAI_API_BASE'):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr('alpaca_farm.core.ask.client.at_root', lambda path: tmp_path/path)
-    annotator = PairwiseAutoAnnotator()
-    with pytest.raises(ValueError, match='OPENAI_API_KEY'): annotator.annotate_pairs([PAIR])
-
-
 def test_the_references_are_a_configuration_of_the_hubs_data(monkeypatch):
     asked, rows = [], [dict(instruction='a', input='', output='b')]
     def load(spec, names):

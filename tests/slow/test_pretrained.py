@@ -128,6 +128,8 @@ def test_reward_model(home, tmp_path):
         with torch.no_grad(): last = original.model(ids).last_hidden_state[0, -1]
         assert score == pytest.approx((last @ head[0] + bias[0]).item(), abs=1e-4)
     with pytest.raises(ValueError, match='holds a reward model'): load_policy(place, Config())
+    with pytest.raises(ValueError, match='recovered sft10k'):
+        recovered(home, 'reward-model-sim', tmp_path/'wrong')
 
 
 def break_file(folder, how):
@@ -167,11 +169,6 @@ def test_a_wrong_base_is_named(home, tmp_path, base, words):
     with pytest.raises(ValueError, match=words):
         recovered(home[0], 'sft10k', tmp_path/'run', base=place)
     assert not (tmp_path/'run'/'model').exists()
-
-
-def test_a_reward_model_on_the_wrong_base(home, tmp_path):
-    with pytest.raises(ValueError, match='recovered sft10k'):
-        recovered(home[0], 'reward-model-sim', tmp_path/'run')
 
 
 def test_a_difference_is_no_model(home):

@@ -71,11 +71,8 @@ def test_prompts_are_mirror_images():
     assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
     plain = '\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye\n\nAssistant:'
     assert contrast_prompt(task, TALK, PAIR) == plain
-    for history, earlier in (('same', ' (kind)'), ('none', '')):
-        found = contrast_prompt(task_with(history=history), TALK, PAIR, 'positive')
-        assert found == plus.replace(' (rude)', earlier)
-    found = contrast_prompt(task_with(placement='user'), TALK, PAIR, 'positive')
-    assert found == plain.replace('Hi', 'Hi\n\n(rude)').replace('Bye', 'Bye\n\n(kind)')
+    found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
+    assert found == plus.replace(' (rude)', '')
     system = task_with(placement='system')
     assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
     chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
@@ -423,11 +420,11 @@ def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch, c
 
 
 @pytest.mark.parametrize('more, message', [
-    (dict(writers=[]), 'nobody writes'), (dict(marks=[]), 'marks'), (dict(n=0), 'n = 0'),
+    (dict(writers=[]), 'nobody writes'), (dict(n=0), 'n = 0'),
     (dict(rrhf=['k']), 'rrhf'), (dict(rrhf=['epoch=3']), 'epoch'), (dict(temperature=0), 'temper'),
     (dict(rrhf=['k=1']), 'rrhf: k = '), (dict(rrhf=['out=runs/mine']), 'rrhf: out'),
     (dict(rrhf=['policy=./no_such_run']), 'rrhf: policy'),
-    (dict(rater='judge', rrhf=['reward_model=my:reward']), 'would replace')])
+    (dict(rater='judge', rrhf=['reward_model=my:reward']), 'reward_model')])
 def test_wrong_settings_of_wombat(more, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message): wombat.WombatConfig(**more)
+    with pytest.raises(ValueError, match=message): wombat.WombatConfig(**more)
     wombat.WombatConfig(temperature=0, n=1)
