@@ -27,7 +27,7 @@ from .core.model.models import load_policy
 from .core.data.preferences import check_preferences
 from .core.run.progress import Progress
 from .core.model.rewards import reward
-from .core.run.runs import check_run_folder, start
+from .core.run.runs import start
 from .core.run.settings import at_root, command, Positive
 from .core.stats import (best_of_n_value, best_of_n_weights, bootstrap, bootstrap_draws,
     fit_overoptimization, kl_best_of_n, kl_best_of_n_estimate, overoptimization_curve)
@@ -214,7 +214,6 @@ def measure_policy(folder: str, records: list[dict], scorers: dict, reference,
 def run(cfg: OverConfig):
     "Measure the curves; writes curves.csv, fits.csv and falls.csv."
     import pandas as pd
-    check_run_folder(at_root(cfg.out))
     judge = load_annotators(cfg.crowd, cfg)
     folder = start(cfg, run)
     if folder.done: return folder

@@ -8,7 +8,7 @@ __all__ = ['SETS', 'JUDGES', 'AgreementConfig', 'embedded_pairs', 'prefer_longer
 
 # %% ../../nbs/judging/agreement.ipynb #399eb10f
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Len
 import numpy as np
@@ -23,7 +23,7 @@ from ..core.run.runs import start
 from ..core.run.settings import at_root, command, Count, resolve
 from ..core.stats import Interval, one_hot_votes, vote_mode
 from .measures import (bootstrap_measures, cast_votes, FEWEST, judge_measures,
-    pair_traits, PairTraits, pairwise_agreement, people_measures, people_votes)
+    pair_traits, PairTraits, people_measures, people_votes)
 from ..annotators import ask_all, check_all_answered, check_known_names, load_annotators
 from alpaca_farm.judging.label_files import (label_file, label_files, load_sets, per_thousand,
     recorded_verdicts, Verdicts)
@@ -45,7 +45,6 @@ class AgreementConfig(ApiConfig):
     # annotators or files of verdicts (file#name)
     judges: Annotated[list[str], Len(1)] = field(default_factory=lambda: JUDGES)
     weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
-    unanswered: Literal['out', 'tie'] = 'out'  # what a missing verdict of a single judge is
     max_instances: Count = 0             # use only the first n pairs of each set; 0: all
     draws: Annotated[int, Ge(10)] = 400  # bootstrap draws
 
@@ -82,15 +81,17 @@ def prefer_longer(pairs: list[dict]) -> list[float]:
 prefer_longer.name = 'longest'
 
 # %% ../../nbs/judging/agreement.ipynb #de4e605c
+_MOST_ASKED = 4   # annotators of a pool that see a pair
+
+
 def ask_judge(
     judge,              # an annotator, or a pool with `.annotators` and maybe `.weights`
     pairs: list[dict],
-    most: int = 4,      # at most so many annotators of a pool see a pair
     seed: int = 0,      # of the choice of annotators
 ) -> Verdicts:
     "Ask a judge about pairs in both orders; ValueError if requests remain open."
     members, weights = pool_members(judge), pool_weights(judge)
-    drawn = np.array([annotator_order(p, weights, seed)[:most] for p in pairs]).T
+    drawn = np.array([annotator_order(p, weights, seed)[:_MOST_ASKED] for p in pairs]).T
     places = [np.argwhere(drawn == a) for a in range(len(members))]
     in_order = [pairs, [swap_outputs(p) for p in pairs]]
     requests = [(order, at, (member, [in_order[order][i] for _, i in at]))
@@ -124,7 +125,6 @@ def _board_row(pairs: list[dict], people, answered, measure, draws: int, seed: i
 def agreement_board(
     sets: dict,               # labelled pairs by the name of the set
     judged: dict,             # {(set, judge): Verdicts}
-    unanswered: str = 'out',  # leave out a missing verdict, or count it as a tie
     draws: int = 400,         # of the bootstrap
     seed: int = 0,            # of votes and bootstrap
     done=lambda *_: None,     # called with (rows done, text)
@@ -139,14 +139,7 @@ def agreement_board(
         own = _board_row(pairs, people, np.ones(len(pairs), bool), own_measure, draws, seed)
         rows.append(dict(set=s, judge='people', how='votes', **own))
         for judge, verdicts in ((j, v) for (where, j), v in judged.items() if where == s):
-            preferences = verdicts.preferences
-            if unanswered == 'tie' and verdicts.unanswered.any():
-                if len(preferences) > 1:
-                    raise ValueError("unanswered = 'tie' is for single judges, but up to "
-                                     f"{len(preferences)} verdicts of {judge} are on a pair: "
-                                     "run it with 'out'")
-                preferences = np.where(np.isnan(preferences) & verdicts.shown, 1.5, preferences)
-            votes = cast_votes(preferences, pairs, seed=seed)
+            votes = cast_votes(verdicts.preferences, pairs, seed)
             used = np.flatnonzero(verdicts.shown.any(0))
             shown, answered = [pairs[i] for i in used], ~np.isnan(votes[..., used]).all((0, 1))
             def measure(k):
@@ -203,12 +196,11 @@ def learned_prompts(spec: str) -> set[tuple]:
         print(f'{spec}: whether it has learned from the pairs cannot be checked ({e})')
         return set()
 
-# %% ../../nbs/judging/agreement.ipynb #b9f85979
+
 def verdicts_of_judges(
     specs: list[str],   # judges: annotators, or files of verdicts, maybe with a #pattern of names
     sets: dict,         # all labelled pairs by the name of the set
     cfg,                # settings of the requests
-    most: int = 4,      # at most so many annotators of a pool see a pair
 ) -> dict:  # {(set, judge): Verdicts} on the first max_instances pairs of each set
     "Verdicts of the judges on the sets; ValueError for two of one name, and for open requests."
     judged, n = {}, cfg.max_instances or None
@@ -219,7 +211,7 @@ def verdicts_of_judges(
             new = recorded_verdicts(str(path), pattern, sets, folder)
         else:
             judge = load_annotators(spec, cfg)
-            new = {(s, annotator_name(judge)): ask_judge(judge, pairs[:n], most, cfg.seed)
+            new = {(s, annotator_name(judge)): ask_judge(judge, pairs[:n], cfg.seed)
                    for s, pairs in sets.items()}
         known = set() if path else learned_prompts(spec)
         for (s, own), v in new.items():
@@ -252,14 +244,12 @@ def run(cfg: AgreementConfig):
     judged = verdicts_of_judges(cfg.judges, sets, cfg)
     sets = {s: pairs[:cfg.max_instances or None] for s, pairs in sets.items()}
     show = Progress('measuring', len(judged) + len(sets))
-    table = agreement_board(sets, judged, cfg.unanswered, cfg.draws, cfg.seed, show)
+    table = agreement_board(sets, judged, cfg.draws, cfg.seed, show)
     rows = table.to_dict('records')
     rows = [{k: v for k, v in row.items() if v == v} for row in rows]   # without nan
     for step, row in enumerate(rows, 1): folder.log(step, **row)
     with atomic_write(folder.path('leaderboard.csv')) as p:
         table.to_csv(p, index=False, float_format='%.4f')
-    couples = {s: pairwise_agreement(pairs, cfg.draws, cfg.seed) for s, pairs in sets.items()}
-    folder.write('people.json', couples)
     fig = agreement_figure(table)
     with atomic_write(folder.path('leaderboard.png')) as p: fig.savefig(p, dpi=150, format='png')
     plt.close(fig)

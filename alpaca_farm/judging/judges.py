@@ -144,12 +144,12 @@ class Verdict(NamedTuple):
     orders: tuple = ()            # if asked in both orders: the preference in each, as the pair is
 
 # %% ../../nbs/judging/judges.ipynb #b947c588
+_ASKS = 3   # times a request is sent until its answer can be read
 _DRAWS_PER_SEED = 1000
 
 
 def ask_judges(
     work: list[tuple],  # (ApiJudge, the pairs it sees), all with the same client
-    asks: int = 3,      # times a request is sent until an answer can be read
     seed: int = 0,      # another seed gives other samples of a judge that samples
 ) -> list[list[Verdict]]:
     "The verdicts of each judge on its pairs."
@@ -158,14 +158,14 @@ def ask_judges(
              for i in range(0, len(pairs), judge.evaluator.batch_size)]
     requests = [judge_request(e, pairs) for e, pairs in parts]
     verdicts, left = [[Verdict(math.nan)] * e.batch_size for e, _ in parts], range(len(parts))
-    for draw in range(asks):
+    for draw in range(_ASKS):
         if not left: break
         sent = [requests[i] for i in left]
         sampled = [parts[i][0].decoding.get('temperature', 1) != 0 for i in left]
         draws = [draw + _DRAWS_PER_SEED * seed * s for s in sampled]
         def readable(k, answer):
             return not np.isnan(parse_verdicts(parts[left[k]][0], answer)).all()
-        answers = client(sent, draws, asks - draw, None if draw else readable)
+        answers = client(sent, draws, None if draw else readable)
         answered = [(i, answer) for i, answer in zip(left, answers) if answer]
         for i, answer in answered:
             (e, _), earlier, seconds = parts[i], verdicts[i][0].price, answer['seconds']

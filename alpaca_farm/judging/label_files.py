@@ -150,20 +150,10 @@ def per_thousand(values: list) -> float:
     return 1000*sum(numbers)/len(numbers) if numbers else math.nan
 
 # %% ../../nbs/judging/label_files.ipynb #b9738964
-class _RecordedVerdict(NamedTuple):
-    "A verdict read from a file."
-    judge: str
-    key: tuple                  # key of its pair
-    preference: float
-    row: int
-    order: int = 0              # 1 where the second answer was shown first
-    price: float | None = None
-    time: float | None = None
-    gold: float = math.nan
+def _read_verdicts(file: str) -> list[dict]:
+    """The verdicts of a file: judge, key of the pair, preference, and what else is known.
 
-
-def _read_verdicts(file: str) -> list[_RecordedVerdict]:
-    "The verdicts of a file; ValueError naming row and field."
+    ValueError naming row and field."""
     rows, verdicts = read_rows(file), []
     first = rows[0] if rows else {}
     result = next((k for k in first if k.endswith('_result') and 'idx' in first), None)
@@ -173,21 +163,21 @@ def _read_verdicts(file: str) -> list[_RecordedVerdict]:
         try:
             if {'dataset', 'item', 'winner'} <= set(first):   # LLMBar's
                 key = row['dataset'].replace('/', '_'), int(row['item'])
-                judge, order = f'{row["judge"]} {row["strategy"]}', int(row['swapped'])
-                v = _RecordedVerdict(judge, key, read('winner'), i, order, gold=read('gold'))
+                v = dict(judge=f'{row["judge"]} {row["strategy"]}', key=key, gold=read('gold'),
+                         preference=read('winner'), order=int(row['swapped']), where=where)
             elif result:   # PandaLM's
-                v = _RecordedVerdict(_short_name(file), (row['idx'],), read(result), i)
+                v = dict(judge=_short_name(file), key=(row['idx'],), preference=read(result))
             else:
-                pair, judge = _read_pair(row, where), str(row.get('annotator', _short_name(file)))
-                key = full_instruction(pair), row['output_1'], row['output_2']
+                key = full_instruction(_read_pair(row, where)), row['output_1'], row['output_2']
                 paid = {k: row.get(f'{k}_per_example', row.get(k)) for k in ('price', 'time')}
-                v = _RecordedVerdict(judge, key, read('preference'), i, **paid)
+                v = dict(judge=str(row.get('annotator', _short_name(file))), key=key,
+                         preference=read('preference'), **paid)
         except KeyError as e: raise ValueError(f'{where}: the field {e} is missing') from None
         verdicts.append(v)
     return verdicts
 
 # %% ../../nbs/judging/label_files.ipynb #a5ffaf6a
-def _match_verdicts(rows: list, pairs: list[dict], where: str, what: str) -> Verdicts | None:
+def _match_verdicts(rows: list[dict], pairs: list[dict], what: str) -> Verdicts | None:
     "The verdicts of one judge on those pairs of a set that it has compared; None without any."
     keys = {}   # of a pair: its number, and whether the key has its answers exchanged
     for j, p in enumerate(pairs):
@@ -195,16 +185,16 @@ def _match_verdicts(rows: list, pairs: list[dict], where: str, what: str) -> Ver
         for key in ((p.get('source'), p['row']), (p.get('idx'),), (text, one, two)):
             keys.setdefault(key, []).append((j, 0))
         keys.setdefault((text, two, one), []).append((j, 1))
-    matching, at = [r for r in rows if r.key in keys], {}
+    matching, at = [r for r in rows if r['key'] in keys], {}
     if not matching: return None
     for r in matching:
-        for j, exchanged in keys[r.key]:
+        for j, exchanged in keys[r['key']]:
             votes = pairs[j]['votes']
-            if not math.isnan(r.gold) and r.gold not in votes.values():
-                raise ValueError(f'{where}, row {r.row}: gold is {r.gold:g}, the set has {votes}: '
+            if 'gold' in r and r['gold'] not in votes.values():
+                raise ValueError(f'{r["where"]}: gold is {r["gold"]:g}, the set has {votes}: '
                                  'the rows do not belong together')
-            preference = 3 - r.preference if exchanged else r.preference
-            at.setdefault((j, r.order ^ exchanged), []).append(preference)
+            preference = 3 - r['preference'] if exchanged else r['preference']
+            at.setdefault((j, r.get('order', 0) ^ exchanged), []).append(preference)
     preferences = np.full((max(map(len, at.values())), 2, len(pairs)), np.nan)
     unanswered, shown = np.zeros(len(pairs), int), np.zeros((2, len(pairs)), bool)
     for (j, order), verdicts in at.items():
@@ -215,7 +205,7 @@ def _match_verdicts(rows: list, pairs: list[dict], where: str, what: str) -> Ver
         print(f'{what}: {used} of {len(pairs)} labelled pairs have a verdict, '
               f'and {len(matching)} of {len(rows)} verdicts are on them; only these are used')
     return Verdicts(preferences, 'recorded', unanswered, shown,
-                    per_thousand([r.price for r in rows]), per_thousand([r.time for r in rows]))
+                    *(per_thousand([r.get(k) for r in rows]) for k in ('price', 'time')))
 
 
 def recorded_verdicts(
@@ -225,18 +215,18 @@ def recorded_verdicts(
     pool: str = '',  # one name for all judges of the file if no two of them compared the same pair
 ) -> dict:  # {(set, judge): Verdicts}
     "The judges of a file on the pairs of each set that they compared; ValueError without any."
-    rows = [r for r in _read_verdicts(file) if fnmatch(r.judge, pattern or '*')]
+    rows = [r for r in _read_verdicts(file) if fnmatch(r['judge'], pattern or '*')]
     if not rows:
         called = f' of a judge called {pattern}' if pattern else ''
         raise ValueError(f'{file}: there is no verdict{called}')
-    once = len({(r.key, r.order) for r in rows}) == len(rows)
-    if pool and not pattern and once and len({r.judge for r in rows}) > 1:
-        rows = [r._replace(judge=pool) for r in rows]
+    once = len({(r['key'], r.get('order')) for r in rows}) == len(rows)
+    if pool and not pattern and once and len({r['judge'] for r in rows}) > 1:
+        rows = [dict(r, judge=pool) for r in rows]
     by_judge, matched = {}, {}
-    for r in rows: by_judge.setdefault(r.judge, []).append(r)
+    for r in rows: by_judge.setdefault(r['judge'], []).append(r)
     for s, pairs in sets.items():
         for judge, own in by_judge.items():
-            verdicts = _match_verdicts(own, pairs, file, f'{judge} on {s}')
+            verdicts = _match_verdicts(own, pairs, f'{judge} on {s}')
             if verdicts: matched[s, judge] = verdicts
     if matched: return matched
     raise ValueError(f'{file}: its {len(rows)} verdicts match no pair in {", ".join(sets)}. They '

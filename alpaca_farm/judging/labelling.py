@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['LabellingConfig', 'person_sees_swapped', 'label_request', 'person_answers', 'LabellingQueue', 'person_labels',
-           'people_in_store', 'person_summary', 'pair_html', 'LabellingPage', 'labelling_widget', 'run']
+           'person_summary', 'pair_html', 'LabellingPage', 'labelling_widget', 'run']
 
 # %% ../../nbs/judging/labelling.ipynb #eb8df76c
 import html, time
@@ -145,13 +145,6 @@ def person_labels(
                          time=first['seconds'], shown_first=1 + first['swapped'], **again))
     return rows
 
-
-def people_in_store(store: Store) -> list[str]:
-    "The names of all people with labels in a store."
-    names = store.run("""select distinct json_extract(request, '$.person') from requests
-                         where request like '{"kind": "label"%'""")
-    return sorted(name for name, in names)
-
 # %% ../../nbs/judging/labelling.ipynb #a270b0b6
 def person_summary(
     rows: list[dict],  # labels of one person, from `person_labels`
@@ -248,23 +241,23 @@ class LabellingPage:
 
 # %% ../../nbs/judging/labelling.ipynb #953fe9a1
 def labelling_widget(cfg: LabellingConfig):
-    "The widget with which `cfg.person` labels; without a name None, after printing the counts."
+    "The widget with which `cfg.person` labels; None without a name."
+    if not cfg.person:
+        print('To label, write your name into the parameters cell (person), and run all cells')
+        return
     ensure_inputs(cfg)
-    pairs, store = load_pairs(cfg), Store(at_root(cfg.store))
-    if cfg.person:
-        queue = LabellingQueue(pairs, store, cfg.person, cfg.seed, cfg.repeat)
-        return LabellingPage(queue).view
-    counts = {name: len(person_labels(store, pairs, name)) for name in people_in_store(store)}
-    labels = ', '.join(f'{n} by {name}' for name, n in counts.items() if n) or 'none'
-    print(f'{len(pairs)} pairs in {cfg.outputs}; labels so far: {labels}.\n'
-          'To label, write your name into the parameters cell (person), and run all cells')
+    queue = LabellingQueue(load_pairs(cfg), Store(at_root(cfg.store)), cfg.person, cfg.seed,
+                           cfg.repeat)
+    return LabellingPage(queue).view
 
 
 def run(cfg: LabellingConfig):
     "Turn the labels in the store into a run; writes preferences.json and summary.json."
     ensure_inputs(cfg)
     pairs, store = load_pairs(cfg), Store(at_root(cfg.store))
-    people = [cfg.person.strip()] if cfg.person else people_in_store(store)
+    known = store.run("""select distinct json_extract(request, '$.person') from requests
+                         where request like '{"kind": "label"%'""")
+    people = [cfg.person.strip()] if cfg.person else sorted(name for name, in known)
     answers = [person_answers(store, pairs, name) for name in people]
     folder = start(cfg, run, reads=(digest(people, answers),))   # other labels, another folder
     if folder.done: return folder

@@ -9,7 +9,6 @@ from alpaca_farm import world
 from alpaca_farm.judging import agreement as A, measures as M
 from alpaca_farm.core.data.dialogues import dialogue_text
 from alpaca_farm.core.data.preferences import hash_uniform, swap_outputs
-from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
 from judge_server import judge_server
 
@@ -18,50 +17,29 @@ with_data = pytest.mark.skipif(not DATA.is_dir(), reason='the public data is not
 CFG = A.AgreementConfig()
 
 
-def on(sets, judges, unanswered='tie', **more):
-    sets = A.load_sets([str(DATA/s) for s in sets])
-    table = A.agreement_board(sets, A.verdicts_of_judges([str(DATA/j) for j in judges], sets, CFG), unanswered, **(dict(draws=20) | more))
-    return sets, table.set_index(['set', 'judge'])
-
-
 @with_data
 def test_pandalm():
-    sets, table = on(['pandalm/testset-v1.json'], ['pandalm/gpt-3.5-turbo-testset-v1.json'])
-    r = table.loc['testset-v1', 'gpt-3.5-turbo-testset-v1']
-    assert (r.n, r.n_decided, r.n_unanswered) == (999, 894, 25)
-    assert r.accuracy == pytest.approx(.711, abs=5e-4) and r.decided == pytest.approx(.774, abs=5e-4)
-    people = M.pairwise_agreement(sets['testset-v1'], draws=20)
-    assert [round(v.value, 3) for v in people.values()] == [.913, .929, .918] and all(v.low < v.value < v.high for v in people.values())
-
-
-@with_data
-def test_pandalm_without_what_could_not_be_read():
-    "The published number counts 25 unreadable answers as ties; left out, as everywhere here, it is another."
-    _, table = on(['pandalm/testset-v1.json'], ['pandalm/gpt-3.5-turbo-testset-v1.json'], 'out')
-    r = table.loc['testset-v1', 'gpt-3.5-turbo-testset-v1']
-    assert round(r.accuracy, 3) == .716 and round(r.decided, 3) == .785 and r.accuracy_low < r.accuracy < r.accuracy_high
+    "Left out, its 25 unreadable answers give another number than counted as ties, as published."
+    sets = A.load_sets([str(DATA/'pandalm/testset-v1.json')])
+    said = A.verdicts_of_judges([str(DATA/'pandalm/gpt-3.5-turbo-testset-v1.json')], sets, CFG)
+    people, out = A.agreement_board(sets, said, draws=20).itertuples()
+    assert (out.n, out.n_decided, out.n_unanswered) == (999, 894, 25)
+    assert [round(x, 3) for x in (out.accuracy, out.decided, people.pairwise)] == [.716, .785, .92]
+    ties = {k: v._replace(preferences=np.where(np.isnan(v.preferences) & v.shown, 1.5,
+                                               v.preferences)) for k, v in said.items()}
+    as_tie = A.agreement_board(sets, ties, draws=10).iloc[1]
+    assert [round(x, 3) for x in (as_tie.accuracy, as_tie.decided)] == [.711, .774]
 
 
 @with_data
 def test_llmbar():
-    _, table = on(['llmbar/LLMBar_Natural.json', 'llmbar/LLMBar_Adversarial_*.json'], ['llmbar/judge_verdicts.csv#* Vanilla'])
-    for name, published in (('LLMBar_Natural', (.955, .815, .805)), ('LLMBar_Adversarial', (.810, .270, .328))):
+    sets = A.load_sets([f'{DATA}/llmbar/LLMBar_{s}.json' for s in ('Natural', 'Adversarial_*')])
+    said = A.verdicts_of_judges([f'{DATA}/llmbar/judge_verdicts.csv#* Vanilla'], sets, CFG)
+    table = A.agreement_board(sets, said, draws=10).set_index(['set', 'judge'])
+    for name, published in (('LLMBar_Natural', (.955, .815, .805)), ('LLMBar_Adversarial', (.810, .270, .329))):
         found = [table.loc[(name, f'{j} Vanilla')].accuracy for j in ('GPT-4', 'ChatGPT', 'LLaMA2')]
         assert found == pytest.approx(published, abs=5e-4)
     assert table.loc[('LLMBar_Adversarial', 'LLaMA2 Vanilla')].n_unanswered == 2
-
-
-@with_data
-def test_llmbar_by_hand():
-    "Consistency and the share of the first shown, counted from the file."
-    with open(DATA/'llmbar'/'judge_verdicts.csv', newline='') as f:
-        rows = [r for r in csv.DictReader(f) if (r['dataset'], r['judge'], r['strategy']) == ('LLMBar/Natural', 'ChatGPT', 'Vanilla')]
-    by = {(int(r['item']), r['swapped']): r['winner'] for r in rows}
-    same = np.mean([by[i, '0'] == by[i, '1'] for i in range(100)])
-    first = np.mean([(by[i, '0'] == '1') + (by[i, '1'] == '2') for i in range(100)])/2
-    _, table = on(['llmbar/LLMBar_Natural.json'], ['llmbar/judge_verdicts.csv#ChatGPT Vanilla'])
-    r = table.loc['LLMBar_Natural', 'ChatGPT Vanilla']
-    assert (r.consistency, r['first']) == pytest.approx((same, first))
 
 
 @with_data
@@ -134,13 +112,21 @@ def test_order_and_chance_are_told_apart():
     assert said[2]['consistency'] == 0 and said[2]['first'] == 1 and .4 < said[2]['variance'] < .6
 
 
-@pytest.mark.parametrize('answers', [0, 1])
-def test_a_judge_without_verdicts_leaves_the_others_their_rows(answers):
-    pairs = A.embedded_pairs(30)
-    def mute(shown): return [1. if i < answers else math.nan for i in range(len(shown))]
-    table = A.agreement_board(dict(s=pairs), {('s', f.__name__): A.ask_judge(f, pairs) for f in (mute, A.prefer_longer)}, draws=10).set_index('judge')
-    assert table.loc['mute'].n_unanswered == 60 - 2*answers and math.isnan(table.loc['mute'].spearman)
-    assert math.isnan(table.loc['mute'].accuracy) == (answers == 0) and table.loc['prefer_longer'].consistency == 1
+def test_a_missing_verdict_is_counted_and_left_out():
+    "Of some, one or all pairs; the other judges have their rows."
+    pairs = A.embedded_pairs(50)
+    def shaky(shown): return [math.nan if len(p['output_1']) % 3 == 0 else 1. for p in shown]
+    def mute(shown): return [math.nan]*len(shown)
+    def nearly(shown): return [1.] + mute(shown[1:])
+    judged = {('s', f.__name__): A.ask_judge(f, pairs)
+              for f in (shaky, mute, nearly, A.prefer_longer)}
+    said, table = judged['s', 'shaky'], A.agreement_board(dict(s=pairs), judged, draws=10)
+    row = table.set_index('judge').loc
+    assert said.unanswered.sum() == np.isnan(said.preferences).sum() == row['shaky'].n_unanswered > 0
+    assert row['shaky']['first'] == 1 and row['shaky'].consistency == 0
+    assert [row[k].n_unanswered for k in ('mute', 'nearly')] == [100, 98]
+    assert [math.isnan(row[k].accuracy) for k in ('mute', 'nearly')] == [True, False]
+    assert math.isnan(row['nearly'].spearman) and row['prefer_longer'].consistency == 1
 
 
 def test_few_instructions_have_no_interval():
@@ -153,17 +139,6 @@ def test_few_instructions_have_no_interval():
         of = M.bootstrap_measures(lambda i: dict(x=float(x[i].mean())), [dict(instruction=str(i//4)) for i in range(60)], 100, s)['x']
         covered += of.low <= 0 <= of.high
     assert covered >= 80                                 # of 100; 95 wanted, fewer with only 15 instructions
-
-
-def test_a_judge_that_fails_is_counted_and_left_out():
-    pairs = A.embedded_pairs(50)
-    def shaky(shown): return [math.nan if len(p['output_1']) % 3 == 0 else 1. for p in shown]
-    said = A.ask_judge(shaky, pairs)
-    assert said.unanswered.sum() == np.isnan(said.preferences).sum() > 0
-    row = A.agreement_board(dict(s=pairs), {('s', 'shaky'): said}, draws=10).iloc[1]
-    assert row.n_unanswered == said.unanswered.sum() and row['first'] == 1 and row.consistency == 0
-    as_tie = A.agreement_board(dict(s=pairs), {('s', 'shaky'): said}, 'tie', draws=10).iloc[1]
-    assert as_tie.decided < row.decided
 
 
 def test_recorded_votes_of_an_annotation_run(tmp_path):
@@ -226,7 +201,7 @@ def test_a_run(tmp_path):
     A.run(cfg)
     found = read_summary(tmp_path/'out')
     assert found['embedded_pairs_pool_n'] == 60 and found['embedded_pairs_longest_consistency'] == 1 and .4 < found['embedded_pairs_people_agreement'] < .9
-    assert len(read_json(tmp_path/'out'/'people.json')['embedded_pairs']) == 6 and (tmp_path/'out'/'leaderboard.png').stat().st_size > 5000
+    assert (tmp_path/'out'/'leaderboard.png').stat().st_size > 5000
     assert A.run(cfg).done
 
 

@@ -173,7 +173,7 @@ def settings(tmp_path, pairs, **more):
     return LabellingConfig(out=str(tmp_path/'run'), outputs=str(tmp_path/'pairs.json'), store=str(tmp_path/'a.sqlite'), **more)
 
 
-def test_two_people_one_store_one_run(tmp_path, capsys):
+def test_two_people_one_store_one_run(tmp_path):
     "The run follows the labels there are; others' labels and answers of judges in the store are no labels of theirs."
     pairs = drawn(12)
     cfg = settings(tmp_path, pairs)
@@ -191,8 +191,7 @@ def test_two_people_one_store_one_run(tmp_path, capsys):
     one = settings(tmp_path, pairs, person='Bob')
     labelling.run(one)
     assert len(load_records(one.out, 'preferences', 'preference')) == 5
-    capsys.readouterr()
-    assert labelling.labelling_widget(cfg) is None and 'Ann, 5 by Bob' in capsys.readouterr().out
+    assert labelling.labelling_widget(cfg) is None
     assert type(labelling.labelling_widget(one)).__name__ == 'VBox'
 
 

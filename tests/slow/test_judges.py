@@ -3,8 +3,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -92,12 +90,6 @@ def test_faults_cost_no_label(tmp_path, name, monkeypatch, capsys):
     with capsys.disabled(): print(f'\n{name:13} injected {injected:3}, labels {60 - len(lost)}/60, stored {stored}', end='')
 
 
-def test_a_wrong_key_stops_at_once(tmp_path):
-    with judge_server(key='right') as server:
-        with pytest.raises(ValueError, match='check OPENAI_API_KEY'): made(server, tmp_path, concurrency=4)(pairs(200))
-        assert len(server.requests()) <= 8
-
-
 def test_a_budget_stops_cleanly_and_goes_on(tmp_path):
     prices = tmp_path/'prices.yaml'; prices.write_text('judge: [10, 10]')
     ps = pairs(40)
@@ -115,24 +107,8 @@ def test_a_budget_stops_cleanly_and_goes_on(tmp_path):
     with pytest.raises(ValueError, match='the price of judge is unknown'): unpriced(ps)
 
 
-WORKER = '''
-import sys, json
-sys.path[:0] = {tests!r}
-from test_judges import pairs, ApiConfig, load_annotators, MODELS
-cfg = ApiConfig(base_url={url!r}, store={store!r}, tries=30, timeout=5., concurrency=8, models=MODELS)
-judge = load_annotators('chatgpt', cfg)
-print(json.dumps(judge(pairs({n}))))
-'''
-
-
-def worker(server, store, n):
-    code = WORKER.format(tests=[f'{tiny.ROOT}/tests/slow', f'{tiny.ROOT}/tests'], url=server.url, store=str(store), n=n)
-    env = {**tiny.environment(), 'OPENAI_API_KEY': 'test', 'PYTHONPATH': str(tiny.ROOT)}
-    return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-
-
 def forked(server, folder, n):
-    "The id of a fork of this process that asks as `worker` does, without the seconds of imports."
+    "The id of a fork of this process that asks about n pairs."
     if pid := os.fork(): return pid
     try:
         for fd in (1, 2): os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
@@ -152,9 +128,7 @@ def test_killed_at_any_moment_it_loses_at_most_the_calls_in_flight(tmp_path):
             assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
         stored = len(Store(tmp_path/'answers.sqlite'))
         assert 20 < stored < n, 'the kills came too early or too late'
-        last = worker(server, tmp_path/'answers.sqlite', n)
-        out, err = last.communicate(timeout=100)
-        assert json.loads(out.splitlines()[-1]) == longer(pairs(n)), err
+        assert made(server, tmp_path, concurrency=8)(pairs(n)) == longer(pairs(n))
         paid = server.counts()['ok']
     assert n <= paid <= n + 20*8, f'{paid} answers for {n} labels: more than what was in flight was asked again'
     assert len(Store(tmp_path/'answers.sqlite')) == n

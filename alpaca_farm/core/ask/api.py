@@ -15,7 +15,7 @@ from typing import Annotated
 from annotated_types import Interval
 
 from ..run.files import read_yaml
-from ..run.paths import missing_path, notebooks_folder
+from ..run.paths import notebooks_folder
 from ..run.settings import Amount, at_root, Config, Scale
 from .judge_configs import JudgedConfig, parse_decoding
 from .store import endpoint_name, well_formed
@@ -69,13 +69,11 @@ def price_list(path: str = '') -> dict[str, tuple[float, float]]:
     "Dollars per million tokens, in and out, by model; those in the YAML file `path` come first."
     files, prices = [notebooks_folder()/'recipes'/'prices.yaml'], {}
     if path: files.append(at_root(path))
-    if not os.path.isfile(files[-1]):
-        raise FileNotFoundError(f'prices = {path!r}: {missing_path(path)}')
     for file in files:
         for model, row in read_yaml(file).items():
             pair = [row.get('in'), row.get('out')] if isinstance(row, dict) else row
-            if not (isinstance(pair, list) and len(pair) == 2
-                    and all(type(p) in (int, float) and 0 <= p < 1e9 for p in pair)):
+            numbers = isinstance(pair, list) and [type(p) in (int, float) for p in pair]
+            if numbers != [True, True] or not min(pair) >= 0:
                 raise ValueError(f'prices: {file}: {model} needs [in, out], in dollars')
             prices[str(model)] = tuple(pair)
     return prices

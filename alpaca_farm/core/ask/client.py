@@ -91,7 +91,7 @@ class ApiClient:
         "Estimate of the most that a request can cost, in dollars."
         return self.price(request['model'], *estimate_tokens(request), self.cfg.batch)
 
-    def print_forecast(self, requests: list[dict], asks: int = 1):
+    def print_forecast(self, requests: list[dict]):
         "Print number, price and time of requests; ValueError for a budget without a known price."
         prices = [self.highest_price(r) for r in requests]
         unknown = sorted({r['model'] for r, p in zip(requests, prices) if p is None})
@@ -103,12 +103,9 @@ class ApiClient:
         wait = f'about {duration(len(requests) * (pace or 1.) / self.cfg.concurrency)}'
         if not pace: wait += ' if one takes a second'
         if self.cfg.batch: wait = 'within a day'
-        again = ''
-        if most and asks > 1:
-            again = f' ({format_dollars(asks * most)} if each is asked {asks} times)'
         models = ', '.join(sorted({r['model'] for r in requests}))
         print(f'{self.name}: {len(requests)} requests to {models}; '
-              f'at most about {format_dollars(most)}{again}; {wait}')
+              f'at most about {format_dollars(most)}; {wait}')
 
     def exceeds_budget(self, dollars: float) -> bool:
         "Whether another `dollars` would exceed the budget; if so, `tally.stopped` is set."
@@ -119,8 +116,7 @@ class ApiClient:
         tally.stopped = f'the budget of {format_dollars(budget)}'
         where = self.cfg.out or 'this client'
         print(f'{self.name}: {tally.stopped} is reached: in all its starts, {where} has cost '
-              f'{format_dollars(paid)}, besides what is under way. '
-              'With a higher budget it goes on')
+              f'{format_dollars(paid)}, besides what is under way')
         return True
 
     async def answer_request(self, key: bytes, request: dict):
@@ -214,11 +210,11 @@ class ApiClient:
             why = stop_reason(e, 'the Batch API')
             self.fatal = self.fatal or (StopAsking(why) if why else e)
 
-    def __call__(self, requests: list[dict], draw: int | list[int] = 0, asks: int = 1,
-                 readable=None) -> list[dict | None]:
-        """The answer to each request with its `seconds` (None: of a batch), or None if there is no
-        answer (`tally` has the reasons). `asks`: how often the caller asks until it can read
-        one; `readable`: of a request's index and its answer, whether it can. ValueError for errors that concern all requests; what arrived is stored."""
+    def __call__(self, requests: list[dict], draw: int | list[int] = 0, readable=None) -> list[dict | None]:
+        """The answer to each request with its `seconds` (None: of a batch); None without an answer.
+
+        `tally` has the reasons. `readable`: of a request's index and its answer, whether the caller
+        can read it. ValueError for errors that concern all requests; what arrived is stored."""
         keys = self.keys(requests, draw)
         index = {k: i for i, k in enumerate(keys)}
         answers = self.store.get(index)
@@ -227,7 +223,7 @@ class ApiClient:
         if todo and not self.tally.stopped:
             self.begin(todo, readable and (lambda key, answer: readable(index[key], answer)))
             for key, answer in answers.items(): self.check_readable(key, answer)
-            self.print_forecast(list(todo.values()), asks)
+            self.print_forecast(list(todo.values()))
             self.progress = Progress(self.name, len(todo))
             _run_async(self.answer_all())
             if self.fatal:

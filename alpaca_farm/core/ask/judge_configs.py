@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ..data.records import FILE_SUFFIXES
 from ..run.files import read_json, read_yaml
-from ..run.paths import near_path, notebooks_folder, root
+from ..run.paths import near_path, notebooks_folder
 from ..run.settings import at_root, Config
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #672cfbf4
@@ -96,7 +96,7 @@ def parse_decoding(name: str, entries: list[str]) -> dict:
         except ValueError: decoding[field] = value
     return decoding
 
-# %% ../../../nbs/core/ask/judge_configs.ipynb #4b5e4ad6
+
 REASONING_MODELS = re.compile(r'(^|/)(o\d|gpt-[5-9])(?!.*-chat)')  # also behind a gateway
 _REASONING_TOKENS = 4096   # added to an answer's limit, which includes them
 # what these models do not take
@@ -141,14 +141,12 @@ def check_annotators(name: str, value: str):
     if path.name.endswith(FILE_SUFFIXES): labels = [path]
     if any(map(os.path.isfile, labels)) or model_architectures(value): return
     if judge_config_file(value): return
-    if os.path.exists(path):
-        raise ValueError(f'{name} = {value!r}: this is no annotator. It may be "module:name", a '
-                         'configuration, a folder with a reward model, or labels: a run with '
-                         f'preferences, or a file ({", ".join(FILE_SUFFIXES)})')
-    near = near_path(value)
-    hint = f'. Did you mean {near}?' if near else suggest_names(value)
-    raise ValueError(f'{name} = {value!r}: no file or folder under {root()}, no "module:name", '
-                     f'and no configuration has this name{hint}')
+    near, hint = near_path(value), ''
+    if not os.path.exists(path):
+        hint = f'. Did you mean {near}?' if near else suggest_names(value)
+    raise ValueError(f'{name} = {value!r}: this is no annotator, such as "module:name", a '
+                     'configuration, a folder with a reward model, or labels (a run with '
+                     f'preferences, or a file){hint}')
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #a1f0c9d6
 class JudgedConfig(Config):
