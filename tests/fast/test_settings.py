@@ -74,57 +74,6 @@ def test_any_text_on_the_command_line_works_or_is_refused_by_name(classes, capsy
         holds()
 
 
-PARTS = ['a', 'mine', 1, 1.5, -1, math.nan, math.inf, True, None, [], {}, [1, 2], ['a'], 'p.txt',
-         'Output (a', '.*', 'regex_parser', 'logprob_parser', 'json_parser',
-         'pipeline_meta_parser',
-         'ranking_parser', 'lmsys_parser', 10**400, datetime.date(2026, 1, 1), b'x', '../..',
-         'x'*300]
-ENTRY_KEYS = ['prompt_template', 'fn_completions', 'completions_kwargs', 'fn_completion_parser',
-              'completion_parser_kwargs', 'batch_size', 'model', 'model_name', 'outputs_to_match',
-              'numerator_token',
-              'denominator_tokens', 'key', 'values', 'parsers_to_kwargs', 'annotation_key',
-              'log_prob_index', 'in', 'out', 'temperature', '1', '2', 1, 2, 1.5]
-values = st.recursive(st.sampled_from(PARTS), lambda inner: st.lists(inner, max_size=3)
-                      | st.dictionaries(st.sampled_from(ENTRY_KEYS), inner, max_size=5),
-                      max_leaves=8)
-entries = st.dictionaries(st.sampled_from(ENTRY_KEYS), values,
-                          max_size=5).map(lambda d: dict(prompt_template='p.txt',
-                                                         completions_kwargs=dict(model_name='m'),
-                                                         fn_completion_parser='regex_parser',
-                                                                                              completion_parser_kwargs=dict(outputs_to_match={1: 'a', 2: 'b'})) | d)
-yamls = (st.dictionaries(st.sampled_from(['mine', 'm', 1]), values | entries, max_size=3)
-         | values).map(yaml.dump) | st.text(max_size=30) | st.sampled_from(
-    ['', '- 1', '[' * 3000, 'a: &a [*a]', '!!python/name:os.system x', '!!int ""', '!!bool x',
-     '!!timestamp x', 'a: b: c', '? [a]\n: b', '\t', 'a: !!binary x', '<<: 1', '&a a: *b',
-     '---\n---\n', '%TAG'])
-
-
-@pytest.mark.parametrize('load', ['judge', 'prices'])
-def test_any_yaml_loads_or_is_refused_by_name(load, tmp_path):
-    from alpaca_farm.core.ask.api import price_list
-    from alpaca_farm.core.ask.judge_configs import read_judge_config
-    from alpaca_farm.judging.judges import load_evaluators, parse_verdicts
-    file = tmp_path/'configs.yaml'
-    (tmp_path/'p.txt').write_text('{output_1} {output_2}')
-    answer = dict(
-        choices=[dict(message=dict(content='a'),
-                      logprobs=dict(content=[dict(top_logprobs=[dict(token='a', logprob=-1.)])]))])
-
-    @settings(max_examples=400, **QUICK)
-    @given(yamls)
-    def holds(text):
-        file.write_bytes(text.encode('utf-8', 'surrogatepass'))
-        try:
-            if load == 'prices': price_list(str(file))
-            else:
-                assert read_judge_config(file) and [parse_verdicts(e, answer)
-                                                    for e in load_evaluators(str(file))]
-        except ValueError as e: assert str(file) in str(e), text
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        holds()
-
-
 @pytest.mark.parametrize('args', [['--betas', '[0.9,'], ['--betas', 'half', '0.9'],
                                   ['--betas', '0.9'], ['--learning_rate', 'nan'],
                                   ['--adam_eps', 'inf']])

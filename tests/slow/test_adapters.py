@@ -109,18 +109,6 @@ def test_an_adapter_without_its_base(base, tmp_path):
     load_policy(str(tmp_path/'run'), cfg)   # the whole model needs no base
 
 
-def test_a_base_that_is_replaced_during_training_is_noticed(base, tmp_path):
-    import shutil
-    from alpaca_farm.core.model.adapters import save_adapter
-    shutil.copytree(base/'world/model', tmp_path/'base')
-    cfg = config(sft, base, policy=str(tmp_path/'base'))
-    policy, _ = load_policy(cfg.policy, cfg, train=True)
-    shutil.copy(base/'sft/model/model.safetensors', tmp_path/'base')
-    save_adapter(policy, tmp_path/'adapter')
-    with pytest.raises(ValueError, match='whose weights have changed'):
-        load_policy(str(tmp_path/'adapter'), cfg)
-
-
 @pytest.fixture(scope='module')
 def rewarded(base, tmp_path_factory):
     "A reward model trained with an adapter on the policy of the tests."

@@ -82,16 +82,6 @@ def test_the_value_model_of_a_function_reward_starts_from_the_policy(base, model
     assert (value.mean, value.std) == (0., 1.)
 
 
-def test_a_reward_is_one_or_a_list():
-    assert PPOConfig(reward_model=['alpaca_farm.world:utility']*2,
-                     advantage='rloo').reward_model == ['alpaca_farm.world:utility']*2
-    cfg = from_args(PPOConfig, ['--reward_model', 'alpaca_farm.world:utility',
-                                'alpaca_farm.world:utility', '--advantage', 'rloo'])
-    assert isinstance(cfg.reward_model, list)
-    assert from_args(PPOConfig, ['--reward_model', 'alpaca_farm.world:utility', '--advantage',
-                                 'grpo']).reward_model == 'alpaca_farm.world:utility'
-
-
 def test_labels_behind(base):
     labels = read_json(base/'reward_model'/'summary.json')['labels']
     assert labels > 0
@@ -99,22 +89,6 @@ def test_labels_behind(base):
         str(base/'reward_model'/'model')) == labels
     assert label_count([str(base/'reward_model'), 'a.b:c']) == labels
     assert label_count('a.b:c') == label_count('') == 0
-
-
-def test_scores_keep_the_first_scale():
-    "That of the first rollout, unless all its scores are equal."
-    def scores(given, scale, cfg=OnlineConfig(missing_eos='')):
-        answered = [dict(score=float(s), ended=False) for s in given]
-        return rollout_scores(lambda records: [r['score'] for r in records], answered, scale,
-                              cfg)[0]
-    scale = {}
-    first = scores((1, 2, 6), scale)
-    assert abs(first.mean()) < 1e-6 and abs(first.std() - 1) < 1e-6
-    assert scores([scale['reward_mean'] + scale['reward_std']], scale).tolist() == pytest.approx(
-        [1.])
-    assert scores([7], {}, OnlineConfig(standardise=False, missing_eos='')).tolist() == [7.]
-    scale = {}
-    assert scores([0] * 4, scale).tolist() == [0.] * 4 and scale['reward_std'] == 1.
 
 
 def nothing(records): return [math.nan for _ in records]
@@ -236,17 +210,6 @@ def test_a_checkpoint_is_chosen_by_single_labels_that_count(base, tmp_path):
     assert 0 < max(counted) <= 8 and read_summary(chosen)['labels'] == labels + sum(counted)
     for r in read_log(chosen):
         assert (r['val_win_rate']/100*8*2) % 1 == 0  # of eight labels, ties counting half
-
-
-def test_two_runs_are_compared_under_a_reward_model(base, tmp_path):
-    from alpaca_farm.boards import compare
-    for name in ('a', 'b'): ran(tmp_path/name, 'dpo')
-    for name, answer in (('a', 'red'), ('b', 'so blue')):
-        write_json(tmp_path/name/'outputs.json',
-                   [dict(instruction='Say.', input='', output=answer)])
-    cfg = compare.CompareConfig(folders=[str(tmp_path/n) for n in 'ab'],
-                                annotators=str(base/'reward_model'), out=str(tmp_path/'compare'))
-    assert 0 < read_summary(compare.run(cfg).folder)['b_over_a'] < 100
 
 
 @pytest.fixture(scope='module')
