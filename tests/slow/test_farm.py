@@ -21,7 +21,7 @@ from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run import progress, runs
 from alpaca_farm.core.run.inputs import methods
 from alpaca_farm.core.run.paths import module_of
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.stats import spearman
 from alpaca_farm.embedded import criteria
 from alpaca_farm.farm import farm_jobs, FarmConfig, population, RUNS
