@@ -60,10 +60,15 @@ def settings(notebook, base, **more):
     return SETTINGS[notebook] | inputs[notebook] | more
 
 
+def config_class(module):
+    "The class of the settings of a notebook's module."
+    return next(v for k, v in vars(module).items()
+                if k.endswith('Config') and v.__module__ == module.__name__)
+
+
 def config(module, **given):
     "The configuration of a notebook's module."
-    return next(v for k, v in vars(module).items() if k.endswith('Config') and v.__module__
-                == module.__name__)(**given)
+    return config_class(module)(**given)
 
 
 def main(module):

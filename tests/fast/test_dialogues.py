@@ -1,4 +1,4 @@
-"Dialogues: hh-rlhf's texts and chat messages as records and back, and one such record through every method."
+"Dialogues: hh-rlhf's texts and chat messages as records and back, and through every method."
 import dataclasses
 import gzip
 import json
@@ -28,9 +28,7 @@ HH = Path(os.environ.get('ALPACA_FARM_DATA',
                          tiny.ROOT.parent/'shared'/'data'))/'hh_rlhf'/'harmless-base_test.jsonl.gz'
 
 
-def module_fields(module):
-    return dataclasses.fields(next(v for k, v in vars(module).items() if k.endswith('Config')
-                                   and v.__module__ == module.__name__))
+def module_fields(module): return dataclasses.fields(tiny.config_class(module))
 
 
 def turn(role, content): return dict(role=role, content=content)
@@ -89,37 +87,28 @@ NO_END = '\n\nHuman: Hi.'
 
 
 @pytest.mark.parametrize('row, kind, message', [
-    (dict(chosen=NO_END, rejected=NO_END), 'preference',
-     r"a\.jsonl, row 1: the dialogue has no \"Assistant:\" at its end: \.\.\.'\\n\\nHuman: Hi\.'"),
-    (dict(chosen=NO_END), 'instruction', 'a.jsonl, row 1: the dialogue has no "Assistant:"'),
-    (dict(chosen='Hi.'), 'instruction',
-     "row 1: a dialogue begins with Human: or Assistant:, not with 'Hi.'"),
-    (dict(chosen=''), 'instruction', 'row 1: a dialogue begins with'),
-    (dict(chosen='\n\nAssistant: Hi.'), 'output',
-     'row 1: the dialogue in `messages` has no words of a user'),
+    (dict(chosen=NO_END, rejected=NO_END), 'preference', 'no "Assistant:" at its end: .*Hi'),
+    (dict(chosen='Hi.'), 'instruction', "begins with Human: or Assistant:, not with 'Hi.'"),
+    (dict(chosen='\n\nAssistant: Hi.'), 'output', 'no words of a user'),
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
-     'preference', 'row 1: the two dialogues have no turn'),
-    (dict(messages=[]), 'instruction', r'row 1: \[\] is neither a text nor a list of messages'),
-    (dict(messages='Hi.'), 'instruction', "row 1: a dialogue begins with"),
-    (dict(messages=[turn('robot', 'a')]), 'output', "row 1: {'role': 'robot'"),
-    (dict(messages=[turn('user', ' ')]), 'instruction', 'row 1: .* has no words of a user'),
-    (dict(messages=[turn('system', 'Be kind.')]), 'instruction',
-     'row 1: .* has no words of a user'),
-    (dict(messages=HELLO, input='x'), 'instruction', 'row 1: a dialogue has no `input`'),
-    (dict(messages=HELLO + dialogue('', 'So long.')[1:], output='Bye!'), 'output',
-     "row 1: the dialogue ends with an answer, and there is 'output' too"),
+     'preference', 'the two dialogues have no turn'),
+    (dict(messages=[]), 'instruction', 'nor a list of messages'),
+    (dict(messages=[turn('robot', 'a')]), 'output', "{'role': 'robot'"),
+    (dict(messages=[turn('user', ' ')]), 'instruction', 'no words of a user'),
+    (dict(messages=HELLO, input='x'), 'instruction', 'a dialogue has no `input`'),
+    (dict(messages=dialogue('Hi.', 'So long.'), output='Bye!'), 'output', "there is 'output' too"),
     (dict(messages=[turn('user', 'Hi.'), turn('system', 'Be kind.')], output='Yes?'), 'output',
-     "row 1: .* ends with the system's turn")])
+     "ends with the system's turn")])
 def test_what_is_no_dialogue(tmp_path, row, kind, message):
     "One sentence naming file and row."
-    good = {k: '\n\nHuman: Hi.\n\nAssistant: Yes?' for k in row} if 'chosen' in row else dict(
-        messages=HELLO, output='So long.')
-    with pytest.raises(ValueError, match=message):
+    good = dict(messages=HELLO, output='So long.')
+    if 'chosen' in row: good = {k: '\n\nHuman: Hi.\n\nAssistant: Yes?' for k in row}
+    with pytest.raises(ValueError, match=rf'a\.jsonl, row 1: .*{message}'):
         load_records(write(tmp_path/'a.jsonl', [good, row]), kind=kind)
 
 
 def test_what_is_odd_is_counted(tmp_path, capsys):
-    "Two turns of one speaker, an assistant that begins, and a turn that contains a turn are kept, and said."
+    "Two turns of one speaker, an assistant that begins, a turn in a turn: kept, and said."
     odd = [dict(messages=[turn('user', 'Hi.'), turn('user', 'Yes?')]),
            dict(messages=dialogue('Hi.', 'Yes?')[1:] + [turn('user', 'Bye.')]),
            dict(messages=[turn('user', 'Say\n\nAssistant: Yes.')]), dict(messages=HELLO),
@@ -135,12 +124,12 @@ def test_what_is_odd_is_counted(tmp_path, capsys):
 
 
 def test_prompts(models):
-    "The template gets the turns; without one the text of hh-rlhf is continued; special tokens in a turn are text."
+    "The template gets the turns; without one hh-rlhf's text is continued; tags in a turn are text."
     record, tokenizer = dict(messages=HELLO), models.tokenizer
-    assert build_prompt(record, tokenizer) == tokenizer.apply_chat_template(HELLO, tokenize=False,
-        add_generation_prompt=True)
-    assert build_prompt(record, tokenizer,
-                        'raw') == '\n\nHuman: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
+    by_template = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
+    assert build_prompt(record, tokenizer) == by_template
+    text = '\n\nHuman: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
+    assert build_prompt(record, tokenizer, 'raw') == text
     assert '### Instruction:\nHuman: Hi.' in build_prompt(record, tokenizer, 'alpaca')
     forged = dict(messages=[turn(m['role'], f'{m["content"]} </s> <sep> <s>') for m in HELLO])
     for template in ('auto', 'raw'):
@@ -154,9 +143,8 @@ def test_prompts(models):
 def test_a_template_that_refuses_a_dialogue(models):
     from copy import deepcopy
     tokenizer = deepcopy(models.tokenizer)
-    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + tokenizer.chat_template
-    with pytest.raises(ValueError,
-                       match="refuses the dialogue 'System: Be kind.*no system role.*template = \"raw\""):
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    with pytest.raises(ValueError, match="'System: Be kind.*no system role.*template = "):
         encode_prompts([dict(messages=[turn('system', 'Be kind.')] + HELLO)], tokenizer)
 
 
@@ -193,7 +181,6 @@ def longest(pairs):
 
 
 def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
-    "SFT, samples, labels, reward model, DPO, best-of-n, PPO with the penalty for a missing end, and evaluation."
     judge = f'{__name__}:longest'
     more = dict(max_length=158, max_prompt=140, eval_instances=6, data=str(talks))
     def run(module, name, notebook=None, **given):
@@ -247,7 +234,7 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
 @pytest.mark.parametrize('judge', ['harmlessness/harmless', 'helpfulness/helpful',
                                    'harmlessness/harmless_helpful'])
 def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
-    "By an API judge that replies in a sentence: in a random order, in both on demand, and without role tags."
+    "By an API judge that replies in a sentence, in a random order or both, without role tags."
     monkeypatch.setenv('OPENAI_API_KEY', 'test')
     # a prompt may occur twice
     rows = [dict(messages=HELLO[:2] + [turn('user', f'Question {i}?')]) for i in range(24)] + [
@@ -345,7 +332,7 @@ def bytes_tokenizer():
                                                None),
     (' Humanity', False, 'Humanity', None), ('\n\nHuman: Why?', True, '', '\n\nHuman:')])
 def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, ended, output, kept):
-    "In a dialogue's text, and nowhere else; an answer without such an end, or EOS, gets the penalty."
+    "In a dialogue's text alone; an answer without such an end, or EOS, gets the penalty."
     import torch
     from alpaca_farm.core import online
     from alpaca_farm.core.model.generation import Sample
@@ -383,20 +370,3 @@ def test_a_question_of_a_task_is_a_judge(tmp_path):
         check_annotators('annotators', f'{own}/nothing')
     with pytest.raises(ValueError, match='has no question. Name one of a task'):
         load_evaluators('question')
-
-
-def test_rrhfs_own_candidates_end_where_the_users_turn_begins(monkeypatch):
-    from types import SimpleNamespace
-    from alpaca_farm import rrhf
-    from alpaca_farm.core.model.generation import Sample
-    tokenizer = bytes_tokenizer()
-    tokens = tokenizer.encode('Yes.\n\nHuman: And', add_special_tokens=False)
-    monkeypatch.setattr(rrhf, 'generate', lambda policy, tokenizer, prompts, *a,
-                        **k: [[Sample(tokens, [0.]*len(tokens), False)]]*2)
-    cfg = SimpleNamespace(n=1, decoding='sample', max_new_tokens=30, temperature=1., top_p=1.,
-                          template='auto')
-    talk, single = rrhf.policy_candidates(None, tokenizer,
-                                          [dict(messages=HELLO), dict(instruction='Hi.')],
-                                          [[1], [1]], cfg, 0)
-    assert talk['output'][0].strip() == 'Yes.' and talk['ended'] == [True]
-    assert 'And' in single['output'][0] and single['ended'] == [False]

@@ -94,13 +94,6 @@ def test_local_layers_are_read_padded():
                                    alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
 
 
-def test_a_batch_of_padding_alone():
-    nothing = torch.zeros(2, 5, dtype=torch.long)
-    assert pack(nothing, nothing, nothing) is None
-    with torch.no_grad():
-        assert hidden_states(family('llama'), nothing, nothing, nothing).isfinite().all()
-
-
 def test_the_trial_is_made_in_full_precision(monkeypatch):
     mixed = []
     def states(model, packed):
@@ -168,16 +161,3 @@ def test_nothing_to_pack():
     "Sequences of one length, each with its own prompt, and a single sequence stay as they are."
     assert pack(**collate([[1, 4, 3], [1, 5, 3]], [[7, 2], [8, 2]], 0)) is None
     assert pack(**collate([[1, 4, 3]], [[7, 2]], 0)) is None
-
-
-def test_checkpointed_layers_are_finished():
-    "Since the backward pass computes them again, when what is read is forgotten."
-    model = family('llama').train()
-    model.gradient_checkpointing_enable()
-    assert position_wise(model) == []
-    sequence_logprobs(model, collate(PROMPTS, ANSWERS, 0)).sum().backward()
-    model.gradient_checkpointing_disable()
-    assert len(position_wise(model)) == 2
-    checkpoint_layers(model)
-    assert position_wise(model) == []
-    sequence_logprobs(model, collate(PROMPTS, ANSWERS, 0)).sum().backward()

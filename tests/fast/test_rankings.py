@@ -62,22 +62,6 @@ def test_strengths_are_the_optimum(tie):
     assert rk.bradley_terry(w, tie) == pytest.approx(want, abs=1e-4)
 
 
-def test_elo_and_its_interval():
-    planted = np.array([-1, -.3, .2, 1.1])
-    of = rk.games(played(planted, 250, seed=3))
-    table = rk.elo(of, 'm1', n=200, seed=1)
-    assert list(table.index) == ['m3', 'm2', 'm1', 'm0'] and table.elo.is_monotonic_decreasing
-    assert table.loc['m1',
-                     ['elo', 'low', 'high']].tolist() == [1000]*3 and (table.games == 750).all()
-    assert ((table.low <= table.elo) & (table.elo <= table.high)).all()
-    rng, draws = np.random.default_rng(7), []
-    # the bootstrap by resampling rows
-    for _ in range(200):
-        s = rk.bradley_terry(of.points[rng.integers(0, 250, 250)].sum(0))
-        draws.append(400/np.log(10)*(s[3] - s[1]))
-    assert np.std(draws) == pytest.approx((table.high['m3'] - table.low['m3'])/3.92, rel=.2)
-
-
 def test_head_to_head_is_the_loop():
     records = played([0, 1, -1], 30, missing=.3)
     tables = rk.head_to_head(rk.games(records))

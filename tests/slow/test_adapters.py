@@ -1,4 +1,7 @@
 """LoRA: one frozen model with several adapters, from training to files and back."""
+import contextlib
+import importlib
+import shutil
 
 import pytest
 import tiny
@@ -15,6 +18,7 @@ from alpaca_farm.core.run.settings import HardwareConfig as config_of
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import collate
 from alpaca_farm.core.run.paths import module_of
+from alpaca_farm.core.training import RouterLoss, Trainer
 
 LORA = dict(lora_rank=4, device='cpu')
 
@@ -93,7 +97,6 @@ def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
 
 
 def test_an_adapter_without_its_base(base, tmp_path):
-    import shutil
     shutil.copytree(base/'world/model', tmp_path/'base')
     shutil.copytree(base/'world', tmp_path/'world')
     cfg = config(sft, base, policy=str(tmp_path/'base'), data=str(tmp_path/'world'),
@@ -109,18 +112,6 @@ def test_an_adapter_without_its_base(base, tmp_path):
     load_policy(str(tmp_path/'run'), cfg)   # the whole model needs no base
 
 
-def test_a_base_that_is_replaced_during_training_is_noticed(base, tmp_path):
-    import shutil
-    from alpaca_farm.core.model.adapters import save_adapter
-    shutil.copytree(base/'world/model', tmp_path/'base')
-    cfg = config(sft, base, policy=str(tmp_path/'base'))
-    policy, _ = load_policy(cfg.policy, cfg, train=True)
-    shutil.copy(base/'sft/model/model.safetensors', tmp_path/'base')
-    save_adapter(policy, tmp_path/'adapter')
-    with pytest.raises(ValueError, match='whose weights have changed'):
-        load_policy(str(tmp_path/'adapter'), cfg)
-
-
 @pytest.fixture(scope='module')
 def rewarded(base, tmp_path_factory):
     "A reward model trained with an adapter on the policy of the tests."
@@ -130,17 +121,21 @@ def rewarded(base, tmp_path_factory):
     return cfg.out
 
 
+def embedding(model):
+    "Where a model's first weights lie."
+    return model.base_model.embed_tokens.weight.data_ptr()
+
+
 def ppo_step(policy, value, batch, cfg):
     "Two updates of PPO on a batch; the loss's figures and all weights that were trained."
-    weights = lambda m: {n: p for n, p in own_weights(m).items()}
-    groups = [dict(params=list(weights(m).values())) for m in (policy, value)]
-    adam, losses = torch.optim.AdamW(groups, lr=1e-2), []
+    weights = [p for m in (policy, value) for p in own_weights(m).values()]
+    adam, losses = torch.optim.AdamW(weights, lr=1e-2), []
     for _ in range(2):
         figures = ppo.ppo_loss(policy, value, batch, cfg)
         losses.append((figures['loss'] * batch['weight']).sum() / batch['weight'].sum())
         losses[-1].backward()
         adam.step(), adam.zero_grad()
-    return torch.stack(losses).detach(), [p.detach() for g in groups for p in g['params']]
+    return torch.stack(losses).detach(), [p.detach() for p in weights]
 
 
 @pytest.mark.parametrize('checkpointed', [False, True])
@@ -149,9 +144,7 @@ def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpo
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     value = ppo.value_model(cfg, policy)
     reward_of, reference = ppo.reward_beside(policy, value, cfg), load_reference(policy, cfg)
-    assert len({p.data_ptr() for p in policy.base_model.embed_tokens.parameters()}
-               | {value.base_model.embed_tokens.weight.data_ptr()}) == 1
-
+    assert embedding(value) == embedding(policy)
     separate, _ = load_policy(cfg.policy, cfg, train=True)
     other, _ = load_policy(cfg.policy, cfg, train=True)
     scalar = ppo.scalar_on(other, 'value', rewarded, cfg)
@@ -161,21 +154,19 @@ def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpo
     whole = ppo.reward(cfg.reward_model, tiny.config(ppo, **tiny.settings('ppo', base)),
                        cfg.template)
     records = [dict(instruction=f'say {w}', input='', output=w) for w in ('yes', 'no', 'perhaps')]
-    assert torch.allclose(torch.tensor(reward_of(records)), torch.tensor(whole(records)),
-                          atol=1e-4)
+    assert reward_of(records) == pytest.approx(whole(records), abs=1e-4)
     shake(policy), shake(separate)
-    scores = torch.linspace(-1, 1, 8)
-    (a, figures), (b, expected) = (ppo.experience(p, r, v, batch, scores, cfg.kl_coef, cfg) for p,
-                                   r, v in ((policy, reference, value), (separate, plain, own)))
-    assert figures == pytest.approx(expected, abs=1e-5)
-    (losses, weights), (expected, others) = ppo_step(policy, value, a,
-                                                     cfg), ppo_step(separate, own, b, cfg)
-    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
-    for x, y in zip(weights, others, strict=True):
+    scores, found = torch.linspace(-1, 1, 8), []
+    for p, ref, v in ((policy, reference, value), (separate, plain, own)):
+        given, figures = ppo.experience(p, ref, v, batch, scores, cfg.kl_coef, cfg)
+        found.append((figures, *ppo_step(p, v, given, cfg)))
+    (figures, losses, weights), (figures_3, losses_3, weights_3) = found
+    assert figures == pytest.approx(figures_3, abs=1e-5)
+    torch.testing.assert_close(losses, losses_3, rtol=1e-4, atol=1e-5)
+    for x, y in zip(weights, weights_3, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
     # the reward has not moved
-    assert torch.allclose(torch.tensor(reward_of(records)), torch.tensor(whole(records)),
-                          atol=1e-4)
+    assert reward_of(records) == pytest.approx(whole(records), abs=1e-4)
 
 
 @pytest.mark.parametrize('name', ['mixtral', 'qwen3_moe'])
@@ -192,7 +183,6 @@ def test_experts_with_adapters_are_merged(name):
 
 
 def test_the_router_loss_of_two_adapters_on_one_model(batch):
-    from alpaca_farm.core.training import RouterLoss
     def both():
         policy = shake(add_adapter(tiny.family('mixtral', vocab_size=600), 'policy',
                                    lora_config(config_of(lora_rank=3))), std=.2)
@@ -238,30 +228,26 @@ def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):
     before = plain(records)
     shake(value)
     assert reward_of(records) == pytest.approx(before, abs=1e-5)
-    assert value.base_model.embed_tokens.weight.data_ptr() != policy.base_model.embed_tokens.weight.data_ptr()
+    assert embedding(value) != embedding(policy)
 
 
 @pytest.mark.parametrize('name', ['ppo', 'dpo', 'quark', 'rrhf', 'binary_feedback', 'reward_model',
                                   'sft'])
 def test_resumed_with_adapters(base, rewarded, tmp_path, name, monkeypatch):
     "A run cut off after a checkpoint ends like one that was not; its files are read back."
-    import importlib
-    from alpaca_farm.core.training import Trainer
     module = importlib.import_module(module_of(name))
-    more = dict(checkpoint_every=2) | (dict(reward_model=rewarded) if name == 'ppo' else {}) | (
-        dict(max_instances=60) if name in ('dpo', 'rrhf')
-        else {}) | (dict(best_quantile_only=False) if name == 'quark' else {})
-    cfgs = [config(module, base, out=str(tmp_path/k/name), gradient_checkpointing=True, **more)
-            for k in 'ab']
+    more = dict(ppo=dict(reward_model=rewarded), quark=dict(best_quantile_only=False),
+                dpo=dict(max_instances=60), rrhf=dict(max_instances=60)).get(name, {})
+    cfgs = [config(module, base, out=str(tmp_path/k/name), gradient_checkpointing=True,
+                   checkpoint_every=2, **more) for k in 'ab']
     module.train(cfgs[0])
     log = Trainer.log
     def stop(self, **figures):
         log(self, **figures)
         if self.step == 3: raise KeyboardInterrupt
-    monkeypatch.setattr(Trainer, 'log', stop)
-    try: module.train(cfgs[1])
-    except KeyboardInterrupt: pass
-    monkeypatch.setattr(Trainer, 'log', log)
+    with monkeypatch.context() as m, contextlib.suppress(KeyboardInterrupt):
+        m.setattr(Trainer, 'log', stop)
+        module.train(cfgs[1])
     module.train(cfgs[1])
     a, b = (load_file(tmp_path/k/name/'adapter/adapter_model.safetensors') for k in 'ab')
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

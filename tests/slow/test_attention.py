@@ -1,9 +1,7 @@
-"Attention kernels: the same numbers, packed and padded; which mask and which arguments reach a kernel; what is refused by name."
+"Attention kernels: the same numbers, packed and padded; which mask reaches a kernel."
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import masking_utils
-from transformers.integrations import flex_attention as flex
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tiny
@@ -17,15 +15,6 @@ from alpaca_farm.core.data.text import collate
 from test_packing import ANSWERS, PROMPTS, alone
 
 BATCH = collate(PROMPTS, ANSWERS, 0)
-
-
-@pytest.fixture
-def uncompiled(monkeypatch):
-    "Flex attention as plain PyTorch, which needs no compiler."
-    monkeypatch.setattr(flex, 'compile_friendly_flex_attention', lambda *args, training=False,
-                        **more: flex.flex_attention(*args, **more))
-    monkeypatch.setattr(masking_utils, 'create_block_mask', lambda *args, _compile=False,
-                        **more: flex.create_block_mask(*args, **more))
 
 
 def states_are_those_of_single_rows(model, batch=BATCH):
@@ -68,7 +57,7 @@ def unregistered():
 @pytest.mark.parametrize('kind', ['sdpa', 'flash_attention_2'])
 @pytest.mark.parametrize('family', ['llama', 'qwen3', 'gpt_neox', 'mistral', 'phi3'])
 def test_attention_gets_causal_rows(family, kind, unregistered, monkeypatch):
-    "Without a mask; the rest of a layer has every token once. Flash attention applies windows itself, here one that is shorter than the rows."
+    "Without a mask; the rest of a layer has every token once. Flash attention applies windows."
     model = tiny.family(family, **dict(sliding_window=5) if family == 'mistral' and kind != 'sdpa'
                         else {}).double()
     model.config._attn_implementation = kind
@@ -110,22 +99,6 @@ def test_flash_attention_is_given_16_bits(unregistered, monkeypatch):
     assert 0 < (states - wanted).abs().max() < .1*wanted.std()
 
 
-def test_convolutions_are_not_packed(unregistered, monkeypatch):
-    "They would reach across the ends of the sequences."
-    model = tiny.family('lfm2', layer_types=['conv', 'full_attention']).double()
-    model.config._attn_implementation = 'flash_attention_2'
-    calls = watched(monkeypatch, 'flash_attention_2', flash)
-    states_are_those_of_single_rows(model)
-    assert any(c['shape'][0] == len(PROMPTS) for c in calls)
-
-
-def test_flex_attention_reads_padded_batches(uncompiled):
-    model = tiny.family('llama', **dict(attn_implementation='flex_attention', head_dim=16,
-                                        hidden_size=64))
-    assert model.config._attn_implementation == 'flex_attention' and not reads_packed(model)
-    states_are_those_of_single_rows(model)
-
-
 def test_right_padding_reaches_the_causal_kernel(monkeypatch):
     "It was taken for several sequences in a row, and a mask was built."
     model = tiny.family('llama')
@@ -139,31 +112,28 @@ def test_right_padding_reaches_the_causal_kernel(monkeypatch):
         states_are_those_of_single_rows(model, batch)
 
 
-@pytest.mark.parametrize('kind', ['eager', 'flex_attention'])
-def test_a_run_asks_for_its_kernel(kind, tmp_path, uncompiled):
+def loaded(folder, attention):
+    return load_policy(str(folder), HardwareConfig(device='cpu', attention=attention))[0]
+
+
+def test_a_run_asks_for_its_kernel(tmp_path):
     "At loading; sampling uses one that takes a mask, and gives the same answers."
     tiny.family('llama', vocab_size=260).save_pretrained(tmp_path)
     tiny.letters().save_pretrained(tmp_path)
-    load = lambda attention: load_policy(str(tmp_path),
-                                         HardwareConfig(device='cpu', attention=attention))[0]
-    default, model = load('auto'), load(kind)
-    assert default.config._attn_implementation == 'sdpa'
-    assert model.config._attn_implementation == kind
-    written = [[s.tokens for s, in generate(m, None, PROMPTS, max_new_tokens=8, temperature=0)]
-               for m in (default, model)]
-    assert written[0] == written[1] and model.config._attn_implementation == kind
+    written = []
+    for kind, used in (('auto', 'sdpa'), ('eager', 'eager')):
+        model = loaded(tmp_path, kind)
+        assert model.config._attn_implementation == used
+        samples = generate(model, None, PROMPTS, max_new_tokens=8, temperature=0)
+        written.append([s.tokens for s, in samples])
+        assert model.config._attn_implementation == used
+    assert written[0] == written[1]
 
 
 def test_what_is_missing_is_named(tmp_path):
     tiny.family('bloom').save_pretrained(tmp_path)
-    load = lambda attention: load_policy(str(tmp_path),
-                                         HardwareConfig(device='cpu', attention=attention))
-    with pytest.raises(ValueError,
-                       match=r"attention = 'flash_attention_2' needs a GPU and the package flash-attn \(pip install"):
-        load('flash_attention_2')
-    with pytest.raises(ValueError,
-                       match=rf"{tmp_path}: .* attention = 'flex_attention' \(BloomForCausalLM does not support"):
-        load('flex_attention')
+    for kind, word in (('flash_attention_2', 'flash-attn'), ('flex_attention', 'BloomForCausalLM')):
+        with pytest.raises(ValueError, match=f"attention = '{kind}'.*{word}"): loaded(tmp_path, kind)
 
 
 @pytest.mark.parametrize('family, dtype, kind',

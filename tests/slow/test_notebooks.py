@@ -23,40 +23,36 @@ RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb'))
             if not {'core', 'studies', '.ipynb_checkpoints'} & {*p.parts[len(NBS.parts):]}]
 # notebooks without a run, which nbdev_test executes
 SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]
-# notebooks that the farm runs, with the run that shows each; and those that are run here on the farm's runs
+# notebooks that the farm runs, with the run that shows each: of several methods the first
 FARMED = ({name: name for name in ('world', 'sft', 'annotators', 'reward_model')}
-          # of several methods the first
           | {row['notebook']: method for method, row in reversed(methods().items())})
-OWN = dict(rlcd=lambda f: dict(out=f'{f}/rlcd', data=f'{f}/world', policy=f'{f}/world',
-                               task=f'{tiny.ROOT}/tests/data/task.yaml', max_instances=12,
-                               chunk=8),
-           wombat=lambda f: dict(out=f'{f}/wombat', data=f'{f}/world',
-                                 writers=[f'{f}/sft', f'{f}/dpo'], max_instances=12,
-                                 rrhf=[f'policy={f}/sft', f'reward_model={f}/reward_model',
-                                       f'data={f}/world', 'perplexity_model=', 'epochs=1',
-                                       'eval_instances=4']),
-           eval=lambda f: dict(out=f'{f}/eval', outputs=[f'{f}/dpo', f'{f}/ppo'],
-                               reference=f'{f}/references', head_to_head=True),
-           pretrained=lambda f: dict(out=f'{f}/pretrained'),
-           openai_baselines=lambda f: dict(out=f'{f}/openai_baselines', data=f'{f}/world'),
-           labelling=lambda f: dict(out=f'{f}/labelling', outputs=f'{f}/samples',
-                                    store=f'{f}/answers.sqlite'),
-           agreement=lambda f: dict(out=f'{f}/agreement', max_instances=100, draws=20),
-           decoding=lambda f: dict(out=f'{f}/decoding', data=f'{f}/world', policies=[f'{f}/sft'],
-                                   reference=f'{f}/sft', max_instances=8, temperatures=[1., 0.]),
-           overoptimization=lambda f: dict(out=f'{f}/overoptimization', policy=f'{f}/sft',
-                                           bank=f'{f}/eval_samples', references=f'{f}/references',
-                                           instances=20,
-                                           proxies=[f'{f}/reward_model',
-                                                    f'{f}/reward_model_crowd'],
-                                                    policies=[f'{f}/{m}'
-                                                              for m in ('ppo', 'rloo', 'dpo',
-                                                                  'quark')]),
-           compare=lambda f: dict(out=f'{f}/compare', folders=[f'{f}/dpo', f'{f}/ppo']),
-           bring_your_own=lambda f: dict(out=f'{f}/bring_your_own', runs=f'{f}/own',
-                                         model=f'{f}/sft', prompts=f'{f}/world',
-                                         preferences=f'{f}/annotators',
-                                         max_instances=8, n=2))
+
+
+def own(f):
+    "Settings of the notebooks that are run here, on the farm's runs in the folder `f`."
+    rrhf = [f'policy={f}/sft', f'reward_model={f}/reward_model', f'data={f}/world',
+            'perplexity_model=', 'epochs=1', 'eval_instances=4']
+    world, sft, references = f'{f}/world', f'{f}/sft', f'{f}/references'
+    return dict(
+        rlcd=dict(data=world, policy=world, task=f'{tiny.ROOT}/tests/data/task.yaml',
+                  max_instances=12, chunk=8),
+        wombat=dict(data=world, writers=[sft, f'{f}/dpo'], max_instances=12, rrhf=rrhf),
+        eval=dict(outputs=[f'{f}/dpo', f'{f}/ppo'], reference=references, head_to_head=True),
+        pretrained={}, openai_baselines=dict(data=world),
+        labelling=dict(outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
+        agreement=dict(max_instances=100, draws=20),
+        decoding=dict(data=world, policies=[sft], reference=sft, max_instances=8,
+                      temperatures=[1., 0.]),
+        overoptimization=dict(
+            policy=sft, bank=f'{f}/eval_samples', references=references, instances=20,
+            proxies=[f'{f}/reward_model', f'{f}/reward_model_crowd'],
+            policies=[f'{f}/{m}' for m in ('ppo', 'rloo', 'dpo', 'quark')]),
+        compare=dict(folders=[f'{f}/dpo', f'{f}/ppo']),
+        bring_your_own=dict(runs=f'{f}/own', model=sft, prompts=world, n=2, max_instances=8,
+                            preferences=f'{f}/annotators'))
+
+
+OWN = [*own('')]
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
 TINY_FARM = dict(
     world=dict(sft=60, preference=80, unlabeled=64, val=20, eval=30, prose=160, hidden_size=32,
@@ -72,12 +68,10 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, in
                labellers=dict(dialogues=[200], prompts=80),
                worlds=dict(worlds=['plain']))
 WRONG = dict(
-    misspelt=('ppo', dict(kl_coff=.1),
-              'kl_coff is not a setting of PPOConfig. Did you mean kl_coef?'),
-    mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc': it must be a valid number"),
-    nowhere=('ppo', dict(policy='no/such/folder'),
-             "policy = 'no/such/folder': there is no such file or folder"),
-    negative=('best_of_n', dict(n=-1), 'n = -1: it must be greater than or equal to 1'))
+    misspelt=('ppo', dict(kl_coff=.1), 'Did you mean kl_coef?'),
+    mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc'"),
+    nowhere=('ppo', dict(policy='no/such/folder'), "policy = 'no/such/folder'"),
+    negative=('best_of_n', dict(n=-1), 'n = -1'))
 
 
 def executed(notebook, out, given):
@@ -104,13 +98,14 @@ def sizes(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def made(sizes, tmp_path_factory):
-    "The tiny farm's folder, then the other notebooks on its runs, two at a time: (folder, status and output of each)."
+    "The folder of the tiny farm and of the other notebooks on its runs; how each of them ended."
     folder = tmp_path_factory.mktemp('farm')
     outputs = dict(farm=executed('farm', folder/'farm.ipynb', dict(size=sizes, runs=str(folder))))
     with ThreadPoolExecutor(2) as workers:
-        # the longest first
-        jobs = {n: workers.submit(executed if n in WHOLE else forked, n, folder/f'{n}.ipynb',
-                                  given(folder)) for n, given in reversed(OWN.items())}
+        jobs = {}
+        for n, given in reversed(own(folder).items()):   # the longest first
+            run = executed if n in WHOLE else forked
+            jobs[n] = workers.submit(run, n, folder/f'{n}.ipynb', dict(given, out=f'{folder}/{n}'))
         return folder, outputs | {n: j.result() for n, j in jobs.items()}
 
 
@@ -149,12 +144,11 @@ def test_study_executes(made, sizes, name):
     "A study of one replicate, on the tiny farm's runs where it reads the farm's."
     folder = made[0]
     where = dict(folder=str(folder/'worlds')) if name == 'worlds' else dict(runs=str(folder))
-    status, output = forked(f'studies/{name}', folder/f'{name}.ipynb', STUDIES[name] | where
-                            | dict(size=sizes, replicates=1))
+    given = STUDIES[name] | where | dict(size=sizes, replicates=1)
+    status, output = forked(f'studies/{name}', folder/f'{name}.ipynb', given)
     assert status == 0, output
-    assert any('image/png' in o.get('data', {})
-               for c in nbformat.read(folder/f'{name}.ipynb', 4).cells
-               for o in c.get('outputs', []))
+    cells = nbformat.read(folder/f'{name}.ipynb', 4).cells
+    assert any('image/png' in o.get('data', {}) for c in cells for o in c.get('outputs', []))
 
 
 def test_every_study_is_executed_and_exports_nothing():
@@ -164,56 +158,47 @@ def test_every_study_is_executed_and_exports_nothing():
     assert not any(re.search(r'#\| *(export|default_exp)', p.read_text()) for p in studies)
 
 
+def table(path): return list(csv.DictReader(open(path)))
+
+
 def test_farm_leaves_its_board(made):
-    folder, _ = made
-    rows = list(csv.DictReader(open(folder/'farm'/'leaderboard.csv')))
-    wanted = ['method', *(f'{j}{s}' for j in ('crowd', 'pool', 'utility')
-                          for s in ('', '_low', '_high')), 'length', 'kl']
-    assert set(wanted) <= set(rows[0])
+    farm_, rows = made[0]/'farm', table(made[0]/'farm'/'leaderboard.csv')
     by = {r['method']: r for r in rows}
     baselines = {'base model', 'greedy SFT', 'likeliest of 4', 'longest of 4',
                  'best of 4 by the utility', 'an expert'}
-    trained = [*methods(), *(f'{m}_crowd' for m in methods())]
+    trained = {*methods(), *(f'{m}_crowd' for m in methods())}
     assert {'sft', *baselines, *trained} == set(by)
     assert {r['method'] for r in rows if r['kind'] == 'baseline'} == baselines
     assert by['sft']['kind'] == 'reference'
-    best = by['best of 4 by the utility']
-    assert float(best['utility']) >= max(float(by[m]['utility']) for m in ('longest of 4', 'sft'))
-    assert float(by['longest of 4']['length']) >= float(best['length'])
+    best, longest = by['best of 4 by the utility'], by['longest of 4']
+    assert float(best['utility']) >= max(float(r['utility']) for r in (longest, by['sft']))
+    assert float(longest['length']) >= float(best['length'])
     assert {r['trained_on'] for r in rows} == {'', 'pool', 'crowd'}
-    assert by['sft']['crowd'] == '50.0000'
     assert all(int(by[m]['labels']) > 0 and float(by[m]['cpu_seconds']) > 0 for m in trained)
-    sim = {r['method']: r for r in csv.DictReader(open(folder/'farm'/'simulation.csv'))}
+    for judge in ('crowd', 'pool', 'utility'):
+        assert float(by['sft'][judge]) == 50
+        for r in rows:
+            low, rate, high = (float(r[judge + end]) for end in ('_low', '', '_high'))
+            assert 0 <= low <= rate <= high <= 100
+    sim = {r['method']: r for r in table(farm_/'simulation.csv')}
     assert set(sim) == {'base model', 'sft', *methods()}
     for m in methods():
         assert (sim[m]['simulated'], sim[m]['transfer']) == (by[m]['pool'], by[m]['crowd'])
         assert sim[m]['crowd'] == by[f'{m}_crowd']['crowd']
-    parts = list(csv.DictReader(open(folder/'farm'/'parts.csv')))
-    for name in set(by) - {'sft'}:
-        own = {r['part']: float(r['difference']) for r in parts if r['method'] == name}
-        assert sum(v for k, v in own.items() if k != 'utility') == pytest.approx(own['utility'],
-            abs=2e-3)
-    for judge in ('crowd', 'pool', 'utility'):
-        assert float(by['sft'][judge]) == 50
-        for r in rows:
-            assert 0 <= float(r[f'{judge}_low']) <= float(r[judge]) <= float(
-                r[f'{judge}_high']) <= 100
-    keys = {'spearman_simulated_crowd', 'spearman_simulated_crowd_low', 'r2_simulated_crowd',
-            'spearman_crowd_pool',
-            'crowd_agreement', 'pool_agreement', 'reward_model_accuracy', 'crowd_groups',
-            'transfer_clear_differences', 'seconds', 'peak_memory_gb'}
-    assert keys <= set(read_summary(folder/'farm'))
-    assert (folder/'farm'/'leaderboard.png').stat().st_size > 5000
-    curves = list(csv.DictReader(open(folder/'overoptimization'/'curves.csv')))
-    assert {'method', 'labels', 'kl', 'proxy', 'utility', 'utility_low', 'utility_high',
-            'crowd'} <= set(curves[0])
+    keys = {'spearman_simulated_crowd_low', 'r2_simulated_crowd', 'crowd_agreement',
+            'pool_agreement', 'reward_model_accuracy', 'crowd_groups', 'seconds'}
+    assert keys <= set(read_summary(farm_))
+    assert (farm_/'leaderboard.png').stat().st_size > 5000
+    curves = table(made[0]/'overoptimization'/'curves.csv')
+    assert {'kl', 'proxy', 'utility', 'utility_low', 'utility_high', 'crowd'} <= set(curves[0])
     assert {'best_of_n', 'ppo', 'rloo', 'dpo, beta 0.3', 'quark'} <= {r['method'] for r in curves}
 
 
 def test_farm_does_nothing_twice(made, sizes):
     folder, _ = made
-    written = lambda: {p: p.stat().st_mtime_ns for p in folder.rglob('*') if p.is_file()
-                       and not p.name.startswith('.')}
+    def written():
+        files = [p for p in folder.rglob('*') if p.is_file() and not p.name.startswith('.')]
+        return {p: p.stat().st_mtime_ns for p in files}
     before = written()
     assert farm.run(farm.FarmConfig(size=sizes, runs=str(folder))).done
     assert written() == before
@@ -221,12 +206,12 @@ def test_farm_does_nothing_twice(made, sizes):
 
 @pytest.fixture(scope='module')
 def wrong(base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp('wrong')
+    folder, jobs = tmp_path_factory.mktemp('wrong'), {}
     with ThreadPoolExecutor(2) as workers:
-        jobs = {name: workers.submit(executed if name == 'misspelt' else forked, notebook,
-                                     folder/f'{name}.ipynb',
-                                     tiny.settings(notebook, base, out=str(folder/name)) | given)
-                for name, (notebook, given, _) in WRONG.items()}
+        for name, (notebook, given, _) in WRONG.items():
+            given = tiny.settings(notebook, base, out=str(folder/name)) | given
+            run = executed if name == 'misspelt' else forked
+            jobs[name] = workers.submit(run, notebook, folder/f'{name}.ipynb', given)
         return folder, {name: j.result() for name, j in jobs.items()}
 
 
@@ -235,7 +220,7 @@ def test_wrong_parameters_fail_before_any_work(wrong, name):
     folder, outputs = wrong
     code, text = outputs[name]
     assert code != 0 and WRONG[name][2] in text
-    assert not (folder/name/'log.jsonl').exists() and not (folder/name).exists()
+    assert not (folder/name).exists()
 
 
 def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
@@ -263,13 +248,11 @@ LACKING = dict(  # the settings under which a method's run has the fewest figure
 
 @pytest.mark.parametrize('name', LACKING)
 def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
-    "The cells after the settings, without the demonstrations: they need no figure that a setting can leave out, and read no other run."
+    "The cells after the settings need no figure that can be left out, and read no other run."
     module = importlib.import_module(module_of(name))
     if name == 'expert_iteration': monkeypatch.setattr(module, 'run_jobs', tiny.run_here)
-    shown = tiny.show_results(name,
-                              tiny.config(module,
-                                          **tiny.settings(name, base, out=str(tmp_path/name))
-                                          | LACKING[name]))
+    given = tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]
+    shown = tiny.show_results(name, tiny.config(module, **given))
     assert len(shown) > 1 and "'runs/" not in ''.join(shown)
 
 
