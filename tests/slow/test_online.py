@@ -176,7 +176,7 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
 def test_annotators_of_a_method_are_those_of_the_annotators_notebook(base, tmp_path):
     "Labels and a reward model are; a run without them is refused before anything is written."
     given = tiny.settings('ppo', base, out=str(tmp_path/'ppo'), steps=2)
-    for wrong, message in ((base/'samples', 'no annotator'), (base/'none', 'no file or folder'),
+    for wrong, message in ((base/'samples', 'no annotator'), (base/'none', 'this is no annotator'),
                            ('open_pol', 'Did you mean open_pool')):
         with pytest.raises(ValueError, match=message): PPOConfig(**given, annotators=str(wrong))
     assert not list(tmp_path.iterdir())
