@@ -315,7 +315,7 @@ def test_a_question_of_a_task_is_a_judge(tmp_path):
     before = content_hash(f'{own}/outline')
     own.write_text(own.read_text().replace('Which outline is better', 'Which outline is the better one'))
     assert content_hash(f'{own}/outline') != before
-    with pytest.raises(ValueError, match='no configuration has this name'): check_annotators('annotators', f'{own}/nothing')
+    with pytest.raises(ValueError, match='this is no annotator'): check_annotators('annotators', f'{own}/nothing')
     with pytest.raises(ValueError, match='has no question. Name one of a task'): load_evaluators('question')
 
 
