@@ -175,7 +175,7 @@ def _read_verdicts(file: str) -> list[dict]:
         verdicts.append(v)
     return verdicts
 
-# %% ../../nbs/judging/label_files.ipynb #a5ffaf6a
+
 def _match_verdicts(rows: list[dict], pairs: list[dict], what: str) -> Verdicts | None:
     "The verdicts of one judge on those pairs of a set that it has compared; None without any."
     keys = {}   # of a pair: its number, and whether the key has its answers exchanged
