@@ -175,7 +175,8 @@ def annotate_pairs(
         if pair['output_1'] == pair['output_2']: rows[i]['preference'] = 1.5
         elif coin: rows[i] |= dict(preference=coin_label(pair, seed), annotator='coin')
         else: asked[a].append(i)
-    verdicts = _ask_annotators(members, [[pairs[i] for i in of] for of in asked], seed, both_orders)
+    shown = [[pairs[i] for i in of] for of in asked]
+    verdicts = _ask_annotators(members, shown, seed, both_orders)
     for i, v in zip(sum(asked, []), sum(verdicts, [])):
         rows[i]['preference'] = decide_vote(pairs[i], v.preference, seed, decide)
         if v.raw: rows[i] |= dict(price=v.price, time=v.seconds, raw=v.raw)
@@ -217,7 +218,7 @@ def _expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
     mean = np.average(preferences, axis=0, weights=pool_weights(pool))
     return mean + rate * (3 - 2 * mean)
 
-# %% ../nbs/annotators.ipynb #5c00d902
+
 def _position_bias(rows: list[dict], seed: int, both: bool) -> dict:
     """How often the answer shown first wins (`first`), by labels before flips; with both orders
     also how often these agree (`consistent`). With 95 % intervals; empty without labels."""

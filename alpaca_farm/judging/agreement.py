@@ -44,13 +44,12 @@ class AgreementConfig(ApiConfig):
     sets: Annotated[list[str], Len(1)] = field(default_factory=lambda: SETS)
     # annotators or files of verdicts (file#name)
     judges: Annotated[list[str], Len(1)] = field(default_factory=lambda: JUDGES)
-    weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
     max_instances: Count = 0             # use only the first n pairs of each set; 0: all
     draws: Annotated[int, Ge(10)] = 400  # bootstrap draws
 
     def __post_init__(self):
         super().__post_init__()
-        check_known_names(self.judges, self.models, self.weights)
+        check_known_names(self.judges, self.models)
 
 # %% ../../nbs/judging/agreement.ipynb #9b2aefd4
 def embedded_pairs(
@@ -73,7 +72,7 @@ def embedded_pairs(
     named = [{f'vote {k}': float(v) for k, v in enumerate(cast, 1)} for cast in by_pair]
     return [dict(p, votes=cast) for p, cast in zip(pairs, named)]
 
-# %% ../../nbs/judging/agreement.ipynb #e5a641bc
+
 def prefer_longer(pairs: list[dict]) -> list[float]:
     "A judge that prefers the longer answer."
     return [1.5 + .5*np.sign(len(p['output_2']) - len(p['output_1'])) for p in pairs]

@@ -34,7 +34,7 @@ class Evaluator:
     parser: str             # name of the parser that reads the answer
     parser_kwargs: dict = field(default_factory=dict)
 
-# %% ../../nbs/judging/judges.ipynb #36a157cc
+
 def load_evaluators(
     spec: str,           # a name that alpaca-eval ships, or a folder with a configs.yaml
     models: dict = {},   # the model to ask instead, by its name in the configuration
@@ -90,7 +90,7 @@ def break_control_tokens(text: str) -> str:
     "A text with a space inside every control token of a chat format, so that it is one no longer."
     return _CONTROL_TOKEN.sub(lambda token: f'{token[0][0]} {token[0][1:]}', text)
 
-# %% ../../nbs/judging/judges.ipynb #e2410081
+
 def parse_chatml(template: str) -> list[dict]:
     "The messages of a ChatML template; a plain text is one user message."
     if '<|im_start|>' not in template: return [dict(role='user', content=template.strip())]
@@ -102,7 +102,7 @@ def parse_chatml(template: str) -> list[dict]:
         messages.append(dict(role=role, content=content, **dict(f.split('=', 1) for f in fields)))
     return messages
 
-# %% ../../nbs/judging/judges.ipynb #90592b8b
+
 _SLOT = re.compile(r'\{(instruction|input|output_1|output_2)\}')
 
 
@@ -112,7 +112,7 @@ def fill_prompt(texts: list[str], pairs: list[dict]) -> list[str]:
     values = {k: iter([str(r.get(k)) for r in rows]) for k in PAIR_FIELDS}
     return [_SLOT.sub(lambda slot: break_control_tokens(next(values[slot[1]])), t) for t in texts]
 
-# %% ../../nbs/judging/judges.ipynb #51b64f1b
+
 # models without chat
 COMPLETION_MODELS = re.compile(r'text-davinci|-instruct$|davinci-002|babbage-002')
 
@@ -143,7 +143,7 @@ class Verdict(NamedTuple):
     seconds: float | None = None  # that the last answer took
     orders: tuple = ()            # if asked in both orders: the preference in each, as the pair is
 
-# %% ../../nbs/judging/judges.ipynb #b947c588
+
 _ASKS = 3   # times a request is sent until its answer can be read
 _DRAWS_PER_SEED = 1000
 
@@ -180,7 +180,7 @@ def ask_judges(
     given = (v for (_, pairs), vs in zip(parts, verdicts) for v in vs[:len(pairs)])
     return [list(islice(given, len(pairs))) for _, pairs in work]
 
-# %% ../../nbs/judging/judges.ipynb #1ef423a6
+
 @dataclass
 class ApiJudge:
     "A judge behind an endpoint: pairs to preferences in the order shown, nan without a verdict."

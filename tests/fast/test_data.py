@@ -275,9 +275,9 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     ('b.csv', b'instruction,output\nSay,ok\na\n', "row 1: the field 'output'"),
     ('a.csv', b'instruction,output,output\na,b,c\n', "'output' twice"),
     ('a.json.gz', b'\x1f\x8b\x08\0\0\0\0\0\0\xff\xff', 'cannot be read'),
-    ('b.json.gz', gzip.compress(b'caf\xe9'), 'byte 3 is not UTF-8'),
+    ('b.json.gz', gzip.compress(b'caf\xe9', mtime=0), 'byte 3 is not UTF-8'),
     ('c.jsonl.gz', b'no gzip', ''),
-    ('d.jsonl.gz', gzip.compress(as_json(ROWS))[:-12], ''), ('e.parquet', b'no parquet', '')])
+    ('d.jsonl.gz', gzip.compress(as_json(ROWS), mtime=0)[:-12], ''), ('e.parquet', b'no parquet', '')])
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     (tmp_path/name).write_bytes(content)
     with pytest.raises(ValueError, match=rf'{re.escape(name)}.*{message}'):

@@ -188,30 +188,6 @@ def test_control_tokens_of_a_pair_are_broken_and_those_of_the_prompt_are_not(tok
             assert sent.count(token) == plain.count(token) and f'a{token[0]} {token[1:]}b' in sent
 
 
-def test_what_a_judge_thinks_is_no_verdict_and_fences_are_taken_off():
-    def said(name, text):
-        answer = dict(choices=[dict(message=dict(content=text))])
-        return judges.parse_verdicts(judges.load_evaluators(name)[0], answer)[0]
-    for text in ('<think>Output (b)? No.</think>\n\nOutput (a)', '```\nOutput (a)\n```',
-                 'Output (b)...\n</think>Output (a)'):
-        assert said('chatgpt', text) == 1
-    assert math.isnan(said('chatgpt', '<think>Output (a) it is, or'))
-    assert said('structured', '<think>so</think>```json\n{"better": "second"}\n```') == 2
-
-
-def test_an_old_configuration_asks_a_model_that_reasons(tmp_path):
-    "OpenAI's reasoning models refuse max_tokens and a temperature; their limit includes what they think."
-    with judge_server() as server:
-        cfg = ApiConfig(base_url=server.url, store=str(tmp_path/'a.sqlite'), decoding=['reasoning_effort=low', 'seed=3'],
-                        models=['gpt-3.5-turbo-0301=gpt-5-mini', 'gpt-4-1106-preview=openai/o4-mini'])
-        judge = load_annotators('chatgpt', cfg)
-        assert judge(pairs(1)) == longer(pairs(1))
-    fields = judges.judge_request(judge.evaluator, pairs(1))
-    assert set(fields) == {'messages', 'model', 'max_completion_tokens', 'reasoning_effort', 'seed'} and fields['max_completion_tokens'] > 4000
-    with pytest.raises(ValueError, match='reads log-probs, which openai/o4-mini does not return'):
-        load_annotators('weighted_alpaca_eval_gpt4_turbo', cfg)
-
-
 def test_a_setting_changes_the_decoding_of_every_annotator(tmp_path):
     cfg = AnnotatorsConfig(base_url='http://localhost:1/v1', store=str(tmp_path/'a.sqlite'), decoding=['temperature=0.7', 'max_tokens=99', 'top_p=null'],
                            models=[f'{m}=judge' for m in ('gpt-4-0314', 'gpt-3.5-turbo-0301', 'text-davinci-003')], annotators='alpaca_farm')

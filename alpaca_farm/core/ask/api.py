@@ -94,7 +94,7 @@ def format_dollars(dollars: float | None) -> str:
     "Dollars and cents as text."
     return 'an unknown price' if dollars is None else f'${dollars:,.2f}'
 
-# %% ../../../nbs/core/ask/api.ipynb #a78993ad
+
 def estimate_tokens(request: dict) -> tuple[float, float]:
     "The approximate number of tokens of a request, and the maximum of its answer."
     parts = [request.get('messages') or request.get('prompt'), request.get('tools')]
@@ -124,7 +124,7 @@ def first_line(e: Exception) -> str:
     "The first line of an error's text, at most 300 characters, without keys."
     return (redact(str(e)).splitlines() or [type(e).__name__])[0][:300]
 
-# %% ../../../nbs/core/ask/api.ipynb #f833d68b
+
 class StopAsking(Exception):
     "An error that makes every further request pointless; its text names the remedy."
 

@@ -210,11 +210,12 @@ class ApiClient:
             why = stop_reason(e, 'the Batch API')
             self.fatal = self.fatal or (StopAsking(why) if why else e)
 
-    def __call__(self, requests: list[dict], draw: int | list[int] = 0, readable=None) -> list[dict | None]:
-        """The answer to each request with its `seconds` (None: of a batch); None without an answer.
+    def __call__(self, requests: list[dict], draw: int | list[int] = 0,
+                 readable=None) -> list[dict | None]:
+        """The answer to each request with its `seconds` (None: of a batch), or None without one.
 
-        `tally` has the reasons. `readable`: of a request's index and its answer, whether the caller
-        can read it. ValueError for errors that concern all requests; what arrived is stored."""
+        `tally` has the reasons. `readable`: of a request's index and its answer, whether the
+        caller can read it. ValueError for errors that concern all requests; what came is stored."""
         keys = self.keys(requests, draw)
         index = {k: i for i, k in enumerate(keys)}
         answers = self.store.get(index)
