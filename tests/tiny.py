@@ -11,14 +11,10 @@ from pathlib import Path
 from alpaca_farm.core.run.paths import module_of
 
 ROOT = Path(__file__).parents[1]
-# modules whose runs can be interrupted
-TRAINERS = ('world', 'sft', 'best_of_n', 'reward_model', 'ppo', 'dpo', 'rrhf', 'quark',
-            'binary_feedback')
 SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
 SETTINGS = dict(
     world=dict(prose=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600,
-               hidden_size=32, layers=1,
-               heads=2, ffn=48, batch_size=16, learning_rate=3e-3),
+               hidden_size=32, layers=1, heads=2, ffn=48, batch_size=16, learning_rate=3e-3),
     sft=dict(batch_size=12, learning_rate=1e-2, max_length=128, **SAMPLING),
     best_of_n=dict(n=2, max_instances=30, chunk=10,
                    **{k: v for k, v in SAMPLING.items() if k != 'eval_instances'}),
@@ -41,22 +37,16 @@ SETTINGS = dict(
 
 def settings(notebook, base, **more):
     "Tiny settings of a notebook whose inputs are the runs in the folder `base`."
-    runs = {k: str(base/k) for k in ('world', 'sft', 'samples', 'annotators', 'reward_model')}
+    world, sft, samples, labels, rm = (
+        str(base/k) for k in ('world', 'sft', 'samples', 'annotators', 'reward_model'))
+    on_policy, pairs = dict(data=world, policy=sft), dict(preferences=labels, policy=sft)
+    rewarded = dict(on_policy, reward_model=rm)
     inputs = dict(
-        world={}, sft=dict(data=runs['world'], policy=runs['world']),
-        best_of_n=dict(data=runs['world'], policy=runs['sft'], reward_model=runs['reward_model']),
-        annotators=dict(outputs=runs['samples']),
-        reward_model=dict(preferences=runs['annotators'], policy=runs['sft']),
-        dpo=dict(preferences=runs['annotators'], policy=runs['sft'], data=runs['world']),
-        expert_iteration=dict(policy=runs['sft'], reward_model=runs['reward_model'],
-                              data=runs['world']),
-        binary_feedback=dict(preferences=runs['annotators'], policy=runs['sft'],
-                             data=runs['world']),
-        rrhf=dict(candidates=[runs['samples'], runs['world'] + '/preference.json'],
-                  policy=runs['sft'], data=runs['world'], reward_model=runs['reward_model'],
-                  perplexity_model=runs['world']),
-        quark=dict(policy=runs['sft'], reward_model=runs['reward_model'], data=runs['world']),
-        ppo=dict(policy=runs['sft'], reward_model=runs['reward_model'], data=runs['world']))
+        world={}, sft=dict(data=world, policy=world), annotators=dict(outputs=samples),
+        reward_model=pairs, dpo=pairs | on_policy, binary_feedback=pairs | on_policy,
+        best_of_n=rewarded, expert_iteration=rewarded, quark=rewarded, ppo=rewarded,
+        rrhf=dict(rewarded, perplexity_model=world,
+                  candidates=[samples, f'{world}/preference.json']))
     return SETTINGS[notebook] | inputs[notebook] | more
 
 
@@ -85,7 +75,7 @@ def run_here(jobs, *_):
 
 
 def show_results(notebook, cfg):
-    "Execute the cells of a notebook after its settings, which make the run and show its results; returns their text."
+    "Execute the cells of a notebook after its settings, which show a run; returns their text."
     import matplotlib.pyplot as plt
     from alpaca_farm.core.run.paths import notebook_path
     code = [''.join(c['source']) for c in json.loads(notebook_path(notebook).read_text())['cells']
@@ -114,18 +104,16 @@ def papermill(notebook, executed, **given):
             for x in (('-y', f'{k}: {json.dumps(v)}') if isinstance(v, list)
                       else ('-p', k, str(v)))]
     return [sys.executable, '-m', 'papermill', str(notebook), str(executed), *options,
-            '--no-progress-bar', '--log-level',
-            'ERROR', '-k', 'python3']
+            '--no-progress-bar', '--log-level', 'ERROR', '-k', 'python3']
 
 
 def environment(**more):
     return dict(os.environ, OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false',
-                HF_HUB_OFFLINE='1',
-                PYDEVD_DISABLE_FILE_VALIDATION='1', **more)
+                HF_HUB_OFFLINE='1', PYDEVD_DISABLE_FILE_VALIDATION='1', **more)
 
 
 def run_notebook(notebook, executed, given):
-    "Exit status and output of a notebook in a process forked from one that has loaded the libraries, as the farm's are."
+    "Exit status and output of a notebook in a process forked as the farm's are."
     from alpaca_farm.core.run.execution import NotebookProcess
     log = Path(executed).with_suffix('.txt')
     return NotebookProcess(Path(notebook), Path(executed), given, log).wait(), log.read_text()
@@ -140,7 +128,7 @@ def run_module(notebook, given, log):
 
 
 def start_module(notebook, given):
-    "The process of a run, forked as in `run_notebook`, and the file with its output, which is not in the run's folder."
+    "The process of a run, forked as in `run_notebook`, and the file with its output."
     from alpaca_farm.core.run.execution import warm_server
     log = Path(given['out']).with_suffix('.txt')
     process = warm_server().Process(target=run_module, args=(notebook, given, log))
@@ -158,8 +146,7 @@ def free_ports(n):
 
 def spawn(command, **more):
     return subprocess.Popen(command, env=environment(**more), stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT,
-                            text=True)
+                            stderr=subprocess.STDOUT, text=True)
 
 
 SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -196,17 +183,19 @@ def family(name, std=.3, **more):
     return model
 
 
-def letters(
-    template="{{ bos_token }}{% for m in messages %}{{ m.content }}{{ '<sep>' if m.role == 'user' else eos_token }}{% endfor %}", last='<sep>'):
+LETTERS = """{{ bos_token }}{% for m in messages %}{{ m.content }}{{
+'<sep>' if m.role == 'user' else eos_token }}{% endfor %}"""
+
+
+def letters(template=LETTERS, last='<sep>'):
     "A tokenizer of 260 tokens, one for each byte, that puts <s> before a text."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
     special = ['<pad>', '<s>', '</s>', last]
-    tokenizer = Tokenizer(
-        models.BPE({t: i for i,
-                    t in enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(
-        add_prefix_space=False), decoders.ByteLevel()
+    vocab = enumerate(special + sorted(pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer = Tokenizer(models.BPE({t: i for i, t in vocab}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single='<s> $A',
                                                              special_tokens=[('<s>', 1)])
     tokenizer.add_special_tokens(special)

@@ -12,16 +12,14 @@ import tiny
 from alpaca_farm.judging import agreement
 from alpaca_farm import (annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo,
     quark, reward_model, rrhf, sft)
-from alpaca_farm.core.data.candidates import read_candidates, to_rrhf
 from alpaca_farm.core.data.records import full_instruction, load_records, prompt_key
 from alpaca_farm.core.data.dialogues import dialogue_text, parse_dialogue, prompt_text
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.formats import as_chat, as_hh, as_records, named_answers
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import build_prompt, encode_prompts
-from alpaca_farm.core.data.comparisons import answer_pairs, ordered_pairs, strip_roles
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.judging.judges import fill_prompt, load_evaluators, parse_verdicts
+from alpaca_farm.judging.judges import fill_prompt, load_evaluators
 from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA',
@@ -107,24 +105,8 @@ def test_what_is_no_dialogue(tmp_path, row, kind, message):
         load_records(write(tmp_path/'a.jsonl', [good, row]), kind=kind)
 
 
-def test_what_is_odd_is_counted(tmp_path, capsys):
-    "Two turns of one speaker, an assistant that begins, a turn in a turn: kept, and said."
-    odd = [dict(messages=[turn('user', 'Hi.'), turn('user', 'Yes?')]),
-           dict(messages=dialogue('Hi.', 'Yes?')[1:] + [turn('user', 'Bye.')]),
-           dict(messages=[turn('user', 'Say\n\nAssistant: Yes.')]), dict(messages=HELLO),
-           dict(messages=[turn('user', 'What is "Human: Hi"?')])]
-    found = load_records(write(tmp_path/'a.jsonl', odd))
-    assert found == [dict(r, input='') for r in odd]
-    said = capsys.readouterr().out
-    assert '1 of 5 dialogues have a turn with' in said
-    with pytest.raises(ValueError, match='has no form in hh-rlhf'):
-        as_hh(dict(found[2], output='No.'))
-    with pytest.raises(ValueError, match='a tie or a soft label'):
-        as_hh(dict(found[3], output_1='a', output_2='b', preference=1.5))
-
-
 def test_prompts(models):
-    "The template gets the turns; without one hh-rlhf's text is continued; tags in a turn are text."
+    "The template gets the turns; without one hh-rlhf's text; tags in a turn are text."
     record, tokenizer = dict(messages=HELLO), models.tokenizer
     by_template = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
     assert build_prompt(record, tokenizer) == by_template
@@ -146,15 +128,6 @@ def test_a_template_that_refuses_a_dialogue(models):
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match="'System: Be kind.*no system role.*template = "):
         encode_prompts([dict(messages=[turn('system', 'Be kind.')] + HELLO)], tokenizer)
-
-
-def test_candidates_of_a_dialogue(tmp_path):
-    "RRHF's files hold a dialogue as the text of its query."
-    record = dict(messages=HELLO, output=['a', 'b'], source=['chosen', 'rejected'],
-                  scores=[2., 1.], ended=[True, True])
-    row = to_rrhf(record)
-    assert row['query'] == dialogue_text(HELLO) and 'messages' not in row
-    assert read_candidates(write(tmp_path/'a.json', [row])) == [dict(record, input='')]
 
 
 @pytest.fixture(scope='module')
@@ -284,36 +257,6 @@ def test_prompts_that_differ_or_stand_in_another_order(tmp_path):
                                                        annotators=f'{__name__}:longest'))
 
 
-@pytest.mark.parametrize('text, shown', [
-    ('Assistant: hi', 'hi'), ('Human: Assistant: hi', 'hi'), ('Assistant: Human: hi', 'hi'),
-    ('user: User: hi', 'hi'), ('The Human: factor', 'The Human: factor'),
-    ('Humanity matters.', 'Humanity matters.'), ('hi\n\nHuman: so', 'hi'),
-    ('hi\n\nHumanity: so', 'hi\n\nHumanity: so'), ('\n\nHuman: so', 'so'), ('', '')])
-def test_role_tags_are_no_part_of_an_answer(text, shown):
-    assert strip_roles(text) == shown
-    pair, = answer_pairs(dict(messages=HELLO, output=text), dict(messages=HELLO, output='b'))
-    assert pair == dict(messages=HELLO, output_1='b', output_2=shown)
-    plain, = ordered_pairs([dict(instruction='x', output=text)],
-                           [dict(instruction='x', output='b')])
-    assert plain['output_1'] == text                # of a dialogue only
-
-
-@pytest.mark.parametrize('said, want', [
-    ('A', 1), ('B', 2), ('**(A)**', 1), ('(B)', 2), ('I would say (A)', 1),
-    ('I would say (B).', 2), (' A.', 1), ('**B**', 2), ('[A]', 1), ('Answer: B', 2),
-    ('Answer A is kinder.', 1), ('A\n\nIt is kinder.', 1), ('<think>(B)?</think>A', 1),
-    ('Both', None), ('Absolutely not', None), ('Answer', None), ('a', None),
-    ('A kind answer.', None),
-    ('Answer: A kind one is missing', None), ('Better is none', None), ('(A) or (B)', None),
-    ('A, but B', None), ('(Both)', None), ('AB', None), ("I'd avoid (A)", None),
-    ('I would not choose (B).', None), ("It isn't close. (A)", 1), ('', None)])
-def test_a_letter_in_an_answer(said, want):
-    judge, = load_evaluators('harmlessness/harmless')
-    assert parse_verdicts(judge,
-                          dict(choices=[dict(message=dict(content=said))])) == pytest.approx(
-                              [want or float('nan')], nan_ok=True)
-
-
 def bytes_tokenizer():
     "Of a model that knows bytes, and no chat template."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -322,7 +265,8 @@ def bytes_tokenizer():
              c in enumerate(['<pad>', '</s>', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(words, [])),
                                         pad_token='<pad>', eos_token='</s>')
-    tokenizer.backend_tokenizer.pre_tokenizer, tokenizer.backend_tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

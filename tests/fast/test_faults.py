@@ -24,32 +24,21 @@ PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b', pre
 def changed(row, **more): return [dict(r, **more) if i == row else r for i, r in enumerate(ROWS)]
 
 
-def without(row, name):
-    return [{k: v for k, v in r.items() if k != name or i != row} for i, r in enumerate(ROWS)]
-
-
 def as_json(rows): return json.dumps(rows).encode()
 
 
-BAD = dict(
-    nothing=(b'', 'holds no records'), blank=(b' \n', 'holds no records'),
-    no_rows=(b'[]', 'holds no records'),
-    no_list=(b'{"a":\n1}', 'a list of records is expected, not a dict'),
-    cut_short=(as_json(ROWS)[:-20], 'not valid JSON'),
-    no_record=(b'[1]', 'row 0: a record is expected'),
-    missing=(as_json(without(3, 'output')), "row 3: the field 'output' is missing"),
-    no_instruction=(as_json(without(2, 'instruction')),
-                    "row 2: the field 'instruction' is missing"),
-    empty_instruction=(as_json(changed(1, instruction='  ')),
-                       "row 1: the field 'instruction' is empty"),
-    number=(as_json(changed(4, output=7)), "row 4: the field 'output' is 7, not a string"),
-    null=(as_json(changed(4, output=None)), "row 4: the field 'output' is None, not a string"),
-    listed=(as_json(changed(4, output=['a'])),
-            r"row 4: the field 'output' is \['a'\], not a string"),
-    input_number=(as_json(changed(0, input=3)), "row 0: the field 'input' is 3, not a string"),
-    latin=(as_json(ROWS)[:40] + b'caf\xe9' + as_json(ROWS)[40:], 'byte 43 is not UTF-8'),
-    field_twice=(b'[{"instruction": "a", "instruction": "b", "output": "c"}]',
-                 "field 'instruction' is given twice"))
+BAD = [(b'', 'holds no records'), (b' \n', 'holds no records'), (b'[]', 'holds no records'),
+       (b'{"a":\n1}', 'a list of records is expected'), (as_json(ROWS)[:-20], 'not valid JSON'),
+       (b'[1]', 'row 0: a record is expected'),
+       (as_json([*ROWS[:3], dict(instruction='Say 4.')]), "row 3: the field 'output' is missing"),
+       (as_json([*ROWS[:2], dict(output='a')]), "row 2: the field 'instruction' is missing"),
+       (as_json(changed(1, instruction='  ')), "row 1: the field 'instruction' is empty"),
+       (as_json(changed(4, output=7)), "row 4: the field 'output' is 7"),
+       (as_json(changed(4, output=None)), "row 4: the field 'output' is None"),
+       (as_json(changed(4, output=['a'])), r"row 4: the field 'output' is \['a'\]"),
+       (as_json(changed(0, input=3)), "row 0: the field 'input' is 3"),
+       (as_json(ROWS)[:40] + b'caf\xe9' + as_json(ROWS)[40:], 'byte 43 is not UTF-8'),
+       (b'[{"instruction": "a", "instruction": "b"}]', "field 'instruction' is given twice")]
 
 
 def refused(train, cfg, error, match):
@@ -58,48 +47,42 @@ def refused(train, cfg, error, match):
     assert not Path(cfg.out).exists()
 
 
-@pytest.mark.parametrize('name', BAD)
-def test_bad_demonstrations(base, tmp_path, name):
-    content, message = BAD[name]
+@pytest.mark.parametrize('content, message', BAD)
+def test_bad_demonstrations(base, tmp_path, content, message):
     (tmp_path/'bad.json').write_bytes(content)
-    given = tiny.settings('sft', base, out=str(tmp_path/'out')) | dict(
-        data=str(tmp_path/'bad.json'), val_split='', eval_split='')
+    given = tiny.settings('sft', base, out=str(tmp_path/'out'), val_split='', eval_split='')
+    given['data'] = str(tmp_path/'bad.json')
     refused(sft.train, sft.SFTConfig(**given), ValueError, rf'bad\.json.*{message}')
 
 
 @pytest.mark.parametrize('row, message', [
     (dict(preference=3), "'preference' is 3, not a number from 1 to 2"),
-    (dict(preference=0.5), "'preference' is 0.5"),
-    (dict(preference='many'), "'preference' is 'many'"),
-    (dict(preference=True), "'preference' is True"),
-    (dict(output_2=None), "'output_2' is None")])
+    (dict(preference=0.5), "'preference' is 0.5"), (dict(preference='many'), "is 'many'"),
+    (dict(preference=True), 'is True'), (dict(output_2=None), "'output_2' is None")])
 @pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
 def test_bad_preferences(base, tmp_path, notebook, row, message):
-    (tmp_path/'bad.json').write_text(
-        json.dumps([dict(p, **row) if i == 3 else p for i, p in enumerate(PAIRS)]))
+    rows = [dict(p, **row) if i == 3 else p for i, p in enumerate(PAIRS)]
+    (tmp_path/'bad.json').write_text(json.dumps(rows))
     module = dict(reward_model=reward_model, dpo=dpo)[notebook]
-    given = tiny.settings(notebook, base, out=str(tmp_path/'out')) | dict(
-        preferences=str(tmp_path/'bad.json'))
-    refused(tiny.main(module), tiny.config(module, **given), ValueError,
-            rf'bad\.json, row 3: the field {message}')
+    given = tiny.settings(notebook, base, out=str(tmp_path/'out'))
+    given['preferences'] = str(tmp_path/'bad.json')
+    refused(module.train, tiny.config(module, **given), ValueError,
+            rf'bad\.json, row 3: the field .*{message}')
 
 
 def test_a_text_is_read_as_a_label_and_nan_is_none(tmp_path, capsys):
-    given = ['2', float('nan'), 1, 1.5]
-    (tmp_path/'a.json').write_text(
-        json.dumps([dict(p, preference=v) for p, v in zip(PAIRS, given)]))
-    assert [r['preference'] for r in load_records(str(tmp_path/'a.json'), kind='preference')] == [
-        2, 1, 1.5]
+    rows = [dict(p, preference=v) for p, v in zip(PAIRS, ['2', float('nan'), 1, 1.5])]
+    (tmp_path/'a.json').write_text(json.dumps(rows))
+    found = load_records(str(tmp_path/'a.json'), kind='preference')
+    assert [r['preference'] for r in found] == [2, 1, 1.5]
     assert '1 pairs have no label' in capsys.readouterr().out
 
 
 def test_candidates_with_a_bad_answer(tmp_path):
-    rows = [dict(instruction=f'Say {i}.', output=['a', 'b'] if i != 2 else ['a', None])
-            for i in range(4)]
+    rows = [dict(instruction=f'Say {i}.', output=['a', None if i == 2 else 'b']) for i in range(4)]
     (tmp_path/'bad.json').write_text(json.dumps(rows))
     cfg = annotators.AnnotatorsConfig(out=str(tmp_path/'out'), outputs=str(tmp_path/'bad.json'))
-    refused(annotators.run, cfg, ValueError,
-            "row 2: the field 'output' is .*not a list of strings")
+    refused(annotators.run, cfg, ValueError, "row 2: the field 'output' is .*not a list")
 
 
 LONG_PROMPTS = dict(
@@ -126,10 +109,9 @@ def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, notebook):
     for i, r in enumerate(rows[:10]): r.update(output_2=f'{i}' + ' very'*150)
     (tmp_path/'long.json').write_text(json.dumps(rows))
     module = dict(reward_model=reward_model, dpo=dpo)[notebook]
-    more = dict(max_length=128) | (dict(held_out=1) if notebook == 'reward_model'
-                                   else dict(eval_split=''))
-    tiny.main(module)(tiny.config(module, **tiny.settings(notebook, base, out=str(tmp_path/'out'))
-                                  | dict(preferences=str(tmp_path/'long.json')) | more))
+    more = dict(held_out=1) if notebook == 'reward_model' else dict(eval_split='')
+    given = tiny.settings(notebook, base, out=str(tmp_path/'out'), **more)
+    module.train(tiny.config(module, **given | dict(preferences=str(tmp_path/'long.json'))))
     assert ' of ' in capsys.readouterr().out
     found = read_summary(tmp_path/'out')
     assert found['too_long'] in (9, 10)
@@ -146,7 +128,7 @@ def test_out_that_cannot_be_written(base, tmp_path):
 
 
 @pytest.mark.parametrize('files', [
-    ['config.json'], ['.backup.2023/notes.txt'], ['.git/config', '.a.json.123'], ['data.csv']])
+    ['config.json'], ['.backup.2023/notes.txt'], ['.a.json.123', '.git/config'], ['data.csv']])
 def test_out_that_is_not_ours_is_untouched(base, tmp_path, files):
     "Another program's folder, or one with hidden files only."
     out = tmp_path/'theirs'
@@ -162,9 +144,8 @@ def test_out_that_is_not_ours_is_untouched(base, tmp_path, files):
 def run_of_sft(base, tmp_path):
     "A finished run that may be spoiled: its folder and a function that runs it again."
     shutil.copytree(whole(base), tmp_path/'sft')
-    def again(**more):
-        return sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft'))
-                                       | more))
+    given = tiny.settings('sft', base, out=str(tmp_path/'sft'))
+    def again(**more): return sft.train(sft.SFTConfig(**given | more))
     return tmp_path/'sft', again
 
 
@@ -184,9 +165,8 @@ def test_only_our_own_temporary_files_are_swept(run_of_sft):
         (folder/name).write_text('')
     (folder/'summary.json').unlink()
     again()
-    hidden = {str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file()
-              and '/.' in f'/{p.relative_to(folder)}'}
-    assert hidden == set(theirs)
+    files = [str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file()]
+    assert {name for name in files if '/.' in f'/{name}'} == set(theirs)
 
 
 @pytest.mark.parametrize('out, message', [
@@ -204,9 +184,8 @@ def test_out_among_inputs_or_in_a_run(base, out, message):
 def test_a_linked_out_stays_a_link(base, tmp_path):
     (tmp_path/'disk').mkdir()
     (tmp_path/'sft').symlink_to(tmp_path/'disk'/'mine', target_is_directory=True)
-    for seed in (0, 1):
-        sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft'),
-                                                eval_split='', val_split='', seed=seed)))
+    given = tiny.settings('sft', base, out=str(tmp_path/'sft'), eval_split='', val_split='')
+    for seed in (0, 1): sft.train(sft.SFTConfig(**given, seed=seed))
     assert (tmp_path/'sft').is_symlink()
     assert sorted(p.name for p in (tmp_path/'disk').glob('mine*')) == ['mine', 'mine~1']
     assert [read_json(tmp_path/'disk'/n/'config.json')['settings']['seed']
@@ -241,19 +220,15 @@ def test_what_is_damaged_at_resume_is_named(base, tmp_path, monkeypatch):
     log, state = tmp_path/'sft'/'log.jsonl', tmp_path/'sft'/'checkpoint'/'state.safetensors'
     text, whole_state = log.read_text(), state.read_bytes()
     state.write_bytes(whole_state[:-100])
-    with pytest.raises(ValueError,
-                       match='state.safetensors is damaged .*delete it to start from the beginning'):
-        sft.train(cfg)
+    with pytest.raises(ValueError, match='state.safetensors is damaged'): sft.train(cfg)
     state.write_bytes(whole_state)
-    for cut, message in ((text[:len(text)//3], 'log.jsonl is damaged: it ends before step'),
-                         (text[9:], 'log.jsonl is damaged')):
+    for cut in (text[:len(text)//3], text[9:]):
         log.write_text(cut)
-        with pytest.raises(ValueError, match=message): sft.train(cfg)
+        with pytest.raises(ValueError, match='log.jsonl is damaged'): sft.train(cfg)
     log.write_text(text + '{"step": ')
     sft.train(cfg)
-    assert [r['step'] for r in read_log(tmp_path/'sft')] == list(
-        range(1, len(read_log(tmp_path/'sft')) + 1))
-    assert read_summary(tmp_path/'sft')
+    steps = [r['step'] for r in read_log(tmp_path/'sft')]
+    assert steps == [*range(1, len(steps) + 1)] and read_summary(tmp_path/'sft')
 
 
 FULL = OSError(errno.ENOSPC, 'No space left on device')
@@ -262,22 +237,21 @@ FULL = OSError(errno.ENOSPC, 'No space left on device')
 @pytest.mark.parametrize('name', ['model', 'outputs.json', 'summary.json', 'state.safetensors',
                                   'log.jsonl'])
 def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
-    "The error says what it is, nothing is half-written, and with space again the run goes on to the same end."
-    given = lambda out: sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/out/'sft'),
-                                                      checkpoint_every=2))
+    "Nothing is half-written, and with space again the run goes on to the same end."
+    def given(out):
+        out = str(tmp_path/out/'sft')
+        return sft.SFTConfig(**tiny.settings('sft', base, out=out, checkpoint_every=2))
     with monkeypatch.context() as m: fill_disk(m, name); fail_full(given('full'))
     folder = tmp_path/'full'/'sft'
-    hidden = [p.name for p in folder.rglob('.*')]
-    assert hidden == [] and not (folder/'summary.json').exists()
+    assert not list(folder.rglob('.*')) and not (folder/'summary.json').exists()
     assert name != 'model' or not (folder/'model').exists()
     for p in folder.rglob('*.json'): read_json(p)
     read_log(folder)
-    sft.train(given('full')); sft.train(given('whole'))
-    model = 'sft/model/model.safetensors'
-    assert (tmp_path/'full'/model).read_bytes() == (tmp_path/'whole'/model).read_bytes()
-    times = lambda f: [{k: v for k, v in r.items() if k != 'wall'}
-                       for r in read_log(tmp_path/f/'sft')]
-    assert times('full') == times('whole')
+    def end(name):
+        run = sft.train(given(name)).folder
+        log = [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(run)]
+        return log, (run/'model'/'model.safetensors').read_bytes()
+    assert end('full') == end('whole')
 
 
 def fill_disk(m, name):
@@ -307,23 +281,15 @@ def fail_full(cfg):
     with pytest.raises(OSError, match='No space left'): sft.train(cfg)
 
 
-def test_broken_checkpoint_is_an_error_not_a_result(base, tmp_path):
-    "A policy folder whose weights are cut short is refused."
+def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
     shutil.copytree(base/'sft', tmp_path/'sft')
     weights = tmp_path/'sft'/'model'/'model.safetensors'
     weights.write_bytes(weights.read_bytes()[:-1000])
-    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(
-        policy=str(tmp_path/'sft'))
-    with pytest.raises(ValueError, match='model.safetensors is damaged'):
-        best_of_n.run(best_of_n.BestOfNConfig(**given))
-    assert not (tmp_path/'out'/'outputs.json').exists()
-
-
-def test_a_folder_without_a_model(base, tmp_path):
-    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out')) | dict(
-        policy=str(base/'annotators'))
-    refused(best_of_n.run, best_of_n.BestOfNConfig(**given), FileNotFoundError,
-            'there is no model')
+    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out'))
+    for policy, error, message in ((tmp_path/'sft', ValueError, 'model.safetensors is damaged'),
+                                   (base/'annotators', FileNotFoundError, 'there is no model')):
+        cfg = best_of_n.BestOfNConfig(**given | dict(policy=str(policy)))
+        refused(best_of_n.run, cfg, error, message)
 
 
 @pytest.mark.parametrize('spec', ['no_such_module:f', 'alpaca_farm.world:nobody'])

@@ -17,8 +17,8 @@ def planted(levels, effect, shift, hard, seed=0):
     "Votes of a judge with a known length effect: preferences, lengths, baseline."
     rng = np.random.default_rng(seed)
     base = rng.integers(200, 1200, N)
-    length = np.maximum(base + np.reshape(shift, (-1, 1)) + rng.normal(0, 300, (len(levels), N)),
-                        1)
+    length = base + np.reshape(shift, (-1, 1)) + rng.normal(0, 300, (len(levels), N))
+    length = np.maximum(length, 1)
     z = np.reshape(levels, (-1, 1)) + effect*lc.length_term(base, length) - hard
     return 1. + (rng.uniform(size=z.shape) < lc.sigmoid(z)), length, base
 
@@ -50,8 +50,8 @@ def test_identical_models_and_turned_sides():
     p, length, base = planted([.5], -1., [200], 0.)
     t = lc.length_term(base, length[0])
     same = lc.controlled_win_rate(np.full(N, 1.5), np.zeros(N))
-    assert [same[k] for k in ('length_controlled_winrate', 'lc_low', 'lc_high')] == pytest.approx(
-        [50]*3)
+    found = [same[k] for k in ('length_controlled_winrate', 'lc_low', 'lc_high')]
+    assert found == pytest.approx([50]*3)
     one, other = (lc.controlled_win_rate(*x)['length_controlled_winrate']
                   for x in ((p[0], t), (3 - p[0], -t)))
     assert one == pytest.approx(100 - other, abs=1e-3)
@@ -70,21 +70,21 @@ def test_five_models_that_differ_show_the_difficulty_and_missing_verdicts_are_le
     assert np.isfinite(board[['length_controlled_winrate', 'lc_low', 'lc_high']].to_numpy()).all()
     for value, message in ((np.nan, 'a has no verdict'), (3., 'row 0 is 3')):
         p[0] = value
-        with pytest.raises(ValueError, match=message): lc.length_controlled(p, length, base,
-                                                                            list('abcde'))
+        with pytest.raises(ValueError, match=message):
+            lc.length_controlled(p, length, base, list('abcde'))
 
 
 def test_one_model_with_the_difficulty_of_others():
-    "With the verdicts on nine others one model's rate is that of a board of all ten, nearer to the truth than without."
+    "With verdicts on nine others one model's rate is that of a board of all ten."
     hard = 2*np.random.default_rng(100).normal(size=N)
     p, length, base = planted(LEVELS, -1., SHIFT, hard)
     length = length.astype(int)
     texts = [f'Say {i}.\n\nIn {i}.' if i % 2 else f'Say {i}.' for i in range(N)]
-    files = {f'm{m}': [dict(instruction=texts[i], input='', output_1='x'*base[i],
-                            output_2='y'*length[m, i],
-                            preference=p[m, i]) for i in range(N)][::-1] for m in range(10)}
-    board = lc.length_controlled(p, length,
-                                                base)
+    def row(m, i):
+        return dict(instruction=texts[i], input='', output_1='x'*base[i],
+                    output_2='y'*length[m, i], preference=p[m, i])
+    files = {f'm{m}': [row(m, i) for i in range(N)][::-1] for m in range(10)}
+    board = lc.length_controlled(p, length, base)
     truth = 100*lc.sigmoid(LEVELS[:, None] - hard).mean(1)
     errors = []
     for m in (0, 3, 6, 9):
@@ -92,9 +92,9 @@ def test_one_model_with_the_difficulty_of_others():
         with_files, without = (lc.length_controlled(p[[m]], length[[m]], base, hard=h).iloc[0]
                                for h in (known, None))
         assert (with_files.difficulty, without.difficulty) == ('files', 'no')
-        errors.append([abs(r.length_controlled_winrate - x) for r, x in (
-            (with_files, board.length_controlled_winrate[m]), (with_files, truth[m]),
-            (without, truth[m]))])
+        with_files, without = (r.length_controlled_winrate for r in (with_files, without))
+        wanted = board.length_controlled_winrate[m], truth[m], truth[m]
+        errors.append(np.abs(np.subtract([with_files, with_files, without], wanted)))
     to_board, to_truth, plain = np.mean(errors, 0)
     assert to_board < 1 and to_truth < 2 and to_truth < .7*plain, (to_board, to_truth, plain)
     # instructions that the files lack are neither hard nor easy
@@ -109,8 +109,8 @@ def test_one_model_with_the_difficulty_of_others():
 @pytest.mark.skipif(not DATA.exists(), reason='the recorded verdicts are not here')
 @pytest.mark.parametrize('board', ['ae1', 'ae2'])
 def test_published_values(board):
-    """AlpacaEval's files as they are; two models, no difficulty. Under AlpacaEval 1, where lengths are alike, the
-    shipped values lie in our intervals; under AlpacaEval 2 only the order is asked for (the notebook says why)."""
+    """Two models. Under AlpacaEval 1, where lengths are alike, the shipped values lie in our
+    intervals; under AlpacaEval 2 only the order is asked for (the notebook says why)."""
     import pandas as pd
     shipped = pd.read_csv(DATA/f'leaderboard_{board}.csv', index_col=0)
     tables = lc.from_annotations({m: json.loads((DATA/m/f'annotations_{board}.json').read_text())
@@ -120,5 +120,6 @@ def test_published_values(board):
         there = shipped.loc[m]
         if board == 'ae1': assert row.lc_low < there.length_controlled_winrate < row.lc_high
         else:
-            assert there.win_rate < there.length_controlled_winrate < row.length_controlled_winrate < 50
+            rates = there.win_rate, there.length_controlled_winrate, row.length_controlled_winrate
+            assert rates[0] < rates[1] < rates[2] < 50
     assert (ours.difficulty == 'no').all() and (ours.n_total == 805).all()

@@ -1,4 +1,4 @@
-"Packed batches: every number is what it is where each sequence stands alone, for each family of models, or the padded batch is read."
+"Packed batches: numbers are those of each sequence alone, for each family of models."
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
@@ -6,8 +6,8 @@ from hypothesis import given, settings, strategies as st
 import tiny
 import alpaca_farm.core.model.models as core_models
 import alpaca_farm.core.model.packing as core_packing
-from alpaca_farm.core.model.adapters import checkpoint_layers, state_of
-from alpaca_farm.core.model.models import before, hidden_states, logprobs, sequence_logprobs
+from alpaca_farm.core.model.adapters import checkpoint_layers
+from alpaca_farm.core.model.models import before, hidden_states, sequence_logprobs
 from alpaca_farm.core.model.packing import (attention_window, pack, packed_states, position_wise,
     reads_packed)
 from alpaca_farm.core.data.text import collate, rollout_batch
@@ -50,7 +50,7 @@ def test_states_of_packed_batches(name, side):
 
 
 def reads_the_same(model, batch, states):
-    "The states before the answers' tokens are those of a finished last layer; whether it has states that are not finished."
+    "States before answers' tokens are of a finished last layer; whether others are not."
     read = before(batch['response'])
     some = hidden_states(model, **batch, read=read)
     torch.testing.assert_close(some[read.bool()], states[read.bool()], rtol=1e-4,
@@ -82,18 +82,6 @@ def test_a_window_of_attention_is_no_shorter_than_a_row():
                                atol=1e-4)
 
 
-def test_local_layers_are_read_padded():
-    model = family('gpt_neo', num_heads=4, num_layers=2,
-                   attention_types=[[['global', 'local'], 1]], window_size=8)
-    assert not reads_packed(model)
-    with torch.no_grad(): states = hidden_states(model, **collate(PROMPTS, ANSWERS, 0))
-    torch.testing.assert_close(states[-1], alone(model, PROMPTS[-1], ANSWERS[-1]), rtol=1e-4,
-                               atol=1e-4)
-    for i in range(3):
-        torch.testing.assert_close(states[i][:len(PROMPTS[i] + ANSWERS[i])],
-                                   alone(model, PROMPTS[i], ANSWERS[i]), rtol=1e-3, atol=1e-3)
-
-
 def test_the_trial_is_made_in_full_precision(monkeypatch):
     mixed = []
     def states(model, packed):
@@ -123,21 +111,12 @@ def test_gradients(checkpointed, monkeypatch):
                                atol=1e-4*wanted.abs().max().item())
 
 
-def test_bfloat16():
-    model, batch = family('llama').bfloat16(), collate(PROMPTS, ANSWERS, 0)
-    assert reads_packed(model)
-    with torch.no_grad(): packed = logprobs(model, batch)
-    state_of(model).reads_packed = False
-    with torch.no_grad(): padded = logprobs(model, batch)
-    assert (packed - padded).abs().max() < .05*padded.abs().max()
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.lists(st.integers(3, 5), min_size=1, max_size=4),
                           st.lists(st.integers(3, 9), max_size=12)), min_size=2, max_size=12),
        st.sampled_from(['left', 'right', 'rollout']))
 def test_each_row_holds_its_sequence(rows, side):
-    "In the list and in attention's rows, where prompts are shared and answers are not, also those that are equal."
+    "In the list and in attention's rows, where prompts are shared and answers are not."
     prompts, answers = map(list, zip(*rows))
     batch = rollout_batch(prompts, answers, 0) if side == 'rollout' else collate(prompts, answers,
         0, side)

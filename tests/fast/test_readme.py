@@ -1,4 +1,4 @@
-"""What the README, the contributing page and the notebooks tell people to type works: snippets, commands, settings, links."""
+"""What the pages and notebooks tell people to type works: snippets, commands, links."""
 import dataclasses
 import importlib
 import json
@@ -29,7 +29,7 @@ FENCE = re.compile(r'^ *```(\w*)\n(.*?)^ *```', re.S | re.M)
 
 
 def commands(text):
-    "The shell commands of a page: those in blocks without a language, and those between backticks."
+    "The shell commands of a page: in blocks without a language, and between backticks."
     blocks = [b for language, b in FENCE.findall(text) if language in ('', 'sh', 'bash')]
     lines = [l for b in blocks for l in b.replace('\\\n', ' ').split('\n')] + re.findall(
         r'`([^`\n]+)`', FENCE.sub('', text))
@@ -70,9 +70,8 @@ def check_settings(notebook, settings):
 def check(command):
     "An error if a command of a page cannot be right."
     command = re.sub(r'^mkdir -p runs && ', '', command)
-    command = re.sub(r'\$\((python -c "[^"]*")\)',
-                     lambda m: subprocess.check_output(m[1], shell=True, text=True,
-                                                       cwd=tiny.ROOT).strip(), command)
+    def said(m): return subprocess.check_output(m[1], shell=True, text=True, cwd=tiny.ROOT).strip()
+    command = re.sub(r'\$\((python -c "[^"]*")\)', said, command)
     words = shlex.split(command, comments=True)
     if words[0] == 'make':
         assert all(re.search(rf'^{re.escape(w)}:', MAKEFILE, re.M) for w in words[1:])
@@ -86,8 +85,8 @@ def check(command):
         options = words[words.index(module) + 1:]
         # a notebook, then -g setting values..., -p setting value
         if module == 'alpaca_farm.core.run.sweeps':
-            parts = re.sub(r'--\S+ \S+', '', ' '.join(options[1:])).replace('-p ', '-g ').split(
-                '-g ')[1:]
+            text = re.sub(r'--\S+ \S+', '', ' '.join(options[1:]))
+            parts = re.split('-[pg] ', text)[1:]
             for name, *values in map(str.split, parts):
                 for value in values: check_settings(options[0], {name: value})
             return
@@ -96,10 +95,9 @@ def check(command):
             options.remove('-f')
             if file.exists():
                 check_settings(module.rpartition('.')[2], yaml.safe_load(file.read_text()))
-        settings = dict(zip(options[::2], options[1::2]))
-        check_settings(module.rpartition('.')[2],
-                       {k.removeprefix('--'): yaml.safe_load(v) if v[0] == '[' else v for k,
-                        v in settings.items()})
+        settings = {k.removeprefix('--'): yaml.safe_load(v) if v[0] == '[' else v
+                    for k, v in zip(options[::2], options[1::2])}
+        check_settings(module.rpartition('.')[2], settings)
 
 
 @pytest.mark.parametrize('page', [name for name, text in PAGES.items() if commands(text)])
@@ -132,41 +130,40 @@ def test_the_readme_can_be_finished(): assert len(README.split()) <= 1200
 
 def test_an_own_judge_as_the_page_has_it(base, tmp_path, monkeypatch):
     "The commands of data.md, on the tiny world's policy instead of a model of 7B."
-    monkeypatch.chdir(tmp_path); monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     (tmp_path/'my').mkdir()
-    (tmp_path/'my_module.py').write_text(
-        'def my_judge(pairs): return [1. if len(p["output_1"]) > len(p["output_2"]) else 2. for p in pairs]')
+    (tmp_path/'my_module.py').write_text('''
+def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for p in pairs]''')
     pairs = [dict(instruction=f'Say {i}.', input='', output_1='a'*(2*(i % 4) + 1),
                   output_2='b'*(4 + 2*(i % 2))) for i in range(40)]
     (tmp_path/'my'/'pairs.json').write_text(json.dumps(pairs))
-    made = {}
-    for command in commands(PAGES['data.md']):
-        words = shlex.split(command, comments=True)
-        if words[:2] in (['papermill', 'nbs/annotators.ipynb'],
-                         ['papermill', 'nbs/reward_model.ipynb']) and {'runs/mine',
-                             'runs/rm'} & set(words):
-            settings = {k: str(tmp_path/v) if '/' in v else v for k,
-                        v in given(words[3:]).items()} | (dict(policy=str(base/'sft'))
-                                                          if 'runs/rm' in words else {})
-            module = dict(annotators=annotators, reward_model=reward_model)[words[1][4:-6]]
-            made[words[1]] = tiny.main(module)(tiny.config(module, **tiny.SETTINGS['reward_model']
-                                                           | dict(held_out=10) | settings
-                                                           if module is reward_model
-                                                           else settings)).folder
-    assert len(made) == 2 and all(read_summary(f) for f in made.values())
-    labels = json.loads((made['nbs/annotators.ipynb']/'preferences.json').read_text())
+    own = {annotators: {}, reward_model: dict(tiny.SETTINGS['reward_model'], held_out=10)}
+    made = []
+    for (module, more), out in zip(own.items(), ('runs/mine', 'runs/rm')):
+        name = module.__name__.split('.')[-1]
+        words, = (w for w in map(shlex.split, commands(PAGES['data.md']))
+                  if w[:2] == ['papermill', f'nbs/{name}.ipynb'] and out in w)
+        paths = {k: str(tmp_path/v) if '/' in v else v for k, v in given(words[3:]).items()}
+        if module is reward_model: paths['policy'] = str(base/'sft')
+        made.append(tiny.main(module)(tiny.config(module, **more | paths)).folder)
+    assert all(read_summary(f) for f in made)
+    labels = json.loads((made[0]/'preferences.json').read_text())
     assert len(labels) > 30
-    assert all(r['preference'] == (1 if len(r['output_1']) > len(r['output_2']) else 2)
-               for r in labels)
+    for r in labels: assert r['preference'] == 2 - (len(r['output_1']) > len(r['output_2']))
 
 
 COMING = PAGES['coming_from.md']
-SCRIPTS = """sft.sh reward_modeling.sh rlhf_ppo.sh best_of_n.py expiter.sh rlhf_quark.sh dpo.sh oai_baselines.py recover_model_weights run_best_of_n run_decode
-    run_rerank annotate_pairs annotate_samples annotate_head2head alpaca_leaderboard
-    simulate_preference_data.py consolidate_preference_data.py convert_llama7b_to_alpacafarm_format.py evaluate_reward_model_human_agreement.py
-    format_input_prompts.py postprocess.py evaluate_outputs.py gpt4_compare.py format_context_distillation_training_data.py rlaif rlcd_rescore
-    response_gen.sh split_files.py scoring_responses.sh make_data.py train.sh train_wombat7b.sh train_wombat7b_gpt4.sh clean_gpt4_compare.py
-    single_sentence_inference.py apply_delta.py recover_wombat_7b.sh""".split()
+SCRIPTS = """
+sft.sh reward_modeling.sh rlhf_ppo.sh best_of_n.py expiter.sh rlhf_quark.sh dpo.sh
+oai_baselines.py recover_model_weights run_best_of_n run_decode run_rerank annotate_pairs
+annotate_samples annotate_head2head alpaca_leaderboard simulate_preference_data.py
+consolidate_preference_data.py convert_llama7b_to_alpacafarm_format.py
+evaluate_reward_model_human_agreement.py format_input_prompts.py postprocess.py
+evaluate_outputs.py gpt4_compare.py format_context_distillation_training_data.py rlaif rlcd_rescore
+response_gen.sh split_files.py scoring_responses.sh make_data.py train.sh train_wombat7b.sh
+train_wombat7b_gpt4.sh clean_gpt4_compare.py single_sentence_inference.py apply_delta.py
+recover_wombat_7b.sh""".split()
 
 
 @pytest.mark.parametrize('command', [c for c in commands(COMING) if c.startswith('papermill')],
@@ -175,8 +172,8 @@ def test_commands_beside_theirs_are_within_bounds(command):
     "The settings fit each other too; what they read need not be there."
     words = shlex.split(command)
     cls = config_class(words[1].rpartition('/')[2].removesuffix('.ipynb'))
-    settings = {k: v for k, v in given(words[3:]).items() if k not in {*cls.inputs}
-                - {'annotators'} or not v}
+    inputs = {*cls.inputs} - {'annotators'}
+    settings = {k: v for k, v in given(words[3:]).items() if k not in inputs or not v}
     if 'rrhf' in settings:
         settings['rrhf'] = [s for s in settings['rrhf'] if not s.startswith('policy=')]
     cls(**settings)
@@ -191,14 +188,13 @@ def test_every_command_of_their_readmes_is_in_the_table():
 @pytest.mark.parametrize('heading', re.findall(r'^### (.*): `([a-z_ ]+)`$', COMING, re.M),
                          ids=lambda h: h[0])
 def test_settings_beside_their_options_exist(heading):
-    "Every `name` and `name: value` in the right column is a setting of all notebooks of the heading."
+    "Every `name` and `name: value` on the right is a setting of the heading's notebooks."
     title, notebooks = heading
     table = COMING.split(f'### {title}: ')[1].split('\n#')[0]
     rows = [r.split('|')[2] for r in table.splitlines() if r.startswith('| ')
             and not r.startswith(('| TRL', '| AlpacaFarm |', '| RRHF |'))]
-    # no settings there
-    values = {'auto', 'k1', 'grpo'} | ({'data', 'preferences', 'candidates'} if ' ' in notebooks
-                                       else set())
+    values = {'auto', 'k1', 'grpo'}   # no settings there
+    if ' ' in notebooks: values |= {'data', 'preferences', 'candidates'}
     named = [[n for n in re.findall(r'`([a-z_]+(?:: [^`]+)?)`', r) if n not in values]
              for r in rows]
     assert any(named)
@@ -206,8 +202,8 @@ def test_settings_beside_their_options_exist(heading):
         for names in named:
             pairs = [n.partition(': ')[::2] for n in names]
             given = {k: v if '=' in v else yaml.safe_load(v) for k, v in pairs if v}
-            check_settings(notebook, {k: default_of(notebook, k) for k, v in pairs if not v}
-                           | given)
+            defaults = {k: default_of(notebook, k) for k, v in pairs if not v}
+            check_settings(notebook, defaults | given)
             config_class(notebook)(**given)   # values are in their bounds
 
 

@@ -68,7 +68,7 @@ def test_every_set_has_every_method():
                 assert not read.startswith('runs/') or read in made, (folder, name, key)
 
 
-# AlpacaFarm's launchers and dataclasses; RRHF's launcher. What is not there is ours, with a comment.
+# AlpacaFarm's launchers and dataclasses; RRHF's launcher. What is not there is ours.
 ADAM = dict(betas=[.9, .999], max_grad_norm=1., weight_decay=0., seed=42, dtype='bfloat16')
 HF = dict(ADAM, adam_eps=1e-8, lr_schedule='cosine', warmup=.03, micro_batch_size=1,
           max_length=512)

@@ -14,7 +14,7 @@ from alpaca_farm.core.model.models import (hidden_states, load_policy, load_scal
     response_logprobs)
 from alpaca_farm.core.model.rewards import label_count, reward, rewards, score_records
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.embedded.criteria import utility
 from alpaca_farm.judging.local_judges import RewardJudge
 from alpaca_farm.ppo import PPOConfig, value_model
@@ -35,9 +35,6 @@ def sigmoid(z): return 1 / (1 + math.exp(-z))
 
 def config(base, out, **more):
     return RewardModelConfig(**tiny.settings('reward_model', base, out=str(out), **SMALL | more))
-
-
-def labelled(base): return read_json(base/'annotators'/'preferences.json')
 
 
 def saved(path, rows):
@@ -78,32 +75,6 @@ def test_the_first_step(base, tmp_path, flip_rate):
     assert read_log(tmp_path/'rm')[0]['loss'] == pytest.approx(math.log(2), abs=1e-6)
     rows = read_json(tmp_path/'rm'/'calibration.json')['labels']
     assert all(r['predicted'] <= 1 - flip_rate for r in rows)
-
-
-def test_a_margin_moves_the_first_step(base, tmp_path):
-    rm.train(config(base, tmp_path/'rm', margin=1.))
-    assert read_log(tmp_path/'rm')[0]['loss'] == pytest.approx(math.log1p(math.e), abs=1e-6)
-    path = saved(tmp_path/'gap.json', [dict(r, gap=.5) for r in labelled(base)])
-    rm.train(config(base, tmp_path/'field', margin_field='gap', preferences=path))
-    loss = read_log(tmp_path/'field')[0]['loss']
-    assert loss == pytest.approx(math.log1p(math.exp(.5)), abs=1e-6)
-
-
-def test_pairs_whose_annotators_gave_no_mean_are_left_out_of_its_figures(base, tmp_path):
-    "As where a judge has no verdict in one of the two orders; or where nothing more is known."
-    records = labelled(base)
-    for r in records[::2]: r['expected'] = None
-    rm.train(config(base, tmp_path/'some', preferences=saved(tmp_path/'some.json', records)))
-    tables, figures = read_json(tmp_path/'some'/'calibration.json'), read_summary(tmp_path/'some')
-    counts = {name: sum(r['pairs'] for r in rows) for name, rows in tables.items()}
-    assert 0 < counts['expected'] < counts['labels'] == 10
-    assert 0 <= figures['accuracy_majority'] <= 1 and .5 <= figures['accuracy_ceiling'] <= 1
-    known = ('instruction', 'input', 'output_1', 'output_2', 'preference')
-    bare = [{k: r[k] for k in known} for r in records]
-    rm.train(config(base, tmp_path/'rm', preferences=saved(tmp_path/'bare.json', bare)))
-    assert not (tmp_path/'rm'/'accuracy_by_annotator.json').exists()
-    assert set(read_json(tmp_path/'rm'/'calibration.json')) == {'labels'}
-    assert 'accuracy_majority' not in read_summary(tmp_path/'rm')
 
 
 @pytest.mark.parametrize('more, name', [

@@ -61,15 +61,6 @@ def test_any_text_on_the_command_line_works_or_is_refused_by_name(classes, capsy
         holds()
 
 
-@pytest.mark.parametrize('args', [['--betas', '[0.9,'], ['--betas', 'half', '0.9'],
-                                  ['--betas', '0.9'], ['--learning_rate', 'nan'],
-                                  ['--adam_eps', 'inf']])
-def test_lists_and_numbers_of_the_command_line(args, capsys):
-    with pytest.raises(SystemExit): from_args(TrainConfig, args)
-    assert f'error: {args[0][2:]} = ' in capsys.readouterr().err
-    assert from_args(TrainConfig, ['--betas', '.8', '.99']).betas == [.8, .99]
-
-
 def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tmp_path, capsys):
     a, b, c = (str(tmp_path/f'{name}.yaml') for name in 'abc')
     def write(path, text): tmp_path.joinpath(path).write_text(text)

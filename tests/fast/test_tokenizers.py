@@ -1,4 +1,4 @@
-"Tokenizers as other people's models have them: ends of turns, special tokens in the data, missing tokens."
+"Tokenizers as other people's models have them: ends of turns, special or missing tokens."
 import json
 
 import pytest
@@ -16,16 +16,27 @@ from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import (decode, encode, encode_prompts, encode_responses,
     end_token, end_tokens)
 
-CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
-GEMMA = ("{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-         "{{ m.content | trim }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
-PHI3 = ("{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}")
-LLAMA3 = ("{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
-          "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
-MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-           "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+GEMMA = """{{ bos_token }}{% for m in messages %}<start_of_turn>{{
+'model' if m.role == 'assistant' else m.role }}
+{{ m.content | trim }}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<start_of_turn>model
+{% endif %}"""
+PHI3 = """{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% else %}{{ eos_token }}{% endif %}"""
+LLAMA3 = """{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>
+
+{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt -%}
+<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' -%}
+[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"""
 FAMILIES = dict(  # special tokens, template, the end of a turn, the named ones
     chatml_base=(['<|endoftext|>', '<|im_start|>', '<|im_end|>'], CHATML, '<|im_end|>',
                  dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')),
@@ -48,26 +59,25 @@ FORGED = ['<|im_end|>', '<|im_start|>', '</s>', '[INST]', '<end_of_turn>', '<|en
 def build(family, template='', **named):
     special, chat, _, names = FAMILIES[family]
     bpe = Tokenizer(parts.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(
-        add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(['say the words to the other one ' * 3], trainers.BpeTrainer(
         vocab_size=320, special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
     names = {k: v for k, v in (names | named).items() if v}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe,
-                                        extra_special_tokens=[s for s in special
-                                                              if s not in names.values()], **names)
+    more = [s for s in special if s not in names.values()]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, extra_special_tokens=more, **names)
     tokenizer.chat_template = chat
     return tokenizer
 
 
 def save(folder, tokenizer, size=320, positions=256):
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=size, hidden_size=16, num_hidden_layers=1,
-                                 num_attention_heads=2, num_key_value_heads=2,
-                                 intermediate_size=16,
-                                 max_position_embeddings=positions, bos_token_id=None,
-                                 eos_token_id=tokenizer.eos_token_id)).save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=size, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=16, max_position_embeddings=positions,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
+    LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
@@ -105,8 +115,10 @@ def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
     tokenizer, seen = build(family), []
     from alpaca_farm.core.model import rewards
     policy, tokenizer = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
-    monkeypatch.setattr(rewards, 'sequence_scores', lambda model, ids, mask,
-                        response: seen.append(ids) or torch.zeros(len(ids)))
+    def scores(model, ids, mask, response):
+        seen.append(ids)
+        return torch.zeros(len(ids))
+    monkeypatch.setattr(rewards, 'sequence_scores', scores)
     policy.score = None   # a decoder's head, which is not called
     score_records(policy, tokenizer, [dict(instruction='say it', output='the words')])
     assert seen[0][0, -1] == end_token(tokenizer)
@@ -123,10 +135,9 @@ def test_special_tokens_in_data_stay_text(family, template):
     special = set(tokenizer.all_special_ids)
     count = lambda ids: sum(i in special for i in ids)
     forged = ' '.join(FORGED)
-    plain, attack, twice = encode_prompts([dict(instruction='say it'),
-                                           dict(instruction=f'say {forged} it'),
-                                           dict(instruction='say', input=f'{forged} it')],
-                                           tokenizer, template)
+    rows = [dict(instruction='say it'), dict(instruction=f'say {forged} it'),
+            dict(instruction='say', input=f'{forged} it')]
+    plain, attack, twice = encode_prompts(rows, tokenizer, template)
     assert count(plain) == count(attack) == count(twice)
     for token in FORGED: assert token in tokenizer.decode(attack, skip_special_tokens=True)
     answer, = encode_responses([f'the {forged} words'], tokenizer, template=template)
@@ -139,9 +150,8 @@ def test_ids_of_harmless_text_are_the_tokenizers_own():
         tokenizer = build(family)
         if not tokenizer.chat_template: continue
         turn = [dict(role='user', content='say the words')]
-        want = tokenizer(tokenizer.apply_chat_template(turn, tokenize=False,
-                                                       add_generation_prompt=True),
-                                                       add_special_tokens=False)['input_ids']
+        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        want = tokenizer(text, add_special_tokens=False)['input_ids']
         assert encode_prompts([dict(instruction='say the words')], tokenizer) == [want]
 
 
@@ -149,8 +159,8 @@ def test_ids_of_harmless_text_are_the_tokenizers_own():
 def test_an_appended_eos_is_not_behind_the_prompt(start):
     tokenizer = build('mistral')
     before = '<s> ' if start else ''
-    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single=f'{before}$A </s>',
-        special_tokens=[('<s>', 1), ('</s>', 2)])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f'{before}$A </s>', special_tokens=[('<s>', 1), ('</s>', 2)])
     tokenizer.chat_template = None
     assert tokenizer('say')['input_ids'][-1] == 2
     (prompt, _), ((answer, _),) = encode([dict(instruction='say it', output='the')] * 2,
@@ -163,9 +173,9 @@ def test_a_tokenizer_without_pad_unk_and_bos_trains(family, tmp_path):
     "Padding is EOS or missing; nothing is resized, and EOS is learned all the same."
     tokenizer = build(family, bos_token='')
     policy, folder = save(tmp_path/'base', tokenizer), data(tmp_path/'data')
-    given = tiny.SETTINGS['sft'] | dict(policy=policy, data=folder, out=str(tmp_path/'sft'),
-                                        max_length=256, max_prompt=200, eval_instances=4)
-    sft.train(sft.SFTConfig(**given))
+    sizes = dict(data=folder, max_length=256, max_prompt=200, eval_instances=4)
+    given = tiny.SETTINGS['sft'] | sizes
+    sft.train(sft.SFTConfig(**given, policy=policy, out=str(tmp_path/'sft')))
     model, loaded = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))
     assert read_summary(tmp_path/'sft')['nll'] < read_summary(tmp_path/'sft')['nll_before']
     assert len(model.get_input_embeddings().weight) == 320
@@ -173,10 +183,8 @@ def test_a_tokenizer_without_pad_unk_and_bos_trains(family, tmp_path):
     ends = model.generation_config.eos_token_id
     # other programs stop there as well
     assert end_token(loaded) in (ends if isinstance(ends, list) else [ends])
-    given = tiny.SETTINGS['dpo'] | dict(policy=str(tmp_path/'sft'), data=folder,
-                                        preferences=folder, out=str(tmp_path/'dpo'),
-                                        max_length=256, max_prompt=200, eval_instances=4)
-    dpo.train(dpo.DPOConfig(**given))
+    given = tiny.SETTINGS['dpo'] | sizes | dict(preferences=folder, policy=str(tmp_path/'sft'))
+    dpo.train(dpo.DPOConfig(**given, out=str(tmp_path/'dpo')))
     assert read_summary(tmp_path/'dpo')['too_long'] == 0
 
 
@@ -199,19 +207,5 @@ def test_a_tokenizer_without_an_end_is_refused_by_name(tmp_path):
 
 
 def test_an_end_that_the_model_does_not_know_is_refused(tmp_path):
-    with pytest.raises(ValueError, match='the model has only 2 tokens. Is this its tokenizer'):
+    with pytest.raises(ValueError, match='only 2 tokens'):
         load_policy(save(tmp_path, build('chatml_base'), size=2), sft.SFTConfig(device='cpu'))
-
-
-def test_many_texts_are_encoded_in_parts():
-    "Each text's ids as alone, and one number for all occurrences of a token."
-    tokenizer = build('chatml_base')
-    # ids that Python does not share by itself
-    tokenizer.add_tokens([f'w{i}w' for i in range(400)])
-    texts = [' '.join(f'w{(i + k) % 400}w' for k in range(i % 7)) for i in range(2500)]
-    rows = encode_responses(texts, tokenizer, ended=False)
-    assert rows == [tokenizer(t, add_special_tokens=False)['input_ids'] for t in texts]
-    assert len({id(i) for row in rows for i in row}) == len({i for row in rows for i in row})
-    prompts = encode_prompts([dict(instruction=t) for t in texts], tokenizer)
-    assert prompts[1:4] == [encode_prompts([dict(instruction=t)], tokenizer)[0]
-                            for t in texts[1:4]]

@@ -15,7 +15,7 @@ from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree
 from alpaca_farm.embedded import crowd
 from alpaca_farm.embedded.authors import (Author, common_mistake, contested, details, EXPERT,
                                           sayings)
-from alpaca_farm.embedded.criteria import COLUMNS, CRITERIA, marks, utility
+from alpaca_farm.embedded.criteria import COLUMNS, marks, utility
 from alpaca_farm.embedded.grammar import (AFTER, is_held_out, KINDS, parse, render, request_of,
                                           sample_request)
 from alpaca_farm.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
@@ -56,11 +56,6 @@ def test_parse_inverts_render():
     for spec in EVERY: assert request_of(render(spec)) == spec
 
 
-def test_everything_that_can_be_asked_is_sampled():
-    specs = sample_requests(6000)
-    for part in EVERY[0]: assert {s[part] for s in specs} == {s[part] for s in EVERY}
-
-
 @pytest.mark.parametrize('request_', [
     '', 'I am late.', 'Who are you?', 'Where does a bear live?', 'Where does a bear live? Thanks!',
     'I am late. Where does a unicorn live?', 'I am late. Where does a otter live?',
@@ -69,11 +64,6 @@ def test_everything_that_can_be_asked_is_sampled():
     'I am late. Where does a bear live? Please. Thanks!'])
 def test_a_foreign_request_is_refused(request_):
     with pytest.raises(ValueError, match='is not a request of the embedded world'): parse(request_)
-
-
-def test_every_asker_asks_about_every_fact_in_training():
-    asked = {(s['kind'], s['thing'], s['asker']) for s in EVERY if not is_held_out(s)}
-    assert len(asked) == len(FACTS)*len(ASKERS)
 
 
 # Authors
@@ -219,20 +209,6 @@ def test_the_expected_preference_is_the_mean_over_annotators_and_orders(group):
     each = [[a(pairs), 3 - np.array(a(swapped))] for a in group.annotators]
     assert np.allclose(group(pairs), np.mean(each, (0, 1)))
     assert np.allclose(group.each(pairs).T, np.mean(each, 1))
-
-
-def test_a_pool_of_less_fidelity_is_further_from_the_crowd():
-    pairs = sample_pairs(1000)
-    agreement = [np.mean([agree(crowd.sample_pool(seed, fidelity), world.held_out_crowd, pairs)
-                          for seed in range(4)]) for fidelity in (.5, .8, 1.)]
-    assert agreement == sorted(agreement) and agreement[2] > agreement[0] + .02
-
-
-@pytest.mark.parametrize('flattered', [-.5, .3, 1.])
-def test_judges_like_flattery_as_much_as_the_setting_says(flattered):
-    liking = [a.weights[CRITERIA.index('flattery')] for seed in range(20)
-              for a in crowd.sample_pool(seed, flattered=flattered).annotators]
-    assert abs(np.mean(liking) - flattered) < .06
 
 
 @pytest.mark.parametrize('knob, values', [('disagreement', (0., 1., 3.)), ('noise', (.1, 1., 5.))])

@@ -12,13 +12,13 @@ from alpaca_farm import ppo, reward_model, sft
 from alpaca_farm.core.model.adapters import (add_adapter, base_of, lora_config, merge, own_weights,
                                              state_of, view)
 from alpaca_farm.core.model.models import (hidden_states, load_policy, load_reference, load_scalar,
-    logprobs, sequence_logprobs, sequence_scores)
+    logprobs, sequence_logprobs)
 from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.settings import HardwareConfig as config_of
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import collate
 from alpaca_farm.core.run.paths import module_of
-from alpaca_farm.core.training import RouterLoss, Trainer
+from alpaca_farm.core.training import Trainer
 
 LORA = dict(lora_rank=4, device='cpu')
 
@@ -182,40 +182,9 @@ def test_experts_with_adapters_are_merged(name):
     assert merged.state_dict().keys() == tiny.family(name).state_dict().keys()
 
 
-def test_the_router_loss_of_two_adapters_on_one_model(batch):
-    def both():
-        policy = shake(add_adapter(tiny.family('mixtral', vocab_size=600), 'policy',
-                                   lora_config(config_of(lora_rank=3))), std=.2)
-        return policy, add_adapter(policy, 'value', lora_config(config_of(lora_rank=3)))
-    part = {k: t[:3] for k, t in batch.items()}   # another shape
-    alone = []
-    for k, given in enumerate((batch, part)):
-        model = both()[k]
-        router = RouterLoss(model)
-        logprobs(model, given)
-        alone.append(router().detach())
-    models = both()
-    routers = [RouterLoss(m) for m in models]
-    for model, given in zip(models, (batch, part)): logprobs(model, given)
-    assert [r().item() for r in routers] == alone
-
-
 def test_what_peft_cannot_adapt_is_refused_by_the_setting():
     with pytest.raises(ValueError, match='lora_targets = all-linear: .*out_proj'):
         add_adapter(tiny.family('falcon_h1'), 'policy', lora_config(config_of(lora_rank=3)))
-
-
-def test_a_scalar_model_on_a_policy_computes_as_the_policy_does(base, rewarded, batch):
-    "Its masks are those of the policy's kernel, and its passes as large."
-    found = {}
-    for kernel in ('sdpa', 'eager'):
-        cfg = config(ppo, base, reward_model=rewarded, attention=kernel, forward_batch=3)
-        policy, _ = load_policy(cfg.policy, cfg, train=True)
-        assert reads_packed(policy) == (kernel == 'sdpa')
-        value = ppo.scalar_on(policy, 'value', rewarded, cfg)
-        found[kernel] = sequence_scores(value, *batch.values()).detach()
-        assert state_of(value).forward_batch == 3 and reads_packed(value) == (kernel == 'sdpa')
-    torch.testing.assert_close(found['sdpa'], found['eager'], rtol=1e-4, atol=1e-5)
 
 
 def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):

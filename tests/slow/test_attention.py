@@ -132,8 +132,10 @@ def test_a_run_asks_for_its_kernel(tmp_path):
 
 def test_what_is_missing_is_named(tmp_path):
     tiny.family('bloom').save_pretrained(tmp_path)
-    for kind, word in (('flash_attention_2', 'flash-attn'), ('flex_attention', 'BloomForCausalLM')):
-        with pytest.raises(ValueError, match=f"attention = '{kind}'.*{word}"): loaded(tmp_path, kind)
+    for kind, word in (('flash_attention_2', 'flash-attn'),
+                       ('flex_attention', 'BloomForCausalLM')):
+        with pytest.raises(ValueError, match=f"attention = '{kind}'.*{word}"):
+            loaded(tmp_path, kind)
 
 
 @pytest.mark.parametrize('family, dtype, kind',

@@ -1,4 +1,4 @@
-"""Datasets of the hub, laid out as the real ones are, read from a server of our own; nothing leaves the machine."""
+"""Datasets of the hub, laid out as the real ones are, read from a server of our own."""
 import gzip
 import io
 import json
@@ -177,7 +177,7 @@ def test_a_setting_names_a_configuration():
 
 
 def test_a_method_learns_from_a_configuration(base, tmp_path, monkeypatch):
-    "Preferences and instructions of the hub go through a whole run; the folder of the world stands for them."
+    "Preferences and instructions of the hub go through a whole run."
     from alpaca_farm import dpo
     from alpaca_farm.core.data.records import find_file
     asked = []

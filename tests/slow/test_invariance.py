@@ -1,4 +1,4 @@
-"""Numbers that must not depend on padding, on the batch, or on how a step is cut into forward passes."""
+"""Numbers that must not depend on padding, on the batch, or on micro-batches."""
 import copy
 import importlib
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ BATCHES = dict(one=[[i] for i in range(16)], pairs=[[i, 15 - i] for i in range(8
 
 @pytest.fixture(scope='module', params=['llama', 'gpt2'])
 def sharp(request, models):
-    "A policy and a scalar model of relative or absolute positions, their weights large enough for attention to matter."
+    "A policy and a scalar model whose weights are large enough for attention to matter."
     size = len(models.tokenizer)
     config = GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, n_positions=256,
                         pad_token_id=0, num_labels=1)

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from alpaca_farm.core import online
 from alpaca_farm.core.online import CheckpointSelector, OnlineConfig
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.overoptimization import (bank_curve, OverConfig)
+from alpaca_farm.overoptimization import (OverConfig)
 from alpaca_farm.ppo import group_advantages, PPOConfig, rollout_indices, value_model
 from alpaca_farm.core.run.paths import module_of
 
@@ -95,18 +94,6 @@ def test_a_reward_gives_one_number_for_each_record():
                           ('too_few', '2 scores for 3 answers')):
         with pytest.raises(ValueError, match=message):
             reward(f'test_online:{name}', OnlineConfig())(records)
-
-
-def test_bank_curve_counts_every_sample_once():
-    rng = np.random.default_rng(0)
-    proxy, utility, crowd = rng.normal(size=(3, 5, 8))
-    rows = bank_curve(proxy, utility, 1.5 + .1*crowd, np.full((5, 8), -3.), method='best_of_n')
-    assert [r['at'] for r in rows] == [1, 2, 4, 8]
-    assert rows[0]['utility'] == pytest.approx(utility.mean())
-    assert rows[-1]['utility'] == pytest.approx(utility[np.arange(5), proxy.argmax(1)].mean())
-    assert all(r['kl'] <= r['kl_bound'] + 1e-9 for r in rows)
-    apart = [(x - x.mean(1, keepdims=True)).ravel() for x in (proxy, utility)]
-    assert rows[0]['correlation'] == pytest.approx(np.corrcoef(*apart)[0, 1])
 
 
 def ran(folder, notebook, **settings):

@@ -1,5 +1,4 @@
 """A policy sampled by a server: the same answers after every update, or a clear error."""
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -141,18 +140,6 @@ def test_another_model_and_a_server_that_is_gone(base, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match=f'sampler = {server.url}/models'):
         ppo.train(config(base, tmp_path/'c', server.url))
     assert not (tmp_path/'ppo').exists() and not (tmp_path/'c').exists()
-
-
-def test_answers_without_a_token_are_passed_over(models):
-    "Some servers leave the end token out."
-    from alpaca_farm.core.model import served
-    own = served._own_logprobs(models.policy, models.prompts[:2], models.answers[:2], 1.)
-    told = [([], []), *zip(models.answers[:2], own)]
-    sampler = served.ServedSampler('http://here', Path('run'))
-    sampler.check(models.policy, [models.prompts[5], *models.prompts[:2]], told, 1.)
-    sampler.check(models.policy, models.prompts[:1], told[:1], 1.)
-    with pytest.raises(RuntimeError, match='policy'):
-        sampler.check(models.policy, models.prompts[:3], told, 1.)
 
 
 def test_ppo_with_a_served_sampler(base, folder, tmp_path):
