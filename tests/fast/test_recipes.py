@@ -90,7 +90,7 @@ PUBLISHED = dict(
     quark=dict(RL, learning_rate=3e-6, kl_coef=.05, entropy_coef=0., num_quantiles=4, best_quantile_only=True, clear_pool=True, updates=1, missing_eos=''),
     feedme=dict(HF, preferences=NOISY, method='feedme'),
     reward_conditioning=dict(HF, preferences=NOISY, method='reward_conditioning'),
-    rrhf=dict(HF, epochs=3, batch_size=64, learning_rate=2e-5, rrhf_weight=1., k=6, n=4, decoding='diverse_beam', groups=4, diversity_penalty=1., save_every=100,
+    rrhf=dict(HF, epochs=3, batch_size=64, learning_rate=2e-5, rrhf_weight=1., k=6, n=4, decoding='beam', groups=4, diversity_penalty=1., save_every=100,
               max_new_tokens=128, max_length=320, template='raw'),
     wombat=dict(HF, epochs=3, batch_size=64, learning_rate=2e-5, rrhf_weight=1., k=5, save_every=100, template='alpaca'))
 
