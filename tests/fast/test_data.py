@@ -93,10 +93,8 @@ def test_a_folder_says_what_it_holds(base, tmp_path):
 
 
 @pytest.mark.parametrize('name, is_hub', [
-    ('tatsu-lab/alpaca', True), ('a/b', True), ('nbs/nothing', False), ('no/such/folder', False),
-    ('no/such.json', False), ('data', False),
-    ('./a/b', False), ('../data', False), ('~/data', False), ('/tmp/data', False), ('a/', False),
-    ('', False)])
+    ('a/b', True), ('nbs/nothing', False), ('no/such/folder', False), ('no/such.json', False),
+    ('data', False), ('./a/b', False), ('~/data', False), ('/tmp/data', False), ('', False)])
 def test_hub_names(name, is_hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path/'nbs').mkdir()
@@ -264,28 +262,33 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
 
 
 def test_columns_is_a_setting(tmp_path):
-    "The same in every notebook that reads records; KTO's columns in a spreadsheet's CSV."
-    from alpaca_farm import annotators, binary_feedback, dpo, eval as evaluation
-    pairs = write(tmp_path/'pairs.json', [dict(q=f'Hi {i}.', a='Yes?', b='What?', preference=2)
-                                          for i in range(4)])
+    "The same in every notebook that reads records."
+    from alpaca_farm import annotators, dpo, eval as evaluation
+    row = dict(q='Hi.', a='Yes?', b='What?', preference=2)
     names = 'instruction=q,output_1=a,output_2=b'
-    assert annotators.load_pairs(annotators.AnnotatorsConfig(outputs=pairs,
-                                                             columns=names))[0][
-                                                                 'output_2'] == 'What?'
-    assert dpo.read_labels(dpo.DPOConfig(preferences=pairs,
-                                         columns=names))[0][0]['chosen'] == 'What?'
-    (tmp_path/'kto.csv').write_text('prompt,completion,label\n'
-                                    + ''.join(f'Hi {i}.,Yes?,{i % 2 == 0}\n' for i in range(10)))
-    found, fields, labels = dpo.read_labels(dpo.DPOConfig(preferences=str(tmp_path/'kto.csv'),
-                                                          loss_type='kto'))
+    pairs = write(tmp_path/'pairs.json', [dict(row, q=f'Hi {i}.') for i in range(4)])
+    cfg = annotators.AnnotatorsConfig(outputs=pairs, columns=names)
+    assert annotators.load_pairs(cfg)[0]['output_2'] == 'What?'
+    labels = dpo.read_labels(dpo.DPOConfig(preferences=pairs, columns=names))
+    assert labels[0][0]['chosen'] == 'What?'
+    answers = write(tmp_path/'answers.json', [row])
+    found, = evaluation.read_answers(answers, columns='instruction=q,output=a')
+    assert (found['instruction'], found['output']) == ('Hi.', 'Yes?')
+
+
+def test_feedback_in_a_spreadsheet(tmp_path):
+    "KTO's columns in a CSV file."
+    from alpaca_farm import binary_feedback, dpo
+    path = tmp_path/'kto.csv'
+    rows = [f'Hi {i}.,Yes?,{i % 2 == 0}\n' for i in range(10)]
+    path.write_text('prompt,completion,label\n' + ''.join(rows))
+    cfg = dpo.DPOConfig(preferences=str(path), loss_type='kto')
+    found, fields, labels = dpo.read_labels(cfg)
     assert found[1]['instruction'] == 'Hi 1.' and fields == ('output',)
     assert labels[:3] == [[1.], [0.], [1.]]
-    learn, aside, n = binary_feedback.load_feedback(
-        binary_feedback.BinaryFeedbackConfig(preferences=str(tmp_path/'kto.csv')))
+    cfg = binary_feedback.BinaryFeedbackConfig(preferences=str(path))
+    learn, aside, n = binary_feedback.load_feedback(cfg)
     assert [r['good'] for r in learn + aside] == [1., 0.]*5 and [n, len(aside)] == [8, 2]
-    answers = write(tmp_path/'answers.jsonl', [dict(question='Hi.', response='Yes?')], lines=True)
-    assert evaluation.read_answers(answers, columns='instruction=question,output=response') == [
-        dict(instruction='Hi.', input='', output='Yes?')]
 
 
 often = settings(max_examples=150, deadline=None, derandomize=True, database=None)
