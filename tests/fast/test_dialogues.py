@@ -48,8 +48,8 @@ def test_every_pair_of_hh_rlhf_round_trips():
     found = load_records(str(HH), kind='preference')
     assert len(found) == len(rows) == 2312 and [as_hh(r) for r in found] == rows
     again = as_records([as_chat(r) for r in found], 'a', ['preference'])
-    assert all(a['messages'] == b['messages'] and named_answers(a) == named_answers(b) for a,
-               b in zip(again, found))
+    for a, b in zip(again, found):
+        assert a['messages'] == b['messages'] and named_answers(a) == named_answers(b)
     assert all(dialogue_text(parse_dialogue(t)) == t for r in rows for t in r.values())
 
 
@@ -156,52 +156,44 @@ def longest(pairs):
 def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     judge = f'{__name__}:longest'
     more = dict(max_length=158, max_prompt=140, eval_instances=6, data=str(talks))
-    def run(module, name, notebook=None, **given):
-        known = {f.name for f in module_fields(module)}
-        settings = tiny.settings(notebook or name,
-                                 base) | more if (notebook or name) in tiny.SETTINGS else {}
-        cfg = tiny.config(module,
-                          **{k: v for k, v in dict(settings, out=str(tmp_path/name),
-                                                   **given).items() if k in known})
+    def run(module, name, **given):
+        notebook, known = module.__name__.split('.')[-1], {f.name for f in module_fields(module)}
+        given = dict(out=str(tmp_path/name), **given)
+        if notebook in tiny.SETTINGS: given = tiny.settings(notebook, base) | more | given
+        cfg = tiny.config(module, **{k: v for k, v in given.items() if k in known})
         tiny.main(module)(cfg)
-        if notebook or name in ('sft', 'reward_model', 'dpo', 'ppo', 'quark', 'rrhf',
-                                'binary_feedback'):
-            tiny.show_results(notebook or name, cfg)
+        if module not in (annotators, evaluation): tiny.show_results(notebook, cfg)
         return str(tmp_path/name)
     policy = run(sft, 'sft')
-    samples = run(best_of_n, 'samples', 'best_of_n', policy=policy, reward_model='',
-                  split='unlabeled')
+    samples = run(best_of_n, 'samples', policy=policy, reward_model='', split='unlabeled')
     labels = run(annotators, 'annotators', outputs=samples, annotators=judge, label_flip=0.)
     asked = {prompt_key(r) for r in load_records(str(talks), 'unlabeled')}
     for name, file in ((samples, 'candidates'), (labels, 'preferences')):
         found = read_json(Path(name)/f'{file}.json')
-        assert found
-        assert all(len(r['messages']) == 3 and 'instruction' not in r and prompt_key(r) in asked
-                   for r in found)
-    rewards = run(reward_model, 'reward_model', preferences=str(talks/'preference.jsonl.gz'),
-                  policy=policy, held_out=6)
+        assert found and {len(r['messages']) for r in found} == {3}
+        for r in found: assert 'instruction' not in r and prompt_key(r) in asked
+    pairs = str(talks/'preference.jsonl.gz')
+    rewards = run(reward_model, 'reward_model', preferences=pairs, policy=policy, held_out=6)
     assert 0 <= read_summary(rewards)['accuracy_low'] < read_summary(rewards)['accuracy_high'] <= 1
-    learned = {prompt_key(r) for r in load_records(str(talks/'preference.jsonl.gz'),
-                                                   'preferences')}
-    assert agreement.learned_prompts(rewards) == learned != set() == agreement.learned_prompts(
-        policy)
+    learned = {prompt_key(r) for r in load_records(pairs, 'preferences')}
+    assert agreement.learned_prompts(rewards) == learned
+    assert learned and not agreement.learned_prompts(policy)
     with_rewards = dict(policy=policy, reward_model=rewards)
     made = [run(dpo, 'dpo', preferences=labels, policy=policy),
             run(best_of_n, 'best_of_n', **with_rewards),
             run(ppo, 'ppo', annotators=judge, missing_eos='replace', missing_eos_value=3.,
                 temperature=1., **with_rewards), run(quark, 'quark', **with_rewards),
-            run(rrhf, 'rrhf', candidates=[samples, str(talks/'preference.jsonl.gz')],
-                **with_rewards),
-            run(binary_feedback, 'binary_feedback', preferences=str(talks/'preference.jsonl.gz'),
-                policy=policy, annotators=judge)]
+            run(rrhf, 'rrhf', candidates=[samples, pairs], **with_rewards),
+            run(binary_feedback, 'binary_feedback', preferences=pairs, policy=policy,
+                annotators=judge)]
     steps = read_log(made[2])
     # few answers have an end
     assert all(r['reward'] == -3 for r in steps if not r['ended'])
     assert -3 <= min(r['reward'] for r in steps) < -2
     board = run(evaluation, 'board', outputs=made, reference=str(talks/'eval.jsonl'),
                 annotators=[judge], max_instances=6)
-    assert {Path(m).name for m in made} <= {k.partition('_longest')[0]
-                                            for k in read_summary(board)}
+    ranked = {k.partition('_longest')[0] for k in read_summary(board)}
+    assert {Path(m).name for m in made} <= ranked
 
 
 @pytest.mark.parametrize('judge', ['harmlessness/harmless', 'helpfulness/helpful',
