@@ -77,13 +77,8 @@ def is_patch(definition):
 
 
 def config_of(path):
-    "The notebook's dataclass of settings, None when it has none."
-    notebook = path.stem
-    module = importlib.import_module(module_of(notebook))
-    found = [v for v in vars(module).values() if isinstance(v, type)
-             and dataclasses.is_dataclass(v)
-             and v.__module__ == module.__name__ and v.__name__.endswith('Config')]
-    return found[0] if found else None
+    "The notebook's dataclass of settings."
+    return tiny.config_class(importlib.import_module(module_of(path.stem)))
 
 
 def parameters(path):
@@ -136,7 +131,7 @@ def test_parameters_cell_has_the_settings_of_the_notebook(path):
     from papermill import inspect_notebook
     from alpaca_farm.core.run.settings import field_comments
     cls = config_of(path)
-    assert cls is not None and len(parameters(path)) == 1
+    assert len(parameters(path)) == 1
     own = {'out', 'seed', *cls.inputs, *cls.__annotations__}
     known = {name: getattr(cls(), name) for name in own}
     found = inspect_notebook(str(path))
@@ -247,9 +242,8 @@ def test_imports_are_quick_and_light():
     assert {n: t for n, t, _ in rows if t > .3} == {}
 
 
-TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs',
-              'core.data.records',
-              'embedded.crowd', 'world', 'annotators', 'eval', 'boards.text']
+TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
+              'core.data.records', 'embedded.crowd', 'annotators', 'eval', 'boards.text']
 BARE = '''
 import importlib, os, sys
 for name in sys.argv[1:]:
@@ -292,13 +286,6 @@ def test_imports_only_go_down(path):
             assert LEVEL.get(other, METHOD) < LEVEL.get(name, METHOD), f'{name} imports {other}'
 
 
-@each_module
-def test_lines_have_110_characters(path):
-    "Those that are written: nbdev wraps `__all__` in its own way."
-    text = re.sub(r'^__all__ = \[.*?\]$', '', path.read_text(encoding='utf-8'), flags=re.M | re.S)
-    assert [l for l in text.splitlines() if len(l) > 110] == []
-
-
 def test_a_name_means_one_thing():
     "A function or class is defined in one module only, but for `train` and `run`."
     where = {}
@@ -308,19 +295,17 @@ def test_a_name_means_one_thing():
     assert {n: m for n, m in where.items() if len(m) > 1 and n not in ('train', 'run')} == {}
 
 
+UNSAFE = r'trust_remote_code|\bpickle\b|torch\.load\b|torch\.save\b|\bmarshal\b|shell=True'
+
+
 @each_module
-def test_nothing_unsafe_is_loaded(path):
+def test_a_module_has_a_docstring_short_lines_and_nothing_unsafe(path):
     text = path.read_text(encoding='utf-8')
-    assert not re.search(
-        r'trust_remote_code|\bpickle\b|torch\.load\b|torch\.save\b|\bmarshal\b|shell=True', text)
-    assert not any(isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
-                   and n.func.id in ('eval', 'exec')
-                   for n in ast.walk(ast.parse(text)))
-
-
-@each_module
-def test_every_public_thing_says_what_it_is(path):
-    body = ast.parse(path.read_text(encoding='utf-8'))
-    assert ast.get_docstring(body)
-    lines = path.read_text(encoding='utf-8').splitlines()
-    assert [l for l in lines if '\t' in l] == []
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree) and '\t' not in text and not re.search(UNSAFE, text)
+    called = {n.func.id for n in ast.walk(tree)
+              if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    assert not called & {'eval', 'exec'}
+    # of what is written: nbdev wraps `__all__` in its own way
+    written = re.sub(r'^__all__ = \[.*?\]$', '', text, flags=re.M | re.S)
+    assert [l for l in written.splitlines() if len(l) > 110] == []

@@ -48,8 +48,8 @@ def test_every_pair_of_hh_rlhf_round_trips():
     found = load_records(str(HH), kind='preference')
     assert len(found) == len(rows) == 2312 and [as_hh(r) for r in found] == rows
     again = as_records([as_chat(r) for r in found], 'a', ['preference'])
-    assert all(a['messages'] == b['messages'] and named_answers(a) == named_answers(b) for a,
-               b in zip(again, found))
+    for a, b in zip(again, found):
+        assert a['messages'] == b['messages'] and named_answers(a) == named_answers(b)
     assert all(dialogue_text(parse_dialogue(t)) == t for r in rows for t in r.values())
 
 
@@ -156,52 +156,44 @@ def longest(pairs):
 def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     judge = f'{__name__}:longest'
     more = dict(max_length=158, max_prompt=140, eval_instances=6, data=str(talks))
-    def run(module, name, notebook=None, **given):
-        known = {f.name for f in module_fields(module)}
-        settings = tiny.settings(notebook or name,
-                                 base) | more if (notebook or name) in tiny.SETTINGS else {}
-        cfg = tiny.config(module,
-                          **{k: v for k, v in dict(settings, out=str(tmp_path/name),
-                                                   **given).items() if k in known})
+    def run(module, name, **given):
+        notebook, known = module.__name__.split('.')[-1], {f.name for f in module_fields(module)}
+        given = dict(out=str(tmp_path/name), **given)
+        if notebook in tiny.SETTINGS: given = tiny.settings(notebook, base) | more | given
+        cfg = tiny.config(module, **{k: v for k, v in given.items() if k in known})
         tiny.main(module)(cfg)
-        if notebook or name in ('sft', 'reward_model', 'dpo', 'ppo', 'quark', 'rrhf',
-                                'binary_feedback'):
-            tiny.show_results(notebook or name, cfg)
+        if module not in (annotators, evaluation): tiny.show_results(notebook, cfg)
         return str(tmp_path/name)
     policy = run(sft, 'sft')
-    samples = run(best_of_n, 'samples', 'best_of_n', policy=policy, reward_model='',
-                  split='unlabeled')
+    samples = run(best_of_n, 'samples', policy=policy, reward_model='', split='unlabeled')
     labels = run(annotators, 'annotators', outputs=samples, annotators=judge, label_flip=0.)
     asked = {prompt_key(r) for r in load_records(str(talks), 'unlabeled')}
     for name, file in ((samples, 'candidates'), (labels, 'preferences')):
         found = read_json(Path(name)/f'{file}.json')
-        assert found
-        assert all(len(r['messages']) == 3 and 'instruction' not in r and prompt_key(r) in asked
-                   for r in found)
-    rewards = run(reward_model, 'reward_model', preferences=str(talks/'preference.jsonl.gz'),
-                  policy=policy, held_out=6)
+        assert found and {len(r['messages']) for r in found} == {3}
+        for r in found: assert 'instruction' not in r and prompt_key(r) in asked
+    pairs = str(talks/'preference.jsonl.gz')
+    rewards = run(reward_model, 'reward_model', preferences=pairs, policy=policy, held_out=6)
     assert 0 <= read_summary(rewards)['accuracy_low'] < read_summary(rewards)['accuracy_high'] <= 1
-    learned = {prompt_key(r) for r in load_records(str(talks/'preference.jsonl.gz'),
-                                                   'preferences')}
-    assert agreement.learned_prompts(rewards) == learned != set() == agreement.learned_prompts(
-        policy)
+    learned = {prompt_key(r) for r in load_records(pairs, 'preferences')}
+    assert agreement.learned_prompts(rewards) == learned
+    assert learned and not agreement.learned_prompts(policy)
     with_rewards = dict(policy=policy, reward_model=rewards)
     made = [run(dpo, 'dpo', preferences=labels, policy=policy),
             run(best_of_n, 'best_of_n', **with_rewards),
             run(ppo, 'ppo', annotators=judge, missing_eos='replace', missing_eos_value=3.,
                 temperature=1., **with_rewards), run(quark, 'quark', **with_rewards),
-            run(rrhf, 'rrhf', candidates=[samples, str(talks/'preference.jsonl.gz')],
-                **with_rewards),
-            run(binary_feedback, 'binary_feedback', preferences=str(talks/'preference.jsonl.gz'),
-                policy=policy, annotators=judge)]
+            run(rrhf, 'rrhf', candidates=[samples, pairs], **with_rewards),
+            run(binary_feedback, 'binary_feedback', preferences=pairs, policy=policy,
+                annotators=judge)]
     steps = read_log(made[2])
     # few answers have an end
     assert all(r['reward'] == -3 for r in steps if not r['ended'])
     assert -3 <= min(r['reward'] for r in steps) < -2
     board = run(evaluation, 'board', outputs=made, reference=str(talks/'eval.jsonl'),
                 annotators=[judge], max_instances=6)
-    assert {Path(m).name for m in made} <= {k.partition('_longest')[0]
-                                            for k in read_summary(board)}
+    ranked = {k.partition('_longest')[0] for k in read_summary(board)}
+    assert {Path(m).name for m in made} <= ranked
 
 
 @pytest.mark.parametrize('judge', ['harmlessness/harmless', 'helpfulness/helpful',
@@ -212,59 +204,57 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
     # a prompt may occur twice
     rows = [dict(messages=HELLO[:2] + [turn('user', f'Question {i}?')]) for i in range(24)] + [
         dict(messages=HELLO[:1])]*2
-    files = {name: write(tmp_path/f'{name}.jsonl',
-                         [dict(r, output=form.format(i=i)) for i, r in enumerate(rows)])
-             for name, form in (('short', 'Assistant: no {i}'),
-                                ('long', ' a longer answer {i}\n\nHuman: And?\n\nAssistant: Oh.'))}
+    forms = dict(short='Assistant: no {i}',
+                 long=' a longer answer {i}\n\nHuman: And?\n\nAssistant: Oh.')
+    files = {}
+    for name, form in forms.items():
+        answers = [dict(r, output=form.format(i=i)) for i, r in enumerate(rows)]
+        files[name] = write(tmp_path/f'{name}.jsonl', answers)
+    store = str(tmp_path/'answers.sqlite')
+    def asked(): return [r for r, in Store(store).run('select request from requests')]
     with judge_server(regexes=(r'<A>\n(.*?)\n</A>', r'<B>\n(.*?)\n</B>'), labels=('A', 'B'),
                       template='I would say **({label})**') as server:
         def compared(name, **more):
-            cfg = annotators.AnnotatorsConfig(out=str(tmp_path/name), outputs=files['long'],
-                                              against=files['short'], annotators=judge,
-                                              models=['gpt-4.1=judge'],
-                                              base_url=server.url,
-                                              store=str(tmp_path/'answers.sqlite'), **more)
+            cfg = annotators.AnnotatorsConfig(
+                out=str(tmp_path/name), outputs=files['long'], against=files['short'],
+                annotators=judge, models=['gpt-4.1=judge'], base_url=server.url, store=store,
+                **more)
             annotators.run(cfg)
             return load_records(cfg.out, 'preferences', 'preference'), read_summary(cfg.out)
         once, summary = compared('once')
         assert summary['labels'] == 26 and summary['win_rate'] == summary['win_rate_low'] == 100
-        assert 0 < summary['first'] < 1
-        assert {(r['output_1'], r['output_2'], r['preference']) for r in once} == {
-            (f'no {i}', f'a longer answer {i}', 2.) for i in range(26)}
-        asked = Store(str(tmp_path/'answers.sqlite')).run('select count(*) from requests')[0][0]
+        assert 0 < summary['first'] < 1 and len(asked()) == 26
+        labels = {(r['output_1'], r['output_2'], r['preference']) for r in once}
+        assert labels == {(f'no {i}', f'a longer answer {i}', 2.) for i in range(26)}
         both, summary = compared('both', both_orders=True)
         assert summary['consistent'] == 1 and all(r['orders'] == [2., 2.] for r in both)
-        _, noisy = compared('noisy', label_flip=.25)
         # the files are compared by the judge's own labels
+        _, noisy = compared('noisy', label_flip=.25)
         assert noisy['flip_rate'] > 0 and noisy['win_rate'] == 100
-        requests = [r for r,
-                    in Store(str(tmp_path/'answers.sqlite')).run('select request from requests')]
-    assert (asked, len(requests)) == (26, 52)
+    requests = asked()
+    assert len(requests) == 52
     assert all('Human: And?' not in r and '<A>\\nAssistant' not in r for r in requests)
     assert sum('Human: Hi.\\n\\nAssistant: Yes?\\n\\nHuman: Question' in r for r in requests) == 48
 
 
 def test_prompts_that_differ_or_stand_in_another_order(tmp_path):
     rows = [dict(messages=[turn('user', f'Question {i}?')], output='a') for i in range(3)]
-    files = {name: write(tmp_path/f'{name}.jsonl', r) for name,
-             r in dict(a=rows, other=rows[1:] + rows[:1], fewer=rows[:2],
-                       new=rows[:2] + [dict(rows[2], messages=HELLO)]).items()}
-    for name, message in dict(other="row 0: 'Question 1", fewer='2 against 3',
-                              new='row 2').items():
-        with pytest.raises(ValueError, match=message):
-            annotators.run(annotators.AnnotatorsConfig(out=str(tmp_path/'run'), outputs=files['a'],
-                                                       against=files[name],
-                                                       annotators=f'{__name__}:longest'))
+    others = {"row 0: 'Question 1": rows[1:] + rows[:1], '2 against 3': rows[:2],
+              'row 2': [*rows[:2], dict(rows[2], messages=HELLO)]}
+    for message, other in others.items():
+        cfg = annotators.AnnotatorsConfig(
+            out=str(tmp_path/'run'), outputs=write(tmp_path/'a.jsonl', rows),
+            against=write(tmp_path/'b.jsonl', other), annotators=f'{__name__}:longest')
+        with pytest.raises(ValueError, match=message): annotators.run(cfg)
 
 
 def bytes_tokenizer():
     "Of a model that knows bytes, and no chat template."
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
-    words = {c: i for i,
-             c in enumerate(['<pad>', '</s>', *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(words, [])),
-                                        pad_token='<pad>', eos_token='</s>')
+    words = ['<pad>', '</s>', *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    bpe = Tokenizer(models.BPE({c: i for i, c in enumerate(words)}, []))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token='<pad>', eos_token='</s>')
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -272,8 +262,8 @@ def bytes_tokenizer():
 
 @pytest.mark.parametrize('said, ended, output, kept', [
     (' Yes.\n\nHuman: Why?\n\nAssistant: So.', True, 'Yes.', ' Yes.\n\nHuman:'),
-    (' Yes.</s>', True, 'Yes.', ' Yes.</s>'), (' The Human: factor', False, 'The Human: factor',
-                                               None),
+    (' Yes.</s>', True, 'Yes.', ' Yes.</s>'),
+    (' The Human: factor', False, 'The Human: factor', None),
     (' Humanity', False, 'Humanity', None), ('\n\nHuman: Why?', True, '', '\n\nHuman:')])
 def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, ended, output, kept):
     "In a dialogue's text alone; an answer without such an end, or EOS, gets the penalty."
@@ -282,35 +272,27 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
     from alpaca_farm.core.model.generation import Sample
     tokenizer = bytes_tokenizer()
     ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
-    monkeypatch.setattr('alpaca_farm.core.answers.generate', lambda policy, tokenizer, prompts,
-                        **_: [[Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))]]*len(
-                            prompts))
+    sample = Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))
+    monkeypatch.setattr('alpaca_farm.core.answers.generate', lambda *_, **more: [[sample]]*2)
     records, cfg = [dict(messages=HELLO), dict(instruction='Hi.')], ppo.PPOConfig()
-    batch, (first, second) = online.sample_rollout(models.policy, tokenizer, records,
-                                                   encode_prompts(records, tokenizer), cfg, 0)
+    prompts = encode_prompts(records, tokenizer)
+    batch, (first, second) = online.sample_rollout(models.policy, tokenizer, records, prompts,
+                                                   cfg, 0)
     assert (first['ended'], first['output']) == (ended, output)
     assert batch['response'][0].sum() == len(ids(kept or said))
     assert second['ended'] == said.endswith('</s>')
     assert batch['response'][1].sum() == len(ids(said))
-    assert online.end_scores(torch.tensor([2.]), torch.tensor([first['ended']]), 'replace',
-                             1.).item() == (2 if ended else -1)
+    score = online.end_scores(torch.tensor([2.]), torch.tensor([first['ended']]), 'replace', 1.)
+    assert score.item() == (2 if ended else -1)
 
 
-def test_a_question_of_a_task_is_a_judge(tmp_path):
-    "By the name of the task or the file of the user's own; part of what decides a run's result."
-    import shutil
-    from alpaca_farm.core.run.identity import content_hash
+def test_a_question_of_a_task_is_a_judge():
+    "By the name of the task or the file of the user's own."
     from alpaca_farm.core.ask.judge_configs import check_annotators
-    own = tmp_path/'mine.yaml'
-    shutil.copy(tiny.ROOT/'nbs/recipes/tasks/outlining.yaml', own)
+    own = tiny.ROOT/'nbs/recipes/tasks/outlining.yaml'
     judge, = load_evaluators(f'{own}/outline')
-    assert 'Which outline is better' in judge.template and '{question}' not in judge.template
     assert judge.name == 'outline'
-    before = content_hash(f'{own}/outline')
-    own.write_text(own.read_text().replace('Which outline is better',
-                                           'Which outline is the better one'))
-    assert content_hash(f'{own}/outline') != before
+    assert 'Which outline is better' in judge.template and '{question}' not in judge.template
     with pytest.raises(ValueError, match='no configuration has this name'):
         check_annotators('annotators', f'{own}/nothing')
-    with pytest.raises(ValueError, match='has no question. Name one of a task'):
-        load_evaluators('question')
+    with pytest.raises(ValueError, match='has no question'): load_evaluators('question')

@@ -85,5 +85,4 @@ def test_rows_are_the_shipped_leaderboards(model, board):
     row = rk.leaderboard_row([r['preference'] for r in verdicts(model, board)],
                              [len(r['output']) for r in outputs])
     assert row.pop('n_unanswered') == 0 and row['n_total'] == 805
-    for name, value in row.items(): assert float(shipped[name]) == pytest.approx(value,
-                                                                                 abs=1e-6), name
+    assert {k: float(shipped[k]) for k in row} == pytest.approx(row, abs=1e-6)

@@ -31,12 +31,11 @@ FENCE = re.compile(r'^ *```(\w*)\n(.*?)^ *```', re.S | re.M)
 def commands(text):
     "The shell commands of a page: in blocks without a language, and between backticks."
     blocks = [b for language, b in FENCE.findall(text) if language in ('', 'sh', 'bash')]
-    lines = [l for b in blocks for l in b.replace('\\\n', ' ').split('\n')] + re.findall(
-        r'`([^`\n]+)`', FENCE.sub('', text))
+    lines = [l for b in blocks for l in b.replace('\\\n', ' ').split('\n')]
+    lines += re.findall(r'`([^`\n]+)`', FENCE.sub('', text))
+    ours = r' *(make|papermill|(OMP_NUM_THREADS=1 )?python -m|torchrun|mkdir -p runs) '
     return [l.strip() for l in lines
-            if re.match(
-                r' *(make|papermill|(OMP_NUM_THREADS=1 )?python -m|torchrun|mkdir -p runs) ', l)
-                and '...' not in l and 'my_method' not in l]
+            if re.match(ours, l) and '...' not in l and 'my_method' not in l]
 
 
 def given(words):

@@ -24,8 +24,8 @@ LORA = dict(lora_rank=4, device='cpu')
 
 
 def config(module, base, **more):
-    return tiny.config(module, **tiny.settings(module.__name__.split('.')[-1], base,
-                                               **LORA | more))
+    notebook = module.__name__.split('.')[-1]
+    return tiny.config(module, **tiny.settings(notebook, base, **LORA | more))
 
 
 def shake(model, seed=0, std=.05):

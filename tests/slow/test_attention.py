@@ -58,23 +58,22 @@ def unregistered():
 @pytest.mark.parametrize('family', ['llama', 'qwen3', 'gpt_neox', 'mistral', 'phi3'])
 def test_attention_gets_causal_rows(family, kind, unregistered, monkeypatch):
     "Without a mask; the rest of a layer has every token once. Flash attention applies windows."
-    model = tiny.family(family, **dict(sliding_window=5) if family == 'mistral' and kind != 'sdpa'
-                        else {}).double()
+    more = dict(sliding_window=5) if family == 'mistral' and kind != 'sdpa' else {}
+    model = tiny.family(family, **more).double()
     model.config._attn_implementation = kind
     calls, read = watched(monkeypatch, kind, flash), []
     assert reads_packed(model)
     calls.clear()
-    hook = model.base_model.get_input_embeddings().register_forward_hook(lambda module, args,
-        out: read.append(out.shape[:2]))
+    def reads(module, args, out): read.append(out.shape[:2])
+    hook = model.base_model.get_input_embeddings().register_forward_hook(reads)
     with torch.no_grad(): hidden_states(model, **BATCH)
     hook.remove()
-    assert read == [(1, len(sum(map(list, {tuple(p) for p in PROMPTS}), []))
-                     + len(sum(ANSWERS, [])))]
+    assert read == [(1, sum(map(len, {tuple(p) for p in PROMPTS})) + sum(map(len, ANSWERS)))]
     longest = max(len(p + a) for p, a in zip(PROMPTS, ANSWERS))
     assert len(calls) == 2
-    assert all(c['mask'] is None and c['shape'][0] == len(PROMPTS) and c['shape'][2] == longest
-               for c in calls)
-    assert not any('position_ids' in c for c in calls)
+    for c in calls:
+        assert c['mask'] is None and 'position_ids' not in c
+        assert (c['shape'][0], c['shape'][2]) == (len(PROMPTS), longest)
     states_are_those_of_single_rows(model)
 
 
@@ -82,9 +81,8 @@ def test_other_masks_reach_the_kernel_unchanged(unregistered, monkeypatch):
     calls = watched(monkeypatch, 'sdpa', lambda *args, **more: (args[4], more))
     register_rows('sdpa')
     for mask in (None, torch.ones(2, 1, 3, 3, dtype=torch.bool), torch.zeros(2, 1, 3, 3)):
-        assert ALL_ATTENTION_FUNCTIONS['sdpa'](None, *[torch.ones(2, 4, 3, 8)]*3, mask, scaling=.5,
-                                               position_ids=1) == (
-                                                   mask, dict(scaling=.5, position_ids=1))
+        given, more = [torch.ones(2, 4, 3, 8)]*3, dict(scaling=.5, position_ids=1)
+        assert ALL_ATTENTION_FUNCTIONS['sdpa'](None, *given, mask, **more) == (mask, more)
     assert len(calls) == 3
 
 

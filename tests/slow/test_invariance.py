@@ -30,9 +30,10 @@ def sharp(request, models):
                         pad_token_id=0, num_labels=1)
     torch.manual_seed(0)
     kinds = (GPT2LMHeadModel, GPT2ForSequenceClassification)
-    policy, scalar = (k(config).eval() for k in kinds) if request.param == 'gpt2' else map(
-        copy.deepcopy, (models.policy, models.scalar))
-    for p in (p for m in (policy, scalar) for p in m.parameters() if p.ndim == 2): p.data *= 5
+    if request.param == 'gpt2': policy, scalar = (kind(config).eval() for kind in kinds)
+    else: policy, scalar = map(copy.deepcopy, (models.policy, models.scalar))
+    for p in [*policy.parameters(), *scalar.parameters()]:
+        if p.ndim == 2: p.data *= 5
     return SimpleNamespace(**dict(vars(models), policy=policy, scalar=scalar))
 
 
@@ -115,7 +116,8 @@ def test_rewards_of_records(base, models):
 
 # Adam divides by the size of a gradient: keep rounding noise below what it divides by
 STEADY = dict(adam_eps=1e-4)
-SHORT = dict(sft=dict(max_instances=40, val_split=''), reward_model={}, dpo=dict(max_instances=40),
+SHORT = dict(sft=dict(max_instances=40, val_split='', eval_split=''), reward_model={},
+             dpo=dict(max_instances=40, eval_split=''),
              # with seed 0, rounding changes one sampled token
              ppo=dict(annotators='', ppo_epochs=2, save_every=0, seed=1))
 
@@ -126,12 +128,11 @@ def test_accumulation(base, tmp_path, notebook):
     module, logs, weights = importlib.import_module(module_of(notebook)), [], []
     for micro in (8, 1, 3):
         out = tmp_path/f'{notebook}-{micro}'
-        off = {} if notebook == 'reward_model' else dict(eval_split='' if notebook != 'ppo'
-                                                         else 'eval')
-        given = tiny.settings(notebook, base, **off | SHORT[notebook] | STEADY
-                              | dict(out=str(out), batch_size=8, micro_batch_size=micro))
-        tiny.main(module)(tiny.config(module, **given))
-        logs.append(read_log(out)); weights.append(load_file(out/'model'/'model.safetensors'))
+        given = tiny.settings(notebook, base, **SHORT[notebook] | STEADY)
+        given |= dict(out=str(out), batch_size=8, micro_batch_size=micro)
+        module.train(tiny.config(module, **given))
+        logs.append(read_log(out))
+        weights.append(load_file(out/'model'/'model.safetensors'))
     start = load_file(base/('world' if notebook == 'sft' else 'sft')/'model'/'model.safetensors')
     moved = max((weights[0][k] - start[k]).abs().max().item() for k in start if k in weights[0])
     assert moved > 5e-4 and len(logs[0]) >= 3
