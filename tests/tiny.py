@@ -203,3 +203,17 @@ def letters(template=LETTERS, last='<sep>'):
                                         pad_token='<pad>', bos_token='<s>', eos_token='</s>')
     tokenizer.chat_template = template
     return tokenizer
+
+
+# prompts with several answers to each, for packed batches
+TREE = [([1, 5, 6, 7, 3], [[11, 12, 2], [13, 14, 15, 16, 17, 2], [11, 2]]), ([1, 9, 3], [[18, 2]]),
+        ([1, 8, 6, 3], [[11, 2], [19, 11, 2], []]),
+        ([1, 8, 6, 9, 10, 12, 13, 3], [[11] * 20 + [2]])]
+PROMPTS = [p for p, answers in TREE for _ in answers]
+ANSWERS = [a for _, answers in TREE for a in answers]
+
+
+def alone(model, p, a):
+    "The states of a sequence that stands alone."
+    import torch
+    return model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]

@@ -11,21 +11,12 @@ from alpaca_farm.core.model.models import before, hidden_states, sequence_logpro
 from alpaca_farm.core.model.packing import (attention_window, pack, packed_states, position_wise,
     reads_packed)
 from alpaca_farm.core.data.text import collate, rollout_batch
-from tiny import family
+from tiny import alone, ANSWERS, family, PROMPTS, TREE
 
 torch.set_num_threads(1)
 # attention of their own, the eager kernel, recurrent layers
 PADDED = 'falcon', 'gemma2', 'falcon_h1', 'lfm2'
 PACKS = [name for name in tiny.FAMILIES if name not in PADDED]
-TREE = [([1, 5, 6, 7, 3], [[11, 12, 2], [13, 14, 15, 16, 17, 2], [11, 2]]), ([1, 9, 3], [[18, 2]]),
-        ([1, 8, 6, 3], [[11, 2], [19, 11, 2], []]),
-        ([1, 8, 6, 9, 10, 12, 13, 3], [[11] * 20 + [2]])]
-PROMPTS = [p for p, answers in TREE for _ in answers]
-ANSWERS = [a for _, answers in TREE for a in answers]
-
-
-def alone(model, p, a):
-    return model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]
 
 
 @pytest.mark.parametrize('name', PACKS)

@@ -12,7 +12,7 @@ from alpaca_farm.core.model.models import hidden_states, load_policy
 from alpaca_farm.core.model.packing import reads_packed, register_rows
 from alpaca_farm.core.run.settings import HardwareConfig
 from alpaca_farm.core.data.text import collate
-from test_packing import ANSWERS, PROMPTS, alone
+from tiny import alone, ANSWERS, PROMPTS
 
 BATCH = collate(PROMPTS, ANSWERS, 0)
 
