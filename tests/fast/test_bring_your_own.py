@@ -76,7 +76,7 @@ def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path
         said = capsys.readouterr().out
         assert planned['labels'] == planned['requests'] == 16
         assert 0 < planned['dollars'] < 5
-        assert '16 labels in 16 requests' in said
+        assert '16 requests to gpt-4' in said
         assert 'at most about $' in said
         assert server.requests() == [] and not (tmp_path/'runs').exists()
         with pytest.raises(ValueError, match='budget = 5.0, but the price of .* is unknown'):

@@ -293,6 +293,6 @@ def test_a_question_of_a_task_is_a_judge():
     judge, = load_evaluators(f'{own}/outline')
     assert judge.name == 'outline'
     assert 'Which outline is better' in judge.template and '{question}' not in judge.template
-    with pytest.raises(ValueError, match='no configuration has this name'):
+    with pytest.raises(ValueError, match='this is no annotator'):
         check_annotators('annotators', f'{own}/nothing')
     with pytest.raises(ValueError, match='has no question'): load_evaluators('question')

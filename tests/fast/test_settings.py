@@ -55,7 +55,9 @@ def test_any_text_on_the_command_line_works_or_is_refused_by_name(classes, capsy
         name = data.draw(st.sampled_from(sorted(cls.__dataclass_fields__)))
         try: from_args(cls, [f'--{name}', text])
         except SystemExit as e:
-            assert e.code == 2 and name in capsys.readouterr().err, (cls, name, text)
+            named = name, text.lstrip('-') or name   # a list ends where an option begins
+            said = capsys.readouterr().err
+            assert e.code == 2 and any(n in said for n in named), (cls, name, text)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         holds()

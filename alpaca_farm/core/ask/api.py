@@ -52,11 +52,11 @@ class ApiConfig(JudgedConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        try: endpoint_name(self.base_url)
-        except ValueError as e: raise ValueError(f'base_url: {e}') from None
+        for name, read in (('base_url', endpoint_name), ('prices', price_list)):
+            try: read(getattr(self, name))
+            except (ValueError, OSError) as e: raise ValueError(f'{name}: {e}') from None
         parse_mapping('models', self.models)
         parse_decoding('decoding', self.decoding)
-        if self.prices: price_list(self.prices)
 
 
 def asking_settings(cfg: Config) -> ApiConfig:
@@ -72,9 +72,9 @@ def price_list(path: str = '') -> dict[str, tuple[float, float]]:
     for file in files:
         for model, row in read_yaml(file).items():
             pair = [row.get('in'), row.get('out')] if isinstance(row, dict) else row
-            numbers = isinstance(pair, list) and [type(p) in (int, float) for p in pair]
-            if numbers != [True, True] or not min(pair) >= 0:
-                raise ValueError(f'prices: {file}: {model} needs [in, out], in dollars')
+            if not (isinstance(pair, list) and len(pair) == 2
+                    and all(type(p) in (int, float) and p >= 0 for p in pair)):
+                raise ValueError(f'{file}: {model} needs [in, out], in dollars')
             prices[str(model)] = tuple(pair)
     return prices
 
