@@ -52,8 +52,9 @@ class ApiConfig(JudgedConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        for name, read in (('base_url', endpoint_name), ('prices', price_list)):
-            try: read(getattr(self, name))
+        checks = dict(base_url=endpoint_name) | (dict(prices=price_list) if self.prices else {})
+        for name, check in checks.items():
+            try: check(getattr(self, name))
             except (ValueError, OSError) as e: raise ValueError(f'{name}: {e}') from None
         parse_mapping('models', self.models)
         parse_decoding('decoding', self.decoding)
