@@ -25,9 +25,6 @@ def fits(notebook: str, settings: dict):
         as_type(name, value, kinds[name])
     config = config_of(notebook)
     given = {k: v for k, v in settings.items() if k not in config.inputs}
-    if 'rrhf' in given:
-        given['rrhf'] = [e for e in given['rrhf']
-                         if e.split('=')[0] not in config_of('rrhf').inputs]
     config(**given)   # within their bounds
 
 

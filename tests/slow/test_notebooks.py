@@ -30,13 +30,11 @@ FARMED = ({name: name for name in ('world', 'sft', 'annotators', 'reward_model')
 
 def own(f):
     "Settings of the notebooks that are run here, on the farm's runs in the folder `f`."
-    rrhf = [f'policy={f}/sft', f'reward_model={f}/reward_model', f'data={f}/world',
-            'perplexity_model=', 'epochs=1', 'eval_instances=4']
     world, sft, references = f'{f}/world', f'{f}/sft', f'{f}/references'
     return dict(
         rlcd=dict(data=world, policy=world, task=f'{tiny.ROOT}/tests/data/task.yaml',
                   max_instances=12, chunk=8),
-        wombat=dict(data=world, writers=[sft, f'{f}/dpo'], max_instances=12, rrhf=rrhf),
+        wombat=dict(candidates=[f'{f}/candidates'], max_instances=12),
         eval=dict(outputs=[f'{f}/dpo', f'{f}/ppo'], reference=references, head_to_head=True),
         pretrained={}, openai_baselines=dict(data=world),
         labelling=dict(outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),

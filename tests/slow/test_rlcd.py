@@ -386,45 +386,20 @@ def test_the_default_world_has_no_dialogues(base, tmp_path):
 
 # --- Wombat: candidates of several models, rated -------------------------------------------------
 
-MARKED = '1: 5 5 5 5\n2: 3 3 3 3\n3: 1 2 1 1\n4: 1 1 1 1 ({hash})'
-
-
-def test_wombat_from_models_and_files_to_a_policy(base, tmp_path, monkeypatch, capsys):
-    "A model here, one behind an endpoint and a file; rated in one request each; then RRHF."
-    monkeypatch.setattr(wombat, 'run_or_fail', tiny.run_here)
+def test_wombat_rates_the_answers_of_several_models(base, tmp_path):
+    "A file for each model; one request for each prompt, three where no rating can be read."
     prompts, out = load_records(str(base/'world'), 'unlabeled', n=6), tmp_path/'wombat'
-    rows = [dict(r, output='From a file.', generator='people') for r in prompts[:5]]
-    (tmp_path/'file.json').write_text(json.dumps([*rows, dict(instruction='Other', output='x')]))
-    trained = tiny.settings('rrhf', base, reward_model='', perplexity_model='', eval_split='',
-                            missing_eos='')
-    given = dict(out=str(out), data=str(base/'world'), max_instances=6, writers=[str(base/'sft')],
-                 served=['a'], files=[str(tmp_path/'file.json')], n=1, max_new_tokens=12,
-                 max_prompt=110, rater='judge', store=str(tmp_path/'answers.sqlite'),
-                 rrhf=[f'{k}={v}' for k, v in trained.items() if k != 'candidates'])
-    with judge_server(template=MARKED) as server:
+    for name, rows in dict(a=prompts, b=prompts, c=prompts[:5]).items():
+        (tmp_path/f'{name}.json').write_text(json.dumps(
+            [dict(r, output=f'Text of {name}.', generator=name) for r in rows]))
+    files = [str(tmp_path/f'{name}.json') for name in 'abca']   # a text counts once
+    given = dict(out=str(out), candidates=files, rater='judge', store=str(tmp_path/'a.sqlite'))
+    with judge_server(template='1: 5 5 5 5\n2: 3 3 3 3\n3: 1 2 1 1\n({hash})') as server:
         wombat.run(wombat.WombatConfig(base_url=server.url, **given))
-        assert '1 of 6 rows of files answer other prompts' in capsys.readouterr().out
-        pool, asked = read_json(out/'candidates.json'), [r['model'] for r in server.requests()]
-        assert Counter(asked) == dict(a=6, judge=6 + 2*(6 - len(pool)))   # unread: three times
-    assert pool and {len(q['output']) for q in pool} <= {2, 3, 4}
+        assert len(server.requests()) == 5 + 3
+    pool, summary = read_json(out/'candidates.json'), read_summary(out)
+    assert [q['instruction'] for q in pool] == [r['instruction'] for r in prompts[:5]]
     for q in pool:
-        assert 'people' in q['source'] or q['instruction'] == prompts[5]['instruction']
-        shown = [q['scores'][i] for i in wombat.rating_order(q, 0)]
-        assert shown == [20., 12., 5.][:len(shown)]
-    summary = read_summary(out)
-    assert summary['queries'] == summary['labels'] == len(pool) == 6 - summary['unrated']
-    assert (out/'rrhf'/'model'/'model.safetensors').exists() and not list(out.rglob('.*'))
-    scored = lambda pool: {(q['instruction'], text, score) for q in pool
-                           for text, score in zip(q['output'], q['scores'])}
-    assert scored(read_json(out/'rrhf'/'candidates.json')) <= scored(pool)
-
-
-@pytest.mark.parametrize('more, message', [
-    (dict(writers=[]), 'nobody writes'), (dict(n=0), 'n = 0'),
-    (dict(rrhf=['k']), 'rrhf'), (dict(rrhf=['epoch=3']), 'epoch'), (dict(temperature=0), 'temper'),
-    (dict(rrhf=['k=1']), 'rrhf: k = '), (dict(rrhf=['out=runs/mine']), 'rrhf: out'),
-    (dict(rrhf=['policy=./no_such_run']), 'rrhf: policy'),
-    (dict(rater='judge', rrhf=['reward_model=my:reward']), 'reward_model')])
-def test_wrong_settings_of_wombat(more, message):
-    with pytest.raises(ValueError, match=message): wombat.WombatConfig(**more)
-    wombat.WombatConfig(temperature=0, n=1)
+        assert q['source'] == ['a', 'b', 'c']
+        assert [q['scores'][i] for i in wombat.rating_order(q, 0)] == [20., 12., 5.]
+    assert summary['queries'] == summary['labels'] == 5 and summary['unrated'] == 1
