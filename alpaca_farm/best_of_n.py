@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .core.answers import fitting_prompts, preflight, sample_answers, SampleConfig
+from alpaca_farm.core.answers import (fitting_prompts, in_chunks, preflight, sample_answers,
+    SampleConfig)
 from .core.data.records import load_records, without_lists
-from .core.run.files import append_lines, read_lines
 from .core.run.identity import run_config
 from .core.model.models import load_policy
 from .core.run.paths import at_root
-from .core.run.progress import Progress
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.runs import start
 from .core.model.served import check_sampler, use_sampler
@@ -125,20 +124,13 @@ def run(cfg: BestOfNConfig):
     rewards = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
     source = stored_source(cfg) if cfg.samples else sampled_source(cfg, rewards)
     instructions, sample, too_long = source
-    chunks = [instructions[i:i + cfg.chunk] for i in range(0, len(instructions), cfg.chunk)]
-    part, state = folder.path('checkpoint/candidates.jsonl'), folder.load() or dict(step=0, size=0)
-    candidates = read_lines(part, state['size'])  # without what followed the last checkpoint
-    folder.config['steps'] = len(chunks)
-    folder.write('config.json', folder.config)
-    show = Progress(folder.folder.name, len(chunks), done=state['step'])
-    for step in range(state['step'] + 1, len(chunks) + 1):
-        samples = sample(chunks[step - 1])
-        if rewards: samples = score_candidates(samples, rewards)
-        candidates += samples
-        state = dict(step=step, size=append_lines(part, state['size'], samples))
-        folder.log(step, samples=len(samples) * cfg.n)
-        folder.save(**state)
-        show(step)
+
+    def make(some):
+        samples = sample(some)
+        return score_candidates(samples, rewards) if rewards else samples
+
+    candidates = in_chunks(folder, instructions, cfg.chunk, make,
+                           lambda new: dict(samples=len(new) * cfg.n))
     outputs = [dict(r, generator=folder.folder.name) for r in choose_best(candidates)]
     folder.write('candidates.json', candidates)
     folder.write('outputs.json', outputs)
@@ -147,7 +139,7 @@ def run(cfg: BestOfNConfig):
                   length=float(np.mean([len(r['output'].split()) for r in outputs])),
                   ended=float(np.mean([r['ended'] for r in outputs])),
                   **reward_figures(candidates, cfg.n))
-    part.unlink()
+    folder.path('checkpoint/rows.jsonl').unlink()
     return folder
 
 # %% ../nbs/best_of_n.ipynb #811b78d0

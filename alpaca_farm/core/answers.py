@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
-           'sample_answers', 'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'preflight', 'mean',
-           'answer_eval_split', 'answer_again', 'print_answers']
+           'sample_answers', 'in_chunks', 'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'preflight',
+           'mean', 'answer_eval_split', 'answer_again', 'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 from bisect import bisect_left
@@ -16,10 +16,11 @@ from functools import partial
 from .data.comparisons import verdicts_over
 from .data.records import load_records, prompt_key
 from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
-from .run.files import read_json
+from .run.files import append_lines, read_json, read_lines
 from .model.generation import generate, Sample
 from .model.models import autocast, load_policy, response_logprobs
 from .run.processes import once
+from .run.progress import Progress
 from .run.runs import read_summary
 from .run.settings import (
     Amount, at_root, Config, Count, Nucleus, Positive, Template)
@@ -114,6 +115,29 @@ def sample_answers(policy, tokenizer, records: list[dict], cfg: SampleConfig, **
                  ended=[s.ended for s in group],
                  logprob=[round(sum(s.logprobs), 4) for s in group])
             for r, group in zip(answered, samples)]
+
+# %% ../../nbs/core/answers.ipynb #6c1f8e3a
+def in_chunks(
+    run,
+    items: list,
+    size: int,
+    make,     # some items -> rows
+    figures,  # rows -> what is logged of them
+) -> list[dict]:
+    "The rows of all items, made `size` items at a time and kept in `checkpoint/rows.jsonl`."
+    file, state = run.path('checkpoint/rows.jsonl'), run.load() or dict(step=0, size=0)
+    rows, starts = read_lines(file, state['size']), range(0, len(items), size)
+    run.config['steps'] = len(starts)
+    run.write('config.json', run.config)
+    show = Progress(run.folder.name, len(starts), done=state['step'])
+    for step, at in enumerate(starts[state['step']:], state['step'] + 1):
+        new = make(items[at:at + size])
+        rows += new
+        state = dict(step=step, size=append_lines(file, state['size'], new))
+        run.log(step, **figures(new))
+        run.save(**state)
+        show(step)
+    return rows
 
 # %% ../../nbs/core/answers.ipynb #ef22a0f0
 def log_ratios(

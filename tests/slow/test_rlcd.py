@@ -29,7 +29,7 @@ FILES = ('items.json', 'preferences.json', 'preferences.csv')
 # --- tasks ---------------------------------------------------------------------------------------
 
 def test_shipped_tasks():
-    tasks = [read_task(p) for p in TASKS]
+    tasks = [read_task(str(p)) for p in TASKS]
     assert [t.name for t in tasks] == [p.stem for p in TASKS]
     assert [task_file(t.name) for t in tasks] == TASKS and len(tasks) == 5
     for t in tasks:
@@ -60,7 +60,7 @@ PAIR = dict(positive='kind', negative='rude', judge='?')
 
 
 def task_with(**more):
-    task = read_task(task_file('harmlessness'))
+    task = read_task('harmlessness')
     return type(task)(**vars(task) | more)
 
 
@@ -77,7 +77,7 @@ def test_prompts_are_mirror_images():
     assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
     chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
     assert chat == [dict(role='system', content='rude'), *TALK['messages']]
-    outline, premise = read_task(task_file('outlining')), dict(instruction='A dragon.', input='')
+    outline, premise = read_task('outlining'), dict(instruction='A dragon.', input='')
     found = contrast_prompt(outline, premise, PAIR, 'positive')
     assert found.endswith('The premise: A dragon.\n\nAssistant (kind): 1.')
 
@@ -228,7 +228,7 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     assert ((1 < p) & (p < 2)).all() and len(set(p)) > 30
     np.testing.assert_allclose([np.mean(r['orders']) for r in both], p, atol=1e-9)
     writer = LocalWriter(str(base/'world'), RLCDConfig(**settings(base, tmp_path/'x')))
-    judge = rlcd.SelfJudge(writer, read_task(Path(ANYTHING)), False)
+    judge = rlcd.SelfJudge(writer, read_task(ANYTHING), False)
     swapped = [dict(r, output_1=r['output_2'], output_2=r['output_1']) for r in both]
     by_hand = (np.array(judge(both)) + 3 - np.array(judge(swapped)))/2
     np.testing.assert_allclose(p, by_hand, atol=1e-5)   # the order matters in one order only
@@ -236,41 +236,33 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     assert read_summary(tmp_path/'one')['labels'] == len(one)
 
 
-def test_rescored_pairs_are_those_of_rlcd(base, whole, tmp_path):
-    "Written again or read from the run or its CSV: the same pairs, judged; with any annotator."
+def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
+    "Read from the run or its CSV: the same pairs, judged by the model or by any annotator."
     from alpaca_farm.world import gold
-    out, x, rescore = whole[0], tmp_path/'x', dict(method='rlcd_rescore')
-    made(base, tmp_path/'again', **rescore)
-    made(base, tmp_path/'read', **rescore, samples=str(out))
-    again, read = pairs(tmp_path/'again'), pairs(tmp_path/'read')
+    out, rescore = whole[0], dict(method='rlcd_rescore')
+    made(base, tmp_path/'self', **rescore, samples=str(out))
     bare = lambda rows: [r | dict(preference=0, annotator='') for r in rows]
-    assert bare(again) == bare(read) == bare(pairs(out))
-    np.testing.assert_allclose(labels(again), labels(read), atol=1e-5)
+    assert bare(pairs(tmp_path/'self')) == bare(pairs(out))
+    assert all(1 < p < 2 for p in labels(pairs(tmp_path/'self')))
     judged = dict(samples=str(out/'preferences.csv'), annotators='alpaca_farm.world:gold')
     made(base, tmp_path/'people', **rescore, **judged)
     people = pairs(tmp_path/'people')
-    assert len(people) == len(again) and {r['annotator'] for r in people} == {'gold'}
+    assert len(people) == len(pairs(out)) and {r['annotator'] for r in people} == {'gold'}
     assert list(labels(people)) == gold(people) and len(set(labels(people))) > 1
     some = tmp_path/'some.json'
-    given = rescore | dict(samples=str(some))
     some.write_text(json.dumps([dict(pairs(out)[0], contrast=7)]))
-    refused(base, x, 'row 0 of .* has contrast = 7', **given)
-    refused(base, x, 'row 0 of .* is labelled by self', **rescore, samples=str(tmp_path/'read'))
-    rlaif = dict(method='rlaif', samples=str(tmp_path/'read'), both_orders=True)
-    made(base, tmp_path/'anew', **rlaif)
-    anew = pairs(tmp_path/'anew')
-    assert outputs(anew) == outputs(read) and all('orders' in r for r in anew)
+    for samples, wrong in ((some, 'contrast = 7'), (tmp_path/'self', 'labelled by self')):
+        cfg = RLCDConfig(**settings(base, tmp_path/'x', **rescore, samples=str(samples)))
+        with pytest.raises(ValueError, match=f'row 0 .* {wrong}'):
+            rlcd.stored_items(cfg, read_task(ANYTHING))
 
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
-    out, distil = whole[0], dict(method='context_distillation')
-    made(base, tmp_path/'written', **distil)
-    made(base, tmp_path/'read', **distil, samples=str(out))
-    written, read = (load_records(str(tmp_path/n), 'sft', 'output') for n in ('written', 'read'))
-    positive = {r['index']: both[int(r['preference']) - 1]
-                for r, both in zip(pairs(out), outputs(pairs(out)))}
-    assert {r['index']: r['output'] for r in read} == positive and len(written) >= len(read)
-    assert not (tmp_path/'written'/'preferences.json').exists()
+    made(base, tmp_path/'read', method='context_distillation', samples=str(whole[0]))
+    read, rows = load_records(str(tmp_path/'read'), 'sft', 'output'), pairs(whole[0])
+    assert {r['index']: r['output'] for r in read} == {
+        r['index']: both[int(r['preference']) - 1] for r, both in zip(rows, outputs(rows))}
+    assert not (tmp_path/'read'/'preferences.json').exists()
 
 
 def test_csv_of_rlcd(tmp_path):
@@ -305,7 +297,7 @@ class Fussy:
 def test_retries_are_counted_and_bounded():
     writer, cfg = Fussy(), RLCDConfig(max_retries=2)
     records = {i: dict(instruction=f'{i}') for i in range(4)}
-    items = rlcd.write_items(writer, read_task(Path(ANYTHING)), records, cfg)
+    items = rlcd.write_items(writer, read_task(ANYTHING), records, cfg)
     assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', '']
     assert [i['retries'] for i in items] == [2, 0, 4, 2]
     assert Counter(k[0] for k in writer.asked) == {0: 4, 1: 2, 2: 6, 3: 4}
@@ -318,7 +310,7 @@ def test_retries_are_counted_and_bounded():
 @pytest.mark.parametrize('more, message', [
     (dict(method='rlhf'), 'method'), (dict(served='m'), 'model'), (dict(policy=''), 'model'),
     (dict(annotators='alpaca_farm.world:pool'), 'no judge'), (dict(both_orders=True), 'no judge'),
-    (dict(samples=__file__), 'samples'), (dict(template='chat'), 'behind a role'),
+    (dict(samples=__file__), 'samples'), (dict(method='rlcd_rescore'), 'samples'), (dict(template='chat'), 'behind a role'),
     (dict(temperature=0), 'temperature'), (dict(task='wrold'), 'outlining, world')])
 def test_wrong_settings(more, message):
     with pytest.raises(ValueError, match=message): RLCDConfig(**more)
