@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['Task', 'task_file', 'read_task', 'contrast_prompt', 'clean_response', 'judge_prompt', 'RLCDConfig', 'write_items',
-           'stored_items', 'item_record', 'SelfJudge', 'label_items', 'write_rlcd_csv', 'item_figures', 'run']
+           'answers_of', 'stored_items', 'SelfJudge', 'label_items', 'write_rlcd_csv', 'item_figures', 'run']
 
 # %% ../nbs/rlcd.ipynb #d7872f32
 import csv, os, re
@@ -187,11 +187,6 @@ class RLCDConfig(SampleConfig, ApiConfig):
         if self.template == 'chat' and task.placement == 'role' and self.method == 'rlcd':
             raise ValueError(f'template = chat: the phrases of {task.name} stand behind a role')
 
-    @property
-    def sides(self) -> tuple[str, str]:
-        "The side of each answer of an item."
-        return ('', '') if self.method == 'rlaif' else ('positive', 'negative')
-
 # %% ../nbs/rlcd.ipynb #5445934d
 def _draw_contrast(task: Task, index: int, seed: int) -> int:
     "Which of the task's pairs of phrases a prompt gets."
@@ -199,30 +194,37 @@ def _draw_contrast(task: Task, index: int, seed: int) -> int:
 
 
 def write_items(writer, task: Task, records: dict[int, dict], cfg: RLCDConfig) -> list[dict]:
-    "The item of each record: its prompt and `outputs`, or the `reason` why an output is missing."
+    "The item of each record: its two outputs, or the `reason` why one is missing."
     drawn = {i: _draw_contrast(task, i, cfg.seed) for i in records}
-    chat = cfg.template == 'chat'
-    prompts = {(i, k): contrast_prompt(task, r, task.contrast[drawn[i]], side, chat)
-               for i, r in records.items() for k, side in enumerate(cfg.sides)}
+    sides = ('', '') if cfg.method == 'rlaif' else ('positive', 'negative')
+    prompts = {(i, k): contrast_prompt(task, r, task.contrast[drawn[i]], side,
+                                       cfg.template == 'chat')
+               for i, r in records.items() for k, side in enumerate(sides)}
     answers, reasons, tries = {}, dict.fromkeys(prompts, 'unwritten'), Counter()
     for attempt in range(cfg.max_retries + 1):
         todo = [key for key in prompts if reasons[key] not in ('', 'long_prompt', 'refused')]
         if not todo: break
         keys = [(*key, attempt) for key in todo]
         for key, w in zip(todo, writer.write([prompts[key] for key in todo], keys, task.stop)):
-            answer, rejected = clean_response(w.text, w.ended, task)
+            answers[key], rejected = clean_response(w.text, w.ended, task)
             reasons[key] = w.reason or rejected
-            answers[key] = '' if reasons[key] else answer
         tries.update(todo)
     items = []
     for i, r in records.items():
-        keys = [(i, 0), (i, 1)]
-        outputs = [answers[key] for key in keys]
-        reason = next(filter(None, (reasons[key] for key in keys)), '')
+        outputs, reason = [answers[i, 0], answers[i, 1]], reasons[i, 0] or reasons[i, 1]
         if not reason and outputs[0] == outputs[1]: reason = 'identical'
-        items.append(dict(index=i, contrast=drawn[i], retries=sum(tries[key] - 1 for key in keys),
-                          reason=reason, prompt=bare_prompt(r), outputs=outputs))
+        positive = 1 + (hash_uniform(cfg.seed, 'swap', i) < .5) if any(sides) else 0
+        if positive == 2: outputs = outputs[::-1]
+        items.append(dict(bare_prompt(r), output_1=outputs[0], output_2=outputs[1],
+                          index=i, contrast=drawn[i], positive=positive,
+                          retries=tries[i, 0] + tries[i, 1] - 2, reason=reason))
     return items
+
+
+def answers_of(item: dict) -> tuple[str, str]:
+    "The positive answer and the negative one; of RLAIF as they are drawn."
+    first = item['positive'] or 1
+    return item[f'output_{first}'], item[f'output_{3 - first}']
 
 # %% ../nbs/rlcd.ipynb #761596ad
 def stored_items(cfg: RLCDConfig, task: Task) -> list[dict]:
@@ -238,26 +240,10 @@ def stored_items(cfg: RLCDConfig, task: Task) -> list[dict]:
         if contrast >= len(task.contrast):
             raise ValueError(f'samples: row {k} of {cfg.samples} has contrast = {contrast}, '
                              f'which the task {task.name} lacks. Set task to that of the run')
-        outputs = [r['output_1'], r['output_2']]
-        if r['preference'] == 2: outputs = outputs[::-1]
-        items.append(dict(index=index, contrast=contrast, retries=0, reason='',
-                          prompt=bare_prompt(r), outputs=outputs))
+        items.append(dict(bare_prompt(r), output_1=r['output_1'], output_2=r['output_2'],
+                          index=index, contrast=contrast, positive=int(r['preference']),
+                          retries=0, reason=''))
     return items
-
-# %% ../nbs/rlcd.ipynb #b91abb98
-def _positive_second(item: dict, cfg: RLCDConfig) -> bool:
-    "Whether a coin puts the positive answer second."
-    return cfg.method != 'rlaif' and hash_uniform(cfg.seed, 'swap', item['index']) < .5
-
-
-def item_record(item: dict, cfg: RLCDConfig) -> dict:
-    "An item as a preference record, a pair if it has no label yet, or a demonstration."
-    where = dict(index=item['index'], contrast=item['contrast'])
-    if cfg.method == 'context_distillation':
-        return dict(item['prompt'], output=item['outputs'][0], **where)
-    one, two = item['outputs'][::-1] if _positive_second(item, cfg) else item['outputs']
-    label = {k: item[k] for k in ('preference', 'annotator', 'orders') if k in item}
-    return dict(item['prompt'], output_1=one, output_2=two, **label, **where)
 
 # %% ../nbs/rlcd.ipynb #8c29ad4c
 class SelfJudge:
@@ -276,14 +262,11 @@ class SelfJudge:
 def label_items(items: list[dict], judge, cfg: RLCDConfig) -> list[dict]:
     """Items with `preference` and `annotator`, by a judge or, where it is None, by construction;
     those on which the judge has no verdict get a `reason`."""
-    if cfg.method == 'context_distillation': return items
     left = [i for i in items if not i['reason']]
     if judge is None:
-        labels = [dict(preference=1. + _positive_second(i, cfg), annotator='contrast')
-                  for i in left]
+        labels = [dict(preference=float(i['positive']), annotator='contrast') for i in left]
     else:
-        rows = annotate_pairs([item_record(i, cfg) for i in left], judge, cfg.seed,
-                              both_orders=cfg.both_orders, decide=False)
+        rows = annotate_pairs(left, judge, cfg.seed, both_orders=cfg.both_orders, decide=False)
         check_all_answered(judge, 'annotators')
         labels = [dict(reason='no_verdict') if r['preference'] is None else
                   {k: r[k] for k in ('preference', 'annotator', 'orders') if k in r} for r in rows]
@@ -314,9 +297,9 @@ def item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
                    labels=sum(i.get('annotator', 'contrast') != 'contrast' for i in made),
                    retries=sum(i['retries'] for i in items))
     figures |= {f'skipped_{reason}': n for reason, n in sorted(reasons.items())}
-    for k, side in enumerate(cfg.sides):
-        words = [len(i['outputs'][k].split()) for i in made]
-        figures[f'length_{side or f"output_{k + 1}"}'] = float(np.mean(words))
+    sides = ('output_1', 'output_2') if cfg.method == 'rlaif' else ('positive', 'negative')
+    for side, texts in zip(sides, zip(*map(answers_of, made))):
+        figures[f'length_{side}'] = float(np.mean([len(text.split()) for text in texts]))
     certain = [abs(2*i['preference'] - 3) for i in made if 'preference' in i]
     return figures | (dict(certainty=float(np.mean(certain))) if certain else {})
 
@@ -336,8 +319,8 @@ def run(cfg: RLCDConfig):
     if itself: judge = SelfJudge(writer, task, cfg.template == 'chat')
     if cfg.annotators:
         judge = load_annotators(cfg.annotators, cfg)
-        first = todo[0]['prompt'] if cfg.samples else bare_prompt(records[0])
-        pair = dict(first, output_1='Yes.', output_2='No.')
+        pair = dict(todo[0] if cfg.samples else bare_prompt(records[0]),
+                    output_1='Yes.', output_2='No.')
         try_setting(cfg, 'annotators', annotate_pairs, [pair], judge)
 
     def make(part):
@@ -348,9 +331,13 @@ def run(cfg: RLCDConfig):
         made=sum(not i['reason'] for i in new), retries=sum(i['retries'] for i in new)))
     folder.write('items.json', items)
     figures = item_figures(items, cfg)
-    records = [item_record(i, cfg) for i in items if not i['reason']]
-    if cfg.method == 'context_distillation': folder.write('sft.json', records)
+    made = [i for i in items if not i['reason']]
+    if cfg.method == 'context_distillation':
+        folder.write('sft.json', [dict(bare_prompt(i), output=answers_of(i)[0], index=i['index'],
+                                       contrast=i['contrast']) for i in made])
     else:
+        aside = ('positive', 'retries', 'reason')
+        records = [{k: v for k, v in i.items() if k not in aside} for i in made]
         folder.write('preferences.json', records)
         write_rlcd_csv(folder.path('preferences.csv'), records)
     folder.finish(**figures)

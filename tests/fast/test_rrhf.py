@@ -240,7 +240,7 @@ def test_scores_by_an_annotator():
 
 @pytest.mark.parametrize('more, message', [
     (dict(k=1), 'k = 1'), (dict(n=7), 'n = 7'), (dict(candidates='', n=1), 'needs two'),
-    (dict(rounds=2), 'Set n'), (dict(n=3, groups=4), 'groups = 4'),
+    (dict(refresh_every=2), 'Set n'), (dict(n=3, groups=4), 'groups = 4'),
     (dict(n=2, temperature=0), 'temperature'), (dict(kl_coef=.1), 'kl_coef'),
     (dict(n=2, annotators='alpaca_farm.world:pool'), 'both'), (dict(reward_model='', n=2), 'name'),
     (dict(decoding='diverse'), 'decoding'), (dict(rrhf_weight=-1), 'rrhf_weight'),
@@ -305,8 +305,9 @@ def pools(folder, *steps):
     return [read_json(folder/name) for name in names]
 
 
-def test_rounds_draw_from_the_policy_as_it_has_become(base, tmp_path):
-    run(base, tmp_path/'a', n=2, k=5, rounds=2, max_instances=16, eval_split='')
+def test_new_candidates_are_of_the_policy_as_it_has_become(base, tmp_path):
+    run(base, tmp_path/'a', n=2, k=5, epochs=2, refresh_every=2, max_instances=16,
+        eval_split='')
     first, second = pools(tmp_path/'a', 2)
     of = lambda pool, own: [t for q in pool for t, s in zip(q['output'], q['source'])
                             if (s == 'policy') == own]

@@ -187,7 +187,7 @@ def test_run(base, whole):
     assert {k: v for k, v in summary.items() if k.startswith('skipped_')} == reasons
     prompts, by = load_records(str(base/'world'), 'preference'), {i['index']: i for i in items}
     for r, both in zip(rows, outputs(rows)):
-        positive, negative = by[r['index']]['outputs']
+        positive, negative = rlcd.answers_of(by[r['index']])
         assert both[int(r['preference']) - 1] == positive != negative
         assert r['instruction'] == prompts[r['index']]['instruction']
     assert set(labels(rows)) == {1., 2.} and {r['contrast'] for r in rows} == {0, 1}
