@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SETS', 'JUDGES', 'AgreementConfig', 'embedded_pairs', 'prefer_longer', 'ask_judge', 'agreement_board',
-           'agreement_figure', 'learned_prompts', 'verdicts_of_judges', 'run']
+           'agreement_figure', 'verdicts_of_judges', 'run']
 
 # %% ../../nbs/judging/agreement.ipynb #399eb10f
 from dataclasses import dataclass, field
@@ -186,7 +186,7 @@ def agreement_figure(
     return fig
 
 # %% ../../nbs/judging/agreement.ipynb #4ffe5f6a
-def learned_prompts(spec: str) -> set[tuple]:
+def _learned_prompts(spec: str) -> set[tuple]:
     "The prompts of all pairs that a reward model's run had; empty for another judge."
     if ':' in spec or model_kind(spec) != 'reward': return set()
     source = run_config(spec).get('settings', {}).get('preferences', '')
@@ -212,7 +212,7 @@ def verdicts_of_judges(
             judge = load_annotators(spec, cfg)
             new = {(s, annotator_name(judge)): ask_judge(judge, pairs[:n], cfg.seed)
                    for s, pairs in sets.items()}
-        known = set() if path else learned_prompts(spec)
+        known = set() if path else _learned_prompts(spec)
         for (s, own), v in new.items():
             if (s, own) in judged:
                 raise ValueError(f'judges: {spec} brings a second judge called {own}')

@@ -226,7 +226,7 @@ def test_a_judge_without_a_pair_is_left_out(capsys, monkeypatch):
     pairs = A.embedded_pairs(12)
     prompts = {A.prompt_key(p) for p in pairs}
     monkeypatch.setattr(A, 'load_annotators', lambda spec, cfg: world.judge if spec == 'world' else A.prefer_longer)
-    monkeypatch.setattr(A, 'learned_prompts', lambda spec: {A.prompt_key(pairs[0])} if spec == 'world' else prompts)
+    monkeypatch.setattr(A, '_learned_prompts', lambda spec: {A.prompt_key(pairs[0])} if spec == 'world' else prompts)
     found = A.verdicts_of_judges(['world', 'longer'], dict(s=pairs), CFG)
     assert list(found) == [('s', world.judge.name)]
     left = [A.prompt_key(p) != A.prompt_key(pairs[0]) for p in pairs]

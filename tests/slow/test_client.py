@@ -13,7 +13,7 @@ from alpaca_farm import annotators
 from alpaca_farm.annotators import AnnotatorsConfig
 from alpaca_farm.auto_annotations import PairwiseAutoAnnotator
 from alpaca_farm.core.ask.api import ApiConfig
-from alpaca_farm.core.ask.batches import batch_text, store_line
+from alpaca_farm.core.ask.batches import _batch_text, _store_line
 from alpaca_farm.core.ask.client import ApiClient
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.ask.store import Store, request_key
@@ -215,7 +215,7 @@ def test_what_a_batch_may_cost_counts_while_it_is_under_way(tmp_path, server):
     client, requests = ApiClient(cfg), asked(18, max_tokens=10)
     part = dict(zip(client.keys(requests[:9]), requests[:9]))
     with openai.OpenAI(base_url=server.url, api_key=KEY) as account:
-        file = account.files.create(file=('requests.jsonl', batch_text(part)), purpose='batch').id
+        file = account.files.create(file=('requests.jsonl', _batch_text(part)), purpose='batch').id
         made = account.batches.create(input_file_id=file, endpoint='/v1/chat/completions', completion_window='24h')
     client.store.note_batch(file, client.server, part)
     client.store.name_batch(file, made.id)
@@ -235,5 +235,5 @@ def test_the_answer_of_a_batch_is_paid_for_once(tmp_path):
 def test_a_line_of_a_batch_in_another_form_is_a_reason(tmp_path, server, response):
     client = ApiClient(settings(tmp_path, server))
     client.begin({b'key': asked(1)[0]})
-    store_line(client, dict(custom_id=b'key'.hex(), response=response), client.todo)
+    _store_line(client, dict(custom_id=b'key'.hex(), response=response), client.todo)
     assert client.tally.failed[b'key']
