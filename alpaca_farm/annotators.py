@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .core.ask.api import ApiConfig, asking_settings, parse_mapping
+from .core.ask.api import ApiConfig, parse_mapping
 from .core.ask.client import ApiClient
 from .core.data.comparisons import ordered_pairs
 from .core.data.records import full_instruction, load_records, prompt_key, without_lists
-from alpaca_farm.core.ask.judge_configs import (entry_model, is_population, judge_config_file,
-    parse_decoding, read_judge_config)
+from .core.ask.judge_configs import (entry_model, is_population, judge_config_file,
+    model_kind, parse_decoding, read_judge_config)
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences, coin_label,
     decide_vote, draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped,
     swap_outputs)
@@ -25,8 +25,7 @@ from .core.run.runs import start
 from .core.run.settings import at_root, command, Count, resolve
 from .core.stats import bootstrap, Interval, wilson
 from .judging.judges import ApiJudge, ask_judges, load_evaluators, Pool, Verdict
-from alpaca_farm.judging.local_judges import (is_model, is_reward_model, LocalJudge, read_recorded,
-    RecordedLabels, RewardJudge)
+from .judging.local_judges import LocalJudge, read_recorded, RecordedLabels, RewardJudge
 from .judging.noise import flip_labels, flip_mask, flip_share
 from .embedded.crowd import read_population
 
@@ -78,20 +77,23 @@ def load_annotators(
     "The annotator or pool that a setting names; ValueError for any other name."
     if ':' in spec: return resolve(spec)
     if is_population(spec): return read_population(spec)
+    if not isinstance(cfg, ApiConfig):
+        cfg = ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
     if judge_config_file(spec):   # behind the endpoint or on this machine
-        cfg, name = asking_settings(cfg), at_root(spec).name
+        name = at_root(spec).name
         client = ApiClient(cfg, name)
         evaluators = load_evaluators(spec, parse_mapping('models', cfg.models),
                                      parse_decoding('decoding', cfg.decoding))
-        judges = [LocalJudge(e, model, cfg) if is_model(model) else ApiJudge(e, client)
-                  for e in evaluators for model in [e.decoding['model']]]
+        judges = [LocalJudge(e, cfg) if model_kind(e.decoding['model']) == 'language'
+                  else ApiJudge(e, client) for e in evaluators]
         if len(judges) == 1: return judges[0]
         weights = parse_mapping('weights', getattr(cfg, 'weights', []), float)
         pool = Pool(name, judges, [weights.get(j.name, 1.) for j in judges])
         pool_weights(pool)   # an error if all are 0
         return pool
-    if is_reward_model(spec): return RewardJudge(spec, asking_settings(cfg))
-    if is_model(spec):
+    kind = model_kind(spec)
+    if kind == 'reward': return RewardJudge(spec, cfg)
+    if kind == 'language':
         raise ValueError(f'{spec} holds a language model, which needs a prompt: name a '
                          'configuration, such as open_pool, and map its model to this folder')
     return RecordedLabels(read_recorded(spec), at_root(spec).stem)
@@ -181,44 +183,28 @@ def annotate_pairs(
         rows[i]['preference'] = decide_vote(pairs[i], v.preference, seed, decide)
         if v.raw: rows[i] |= dict(price=v.price, time=v.seconds, raw=v.raw)
         if v.orders: rows[i]['orders'] = list(v.orders)
-    return flip_labels(rows, flip_rate, seed).records if flip_rate and ask_flipped else rows
+    return flip_labels(rows, flip_rate, seed)[0] if flip_rate and ask_flipped else rows
 
 # %% ../nbs/annotators.ipynb #6fd448ff
-def _pair_samples(
-    candidates: list[dict],  # `output` is a list of samples
-    seed: int = 0,
-) -> list[dict]:
-    "One pair of different samples for each record; none where all samples are equal."
-    pairs = []
-    for c in candidates:
-        def coin(output): return hash_uniform(seed, 'pair', *prompt_key(c), output)
+def load_pairs(cfg) -> list[dict]:
+    """The pairs that `cfg.outputs` names, or its answers beside those of `cfg.against` (output_1).
+    Of candidates, one pair of different samples for each record that has any."""
+    def load(*what): return load_records(*what, n=cfg.max_instances, columns=cfg.columns)
+    if against := getattr(cfg, 'against', ''):
+        return ordered_pairs(*(load(f, 'outputs', 'output') for f in (against, cfg.outputs)))
+    rows, pairs = load(cfg.outputs, 'candidates', ('pair', 'candidates')), []
+    if 'output_1' in rows[0]: return rows
+    for c in rows:
+        def coin(output): return hash_uniform(cfg.seed, 'pair', *prompt_key(c), output)
         outputs = sorted(set(c['output']), key=coin)
         if len(outputs) < 2: continue
         rest = dict(without_lists(c), input=c.get('input') or '')
         pairs.append(dict(rest, output_1=outputs[0], output_2=outputs[1]))
-    return pairs
-
-
-def load_pairs(cfg) -> list[dict]:
-    "The pairs that `cfg.outputs` names, or its answers beside those of `cfg.against` (output_1)."
-    def load(*what): return load_records(*what, n=cfg.max_instances, columns=cfg.columns)
-    if against := getattr(cfg, 'against', ''):
-        return ordered_pairs(*(load(f, 'outputs', 'output') for f in (against, cfg.outputs)))
-    rows = load(cfg.outputs, 'candidates', ('pair', 'candidates'))
-    if pairs := rows if 'output_1' in rows[0] else _pair_samples(rows, cfg.seed): return pairs
+    if pairs: return pairs
     raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers; sample '
                      'with n > 1 at a temperature above 0, or name a second model in against')
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9
-def _expected_preferences(pairs: list[dict], pool, rate: float) -> np.ndarray:
-    "Expected preference of a random annotator in a random order, after flips: (pairs,)."
-    members = pool_members(pool)
-    verdicts = _ask_annotators(members, [pairs] * len(members), both=True)
-    preferences = [[v.preference for v in vs] for vs in verdicts]
-    mean = np.average(preferences, axis=0, weights=pool_weights(pool))
-    return mean + rate * (3 - 2 * mean)
-
-
 def _position_bias(rows: list[dict], seed: int, both: bool) -> dict:
     """How often the answer shown first wins (`first`), by labels before flips; with both orders
     also how often these agree (`consistent`). With 95 % intervals; empty without labels."""
@@ -257,9 +243,12 @@ def run(cfg: AnnotatorsConfig):
         changed = r['preference'] != c['preference']
         rows[i] = dict(r, flipped=None if r['annotator'] == 'coin' else changed)
     if not clients:
-        expected = _expected_preferences(pairs, pool, share)
+        members = pool_members(pool)
+        verdicts = _ask_annotators(members, [pairs] * len(members), both=True)
+        preferences = [[v.preference for v in vs] for vs in verdicts]
+        mean = np.average(preferences, axis=0, weights=pool_weights(pool))
         rows = [dict(r, expected=None if math.isnan(e) else float(e))
-                for r, e in zip(rows, expected)]
+                for r, e in zip(rows, mean + share * (3 - 2 * mean))]
     labelled = [r for r in rows if r['preference'] is not None]
     unlabelled = [r for r in rows if r['preference'] is None]
     judged = [r for r in clean if r['preference'] is not None and r['annotator'] != 'coin']

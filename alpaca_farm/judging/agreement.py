@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SETS', 'JUDGES', 'AgreementConfig', 'embedded_pairs', 'prefer_longer', 'ask_judge', 'agreement_board',
-           'agreement_figure', 'learned_prompts', 'verdicts_of_judges', 'run']
+           'agreement_figure', 'verdicts_of_judges', 'run']
 
 # %% ../../nbs/judging/agreement.ipynb #399eb10f
 from dataclasses import dataclass, field
@@ -14,6 +14,7 @@ from annotated_types import Ge, Len
 import numpy as np
 
 from ..core.ask.api import ApiConfig
+from ..core.ask.judge_configs import model_kind
 from ..core.data.records import full_instruction, load_records, prompt_key
 from ..core.run.files import atomic_write
 from ..core.run.identity import run_config
@@ -27,7 +28,6 @@ from .measures import (bootstrap_measures, cast_votes, FEWEST, judge_measures,
 from ..annotators import ask_all, check_all_answered, check_known_names, load_annotators
 from alpaca_farm.judging.label_files import (label_file, label_files, load_sets, per_thousand,
     recorded_verdicts, Verdicts)
-from .local_judges import is_reward_model
 from .noise import preference_probabilities, sample_votes
 
 # %% ../../nbs/judging/agreement.ipynb #8b8bfc52
@@ -186,9 +186,9 @@ def agreement_figure(
     return fig
 
 # %% ../../nbs/judging/agreement.ipynb #4ffe5f6a
-def learned_prompts(spec: str) -> set[tuple]:
+def _learned_prompts(spec: str) -> set[tuple]:
     "The prompts of all pairs that a reward model's run had; empty for another judge."
-    if ':' in spec or not is_reward_model(spec): return set()
+    if ':' in spec or model_kind(spec) != 'reward': return set()
     source = run_config(spec).get('settings', {}).get('preferences', '')
     try: return {prompt_key(r) for r in load_records(source, 'preferences')} if source else set()
     except (FileNotFoundError, ValueError) as e:
@@ -212,7 +212,7 @@ def verdicts_of_judges(
             judge = load_annotators(spec, cfg)
             new = {(s, annotator_name(judge)): ask_judge(judge, pairs[:n], cfg.seed)
                    for s, pairs in sets.items()}
-        known = set() if path else learned_prompts(spec)
+        known = set() if path else _learned_prompts(spec)
         for (s, own), v in new.items():
             if (s, own) in judged:
                 raise ValueError(f'judges: {spec} brings a second judge called {own}')

@@ -10,7 +10,6 @@ __all__ = ['COMPLETION_MODELS', 'Evaluator', 'load_evaluators', 'break_control_t
 import math, re
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -47,39 +46,33 @@ def load_evaluators(
                          f'configs.yaml is there{suggest_names(spec)}')
     evaluators = []
     for name, entry in read_judge_config(file).items():
-        try: evaluators.append(_make_evaluator(name, entry, file, models, decoding))
-        except ValueError as e: raise ValueError(f'{file}, {name}: {e}') from None
+        model, size = entry_model(entry), entry.get('batch_size') or 1
+        api, prompt = entry.get('fn_completions'), entry['prompt_template']
+        kwargs = entry.get('completions_kwargs') or {}
+        own = {k: v for k, v in kwargs.items() if k in REQUEST_FIELDS}
+        fields = adapt_decoding({'model': models.get(model, model)} | own, decoding)
+        parser = entry.get('fn_completion_parser') or 'regex_parser'
+        parser_kwargs = entry.get('completion_parser_kwargs') or {}
+        if parser == 'json_parser' and 'annotation_key' in parser_kwargs:   # AlpacaEval's own
+            parser_kwargs = dict(key=parser_kwargs['annotation_key'])
+        paths = [p for p in (file.parent/prompt, file.parent.parent/prompt) if p.is_file()]
+        template = read_text(paths[0]) if paths else ''
+        template = template.replace('{question}', entry.get('question') or '{question}')
+        wrong = check_parser(parser, parser_kwargs)
+        if model not in models and api not in (None, 'openai_completions'):
+            wrong = (f'it asks {model} by {api}: serve that behind an OpenAI-compatible endpoint '
+                     f'and give its name: models = {{{model!r}: "..."}}')
+        elif parser == 'logprob_parser' and REASONING_MODELS.search(fields['model']):
+            wrong = (f'it reads log-probs, which {fields["model"]} does not return: name another '
+                     'model, or a judge that reads text (such as structured)')
+        elif not paths: wrong = f'its prompt {prompt} does not exist'
+        elif '{question}' in template:
+            wrong = 'it has no question. Name one of a task, such as harmlessness/harmless'
+        elif not template.count('{output_1}') == template.count('{output_2}') == size:
+            wrong = f'{prompt}: output_1 and output_2 must occur {size} times (its batch_size)'
+        if wrong: raise ValueError(f'{file}, {name}: {wrong}')
+        evaluators.append(Evaluator(name, template, size, fields, parser, parser_kwargs))
     return evaluators
-
-
-def _make_evaluator(name: str, entry: dict, file: Path, models: dict, decoding: dict):
-    "The evaluator of an entry in a configuration, with other models and fields of the request."
-    model, size = entry_model(entry), entry.get('batch_size') or 1
-    api = entry.get('fn_completions') or 'openai_completions'
-    if model not in models and api != 'openai_completions':
-        raise ValueError(f'it asks {model} by {api}: serve that behind an OpenAI-compatible '
-                         f'endpoint and give its name: models = {{{model!r}: "..."}}')
-    kwargs = entry.get('completions_kwargs') or {}
-    own = {k: v for k, v in kwargs.items() if k in REQUEST_FIELDS}
-    fields = adapt_decoding({'model': models.get(model, model)} | own, decoding)
-    parser = entry.get('fn_completion_parser') or 'regex_parser'
-    parser_kwargs = entry.get('completion_parser_kwargs') or {}
-    if parser == 'json_parser' and 'annotation_key' in parser_kwargs:   # AlpacaEval's own parser
-        parser_kwargs = dict(key=parser_kwargs['annotation_key'])
-    if parser == 'logprob_parser' and REASONING_MODELS.search(fields['model']):
-        raise ValueError(f'it reads log-probs, which {fields["model"]} does not return: name '
-                         'another model, or a judge that reads text (such as structured)')
-    check_parser(parser, parser_kwargs)
-    prompt = entry['prompt_template']
-    paths = [p for p in (file.parent/prompt, file.parent.parent/prompt) if p.is_file()]
-    if not paths: raise ValueError(f'its prompt {prompt} does not exist')
-    template = read_text(paths[0]).replace('{question}', entry.get('question') or '{question}')
-    if '{question}' in template:
-        raise ValueError('it has no question. Name one of a task, such as harmlessness/harmless')
-    if not template.count('{output_1}') == template.count('{output_2}') == size:
-        raise ValueError(f'{prompt}: output_1 and output_2 must occur {size} times (its '
-                         'batch_size)')
-    return Evaluator(name, template, size, fields, parser, parser_kwargs)
 
 # %% ../../nbs/judging/judges.ipynb #e2410082
 _CONTROL_TOKEN = re.compile(r'<[|\uff5c][^<>|\uff5c\s]+[|\uff5c]>|\[/?INST\]|<</?SYS>>|'

@@ -44,44 +44,33 @@ def _short_name(spec: str) -> str:
     return name.removesuffix(suffix).strip('*_')
 
 
-_FORMATS = dict(votes=['votes'], pandalm=['response1', 'response2', 'annotator1'],
-                llmbar=['output_1', 'label'], preference=['output_1', 'output_2', 'preference'])
-
-
-def _pair_and_votes(row: dict, form: str, where: str) -> tuple[dict, dict]:
-    "The pair of a row in one of the formats, and its votes by name."
-    if form == 'llmbar':
-        return _read_pair(row, where, instruction='input'), dict(gold=row['label'])
-    if form == 'pandalm':
-        votes = {k: v for k, v in row.items() if k.startswith('annotator')}
-        row = {k: str(v) if isinstance(v, bool) else v for k, v in row.items()}
-        if row.get('input') and not str(row.get('instruction')).strip():
-            row |= dict(instruction=row['input'], input='')
-        models = str(row.get('cmp_key', '')).split('_')
-        if len(models) == 2: row |= dict(generator_1=models[0], generator_2=models[1])
-        return _read_pair(row, where, output_1='response1', output_2='response2'), votes
-    votes = row.get('votes')
-    if form == 'preference':
-        name = str(row.get('annotator_index', row.get('annotator', 'people')))
-        votes = {name: row['preference']}
-    if isinstance(votes, dict): return _read_pair(row, where), votes
-    raise ValueError(f"{where}: the field 'votes' must hold votes by name")
-
-
 def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
     "Labelled pairs from the rows of a file; ValueError for another format, or without votes."
     first = rows[0] if rows and isinstance(rows[0], dict) else {}
     if row_shape(first, ['preference']):
         rows = [dict(r, annotator='gold') for r in as_records(rows, where, ['preference'])]
         first = rows[0]
-    form = next((f for f, names in _FORMATS.items() if first.keys() >= set(names)), None)
-    if form is None:
-        raise ValueError(f'{where}: no known format of labels has the fields {", ".join(first)}')
     pairs = {}
     for i, row in enumerate(rows):
-        at = f'{where}, row {i}'
-        try: pair, given = _pair_and_votes(row, form, at)
-        except KeyError as e: raise ValueError(f'{at}: the field {e} is missing') from None
+        at, key = f'{where}, row {i}', i
+        if 'votes' in first: pair, given = _read_pair(row, at), row.get('votes')
+        elif {'response1', 'annotator1'} <= first.keys():   # PandaLM's
+            given = {k: v for k, v in row.items() if k.startswith('annotator')}
+            row = {k: str(v) if isinstance(v, bool) else v for k, v in row.items()}
+            if row.get('input') and not str(row.get('instruction')).strip():
+                row |= dict(instruction=row['input'], input='')
+            models = str(row.get('cmp_key', '')).split('_')
+            if len(models) == 2: row |= dict(generator_1=models[0], generator_2=models[1])
+            pair = _read_pair(row, at, output_1='response1', output_2='response2')
+        elif {'output_1', 'label'} <= first.keys():   # LLMBar's
+            pair, given = _read_pair(row, at, instruction='input'), dict(gold=row.get('label'))
+        elif {'output_1', 'output_2', 'preference'} <= first.keys():
+            name = str(row.get('annotator_index', row.get('annotator', 'people')))
+            pair, given = _read_pair(row, at), {name: row.get('preference')}
+        else: raise ValueError(f'{where}: no known format of labels has the fields '
+                               f'{", ".join(first)}')
+        if not isinstance(given, dict):
+            raise ValueError(f"{at}: the field 'votes' must hold votes by name")
         votes = {k: read_preference(v, at, k) for k, v in given.items()}
         for name, v in votes.items():
             if v in (1, 1.5, 2) or math.isnan(v): continue
@@ -89,17 +78,15 @@ def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
                              'tie. A soft label is the verdict of a judge')
         if all(map(math.isnan, votes.values())):
             raise ValueError(f'{at}: nobody has voted on this pair. Leave it out')
-        key = i
-        if form == 'preference':   # rows of a pair are merged, in the order of the first
+        if 'preference' in first and 'votes' not in first:   # rows of a pair are merged, in the order of the first
             both = pair, swap_outputs(pair)
             key, other = ((*prompt_key(p), p['output_1'], p['output_2']) for p in both)
             if key not in pairs and other in pairs:
                 key, votes = other, {name: 3 - v for name, v in votes.items()}
         merged = pairs.setdefault(key, dict(pair, votes={}, row=i, source=_short_name(where)))
-        own = merged['votes']
         for name, vote in votes.items():
-            while name in own: name += "'"
-            own[name] = vote
+            while name in merged['votes']: name += "'"
+            merged['votes'][name] = vote
     return list(pairs.values())
 
 # %% ../../nbs/judging/label_files.ipynb #c71a0303

@@ -62,34 +62,6 @@ def krippendorff_alpha(
     expected = o.sum()**2 - (o.sum(0)**2).sum()
     return float(1 - (o.sum() - 1)*(o.sum() - o.trace())/expected) if expected else math.nan
 
-# %% ../../nbs/judging/measures.ipynb #91bc2b12
-def _share(part, whole) -> float:
-    "A share; nan when the whole is 0."
-    return float(part/whole) if whole else math.nan
-
-
-def _mode_measures(
-    judge,   # (3, pairs) counts of a judge's votes for first, tie, second
-    people,  # (3, pairs) of the people's
-) -> tuple[float, float, float]:
-    "Accuracy of a judge against the people's mode, accuracy on decided pairs, and Cohen's kappa."
-    q, m = judge/np.maximum(judge.sum(0), 1), vote_mode(people)
-    table, hits, decided = q @ m.T, q*m, m[[0, 2]].max(0) == 1
-    accuracy = _share(table.trace(), table.sum())
-    return accuracy, _share(hits[:, decided].sum(), q[:, decided].sum()), cohen_kappa(table)
-
-# %% ../../nbs/judging/measures.ipynb #545be232
-def _order_measures(
-    votes,  # (votes, 2, pairs)
-) -> dict:
-    "Consistency and the share of votes for the first shown; nan without a pair in both orders."
-    one, two = votes[:, 0], votes[:, 1]
-    both = ~np.isnan(one + two)
-    first = (one[both] == 1).sum() + (two[both] == 2).sum()
-    decided = (one[both] != 1.5).sum() + (two[both] != 1.5).sum()
-    same = (one == two)[both].sum()
-    return dict(consistency=_share(same, both.sum()), first=_share(first, decided))
-
 # %% ../../nbs/judging/measures.ipynb #08d14fe8
 class PairTraits(NamedTuple):
     "What the measures need to know of pairs besides the votes; each (pairs, ...)."
@@ -111,14 +83,6 @@ def pair_traits(pairs: list[dict], seed: int = 0) -> PairTraits:
     orders = np.array([[coin(p, k) for k in range(4)] for p in pairs], int)
     return PairTraits(length_sign(pairs), list_sign(pairs), models, orders)
 
-
-def _votes_in_drawn_orders(votes, orders) -> np.ndarray:  # (votes, pairs)
-    "Four votes (or as many as annotators), each in its coin's order; all if there is one order."
-    n, pairs = len(votes), votes.shape[2]
-    if np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, pairs)
-    k = np.arange(max(4, n))
-    return votes[k[:, None] % n, orders.T[k % 4], np.arange(pairs)]
-
 # %% ../../nbs/judging/measures.ipynb #cc5e3a0c
 def _win_shares(
     counts,   # (3, pairs) votes for first, tie, second
@@ -132,6 +96,11 @@ def _win_shares(
     with np.errstate(invalid='ignore'): return wins/np.where(total > 0, total, np.nan)
 
 # %% ../../nbs/judging/measures.ipynb #f708ce10
+def _share(part, whole) -> float:
+    "A share; nan when the whole is 0."
+    return float(part/whole) if whole else math.nan
+
+
 def _feature_preferences(votes, traits: PairTraits) -> dict:
     "Share of votes (votes, pairs) for the longer answer and for the only list."
     v = np.where(np.isnan(votes), 1.5, votes)
@@ -144,22 +113,35 @@ def judge_measures(
     traits: PairTraits,
 ) -> dict:
     "Every measure of a judge; nan for one that cannot be computed."
-    every, four = votes.reshape(-1, votes.shape[2]), _votes_in_drawn_orders(votes, traits.orders)
+    n, pairs = len(votes), votes.shape[2]
+    every, k = votes.reshape(-1, pairs), np.arange(max(4, n))
+    # four votes (or as many as annotators), each in its coin's order; all if there is one order
+    four = votes[k[:, None] % n, traits.orders.T[k % 4], np.arange(pairs)]
+    if np.isnan(votes).all((0, 2)).any(): four = every
     by_judge, by_people, by_four = (one_hot_votes(v).sum(0) for v in (every, people, four))
-    accuracy, decided, kappa = _mode_measures(by_judge, by_people)
+    # accuracy: the judge's shares of votes on a pair, in the people's mode
+    shares, mode = by_judge/np.maximum(by_judge.sum(0), 1), vote_mode(by_people)
+    table, hits, decided = shares @ mode.T, shares*mode, mode[[0, 2]].max(0) == 1
+    # order: of the pairs with a vote in each
+    both = ~np.isnan(votes[:, 0] + votes[:, 1])
+    one, two = votes[:, 0][both], votes[:, 1][both]
+    first, no_ties = (one == 1).sum() + (two == 2).sum(), (one != 1.5).sum() + (two != 1.5).sum()
     answered = by_judge.sum(0) > 0
     comparable, raters = (answered & (by_people.sum(0) > 1)).any(), np.vstack([people, four[:1]])
-    out = dict(accuracy=accuracy, decided=decided,
-               agreement=agreement(every, people) if comparable else math.nan, kappa=kappa,
+    out = dict(accuracy=_share(table.trace(), table.sum()),
+               decided=_share(hits[:, decided].sum(), shares[:, decided].sum()),
+               agreement=agreement(every, people) if comparable else math.nan,
+               kappa=cohen_kappa(table),
                alpha=krippendorff_alpha(raters) if answered.any() else math.nan,
                bias=bias(four, people) if by_four.any() else math.nan,
                variance=variance(four) if (by_four.sum(0) > 1).any() else math.nan,
-               **_order_measures(votes), **_feature_preferences(every, traits))
+               consistency=_share((one == two).sum(), both.sum()), first=_share(first, no_ties),
+               **_feature_preferences(every, traits))
     out['longer_diff'] = out['longer'] - _feature_preferences(people, traits)['longer']
     if traits.models.size:
-        one, other = (_win_shares(n, traits.models) for n in (by_judge, by_people))
-        both = ~np.isnan(one + other)
-        out['spearman'] = float(spearman(one[both], other[both])) if both.sum() > 2 else math.nan
+        won = np.array([_win_shares(n, traits.models) for n in (by_judge, by_people)])
+        won = won[:, ~np.isnan(won).any(0)]
+        out['spearman'] = float(spearman(*won)) if won.shape[1] > 2 else math.nan
     return out
 
 

@@ -5,7 +5,7 @@ import pytest
 
 import tiny
 from alpaca_farm.auto_annotations import (alpaca_leaderboard, PairwiseAutoAnnotator, records_of,
-    reference_from_hub)
+    _reference_from_hub)
 from judge_server import judge_server
 
 EXAMPLES = tiny.ROOT/'../shared/data/alpaca_farm_examples'
@@ -140,9 +140,9 @@ def test_the_references_are_a_configuration_of_the_hubs_data(monkeypatch):
         if len(asked) > 1: raise ValueError('no network')
         return rows, spec
     monkeypatch.setattr('alpaca_farm.auto_annotations.load_rows', load)
-    assert reference_from_hub() == rows
+    assert _reference_from_hub() == rows
     assert asked == [('tatsu-lab/alpaca_farm:alpaca_farm_evaluation', ('eval',))]
-    with pytest.raises(ValueError, match='no network.*reference_outputs='): reference_from_hub()
+    with pytest.raises(ValueError, match='no network.*reference_outputs='): _reference_from_hub()
 
 
 def test_a_gap_in_a_data_frame_is_an_empty_input():

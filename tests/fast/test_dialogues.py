@@ -176,8 +176,8 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     rewards = run(reward_model, 'reward_model', preferences=pairs, policy=policy, held_out=6)
     assert 0 <= read_summary(rewards)['accuracy_low'] < read_summary(rewards)['accuracy_high'] <= 1
     learned = {prompt_key(r) for r in load_records(pairs, 'preferences')}
-    assert agreement.learned_prompts(rewards) == learned
-    assert learned and not agreement.learned_prompts(policy)
+    assert agreement._learned_prompts(rewards) == learned
+    assert learned and not agreement._learned_prompts(policy)
     with_rewards = dict(policy=policy, reward_model=rewards)
     made = [run(dpo, 'dpo', preferences=labels, policy=policy),
             run(best_of_n, 'best_of_n', **with_rewards),

@@ -24,11 +24,11 @@ def test_the_rate_is_what_was_asked_for(p):
 
 def test_the_coin_belongs_to_the_pair():
     rows = some()
-    by_pair = {r['output_1']: r for r in noise.flip_labels(rows, .25).records}
+    by_pair = {r['output_1']: r for r in noise.flip_labels(rows, .25)[0]}
     shuffled = random.Random(0).sample(rows, len(rows))
-    assert all(r == by_pair[r['output_1']] for r in noise.flip_labels(shuffled, .25).records)
-    assert all(r == by_pair[r['output_1']] for r in noise.flip_labels(rows[500:600], .25).records)
-    assert noise.flip_labels(rows, .25, seed=1).records != noise.flip_labels(rows, .25).records
+    assert all(r == by_pair[r['output_1']] for r in noise.flip_labels(shuffled, .25)[0])
+    assert all(r == by_pair[r['output_1']] for r in noise.flip_labels(rows[500:600], .25)[0])
+    assert noise.flip_labels(rows, .25, seed=1)[0] != noise.flip_labels(rows, .25)[0]
 
 
 def test_a_process_changes_nothing():
@@ -51,7 +51,7 @@ def test_ties_soft_labels_and_rows_stay_whole():
     assert [r['preference'] for r in out] == pytest.approx([1.5, 1.2, 2]) and all(r['price'] == 3 for r in out)
     assert [r['preference'] for r in rows] == [1.5, 1.8, 1.]                   # the caller's rows are not touched
     same = [dict(instruction='a', input='', output_1='x', output_2='x', preference=2)]
-    assert noise.flip_labels(same, 1).records == same
+    assert noise.flip_labels(same, 1)[0] == same
     with pytest.raises(ValueError, match='row 1'): noise.flip_labels([rows[1], dict(rows[1], preference=0)], .1)
     with pytest.raises(ValueError, match='p = -0.1'): noise.flip_labels(rows, -.1)
     with pytest.raises(ValueError, match="'output_2'"): noise.flip_mask([dict(instruction='a', output_1='x')], .1)

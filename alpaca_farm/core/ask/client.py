@@ -43,19 +43,6 @@ class Usage:
     def __str__(self) -> str:
         return f'{self.asked} asked, {len(self.failed)} failed, {format_dollars(self.dollars)}'
 
-
-def _run_async(coroutine):
-    "The value of a coroutine; an interrupt cancels it."
-    try: asyncio.get_running_loop()
-    except RuntimeError: return asyncio.run(coroutine)
-    with closing(asyncio.new_event_loop()) as loop, ThreadPoolExecutor(1) as thread:
-        task = loop.create_task(coroutine)
-        value = thread.submit(loop.run_until_complete, task)
-        try: return value.result()
-        except KeyboardInterrupt:
-            loop.call_soon_threadsafe(task.cancel)
-            raise
-
 # %% ../../../nbs/core/ask/client.ipynb #ac0dd3c2
 class ApiClient:
     "Answers to requests, from the store if it has them, otherwise from the endpoint."
@@ -226,7 +213,14 @@ class ApiClient:
             for key, answer in answers.items(): self.check_readable(key, answer)
             self.print_forecast(list(todo.values()))
             self.progress = Progress(self.name, len(todo))
-            _run_async(self.answer_all())
+            # in a thread and a loop of its own, since in a notebook a loop is running already
+            with closing(asyncio.new_event_loop()) as loop, ThreadPoolExecutor(1) as thread:
+                task = loop.create_task(self.answer_all())
+                asking = thread.submit(loop.run_until_complete, task)
+                try: asking.result()
+                except KeyboardInterrupt:
+                    loop.call_soon_threadsafe(task.cancel)
+                    raise
             if self.fatal:
                 raise ValueError(f'{redact(str(self.fatal))}. '
                                  f'{self.tally.asked} answers were stored before that')

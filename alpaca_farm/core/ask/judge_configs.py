@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['REQUEST_FIELDS', 'REASONING_MODELS', 'judge_config_file', 'entry_model', 'read_judge_config', 'parse_decoding',
-           'adapt_decoding', 'suggest_names', 'model_architectures', 'is_population', 'check_annotators',
-           'JudgedConfig']
+           'adapt_decoding', 'suggest_names', 'model_kind', 'is_population', 'check_annotators', 'JudgedConfig']
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #aaceba8c
 import difflib, json, os, re
@@ -120,11 +119,14 @@ def suggest_names(spec: str) -> str:
     return f'. Did you mean {" or ".join(near)}?' if near else f'. There are {", ".join(names)}'
 
 
-def model_architectures(path) -> list[str]:
-    "The model classes in a checkpoint or run folder; empty where there is no model."
-    files = [at_root(path)/folder/'config.json' for folder in ('model', '.')]
-    files = [p for p in files if os.path.isfile(p)]
-    return next((names for f in files if (names := read_json(f).get('architectures'))), [])
+def model_kind(path) -> str:
+    "Whether the model of a checkpoint or run folder is a 'reward' or 'language' one; '' for none."
+    for file in (at_root(path)/'model'/'config.json', at_root(path)/'config.json'):
+        if os.path.isfile(file):
+            for name in read_json(file).get('architectures') or []:
+                if 'SequenceClassification' in name: return 'reward'
+                if 'CausalLM' in name or 'LMHead' in name: return 'language'
+    return ''
 
 
 def is_population(spec: str) -> bool:
@@ -139,7 +141,7 @@ def check_annotators(name: str, value: str):
     path = at_root(value)
     labels = [path/f'preferences{s}' for s in FILE_SUFFIXES]
     if path.name.endswith(FILE_SUFFIXES): labels = [path]
-    if any(map(os.path.isfile, labels)) or model_architectures(value): return
+    if any(map(os.path.isfile, labels)) or model_kind(value): return
     if judge_config_file(value): return
     near, hint = near_path(value), ''
     if not os.path.exists(path):
