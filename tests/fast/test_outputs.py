@@ -7,7 +7,8 @@ import pytest
 import tiny
 from alpaca_farm.core.run import outputs
 from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.run.outputs import code_mark, execute, is_slow, notebook_paths, OutputsConfig, save_outputs
+from alpaca_farm.core.run.outputs import (
+    _code_mark, _execute, _is_slow, _notebook_paths, OutputsConfig, save_outputs)
 
 RECORD = tiny.ROOT/'nbs'/'outputs.json'
 
@@ -16,15 +17,15 @@ def name_of(path): return path.with_suffix('').as_posix().rpartition('/nbs/')[2]
 
 
 def shows_runs(path):
-    return any(is_slow(c) and c['outputs'] for c in read_json(path)['cells'] if c['cell_type'] == 'code')
+    return any(_is_slow(c) and c['outputs'] for c in read_json(path)['cells'] if c['cell_type'] == 'code')
 
 
 def test_every_notebook_is_recorded():
-    assert set(read_json(RECORD)) == {name_of(p) for p in notebook_paths()}
+    assert set(read_json(RECORD)) == {name_of(p) for p in _notebook_paths()}
 
 
 def test_saved_outputs_are_from_one_farm():
-    farms = {name_of(p): read_json(RECORD)[name_of(p)]['farm'] for p in notebook_paths() if shows_runs(p)}
+    farms = {name_of(p): read_json(RECORD)[name_of(p)]['farm'] for p in _notebook_paths() if shows_runs(p)}
     unknown = sorted(name for name, farm in farms.items() if not farm)
     if unknown: pytest.skip(f'saved before farms were recorded (make outputs records them): {", ".join(unknown)}')
     assert len(set(farms.values())) == 1, json.dumps(farms, indent=1)
@@ -54,7 +55,7 @@ def texts(path):
 def test_demonstrations_alone_keep_the_outputs_of_runs(project):
     path = project/'nbs'/'one.ipynb'
     save_outputs(OutputsConfig(notebooks=['one'], slow=False))
-    assert texts(path) == ['kept\n', '3\n'] and read_json(project/'nbs'/'outputs.json')['one'] == dict(farm='', code=code_mark(path))
+    assert texts(path) == ['kept\n', '3\n'] and read_json(project/'nbs'/'outputs.json')['one'] == dict(farm='', code=_code_mark(path))
     save_outputs(OutputsConfig(notebooks=['one']))
     assert texts(path) == ['run\n', '3\n'] and read_json(project/'nbs'/'outputs.json')['one']['farm'] == 'abc'
 
@@ -88,7 +89,7 @@ def test_one_that_takes_too_long_does_not_end_the_others(project, monkeypatch):
     def execute(path, *_):
         seen.append(path.stem)
         raise (CellTimeoutError if len(seen) == 1 else DeadKernelError)('gone')
-    monkeypatch.setattr(outputs, 'execute', execute)
+    monkeypatch.setattr(outputs, '_execute', execute)
     with pytest.raises(RuntimeError, match='one: CellTimeoutError\ntwo: DeadKernelError'): save_outputs(OutputsConfig())
 
 
@@ -96,4 +97,4 @@ def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
     before = (project/'nbs'/'two.ipynb').read_text()
     with pytest.raises(RuntimeError, match='two: ZeroDivisionError'): save_outputs(OutputsConfig())
     assert (project/'nbs'/'two.ipynb').read_text() == before and set(read_json(project/'nbs'/'outputs.json')) == {'one'}
-    with pytest.raises(Exception, match='ZeroDivisionError'): execute(project/'nbs'/'two.ipynb', True, 60)
+    with pytest.raises(Exception, match='ZeroDivisionError'): _execute(project/'nbs'/'two.ipynb', True, 60)

@@ -30,8 +30,9 @@ def test_a_figure_where_runs_are_missing(monkeypatch, tmp_path, capsys):
     from alpaca_farm.core.run import sweeps
     table = pd.DataFrame(dict(run=list('pqr'), rule=['a', 'c', 'b'], beta=[1, 1, 2], accuracy=[.5, .6, .7]))
     ax = sweeps.sweep_figure(table, dict(rule=['a', 'b', 'c'], beta=[1, 2]), 'rewrd').axes[0]
-    drawn = {label.get_text(): x for x, label in zip(ax.get_xticks(), ax.get_xticklabels())}
-    assert ax.get_ylabel() == 'accuracy' and [list(line.lines[0].get_xdata()) for line in ax.containers] == [[drawn['a'], drawn['c']], [drawn['b']]]
+    drawn = [dict(zip('acb', bars.lines[0].get_ydata())) for bars in ax.containers]
+    assert ax.get_ylabel() == 'accuracy' and [label.get_text() for label in ax.get_xticklabels()] == list('acb')
+    assert [{k: v for k, v in line.items() if v == v} for line in drawn] == [dict(a=.5, c=.6), dict(b=.7)]
     monkeypatch.setattr(sweeps, 'sweep_jobs', lambda *_, **__: [])
     monkeypatch.setattr(sweeps, 'run_jobs', lambda jobs, **_: ['b failed'])
     monkeypatch.setattr(sweeps, 'sweep_table', lambda *_: table)
@@ -57,11 +58,11 @@ def test_an_invalid_sweep_starts_nothing(base, tmp_path, capsys):
 
 def test_jobs_get_gpus_of_their_own(monkeypatch):
     started, lasts = [], ['sh', '-c', 'sleep .3']
-    def start(job, gpus=()):
-        started.append((job.out, tuple(gpus)))
+    def start(notebook, out, settings, variables):
+        started.append((out, variables['CUDA_VISIBLE_DEVICES'].split(',')))
         return subprocess.Popen(lasts)
-    monkeypatch.setattr(launch, 'start_job', start)
-    monkeypatch.setattr(launch, 'gpu_names', lambda: ['4', '5', '7'])
+    monkeypatch.setattr(launch, 'start_notebook', start)
+    monkeypatch.setattr(launch, '_gpu_names', lambda: ['4', '5', '7'])
     jobs = [Job(name, 'toy', gpus=n) for name, n in (('a', 1), ('b', 2), ('c', 2))]
     assert run_jobs(jobs, 3) == []
     assert {g for name, gpus in started[:2] for g in gpus} == {'4', '5', '7'} and len(started[-1][1]) == 2   # c waits for two that are free

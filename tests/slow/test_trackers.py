@@ -92,7 +92,7 @@ def test_a_tracker_that_fails_never_stops_a_run(base, tmp_path, monkeypatch, cap
     def start(*_):
         if at == 'start': raise OSError('no network\nand more')
         return Broken(at)
-    monkeypatch.setattr(trackers, 'start_tracker', start)
+    monkeypatch.setattr(trackers, '_start_tracker', start)
     monkeypatch.setattr(trackers, 'find_spec', lambda name: True)
     sft.train(sft.SFTConfig(**settings(base, tmp_path/'a', tracker='wandb', max_instances=24)))
     said = capsys.readouterr().out
