@@ -9,7 +9,7 @@ import tiny
 from alpaca_farm.core.run import jobs as launch
 from alpaca_farm.core.run.jobs import Job, run_jobs
 from alpaca_farm.core.run.runs import read_log
-from alpaca_farm.core.run.sweeps import Cluster, sweep, sweep_command, sweep_jobs
+from alpaca_farm.core.run.sweeps import Cluster, sweep, sweep_command, _sweep_jobs
 
 
 def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp_path, capfd):
@@ -29,13 +29,13 @@ def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp
 def test_a_figure_where_runs_are_missing(monkeypatch, tmp_path, capsys):
     from alpaca_farm.core.run import sweeps
     table = pd.DataFrame(dict(run=list('pqr'), rule=['a', 'c', 'b'], beta=[1, 1, 2], accuracy=[.5, .6, .7]))
-    ax = sweeps.sweep_figure(table, dict(rule=['a', 'b', 'c'], beta=[1, 2]), 'rewrd').axes[0]
+    ax = sweeps._sweep_figure(table, dict(rule=['a', 'b', 'c'], beta=[1, 2]), 'rewrd').axes[0]
     drawn = [dict(zip('acb', bars.lines[0].get_ydata())) for bars in ax.containers]
-    assert ax.get_ylabel() == 'accuracy' and [label.get_text() for label in ax.get_xticklabels()] == list('acb')
+    assert ax.get_ylabel() == 'accuracy' and [t.get_text() for t in ax.get_xticklabels() if t.get_text()] == list('acb')
     assert [{k: v for k, v in line.items() if v == v} for line in drawn] == [dict(a=.5, c=.6), dict(b=.7)]
-    monkeypatch.setattr(sweeps, 'sweep_jobs', lambda *_, **__: [])
+    monkeypatch.setattr(sweeps, '_sweep_jobs', lambda *_, **__: [])
     monkeypatch.setattr(sweeps, 'run_jobs', lambda jobs, **_: ['b failed'])
-    monkeypatch.setattr(sweeps, 'sweep_table', lambda *_: table)
+    monkeypatch.setattr(sweeps, '_sweep_table', lambda *_: table)
     with pytest.raises(RuntimeError, match='b failed'): sweep('reward_model', dict(rule=['a', 'b', 'c'], beta=[1, 2]), str(tmp_path), show='rewrd')
     assert 'show = rewrd: the runs have run, rule, beta, accuracy' in capsys.readouterr().out
 
@@ -89,7 +89,7 @@ def test_jobs_of_a_cluster_survive_the_loss_of_a_machine(base, tmp_path):
         assert place.workers == 2
         with pytest.raises(ValueError, match='no machine of the cluster'): place.check([Job('a', 'toy', gpus=1)])
         given = tiny.settings('sft', base, epochs=25, checkpoint_every=1, eval_instances=4)
-        jobs = sweep_jobs('sft', dict(seed=[0, 1]), str(tmp_path/'s'), **given)
+        jobs = _sweep_jobs('sft', dict(seed=[0, 1]), str(tmp_path/'s'), **given)
         def watch():
             nonlocal lost
             if lost and all(len(read_log(j.out)) > 3 for j in jobs): lost = machines.remove_node(lost, allow_graceful=False)

@@ -96,11 +96,9 @@ def lock_of(path: Path) -> FileLock:
     return FileLock(folder/f'{digest(str(path.resolve()))}.lock', thread_local=False)
 
 # %% ../../../nbs/core/run/files.ipynb #7c4671e0
-def _flatten_state(
-    state,         # nested dicts, lists and tuples of tensors and plain values
-    at: str = '',  # its path in the whole state, such as /adam/0
-) -> tuple[dict, object]:  # tensors by their path; the structure with the plain values, for JSON
-    "Separate the tensors of a nested state from the rest."
+def _flatten_state(state, at: str = '') -> tuple[dict, object]:
+    """The tensors of a nested state by their path, such as /adam/0, and the structure of dicts and
+    lists with plain values, for JSON; `at` is the path of this part."""
     if hasattr(state, 'detach'): return {at: state.detach().contiguous()}, {'tensor': at}
     if isinstance(state, dict): items = state.items()
     elif isinstance(state, (list, tuple)): items = enumerate(state)

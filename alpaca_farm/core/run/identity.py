@@ -197,7 +197,8 @@ def describe_run(cfg: Config, train, reads: tuple = ()) -> dict:
     trained = _read_marks(cfg, False) | {str(s): {str(s): content_hash(str(s))} for s in reads}
     answered, code = _read_marks(cfg, True), code_hash(train)
     contents = lambda marks: {name: list(read.values()) for name, read in marks.items()}
-    packages = {p: version(p) for p in ('alpaca_farm', 'torch', 'transformers', 'accelerate', 'numpy')}
+    names = 'alpaca_farm', 'torch', 'transformers', 'accelerate', 'numpy'
+    packages = {p: version(p) for p in names}
     ask = ['git', 'rev-parse', '--short', 'HEAD']
     try: commit = subprocess.run(ask, cwd=root(), capture_output=True, text=True).stdout.strip()
     except OSError: commit = ''   # git is not installed

@@ -8,9 +8,10 @@ __all__ = ['figure']
 # %% ../../../nbs/core/run/preload.ipynb #c3f6f712
 import io, sys
 
-sys.modules['rfc3987_syntax'] = None   # jsonschema's grammar of web addresses: two seconds, for nothing
+sys.modules['rfc3987_syntax'] = None   # jsonschema's grammar of web addresses takes two seconds
 
-import accelerate, execnb.shell, matplotlib.pyplot, pandas, papermill, safetensors.torch, torch, transformers
+import accelerate, execnb.shell, matplotlib.pyplot, pandas, papermill, safetensors.torch
+import torch, transformers
 import transformers.models.llama.modeling_llama
 from matplotlib.figure import Figure
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
