@@ -141,7 +141,8 @@ def test_no_setting_hides_a_name_of_the_notebook(path):
         if c['cell_type'] != 'code' or source(c).startswith('%') or c in parameters(path): continue
         names = symtable.symtable(source(c), path.stem, 'exec').get_symbols()
         bound = {s.get_name() for s in names if s.is_assigned() or s.is_imported()}
-        used = {s.get_name() for s in names if s.is_referenced()}
+        used = {n.id for n in ast.walk(ast.parse(source(c))) if isinstance(n, ast.Name)
+                and isinstance(n.ctx, ast.Load)}
         assert not known & (bound | used & set(dir(builtins))), source(c)
 
 
