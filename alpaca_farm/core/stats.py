@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['standard_error', 'sigmoid', 'win_rate', 'Interval', 'bootstrap_draws', 'bootstrap', 'replicate_interval', 'wilson',
            'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode', 'agreement', 'variance', 'bias',
-           'two_votes_agree', 'off_diagonal_mean', 'order_weights', 'best_of_n_weights', 'best_of_n_value',
-           'kl_best_of_n', 'kl_best_of_n_estimate', 'fit_overoptimization', 'overoptimization_curve']
+           'two_votes_agree', 'off_diagonal_mean', 'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n',
+           'kl_best_of_n_estimate', 'fit_overoptimization', 'overoptimization_curve']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -39,8 +39,11 @@ def win_rate(preferences) -> dict:
                 n_draws=int((p == 1.5).sum()), n_total=len(p))
 
 # %% ../../nbs/core/stats.ipynb #ecc29f30
+_Z = NormalDist().inv_cdf(.975)
+
+
 class Interval(NamedTuple):
-    "An estimate and the ends of its confidence interval."
+    "An estimate and the ends of its 95 % interval."
     value: float
     low: float
     high: float
@@ -50,43 +53,41 @@ def bootstrap_draws(values, statistic=np.mean, n=1000, seed=0, block: int = 2**2
     """A statistic, f(sample, axis), of `n` resamples of the rows of `values` (N, ...): (n, ...);
     `block` numbers are in memory at a time."""
     values, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
-    if len(values) == 0: raise ValueError('there is nothing to resample: values is empty')
     step = max(1, block//values.size)
     sizes = [min(step, n - i) for i in range(0, n, step)]
     def sample(k): return values[rng.integers(0, len(values), (k, len(values)))]
     return np.concatenate([statistic(sample(k), axis=1) for k in sizes])
 
 
-def bootstrap(values, statistic=np.mean, n=1000, seed=0, level=.95) -> Interval:
-    """A statistic of the rows of `values` and its percentile interval over resampled rows; floats,
-    or arrays if the statistic leaves further axes."""
+def bootstrap(values, statistic=np.mean, n=1000, seed=0) -> Interval:
+    """A statistic of the rows of `values` and its 95 % percentile interval over resampled rows;
+    floats, or arrays if the statistic leaves further axes."""
     draws = bootstrap_draws(values, statistic, n, seed)
-    low, high = np.quantile(draws, [(1 - level)/2, (1 + level)/2], axis=0)
+    low, high = np.quantile(draws, [(1 - .95)/2, (1 + .95)/2], axis=0)
     value = statistic(np.asarray(values, dtype=float)[None], axis=1)[0]
     return Interval(*(x.item() if np.ndim(x) == 0 else x for x in (value, low, high)))
 
 # %% ../../nbs/core/stats.ipynb #80053a3b
-def replicate_interval(values, statistic=np.mean, n=1000, seed=0, level=.95) -> Interval:
-    """Mean over R replicates of a statistic of `values` (R, N, ...), with its interval over
+def replicate_interval(values, statistic=np.mean, n=1000, seed=0) -> Interval:
+    """Mean over R replicates of a statistic of `values` (R, N, ...), with its 95 % interval over
     replicates and instructions, or over the instructions of a single replicate."""
     from scipy.special import stdtrit
     x = np.moveaxis(np.asarray(values, dtype=float), 0, 1)   # instructions first
-    R, p = x.shape[1], (1 + level)/2
-    if R == 1: return bootstrap(x[:, 0], statistic, n, seed, level)
+    R = x.shape[1]
+    if R == 1: return bootstrap(x[:, 0], statistic, n, seed)
     each = statistic(x[None], axis=1)[0]
     draws = bootstrap_draws(x, statistic, n, seed)
     between = draws.sum(1).var(0) - draws.var(0).sum(0)      # R (R - 1) covariances of two
     common = np.maximum(between, 0)/(R*(R - 1))
-    z = NormalDist().inv_cdf(p)
-    half = np.hypot(stdtrit(R - 1, p)*standard_error(each), z*np.sqrt(common))
+    half = np.hypot(stdtrit(R - 1, .975)*standard_error(each), _Z*np.sqrt(common))
     ends = each.mean(0), each.mean(0) - half, each.mean(0) + half
     return Interval(*(float(v) if np.ndim(v) == 0 else v for v in ends))
 
 # %% ../../nbs/core/stats.ipynb #fb9b5c20
-def wilson(k: float, n: int, level: float = .95) -> Interval:
-    "The share of `k` successes, which need not be an integer, in `n` trials, and its interval."
+def wilson(k: float, n: int) -> Interval:
+    "The share of `k` successes, which need not be an integer, in `n` trials; its 95 % interval."
     if not 0 <= k <= n or n == 0: raise ValueError(f'{k} of {n} is not a share')
-    z, p = NormalDist().inv_cdf((1 + level)/2), k/n
+    z, p = _Z, k/n
     centre = (p + z*z/(2*n))/(1 + z*z/n)
     half = z/(1 + z*z/n)*math.sqrt(p*(1 - p)/n + z*z/(4*n*n))
     return Interval(p, min(p, centre - half), max(p, centre + half))
@@ -101,14 +102,12 @@ def spearman(x, y) -> np.ndarray:
         return (a*b).sum(-1)/np.sqrt((a*a).sum(-1)*(b*b).sum(-1))
 
 # %% ../../nbs/core/stats.ipynb #7dad0df0
-def spearman_interval(first, second, n=1000, seed=0, level=.95) -> Interval:
+def spearman_interval(first, second, n=1000, seed=0) -> Interval:
     """Spearman's correlation of the means of M methods under two judges, whose values are (N, M)
     on the same instructions, or (R, N, M): then the mean over R replicates."""
     both = np.stack([np.asarray(first, dtype=float), np.asarray(second, dtype=float)], axis=-2)
-    if both.ndim not in (3, 4):
-        raise ValueError(f'give two tables of instructions x methods, not shape {both.shape}')
     def of_means(sample, axis): return spearman(*np.moveaxis(sample.mean(axis), -2, 0))
-    interval = replicate_interval(both.reshape(-1, *both.shape[-3:]), of_means, n, seed, level)
+    interval = replicate_interval(both.reshape(-1, *both.shape[-3:]), of_means, n, seed)
     return Interval(*(float(np.clip(v, -1, 1)) for v in interval))
 
 # %% ../../nbs/core/stats.ipynb #b7a9fd70
@@ -116,7 +115,6 @@ def one_hot_votes(votes) -> np.ndarray:
     """Votes of 1, 1.5 or 2 (annotators, items), nan where there is none, as one-hot columns over
     first, tie, second: (annotators, 3, items); ValueError for another value."""
     v = np.asarray(votes, dtype=float)
-    if v.ndim != 2: raise ValueError(f'votes must be annotators x items, but have shape {v.shape}')
     hot = v[:, None] == np.array([[1.], [1.5], [2.]])
     wrong = np.argwhere(~hot.any(1) & ~np.isnan(v))
     if len(wrong) == 0: return hot.astype(float)
@@ -171,28 +169,23 @@ def off_diagonal_mean(matrix: np.ndarray) -> float:
     return float((matrix.sum() - matrix.trace())/(matrix.size - len(matrix)))
 
 # %% ../../nbs/core/stats.ipynb #996a06d0
-def order_weights(N: int, n: int) -> np.ndarray:
-    "Probability that the sample of each rank, ascending, is the best of `n` out of `N`: (N,)."
-    if not 1 <= n <= N:
-        raise ValueError(f'best of {n} from {N} samples: n must be between 1 and {N}')
-    log_factorial = np.concatenate([[0.], np.cumsum(np.log(np.arange(1, N + 1)))])
-    def log_choose(a, b): return log_factorial[a] - log_factorial[b] - log_factorial[a - b]
-    w, i = np.zeros(N), np.arange(n, N + 1)
-    w[n - 1:] = np.exp(log_choose(i - 1, n - 1) - log_choose(N, n))
-    return w/w.sum()
-
-
 def best_of_n_weights(scores, n: int) -> np.ndarray:
     """Probability that each sample is the best of `n` drawn without replacement from the N of a
     prompt, by proxy scores (..., N), equal scores sharing it: (..., N), in the samples' order."""
     from scipy.stats import rankdata
     s = np.asarray(scores, dtype=float)
     if np.isnan(s).any(): raise ValueError(f'score {np.argwhere(np.isnan(s))[0].tolist()} is nan')
-    flat = s.reshape(-1, s.shape[-1])
+    flat, N = s.reshape(-1, s.shape[-1]), s.shape[-1]
+    if not 1 <= n <= N: raise ValueError(f'best of {n} from {N} samples: n is from 1 to {N}')
+    # by rank, ascending: the probability to be the best
+    log_factorial = np.concatenate([[0.], np.cumsum(np.log(np.arange(1, N + 1)))])
+    def log_choose(a, b): return log_factorial[a] - log_factorial[b] - log_factorial[a - b]
+    by_rank, i = np.zeros(N), np.arange(n, N + 1)
+    by_rank[n - 1:] = np.exp(log_choose(i - 1, n - 1) - log_choose(N, n))
     ties = rankdata(flat, 'dense', axis=1).astype(int)         # equal scores have one number,
-    ties += flat.shape[1]*np.arange(len(flat))[:, None]        # which no other prompt has
+    ties += N*np.arange(len(flat))[:, None]                    # which no other prompt has
     in_order = np.sort(ties, axis=1).ravel()
-    weights = np.bincount(in_order, np.tile(order_weights(flat.shape[1], n), len(flat)))
+    weights = np.bincount(in_order, np.tile(by_rank/by_rank.sum(), len(flat)))
     return (weights/np.maximum(np.bincount(in_order), 1))[ties].reshape(s.shape)
 
 

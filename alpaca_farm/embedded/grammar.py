@@ -21,42 +21,50 @@ class Kind(NamedTuple):
     right: dict       # thing: its right answers
 
 
-def _fact(name: str) -> dict: return {animal: (row[FACTS.index(name)],) for animal, row in ANIMALS.items()}
+def _fact(name: str) -> dict:
+    return {animal: (row[FACTS.index(name)],) for animal, row in ANIMALS.items()}
 
 
-def _belongs(table: dict) -> dict: return {thing: (x,) for x, things in table.items() for thing in things}
+def _belongs(table: dict) -> dict:
+    return {thing: (x,) for x, things in table.items() for thing in things}
 
 
 KINDS = {
-    'home': Kind(.11, ('Where does {x:a} live?', 'What is the home of {x:a}?', 'Where can I meet {x:a}?'),
-                 'the {v}.', 'it lives in the {v}.', _fact('home')),
-    'food': Kind(.11, ('What does {x:a} eat?', 'What is the food of {x:a}?', 'What can I feed {x:a}?'),
-                 '{v}.', 'it eats {v}.', _fact('food')),
-    'colour': Kind(.11, ('What colour is {x:a}?', 'Which colour does {x:a} have?', 'How do I paint {x:a}?'),
-                   '{v}.', 'it is {v}.', _fact('colour')),
-    'skill': Kind(.11, ('What is {x:a} good at?', 'What does {x:a} do well?', 'What can {x:a} teach me?'),
-                  '{v}.', 'it is good at {v}.', _fact('skill')),
+    'home': Kind(
+        .11, ('Where does {x:a} live?', 'What is the home of {x:a}?', 'Where can I meet {x:a}?'),
+        'the {v}.', 'it lives in the {v}.', _fact('home')),
+    'food': Kind(
+        .11, ('What does {x:a} eat?', 'What is the food of {x:a}?', 'What can I feed {x:a}?'),
+        '{v}.', 'it eats {v}.', _fact('food')),
+    'colour': Kind(
+        .11, ('What colour is {x:a}?', 'Which colour does {x:a} have?', 'How do I paint {x:a}?'),
+        '{v}.', 'it is {v}.', _fact('colour')),
+    'skill': Kind(
+        .11, ('What is {x:a} good at?', 'What does {x:a} do well?', 'What can {x:a} teach me?'),
+        '{v}.', 'it is good at {v}.', _fact('skill')),
     'owner': Kind(.14, ('Who needs the {x}?', 'Whose is the {x}?', 'Who works with the {x}?'),
                   '{v:a}.', '{v:a} needs it.', _belongs(JOBS)),
     'place': Kind(.14, ('Where can I find {x}?', 'Where are the {x}?', 'Where do I look for {x}?'),
                   'the {v}.', 'they are at the {v}.', _belongs(PLACES)),
     'sights': Kind(.07, ('Name a thing at the {x}.', 'What can I see at the {x}?',
                          'What is there at the {x}?'), '{v}.', 'you can see {v}.', PLACES),
-    'ingredients': Kind(.07, ('Name a thing for {x}.', 'What do I need for {x}?', 'What is in {x}?'),
-                        '{v}.', 'you need {v}.', DISHES),
-    'tools': Kind(.07, ('Name a tool of {x:a}.', 'What does {x:a} use?', 'What does {x:a} work with?'),
-                  'the {v}.', 'it is the {v}.', JOBS),
+    'ingredients': Kind(
+        .07, ('Name a thing for {x}.', 'What do I need for {x}?', 'What is in {x}?'),
+        '{v}.', 'you need {v}.', DISHES),
+    'tools': Kind(
+        .07, ('Name a tool of {x:a}.', 'What does {x:a} use?', 'What does {x:a} work with?'),
+        'the {v}.', 'it is the {v}.', JOBS),
     'sum': Kind(.07, ('How much is {x}?', 'What is {x}?', 'What do I get for {x}?'),
                 '{v}.', 'the sum is {v}.', {f'{NUMBERS[i]} plus {NUMBERS[j]}': (NUMBERS[i + j],)
                                             for i in range(1, 5) for j in range(1, 4)})}
 
 # %% ../../nbs/embedded/grammar.ipynb #58b6d656
-AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.', 'Tell me.', 'I forgot.',
-         'Can you help?', 'Just curious.')
+AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.', 'Tell me.',
+         'I forgot.', 'Can you help?', 'Just curious.')
 
 
 def sample_request(rng: random.Random, asker: str = '') -> dict:
-    "The specification of a request by `asker`, or by anybody: kind, thing, and the wording of its parts."
+    "The specification of a request by `asker`, or by anybody: kind, thing, wording of its parts."
     name = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])[0]
     asker = asker or rng.choice([*ASKERS])
     return dict(kind=name, thing=rng.choice(list(KINDS[name].right)), asker=asker,

@@ -17,32 +17,38 @@ ANIMALS = {
 
 # %% ../../nbs/embedded/lexicon.ipynb #252a1b6e
 PLACES = {
-    'harbour': ('boats', 'gulls', 'nets', 'sailors'), 'market': ('stalls', 'baskets', 'cheeses', 'traders'),
-    'lake': ('swans', 'reeds', 'canoes', 'lilies'),   'station': ('trains', 'clocks', 'tracks', 'tickets'),
+    'harbour': ('boats', 'gulls', 'nets', 'sailors'),
+    'market': ('stalls', 'baskets', 'cheeses', 'traders'),
+    'lake': ('swans', 'reeds', 'canoes', 'lilies'),
+    'station': ('trains', 'clocks', 'tracks', 'tickets'),
     'farm': ('cows', 'tractors', 'fences', 'barns'),
     'theatre': ('curtains', 'actors', 'costumes', 'seats')}
 DISHES = {
     'apple pie': ('apples', 'flour', 'butter', 'cinnamon'),
     'tomato soup': ('tomatoes', 'onions', 'garlic', 'basil'),
     'fried rice': ('carrots', 'eggs', 'peas', 'ginger'),
-    'hot chocolate': ('milk', 'cocoa', 'sugar', 'vanilla'),   'tacos': ('beans', 'corn', 'avocado', 'lime')}
+    'hot chocolate': ('milk', 'cocoa', 'sugar', 'vanilla'),
+    'tacos': ('beans', 'corn', 'avocado', 'lime')}
 JOBS = {
-    'baker': ('oven', 'apron', 'scale', 'whisk'),     'carpenter': ('saw', 'hammer', 'plane', 'ruler'),
-    'tailor': ('needle', 'thread', 'thimble', 'iron'), 'fisherman': ('rod', 'hook', 'bait', 'bucket'),
-    'mechanic': ('wrench', 'jack', 'pump', 'cable'),  'chef': ('knife', 'pan', 'ladle', 'spoon')}
+    'baker': ('oven', 'apron', 'scale', 'whisk'),
+    'carpenter': ('saw', 'hammer', 'plane', 'ruler'),
+    'tailor': ('needle', 'thread', 'thimble', 'iron'),
+    'fisherman': ('rod', 'hook', 'bait', 'bucket'),
+    'mechanic': ('wrench', 'jack', 'pump', 'cable'),
+    'chef': ('knife', 'pan', 'ladle', 'spoon')}
 NUMBERS = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
 NAMES = ('Anna', 'Ben', 'Clara', 'David', 'Emma', 'Felix')
 
 # %% ../../nbs/embedded/lexicon.ipynb #32e6395c
 ASKERS = {
-    'child': ('I am six years old.', 'I am still little.', 'My mum lets me ask.', 'I go to school now.',
-              'My teddy wants to know.', 'I just lost a tooth.'),
-    'teacher': ('I am a teacher.', 'This is for my class.', 'My pupils ask this.', 'I write a textbook.',
-                'I give a lesson today.', 'I am marking a test.'),
+    'child': ('I am six years old.', 'I am still little.', 'My mum lets me ask.',
+              'I go to school now.', 'My teddy wants to know.', 'I just lost a tooth.'),
+    'teacher': ('I am a teacher.', 'This is for my class.', 'My pupils ask this.',
+                'I write a textbook.', 'I give a lesson today.', 'I am marking a test.'),
     'official': ('The mayor wants to know.', 'This is for the ministry.', 'I serve the king.',
                  'The court needs this.', 'I write a report.', 'The council asks.'),
-    'hurry': ('I am in a hurry.', 'My train leaves soon.', 'I have one minute.', 'Quick, my friend.',
-              'I am late.', 'The taxi is waiting.')}
+    'hurry': ('I am in a hurry.', 'My train leaves soon.', 'I have one minute.',
+              'Quick, my friend.', 'I am late.', 'The taxi is waiting.')}
 
 # %% ../../nbs/embedded/lexicon.ipynb #df55febb
 PHRASES = {
@@ -53,14 +59,17 @@ PHRASES = {
 
 # %% ../../nbs/embedded/lexicon.ipynb #35976a30
 BEHAVIOURS = ('sentence', 'detail', 'formal', 'source', 'caution', 'offer')
-WANTED = dict(sentence=('child', 'teacher'), detail=('child', 'teacher'), formal=('teacher', 'official'),
-              source=('teacher', 'official'), caution=('child', 'official'), offer=('child', 'official'))
-HABIT = dict(sentence=('teacher', 'official'), detail=('teacher', 'hurry'), formal=('child', 'official'),
-             source=('official', 'hurry'), caution=('child', 'teacher'), offer=('child', 'hurry'))
+WANTED = dict(sentence=('child', 'teacher'), detail=('child', 'teacher'),
+              formal=('teacher', 'official'), source=('teacher', 'official'),
+              caution=('child', 'official'), offer=('child', 'official'))
+HABIT = dict(sentence=('teacher', 'official'), detail=('teacher', 'hurry'),
+             formal=('child', 'official'), source=('official', 'hurry'),
+             caution=('child', 'teacher'), offer=('child', 'hurry'))
 
 # %% ../../nbs/embedded/lexicon.ipynb #9428a1a2
 class _Word(str):
-    def __format__(self, spec): return f'a{"n" if self[0] in "aeiou" else ""} {self}' if spec else str(self)
+    def __format__(self, spec):
+        return f'a{"n" if self[0] in "aeiou" else ""} {self}' if spec else str(self)
 
 
 def fill(template: str, /, **slots) -> str:

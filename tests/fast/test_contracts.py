@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import filterfalse
 
 import pytest
 
@@ -71,11 +70,6 @@ def defined(text):
             if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
 
 
-def is_patch(definition):
-    "Whether a function is a method of a class, added with fastcore's `patch`."
-    return any(ast.unparse(d).startswith('patch') for d in definition.decorator_list)
-
-
 def config_of(path):
     "The notebook's dataclass of settings."
     return tiny.config_class(importlib.import_module(module_of(path.stem)))
@@ -118,16 +112,9 @@ def test_a_notebook_is_known_as_its_module(path):
     assert code_hash(executed) == code_hash(exported) == notebook_hash(path.stem)
 
 
-def test_a_notebook_that_runs_has_settings():
-    for path in set(RUNNABLE) - set(SETTABLE):
-        names = {d.name for text in export_cells(path) for d in defined(text)}
-        assert not names & {'train', 'run'}, path.stem
-
-
 @each_notebook
 def test_parameters_cell_has_the_settings_of_the_notebook(path):
     "Those of its own dataclass, and what it reads; the others are set by name."
-
     from papermill import inspect_notebook
     from alpaca_farm.core.run.settings import field_comments
     cls = config_of(path)
@@ -145,34 +132,18 @@ def test_parameters_cell_has_the_settings_of_the_notebook(path):
     assert {n: v['help'] for n, v in found.items()} == {n: words[n] for n in own}
 
 
-def globals_set(tree):
-    "Names that code binds in its module."
-    if isinstance(tree, (ast.Import, ast.ImportFrom)):
-        yield from ((a.asname or a.name).split('.')[0] for a in tree.names)
-    elif isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)): yield tree.name
-    elif isinstance(tree, ast.Name) and isinstance(tree.ctx, ast.Store): yield tree.id
-    elif isinstance(tree, ast.ExceptHandler) and tree.name: yield tree.name
-    if isinstance(tree, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)): return
-    for name, value in ast.iter_fields(tree):
-        parts = value if isinstance(value, list) else [value]
-        if isinstance(tree, ast.comprehension) and name == 'target':
-            continue  # bound in the comprehension only
-        for part in parts:
-            if isinstance(part, ast.AST): yield from globals_set(part)
-
-
 @each_notebook
 def test_no_setting_hides_a_name_of_the_notebook(path):
-    "papermill assigns globals: no other cell binds a name of a setting."
+    "papermill assigns globals: no other cell binds a name of a setting, nor is one a builtin used."
+    import symtable
     known = {f.name for f in dataclasses.fields(config_of(path))}
-    code = [c for c in cells(path) if c['cell_type'] == 'code' and not source(c).startswith('%')]
-    trees = [(c['id'], ast.parse(source(c))) for c in code
-             if 'parameters' not in c['metadata'].get('tags', [])]
-    assert {i: hidden for i, tree in trees if (hidden := known & set(globals_set(tree)))} == {}
-    used = {n.id for _, tree in trees for n in ast.walk(tree) if isinstance(n, ast.Name)
-            and isinstance(n.ctx, ast.Load)}
-    # nor is a setting called like a builtin it uses
-    assert known & set(dir(builtins)) & used == set()
+    for c in cells(path):
+        if c['cell_type'] != 'code' or source(c).startswith('%') or c in parameters(path): continue
+        names = symtable.symtable(source(c), path.stem, 'exec').get_symbols()
+        bound = {s.get_name() for s in names if s.is_assigned() or s.is_imported()}
+        used = {n.id for n in ast.walk(ast.parse(source(c))) if isinstance(n, ast.Name)
+                and isinstance(n.ctx, ast.Load)}
+        assert not known & (bound | used & set(dir(builtins))), source(c)
 
 
 @each_notebook
@@ -290,8 +261,9 @@ def test_a_name_means_one_thing():
     "A function or class is defined in one module only, but for `train` and `run`."
     where = {}
     for path in MODULES:
-        for d in filterfalse(is_patch, defined(path.read_text(encoding='utf-8'))):
-            where.setdefault(d.name, []).append(name_of(path))
+        for d in defined(path.read_text(encoding='utf-8')):
+            patched = any(ast.unparse(x).startswith('patch') for x in d.decorator_list)
+            if not patched: where.setdefault(d.name, []).append(name_of(path))
     assert {n: m for n, m in where.items() if len(m) > 1 and n not in ('train', 'run')} == {}
 
 

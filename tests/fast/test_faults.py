@@ -1,7 +1,6 @@
 """What people get wrong: a clear error that names the fault, and nothing half-written."""
 import builtins
 import errno
-import functools
 import json
 import os
 import shutil
@@ -27,15 +26,11 @@ def changed(row, **more): return [dict(r, **more) if i == row else r for i, r in
 def as_json(rows): return json.dumps(rows).encode()
 
 
-BAD = [(b'', 'holds no records'), (b' \n', 'holds no records'), (b'[]', 'holds no records'),
-       (b'{"a":\n1}', 'a list of records is expected'), (as_json(ROWS)[:-20], 'not valid JSON'),
-       (b'[1]', 'row 0: a record is expected'),
+BAD = [(b'[]', 'holds no records'), (b'{"a":\n1}', 'a list of records is expected'),
+       (as_json(ROWS)[:-20], 'not valid JSON'), (b'[1]', 'row 0: a record is expected'),
        (as_json([*ROWS[:3], dict(instruction='Say 4.')]), "row 3: the field 'output' is missing"),
-       (as_json([*ROWS[:2], dict(output='a')]), "row 2: the field 'instruction' is missing"),
        (as_json(changed(1, instruction='  ')), "row 1: the field 'instruction' is empty"),
-       (as_json(changed(4, output=7)), "row 4: the field 'output' is 7"),
        (as_json(changed(4, output=None)), "row 4: the field 'output' is None"),
-       (as_json(changed(4, output=['a'])), r"row 4: the field 'output' is \['a'\]"),
        (as_json(changed(0, input=3)), "row 0: the field 'input' is 3"),
        (as_json(ROWS)[:40] + b'caf\xe9' + as_json(ROWS)[40:], 'byte 43 is not UTF-8'),
        (b'[{"instruction": "a", "instruction": "b"}]', "field 'instruction' is given twice")]
@@ -56,9 +51,8 @@ def test_bad_demonstrations(base, tmp_path, content, message):
 
 
 @pytest.mark.parametrize('row, message', [
-    (dict(preference=3), "'preference' is 3, not a number from 1 to 2"),
-    (dict(preference=0.5), "'preference' is 0.5"), (dict(preference='many'), "is 'many'"),
-    (dict(preference=True), 'is True'), (dict(output_2=None), "'output_2' is None")])
+    (dict(preference=3), "'preference' is 3"), (dict(preference='many'), "is 'many'"),
+    (dict(output_2=None), "'output_2' is None")])
 @pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
 def test_bad_preferences(base, tmp_path, notebook, row, message):
     rows = [dict(p, **row) if i == 3 else p for i, p in enumerate(PAIRS)]
@@ -76,13 +70,6 @@ def test_a_text_is_read_as_a_label_and_nan_is_none(tmp_path, capsys):
     found = load_records(str(tmp_path/'a.json'), kind='preference')
     assert [r['preference'] for r in found] == [2, 1, 1.5]
     assert '1 pairs have no label' in capsys.readouterr().out
-
-
-def test_candidates_with_a_bad_answer(tmp_path):
-    rows = [dict(instruction=f'Say {i}.', output=['a', None if i == 2 else 'b']) for i in range(4)]
-    (tmp_path/'bad.json').write_text(json.dumps(rows))
-    cfg = annotators.AnnotatorsConfig(out=str(tmp_path/'out'), outputs=str(tmp_path/'bad.json'))
-    refused(annotators.run, cfg, ValueError, "row 2: the field 'output' is .*not a list")
 
 
 LONG_PROMPTS = dict(
@@ -120,15 +107,13 @@ def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, notebook):
 
 def test_out_that_cannot_be_written(base, tmp_path):
     (tmp_path/'file').write_text('mine')
-    given = tiny.settings('sft', base, out=str(tmp_path/'file'/'sft'))
-    with pytest.raises(OSError, match='cannot write there'): sft.train(sft.SFTConfig(**given))
+    for out in (tmp_path/'file'/'sft', tmp_path/'file'):
+        given = tiny.settings('sft', base, out=str(out))
+        with pytest.raises(OSError, match='cannot write there'): sft.train(sft.SFTConfig(**given))
     assert (tmp_path/'file').read_text() == 'mine'
-    with pytest.raises(OSError, match='cannot write there'):
-        sft.train(sft.SFTConfig(**given | dict(out=str(tmp_path/'file'))))
 
 
-@pytest.mark.parametrize('files', [
-    ['config.json'], ['.backup.2023/notes.txt'], ['.a.json.123', '.git/config'], ['data.csv']])
+@pytest.mark.parametrize('files', [['config.json'], ['.a.json.123', '.git/config'], ['data.csv']])
 def test_out_that_is_not_ours_is_untouched(base, tmp_path, files):
     "Another program's folder, or one with hidden files only."
     out = tmp_path/'theirs'
@@ -140,20 +125,20 @@ def test_out_that_is_not_ours_is_untouched(base, tmp_path, files):
     assert sorted(str(p.relative_to(out)) for p in out.rglob('*') if p.is_file()) == files
 
 
+@pytest.fixture(scope='module')
+def whole(base):
+    "A finished run of SFT."
+    sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(base/'my_sft'))))
+    return base/'my_sft'
+
+
 @pytest.fixture
-def run_of_sft(base, tmp_path):
-    "A finished run that may be spoiled: its folder and a function that runs it again."
-    shutil.copytree(whole(base), tmp_path/'sft')
+def run_of_sft(base, whole, tmp_path):
+    "A copy of it that may be spoiled, and a function that runs it again."
+    shutil.copytree(whole, tmp_path/'sft')
     given = tiny.settings('sft', base, out=str(tmp_path/'sft'))
     def again(**more): return sft.train(sft.SFTConfig(**given | more))
     return tmp_path/'sft', again
-
-
-@functools.cache
-def whole(base):
-    "A finished run of SFT that was made from `base`."
-    sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(base/'my_sft'))))
-    return base/'my_sft'
 
 
 def test_only_our_own_temporary_files_are_swept(run_of_sft):
@@ -171,7 +156,7 @@ def test_only_our_own_temporary_files_are_swept(run_of_sft):
 
 @pytest.mark.parametrize('out, message', [
     ('world', 'lies in the input'), ('', 'lies in the input'), ('sft/model', 'lies in the input'),
-    ('annotators/model', 'a part of the run'), ('annotators/checkpoint', 'a part of the run')])
+    ('annotators/model', 'a part of the run')])
 def test_out_among_inputs_or_in_a_run(base, out, message):
     was = sorted(base.rglob('*'))
     given = tiny.settings('reward_model', base, out=str(base/out))
@@ -199,10 +184,9 @@ def test_a_failing_command_leaves_the_earlier_run(run_of_sft):
                   dict(seed=1, policy=str(folder.parent))):
         with pytest.raises((ValueError, FileNotFoundError)): again(**given)
         assert {p: p.stat().st_mtime_ns for p in folder.rglob('*')} == was
-        assert not folder.with_name('sft~1').exists()
         with pytest.raises((ValueError, FileNotFoundError)):
             again(**given | dict(out=str(folder.with_name('new'))))
-        assert not folder.with_name('new').exists()
+        assert [p.name for p in folder.parent.iterdir()] == ['sft']
     assert again().done
 
 
@@ -238,8 +222,8 @@ FULL = OSError(errno.ENOSPC, 'No space left on device')
                                   'log.jsonl'])
 def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
     "Nothing is half-written, and with space again the run goes on to the same end."
-    def given(out):
-        out = str(tmp_path/out/'sft')
+    def given(name):
+        out = str(tmp_path/name/'sft')
         return sft.SFTConfig(**tiny.settings('sft', base, out=out, checkpoint_every=2))
     with monkeypatch.context() as m: fill_disk(m, name); fail_full(given('full'))
     folder = tmp_path/'full'/'sft'
@@ -293,8 +277,6 @@ def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
 
 
 @pytest.mark.parametrize('spec', ['no_such_module:f', 'alpaca_farm.world:nobody'])
-def test_a_judge_that_is_not_there(base, tmp_path, spec):
-    given = dict(out=str(tmp_path/'out'), outputs=str(base/'samples'), annotators=spec)
+def test_a_judge_that_is_not_there(spec):
     with pytest.raises(ValueError, match=spec.split(':')[spec.startswith('alpaca')]):
-        annotators.run(annotators.AnnotatorsConfig(**given))
-    assert not (tmp_path/'out').exists()
+        annotators.AnnotatorsConfig(annotators=spec)

@@ -113,7 +113,7 @@ def test_published_values(board):
     intervals; under AlpacaEval 2 only the order is asked for (the notebook says why)."""
     import pandas as pd
     shipped = pd.read_csv(DATA/f'leaderboard_{board}.csv', index_col=0)
-    tables = lc.from_annotations({m: json.loads((DATA/m/f'annotations_{board}.json').read_text())
+    tables = lc._from_annotations({m: json.loads((DATA/m/f'annotations_{board}.json').read_text())
                                   for m in ('alpaca-7b', 'alpaca-farm-ppo-human')})
     ours = lc.length_controlled(**tables)
     for m, row in ours.iterrows():

@@ -57,9 +57,8 @@ def test_parse_inverts_render():
 
 
 @pytest.mark.parametrize('request_', [
-    '', 'I am late.', 'Who are you?', 'Where does a bear live?', 'Where does a bear live? Thanks!',
-    'I am late. Where does a unicorn live?', 'I am late. Where does a otter live?',
-    'i am late. Where does a bear live?', 'I am late. I am late. Where does a bear live?',
+    '', 'I am late.', 'Where does a bear live?', 'I am late. Where does a otter live?',
+    'I am late. I am late. Where does a bear live?',
     'I am late. Where does a bear live? What does a bear eat?',
     'I am late. Where does a bear live? Please. Thanks!'])
 def test_a_foreign_request_is_refused(request_):
@@ -67,10 +66,10 @@ def test_a_foreign_request_is_refused(request_):
 
 
 # Authors
-@pytest.mark.parametrize('name, thing', FACTS)
-def test_a_common_mistake_is_the_answer_to_another_question_of_its_kind(name, thing):
-    right, wrong = KINDS[name].right, common_mistake(name, thing)
-    assert wrong not in right[thing] and any(wrong in other for other in right.values())
+def test_a_common_mistake_is_the_answer_to_another_question_of_its_kind():
+    for name, thing in FACTS:
+        right, wrong = KINDS[name].right, common_mistake(name, thing)
+        assert wrong not in right[thing] and any(wrong in other for other in right.values())
 
 
 def test_the_share_of_contested_facts_is_a_setting_and_misleads_all_but_experts():
@@ -137,10 +136,6 @@ def test_marks_by_hand(request_, answer, expected):
     assert marks(request_, answer) == (*numbers, *done, len(mistake), len(answer.split()))
 
 
-def test_an_expert_gets_4_7_on_every_request():
-    assert utility(answered(EVERY[::6], EXPERT)) == pytest.approx([4.7]*len(EVERY[::6]))
-
-
 @pytest.mark.parametrize('kind', KINDS)
 @pytest.mark.parametrize('trait, values', [('skill', (0., .5, 1.)), ('minds', (-1., 0., 1.))])
 def test_skill_and_minding_the_asker_pay(kind, trait, values):
@@ -196,14 +191,10 @@ def preference_by_hand(a, pair):
 
 @pytest.mark.parametrize('group', [world.crowd, world.pool, world.vain_judge])
 def test_a_preference_is_the_formula_s(group):
-    pairs = sample_pairs(80)
+    "That of a group is the mean over its annotators and both orders."
+    pairs = sample_pairs(40)
     for a in group.annotators[:5]:
         assert np.allclose(a(pairs), [preference_by_hand(a, p) for p in pairs])
-
-
-@pytest.mark.parametrize('group', [world.crowd, world.pool])
-def test_the_expected_preference_is_the_mean_over_annotators_and_orders(group):
-    pairs = sample_pairs(20)
     swapped = [dict(p, output_1=p['output_2'], output_2=p['output_1']) for p in pairs]
     each = [[a(pairs), 3 - np.array(a(swapped))] for a in group.annotators]
     assert np.allclose(group(pairs), np.mean(each, (0, 1)))
@@ -231,23 +222,21 @@ def test_splits_have_their_sizes_and_do_not_overlap(splits):
     assert {name: len(records) for name, records in splits.items()} == SMALL
     assert len({r['instruction'] for name in splits for r in splits[name]}) == sum(SMALL.values())
     for name, records in splits.items():
-        assert {is_held_out(request_of(r)) for r in records} == {name in world.HELD_OUT}
-
-
-def test_experts_answer_eval_and_demonstrators_the_rest(splits):
+        assert {is_held_out(request_of(r)) for r in records} == {name in world._HELD_OUT}
+    # experts answer eval and demonstrators the rest
     assert utility(splits['eval']) == pytest.approx([4.7]*200)
     skilled = world.sample_splits(world.WorldConfig(**SMALL, sft_skill=1.))
     for name in SMALL.keys() - {'eval'}: assert worth(splits[name]) < worth(skilled[name]) < 4
 
 
-@pytest.mark.parametrize('seed', range(100))
-def test_prose_tells_the_truth(seed):
-    first, *more = re.findall(r'[^ .][^.]*\.', describe(random.Random(seed)))
-    article, animal, rest = first.split(' ', 2)
-    true = details('home', animal) + details('food', animal)
-    assert {f'It {rest}', *more} <= {*true} and article == ('An' if animal[0] in 'ao' else 'A')
-    question, reply = re.findall('"([^"]*)"', talk(random.Random(seed)))
-    assert marks(f'I am late. {question}', reply)[0] == 1
+def test_prose_tells_the_truth():
+    for seed in range(100):
+        first, *more = re.findall(r'[^ .][^.]*\.', describe(random.Random(seed)))
+        article, animal, rest = first.split(' ', 2)
+        true = details('home', animal) + details('food', animal)
+        assert {f'It {rest}', *more} <= {*true} and article == ('An' if animal[0] in 'ao' else 'A')
+        question, reply = re.findall('"([^"]*)"', talk(random.Random(seed)))
+        assert marks(f'I am late. {question}', reply)[0] == 1
 
 
 def test_a_run_leaves_the_dataset_and_the_populations_of_its_settings(tmp_path):

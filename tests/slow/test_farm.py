@@ -204,8 +204,8 @@ def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
 
 HOLDER = '''
 import pathlib, sys, time
-from alpaca_farm.core.run.runs import lock
-lock(pathlib.Path(sys.argv[1]))
+from alpaca_farm.core.run.runs import _lock
+_lock(pathlib.Path(sys.argv[1]))
 print(1, flush=True)
 time.sleep(float(sys.argv[2]))
 '''
@@ -218,10 +218,10 @@ def test_a_restart_waits_for_what_still_writes(tmp_path, capsys):
         other = tiny.spawn([sys.executable, '-c', HOLDER, str(run), str(seconds)])
         assert other.stdout.readline() == '1\n'
         if seconds == 1:
-            runs.lock(run, patience)
+            runs._lock(run, patience)
             runs.lock_of(run).release()
         else:
-            with pytest.raises(RuntimeError, match='another process'): runs.lock(run, patience)
+            with pytest.raises(RuntimeError, match='another process'): runs._lock(run, patience)
         assert 'waiting for it to end' in capsys.readouterr().out
         other.kill()
         other.wait()

@@ -14,7 +14,7 @@ import tiny
 from alpaca_farm import sft
 from alpaca_farm.core.run.files import lock_of, read_json
 from alpaca_farm.core.run.paths import module_of
-from alpaca_farm.core.run.processes import check_ranks
+from alpaca_farm.core.run.processes import _check_ranks
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.world import WorldConfig
 from safetensors.torch import load_file
@@ -116,8 +116,8 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
 
 def test_what_cannot_be_shared_is_refused():
     for given, n, message in ((dict(device='cuda:1'), 2, 'auto'), (dict(batch_size=12), 13, 'batch_size = 12'), (dict(sharding='fsdp', dtype='float16'), 2, 'take ddp')):
-        with pytest.raises(ValueError, match=message): check_ranks(sft.SFTConfig(**given), n)
-    with pytest.raises(ValueError, match='a single process'): check_ranks(WorldConfig(), 2)
+        with pytest.raises(ValueError, match=message): _check_ranks(sft.SFTConfig(**given), n)
+    with pytest.raises(ValueError, match='a single process'): _check_ranks(WorldConfig(), 2)
 
 
 @pytest.mark.parametrize('end,closed', [('', True), ('raise ValueError', True), ('distributed.get_backend_config = lambda: "cuda:nccl"; raise ValueError', False)])

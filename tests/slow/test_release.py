@@ -1,4 +1,4 @@
-"""What the default world promises, on a world and an SFT policy made here: nothing cheap wins, and it can be learned in."""
+"What the default world promises: nothing cheap wins, and it can be learned in."
 from collections import Counter
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from alpaca_farm import best_of_n, sft, world
+from alpaca_farm.boards.farm_board import _chosen_answers
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.stats import agreement
@@ -14,62 +15,67 @@ from alpaca_farm.embedded.criteria import answer_matrix, COLUMNS, QUALITY
 from alpaca_farm.embedded.grammar import parse
 from alpaca_farm.embedded.lexicon import PHRASES
 from alpaca_farm.eval import complete_preferences
-from alpaca_farm.boards.farm_board import chosen_answers
 from alpaca_farm.judging.noise import preference_probabilities, sample_votes
 
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    "SFT's answers to the evaluation split of the default world: four references, sixteen samples, greedy ones."
+    "A default world, an SFT policy, and its answers: four references, sixteen samples, greedy ones."
     folder = tmp_path_factory.mktemp('default')
+    from_world = dict(data=f'{folder}/world', seed=1)
     world.train(world.WorldConfig(out=f'{folder}/world', seed=1))
-    sft.train(sft.SFTConfig(out=f'{folder}/sft', data=f'{folder}/world', policy=f'{folder}/world', eval_split='',
-                            val_split='', seed=1))
-    for name, given in dict(references=dict(n=4, seed=1001), samples=dict(n=16, seed=1),
-                            greedy=dict(n=1, temperature=0.)).items():
-        best_of_n.run(best_of_n.BestOfNConfig(out=f'{folder}/{name}', policy=f'{folder}/sft', data=f'{folder}/world',
-                                              reward_model='', **given))
-    read = {name: load_records(f'{folder}/{name}', 'candidates', 'candidates')
-            for name in ('references', 'samples', 'greedy')}
+    sft.train(sft.SFTConfig(out=f'{folder}/sft', policy=f'{folder}/world', eval_split='',
+                            val_split='', **from_world))
+    read = {}
+    for name, given in dict(references=dict(n=4, seed=1001), samples=dict(n=16),
+                            greedy=dict(n=1, temperature=0., seed=0)).items():
+        best_of_n.run(best_of_n.BestOfNConfig(**from_world | given, out=f'{folder}/{name}',
+                                              policy=f'{folder}/sft', reward_model=''))
+        read[name] = load_records(f'{folder}/{name}', 'candidates', 'candidates')
     crowd = world.sample_crowd(1, 'held_out_crowd')
-    win = lambda answers: 100*(np.mean(complete_preferences(answers, read['references'], crowd)) - 1)
+    def win(answers):
+        return 100*(np.mean(complete_preferences(answers, read['references'], crowd)) - 1)
     return SimpleNamespace(folder=folder, win=win, crowd=crowd, **read)
 
 
 def test_nothing_cheap_wins(made):
-    "Neither the likeliest, the longest or the shortest of 16, nor greedy decoding, a constant or a phrase that is added."
-    chosen = chosen_answers(made.samples)
+    "Neither the likeliest or longest of 16, nor greedy decoding, a constant or an added phrase."
+    chosen = _chosen_answers(made.samples)
     usual = Counter(o for r in made.references for o in r['output']).most_common(1)[0][0]
     tricks = {name: answers for name, answers in chosen.items() if 'utility' not in name}
     tricks |= {'greedy': [dict(r, output=r['output'][0]) for r in made.greedy],
                'constant': [dict(r, output=usual) for r in made.references]}
     for phrase in (p for phrases in PHRASES.values() for p in phrases):
-        tricks[f'… {phrase}'] = [dict(r, output=[f'{o} {phrase}' for o in r['output']]) for r in made.references]
+        tricks[phrase] = [dict(r, output=[f'{o} {phrase}' for o in r['output']])
+                          for r in made.references]
     won = {name: made.win(answers) for name, answers in tricks.items()}
-    assert {name: round(w, 1) for name, w in won.items() if w > 53.5} == {}   # 52, and twice the error of 805 requests
+    # 52, and twice the error of 805 requests
+    assert {name: round(w, 1) for name, w in won.items() if w > 53.5} == {}
     assert made.win(chosen['best of 16 by the utility']) > 70
 
 
 def test_sft_knows_the_facts_and_not_the_taste(made):
-    marks = np.stack([answer_matrix([dict(r, output=o) for o in r['output']]) for r in made.samples])
+    marks = np.stack([answer_matrix([dict(r, output=o) for o in r['output']])
+                      for r in made.samples])
     specs = [parse(r['instruction']) for r in made.samples]
     known, right = np.array([not contested(s, .5) for s in specs]), marks[..., 0].mean(1)
     assert right.mean() > .7 and right[known].mean() > .85
     for kind in {s['kind'] for s in specs}:
         assert right[known & np.array([s['kind'] == kind for s in specs])].mean() > .6, kind
-    assert abs(marks[..., 4:10].mean()) < .03                  # what is wanted is done as often as what is not
-    within = (marks - marks.mean(1, keepdims=True))*QUALITY
-    shares = within.var((0, 1))/within.var((0, 1)).sum()
+    assert abs(marks[..., 4:10].mean()) < .03   # what is wanted is done as often as what is not
+    within = ((marks - marks.mean(1, keepdims=True))*QUALITY).var((0, 1))
+    shares = within/within.sum()
     assert shares[4:10].sum() > .5 and shares[COLUMNS.index('flattery')] < .15
 
 
 def test_agreement_is_that_of_alpaca_farm(made):
-    "One vote against the majority of three others, on two samples of SFT: .66 among people, .65 of the pool with them."
+    "One vote against the majority of three others: .66 among people, .65 of the pool with them."
     pairs = [dict(instruction=r['instruction'], input='', output_1=r['output'][0], output_2=o)
              for r in made.samples for o in r['output'][1:4] if o != r['output'][0]]
-    groups = made.crowd, world.sample_pool(1)
-    crowd, pool = (sample_votes(preference_probabilities(g, pairs), pairs, 4, 10**6*k) for k, g in enumerate(groups))
-    assert agreement(crowd) == pytest.approx(.66, abs=.03) and agreement(pool, crowd) == pytest.approx(.65, abs=.03)
+    crowd, pool = (sample_votes(preference_probabilities(g, pairs), pairs, 4, 10**6*k)
+                   for k, g in enumerate((made.crowd, world.sample_pool(1))))
+    assert agreement(crowd) == pytest.approx(.66, abs=.03)
+    assert agreement(pool, crowd) == pytest.approx(.65, abs=.03)
 
 
 def test_what_the_run_says_of_itself(made):

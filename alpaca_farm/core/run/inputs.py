@@ -110,18 +110,6 @@ def build(notebook: str, out: str, **settings):
         output.unlink()
 
 # %% ../../../nbs/core/run/inputs.ipynb #916716e4
-def _check_run(name: str, path: str):
-    "ValueError if an input is an unfinished run; a printed line if it is not fresh."
-    run = run_of(path)
-    if run is None: return
-    if not (run/'summary.json').exists():
-        if at_root(path).is_file(): return  # which is whole; a study reads its own
-        raise ValueError(f'{name} = {path}: this run is not finished. Start it again with '
-                         f'out = {run.name}; its settings are in {run}/config.json')
-    why = why_stale(run)
-    if why: print(f'{name} = {path} is used as it is, but {why}')
-
-
 def ensure_inputs(cfg: Config, names: tuple = ()):
     "Check the named inputs, then build missing or stale defaults; of `names`, or of all."
     changed, stale, named = cfg.changed(), {}, []
@@ -132,7 +120,13 @@ def ensure_inputs(cfg: Config, names: tuple = ()):
             elif not is_fresh(path): stale[path] = known
     for name, path in named:
         cfg.check_path(name, path)
-        _check_run(name, path)
+        run = run_of(path)
+        finished = run and (run/'summary.json').exists()
+        why = why_stale(run) if finished else ''
+        if why: print(f'{name} = {path} is used as it is, but {why}')
+        if run and not finished and not at_root(path).is_file():  # a file is whole
+            raise ValueError(f'{name} = {path}: this run is not finished. Start it again with '
+                             f'out = {run.name}; its settings are in {run}/config.json')
         on_hub = looks_like_hub(path) and not at_root(path).exists()
         if stale and on_hub: ask_hub(path, f'{name} = {path!r}')
     for path, (notebook, settings) in stale.items(): build(notebook, path, **settings)
