@@ -239,7 +239,7 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
 
 def test_prompts_that_differ_or_stand_in_another_order(tmp_path):
     rows = [dict(messages=[turn('user', f'Question {i}?')], output='a') for i in range(3)]
-    others = {"row 0: 'Question 1": rows[1:] + rows[:1], '2 against 3': rows[:2],
+    others = {"row 0: 'Question 0": rows[1:] + rows[:1], '2 answers against 3': rows[:2],
               'row 2': [*rows[:2], dict(rows[2], messages=HELLO)]}
     for message, other in others.items():
         cfg = annotators.AnnotatorsConfig(

@@ -16,7 +16,7 @@ from ..run.files import open_tensors, read_json
 from .memory import check_memory
 from ..run.paths import ask_hub, at_root, hub_snapshot, looks_like_hub
 from ..run.settings import Config
-from ..data.text import choose_pad
+from ..data.text import end_token
 
 # %% ../../../nbs/core/model/loading.ipynb #b1e18340
 def device_of(cfg: Config) -> torch.device:
@@ -56,7 +56,7 @@ def model_path(spec: str) -> str:
     raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
                             'or in its folder model/')
 
-# %% ../../../nbs/core/model/loading.ipynb #e3d7eb80
+
 def no_progress_bars():
     "Switch off the loading bars of `transformers`; a run has its own progress line."
     from transformers.utils import logging
@@ -72,12 +72,21 @@ def place_model(model, cfg: Config):
 
 
 def load_tokenizer(spec: str, model=None):
-    "A model's tokenizer, with a padding token; if the model is given, one that it knows."
+    """A model's tokenizer, with a padding token; if the model is given, one that it knows.
+    ValueError if the tokenizer has no end of an answer, or the model does not know it."""
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(model_path(spec))
     if tokenizer.eos_token is None: tokenizer.eos_token = tokenizer.sep_token   # of encoders
-    known = math.inf if model is None else model.get_input_embeddings().weight.shape[0]
-    choose_pad(tokenizer, known)
+    end, added = end_token(tokenizer), tokenizer.added_tokens_decoder
+    size = math.inf if model is None else len(model.get_input_embeddings().weight)
+    if end >= size:
+        raise ValueError(f'{tokenizer.name_or_path}: answers end with token {end}, but the model '
+                         f'has only {size} tokens. Is this its tokenizer?')
+    spare = [i for i, t in added.items() if t.special and 'pad' in t.content.lower()]
+    choices = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *spare]
+    ends = None, end, tokenizer.eos_token_id
+    valid = [i for i in choices if i not in ends and i < size]
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens([*valid, end][0])
     return tokenizer
 
 # %% ../../../nbs/core/model/loading.ipynb #4a0e8f18
