@@ -24,24 +24,24 @@ def test_weights_gradients_and_moments_are_exact():
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
     optimizer.step()
-    n, parts = memory.memory_parts(config, cfg, 4)
+    n, parts = memory._memory_parts(config, cfg, 4)
     assert n == sum(p.numel() for p in model.parameters())
     assert parts['weights'] == size(model.parameters()) == parts['gradients']
     assert parts['moments'] == size(s[k] for s in optimizer.state.values() for k in ('exp_avg', 'exp_avg_sq'))
-    half = memory.memory_parts(config, TrainConfig(master_weights=False), 2)[1]
+    half = memory._memory_parts(config, TrainConfig(master_weights=False), 2)[1]
     assert half['weights'] * 2 == parts['weights'] and half['moments'] * 2 == parts['moments']
     with pytest.MonkeyPatch.context() as m:
         m.setattr(memory, 'rank', lambda: (0, 8))
-        fsdp = memory.memory_parts(config, TrainConfig(sharding='fsdp'), 4)[1]
+        fsdp = memory._memory_parts(config, TrainConfig(sharding='fsdp'), 4)[1]
     assert [parts[k] / fsdp[k] for k in parts] == [1, 8, 8]
     adapted = add_adapter(model, 'policy', lora_config(TrainConfig(lora_rank=8)))
-    lora = memory.memory_parts(config, TrainConfig(lora_rank=8), 4)[1]
+    lora = memory._memory_parts(config, TrainConfig(lora_rank=8), 4)[1]
     assert lora['gradients'] == size(own_weights(adapted).values())
 
 
 def test_a_run_that_cannot_fit_is_refused_before_it_loads_anything(base, monkeypatch, tmp_path):
     "PPO's value model, which comes after its policy, is in the policy's forecast."
-    monkeypatch.setattr(memory, 'available_bytes', lambda device: 1e5)
+    monkeypatch.setattr(memory, '_available_bytes', lambda device: 1e5)
     monkeypatch.setattr(loading, 'check_memory', lambda *args: memory.check_memory(*args, smallest=0))
     cfg = tiny.config(ppo, **tiny.settings('ppo', base))
     assert 'attn_implementation' in loading.loading_options(cfg.policy, cfg, True, checked=False)
@@ -54,7 +54,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_loads_anything(base, monkeyp
 def test_memory_that_torch_keeps_is_free(monkeypatch):
     for name, value in dict(mem_get_info=(10, 80), memory_reserved=60, memory_allocated=5).items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    assert memory.available_bytes(torch.device('cuda')) == 65
+    assert memory._available_bytes(torch.device('cuda')) == 65
 
 
 def test_without_master_weights_all_is_in_the_compute_dtype(base, tmp_path):
@@ -90,12 +90,12 @@ def test_the_optimiser_is_freed_before_the_answers(base, tmp_path, monkeypatch):
 def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch):
     from alpaca_farm.core.model.models import autocast
     dtypes = set()
-    update = generation.GrowingLayer.update
+    update = generation._GrowingLayer.update
     def recorded(self, *args, **kwargs):
         keys, values = update(self, *args, **kwargs)
         dtypes.update((keys.dtype, values.dtype))
         return keys, values
-    monkeypatch.setattr(generation.GrowingLayer, 'update', recorded)
+    monkeypatch.setattr(generation._GrowingLayer, 'update', recorded)
     for dtype in ('float32', 'bfloat16'):
         with autocast(HardwareConfig(device='cpu', dtype=dtype)): generate(models.policy, models.tokenizer, models.prompts[:4], max_new_tokens=6)
         assert dtypes == {getattr(torch, dtype)}
@@ -106,8 +106,8 @@ def test_forward_batch(base, models, monkeypatch):
     "The setting divides sampling, scoring and log-probs, and changes none of their results but for float ties."
     from alpaca_farm.core.answers import answering, load_split, sample_answers
     from alpaca_farm.core.model.models import response_logprobs
-    sizes, written = [], generation.write_batch
-    monkeypatch.setattr(generation, 'write_batch', lambda model, prompts, rows, *args: (sizes.append(len(rows)), written(model, prompts, rows, *args))[1])
+    sizes, written = [], generation._write_batch
+    monkeypatch.setattr(generation, '_write_batch', lambda model, prompts, rows, *args: (sizes.append(len(rows)), written(model, prompts, rows, *args))[1])
     results = []
     for n in (0, 3):
         cfg = tiny.config(sft, **tiny.settings('sft', base, forward_batch=n))
