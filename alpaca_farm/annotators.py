@@ -14,12 +14,12 @@ import numpy as np
 
 from .core.ask.api import ApiConfig, parse_mapping
 from .core.ask.client import ApiClient
-from .core.data.comparisons import ordered_pairs
+from .core.data.comparisons import head2head_pairs
 from .core.data.records import full_instruction, load_records, prompt_key, without_lists
 from .core.ask.judge_configs import (entry_model, is_population, judge_config_file,
     model_kind, parse_decoding, read_judge_config)
-from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences, coin_label,
-    decide_vote, draw_annotator, hash_uniform, pool_members, pool_weights, shown_swapped,
+from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences, decide_vote,
+    draw_annotator, hash_uniform, pair_identity, pool_members, pool_weights, shown_swapped,
     swap_outputs)
 from .core.run.runs import start
 from .core.run.settings import at_root, command, Count, resolve
@@ -175,7 +175,10 @@ def annotate_pairs(
     for i, (pair, a, coin) in enumerate(zip(pairs, drawn, by_coin)):
         rows.append(dict(pair, preference=None, annotator=annotator_name(members[a])))
         if pair['output_1'] == pair['output_2']: rows[i]['preference'] = 1.5
-        elif coin: rows[i] |= dict(preference=coin_label(pair, seed), annotator='coin')
+        elif coin:   # a fair one, which belongs to the pair in either order
+            heads = hash_uniform(seed, 'coin', *pair_identity(pair)) < .5
+            label = 1. + (heads ^ (pair['output_1'] <= pair['output_2']))
+            rows[i] |= dict(preference=label, annotator='coin')
         else: asked[a].append(i)
     shown = [[pairs[i] for i in of] for of in asked]
     verdicts = _ask_annotators(members, shown, seed, both_orders)
@@ -191,7 +194,8 @@ def load_pairs(cfg) -> list[dict]:
     Of candidates, one pair of different samples for each record that has any."""
     def load(*what): return load_records(*what, n=cfg.max_instances, columns=cfg.columns)
     if against := getattr(cfg, 'against', ''):
-        return ordered_pairs(*(load(f, 'outputs', 'output') for f in (against, cfg.outputs)))
+        both = (load(f, 'outputs', 'output') for f in (against, cfg.outputs))
+        return head2head_pairs(*both, ordered=True)
     rows, pairs = load(cfg.outputs, 'candidates', ('pair', 'candidates')), []
     if 'output_1' in rows[0]: return rows
     for c in rows:

@@ -12,7 +12,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from .core.ask.api import ApiConfig
-from .core.data.comparisons import head2head_pairs, ordered_pairs
+from .core.data.comparisons import head2head_pairs
 from .core.data.records import full_instruction, load_rows, read_rows
 from .core.data.dialogues import with_instruction
 from .core.run.files import write_json
@@ -159,8 +159,8 @@ class PairwiseAutoAnnotator:
     def annotate_head2head(self, outputs_1, outputs_2, keys_to_merge=('instruction', 'input'),
                            is_ordered: bool = False, **decoding_kwargs) -> list[dict]:
         "Two models' outputs; 2: the second is better. Rows without a partner: `common_prompts`."
-        pair = ordered_pairs if is_ordered else head2head_pairs
-        pairs = pair(records_of(outputs_1), records_of(outputs_2), keys_to_merge)
+        outputs = records_of(outputs_1), records_of(outputs_2)
+        pairs = head2head_pairs(*outputs, keys_to_merge, is_ordered)
         return self.annotate_pairs(pairs, **decoding_kwargs)
 
 # %% ../nbs/auto_annotations.ipynb #03d65f45

@@ -17,10 +17,9 @@ import numpy as np
 
 from .core.answers import log_ratios, sample, SampleConfig
 from .core.run.inputs import methods
-from .core.data.candidates import temperature_of
 from .core.data.comparisons import answer_preferences
 from .core.data.records import find_file, read_rows
-from .core.run.identity import run_config
+from .core.run.identity import run_config, run_of
 from .core.ask.judge_configs import JudgedConfig
 from .core.model.models import load_policy
 from .core.data.preferences import check_preferences
@@ -208,9 +207,11 @@ def run(cfg: OverConfig):
     folder = start(cfg, run)
     if folder.done: return folder
     folder.load()
-    sampled = temperature_of(cfg.temperature, bank=cfg.bank, references=cfg.references)
-    if sampled != cfg.temperature:
-        raise ValueError(f'temperature = {cfg.temperature}: bank and references have another')
+    for name, source in dict(bank=cfg.bank, references=cfg.references).items():
+        made = run_of(source)   # None: a file
+        sampled = made and run_config(made)['settings'].get('temperature')
+        if sampled not in (None, cfg.temperature):
+            raise ValueError(f'temperature = {cfg.temperature}: {name} was sampled at {sampled}')
     bank, references = (read_rows(find_file(f, 'candidates')) for f in (cfg.bank, cfg.references))
     bank = bank[:cfg.instances]
     proxies = {policy: _policy_proxy(policy, cfg.proxies) for policy in cfg.policies}

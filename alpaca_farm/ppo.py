@@ -27,7 +27,6 @@ from .core.model.rewards import reward
 from .core.run.runs import start
 from .core.model.served import use_sampler
 from .core.run.settings import Amount, command, Positive, Scale, Schedule, Share
-from .core.data.text import same_vocabulary
 from .core.training import Trainer
 
 # %% ../nbs/ppo.ipynb #13ebf4a0
@@ -133,7 +132,7 @@ def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
         return ValueHead(policy, head, shared=True)
     spec, head = cfg.rewards[0], 'keep'
     if ':' in spec: spec, head = cfg.policy, 'zero'
-    elif not same_vocabulary(load_tokenizer(spec), load_tokenizer(cfg.policy)):
+    elif load_tokenizer(spec).get_vocab() != load_tokenizer(cfg.policy).get_vocab():
         print(f'{spec} has another vocabulary than the policy: the value model starts from that')
         spec, head = cfg.policy, 'zero'
     model = scalar_on(policy, 'value', spec if head == 'keep' else '', cfg)

@@ -183,6 +183,13 @@ def family(name, std=.3, **more):
     return model
 
 
+def ragged(count, longest=20, seed=0):
+    "Prompts of different lengths for models of a family."
+    import numpy as np
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 60, rng.integers(1, longest + 1)).tolist() for _ in range(count)]
+
+
 LETTERS = """{{ bos_token }}{% for m in messages %}{{ m.content }}{{
 '<sep>' if m.role == 'user' else eos_token }}{% endfor %}"""
 

@@ -78,7 +78,7 @@ def test_the_leaderboard_keeps_all_805(server, tmp_path, capsys):
     board = alpaca_leaderboard(path, reference_outputs=reference[:-2])
     assert board.n_total.item() == 803     # as AlpacaEval counts it
     assert 'baseline has no answer to 2 of 805 instructions' in capsys.readouterr().out
-    with pytest.raises(ValueError, match='no partner'):
+    with pytest.raises(ValueError, match='one of each'):
         alpaca_leaderboard(path, reference_outputs=reference[:600])
 
 

@@ -1,4 +1,5 @@
 "Dialogues: hh-rlhf's texts and chat messages as records and back, and through every method."
+import copy
 import dataclasses
 import gzip
 import json
@@ -24,9 +25,6 @@ from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA',
                          tiny.ROOT.parent/'shared'/'data'))/'hh_rlhf'/'harmless-base_test.jsonl.gz'
-
-
-def module_fields(module): return dataclasses.fields(tiny.config_class(module))
 
 
 def turn(role, content): return dict(role=role, content=content)
@@ -81,21 +79,19 @@ def test_a_record_that_is_written_is_read_again(dialogue_, answers):
 
 
 HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
-NO_END = '\n\nHuman: Hi.'
 
 
 @pytest.mark.parametrize('row, kind, message', [
-    (dict(chosen=NO_END, rejected=NO_END), 'preference', 'no "Assistant:" at its end: .*Hi'),
-    (dict(chosen='Hi.'), 'instruction', "begins with Human: or Assistant:, not with 'Hi.'"),
-    (dict(chosen='\n\nAssistant: Hi.'), 'output', 'no words of a user'),
+    (dict(chosen='\n\nHuman: Hi.', rejected='\n\nHuman: Hi.'), 'preference', 'at its end: .*Hi'),
+    (dict(chosen='Hi.'), 'instruction', "begins with .* not with 'Hi.'"),
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
      'preference', 'the two dialogues have no turn'),
     (dict(messages=[]), 'instruction', 'nor a list of messages'),
     (dict(messages=[turn('robot', 'a')]), 'output', "{'role': 'robot'"),
     (dict(messages=[turn('user', ' ')]), 'instruction', 'no words of a user'),
-    (dict(messages=HELLO, input='x'), 'instruction', 'a dialogue has no `input`'),
+    (dict(messages=HELLO, input='x'), 'instruction', '`input`'),
     (dict(messages=dialogue('Hi.', 'So long.'), output='Bye!'), 'output', "there is 'output' too"),
-    (dict(messages=[turn('user', 'Hi.'), turn('system', 'Be kind.')], output='Yes?'), 'output',
+    (dict(messages=[turn('user', 'Hi.'), turn('system', 'Kind.')], output='Yes?'), 'output',
      "ends with the system's turn")])
 def test_what_is_no_dialogue(tmp_path, row, kind, message):
     "One sentence naming file and row."
@@ -120,14 +116,10 @@ def test_prompts(models):
         assert [i for i in plain if i in special] == [i for i in attack if i in special]
         assert len(attack) > len(plain)
     assert fill_prompt(['{instruction}'], [record]) == [prompt_text(record)]
-
-
-def test_a_template_that_refuses_a_dialogue(models):
-    from copy import deepcopy
-    tokenizer = deepcopy(models.tokenizer)
+    tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match="'System: Be kind.*no system role.*template = "):
-        encode_prompts([dict(messages=[turn('system', 'Be kind.')] + HELLO)], tokenizer)
+    with pytest.raises(ValueError, match="'Human: Hi.*no system role.*template = "):
+        encode_prompts([record], tokenizer)
 
 
 @pytest.fixture(scope='module')
@@ -157,8 +149,8 @@ def test_a_dialogue_travels_through_every_method(base, talks, tmp_path):
     judge = f'{__name__}:longest'
     more = dict(max_length=158, max_prompt=140, eval_instances=6, data=str(talks))
     def run(module, name, **given):
-        notebook, known = module.__name__.split('.')[-1], {f.name for f in module_fields(module)}
-        given = dict(out=str(tmp_path/name), **given)
+        notebook, given = module.__name__.split('.')[-1], dict(out=str(tmp_path/name), **given)
+        known = {f.name for f in dataclasses.fields(tiny.config_class(module))}
         if notebook in tiny.SETTINGS: given = tiny.settings(notebook, base) | more | given
         cfg = tiny.config(module, **{k: v for k, v in given.items() if k in known})
         tiny.main(module)(cfg)
@@ -226,11 +218,10 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
         assert 0 < summary['first'] < 1 and len(asked()) == 26
         labels = {(r['output_1'], r['output_2'], r['preference']) for r in once}
         assert labels == {(f'no {i}', f'a longer answer {i}', 2.) for i in range(26)}
-        both, summary = compared('both', both_orders=True)
+        both, summary = compared('both', both_orders=True, label_flip=.25)
         assert summary['consistent'] == 1 and all(r['orders'] == [2., 2.] for r in both)
         # the files are compared by the judge's own labels
-        _, noisy = compared('noisy', label_flip=.25)
-        assert noisy['flip_rate'] > 0 and noisy['win_rate'] == 100
+        assert summary['flip_rate'] > 0 and summary['win_rate'] == 100
     requests = asked()
     assert len(requests) == 52
     assert all('Human: And?' not in r and '<A>\\nAssistant' not in r for r in requests)
@@ -239,25 +230,13 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
 
 def test_prompts_that_differ_or_stand_in_another_order(tmp_path):
     rows = [dict(messages=[turn('user', f'Question {i}?')], output='a') for i in range(3)]
-    others = {"row 0: 'Question 1": rows[1:] + rows[:1], '2 against 3': rows[:2],
+    others = {"row 0: 'Question 0": rows[1:] + rows[:1], '2 answers against 3': rows[:2],
               'row 2': [*rows[:2], dict(rows[2], messages=HELLO)]}
     for message, other in others.items():
         cfg = annotators.AnnotatorsConfig(
             out=str(tmp_path/'run'), outputs=write(tmp_path/'a.jsonl', rows),
             against=write(tmp_path/'b.jsonl', other), annotators=f'{__name__}:longest')
         with pytest.raises(ValueError, match=message): annotators.run(cfg)
-
-
-def bytes_tokenizer():
-    "Of a model that knows bytes, and no chat template."
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    words = ['<pad>', '</s>', *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    bpe = Tokenizer(models.BPE({c: i for i, c in enumerate(words)}, []))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token='<pad>', eos_token='</s>')
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.backend_tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
 
 
 @pytest.mark.parametrize('said, ended, output, kept', [
@@ -270,7 +249,7 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
     import torch
     from alpaca_farm.core import online
     from alpaca_farm.core.model.generation import Sample
-    tokenizer = bytes_tokenizer()
+    tokenizer = tiny.letters(None)
     ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
     sample = Sample(ids(said), [0.]*len(ids(said)), said.endswith('</s>'))
     monkeypatch.setattr('alpaca_farm.core.answers.generate', lambda *_, **more: [[sample]]*2)

@@ -10,7 +10,7 @@ import torch
 import tiny
 from alpaca_farm import rrhf
 from alpaca_farm.core.data.candidates import (LISTS, merge_candidates, read_candidates,
-    select_candidates, to_rrhf, write_rrhf)
+    select_candidates, to_rrhf)
 from alpaca_farm.core.data.formats import as_records, default_sources
 from alpaca_farm.core.model.models import load_policy, logprobs
 from alpaca_farm.core.run.files import read_json
@@ -158,10 +158,9 @@ def test_rrhf_files_round_trip(tmp_path):
         assert one['source'] == ['sample', 'sample', 'chosen', 'rejected']
         assert two['source'] == ['chosen', 'rejected']
         assert two['origin_scores'] == ROWS[1]['origin_scores']
-        write_rrhf(tmp_path/'again.json', found)
-        lines = (tmp_path/'again.json').read_text(encoding='utf-8').rstrip('\n').split('\n')
-        assert [json.loads(l) | dict(ended=0) for l in lines] == [r | dict(ended=0) for r in ROWS]
-        assert read_candidates(str(tmp_path/'again.json')) == found
+        rows = [to_rrhf(r) for r in found]
+        assert [r | dict(ended=0) for r in rows] == [r | dict(ended=0) for r in ROWS]
+        assert read_candidates(write(tmp_path/'again.json', rows, lines=True)) == found
     ours = dict(instruction='Sort.', input='3 1 2', output=['1 2 3', 'no', '1'],
                 scores=[3., 1., 2.], source=['chosen', 'rejected', 'gpt'],
                 ended=[True, True, False], difficulty=4)

@@ -9,7 +9,7 @@ from alpaca_farm.core.model import loading
 from alpaca_farm.core.model.adapters import state_of
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import hidden_states, load_policy
-from alpaca_farm.core.model.packing import reads_packed, register_rows
+from alpaca_farm.core.model.packing import reads_packed, _register_rows
 from alpaca_farm.core.run.settings import HardwareConfig
 from alpaca_farm.core.data.text import collate
 from tiny import alone, ANSWERS, PROMPTS
@@ -49,9 +49,9 @@ def flash(module, query, key, value, _, scaling=None, sliding_window=None, **mor
 @pytest.fixture
 def unregistered():
     "Kernels that nothing has replaced yet."
-    register_rows.cache_clear()
+    _register_rows.cache_clear()
     yield
-    register_rows.cache_clear()
+    _register_rows.cache_clear()
 
 
 @pytest.mark.parametrize('kind', ['sdpa', 'flash_attention_2'])
@@ -79,7 +79,7 @@ def test_attention_gets_causal_rows(family, kind, unregistered, monkeypatch):
 
 def test_other_masks_reach_the_kernel_unchanged(unregistered, monkeypatch):
     calls = watched(monkeypatch, 'sdpa', lambda *args, **more: (args[4], more))
-    register_rows('sdpa')
+    _register_rows('sdpa')
     for mask in (None, torch.ones(2, 1, 3, 3, dtype=torch.bool), torch.zeros(2, 1, 3, 3)):
         given, more = [torch.ones(2, 4, 3, 8)]*3, dict(scaling=.5, position_ids=1)
         assert ALL_ATTENTION_FUNCTIONS['sdpa'](None, *given, mask, **more) == (mask, more)
@@ -142,6 +142,6 @@ def test_what_is_missing_is_named(tmp_path):
 def test_automatic_choice_on_a_gpu(family, dtype, kind, tmp_path, monkeypatch):
     tiny.family(family).save_pretrained(tmp_path)
     monkeypatch.setattr('transformers.utils.is_flash_attn_2_available', lambda: True)
-    assert loading.attention_of(str(tmp_path), HardwareConfig(device='cuda', dtype=dtype)) == kind
-    assert loading.attention_of(str(tmp_path),
+    assert loading._attention_of(str(tmp_path), HardwareConfig(device='cuda', dtype=dtype)) == kind
+    assert loading._attention_of(str(tmp_path),
                                 HardwareConfig(device='cpu', dtype='bfloat16')) is None

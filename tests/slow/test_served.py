@@ -13,7 +13,7 @@ from alpaca_farm.core.model.adapters import state_of
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.runs import read_log
-from alpaca_farm.core.model.served import adapter_mark, logprob_gap, use_sampler
+from alpaca_farm.core.model.served import _adapter_mark, _logprob_gap, use_sampler
 from alpaca_farm.core.data.text import encode_prompts
 from alpaca_farm.ppo import PPOConfig
 
@@ -67,7 +67,7 @@ def test_greedy_answers_are_equal_after_every_update(base, folder, tmp_path):
                 np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
             before.append(texts(served))
             name, = server.model.adapters
-            assert name not in names and name.endswith(adapter_mark(policy))
+            assert name not in names and name.endswith(_adapter_mark(policy))
             names.append(name)
             generate(policy, *given)
             assert loads() == version + 1
@@ -87,7 +87,7 @@ def test_samples_have_the_log_probs_of_this_process(base, folder, tmp_path):
         assert texts(samples) == texts(sampled(4)) != texts(sampled(5))
         flat = [s for g in samples for s in g]
         written = [s.tokens for s in flat], [s.logprobs for s in flat]
-        assert logprob_gap(policy, [p for p in prompts for _ in range(3)], *written, .7) < 1e-5
+        assert _logprob_gap(policy, [p for p in prompts for _ in range(3)], *written, .7) < 1e-5
         assert {b['n'] for path, b in server.model.log if path.endswith('/completions')} == {3}
 
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAIR_FIELDS', 'is_preference', 'read_preference', 'check_preferences', 'hash_uniform', 'pair_identity',
            'swap_outputs', 'shown_swapped', 'pool_members', 'annotator_name', 'pool_weights', 'draw_annotator',
-           'annotator_order', 'annotator_preferences', 'decide_vote', 'coin_label']
+           'annotator_order', 'annotator_preferences', 'decide_vote']
 
 # %% ../../../nbs/core/data/preferences.ipynb #aaceba8c
 import hashlib, json, math
@@ -120,15 +120,14 @@ def annotator_preferences(pairs: list[dict], annotator) -> np.ndarray:
         if e.args != ('instruction',) or all('instruction' in p for p in pairs): raise
         raise ValueError(f'{name} judges answers to an instruction, and a pair has a dialogue in '
                          '`messages`: name an annotator that reads these, such as helpful') from e
-    try: p = np.array(given, dtype=float)
-    except (TypeError, ValueError):
-        wrong = next((v for v in given if not isinstance(v, Real | None)), given)
-        raise ValueError(f'{name} gave {wrong!r:.60}, not a number from 1 to 2, or None') from None
-    if p.shape != (len(pairs),):
-        raise ValueError(f'{name} gave {p.size} preferences for {len(pairs)} pairs')
-    try: check_preferences(np.where(np.isnan(p), 1.5, p))
-    except ValueError as e: raise ValueError(f'{name}: {e}') from None
-    return p
+    try:
+        p = np.array(given, dtype=float)
+        if p.shape == (len(pairs),):
+            check_preferences(np.where(np.isnan(p), 1.5, p))
+            return p
+    except (TypeError, ValueError) as e:
+        raise ValueError(f'{name} gave {given!r:.60}, not numbers from 1 to 2, or None: {e}') from e
+    raise ValueError(f'{name} gave {p.size} preferences for {len(pairs)} pairs')
 
 # %% ../../../nbs/core/data/preferences.ipynb #90b54fc2
 def decide_vote(pair: dict, preference: float, seed: int = 0, decide: bool = True) -> float | None:
@@ -139,9 +138,3 @@ def decide_vote(pair: dict, preference: float, seed: int = 0, decide: bool = Tru
     first = pair['output_1'] <= pair['output_2']
     u = hash_uniform(seed, 'vote', *pair_identity(pair))
     return 1. + ((u if first else 1 - u) < preference - 1)
-
-
-def coin_label(pair: dict, seed: int = 0, by: str = 'pair') -> float:
-    "A fair coin that belongs to the pair, or to its instruction: 1. or 2."
-    text = pair_identity(pair) if by == 'pair' else pair_identity(pair)[:-2]
-    return 1. + ((hash_uniform(seed, 'coin', *text) < .5) ^ (pair['output_1'] <= pair['output_2']))

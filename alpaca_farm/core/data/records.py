@@ -8,7 +8,6 @@ __all__ = ['FILE_SUFFIXES', 'find_file', 'unique_fields', 'read_text', 'read_row
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
-from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import numpy as np
 
 from alpaca_farm.core.data.dialogues import (check_messages, dialogue_text, parse_dialogue,
     prompt_messages, prompt_text)
-from .formats import as_records, FIELDS, record_kind
+from .formats import as_records, FIELDS
 from .preferences import is_preference, pair_identity
 from ..run.paths import at_root, looks_like_hub, missing_path, root
 
@@ -96,15 +95,14 @@ def unique_fields(pairs: list[tuple]) -> dict:
 
 def _read_json(path: Path, text: str) -> list:
     "The records of a JSON list, or of JSON lines whatever the name of the file."
-    parts = [l for l in text.split('\n') if l.strip()] or ['[]']
-    by_line = '.jsonl' in path.name or parts[-1].lstrip().startswith('{')
-    by_line = by_line and parts[0].lstrip().startswith('{')
+    lines = [l for l in text.split('\n') if l.strip()] or ['[]']
+    by_line = all(l.lstrip().startswith('{') for l in (lines[0], lines[-1]))
     rows = []
-    for i, part in enumerate(parts if by_line else ['\n'.join(parts)]):
+    for i, part in enumerate(lines if by_line else ['\n'.join(lines)]):
         try: rows.append(json.loads(part, object_pairs_hook=unique_fields))
         except (ValueError, RecursionError) as e:
             raise ValueError(f'{path}{f", row {i}" * by_line}: not valid JSON ({e})') from None
-    if not by_line: rows, = rows
+    if not by_line: rows = rows[0]
     if not isinstance(rows, list):
         raise ValueError(f'{path}: a list of records is expected, not a {type(rows).__name__}')
     half = re.search(r'\\u[dD][89a-fA-F]', text)
@@ -119,14 +117,16 @@ def _read_csv(path: Path, text: str) -> list[dict]:
     csv.field_size_limit(2**31 - 1)
     delimiter, rows = '\t' if '.tsv' in path.name else ',', []
     table = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter, strict=True)
-    try: rows.extend(table)
+    try:
+        for row in table:
+            if None in row: raise csv.Error('more fields than the header has')
+            rows.append(row)
     except csv.Error as e:
         at = f'{path}, row {len(rows)}'
         raise ValueError(f'{at}: not valid CSV ({e}). Is a quote left open?') from None
-    twice = [n for n, times in Counter(table.fieldnames or []).items() if n and times > 1]
+    names = table.fieldnames or []
+    twice = [n for n in names if n and names.count(n) > 1]
     if twice: raise ValueError(f'{path}: the header has {twice[0]!r} twice. Rename one column')
-    long = next((i for i, row in enumerate(rows) if None in row), None)
-    if long is not None: raise ValueError(f'{path}, row {long}: more fields than the header has')
     return rows
 
 # %% ../../../nbs/core/data/records.ipynb #5bc5b7b4
@@ -253,7 +253,10 @@ def load_records(spec: str, name: str | tuple = '', kind: str | tuple = 'instruc
     kinds, names = ((k,) if isinstance(k, str) else k for k in (kind, name))
     rows, where = load_rows(spec, names)
     rows = as_records(rows[:n or None], where, kinds, columns)
-    kind = record_kind(rows[0], kinds) if rows and isinstance(rows[0], dict) else kinds[0]
+    first = rows[0] if rows and isinstance(rows[0], dict) else {}
+    def fits(kind): return all(k in first and isinstance(first[k], list) == (type_ is list)
+                               for k, type_ in FIELDS[kind].items())
+    kind = next(filter(fits, kinds), kinds[-1])
     rows = check_records(rows, kind, where)
     unique = list({json.dumps(r, sort_keys=True, default=str): r for r in rows}.values())
     repeated = len(rows) - len(unique)

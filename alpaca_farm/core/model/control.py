@@ -10,7 +10,7 @@ import copy
 
 import torch
 
-from .adapters import own_tables, state_of, train_token_rows
+from .adapters import grow_tables, state_of, train_token_rows
 
 # %% ../../../nbs/core/model/control.ipynb #8ae13980
 @torch.no_grad()
@@ -20,10 +20,7 @@ def add_tokens(model, tokenizer, names: list[str], seed: int = 0, jitter: float 
     old ones with noise of `jitter` standard deviations in each dimension, drawn by `seed`."""
     old = len(tokenizer)
     tokenizer.add_tokens(list(names), special_tokens=True)
-    adapted = state_of(model).adapter is not None
-    if adapted: own_tables(model)   # the model underneath stays as it is
-    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    grow_tables(model, len(tokenizer))   # of a view; the model underneath stays as it is
     g = torch.Generator().manual_seed(seed)
     tables = model.get_input_embeddings(), model.get_output_embeddings()
     weights = {t.weight.data_ptr(): t.weight for t in tables if t is not None}   # one, if tied
@@ -35,7 +32,7 @@ def add_tokens(model, tokenizer, names: list[str], seed: int = 0, jitter: float 
     suppressed = set(model.generation_config.suppress_tokens or []) | set(ids)
     model.generation_config = copy.copy(model.generation_config)
     model.generation_config.suppress_tokens = sorted(suppressed)
-    if adapted: train_token_rows(model, old)
+    if state_of(model).adapter is not None: train_token_rows(model, old)
     return ids
 
 # %% ../../../nbs/core/model/control.ipynb #ce145400

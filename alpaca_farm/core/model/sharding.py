@@ -18,14 +18,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     "The whole of a tensor that may be divided among processes, which must all ask for it."
     return tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor
 
-# %% ../../../nbs/core/model/sharding.ipynb #a10f0008
+
 def divided_like(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     "A whole tensor divided as `target` is."
     if not hasattr(target, 'full_tensor') or value.shape != target.shape: return value
     from torch.distributed.tensor import distribute_tensor
     return distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
 
-# %% ../../../nbs/core/model/sharding.ipynb #a10f0012
+
 @cache
 def _layers_group():
     "The connections of divided layers, apart from all others, since torch keeps them to the end."
@@ -50,14 +50,14 @@ def shard_layers(model, dtype: torch.dtype):
         layer.set_force_sum_reduction_for_comms(True)
         layer.set_gradient_divide_factor(1.)
 
-# %% ../../../nbs/core/model/sharding.ipynb #a10f0013
+
 def hold_layers(model, together: bool):
     "Gather the layers of a divided model on every process, or drop what other processes keep."
     for layer in (m for m in model.modules() if type(m).__name__.startswith('FSDP')):
         layer.set_reshard_after_forward(not together)
         layer.unshard() if together else layer.reshard()
 
-# %% ../../../nbs/core/model/sharding.ipynb #a10f0021
+
 def gathered(model) -> dict | None:
     "The weights of a divided model, whole; None for any other. All processes must ask for them."
     if not any(type(m).__name__.startswith('FSDP') for m in model.modules()): return None
@@ -81,7 +81,7 @@ def whole_state(optimizer) -> dict:
     return dict(state, state={i: {k: whole(v) if torch.is_tensor(v) else v for k, v in s.items()}
                               for i, s in state['state'].items()})
 
-# %% ../../../nbs/core/model/sharding.ipynb #a10f0020
+
 def load_whole_state(optimizer, state: dict):
     "Load the state of an optimiser, divided as its weights are."
     weights = [p for g in optimizer.param_groups for p in g['params']]
