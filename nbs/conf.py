@@ -12,6 +12,7 @@ myst_enable_extensions = ['dollarmath', 'amsmath']
 myst_heading_anchors = 3
 autodoc_member_order = 'bysource'
 PATH = ['start', 'world', 'annotators', 'reward_model', 'ppo', 'dpo', 'overoptimization', 'farm']
+ORDER = ['notebooks', 'studies', 'judging', 'boards', 'embedded', 'core']
 
 
 def tree(caption: str, pages: list[str]) -> str:
@@ -32,12 +33,15 @@ def write_pages(app):
                         f'.. automodule:: {module}\n   :members:\n```\n')
     (source/'api'/'index.md').write_text('# Modules\n\n' + tree('Modules', modules).replace(':hidden:', ':maxdepth: 1'))
     others = sorted(p.stem for p in source.glob('*.md') if p.stem != 'index')
-    rest = [n for n in notebooks if n not in PATH]
-    contents = tree('Learn', PATH) + tree('Pages', [*others, 'api/index']) + tree('Notebooks', rest)
+    parts = {}
+    for n in notebooks:
+        if n not in PATH: parts.setdefault(n.split('/')[0] if '/' in n else 'notebooks', []).append(n)
+    contents = tree('Learn', PATH) + tree('Pages', [*others, 'api/index'])
+    contents += ''.join(tree(part.capitalize(), parts[part]) for part in sorted(parts, key=ORDER.index))
     readme = (source/'index.md').read_text().replace('](nbs/', '](')
     (source/'index.md').write_text(readme + '\n' + contents)
     about = re.search(r'\*\*(.+)\*\*', readme)[1]
-    lines = [f'- [{n}]({n}.html)' for n in (*PATH, *others, *rest, *(f'api/{m}' for m in modules))]
+    lines = [f'- [{n}]({n}.html)' for n in (*PATH, *others, *sum(parts.values(), []), *(f'api/{m}' for m in modules))]
     Path(app.outdir).mkdir(parents=True, exist_ok=True)
     (Path(app.outdir)/'llms.txt').write_text(f'# alpaca_farm\n\n> {about}\n\n## Pages\n\n' + '\n'.join(lines) + '\n')
 
@@ -55,7 +59,13 @@ def as_rst(app, what, name, obj, options, lines):
         lines[i] = ''.join(f'``{p}``' if k % 2 else re.sub(r'([*_|\\])', r'\\\1', p) for k, p in enumerate(parts))
 
 
+def without_settings(app, what, name, *more):
+    "No signature of settings: they are in their notebook, with comments."
+    if what == 'class' and name.endswith('Config'): return '', None
+
+
 def setup(app):
     app.connect('builder-inited', write_pages)
     app.connect('source-read', plain)
     app.connect('autodoc-process-docstring', as_rst)
+    app.connect('autodoc-process-signature', without_settings)
