@@ -9,7 +9,11 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all modules anew
 
-.PHONY: farm test fast lab prepare outputs clean
+.PHONY: start farm test fast lab prepare outputs docs clean
+
+start: .venv/ready       ## the tour, into runs/start.ipynb
+	$(BIN)/papermill nbs/start.ipynb runs/start.ipynb --no-progress-bar --log-level ERROR
+	@echo 'The tour: open runs/start.ipynb (make lab); its figure is runs/start/0.25/tour.png'
 
 farm: .venv/ready        ## the whole simulation, into runs/
 	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR
@@ -37,6 +41,11 @@ prepare: .venv/ready     ## before a commit: export, clean, test the notebooks' 
 outputs: farm            ## re-run every notebook on the farm's runs and save its outputs
 	OMP_NUM_THREADS=1 $(BIN)/python -m alpaca_farm.core.run.outputs
 
+docs: .venv/ready        ## the site, into _docs/html, from the notebooks as they are
+	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	rm -rf _docs && mkdir _docs && cp -r nbs _docs/source && cp README.md _docs/source/index.md
+	$(BIN)/sphinx-build -qW --keep-going _docs/source _docs/html
+
 clean:                   ## remove the environment; runs/ stays
 	rm -rf .venv
 
@@ -44,4 +53,6 @@ clean:                   ## remove the environment; runs/ stays
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==$(TORCH) $(CPU)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	mkdir -p .venv/etc/ipython   # kernels do not warn that they talk to this machine unencrypted
+	echo 'c.IPKernelApp.log_level = "ERROR"' > .venv/etc/ipython/ipython_kernel_config.py
 	touch $@

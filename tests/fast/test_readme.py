@@ -59,8 +59,9 @@ def config_class(notebook):
 
 def check_settings(notebook, settings):
     "TypeError for a setting that the notebook does not have, or a value of another type."
-    path = tiny.ROOT/f'nbs/studies/{notebook}.ipynb'
-    if path.exists(): return refuse_unknown(notebook, settings, list(inspect_notebook(str(path))))
+    path = next((tiny.ROOT/'nbs').rglob(f'{notebook}.ipynb'))
+    if 'default_exp' not in path.read_text():   # it exports nothing
+        return refuse_unknown(notebook, settings, list(inspect_notebook(str(path))))
     cls = config_class(notebook)
     refuse_unknown(cls.__name__, settings, [f.name for f in dataclasses.fields(cls)])
     for name, value in settings.items(): as_type(name, value, typing.get_type_hints(cls)[name])

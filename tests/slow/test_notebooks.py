@@ -65,6 +65,8 @@ TINY_FARM = dict(
 STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, instances=8),
                labellers=dict(dialogues=[200], prompts=80),
                worlds=dict(worlds=['plain']))
+STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
+TOUR = dict(start=dict(label_flip=.4, steps=4, instances=8))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'Did you mean kl_coef?'),
     mistyped=('ppo', dict(kl_coef='abc'), "kl_coef = 'abc'"),
@@ -108,7 +110,7 @@ def made(sizes, tmp_path_factory):
 
 
 def test_no_notebook_is_forgotten():
-    assert {p.stem for p in RUNNABLE} == {'farm', *FARMED, *OWN, *SILENT}
+    assert {p.stem for p in RUNNABLE} == {'farm', *FARMED, *OWN, *SILENT, *TOUR}
 
 
 def test_nbdev_test_executes_whole_notebooks_without_a_run():
@@ -137,13 +139,14 @@ def test_notebook_executes(made, name):
         assert {'cpu_seconds', 'seconds', 'peak_memory_gb'} <= set(read_summary(out))
 
 
-@pytest.mark.parametrize('name', STUDIES)
+@pytest.mark.parametrize('name', STUDIES | TOUR)
 def test_study_executes(made, sizes, name):
-    "A study of one replicate, on the tiny farm's runs where it reads the farm's."
+    "The tour, or a study of one replicate, on the tiny farm's runs where it reads the farm's."
     folder = made[0]
     where = dict(folder=str(folder/'worlds')) if name == 'worlds' else dict(runs=str(folder))
-    given = STUDIES[name] | where | dict(size=sizes, replicates=1)
-    status, output = forked(f'studies/{name}', folder/f'{name}.ipynb', given)
+    given = (STUDIES | TOUR)[name] | where | dict(size=sizes)
+    notebook = name if name in TOUR else f'studies/{name}'
+    status, output = forked(notebook, folder/f'{name}.ipynb', given)
     assert status == 0, output
     cells = nbformat.read(folder/f'{name}.ipynb', 4).cells
     assert any('image/png' in o.get('data', {}) for c in cells for o in c.get('outputs', []))

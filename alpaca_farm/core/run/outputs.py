@@ -54,8 +54,12 @@ def _execute(path: Path, slow: bool, timeout: int, given: dict = {}):
         if 'parameters' in cell.metadata.get('tags', []):
             cell.source += ''.join(f'\n{name} = {value!r}' for name, value in given.items())
     NotebookClient(nb, timeout=timeout, resources=dict(metadata=dict(path=str(root())))).execute()
-    nb.metadata.pop('widgets', None)   # the state of bars that have gone
-    for cell, source in zip(nb.cells, sources): cell.source = source
+    nb.metadata.pop('widgets', None)   # bars and sliders that have gone, and their state
+    view = 'application/vnd.jupyter.widget-view+json'
+    for cell, source in zip(nb.cells, sources):
+        cell.source = source
+        if cell.cell_type == 'code':
+            cell.outputs = [o for o in cell.outputs if view not in o.get('data', {})]
     for cell, before in outputs: cell.outputs = before
     for cell in skipped: cell.execution_count = None
     nbformat.write(nb, path)

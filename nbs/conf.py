@@ -1,0 +1,71 @@
+"The site, which `make docs` builds from the committed notebooks: nothing is executed, nothing is fetched."
+import re
+from pathlib import Path
+
+project, author = 'alpaca_farm', 'the alpaca_farm contributors'
+extensions = ['myst_nb', 'sphinx.ext.autodoc']
+html_theme, html_title = 'furo', 'alpaca_farm'
+exclude_patterns = ['recipes', '**.ipynb_checkpoints']
+nb_execution_mode = 'off'
+nb_merge_streams = True
+myst_enable_extensions = ['dollarmath', 'amsmath']
+myst_heading_anchors = 3
+autodoc_member_order = 'bysource'
+PATH = ['start', 'world', 'annotators', 'reward_model', 'ppo', 'dpo', 'overoptimization', 'farm']
+ORDER = ['notebooks', 'studies', 'judging', 'boards', 'embedded', 'core']
+
+
+def tree(caption: str, pages: list[str]) -> str:
+    "A table of contents, shown at the side."
+    return '\n'.join(['```{toctree}', ':hidden:', f':caption: {caption}', '', *pages, '```', ''])
+
+
+def write_pages(app):
+    "A page for each module, with its public names from their docstrings; all pages in `llms.txt`."
+    source = Path(app.srcdir)
+    notebooks = sorted(str(p.relative_to(source).with_suffix('')) for p in source.rglob('*.ipynb'))
+    modules = [n for n in notebooks if '#| default_exp' in (source/f'{n}.ipynb').read_text()]
+    for name in modules:
+        module = 'alpaca_farm.' + name.replace('/', '.')
+        page = source/'api'/f'{name}.md'
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(f'# {module}\n\nDefined in the notebook [`{name}`](/{name}.ipynb).\n\n```{{eval-rst}}\n'
+                        f'.. automodule:: {module}\n   :members:\n```\n')
+    (source/'api'/'index.md').write_text('# Modules\n\n' + tree('Modules', modules).replace(':hidden:', ':maxdepth: 1'))
+    others = sorted(p.stem for p in source.glob('*.md') if p.stem != 'index')
+    parts = {}
+    for n in notebooks:
+        if n not in PATH: parts.setdefault(n.split('/')[0] if '/' in n else 'notebooks', []).append(n)
+    contents = tree('Learn', PATH) + tree('Pages', [*others, 'api/index'])
+    contents += ''.join(tree(part.capitalize(), parts[part]) for part in sorted(parts, key=ORDER.index))
+    readme = (source/'index.md').read_text().replace('](nbs/', '](')
+    (source/'index.md').write_text(readme + '\n' + contents)
+    about = re.search(r'\*\*(.+)\*\*', readme)[1]
+    lines = [f'- [{n}]({n}.html)' for n in (*PATH, *others, *sum(parts.values(), []), *(f'api/{m}' for m in modules))]
+    Path(app.outdir).mkdir(parents=True, exist_ok=True)
+    (Path(app.outdir)/'llms.txt').write_text(f'# alpaca_farm\n\n> {about}\n\n## Pages\n\n' + '\n'.join(lines) + '\n')
+
+
+def plain(app, page, source):
+    "A page without the lines that nbdev reads, and without links to folders."
+    text = re.sub(r'"#\| ?\w[^"]*?(\\n)?",?\s*(?=["\]])', '', source[0])
+    source[0] = re.sub(r'\[(`[^`\]]+`)\]\([\w/]+\)', r'\1', text)
+
+
+def as_rst(app, what, name, obj, options, lines):
+    "Docstrings are plain text, with code between backticks."
+    for i, line in enumerate(lines):
+        parts = line.split('`')
+        lines[i] = ''.join(f'``{p}``' if k % 2 else re.sub(r'([*_|\\])', r'\\\1', p) for k, p in enumerate(parts))
+
+
+def without_settings(app, what, name, *more):
+    "No signature of settings: they are in their notebook, with comments."
+    if what == 'class' and name.endswith('Config'): return '', None
+
+
+def setup(app):
+    app.connect('builder-inited', write_pages)
+    app.connect('source-read', plain)
+    app.connect('autodoc-process-docstring', as_rst)
+    app.connect('autodoc-process-signature', without_settings)

@@ -1,0 +1,39 @@
+"""The site is built from the notebooks as they are, without a warning and without a dead link."""
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import tiny
+
+pytest.importorskip('myst_nb')
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory):
+    source, html = tmp_path_factory.mktemp('site')/'source', tmp_path_factory.mktemp('html')
+    shutil.copytree(tiny.ROOT/'nbs', source, ignore=shutil.ignore_patterns('.ipynb_checkpoints'))
+    shutil.copy(tiny.ROOT/'README.md', source/'index.md')
+    built = subprocess.run([sys.executable, '-m', 'sphinx', '-q', '--fail-on-warning', '--keep-going', source, html],
+                           capture_output=True, text=True, cwd=tiny.ROOT)
+    assert built.returncode == 0, built.stderr
+    return html
+
+
+def test_links_of_the_site_lead_somewhere(site):
+    pages = list(site.rglob('*.html'))
+    dead = {(page.name, link) for page in pages
+            for link in re.findall(r'href="([^"#?]+)', page.read_text())
+            if not link.startswith(('http', 'mailto', 'data:')) and not (page.parent/link).exists()}
+    assert len(pages) > 150 and not dead
+
+
+def test_every_notebook_and_module_is_on_the_site(site):
+    text = (site/'llms.txt').read_text()
+    listed = set(re.findall(r'\]\((.*?)\)', text))
+    assert all((site/page).exists() for page in listed)
+    assert {'start.html', 'studies/worlds.html', 'api/dpo.html', 'gpus.html'} <= listed
+    assert 'dpo_loss' in (site/'api/dpo.html').read_text()
+    assert '#| export' not in (site/'dpo.html').read_text()
