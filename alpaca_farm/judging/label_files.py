@@ -78,7 +78,7 @@ def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
                              'tie. A soft label is the verdict of a judge')
         if all(map(math.isnan, votes.values())):
             raise ValueError(f'{at}: nobody has voted on this pair. Leave it out')
-        if 'preference' in first and 'votes' not in first:   # rows of a pair are merged, in the order of the first
+        if 'preference' in first and 'votes' not in first:   # rows of one pair, in either order
             both = pair, swap_outputs(pair)
             key, other = ((*prompt_key(p), p['output_1'], p['output_2']) for p in both)
             if key not in pairs and other in pairs:

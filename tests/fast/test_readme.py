@@ -115,6 +115,12 @@ def test_snippets_run(page):
     for language, block in FENCE.findall(PAGES[page]):
         if language == 'python': exec(block, {})
         if language == 'yaml': yaml.safe_load(block)
+        if language == 'diff':   # of DPO: lines that are there, and lines that can be added
+            before, after = (''.join(l[1:] for l in block.splitlines(True) if l[0] != sign)
+                             for sign in '+-')
+            source = (tiny.ROOT/'alpaca_farm'/'dpo.py').read_text()
+            assert source.count(before) == 1
+            compile(source.replace(before, after), 'dpo.py', 'exec')
 
 
 @pytest.mark.parametrize('page', MARKDOWN)
@@ -172,7 +178,7 @@ def test_commands_beside_theirs_are_within_bounds(command):
     "The settings fit each other too; what they read need not be there."
     words = shlex.split(command)
     cls = config_class(words[1].rpartition('/')[2].removesuffix('.ipynb'))
-    inputs = {*cls.inputs} - {'annotators'}
+    inputs = {*cls.inputs} - {'annotators', 'samples'}
     settings = {k: v for k, v in given(words[3:]).items() if k not in inputs or not v}
     if 'rrhf' in settings:
         settings['rrhf'] = [s for s in settings['rrhf'] if not s.startswith('policy=')]

@@ -13,8 +13,7 @@ from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree
 from alpaca_farm.embedded import crowd
-from alpaca_farm.embedded.authors import (Author, common_mistake, contested, details, EXPERT,
-                                          sayings)
+from alpaca_farm.embedded.authors import (Author, common_mistake, contested, details, sayings)
 from alpaca_farm.embedded.criteria import COLUMNS, marks, utility
 from alpaca_farm.embedded.grammar import (AFTER, is_held_out, KINDS, parse, render, request_of,
                                           sample_request)
