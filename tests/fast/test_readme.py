@@ -178,8 +178,10 @@ def test_commands_beside_theirs_are_within_bounds(command):
     "The settings fit each other too; what they read need not be there."
     words = shlex.split(command)
     cls = config_class(words[1].rpartition('/')[2].removesuffix('.ipynb'))
-    inputs = {*cls.inputs} - {'annotators', 'samples'}
-    settings = {k: v for k, v in given(words[3:]).items() if k not in inputs or not v}
+    inputs = {*cls.inputs} - {'annotators'}
+    said = given(words[3:])
+    settings = {k: v for k, v in said.items() if k not in inputs or not v}
+    if said.get('samples'): settings['samples'] = 'nbs'
     if 'rrhf' in settings:
         settings['rrhf'] = [s for s in settings['rrhf'] if not s.startswith('policy=')]
     cls(**settings)
