@@ -4,7 +4,6 @@ BIN := .venv/bin
 TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 # Without a GPU the CPU build, which is a tenth of the size; an index that is out of reach is passed over.
 CPU := $(if $(shell command -v nvidia-smi),,--extra-index-url https://download.pytorch.org/whl/cpu --retries 1)
-BOARD := method kind trained_on crowd crowd_low crowd_high pool utility length kl labels
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all modules anew
@@ -17,9 +16,10 @@ start: .venv/ready       ## the tour, into runs/start.ipynb
 
 farm: .venv/ready        ## the whole simulation, into runs/
 	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR
-	@echo 'Win rates against SFT in %, under the held-out crowd (95 % interval), the pool and the hidden utility; mean length in'
-	@echo 'words; KL from SFT in nats per answer; number of labels that the method learned from. More in runs/farm.ipynb and runs/farm/'
-	@$(BIN)/python -c "import pandas as pd; board = pd.read_csv('runs/farm/leaderboard.csv')['$(BOARD)'.split()]; print(board.round(1).astype(object).fillna('').to_string(index=False))"
+	@echo 'Win rates over SFT in % (95 % interval): of the methods, learning from the pool'"'"'s labels, or from the crowd'"'"'s,'
+	@echo 'then of what is won without any label; KL from SFT in nats per answer; words of an answer.'
+	@$(BIN)/python -c "from alpaca_farm.boards.farm_board import short_board; print(short_board('runs/farm').to_string())"
+	@echo 'Figure: runs/farm/leaderboard.png. All rows and columns: runs/farm.ipynb (make lab)'
 
 fast: .venv/ready        ## the quick tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/fast

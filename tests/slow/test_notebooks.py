@@ -10,6 +10,7 @@ import pytest
 
 import tiny
 from alpaca_farm import farm
+from alpaca_farm.boards.farm_board import short_board
 from alpaca_farm.core.run.inputs import methods
 from alpaca_farm.core.run.paths import module_of, notebook_path
 from alpaca_farm.core.run import execution
@@ -181,6 +182,13 @@ def test_farm_leaves_its_board(made):
         for r in rows:
             low, rate, high = (float(r[judge + end]) for end in ('_low', '', '_high'))
             assert 0 <= low <= rate <= high <= 100
+    short = short_board(str(farm_))
+    baselines -= {'base model', 'longest of 4', 'an expert'}
+    assert {*short.index} == {*methods(), *baselines} and short.shape == (12, 5)
+    for m, row in short.iterrows():
+        for name, column in ((m, 'held-out crowd'), (f'{m}_crowd', "on the crowd's labels")):
+            shown = float(by[name]['crowd']) if name in by else None
+            assert row[column].split(' ')[0] == ('' if shown is None else f'{shown:.1f}')
     sim = {r['method']: r for r in table(farm_/'simulation.csv')}
     assert set(sim) == {'base model', 'sft', *methods()}
     for m in methods():
