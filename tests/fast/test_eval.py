@@ -173,7 +173,7 @@ def test_a_run_leaves_what_it_promises(tmp_path):
 
 @pytest.mark.parametrize('given, message', [
     (dict(outputs=['no/such.json']), 'no/such.json'), (dict(outputs=[]), 'outputs'),
-    (dict(outputs=['twice.json']), 'rows 0 and 12'), (dict(reference='no/such'), 'reference'),
+    (dict(outputs=['twice.json']), 'rows 0 and 12'), (dict(reference='no/such'), 'no/such'),
     (dict(max_instances=-1), 'max_instances'),
     (dict(weights=['gpt4']), 'weights'), (dict(annotators=['nobody:judge']), 'nobody'),
     (dict(annotators=['alpaca_eval_gtp4']), 'Did you mean alpaca_eval_gpt4'),

@@ -15,7 +15,8 @@ import tiny
 from alpaca_farm import farm, world
 from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
 from alpaca_farm.boards.simulation import (
-    correlations, method_differences, method_groups, separation, simulation_table, vote_agreements)
+    _correlations, _method_differences, method_groups, _separation, _simulation_table,
+    vote_agreements)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run import progress, runs
 from alpaca_farm.core.run.inputs import methods
@@ -103,19 +104,19 @@ def test_groups_of_methods_over_replicates():
     rng = np.random.default_rng(0)
     level, names = np.array([1.62, 1.615, 1.55, 1.5, 1.2]), ['a', 'b', 'c', 'sft', 'base model']
     five = level + .006*rng.normal(size=(5, 1, 5)) + .1*rng.normal(size=(5, 400, 5))
-    found = method_differences(five, names)
+    found = _method_differences(five, names)
     row = found.set_index(['better', 'worse']).loc['a', 'c']
     each = 100*(five[..., 0] - five[..., 2]).mean(1)
     assert (row.difference, row.sd) == pytest.approx((each.mean(), each.std(ddof=1)))
     assert row.clear and row.high - row.difference >= 2.77*row.sd/5**.5
     groups = [sorted(g) for g in method_groups(found)]
     assert groups == [['a', 'b'], ['c'], ['sft'], ['base model']]
-    summary = separation(found)
+    summary = _separation(found)
     spread, needed = summary['spread_of_differences'], summary['replicates_for_2_points']
     assert spread == pytest.approx((found.sd**2).mean()**.5)
     student = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
     assert student[needed]*spread/needed**.5 <= 2 < student[needed - 1]*spread/(needed - 1)**.5
-    assert separation(method_differences(five[:1], names))['replicates_for_2_points'] is None
+    assert _separation(_method_differences(five[:1], names))['replicates_for_2_points'] is None
 
 
 def test_agreement_is_one_vote_against_three(tmp_path):
@@ -140,19 +141,19 @@ def test_agreement_is_one_vote_against_three(tmp_path):
 def test_spread_over_replicates():
     rng, names = np.random.default_rng(0), ['sft', 'a', 'b']
     three = {c: 1.5 + .1*rng.normal(size=(3, 40, 3)) for c in COLUMNS} | dict(names=names)
-    row = simulation_table(three, 0).set_index('method').loc['b']
+    row = _simulation_table(three, 0).set_index('method').loc['b']
     means = 100*(three['crowd'][..., 2].mean(1) - 1)
     found = row.crowd, row.crowd_sd, row.replicates
     assert found == pytest.approx((means.mean(), means.std(ddof=1), 3))
     # Student's t with two degrees of freedom
     assert row.crowd_high - row.crowd >= 4.3*row.crowd_sd/3**.5
-    r = correlations(three, 0)
+    r = _correlations(three, 0)
     each = [float(spearman(*(three[c][k].mean(0) for c in COLUMNS[:2]))) for k in range(3)]
     assert [r[f'spearman_simulated_crowd_{k}'] for k in range(3)] == pytest.approx(each)
     assert r['spearman_simulated_crowd'] == pytest.approx(np.mean(each))
     one = three | {c: three[c][:1] for c in COLUMNS}
-    assert 'crowd_sd' not in simulation_table(one, 0)
-    assert not any(k[-1].isdigit() for k in correlations(one, 0))
+    assert 'crowd_sd' not in _simulation_table(one, 0)
+    assert not any(k[-1].isdigit() for k in _correlations(one, 0))
 
 
 @pytest.fixture

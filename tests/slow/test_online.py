@@ -258,17 +258,18 @@ def test_a_finished_run_is_answered_again_without_training(base, tmp_path, noteb
 def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypatch):
     "Killed between a chunk's lines and its checkpoint: the same candidates as without."
     from alpaca_farm import best_of_n
+    from alpaca_farm.core import answers
     def run(name):
         more = dict(reward_model='', max_instances=9, chunk=3)
         given = tiny.settings('best_of_n', base, out=str(tmp_path/name/'run')) | more
         run = best_of_n.run(best_of_n.BestOfNConfig(**given))
         return (run.folder/'candidates.json').read_bytes()
-    append = best_of_n.append_lines
+    append = answers.append_lines
     def torn(path, size, records):
         if not size: return append(path, size, records)
         with open(path, 'ab') as f: f.write(b'{"instruction": "a"}\n{"output": ["cut sh')
         raise KeyboardInterrupt
-    monkeypatch.setattr(best_of_n, 'append_lines', torn)
+    monkeypatch.setattr(answers, 'append_lines', torn)
     with pytest.raises(KeyboardInterrupt): run('torn')
-    monkeypatch.setattr(best_of_n, 'append_lines', append)
+    monkeypatch.setattr(answers, 'append_lines', append)
     assert run('torn') == run('whole')
