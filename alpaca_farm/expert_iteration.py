@@ -35,7 +35,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     n: Annotated[int, Ge(2)] = 16  # answers to each prompt, of which the best is imitated
     max_instances: Positive = 800  # prompts of a round; the next round takes those that follow
     samples: str = ''  # a run of best_of_n with the answers of round 1; empty to draw them
-    epochs: Positive = 4                     # passes over the winners
+    epochs: Positive = 3                     # passes over the winners
     max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
     batch_size: Positive = 16                # winners per optimiser step
     learning_rate: Amount = 0.001            # AdamW's peak learning rate

@@ -42,7 +42,7 @@ class QuarkConfig(OnlineConfig):
     batch_size: Positive = 64                 # answers per optimiser step
     kl_coef: Amount = 0.3                     # weight of the exact KL to the reference, beta
     entropy_coef: Amount = 0.0                # weight of the entropy bonus, alpha
-    steps: Positive = 12                      # rollouts, each followed by its updates
+    steps: Positive = 8                       # rollouts, each followed by its updates
     rollouts: Annotated[int, Ge(2)] = 512     # answers per step
     learning_rate: Amount = 0.0003            # peak learning rate
     lr_schedule: Schedule = 'constant'        # how the learning rate falls

@@ -7,6 +7,7 @@ __all__ = ['KINDS', 'AFTER', 'Kind', 'sample_request', 'render', 'parse', 'reque
 
 # %% ../../nbs/embedded/grammar.ipynb #df5d7d56
 import random, zlib
+from functools import lru_cache
 from typing import NamedTuple
 
 from .lexicon import ANIMALS, ASKERS, DISHES, FACTS, fill, JOBS, NUMBERS, PLACES
@@ -83,8 +84,9 @@ _QUESTIONS = {fill(question, x=thing): dict(kind=name, thing=thing, question=que
               for name, kind in KINDS.items() for question in kind.questions for thing in kind.right}
 
 
+@lru_cache(maxsize=None)   # boards ask for the same thousands a million times
 def parse(instruction: str) -> dict:
-    "The specification of a request; ValueError when it is not of this world."
+    "The specification of a request, not to be changed; ValueError if it is not of this world."
     whole = ' '.join(instruction.split())
     before = next((b for b in _ASKER_OF if whole.startswith(f'{b} ')), '')
     after = next((a for a in AFTER if a and whole.endswith(f' {a}')), '')
