@@ -30,6 +30,8 @@ SETTINGS = dict(
     quark=dict(steps=3, rollouts=16, batch_size=8, updates=3, token_times=2, missing_eos='',
                learning_rate=1e-3, val_instances=8, eval_every=2, save_every=2,
                checkpoint_every=1, **SAMPLING),
+    rlcd=dict(chunk=8, max_new_tokens=12, max_retries=1,
+              task=str(ROOT/'tests'/'data'/'task.yaml')),
     ppo=dict(steps=3, rollouts=16, batch_size=8, ppo_epochs=2, learning_rate=1e-3,
              value_learning_rate=1e-3, val_instances=8,
              eval_every=2, save_every=2, checkpoint_every=1, **SAMPLING))
@@ -42,8 +44,8 @@ def settings(notebook, base, **more):
     on_policy, pairs = dict(data=world, policy=sft), dict(preferences=labels, policy=sft)
     rewarded = dict(on_policy, reward_model=rm)
     inputs = dict(
-        world={}, sft=dict(data=world, policy=world), annotators=dict(outputs=samples),
-        reward_model=pairs, dpo=pairs | on_policy, binary_feedback=pairs | on_policy,
+        world={}, sft=dict(data=world, policy=world), rlcd=dict(data=world, policy=world),
+        annotators=dict(outputs=samples), reward_model=pairs, dpo=pairs | on_policy, binary_feedback=pairs | on_policy,
         best_of_n=rewarded, expert_iteration=rewarded, quark=rewarded, ppo=rewarded,
         rrhf=dict(rewarded, perplexity_model=world,
                   candidates=[samples, f'{world}/preference.json']))

@@ -146,14 +146,8 @@ def test_shown_labels():
 
 # --- runs ----------------------------------------------------------------------------------------
 
-def settings(base, out, **more):
-    "Tiny settings of a run on the tiny world."
-    own = dict(out=str(out), data=str(base/'world'), policy=str(base/'world'), task=ANYTHING)
-    return own | dict(chunk=8, max_new_tokens=12, max_retries=1) | more
-
-
 def made(base, out, **more):
-    rlcd.run(RLCDConfig(**settings(base, out, **more)))
+    rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out), **more)))
     return [(Path(out)/name).read_bytes() for name in FILES if (Path(out)/name).exists()]
 
 
@@ -192,12 +186,13 @@ def test_run(base, whole):
         assert r['instruction'] == prompts[r['index']]['instruction']
     assert set(labels(rows)) == {1., 2.} and {r['contrast'] for r in rows} == {0, 1}
     assert load_records(str(out), 'preferences', 'preference') == rows
-    assert rlcd.run(RLCDConfig(**settings(base, out))).done
+    assert rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out)))).done
 
 
 def test_killed_and_started_again_the_files_are_the_same(base, tmp_path):
     killed, at = tmp_path/'killed', random.SystemRandom().randint(1, 12)
-    process = tiny.spawn(tiny.command('rlcd', **settings(base, killed, chunk=4)))
+    given = tiny.settings('rlcd', base, out=str(killed), chunk=4)
+    process = tiny.spawn(tiny.command('rlcd', **given))
     log = killed/'log.jsonl'
     while process.poll() is None and (not log.exists() or log.read_bytes().count(b'\n') < at):
         time.sleep(.002)
@@ -227,7 +222,8 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     assert outputs(one) == outputs(both) and {r['annotator'] for r in both} == {'self'}
     assert ((1 < p) & (p < 2)).all() and len(set(p)) > 30
     np.testing.assert_allclose([np.mean(r['orders']) for r in both], p, atol=1e-9)
-    writer = LocalWriter(str(base/'world'), RLCDConfig(**settings(base, tmp_path/'x')))
+    cfg = RLCDConfig(**tiny.settings('rlcd', base, out=str(tmp_path/'x')))
+    writer = LocalWriter(str(base/'world'), cfg)
     judge = rlcd.SelfJudge(writer, read_task(ANYTHING), False)
     swapped = [dict(r, output_1=r['output_2'], output_2=r['output_1']) for r in both]
     by_hand = (np.array(judge(both)) + 3 - np.array(judge(swapped)))/2
@@ -252,7 +248,8 @@ def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
     some = tmp_path/'some.json'
     some.write_text(json.dumps([dict(pairs(out)[0], contrast=7)]))
     for samples, wrong in ((some, 'contrast = 7'), (tmp_path/'self', 'labelled by self')):
-        cfg = RLCDConfig(**settings(base, tmp_path/'x', **rescore, samples=str(samples)))
+        more = rescore | dict(out=str(tmp_path/'x'), samples=str(samples))
+        cfg = RLCDConfig(**tiny.settings('rlcd', base, **more))
         with pytest.raises(ValueError, match=f'row 0 .* {wrong}'):
             rlcd.stored_items(cfg, read_task(ANYTHING))
 

@@ -12,8 +12,8 @@ from alpaca_farm.core.run.paths import module_of
 from alpaca_farm.core.run.runs import read_summary
 
 METHODS = ('sft', 'reward_model', 'best_of_n', 'expert_iteration', 'ppo', 'dpo', 'quark', 'rrhf',
-           'binary_feedback')
-SMALL = dict(steps=2, n=3, k=3, epochs=1, rounds=2, max_instances=16, ppo_epochs=3)
+           'binary_feedback', 'rlcd')
+SMALL = dict(steps=2, n=3, k=3, epochs=1, rounds=2, max_instances=32, ppo_epochs=3)
 
 
 def proposed(name):
@@ -33,8 +33,11 @@ def test_proposed_runs_are_made(base, tmp_path, name, given):
     small = {k: min(v, SMALL[k]) if k in SMALL else v for k, v in given.items()}
     runs = dict(samples='samples', candidates='samples')   # of the farm, and of the tiny world
     small |= {k: str(base/runs.get(k, k)) for k, v in small.items() if str(v).startswith('runs/')}
-    if 'samples' in small: small |= dict(n=2, split='preference')
+    if name == 'best_of_n': small |= dict(n=2, split='preference')
     module = importlib.import_module(module_of(name))
+    if 'samples' in small and name == 'rlcd':   # those of a run of its own
+        small['samples'] = str(tmp_path/'samples')
+        tiny.main(module)(tiny.config(module, **tiny.settings(name, base, out=small['samples'])))
     given = tiny.settings(name, base, out=str(tmp_path/name)) | small
     assert read_summary(tiny.main(module)(tiny.config(module, **given)).folder)
 
