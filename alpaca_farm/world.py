@@ -55,7 +55,7 @@ class WorldConfig(TrainConfig):
     ffn: Annotated[int, Ge(8)] = 320          # width of its feed-forward layers
     learning_rate: Amount = 3e-3              # AdamW's peak learning rate
     warmup: Share = 0.02  # share of the steps over which the learning rate rises
-    batch_size: Positive = 16  # pages per step; small batches learn most per second here
+    batch_size: Positive = 16  # pages per step
     weight_decay: Amount = 0.05               # AdamW's weight decay, on matrices only
     betas: Betas = field(default_factory=lambda: [0.9, 0.98])  # AdamW's betas
     checkpoint_every: Positive = 250          # steps between checkpoints
