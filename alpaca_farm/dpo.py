@@ -85,7 +85,7 @@ def dpo_loss(
     loss_type: str = 'sigmoid',     # sigmoid, robust, ipo or hinge
     label_smoothing: float = 0.0,   # epsilon, for sigmoid and robust
 ) -> torch.Tensor:  # (B,)
-    "Loss of each pair."
+    "Loss of each pair; ValueError for another `loss_type`."
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     if loss_type == 'ipo': return (h - 1 / (2 * beta)) ** 2
     if loss_type == 'hinge': return F.relu(1 - beta * h)
@@ -93,7 +93,9 @@ def dpo_loss(
     if loss_type == 'robust':
         corrected = (1 - label_smoothing) * as_labelled - label_smoothing * flipped
         return corrected / (1 - 2 * label_smoothing)
-    return (1 - label_smoothing) * as_labelled + label_smoothing * flipped
+    if loss_type == 'sigmoid':
+        return (1 - label_smoothing) * as_labelled + label_smoothing * flipped
+    raise ValueError(f'loss_type = {loss_type!r}: choose sigmoid, robust, ipo or hinge')
 
 # %% ../nbs/dpo.ipynb #498ea2a0
 def simpo_loss(

@@ -120,6 +120,10 @@ def test_huge_margins_stay_finite():
     same(simpo_loss(far, o, torch.ones(2), torch.ones(2), 1., 1.), [0., 1e4 + 1])
 
 
+def test_a_misspelt_loss_is_refused():
+    with pytest.raises(ValueError, match='sigmiod'): dpo_loss(*torch.zeros(4, 2), .1, 'sigmiod')
+
+
 @pytest.mark.parametrize('eps', [.1, .4])
 @pytest.mark.parametrize('p', [.55, .9])
 def test_robust_is_unbiased_under_flips(p, eps):
