@@ -131,8 +131,9 @@ def code_hash(function) -> str:
 
 
 def notebook_hash(notebook: str) -> str:
-    "The `code_hash` of a run that is made by a notebook as it is saved."
-    cells = read_json(notebook_path(notebook))['cells']
+    "The `code_hash` of a run that is made by a notebook as it is saved; empty if it is gone."
+    if not (path := notebook_path(notebook)): return ''
+    cells = read_json(path)['cells']
     code = [''.join(c['source']) for c in cells if c['cell_type'] == 'code']
     return _hash_of(_notebook_module([text for text in code if text.startswith('#| export')]))
 
