@@ -10,11 +10,12 @@ here = Path(__file__).parent
 config = ConfigParser(delimiters=["="])
 config.read(here/"settings.ini", encoding="utf-8")
 cfg = config["DEFAULT"]
-extras = {name: cfg[f"{name}_requirements"].split() for name in ("dev", "flash", "wandb", "tensorboard", "browser", "docs", "ray", "gpu")}
+names = "dev", "flash", "wandb", "tensorboard", "browser", "docs", "ray", "gpu"
+extras = {name: cfg[f"{name}_requirements"].split() for name in names}
 
 
 class BuildWithNotebooks(build_py):
-    "A build that also contains the notebooks, recipes and judges' configurations, as `alpaca_farm/nbs`."
+    "A build with the notebooks, recipes and judges' configurations, as `alpaca_farm/nbs`."
     def run(self):
         super().run()
         if self.editable_mode: return   # an editable installation reads those of the checkout
@@ -23,10 +24,12 @@ class BuildWithNotebooks(build_py):
         shutil.copytree(here/"nbs", target, ignore=shutil.ignore_patterns(".*", "__pycache__"))
 
 
-setup(name=cfg["lib_name"], version=cfg["version"], description=cfg["description"], license="Apache-2.0",
-      long_description=(here/"README.md").read_text(encoding="utf-8"), long_description_content_type="text/markdown",
-      author=cfg["author"], author_email=cfg["author_email"], url=cfg["git_url"], keywords=cfg["keywords"],
-      packages=find_packages(include=["alpaca_farm", "alpaca_farm.*"]), python_requires=">=" + cfg["min_python"],
+setup(name=cfg["lib_name"], version=cfg["version"], description=cfg["description"],
+      long_description=(here/"README.md").read_text(encoding="utf-8"),
+      long_description_content_type="text/markdown", license="Apache-2.0",
+      author=cfg["author"], author_email=cfg["author_email"], url=cfg["git_url"],
+      keywords=cfg["keywords"], python_requires=">=" + cfg["min_python"],
+      packages=find_packages(include=["alpaca_farm", "alpaca_farm.*"]),
       install_requires=cfg["requirements"].split(), extras_require=extras,
       cmdclass={"build_py": BuildWithNotebooks},
       entry_points={"nbdev": ["alpaca_farm=alpaca_farm._modidx:d"]}, zip_safe=False)

@@ -1,4 +1,4 @@
-"The site, which `make docs` builds from the committed notebooks: nothing is executed, nothing is fetched."
+"The site, which `make docs` builds from the committed notebooks; nothing is executed or fetched."
 import re
 from pathlib import Path
 
@@ -29,21 +29,24 @@ def write_pages(app):
         module = 'alpaca_farm.' + name.replace('/', '.')
         page = source/'api'/f'{name}.md'
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(f'# {module}\n\nDefined in the notebook [`{name}`](/{name}.ipynb).\n\n```{{eval-rst}}\n'
-                        f'.. automodule:: {module}\n   :members:\n```\n')
-    (source/'api'/'index.md').write_text('# Modules\n\n' + tree('Modules', modules).replace(':hidden:', ':maxdepth: 1'))
+        page.write_text(f'# {module}\n\nDefined in the notebook [`{name}`](/{name}.ipynb).\n\n'
+                        f'```{{eval-rst}}\n.. automodule:: {module}\n   :members:\n```\n')
+    shown = tree('Modules', modules).replace(':hidden:', ':maxdepth: 1')
+    (source/'api'/'index.md').write_text('# Modules\n\n' + shown)
     others = sorted(p.stem for p in source.glob('*.md') if p.stem != 'index')
     parts = {}
     for n in notebooks:
-        if n not in PATH: parts.setdefault(n.split('/')[0] if '/' in n else 'notebooks', []).append(n)
+        part = n.split('/')[0] if '/' in n else 'notebooks'
+        if n not in PATH: parts.setdefault(part, []).append(n)
     contents = tree('Learn', PATH) + tree('Pages', [*others, 'api/index'])
-    contents += ''.join(tree(part.capitalize(), parts[part]) for part in sorted(parts, key=ORDER.index))
+    for part in sorted(parts, key=ORDER.index): contents += tree(part.capitalize(), parts[part])
     readme = (source/'index.md').read_text().replace('](nbs/', '](')
     (source/'index.md').write_text(readme + '\n' + contents)
     about = re.search(r'\*\*(.+)\*\*', readme)[1]
-    lines = [f'- [{n}]({n}.html)' for n in (*PATH, *others, *sum(parts.values(), []), *(f'api/{m}' for m in modules))]
+    pages = [*PATH, *others, *sum(parts.values(), []), *(f'api/{m}' for m in modules)]
+    lines = ''.join(f'- [{n}]({n}.html)\n' for n in pages)
     Path(app.outdir).mkdir(parents=True, exist_ok=True)
-    (Path(app.outdir)/'llms.txt').write_text(f'# alpaca_farm\n\n> {about}\n\n## Pages\n\n' + '\n'.join(lines) + '\n')
+    (Path(app.outdir)/'llms.txt').write_text(f'# alpaca_farm\n\n> {about}\n\n## Pages\n\n{lines}')
 
 
 def plain(app, page, source):
@@ -55,8 +58,9 @@ def plain(app, page, source):
 def as_rst(app, what, name, obj, options, lines):
     "Docstrings are plain text, with code between backticks."
     for i, line in enumerate(lines):
-        parts = line.split('`')
-        lines[i] = ''.join(f'``{p}``' if k % 2 else re.sub(r'([*_|\\])', r'\\\1', p) for k, p in enumerate(parts))
+        parts = enumerate(line.split('`'))
+        lines[i] = ''.join(f'``{p}``' if k % 2 else re.sub(r'([*_|\\])', r'\\\1', p)
+                           for k, p in parts)
 
 
 def without_settings(app, what, name, *more):

@@ -5,7 +5,7 @@ import os
 from types import SimpleNamespace
 
 os.environ.update(OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false', HF_HUB_OFFLINE='1')
-os.environ.pop('VIRTUAL_ENV', None)   # IPython warns of an environment that is active but not its own
+os.environ.pop('VIRTUAL_ENV', None)   # IPython warns of one that is active but not its own
 
 import hypothesis
 import pytest
@@ -14,7 +14,8 @@ import tiny
 from alpaca_farm.core.run.paths import module_of
 
 # the same examples each time, however busy the machine is
-hypothesis.settings.register_profile('tests', deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
+hypothesis.settings.register_profile('tests', deadline=None, derandomize=True,
+                                     suppress_health_check=list(hypothesis.HealthCheck))
 hypothesis.settings.load_profile('tests')
 
 CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
@@ -22,7 +23,9 @@ CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
          ('annotators', 'annotators', {}), ('reward_model', 'reward_model', {}))
 
 
-def pytest_configure(config): config.addinivalue_line('markers', 'alone: measures speed, so nothing else should run meanwhile')
+def pytest_configure(config):
+    alone = 'alone: measures speed, so nothing else should run meanwhile'
+    config.addinivalue_line('markers', alone)
 
 
 @pytest.fixture(scope='session', autouse=True)
@@ -58,4 +61,5 @@ def models(base):
     scalar, _ = load_scalar(str(base/'reward_model'), cfg)
     prompts = encode_prompts(load_records(str(base/'world'), 'eval', n=16), tokenizer)
     answers = [s.tokens for s, in generate(policy, tokenizer, prompts, max_new_tokens=20)]
-    return SimpleNamespace(policy=policy, scalar=scalar, tokenizer=tokenizer, prompts=prompts, answers=answers, cfg=cfg)
+    return SimpleNamespace(policy=policy, scalar=scalar, tokenizer=tokenizer, prompts=prompts,
+                           answers=answers, cfg=cfg)

@@ -1,4 +1,4 @@
-"""A server that does nothing but wait and answer, so that it is the client that is measured: some 8,000 answers a second.
+"""A server that only waits and answers, some 8,000 times a second: the client is measured.
 
 As a program:  python tests/fast_server.py --latency .05 --slots 64
 In a test:     with fast_server(latency=.05, slots=64) as server: server.url, server.counts()"""
@@ -17,23 +17,28 @@ OPTIONS = dict(latency=.05,   # seconds for an answer
                slots=0,       # requests worked on at a time, while others wait; 0 for all
                most=0)        # requests at a time, above which there is status 429
 TEXT = "[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]"
-ANSWER = dict(id='chatcmpl-1', object='chat.completion', created=1, model='judge', usage=dict(prompt_tokens=300, completion_tokens=20, total_tokens=320),
-              choices=[dict(index=0, message=dict(role='assistant', content=TEXT, refusal=None), logprobs=None, finish_reason='stop')])
-REFUSAL = dict(error=dict(message='Rate limit reached', type='requests', code='rate_limit_exceeded'))
+MESSAGE = dict(role='assistant', content=TEXT, refusal=None)
+ANSWER = dict(id='chatcmpl-1', object='chat.completion', created=1, model='judge',
+              usage=dict(prompt_tokens=300, completion_tokens=20, total_tokens=320),
+              choices=[dict(index=0, message=MESSAGE, logprobs=None, finish_reason='stop')])
+REFUSAL = dict(error=dict(message='Rate limit reached', type='requests',
+                          code='rate_limit_exceeded'))
 
 
 def response(status, content, more=''):
-    body = json.dumps(content).encode()
-    return f'HTTP/1.1 {status}\r\nContent-Type: application/json\r\n{more}Content-Length: {len(body)}\r\n\r\n'.encode() + body
+    body = json.dumps(content)   # of ASCII alone
+    return (f'HTTP/1.1 {status}\r\nContent-Type: application/json\r\n{more}'
+            f'Content-Length: {len(body)}\r\n\r\n{body}').encode()
 
 
-GOOD, REFUSED = response('200 OK', ANSWER), response('429 Too Many Requests', REFUSAL, 'Retry-After: 0.2\r\n')
+GOOD = response('200 OK', ANSWER)
+REFUSED = response('429 Too Many Requests', REFUSAL, 'Retry-After: 0.2\r\n')
 
 
 class Server:
     def __init__(self, options):
-        self.options, self.loop, self.queue = SimpleNamespace(**options), asyncio.get_running_loop(), deque()
-        self.underway, self.busy = 0, 0
+        self.options, self.loop = SimpleNamespace(**options), asyncio.get_running_loop()
+        self.queue, self.underway, self.busy = deque(), 0, 0
         self.seen = dict(answered=0, refused=0, most=0, connections=0, first=0., last=0.)
 
     def asked(self, transport):
@@ -41,7 +46,8 @@ class Server:
             self.seen['refused'] += 1
             return transport.write(REFUSED)
         self.underway += 1
-        self.seen.update(most=max(self.seen['most'], self.underway), first=self.seen['first'] or time.monotonic())
+        self.seen.update(most=max(self.seen['most'], self.underway),
+                         first=self.seen['first'] or time.monotonic())
         self.queue.append(transport)
         self.work()
 
@@ -69,7 +75,8 @@ class Connection(asyncio.Protocol):
         self.data += data
         while (end := self.data.find(b'\r\n\r\n')) >= 0:
             head = self.data[:end].lower()
-            end += 4 + (int(head.partition(b'content-length:')[2].split(b'\r\n')[0]) if b'content-length:' in head else 0)
+            length = head.partition(b'content-length:')[2].split(b'\r\n')[0]
+            end += 4 + int(length or 0)
             if len(self.data) < end: return
             self.data = self.data[end:]
             if head.startswith(b'get'): self.transport.write(response('200 OK', self.server.seen))
@@ -77,10 +84,10 @@ class Connection(asyncio.Protocol):
 
 
 async def run(options):
-    server = Server(options)
-    listening = await asyncio.get_running_loop().create_server(lambda: Connection(server), '127.0.0.1', 0, backlog=2048)
+    server, loop = Server(options), asyncio.get_running_loop()
+    listening = await loop.create_server(lambda: Connection(server), '127.0.0.1', 0, backlog=2048)
     print(listening.sockets[0].getsockname()[1], flush=True)
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), lambda: sys.stdin.read() or sys.exit())
+    loop.add_reader(sys.stdin.fileno(), lambda: sys.stdin.read() or sys.exit())
     await listening.serve_forever()
 
 
@@ -97,6 +104,8 @@ def fast_server(**options):
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in OPTIONS.items(): parser.add_argument(f'--{name}', type=type(value), default=value)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in OPTIONS.items():
+        parser.add_argument(f'--{name}', type=type(value), default=value)
     asyncio.run(run(vars(parser.parse_args())))

@@ -1,6 +1,8 @@
-"""A completions server with the part of vLLM's protocol that a served sampler uses: token ids in and out, log-probs, adapters loaded from folders at run time.
+"""A completions server with the part of vLLM's protocol that a served sampler uses: token ids in
+and out, log-probs, adapters loaded from folders at run time.
 
-It holds a small model, reads adapters with `peft` (not with our own code) and decodes with `model.generate`. With `stale` it accepts an adapter and ignores it."""
+It holds a small model, reads adapters with `peft` (not with our own code) and decodes with
+`model.generate`. With `stale` it accepts an adapter and ignores it."""
 import json
 import threading
 from contextlib import contextmanager
@@ -20,11 +22,12 @@ class LoraServer:
         "Status and content; called by one thread at a time."
         self.log.append((path, body))
         if path == '/v1/models':
-            names = [dict(id=self.base, parent=None), *(dict(id=n, parent=self.base) for n in self.adapters)]
-            return 200, dict(object='list', data=names)
+            adapters = [dict(id=n, parent=self.base) for n in self.adapters]
+            return 200, dict(object='list', data=[dict(id=self.base, parent=None), *adapters])
         if path == '/v1/load_lora_adapter': return self.load(body['lora_name'], body['lora_path'])
         if path == '/v1/unload_lora_adapter':
-            if body['lora_name'] not in self.adapters: return 404, dict(error='the adapter cannot be found')
+            if body['lora_name'] not in self.adapters:
+                return 404, dict(error='the adapter cannot be found')
             self.adapters.remove(body['lora_name'])
             if self.adapters: self.peft.delete_adapter(body['lora_name'])
             else: self.model, self.peft = self.peft.unload(), None
@@ -35,16 +38,18 @@ class LoraServer:
     def load(self, name, folder):
         from peft import PeftModel
         if not self.lora: return 404, dict(error='Not Found')
-        if name in self.adapters: return 400, dict(error=f'The lora adapter {name!r} has already been loaded.')
+        if name in self.adapters:
+            return 400, dict(error=f'The lora adapter {name!r} has already been loaded.')
         try:
-            if self.peft is None: self.peft = PeftModel.from_pretrained(self.model, folder, adapter_name=name)
-            else: self.peft.load_adapter(folder, adapter_name=name)
+            if self.peft: self.peft.load_adapter(folder, adapter_name=name)
+            else: self.peft = PeftModel.from_pretrained(self.model, folder, adapter_name=name)
         except Exception as e: return 400, dict(error=f'{type(e).__name__}: {e}')
         self.adapters.append(name)
         return 200, f'Success: LoRA adapter {name!r} added successfully.'
 
     def complete(self, body):
-        if body['model'] not in (self.base, *self.adapters): return 404, dict(error=f'The model {body["model"]!r} does not exist.')
+        if body['model'] not in (self.base, *self.adapters):
+            return 404, dict(error=f'The model {body["model"]!r} does not exist.')
         served = body['model'] != self.base and not self.stale
         if served: self.peft.set_adapter(body['model'])
         model = self.peft or self.model
@@ -55,22 +60,28 @@ class LoraServer:
 
     def write(self, model, body):
         torch.manual_seed(body.get('seed') or 0)
-        prompt, n = torch.tensor([body['prompt']]), body.get('n', 1)
-        sampled = body.get('temperature', 1.) > 0
-        more = dict(do_sample=True, temperature=body['temperature'], top_p=body.get('top_p', 1.), top_k=0, num_return_sequences=n) if sampled else {}
-        ends = body.get('stop_token_ids') or None
+        prompt, temperature = torch.tensor([body['prompt']]), body.get('temperature', 1.)
+        sampling = dict(do_sample=True, temperature=temperature, top_p=body.get('top_p', 1.),
+                        top_k=0, num_return_sequences=body.get('n', 1))
+        ends = body.get('stop_token_ids') or []
         with torch.no_grad():
-            out = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=body['max_tokens'], eos_token_id=ends, pad_token_id=0, **more)
-            choices = []
-            for k, row in enumerate(out):
-                tokens = row[prompt.shape[1]:].tolist()
-                stops = [i for i, t in enumerate(tokens) if t in (ends or [])]
-                tokens = tokens[:stops[0] + 1] if stops else tokens
-                whole = torch.tensor([body['prompt'] + tokens])
-                logp = model(input_ids=whole).logits[0].log_softmax(-1)[prompt.shape[1] - 1:-1]   # before the temperature, as vLLM's
-                choices.append(dict(index=k, text='', finish_reason='stop' if stops else 'length', logprobs=dict(token_logprobs=logp[range(len(tokens)), tokens].tolist()),
-                                    **(dict(token_ids=tokens, prompt_token_ids=body['prompt']) if self.ids else {})))
+            out = model.generate(
+                input_ids=prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0,
+                max_new_tokens=body['max_tokens'], eos_token_id=ends or None,
+                **(sampling if temperature > 0 else {}))
+            answers = out[:, prompt.shape[1]:].tolist()
+            choices = [dict(self.choice(model, body['prompt'], tokens, ends), index=k)
+                       for k, tokens in enumerate(answers)]
         return choices[::-1]   # their order is in `index`
+
+    def choice(self, model, prompt, tokens, ends):
+        stops = [i for i, t in enumerate(tokens) if t in ends]
+        if stops: tokens = tokens[:stops[0] + 1]
+        logits = model(input_ids=torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1:-1]
+        logp = logits.log_softmax(-1)   # before the temperature, as vLLM's
+        ids = dict(token_ids=tokens, prompt_token_ids=prompt) if self.ids else {}
+        return dict(text='', finish_reason='stop' if stops else 'length', **ids,
+                    logprobs=dict(token_logprobs=logp[range(len(tokens)), tokens].tolist()))
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -79,9 +90,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def reply(self, body):
         with self.server.model.lock: status, content = self.server.model.answer(self.path, body)
-        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        plain = isinstance(content, str)
+        kind, text = ('text/plain', content) if plain else ('application/json', json.dumps(content))
+        data = text.encode()
         self.send_response(status)
-        self.send_header('Content-Type', 'text/plain' if isinstance(content, str) else 'application/json')
+        self.send_header('Content-Type', kind)
         self.send_header('Content-Length', str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -94,9 +107,9 @@ class Handler(BaseHTTPRequestHandler):
 def lora_server(folder, **more):
     "A server on a free port, with `url`; `server.model` is the LoraServer."
     server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    server.model, server.url = LoraServer(folder, **more), f'http://127.0.0.1:{server.server_port}/v1'
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    server.model = LoraServer(folder, **more)
+    server.url = f'http://127.0.0.1:{server.server_port}/v1'
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try: yield server
     finally:
         server.shutdown()

@@ -14,8 +14,11 @@ from alpaca_farm.core.data.preferences import PAIR_FIELDS
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.judging.labelling import (LabellingConfig, LabellingPage, LabellingQueue, person_labels,
-    person_sees_swapped, person_summary)
+from alpaca_farm.judging.labelling import (LabellingConfig, LabellingPage, LabellingQueue,
+    person_labels, person_sees_swapped, person_summary)
+
+SECRETS = dict(generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.],
+               preference=2., annotator='SECRET-c')
 
 
 def drawn(n, seed=0):
@@ -24,9 +27,9 @@ def drawn(n, seed=0):
     out = []
     while len(out) < n:
         spec = world.sample_request(rng)
-        pair = dict(world.render(spec), output_1=world.Author(.3).answer(spec, rng), output_2=world.Author(.8).answer(spec, rng))
-        if len(pair['output_1']) != len(pair['output_2']):
-            out.append(dict(pair, generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.], preference=2., annotator='SECRET-c'))
+        one, two = (world.Author(skill).answer(spec, rng) for skill in (.3, .8))
+        pair = dict(world.render(spec), output_1=one, output_2=two, **SECRETS)
+        if len(one) != len(two): out.append(pair)
     return out
 
 
@@ -43,16 +46,30 @@ def simulate_person(page, annotator, n):
 def longer(ps): return [1. if len(p['output_1']) > len(p['output_2']) else 2. for p in ps]
 
 
+def labels(page, pairs, person='Ann'): return person_labels(page.queue.store, pairs, person)
+
+
+def verdicts(rows): return [r['preference'] for r in rows]
+
+
+def own_order(pair, verdict):
+    "What Ann says of a pair with a verdict on what she is shown."
+    return 3 - verdict if person_sees_swapped(pair, 'Ann') else verdict
+
+
 def test_blind_and_escaped(tmp_path):
     "Nothing the widget holds tells who wrote an answer, and markup in an answer does nothing."
     pairs = drawn(20)
-    pairs[0].update(output_1='<img src=x onerror=alert(1)>', output_2='</div><script>kernel()</script>&lt;', input='"><b onload=x>')
+    pairs[0].update(output_1='<img src=x onerror=alert(1)>', input='"><b onload=x>',
+                    output_2='</div><script>kernel()</script>&lt;')
     page, seen = page_of(pairs, tmp_path/'a.sqlite', '<i>Ann'), []
+    widgets = page.view, page.head, page.body, page.script, *page.buttons.values()
     while page.pair:
-        states = json.dumps([w.get_state() for w in (page.view, page.head, page.body, page.script, *page.buttons.values())], default=str)
-        assert 'SECRET' not in states and all(labelling.html.escape(page.pair[k]) in page.body.value for k in PAIR_FIELDS)
+        assert 'SECRET' not in json.dumps([w.get_state() for w in widgets], default=str)
         seen.append(page.body.value)
-        assert page.body.value.count('<') == 2*6 + 4 and '<i>' not in page.head.value   # six boxes and two numbers, nothing of the pair's
+        assert all(labelling.html.escape(page.pair[k]) in seen[-1] for k in PAIR_FIELDS)
+        assert seen[-1].count('<') == 2*6 + 4   # six boxes and two numbers, nothing of the pair's
+        assert '<i>' not in page.head.value
         page.press_key('1')
     assert len(seen) == 20 and '&lt;script&gt;kernel()' in seen[0] and '&amp;lt;' in seen[0]
 
@@ -69,9 +86,9 @@ def test_keys_buttons_and_their_verdicts(tmp_path):
     for key in ('x', ' ', '12', '2'): page.press_key(key)   # the first three are no keys
     assert page.pair is None and 'Nothing is left' in page.body.value
     page.press_key('1')
-    rows = person_labels(page.queue.store, pairs, 'Ann')
-    own = [3 - v if person_sees_swapped(p, 'Ann') else v for p, v in zip(pairs, (1, 2, 1.5, 1.5, None, 2)) if v]
-    assert [r['preference'] for r in rows] == own and [r['output_1'] for r in rows] == [p['output_1'] for i, p in enumerate(pairs) if i != 4]
+    rows, labelled = labels(page, pairs), pairs[:4] + pairs[5:]
+    assert verdicts(rows) == list(map(own_order, labelled, (1, 2, 1.5, 1.5, 2)))
+    assert [r['output_1'] for r in rows] == [p['output_1'] for p in labelled]
     assert all(r['annotator'] == 'Ann' and r['time'] >= 0 and 'scores' in r for r in rows)
 
 
@@ -83,25 +100,26 @@ def test_undo_keeps_the_history(tmp_path):
     page.press_key('1')
     page = page_of(pairs, tmp_path/'a.sqlite')
     page.press_key('u')
-    assert page.pair == second and len(page.queue) == 3 and len(person_labels(page.queue.store, pairs, 'Ann')) == 1
+    assert page.pair == second and len(page.queue) == 3 and len(labels(page, pairs)) == 1
     page.press_key('2')
-    assert person_labels(page.queue.store, pairs, 'Ann')[1]['preference'] == (1 if person_sees_swapped(pairs[1], 'Ann') else 2)
+    assert verdicts(labels(page, pairs))[1] == own_order(pairs[1], 2)
     for _ in range(2): page.press_key('u')
-    assert len(page.queue) == 4 and person_labels(page.queue.store, pairs, 'Ann') == []
+    assert len(page.queue) == 4 and labels(page, pairs) == []
     page.press_key('u')
-    assert 'nothing to undo' in page.head.value and len(page.queue.store) == 6, 'labels, corrections and undos are all there'
+    assert 'nothing to undo' in page.head.value
+    assert len(page.queue.store) == 6, 'labels, corrections and undos are all there'
 
 
 def test_a_skipped_pair_is_no_label_and_not_asked_again(tmp_path):
     pairs = drawn(2)
     page = page_of(pairs, tmp_path/'a.sqlite', repeat=1.)
     page.press_key('s')
-    assert page_of(pairs, tmp_path/'a.sqlite', repeat=1.).queue.next_pair()[0] == 1 and len(page.queue) == 2
-    assert person_labels(page.queue.store, pairs, 'Ann') == []
+    assert page_of(pairs, tmp_path/'a.sqlite', repeat=1.).queue.next_pair()[0] == 1
+    assert len(page.queue) == 2 and labels(page, pairs) == []
 
 
 def test_twice_in_the_other_order(tmp_path):
-    "Who follows the text agrees with themselves, who follows the place never does; another seed forgets nothing."
+    "Who follows the text agrees with themselves, who the place never; no seed forgets a label."
     pairs = drawn(40)
     for name, annotator, share in (('steady', longer, 1.), ('left', lambda ps: [1.]*len(ps), 0.)):
         page = page_of(pairs, tmp_path/'a.sqlite', name, repeat=1.)
@@ -109,9 +127,10 @@ def test_twice_in_the_other_order(tmp_path):
         page = page_of(pairs[::-1], tmp_path/'a.sqlite', name, repeat=1., seed=5)
         assert len(page.queue) == 25
         simulate_person(page, annotator, 99)
-        rows = person_labels(page.queue.store, pairs, name)
-        assert len(rows) == 40 and person_summary(rows)['self_agreement'].value == share and len({r['shown_first'] for r in rows}) == 2
-        if name == 'steady': assert all(len(r[f'output_{r["preference"]:.0f}']) == max(len(r['output_1']), len(r['output_2'])) for r in rows)
+        rows = labels(page, pairs, name)
+        assert len(rows) == 40 and {r['shown_first'] for r in rows} == {1, 2}
+        assert person_summary(rows)['self_agreement'].value == share
+        if name == 'steady': assert verdicts(rows) == longer(rows)
 
 
 WORKER = '''
@@ -123,19 +142,21 @@ while page.pair: simulate_person(page, longer, 1); print(len(page.queue), flush=
 
 
 def test_killed_in_the_middle_nothing_is_lost(tmp_path):
-    "Three times kill -9 while a person labels: every label that was shown as done is there, and none is asked twice."
+    "Three times kill -9 while a person labels: all that was shown as done is there, once."
     pairs, store, left = drawn(400), tmp_path/'a.sqlite', 400
+    tests, env = tiny.ROOT/'tests', tiny.environment(PYTHONPATH=str(tiny.ROOT))
+    code = WORKER.format(tests=[f'{tests}/fast', f'{tests}'], store=str(store))
+    worker = [sys.executable, '-c', code]
     for wait in (15, 40, 3):
-        code = WORKER.format(tests=[f'{tiny.ROOT}/tests/fast', f'{tiny.ROOT}/tests'], store=str(store))
-        with subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, env=tiny.environment(PYTHONPATH=str(tiny.ROOT))) as p:
+        with subprocess.Popen(worker, stdout=subprocess.PIPE, text=True, env=env) as p:
             for _ in range(wait): left = int(p.stdout.readline())
             p.send_signal(signal.SIGKILL)
         page = page_of(pairs, store)
         assert len(page.queue) <= left and page.queue.next_pair()[0] == 400 - len(page.queue)
         left = len(page.queue)
-        rows = person_labels(page.queue.store, pairs, 'Ann')
+        rows = labels(page, pairs)
         assert len(rows) == 400 - left == len(page.queue.store), 'a pair was asked twice, or lost'
-        assert [r['preference'] for r in rows] == longer([p for p in pairs[:len(rows)]])
+        assert verdicts(rows) == longer(pairs[:len(rows)])
 
 
 def test_a_label_that_cannot_be_written_is_said(tmp_path, monkeypatch):
@@ -144,31 +165,35 @@ def test_a_label_that_cannot_be_written_is_said(tmp_path, monkeypatch):
     def full(*args, **kwargs): raise OSError('the disk is full')
     monkeypatch.setattr(page.queue.store, 'put', full)
     page.press_key('1')
-    assert 'Not recorded: the disk is full' in page.head.value and page.pair == was and len(page.queue) == 3
+    assert 'Not recorded: the disk is full' in page.head.value
+    assert page.pair == was and len(page.queue) == 3
     monkeypatch.undo()
     page.press_key('1')
     assert len(page.queue) == 2
 
 
 def settings(tmp_path, pairs, **more):
-    (tmp_path/'pairs.json').write_text(json.dumps(pairs))
-    return LabellingConfig(out=str(tmp_path/'run'), outputs=str(tmp_path/'pairs.json'), store=str(tmp_path/'a.sqlite'), **more)
+    out, outputs, store = (tmp_path/name for name in ('run', 'pairs.json', 'a.sqlite'))
+    outputs.write_text(json.dumps(pairs))
+    return LabellingConfig(out=str(out), outputs=str(outputs), store=str(store), **more)
 
 
 def test_two_people_one_store_one_run(tmp_path):
-    "The run follows the labels there are; others' labels and answers of judges in the store are no labels of theirs."
+    "The run follows the labels there are; those of others and judges' answers are not theirs."
     pairs = drawn(12)
     cfg = settings(tmp_path, pairs)
     assert labelling.run(cfg).folder == tmp_path/'run'
-    assert read_summary(cfg.out)['labels'] == 0 and json.loads((tmp_path/'run'/'preferences.json').read_text()) == []
+    assert read_summary(cfg.out)['labels'] == 0
+    assert json.loads((tmp_path/'run'/'preferences.json').read_text()) == []
     Store(cfg.store).put(b'x'*32, dict(model='judge', prompt='{"kind": "label"'), dict(text='a'))
-    for person, n in (('Ann', 12), ('Bob', 5)): simulate_person(page_of(pairs, cfg.store, person), longer, n)
+    for person, n in (('Ann', 12), ('Bob', 5)):
+        simulate_person(page_of(pairs, cfg.store, person), longer, n)
     labelling.run(cfg)
     rows = load_records(cfg.out, 'preferences', 'preference')
     assert [r['annotator'] for r in rows] == ['Ann']*12 + ['Bob']*5 and 'SECRET-c' not in str(rows)
-    assert [r['preference'] for r in rows] == longer(pairs) + longer(pairs[:5])
-    summary = read_summary(cfg.out)
-    assert (summary['labels'], summary['people'], summary['pairs'], summary['ties'], summary['skipped']) == (17, 2, 12, 0, 0)
+    assert verdicts(rows) == longer(pairs) + longer(pairs[:5])
+    summary, wanted = read_summary(cfg.out), dict(labels=17, people=2, pairs=12, ties=0, skipped=0)
+    assert {k: summary[k] for k in wanted} == wanted
     assert labelling.run(cfg).done, 'nothing has changed'
     one = settings(tmp_path, pairs, person='Bob')
     labelling.run(one)
@@ -183,4 +208,5 @@ def test_candidates_make_pairs_and_nobody_is_refused(tmp_path):
     labelling.labelling_widget(cfg)
     labelling.run(cfg)
     assert read_summary(cfg.out)['pairs'] == 3
-    with pytest.raises(ValueError, match='give your name'): LabellingQueue([], Store(tmp_path/'a.sqlite'), ' ')
+    store = Store(cfg.store)
+    with pytest.raises(ValueError, match='give your name'): LabellingQueue([], store, ' ')

@@ -10,9 +10,9 @@ from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.core.stats import agreement
 
 
-def some(n=2000, **more):
-    return [dict(instruction=f'Say {i//2}.', input='', output_1=f'{i}', output_2=f'No, {i}.', preference=1 + i % 2, **more)
-            for i in range(n)]
+def some(n=2000):
+    return [dict(instruction=f'Say {i//2}.', input='', output_1=f'{i}', output_2=f'No, {i}.',
+                 preference=1 + i % 2) for i in range(n)]
 
 
 def consistent(k, n, p): return binomtest(int(k), n, p).pvalue > .001
@@ -37,9 +37,10 @@ def test_the_coin_belongs_to_the_pair():
 
 def test_a_process_changes_nothing():
     "No salted hash is involved."
-    code = 'from alpaca_farm.core.data.preferences import hash_uniform; print(repr(hash_uniform(3, "flip", "é", 1.5)))'
-    runs = [subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True) for _ in range(2)]
-    assert {r.stdout.strip() for r in runs} == {repr(hash_uniform(3, 'flip', 'é', 1.5))}
+    code = ('from alpaca_farm.core.data.preferences import hash_uniform\n'
+            'print(repr(hash_uniform(3, "flip", "é", 1.5)))')
+    said = [subprocess.check_output([sys.executable, '-c', code], text=True) for _ in range(2)]
+    assert set(said) == {f"{hash_uniform(3, 'flip', 'é', 1.5)!r}\n"}
 
 
 def test_pairs_of_one_instruction_are_flipped_apart():
@@ -48,16 +49,19 @@ def test_pairs_of_one_instruction_are_flipped_apart():
 
 
 def test_ties_soft_labels_and_rows_stay_whole():
-    rows = [dict(instruction='a', output_1='x', output_2='y', preference=p, price=3) for p in (1.5, 1.8, 1.)]
+    bare = dict(instruction='a', output_1='x')
+    rows = [dict(bare, output_2='y', preference=p, price=3) for p in (1.5, 1.8, 1.)]
     rows[0]['input'] = rows[1]['input'] = ''
     out, rate = noise.flip_labels(rows, 1)
-    assert [r['preference'] for r in out] == pytest.approx([1.5, 1.2, 2]) and all(r['price'] == 3 for r in out)
-    assert [r['preference'] for r in rows] == [1.5, 1.8, 1.]                   # the caller's rows are not touched
-    same = [dict(instruction='a', input='', output_1='x', output_2='x', preference=2)]
+    assert [r['preference'] for r in out] == pytest.approx([1.5, 1.2, 2])
+    assert all(r['price'] == 3 for r in out)
+    assert [r['preference'] for r in rows] == [1.5, 1.8, 1.]   # the caller's rows are not touched
+    same = [dict(bare, input='', output_2='x', preference=2)]
     assert noise.flip_labels(same, 1)[0] == same
-    with pytest.raises(ValueError, match='row 1'): noise.flip_labels([rows[1], dict(rows[1], preference=0)], .1)
+    wrong = [rows[1], dict(rows[1], preference=0)]
+    with pytest.raises(ValueError, match='row 1'): noise.flip_labels(wrong, .1)
     with pytest.raises(ValueError, match='p = -0.1'): noise.flip_labels(rows, -.1)
-    with pytest.raises(ValueError, match="'output_2'"): noise.flip_mask([dict(instruction='a', output_1='x')], .1)
+    with pytest.raises(ValueError, match="'output_2'"): noise.flip_mask([bare], .1)
 
 
 def test_agreement_falls_on_the_line():
@@ -66,8 +70,9 @@ def test_agreement_falls_on_the_line():
     votes = np.where(rng.random((4, 4000)) < .8, people[:1], 3 - people[:1])
     a = agreement(votes, people)
     for p in (.1, .25, .4):
-        flipped = np.stack([np.where(noise.flip_mask(pairs, p, seed), 3 - v, v) for seed, v in enumerate(votes)])
-        assert agreement(flipped, people) == pytest.approx(.5 + (a - .5)*(1 - 2*p), abs=.015)
+        flips = [noise.flip_mask(pairs, p, seed) for seed in range(4)]
+        found = agreement(np.where(flips, 3 - votes, votes), people)
+        assert found == pytest.approx(.5 + (a - .5)*(1 - 2*p), abs=.015)
 
 
 def test_panel_follows_chances_and_weights():
@@ -80,15 +85,20 @@ def test_panel_follows_chances_and_weights():
 
 
 def test_preferences_for_length_lists_and_position():
-    pairs = [dict(output_1='a'*50, output_2='b'), dict(output_1='a', output_2='- b\n- c' + 'c'*40), dict(output_1='a', output_2='bb')]
-    assert noise.feature_preference([1, 2, 2], noise.length_sign(pairs)) == 1 and noise.feature_preference([2, 1, 2], noise.length_sign(pairs)) == 0
-    assert np.isnan(noise.feature_preference([1.5, 1.5, 1], noise.length_sign(pairs)))
+    texts = ('a'*50, 'b'), ('a', '- b\n- c' + 'c'*40), ('a', 'bb')
+    pairs = [dict(output_1=one, output_2=two) for one, two in texts]
+    length = noise.length_sign(pairs)
+    assert noise.feature_preference([1, 2, 2], length) == 1
+    assert noise.feature_preference([2, 1, 2], length) == 0
+    assert np.isnan(noise.feature_preference([1.5, 1.5, 1], length))
     assert noise.feature_preference([[1, 2, 2]]*2, noise.list_sign(pairs)) == 1
     def first(pairs): return [1.3]*len(pairs)
-    assert noise.preference_probabilities(first, pairs)[0] == pytest.approx(np.repeat([[.3], [.7]], 3, 1))
+    found = noise.preference_probabilities(first, pairs)[0]
+    assert found == pytest.approx(np.repeat([[.3], [.7]], 3, 1))
 
 
 def test_an_annotator_of_weight_0_never_votes():
     pairs = [dict(instruction=str(i), output_1='a', output_2='b') for i in range(9)]
     chance = np.stack([np.ones((2, 9)), np.zeros((2, 9))])
-    assert (noise.sample_votes(chance, pairs, 4, 0, [1., 0.]) == noise.sample_votes(chance[:1], pairs, 4)).all()
+    votes = noise.sample_votes(chance, pairs, 4, 0, [1., 0.])
+    assert (votes == noise.sample_votes(chance[:1], pairs, 4)).all()

@@ -21,17 +21,30 @@ from safetensors.torch import load_file
 
 CPU = dict(device='cpu', dtype='float32')
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']
-METHODS = dict(reward_model={}, dpo=dict(loss_type='kto', held_out=7, eval_every=4), rrhf=dict(n=2, micro_batch_size=3), quark={}, ppo=dict(shared_value=True, micro_batch_size=3),
-               binary_feedback={})
 DIVIDED = dict(sharding='fsdp', micro_batch_size=3)   # layers divided among the processes
-RUNS = {m: (m, more) for m, more in METHODS.items()} | {'sft measured': ('sft', dict(eval_split='', eval_every=2, max_instances=36)),
-       'sft divided': ('sft', DIVIDED), 'ppo divided': ('ppo', DIVIDED), 'dpo divided': ('dpo', DIVIDED),
-                                                             'ppo with adapters': ('ppo', dict(lora_rank=4))}
+RUNS = {   # by a name that begins with the method
+    'reward_model': {}, 'dpo': dict(loss_type='kto', held_out=7, eval_every=4),
+    'rrhf': dict(n=2, micro_batch_size=3), 'quark': {},
+    'ppo': dict(shared_value=True, micro_batch_size=3), 'binary_feedback': {},
+    'sft measured': dict(eval_split='', eval_every=2, max_instances=36),
+    'sft divided': DIVIDED, 'ppo divided': DIVIDED, 'dpo divided': DIVIDED,
+    'ppo with adapters': dict(lora_rank=4)}
 
 
 def settings(notebook, base, out, **more):
     "Tiny settings of a run on the CPU."
     return tiny.settings(notebook, base, **{**CPU, 'out': str(out), **more})
+
+
+def run_of(name, base, out):
+    "The method of a run of RUNS and its settings."
+    method = name.split()[0]
+    return method, settings(method, base, out, **RUNS[name])
+
+
+def answers(run):
+    file = Path(run)/'outputs.json'
+    return [r['output'] for r in read_json(file)] if file.exists() else []
 
 
 def assert_same_run(two, one):
@@ -40,31 +53,34 @@ def assert_same_run(two, one):
     assert len(a) == len(b) > 0
     for x, y in zip(a, b):
         assert x.keys() == y.keys()
-        tied = {'accuracy'} if abs(x.get('margin', 1)) < 1e-5 else set()   # before DPO's first step every margin is 0 but for rounding
-        for k in x.keys() - {'wall'} - tied: assert np.isclose(x[k], y[k], rtol=2e-3, atol=2e-4, equal_nan=True), (two, x['step'], k, x[k], y[k])
-    weights = [load_file(f'{run}/model/model.safetensors') for run in (two, one)]
-    assert weights[0].keys() == weights[1].keys()
-    for k in weights[0]: assert (weights[0][k] - weights[1][k]).abs().max() < 2e-4, k
-    answers = [[r['output'] for r in read_json(Path(run)/'outputs.json')] if (Path(run)/'outputs.json').exists() else [] for run in (two, one)]
-    assert answers[0] == answers[1]
+        # before DPO's first step every margin is 0 but for rounding
+        tied = {'accuracy'} if abs(x.get('margin', 1)) < 1e-5 else set()
+        for k in x.keys() - {'wall'} - tied:
+            close = np.isclose(x[k], y[k], rtol=2e-3, atol=2e-4, equal_nan=True)
+            assert close, (two, x['step'], k, x[k], y[k])
+    a, b = (load_file(f'{run}/model/model.safetensors') for run in (two, one))
+    assert a.keys() == b.keys()
+    for k in a: assert (a[k] - b[k]).abs().max() < 2e-4, k
+    assert answers(two) == answers(one)
 
 
 @pytest.fixture(scope='module')
 def together(base, tmp_path_factory):
     "All methods, each by two processes that are started once, and each by one."
     folder = tmp_path_factory.mktemp('together')
-    (folder/'runs.json').write_text(json.dumps({name: [m, settings(m, base, folder/name, **more)] for name, (m, more) in RUNS.items()}))
-    environment = tiny.environment(RUNS=str(folder/'runs.json'), PYTHONPATH=f'{tiny.ROOT}{os.pathsep}{tiny.ROOT}/tests')
-    done = subprocess.run([*TORCHRUN, '-m', 'several'], cwd=tiny.ROOT, env=environment, capture_output=True, text=True)
+    runs, path = folder/'runs.json', f'{tiny.ROOT}{os.pathsep}{tiny.ROOT}/tests'
+    runs.write_text(json.dumps({name: run_of(name, base, folder/name) for name in RUNS}))
+    done = subprocess.run([*TORCHRUN, '-m', 'several'], capture_output=True, text=True,
+                          cwd=tiny.ROOT, env=tiny.environment(RUNS=str(runs), PYTHONPATH=path))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder
 
 
 @pytest.mark.parametrize('name', RUNS)
 def test_two_processes_make_the_run_of_one(name, base, together, tmp_path):
-    method, more = RUNS[name]
+    method, given = run_of(name, base, tmp_path/'one')
     module = importlib.import_module(module_of(method))
-    module.train(tiny.config(module, **settings(method, base, tmp_path/'one', **more)))
+    module.train(tiny.config(module, **given))
     assert_same_run(together/name, tmp_path/'one')
 
 
@@ -77,7 +93,8 @@ def started(base, out):
     _, _, *module = tiny.command('sft', **settings('sft', base, out, **LONG, sharding='fsdp'))
     p = tiny.spawn([*TORCHRUN, '-m', *module])
     while len(read_log(out)) < before + 3 and p.poll() is None: time.sleep(.05)
-    return p, {int(c.environ()['RANK']): c for c in psutil.Process(p.pid).children(recursive=True) if 'RANK' in c.environ()}
+    children = psutil.Process(p.pid).children(recursive=True)
+    return p, {int(c.environ()['RANK']): c for c in children if 'RANK' in c.environ()}
 
 
 @pytest.fixture(scope='module')
@@ -115,20 +132,33 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
 
 
 def test_what_cannot_be_shared_is_refused():
-    for given, n, message in ((dict(device='cuda:1'), 2, 'auto'), (dict(batch_size=12), 13, 'batch_size = 12'), (dict(sharding='fsdp', dtype='float16'), 2, 'take ddp')):
-        with pytest.raises(ValueError, match=message): _check_ranks(sft.SFTConfig(**given), n)
-    with pytest.raises(ValueError, match='a single process'): _check_ranks(WorldConfig(), 2)
+    half = sft.SFTConfig(sharding='fsdp', dtype='float16')
+    for cfg, n, message in ((sft.SFTConfig(device='cuda:1'), 2, 'auto'), (half, 2, 'take ddp'),
+                            (sft.SFTConfig(batch_size=12), 13, 'batch_size = 12'),
+                            (WorldConfig(), 2, 'a single process')):
+        with pytest.raises(ValueError, match=message): _check_ranks(cfg, n)
 
 
-@pytest.mark.parametrize('end,closed', [('', True), ('raise ValueError', True), ('distributed.get_backend_config = lambda: "cuda:nccl"; raise ValueError', False)])
+JOINED = '''
+import atexit
+from torch import distributed
+from alpaca_farm.core.run import processes
+from alpaca_farm.core.run.settings import HardwareConfig
+said = lambda: print('open' if distributed.is_initialized() else 'closed')
+atexit.register(said)   # the last of the handlers
+start = distributed.init_process_group
+distributed.init_process_group = lambda *a, **k: start(*a, **k, rank=0, world_size=1)
+processes.join_ranks(HardwareConfig(device='cpu'))
+'''
+ON_GPUS = 'distributed.get_backend_config = lambda: "cuda:nccl"; '
+
+
+@pytest.mark.parametrize('end, closed', [
+    ('', True), ('raise ValueError', True), (ON_GPUS + 'raise ValueError', False)])
 def test_a_process_closes_its_connections_before_it_ends(end, closed):
     "Unless an error ended it on GPUs, where NCCL waits for the others."
-    code = ('import atexit, os; from torch import distributed; from alpaca_farm.core.run import processes\n'
-            'from alpaca_farm.core.run.settings import HardwareConfig\n'
-            'atexit.register(lambda: print("open" if distributed.is_initialized() else "closed"))\n'   # the last of the handlers
-            'start = distributed.init_process_group\n'
-            'distributed.init_process_group = lambda *a, **k: start(*a, **k, rank=0, world_size=1)\n'
-            f'processes.join_ranks(HardwareConfig(device="cpu"))\n{end}')
-    variables = dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT=str(*tiny.free_ports(1)))
-    with subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=tiny.ROOT, env=tiny.environment(**variables)) as process:
-        assert process.stdout.read().strip() == ('closed' if closed else 'open')
+    env = tiny.environment(RANK='0', WORLD_SIZE='2', MASTER_ADDR='localhost',
+                           MASTER_PORT=str(*tiny.free_ports(1)))
+    done = subprocess.run([sys.executable, '-c', JOINED + end], capture_output=True, text=True,
+                          cwd=tiny.ROOT, env=env)
+    assert done.stdout.strip() == ('closed' if closed else 'open')
