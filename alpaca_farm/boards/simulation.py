@@ -119,9 +119,11 @@ def _simulation_figure(table):
                 yerr=[y - table.crowd_low, table.crowd_high - y], fmt='o', ms=4, lw=.8, capsize=2,
                 label='trained and judged by the crowd')
     ax.plot(x, table.transfer, 'x', color='C1', label='trained by the pool, judged by the crowd')
-    for name, a, b in zip(table.method.str.replace('_', ' '), x, y):
-        ax.annotate(name, (a, b), xytext=(-4, 4) if b > a else (4, -4), textcoords='offset points',
-                    ha='right' if b > a else 'left', va='bottom' if b > a else 'top', fontsize=9)
+    named = sorted(zip(y, x, table.method.str.replace('_', ' ')))
+    for k, (b, a, name) in enumerate(named):   # neighbours' names above and below, in turn
+        ax.annotate(name, (a, b), xytext=(-4 if b > a else 4, -4 if k % 2 else 4),
+                    textcoords='offset points', ha='right' if b > a else 'left',
+                    va='top' if k % 2 else 'bottom', fontsize=9)
     ax.axline((50, 50), slope=1, color='grey', lw=.6, label='the same on both sides')
     for line in (ax.axhline, ax.axvline): line(50, color='grey', lw=.6, ls=':')
     ax.set(xlabel='in simulation: trained and judged by the pool (win rate, %)',
