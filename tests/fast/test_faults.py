@@ -101,7 +101,8 @@ def test_a_text_is_read_as_a_label_and_nan_is_none(tmp_path, capsys):
 
 
 LONG_PROMPTS = dict(
-    sft=dict(max_length=128, val_split='', eval_split=''), ppo=dict(annotators='', rollouts=8),
+    sft=dict(max_length=128, val_split='', eval_split=''),
+    ppo=dict(annotators='', rollouts=8, val_split='', eval_split=''),
     best_of_n=dict(reward_model='', chunk=3))   # too long a prompt costs itself, not its chunk
 
 
