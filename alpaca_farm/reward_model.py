@@ -242,6 +242,9 @@ def train(cfg: RewardModelConfig):
         batch |= dict(label=pairs['label'][rows], margin=pairs['margin'][rows])
         trainer.log(**trainer.update(batch, lambda b: reward_loss(model, b, cfg.flip_rate)))
     figures = save_reward_model(run, model, tokenizer, aside)
+    if figures.get('accuracy_low', 1) <= .5:
+        print('the accuracy on {held_out} held-out labels, {accuracy:.0%} [{accuracy_low:.0%}, '
+              '{accuracy_high:.0%}], is not clear of chance'.format(held_out=len(aside), **figures))
     run.finish(labels=len(lengths), held_out=len(aside), too_long=too_long, **figures)
     return run
 

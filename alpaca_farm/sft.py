@@ -80,6 +80,9 @@ def train(cfg: SFTConfig):
     save_model(policy, tokenizer, run)
     figures, after = answer_eval_split(policy, tokenizer, run), trainer.measure(val, loss)
     nll = dict(nll_before=before['loss'], nll=after['loss']) if val else {}
+    if val and nll['nll'] > nll['nll_before']:
+        print('the loss on {val_split} has risen from {nll_before:.2f} to {nll:.2f}: lower learning_rate '
+              'or epochs'.format(val_split=cfg.val_split, **nll))
     run.finish(**figures, kl=0., examples=len(lengths), too_long=data[2], labels=0, **nll)
     return run
 

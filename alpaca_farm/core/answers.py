@@ -17,6 +17,7 @@ from .data.comparisons import verdicts_over
 from .data.records import load_records, prompt_key
 from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
 from .run.files import append_lines, read_json, read_lines
+from .run.identity import as_list
 from .model.generation import generate, Sample
 from .model.models import autocast, load_policy, response_logprobs
 from .run.processes import once
@@ -157,6 +158,10 @@ def load_split(cfg: Config, setting: str, kind: str = 'instruction') -> list[dic
     "The records of the split that a setting names; an error names the setting."
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
+    splits = [s for s in as_list(cfg.inputs['data']) if getattr(cfg, s)]
+    if len(splits) > 1 and at_root(cfg.data).is_file():
+        raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} at '
+                         'once: name a folder with a file for each, or leave all but one empty')
     try: return load_records(cfg.data, split, kind, n, columns=getattr(cfg, 'columns', ''))
     except (FileNotFoundError, ValueError) as e:
         error = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError

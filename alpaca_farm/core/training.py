@@ -52,6 +52,7 @@ def batches(
                   for i in range(0, len(order), batch_size * block)]
         rows = [b[i:i + batch_size] for b in blocks for i in range(0, len(b), batch_size)]
         out += [rows[i] for i in torch.randperm(len(rows), generator=g).tolist()]
+    if len(out) < 25: print(f'only {len(out)} optimiser steps: lower batch_size, or raise epochs')
     return out
 
 

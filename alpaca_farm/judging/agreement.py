@@ -103,6 +103,8 @@ def ask_judge(
     check_all_answered(judge, f'{annotator_name(judge)}, {len(pairs)} pairs in both orders')
     price = per_thousand([v.price for v in verdicts])
     seconds = per_thousand([v.seconds for v in verdicts])
+    missing = np.isnan([v.preference for v in verdicts]).sum()
+    if missing: print(f'{annotator_name(judge)}: no verdict on {missing} of {len(verdicts)} questions')
     unanswered, shown = np.isnan(preferences).sum((0, 1)), np.ones((2, len(pairs)), bool)
     return Verdicts(preferences, 'live', unanswered, shown, price, seconds)
 

@@ -132,7 +132,7 @@ def test_order_and_chance_are_told_apart():
     assert first['consistency'] == 0 and first['first'] == 1 and .4 < first['variance'] < .6
 
 
-def test_a_missing_verdict_is_counted_and_left_out():
+def test_a_missing_verdict_is_counted_and_left_out(capsys):
     "Of some, one or all pairs; the other judges have their rows."
     pairs = A.embedded_pairs(50)
     def shaky(shown): return [math.nan if len(p['output_1']) % 3 == 0 else 1. for p in shown]
@@ -143,6 +143,7 @@ def test_a_missing_verdict_is_counted_and_left_out():
     row = A.agreement_board(dict(s=pairs), judged, draws=10).set_index('judge').loc
     missing = np.isnan(judged['s', 'shaky'].preferences).sum()
     assert [row[k].n_unanswered for k in ('shaky', 'mute', 'nearly')] == [missing, 100, 98]
+    assert 'nearly: no verdict on 98 of 100 questions' in capsys.readouterr().out
     assert missing and row['shaky']['first'] == 1 and row['shaky'].consistency == 0
     assert [math.isnan(row[k].accuracy) for k in ('mute', 'nearly')] == [True, False]
     assert math.isnan(row['nearly'].spearman) and row['prefer_longer'].consistency == 1

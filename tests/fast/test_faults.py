@@ -50,6 +50,34 @@ def test_bad_demonstrations(base, tmp_path, content, message):
     refused(sft.train, sft.SFTConfig(**given), ValueError, rf'bad\.json.*{message}')
 
 
+def test_one_file_is_not_several_splits(base, tmp_path):
+    (tmp_path/'all.json').write_bytes(as_json(ROWS))
+    for module in (sft, ppo):
+        given = tiny.settings(module.__name__.rpartition('.')[2], base, out=str(tmp_path/'out'))
+        given['data'] = str(tmp_path/'all.json')
+        refused(module.train, tiny.config(module, **given), ValueError,
+                r'all\.json is one file, .*split and val_split and eval_split at once')
+
+
+def test_another_policy_needs_data(base, tmp_path):
+    given = tiny.settings('ppo', base, out=str(tmp_path/'out'))
+    del given['data']
+    for policy in ('org/model', str(base/'sft'/'model')):   # a copy of a model is nobody's run
+        if policy != 'org/model': policy = str(shutil.copytree(policy, tmp_path/'copy'))
+        cfg = ppo.PPOConfig(**given | dict(policy=policy))
+        refused(ppo.train, cfg, ValueError, f'^data: {policy} is no policy of the embedded world')
+
+
+def test_too_little_training_is_said(base, tmp_path, capsys):
+    given = tiny.settings('sft', base, out=str(tmp_path/'out'), eval_split='')
+    sft.train(sft.SFTConfig(**given | dict(learning_rate=3.)))
+    said = capsys.readouterr().out
+    assert 'only 5 optimiser steps' in said and 'the loss on val has risen from' in said
+    given = tiny.settings('reward_model', base, out=str(tmp_path/'rm'))
+    reward_model.train(reward_model.RewardModelConfig(**given))
+    assert '12 held-out labels' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize('row, message', [
     (dict(preference=3), "'preference' is 3"), (dict(preference='many'), "is 'many'"),
     (dict(output_2=None), "'output_2' is None")])
@@ -73,7 +101,8 @@ def test_a_text_is_read_as_a_label_and_nan_is_none(tmp_path, capsys):
 
 
 LONG_PROMPTS = dict(
-    sft=dict(max_length=128, val_split='', eval_split=''), ppo=dict(annotators='', rollouts=8),
+    sft=dict(max_length=128, val_split='', eval_split=''),
+    ppo=dict(annotators='', rollouts=8, val_split='', eval_split=''),
     best_of_n=dict(reward_model='', chunk=3))   # too long a prompt costs itself, not its chunk
 
 

@@ -143,16 +143,17 @@ def test_a_mistyped_path_names_its_neighbour_and_the_hub(elsewhere, monkeypatch)
 
 def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, monkeypatch):
     "A fresh checkout: the world alone would take minutes."
-    from alpaca_farm import ppo, sft
+    from alpaca_farm import dpo, ppo
     from alpaca_farm.core.run import inputs as build
-    built = []
+    built, data = [], str(base/'world')
     monkeypatch.setattr(build, 'build', lambda notebook, out, **_: built.append(out))
     (elsewhere/'half').mkdir()
     (elsewhere/'half'/'config.json').write_text(
         '{"notebook": "sft", "fingerprint": "", "inputs": {}, "code": ""}')
     for path, error, why in (('nobody/here', FileNotFoundError, 'policy = .* hub'),
                              ('half', ValueError, 'not finished')):
-        with pytest.raises(error, match=why): sft.train(sft.SFTConfig(policy=path, out='runs/a'))
+        cfg = dpo.DPOConfig(policy=path, data=data, out='runs/a')
+        with pytest.raises(error, match=why): dpo.train(cfg)
     assert built == [] and not (elsewhere/'runs'/'a').exists()
     build.ensure_inputs(ppo.PPOConfig(policy=str(base/'sft')))
     assert built == ['runs/reward_model', 'runs/world']

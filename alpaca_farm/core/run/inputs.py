@@ -113,6 +113,10 @@ def build(notebook: str, out: str, **settings):
 def ensure_inputs(cfg: Config, names: tuple = ()):
     "Check the named inputs, then build missing or stale defaults; of `names`, or of all."
     changed, stale, named = cfg.changed(), {}, []
+    if {'data', 'policy'} <= {*cfg.inputs} and 'policy' in changed and 'data' not in changed:
+        if cfg.policy and not run_of(cfg.policy):
+            raise ValueError(f'data: {cfg.policy} is no policy of the embedded world, whose requests '
+                             'it would answer: name a dataset with your prompts')
     for name in names or cfg.inputs:
         for path in as_list(getattr(cfg, name)):   # a default may be a list of runs
             known = name not in changed and ':' not in path and recipe(path)
