@@ -158,7 +158,7 @@ def load_split(cfg: Config, setting: str, kind: str = 'instruction') -> list[dic
     "The records of the split that a setting names; an error names the setting."
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
-    splits = [s for s in as_list(cfg.inputs['data']) if getattr(cfg, s)]
+    splits = [s for s in as_list(cfg.inputs.get('data', setting)) if getattr(cfg, s)]
     if len(splits) > 1 and at_root(cfg.data).is_file():
         raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} at '
                          'once: name a folder with a file for each, or leave all but one empty')
