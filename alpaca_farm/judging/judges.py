@@ -137,7 +137,7 @@ class Verdict(NamedTuple):
     orders: tuple = ()            # if asked in both orders: the preference in each, as the pair is
 
 
-_ASKS = 3   # times a request is sent until its answer can be read
+_ASKS = 3   # times that a judge who samples is asked until its answer can be read
 _DRAWS_PER_SEED = 1000
 
 
@@ -151,11 +151,12 @@ def ask_judges(
              for i in range(0, len(pairs), judge.evaluator.batch_size)]
     requests = [judge_request(e, pairs) for e, pairs in parts]
     verdicts, left = [[Verdict(math.nan)] * e.batch_size for e, _ in parts], range(len(parts))
+    def samples(i): return parts[i][0].decoding.get('temperature', 1) != 0
+    greedy = []   # asked again, they would say the same
     for draw in range(_ASKS):
         if not left: break
         sent = [requests[i] for i in left]
-        sampled = [parts[i][0].decoding.get('temperature', 1) != 0 for i in left]
-        draws = [draw + _DRAWS_PER_SEED * seed * s for s in sampled]
+        draws = [draw + _DRAWS_PER_SEED * seed * samples(i) for i in left]
         def readable(k, answer):
             return not np.isnan(parse_verdicts(parts[left[k]][0], answer)).all()
         answers = client(sent, draws, None if draw else readable)
@@ -167,8 +168,11 @@ def ask_judges(
             price = None if paid is None or earlier is None else earlier + paid / e.batch_size
             raw = answer_text(answer, refusal=True)
             verdicts[i] = [Verdict(v, raw, price, seconds) for v in parse_verdicts(e, answer)]
-        left = [i for i, *_ in answered if any(math.isnan(v.preference) for v in verdicts[i])]
-    client.unread += [dict(annotator=parts[i][0].name, said=verdicts[i][0].raw) for i in left]
+        unread = [i for i, *_ in answered if any(math.isnan(v.preference) for v in verdicts[i])]
+        greedy += [i for i in unread if not samples(i)]
+        left = [i for i in unread if samples(i)]
+    client.unread += [dict(annotator=parts[i][0].name, said=verdicts[i][0].raw)
+                      for i in (*greedy, *left)]
     # in the order of the pairs, without the sums
     given = (v for (_, pairs), vs in zip(parts, verdicts) for v in vs[:len(pairs)])
     return [list(islice(given, len(pairs))) for _, pairs in work]

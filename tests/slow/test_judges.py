@@ -75,6 +75,8 @@ def test_faults_cost_no_label(tmp_path, name):
     with judge_server(seed=3, faults={name: FAULTS[name]}) as server:
         judge = made(server, tmp_path, 'weighted_alpaca_eval_gpt4_turbo' if soft else 'chatgpt',
                      timeout=.5 if name == 'timeout' else 5.)
+        if name in ('refusal', 'unparseable'):   # of which only sampling gives another answer
+            judge.evaluator.decoding['temperature'] = 1.
         found, counts = judge(pairs(60)), server.counts()
     lost = [7] if name == 'context' else []
     want = [.8*y + .3 if soft else y for y in longer(pairs(60))]
@@ -84,6 +86,13 @@ def test_faults_cost_no_label(tmp_path, name):
     assert injected and good == 60 - len(lost), 'an answer was paid for twice'
     kept = injected if name in ('nologprobs', 'refusal', 'unparseable') else 0   # read, no verdict
     assert len(Store(tmp_path/'answers.sqlite')) == good + kept
+
+
+def test_a_greedy_judge_is_asked_once(tmp_path):
+    with judge_server(seed=3, faults=dict(unparseable=dict(p=.2, times=2))) as server:
+        judge = made(server, tmp_path)
+        lost = np.isnan(judge(pairs(60))).sum()
+        assert lost and len(judge.client.unread) == lost and len(server.requests()) == 60
 
 
 def test_a_budget_stops_cleanly_and_goes_on(tmp_path):
