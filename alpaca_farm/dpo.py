@@ -245,7 +245,7 @@ def train(cfg: DPOConfig):
     preflight(cfg, ('eval_split',), policy, tokenizer)
     data = LabelledAnswers(cfg, tokenizer)
     trainer, aside = Trainer(run, len(data.order), dict(policy=policy)), data.held_out
-    with trainer.accelerator.autocast(): data.add_reference(policy)  # before a checkpoint is read
+    data.add_reference(policy)   # before a checkpoint is read
     loss, baseline = lambda b: dpo_step(policy, b, cfg), 0.
     for step in trainer.steps():
         if cfg.loss_type == 'kto':   # z_0 of the whole batch, whatever its parts

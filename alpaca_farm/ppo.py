@@ -177,15 +177,15 @@ def experience(policy, reference, value, batch: dict, scores: torch.Tensor, kl_c
     # log-probs of the policy that sampled, and values: (B, T) each
     logp = None if kl_coef and cfg.advantage == 'grpo' else batch.get('old_logp')
     if logp is None and cfg.shared_value:
-        logp, old_values = in_micro_batches(both, batch, cfg).unbind(-1)
+        logp, old_values = in_micro_batches(both, policy, batch).unbind(-1)
     else:
-        if logp is None: logp = in_micro_batches(partial(score, policy), batch, cfg)
-        old_values = in_micro_batches(value, batch, cfg) if value else None
+        if logp is None: logp = in_micro_batches(partial(score, policy), policy, batch)
+        old_values = in_micro_batches(value, policy, batch) if value else None
     # without a penalty the KL is only monitored: a quarter of the answers, one for each process
     watched = n if kl_coef else max(-(-n//4), rank()[1])
     ref = logp.clone()
     some = {k: v[:watched] for k, v in batch.items()}
-    ref[:watched] = in_micro_batches(partial(score, reference), some, cfg)
+    ref[:watched] = in_micro_batches(partial(score, reference), reference, some)
     kl = kl_estimate(logp, ref, cfg.kl_kind) * response
     rewards = token_rewards(scores, kl, response, kl_coef)
     if cfg.whiten_rewards:   # their mean stays: its sign matters

@@ -200,7 +200,7 @@ def train(cfg: QuarkConfig):
         if best is not None and (step % cfg.eval_every == 0 or step == cfg.steps):
             _, worst, _ = answer(rows, tokens[-1])
             figures['reward_worst'] = worst.mean().item()
-        kl, entropy = in_micro_batches(kl_and_entropy, batch, cfg).unbind(-1)
+        kl, entropy = in_micro_batches(kl_and_entropy, policy, batch).unbind(-1)
         length = batch['response'].sum(1)
         figures |= dict(kl=kl.sum(1).mean().item(), entropy=(entropy.sum() / length.sum()).item(),
                         tokens=length.float().mean().item())

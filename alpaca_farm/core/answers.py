@@ -19,7 +19,7 @@ from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
 from .run.files import append_lines, read_json, read_lines
 from .run.identity import as_list
 from .model.generation import generate, Sample
-from .model.models import autocast, load_policy, response_logprobs
+from .model.models import load_policy, response_logprobs
 from .run.processes import once
 from .run.progress import Progress
 from .run.runs import read_summary
@@ -90,15 +90,13 @@ def sample(
     cfg: SampleConfig,
     n: int = 1,           # samples per record
     seed: int | None = None,  # cfg.seed when not given
-    progress=None,        # called as progress(done, total)
     prompts=None,         # ids of the prompts, used as they are; the records' when not given
 ) -> tuple[list[dict], list[list[int]], list[list]]:
     "The records that fit, their prompts' ids, and n samples of each as tokens, with log-probs."
     if prompts is None: records, prompts = fitting_prompts(records, tokenizer, cfg)
-    with autocast(cfg):
-        samples = generate(policy, tokenizer, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
-                           temperature=cfg.temperature, top_p=cfg.top_p,
-                           seed=cfg.seed if seed is None else seed, progress=progress)
+    samples = generate(policy, tokenizer, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
+                       temperature=cfg.temperature, top_p=cfg.top_p,
+                       seed=cfg.seed if seed is None else seed)
     return records, prompts, end_turns(records, samples, tokenizer, cfg.template)
 
 # %% ../../nbs/core/answers.ipynb #bd51404d
@@ -148,9 +146,8 @@ def log_ratios(
     cfg: SampleConfig,
 ) -> list[float]:  # nats, one for each sample
     "log pi - log pi_ref of whole answers, at the temperature they were sampled at, 1 if greedy."
-    with autocast(cfg):
-        ref = response_logprobs(reference, prompts, [s.tokens for s in samples],
-                                tokenizer.pad_token_id, cfg.temperature or 1.)
+    ref = response_logprobs(reference, prompts, [s.tokens for s in samples],
+                            tokenizer.pad_token_id, cfg.temperature or 1.)
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #70d5755d

@@ -13,13 +13,14 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import torch
 
-from .model.adapters import load_adapter, state_of
+from .model.adapters import autocast, load_adapter, state_of
 from .answers import (answer_eval_split, AnswerConfig, fitting_prompts, load_split,
     prompt_fields, sample, sample_answers, SampleConfig)
 from .data.comparisons import pair_up, with_verdict
 from .data.records import prompt_key
 from .ask.judge_configs import JudgedConfig
-from .model.loading import autocast, dtype_of
+from .model.loading import dtype_of
+from .model.memory import pass_limits
 from .model.models import load_policy, save_model
 from .run.processes import add_up, once, rank
 from .model.rewards import label_count, RewardConfig
@@ -102,14 +103,15 @@ def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[in
     return {k: v.to(policy.device) for k, v in batch.items()}, answered
 
 
-def in_micro_batches(f, batch: dict, cfg: OnlineConfig) -> torch.Tensor:
-    "`f` of a batch, by all processes, in parts of the size and in the precision used in training."
-    size = cfg.forward_batch or cfg.micro_batch_size or cfg.batch_size
+def in_micro_batches(f, model, batch: dict) -> torch.Tensor:
+    "`f` of a batch, by all processes, in parts as large and in the precision as a model's passes."
     n, (k, processes) = len(batch['ids']), rank()
+    rows, tokens = pass_limits(model)
+    size = max(1, int(min(rows, tokens // batch['ids'].shape[-1])))
     own = {name: v[k::processes] for name, v in batch.items()}
     parts = [{name: v[at:at + size] for name, v in own.items()}
              for at in range(0, len(own['ids']), size)]
-    with autocast(cfg): values = torch.cat([f(p) for p in parts])
+    with autocast(model): values = torch.cat([f(p) for p in parts])
     if processes == 1: return values
     whole = values.new_zeros(n, *values.shape[1:])
     whole[k::processes] = values

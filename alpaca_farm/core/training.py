@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from .data.text import collate
 from .model.adapters import own_weights, state_of
+from .model.memory import tokens_to_train
 from .model.models import device_of, dtype_of, unique_weights
 from .run.processes import add_up, rank
 from .run.progress import Progress
@@ -138,6 +139,7 @@ class Trainer:
         AcceleratorState._reset_state()  # an earlier run may have had another precision
         self.accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
         self.parameters, groups = [], []
+        self.most_tokens = tokens_to_train(list(models.values()), device_of(run.cfg))
         for name, m in models.items():   # without a wrapper: `update` adds up gradients itself
             self.accelerator.prepare_model(m, evaluation_mode=True)
             if self.cfg.sharding == 'fsdp' and rank()[1] > 1: shard_layers(m, dtype_of(self.cfg))
@@ -165,7 +167,8 @@ class Trainer:
 def split(self: Trainer, batch: dict):
     "The micro-batches of this process's part; one that it lacks is a row of weight 0."
     n, (k, processes) = len(batch['weight']), rank()
-    size = self.cfg.micro_batch_size or n
+    row = max(t[0].numel() for t in batch.values())   # its tokens, with padding
+    size = self.cfg.micro_batch_size or max(1, int(self.most_tokens // row))
     own_rows = list(range(k, n, processes))
     for at in range(0, -(-n // processes), size):
         rows = own_rows[at:at + size]

@@ -8,12 +8,14 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from alpaca_farm import ppo, sft
+from alpaca_farm.core import training
 from alpaca_farm.core.answers import answering, load_split, sample_answers
-from alpaca_farm.core.model import generation, loading, memory, models as core_models
-from alpaca_farm.core.model.adapters import add_adapter, lora_config, own_weights
-from alpaca_farm.core.model.models import autocast, load_policy, response_logprobs
+from alpaca_farm.core.model import generation, loading, memory, models as core_models, rewards
+from alpaca_farm.core.model.adapters import (add_adapter, lora_config, own_weights,
+                                               state_of)
+from alpaca_farm.core.model.models import load_policy, load_scalar, response_logprobs
 from alpaca_farm.core.run.runs import read_log
-from alpaca_farm.core.run.settings import HardwareConfig, TrainConfig
+from alpaca_farm.core.run.settings import TrainConfig
 from alpaca_farm.core.training import Trainer
 
 
@@ -46,13 +48,11 @@ def test_weights_gradients_and_moments_are_exact():
 def test_a_run_that_cannot_fit_is_refused_before_it_loads_anything(base, monkeypatch, tmp_path):
     "PPO's value model, which comes after its policy, is in the policy's forecast."
     monkeypatch.setattr(memory, '_available_bytes', lambda device: 1e5)
-    monkeypatch.setattr(loading, 'check_memory',
-                        lambda *args: memory.check_memory(*args, smallest=0))
     cfg = tiny.config(ppo, **tiny.settings('ppo', base))
     options = loading.loading_options(cfg.policy, cfg, True, checked=False)
     assert 'attn_implementation' in options
     monkeypatch.setattr(core_models, 'load_model', None)
-    with pytest.raises(MemoryError, match='the run needs more than'):
+    with pytest.raises(MemoryError, match='gradients'):
         sft.train(sft_config(base, out=str(tmp_path/'sft')))
     assert not (tmp_path/'sft').exists()
 
@@ -97,8 +97,8 @@ def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch, 
         dtypes.update(x.dtype for x in kept)
         return kept
     monkeypatch.setattr(generation._GrowingLayer, 'update', recorded)
-    with autocast(HardwareConfig(device='cpu', dtype=dtype)):
-        generation.generate(models.policy, models.tokenizer, models.prompts[:4], max_new_tokens=6)
+    monkeypatch.setattr(state_of(models.policy), 'dtype', getattr(torch, dtype))
+    generation.generate(models.policy, models.tokenizer, models.prompts[:4], max_new_tokens=6)
     assert dtypes == {getattr(torch, dtype)}
 
 
@@ -117,6 +117,49 @@ def test_forward_batch(base, models, monkeypatch):
             policy, models.prompts, models.answers, tokenizer.pad_token_id)))
     assert results[0][0] == results[1][0] and sizes == [10, 3, 3, 3, 1]
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('settings', [{}, dict(lora_rank=4), dict(gradient_checkpointing=True)])
+def test_micro_batches_keep_no_more_than_the_bound(base, tmp_path, monkeypatch, settings):
+    "Without `micro_batch_size`, a step is divided so that what it keeps fits, with equal results."
+    kept, losses = [], {}
+    def counted(policy, batch):
+        sizes = {}
+        def keep(x): return sizes.setdefault(x.untyped_storage().data_ptr(), x) is None or x
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x): out = loss(policy, batch)
+        weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+        kept.append(sum(x.untyped_storage().nbytes() for k, x in sizes.items() if k not in weights))
+        return out
+    loss = sft.sft_loss
+    monkeypatch.setattr(sft, 'sft_loss', counted)
+    for bound in (1e12, 1e6):
+        each = memory.activation_bytes
+        monkeypatch.setattr(training, 'tokens_to_train', lambda m, device: bound / sum(map(each, m)))
+        kept.clear()
+        cfg = sft_config(base, out=str(tmp_path/f'{bound}'), val_split='', **settings)
+        sft.train(cfg)
+        losses[bound] = [r['loss'] for r in read_log(cfg.out)], max(kept), len(kept)
+    (whole, most, n), (parts, few, more) = losses.values()
+    assert parts == pytest.approx(whole, rel=1e-3) and more > n
+    assert few < 1.5e6 < most   # the head's logits come on top
+
+
+def test_passes_without_gradients_are_bounded_in_tokens(base, monkeypatch):
+    "In the precision of the run, also where a reward model has an adapter."
+    seen, states = [], core_models.hidden_states
+    def recorded(model, ids, *args):
+        seen.append((ids.numel(), torch.is_autocast_enabled('cpu')))
+        return states(model, ids, *args)
+    monkeypatch.setattr(core_models, 'hidden_states', recorded)
+    records = [dict(instruction='say', output='word ' * (1 + i % 9)) for i in range(60)]
+    cfg = sft_config(base, dtype='bfloat16', device='cpu', lora_rank=4)
+    model, tokenizer = load_scalar(str(base/'reward_model'), cfg, train=True)
+    limits = memory.pass_limits
+    for module in (rewards, core_models):
+        monkeypatch.setattr(module, 'pass_limits', lambda *a: (limits(*a)[0], 500))
+    scores = rewards.score_records(model, tokenizer, records)
+    assert all(n <= 500 and mixed for n, mixed in seen) and len(seen) > 3
+    assert scores[:9] == pytest.approx(scores[9:18], abs=1e-6)
 
 
 def test_four_bits_are_asked_for(base, monkeypatch):

@@ -13,7 +13,7 @@ from .api import answer_text, ApiConfig
 from .client import ApiClient
 from ..model.generation import generate
 from .judge_configs import parse_decoding
-from ..model.models import autocast, load_policy, response_logprobs
+from ..model.models import load_policy, response_logprobs
 from ..data.preferences import hash_uniform
 from ..data.text import decode, encode_prompts, start_tokens
 
@@ -60,9 +60,8 @@ class LocalWriter:
         fit = [i for i, r in enumerate(rows) if len(r) <= limit]
         written = [Written('', False, 'long_prompt')] * len(rows)
         seed = int(2**31 * hash_uniform(cfg.seed, *keys[0])) if keys else 0
-        with autocast(cfg):
-            samples = generate(self.model, self.tokenizer, [rows[i] for i in fit], 1,
-                               cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
+        samples = generate(self.model, self.tokenizer, [rows[i] for i in fit], 1,
+                           cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         for i, (s,) in zip(fit, samples):
             written[i] = Written(decode(s.tokens, self.tokenizer), s.ended)
         return written
@@ -72,10 +71,9 @@ class LocalWriter:
         rows = [label_tokens(p, labels, self.tokenizer) for p in prompts]
         lengths = [len(p) + max(map(len, ends)) for p, ends in rows]
         fit = [i for i, length in enumerate(lengths) if length <= self.longest]
-        with autocast(self.cfg):   # one forward pass for each label
-            a, b = (response_logprobs(self.model, [rows[i][0] for i in fit],
-                                      [rows[i][1][k] for i in fit],
-                                      self.tokenizer.pad_token_id).double() for k in (0, 1))
+        a, b = (response_logprobs(self.model, [rows[i][0] for i in fit],
+                                  [rows[i][1][k] for i in fit],
+                                  self.tokenizer.pad_token_id).double() for k in (0, 1))
         chosen = dict(zip(fit, (b - a).sigmoid().tolist()))
         return [chosen.get(i, math.nan) for i in range(len(rows))]
 

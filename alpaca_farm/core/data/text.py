@@ -179,16 +179,24 @@ def rollout_batch(
                 response=torch.cat([torch.zeros_like(left), right], 1))
 
 
-def answer_batches(prompts: list[list[int]], responses: list[list[int]], size: int):
-    "Yield batches of `size` distinct answers: row numbers of each, prompts, responses."
+def answer_batches(prompts: list[list[int]], responses: list[list[int]], size: int,
+                   tokens: float = math.inf):
+    """Yield batches of at most `size` distinct answers and, padded, `tokens` tokens (or one
+    answer): row numbers of each, prompts, responses."""
     rows, longest = {}, {}
     for i, (p, r) in enumerate(zip(prompts, responses)):
         p, r = tuple(p), tuple(r)
         rows.setdefault((p, r), []).append(i)
         longest[p] = max(longest.get(p, 0), len(p) + len(r))
     order = sorted(rows, key=lambda pair: (longest[pair[0]], pair[0], len(pair[1])))
-    for at in range(0, len(order), size):
-        pairs = order[at:at + size]
+    width = lambda pair: len(pair[0]) + len(pair[1])
+    while order:
+        n = widest = 0
+        for pair in order[:size]:
+            widest = max(widest, width(pair))
+            if n and (n + 1) * widest > tokens: break
+            n += 1
+        pairs, order = order[:n], order[n:]
         yield [rows[pair] for pair in pairs], *zip(*pairs)
 
 # %% ../../../nbs/core/data/text.ipynb #ad9095b3

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .generation import check_sampling, DecodingState, evaluation_mode, NOT_FINITE, Sample
-from .memory import rows_per_pass
+from .memory import pass_limits
 from ..data.text import end_tokens
 
 # %% ../../../nbs/core/model/beams.ipynb #e1c769f0
@@ -91,9 +91,10 @@ def beam_search(model, tokenizer, prompts: list[list[int]], beams: int = 4, grou
         raise ValueError(f'beams = {beams} cannot be split into groups = {groups}')
     check_sampling(model, prompts, max_new_tokens)
     longest = max(map(len, prompts), default=0) + max_new_tokens
-    batch_size = batch_size or rows_per_pass(model, longest, 256)
+    rows, tokens = pass_limits(model, batch_size, cached=True)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    size, ends = max(1, batch_size//beams), end_tokens(model, tokenizer)
+    size = max(1, int(min(rows, tokens // max(1, longest)) // beams))
+    ends = end_tokens(model, tokenizer)
     answers = [[] for _ in prompts]
     with evaluation_mode(model):
         for s in range(0, len(order), size):

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from .adapters import state_of
-from .memory import rows_per_pass
+from .adapters import autocast, state_of
+from .memory import pass_limits
 from ..run.processes import in_parts, once
+from ..run.progress import passes
 from ..data.text import end_tokens, pad
 
 # %% ../../../nbs/core/model/generation.ipynb #66297ef0
@@ -215,19 +216,19 @@ def check_sampling(model, prompts: list[list[int]], max_new_tokens: int):
 # %% ../../../nbs/core/model/generation.ipynb #abf6df5c
 def generate(model, tokenizer, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 300,
              temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0,
-             batch_size: int = 0, progress=None) -> list[list[Sample]]:
+             batch_size: int = 0) -> list[list[Sample]]:
     """Sample `n` answers to each prompt, lists of token ids, in their order; ValueError for a
     prompt that the model cannot read. `tokenizer` is read for its end token (None: those of
     `generation_config`), temperature 0 is greedy, `top_p` and `top_k` sample only from the
-    likeliest tokens (1 and 0: all), `batch_size` counts sequences (0: 256, on a GPU by its
-    memory), and `progress` is called with (sequences done, all sequences) after each batch."""
+    likeliest tokens (1 and 0: all), and `batch_size` counts sequences (0: by memory)."""
     if hasattr(model, 'get_base_model'): model = model.get_base_model()   # of peft
     longest = max(map(len, prompts), default=0) + max_new_tokens
-    batch_size = batch_size or rows_per_pass(model, longest, 256)
+    rows, tokens = pass_limits(model, batch_size, cached=True)
+    batch_size = max(1, int(min(rows, tokens // max(1, longest))))
     check_sampling(model, prompts, max_new_tokens)
     if sampler := state_of(model).sampler:   # a server: see `core.model.served`
         return once(sampler, model, tokenizer, prompts, n, max_new_tokens, temperature, top_p,
-                    top_k, seed, progress)
+                    top_k, seed)
     ends = end_tokens(model, tokenizer)
     choice = dict(temperature=temperature, top_p=top_p, top_k=top_k)
     jobs, seen = [], Counter()
@@ -238,15 +239,15 @@ def generate(model, tokenizer, prompts: list[list[int]], n: int = 1, max_new_tok
 
     def write_all(jobs):
         answers = []
-        for s in range(0, len(jobs), batch_size):
+        for s in passes('batches of answers', range(0, len(jobs), batch_size)):
             batch, u = jobs[s:s + batch_size], None
             row = {p: j for j, p in enumerate(dict.fromkeys(job[0] for job in batch))}
             if temperature:
                 u = np.stack([_uniform_stream(seed, *job[:3], max_new_tokens) for job in batch])
             rows = [row[job[0]] for job in batch]
-            written = _write_batch(model, list(row), rows, u, max_new_tokens, ends, choice)
+            with autocast(model):
+                written = _write_batch(model, list(row), rows, u, max_new_tokens, ends, choice)
             answers += [cut_sample(*answer, ends) for answer in zip(*written)]
-            if progress: progress(len(answers), len(jobs))
         return answers
     samples = [[None]*n for _ in prompts]
     with evaluation_mode(model): answers = in_parts(write_all, jobs)

@@ -14,17 +14,18 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from .adapters import (add_adapter, add_saved, base_mark, base_of,
+from .adapters import (add_adapter, add_saved, autocast, base_mark, base_of,
     checkpoint_layers, inherit_state, is_adapter, lora_config, save_adapter, state_of, view)
 from ..run.files import read_json, temporary_path, write_json
 from ..functional import head_logits, selected_logprobs
-from .loading import (autocast, device_of, dtype_of, load_model, load_tokenizer,
+from .loading import (device_of, dtype_of, load_model, load_tokenizer,
     loading_options, model_path, no_progress_bars, place_model, register_scalar_class)
-from .memory import rows_per_pass
+from .memory import pass_limits
 from .packing import (attention_window, computed_at, pack, packed_states,
     position_wise, reads_packed, trunk_states)
 from ..run.paths import at_root, root
 from ..run.processes import in_parts, written_once
+from ..run.progress import passes
 from ..run.settings import Config
 from .sharding import gathered
 from ..data.text import answer_batches, collate, end_tokens
@@ -50,7 +51,7 @@ def _check_policy(model, spec: str, cfg: Config):
     words = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(1, 4, device=model.device)[None] % words
     read = lambda f, ids: f(input_ids=ids, use_cache=False)
-    with autocast(cfg):
+    with autocast(model):
         logits, states = read(model, ids).logits, read(model.base_model, ids)[0]
         alone, ours = read(model.base_model, ids[:, :1])[0], logits_of(model, states)
     error = 1e-3 if dtype_of(cfg) == torch.float32 else .2   # more than rounding can do
@@ -192,14 +193,13 @@ def sequence_logprobs(model, batch: dict, temperature: float = 1.0) -> torch.Ten
 def response_logprobs(model, prompts: list, responses: list, pad_id: int,
                       temperature: float = 1.0, size: int = 0) -> torch.Tensor:
     """log p of each whole response given its prompt, N lists of token ids each: (N,) float32 on
-    the CPU, in nats; `size`: responses in a forward pass; 0: 128, on a GPU by its memory."""
-    longest = max((len(p) + len(r) for p, r in zip(prompts, responses)), default=1)
-    size = size or rows_per_pass(model, longest, 128, cached=False)
+    the CPU, in nats; `size`: responses in a forward pass; 0: by memory."""
     def compute(prompts, responses):
         out = torch.zeros(len(prompts))
-        for rows, *answers in answer_batches(prompts, responses, size):
+        batches = answer_batches(prompts, responses, *pass_limits(model, size))
+        for rows, *answers in passes('log-probs', batches):
             batch = {k: v.to(model.device) for k, v in collate(*answers, pad_id).items()}
-            logps = sequence_logprobs(model, batch, temperature).tolist()
+            with autocast(model): logps = sequence_logprobs(model, batch, temperature).tolist()
             for places, logp in zip(rows, logps): out[places] = logp
         return out.tolist()
     return torch.tensor(in_parts(compute, prompts, responses), dtype=torch.float)

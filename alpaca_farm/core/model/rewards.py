@@ -13,9 +13,11 @@ import numpy as np
 import torch
 
 from ..data.dialogues import prompt_text
-from .memory import rows_per_pass
+from .adapters import autocast
+from .memory import pass_limits
 from .models import load_scalar, sequence_scores
 from ..run.processes import in_parts, once
+from ..run.progress import passes
 from ..run.runs import read_summary
 from ..run.settings import Amount, at_root, Config, resolve
 from alpaca_farm.core.data.text import (answer_batches, check_positions, collate, encode_prompts,
@@ -62,16 +64,17 @@ def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
     prompts, responses = _encode_answers(model, tokenizer, records, template)
     longest = max((len(p) + len(r) for p, r in zip(prompts, responses)), default=0)
     check_positions(model, longest, 'an answer with its prompt')
-    batch_size = batch_size or rows_per_pass(model, longest, 256, cached=False)
     typed = getattr(model.config, 'type_vocab_size', 0) > 1
     scores = np.zeros(len(records))
-    for rows, *answers in answer_batches(prompts, responses, batch_size):
+    batches = answer_batches(prompts, responses, *pass_limits(model, batch_size))
+    for rows, *answers in passes('scores', batches):
         batch = collate(*answers, tokenizer.pad_token_id)
         ids, mask, response = (batch[k].to(model.device) for k in ('ids', 'mask', 'response'))
-        if hasattr(model, 'score'): found = sequence_scores(model, ids, mask, response)
-        else:   # an encoder, whose second text is the answer
-            types = dict(token_type_ids=response) if typed else {}
-            found = model(input_ids=ids, attention_mask=mask, **types).logits[:, 0].float()
+        with autocast(model):
+            if hasattr(model, 'score'): found = sequence_scores(model, ids, mask, response)
+            else:   # an encoder, whose second text is the answer
+                types = dict(token_type_ids=response) if typed else {}
+                found = model(input_ids=ids, attention_mask=mask, **types).logits[:, 0].float()
         for places, score in zip(rows, found.tolist()): scores[places] = score
     if standardise:
         mean = getattr(model.config, 'reward_mean', 0.)

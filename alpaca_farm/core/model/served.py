@@ -138,8 +138,7 @@ class ServedSampler:
                            'names?')
 
     def __call__(self, model, tokenizer, prompts: list, n: int, max_new_tokens: int,
-                 temperature: float, top_p: float, top_k: int, seed: int,
-                 progress=None) -> list[list[Sample]]:
+                 temperature: float, top_p: float, top_k: int, seed: int) -> list[list[Sample]]:
         "Samples of a model from the server; arguments as for `generate`."
         ends = end_tokens(model, tokenizer)
         fields = dict(model=self.hand_over(model), n=n, max_tokens=max_new_tokens,
@@ -156,7 +155,6 @@ class ServedSampler:
         logps = _own_logprobs(model, flat, [tokens for tokens, _ in written], temperature or 1.)
         cut = iter(cut_sample(np.array(tokens), np.array(logp), ends)
                    for (tokens, _), logp in zip(written, logps))
-        if progress: progress(len(flat), len(flat))
         return [[next(cut) for _ in a] for a in answered]
 
 # %% ../../../nbs/core/model/served.ipynb #ab7fae39

@@ -193,7 +193,7 @@ class TrainConfig(HardwareConfig):
     lr_schedule: Schedule = 'cosine'  # how the learning rate falls, to 5 % of the peak
     warmup: Share = 0.03             # share of the steps over which the learning rate rises
     batch_size: Positive = 32        # examples per optimiser step, over all processes
-    micro_batch_size: Count = 0      # examples per forward pass; 0 for the whole batch
+    micro_batch_size: Count = 0      # examples per forward pass; 0: as many as fit
     weight_decay: Amount = 0.0       # AdamW's, on matrices only
     betas: Betas = field(default_factory=lambda: [0.9, 0.95])  # AdamW's
     adam_eps: Amount = 1e-8          # AdamW's epsilon
