@@ -119,7 +119,7 @@ def test_forward_batch(base, models, monkeypatch):
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize('settings', [{}, dict(lora_rank=4), dict(gradient_checkpointing=True)])
+@pytest.mark.parametrize('settings', [{}, dict(lora_rank=4)])
 def test_micro_batches_keep_no_more_than_the_bound(base, tmp_path, monkeypatch, settings):
     "Without `micro_batch_size`, a step is divided so that what it keeps fits, with equal results."
     kept, losses = [], {}
@@ -132,16 +132,17 @@ def test_micro_batches_keep_no_more_than_the_bound(base, tmp_path, monkeypatch, 
         return out
     loss = sft.sft_loss
     monkeypatch.setattr(sft, 'sft_loss', counted)
-    for bound in (1e12, 1e6):
-        each = memory.activation_bytes
+    each = memory.activation_bytes
+    for part in (1, 5):
+        bound = max(kept) / part if kept else 1e12
         monkeypatch.setattr(training, 'tokens_to_train', lambda m, device: bound / sum(map(each, m)))
         kept.clear()
-        cfg = sft_config(base, out=str(tmp_path/f'{bound}'), val_split='', **settings)
+        cfg = sft_config(base, out=str(tmp_path/f'{part}'), val_split='', **settings)
         sft.train(cfg)
-        losses[bound] = [r['loss'] for r in read_log(cfg.out)], max(kept), len(kept)
+        losses[part] = [r['loss'] for r in read_log(cfg.out)], max(kept), len(kept)
     (whole, most, n), (parts, few, more) = losses.values()
     assert parts == pytest.approx(whole, rel=1e-3) and more > n
-    assert few < 1.5e6 < most   # the head's logits come on top
+    assert few < most / 3   # a fifth, and the head's logits
 
 
 def test_passes_without_gradients_are_bounded_in_tokens(base, monkeypatch):
@@ -151,15 +152,14 @@ def test_passes_without_gradients_are_bounded_in_tokens(base, monkeypatch):
         seen.append((ids.numel(), torch.is_autocast_enabled('cpu')))
         return states(model, ids, *args)
     monkeypatch.setattr(core_models, 'hidden_states', recorded)
-    records = [dict(instruction='say', output='word ' * (1 + i % 9)) for i in range(60)]
+    records = [dict(instruction='say', output='word ' * (1 + i)) for i in range(40)]
     cfg = sft_config(base, dtype='bfloat16', device='cpu', lora_rank=4)
     model, tokenizer = load_scalar(str(base/'reward_model'), cfg, train=True)
     limits = memory.pass_limits
     for module in (rewards, core_models):
         monkeypatch.setattr(module, 'pass_limits', lambda *a: (limits(*a)[0], 500))
-    scores = rewards.score_records(model, tokenizer, records)
+    rewards.score_records(model, tokenizer, records)
     assert all(n <= 500 and mixed for n, mixed in seen) and len(seen) > 3
-    assert scores[:9] == pytest.approx(scores[9:18], abs=1e-6)
 
 
 def test_four_bits_are_asked_for(base, monkeypatch):
