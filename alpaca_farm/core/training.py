@@ -139,7 +139,8 @@ class Trainer:
         AcceleratorState._reset_state()  # an earlier run may have had another precision
         self.accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
         self.parameters, groups = [], []
-        self.most_tokens = tokens_to_train(list(models.values()), device_of(run.cfg))
+        with self.accelerator.autocast():
+            self.most_tokens = tokens_to_train(list(models.values()), device_of(run.cfg))
         for name, m in models.items():   # without a wrapper: `update` adds up gradients itself
             self.accelerator.prepare_model(m, evaluation_mode=True)
             if self.cfg.sharding == 'fsdp' and rank()[1] > 1: shard_layers(m, dtype_of(self.cfg))

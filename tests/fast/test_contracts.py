@@ -45,7 +45,8 @@ LAYERS = ['judging.parsers embedded.lexicon',
         'annotators',
         'eval judging.agreement judging.labelling judging.openai_baselines auto_annotations',
         'boards.decoding boards.compare overoptimization boards.farm_board boards.simulation',
-        'farm bring_your_own']
+        'farm bring_your_own',
+        'real']
 METHOD = len(CORE) + 7
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})

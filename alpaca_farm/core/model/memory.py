@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from .adapters import autocast, state_of
+from .adapters import state_of
 from .packing import trunk_states
 from ..run.processes import rank
 from ..run.settings import HardwareConfig
@@ -79,8 +79,8 @@ def activation_bytes(model) -> float:
         def keep(x):
             sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
-        ids = torch.ones(1, length, dtype=torch.long, device=model.device)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), autocast(model):
+        ids = torch.ones(1, length, dtype=torch.long, device=next(model.parameters()).device)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             states = trunk_states(model, input_ids=ids)   # holds what is kept
         return sum(sizes.values())
     return (kept(32) - kept(16)) / 16
