@@ -47,6 +47,7 @@ def own(f):
             proxies=[f'{f}/reward_model', f'{f}/reward_model_crowd'],
             policies=[f'{f}/{m}' for m in ('ppo', 'rloo', 'dpo', 'quark')]),
         compare=dict(folders=[f'{f}/dpo', f'{f}/ppo']),
+        real=dict(runs=f'{f}/real_runs', model=sft, size=f'{tiny.ROOT}/tests/data/real.yaml'),
         bring_your_own=dict(runs=f'{f}/own', model=sft, prompts=world, n=2, max_instances=8,
                             preferences=f'{f}/annotators'))
 
@@ -117,6 +118,21 @@ def test_no_notebook_is_forgotten():
 def test_nbdev_test_executes_whole_notebooks_without_a_run():
     for p in RUNNABLE:
         assert p.stem not in SILENT or not re.search(r'#\| *(slow|notest|eval)', p.read_text()), p
+
+
+def test_the_real_farm(made):
+    import pandas as pd
+    folder, _ = made
+    board = pd.read_csv(folder/'real'/'leaderboard.csv', index_col='method')
+    assert {'initial policy', 'greedy', 'likeliest of 3', 'dpo', 'dpo_crowd'} < {*board.index}
+    assert board.loc['initial policy', 'crowd'] == 50
+    chosen = board.loc[['likeliest of 3', 'shortest of 3', 'best_of_n']]
+    assert board.loc['best of 3 by the utility'].utility >= chosen.utility.max()
+    assert board[['crowd', 'crowd_low', 'crowd_high', 'kept', 'kept_new']].notna().all(None)
+    pool, crowd = (read_json(folder/'real_runs'/'labels'/f'{n}.json') for n in ('pool', 'crowd'))
+    assert [p['output_1'] for p in pool] == [p['output_1'] for p in crowd] and pool != crowd
+    steps = read_json(folder/'real'/'rloo_free.json')
+    assert [s['step'] for s in steps] == [0, 1, 2]
 
 
 @pytest.mark.parametrize('name', ['farm', *FARMED, *OWN])

@@ -1,0 +1,22 @@
+"""Conditions, utility, crowd and pool of the real farm; `slow/test_notebooks.py` makes it whole."""
+import numpy as np
+import pytest
+
+from alpaca_farm import real
+
+
+def test_a_crowd_sees_what_the_pool_overlooks():
+    words = real.WordModel(['the cat sat on the mat', 'the dog ran'])
+    right, wrong = 'The cat sat.', 'The cat sat on the mat and the dog ran there. ' * 3
+    pairs = [dict(instruction=f'Why? {real.CONDITIONS[c][0]}', output_1=wrong, output_2=right) for c in ('short', 'sentence')]
+    crowd, pool = (real.sample_judges(n, words, seed=3) for n in ('crowd', 'pool'))
+    assert np.mean(crowd(pairs)) > np.mean(pool(pairs)) > 1
+    assert real.sample_judges('crowd', words, 3)(pairs) == crowd(pairs)
+
+
+@pytest.mark.parametrize('text, error', [('dppo: {}', 'Did you mean dpo'), ('', 'real_none')])
+def test_bad_sizes_are_refused(tmp_path, text, error):
+    file = tmp_path/'real_none.yaml'
+    if text: file.write_text(text)
+    with pytest.raises((TypeError, FileNotFoundError), match=error):
+        real.RealConfig(size=str(file))
