@@ -163,7 +163,8 @@ CODES = dict(  # of columns with labels: the preference that each value stands f
 def row_shape(row: dict, kinds) -> dict | None:
     "The columns of a row's format as our fields; None when it has ours, or unknown ones."
     if 'instruction' in row and any(FIELDS[k].keys() <= row.keys() for k in kinds): return None
-    fitting = [s for s in SHAPES if all(row.get(c) is not None for c in s[1])]
+    def has(column): return row.get(column) is not None or column in CODES and column in row
+    fitting = [s for s in SHAPES if all(map(has, s[1]))]
     wanted = [s for s in fitting if s[0] in kinds or (s[0] == 'preference' and 'pair' in kinds)]
     return next((names for _, names in wanted + fitting), None)
 
@@ -185,7 +186,7 @@ def _rated_answers(row: dict, answers, said: Counter, where: str) -> dict:
     lists = []
     try:
         for a in answers:
-            aspects = [_number(v.get('Rating')) for v in (a.get('annotations') or {}).values()]
+            aspects = (_number((v or {}).get('Rating')) for v in (a.get('annotations') or {}).values())
             known = [v for v in aspects if v is not None]
             overall = _number(a.get('overall_score'))
             mean = 2.25 * sum(known) / len(known) - 1.25 if known else overall   # from 1 to 5
