@@ -81,7 +81,7 @@ KINDS = {
     'PKU-SafeRLHF': ([safe(0, 1), safe(1, 0), safe(1, 1)], [1, 2, 2], ''),
     'SHP': ([shp(1, 9, 2), shp(0, 2, 9)], [1, 2], ''),
     'UltraFeedback': ([rated(RED, BLUE)], [1], ''),
-    'UltraFeedback, contradicted': ([rated(RED, WRONG)], [1], '1 overall scores contradict'),
+    'UltraFeedback, contradicted': ([rated(RED, WRONG)], [1], '1 overall scores are missing or'),
     'UltraFeedback, incomplete': (
         [rated(completion('Red.', None, '2'), BLUE, completion('Green.', None, 'N/A')),
          rated(RED, completion('Blue.', None)), rated(RED, completion('Red.', 2.))], [2],

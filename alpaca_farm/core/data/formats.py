@@ -131,17 +131,14 @@ SHAPES = [
     ('preference', dict(chosen='chosen', rejected='rejected')),  # hh-rlhf, TRL
     ('preference', dict(question='instruction', response_A='output_1', response_B='output_2',
                         label='preference')),                                          # JudgeBench
-    ('preference', dict(prompt='instruction', response_1='output_1', response_2='output_2',
-                        preference_strength='preference_strength')),                   # HelpSteer2
-    ('preference', dict(context='instruction', response1='output_1', response2='output_2',
-                        overall_preference='overall_preference')),                     # HelpSteer3
-    ('preference', dict(prompt='instruction', response_0='output_1', response_1='output_2',
-                        better_response_id='better_response_id')),                     # SafeRLHF
-    ('preference', dict(history='instruction', human_ref_A='output_1', human_ref_B='output_2',
-                        labels='labels')),                                             # SHP
+    *[('preference', dict(zip(columns, (*_ROUNDS, columns[-1])))) for columns in (
+        ('prompt', 'response_1', 'response_2', 'preference_strength'),                 # HelpSteer2
+        ('context', 'response1', 'response2', 'overall_preference'),                   # HelpSteer3
+        ('prompt', 'response_0', 'response_1', 'better_response_id'),                  # SafeRLHF
+        ('history', 'human_ref_A', 'human_ref_B', 'labels'),                           # SHP
+        ('prompt', 'response_a', 'response_b'))],                                      # arenas
     ('preference', dict(conversation_a='conversation_a', conversation_b='conversation_b')),
-    ('preference', dict(full_conversation='full_conversation')),                       # arenas
-    ('preference', dict(prompt='instruction', response_a='output_1', response_b='output_2')),
+    ('preference', dict(full_conversation='full_conversation')),
     ('candidates', dict(instruction='instruction', completions='output')),  # UltraFeedback
     ('candidates', dict(query='instruction', responses='output')),  # RRHF
     ('output', dict(messages='messages')),                                             # chat
@@ -149,7 +146,6 @@ SHAPES = [
     ('output', dict(chosen='messages')),                                               # hh-rlhf
     ('output', dict(prompt='instruction', completion='output')),  # TRL, KTO
     ('instruction', dict(prompt='instruction'))]                                       # prompts
-_ARENA = {'conversation_a', 'full_conversation', 'response_a'}
 
 _SIGN = {str(k): 1.5 + .5 * ((k > 0) - (k < 0)) for k in range(-3, 4)}
 CODES = dict(  # of columns with labels: the preference that each value stands for
@@ -158,6 +154,7 @@ CODES = dict(  # of columns with labels: the preference that each value stands f
     winner={'model_a': 1., 'model_b': 2., 'tie': 1.5, 'tie (bothbad)': 1.5, 'both_bad': 1.5},
     winner_model_a={'0': None, '1': 1.}, winner_model_b={'0': None, '1': 2.},
     winner_tie={'0': None, '1': 1.5})
+_ARENA = {'conversation_a', 'full_conversation', 'response_a'}
 
 
 def row_shape(row: dict, kinds) -> dict | None:
@@ -177,8 +174,11 @@ def default_sources(n: int) -> list[str]:
 def _number(value) -> float | None:
     "A finite number, or its text; None for anything else."
     try: number = float(value)
-    except (TypeError, ValueError): return None
+    except (TypeError, ValueError, OverflowError): return None
     return number if isfinite(number) else None
+
+
+_MENDED = 'overall scores are missing or contradict the aspects, whose mean is taken'
 
 
 def _rated_answers(row: dict, answers, said: Counter, where: str) -> dict:
@@ -186,13 +186,12 @@ def _rated_answers(row: dict, answers, said: Counter, where: str) -> dict:
     lists = []
     try:
         for a in answers:
-            aspects = (_number((v or {}).get('Rating')) for v in (a.get('annotations') or {}).values())
-            known = [v for v in aspects if v is not None]
-            overall = _number(a.get('overall_score'))
+            aspects = [(v or {}).get('Rating') for v in (a.get('annotations') or {}).values()]
+            known = [v for v in map(_number, aspects) if v is not None]
+            score = overall = _number(a.get('overall_score'))
             mean = 2.25 * sum(known) / len(known) - 1.25 if known else overall   # from 1 to 5
-            wrong = overall is not None and abs(overall - mean) > 4.5
-            said['overall scores contradict the aspects, whose mean is taken'] += wrong
-            score = mean if wrong or overall is None else overall
+            if overall is None or abs(overall - mean) > 4.5: score = mean
+            said[_MENDED] += score != overall
             lists.append((a['response'], a.get('model', ''), score))
     except (TypeError, KeyError, AttributeError):
         raise ValueError(f'{where}: `completions` must be objects with a `response`') from None
@@ -204,17 +203,20 @@ def _rated_answers(row: dict, answers, said: Counter, where: str) -> dict:
 
 def _best_pair(row: dict, where: str) -> dict:
     "Scored candidates as a preference: the best one and another, drawn by their text (Zephyr)."
-    answers, scores = row.pop('output'), row.pop('scores')
-    source = row.pop('source', None) or [None] * len(answers)
-    best = max(range(len(answers)), key=scores.__getitem__)
+    answers, scores, source = (row.get(k) for k in ('output', 'scores', 'source'))
+    if not isinstance(answers, list) or not isinstance(scores, list): return row
+    numbers = [s for s in scores if type(s) in (int, float) and _number(s) is not None]
+    if not len(answers) == len(scores) == len(numbers) > 0: return row
+    best = scores.index(max(scores))
     rest = [i for i, text in enumerate(answers) if text != answers[best]]
-    if not rest: return dict(row, preference=None)
+    if not rest: return row | dict.fromkeys(FIELDS['preference'])   # no label
     other = rest[int(hash_uniform('rejected', *answers) * len(rest))]
-    named = {f'{name}{end}': values[i] for name, i in (('chosen', best), ('rejected', other))
-             for end, values in (('', answers), ('_model', source))}
-    scored = dict(score_chosen=scores[best], score_rejected=scores[other])
-    prompt = row.pop('messages', None) or row.pop('instruction')
-    return _from_chosen(dict(row, instruction=prompt, **named, **scored), where)
+    pair = {k: v for k, v in row.items() if k not in ('output', 'scores', 'source', 'messages')}
+    told = isinstance(source, list) and len(source) == len(answers)
+    for name, i in (('chosen', best), ('rejected', other)):
+        pair |= {name: answers[i], f'score_{name}': scores[i]}
+        if told: pair[f'{name}_model'] = source[i]
+    return _from_chosen(dict(pair, instruction=row.get('messages') or row['instruction']), where)
 
 
 def _from_shape(row: dict, names: dict, where: str, said: Counter) -> dict:
@@ -226,7 +228,7 @@ def _from_shape(row: dict, names: dict, where: str, said: Counter) -> dict:
         row.pop('instruction', None)
         return _from_messages(row, row.pop('messages'), where)
     if models: row = _from_votes(row, where)
-    if 'messages' in row: return row
+    if models and 'instruction' not in row: return row
     given, answers = row.pop('instruction'), row.get('output')
     row |= _prompt(_turns(given, 'user', where), given)
     if 'completion' in names: row['output'] = _answer(_turns(answers, 'assistant', where))
@@ -237,9 +239,9 @@ def _from_shape(row: dict, names: dict, where: str, said: Counter) -> dict:
     return row
 
 
-def _label(row: dict, where: str) -> dict:
-    "What a row's column of labels says: `preference`, None where it is empty, and `strength`."
-    for column in CODES.keys() & row.keys():
+def _label(row: dict, columns: list[str], where: str) -> dict:
+    "What a row's `columns` of labels say: `preference`, None where they are empty, and `strength`."
+    for column in columns:
         code, value, number = CODES[column], row[column], _number(row[column])
         key = str(value).lower() if number is None else f'{number:g}'
         if key in ('', 'none', 'nan', 'null') or code.get(key, 0) is None: continue
@@ -252,7 +254,7 @@ def _label(row: dict, where: str) -> dict:
 # %% ../../../nbs/core/data/formats.ipynb #604cb525
 SAY_CODE = ('Write 1 and 2 for the better answer and 1.5 for a tie, or give the column a name in '
             '`columns`: preference_strength (above 0: the second is better), '
-            'better_response_id (0: the first, 1: the second) or labels (1: the first, 0: the second)')
+            'better_response_id (0: the first, 1: the second) or labels (1: the first, 0: not)')
 _RLCD = {'instruction', 'input', 'output_1', 'output_2', 'preference', 'win2_prob'}
 _VERDICTS = {'A>B': 1., 'A<B': 2., 'B>A': 2., 'B<A': 1., 'A=B': 1.5, 'B=A': 1.5}
 _GOOD = {'true': True, '1': True, 'false': False, '0': False}  # single answers' labels in a CSV
@@ -291,12 +293,12 @@ def as_records(rows: list, where: str, kinds=('instruction',), columns: str = ''
             except (TypeError, ValueError):
                 raise ValueError(f"{at}: 'win2_prob' is {soft!r:.60}, not a number") from None
         if 'preference' in kinds and 'preference' not in row:
-            scores = row.get('scores') if 'candidates' not in kinds else None
-            if 'output_1' in row and CODES.keys() & row.keys(): row |= _label(row, at)
-            elif isinstance(scores, list) and {*map(type, scores)} == {float}:
-                row = _best_pair(row, at)
+            known = taken.union(shape or (), (c for c in CODES if 'winner' in c))
+            labels = [c for c in CODES if c in row and c in known]
+            if labels and 'output_1' in row: row |= _label(row, labels, at)
+            elif 'candidates' not in kinds: row = _best_pair(row, at)
         label, good = row.get('preference'), row.get('label')
-        coded.add(None if isinstance(label, bool) else _number(label))
+        if 'preference' in kinds: coded.add(None if isinstance(label, bool) else _number(label))
         if label is not None and not is_preference(label):
             with suppress(ValueError):   # what is no verdict stays as it is
                 label = read_preference(_VERDICTS.get(str(label), label), at, 'preference')

@@ -169,15 +169,14 @@ def read_rows(path) -> list[dict]:
 # %% ../../../nbs/core/data/records.ipynb #bda38868
 def check_field(row: dict, name: str, type_: type, where: str):
     "ValueError when a field is missing, empty where it may not be, or of another type."
-    at = f'{where}: the field {name!r} is'
+    at, code = f'{where}: the field {name!r} is', f'. {SAY_CODE}' if type_ is float else ''
     if name not in row:
         raise ValueError(f'{at} missing; it has {", ".join(map(repr, row))}. '
-                         'Rename a column, or name it in `columns`')
+                         f'Rename a column, or name it in `columns`{code}')
     v = row[name]
     valid, expected = {
         float: (is_preference(v), 'a number from 1 to 2'), str: (isinstance(v, str), 'a string'),
         list: (isinstance(v, list) and v and {*map(type, v)} == {str}, 'a list of strings')}[type_]
-    code = f'. {SAY_CODE}' if type_ is float else ''
     if not valid: raise ValueError(f'{at} {v!r:.60}, not {expected}{code}')
     if name == 'instruction' and not v.strip(): raise ValueError(f'{at} empty')
 
