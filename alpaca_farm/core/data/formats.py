@@ -109,11 +109,9 @@ def _from_votes(row: dict, where: str) -> dict:
     if 'conversation_a' in row: both = [read(f'conversation_{side}') for side in 'ab']
     elif 'full_conversation' in row:
         rounds = read('full_conversation')
-        try: both = [[r[who] for r in rounds for who in ('user', f'model_side_{side}')]
-                     for side in 'ab']
-        except (TypeError, KeyError):
-            raise ValueError(f'{where}: a round of `full_conversation` is not an object with '
-                             '`user`, `model_side_a` and `model_side_b`') from None
+        rounds = [r for r in rounds if isinstance(r, dict)] if isinstance(rounds, list) else []
+        both = [[r.get(who) for r in rounds for who in ('user', f'model_side_{side}')]
+                for side in 'ab']
     else:
         texts = [row[k] for k in _ROUNDS]
         asked, *said = lists = [read(k) for k in _ROUNDS]
@@ -242,13 +240,12 @@ def _from_shape(row: dict, names: dict, where: str, said: Counter) -> dict:
 def _label(row: dict, columns: list[str], where: str) -> dict:
     "What a row's `columns` of labels say: `preference`, None where they are empty, and `strength`."
     for column in columns:
-        code, value, number = CODES[column], row[column], _number(row[column])
-        key = str(value).lower() if number is None else f'{number:g}'
+        code, number = CODES[column], _number(row[column])
+        key = str(row[column]).lower() if number is None else f'{number:g}'
         if key in ('', 'none', 'nan', 'null') or code.get(key, 0) is None: continue
         if key not in code:
-            raise ValueError(f'{where}: {column} is {value!r:.60}, none of {", ".join(code)}')
-        size = dict(strength=abs(number)) if code is _SIGN else {}
-        return dict(preference=code[key], **size)
+            raise ValueError(f'{where}: {column} is {row[column]!r:.60}, none of {", ".join(code)}')
+        return dict(preference=code[key]) | (dict(strength=abs(number)) if code is _SIGN else {})
     return dict(preference=None)
 
 # %% ../../../nbs/core/data/formats.ipynb #604cb525
@@ -305,11 +302,10 @@ def as_records(rows: list, where: str, kinds=('instruction',), columns: str = ''
                 row['preference'] = None if isnan(label) else label
         if isinstance(good, str): row['label'] = _GOOD.get(good.lower(), good)
         records.append(row)
-    for what, n in said.items():
-        if n: notice(f'{where}: {n} {what}')
-    values = coded - {None}
-    if 1 in values and min(values) < 1 and max(values) == 1:
-        raise ValueError(f'{where}: the labels are {", ".join(f"{v:g}" for v in sorted(values))}, '
+    for what, n in (+said).items(): notice(f'{where}: {n} {what}')
+    values = sorted(coded - {None})
+    if values[:1] != values[-1:] == [1]:
+        raise ValueError(f'{where}: the labels are {", ".join(f"{v:g}" for v in values)}, '
                          f'in an unknown code. {SAY_CODE}')
     return records
 
@@ -318,10 +314,9 @@ def named_answers(record: dict) -> dict:
     "The answers of a record by the names of hh-rlhf; ValueError unless one of two is chosen."
     if 'output' in record: return dict(chosen=record['output'])
     best = record['preference']
-    if best not in (1, 2):
-        raise ValueError(f'preference = {best}: a tie or a soft label has no chosen answer')
-    if record['output_1'] == record['output_2']:
-        raise ValueError('two equal answers are no preference. Leave the pair out')
+    if best not in (1, 2) or record['output_1'] == record['output_2']:
+        raise ValueError(f'preference = {best}: of a tie, by a soft label, or of two equal '
+                         'answers, none is chosen')
     best = int(best)
     return dict(chosen=record[f'output_{best}'], rejected=record[f'output_{3 - best}'])
 
