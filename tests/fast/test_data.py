@@ -13,6 +13,7 @@ from hypothesis import example, given, settings, strategies as st
 from alpaca_farm.core.data.candidates import read_candidates
 from alpaca_farm.core.data.records import check_records, load_records, prompt_key, read_rows
 from alpaca_farm.core.data.formats import CODES, FIELDS, SHAPES
+from alpaca_farm.judging.label_files import load_sets
 from published import ASK, KINDS, MORE, rated, RED, safe, say, strength, vote, WRONG
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2
@@ -177,6 +178,8 @@ def test_published_sets_become_preferences(tmp_path, capsys, kind, suffix):
     if 'HelpSteer' in kind: assert [r['strength'] for r in found][:2] == [3, 2 - (kind[-1] == '3')]
     again = load_records(write(tmp_path/'again.json', found), kind='preference')
     assert again == found
+    votes = [v for p in load_sets([str(tmp_path/f'a.{suffix}')])['a'] for v in p['votes'].values()]
+    assert len(votes) == len(preferences) and set(votes) <= {1, 1.5, 2}
 
 
 def test_what_published_sets_leave_open(tmp_path):
