@@ -20,7 +20,7 @@ from ..core.data.records import full_instruction, read_text
 from ..core.ask.judge_configs import (adapt_decoding, entry_model, judge_config_file,
     read_judge_config, REASONING_MODELS, REQUEST_FIELDS, suggest_names)
 from ..core.data.preferences import is_preference, PAIR_FIELDS
-from .parsers import check_parser, PARSERS
+from .parsers import check_parser, PARSERS, without_echo
 
 # %% ../../nbs/judging/judges.ipynb #a3c23ddd
 @dataclass(frozen=True)
@@ -120,9 +120,13 @@ def judge_request(e: Evaluator, pairs: list[dict]) -> dict:
     return e.decoding | dict(messages=[m | dict(content=c) for m, c in zip(messages, filled)])
 
 # %% ../../nbs/judging/judges.ipynb #b2a32d26
-def parse_verdicts(e: Evaluator, answer: dict | None) -> list[float]:
-    "An evaluator's preference, 1 to 2, on each pair of a request; nan where the answer has none."
-    try: verdicts = PARSERS[e.parser](answer, e.batch_size, **e.parser_kwargs)
+def parse_verdicts(e: Evaluator, answer: dict | None, pairs=()) -> list[float]:
+    """An evaluator's preference, 1 to 2, on each pair of a request; nan where the answer has none.
+    What it repeats from the answers of the `pairs` is not read as its own words."""
+    try:
+        if e.parser in ('regex_parser', 'letter_parser'):
+            answer = without_echo(answer, [p[k] for p in pairs for k in ('output_1', 'output_2')])
+        verdicts = PARSERS[e.parser](answer, e.batch_size, **e.parser_kwargs)
     except Exception: verdicts = []   # an answer may hold anything
     known = all(is_preference(v) or math.isnan(v) for v in verdicts)
     return verdicts if known and len(verdicts) == e.batch_size else [math.nan] * e.batch_size
@@ -158,16 +162,17 @@ def ask_judges(
         sent = [requests[i] for i in left]
         draws = [draw + _DRAWS_PER_SEED * seed * samples(i) for i in left]
         def readable(k, answer):
-            return not np.isnan(parse_verdicts(parts[left[k]][0], answer)).all()
+            e, shown = parts[left[k]]
+            return not np.isnan(parse_verdicts(e, answer, shown)).all()
         answers = client(sent, draws, None if draw else readable)
         answered = [(i, answer) for i, answer in zip(left, answers) if answer]
         for i, answer in answered:
-            (e, _), earlier, seconds = parts[i], verdicts[i][0].price, answer['seconds']
+            (e, shown), earlier, seconds = parts[i], verdicts[i][0].price, answer['seconds']
             usage = token_usage(answer, requests[i])
             paid = client.price(e.decoding['model'], *usage, batch=seconds is None)
             price = None if paid is None or earlier is None else earlier + paid / e.batch_size
             raw = answer_text(answer, refusal=True)
-            verdicts[i] = [Verdict(v, raw, price, seconds) for v in parse_verdicts(e, answer)]
+            verdicts[i] = [Verdict(v, raw, price, seconds) for v in parse_verdicts(e, answer, shown)]
         unread = [i for i, *_ in answered if any(math.isnan(v.preference) for v in verdicts[i])]
         greedy += [i for i in unread if not samples(i)]
         left = [i for i in unread if samples(i)]

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alpaca_farm.core.data.records import (check_field, FILE_SUFFIXES, full_instruction,
-    prompt_key, read_rows)
+from ..core.data.records import (check_field, check_records, FILE_SUFFIXES,
+    full_instruction, prompt_key, read_rows)
 from ..core.data.dialogues import check_messages, prompt_messages
 from ..core.data.formats import as_records, row_shape
 from ..core.ask.judge_configs import is_population
@@ -48,7 +48,8 @@ def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
     "Labelled pairs from the rows of a file; ValueError for another format, or without votes."
     first = rows[0] if rows and isinstance(rows[0], dict) else {}
     if row_shape(first, ['preference']):
-        rows = [dict(r, annotator='gold') for r in as_records(rows, where, ['preference'])]
+        rows = check_records(as_records(rows, where, ['preference']), 'preference', where)
+        rows = [dict(r, annotator='gold') for r in rows]
         first = rows[0]
     pairs = {}
     for i, row in enumerate(rows):

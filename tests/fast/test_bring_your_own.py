@@ -6,10 +6,11 @@ import pytest
 
 import tiny
 from judge_server import judge_server
+from published import KINDS
 from alpaca_farm import bring_your_own
 from alpaca_farm.bring_your_own import (
     _count_parameters, _own_jobs, _read_own, _tuned_settings, BringYourOwnConfig, forecast)
-from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.data.records import full_instruction, load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 
@@ -45,6 +46,15 @@ def mine(base, tmp_path, monkeypatch):
 
 
 def test_from_files_to_a_board(base, mine, tmp_path, capsys):
+    # the preferences as an arena has them
+    pairs = load_records(mine['preferences'], columns='output_1=a,output_2=b', kind='preference')
+    winner = {1: 'model_a', 2: 'model_b', 1.5: 'tie'}
+    votes = [dict(winner=winner[r['preference']], model_a='a', model_b='b', **{
+        f'conversation_{side}': [dict(role='user', content=full_instruction(r)),
+                                 dict(role='assistant', content=r[f'output_{k}'])]
+        for k, side in enumerate('ab', 1)}) for r in pairs]
+    (tmp_path/'votes.json').write_text(json.dumps(votes))
+    mine |= dict(preferences=str(tmp_path/'votes.json'), columns=mine['columns'][:1])
     cfg = BringYourOwnConfig(**mine, demonstrations=str(tmp_path/'demos.json'),
                              methods=['best_of_n', 'dpo', 'feedme'])
     run = bring_your_own.run(cfg)
@@ -60,6 +70,17 @@ def test_from_files_to_a_board(base, mine, tmp_path, capsys):
     bring_your_own.run(BringYourOwnConfig(**vars(cfg) | dict(methods=['dpo'])))
     # a method can be added or left out without training the others again
     assert 'runs/dpo is finished already' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_file_of_each_published_kind_is_read(mine, tmp_path, kind):
+    rows, preferences, _ = KINDS[kind]
+    (tmp_path/'set.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+    own = dict(preferences=str(tmp_path/'set.jsonl'), columns=mine['columns'][:1])
+    data, *_ = _read_own(BringYourOwnConfig(**mine | own))
+    found = [r['preference'] if r['output_2'] == 'Blue.' else 3 - r['preference']
+             for r in data['preferences']]
+    assert found == preferences
 
 
 def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path, monkeypatch):

@@ -10,8 +10,11 @@ import pyarrow.parquet
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+from alpaca_farm.core.data.candidates import read_candidates
 from alpaca_farm.core.data.records import check_records, load_records, prompt_key, read_rows
-from alpaca_farm.core.data.formats import FIELDS, SHAPES
+from alpaca_farm.core.data.formats import CODES, FIELDS, SHAPES
+from alpaca_farm.judging.label_files import load_sets
+from published import ASK, KINDS, MORE, rated, RED, safe, say, strength, vote, WRONG
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2
              else f'line\n{i}', output=f' {i}, ok\t', extra=str(i))
@@ -160,6 +163,51 @@ def test_shapes_of_preferences(tmp_path, row, instruction, chosen, rejected):
     assert ('messages' in found) == is_dialogue
 
 
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('suffix', ['jsonl', 'parquet'])
+def test_published_sets_become_preferences(tmp_path, capsys, kind, suffix):
+    rows, preferences, said = KINDS[kind]
+    (tmp_path/f'a.{suffix}').write_bytes(FORMATS[suffix](rows))
+    found = load_records(str(tmp_path/f'a.{suffix}'), 'preferences', ('preference',))
+    def for_blue(r): return r['preference'] if r['output_2'] == 'Blue.' else 3 - r['preference']
+    assert [for_blue(r) for r in found] == preferences
+    assert all({r['output_1'], r['output_2']} == {'Red.', 'Blue.'} for r in found)
+    assert {prompt_key(r) for r in found} == {('Name a colour.', '')}
+    assert said in capsys.readouterr().out
+    if 'model_a' in rows[0]: assert found[0]['generator_1'] == 'one'
+    if 'HelpSteer' in kind: assert [r['strength'] for r in found][:2] == [3, 2 - (kind[-1] == '3')]
+    again = load_records(write(tmp_path/'again.json', found), kind='preference')
+    assert again == found
+    votes = [v for p in load_sets([str(tmp_path/f'a.{suffix}')])['a'] for v in p['votes'].values()]
+    assert len(votes) == len(preferences) and set(votes) <= {1, 1.5, 2}
+
+
+def test_what_published_sets_leave_open(tmp_path):
+    def read(*rows, columns=''):
+        return load_records(write(tmp_path/'a.json', rows), kind='preference', columns=columns)
+    # both models saw their own first answer: it belongs to the dialogue only where it is shared
+    for first, turns in (('Green.', 3), ('Red.', 1)):
+        r, = read(vote('model_b') | {f'conversation_{s}': [ASK, say(a), MORE, say(s)] for s, a in
+                                     (('a', 'Green.'), ('b', first))})
+        assert len(r['messages']) == turns and r['output_2'].endswith('b')
+    r, = read(safe(0, 1), columns='better_response_id=safer_response_id')
+    assert r['preference'] == 2
+    r, = read_candidates(write(tmp_path/'b.json', [rated(RED, WRONG)]))
+    assert (r['scores'], r['source']) == ([8., 1.], ['red.', 'blue.'])
+    own = [dict(q='Hi.', a='Yes?', b=f'{v}', score=v) for v in (-1, 0, 1)]
+    ours = 'instruction=q,output_1=a,output_2=b,'
+    found = read(*own, columns=f'{ours}preference_strength=score')
+    assert [r['preference'] for r in found] == [1, 1.5, 2]
+    with pytest.raises(ValueError, match='row 0: labels is -1'):
+        read(*own, columns=f'{ours}labels=score')
+    for values in ((-1, 0, 1), (0, 1), (-3, 1), (.2, .8)):
+        rows = [dict(own[0], b=str(v), score=v) for v in values]
+        with pytest.raises(ValueError, match='preference_strength'):
+            read(*rows, columns=f'{ours}preference=score')
+    for row in (strength(4), vote('model_c'), dict(vote('tie'), conversation_a='Red.')):
+        with pytest.raises(ValueError, match='a.json, row 0'): read(row)
+
+
 def test_columns_are_mapped(tmp_path):
     path = write(tmp_path/'a.json', [dict(q='Hi.', a='Yes?', input='x')])
     for columns in ('instruction=q, output=a', 'prompt=q,completion=a'):
@@ -190,8 +238,8 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     for t in ("input is 'nan' in 2 of 4", "output is 'nan' in 1 of 4",
               'output is empty in 1 of 4'):
         assert f'a.json: {t}' in told
-    told = said([dict(p, preference=int(i < 2)) for i, p in enumerate(PAIRS)], 'preference')
-    assert '40% of the labels are 1, 60% ties' in told and 'coded 0 and 1' in told
+    told = said([dict(p, preference=1.5 - (i < 2)/2) for i, p in enumerate(PAIRS)], 'preference')
+    assert '40% of the labels are 1, 60% ties' in told
     missing = [dict(p, preference=l) for p, l in zip(PAIRS, (1, 2, 0, None, -1))]
     assert '2 pairs have no label' in said(missing, 'preference')
     swapped = dict(PAIRS[0], output_1='b0', output_2='a')
@@ -274,7 +322,7 @@ def test_a_damaged_file_is_rows_or_refused_by_name(folder, suffix, where, cut, p
 
 
 OURS = {'instruction', 'input', 'output', 'output_1', 'output_2', 'preference', 'x'}
-columns = st.sampled_from(sorted({c for _, names in SHAPES for c in names} | OURS))
+columns = st.sampled_from(sorted({c for _, names in SHAPES for c in names} | {*CODES} | OURS))
 roles = st.sampled_from(['user', 'assistant', 'gpt', 'human', ''])
 message = st.dictionaries(st.sampled_from(['role', 'from', 'content', 'value']), roles | texts)
 messages = st.lists(message, max_size=4)

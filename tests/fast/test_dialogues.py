@@ -72,6 +72,9 @@ def test_messages_and_text(messages, kind):
 def test_a_record_that_is_written_is_read_again(dialogue_, answers):
     record = dict(messages=dialogue_ + [turn('user', 'So?')], output_1=answers[0],
                   output_2=answers[1], preference=2.)
+    if answers[0] == answers[1]:
+        with pytest.raises(ValueError, match='two equal answers'): as_chat(record)
+        return
     for form in (as_hh, as_chat):
         back, = as_records([form(record)], 'a', ['preference'])
         assert back['messages'] == record['messages']

@@ -8,16 +8,16 @@ __all__ = ['FILE_SUFFIXES', 'find_file', 'unique_fields', 'read_text', 'read_row
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
-from functools import cache
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from alpaca_farm.core.data.dialogues import (check_messages, dialogue_text, parse_dialogue,
     prompt_messages, prompt_text)
-from .formats import as_records, FIELDS
+from .formats import as_records, FIELDS, notice, SAY_CODE
 from .preferences import is_preference, pair_identity
-from ..run.paths import at_root, looks_like_hub, missing_path, root
+from ..run.paths import at_root, looks_like_hub, missing_path
 
 # %% ../../../nbs/core/data/records.ipynb #aab747f0
 FILE_SUFFIXES = tuple(f'.{kind}{gz}' for gz in ('', '.gz')
@@ -167,45 +167,44 @@ def read_rows(path) -> list[dict]:
     except Exception as e: raise ValueError(f'{path}: not a valid dataset ({e})') from None
 
 # %% ../../../nbs/core/data/records.ipynb #bda38868
-@cache
-def _notice(text: str):
-    "Print a line that begins with a file, relative to the root, once in a process."
-    print(text.removeprefix(f'{root()}/'))
-
-
 def check_field(row: dict, name: str, type_: type, where: str):
     "ValueError when a field is missing, empty where it may not be, or of another type."
-    at = f'{where}: the field {name!r} is'
+    at, code = f'{where}: the field {name!r} is', f'. {SAY_CODE}' if type_ is float else ''
     if name not in row:
         raise ValueError(f'{at} missing; it has {", ".join(map(repr, row))}. '
-                         'Rename a column, or name it in `columns`')
+                         f'Rename a column, or name it in `columns`{code}')
     v = row[name]
     valid, expected = {
         float: (is_preference(v), 'a number from 1 to 2'), str: (isinstance(v, str), 'a string'),
         list: (isinstance(v, list) and v and {*map(type, v)} == {str}, 'a list of strings')}[type_]
-    if not valid: raise ValueError(f'{at} {v!r:.60}, not {expected}')
+    if not valid: raise ValueError(f'{at} {v!r:.60}, not {expected}{code}')
     if name == 'instruction' and not v.strip(): raise ValueError(f'{at} empty')
 
 
 def check_records(rows: list[dict], kind: str, where: str) -> list[dict]:
-    """The records, with an empty `input` where there was none, but for pairs without a label;
-    ValueError naming file (`where`), row and field of one without the fields of `kind`."""
-    records = []
+    """The records, with an empty `input` where there was none, but for pairs without a label and
+    two equal answers of which one is preferred; ValueError naming file (`where`), row and field of
+    one without the fields of `kind`."""
+    records, lost = [], Counter()
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f'{where}, row {i}: a record is expected, not {row!r:.60}')
-        if kind == 'preference' and row.get('preference', 1) is None: continue
+        if kind == 'preference' and row.get('preference', 1) is None:
+            lost['pairs have no label'] += 1
+            continue
         if row.get('input') is None: row['input'] = ''
         dialogue = prompt_messages(row) is not None
         if dialogue: check_messages(row, f'{where}, row {i}')
         prompt = {} if dialogue else dict(instruction=str)
         for name, type_ in dict(prompt, input=str, **FIELDS[kind]).items():
             check_field(row, name, type_, f'{where}, row {i}')
+        if kind == 'preference' and row['output_1'] == row['output_2'] and row['preference'] != 1.5:
+            lost['pairs have two equal answers, of which none is better'] += 1
+            continue
         records.append(row)
     labelled = ' with a label' if rows else ''
     if not records: raise ValueError(f'{where}: the file holds no records{labelled}')
-    lost = len(rows) - len(records)
-    if lost: _notice(f'{where}: {lost} pairs have no label')
+    for what, n in lost.items(): notice(f'{where}: {n} {what}')
     return records
 
 # %% ../../../nbs/core/data/records.ipynb #7fed2d05
@@ -227,8 +226,7 @@ def _remarks(rows: list[dict], kind: str):
     p, sides = np.array([r['preference'] for r in rows]), {}
     first, tie, second = (p < 1.5).mean(), (p == 1.5).mean(), (p > 1.5).mean()
     if not (first and second):
-        yield (f'{first:.0%} of the labels are 1, {tie:.0%} ties, {second:.0%} 2. '
-               'Labels coded 0 and 1 must be written as 1 and 2: 0 is a tie')
+        yield f'{first:.0%} of the labels are 1, {tie:.0%} ties, {second:.0%} 2'
     for r, side in zip(rows, np.sign(p - 1.5)):
         turned = r['output_1'] > r['output_2']
         sides.setdefault(tuple(pair_identity(r)), set()).add(-side if turned else side)
@@ -260,8 +258,8 @@ def load_records(spec: str, name: str | tuple = '', kind: str | tuple = 'instruc
     rows = check_records(rows, kind, where)
     unique = list({json.dumps(r, sort_keys=True, default=str): r for r in rows}.values())
     repeated = len(rows) - len(unique)
-    if repeated: _notice(f'{where}: {repeated} exact duplicates are left out')
-    for remark in _remarks(unique, kind): _notice(f'{where}: {remark}')
+    if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
+    for remark in _remarks(unique, kind): notice(f'{where}: {remark}')
     return unique
 
 
