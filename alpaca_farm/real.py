@@ -321,7 +321,7 @@ def run(cfg: RealConfig):
         if not job.out.startswith(f'{cfg.runs}/rloo_free_'): continue
         candidates = read_answers(job.out, candidates=True)
         texts = [dict(c, output=c['output'][0]) for c in candidates]
-        steps.append(dict(step=int(job.out.rpartition('_')[2]), kept=100*mean(map(kept, texts)),
+        steps.append(dict(step=int(job.out.rpartition('_')[2]), kept=100*mean([kept(r) for r in texts]),
                           fluency=mean([words.fluency(r['output']) for r in texts]),
                           reward=mean([c['scores'][0] for c in candidates])))
     folder.write('rloo_free.json', steps)
