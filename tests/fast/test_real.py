@@ -14,7 +14,7 @@ def test_a_crowd_sees_what_the_pool_overlooks():
     assert real.sample_judges('crowd', words, 3)(pairs) == crowd(pairs)
 
 
-@pytest.mark.parametrize('text, error', [('dppo: {}', 'Did you mean dpo'), ('', 'real_none')])
+@pytest.mark.parametrize('text, error', [('dpoo: {}', 'Did you mean dpo'), ('', 'real_none')])
 def test_bad_sizes_are_refused(tmp_path, text, error):
     file = tmp_path/'real_none.yaml'
     if text: file.write_text(text)
