@@ -64,7 +64,7 @@ class LocalWriter:
             samples = generate(self.model, self.tokenizer, [rows[i] for i in fit], 1,
                                cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         for i, (s,) in zip(fit, samples):
-            written[i] = Written(decode(s.tokens, self.tokenizer), s.ended)
+            written[i] = Written(decode(s.tokens, self.tokenizer, cfg.template), s.ended)
         return written
 
     def choose(self, prompts: list, labels) -> list[float]:

@@ -63,13 +63,13 @@ def _check_policy(model, spec: str, cfg: Config):
 
 
 def load_policy(spec: str, cfg: Config, train: bool = False, frozen: bool = False):
-    """A causal language model and its tokenizer, from a run folder, checkpoint folder or hub name;
-    in the precision of training, and if `frozen` without what only training needs."""
+    """A causal language model and its tokenizer, from what `model_path` takes; in the
+    precision of training, and if `frozen` without what only training needs."""
     from transformers import AutoModelForCausalLM
     model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train, not frozen))
     model = place_model(model, cfg)
     _check_policy(model, spec, cfg)
-    tokenizer = load_tokenizer(spec, model)
+    tokenizer = load_tokenizer(spec, model, getattr(cfg, 'template_arguments', {}))
     return _prepare_training(model, spec, cfg) if train and not frozen else model, tokenizer
 
 
@@ -93,7 +93,8 @@ def load_scalar(spec: str, cfg: Config, head: str = 'keep', train: bool = False)
     if train and not hasattr(model, 'score'):
         raise ValueError(f'{spec}: {type(model).__name__} has no head on its last token: it can '
                          'be a reward_model, but no value model and no policy to train one from')
-    tokenizer = load_tokenizer(spec, model)
+    arguments = {} if head == 'keep' else getattr(cfg, 'template_arguments', {})
+    tokenizer = load_tokenizer(spec, model, arguments)
     model.config.pad_token_id = tokenizer.pad_token_id
     if head == 'zero': torch.nn.init.zeros_(model.score.weight)
     if head == 'normal':
