@@ -47,10 +47,9 @@ def _from_gguf(file: Path) -> str:
     with lock_of(folder):
         if folder.exists(): return str(folder)
         if not find_spec('gguf'):
-            raise ImportError(f"{file}: GGUF files need the extra gguf: pip install gguf")
+            raise ImportError(f'{file}: reading it takes the extra gguf (pip install gguf)')
         print(f'{file} is written to {folder} as safetensors')
         temporary, source = temporary_path(folder), dict(gguf_file=file.name)
-        no_progress_bars()
         try:
             model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CARD', 'load_policy', 'load_reference', 'load_scalar', 'scalar_on', 'before', 'hidden_states', 'answer_states',
-           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'sequence_scores', 'values',
-           'unique_weights', 'save_model']
+           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'next_log_odds', 'sequence_scores',
+           'values', 'unique_weights', 'save_model']
 
 # %% ../../../nbs/core/model/models.ipynb #9473f1c0
 import copy, os
@@ -204,6 +204,33 @@ def response_logprobs(model, prompts: list, responses: list, pad_id: int,
             for places, logp in zip(rows, logps): out[places] = logp
         return out.tolist()
     return torch.tensor(in_parts(compute, prompts, responses), dtype=torch.float)
+
+# %% ../../../nbs/core/model/models.ipynb #420959d9
+@torch.no_grad()
+def next_log_odds(model, prompts: list, tokens: list, pad_id: int, size: int = 0) -> torch.Tensor:
+    """log p of the second minus log p of the first of two tokens as the next one behind a prompt,
+    of N prompts (lists of ids) and N pairs of tokens: (N,) float32 on the CPU, in nats, from
+    logits in float32; `size`: prompts in a forward pass, as in `response_logprobs`."""
+    size = size or rows_per_pass(model, max(map(len, prompts), default=1), 128, cached=False)
+    head = _head_parts(model)
+    def compute(prompts, tokens):
+        out = torch.zeros(len(prompts))
+        for rows, asked, pairs in answer_batches(prompts, tokens, size):
+            batch = collate(asked, [()] * len(asked), pad_id)
+            ids, mask = (batch[k].to(model.device) for k in ('ids', 'mask'))
+            last = torch.arange(len(ids), device=ids.device), mask.sum(1) - 1
+            read = torch.zeros_like(mask).index_put(last, mask.new_ones(()))
+            states = hidden_states(model, ids, mask, read=read)[last].float()
+            known = sorted({t for pair in pairs for t in pair})
+            few = {k: head[k] if head[k] is None else head[k][known].float()
+                   for k in ('weight', 'bias')}
+            with torch.autocast(ids.device.type, enabled=False):
+                logits = head_logits(states, scale=head['scale'], cap=head['cap'], **few)
+            columns = torch.tensor([[known.index(t) for t in pair] for pair in pairs])
+            odds = logits.cpu().gather(1, columns).diff(dim=1)[:, 0].tolist()
+            for places, value in zip(rows, odds): out[places] = value
+        return out.tolist()
+    return torch.tensor(in_parts(compute, prompts, tokens), dtype=torch.float)
 
 # %% ../../../nbs/core/model/models.ipynb #270d0a7b
 def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
