@@ -122,15 +122,15 @@ def judge_measures(
     # accuracy: the judge's shares of votes on a pair, in the people's mode
     shares, mode = by_judge/np.maximum(by_judge.sum(0), 1), vote_mode(by_people)
     table, decided = shares @ mode.T, mode[[0, 2]].max(0) == 1
-    hits = (shares*mode).sum(0) + shares[1]*mode[[0, 2]].sum(0)/2   # a judge's tie is a half
-    right = table.trace() if (people == 1.5).any() else hits.sum()
+    hits = (shares*mode).sum(0)
+    if not (people == 1.5).any(): hits += shares[1]*mode.sum(0)/2   # ties that nobody else casts
     # order: of the pairs with a vote in each
     both = ~np.isnan(votes[:, 0] + votes[:, 1])
     one, two = votes[:, 0][both], votes[:, 1][both]
     first, no_ties = (one == 1).sum() + (two == 2).sum(), (one != 1.5).sum() + (two != 1.5).sum()
     answered = by_judge.sum(0) > 0
     comparable, raters = (answered & (by_people.sum(0) > 1)).any(), np.vstack([people, four[:1]])
-    out = dict(accuracy=_share(right, table.sum()),
+    out = dict(accuracy=_share(hits.sum(), table.sum()),
                decided=_share(hits[decided].sum(), shares[:, decided].sum()),
                agreement=agreement(every, people) if comparable else math.nan,
                kappa=cohen_kappa(table),

@@ -16,6 +16,7 @@ from .judge_configs import parse_decoding
 from ..model.models import (
     autocast, load_policy, next_log_odds, response_logprobs)
 from ..data.preferences import hash_uniform
+from ..data.dialogues import without_thoughts
 from ..data.text import decode, encode_prompts, start_tokens
 
 # %% ../../../nbs/core/ask/completions.ipynb #f33c5f36
@@ -138,7 +139,7 @@ class ServedWriter:
                 written.append(Written('', False, 'refused'))
                 continue
             ended = answer['choices'][0].get('finish_reason') != 'length'
-            written.append(Written(answer_text(answer), ended))
+            written.append(Written(without_thoughts(answer_text(answer)), ended))
         return written
 
     def choose(self, prompts: list, labels) -> list[float]:
