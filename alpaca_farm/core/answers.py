@@ -132,7 +132,7 @@ def in_chunks(
     rows, starts = read_lines(file, state['size']), range(0, len(items), size)
     run.config['steps'] = len(starts)
     run.write('config.json', run.config)
-    show = Progress(run.folder.name, len(starts), done=state['step'])
+    show = Progress(run.folder.name, len(starts))
     for step, at in enumerate(starts[state['step']:], state['step'] + 1):
         new = make(items[at:at + size])
         rows += new

@@ -37,10 +37,10 @@ def _curve(points: list[tuple[float, float]], label: str = '') -> str:
 # %% ../../../nbs/core/run/progress.ipynb #b2686740
 class Progress:
     """A line `name 12/30 reward 0.41, 25 s left`, with bar and curve; redrawn in place `every`
-    second. Of `total` steps some may be `done` before."""
-    def __init__(self, name: str, total: int, every: float = 1., done: int = 0):
-        self.name, self.total, self.every, self.first, self.last = name, total, every, done, 0.
-        self.began, self.handle, self.points = time.time(), None, []
+    second. The time left is that of the steps after the first one shown, from two of them on."""
+    def __init__(self, name: str, total: int, every: float = 1.):
+        self.name, self.total, self.every, self.last = name, total, every, 0.
+        self.first, self.handle, self.points = None, None, []
         # a kernel's stderr is a pipe to the notebook; ipykernel keeps a copy of the one before
         streams = getattr(sys.stderr, '_original_stdstream_copy', None), 2
         self.fd = next((fd for fd in streams if fd is not None and os.isatty(fd)), None)
@@ -54,9 +54,10 @@ class Progress:
         "Show that `step` steps are done; `value` extends the curve, `left` are seconds if known."
         now, over = time.time(), step >= self.total
         if value is not None: self.points.append((step, value))
+        if self.first is None: self.first = step, now   # later ones do not load and compile
         if not over and now - self.last < self.every: return
-        if left is None and step > self.first:
-            left = (now - self.began) / (step - self.first) * (self.total - step)
+        if left is None and (taken := step - self.first[0]) > 1:
+            left = (now - self.first[1]) / taken * (self.total - step)
         line, self.last = f'{self.name} {step}/{self.total} {text}'.rstrip(), now
         self.show(line if over or left is None else f'{line}, {duration(left)} left', over, step)
 
