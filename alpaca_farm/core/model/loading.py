@@ -51,7 +51,10 @@ def _from_gguf(file: Path) -> str:
         print(f'{file} is written to {folder} as safetensors')
         temporary, source = temporary_path(folder), dict(gguf_file=file.name)
         try:
-            model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **source)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=torch.float32, output_loading_info=True, **source)
+            if info['missing_keys']:   # and are random now
+                raise ValueError(f'it lacks the weights {", ".join(info["missing_keys"])}'[:200])
             tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
         except (ValueError, NotImplementedError) as e:
             raise ValueError(f'{file} cannot be read: {str(e).splitlines()[0]}') from e
