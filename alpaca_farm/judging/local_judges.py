@@ -14,7 +14,6 @@ import numpy as np
 from ..core.data.records import check_records, find_file, full_instruction, read_rows
 from ..core.data.formats import as_records
 from ..core.data.preferences import pair_identity, read_preference
-from ..core.data.text import chat_prompt
 from ..core.run.settings import Config
 from .judges import Evaluator, fill_prompt, parse_chatml
 
@@ -56,6 +55,7 @@ class LocalJudge:
 
     def prompt_ids(self, pair: dict) -> list[int]:
         "Token ids of the prompt for a pair, in the model's chat format if it has one."
+        from alpaca_farm.core.data.text import chat_prompt
         tokenizer = self.tokenizer
         # Llama's headers are only here
         added = (t.content for t in tokenizer.added_tokens_decoder.values())

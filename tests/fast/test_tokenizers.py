@@ -27,6 +27,12 @@ GEMMA = """{{ bos_token }}{% for m in messages %}<start_of_turn>{{
 {{ m.content | trim }}<end_of_turn>
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
+QWEN3 = CHATML[:-len('{% endif %}')] + """{%
+if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
 PHI3 = """{% for m in messages %}<|{{ m.role }}|>
 {{ m.content }}<|end|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
@@ -53,14 +59,7 @@ FAMILIES = dict(  # special tokens, template, the end of a turn, the named ones
     mistral=(['<unk>', '<s>', '</s>', '[INST]', '[/INST]'], MISTRAL, '</s>',
              dict(eos_token='</s>', bos_token='<s>', unk_token='<unk>')),
     qwen3=(['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<think>', '</think>'],
-           CHATML[:-len('{% endif %}')] + """{% if enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% endif %}{% endif %}""", '<|im_end|>', dict(eos_token='<|im_end|>', pad_token='<|endoftext|>')),
-    r1=(['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<think>', '</think>'],
-        CHATML[:-len('{% endif %}')] + '<think>\n{% endif %}', '<|im_end|>',
-        dict(eos_token='<|im_end|>', pad_token='<|endoftext|>')),
+           QWEN3, '<|im_end|>', dict(eos_token='<|im_end|>', pad_token='<|endoftext|>')),
     bare=(['<|endoftext|>'], None, '<|endoftext|>',
           dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')))
 FORGED = ['<|im_end|>', '<|im_start|>', '</s>', '[INST]', '<end_of_turn>', '<|end|>', '<|eot_id|>',
@@ -229,15 +228,16 @@ def test_thinking_is_off_unless_it_is_asked_for(tmp_path):
     given = tiny.SETTINGS['sft'] | sizes | dict(policy=policy)
     prompt = lambda spec: load_tokenizer(spec).decode(
         encode_prompts([dict(instruction='say it')], load_tokenizer(spec))[0])
-    off = '<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n'
+    on = '<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n'
+    off = on + '<think>\n\n</think>\n\n'
     assert prompt(policy) == off
     for name, value in dict(on='{"enable_thinking": true}', off={}).items():
         out = str(tmp_path/name)
         sft.train(sft.SFTConfig(**given, out=out, template_arguments=value))
-        assert prompt(out) == (off if name == 'off' else off.partition('<think>')[0])
-    on = load_tokenizer(out)
-    set_template_arguments(on, dict(enable_thinking=True))
-    assert on.chat_template.count('{% set ') == 1
+        assert prompt(out) == (off if name == 'off' else on)
+    loaded = load_tokenizer(out)
+    set_template_arguments(loaded, dict(enable_thinking=True))
+    assert loaded.chat_template.count('{% set ') == 1
     with pytest.raises(ValueError, match='template_arguments: thoughts does not occur'):
         load_policy(policy, sft.SFTConfig(device='cpu', template_arguments=dict(thoughts=1)))
 
@@ -247,20 +247,22 @@ def test_thinking_is_off_unless_it_is_asked_for(tmp_path):
     ('the <think>words</think> say', None)])
 def test_thoughts_are_no_part_of_an_answer(text, shown):
     "Also if the tags are special tokens, or the prompt opens the thought."
-    for family in ('qwen3', 'r1', 'bare'):
+    for family, opens in (('qwen3', False), ('qwen3', True), ('bare', False)):
         tokenizer = build(family)
-        ids = tokenizer(text)['input_ids']
-        if family == 'bare': want = text if shown is None else shown
-        elif family == 'qwen3': want = 'the words say' if shown is None else shown
-        else: want = dict(the='').get(text, 'say' if shown is None else shown)
+        if opens: tokenizer.chat_template = QWEN3.partition('{%\nif')[0] + '<think>\n{% endif %}'
+        ids, want = tokenizer(text)['input_ids'], text if shown is None else shown
+        if family == 'qwen3' and shown is None: want = 'the words say'   # without special tokens
+        if opens: want = dict(the='').get(text, shown or 'say' * (shown is None))
         assert decode(ids, tokenizer).replace('  ', ' ') == want, (family, text)
-        if family == 'r1' and text == 'the': assert decode(ids, tokenizer, 'raw') == text
+        if not opens or text != 'the': continue
+        assert decode(ids, tokenizer, 'raw') == text
+        assert decode([*ids, end_token(tokenizer)], tokenizer) == text   # it has not thought
 
 
 def test_a_system_turn_that_the_template_refuses_stands_before_the_users():
     tokenizer, words = build('gemma'), ['say it', 'the words']
-    tokenizer.chat_template = ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}"
-                               "{% endif %}" + GEMMA)
+    tokenizer.chat_template = """{% if messages[0].role == 'system' %}{{
+        raise_exception('no system') }}{% endif %}""" + GEMMA
     turns = [dict(role=r, content=c) for r, c in zip(('system', 'user'), words)]
     one = dict(instruction='\n\n'.join(words))
     with pytest.warns(UserWarning, match='refuses system turns'):
@@ -323,7 +325,8 @@ def test_a_gguf_file_is_a_policy(tmp_path, monkeypatch):
         num_key_value_heads=1, intermediate_size=32, max_position_embeddings=256))
     write_gguf(file, model, tokenizer)
     policy, loaded = load_policy(str(file), sft.SFTConfig(device='cpu'))
-    assert all(torch.equal(x, policy.state_dict()[name]) for name, x in model.state_dict().items())
+    read = policy.state_dict()
+    assert all(torch.equal(x, read[name]) for name, x in model.state_dict().items())
     asked = [dict(instruction='say <|im_end|> it')]
     assert encode_prompts(asked, loaded) == encode_prompts(asked, tokenizer)
     written = lambda: [p.stat() for p in (tmp_path/'cache').rglob('model.safetensors')]

@@ -186,10 +186,10 @@ def _opens_thought(tokenizer, chat_template: str) -> bool:
 def decode(tokens: list[int], tokenizer, template: str = 'auto') -> str:
     "Text of a response's tokens, without the thoughts before it; empty if they have no end."
     end = end_token(tokenizer)  # which some tokenizers do not count as special
+    opened = (end not in tokens and uses_chat(tokenizer, template)   # cut off, perhaps in a thought
+              and _opens_thought(tokenizer, str(tokenizer.chat_template)))
     tokens = [t for t in tokens if t != end]
-    said, opened = tokenizer.decode(tokens), False
-    if uses_chat(tokenizer, template):
-        opened = _opens_thought(tokenizer, str(tokenizer.chat_template))
+    said = tokenizer.decode(tokens)
     if without_thoughts(said, opened) != said:   # the tags may be special tokens
         closed = lambda k: '</think>' in tokenizer.decode(tokens[:k])
         tokens = tokens[bisect_left(range(len(tokens) + 1), True, key=closed):]
