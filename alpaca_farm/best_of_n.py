@@ -91,7 +91,8 @@ def sampled_source(cfg: BestOfNConfig, rewards=None):
 def stored_source(cfg: BestOfNConfig):
     "The same of another run's samples, the first n of each; ValueError if sampled otherwise."
     theirs = run_config(cfg.samples).get('settings', {})   # empty where they are not of a run
-    for k in ('policy', 'data', 'split', 'temperature', 'top_p', 'max_new_tokens', 'template'):
+    for k in ('policy', 'data', 'split', 'temperature', 'top_p', 'max_new_tokens', 'template',
+              'template_arguments'):
         if k not in theirs or at_root(str(theirs[k])) == at_root(str(getattr(cfg, k))): continue
         raise ValueError(f'{cfg.samples} was sampled with {k} = {theirs[k]}; here {k} = '
                          f'{getattr(cfg, k)}. Give the same, or leave samples empty')

@@ -105,7 +105,8 @@ def _read_own(cfg: BringYourOwnConfig) -> tuple:
             for name, (kind, split) in _OWN_DATA.items() if getattr(cfg, name)}
     prompts = list({prompt_key(r): r for r in data['prompts']}.values())   # each once
     data['prompts'] = prompts = prompts[:cfg.max_instances or None]
-    lengths = [len(p) for p in encode_prompts(prompts, load_tokenizer(cfg.model), cfg.template)]
+    tokenizer = load_tokenizer(cfg.model, arguments=cfg.template_arguments)
+    lengths = [len(p) for p in encode_prompts(prompts, tokenizer, cfg.template)]
     check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     judge = load_annotators(cfg.judge, cfg)
     if not api_clients(judge):
@@ -151,8 +152,9 @@ def _own_jobs(cfg: BringYourOwnConfig, parameters: int) -> list[Job]:
     machine = given('seed', 'device', 'dtype')
     start = machine | dict(policy=at('sft') if cfg.demonstrations else cfg.model)
     answering = given('max_new_tokens', 'max_prompt') | dict(data=at('data/prompts.json'))
-    sampled = start | answering | given('temperature', 'template')
-    trained = (start | given('template', *HardwareConfig.__annotations__)
+    prompted = start | given('template', 'template_arguments')
+    sampled = prompted | answering | given('temperature')
+    trained = (prompted | given(*HardwareConfig.__annotations__)
                | dict(max_length=cfg.max_prompt + cfg.max_new_tokens))
     pairs = dict(preferences=at('data/preferences.json'))
     if cfg.demonstrations:

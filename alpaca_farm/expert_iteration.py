@@ -61,7 +61,8 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
     settings = asdict(cfg)
     pick = lambda *names: {k: settings[k] for k in names}
     folder, learned = f'{cfg.out}/round_{round_}', f'{cfg.out}/round_{round_ - 1}/sft'
-    shared = pick('device', 'dtype', 'max_new_tokens', 'max_prompt', 'template')
+    shared = pick('device', 'dtype', 'max_new_tokens', 'max_prompt', 'template',
+                  'template_arguments')
     shared['policy'] = learned if round_ > 1 else cfg.policy
     best = shared | pick('temperature', 'top_p', 'data', 'columns', 'split', 'n', 'max_instances',
                          *RewardConfig.__annotations__)

@@ -10,7 +10,7 @@ __all__ = ['RewardModelConfig', 'label_chance', 'pairwise_loss', 'margins', 'pai
 # %% ../nbs/reward_model.ipynb #2ee384e0
 import math, random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Interval
@@ -22,7 +22,8 @@ from .core.data.records import full_instruction, load_records, prompt_key
 from .core.model.models import load_scalar, load_tokenizer, save_model, sequence_scores
 from .core.model.rewards import score_records
 from .core.run.runs import start
-from .core.run.settings import Amount, command, Count, Positive, Schedule, Template, TrainConfig
+from .core.run.settings import (Amount, Arguments, command, Count,
+    Positive, Schedule, Template, TrainConfig)
 from .core.stats import wilson
 from .core.data.text import check_positions, encode
 from .core.training import answer_batch, batches, Trainer
@@ -38,6 +39,7 @@ class RewardModelConfig(TrainConfig):
     head: Literal['zero', 'normal'] = 'zero'  # the fresh head: zero, or normal for N(0, 1/(d+1))
     likelihood: Amount = 0.2  # weight of the answer's log-likelihood in its score; 0: none
     template: Template = 'auto'               # prompt format
+    template_arguments: Arguments = field(default_factory=dict)  # of the chat template
     epochs: Positive = 2                      # passes over the pairs
     max_length: Annotated[int, Ge(2)] = 128   # tokens of prompt and answer together
     # pairs for measuring; -1: 500, or a fifth if that is less
@@ -136,7 +138,8 @@ def load_preference_pairs(cfg: RewardModelConfig) -> tuple[dict, list[dict], int
                            cfg.columns)
     held_out = cfg.held_out if cfg.held_out > 0 else min(500, max(1, len(records)//5))
     learn, aside = split_pairs(records, held_out, cfg.seed)
-    tokenizer, fields = load_tokenizer(cfg.policy), ('output_1', 'output_2')
+    tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
+    fields = 'output_1', 'output_2'
     rows, prompts, answers = encode(learn, fields, tokenizer, cfg.max_length, cfg.template)
     aside = [aside[i] for i in encode(aside, fields, tokenizer, cfg.max_length, cfg.template)[0]]
     fit = [learn[i] for i in rows]

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['Task', 'task_file', 'read_task', 'contrast_prompt', 'clean_response', 'judge_prompt', 'RLCDConfig', 'write_items',
-           'answers_of', 'stored_items', 'SelfJudge', 'label_items', 'write_rlcd_csv', 'item_figures', 'run']
+           'answers_of', 'stored_items', 'SelfJudge', 'label_items', 'label_evidence', 'write_rlcd_csv', 'item_figures',
+           'run']
 
 # %% ../nbs/rlcd.ipynb #d7872f32
 import csv, os, re
@@ -29,6 +30,7 @@ from .core.run.paths import at_root, notebooks_folder, root
 from .core.data.preferences import hash_uniform, PAIR_FIELDS
 from .core.run.runs import start
 from .core.run.settings import command, Count, Positive, Scale
+from .core.stats import wilson
 from .annotators import annotate_pairs, check_all_answered, load_annotators
 
 # %% ../nbs/rlcd.ipynb #93c12fa3
@@ -273,6 +275,23 @@ def label_items(items: list[dict], judge, cfg: RLCDConfig) -> list[dict]:
     labels = iter(labels)
     return [i if i['reason'] else i | next(labels) for i in items]
 
+# %% ../nbs/rlcd.ipynb #8d270f91
+_MEASURED = 500   # pairs on which labels are compared with likelihoods
+
+
+def label_evidence(writer, task: Task, items: list[dict], chat: bool = False) -> np.ndarray:
+    """The left side minus the right one of this inequality, in nats, of the N pairs of RLCD: (N,);
+    nan where a prompt with its answer is too long for the model."""
+    def shown(text):   # as the model continues the prompt
+        text = text.removeprefix(task.response_prefix).strip()
+        return text if chat else with_space(text)
+    pairs, odds = [tuple(map(shown, answers_of(i))) for i in items], []
+    for side in ('negative', 'positive'):
+        prompts = [contrast_prompt(task, i, task.contrast[i['contrast']], side, chat)
+                   for i in items]
+        odds.append(np.array(writer.log_odds(prompts, pairs)))
+    return odds[0] - odds[1]
+
 # %% ../nbs/rlcd.ipynb #b8e1ccdf
 def write_rlcd_csv(path, records: list[dict]):
     "Write preference records as RLCD's consolidated CSV; a dialogue is its `instruction`."
@@ -300,7 +319,8 @@ def item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
     sides = ('output_1', 'output_2') if cfg.method == 'rlaif' else ('positive', 'negative')
     for side, texts in zip(sides, zip(*map(answers_of, made))):
         figures[f'length_{side}'] = float(np.mean([len(text.split()) for text in texts]))
-    certain = [abs(2*i['preference'] - 3) for i in made if 'preference' in i]
+    certain = [abs(2*i['preference'] - 3) for i in made if i.get('annotator') != 'contrast'
+               and 'preference' in i]
     return figures | (dict(certainty=float(np.mean(certain))) if certain else {})
 
 
@@ -332,6 +352,14 @@ def run(cfg: RLCDConfig):
     folder.write('items.json', items)
     figures = item_figures(items, cfg)
     made = [i for i in items if not i['reason']]
+    if cfg.method == 'rlcd' and not cfg.served:
+        evidence = label_evidence(writer, task, made[:_MEASURED], cfg.template == 'chat')
+        agree = wilson(int((evidence > 0).sum()), len(evidence))   # what is not known does not
+        figures |= dict(agreement=agree.value, agreement_low=agree.low, agreement_high=agree.high)
+        if agree.low <= .5:
+            print(f'the likelihoods under the two prompts agree with {agree.value:.0%} '
+                  f'[{agree.low:.0%}, {agree.high:.0%}] of the labels, not clearly more than half: '
+                  'the phrases may not change what the model writes')
     if cfg.method == 'context_distillation':
         folder.write('sft.json', [dict(bare_prompt(i), output=answers_of(i)[0], index=i['index'],
                                        contrast=i['contrast']) for i in made])

@@ -193,7 +193,7 @@ def policy_candidates(policy, tokenizer, queries: list, prompts: list, cfg, seed
         beams = beam_search(policy, tokenizer, prompts, cfg.n, cfg.groups, cfg.diversity_penalty,
                             cfg.max_new_tokens)
         answers = end_turns(queries, beams, tokenizer, cfg.template)
-    return [dict(output=[decode(s.tokens, tokenizer) for s in samples],
+    return [dict(output=[decode(s.tokens, tokenizer, cfg.template) for s in samples],
                  source=['policy'] * len(samples), scores=[None] * len(samples),
                  ended=[s.ended for s in samples], tokens=[s.tokens for s in samples])
             for samples in answers]

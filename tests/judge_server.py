@@ -33,7 +33,8 @@ PAIRS = (  # a regex with one group for either output; the last match counts
     (r'"(?:output|answer)": """(.*?)"""\s*\},',
      r'"""\s*\},.*?"(?:output|answer)": """(.*?)"""\s*\}'))
 DEFAULTS = dict(
-    latency=0., faults={}, seed=0, key='', retry_after=.05, drip=1., batch_seconds=.2,
+    latency=0., faults={}, seed=0, key='', model='',   # model: that answers, whatever is asked for
+    retry_after=.05, drip=1., batch_seconds=.2,
     regexes=PAIRS,
     labels=('m', 'M'),              # what names the outputs in log-probs and rankings
     # {letter} a or b, {number} 1 or 2 and {other} the other, {label}, {hash} of the prompt
@@ -101,7 +102,7 @@ def completion(body, options, fault):
     choice = dict(index=0, finish_reason='length' if len(tokens) >= most else 'stop')
     usage = dict(prompt_tokens=len(prompt_text(body))//4, completion_tokens=len(tokens))
     answer = dict(id='1', object='chat.completion' if chat else 'text_completion', created=0,
-                  model=body['model'], choices=[choice], usage=usage)
+                  model=options['model'] or body['model'], choices=[choice], usage=usage)
     if fault == 'schema': return answer | dict(choices=None)
     likely = {text: math.log(.9)}
     if text in labels: likely[labels[2 - label]] = math.log(.1)

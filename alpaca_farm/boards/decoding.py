@@ -108,7 +108,7 @@ def run(cfg: DecodingConfig):
     references = sample_answers(*load_policy(cfg.reference, cfg), records, cfg,
                                 n=4 if cfg.temperature else 1, seed=cfg.seed + 1000)
     state = folder.load() or dict(step=0, rows=[])
-    show = Progress(folder.folder.name, len(policies), done=state['step'])
+    show = Progress(folder.folder.name, len(policies))
     for step, (name, how) in enumerate(policies.items(), 1):
         if step <= state['step']: continue
         answers = _load_answerer(how)

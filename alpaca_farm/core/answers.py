@@ -10,7 +10,7 @@ __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting
 # %% ../../nbs/core/answers.ipynb #56c94270
 from bisect import bisect_left
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from .data.comparisons import verdicts_over
@@ -24,7 +24,7 @@ from .run.processes import once
 from .run.progress import Progress
 from .run.runs import read_summary
 from .run.settings import (
-    Amount, at_root, Config, Count, Nucleus, Positive, Template)
+    Amount, Arguments, at_root, Config, Count, Nucleus, Positive, Template)
 from .data.text import (check_limit, check_positions, decode, encode_prompts,
     encode_responses, uses_chat, within_limit)
 
@@ -35,6 +35,8 @@ class PromptConfig(Config):
     max_new_tokens: Positive = 56  # longer answers are cut off here
     max_prompt: Positive = 64      # longer prompts are left out, counted and reported
     template: Template = 'auto'  # prompt format: the tokenizer's chat template if any, else alpaca
+    # of the policy's chat template, such as {"enable_thinking": true}
+    template_arguments: Arguments = field(default_factory=dict)
 
 # %% ../../nbs/core/answers.ipynb #7efe8e2d
 @dataclass
@@ -110,7 +112,7 @@ def sample_answers(policy, tokenizer, records: list[dict], cfg: SampleConfig, **
     "The records that fit, each with `output`, `ended` and `logprob` (nats), lists of n."
     answered, _, samples = sample(policy, tokenizer, records, cfg, **how)
     return [dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-                 output=[decode(s.tokens, tokenizer) for s in group],
+                 output=[decode(s.tokens, tokenizer, cfg.template) for s in group],
                  ended=[s.ended for s in group],
                  logprob=[round(sum(s.logprobs), 4) for s in group])
             for r, group in zip(answered, samples)]
@@ -128,7 +130,7 @@ def in_chunks(
     rows, starts = read_lines(file, state['size']), range(0, len(items), size)
     run.config['steps'] = len(starts)
     run.write('config.json', run.config)
-    show = Progress(run.folder.name, len(starts), done=state['step'])
+    show = Progress(run.folder.name, len(starts))
     for step, at in enumerate(starts[state['step']:], state['step'] + 1):
         new = make(items[at:at + size])
         rows += new
@@ -205,7 +207,7 @@ def preflight(
         check_limit(lengths, cfg.max_new_tokens, 'answers in the data', 'max_new_tokens')
     record, prompt = parts[0][0], encode_prompts(parts[0][:1], tokenizer, cfg.template)
     sample, = generate(policy, tokenizer, prompt, max_new_tokens=1)[0]
-    output = decode(sample.tokens, tokenizer) or '.'
+    output = decode(sample.tokens, tokenizer, cfg.template) or '.'
     answer = dict(prompt_fields(record), output=output, ended=sample.ended)
     other = dict(answer, output=prompt_text(record))
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
@@ -228,8 +230,8 @@ def answer_eval_split(
     answered, prompts, groups = sample(policy, tokenizer, load_split(cfg, 'eval_split'), cfg)
     samples = [s for s, in groups]
     outputs = [dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-                    output=decode(s.tokens, tokenizer), ended=s.ended, generator=run.folder.name)
-               for r, s in zip(answered, samples)]
+                    output=decode(s.tokens, tokenizer, cfg.template), ended=s.ended,
+                    generator=run.folder.name) for r, s in zip(answered, samples)]
     run.write('outputs.json', outputs)
     figures = dict(length=mean([len(r['output'].split()) for r in outputs]),
                    ended=mean([r['ended'] for r in outputs]))

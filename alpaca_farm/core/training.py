@@ -270,7 +270,7 @@ def steps(self: Trainer):
     if state: self.restore(state)
     self.run.config.update(steps=self.total, shown=self.shown)
     self.run.write('config.json', self.run.config)
-    self.progress = Progress(self.run.folder.name, self.total, done=self.step)
+    self.progress = Progress(self.run.folder.name, self.total)
     for self.step in range(self.step + 1, self.total + 1):
         yield self.step
         if self.step % self.cfg.checkpoint_every == 0 and self.step < self.total: self.save()

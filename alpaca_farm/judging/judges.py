@@ -156,7 +156,7 @@ def ask_judges(
     requests = [judge_request(e, pairs) for e, pairs in parts]
     verdicts, left = [[Verdict(math.nan)] * e.batch_size for e, _ in parts], range(len(parts))
     def samples(i): return parts[i][0].decoding.get('temperature', 1) != 0
-    greedy = []   # asked again, they would say the same
+    greedy, replied = [], set()   # greedy: asked again, they would say the same
     for draw in range(_ASKS):
         if not left: break
         sent = [requests[i] for i in left]
@@ -166,6 +166,7 @@ def ask_judges(
             return not np.isnan(parse_verdicts(e, answer, shown)).all()
         answers = client(sent, draws, None if draw else readable)
         answered = [(i, answer) for i, answer in zip(left, answers) if answer]
+        replied |= {i for i, _ in answered}
         for i, answer in answered:
             (e, shown), earlier, seconds = parts[i], verdicts[i][0].price, answer['seconds']
             usage = token_usage(answer, requests[i])
@@ -178,6 +179,13 @@ def ask_judges(
         left = [i for i in unread if samples(i)]
     client.unread += [dict(annotator=parts[i][0].name, said=verdicts[i][0].raw)
                       for i in (*greedy, *left)]
+    for name in dict.fromkeys(e.name for e, _ in parts):
+        own = [i for i in sorted(replied) if parts[i][0].name == name]
+        unread = [i for i in own if all(math.isnan(v.preference) for v in verdicts[i])]
+        if len(unread) < 4 or 2*len(unread) <= len(own): continue
+        raise ValueError(f'{name}: no verdict can be read in {len(unread)} of its {len(own)} '
+                         'answers: check model, prompt, parser and max_tokens. All are stored. '
+                         f'One is {verdicts[unread[-1]][0].raw[:200]!r}')
     # in the order of the pairs, without the sums
     given = (v for (_, pairs), vs in zip(parts, verdicts) for v in vs[:len(pairs)])
     return [list(islice(given, len(pairs))) for _, pairs in work]

@@ -6,7 +6,7 @@
 __all__ = ['LocalJudge', 'RewardJudge', 'RecordedLabels', 'read_recorded']
 
 # %% ../../nbs/judging/local_judges.ipynb #3a95da93
-import math, re
+import math, os, re
 from pathlib import Path
 
 import numpy as np
@@ -42,16 +42,20 @@ def _bradley_terry(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 class LocalJudge:
-    "A language model on this machine; gives the probability of its second label, plus 1."
+    """A language model on this machine; gives the probability of its second label, plus 1, by the
+    first token in which its two labels differ."""
     def __init__(self, e: Evaluator, cfg: Config, batch_size: int = 32):
         from alpaca_farm.core.model.models import load_policy
-        labels = _verdict_labels(e)
         self.evaluator, self.name, self.batch_size = e, e.name, batch_size
+        labels = _verdict_labels(e)
         self.model, self.tokenizer = load_policy(e.decoding['model'], cfg)
-        self.labels = [self.tokenizer(l, add_special_tokens=False)['input_ids'] for l in labels]
+        rows = [self.tokenizer(l, add_special_tokens=False)['input_ids'] for l in labels]
+        self.begun = os.path.commonprefix(rows)   # which both labels begin with
+        self.labels = [row[len(self.begun)] for row in rows]
 
     def prompt_ids(self, pair: dict) -> list[int]:
         "Token ids of the prompt for a pair, in the model's chat format if it has one."
+        from alpaca_farm.core.data.text import chat_prompt
         tokenizer = self.tokenizer
         # Llama's headers are only here
         added = (t.content for t in tokenizer.added_tokens_decoder.values())
@@ -63,20 +67,18 @@ class LocalJudge:
         texts = fill_prompt([m['content'] for m in messages], [pair])
         if not tokenizer.chat_template: return tokenizer('\n\n'.join(texts))['input_ids']
         chat = [dict(role=m['role'], content=t) for m, t in zip(messages, texts)]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)['input_ids']
+        return tokenizer(chat_prompt(chat, tokenizer), add_special_tokens=False)['input_ids']
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        from alpaca_farm.core.model.models import response_logprobs
-        prompts = [self.prompt_ids(p) for p in pairs]
+        from alpaca_farm.core.model.models import next_log_odds
+        prompts = [self.prompt_ids(p) + self.begun for p in pairs]
         context = getattr(self.model.config, 'max_position_embeddings', math.inf)
-        limit = context - max(map(len, self.labels))
-        fitting = [i for i, ids in enumerate(prompts) if len(ids) <= limit]
-        answers = [label for label in self.labels for _ in fitting]
-        logps = response_logprobs(self.model, [prompts[i] for i in fitting] * 2, answers,
-                                  self.tokenizer.pad_token_id, size=self.batch_size)
+        fitting = [i for i, ids in enumerate(prompts) if len(ids) <= context]
+        odds = next_log_odds(self.model, [prompts[i] for i in fitting],
+                             [self.labels] * len(fitting), self.tokenizer.pad_token_id,
+                             self.batch_size)
         preferences = np.full(len(pairs), np.nan)
-        preferences[fitting] = _bradley_terry(*logps.double().view(2, -1).numpy())
+        preferences[fitting] = _bradley_terry(0., odds.double().numpy())
         return preferences.tolist()
 
 # %% ../../nbs/judging/local_judges.ipynb #d1293e30

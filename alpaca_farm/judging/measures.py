@@ -121,15 +121,17 @@ def judge_measures(
     by_judge, by_people, by_four = (one_hot_votes(v).sum(0) for v in (every, people, four))
     # accuracy: the judge's shares of votes on a pair, in the people's mode
     shares, mode = by_judge/np.maximum(by_judge.sum(0), 1), vote_mode(by_people)
-    table, hits, decided = shares @ mode.T, shares*mode, mode[[0, 2]].max(0) == 1
+    table, decided = shares @ mode.T, mode[[0, 2]].max(0) == 1
+    hits = (shares*mode).sum(0)
+    if not (people == 1.5).any(): hits += shares[1]*mode.sum(0)/2   # ties that nobody else casts
     # order: of the pairs with a vote in each
     both = ~np.isnan(votes[:, 0] + votes[:, 1])
     one, two = votes[:, 0][both], votes[:, 1][both]
     first, no_ties = (one == 1).sum() + (two == 2).sum(), (one != 1.5).sum() + (two != 1.5).sum()
     answered = by_judge.sum(0) > 0
     comparable, raters = (answered & (by_people.sum(0) > 1)).any(), np.vstack([people, four[:1]])
-    out = dict(accuracy=_share(table.trace(), table.sum()),
-               decided=_share(hits[:, decided].sum(), shares[:, decided].sum()),
+    out = dict(accuracy=_share(hits.sum(), table.sum()),
+               decided=_share(hits[decided].sum(), shares[:, decided].sum()),
                agreement=agreement(every, people) if comparable else math.nan,
                kappa=cohen_kappa(table),
                alpha=krippendorff_alpha(raters) if answered.any() else math.nan,

@@ -7,7 +7,7 @@ __all__ = ['BASELINES', 'OpenaiBaselinesConfig', 'baseline_request', 'run']
 
 # %% ../../nbs/judging/openai_baselines.ipynb #089968fb
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Interval
 import numpy as np
@@ -15,7 +15,8 @@ import numpy as np
 from ..core.ask.api import answer_text, ApiConfig, parse_mapping
 from ..core.ask.client import ApiClient
 from ..core.data.records import full_instruction, load_records, without_lists
-from ..core.data.dialogues import dialogue_text, prompt_messages, prompt_text
+from alpaca_farm.core.data.dialogues import (dialogue_text, prompt_messages,
+    prompt_text, without_thoughts)
 from ..core.ask.judge_configs import adapt_decoding, parse_decoding
 from ..core.run.runs import start
 from ..core.run.settings import command, Count, Positive
@@ -36,7 +37,7 @@ class OpenaiBaselinesConfig(ApiConfig):
     data: str = 'runs/world'                # dataset folder, file or hub name with instructions
     columns: str = ''                       # names of columns: ours, equals sign, yours
     split: str = 'eval'                     # the split that is answered
-    baseline: Literal['', *BASELINES] = ''  # a model of the table above; empty: none
+    baseline: str = ''  # a model of the table above, or any that the endpoint serves; empty: none
     n: Annotated[int, Interval(ge=1, le=_MAX_SAMPLES)] = 1  # samples for each instruction
     temperature: Annotated[float, Interval(ge=0, le=2)] = 0.7  # of the sampling
     max_tokens: Positive = 300              # longer answers are cut off
@@ -50,27 +51,29 @@ def baseline_request(
     model: str,     # the model that is asked
 ) -> dict:
     "The request for the answer to one record."
-    limit, dialogue = BASELINES[cfg.baseline], prompt_messages(record)
+    limit, dialogue = BASELINES.get(cfg.baseline), prompt_messages(record)
     brief = f'Help with whatever the user asks. Keep every answer under {limit} characters.'
     decoding = dict(model=model, temperature=cfg.temperature, max_tokens=cfg.max_tokens)
     decoding = adapt_decoding(decoding, parse_decoding('decoding', cfg.decoding))
     if COMPLETION_MODELS.search(model):
         text = dialogue_text(dialogue) if dialogue else alpaca_prompt(record)
         return decoding | dict(prompt=f'{brief}\n\n{text}' if limit else text)
-    user = full_instruction(record) if limit else alpaca_prompt(record)
+    user = alpaca_prompt(record) if limit == 0 else full_instruction(record)   # 0: Davinci
     system = [dict(role='system', content=brief)] if limit else []
     return decoding | dict(messages=system + (dialogue or [dict(role='user', content=user)]))
 
 # %% ../../nbs/judging/openai_baselines.ipynb #34c2721c
 def run(cfg: OpenaiBaselinesConfig):
     "Answer a split; writes outputs.json (candidates.json too when n > 1) and summary.json."
-    if not cfg.baseline: raise ValueError(f"baseline = '': choose from {', '.join(BASELINES)}")
+    if not cfg.baseline:
+        raise ValueError("baseline = '': name a model of the endpoint, or of AlpacaFarm's "
+                         f'baselines: {", ".join(BASELINES)}')
     folder = start(cfg, run)
     if folder.done: return folder
     records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
     model = parse_mapping('models', cfg.models).get(cfg.baseline, cfg.baseline)
     client, requests = ApiClient(cfg, model), [baseline_request(r, cfg, model) for r in records]
-    def output(answer): return answer_text(answer, refusal=True).strip()
+    def output(answer): return without_thoughts(answer_text(answer, refusal=True)).strip()
     def readable(i, answer): return bool(output(answer))
     draws = [_MAX_SAMPLES * cfg.seed + k for k in range(cfg.n) for _ in requests]
     found = client(requests*cfg.n, draws, readable=readable)
@@ -95,7 +98,7 @@ def run(cfg: OpenaiBaselinesConfig):
         reasons = '; '.join(sorted(set(tally.failed.values())))
         print(f'{missing} HAVE NO ANSWER and are left out ({reasons}):{names}')
     if not rows: raise ValueError('there is no answer to any instruction')
-    sizes, limit = [len(o) for r in rows for o in r['output']], BASELINES[cfg.baseline]
+    sizes, limit = [len(o) for r in rows for o in r['output']], BASELINES.get(cfg.baseline)
     folder.finish(instructions=len(rows), unanswered=len(unanswered), empty=sizes.count(0),
                   characters=float(np.mean(sizes)),
                   over=float(np.mean([n >= limit for n in sizes])) if limit else 0.,

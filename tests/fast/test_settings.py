@@ -159,6 +159,14 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
     assert built == ['runs/reward_model', 'runs/world']
 
 
+def test_an_apple_gpu_is_taken_where_there_is_one(monkeypatch):
+    from alpaca_farm.core.model.loading import Config, device_of
+    monkeypatch.setattr('torch.backends.mps.is_available', lambda: True)
+    assert device_of(Config(device='mps')).type == 'mps'
+    monkeypatch.setattr('torch.backends.mps.is_available', lambda: False)
+    with pytest.raises(ValueError, match='device = mps: '): Config(device='mps')
+
+
 def test_what_a_users_module_needs_is_named(elsewhere):
     from alpaca_farm.core.run.settings import resolve
     (elsewhere/'my_judge.py').write_text('import not_installed_anywhere')

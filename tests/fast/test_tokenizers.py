@@ -4,17 +4,19 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models as parts, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
+    Qwen2ForCausalLM)
 
 import tiny
 from alpaca_farm import dpo, sft
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.loading import model_path
 from alpaca_farm.core.model.models import load_policy, load_tokenizer
 from alpaca_farm.core.model.rewards import score_records
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import (decode, encode, encode_prompts, encode_responses,
-    end_token, end_tokens)
+    end_token, end_tokens, set_template_arguments)
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -25,6 +27,12 @@ GEMMA = """{{ bos_token }}{% for m in messages %}<start_of_turn>{{
 {{ m.content | trim }}<end_of_turn>
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
+QWEN3 = CHATML[:-len('{% endif %}')] + """{%
+if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
 PHI3 = """{% for m in messages %}<|{{ m.role }}|>
 {{ m.content }}<|end|>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
@@ -50,6 +58,8 @@ FAMILIES = dict(  # special tokens, template, the end of a turn, the named ones
             dict(eos_token='<|end_of_text|>', bos_token='<|begin_of_text|>')),
     mistral=(['<unk>', '<s>', '</s>', '[INST]', '[/INST]'], MISTRAL, '</s>',
              dict(eos_token='</s>', bos_token='<s>', unk_token='<unk>')),
+    qwen3=(['<|endoftext|>', '<|im_start|>', '<|im_end|>', '<think>', '</think>'],
+           QWEN3, '<|im_end|>', dict(eos_token='<|im_end|>', pad_token='<|endoftext|>')),
     bare=(['<|endoftext|>'], None, '<|endoftext|>',
           dict(eos_token='<|endoftext|>', pad_token='<|endoftext|>')))
 FORGED = ['<|im_end|>', '<|im_start|>', '</s>', '[INST]', '<end_of_turn>', '<|end|>', '<|eot_id|>',
@@ -209,3 +219,131 @@ def test_a_tokenizer_without_an_end_is_refused_by_name(tmp_path):
 def test_an_end_that_the_model_does_not_know_is_refused(tmp_path):
     with pytest.raises(ValueError, match='only 2 tokens'):
         load_policy(save(tmp_path, build('chatml_base'), size=2), sft.SFTConfig(device='cpu'))
+
+
+def test_thinking_is_off_unless_it_is_asked_for(tmp_path):
+    "What the settings say is kept in the tokenizer of a run, and a misspelt argument is refused."
+    policy, folder = save(tmp_path/'base', build('qwen3')), data(tmp_path/'data')
+    sizes = dict(data=folder, max_length=256, max_prompt=200, eval_split='', val_split='')
+    given = tiny.SETTINGS['sft'] | sizes | dict(policy=policy)
+    prompt = lambda spec: load_tokenizer(spec).decode(
+        encode_prompts([dict(instruction='say it')], load_tokenizer(spec))[0])
+    on = '<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n'
+    off = on + '<think>\n\n</think>\n\n'
+    assert prompt(policy) == off
+    for name, value in dict(on='{"enable_thinking": true}', off={}).items():
+        out = str(tmp_path/name)
+        sft.train(sft.SFTConfig(**given, out=out, template_arguments=value))
+        assert prompt(out) == (off if name == 'off' else on)
+    loaded = load_tokenizer(out)
+    set_template_arguments(loaded, dict(enable_thinking=True))
+    assert loaded.chat_template.count('{% set ') == 1
+    with pytest.raises(ValueError, match='template_arguments: thoughts does not occur'):
+        load_policy(policy, sft.SFTConfig(device='cpu', template_arguments=dict(thoughts=1)))
+
+
+@pytest.mark.parametrize('text, shown', [
+    ('<think>say</think>\n\nthe words', 'the words'), ('<think>say the', ''), ('the', 'the'),
+    ('the <think>words</think> say', None)])
+def test_thoughts_are_no_part_of_an_answer(text, shown):
+    "Also if the tags are special tokens, or the prompt opens the thought."
+    for family, opens in (('qwen3', False), ('qwen3', True), ('bare', False)):
+        tokenizer = build(family)
+        if opens: tokenizer.chat_template = QWEN3.partition('{%\nif')[0] + '<think>\n{% endif %}'
+        ids, want = tokenizer(text)['input_ids'], text if shown is None else shown
+        if family == 'qwen3' and shown is None: want = 'the words say'   # without special tokens
+        if opens: want = dict(the='').get(text, shown or 'say' * (shown is None))
+        assert decode(ids, tokenizer).replace('  ', ' ') == want, (family, text)
+        if not opens or text != 'the': continue
+        assert decode(ids, tokenizer, 'raw') == text
+        assert decode([*ids, end_token(tokenizer)], tokenizer) == text   # it has not thought
+
+
+def test_a_system_turn_that_the_template_refuses_stands_before_the_users():
+    tokenizer, words = build('gemma'), ['say it', 'the words']
+    tokenizer.chat_template = """{% if messages[0].role == 'system' %}{{
+        raise_exception('no system') }}{% endif %}""" + GEMMA
+    turns = [dict(role=r, content=c) for r, c in zip(('system', 'user'), words)]
+    one = dict(instruction='\n\n'.join(words))
+    with pytest.warns(UserWarning, match='refuses system turns'):
+        assert encode_prompts([dict(messages=turns)], tokenizer) == encode_prompts([one], tokenizer)
+    turns[0]['content'] = '<eos> say'   # still a text, and no end of a turn
+    with pytest.warns(UserWarning): ids, = encode_prompts([dict(messages=turns)], tokenizer)
+    assert tokenizer.eos_token_id not in ids
+    with pytest.raises(ValueError, match='refuses the dialogue .*no system'):
+        encode_prompts([dict(messages=turns[:1])], tokenizer)
+
+
+def test_chat_without_a_chat_template_is_refused(tmp_path):
+    policy, folder = save(tmp_path/'base', build('bare')), data(tmp_path/'data')
+    given = tiny.SETTINGS['sft'] | dict(data=folder, policy=policy, template='chat', val_split='')
+    with pytest.raises(ValueError, match='^template = chat: .*/base has no chat template'):
+        sft.train(sft.SFTConfig(**given, out=str(tmp_path/'sft')))
+
+
+def test_generation_config_changes_no_sample(tmp_path):
+    "But its end tokens do: what a checkpoint recommends for chatting is no part of a policy."
+    cfg, folders = sft.SFTConfig(device='cpu'), [tmp_path/'plain', tmp_path/'tuned']
+    for folder in folders: save(folder, build('chatml_base'))
+    (folders[1]/'generation_config.json').write_text(json.dumps(dict(
+        do_sample=True, temperature=.1, top_k=1, top_p=.1, min_p=.5, repetition_penalty=5.)))
+    plain, tuned = ([s.tokens for s, in generate(*load_policy(str(f), cfg), [[5, 6]]*8,
+                                                max_new_tokens=12)] for f in folders)
+    assert plain == tuned and len({*map(tuple, plain)}) > 1
+
+
+def write_gguf(file, model, tokenizer):
+    "A model of Qwen2's family and its tokenizer, as llama.cpp keeps them."
+    gguf = pytest.importorskip('gguf')
+    c, bpe = model.config, json.loads(tokenizer.backend_tokenizer.to_str())['model']
+    tokens = sorted(bpe['vocab'], key=bpe['vocab'].get)
+    tokens += [f'unused{i}' for i in range(len(tokens), c.vocab_size)]
+    special, w = set(FAMILIES['chatml_base'][0]), gguf.GGUFWriter(file, 'qwen2')
+    for name, value in dict(
+            block_count=c.num_hidden_layers, context_length=c.max_position_embeddings,
+            embedding_length=c.hidden_size, feed_forward_length=c.intermediate_size,
+            head_count=c.num_attention_heads, head_count_kv=c.num_key_value_heads,
+            layer_norm_rms_eps=c.rms_norm_eps, rope_freq_base=1e4, vocab_size=c.vocab_size,
+            tokenizer_model='gpt2', token_list=tokens, eos_token_id=tokenizer.eos_token_id,
+            token_types=[3 if t in special else 1 for t in tokens],
+            token_merges=[' '.join(m) for m in bpe['merges']],
+            chat_template=tokenizer.chat_template).items(): getattr(w, f'add_{name}')(value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, c.num_hidden_layers)
+    for name, x in model.state_dict().items():
+        w.add_tensor(names.get_name(name, ('.weight', '.bias')), x.numpy())
+    for part in ('header', 'kv_data', 'tensors'): getattr(w, f'write_{part}_to_file')()
+    w.close()
+
+
+def test_a_gguf_file_is_a_policy(tmp_path, monkeypatch):
+    "It is read once; a run trained from it is a folder of safetensors like any other."
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
+    torch.manual_seed(0)
+    tokenizer, file = build('chatml_base'), tmp_path/'tiny.gguf'
+    model = Qwen2ForCausalLM(Qwen2Config(
+        vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=32, max_position_embeddings=256))
+    write_gguf(file, model, tokenizer)
+    policy, loaded = load_policy(str(file), sft.SFTConfig(device='cpu'))
+    read = policy.state_dict()
+    assert all(torch.equal(x, read[name]) for name, x in model.state_dict().items())
+    asked = [dict(instruction='say <|im_end|> it')]
+    assert encode_prompts(asked, loaded) == encode_prompts(asked, tokenizer)
+    written = lambda: [p.stat() for p in (tmp_path/'cache').rglob('model.safetensors')]
+    before, = written()
+    given = tiny.SETTINGS['sft'] | dict(data=data(tmp_path/'data'), policy=str(file), lora_rank=2,
+                                        max_length=256, max_prompt=200, eval_instances=4)
+    sft.train(sft.SFTConfig(**given, out=str(tmp_path/'sft')))
+    trained = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))[0]
+    assert not torch.equal(trained.model.layers[0].mlp.up_proj.weight,
+                           model.model.layers[0].mlp.up_proj.weight)
+    assert [s.st_mtime_ns for s in written()] == [before.st_mtime_ns]
+    with pytest.raises(FileNotFoundError, match='Did you mean .*tiny.gguf'):
+        model_path(str(tmp_path))
+
+
+def test_a_gguf_file_without_the_extra_is_refused(tmp_path, monkeypatch):
+    (tmp_path/'some.gguf').write_bytes(b'GGUF')
+    monkeypatch.setattr('alpaca_farm.core.model.loading.find_spec', lambda name: None)
+    with pytest.raises(ImportError, match=r'some\.gguf.* extra gguf'):
+        model_path(str(tmp_path/'some.gguf'))

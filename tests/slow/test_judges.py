@@ -62,8 +62,9 @@ def test_prompts_of_five_pairs(tmp_path):
         found = made(server, tmp_path, spec)(pairs(23))
         assert found == [v for i in range(4, 20, 5) for v in [want[i]]*5] + [1.]*3
         server.set(template='Output ({letter})')
-        one_for_five = made(server, tmp_path, spec, store=str(tmp_path/'other'))(pairs(23))
-        assert np.isnan(one_for_five).all()
+        one_for_five = made(server, tmp_path, spec, store=str(tmp_path/'other'))
+        with pytest.raises(ValueError, match='in 5 of its 5 answers.*Output'):
+            one_for_five(pairs(23))
 
 
 FAULTS = {
@@ -98,6 +99,24 @@ def test_a_greedy_judge_is_asked_once(tmp_path):
         judge = made(server, tmp_path)
         lost = np.isnan(judge(pairs(60))).sum()
         assert lost and len(judge.client.unread) == lost and len(server.requests()) == 60
+
+
+def test_a_judge_that_answers_too_rarely_is_refused(tmp_path):
+    "With one of its replies; what it said is stored, and a judge that mostly answers is not."
+    with judge_server(seed=3, faults=dict(unparseable=dict(p=.8))) as server:
+        for times in range(2):
+            judge = made(server, tmp_path)
+            with pytest.raises(ValueError, match='of its 60 answers') as e: judge(pairs(60))
+            assert judge.client.unread[-1]['said'] in str(e.value)
+            assert len(server.requests()) == 60 and judge.client.tally.known == 60*times
+
+
+def test_another_model_than_asked_for_is_named_once(tmp_path, capsys):
+    for model, said in (('judge-2024-08-06', 0), ('smollm2', 1)):
+        with judge_server(model=model) as server:
+            made(server, tmp_path, store=str(tmp_path/model))(pairs(9))
+        out = capsys.readouterr().out
+        assert out.count(f'answers as {model}') == said and 'at most about' not in out
 
 
 def test_a_budget_stops_cleanly_and_goes_on(tmp_path):

@@ -57,6 +57,18 @@ def test_what_is_sent(tmp_path, baseline, model):
         assert roles == (['system', 'user'] if limit else ['user'])
 
 
+def test_any_model_by_its_name(tmp_path):
+    "It is asked the instruction itself; what it thought before it answered is left out."
+    with judge_server(template='<think>\nHm.\n</think>\n\nWord {hash}.') as server:
+        cfg = config(tmp_path, server, n=3, baseline='my/model.gguf', models=[])
+        run(cfg)
+        assert {r['model'] for r in server.requests()} == {'my/model.gguf'}
+    assert answers(cfg) == wanted(cfg, 'my/model.gguf')
+    user, = baseline_request(load_records(cfg.data)[1], cfg, cfg.baseline)['messages']
+    assert user == dict(role='user', content='Say word 1.\n\nloudly')
+    assert {r['generator'] for r in load_records(cfg.out, 'outputs')} == {'my/model.gguf'}
+
+
 def test_what_fails_for_now_is_asked_again_and_nothing_else(tmp_path):
     with server_of(faults={'500': {'p': 0, 'always_for': 'Say word [37]\\.'}}) as server:
         cfg = config(tmp_path, server)

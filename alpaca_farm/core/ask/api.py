@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['parse_mapping', 'ApiConfig', 'price_list', 'cost', 'format_dollars', 'estimate_tokens', 'token_usage', 'redact',
-           'first_line', 'StopAsking', 'concerns_request', 'stop_reason', 'stored_form', 'answer_text',
+           'first_line', 'StopAsking', 'concerns_request', 'stop_reason', 'stored_form', 'answer_text', 'is_model',
            'server_address', 'make_client']
 
 # %% ../../../nbs/core/ask/api.ipynb #6c85fbd2
@@ -173,6 +173,13 @@ def answer_text(answer: dict, refusal: bool = False) -> str:
     return text or refusal and message.get('refusal') or ''
 
 # %% ../../../nbs/core/ask/api.ipynb #4d09e9c1
+def is_model(asked: str, told: str) -> bool:
+    "Whether the model that a server says it is, `told`, is the one asked for, or a dated form of it."
+    asked, told = (name.rpartition('/')[2].lower() for name in (asked, told))
+    asked = re.escape(asked.removesuffix('-latest'))
+    return bool(re.fullmatch(rf'{asked}([-@]\d{{3}}[-\d]*|\.gguf)?', told))
+
+
 def server_address(cfg: ApiConfig) -> str:
     "Address of the endpoint from the settings or the environment; empty for OpenAI's own."
     env = os.environ

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from filelock import AsyncFileLock, Timeout
 
 from .api import (ApiConfig, concerns_request, cost, estimate_tokens, first_line,
-    format_dollars, make_client, price_list, redact, server_address, StopAsking, stop_reason,
+    format_dollars, is_model, make_client, price_list, redact, server_address, StopAsking, stop_reason,
     stored_form, token_usage)
 from .batches import answer_in_batches, await_batches
 from .store import endpoint_name, request_key, Store, well_formed
@@ -55,6 +55,7 @@ class ApiClient:
         if cfg.out: self.run_name = os.path.relpath(at_root(cfg.out), self.store.path.parent)
         self.server = endpoint_name(server_address(cfg))
         self.unread = []          # answers that the caller could not parse
+        self.others = set()       # models that answered for another one: (asked, told)
         self.begin({})
 
     def begin(self, todo: dict[bytes, dict], readable=None):
@@ -91,8 +92,8 @@ class ApiClient:
         if not pace: wait += ' if one takes a second'
         if self.cfg.batch: wait = 'within a day'
         models = ', '.join(sorted({r['model'] for r in requests}))
-        print(f'{self.name}: {len(requests)} requests to {models}; '
-              f'at most about {format_dollars(most)}; {wait}')
+        price = 'price unknown' if unknown else f'at most about {format_dollars(most)}'
+        print(f'{self.name}: {len(requests)} requests to {models}; {price}; {wait}')
 
     def exceeds_budget(self, dollars: float) -> bool:
         "Whether another `dollars` would exceed the budget; if so, `tally.stopped` is set."
@@ -146,6 +147,10 @@ class ApiClient:
         known = None not in (dollars, tally.dollars)
         tally.dollars = tally.dollars + dollars if known else None
         tally.asked += 1
+        asked, told = request['model'], answer.get('model')
+        if isinstance(told, str) and not is_model(asked, told) and (asked, told) not in self.others:
+            self.others.add((asked, told))
+            print(f'{self.name}: asked for {asked}, {self.server or "OpenAI"} answers as {told}')
         tally.failed.pop(key, None)
         self.answers[key] = answer | dict(seconds=seconds)
         self.show_progress()

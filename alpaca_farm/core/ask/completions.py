@@ -6,15 +6,16 @@
 __all__ = ['prompt_tokens', 'label_tokens', 'Written', 'LocalWriter', 'shown_label', 'ServedWriter']
 
 # %% ../../../nbs/core/ask/completions.ipynb #aad16239
-import math
+import math, os
 from typing import NamedTuple
 
 from .api import answer_text, ApiConfig
 from .client import ApiClient
 from ..model.generation import generate
 from .judge_configs import parse_decoding
-from ..model.models import load_policy, response_logprobs
+from ..model.models import load_policy, next_log_odds, response_logprobs
 from ..data.preferences import hash_uniform
+from ..data.dialogues import without_thoughts
 from ..data.text import decode, encode_prompts, start_tokens
 
 # %% ../../../nbs/core/ask/completions.ipynb #f33c5f36
@@ -34,7 +35,7 @@ def label_tokens(prompt: str | list[dict], labels, tokenizer) -> tuple[list[int]
     else:
         plain = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
         rows = [prompt_tokens(prompt, tokenizer) + plain(label) for label in labels]
-    n = next(i for i, tokens in enumerate(zip(*rows)) if len(set(tokens)) > 1)
+    n = len(os.path.commonprefix(rows))
     return rows[0][:n], [row[n:] for row in rows]
 
 # %% ../../../nbs/core/ask/completions.ipynb #0698e3ea
@@ -63,19 +64,30 @@ class LocalWriter:
         samples = generate(self.model, self.tokenizer, [rows[i] for i in fit], 1,
                            cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
         for i, (s,) in zip(fit, samples):
-            written[i] = Written(decode(s.tokens, self.tokenizer), s.ended)
+            written[i] = Written(decode(s.tokens, self.tokenizer, cfg.template), s.ended)
         return written
 
     def choose(self, prompts: list, labels) -> list[float]:
-        "Probability of the second label behind each prompt; nan for a prompt that is too long."
+        """Probability of the second label behind each prompt, by the first token in which they
+        differ; nan for a prompt that is too long."""
         rows = [label_tokens(p, labels, self.tokenizer) for p in prompts]
-        lengths = [len(p) + max(map(len, ends)) for p, ends in rows]
-        fit = [i for i, length in enumerate(lengths) if length <= self.longest]
-        a, b = (response_logprobs(self.model, [rows[i][0] for i in fit],
-                                  [rows[i][1][k] for i in fit],
-                                  self.tokenizer.pad_token_id).double() for k in (0, 1))
-        chosen = dict(zip(fit, (b - a).sigmoid().tolist()))
+        fit = [i for i, (p, _) in enumerate(rows) if len(p) <= self.longest]
+        odds = next_log_odds(self.model, [rows[i][0] for i in fit],
+                             [[end[0] for end in rows[i][1]] for i in fit],
+                             self.tokenizer.pad_token_id)
+        chosen = dict(zip(fit, odds.double().sigmoid().tolist()))
         return [chosen.get(i, math.nan) for i in range(len(rows))]
+
+    def log_odds(self, prompts: list, pairs: list[tuple[str, str]]) -> list[float]:
+        """log p of the second text minus log p of the first one behind each prompt, in nats; nan
+        where that is too long."""
+        rows = [label_tokens(p, pair, self.tokenizer) for p, pair in zip(prompts, pairs)]
+        fit = [(i, *row) for i, row in enumerate(rows)
+               if len(row[0]) + max(map(len, row[1])) <= self.longest]
+        a, b = (response_logprobs(self.model, [p for _, p, _ in fit], [ends[k] for *_, ends in fit],
+                                  self.tokenizer.pad_token_id) for k in (0, 1))
+        found = {i: odds for (i, *_), odds in zip(fit, (b - a).tolist())}
+        return [found.get(i, math.nan) for i in range(len(rows))]
 
 # %% ../../../nbs/core/ask/completions.ipynb #f04b0caa
 def shown_label(answer: dict, labels) -> float:
@@ -122,7 +134,7 @@ class ServedWriter:
                 written.append(Written('', False, 'refused'))
                 continue
             ended = answer['choices'][0].get('finish_reason') != 'length'
-            written.append(Written(answer_text(answer), ended))
+            written.append(Written(without_thoughts(answer_text(answer)), ended))
         return written
 
     def choose(self, prompts: list, labels) -> list[float]:

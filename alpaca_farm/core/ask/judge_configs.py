@@ -120,7 +120,9 @@ def suggest_names(spec: str) -> str:
 
 
 def model_kind(path) -> str:
-    "Whether the model of a checkpoint or run folder is a 'reward' or 'language' one; '' for none."
+    """Whether the model of a checkpoint, run folder or GGUF file is a 'reward' or 'language' one;
+    '' for none."""
+    if at_root(path).suffix == '.gguf': return 'language'
     for file in (at_root(path)/'model'/'config.json', at_root(path)/'config.json'):
         if os.path.isfile(file):
             for name in read_json(file).get('architectures') or []:

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['TAGS', 'TURN', 'NEXT_TURN', 'as_turn', 'with_space', 'without_space', 'turns_text', 'dialogue_text', 'parse_dialogue',
-           'prompt_messages', 'prompt_text', 'as_messages', 'bare_prompt', 'with_instruction', 'check_messages']
+           'prompt_messages', 'prompt_text', 'as_messages', 'without_thoughts', 'bare_prompt', 'with_instruction',
+           'check_messages']
 
 # %% ../../../nbs/core/data/dialogues.ipynb #354f822e
 import re
@@ -84,6 +85,15 @@ def as_messages(record: dict) -> list[dict]:
     "The turns of a record's prompt: its dialogue, or instruction and input as one turn."
     text = '\n\n'.join(filter(None, (record.get('instruction'), record.get('input'))))
     return prompt_messages(record) or [dict(role='user', content=text)]
+
+
+def without_thoughts(text: str, opened: bool = False) -> str:
+    """An answer behind its thoughts, `<think>...</think>`, which the prompt may have `opened`;
+    empty if they have no end."""
+    head, closed, rest = text.partition('</think>')
+    begun = opened or head.lstrip().startswith('<think>')
+    if closed and (begun or '<think>' not in head): return rest.lstrip()
+    return '' if begun else text
 
 
 def bare_prompt(record: dict) -> dict:

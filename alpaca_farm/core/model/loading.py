@@ -8,15 +8,18 @@ __all__ = ['device_of', 'dtype_of', 'model_path', 'no_progress_bars', 'place_mod
 
 # %% ../../../nbs/core/model/loading.ipynb #c0d1f5a2
 import math
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from .adapters import add_saved, base_of, is_adapter, merge, state_of
-from ..run.files import open_tensors, read_json
+from ..run.files import (
+    cache_folder, file_hash, lock_of, open_tensors, read_json, temporary_path)
 from .memory import check_memory
 from ..run.paths import ask_hub, at_root, hub_snapshot, looks_like_hub
 from ..run.settings import Config
-from ..data.text import end_token
+from ..data.text import end_token, set_template_arguments
 
 # %% ../../../nbs/core/model/loading.ipynb #b1e18340
 def device_of(cfg: Config) -> torch.device:
@@ -31,12 +34,39 @@ def dtype_of(cfg: Config) -> torch.dtype:
     return torch.bfloat16 if device_of(cfg).type == 'cuda' else torch.float32
 
 # %% ../../../nbs/core/model/loading.ipynb #37b20d87
+def _from_gguf(file: Path) -> str:
+    "The folder with a GGUF file's model; ImportError without the package gguf."
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder = cache_folder()/'gguf'/file_hash(file)[:12]
+    with lock_of(folder):
+        if folder.exists(): return str(folder)
+        if not find_spec('gguf'):
+            raise ImportError(f'{file}: reading it takes the extra gguf (pip install gguf)')
+        print(f'{file} is written to {folder} as safetensors')
+        temporary, source = temporary_path(folder), dict(gguf_file=file.name)
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=torch.float32, output_loading_info=True, **source)
+            if info['missing_keys']:   # and are random now
+                raise ValueError(f'it lacks the weights {", ".join(info["missing_keys"])}'[:200])
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+        except (ValueError, NotImplementedError) as e:
+            raise ValueError(f'{file} cannot be read: {str(e).splitlines()[0]}') from e
+        del model.config.quantization_config   # these weights are not quantised any more
+        model.hf_quantizer = None
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        temporary.rename(folder)
+    return str(folder)
+
+
 def model_path(spec: str) -> str:
     "The folder of a model, or its name on the hub; an error for a missing or damaged model."
     name = spec.partition('@')[0]
     if name.endswith(('-wdiff', '-delta')) or (at_root(spec)/'model_sum.txt').exists():
         raise ValueError(f'{spec} is a difference from a base: recover the model with '
                          'nbs/pretrained.ipynb')
+    if at_root(spec).suffix == '.gguf' and at_root(spec).is_file(): return _from_gguf(at_root(spec))
     for folder in (at_root(spec)/'model', at_root(spec)):
         files = list(folder.glob('*.safetensors'))
         if not files or not (folder/'config.json').exists(): continue
@@ -47,8 +77,9 @@ def model_path(spec: str) -> str:
         return str(folder)
     if not at_root(spec).exists() and looks_like_hub(spec):
         return hub_snapshot(spec) if '@' in spec else ask_hub(spec)
+    found = ''.join(f'. Did you mean {p}?' for p in [*at_root(spec).glob('*.gguf')][:1])
     raise FileNotFoundError(f'{spec}: there is no model (config.json and *.safetensors) in it '
-                            'or in its folder model/')
+                            f'or in its folder model/{found}')
 
 
 def no_progress_bars():
@@ -66,11 +97,13 @@ def place_model(model, cfg: Config):
     return (model if getattr(model, 'is_quantized', False) else model.to(device_of(cfg))).eval()
 
 
-def load_tokenizer(spec: str, model=None):
-    """A model's tokenizer, with a padding token; if the model is given, one that it knows.
-    ValueError if the tokenizer has no end of an answer, or the model does not know it."""
+def load_tokenizer(spec: str, model=None, arguments: dict = {}):
+    """A model's tokenizer, with a padding token; if the model is given, one that it knows; its
+    chat template takes `arguments`. ValueError if it does not know them, if the tokenizer has no
+    end of an answer, or the model does not know it."""
     from transformers import AutoTokenizer
     tokenizer = AutoTokenizer.from_pretrained(model_path(spec))
+    set_template_arguments(tokenizer, arguments)
     if tokenizer.eos_token is None: tokenizer.eos_token = tokenizer.sep_token   # of encoders
     end, added = end_token(tokenizer), tokenizer.added_tokens_decoder
     size = math.inf if model is None else len(model.get_input_embeddings().weight)
@@ -104,7 +137,6 @@ def loading_options(spec: str, cfg: Config, train: bool, checked: bool = True) -
     """With which kernel and in which precision a model is loaded, which is trained or compared
     with one that is; ImportError for weights in 4 bits without bitsandbytes, MemoryError, if
     `checked`, for a model that cannot be trained on this machine."""
-    from importlib.util import find_spec
     from transformers import AutoConfig, BitsAndBytesConfig
     master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
     dtype = torch.float32 if master else dtype_of(cfg)

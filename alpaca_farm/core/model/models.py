@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CARD', 'load_policy', 'load_reference', 'load_scalar', 'scalar_on', 'before', 'hidden_states', 'answer_states',
-           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'sequence_scores', 'values',
-           'unique_weights', 'save_model']
+           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'next_log_odds', 'sequence_scores',
+           'values', 'unique_weights', 'save_model']
 
 # %% ../../../nbs/core/model/models.ipynb #9473f1c0
 import copy, os
@@ -64,13 +64,13 @@ def _check_policy(model, spec: str, cfg: Config):
 
 
 def load_policy(spec: str, cfg: Config, train: bool = False, frozen: bool = False):
-    """A causal language model and its tokenizer, from a run folder, checkpoint folder or hub name;
-    in the precision of training, and if `frozen` without what only training needs."""
+    """A causal language model and its tokenizer, from what `model_path` takes; in the
+    precision of training, and if `frozen` without what only training needs."""
     from transformers import AutoModelForCausalLM
     model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train, not frozen))
     model = place_model(model, cfg)
     _check_policy(model, spec, cfg)
-    tokenizer = load_tokenizer(spec, model)
+    tokenizer = load_tokenizer(spec, model, getattr(cfg, 'template_arguments', {}))
     return _prepare_training(model, spec, cfg) if train and not frozen else model, tokenizer
 
 
@@ -94,7 +94,8 @@ def load_scalar(spec: str, cfg: Config, head: str = 'keep', train: bool = False)
     if train and not hasattr(model, 'score'):
         raise ValueError(f'{spec}: {type(model).__name__} has no head on its last token: it can '
                          'be a reward_model, but no value model and no policy to train one from')
-    tokenizer = load_tokenizer(spec, model)
+    arguments = {} if head == 'keep' else getattr(cfg, 'template_arguments', {})
+    tokenizer = load_tokenizer(spec, model, arguments)
     model.config.pad_token_id = tokenizer.pad_token_id
     if head == 'zero': torch.nn.init.zeros_(model.score.weight)
     if head == 'normal':
@@ -203,6 +204,33 @@ def response_logprobs(model, prompts: list, responses: list, pad_id: int,
             for places, logp in zip(rows, logps): out[places] = logp
         return out.tolist()
     return torch.tensor(in_parts(compute, prompts, responses), dtype=torch.float)
+
+# %% ../../../nbs/core/model/models.ipynb #420959d9
+@torch.no_grad()
+def next_log_odds(model, prompts: list, tokens: list, pad_id: int, size: int = 0) -> torch.Tensor:
+    """log p of the second minus log p of the first of two tokens as the next one behind a prompt,
+    of N prompts (lists of ids) and N pairs of tokens: (N,) float32 on the CPU, in nats, from
+    logits in float32; `size`: prompts in a forward pass, as in `response_logprobs`."""
+    head = _head_parts(model)
+    def compute(prompts, tokens):
+        out = torch.zeros(len(prompts))
+        batches = answer_batches(prompts, tokens, *pass_limits(model, size))
+        for rows, asked, pairs in passes('labels', batches):
+            batch = collate(asked, [()] * len(asked), pad_id)
+            ids, mask = (batch[k].to(model.device) for k in ('ids', 'mask'))
+            last = torch.arange(len(ids), device=ids.device), mask.sum(1) - 1
+            read = torch.zeros_like(mask).index_put(last, mask.new_ones(()))
+            with autocast(model): states = hidden_states(model, ids, mask, read=read)[last].float()
+            known = sorted({t for pair in pairs for t in pair})
+            few = {k: head[k] if head[k] is None else head[k][known].float()
+                   for k in ('weight', 'bias')}
+            with torch.autocast(ids.device.type, enabled=False):
+                logits = head_logits(states, scale=head['scale'], cap=head['cap'], **few)
+            columns = torch.tensor([[known.index(t) for t in pair] for pair in pairs])
+            odds = logits.cpu().gather(1, columns).diff(dim=1)[:, 0].tolist()
+            for places, value in zip(rows, odds): out[places] = value
+        return out.tolist()
+    return torch.tensor(in_parts(compute, prompts, tokens), dtype=torch.float)
 
 # %% ../../../nbs/core/model/models.ipynb #270d0a7b
 def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:

@@ -52,7 +52,8 @@ def module_of(notebook: str) -> str:
 def looks_like_hub(value: str) -> bool:
     "Whether `value` could be owner/name on the hub, with @revision or :configuration."
     owner, _, name = re.split('[@:]', value)[0].partition('/')
-    file = name.endswith(('.json', '.jsonl', '.csv', '.tsv', '.parquet', '.xlsx', '.gz'))
+    file = name.endswith(('.json', '.jsonl', '.csv', '.tsv', '.parquet', '.xlsx', '.gz',
+                          '.gguf'))
     if not (owner and name) or '/' in name or owner[0] in '.~' or file: return False
     return not os.path.isdir(at_root(owner))
 

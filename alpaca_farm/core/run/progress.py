@@ -37,13 +37,12 @@ def _curve(points: list[tuple[float, float]], label: str = '') -> str:
 # %% ../../../nbs/core/run/progress.ipynb #b2686740
 class Progress:
     """A line `name 12/30 reward 0.41, 25 s left`, with bar and curve; redrawn in place `every`
-    second. Of `total` steps some may be `done` before."""
+    second. The time left is that of the steps after the first one shown, from two of them on."""
     live = None   # the line that is being redrawn
 
-    def __init__(self, name: str, total: int, every: float = 1., done: int = 0):
-        self.name, self.total, self.every, self.first, self.last = name, total, every, done, 0.
-        self.began, self.handle, self.points, self.line = time.time(), None, [], name
-        Progress.live = self
+    def __init__(self, name: str, total: int, every: float = 1.):
+        self.name, self.total, self.every, self.last, self.line = name, total, every, 0., name
+        self.first, self.handle, self.points, Progress.live = None, None, [], self
         # a kernel's stderr is a pipe to the notebook; ipykernel keeps a copy of the one before
         streams = getattr(sys.stderr, '_original_stdstream_copy', None), 2
         self.fd = next((fd for fd in streams if fd is not None and os.isatty(fd)), None)
@@ -57,9 +56,10 @@ class Progress:
         "Show that `step` steps are done; `value` extends the curve, `left` are seconds if known."
         now, over = time.time(), step >= self.total
         if value is not None: self.points.append((step, value))
+        if self.first is None: self.first = step, now   # later ones do not load and compile
         if not over and now - self.last < self.every: return
-        if left is None and step > self.first:
-            left = (now - self.began) / (step - self.first) * (self.total - step)
+        if left is None and (taken := step - self.first[0]) > 1:
+            left = (now - self.first[1]) / taken * (self.total - step)
         line, self.last = f'{self.name} {step}/{self.total} {text}'.rstrip(), now
         self.line = line if over or left is None else f'{line}, {duration(left)} left'
         if over: Progress.live = None
@@ -75,7 +75,7 @@ class Progress:
         if self.handle is not None: self.handle.update(shown, raw=True)
         if self.fd is not None: os.write(self.fd, f'\r\x1b[K{line}'.encode() + b'\n'*over)
 
-# %% ../../../nbs/core/run/progress.ipynb #19ddbefb
+# %% ../../../nbs/core/run/progress.ipynb #7689a65f
 def passes(name: str, items, patience: float = 5.):
     "The items one by one; after `patience` seconds the live line tells how many are done."
     items, own, last = list(items), None, time.time()
