@@ -61,27 +61,28 @@ def corrected_rate(strata: list[tuple]) -> Corrected:
 
     For each stratum (one: a plain random draw) the arrays of `ppi_mean`, in [0, 1]."""
     from scipy.special import stdtrit
-    n = sum(np.shape(y)[-1] for y, _, _ in strata)
-    N = n + sum(np.shape(others)[-1] for *_, others in strata)
+    sizes = np.array([(np.shape(y)[-1], np.shape(others)[-1]) for y, _, others in strata])
+    n, N = sizes[:, 0].sum(), sizes.sum()
+    effective = 1/((sizes.sum(1)/N)**2/sizes[:, 0]).sum()   # n, if drawn in proportion
     rows = []
-    for y, f, others in strata:
+    for (size, M), (y, f, others) in zip(sizes, strata):
         y, f, others = (np.asarray(x, dtype=float) for x in (y, f, others))
-        size, M = y.shape[-1], others.shape[-1]
+        share = (size + M)/N
         value, _, weight = ppi_mean(y, f, others)
         usual = weight*(others.mean(-1) if M else 0)          # of the judge, on an invented label
         ends = np.stack([np.zeros(usual.shape), np.ones(usual.shape)], -1)
-        middle, alone = _with_invented(y, ends, size/n)
-        _, left = _with_invented(y - weight[..., None]*f, ends - usual[..., None], size/n)
+        middle, alone = _with_invented(y, ends, share)
+        _, left = _with_invented(y - weight[..., None]*f, ends - usual[..., None], share)
         judged = weight**2*others.var(-1)/M if M else 0
-        rows.append(np.broadcast_arrays((size + M)/N, value, judged + left/size, y.mean(-1),
+        rows.append(np.broadcast_arrays(share, value, judged + left/size, y.mean(-1),
                                         alone/size, middle))
     share, value, error, plain, plain_error, middle = np.moveaxis(rows, 1, 0)
     def interval(value, error):
         theta = (share*value).sum(0)
         total = (share**2*error).sum(0) + (share*(value - theta)**2).sum(0)/N
-        p, t = (share*middle).sum(0), stdtrit(n - len(strata), .975)
+        p, t = (share*middle).sum(0), stdtrit(max(1, effective - len(strata)), .975)
         votes = p*(1 - p)/total*(_Z/t)**2
-        ends = np.vectorize(wilson)(np.clip(theta, 0, 1)*votes, votes)
+        ends = np.clip(np.vectorize(wilson)(np.clip(theta, 0, 1)*votes, votes), 0, 1)
         return Interval(*(x if np.ndim(theta) else float(x) for x in ends)), votes
     (rate, m), (labels, m_alone) = interval(value, error), interval(plain, plain_error)
     return Corrected(rate, labels, n*m/m_alone if np.ndim(m) else float(n*m/m_alone))
@@ -122,7 +123,7 @@ FEWEST_LABELS = 10   # instructions with labels that a correction needs
 class PeopleLabels(NamedTuple):
     "Labels of a model's answers, in the order of the instructions."
     votes: np.ndarray     # (N,) mean vote for the model in [0, 1], nan where there is no label
-    drawn: str            # random, length, verdict; empty if this is not known
+    drawn: str | None     # random, length, verdict; None if this is not known
     stratum: np.ndarray   # (N,) as recorded with the labels: -1, 0 or 1
     longer: np.ndarray    # (N,) 1 where the model's answer is longer, -1 where it is shorter
     same: np.ndarray      # (N,) whether both answers are the same, which needs no label
@@ -136,7 +137,7 @@ def read_people_labels(spec: str) -> dict[tuple, tuple]:
         text, one, two = full_instruction(p), p['output_1'], p['output_2']
         turned = (text, two, one) in known
         key = (text, two, one) if turned else (text, one, two)
-        votes, *_ = known.setdefault(key, ({}, p.get('drawn', ''), p.get('stratum', 0)))
+        votes, *_ = known.setdefault(key, ({}, p.get('drawn'), int(p.get('stratum') or 0)))
         for name, vote in p['votes'].items():
             name, vote = name.rstrip("'"), 2 - vote if turned else vote - 1
             if not math.isnan(vote) and votes.setdefault(name, vote) != vote:
@@ -175,7 +176,7 @@ def match_labels(spec: str, comparisons: dict) -> dict[str, PeopleLabels]:
             cast = [v for v, *_ in labels] + [.5]*int(same[i])
             votes[i], stratum[i] = np.mean(cast), labels[0][2]
         ways = {how for labels in rows.values() for _, how, _ in labels}
-        drawn = ways.pop() if len(ways) == 1 else ''
+        drawn = ways.pop() if len(ways) == 1 else None
         if drawn in ('length', 'verdict') and (each > 1).any():
             raise ValueError(f'labels = {spec}: strata by {drawn} are of single pairs, and some '
                              f'instructions of {name} have several. Draw without strata')
@@ -237,7 +238,7 @@ def correction_report(name: str, judge: str, preferences, labels: PeopleLabels) 
     has = judged & ~np.isnan(labels.votes)
     n, f_has, f_all, votes = has.sum(), f[has], f[judged], labels.votes[has]
     def text(i): return f'{i.value:.1f} ({i.low:.1f} to {i.high:.1f})'
-    lines = [f'{name}: {100*f_all.mean():.1f} % by {judge}, corrected by {n} labels '
+    lines = [f'{name}: {text(bootstrap(100*f_all))} % by {judge}, corrected by {n} labels '
              f'{text(c.rate)}, labels alone {text(c.labels)}; the judge makes them worth '
              f'{c.worth:.0f}']
     agreement = judge_agreement(f_has, votes)
@@ -246,7 +247,7 @@ def correction_report(name: str, judge: str, preferences, labels: PeopleLabels) 
         lines.append(f'{name}: the labels do not say that they were drawn at random. If they were '
                      'chosen, the corrected rate may be wrong by any amount, whatever its interval')
     off = abs(f_has.mean() - f_all.mean())
-    if labels.drawn in ('', 'random') and off > 4*f_all.std()/math.sqrt(n):
+    if labels.drawn in (None, 'random') and off > 4*f_all.std()/math.sqrt(n):
         lines.append(f'{name}: on what is labelled the judge prefers it in {100*f_has.mean():.0f} '
                      f'%, on all in {100*f_all.mean():.0f} %: no random draw looks like this')
     if np.ptp(votes) == 0: lines.append(f'{name}: all {n} labels are equal, so they do not show '
@@ -261,7 +262,7 @@ def corrected_difference(first: tuple, second: tuple) -> Interval | None:
     (f, one), (g, two) = ((p, np.where(own.same, .5, own.votes)) for p, own in (first, second))
     f, y = (1 + g - f)/2, (1 + two - one)/2
     has, judged = ~np.isnan(y), ~np.isnan(f) & ~both_same
-    if (has & judged).sum() < FEWEST_LABELS or {first[1].drawn, second[1].drawn} - {'', 'random'}:
+    if (has & judged).sum() < FEWEST_LABELS or {first[1].drawn, second[1].drawn} - {None, 'random'}:
         return None
     rate = corrected_rate([(y[has & judged], f[has & judged], f[~has & judged])]).rate
     share = judged.sum()/(judged | both_same).sum()
@@ -320,4 +321,5 @@ def alternative_annotator_test(votes, judge, groups=None, margin: float = .1) ->
     advantage = np.array(advantage)
     return dict(passes=2*won >= m, winning_rate=won/m, people=m,
                 advantage=bootstrap(np.nanmean(advantage[:, ~np.isnan(advantage).all(0)], axis=0)),
-                needed=math.ceil((z*spread/(margin - gap))**2) if gap < margin else math.inf)
+                needed=max(30, math.ceil((z*spread/(margin - gap))**2)) if gap < margin
+                else math.inf)
