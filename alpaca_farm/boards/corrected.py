@@ -208,7 +208,7 @@ def correct_rate(preferences, labels: PeopleLabels) -> Corrected:
                                             f'{labels.drawn}, {rest.sum()} instructions')
         parts.append((labels.votes[mine], f[mine], f[rest]))
     rate, alone, worth = corrected_rate(parts)
-    share = judged.sum()/(judged | labels.same).sum()    # of the others, half is known
+    share = float(judged.sum()/(judged | labels.same).sum())   # of the others, half is known
     def percent(i): return Interval(*(100*share*x + 50*(1 - share) for x in i))
     return Corrected(percent(rate), percent(alone), worth)
 
@@ -237,8 +237,8 @@ def correction_report(name: str, judge: str, preferences, labels: PeopleLabels) 
     judged = ~np.isnan(f)
     has = judged & ~np.isnan(labels.votes)
     n, f_has, f_all, votes = has.sum(), f[has], f[judged], labels.votes[has]
-    def text(i): return f'{i.value:.1f} ({i.low:.1f} to {i.high:.1f})'
-    lines = [f'{name}: {text(bootstrap(100*f_all))} % by {judge}, corrected by {n} labels '
+    def text(i): return f'{i.value:.1f} % ({i.low:.1f} to {i.high:.1f})'
+    lines = [f'{name}: {text(bootstrap(100*f_all))} by {judge}, corrected by {n} labels '
              f'{text(c.rate)}, labels alone {text(c.labels)}; the judge makes them worth '
              f'{c.worth:.0f}']
     agreement = judge_agreement(f_has, votes)
@@ -265,7 +265,7 @@ def corrected_difference(first: tuple, second: tuple) -> Interval | None:
     if (has & judged).sum() < FEWEST_LABELS or {first[1].drawn, second[1].drawn} - {None, 'random'}:
         return None
     rate = corrected_rate([(y[has & judged], f[has & judged], f[~has & judged])]).rate
-    share = judged.sum()/(judged | both_same).sum()
+    share = float(judged.sum()/(judged | both_same).sum())
     return Interval(*(share*(200*x - 100) for x in rate))
 
 
@@ -274,7 +274,7 @@ def difference_report(judged: dict, labels: dict) -> list[str]:
     lines = []
     for a, b in combinations(labels, 2):
         gap = corrected_difference(*((judged[m], labels[m]) for m in (a, b)))
-        if gap: lines.append(f'{b} minus {a}: {gap.value:+.1f} points, corrected '
+        if gap: lines.append(f'{b} minus {a}, corrected: {gap.value:+.1f} points '
                              f'({gap.low:+.1f} to {gap.high:+.1f})')
         f = np.stack([judged[a], judged[b]], 1) - 1
         votes = np.stack([labels[a].votes, labels[b].votes], 1)

@@ -92,8 +92,7 @@ def leaderboard_figure(board, judges=None):
         ends = [board[judge] - board[f'{judge}_low'], board[f'{judge}_high'] - board[judge]]
         ax.errorbar(board[judge], y, xerr=ends, fmt='o', ms=4, capsize=2, lw=1, label=judge)
         if judge == 'corrected':
-            start = board[judges[0]]
-            ax.barh(y, board[judge] - start, .12, start, color=f'C{k}', alpha=.3)
+            ax.hlines(y, board[judges[0]], board[judge], color=f'C{k}', lw=6, alpha=.3)
     ax.axvline(50, color='grey', lw=.8, ls=':')
     ax.set_yticks(range(len(board))[::-1], board.method)
     ax.set_xlabel(f'win rate against {board.reference.iloc[0]} (%)')
