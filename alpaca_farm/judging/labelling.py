@@ -70,15 +70,13 @@ def pairs_to_label(cfg) -> list[dict]:
         if is_preference(p.get('preference')): return int(np.sign(p['preference'] - 1.5))
         raise ValueError(f'strata = verdict: a pair of {cfg.outputs} has no verdict of a judge: '
                          'name a run of annotators')
-    strata = {}
-    for p in (p for p in pairs if p['output_1'] != p['output_2']):
+    pairs = [p for p in pairs if p['output_1'] != p['output_2']]   # which need no label
+    prompts, strata, drawn = {prompt_key(p) for p in pairs}, {}, []
+    if cfg.strata and len(prompts) < len(pairs):
+        raise ValueError(f'strata = {cfg.strata}: an instruction has several pairs. Draw without')
+    for p in pairs:
         stratum = strata.setdefault(side(p) if cfg.strata else 0, {})
         stratum.setdefault(prompt_key(p), []).append(p)
-    prompts, drawn = [key for stratum in strata.values() for key in stratum], []
-    several = len(set(prompts)) < len(prompts) or max(
-        len(own) for stratum in strata.values() for own in stratum.values()) > 1
-    if cfg.strata and several: raise ValueError(f'strata = {cfg.strata}: an instruction has '
-                                                'several pairs. Draw without strata')
     def place(key): return hash_uniform(cfg.seed, 'draw', *key)
     for s, stratum in strata.items():
         n = max(round(cfg.draw*len(stratum)/len(prompts)), FEWEST_LABELS if cfg.strata else 0)
