@@ -331,11 +331,11 @@ def test_papermill_corrects_a_board_by_labels(answers, tmp_path):
     labels = f'{crowd_labels(answers, "skilled", tmp_path)}/preferences.json'
     assert {r['drawn'] for r in read_json(labels)} == {'random'} and len(read_json(labels)) == 30
     out = tmp_path/'out'
-    code, said = tiny.run_notebook(
-        tiny.ROOT/'nbs'/'eval.ipynb', tmp_path/'eval.ipynb',
-        dict(out=str(out), outputs=[str(answers/'skilled.json')], labels=labels,
-             reference=str(answers/'reference.json'), annotators=['alpaca_farm.world:pool']))
-    assert code == 0, said
+    run = tiny.spawn(tiny.papermill(
+        tiny.ROOT/'nbs'/'eval.ipynb', tmp_path/'eval.ipynb', out=out, labels=labels,
+        outputs=[str(answers/'skilled.json')], reference=answers/'reference.json',
+        annotators=['alpaca_farm.world:pool']))
+    assert run.communicate()[0] == '' and run.returncode == 0
     board = pd.read_csv(out/'leaderboard.csv').set_index('method')
     own = match_labels(labels, dict(m=(read_json(answers/'skilled.json'),
                                        read_json(answers/'reference.json'))))['m']
