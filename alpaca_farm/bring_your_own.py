@@ -17,7 +17,7 @@ from .core.ask.api import ApiConfig
 from .core.run.inputs import ensure_inputs
 from .core.data.comparisons import preferences_over
 from .core.data.records import load_records, prompt_key
-from .core.run.files import atomic_write, read_yaml, write_json
+from .core.run.files import atomic_write, read_json, read_yaml, write_json
 from .core.run.identity import as_list
 from .core.run.jobs import Job, run_or_fail
 from .core.model.models import load_tokenizer, model_path
@@ -28,6 +28,7 @@ from .core.run.settings import command, Count, HardwareConfig, refuse_unknown, S
 from .core.data.text import check_limit, encode_prompts
 from .annotators import api_clients, check_known_names, load_annotators
 from .binary_feedback import BinaryFeedbackConfig
+from .boards.corrected import read_people_labels
 from .judging.judges import judge_request
 
 # %% ../nbs/bring_your_own.ipynb #2866642b
@@ -65,6 +66,7 @@ class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     demonstrations: str = ''  # file of instructions with outputs for SFT; empty: no SFT
     columns: list[str] = field(default_factory=list)  # names of yours, after their file's setting
     judge: str = 'alpaca_farm.world:held_out_crowd'  # judge of the board, as in `annotators`
+    labels: str = ''                      # people's labels of the answers, to correct the judge
     methods: Annotated[list[Literal[*METHODS]], Len(1)] = field(  # of those in METHODS
         default_factory=lambda: ['best_of_n', 'dpo'])
     n: Annotated[int, Ge(2)] = 8          # samples of best-of-n for each prompt
@@ -73,7 +75,7 @@ class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     recipe: str = ''                      # YAML file of settings by run, over those for its size
     annotator_fields = ('judge',)
     inputs = dict(model='model', prompts='split', preferences='preferences', demonstrations='sft',
-                  judge=('preferences', 'model'))
+                  judge=('preferences', 'model'), labels='preferences')
 
     def __post_init__(self):
         super().__post_init__()
@@ -100,6 +102,7 @@ def _count_parameters(spec: str) -> int:
 def _read_own(cfg: BringYourOwnConfig) -> tuple:
     "The data by setting, the judge, and the number of the model's parameters."
     parameters, columns = _count_parameters(cfg.model), _columns_of(cfg.columns)
+    if cfg.labels: read_people_labels(cfg.labels)
     data = {name: load_records(getattr(cfg, name), split or cfg.split, kind,
                                columns=columns.get(name, ''))
             for name, (kind, split) in _OWN_DATA.items() if getattr(cfg, name)}
@@ -172,7 +175,8 @@ def _own_jobs(cfg: BringYourOwnConfig, parameters: int) -> list[Job]:
         add(name, notebook, settings)
     asking = given(*(f for f in ApiConfig.__annotations__ if f != 'aside'))
     add('eval', 'eval', machine | asking | dict(
-        annotators=[cfg.judge], outputs=[at(n) for n in cfg.methods], reference=at('reference')))
+        annotators=[cfg.judge], outputs=[at(n) for n in cfg.methods], reference=at('reference'),
+        labels=cfg.labels))
     return jobs
 
 # %% ../nbs/bring_your_own.ipynb #1807d09d
@@ -208,6 +212,7 @@ def run(cfg: BringYourOwnConfig):
     if folder.done: return folder
     folder.load()
     folder.write('forecast.json', planned)
+    if cfg.labels: print(*read_json(at_root(jobs[-1].out)/'corrections.json'), sep='\n')
     for step, job in enumerate(jobs, 1):
         folder.log(step, run=job.out, took=read_summary(job.out)['seconds'])
     for name in ('leaderboard.csv', 'leaderboard.png'):

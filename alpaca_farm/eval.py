@@ -29,6 +29,7 @@ from .core.run.settings import at_root, command, Count
 from .boards import rankings
 from .annotators import (annotate_pairs, api_clients, check_all_answered, check_known_names,
     load_annotators, usage_totals)
+from .boards.corrected import correction_report, difference_report, match_labels
 from .boards.leaderboards import (alpaca_eval_rows, check_column_names, leaderboard,
     leaderboard_figure, rank_agreement)
 from .boards.length_control import recorded_difficulty
@@ -49,11 +50,12 @@ class EvalConfig(ApiConfig):
     # judges, as in `annotators`
     annotators: Annotated[list[str], Len(1)] = field(default_factory=lambda: WORLD)
     weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
+    labels: str = ''                    # people's labels of some answers, to correct the first judge
     head_to_head: bool = False          # also judge every pair of models against each other
     difficulty: list[str] = field(default_factory=list)  # AlpacaEval's annotations of others
     max_instances: Count = 0            # use only the first n of the reference; 0: all
     inputs = dict(outputs=('outputs', 'candidates'), reference=('outputs', 'candidates'),
-                  annotators=('preferences', 'model'))
+                  annotators=('preferences', 'model'), labels='preferences')
 
     def __post_init__(self):
         super().__post_init__()
@@ -195,6 +197,8 @@ def run(cfg: EvalConfig):
     methods = read_models(cfg)
     for name, rows in methods.items(): index_prompts(rows, name)   # refuses repeated ones
     references, others = methods['reference'], {}
+    labels = match_labels(cfg.labels, {m: (rows, references) for m, rows in methods.items()
+                                       if m != 'reference'}) if cfg.labels else {}
     for file in files:
         for r in load_records(file, '', 'preference'):
             others.setdefault(str(r.get('generator_2', file)), []).append(r)
@@ -205,7 +209,13 @@ def run(cfg: EvalConfig):
     judged = judge_all(methods, references, judges, cfg.seed, progress)
 
     # the board of all judges
-    board = leaderboard(judged, methods, cfg.reference, seed=cfg.seed)
+    board = leaderboard(judged, methods, cfg.reference, seed=cfg.seed, labels=labels)
+    first = next(iter(judges))
+    said = [line for m, own in labels.items()
+            for line in correction_report(m, first, judged[first][m], own)]
+    if labels: said += difference_report(judged[first], labels)
+    if labels: folder.write('corrections.json', said)
+    print(*said, sep='\n', end='\n'*bool(said))
     for step, row in enumerate(board.to_dict('records'), 1): folder.log(step, **row)
     write_csv(folder, 'leaderboard.csv', board)
     write_figure(folder, 'leaderboard.png', leaderboard_figure(board))

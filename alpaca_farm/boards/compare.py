@@ -13,6 +13,7 @@ from itertools import combinations
 import numpy as np
 
 from ..core.data.comparisons import output_texts
+from ..core.data.preferences import annotator_name
 from ..core.data.records import prompt_key
 from ..core.run.files import read_json
 from ..core.ask.judge_configs import JudgedConfig
@@ -20,6 +21,7 @@ from ..core.run.runs import read_log, start
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import bootstrap
 from ..annotators import load_annotators
+from .corrected import corrected_columns, correction_report, match_labels
 from ..eval import complete_preferences, read_answers, short_names, write_csv, write_figure
 
 # %% ../../nbs/boards/compare.ipynb #e5ca51a0
@@ -29,8 +31,9 @@ class CompareConfig(JudgedConfig):
     out: str = 'runs/compare'  # run folder
     folders: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # to compare
     annotators: str = 'alpaca_farm.world:held_out_crowd'  # judge, as in the annotators notebook
+    labels: str = ''           # people's labels of some pairs, to correct the judge
     examples: Count = 3        # number of instructions whose answers are shown
-    inputs = dict(folders=(), annotators=('preferences', 'model'))
+    inputs = dict(folders=(), annotators=('preferences', 'model'), labels='preferences')
 
     def __post_init__(self):
         super().__post_init__()
@@ -79,17 +82,21 @@ def curve_figure(folders: list[str]):
     return fig
 
 # %% ../../nbs/boards/compare.ipynb #d83826c0
-def _win_rate_table(answers: dict, judge, seed: int = 0):
+def _win_rate_table(answers: dict, judge, seed: int = 0, labels: str = ''):
     """Direct win rates between runs on the same instructions, from records of answers by run:
     a DataFrame with first, second, win_rate of the second in percent, low, high (95 %),
-    instructions."""
+    instructions; with a file of people's labels also `corrected_columns`, and prints a report."""
     import pandas as pd
-    rows = []
-    for a, b in combinations(answers, 2):
-        p = complete_preferences(answers[b], answers[a], judge)
+    both = {f'{b} over {a}': (answers[b], answers[a]) for a, b in combinations(answers, 2)}
+    people, rows = match_labels(labels, both) if labels else {}, []
+    for (a, b), (name, pair) in zip(combinations(answers, 2), both.items()):
+        p = complete_preferences(*pair, judge)
         won = bootstrap(100*(p - 1), seed=seed)
         rows.append(dict(first=a, second=b, win_rate=won.value, low=won.low, high=won.high,
                          instructions=len(p)))
+        if not labels: continue
+        rows[-1] |= corrected_columns(p, people[name])
+        print(*correction_report(name, annotator_name(judge), p, people[name]), sep='\n')
     return pd.DataFrame(rows)
 
 # %% ../../nbs/boards/compare.ipynb #a8b1f020
@@ -111,12 +118,13 @@ def run(cfg: CompareConfig):
     folder.load()
     settings, fig = differing_settings(cfg.folders), curve_figure(cfg.folders)
     answers = {n: read_answers(f) for n, f in short_names(cfg.folders).items()}
-    table = _win_rate_table(answers, judge, cfg.seed)
+    table = _win_rate_table(answers, judge, cfg.seed, cfg.labels)
     figures = {}
     for step, row in enumerate(table.to_dict('records'), 1):
         folder.log(step, **row)
         name = f'{row["second"]}_over_{row["first"]}'
         figures |= {name: row['win_rate'], f'{name}_low': row['low'], f'{name}_high': row['high']}
+        figures |= {f'{name}_{k}': v for k, v in row.items() if k.startswith('corrected')}
     write_csv(folder, 'settings.csv', settings, index=True, float_format=None)
     write_csv(folder, 'win_rates.csv', table)
     if fig: write_figure(folder, 'curves.png', fig)

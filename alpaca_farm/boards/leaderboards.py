@@ -12,6 +12,7 @@ import numpy as np
 
 from ..core.data.comparisons import match_prompts, output_texts
 from ..core.stats import bootstrap, spearman_interval, win_rate
+from .corrected import corrected_columns
 from .length_control import length_controlled
 from .rankings import leaderboard_row
 
@@ -36,21 +37,23 @@ ANSWER_COLUMNS = dict(  # column: a function from a model's answers to a number 
 def check_column_names(judges: list[str], columns=ANSWER_COLUMNS):
     "ValueError for a judge whose columns on a board would have the name of another column."
     ends = '', '_low', '_high', '_unanswered', '_votes', '_votes_se'
-    names = ['method', 'reference', *columns, *(f'{j}{end}' for j in judges for end in ends)]
+    names = ['method', 'reference', *columns, 'n_labels', 'worth',
+             *(f'{j}{end}' for j in (*judges, 'corrected', 'labels_alone') for end in ends)]
     wrong = [n for n in names if names.count(n) > 1] + [j for j in judges if j.endswith('_votes')]
     if wrong: raise ValueError(f'{wrong[0]} is the name of another column of the board: '
                                'give the judge another name')
 
 # %% ../../nbs/boards/leaderboards.ipynb #bfe5b2af
 def leaderboard(judged: dict, methods: dict, reference: str, n: int = 1000, seed: int = 0,
-                columns: dict = ANSWER_COLUMNS):
+                columns: dict = ANSWER_COLUMNS, labels: dict | None = None):
     """The board as a DataFrame, best model of the first judge first: by judge the win rate in
     percent, `_low` and `_high` (95 %, `n` bootstrap draws); of sampled votes the standard
     error, `_se`.
 
     `judged` is of `judge_all`: {judge: {model: (instructions,) preferences}}; `methods` are
     the answers by model, from which `columns` are computed; `reference` names what the win
-    rates are against."""
+    rates are against. `labels` of people, by model but for the reference, add the columns of
+    `corrected_columns`, for the first judge."""
     import pandas as pd
     expected = [j for j in judged if not j.endswith('_votes')]
     check_column_names(expected, columns)
@@ -63,6 +66,7 @@ def leaderboard(judged: dict, methods: dict, reference: str, n: int = 1000, seed
             row |= dict(zip((judge, f'{judge}_low', f'{judge}_high'), interval))
             if any(np.isnan(v).any() for v in judged[judge].values()):
                 row[f'{judge}_unanswered'] = int(np.isnan(p).sum())
+        if labels: row |= corrected_columns(judged[expected[0]][method], labels.get(method))
         for judge in (j for j in judged if j.endswith('_votes')):
             votes = judged[judge][method]
             won = win_rate(votes[~np.isnan(votes)])
@@ -79,7 +83,7 @@ def leaderboard(judged: dict, methods: dict, reference: str, n: int = 1000, seed
 # %% ../../nbs/boards/leaderboards.ipynb #5f489930
 def leaderboard_figure(board, judges=None):
     """Win rates with their intervals, a colour per judge (all by default), models in the
-    board's order."""
+    board's order; a bar from the first judge's rate to the corrected one, where there is one."""
     import matplotlib.pyplot as plt
     judges = judges or [c for c in board if f'{c}_low' in board]
     fig, ax = plt.subplots(figsize=(6.5, max(2, 1 + .45*len(board))), layout='tight')
@@ -87,6 +91,8 @@ def leaderboard_figure(board, judges=None):
         y = np.arange(len(board))[::-1] + .2*((len(judges) - 1)/2 - k)
         ends = [board[judge] - board[f'{judge}_low'], board[f'{judge}_high'] - board[judge]]
         ax.errorbar(board[judge], y, xerr=ends, fmt='o', ms=4, capsize=2, lw=1, label=judge)
+        if judge == 'corrected':
+            ax.hlines(y, board[judges[0]], board[judge], color=f'C{k}', lw=6, alpha=.3)
     ax.axvline(50, color='grey', lw=.8, ls=':')
     ax.set_yticks(range(len(board))[::-1], board.method)
     ax.set_xlabel(f'win rate against {board.reference.iloc[0]} (%)')

@@ -34,7 +34,8 @@ def _read_pair(row: dict, where: str, **fields) -> dict:
     for name, field in names.items():
         check_field(row, field, str, where)
         pair[name] = row[field]
-    return pair | {k: row[k] for k in ('generator_1', 'generator_2', 'idx') if k in row}
+    kept = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
+    return pair | {k: row[k] for k in kept if k in row}
 
 # %% ../../nbs/judging/label_files.ipynb #a2ded2af
 def _short_name(spec: str) -> str:

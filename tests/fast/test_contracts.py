@@ -37,7 +37,7 @@ CORE = ['run.paths data.dialogues',
 LAYERS = ['judging.parsers embedded.lexicon',
         'embedded.grammar judging.noise judging.judges boards.rankings boards.length_control '
             'judging.label_files',
-        'embedded.authors embedded.prose',
+        'embedded.authors embedded.prose boards.corrected',
         'embedded.criteria',
         'embedded.crowd',
         'world judging.local_judges boards.text boards.leaderboards '

@@ -66,7 +66,7 @@ TINY_FARM = dict(
     eval_samples=dict(n=4))
 STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, instances=8),
                labellers=dict(dialogues=[200], prompts=80),
-               worlds=dict(worlds=['plain']))
+               worlds=dict(worlds=['plain']), worth=dict(instances=24, labels=[10, 15]))
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
 TOUR = dict(start=dict(label_flip=.4, steps=4, instances=8))
 WRONG = dict(

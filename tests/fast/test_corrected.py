@@ -1,0 +1,464 @@
+"Win rates corrected by labels of people: equal to PPI++, covered for few labels, never silently wrong."
+import json
+import math
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy.stats import norm, ttest_1samp
+
+import tiny
+from alpaca_farm import bring_your_own, world
+from alpaca_farm import eval as ev
+from alpaca_farm.boards import compare
+from alpaca_farm.boards.corrected import (alternative_annotator_test, correct_rate,
+    corrected_difference, corrected_rate, correction_report, judge_agreement, match_labels,
+    plan_labels, ppi_mean, PeopleLabels)
+from alpaca_farm.core.ask.store import Store
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_summary
+from alpaca_farm.judging import labelling
+from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
+from alpaca_farm.judging.measures import people_votes
+
+DATA = tiny.ROOT.parent/'shared'/'data'
+
+
+def people_and_judge(rate, flip, shape, seed=0):
+    "Votes, and a judge that errs in a share `flip` of them; 1.5: a generous judge; 2: a soft one."
+    u = np.random.default_rng(seed).random((2, *shape))
+    y = (u[0] < rate).astype(float)
+    if flip == 1.5: return y, np.maximum(y, u[1] < .1)
+    if flip == 2: return y, np.clip(.3 + .4*y + norm.ppf(u[1])/5, 0, 1)
+    return y, np.where(u[1] < flip, 1 - y, y)
+
+
+def draw(y, f, n): return y[..., :n], f[..., :n], f[..., n:]
+
+
+@pytest.mark.parametrize('flip', [0, .1, .5, .9, 1.5, 2])   # of weight 0, 1 and between
+@pytest.mark.parametrize('n, N', [(12, 40), (60, 500)])
+def test_the_estimate_is_that_of_ppi_plus_plus(flip, n, N):
+    "Twin by the paper's formulas, for a batch of draws; to 1e-6 the authors' library, if there."
+    y, f, others = draw(*people_and_judge(.4, flip, (3, N), seed=n), n)
+    value, error, weight = ppi_mean(y, f, others)
+    for k in range(3):
+        both = np.r_[f[k], others[k]]
+        spread = (1 + n/(N - n))*both.var(ddof=1)
+        w = np.clip(np.mean((y[k] - y[k].mean())*(f[k] - f[k].mean()))/spread, 0, 1)
+        assert weight[k] == pytest.approx(w)
+        assert value[k] == pytest.approx(w*others[k].mean() + np.mean(y[k] - w*f[k]))
+        ends = value[k] + np.array([-1, 1])*norm.ppf(.975)*error[k]
+        want = math.sqrt(w*w*others[k].var()/(N - n) + (y[k] - w*f[k]).var()/n)
+        assert error[k] == pytest.approx(want)
+        ppi_py = pytest.importorskip('ppi_py')
+        assert value[k] == pytest.approx(
+            ppi_py.ppi_mean_pointestimate(y[k], f[k], others[k]).item(), abs=1e-6)
+        theirs = np.ravel(ppi_py.ppi_mean_ci(y[k], f[k], others[k], alpha=.05))
+        assert ends == pytest.approx(theirs, abs=1e-6)
+
+
+def test_numbers_of_the_authors_library():
+    "Of ppi_python 0.2.3: `ppi_mean_ci` on five labels and six other verdicts, alpha .05."
+    value, error, _ = ppi_mean([0., 1, 1, 0, 1], [0., 1, 1, 1, 1], [0., 1, 1, 1, 1, 0])
+    ends = value + np.array([-1, 1])*norm.ppf(.975)*error
+    assert ends == pytest.approx([0.16892292, 0.95107708], abs=1e-6)
+
+
+@pytest.mark.parametrize('flip', [0, .03, .2, .5, .8, 1.5, 2])
+def test_intervals_cover_the_truth_for_few_labels(flip):
+    "95 % contain it in 93 to 97 % of draws, or more where a few votes cannot tell; normal ones fail."
+    draws, seen, normal = 2000, {}, []
+    for rate in (.05, .3, .5, .95):
+        y, f = people_and_judge(rate, flip, (draws, 700), seed=int(100*rate))
+        for n in (20, 50, 100, 200, 500):
+            sample = draw(y, f, n)
+            c, (value, error, _) = corrected_rate([sample]), ppi_mean(*sample)
+            for kind, i in (('rate', c.rate), ('labels', c.labels)):
+                assert ((0 <= i.low) & (i.low <= i.high) & (i.high <= 1)).all()
+                seen[kind, rate, n] = np.mean((i.low <= rate) & (rate <= i.high))
+            normal.append(np.mean(abs(value - rate) < 1.96*error))
+    slack = 3*math.sqrt(.05*.95/draws)      # of the simulation
+    assert min(seen.values()) > .93 - slack
+    assert max(v for (_, rate, n), v in seen.items() if n == 500) < .97 + slack
+    assert min(normal) < .7
+
+
+def stratified(rate, draws, n=(15, 45), N=(600, 200), seed=0):
+    "Strata, in which people's rate and the judge's error differ, and the mean over both."
+    rates, parts = (rate/2, min(1, 1.5*rate)), []
+    for k in (0, 1):
+        y, f = people_and_judge(rates[k], (.1, .3)[k], (draws, N[k]), seed=seed + k)
+        parts.append(draw(y, f, n[k]))
+    return parts, np.dot(rates, N)/sum(N)
+
+
+@pytest.mark.parametrize('rate', [.1, .5])
+def test_strata_are_weighted_by_their_known_shares(rate):
+    parts, truth = stratified(rate, 1500)
+    c = corrected_rate(parts)
+    each = [ppi_mean(*p)[0] for p in parts]
+    assert c.rate.value == pytest.approx(np.clip(.75*each[0] + .25*each[1], 0, 1))
+    assert c.labels.value == pytest.approx(.75*parts[0][0].mean(-1) + .25*parts[1][0].mean(-1))
+    for i in (c.rate, c.labels): assert .94 < np.mean((i.low <= truth) & (truth <= i.high)) <= 1
+    one = corrected_rate(parts[:1])     # a single stratum: no matter how it is called
+    assert one.labels.low[0] == pytest.approx(corrected_rate([[x[0] for x in parts[0]]]).labels.low)
+
+
+def test_worth_is_between_nothing_and_all():
+    for flip, least, most in ((.5, 95, 115), (.2, 130, 200), (0, 350, 700)):
+        y, f = people_and_judge(.4, flip, (200, 800))
+        assert least < np.mean(corrected_rate([draw(y, f, 100)]).worth) < most
+    y = people_and_judge(.4, 0, (30,))[0]
+    everything = corrected_rate([(y, y, y[:0])])          # all labelled: no judge is needed
+    assert everything.rate == everything.labels and everything.worth == pytest.approx(30)
+
+
+@pytest.mark.parametrize('agreement', [.7, .9])
+@pytest.mark.parametrize('policies', [1, 2])
+def test_the_plan_is_what_200_draws_needed(agreement, policies):
+    "The half-width, with as many labels as are forecast for it, with and without the judge."
+    N, within, rng = 6000, .02*policies, np.random.default_rng(0)
+    g = (rng.random((200, N, policies)) < [.6, .45][:policies]).astype(float)
+    y = np.where(rng.random(g.shape) < agreement, g, 1 - g)
+    assert judge_agreement(g, y) == pytest.approx(agreement, abs=.01)
+    plan = plan_labels(g[0].squeeze(-1) if policies == 1 else g[0], agreement, within)
+    f, y = ((1 + x[..., -1] - x[..., 0])/2 if policies == 2 else x[..., 0] for x in (g, y))
+    for n, used in ((plan.with_judge, True), (plan.without, False)):
+        c = corrected_rate([draw(y, f, math.ceil(n))])
+        interval = c.rate if used else c.labels
+        half = np.mean(interval.high - interval.low)/2*policies
+        assert half == pytest.approx(within, rel=.04)
+    assert plan.with_judge < plan.without
+    assert plan_labels(g[0, :500, 0], agreement).with_judge == math.inf
+
+
+# labels of people and the answers they belong to
+
+PROMPTS = [dict(instruction=f'Say {i}.', input='' if i % 3 else str(i)) for i in range(80)]
+REFERENCES = [dict(p, output=['x'*9, 'y'*(i + 1)]) for i, p in enumerate(PROMPTS)]
+MINE = [dict(p, output='o'*(2 + i % 17)) for i, p in enumerate(PROMPTS)]
+
+
+def longest(pairs):
+    return [1.5 + .5*np.sign(len(p['output_2']) - len(p['output_1'])) for p in pairs]
+
+
+def silent(pairs): return [np.nan]*len(pairs)
+
+
+def label(i, vote, which=0, turned=False, **more):
+    "A person's vote for my answer (1) or against (0), on the pair in either order."
+    texts = [REFERENCES[i]['output'][which], MINE[i]['output']]
+    one, two = texts[::-1] if turned else texts
+    vote = 1 + (1 - vote if turned else vote)
+    return dict(PROMPTS[i], output_1=one, output_2=two, preference=vote, annotator='Ann') | more
+
+
+def file_of(folder, rows, name='labels'):
+    (folder/f'{name}.json').write_text(json.dumps(rows))
+    return str(folder/f'{name}.json')
+
+
+def match(folder, rows, outputs=MINE, references=REFERENCES):
+    return match_labels(file_of(folder, rows), dict(mine=(outputs, references)))['mine']
+
+
+def test_votes_are_averaged_over_the_pairs_of_an_instruction(tmp_path):
+    "Of people, orders and references; an input may be a part of the instruction, as AlpacaEval has it."
+    rows = [label(i, i % 2, turned=i % 3 == 0, drawn='random') for i in range(11)]
+    merged = dict(rows[3], instruction='Say 3.\n\n3', input='')
+    more = [label(0, 1, which=1), label(1, .5, annotator='Bo'), label(4, 0, annotator='Bo')]
+    own = match(tmp_path, rows[:3] + [merged] + rows[4:] + more)
+    want = {i: float(i % 2) for i in range(11)} | {0: .5, 1: .75}
+    assert {i: v for i, v in enumerate(own.votes) if not np.isnan(v)} == want
+    assert own.drawn is None and match(tmp_path, rows).drawn == 'random' and not own.same.any()
+    judged = ev.complete_preferences(MINE, REFERENCES, longest)
+    c, has = correct_rate(judged, own), ~np.isnan(own.votes)
+    twin = corrected_rate([(own.votes[has], judged[has] - 1, judged[~has] - 1)])
+    assert c.rate == pytest.approx([100*x for x in twin.rate]) and c.worth == twin.worth
+
+
+def test_the_same_answer_twice_is_a_half_that_needs_no_label(tmp_path):
+    references = [dict(p, output='x'*9) for p in PROMPTS]
+    outputs = [dict(r, output=r['output'] if i % 4 == 0 else 'better') for i, r in
+               enumerate(references)]
+    rows = [dict(PROMPTS[i], output_1='x'*9, output_2='better', preference=2 - i % 2, drawn='random')
+            for i in range(40) if i % 4]
+    own = match(tmp_path, rows, outputs, references)
+    judged = ev.complete_preferences(outputs, references, longest)
+    c, has = correct_rate(judged, own), ~np.isnan(own.votes)
+    assert own.same.sum() == 20 and has.sum() == 30
+    assert c.rate.value == pytest.approx(.25*50 + .75*100*own.votes[has].mean())
+    gap = corrected_difference((judged, own), (judged, own))
+    assert gap.value == 0 and gap.low == -gap.high
+
+
+def random_rows(n=40, **more):
+    coins = np.random.default_rng(0).random(80)
+    return [label(i, int(coins[i] < .6), drawn='random') | more for i in range(0, 80, 80//n)]
+
+
+@pytest.mark.parametrize('rows, message', [
+    ([dict(r, input='other') for r in random_rows()], 'labels on 0 of its 80'),
+    (random_rows(8), 'labels on 8 of its 80 instructions, and a correction needs 10'),
+    (random_rows() + [label(2, 1), label(2, 0)], 'Ann contradicts a label of their own'),
+    ([{k: v for k, v in r.items() if k != 'output_1'} for r in random_rows()], 'no known format'),
+    ([dict(r, preference=1.3) for r in random_rows()], 'a person votes 1, 2'),
+    (random_rows(drawn='length'), 'some instructions of mine have several'),
+    ([], 'labels on 0|no known format')])
+def test_bad_labels_are_named_before_anybody_is_asked(tmp_path, rows, message):
+    with pytest.raises(ValueError, match=message): match(tmp_path, rows)
+
+
+def test_what_makes_a_correction_doubtful_is_said(tmp_path, capsys):
+    judged = ev.complete_preferences(MINE, REFERENCES, longest)
+    def report(rows): return ' '.join(correction_report('mine', 'longest', judged,
+                                                        match(tmp_path, rows)))
+    plain = report(random_rows())
+    assert 'nan' not in plain and 'drawn at random' not in plain and 'random draw' not in plain
+    assert 'corrected by 40 labels' in plain and 'more than the 80 instructions' in plain
+    assert 'do not say that they were drawn at random' in report(random_rows(drawn=None))
+    won = np.flatnonzero(judged > 1.5).tolist()
+    one_side = report([label(i, 1, drawn='random') for i in won])
+    assert 'no random draw looks like this' in one_side
+    equal = report([dict(r, preference=2) for r in random_rows()])
+    assert 'all 40 labels are equal' in equal and 'nan' not in equal
+    match(tmp_path, random_rows() + [dict(label(3, 1), instruction='Of another file.')])
+    assert "1 of 41 labelled pairs are not among those judged (such as 'Of" in capsys.readouterr().out
+    with pytest.raises(ValueError, match='verdict on 0 of 40 labelled'):
+        correct_rate(np.full(80, np.nan), match(tmp_path, random_rows()))
+    partly = np.where(np.arange(80) % 4 == 0, np.nan, judged)    # on half of the labelled
+    assert not np.isnan(np.r_[correct_rate(partly, match(tmp_path, random_rows())).rate]).any()
+
+
+def test_strata_must_be_those_that_were_drawn_from(tmp_path):
+    "By length they are known from the texts, by verdict from the judge that the draw was by."
+    references = [dict(p, output='x'*9) for p in PROMPTS]
+    judged = ev.complete_preferences(MINE, references, longest)
+    rows = [label(i, i % 2, turned=i % 3 == 0) for i in range(0, 80, 2)]
+    rows = [dict(r, drawn=by, stratum=int(np.sign(len(r['output_2']) - len(r['output_1']))))
+            for by in ('length', 'verdict') for r in rows]
+    for by in ('length', 'verdict'):
+        own = match(tmp_path, [r for r in rows if r['drawn'] == by], references=references)
+        f, has, sides = judged - 1, ~np.isnan(own.votes), np.sign(judged - 1.5)
+        parts = [(own.votes[s & has], f[s & has], f[s & ~has])
+                 for s in (sides == k for k in (-1, 0, 1))]
+        assert correct_rate(judged, own).rate.value == pytest.approx(
+            100*corrected_rate(parts).rate.value)
+        with pytest.raises(ValueError, match='not in the stratum'):
+            correct_rate(judged, own._replace(stratum=-own.stratum))
+    none = np.where(sides == 1, np.nan, own.votes)
+    with pytest.raises(ValueError, match='none in one of the strata'):
+        correct_rate(judged, own._replace(votes=none))
+
+
+# may a judge replace people?
+
+def test_the_alternative_annotator_test_by_loops():
+    rng = np.random.default_rng(0)
+    truth = rng.choice([1., 1.5, 2.], 240)
+    def voter(errs): return np.where(rng.random(240) < errs, rng.choice([1., 1.5, 2.], 240), truth)
+    votes, judge = np.stack([voter(e) for e in (.3, .4, .5)]), voter(.35)
+    votes[rng.random(votes.shape) < .1] = np.nan
+    votes[1, 70:] = np.nan
+    for margin in (.05, .1, .2):
+        p, won = [], []
+        for j in range(3):
+            d = []
+            for i in range(240):
+                others = [v for v in np.delete(votes[:, i], j) if v == v]
+                if not others or votes[j, i] != votes[j, i]: continue
+                s_judge, s_person = (np.mean([o == v for o in others]) for v in (judge[i], votes[j, i]))
+                won.append((j, s_judge >= s_person))
+                d.append(float(s_person >= s_judge) - float(s_judge >= s_person))
+            p.append(ttest_1samp(d, margin, alternative='less').pvalue)
+        ranks = [k for k in (1, 2, 3) if sorted(p)[k - 1] <= k/3*.05/(1 + 1/2 + 1/3)]
+        found = alternative_annotator_test(votes, judge, margin=margin)
+        assert found['winning_rate'] == max(ranks, default=0)/3
+        assert found['passes'] == (max(ranks, default=0) >= 1.5)
+    np.testing.assert_allclose(
+        found['advantage'].value, np.mean([w for _, w in won]), atol=.06)
+    doubled = alternative_annotator_test(np.tile(votes, 4), np.tile(judge, 4),
+                                         np.tile(np.arange(240), 4), margin)
+    assert doubled == found     # copies of a pair are one instruction
+    with pytest.raises(ValueError, match='two people'): alternative_annotator_test(votes[:1], judge)
+
+
+def test_the_instructions_it_needs():
+    "With as many as it says it passes in about 80 % of draws."
+    rng, passed = np.random.default_rng(1), []
+    def study(n):
+        truth = rng.choice([1., 2.], n)
+        def voter(errs): return np.where(rng.random(n) < errs, 3 - truth, truth)
+        return alternative_annotator_test(np.stack([voter(.2) for _ in range(3)]), voter(.2))
+    needed = int(np.median([study(3000)['needed'] for _ in range(5)]))
+    passed = np.mean([study(needed)['passes'] for _ in range(100)])
+    assert 100 < needed < 600 and .6 < passed < .97
+
+
+# where a user meets it
+
+@pytest.fixture(scope='module')
+def answers(tmp_path_factory):
+    "Files of answers by two authors of the embedded world to 90 instructions."
+    folder, rng, rows = tmp_path_factory.mktemp('answers'), random.Random(0), {}
+    while len(rows) < 90:
+        spec = world.sample_request(rng)
+        prompt = world.render(spec)
+        rows[prompt['instruction']] = prompt, [world.Author(s).answer(spec, rng) for s in (.3, .8, .5)]
+    for k, name in enumerate(('reference', 'skilled', 'middling')):
+        file_of(folder, [dict(p, output=texts[k]) for p, texts in rows.values()], name)
+    return folder
+
+
+def crowd_labels(answers, outputs, folder, against='reference', draw=30, **more):
+    "A run of labelling: one member of the crowd labels what is drawn, through the page."
+    cfg = labelling.LabellingConfig(
+        out=str(folder/f'labels_{outputs}'), outputs=str(answers/f'{outputs}.json'), draw=draw,
+        against=against and str(answers/f'{against}.json'), store=str(folder/'l.sqlite'), **more)
+    page = labelling.LabellingPage(labelling.LabellingQueue(
+        labelling.pairs_to_label(cfg), Store(cfg.store), 'Ann'), key_delay=0)
+    while page.pair:
+        page.buttons['2' if world.crowd.annotators[0]([page.pair])[0] > 1.5 else '1'].click()
+    labelling.run(cfg)
+    return cfg.out
+
+
+def test_papermill_corrects_a_board_by_labels(answers, tmp_path):
+    "From a draw over a labelling page to the columns of the board, as a user types it."
+    labels = f'{crowd_labels(answers, "skilled", tmp_path)}/preferences.json'
+    assert {r['drawn'] for r in read_json(labels)} == {'random'} and len(read_json(labels)) == 30
+    out = tmp_path/'out'
+    run = tiny.spawn(tiny.papermill(
+        tiny.ROOT/'nbs'/'eval.ipynb', tmp_path/'eval.ipynb', out=out, labels=labels,
+        outputs=[str(answers/'skilled.json')], reference=answers/'reference.json',
+        annotators=['alpaca_farm.world:pool']))
+    assert run.communicate()[0] == '' and run.returncode == 0
+    board = pd.read_csv(out/'leaderboard.csv').set_index('method')
+    own = match_labels(labels, dict(m=(read_json(answers/'skilled.json'),
+                                       read_json(answers/'reference.json'))))['m']
+    judged = np.array(read_json(out/'preferences.json')['pool']['skilled'])
+    c = correct_rate(judged, own)
+    row = board.loc['skilled']
+    assert [row[k] for k in ('corrected', 'corrected_low', 'corrected_high', 'labels_alone', 'worth')
+            ] == pytest.approx([*c.rate, c.labels.value, c.worth], abs=1e-3)
+    assert row.n_labels == 30 and not board.filter(regex='corr|label|worth').isna().any(axis=None)
+    assert board.loc['reference', ['corrected', 'corrected_low', 'n_labels']].tolist() == [50, 50, 0]
+    said = read_json(out/'corrections.json')
+    assert f'corrected by 30 labels {c.rate.value:.1f}' in said[0] and '+-5 points' in said[2]
+    assert read_summary(out)['skilled_corrected'] == pytest.approx(c.rate.value, abs=1e-3)
+    assert (out/'leaderboard.png').exists()
+
+
+def test_two_policies_on_the_same_instructions(answers, tmp_path, capsys):
+    "Their labels may come from one file; what is said of the difference is the paired one."
+    rows = [r for m in ('skilled', 'middling')
+            for r in read_json(f'{crowd_labels(answers, m, tmp_path)}/preferences.json')]
+    labels = file_of(tmp_path, rows)
+    cfg = ev.EvalConfig(out=str(tmp_path/'out'), reference=str(answers/'reference.json'),
+                        outputs=[str(answers/f'{m}.json') for m in ('skilled', 'middling')],
+                        annotators=['alpaca_farm.world:pool'], labels=labels)
+    ev.run(cfg)
+    assert 'middling minus skilled' in capsys.readouterr().out
+    references, judged = read_json(answers/'reference.json'), read_json(tmp_path/'out'/'preferences.json')
+    known = match_labels(labels, {m: (read_json(answers/f'{m}.json'), references)
+                                  for m in ('skilled', 'middling')})
+    both = [(np.array(judged['pool'][m]), own) for m, own in known.items()]
+    has = ~np.isnan(both[0][1].votes + both[1][1].votes)
+    assert has.sum() == 30           # one draw of instructions for both
+    f, y = ((1 + b - a)/2 for a, b in zip(*([p, own.votes] for p, own in both)))
+    gap = corrected_difference(*both)
+    assert gap.value == pytest.approx(200*ppi_mean(y[has], f[has], f[~has])[0] - 100)
+    assert gap.low < gap.value < gap.high
+
+
+def test_compare_and_bring_your_own_pass_labels_on(answers, tmp_path, capsys):
+    for name in ('middling', 'skilled'):
+        (tmp_path/name).mkdir()
+        (tmp_path/name/'outputs.json').write_bytes((answers/f'{name}.json').read_bytes())
+        config = dict(notebook='sft', settings=dict(out=name), fingerprint=name, inputs={})
+        file_of(tmp_path/name, config, 'config')
+        file_of(tmp_path/name, {}, 'summary')
+    labels = crowd_labels(answers, 'skilled', tmp_path, against='middling')
+    cfg = compare.CompareConfig(out=str(tmp_path/'out'), labels=labels,
+                                folders=[str(tmp_path/m) for m in ('middling', 'skilled')],
+                                annotators='alpaca_farm.world:pool')
+    compare.run(cfg)
+    row = pd.read_csv(tmp_path/'out'/'win_rates.csv').iloc[0]
+    assert row.corrected_low < row.corrected < row.corrected_high and row.n_labels == 30
+    assert 'skilled over middling' in capsys.readouterr().out
+    assert 'skilled_over_middling_corrected' in read_summary(cfg.out)
+    own = bring_your_own.BringYourOwnConfig(labels=labels)
+    assert bring_your_own._own_jobs(own, 1)[-1].settings['labels'] == labels
+
+
+@pytest.mark.parametrize('strata', ['', 'length', 'verdict'])
+def test_a_draw_is_random_and_says_so(answers, tmp_path, strata):
+    "Of any part of a file; more labels add to it; small strata are drawn from more than others."
+    pairs = [dict(p, output_1=a['output'], output_2=b['output'], preference=1 + (i % 9 > 0))
+             for i, (p, a, b) in enumerate(zip(*(read_json(answers/f'{n}.json') for n in (
+                 'reference', 'reference', 'skilled'))))]
+    file = file_of(tmp_path, [{k: v for k, v in p.items() if k != 'output'} for p in pairs])
+    def drawn(n, seed=0, **more): return labelling.pairs_to_label(
+        labelling.LabellingConfig(outputs=file, draw=n, seed=seed, **(dict(strata=strata) | more)))
+    few, more = ({r['instruction'] for r in drawn(n)} for n in (30, 50))
+    assert few < more and {r['instruction'] for r in drawn(30, seed=1)} != few
+    assert {r['drawn'] for r in drawn(30)} == {strata or 'random'}
+    if strata == 'verdict':
+        sides = [r['stratum'] for r in drawn(30)]
+        assert sides.count(-1) == 10 and sides.count(1) == 27    # ten of those it prefers are too few
+    places = [[p['instruction'] for p in pairs].index(r['instruction']) for r in drawn(30)]
+    assert places != sorted(places)
+    file = file_of(tmp_path, [dict(p, output_2=p['output_2'] + x) for p in pairs for x in '!?'])
+    if strata:
+        with pytest.raises(ValueError, match='several pairs'): drawn(30)
+    else: assert len(drawn(30)) == 60
+
+
+# people's labels of public data
+
+PUBLIC = dict(pandalm=('testset-v1.json', 'gpt-3.5-turbo-testset-v1.json', ''),
+              llmbar=('LLMBar_*.json', 'judge_verdicts.csv', 'GPT-4 Metrics_Reference'))
+
+
+def public(folder, labelled, verdicts, name):
+    "Labelled pairs, a judge's preferences, in both orders where it has them, and people's mean votes."
+    sets = load_sets([str(DATA/folder/labelled)])
+    found, = recorded_verdicts(str(DATA/folder/verdicts), name, sets).values()
+    pairs, = sets.values()
+    judge = found.preferences[0, found.shown.any(1)].mean(0)
+    return pairs, judge, np.nanmean(people_votes(pairs), 0)
+
+
+@pytest.mark.skipif(not (DATA/'pandalm').exists(), reason='no public labels')
+@pytest.mark.parametrize('n', [50, 100])
+@pytest.mark.parametrize('data', ['pandalm', 'llmbar', 'alpaca_eval'])
+def test_labels_of_public_data_are_recovered_from_a_part(data, n):
+    "A judge's rate corrected by a part of the labels is that of all of them, 500 draws."
+    if data == 'alpaca_eval':    # whose labels are those of its second judge
+        kinds = [{r['instruction']: r['preference'] or 1.5 for r in read_json(
+            DATA/data/'alpaca-7b'/f'annotations_{k}.json')} for k in ('ae1', 'ae2')]
+        judge, y = (np.array([k[t] for t in kinds[0]], dtype=float) for k in kinds)
+    else: pairs, judge, y = public(data, *PUBLIC[data])
+    known = ~np.isnan(judge + y)
+    f, y = judge[known] - 1, y[known] - 1
+    order = np.argsort(np.random.default_rng(0).random((500, len(y))), axis=1)
+    c = corrected_rate([draw(y[order], f[order], n)])
+    error = c.rate.value - y.mean()
+    assert abs(error.mean()) < 4*error.std()/math.sqrt(500)
+    assert np.mean((c.rate.low <= y.mean()) & (y.mean() <= c.rate.high)) > .93
+    assert abs(error.mean()) < abs(f.mean() - y.mean())     # the judge's own error
+    worth = np.median(c.worth)/n
+    assert worth == pytest.approx(dict(pandalm=1.44, llmbar=1.85, alpaca_eval=1)[data], abs=.15)
+
+
+@pytest.mark.skipif(not (DATA/'pandalm').exists(), reason='no public labels')
+def test_gpt35_does_not_replace_pandalms_people_but_each_of_them_does():
+    pairs, judge, _ = public('pandalm', *PUBLIC['pandalm'])
+    votes, groups = people_votes(pairs), [p['instruction'] + p['input'] for p in pairs]
+    for margin in (.1, .2):
+        found = alternative_annotator_test(votes, judge, groups, margin)
+        assert not found['passes'] and found['needed'] == math.inf
+    assert alternative_annotator_test(votes[1:], votes[0], groups)['passes']
