@@ -169,7 +169,7 @@ def test_four_bits_are_asked_for(base, monkeypatch):
     def load_model(*args, **more):
         seen.update(more)
         raise InterruptedError
-    monkeypatch.setattr(importlib.util, 'find_spec', found)
+    monkeypatch.setattr('alpaca_farm.core.model.loading.find_spec', found)
     monkeypatch.setattr(core_models, 'load_model', load_model)
     cfg = sft_config(base, lora_rank=4, quantize=True, device='cpu', dtype='bfloat16')
     for error in (ImportError, InterruptedError):
