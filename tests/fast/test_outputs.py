@@ -1,4 +1,5 @@
-"""Which farm the saved outputs of each notebook are from."""
+"""Which farm the saved outputs of each notebook are from, and that texts say what they show."""
+import re
 import shutil
 
 import pytest
@@ -29,6 +30,52 @@ def test_saved_outputs_are_from_one_farm():
     unknown = sorted(name for name, farm in farms.items() if not farm)
     assert len(set(farms.values()) - {''}) == 1, farms
     if unknown: pytest.skip(f'not recorded by `make outputs`: {", ".join(unknown)}')
+
+
+def values(text):
+    "The numbers in a text."
+    return [float(x.replace(',', '')) for x in re.findall(r'\d[\d,]*(?:\.\d+)?', text)]
+
+
+def texts(path):
+    "The texts and tables in a notebook's saved outputs."
+    shown = [o for c in read_json(path)['cells'] for o in c.get('outputs', [])]
+    found = [o.get('text', '') for o in shown]
+    found += [v for o in shown for k, v in o.get('data', {}).items() if k.startswith('text/')]
+    return [re.sub('<style.*?</style>', '', ''.join(t), flags=re.S) for t in found]
+
+
+def saved(path): return {v for text in texts(path) for v in values(text)}
+
+
+def quoted(text):
+    "The decimals and percentages of a text that are not of a paper, nor 95 % intervals or chance."
+    parts = re.split(r'\n\n|\n(?=[|*-])', re.sub(r'\$[^$]*\$|`[^`]*`|95 %|50 %', '', text))
+    ours = [p for p in parts if not re.search('AlpacaFarm|[Pp]aper|published|et al', p)]
+    return re.findall(r'(?<![\w.])(?:\d+\.\d+|[\d.]+(?= %))', '\n'.join(ours))
+
+
+def missing(numbers, known):
+    "Those of some numbers that are none of the known ones, rounded."
+    def close(x, v): return abs(v - float(x)) <= .5001*10**-len(x.partition('.')[2])
+    return [x for x in numbers if not any(close(x, v) or close(x, 100*v) for v in known)]
+
+
+RESULTS = [p for p in _notebook_paths() if shows_runs(p)]
+
+
+@pytest.mark.parametrize('path', [tiny.ROOT/'README.md', *RESULTS], ids=lambda p: p.stem)
+def test_numbers_below_runs_are_in_saved_outputs(path):
+    "Those in the prose after the first run, or of the README: of this notebook, or one linked."
+    text = path.read_text()
+    if path.suffix == '.ipynb':
+        cells = read_json(path)['cells']
+        first = next(i for i, c in enumerate(cells) if _is_slow(c))
+        text = '\n\n'.join(''.join(c['source']) for c in cells[first:] if c['cell_type'] == 'markdown')
+        text = text.partition('## Try it')[0]
+    known = saved(path) if path in RESULTS else set()
+    for link in re.findall(r'\(([\w./]+\.ipynb)\)', text): known |= saved(path.parent/link)
+    assert missing(quoted(text), known) == []
 
 
 @pytest.fixture
