@@ -8,9 +8,10 @@ import tiny
 from alpaca_farm.core.run import outputs
 from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.run.outputs import (
-    _code_mark, _is_slow, _notebook_paths, OutputsConfig, save_outputs)
+    _code_mark, _farm_mark, _is_slow, _notebook_paths, OutputsConfig, save_outputs)
 
 RECORD = tiny.ROOT/'nbs'/'outputs.json'
+OLDER = ('studies/hybrid', 'studies/labellers', 'studies/remedies')   # of an earlier farm
 
 
 def name_of(path): return path.with_suffix('').as_posix().rpartition('/nbs/')[2]
@@ -26,10 +27,8 @@ def test_every_notebook_is_recorded():
 
 def test_saved_outputs_are_from_one_farm():
     record, paths = read_json(RECORD), [p for p in _notebook_paths() if shows_runs(p)]
-    farms = {name_of(p): record[name_of(p)]['farm'] for p in paths}
-    unknown = sorted(name for name, farm in farms.items() if not farm)
-    assert len(set(farms.values()) - {''}) == 1, farms
-    if unknown: pytest.skip(f'not recorded by `make outputs`: {", ".join(unknown)}')
+    farms = {name_of(p): record[name_of(p)]['farm'] for p in paths if name_of(p) not in OLDER}
+    assert '' not in farms.values() and len(set(farms.values()) - {'own'}) == 1, farms
 
 
 def values(text):
@@ -50,7 +49,7 @@ def saved(path): return {v for text in texts(path) for v in values(text)}
 
 def quoted(text):
     "The decimals and percentages of a text that are not of a paper, nor 95 % intervals or chance."
-    parts = re.split(r'\n\n|\n(?=[|*-])', re.sub(r'\$[^$]*\$|`[^`]*`|95 %|50 %', '', text))
+    parts = re.split(r'\n\n|\n(?=[*-] )', re.sub(r'\$[^$]*\$|`[^`]*`|95 %|50 %', '', text))
     ours = [p for p in parts if not re.search('AlpacaFarm|[Pp]aper|published|et al', p)]
     return re.findall(r'(?<![\w.])(?:\d+\.\d+|[\d.]+(?= %))', '\n'.join(ours))
 
@@ -67,7 +66,7 @@ RESULTS = [p for p in _notebook_paths() if shows_runs(p)]
 @pytest.mark.parametrize('path', [tiny.ROOT/'README.md', *RESULTS], ids=lambda p: p.stem)
 def test_numbers_below_runs_are_in_saved_outputs(path):
     "Those in the prose after the first run, or of the README: of this notebook, or one linked."
-    text = path.read_text()
+    text = path.read_text().partition('## What it shows')[2]
     if path.suffix == '.ipynb':
         cells = read_json(path)['cells']
         first = next(i for i, c in enumerate(cells) if _is_slow(c))
@@ -76,6 +75,29 @@ def test_numbers_below_runs_are_in_saved_outputs(path):
     known = saved(path) if path in RESULTS else set()
     for link in re.findall(r'\(([\w./]+\.ipynb)\)', text): known |= saved(path.parent/link)
     assert missing(quoted(text), known) == []
+
+
+TRY_IT = tiny.ROOT/'nbs'/'studies'/'try_it.ipynb'
+TRIED = [p for p in _notebook_paths() if '"## Try it' in p.read_text()]
+
+
+@pytest.mark.parametrize('path', TRIED, ids=lambda p: p.stem)
+def test_numbers_under_try_it_are_those_of_its_runs(path):
+    "Each is in a row of the study that makes the commands below it, of a default, or linked."
+    shown = {}
+    for row in re.findall('<tr>.*?</tr>', ''.join(texts(TRY_IT)), re.S):
+        cells = re.findall('<td[^>]*>(.*?)</td>', row, re.S)
+        if cells: shown.setdefault(cells[1], set()).update(values(' '.join(cells[2:])))
+    cells = [''.join(c['source']) for c in read_json(path)['cells']]
+    text = next(t for t in cells if t.startswith('## Try it'))
+    assert len(quoted(text)) > 2
+    parts = re.split(r'((?:^ +papermill .*\n?)+)', text, flags=re.M)
+    for said, commands in zip(parts[::2], parts[1::2], strict=False):
+        runs = re.findall(r'-p out runs/(\w+)', commands)
+        assert set(runs) <= set(shown)
+        known = set().union(*(shown.get(r, set()) for r in (*runs, path.stem, 'rrhf')))
+        for link in re.findall(r'\(([\w./]+\.ipynb)\)', said): known |= saved(path.parent/link)
+        assert missing(quoted(said), known) == []
 
 
 @pytest.fixture
@@ -93,7 +115,7 @@ def project(tmp_path, monkeypatch):
     for name, cells in dict(one=one, two=[cell('1/0')]).items():
         nb = dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)
         write_json(tmp_path/'nbs'/f'{name}.ipynb', nb)
-    write_json(tmp_path/'runs'/'farm'/'config.json', dict(fingerprint='abc'))
+    write_json(tmp_path/'runs'/'farm'/'config.json', dict(notebook='farm', fingerprint='abc'))
     monkeypatch.setattr(outputs, 'root', lambda: tmp_path)
     monkeypatch.setattr(outputs, 'at_root', lambda path: tmp_path/path)
     monkeypatch.chdir(tmp_path)
@@ -115,6 +137,10 @@ def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     save_outputs(OutputsConfig(notebooks=['one']))
     assert shown(path) == ['run\n', '8\n', 'defaults\n']
     assert read_json(record)['one']['farm'] == 'abc'
+    study = project/'nbs'/'studies'/'one.ipynb'
+    for first, mark in (('seed: int = 0', 'own'), ("runs: str = 'runs'", 'abc')):
+        write_json(study, dict(cells=[dict(source=[first])]))
+        assert _farm_mark(study, project/'runs'/'farm') == mark
     assert ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
 
 
