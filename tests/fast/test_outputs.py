@@ -93,9 +93,8 @@ def test_numbers_under_try_it_are_those_of_its_runs(path):
     assert len(quoted(text)) > 2
     parts = re.split(r'((?:^ +papermill .*\n?)+)', text, flags=re.M)
     for said, commands in zip(parts[::2], parts[1::2], strict=False):
-        runs = re.findall(r'-p out runs/(\w+)', commands)
-        assert set(runs) <= set(shown)
-        known = set().union(*(shown.get(r, set()) for r in (*runs, path.stem, 'rrhf')))
+        runs = {path.stem, *re.findall(r'(?:nbs|-p out runs)/(\w+)', commands)}
+        known = set().union(*(shown.get(run, set()) for run in runs))
         for link in re.findall(r'\(([\w./]+\.ipynb)\)', said): known |= saved(path.parent/link)
         assert missing(quoted(said), known) == []
 
