@@ -11,7 +11,8 @@ from alpaca_farm.core.run.outputs import (
     _code_mark, _farm_mark, _is_slow, _notebook_paths, OutputsConfig, save_outputs)
 
 RECORD = tiny.ROOT/'nbs'/'outputs.json'
-OLDER = ('studies/hybrid', 'studies/labellers', 'studies/remedies')   # of an earlier farm
+# of an earlier farm, or of its first replicate alone
+APART = [f'studies/{name}' for name in ('hybrid', 'labellers', 'remedies', 'try_it')]
 
 
 def name_of(path): return path.with_suffix('').as_posix().rpartition('/nbs/')[2]
@@ -27,7 +28,7 @@ def test_every_notebook_is_recorded():
 
 def test_saved_outputs_are_from_one_farm():
     record, paths = read_json(RECORD), [p for p in _notebook_paths() if shows_runs(p)]
-    farms = {name_of(p): record[name_of(p)]['farm'] for p in paths if name_of(p) not in OLDER}
+    farms = {name_of(p): record[name_of(p)]['farm'] for p in paths if name_of(p) not in APART}
     assert '' not in farms.values() and len(set(farms.values()) - {'own'}) == 1, farms
 
 
@@ -137,7 +138,7 @@ def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     assert shown(path) == ['run\n', '8\n', 'defaults\n']
     assert read_json(record)['one']['farm'] == 'abc'
     study = project/'nbs'/'studies'/'one.ipynb'
-    for first, mark in (('seed: int = 0', 'own'), ("runs: str = 'runs'", 'abc')):
+    for first, mark in (('run(cfg)', 'own'), ('farm_jobs(cfg)', 'abc')):
         write_json(study, dict(cells=[dict(source=[first])]))
         assert _farm_mark(study, project/'runs'/'farm') == mark
     assert ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
