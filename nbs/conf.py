@@ -3,7 +3,7 @@ import re
 from pathlib import Path
 
 project, author = 'alpaca_farm', 'the alpaca_farm contributors'
-extensions = ['myst_nb', 'sphinx.ext.autodoc']
+extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx-mathjax-offline']
 html_theme, html_title = 'furo', 'alpaca_farm'
 exclude_patterns = ['recipes', '**.ipynb_checkpoints']
 nb_execution_mode = 'off'

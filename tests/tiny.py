@@ -114,6 +114,17 @@ def environment(**more):
                 HF_HUB_OFFLINE='1', PYDEVD_DISABLE_FILE_VALIDATION='1', **more)
 
 
+def given(words):
+    "The settings that a papermill command gives: as text, or as its YAML has them."
+    import yaml
+    from papermill.cli import papermill as command
+    said = command.make_context('papermill', words[1:]).params
+    texts = [(ROOT/file).read_text() for file in said['parameters_file']]
+    settings = {}
+    for text in (*texts, *said['parameters_yaml']): settings |= yaml.safe_load(text)
+    return settings | dict(said['parameters'] + said['parameters_raw'])
+
+
 def run_notebook(notebook, executed, given):
     "Exit status and output of a notebook in a process forked as the farm's are."
     from alpaca_farm.core.run.execution import NotebookProcess

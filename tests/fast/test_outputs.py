@@ -1,4 +1,5 @@
-"""Which farm the saved outputs of each notebook are from."""
+"""Which farm the saved outputs of each notebook are from, and that texts say what they show."""
+import re
 import shutil
 
 import pytest
@@ -7,9 +8,11 @@ import tiny
 from alpaca_farm.core.run import outputs
 from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.run.outputs import (
-    _code_mark, _is_slow, _notebook_paths, OutputsConfig, save_outputs)
+    _code_mark, _farm_mark, _is_slow, _notebook_paths, OutputsConfig, save_outputs)
 
 RECORD = tiny.ROOT/'nbs'/'outputs.json'
+# of an earlier farm, or of its first replicate alone
+APART = [f'studies/{name}' for name in ('hybrid', 'labellers', 'remedies', 'try_it')]
 
 
 def name_of(path): return path.with_suffix('').as_posix().rpartition('/nbs/')[2]
@@ -25,10 +28,76 @@ def test_every_notebook_is_recorded():
 
 def test_saved_outputs_are_from_one_farm():
     record, paths = read_json(RECORD), [p for p in _notebook_paths() if shows_runs(p)]
-    farms = {name_of(p): record[name_of(p)]['farm'] for p in paths}
-    unknown = sorted(name for name, farm in farms.items() if not farm)
-    assert len(set(farms.values()) - {''}) == 1, farms
-    if unknown: pytest.skip(f'not recorded by `make outputs`: {", ".join(unknown)}')
+    farms = {name_of(p): record[name_of(p)]['farm'] for p in paths if name_of(p) not in APART}
+    assert '' not in farms.values() and len(set(farms.values()) - {'own'}) == 1, farms
+
+
+def values(text):
+    "The numbers in a text."
+    return [float(x.replace(',', '')) for x in re.findall(r'\d[\d,]*(?:\.\d+)?', text)]
+
+
+def texts(path):
+    "The texts and tables in a notebook's saved outputs."
+    shown = [o for c in read_json(path)['cells'] for o in c.get('outputs', [])]
+    found = [o.get('text', '') for o in shown]
+    found += [v for o in shown for k, v in o.get('data', {}).items() if k.startswith('text/')]
+    return [re.sub('<style.*?</style>', '', ''.join(t), flags=re.S) for t in found]
+
+
+def saved(path): return {v for text in texts(path) for v in values(text)}
+
+
+def quoted(text):
+    "The decimals and percentages of a text that are not of a paper, nor 95 % intervals or chance."
+    parts = re.split(r'\n\n|\n(?=[*-] )', re.sub(r'\$[^$]*\$|`[^`]*`|95 %|50 %', '', text))
+    ours = [p for p in parts if not re.search('AlpacaFarm|[Pp]aper|published|et al', p)]
+    return re.findall(r'(?<![\w.])(?:\d+\.\d+|[\d.]+(?= %))', '\n'.join(ours))
+
+
+def missing(numbers, known):
+    "Those of some numbers that are none of the known ones, rounded."
+    def close(x, v): return abs(v - float(x)) <= .5001*10**-len(x.partition('.')[2])
+    return [x for x in numbers if not any(close(x, v) or close(x, 100*v) for v in known)]
+
+
+RESULTS = [p for p in _notebook_paths() if shows_runs(p)]
+
+
+@pytest.mark.parametrize('path', [tiny.ROOT/'README.md', *RESULTS], ids=lambda p: p.stem)
+def test_numbers_below_runs_are_in_saved_outputs(path):
+    "Those in the prose after the first run, or of the README: of this notebook, or one linked."
+    text = path.read_text().partition('## What it shows')[2]
+    if path.suffix == '.ipynb':
+        cells = read_json(path)['cells']
+        first = next(i for i, c in enumerate(cells) if _is_slow(c))
+        text = '\n\n'.join(''.join(c['source']) for c in cells[first:] if c['cell_type'] == 'markdown')
+        text = text.partition('## Try it')[0]
+    known = saved(path) if path in RESULTS else set()
+    for link in re.findall(r'\(([\w./]+\.ipynb)\)', text): known |= saved(path.parent/link)
+    assert missing(quoted(text), known) == []
+
+
+TRY_IT = tiny.ROOT/'nbs'/'studies'/'try_it.ipynb'
+TRIED = [p for p in _notebook_paths() if '"## Try it' in p.read_text()]
+
+
+@pytest.mark.parametrize('path', TRIED, ids=lambda p: p.stem)
+def test_numbers_under_try_it_are_those_of_its_runs(path):
+    "Each is in a row of the study that makes the commands below it, of a default, or linked."
+    shown = {}
+    for row in re.findall('<tr>.*?</tr>', ''.join(texts(TRY_IT)), re.S):
+        cells = re.findall('<td[^>]*>(.*?)</td>', row, re.S)
+        if cells: shown.setdefault(cells[1], set()).update(values(' '.join(cells[2:])))
+    cells = [''.join(c['source']) for c in read_json(path)['cells']]
+    text = next(t for t in cells if t.startswith('## Try it'))
+    assert len(quoted(text)) > 2
+    parts = re.split(r'((?:^ +papermill .*\n?)+)', text, flags=re.M)
+    for said, commands in zip(parts[::2], parts[1::2], strict=False):
+        runs = {path.stem, *re.findall(r'(?:nbs|-p out runs)/(\w+)', commands)}
+        known = set().union(*(shown.get(run, set()) for run in runs))
+        for link in re.findall(r'\(([\w./]+\.ipynb)\)', said): known |= saved(path.parent/link)
+        assert missing(quoted(said), known) == []
 
 
 @pytest.fixture
@@ -46,7 +115,7 @@ def project(tmp_path, monkeypatch):
     for name, cells in dict(one=one, two=[cell('1/0')]).items():
         nb = dict(cells=cells, metadata=dict(kernelspec=kernel), nbformat=4, nbformat_minor=5)
         write_json(tmp_path/'nbs'/f'{name}.ipynb', nb)
-    write_json(tmp_path/'runs'/'farm'/'config.json', dict(fingerprint='abc'))
+    write_json(tmp_path/'runs'/'farm'/'config.json', dict(notebook='farm', fingerprint='abc'))
     monkeypatch.setattr(outputs, 'root', lambda: tmp_path)
     monkeypatch.setattr(outputs, 'at_root', lambda path: tmp_path/path)
     monkeypatch.chdir(tmp_path)
@@ -68,6 +137,10 @@ def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     save_outputs(OutputsConfig(notebooks=['one']))
     assert shown(path) == ['run\n', '8\n', 'defaults\n']
     assert read_json(record)['one']['farm'] == 'abc'
+    study = project/'nbs'/'studies'/'one.ipynb'
+    for first, mark in (('run(cfg)', 'own'), ('farm_jobs(cfg)', 'abc')):
+        write_json(study, dict(cells=[dict(source=[first])]))
+        assert _farm_mark(study, project/'runs'/'farm') == mark
     assert ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
 
 

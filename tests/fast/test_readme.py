@@ -38,18 +38,6 @@ def commands(text):
             if re.match(ours, l) and '...' not in l and 'my_method' not in l]
 
 
-def given(words):
-    "The settings that papermill's options give: -p and -r name value, -y yaml, -f file."
-    settings, i = {}, 0
-    while i < len(words):
-        if words[i] in ('-p', '-r'): settings[words[i+1]] = words[i+2]; i += 3
-        elif words[i] in ('-y', '-f'):
-            text = words[i+1] if words[i] == '-y' else (tiny.ROOT/words[i+1]).read_text()
-            settings |= yaml.safe_load(text); i += 2
-        else: raise ValueError(f'unknown option {words[i]}')
-    return settings
-
-
 def config_class(notebook):
     path = next((tiny.ROOT/'alpaca_farm').rglob(f'{notebook}.py'))
     module = importlib.import_module('.'.join(path.relative_to(tiny.ROOT).with_suffix('').parts))
@@ -78,7 +66,7 @@ def check(command):
     elif words[0] == 'papermill':
         path = tiny.ROOT/words[1]
         assert path.is_file() and words[2].endswith('.ipynb')
-        check_settings(path.stem, given(words[3:]))
+        check_settings(path.stem, tiny.given(words))
     else:
         module = next(w for w in words[words.index('-m') + 1:] if not w.startswith('-'))
         if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
@@ -150,7 +138,7 @@ def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for 
         name = module.__name__.split('.')[-1]
         words, = (w for w in map(shlex.split, commands(PAGES['data.md']))
                   if w[:2] == ['papermill', f'nbs/{name}.ipynb'] and out in w)
-        paths = {k: str(tmp_path/v) if '/' in v else v for k, v in given(words[3:]).items()}
+        paths = {k: str(tmp_path/v) if '/' in v else v for k, v in tiny.given(words).items()}
         if module is reward_model: paths['policy'] = str(base/'sft')
         made.append(tiny.main(module)(tiny.config(module, **more | paths)).folder)
     assert all(read_summary(f) for f in made)
@@ -179,7 +167,7 @@ def test_commands_beside_theirs_are_within_bounds(command):
     words = shlex.split(command)
     cls = config_class(words[1].rpartition('/')[2].removesuffix('.ipynb'))
     inputs = {*cls.inputs} - {'annotators'}
-    said = given(words[3:])
+    said = tiny.given(words)
     settings = {k: v for k, v in said.items() if k not in inputs or not v}
     if said.get('samples'): settings['samples'] = 'nbs'
     if 'rrhf' in settings:

@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 
-pytest.importorskip('myst_nb')
+for name in ('myst_nb', 'sphinx-mathjax-offline'): pytest.importorskip(name)
 
 
 @pytest.fixture(scope='module')
@@ -36,4 +36,6 @@ def test_every_notebook_and_module_is_on_the_site(site):
     assert all((site/page).exists() for page in listed)
     assert {'start.html', 'studies/worlds.html', 'api/dpo.html', 'gpus.html'} <= listed
     assert 'dpo_loss' in (site/'api/dpo.html').read_text()
+    mathjax = '_static/mathjax/tex-chtml.js'   # formulas without a network
+    assert f'src="{mathjax}' in (site/'dpo.html').read_text() and (site/mathjax).exists()
     assert '#| export' not in (site/'dpo.html').read_text()

@@ -71,6 +71,14 @@ def _code_mark(path: Path) -> str:
     cells = read_json(path)['cells']
     return digest([''.join(c['source']) for c in cells if c['cell_type'] == 'code'])
 
+
+def _farm_mark(path: Path, farm: Path) -> str:
+    "The fingerprint of the farm that a notebook shows, `own` for none, empty if it is not made."
+    cells = read_json(path)['cells']
+    reads = any('farm_jobs(' in ''.join(c['source']) for c in cells)
+    if path.parent.name == 'studies' and not reads: return 'own'
+    return run_config(farm).get('fingerprint', '')
+
 # %% ../../../nbs/core/run/outputs.ipynb #b129af89
 def save_outputs(cfg: OutputsConfig):
     "Execute notebooks and save their outputs; RuntimeError at the end, naming those that failed."
@@ -85,8 +93,7 @@ def save_outputs(cfg: OutputsConfig):
             record = read_json(file) if file.exists() else {}
             name = path.relative_to(file.parent).with_suffix('').as_posix()
             shown = record.get(name, {}).get('farm', '')   # what is not executed stays as it is
-            if cfg.slow and (farm/'config.json').exists():
-                shown = read_json(farm/'config.json')['fingerprint']
+            if cfg.slow: shown = _farm_mark(path, farm) or shown
             record[name] = dict(farm=shown, code=_code_mark(path))
             write_json(file, dict(sorted(record.items())))
         except CellExecutionError as e: failed.append(f'{path.stem}: {e.ename}: {e.evalue}')
