@@ -4,9 +4,9 @@
     python tests/gpu/measure.py sft_7b dpo_7b      # some of the rows
     python tests/gpu/measure.py --small            # small shapes, on any machine
 
-Weights are random, texts are random words, and nothing is read from a network. The row `real` is the
-real farm; it needs the model's folder: --model PATH. Rows are kept in OUT/measured.json and are not
-measured again; those of a killed run are lost. Beside torch, transformers, accelerate and peft the
+Weights are random, texts are random words, and nothing is read from a network. The row `real` is
+the real farm; it needs the model's folder: --model PATH. Rows are kept in OUT/measured.json and are
+not measured again. Beside torch, transformers, accelerate and peft the
 library needs pydantic, tyro, filelock and fastcore: where they are not installed, put them on
 PYTHONPATH (python -m pip install --target DIR pydantic tyro filelock fastcore)."""
 import argparse
@@ -85,6 +85,7 @@ def rows_of(out: Path, small: bool, model: str) -> dict:
     learning = dict(learning_rate=1e-5, batch_size=batch, dtype=dtype, max_length=prompt + answer)
     answering = dict(eval_split='', max_prompt=prompt, max_new_tokens=answer)
     pairs = dict(preferences=f'{data}/preferences.json', max_instances=batch * steps + 8)
+    scored = dict(pairs, held_out=8, epochs=1, likelihood=0.)   # the embeddings are not tied
     online = dict(data=data, steps=2, rollouts=batch * (1 if small else 4), batch_size=batch,
                   dtype=dtype, learning_rate=1e-5, value_learning_rate=1e-5, save_every=0,
                   missing_eos='', **answering)
@@ -94,12 +95,12 @@ def rows_of(out: Path, small: bool, model: str) -> dict:
     rows = dict(
         sft_7b=row(sft, '7b', prompt + answer, data=data, val_split='', max_instances=batch * steps,
                    **LORA, **learning, **answering),
-        reward_model_7b=row(reward_model, '7b', prompt + 2*answer, held_out=8, epochs=1, **pairs,
+        reward_model_7b=row(reward_model, '7b', prompt + 2*answer, **scored,
                             **LORA, **learning),
         dpo_7b=row(dpo, '7b', prompt + 2*answer, data=data, epochs=1, **pairs, **LORA, **learning,
                    **answering),
         ppo_7b=row(ppo, '7b', prompt + answer, reward_model=at('reward_model_7b'), **LORA, **online),
-        reward_model_1b=row(reward_model, '1b', prompt + 2*answer, held_out=8, epochs=1, **pairs,
+        reward_model_1b=row(reward_model, '1b', prompt + 2*answer, **scored,
                             **learning),
         ppo_1b=row(ppo, '1b', prompt + answer, reward_model=at('reward_model_1b'), **online))
     if model:
