@@ -9,6 +9,7 @@ import torch
 import tiny
 from alpaca_farm import ppo
 from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.data.text import rollout_batch
 from alpaca_farm.core.data.records import load_records
@@ -124,6 +125,7 @@ def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
     assert (batch['old_logp'][batch['response'] == 0] == 0).all()
     assert 'old_logp' not in rollout(models, dataclasses.replace(cfg, dtype='bfloat16'))
     reference = moved(models.policy)
+    assert reads_packed(models.policy)   # which takes passes when it is asked first
     passes, trunk, scores = [], models.policy.base_model, torch.linspace(-1, 1, 16)
     forward = trunk.forward
     monkeypatch.setattr(trunk, 'forward', lambda *a, **k: passes.append(1) or forward(*a, **k))
