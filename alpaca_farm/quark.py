@@ -162,7 +162,8 @@ def train(cfg: QuarkConfig):
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    reference, plain = load_reference(policy, cfg), load_tokenizer(cfg.policy, policy, cfg.template_arguments)
+    reference = load_reference(policy, cfg)
+    plain = load_tokenizer(cfg.policy, policy, cfg.template_arguments)
     records, prompts, too_long = load_prompts(cfg, plain)
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
     preflight(cfg, ('split', 'eval_split'), policy, plain, judge, reward_of)

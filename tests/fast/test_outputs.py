@@ -71,7 +71,8 @@ def test_numbers_below_runs_are_in_saved_outputs(path):
     if path.suffix == '.ipynb':
         cells = read_json(path)['cells']
         first = next(i for i, c in enumerate(cells) if _is_slow(c))
-        text = '\n\n'.join(''.join(c['source']) for c in cells[first:] if c['cell_type'] == 'markdown')
+        said = [''.join(c['source']) for c in cells[first:] if c['cell_type'] == 'markdown']
+        text = '\n\n'.join(said)
         text = text.partition('## Try it')[0]
     known = saved(path) if path in RESULTS else set()
     for link in re.findall(r'\(([\w./]+\.ipynb)\)', text): known |= saved(path.parent/link)

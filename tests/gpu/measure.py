@@ -99,7 +99,8 @@ def rows_of(out: Path, small: bool, model: str) -> dict:
                             **LORA, **learning),
         dpo_7b=row(dpo, '7b', prompt + 2*answer, data=data, epochs=1, **pairs, **LORA, **learning,
                    **answering),
-        ppo_7b=row(ppo, '7b', prompt + answer, reward_model=at('reward_model_7b'), **LORA, **online),
+        ppo_7b=row(ppo, '7b', prompt + answer, reward_model=at('reward_model_7b'), **LORA,
+                   **online),
         reward_model_1b=row(reward_model, '1b', prompt + 2*answer, **scored,
                             **learning),
         ppo_1b=row(ppo, '1b', prompt + answer, reward_model=at('reward_model_1b'), **online))

@@ -326,7 +326,8 @@ def test_retries_are_counted_and_bounded():
 @pytest.mark.parametrize('more, message', [
     (dict(method='rlhf'), 'method'), (dict(served='m'), 'model'), (dict(policy=''), 'model'),
     (dict(annotators='alpaca_farm.world:pool'), 'no judge'), (dict(both_orders=True), 'no judge'),
-    (dict(samples=__file__), 'samples'), (dict(method='rlcd_rescore'), 'samples'), (dict(template='chat'), 'behind a role'),
+    (dict(samples=__file__), 'samples'), (dict(method='rlcd_rescore'), 'samples'),
+    (dict(template='chat'), 'behind a role'),
     (dict(temperature=0), 'temperature'), (dict(task='wrold'), 'outlining, world')])
 def test_wrong_settings(more, message):
     with pytest.raises(ValueError, match=message): RLCDConfig(**more)

@@ -87,8 +87,8 @@ def activation_bytes(model) -> float:
 
 
 def tokens_to_train(models: list, device: torch.device) -> float:
-    """How many tokens a micro-batch of a training step may have: as many as keep 1 GB of activations
-    on a CPU, and on a GPU 60 % of what is free beside gradients and moments."""
+    """How many tokens a micro-batch may have: as many as keep 1 GB of activations on a CPU, and on a
+    GPU 60 % of what is free beside gradients and moments."""
     each = max(1., sum(activation_bytes(m) for m in models if hasattr(m, 'base_model')))
     if device.type != 'cuda': return 1e9 / each
     trained = sum(p.nbytes for m in models for p in m.parameters() if p.requires_grad)

@@ -87,7 +87,7 @@ def no_secrets(settings: dict):
             for v in value: no_secrets({name: v})
         elif isinstance(value, str) and _SECRET.search(value):
             raise ValueError(f'{name} looks like an API key or holds a password. Keys are read '
-                             'from the environment (OPENAI_API_KEY, HF_TOKEN), never from a parameter')
+                             'from the environment (OPENAI_API_KEY, HF_TOKEN), never a parameter')
 
 # %% ../../../nbs/core/run/settings.ipynb #7c26b0eb
 def refuse_unknown(owner: str, names, known):
