@@ -1,6 +1,6 @@
 """Memory, speed and share of a GPU's ceiling of the training runs of large models, as a table.
 
-    python tests/gpu/measure.py                    # on a GPU with 80 GB or more, about 25 minutes
+    python tests/gpu/measure.py                    # on a GPU with 80 GB or more; not run on one yet
     python tests/gpu/measure.py sft_7b dpo_7b      # some of the rows
     python tests/gpu/measure.py --small            # small shapes, on any machine
 
