@@ -12,6 +12,7 @@ import tiny
 from alpaca_farm import annotators, best_of_n, dpo, ppo, reward_model, sft
 from alpaca_farm.core.run import runs
 from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.run.inputs import ensure_inputs
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 
@@ -66,6 +67,8 @@ def test_another_policy_needs_data(base, tmp_path):
         if policy != 'org/model': policy = str(shutil.copytree(policy, tmp_path/'copy'))
         cfg = ppo.PPOConfig(**given | dict(policy=policy))
         refused(ppo.train, cfg, ValueError, f'^data: {policy} is no policy of the embedded world')
+    none = dict.fromkeys(('split', 'val_split', 'eval_split'), '')   # nothing is read from it
+    ensure_inputs(ppo.PPOConfig(**given | none | dict(policy=policy)), ('policy', 'data'))
 
 
 def test_too_little_training_is_said(base, tmp_path, capsys):

@@ -68,6 +68,9 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, in
                labellers=dict(dialogues=[200], prompts=80),
                worlds=dict(worlds=['plain']), worth=dict(instances=24, labels=[10, 15]))
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
+STUDIES['human_labels'] = dict(max_length=120, measured=12, budgets=[12, 24], seeds=1, prompts=6,
+                               n=2, max_new_tokens=8,
+                               labelled=['alpaca_farm.judging.agreement:embedded_pairs'])
 TOUR = dict(start=dict(label_flip=.4, steps=4, instances=8))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'Did you mean kl_coef?'),
@@ -160,8 +163,12 @@ def test_notebook_executes(made, name):
 def test_study_executes(made, sizes, name):
     "The tour, or a study of one replicate, on the tiny farm's runs where it reads the farm's."
     folder = made[0]
-    where = dict(folder=str(folder/'worlds')) if name == 'worlds' else dict(runs=str(folder))
-    given = (STUDIES | TOUR)[name] | where | dict(size=sizes)
+    where = dict(runs=str(folder), size=sizes)
+    if name == 'worlds': where = dict(folder=str(folder/'worlds'), size=sizes)
+    if name == 'human_labels':
+        where = dict(folder=str(folder/name), policy=str(folder/'sft'),
+                     preferences=str(folder/'annotators'))
+    given = (STUDIES | TOUR)[name] | where
     notebook = name if name in TOUR else f'studies/{name}'
     status, output = forked(notebook, folder/f'{name}.ipynb', given)
     assert status == 0, output
@@ -171,8 +178,8 @@ def test_study_executes(made, sizes, name):
 
 def test_every_study_is_executed_and_exports_nothing():
     studies = list((NBS/'studies').glob('*.ipynb'))
-    # the trials of `tuning` and the runs of `try_it` are runs of the methods
-    assert {p.stem for p in studies} == {'tuning', 'try_it', *STUDIES}
+    # the trials of `tuning` and the runs of `try_it` are runs of the methods; TRL is not installed
+    assert {p.stem for p in studies} == {'tuning', 'try_it', 'beside_trl', *STUDIES}
     assert not any(re.search(r'#\| *(export|default_exp)', p.read_text()) for p in studies)
 
 

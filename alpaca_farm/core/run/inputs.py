@@ -112,12 +112,16 @@ def build(notebook: str, out: str, **settings):
 # %% ../../../nbs/core/run/inputs.ipynb #916716e4
 def ensure_inputs(cfg: Config, names: tuple = ()):
     "Check the named inputs, then build missing or stale defaults; of `names`, or of all."
+    def is_read(name):   # unless all the splits that it would give are empty
+        parts = as_list(cfg.inputs[name])
+        return not parts or any(getattr(cfg, p) if p.endswith('split') else p for p in parts)
     changed, stale, named = cfg.changed(), {}, []
-    if {'data', 'policy'} <= {*cfg.inputs} and 'policy' in changed and 'data' not in changed:
+    names = [name for name in names or cfg.inputs if is_read(name)]
+    if {'data', 'policy'} <= {*names} and 'policy' in changed and 'data' not in changed:
         if cfg.policy and not run_of(cfg.policy):
             raise ValueError(f'data: {cfg.policy} is no policy of the embedded world, whose requests '
                              'it would answer: name a dataset with your prompts')
-    for name in names or cfg.inputs:
+    for name in names:
         for path in as_list(getattr(cfg, name)):   # a default may be a list of runs
             known = name not in changed and ':' not in path and recipe(path)
             if not known: named.append((name, path))
