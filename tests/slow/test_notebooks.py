@@ -66,7 +66,7 @@ TINY_FARM = dict(
     eval_samples=dict(n=4))
 STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, instances=8),
                labellers=dict(dialogues=[200], prompts=80),
-               worlds=dict(worlds=['plain']), worth=dict(instances=24, labels=[10, 15]))
+               worth=dict(instances=24, labels=[10, 15]))
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
 STUDIES['human_labels'] = dict(max_length=120, measured=12, budgets=[12, 24], seeds=1, prompts=6,
                                n=2, max_new_tokens=8,
@@ -164,7 +164,6 @@ def test_study_executes(made, sizes, name):
     "The tour, or a study of one replicate, on the tiny farm's runs where it reads the farm's."
     folder = made[0]
     where = dict(runs=str(folder), size=sizes)
-    if name == 'worlds': where = dict(folder=str(folder/'worlds'), size=sizes)
     if name == 'human_labels':
         where = dict(folder=str(folder/name), policy=str(folder/'sft'),
                      preferences=str(folder/'annotators'))

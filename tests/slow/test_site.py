@@ -34,7 +34,7 @@ def test_every_notebook_and_module_is_on_the_site(site):
     text = (site/'llms.txt').read_text()
     listed = set(re.findall(r'\]\((.*?)\)', text))
     assert all((site/page).exists() for page in listed)
-    assert {'start.html', 'studies/worlds.html', 'api/dpo.html', 'gpus.html'} <= listed
+    assert {'start.html', 'studies/hybrid.html', 'api/dpo.html', 'gpus.html'} <= listed
     assert 'dpo_loss' in (site/'api/dpo.html').read_text()
     mathjax = '_static/mathjax/tex-chtml.js'   # formulas without a network
     assert f'src="{mathjax}' in (site/'dpo.html').read_text() and (site/mathjax).exists()
