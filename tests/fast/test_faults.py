@@ -10,7 +10,7 @@ import pytest
 
 import tiny
 from alpaca_farm import annotators, best_of_n, dpo, ppo, reward_model, sft
-from alpaca_farm.core.run import runs
+from alpaca_farm.core.run import inputs, runs
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.inputs import ensure_inputs
 from alpaca_farm.core.run.files import read_json
@@ -60,13 +60,18 @@ def test_one_file_is_not_several_splits(base, tmp_path):
                 r'all\.json is one file, .*split and val_split and eval_split at once')
 
 
-def test_another_policy_needs_data(base, tmp_path):
+def test_another_policy_needs_data(base, tmp_path, monkeypatch):
     given = tiny.settings('ppo', base, out=str(tmp_path/'out'))
     del given['data']
     for policy in ('org/model', str(base/'sft'/'model')):   # a copy of a model is nobody's run
         if policy != 'org/model': policy = str(shutil.copytree(policy, tmp_path/'copy'))
         cfg = ppo.PPOConfig(**given | dict(policy=policy))
         refused(ppo.train, cfg, ValueError, f'^data: {policy} is no policy of the embedded world')
+    step = tmp_path/'run'/'model-2'
+    shutil.copytree(base/'sft'/'model', step)
+    shutil.copy(base/'sft'/'config.json', step.parent)
+    monkeypatch.setattr(inputs, 'build', lambda *_, **__: None)
+    ensure_inputs(ppo.PPOConfig(**given | dict(policy=str(step))), ('policy', 'data'))
     none = dict.fromkeys(('split', 'val_split', 'eval_split'), '')   # nothing is read from it
     ensure_inputs(ppo.PPOConfig(**given | none | dict(policy=policy)), ('policy', 'data'))
 

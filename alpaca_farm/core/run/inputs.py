@@ -118,7 +118,8 @@ def ensure_inputs(cfg: Config, names: tuple = ()):
     changed, stale, named = cfg.changed(), {}, []
     names = [name for name in names or cfg.inputs if is_read(name)]
     if {'data', 'policy'} <= {*names} and 'policy' in changed and 'data' not in changed:
-        if cfg.policy and not run_of(cfg.policy):
+        folder = at_root(cfg.policy)
+        if cfg.policy and not (run_config(folder) or run_config(folder.parent)):
             raise ValueError(f'data: {cfg.policy} is no policy of the embedded world, whose requests '
                              'it would answer: name a dataset with your prompts')
     for name in names:
