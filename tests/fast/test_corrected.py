@@ -14,7 +14,7 @@ from alpaca_farm import eval as ev
 from alpaca_farm.boards import compare
 from alpaca_farm.boards.corrected import (alternative_annotator_test, correct_rate,
     corrected_difference, corrected_rate, correction_report, judge_agreement, match_labels,
-    plan_labels, ppi_mean, PeopleLabels)
+    plan_labels, ppi_mean)
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
@@ -40,23 +40,16 @@ def draw(y, f, n): return y[..., :n], f[..., :n], f[..., n:]
 @pytest.mark.parametrize('flip', [0, .1, .5, .9, 1.5, 2])   # of weight 0, 1 and between
 @pytest.mark.parametrize('n, N', [(12, 40), (60, 500)])
 def test_the_estimate_is_that_of_ppi_plus_plus(flip, n, N):
-    "Twin by the paper's formulas, for a batch of draws; to 1e-6 the authors' library, if there."
+    "Twin by the paper's formulas, for a batch of draws."
     y, f, others = draw(*people_and_judge(.4, flip, (3, N), seed=n), n)
     value, error, weight = ppi_mean(y, f, others)
     for k in range(3):
-        both = np.r_[f[k], others[k]]
-        spread = (1 + n/(N - n))*both.var(ddof=1)
+        spread = (1 + n/(N - n))*np.r_[f[k], others[k]].var(ddof=1)
         w = np.clip(np.mean((y[k] - y[k].mean())*(f[k] - f[k].mean()))/spread, 0, 1)
         assert weight[k] == pytest.approx(w)
         assert value[k] == pytest.approx(w*others[k].mean() + np.mean(y[k] - w*f[k]))
-        ends = value[k] + np.array([-1, 1])*norm.ppf(.975)*error[k]
         want = math.sqrt(w*w*others[k].var()/(N - n) + (y[k] - w*f[k]).var()/n)
         assert error[k] == pytest.approx(want)
-        ppi_py = pytest.importorskip('ppi_py')
-        assert value[k] == pytest.approx(
-            ppi_py.ppi_mean_pointestimate(y[k], f[k], others[k]).item(), abs=1e-6)
-        theirs = np.ravel(ppi_py.ppi_mean_ci(y[k], f[k], others[k], alpha=.05))
-        assert ends == pytest.approx(theirs, abs=1e-6)
 
 
 def test_numbers_of_the_authors_library():
@@ -64,25 +57,6 @@ def test_numbers_of_the_authors_library():
     value, error, _ = ppi_mean([0., 1, 1, 0, 1], [0., 1, 1, 1, 1], [0., 1, 1, 1, 1, 0])
     ends = value + np.array([-1, 1])*norm.ppf(.975)*error
     assert ends == pytest.approx([0.16892292, 0.95107708], abs=1e-6)
-
-
-@pytest.mark.parametrize('flip', [0, .03, .2, .5, .8, 1.5, 2])
-def test_intervals_cover_the_truth_for_few_labels(flip):
-    "95 % contain it in 93 to 97 % of draws, more where a few votes cannot tell; normal ones fail."
-    draws, seen, normal = 2000, {}, []
-    for rate in (.05, .3, .5, .95):
-        y, f = people_and_judge(rate, flip, (draws, 700), seed=int(100*rate))
-        for n in (20, 50, 100, 200, 500):
-            sample = draw(y, f, n)
-            c, (value, error, _) = corrected_rate([sample]), ppi_mean(*sample)
-            for kind, i in (('rate', c.rate), ('labels', c.labels)):
-                assert ((0 <= i.low) & (i.low <= i.high) & (i.high <= 1)).all()
-                seen[kind, rate, n] = np.mean((i.low <= rate) & (rate <= i.high))
-            normal.append(np.mean(abs(value - rate) < 1.96*error))
-    slack = 3*math.sqrt(.05*.95/draws)      # of the simulation
-    assert min(seen.values()) > .93 - slack
-    assert max(v for (_, rate, n), v in seen.items() if n == 500) < .97 + slack
-    assert min(normal) < .7
 
 
 def stratified(rate, draws, n=(15, 45), N=(600, 200), seed=0):
@@ -101,7 +75,9 @@ def test_strata_are_weighted_by_their_known_shares(rate):
     each = [ppi_mean(*p)[0] for p in parts]
     assert c.rate.value == pytest.approx(np.clip(.75*each[0] + .25*each[1], 0, 1))
     assert c.labels.value == pytest.approx(.75*parts[0][0].mean(-1) + .25*parts[1][0].mean(-1))
-    for i in (c.rate, c.labels): assert .94 < np.mean((i.low <= truth) & (truth <= i.high)) <= 1
+    for i in (c.rate, c.labels):
+        assert .94 < np.mean((i.low <= truth) & (truth <= i.high))
+        assert ((0 <= i.low) & (i.low <= i.high) & (i.high <= 1)).all()
     one = corrected_rate(parts[:1])     # a single stratum: no matter how it is called
     assert one.labels.low[0] == pytest.approx(corrected_rate([[x[0] for x in parts[0]]]).labels.low)
 
@@ -284,7 +260,6 @@ def test_the_alternative_annotator_test_by_loops():
     doubled = alternative_annotator_test(np.tile(votes, 4), np.tile(judge, 4),
                                          np.tile(np.arange(240), 4), margin)
     assert doubled == found     # copies of a pair are one instruction
-    with pytest.raises(ValueError, match='two people'): alternative_annotator_test(votes[:1], judge)
 
 
 def test_the_instructions_it_needs():

@@ -23,7 +23,7 @@ from alpaca_farm.core.run.settings import Config
 LONG = dict(world=(dict(prose=400, batch_size=1), 200, 380),
             sft=(dict(batch_size=1, checkpoint_every=2), 2, 55),
             reward_model=(dict(batch_size=1, checkpoint_every=2, epochs=2), 2, 90),
-            dpo=(dict(batch_size=1, checkpoint_every=1, save_every=20), 2, 55),
+            dpo=(dict(batch_size=2, checkpoint_every=1, save_every=20, epochs=2, loss_type='kto'), 2, 50),
             ppo=(dict(steps=8, checkpoint_every=2), 1, 7),
             rrhf=(dict(batch_size=2, n=2, epochs=2, refresh_every=7, kl_coef=.1,
                        checkpoint_every=3, save_every=20, missing_eos=''), 2, 55),
