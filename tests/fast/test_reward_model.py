@@ -41,22 +41,17 @@ def saved(path, rows):
     return str(path)
 
 
-@pytest.mark.parametrize('eps', [0., .1, .49])
-@pytest.mark.parametrize('margin', [0., .5, 'each'])
-@pytest.mark.parametrize('target', [None, .7, 'each'])
-def test_loss(target, margin, eps):
-    "Against the formulae of the papers, in float64."
+@pytest.mark.parametrize('eps', [0., .1])
+def test_loss(eps):
+    "Against the formulae of the papers, in float64: a label and a margin for each pair."
     def one(lead, target, margin):
         nll = lambda z: -math.log((1 - eps)*sigmoid(z) + eps*sigmoid(-z))
         return target*nll(lead - margin) + (1 - target)*nll(-lead - margin)
     a, b = randn(9), randn(9, seed=1)
-    if target == 'each': target = torch.linspace(0, 1, 9, dtype=torch.float64)
-    if margin == 'each': margin = torch.linspace(0, 3, 9, dtype=torch.float64)
-    each = lambda v: v.tolist() if torch.is_tensor(v) else [1. if v is None else v] * 9
-    want = [one(*x) for x in zip((a - b).tolist(), each(target), each(margin))]
-    want = torch.tensor(want, dtype=torch.float64)
-    found = pairwise_loss(a, b, target, margin, eps)
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    target, margin = (torch.linspace(0, most, 9, dtype=torch.float64) for most in (1, 3))
+    want = [one(*x) for x in zip(*(v.tolist() for v in (a - b, target, margin)))]
+    torch.testing.assert_close(pairwise_loss(a, b, target, margin, eps),
+                               torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 def test_huge_leads_stay_finite():

@@ -25,18 +25,12 @@ def test_win_rate_is_alpaca_evals(kind, rng):
         assert {k: theirs[k] for k in ours} == pytest.approx(ours, abs=1e-9)
 
 
-def test_replicates_without_variance_of_their_own_and_one_alone(rng):
-    "Replicates that are copies have the interval of one; one has that over instructions."
+def test_replicates_without_variance_of_their_own(rng):
+    "Copies have the interval of one; two that differ have Student's t."
     x = rng.normal(size=300)
-    one, copies = stats.bootstrap(x), stats.replicate_interval([x, x, x])
-    assert stats.replicate_interval([x]) == one
-    assert stats.replicate_interval(x[None, :, None]).low == pytest.approx(one.low)
-    assert copies == pytest.approx(one, abs=.01)
+    assert stats.replicate_interval([x, x, x]) == pytest.approx(stats.bootstrap(x), abs=.01)
     two = stats.replicate_interval([x, x + 1])
     assert two.high - two.value == pytest.approx(12.706/2, rel=.01)
-    means = stats.replicate_interval([[1.], [2.], [4.5]])   # of means alone: Student's t
-    error = np.std([1, 2, 4.5], ddof=1)/3**.5
-    assert means.high - means.low == pytest.approx(2*4.3027*error, rel=1e-4)
 
 
 def test_agreement_is_alpaca_evals(rng):
@@ -62,7 +56,6 @@ def test_agreement_with_missing_votes():
     votes = np.array([[1, 1, np.nan], [1, 2, np.nan], [np.nan, 2, 1]])
     # item 0: two agree; item 1: the 1 sees 2, 2, each 2 sees a tie; item 2: one vote only
     assert stats.agreement(votes) == pytest.approx((1 + 1 + 0 + .5 + .5)/5)
-    with pytest.raises(ValueError, match='at least two votes'): stats.agreement(votes[:1])
 
 
 @recorded
