@@ -50,17 +50,6 @@ REFERENCES = answers(lambda i: ['x'*(i + 1), 'y'*3])
 MINE = answers(lambda i: 'o'*(2*i))
 
 
-def test_join_errors_name_rows():
-    outputs = answers(lambda i: 'ok')
-    assert len(comparisons.pair_up(outputs[::-1], REFERENCES)) == 24
-    for given, references, message in (
-            (outputs[:3] + outputs[4:5] + outputs[6:], REFERENCES, '2 of 12 ref.* rows 3, 5'),
-            ([dict(outputs[0], input='x')] + outputs[1:], REFERENCES, '1 of 12 out.* rows 0 '),
-            (outputs + outputs[2:3], REFERENCES, 'outputs: rows 2 and 12'),
-            (outputs, REFERENCES + REFERENCES[:1], 'references: rows 0 and 12')):
-        with pytest.raises(ValueError, match=message): comparisons.pair_up(given, references)
-
-
 @pytest.mark.skipif(not (DATA/'alpaca_farm_examples').exists(), reason='no public outputs')
 def test_no_row_is_lost_on_alpaca_farms_files():
     "252 instructions, most with an input, which is not merged into the instruction on one side."
@@ -78,15 +67,6 @@ def test_preferences_equal_the_loop(judge):
         want.append(np.mean([(prefers(f, a, mine['output']) + 3 - prefers(f, mine['output'], a))/2
                              for a in r['output'] for f in getattr(judge, 'annotators', [judge])]))
     assert ev.complete_preferences(MINE[::-1], REFERENCES, judge) == pytest.approx(want)
-
-
-def test_votes_do_not_depend_on_the_company():
-    v = ev._sampled_preferences(MINE, REFERENCES, Pool())
-    assert set(v.tolist()) <= {1, 1.5, 2}
-    assert (ev._sampled_preferences(MINE[:5], REFERENCES[:5], Pool()) == v[:5]).all()
-    many = answers(lambda i: ['a', 'b'], 3000)
-    votes = ev._sampled_preferences(answers(lambda i: 'long', 3000), many, Pool())
-    assert votes.mean() - 1 == pytest.approx(.75, abs=.03)
 
 
 def test_identical_answers_are_not_asked_about():

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from alpaca_farm.annotators import annotate_pairs, api_clients, load_annotators, run
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.core.data.preferences import annotator_preferences, draw_annotator
+from alpaca_farm.core.data.preferences import draw_annotator
 from alpaca_farm.core.data.records import full_instruction
 from alpaca_farm.core.run.files import read_json
 from asking import annotation, key, labels, pairs, prices, summary, weights_of
@@ -271,9 +271,3 @@ def test_only_the_worlds_labels_are_flipped_by_default(tmp_path, monkeypatch, sp
     cfg = annotation(tmp_path, None, annotators=spec, label_flip=-1., models=[])
     run(cfg)
     assert given(cfg) == [2.]*40 and summary(cfg)['flip_rate'] == 0
-
-
-@pytest.mark.parametrize('given', [['the first']*2, [3, 1], [1], [[1], [2]]])
-def test_a_judge_that_gives_no_preferences_is_named(given):
-    def my_judge(pairs): return given
-    with pytest.raises(ValueError, match='my_judge'): annotator_preferences(pairs(2), my_judge)
