@@ -1,6 +1,5 @@
 "Whatever is written into a setting works or is refused by name; paths and the installed package."
 import functools
-import importlib
 import os
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
 from alpaca_farm.core.run import paths
-from alpaca_farm.core.run.paths import module_of
 from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args, no_secrets
 
 NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling',
@@ -27,7 +25,7 @@ texts = st.sampled_from(NASTY) | st.text(max_size=20)
 
 
 @pytest.fixture(scope='module')
-def classes(): return [tiny.config_class(importlib.import_module(module_of(n))) for n in NOTEBOOKS]
+def classes(): return [tiny.config_class(n) for n in NOTEBOOKS]
 
 
 @pytest.mark.parametrize('on_the_command_line', [False, True])
