@@ -215,10 +215,5 @@ def test_a_policy_with_tokens_is_refused(base, conditioned, tmp_path):
         binary_feedback.train(given(base, policy=conditioned.out, out=str(tmp_path/'twice')))
 
 
-@pytest.mark.parametrize('wrong', [dict(method='thumbs'), dict(held_out=0)])
-def test_wrong_settings(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))): BinaryFeedbackConfig(**wrong)
-
-
 def test_label_accuracy_of_nothing_to_compare():
     assert math.isnan(label_accuracy(np.array([1., 2.]), np.array([1., 0.]), ['p', 'q']))

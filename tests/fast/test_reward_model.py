@@ -71,20 +71,10 @@ def test_the_first_step(base, tmp_path, flip_rate):
     assert all(r['predicted'] <= 1 - flip_rate for r in rows)
 
 
-@pytest.mark.parametrize('more, name', [
-    (dict(flip_rate=.5), 'flip_rate'), (dict(margin=-1.), 'margin'), (dict(held_out=0), 'held'),
-    (dict(likelihood=-1.), 'likelihood'), (dict(margin=1., margin_field='gap'), 'margin_field')])
-def test_bad_settings(more, name):
-    with pytest.raises(ValueError, match=name): RewardModelConfig(**more)
-
-
-def test_bad_inputs_fail_before_any_work(base, tmp_path):
+def test_a_missing_margin_fails_before_any_work(base, tmp_path):
     with pytest.raises(ValueError, match='gap = None'):
         rm.train(config(base, tmp_path/'rm', margin_field='gap'))
     assert read_log(tmp_path/'rm') == []
-    pairs = [dict(instruction='a', output_1=str(i), output_2='b', preference=1) for i in range(9)]
-    with pytest.raises(ValueError, match='leaves 0 of 9'): rm.split_pairs(pairs, 3, 0)
-    assert len(rm.split_pairs([*pairs[1:], dict(pairs[0], held_out=True)], 3, 0)[1]) == 1
 
 
 @pytest.fixture(scope='module')
@@ -139,7 +129,7 @@ def test_likelihood_is_a_part_of_the_score(base, likely, k):
 
 
 def test_several_reward_models(base, likely):
-    "The mean of the scores that each gives, with a function among them; each reads as it was made."
+    "The mean of the scores that each gives, a function's among them; each reads as it was made."
     *specs, answers = likely
     cfg = config(base, specs[0])
     wanted = np.array([reward(s, cfg)(answers) for s in specs])

@@ -308,16 +308,6 @@ def test_retries_are_counted_and_bounded():
     with pytest.raises(ValueError, match='nothing is left'): rlcd.item_figures(items[1:2], cfg)
 
 
-@pytest.mark.parametrize('more, message', [
-    (dict(method='rlhf'), 'method'), (dict(served='m'), 'model'), (dict(policy=''), 'model'),
-    (dict(annotators='alpaca_farm.world:pool'), 'no judge'), (dict(both_orders=True), 'no judge'),
-    (dict(samples=__file__), 'samples'), (dict(method='rlcd_rescore'), 'samples'),
-    (dict(template='chat'), 'behind a role'),
-    (dict(temperature=0), 'temperature'), (dict(task='wrold'), 'outlining, world')])
-def test_wrong_settings(more, message):
-    with pytest.raises(ValueError, match=message): RLCDConfig(**more)
-
-
 def test_a_judge_that_fails_stops_the_run_before_anything_is_written(base, tmp_path):
     dialogues = tmp_path/'talk.json'
     dialogues.write_text(json.dumps([TALK]))
