@@ -1,6 +1,5 @@
 """The farm: its table of runs, what it refuses, and its arithmetic over replicates."""
 import dataclasses
-import importlib
 import json
 import sys
 import time
@@ -20,7 +19,6 @@ from alpaca_farm.boards.simulation import (
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run import progress, runs
 from alpaca_farm.core.run.inputs import methods
-from alpaca_farm.core.run.paths import module_of
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.stats import spearman
 from alpaca_farm.farm import farm_jobs, FarmConfig, population, RUNS
@@ -69,8 +67,8 @@ def test_every_replicate_has_a_crowd_of_its_own():
         assert board == f'{folder}/world/held_out_crowd.json'
     groups = 'crowd', 'held_out_crowd', 'pool', 'length_biased'   # of the module, drawn for seed 0
     for job in farm_jobs(FarmConfig(seeds=2), 1) + farm_jobs(FarmConfig()):
-        cfg = tiny.config_class(importlib.import_module(module_of(job.notebook)))
-        given = {f.name: f.default for f in dataclasses.fields(cfg)} | job.settings
+        fields = dataclasses.fields(tiny.config_class(job.notebook))
+        given = {f.name: f.default for f in fields} | job.settings
         assert not {f'alpaca_farm.world:{g}' for g in groups} & set(map(str, given.values()))
 
 
