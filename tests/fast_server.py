@@ -93,7 +93,7 @@ async def run(options):
 
 @contextmanager
 def fast_server(**options):
-    "A server in a process of its own for the length of the block, with its `url` and its `counts`."
+    "A server in a process of its own for the length of the block: its `url` and `counts`."
     command = [sys.executable, __file__, *(f'--{name}={value}' for name, value in options.items())]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     url = f'http://127.0.0.1:{int(process.stdout.readline())}/v1'

@@ -79,7 +79,8 @@ def test_strata_are_weighted_by_their_known_shares(rate):
         assert .94 < np.mean((i.low <= truth) & (truth <= i.high))
         assert ((0 <= i.low) & (i.low <= i.high) & (i.high <= 1)).all()
     one = corrected_rate(parts[:1])     # a single stratum: no matter how it is called
-    assert one.labels.low[0] == pytest.approx(corrected_rate([[x[0] for x in parts[0]]]).labels.low)
+    alone = corrected_rate([[x[0] for x in parts[0]]])
+    assert one.labels.low[0] == pytest.approx(alone.labels.low)
 
 
 def test_worth_is_between_nothing_and_all():
@@ -160,8 +161,8 @@ def test_the_same_answer_twice_is_a_half_that_needs_no_label(tmp_path):
     references = [dict(p, output='x'*9) for p in PROMPTS]
     outputs = [dict(r, output=r['output'] if i % 4 == 0 else 'better') for i, r in
                enumerate(references)]
-    rows = [dict(PROMPTS[i], output_1='x'*9, output_2='better', preference=2 - i % 2, drawn='random')
-            for i in range(40) if i % 4]
+    rows = [dict(PROMPTS[i], output_1='x'*9, output_2='better', preference=2 - i % 2,
+                 drawn='random') for i in range(40) if i % 4]
     own = match(tmp_path, rows, outputs, references)
     judged = ev.complete_preferences(outputs, references, longest)
     c, has = correct_rate(judged, own), ~np.isnan(own.votes)
@@ -202,7 +203,8 @@ def test_what_makes_a_correction_doubtful_is_said(tmp_path, capsys):
     equal = report([dict(r, preference=2) for r in random_rows()])
     assert 'all 40 labels are equal' in equal and 'nan' not in equal
     match(tmp_path, random_rows() + [dict(label(3, 1), instruction='Of another file.')])
-    assert "1 of 41 labelled pairs are not among those judged (such as 'Of" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 of 41 labelled pairs are not among those judged (such as 'Of" in said
     with pytest.raises(ValueError, match='verdict on 0 of 40 labelled'):
         correct_rate(np.full(80, np.nan), match(tmp_path, random_rows()))
     partly = np.where(np.arange(80) % 4 == 0, np.nan, judged)    # on half of the labelled
@@ -319,10 +321,10 @@ def test_papermill_corrects_a_board_by_labels(answers, tmp_path):
     judged = np.array(read_json(out/'preferences.json')['pool']['skilled'])
     c = correct_rate(judged, own)
     row = board.loc['skilled']
-    assert [row[k] for k in ('corrected', 'corrected_low', 'corrected_high', 'labels_alone', 'worth')
-            ] == pytest.approx([*c.rate, c.labels.value, c.worth], abs=1e-3)
+    names = ['corrected', 'corrected_low', 'corrected_high', 'labels_alone', 'worth']
+    assert row[names].tolist() == pytest.approx([*c.rate, c.labels.value, c.worth], abs=1e-3)
     assert row.n_labels == 30 and not board.filter(regex='corr|label|worth').isna().any(axis=None)
-    assert board.loc['reference', ['corrected', 'corrected_low', 'n_labels']].tolist() == [50, 50, 0]
+    assert board.loc['reference', [*names[:2], 'n_labels']].tolist() == [50, 50, 0]
     said = read_json(out/'corrections.json')
     assert f'corrected by 30 labels {c.rate.value:.1f}' in said[0] and '+-5 points' in said[2]
     assert read_summary(out)['skilled_corrected'] == pytest.approx(c.rate.value, abs=1e-3)
@@ -386,7 +388,8 @@ def test_a_draw_is_random_and_says_so(answers, tmp_path, strata):
     assert {r['drawn'] for r in drawn(30)} == {strata or 'random'}
     if strata == 'verdict':
         sides = [r['stratum'] for r in drawn(30)]
-        assert sides.count(-1) == 10 and sides.count(1) == 27    # ten of those it prefers are too few
+        # ten of those that it prefers are too few
+        assert sides.count(-1) == 10 and sides.count(1) == 27
     places = [[p['instruction'] for p in pairs].index(r['instruction']) for r in drawn(30)]
     assert places != sorted(places)
     file = file_of(tmp_path, [dict(p, output_2=p['output_2'] + x) for p in pairs for x in '!?'])
@@ -402,7 +405,7 @@ PUBLIC = dict(pandalm=('testset-v1.json', 'gpt-3.5-turbo-testset-v1.json', ''),
 
 
 def public(folder, labelled, verdicts, name):
-    "Labelled pairs, a judge's preferences, in both orders where it has any, and people's mean votes."
+    "Labelled pairs, a judge's preferences in all orders that it has, and people's mean votes."
     sets = load_sets([str(DATA/folder/labelled)])
     found, = recorded_verdicts(str(DATA/folder/verdicts), name, sets).values()
     pairs, = sets.values()

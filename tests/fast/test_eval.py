@@ -1,4 +1,4 @@
-"Evaluation: joins, preferences, the board, judges behind an endpoint; the choice of a temperature."
+"Evaluation: preferences, the board, judges behind an endpoint; the choice of a temperature."
 import json
 
 import numpy as np

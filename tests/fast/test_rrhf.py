@@ -216,12 +216,6 @@ def not_a_number(records): return [float('nan')]*len(records)
 def indifferent(records): return [3.]*len(records)
 
 
-def test_scores_by_an_annotator():
-    asked = (('x', 'aaa'), ('y', 'b'), ('x', 'a'), ('x', 'aa'), ('y', 'bb'))
-    ask = [dict(instruction=i, output=o) for i, o in asked]
-    assert rrhf.comparison_scores(longer, ask) == [1., 0., 0., .5, 1.]
-
-
 @pytest.mark.parametrize('more, message', [
     (dict(reward_model=''), 'score is None'), (dict(sources=['gpt']), 'sources'),
     (dict(reward_model='', annotators='test_rrhf:not_a_number'), 'score is nan'),

@@ -70,11 +70,14 @@ NONSENSE = dict(   # by notebook: settings that do not fit, and what the error n
         (dict(margin=1., margin_field='gap'), 'margin_field')],
     quark=[
         (dict(num_quantiles=1), 'num_quantiles'), (dict(temperature=0.), 'temperature'),
-        (dict(num_quantiles=9, rollouts=8), 'cannot be cut'), (dict(kl_coef=math.nan), 'kl_coef')],
+        (dict(num_quantiles=9, rollouts=8), 'cannot be cut'), (dict(kl_coef=math.nan), 'kl_coef'),
+        (dict(sampler='http://x/v1', lora_rank=4), 'sampler')],
     ppo=[
         (dict(group_size=1), 'group_size = 1'), (dict(advantage='rloo', group_size=5), 'multiple'),
         (dict(reward_model=[]), 'reward_model'), (dict(ensemble='median'), 'ensemble'),
-        (dict(annotators=JUDGE, val_split=''), 'val_split')],
+        (dict(annotators=JUDGE, val_split=''), 'val_split'),
+        (dict(sampler='http://x/v1', lora_rank=0), 'lora_rank'),
+        (dict(sampler='localhost:8000', lora_rank=4), 'http')],
     rrhf=[
         (dict(k=1), 'k = 1'), (dict(k=4, n=7), 'n = 7'), (dict(candidates='', n=1), 'needs two'),
         (dict(refresh_every=2), 'Set n'), (dict(n=3, groups=4), 'groups = 4'),
@@ -89,6 +92,10 @@ NONSENSE = dict(   # by notebook: settings that do not fit, and what the error n
         (dict(template='chat'), 'behind a role'), (dict(temperature=0), 'temperature'),
         (dict(task='wrold'), 'outlining, world')],
     binary_feedback=[(dict(method='thumbs'), 'method'), (dict(held_out=0), 'held_out')],
+    annotators=[
+        (dict(base_url='http://localhost:port/v1'), 'Port'),
+        (dict(label_flip=.6, ask_flipped=False), 'label_flip'),
+        (dict(decoding=['temprature=0']), 'temprature'), (dict(models=['gpt-4']), 'old=new')],
     farm=[
         (dict(size='huge'), 'choose from'), (dict(size='no/such/file.yaml'), 'no/such/file.yaml'),
         (dict(seeds=0), 'seeds'), (dict(crowd='alpaca_farm.world:nobody'), 'nobody'),

@@ -254,9 +254,9 @@ def test_a_system_turn_that_the_template_refuses_stands_before_the_users():
     tokenizer.chat_template = """{% if messages[0].role == 'system' %}{{
         raise_exception('no system') }}{% endif %}""" + GEMMA
     turns = [dict(role=r, content=c) for r, c in zip(('system', 'user'), words)]
-    one = dict(instruction='\n\n'.join(words))
+    one, = encode_prompts([dict(instruction='\n\n'.join(words))], tokenizer)
     with pytest.warns(UserWarning, match='refuses system turns'):
-        assert encode_prompts([dict(messages=turns)], tokenizer) == encode_prompts([one], tokenizer)
+        assert encode_prompts([dict(messages=turns)], tokenizer) == [one]
     turns[0]['content'] = '<eos> say'   # still a text, and no end of a turn
     with pytest.warns(UserWarning): ids, = encode_prompts([dict(messages=turns)], tokenizer)
     assert tokenizer.eos_token_id not in ids
