@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 
-
 import tiny
 from alpaca_farm.judging import labelling
 from alpaca_farm import world
