@@ -12,6 +12,7 @@ from alpaca_farm.core.data import comparisons
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.stats import bootstrap
+from asking import key
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
@@ -206,10 +207,7 @@ def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
 
 
 @pytest.fixture
-def endpoint(monkeypatch):
-    for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv('OPENAI_API_KEY', 'test')
+def endpoint():
     faults = {'unparseable': {'p': 0, 'always_for': 'Say 4\\.'}}
     with judge_server(faults=faults) as server: yield server
 
