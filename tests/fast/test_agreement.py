@@ -224,16 +224,6 @@ def test_partial_overlap_is_used_and_counted(tmp_path, capsys):
         A.verdicts_of_judges([write(tmp_path/'few', said[:40])], full, CFG)
 
 
-def test_a_run(tmp_path):
-    cfg = A.AgreementConfig(out=str(tmp_path/'out'), max_instances=60, draws=20)
-    A.run(cfg)
-    found = {k: read_summary(cfg.out)[f'embedded_pairs_{k}']
-             for k in ('pool_n', 'longest_consistency', 'people_agreement')}
-    assert found['pool_n'] == 60 and found['longest_consistency'] == 1
-    assert .4 < found['people_agreement'] < .9 and A.run(cfg).done
-    assert (tmp_path/'out'/'leaderboard.png').stat().st_size > 5000
-
-
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv('OPENAI_API_KEY', 'test')

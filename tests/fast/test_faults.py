@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from alpaca_farm import annotators, ppo
+from alpaca_farm import ppo
 from alpaca_farm.core.run import runs
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
@@ -80,14 +80,6 @@ def test_bad_preferences(base, tmp_path, notebook, row, message):
     (tmp_path/'bad.json').write_text(json.dumps(rows))
     refused(notebook, base, tmp_path, ValueError, rf'bad\.json, row 3: the field .*{message}',
             preferences=str(tmp_path/'bad.json'))
-
-
-def test_a_text_is_read_as_a_label_and_nan_is_none(tmp_path, capsys):
-    rows = [dict(p, preference=v) for p, v in zip(PAIRS, ['2', float('nan'), 1, 1.5])]
-    (tmp_path/'a.json').write_text(json.dumps(rows))
-    found = load_records(str(tmp_path/'a.json'), kind='preference')
-    assert [r['preference'] for r in found] == [2, 1, 1.5]
-    assert '1 pairs have no label' in capsys.readouterr().out
 
 
 LONG_PROMPTS = dict(
@@ -288,9 +280,3 @@ def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
     for policy, error, message in ((tmp_path/'sft', ValueError, 'model.safetensors is damaged'),
                                    (base/'annotators', FileNotFoundError, 'there is no model')):
         refused('best_of_n', base, tmp_path, error, message, policy=str(policy))
-
-
-@pytest.mark.parametrize('spec', ['no_such_module:f', 'alpaca_farm.world:nobody'])
-def test_a_judge_that_is_not_there(spec):
-    with pytest.raises(ValueError, match=spec.split(':')[spec.startswith('alpaca')]):
-        annotators.AnnotatorsConfig(annotators=spec)

@@ -60,18 +60,6 @@ def test_any_model_by_its_name(tmp_path):
     assert {r['generator'] for r in load_records(cfg.out, 'outputs')} == {'my/model.gguf'}
 
 
-def test_what_fails_for_now_is_asked_again_and_nothing_else(tmp_path):
-    with server_of(faults={'500': {'p': 0, 'always_for': 'Say word [37]\\.'}}) as server:
-        cfg = config(tmp_path, server)
-        with pytest.raises(ValueError, match=r"(?s)2 OF 30 .*'Say word 3.'.*'Say word 7.'"):
-            run(cfg)
-        assert len(answers(cfg)) == 28 and not summary(cfg)
-        server.set(faults={})
-        run(cfg)
-        assert answers(cfg) == wanted(cfg) and server.counts()['ok'] == 30
-        assert summary(cfg)['known'] == 28 and run(cfg).done
-
-
 def test_what_is_refused_for_good_is_named_and_left_out(tmp_path, capsys):
     "A refusal in words is an answer."
     faults = {'context': {'p': 0, 'always_for': 'Say word 7\\.'},
