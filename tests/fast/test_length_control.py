@@ -23,15 +23,6 @@ def planted(levels, effect, shift, hard, seed=0):
     return 1. + (rng.uniform(size=z.shape) < lc.sigmoid(z)), length, base
 
 
-def test_regression_is_sklearns():
-    linear = pytest.importorskip('sklearn.linear_model')
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(size=(200, 3)), rng.uniform(size=200)
-    theirs = linear.LogisticRegression(C=.25, fit_intercept=False, tol=1e-9).fit(
-        np.vstack([x, x]), np.repeat([1, 0], 200), sample_weight=np.r_[y, 1 - y]).coef_[0]
-    assert lc.logistic(x, y, [.5]*3) == pytest.approx(theirs, abs=1e-5)
-
-
 @pytest.mark.parametrize('n, effect, shift, least', [
     (805, -.8, 150, .93), (805, -2, 300, .9), (200, -2, 300, .87), (80, -2, 300, .83)])
 def test_interval_covers(n, effect, shift, least):

@@ -9,8 +9,6 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 import tiny
 from alpaca_farm.core.model.models import hidden_states, logprobs, values
-from alpaca_farm.core.model.rewards import reward, score_records
-from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.data.text import collate
 
@@ -36,12 +34,10 @@ def near(a, b): torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
 
 
 def batch_of(models, rows, side, extra=0):
-    b = collate([models.prompts[i] for i in rows], [models.answers[i] for i in rows],
-                models.tokenizer.pad_token_id, side)
-    fill = torch.full((len(rows), extra), models.tokenizer.pad_token_id)
-    blank = torch.zeros_like(fill)
-    glue = lambda t, f: torch.cat([f, t] if side == 'left' else [t, f], 1)
-    return {k: glue(t, fill if k == 'ids' else blank) for k, t in b.items()}
+    "A batch of examples, padded by as much more on a side; the padding token is 0."
+    b = collate([models.prompts[i] for i in rows], [models.answers[i] for i in rows], 0, side)
+    room = (extra, 0) if side == 'left' else (0, extra)
+    return {k: torch.nn.functional.pad(t, room) for k, t in b.items()}
 
 
 def test_gradients_do_not_see_padding(sharp):
@@ -67,19 +63,6 @@ def test_what_follows_does_not_matter(sharp):
     for t in (0, 2):   # the state in which a token is chosen has not seen that token
         before = {k: b[k][:, :start + t] for k in ('ids', 'mask')}
         near(sharp.scalar.score(hidden_states(sharp.scalar, **before))[0, -1, 0], value[t])
-
-
-def test_rewards_of_records(base, models):
-    records = load_records(str(base/'world'), 'eval', 'output')
-    wanted = torch.tensor([score_records(models.scalar, models.tokenizer, [r])[0]
-                           for r in records])
-    assert wanted.std() > .1
-    for size in (2, 7, 256):
-        near(torch.tensor(score_records(models.scalar, models.tokenizer, records,
-                                        batch_size=size)), wanted)
-    one = reward(str(base/'reward_model'), models.cfg, batch_size=3)
-    near(torch.tensor(one(records[::-1]))[::1].flip(0), wanted)
-    near(torch.tensor(reward([str(base/'reward_model')]*2, models.cfg)(records)), wanted)
 
 
 # Adam divides by the size of a gradient: keep rounding noise below what it divides by
