@@ -19,6 +19,7 @@ from alpaca_farm.core.ask.store import Store
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.judging import labelling
+from alpaca_farm.judging.agreement import prefer_longer as longest
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.judging.measures import people_votes
 
@@ -116,10 +117,6 @@ def test_the_plan_is_what_200_draws_needed(agreement, policies):
 PROMPTS = [dict(instruction=f'Say {i}.', input='' if i % 3 else str(i)) for i in range(80)]
 REFERENCES = [dict(p, output=['x'*9, 'y'*(i + 1)]) for i, p in enumerate(PROMPTS)]
 MINE = [dict(p, output='o'*(2 + i % 17)) for i, p in enumerate(PROMPTS)]
-
-
-def longest(pairs):
-    return [1.5 + .5*np.sign(len(p['output_2']) - len(p['output_1'])) for p in pairs]
 
 
 def silent(pairs): return [np.nan]*len(pairs)

@@ -12,15 +12,12 @@ from alpaca_farm.core.data import comparisons
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.stats import bootstrap
+from alpaca_farm.judging.agreement import prefer_longer as longest
 from asking import key
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 MODELS = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=judge', 'text-davinci-003=judge']
-
-
-def longest(pairs):
-    return [1.5 + .5*np.sign(len(p['output_2']) - len(p['output_1'])) for p in pairs]
 
 
 def first(pairs): return [1.2 for _ in pairs]

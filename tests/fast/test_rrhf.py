@@ -205,10 +205,6 @@ def test_bad_files(tmp_path, rows, message):
 
 # --- scores --------------------------------------------------------------------------------------
 
-def longer(pairs):
-    sizes = [(len(p['output_1']), len(p['output_2'])) for p in pairs]
-    return [1.5 if a == b else 1. + (b > a) for a, b in sizes]
-
 
 def not_a_number(records): return [float('nan')]*len(records)
 
@@ -364,7 +360,8 @@ def test_scores_of_the_files_and_of_annotators(base, tmp_path):
     for q in read_json(given/'candidates.json'):
         assert q['source'] == ['chosen', 'rejected'] and q['scores'][0] >= q['scores'][1]
     assert summary['labels'] == read_summary(base/'annotators')['labels']
-    more |= dict(annotators='test_rrhf:longer', max_instances=20, missing_eos='')
+    more |= dict(annotators='alpaca_farm.judging.agreement:prefer_longer', max_instances=20,
+                 missing_eos='')
     _, summary = run(base, asked, **more)
     pool = read_json(asked/'candidates.json')
     for q in pool:
