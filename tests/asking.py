@@ -1,4 +1,4 @@
-"What the tests of judges behind an endpoint share: no key but theirs, pairs, settings, a run's end."
+"What the tests of judges behind an endpoint share: a key of their own, pairs and settings."
 import json
 
 import numpy as np

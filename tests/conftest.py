@@ -1,6 +1,5 @@
 """One tiny world and the runs that stand on it, made once for all the tests of a session."""
 import contextlib
-import importlib
 import os
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ import hypothesis
 import pytest
 
 import tiny
-from alpaca_farm.core.run.paths import module_of
 
 # the same examples each time, however busy the machine is
 hypothesis.settings.register_profile('tests', deadline=None, derandomize=True,
@@ -41,10 +39,7 @@ def no_runs(tmp_path_factory):
 def base(tmp_path_factory):
     "Folder of the runs world, sft, samples, annotators and reward_model."
     folder = tmp_path_factory.mktemp('runs')
-    for name, notebook, more in CHAIN:
-        module = importlib.import_module(module_of(notebook))
-        given = tiny.settings(notebook, folder, out=str(folder/name), **more)
-        tiny.main(module)(tiny.config(module, **given))
+    for name, notebook, more in CHAIN: tiny.run(notebook, folder, folder/name, **more)
     return folder
 
 

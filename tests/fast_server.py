@@ -1,8 +1,6 @@
 """A server that only waits and answers, some 8,000 times a second: the client is measured.
 
-As a program:  python tests/fast_server.py --latency .05 --slots 64
-In a test:     with fast_server(latency=.05, slots=64) as server: server.url, server.counts()"""
-import argparse
+with fast_server(latency=.05, slots=64) as server: server.url, server.counts()"""
 import asyncio
 import json
 import subprocess
@@ -39,15 +37,12 @@ class Server:
     def __init__(self, options):
         self.options, self.loop = SimpleNamespace(**options), asyncio.get_running_loop()
         self.queue, self.underway, self.busy = deque(), 0, 0
-        self.seen = dict(answered=0, refused=0, most=0, connections=0, first=0., last=0.)
+        self.seen = dict(first=0., last=0.)   # times of the first request and the last answer
 
     def asked(self, transport):
-        if self.underway >= self.options.most > 0:
-            self.seen['refused'] += 1
-            return transport.write(REFUSED)
+        if self.underway >= self.options.most > 0: return transport.write(REFUSED)
         self.underway += 1
-        self.seen.update(most=max(self.seen['most'], self.underway),
-                         first=self.seen['first'] or time.monotonic())
+        self.seen['first'] = self.seen['first'] or time.monotonic()
         self.queue.append(transport)
         self.work()
 
@@ -58,7 +53,7 @@ class Server:
 
     def answer(self, transport):
         self.busy, self.underway = self.busy - 1, self.underway - 1
-        self.seen.update(answered=self.seen['answered'] + 1, last=time.monotonic())
+        self.seen['last'] = time.monotonic()
         transport.write(GOOD)
         self.work()
 
@@ -66,9 +61,7 @@ class Server:
 class Connection(asyncio.Protocol):
     def __init__(self, server): self.server, self.data = server, b''
 
-    def connection_made(self, transport):
-        self.transport = transport
-        self.server.seen['connections'] += 1
+    def connection_made(self, transport): self.transport = transport
 
     def data_received(self, data):
         "Of requests only their ends are looked for; a GET is answered with the counts."
@@ -93,8 +86,8 @@ async def run(options):
 
 @contextmanager
 def fast_server(**options):
-    "A server in a process of its own for the length of the block, with its `url` and its `counts`."
-    command = [sys.executable, __file__, *(f'--{name}={value}' for name, value in options.items())]
+    "A server in a process of its own for the length of the block: its `url` and `counts`."
+    command = [sys.executable, __file__, json.dumps(OPTIONS | options)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     url = f'http://127.0.0.1:{int(process.stdout.readline())}/v1'
     try: yield SimpleNamespace(url=url, counts=lambda: json.load(urllib.request.urlopen(url)))
@@ -104,8 +97,4 @@ def fast_server(**options):
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in OPTIONS.items():
-        parser.add_argument(f'--{name}', type=type(value), default=value)
-    asyncio.run(run(vars(parser.parse_args())))
+    asyncio.run(run(json.loads(sys.argv[1])))

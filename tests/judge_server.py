@@ -34,8 +34,7 @@ PAIRS = (  # a regex with one group for either output; the last match counts
      r'"""\s*\},.*?"(?:output|answer)": """(.*?)"""\s*\}'))
 DEFAULTS = dict(
     latency=0., faults={}, seed=0, key='', model='',   # model: that answers, whatever is asked for
-    retry_after=.05, drip=1., batch_seconds=.2,
-    regexes=PAIRS,
+    batch_seconds=.2, regexes=PAIRS,
     labels=('m', 'M'),              # what names the outputs in log-probs and rankings
     # {letter} a or b, {number} 1 or 2 and {other} the other, {label}, {hash} of the prompt
     template='Output ({letter})')
@@ -44,12 +43,10 @@ ERRORS = {  # status, message and code
     '500': (500, 'The server had an error while processing your request. Sorry about that!', None),
     '503': (503, 'The engine is currently overloaded, please try again later.', None),
     'context': (400, 'The maximum context length is 9 tokens.', 'context_length_exceeded'),
-    'moderation': (403, 'Your input was flagged for "violence": it requires moderation.', None),
-    'filter': (400, 'The response was filtered.', 'content_filter'),
     'echo': (400, 'The header "authorization: Bearer {key}" cannot be read.', None)}
 ANSWERS = 'schema', 'nologprobs', 'refusal', 'unparseable', 'parts', 'surrogate'
 BROKEN = 'timeout', 'reset', 'truncated', 'badjson'
-FAULTS = (*ERRORS, *ANSWERS, *BROKEN, 'slowdrip')
+FAULTS = (*ERRORS, *ANSWERS, *BROKEN)
 REFUSAL = "I'm sorry, I can't assist with that request."
 NO_VERDICT = 'It depends: both have their merits.'
 canonical = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
@@ -179,7 +176,7 @@ class Server(ThreadingHTTPServer):
         if fault in ERRORS:
             status, message, code = ERRORS[fault]
             return error(status, message.format(key=key), code)
-        record['answered'] = fault in (None, 'slowdrip')
+        record['answered'] = fault is None
         return 200, completion(body, self.options, fault)
 
     def resource(self, method, path, body, key):
@@ -260,7 +257,7 @@ class Handler(BaseHTTPRequestHandler):
         if fault == 'badjson': data = b'upstream connect error {'
         head = (f'HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n'
                 f'Content-Length: {len(data)}\r\n')
-        if status == 429: head += f'Retry-After: {server.options["retry_after"]:g}\r\n'
+        if status == 429: head += 'Retry-After: 0.05\r\n'
         if fault == 'timeout': return self.connection.recv(1)   # until the client has left
         if fault == 'reset':
             self.close_connection = True
@@ -269,12 +266,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.connection.close()
         if fault == 'truncated':
             self.close_connection, data = True, data[:len(data)//2]
-        if fault == 'slowdrip':
-            self.wfile.write(head.encode() + b'\r\n')
-            for byte in data:
-                self.wfile.write(bytes([byte]))
-                time.sleep(server.options['drip']/len(data))
-        else: self.wfile.write(head.encode() + b'\r\n' + data)
+        self.wfile.write(head.encode() + b'\r\n' + data)
 
     do_POST = do_GET
 

@@ -91,8 +91,8 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, body):
         with self.server.model.lock: status, content = self.server.model.answer(self.path, body)
         plain = isinstance(content, str)
-        kind, text = ('text/plain', content) if plain else ('application/json', json.dumps(content))
-        data = text.encode()
+        kind = 'text/plain' if plain else 'application/json'
+        data = (content if plain else json.dumps(content)).encode()
         self.send_response(status)
         self.send_header('Content-Type', kind)
         self.send_header('Content-Length', str(len(data)))

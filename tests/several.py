@@ -1,6 +1,5 @@
-"""Runs named in a JSON file, one after the other; started in several processes by test_processes."""
+"""Runs named in a JSON file, one after the other, for the processes of test_processes."""
 import atexit
-import importlib
 import json
 import os
 import time
@@ -10,7 +9,6 @@ from pathlib import Path
 import tiny
 from alpaca_farm.core.run.processes import once, rank, written_once
 from alpaca_farm.core.training import Trainer
-from alpaca_farm.core.run.paths import module_of
 from torch import distributed
 
 hold, connections = Trainer.hold, lambda: None
@@ -49,8 +47,7 @@ if __name__ == '__main__':
     atexit.register(check_closed)   # the last of the handlers
     Trainer.hold = checked
     for name, given in json.load(open(os.environ['RUNS'])).values():
-        module = importlib.import_module(module_of(name))
-        module.train(tiny.config(module, **given))
+        tiny.main(name)(tiny.config(name, **given))
         assert rank() == (int(os.environ['RANK']), 2)
     check_late_reader(Path(os.environ['RUNS']).with_name('late.txt'))
     check_shared_error(Path(os.environ['RUNS']).parent)

@@ -45,34 +45,43 @@ def settings(notebook, base, **more):
     rewarded = dict(on_policy, reward_model=rm)
     inputs = dict(
         world={}, sft=dict(data=world, policy=world), rlcd=dict(data=world, policy=world),
-        annotators=dict(outputs=samples), reward_model=pairs, dpo=pairs | on_policy, binary_feedback=pairs | on_policy,
+        annotators=dict(outputs=samples), reward_model=pairs, dpo=pairs | on_policy,
+        binary_feedback=pairs | on_policy,
         best_of_n=rewarded, expert_iteration=rewarded, quark=rewarded, ppo=rewarded,
         rrhf=dict(rewarded, perplexity_model=world,
                   candidates=[samples, f'{world}/preference.json']))
     return SETTINGS[notebook] | inputs[notebook] | more
 
 
-def config_class(module):
-    "The class of the settings of a notebook's module."
-    return next(v for k, v in vars(module).items()
-                if k.endswith('Config') and v.__module__ == module.__name__)
+def module(notebook):
+    "The module of a notebook."
+    return importlib.import_module(module_of(notebook)) if isinstance(notebook, str) else notebook
 
 
-def config(module, **given):
-    "The configuration of a notebook's module."
-    return config_class(module)(**given)
+def config_class(notebook):
+    "The class of the settings of a notebook, or of its module."
+    return next(v for k, v in vars(module(notebook)).items()
+                if k.endswith('Config') and v.__module__ == module(notebook).__name__)
 
 
-def main(module):
-    "The function of a module that makes its run: `train`, or `run` where nothing is trained."
-    return getattr(module, 'run', None) or module.train
+def config(notebook, **given):
+    "The configuration of a notebook, or of its module."
+    return config_class(notebook)(**given)
+
+
+def main(notebook):
+    "The function that makes a notebook's run: `train`, or `run` where nothing is trained."
+    return getattr(module(notebook), 'run', None) or module(notebook).train
+
+
+def run(notebook, base, out, **more):
+    "Make a run with tiny settings on the runs in the folder `base`."
+    return main(notebook)(config(notebook, **settings(notebook, base, out=str(out)) | more))
 
 
 def run_here(jobs, *_):
     "`run_jobs` in this process."
-    for job in jobs:
-        module = importlib.import_module(module_of(job.notebook))
-        main(module)(config(module, out=job.out, **job.settings))
+    for job in jobs: main(job.notebook)(config(job.notebook, out=job.out, **job.settings))
     return []
 
 
@@ -83,7 +92,7 @@ def show_results(notebook, cfg):
     code = [''.join(c['source']) for c in json.loads(notebook_path(notebook).read_text())['cells']
             if c['cell_type'] == 'code']
     at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
-    cells = vars(importlib.import_module(module_of(notebook))) | dict(cfg=cfg)
+    cells = vars(module(notebook)) | dict(cfg=cfg)
     for text in code[:at]:
         if all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body):
             exec(text, cells)
@@ -136,8 +145,7 @@ def run_module(notebook, given, log):
     "Make a run in this process, whose output goes to a file."
     with open(log, 'w') as f:
         for stream in (1, 2): os.dup2(f.fileno(), stream)
-    module = importlib.import_module(module_of(notebook))
-    main(module)(config(module, **given))
+    main(notebook)(config(notebook, **given))
 
 
 def start_module(notebook, given):

@@ -12,7 +12,6 @@ import sys
 import pytest
 
 import tiny
-from alpaca_farm.core.run.paths import module_of
 
 NBS, PACKAGE = tiny.ROOT/'nbs', tiny.ROOT/'alpaca_farm'
 NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
@@ -71,9 +70,7 @@ def defined(text):
             if isinstance(s, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))]
 
 
-def config_of(path):
-    "The notebook's dataclass of settings."
-    return tiny.config_class(importlib.import_module(module_of(path.stem)))
+def config_of(path): return tiny.config_class(path.stem)
 
 
 def parameters(path):
@@ -135,7 +132,7 @@ def test_parameters_cell_has_the_settings_of_the_notebook(path):
 
 @each_notebook
 def test_no_setting_hides_a_name_of_the_notebook(path):
-    "papermill assigns globals: no other cell binds a name of a setting, nor is one a builtin used."
+    "papermill assigns globals: no other cell binds one, nor is one a builtin that is used."
     import symtable
     known = {f.name for f in dataclasses.fields(config_of(path))}
     for c in cells(path):

@@ -14,11 +14,12 @@ from alpaca_farm import eval as ev
 from alpaca_farm.boards import compare
 from alpaca_farm.boards.corrected import (alternative_annotator_test, correct_rate,
     corrected_difference, corrected_rate, correction_report, judge_agreement, match_labels,
-    plan_labels, ppi_mean, PeopleLabels)
+    plan_labels, ppi_mean)
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.judging import labelling
+from alpaca_farm.judging.agreement import prefer_longer as longest
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.judging.measures import people_votes
 
@@ -40,23 +41,16 @@ def draw(y, f, n): return y[..., :n], f[..., :n], f[..., n:]
 @pytest.mark.parametrize('flip', [0, .1, .5, .9, 1.5, 2])   # of weight 0, 1 and between
 @pytest.mark.parametrize('n, N', [(12, 40), (60, 500)])
 def test_the_estimate_is_that_of_ppi_plus_plus(flip, n, N):
-    "Twin by the paper's formulas, for a batch of draws; to 1e-6 the authors' library, if there."
+    "Twin by the paper's formulas, for a batch of draws."
     y, f, others = draw(*people_and_judge(.4, flip, (3, N), seed=n), n)
     value, error, weight = ppi_mean(y, f, others)
     for k in range(3):
-        both = np.r_[f[k], others[k]]
-        spread = (1 + n/(N - n))*both.var(ddof=1)
+        spread = (1 + n/(N - n))*np.r_[f[k], others[k]].var(ddof=1)
         w = np.clip(np.mean((y[k] - y[k].mean())*(f[k] - f[k].mean()))/spread, 0, 1)
         assert weight[k] == pytest.approx(w)
         assert value[k] == pytest.approx(w*others[k].mean() + np.mean(y[k] - w*f[k]))
-        ends = value[k] + np.array([-1, 1])*norm.ppf(.975)*error[k]
         want = math.sqrt(w*w*others[k].var()/(N - n) + (y[k] - w*f[k]).var()/n)
         assert error[k] == pytest.approx(want)
-        ppi_py = pytest.importorskip('ppi_py')
-        assert value[k] == pytest.approx(
-            ppi_py.ppi_mean_pointestimate(y[k], f[k], others[k]).item(), abs=1e-6)
-        theirs = np.ravel(ppi_py.ppi_mean_ci(y[k], f[k], others[k], alpha=.05))
-        assert ends == pytest.approx(theirs, abs=1e-6)
 
 
 def test_numbers_of_the_authors_library():
@@ -64,25 +58,6 @@ def test_numbers_of_the_authors_library():
     value, error, _ = ppi_mean([0., 1, 1, 0, 1], [0., 1, 1, 1, 1], [0., 1, 1, 1, 1, 0])
     ends = value + np.array([-1, 1])*norm.ppf(.975)*error
     assert ends == pytest.approx([0.16892292, 0.95107708], abs=1e-6)
-
-
-@pytest.mark.parametrize('flip', [0, .03, .2, .5, .8, 1.5, 2])
-def test_intervals_cover_the_truth_for_few_labels(flip):
-    "95 % contain it in 93 to 97 % of draws, more where a few votes cannot tell; normal ones fail."
-    draws, seen, normal = 2000, {}, []
-    for rate in (.05, .3, .5, .95):
-        y, f = people_and_judge(rate, flip, (draws, 700), seed=int(100*rate))
-        for n in (20, 50, 100, 200, 500):
-            sample = draw(y, f, n)
-            c, (value, error, _) = corrected_rate([sample]), ppi_mean(*sample)
-            for kind, i in (('rate', c.rate), ('labels', c.labels)):
-                assert ((0 <= i.low) & (i.low <= i.high) & (i.high <= 1)).all()
-                seen[kind, rate, n] = np.mean((i.low <= rate) & (rate <= i.high))
-            normal.append(np.mean(abs(value - rate) < 1.96*error))
-    slack = 3*math.sqrt(.05*.95/draws)      # of the simulation
-    assert min(seen.values()) > .93 - slack
-    assert max(v for (_, rate, n), v in seen.items() if n == 500) < .97 + slack
-    assert min(normal) < .7
 
 
 def stratified(rate, draws, n=(15, 45), N=(600, 200), seed=0):
@@ -101,9 +76,12 @@ def test_strata_are_weighted_by_their_known_shares(rate):
     each = [ppi_mean(*p)[0] for p in parts]
     assert c.rate.value == pytest.approx(np.clip(.75*each[0] + .25*each[1], 0, 1))
     assert c.labels.value == pytest.approx(.75*parts[0][0].mean(-1) + .25*parts[1][0].mean(-1))
-    for i in (c.rate, c.labels): assert .94 < np.mean((i.low <= truth) & (truth <= i.high)) <= 1
+    for i in (c.rate, c.labels):
+        assert .94 < np.mean((i.low <= truth) & (truth <= i.high))
+        assert ((0 <= i.low) & (i.low <= i.high) & (i.high <= 1)).all()
     one = corrected_rate(parts[:1])     # a single stratum: no matter how it is called
-    assert one.labels.low[0] == pytest.approx(corrected_rate([[x[0] for x in parts[0]]]).labels.low)
+    alone = corrected_rate([[x[0] for x in parts[0]]])
+    assert one.labels.low[0] == pytest.approx(alone.labels.low)
 
 
 def test_worth_is_between_nothing_and_all():
@@ -139,10 +117,6 @@ def test_the_plan_is_what_200_draws_needed(agreement, policies):
 PROMPTS = [dict(instruction=f'Say {i}.', input='' if i % 3 else str(i)) for i in range(80)]
 REFERENCES = [dict(p, output=['x'*9, 'y'*(i + 1)]) for i, p in enumerate(PROMPTS)]
 MINE = [dict(p, output='o'*(2 + i % 17)) for i, p in enumerate(PROMPTS)]
-
-
-def longest(pairs):
-    return [1.5 + .5*np.sign(len(p['output_2']) - len(p['output_1'])) for p in pairs]
 
 
 def silent(pairs): return [np.nan]*len(pairs)
@@ -184,8 +158,8 @@ def test_the_same_answer_twice_is_a_half_that_needs_no_label(tmp_path):
     references = [dict(p, output='x'*9) for p in PROMPTS]
     outputs = [dict(r, output=r['output'] if i % 4 == 0 else 'better') for i, r in
                enumerate(references)]
-    rows = [dict(PROMPTS[i], output_1='x'*9, output_2='better', preference=2 - i % 2, drawn='random')
-            for i in range(40) if i % 4]
+    rows = [dict(PROMPTS[i], output_1='x'*9, output_2='better', preference=2 - i % 2,
+                 drawn='random') for i in range(40) if i % 4]
     own = match(tmp_path, rows, outputs, references)
     judged = ev.complete_preferences(outputs, references, longest)
     c, has = correct_rate(judged, own), ~np.isnan(own.votes)
@@ -226,7 +200,8 @@ def test_what_makes_a_correction_doubtful_is_said(tmp_path, capsys):
     equal = report([dict(r, preference=2) for r in random_rows()])
     assert 'all 40 labels are equal' in equal and 'nan' not in equal
     match(tmp_path, random_rows() + [dict(label(3, 1), instruction='Of another file.')])
-    assert "1 of 41 labelled pairs are not among those judged (such as 'Of" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 of 41 labelled pairs are not among those judged (such as 'Of" in said
     with pytest.raises(ValueError, match='verdict on 0 of 40 labelled'):
         correct_rate(np.full(80, np.nan), match(tmp_path, random_rows()))
     partly = np.where(np.arange(80) % 4 == 0, np.nan, judged)    # on half of the labelled
@@ -284,7 +259,6 @@ def test_the_alternative_annotator_test_by_loops():
     doubled = alternative_annotator_test(np.tile(votes, 4), np.tile(judge, 4),
                                          np.tile(np.arange(240), 4), margin)
     assert doubled == found     # copies of a pair are one instruction
-    with pytest.raises(ValueError, match='two people'): alternative_annotator_test(votes[:1], judge)
 
 
 def test_the_instructions_it_needs():
@@ -344,10 +318,10 @@ def test_papermill_corrects_a_board_by_labels(answers, tmp_path):
     judged = np.array(read_json(out/'preferences.json')['pool']['skilled'])
     c = correct_rate(judged, own)
     row = board.loc['skilled']
-    assert [row[k] for k in ('corrected', 'corrected_low', 'corrected_high', 'labels_alone', 'worth')
-            ] == pytest.approx([*c.rate, c.labels.value, c.worth], abs=1e-3)
+    names = ['corrected', 'corrected_low', 'corrected_high', 'labels_alone', 'worth']
+    assert row[names].tolist() == pytest.approx([*c.rate, c.labels.value, c.worth], abs=1e-3)
     assert row.n_labels == 30 and not board.filter(regex='corr|label|worth').isna().any(axis=None)
-    assert board.loc['reference', ['corrected', 'corrected_low', 'n_labels']].tolist() == [50, 50, 0]
+    assert board.loc['reference', [*names[:2], 'n_labels']].tolist() == [50, 50, 0]
     said = read_json(out/'corrections.json')
     assert f'corrected by 30 labels {c.rate.value:.1f}' in said[0] and '+-5 points' in said[2]
     assert read_summary(out)['skilled_corrected'] == pytest.approx(c.rate.value, abs=1e-3)
@@ -411,7 +385,8 @@ def test_a_draw_is_random_and_says_so(answers, tmp_path, strata):
     assert {r['drawn'] for r in drawn(30)} == {strata or 'random'}
     if strata == 'verdict':
         sides = [r['stratum'] for r in drawn(30)]
-        assert sides.count(-1) == 10 and sides.count(1) == 27    # ten of those it prefers are too few
+        # ten of those that it prefers are too few
+        assert sides.count(-1) == 10 and sides.count(1) == 27
     places = [[p['instruction'] for p in pairs].index(r['instruction']) for r in drawn(30)]
     assert places != sorted(places)
     file = file_of(tmp_path, [dict(p, output_2=p['output_2'] + x) for p in pairs for x in '!?'])
@@ -427,7 +402,7 @@ PUBLIC = dict(pandalm=('testset-v1.json', 'gpt-3.5-turbo-testset-v1.json', ''),
 
 
 def public(folder, labelled, verdicts, name):
-    "Labelled pairs, a judge's preferences, in both orders where it has any, and people's mean votes."
+    "Labelled pairs, a judge's preferences in all orders that it has, and people's mean votes."
     sets = load_sets([str(DATA/folder/labelled)])
     found, = recorded_verdicts(str(DATA/folder/verdicts), name, sets).values()
     pairs, = sets.values()

@@ -89,11 +89,9 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
     (dict(chosen='Hi.'), 'instruction', "begins with .* not with 'Hi.'"),
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
      'preference', 'the two dialogues have no turn'),
-    (dict(messages=[]), 'instruction', 'nor a list of messages'),
     (dict(messages=[turn('robot', 'a')]), 'output', "{'role': 'robot'"),
     (dict(messages=[turn('user', ' ')]), 'instruction', 'no words of a user'),
     (dict(messages=HELLO, input='x'), 'instruction', '`input`'),
-    (dict(messages=dialogue('Hi.', 'So long.'), output='Bye!'), 'output', "there is 'output' too"),
     (dict(messages=[turn('user', 'Hi.'), turn('system', 'Kind.')], output='Yes?'), 'output',
      "ends with the system's turn")])
 def test_what_is_no_dialogue(tmp_path, row, kind, message):
@@ -105,12 +103,8 @@ def test_what_is_no_dialogue(tmp_path, row, kind, message):
 
 
 def test_prompts(models):
-    "The template gets the turns; without one hh-rlhf's text; tags in a turn are text."
+    "Alpaca's has hh-rlhf's text; tags in a turn are text."
     record, tokenizer = dict(messages=HELLO), models.tokenizer
-    by_template = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
-    assert build_prompt(record, tokenizer) == by_template
-    text = '\n\nHuman: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
-    assert build_prompt(record, tokenizer, 'raw') == text
     assert '### Instruction:\nHuman: Hi.' in build_prompt(record, tokenizer, 'alpaca')
     forged = dict(messages=[turn(m['role'], f'{m["content"]} </s> <sep> <s>') for m in HELLO])
     for template in ('auto', 'raw'):

@@ -1,11 +1,8 @@
 """The preference losses against loops in float64, their first step, and runs."""
 import json
 import math
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import dpo, sft
@@ -15,15 +12,12 @@ from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.dpo import DPOConfig, dpo_loss, kto_loss, simpo_loss
 
 torch.set_num_threads(1)
-PAIRWISE = [('sigmoid', 0.), ('sigmoid', .1), ('robust', .1), ('robust', .4), ('ipo', 0.),
-            ('hinge', 0.)]
 SETTINGS = dict(sigmoid={}, cdpo=dict(label_smoothing=.25),
                 robust=dict(loss_type='robust', label_smoothing=.25), ipo=dict(loss_type='ipo'),
                 hinge=dict(loss_type='hinge'), simpo=dict(loss_type='simpo', beta=2.),
                 kto=dict(loss_type='kto'))
 FIRST = dict(sigmoid=math.log(2), cdpo=math.log(2), robust=math.log(2), ipo=25., hinge=1., kto=.5)
 each_loss = pytest.mark.parametrize('name', SETTINGS)
-each_pairwise = pytest.mark.parametrize('kind, eps', PAIRWISE)
 
 
 def randn(*shape, seed=0):
@@ -56,61 +50,16 @@ def one_pair(pc, pr, rc, rr, beta, kind, eps):
     return (1 - eps)*right + eps*wrong
 
 
-@pytest.mark.parametrize('beta', [.1, 2.])
-@each_pairwise
-def test_dpo_loss(kind, eps, beta):
-    given = [randn(9, seed=s) for s in range(4)]
-    rows = zip(*(p.tolist() for p in given))
-    same(dpo_loss(*given, beta, kind, eps), [one_pair(*x, beta, kind, eps) for x in rows])
-
-
-@pytest.mark.parametrize('beta, gamma', [(2., 1.), (10., 0.)])
-def test_simpo_loss(beta, gamma):
-    chosen, rejected = -10 * randn(9).abs(), -10 * randn(9, seed=1).abs()
-    long, short = torch.arange(3, 12), torch.arange(20, 2, -2)
-    rows = zip(*(x.tolist() for x in (chosen, rejected, long, short)))
-    same(simpo_loss(chosen, rejected, long, short, beta, gamma),
-         [nll(beta*c/n - beta*r/m - gamma) for c, r, n, m in rows])
-
-
-@pytest.mark.parametrize('beta, desirable, undesirable',
-                         [(.1, 1., 1.), (.5, 1.3, 1.), (2., 1., 0.)])
-def test_kto_loss(beta, desirable, undesirable):
+def test_kto_loss():
+    "The weights of both sides; labels between 0 and 1."
     def one(p, r, good):
-        above = beta * (p - r - .7)
-        return good*desirable*(1 - sigmoid(above)) + (1 - good)*undesirable*(1 - sigmoid(-above))
+        above = .5 * (p - r - .7)
+        return good*1.3*(1 - sigmoid(above)) + (1 - good)*.6*(1 - sigmoid(-above))
     policy, reference = randn(8), randn(8, seed=1)
     good = torch.tensor([1., 0., 1., 1., 0., .5, .8, 0.], dtype=torch.float64)
-    z0 = torch.tensor(.7, dtype=torch.float64)
     rows = zip(*(x.tolist() for x in (policy, reference, good)))
-    found = kto_loss(policy, reference, good, z0, beta, desirable, undesirable)
-    same(found, [one(*x) for x in rows])
-
-
-@each_pairwise
-def test_gradient_of_the_first_step(kind, eps):
-    "Towards the chosen answer and away from the rejected one, by as much; of a tie there is none."
-    lp = torch.full((3,), -20., dtype=torch.float64)
-    chosen, rejected = lp.clone().requires_grad_(), lp.clone().requires_grad_()
-    dpo_loss(chosen, rejected, lp, lp, .1, kind, eps).sum().backward()
-    slope = dict(sigmoid=.1 * (.5 - eps), robust=.05 / (1 - 2*eps), ipo=10., hinge=.1)[kind]
-    same(chosen.grad, [-slope] * 3)
-    same(rejected.grad, [slope] * 3)
-    chosen.grad = None
-    tie = dpo_loss(chosen, lp, lp, lp, .1, kind, eps) + dpo_loss(lp, chosen, lp, lp, .1, kind, eps)
-    tie.sum().backward()
-    same(chosen.grad, [0.] * 3)
-
-
-def test_gradients_of_simpo_and_kto():
-    lp = [(-9 * randn(5, seed=s).abs()).requires_grad_() for s in range(2)]
-    n = torch.tensor([5, 6, 7, 8, 9])
-    simpo_loss(*lp, n, n + 3, 2., 1.).sum().backward()
-    assert (lp[0].grad < 0).all() and (lp[1].grad > 0).all()
-    torch.testing.assert_close(lp[0].grad * n, -lp[1].grad * (n + 3))  # by each answer's length
-    far = torch.tensor([500., -500.], dtype=torch.float64, requires_grad=True)
-    kto_loss(far, torch.zeros(2), torch.ones(2), torch.zeros(()), .1).sum().backward()
-    assert far.grad.abs().max() < 1e-12   # on its side, and hopeless: both let go
+    z0 = torch.tensor(.7, dtype=torch.float64)
+    same(kto_loss(policy, reference, good, z0, .5, 1.3, .6), [one(*x) for x in rows])
 
 
 def test_huge_margins_stay_finite():
@@ -118,44 +67,6 @@ def test_huge_margins_stay_finite():
     same(dpo_loss(far, o, o, o, 1.), [0., 1e4])
     same(dpo_loss(far, o, o, o, 1., 'robust', .25), [-.5e4, 1.5e4])
     same(simpo_loss(far, o, torch.ones(2), torch.ones(2), 1., 1.), [0., 1e4 + 1])
-
-
-def test_a_misspelt_loss_is_refused():
-    with pytest.raises(ValueError, match='sigmiod'): dpo_loss(*torch.zeros(4, 2), .1, 'sigmiod')
-
-
-@pytest.mark.parametrize('eps', [.1, .4])
-@pytest.mark.parametrize('p', [.55, .9])
-def test_robust_is_unbiased_under_flips(p, eps):
-    "Its expectation over flipped labels is the sigmoid's over clean ones, with its gradient."
-    z = torch.linspace(-6, 6, 12001, dtype=torch.float64, requires_grad=True)
-    o, q = torch.zeros_like(z), (1 - eps)*p + eps*(1 - p)
-    expected = lambda share, **how: (share * dpo_loss(z, o, o, o, 1., **how)
-                                     + (1 - share) * dpo_loss(-z, o, o, o, 1., **how))
-    clean, robust = expected(p), expected(q, loss_type='robust', label_smoothing=eps)
-    torch.testing.assert_close(robust, clean, rtol=1e-12, atol=1e-12)
-    slopes = [torch.autograd.grad(v.sum(), z, retain_graph=True)[0] for v in (robust, clean)]
-    torch.testing.assert_close(*slopes, rtol=1e-10, atol=1e-12)
-    learned = lambda v: torch.sigmoid(z[v.argmin()]).item()
-    assert learned(robust) == pytest.approx(p, abs=1e-3)
-    assert learned(expected(q)) == pytest.approx(q, abs=1e-3)
-    shrunk = (1 - eps)*q + eps*(1 - q)
-    assert learned(expected(q, label_smoothing=eps)) == pytest.approx(shrunk, abs=1e-3)
-
-
-@pytest.mark.parametrize('given, name', [
-    (dict(beta=0.), 'beta'), (dict(loss_type='cdpo'), 'loss_type'), (dict(temperature=0.), 'temp'),
-    (dict(label_smoothing=.6), 'label_smoothing'), (dict(loss_type='robust'), 'label_smoothing'),
-    *[(dict(loss_type=k, label_smoothing=.1), f'no effect with loss_type = {k}')
-      for k in ('ipo', 'hinge', 'simpo', 'kto')],
-    (dict(target_margin=2.), 'simpo'), (dict(loss_type='simpo', target_margin=-1.), 'target'),
-    (dict(desirable_weight=2.), 'kto'), (dict(loss_type='simpo', undesirable_weight=2.), 'kto'),
-    (dict(loss_type='kto', batch_size=1), 'batch_size'), (dict(save_every=-1), 'save_every'),
-    (dict(eval_every=3), 'held_out'), (dict(held_out=9), 'eval_every')])
-def test_settings(given, name):
-    with pytest.raises(ValueError, match=name): DPOConfig(**given)
-    for fine in SETTINGS.values(): DPOConfig(**fine)
-    DPOConfig(loss_type='kto', desirable_weight=1.3, undesirable_weight=.9)
 
 
 @pytest.fixture(scope='module')
@@ -242,7 +153,6 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
 
 
 def test_each_step_has_its_own_mismatched_answers(base, preferences, tmp_path):
-    assert dpo.mismatched_rows([1, 2], [[1], [2], [2]]) == [1, 2]
     cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=9, epochs=2,
                  loss_type='kto')
     reference, data, _ = first_batch(cfg)
@@ -279,22 +189,6 @@ def test_first_step(base, preferences, tmp_path, name, batch_size, micro):
     else: assert first['loss'] == pytest.approx(FIRST[name], rel=1e-5)
     assert abs(first['chosen']) < 1e-5 and abs(first['rejected']) < 1e-5
     if name == 'kto': assert 0 <= first['baseline'] < 1e-5
-
-
-@pytest.mark.parametrize('name', ['simpo', 'kto', 'robust'])
-def test_accumulation(base, preferences, tmp_path, name):
-    "A batch of 8 in one pass and in uneven parts: the same losses, baseline and weights."
-    logs, weights = [], []
-    for micro in (0, 3):
-        cfg = config(base, tmp_path/str(micro)/'dpo', preferences=preferences, batch_size=8,
-                     epochs=2, micro_batch_size=micro, adam_eps=1e-4, **SETTINGS[name])
-        dpo.train(cfg)
-        logs.append(read_log(cfg.out))
-        weights.append(load_file(Path(cfg.out)/'model'/'model.safetensors'))
-    for k, w in weights[0].items(): torch.testing.assert_close(weights[1][k], w, rtol=0, atol=1e-5)
-    for a, b in zip(*logs, strict=True):
-        for k in a.keys() - {'wall', 'accuracy'}:   # margins of 0 have any sign
-            assert a[k] == pytest.approx(b[k], rel=5e-4, abs=5e-5), (a['step'], k)
 
 
 @each_loss
@@ -336,29 +230,6 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
         path.write_text(json.dumps(rows[:5] + [dict(rows[5], label=wrong)]))
         with pytest.raises(ValueError, match="row 5: .*'label'"):
             dpo.train(config(base, tmp_path/'b', **given))
-
-
-def test_a_run_cut_short_ends_as_a_whole_one(base, preferences, tmp_path, monkeypatch):
-    "KTO, whose baseline is measured on the way, with saved policies."
-    def given(out):
-        return config(base, out, preferences=preferences, loss_type='kto', batch_size=8, epochs=3,
-                      checkpoint_every=2, save_every=4, eval_split='eval', eval_instances=4)
-    a, b = tmp_path/'whole'/'dpo', tmp_path/'cut'/'dpo'
-    dpo.train(given(a))
-    step, seen = dpo.dpo_step, []
-    def dies(*args):
-        seen.append(1)
-        if len(seen) == 6: raise KeyboardInterrupt
-        return step(*args)
-    monkeypatch.setattr(dpo, 'dpo_step', dies)
-    with pytest.raises(KeyboardInterrupt): dpo.train(given(b))
-    dpo.train(given(b))
-    logs = [[{k: v for k, v in r.items() if k != 'wall'} for r in read_log(f)] for f in (a, b)]
-    assert logs[0] == logs[1] and len(logs[0]) == 9
-    for name in ('model', 'model-4', 'model-8'):
-        files = [folder/name/'model.safetensors' for folder in (a, b)]
-        assert files[0].read_bytes() == files[1].read_bytes()
-    assert {p.name for p in a.iterdir()} == {p.name for p in b.iterdir()}
 
 
 def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):

@@ -1,4 +1,4 @@
-"Evaluation: joins, preferences, the board, judges behind an endpoint; the choice of a temperature."
+"Evaluation: preferences, the board, judges behind an endpoint; the choice of a temperature."
 import json
 
 import numpy as np
@@ -12,14 +12,12 @@ from alpaca_farm.core.data import comparisons
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.stats import bootstrap
+from alpaca_farm.judging.agreement import prefer_longer as longest
+from asking import key
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 MODELS = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=judge', 'text-davinci-003=judge']
-
-
-def longest(pairs):
-    return [1.5 + .5*np.sign(len(p['output_2']) - len(p['output_1'])) for p in pairs]
 
 
 def first(pairs): return [1.2 for _ in pairs]
@@ -50,17 +48,6 @@ REFERENCES = answers(lambda i: ['x'*(i + 1), 'y'*3])
 MINE = answers(lambda i: 'o'*(2*i))
 
 
-def test_join_errors_name_rows():
-    outputs = answers(lambda i: 'ok')
-    assert len(comparisons.pair_up(outputs[::-1], REFERENCES)) == 24
-    for given, references, message in (
-            (outputs[:3] + outputs[4:5] + outputs[6:], REFERENCES, '2 of 12 ref.* rows 3, 5'),
-            ([dict(outputs[0], input='x')] + outputs[1:], REFERENCES, '1 of 12 out.* rows 0 '),
-            (outputs + outputs[2:3], REFERENCES, 'outputs: rows 2 and 12'),
-            (outputs, REFERENCES + REFERENCES[:1], 'references: rows 0 and 12')):
-        with pytest.raises(ValueError, match=message): comparisons.pair_up(given, references)
-
-
 @pytest.mark.skipif(not (DATA/'alpaca_farm_examples').exists(), reason='no public outputs')
 def test_no_row_is_lost_on_alpaca_farms_files():
     "252 instructions, most with an input, which is not merged into the instruction on one side."
@@ -78,15 +65,6 @@ def test_preferences_equal_the_loop(judge):
         want.append(np.mean([(prefers(f, a, mine['output']) + 3 - prefers(f, mine['output'], a))/2
                              for a in r['output'] for f in getattr(judge, 'annotators', [judge])]))
     assert ev.complete_preferences(MINE[::-1], REFERENCES, judge) == pytest.approx(want)
-
-
-def test_votes_do_not_depend_on_the_company():
-    v = ev._sampled_preferences(MINE, REFERENCES, Pool())
-    assert set(v.tolist()) <= {1, 1.5, 2}
-    assert (ev._sampled_preferences(MINE[:5], REFERENCES[:5], Pool()) == v[:5]).all()
-    many = answers(lambda i: ['a', 'b'], 3000)
-    votes = ev._sampled_preferences(answers(lambda i: 'long', 3000), many, Pool())
-    assert votes.mean() - 1 == pytest.approx(.75, abs=.03)
 
 
 def test_identical_answers_are_not_asked_about():
@@ -226,10 +204,7 @@ def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
 
 
 @pytest.fixture
-def endpoint(monkeypatch):
-    for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv('OPENAI_API_KEY', 'test')
+def endpoint():
     faults = {'unparseable': {'p': 0, 'always_for': 'Say 4\\.'}}
     with judge_server(faults=faults) as server: yield server
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import tiny
-from alpaca_farm import annotators, best_of_n, dpo, ppo, reward_model, sft
+from alpaca_farm import ppo
 from alpaca_farm.core.run import inputs, runs
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.inputs import ensure_inputs
@@ -27,46 +27,41 @@ def changed(row, **more): return [dict(r, **more) if i == row else r for i, r in
 def as_json(rows): return json.dumps(rows).encode()
 
 
-BAD = [(b'[]', 'holds no records'), (b'{"a":\n1}', 'a list of records is expected'),
-       (as_json(ROWS)[:-20], 'not valid JSON'), (b'[1]', 'row 0: a record is expected'),
+BAD = [(as_json(ROWS)[:-20], 'not valid JSON'),
        (as_json([*ROWS[:3], dict(instruction='Say 4.')]), "row 3: the field 'output' is missing"),
        (as_json(changed(1, instruction='  ')), "row 1: the field 'instruction' is empty"),
-       (as_json(changed(4, output=None)), "row 4: the field 'output' is None"),
-       (as_json(changed(0, input=3)), "row 0: the field 'input' is 3"),
-       (as_json(ROWS)[:40] + b'caf\xe9' + as_json(ROWS)[40:], 'byte 43 is not UTF-8'),
-       (b'[{"instruction": "a", "instruction": "b"}]', "field 'instruction' is given twice")]
+       (as_json(changed(4, output=None)), "row 4: the field 'output' is None")]
 
 
-def refused(train, cfg, error, match):
-    "`train` fails with that error and leaves nothing."
-    with pytest.raises(error, match=match): train(cfg)
-    assert not Path(cfg.out).exists()
+def refused(notebook, base, folder, error, match, **given):
+    "A run fails with that error and leaves nothing."
+    with pytest.raises(error, match=match): tiny.run(notebook, base, folder/'out', **given)
+    assert not (folder/'out').exists()
 
 
 @pytest.mark.parametrize('content, message', BAD)
 def test_bad_demonstrations(base, tmp_path, content, message):
     (tmp_path/'bad.json').write_bytes(content)
-    given = tiny.settings('sft', base, out=str(tmp_path/'out'), val_split='', eval_split='')
-    given['data'] = str(tmp_path/'bad.json')
-    refused(sft.train, sft.SFTConfig(**given), ValueError, rf'bad\.json.*{message}')
+    refused('sft', base, tmp_path, ValueError, rf'bad\.json.*{message}', val_split='',
+            eval_split='', data=str(tmp_path/'bad.json'))
 
 
-def test_one_file_is_not_several_splits(base, tmp_path):
+@pytest.mark.parametrize('notebook', ['sft', 'ppo'])
+def test_one_file_is_not_several_splits(base, tmp_path, notebook):
     (tmp_path/'all.json').write_bytes(as_json(ROWS))
-    for module in (sft, ppo):
-        given = tiny.settings(module.__name__.rpartition('.')[2], base, out=str(tmp_path/'out'))
-        given['data'] = str(tmp_path/'all.json')
-        refused(module.train, tiny.config(module, **given), ValueError,
-                r'all\.json is one file, .*split and val_split and eval_split at once')
+    message = r'all\.json is one file, .*split and val_split and eval_split at once'
+    refused(notebook, base, tmp_path, ValueError, message, data=str(tmp_path/'all.json'))
 
 
 def test_another_policy_needs_data(base, tmp_path, monkeypatch):
     given = tiny.settings('ppo', base, out=str(tmp_path/'out'))
     del given['data']
-    for policy in ('org/model', str(base/'sft'/'model')):   # a copy of a model is nobody's run
-        if policy != 'org/model': policy = str(shutil.copytree(policy, tmp_path/'copy'))
-        cfg = ppo.PPOConfig(**given | dict(policy=policy))
-        refused(ppo.train, cfg, ValueError, f'^data: {policy} is no policy of the embedded world')
+    copy = shutil.copytree(base/'sft'/'model', tmp_path/'copy')   # is nobody's run
+    for policy in ('org/model', str(copy)):
+        message = f'^data: {policy} is no policy of the embedded world'
+        with pytest.raises(ValueError, match=message):
+            ppo.train(ppo.PPOConfig(**given | dict(policy=policy)))
+    assert not (tmp_path/'out').exists()
     step = tmp_path/'run'/'model-2'
     shutil.copytree(base/'sft'/'model', step)
     shutil.copy(base/'sft'/'config.json', step.parent)
@@ -77,12 +72,10 @@ def test_another_policy_needs_data(base, tmp_path, monkeypatch):
 
 
 def test_too_little_training_is_said(base, tmp_path, capsys):
-    given = tiny.settings('sft', base, out=str(tmp_path/'out'), eval_split='')
-    sft.train(sft.SFTConfig(**given | dict(learning_rate=3.)))
+    tiny.run('sft', base, tmp_path/'out', eval_split='', learning_rate=3.)
     said = capsys.readouterr().out
     assert 'only 5 optimiser steps' in said and 'the loss on val has risen from' in said
-    given = tiny.settings('reward_model', base, out=str(tmp_path/'rm'))
-    reward_model.train(reward_model.RewardModelConfig(**given))
+    tiny.run('reward_model', base, tmp_path/'rm')
     assert '12 held-out labels' in capsys.readouterr().out
 
 
@@ -93,19 +86,8 @@ def test_too_little_training_is_said(base, tmp_path, capsys):
 def test_bad_preferences(base, tmp_path, notebook, row, message):
     rows = [dict(p, **row) if i == 3 else p for i, p in enumerate(PAIRS)]
     (tmp_path/'bad.json').write_text(json.dumps(rows))
-    module = dict(reward_model=reward_model, dpo=dpo)[notebook]
-    given = tiny.settings(notebook, base, out=str(tmp_path/'out'))
-    given['preferences'] = str(tmp_path/'bad.json')
-    refused(module.train, tiny.config(module, **given), ValueError,
-            rf'bad\.json, row 3: the field .*{message}')
-
-
-def test_a_text_is_read_as_a_label_and_nan_is_none(tmp_path, capsys):
-    rows = [dict(p, preference=v) for p, v in zip(PAIRS, ['2', float('nan'), 1, 1.5])]
-    (tmp_path/'a.json').write_text(json.dumps(rows))
-    found = load_records(str(tmp_path/'a.json'), kind='preference')
-    assert [r['preference'] for r in found] == [2, 1, 1.5]
-    assert '1 pairs have no label' in capsys.readouterr().out
+    refused(notebook, base, tmp_path, ValueError, rf'bad\.json, row 3: the field .*{message}',
+            preferences=str(tmp_path/'bad.json'))
 
 
 LONG_PROMPTS = dict(
@@ -114,17 +96,16 @@ LONG_PROMPTS = dict(
     best_of_n=dict(reward_model='', chunk=3))   # too long a prompt costs itself, not its chunk
 
 
-@pytest.mark.parametrize('module', [sft, best_of_n, ppo], ids=lambda m: m.__name__)
-def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, module):
+@pytest.mark.parametrize('notebook', LONG_PROMPTS)
+def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, notebook):
     rows = load_records(str(base/'world'), 'eval', 'output', 12)
     for r in rows[3:5]: r['instruction'] += ' please'*150
     (tmp_path/'long.json').write_text(json.dumps(rows))
-    notebook = module.__name__.split('.')[-1]
-    given = tiny.settings(notebook, base, out=str(tmp_path/'out')) | LONG_PROMPTS[notebook]
-    tiny.main(module)(tiny.config(module, **given | dict(data=str(tmp_path/'long.json'))))
+    tiny.run(notebook, base, tmp_path/'out', data=str(tmp_path/'long.json'),
+             **LONG_PROMPTS[notebook])
     assert '2 of 12' in capsys.readouterr().out
     assert read_summary(tmp_path/'out')['too_long'] == 2
-    if module is best_of_n: assert len(read_json(tmp_path/'out'/'outputs.json')) == 10
+    if notebook == 'best_of_n': assert len(read_json(tmp_path/'out'/'outputs.json')) == 10
 
 
 @pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
@@ -132,10 +113,8 @@ def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, notebook):
     rows = read_json(base/'annotators'/'preferences.json')
     for i, r in enumerate(rows[:10]): r.update(output_2=f'{i}' + ' very'*150)
     (tmp_path/'long.json').write_text(json.dumps(rows))
-    module = dict(reward_model=reward_model, dpo=dpo)[notebook]
     more = dict(held_out=1) if notebook == 'reward_model' else dict(eval_split='')
-    given = tiny.settings(notebook, base, out=str(tmp_path/'out'), **more)
-    module.train(tiny.config(module, **given | dict(preferences=str(tmp_path/'long.json'))))
+    tiny.run(notebook, base, tmp_path/'out', preferences=str(tmp_path/'long.json'), **more)
     assert ' of ' in capsys.readouterr().out
     found = read_summary(tmp_path/'out')
     assert found['too_long'] in (9, 10)
@@ -145,8 +124,7 @@ def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, notebook):
 def test_out_that_cannot_be_written(base, tmp_path):
     (tmp_path/'file').write_text('mine')
     for out in (tmp_path/'file'/'sft', tmp_path/'file'):
-        given = tiny.settings('sft', base, out=str(out))
-        with pytest.raises(OSError, match='cannot write there'): sft.train(sft.SFTConfig(**given))
+        with pytest.raises(OSError, match='cannot write there'): tiny.run('sft', base, out)
     assert (tmp_path/'file').read_text() == 'mine'
 
 
@@ -158,23 +136,21 @@ def test_out_that_is_not_ours_is_untouched(base, tmp_path, files):
         (out/name).parent.mkdir(parents=True, exist_ok=True)
         (out/name).write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match='holds files that do not belong to a run'):
-        sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(out))))
+        tiny.run('sft', base, out)
     assert sorted(str(p.relative_to(out)) for p in out.rglob('*') if p.is_file()) == files
 
 
 @pytest.fixture(scope='module')
 def whole(base):
     "A finished run of SFT."
-    sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(base/'my_sft'))))
-    return base/'my_sft'
+    return tiny.run('sft', base, base/'my_sft').folder
 
 
 @pytest.fixture
 def run_of_sft(base, whole, tmp_path):
     "A copy of it that may be spoiled, and a function that runs it again."
     shutil.copytree(whole, tmp_path/'sft')
-    given = tiny.settings('sft', base, out=str(tmp_path/'sft'))
-    def again(**more): return sft.train(sft.SFTConfig(**given | more))
+    def again(out=tmp_path/'sft', **more): return tiny.run('sft', base, out, **more)
     return tmp_path/'sft', again
 
 
@@ -196,18 +172,16 @@ def test_only_our_own_temporary_files_are_swept(run_of_sft):
     ('annotators/model', 'a part of the run')])
 def test_out_among_inputs_or_in_a_run(base, out, message):
     was = sorted(base.rglob('*'))
-    given = tiny.settings('reward_model', base, out=str(base/out))
-    given |= dict(preferences=str(base/'world'/'preference.json'))
     with pytest.raises(ValueError, match=message):
-        reward_model.train(reward_model.RewardModelConfig(**given))
+        tiny.run('reward_model', base, base/out, preferences=str(base/'world'/'preference.json'))
     assert sorted(base.rglob('*')) == was
 
 
 def test_a_linked_out_stays_a_link(base, tmp_path):
     (tmp_path/'disk').mkdir()
     (tmp_path/'sft').symlink_to(tmp_path/'disk'/'mine', target_is_directory=True)
-    given = tiny.settings('sft', base, out=str(tmp_path/'sft'), eval_split='', val_split='')
-    for seed in (0, 1): sft.train(sft.SFTConfig(**given, seed=seed))
+    for seed in (0, 1):
+        tiny.run('sft', base, tmp_path/'sft', eval_split='', val_split='', seed=seed)
     assert (tmp_path/'sft').is_symlink()
     assert sorted(p.name for p in (tmp_path/'disk').glob('mine*')) == ['mine', 'mine~1']
     assert [read_json(tmp_path/'disk'/n/'config.json')['settings']['seed']
@@ -222,7 +196,7 @@ def test_a_failing_command_leaves_the_earlier_run(run_of_sft):
         with pytest.raises((ValueError, FileNotFoundError)): again(**given)
         assert {p: p.stat().st_mtime_ns for p in folder.rglob('*')} == was
         with pytest.raises((ValueError, FileNotFoundError)):
-            again(**given | dict(out=str(folder.with_name('new'))))
+            again(folder.with_name('new'), **given)
         assert [p.name for p in folder.parent.iterdir()] == ['sft']
     assert again().done
 
@@ -236,18 +210,20 @@ def test_a_damaged_config_names_the_file(run_of_sft):
 
 def test_what_is_damaged_at_resume_is_named(base, tmp_path, monkeypatch):
     "A checkpoint cut short, and a log that ends before it; a last line cut short is left out."
-    cfg = sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft'), checkpoint_every=2))
-    with monkeypatch.context() as m: fill_disk(m, 'model'); fail_full(cfg)
+    def run(): return tiny.run('sft', base, tmp_path/'sft', checkpoint_every=2)
+    with monkeypatch.context() as m:
+        fill_disk(m, 'model')
+        fail_full(run)
     log, state = tmp_path/'sft'/'log.jsonl', tmp_path/'sft'/'checkpoint'/'state.safetensors'
     text, whole_state = log.read_text(), state.read_bytes()
     state.write_bytes(whole_state[:-100])
-    with pytest.raises(ValueError, match='state.safetensors is damaged'): sft.train(cfg)
+    with pytest.raises(ValueError, match='state.safetensors is damaged'): run()
     state.write_bytes(whole_state)
     for cut in (text[:len(text)//3], text[9:]):
         log.write_text(cut)
-        with pytest.raises(ValueError, match='log.jsonl is damaged'): sft.train(cfg)
+        with pytest.raises(ValueError, match='log.jsonl is damaged'): run()
     log.write_text(text + '{"step": ')
-    sft.train(cfg)
+    run()
     steps = [r['step'] for r in read_log(tmp_path/'sft')]
     assert steps == [*range(1, len(steps) + 1)] and read_summary(tmp_path/'sft')
 
@@ -259,19 +235,19 @@ FULL = OSError(errno.ENOSPC, 'No space left on device')
                                   'log.jsonl'])
 def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
     "Nothing is half-written, and with space again the run goes on to the same end."
-    def given(name):
-        out = str(tmp_path/name/'sft')
-        return sft.SFTConfig(**tiny.settings('sft', base, out=out, checkpoint_every=2))
-    with monkeypatch.context() as m: fill_disk(m, name); fail_full(given('full'))
+    def run(name): return tiny.run('sft', base, tmp_path/name/'sft', checkpoint_every=2).folder
+    with monkeypatch.context() as m:
+        fill_disk(m, name)
+        fail_full(lambda: run('full'))
     folder = tmp_path/'full'/'sft'
     assert not list(folder.rglob('.*')) and not (folder/'summary.json').exists()
     assert name != 'model' or not (folder/'model').exists()
     for p in folder.rglob('*.json'): read_json(p)
     read_log(folder)
     def end(name):
-        run = sft.train(given(name)).folder
-        log = [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(run)]
-        return log, (run/'model'/'model.safetensors').read_bytes()
+        made = run(name)
+        log = [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(made)]
+        return log, (made/'model'/'model.safetensors').read_bytes()
     assert end('full') == end('whole')
 
 
@@ -282,13 +258,16 @@ def fill_disk(m, name):
         def half(path, mode='r', *a, **k):
             f = real(path, mode, *a, **k)
             if mode == 'a' and Path(path).name == name and Path(path).stat().st_size > 300:
-                f.write('{"step": '); f.flush(); f.close(); raise FULL
+                f.write('{"step": ')
+                f.close()
+                raise FULL
             return f
         m.setattr(runs, 'open', half, raising=False)
     elif name == 'model':
         from transformers import PreTrainedTokenizerFast
         def full(self, folder, **k):
-            (Path(folder)/'tokenizer.json').write_text('{"ver'); raise FULL
+            (Path(folder)/'tokenizer.json').write_text('{"ver')
+            raise FULL
         m.setattr(PreTrainedTokenizerFast, 'save_pretrained', full)
     else:
         real = os.replace
@@ -298,22 +277,14 @@ def fill_disk(m, name):
         m.setattr(os, 'replace', full)
 
 
-def fail_full(cfg):
-    with pytest.raises(OSError, match='No space left'): sft.train(cfg)
+def fail_full(run):
+    with pytest.raises(OSError, match='No space left'): run()
 
 
 def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
     shutil.copytree(base/'sft', tmp_path/'sft')
     weights = tmp_path/'sft'/'model'/'model.safetensors'
     weights.write_bytes(weights.read_bytes()[:-1000])
-    given = tiny.settings('best_of_n', base, out=str(tmp_path/'out'))
     for policy, error, message in ((tmp_path/'sft', ValueError, 'model.safetensors is damaged'),
                                    (base/'annotators', FileNotFoundError, 'there is no model')):
-        cfg = best_of_n.BestOfNConfig(**given | dict(policy=str(policy)))
-        refused(best_of_n.run, cfg, error, message)
-
-
-@pytest.mark.parametrize('spec', ['no_such_module:f', 'alpaca_farm.world:nobody'])
-def test_a_judge_that_is_not_there(spec):
-    with pytest.raises(ValueError, match=spec.split(':')[spec.startswith('alpaca')]):
-        annotators.AnnotatorsConfig(annotators=spec)
+        refused('best_of_n', base, tmp_path, error, message, policy=str(policy))

@@ -14,33 +14,18 @@ from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.data.text import rollout_batch
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.online import sample_rollout
-from alpaca_farm.ppo import ppo_policy_loss, ppo_value_loss, token_rewards
+from alpaca_farm.ppo import ppo_policy_loss, ppo_value_loss
 
 torch.set_num_threads(1)
 
 
-def randn(*shape, seed=0, scale=2.):
-    generator = torch.Generator().manual_seed(seed)
-    return scale*torch.randn(*shape, generator=generator, dtype=torch.float64)
+def randn(n, seed=0):
+    return 2*torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def same(found, wanted):
     wanted = torch.tensor(wanted, dtype=torch.float64)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-def table(f, *tensors):
-    return [[f(*x) for x in zip(*rows)] for rows in zip(*(t.tolist() for t in tensors))]
-
-
-@pytest.mark.parametrize('clip', [0., .1, .2, 10.])
-def test_ppo_policy_loss(clip):
-    def one(new, old, adv):
-        ratio = math.exp(new - old)
-        cut = min(max(ratio, 1 - clip), 1 + clip)
-        return max(-ratio*adv, -cut*adv)
-    new, old, adv = randn(4, 7, scale=.3), randn(4, 7, seed=1, scale=.3), randn(4, 7, seed=2)
-    same(ppo_policy_loss(new, old, adv, clip), table(one, new, old, adv))
 
 
 def test_ppo_policy_gradient_stops_where_clipped():
@@ -50,21 +35,12 @@ def test_ppo_policy_gradient_stops_where_clipped():
     same(new.grad, [[0., 0., math.exp(.5), -math.exp(-.5)]])
 
 
-@pytest.mark.parametrize('clip', [0., .2, 10.])
-def test_ppo_value_loss(clip):
+def test_ppo_value_loss():
     def one(v, old, target):
-        cut = min(max(v, old - clip), old + clip)
+        cut = min(max(v, old - .2), old + .2)
         return .5*max((v - target)**2, (cut - target)**2)
-    v, old, target = randn(4, 7), randn(4, 7, seed=1), randn(4, 7, seed=2)
-    same(ppo_value_loss(v, old, target, clip), table(one, v, old, target))
-
-
-def test_token_rewards():
-    response = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 0, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1]])
-    kl, scores = randn(3, 6)*response, randn(3, seed=1)
-    want = [[-.3*kl[b, t].item()*response[b, t].item() for t in range(6)] for b in range(3)]
-    for b, last in enumerate((4, 2, 5)): want[b][last] += scores[b].item()
-    same(token_rewards(scores, kl, response, .3), want)
+    given = [randn(28, seed=seed) for seed in range(3)]
+    same(ppo_value_loss(*given, .2), [one(*x) for x in zip(*(t.tolist() for t in given))])
 
 
 def config(base, kind, **more):

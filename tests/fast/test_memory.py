@@ -62,7 +62,8 @@ def test_without_master_weights_all_is_in_the_compute_dtype(base, tmp_path, monk
     seen = []
     class Recorded(Trainer):
         def save(self):
-            moments = [t for s in self.optimizer.state.values() for k, t in s.items() if k != 'step']
+            states = self.optimizer.state.values()
+            moments = [t for s in states for k, t in s.items() if k != 'step']
             seen.append({t.dtype for t in moments + self.parameters})
     monkeypatch.setattr(sft, 'Trainer', Recorded)
     cfg = sft_config(base, out=str(tmp_path/'sft'), master_weights=False, dtype='bfloat16',
@@ -128,7 +129,8 @@ def test_micro_batches_keep_no_more_than_the_bound(base, tmp_path, monkeypatch, 
         def keep(x): return sizes.setdefault(x.untyped_storage().data_ptr(), x) is None or x
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x): out = loss(policy, batch)
         weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
-        kept.append(sum(x.untyped_storage().nbytes() for k, x in sizes.items() if k not in weights))
+        kept.append(sum(x.untyped_storage().nbytes()
+                        for k, x in sizes.items() if k not in weights))
         return out
     loss = sft.sft_loss
     monkeypatch.setattr(sft, 'sft_loss', counted)

@@ -1,4 +1,4 @@
-"""Conditions, utility, crowd and pool of the real farm; `slow/test_notebooks.py` makes it whole."""
+"""Crowd, pool and sizes of the real farm; `slow/test_notebooks.py` makes it whole."""
 import numpy as np
 import pytest
 

@@ -1,5 +1,4 @@
 "Every parameter file has settings that exist, with values of their types."
-import importlib
 import typing
 from types import SimpleNamespace
 
@@ -10,12 +9,9 @@ import yaml
 from alpaca_farm.core.run.inputs import methods, recipes
 from alpaca_farm.core.run.settings import as_type
 from alpaca_farm.farm import farm_jobs, FarmConfig
-from alpaca_farm.core.run.paths import module_of
+from tiny import config_class as config_of
 
 RECIPES = tiny.ROOT/'nbs'/'recipes'
-
-
-def config_of(notebook): return tiny.config_class(importlib.import_module(module_of(notebook)))
 
 
 def fits(notebook: str, settings: dict):

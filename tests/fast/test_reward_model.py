@@ -41,22 +41,17 @@ def saved(path, rows):
     return str(path)
 
 
-@pytest.mark.parametrize('eps', [0., .1, .49])
-@pytest.mark.parametrize('margin', [0., .5, 'each'])
-@pytest.mark.parametrize('target', [None, .7, 'each'])
-def test_loss(target, margin, eps):
-    "Against the formulae of the papers, in float64."
+@pytest.mark.parametrize('eps', [0., .1])
+def test_loss(eps):
+    "Against the formulae of the papers, in float64: a label and a margin for each pair."
     def one(lead, target, margin):
         nll = lambda z: -math.log((1 - eps)*sigmoid(z) + eps*sigmoid(-z))
         return target*nll(lead - margin) + (1 - target)*nll(-lead - margin)
     a, b = randn(9), randn(9, seed=1)
-    if target == 'each': target = torch.linspace(0, 1, 9, dtype=torch.float64)
-    if margin == 'each': margin = torch.linspace(0, 3, 9, dtype=torch.float64)
-    each = lambda v: v.tolist() if torch.is_tensor(v) else [1. if v is None else v] * 9
-    want = [one(*x) for x in zip((a - b).tolist(), each(target), each(margin))]
-    want = torch.tensor(want, dtype=torch.float64)
-    found = pairwise_loss(a, b, target, margin, eps)
-    torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-12)
+    target, margin = (torch.linspace(0, most, 9, dtype=torch.float64) for most in (1, 3))
+    want = [one(*x) for x in zip(*(v.tolist() for v in (a - b, target, margin)))]
+    torch.testing.assert_close(pairwise_loss(a, b, target, margin, eps),
+                               torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 def test_huge_leads_stay_finite():
@@ -76,20 +71,10 @@ def test_the_first_step(base, tmp_path, flip_rate):
     assert all(r['predicted'] <= 1 - flip_rate for r in rows)
 
 
-@pytest.mark.parametrize('more, name', [
-    (dict(flip_rate=.5), 'flip_rate'), (dict(margin=-1.), 'margin'), (dict(held_out=0), 'held'),
-    (dict(likelihood=-1.), 'likelihood'), (dict(margin=1., margin_field='gap'), 'margin_field')])
-def test_bad_settings(more, name):
-    with pytest.raises(ValueError, match=name): RewardModelConfig(**more)
-
-
-def test_bad_inputs_fail_before_any_work(base, tmp_path):
+def test_a_missing_margin_fails_before_any_work(base, tmp_path):
     with pytest.raises(ValueError, match='gap = None'):
         rm.train(config(base, tmp_path/'rm', margin_field='gap'))
     assert read_log(tmp_path/'rm') == []
-    pairs = [dict(instruction='a', output_1=str(i), output_2='b', preference=1) for i in range(9)]
-    with pytest.raises(ValueError, match='leaves 0 of 9'): rm.split_pairs(pairs, 3, 0)
-    assert len(rm.split_pairs([*pairs[1:], dict(pairs[0], held_out=True)], 3, 0)[1]) == 1
 
 
 @pytest.fixture(scope='module')
@@ -144,7 +129,7 @@ def test_likelihood_is_a_part_of_the_score(base, likely, k):
 
 
 def test_several_reward_models(base, likely):
-    "The mean of the scores that each gives, with a function among them; each reads as it was made."
+    "The mean of the scores that each gives, a function's among them; each reads as it was made."
     *specs, answers = likely
     cfg = config(base, specs[0])
     wanted = np.array([reward(s, cfg)(answers) for s in specs])

@@ -11,7 +11,7 @@ import tiny
 from alpaca_farm import rrhf
 from alpaca_farm.core.data.candidates import (LISTS, merge_candidates, read_candidates,
     select_candidates, to_rrhf)
-from alpaca_farm.core.data.formats import as_records, default_sources
+from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.model.models import load_policy, logprobs
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
@@ -151,33 +151,23 @@ ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', '
 
 
 def test_rrhf_files_round_trip(tmp_path):
-    for name in ('train_data.json', 'train_data.jsonl'):  # theirs are lines named .json
-        one, two = found = read_candidates(write(tmp_path/name, ROWS, lines=True))
-        assert one['messages'] == [dict(role='user', content='Hi')]
-        assert two['instruction'] == ROWS[1]['query']
-        assert one['source'] == ['sample', 'sample', 'chosen', 'rejected']
-        assert two['source'] == ['chosen', 'rejected']
-        assert two['origin_scores'] == ROWS[1]['origin_scores']
-        rows = [to_rrhf(r) for r in found]
-        assert [r | dict(ended=0) for r in rows] == [r | dict(ended=0) for r in ROWS]
-        assert read_candidates(write(tmp_path/'again.json', rows, lines=True)) == found
+    path = write(tmp_path/'train_data.jsonl', ROWS, lines=True)
+    one, two = found = read_candidates(path)
+    assert one['messages'] == [dict(role='user', content='Hi')]
+    assert two['instruction'] == ROWS[1]['query'] and two['source'] == ['chosen', 'rejected']
+    assert two['origin_scores'] == ROWS[1]['origin_scores']
+    rows = [to_rrhf(r) for r in found]
+    assert [r | dict(ended=0) for r in rows] == [r | dict(ended=0) for r in ROWS]
+    assert read_candidates(write(tmp_path/'again.json', rows, lines=True)) == found
+    samples = merge_candidates(path, ['sample'])
+    assert [q['output'] for q in samples] == [['Yes?', 'Hello.'], []]
     ours = dict(instruction='Sort.', input='3 1 2', output=['1 2 3', 'no', '1'],
                 scores=[3., 1., 2.], source=['chosen', 'rejected', 'gpt'],
                 ended=[True, True, False], difficulty=4)
     row = to_rrhf(ours)
     assert row['query'] == 'Sort.\n3 1 2' and row['responses'] == ['1', '1 2 3', 'no']
-    assert row['scores'] == [2., 3., 1.]
     back, = as_records([row], 'a.json', ['candidates'])
     assert back == ours | {k: [ours[k][i] for i in (2, 0, 1)] for k in LISTS}
-    assert default_sources(3) == ['sample', 'chosen', 'rejected']
-
-
-def test_sources_are_views(tmp_path):
-    path = write(tmp_path/'a.json', ROWS, lines=True)
-    of = lambda *sources: [q['output'] for q in merge_candidates(path, sources)]
-    assert of('chosen', 'rejected') == [['Hi!', 'No.'], ['Blue\u2028.', 'Red.']]
-    assert of('sample') == [['Yes?', 'Hello.'], []]
-    with pytest.raises(ValueError, match='sources.* chosen, rejected, sample'): of('gpt')
 
 
 def test_kinds_are_merged_by_instruction(tmp_path):
@@ -215,37 +205,11 @@ def test_bad_files(tmp_path, rows, message):
 
 # --- scores --------------------------------------------------------------------------------------
 
-def longer(pairs):
-    sizes = [(len(p['output_1']), len(p['output_2'])) for p in pairs]
-    return [1.5 if a == b else 1. + (b > a) for a, b in sizes]
-
-
-def first_is_better(pairs): return [1.2]*len(pairs)
-
 
 def not_a_number(records): return [float('nan')]*len(records)
 
 
 def indifferent(records): return [3.]*len(records)
-
-
-def test_scores_by_an_annotator():
-    asked = (('x', 'aaa'), ('y', 'b'), ('x', 'a'), ('x', 'aa'), ('y', 'bb'))
-    ask = [dict(instruction=i, output=o) for i, o in asked]
-    assert rrhf.comparison_scores(longer, ask) == [1., 0., 0., .5, 1.]
-    by_place = rrhf.comparison_scores(first_is_better, ask)
-    assert by_place == pytest.approx([.5]*5)  # a taste for a place cancels
-
-
-@pytest.mark.parametrize('more, message', [
-    (dict(k=1), 'k = 1'), (dict(n=7), 'n = 7'), (dict(candidates='', n=1), 'needs two'),
-    (dict(refresh_every=2), 'Set n'), (dict(n=3, groups=4), 'groups = 4'),
-    (dict(n=2, temperature=0), 'temperature'), (dict(kl_coef=.1), 'kl_coef'),
-    (dict(n=2, annotators='alpaca_farm.world:pool'), 'both'), (dict(reward_model='', n=2), 'name'),
-    (dict(decoding='diverse'), 'decoding'), (dict(rrhf_weight=-1), 'rrhf_weight'),
-    (dict(candidates='no/such/file.json'), 'no/such/file.json')], ids=str)
-def test_bad_settings(base, more, message):
-    with pytest.raises((ValueError, FileNotFoundError), match=message): config(base, **more)
 
 
 @pytest.mark.parametrize('more, message', [
@@ -396,7 +360,8 @@ def test_scores_of_the_files_and_of_annotators(base, tmp_path):
     for q in read_json(given/'candidates.json'):
         assert q['source'] == ['chosen', 'rejected'] and q['scores'][0] >= q['scores'][1]
     assert summary['labels'] == read_summary(base/'annotators')['labels']
-    more |= dict(annotators='test_rrhf:longer', max_instances=20, missing_eos='')
+    more |= dict(annotators='alpaca_farm.judging.agreement:prefer_longer', max_instances=20,
+                 missing_eos='')
     _, summary = run(base, asked, **more)
     pool = read_json(asked/'candidates.json')
     for q in pool:

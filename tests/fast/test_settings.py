@@ -1,6 +1,6 @@
 "Whatever is written into a setting works or is refused by name; paths and the installed package."
 import functools
-import importlib
+import math
 import os
 import shutil
 import subprocess
@@ -12,7 +12,6 @@ from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
 from alpaca_farm.core.run import paths
-from alpaca_farm.core.run.paths import module_of
 from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args, no_secrets
 
 NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling',
@@ -27,7 +26,7 @@ texts = st.sampled_from(NASTY) | st.text(max_size=20)
 
 
 @pytest.fixture(scope='module')
-def classes(): return [tiny.config_class(importlib.import_module(module_of(n))) for n in NOTEBOOKS]
+def classes(): return [tiny.config_class(n) for n in NOTEBOOKS]
 
 
 @pytest.mark.parametrize('on_the_command_line', [False, True])
@@ -50,6 +49,64 @@ def test_any_text_works_or_is_refused_by_name(classes, capsys, monkeypatch, on_t
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         holds()
+
+
+JUDGE = 'alpaca_farm.world:pool'
+NONSENSE = dict(   # by notebook: settings that do not fit, and what the error names
+    dpo=[
+        (dict(beta=0.), 'beta'), (dict(temperature=0.), 'temp'),
+        (dict(label_smoothing=.6), 'label_smoothing'),
+        (dict(loss_type='robust'), 'label_smoothing'),
+        *((dict(loss_type=k, label_smoothing=.1), f'no effect with loss_type = {k}')
+          for k in ('ipo', 'hinge', 'simpo', 'kto')),
+        (dict(loss_type='simpo', target_margin=-1.), 'target'),
+        (dict(loss_type='simpo', undesirable_weight=2.), 'kto'),
+        (dict(desirable_weight=2.), 'kto'), (dict(loss_type='kto', batch_size=1), 'batch_size'),
+        (dict(save_every=-1), 'save_every'), (dict(eval_every=3), 'held_out'),
+        (dict(held_out=9), 'eval_every')],
+    reward_model=[
+        (dict(flip_rate=.5), 'flip_rate'), (dict(margin=-1.), 'margin'),
+        (dict(held_out=0), 'held'), (dict(likelihood=-1.), 'likelihood'),
+        (dict(margin=1., margin_field='gap'), 'margin_field')],
+    quark=[
+        (dict(num_quantiles=1), 'num_quantiles'), (dict(temperature=0.), 'temperature'),
+        (dict(num_quantiles=9, rollouts=8), 'cannot be cut'), (dict(kl_coef=math.nan), 'kl_coef'),
+        (dict(sampler='http://x/v1', lora_rank=4), 'sampler')],
+    ppo=[
+        (dict(group_size=1), 'group_size = 1'), (dict(advantage='rloo', group_size=5), 'multiple'),
+        (dict(reward_model=[]), 'reward_model'), (dict(ensemble='median'), 'ensemble'),
+        (dict(annotators=JUDGE, val_split=''), 'val_split'),
+        (dict(sampler='http://x/v1', lora_rank=0), 'lora_rank'),
+        (dict(sampler='localhost:8000', lora_rank=4), 'http')],
+    rrhf=[
+        (dict(k=1), 'k = 1'), (dict(k=4, n=7), 'n = 7'), (dict(candidates='', n=1), 'needs two'),
+        (dict(refresh_every=2), 'Set n'), (dict(n=3, groups=4), 'groups = 4'),
+        (dict(n=2, temperature=0), 'temperature'), (dict(kl_coef=.1), 'kl_coef'),
+        (dict(n=2, annotators=JUDGE), 'both'), (dict(reward_model='', n=2), 'name'),
+        (dict(decoding='diverse'), 'decoding'), (dict(rrhf_weight=-1), 'rrhf_weight'),
+        (dict(candidates='no/such/file.json'), 'no/such/file.json')],
+    rlcd=[
+        (dict(method='rlhf'), 'method'), (dict(served='m'), 'model'), (dict(policy=''), 'model'),
+        (dict(annotators=JUDGE), 'no judge'), (dict(both_orders=True), 'no judge'),
+        (dict(samples=__file__), 'samples'), (dict(method='rlcd_rescore'), 'samples'),
+        (dict(template='chat'), 'behind a role'), (dict(temperature=0), 'temperature'),
+        (dict(task='wrold'), 'outlining, world')],
+    binary_feedback=[(dict(method='thumbs'), 'method'), (dict(held_out=0), 'held_out')],
+    annotators=[
+        (dict(base_url='http://localhost:port/v1'), 'Port'),
+        (dict(label_flip=.6, ask_flipped=False), 'label_flip'),
+        (dict(decoding=['temprature=0']), 'temprature'), (dict(models=['gpt-4']), 'old=new')],
+    farm=[
+        (dict(size='huge'), 'choose from'), (dict(size='no/such/file.yaml'), 'no/such/file.yaml'),
+        (dict(seeds=0), 'seeds'), (dict(crowd='alpaca_farm.world:nobody'), 'nobody'),
+        (dict(held_out='no/such.json'), 'no/such.json')])
+
+
+@pytest.mark.parametrize('notebook, given, message', [
+    (notebook, *row) for notebook, rows in NONSENSE.items() for row in rows], ids=str)
+def test_settings_that_do_not_fit_each_other_are_refused(notebook, given, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        tiny.config(notebook, **given)
 
 
 def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tmp_path, capsys):

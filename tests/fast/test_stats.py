@@ -1,11 +1,20 @@
-"core.stats against brute force, against alpaca-eval, and against its shipped leaderboards."
-import itertools, json
+"Statistics, ratings, variety and votes: beside alpaca-eval, an optimiser and brute force."
+import json
+import subprocess
+import sys
+from itertools import combinations
 
 import numpy as np
 import pytest
-import tiny
+from scipy.optimize import minimize
+from scipy.stats import binomtest
 
+import tiny
+from alpaca_farm.boards.rankings import bradley_terry
+from alpaca_farm.boards.text import _count_pleasantries, _distinct
 from alpaca_farm.core import stats
+from alpaca_farm.core.data.preferences import hash_uniform
+from alpaca_farm.judging.noise import sample_votes
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 recorded = pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='no recorded verdicts')
@@ -25,18 +34,12 @@ def test_win_rate_is_alpaca_evals(kind, rng):
         assert {k: theirs[k] for k in ours} == pytest.approx(ours, abs=1e-9)
 
 
-def test_replicates_without_variance_of_their_own_and_one_alone(rng):
-    "Replicates that are copies have the interval of one; one has that over instructions."
+def test_replicates_without_variance_of_their_own(rng):
+    "Copies have the interval of one; two that differ have Student's t."
     x = rng.normal(size=300)
-    one, copies = stats.bootstrap(x), stats.replicate_interval([x, x, x])
-    assert stats.replicate_interval([x]) == one
-    assert stats.replicate_interval(x[None, :, None]).low == pytest.approx(one.low)
-    assert copies == pytest.approx(one, abs=.01)
+    assert stats.replicate_interval([x, x, x]) == pytest.approx(stats.bootstrap(x), abs=.01)
     two = stats.replicate_interval([x, x + 1])
     assert two.high - two.value == pytest.approx(12.706/2, rel=.01)
-    means = stats.replicate_interval([[1.], [2.], [4.5]])   # of means alone: Student's t
-    error = np.std([1, 2, 4.5], ddof=1)/3**.5
-    assert means.high - means.low == pytest.approx(2*4.3027*error, rel=1e-4)
 
 
 def test_agreement_is_alpaca_evals(rng):
@@ -62,7 +65,6 @@ def test_agreement_with_missing_votes():
     votes = np.array([[1, 1, np.nan], [1, 2, np.nan], [np.nan, 2, 1]])
     # item 0: two agree; item 1: the 1 sees 2, 2, each 2 sees a tie; item 2: one vote only
     assert stats.agreement(votes) == pytest.approx((1 + 1 + 0 + .5 + .5)/5)
-    with pytest.raises(ValueError, match='at least two votes'): stats.agreement(votes[:1])
 
 
 @recorded
@@ -70,6 +72,59 @@ def test_pandalms_people():
     "PandaLM's three people, leave-one-out and pairwise (0 is a tie there)."
     rows = json.loads((DATA/'pandalm'/'testset-v1.json').read_text())
     votes = np.array([[int(r[f'annotator{k}']) or 1.5 for r in rows] for k in (1, 2, 3)])
-    pairwise = [np.mean(votes[i] == votes[j]) for i, j in itertools.combinations(range(3), 2)]
+    pairwise = [np.mean(votes[i] == votes[j]) for i, j in combinations(range(3), 2)]
     assert pairwise == pytest.approx([.913, .929, .918], abs=2e-3)
     assert stats.agreement(votes) == pytest.approx(np.mean(pairwise), abs=1e-9)
+
+
+@pytest.mark.parametrize('tie', [0, .1, 3])
+def test_strengths_are_the_optimum(tie):
+    "scipy on the likelihood as it is written."
+    w = np.random.default_rng(0).uniform(.5, 20, (6, 6))*(1 - np.eye(6))
+    w[0, 3:] = w[3:, 0] = 0   # not all have met
+    met = (w + w.T > 0)*tie/2
+    def loss(s):
+        return -sum((w + met)[a, b]*-np.log1p(np.exp(s[b] - s[a])) for a in range(6)
+                    for b in range(6)) + s.sum()**2
+    want = minimize(loss, np.zeros(6), tol=1e-10).x
+    assert bradley_terry(w, tie) == pytest.approx(want, abs=1e-4)
+
+
+def test_a_coin_is_the_same_in_every_process():
+    "No salted hash is involved."
+    code = ('from alpaca_farm.core.data.preferences import hash_uniform\n'
+            'print(repr(hash_uniform(3, "flip", "é", 1.5)))')
+    said = [subprocess.check_output([sys.executable, '-c', code], text=True) for _ in range(2)]
+    assert set(said) == {f"{hash_uniform(3, 'flip', 'é', 1.5)!r}\n"}
+
+
+def test_panel_follows_chances_and_weights():
+    pairs = [dict(instruction=f'Say {i//2}.', output_1=f'{i}', output_2=f'No, {i}.')
+             for i in range(3000)]
+    chance = np.stack([np.full((2, 3000), .9), np.full((2, 3000), .2)])
+    votes = sample_votes(chance, pairs, votes=1, weights=[3, 1])
+    assert binomtest(int((votes == 2).sum()), votes.size, .75*.9 + .25*.2).pvalue > .001
+    again = sample_votes(chance[:, :, ::-1], pairs[::-1], votes=1, weights=[3, 1])
+    assert (again[:, ::-1] == votes).all()
+
+
+@pytest.mark.parametrize('text, n', [
+    ('Certainly: the cave. Take care!', 2), ('Hey, it is red.', 0),
+    ("I'd be happy to help! That's a great question. It rains.", 2),
+    ('I hope this helps! Please feel free to ask. Thank you for your question.', 3),
+    ('SURE, why not? Be kind. You are welcome. Good luck!', 3),
+    ('I am sure. Surely not. Sure enough, it rained. I hope it rains.', 0),
+    ('The course is long, of course. Thank you for the flowers. What a day.', 0)])
+def test_pleasantries(text, n): assert _count_pleasantries(text) == n
+
+
+@pytest.mark.parametrize('n', [1, 2])
+@pytest.mark.parametrize('answers', [
+    ['a b a', 'b c'], ['a a a a b'], ['x y', 'x y', 'y x z'], ['A, b! a', "don't do it", '']])
+def test_distinct_by_brute_force(answers, n):
+    words = [a.lower().replace(',', '').replace('!', '').split() for a in answers]
+    grams = [tuple(w[i:i + n]) for w in words for i in range(len(w) - n + 1)]
+    for m in range(1, len(grams) + 1):
+        every = [len({grams[i] for i in rows})/m for rows in combinations(range(len(grams)), m)]
+        assert _distinct(answers, n, m) == pytest.approx(np.mean(every), abs=1e-12)
+    assert np.isnan(_distinct(answers, n, len(grams) + 1))

@@ -114,10 +114,12 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
     # training reads what the template writes for the same conversation
     if tokenizer.chat_template:
         turns = [dict(role='user', content='say it'), dict(role='assistant', content='the words')]
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-        whole = tokenizer(text, add_special_tokens=False)['input_ids']
+        def written(turns, **more):
+            text = tokenizer.apply_chat_template(turns, tokenize=False, **more)
+            return tokenizer(text, add_special_tokens=False)['input_ids']
+        assert prompt == written(turns[:1], add_generation_prompt=True)
         joined = tokenizer.decode(prompt + answer).replace(' ', '')
-        assert tokenizer.decode(whole).replace(' ', '').startswith(joined)
+        assert tokenizer.decode(written(turns)).replace(' ', '').startswith(joined)
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -153,16 +155,6 @@ def test_special_tokens_in_data_stay_text(family, template):
     answer, = encode_responses([f'the {forged} words'], tokenizer, template=template)
     assert count(answer) == 1 and answer[-1] == end_token(tokenizer, template)
     assert decode(answer, tokenizer) == f'the {forged} words'
-
-
-def test_ids_of_harmless_text_are_the_tokenizers_own():
-    for family in FAMILIES:
-        tokenizer = build(family)
-        if not tokenizer.chat_template: continue
-        turn = [dict(role='user', content='say the words')]
-        text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        want = tokenizer(text, add_special_tokens=False)['input_ids']
-        assert encode_prompts([dict(instruction='say the words')], tokenizer) == [want]
 
 
 @pytest.mark.parametrize('start', [True, False])
@@ -222,7 +214,7 @@ def test_an_end_that_the_model_does_not_know_is_refused(tmp_path):
 
 
 def test_thinking_is_off_unless_it_is_asked_for(tmp_path):
-    "What the settings say is kept in the tokenizer of a run, and a misspelt argument is refused."
+    "What the settings say is kept in the tokenizer of a run."
     policy, folder = save(tmp_path/'base', build('qwen3')), data(tmp_path/'data')
     sizes = dict(data=folder, max_length=256, max_prompt=200, eval_split='', val_split='')
     given = tiny.SETTINGS['sft'] | sizes | dict(policy=policy)
@@ -238,8 +230,6 @@ def test_thinking_is_off_unless_it_is_asked_for(tmp_path):
     loaded = load_tokenizer(out)
     set_template_arguments(loaded, dict(enable_thinking=True))
     assert loaded.chat_template.count('{% set ') == 1
-    with pytest.raises(ValueError, match='template_arguments: thoughts does not occur'):
-        load_policy(policy, sft.SFTConfig(device='cpu', template_arguments=dict(thoughts=1)))
 
 
 @pytest.mark.parametrize('text, shown', [
@@ -264,9 +254,9 @@ def test_a_system_turn_that_the_template_refuses_stands_before_the_users():
     tokenizer.chat_template = """{% if messages[0].role == 'system' %}{{
         raise_exception('no system') }}{% endif %}""" + GEMMA
     turns = [dict(role=r, content=c) for r, c in zip(('system', 'user'), words)]
-    one = dict(instruction='\n\n'.join(words))
+    one, = encode_prompts([dict(instruction='\n\n'.join(words))], tokenizer)
     with pytest.warns(UserWarning, match='refuses system turns'):
-        assert encode_prompts([dict(messages=turns)], tokenizer) == encode_prompts([one], tokenizer)
+        assert encode_prompts([dict(messages=turns)], tokenizer) == [one]
     turns[0]['content'] = '<eos> say'   # still a text, and no end of a turn
     with pytest.warns(UserWarning): ids, = encode_prompts([dict(messages=turns)], tokenizer)
     assert tokenizer.eos_token_id not in ids

@@ -1,12 +1,12 @@
 """Memory, speed and share of a GPU's ceiling of the training runs of large models, as a table.
 
-    python tests/gpu/measure.py                    # on a GPU with 80 GB or more; not run on one yet
-    python tests/gpu/measure.py sft_7b dpo_7b      # some of the rows
-    python tests/gpu/measure.py --small            # small shapes, on any machine
+    python tests/gpu/measure.py                  # on a GPU with 80 GB or more; not run on one yet
+    python tests/gpu/measure.py sft_7b dpo_7b    # some of the rows
+    python tests/gpu/measure.py --small          # small shapes, on any machine
 
 Weights are random, texts are random words, and nothing is read from a network. The row `real` is
-the real farm; it needs the model's folder: --model PATH. Rows are kept in OUT/measured.json and are
-not measured again. Beside torch, transformers, accelerate and peft the
+the real farm; it needs the model's folder: --model PATH. Rows are kept in OUT/measured.json and
+are not measured again. Beside torch, transformers, accelerate and peft the
 library needs pydantic, tyro, filelock and fastcore: where they are not installed, put them on
 PYTHONPATH (python -m pip install --target DIR pydantic tyro filelock fastcore)."""
 import argparse
@@ -93,8 +93,8 @@ def rows_of(out: Path, small: bool, model: str) -> dict:
     def row(module, size, tokens, **settings):
         return module, shape[size], dict(policy=at(f'model-{shape[size]}'), **settings), tokens
     rows = dict(
-        sft_7b=row(sft, '7b', prompt + answer, data=data, val_split='', max_instances=batch * steps,
-                   **LORA, **learning, **answering),
+        sft_7b=row(sft, '7b', prompt + answer, data=data, val_split='',
+                   max_instances=batch * steps, **LORA, **learning, **answering),
         reward_model_7b=row(reward_model, '7b', prompt + 2*answer, **scored,
                             **LORA, **learning),
         dpo_7b=row(dpo, '7b', prompt + 2*answer, data=data, epochs=1, **pairs, **LORA, **learning,
@@ -129,7 +129,8 @@ def measure(name: str, row: tuple, out: Path, device: str, most: float) -> dict:
     speed = examples * tokens / each
     # of a token: forward and backward, without the gradients of frozen weights
     work = (4 if settings.get('lora_rank') else 6) * weights
-    return found | dict(tokens_per_second=round(speed), ceiling_share=round(speed * work / most, 3))
+    share = round(speed * work / most, 3)
+    return found | dict(tokens_per_second=round(speed), ceiling_share=share)
 
 
 def main():

@@ -2,7 +2,7 @@
 import pytest
 import tiny
 import torch
-from alpaca_farm import dpo, ppo, reward_model, sft
+from alpaca_farm import sft
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.text import encode_prompts
 from alpaca_farm.core.model.generation import generate
@@ -10,13 +10,11 @@ from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.runs import read_log, read_summary
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='there is no GPU')
-METHODS = dict(sft=sft, reward_model=reward_model, dpo=dpo, ppo=ppo)
+METHODS = 'sft', 'reward_model', 'dpo', 'ppo'
 
 
 def run(name, base, out, **more):
-    module = METHODS[name]
-    given = dict(device='cuda', dtype='float32') | more
-    return module.train(tiny.config(module, **tiny.settings(name, base, out=str(out), **given)))
+    return tiny.run(name, base, out, **dict(device='cuda', dtype='float32') | more)
 
 
 @pytest.mark.parametrize('name', ['sft', 'reward_model', 'dpo'])
@@ -26,8 +24,9 @@ def test_the_losses_are_those_of_the_cpu(base, tmp_path, name):
     for a, b in zip(*logs, strict=True): assert a['loss'] == pytest.approx(b['loss'], rel=2e-3)
 
 
-@pytest.mark.parametrize('more', [dict(dtype='bfloat16'), dict(dtype='bfloat16', lora_rank=4),
-                                  dict(dtype='float16'), dict(gradient_checkpointing=True)], ids=str)
+@pytest.mark.parametrize('more', [
+    dict(dtype='bfloat16'), dict(dtype='bfloat16', lora_rank=4), dict(dtype='float16'),
+    dict(gradient_checkpointing=True)], ids=str)
 @pytest.mark.parametrize('name', METHODS)
 def test_every_precision_trains(base, tmp_path, name, more):
     folder = run(name, base, tmp_path/'run', **more).folder

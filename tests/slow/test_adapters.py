@@ -1,6 +1,5 @@
 """LoRA: one frozen model with several adapters, from training to files and back."""
 import contextlib
-import importlib
 import shutil
 
 import pytest
@@ -17,15 +16,13 @@ from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.settings import HardwareConfig as config_of
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import collate
-from alpaca_farm.core.run.paths import module_of
 from alpaca_farm.core.training import Trainer
 
 LORA = dict(lora_rank=4, device='cpu')
 
 
-def config(module, base, **more):
-    notebook = module.__name__.split('.')[-1]
-    return tiny.config(module, **tiny.settings(notebook, base, **LORA | more))
+def config(notebook, base, **more):
+    return tiny.config(notebook, **tiny.settings(notebook, base, **LORA | more))
 
 
 def shake(model, seed=0, std=.05):
@@ -45,7 +42,7 @@ def batch(models):
 
 def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base, batch):
     def gradients(checkpointed):
-        cfg = config(sft, base, policy=str(base/'sft'), gradient_checkpointing=checkpointed)
+        cfg = config('sft', base, policy=str(base/'sft'), gradient_checkpointing=checkpointed)
         policy, _ = load_policy(cfg.policy, cfg, train=True)
         value = shake(add_adapter(policy, 'value', lora_config(cfg)), 1)
         shake(policy)
@@ -61,7 +58,7 @@ def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base,
 
 
 def test_packed_rows_with_adapters(base, batch):
-    cfg = config(sft, base, policy=str(base/'sft'))
+    cfg = config('sft', base, policy=str(base/'sft'))
     def gradient(packs):
         policy = shake(load_policy(cfg.policy, cfg, train=True)[0])
         state_of(policy).reads_packed = packs
@@ -75,7 +72,7 @@ def test_packed_rows_with_adapters(base, batch):
 
 
 def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
-    cfg = config(sft, base, out=str(tmp_path/'sft'))
+    cfg = config('sft', base, out=str(tmp_path/'sft'))
     sft.train(cfg)
     merged, _ = load_policy(cfg.out, cfg)
     adapter, _ = load_policy(str(tmp_path/'sft/adapter'), cfg)
@@ -99,7 +96,7 @@ def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
 def test_an_adapter_without_its_base(base, tmp_path):
     shutil.copytree(base/'world/model', tmp_path/'base')
     shutil.copytree(base/'world', tmp_path/'world')
-    cfg = config(sft, base, policy=str(tmp_path/'base'), data=str(tmp_path/'world'),
+    cfg = config('sft', base, policy=str(tmp_path/'base'), data=str(tmp_path/'world'),
                  out=str(tmp_path/'run'), eval_split='', val_split='')
     sft.train(cfg)
     assert base_of(tmp_path/'run/adapter') == str(tmp_path/'base')
@@ -115,7 +112,7 @@ def test_an_adapter_without_its_base(base, tmp_path):
 @pytest.fixture(scope='module')
 def rewarded(base, tmp_path_factory):
     "A reward model trained with an adapter on the policy of the tests."
-    cfg = config(reward_model, base, out=str(tmp_path_factory.mktemp('lora')/'reward_model'),
+    cfg = config('reward_model', base, out=str(tmp_path_factory.mktemp('lora')/'reward_model'),
                  lora_rank=3)
     reward_model.train(cfg)
     return cfg.out
@@ -140,7 +137,7 @@ def ppo_step(policy, value, batch, cfg):
 
 @pytest.mark.parametrize('checkpointed', [False, True])
 def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpointed):
-    cfg = config(ppo, base, reward_model=rewarded, gradient_checkpointing=checkpointed)
+    cfg = config('ppo', base, reward_model=rewarded, gradient_checkpointing=checkpointed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     value = ppo.value_model(cfg, policy)
     reward_of, reference = ppo.reward_beside(policy, value, cfg), load_reference(policy, cfg)
@@ -151,7 +148,7 @@ def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpo
     own = ppo.ValueHead(scalar, scalar.score, value.mean, value.std)
     plain = load_policy(cfg.policy, cfg, train=True, frozen=True)[0]
     # the merged reward model
-    whole = ppo.reward(cfg.reward_model, tiny.config(ppo, **tiny.settings('ppo', base)),
+    whole = ppo.reward(cfg.reward_model, tiny.config('ppo', **tiny.settings('ppo', base)),
                        cfg.template)
     records = [dict(instruction=f'say {w}', input='', output=w) for w in ('yes', 'no', 'perhaps')]
     assert reward_of(records) == pytest.approx(whole(records), abs=1e-4)
@@ -188,7 +185,7 @@ def test_what_peft_cannot_adapt_is_refused_by_the_setting():
 
 
 def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):
-    cfg = config(ppo, base)
+    cfg = config('ppo', base)
     policy, _ = load_policy(cfg.policy, cfg, train=True)
     value = ppo.value_model(cfg, policy)
     reward_of = ppo.reward_beside(policy, value, cfg)
@@ -204,20 +201,20 @@ def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):
                                   'sft'])
 def test_resumed_with_adapters(base, rewarded, tmp_path, name, monkeypatch):
     "A run cut off after a checkpoint ends like one that was not; its files are read back."
-    module = importlib.import_module(module_of(name))
     more = dict(ppo=dict(reward_model=rewarded), quark=dict(best_quantile_only=False),
                 dpo=dict(max_instances=60), rrhf=dict(max_instances=60)).get(name, {})
-    cfgs = [config(module, base, out=str(tmp_path/k/name), gradient_checkpointing=True,
+    cfgs = [config(name, base, out=str(tmp_path/k/name), gradient_checkpointing=True,
                    checkpoint_every=2, **more) for k in 'ab']
-    module.train(cfgs[0])
+    train = tiny.main(name)
+    train(cfgs[0])
     log = Trainer.log
     def stop(self, **figures):
         log(self, **figures)
         if self.step == 3: raise KeyboardInterrupt
     with monkeypatch.context() as m, contextlib.suppress(KeyboardInterrupt):
         m.setattr(Trainer, 'log', stop)
-        module.train(cfgs[1])
-    module.train(cfgs[1])
+        train(cfgs[1])
+    train(cfgs[1])
     a, b = (load_file(tmp_path/k/name/'adapter/adapter_model.safetensors') for k in 'ab')
     assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
     assert any(v.abs().max() > 0 for k, v in a.items() if 'lora_B' in k)
@@ -233,7 +230,7 @@ def test_resumed_with_adapters(base, rewarded, tmp_path, name, monkeypatch):
 def test_expert_iteration_trains_adapters(base, tmp_path, monkeypatch):
     from alpaca_farm import expert_iteration
     monkeypatch.setattr(expert_iteration, 'run_jobs', tiny.run_here)
-    cfg = config(expert_iteration, base, out=str(tmp_path/'expert'), rounds=2)
+    cfg = config('expert_iteration', base, out=str(tmp_path/'expert'), rounds=2)
     expert_iteration.train(cfg)
     assert base_of(tmp_path/'expert/round_1/sft/adapter').endswith('sft/model')
     # a LoRA run on a LoRA run

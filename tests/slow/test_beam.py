@@ -88,7 +88,8 @@ def test_suppressed_tokens_and_several_ends():
 def test_faults():
     model = family('llama').train()
     assert beam_search(model, None, []) == []
-    for prompts, groups, message in (([[5]], 3, 'groups = 3'), ([[5], []], 1, 'prompt 1 is empty')):
+    for prompts, groups, message in (([[5]], 3, 'groups = 3'),
+                                     ([[5], []], 1, 'prompt 1 is empty')):
         with pytest.raises(ValueError, match=message):
             beam_search(model, None, prompts, groups=groups, max_new_tokens=2)
     assert model.training

@@ -31,8 +31,8 @@ def lab(tmp_path_factory):
     own = {f'JUPYTER_{k.upper()}_DIR': str(folder/k) for k in ('config', 'data', 'runtime')}
     env = tiny.environment(JUPYTER_CONFIG_PATH=str(tiny.ROOT/'.jupyter'),
                            PYTHONPATH=str(tiny.ROOT), **own)
-    command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--allow-root', f'--port={port}',
-               '--IdentityProvider.token=', '--ServerApp.root_dir', str(folder)]
+    command = [sys.executable, '-m', 'jupyterlab', '--no-browser', '--allow-root',
+               f'--port={port}', '--IdentityProvider.token=', '--ServerApp.root_dir', str(folder)]
     with open(folder/'server.txt', 'w') as f:
         server = subprocess.Popen(command, env=env, cwd=tiny.ROOT, stdout=f, stderr=f)
     try:
@@ -61,7 +61,7 @@ def copy(name, folder, **given):
 @pytest.fixture
 def browser():
     with playwright.sync_playwright() as p:
-        chromium = p.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox'], headless=True)
+        chromium = p.chromium.launch(executable_path=CHROMIUM, args=['--no-sandbox'])
         yield chromium
         chromium.close()
 

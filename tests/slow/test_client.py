@@ -44,14 +44,6 @@ def asked(n, **more):
 def texts(answers): return [a and a['choices'][0]['message']['content'] for a in answers]
 
 
-def test_no_key_in_the_address():
-    for secret in ('me:hidden@localhost/v1', 'localhost/v1?api_key=hidden'):
-        with pytest.raises(ValueError, match='base_url .*password') as caught:
-            ApiConfig(base_url=f'http://{secret}')
-        assert 'hidden' not in str(caught.value)
-    with pytest.raises(ValueError, match='Port'): ApiConfig(base_url='http://localhost:port/v1')
-
-
 @pytest.mark.parametrize('batch', [False, True])
 def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys, batch):
     "In a refusal, a batch's errors, and an answer's text: neither printed nor in any file."

@@ -128,10 +128,6 @@ def test_reward_model(name, tmp_path):
     reward_model.reward_loss(model, batch)['loss'].sum().backward()
     assert model.score.weight.grad.abs().sum() > 0
     assert model.get_input_embeddings().weight.grad.abs().sum() > 0
-    with pytest.raises(ValueError, match='holds a policy, not a reward model'):
-        load_scalar(checkpoint(name), CFG)
-    with pytest.raises(ValueError, match='holds a reward model, not a policy'):
-        load_policy(str(tmp_path), CFG)
 
 
 @pytest.mark.parametrize('name', tiny.FAMILIES)
@@ -166,8 +162,9 @@ def test_ppo(name):
     batches, alone = both_sides(prompts, answers)
     batch, _ = ppo.experience(policy, policy, value, batches[2], torch.arange(6.), 0., cfg)
     with torch.no_grad():
-        for b, old in zip(alone, batch['old_values']):
-            near(value(b)[b['response'] > 0], old[old != 0])
+        rows = torch.cat([value(b)[b['response'] > 0] for b in alone])
+        for b in batches: near(value(b)[b['response'] > 0], rows)
+    near(batch['old_values'][batch['response'] > 0], rows)
     figures = ppo.ppo_loss(policy, value, batch, cfg)
     near(figures['ratio'], torch.ones_like(figures['ratio']))
     (figures['loss'] * batch['weight']).sum().backward()
@@ -210,13 +207,10 @@ def test_an_encoder_scores(name, tmp_path, capsys):
     assert value.config.model_type == 'llama'
 
 
-def test_models_of_other_kinds_are_refused_by_name(tmp_path):
-    from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
-    BertForMaskedLM(BertConfig(**tiny.SIZE)).save_pretrained(tmp_path/'bert')
+def test_a_model_of_another_kind_is_refused_by_name(tmp_path):
+    from transformers import T5Config, T5ForConditionalGeneration
     T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, num_layers=1, num_heads=2,
                                         d_ff=16)).save_pretrained(tmp_path/'t5')
-    with pytest.raises(ValueError, match='bert: BertLMHeadModel is no causal model'):
-        load_policy(str(tmp_path/'bert'), CFG)
     with pytest.raises(ValueError, match='t5: AutoModelForCausalLM cannot load it .*T5Config'):
         load_policy(str(tmp_path/'t5'), CFG)
 

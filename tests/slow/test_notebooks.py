@@ -1,6 +1,5 @@
 """Every notebook of nbs/ executes through papermill; wrong parameters fail before any work."""
 import csv
-import importlib
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ import tiny
 from alpaca_farm import farm
 from alpaca_farm.boards.farm_board import short_board
 from alpaca_farm.core.run.inputs import methods
-from alpaca_farm.core.run.paths import module_of, notebook_path
+from alpaca_farm.core.run.paths import notebook_path
 from alpaca_farm.core.run import execution
 from alpaca_farm.core.run.execution import is_needed
 from alpaca_farm.core.run.jobs import Job, run_jobs
@@ -280,10 +279,9 @@ LACKING = dict(  # the settings under which a method's run has the fewest figure
 @pytest.mark.parametrize('name', LACKING)
 def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
     "The cells after the settings need no figure that can be left out, and read no other run."
-    module = importlib.import_module(module_of(name))
-    if name == 'expert_iteration': monkeypatch.setattr(module, 'run_jobs', tiny.run_here)
+    monkeypatch.setattr('alpaca_farm.expert_iteration.run_jobs', tiny.run_here)
     given = tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]
-    shown = tiny.show_results(name, tiny.config(module, **given))
+    shown = tiny.show_results(name, tiny.config(name, **given))
     assert len(shown) > 1 and "'runs/" not in ''.join(shown)
 
 

@@ -37,8 +37,7 @@ def server_of(**options): return judge_server(template=' Word {hash}.\n', **opti
 @pytest.mark.parametrize('baseline', ['text-davinci-003', 'gpt-4-0314'])
 @pytest.mark.parametrize('model', ['judge', 'text-davinci-003'])
 def test_what_is_sent(tmp_path, baseline, model):
-    "Prompt, limit and decoding, as a chat and as a completion, in the order of instructions."
-    limit = BASELINES[baseline]
+    "As a chat and as a completion, in the order of instructions."
     with server_of() as server:
         cfg = config(tmp_path, server, baseline=baseline, models=[f'{baseline}={model}'])
         run(cfg)
@@ -46,15 +45,7 @@ def test_what_is_sent(tmp_path, baseline, model):
     assert answers(cfg) == wanted(cfg, model)
     for row, record in zip(load_records(cfg.out, 'outputs'), load_records(cfg.data)):
         assert row['generator'] == model and all(row[k] == v for k, v in record.items())
-    request = baseline_request(load_records(cfg.data)[1], cfg, model)
-    text, fields = prompt_text(request), {k: request[k] for k in ('temperature', 'max_tokens')}
-    assert fields == dict(temperature=.7, max_tokens=300)
-    assert 'Say word 1.' in text and 'loudly' in text
-    assert (str(limit) if limit else '### Response:') in text
     assert path == ('/v1/chat/completions' if model == 'judge' else '/v1/completions')
-    if model == 'judge':
-        roles = [m['role'] for m in request['messages']]
-        assert roles == (['system', 'user'] if limit else ['user'])
 
 
 def test_any_model_by_its_name(tmp_path):
@@ -67,18 +58,6 @@ def test_any_model_by_its_name(tmp_path):
     user, = baseline_request(load_records(cfg.data)[1], cfg, cfg.baseline)['messages']
     assert user == dict(role='user', content='Say word 1.\n\nloudly')
     assert {r['generator'] for r in load_records(cfg.out, 'outputs')} == {'my/model.gguf'}
-
-
-def test_what_fails_for_now_is_asked_again_and_nothing_else(tmp_path):
-    with server_of(faults={'500': {'p': 0, 'always_for': 'Say word [37]\\.'}}) as server:
-        cfg = config(tmp_path, server)
-        with pytest.raises(ValueError, match=r"(?s)2 OF 30 .*'Say word 3.'.*'Say word 7.'"):
-            run(cfg)
-        assert len(answers(cfg)) == 28 and not summary(cfg)
-        server.set(faults={})
-        run(cfg)
-        assert answers(cfg) == wanted(cfg) and server.counts()['ok'] == 30
-        assert summary(cfg)['known'] == 28 and run(cfg).done
 
 
 def test_what_is_refused_for_good_is_named_and_left_out(tmp_path, capsys):
@@ -132,5 +111,6 @@ def test_no_key_and_no_baseline(tmp_path, monkeypatch):
     ('gpt-5', ['reasoning_effort=low'],
      dict(max_completion_tokens=300 + 4096, reasoning_effort='low'))])
 def test_decoding_changes_the_request(tmp_path, model, decoding, fields):
-    request = baseline_request(dict(instruction='Say.'), config(tmp_path, decoding=decoding), model)
+    cfg = config(tmp_path, decoding=decoding)
+    request = baseline_request(dict(instruction='Say.'), cfg, model)
     assert {k: v for k, v in request.items() if k not in ('model', 'messages')} == fields

@@ -1,5 +1,4 @@
 "What would fail after the training fails before it: nothing is trained, logged or lost."
-import importlib
 import json
 import shutil
 
@@ -12,7 +11,6 @@ from alpaca_farm.core import training
 from alpaca_farm.core.model.models import load_policy, load_scalar
 from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.world import LENGTH
-from alpaca_farm.core.run.paths import module_of
 
 METHODS = 'sft', 'dpo', 'binary_feedback', 'rrhf', 'ppo', 'quark'
 WORLD = 'alpaca_farm.world:pool'
@@ -26,9 +24,7 @@ def refused(base, tmp_path, monkeypatch):
     def step(*_, **__): raise AssertionError('a step was made')
     monkeypatch.setattr(training.Trainer, 'update', step)
     def holds(name, message, error=ValueError, **given):
-        module = importlib.import_module(module_of(name))
-        given = tiny.settings(name, base, out=str(tmp_path/'out')) | given
-        with pytest.raises(error, match=message): tiny.main(module)(tiny.config(module, **given))
+        with pytest.raises(error, match=message): tiny.run(name, base, tmp_path/'out', **given)
         assert not (tmp_path/'out').exists()
     return holds
 

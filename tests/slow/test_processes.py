@@ -1,5 +1,4 @@
 """Several processes that share a run: the same losses, updates and answers as one process."""
-import importlib
 import json
 import os
 import subprocess
@@ -13,7 +12,6 @@ import pytest
 import tiny
 from alpaca_farm import sft
 from alpaca_farm.core.run.files import lock_of, read_json
-from alpaca_farm.core.run.paths import module_of
 from alpaca_farm.core.run.processes import _check_ranks
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.world import WorldConfig
@@ -79,8 +77,7 @@ def together(base, tmp_path_factory):
 @pytest.mark.parametrize('name', RUNS)
 def test_two_processes_make_the_run_of_one(name, base, together, tmp_path):
     method, given = run_of(name, base, tmp_path/'one')
-    module = importlib.import_module(module_of(method))
-    module.train(tiny.config(module, **given))
+    tiny.main(method)(tiny.config(method, **given))
     assert_same_run(together/name, tmp_path/'one')
 
 

@@ -1,5 +1,4 @@
 """Killed at any moment, a run ends as if it had not been; edited code always runs."""
-import importlib
 import importlib.util
 import json
 import os
@@ -15,15 +14,16 @@ import pytest
 import tiny
 from alpaca_farm import ppo, sft
 from alpaca_farm.core.run import runs
-from alpaca_farm.core.run.paths import module_of
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.run.settings import Config
+from tiny import run as train
 
 # settings with many steps, and the range from which the step of the kill is chosen
 LONG = dict(world=(dict(prose=400, batch_size=1), 200, 380),
             sft=(dict(batch_size=1, checkpoint_every=2), 2, 55),
             reward_model=(dict(batch_size=1, checkpoint_every=2, epochs=2), 2, 90),
-            dpo=(dict(batch_size=1, checkpoint_every=1, save_every=20), 2, 55),
+            dpo=(dict(batch_size=2, epochs=2, loss_type='kto', checkpoint_every=1, save_every=20),
+                 2, 50),
             ppo=(dict(steps=8, checkpoint_every=2), 1, 7),
             rrhf=(dict(batch_size=2, n=2, epochs=2, refresh_every=7, kl_coef=.1,
                        checkpoint_every=3, save_every=20, missing_eos=''), 2, 55),
@@ -31,7 +31,8 @@ LONG = dict(world=(dict(prose=400, batch_size=1), 200, 380),
                    1, 7),
             binary_feedback=(dict(batch_size=1, checkpoint_every=2, eval_every=7, save_every=20),
                              2, 55),
-            best_of_n=(dict(chunk=1, n=4), 2, 28))
+            rlcd=(dict(chunk=4), 1, 12), best_of_n=(dict(chunk=1, n=4), 2, 28))
+RESULTS = 'outputs.json', 'candidates.json', 'items.json', 'preferences.json', 'preferences.csv'
 
 
 def without_times(folder):
@@ -43,9 +44,8 @@ def same_run(a, b):
     names = lambda f: sorted(str(p.relative_to(f)) for p in f.rglob('*') if p.is_file())
     assert names(a) == names(b)
     for name in names(a):
-        results = name.endswith('.safetensors') or name.startswith('model')
-        if results or name in ('outputs.json', 'candidates.json'):
-            if name.endswith('README.md'): continue  # says the fingerprint
+        results = name.endswith('.safetensors') or name.startswith('model') or name in RESULTS
+        if results and not name.endswith('README.md'):   # which says the fingerprint
             assert (a/name).read_bytes() == (b/name).read_bytes(), name
     assert without_times(a) == without_times(b) != []
     times = ('cpu_seconds', 'seconds', 'peak_memory_gb')
@@ -118,8 +118,7 @@ def die_at(train, cfg, function, name, count=1):
 @pytest.fixture(scope='module')
 def whole_sft(base, tmp_path_factory):
     folder = tmp_path_factory.mktemp('whole')/'sft'
-    sft.train(sft.SFTConfig(**tiny.settings('sft', base, out=str(folder), checkpoint_every=1)))
-    return folder
+    return train('sft', base, folder, checkpoint_every=1).folder
 
 
 MOMENTS = [*((os, 'replace', name, count) for name, count in (
@@ -132,7 +131,7 @@ MOMENTS = [*((os, 'replace', name, count) for name, count in (
                          ids=lambda x: getattr(x, '__name__', x))
 def test_killed_while_a_file_is_written(base, whole_sft, tmp_path, owner, attribute, name, count):
     "Nothing half-written is ever taken for whole, and no temporary file stays behind."
-    cfg = sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft'), checkpoint_every=1))
+    cfg = cfg_of('sft', base, tmp_path/'sft', checkpoint_every=1)
     die_at(sft.train, cfg, (owner, attribute), name, count)
     assert (tmp_path/'sft'/'summary.json').exists() == (attribute == 'unlink')
     sft.train(cfg)
@@ -144,7 +143,7 @@ def test_killed_while_a_file_is_written(base, whole_sft, tmp_path, owner, attrib
 def test_killed_while_the_best_model_is_replaced(base, tmp_path, name):
     def given(folder):
         more = dict(steps=4, eval_every=1, checkpoint_every=1)
-        return ppo.PPOConfig(**tiny.settings('ppo', base, out=str(tmp_path/folder/'ppo'), **more))
+        return cfg_of('ppo', base, tmp_path/folder/'ppo', **more)
     ppo.train(given('whole'))
     die_at(ppo.train, given('dead'), (Path, 'rename'), name)
     ppo.train(given('dead'))
@@ -155,7 +154,7 @@ def test_a_checkpoint_holds_the_loss_scale_and_its_own_device_alone(base, tmp_pa
     import torch
     from alpaca_farm.core.model.models import load_policy
     from alpaca_farm.core.training import Trainer
-    cfg = tiny.config(sft, **tiny.settings('sft', base, out=str(tmp_path/'run')))
+    cfg = cfg_of('sft', base, tmp_path/'run')
     trainer = Trainer(runs.Run(cfg, {}), 9,
                       dict(policy=load_policy(cfg.policy, cfg, train=True)[0]))
     trainer.accelerator.scaler = torch.amp.GradScaler('cpu', init_scale=8.)
@@ -171,17 +170,16 @@ def test_a_checkpoint_holds_the_loss_scale_and_its_own_device_alone(base, tmp_pa
 
 
 def test_a_finished_run_is_not_run_again(base, tmp_path, capsys):
-    cfg = sft.SFTConfig(**tiny.settings('sft', base, out=str(tmp_path/'sft')))
-    assert not sft.train(cfg).done
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path/'sft').rglob('*') if p.is_file()}
-    assert sft.train(cfg).done and 'nothing to do' in capsys.readouterr().out
-    assert {p: p.stat().st_mtime_ns for p in (tmp_path/'sft').rglob('*') if p.is_file()} == before
+    def written(): return {p: p.stat().st_mtime_ns for p in tmp_path.rglob('*') if p.is_file()}
+    assert not train('sft', base, tmp_path/'sft').done
+    before = written()
+    assert train('sft', base, tmp_path/'sft').done and 'nothing to do' in capsys.readouterr().out
+    assert written() == before
 
 
 def test_the_old_runs_are_kept(base, tmp_path):
-    given = tiny.settings('sft', base, out=str(tmp_path/'sft'), eval_split='', val_split='')
     for more in (dict(seed=0), dict(seed=1), dict(max_instances=50)):
-        sft.train(sft.SFTConfig(**given | more))
+        train('sft', base, tmp_path/'sft', eval_split='', val_split='', **more)
     assert [read_summary(tmp_path/f'sft{k}')['examples'] for k in ('~1', '~2', '')] == [60, 60, 50]
     assert read_log(tmp_path/'sft~1') != read_log(tmp_path/'sft~2')
 
@@ -222,9 +220,8 @@ def toy(folder, name, source):
 
 
 @pytest.mark.parametrize('old, new, runs_again', [
-    ('def loss(x): return', 'def loss(x): return 2*', True), ('return x', 'return -x', True),
-    ('WEIGHT = 1.', 'WEIGHT = 3.', True), ('WEIGHT = 1.', 'WEIGHT = 1.  # so', False),
-    ('"A model."', '"A model of nothing."', False)])
+    ('return x', 'return -x', True), ('WEIGHT = 1.', 'WEIGHT = 3.', True),
+    ('WEIGHT = 1.', 'WEIGHT = 1.  # so', False), ('"A model."', '"A model of nothing."', False)])
 def test_edited_code_runs_and_the_old_is_kept(tmp_path, old, new, runs_again):
     assert SOURCE.count(old) == 1
     first = toy(tmp_path, 'toy_a', SOURCE)
@@ -240,7 +237,7 @@ def test_edited_code_runs_and_the_old_is_kept(tmp_path, old, new, runs_again):
 def test_edited_notebook(base, tmp_path):
     "The notebook knows the run of its export; with an edited loss it runs anew."
     given = tiny.settings('sft', base, out=str(tmp_path/'sft'))
-    sft.train(sft.SFTConfig(**given))
+    train('sft', base, tmp_path/'sft')
     was, source = read_log(tmp_path/'sft'), (tiny.ROOT/'nbs'/'sft.ipynb').read_text()
     old = 'return dict(loss=-logprobs(policy, batch))'
     assert source.count(old) == 1
@@ -302,18 +299,7 @@ def copied(base, tmp_path_factory):
 
 
 def cfg_of(notebook, base, out, **more):
-    module = importlib.import_module(module_of(notebook))
-    return tiny.config(module, **tiny.settings(notebook, base, out=str(out)) | more)
-
-
-def main_of(notebook): return tiny.main(importlib.import_module(module_of(notebook)))
-
-
-def train(notebook, *given, **more): return main_of(notebook)(cfg_of(notebook, *given, **more))
-
-
-def test_copies_are_the_same_inputs(copied):
-    assert all(train(name, copied, copied/f'my_{name}').done for name in ('sft', 'reward_model'))
+    return tiny.config(notebook, **tiny.settings(notebook, base, out=str(out)) | more)
 
 
 @pytest.mark.parametrize('edit', EDITS)
@@ -321,10 +307,10 @@ def test_inputs_are_known_by_their_content(copied, edit):
     notebook, file, change = EDITS[edit]
     was = (copied/file).read_bytes()
     change(copied/file)
-    run = runs.start(cfg_of(notebook, copied, copied/f'my_{notebook}'), main_of(notebook))
+    run = runs.start(cfg_of(notebook, copied, copied/f'my_{notebook}'), tiny.main(notebook))
     assert not run.done and not (copied/f'my_{notebook}~1').exists()   # nothing is written as yet
     (copied/file).write_bytes(was)
-    assert runs.start(cfg_of(notebook, copied, copied/f'my_{notebook}'), main_of(notebook)).done
+    assert runs.start(cfg_of(notebook, copied, copied/f'my_{notebook}'), tiny.main(notebook)).done
 
 
 def test_an_unfinished_input_is_refused(copied, tmp_path):
@@ -345,7 +331,7 @@ def test_an_input_whose_own_inputs_changed_is_named(copied, tmp_path, capsys):
     samples = str(tmp_path/'runs'/'samples'/'candidates.json')
     old['inputs']['outputs'] = {samples: 'of another policy'}
     config.write_text(json.dumps(old))
-    runs.start(cfg_of('reward_model', tmp_path/'runs', tmp_path/'rm'), main_of('reward_model'))
+    runs.start(cfg_of('reward_model', tmp_path/'runs', tmp_path/'rm'), tiny.main('reward_model'))
     said = capsys.readouterr().out
     assert 'was made before' in said and 'samples/candidates.json changed' in said
 

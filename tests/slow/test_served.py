@@ -152,14 +152,3 @@ def test_ppo_with_a_served_sampler(base, folder, tmp_path):
         assert len(loaded) == len(set(loaded)) >= 3 and len(server.model.adapters) == 1
         asked = {b['model'] for p, b in server.model.log if p.endswith('completions')}
         assert asked >= {*loaded[:3]}
-
-
-def test_what_a_server_cannot_follow_is_refused(base, tmp_path):
-    from alpaca_farm.quark import QuarkConfig
-    def given(method, **more):
-        more = dict(sampler='http://x/v1') | more
-        return tiny.settings(method, base, out=str(tmp_path), **more)
-    for more, word in ((dict(lora_rank=0), 'lora_rank'),
-                       (dict(sampler='localhost:8000', lora_rank=4), 'http')):
-        with pytest.raises(ValueError, match=word): PPOConfig(**given('ppo', **more))
-    with pytest.raises(ValueError, match='sampler'): QuarkConfig(**given('quark', lora_rank=4))

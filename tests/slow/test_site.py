@@ -16,8 +16,9 @@ def site(tmp_path_factory):
     source, html = tmp_path_factory.mktemp('site')/'source', tmp_path_factory.mktemp('html')
     shutil.copytree(tiny.ROOT/'nbs', source, ignore=shutil.ignore_patterns('.ipynb_checkpoints'))
     shutil.copy(tiny.ROOT/'README.md', source/'index.md')
-    built = subprocess.run([sys.executable, '-m', 'sphinx', '-q', '--fail-on-warning', '--keep-going', source, html],
-                           capture_output=True, text=True, cwd=tiny.ROOT)
+    command = [sys.executable, '-m', 'sphinx', '-q', '--fail-on-warning', '--keep-going']
+    built = subprocess.run([*command, source, html], capture_output=True, text=True,
+                           cwd=tiny.ROOT)
     assert built.returncode == 0, built.stderr
     return html
 
@@ -26,7 +27,8 @@ def test_links_of_the_site_lead_somewhere(site):
     pages = list(site.rglob('*.html'))
     dead = {(page.name, link) for page in pages
             for link in re.findall(r'href="([^"#?]+)', page.read_text())
-            if not link.startswith(('http', 'mailto', 'data:')) and not (page.parent/link).exists()}
+            if not link.startswith(('http', 'mailto', 'data:'))
+            and not (page.parent/link).exists()}
     assert len(pages) > 150 and not dead
 
 

@@ -37,7 +37,7 @@ def test_tensorboard_has_the_log_and_the_samples_once(base, tmp_path, monkeypatc
 
 
 def wandb_records(data):
-    "Of a .wandb file: a head of 7 bytes, then LevelDB's log, blocks of 32 kB with parts of records."
+    "Of a .wandb file: 7 bytes, then LevelDB's log, blocks of 32 kB with parts of records."
     at, whole = 7, b''
     while at + 7 <= len(data):
         left = 2**15 - at % 2**15

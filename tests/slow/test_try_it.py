@@ -1,5 +1,4 @@
-"""What the notebooks propose under "Try it" works: every command, made small, in the tiny world."""
-import importlib
+"""What the notebooks propose under "Try it" works: every command, small, in the tiny world."""
 import json
 import re
 import shlex
@@ -9,7 +8,6 @@ import pytest
 import yaml
 
 import tiny
-from alpaca_farm.core.run.paths import module_of
 from alpaca_farm.core.run.runs import read_summary
 
 METHODS = ('sft', 'reward_model', 'best_of_n', 'expert_iteration', 'ppo', 'dpo', 'quark', 'rrhf',
@@ -45,5 +43,4 @@ def test_proposed_runs_are_made(base, tmp_path, name):
         given = {k: min(v, SMALL[k]) if k in SMALL else place(v) for k, v in given.items()}
         if 'samples' in given and notebook == 'best_of_n': given |= dict(n=2, split='preference')
         if notebook in tiny.SETTINGS: given = tiny.settings(notebook, base, **given)
-        module = importlib.import_module(module_of(notebook))
-        assert read_summary(tiny.main(module)(tiny.config(module, out=out, **given)).folder)
+        assert read_summary(tiny.main(notebook)(tiny.config(notebook, out=out, **given)).folder)
