@@ -116,6 +116,9 @@ def test_links_lead_somewhere(page):
     assert [l for l in links if not (folder/l).exists()] == []
 
 
+def test_the_readme_can_be_finished(): assert len(README.split()) <= 1200
+
+
 def test_an_own_judge_as_the_page_has_it(base, tmp_path, monkeypatch):
     "The commands of data.md, on the tiny world's policy instead of a model of 7B."
     monkeypatch.chdir(tmp_path)
