@@ -11,8 +11,6 @@ from alpaca_farm.core.run.outputs import (
     _code_mark, _farm_mark, _is_slow, _notebook_paths, OutputsConfig, save_outputs)
 
 RECORD = tiny.ROOT/'nbs'/'outputs.json'
-# of an earlier farm, or of its first replicate alone
-APART = [f'studies/{name}' for name in ('hybrid', 'labellers', 'remedies', 'try_it')]
 
 
 def name_of(path): return path.with_suffix('').as_posix().rpartition('/nbs/')[2]
@@ -28,7 +26,7 @@ def test_every_notebook_is_recorded():
 
 def test_saved_outputs_are_from_one_farm():
     record, paths = read_json(RECORD), [p for p in _notebook_paths() if shows_runs(p)]
-    farms = {name_of(p): record[name_of(p)]['farm'] for p in paths if name_of(p) not in APART}
+    farms = {name_of(p): record[name_of(p)]['farm'] for p in paths}
     assert '' not in farms.values() and len(set(farms.values()) - {'own'}) == 1, farms
 
 
