@@ -104,7 +104,7 @@ def _parts_figure(table, rows: list[str]):
     import matplotlib.pyplot as plt
     values = table.pivot(index='method', columns='part', values='difference').loc[rows[::-1]]
     total = table[table.part == 'utility'].set_index('method').loc[rows[::-1]]
-    fig, ax = plt.subplots(figsize=(7.5, 1.2 + .26*len(rows)), layout='tight')
+    fig, ax = plt.subplots(figsize=(7.5, max(2.8, 1.2 + .26*len(rows))), layout='tight')
     parts = [part for part in dict.fromkeys(table.part) if part != 'utility']
     values[parts].plot.barh(stacked=True, ax=ax, width=.7)
     ends = [total.difference - total.low, total.high - total.difference]
