@@ -90,15 +90,16 @@ def instructions() -> dict[str, list[dict]]:
 
 # %% ../nbs/real.ipynb #b5f04750
 class WordModel:
-    "An interpolated trigram model of words, and the utility of answers by it."
-    def __init__(self, texts: list[str]):
+    """An interpolated trigram model of the words of `texts`, and the utility of answers by it; the
+    likelihoods of the texts `apart`, which are not counted, set the scale."""
+    def __init__(self, texts: list[str], apart: list[str] = ()):
         self.seen = Counter()
         for text in texts:
             for u, v, w in self.trigrams(text):
                 self.seen.update([(u, v, w), ('pair', u, v), (v, w), ('before', v), (w,)])
         self.total = sum(len(_words(t)) for t in texts)
         self.size = 1 + sum(len(g) == 1 for g in self.seen)
-        scores = [self.likelihood(t) for t in texts]
+        scores = [self.likelihood(t) for t in apart or texts]
         self.mean, self.sd = float(np.mean(scores)), float(np.std(scores)) or 1.
 
     @staticmethod
@@ -118,7 +119,7 @@ class WordModel:
         return float(np.mean([np.log(self.probability(*g)) for g in words]))
 
     def fluency(self, text: str) -> float:
-        "The likelihood in standard deviations of the texts counted, between -3 and 0.5."
+        "The likelihood in standard deviations of the texts apart, between -3 and 0.5."
         return float(np.clip((self.likelihood(text) - self.mean)/self.sd, -3, .5))
 
     def utility(self, record: dict) -> float:
@@ -152,11 +153,12 @@ def sample_judges(name: str, words: WordModel, seed: int = 0) -> Pool:
     "The crowd, the held_out_crowd or the pool."
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     cheap, members = name == 'pool', []
-    mean, spread, length = ((1.6, .4), .5, (.3, .2)) if cheap else ((2., 1.), .35, (0., .1))
+    mean, spread, length = ((2., .8), .4, (.2, .1)) if cheap else ((2., 1.), .35, (0., .1))
+    temperatures = (.5, 1.) if cheap else (.7, 1.3)
     for i in range(12 if cheap else 16):
         weights = *mean*np.exp(rng.normal(0, spread, 2)), rng.normal(*length)
-        looks = rng.choice(3, len(CONDITIONS), p=(.5, .3, .2) if cheap else (1., 0., 0.))
-        members.append(Judge(f'{name} {i + 1}', words, weights, rng.uniform(.7, 1.3),
+        looks = rng.choice(3, len(CONDITIONS), p=(.7, .2, .1) if cheap else (1., 0., 0.))
+        members.append(Judge(f'{name} {i + 1}', words, weights, rng.uniform(*temperatures),
                              dict(zip(CONDITIONS, looks.tolist()))))
     return Pool(name, members)
 
@@ -286,7 +288,9 @@ def run(cfg: RealConfig):
         write_json(at_root(f'{cfg.runs}/data/{split}.json'), records)
     run_or_fail(first, cfg.workers, 'answers', 'sampling')
 
-    words = WordModel([t for r in read('plain') for t in output_texts(r)])
+    plain = read('plain')
+    counted, apart = ([t for r in half for t in output_texts(r)] for half in (plain[::2], plain[1::2]))
+    words = WordModel(counted, apart)
     judges = {name: sample_judges(name, words, cfg.seed)
               for name in ('crowd', 'held_out_crowd', 'pool')}
     samples = read('samples')
