@@ -35,7 +35,6 @@ from .judging.judges import Pool
 # %% ../nbs/real.ipynb #28832836
 def _words(text: str) -> list[str]: return re.findall(r"[a-z0-9']+", text.lower())
 def _lines(text: str, mark: str) -> int: return len(re.findall(rf'^\s*{mark}\s+\S', text, re.M))
-def _blocks(text: str) -> int: return len([b for b in re.split(r'\n\s*\n', text) if b.strip()])
 def _sentences(text: str) -> int: return len(re.findall(r'\w[^.!?]*(?:[.!?]|$)', text))
 
 
@@ -46,15 +45,14 @@ CONDITIONS = dict(   # name: sentence, whether a text keeps it, and whether it n
            lambda t: 'is' not in _words(t), lambda t: _words(t).count('is') < 2),
     because=('Use the word "because".',
              lambda t: 'because' in _words(t), lambda t: 'cause' in t.lower()),
-    numbered=('Answer as a numbered list with exactly four items.',
-              lambda t: _lines(t, r'\d+[.)]') == 4, lambda t: _lines(t, r'\d+[.)]') > 0),
+    numbered=('Answer as a numbered list with at least three items.',
+              lambda t: _lines(t, r'\d+[.)]') > 2, lambda t: _lines(t, r'\d+[.)]') > 0),
     no_commas=('Do not use any commas.', lambda t: ',' not in t, lambda t: t.count(',') < 2),
     no_the=('Do not use the word "the".',
             lambda t: 'the' not in _words(t), lambda t: _words(t).count('the') < 2),
-    paragraphs=('Write exactly two paragraphs, separated by a blank line.',
-                lambda t: _blocks(t) == 2, lambda t: '\n' in t),
-    bullets=('Answer with exactly three bullet points, each beginning with "-".',
-             lambda t: _lines(t, '-') == 3, lambda t: _lines(t, '[-*•]') > 0),
+    no_and=('Do not use the word "and".',
+            lambda t: 'and' not in _words(t), lambda t: _words(t).count('and') < 2),
+    you=('Use the word "you".', lambda t: 'you' in _words(t), lambda t: 'you' in t.lower()),
     # in the evaluation alone
     sentence=('Answer in exactly one sentence.',
               lambda t: _sentences(t) == 1, lambda t: _sentences(t) < 3),
