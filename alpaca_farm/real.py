@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CONDITIONS', 'NEW', 'METHODS', 'condition_of', 'kept', 'instructions', 'WordModel', 'Judge', 'sample_judges',
-           'RealConfig', 'starting_policy', 'real_jobs', 'run']
+           'RealConfig', 'starting_policy', 'real_jobs', 'word_scorer', 'run']
 
 # %% ../nbs/real.ipynb #301abcab
 import re
@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from .boards.leaderboards import leaderboard_figure
 from .core.answers import mean
 from .core.data.comparisons import output_texts
 from .core.data.records import without_lists
-from .core.run.files import read_yaml, write_json
+from .core.run.files import read_json, read_yaml, write_json
 from .core.run.jobs import Job, run_or_fail
 from .core.run.paths import at_root, notebooks_folder
 from .core.run.runs import check_run_folder, read_summary, start
@@ -122,7 +123,7 @@ class WordModel:
 
     def utility(self, record: dict) -> float:
         "U of a record's `output`."
-        return 2*kept(record) + self.fluency(record['output'])
+        return 3*kept(record) + self.fluency(record['output'])
 
 # %% ../nbs/real.ipynb #101b823a
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def sample_judges(name: str, words: WordModel, seed: int = 0) -> Pool:
     "The crowd, the held_out_crowd or the pool."
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     cheap, members = name == 'pool', []
-    mean, spread, length = ((2., .8), .4, (.2, .1)) if cheap else ((2., 1.), .35, (0., .1))
+    mean, spread, length = ((3., .8), .4, (.2, .1)) if cheap else ((3., 1.), .35, (0., .1))
     temperatures = (.5, 1.) if cheap else (.7, 1.3)
     for i in range(12 if cheap else 16):
         weights = *mean*np.exp(rng.normal(0, spread, 2)), rng.normal(*length)
@@ -223,9 +224,8 @@ def real_jobs(cfg: RealConfig) -> tuple[list[Job], list[Job]]:
         for kind in METHODS:
             row, more = RUNS[kind], dict(reward_model=judged, data=at('data'))
             if 'preferences' in row['reads']: more = dict(preferences=preferences, data=at('data'))
-            if kind == 'best_of_n':
-                n = sizes.get('eval_samples', {}).get('n', 16)
-                more |= dict(samples=at('eval_samples'), n=n)
+            drawn = dict(best_of_n='eval_samples', expert_iteration='samples').get(kind)
+            if drawn: more |= dict(samples=at(drawn), n=sizes.get(drawn, {}).get('n', 16))
             if 'annotators' in row['settings']: more |= dict(annotators='')
             add(f'{kind}{end}', kind, row['notebook'], **row['settings'] | more, seed=cfg.seed)
     free = RUNS['rloo']['settings'] | dict(reward_model=at('reward_model'), data=at('data'))
@@ -237,6 +237,30 @@ def real_jobs(cfg: RealConfig) -> tuple[list[Job], list[Job]]:
             reward_model=at('reward_model'), data=at('data'))
         jobs[-1].needs.append(at('rloo_free'))
     return jobs[:sampled], jobs[sampled:]
+
+# %% ../nbs/real.ipynb #w0rdsc01
+def word_scorer(
+    pairs: list[dict],       # preference records; ties teach nothing
+    kind=lambda record: '',  # record -> a name; words count by themselves and by this
+    C: float = .03,          # inverse strength of the penalty
+):  # records -> scores (N,)
+    "Scores by a logistic regression on the words and lengths of the answers of labelled pairs."
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    def features(record):
+        words = re.findall(r"[a-z0-9']+|[^\sa-z0-9']", record['output'].lower())
+        found = words + [f'over {n}' for n in range(5, len(words), 5)]
+        return found + [f'{kind(record)}: {x}' for x in found]
+
+    pairs = [p for p in pairs if p['preference'] != 1.5]
+    counter = CountVectorizer(analyzer=features, binary=True, min_df=min(10, len(pairs)//4))
+    x = counter.fit_transform([dict(p, output=p[f'output_{k}']) for p in pairs for k in (1, 2)])
+    second = np.array([p['preference'] > 1.5 for p in pairs])
+    certainty = [abs(2*p['preference'] - 3) for p in pairs]
+    model = LogisticRegression(C=C, fit_intercept=False, max_iter=300)
+    model.fit(x[1::2] - x[::2], second, certainty)
+    return lambda records: counter.transform(records) @ model.coef_[0]
 
 # %% ../nbs/real.ipynb #2a35c4d7
 def _kept_rate(outputs: list[dict], new: bool) -> tuple:
@@ -292,10 +316,10 @@ def run(cfg: RealConfig):
     judges = {name: sample_judges(name, words, cfg.seed)
               for name in ('crowd', 'held_out_crowd', 'pool')}
     samples = read('samples')
-    # the first two answers to each instruction, then the next two
-    pairs = [dict(without_lists(c), input='', output_1=a, output_2=b)
-             for k in range(0, len(samples[0]['output']) - 1, 2) for c in samples
-             for a, b in [c['output'][k:k + 2]] if a != b]
+    # all pairs of answers to an instruction; first those that have no answer in common
+    both = sorted(combinations(range(len(samples[0]['output'])), 2), key=lambda k: k[0]//2 < k[1]//2)
+    pairs = [dict(without_lists(c), input='', output_1=c['output'][i], output_2=c['output'][k])
+             for i, k in both for c in samples if c['output'][i] != c['output'][k]]
     for name, flips in dict(pool=cfg.label_flip, crowd=0.).items():
         labels = annotate_pairs(pairs, judges[name], cfg.seed, flips)
         write_json(at_root(f'{cfg.runs}/labels/{name}.json'), labels)
@@ -309,6 +333,9 @@ def run(cfg: RealConfig):
     scored = {f'likeliest of {n}': [dict(c, scores=c['logprob']) for c in sampled]}
     scores = {f'shortest of {n}': lambda records: [-len(r['output']) for r in records],
               f'best of {n} by the utility': lambda records: [words.utility(r) for r in records]}
+    for end, file in {'': 'pool', ', crowd': 'crowd'}.items():
+        labels = read_json(at_root(f'{cfg.runs}/labels/{file}.json'))
+        scores[f'best of {n} by words{end}'] = word_scorer(labels, condition_of)
     scored |= {name: score_candidates(sampled, score) for name, score in scores.items()}
     answers = {'initial policy': read('references'), 'greedy': read('greedy')}
     answers |= {name: choose_best(candidates) for name, candidates in scored.items()}

@@ -38,6 +38,8 @@ class RewardModelConfig(TrainConfig):
     policy: str = 'runs/sft'                  # policy whose trunk initialises the model
     head: Literal['zero', 'normal'] = 'zero'  # the fresh head: zero, or normal for N(0, 1/(d+1))
     likelihood: Amount = 0.2  # weight of the answer's log-likelihood in its score; 0: none
+    layers: Count = 0                         # of the trunk, from the first; 0: all
+    pooling: Literal['last', 'mean'] = 'last'  # the head's state: the last, or the answer's mean
     template: Template = 'auto'               # prompt format
     template_arguments: Arguments = field(default_factory=dict)  # of the chat template
     epochs: Positive = 2                      # passes over the pairs
@@ -50,6 +52,7 @@ class RewardModelConfig(TrainConfig):
     flip_rate: Annotated[float, Interval(ge=0, lt=.5)] = 0.0  # known share of flipped labels
     batch_size: Positive = 16                 # pairs per optimiser step
     learning_rate: Amount = 0.0005            # AdamW's peak learning rate
+    head_learning_rate: Amount = 0.0          # that of the head; 0: learning_rate
     lr_schedule: Schedule = 'linear'          # how the learning rate falls
     inputs = dict(preferences='preferences', policy='model')
 
@@ -253,11 +256,12 @@ def train(cfg: RewardModelConfig):
     if cfg.likelihood and not model.config.get_text_config().tie_word_embeddings:
         raise ValueError(f'likelihood = {cfg.likelihood}: {cfg.policy} has untied embeddings; '
                          'a scalar model has no head of a language model then. Set it to 0')
-    model.config.likelihood = cfg.likelihood
+    model.config.likelihood, model.config.pooling = cfg.likelihood, cfg.pooling
     check_positions(model, cfg.max_length, 'max_length')
     lengths = [len(p) + max(map(len, a)) for p, *a in zip(pairs['prompts'], *pairs['answers'])]
     order = prompt_batches(pairs['prompts'], lengths, cfg.batch_size, cfg.epochs, cfg.seed)
-    trainer = Trainer(run, len(order), dict(model=model), shown='accuracy')
+    head = {'score.weight': cfg.head_learning_rate or cfg.learning_rate}
+    trainer = Trainer(run, len(order), dict(model=model), head, shown='accuracy')
     for step in trainer.steps():
         rows = order[step - 1]
         batch = answer_batch(pairs['prompts'], pairs['answers'], rows, tokenizer.pad_token_id)

@@ -127,7 +127,7 @@ class Trainer:
         run: Run,
         total: int,         # steps of the whole run
         models: dict,       # the models to train, by name
-        rates: dict = {},   # peak learning rates that are not cfg.learning_rate, by model
+        rates: dict = {},   # peak learning rates that are not cfg.learning_rate, by model or weight
         shown: str = 'loss',  # the figure that the progress line shows
     ):
         from accelerate import Accelerator
@@ -144,13 +144,14 @@ class Trainer:
         for name, m in models.items():   # without a wrapper: `update` adds up gradients itself
             self.accelerator.prepare_model(m, evaluation_mode=True)
             if self.cfg.sharding == 'fsdp' and rank()[1] > 1: shard_layers(m, dtype_of(self.cfg))
-            trained = [p for p in own_weights(m).values() if p.requires_grad]
-            self.parameters += trained
-            peak = rates.get(name, self.cfg.learning_rate)
-            groups += [dict(params=[p for p in trained if p.ndim > 1], peak=peak,
-                            weight_decay=self.cfg.weight_decay),
-                       dict(params=[p for p in trained if p.ndim <= 1], peak=peak,
-                            weight_decay=0.)]
+            trained = {n: p for n, p in own_weights(m).items() if p.requires_grad}
+            self.parameters += trained.values()
+            kinds = {}
+            for n, p in trained.items():
+                peak = rates.get(n, rates.get(name, self.cfg.learning_rate))
+                kinds.setdefault((peak, p.ndim > 1), []).append(p)
+            groups += [dict(params=own, peak=peak, weight_decay=self.cfg.weight_decay*matrix)
+                       for (peak, matrix), own in kinds.items()]
         optimizer = adamw(groups, self.cfg)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
         self.routers = [RouterLoss(m) for m in models.values()] if self.cfg.router_loss else []

@@ -181,3 +181,19 @@ def test_likelihood_needs_tied_embeddings(base, tmp_path):
         rm.train(config(base, tmp_path/'rm', likelihood=C, **given))
     assert read_log(tmp_path/'rm') == []
     rm.train(config(base, tmp_path/'head', **given))
+
+
+@pytest.mark.parametrize('rank', [0, 4])
+def test_first_layers(base, tmp_path, rank):
+    "The first layers of a deeper policy become the reward model that a policy of them alone becomes."
+    cfg = config(base, tmp_path)
+    policy, tokenizer = load_policy(cfg.policy, cfg)
+    deep = type(policy)(type(policy.config)(**policy.config.to_dict() | dict(num_hidden_layers=2)))
+    deep.load_state_dict(policy.state_dict(), strict=False)
+    for part in (deep, tokenizer): part.save_pretrained(tmp_path/'deep')
+    answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(cfg)[1]]
+    scores = []
+    for name, more in dict(whole={}, first=dict(policy=str(tmp_path/'deep'), layers=1)).items():
+        rm.train(config(base, tmp_path/name, lora_rank=rank, head='normal', **more))
+        scores.append(reward(str(tmp_path/name), cfg)(answers))
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)

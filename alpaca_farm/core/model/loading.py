@@ -164,10 +164,12 @@ def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (),
         if 'quantization_config' in options:
             raise ValueError(f'quantize: {spec} is an adapter, which cannot be added to weights '
                              'of 4 bits. Name a run with a whole model')
+        saved = read_json(f'{folder}/config.json')
+        if 'num_hidden_layers' in saved:   # it may have fewer than its base
+            options['num_hidden_layers'] = saved['num_hidden_layers']
         model = load_model(kind, base_of(folder), dtype, (*fresh, 'score.weight'), **options)
         model = merge(add_saved(model, 'saved', folder, fresh))
-        saved = read_json(f'{folder}/config.json')
-        for name in ('likelihood', 'reward_mean', 'reward_std'):
+        for name in ('likelihood', 'pooling', 'reward_mean', 'reward_std'):
             if name in saved and 'score.weight' not in fresh:
                 setattr(model.config, name, saved[name])
         if model.can_generate():

@@ -88,9 +88,11 @@ def load_scalar(spec: str, cfg: Config, head: str = 'keep', train: bool = False)
     register_scalar_class(spec)
     # the check of PPO's policy counts its value model, which is loaded later
     alone = getattr(cfg, 'in_memory', {}).get('trained') == 1
+    options = loading_options(spec, cfg, train, alone)
+    if layers := head != 'keep' and getattr(cfg, 'layers', 0):
+        options['num_hidden_layers'] = layers   # the files' others are not read
     model = load_model(AutoModelForSequenceClassification, spec, num_labels=1,
-                       fresh=() if head == 'keep' else ('score.weight',),
-                       **loading_options(spec, cfg, train, alone))
+                       fresh=() if head == 'keep' else ('score.weight',), **options)
     if train and not hasattr(model, 'score'):
         raise ValueError(f'{spec}: {type(model).__name__} has no head on its last token: it can '
                          'be a reward_model, but no value model and no policy to train one from')
@@ -117,6 +119,7 @@ def scalar_on(policy, name: str, spec: str, cfg: Config):
         if at_root(named) != at_root(base): return
         base_of(folders[0])   # the same weights still
     config = AutoConfig.from_pretrained(folders[0] if spec else base, num_labels=1)
+    if config.num_hidden_layers != policy.config.num_hidden_layers: return
     with torch.device('meta'): model = AutoModelForSequenceClassification.from_config(config)
     setattr(model, model.base_model_prefix, policy.base_model)
     model.config._attn_implementation = policy.config._attn_implementation   # it makes the masks
@@ -234,15 +237,19 @@ def next_log_odds(model, prompts: list, tokens: list, pad_id: int, size: int = 0
 
 # %% ../../../nbs/core/model/models.ipynb #270d0a7b
 def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
-    """The scalar head at each row's last real token, plus `likelihood` times log p of the
-    response, for models that use it: (B,), of (B, T) each."""
+    """The scalar head at each row's last real token, or its mean over the response, plus
+    `likelihood` times log p of the response, for models that use it: (B,), of (B, T) each."""
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     weight = getattr(model.config, 'likelihood', 0.)
     rows = torch.arange(len(ids), device=ids.device)
     read = before(response) * mask if weight else torch.zeros_like(mask)
     read = read.index_put((rows, last), read.new_ones(()))
-    states = hidden_states(model, ids, mask, response, read)
-    scores = model.score(states[rows, last]).squeeze(-1).float()
+    mean = getattr(model.config, 'pooling', 'last') == 'mean'
+    states = hidden_states(model, ids, mask, response, read | response if mean else read)
+    if mean:
+        each = model.score(states).squeeze(-1).float() * response
+        scores = each.sum(1) / response.sum(1)
+    else: scores = model.score(states[rows, last]).squeeze(-1).float()
     if not weight: return scores
     chosen = response[:, 1:].bool()
     logp = selected_logprobs(states[:, :-1][chosen], tokens=ids[:, 1:][chosen],
