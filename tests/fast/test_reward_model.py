@@ -197,3 +197,29 @@ def test_first_layers(base, tmp_path, rank):
         rm.train(config(base, tmp_path/name, lora_rank=rank, head='normal', **more))
         scores.append(reward(str(tmp_path/name), cfg)(answers))
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+
+
+def test_answers_in_several_pairs_are_read_once(base, tmp_path, monkeypatch):
+    "Losses and gradients are those of the pairs one by one."
+    cfg, read = config(base, tmp_path), []
+    model, tokenizer = load_scalar(cfg.policy, cfg, 'normal', train=True)
+    answers, (prompt,) = [[5, 6, 2], [7, 2], [8, 9, 5, 2]], [[4, 3]]
+    pairs = [(0, 1), (0, 2), (1, 2), (2, 0)]
+    scores = rm.sequence_scores
+    monkeypatch.setattr(rm, 'sequence_scores',
+                        lambda m, ids, *rest: [read.append(len(ids)), scores(m, ids, *rest)][1])
+
+    def results(rows):
+        both = [[answers[pairs[i][k]] for i in range(4)] for k in (0, 1)]
+        batch = rm.answer_batch([prompt]*4, both, rows, tokenizer.pad_token_id)
+        batch |= dict(label=torch.tensor([0., 1., .5, .3])[rows], margin=torch.zeros(len(rows)))
+        model.zero_grad()
+        figures = rm.reward_loss(model, batch)
+        figures['loss'].sum().backward()
+        return figures['loss'].detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    loss, slope = results([0, 1, 2, 3])
+    assert read == [3]
+    alone = [results([i]) for i in range(4)]
+    torch.testing.assert_close(loss, torch.cat([a for a, _ in alone]))
+    torch.testing.assert_close(slope, sum(b for _, b in alone), atol=1e-5, rtol=1e-4)
