@@ -182,8 +182,8 @@ METHODS = 'best_of_n', 'expert_iteration', 'rloo', 'dpo', 'feedme'
 _SPLITS = dict(plain='plain', references='eval', greedy='eval', eval_samples='eval',
                samples='unlabeled')   # of the runs that only sample
 _SECONDS = dict(   # of a run on one core, to tell the time left
-    plain=80, references=70, greedy=40, eval_samples=560, samples=490, reward_model=720, best_of_n=320,
-    expert_iteration=240, rloo=370, dpo=440, feedme=210, rloo_free=590, rloo_step=50)
+    plain=40, references=30, greedy=20, eval_samples=230, samples=520, reward_model=920, best_of_n=50,
+    expert_iteration=150, rloo=540, dpo=460, feedme=250, rloo_free=500, rloo_step=30)
 
 
 def _read_sizes(file: str) -> dict[str, dict]:
