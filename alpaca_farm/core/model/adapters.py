@@ -112,6 +112,9 @@ def add_adapter(model, name: str, config, seed: int = 0):
     for p in before: p.requires_grad_(True)
     new = view(model, name)
     state_of(new).lora = config
+    head = model.get_output_embeddings()
+    if head is not None:   # a frozen matrix is copied for each row of states that are not contiguous
+        head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
     if hasattr(new, 'score'):
         new.score.float().requires_grad_(True)
         convert = lambda head, inputs: (inputs[0].to(head.weight.dtype),)
