@@ -237,6 +237,7 @@ def save_reward_model(run, model, tokenizer, pairs: list[dict]) -> dict[str, flo
     mean, std, lead = float(scores.mean()), float(scores.std()), scores[1] - scores[0]
     model.config.reward_mean, model.config.reward_std = mean, max(std, 1e-6)
     save_model(model, tokenizer, run)
+    run.write('leads.json', lead.tolist())
     p = label_chance(torch.tensor(lead), cfg.flip_rate).numpy()   # of the label, flips included
     tables = {name: calibration(p[rows], seen) for name, (rows, seen) in _known(pairs).items()}
     run.write('calibration.json', tables)

@@ -1,6 +1,7 @@
 """Losses and calibration against plain Python; scores, their units and the likelihood in them."""
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -118,6 +119,7 @@ def test_likelihood_is_a_part_of_the_score(base, likely, k):
     unit = (wanted - wanted.mean()) / wanted.std()
     assert reward(folder, cfg)(answers) == pytest.approx(unit, abs=1e-3)
     first, second = wanted.reshape(2, -1)
+    assert read_json(Path(folder)/'leads.json') == pytest.approx(second - first, abs=1e-4)
     pairs = [dict(a, output_1=a['output'], output_2=b['output'])
              for a, b in zip(answers, answers[len(first):])]
     want = [1 + sigmoid(d) for d in second - first]
