@@ -231,9 +231,9 @@ def calibration_error(rows: list[dict]) -> float:
 def save_reward_model(run, model, tokenizer, pairs: list[dict]) -> dict[str, float]:
     "Measure a model on held-out pairs, standardise it, write model/ and tables; the figures."
     cfg = run.cfg
-    answers = ([dict(r, output=r[field]) for r in pairs] for field in ('output_1', 'output_2'))
-    scores = np.array([score_records(model, tokenizer, records, cfg.template, standardise=False)
-                       for records in answers])
+    answers = [dict(r, output=r[field]) for field in ('output_1', 'output_2') for r in pairs]
+    scores = score_records(model, tokenizer, answers, cfg.template, standardise=False)
+    scores = np.array(scores).reshape(2, -1)
     mean, std, lead = float(scores.mean()), float(scores.std()), scores[1] - scores[0]
     model.config.reward_mean, model.config.reward_std = mean, max(std, 1e-6)
     save_model(model, tokenizer, run)
