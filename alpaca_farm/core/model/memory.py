@@ -69,7 +69,7 @@ def pass_limits(model, rows: int = 0, cached: bool = False) -> tuple[int, float]
     kept = 2 * config.num_hidden_layers * keys if cached else 0
     token = size * (28 * config.hidden_size + 2.5 * kept)
     if model.device.type == 'cuda': return 1024, .6 * _available_bytes(model.device) / token
-    return 256, (2e9 if cached else 2.5e8) / token
+    return 256, (2e9 if cached else 1e8) / token
 
 # %% ../../../nbs/core/model/memory.ipynb #c00b58f6
 def activation_bytes(model) -> float:
