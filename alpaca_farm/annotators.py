@@ -14,8 +14,9 @@ import numpy as np
 
 from .core.ask.api import ApiConfig, parse_mapping
 from .core.ask.client import ApiClient
+from .core.data.candidates import candidate_pair
 from .core.data.comparisons import head2head_pairs
-from .core.data.records import full_instruction, load_records, prompt_key, without_lists
+from .core.data.records import full_instruction, load_records, prompt_key
 from .core.ask.judge_configs import (entry_model, is_population, judge_config_file,
     model_kind, parse_decoding, read_judge_config)
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences, decide_vote,
@@ -200,10 +201,8 @@ def load_pairs(cfg) -> list[dict]:
     if 'output_1' in rows[0]: return rows
     for c in rows:
         def coin(output): return hash_uniform(cfg.seed, 'pair', *prompt_key(c), output)
-        outputs = sorted(set(c['output']), key=coin)
-        if len(outputs) < 2: continue
-        rest = dict(without_lists(c), input=c.get('input') or '')
-        pairs.append(dict(rest, output_1=outputs[0], output_2=outputs[1]))
+        outputs = sorted(set(c['output']), key=coin)[:2]
+        if len(outputs) == 2: pairs.append(candidate_pair(c, *map(c['output'].index, outputs)))
     if pairs: return pairs
     raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers; sample '
                      'with n > 1 at a temperature above 0, or name a second model in against')

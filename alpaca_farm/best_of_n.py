@@ -12,6 +12,7 @@ import numpy as np
 
 from alpaca_farm.core.answers import (fitting_prompts, in_chunks, preflight, sample_answers,
     SampleConfig)
+from .core.data.candidates import each_answer
 from .core.data.records import load_records, without_lists
 from .core.run.identity import run_config
 from .core.model.models import load_policy
@@ -65,8 +66,7 @@ def score_candidates(
     rewards,                 # function of records: their scores
 ) -> list[dict]:  # the same with `scores`
     "Candidates with a score for each answer."
-    flat = [dict(c, output=o) for c in candidates for o in c['output']]
-    scores = iter(rewards(flat))
+    scores = iter(rewards(each_answer(candidates)))
     return [dict(c, scores=[float(next(scores)) for _ in c['output']]) for c in candidates]
 
 # %% ../nbs/best_of_n.ipynb #48f196af

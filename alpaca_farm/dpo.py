@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from alpaca_farm.core.answers import (answer_again, answer_eval_split, answer_labels, AnswerConfig,
     preflight)
+from .core.data.preferences import swap_outputs
 from .core.data.records import load_records, prompt_key
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
@@ -133,19 +134,18 @@ def mismatched_rows(rows: list[int], prompts: list[list[int]]) -> list[int]:
 
 # %% ../nbs/dpo.ipynb #35b68c90
 def read_labels(cfg: DPOConfig) -> tuple[list[dict], tuple[str, ...], list[list[float]]]:
-    "Records, the K fields with answers, and each answer's probability of being the good one."
+    "Records, the better answer first, the K fields with answers, and how probably each is good."
     kinds = ('preference', 'output') if cfg.loss_type == 'kto' else 'preference'
     records = load_records(cfg.preferences, 'preferences', kinds, cfg.max_instances, cfg.columns)
     if 'preference' not in records[0]:
         return records, ('output',), [[good] for good in answer_labels(records, cfg.preferences)]
     pairs, good = [], []
     for r in records:
-        answers = r['output_1'], r['output_2']
-        chosen, rejected = answers[::-1] if r['preference'] > 1.5 else answers
-        pairs.append(dict(r, chosen=chosen, rejected=rejected))
-        certainty = max(r['preference'] - 1, 2 - r['preference'])   # 0.5 for a tie
+        if r['preference'] > 1.5: r = dict(swap_outputs(r), preference=3 - r['preference'])
+        pairs.append(r)
+        certainty = 2 - r['preference']   # 0.5 for a tie
         good.append([certainty, 1 - certainty])
-    return pairs, ('chosen', 'rejected'), good
+    return pairs, ('output_1', 'output_2'), good
 
 # %% ../nbs/dpo.ipynb #78fb1520
 def reference_logprobs(policy, prompts: list, answers: list, pad_id: int, temperature: float = 1.):

@@ -17,6 +17,7 @@ import numpy as np
 
 from .core.answers import log_ratios, sample, SampleConfig
 from .core.run.inputs import methods
+from .core.data.candidates import each_answer
 from .core.data.comparisons import answer_preferences
 from .core.data.records import find_file, read_rows
 from .core.run.identity import run_config, run_of
@@ -60,8 +61,7 @@ class OverConfig(SampleConfig, JudgedConfig):
 # %% ../nbs/overoptimization.ipynb #152ddf00
 def _score_bank(bank: list[dict], score) -> np.ndarray:
     "`score`, a function of records, on every sample of the bank: (instructions, N)."
-    scores = score([dict(c, output=o) for c in bank for o in c['output']])
-    return np.reshape(scores, (len(bank), -1))
+    return np.reshape(score(each_answer(bank)), (len(bank), -1))
 
 
 def standard_reward(score, bank: list[dict]) -> tuple:
@@ -190,7 +190,8 @@ def measure_policy(folder: str, records: list[dict], scorers: dict, reference: t
     policy, tokenizer = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
     flat = [(r, s) for r, samples in zip(prompts, answers) for s in samples]
-    outputs = [dict(r, output=decode(s.tokens, tokenizer, cfg.template)) for r, s in flat]
+    outputs = [dict(r, output=decode(s.tokens, tokenizer, cfg.template), ended=s.ended)
+               for r, s in flat]
     plain = encode_prompts([r for r, _ in flat], reference[1], cfg.template)   # no reward tokens
     kl = log_ratios(*reference, plain, [s for _, s in flat], cfg)
     scores = {name: np.reshape(score(outputs), (len(prompts), -1))

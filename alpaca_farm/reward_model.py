@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .core.data.preferences import answer_of
 from .core.data.records import full_instruction, load_records, prompt_key
 from .core.model.models import load_scalar, load_tokenizer, save_model, sequence_scores
 from .core.model.rewards import score_records
@@ -231,7 +232,7 @@ def calibration_error(rows: list[dict]) -> float:
 def save_reward_model(run, model, tokenizer, pairs: list[dict]) -> dict[str, float]:
     "Measure a model on held-out pairs, standardise it, write model/ and tables; the figures."
     cfg = run.cfg
-    answers = [dict(r, output=r[field]) for field in ('output_1', 'output_2') for r in pairs]
+    answers = [answer_of(r, k) for k in (1, 2) for r in pairs]
     scores = score_records(model, tokenizer, answers, cfg.template, standardise=False)
     scores = np.array(scores).reshape(2, -1)
     mean, std, lead = float(scores.mean()), float(scores.std()), scores[1] - scores[0]

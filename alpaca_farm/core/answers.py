@@ -4,16 +4,19 @@
 
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
-           'sample_answers', 'in_chunks', 'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'preflight',
-           'mean', 'answer_eval_split', 'answer_again', 'print_answers']
+           'sample_answers', 'in_chunks', 'log_ratios', 'load_split', 'answer_labels', 'try_setting',
+           'note_shared_prompts', 'preflight', 'mean', 'answer_eval_split', 'answer_again', 'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 
 from .data.comparisons import verdicts_over
+from .data.formats import notice
+from .data.preferences import ENDED
 from .data.records import load_records, prompt_key
 from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
 from .run.files import append_lines, read_json, read_lines
@@ -104,7 +107,7 @@ def sample(
 # %% ../../nbs/core/answers.ipynb #bd51404d
 def prompt_fields(record: dict) -> dict:
     "A record without its answer or its labelled pair."
-    given = ('output', 'output_1', 'output_2', 'preference')
+    given = ('output', 'output_1', 'output_2', 'preference', *ENDED)
     return {k: v for k, v in record.items() if k not in given}
 
 
@@ -185,6 +188,23 @@ def try_setting(cfg: Config, setting: str, f, *args):
                          f'({type(e).__name__}: {e}). Name another one') from e
 
 
+def note_shared_prompts(cfg: PromptConfig):
+    "Print how many prompts two of the parts have in common that a run learns from and measures on."
+    def keys(rows): return {prompt_key(r) for r in rows}
+    learned = as_list(getattr(cfg, 'preferences', '')) + as_list(getattr(cfg, 'candidates', ''))
+    names = ('val_split', 'eval_split') if learned else ('split', 'val_split', 'eval_split')
+    splits = [name for name in names if getattr(cfg, name, '')]
+    if len(splits) + len(learned) < 2: return
+    parts = [(getattr(cfg, name), keys(load_split(cfg, name))) for name in splits]
+    rows = [r for spec in learned
+            for r in load_records(spec, ('preferences', 'candidates'), columns=cfg.columns)]
+    if learned: parts.insert(0, (', '.join(learned), keys(rows)))
+    for (first, earlier), (name, later) in combinations(parts, 2):
+        shared = len(earlier & later)
+        if shared: notice(f'{cfg.data}: {shared} of {len(later)} prompts of {name} are also in '
+                          f'{first}: answers to them say little about new prompts')
+
+
 def preflight(
     cfg: PromptConfig,
     splits: tuple[str, ...],      # settings that name the splits the run will read
@@ -194,6 +214,7 @@ def preflight(
 ):
     "Do once what a run does after its first step; an error names the setting that is wrong."
     parts = [load_split(cfg, name) for name in splits if getattr(cfg, name)]
+    note_shared_prompts(cfg)
     if policy is None: return
     check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
     if not parts: return

@@ -16,8 +16,8 @@ import numpy as np
 
 from ..core.data.records import (check_field, check_records, FILE_SUFFIXES,
     full_instruction, prompt_key, read_rows)
-from ..core.data.dialogues import check_messages, prompt_messages
-from ..core.data.formats import as_records, row_shape
+from ..core.data.dialogues import check_messages, prompt_messages, SYSTEM, with_system
+from ..core.data.formats import as_records, check_code, row_shape
 from ..core.ask.judge_configs import is_population
 from ..core.data.preferences import read_preference, swap_outputs
 from ..core.run.settings import at_root, resolve
@@ -34,8 +34,8 @@ def _read_pair(row: dict, where: str, **fields) -> dict:
     for name, field in names.items():
         check_field(row, field, str, where)
         pair[name] = row[field]
-    kept = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
-    return pair | {k: row[k] for k in kept if k in row}
+    kept = 'generator_1', 'generator_2', 'ended_1', 'ended_2', 'idx', 'drawn', 'stratum', *SYSTEM
+    return with_system(pair | {k: row[k] for k in kept if k in row}, where)
 
 # %% ../../nbs/judging/label_files.ipynb #a2ded2af
 def _short_name(spec: str) -> str:
@@ -47,11 +47,12 @@ def _short_name(spec: str) -> str:
 
 def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
     "Labelled pairs from the rows of a file; ValueError for another format, or without votes."
-    first = rows[0] if rows and isinstance(rows[0], dict) else {}
+    first = rows[0] if rows else {}
     if row_shape(first, ['preference']):
         rows = check_records(as_records(rows, where, ['preference']), 'preference', where)
         rows = [dict(r, annotator='gold') for r in rows]
         first = rows[0]
+    check_code([row.get('preference') for row in rows], where)
     pairs = {}
     for i, row in enumerate(rows):
         at, key = f'{where}, row {i}', i

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..core.data.records import check_records, find_file, full_instruction, read_rows
 from ..core.data.formats import as_records
-from ..core.data.preferences import pair_identity, read_preference
+from ..core.data.preferences import answer_of, pair_identity, read_preference
 from ..core.run.settings import Config
 from .judges import Evaluator, fill_prompt, parse_chatml
 
@@ -91,7 +91,7 @@ class RewardJudge:
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         from alpaca_farm.core.model.rewards import score_records
-        records = [dict(p, output=p[k]) for k in ('output_1', 'output_2') for p in pairs]
+        records = [answer_of(p, k) for k in (1, 2) for p in pairs]
         rewards = score_records(self.model, self.tokenizer, records, self.template,
                                 standardise=False)
         return _bradley_terry(*np.array(rewards).reshape(2, -1)).tolist()

@@ -279,10 +279,14 @@ def encode(
     records: list[dict], fields: tuple, tokenizer, max_length: int, template: str = 'auto',
 ) -> tuple[list[int], list, list]:
     """Rows of the records whose prompt and longest response have at most `max_length` tokens, the
-    ids of their prompts, and for each of `fields` (such as `output`) those of the responses."""
+    ids of their prompts, and for each of `fields` (`output`, or of pairs `output_1`, `output_2`)
+    those of the responses, with an end behind those that were not cut off."""
     prompts = encode_prompts(records, tokenizer, template)
-    responses = [encode_responses([r[f] for r in records], tokenizer, template=template)
-                 for f in fields]
+    responses = []
+    for field in fields:
+        ended = [r.get(field.replace('output', 'ended'), True) for r in records]
+        texts = [r[field] for r in records]
+        responses.append(encode_responses(texts, tokenizer, ended, template))
     lengths = [len(p) + max(map(len, rs)) for p, *rs in zip(prompts, *responses)]
     rows = within_limit(lengths, max_length)
     return rows, [prompts[i] for i in rows], [[r[i] for i in rows] for r in responses]

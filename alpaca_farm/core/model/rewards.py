@@ -47,7 +47,8 @@ def _encode_answers(model, tokenizer, records: list[dict], template: str = 'auto
     "Token ids of prompts, and of outputs, as a scalar model or an encoder reads them."
     outputs = [r['output'] for r in records]
     if hasattr(model, 'score'):
-        ended = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read no end
+        reads_end = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read no end
+        ended = [reads_end and r.get('ended', True) for r in records]
         return (encode_prompts(records, tokenizer, template),
                 encode_responses(outputs, tokenizer, ended, template))
     if not records: return [], []
