@@ -17,7 +17,7 @@ import numpy as np
 from ..core.data.records import (check_field, check_records, FILE_SUFFIXES,
     full_instruction, prompt_key, read_rows)
 from ..core.data.dialogues import check_messages, prompt_messages, SYSTEM, with_system
-from ..core.data.formats import as_records, check_code, row_shape
+from ..core.data.formats import as_records, check_code, read_ended, row_shape
 from ..core.ask.judge_configs import is_population
 from ..core.data.preferences import read_preference, swap_outputs
 from ..core.run.settings import at_root, resolve
@@ -35,7 +35,9 @@ def _read_pair(row: dict, where: str, **fields) -> dict:
         check_field(row, field, str, where)
         pair[name] = row[field]
     kept = 'generator_1', 'generator_2', 'ended_1', 'ended_2', 'idx', 'drawn', 'stratum', *SYSTEM
-    return with_system(pair | {k: row[k] for k in kept if k in row}, where)
+    pair |= {k: row[k] for k in kept if k in row}
+    read_ended(pair, where)
+    return with_system(pair, where)
 
 # %% ../../nbs/judging/label_files.ipynb #a2ded2af
 def _short_name(spec: str) -> str:

@@ -202,7 +202,7 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
     records, _, good = dpo.read_labels(cfg)
     labelled = read_json(preferences)[:3]
     preferred = [r['output_1' if r['preference'] < 1.5 else 'output_2'] for r in labelled]
-    assert [r['chosen'] for r in records] == preferred and good == [[1, 0]] * 3
+    assert [r['output_1'] for r in records] == preferred and good == [[1, 0]] * 3
     _, data, _ = first_batch(cfg)
     now = dpo.reference_logprobs(after, data.prompts, data.answers, tokenizer.pad_token_id)
     rise, log = now - data.reference, read_log(cfg.out)

@@ -9,6 +9,7 @@ import torch
 
 import tiny
 from alpaca_farm import reward_model as rm
+from alpaca_farm.core.data.preferences import answer_of
 from alpaca_farm.core.data.text import collate, encode_prompts, encode_responses
 from alpaca_farm.core.model.models import (hidden_states, load_policy, load_scalar,
     response_logprobs)
@@ -85,12 +86,13 @@ def likely(base, tmp_path_factory):
     for out, rate in zip(runs, (1e-3, 3e-3)):
         rm.train(config(base, out, likelihood=C, learning_rate=rate))
     pairs = rm.load_preference_pairs(config(base, runs[0]))[1]
-    answers = [dict(r, output=r[f]) for f in ('output_1', 'output_2') for r in pairs]
+    answers = [answer_of(r, k) for k in (1, 2) for r in pairs]
     return *map(str, runs), answers
 
 
 def as_tokens(records, tokenizer):
-    responses = encode_responses([r['output'] for r in records], tokenizer)
+    texts, ended = zip(*((r['output'], r.get('ended', True)) for r in records))
+    responses = encode_responses(texts, tokenizer, ended)
     return encode_prompts(records, tokenizer, 'auto'), responses
 
 

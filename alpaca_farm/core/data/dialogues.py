@@ -130,8 +130,9 @@ SYSTEM = 'system', 'system_prompt'   # columns of the system's turn
 def with_system(record: dict, where: str) -> dict:
     "A record with its columns of system turns as a turn; ValueError if its dialogue has another."
     for column in SYSTEM:
-        text = record.get(column)
-        if text is None: continue
+        if column not in record: continue
+        record = dict(record)
+        text = record.pop(column) or ''
         if not isinstance(text, str):
             raise ValueError(f'{where}: the field {column!r} is {text!r:.60}, not a string')
         turns = as_messages(record)
@@ -139,8 +140,7 @@ def with_system(record: dict, where: str) -> dict:
         if first and text.strip() not in ('', first.strip()):
             raise ValueError(f'{where}: {column!r} is {text!r:.40}, but the dialogue begins with the '
                              f"system's turn {first!r:.40}. Keep one of them")
-        record = {k: v for k, v in record.items() if k != column}
         if first or not text.strip(): continue
-        record = dict(record, messages=[dict(role='system', content=text), *turns], input='')
         record.pop('instruction', None)
+        record |= dict(messages=[dict(role='system', content=text), *turns], input='')
     return record

@@ -16,8 +16,8 @@ import numpy as np
 from .dialogues import (check_messages, dialogue_text, parse_dialogue,
     prompt_messages, prompt_text, with_system)
 from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, notice,
-    SAY_CODE)
-from .preferences import ENDED, is_preference, pair_identity
+    read_ended, SAY_CODE)
+from .preferences import is_preference, pair_identity
 from ..run.paths import at_root, looks_like_hub, missing_path
 
 # %% ../../../nbs/core/data/records.ipynb #aab747f0
@@ -68,7 +68,8 @@ def find_file(spec: str, *names: str) -> Path:
                    for p in [*path.glob('*'), *path.glob('data/*'), *inside]
                    if p.name.endswith(FILE_SUFFIXES))
     wanted, held = ' or '.join(f'{n}.json' for n in names), ', '.join(files) or 'no data file'
-    raise FileNotFoundError(f'{spec}: there is no {wanted} in it; it holds {held}')
+    choice = '. Name one of these folders' if inside else ''
+    raise FileNotFoundError(f'{spec}: there is no {wanted} in it; it holds {held}{choice}')
 
 # %% ../../../nbs/core/data/records.ipynb #3faa6d68
 def _hub_file(spec: str, names: tuple) -> Path:
@@ -220,11 +221,7 @@ def check_records(rows: list[dict], kind: str, where: str) -> list[dict]:
         prompt = {} if dialogue else dict(instruction=str)
         for name, type_ in dict(prompt, input=str, **FIELDS[kind]).items():
             check_field(row, name, type_, at)
-        for name in ENDED:
-            ended = row[name] if isinstance(row.get(name), list) else [row.get(name)]
-            if ended in ([None], ['']): row.pop(name, None)   # not known
-            elif not all(e in (True, False) for e in ended):
-                raise ValueError(f'{at}: the field {name!r} is {row[name]!r:.60}, not true or false')
+        read_ended(row, at)
         if kind == 'preference' and row['output_1'] == row['output_2'] and row['preference'] != 1.5:
             lost['pairs have two equal answers, of which none is better'] += 1
             continue
