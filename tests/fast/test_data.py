@@ -17,7 +17,8 @@ from alpaca_farm.core.data.candidates import read_candidates
 from alpaca_farm.core.data.records import check_records, load_records, prompt_key, read_rows
 from alpaca_farm.core.data.formats import CODES, FIELDS, SHAPES
 from alpaca_farm.core.data.text import encode
-from alpaca_farm.judging.label_files import load_sets
+from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
+from alpaca_farm.judging.local_judges import read_recorded
 from published import ASK, KINDS, MORE, rated, RED, safe, say, strength, vote, WRONG
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2
@@ -374,6 +375,16 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         assert '\n' not in str(error.value)
 
 
+@pytest.mark.parametrize('read', [load_records, read_candidates, read_recorded,
+                                  lambda file: load_sets([file]),
+                                  lambda file: recorded_verdicts(file, '', {})])
+def test_a_row_that_is_no_object_is_refused_by_every_reader(tmp_path, read):
+    for suffix in ('json', 'jsonl'):
+        path = tmp_path/f'a.{suffix}'
+        path.write_bytes(FORMATS[suffix]([PAIRS[0], 7, PAIRS[2]]))
+        with pytest.raises(ValueError, match=rf'a.{suffix}, row 1: '): read(str(path))
+
+
 def test_methods_read_columns_of_other_names(tmp_path):
     "Their own in `columns`, and KTO's in a CSV file."
     from alpaca_farm import binary_feedback, dpo
@@ -520,7 +531,7 @@ symbols = st.text('[]{}",:\\ud83abc01\n\t ', max_size=60)
 def read_or_refuse(path, read=read_rows, **more):
     "What a file holds, None when it is refused by name; any other error is a failure."
     try: return read(str(path), **more)
-    except ValueError as e: assert path.name in str(e)
+    except ValueError as e: assert path.name in str(e) and '\n' not in str(e)
 
 
 @often
