@@ -95,7 +95,7 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
       for key in ('tool_calls', 'function_call')
       for rest in ([], [turn('tool', 'rain'), turn('assistant', 'It rains.')])],
     (dict(conversations=[{'from': 'human', 'value': 'Rain?'},
-                         {'from': 'function_call', 'value': '{}'}]), 'output', 'is not a message'),
+                         {'from': 'function_call', 'value': '{}'}]), 'output', 'calls a tool'),
     (dict(messages=[turn('system', 'Kind.'), *HELLO], system='Rude.'), 'instruction',
      "'system' is 'Rude.', but the dialogue begins with the system's turn 'Kind.'"),
     (dict(messages=HELLO, system=7), 'instruction', "'system' is 7, not a string"),

@@ -248,6 +248,28 @@ def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
     assert not (tmp_path/'read'/'preferences.json').exists()
 
 
+def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path):
+    "The positive ones end here, at their token or a stop, and the negative ones do not."
+    class Writer:
+        def write(self, prompts, keys, stop):
+            texts = {0: ' Answer {}.', 1: ' Answer and', 2: ' Answer.\n\nHuman: So?'}
+            return [Written(texts[2*i if side == 0 else 1].format(i), side == 0 and i == 0)
+                    for i, side, _ in keys]
+    cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
+    items = rlcd.write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
+    rows = [{k: v for k, v in i.items() if k not in ('positive', 'retries', 'reason')}
+            for i in rlcd.label_items(items, None, cfg)]
+    for r in rows:
+        best = int(r['preference'])
+        assert r[f'ended_{best}'] is True and r[f'ended_{3 - best}'] is False
+    for out, sign in (('good', 1), ('bad', -1)):   # a bad answer is imitated as it is, cut off
+        turned = [r | dict(preference=1.5 + sign*(r['preference'] - 1.5)) for r in rows]
+        (tmp_path/'pairs.json').write_text(json.dumps(turned))
+        made(base, tmp_path/out, method='context_distillation', samples=str(tmp_path/'pairs.json'))
+        read = load_records(str(tmp_path/out), 'sft', 'output')
+        assert [r['ended'] for r in read] == [sign == 1]*len(rows)
+
+
 def test_csv_of_rlcd(tmp_path):
     file, hard = tmp_path/'x.csv', tmp_path/'hard.csv'
     rows = [dict(TALK, output_1='one', output_2='two, "three"', preference=1.25),
@@ -260,6 +282,8 @@ def test_csv_of_rlcd(tmp_path):
     rlcd.write_rlcd_csv(hard, rows[1:2])
     head = b'instruction,input,output_1,output_2,preference\r\n'
     assert hard.read_bytes() == head + b'Hi,x,"a\r\n\nb",c,2\r\n'
+    rlcd.write_rlcd_csv(hard, [rows[1] | dict(ended_1=True, ended_2=False), rows[2]])
+    assert load_records(str(hard), kind='preference') == [rows[1] | dict(ended_2=False), rows[2]]
     file.write_text('instruction,output_1,output_2,preference,win2_prob\na,b,c,1,often\n')
     with pytest.raises(ValueError, match="row 0: .*'win2_prob'"):
         load_records(str(file), kind='preference')

@@ -19,14 +19,15 @@ _ROLES = dict(user='user', human='user', prompter='user', assistant='assistant',
 def as_turn(message, where: str) -> dict:
     "A message, of a chat template or ShareGPT, as role and content; ValueError for anything else."
     m = message if isinstance(message, dict) else {}
-    if m.get('tool_calls') or m.get('function_call'):
+    who = str(m.get('role') or m.get('from')).lower()
+    if m.get('tool_calls') or m.get('function_call') or who in ('function_call', 'tool_call'):
         raise ValueError(f'{where}: {message!r:.80} calls a tool, which is not read. Write the call '
                          'as text into its `content`, or leave the row out')
     content = m['content'] if m.get('content') is not None else m.get('value')
     if isinstance(content, list) and {*map(type, content)} <= {dict}:
         if all(p.get('type') == 'text' for p in content):
             content = ''.join(str(p.get('text', '')) for p in content)
-    role = _ROLES.get(str(m.get('role') or m.get('from')).lower())
+    role = _ROLES.get(who)
     if role and isinstance(content, str): return dict(role=role, content=content)
     raise ValueError(f'{where}: {message!r:.80} is not a message: it needs a `role` (or `from`) '
                      'such as user or assistant, and a text as its `content` (or `value`)')
