@@ -75,7 +75,7 @@ def _from_messages(row: dict, given, where: str) -> dict:
     raise ValueError(f'{where}: the dialogue ends with an answer, and there is {twice!r} too')
 
 # %% ../../../nbs/core/data/formats.ipynb #a33461b4
-def _words(turns: list[dict]) -> list[tuple]:
+def _said(turns: list[dict]) -> list[tuple]:
     "What is said by whom, whatever the white space."
     return [(t['role'], t['content'].split()) for t in turns]
 
@@ -83,7 +83,7 @@ def _words(turns: list[dict]) -> list[tuple]:
 def _repeated(given: list[dict], turns: list[dict]) -> int:
     "How many of the first `turns` repeat the last ones of a prompt."
     return max(k for k in range(len(given) + 1)
-               if _words(given[len(given) - k:]) == _words(turns[:k]))
+               if _said(given[len(given) - k:]) == _said(turns[:k]))
 
 
 def _cut(prompt, both: list, where: str) -> tuple[dict, list[str]]:
@@ -96,7 +96,7 @@ def _cut(prompt, both: list, where: str) -> tuple[dict, list[str]]:
     roles = [[m['role'] for m in turns] for turns in (first, second)]
     while n and not roles[0][n] == roles[1][n] == 'assistant' != roles[0][n - 1]: n -= 1
     shared, given = first[:n], _turns(prompt, 'user', where) if prompt else []
-    inside = [k for k in range(n) if _words(shared[k:k + len(given)]) == _words(given)]
+    inside = [k for k in range(n) if _said(shared[k:k + len(given)]) == _said(given)]
     if inside: shared[inside[0]:inside[0] + len(given)] = given
     else: shared = given + shared[_repeated(given, shared):]
     if shared and {roles[0][n], roles[1][n]} == {'assistant'}:
@@ -279,8 +279,7 @@ def _label(row: dict, columns: list[str], where: str) -> dict:
 
 # %% ../../../nbs/core/data/formats.ipynb #604cb525
 SAY_CODE = ('Write 1 and 2 for the better answer, 1.5 for a tie and nothing for no verdict, or name '
-            'the column in '
-            '`columns`: preference_strength (above 0: the second is better), '
+            'the column in `columns`: preference_strength (above 0: the second is better), '
             'better_response_id (0: the first, 1: the second) or labels (1: the first, 0: not)')
 _RLCD = {*PAIR_FIELDS, *ENDED, 'preference', 'win2_prob'}
 _VERDICTS = {'A>B': 1., 'A<B': 2., 'B>A': 2., 'B<A': 1., 'A=B': 1.5, 'B=A': 1.5}

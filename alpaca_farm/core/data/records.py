@@ -277,7 +277,7 @@ def load_records(spec: str, name: str | tuple = '', kind: str | tuple = 'instruc
     kinds, names = ((k,) if isinstance(k, str) else k for k in (kind, name))
     rows, where = load_rows(spec, names)
     rows = as_records(rows[:n or None], where, kinds, columns)
-    first = rows[0] if rows and isinstance(rows[0], dict) else {}
+    first = rows[0] if rows else {}
     def fits(kind): return all(k in first and (isinstance(first[k], list) == (type_ is list)
                                                or type_ is float)
                                for k, type_ in FIELDS[kind].items())
