@@ -132,12 +132,13 @@ def test_a_folder_as_it_was_downloaded_from_the_hub(tmp_path, inner):
     for name in ('preference', 'preferences'):
         assert load_records(spec, name, 'preference') == PAIRS
     assert load_records(spec, ('candidates', 'preferences'), 'preference') == PAIRS
-    for name, rows in dict(sft=ROWS[:2], unlabeled=ROWS[2:3], eval=ROWS[3:], outputs=ROWS[3:]).items():
+    found = dict(sft=ROWS[:2], unlabeled=ROWS[2:3], eval=ROWS[3:], outputs=ROWS[3:])
+    for name, rows in found.items():
         assert load_records(spec, name, 'output') == rows
     with pytest.raises(FileNotFoundError, match='there is no val.json'): load_records(spec, 'val')
     if 'main' not in inner: return
     write(tmp_path/'other/test.json', ROWS[:1])
-    with pytest.raises(FileNotFoundError, match='main.*test-.*other/test.json.*one of these folders'):
+    with pytest.raises(FileNotFoundError, match='main.*test-.*other/test.json.*one of these'):
         load_records(spec, 'eval')
     assert load_records(str(tmp_path/'other'), 'eval') == ROWS[:1]
 
@@ -147,7 +148,8 @@ def test_alpacafarms_repository_in_a_folder(tmp_path):
         write(tmp_path/f'alpaca_{k}_preference.json', [dict(PAIRS[0], by=k)])
     write(tmp_path/'alpaca_farm_evaluation.json', ROWS[:1])
     write(tmp_path/'alpaca_instructions/sft.json', ROWS[1:])
-    assert load_records(str(tmp_path), 'preferences', 'preference') == [dict(PAIRS[0], by='noisy_multi')]
+    noisy, = load_records(str(tmp_path), 'preferences', 'preference')
+    assert noisy == dict(PAIRS[0], by='noisy_multi')
     assert load_records(str(tmp_path), 'eval', 'output') == ROWS[:1]
     assert load_records(str(tmp_path), 'sft', 'output') == ROWS[1:]
 
@@ -221,7 +223,8 @@ ASKED = dict(  # the same prompt in every format, without its system turn
     pair=dict(instruction='Hi.', output_1='Yes?', output_2='What?', preference=1),
     chosen=dict(prompt='Hi.', chosen='Yes?', rejected='What?'),
     orca=dict(question='Hi.', chosen='Yes?', rejected='What?'),
-    hh=dict(chosen='\n\nHuman: Hi.\n\nAssistant: Yes?', rejected='\n\nHuman: Hi.\n\nAssistant: No.'),
+    hh=dict(chosen='\n\nHuman: Hi.\n\nAssistant: Yes?',
+            rejected='\n\nHuman: Hi.\n\nAssistant: No.'),
     turns=dict(chosen=[USER, BOT], rejected=[USER, OTHER]),
     rrhf=dict(query='Hi.', responses=['Yes?', 'What?'], scores=[1, 0]),
     votes=published.vote('model_a'), rated=rated(RED, WRONG))
@@ -357,7 +360,7 @@ HALF[1]['response_b'] = r'["Elm \udc00."]'
 @pytest.mark.parametrize('name, content, message', [
     ('a.jsonl', b'{"instruction": "a"}\n{"instruction": "b", "x": ["\\uDE00"]}', 'row 1: half'),
     *[(f'votes.{suffix}', form(HALF), 'row 1: half') for suffix, form in FORMATS.items()],
-    ('numbers.json', b'[{"instruction": "a", "output": "b"}, 7]', 'row 1: a record is expected, not 7'),
+    ('numbers.json', b'[{"instruction": "a", "output": "b"}, 7]', 'row 1: a record is expected'),
     ('pair.json', b'[{"instruction": "a", "output_1": "b", "output_2": "c", "preference": []}]',
      r"'preference' is \[\]"),
     ('a.json', b'['*200000 + b']'*200000, 'not valid JSON'), ('a.xlsx', b'PK', 'is not read'),
@@ -459,7 +462,8 @@ ENDS = {CUT: False, WHOLE: True, LONG_ANSWER: True}
 
 
 @pytest.mark.parametrize('suffix', FORMATS)
-def test_no_end_is_learned_behind_an_answer_that_was_cut_off(base, models, labelled, tmp_path, suffix):
+def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
+        base, models, labelled, tmp_path, suffix):
     "By every method, from labels in every kind of file; and the labels become candidates."
     from alpaca_farm import binary_feedback, dpo, reward_model, rrhf, sft
     path, tokenizer = tmp_path/f'labels.{suffix}', models.tokenizer
@@ -505,7 +509,8 @@ def test_pairs_say_which_answer_was_cut_off(tmp_path, pairs):
     many = dict(ask, output=[CUT, WHOLE], ended=[False, True])
     more = {}
     if pairs == 'scored':
-        found = load_records(write(tmp_path/'a.json', [dict(many, scores=[2., 1.])]), kind='preference')
+        path = write(tmp_path/'a.json', [dict(many, scores=[2., 1.])])
+        found = load_records(path, kind='preference')
         assert found[0][f'output_{found[0]["preference"]:.0f}'] == CUT
     else:
         if pairs == 'against':

@@ -90,7 +90,7 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
      'preference', 'the two dialogues have no turn'),
     (dict(messages=[turn('robot', 'a')]), 'output', "{'role': 'robot'"),
-    *[(dict(messages=[turn('user', 'Rain?'), dict(turn('assistant', ''), **{key: [dict(name='sky')]}),
+    *[(dict(messages=[turn('user', 'Rain?'), turn('assistant', '') | {key: [dict(name='sky')]},
                       *rest]), 'output', 'calls a tool')
       for key in ('tool_calls', 'function_call')
       for rest in ([], [turn('tool', 'rain'), turn('assistant', 'It rains.')])],

@@ -21,8 +21,8 @@ def as_turn(message, where: str) -> dict:
     m = message if isinstance(message, dict) else {}
     who = str(m.get('role') or m.get('from')).lower()
     if m.get('tool_calls') or m.get('function_call') or who in ('function_call', 'tool_call'):
-        raise ValueError(f'{where}: {message!r:.80} calls a tool, which is not read. Write the call '
-                         'as text into its `content`, or leave the row out')
+        raise ValueError(f'{where}: {message!r:.80} calls a tool, which is not read. Write the '
+                         'call as text into its `content`, or leave the row out')
     content = m['content'] if m.get('content') is not None else m.get('value')
     if isinstance(content, list) and {*map(type, content)} <= {dict}:
         if all(p.get('type') == 'text' for p in content):
@@ -139,8 +139,8 @@ def with_system(record: dict, where: str) -> dict:
         turns = as_messages(record)
         first = turns[0]['content'] if turns[0]['role'] == 'system' else ''
         if first and text.strip() not in ('', first.strip()):
-            raise ValueError(f'{where}: {column!r} is {text!r:.40}, but the dialogue begins with the '
-                             f"system's turn {first!r:.40}. Keep one of them")
+            raise ValueError(f'{where}: {column!r} is {text!r:.40}, but the dialogue begins with '
+                             f"the system's turn {first!r:.40}. Keep one of them")
         if first or not text.strip(): continue
         record.pop('instruction', None)
         record |= dict(messages=[dict(role='system', content=text), *turns], input='')

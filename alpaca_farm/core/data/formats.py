@@ -278,8 +278,8 @@ def _label(row: dict, columns: list[str], where: str) -> dict:
     return dict(preference=None)
 
 # %% ../../../nbs/core/data/formats.ipynb #604cb525
-SAY_CODE = ('Write 1 and 2 for the better answer, 1.5 for a tie and nothing for no verdict, or name '
-            'the column in `columns`: preference_strength (above 0: the second is better), '
+SAY_CODE = ('Write 1 and 2 for the better answer, 1.5 for a tie and nothing for no verdict, or '
+            'name the column in `columns`: preference_strength (above 0: the second is better), '
             'better_response_id (0: the first, 1: the second) or labels (1: the first, 0: not)')
 _RLCD = {*PAIR_FIELDS, *ENDED, 'preference', 'win2_prob'}
 _VERDICTS = {'A>B': 1., 'A<B': 2., 'B>A': 2., 'B<A': 1., 'A=B': 1.5, 'B=A': 1.5}
