@@ -92,7 +92,7 @@ def without_thoughts(text: str, opened: bool = False) -> str:
     empty if they have no end."""
     head, closed, rest = text.partition('</think>')
     begun = opened or head.lstrip().startswith('<think>')
-    if closed and (begun or '<think>' not in head): return rest.lstrip()
+    if closed and (begun or '<think>' not in head): return re.sub(r'\A(\s*\n| (?! ))', '', rest)
     return '' if begun else text
 
 

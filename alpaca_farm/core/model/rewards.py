@@ -49,7 +49,7 @@ def _encode_answers(model, tokenizer, records: list[dict], template: str = 'auto
     if hasattr(model, 'score'):
         ended = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read no end
         return (encode_prompts(records, tokenizer, template),
-                encode_responses(outputs, tokenizer, ended, template))
+                encode_responses(outputs, tokenizer, ended, template, records))
     if not records: return [], []
     first = ['\n\n'.join(filter(None, (prompt_text(r), r.get('input')))) for r in records]
     starts = [len(ids) for ids in tokenizer(first, split_special_tokens=True)['input_ids']]
