@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TAGS', 'TURN', 'NEXT_TURN', 'as_turn', 'with_space', 'without_space', 'turns_text', 'dialogue_text', 'parse_dialogue',
-           'prompt_messages', 'prompt_text', 'as_messages', 'without_thoughts', 'bare_prompt', 'with_instruction',
-           'check_messages']
+           'prompt_messages', 'prompt_text', 'as_messages', 'without_empty_lines', 'without_thoughts', 'bare_prompt',
+           'with_instruction', 'check_messages']
 
 # %% ../../../nbs/core/data/dialogues.ipynb #354f822e
 import re
@@ -85,6 +85,11 @@ def as_messages(record: dict) -> list[dict]:
     "The turns of a record's prompt: its dialogue, or instruction and input as one turn."
     text = '\n\n'.join(filter(None, (record.get('instruction'), record.get('input'))))
     return prompt_messages(record) or [dict(role='user', content=text)]
+
+
+def without_empty_lines(text: str) -> str:
+    "A text without the empty lines before it and without what is empty behind it."
+    return re.sub(r'\A\s*\n', '', text.rstrip())
 
 
 def without_thoughts(text: str, opened: bool = False) -> str:
