@@ -12,10 +12,12 @@ from transformers import (LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tiny
 from alpaca_farm import dpo, sft
+from alpaca_farm.core.answers import sample_answers
 from alpaca_farm.core.ask.completions import label_tokens
+from alpaca_farm.core.data.dialogues import turns_text
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.model.control import set_control_prefix
-from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.generation import generate, Sample
 from alpaca_farm.core.model.loading import model_path
 from alpaca_farm.core.model.models import load_policy, load_tokenizer
 from alpaca_farm.core.model.rewards import score_records
@@ -25,6 +27,7 @@ from alpaca_farm.core.data.text import (build_prompt, decode, encode, encode_pro
 from alpaca_farm.core.run.settings import Config
 from alpaca_farm.judging.judges import load_evaluators
 from alpaca_farm.judging.local_judges import LocalJudge
+from alpaca_farm.rrhf import candidate_tokens
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -338,6 +341,22 @@ def test_prompt_and_answer_have_the_tokens_of_the_whole_text(kind, form):
         if whole[:len(prompt)] != prompt: spanned.append(text)
         else: assert whole[:len(prompt + answer)] == prompt + answer, text
     assert not spanned or (kind.startswith('byte') and form == 'newline')
+
+
+def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypatch):
+    "In what is trained and ranked; and what is sampled is read without it."
+    tokenizer, turns = build('bare'), [dict(role='user', content='say it')]
+    record = dict(messages=turns, output='the words')
+    text = turns_text([*turns, dict(role='assistant', content='the words')])
+    want = [*tokenizer(text)['input_ids'], tokenizer.eos_token_id]
+    _, (prompt,), ((answer,),) = encode([record], ('output',), tokenizer, 250)
+    assert tokenizer.decode(prompt).endswith('Assistant:') and prompt + answer == want
+    query = dict(record, output=['the words'], ended=[True])
+    assert candidate_tokens(query, tokenizer) == [answer]
+    samples = lambda *given, **how: [[Sample(answer, [0.] * len(answer), True)]]
+    monkeypatch.setattr('alpaca_farm.core.answers.generate', samples)
+    said, = sample_answers(None, tokenizer, [record], sft.SFTConfig(max_prompt=99))
+    assert said['output'] == ['the words']
 
 
 @pytest.mark.parametrize('kind', KINDS)

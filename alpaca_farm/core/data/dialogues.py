@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TAGS', 'TURN', 'NEXT_TURN', 'as_turn', 'with_space', 'without_space', 'turns_text', 'dialogue_text', 'parse_dialogue',
-           'prompt_messages', 'prompt_text', 'as_messages', 'without_empty_lines', 'without_thoughts', 'bare_prompt',
+           'prompt_messages', 'prompt_text', 'as_messages', 'without_lead', 'without_thoughts', 'bare_prompt',
            'with_instruction', 'check_messages']
 
 # %% ../../../nbs/core/data/dialogues.ipynb #354f822e
@@ -87,9 +87,9 @@ def as_messages(record: dict) -> list[dict]:
     return prompt_messages(record) or [dict(role='user', content=text)]
 
 
-def without_empty_lines(text: str) -> str:
-    "A text without the empty lines before it and without what is empty behind it."
-    return re.sub(r'\A\s*\n', '', text.rstrip())
+def without_lead(text: str) -> str:
+    "A text without the empty lines or the single space before it; an indented line stays so."
+    return re.sub(r'\A(\s*\n| (?! ))', '', text)
 
 
 def without_thoughts(text: str, opened: bool = False) -> str:
@@ -97,7 +97,7 @@ def without_thoughts(text: str, opened: bool = False) -> str:
     empty if they have no end."""
     head, closed, rest = text.partition('</think>')
     begun = opened or head.lstrip().startswith('<think>')
-    if closed and (begun or '<think>' not in head): return re.sub(r'\A(\s*\n| (?! ))', '', rest)
+    if closed and (begun or '<think>' not in head): return without_lead(rest)
     return '' if begun else text
 
 

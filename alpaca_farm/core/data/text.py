@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from .records import full_instruction
-from .dialogues import (as_messages, dialogue_text, NEXT_TURN, prompt_messages,
-    prompt_text, with_space, without_empty_lines, without_space, without_thoughts)
+from .dialogues import (as_messages, dialogue_text, NEXT_TURN,
+    prompt_messages, prompt_text, with_space, without_space, without_thoughts)
 
 # %% ../../../nbs/core/data/text.ipynb #831531b5
 def alpaca_prompt(record: dict) -> str:
@@ -168,7 +168,7 @@ def _read(tokens: list[int], tokenizer, before: list[int], opened: bool) -> str:
     # a tokenizer that puts a space before a text, but not before a space
     if shown.startswith(' ') and not before and _ids(' a', tokenizer) == _ids('a', tokenizer):
         shown = f' {shown}'
-    return without_empty_lines(shown)
+    return re.sub(r'\A\s*\n', '', shown.rstrip())
 
 
 class _Frame(NamedTuple):
