@@ -12,7 +12,7 @@ from transformers import (LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tiny
 from alpaca_farm import dpo, sft
-from alpaca_farm.core.answers import sample_answers
+from alpaca_farm.core.answers import sample_answers, SampleConfig
 from alpaca_farm.core.ask.completions import label_tokens
 from alpaca_farm.core.data.dialogues import turns_text
 from alpaca_farm.core.run.files import read_json
@@ -355,7 +355,7 @@ def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypa
     assert candidate_tokens(query, tokenizer) == [answer]
     samples = lambda *given, **how: [[Sample(answer, [0.] * len(answer), True)]]
     monkeypatch.setattr('alpaca_farm.core.answers.generate', samples)
-    said, = sample_answers(None, tokenizer, [record], sft.SFTConfig(max_prompt=99))
+    said, = sample_answers(None, tokenizer, [record], SampleConfig(max_prompt=99))
     assert said['output'] == ['the words']
 
 
