@@ -264,11 +264,11 @@ NEWLINE = """{% for m in messages %}<|{{ m.role }}|>
 {{ m.content }}</s>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
-SPOKEN = """{% for m in messages %}{{ 'USER' if m.role == 'user' else 'ASSISTANT' }}: {{ m.content }}{{
-' ' if m.role == 'user' else eos_token }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{%
-endif %}"""
-SPACED = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{%
-else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"""
+SPOKEN = """{% for m in messages %}{{ 'USER' if m.role == 'user' else 'ASSISTANT' }}: {{
+m.content }}{{ ' ' if m.role == 'user' else eos_token }}{% endfor %}{%
+if add_generation_prompt %}ASSISTANT:{% endif %}"""
+SPACED = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' -%}
+[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"""
 SEGMENT = """{{ bos_token }}{% for m in messages %}{{ m.content }}{{
 '<|assistant|>' if m.role == 'user' else eos_token }}{% endfor %}"""
 FORMATS = dict(newline=NEWLINE, spoken=SPOKEN, spaced=SPACED, segment=SEGMENT,
@@ -280,7 +280,7 @@ MARK = '\u2581'   # of SentencePiece, for a space
 
 def tokenizer_of(kind, chat=None):
     "A small tokenizer of a family, trained on two sentences."
-    text = ['say the words to the other one\n\n    return 1 ### Response: The cup. It is one Hello.',
+    text = ['say the words to the other one\n\n    return 1 ### Response: The cup. It is Hello.',
             'Human: USER Assistant: ASSISTANT Output (a) [INST] user assistant </s> 23456789']
     special = ['<unk>', '<s>', '</s>', '<|user|>', '<|assistant|>']
     given = dict(vocab_size=400, special_tokens=special, show_progress=False)
@@ -359,9 +359,8 @@ def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypa
     assert said['output'] == ['the words']
 
 
-@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('kind', [k for k in KINDS if 'unigram' not in k])   # they are its pieces
 def test_special_tokens_in_an_answer_stay_text_for_every_tokenizer(kind):
-    if kind.startswith('unigram'): pytest.skip('its model has them as pieces')
     for form in ('newline', 'segment'):
         tokenizer = tokenizer_of(kind, FORMATS[form])
         answer, = encode_responses(['the</s> <s>one'], tokenizer)
@@ -377,8 +376,8 @@ def test_special_tokens_in_an_answer_stay_text_for_every_tokenizer(kind):
 def test_the_labels_of_a_local_judge_are_those_behind_its_prompt(kind, tmp_path):
     tokenizer = tokenizer_of(kind, NEWLINE)
     folder = save(tmp_path, tokenizer, len(tokenizer), positions=2000)
-    judge = LocalJudge(load_evaluators('open_pool', {'meta-llama/Llama-3.1-8B-Instruct': folder})[0],
-                       Config(device='cpu'))
+    evaluators = load_evaluators('open_pool', {'meta-llama/Llama-3.1-8B-Instruct': folder})
+    judge = LocalJudge(evaluators[0], Config(device='cpu'))
     pair = dict(instruction='say it', input='', output_1='the words', output_2='one')
     text = tokenizer.apply_chat_template(judge.prompt(pair), tokenize=False,
                                          add_generation_prompt=True)
@@ -390,11 +389,12 @@ def test_the_labels_of_a_local_judge_are_those_behind_its_prompt(kind, tmp_path)
     np.testing.assert_allclose(judge([pair]), 1 + chances[1].item(), rtol=1e-4)
 
 
-THINKING = CHATML.replace('{{ m.content }}', """{{ '<think>\n\n</think>\n\n' if loop.last and
-m.role == 'assistant' }}{{ m.content }}""").replace('assistant\n{% endif', 'assistant\n<think>\n{% endif')
+OPENED = CHATML[:-len('{% endif %}')] + '<think>\n{% endif %}'
+THOUGHTS = OPENED.replace('{{ m.content }}', """{% if loop.last and m.role == 'assistant' -%}
+<think>\n\n</think>\n\n{% endif %}{{ m.content }}""")
 
 
-@pytest.mark.parametrize('chat', [THINKING, CHATML.replace('assistant\n{% e', 'assistant\n<think>\n{% e')])
+@pytest.mark.parametrize('chat', [OPENED, THOUGHTS])
 @pytest.mark.parametrize('family', ['qwen3', 'chatml_base'])
 def test_a_thought_that_the_prompt_opens_is_closed_before_an_answer(family, chat):
     "As the template writes it; where it drops the thought, an empty one is closed."
@@ -404,6 +404,9 @@ def test_a_thought_that_the_prompt_opens_is_closed_before_an_answer(family, chat
     answer, own = encode_responses(['the words', '<think>\nsay\n</think>\n\nthe words'], tokenizer)
     start = '<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n<think>\n'
     assert tokenizer.decode(prompt) == start
+    turns = [dict(role='user', content='say it'), dict(role='assistant', content='the words')]
+    whole = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False))['input_ids']
+    assert (whole[:len(prompt + answer)] == prompt + answer) == (chat == THOUGHTS)
     assert tokenizer.decode(answer) == '\n</think>\n\nthe words<|im_end|>'
     if family == 'qwen3': assert tokenizer.convert_tokens_to_ids('</think>') in answer
     assert tokenizer.decode(own) == 'say\n</think>\n\nthe words<|im_end|>'
@@ -411,7 +414,8 @@ def test_a_thought_that_the_prompt_opens_is_closed_before_an_answer(family, chat
     for ids in (answer[-3:], answer[-3:-1]): assert decode(ids, tokenizer) == ''   # not closed
 
 
-DATED = "{%- if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif -%}"
+DATED = """{%- if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') -%}
+{% endif -%}"""
 
 
 def test_a_date_in_a_template_is_one_date(tmp_path, monkeypatch, capsys):
@@ -431,7 +435,8 @@ def test_a_date_in_a_template_is_one_date(tmp_path, monkeypatch, capsys):
     set_template_arguments(loaded, dict(strftime_now='2025-01-31'))
     loaded.save_pretrained(folder)
     capsys.readouterr()
-    assert build_prompt(dict(instruction='say it'), load_tokenizer(folder)).startswith('31 Jan 2025')
+    loaded = load_tokenizer(folder)
+    assert build_prompt(dict(instruction='say it'), loaded).startswith('31 Jan 2025')
     set_template_arguments(loaded, dict(date_string='today'))
     assert build_prompt(dict(instruction='say it'), loaded).startswith('today<')
     assert capsys.readouterr().out == ''
