@@ -190,7 +190,7 @@ def measure_policy(folder: str, records: list[dict], scorers: dict, reference: t
     policy, tokenizer = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
     flat = [(r, s) for r, samples in zip(prompts, answers) for s in samples]
-    outputs = [dict(r, output=decode(s.tokens, tokenizer, cfg.template), ended=s.ended)
+    outputs = [dict(r, output=decode(s.tokens, tokenizer, cfg.template, r), ended=s.ended)
                for r, s in flat]
     plain = encode_prompts([r for r, _ in flat], reference[1], cfg.template)   # no reward tokens
     kl = log_ratios(*reference, plain, [s for _, s in flat], cfg)

@@ -109,7 +109,7 @@ def candidate_tokens(query: dict, tokenizer, template: str = 'auto') -> list[lis
     "Token ids of a query's candidates: the policy's own as sampled, then the texts as encoded."
     own = query.get('tokens', [])
     texts, ended = query['output'][len(own):], query['ended'][len(own):]
-    return own + encode_responses(texts, tokenizer, ended, template)
+    return own + encode_responses(texts, tokenizer, ended, template, [query] * len(texts))
 
 
 def limit_candidates(query: dict, prompt: list[int], tokenizer, cfg) -> dict:
@@ -193,10 +193,10 @@ def policy_candidates(policy, tokenizer, queries: list, prompts: list, cfg, seed
         beams = beam_search(policy, tokenizer, prompts, cfg.n, cfg.groups, cfg.diversity_penalty,
                             cfg.max_new_tokens)
         answers = end_turns(queries, beams, tokenizer, cfg.template)
-    return [dict(output=[decode(s.tokens, tokenizer, cfg.template) for s in samples],
+    return [dict(output=[decode(s.tokens, tokenizer, cfg.template, q) for s in samples],
                  source=['policy'] * len(samples), scores=[None] * len(samples),
                  ended=[s.ended for s in samples], tokens=[s.tokens for s in samples])
-            for samples in answers]
+            for q, samples in zip(queries, answers)]
 
 
 def candidate_pool(run, step: int, policy, reference, tokenizer, queries: list, prompts: list,
@@ -256,7 +256,8 @@ def rrhf_step(policy, batch: dict, cfg: RRHFConfig) -> dict[str, torch.Tensor]:
 def perplexities(model, tokenizer, texts: list[str]) -> list[float]:
     "Perplexity of each text by itself under `model`."
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    ids = encode_responses([t.replace('\n', ' ') or ' ' for t in texts], tokenizer, ended=False)
+    texts = [t.replace('\n', ' ') or ' ' for t in texts]
+    ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)['input_ids']
     ids = [i or [first] for i in ids]  # a tokenizer may have no token for a space
     sums = response_logprobs(model, [[first]] * len(ids), ids, tokenizer.pad_token_id)
     return (-sums / torch.tensor([len(i) for i in ids])).exp().tolist()

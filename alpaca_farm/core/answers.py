@@ -115,7 +115,7 @@ def sample_answers(policy, tokenizer, records: list[dict], cfg: SampleConfig, **
     "The records that fit, each with `output`, `ended` and `logprob` (nats), lists of n."
     answered, _, samples = sample(policy, tokenizer, records, cfg, **how)
     return [dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-                 output=[decode(s.tokens, tokenizer, cfg.template) for s in group],
+                 output=[decode(s.tokens, tokenizer, cfg.template, r) for s in group],
                  ended=[s.ended for s in group],
                  logprob=[round(sum(s.logprobs), 4) for s in group])
             for r, group in zip(answered, samples)]
@@ -228,7 +228,7 @@ def preflight(
         check_limit(lengths, cfg.max_new_tokens, 'answers in the data', 'max_new_tokens')
     record, prompt = parts[0][0], encode_prompts(parts[0][:1], tokenizer, cfg.template)
     sample, = generate(policy, tokenizer, prompt, max_new_tokens=1)[0]
-    output = decode(sample.tokens, tokenizer, cfg.template) or '.'
+    output = decode(sample.tokens, tokenizer, cfg.template, record) or '.'
     answer = dict(prompt_fields(record), output=output, ended=sample.ended)
     other = dict(answer, output=prompt_text(record))
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
@@ -251,7 +251,7 @@ def answer_eval_split(
     answered, prompts, groups = sample(policy, tokenizer, load_split(cfg, 'eval_split'), cfg)
     samples = [s for s, in groups]
     outputs = [dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-                    output=decode(s.tokens, tokenizer, cfg.template), ended=s.ended,
+                    output=decode(s.tokens, tokenizer, cfg.template, r), ended=s.ended,
                     generator=run.folder.name) for r, s in zip(answered, samples)]
     run.write('outputs.json', outputs)
     figures = dict(length=mean([len(r['output'].split()) for r in outputs]),

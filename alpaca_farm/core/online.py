@@ -98,7 +98,7 @@ def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[in
         on = batch['response'].bool()
         logps = torch.tensor([p for s in samples for p in s.logprobs])
         batch['old_logp'] = torch.zeros(on.shape).masked_scatter(on, logps)
-    answered = [dict(prompt_fields(r), output=decode(s.tokens, tokenizer, cfg.template),
+    answered = [dict(prompt_fields(r), output=decode(s.tokens, tokenizer, cfg.template, r),
                      ended=s.ended) for r, s in zip(records, samples)]
     return {k: v.to(policy.device) for k, v in batch.items()}, answered
 

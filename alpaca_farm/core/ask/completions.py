@@ -16,7 +16,7 @@ from .judge_configs import parse_decoding
 from ..model.models import load_policy, next_log_odds, response_logprobs
 from ..data.preferences import hash_uniform
 from ..data.dialogues import without_thoughts
-from ..data.text import decode, encode_prompts, start_tokens
+from ..data.text import decode, encode_prompts, encode_responses, start_tokens
 
 # %% ../../../nbs/core/ask/completions.ipynb #f33c5f36
 def prompt_tokens(prompt: str | list[dict], tokenizer) -> list[int]:
@@ -33,8 +33,8 @@ def label_tokens(prompt: str | list[dict], labels, tokenizer) -> tuple[list[int]
     if isinstance(prompt, str):
         rows = [prompt_tokens(prompt + label, tokenizer) for label in labels]
     else:
-        plain = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
-        rows = [prompt_tokens(prompt, tokenizer) + plain(label) for label in labels]
+        begin = prompt_tokens(prompt, tokenizer)
+        rows = [begin + ids for ids in encode_responses(list(labels), tokenizer, False, 'chat')]
     n = len(os.path.commonprefix(rows))
     return rows[0][:n], [row[n:] for row in rows]
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TAGS', 'TURN', 'NEXT_TURN', 'SYSTEM', 'as_turn', 'with_space', 'without_space', 'turns_text', 'dialogue_text',
-           'parse_dialogue', 'prompt_messages', 'prompt_text', 'as_messages', 'without_thoughts', 'bare_prompt',
-           'with_instruction', 'check_messages', 'with_system']
+           'parse_dialogue', 'prompt_messages', 'prompt_text', 'as_messages', 'without_lead', 'without_thoughts',
+           'bare_prompt', 'with_instruction', 'check_messages', 'with_system']
 
 # %% ../../../nbs/core/data/dialogues.ipynb #354f822e
 import re
@@ -91,12 +91,17 @@ def as_messages(record: dict) -> list[dict]:
     return prompt_messages(record) or [dict(role='user', content=text)]
 
 
+def without_lead(text: str) -> str:
+    "A text without the empty lines or the single space before it; an indented line stays so."
+    return re.sub(r'\A(\s*\n| (?! ))', '', text)
+
+
 def without_thoughts(text: str, opened: bool = False) -> str:
     """An answer behind its thoughts, `<think>...</think>`, which the prompt may have `opened`;
     empty if they have no end."""
     head, closed, rest = text.partition('</think>')
     begun = opened or head.lstrip().startswith('<think>')
-    if closed and (begun or '<think>' not in head): return rest.lstrip()
+    if closed and (begun or '<think>' not in head): return without_lead(rest)
     return '' if begun else text
 
 

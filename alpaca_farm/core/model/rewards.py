@@ -50,7 +50,7 @@ def _encode_answers(model, tokenizer, records: list[dict], template: str = 'auto
         reads_end = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read no end
         ended = [reads_end and r.get('ended', True) for r in records]
         return (encode_prompts(records, tokenizer, template),
-                encode_responses(outputs, tokenizer, ended, template))
+                encode_responses(outputs, tokenizer, ended, template, records))
     if not records: return [], []
     first = ['\n\n'.join(filter(None, (prompt_text(r), r.get('input')))) for r in records]
     starts = [len(ids) for ids in tokenizer(first, split_special_tokens=True)['input_ids']]
