@@ -240,7 +240,8 @@ def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
         fill_disk(m, name)
         fail_full(lambda: run('full'))
     folder = tmp_path/'full'/'sft'
-    assert not list(folder.rglob('.*')) and not (folder/'summary.json').exists()
+    assert [p.name for p in folder.rglob('.*')] == ['.alpaca_farm-run.lock']   # of this process
+    assert not (folder/'summary.json').exists()
     assert name != 'model' or not (folder/'model').exists()
     for p in folder.rglob('*.json'): read_json(p)
     read_log(folder)

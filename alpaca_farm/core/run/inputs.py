@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from .execution import NotebookProcess
-from .files import lock_of, read_yaml
+from .files import locked, read_yaml
 from .identity import as_list, content_hash, notebook_hash, run_config, run_of
 from .paths import ask_hub, looks_like_hub, notebook_path, notebooks_folder
 from .settings import at_root, Config, refuse_unknown
@@ -95,7 +95,7 @@ def build(notebook: str, out: str, **settings):
     for path in (str(p) for value in settings.values() for p in as_list(value)):   # what it reads
         if path.startswith('runs/') and (known := recipe(path)): build(known[0], path, **known[1])
     output = Path(f'{at_root(out)}.txt')
-    with lock_of(output):
+    with locked(output):
         if is_fresh(out): return
         settings = run_config(out).get('given', settings)
         print(f'{out} is missing, unfinished, or made from earlier code or inputs: '

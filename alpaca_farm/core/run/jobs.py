@@ -139,8 +139,8 @@ def run_jobs(jobs: list[Job], workers: int = 0, name: str = 'runs', watch=lambda
                 else: running[job] = place.start(job, running)
             watch()
             if running: time.sleep(.2)
-            if running and time.time() - shown < 1: continue   # a look into all logs takes a while
-            shares, shown = {j: share_done(j) for j in running}, time.time()
+            if running and time.monotonic() - shown < 1: continue   # a look into all logs takes a while
+            shares, shown = {j: share_done(j) for j in running}, time.monotonic()
             todo = [j for j in jobs if j.out not in {*done, *failed}]
             work = sum(j.cost*(1 - shares.get(j, 0.)) for j in todo)
             longest = [chain(j) - j.cost*share for j, share in shares.items()]

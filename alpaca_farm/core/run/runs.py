@@ -6,16 +6,19 @@
 __all__ = ['read_log', 'read_summary', 'check_run_folder', 'Run', 'start']
 
 # %% ../../../nbs/core/run/runs.ipynb #f3907931
-import json, os, resource, shutil, sys, time
+import json, os, re, resource, sys, time
 from pathlib import Path
 
 from filelock import Timeout
 
 from .files import (
-    atomic_write, load_state, lock_of, PREFIX, read_json, save_state, write_json)
-from .identity import as_list, describe_run, run_config
+    atomic_write, digest, load_state, lock_of, names_file, PREFIX, read_json,
+    save_state, sweep, unlock, write_json)
+from .identity import (
+    as_list, content_hash, decisive, describe_run, run_config, written_hashes)
 from .inputs import ensure_inputs
 from .processes import gather_all, join_ranks, once, rank, written_once
+from .progress import tell
 from .settings import at_root, Config
 from .trackers import check_tracker, Tracking
 
@@ -32,21 +35,27 @@ def read_log(folder) -> list[dict]:
 def read_summary(folder) -> dict:
     "The final figures of a run; empty if it is not finished."
     path = at_root(folder)/'summary.json'
-    return read_json(path) if path.exists() else {}
+    found = read_json(path) if path.exists() else {}
+    return {k: v for k, v in found.items() if k != 'files'}   # their hashes
 
 # %% ../../../nbs/core/run/runs.ipynb #5ab7cd70
+def _check_writable(folder: Path):
+    "OSError if a folder cannot be written or made."
+    nearest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise OSError(f'out = {folder}: cannot write there ({nearest} is no folder, or read-only)')
+
+
 def check_run_folder(folder: Path, inputs: list[str] = ()):
     "An error if a run cannot write to a folder or must not; nothing is created or changed."
-    here = folder.resolve()
+    here = Path(os.path.realpath(folder))
     for p in [at_root(i).resolve() for i in inputs if i and ':' not in i]:
         if p.exists() and (here == p or p in here.parents or here in p.parents):
             raise ValueError(f'out = {folder}: it lies in the input {p}, or that in it')
     part = here.name.partition('-')[0] in ('model', 'adapter', 'checkpoint')
     if part and run_config(here.parent):
         raise ValueError(f'out = {folder}: this is a part of the run {here.parent}')
-    nearest = next(p for p in (here, *here.parents) if p.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise OSError(f'out = {folder}: cannot write there ({nearest} is no folder, or read-only)')
+    if not (here/'summary.json').exists(): _check_writable(here)
     others = here.is_dir() and any(not p.name.startswith(PREFIX) for p in here.iterdir())
     if others and not run_config(here):
         raise ValueError(f'out = {folder}: the folder holds files that do not belong to a run. '
@@ -56,48 +65,82 @@ def check_run_folder(folder: Path, inputs: list[str] = ()):
 def _lock(
     folder: Path,
     patience: float = 10.,  # seconds; a process whose parent was killed ends within two
-):
-    "Lock a run folder for this process, in which it may be locked again."
-    held = lock_of(folder)
-    if held.is_locked: return
-    try: return held.acquire(timeout=0)
-    except Timeout: print(f'another process is writing {folder}: waiting for it to end')
-    try: held.acquire(timeout=patience)
+) -> os.stat_result:   # of the lock's file
+    "Lock a run folder for this process; RuntimeError if another one keeps it."
+    held = lock_of(folder/'run')
+    held.release(force=True)   # an earlier run of this process that failed
+    folder.mkdir(parents=True, exist_ok=True)
+    try: held.acquire(timeout=0)
     except Timeout:
-        raise RuntimeError(f'another process is writing {folder}: '
-                           'wait for it or choose another out') from None
+        print(f'another process is writing {folder}: waiting for it to end')
+        try: held.acquire(timeout=patience)
+        except Timeout:
+            raise RuntimeError(f'another process is writing {folder}: '
+                               'wait for it or choose another out') from None
+    return os.stat(held.lock_file)
+
+
+def _wait_for_others(folder: Path):
+    "Wait for a process that is writing a run folder; RuntimeError if it does not end."
+    held = lock_of(folder/'run')
+    if os.path.exists(held.lock_file): _lock(folder)
+    held.release()
 
 # %% ../../../nbs/core/run/runs.ipynb #dc826cf0
+def _free_name(folder: Path) -> Path:
+    "The first of name~1, name~2, ... that is not taken."
+    names = (folder.with_name(f'{folder.name}~{k}') for k in range(1, 10**6))
+    return next(p for p in names if not os.path.lexists(p))
+
+
 class Run:
     "One run folder, from its first record to its summary."
     def __init__(self, cfg: Config, config: dict):
         self.cfg, self.config, self.folder = cfg, config, at_root(cfg.out)
         self.done, self.answered, self.begun, self.outdated = False, False, False, False
+        self.found = run_config(self.folder)   # when the run was started
+        self.lock, self.logged = None, None    # the lock's file, and the bytes of the log
         self.tracker = Tracking(cfg.tracker, self.folder, config.get('settings', {}))
         self.before = dict(cpu=0., wall=0.)
-        self.began, self.cpu = time.time(), time.process_time()
+        self.began, self.cpu = time.monotonic(), time.process_time()
 
     def path(self, name: str) -> Path:
         "A file of this run, which may be written from now on."
         if not self.begun and not self.done:
             self.begun = True
             self.begin()
+        self.check()
         return self.folder/name
+
+    def check(self):
+        "OSError if the folder or its log were removed or replaced since this run has begun."
+        held, log = Path(lock_of(self.folder.resolve()/'run').lock_file), self.folder/'log.jsonl'
+        if self.lock and not (held.exists() and os.path.samestat(held.stat(), self.lock)):
+            raise OSError(f'{self.folder} was removed or replaced while its run went on')
+        if self.logged and not (log.exists() and log.stat().st_size == self.logged):
+            raise OSError(f'{log} was removed or changed while its run went on')
+
+    def take(self):
+        "Lock the folder; RuntimeError if it is not as this run has found it."
+        self.lock = _lock(self.folder.resolve())
+        if run_config(self.folder) != self.found:
+            raise RuntimeError(f'another process has written {self.folder} since this run was '
+                               'started: start it again')
 
     @written_once
     def begin(self):
         "Prepare the folder for the first file."
         folder, self.begun = self.folder.resolve(), True
-        _lock(folder)
+        self.take()
         if self.outdated:
-            names = (f'{folder.name}~{k}' for k in range(1, 10**6))
-            kept = next(name for name in names if not folder.with_name(name).exists())
-            folder.rename(folder.with_name(kept))
-            print('settings, inputs or code have changed: the earlier run is kept as ' + kept)
-        folder.mkdir(parents=True, exist_ok=True)
-        for p in [*folder.glob(f'{PREFIX}*'), *folder.glob(f'checkpoint/{PREFIX}*')]:
-            shutil.rmtree(p) if p.is_dir() else p.unlink()   # what a killed run has left
-        write_json(folder/'config.json', self.config)
+            held, kept = lock_of(folder/'run'), _free_name(folder)
+            folder.rename(kept)
+            (kept/Path(held.lock_file).name).unlink()
+            self.found = {}
+            self.take()
+        sweep(folder)   # what a killed run has left
+        sweep(folder/'checkpoint')
+        if not self.done: write_json(folder/'config.json', self.config)
 
     @written_once
     def write(self, name: str, value):
@@ -107,13 +150,15 @@ class Run:
     def elapsed(self) -> dict[str, float]:
         "CPU and wall seconds of this run, including those before an interruption."
         return dict(cpu=self.before['cpu'] + time.process_time() - self.cpu,
-                    wall=self.before['wall'] + time.time() - self.began)
+                    wall=self.before['wall'] + time.monotonic() - self.began)
 
     @written_once
     def log(self, step: int, **record):
         "Append one record to `log.jsonl`, with the wall seconds since the start."
         line = json.dumps(dict(step=step, **record, wall=round(self.elapsed()['wall'], 3)))
-        with open(self.path('log.jsonl'), 'a', encoding='utf-8') as f: f.write(line + '\n')
+        path = self.path('log.jsonl')
+        with names_file(path), open(path, 'a', encoding='utf-8') as f: f.write(line + '\n')
+        self.logged = path.stat().st_size
         self.tracker.log(step, record)
 
     @written_once
@@ -133,6 +178,7 @@ class Run:
         text = ''.join(json.dumps(r) + '\n' for r in records)
         if rank()[0] == 0:
             with atomic_write(log) as p: p.write_text(text, encoding='utf-8')
+            self.logged = log.stat().st_size
         return state
 
     @written_once
@@ -147,12 +193,29 @@ class Run:
             peak['device_memory_gb'] = torch.cuda.max_memory_allocated()
         peak = {k: round(v / 2**30, 3) for k, v in peak.items()}
         write_json(self.path('config.json'), self.config)
-        write_json(self.path('summary.json'), summary | times | peak)
+        files = dict(files=written_hashes(self.folder))
+        write_json(self.path('summary.json'), summary | times | peak | files)
         self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
         self.tracker.finish(summary)
-        lock_of(self.folder.resolve()).release()
+        unlock(lock_of(self.folder.resolve()/'run'))
+        self.lock, self.logged = None, None
 
 # %% ../../../nbs/core/run/runs.ipynb #9621b0ff
+def _tell_move(cfg: Config, made_with: str):
+    "Say that the run in a folder is moved, and how both stay in their places."
+    given = ''.join(f'_{k}{v}' for k, v in cfg.changed().items() if k in decisive(cfg))
+    other = cfg.out + (re.sub('[^A-Za-z0-9_.-]+', '.', given)[:40] or '_2')
+    tell(f'{cfg.out} holds a run made with {made_with[:200]}: it is kept as '
+         f'{_free_name(at_root(cfg.out).resolve()).name}, and this one takes its place. '
+         f'To keep it there: -p out {other} (--out {other})')
+
+
+def _read_again(inputs: dict, own: list[str]):
+    "ValueError for a file that is not as the run that wrote it has left it."
+    for source in [*own, *(s for marks in inputs.values() for s in marks)]:
+        content_hash(source, again=True)
+
+
 def start(
     cfg: Config,
     train,            # the function whose code is the run's
@@ -161,22 +224,29 @@ def start(
     "The run of these settings and this code; `done` if finished, `answered` if nothing is left."
     join_ranks(cfg)
     inputs = [p for name in cfg.inputs for p in as_list(getattr(cfg, name))]
-    check_run_folder(at_root(cfg.out), inputs)
+    folder = at_root(cfg.out)
+    check_run_folder(folder, inputs)
     check_tracker(cfg.tracker)
+    before = run_config(folder).get('settings')
+    others = {k: v for k, v in decisive(cfg).items() if before and digest(before.get(k)) != digest(v)}
+    if others: _tell_move(cfg, ', '.join(f'{k} = {before.get(k)!r}' for k in others))
     once(ensure_inputs, cfg)
+    once(_wait_for_others, folder.resolve())
     run = Run(cfg, describe_run(cfg, train, reads))
-    if rank()[0] == 0: _lock(run.folder.resolve())
-    old, new = run_config(run.folder), run.config
+    old, new = run.found, run.config
     run.outdated = bool(old) and old['fingerprint'] != new['fingerprint']
-    run.done = bool(old) and not run.outdated and run.folder.joinpath('summary.json').exists()
+    run.done = bool(old) and not run.outdated and folder.joinpath('summary.json').exists()
+    run.answered = run.done and old['answers'] == new['answers']
     if len(set(gather_all(new['fingerprint']))) > 1:
         raise ValueError(f'out = {cfg.out}: code or inputs differ between its processes')
+    if run.outdated and not others: _tell_move(cfg, 'other inputs or code')
+    if not run.answered:
+        _check_writable(folder.resolve())
+        once(_read_again, new['inputs'], [f'{folder}/model'] if run.done else [])
     if not run.done: return run
-    run.answered = old['answers'] == new['answers']
     run.config = old | {k: new[k] for k in ('settings', 'given', 'inputs', 'answers')}
-    if run.answered:
-        if run.config != old: run.write('config.json', run.config)
-        lock_of(run.folder.resolve()).release()
+    renamed = run.answered and run.config != old and os.access(folder, os.W_OK)
+    if renamed: run.write('config.json', run.config)
     print(f'{cfg.out} is finished already: ' + ('nothing to do' if run.answered else
           'its evaluation split is answered again, since it or its settings have changed'))
     return run
