@@ -127,6 +127,10 @@ def ensure_inputs(cfg: Config, names: tuple = ()):
             known = name not in changed and ':' not in path and recipe(path)
             if not known: named.append((name, path))
             elif not is_fresh(path): stale[path] = known
+            else:
+                given = run_config(path)['given'].items()
+                others = [f'{k} = {v!r}' for k, v in given if known[1].get(k) != v]
+                if others: print(f'{name} = {path} was made with {", ".join(others)}')
     for name, path in named:
         cfg.check_path(name, path)
         run = run_of(path)
