@@ -38,6 +38,7 @@ def _from_gguf(file: Path) -> str:
     "The folder with a GGUF file's model; ImportError without the package gguf."
     from transformers import AutoModelForCausalLM, AutoTokenizer
     folder = cache_folder()/'gguf'/file_hash(file)[:12]
+    if folder.exists(): return str(folder)
     with locked(folder):
         if folder.exists(): return str(folder)
         if not find_spec('gguf'):

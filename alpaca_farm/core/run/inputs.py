@@ -135,7 +135,8 @@ def ensure_inputs(cfg: Config, names: tuple = ()):
         cfg.check_path(name, path)
         run = run_of(path)
         finished = run and (run/'summary.json').exists()
-        why = why_stale(run) if finished else ''
+        try: why = why_stale(run) if finished else ''
+        except ValueError as e: why = f'of what it was made from, {e}'
         if why: print(f'{name} = {path} is used as it is, but {why}')
         if run and not finished and not at_root(path).is_file():  # a file is whole
             raise ValueError(f'{name} = {path}: this run is not finished. Start it again with '

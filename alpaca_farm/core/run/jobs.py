@@ -136,13 +136,16 @@ def run_jobs(jobs: list[Job], workers: int = 0, name: str = 'runs', watch=lambda
                 if lost: failed[job.out] = f'{job.out}: not run, since {lost} is missing'
                 if missing & set(job.needs) or not place.fits(job, running): continue
                 try: fresh = is_fresh(job.out, job.settings)
-                except ValueError as e: failed[job.out] = f'{job.out}: {e}'   # a damaged input
-                else:
-                    if fresh and not _cell_error(job): done.add(job.out)
-                    else: running[job] = place.start(job, running)
-                    if not fresh and is_fresh(job.out):
-                        print(f'{job.out} was made with other settings: it is kept as '
-                              f'{free_name(at_root(job.out)).name}, and made again')
+                except ValueError as e:   # a damaged input
+                    failed[job.out] = f'{job.out}: {e}'
+                    continue
+                if fresh and not _cell_error(job):
+                    done.add(job.out)
+                    continue
+                if not fresh and is_fresh(job.out):
+                    print(f'{job.out} was made with other settings: it is kept as '
+                          f'{free_name(at_root(job.out)).name}, and made again')
+                running[job] = place.start(job, running)
             watch()
             if running: time.sleep(.2)
             if running and time.monotonic() - shown < 1: continue   # a look into all logs takes a while

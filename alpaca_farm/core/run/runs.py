@@ -83,8 +83,9 @@ def _lock(
 def _wait_for_others(folder: Path):
     "Wait for a process that is writing a run folder; RuntimeError if it does not end."
     held = lock_of(folder/'run')
-    if os.path.exists(held.lock_file): _lock(folder)
-    held.release()
+    if not os.access(held.lock_file, os.W_OK): return   # there is none, or the disk is read-only
+    _lock(folder)
+    unlock(held)
 
 # %% ../../../nbs/core/run/runs.ipynb #dc826cf0
 def free_name(folder: Path) -> Path:
@@ -99,6 +100,7 @@ class Run:
         self.cfg, self.config, self.folder = cfg, config, at_root(cfg.out)
         self.done, self.answered, self.begun, self.outdated = False, False, False, False
         self.found = run_config(self.folder)   # when the run was started
+        self.held = lock_of(self.folder.resolve()/'run')
         self.lock, self.logged = None, None    # the lock's file, and the bytes of the log
         self.tracker = Tracking(cfg.tracker, self.folder, config.get('settings', {}))
         self.before = dict(cpu=0., wall=0.)
@@ -114,7 +116,7 @@ class Run:
 
     def check(self):
         "OSError if the folder or its log were removed or replaced since this run has begun."
-        held, log = Path(lock_of(self.folder.resolve()/'run').lock_file), self.folder/'log.jsonl'
+        held, log = Path(self.held.lock_file), self.folder/'log.jsonl'
         if self.lock and not (held.exists() and os.path.samestat(held.stat(), self.lock)):
             raise OSError(f'{self.folder} was removed or replaced while its run went on')
         if self.logged and not (log.exists() and log.stat().st_size == self.logged):
@@ -133,9 +135,8 @@ class Run:
         folder, self.begun = self.folder.resolve(), True
         self.take()
         if self.outdated:
-            held, kept = lock_of(folder/'run'), free_name(folder)
-            folder.rename(kept)
-            (kept/Path(held.lock_file).name).unlink()
+            kept = folder.rename(free_name(folder))
+            (kept/Path(self.held.lock_file).name).unlink()
             self.found = {}
             self.take()
         sweep(folder)   # what a killed run has left
@@ -197,7 +198,7 @@ class Run:
         write_json(self.path('summary.json'), summary | times | peak | files)
         self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
         self.tracker.finish(summary)
-        unlock(lock_of(self.folder.resolve()/'run'))
+        unlock(self.held)
         self.lock, self.logged = None, None
 
 # %% ../../../nbs/core/run/runs.ipynb #9621b0ff
@@ -214,10 +215,11 @@ def _tell_move(
          f'To keep both in place, add -p out {other} (python -m: --out)')
 
 
-def _read_again(inputs: dict, own: list[str]):
-    "ValueError for a file that is not as the run that wrote it has left it."
-    for source in [*own, *(s for marks in inputs.values() for s in marks)]:
-        content_hash(source, again=True)
+def _read_again(run: Run):
+    "ValueError for an input, or a model to answer with, that is not as its run has left it."
+    for name in run.cfg.inputs:
+        for source in run.config['inputs'].get(name, {}): content_hash(source, again=True)
+    if run.done: content_hash(f'{run.folder}/model', again=True)
 
 
 def start(
@@ -231,9 +233,9 @@ def start(
     folder = at_root(cfg.out)
     check_run_folder(folder, inputs)
     check_tracker(cfg.tracker)
-    made = run_config(folder).get('settings')
-    others = {k: made.get(k) for k, v in decisive(cfg).items()
-              if made and digest(made.get(k)) != digest(v)}
+    own = decisive(cfg)
+    made = run_config(folder).get('settings', own)
+    others = {k: made.get(k) for k in own if digest(made.get(k)) != digest(own[k])}
     if others: _tell_move(cfg, others)
     once(ensure_inputs, cfg)
     once(_wait_for_others, folder.resolve())
@@ -247,7 +249,7 @@ def start(
     if run.outdated and not others: _tell_move(cfg, {})
     if not run.answered:
         _check_writable(folder.resolve())
-        once(_read_again, new['inputs'], [f'{folder}/model'] if run.done else [])
+        once(_read_again, run)
     if not run.done: return run
     run.config = old | {k: new[k] for k in ('settings', 'given', 'inputs', 'answers')}
     renamed = run.answered and run.config != old and os.access(folder, os.W_OK)
