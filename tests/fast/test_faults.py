@@ -330,7 +330,7 @@ def test_a_kill_while_a_model_is_replaced_loses_nothing(tmp_path, seconds):
         try: write('new')
         finally: os._exit(1)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    files.sweep(tmp_path/'run')
+    files.tidy(tmp_path/'run')
     assert {p.name: p.read_text() for p in (tmp_path/'run').rglob('*') if p.is_file()} == dict(
         weights='old', notes='mine')
 

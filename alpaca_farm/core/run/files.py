@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PREFIX', 'temporary_path', 'names_file', 'atomic_write', 'write_json', 'read_json', 'read_yaml', 'remove',
-           'atomic_folder', 'sweep', 'digest', 'cache_folder', 'file_hash', 'lock_of', 'unlock', 'locked', 'save_state',
+           'atomic_folder', 'tidy', 'digest', 'cache_folder', 'file_hash', 'lock_of', 'unlock', 'locked', 'save_state',
            'open_tensors', 'load_state', 'append_lines', 'read_lines']
 
 # %% ../../../nbs/core/run/files.ipynb #aaceba8c
@@ -106,7 +106,7 @@ def atomic_folder(folder: Path):
     finally: shutil.rmtree(temporary, ignore_errors=True)
 
 
-def sweep(folder: Path):
+def tidy(folder: Path):
     "Put back what a killed process had set aside in a folder, and remove its temporary files."
     for p in folder.glob(f'{PREFIX}old/*'):
         if not (folder/p.name).exists(): p.rename(folder/p.name)

@@ -13,7 +13,7 @@ from filelock import Timeout
 
 from .files import (
     atomic_write, digest, load_state, lock_of, names_file, PREFIX, read_json,
-    save_state, sweep, unlock, write_json)
+    save_state, tidy, unlock, write_json)
 from .identity import (
     as_list, content_hash, decisive, describe_run, run_config, written_hashes)
 from .inputs import ensure_inputs
@@ -139,8 +139,8 @@ class Run:
             (kept/Path(self.held.lock_file).name).unlink()
             self.found = {}
             self.take()
-        sweep(folder)   # what a killed run has left
-        sweep(folder/'checkpoint')
+        tidy(folder)   # what a killed run has left
+        tidy(folder/'checkpoint')
         if not self.done: write_json(folder/'config.json', self.config)
 
     @written_once
