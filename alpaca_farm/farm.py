@@ -88,7 +88,7 @@ def run(cfg: FarmConfig):
     check_run_folder(at_root(cfg.out))
     for name in cfg.annotator_fields:   # what cannot be loaded is refused before any run
         if getattr(cfg, name): load_annotators(getattr(cfg, name), cfg)
-    began = time.time()
+    began = time.monotonic()
     jobs = [job for k in range(cfg.seeds) for job in farm_jobs(cfg, k)]
     failed = run_jobs(jobs, name='farm', place=machines(cfg.address, cfg.workers))
     made = tuple(job.out for job in jobs if read_summary(job.out))
@@ -98,6 +98,7 @@ def run(cfg: FarmConfig):
     folder = start(cfg, run, made)
     if folder.done: return folder
     folder.load()
+    folder.before['wall'] = folder.began - began   # that of the runs
 
     # boards and figures are written even if some runs failed
     by = dict(crowd='held_out', pool='pool', utility='gold')   # who judges, by column
@@ -121,8 +122,6 @@ def run(cfg: FarmConfig):
         reward_model_accuracy=rm['accuracy_majority'], reward_model_label_accuracy=rm['accuracy'],
         reward_model_ceiling=rm['accuracy_ceiling'],
         job_cpu_seconds=sum(read_summary(run)['cpu_seconds'] for run in made))
-    seconds = round(time.time() - began, 1)
-    folder.write('summary.json', read_summary(folder.folder) | dict(seconds=seconds))
     return folder
 
 # %% ../nbs/farm.ipynb #eb019c70

@@ -272,7 +272,9 @@ def answer_again(
     cfg, old = run.cfg, read_summary(run.folder)
     load = partial(load_policy, cfg=cfg, train=True, frozen=True)
     reference, plain = load(cfg.policy) if 'kl' in names else (None, None)
-    figures = answer_eval_split(*load(str(run.folder)), run, reference, plain) | more()
+    policy, tokenizer = load(str(run.folder))
+    run.begin()
+    figures = answer_eval_split(policy, tokenizer, run, reference, plain) | more()
     if not cfg.eval_split: once(run.path('outputs.json').unlink, True)
     run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
     left_out = *names, 'peak_memory_gb', 'device_memory_gb'

@@ -210,7 +210,7 @@ def test_a_restart_waits_for_what_still_writes(tmp_path, capsys):
         assert other.stdout.readline() == '1\n'
         if seconds == 1:
             runs._lock(run, patience)
-            runs.lock_of(run).release()
+            runs.unlock(runs.lock_of(run/'run'))
         else:
             with pytest.raises(RuntimeError, match='another process'): runs._lock(run, patience)
         assert 'waiting for it to end' in capsys.readouterr().out

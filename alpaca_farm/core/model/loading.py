@@ -15,7 +15,7 @@ import torch
 
 from .adapters import add_saved, base_of, is_adapter, merge, state_of
 from ..run.files import (
-    cache_folder, file_hash, lock_of, open_tensors, read_json, temporary_path)
+    atomic_folder, cache_folder, file_hash, locked, open_tensors, read_json)
 from .memory import check_memory
 from ..run.paths import ask_hub, at_root, hub_snapshot, looks_like_hub
 from ..run.settings import Config
@@ -38,12 +38,13 @@ def _from_gguf(file: Path) -> str:
     "The folder with a GGUF file's model; ImportError without the package gguf."
     from transformers import AutoModelForCausalLM, AutoTokenizer
     folder = cache_folder()/'gguf'/file_hash(file)[:12]
-    with lock_of(folder):
+    if folder.exists(): return str(folder)
+    with locked(folder):
         if folder.exists(): return str(folder)
         if not find_spec('gguf'):
             raise ImportError(f'{file}: reading it takes the extra gguf (pip install gguf)')
         print(f'{file} is written to {folder} as safetensors')
-        temporary, source = temporary_path(folder), dict(gguf_file=file.name)
+        source = dict(gguf_file=file.name)
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 file.parent, dtype=torch.float32, output_loading_info=True, **source)
@@ -54,9 +55,9 @@ def _from_gguf(file: Path) -> str:
             raise ValueError(f'{file} cannot be read: {str(e).splitlines()[0]}') from e
         del model.config.quantization_config   # these weights are not quantised any more
         model.hf_quantizer = None
-        model.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-        temporary.rename(folder)
+        with atomic_folder(folder) as temporary:
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
     return str(folder)
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from .adapters import (add_adapter, add_saved, autocast, base_mark, base_of,
     checkpoint_layers, inherit_state, is_adapter, lora_config, save_adapter, state_of, view)
-from ..run.files import read_json, temporary_path, write_json
+from ..run.files import atomic_folder, read_json, remove, write_json
 from ..functional import head_logits, selected_logprobs
 from .loading import (device_of, dtype_of, load_model, load_tokenizer,
     loading_options, model_path, no_progress_bars, place_model, register_scalar_class)
@@ -285,16 +285,14 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 
 @written_once
 def _write_model(model, tokenizer, run, name: str, weights: dict | None = None):
-    import shutil
     folder, cfg = run.path(name), run.cfg
-    temporary, old = temporary_path(folder), temporary_path(folder.with_name(f'old-{name}'))
     data, dtype = getattr(cfg, 'data', ''), None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
     card = CARD.format(notebook=run.config['notebook'], name=run.folder.name,
                        fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
     no_progress_bars()
     if model.can_generate() and (ends := end_tokens(model, tokenizer)) != end_tokens(model):
         model.generation_config.eos_token_id = ends
-    try:
+    with atomic_folder(folder) as temporary:
         if state_of(model).adapter is not None: save_adapter(model, temporary)
         elif not weights and dtype in (None, model.dtype): model.save_pretrained(temporary)
         else:
@@ -305,13 +303,9 @@ def _write_model(model, tokenizer, run, name: str, weights: dict | None = None):
             write_json(temporary/'config.json', read_json(temporary/'config.json') | written)
         tokenizer.save_pretrained(temporary)
         (temporary/'README.md').write_text(card, encoding='utf-8')
-        if folder.exists(): folder.rename(old)   # while it were deleted, a kill would lose both
-        temporary.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-        if limit := getattr(cfg, 'save_total_limit', 0):
-            steps = [p for p in run.folder.glob('model-*') if p.name[6:].isdecimal()]
-            for p in sorted(steps, key=lambda p: int(p.name[6:]))[:-limit]: shutil.rmtree(p)
-    finally: shutil.rmtree(temporary, ignore_errors=True)
+    if limit := getattr(cfg, 'save_total_limit', 0):
+        steps = [p for p in run.folder.glob('model-*') if p.name[6:].isdecimal()]
+        for p in sorted(steps, key=lambda p: int(p.name[6:]))[:-limit]: remove(p)
 
 
 def save_model(model, tokenizer, run, name: str = 'model', whole: bool = True):

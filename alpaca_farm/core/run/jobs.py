@@ -15,7 +15,7 @@ from .execution import NotebookProcess
 from .files import read_json
 from .identity import run_config
 from .progress import Progress
-from .runs import read_log, read_summary
+from .runs import free_name, read_log, read_summary
 from .settings import at_root
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20
@@ -135,12 +135,21 @@ def run_jobs(jobs: list[Job], workers: int = 0, name: str = 'runs', watch=lambda
                 lost = next((need for need in job.needs if need in failed), '')
                 if lost: failed[job.out] = f'{job.out}: not run, since {lost} is missing'
                 if missing & set(job.needs) or not place.fits(job, running): continue
-                if is_fresh(job.out, job.settings) and not _cell_error(job): done.add(job.out)
-                else: running[job] = place.start(job, running)
+                try: fresh = is_fresh(job.out, job.settings)
+                except ValueError as e:   # a damaged input
+                    failed[job.out] = f'{job.out}: {e}'
+                    continue
+                if fresh and not _cell_error(job):
+                    done.add(job.out)
+                    continue
+                if not fresh and is_fresh(job.out):
+                    print(f'{job.out} was made with other settings: it is kept as '
+                          f'{free_name(at_root(job.out)).name}, and made again')
+                running[job] = place.start(job, running)
             watch()
             if running: time.sleep(.2)
-            if running and time.time() - shown < 1: continue   # a look into all logs takes a while
-            shares, shown = {j: share_done(j) for j in running}, time.time()
+            if running and time.monotonic() - shown < 1: continue   # a look into all logs takes a while
+            shares, shown = {j: share_done(j) for j in running}, time.monotonic()
             todo = [j for j in jobs if j.out not in {*done, *failed}]
             work = sum(j.cost*(1 - shares.get(j, 0.)) for j in todo)
             longest = [chain(j) - j.cost*share for j, share in shares.items()]
