@@ -72,6 +72,13 @@ def test_the_first_step(base, tmp_path, flip_rate):
     assert all(r['predicted'] <= 1 - flip_rate for r in rows)
 
 
+def test_scores_that_are_equal_keep_their_unit(base, tmp_path):
+    "A head of zeros that learns nothing: its scores are not divided by their deviation, 0."
+    folder = rm.train(config(base, tmp_path/'rm', learning_rate=0.)).folder
+    found = read_json(folder/'model'/'config.json')
+    assert (found['reward_mean'], found['reward_std']) == (0, 1)
+
+
 def test_a_missing_margin_fails_before_any_work(base, tmp_path):
     with pytest.raises(ValueError, match='gap = None'):
         rm.train(config(base, tmp_path/'rm', margin_field='gap'))
