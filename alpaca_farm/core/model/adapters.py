@@ -115,10 +115,7 @@ def add_adapter(model, name: str, config, seed: int = 0):
     head = model.get_output_embeddings()
     if head is not None:   # a frozen matrix is copied for each row of states that are not contiguous
         head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
-    if hasattr(new, 'score'):
-        new.score.float().requires_grad_(True)
-        convert = lambda head, inputs: (inputs[0].to(head.weight.dtype),)
-        if hasattr(new.score, 'weight'): new.score.register_forward_pre_hook(convert)
+    if hasattr(new, 'score'): new.score.requires_grad_(True)
     return new
 
 # %% ../../../nbs/core/model/adapters.ipynb #ada00013

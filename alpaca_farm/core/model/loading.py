@@ -154,6 +154,34 @@ def loading_options(spec: str, cfg: Config, train: bool, checked: bool = True) -
     return dict(options, quantization_config=quantization, device_map={'': device_of(cfg)})
 
 # %% ../../../nbs/core/model/loading.ipynb #ada10002
+def _saved_weights(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
+    "The weights of some names in a model's files, in the precision that they have there."
+    path, found = at_root(folder), {}
+    if names and not path.is_dir(): path = Path(hub_snapshot(folder))
+    for file in path.glob('*.safetensors'):
+        with open_tensors(file) as f: found |= {k: f.get_tensor(k) for k in names & set(f.keys())}
+    return found
+
+
+@torch.no_grad()
+def _keep_head(model, folder: str):
+    "Let what follows a scalar model's trunk be in float32, with the weights of its files."
+    trunk = f'{model.base_model_prefix}.'
+    weights = {n: p for n, p in model.named_parameters() if not n.startswith(trunk)}
+    for part in model.children():
+        if part is model.base_model: continue
+        part.float().register_forward_pre_hook(lambda _, given: (given[0].float(), *given[1:]))
+    for name, saved in _saved_weights(folder, set(weights)).items(): weights[name].copy_(saved)
+
+
+def _embeddings_are_tied(model, folder: str, unexpected: set[str]) -> bool:
+    "Whether a model's embeddings are the head of a language model, whatever its configuration says."
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    if head is not None: return head.weight is table
+    saved = _saved_weights(folder, unexpected).values()   # of a scalar model: a head not loaded
+    return all(w.shape != table.shape or torch.equal(w.to(table), table) for w in saved)
+
+
 def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (), **options):
     """A model of a class of transformers, with the adapter added to its weights if `spec` is
     one; the weights `fresh` may be missing. ValueError if it cannot be loaded or its files lack
@@ -191,6 +219,10 @@ def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (),
     if 'score.weight' in info['unexpected_keys']:
         raise ValueError(f'{spec} holds a reward model, not a policy')
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
+    if 'num_labels' in options and dtype != torch.float32: _keep_head(model, folder)
+    config = model.config.get_text_config()
+    if getattr(config, 'tie_word_embeddings', False):
+        config.tie_word_embeddings = _embeddings_are_tied(model, folder, info['unexpected_keys'])
     return model
 
 # %% ../../../nbs/core/model/loading.ipynb #cb47d9bb
