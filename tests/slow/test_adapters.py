@@ -95,8 +95,8 @@ def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
     torch.testing.assert_close(sequence_logprobs(unmerged, batch),
                                sequence_logprobs(merged, batch), rtol=1e-4, atol=1e-4)
     assert read_summary(cfg.out)['nll'] < read_summary(cfg.out)['nll_before']
-    by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base/'world/model'),
-                                        tmp_path/'sft/adapter').eval()
+    plain = AutoModelForCausalLM.from_pretrained(base/'world/model', trust_remote_code=False)
+    by_peft = PeftModel.from_pretrained(plain, tmp_path/'sft/adapter').eval()
     with torch.no_grad():
         torch.testing.assert_close(by_peft(batch['ids']).logits, merged(batch['ids']).logits,
                                    rtol=1e-3, atol=1e-4)

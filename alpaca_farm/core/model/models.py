@@ -18,7 +18,7 @@ from .adapters import (add_adapter, add_saved, autocast, base_mark, base_of,
     checkpoint_layers, inherit_state, is_adapter, lora_config, save_adapter, state_of, view)
 from ..run.files import read_json, temporary_path, write_json
 from ..functional import head_logits, selected_logprobs, widen
-from .loading import (device_of, dtype_of, load_model, load_tokenizer,
+from .loading import (device_of, dtype_of, from_files, load_model, load_tokenizer,
     loading_options, model_path, no_progress_bars, place_model, register_scalar_class)
 from .memory import pass_limits
 from .packing import (attention_window, computed_at, pack, packed_states,
@@ -118,9 +118,10 @@ def scalar_on(policy, name: str, spec: str, cfg: Config):
         named = read_json(folders[0]/'adapter_config.json')['base_model_name_or_path']
         if at_root(named) != at_root(base): return
         base_of(folders[0])   # the same weights still
-    config = AutoConfig.from_pretrained(folders[0] if spec else base, num_labels=1)
+    config = from_files(AutoConfig, str(folders[0] if spec else base), num_labels=1)
     if config.num_hidden_layers != policy.config.num_hidden_layers: return
-    with torch.device('meta'): model = AutoModelForSequenceClassification.from_config(config)
+    with torch.device('meta'):
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
     setattr(model, model.base_model_prefix, policy.base_model)
     model.config._attn_implementation = policy.config._attn_implementation   # it makes the masks
     inherit_state(model, policy, adapter=None, before=None, sampler=None)
