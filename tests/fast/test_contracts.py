@@ -265,7 +265,7 @@ def test_a_name_means_one_thing():
     assert {n: m for n, m in where.items() if len(m) > 1 and n not in ('train', 'run')} == {}
 
 
-UNSAFE = r'trust_remote_code=(?!False)|\bpickle\b|torch\.load\b|torch\.save\b|\bmarshal\b|shell=True'
+UNSAFE = r'trust_remote_code=(?!False)|\bpickle\b|torch\.(load|save)\b|\bmarshal\b|shell=True'
 
 
 @each_module

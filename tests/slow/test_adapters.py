@@ -199,7 +199,8 @@ def test_what_peft_cannot_adapt_is_refused_by_the_setting():
     ('llama', 'q_proj, v_prog', 'v_prog is no .* Did you mean v_proj?'),
     ('llama', 'v_prog', 'v_prog is no .* Did you mean v_proj?'),
     ('llama', 'q_proj, norm', 'RMSNorm.* not supported'), ('gpt2', 'c_attn, wte', 'wte is no'),
-    ('mixtral', 'q_proj, w1', 'without also targeting w3'), ('mixtral', 'experts, q_proj', 'Experts')])
+    ('mixtral', 'q_proj, w1', 'without also targeting w3'),
+    ('mixtral', 'experts, q_proj', 'Experts')])
 def test_targets_without_an_adapter_are_refused_by_name(family, targets, message):
     "In one line, and not passed over."
     config = lora_config(config_of(lora_rank=3, lora_targets=targets))

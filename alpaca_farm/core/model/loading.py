@@ -189,7 +189,7 @@ def _keep_head(model, folder: str):
 
 
 def _embeddings_are_tied(model, folder: str, unexpected: set[str]) -> bool:
-    "Whether a model's embeddings are the head of a language model, whatever its configuration says."
+    "Whether a language model's head is its embeddings, whatever the configuration says."
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     if head is not None: return head.weight is table
     saved = _saved_weights(folder, unexpected).values()   # of a scalar model: a head not loaded
