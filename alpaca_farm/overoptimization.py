@@ -22,6 +22,7 @@ from .core.data.comparisons import answer_preferences
 from .core.data.records import find_file, read_rows
 from .core.run.identity import run_config, run_of
 from .core.ask.judge_configs import JudgedConfig
+from .core.functional import has_spread
 from .core.model.models import load_policy
 from .core.data.preferences import check_preferences
 from .core.run.progress import Progress
@@ -67,7 +68,7 @@ def _score_bank(bank: list[dict], score) -> np.ndarray:
 def standard_reward(score, bank: list[dict]) -> tuple:
     "A reward in standard deviations of the bank: a function of records, and the bank's scores."
     raw = _score_bank(bank, score)
-    mean, sd = raw.mean(), raw.std()
+    mean, sd = raw.mean(), raw.std() if has_spread(raw) else 1.
     return lambda records: (np.array(score(records)) - mean)/sd, (raw - mean)/sd
 
 # %% ../nbs/overoptimization.ipynb #db9e5359
@@ -81,7 +82,8 @@ def _curve_point(proxy, utility, crowd, **columns) -> dict:
 # %% ../nbs/overoptimization.ipynb #1547a3d0
 def _proxy_utility_correlation(proxy: np.ndarray, utility: np.ndarray) -> float:
     "Pearson's correlation within instructions, (instructions, answers) each; nan if constant."
-    p, g = (x - x.mean(1, keepdims=True) for x in (proxy, utility))
+    p, g = ((x - x.mean(1, keepdims=True))*(np.ptp(x, 1, keepdims=True) > 0)
+            for x in (proxy, utility))
     with np.errstate(invalid='ignore', divide='ignore'):
         return float((p * g).sum() / np.sqrt((p**2).sum() * (g**2).sum()))
 

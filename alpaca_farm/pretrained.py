@@ -92,7 +92,7 @@ def run(cfg: PretrainedConfig):
             weight = _released_weight(name, weight, read(base, name))
         total += weight.double().sum().item()
         if key == 'reward_head.bias': bias = weight.item()
-        elif key == 'reward_head.weight': weights['score.weight'] = weight.to(dtype)
+        elif key == 'reward_head.weight': weights['score.weight'] = weight
         elif key != 'backbone_model.lm_head.weight':   # which a reward model has no use for
             weights[name] = weight.to(dtype)
     sums = total, total + rotary_sum(config)

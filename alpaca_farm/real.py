@@ -21,6 +21,7 @@ from .boards.leaderboards import leaderboard_figure
 from .core.answers import mean
 from .core.data.candidates import candidate_pair
 from .core.data.comparisons import output_texts
+from .core.functional import has_spread
 from .core.run.files import read_json, read_yaml, write_json
 from .core.run.jobs import Job, run_or_fail
 from .core.run.paths import at_root, notebooks_folder
@@ -99,7 +100,8 @@ class WordModel:
         self.total = sum(len(_words(t)) for t in texts)
         self.size = 1 + sum(len(g) == 1 for g in self.seen)
         scores = [self.likelihood(t) for t in apart or texts]
-        self.mean, self.sd = float(np.mean(scores)), float(np.std(scores)) or 1.
+        self.mean, self.sd = float(np.mean(scores)), float(np.std(scores))
+        if not has_spread(scores): self.sd = 1.
 
     @staticmethod
     def trigrams(text: str) -> list[tuple]:

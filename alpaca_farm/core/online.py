@@ -19,6 +19,7 @@ from .answers import (answer_eval_split, AnswerConfig, fitting_prompts, load_spl
 from .data.comparisons import pair_up, with_verdict
 from .data.records import prompt_key
 from .ask.judge_configs import JudgedConfig
+from .functional import has_spread
 from .model.loading import dtype_of
 from .model.memory import pass_limits
 from .model.models import load_policy, save_model
@@ -139,8 +140,7 @@ def rollout_scores(
     scores = torch.tensor(reward(answered), dtype=torch.float)
     if cfg.standardise:
         if 'reward_std' not in scale:
-            std = scores.std().item()
-            if not std > 1e-6: std = 1.  # all scores are equal: they are not rescaled
+            std = scores.std().item() if has_spread(scores) else 1.
             scale.update(reward_mean=scores.mean().item(), reward_std=std)
         scores = (scores - scale['reward_mean']) / scale['reward_std']
     ended = torch.tensor([r['ended'] for r in answered])

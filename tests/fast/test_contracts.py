@@ -265,7 +265,7 @@ def test_a_name_means_one_thing():
     assert {n: m for n, m in where.items() if len(m) > 1 and n not in ('train', 'run')} == {}
 
 
-UNSAFE = r'trust_remote_code|\bpickle\b|torch\.load\b|torch\.save\b|\bmarshal\b|shell=True'
+UNSAFE = r'trust_remote_code=(?!False)|\bpickle\b|torch\.(load|save)\b|\bmarshal\b|shell=True'
 
 
 @each_module
@@ -279,3 +279,13 @@ def test_a_module_has_a_docstring_short_lines_and_nothing_unsafe(path):
     # of what is written: nbdev wraps `__all__` in its own way
     written = re.sub(r'^__all__ = \[.*?\]$', '', text, flags=re.M | re.S)
     assert [l for l in written.splitlines() if len(l) > 110] == []
+
+
+def test_who_reads_a_model_refuses_its_code():
+    "On a terminal transformers asks whether to execute it, unless a call says that it must not."
+    kinds = r'\b(?:Auto\w+|kind)\.from_(?:%s)\((?:[^()]|\([^()]*\))*\)'
+    texts = [p.read_text(encoding='utf-8') for p in (tiny.ROOT/'tests').rglob('*.py')]
+    texts += [source(c) for p in NOTEBOOKS for c in cells(p)]
+    calls = [c for text in texts for c in re.findall(kinds % 'pretrained', text)]
+    for p in MODULES: calls += re.findall(kinds % 'config', p.read_text(encoding='utf-8'))
+    assert len(calls) > 9 and [c for c in calls if 'trust_remote_code=False' not in c] == []

@@ -518,3 +518,35 @@ def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
     for policy, error, message in ((tmp_path/'sft', ValueError, 'model.safetensors is damaged'),
                                    (base/'annotators', FileNotFoundError, 'there is no model')):
         refused('best_of_n', base, tmp_path, error, message, policy=str(policy))
+
+
+CODE = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+class OwnConfig(LlamaConfig): model_type = 'own_kind'
+class OwnTokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+@pytest.mark.parametrize('file, settings', [
+    ('config.json', dict(model_type='own_kind', auto_map=dict(AutoConfig='own.OwnConfig'))),
+    ('tokenizer_config.json', dict(tokenizer_class='OwnTokenizer',
+                                   auto_map=dict(AutoTokenizer=[None, 'own.OwnTokenizer'])))])
+def test_code_that_comes_with_a_model_is_neither_executed_nor_asked_about(
+        base, tmp_path, file, settings, monkeypatch):
+    "Each kind of run refuses it in one line, before it is trained; a terminal would say y."
+    asked, folder = [], tmp_path/'it'
+    monkeypatch.setattr(builtins, 'input', lambda *text: asked.append(text) or 'y')
+    shutil.copytree(base/'sft'/'model', folder)
+    (folder/file).write_text(json.dumps(read_json(folder/file) | settings))
+    (folder/'own.py').write_text(CODE.format(marker=str(tmp_path/'executed')))
+    given = dict(policy=str(folder), out=str(tmp_path/'out'))
+    runs = [('sft', given), ('reward_model', given), ('dpo', given), ('ppo', given),
+            ('ppo', given | dict(policy=str(base/'sft'), reward_model=str(folder))),
+            ('best_of_n', given), ('dpo', given | dict(lora_rank=2))]
+    for notebook, more in runs:
+        with pytest.raises(ValueError, match='code of its own, which is not executed') as e:
+            tiny.run(notebook, base, **more)
+        assert '\n' not in str(e.value) and str(folder) in str(e.value)
+    assert not asked and not (tmp_path/'executed').exists()

@@ -207,6 +207,14 @@ def test_an_encoder_scores(name, tmp_path, capsys):
     assert value.config.model_type == 'llama'
 
 
+@pytest.mark.parametrize('name', ['bert', 'deberta-v2', 'roberta'])
+def test_an_encoder_in_bfloat16_has_a_classifier_in_float32(name, tmp_path):
+    "Its scores are as many as the texts."
+    folder, *_ = encoder(tmp_path, name)
+    records = [dict(instruction='say', output=f'{i} of {i*i}') for i in range(200)]
+    assert len(set(reward(folder, sft.SFTConfig(device='cpu', dtype='bfloat16'))(records))) == 200
+
+
 def test_a_model_of_another_kind_is_refused_by_name(tmp_path):
     from transformers import T5Config, T5ForConditionalGeneration
     T5ForConditionalGeneration(T5Config(vocab_size=64, d_model=16, num_layers=1, num_heads=2,

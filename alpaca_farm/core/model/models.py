@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CARD', 'load_policy', 'load_reference', 'load_scalar', 'scalar_on', 'before', 'hidden_states', 'answer_states',
-           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'next_log_odds', 'sequence_scores',
-           'values', 'unique_weights', 'save_model']
+           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'next_log_odds', 'head_values',
+           'sequence_scores', 'values', 'unique_weights', 'save_model']
 
 # %% ../../../nbs/core/model/models.ipynb #9473f1c0
 import copy, os
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from .adapters import (add_adapter, add_saved, autocast, base_mark, base_of,
     checkpoint_layers, inherit_state, is_adapter, lora_config, save_adapter, state_of, view)
 from ..run.files import atomic_folder, read_json, remove, write_json
-from ..functional import head_logits, selected_logprobs
-from .loading import (device_of, dtype_of, load_model, load_tokenizer,
+from ..functional import head_logits, selected_logprobs, widen
+from .loading import (device_of, dtype_of, from_files, load_model, load_tokenizer,
     loading_options, model_path, no_progress_bars, place_model, register_scalar_class)
 from .memory import pass_limits
 from .packing import (attention_window, computed_at, pack, packed_states,
@@ -118,9 +118,10 @@ def scalar_on(policy, name: str, spec: str, cfg: Config):
         named = read_json(folders[0]/'adapter_config.json')['base_model_name_or_path']
         if at_root(named) != at_root(base): return
         base_of(folders[0])   # the same weights still
-    config = AutoConfig.from_pretrained(folders[0] if spec else base, num_labels=1)
+    config = from_files(AutoConfig, str(folders[0] if spec else base), num_labels=1)
     if config.num_hidden_layers != policy.config.num_hidden_layers: return
-    with torch.device('meta'): model = AutoModelForSequenceClassification.from_config(config)
+    with torch.device('meta'):
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
     setattr(model, model.base_model_prefix, policy.base_model)
     model.config._attn_implementation = policy.config._attn_implementation   # it makes the masks
     inherit_state(model, policy, adapter=None, before=None, sampler=None)
@@ -236,6 +237,12 @@ def next_log_odds(model, prompts: list, tokens: list, pad_id: int, size: int = 0
     return torch.tensor(in_parts(compute, prompts, tokens), dtype=torch.float)
 
 # %% ../../../nbs/core/model/models.ipynb #270d0a7b
+def head_values(model, states: torch.Tensor) -> torch.Tensor:
+    "The scalar head's values (...) of states (..., hidden), in float32 whatever the trunk's type."
+    with torch.autocast(states.device.type, enabled=False):
+        return model.score(widen(states)).squeeze(-1)
+
+
 def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
     """The scalar head at each row's last real token, or its mean over the response, plus
     `likelihood` times log p of the response, for models that use it: (B,), of (B, T) each."""
@@ -247,9 +254,8 @@ def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
     mean = getattr(model.config, 'pooling', 'last') == 'mean'
     states = hidden_states(model, ids, mask, response, read | response if mean else read)
     if mean:
-        each = model.score(states).squeeze(-1).float() * response
-        scores = each.sum(1) / response.sum(1)
-    else: scores = model.score(states[rows, last]).squeeze(-1).float()
+        scores = (head_values(model, states) * response).sum(1) / response.sum(1)
+    else: scores = head_values(model, states[rows, last])
     if not weight: return scores
     chosen = response[:, 1:].bool()
     logp = selected_logprobs(states[:, :-1][chosen], tokens=ids[:, 1:][chosen],
@@ -261,7 +267,7 @@ def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
 def values(model, batch: dict, states=None) -> torch.Tensor:
     "V of the state in which each response token is chosen, (B, T); zero outside the response."
     if states is None: states = answer_states(model, batch)
-    scores = model.score(states).squeeze(-1).float()
+    scores = head_values(model, states)
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
 
 # %% ../../../nbs/core/model/models.ipynb #15572301
@@ -297,7 +303,8 @@ def _write_model(model, tokenizer, run, name: str, weights: dict | None = None):
         elif not weights and dtype in (None, model.dtype): model.save_pretrained(temporary)
         else:
             weights = weights or unique_weights(model)
-            weights = {k: v.to('cpu', dtype or v.dtype) for k, v in weights.items()}
+            weights = {k: v.to('cpu', dtype if dtype and k != 'score.weight' else v.dtype)
+                       for k, v in weights.items()}
             model.save_pretrained(temporary, state_dict=weights)
             written = dict(dtype=str(dtype or model.dtype).split('.')[1])
             write_json(temporary/'config.json', read_json(temporary/'config.json') | written)

@@ -71,11 +71,11 @@ def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
     for rows, *answers in passes('scores', batches):
         batch = collate(*answers, tokenizer.pad_token_id)
         ids, mask, response = (batch[k].to(model.device) for k in ('ids', 'mask', 'response'))
-        with autocast(model):
-            if hasattr(model, 'score'): found = sequence_scores(model, ids, mask, response)
-            else:   # an encoder, whose second text is the answer
-                types = dict(token_type_ids=response) if typed else {}
-                found = model(input_ids=ids, attention_mask=mask, **types).logits[:, 0].float()
+        if hasattr(model, 'score'):
+            with autocast(model): found = sequence_scores(model, ids, mask, response)
+        else:   # an encoder, whose second text is the answer
+            types = dict(token_type_ids=response) if typed else {}
+            found = model(input_ids=ids, attention_mask=mask, **types).logits[:, 0]
         for places, score in zip(rows, found.tolist()): scores[places] = score
     if standardise:
         mean = getattr(model.config, 'reward_mean', 0.)
