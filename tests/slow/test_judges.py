@@ -94,21 +94,44 @@ def test_faults_cost_no_label(tmp_path, name):
     assert len(Store(tmp_path/'answers.sqlite')) == good + kept
 
 
-def test_a_greedy_judge_is_asked_once(tmp_path):
-    with judge_server(seed=3, faults=dict(unparseable=dict(p=.2, times=2))) as server:
-        judge = made(server, tmp_path)
-        lost = np.isnan(judge(pairs(60))).sum()
-        assert lost and len(judge.client.unread) == lost and len(server.requests()) == 60
+@pytest.mark.parametrize('temperature, asks', [(0., 1), (1., 3)])
+def test_an_answer_without_a_verdict_is_asked_again_by_a_later_run(tmp_path, temperature, asks):
+    "Not by this one, and by none once it can be read; what was said before stays stored."
+    fields = dict(decoding=[f'temperature={temperature}'])
+    broken = dict(unparseable=dict(p=0, always_for='Say word [1-9]\\.'))
+    with judge_server(faults=broken) as server:
+        judge, n = made(server, tmp_path, **fields), 60 + 9*asks - 9
+        for _ in range(2):
+            assert np.isnan(judge(pairs(60))).sum() == 9 and len(server.requests()) == n
+        assert len(judge.client.unread) == 2*9
+        assert np.isnan(made(server, tmp_path, **fields)(pairs(60))).sum() == 9
+        assert len(server.requests()) == n + 9*asks == len(Store(tmp_path/'answers.sqlite'))
+        server.set(faults={})
+        for _ in range(2):
+            assert made(server, tmp_path, **fields)(pairs(60)) == longer(pairs(60))
+            assert len(server.requests()) == n + 9*asks + 9
+
+
+def test_answers_in_batches_without_a_verdict_are_asked_again_by_a_later_run(tmp_path):
+    with judge_server(faults=dict(unparseable=1.)) as server:
+        for bad in (True, True, False, False):
+            if not bad: server.set(faults={})
+            found = made(server, tmp_path, batch=True)(pairs(3))
+            assert np.isnan(found).all() if bad else found == longer(pairs(3))
+        assert len(Store(tmp_path/'answers.sqlite')) == 3*3
 
 
 def test_a_judge_that_answers_too_rarely_is_refused(tmp_path):
-    "With one of its replies; what it said is stored, and a judge that mostly answers is not."
-    with judge_server(seed=3, faults=dict(unparseable=dict(p=.8))) as server:
-        for times in range(2):
+    "With one of its replies, which are stored, until it is mended."
+    rare = dict(unparseable=dict(p=0, always_for='Say word [1-5]'))
+    with judge_server(faults=rare) as server:
+        for times in (1, 2):
             judge = made(server, tmp_path)
-            with pytest.raises(ValueError, match='of its 60 answers') as e: judge(pairs(60))
+            with pytest.raises(ValueError, match='in 55 of its 60 answers') as e: judge(pairs(60))
             assert judge.client.unread[-1]['said'] in str(e.value)
-            assert len(server.requests()) == 60 and judge.client.tally.known == 60*times
+            assert len(server.requests()) == 5 + 55*times
+        server.set(faults={})
+        assert made(server, tmp_path)(pairs(60)) == longer(pairs(60))
 
 
 def test_another_model_than_asked_for_is_named_once(tmp_path, capsys):
@@ -301,7 +324,7 @@ def test_a_sentence_of_a_candidate_is_not_the_judges(text, verdict):
 KEY = '"Output (a) is better than Output (b)": '
 REASONS = '"Concise explanation": "Both are bad. Output (a) is less confusing, if not true.",\n'
 def letters(said): return [f'\n\n### Best output for example 7:\n({x})' for x in said]
-def rows(said): return '\n'.join('### Which is best, Output (a) or Output (b)?:\n' + x for x in said)
+def rows(said): return '\n'.join(f'### Which, Output (a) or Output (b)?:\n{x}' for x in said)
 def objects(said): return '\n\n### Example:\n'.join(f'{{\n{REASONS}{KEY}{x}\n}}' for x in said)
 
 
