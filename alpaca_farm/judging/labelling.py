@@ -100,7 +100,8 @@ def _person_answers(
         requests, number = {at: r for at, r in requests.items() if keys[at] in found}, number + 1
         last |= {at: found[keys[at]] for at in requests}
     given = [[] for _ in pairs]
-    for (i, swapped), answer in sorted(last.items(), key=lambda item: item[1]['at']):
+    def place(item): return item[1].get('made', 0), item[1]['at']   # older stores: by time alone
+    for (i, swapped), answer in sorted(last.items(), key=place):
         if not answer['undone']: given[i].append(dict(answer, swapped=swapped))
     return given
 
@@ -144,15 +145,16 @@ class LabellingQueue:
         "Store an answer on pair i: 1, 2 or 1.5 in the order shown; None for no verdict."
         request, number = _label_request(self.pairs[i], self.person, swapped), 0
         while self.store.get([request_key(request, number)]): number += 1
-        answer = dict(preference=preference, at=time.time(), undone=undone)
+        made = 1 + max((a.get('made', 0) for a in sum(self.answers, [])), default=0)
+        answer = dict(preference=preference, made=made, at=time.time(), undone=undone)
         self.store.put(request_key(request, number), request, answer, round(seconds, 2))
         self.answers[i], = _person_answers(self.store, [self.pairs[i]], self.person)
 
     def undo_label(self) -> bool:
         "Undo the last answer, also one of an earlier session; False when there is none."
-        answers = [(a['at'], i, a['swapped'])
+        answers = [(a.get('made', 0), a['at'], i, a['swapped'])
                    for i, given in enumerate(self.answers) for a in given]
-        if answers: self.record_label(*max(answers)[1:], None, undone=True)
+        if answers: self.record_label(*max(answers)[2:], None, undone=True)
         return bool(answers)
 
 # %% ../../nbs/judging/labelling.ipynb #a34d724e
