@@ -23,10 +23,26 @@ from ..core.data.preferences import read_preference, swap_outputs
 from ..core.run.settings import at_root, resolve
 
 # %% ../../nbs/judging/label_files.ipynb #c8696995
+def _read_name(row: dict, name: str, where: str) -> str | int | float:
+    "A text or a number; ValueError for another value."
+    value = row[name]
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool): return value
+    raise ValueError(f'{where}: the field {name!r} is {value!r:.60}, not a text or a number')
+
+
+def _read_number(row: dict, name: str, where: str, kind=int) -> int | float:
+    "A number of a kind, or its text; ValueError for another value."
+    try: return kind(str(row[name]))
+    except ValueError:
+        what = 'a whole number' if kind is int else 'a number'
+        raise ValueError(f'{where}: the field {name!r} is {row[name]!r:.60}, not {what}') from None
+
+
 def _read_pair(row: dict, where: str, **fields) -> dict:
     "A pair from the named `fields`, by default those of a preference record."
     names = dict(instruction='instruction', output_1='output_1', output_2='output_2') | fields
-    pair = dict(input='' if 'instruction' in fields else row.get('input') or '')
+    if 'instruction' not in fields and row.get('input') is not None: names['input'] = 'input'
+    pair = dict(input='')
     if dialogue := prompt_messages(row):
         check_messages(row, where)
         del names['instruction']
@@ -35,7 +51,8 @@ def _read_pair(row: dict, where: str, **fields) -> dict:
         check_field(row, field, str, where)
         pair[name] = row[field]
     kept = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
-    return pair | {k: row[k] for k in kept if k in row}
+    given = [k for k in kept if row.get(k) is not None]
+    return pair | {k: _read_name(row, k, where) for k in given}
 
 # %% ../../nbs/judging/label_files.ipynb #a2ded2af
 def _short_name(spec: str) -> str:
@@ -54,7 +71,7 @@ def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
         first = rows[0]
     pairs = {}
     for i, row in enumerate(rows):
-        at, key = f'{where}, row {i}', i
+        at, key, field = f'{where}, row {i}', i, None   # the field of all votes, if it is one
         if 'votes' in first: pair, given = _read_pair(row, at), row.get('votes')
         elif {'response1', 'annotator1'} <= first.keys():   # PandaLM's
             given = {k: v for k, v in row.items() if k.startswith('annotator')}
@@ -66,14 +83,17 @@ def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
             pair = _read_pair(row, at, output_1='response1', output_2='response2')
         elif {'output_1', 'label'} <= first.keys():   # LLMBar's
             pair, given = _read_pair(row, at, instruction='input'), dict(gold=row.get('label'))
+            field = 'label'
         elif {'output_1', 'output_2', 'preference'} <= first.keys():
-            name = str(row.get('annotator_index', row.get('annotator', 'people')))
+            who = next((k for k in ('annotator_index', 'annotator') if k in row), '')
+            name = str(_read_name(row, who, at)) if who else 'people'
             pair, given = _read_pair(row, at), {name: row.get('preference')}
+            field = 'preference'
         else: raise ValueError(f'{where}: no known format of labels has the fields '
                                f'{", ".join(first)}')
         if not isinstance(given, dict):
             raise ValueError(f"{at}: the field 'votes' must hold votes by name")
-        votes = {k: read_preference(v, at, k) for k, v in given.items()}
+        votes = {k: read_preference(v, at, field or k) for k, v in given.items()}
         for name, v in votes.items():
             if v in (1, 1.5, 2) or math.isnan(v): continue
             raise ValueError(f'{at}: the vote {name!r} is {v}: a person votes 1, 2, or 1.5 for a '
@@ -134,7 +154,7 @@ class Verdicts(NamedTuple):
 
 def per_thousand(values: list) -> float:
     "A thousand times the mean of the known values; nan when there are none."
-    numbers = [float(v) for v in values if v not in (None, '')]
+    numbers = [v for v in values if v is not None]
     return 1000*sum(numbers)/len(numbers) if numbers else math.nan
 
 # %% ../../nbs/judging/label_files.ipynb #b9738964
@@ -148,18 +168,25 @@ def _read_verdicts(file: str) -> list[dict]:
     for i, row in enumerate(rows):
         where = f'{file}, row {i}'
         def read(name): return read_preference(row[name], where, name)
+        def named(name): return _read_name(row, name, where)
         try:
             if {'dataset', 'item', 'winner'} <= set(first):   # LLMBar's
-                key = row['dataset'].replace('/', '_'), int(row['item'])
-                v = dict(judge=f'{row["judge"]} {row["strategy"]}', key=key, gold=read('gold'),
-                         preference=read('winner'), order=int(row['swapped']), where=where)
+                key = str(named('dataset')).replace('/', '_'), _read_number(row, 'item', where)
+                swapped = _read_number(row, 'swapped', where)
+                if swapped not in (0, 1):
+                    raise ValueError(f"{where}: the field 'swapped' is {swapped}, not 0 or 1")
+                v = dict(judge=f'{named("judge")} {named("strategy")}', key=key, gold=read('gold'),
+                         preference=read('winner'), order=swapped, where=where)
             elif result:   # PandaLM's
-                v = dict(judge=_short_name(file), key=(row['idx'],), preference=read(result))
+                v = dict(judge=_short_name(file), key=(named('idx'),), preference=read(result))
             else:
                 key = full_instruction(_read_pair(row, where)), row['output_1'], row['output_2']
-                paid = {k: row.get(f'{k}_per_example', row.get(k)) for k in ('price', 'time')}
-                v = dict(judge=str(row.get('annotator', _short_name(file))), key=key,
-                         preference=read('preference'), **paid)
+                judge = named('annotator') if 'annotator' in row else _short_name(file)
+                v = dict(judge=str(judge), key=key, preference=read('preference'))
+                for k in ('price', 'time'):
+                    field = f'{k}_per_example' if f'{k}_per_example' in row else k
+                    paid = row.get(field) not in (None, '')
+                    v[k] = _read_number(row, field, where, float) if paid else None
         except KeyError as e: raise ValueError(f'{where}: the field {e} is missing') from None
         verdicts.append(v)
     return verdicts

@@ -144,14 +144,13 @@ def read_text(path: Path) -> str:
         raise ValueError(f'{path}: cannot be read ({e})') from None
 
 
-def read_rows(path) -> list[dict]:
+def _read_file(path: Path) -> list:
     "The rows of a file, a pattern of shards, or a saved dataset; ValueError if it is damaged."
-    path = Path(path)
     kind = Path(path.name.removesuffix('.gz')).suffix
     if '-*-of-' in path.name:
         files = sorted(path.parent.glob(path.name))
         wanted = int(re.search(r'-of-(\d+)', files[0].name)[1])
-        if len(files) == wanted: return [r for p in files for r in read_rows(p)]
+        if len(files) == wanted: return [r for p in files for r in _read_file(p)]
         raise ValueError(f'{path}: {len(files)} of {wanted} shards are there')
     if not (path.is_dir() or kind in FILE_SUFFIXES):
         raise ValueError(f'{path}: this kind of file is not read. Its name must end in '
@@ -164,7 +163,18 @@ def read_rows(path) -> list[dict]:
             return datasets.load_from_disk(str(path)).to_list()
         import pyarrow.parquet
         return pyarrow.parquet.read_table(io.BytesIO(_read_bytes(path))).to_pylist()
-    except Exception as e: raise ValueError(f'{path}: not a valid dataset ({e})') from None
+    except Exception as e:
+        why = ' '.join(str(e).split())
+        raise ValueError(f'{path}: not a valid dataset ({why:.240})') from None
+
+
+def read_rows(path) -> list[dict]:
+    "The records of a file, as of `_read_file`; ValueError also for a row that is no object."
+    rows = _read_file(Path(path))
+    for i, row in enumerate(rows):
+        if isinstance(row, dict): continue
+        raise ValueError(f'{path}, row {i}: a record is expected, not {row!r:.60}')
+    return rows
 
 # %% ../../../nbs/core/data/records.ipynb #bda38868
 def check_field(row: dict, name: str, type_: type, where: str):
