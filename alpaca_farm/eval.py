@@ -22,7 +22,8 @@ from .core.data.comparisons import (common_prompts, index_prompts, match_prompts
     pair_up, preferences_over, same_answers)
 from .core.data.records import full_instruction, load_records, prompt_key
 from .core.run.files import atomic_write
-from .core.data.preferences import check_preferences, hash_uniform
+from alpaca_farm.core.data.preferences import (annotator_name, check_preferences, hash_uniform,
+    report_missing)
 from .core.run.progress import Progress
 from .core.run.runs import start
 from .core.run.settings import at_root, command, Count
@@ -115,6 +116,10 @@ def judge_all(methods: dict, references: list[dict], judges: dict, seed: int = 0
                 votes = _sampled_preferences(outputs, references, judge, seed)
                 judged.setdefault(f'{name}_votes', {})[method] = votes
             done(step, what)
+    for name in judges:
+        p = [judged[name][m] for m, outputs in methods.items()
+             if not same_answers(outputs, references)]   # which are not asked about
+        report_missing(name, int(np.isnan(p).sum()), np.size(p), 'instructions')
     return judged
 
 # %% ../nbs/eval.ipynb #29d4fe31
@@ -125,14 +130,16 @@ def _play_all_pairs(methods: dict, references: list[dict], judge, against_refere
     Those against the reference are given, as this judge's (instructions,) preferences by model."""
     ordered = {m: match_prompts(outputs, references) for m, outputs in methods.items()}
     names = list(ordered)
-    points = np.zeros((len(references), len(names), len(names)))
+    points, missing, games = np.zeros((len(references), len(names), len(names))), 0, 0
     for step, (a, b) in enumerate(combinations(range(len(names)), 2), 1):
         first, second = names[a], names[b]
         what = f'{second} against {first}'
         p = (against_reference[second] if first == 'reference'
              else _judge_preferences(ordered[second], ordered[first], judge, seed, what))
         points[:, a, b], points[:, b, a] = np.nan_to_num(2 - p), np.nan_to_num(p - 1)
+        missing, games = missing + int(np.isnan(p).sum()), games + len(p)
         done(step, what)
+    report_missing(annotator_name(judge), missing, games, 'games')
     return rankings.Games(names, points)
 
 # %% ../nbs/eval.ipynb #f7765592

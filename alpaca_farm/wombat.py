@@ -15,7 +15,7 @@ from .core.ask.api import ApiConfig
 from .core.ask.client import ApiClient, ask_until_read
 from .core.data.candidates import merge_candidates, select_candidates
 from .core.data.records import full_instruction, prompt_key
-from .core.data.preferences import hash_uniform
+from .core.data.preferences import hash_uniform, report_missing
 from .core.run.runs import start
 from .core.run.settings import command, Count
 from .judging.judges import break_control_tokens
@@ -100,6 +100,7 @@ def run(cfg: WombatConfig):
     if not queries: raise ValueError('candidates: no prompt has two different ones')
     rated = rate(queries, client, cfg) if client else queries
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
+    report_missing(cfg.rater, len(queries) - len(rated), len(queries), 'prompts')
     folder.write('candidates.json', rated)
     figures = dict(candidates=float(np.mean([len(q['output']) for q in rated])))
     ties = [len(set(q['scores'])) < len(q['scores']) for q in rated if None not in q['scores']]

@@ -19,7 +19,7 @@ from ..core.data.records import (check_field, check_records, FILE_SUFFIXES,
 from ..core.data.dialogues import check_messages, prompt_messages
 from ..core.data.formats import as_records, row_shape
 from ..core.ask.judge_configs import is_population
-from ..core.data.preferences import read_preference, swap_outputs
+from ..core.data.preferences import read_preference, report_missing, swap_outputs
 from ..core.run.settings import at_root, resolve
 
 # %% ../../nbs/judging/label_files.ipynb #c8696995
@@ -215,7 +215,8 @@ def _match_verdicts(rows: list[dict], pairs: list[dict], what: str) -> Verdicts 
     for (j, order), verdicts in at.items():
         preferences[:len(verdicts), order, j], shown[order, j] = verdicts, True
         unanswered[j] += np.isnan(verdicts).sum()
-    used = int(shown.any(0).sum())
+    missing, used = int(unanswered.sum()), int(shown.any(0).sum())
+    report_missing(what, missing, missing + int((~np.isnan(preferences)).sum()))
     if used < len(pairs) or len(matching) < len(rows):
         print(f'{what}: {used} of {len(pairs)} labelled pairs have a verdict, '
               f'and {len(matching)} of {len(rows)} verdicts are on them; only these are used')

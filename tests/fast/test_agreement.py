@@ -143,7 +143,7 @@ def test_a_missing_verdict_is_counted_and_left_out(capsys):
     row = A.agreement_board(dict(s=pairs), judged, draws=10).set_index('judge').loc
     missing = np.isnan(judged['s', 'shaky'].preferences).sum()
     assert [row[k].n_unanswered for k in ('shaky', 'mute', 'nearly')] == [missing, 100, 98]
-    assert 'nearly: no verdict on 98 of 100 questions' in capsys.readouterr().out
+    assert 'nearly: no verdict on 98 of 100 questions (98.0%)' in capsys.readouterr().out
     assert missing and row['shaky']['first'] == 1 and row['shaky'].consistency == 0
     assert [math.isnan(row[k].accuracy) for k in ('mute', 'nearly')] == [True, False]
     assert math.isnan(row['nearly'].spearman) and row['prefer_longer'].consistency == 1
@@ -276,6 +276,17 @@ def test_a_judge_without_a_pair_is_left_out(capsys, monkeypatch):
 
 
 PAIR = dict(instruction='q', output_1='a', output_2='b')
+
+
+def test_recorded_verdicts_that_are_missing_are_counted(tmp_path, capsys):
+    "With the judge's name and share."
+    file, pairs = tmp_path/'j.json', [PAIR | dict(instruction=f'q{i}') for i in range(4)]
+    file.write_text(json.dumps([p | dict(preference=1 if i else -1) for i, p in enumerate(pairs)]))
+    sets = dict(s=[dict(p, votes=dict(p=1), row=i) for i, p in enumerate(pairs)])
+    recorded_verdicts(str(file), '', sets)
+    assert 'j on s: no verdict on 1 of 4 questions (25.0%)' in capsys.readouterr().out
+
+
 WRONG_LABELS = [   # of a good row, the field that is changed, and what it becomes
     (PAIR | dict(preference=1), dict(output_1=[1], input=5, idx=[1], preference=[], annotator={},
                                      instruction=None, generator_1=[2])),
