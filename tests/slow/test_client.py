@@ -48,7 +48,7 @@ def texts(answers): return [a and a['choices'][0]['message']['content'] for a in
 def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys, batch):
     "In a refusal, a batch's errors, and an answer's text: neither printed nor in any file."
     server.set(faults={'echo': {'p': 0, 'always_for': 'Say word 3\\.'}},
-               template='Output ({letter}) says %s' % KEY)
+               template='It says %s.\nOutput ({letter})' % KEY)
     cfg = annotation(tmp_path, server, n=8, batch=batch)
     run(cfg)
     assert summary(cfg)['labels'] == 7
