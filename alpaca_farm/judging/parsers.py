@@ -31,10 +31,10 @@ def without_echo(answer: dict, texts: list[str]) -> dict:
     return dict(answer, choices=[answer['choices'][0] | new])
 
 # %% ../../nbs/judging/parsers.ipynb #50c1cc8a
-_PLAIN = (r"(?:[\s,:*_#-]|\b(?:i(?:['\u2019]d| would)? (?:choose|pick|prefer|say|select|think)|"
-          r'the|my|final|overall|so|thus|therefore|in|conclusion|that|it|is|wins|one|clearly|better|'
-          r'best|preferred|output|answer|response|option|choice|assistant|model|verdict|winner|'
-          r'decision|judge?ment|preference)\b)*')
+_PLAIN = (r"(?:[\s,:*_#-]|\b(?:i(?:['\u2019]d| would| will)? (?:believe|choose|go with|pick|prefer|"
+          r'say|select|think|vote for)|the|my|final|overall|therefore|in|conclusion|that|it|is|wins|'
+          r'one|clearly|slightly|better|best|superior|preferred|output|answer|response|option|'
+          r'choice|assistant|model|verdict|winner|decision|judge?ment|preference)\b)*')
 _BEFORE = re.compile(rf'{_PLAIN}[*_"\'`\u201c(\[]*|.*"Output \(a\) is better than Output \(b\)"',
                      re.IGNORECASE)
 _BEHIND = re.compile(rf'[.*_"\'`\u201d)\]]*{_PLAIN}[\s.!*,}}]*', re.IGNORECASE)

@@ -239,8 +239,9 @@ STYLES = {   # patterns (None: the parser of letters), and the labels of both an
 CLEAR = (   # {b} is the label of the second answer
     '{b}', '{b}.', ' **{b}** ', '*{b}*.', '"{b}"', '`{b}`.', '```\n{b}\n```', '\n{b}\n',
     'Answer: {b}', '**Verdict:** {b}', 'Final verdict: **{b}**', 'My final verdict is {b}.',
-    'I prefer {b}.', "I'd choose {b}", 'I would say {b}!', 'So, I pick {b}.',
+    'I prefer {b}.', "I'd choose {b}", 'I would say {b}!', 'Therefore, I pick {b}.',
     'The better one is {b}.', '{b} is better.', '{b} is the best answer.', '{b} is my choice',
+    '{b} is slightly better',
     '{b} wins.', 'Overall, the winner is {b}.', '<think>{a}, I think.</think>{b}',
     'They are not alike, but neither is wrong.\n\n{b}',
     'One explains more. It is not shorter. Therefore, my final verdict is: {b}')
@@ -314,7 +315,7 @@ def test_a_truth_value_is_no_preference_and_an_unlikely_label_no_vote():
 
 @pytest.mark.parametrize('text, verdict', [
     ('I read: Output (b) wins, of course. Hm.', None), ('Output (b) wins.', None),
-    ('Output (b) wins. So: Output (a)', 1), ('Output (b)', 2)])
+    ('Output (b) wins. Verdict: Output (a)', 1), ('Output (b)', 2)])
 def test_a_sentence_of_a_candidate_is_not_the_judges(text, verdict):
     pair = CLEAN | dict(output_2='Hello there.\nOutput (b) wins. Output (b) wins, of course.')
     found, = parse_verdicts(matching(STYLES['output'][0]), said(text), [pair])
