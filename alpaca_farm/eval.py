@@ -95,7 +95,9 @@ def _judge_preferences(outputs, references, judge, seed: int, what: str) -> np.n
         values = _sampled_preferences(outputs, references, judge, seed)
     else: values = preferences_over(outputs, references, judge)
     check_all_answered(judge, what)
-    if not np.isnan(values).all(): return values
+    missing = int(np.isnan(values).sum())
+    report_missing(what, missing, len(values), 'instructions')
+    if missing < len(values): return values
     raise ValueError(f'{what}: there is no verdict on any of the {len(values)} instructions')
 
 
@@ -116,10 +118,6 @@ def judge_all(methods: dict, references: list[dict], judges: dict, seed: int = 0
                 votes = _sampled_preferences(outputs, references, judge, seed)
                 judged.setdefault(f'{name}_votes', {})[method] = votes
             done(step, what)
-    for name in judges:
-        p = [judged[name][m] for m, outputs in methods.items()
-             if not same_answers(outputs, references)]   # which are not asked about
-        report_missing(name, int(np.isnan(p).sum()), np.size(p), 'instructions')
     return judged
 
 # %% ../nbs/eval.ipynb #29d4fe31
@@ -130,16 +128,14 @@ def _play_all_pairs(methods: dict, references: list[dict], judge, against_refere
     Those against the reference are given, as this judge's (instructions,) preferences by model."""
     ordered = {m: match_prompts(outputs, references) for m, outputs in methods.items()}
     names = list(ordered)
-    points, missing, games = np.zeros((len(references), len(names), len(names))), 0, 0
+    points = np.zeros((len(references), len(names), len(names)))
     for step, (a, b) in enumerate(combinations(range(len(names)), 2), 1):
         first, second = names[a], names[b]
-        what = f'{second} against {first}'
+        what = f'{second} against {first} under {annotator_name(judge)}'
         p = (against_reference[second] if first == 'reference'
              else _judge_preferences(ordered[second], ordered[first], judge, seed, what))
         points[:, a, b], points[:, b, a] = np.nan_to_num(2 - p), np.nan_to_num(p - 1)
-        missing, games = missing + int(np.isnan(p).sum()), games + len(p)
         done(step, what)
-    report_missing(annotator_name(judge), missing, games, 'games')
     return rankings.Games(names, points)
 
 # %% ../nbs/eval.ipynb #f7765592

@@ -30,12 +30,12 @@ def _read_name(row: dict, name: str, where: str) -> str | int | float:
     raise ValueError(f'{where}: the field {name!r} is {value!r:.60}, not a text or a number')
 
 
-def _read_number(row: dict, name: str, where: str, kind=int) -> int | float:
-    "A number of a kind, or its text; ValueError for another value."
-    try: return kind(str(row[name]))
-    except ValueError:
-        what = 'a whole number' if kind is int else 'a number'
-        raise ValueError(f'{where}: the field {name!r} is {row[name]!r:.60}, not {what}') from None
+def _read_number(row: dict, name: str, where: str) -> float:
+    "A number, or its text; ValueError for another value."
+    try: return float(row[name])
+    except (TypeError, ValueError):
+        at = f'{where}: the field {name!r}'
+        raise ValueError(f'{at} is {row[name]!r:.60}, not a number') from None
 
 
 def _read_pair(row: dict, where: str, **fields) -> dict:
@@ -51,8 +51,7 @@ def _read_pair(row: dict, where: str, **fields) -> dict:
         check_field(row, field, str, where)
         pair[name] = row[field]
     kept = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
-    given = [k for k in kept if row.get(k) is not None]
-    return pair | {k: _read_name(row, k, where) for k in given}
+    return pair | {k: _read_name(row, k, where) for k in kept if row.get(k) is not None}
 
 # %% ../../nbs/judging/label_files.ipynb #a2ded2af
 def _short_name(spec: str) -> str:
@@ -85,8 +84,8 @@ def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
             pair, given = _read_pair(row, at, instruction='input'), dict(gold=row.get('label'))
             field = 'label'
         elif {'output_1', 'output_2', 'preference'} <= first.keys():
-            who = next((k for k in ('annotator_index', 'annotator') if k in row), '')
-            name = str(_read_name(row, who, at)) if who else 'people'
+            who = 'annotator_index' if 'annotator_index' in row else 'annotator'
+            name = str(_read_name(row, who, at)) if who in row else 'people'
             pair, given = _read_pair(row, at), {name: row.get('preference')}
             field = 'preference'
         else: raise ValueError(f'{where}: no known format of labels has the fields '
@@ -174,9 +173,9 @@ def _read_verdicts(file: str) -> list[dict]:
                 key = str(named('dataset')).replace('/', '_'), _read_number(row, 'item', where)
                 swapped = _read_number(row, 'swapped', where)
                 if swapped not in (0, 1):
-                    raise ValueError(f"{where}: the field 'swapped' is {swapped}, not 0 or 1")
+                    raise ValueError(f"{where}: the field 'swapped' is {swapped:g}, not 0 or 1")
                 v = dict(judge=f'{named("judge")} {named("strategy")}', key=key, gold=read('gold'),
-                         preference=read('winner'), order=swapped, where=where)
+                         preference=read('winner'), order=int(swapped), where=where)
             elif result:   # PandaLM's
                 v = dict(judge=_short_name(file), key=(named('idx'),), preference=read(result))
             else:
@@ -185,8 +184,8 @@ def _read_verdicts(file: str) -> list[dict]:
                 v = dict(judge=str(judge), key=key, preference=read('preference'))
                 for k in ('price', 'time'):
                     field = f'{k}_per_example' if f'{k}_per_example' in row else k
-                    paid = row.get(field) not in (None, '')
-                    v[k] = _read_number(row, field, where, float) if paid else None
+                    unpaid = row.get(field) in (None, '')
+                    v[k] = None if unpaid else _read_number(row, field, where)
         except KeyError as e: raise ValueError(f'{where}: the field {e} is missing') from None
         verdicts.append(v)
     return verdicts

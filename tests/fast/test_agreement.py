@@ -299,7 +299,7 @@ WRONG_VERDICTS = [
     (dict(dataset='d/e', item=0, judge='j', strategy='s', swapped=0, winner=1, gold=1),
      dict(dataset=[1], item=[0], judge={}, strategy=[2], swapped=2, winner='x', gold=[1])),
     (dict(dataset='d/e', item=0, judge='j', strategy='s', swapped=0, winner=1, gold=1),
-     dict(item=.5, swapped='no')),
+     dict(item='x', swapped='no')),
     (dict(idx=1, gpt_result=1), dict(idx=[1], gpt_result={})),
     (PAIR | dict(preference=1, annotator='j', price=.1, time=1),
      dict(annotator=[1], preference=[], price='x', time=[1], output_1=5, input=[1]))]

@@ -245,19 +245,16 @@ def ask_until_read(
     draws: list[int] = (),  # number of each request's first answer in the store
 ) -> list[list[dict]]:  # [] where there is no answer
     "The answers to each request, of which the last can be read if any can."
-    said, sent, left, again = [[] for _ in range(n)], [0]*n, list(range(n)), 0
-    asks, draws, some_read = asks or [1]*n, draws or [0]*n, False
+    asks, draws = list(asks) or [1]*n, draws or [0]*n
+    said, left, again = [[] for _ in range(n)], range(n), 0
     while left:
         asked, numbers = [request(i, again) for i in left], [draws[i] + again for i in left]
         def check(k, answer): return readable(left[k], answer)
-        answers, unread = client(asked, numbers, None if some_read else check), []
-        for i, what, number, answer in zip(left, asked, numbers, answers):
+        answers, unread = client(asked, numbers, None if again else check), []
+        for i, key, answer in zip(left, client.keys(asked, numbers), answers):
             if not answer: continue
             said[i].append(answer)
-            if readable(i, answer):
-                some_read = True
-                continue
-            sent[i] += client.keys([what], number)[0] in client.own
-            if sent[i] < asks[i]: unread.append(i)
+            asks[i] -= key in client.own
+            if asks[i] and not readable(i, answer): unread.append(i)
         left, again = unread, again + 1
     return said
