@@ -51,11 +51,11 @@ class ApiClient:
     def __init__(self, cfg: ApiConfig, name: str = 'asking'):
         self.cfg, self.name = cfg, name
         self.store, self.tally = Store(at_root(cfg.store)), Usage()
+        self.own = set()          # keys of the answers that this client has asked for
         self.prices, self.run_name = price_list(cfg.prices), ''
         if cfg.out: self.run_name = os.path.relpath(at_root(cfg.out), self.store.path.parent)
         self.server = endpoint_name(server_address(cfg))
         self.unread = []          # answers that the caller could not parse
-        self.own = set()          # keys of the answers that this client has asked for
         self.others = set()       # models that answered for another one: (asked, told)
         self.begin({})
 
