@@ -20,8 +20,8 @@ from .core.data.records import full_instruction, load_records, prompt_key
 from .core.ask.judge_configs import (entry_model, is_population, judge_config_file,
     model_kind, parse_decoding, read_judge_config)
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences, decide_vote,
-    draw_annotator, hash_uniform, pair_identity, pool_members, pool_weights, shown_swapped,
-    swap_outputs)
+    draw_annotator, hash_uniform, pair_identity, pool_members, pool_weights, report_missing,
+    shown_swapped, swap_outputs)
 from .core.run.runs import start
 from .core.run.settings import at_root, command, Count, resolve
 from .core.stats import bootstrap, Interval, wilson
@@ -187,6 +187,10 @@ def annotate_pairs(
         rows[i]['preference'] = decide_vote(pairs[i], v.preference, seed, decide)
         if v.raw: rows[i] |= dict(price=v.price, time=v.seconds, raw=v.raw)
         if v.orders: rows[i]['orders'] = list(v.orders)
+    for member, of in zip(members, asked):
+        if isinstance(member, RecordedLabels): continue   # of the pairs that were labelled only
+        missing = sum(rows[i]['preference'] is None for i in of)
+        report_missing(annotator_name(member), missing, len(of), 'pairs')
     return flip_labels(rows, flip_rate, seed)[0] if flip_rate and ask_flipped else rows
 
 # %% ../nbs/annotators.ipynb #6fd448ff

@@ -18,8 +18,8 @@ from ..core.ask.judge_configs import model_kind
 from ..core.data.records import full_instruction, load_records, prompt_key
 from ..core.run.files import atomic_write
 from ..core.run.identity import run_config
-from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, pool_members,
-    pool_weights, swap_outputs)
+from ..core.data.preferences import (annotator_name, annotator_order, pool_members,
+    pool_weights, report_missing, swap_outputs)
 from ..core.run.runs import start
 from ..core.run.settings import at_root, command, Count, resolve
 from ..core.stats import Interval, one_hot_votes, vote_mode
@@ -103,8 +103,8 @@ def ask_judge(
     check_all_answered(judge, f'{annotator_name(judge)}, {len(pairs)} pairs in both orders')
     price = per_thousand([v.price for v in verdicts])
     seconds = per_thousand([v.seconds for v in verdicts])
-    missing = np.isnan([v.preference for v in verdicts]).sum()
-    if missing: print(f'{annotator_name(judge)}: no verdict on {missing} of {len(verdicts)} questions')
+    missing = int(np.isnan([v.preference for v in verdicts]).sum())
+    report_missing(annotator_name(judge), missing, len(verdicts))
     unanswered, shown = np.isnan(preferences).sum((0, 1)), np.ones((2, len(pairs)), bool)
     return Verdicts(preferences, 'live', unanswered, shown, price, seconds)
 

@@ -14,7 +14,8 @@ import numpy as np
 from .records import prompt_key
 from alpaca_farm.core.data.dialogues import (bare_prompt, prompt_messages, prompt_text, TURN,
     with_instruction)
-from .preferences import annotator_preferences, swap_outputs
+from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences,
+    report_missing, swap_outputs)
 
 # %% ../../../nbs/core/data/comparisons.ipynb #50a3c950
 def output_texts(record: dict) -> list[str]:
@@ -160,4 +161,6 @@ def with_verdict(preferences) -> np.ndarray:
 
 def verdicts_over(outputs: list[dict], references: list[dict], judge) -> np.ndarray:
     "`preferences_over` of the instructions with a verdict; ValueError when there is none."
-    return with_verdict(preferences_over(outputs, references, judge))
+    p = preferences_over(outputs, references, judge)
+    report_missing(annotator_name(judge), int(np.isnan(p).sum()), len(p), 'instructions')
+    return with_verdict(p)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PAIR_FIELDS', 'ENDED', 'is_preference', 'read_preference', 'check_preferences', 'hash_uniform', 'pair_identity',
            'swap_outputs', 'answer_of', 'shown_swapped', 'pool_members', 'annotator_name', 'pool_weights',
-           'draw_annotator', 'annotator_order', 'annotator_preferences', 'decide_vote']
+           'draw_annotator', 'annotator_order', 'annotator_preferences', 'report_missing', 'decide_vote']
 
 # %% ../../../nbs/core/data/preferences.ipynb #aaceba8c
 import hashlib, json, math
@@ -137,6 +137,11 @@ def annotator_preferences(pairs: list[dict], annotator) -> np.ndarray:
     except (TypeError, ValueError) as e:
         raise ValueError(f'{name} gave {given!r:.60}, not numbers from 1 to 2, or None: {e}') from e
     raise ValueError(f'{name} gave {p.size} preferences for {len(pairs)} pairs')
+
+
+def report_missing(judge: str, missing: int, asked: int, what: str = 'questions'):
+    "Print how many of the questions to a judge, and which share, have no verdict, if any."
+    if missing: print(f'{judge}: no verdict on {missing} of {asked} {what} ({missing/asked:.1%})')
 
 # %% ../../../nbs/core/data/preferences.ipynb #90b54fc2
 def decide_vote(pair: dict, preference: float, seed: int = 0, decide: bool = True) -> float | None:
