@@ -228,7 +228,8 @@ class Server(ThreadingHTTPServer):
             if record['fault'] == 'timeout':
                 row |= dict(response=None, error=dict(code='batch_expired', message='Expired.'))
             good = status == 200 and row['response']
-            rows['output' if good else 'error'].append(json.dumps(row) + '\n')
+            line = '{"custom_id": ' if record['fault'] == 'badjson' else json.dumps(row)
+            rows['output' if good else 'error'].append(line + '\n')
         counts = {k: len(some) for k, some in zip(('completed', 'failed'), rows.values())}
         batch |= dict(status='completed', request_counts=counts)
         for kind, some in rows.items():

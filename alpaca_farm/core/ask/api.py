@@ -73,7 +73,7 @@ def price_list(path: str = '') -> dict[str, tuple[float, float]]:
         for model, row in read_yaml(file).items():
             pair = [row.get('in'), row.get('out')] if isinstance(row, dict) else row
             if not (isinstance(pair, list) and len(pair) == 2 and all(map(_is_amount, pair))):
-                raise ValueError(f'{file}: {model} has {pair!r:.80}, and needs [in, out], in dollars')
+                raise ValueError(f'{file}: {model} needs [in, out], in dollars')
             prices[str(model)] = tuple(pair)
     return prices
 
@@ -120,13 +120,13 @@ def token_usage(answer: dict, request: dict) -> tuple[float, float]:
 
 # %% ../../../nbs/core/ask/api.ipynb #02bc61af
 _LONGEST_WAIT = 8.   # seconds between two tries, unless the server demands more
-_SECRET = re.compile(r'(key|token|secret|password)$', re.I)
 
 
 def redact(text: str) -> str:
     """`text` without the values, from 8 characters, of environment variables named ..KEY, ..TOKEN,
     ..SECRET or ..PASSWORD. Apply it to a server's text before it is cut, shown or stored."""
-    secrets = {os.environ[name] for name in os.environ if _SECRET.search(name)}
+    ends = 'key', 'token', 'secret', 'password'
+    secrets = {os.environ[name] for name in os.environ if name.lower().endswith(ends)}
     for secret in sorted(secrets, key=len, reverse=True):
         if len(secret) >= 8: text = text.replace(secret, '[key]')
     return text

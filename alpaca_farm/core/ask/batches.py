@@ -111,7 +111,9 @@ async def _fetch_batch(client, file: str, name: str | None, requests: dict):
         if not client.cfg.batch: return client.store.end_batch(file)
     else:
         for line in filter(str.strip, '\n'.join(o.text for o in outputs).split('\n')):
-            _store_line(client, parse_json(line), requests)
+            try: row = parse_json(line)
+            except ValueError: continue   # its request has failed
+            _store_line(client, row, requests)
         errors = b.errors.data if b.errors and b.errors.data else []
         reason = redact('; '.join(e.message or '' for e in errors))
         reason = reason or f'the batch {b.id} has {b.status}'

@@ -47,14 +47,14 @@ class Usage:
 @contextmanager
 def _signals_to(handle):
     "Let `handle` answer Ctrl-C and SIGTERM in the block, if this is the thread that gets them."
-    old = {}
+    before = {}
     if threading.current_thread() is threading.main_thread():
-        old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    old = {number: was for number, was in old.items() if was not in (signal.SIG_IGN, None)}
-    for number in old: signal.signal(number, handle)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) in (signal.SIG_IGN, None): continue
+            before[number] = signal.signal(number, handle)
     try: yield
     finally:
-        for number, was in old.items(): signal.signal(number, was)
+        for number, handler in before.items(): signal.signal(number, handler)
 
 
 class ApiClient:
@@ -78,8 +78,10 @@ class ApiClient:
         self.todo, self.answers, self.readable, self.unreadable = todo, {}, readable, 0
         self.reserved = 0.        # dollars that requests under way may cost
         self.fatal = None         # the error that ends the call; requests under way are completed
-        self.signals = []         # of the system, of which the first ends the call likewise
-        self.ending, self.alone, self.sent = asyncio.Event(), asyncio.Lock(), set()
+        self.signals = []         # of the system
+        self.ending = asyncio.Event()   # after the first of them
+        self.sent = set()         # keys of the requests under way
+        self.alone = asyncio.Lock()     # who sends while the endpoint is silent
         self.silent = min(self.silent, self.patience)
         for key in todo: self.tally.failed.pop(key, None)   # in an earlier call
 
@@ -132,12 +134,12 @@ class ApiClient:
 
     @asynccontextmanager
     async def turn(self):
-        "Wait to send a request, while nothing is answered until all others have had their turn."
+        "Wait until a request may be sent, alone while the endpoint is silent: whether it is alone."
         alone = self.silent >= self.patience
-        if alone: await self.alone.acquire()
-        if alone and self.silent < self.patience:   # it answers again
-            self.alone.release()
-            alone = False
+        if alone:
+            await self.alone.acquire()
+            alone = self.silent >= self.patience
+            if not alone: self.alone.release()   # another has been answered
         try: yield alone
         finally:
             if alone: self.alone.release()
@@ -275,7 +277,7 @@ class ApiClient:
                 try:
                     self.answers |= self.store.get(self.todo)   # another may have had its turn
                     self.tally.known += len(self.answers)
-                    if lost := self.store.unanswered(self.todo):
+                    if lost := self.store.was_sent(self.todo.keys() - self.answers.keys()):
                         print(f'{self.name}: {len(lost)} requests were under way when an earlier '
                               'start was ended; they may have been paid for, and are sent again')
                     await answer_in_batches(self)
@@ -294,8 +296,8 @@ class ApiClient:
         "Send nothing more, and end when what is under way has been answered."
         self.ending.set()
         if not self.sent: task.cancel()
-        else: self.say(f'waiting for {len(self.sent)} answers under way; '
-                       'press Ctrl-C again to end at once')
+        else: print(f'{self.name}: waiting for {len(self.sent)} answers under way; '
+                    'press Ctrl-C again to end at once', flush=True)
 
     def __call__(self, requests: list[dict], draw: int | list[int] = 0,
                  readable=None) -> list[dict | None]:
@@ -330,8 +332,9 @@ class ApiClient:
             if self.fatal:
                 why, limit = redact(str(self.fatal)), limit_reached(self.fatal)
                 if limit not in why: why = f'{why}: {limit}'
+                cause = None if isinstance(self.fatal, StopAsking) else self.fatal
                 raise ValueError(f'{why}. {self.tally.asked} answers were stored '
-                                 'before that') from self.fatal
+                                 'before that') from cause
             self.check_stored(self.answers)
             answers |= self.answers
         return [answers.get(k) for k in keys]

@@ -156,10 +156,9 @@ class Store:
         "Take out a request that has failed."
         self.run('delete from requests where key = ?', (key,))
 
-    def unanswered(self, keys) -> set[bytes]:
-        "Those of `keys` whose request was sent, with an unknown outcome."
-        sent = {key for key, in self.rows('key from requests', keys)}
-        return sent - {key for key, in self.rows('key from answers', sent)}
+    def was_sent(self, keys) -> set[bytes]:
+        "Those of `keys` whose request was sent and did not fail."
+        return {key for key, in self.rows('key from requests', keys)}
 
     def put(self,
         key: bytes, request: dict, answer: dict,
