@@ -165,8 +165,9 @@ def stop_reason(
 
 def is_temporary(e: Exception) -> bool:
     "Whether a request that met an error of the openai client may succeed when it is sent again."
+    if getattr(e, 'code', '') == 'insufficient_quota': return False
     status = getattr(e, 'status_code', 500)   # none: there was no answer
-    return (status >= 500 or status in (408, 409, 429)) and getattr(e, 'code', '') != 'insufficient_quota'
+    return status >= 500 or status in (408, 409, 429)
 
 
 def retry_wait(e: Exception, attempt: int) -> float:

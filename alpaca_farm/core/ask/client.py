@@ -323,7 +323,7 @@ class ApiClient:
                     again = number in self.signals
                     self.signals.append(number)
                     if again: loop.call_soon_threadsafe(task.cancel)
-                    else: loop.call_soon_threadsafe(self.end_early, task)
+                    elif len(self.signals) == 1: loop.call_soon_threadsafe(self.end_early, task)
                 with _signals_to(on_signal), suppress(asyncio.CancelledError):
                     thread.submit(loop.run_until_complete, task).result()
             if self.signals:

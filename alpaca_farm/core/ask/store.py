@@ -118,13 +118,15 @@ class Store:
         keys = sorted(keys)
         for start in range(0, len(keys), 900):
             some = keys[start:start + 900]
-            yield from self.run(f'select {columns} where key in ({",".join("?" * len(some))})', some)
+            marks = ','.join('?' * len(some))
+            yield from self.run(f'select {columns} where key in ({marks})', some)
 
     def get(self, keys) -> dict[bytes, dict]:
         """The answers to those of `keys` that have one, each with its `seconds` (None: of a batch);
         ValueError if some are damaged."""
         found, damaged = {}, []
-        for key, seconds, text in self.rows('key, seconds, cast(answer as blob) from answers', keys):
+        columns = 'key, seconds, cast(answer as blob) from answers'
+        for key, seconds, text in self.rows(columns, keys):
             try: found[key] = dict(seconds=seconds) | json.loads(text)
             except (ValueError, TypeError): damaged.append(key)
         self.refuse(damaged)
@@ -173,7 +175,8 @@ class Store:
             row = key, json_text(answer), seconds, time.time()
             insert = 'insert or ignore into answers values (?, ?, ?, ?)'
             new = self.db.execute(insert, row).rowcount
-            self.db.execute('insert or ignore into requests values (?, ?)', (key, json_text(request)))
+            insert = 'insert or ignore into requests values (?, ?)'
+            self.db.execute(insert, (key, json_text(request)))
             if dollars and (new or seconds is not None): self.db.execute(spend, (run, dollars))
 
     def dollars_paid(self, run: str) -> float:
