@@ -244,7 +244,7 @@ def wait_for(server, n):
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_waits_for_what_is_under_way_and_nothing_is_paid_twice(tmp_path, number):
-    with judge_server(latency=1.) as server:
+    with judge_server(latency=3.) as server:
         code = code_of(tmp_path, server, 40, 16)
         with start(code) as one:
             wait_for(server, 1 + 16)   # the first goes alone
@@ -252,6 +252,7 @@ def test_a_signal_waits_for_what_is_under_way_and_nothing_is_paid_twice(tmp_path
             said = one.communicate(timeout=60)[0]
         assert one.returncode == -number and 'waiting for 16 answers under way' in said
         assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 17
+        server.set(latency=0.)
         with start(code) as two: said = two.communicate(timeout=60)[0]
         assert said.split()[-2:] == ['23', '17'] and server.counts()['ok'] == 40
         assert 'were under way' not in said
@@ -284,10 +285,13 @@ def test_signals_are_those_of_before_after_a_call_and_in_a_thread(tmp_path, serv
     server.set(latency=.2)
     client, seen = client_of(tmp_path, server, concurrency=4), []
     def seen_here(number, frame): seen.append(number)
+    def send(number, received):
+        wait_for(server, received)
+        os.kill(os.getpid(), number)
     for number in (signal.SIGTERM, signal.SIGINT):
         before = signal.signal(number, seen_here)
         try:
-            threading.Timer(.3, os.kill, (os.getpid(), number)).start()
+            threading.Thread(target=send, args=[number, len(server.requests()) + 2]).start()
             with pytest.raises(KeyboardInterrupt): client(asked(40, seed=int(number)))
             assert signal.getsignal(number) is seen_here and seen.pop() == number
         finally: signal.signal(number, before)
@@ -297,7 +301,7 @@ def test_signals_are_those_of_before_after_a_call_and_in_a_thread(tmp_path, serv
 
 def test_the_interrupt_button_of_a_notebook_waits_too(tmp_path):
     from jupyter_client.manager import start_new_kernel
-    with judge_server(latency=2.) as server:
+    with judge_server(latency=3.) as server:
         kernel, client = start_new_kernel(env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
         try:
             client.execute(code_of(tmp_path, server, 40, 16))
@@ -355,7 +359,7 @@ def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path):
 import sys; from alpaca_farm.core.run.inputs import build
 build('annotators', **eval(sys.argv[1]))
 """
-    with judge_server(latency=2.) as server:
+    with judge_server(latency=3.) as server:
         cfg = annotation(tmp_path, server, concurrency=8)
         names = 'out outputs annotators label_flip base_url store models concurrency'.split()
         given = repr({name: getattr(cfg, name) for name in names})
