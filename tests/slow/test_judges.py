@@ -403,5 +403,6 @@ def test_prices_are_dated_and_extended_by_a_file(tmp_path):
     prices = price_list(str(own))
     found = [cost(m, 1e6, 1e6, prices) for m in ('mine', 'gpt-4.1', 'gpt-5-2025-08-07')]
     assert found == [3, 0, 11.25]
-    own.write_text('mine: [1, .nan]')
-    with pytest.raises(ValueError, match='prices.yaml: mine needs'): ApiConfig(prices=str(own))
+    for price in ('.nan', '.inf', '-1', '1'*400, 'yes'):
+        own.write_text(f'mine: [1, {price}]')
+        with pytest.raises(ValueError, match='prices.yaml: mine needs'): ApiConfig(prices=str(own))

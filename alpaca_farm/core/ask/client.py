@@ -6,18 +6,18 @@
 __all__ = ['Usage', 'ApiClient', 'ask_until_read']
 
 # %% ../../../nbs/core/ask/client.ipynb #8c852c9a
-import asyncio, json, os, re
+import asyncio, json, os, re, signal, threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from filelock import AsyncFileLock, Timeout
 
-from .api import (ApiConfig, concerns_request, cost, estimate_tokens, first_line,
-    format_dollars, is_model, make_client, price_list, redact, server_address, StopAsking, stop_reason,
-    stored_form, token_usage)
+from .api import (answer_text, ApiConfig, concerns_request, cost, estimate_tokens,
+    first_line, format_dollars, is_model, is_temporary, make_client, parse_json, price_list, redact,
+    reported_tokens, retry_wait, server_address, StopAsking, stop_reason, stored_form, token_usage)
 from .batches import answer_in_batches, await_batches
-from .store import endpoint_name, request_key, Store, well_formed
+from .store import endpoint_name, limit_reached, request_key, Store, well_formed
 from ..run.progress import duration, Progress
 from ..run.settings import at_root
 
@@ -44,9 +44,23 @@ class Usage:
         return f'{self.asked} asked, {len(self.failed)} failed, {format_dollars(self.dollars)}'
 
 # %% ../../../nbs/core/ask/client.ipynb #ac0dd3c2
+@contextmanager
+def _signals_to(handle):
+    "Let `handle` answer Ctrl-C and SIGTERM in the block, if this is the thread that gets them."
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) in (signal.SIG_IGN, None): continue
+            before[number] = signal.signal(number, handle)
+    try: yield
+    finally:
+        for number, handler in before.items(): signal.signal(number, handler)
+
+
 class ApiClient:
     "Answers to requests, from the store if it has them, otherwise from the endpoint."
     first_answers = 20   # that may all be unreadable
+    patience = 10        # failed tries in a row after which one request at a time is sent
 
     def __init__(self, cfg: ApiConfig, name: str = 'asking'):
         self.cfg, self.name = cfg, name
@@ -56,7 +70,8 @@ class ApiClient:
         if cfg.out: self.run_name = os.path.relpath(at_root(cfg.out), self.store.path.parent)
         self.server = endpoint_name(server_address(cfg))
         self.unread = []          # answers that the caller could not parse
-        self.others = set()       # models that answered for another one: (asked, told)
+        self.said = set()         # lines that are printed once
+        self.silent = self.patience   # failed tries in a row; the first request goes alone
         self.begin({})
 
     def begin(self, todo: dict[bytes, dict], readable=None):
@@ -64,7 +79,17 @@ class ApiClient:
         self.todo, self.answers, self.readable, self.unreadable = todo, {}, readable, 0
         self.reserved = 0.        # dollars that requests under way may cost
         self.fatal = None         # the error that ends the call; requests under way are completed
+        self.signals = []         # of the system
+        self.ending = asyncio.Event()   # after the first of them
+        self.sent = set()         # keys of the requests under way
+        self.alone = asyncio.Lock()     # who sends while the endpoint is silent
+        self.silent = min(self.silent, self.patience)
         for key in todo: self.tally.failed.pop(key, None)   # in an earlier call
+
+    def say(self, text: str):
+        "Print a line, once."
+        if text not in self.said: print(f'{self.name}: {text}', flush=True)
+        self.said.add(text)
 
     def keys(self, requests: list[dict], draw: int | list[int] = 0) -> list[bytes]:
         "Store keys of requests; `draw` is one number for all or one for each."
@@ -108,55 +133,117 @@ class ApiClient:
               f'{format_dollars(paid)}, besides what is under way')
         return True
 
-    async def answer_request(self, key: bytes, request: dict):
-        "Send a request until it is answered or refused or has failed too often; store the answer."
+    @asynccontextmanager
+    async def turn(self):
+        "Wait until a request may be sent, alone while the endpoint is silent: whether it is alone."
+        alone = self.silent >= self.patience
+        if alone:
+            await self.alone.acquire()
+            alone = self.silent >= self.patience
+            if not alone: self.alone.release()   # another has been answered
+        try: yield alone
+        finally:
+            if alone: self.alone.release()
+
+    async def send(self, key: bytes, request: dict) -> tuple[dict, float]:
+        "The answer to one try, and its seconds; OpenAIError if there is none within `timeout`."
         import httpx, openai
-        price = self.highest_price(request) or 0.
-        if self.exceeds_budget(price): return
         body = {k: v for k, v in request.items() if v is not None}
         path = '/chat/completions' if 'messages' in body else '/completions'
+        self.store.note_sent(key, request)
+        self.sent.add(key)
+        try:
+            async with asyncio.timeout(self.cfg.timeout):
+                got = await self.endpoint.post(path, body=body, cast_to=httpx.Response,
+                                               options=dict(max_retries=0))
+        except TimeoutError: raise openai.APITimeoutError(None) from None
+        finally: self.sent.discard(key)
+        text = got.content.decode('utf-8-sig', 'replace')
+        try: answer = stored_form(parse_json(text))
+        except ValueError: answer = None
+        if answer: return answer, got.elapsed.total_seconds()
+        why = f'an answer of the wrong shape: {redact(text)[:200]!r}'
+        raise openai.APIError(why, got.request, body=None)
+
+    async def answer_request(self, key: bytes, request: dict):
+        "Send a request until it is answered or refused or has failed too often; store the answer."
+        import openai
+        price = self.highest_price(request) or 0.
+        if self.exceeds_budget(price): return
         self.reserved += price
         try:
             for attempt in range(self.cfg.tries):
-                got = await self.endpoint.post(path, body=body, cast_to=httpx.Response)
-                try: answer = stored_form(got.json())
-                except ValueError: answer = None
-                if answer: return self.store_answer(key, request, answer,
-                                                    got.elapsed.total_seconds())
-                await asyncio.sleep(min(8., .1 * 2**attempt))
-            why = f'an answer of the wrong shape: {redact(got.text)[:200]}'
-        except openai.OpenAIError as e:
-            why = stop_reason(e, request['model'])
-            if isinstance(e, openai.APIConnectionError) and not (self.tally.asked or self.answers):
-                why = f'no answer from {self.server}: is the server running? ({first_line(e)})'
-            if why: self.fatal = self.fatal or StopAsking(why)
-            if concerns_request(getattr(e, 'status_code', 0), str(e)): self.tally.refused.add(key)
-            why = why or first_line(e)
+                async with self.turn() as alone:
+                    if self.fatal or self.ending.is_set(): return
+                    try: answer, seconds = await self.send(key, request)
+                    except openai.OpenAIError as e:
+                        error = e
+                        self.store.forget(key)
+                    else:
+                        self.silent = 0
+                        return self.store_answer(key, request, answer, seconds)
+                    self.count_silence(error, alone)
+                    if not is_temporary(error) or self.fatal: break
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(retry_wait(error, attempt)):
+                            await self.ending.wait()
         finally: self.reserved -= price
-        self.tally.failed[key] = why
+        why = stop_reason(error, request['model'])
+        if why: self.fatal = self.fatal or StopAsking(why)
+        if concerns_request(getattr(error, 'status_code', 0), str(error)):
+            self.tally.refused.add(key)
+        self.tally.failed[key] = why or first_line(error)
         self.show_progress()
+
+    def count_silence(self, error: Exception, alone: bool):
+        "Count a try without an answer; after enough of them, sent one by one, the call ends."
+        where, why = self.server or 'OpenAI', first_line(error)
+        if limit := limit_reached(error): self.fatal = StopAsking(f'{where}: {limit}')
+        if getattr(error, 'status_code', 500) < 500:
+            self.silent = 0
+            return
+        if alone or self.silent < self.patience: self.silent += 1
+        failed = self.silent - self.patience
+        if failed == 2: self.say(f'{where} does not answer: one request at a time until it does')
+        if failed > max(self.patience, self.cfg.tries):
+            self.fatal = self.fatal or StopAsking(
+                f'no answer from {where} to the last {failed} requests, sent one by one: is the '
+                f'server running? Run again when it answers ({why})')
 
     def store_answer(self, key: bytes, request: dict, answer: dict, seconds: float | None):
         "Store an answer (`seconds` None: of a batch); add up tokens and prices."
         tally, (tokens_in, tokens_out) = self.tally, token_usage(answer, request)
         dollars = self.price(request['model'], tokens_in, tokens_out, seconds is None)
-        try: self.store.put(key, request, answer, seconds, self.run_name, dollars or 0.)
-        except (OSError, ValueError) as e:
-            self.fatal = self.fatal or e
-            return
+        self.store.put(key, request, answer, seconds, self.run_name, dollars or 0.)
         tally.tokens = tally.tokens[0] + round(tokens_in), tally.tokens[1] + round(tokens_out)
         known = None not in (dollars, tally.dollars)
         tally.dollars = tally.dollars + dollars if known else None
         tally.asked += 1
         asked, told = request['model'], answer.get('model')
-        if isinstance(told, str) and not is_model(asked, told) and (asked, told) not in self.others:
-            self.others.add((asked, told))
-            print(f'{self.name}: asked for {asked}, {self.server or "OpenAI"} answers as {told}')
+        if isinstance(told, str) and not is_model(asked, told):
+            self.say(f'asked for {asked}, {self.server or "OpenAI"} answers as {told}')
+        try: reported_tokens(answer)
+        except ValueError as e: self.say(f'the price of an answer is estimated, since {e}')
         tally.failed.pop(key, None)
         self.own.add(key)
         self.answers[key] = answer | dict(seconds=seconds)
         self.show_progress()
         if seconds is not None: self.check_readable(key, answer)
+
+    def check_stored(self, answers: dict[bytes, dict]):
+        "Print which answers are empty, and how to drop them; ValueError for damaged ones."
+        empty, damaged = {}, []
+        for key, answer in answers.items():
+            try:
+                choice, text = answer['choices'][0], answer_text(answer, refusal=True)
+                if 'message' in choice and not (text or choice.get('logprobs')):
+                    empty[key] = str(choice.get('finish_reason'))
+            except (AttributeError, IndexError, KeyError, TypeError): damaged.append(key)
+        self.store.refuse(damaged)
+        if empty:
+            reasons = ', '.join(sorted(set(empty.values())))
+            self.say(f'{len(empty)} answers are empty (finish_reason {reasons}); '
+                     f'{self.store.how_to_drop(empty)}')
 
     def check_readable(self, key: bytes, answer: dict):
         "End the call when none of the first answers can be read; one that can be ends the check."
@@ -175,13 +262,13 @@ class ApiClient:
 
     async def answer_all(self):
         "Find or request all answers; an error that ends the call is in `fatal`."
-        import openai
         name = re.sub(r'[^\w.-]', '_', self.server or 'openai')
         lock = AsyncFileLock(f'{self.store.path}.{name}.lock', run_in_executor=False)
         async def work(queue):
             for key, request in queue:
-                if self.fatal or self.tally.stopped: return
-                await self.answer_request(key, request)
+                if self.fatal or self.tally.stopped or self.ending.is_set(): return
+                try: await self.answer_request(key, request)
+                except Exception as e: self.fatal = self.fatal or e   # the others are completed
         try:
             async with make_client(self.cfg) as self.endpoint:
                 try: await lock.acquire(timeout=3.)   # one process at a time asks an endpoint
@@ -192,6 +279,9 @@ class ApiClient:
                 try:
                     self.answers |= self.store.get(self.todo)   # another may have had its turn
                     self.tally.known += len(self.answers)
+                    if lost := self.store.was_sent(self.todo.keys() - self.answers.keys()):
+                        print(f'{self.name}: {len(lost)} requests were under way when an earlier '
+                              'start was ended; they may have been paid for, and are sent again')
                     await answer_in_batches(self)
                     done = self.answers.keys() | self.tally.failed.keys()
                     queue = iter([(k, r) for k, r in self.todo.items() if k not in done])
@@ -200,9 +290,16 @@ class ApiClient:
                         for _ in range(workers): group.create_task(work(queue))
                 finally: await lock.release()
                 await await_batches(self)
-        except (StopAsking, openai.OpenAIError, OSError) as e:
+        except Exception as e:
             why = stop_reason(e, 'the Batch API')
             self.fatal = self.fatal or (StopAsking(why) if why else e)
+
+    def end_early(self, task: asyncio.Task):
+        "Send nothing more, and end when what is under way has been answered."
+        self.ending.set()
+        if not self.sent: task.cancel()
+        else: print(f'{self.name}: waiting for {len(self.sent)} answers under way; '
+                    'press Ctrl-C again to end at once', flush=True)
 
     def __call__(self, requests: list[dict], draw: int | list[int] = 0,
                  readable=None) -> list[dict | None]:
@@ -213,6 +310,7 @@ class ApiClient:
         keys = self.keys(requests, draw)
         index = {k: i for i, k in enumerate(keys)}
         answers = self.store.get(index)
+        self.check_stored(answers)
         todo = {k: well_formed(requests[i]) for k, i in index.items() if k not in answers}
         self.tally.known += len(answers)
         if todo and not self.tally.stopped:
@@ -224,14 +322,23 @@ class ApiClient:
             # in a thread and a loop of its own, since in a notebook a loop is running already
             with closing(asyncio.new_event_loop()) as loop, ThreadPoolExecutor(1) as thread:
                 task = loop.create_task(self.answer_all())
-                asking = thread.submit(loop.run_until_complete, task)
-                try: asking.result()
-                except KeyboardInterrupt:
-                    loop.call_soon_threadsafe(task.cancel)
-                    raise
+                def on_signal(number, frame):
+                    again = number in self.signals
+                    self.signals.append(number)
+                    if again: loop.call_soon_threadsafe(task.cancel)
+                    elif len(self.signals) == 1: loop.call_soon_threadsafe(self.end_early, task)
+                with _signals_to(on_signal), suppress(asyncio.CancelledError):
+                    thread.submit(loop.run_until_complete, task).result()
+            if self.signals:
+                signal.raise_signal(self.signals[0])   # as if it came now
+                raise KeyboardInterrupt
             if self.fatal:
-                raise ValueError(f'{redact(str(self.fatal))}. '
-                                 f'{self.tally.asked} answers were stored before that')
+                why, limit = redact(str(self.fatal)), limit_reached(self.fatal)
+                if limit not in why: why = f'{why}: {limit}'
+                cause = None if isinstance(self.fatal, StopAsking) else self.fatal
+                raise ValueError(f'{why}. {self.tally.asked} answers were stored '
+                                 'before that') from cause
+            self.check_stored(self.answers)
             answers |= self.answers
         return [answers.get(k) for k in keys]
 

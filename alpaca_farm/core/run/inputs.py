@@ -102,7 +102,9 @@ def build(notebook: str, out: str, **settings):
               f'building it with nbs/{notebook}.ipynb')
         process = start_notebook(notebook, out, settings)
         try: code = process.wait()
-        finally: process.kill()   # if this process was interrupted
+        finally:   # if this process was interrupted; answers that it has paid for are waited for
+            process.terminate()
+            process.wait()
         tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
         if code:
             raise RuntimeError('\n'.join([f'{out} could not be built; see {output} and {out}.ipynb',
