@@ -299,3 +299,22 @@ print('all is there')
                           text=True)
     assert 'all is there' in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_clone_that_is_not_installed_makes_a_run_without_alpaca_eval(base, tmp_path, monkeypatch):
+    "A reward model of a file of labels; a judge that does not exist says what the package has."
+    import importlib
+    from alpaca_farm import __version__
+    from alpaca_farm.annotators import AnnotatorsConfig
+    def distribution(name, known=importlib.metadata.distribution):
+        if name.startswith('alpaca'): raise importlib.metadata.PackageNotFoundError(name)
+        return known(name)
+    def find_spec(name, *rest, known=importlib.util.find_spec):
+        return None if name == 'alpaca_eval' else known(name, *rest)
+    monkeypatch.setattr(importlib.metadata, 'distribution', distribution)
+    monkeypatch.setattr(importlib.util, 'find_spec', find_spec)
+    labels = shutil.copy(base/'annotators'/'preferences.json', tmp_path/'mine.json')
+    made = tiny.run('reward_model', base, tmp_path/'rm', preferences=str(labels))
+    assert made.config['versions']['alpaca_farm'] == __version__
+    with pytest.raises(ValueError, match='pip install alpaca-eval'):
+        AnnotatorsConfig(annotators='weighted_alpaca_eval_gpt4_turbo')
