@@ -288,3 +288,57 @@ def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
     for policy, error, message in ((tmp_path/'sft', ValueError, 'model.safetensors is damaged'),
                                    (base/'annotators', FileNotFoundError, 'there is no model')):
         refused('best_of_n', base, tmp_path, error, message, policy=str(policy))
+
+
+BROKEN = dict(   # by notebook: settings, and which file of what they name is damaged
+    sft='data/sft data/val data/eval', reward_model='preferences/preferences',
+    dpo='preferences/preferences data/eval',
+    binary_feedback='preferences/preferences data/val data/eval annotators/labels',
+    ppo='data/unlabeled data/val data/eval annotators/labels',
+    quark='data/unlabeled data/val data/eval annotators/labels',
+    expert_iteration='data/unlabeled data/val data/eval',
+    rrhf='candidates/candidates data/eval', best_of_n='data/eval samples/labels',
+    rlcd='data/unlabeled annotators/labels', annotators='outputs/candidates',
+    eval='outputs/outputs reference/candidates labels/labels difficulty/labels annotators/labels',
+    decoding='data/val data/eval annotators/labels', compare='folders/outputs labels/labels',
+    agreement='sets/labels judges/labels', overoptimization='bank/candidates references/candidates',
+    bring_your_own='prompts/eval preferences/preferences demonstrations/labels labels/labels')
+
+
+@pytest.mark.parametrize('notebook, broken', [
+    (notebook, path) for notebook, paths in BROKEN.items() for path in paths.split()], ids=str)
+def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monkeypatch, notebook,
+                                                            broken):
+    "Every judge is a reward model, unless its file is the damaged one."
+    world, sft, samples, labels, judge = (
+        str(base/name) for name in ('world', 'sft', 'samples', 'annotators', 'reward_model'))
+    judged = dict.fromkeys(('binary_feedback', 'ppo', 'quark', 'annotators'),
+                           dict(annotators=judge))
+    sound = judged | dict(
+        rlcd=dict(method='rlaif', split='unlabeled'), best_of_n=dict(policy=sft, n=2),
+        eval=dict(outputs=[samples], reference=samples, annotators=[judge]),
+        decoding=dict(policies=[sft], reference=sft, annotators=judge, data=world),
+        compare=dict(folders=[sft, samples], annotators=judge),
+        agreement=dict(sets=[labels], judges=[judge]),
+        overoptimization=dict(policy=sft, bank=samples, references=samples, proxies=[judge],
+                              policies=[sft], crowd=judge),
+        bring_your_own=dict(model=sft, prompts=world, preferences=labels, judge=judge))
+    given = tiny.settings(notebook, base) if notebook in tiny.SETTINGS else {}
+    given |= sound.get(notebook, {})
+    setting, name = broken.split('/')
+    value = given.get(setting, '')
+    named = value[0] if isinstance(value, list) and value else value
+    damaged = tmp_path/'labels.json'
+    if os.path.isdir(named or '') and name != 'labels':
+        damaged = shutil.copytree(named, tmp_path/Path(named).name)/f'{name}.json'
+    damaged.write_text('[{"instruction": "Say 1.", "output": ')
+    spoiled = str(damaged if name == 'labels' else damaged.parent)
+    cls = tiny.config_class(notebook)
+    listed = isinstance(getattr(cls(), setting), list)
+    given |= {setting: [*(value or [])[1:], spoiled] if listed else spoiled}
+
+    def load(*_, **__): raise AssertionError('a model is loaded')
+    monkeypatch.setattr('alpaca_farm.core.model.models.load_model', load)
+    with pytest.raises(ValueError, match=rf'{name}\.json.* not valid JSON'):
+        tiny.run(notebook, base, tmp_path/'out', **given)
+    assert not (tmp_path/'out').exists()

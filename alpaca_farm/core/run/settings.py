@@ -8,9 +8,11 @@ __all__ = ['Count', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule
            'from_args', 'command']
 
 # %% ../../../nbs/core/run/settings.ipynb #37bea490
-import argparse, ast, dataclasses, difflib, importlib, json, os, re, sys, typing, warnings
+import argparse, ast, dataclasses, difflib, importlib, json, os, re, sys, traceback
+import typing, warnings
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, Len
@@ -250,10 +252,24 @@ def from_args(cls, args: list[str], description: str = ''):
     except (TypeError, ValueError, FileNotFoundError) as e: p.exit(2, f'{p.prog}: error: {e}\n')
 
 # %% ../../../nbs/core/run/settings.ipynb #a585caaa
+def _is_refusal(error: BaseException) -> bool:
+    "Whether an error is one that this library raises, or the system's about a file or a server."
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    ours = os.path.dirname(find_spec('alpaca_farm').origin) + os.sep
+    return isinstance(error, OSError) or at.filename.startswith(ours) and 'raise ' in at.line
+
+
+def _end_with(kind, error, trace):
+    "Say why a command ends: a refusal in one line, any other error with its traceback."
+    if not _is_refusal(error): return sys.__excepthook__(kind, error, trace)
+    print(f'{os.path.basename(sys.argv[0])}: error: {error}', file=sys.stderr)
+
+
 def command(cls, train):
     "Run `train` with the command line's settings if its module was started with `python -m`."
     space = train.__globals__
     if space['__name__'] != '__main__' or not space.get('__spec__'): return
+    sys.excepthook = _end_with
     module = importlib.import_module(space['__spec__'].name)
     cfg = from_args(getattr(module, cls.__name__), sys.argv[1:], module.__doc__)
     getattr(module, train.__name__)(cfg)
