@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -283,11 +284,59 @@ def fail_full(run):
 
 def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
     shutil.copytree(base/'sft', tmp_path/'sft')
-    weights = tmp_path/'sft'/'model'/'model.safetensors'
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    for policy, error, message in ((tmp_path/'sft', ValueError, 'model.safetensors is damaged'),
-                                   (base/'annotators', FileNotFoundError, 'there is no model')):
-        refused('best_of_n', base, tmp_path, error, message, policy=str(policy))
+    model = tmp_path/'sft'/'model'
+    refused('best_of_n', base, tmp_path, FileNotFoundError, 'there is no model',
+            policy=str(base/'annotators'))
+    for name, content, message in (
+            ('tokenizer.json', b'{"a": ', 'its tokenizer cannot be read'),
+            ('tokenizer_config.json', b'[]', 'its tokenizer cannot be read'),
+            ('chat_template.jinja', b'{% if', 'its chat template is not valid'),
+            ('config.json', b'{}', 'its config.json cannot be read'),
+            ('config.json', b'{"model_type": "llama", "hidden_size": "x"}', 'config.json cannot'),
+            ('model.safetensors', b'', 'model.safetensors is damaged')):
+        was = (model/name).read_bytes() if (model/name).exists() else b''
+        (model/name).write_bytes(content or was[:-1000])
+        refused('sft', base, tmp_path, ValueError, message, policy=str(tmp_path/'sft'))
+        if was: (model/name).write_bytes(was)
+        else: (model/name).unlink()
+
+
+def ended(notebook, given, capsys):
+    "What `python -m` says of an error that ends it."
+    import runpy
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, 'argv', [f'{notebook}.py', *tiny.command(notebook, **given)[3:]])
+        m.setattr(sys, 'excepthook', sys.excepthook)
+        module = tiny.module_of(notebook)
+        m.delitem(sys.modules, module)
+        with pytest.raises(Exception) as e: runpy.run_module(module, None, '__main__')
+        sys.excepthook(e.type, e.value, e.value.__traceback__)
+    return capsys.readouterr().err
+
+
+def test_an_error_of_a_file_ends_a_command_with_one_line(base, tmp_path, capsys, monkeypatch):
+    "A fault of the code, or of what it calls, has its traceback."
+    (tmp_path/'bad.json').write_bytes(as_json(changed(4, output=None)))
+    given = tiny.settings('sft', base, out=str(tmp_path/'out'), val_split='', eval_split='')
+    wrong = given | dict(data=str(tmp_path/'bad.json'))
+    message = "bad.json, row 4: the field 'output' is None"
+    said = ended('sft', wrong, capsys)
+    assert said.startswith('sft.py: error: ') and message in said and said.count('\n') == 1
+    (tmp_path/'file').write_text('mine')
+    said = ended('sft', given | dict(out=str(tmp_path/'file')), capsys)
+    assert 'cannot write there' in said and said.count('\n') == 1
+    def fault(*_, **__): return [][0]
+    for broken in (fault, lambda *_, **__: json.loads('{')):
+        monkeypatch.setattr('alpaca_farm.core.data.text.encode', broken)
+        assert 'Traceback (most recent call last)' in ended('sft', given, capsys)
+
+
+def test_a_folder_is_no_file_of_settings(base, capsys):
+    from alpaca_farm.core.run.settings import from_args
+    for notebook, args in (('real', ['--size', str(base)]), ('sft', ['-f', str(base)])):
+        with pytest.raises(SystemExit): from_args(tiny.config_class(notebook), args)
+        said = capsys.readouterr().err
+        assert f'{base}: there is no such' in said and said.count('\n') == 1
 
 
 BROKEN = dict(   # by notebook: settings, and which file of what they name is damaged
