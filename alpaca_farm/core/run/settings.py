@@ -73,11 +73,18 @@ def resolve(spec: str):
 
 # %% ../../../nbs/core/run/settings.ipynb #a3c1d0eb
 _SECRET = re.compile(r'''(?x)
-    (?<![A-Za-z0-9])(?:sk[-_]|hf_|gsk_|xai-|gh[opsur]_|github_pat_|glpat-|nvapi-|pplx-|fw_|r8_|
-        tgp_v1_)[\w-]*?[A-Za-z0-9]{16}                      # OpenAI, Anthropic, Hugging Face, ...
-    | (?<![A-Za-z0-9])(?:AIza[\w-]{30}|AKIA[A-Z0-9]{16})    # Google, Amazon
-    | ://[^/\s@]*:[^/\s@]+@ | [?&][\w-]*(?:key|token|password|secret)=[^&\s]        # in a URL
-    | ^(?:[^=]*=)?(?:[0-9a-f]{32,}|(?=.*[a-z])(?=.*[A-Z])(?=.*\d.*\d)[A-Za-z0-9]{32,})$  # W&B
+    ://(?:[^/?\s]*@|hooks\.) | (?i:[?&;][\w-]*(?:key|token|password|secret|sig)=[^&;\s])   # a URL
+    | (?i:\bbearer\ \S{12}|\bbasic\ (?=\S*[\d=])\S{12}|-----begin\ [\w\ ]*key) | \beyJ[\w-]{16}
+    | (?<![A-Za-z0-9])(?:[sr]k|[cp]sk|[pa]k|pa|as|fw|up|e?secret)[-_]   # OpenAI, Anthropic, ...
+        [\w.-]*?(?:[A-Za-z0-9]{20}|[0-9a-f]{4}-[0-9a-f]{12})
+    | (?<![A-Za-z0-9])(?:hf_|gsk_|xai-|gh[opsur]_|gl(?:pat|[dr]t|sa)[-_]|nvapi-|pplx-|r8_|npm_|
+        pypi-|xox[a-z]-|jina_|whsec_|tvly-|ntn_|rpa_|hvs\.|NRAK-|HRKU-|GOCSPX-|ya29\.|SG\.|sq0\w+-|
+        A(?:Iza|[KS]I[AD]|TATT|KCp|BSK)|LTAI|[a-z]+\d?_(?:pat|v\d|api|org|pt|tkn|secret)_|
+        \d{8,10}:AA)[\w.-]{16}                            # Hugging Face, Google, Amazon, ...
+    | (?=[A-Za-z]*\d[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])[A-Za-z0-9]{24}
+    | (?=[a-z0-9][A-Z][\w-]*\d[\w-]*\d)(?:[a-z0-9][A-Z][\w-]{0,5}?){4}   # digits and both cases
+    | ^(?=.*[a-z])(?=.*[A-Z])(?=.*\d.*\d)[A-Za-z0-9+/]{40}$
+    | ^[^/@]*?(?=\d*[a-f])[0-9a-f]{32}                    # W&B, Databricks, ...
     ''')
 
 # %% ../../../nbs/core/run/settings.ipynb #2ae98010
@@ -249,7 +256,7 @@ def from_args(cls, args: list[str], description: str = ''):
             single = isinstance(default[name], str) and isinstance(value, list) and len(value) == 1
             settings[name] = value[0] if single else value
         return cls.read(settings)
-    except (TypeError, ValueError, FileNotFoundError) as e: p.exit(2, f'{p.prog}: error: {e}\n')
+    except (TypeError, ValueError, OSError) as e: p.exit(2, f'{p.prog}: error: {e}\n')
 
 # %% ../../../nbs/core/run/settings.ipynb #a585caaa
 def _is_refusal(error: BaseException) -> bool:
