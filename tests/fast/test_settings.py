@@ -15,7 +15,8 @@ from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
 from alpaca_farm.core.run import paths
-from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args, no_secrets
+from alpaca_farm.core.run.keys import no_secrets
+from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args
 
 NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling',
              'openai_baselines', 'ppo', 'rrhf')

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['Count', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments', 'Betas', 'as_type',
-           'resolve', 'no_secrets', 'refuse_unknown', 'Config', 'HardwareConfig', 'TrainConfig', 'field_comments',
-           'from_args', 'command']
+           'resolve', 'refuse_unknown', 'Config', 'HardwareConfig', 'TrainConfig', 'field_comments', 'from_args',
+           'command']
 
 # %% ../../../nbs/core/run/settings.ipynb #37bea490
-import argparse, ast, dataclasses, difflib, importlib, json, os, re, sys, traceback
-import typing, warnings
+import argparse, ast, dataclasses, difflib, importlib, json, os, sys, traceback, typing
+import warnings
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from importlib.util import find_spec
@@ -19,6 +19,7 @@ from annotated_types import Ge, Gt, Interval, Len
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from .files import read_yaml
+from .keys import forget_keys, no_secrets
 from .paths import (
     ask_hub, at_root, looks_like_hub, missing_path, near_path, root)
 
@@ -70,33 +71,6 @@ def resolve(spec: str):
         raise ValueError(f'{spec!r}: no module {module}, installed or in {root()}') from None
     if hasattr(imported, name): return getattr(imported, name)
     raise ValueError(f'{spec!r}: {module} has no {name}')
-
-# %% ../../../nbs/core/run/settings.ipynb #a3c1d0eb
-_SECRET = re.compile(r'''(?x)
-    ://(?:[^/?\s]*@|hooks\.) | (?i:[?&;][\w-]*(?:key|token|password|secret|sig)=[^&;\s])   # a URL
-    | (?i:\bbearer\ \S{12}|\bbasic\ (?=\S*[\d=])\S{12}|-----begin\ [\w\ ]*key) | \beyJ[\w-]{16}
-    | (?<![A-Za-z0-9])(?:[sr]k|[cp]sk|[pa]k|pa|as|fw|up|e?secret)[-_]   # OpenAI, Anthropic, ...
-        [\w.-]*?(?:[A-Za-z0-9]{20}|[0-9a-f]{4}-[0-9a-f]{12})
-    | (?<![A-Za-z0-9])(?:hf_|gsk_|xai-|gh[opsur]_|gl(?:pat|[dr]t|sa)[-_]|nvapi-|pplx-|r8_|npm_|
-        pypi-|xox[a-z]-|jina_|whsec_|tvly-|ntn_|rpa_|hvs\.|NRAK-|HRKU-|GOCSPX-|ya29\.|SG\.|sq0\w+-|
-        A(?:Iza|[KS]I[AD]|TATT|KCp|BSK)|LTAI|[a-z]+\d?_(?:pat|v\d|api|org|pt|tkn|secret)_|
-        \d{8,10}:AA)[\w.-]{16}                            # Hugging Face, Google, Amazon, ...
-    | (?=[A-Za-z]*\d[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])[A-Za-z0-9]{24}
-    | (?=[a-z0-9][A-Z][\w-]*\d[\w-]*\d)(?:[a-z0-9][A-Z][\w-]{0,5}?){4}   # digits and both cases
-    | ^(?=.*[a-z])(?=.*[A-Z])(?=.*\d.*\d)[A-Za-z0-9+/]{40}$
-    | ^[^/@]*?(?=\d*[a-f])[0-9a-f]{32}                    # W&B, Databricks, ...
-    ''')
-
-# %% ../../../nbs/core/run/settings.ipynb #2ae98010
-def no_secrets(settings: dict):
-    "ValueError if a setting, or anything in a list or dict, looks like a key or holds a password."
-    for name, value in settings.items():
-        if isinstance(value, dict): no_secrets({f'{name}.{k}': v for k, v in value.items()})
-        elif isinstance(value, (list, tuple)):
-            for v in value: no_secrets({name: v})
-        elif isinstance(value, str) and _SECRET.search(value):
-            raise ValueError(f'{name} looks like an API key or holds a password. Keys are read '
-                             'from the environment (OPENAI_API_KEY, HF_TOKEN), never a parameter')
 
 # %% ../../../nbs/core/run/settings.ipynb #7c26b0eb
 def refuse_unknown(owner: str, names, known):
@@ -157,7 +131,9 @@ class Config:
         for cell in namespace['In'][:-1]:   # the last is the running one
             if cell.startswith('# Parameters'): names += _assigned(cell)
             elif 'out' in _assigned(cell): names = _assigned(cell)
-        return cls.read({name: namespace[name] for name in names})
+        given = {name: namespace[name] for name in names}
+        forget_keys(given)
+        return cls.read(given)
 
     def changed(self) -> dict:
         "The settings that differ from their defaults."
