@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from configparser import ConfigParser
 
 import pytest
 
@@ -18,7 +19,7 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
-CORE = ['run.paths data.dialogues',
+CORE = ['run.paths run.keys data.dialogues',
         'run.progress run.trackers run.files functional ask.store data.preferences',
         'run.settings data.formats',
         'model.adapters run.processes',
@@ -279,3 +280,18 @@ def test_a_module_has_a_docstring_short_lines_and_nothing_unsafe(path):
     # of what is written: nbdev wraps `__all__` in its own way
     written = re.sub(r'^__all__ = \[.*?\]$', '', text, flags=re.M | re.S)
     assert [l for l in written.splitlines() if len(l) > 110] == []
+
+
+def test_ci_installs_the_pinned_versions_by_their_hashes():
+    "Every package that the project names, and every version as in constraints.txt."
+    def named(line): return re.split('[><=!~ ]', line.lower().replace('_', '-'))[0]
+    pinned = {line for line in (tiny.ROOT/'constraints.txt').read_text().lower().splitlines()
+              if '==' in line}
+    text = (tiny.ROOT/'.ci'/'requirements.txt').read_text().lower()
+    found = dict(re.findall(r'^(\S+==\S+)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$', text, re.M))
+    assert len(found) == text.count('==') and 'torch==2.13.0' in found
+    assert {v.replace('_', '-') for v in found} <= {v.replace('_', '-') for v in pinned}
+    parser = ConfigParser(delimiters=['='])
+    parser.read(tiny.ROOT/'settings.ini')
+    wanted = ' '.join(parser['DEFAULT'][f'{part}requirements'] for part in ('', 'dev_', 'docs_'))
+    assert {named(w) for w in wanted.split()} <= {named(v) for v in found}
