@@ -287,7 +287,8 @@ def test_ci_installs_the_pinned_versions_by_their_hashes():
     def named(line): return re.split('[><=!~ ]', line.lower().replace('_', '-'))[0]
     pinned = {line for line in (tiny.ROOT/'constraints.txt').read_text().lower().splitlines()
               if '==' in line}
-    text = (tiny.ROOT/'.ci'/'requirements.txt').read_text().lower()
+    files = (tiny.ROOT/'.ci'/name for name in ('torch.txt', 'requirements.txt'))
+    text = ''.join(file.read_text().lower() for file in files)
     found = dict(re.findall(r'^(\S+==\S+)((?: \\\n +--hash=sha256:[0-9a-f]{64})+)$', text, re.M))
     assert len(found) == text.count('==') and 'torch==2.13.0' in found
     assert {v.replace('_', '-') for v in found} <= {v.replace('_', '-') for v in pinned}
