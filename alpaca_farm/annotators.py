@@ -241,7 +241,7 @@ def run(cfg: AnnotatorsConfig):
     "Annotate pairs; writes preferences.json, summary.json and, for API judges, annotations.json."
     folder = start(cfg, run)
     if folder.done: return folder
-    pool, pairs = load_annotators(cfg.annotators, cfg), load_pairs(cfg)
+    pairs, pool = load_pairs(cfg), load_annotators(cfg.annotators, cfg)
     clients, share = api_clients(pool), flip_share(cfg.label_flip, cfg.annotators)
     clean = annotate_pairs(pairs, pool, cfg.seed, 0. if cfg.ask_flipped else share,
                            cfg.both_orders, cfg.ask_flipped)

@@ -138,8 +138,9 @@ def train(cfg: BinaryFeedbackConfig):
     from alpaca_farm.annotators import load_annotators
     run = start(cfg, train)
     if run.done: return answer_again(run)
-    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     learn, aside, labels = load_feedback(cfg)
+    preflight(cfg, ('val_split', 'eval_split'))
+    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     policy, plain = load_policy(cfg.policy, cfg, train=True)
     tokens, tokenizers = {}, {}   # ids of the reward tokens, and a tokenizer that prompts with each
     if cfg.method == 'reward_conditioning':

@@ -193,9 +193,8 @@ def dpo_step(policy, batch: dict, cfg: DPOConfig) -> dict[str, torch.Tensor]:
 # %% ../nbs/dpo.ipynb #2c49f2c0
 class LabelledAnswers:
     "All labelled answers as token ids, the order of the batches, and the reference's log-probs."
-    def __init__(self, cfg: DPOConfig, tokenizer):
+    def __init__(self, cfg: DPOConfig, tokenizer, records: list[dict], fields: tuple, good: list):
         self.cfg, self.pad_id = cfg, tokenizer.pad_token_id
-        records, fields, good = read_labels(cfg)
         rows, self.prompts, self.answers = encode(records, fields, tokenizer, cfg.max_length,
                                                   cfg.template)
         self.good, self.too_long = torch.tensor([good[i] for i in rows]), len(records) - len(rows)
@@ -241,9 +240,11 @@ def train(cfg: DPOConfig):
     "Optimise a policy on preferences; writes model/, outputs.json, log.jsonl, summary.json."
     run = start(cfg, train)
     if run.done: return answer_again(run)
+    labels = read_labels(cfg)
+    preflight(cfg, ('eval_split',))
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     preflight(cfg, ('eval_split',), policy, tokenizer)
-    data = LabelledAnswers(cfg, tokenizer)
+    data = LabelledAnswers(cfg, tokenizer, *labels)
     trainer, aside = Trainer(run, len(data.order), dict(policy=policy)), data.held_out
     data.add_reference(policy)   # before a checkpoint is read
     loss, baseline = lambda b: dpo_step(policy, b, cfg), 0.

@@ -196,7 +196,6 @@ def run(cfg: EvalConfig):
         files += found
     folder = start(cfg, run, tuple(files))
     if folder.done: return folder
-    folder.load()
     methods = read_models(cfg)
     for name, rows in methods.items(): index_prompts(rows, name)   # refuses repeated ones
     references, others = methods['reference'], {}
@@ -208,6 +207,7 @@ def run(cfg: EvalConfig):
     texts = [full_instruction(r) for r in references]
     hard = recorded_difficulty(others, texts) if others else None
     judges = {name: load_annotators(spec, cfg) for name, spec in names.items()}
+    folder.load()
     progress = Progress('judging', len(judges)*len(methods))
     judged = judge_all(methods, references, judges, cfg.seed, progress)
 

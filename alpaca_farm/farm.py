@@ -6,7 +6,7 @@
 __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'population', 'farm_jobs', 'run']
 
 # %% ../nbs/farm.ipynb #e2ff0440
-import time
+import os, time
 from dataclasses import dataclass
 
 from .core.run.inputs import recipes
@@ -52,7 +52,7 @@ def read_sizes(size: str) -> dict[str, dict]:
     "Settings by notebook or run of the farm, from quick.yaml or a file; TypeError for others."
     if size == 'default': return {}
     file = notebooks_folder()/'recipes'/'quick.yaml' if size == 'quick' else at_root(size)
-    if not file.is_file():
+    if not os.path.isfile(file):   # also for a name too long for one
         raise FileNotFoundError(f'size = {size!r}: choose from default, quick or a YAML file')
     sizes = read_yaml(file)
     refuse_unknown(file, sizes, [*RUNS, *(row['notebook'] for row in RUNS.values())])

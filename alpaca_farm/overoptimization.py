@@ -19,7 +19,7 @@ from .core.answers import log_ratios, sample, SampleConfig
 from .core.run.inputs import methods
 from .core.data.candidates import each_answer
 from .core.data.comparisons import answer_preferences
-from .core.data.records import find_file, read_rows
+from .core.data.records import load_records
 from .core.run.identity import run_config, run_of
 from .core.ask.judge_configs import JudgedConfig
 from .core.functional import has_spread
@@ -206,17 +206,17 @@ def measure_policy(folder: str, records: list[dict], scorers: dict, reference: t
 def run(cfg: OverConfig):
     "Measure the curves; writes curves.csv, fits.csv and falls.csv."
     import pandas as pd
-    judge = load_annotators(cfg.crowd, cfg)
     folder = start(cfg, run)
     if folder.done: return folder
-    folder.load()
     for name, source in dict(bank=cfg.bank, references=cfg.references).items():
         made = run_of(source)   # None: a file
         sampled = made and run_config(made)['settings'].get('temperature')
         if sampled not in (None, cfg.temperature):
             raise ValueError(f'temperature = {cfg.temperature}: {name} was sampled at {sampled}')
-    bank, references = (read_rows(find_file(f, 'candidates')) for f in (cfg.bank, cfg.references))
-    bank = bank[:cfg.instances]
+    bank, references = (load_records(f, 'candidates', 'candidates')
+                        for f in (cfg.bank, cfg.references))
+    bank, judge = bank[:cfg.instances], load_annotators(cfg.crowd, cfg)
+    folder.load()
     proxies = {policy: _policy_proxy(policy, cfg.proxies) for policy in cfg.policies}
     specs = {s: s for s in (*cfg.proxies, *proxies.values())} | dict(utility=cfg.utility)
     scale = {name: standard_reward(reward(spec, cfg, cfg.template), bank)

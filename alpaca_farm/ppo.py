@@ -255,6 +255,7 @@ def train(cfg: PPOConfig):
     from alpaca_farm.annotators import annotate_pairs, load_annotators
     run = start(cfg, train)
     if run.done: return answer_again(run)
+    preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
@@ -263,7 +264,7 @@ def train(cfg: PPOConfig):
     reward_of = reward_beside(policy, value, cfg)
     use_sampler(policy, cfg, run.folder)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
-    preflight(cfg, ('split', 'eval_split'), policy, tokenizer, judge, reward_of)
+    preflight(cfg, cfg.splits, policy, tokenizer, judge, reward_of)
     annotate = judge and partial(annotate_pairs, pool=judge)
     choose = CheckpointSelector(reference, tokenizer, cfg, annotate)
     trainer = Trainer(run, cfg.steps, dict(policy=policy) | (dict(value=value) if value else {}),

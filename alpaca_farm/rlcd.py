@@ -337,15 +337,15 @@ def run(cfg: RLCDConfig):
     else:
         records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
         todo = list(enumerate(records))
-    itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators   # the model judges
-    if itself or not cfg.samples:
-        writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
-    if itself: judge = SelfJudge(writer, task, cfg.template == 'chat')
     if cfg.annotators:
         judge = load_annotators(cfg.annotators, cfg)
         pair = dict(todo[0] if cfg.samples else bare_prompt(records[0]),
                     output_1='Yes.', output_2='No.')
         try_setting(cfg, 'annotators', annotate_pairs, [pair], judge)
+    itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators   # the model judges
+    if itself or not cfg.samples:
+        writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
+    if itself: judge = SelfJudge(writer, task, cfg.template == 'chat')
 
     def make(part):
         new = part if cfg.samples else write_items(writer, task, dict(part), cfg)

@@ -24,6 +24,7 @@ from .core.data.candidates import LISTS, merge_candidates, select_candidates
 from .core.data.records import load_records, prompt_key
 from .core.data.text import collate, decode, encode_prompts, encode_responses, within_limit
 from .core.model.beams import beam_search
+from .core.model.loading import load_tokenizer
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
 from .core.model.rewards import label_count, reward, RewardConfig
@@ -284,13 +285,15 @@ def train(cfg: RRHFConfig):
     if run.done:
         names = 'length', 'ended', 'kl', 'reward', 'perplexity', 'perplexity_median'
         return answer_again(run, names, lambda: _answer_figures(run))
+    preflight(cfg, ('eval_split',))
+    plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
+    queries, prompts, left_out = load_queries(cfg, plain)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference = load_reference(policy, cfg) if cfg.kl_coef else None
     reward_of = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
     score_of = reward_of or (judge and partial(once, comparison_scores, judge))
     preflight(cfg, ('eval_split',), policy, tokenizer, cfg.n and judge, reward_of)
-    queries, prompts, left_out = load_queries(cfg, tokenizer)
     longest = [len(p) + max(map(len, candidate_tokens(q, tokenizer, cfg.template)), default=0)
                for p, q in zip(prompts, queries)]
     order = batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)

@@ -65,6 +65,11 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
             raise ValueError('reward_model is empty: name a checkpoint, a "module:function", '
                              'or a list of them')
 
+    @property
+    def splits(self) -> list[str]:
+        "The settings whose splits a run reads; only a judge needs the val split."
+        return ['split', 'eval_split'] + (['val_split'] if self.annotators else [])
+
 # %% ../../nbs/core/online.ipynb #0d120a30
 def load_prompts(cfg: OnlineConfig, tokenizer) -> tuple[list[dict], list[list[int]], int]:
     "Records of the training split, their prompts' ids, and how many did not fit."

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from configparser import ConfigParser
 
 import pytest
 
@@ -18,7 +19,7 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
-CORE = ['run.paths data.dialogues',
+CORE = ['run.paths run.keys data.dialogues',
         'run.progress run.trackers run.files functional ask.store data.preferences',
         'run.settings data.formats',
         'model.adapters run.processes',
@@ -289,3 +290,19 @@ def test_who_reads_a_model_refuses_its_code():
     calls = [c for text in texts for c in re.findall(kinds % 'pretrained', text)]
     for p in MODULES: calls += re.findall(kinds % 'config', p.read_text(encoding='utf-8'))
     assert len(calls) > 9 and [c for c in calls if 'trust_remote_code=False' not in c] == []
+def test_ci_installs_the_pinned_versions_by_their_hashes():
+    "Every package that the project names, and every version as in constraints.txt."
+    def named(line): return re.split('[><=!~ ]', line.lower().replace('_', '-'))[0]
+    pinned = {line for line in (tiny.ROOT/'constraints.txt').read_text().lower().splitlines()
+              if '==' in line}
+    files = (tiny.ROOT/'.ci'/name for name in ('torch.txt', 'requirements.txt'))
+    text = ''.join(file.read_text().lower() for file in files)
+    hashes = r'((?: \\\n +--hash=sha256:[0-9a-f]{64})+)'
+    found = dict(re.findall(rf'^(\S+==\S+)(?: ; .*?)?{hashes}$', text, re.M))
+    assert len(found) == len(re.findall(r'^\w', text, re.M)) and 'torch==2.13.0' in found
+    versions = {v.replace('_', '-').removesuffix('+cpu') for v in found}
+    assert versions <= {v.replace('_', '-') for v in pinned}
+    parser = ConfigParser(delimiters=['='])
+    parser.read(tiny.ROOT/'settings.ini')
+    wanted = ' '.join(parser['DEFAULT'][f'{part}requirements'] for part in ('', 'dev_', 'docs_'))
+    assert {named(w) for w in wanted.split()} <= {named(v) for v in found}

@@ -513,11 +513,113 @@ def test_a_farm_says_which_runs_it_makes_anew_and_which_inputs_are_damaged(
 
 def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
     shutil.copytree(base/'sft', tmp_path/'sft')
-    weights = tmp_path/'sft'/'model'/'model.safetensors'
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    for policy, error, message in ((tmp_path/'sft', ValueError, 'model.safetensors is damaged'),
-                                   (base/'annotators', FileNotFoundError, 'there is no model')):
-        refused('best_of_n', base, tmp_path, error, message, policy=str(policy))
+    model = tmp_path/'sft'/'model'
+    refused('best_of_n', base, tmp_path, FileNotFoundError, 'there is no model',
+            policy=str(base/'annotators'))
+    for name, content, message in (
+            ('tokenizer.json', b'{"a": ', 'its tokenizer cannot be read'),
+            ('tokenizer_config.json', b'[]', 'its tokenizer cannot be read'),
+            ('chat_template.jinja', b'{% if', 'its chat template is not valid'),
+            ('config.json', b'{}', 'its config.json cannot be read'),
+            ('config.json', b'{"model_type": "llama", "hidden_size": "x"}', 'config.json cannot'),
+            ('model.safetensors', b'', 'model.safetensors is damaged')):
+        was = (model/name).read_bytes() if (model/name).exists() else b''
+        (model/name).write_bytes(content or was[:-1000])
+        refused('sft', base, tmp_path, ValueError, message, policy=str(tmp_path/'sft'))
+        if was: (model/name).write_bytes(was)
+        else: (model/name).unlink()
+
+
+def ended(notebook, given, capsys):
+    "What `python -m` says of an error that ends it."
+    import runpy
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, 'argv', [f'{notebook}.py', *tiny.command(notebook, **given)[3:]])
+        m.setattr(sys, 'excepthook', sys.excepthook)
+        module = tiny.module_of(notebook)
+        m.delitem(sys.modules, module)
+        with pytest.raises(Exception) as e: runpy.run_module(module, None, '__main__')
+        sys.excepthook(e.type, e.value, e.value.__traceback__)
+    return capsys.readouterr().err
+
+
+def test_an_error_of_a_file_ends_a_command_with_one_line(base, tmp_path, capsys, monkeypatch):
+    "A fault of the code, or of what it calls, has its traceback."
+    (tmp_path/'bad.json').write_bytes(as_json(changed(4, output=None)))
+    given = tiny.settings('sft', base, out=str(tmp_path/'out'), val_split='', eval_split='')
+    wrong = given | dict(data=str(tmp_path/'bad.json'))
+    message = "bad.json, row 4: the field 'output' is None"
+    said = ended('sft', wrong, capsys)
+    assert said.startswith('sft.py: error: ') and message in said and said.count('\n') == 1
+    (tmp_path/'file').write_text('mine')
+    said = ended('sft', given | dict(out=str(tmp_path/'file')), capsys)
+    assert 'cannot write there' in said and said.count('\n') == 1
+    def fault(*_, **__): return [][0]
+    for broken in (fault, lambda *_, **__: json.loads('{')):
+        monkeypatch.setattr('alpaca_farm.core.data.text.encode', broken)
+        assert 'Traceback (most recent call last)' in ended('sft', given, capsys)
+
+
+def test_a_folder_is_no_file_of_settings(base, capsys):
+    from alpaca_farm.core.run.settings import from_args
+    for notebook, args in (('real', ['--size', str(base)]), ('sft', ['-f', str(base)])):
+        with pytest.raises(SystemExit): from_args(tiny.config_class(notebook), args)
+        said = capsys.readouterr().err
+        assert f'{base}: there is no such' in said and said.count('\n') == 1
+
+
+BROKEN = dict(   # by notebook: settings, and which file of what they name is damaged
+    sft='data/sft data/val data/eval', reward_model='preferences/preferences',
+    dpo='preferences/preferences data/eval',
+    binary_feedback='preferences/preferences data/val data/eval annotators/labels',
+    ppo='data/unlabeled data/val data/eval annotators/labels',
+    quark='data/unlabeled data/val data/eval annotators/labels',
+    expert_iteration='data/unlabeled data/val data/eval',
+    rrhf='candidates/candidates data/eval', best_of_n='data/eval samples/labels',
+    rlcd='data/unlabeled annotators/labels', annotators='outputs/candidates',
+    eval='outputs/outputs reference/candidates labels/labels difficulty/labels annotators/labels',
+    decoding='data/val data/eval annotators/labels', compare='folders/outputs labels/labels',
+    agreement='sets/labels judges/labels', overoptimization='bank/candidates references/candidates',
+    bring_your_own='prompts/eval preferences/preferences demonstrations/labels labels/labels')
+
+
+@pytest.mark.parametrize('notebook, broken', [
+    (notebook, path) for notebook, paths in BROKEN.items() for path in paths.split()], ids=str)
+def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monkeypatch, notebook,
+                                                            broken):
+    "Every judge is a reward model, unless its file is the damaged one."
+    world, sft, samples, labels, judge = (
+        str(base/name) for name in ('world', 'sft', 'samples', 'annotators', 'reward_model'))
+    judged = dict.fromkeys(('binary_feedback', 'ppo', 'quark', 'annotators'),
+                           dict(annotators=judge))
+    sound = judged | dict(
+        rlcd=dict(method='rlaif', split='unlabeled'), best_of_n=dict(policy=sft, n=2),
+        eval=dict(outputs=[samples], reference=samples, annotators=[judge]),
+        decoding=dict(policies=[sft], reference=sft, annotators=judge, data=world),
+        compare=dict(folders=[sft, samples], annotators=judge),
+        agreement=dict(sets=[labels], judges=[judge]),
+        overoptimization=dict(policy=sft, bank=samples, references=samples, proxies=[judge],
+                              policies=[sft], crowd=judge),
+        bring_your_own=dict(model=sft, prompts=world, preferences=labels, judge=judge))
+    given = tiny.settings(notebook, base) if notebook in tiny.SETTINGS else {}
+    given |= sound.get(notebook, {})
+    setting, name = broken.split('/')
+    value = given.get(setting, '')
+    named = value[0] if isinstance(value, list) and value else value
+    damaged = tmp_path/'labels.json'
+    if os.path.isdir(named or '') and name != 'labels':
+        damaged = shutil.copytree(named, tmp_path/Path(named).name)/f'{name}.json'
+    damaged.write_text('[{"instruction": "Say 1.", "output": ')
+    spoiled = str(damaged if name == 'labels' else damaged.parent)
+    cls = tiny.config_class(notebook)
+    listed = isinstance(getattr(cls(), setting), list)
+    given |= {setting: [*(value or [])[1:], spoiled] if listed else spoiled}
+
+    def load(*_, **__): raise AssertionError('a model is loaded')
+    monkeypatch.setattr('alpaca_farm.core.model.models.load_model', load)
+    with pytest.raises(ValueError, match=rf'{name}\.json.* not valid JSON'):
+        tiny.run(notebook, base, tmp_path/'out', **given)
+    assert not (tmp_path/'out').exists()
 
 
 CODE = """

@@ -136,7 +136,7 @@ def test_dpo(name, tmp_path):
     cfg = dpo.DPOConfig(policy=checkpoint(name), preferences=data(), data=data(),
                         out=str(tmp_path/'dpo'), device='cpu', batch_size=6)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    labelled = dpo.LabelledAnswers(cfg, tokenizer)
+    labelled = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
     labelled.add_reference(policy)
     batch = labelled.labelled_batch(labelled.order[0])
     figures = dpo.dpo_step(policy, batch, cfg)

@@ -17,7 +17,7 @@ from alpaca_farm.boards.simulation import (
     _correlations, _method_differences, method_groups, _separation, _simulation_table,
     vote_agreements)
 from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.run import progress, runs
+from alpaca_farm.core.run import jobs, progress, runs
 from alpaca_farm.core.run.inputs import methods
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.stats import spearman
@@ -230,3 +230,50 @@ def test_a_curve_only_where_a_person_has_the_notebook_open(monkeypatch, session)
     assert updates[-1]['text/plain'] == 'ppo 20000/20000 reward 0.5'
     drawn = updates[-1].get('text/html', '')
     assert ('<polyline' in drawn) == bool(session) and len(drawn) < 8000
+
+
+@pytest.mark.parametrize('factor', [1., 5.])
+def test_the_time_left_learns_from_the_runs_just_made(tmp_path, monkeypatch, capfd, factor):
+    "Twelve runs of ten declared seconds that take `factor` times as long, two at a time."
+    clock, shown = SimpleNamespace(now=1000.), []
+    clock.monotonic, clock.time = lambda: clock.now, lambda: clock.now
+    clock.sleep = lambda seconds: vars(clock).update(now=clock.now + seconds)
+    monkeypatch.setattr(jobs, 'time', clock)
+    monkeypatch.setattr(progress, 'time', clock)
+    monkeypatch.delenv('JPY_SESSION_NAME', raising=False)
+
+    class Process:
+        returncode = 0
+        def __init__(self): self.end = clock.now + 10*factor
+        def poll(self): return 0 if clock.now >= self.end else None
+
+    place = SimpleNamespace(workers=2, check=lambda jobs: None, start=lambda *_: Process(),
+                            fits=lambda job, running: len(running) < 2)
+    def show(self, step, text='', value=None, left=None): shown.append((clock.now, left))
+    monkeypatch.setattr(progress.Progress, '__call__', show)
+    table = [jobs.Job(str(tmp_path/f'run_{k}'), 'sft') for k in range(12)]
+    assert jobs.run_jobs(table, name='toys', place=place) == []
+    whole = clock.now - 1000
+    assert whole == pytest.approx(60*factor, rel=.1)
+    for now, left in shown:
+        over, true = (now - 1000)/whole, 1000 + whole - now
+        if .4 < over < .9: assert left == pytest.approx(true, rel=.3, abs=3*factor), over
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 12 and lines[0].startswith(f'toys 2/12: run_0 took {10*factor:.0f} s, ')
+    assert lines[-1] == f'toys 12/12: run_11 took {10*factor:.0f} s'
+
+
+def test_a_run_that_ends_is_told_where_there_is_no_terminal(base, tmp_path):
+    "From a notebook that papermill executes, whose output goes to a file; failures too."
+    import nbformat
+    given = tiny.settings('annotators', base)
+    table = {str(tmp_path/'labels'): given, str(tmp_path/'none'): given | dict(outputs='')}
+    code = ('from alpaca_farm.core.run.jobs import Job, run_jobs\n'
+            f'run_jobs([Job(f, "annotators", given) for f, given in {table!r}.items()], 1, "toys")')
+    cells = [nbformat.v4.new_code_cell(code)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path/'a.ipynb')
+    process = tiny.spawn(tiny.papermill(tmp_path/'a.ipynb', tmp_path/'b.ipynb'))
+    lines = process.communicate()[0].splitlines()
+    assert process.returncode == 0 and sum(line.startswith('toys ') for line in lines) == 2
+    assert any('labels took' in line for line in lines)
+    assert any('none took' in line and 'FAILED' in line for line in lines)

@@ -18,8 +18,8 @@ from .adapters import (add_adapter, add_saved, autocast, base_mark, base_of,
     checkpoint_layers, inherit_state, is_adapter, lora_config, save_adapter, state_of, view)
 from ..run.files import atomic_folder, read_json, remove, write_json
 from ..functional import head_logits, selected_logprobs, widen
-from .loading import (device_of, dtype_of, from_files, load_model, load_tokenizer,
-    loading_options, model_path, no_progress_bars, place_model, register_scalar_class)
+from .loading import (device_of, dtype_of, load_model, load_tokenizer,
+    loading_options, model_config, model_path, no_progress_bars, place_model, register_scalar_class)
 from .memory import pass_limits
 from .packing import (attention_window, computed_at, pack, packed_states,
     position_wise, reads_packed, trunk_states)
@@ -110,7 +110,7 @@ def scalar_on(policy, name: str, spec: str, cfg: Config):
     """A scalar model on the weights under a policy's adapter, with a new adapter, `name`, from
     a reward model, or fresh with a head of zeros if `spec` is empty; None if it has other
     weights."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
     folders = [f for f in (at_root(spec)/'adapter', at_root(spec)) if spec and is_adapter(f)]
     if state_of(policy).adapter is None or (spec and not folders): return
     base = state_of(policy).base
@@ -118,7 +118,7 @@ def scalar_on(policy, name: str, spec: str, cfg: Config):
         named = read_json(folders[0]/'adapter_config.json')['base_model_name_or_path']
         if at_root(named) != at_root(base): return
         base_of(folders[0])   # the same weights still
-    config = from_files(AutoConfig, str(folders[0] if spec else base), num_labels=1)
+    config = model_config(str(folders[0] if spec else base), num_labels=1)
     if config.num_hidden_layers != policy.config.num_hidden_layers: return
     with torch.device('meta'):
         model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)

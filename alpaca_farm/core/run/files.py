@@ -70,7 +70,8 @@ def _parse_yaml(text: bytes):
 
 # %% ../../../nbs/core/run/files.ipynb #ba95e7b7
 def read_yaml(path) -> dict:
-    "The mapping in a YAML file; ValueError naming the file if it holds none."
+    "The mapping in a YAML file; ValueError if it holds none, FileNotFoundError if it is no file."
+    if not os.path.isfile(path): raise FileNotFoundError(f'{path}: there is no such YAML file')
     text = Path(path).read_bytes()
     try: value = copy.deepcopy(_parse_yaml(text))
     except Exception as e:   # PyYAML raises errors of many kinds

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
+from ... import __version__
 from ..ask.judge_configs import judge_config_file
 from .files import digest, file_hash, read_json
 from .paths import notebook_path
@@ -231,8 +232,8 @@ def describe_run(cfg: Config, train, reads: tuple = ()) -> dict:
     trained = _read_marks(cfg, False) | {str(s): {str(s): content_hash(str(s))} for s in reads}
     answered, code = _read_marks(cfg, True), code_hash(train)
     contents = lambda marks: {name: list(read.values()) for name, read in marks.items()}
-    names = 'alpaca_farm', 'torch', 'transformers', 'accelerate', 'numpy'
-    packages = {p: version(p) for p in names}
+    packages = {p: version(p) for p in ('torch', 'transformers', 'accelerate', 'numpy')}
+    packages = dict(alpaca_farm=__version__) | packages   # a clone need not be installed
     ask = ['git', 'rev-parse', '--short', 'HEAD']
     try: commit = subprocess.run(ask, cwd=root(), capture_output=True, text=True).stdout.strip()
     except OSError: commit = ''   # git is not installed

@@ -6,7 +6,7 @@
 __all__ = ['duration', 'tell', 'Progress', 'passes']
 
 # %% ../../../nbs/core/run/progress.ipynb #978b6c70
-import html, math, os, sys, time
+import contextlib, html, math, os, sys, time
 
 # %% ../../../nbs/core/run/progress.ipynb #6657b50a
 def duration(seconds: float) -> str:
@@ -51,8 +51,8 @@ class Progress:
         self.name, self.total, self.every, self.last, self.line = name, total, every, 0., name
         self.first, self.handle, self.points, Progress.live = None, None, [], self
         # a kernel's stderr is a pipe to the notebook; ipykernel keeps a copy of the one before
-        streams = getattr(sys.stderr, '_original_stdstream_copy', None), 2
-        self.fd = next((fd for fd in streams if fd is not None and os.isatty(fd)), None)
+        self.fd = getattr(sys.stderr, '_original_stdstream_copy', None) or 2
+        self.terminal, self.told = os.isatty(self.fd), time.time()
         shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
         if shell is not None and hasattr(shell, 'kernel'):
             from IPython.display import display
@@ -80,7 +80,14 @@ class Progress:
             drawn = _curve(self.points, line)
             shown['text/html'] = f'<div>{html.escape(line)}</div><div>{bar}</div>{drawn}'
         if self.handle is not None: self.handle.update(shown, raw=True)
-        if self.fd is not None: os.write(self.fd, f'\r\x1b[K{line}'.encode() + b'\n'*over)
+        if self.terminal: os.write(self.fd, f'\r\x1b[K{line}'.encode() + b'\n'*over)
+        elif time.time() - self.told > 60: self.tell(line)
+
+    def tell(self, line: str):
+        "Write a line of its own where there is no terminal and nobody has the notebook open."
+        if self.terminal or 'JPY_SESSION_NAME' in os.environ: return
+        self.told = time.time()
+        with contextlib.suppress(OSError): os.write(self.fd, f'{line}\n'.encode())   # closed
 
 # %% ../../../nbs/core/run/progress.ipynb #7689a65f
 def passes(name: str, items, patience: float = 5.):
