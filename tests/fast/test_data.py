@@ -472,7 +472,8 @@ def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
     for loss in dpo.DPOConfig.__annotations__['loss_type'].__args__:
         smoothing = dict(label_smoothing=.1) if loss == 'robust' else {}
         cfg = dpo.DPOConfig(loss_type=loss, **smoothing, **more)
-        assert ends(sum(dpo.LabelledAnswers(cfg, tokenizer).answers, []), tokenizer) == ENDS
+        data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
+        assert ends(sum(data.answers, []), tokenizer) == ENDS
     cfg = reward_model.RewardModelConfig(policy=str(base/'sft'), **more)
     pairs, aside, _ = reward_model.load_preference_pairs(cfg)
     assert ends(sum(pairs['answers'], []), tokenizer) == ENDS
@@ -493,7 +494,7 @@ def test_answers_of_which_nothing_is_known_have_ended(labelled, models, tmp_path
     plain = [{k: v for k, v in r.items() if 'ended' not in k} for r in labelled[:8]]
     for rows in (plain, [dict(r, ended_1=None, ended_2='') for r in plain]):
         cfg = dpo.DPOConfig(preferences=write(tmp_path/'a.json', rows))
-        data = dpo.LabelledAnswers(cfg, models.tokenizer)
+        data = dpo.LabelledAnswers(cfg, models.tokenizer, *dpo.read_labels(cfg))
         assert set(ends(sum(data.answers, []), models.tokenizer).values()) == {True}
     for wrong in ('perhaps', 3, [None]):
         with pytest.raises(ValueError, match="row 1: the field 'ended_2' is .* not true or false"):

@@ -512,8 +512,8 @@ def test_a_farm_says_which_runs_it_makes_anew_and_which_inputs_are_damaged(
 
 
 def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
-    shutil.copytree(base/'sft', tmp_path/'sft')
-    model = tmp_path/'sft'/'model'
+    model = tmp_path/'sft'
+    shutil.copytree(base/'sft'/'model', model)
     refused('best_of_n', base, tmp_path, FileNotFoundError, 'there is no model',
             policy=str(base/'annotators'))
     for name, content, message in (
@@ -525,7 +525,7 @@ def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
             ('model.safetensors', b'', 'model.safetensors is damaged')):
         was = (model/name).read_bytes() if (model/name).exists() else b''
         (model/name).write_bytes(content or was[:-1000])
-        refused('sft', base, tmp_path, ValueError, message, policy=str(tmp_path/'sft'))
+        refused('sft', base, tmp_path, ValueError, message, policy=str(model))
         if was: (model/name).write_bytes(was)
         else: (model/name).unlink()
 
