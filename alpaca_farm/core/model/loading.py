@@ -126,16 +126,18 @@ def load_tokenizer(spec: str, model=None, arguments: dict = {}):
     from jinja2 import TemplateSyntaxError
     from transformers import AutoTokenizer
     tokenizer = from_files(AutoTokenizer, spec, 'tokenizer')
-    set_template_arguments(tokenizer, arguments)
     if tokenizer.eos_token is None: tokenizer.eos_token = tokenizer.sep_token   # of encoders
-    try: end, added = end_token(tokenizer), tokenizer.added_tokens_decoder
+    try:
+        set_template_arguments(tokenizer, arguments)
+        end = end_token(tokenizer)
     except TemplateSyntaxError as e:
         raise ValueError(f'{spec}: its chat template is not valid ({e})') from e
     size = math.inf if model is None else len(model.get_input_embeddings().weight)
     if end >= size:
         raise ValueError(f'{tokenizer.name_or_path}: answers end with token {end}, but the model '
                          f'has only {size} tokens. Is this its tokenizer?')
-    spare = [i for i, t in added.items() if t.special and 'pad' in t.content.lower()]
+    added = tokenizer.added_tokens_decoder.items()
+    spare = [i for i, t in added if t.special and 'pad' in t.content.lower()]
     choices = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *spare]
     ends = None, end, tokenizer.eos_token_id
     valid = [i for i in choices if i not in ends and i < size]
