@@ -1,9 +1,10 @@
-"""What others take over what we take; `make bench` installs TRL beside the environment and prints it.
+"""The seconds that others take over those that we take. `make bench` prints them.
 
 Both sides have the same small Llama with random weights, the same texts, batches and numbers of
-optimiser steps, float32, one thread and no gradient checkpointing. In one process both warm up, and
-then they take turns. The seconds of a step are the CPU's for a whole run, without those of a run of
-one step: loading and saving do not count. Labels count by the clock: a server takes 50 ms each."""
+optimiser steps, float32, one thread and no gradient checkpointing. They take turns in one process,
+where the first round warms up. The seconds of a step are the CPU's for a whole run, without those
+of a run of one step: loading and saving do not count. Labels count by the clock: they wait for a
+server that takes 50 ms for each."""
 import itertools
 import json
 import os
@@ -25,7 +26,6 @@ FOLDER = tiny.ROOT/'runs'/'bench'
 MATERIAL, WORK = FOLDER/'material', FOLDER/'work'
 LATEST, WITH_PPO = 'trl-1.16.0', 'trl-1.12.0'   # folders that `make bench` fills
 ROUNDS, BATCH, PAIRS, ROLLOUTS, TOKENS, LONGEST = 3, 8, 4, 16, 48, 512
-LABELS = 100
 numbers = itertools.count()
 
 
@@ -205,47 +205,47 @@ def label_seconds(side, n):
 
 
 def tokenizing(name, *fields):
-    return LATEST, partial(trl_tokenizing, name), partial(our_tokenizing, fields), 4
+    unit = f'1000 for {name}'
+    return unit, LATEST, partial(trl_tokenizing, name), partial(our_tokenizing, fields), 11
 
 
-ROWS = {   # the other's package, its side and ours, and the number of steps
-    'SFT': (LATEST, partial(trl, 'SFT', BATCH), our_sft, 8),
-    'reward model': (LATEST, partial(trl, 'Reward', PAIRS), our_reward_model, 10),
-    'DPO': (LATEST, partial(trl, 'DPO', PAIRS), our_dpo, 8),
-    'PPO': (WITH_PPO, trl_ppo, our_ppo, 3),
-    'GRPO': (LATEST, trl_grpo, our_grpo, 6),
-    'sampling': ('transformers', transformers_sampling, our_sampling, 4),
-    'tokenizing for SFT': tokenizing('SFT', 'output'),
-    'tokenizing for a reward model': tokenizing('Reward', 'output_1', 'output_2'),
-    'tokenizing for DPO': tokenizing('DPO', 'output_1', 'output_2'),
-    'labels': ('alpaca-eval', alpaca_eval_judge, our_judge, LABELS)}
+ROWS = {   # what is timed, the other's package, its side and ours, and the number of steps
+    'SFT': (f'{BATCH} answers', LATEST, partial(trl, 'SFT', BATCH), our_sft, 8),
+    'reward model': (f'{PAIRS} pairs', LATEST, partial(trl, 'Reward', PAIRS), our_reward_model, 10),
+    'DPO': (f'{PAIRS} pairs', LATEST, partial(trl, 'DPO', PAIRS), our_dpo, 8),
+    'PPO': (f'{ROLLOUTS} rollouts', WITH_PPO, trl_ppo, our_ppo, 2),
+    'GRPO': (f'{ROLLOUTS} rollouts', LATEST, trl_grpo, our_grpo, 6),
+    'sampling': ('64 answers', 'transformers', transformers_sampling, our_sampling, 4),
+    'tokenizing': tokenizing('SFT', 'output'),
+    'tokenizing of pairs': tokenizing('DPO', 'output_1', 'output_2'),
+    'labels': ('one', 'alpaca-eval', alpaca_eval_judge, our_judge, 300)}
 
 
 def measure(name):
     "Write both sides' seconds in each round into a file."
-    _, theirs, we, n = ROWS[name]
+    _, _, theirs, we, n = ROWS[name]
     seconds = label_seconds if name == 'labels' else step_seconds
-    for side in (theirs, we): seconds(side, 2)
-    found = [(seconds(theirs, n), seconds(we, n)) for _ in range(ROUNDS)]
-    (WORK/f'{name}.json').write_text(json.dumps(found))
+    found = [(seconds(theirs, n), seconds(we, n)) for _ in range(1 + ROUNDS)]
+    (WORK/f'{name}.json').write_text(json.dumps(found[1:]))
 
 
 def compared(name):
     "A row of the table, measured in a process of its own; None if the other cannot run here."
-    package, log, file = ROWS[name][0], WORK/f'{name}.txt', WORK/f'{name}.json'
+    unit, package, *_ = ROWS[name]
+    log, file = WORK/f'{name}.txt', WORK/f'{name}.json'
     path = os.pathsep.join([str(FOLDER/package), str(tiny.ROOT)])
-    env = tiny.environment(PYTHONPATH=path, CI='1', HF_HUB_DISABLE_TELEMETRY='1',
-                           OPENAI_API_KEY='none')
+    env = tiny.environment(PYTHONPATH=path, HF_HUB_DISABLE_TELEMETRY='1', OPENAI_API_KEY='none')
     with open(log, 'w') as f:
         subprocess.run([sys.executable, __file__, name], env=env, stdout=f, stderr=f)
     if not file.exists():
         last = (log.read_text().strip() or 'it was killed').splitlines()[-1]
         return print(f'{name}: {package} does not run here: {last}', flush=True)
-    theirs, we = (statistics.median(column) for column in zip(*json.loads(file.read_text())))
-    ratios = sorted(a/b for a, b in json.loads(file.read_text()))
-    row = (name, package, f'{theirs:.3g}', f'{we:.3g}',
-           f'{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]')
-    print('{}: {} {} s, ours {} s, ratio {}'.format(*row), flush=True)
+    found = json.loads(file.read_text())
+    theirs, we = map(statistics.median, zip(*found))
+    ratios = [a/b for a, b in found]
+    row = (name, unit, package, f'{theirs:.3g}', f'{we:.3g}',
+           f'{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]')
+    print('{}, {}: {} {} s, ours {} s, ratio {}'.format(*row), flush=True)
     return row
 
 
@@ -267,6 +267,6 @@ if __name__ == '__main__':
         packages = 'torch', 'transformers', 'alpaca-eval'
         print(f'\n{processor()}, one thread, float32, without gradient checkpointing;',
               *(f'{p} {version(p)},' for p in packages), time.strftime('%Y-%m-%d'), '\n')
-        print('| a step of | other | its s | our s | ratio: median [least, most] of '
-              f'{ROUNDS} |\n|---|---|---|---|---|')
+        print('| work | of | other | its seconds | ours | ratio: median [least, most] of '
+              f'{ROUNDS} |\n|---|---|---|---|---|---|')
         for row in rows: print(f'| {" | ".join(row)} |')

@@ -4,7 +4,7 @@ import random
 
 SIZE = dict(vocab_size=4096, hidden_size=256, num_hidden_layers=6, num_attention_heads=4,
             intermediate_size=704, max_position_embeddings=1024, num_labels=1)
-RECORDS = 4000
+RECORDS = 11_000
 
 
 def texts(rng, low, high):
@@ -33,6 +33,8 @@ def make_material(folder):
     "Write policy/, reward/ and records.json."
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     rng = random.Random(1)
     prompts, one, two = texts(rng, 8, 40), texts(rng, 20, 80), texts(rng, 20, 80)
     tokenizer = tokenizer_of(one)

@@ -18,6 +18,7 @@ from alpaca_farm.core.ask.store import Store
 from alpaca_farm.judging.labelling import person_labels
 
 playwright = pytest.importorskip('playwright.sync_api', reason='pip install -e .[browser]')
+playwright.expect.set_options(timeout=60_000)
 NAMES = 'chromium', 'chromium-browser', 'google-chrome'
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason='no Chromium here')

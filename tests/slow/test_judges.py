@@ -79,9 +79,10 @@ FAULTS = {
 def test_faults_cost_no_label(tmp_path, name):
     "The labels are those of a server without faults, every answer is paid for once, and stored."
     soft = name == 'nologprobs'
+    given = dict(timeout=5., concurrency=4) if name == 'timeout' else {}
     with judge_server(seed=3, faults={name: FAULTS[name]}) as server:
         judge = made(server, tmp_path, 'weighted_alpaca_eval_gpt4_turbo' if soft else 'chatgpt',
-                     timeout=5. if name == 'timeout' else 120.)
+                     **given)
         if name in ('refusal', 'unparseable'):   # of which only sampling gives another answer
             judge.evaluator.decoding['temperature'] = 1.
         found, counts = judge(pairs(60)), server.counts()
