@@ -57,7 +57,7 @@ def annotation(tmp_path, server, n=40, **more):
     file.write_text(json.dumps(pairs(n)))
     usual = dict(out=str(tmp_path/'run'), outputs=str(file), annotators='chatgpt', label_flip=0.,
                  base_url=server.url if server else '', store=str(tmp_path/'answers.sqlite'),
-                 tries=3, timeout=5., models=models_of(more.get('annotators', 'chatgpt')))
+                 tries=3, models=models_of(more.get('annotators', 'chatgpt')))
     return AnnotatorsConfig(**usual | more)
 
 

@@ -193,10 +193,10 @@ class Server(ThreadingHTTPServer):
             content = re.search(rb'filename=.*?\r\n\r\n(.*?)\r\n--', body, re.S)[1]
             return 200, self.new_file(content)
         if method == 'POST':
-            given, due = json.loads(body), time.time() + self.options['batch_seconds']
+            given = json.loads(body)
             if given['input_file_id'] not in [f['id'] for f in self.files]:
                 return error(400, 'Invalid input file id.')
-            things.append(given | dict(id=f'batch-{len(things)}', key=key, due=due,
+            things.append(given | dict(id=f'batch-{len(things)}', key=key, sent=time.time(),
                                        status='in_progress'))
             return 200, things[-1]
         if not name: return 200, dict(object='list', data=things, has_more=False)
@@ -215,7 +215,7 @@ class Server(ThreadingHTTPServer):
 
     def end_batch(self, batch):
         "Answer a batch that is due, in an order of the server's own."
-        if time.time() < batch['due']: return
+        if time.time() < batch['sent'] + self.options['batch_seconds']: return
         rows = {'output': [], 'error': []}
         content = next(f['content'] for f in self.files if f['id'] == batch['input_file_id'])
         lines = list(map(json.loads, content.splitlines()))

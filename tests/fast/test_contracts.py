@@ -179,57 +179,30 @@ def test_no_undefined_names():
 
 
 FORKS = '''
-import json, os, subprocess, sys, time, importlib
-import torch, transformers
-heavy = ['openai', 'datasets', 'wandb', 'tensorboard', 'alpaca_eval', 'matplotlib', 'ray']
-for name in sys.argv[1:]:
-    times = []
-    while not times or (len(times) < 12 and min(t for t, _ in times) > .3):
-        r, w = os.pipe()
-        if os.fork() == 0:
-            begin = time.process_time()   # not wall time: others may be at work here
-            importlib.import_module(name)
-            took = time.process_time() - begin
-            os.write(w, json.dumps([took, [h for h in heavy if h in sys.modules]]).encode())
-            os._exit(0)
-        os.close(w); times.append(json.loads(os.read(r, 9999))); os.close(r); os.wait()
-    print(json.dumps([name, min(t for t, _ in times), times[0][1]]))
-'''
-
-
-@pytest.mark.alone
-def test_imports_are_quick_and_light():
-    "Each module in a process of its own that has torch and transformers already."
-    # the server's, which no module imports
-    names = [f'alpaca_farm.{name_of(p)}' for p in MODULES if p.stem != 'preload']
-    # as installed: compiled once, not at every import
-    env = tiny.environment() | dict(PYTHONDONTWRITEBYTECODE='')
-    out = subprocess.run([sys.executable, '-c', FORKS, *names], cwd=tiny.ROOT, env=env,
-                         capture_output=True, text=True)
-    rows = [json.loads(l) for l in out.stdout.splitlines()]
-    assert [r[0] for r in rows] == names, out.stderr
-    assert {n: heavy for n, _, heavy in rows if heavy} == {}
-    assert {n: t for n, t, _ in rows if t > .3} == {}
-
-
-TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
-              'core.data.records', 'embedded.crowd', 'annotators', 'eval', 'boards.text']
-BARE = '''
 import importlib, os, sys
-for name in sys.argv[1:]:
+already, unwanted, names = (words.split() for words in sys.argv[1:])
+for name in already: importlib.import_module(name)
+for name in names:
     if os.fork() == 0:
         importlib.import_module(f'alpaca_farm.{name}')
-        print(name, *(m for m in ('torch', 'transformers') if m in sys.modules), flush=True)
+        print(name, *(m for m in unwanted if m in sys.modules), flush=True)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, name
 '''
+HEAVY = 'openai datasets wandb tensorboard alpaca_eval matplotlib ray'
+ALL = [name_of(p) for p in MODULES if p.stem != 'preload']   # the server's, which none imports
+TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
+              'core.data.records', 'embedded.crowd', 'annotators', 'eval', 'boards.text']
 
 
-def test_modules_without_tensors_do_not_import_torch():
-    "Each in a process of its own that has imported nothing before."
-    out = subprocess.run([sys.executable, '-c', BARE, *TENSORLESS], cwd=tiny.ROOT,
-                         env=tiny.environment(), capture_output=True, text=True)
-    assert out.returncode == 0 and out.stdout.splitlines() == TENSORLESS, out.stderr + out.stdout
+@pytest.mark.parametrize('already, unwanted, names', [
+    ('torch transformers', HEAVY, ALL), ('', 'torch transformers', TENSORLESS)],
+    ids=['all', 'without tensors'])
+def test_imports_are_light(already, unwanted, names):
+    "Each module in a process of its own that has imported nothing else before."
+    out = subprocess.run([sys.executable, '-c', FORKS, already, unwanted, ' '.join(names)],
+                         cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True)
+    assert out.returncode == 0 and out.stdout.splitlines() == names, out.stderr + out.stdout
 
 
 def imported(path):

@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai   # takes a second or two the first time
+import psutil
 import pytest
 
 import tiny
@@ -38,7 +39,7 @@ def server(shared, monkeypatch, tmp_path):
 
 
 def client_of(tmp_path, server, **more):
-    usual = dict(base_url=server.url, store=str(tmp_path/'answers.sqlite'), tries=3, timeout=5.)
+    usual = dict(base_url=server.url, store=str(tmp_path/'answers.sqlite'), tries=3)
     return ApiClient(ApiConfig(**usual | more))
 
 
@@ -130,7 +131,7 @@ def test_two_processes_that_ask_the_same_pay_once(tmp_path, killed):
             with start(code) as two:
                 while killed and server.counts()['ok'] < 4: time.sleep(.02)
                 if killed: one.kill()
-                said = two.communicate(timeout=60)[0]
+                said = two.communicate(timeout=600)[0]
         asked_now, known = map(int, said.split()[-2:])
         assert asked_now + known == 12 and (asked_now > 0) == killed
         assert server.counts()['ok'] <= 12 + 2*killed
@@ -207,7 +208,7 @@ def test_nothing_readable_stops_early(tmp_path, server):
 
 def test_what_a_batch_may_cost_counts_while_it_is_under_way(tmp_path, server):
     "A start that was killed has sent a batch; the next one does not send as much again."
-    server.set(batch_seconds=60.)
+    server.set(batch_seconds=3600.)
     client = client_of(tmp_path, server, out=str(tmp_path/'run'), budget=.3,
                        prices=prices(tmp_path, '[1000, 1000]'))
     requests = asked(18, max_tokens=10)
@@ -221,6 +222,25 @@ def test_what_a_batch_may_cost_counts_while_it_is_under_way(tmp_path, server):
     answers = client(requests)
     assert answers[:9] == [None]*9 and client.tally.stopped
     assert 0 < sum(a is not None for a in answers[9:]) < 6
+
+
+def test_a_large_store_is_neither_loaded_nor_searched(tmp_path):
+    "40,000 answers to requests of 2 kB: memory, and SQLite's operations for a few of them."
+    store = Store(tmp_path/'a.sqlite')
+    store.run('begin')
+    store.db.executemany('insert into answers values (?, ?, 1., ?)',
+                         [(b'%08d' % i, '{"text": "yes"}', i) for i in range(40_000)])
+    store.db.executemany('insert into requests values (?, ?)',
+                         [(b'%08d' % i, 'x'*2000) for i in range(40_000)])
+    store.run('commit')
+    store.close()
+    me, thousands = psutil.Process(), []
+    before = me.memory_info().rss
+    store = Store(tmp_path/'a.sqlite')
+    store.db.set_progress_handler(lambda: thousands.append(1), 1000)
+    assert len(store.get([b'%08d' % i for i in range(0, 40_000, 400)])) == 100
+    assert store.mean_seconds() == 1.
+    assert len(thousands) < 10 and me.memory_info().rss - before < 20 * 2**20
 
 
 def test_the_answer_of_a_batch_is_paid_for_once(tmp_path):
