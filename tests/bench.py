@@ -52,12 +52,13 @@ def model_of(name):
     import transformers
     kind = dict(policy='CausalLM', reward='SequenceClassification')[name]
     auto = getattr(transformers, f'AutoModelFor{kind}')
-    return auto.from_pretrained(MATERIAL/name, dtype=torch.float32)
+    return auto.from_pretrained(MATERIAL/name, dtype=torch.float32, trust_remote_code=False)
 
 
 def tokenizer_of(side='right'):
     from transformers import AutoTokenizer
-    return AutoTokenizer.from_pretrained(MATERIAL/'policy', padding_side=side)
+    return AutoTokenizer.from_pretrained(MATERIAL/'policy', padding_side=side,
+                                         trust_remote_code=False)
 
 
 def trl_settings(batch, steps):

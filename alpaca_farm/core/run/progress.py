@@ -52,7 +52,7 @@ class Progress:
         self.first, self.handle, self.points, Progress.live = None, None, [], self
         # a kernel's stderr is a pipe to the notebook; ipykernel keeps a copy of the one before
         self.fd = getattr(sys.stderr, '_original_stdstream_copy', None) or 2
-        self.terminal, self.told = os.isatty(self.fd), time.time()
+        self.terminal, self.told = os.isatty(self.fd), time.monotonic()
         shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
         if shell is not None and hasattr(shell, 'kernel'):
             from IPython.display import display
@@ -81,12 +81,12 @@ class Progress:
             shown['text/html'] = f'<div>{html.escape(line)}</div><div>{bar}</div>{drawn}'
         if self.handle is not None: self.handle.update(shown, raw=True)
         if self.terminal: os.write(self.fd, f'\r\x1b[K{line}'.encode() + b'\n'*over)
-        elif time.time() - self.told > 60: self.tell(line)
+        elif time.monotonic() - self.told > 60: self.tell(line)
 
     def tell(self, line: str):
         "Write a line of its own where there is no terminal and nobody has the notebook open."
         if self.terminal or 'JPY_SESSION_NAME' in os.environ: return
-        self.told = time.time()
+        self.told = time.monotonic()
         with contextlib.suppress(OSError): os.write(self.fd, f'{line}\n'.encode())   # closed
 
 # %% ../../../nbs/core/run/progress.ipynb #7689a65f
