@@ -194,6 +194,7 @@ ORDINARY = [
     'http://localhost:8000/v1', 'https://host/v1?api-version=2024-02-01&max_tokens=3',
     '~/.cache/huggingface/hub/models--a--b/snapshots/' + '9f'*20, 'a_judge.json#AKIA',
     'ann/policy@' + '9f'*20, '/models/blobs/sha256-' + '9f'*32, 'runs/lr1e4bs32ep3seed0warm10',
+    'runs/MyDPORunWithBeta01AndLr5e7', 'runs/PpoKl02Lr1e4Seed3OnPool',
     'VeryLongNameOfAModelInCamelCaseWithoutDigits', 'Qwen/Qwen3-235B-A22B-Instruct-2507-FP8',
     'deepseek-ai/DeepSeek-R1-Distill-Qwen-32B', 'nvidia/Llama-3.1-Nemotron-70B-Instruct-HF',
     'bartowski/Meta-Llama-3-8B-Instruct-Q4_K_M.gguf', 'run-20261126T120000Z', '20261126'*5,

@@ -19,9 +19,8 @@ _SECRET = re.compile(r'''(?x)
         pypi-|xox[a-z]-|jina_|whsec_|tvly-|ntn_|rpa_|hvs\.|NRAK-|HRKU-|GOCSPX-|ya29\.|SG\.|sq0\w+-|
         A(?:Iza|[KS]I[AD]|TATT|KCp|BSK)|LTAI|[a-z]+\d?_(?:pat|v\d|api|org|pt|tkn|secret)_|
         \d{8,10}:AA)[\w.-]{16}                            # Hugging Face, Google, Amazon, ...
-    | (?=[A-Za-z]*\d[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])[A-Za-z0-9]{24}
-    | (?=[a-z0-9][A-Z][\w-]*\d[\w-]*\d)(?:[a-z0-9][A-Z][\w-]{0,5}?){4}   # digits and both cases
-    | ^(?=.*[a-z])(?=.*[A-Z])(?=.*\d.*\d)[A-Za-z0-9+/]{40}$
+    | (?=[A-Za-z]*\d[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])[A-Za-z0-9]{32}
+    | ^(?:[^=]*=)?(?=.*[a-z])(?=.*[A-Z])(?=.*\d.*\d)[A-Za-z0-9+/]{40}$
     | ^[^/@]*?(?=\d*[a-f])[0-9a-f]{32}                    # W&B, Databricks, ...
     ''')
 
