@@ -8,7 +8,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all modules anew
 
-.PHONY: start farm real test fast lab prepare outputs docs clean
+.PHONY: start farm real test fast bench lab prepare outputs docs clean
 
 start: .venv/ready       ## the tour, into runs/start.ipynb
 	$(BIN)/papermill nbs/start.ipynb runs/start.ipynb --no-progress-bar --log-level ERROR
@@ -30,9 +30,14 @@ real: .venv/ready        ## the simulation on a real small model, into runs/real
 fast: .venv/ready        ## the quick tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/fast
 
-test: .venv/ready        ## all tests, two files at a time, then those that measure speed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 12 -m 'not alone' tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m alone tests
+test: .venv/ready        ## all tests, two files at a time
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 12 tests
+
+# The last TRL, and the last with PPO, each in a folder of its own: .venv stays as it is.
+bench: .venv/ready       ## what TRL and alpaca-eval take over what we take, in ten minutes on two cores
+	-for v in 1.16.0 1.12.0; do test -d runs/bench/trl-$$v || $(BIN)/pip install -q --no-deps \
+		--target runs/bench/trl-$$v trl==$$v; done
+	OMP_NUM_THREADS=1 $(BIN)/python tests/bench.py
 
 lab: .venv/ready         ## JupyterLab on the notebooks
 	JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(BIN)/jupyter lab
@@ -57,8 +62,10 @@ clean:                   ## remove the environment; runs/ stays
 
 .venv/ready: constraints.txt settings.ini setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(if $(HASHES),$(BIN)/pip install -q --no-deps --require-hashes -r .ci/torch.txt $(CPU))
+	$(if $(HASHES),$(BIN)/pip install -q --no-deps --require-hashes -r .ci/requirements.txt)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install -q torch==$(TORCH) $(CPU)
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q -c constraints.txt $(if $(HASHES),--no-deps --no-build-isolation) -e '.[dev]'
 	mkdir -p .venv/etc/ipython   # kernels do not warn that they talk to this machine unencrypted
 	echo 'c.IPKernelApp.log_level = "ERROR"' > .venv/etc/ipython/ipython_kernel_config.py
 	touch $@

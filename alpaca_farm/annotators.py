@@ -14,13 +14,14 @@ import numpy as np
 
 from .core.ask.api import ApiConfig, parse_mapping
 from .core.ask.client import ApiClient
+from .core.data.candidates import candidate_pair
 from .core.data.comparisons import head2head_pairs
-from .core.data.records import full_instruction, load_records, prompt_key, without_lists
+from .core.data.records import full_instruction, load_records, prompt_key
 from .core.ask.judge_configs import (entry_model, is_population, judge_config_file,
     model_kind, parse_decoding, read_judge_config)
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences, decide_vote,
-    draw_annotator, hash_uniform, pair_identity, pool_members, pool_weights, shown_swapped,
-    swap_outputs)
+    draw_annotator, hash_uniform, pair_identity, pool_members, pool_weights, report_missing,
+    shown_swapped, swap_outputs)
 from .core.run.runs import start
 from .core.run.settings import at_root, command, Count, resolve
 from .core.stats import bootstrap, Interval, wilson
@@ -186,6 +187,10 @@ def annotate_pairs(
         rows[i]['preference'] = decide_vote(pairs[i], v.preference, seed, decide)
         if v.raw: rows[i] |= dict(price=v.price, time=v.seconds, raw=v.raw)
         if v.orders: rows[i]['orders'] = list(v.orders)
+    for member, of in zip(members, asked):
+        if isinstance(member, RecordedLabels): continue   # of the pairs that were labelled only
+        missing = sum(rows[i]['preference'] is None for i in of)
+        report_missing(annotator_name(member), missing, len(of), 'pairs')
     return flip_labels(rows, flip_rate, seed)[0] if flip_rate and ask_flipped else rows
 
 # %% ../nbs/annotators.ipynb #6fd448ff
@@ -200,10 +205,8 @@ def load_pairs(cfg) -> list[dict]:
     if 'output_1' in rows[0]: return rows
     for c in rows:
         def coin(output): return hash_uniform(cfg.seed, 'pair', *prompt_key(c), output)
-        outputs = sorted(set(c['output']), key=coin)
-        if len(outputs) < 2: continue
-        rest = dict(without_lists(c), input=c.get('input') or '')
-        pairs.append(dict(rest, output_1=outputs[0], output_2=outputs[1]))
+        outputs = sorted(set(c['output']), key=coin)[:2]
+        if len(outputs) == 2: pairs.append(candidate_pair(c, *map(c['output'].index, outputs)))
     if pairs: return pairs
     raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers; sample '
                      'with n > 1 at a temperature above 0, or name a second model in against')
@@ -238,7 +241,7 @@ def run(cfg: AnnotatorsConfig):
     "Annotate pairs; writes preferences.json, summary.json and, for API judges, annotations.json."
     folder = start(cfg, run)
     if folder.done: return folder
-    pool, pairs = load_annotators(cfg.annotators, cfg), load_pairs(cfg)
+    pairs, pool = load_pairs(cfg), load_annotators(cfg.annotators, cfg)
     clients, share = api_clients(pool), flip_share(cfg.label_flip, cfg.annotators)
     clean = annotate_pairs(pairs, pool, cfg.seed, 0. if cfg.ask_flipped else share,
                            cfg.both_orders, cfg.ask_flipped)

@@ -127,8 +127,6 @@ class PairwiseAutoAnnotator:
         for i, r in zip(unknown, new): labels[i] = r
         self.rows += [r for r in new if r['preference'] is not None and r['annotator'] != 'coin']
         if self.file and unknown: self.save(self.file)
-        missing = sum(l['preference'] is None for l in labels)
-        if missing: print(f'no verdict on {missing} of {len(rows)} pairs: preference is None')
         return [dict(r, annotator=l['annotator'], preference=l['preference'],
                      price_per_example=l.get('price'), time_per_example=l.get('time'),
                      raw_completion=l.get('raw')) for r, l in zip(rows, labels)]

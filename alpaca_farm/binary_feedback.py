@@ -18,6 +18,7 @@ from .core.answers import (answer_again, answer_eval_split, answer_labels, Answe
     answering, load_split, preflight, prompt_fields, sample_answers)
 from .core.data.comparisons import verdicts_over
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
+from .core.data.preferences import answer_of
 from .core.data.records import load_records, prompt_key
 from .core.ask.judge_configs import JudgedConfig
 from .core.model.models import (load_policy, load_reference, logprobs,
@@ -66,8 +67,11 @@ def rate_outputs(
 ) -> list[dict]:  # records with `output` and `good`, the probability that the output is a good one
     "Every output with its own label; ties are left out."
     rated = [dict(r, good=float(r['label'])) for r in records if 'preference' not in r]
-    rated += [dict(prompt_fields(r), output=r[f'output_{k}'], good=abs(r['preference'] - 3 + k))
-              for r in records if 'preference' in r for k in (1, 2)]
+    for r in (r for r in records if 'preference' in r):
+        for k in (1, 2):
+            answer = answer_of(r, k)
+            rated.append(dict(prompt_fields(r), output=answer['output'], ended=answer['ended'],
+                              good=abs(r['preference'] - 3 + k)))
     return [r for r in rated if r['good'] != .5]
 
 
@@ -134,8 +138,9 @@ def train(cfg: BinaryFeedbackConfig):
     from alpaca_farm.annotators import load_annotators
     run = start(cfg, train)
     if run.done: return answer_again(run)
-    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     learn, aside, labels = load_feedback(cfg)
+    preflight(cfg, ('val_split', 'eval_split'))
+    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     policy, plain = load_policy(cfg.policy, cfg, train=True)
     tokens, tokenizers = {}, {}   # ids of the reward tokens, and a tokenizer that prompts with each
     if cfg.method == 'reward_conditioning':

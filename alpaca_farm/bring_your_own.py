@@ -20,7 +20,7 @@ from .core.data.records import load_records, prompt_key
 from .core.run.files import atomic_write, read_json, read_yaml, write_json
 from .core.run.identity import as_list
 from .core.run.jobs import Job, run_or_fail
-from .core.model.models import load_tokenizer, model_path
+from .core.model.loading import load_tokenizer, model_config
 from .core.run.paths import at_root, notebooks_folder
 from .core.data.preferences import pool_members
 from .core.run.runs import check_run_folder, read_summary, start
@@ -87,13 +87,14 @@ class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
 # %% ../nbs/bring_your_own.ipynb #d601ae42
 def _count_parameters(spec: str) -> int:
     "Number of a model's parameters; ValueError if it is no causal language model."
-    from transformers import AutoConfig, AutoModelForCausalLM
-    config = AutoConfig.from_pretrained(model_path(spec))
+    from transformers import AutoModelForCausalLM
+    config = model_config(spec)
     kinds = ', '.join(config.architectures or [])
     if 'SequenceClassification' in kinds:
         raise ValueError(f'model = {spec}: it holds a reward model ({kinds})')
     try:
-        with torch.device('meta'): model = AutoModelForCausalLM.from_config(config)
+        with torch.device('meta'):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as e:
         raise ValueError(f'model = {spec}: {kinds} is no causal language model') from e
     return sum(p.numel() for p in model.parameters())

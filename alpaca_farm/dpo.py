@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from alpaca_farm.core.answers import (answer_again, answer_eval_split, answer_labels, AnswerConfig,
     preflight)
+from .core.data.preferences import swap_outputs
 from .core.data.records import load_records, prompt_key
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
@@ -133,19 +134,18 @@ def mismatched_rows(rows: list[int], prompts: list[list[int]]) -> list[int]:
 
 # %% ../nbs/dpo.ipynb #35b68c90
 def read_labels(cfg: DPOConfig) -> tuple[list[dict], tuple[str, ...], list[list[float]]]:
-    "Records, the K fields with answers, and each answer's probability of being the good one."
+    "Records, the better answer first, the K fields with answers, and how probably each is good."
     kinds = ('preference', 'output') if cfg.loss_type == 'kto' else 'preference'
     records = load_records(cfg.preferences, 'preferences', kinds, cfg.max_instances, cfg.columns)
     if 'preference' not in records[0]:
         return records, ('output',), [[good] for good in answer_labels(records, cfg.preferences)]
     pairs, good = [], []
     for r in records:
-        answers = r['output_1'], r['output_2']
-        chosen, rejected = answers[::-1] if r['preference'] > 1.5 else answers
-        pairs.append(dict(r, chosen=chosen, rejected=rejected))
-        certainty = max(r['preference'] - 1, 2 - r['preference'])   # 0.5 for a tie
+        if r['preference'] > 1.5: r = dict(swap_outputs(r), preference=3 - r['preference'])
+        pairs.append(r)
+        certainty = 2 - r['preference']   # 0.5 for a tie
         good.append([certainty, 1 - certainty])
-    return pairs, ('chosen', 'rejected'), good
+    return pairs, ('output_1', 'output_2'), good
 
 # %% ../nbs/dpo.ipynb #78fb1520
 def reference_logprobs(policy, prompts: list, answers: list, pad_id: int, temperature: float = 1.):
@@ -193,9 +193,8 @@ def dpo_step(policy, batch: dict, cfg: DPOConfig) -> dict[str, torch.Tensor]:
 # %% ../nbs/dpo.ipynb #2c49f2c0
 class LabelledAnswers:
     "All labelled answers as token ids, the order of the batches, and the reference's log-probs."
-    def __init__(self, cfg: DPOConfig, tokenizer):
+    def __init__(self, cfg: DPOConfig, tokenizer, records: list[dict], fields: tuple, good: list):
         self.cfg, self.pad_id = cfg, tokenizer.pad_token_id
-        records, fields, good = read_labels(cfg)
         rows, self.prompts, self.answers = encode(records, fields, tokenizer, cfg.max_length,
                                                   cfg.template)
         self.good, self.too_long = torch.tensor([good[i] for i in rows]), len(records) - len(rows)
@@ -241,9 +240,11 @@ def train(cfg: DPOConfig):
     "Optimise a policy on preferences; writes model/, outputs.json, log.jsonl, summary.json."
     run = start(cfg, train)
     if run.done: return answer_again(run)
+    labels = read_labels(cfg)
+    preflight(cfg, ('eval_split',))
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     preflight(cfg, ('eval_split',), policy, tokenizer)
-    data = LabelledAnswers(cfg, tokenizer)
+    data = LabelledAnswers(cfg, tokenizer, *labels)
     trainer, aside = Trainer(run, len(data.order), dict(policy=policy)), data.held_out
     data.add_reference(policy)   # before a checkpoint is read
     loss, baseline = lambda b: dpo_step(policy, b, cfg), 0.

@@ -22,7 +22,8 @@ from .core.data.comparisons import (common_prompts, index_prompts, match_prompts
     pair_up, preferences_over, same_answers)
 from .core.data.records import full_instruction, load_records, prompt_key
 from .core.run.files import atomic_write
-from .core.data.preferences import check_preferences, hash_uniform
+from alpaca_farm.core.data.preferences import (annotator_name, check_preferences, hash_uniform,
+    report_missing)
 from .core.run.progress import Progress
 from .core.run.runs import start
 from .core.run.settings import at_root, command, Count
@@ -94,7 +95,9 @@ def _judge_preferences(outputs, references, judge, seed: int, what: str) -> np.n
         values = _sampled_preferences(outputs, references, judge, seed)
     else: values = preferences_over(outputs, references, judge)
     check_all_answered(judge, what)
-    if not np.isnan(values).all(): return values
+    missing = int(np.isnan(values).sum())
+    report_missing(what, missing, len(values), 'instructions')
+    if missing < len(values): return values
     raise ValueError(f'{what}: there is no verdict on any of the {len(values)} instructions')
 
 
@@ -128,7 +131,7 @@ def _play_all_pairs(methods: dict, references: list[dict], judge, against_refere
     points = np.zeros((len(references), len(names), len(names)))
     for step, (a, b) in enumerate(combinations(range(len(names)), 2), 1):
         first, second = names[a], names[b]
-        what = f'{second} against {first}'
+        what = f'{second} against {first} under {annotator_name(judge)}'
         p = (against_reference[second] if first == 'reference'
              else _judge_preferences(ordered[second], ordered[first], judge, seed, what))
         points[:, a, b], points[:, b, a] = np.nan_to_num(2 - p), np.nan_to_num(p - 1)
@@ -193,7 +196,6 @@ def run(cfg: EvalConfig):
         files += found
     folder = start(cfg, run, tuple(files))
     if folder.done: return folder
-    folder.load()
     methods = read_models(cfg)
     for name, rows in methods.items(): index_prompts(rows, name)   # refuses repeated ones
     references, others = methods['reference'], {}
@@ -205,6 +207,7 @@ def run(cfg: EvalConfig):
     texts = [full_instruction(r) for r in references]
     hard = recorded_difficulty(others, texts) if others else None
     judges = {name: load_annotators(spec, cfg) for name, spec in names.items()}
+    folder.load()
     progress = Progress('judging', len(judges)*len(methods))
     judged = judge_all(methods, references, judges, cfg.seed, progress)
 

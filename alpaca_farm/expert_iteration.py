@@ -14,6 +14,7 @@ import numpy as np
 
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
     preflight, sample_answers, SampleConfig)
+from .core.data.candidates import each_answer
 from .core.data.records import find_file, load_records, read_rows
 from .core.run.files import write_json
 from .core.run.jobs import add_times, Job, run_jobs
@@ -109,7 +110,7 @@ def train(cfg: ExpertIterationConfig):
         answers = sample_answers(policy, tokenizer, records, cfg, seed=cfg.seed + 1)
         reward_of = reward(cfg.reward_model, cfg, cfg.template)
         found = dict(samples=sum(scores, []), winners=[max(s) for s in scores],
-                     policy=reward_of([dict(r, output=r['output'][0]) for r in answers]))
+                     policy=reward_of(each_answer(answers)))
         rewards.append({k: [round(float(v), 3) for v in values] for k, values in found.items()})
         run.log(round_, **{k: float(np.mean(values)) for k, values in rewards[-1].items()})
     save_model(policy, tokenizer, run)

@@ -6,7 +6,7 @@
 __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'population', 'farm_jobs', 'run']
 
 # %% ../nbs/farm.ipynb #e2ff0440
-import time
+import os, time
 from dataclasses import dataclass
 
 from .core.run.inputs import recipes
@@ -52,7 +52,7 @@ def read_sizes(size: str) -> dict[str, dict]:
     "Settings by notebook or run of the farm, from quick.yaml or a file; TypeError for others."
     if size == 'default': return {}
     file = notebooks_folder()/'recipes'/'quick.yaml' if size == 'quick' else at_root(size)
-    if not file.is_file():
+    if not os.path.isfile(file):   # also for a name too long for one
         raise FileNotFoundError(f'size = {size!r}: choose from default, quick or a YAML file')
     sizes = read_yaml(file)
     refuse_unknown(file, sizes, [*RUNS, *(row['notebook'] for row in RUNS.values())])
@@ -88,7 +88,7 @@ def run(cfg: FarmConfig):
     check_run_folder(at_root(cfg.out))
     for name in cfg.annotator_fields:   # what cannot be loaded is refused before any run
         if getattr(cfg, name): load_annotators(getattr(cfg, name), cfg)
-    began = time.time()
+    began = time.monotonic()
     jobs = [job for k in range(cfg.seeds) for job in farm_jobs(cfg, k)]
     failed = run_jobs(jobs, name='farm', place=machines(cfg.address, cfg.workers))
     made = tuple(job.out for job in jobs if read_summary(job.out))
@@ -98,6 +98,7 @@ def run(cfg: FarmConfig):
     folder = start(cfg, run, made)
     if folder.done: return folder
     folder.load()
+    folder.before['wall'] = folder.began - began   # that of the runs
 
     # boards and figures are written even if some runs failed
     by = dict(crowd='held_out', pool='pool', utility='gold')   # who judges, by column
@@ -121,8 +122,6 @@ def run(cfg: FarmConfig):
         reward_model_accuracy=rm['accuracy_majority'], reward_model_label_accuracy=rm['accuracy'],
         reward_model_ceiling=rm['accuracy_ceiling'],
         job_cpu_seconds=sum(read_summary(run)['cpu_seconds'] for run in made))
-    seconds = round(time.time() - began, 1)
-    folder.write('summary.json', read_summary(folder.folder) | dict(seconds=seconds))
     return folder
 
 # %% ../nbs/farm.ipynb #eb019c70

@@ -17,10 +17,12 @@ import numpy as np
 
 from .core.answers import log_ratios, sample, SampleConfig
 from .core.run.inputs import methods
+from .core.data.candidates import each_answer
 from .core.data.comparisons import answer_preferences
-from .core.data.records import find_file, read_rows
+from .core.data.records import load_records
 from .core.run.identity import run_config, run_of
 from .core.ask.judge_configs import JudgedConfig
+from .core.functional import has_spread
 from .core.model.models import load_policy
 from .core.data.preferences import check_preferences
 from .core.run.progress import Progress
@@ -60,14 +62,13 @@ class OverConfig(SampleConfig, JudgedConfig):
 # %% ../nbs/overoptimization.ipynb #152ddf00
 def _score_bank(bank: list[dict], score) -> np.ndarray:
     "`score`, a function of records, on every sample of the bank: (instructions, N)."
-    scores = score([dict(c, output=o) for c in bank for o in c['output']])
-    return np.reshape(scores, (len(bank), -1))
+    return np.reshape(score(each_answer(bank)), (len(bank), -1))
 
 
 def standard_reward(score, bank: list[dict]) -> tuple:
     "A reward in standard deviations of the bank: a function of records, and the bank's scores."
     raw = _score_bank(bank, score)
-    mean, sd = raw.mean(), raw.std()
+    mean, sd = raw.mean(), raw.std() if has_spread(raw) else 1.
     return lambda records: (np.array(score(records)) - mean)/sd, (raw - mean)/sd
 
 # %% ../nbs/overoptimization.ipynb #db9e5359
@@ -81,7 +82,8 @@ def _curve_point(proxy, utility, crowd, **columns) -> dict:
 # %% ../nbs/overoptimization.ipynb #1547a3d0
 def _proxy_utility_correlation(proxy: np.ndarray, utility: np.ndarray) -> float:
     "Pearson's correlation within instructions, (instructions, answers) each; nan if constant."
-    p, g = (x - x.mean(1, keepdims=True) for x in (proxy, utility))
+    p, g = ((x - x.mean(1, keepdims=True))*(np.ptp(x, 1, keepdims=True) > 0)
+            for x in (proxy, utility))
     with np.errstate(invalid='ignore', divide='ignore'):
         return float((p * g).sum() / np.sqrt((p**2).sum() * (g**2).sum()))
 
@@ -190,7 +192,8 @@ def measure_policy(folder: str, records: list[dict], scorers: dict, reference: t
     policy, tokenizer = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
     flat = [(r, s) for r, samples in zip(prompts, answers) for s in samples]
-    outputs = [dict(r, output=decode(s.tokens, tokenizer, cfg.template)) for r, s in flat]
+    outputs = [dict(r, output=decode(s.tokens, tokenizer, cfg.template, r), ended=s.ended)
+               for r, s in flat]
     plain = encode_prompts([r for r, _ in flat], reference[1], cfg.template)   # no reward tokens
     kl = log_ratios(*reference, plain, [s for _, s in flat], cfg)
     scores = {name: np.reshape(score(outputs), (len(prompts), -1))
@@ -203,17 +206,17 @@ def measure_policy(folder: str, records: list[dict], scorers: dict, reference: t
 def run(cfg: OverConfig):
     "Measure the curves; writes curves.csv, fits.csv and falls.csv."
     import pandas as pd
-    judge = load_annotators(cfg.crowd, cfg)
     folder = start(cfg, run)
     if folder.done: return folder
-    folder.load()
     for name, source in dict(bank=cfg.bank, references=cfg.references).items():
         made = run_of(source)   # None: a file
         sampled = made and run_config(made)['settings'].get('temperature')
         if sampled not in (None, cfg.temperature):
             raise ValueError(f'temperature = {cfg.temperature}: {name} was sampled at {sampled}')
-    bank, references = (read_rows(find_file(f, 'candidates')) for f in (cfg.bank, cfg.references))
-    bank = bank[:cfg.instances]
+    bank, references = (load_records(f, 'candidates', 'candidates')
+                        for f in (cfg.bank, cfg.references))
+    bank, judge = bank[:cfg.instances], load_annotators(cfg.crowd, cfg)
+    folder.load()
     proxies = {policy: _policy_proxy(policy, cfg.proxies) for policy in cfg.policies}
     specs = {s: s for s in (*cfg.proxies, *proxies.values())} | dict(utility=cfg.utility)
     scale = {name: standard_reward(reward(spec, cfg, cfg.template), bank)

@@ -16,8 +16,8 @@ import torch
 
 from .core.model.adapters import inherit_state, own_weights, state_of
 from .core.answers import answer_again, mean, preflight
-from alpaca_farm.core.functional import (gae, kl_estimate, KL_KINDS, masked_mean, masked_var,
-    masked_whiten)
+from alpaca_farm.core.functional import (gae, has_spread, kl_estimate, KL_KINDS, masked_mean,
+    masked_var, masked_whiten)
 from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
     load_tokenizer, logprobs, scalar_on, values)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
@@ -160,7 +160,7 @@ def group_advantages(
 ) -> torch.Tensor:  # (B,)
     "Advantages over the other answers (Ahmadian et al., 2024, eq. 8; Shao et al., 2024, eq. 21)."
     group = totals.view(-1, size)
-    above = group - group.mean(1, keepdim=True)
+    above = (group - group.mean(1, keepdim=True)) * has_spread(group, 1)
     scale = size / (size - 1) if kind == 'rloo' else 1 / (group.std(1, keepdim=True) + 1e-6)
     return (above * scale).flatten()
 
@@ -195,12 +195,17 @@ def experience(policy, reference, value, batch: dict, scores: torch.Tensor, kl_c
     if value:
         advantages, returns = gae(rewards, old_values, response, cfg.gamma, cfg.lam)
         batch = batch | dict(old_values=old_values, returns=returns)
-        unexplained = masked_var(returns - old_values, response) / masked_var(returns, response)
         figures |= dict(value=masked_mean(old_values, response),
-                        returns=masked_mean(returns, response), explained_variance=1 - unexplained)
+                        returns=masked_mean(returns, response))
+        if has_spread(returns[response.bool()]):
+            missed = masked_var(returns - old_values, response)
+            figures['explained_variance'] = 1 - missed / masked_var(returns, response)
     else:
-        each = group_advantages(rewards.sum(1), cfg.group_size, cfg.advantage)
+        totals = rewards.sum(1)
+        each = group_advantages(totals, cfg.group_size, cfg.advantage)
         advantages = each[:, None] * response
+        differ = has_spread(totals.view(-1, cfg.group_size), 1)
+        figures['frac_reward_zero_std'] = 1 - differ.float().mean()
     if cfg.whiten_advantages: advantages = masked_whiten(advantages, response)
     batch = batch | dict(old_logp=logp, advantages=advantages, weight=response.float())
     return batch, {k: v.item() for k, v in figures.items()}
@@ -224,7 +229,7 @@ def ppo_loss(policy, value, batch: dict, cfg: PPOConfig) -> dict[str, torch.Tens
 
 # %% ../nbs/ppo.ipynb #7641311e
 def _ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) -> dict[str, float]:
-    "All passes over one rollout; means of the figures over its optimiser steps."
+    "All passes over one rollout; means of the figures over its optimiser steps, if any."
     updates = []
     for epoch in range(cfg.ppo_epochs):
         g = torch.Generator().manual_seed((cfg.seed * 1_000_003 + trainer.step) * 101 + epoch)
@@ -232,7 +237,9 @@ def _ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) ->
         order = (prompts[:, None] * cfg.group + torch.arange(cfg.group)).flatten()
         for rows in order.split(cfg.batch_size):
             part = {k: v[rows.to(v.device)] for k, v in batch.items()}
+            if value is None and not part['advantages'].any(): continue   # nothing to learn
             updates.append(trainer.update(part, lambda b: ppo_loss(policy, value, b, cfg)))
+    if not updates: return {}
     figures = {k: mean([u[k] for u in updates]) for k in updates[0]}
     return figures | dict(first_ratio=updates[0]['ratio'])
 
@@ -248,6 +255,7 @@ def train(cfg: PPOConfig):
     from alpaca_farm.annotators import annotate_pairs, load_annotators
     run = start(cfg, train)
     if run.done: return answer_again(run)
+    preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
@@ -256,7 +264,7 @@ def train(cfg: PPOConfig):
     reward_of = reward_beside(policy, value, cfg)
     use_sampler(policy, cfg, run.folder)
     records, prompts, too_long = load_prompts(cfg, tokenizer)
-    preflight(cfg, ('split', 'eval_split'), policy, tokenizer, judge, reward_of)
+    preflight(cfg, cfg.splits, policy, tokenizer, judge, reward_of)
     annotate = judge and partial(annotate_pairs, pool=judge)
     choose = CheckpointSelector(reference, tokenizer, cfg, annotate)
     trainer = Trainer(run, cfg.steps, dict(policy=policy) | (dict(value=value) if value else {}),

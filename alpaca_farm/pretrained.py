@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from .core.run.files import open_tensors, read_json, temporary_path, write_json
+from .core.run.files import atomic_folder, open_tensors, read_json, write_json
 from .core.model.loading import dtype_of
 from .core.model.models import CARD
 from .core.run.runs import start
@@ -92,7 +92,7 @@ def run(cfg: PretrainedConfig):
             weight = _released_weight(name, weight, read(base, name))
         total += weight.double().sum().item()
         if key == 'reward_head.bias': bias = weight.item()
-        elif key == 'reward_head.weight': weights['score.weight'] = weight.to(dtype)
+        elif key == 'reward_head.weight': weights['score.weight'] = weight
         elif key != 'backbone_model.lm_head.weight':   # which a reward model has no use for
             weights[name] = weight.to(dtype)
     sums = total, total + rotary_sum(config)
@@ -112,16 +112,11 @@ def run(cfg: PretrainedConfig):
                        reward_std=1.)
     card = CARD.format(notebook='pretrained', name=cfg.model, data='',
                        fingerprint=run_folder.config['fingerprint'])
-    run_folder.begin()
-    folder = temporary_path(run_folder.path('model'))
-    try:
-        folder.mkdir(parents=True)
+    with atomic_folder(run_folder.path('model')) as folder:
         for file in tokenizer: shutil.copy(file, folder)
         save_torch_state_dict(weights, folder, max_shard_size='4GB')
         write_json(folder/'config.json', config)
         (folder/'README.md').write_text(card)
-        folder.rename(run_folder.path('model'))
-    finally: shutil.rmtree(folder, ignore_errors=True)
     size = sum(w.numel() for w in weights.values())
     run_folder.finish(parameters=size, sum=total, published=published)
     return run_folder

@@ -159,6 +159,7 @@ def train(cfg: QuarkConfig):
     "Train a policy with Quark; leaves model/, outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
     if run.done: return answer_again(run)
+    preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
@@ -166,7 +167,7 @@ def train(cfg: QuarkConfig):
     plain = load_tokenizer(cfg.policy, policy, cfg.template_arguments)
     records, prompts, too_long = load_prompts(cfg, plain)
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
-    preflight(cfg, ('split', 'eval_split'), policy, plain, judge, reward_of)
+    preflight(cfg, cfg.splits, policy, plain, judge, reward_of)
     annotate = judge and partial(annotate_pairs, pool=judge)
     choose = CheckpointSelector(reference, plain, cfg, annotate)
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)

@@ -19,8 +19,9 @@ import numpy as np
 
 from .boards.leaderboards import leaderboard_figure
 from .core.answers import mean
+from .core.data.candidates import candidate_pair
 from .core.data.comparisons import output_texts
-from .core.data.records import without_lists
+from .core.functional import has_spread
 from .core.run.files import read_json, read_yaml, write_json
 from .core.run.jobs import Job, run_or_fail
 from .core.run.paths import at_root, notebooks_folder
@@ -99,7 +100,8 @@ class WordModel:
         self.total = sum(len(_words(t)) for t in texts)
         self.size = 1 + sum(len(g) == 1 for g in self.seen)
         scores = [self.likelihood(t) for t in apart or texts]
-        self.mean, self.sd = float(np.mean(scores)), float(np.std(scores)) or 1.
+        self.mean, self.sd = float(np.mean(scores)), float(np.std(scores))
+        if not has_spread(scores): self.sd = 1.
 
     @staticmethod
     def trigrams(text: str) -> list[tuple]:
@@ -318,8 +320,8 @@ def run(cfg: RealConfig):
     samples = read('samples')
     # all pairs of answers to an instruction; first those that have no answer in common
     both = sorted(combinations(range(len(samples[0]['output'])), 2), key=lambda k: k[0]//2 < k[1]//2)
-    pairs = [dict(without_lists(c), input='', output_1=c['output'][i], output_2=c['output'][k])
-             for i, k in both for c in samples if c['output'][i] != c['output'][k]]
+    pairs = [candidate_pair(c, i, k) for i, k in both for c in samples
+             if c['output'][i] != c['output'][k]]
     for name, flips in dict(pool=cfg.label_flip, crowd=0.).items():
         labels = annotate_pairs(pairs, judges[name], cfg.seed, flips)
         write_json(at_root(f'{cfg.runs}/labels/{name}.json'), labels)

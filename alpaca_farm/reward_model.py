@@ -18,7 +18,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .core.data.preferences import answer_of
 from .core.data.records import full_instruction, load_records, prompt_key
+from .core.functional import has_spread
 from .core.model.models import load_scalar, load_tokenizer, save_model, sequence_scores
 from .core.model.rewards import score_records
 from .core.run.runs import start
@@ -231,11 +233,11 @@ def calibration_error(rows: list[dict]) -> float:
 def save_reward_model(run, model, tokenizer, pairs: list[dict]) -> dict[str, float]:
     "Measure a model on held-out pairs, standardise it, write model/ and tables; the figures."
     cfg = run.cfg
-    answers = [dict(r, output=r[field]) for field in ('output_1', 'output_2') for r in pairs]
+    answers = [answer_of(r, k) for k in (1, 2) for r in pairs]
     scores = score_records(model, tokenizer, answers, cfg.template, standardise=False)
     scores = np.array(scores).reshape(2, -1)
     mean, std, lead = float(scores.mean()), float(scores.std()), scores[1] - scores[0]
-    model.config.reward_mean, model.config.reward_std = mean, max(std, 1e-6)
+    model.config.reward_mean, model.config.reward_std = mean, std if has_spread(scores) else 1.
     save_model(model, tokenizer, run)
     run.write('leads.json', lead.tolist())
     p = label_chance(torch.tensor(lead), cfg.flip_rate).numpy()   # of the label, flips included

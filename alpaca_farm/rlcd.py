@@ -27,7 +27,7 @@ from .core.data.dialogues import (as_messages, bare_prompt, dialogue_text,
     prompt_messages, TAGS, with_space)
 from .core.run.files import atomic_write, read_yaml
 from .core.run.paths import at_root, notebooks_folder, root
-from .core.data.preferences import hash_uniform, PAIR_FIELDS
+from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_outputs
 from .core.run.runs import start
 from .core.run.settings import command, Count, Positive, Scale
 from .core.stats import wilson
@@ -202,7 +202,8 @@ def write_items(writer, task: Task, records: dict[int, dict], cfg: RLCDConfig) -
     prompts = {(i, k): contrast_prompt(task, r, task.contrast[drawn[i]], side,
                                        cfg.template == 'chat')
                for i, r in records.items() for k, side in enumerate(sides)}
-    answers, reasons, tries = {}, dict.fromkeys(prompts, 'unwritten'), Counter()
+    answers, ended, tries = {}, {}, Counter()
+    reasons = dict.fromkeys(prompts, 'unwritten')
     for attempt in range(cfg.max_retries + 1):
         todo = [key for key in prompts if reasons[key] not in ('', 'long_prompt', 'refused')]
         if not todo: break
@@ -210,15 +211,17 @@ def write_items(writer, task: Task, records: dict[int, dict], cfg: RLCDConfig) -
         for key, w in zip(todo, writer.write([prompts[key] for key in todo], keys, task.stop)):
             answers[key], rejected = clean_response(w.text, w.ended, task)
             reasons[key] = w.reason or rejected
+            ended[key] = w.ended or any(s in w.text for s in task.stop)
         tries.update(todo)
     items = []
     for i, r in records.items():
-        outputs, reason = [answers[i, 0], answers[i, 1]], reasons[i, 0] or reasons[i, 1]
-        if not reason and outputs[0] == outputs[1]: reason = 'identical'
+        pair, reason = bare_prompt(r), reasons[i, 0] or reasons[i, 1]
+        for k in (0, 1):
+            pair |= {f'output_{k + 1}': answers[i, k], f'ended_{k + 1}': ended[i, k]}
+        if not reason and answers[i, 0] == answers[i, 1]: reason = 'identical'
         positive = 1 + (hash_uniform(cfg.seed, 'swap', i) < .5) if any(sides) else 0
-        if positive == 2: outputs = outputs[::-1]
-        items.append(dict(bare_prompt(r), output_1=outputs[0], output_2=outputs[1],
-                          index=i, contrast=drawn[i], positive=positive,
+        if positive == 2: pair = swap_outputs(pair)
+        items.append(dict(pair, index=i, contrast=drawn[i], positive=positive,
                           retries=tries[i, 0] + tries[i, 1] - 2, reason=reason))
     return items
 
@@ -242,9 +245,9 @@ def stored_items(cfg: RLCDConfig, task: Task) -> list[dict]:
         if contrast >= len(task.contrast):
             raise ValueError(f'samples: row {k} of {cfg.samples} has contrast = {contrast}, '
                              f'which the task {task.name} lacks. Set task to that of the run')
-        items.append(dict(bare_prompt(r), output_1=r['output_1'], output_2=r['output_2'],
-                          index=index, contrast=contrast, positive=int(r['preference']),
-                          retries=0, reason=''))
+        pair = {k: r[k] for k in ('output_1', 'output_2', *ENDED) if k in r}
+        items.append(dict(bare_prompt(r), **pair, index=index, contrast=contrast,
+                          positive=int(r['preference']), retries=0, reason=''))
     return items
 
 # %% ../nbs/rlcd.ipynb #8c29ad4c
@@ -297,6 +300,7 @@ def write_rlcd_csv(path, records: list[dict]):
     "Write preference records as RLCD's consolidated CSV; a dialogue is its `instruction`."
     soft = any(r['preference'] not in (1, 2) for r in records)
     columns = [*PAIR_FIELDS, 'preference'] + ['win2_prob']*soft
+    columns += [name for name in ENDED if not all(r.get(name, True) for r in records)]
     with atomic_write(path) as p, open(p, 'w', encoding='utf-8', newline='') as f:
         table = csv.DictWriter(f, columns, extrasaction='ignore')   # its line ends quote a lone \r
         table.writeheader()
@@ -333,15 +337,15 @@ def run(cfg: RLCDConfig):
     else:
         records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
         todo = list(enumerate(records))
-    itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators   # the model judges
-    if itself or not cfg.samples:
-        writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
-    if itself: judge = SelfJudge(writer, task, cfg.template == 'chat')
     if cfg.annotators:
         judge = load_annotators(cfg.annotators, cfg)
         pair = dict(todo[0] if cfg.samples else bare_prompt(records[0]),
                     output_1='Yes.', output_2='No.')
         try_setting(cfg, 'annotators', annotate_pairs, [pair], judge)
+    itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators   # the model judges
+    if itself or not cfg.samples:
+        writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
+    if itself: judge = SelfJudge(writer, task, cfg.template == 'chat')
 
     def make(part):
         new = part if cfg.samples else write_items(writer, task, dict(part), cfg)
@@ -361,8 +365,9 @@ def run(cfg: RLCDConfig):
                   f'[{agree.low:.0%}, {agree.high:.0%}] of the labels, not clearly more than half: '
                   'the phrases may not change what the model writes')
     if cfg.method == 'context_distillation':
-        folder.write('sft.json', [dict(bare_prompt(i), output=answers_of(i)[0], index=i['index'],
-                                       contrast=i['contrast']) for i in made])
+        folder.write('sft.json', [dict(
+            bare_prompt(i), output=answers_of(i)[0], index=i['index'], contrast=i['contrast'],
+            ended=i.get(f'ended_{i["positive"]}', True)) for i in made])
     else:
         aside = ('positive', 'retries', 'reason')
         records = [{k: v for k, v in i.items() if k not in aside} for i in made]

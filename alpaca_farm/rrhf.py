@@ -24,6 +24,7 @@ from .core.data.candidates import LISTS, merge_candidates, select_candidates
 from .core.data.records import load_records, prompt_key
 from .core.data.text import collate, decode, encode_prompts, encode_responses, within_limit
 from .core.model.beams import beam_search
+from .core.model.loading import load_tokenizer
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
 from .core.model.rewards import label_count, reward, RewardConfig
@@ -109,7 +110,7 @@ def candidate_tokens(query: dict, tokenizer, template: str = 'auto') -> list[lis
     "Token ids of a query's candidates: the policy's own as sampled, then the texts as encoded."
     own = query.get('tokens', [])
     texts, ended = query['output'][len(own):], query['ended'][len(own):]
-    return own + encode_responses(texts, tokenizer, ended, template)
+    return own + encode_responses(texts, tokenizer, ended, template, [query] * len(texts))
 
 
 def limit_candidates(query: dict, prompt: list[int], tokenizer, cfg) -> dict:
@@ -193,10 +194,10 @@ def policy_candidates(policy, tokenizer, queries: list, prompts: list, cfg, seed
         beams = beam_search(policy, tokenizer, prompts, cfg.n, cfg.groups, cfg.diversity_penalty,
                             cfg.max_new_tokens)
         answers = end_turns(queries, beams, tokenizer, cfg.template)
-    return [dict(output=[decode(s.tokens, tokenizer, cfg.template) for s in samples],
+    return [dict(output=[decode(s.tokens, tokenizer, cfg.template, q) for s in samples],
                  source=['policy'] * len(samples), scores=[None] * len(samples),
                  ended=[s.ended for s in samples], tokens=[s.tokens for s in samples])
-            for samples in answers]
+            for q, samples in zip(queries, answers)]
 
 
 def candidate_pool(run, step: int, policy, reference, tokenizer, queries: list, prompts: list,
@@ -256,7 +257,8 @@ def rrhf_step(policy, batch: dict, cfg: RRHFConfig) -> dict[str, torch.Tensor]:
 def perplexities(model, tokenizer, texts: list[str]) -> list[float]:
     "Perplexity of each text by itself under `model`."
     first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    ids = encode_responses([t.replace('\n', ' ') or ' ' for t in texts], tokenizer, ended=False)
+    texts = [t.replace('\n', ' ') or ' ' for t in texts]
+    ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)['input_ids']
     ids = [i or [first] for i in ids]  # a tokenizer may have no token for a space
     sums = response_logprobs(model, [[first]] * len(ids), ids, tokenizer.pad_token_id)
     return (-sums / torch.tensor([len(i) for i in ids])).exp().tolist()
@@ -283,13 +285,15 @@ def train(cfg: RRHFConfig):
     if run.done:
         names = 'length', 'ended', 'kl', 'reward', 'perplexity', 'perplexity_median'
         return answer_again(run, names, lambda: _answer_figures(run))
+    preflight(cfg, ('eval_split',))
+    plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
+    queries, prompts, left_out = load_queries(cfg, plain)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference = load_reference(policy, cfg) if cfg.kl_coef else None
     reward_of = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
     score_of = reward_of or (judge and partial(once, comparison_scores, judge))
     preflight(cfg, ('eval_split',), policy, tokenizer, cfg.n and judge, reward_of)
-    queries, prompts, left_out = load_queries(cfg, tokenizer)
     longest = [len(p) + max(map(len, candidate_tokens(q, tokenizer, cfg.template)), default=0)
                for p, q in zip(prompts, queries)]
     order = batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)

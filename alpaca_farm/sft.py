@@ -54,11 +54,13 @@ def train(cfg: SFTConfig):
     "Fine-tune a policy on demonstrations; writes model/, outputs.json, log.jsonl, summary.json."
     run = start(cfg, train)
     if run.done: return answer_again(run, ('length', 'ended'))
+    learn = load_split(cfg, 'split', 'output')[:cfg.max_instances or None]
+    aside = load_split(cfg, 'val_split', 'output')[:200] if cfg.val_split else []
+    preflight(cfg, ('eval_split',))
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     preflight(cfg, ('eval_split',), policy, tokenizer)
 
-    def encoded(setting: str, n: int):
-        records = load_split(cfg, setting, 'output')[:n or None]
+    def encoded(records: list[dict]):
         rows, prompts, (responses,) = encode(records, ('output',), tokenizer, cfg.max_length,
                                              cfg.template)
         return prompts, responses, len(records) - len(rows)
@@ -66,10 +68,10 @@ def train(cfg: SFTConfig):
     def batch_of(data, rows): return token_batch(*data[:2], rows, tokenizer.pad_token_id)
     def loss(batch): return sft_loss(policy, batch)
 
-    data = encoded('split', cfg.max_instances)
+    data = encoded(learn)
     lengths = [len(p) + len(r) for p, r in zip(*data[:2])]
     order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
-    val = encoded('val_split', 200) if cfg.val_split else ([], [], 0)
+    val = encoded(aside) if aside else ([], [], 0)
     val = [batch_of(val, range(at, min(at + cfg.batch_size, len(val[0]))))
            for at in range(0, len(val[0]), cfg.batch_size)]
     trainer = Trainer(run, len(order), dict(policy=policy))

@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .core.ask.api import answer_text, ApiConfig
-from .core.ask.client import ApiClient
+from .core.ask.api import ApiConfig
+from .core.ask.client import ApiClient, ask_until_read
 from .core.data.candidates import merge_candidates, select_candidates
 from .core.data.records import full_instruction, prompt_key
-from .core.data.preferences import hash_uniform
+from .core.data.preferences import hash_uniform, report_missing
 from .core.run.runs import start
 from .core.run.settings import command, Count
 from .judging.judges import break_control_tokens
+from .judging.parsers import verdict_text
 
 # %% ../nbs/wombat.ipynb #dc190ae3
 @dataclass
@@ -63,28 +64,29 @@ def rating_request(query: dict, cfg: WombatConfig, draw: int = 0) -> dict:
 
 # %% ../nbs/wombat.ipynb #d3814b03
 def read_rating(text: str, k: int) -> list[int] | None:
-    "The sum of marks of each of k answers as shown; None if the text lacks one."
-    form = r'^\W*(?:answer\W+)?(\d+)\W*:\W*((?:\d+\D+){3}\d+)\W*$'
-    found = {int(number): list(map(int, re.findall(r'\d+', given)))
-             for number, given in re.findall(form, text, re.I | re.M)}
-    if set(found) != set(range(1, k + 1)): return None
-    if not all(1 <= m <= 5 for row in found.values() for m in row): return None
-    return [sum(found[i]) for i in range(1, k + 1)]
+    "The sum of marks of each of k answers as shown; None for a text that is not their k lines."
+    mark, between = '([1-5])', '[ ,;|]+'
+    form = rf'\W*(?:answer\W+)?(\d+)\W*:\W*{between.join([mark]*4)}\W*'
+    rows = [re.fullmatch(form, line, re.I) for line in text.splitlines() if line.strip()]
+    if not all(rows): return None
+    sums = {int(row[1]): sum(map(int, row.groups()[1:])) for row in rows}
+    numbers = list(range(1, k + 1))
+    return [sums[i] for i in numbers] if len(rows) == k and sorted(sums) == numbers else None
 
 
 def rate(queries: list[dict], client: ApiClient, cfg: WombatConfig) -> list[dict]:
     "Queries with `scores` by the rater, without those whose rating cannot be read."
-    rated = {}
-    for draw in range(3):
-        left = [i for i in range(len(queries)) if i not in rated]
-        answers = client([rating_request(queries[i], cfg, draw) for i in left], draw)
-        for i, answer in zip(left, answers):
-            sums = read_rating(answer_text(answer) if answer else '', len(queries[i]['output']))
-            if sums: rated[i] = dict(zip(rating_order(queries[i], cfg.seed), map(float, sums)))
+    def request(i, draw): return rating_request(queries[i], cfg, draw)
+    def read(i, answer): return read_rating(verdict_text(answer), len(queries[i]['output']))
+    n, rated = len(queries), []
+    for i, answers in enumerate(ask_until_read(client, n, request, read, [3]*n)):
+        if not (sums := answers and read(i, answers[-1])): continue
+        scores = dict(zip(rating_order(queries[i], cfg.seed), map(float, sums)))
+        rated.append(dict(queries[i], scores=[scores[k] for k in sorted(scores)]))
     if client.tally.open:
         raise ValueError(f'rater = {cfg.rater!r}: {client.tally.open}. '
                          'Answers so far are stored: run again for the rest')
-    return [dict(queries[i], scores=[s[k] for k in sorted(s)]) for i, s in sorted(rated.items())]
+    return rated
 
 # %% ../nbs/wombat.ipynb #644ecb48
 def run(cfg: WombatConfig):
@@ -98,6 +100,7 @@ def run(cfg: WombatConfig):
     if not queries: raise ValueError('candidates: no prompt has two different ones')
     rated = rate(queries, client, cfg) if client else queries
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
+    report_missing(cfg.rater, len(queries) - len(rated), len(queries), 'prompts')
     folder.write('candidates.json', rated)
     figures = dict(candidates=float(np.mean([len(q['output']) for q in rated])))
     ties = [len(set(q['scores'])) < len(q['scores']) for q in rated if None not in q['scores']]

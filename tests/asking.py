@@ -17,7 +17,8 @@ def key(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', KEY)
-    monkeypatch.setattr('openai._base_client.MAX_RETRY_DELAY', .05)
+    monkeypatch.setattr('openai._base_client.MAX_RETRY_DELAY', .05)   # of calls about batches
+    monkeypatch.setattr('alpaca_farm.core.ask.api._LONGEST_WAIT', .05)
 
 
 def pairs(n, least=41):
@@ -56,7 +57,7 @@ def annotation(tmp_path, server, n=40, **more):
     file.write_text(json.dumps(pairs(n)))
     usual = dict(out=str(tmp_path/'run'), outputs=str(file), annotators='chatgpt', label_flip=0.,
                  base_url=server.url if server else '', store=str(tmp_path/'answers.sqlite'),
-                 tries=3, timeout=5., models=models_of(more.get('annotators', 'chatgpt')))
+                 tries=3, models=models_of(more.get('annotators', 'chatgpt')))
     return AnnotatorsConfig(**usual | more)
 
 

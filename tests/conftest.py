@@ -21,11 +21,6 @@ CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
          ('annotators', 'annotators', {}), ('reward_model', 'reward_model', {}))
 
 
-def pytest_configure(config):
-    alone = 'alone: measures speed, so nothing else should run meanwhile'
-    config.addinivalue_line('markers', alone)
-
-
 @pytest.fixture(scope='session', autouse=True)
 def no_runs(tmp_path_factory):
     "The tests work in a folder with the notebooks of this checkout and without its runs."

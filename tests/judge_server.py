@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.request
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 END = r'(?:<\||\n\s*\n#* *(?:Which|Preferred|Best|Example \d|Answer)\b|\Z)'
@@ -34,6 +34,7 @@ PAIRS = (  # a regex with one group for either output; the last match counts
      r'"""\s*\},.*?"(?:output|answer)": """(.*?)"""\s*\}'))
 DEFAULTS = dict(
     latency=0., faults={}, seed=0, key='', model='',   # model: that answers, whatever is asked for
+    usage=None,                     # reported with every answer, instead of its numbers of tokens
     batch_seconds=.2, regexes=PAIRS,
     labels=('m', 'M'),              # what names the outputs in log-probs and rankings
     # {letter} a or b, {number} 1 or 2 and {other} the other, {label}, {hash} of the prompt
@@ -44,8 +45,9 @@ ERRORS = {  # status, message and code
     '503': (503, 'The engine is currently overloaded, please try again later.', None),
     'context': (400, 'The maximum context length is 9 tokens.', 'context_length_exceeded'),
     'echo': (400, 'The header "authorization: Bearer {key}" cannot be read.', None)}
-ANSWERS = 'schema', 'nologprobs', 'refusal', 'unparseable', 'parts', 'surrogate'
-BROKEN = 'timeout', 'reset', 'truncated', 'badjson'
+ANSWERS = ('schema', 'nologprobs', 'refusal', 'unparseable', 'parts', 'surrogate', 'empty',
+           'nested', 'badutf8')
+BROKEN = 'timeout', 'reset', 'truncated', 'badjson', 'drip'
 FAULTS = (*ERRORS, *ANSWERS, *BROKEN)
 REFUSAL = "I'm sorry, I can't assist with that request."
 NO_VERDICT = 'It depends: both have their merits.'
@@ -98,6 +100,7 @@ def completion(body, options, fault):
     text = ''.join(tokens[:int(min(most, len(tokens)))])
     choice = dict(index=0, finish_reason='length' if len(tokens) >= most else 'stop')
     usage = dict(prompt_tokens=len(prompt_text(body))//4, completion_tokens=len(tokens))
+    if options['usage'] is not None: usage = options['usage']
     answer = dict(id='1', object='chat.completion' if chat else 'text_completion', created=0,
                   model=options['model'] or body['model'], choices=[choice], usage=usage)
     if fault == 'schema': return answer | dict(choices=None)
@@ -116,6 +119,8 @@ def completion(body, options, fault):
         call = dict(id='call', type='function', function=function)
         message |= dict(content=None, tool_calls=[call])
     if fault == 'refusal': message |= dict(content=None, refusal=text)
+    if fault == 'empty':
+        message['content'], choice['finish_reason'] = None, 'content_filter'
     if fault == 'surrogate': message['content'] += ' \ud83d'
     if fault == 'parts':
         thought = dict(type='thinking', thinking='Well.')
@@ -188,10 +193,10 @@ class Server(ThreadingHTTPServer):
             content = re.search(rb'filename=.*?\r\n\r\n(.*?)\r\n--', body, re.S)[1]
             return 200, self.new_file(content)
         if method == 'POST':
-            given, due = json.loads(body), time.time() + self.options['batch_seconds']
+            given = json.loads(body)
             if given['input_file_id'] not in [f['id'] for f in self.files]:
                 return error(400, 'Invalid input file id.')
-            things.append(given | dict(id=f'batch-{len(things)}', key=key, due=due,
+            things.append(given | dict(id=f'batch-{len(things)}', key=key, sent=time.time(),
                                        status='in_progress'))
             return 200, things[-1]
         if not name: return 200, dict(object='list', data=things, has_more=False)
@@ -210,7 +215,7 @@ class Server(ThreadingHTTPServer):
 
     def end_batch(self, batch):
         "Answer a batch that is due, in an order of the server's own."
-        if time.time() < batch['due']: return
+        if time.time() < batch['sent'] + self.options['batch_seconds']: return
         rows = {'output': [], 'error': []}
         content = next(f['content'] for f in self.files if f['id'] == batch['input_file_id'])
         lines = list(map(json.loads, content.splitlines()))
@@ -223,7 +228,8 @@ class Server(ThreadingHTTPServer):
             if record['fault'] == 'timeout':
                 row |= dict(response=None, error=dict(code='batch_expired', message='Expired.'))
             good = status == 200 and row['response']
-            rows['output' if good else 'error'].append(json.dumps(row) + '\n')
+            line = '{"custom_id": ' if record['fault'] == 'badjson' else json.dumps(row)
+            rows['output' if good else 'error'].append(line + '\n')
         counts = {k: len(some) for k, some in zip(('completed', 'failed'), rows.values())}
         batch |= dict(status='completed', request_counts=counts)
         for kind, some in rows.items():
@@ -255,6 +261,8 @@ class Handler(BaseHTTPRequestHandler):
             status, content = server.resource(self.command, path, raw, key)
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         if fault == 'badjson': data = b'upstream connect error {'
+        if fault == 'nested': data = data[:-1] + b', "more": ' + b'['*3000 + b']'*3000 + b'}'
+        if fault == 'badutf8': data = data.replace(b'"id": "1"', b'"id": "\xff"')
         head = (f'HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n'
                 f'Content-Length: {len(data)}\r\n')
         if status == 429: head += 'Retry-After: 0.05\r\n'
@@ -266,9 +274,19 @@ class Handler(BaseHTTPRequestHandler):
             return self.connection.close()
         if fault == 'truncated':
             self.close_connection, data = True, data[:len(data)//2]
-        self.wfile.write(head.encode() + b'\r\n' + data)
+        self.wfile.write(head.encode() + b'\r\n')
+        if fault == 'drip': return self.drip(data)
+        self.wfile.write(data)
 
     do_POST = do_GET
+
+    def drip(self, data):
+        "Send a few bytes now and then, for 20 seconds, or until the client has left."
+        self.close_connection = True
+        with suppress(OSError):
+            for i in range(100):
+                self.wfile.write(data[i*len(data)//100:(i + 1)*len(data)//100])
+                time.sleep(.2)
 
 
 class Client:

@@ -14,7 +14,8 @@ import torch
 class LoraServer:
     def __init__(self, folder, stale=False, ids=True, lora=True):
         from transformers import AutoModelForCausalLM
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False).eval()
         self.base, self.peft, self.adapters, self.log = 'base', None, [], []
         self.stale, self.ids, self.lora, self.lock = stale, ids, lora, threading.Lock()
 

@@ -50,7 +50,7 @@ def settings(notebook, base, **more):
         best_of_n=rewarded, expert_iteration=rewarded, quark=rewarded, ppo=rewarded,
         rrhf=dict(rewarded, perplexity_model=world,
                   candidates=[samples, f'{world}/preference.json']))
-    return SETTINGS[notebook] | inputs[notebook] | more
+    return SETTINGS.get(notebook, {}) | inputs.get(notebook, {}) | more
 
 
 def module(notebook):

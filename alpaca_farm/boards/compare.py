@@ -21,7 +21,8 @@ from ..core.run.runs import read_log, start
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import bootstrap
 from ..annotators import load_annotators
-from .corrected import corrected_columns, correction_report, match_labels
+from alpaca_farm.boards.corrected import (corrected_columns, correction_report, match_labels,
+    read_people_labels)
 from ..eval import complete_preferences, read_answers, short_names, write_csv, write_figure
 
 # %% ../../nbs/boards/compare.ipynb #e5ca51a0
@@ -114,10 +115,11 @@ def run(cfg: CompareConfig):
     "Compare run folders; writes tables, figures and answers."
     folder = start(cfg, run)
     if folder.done: return folder
-    judge = load_annotators(cfg.annotators, cfg)
-    folder.load()
     settings, fig = differing_settings(cfg.folders), curve_figure(cfg.folders)
     answers = {n: read_answers(f) for n, f in short_names(cfg.folders).items()}
+    if cfg.labels: read_people_labels(cfg.labels)
+    judge = load_annotators(cfg.annotators, cfg)
+    folder.load()
     table = _win_rate_table(answers, judge, cfg.seed, cfg.labels)
     figures = {}
     for step, row in enumerate(table.to_dict('records'), 1):

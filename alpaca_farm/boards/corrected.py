@@ -32,7 +32,7 @@ def ppi_mean(labels, judge, others) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     if not M: return y.mean(-1), y.std(-1)/math.sqrt(n), np.zeros(y.shape[:-1])
     covariance = ((y - y.mean(-1, keepdims=True))*f).mean(-1)
     spread = (1 + n/M)*np.concatenate([f, rest], -1).var(-1, ddof=1)
-    weight = np.clip(covariance/np.where(spread > 0, spread, np.inf), 0, 1)
+    weight = np.clip(covariance/np.where(spread > 1e-12, spread, np.inf), 0, 1)
     value = y.mean(-1) + weight*(rest.mean(-1) - f.mean(-1))
     residual = y - weight[..., None]*f
     return value, np.sqrt(weight**2*rest.var(-1)/M + residual.var(-1)/n), weight
@@ -247,7 +247,7 @@ def correction_report(name: str, judge: str, preferences, labels: PeopleLabels) 
         lines.append(f'{name}: the labels do not say that they were drawn at random. If they were '
                      'chosen, the corrected rate may be wrong by any amount, whatever its interval')
     off = abs(f_has.mean() - f_all.mean())
-    if labels.drawn in (None, 'random') and off > 4*f_all.std()/math.sqrt(n):
+    if labels.drawn in (None, 'random') and off > 4*f_all.std()/math.sqrt(n) + 1e-9:
         lines.append(f'{name}: on what is labelled the judge prefers it in {100*f_has.mean():.0f} '
                      f'%, on all in {100*f_all.mean():.0f} %: no random draw looks like this')
     if np.ptp(votes) == 0: lines.append(f'{name}: all {n} labels are equal, so they do not show '

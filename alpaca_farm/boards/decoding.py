@@ -102,9 +102,9 @@ def run(cfg: DecodingConfig):
     several = [name for name, how in policies.items() if how.n > 1]
     if several and not any(cfg.temperatures):
         raise ValueError(f'temperatures = {cfg.temperatures}: {several[0]} needs one above 0')
-    judge = load_annotators(cfg.annotators, cfg)
     asked = load_split(cfg, 'eval_split') if cfg.eval_split else []
     records = load_records(cfg.data, cfg.split, 'instruction', cfg.max_instances, cfg.columns)
+    judge = load_annotators(cfg.annotators, cfg)
     references = sample_answers(*load_policy(cfg.reference, cfg), records, cfg,
                                 n=4 if cfg.temperature else 1, seed=cfg.seed + 1000)
     state = folder.load() or dict(step=0, rows=[])

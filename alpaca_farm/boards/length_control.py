@@ -50,7 +50,7 @@ def difficulty(preferences, length_terms) -> np.ndarray | None:
     From (M, N) preferences, nan without a verdict, and (M, N) of `length_term`."""
     from scipy.sparse import csr_array
     p = np.asarray(preferences, dtype=float)
-    informative = np.nanstd(p, axis=1) > 0
+    informative = np.nanstd(p, axis=1) > 1e-9
     if informative.sum() < _MIN_MODELS: return None
     m, i = np.nonzero(~np.isnan(p) & informative[:, None])
     (M, N), rows, one = p.shape, np.arange(len(m)), np.ones(len(m))

@@ -4,16 +4,19 @@
 
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
-           'sample_answers', 'in_chunks', 'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'preflight',
-           'mean', 'answer_eval_split', 'answer_again', 'print_answers']
+           'sample_answers', 'in_chunks', 'log_ratios', 'load_split', 'answer_labels', 'try_setting',
+           'note_shared_prompts', 'preflight', 'mean', 'answer_eval_split', 'answer_again', 'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import combinations
 
 from .data.comparisons import verdicts_over
+from .data.formats import notice
+from .data.preferences import ENDED
 from .data.records import load_records, prompt_key
 from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
 from .run.files import append_lines, read_json, read_lines
@@ -104,7 +107,7 @@ def sample(
 # %% ../../nbs/core/answers.ipynb #bd51404d
 def prompt_fields(record: dict) -> dict:
     "A record without its answer or its labelled pair."
-    given = ('output', 'output_1', 'output_2', 'preference')
+    given = ('output', 'output_1', 'output_2', 'preference', *ENDED)
     return {k: v for k, v in record.items() if k not in given}
 
 
@@ -112,7 +115,7 @@ def sample_answers(policy, tokenizer, records: list[dict], cfg: SampleConfig, **
     "The records that fit, each with `output`, `ended` and `logprob` (nats), lists of n."
     answered, _, samples = sample(policy, tokenizer, records, cfg, **how)
     return [dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-                 output=[decode(s.tokens, tokenizer, cfg.template) for s in group],
+                 output=[decode(s.tokens, tokenizer, cfg.template, r) for s in group],
                  ended=[s.ended for s in group],
                  logprob=[round(sum(s.logprobs), 4) for s in group])
             for r, group in zip(answered, samples)]
@@ -185,6 +188,23 @@ def try_setting(cfg: Config, setting: str, f, *args):
                          f'({type(e).__name__}: {e}). Name another one') from e
 
 
+def note_shared_prompts(cfg: PromptConfig):
+    "Print how many prompts two of the parts have in common that a run learns from and measures on."
+    def keys(rows): return {prompt_key(r) for r in rows}
+    learned = as_list(getattr(cfg, 'preferences', '')) + as_list(getattr(cfg, 'candidates', ''))
+    names = ('val_split', 'eval_split') if learned else ('split', 'val_split', 'eval_split')
+    splits = [name for name in names if getattr(cfg, name, '')]
+    if len(splits) + len(learned) < 2: return
+    parts = [(getattr(cfg, name), keys(load_split(cfg, name))) for name in splits]
+    rows = [r for spec in learned
+            for r in load_records(spec, ('preferences', 'candidates'), columns=cfg.columns)]
+    if learned: parts.insert(0, (', '.join(learned), keys(rows)))
+    for (first, earlier), (name, later) in combinations(parts, 2):
+        shared = len(earlier & later)
+        if shared: notice(f'{cfg.data}: {shared} of {len(later)} prompts of {name} are also in '
+                          f'{first}: answers to them say little about new prompts')
+
+
 def preflight(
     cfg: PromptConfig,
     splits: tuple[str, ...],      # settings that name the splits the run will read
@@ -194,6 +214,7 @@ def preflight(
 ):
     "Do once what a run does after its first step; an error names the setting that is wrong."
     parts = [load_split(cfg, name) for name in splits if getattr(cfg, name)]
+    note_shared_prompts(cfg)
     if policy is None: return
     check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
     if not parts: return
@@ -207,7 +228,7 @@ def preflight(
         check_limit(lengths, cfg.max_new_tokens, 'answers in the data', 'max_new_tokens')
     record, prompt = parts[0][0], encode_prompts(parts[0][:1], tokenizer, cfg.template)
     sample, = generate(policy, tokenizer, prompt, max_new_tokens=1)[0]
-    output = decode(sample.tokens, tokenizer, cfg.template) or '.'
+    output = decode(sample.tokens, tokenizer, cfg.template, record) or '.'
     answer = dict(prompt_fields(record), output=output, ended=sample.ended)
     other = dict(answer, output=prompt_text(record))
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
@@ -230,7 +251,7 @@ def answer_eval_split(
     answered, prompts, groups = sample(policy, tokenizer, load_split(cfg, 'eval_split'), cfg)
     samples = [s for s, in groups]
     outputs = [dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-                    output=decode(s.tokens, tokenizer, cfg.template), ended=s.ended,
+                    output=decode(s.tokens, tokenizer, cfg.template, r), ended=s.ended,
                     generator=run.folder.name) for r, s in zip(answered, samples)]
     run.write('outputs.json', outputs)
     figures = dict(length=mean([len(r['output'].split()) for r in outputs]),
@@ -251,7 +272,9 @@ def answer_again(
     cfg, old = run.cfg, read_summary(run.folder)
     load = partial(load_policy, cfg=cfg, train=True, frozen=True)
     reference, plain = load(cfg.policy) if 'kl' in names else (None, None)
-    figures = answer_eval_split(*load(str(run.folder)), run, reference, plain) | more()
+    policy, tokenizer = load(str(run.folder))
+    run.begin()
+    figures = answer_eval_split(policy, tokenizer, run, reference, plain) | more()
     if not cfg.eval_split: once(run.path('outputs.json').unlink, True)
     run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
     left_out = *names, 'peak_memory_gb', 'device_memory_gb'

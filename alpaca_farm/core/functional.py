@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['KL_KINDS', 'widen', 'scale_logits', 'token_logprobs', 'head_logits', 'SelectedLogprobs', 'selected_logprobs',
-           'masked_mean', 'masked_var', 'masked_whiten', 'kl_estimate', 'gae']
+           'masked_mean', 'masked_var', 'has_spread', 'masked_whiten', 'kl_estimate', 'gae']
 
 # %% ../../nbs/core/functional.ipynb #d0416f90
 import math
@@ -109,12 +109,19 @@ def masked_var(x, mask) -> torch.Tensor:
     return masked_mean((x - masked_mean(x, mask))**2, mask)
 
 
+def has_spread(x, dim=None) -> torch.Tensor:
+    "Whether numbers differ over `dim` (None: all), which is kept, by more than rounding does."
+    low, high = torch.as_tensor(x).aminmax(dim=dim, keepdim=True)
+    return ~torch.isclose(low, high, rtol=1e-6, atol=1e-6)
+
+
 def masked_whiten(x, mask, shift_mean: bool = True, eps: float = 1e-8) -> torch.Tensor:
     """`x` scaled to variance 1 where `mask` is not 0, else 0, and shifted to mean 0 if
     `shift_mean`, which is not done to rewards, whose sign matters; `eps` is added to the
-    variance."""
+    variance. Without spread its distance from the mean is 0."""
     mean = masked_mean(x, mask)
     white = (x - mean)*(masked_var(x, mask) + eps).rsqrt()
+    white = white*has_spread(torch.where(mask.bool(), x, mean))
     return torch.where(mask.bool(), white if shift_mean else white + mean, 0)
 
 # %% ../../nbs/core/functional.ipynb #c1455e80

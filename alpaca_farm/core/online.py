@@ -19,6 +19,7 @@ from .answers import (answer_eval_split, AnswerConfig, fitting_prompts, load_spl
 from .data.comparisons import pair_up, with_verdict
 from .data.records import prompt_key
 from .ask.judge_configs import JudgedConfig
+from .functional import has_spread
 from .model.loading import dtype_of
 from .model.memory import pass_limits
 from .model.models import load_policy, save_model
@@ -64,6 +65,11 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
             raise ValueError('reward_model is empty: name a checkpoint, a "module:function", '
                              'or a list of them')
 
+    @property
+    def splits(self) -> list[str]:
+        "The settings whose splits a run reads; only a judge needs the val split."
+        return ['split', 'eval_split'] + (['val_split'] if self.annotators else [])
+
 # %% ../../nbs/core/online.ipynb #0d120a30
 def load_prompts(cfg: OnlineConfig, tokenizer) -> tuple[list[dict], list[list[int]], int]:
     "Records of the training split, their prompts' ids, and how many did not fit."
@@ -98,7 +104,7 @@ def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[in
         on = batch['response'].bool()
         logps = torch.tensor([p for s in samples for p in s.logprobs])
         batch['old_logp'] = torch.zeros(on.shape).masked_scatter(on, logps)
-    answered = [dict(prompt_fields(r), output=decode(s.tokens, tokenizer, cfg.template),
+    answered = [dict(prompt_fields(r), output=decode(s.tokens, tokenizer, cfg.template, r),
                      ended=s.ended) for r, s in zip(records, samples)]
     return {k: v.to(policy.device) for k, v in batch.items()}, answered
 
@@ -139,8 +145,7 @@ def rollout_scores(
     scores = torch.tensor(reward(answered), dtype=torch.float)
     if cfg.standardise:
         if 'reward_std' not in scale:
-            std = scores.std().item()
-            if not std > 1e-6: std = 1.  # all scores are equal: they are not rescaled
+            std = scores.std().item() if has_spread(scores) else 1.
             scale.update(reward_mean=scores.mean().item(), reward_std=std)
         scores = (scores - scale['reward_mean']) / scale['reward_std']
     ended = torch.tensor([r['ended'] for r in answered])

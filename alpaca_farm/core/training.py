@@ -283,6 +283,7 @@ _HEALTH_CHECKS = dict(
     kl=(lambda v: v < -.1, 'the KL is below zero: do sampling and scoring have one temperature?'),
     clip_fraction=(lambda v: v > .3, 'over 30 % of the tokens are clipped: lower learning_rate'),
     reward_std=(lambda v: v < 1e-3, 'all samples get nearly the same reward: nothing to learn'),
+    frac_reward_zero_std=(lambda v: v == 1, 'no prompt has answers of different reward: no update'),
     entropy=(lambda v: v < .05, 'the entropy has collapsed: the policy is nearly deterministic'),
     ended=(lambda v: v < .5, 'more than half of the answers never end: raise max_new_tokens'),
     loss=(lambda v: v != v, 'the loss is not a number'))

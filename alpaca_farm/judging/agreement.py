@@ -18,8 +18,8 @@ from ..core.ask.judge_configs import model_kind
 from ..core.data.records import full_instruction, load_records, prompt_key
 from ..core.run.files import atomic_write
 from ..core.run.identity import run_config
-from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, pool_members,
-    pool_weights, swap_outputs)
+from ..core.data.preferences import (annotator_name, annotator_order, pool_members,
+    pool_weights, report_missing, swap_outputs)
 from ..core.run.runs import start
 from ..core.run.settings import at_root, command, Count, resolve
 from ..core.stats import Interval, one_hot_votes, vote_mode
@@ -103,8 +103,8 @@ def ask_judge(
     check_all_answered(judge, f'{annotator_name(judge)}, {len(pairs)} pairs in both orders')
     price = per_thousand([v.price for v in verdicts])
     seconds = per_thousand([v.seconds for v in verdicts])
-    missing = np.isnan([v.preference for v in verdicts]).sum()
-    if missing: print(f'{annotator_name(judge)}: no verdict on {missing} of {len(verdicts)} questions')
+    missing = int(np.isnan([v.preference for v in verdicts]).sum())
+    report_missing(annotator_name(judge), missing, len(verdicts))
     unanswered, shown = np.isnan(preferences).sum((0, 1)), np.ones((2, len(pairs)), bool)
     return Verdicts(preferences, 'live', unanswered, shown, price, seconds)
 
@@ -204,17 +204,18 @@ def verdicts_of_judges(
     cfg,                # settings of the requests
 ) -> dict:  # {(set, judge): Verdicts} on the first max_instances pairs of each set
     "Verdicts of the judges on the sets; ValueError for two of one name, and for open requests."
-    judged, n = {}, cfg.max_instances or None
-    for spec in specs:
+    judged, recorded, n = {}, {}, cfg.max_instances or None
+    for spec in specs:   # files are read before a judge is loaded or paid
         name, _, pattern = spec.partition('#')
         if path := label_file(name):
             folder = '' if path == at_root(name) else path.parent.name
-            new = recorded_verdicts(str(path), pattern, sets, folder)
-        else:
-            judge = load_annotators(spec, cfg)
+            recorded[spec] = recorded_verdicts(str(path), pattern, sets, folder)
+    for spec in specs:
+        new, known = recorded.get(spec), set()
+        if new is None:
+            judge, known = load_annotators(spec, cfg), _learned_prompts(spec)
             new = {(s, annotator_name(judge)): ask_judge(judge, pairs[:n], cfg.seed)
                    for s, pairs in sets.items()}
-        known = set() if path else _learned_prompts(spec)
         for (s, own), v in new.items():
             if (s, own) in judged:
                 raise ValueError(f'judges: {spec} brings a second judge called {own}')
@@ -240,9 +241,9 @@ def run(cfg: AgreementConfig):
     judges = [label_file(j.partition('#')[0]) or j for j in cfg.judges]
     folder = start(cfg, run, (*(f for s in cfg.sets for f in label_files(s)), *map(str, judges)))
     if folder.done: return folder
-    folder.load()
     sets = load_sets(cfg.sets)
     judged = verdicts_of_judges(cfg.judges, sets, cfg)
+    folder.load()
     sets = {s: pairs[:cfg.max_instances or None] for s, pairs in sets.items()}
     show = Progress('measuring', len(judged) + len(sets))
     table = agreement_board(sets, judged, cfg.draws, cfg.seed, show)

@@ -8,6 +8,7 @@ __all__ = ['COMPLETION_MODELS', 'Evaluator', 'load_evaluators', 'break_control_t
 
 # %% ../../nbs/judging/judges.ipynb #4746fade
 import math, re
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.ask.api import answer_text, token_usage
-from ..core.ask.client import ApiClient
+from ..core.ask.client import ApiClient, ask_until_read
 from ..core.data.records import full_instruction, read_text
 from ..core.ask.judge_configs import (adapt_decoding, entry_model, judge_config_file,
     read_judge_config, REASONING_MODELS, REQUEST_FIELDS, suggest_names)
@@ -154,38 +155,30 @@ def ask_judges(
     parts = [(judge.evaluator, pairs[i:i + judge.evaluator.batch_size]) for judge, pairs in work
              for i in range(0, len(pairs), judge.evaluator.batch_size)]
     requests = [judge_request(e, pairs) for e, pairs in parts]
-    verdicts, left = [[Verdict(math.nan)] * e.batch_size for e, _ in parts], range(len(parts))
-    def samples(i): return parts[i][0].decoding.get('temperature', 1) != 0
-    greedy, replied = [], set()   # greedy: asked again, they would say the same
-    for draw in range(_ASKS):
-        if not left: break
-        sent = [requests[i] for i in left]
-        draws = [draw + _DRAWS_PER_SEED * seed * samples(i) for i in left]
-        def readable(k, answer):
-            e, shown = parts[left[k]]
-            return not np.isnan(parse_verdicts(e, answer, shown)).all()
-        answers = client(sent, draws, None if draw else readable)
-        answered = [(i, answer) for i, answer in zip(left, answers) if answer]
-        replied |= {i for i, _ in answered}
-        for i, answer in answered:
-            (e, shown), earlier, seconds = parts[i], verdicts[i][0].price, answer['seconds']
-            usage = token_usage(answer, requests[i])
-            paid = client.price(e.decoding['model'], *usage, batch=seconds is None)
-            price = None if paid is None or earlier is None else earlier + paid / e.batch_size
-            raw = answer_text(answer, refusal=True)
-            verdicts[i] = [Verdict(v, raw, price, seconds) for v in parse_verdicts(e, answer, shown)]
-        unread = [i for i, *_ in answered if any(math.isnan(v.preference) for v in verdicts[i])]
-        greedy += [i for i in unread if not samples(i)]
-        left = [i for i in unread if samples(i)]
-    client.unread += [dict(annotator=parts[i][0].name, said=verdicts[i][0].raw)
-                      for i in (*greedy, *left)]
-    for name in dict.fromkeys(e.name for e, _ in parts):
-        own = [i for i in sorted(replied) if parts[i][0].name == name]
-        unread = [i for i in own if all(math.isnan(v.preference) for v in verdicts[i])]
-        if len(unread) < 4 or 2*len(unread) <= len(own): continue
-        raise ValueError(f'{name}: no verdict can be read in {len(unread)} of its {len(own)} '
+    samples = [e.decoding.get('temperature', 1) != 0 for e, _ in parts]
+    def read(i, answer): return parse_verdicts(parts[i][0], answer, parts[i][1])
+    def readable(i, answer): return not any(map(math.isnan, read(i, answer)))
+    said = ask_until_read(client, len(parts), lambda i, again: requests[i], readable,
+                          [_ASKS if s else 1 for s in samples],   # greedy: would say the same
+                          [_DRAWS_PER_SEED * seed * s for s in samples])
+    verdicts, unread, replied = [], {}, Counter()   # by judge: what it said without a verdict
+    for i, ((e, _), answers) in enumerate(zip(parts, said)):
+        if not answers:
+            verdicts.append([Verdict(math.nan)] * e.batch_size)
+            continue
+        prices = [client.price(e.decoding['model'], *token_usage(a, requests[i]),
+                               batch=a['seconds'] is None) for a in answers]
+        price = None if None in prices else sum(prices) / e.batch_size
+        raw, last = answer_text(answers[-1], refusal=True), answers[-1]
+        verdicts.append([Verdict(v, raw, price, last['seconds']) for v in read(i, last)])
+        replied[e.name] += 1
+        if not readable(i, last): unread.setdefault(e.name, []).append(raw)
+    for name, texts in unread.items():
+        client.unread += [dict(annotator=name, said=text) for text in texts]
+        if len(texts) < 4 or 2*len(texts) <= replied[name]: continue
+        raise ValueError(f'{name}: no verdict can be read in {len(texts)} of its {replied[name]} '
                          'answers: check model, prompt, parser and max_tokens. All are stored. '
-                         f'One is {verdicts[unread[-1]][0].raw[:200]!r}')
+                         f'One is {texts[-1][:200]!r}')
     # in the order of the pairs, without the sums
     given = (v for (_, pairs), vs in zip(parts, verdicts) for v in vs[:len(pairs)])
     return [list(islice(given, len(pairs))) for _, pairs in work]

@@ -16,17 +16,33 @@ import numpy as np
 
 from ..core.data.records import (check_field, check_records, FILE_SUFFIXES,
     full_instruction, prompt_key, read_rows)
-from ..core.data.dialogues import check_messages, prompt_messages
-from ..core.data.formats import as_records, row_shape
+from ..core.data.dialogues import check_messages, prompt_messages, SYSTEM, with_system
+from ..core.data.formats import as_records, check_code, read_ended, row_shape
 from ..core.ask.judge_configs import is_population
-from ..core.data.preferences import read_preference, swap_outputs
+from ..core.data.preferences import read_preference, report_missing, swap_outputs
 from ..core.run.settings import at_root, resolve
 
 # %% ../../nbs/judging/label_files.ipynb #c8696995
+def _read_name(row: dict, name: str, where: str) -> str | int | float:
+    "A text or a number; ValueError for another value."
+    value = row[name]
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool): return value
+    raise ValueError(f'{where}: the field {name!r} is {value!r:.60}, not a text or a number')
+
+
+def _read_number(row: dict, name: str, where: str) -> float:
+    "A number, or its text; ValueError for another value."
+    try: return float(row[name])
+    except (TypeError, ValueError):
+        at = f'{where}: the field {name!r}'
+        raise ValueError(f'{at} is {row[name]!r:.60}, not a number') from None
+
+
 def _read_pair(row: dict, where: str, **fields) -> dict:
     "A pair from the named `fields`, by default those of a preference record."
     names = dict(instruction='instruction', output_1='output_1', output_2='output_2') | fields
-    pair = dict(input='' if 'instruction' in fields else row.get('input') or '')
+    if 'instruction' not in fields and row.get('input') is not None: names['input'] = 'input'
+    pair = dict(input='')
     if dialogue := prompt_messages(row):
         check_messages(row, where)
         del names['instruction']
@@ -35,7 +51,10 @@ def _read_pair(row: dict, where: str, **fields) -> dict:
         check_field(row, field, str, where)
         pair[name] = row[field]
     kept = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
-    return pair | {k: row[k] for k in kept if k in row}
+    pair |= {k: _read_name(row, k, where) for k in kept if row.get(k) is not None}
+    pair |= {k: row[k] for k in ('ended_1', 'ended_2', *SYSTEM) if k in row}
+    read_ended(pair, where)
+    return with_system(pair, where)
 
 # %% ../../nbs/judging/label_files.ipynb #a2ded2af
 def _short_name(spec: str) -> str:
@@ -47,14 +66,15 @@ def _short_name(spec: str) -> str:
 
 def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
     "Labelled pairs from the rows of a file; ValueError for another format, or without votes."
-    first = rows[0] if rows and isinstance(rows[0], dict) else {}
+    first = rows[0] if rows else {}
     if row_shape(first, ['preference']):
         rows = check_records(as_records(rows, where, ['preference']), 'preference', where)
         rows = [dict(r, annotator='gold') for r in rows]
         first = rows[0]
+    check_code([row.get('preference') for row in rows], where)
     pairs = {}
     for i, row in enumerate(rows):
-        at, key = f'{where}, row {i}', i
+        at, key, field = f'{where}, row {i}', i, None   # the field of all votes, if it is one
         if 'votes' in first: pair, given = _read_pair(row, at), row.get('votes')
         elif {'response1', 'annotator1'} <= first.keys():   # PandaLM's
             given = {k: v for k, v in row.items() if k.startswith('annotator')}
@@ -66,14 +86,17 @@ def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
             pair = _read_pair(row, at, output_1='response1', output_2='response2')
         elif {'output_1', 'label'} <= first.keys():   # LLMBar's
             pair, given = _read_pair(row, at, instruction='input'), dict(gold=row.get('label'))
+            field = 'label'
         elif {'output_1', 'output_2', 'preference'} <= first.keys():
-            name = str(row.get('annotator_index', row.get('annotator', 'people')))
+            who = 'annotator_index' if 'annotator_index' in row else 'annotator'
+            name = str(_read_name(row, who, at)) if who in row else 'people'
             pair, given = _read_pair(row, at), {name: row.get('preference')}
+            field = 'preference'
         else: raise ValueError(f'{where}: no known format of labels has the fields '
                                f'{", ".join(first)}')
         if not isinstance(given, dict):
             raise ValueError(f"{at}: the field 'votes' must hold votes by name")
-        votes = {k: read_preference(v, at, k) for k, v in given.items()}
+        votes = {k: read_preference(v, at, field or k) for k, v in given.items()}
         for name, v in votes.items():
             if v in (1, 1.5, 2) or math.isnan(v): continue
             raise ValueError(f'{at}: the vote {name!r} is {v}: a person votes 1, 2, or 1.5 for a '
@@ -134,7 +157,7 @@ class Verdicts(NamedTuple):
 
 def per_thousand(values: list) -> float:
     "A thousand times the mean of the known values; nan when there are none."
-    numbers = [float(v) for v in values if v not in (None, '')]
+    numbers = [v for v in values if v is not None]
     return 1000*sum(numbers)/len(numbers) if numbers else math.nan
 
 # %% ../../nbs/judging/label_files.ipynb #b9738964
@@ -148,18 +171,25 @@ def _read_verdicts(file: str) -> list[dict]:
     for i, row in enumerate(rows):
         where = f'{file}, row {i}'
         def read(name): return read_preference(row[name], where, name)
+        def named(name): return _read_name(row, name, where)
         try:
             if {'dataset', 'item', 'winner'} <= set(first):   # LLMBar's
-                key = row['dataset'].replace('/', '_'), int(row['item'])
-                v = dict(judge=f'{row["judge"]} {row["strategy"]}', key=key, gold=read('gold'),
-                         preference=read('winner'), order=int(row['swapped']), where=where)
+                key = str(named('dataset')).replace('/', '_'), _read_number(row, 'item', where)
+                swapped = _read_number(row, 'swapped', where)
+                if swapped not in (0, 1):
+                    raise ValueError(f"{where}: the field 'swapped' is {swapped:g}, not 0 or 1")
+                v = dict(judge=f'{named("judge")} {named("strategy")}', key=key, gold=read('gold'),
+                         preference=read('winner'), order=int(swapped), where=where)
             elif result:   # PandaLM's
-                v = dict(judge=_short_name(file), key=(row['idx'],), preference=read(result))
+                v = dict(judge=_short_name(file), key=(named('idx'),), preference=read(result))
             else:
                 key = full_instruction(_read_pair(row, where)), row['output_1'], row['output_2']
-                paid = {k: row.get(f'{k}_per_example', row.get(k)) for k in ('price', 'time')}
-                v = dict(judge=str(row.get('annotator', _short_name(file))), key=key,
-                         preference=read('preference'), **paid)
+                judge = named('annotator') if 'annotator' in row else _short_name(file)
+                v = dict(judge=str(judge), key=key, preference=read('preference'))
+                for k in ('price', 'time'):
+                    field = f'{k}_per_example' if f'{k}_per_example' in row else k
+                    unpaid = row.get(field) in (None, '')
+                    v[k] = None if unpaid else _read_number(row, field, where)
         except KeyError as e: raise ValueError(f'{where}: the field {e} is missing') from None
         verdicts.append(v)
     return verdicts
@@ -188,7 +218,8 @@ def _match_verdicts(rows: list[dict], pairs: list[dict], what: str) -> Verdicts 
     for (j, order), verdicts in at.items():
         preferences[:len(verdicts), order, j], shown[order, j] = verdicts, True
         unanswered[j] += np.isnan(verdicts).sum()
-    used = int(shown.any(0).sum())
+    missing, used = int(unanswered.sum()), int(shown.any(0).sum())
+    report_missing(what, missing, missing + int((~np.isnan(preferences)).sum()))
     if used < len(pairs) or len(matching) < len(rows):
         print(f'{what}: {used} of {len(pairs)} labelled pairs have a verdict, '
               f'and {len(matching)} of {len(rows)} verdicts are on them; only these are used')

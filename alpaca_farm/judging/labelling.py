@@ -85,6 +85,11 @@ def pairs_to_label(cfg) -> list[dict]:
     return sorted(drawn, key=lambda p: place(prompt_key(p)))
 
 # %% ../../nbs/judging/labelling.ipynb #b7b70fb8
+def _made(answer: dict) -> tuple[int, float]:
+    "The place of an answer among those of a person; by its time alone in older stores."
+    return answer.get('made', 0), answer['at']
+
+
 def _person_answers(
     store: Store,
     pairs: list[dict],
@@ -100,7 +105,7 @@ def _person_answers(
         requests, number = {at: r for at, r in requests.items() if keys[at] in found}, number + 1
         last |= {at: found[keys[at]] for at in requests}
     given = [[] for _ in pairs]
-    for (i, swapped), answer in sorted(last.items(), key=lambda item: item[1]['at']):
+    for (i, swapped), answer in sorted(last.items(), key=lambda item: _made(item[1])):
         if not answer['undone']: given[i].append(dict(answer, swapped=swapped))
     return given
 
@@ -144,13 +149,14 @@ class LabellingQueue:
         "Store an answer on pair i: 1, 2 or 1.5 in the order shown; None for no verdict."
         request, number = _label_request(self.pairs[i], self.person, swapped), 0
         while self.store.get([request_key(request, number)]): number += 1
-        answer = dict(preference=preference, at=time.time(), undone=undone)
+        made = 1 + max((_made(a)[0] for a in sum(self.answers, [])), default=0)
+        answer = dict(preference=preference, made=made, at=time.time(), undone=undone)
         self.store.put(request_key(request, number), request, answer, round(seconds, 2))
         self.answers[i], = _person_answers(self.store, [self.pairs[i]], self.person)
 
     def undo_label(self) -> bool:
         "Undo the last answer, also one of an earlier session; False when there is none."
-        answers = [(a['at'], i, a['swapped'])
+        answers = [(_made(a), i, a['swapped'])
                    for i, given in enumerate(self.answers) for a in given]
         if answers: self.record_label(*max(answers)[1:], None, undone=True)
         return bool(answers)

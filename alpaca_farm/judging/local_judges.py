@@ -6,14 +6,14 @@
 __all__ = ['LocalJudge', 'RewardJudge', 'RecordedLabels', 'read_recorded']
 
 # %% ../../nbs/judging/local_judges.ipynb #3a95da93
-import math, os, re
+import math, re
 from pathlib import Path
 
 import numpy as np
 
 from ..core.data.records import check_records, find_file, full_instruction, read_rows
 from ..core.data.formats import as_records
-from ..core.data.preferences import pair_identity, read_preference
+from ..core.data.preferences import answer_of, pair_identity, read_preference
 from ..core.run.settings import Config
 from .judges import Evaluator, fill_prompt, parse_chatml
 
@@ -36,50 +36,24 @@ def _verdict_labels(e: Evaluator) -> tuple[str, str]:
                      'Name one with labels, such as open_pool, or serve it and set base_url')
 
 # %% ../../nbs/judging/local_judges.ipynb #8b0e91ec
-def _bradley_terry(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    "The preferences, 1 to 2, between answers of these scores in nats; all of one shape."
-    return 1 + 1 / (1 + np.exp(np.clip(first - second, -50, 50)))
-
-
 class LocalJudge:
     """A language model on this machine; gives the probability of its second label, plus 1, by the
     first token in which its two labels differ."""
-    def __init__(self, e: Evaluator, cfg: Config, batch_size: int = 32):
-        from alpaca_farm.core.model.models import load_policy
-        self.evaluator, self.name, self.batch_size = e, e.name, batch_size
-        labels = _verdict_labels(e)
-        self.model, self.tokenizer = load_policy(e.decoding['model'], cfg)
-        rows = [self.tokenizer(l, add_special_tokens=False)['input_ids'] for l in labels]
-        self.begun = os.path.commonprefix(rows)   # which both labels begin with
-        self.labels = [row[len(self.begun)] for row in rows]
+    def __init__(self, e: Evaluator, cfg: Config):
+        from alpaca_farm.core.ask.completions import LocalWriter
+        self.evaluator, self.name, self.labels = e, e.name, _verdict_labels(e)
+        self.writer = LocalWriter(e.decoding['model'], cfg)
 
-    def prompt_ids(self, pair: dict) -> list[int]:
-        "Token ids of the prompt for a pair, in the model's chat format if it has one."
-        from alpaca_farm.core.data.text import chat_prompt
-        tokenizer = self.tokenizer
-        # Llama's headers are only here
-        added = (t.content for t in tokenizer.added_tokens_decoder.values())
-        for token in sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True):
-            if len(token) == 1: continue
-            pair = {k: v.replace(token, f'{token[0]} {token[1:]}') if isinstance(v, str) else v
-                    for k, v in pair.items()}
+    def prompt(self, pair: dict) -> str | list[dict]:
+        "The prompt for a pair: messages for a model with a chat format, else their text."
         messages = parse_chatml(self.evaluator.template)
         texts = fill_prompt([m['content'] for m in messages], [pair])
-        if not tokenizer.chat_template: return tokenizer('\n\n'.join(texts))['input_ids']
-        chat = [dict(role=m['role'], content=t) for m, t in zip(messages, texts)]
-        return tokenizer(chat_prompt(chat, tokenizer), add_special_tokens=False)['input_ids']
+        if not self.writer.tokenizer.chat_template: return '\n\n'.join(texts)
+        return [dict(role=m['role'], content=t) for m, t in zip(messages, texts)]
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        from alpaca_farm.core.model.models import next_log_odds
-        prompts = [self.prompt_ids(p) + self.begun for p in pairs]
-        context = getattr(self.model.config, 'max_position_embeddings', math.inf)
-        fitting = [i for i, ids in enumerate(prompts) if len(ids) <= context]
-        odds = next_log_odds(self.model, [prompts[i] for i in fitting],
-                             [self.labels] * len(fitting), self.tokenizer.pad_token_id,
-                             self.batch_size)
-        preferences = np.full(len(pairs), np.nan)
-        preferences[fitting] = _bradley_terry(0., odds.double().numpy())
-        return preferences.tolist()
+        return [1 + p for p in self.writer.choose([self.prompt(p) for p in pairs], self.labels)]
+
 
 # %% ../../nbs/judging/local_judges.ipynb #d1293e30
 class RewardJudge:
@@ -91,10 +65,11 @@ class RewardJudge:
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         from alpaca_farm.core.model.rewards import score_records
-        records = [dict(p, output=p[k]) for k in ('output_1', 'output_2') for p in pairs]
+        records = [answer_of(p, k) for k in (1, 2) for p in pairs]
         rewards = score_records(self.model, self.tokenizer, records, self.template,
                                 standardise=False)
-        return _bradley_terry(*np.array(rewards).reshape(2, -1)).tolist()
+        first, second = np.array(rewards).reshape(2, -1)
+        return (1 + 1 / (1 + np.exp(np.clip(first - second, -50, 50)))).tolist()
 
 # %% ../../nbs/judging/local_judges.ipynb #711bc3ee
 class RecordedLabels:

@@ -15,8 +15,8 @@ import numpy as np
 from ..core.ask.api import answer_text, ApiConfig, parse_mapping
 from ..core.ask.client import ApiClient
 from ..core.data.records import full_instruction, load_records, without_lists
-from alpaca_farm.core.data.dialogues import (dialogue_text, prompt_messages,
-    prompt_text, without_thoughts)
+from ..core.data.dialogues import (dialogue_text, prompt_messages,
+    prompt_text, without_lead, without_thoughts)
 from ..core.ask.judge_configs import adapt_decoding, parse_decoding
 from ..core.run.runs import start
 from ..core.run.settings import command, Count, Positive
@@ -73,7 +73,8 @@ def run(cfg: OpenaiBaselinesConfig):
     records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
     model = parse_mapping('models', cfg.models).get(cfg.baseline, cfg.baseline)
     client, requests = ApiClient(cfg, model), [baseline_request(r, cfg, model) for r in records]
-    def output(answer): return without_thoughts(answer_text(answer, refusal=True)).strip()
+    def output(answer):
+        return without_lead(without_thoughts(answer_text(answer, refusal=True)).rstrip())
     def readable(i, answer): return bool(output(answer))
     draws = [_MAX_SAMPLES * cfg.seed + k for k in range(cfg.n) for _ in requests]
     found = client(requests*cfg.n, draws, readable=readable)

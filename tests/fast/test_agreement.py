@@ -13,6 +13,8 @@ from alpaca_farm.core.data.dialogues import dialogue_text
 from alpaca_farm.core.data.preferences import hash_uniform, swap_outputs
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.judging import agreement as A, measures as M
+from alpaca_farm.judging.label_files import recorded_verdicts
+from alpaca_farm.judging.local_judges import read_recorded
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
@@ -141,7 +143,7 @@ def test_a_missing_verdict_is_counted_and_left_out(capsys):
     row = A.agreement_board(dict(s=pairs), judged, draws=10).set_index('judge').loc
     missing = np.isnan(judged['s', 'shaky'].preferences).sum()
     assert [row[k].n_unanswered for k in ('shaky', 'mute', 'nearly')] == [missing, 100, 98]
-    assert 'nearly: no verdict on 98 of 100 questions' in capsys.readouterr().out
+    assert 'nearly: no verdict on 98 of 100 questions (98.0%)' in capsys.readouterr().out
     assert missing and row['shaky']['first'] == 1 and row['shaky'].consistency == 0
     assert [math.isnan(row[k].accuracy) for k in ('mute', 'nearly')] == [True, False]
     assert math.isnan(row['nearly'].spearman) and row['prefer_longer'].consistency == 1
@@ -271,3 +273,59 @@ def test_a_judge_without_a_pair_is_left_out(capsys, monkeypatch):
     assert '12 of 12 pairs are left out' in capsys.readouterr().out
     with pytest.raises(ValueError, match='no pair to measure any of them'):
         A.verdicts_of_judges(['longer'], dict(s=pairs), CFG)
+
+
+PAIR = dict(instruction='q', output_1='a', output_2='b')
+
+
+def test_recorded_verdicts_that_are_missing_are_counted(tmp_path, capsys):
+    "With the judge's name and share."
+    file, pairs = tmp_path/'j.json', [PAIR | dict(instruction=f'q{i}') for i in range(4)]
+    file.write_text(json.dumps([p | dict(preference=1 if i else -1) for i, p in enumerate(pairs)]))
+    sets = dict(s=[dict(p, votes=dict(p=1), row=i) for i, p in enumerate(pairs)])
+    recorded_verdicts(str(file), '', sets)
+    assert 'j on s: no verdict on 1 of 4 questions (25.0%)' in capsys.readouterr().out
+
+
+WRONG_LABELS = [   # of a good row, the field that is changed, and what it becomes
+    (PAIR | dict(preference=1), dict(output_1=[1], input=5, idx=[1], preference=[], annotator={},
+                                     instruction=None, generator_1=[2])),
+    (PAIR | dict(votes=dict(p=1)), dict(votes=[1], output_2=3, stratum=[1])),
+    (dict(input='q', output_1='a', output_2='b', label=1), dict(input=1, label=[], output_1=None)),
+    (dict(idx=1, instruction='q', input='', response1='a', response2='b', annotator1=1),
+     dict(idx=[1], response1=7, annotator1={}, instruction=5, input=[1]))]
+WRONG_RECORDS = [(PAIR | dict(preference=1), dict(output_1=[1], input=5, preference=[]))]
+WRONG_VERDICTS = [
+    (dict(dataset='d/e', item=0, judge='j', strategy='s', swapped=0, winner=1, gold=1),
+     dict(dataset=[1], item=[0], judge={}, strategy=[2], swapped=2, winner='x', gold=[1])),
+    (dict(dataset='d/e', item=0, judge='j', strategy='s', swapped=0, winner=1, gold=1),
+     dict(item='x', swapped='no')),
+    (dict(idx=1, gpt_result=1), dict(idx=[1], gpt_result={})),
+    (PAIR | dict(preference=1, annotator='j', price=.1, time=1),
+     dict(annotator=[1], preference=[], price='x', time=[1], output_1=5, input=[1]))]
+
+
+def rows_of(what):
+    "A file's two rows, the second one wrong, and the field that is."
+    for good, wrong in what:
+        for field, value in wrong.items(): yield [good, good | {field: value}], field
+        yield [good, 7], 'a record is expected, not 7'
+        yield [good, None], 'a record is expected, not None'
+        yield [7, good], 'a record is expected, not 7'
+
+
+@pytest.mark.parametrize('kind', ['labels', 'verdicts', 'recorded'])
+def test_a_wrong_value_names_file_row_and_field(tmp_path, kind):
+    "In one line, whatever the format: labelled pairs, a judge's verdicts, labels as an annotator."
+    sets = dict(s=[PAIR | dict(votes=dict(p=1), row=0, source='d_e', idx=1)])
+    read = dict(labels=lambda file: A.load_sets([file]), recorded=read_recorded,
+                verdicts=lambda file: recorded_verdicts(file, '', sets))[kind]
+    what = dict(labels=WRONG_LABELS, verdicts=WRONG_VERDICTS, recorded=WRONG_RECORDS)[kind]
+    file = tmp_path/'some.json'
+    for rows, field in rows_of(what):
+        file.write_text(json.dumps(rows))
+        with pytest.raises(ValueError) as e: read(str(file))
+        at = f'{file}, row {int(rows[0] != 7)}'
+        assert at in str(e.value) and field in str(e.value) and '\n' not in str(e.value)
+    file.write_text(json.dumps([what[0][0]]))
+    read(str(file))

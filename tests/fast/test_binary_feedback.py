@@ -102,7 +102,7 @@ def test_the_token_is_obeyed(conditioned):
 
 def test_a_loaded_model_asks_for_good_answers(base, conditioned):
     records, times = load_records(str(base/'world'), 'eval', n=4), conditioned.token_times
-    plain, there = (AutoTokenizer.from_pretrained(f'{folder}/model')
+    plain, there = (AutoTokenizer.from_pretrained(f'{folder}/model', trust_remote_code=False)
                     for folder in (base/'sft', conditioned.out))
     good = there.convert_tokens_to_ids(GOOD)
     assert good not in plain.get_vocab().values()

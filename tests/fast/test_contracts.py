@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from configparser import ConfigParser
 
 import pytest
 
@@ -18,7 +19,7 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
-CORE = ['run.paths data.dialogues',
+CORE = ['run.paths run.keys data.dialogues',
         'run.progress run.trackers run.files functional ask.store data.preferences',
         'run.settings data.formats',
         'model.adapters run.processes',
@@ -178,57 +179,30 @@ def test_no_undefined_names():
 
 
 FORKS = '''
-import json, os, subprocess, sys, time, importlib
-import torch, transformers
-heavy = ['openai', 'datasets', 'wandb', 'tensorboard', 'alpaca_eval', 'matplotlib', 'ray']
-for name in sys.argv[1:]:
-    times = []
-    while not times or (len(times) < 12 and min(t for t, _ in times) > .3):
-        r, w = os.pipe()
-        if os.fork() == 0:
-            begin = time.process_time()   # not wall time: others may be at work here
-            importlib.import_module(name)
-            took = time.process_time() - begin
-            os.write(w, json.dumps([took, [h for h in heavy if h in sys.modules]]).encode())
-            os._exit(0)
-        os.close(w); times.append(json.loads(os.read(r, 9999))); os.close(r); os.wait()
-    print(json.dumps([name, min(t for t, _ in times), times[0][1]]))
-'''
-
-
-@pytest.mark.alone
-def test_imports_are_quick_and_light():
-    "Each module in a process of its own that has torch and transformers already."
-    # the server's, which no module imports
-    names = [f'alpaca_farm.{name_of(p)}' for p in MODULES if p.stem != 'preload']
-    # as installed: compiled once, not at every import
-    env = tiny.environment() | dict(PYTHONDONTWRITEBYTECODE='')
-    out = subprocess.run([sys.executable, '-c', FORKS, *names], cwd=tiny.ROOT, env=env,
-                         capture_output=True, text=True)
-    rows = [json.loads(l) for l in out.stdout.splitlines()]
-    assert [r[0] for r in rows] == names, out.stderr
-    assert {n: heavy for n, _, heavy in rows if heavy} == {}
-    assert {n: t for n, t, _ in rows if t > .3} == {}
-
-
-TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
-              'core.data.records', 'embedded.crowd', 'annotators', 'eval', 'boards.text']
-BARE = '''
 import importlib, os, sys
-for name in sys.argv[1:]:
+already, unwanted, names = (words.split() for words in sys.argv[1:])
+for name in already: importlib.import_module(name)
+for name in names:
     if os.fork() == 0:
         importlib.import_module(f'alpaca_farm.{name}')
-        print(name, *(m for m in ('torch', 'transformers') if m in sys.modules), flush=True)
+        print(name, *(m for m in unwanted if m in sys.modules), flush=True)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, name
 '''
+HEAVY = 'openai datasets wandb tensorboard alpaca_eval matplotlib ray'
+ALL = [name_of(p) for p in MODULES if p.stem != 'preload']   # the server's, which none imports
+TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
+              'core.data.records', 'embedded.crowd', 'annotators', 'eval', 'boards.text']
 
 
-def test_modules_without_tensors_do_not_import_torch():
-    "Each in a process of its own that has imported nothing before."
-    out = subprocess.run([sys.executable, '-c', BARE, *TENSORLESS], cwd=tiny.ROOT,
-                         env=tiny.environment(), capture_output=True, text=True)
-    assert out.returncode == 0 and out.stdout.splitlines() == TENSORLESS, out.stderr + out.stdout
+@pytest.mark.parametrize('already, unwanted, names', [
+    ('torch transformers', HEAVY, ALL), ('', 'torch transformers', TENSORLESS)],
+    ids=['all', 'without tensors'])
+def test_imports_are_light(already, unwanted, names):
+    "Each module in a process of its own that has imported nothing else before."
+    out = subprocess.run([sys.executable, '-c', FORKS, already, unwanted, ' '.join(names)],
+                         cwd=tiny.ROOT, env=tiny.environment(), capture_output=True, text=True)
+    assert out.returncode == 0 and out.stdout.splitlines() == names, out.stderr + out.stdout
 
 
 def imported(path):
@@ -265,7 +239,7 @@ def test_a_name_means_one_thing():
     assert {n: m for n, m in where.items() if len(m) > 1 and n not in ('train', 'run')} == {}
 
 
-UNSAFE = r'trust_remote_code|\bpickle\b|torch\.load\b|torch\.save\b|\bmarshal\b|shell=True'
+UNSAFE = r'trust_remote_code=(?!False)|\bpickle\b|torch\.(load|save)\b|\bmarshal\b|shell=True'
 
 
 @each_module
@@ -279,3 +253,29 @@ def test_a_module_has_a_docstring_short_lines_and_nothing_unsafe(path):
     # of what is written: nbdev wraps `__all__` in its own way
     written = re.sub(r'^__all__ = \[.*?\]$', '', text, flags=re.M | re.S)
     assert [l for l in written.splitlines() if len(l) > 110] == []
+
+
+def test_who_reads_a_model_refuses_its_code():
+    "On a terminal transformers asks whether to execute it, unless a call says that it must not."
+    kinds = r'\b(?:Auto\w+|kind)\.from_(?:%s)\((?:[^()]|\([^()]*\))*\)'
+    texts = [p.read_text(encoding='utf-8') for p in (tiny.ROOT/'tests').rglob('*.py')]
+    texts += [source(c) for p in NOTEBOOKS for c in cells(p)]
+    calls = [c for text in texts for c in re.findall(kinds % 'pretrained', text)]
+    for p in MODULES: calls += re.findall(kinds % 'config', p.read_text(encoding='utf-8'))
+    assert len(calls) > 9 and [c for c in calls if 'trust_remote_code=False' not in c] == []
+def test_ci_installs_the_pinned_versions_by_their_hashes():
+    "Every package that the project names, and every version as in constraints.txt."
+    def named(line): return re.split('[><=!~ ]', line.lower().replace('_', '-'))[0]
+    pinned = {line for line in (tiny.ROOT/'constraints.txt').read_text().lower().splitlines()
+              if '==' in line}
+    files = (tiny.ROOT/'.ci'/name for name in ('torch.txt', 'requirements.txt'))
+    text = ''.join(file.read_text().lower() for file in files)
+    hashes = r'((?: \\\n +--hash=sha256:[0-9a-f]{64})+)'
+    found = dict(re.findall(rf'^(\S+==\S+)(?: ; .*?)?{hashes}$', text, re.M))
+    assert len(found) == len(re.findall(r'^\w', text, re.M)) and 'torch==2.13.0' in found
+    versions = {v.replace('_', '-').removesuffix('+cpu') for v in found}
+    assert versions <= {v.replace('_', '-') for v in pinned}
+    parser = ConfigParser(delimiters=['='])
+    parser.read(tiny.ROOT/'settings.ini')
+    wanted = ' '.join(parser['DEFAULT'][f'{part}requirements'] for part in ('', 'dev_', 'docs_'))
+    assert {named(w) for w in wanted.split()} <= {named(v) for v in found}

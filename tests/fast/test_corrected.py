@@ -53,6 +53,15 @@ def test_the_estimate_is_that_of_ppi_plus_plus(flip, n, N):
         assert error[k] == pytest.approx(want)
 
 
+@pytest.mark.parametrize('verdict', [.7, .9, 1])
+def test_a_constant_judge_has_no_weight(verdict):
+    "Whose variance is at most a rounding error."
+    labels = np.arange(11) % 3 < 1
+    value, error, weight = ppi_mean(labels, np.full(11, verdict), np.full(31, verdict))
+    assert weight == 0 and value == labels.mean()
+    assert error == pytest.approx(labels.std()/math.sqrt(11))
+
+
 def test_numbers_of_the_authors_library():
     "Of ppi_python 0.2.3: `ppi_mean_ci` on five labels and six other verdicts, alpha .05."
     value, error, _ = ppi_mean([0., 1, 1, 0, 1], [0., 1, 1, 1, 1], [0., 1, 1, 1, 1, 0])

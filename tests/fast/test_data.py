@@ -10,10 +10,15 @@ import pyarrow.parquet
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
+import published
+import tiny
+from alpaca_farm.core.answers import preflight
 from alpaca_farm.core.data.candidates import read_candidates
 from alpaca_farm.core.data.records import check_records, load_records, prompt_key, read_rows
 from alpaca_farm.core.data.formats import CODES, FIELDS, SHAPES
-from alpaca_farm.judging.label_files import load_sets
+from alpaca_farm.core.data.text import encode
+from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
+from alpaca_farm.judging.local_judges import read_recorded
 from published import ASK, KINDS, MORE, rated, RED, safe, say, strength, vote, WRONG
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2
@@ -87,10 +92,10 @@ def test_a_saved_dataset(tmp_path):
     train.save_to_disk(tmp_path/'one')
     DatasetDict(train=train, test=test).save_to_disk(tmp_path/'both')
     for name, split, rows in (('one', 'any', PAIRS[:3]), ('both', 'train', PAIRS[:3]),
-                              ('both', 'test', PAIRS[3:])):
+                              ('both', 'preferences', PAIRS[:3]), ('both', 'eval', PAIRS[3:])):
         assert load_records(str(tmp_path/name), split, 'preference') == rows
-    with pytest.raises(FileNotFoundError, match='no eval.json'):
-        load_records(str(tmp_path/'both'), 'eval')
+    with pytest.raises(FileNotFoundError, match='no val.json'):
+        load_records(str(tmp_path/'both'), 'val')
     next((tmp_path/'one').glob('*.arrow')).write_bytes(b'nothing')
     with pytest.raises(ValueError, match='one: not a valid dataset'):
         load_records(str(tmp_path/'one'), '', 'preference')
@@ -107,15 +112,52 @@ def test_shards_of_the_hub(tmp_path, inner, suffix):
     assert load_records(str(tmp_path), 'train', 'output') == ROWS
     assert load_records(str(tmp_path), 'test', 'output') == ROWS[:1]
     with pytest.raises(FileNotFoundError, match=f'it holds {inner}test-00000-of-00001'):
-        load_records(str(tmp_path), 'eval')
+        load_records(str(tmp_path), 'val')
     path.unlink()
     with pytest.raises(ValueError, match='1 of 2 shards are there'):
         load_records(str(tmp_path), 'train')
 
 
+@pytest.mark.parametrize('inner', ['', 'data/', 'main/', 'main/data/'])
+def test_a_folder_as_it_was_downloaded_from_the_hub(tmp_path, inner):
+    "With the hub's names of splits, a README and a cache, perhaps in a configuration."
+    files = dict(train_prefs=PAIRS, train_sft=ROWS[:2], train_gen=ROWS[2:3], test=ROWS[3:])
+    for name, rows in files.items():
+        path = tmp_path/f'{inner}{name}-00000-of-00001.parquet'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(as_parquet(rows))
+    (tmp_path/'README.md').write_text('---\nlicense: mit\n---\n')
+    write(tmp_path/'.cache/huggingface.json', [])
+    spec = str(tmp_path)
+    for name in ('preference', 'preferences'):
+        assert load_records(spec, name, 'preference') == PAIRS
+    assert load_records(spec, ('candidates', 'preferences'), 'preference') == PAIRS
+    found = dict(sft=ROWS[:2], unlabeled=ROWS[2:3], eval=ROWS[3:], outputs=ROWS[3:])
+    for name, rows in found.items():
+        assert load_records(spec, name, 'output') == rows
+    with pytest.raises(FileNotFoundError, match='there is no val.json'): load_records(spec, 'val')
+    if 'main' not in inner: return
+    write(tmp_path/'other/test.json', ROWS[:1])
+    with pytest.raises(FileNotFoundError, match='main.*test-.*other/test.json.*one of these'):
+        load_records(spec, 'eval')
+    assert load_records(str(tmp_path/'other'), 'eval') == ROWS[:1]
+
+
+def test_alpacafarms_repository_in_a_folder(tmp_path):
+    for k in ('human', 'noisy_multi', 'gpt4'):
+        write(tmp_path/f'alpaca_{k}_preference.json', [dict(PAIRS[0], by=k)])
+    write(tmp_path/'alpaca_farm_evaluation.json', ROWS[:1])
+    write(tmp_path/'alpaca_instructions/sft.json', ROWS[1:])
+    noisy, = load_records(str(tmp_path), 'preferences', 'preference')
+    assert noisy == dict(PAIRS[0], by='noisy_multi')
+    assert load_records(str(tmp_path), 'eval', 'output') == ROWS[:1]
+    assert load_records(str(tmp_path), 'sft', 'output') == ROWS[1:]
+
+
 USER, BOT = dict(role='user', content='Hi.'), dict(role='assistant', content='Yes?')
 TALK = [USER, BOT, dict(role='user', content='Bye.')]
 TEXT = 'Human: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
+KIND = 'System: Be kind.\n\nHuman: Hi.\n\nAssistant:'
 END, OTHER = dict(role='assistant', content='So long.'), dict(role='assistant', content='What?')
 SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', 'value': 'Hi.'},
                             {'from': 'gpt', 'value': 'Yes?'}])
@@ -133,6 +175,7 @@ SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', '
      'Yes?'),
     (dict(prompt='Hi.', messages=[USER, BOT], chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.',
      'Yes?'),
+    (dict(prompt=[USER], completion=[USER, BOT]), 'Hi.', 'Yes?'),
     (dict(instruction='Hi.', input='', output='Yes?', text='### all of it'), 'Hi.', 'Yes?')])
 def test_shapes_of_demonstrations(tmp_path, row, instruction, output):
     found, = load_records(write(tmp_path/'a.json', [row]), kind='output')
@@ -145,6 +188,15 @@ def test_shapes_of_demonstrations(tmp_path, row, instruction, output):
     (dict(prompt='Hi.', chosen='Yes?', rejected='What?'), 'Hi.', 'Yes?', 'What?'),
     (dict(prompt=[USER], chosen=[BOT], rejected=[OTHER]), 'Hi.', 'Yes?', 'What?'),
     (dict(prompt='Hi.', chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.', 'Yes?', 'What?'),
+    (dict(prompt='Hi.\n', chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.\n', 'Yes?', 'What?'),
+    (dict(prompt=[TALK[0], BOT, dict(TALK[2], content='Bye. ')], chosen=TALK + [END],
+          rejected=TALK + [OTHER]), TEXT.replace('Bye.', 'Bye. '), 'So long.', 'What?'),
+    (dict(prompt=[dict(role='system', content='Be kind.'), USER], chosen=[USER, BOT],
+          rejected=[USER, OTHER]), KIND, 'Yes?', 'What?'),
+    (dict(prompt='Hi.', chosen=[dict(role='system', content='Be kind.'), USER, BOT],
+          rejected=[dict(role='system', content='Be kind.'), USER, OTHER]), KIND, 'Yes?', 'What?'),
+    (dict(prompt=TEXT, chosen=f'{TEXT} So long.', rejected=f'{TEXT} What?'), TEXT, 'So long.',
+     'What?'),
     (dict(chosen=TALK + [END], rejected=TALK + [OTHER]), TEXT, 'So long.', 'What?'),
     (dict(prompt=TALK, chosen=[END], rejected=[OTHER]), TEXT, 'So long.', 'What?'),
     (dict(chosen=[USER, BOT], rejected=[USER, OTHER, USER, END]), 'Hi.', 'Yes?',
@@ -159,8 +211,56 @@ def test_shapes_of_preferences(tmp_path, row, instruction, chosen, rejected):
     best = int(found['preference'])
     read = prompt_key(found)[0], found[f'output_{best}'], found[f'output_{3 - best}']
     assert read == (instruction, chosen, rejected)
-    is_dialogue = isinstance(row.get('prompt'), list) or {*row} == {'chosen', 'rejected'}
+    is_dialogue = (isinstance(row.get('prompt'), list) or {*row} == {'chosen', 'rejected'}
+                   or instruction.strip() != 'Hi.')
     assert ('messages' in found) == is_dialogue
+
+
+SYSTEM = dict(role='system', content='Be kind.')
+ASKED = dict(  # the same prompt in every format, without its system turn
+    alpaca=dict(instruction='Hi.', input='', output='Yes?'), SHARE=SHARE,
+    chat=dict(messages=[USER, BOT]), trl=dict(prompt='Hi.', completion='Yes?'),
+    pair=dict(instruction='Hi.', output_1='Yes?', output_2='What?', preference=1),
+    chosen=dict(prompt='Hi.', chosen='Yes?', rejected='What?'),
+    orca=dict(question='Hi.', chosen='Yes?', rejected='What?'),
+    hh=dict(chosen='\n\nHuman: Hi.\n\nAssistant: Yes?',
+            rejected='\n\nHuman: Hi.\n\nAssistant: No.'),
+    turns=dict(chosen=[USER, BOT], rejected=[USER, OTHER]),
+    rrhf=dict(query='Hi.', responses=['Yes?', 'What?'], scores=[1, 0]),
+    votes=published.vote('model_a'), rated=rated(RED, WRONG))
+
+
+@pytest.mark.parametrize('column', ['system', 'system_prompt'])
+@pytest.mark.parametrize('format', ASKED)
+def test_a_system_column_is_the_first_turn_in_every_format(tmp_path, format, column):
+    row, kinds = ASKED[format], ('preference', 'pair', 'candidates', 'output')
+    columns = 'instruction=question' if format == 'orca' else ''
+    def read(**more):
+        path = write(tmp_path/'a.json', [row | more])
+        if 'output_1' in row: assert load_sets([path])['a'][0].get('messages') == (
+            [SYSTEM, USER] if more.get(column) == 'Be kind.' else None)
+        return load_records(path, kind=kinds, columns=columns)[0]
+    plain = read()
+    asked = [m for m in plain.get('messages') or [dict(role='user', content=prompt_key(plain)[0])]]
+    for text, first in (('Be kind.', [SYSTEM]), (' ', []), (None, [])):
+        found = read(**{column: text})
+        assert prompt_key(found) == prompt_key(dict(messages=first + asked))
+        kept = {k: v for k, v in plain.items() if k not in ('messages', 'instruction')}
+        assert {k: v for k, v in found.items() if k not in ('messages', 'instruction')} == kept
+
+
+def test_a_system_turn_is_not_doubled(tmp_path):
+    row = dict(messages=[SYSTEM, USER, BOT], system='Be kind.\n')
+    found, = load_records(write(tmp_path/'a.json', [row]), kind='output')
+    assert found == dict(messages=[SYSTEM, USER], input='', output='Yes?')
+    asked = [dict(instruction='Add.', input='1, 2', system='Be kind.', output='3')]
+    found, = load_records(write(tmp_path/'b.json', asked), kind='output')
+    assert found['messages'] == [SYSTEM, dict(role='user', content='Add.\n\n1, 2')]
+
+
+def test_tools_that_the_model_is_not_shown_are_told(tmp_path, capsys):
+    load_records(write(tmp_path/'a.json', [dict(messages=[USER, BOT], tools=[dict(name='sky')])]))
+    assert '1 of 1 prompts have `tools`' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -200,10 +300,16 @@ def test_what_published_sets_leave_open(tmp_path):
     assert [r['preference'] for r in found] == [1, 1.5, 2]
     with pytest.raises(ValueError, match='row 0: labels is -1'):
         read(*own, columns=f'{ours}labels=score')
-    for values in ((-1, 0, 1), (0, 1), (-3, 1), (.2, .8)):
+    for values in ((-1, 0, 1), (0, 1), (-3, 1), (.2, .8), (-1, 1, 2), (2, -1)):
         rows = [dict(own[0], b=str(v), score=v) for v in values]
-        with pytest.raises(ValueError, match='preference_strength'):
-            read(*rows, columns=f'{ours}preference=score')
+        (tmp_path/'b.csv').write_bytes(as_csv(rows))
+        for file in (write(tmp_path/'b.json', rows), str(tmp_path/'b.csv')):
+            with pytest.raises(ValueError, match=rf'{re.escape(file)}.*preference_strength'):
+                load_records(file, kind='preference', columns=f'{ours}preference=score')
+    (tmp_path/'c.json').write_text(json.dumps(
+        [dict(instruction='q', output_1='a', output_2=f'{v}', preference=v) for v in (-1, 1, 2)]))
+    with pytest.raises(ValueError, match='c.json: the labels are -1, 1, 2, in an unknown code'):
+        load_sets([str(tmp_path/'c.json')])
     for row in (strength(4), vote('model_c'), dict(vote('tie'), conversation_a='Red.')):
         with pytest.raises(ValueError, match='a.json, row 0'): read(row)
 
@@ -240,15 +346,23 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
         assert f'a.json: {t}' in told
     told = said([dict(p, preference=1.5 - (i < 2)/2) for i, p in enumerate(PAIRS)], 'preference')
     assert '40% of the labels are 1, 60% ties' in told
-    missing = [dict(p, preference=l) for p, l in zip(PAIRS, (1, 2, 0, None, -1))]
+    missing = [dict(p, preference=l) for p, l in zip(PAIRS, (1, 2, 0, None, ''))]
     assert '2 pairs have no label' in said(missing, 'preference')
     swapped = dict(PAIRS[0], output_1='b0', output_2='a')
     assert '1 of 5 pairs are labelled both ways' in said(PAIRS + [swapped], 'preference')
     assert 'both ways' not in said(PAIRS + [dict(swapped, preference=2.)], 'preference')
 
 
+HALF = [published.texts('model_a', True), published.texts('model_b', True)]
+HALF[1]['response_b'] = r'["Elm \udc00."]'
+
+
 @pytest.mark.parametrize('name, content, message', [
     ('a.jsonl', b'{"instruction": "a"}\n{"instruction": "b", "x": ["\\uDE00"]}', 'row 1: half'),
+    *[(f'votes.{suffix}', form(HALF), 'row 1: half') for suffix, form in FORMATS.items()],
+    ('numbers.json', b'[{"instruction": "a", "output": "b"}, 7]', 'row 1: a record is expected'),
+    ('pair.json', b'[{"instruction": "a", "output_1": "b", "output_2": "c", "preference": []}]',
+     r"'preference' is \[\]"),
     ('a.json', b'['*200000 + b']'*200000, 'not valid JSON'), ('a.xlsx', b'PK', 'is not read'),
     ('b.csv', b'instruction,output\nSay,ok\na\n', "row 1: the field 'output'"),
     ('b.json.gz', gzip.compress(b'caf\xe9', mtime=0), 'byte 3 is not UTF-8'),
@@ -256,8 +370,22 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     ('d.jsonl.gz', gzip.compress(as_json(ROWS), mtime=0)[:-12], 'cannot be read')])
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     (tmp_path/name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf'{re.escape(name)}.*{message}'):
-        load_records(str(tmp_path/name), kind='output')
+    kinds = 'preference', 'pair', 'candidates', 'output'
+    for read in (load_records, read_candidates):
+        more = dict(kind=kinds) if read is load_records else {}
+        with pytest.raises(ValueError, match=rf'{re.escape(name)}.*{message}') as error:
+            read(str(tmp_path/name), **more)
+        assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('read', [load_records, read_candidates, read_recorded,
+                                  lambda file: load_sets([file]),
+                                  lambda file: recorded_verdicts(file, '', {})])
+def test_a_row_that_is_no_object_is_refused_by_every_reader(tmp_path, read):
+    for suffix in ('json', 'jsonl'):
+        path = tmp_path/f'a.{suffix}'
+        path.write_bytes(FORMATS[suffix]([PAIRS[0], 7, PAIRS[2]]))
+        with pytest.raises(ValueError, match=rf'a.{suffix}, row 1: '): read(str(path))
 
 
 def test_methods_read_columns_of_other_names(tmp_path):
@@ -266,7 +394,7 @@ def test_methods_read_columns_of_other_names(tmp_path):
     rows = [dict(q=f'Hi {i}.', a='Yes?', b='What?', preference=2) for i in range(4)]
     cfg = dpo.DPOConfig(preferences=write(tmp_path/'pairs.json', rows),
                         columns='instruction=q,output_1=a,output_2=b')
-    assert dpo.read_labels(cfg)[0][0]['chosen'] == 'What?'
+    assert dpo.read_labels(cfg)[0][0]['output_1'] == 'What?'
     path = tmp_path/'kto.csv'
     rows = [dict(prompt=f'Hi {i}.', completion='Yes?', label=i % 2 == 0) for i in range(10)]
     path.write_bytes(as_csv(rows))
@@ -276,6 +404,123 @@ def test_methods_read_columns_of_other_names(tmp_path):
     cfg = binary_feedback.BinaryFeedbackConfig(preferences=str(path))
     learn, aside, n = binary_feedback.load_feedback(cfg)
     assert [r['good'] for r in learn + aside] == [1., 0.]*5 and [n, len(aside)] == [8, 2]
+
+
+def test_prompts_that_two_splits_share_are_counted(tmp_path, capsys):
+    "Of the data, and of labels that another file holds."
+    from alpaca_farm import dpo, rrhf, sft
+    def said(cls, **files):
+        for name, rows in files.items(): write(tmp_path/f'{name}.json', rows)
+        preflight(cls(data=str(tmp_path), **given), ())
+        return capsys.readouterr().out
+    given = {}
+    apart = dict(sft=ROWS[:2], val=ROWS[2:3], eval=ROWS[3:])
+    assert said(sft.SFTConfig, **apart) == ''
+    told = said(sft.SFTConfig, **apart | dict(val=ROWS[1:3], eval=ROWS[2:]))
+    assert f'{tmp_path}: 1 of 2 prompts of val are also in sft' in told
+    assert f'{tmp_path}: 1 of 3 prompts of eval are also in val' in told
+    labels = [dict(r, output_1='a', output_2='b', preference=1) for r in ROWS]
+    given = dict(preferences=write(tmp_path/'labels.json', labels[3:]))
+    assert f'2 of 3 prompts of eval are also in {given["preferences"]}' in said(dpo.DPOConfig)
+    given = dict(preferences=write(tmp_path/'others.json', labels[:2]))
+    assert said(dpo.DPOConfig) == ''
+    given = dict(candidates=write(tmp_path/'labels2.json', labels[4:]), n=0)
+    assert '1 of 3 prompts of eval are also in' in said(rrhf.RRHFConfig)
+
+
+CUT, WHOLE, LONG_ANSWER = 'A cup and a hat and a', 'No.', 'A cup.'
+
+
+def first_is_longer(pairs): return [1. + (len(p['output_1']) < len(p['output_2'])) for p in pairs]
+
+
+@pytest.fixture(scope='module')
+def labelled(base, tmp_path_factory):
+    "Labels of pairs of samples, some cut off at their longest length."
+    from alpaca_farm import annotators
+    folder = tmp_path_factory.mktemp('cut')
+    rows = [dict(instruction=f'Name thing {i}.', input='', output=[LONG_ANSWER, CUT, WHOLE][i % 2:],
+                 ended=[True, False, True][i % 2:]) for i in range(16)]
+    cfg = annotators.AnnotatorsConfig(
+        out=str(folder/'run'), outputs=write(folder/'samples.json', rows), label_flip=0.,
+        annotators=f'{__name__}:first_is_longer')
+    annotators.run(cfg)
+    found = load_records(cfg.out, 'preferences', 'preference')
+    assert {CUT, WHOLE, LONG_ANSWER} <= {r[f'output_{k}'] for r in found for k in (1, 2)}
+    return found
+
+
+def ends(rows, tokenizer):
+    "Of each text, whether an end is behind it in the token ids."
+    eos = tokenizer.eos_token_id
+    pairs = {(tokenizer.decode(ids, skip_special_tokens=True), eos in ids) for ids in rows}
+    assert all(ids.count(eos) == (ids[-1] == eos) for ids in rows)
+    return dict(pairs) if len(dict(pairs)) == len(pairs) else pairs
+
+
+ENDS = {CUT: False, WHOLE: True, LONG_ANSWER: True}
+
+
+@pytest.mark.parametrize('suffix', FORMATS)
+def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
+        base, models, labelled, tmp_path, suffix):
+    "By every method, from labels in every kind of file; and the labels become candidates."
+    from alpaca_farm import binary_feedback, dpo, reward_model, rrhf, sft
+    path, tokenizer = tmp_path/f'labels.{suffix}', models.tokenizer
+    path.write_bytes(FORMATS[suffix](labelled))
+    more = dict(preferences=str(path), max_length=100)
+    for loss in dpo.DPOConfig.__annotations__['loss_type'].__args__:
+        smoothing = dict(label_smoothing=.1) if loss == 'robust' else {}
+        cfg = dpo.DPOConfig(loss_type=loss, **smoothing, **more)
+        data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
+        assert ends(sum(data.answers, []), tokenizer) == ENDS
+    cfg = reward_model.RewardModelConfig(policy=str(base/'sft'), **more)
+    pairs, aside, _ = reward_model.load_preference_pairs(cfg)
+    assert ends(sum(pairs['answers'], []), tokenizer) == ENDS
+    learn, aside, _ = binary_feedback.load_feedback(binary_feedback.BinaryFeedbackConfig(**more))
+    def rows(records): return encode(records, ('output',), tokenizer, 100)[2][0]
+    assert ends(rows(learn + aside), tokenizer) == ENDS
+    queries = read_candidates(str(path))
+    assert all(dict(zip(q['output'], q['ended'])).items() <= ENDS.items() for q in queries)
+    ids = [ids for q in queries for ids in rrhf.candidate_tokens(q, tokenizer)]
+    assert ends(ids, tokenizer) == ENDS
+    pairs, = load_sets([str(path)]).values()
+    assert all(p[f'ended_{k}'] == ENDS[p[f'output_{k}']] for p in pairs for k in (1, 2))
+
+
+def test_answers_of_which_nothing_is_known_have_ended(labelled, models, tmp_path):
+    "Also in a file where only some are known; what is neither true nor false is refused."
+    from alpaca_farm import dpo
+    plain = [{k: v for k, v in r.items() if 'ended' not in k} for r in labelled[:8]]
+    for rows in (plain, [dict(r, ended_1=None, ended_2='') for r in plain]):
+        cfg = dpo.DPOConfig(preferences=write(tmp_path/'a.json', rows))
+        data = dpo.LabelledAnswers(cfg, models.tokenizer, *dpo.read_labels(cfg))
+        assert set(ends(sum(data.answers, []), models.tokenizer).values()) == {True}
+    for wrong in ('perhaps', 3, [None]):
+        with pytest.raises(ValueError, match="row 1: the field 'ended_2' is .* not true or false"):
+            load_records(write(tmp_path/'b.json', [plain[0], dict(plain[1], ended_2=wrong)]),
+                         kind='preference')
+
+
+@pytest.mark.parametrize('pairs', ['candidates', 'scored', 'against'])
+def test_pairs_say_which_answer_was_cut_off(tmp_path, pairs):
+    "Of candidates, by scores or not, and of two files of answers."
+    from alpaca_farm import annotators
+    ask = dict(instruction='Name a thing.', input='')
+    many = dict(ask, output=[CUT, WHOLE], ended=[False, True])
+    more = {}
+    if pairs == 'scored':
+        path = write(tmp_path/'a.json', [dict(many, scores=[2., 1.])])
+        found = load_records(path, kind='preference')
+        assert found[0][f'output_{found[0]["preference"]:.0f}'] == CUT
+    else:
+        if pairs == 'against':
+            more = dict(against=write(tmp_path/'b.json', [dict(ask, output=CUT, ended=False)]))
+            many = dict(ask, output=WHOLE, ended=True)
+        cfg = annotators.AnnotatorsConfig(outputs=write(tmp_path/'a.json', [many]), **more)
+        found = annotators.load_pairs(cfg)
+    for k in (1, 2): assert found[0][f'ended_{k}'] == ENDS[found[0][f'output_{k}']]
+    assert 'ended' not in found[0]
 
 
 often = settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -292,7 +537,7 @@ symbols = st.text('[]{}",:\\ud83abc01\n\t ', max_size=60)
 def read_or_refuse(path, read=read_rows, **more):
     "What a file holds, None when it is refused by name; any other error is a failure."
     try: return read(str(path), **more)
-    except ValueError as e: assert path.name in str(e)
+    except ValueError as e: assert path.name in str(e) and '\n' not in str(e)
 
 
 @often

@@ -90,6 +90,15 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
      'preference', 'the two dialogues have no turn'),
     (dict(messages=[turn('robot', 'a')]), 'output', "{'role': 'robot'"),
+    *[(dict(messages=[turn('user', 'Rain?'), turn('assistant', '') | {key: [dict(name='sky')]},
+                      *rest]), 'output', 'calls a tool')
+      for key in ('tool_calls', 'function_call')
+      for rest in ([], [turn('tool', 'rain'), turn('assistant', 'It rains.')])],
+    (dict(conversations=[{'from': 'human', 'value': 'Rain?'},
+                         {'from': 'function_call', 'value': '{}'}]), 'output', 'calls a tool'),
+    (dict(messages=[turn('system', 'Kind.'), *HELLO], system='Rude.'), 'instruction',
+     "'system' is 'Rude.', but the dialogue begins with the system's turn 'Kind.'"),
+    (dict(messages=HELLO, system=7), 'instruction', "'system' is 7, not a string"),
     (dict(messages=[turn('user', ' ')]), 'instruction', 'no words of a user'),
     (dict(messages=HELLO, input='x'), 'instruction', '`input`'),
     (dict(messages=[turn('user', 'Hi.'), turn('system', 'Kind.')], output='Yes?'), 'output',

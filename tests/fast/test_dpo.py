@@ -82,7 +82,7 @@ def preferences(base, tmp_path_factory):
 def first_batch(cfg):
     "The policy, all answers, and the batch of the first step."
     policy, tokenizer = load_policy(cfg.policy, cfg)
-    data = dpo.LabelledAnswers(cfg, tokenizer)
+    data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
     data.add_reference(policy)
     return policy, data, data.labelled_batch(data.order[0])
 
@@ -202,7 +202,7 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
     records, _, good = dpo.read_labels(cfg)
     labelled = read_json(preferences)[:3]
     preferred = [r['output_1' if r['preference'] < 1.5 else 'output_2'] for r in labelled]
-    assert [r['chosen'] for r in records] == preferred and good == [[1, 0]] * 3
+    assert [r['output_1'] for r in records] == preferred and good == [[1, 0]] * 3
     _, data, _ = first_batch(cfg)
     now = dpo.reference_logprobs(after, data.prompts, data.answers, tokenizer.pad_token_id)
     rise, log = now - data.reference, read_log(cfg.out)
@@ -220,7 +220,9 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     given = dict(preferences=str(path), loss_type='kto')
     cfg = config(base, tmp_path/'dpo', batch_size=8, epochs=6, beta=.5, **given)
     dpo.train(cfg)
-    data, log = dpo.LabelledAnswers(cfg, load_policy(cfg.policy, cfg)[1]), read_log(cfg.out)
+    tokenizer = load_policy(cfg.policy, cfg)[1]
+    data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
+    log = read_log(cfg.out)
     assert data.good.flatten().tolist() == [float(r['label']) for r in rows]
     assert log[0]['loss'] == pytest.approx(.5, abs=1e-6) and read_summary(cfg.out)['labels'] == 48
     assert sum(r['chosen'] - r['rejected'] for r in log[-6:]) / 6 > .2

@@ -88,10 +88,14 @@ def test_board_columns_and_intervals():
     assert rows.loc['long', 'length'] == pytest.approx(np.mean(range(12)))
 
 
-def test_no_verdict_is_no_tie_and_no_loss():
+def test_no_verdict_is_no_tie_and_no_loss(capsys):
+    "And its share is said, by judge."
     methods = dict(reference=REFERENCES, mine=answers(lambda i: 'o'*(2*i + 1)))
     judged = ev.judge_all(methods, REFERENCES,
                           dict(shy=silent_on_three, pool=Undecided(), bold=longest))
+    notes = [line for line in capsys.readouterr().out.splitlines() if 'no verdict' in line]
+    assert notes == [f'mine under {name}: no verdict on 3 of 12 instructions (25.0%)'
+                     for name in ('shy', 'pool')]
     for name in ('shy', 'pool', 'pool_votes'):
         assert np.flatnonzero(np.isnan(judged[name]['mine'])).tolist() == [0, 5, 7], name
     answered = ~np.isnan(judged['shy']['mine'])
@@ -109,7 +113,7 @@ def test_no_verdict_is_no_tie_and_no_loss():
         ev.judge_all(methods, REFERENCES, dict(mute=lambda pairs: [np.nan]*len(pairs)))
 
 
-def test_head_to_head_is_every_pair_judged():
+def test_head_to_head_is_every_pair_judged(capsys):
     methods = dict(reference=REFERENCES, a=answers(lambda i: 'a'*i)[::-1],
                    b=answers(lambda i: 'b'*(12 - i)))
     known = ev.judge_all(methods, REFERENCES, dict(j=longest))['j']
@@ -120,6 +124,10 @@ def test_head_to_head_is_every_pair_judged():
     assert rates.loc['a', 'reference'] == pytest.approx(100*(known['a'] - 1).mean())
     def shy(pairs): return [np.nan if p['instruction'] == 'Say 3.' else 2. for p in pairs]
     assert tables(shy)['n'].loc['a', 'b'] == 11
+    note = 'b against a under shy: no verdict on 1 of 12 instructions (8.3%)'
+    assert note in capsys.readouterr().out
+    assert len(comparisons.verdicts_over(MINE, REFERENCES, silent_on_three)) == 9
+    assert capsys.readouterr().out == 'silent_on_three: no verdict on 3 of 12 instructions (25.0%)\n'
 
 
 def run(folder, **settings):
@@ -228,7 +236,7 @@ def test_a_paid_judge_sees_both_orders_and_is_asked_once(tmp_path, endpoint):
     assert summary['chatgpt_unanswered'] == 1
     assert rows.loc['mine', ['n_total', 'n_unanswered']].tolist() == [11, 1]
     run(tmp_path, **more, out=str(tmp_path/'again'), head_to_head=True)
-    assert len(endpoint.requests()) == requests, 'a request was sent twice'
+    assert len(endpoint.requests()) == requests + 4, 'only what has no verdict is asked again'
 
 
 def test_a_paid_pool_is_asked_for_one_vote(tmp_path, endpoint):

@@ -4,17 +4,23 @@ import errno
 import json
 import os
 import shutil
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.core.run import inputs, runs
+from alpaca_farm.boards.compare import CompareConfig
+from alpaca_farm.core.run import files, inputs, jobs, runs
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.inputs import ensure_inputs
 from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.identity import content_hash, written_hashes
 from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.settings import Config
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
 PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b', preference=1)
@@ -213,7 +219,7 @@ def test_what_is_damaged_at_resume_is_named(base, tmp_path, monkeypatch):
     def run(): return tiny.run('sft', base, tmp_path/'sft', checkpoint_every=2)
     with monkeypatch.context() as m:
         fill_disk(m, 'model')
-        fail_full(run)
+        fail_full(run, 'model')
     log, state = tmp_path/'sft'/'log.jsonl', tmp_path/'sft'/'checkpoint'/'state.safetensors'
     text, whole_state = log.read_text(), state.read_bytes()
     state.write_bytes(whole_state[:-100])
@@ -228,7 +234,7 @@ def test_what_is_damaged_at_resume_is_named(base, tmp_path, monkeypatch):
     assert steps == [*range(1, len(steps) + 1)] and read_summary(tmp_path/'sft')
 
 
-FULL = OSError(errno.ENOSPC, 'No space left on device')
+def full_disk(*_, **__): raise OSError(errno.ENOSPC, 'No space left on device')
 
 
 @pytest.mark.parametrize('name', ['model', 'outputs.json', 'summary.json', 'state.safetensors',
@@ -238,9 +244,10 @@ def test_full_disk_in_a_run(base, tmp_path, monkeypatch, name):
     def run(name): return tiny.run('sft', base, tmp_path/name/'sft', checkpoint_every=2).folder
     with monkeypatch.context() as m:
         fill_disk(m, name)
-        fail_full(lambda: run('full'))
+        fail_full(lambda: run('full'), name)
     folder = tmp_path/'full'/'sft'
-    assert not list(folder.rglob('.*')) and not (folder/'summary.json').exists()
+    assert [p.name for p in folder.rglob('.*')] == ['.alpaca_farm-run.lock']   # of this process
+    assert not (folder/'summary.json').exists()
     assert name != 'model' or not (folder/'model').exists()
     for p in folder.rglob('*.json'): read_json(p)
     read_log(folder)
@@ -260,31 +267,388 @@ def fill_disk(m, name):
             if mode == 'a' and Path(path).name == name and Path(path).stat().st_size > 300:
                 f.write('{"step": ')
                 f.close()
-                raise FULL
+                full_disk()
             return f
         m.setattr(runs, 'open', half, raising=False)
     elif name == 'model':
         from transformers import PreTrainedTokenizerFast
         def full(self, folder, **k):
             (Path(folder)/'tokenizer.json').write_text('{"ver')
-            raise FULL
+            full_disk()
         m.setattr(PreTrainedTokenizerFast, 'save_pretrained', full)
     else:
         real = os.replace
         def full(a, b):
-            if Path(b).name == name: raise FULL
+            if Path(b).name == name: full_disk()
             return real(a, b)
         m.setattr(os, 'replace', full)
 
 
-def fail_full(run):
-    with pytest.raises(OSError, match='No space left'): run()
+def fail_full(run, name):
+    with pytest.raises(OSError, match=f"No space left on device: '.*sft/.*{name}'$"): run()
+
+
+def test_a_finished_run_on_a_disk_that_cannot_be_written_is_read(base, run_of_sft, monkeypatch):
+    folder, again = run_of_sft
+    def only_read(*_, **__): raise OSError(errno.EROFS, 'Read-only file system')
+    with monkeypatch.context() as m:
+        m.setattr(os, 'access', lambda path, mode, **_: mode != os.W_OK)
+        for name in ('mkdir', 'rename', 'replace', 'unlink'): m.setattr(os, name, only_read)
+        assert again().answered
+        for other in (dict(seed=1), dict(eval_instances=5)):
+            with pytest.raises(OSError, match='cannot write there'): again(**other)
+    assert sorted(p.name for p in folder.parent.iterdir()) == ['sft']
+
+
+def test_what_others_keep_in_a_models_folder_survives_a_resume(run_of_sft):
+    folder, again = run_of_sft
+    (folder/'model'/'plots').mkdir()
+    for name in ('notes.txt', 'plots/a.csv'): (folder/'model'/name).write_text('mine')
+    weights = (folder/'model'/'model.safetensors').read_bytes()
+    (folder/'model'/'model.safetensors').write_bytes(b'of a step before')
+    (folder/'summary.json').unlink()
+    again()
+    for name in ('notes.txt', 'plots/a.csv'): assert (folder/'model'/name).read_text() == 'mine'
+    assert (folder/'model'/'model.safetensors').read_bytes() == weights
+
+
+@pytest.mark.parametrize('seconds', [0, 1])
+def test_a_kill_while_a_model_is_replaced_loses_nothing(tmp_path, seconds):
+    "Before the old one steps aside, and before the new one takes its place."
+    def write(text):
+        with files.atomic_folder(tmp_path/'run'/'model') as folder:
+            (folder/'weights').write_text(text)
+    write('old')
+    (tmp_path/'run'/'model'/'notes').write_text('mine')
+    pid = os.fork()
+    if pid == 0:
+        done, real = [], Path.rename
+        def deadly(*paths):
+            if len(done) == seconds: os.kill(os.getpid(), signal.SIGKILL)
+            done.append(real(*paths))
+        Path.rename = deadly
+        try: write('new')
+        finally: os._exit(1)
+    assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    files.tidy(tmp_path/'run')
+    assert {p.name: p.read_text() for p in (tmp_path/'run').rglob('*') if p.is_file()} == dict(
+        weights='old', notes='mine')
+
+
+def test_links_beside_and_in_a_run(run_of_sft, tmp_path):
+    "The name of a link that leads nowhere is taken; a model on another disk is not touched."
+    folder, again = run_of_sft
+    folder.with_name('sft~1').symlink_to(tmp_path/'gone')
+    shutil.move(folder/'model', tmp_path/'disk')
+    (folder/'model').symlink_to(tmp_path/'disk')
+    (folder/'.alpaca_farm-model.7').symlink_to(tmp_path/'disk')
+    (folder/'summary.json').unlink()
+    before = {p: p.read_bytes() for p in (tmp_path/'disk').iterdir()}
+    again()
+    again(seed=1)
+    assert {p: p.read_bytes() for p in (tmp_path/'disk').iterdir()} == before
+    assert read_summary(folder.with_name('sft~2')) and folder.with_name('sft~1').is_symlink()
+    (tmp_path/'loop').symlink_to('loop')
+    with pytest.raises(OSError, match='cannot write there'): again(tmp_path/'loop')
+
+
+def turn_a_bit(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw)//2] ^= 1
+    path.write_bytes(raw)
+
+
+READERS = dict(model=('sft/model/model.safetensors', 'reward_model', {}),
+               labels=('annotators/preferences.json', 'reward_model', {}),
+               data=('world/sft.json', 'sft', {}),
+               answers=('samples/candidates.json', 'annotators', {}))
+
+
+@pytest.fixture(scope='module')
+def copied(base, tmp_path_factory):
+    "Runs that may be spoiled."
+    folder = tmp_path_factory.mktemp('copied')
+    for name in ('world', 'sft', 'samples', 'annotators'): shutil.copytree(base/name, folder/name)
+    return folder
+
+
+@pytest.mark.parametrize('kind', READERS)
+def test_a_turned_bit_of_a_finished_run_is_refused_by_who_reads_it(copied, tmp_path, kind):
+    name, notebook, more = READERS[kind]
+    was, summary = (copied/name).read_bytes(), copied/name.split('/')[0]/'summary.json'
+    kept = summary.read_text()
+    turn_a_bit(copied/name)
+    refused(notebook, copied, tmp_path, ValueError, f'{name} is damaged.* restore it', **more)
+    figures = read_summary(summary.parent)
+    assert 'files' not in figures
+    summary.write_text(json.dumps(figures))   # of a run that was made before
+    content_hash(str(copied/name))
+    (copied/name).write_bytes(was)
+    summary.write_text(kept)
+    content_hash(str(copied/name))
+
+
+def test_every_file_of_a_run_has_its_hash(base, run_of_sft):
+    "Also when it was answered again; the log, which a farm reads, is one of them."
+    folder, again = run_of_sft
+    def check():
+        kept = read_json(folder/'summary.json')['files']
+        assert kept == written_hashes(folder)
+        assert {'log.jsonl', 'outputs.json', 'model/model.safetensors'} <= {*kept}
+        content_hash(str(folder), again=True)
+    check()
+    outputs = (folder/'outputs.json').read_bytes()
+    assert again(eval_instances=5).done
+    assert (folder/'outputs.json').read_bytes() != outputs
+    check()
+    turn_a_bit(folder/'log.jsonl')
+    with pytest.raises(ValueError, match='log.jsonl is damaged'): content_hash(str(folder))
+    turn_a_bit(folder/'model'/'model.safetensors')
+    with pytest.raises(ValueError, match='model.safetensors is damaged'): again(eval_instances=6)
+
+
+def test_a_bit_that_turned_on_the_disk_is_seen_when_a_run_is_made(tmp_path, monkeypatch):
+    "Size and times of a large file are as they were: its hash is remembered."
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
+    run, memory = tmp_path/'run', tmp_path/'cache'/'alpaca_farm'/'hashes.json'
+    files.write_json(run/'config.json', dict(notebook='toy', fingerprint=''))
+    (run/'weights').write_bytes(bytes(2**21))
+    files.write_json(run/'summary.json', dict(files=written_hashes(run)))
+    turn_a_bit(run/'weights')
+    stat, (name, known) = (run/'weights').stat(), *read_json(memory).items()
+    files.write_json(memory, {name: [*known[:1], stat.st_mtime_ns, stat.st_ctime_ns, known[3]]})
+    content_hash(str(run/'weights'))
+    with pytest.raises(ValueError, match='weights is damaged'):
+        content_hash(str(run/'weights'), again=True)
+    files.write_json(memory, {name: [*known[:1], stat.st_mtime_ns, stat.st_ctime_ns, known[3]]})
+    cfg = ppo.PPOConfig(out=str(tmp_path/'out'), policy=str(run/'weights'), data=str(run/'weights'),
+                        reward_model=str(run/'weights'))
+    with pytest.raises(ValueError, match='weights is damaged'): runs.start(cfg, ppo.train)
+
+
+@pytest.mark.parametrize('what', ['log.jsonl', ''])
+def test_a_run_whose_folder_or_log_vanishes_ends(tmp_path, what):
+    def begun(name):
+        run = runs.Run(Config(out=str(tmp_path/name)), dict(notebook='toy', fingerprint=''))
+        run.load()
+        for step in (1, 2): run.log(step, loss=1.)
+        return run, run.folder/what
+    for name in ('log', 'finish'):
+        run, path = begun(name)
+        if what: path.unlink()
+        else: path.rename(tmp_path/f'{name} moved')
+        with pytest.raises(OSError, match='was removed or'):
+            run.log(3, loss=1.) if name == 'log' else run.finish()
+        assert not (run.folder/'summary.json').exists() and path.exists() == False
+    run, path = begun('replaced')
+    shutil.copytree(run.folder, tmp_path/'copy')
+    shutil.rmtree(run.folder)
+    shutil.copytree(tmp_path/'copy', run.folder)   # as another process would
+    with pytest.raises(OSError, match='was removed or replaced'): run.log(3, loss=1.)
+
+
+def test_a_clock_that_jumps_back_takes_no_time_away(tmp_path, monkeypatch):
+    run = runs.Run(Config(out=str(tmp_path/'run')), {})
+    run.load()
+    with monkeypatch.context() as m:
+        m.setattr(time, 'time', lambda: 0.)
+        run.log(1)
+        run.finish()
+    assert 0 <= read_log(run.folder)[0]['wall'] < 60
+    assert 0 <= read_summary(run.folder)['seconds'] < 60
+
+
+def test_who_takes_the_place_of_a_run_is_told_before_any_work(run_of_sft, monkeypatch, capsys):
+    "What is moved, and how to keep both; once."
+    folder, again = run_of_sft
+    def stop(cfg): raise InterruptedError
+    with monkeypatch.context() as m:
+        m.setattr(runs, 'ensure_inputs', stop)
+        with pytest.raises(InterruptedError): again(learning_rate=.02)
+        said = capsys.readouterr().out.strip()
+        with pytest.raises(InterruptedError): again(eval_instances=5)   # stays where it is
+        assert capsys.readouterr().out == ''
+    assert len(said.splitlines()) == 1
+    for part in (f'{folder} holds a run made with learning_rate = 0.01', 'kept as sft~1',
+                 f'-p out {folder}_learning_rate0.02 '): assert part in said
+    ends, terminal = os.pipe()   # of a kernel whose output papermill does not show
+    with monkeypatch.context() as m:
+        m.setattr(sys.stderr, '_original_stdstream_copy', terminal, raising=False)
+        again(learning_rate=.02)
+    os.close(terminal)
+    with open(ends) as f: assert f.read().strip() == said
+    assert capsys.readouterr().out.count('sft~1') == 1
+    assert read_json(folder.with_name('sft~1')/'config.json')['settings']['learning_rate'] == .01
+
+
+def test_a_default_that_a_user_has_made_is_named(base, tmp_path, monkeypatch, capsys):
+    "A board of runs/dpo and runs/ppo reads what lies there, and says with which settings."
+    monkeypatch.setattr(inputs, 'is_fresh', lambda path: True)
+    config = lambda path: dict(given=dict(kl_coef=.02) if path == 'runs/ppo' else {})
+    monkeypatch.setattr(inputs, 'run_config', config)
+    ensure_inputs(CompareConfig(), ('folders',))
+    assert capsys.readouterr().out == 'folders = runs/ppo was made with kl_coef = 0.02\n'
+
+
+def test_a_farm_says_which_runs_it_makes_anew_and_which_inputs_are_damaged(
+        base, run_of_sft, monkeypatch, capsys):
+    folder, _ = run_of_sft
+    class Started:
+        workers = returncode = 1
+        def check(self, jobs): pass
+        def fits(self, *_): return True
+        def start(self, *_): return self
+        def poll(self): return 1
+        def terminate(self): pass
+    given = read_json(folder/'config.json')['given'] | dict(learning_rate=.5)
+    failed = jobs.run_jobs([jobs.Job(str(folder), 'sft', given)], place=Started())
+    assert len(failed) == 1 and f'{folder} was made with other settings: it is kept as sft~1' in \
+        capsys.readouterr().out
+    with monkeypatch.context() as m:
+        m.setattr(jobs, 'is_fresh', lambda *_: content_hash(str(folder/'log.jsonl')) == '')
+        turn_a_bit(folder/'log.jsonl')
+        failed, = jobs.run_jobs([jobs.Job(str(folder), 'sft', given)], place=Started())
+    assert 'log.jsonl is damaged' in failed
 
 
 def test_a_policy_without_a_whole_model_is_refused(base, tmp_path):
-    shutil.copytree(base/'sft', tmp_path/'sft')
-    weights = tmp_path/'sft'/'model'/'model.safetensors'
-    weights.write_bytes(weights.read_bytes()[:-1000])
-    for policy, error, message in ((tmp_path/'sft', ValueError, 'model.safetensors is damaged'),
-                                   (base/'annotators', FileNotFoundError, 'there is no model')):
-        refused('best_of_n', base, tmp_path, error, message, policy=str(policy))
+    model = tmp_path/'sft'
+    shutil.copytree(base/'sft'/'model', model)
+    refused('best_of_n', base, tmp_path, FileNotFoundError, 'there is no model',
+            policy=str(base/'annotators'))
+    for name, content, message in (
+            ('tokenizer.json', b'{"a": ', 'its tokenizer cannot be read'),
+            ('tokenizer_config.json', b'[]', 'its tokenizer cannot be read'),
+            ('chat_template.jinja', b'{% if', 'its chat template is not valid'),
+            ('config.json', b'{}', 'its config.json cannot be read'),
+            ('config.json', b'{"model_type": "llama", "hidden_size": "x"}', 'config.json cannot'),
+            ('model.safetensors', b'', 'model.safetensors is damaged')):
+        was = (model/name).read_bytes() if (model/name).exists() else b''
+        (model/name).write_bytes(content or was[:-1000])
+        refused('sft', base, tmp_path, ValueError, message, policy=str(model))
+        if was: (model/name).write_bytes(was)
+        else: (model/name).unlink()
+
+
+def ended(notebook, given, capsys):
+    "What `python -m` says of an error that ends it."
+    import runpy
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(sys, 'argv', [f'{notebook}.py', *tiny.command(notebook, **given)[3:]])
+        m.setattr(sys, 'excepthook', sys.excepthook)
+        module = tiny.module_of(notebook)
+        m.delitem(sys.modules, module)
+        with pytest.raises(Exception) as e: runpy.run_module(module, None, '__main__')
+        sys.excepthook(e.type, e.value, e.value.__traceback__)
+    return capsys.readouterr().err
+
+
+def test_an_error_of_a_file_ends_a_command_with_one_line(base, tmp_path, capsys, monkeypatch):
+    "A fault of the code, or of what it calls, has its traceback."
+    (tmp_path/'bad.json').write_bytes(as_json(changed(4, output=None)))
+    given = tiny.settings('sft', base, out=str(tmp_path/'out'), val_split='', eval_split='')
+    wrong = given | dict(data=str(tmp_path/'bad.json'))
+    message = "bad.json, row 4: the field 'output' is None"
+    said = ended('sft', wrong, capsys)
+    assert said.startswith('sft.py: error: ') and message in said and said.count('\n') == 1
+    (tmp_path/'file').write_text('mine')
+    said = ended('sft', given | dict(out=str(tmp_path/'file')), capsys)
+    assert 'cannot write there' in said and said.count('\n') == 1
+    def fault(*_, **__): return [][0]
+    for broken in (fault, lambda *_, **__: json.loads('{')):
+        monkeypatch.setattr('alpaca_farm.core.data.text.encode', broken)
+        assert 'Traceback (most recent call last)' in ended('sft', given, capsys)
+
+
+def test_a_folder_is_no_file_of_settings(base, capsys):
+    from alpaca_farm.core.run.settings import from_args
+    for notebook, args in (('real', ['--size', str(base)]), ('sft', ['-f', str(base)])):
+        with pytest.raises(SystemExit): from_args(tiny.config_class(notebook), args)
+        said = capsys.readouterr().err
+        assert f'{base}: there is no such' in said and said.count('\n') == 1
+
+
+BROKEN = dict(   # by notebook: settings, and which file of what they name is damaged
+    sft='data/sft data/val data/eval', reward_model='preferences/preferences',
+    dpo='preferences/preferences data/eval',
+    binary_feedback='preferences/preferences data/val data/eval annotators/labels',
+    ppo='data/unlabeled data/val data/eval annotators/labels',
+    quark='data/unlabeled data/val data/eval annotators/labels',
+    expert_iteration='data/unlabeled data/val data/eval',
+    rrhf='candidates/candidates data/eval', best_of_n='data/eval samples/labels',
+    rlcd='data/unlabeled annotators/labels', annotators='outputs/candidates',
+    eval='outputs/outputs reference/candidates labels/labels difficulty/labels annotators/labels',
+    decoding='data/val data/eval annotators/labels', compare='folders/outputs labels/labels',
+    agreement='sets/labels judges/labels', overoptimization='bank/candidates references/candidates',
+    bring_your_own='prompts/eval preferences/preferences demonstrations/labels labels/labels')
+
+
+@pytest.mark.parametrize('notebook, broken', [
+    (notebook, path) for notebook, paths in BROKEN.items() for path in paths.split()], ids=str)
+def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monkeypatch, notebook,
+                                                            broken):
+    "Every judge is a reward model, unless its file is the damaged one."
+    world, sft, samples, labels, judge = (
+        str(base/name) for name in ('world', 'sft', 'samples', 'annotators', 'reward_model'))
+    judged = dict.fromkeys(('binary_feedback', 'ppo', 'quark', 'annotators'),
+                           dict(annotators=judge))
+    sound = judged | dict(
+        rlcd=dict(method='rlaif', split='unlabeled'), best_of_n=dict(policy=sft, n=2),
+        eval=dict(outputs=[samples], reference=samples, annotators=[judge]),
+        decoding=dict(policies=[sft], reference=sft, annotators=judge, data=world),
+        compare=dict(folders=[sft, samples], annotators=judge),
+        agreement=dict(sets=[labels], judges=[judge]),
+        overoptimization=dict(policy=sft, bank=samples, references=samples, proxies=[judge],
+                              policies=[sft], crowd=judge),
+        bring_your_own=dict(model=sft, prompts=world, preferences=labels, judge=judge))
+    given = tiny.settings(notebook, base) if notebook in tiny.SETTINGS else {}
+    given |= sound.get(notebook, {})
+    setting, name = broken.split('/')
+    value = given.get(setting, '')
+    named = value[0] if isinstance(value, list) and value else value
+    damaged = tmp_path/'labels.json'
+    if os.path.isdir(named or '') and name != 'labels':
+        damaged = shutil.copytree(named, tmp_path/Path(named).name)/f'{name}.json'
+    damaged.write_text('[{"instruction": "Say 1.", "output": ')
+    spoiled = str(damaged if name == 'labels' else damaged.parent)
+    cls = tiny.config_class(notebook)
+    listed = isinstance(getattr(cls(), setting), list)
+    given |= {setting: [*(value or [])[1:], spoiled] if listed else spoiled}
+
+    def load(*_, **__): raise AssertionError('a model is loaded')
+    monkeypatch.setattr('alpaca_farm.core.model.models.load_model', load)
+    with pytest.raises(ValueError, match=rf'{name}\.json.* (not valid JSON|is damaged)'):
+        tiny.run(notebook, base, tmp_path/'out', **given)
+    assert not (tmp_path/'out').exists()
+
+
+CODE = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+class OwnConfig(LlamaConfig): model_type = 'own_kind'
+class OwnTokenizer(PreTrainedTokenizerFast): pass
+"""
+
+
+@pytest.mark.parametrize('file, settings', [
+    ('config.json', dict(model_type='own_kind', auto_map=dict(AutoConfig='own.OwnConfig'))),
+    ('tokenizer_config.json', dict(tokenizer_class='OwnTokenizer',
+                                   auto_map=dict(AutoTokenizer=[None, 'own.OwnTokenizer'])))])
+def test_code_that_comes_with_a_model_is_neither_executed_nor_asked_about(
+        base, tmp_path, file, settings, monkeypatch):
+    "Each kind of run refuses it in one line, before it is trained; a terminal would say y."
+    asked, folder = [], tmp_path/'it'
+    monkeypatch.setattr(builtins, 'input', lambda *text: asked.append(text) or 'y')
+    shutil.copytree(base/'sft'/'model', folder)
+    (folder/file).write_text(json.dumps(read_json(folder/file) | settings))
+    (folder/'own.py').write_text(CODE.format(marker=str(tmp_path/'executed')))
+    given = dict(policy=str(folder), out=str(tmp_path/'out'))
+    runs = [('sft', given), ('reward_model', given), ('dpo', given), ('ppo', given),
+            ('ppo', given | dict(policy=str(base/'sft'), reward_model=str(folder))),
+            ('best_of_n', given), ('dpo', given | dict(lora_rank=2))]
+    for notebook, more in runs:
+        with pytest.raises(ValueError, match='code of its own, which is not executed') as e:
+            tiny.run(notebook, base, **more)
+        assert '\n' not in str(e.value) and str(folder) in str(e.value)
+    assert not asked and not (tmp_path/'executed').exists()

@@ -108,6 +108,25 @@ def test_undo_keeps_the_history(tmp_path):
     assert len(page.queue.store) == 6, 'labels, corrections and undos are all there'
 
 
+def test_a_clock_that_goes_back_turns_no_label(tmp_path, monkeypatch):
+    "Undo takes back the last label, and the first of two verdicts counts, also after reopening."
+    pairs, clock = drawn(4), iter(range(10**9, 0, -3600))
+    monkeypatch.setattr(labelling.time, 'time', lambda: next(clock))
+    page, given = page_of(pairs, tmp_path/'a.sqlite', repeat=1.), []
+    while page.pair:
+        given.append('12'[len(given) % 2])
+        page.press_key(given[-1])
+    for queue in (page.queue, page_of(pairs, tmp_path/'a.sqlite', repeat=1.).queue):
+        rows = person_labels(queue.store, pairs, 'Ann')
+        assert verdicts(rows) == [own_order(p, float(k)) for p, k in zip(pairs, given)]
+        assert all(r['again'] == own_order(p, 3. - float(k)) and r['time'] >= 0
+                   for r, p, k in zip(rows, pairs, given[4:]))
+    for left in range(1, 9):
+        queue = page_of(pairs, tmp_path/'a.sqlite', repeat=1.).queue
+        shown = queue.showings[-left]
+        assert queue.undo_label() and queue.remaining()[0] == shown and len(queue) == left
+
+
 def test_a_skipped_pair_is_not_asked_again_even_with_repeats(tmp_path):
     page = page_of(drawn(2), tmp_path/'a.sqlite', repeat=1.)
     page.press_key('s')

@@ -3,17 +3,22 @@ import copy
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import ppo
+from alpaca_farm.core.functional import masked_whiten
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.data.text import rollout_batch
 from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.online import sample_rollout
+from alpaca_farm.core.online import OnlineConfig, rollout_scores, sample_rollout
+from alpaca_farm.core.training import Trainer
+from alpaca_farm.overoptimization import _proxy_utility_correlation, standard_reward
 from alpaca_farm.ppo import ppo_policy_loss, ppo_value_loss
 
 torch.set_num_threads(1)
@@ -156,3 +161,66 @@ def test_a_shared_trunk_is_read_once(models):
     hook.remove()
     assert len(passes) == 1 + 2
     torch.testing.assert_close(once, twice, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('kind', ['rloo', 'grpo'])
+def test_a_group_of_equal_rewards_has_no_advantage(kind):
+    "Exactly none, whatever its size and its reward; nor has one whose rewards differ by rounding."
+    for size in range(2, 18):
+        for value in (.1, -1/3, .7, 3e-5, 1e5/7):
+            equal = torch.full((size,), value)
+            rounded = torch.where(torch.arange(size) < 1, equal*(1 + 2e-7), equal)
+            totals = torch.cat([equal, rounded, torch.arange(size) + equal])
+            found = ppo.group_advantages(totals, size, kind)
+            assert not found[:2*size].any(), (size, value)
+            apart = torch.arange(size) - (size - 1)/2
+            unit = (size - 1)/size if kind == 'rloo' else apart.std()
+            torch.testing.assert_close(found[2*size:], apart/unit, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize('kind', ['rloo', 'grpo'])
+@pytest.mark.parametrize('flat, kl_coef', [(2, 0.), (1, .2)])   # at first all KL is rounding
+def test_a_step_without_spread_changes_nothing(base, tmp_path, kind, flat, kl_coef, monkeypatch):
+    "No update is made, so that weights and moments stay; the log says which steps are such."
+    scores, update, updates, seen = ppo.rollout_scores, Trainer.update, [], []
+    def flat_at_one_step(*given):
+        found, figures = scores(*given)
+        seen.append(found)
+        return torch.full_like(found, .1) if len(seen) == flat else found, figures
+    def counted(trainer, *given):
+        updates.append(trainer.step)
+        return update(trainer, *given)
+    monkeypatch.setattr(ppo, 'rollout_scores', flat_at_one_step)
+    monkeypatch.setattr(Trainer, 'update', counted)
+    folder = tiny.run('ppo', base, tmp_path/'ppo', advantage=kind, kl_coef=kl_coef, group_size=3,
+                      rollouts=30, batch_size=15, save_every=1, eval_split='',
+                      missing_eos='').folder
+    models = base/'sft'/'model', *(folder/f'model-{k}' for k in (1, 2, 3))
+    weights = [load_file(p/'model.safetensors') for p in models]
+    for step, (old, new, r) in enumerate(zip(weights, weights[1:], read_log(folder)), 1):
+        same = all(torch.equal(w, new[k]) for k, w in old.items())
+        assert same == (step == flat) == ('grad_norm' not in r)
+        assert (r['frac_reward_zero_std'] == 1) == same
+    assert updates == [k for k in (1, 2, 3) if k != flat for _ in range(4)]
+
+
+def test_whitening_does_not_enlarge_rounding():
+    "Equal numbers become 0, or stay what they are where their mean is kept."
+    for value in (.1, 1000.1, -1e6/7):
+        x, mask = torch.full((7, 9), value), torch.arange(9) < torch.arange(1, 8)[:, None]
+        for around in (x, torch.where(torch.arange(9) % 2 < 1, x*(1 + 2e-7), x)):
+            assert not masked_whiten(around, mask).any()
+            kept = masked_whiten(around, mask, shift_mean=False)
+            torch.testing.assert_close(kept, x*mask, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize('value', [.1, 1000.1, -1e6/7])
+def test_scores_without_spread_keep_their_unit(value):
+    "In a rollout and on a bank: divided by rounding, the next score would be huge."
+    answers, scale = [dict(instruction='a', output='b', ended=True)]*15, {}
+    def reward(records): return [value]*len(records)
+    flat, _ = rollout_scores(reward, answers, scale, OnlineConfig())
+    assert scale['reward_std'] == 1 and flat.abs().max() <= abs(value)*1e-6
+    score, on_bank = standard_reward(reward, [dict(instruction='a', output=['b']*15)]*7)
+    assert np.abs([*on_bank.flat, *score(answers)]).max() <= abs(value)*1e-6
+    assert math.isnan(_proxy_utility_correlation(np.full((7, 15), value), np.eye(7, 15)))

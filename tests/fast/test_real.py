@@ -15,6 +15,10 @@ def test_a_crowd_sees_what_the_pool_overlooks():
     assert real.sample_judges('crowd', words, 3)(pairs) == crowd(pairs)
 
 
+def test_texts_of_one_likelihood_have_the_unit_one():
+    assert real.WordModel(['a cat sat'], ['a cat']*7).sd == 1
+
+
 @pytest.mark.parametrize('text, error', [('dpoo: {}', 'Did you mean dpo'), ('', 'real_none')])
 def test_bad_sizes_are_refused(tmp_path, text, error):
     file = tmp_path/'real_none.yaml'

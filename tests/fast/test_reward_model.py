@@ -6,12 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import tiny
 from alpaca_farm import reward_model as rm
+from alpaca_farm.core.data.preferences import answer_of
+from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.text import collate, encode_prompts, encode_responses
-from alpaca_farm.core.model.models import (hidden_states, load_policy, load_scalar,
-    response_logprobs)
+from alpaca_farm.core.model.adapters import autocast
+from alpaca_farm.core.model.models import (answer_states, hidden_states, load_policy, load_scalar,
+    response_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import label_count, reward, score_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log
@@ -72,6 +76,13 @@ def test_the_first_step(base, tmp_path, flip_rate):
     assert all(r['predicted'] <= 1 - flip_rate for r in rows)
 
 
+def test_scores_that_are_equal_keep_their_unit(base, tmp_path):
+    "A head of zeros that learns nothing: its scores are not divided by their deviation, 0."
+    folder = rm.train(config(base, tmp_path/'rm', learning_rate=0.)).folder
+    found = read_json(folder/'model'/'config.json')
+    assert (found['reward_mean'], found['reward_std']) == (0, 1)
+
+
 def test_a_missing_margin_fails_before_any_work(base, tmp_path):
     with pytest.raises(ValueError, match='gap = None'):
         rm.train(config(base, tmp_path/'rm', margin_field='gap'))
@@ -85,12 +96,13 @@ def likely(base, tmp_path_factory):
     for out, rate in zip(runs, (1e-3, 3e-3)):
         rm.train(config(base, out, likelihood=C, learning_rate=rate))
     pairs = rm.load_preference_pairs(config(base, runs[0]))[1]
-    answers = [dict(r, output=r[f]) for f in ('output_1', 'output_2') for r in pairs]
+    answers = [answer_of(r, k) for k in (1, 2) for r in pairs]
     return *map(str, runs), answers
 
 
 def as_tokens(records, tokenizer):
-    responses = encode_responses([r['output'] for r in records], tokenizer)
+    texts, ended = zip(*((r['output'], r.get('ended', True)) for r in records))
+    responses = encode_responses(texts, tokenizer, ended)
     return encode_prompts(records, tokenizer, 'auto'), responses
 
 
@@ -173,16 +185,85 @@ def test_values_are_those_of_the_head_alone(base, likely):
     assert model.config.reward_mean < -1 and found.abs().max() < .5
 
 
-def test_likelihood_needs_tied_embeddings(base, tmp_path):
+@pytest.mark.parametrize('says', [False, True])
+def test_likelihood_needs_tied_embeddings(base, tmp_path, says):
+    "In the files, whatever the configuration says; the policy has the head that it has there."
     policy, tokenizer = load_policy(str(base/'sft'), config(base, tmp_path))
-    policy.lm_head.weight = torch.nn.Parameter(policy.lm_head.weight.detach().clone())
-    policy.config.tie_word_embeddings = False
+    policy.lm_head.weight = torch.nn.Parameter(policy.lm_head.weight.detach().roll(1, 0))
+    policy.config.tie_word_embeddings = says
     for part in (policy, tokenizer): part.save_pretrained(tmp_path/'untied')
     given = dict(policy=str(tmp_path/'untied'))
     with pytest.raises(ValueError, match='likelihood = 0.3: .*untied'):
         rm.train(config(base, tmp_path/'rm', likelihood=C, **given))
     assert read_log(tmp_path/'rm') == []
     rm.train(config(base, tmp_path/'head', **given))
+    again, _ = load_policy(given['policy'], config(base, tmp_path))
+    assert torch.equal(again.lm_head.weight, policy.lm_head.weight)
+    assert not again.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize('says', [False, True])
+def test_embeddings_that_are_tied_in_the_files(base, tmp_path, says):
+    "A head that is there twice is no other one; a missing one is not made up."
+    policy, tokenizer = load_policy(str(base/'sft'), config(base, tmp_path))
+    policy.save_pretrained(tmp_path/'tied')
+    tokenizer.save_pretrained(tmp_path/'tied')
+    known = read_json(tmp_path/'tied'/'config.json')
+    (tmp_path/'tied'/'config.json').write_text(json.dumps(known | dict(tie_word_embeddings=says)))
+    if says:
+        weights = load_file(tmp_path/'tied'/'model.safetensors')
+        weights['lm_head.weight'] = weights['model.embed_tokens.weight'].clone()
+        save_file(weights, tmp_path/'tied'/'model.safetensors', dict(format='pt'))
+    given = config(base, tmp_path/'rm', likelihood=C, policy=str(tmp_path/'tied'))
+    if says: assert read_json(rm.train(given).folder/'model'/'config.json')['likelihood'] == C
+    else:
+        with pytest.raises(ValueError, match='untied'): rm.train(given)
+        with pytest.raises(ValueError, match='lack the weights lm_head'):
+            load_policy(given.policy, given)
+
+
+ROUNDED = dict(all=dict(), small=dict(master_weights=False), lora=dict(lora_rank=4),
+               mean=dict(pooling='mean'))
+
+
+@pytest.mark.parametrize('kind', ROUNDED)
+def test_scores_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, kind):
+    "In training, in the files and read again: as many as there are texts, and the float32 head's."
+    cfg = config(base, tmp_path/'rm', head='normal', dtype='bfloat16', **ROUNDED[kind])
+    rm.train(cfg)
+    model, tokenizer = load_scalar(cfg.out, cfg)
+    head = load_file(tmp_path/'rm'/'model'/'model.safetensors')['score.weight']
+    assert model.dtype == torch.bfloat16 and torch.equal(model.score.weight, head)
+    assert (head.bfloat16() != head).any()
+    words = load_records(str(base/'world'), 'unlabeled')
+    answers = [dict(r, output=f'{i} is it') for i, r in enumerate(words)]
+    assert len(set(score_records(model, tokenizer, answers))) == len(answers) == 60
+    batch = collate(*as_tokens(answers[:8], tokenizer), tokenizer.pad_token_id)
+    given = batch['ids'], batch['mask'], batch['response']
+    for train in (False, True):
+        part, _ = load_scalar(cfg.out, cfg, train=train)
+        with torch.no_grad(), autocast(part):
+            found, states = sequence_scores(part, *given), hidden_states(part, *given)
+        each, response = states.float() @ part.score.weight[0].float(), batch['response']
+        last = (batch['mask'] * torch.arange(each.shape[1])).argmax(1)
+        want = each[torch.arange(8), last]
+        if kind == 'mean': want = (each * response).sum(1) / response.sum(1)
+        torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('shared', [False, True])
+def test_values_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, shared):
+    given = tiny.settings('ppo', base, out=str(tmp_path), shared_value=shared, dtype='bfloat16')
+    cfg = PPOConfig(**given)
+    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    value = value_model(cfg, policy)
+    torch.nn.init.normal_(value.score.weight)
+    batch = collate([[5, 6, 7]], [list(range(8, 40))], tokenizer.pad_token_id)
+    with torch.no_grad(), autocast(policy):
+        states = answer_states(value, batch)
+        found = value(batch)[0, 3:]
+    want = (states[0, 2:-1].float() @ value.score.weight[0] - value.mean) / value.std
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('rank', [0, 4])

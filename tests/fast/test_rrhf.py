@@ -356,7 +356,7 @@ def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch):
 def test_scores_of_the_files_and_of_annotators(base, tmp_path):
     "Preferences alone, two candidates a query; or everything, compared by an annotator."
     given, asked, more = tmp_path/'given', tmp_path/'asked', dict(reward_model='', eval_split='')
-    _, summary = run(base, given, candidates=str(base/'annotators'), **more)
+    _, summary = run(base, given, candidates=str(base/'annotators'), missing_eos='', **more)
     for q in read_json(given/'candidates.json'):
         assert q['source'] == ['chosen', 'rejected'] and q['scores'][0] >= q['scores'][1]
     assert summary['labels'] == read_summary(base/'annotators')['labels']

@@ -2,7 +2,10 @@
 import functools
 import math
 import os
+import random
+import re
 import shutil
+import string
 import subprocess
 import sys
 import warnings
@@ -12,7 +15,8 @@ from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
 from alpaca_farm.core.run import paths
-from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args, no_secrets
+from alpaca_farm.core.run.keys import no_secrets
+from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args
 
 NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling',
              'openai_baselines', 'ppo', 'rrhf')
@@ -128,11 +132,36 @@ def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tm
     assert from_args(TrainConfig, ['-f', c, '--warmup', '1']).warmup == 1
 
 
-KEYS = ['sk-' + 'x'*40, 'sk-proj-' + 'aB3_'*8 + 'aB3dEf6hIj9lMn2pQr', 'sk-ant-api03-' + 'x1'*20,
-        'hf_' + 'aB'*17, 'gsk_' + 'aB3'*15, 'xai-' + 'aB3'*20, 'AIza' + 'Sy-_'*8 + 'abc',
-        'ghp_' + 'aB3'*12, 'github_pat_' + 'A1'*11 + '_' + 'b2'*20, 'AKIA' + 'A1'*8,
-        '0123456789abcdef'*2 + '01234567', '9f'*32, 'aB3dEf6hIj9lMn2pQrStUvWx0y1z2A3B',
-        'nvapi-' + 'aB3'*20]
+def made_up(form, seed=0):
+    """A key in the form of a provider: {20} stands for as many characters of URL-safe base64,
+    {20n} for letters and digits, {20h} for hexadecimal, {20u} for capitals and digits, {9d}."""
+    rng = random.Random(f'{form}{seed}')
+    letters = dict(h='0123456789abcdef', d=string.digits, u=string.ascii_uppercase + string.digits,
+                   n=string.ascii_letters + string.digits, a=string.ascii_letters)
+    def fill(m): return ''.join(rng.choices(letters.get(m[2], letters['n'] + '-_'), k=int(m[1])))
+    return re.sub(r'{(\d+)(\w?)}', fill, form)
+
+
+FORMS = """
+    sk-{48n} sk-proj-{124} sk-svcacct-{120} sk-admin-{100} sk-ant-api03-{93}AA sk-{32h}
+    sk-or-v1-{64h} sk-lf-{8h}-{4h}-{4h}-{4h}-{12h} csk-{48n} pcsk_{6n}_{63n} sk_{48h} sk_live_{24n}
+    rk_live_{24n} whsec_{32n} hf_{34a} api_org_{34a} gsk_{52n} xai-{80n} nvapi-{64} pplx-{48n}
+    fw_{24n} r8_{37n} tgp_v1_{43} jina_{32h}{28n} tvly-{32n} tvly-dev-{32n} esecret_{26n}
+    secret_{43n} ntn_{46n} rpa_{40u} as-{22n} lsv2_pt_{32h}_{10h} lin_api_{40n} wandb_v1_{77n}
+    AIzaSy{33} GOCSPX-{28} ya29.a0{120} AKIA{16u} ASIA{16u} LTAI{20n} SG.{22}.{43}
+    ghp_{36n} gho_{36n} ghs_{36n} github_pat_{22n}_{59n} glpat-{20} gldt-{20} npm_{36n}
+    pypi-AgEIcHlwaS5vcmc{100} dckr_pat_{27} dop_v1_{64h} dapi{32h} dapi{32h}-2 key-{32h} shpat_{32h}
+    SK{32h} sbp_{40h} hvs.{90} xoxb-{12d}-{12d}-{24n} xapp-1-{11u}-{13d}-{64h} NRAK-{27u}
+    sq0atp-{22} PMAK-{24h}-{34h} {10d}:AA{33} {40h} {64h} {32h} {84n} {32h}.{16n}
+    eyJ{33}.eyJ{60}.{43} eyJhcGlfYWRkcmVzcyI6{60n}== ATATT3xFfGF0{160}={8h}
+    https://{20n}@host/v1 https://me:{9n}@host:8000/v1 https://hooks.slack.com/services/T{8u}/{24n}
+    https://host/v1?api_key={9n} https://host/v1?sig={43n} AccountKey=a;SharedAccessKey={43n}=
+    gpt-4.1=sk-ant-{40n} OPENAI_API_KEY=sk-{40n}""".split()
+KEYS = [made_up(form) for form in FORMS] + [
+    made_up(form) for form in ('Bearer {30n}', 'Authorization: Bearer {32h}', 'Basic {22n}==',
+                               '-----BEGIN PRIVATE KEY-----{64n}')]
+# without a prefix, two digits among them
+KEYS += ['aB3dEf6hIj9lMn2pQrStUvWx0y1z2A3B', 'aB3dEf6hIj/lMn2pQr+tUvWx0y1z2A3BcD4eFgHi']
 
 
 @pytest.mark.parametrize('key', KEYS)
@@ -155,12 +184,25 @@ def test_passwords_in_addresses_are_refused_and_ordinary_values_are_not():
         with pytest.raises(ValueError, match='base_url looks like') as e:
             no_secrets(dict(base_url=url))
         assert 'hunter2' not in str(e.value)
-    no_secrets(dict(a=[
-        'runs/ppo~1', '/data/sk-learn-2024/models', 'alpaca_farm.world:pool', 'xai-org/grok-1',
-        'hf-internal-testing/tiny-random-LlamaForCausalLM', 'https://user.example.org:8443/a@b',
-        'gpt-4.1=meta-llama/Llama-3.1-8B-Instruct', 'http://localhost:8000/v1',
-        '~/.cache/huggingface/hub/models--a--b/snapshots/' + '9f'*20, 'a_judge.json#AKIA',
-        'VeryLongNameOfAModelInCamelCaseWithoutDigits'], b=dict(c=.1, d=None, e=[1, [2]])))
+    no_secrets(dict(a=ORDINARY, b=dict(c=.1, d=None, e=[1, [2]])))
+
+
+ORDINARY = [
+    'runs/ppo~1', '/data/sk-learn-2024/models', 'alpaca_farm.world:pool', 'xai-org/grok-1',
+    'hf-internal-testing/tiny-random-Qwen2MoeForSequenceClassification', 'gpt2@' + '0a1b'*10,
+    'https://user.example.org:8443/a@b', 'gpt-4.1=meta-llama/Llama-3.1-8B-Instruct',
+    'http://localhost:8000/v1', 'https://host/v1?api-version=2024-02-01&max_tokens=3',
+    '~/.cache/huggingface/hub/models--a--b/snapshots/' + '9f'*20, 'a_judge.json#AKIA',
+    'ann/policy@' + '9f'*20, '/models/blobs/sha256-' + '9f'*32, 'runs/lr1e4bs32ep3seed0warm10',
+    'VeryLongNameOfAModelInCamelCaseWithoutDigits', 'Qwen/Qwen3-235B-A22B-Instruct-2507-FP8',
+    'deepseek-ai/DeepSeek-R1-Distill-Qwen-32B', 'nvidia/Llama-3.1-Nemotron-70B-Instruct-HF',
+    'bartowski/Meta-Llama-3-8B-Instruct-Q4_K_M.gguf', 'run-20261126T120000Z', '20261126'*5,
+    'ft:gpt-4o-mini-2024-07-18:my-org:custom-suffix:AbC12dEf', 'secret_santa_conversations2024',
+    'us.anthropic.claude-3-7-sonnet-20250219-v1:0', 'instruction=question,output=answer',
+    'max_completion_tokens=4096', '{"enable_thinking": true, "date_string": "26 Nov 2026"}',
+    'a basic instruction-following model', 'the bearer of bad news', 'name@example.org',
+    'Write a poem about 20 keys and 3 passwords.', 'tatsu-lab/alpaca_farm:alpaca_noisy',
+    'data/train-00000-of-00001.parquet', 'q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj']
 
 
 @pytest.fixture
@@ -299,3 +341,22 @@ print('all is there')
                           text=True)
     assert 'all is there' in done.stdout, done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_a_clone_that_is_not_installed_makes_a_run_without_alpaca_eval(base, tmp_path, monkeypatch):
+    "A reward model of a file of labels; a judge that does not exist says what the package has."
+    import importlib
+    from alpaca_farm import __version__
+    from alpaca_farm.annotators import AnnotatorsConfig
+    def distribution(name, known=importlib.metadata.distribution):
+        if name.startswith('alpaca'): raise importlib.metadata.PackageNotFoundError(name)
+        return known(name)
+    def find_spec(name, *rest, known=importlib.util.find_spec):
+        return None if name == 'alpaca_eval' else known(name, *rest)
+    monkeypatch.setattr(importlib.metadata, 'distribution', distribution)
+    monkeypatch.setattr(importlib.util, 'find_spec', find_spec)
+    labels = shutil.copy(base/'annotators'/'preferences.json', tmp_path/'mine.json')
+    made = tiny.run('reward_model', base, tmp_path/'rm', preferences=str(labels))
+    assert made.config['versions']['alpaca_farm'] == __version__
+    with pytest.raises(ValueError, match='pip install alpaca-eval'):
+        AnnotatorsConfig(annotators='weighted_alpaca_eval_gpt4_turbo')

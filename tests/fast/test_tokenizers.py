@@ -1,22 +1,33 @@
 "Tokenizers as other people's models have them: ends of turns, special or missing tokens."
+import datetime
 import json
 
+import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models as parts, pre_tokenizers, processors, trainers
+from tokenizers import (Tokenizer, decoders, models as parts, normalizers, pre_tokenizers,
+    processors, trainers)
 from transformers import (LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
     Qwen2ForCausalLM)
 
 import tiny
 from alpaca_farm import dpo, sft
+from alpaca_farm.core.answers import sample_answers, SampleConfig
+from alpaca_farm.core.ask.completions import label_tokens
+from alpaca_farm.core.data.dialogues import turns_text
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.control import set_control_prefix
+from alpaca_farm.core.model.generation import generate, Sample
 from alpaca_farm.core.model.loading import model_path
 from alpaca_farm.core.model.models import load_policy, load_tokenizer
 from alpaca_farm.core.model.rewards import score_records
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.data.text import (decode, encode, encode_prompts, encode_responses,
-    end_token, end_tokens, set_template_arguments)
+from alpaca_farm.core.data.text import (build_prompt, decode, encode, encode_prompts,
+    encode_responses, end_token, end_tokens, set_template_arguments)
+from alpaca_farm.core.run.settings import Config
+from alpaca_farm.judging.judges import load_evaluators
+from alpaca_farm.judging.local_judges import LocalJudge
+from alpaca_farm.rrhf import candidate_tokens
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -118,8 +129,8 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
             text = tokenizer.apply_chat_template(turns, tokenize=False, **more)
             return tokenizer(text, add_special_tokens=False)['input_ids']
         assert prompt == written(turns[:1], add_generation_prompt=True)
-        joined = tokenizer.decode(prompt + answer).replace(' ', '')
-        assert tokenizer.decode(written(turns)).replace(' ', '').startswith(joined)
+        if family != 'qwen3':   # whose prompt has an empty thought, and whose turn has none
+            assert written(turns)[:len(prompt + answer)] == prompt + answer
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -246,7 +257,225 @@ def test_thoughts_are_no_part_of_an_answer(text, shown):
         assert decode(ids, tokenizer).replace('  ', ' ') == want, (family, text)
         if not opens or text != 'the': continue
         assert decode(ids, tokenizer, 'raw') == text
-        assert decode([*ids, end_token(tokenizer)], tokenizer) == text   # it has not thought
+        assert decode([*ids, end_token(tokenizer)], tokenizer) == ''   # the thought has no end
+
+
+NEWLINE = """{% for m in messages %}<|{{ m.role }}|>
+{{ m.content }}</s>
+{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+SPOKEN = """{% for m in messages %}{{ 'USER' if m.role == 'user' else 'ASSISTANT' }}: {{
+m.content }}{{ ' ' if m.role == 'user' else eos_token }}{% endfor %}{%
+if add_generation_prompt %}ASSISTANT:{% endif %}"""
+SPACED = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' -%}
+[INST] {{ m.content }} [/INST]{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"""
+SEGMENT = """{{ bos_token }}{% for m in messages %}{{ m.content }}{{
+'<|assistant|>' if m.role == 'user' else eos_token }}{% endfor %}"""
+FORMATS = dict(newline=NEWLINE, spoken=SPOKEN, spaced=SPACED, segment=SEGMENT,
+               alpaca='', raw='', dialogue='')
+KINDS = ['byte', 'byte_prefix', 'metaspace_first', 'metaspace_always', 'metaspace_never', 'legacy',
+         'replace', 'unigram_first', 'unigram_always', 'wordpiece']
+MARK = '\u2581'   # of SentencePiece, for a space
+
+
+def tokenizer_of(kind, chat=None):
+    "A small tokenizer of a family, trained on two sentences."
+    text = ['say the words to the other one\n\n    return 1 ### Response: The cup. It is Hello.',
+            'Human: USER Assistant: ASSISTANT Output (a) [INST] user assistant </s> 23456789']
+    special = ['<unk>', '<s>', '</s>', '<|user|>', '<|assistant|>']
+    given = dict(vocab_size=400, special_tokens=special, show_progress=False)
+    given['initial_alphabet'] = [chr(i) for i in range(33, 127)] + ['\n', MARK]
+    made, trainer = Tokenizer(parts.BPE(unk_token='<unk>')), trainers.BpeTrainer(**given)
+    family, _, scheme = kind.partition('_')
+    spaces = [decoders.Replace(MARK, ' '), decoders.Fuse()]
+    if family == 'byte':
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=scheme == 'prefix')
+        strip = [decoders.Strip(' ', 1, 0)] if scheme == 'prefix' else []
+        made.decoder = decoders.Sequence([decoders.ByteLevel(), *strip])
+        given['initial_alphabet'] = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(**given)
+    elif family == 'wordpiece':
+        made = Tokenizer(parts.WordPiece(unk_token='<unk>'))
+        made.pre_tokenizer, made.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(**given)
+    elif family in ('metaspace', 'unigram'):
+        if family == 'unigram':
+            made, trainer = Tokenizer(parts.Unigram()), trainers.UnigramTrainer(unk_token='<unk>',
+                                                                                **given)
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+        made.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    else:   # Llama 2's first tokenizer, and Gemma's
+        before = [normalizers.Prepend(MARK)] if family == 'legacy' else []
+        made.normalizer = normalizers.Sequence([*before, normalizers.Replace(' ', MARK)])
+        made.pre_tokenizer = pre_tokenizers.Split(MARK, 'merged_with_next')
+        strip = [decoders.Strip(' ', 1, 0)] if family == 'legacy' else []
+        made.decoder = decoders.Sequence([*spaces, *strip])
+    made.train_from_iterator(text * 3, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token='<unk>', bos_token='<s>', eos_token='</s>',
+        extra_special_tokens=special[3:])
+    tokenizer.chat_template = chat or None
+    return tokenizer
+
+
+@pytest.mark.parametrize('form', FORMATS)
+@pytest.mark.parametrize('kind', KINDS)
+def test_prompt_and_answer_have_the_tokens_of_the_whole_text(kind, form):
+    "With the turns behind them; where a token would span the border, the prompt's stay."
+    tokenizer, spanned = tokenizer_of(kind, FORMATS[form]), []
+    template = dict(alpaca='alpaca', raw='raw', dialogue='raw').get(form, 'auto')
+    asked = [dict(role='user', content='say it.')]
+    record = dict(messages=asked) if form == 'dialogue' else dict(instruction='say it.')
+    ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
+    for text in ('The cup.', '    return 1', '  It is', 'the words\n  one', ''):
+        prompt, = encode_prompts([record], tokenizer, template)
+        answer, = encode_responses([text], tokenizer, True, template, [record])
+        if kind != 'wordpiece': assert decode(answer, tokenizer, template, record) == text
+        if FORMATS[form]:
+            turns = [*asked, dict(role='assistant', content=text), *asked]
+            whole = ids(tokenizer.apply_chat_template(turns, tokenize=False))
+        else:
+            space = ' ' if form == 'dialogue' and text else ''
+            written = build_prompt(record, tokenizer, template) + space + text
+            whole = ids(written) + [tokenizer.eos_token_id]
+        if whole[:len(prompt)] != prompt: spanned.append(text)
+        else: assert whole[:len(prompt + answer)] == prompt + answer, text
+    assert not spanned or (kind.startswith('byte') and form == 'newline')
+
+
+def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypatch):
+    "In what is trained and ranked; and what is sampled is read without it."
+    tokenizer, turns = build('bare'), [dict(role='user', content='say it')]
+    record = dict(messages=turns, output='the words')
+    text = turns_text([*turns, dict(role='assistant', content='the words')])
+    want = [*tokenizer(text)['input_ids'], tokenizer.eos_token_id]
+    _, (prompt,), ((answer,),) = encode([record], ('output',), tokenizer, 250)
+    assert tokenizer.decode(prompt).endswith('Assistant:') and prompt + answer == want
+    query = dict(record, output=['the words'], ended=[True])
+    assert candidate_tokens(query, tokenizer) == [answer]
+    samples = lambda *given, **how: [[Sample(answer, [0.] * len(answer), True)]]
+    monkeypatch.setattr('alpaca_farm.core.answers.generate', samples)
+    said, = sample_answers(None, tokenizer, [record], SampleConfig(max_prompt=99))
+    assert said['output'] == ['the words']
+
+
+@pytest.mark.parametrize('kind', [k for k in KINDS if 'unigram' not in k])   # they are its pieces
+def test_special_tokens_in_an_answer_stay_text_for_every_tokenizer(kind):
+    for form in ('newline', 'segment'):
+        tokenizer = tokenizer_of(kind, FORMATS[form])
+        answer, = encode_responses(['the</s> <s>one'], tokenizer)
+        special = tokenizer.eos_token_id, tokenizer.bos_token_id
+        assert [i for i in answer if i in special] == [tokenizer.eos_token_id]
+        if kind != 'wordpiece': assert decode(answer, tokenizer) == 'the</s> <s>one'
+        prompt, = encode_prompts([dict(instruction='say</s>it')], tokenizer)
+        if kind not in ('wordpiece', 'legacy') and 'always' not in kind and 'prefix' not in kind:
+            assert 'say</s>it' in tokenizer.decode(prompt, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_labels_of_a_local_judge_are_those_behind_its_prompt(kind, tmp_path):
+    tokenizer = tokenizer_of(kind, NEWLINE)
+    folder = save(tmp_path, tokenizer, len(tokenizer), positions=2000)
+    evaluators = load_evaluators('open_pool', {'meta-llama/Llama-3.1-8B-Instruct': folder})
+    judge = LocalJudge(evaluators[0], Config(device='cpu'))
+    pair = dict(instruction='say it', input='', output_1='the words', output_2='one')
+    text = tokenizer.apply_chat_template(judge.prompt(pair), tokenize=False,
+                                         add_generation_prompt=True)
+    a, b = (tokenizer(text + label, add_special_tokens=False)['input_ids'] for label in 'ab')
+    shared, labels = label_tokens(judge.prompt(pair), 'ab', tokenizer)
+    if kind != 'byte_prefix': assert [shared + label for label in labels] == [a, b]
+    with torch.no_grad(): logits = judge.writer.model(torch.tensor([shared])).logits[0, -1]
+    chances = logits[[label[0] for label in labels]].softmax(0)
+    np.testing.assert_allclose(judge([pair]), 1 + chances[1].item(), rtol=1e-4)
+
+
+OPENED = CHATML[:-len('{% endif %}')] + '<think>\n{% endif %}'
+THOUGHTS = OPENED.replace('{{ m.content }}', """{% if loop.last and m.role == 'assistant' -%}
+<think>\n\n</think>\n\n{% endif %}{{ m.content }}""")
+
+
+@pytest.mark.parametrize('chat', [OPENED, THOUGHTS])
+@pytest.mark.parametrize('family', ['qwen3', 'chatml_base'])
+def test_a_thought_that_the_prompt_opens_is_closed_before_an_answer(family, chat):
+    "As the template writes it; where it drops the thought, an empty one is closed."
+    tokenizer, record = build(family), dict(instruction='say it')
+    tokenizer.chat_template = chat
+    prompt, = encode_prompts([record], tokenizer)
+    answer, own = encode_responses(['the words', '<think>\nsay\n</think>\n\nthe words'], tokenizer)
+    start = '<|im_start|>user\nsay it<|im_end|>\n<|im_start|>assistant\n<think>\n'
+    assert tokenizer.decode(prompt) == start
+    turns = [dict(role='user', content='say it'), dict(role='assistant', content='the words')]
+    whole = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False))['input_ids']
+    assert (whole[:len(prompt + answer)] == prompt + answer) == (chat == THOUGHTS)
+    assert tokenizer.decode(answer) == '\n</think>\n\nthe words<|im_end|>'
+    if family == 'qwen3': assert tokenizer.convert_tokens_to_ids('</think>') in answer
+    assert tokenizer.decode(own) == 'say\n</think>\n\nthe words<|im_end|>'
+    for ids in (answer, own): assert decode(ids, tokenizer) == 'the words'
+    for ids in (answer[-3:], answer[-3:-1]): assert decode(ids, tokenizer) == ''   # not closed
+
+
+DATED = """{%- if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') -%}
+{% endif -%}"""
+
+
+def test_a_date_in_a_template_is_one_date(tmp_path, monkeypatch, capsys):
+    "On any day; the run says which, and keeps it."
+    tokenizer, days = build('chatml_base'), []
+    tokenizer.chat_template = DATED + '{{ date_string }}' + CHATML
+    folder = save(tmp_path/'base', tokenizer)
+    for day in (1, 2):
+        class Clock(datetime.datetime):
+            @classmethod
+            def now(cls, tz=None): return cls(2026, 11, day)
+        monkeypatch.setattr('transformers.utils.chat_template_utils.datetime', Clock)
+        loaded = load_tokenizer(folder)
+        days.append(build_prompt(dict(instruction='say it'), loaded))
+        assert capsys.readouterr().out.count('writes a date: it is always 2024-07-26') == 1
+    assert days[0] == days[1] and days[0].startswith('26 Jul 2024<|im_start|>')
+    set_template_arguments(loaded, dict(strftime_now='2025-01-31'))
+    loaded.save_pretrained(folder)
+    capsys.readouterr()
+    loaded = load_tokenizer(folder)
+    assert build_prompt(dict(instruction='say it'), loaded).startswith('31 Jan 2025')
+    set_template_arguments(loaded, dict(date_string='today'))
+    assert build_prompt(dict(instruction='say it'), loaded).startswith('today<')
+    assert capsys.readouterr().out == ''
+    with pytest.raises(ValueError, match="strftime_now = 'x' is no date. Write it as"):
+        load_tokenizer(folder, arguments=dict(strftime_now='x'))
+
+
+@pytest.mark.parametrize('given, fine', [
+    ("{% set tone = 'dry' %}", False), ('', False), ("{% set tone = tone or 'dry' %}", True),
+    ("{% if tone is not defined %}{% set tone = 'dry' %}{% endif %}", True),
+    ("{% for m in messages %}{% set tone = 'dry' %}{% endfor %}", True)])
+def test_a_template_argument_that_is_overwritten_is_refused(given, fine):
+    tokenizer = build('chatml_base')
+    shown = '{{ tone }}' if given else ''
+    tokenizer.chat_template = f'{given}{shown}{CHATML}{{% generation %}}{{% endgeneration %}}'
+    if not fine:
+        with pytest.raises(ValueError, match='^template_arguments: tone is not read by .*$'):
+            set_template_arguments(tokenizer, dict(tone='kind'))
+        return
+    set_template_arguments(tokenizer, dict(tone='kind'))
+    assert build_prompt(dict(instruction='say it'), tokenizer).startswith('kind<')
+
+
+def test_of_several_templates_the_default_is_used_everywhere(tmp_path):
+    one, several = build('chatml_base'), build('chatml_base')
+    several.chat_template = dict(default=CHATML, tool_use='no {{ messages[0].content }}')
+    assert end_token(several) == end_token(one)
+    records = [dict(instruction='say it')]
+    folders = [save(tmp_path/name, t) for name, t in (('one', one), ('several', several))]
+    one, loaded = (load_tokenizer(folder) for folder in folders)
+    assert loaded.chat_template == one.chat_template
+    for tokenizer in (one, several, loaded):
+        tokenizer.add_tokens(['<good>'], special_tokens=True)
+        set_control_prefix(tokenizer, '<good>', 2)
+        assert build_prompt(records[0], tokenizer).startswith('<good><good><|im_start|>user')
+    loaded.save_pretrained(tmp_path/'trained')
+    assert load_tokenizer(save(tmp_path/'trained', loaded)).chat_template == one.chat_template
+    several.chat_template = dict(rag=CHATML, tool_use=CHATML)
+    with pytest.raises(ValueError, match='no default'): load_tokenizer(save(tmp_path/'x', several))
 
 
 def test_a_system_turn_that_the_template_refuses_stands_before_the_users():

@@ -5,7 +5,9 @@ import shutil
 import pytest
 import tiny
 import torch
+from peft import get_peft_model, LoraConfig, PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from alpaca_farm import ppo, reward_model, sft
 from alpaca_farm.core.model.adapters import (add_adapter, base_of, lora_config, merge, own_weights,
@@ -93,10 +95,8 @@ def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
     torch.testing.assert_close(sequence_logprobs(unmerged, batch),
                                sequence_logprobs(merged, batch), rtol=1e-4, atol=1e-4)
     assert read_summary(cfg.out)['nll'] < read_summary(cfg.out)['nll_before']
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-    by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base/'world/model'),
-                                        tmp_path/'sft/adapter').eval()
+    plain = AutoModelForCausalLM.from_pretrained(base/'world/model', trust_remote_code=False)
+    by_peft = PeftModel.from_pretrained(plain, tmp_path/'sft/adapter').eval()
     with torch.no_grad():
         torch.testing.assert_close(by_peft(batch['ids']).logits, merged(batch['ids']).logits,
                                    rtol=1e-3, atol=1e-4)
@@ -191,6 +191,51 @@ def test_experts_with_adapters_are_merged(name):
 def test_what_peft_cannot_adapt_is_refused_by_the_setting():
     with pytest.raises(ValueError, match='lora_targets = all-linear: .*out_proj'):
         add_adapter(tiny.family('falcon_h1'), 'policy', lora_config(config_of(lora_rank=3)))
+
+
+@pytest.mark.parametrize('family, targets, message', [
+    ('llama', 'q_proj, embed_tokens', 'embed_tokens is no linear layer'),
+    ('llama', 'q_proj, lm_head', 'lm_head is no linear layer'),
+    ('llama', 'q_proj, v_prog', 'v_prog is no .* Did you mean v_proj?'),
+    ('llama', 'v_prog', 'v_prog is no .* Did you mean v_proj?'),
+    ('llama', 'q_proj, norm', 'RMSNorm.* not supported'), ('gpt2', 'c_attn, wte', 'wte is no'),
+    ('mixtral', 'q_proj, w1', 'without also targeting w3'),
+    ('mixtral', 'experts, q_proj', 'Experts')])
+def test_targets_without_an_adapter_are_refused_by_name(family, targets, message):
+    "In one line, and not passed over."
+    config = lora_config(config_of(lora_rank=3, lora_targets=targets))
+    with pytest.raises(ValueError, match=message) as e:
+        add_adapter(tiny.family(family), 'policy', config)
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('family, targets, count', [
+    ('llama', 'q_proj, layers.1.mlp.up_proj', 3), ('gpt2', 'c_attn', 2),
+    ('mixtral', 'q_proj, w1, w2, w3', 6)])
+def test_all_targets_are_trained(family, targets, count):
+    "Those of experts as the two matrices that hold all of them."
+    config = lora_config(config_of(lora_rank=3, lora_targets=targets))
+    weights = own_weights(add_adapter(tiny.family(family), 'policy', config))
+    assert len(weights) == 2*count and all(p.requires_grad for p in weights.values())
+
+
+@pytest.mark.parametrize('targets, refused', [(['q_proj', 'embed_tokens'], 'embed_tokens'),
+    (['q_proj', 'lm_head'], 'lm_head'), (['q_proj', 'query'], '')])
+def test_an_adapter_from_elsewhere_is_read_whole_or_refused(base, tmp_path, targets, refused):
+    "Targets that the model lacks have no weights in it."
+    shutil.copytree(base/'world'/'model', tmp_path/'it', ignore=lambda *_: ['model.safetensors'])
+    plain = AutoModelForCausalLM.from_pretrained(base/'world'/'model', trust_remote_code=False)
+    settings = LoraConfig(target_modules=targets, init_lora_weights=False)
+    made = get_peft_model(plain, settings).eval()
+    made.save_pretrained(tmp_path/'it')
+    if refused:
+        with pytest.raises(ValueError, match=f'no place for .*{refused}'):
+            load_policy(str(tmp_path/'it'), config('sft', base))
+    else:
+        ids = torch.arange(3, 15)[None]
+        policy, _ = load_policy(str(tmp_path/'it'), config('sft', base))
+        with torch.no_grad():
+            torch.testing.assert_close(policy(ids).logits, made(ids).logits, atol=1e-5, rtol=1e-4)
 
 
 def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):

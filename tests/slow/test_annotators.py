@@ -147,22 +147,20 @@ run(AnnotatorsConfig(**json.loads(sys.argv[1])))
 @pytest.mark.parametrize('nameless', [False, True])
 def test_a_batch_outlives_its_process(tmp_path, nameless):
     "Its answers are read later, with or without the setting; by its file where its name is lost."
-    with judge_server(batch_seconds=4.) as server:
+    with judge_server(batch_seconds=3600.) as server:
         cfg = annotation(tmp_path, server, batch=True, prices=prices(tmp_path))
         started = subprocess.Popen([sys.executable, '-c', WAITS, json.dumps(vars(cfg))],
                                    env=tiny.environment(), stdout=subprocess.DEVNULL)
-        while not sent_batches(server): time.sleep(.05)
-        time.sleep(.2)
+        store = Store(cfg.store)
+        while not store.run('select 1 from batches where name not null'): time.sleep(.05)
         started.send_signal(signal.SIGKILL)
         started.wait()
-        if nameless:
-            store = Store(cfg.store)
-            store.run('update batches set name = null')
-            store.close()
+        if nameless: store.run('update batches set name = null')
+        store.close()
         later = replace(cfg, batch=nameless)
         if not nameless:
             with pytest.raises(ValueError, match='under way in the batch'): run(later)
-            time.sleep(4)
+        server.set(batch_seconds=0.)
         run(later)
         assert sum('batch' in r for r in server.requests()) == 40, 'the batch was sent again'
     assert summary(cfg)['labels'] == 40

@@ -1,10 +1,16 @@
 "The client: what belongs to a key, who waits for whom, what stops it, and what it never shows."
+import os
 import re
+import resource
+import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai   # takes a second or two the first time
+import psutil
 import pytest
 
 import tiny
@@ -27,12 +33,13 @@ def shared():
 def server(shared, monkeypatch, tmp_path):
     "One for all tests, as if new; and no store among the project's runs."
     monkeypatch.setattr('alpaca_farm.core.ask.client.at_root', lambda path: tmp_path/path)
-    shared.set(faults={}, latency=0., template='Output ({letter})', batch_seconds=.1)
+    shared.set(faults={}, latency=0., template='Output ({letter})', batch_seconds=.1,
+               usage=None)
     return shared
 
 
 def client_of(tmp_path, server, **more):
-    usual = dict(base_url=server.url, store=str(tmp_path/'answers.sqlite'), tries=3, timeout=5.)
+    usual = dict(base_url=server.url, store=str(tmp_path/'answers.sqlite'), tries=3)
     return ApiClient(ApiConfig(**usual | more))
 
 
@@ -48,7 +55,7 @@ def texts(answers): return [a and a['choices'][0]['message']['content'] for a in
 def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys, batch):
     "In a refusal, a batch's errors, and an answer's text: neither printed nor in any file."
     server.set(faults={'echo': {'p': 0, 'always_for': 'Say word 3\\.'}},
-               template='Output ({letter}) says %s' % KEY)
+               template='It says %s.\nOutput ({letter})' % KEY)
     cfg = annotation(tmp_path, server, n=8, batch=batch)
     run(cfg)
     assert summary(cfg)['labels'] == 7
@@ -98,27 +105,33 @@ def test_a_refused_key_does_not_release_a_batch(tmp_path):
 ASKS = '''
 import sys; sys.path[:0] = {tests!r}
 from test_client import asked, ApiClient, ApiConfig
-client = ApiClient(ApiConfig(base_url={url!r}, store={store!r}, concurrency=2, tries=3))
-assert None not in client(asked(12))
+client = ApiClient(ApiConfig(base_url={url!r}, store={store!r}, concurrency={at_a_time}, tries=3))
+assert None not in client(asked({n}))
 print(client.tally.asked, client.tally.known)
 '''
+
+
+def code_of(tmp_path, server, n=12, at_a_time=2):
+    return ASKS.format(tests=[f'{tiny.ROOT}/tests/slow', f'{tiny.ROOT}/tests'], url=server.url,
+                       store=str(tmp_path/'a.sqlite'), n=n, at_a_time=at_a_time)
+
+
+def start(code):
+    return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True,
+                            env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
 
 
 @pytest.mark.parametrize('killed', [False, True])
 def test_two_processes_that_ask_the_same_pay_once(tmp_path, killed):
     "The second waits, and finds the answers; if the first is killed, it asks for the rest."
     with judge_server(latency=1.) as server:
-        code = ASKS.format(tests=[f'{tiny.ROOT}/tests/slow', f'{tiny.ROOT}/tests'],
-                           url=server.url, store=str(tmp_path/'a.sqlite'))
-        def start():
-            return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE,
-                                    text=True, env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
-        with start() as one:
+        code = code_of(tmp_path, server)
+        with start(code) as one:
             while not server.requests(): time.sleep(.02)
-            with start() as two:
+            with start(code) as two:
                 while killed and server.counts()['ok'] < 4: time.sleep(.02)
                 if killed: one.kill()
-                said = two.communicate(timeout=60)[0]
+                said = two.communicate(timeout=600)[0]
         asked_now, known = map(int, said.split()[-2:])
         assert asked_now + known == 12 and (asked_now > 0) == killed
         assert server.counts()['ok'] <= 12 + 2*killed
@@ -178,13 +191,16 @@ def test_the_forecast_counts_both_orders(tmp_path, server, capsys):
 
 
 def test_nothing_readable_stops_early(tmp_path, server):
-    "Not after all pairs are paid for; one answer that can be read is enough to go on."
+    "Not after all pairs are paid for, and not once the server is mended; one is enough to go on."
     server.set(template='I like the {letter} one.')
-    cfg = annotation(tmp_path, server, n=60, concurrency=4)
+    cfg = annotation(tmp_path, server, n=100, concurrency=4)
     before = len(server.requests())
-    for _ in range(2):   # what is stored is not paid for again
+    for times in (1, 2):
         with pytest.raises(ValueError, match='none of 20 answers.*I like the'): run(cfg)
-        assert 20 <= len(server.requests()) - before < 30
+        assert 20*times <= len(server.requests()) - before < 30*times
+    server.set(template='Output ({letter})')
+    run(cfg)
+    assert summary(cfg)['labels'] == summary(cfg)['asked'] == 100
     client = client_of(tmp_path, server)
     client(asked(1))
     assert None not in client(asked(30), readable=lambda i, answer: i == 0)
@@ -192,7 +208,7 @@ def test_nothing_readable_stops_early(tmp_path, server):
 
 def test_what_a_batch_may_cost_counts_while_it_is_under_way(tmp_path, server):
     "A start that was killed has sent a batch; the next one does not send as much again."
-    server.set(batch_seconds=60.)
+    server.set(batch_seconds=3600.)
     client = client_of(tmp_path, server, out=str(tmp_path/'run'), budget=.3,
                        prices=prices(tmp_path, '[1000, 1000]'))
     requests = asked(18, max_tokens=10)
@@ -206,6 +222,25 @@ def test_what_a_batch_may_cost_counts_while_it_is_under_way(tmp_path, server):
     answers = client(requests)
     assert answers[:9] == [None]*9 and client.tally.stopped
     assert 0 < sum(a is not None for a in answers[9:]) < 6
+
+
+def test_a_large_store_is_neither_loaded_nor_searched(tmp_path):
+    "40,000 answers to requests of 2 kB: memory, and SQLite's operations for a few of them."
+    store = Store(tmp_path/'a.sqlite')
+    store.run('begin')
+    store.db.executemany('insert into answers values (?, ?, 1., ?)',
+                         [(b'%08d' % i, '{"text": "yes"}', i) for i in range(40_000)])
+    store.db.executemany('insert into requests values (?, ?)',
+                         [(b'%08d' % i, 'x'*2000) for i in range(40_000)])
+    store.run('commit')
+    store.close()
+    me, thousands = psutil.Process(), []
+    before = me.memory_info().rss
+    store = Store(tmp_path/'a.sqlite')
+    store.db.set_progress_handler(lambda: thousands.append(1), 1000)
+    assert len(store.get([b'%08d' % i for i in range(0, 40_000, 400)])) == 100
+    assert store.mean_seconds() == 1.
+    assert len(thousands) < 10 and me.memory_info().rss - before < 20 * 2**20
 
 
 def test_the_answer_of_a_batch_is_paid_for_once(tmp_path):
@@ -223,3 +258,221 @@ def test_a_line_of_a_batch_in_another_form_is_a_reason(tmp_path, server, respons
     client.begin({b'key': asked(1)[0]})
     _store_line(client, dict(custom_id=b'key'.hex(), response=response), client.todo)
     assert client.tally.failed[b'key']
+
+
+def wait_for(server, n):
+    "Until a server has received n requests."
+    while len(server.requests()) < n: time.sleep(.02)
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_waits_for_what_is_under_way_and_nothing_is_paid_twice(tmp_path, number):
+    with judge_server(latency=3.) as server:
+        code = code_of(tmp_path, server, 40, 16)
+        with start(code) as one:
+            wait_for(server, 1 + 16)   # the first goes alone
+            one.send_signal(number)
+            said = one.communicate(timeout=60)[0]
+        assert one.returncode == -number and 'waiting for 16 answers under way' in said
+        assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 17
+        server.set(latency=0.)
+        with start(code) as two: said = two.communicate(timeout=60)[0]
+        assert said.split()[-2:] == ['23', '17'] and server.counts()['ok'] == 40
+        assert 'were under way' not in said
+
+
+def test_a_second_signal_ends_at_once_and_what_was_under_way_is_told(tmp_path):
+    "As after a kill: with its number, before it is asked again."
+    with judge_server() as server:
+        code = code_of(tmp_path, server, 20, 8)
+        for kill in (False, True):
+            server.set(faults={'timeout': {'p': 1}} if kill else
+                       {'timeout': {'p': 0, 'always_for': 'Say word 1?[1-9]'}})
+            with start(code) as one:
+                before = len(server.requests())
+                wait_for(server, before + (1 if kill else 9))
+                if kill: one.kill()
+                else:
+                    one.send_signal(signal.SIGINT)
+                    assert any('waiting for 8' in line for line in one.stdout)
+                    one.send_signal(signal.SIGINT)
+                said = one.communicate(timeout=60)[0]   # not the two minutes of a time-out
+            if kill: assert '8 requests were under way when an earlier start was ended' in said
+        server.set(faults={})
+        with start(code) as two: said = two.communicate(timeout=60)[0]
+        assert re.search(r'(\d+) requests were under way when', said)[1] == '8'
+        with start(code) as three: assert 'were under way' not in three.communicate(timeout=60)[0]
+
+
+def test_signals_are_those_of_before_after_a_call_and_in_a_thread(tmp_path, server):
+    server.set(latency=.2)
+    client, seen = client_of(tmp_path, server, concurrency=4), []
+    def seen_here(number, frame): seen.append(number)
+    def send(number, received):
+        wait_for(server, received)
+        os.kill(os.getpid(), number)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        before = signal.signal(number, seen_here)
+        try:
+            threading.Thread(target=send, args=[number, len(server.requests()) + 2]).start()
+            with pytest.raises(KeyboardInterrupt): client(asked(40, seed=int(number)))
+            assert signal.getsignal(number) is seen_here and seen.pop() == number
+        finally: signal.signal(number, before)
+    with ThreadPoolExecutor(1) as thread:
+        assert None not in thread.submit(client, asked(2, seed=1)).result()
+
+
+def test_the_interrupt_button_of_a_notebook_waits_too(tmp_path):
+    from jupyter_client.manager import start_new_kernel
+    with judge_server(latency=3.) as server:
+        kernel, client = start_new_kernel(env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
+        try:
+            client.execute(code_of(tmp_path, server, 40, 16))
+            wait_for(server, 1 + 16)
+            kernel.interrupt_kernel()
+            said, error = '', ''
+            while not error:
+                content = client.get_iopub_msg(timeout=60)['content']
+                said, error = said + content.get('text', ''), content.get('ename', '')
+        finally:
+            client.stop_channels()
+            kernel.shutdown_kernel(now=True)
+        assert error == 'KeyboardInterrupt' and 'waiting for 16 answers under way' in said
+        assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 17
+
+
+BAD_COUNTS = [dict(prompt_tokens=n, completion_tokens=m) for n, m in (
+    (-5, -10**6), ('many', 'more'), (10**400, 1), (7, float('nan')), (True, [2]))]
+
+
+@pytest.mark.parametrize('usage', [*BAD_COUNTS, [1, 2], 'none'], ids=lambda u: str(u)[:40])
+def test_numbers_of_tokens_that_cannot_be(tmp_path, server, capsys, usage):
+    "The answers are stored, each is paid for once, and the budget gets nothing back."
+    server.set(usage=usage)
+    before = len(server.requests())
+    client = client_of(tmp_path, server, prices=prices(tmp_path, '[1000, 1000]'), budget=9.,
+                       out=str(tmp_path/'run'))
+    assert None not in client(asked(3, max_tokens=10)) and len(server.requests()) == before + 3
+    assert capsys.readouterr().out.count('the price of an answer is estimated') == 1
+    most = sum(map(client.highest_price, asked(3, max_tokens=10)))
+    assert client.tally.dollars == pytest.approx(most)
+    assert client.store.dollars_paid(client.run_name) == pytest.approx(most)
+
+
+@pytest.mark.parametrize('fault', ['nested', 'badutf8'])
+def test_a_good_answer_in_bad_json_is_used_and_paid_for_once(tmp_path, server, fault):
+    server.set(faults={fault: {'p': 0, 'always_for': 'Say word 1\\.'}})
+    before = len(server.requests())
+    client = client_of(tmp_path, server)
+    first = client(asked(3))
+    assert None not in texts(first) and len(server.requests()) == before + 3
+    assert client_of(tmp_path, server)(asked(3)) == first and len(server.requests()) == before + 3
+
+
+def test_a_line_of_a_batch_that_is_no_json_leaves_the_others(tmp_path, server):
+    server.set(faults={'badjson': {'p': 0, 'always_for': 'Say word 1\\.'}})
+    client = client_of(tmp_path, server, batch=True)
+    assert [a is None for a in client(asked(3))] == [False, True, False]
+    assert 'has completed' in client.tally.open and not client.store.open_batches(client.server)
+
+
+def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path):
+    "A run that this one needs, in a process of its own."
+    code = """
+import sys; from alpaca_farm.core.run.inputs import build
+build('annotators', **eval(sys.argv[1]))
+"""
+    with judge_server(latency=3.) as server:
+        cfg = annotation(tmp_path, server, concurrency=8)
+        names = 'out outputs annotators label_flip base_url store models concurrency'.split()
+        given = repr({name: getattr(cfg, name) for name in names})
+        with subprocess.Popen([sys.executable, '-c', code, given],
+                              env=tiny.environment(PYTHONPATH=str(tiny.ROOT))) as one:
+            wait_for(server, 1 + 8)
+            one.send_signal(signal.SIGINT)
+        assert len(Store(cfg.store)) == len(server.requests()) == 9
+
+
+def test_what_fails_behind_an_answer_keeps_the_others(tmp_path, server):
+    "Here the parser: what was under way is stored, and the error names what went wrong."
+    server.set(latency=.3)
+    client, before = client_of(tmp_path, server, concurrency=8), len(server.requests())
+    def readable(i, answer): return 1/0 if i == 3 else False
+    with pytest.raises(ValueError, match='division by zero'): client(asked(20), readable=readable)
+    assert len(client.store) == len(server.requests()) - before
+
+
+def test_a_dripping_endpoint_meets_the_time_limit(tmp_path, server):
+    server.set(faults={'drip': {'p': 0, 'always_for': 'Say word 1\\.'}})
+    client = client_of(tmp_path, server, timeout=4., tries=2)
+    before = server.counts()
+    assert [a is None for a in client(asked(3))] == [False, True, False]
+    assert 'timed out' in client.tally.open
+    assert server.counts() - before == dict(ok=2, drip=2)
+
+
+@pytest.mark.parametrize('fault', ['timeout', 'reset', '503', 'badjson'])
+def test_a_dead_endpoint_is_asked_a_few_times(tmp_path, capsys, fault):
+    "However many requests there are; also one that dies later, and one that comes back."
+    with judge_server(faults={fault: 1.}) as server:
+        timeout = 1. if fault == 'timeout' else 30.
+        with pytest.raises(ValueError, match='no answer from .*Run again when it answers'):
+            client_of(tmp_path, server, timeout=timeout)(asked(60))
+        assert sum(server.counts().values()) <= 11   # one after the other
+        assert 'does not answer: one request at a time' in capsys.readouterr().out
+        if fault == 'timeout': return   # of a second, which a busy machine may take to answer
+        server.set(faults={})
+        client = client_of(tmp_path, server, timeout=timeout)
+        client(asked(5))
+        server.set(faults={fault: 1.})
+        before = sum(server.counts().values())
+        with pytest.raises(ValueError, match='5 answers were stored'): client(asked(500))
+        assert sum(server.counts().values()) - before <= 64 + 11
+        before = sum(server.counts().values())
+        with ThreadPoolExecutor(1) as thread:
+            asking = thread.submit(client, asked(60, seed=1))
+            while sum(server.counts().values()) < before + 3: time.sleep(.01)
+            server.set(faults={})
+            assert None not in asking.result()
+
+
+def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, server, capsys):
+    server.set(faults={'empty': {'p': 0, 'always_for': 'Say word [12]\\.'}})
+    def drop(said):
+        command = re.search(r'drop them first: python -c "(.*)"', said)[1]
+        subprocess.run([sys.executable, '-c', command], check=True,
+                       env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
+    client = client_of(tmp_path, server)
+    for _ in range(2):
+        assert texts(client_of(tmp_path, server)(asked(4))).count(None) == 2
+        said = capsys.readouterr().out
+        assert '2 answers are empty (finish_reason content_filter)' in said
+    server.set(faults={})
+    drop(said)
+    assert len(client.store) == 2 and None not in texts(client(asked(4)))
+    for text in ('{"choi', 'null', '{}', '{"choices": []}'):
+        client.store.run('update answers set answer = ? where key = ?',
+                         (text, client.keys(asked(1))[0]))
+        with pytest.raises(ValueError, match='1 stored answers are damaged') as e: client(asked(4))
+        drop(str(e.value))
+        assert None not in client(asked(4))
+
+
+def test_a_full_disk_and_too_many_files_name_the_remedy(tmp_path, server):
+    client = client_of(tmp_path, server)
+    client(asked(1))
+    client.store.run(f'pragma max_page_count = {client.store.run("pragma page_count")[0][0] + 2}')
+    with pytest.raises(ValueError, match=r'answers\.sqlite: the disk is full.*free some space'):
+        client(asked(300))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    server.set(latency=.3)
+    again = client_of(tmp_path, server, store=str(tmp_path/'b.sqlite'))
+    try:
+        free = set(range(1000)) - set(map(int, os.listdir('/proc/self/fd')))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (sorted(free)[16], hard))
+        with pytest.raises(ValueError, match='too many open files.*ulimit -n.*concurrency'):
+            again(asked(300))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        with pytest.raises(OSError, match=r'c\.sqlite: too many open files'):
+            Store(tmp_path/'c.sqlite')
+    finally: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

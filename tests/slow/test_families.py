@@ -136,7 +136,7 @@ def test_dpo(name, tmp_path):
     cfg = dpo.DPOConfig(policy=checkpoint(name), preferences=data(), data=data(),
                         out=str(tmp_path/'dpo'), device='cpu', batch_size=6)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    labelled = dpo.LabelledAnswers(cfg, tokenizer)
+    labelled = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
     labelled.add_reference(policy)
     batch = labelled.labelled_batch(labelled.order[0])
     figures = dpo.dpo_step(policy, batch, cfg)
@@ -205,6 +205,14 @@ def test_an_encoder_scores(name, tmp_path, capsys):
     value = ppo.value_model(cfg, torch.nn.Module())
     assert 'another vocabulary than the policy' in capsys.readouterr().out
     assert value.config.model_type == 'llama'
+
+
+@pytest.mark.parametrize('name', ['bert', 'deberta-v2', 'roberta'])
+def test_an_encoder_in_bfloat16_has_a_classifier_in_float32(name, tmp_path):
+    "Its scores are as many as the texts."
+    folder, *_ = encoder(tmp_path, name)
+    records = [dict(instruction='say', output=f'{i} of {i*i}') for i in range(200)]
+    assert len(set(reward(folder, sft.SFTConfig(device='cpu', dtype='bfloat16'))(records))) == 200
 
 
 def test_a_model_of_another_kind_is_refused_by_name(tmp_path):

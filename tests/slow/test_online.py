@@ -24,7 +24,8 @@ torch.set_num_threads(1)
 def test_group_run(base, tmp_path, advantage):
     "No value model; the first ratio is 1; parts of a batch change nothing."
     logs = [read_log(tiny.run('ppo', base, tmp_path/str(micro), micro_batch_size=micro,
-                              advantage=advantage, group_size=4, eval_split='').folder)
+                              advantage=advantage, group_size=4, missing_eos='',
+                              eval_split='').folder)
             for micro in (0, 3)]
     assert all(abs(r['first_ratio'] - 1) < 1e-5 and 'value_loss' not in r for r in logs[0])
     for a, b in zip(*logs):

@@ -16,7 +16,7 @@ def config(tmp_path, server=None, n=30, baseline='gpt-4-0314', **more):
     data = tmp_path/'eval.json'
     data.write_text(json.dumps([dict(instruction=f'Say word {i}.', input='loudly' * (i % 2),
                                      dataset='own') for i in range(n)]))
-    usual = dict(out=str(tmp_path/'run'), data=str(data), baseline=baseline, tries=2, timeout=5.,
+    usual = dict(out=str(tmp_path/'run'), data=str(data), baseline=baseline, tries=2,
                  store=str(tmp_path/'a.sqlite'), base_url=server.url if server else '',
                  models=[f'{b}=judge' for b in BASELINES])
     return OpenaiBaselinesConfig(**usual | more)

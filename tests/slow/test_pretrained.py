@@ -132,6 +132,13 @@ def test_reward_model(home, tmp_path):
         recovered(home, 'reward-model-sim', tmp_path/'wrong')
 
 
+def test_a_run_killed_before_its_summary_is_written_is_made_again(home, tmp_path):
+    for _ in range(2):
+        weights = next(recovered(home[0], 'sft10k', tmp_path/'run').glob('*.safetensors'))
+        (tmp_path/'run'/'summary.json').unlink()
+    assert weights.exists()
+
+
 def break_file(folder, how):
     file = next(folder.glob('*-00002-*.safetensors'))
     if how == 'shard': file.unlink()

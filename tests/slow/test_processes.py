@@ -11,7 +11,7 @@ import psutil
 import pytest
 import tiny
 from alpaca_farm import sft
-from alpaca_farm.core.run.files import lock_of, read_json
+from alpaca_farm.core.run.files import lock_of, read_json, unlock
 from alpaca_farm.core.run.processes import _check_ranks
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.world import WorldConfig
@@ -123,7 +123,7 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(base, undisturbed, tmp_p
     with monkeypatch.context() as m, pytest.raises(Stop):
         m.setattr(Trainer, 'save', stop)
         sft.train(tiny.config(sft, **settings('sft', base, tmp_path/'sft', **LONG)))
-    lock_of((tmp_path/'sft').resolve()).release()
+    unlock(lock_of((tmp_path/'sft').resolve()/'run'))
     started(base, tmp_path/'sft')[0].communicate()
     assert_same_run(tmp_path/'sft', undisturbed)
 

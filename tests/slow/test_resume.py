@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -257,7 +259,8 @@ def test_edited_notebook(base, tmp_path):
 def test_one_writer_at_a_time(tmp_path):
     module = toy(tmp_path, 'toy_c', SOURCE)
     cfg = module.ToyConfig(out=str(tmp_path/'toy'))
-    run = runs.start(cfg, module.train)
+    run, late = runs.start(cfg, module.train), runs.start(cfg, module.train)
+    run.load()
     pid = os.fork()
     if pid == 0:
         runs.lock_of.cache_clear()
@@ -265,8 +268,55 @@ def test_one_writer_at_a_time(tmp_path):
         except RuntimeError as e: os._exit(7 if 'another process' in str(e) else 8)
         os._exit(9)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
-    run.load(); run.finish()
+    run.finish()
     assert isinstance(cfg, Config) and runs.start(cfg, module.train).done
+    with pytest.raises(RuntimeError, match='another process has written .*toy since'): late.load()
+
+
+WRITER = '''
+import importlib.util, sys
+from alpaca_farm.core.run import runs
+sys.path.insert(0, sys.argv[1])
+import toy_d
+runs._lock.__defaults__ = .3,   # seconds of patience
+run = runs.start(toy_d.ToyConfig(out=sys.argv[2]), toy_d.train)
+print('started', flush=True)
+input()
+run.load()
+print('writes', flush=True)
+input()
+run.finish()
+'''
+
+
+@pytest.mark.parametrize('outdated', [False, True])
+def test_two_users_cannot_write_one_run(tmp_path, outdated):
+    "Who has another cache folder, as in another container, and another path to the run."
+    module = toy(tmp_path, 'toy_d', SOURCE)
+    (tmp_path/'link').symlink_to(tmp_path)
+    if outdated: module.train(module.ToyConfig(out=str(tmp_path/'toy'), seed=1))
+    def user(name, out):
+        command = [sys.executable, '-c', WRITER, str(tmp_path), str(out)]
+        p = subprocess.Popen(command, env=tiny.environment(XDG_CACHE_HOME=str(tmp_path/name)),
+                             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, text=True)
+        assert said(p)[-1] == 'started'
+        return p
+    def said(p):
+        lines = [p.stdout.readline().strip()]
+        while lines[-1] not in ('started', 'writes', ''): lines.append(p.stdout.readline().strip())
+        return lines
+    def go(p):
+        p.stdin.write('\n')
+        p.stdin.flush()
+    one, two = user('a', tmp_path/'toy'), user('b', tmp_path/'link'/'toy')
+    go(one)
+    assert said(one)[-1] == 'writes'
+    assert 'another process is writing' in two.communicate('\n')[0] and two.returncode == 1
+    go(one)
+    assert one.wait() == 0
+    assert read_summary(tmp_path/'toy') and (tmp_path/'toy~1').exists() == outdated
+    assert not list(tmp_path.rglob('.alpaca_farm*'))
 
 
 def edit_json(path, change):
@@ -293,7 +343,9 @@ EDITS = dict(
 def copied(base, tmp_path_factory):
     "Runs in another place, where they may be spoiled, and two made from the originals."
     folder = tmp_path_factory.mktemp('copied')
-    for name in ('world', 'sft', 'samples', 'annotators'): shutil.copytree(base/name, folder/name)
+    for name in ('world', 'sft', 'samples', 'annotators'):
+        shutil.copytree(base/name, folder/name)
+        (folder/name/'summary.json').write_text(json.dumps(read_summary(folder/name)))   # no hashes
     for name in ('sft', 'reward_model'): train(name, base, folder/f'my_{name}')
     return folder
 

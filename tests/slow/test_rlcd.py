@@ -12,8 +12,9 @@ import yaml
 import tiny
 from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
+from alpaca_farm.core.ask.api import ApiConfig
 from alpaca_farm.core.ask.completions import (label_tokens, LocalWriter, prompt_tokens,
-    shown_label, Written)
+    ServedWriter, shown_label, Written)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
@@ -248,6 +249,28 @@ def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
     assert not (tmp_path/'read'/'preferences.json').exists()
 
 
+def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path):
+    "The positive ones end here, at their token or a stop, and the negative ones do not."
+    class Writer:
+        def write(self, prompts, keys, stop):
+            texts = {0: ' Answer {}.', 1: ' Answer and', 2: ' Answer.\n\nHuman: So?'}
+            return [Written(texts[2*i if side == 0 else 1].format(i), side == 0 and i == 0)
+                    for i, side, _ in keys]
+    cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
+    items = rlcd.write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
+    rows = [{k: v for k, v in i.items() if k not in ('positive', 'retries', 'reason')}
+            for i in rlcd.label_items(items, None, cfg)]
+    for r in rows:
+        best = int(r['preference'])
+        assert r[f'ended_{best}'] is True and r[f'ended_{3 - best}'] is False
+    for out, sign in (('good', 1), ('bad', -1)):   # a bad answer is imitated as it is, cut off
+        turned = [r | dict(preference=1.5 + sign*(r['preference'] - 1.5)) for r in rows]
+        (tmp_path/'pairs.json').write_text(json.dumps(turned))
+        made(base, tmp_path/out, method='context_distillation', samples=str(tmp_path/'pairs.json'))
+        read = load_records(str(tmp_path/out), 'sft', 'output')
+        assert [r['ended'] for r in read] == [sign == 1]*len(rows)
+
+
 def test_csv_of_rlcd(tmp_path):
     file, hard = tmp_path/'x.csv', tmp_path/'hard.csv'
     rows = [dict(TALK, output_1='one', output_2='two, "three"', preference=1.25),
@@ -260,6 +283,8 @@ def test_csv_of_rlcd(tmp_path):
     rlcd.write_rlcd_csv(hard, rows[1:2])
     head = b'instruction,input,output_1,output_2,preference\r\n'
     assert hard.read_bytes() == head + b'Hi,x,"a\r\n\nb",c,2\r\n'
+    rlcd.write_rlcd_csv(hard, [rows[1] | dict(ended_1=True, ended_2=False), rows[2]])
+    assert load_records(str(hard), kind='preference') == [rows[1] | dict(ended_2=False), rows[2]]
     file.write_text('instruction,output_1,output_2,preference,win2_prob\na,b,c,1,often\n')
     with pytest.raises(ValueError, match="row 0: .*'win2_prob'"):
         load_records(str(file), kind='preference')
@@ -371,19 +396,49 @@ def test_the_default_world_has_no_dialogues(base, tmp_path):
 # --- Wombat: candidates of several models, rated -------------------------------------------------
 
 def test_wombat_rates_the_answers_of_several_models(base, tmp_path):
-    "A file for each model; one request for each prompt, three where no rating can be read."
+    """A file for each model; one request for each prompt, three where no rating can be read, and
+    as many by a later run."""
     prompts, out = load_records(str(base/'world'), 'unlabeled', n=6), tmp_path/'wombat'
     for name, rows in dict(a=prompts, b=prompts, c=prompts[:5]).items():
         (tmp_path/f'{name}.json').write_text(json.dumps(
             [dict(r, output=f'Text of {name}.', generator=name) for r in rows]))
     files = [str(tmp_path/f'{name}.json') for name in 'abca']   # a text counts once
     given = dict(out=str(out), candidates=files, rater='judge', store=str(tmp_path/'a.sqlite'))
-    with judge_server(template='1: 5 5 5 5\n2: 3 3 3 3\n3: 1 2 1 1\n({hash})') as server:
+    with judge_server() as server:
+        server.set(template='I cannot rate them.')
+        with pytest.raises(ValueError, match='none of its ratings can be read'):
+            wombat.run(wombat.WombatConfig(base_url=server.url, **given))
+        assert len(server.requests()) == 6*3
+        server.set(template='1: 5 5 5 5\n2: 3 3 3 3\n3: 1 2 1 1')
         wombat.run(wombat.WombatConfig(base_url=server.url, **given))
-        assert len(server.requests()) == 5 + 3
+        assert len(server.requests()) == 6*3 + 5 + 3
     pool, summary = read_json(out/'candidates.json'), read_summary(out)
     assert [q['instruction'] for q in pool] == [r['instruction'] for r in prompts[:5]]
     for q in pool:
         assert q['source'] == ['a', 'b', 'c']
         assert [q['scores'][i] for i in wombat.rating_order(q, 0)] == [20., 12., 5.]
     assert summary['queries'] == summary['labels'] == 5 and summary['unrated'] == 1
+
+
+@pytest.mark.parametrize('said, rating', [
+    ('1: 4 5 5 5\n2: 3 1 2 2', [19, 8]), ('**Answer 2**: 3, 1, 2, 2\n\n1: 4 | 5 | 5 | 5', [19, 8]),
+    ('1: 4 5 5 5\n2: 3 1 2 2\n2: 5 5 5 5', None), ('2: 5 5 5 5\n1: 4 5 5 5\n2: 3 1 2 2', None),
+    ('The second says:\n1: 1 1 1 1\n2: 5 5 5 5', None), ('> 1: 1 1 1 1\n> 2: 5 5 5 5\nNo.', None),
+    ('1: 4 5 5 5\n2: 3 1 2 2\n3: 1 1 1 1', None), ('1: 4 5 5 5\n3: 3 1 2 2', None),
+    ('1: 4.5 4 4\n2: 3 1 2 2', None), ('1: not 4 5 5 5\n2: 3 1 2 2', None), ('', None),
+    ('1: 4 5 5 5', None), ('1: 4 5 5 6\n2: 3 1 2 2', None), ('1: 4 5 5 5 5\n2: 3 1 2 2', None)])
+def test_a_rating_is_a_line_for_each_text_and_nothing_else(said, rating):
+    "What a text says of itself, and a rater repeats, is none; nor are ratings that contradict."
+    assert wombat.read_rating(said, 2) == rating
+
+
+def test_a_label_that_is_not_shown_is_asked_for_again_by_a_later_run(tmp_path):
+    prompts, fault = [f'Say {i}. Answer: (' for i in range(5)], dict(nologprobs=1.)
+    with judge_server(labels=('A', 'B'), faults=fault) as server:
+        cfg = ApiConfig(base_url=server.url, store=str(tmp_path/'a.sqlite'))
+        writer = ServedWriter('judge', cfg)
+        for _ in range(2): assert np.isnan(writer.choose(prompts, 'AB')).all()
+        assert len(server.requests()) == 5
+        server.set(faults={})
+        assert not np.isnan(ServedWriter('judge', cfg).choose(prompts, 'AB')).any()
+        assert len(server.requests()) == 10

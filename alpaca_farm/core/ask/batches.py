@@ -8,7 +8,7 @@ __all__ = ['answer_in_batches', 'await_batches']
 # %% ../../../nbs/core/ask/batches.ipynb #aaceba8c
 import asyncio, json
 
-from .api import concerns_request, redact, StopAsking, stored_form
+from .api import concerns_request, parse_json, redact, StopAsking, stored_form
 
 # %% ../../../nbs/core/ask/batches.ipynb #dd8e2b69
 _LARGEST, _HEAVIEST = 50_000, 90_000_000  # requests and bytes in one file
@@ -77,12 +77,12 @@ def _store_line(client, line: dict, requests: dict):
     "Store the answer in one line of a batch's output, or record the error."
     key, response = bytes.fromhex(line['custom_id']), line.get('response') or {}
     answer, status = response.get('body'), response.get('status_code')
-    if status == 200 and stored_form(answer):
+    if status == 200 and (good := stored_form(answer)):
         if known := client.store.get([key]):   # another process has read the batch
             client.answers |= known
             client.tally.known += key in client.todo
             client.tally.failed.pop(key, None)
-        elif not client.fatal: client.store_answer(key, requests[key], stored_form(answer), None)
+        else: client.store_answer(key, requests[key], good, None)
         return
     error = answer.get('error') if isinstance(answer, dict) else answer
     error = error or line.get('error') or 'an answer of the wrong shape'
@@ -111,8 +111,9 @@ async def _fetch_batch(client, file: str, name: str | None, requests: dict):
         if not client.cfg.batch: return client.store.end_batch(file)
     else:
         for line in filter(str.strip, '\n'.join(o.text for o in outputs).split('\n')):
-            _store_line(client, json.loads(line), requests)
-        if client.fatal: return
+            try: row = parse_json(line)
+            except ValueError: continue   # its request has failed
+            _store_line(client, row, requests)
         errors = b.errors.data if b.errors and b.errors.data else []
         reason = redact('; '.join(e.message or '' for e in errors))
         reason = reason or f'the batch {b.id} has {b.status}'

@@ -10,13 +10,13 @@ import math, os
 from typing import NamedTuple
 
 from .api import answer_text, ApiConfig
-from .client import ApiClient
+from .client import ApiClient, ask_until_read
 from ..model.generation import generate
 from .judge_configs import parse_decoding
 from ..model.models import load_policy, next_log_odds, response_logprobs
 from ..data.preferences import hash_uniform
 from ..data.dialogues import without_thoughts
-from ..data.text import decode, encode_prompts, start_tokens
+from ..data.text import decode, encode_prompts, encode_responses, start_tokens
 
 # %% ../../../nbs/core/ask/completions.ipynb #f33c5f36
 def prompt_tokens(prompt: str | list[dict], tokenizer) -> list[int]:
@@ -33,8 +33,8 @@ def label_tokens(prompt: str | list[dict], labels, tokenizer) -> tuple[list[int]
     if isinstance(prompt, str):
         rows = [prompt_tokens(prompt + label, tokenizer) for label in labels]
     else:
-        plain = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
-        rows = [prompt_tokens(prompt, tokenizer) + plain(label) for label in labels]
+        begin = prompt_tokens(prompt, tokenizer)
+        rows = [begin + ids for ids in encode_responses(list(labels), tokenizer, False, 'chat')]
     n = len(os.path.commonprefix(rows))
     return rows[0][:n], [row[n:] for row in rows]
 
@@ -107,10 +107,13 @@ class ServedWriter:
     def __init__(self, model: str, cfg: ApiConfig):
         self.model, self.cfg, self.client = model, cfg, ApiClient(cfg, model)
 
-    def ask(self, prompts: list, fields: list[dict]) -> list[dict | None]:
+    def ask(self, prompts: list, fields: list[dict],
+            readable=lambda i, answer: True) -> list[dict | None]:
         "The answers, None where a request is refused; ValueError for failures to repeat."
         forms = [dict(prompt=p) if isinstance(p, str) else dict(messages=p) for p in prompts]
-        answers = self.client([dict(model=self.model, **p, **f) for p, f in zip(forms, fields)])
+        requests = [dict(model=self.model, **p, **f) for p, f in zip(forms, fields)]
+        said = ask_until_read(self.client, len(prompts), lambda i, again: requests[i], readable)
+        answers = [found[-1] if found else None for found in said]
         tally = self.client.tally
         if tally.open:
             raise ValueError(f'{self.model}: {tally.open}. '
@@ -141,5 +144,7 @@ class ServedWriter:
         "Probability of the second label behind each prompt; nan where no label is likely."
         chat = dict(logprobs=True, top_logprobs=20)
         forms = [dict(logprobs=5) if isinstance(p, str) else chat for p in prompts]
-        answers = self.ask(prompts, [dict(max_tokens=1, temperature=0, **form) for form in forms])
+        def readable(i, answer): return not math.isnan(shown_label(answer, labels))
+        fields = [dict(max_tokens=1, temperature=0, **form) for form in forms]
+        answers = self.ask(prompts, fields, readable)
         return [shown_label(a, labels) if a else math.nan for a in answers]

@@ -17,14 +17,12 @@ from ..run.settings import at_root, Config
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #672cfbf4
 def _folders() -> list[Path]:
-    "The folders of configurations, ours first; ModuleNotFoundError without alpaca-eval."
+    "The folders of configurations, ours first, then those of alpaca-eval if it is installed."
     from importlib.util import find_spec
     spec = find_spec('alpaca_eval')
-    if spec is None:
-        raise ModuleNotFoundError('alpaca-eval is not installed: '
-                                  'pip install alpaca-eval==0.6.6 "setuptools<82"')
-    package = Path(spec.submodule_search_locations[0])
-    return [notebooks_folder()/'recipes'/'judges', package/'evaluators_configs']
+    packages = spec.submodule_search_locations if spec else []
+    theirs = [Path(package)/'evaluators_configs' for package in packages]
+    return [notebooks_folder()/'recipes'/'judges', *theirs]
 
 
 def judge_config_file(spec: str) -> Path | None:
@@ -114,8 +112,11 @@ def adapt_decoding(decoding: dict, given: dict = {}) -> dict:
 # %% ../../../nbs/core/ask/judge_configs.ipynb #bc85ca4e
 def suggest_names(spec: str) -> str:
     "The end of an error message: the names nearest to `spec`, or all names if none is near."
-    names = sorted(p.name for folder in _folders() for p in folder.iterdir() if p.is_dir())
+    folders = _folders()
+    names = sorted(p.name for folder in folders for p in folder.iterdir() if p.is_dir())
     near = difflib.get_close_matches(spec, names, 3)
+    more = 'AlpacaEval\'s too after pip install alpaca-eval==0.6.6 "setuptools<82"'
+    if len(folders) == 1: names.append(more)
     return f'. Did you mean {" or ".join(near)}?' if near else f'. There are {", ".join(names)}'
 
 

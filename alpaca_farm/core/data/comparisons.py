@@ -14,7 +14,8 @@ import numpy as np
 from .records import prompt_key
 from alpaca_farm.core.data.dialogues import (bare_prompt, prompt_messages, prompt_text, TURN,
     with_instruction)
-from .preferences import annotator_preferences, swap_outputs
+from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences,
+    report_missing, swap_outputs)
 
 # %% ../../../nbs/core/data/comparisons.ipynb #50a3c950
 def output_texts(record: dict) -> list[str]:
@@ -101,9 +102,14 @@ def head2head_pairs(
         wrong = next((f'row {i}: {" ".join(two[i])!r:.60}, ' for i in rows if one[i] != two[i]), '')
         raise ValueError(f'{wrong}{len(one)} answers against {len(two)}: each prompt must have '
                          + ('both, in the same order' if ordered else 'one of each'))
-    return [dict({k: v for k, v in b.items() if k != 'output'}, input=b.get('input') or '',
-                 output_1=_shown_texts(a)[0], output_2=_shown_texts(b)[0])
-            for a, b in zip(outputs_1, outputs_2)]
+    pairs = []
+    for a, b in zip(outputs_1, outputs_2):
+        rest = {k: v for k, v in b.items() if k not in ('output', 'ended')}
+        pairs.append(dict(rest, input=b.get('input') or '',
+                          output_1=_shown_texts(a)[0], output_2=_shown_texts(b)[0]))
+        ends = dict(ended_1=a.get('ended'), ended_2=b.get('ended'))
+        pairs[-1] |= {k: v for k, v in ends.items() if v is not None}
+    return pairs
 
 # %% ../../../nbs/core/data/comparisons.ipynb #ccba7175
 def both_orders(pairs: list[dict], judge) -> np.ndarray:
@@ -155,4 +161,6 @@ def with_verdict(preferences) -> np.ndarray:
 
 def verdicts_over(outputs: list[dict], references: list[dict], judge) -> np.ndarray:
     "`preferences_over` of the instructions with a verdict; ValueError when there is none."
-    return with_verdict(preferences_over(outputs, references, judge))
+    p = preferences_over(outputs, references, judge)
+    report_missing(annotator_name(judge), int(np.isnan(p).sum()), len(p), 'instructions')
+    return with_verdict(p)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from alpaca_farm.core.data.dialogues import (check_messages, dialogue_text, parse_dialogue,
-    prompt_messages, prompt_text)
-from .formats import as_records, FIELDS, notice, SAY_CODE
+from .dialogues import (check_messages, dialogue_text, parse_dialogue,
+    prompt_messages, prompt_text, with_system)
+from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, notice,
+    read_ended, SAY_CODE)
 from .preferences import is_preference, pair_identity
 from ..run.paths import at_root, looks_like_hub, missing_path
 
@@ -34,43 +35,58 @@ def _in_folder(folder: Path, name: str) -> Path | None:
             if shard: return path/re.sub(r'-\d+-of-', '-*-of-', shard.name)
 
 
+_SPLITS = dict(   # their names on the hub
+    sft=['train_sft', 'train'], unlabeled=['train_gen', 'train'], candidates=['train'],
+    preference=['train_prefs', 'train'],
+    preferences=['preference', 'train_prefs', 'train', 'alpaca_noisy_multi_preference'],
+    outputs=['eval', 'test', 'alpaca_farm_evaluation'], val=['validation', 'valid', 'dev'],
+    eval=['test', 'test_prefs', 'test_sft', 'alpaca_farm_evaluation'])
+
+
+def _split_names(names: tuple) -> list[str]:
+    "The names that the first of some splits may have: ours, then those of the hub."
+    return [*names, *(other for name in names for other in _SPLITS.get(name, []))]
+
+
+def _find_split(folder: Path, names: tuple) -> Path | None:
+    "What a folder has for the first of some splits, by any of their names."
+    return next(filter(None, (_in_folder(folder, name) for name in _split_names(names))), None)
+
+
 def find_file(spec: str, *names: str) -> Path:
     """A file, a saved dataset or a pattern of shards: `spec` itself, or the first of `names` (a
-    split, `outputs`, ...) that this folder has; FileNotFoundError listing what there is."""
+    split, `outputs`, ...) that this folder, or its only configuration, has; FileNotFoundError
+    listing what there is."""
     path = at_root(spec)
     if path.is_file() or (path/'dataset_info.json').exists(): return path
-    found = next(filter(None, (_in_folder(path, n) for n in names)), None)
+    found = _find_split(path, names)
     if found: return found
+    inside = [p for p in (_find_split(f, names) for f in sorted(path.glob('*/'))) if p]
+    if len(inside) == 1: return inside[0]
     if not path.exists(): raise FileNotFoundError(f'{spec}: {missing_path(spec)}')
-    files = sorted(str(p.relative_to(path)) for p in [*path.glob('*'), *path.glob('data/*')]
+    files = sorted(str(p.relative_to(path))
+                   for p in [*path.glob('*'), *path.glob('data/*'), *inside]
                    if p.name.endswith(FILE_SUFFIXES))
     wanted, held = ' or '.join(f'{n}.json' for n in names), ', '.join(files) or 'no data file'
-    raise FileNotFoundError(f'{spec}: there is no {wanted} in it; it holds {held}')
+    choice = '. Name one of these folders' if inside else ''
+    raise FileNotFoundError(f'{spec}: there is no {wanted} in it; it holds {held}{choice}')
 
 # %% ../../../nbs/core/data/records.ipynb #3faa6d68
-_SPLITS = dict(sft=['train_sft', 'train'], unlabeled=['train_gen', 'train'], candidates=['train'],
-               preference=['train_prefs', 'train'], outputs=['eval', 'test'],
-               preferences=['preference', 'train_prefs', 'train'],
-               val=['validation', 'valid', 'dev'], eval=['test', 'test_prefs', 'test_sft'])
-_FARM = dict(eval='alpaca_farm_evaluation', outputs='alpaca_farm_evaluation',
-             preferences='alpaca_noisy_multi_preference')   # where no configuration is named
-
-
 def _hub_file(spec: str, names: tuple) -> Path:
     "The file or pattern of shards of a split on the hub, in its cache; ValueError if none is."
     from huggingface_hub import HfApi, snapshot_download
     repo, revision, config = re.fullmatch(r'([^@:]+)@?([^:]*):?(.*)', spec).groups()
-    if repo == 'tatsu-lab/alpaca_farm' and not config:
-        config = next((_FARM[n] for n in names if n in _FARM), 'alpaca_instructions')
+    farm = repo == 'tatsu-lab/alpaca_farm' and not {'eval', 'outputs', 'preferences'} & {*names}
+    if farm and not config: config = 'alpaca_instructions'
     at, which = config and f'{config}/', dict(repo_type='dataset', revision=revision or None)
-    wanted = [w for n in names for w in (n, *_SPLITS.get(n, []))]
+    wanted = _split_names(names)
     files = [f'{at}{data}{w}{shards}' for data in ('', 'data/') for w in wanted
              for shards in ('', '-*-of-*')]
     patterns = [f'{file}{suffix}' for file in [config, *files] if file for suffix in FILE_SUFFIXES]
     try:
-        folder = Path(snapshot_download(repo, allow_patterns=patterns, **which))/config
-        found = [_in_folder(folder.parent, folder.name), *(_in_folder(folder, w) for w in wanted)]
-        if any(found): return next(filter(None, found))
+        folder = Path(snapshot_download(repo, allow_patterns=patterns, **which))
+        found = config and _in_folder(folder, config) or _find_split(folder/config, names)
+        if found: return found
         there = HfApi().list_repo_files(repo, **which)
     except Exception as e:
         reason = ' '.join(f'{type(e).__name__}: {e}'.split())
@@ -106,9 +122,7 @@ def _read_json(path: Path, text: str) -> list:
     if not isinstance(rows, list):
         raise ValueError(f'{path}: a list of records is expected, not a {type(rows).__name__}')
     half = re.search(r'\\u[dD][89a-fA-F]', text)
-    for i, row in enumerate(rows if half else []):
-        if re.search('[\ud800-\udfff]', json.dumps(row, ensure_ascii=False)):
-            raise ValueError(f'{path}, row {i}: half of a character (a lone surrogate). Remove it')
+    for i, row in enumerate(rows if half else []): check_whole(row, f'{path}, row {i}')
     return rows
 
 
@@ -144,14 +158,13 @@ def read_text(path: Path) -> str:
         raise ValueError(f'{path}: cannot be read ({e})') from None
 
 
-def read_rows(path) -> list[dict]:
+def _read_file(path: Path) -> list:
     "The rows of a file, a pattern of shards, or a saved dataset; ValueError if it is damaged."
-    path = Path(path)
     kind = Path(path.name.removesuffix('.gz')).suffix
     if '-*-of-' in path.name:
         files = sorted(path.parent.glob(path.name))
         wanted = int(re.search(r'-of-(\d+)', files[0].name)[1])
-        if len(files) == wanted: return [r for p in files for r in read_rows(p)]
+        if len(files) == wanted: return [r for p in files for r in _read_file(p)]
         raise ValueError(f'{path}: {len(files)} of {wanted} shards are there')
     if not (path.is_dir() or kind in FILE_SUFFIXES):
         raise ValueError(f'{path}: this kind of file is not read. Its name must end in '
@@ -164,7 +177,18 @@ def read_rows(path) -> list[dict]:
             return datasets.load_from_disk(str(path)).to_list()
         import pyarrow.parquet
         return pyarrow.parquet.read_table(io.BytesIO(_read_bytes(path))).to_pylist()
-    except Exception as e: raise ValueError(f'{path}: not a valid dataset ({e})') from None
+    except Exception as e:
+        why = ' '.join(str(e).split())
+        raise ValueError(f'{path}: not a valid dataset ({why:.240})') from None
+
+
+def read_rows(path) -> list[dict]:
+    "The records of a file, as of `_read_file`; ValueError also for a row that is no object."
+    rows = _read_file(Path(path))
+    for i, row in enumerate(rows):
+        if isinstance(row, dict): continue
+        raise ValueError(f'{path}, row {i}: a record is expected, not {row!r:.60}')
+    return rows
 
 # %% ../../../nbs/core/data/records.ipynb #bda38868
 def check_field(row: dict, name: str, type_: type, where: str):
@@ -187,21 +211,21 @@ def check_records(rows: list[dict], kind: str, where: str) -> list[dict]:
     one without the fields of `kind`."""
     records, lost = [], Counter()
     for i, row in enumerate(rows):
-        if not isinstance(row, dict):
-            raise ValueError(f'{where}, row {i}: a record is expected, not {row!r:.60}')
+        at = f'{where}, row {i}'
         if kind == 'preference' and row.get('preference', 1) is None:
             lost['pairs have no label'] += 1
             continue
         if row.get('input') is None: row['input'] = ''
         dialogue = prompt_messages(row) is not None
-        if dialogue: check_messages(row, f'{where}, row {i}')
+        if dialogue: check_messages(row, at)
         prompt = {} if dialogue else dict(instruction=str)
         for name, type_ in dict(prompt, input=str, **FIELDS[kind]).items():
-            check_field(row, name, type_, f'{where}, row {i}')
+            check_field(row, name, type_, at)
+        read_ended(row, at)
         if kind == 'preference' and row['output_1'] == row['output_2'] and row['preference'] != 1.5:
             lost['pairs have two equal answers, of which none is better'] += 1
             continue
-        records.append(row)
+        records.append(with_system(row, at))
     labelled = ' with a label' if rows else ''
     if not records: raise ValueError(f'{where}: the file holds no records{labelled}')
     for what, n in lost.items(): notice(f'{where}: {n} {what}')
@@ -218,6 +242,8 @@ def _remarks(rows: list[dict], kind: str):
         for cell in ('nan', '<na>', 'none', 'null', '#n/a'):
             times = texts.count(cell)
             if times: yield f'{name} is {cell!r} in {times} of {n} texts. Empty cells?'
+    tools = sum(bool(r.get('tools')) for r in rows)
+    if tools: yield f'{tools} of {len(rows)} prompts have `tools`, which the model is not shown'
     dialogues = [*filter(None, map(prompt_messages, rows))]
     forged = sum(parse_dialogue(dialogue_text(d)) != d for d in dialogues)
     if forged: yield (f'{forged} of {len(dialogues)} dialogues have a turn with "\\n\\nHuman:" or '
@@ -251,8 +277,9 @@ def load_records(spec: str, name: str | tuple = '', kind: str | tuple = 'instruc
     kinds, names = ((k,) if isinstance(k, str) else k for k in (kind, name))
     rows, where = load_rows(spec, names)
     rows = as_records(rows[:n or None], where, kinds, columns)
-    first = rows[0] if rows and isinstance(rows[0], dict) else {}
-    def fits(kind): return all(k in first and isinstance(first[k], list) == (type_ is list)
+    first = rows[0] if rows else {}
+    def fits(kind): return all(k in first and (isinstance(first[k], list) == (type_ is list)
+                                               or type_ is float)
                                for k, type_ in FIELDS[kind].items())
     kind = next(filter(fits, kinds), kinds[-1])
     rows = check_records(rows, kind, where)

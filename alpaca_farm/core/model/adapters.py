@@ -8,7 +8,7 @@ __all__ = ['lora_config', 'ModelState', 'state_of', 'inherit_state', 'autocast',
            'load_adapter', 'merge', 'add_saved']
 
 # %% ../../../nbs/core/model/adapters.ipynb #ada00004
-import copy, warnings
+import copy, difflib, warnings
 from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,6 +32,21 @@ def lora_config(cfg: HardwareConfig):
 
 def _lora_layers(module) -> list:
     return [m for m in module.modules() if hasattr(m, 'lora_A')]
+
+
+def _linear_names(trunk) -> set[str]:
+    "The names of a model's linear layers, without their places."
+    from transformers.pytorch_utils import Conv1D
+    return {path.split('.')[-1] for path, m in trunk.named_modules()
+            if isinstance(m, (torch.nn.Linear, Conv1D))}
+
+
+def _refuse_targets(others, linear: set[str]):
+    "ValueError for names among the targets that get no adapter, with the nearest that would."
+    for name in sorted(others):
+        meant = difflib.get_close_matches(name, linear, 1) or sorted(linear)
+        raise ValueError(f'lora_targets: {name} is no linear layer of the model. '
+                         f'Did you mean {" or ".join(meant)}?')
 
 # %% ../../../nbs/core/model/adapters.ipynb #ada00008
 @dataclass
@@ -98,13 +113,20 @@ def add_adapter(model, name: str, config, seed: int = 0):
     from peft import inject_adapter_in_model
     trunk, layers = model.base_model, state_of(model).layers
     asked = config.target_modules   # which peft replaces by names
+    linear = _linear_names(trunk)
     before = [p for p in model.parameters() if p.requires_grad] if layers else []
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter('ignore')   # that there are several adapters
         torch.manual_seed(seed)
         try: inject_adapter_in_model(config, trunk, name)
-        except ValueError as e: raise ValueError(f'lora_targets = {asked}: {e}') from None
+        except ValueError as e:
+            if isinstance(asked, set) and not linear & asked: _refuse_targets(asked, linear)
+            raise ValueError(f'lora_targets = {asked}: {" ".join(str(e).split())}') from None
     layers[:] = _lora_layers(trunk)
+    if not config.inference_mode:   # a file may name layers that this model lacks
+        places = [path for path, m in trunk.named_modules() if name in getattr(m, 'lora_A', ())]
+        _refuse_targets([t for t in config.target_modules
+                         if not any(f'.{path}'.endswith(f'.{t}') for path in places)], linear)
     for p in model.parameters(): p.requires_grad_(False)
     for layer in layers:
         for matrices in (layer.lora_A, layer.lora_B):
@@ -115,10 +137,7 @@ def add_adapter(model, name: str, config, seed: int = 0):
     head = model.get_output_embeddings()
     if head is not None:   # a frozen matrix is copied for each row of states that are not contiguous
         head.register_forward_pre_hook(lambda _, inputs: (inputs[0].contiguous(),))
-    if hasattr(new, 'score'):
-        new.score.float().requires_grad_(True)
-        convert = lambda head, inputs: (inputs[0].to(head.weight.dtype),)
-        if hasattr(new.score, 'weight'): new.score.register_forward_pre_hook(convert)
+    if hasattr(new, 'score'): new.score.requires_grad_(True)
     return new
 
 # %% ../../../nbs/core/model/adapters.ipynb #ada00013
@@ -226,7 +245,12 @@ def load_adapter(model, folder, fresh: tuple[str, ...] = ()):
         saved = {name: f.get_tensor(name) for name in f.keys()}
     if not hasattr(model, 'score') and 'base_model.model.score.weight' in saved:
         raise ValueError(f'{folder} holds a reward model, not a policy')
-    for name, p in _peft_names(model).items():
+    own = _peft_names(model)
+    other = sorted(name for name in saved.keys() - own if not name.endswith(fresh))
+    if other:
+        raise ValueError(f'{folder}: the model has no place for {other[0]} of the adapter: only '
+                         'linear layers, a scalar head and new tokens are read')
+    for name, p in own.items():
         if name.endswith(fresh): continue
         if name not in saved or saved[name].shape != p.shape:
             raise ValueError(f'{folder}: the adapter does not fit the model at {name}')

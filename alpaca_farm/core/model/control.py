@@ -48,6 +48,6 @@ def set_control_prefix(tokenizer, name: str, times: int = 1):
     tokenizer.init_kwargs['control'] = name * times
     if not tokenizer.chat_template: return
     tokenizer.chat_template = (
-        '{% set whole %}' + tokenizer.chat_template + '{% endset %}'
+        '{% set whole %}' + tokenizer.get_chat_template() + '{% endset %}'
         '{% set begin = bos_token if bos_token and whole.startswith(bos_token) else "" %}'
         f'{{{{ begin + "{name * times}" + whole[begin|length:] }}}}')

@@ -21,7 +21,7 @@ def _memory_parts(config, cfg: HardwareConfig, size: int) -> tuple[int, dict[str
     is trained; `size`: bytes of a number in the forward pass."""
     from transformers import AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), torch.device('meta'):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     n = sum(p.numel() for p in model.parameters())
     linear = [m for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)]
     adapter = cfg.lora_rank * sum(m.in_features + m.out_features for m in linear)

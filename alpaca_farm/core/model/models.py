@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CARD', 'load_policy', 'load_reference', 'load_scalar', 'scalar_on', 'before', 'hidden_states', 'answer_states',
-           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'next_log_odds', 'sequence_scores',
-           'values', 'unique_weights', 'save_model']
+           'logits_of', 'logprobs', 'sequence_logprobs', 'response_logprobs', 'next_log_odds', 'head_values',
+           'sequence_scores', 'values', 'unique_weights', 'save_model']
 
 # %% ../../../nbs/core/model/models.ipynb #9473f1c0
 import copy, os
@@ -16,10 +16,10 @@ import torch.nn.functional as F
 
 from .adapters import (add_adapter, add_saved, autocast, base_mark, base_of,
     checkpoint_layers, inherit_state, is_adapter, lora_config, save_adapter, state_of, view)
-from ..run.files import read_json, temporary_path, write_json
-from ..functional import head_logits, selected_logprobs
+from ..run.files import atomic_folder, read_json, remove, write_json
+from ..functional import head_logits, selected_logprobs, widen
 from .loading import (device_of, dtype_of, load_model, load_tokenizer,
-    loading_options, model_path, no_progress_bars, place_model, register_scalar_class)
+    loading_options, model_config, model_path, no_progress_bars, place_model, register_scalar_class)
 from .memory import pass_limits
 from .packing import (attention_window, computed_at, pack, packed_states,
     position_wise, reads_packed, trunk_states)
@@ -110,7 +110,7 @@ def scalar_on(policy, name: str, spec: str, cfg: Config):
     """A scalar model on the weights under a policy's adapter, with a new adapter, `name`, from
     a reward model, or fresh with a head of zeros if `spec` is empty; None if it has other
     weights."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoModelForSequenceClassification
     folders = [f for f in (at_root(spec)/'adapter', at_root(spec)) if spec and is_adapter(f)]
     if state_of(policy).adapter is None or (spec and not folders): return
     base = state_of(policy).base
@@ -118,9 +118,10 @@ def scalar_on(policy, name: str, spec: str, cfg: Config):
         named = read_json(folders[0]/'adapter_config.json')['base_model_name_or_path']
         if at_root(named) != at_root(base): return
         base_of(folders[0])   # the same weights still
-    config = AutoConfig.from_pretrained(folders[0] if spec else base, num_labels=1)
+    config = model_config(str(folders[0] if spec else base), num_labels=1)
     if config.num_hidden_layers != policy.config.num_hidden_layers: return
-    with torch.device('meta'): model = AutoModelForSequenceClassification.from_config(config)
+    with torch.device('meta'):
+        model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
     setattr(model, model.base_model_prefix, policy.base_model)
     model.config._attn_implementation = policy.config._attn_implementation   # it makes the masks
     inherit_state(model, policy, adapter=None, before=None, sampler=None)
@@ -236,6 +237,12 @@ def next_log_odds(model, prompts: list, tokens: list, pad_id: int, size: int = 0
     return torch.tensor(in_parts(compute, prompts, tokens), dtype=torch.float)
 
 # %% ../../../nbs/core/model/models.ipynb #270d0a7b
+def head_values(model, states: torch.Tensor) -> torch.Tensor:
+    "The scalar head's values (...) of states (..., hidden), in float32 whatever the trunk's type."
+    with torch.autocast(states.device.type, enabled=False):
+        return model.score(widen(states)).squeeze(-1)
+
+
 def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
     """The scalar head at each row's last real token, or its mean over the response, plus
     `likelihood` times log p of the response, for models that use it: (B,), of (B, T) each."""
@@ -247,9 +254,8 @@ def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
     mean = getattr(model.config, 'pooling', 'last') == 'mean'
     states = hidden_states(model, ids, mask, response, read | response if mean else read)
     if mean:
-        each = model.score(states).squeeze(-1).float() * response
-        scores = each.sum(1) / response.sum(1)
-    else: scores = model.score(states[rows, last]).squeeze(-1).float()
+        scores = (head_values(model, states) * response).sum(1) / response.sum(1)
+    else: scores = head_values(model, states[rows, last])
     if not weight: return scores
     chosen = response[:, 1:].bool()
     logp = selected_logprobs(states[:, :-1][chosen], tokens=ids[:, 1:][chosen],
@@ -261,7 +267,7 @@ def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
 def values(model, batch: dict, states=None) -> torch.Tensor:
     "V of the state in which each response token is chosen, (B, T); zero outside the response."
     if states is None: states = answer_states(model, batch)
-    scores = model.score(states).squeeze(-1).float()
+    scores = head_values(model, states)
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
 
 # %% ../../../nbs/core/model/models.ipynb #15572301
@@ -285,33 +291,28 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 
 @written_once
 def _write_model(model, tokenizer, run, name: str, weights: dict | None = None):
-    import shutil
     folder, cfg = run.path(name), run.cfg
-    temporary, old = temporary_path(folder), temporary_path(folder.with_name(f'old-{name}'))
     data, dtype = getattr(cfg, 'data', ''), None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
     card = CARD.format(notebook=run.config['notebook'], name=run.folder.name,
                        fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
     no_progress_bars()
     if model.can_generate() and (ends := end_tokens(model, tokenizer)) != end_tokens(model):
         model.generation_config.eos_token_id = ends
-    try:
+    with atomic_folder(folder) as temporary:
         if state_of(model).adapter is not None: save_adapter(model, temporary)
         elif not weights and dtype in (None, model.dtype): model.save_pretrained(temporary)
         else:
             weights = weights or unique_weights(model)
-            weights = {k: v.to('cpu', dtype or v.dtype) for k, v in weights.items()}
+            weights = {k: v.to('cpu', dtype if dtype and k != 'score.weight' else v.dtype)
+                       for k, v in weights.items()}
             model.save_pretrained(temporary, state_dict=weights)
             written = dict(dtype=str(dtype or model.dtype).split('.')[1])
             write_json(temporary/'config.json', read_json(temporary/'config.json') | written)
         tokenizer.save_pretrained(temporary)
         (temporary/'README.md').write_text(card, encoding='utf-8')
-        if folder.exists(): folder.rename(old)   # while it were deleted, a kill would lose both
-        temporary.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
-        if limit := getattr(cfg, 'save_total_limit', 0):
-            steps = [p for p in run.folder.glob('model-*') if p.name[6:].isdecimal()]
-            for p in sorted(steps, key=lambda p: int(p.name[6:]))[:-limit]: shutil.rmtree(p)
-    finally: shutil.rmtree(temporary, ignore_errors=True)
+    if limit := getattr(cfg, 'save_total_limit', 0):
+        steps = [p for p in run.folder.glob('model-*') if p.name[6:].isdecimal()]
+        for p in sorted(steps, key=lambda p: int(p.name[6:]))[:-limit]: remove(p)
 
 
 def save_model(model, tokenizer, run, name: str = 'model', whole: bool = True):

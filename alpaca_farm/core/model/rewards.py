@@ -47,9 +47,10 @@ def _encode_answers(model, tokenizer, records: list[dict], template: str = 'auto
     "Token ids of prompts, and of outputs, as a scalar model or an encoder reads them."
     outputs = [r['output'] for r in records]
     if hasattr(model, 'score'):
-        ended = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read no end
+        reads_end = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read no end
+        ended = [reads_end and r.get('ended', True) for r in records]
         return (encode_prompts(records, tokenizer, template),
-                encode_responses(outputs, tokenizer, ended, template))
+                encode_responses(outputs, tokenizer, ended, template, records))
     if not records: return [], []
     first = ['\n\n'.join(filter(None, (prompt_text(r), r.get('input')))) for r in records]
     starts = [len(ids) for ids in tokenizer(first, split_special_tokens=True)['input_ids']]
@@ -70,11 +71,11 @@ def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
     for rows, *answers in passes('scores', batches):
         batch = collate(*answers, tokenizer.pad_token_id)
         ids, mask, response = (batch[k].to(model.device) for k in ('ids', 'mask', 'response'))
-        with autocast(model):
-            if hasattr(model, 'score'): found = sequence_scores(model, ids, mask, response)
-            else:   # an encoder, whose second text is the answer
-                types = dict(token_type_ids=response) if typed else {}
-                found = model(input_ids=ids, attention_mask=mask, **types).logits[:, 0].float()
+        if hasattr(model, 'score'):
+            with autocast(model): found = sequence_scores(model, ids, mask, response)
+        else:   # an encoder, whose second text is the answer
+            types = dict(token_type_ids=response) if typed else {}
+            found = model(input_ids=ids, attention_mask=mask, **types).logits[:, 0]
         for places, score in zip(rows, found.tolist()): scores[places] = score
     if standardise:
         mean = getattr(model.config, 'reward_mean', 0.)

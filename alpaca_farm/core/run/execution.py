@@ -10,6 +10,7 @@ import multiprocessing, os, signal, sys, threading, types
 from functools import lru_cache
 from pathlib import Path
 from .processes import LAUNCHER
+from .keys import no_secrets
 from .settings import root
 
 # %% ../../../nbs/core/run/execution.ipynb #ce0be4fd
@@ -24,6 +25,7 @@ def run_notebook(notebook: Path, output: Path, parameters: dict):
     from execnb.shell import CaptureShell
     from nbformat import from_dict
     from papermill.engines import Engine, papermill_engines
+    no_secrets(parameters)   # papermill would write them down
 
     class ShellEngine(Engine):
         @classmethod

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from .execution import NotebookProcess
-from .files import lock_of, read_yaml
+from .files import locked, read_yaml
 from .identity import as_list, content_hash, notebook_hash, run_config, run_of
 from .paths import ask_hub, looks_like_hub, notebook_path, notebooks_folder
 from .settings import at_root, Config, refuse_unknown
@@ -95,14 +95,16 @@ def build(notebook: str, out: str, **settings):
     for path in (str(p) for value in settings.values() for p in as_list(value)):   # what it reads
         if path.startswith('runs/') and (known := recipe(path)): build(known[0], path, **known[1])
     output = Path(f'{at_root(out)}.txt')
-    with lock_of(output):
+    with locked(output):
         if is_fresh(out): return
         settings = run_config(out).get('given', settings)
         print(f'{out} is missing, unfinished, or made from earlier code or inputs: '
               f'building it with nbs/{notebook}.ipynb')
         process = start_notebook(notebook, out, settings)
         try: code = process.wait()
-        finally: process.kill()   # if this process was interrupted
+        finally:   # if this process was interrupted; answers that it has paid for are waited for
+            process.terminate()
+            process.wait()
         tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
         if code:
             raise RuntimeError('\n'.join([f'{out} could not be built; see {output} and {out}.ipynb',
@@ -127,11 +129,16 @@ def ensure_inputs(cfg: Config, names: tuple = ()):
             known = name not in changed and ':' not in path and recipe(path)
             if not known: named.append((name, path))
             elif not is_fresh(path): stale[path] = known
+            else:
+                given = run_config(path)['given'].items()
+                others = [f'{k} = {v!r}' for k, v in given if known[1].get(k) != v]
+                if others: print(f'{name} = {path} was made with {", ".join(others)}')
     for name, path in named:
         cfg.check_path(name, path)
         run = run_of(path)
         finished = run and (run/'summary.json').exists()
-        why = why_stale(run) if finished else ''
+        try: why = why_stale(run) if finished else ''
+        except ValueError as e: why = f'of what it was made from, {e}'
         if why: print(f'{name} = {path} is used as it is, but {why}')
         if run and not finished and not at_root(path).is_file():  # a file is whole
             raise ValueError(f'{name} = {path}: this run is not finished. Start it again with '

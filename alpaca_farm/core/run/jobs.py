@@ -14,8 +14,8 @@ from .inputs import as_list, is_fresh, recipe, start_notebook
 from .execution import NotebookProcess
 from .files import read_json
 from .identity import run_config
-from .progress import Progress
-from .runs import read_log, read_summary
+from .progress import duration, Progress
+from .runs import free_name, read_log, read_summary
 from .settings import at_root
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20
@@ -103,6 +103,49 @@ class Machine:
         seen = dict(CUDA_VISIBLE_DEVICES=','.join(self.held[job])) if job.gpus else {}
         return start_notebook(job.notebook, job.out, job.settings, seen)
 
+# %% ../../../nbs/core/run/jobs.ipynb #3d7a2085
+class _Estimate:
+    "The time left of a table of jobs: their declared costs, at the pace of the runs made so far."
+    def __init__(self, jobs: list[Job], workers: int):
+        self.jobs, self.workers = jobs, workers
+        self.began = {}   # of running jobs: when, and which share was done then
+        # of ended ones, after one that takes what it declares
+        self.seconds = self.cost = max(1., sum(j.cost for j in jobs)/max(1, len(jobs)))
+        self.chain = functools.cache(self.chain)
+
+    def chain(self, job: Job) -> float:
+        "The cost of the longest chain of jobs that begins with this one."
+        return job.cost + max((self.chain(j) for j in self.jobs if job.out in j.needs), default=0.)
+
+    def share_done(self, job: Job) -> float:
+        "The share of a job's steps in its log; an earlier run's counts until it is moved away."
+        total, log = run_config(job.out).get('steps', 0), read_log(job.out)
+        return log[-1]['step']/total if total and log else 0.
+
+    def start(self, job: Job): self.began[job] = time.monotonic(), self.share_done(job)
+
+    def end(self, job: Job) -> float:
+        "Count a job that has ended; its seconds."
+        began, share = self.began.pop(job)
+        seconds = time.monotonic() - began
+        self.seconds, self.cost = self.seconds + seconds, self.cost + job.cost*(1 - share)
+        return seconds
+
+    def left(self, todo: list[Job]) -> tuple[float, dict[Job, float]]:
+        "Seconds until all are done, and the share of each running one."
+        now, seconds, cost, shares, rest = time.monotonic(), self.seconds, self.cost, {}, {}
+        for job, (began, share) in self.began.items():
+            shares[job] = self.share_done(job)
+            self.began[job] = began, min(share, shares[job])
+            done = shares[job] - self.began[job][1]
+            if done: seconds, cost = seconds + now - began, cost + job.cost*done
+        pace = seconds/cost
+        for job in todo:
+            rest[job] = job.cost*pace*(1 - shares.get(job, 0.))
+            if shares.get(job) == 0: rest[job] = max(0., rest[job] - now + self.began[job][0])
+        chains = [rest[j] + (self.chain(j) - j.cost)*pace for j in shares]
+        return max([sum(rest.values())/self.workers, *chains]), shares
+
 # %% ../../../nbs/core/run/jobs.ipynb #3d7a2083
 def run_jobs(jobs: list[Job], workers: int = 0, name: str = 'runs', watch=lambda: None,
              place=None) -> list[str]:
@@ -112,42 +155,47 @@ def run_jobs(jobs: list[Job], workers: int = 0, name: str = 'runs', watch=lambda
     `watch` is called several times a second."""
     (place := place or Machine(workers)).check(jobs)
     done, failed, running, shown = set(), {}, {}, 0.
-    show = Progress(name, len(jobs))
-
-    @functools.cache
-    def chain(job):
-        return job.cost + max((chain(j) for j in jobs if job.out in j.needs), default=0.)
-
-    def share_done(job):   # an earlier run's log counts until the job has moved it away
-        total, log = run_config(job.out).get('steps', 0), read_log(job.out)
-        return log[-1]['step']/total if total and log else 0.
-
+    show, estimate, ended = Progress(name, len(jobs)), _Estimate(jobs, place.workers), []
     try:
         while len(done) + len(failed) < len(jobs):
             for job in [j for j, p in running.items() if p.poll() is not None]:
+                ended.append(f'{Path(job.out).name} took {duration(estimate.end(job))}')
                 if not running.pop(job).returncode:
                     done.add(job.out)
                     Path(f'{at_root(job.out)}.txt').unlink(missing_ok=True)
-                else: failed[job.out] = _failure(job)
+                    continue
+                failed[job.out] = _failure(job)
+                ended[-1] += f' and FAILED: {failed[job.out]}'
             missing = {j.out for j in jobs} - done   # what is no job of this table counts as done
             waiting = [j for j in jobs if j.out in missing - {*failed} and j not in running]
-            for job in sorted(waiting, key=chain, reverse=True):
+            for job in sorted(waiting, key=estimate.chain, reverse=True):
                 lost = next((need for need in job.needs if need in failed), '')
                 if lost: failed[job.out] = f'{job.out}: not run, since {lost} is missing'
                 if missing & set(job.needs) or not place.fits(job, running): continue
-                if is_fresh(job.out, job.settings) and not _cell_error(job): done.add(job.out)
-                else: running[job] = place.start(job, running)
+                try: fresh = is_fresh(job.out, job.settings)
+                except ValueError as e:   # a damaged input
+                    failed[job.out] = f'{job.out}: {e}'
+                    continue
+                if fresh and not _cell_error(job):
+                    done.add(job.out)
+                    continue
+                if not fresh and is_fresh(job.out):
+                    print(f'{job.out} was made with other settings: it is kept as '
+                          f'{free_name(at_root(job.out)).name}, and made again')
+                estimate.start(job)
+                running[job] = place.start(job, running)
             watch()
             if running: time.sleep(.2)
-            if running and time.time() - shown < 1: continue   # a look into all logs takes a while
-            shares, shown = {j: share_done(j) for j in running}, time.time()
-            todo = [j for j in jobs if j.out not in {*done, *failed}]
-            work = sum(j.cost*(1 - shares.get(j, 0.)) for j in todo)
-            longest = [chain(j) - j.cost*share for j, share in shares.items()]
-            left = max([work/place.workers, *longest])
+            now = time.monotonic()
+            if running and now - shown < 1: continue   # a look into all logs takes a while
+            shown, over = now, len(done) + len(failed)
+            left, shares = estimate.left([j for j in jobs if j.out not in {*done, *failed}])
+            rest = f', {duration(left)} left' if over < len(jobs) else ''
+            for said in ended: show.tell(f'{name} {over}/{len(jobs)}: {said}{rest}')
+            ended.clear()
             text = ', '.join(f'{Path(j.out).name} {share:.0%}' for j, share in shares.items())
             text = f'[{text}]'*bool(text) + f' {len(failed)} FAILED'*bool(failed)
-            show(len(done) + len(failed), text, left=left)
+            show(over, text, left=left)
     finally:
         for p in running.values(): p.terminate()
     return list(failed.values())

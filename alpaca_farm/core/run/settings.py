@@ -4,19 +4,22 @@
 
 # %% auto #0
 __all__ = ['Count', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments', 'Betas', 'as_type',
-           'resolve', 'no_secrets', 'refuse_unknown', 'Config', 'HardwareConfig', 'TrainConfig', 'field_comments',
-           'from_args', 'command']
+           'resolve', 'refuse_unknown', 'Config', 'HardwareConfig', 'TrainConfig', 'field_comments', 'from_args',
+           'command']
 
 # %% ../../../nbs/core/run/settings.ipynb #37bea490
-import argparse, ast, dataclasses, difflib, importlib, json, os, re, sys, typing, warnings
+import argparse, ast, dataclasses, difflib, importlib, json, os, sys, traceback, typing
+import warnings
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, Len
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from .files import read_yaml
+from .keys import forget_keys, no_secrets
 from .paths import (
     ask_hub, at_root, looks_like_hub, missing_path, near_path, root)
 
@@ -68,26 +71,6 @@ def resolve(spec: str):
         raise ValueError(f'{spec!r}: no module {module}, installed or in {root()}') from None
     if hasattr(imported, name): return getattr(imported, name)
     raise ValueError(f'{spec!r}: {module} has no {name}')
-
-# %% ../../../nbs/core/run/settings.ipynb #a3c1d0eb
-_SECRET = re.compile(r'''(?x)
-    (?<![A-Za-z0-9])(?:sk[-_]|hf_|gsk_|xai-|gh[opsur]_|github_pat_|glpat-|nvapi-|pplx-|fw_|r8_|
-        tgp_v1_)[\w-]*?[A-Za-z0-9]{16}                      # OpenAI, Anthropic, Hugging Face, ...
-    | (?<![A-Za-z0-9])(?:AIza[\w-]{30}|AKIA[A-Z0-9]{16})    # Google, Amazon
-    | ://[^/\s@]*:[^/\s@]+@ | [?&][\w-]*(?:key|token|password|secret)=[^&\s]        # in a URL
-    | ^(?:[^=]*=)?(?:[0-9a-f]{32,}|(?=.*[a-z])(?=.*[A-Z])(?=.*\d.*\d)[A-Za-z0-9]{32,})$  # W&B
-    ''')
-
-# %% ../../../nbs/core/run/settings.ipynb #2ae98010
-def no_secrets(settings: dict):
-    "ValueError if a setting, or anything in a list or dict, looks like a key or holds a password."
-    for name, value in settings.items():
-        if isinstance(value, dict): no_secrets({f'{name}.{k}': v for k, v in value.items()})
-        elif isinstance(value, (list, tuple)):
-            for v in value: no_secrets({name: v})
-        elif isinstance(value, str) and _SECRET.search(value):
-            raise ValueError(f'{name} looks like an API key or holds a password. Keys are read '
-                             'from the environment (OPENAI_API_KEY, HF_TOKEN), never a parameter')
 
 # %% ../../../nbs/core/run/settings.ipynb #7c26b0eb
 def refuse_unknown(owner: str, names, known):
@@ -148,7 +131,9 @@ class Config:
         for cell in namespace['In'][:-1]:   # the last is the running one
             if cell.startswith('# Parameters'): names += _assigned(cell)
             elif 'out' in _assigned(cell): names = _assigned(cell)
-        return cls.read({name: namespace[name] for name in names})
+        given = {name: namespace[name] for name in names}
+        forget_keys(given)
+        return cls.read(given)
 
     def changed(self) -> dict:
         "The settings that differ from their defaults."
@@ -247,13 +232,27 @@ def from_args(cls, args: list[str], description: str = ''):
             single = isinstance(default[name], str) and isinstance(value, list) and len(value) == 1
             settings[name] = value[0] if single else value
         return cls.read(settings)
-    except (TypeError, ValueError, FileNotFoundError) as e: p.exit(2, f'{p.prog}: error: {e}\n')
+    except (TypeError, ValueError, OSError) as e: p.exit(2, f'{p.prog}: error: {e}\n')
 
 # %% ../../../nbs/core/run/settings.ipynb #a585caaa
+def _is_refusal(error: BaseException) -> bool:
+    "Whether an error is one that this library raises, or the system's about a file or a server."
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    ours = os.path.dirname(find_spec('alpaca_farm').origin) + os.sep
+    return isinstance(error, OSError) or at.filename.startswith(ours) and 'raise ' in at.line
+
+
+def _end_with(kind, error, trace):
+    "Say why a command ends: a refusal in one line, any other error with its traceback."
+    if not _is_refusal(error): return sys.__excepthook__(kind, error, trace)
+    print(f'{os.path.basename(sys.argv[0])}: error: {error}', file=sys.stderr)
+
+
 def command(cls, train):
     "Run `train` with the command line's settings if its module was started with `python -m`."
     space = train.__globals__
     if space['__name__'] != '__main__' or not space.get('__spec__'): return
+    sys.excepthook = _end_with
     module = importlib.import_module(space['__spec__'].name)
     cfg = from_args(getattr(module, cls.__name__), sys.argv[1:], module.__doc__)
     getattr(module, train.__name__)(cfg)
