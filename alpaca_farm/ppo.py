@@ -174,6 +174,7 @@ def experience(policy, reference, value, batch: dict, scores: torch.Tensor, kl_c
         states = answer_states(policy, b)
         return torch.stack([score(policy, b, states), value(b, states)], -1)
     response, n = batch['response'], len(scores)
+    learned = response   # the tokens that have an advantage
     # log-probs of the policy that sampled, and values: (B, T) each
     logp = None if kl_coef and cfg.advantage == 'grpo' else batch.get('old_logp')
     if logp is None and cfg.shared_value:
@@ -206,7 +207,8 @@ def experience(policy, reference, value, batch: dict, scores: torch.Tensor, kl_c
         advantages = each[:, None] * response
         differ = has_spread(totals.view(-1, cfg.group_size), 1)
         figures['frac_reward_zero_std'] = 1 - differ.float().mean()
-    if cfg.whiten_advantages: advantages = masked_whiten(advantages, response)
+        learned = response * differ.repeat_interleave(cfg.group_size, 0)
+    if cfg.whiten_advantages: advantages = masked_whiten(advantages, learned)
     batch = batch | dict(old_logp=logp, advantages=advantages, weight=response.float())
     return batch, {k: v.item() for k, v in figures.items()}
 

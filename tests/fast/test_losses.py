@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.core.functional import masked_whiten
+from alpaca_farm.core.functional import masked_mean, masked_var, masked_whiten
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.runs import read_log
@@ -176,6 +176,19 @@ def test_a_group_of_equal_rewards_has_no_advantage(kind):
             apart = torch.arange(size) - (size - 1)/2
             unit = (size - 1)/size if kind == 'rloo' else apart.std()
             torch.testing.assert_close(found[2*size:], apart/unit, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize('kind', ['rloo', 'grpo'])
+def test_whitening_leaves_groups_of_equal_rewards_at_zero(base, models, kind):
+    "It is over the tokens of the other groups."
+    cfg = config(base, kind)
+    batch, scores, n = rollout(models, cfg), torch.linspace(-1, 1, 16), cfg.group_size
+    scores[:n] = .1
+    done, figures = ppo.experience(models.policy, models.policy, None, batch, scores, 0., cfg)
+    flat, others = done['advantages'][:n], done['advantages'][n:]
+    assert not flat.any() and figures['frac_reward_zero_std'] == n/16
+    assert masked_mean(others, done['response'][n:]).abs() < 1e-5
+    assert abs(masked_var(others, done['response'][n:]) - 1) < 1e-3
 
 
 @pytest.mark.parametrize('kind', ['rloo', 'grpo'])
