@@ -609,6 +609,8 @@ def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monk
     damaged = tmp_path/'labels.json'
     if os.path.isdir(named or '') and name != 'labels':
         damaged = shutil.copytree(named, tmp_path/Path(named).name)/f'{name}.json'
+        summary = damaged.parent/'summary.json'   # a run that was made before files had hashes
+        summary.write_text(json.dumps(read_json(summary) | dict(files={})))
     damaged.write_text('[{"instruction": "Say 1.", "output": ')
     spoiled = str(damaged if name == 'labels' else damaged.parent)
     cls = tiny.config_class(notebook)
@@ -617,7 +619,7 @@ def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monk
 
     def load(*_, **__): raise AssertionError('a model is loaded')
     monkeypatch.setattr('alpaca_farm.core.model.models.load_model', load)
-    with pytest.raises(ValueError, match=rf'{name}\.json.* (not valid JSON|is damaged)'):
+    with pytest.raises(ValueError, match=rf'{name}\.json.* not valid JSON'):
         tiny.run(notebook, base, tmp_path/'out', **given)
     assert not (tmp_path/'out').exists()
 
