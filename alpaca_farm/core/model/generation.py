@@ -65,19 +65,24 @@ class _GrowingLayer(DynamicLayer):
         if torch.is_autocast_enabled(layer.device.type):   # in which keys and values are used
             self.dtype = torch.get_autocast_dtype(layer.device.type)
         self.is_initialized = True
+        self.slot = None   # the column to write to, (1,), where a step is fixed
         self._move(layer.keys, layer.values)
 
     def _move(self, keys, values):
         "Copy `keys` and `values` into larger buffers."
         t = keys.shape[2]
         size = min(self.longest, t + max(16, t//2))
-        self.buffers = [x.new_empty(*x.shape[:2], size, x.shape[3], dtype=self.dtype)
-                        for x in (keys, values)]
+        self.buffers = [x.new_zeros(*x.shape[:2], size, x.shape[3], dtype=self.dtype)
+                        for x in (keys, values)]   # zeros, as a hidden column's weight
         for buffer, x in zip(self.buffers, (keys, values)): buffer[:, :, :t] = x
         self.keys, self.values = (buffer[:, :, :t] for buffer in self.buffers)
 
     def update(self, key_states, value_states, *args, **kwargs):
         "Write one step's keys and values; return views of all so far."
+        if self.slot is not None:
+            self.buffers[0].index_copy_(2, self.slot, key_states.to(self.dtype))
+            self.buffers[1].index_copy_(2, self.slot, value_states.to(self.dtype))
+            return self.buffers
         t = self.keys.shape[2]
         end = t + key_states.shape[2]
         if end > self.buffers[0].shape[2]: self._move(self.keys, self.values)
@@ -85,16 +90,76 @@ class _GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
         return self.keys, self.values
 
+    def fix(self, length: int, slot: torch.Tensor | None):
+        "Hold `length` columns and room for one; from now on write to `slot`, if it is one."
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+        if length == self.buffers[0].shape[2]: self._move(self.keys, self.values)
+        self.slot = slot
+
     def reorder_cache(self, beam_idx):
         "Continue with these rows only."
         self._move(self.keys[beam_idx], self.values[beam_idx])
 
+# %% ../../../nbs/core/model/generation.ipynb #5a1c07d2
+@contextmanager
+def _never_waiting(device: torch.device):
+    "RuntimeError if the host waits for a GPU within the context, as no graph can."
+    if device.type != 'cuda':
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode('error')
+    try: yield
+    finally: torch.cuda.set_sync_debug_mode(mode)
+
+
+class _FixedStep:
+    "A step of decoding whose tensors stay where they are, so that a GPU can replay its kernels."
+    def __init__(self, state):
+        layers, length = state.cache.layers, state.length
+        self.slot = torch.tensor([length], device=state.positions.device)
+        for layer in layers: layer.fix(length, self.slot)
+        self.size = layers[0].buffers[0].shape[2]
+        self.tokens = torch.zeros_like(state.positions)
+        self.mask = F.pad(state.mask[..., :self.size], (0, 1))   # room for the last step's slot
+        self.mask[..., length + 1:] = torch.finfo(self.mask.dtype).min
+        self.logits = self.graph = None
+
+    def compute(self, state):
+        "One step, by the model."
+        self.logits = state.next_logits(self.tokens, self.mask[..., :self.size])
+        state.positions += 1
+        self.slot += 1
+        self.mask.index_fill_(3, self.slot, 0)
+
+    def logits_after(self, state, tokens: torch.Tensor) -> torch.Tensor:
+        "The logits (B, V) behind `tokens` (B,); from the second step on a GPU replays the first."
+        self.tokens.copy_(tokens[:, None])
+        if self.logits is None or tokens.device.type != 'cuda':
+            with _never_waiting(tokens.device): self.compute(state)
+        elif self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph): self.compute(state)
+        if self.graph: self.graph.replay()
+        return self.logits
+
+    def end(self, state):
+        "Let the cache's layers grow again."
+        for layer in state.cache.layers: layer.fix(state.length, None)
+
 # %% ../../../nbs/core/model/generation.ipynb #347f1cf2
 class DecodingState:
     "A batch in progress: cache, mask, positions and next logits, a row per unfinished sample."
-    def __init__(self, model, prompts, rows, longest):
-        "Read `prompts`, then repeat them as `rows` says; `longest`: tokens of prompt and answer."
+    def __init__(self,
+        model,
+        prompts: list[list[int]],  # all are read
+        rows: list[int],   # the prompt of each row
+        longest: int,      # tokens of a prompt and its answer
+        fixed: bool = False,  # keep tensors in their places, where rows are seldom dropped
+    ):
+        "Read the prompts, each once, and repeat them by `rows`."
         self.model, self.cache = model, DynamicCache(config=model.config)
+        self.fixed = self.step = None
         self.parameters = signature(model.forward).parameters
         config = getattr(model, 'generation_config', None)
         suppressed = getattr(config, 'suppress_tokens', None) or []
@@ -105,7 +170,7 @@ class DecodingState:
         self.padded = any(len(p) < self.length for p in prompts)
         self.positions = (mask.cumsum(1) - 1).clamp(min=0)
         self.logits = self.next_logits(ids, mask)
-        self.positions = self.positions[:, -1:]
+        self.positions = self.positions[:, -1:] + 1   # of the next token
         self.mask = F.pad(mask, (0, longest - self.length), value=1)
         self.select(torch.tensor(rows, device=model.device))
         layers, config = self.cache.layers, model.config
@@ -113,13 +178,16 @@ class DecodingState:
         layers[:] = [_GrowingLayer(x, longest) if grows else x for x, grows in zip(layers, plain)]
         alibi = getattr(config, 'alibi', False) or config.model_type in ('bloom', 'mpt')
         kernel = getattr(config, '_attn_implementation', None)
-        if not alibi and all(plain) and kernel in ('sdpa', 'eager'):
+        plain = not alibi and all(plain) and kernel in ('sdpa', 'eager')
+        if plain:
+            self.fixed = fixed
             hidden, dtype = (self.mask == 0)[:, None, None], layers[0].dtype
             open_ = torch.zeros_like(hidden, dtype=dtype)
             self.mask = open_.masked_fill(hidden, torch.finfo(dtype).min)
 
     def select(self, rows):
         "Continue with these rows only; a row may occur many times."
+        if self.step: self.step = self.step.end(self)
         self.cache.reorder_cache(rows)
         self.mask, self.positions = self.mask[rows], self.positions[rows]
         self.logits = self.logits[rows]
@@ -128,22 +196,35 @@ class DecodingState:
         "Read tokens (B, T) and return the logits (B, V) of the token that follows."
         optional = dict(position_ids=self.positions, logits_to_keep=1)
         given = {k: v for k, v in optional.items() if k in self.parameters}
-        logits = self.model(input_ids=ids, attention_mask=mask if self.padded else None,
+        logits = self.model(input_ids=ids, attention_mask=mask if self.padded or self.step else None,
                             past_key_values=self.cache, use_cache=True, **given).logits[:, -1]
         if not len(self.suppressed): return logits
         return logits.index_fill(1, self.suppressed, -torch.inf)
 
     def feed(self, tokens: torch.Tensor):
         "Read one more token (B,) per row."
-        self.length, self.positions = self.length + 1, self.positions + 1
+        if self.step and self.length == self.step.size: self.step = self.step.end(self)
+        if self.fixed and not self.step: self.step = _FixedStep(self)
+        self.length += 1
+        if self.step:
+            try:
+                self.logits = self.step.logits_after(self, tokens)
+                return
+            except RuntimeError as e:   # the model waits for figures of its own: no graph
+                if 'synchronizing' not in str(e): raise
+                self.length -= 1
+                self.fixed, self.step = False, self.step.end(self)
+                self.length += 1
         self.logits = self.next_logits(tokens[:, None], self.mask[..., :self.length])
+        self.positions = self.positions + 1
 
 # %% ../../../nbs/core/model/generation.ipynb #18b1d050
 @torch.no_grad()
 def _write_batch(model, prompts, rows, u, steps, ends, choice) -> tuple[np.ndarray, np.ndarray]:
     "Tokens and log-probs (rows, steps) of one batch; arbitrary after an answer's end."
     device = model.device
-    state = DecodingState(model, prompts, rows, max(map(len, prompts)) + steps)
+    longest = max(map(len, prompts)) + steps
+    state = DecodingState(model, prompts, rows, longest, fixed=device.type == 'cuda')
     tokens = torch.zeros(len(rows), steps, dtype=torch.long, device=device)
     logps = torch.zeros(len(rows), steps, device=device)
     unfinished = torch.ones(len(rows), dtype=torch.bool, device=device)
