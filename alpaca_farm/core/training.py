@@ -57,17 +57,26 @@ def batches(
     return out
 
 
-def token_batch(prompts: list, responses: list, rows: list[int], pad_id: int,
-                weights=None) -> dict[str, torch.Tensor]:
-    "Some responses: ids, mask, response and weight (B, T), by default 1 for every response token."
+def token_batch(
+    prompts: list,    # token ids of all prompts
+    responses: list,  # and of all responses
+    rows: list[int],  # B of them
+    pad_id: int,
+    weights: list[float] | None = None,  # of all responses; None: 1 for every token
+) -> dict[str, torch.Tensor]:  # ids, mask, response and weight, (B, T) each
+    "Collate some responses behind their prompts."
     batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
     weight = torch.tensor([weights[i] for i in rows])[:, None] if weights else 1.
     return dict(batch, weight=batch['response'] * weight)
 
 
-def answer_batch(prompts: list, answers: list, rows: list[int],
-                 pad_id: int) -> dict[str, torch.Tensor]:
-    "K answers to each of some prompts: ids, mask, response (B, K, T) and weight (B,)."
+def answer_batch(
+    prompts: list,  # token ids of all prompts
+    answers: list,  # K lists of answers to all prompts
+    rows: list[int],  # B of the prompts
+    pad_id: int,
+) -> dict[str, torch.Tensor]:  # ids, mask, response (B, K, T) and weight (B,)
+    "Collate K answers to each of some prompts."
     texts = [answer[i] for i in rows for answer in answers]
     flat = collate([prompts[i] for i in rows for _ in answers], texts, pad_id)
     batch = {k: v.view(len(rows), len(answers), -1) for k, v in flat.items()}

@@ -45,8 +45,13 @@ def _available_bytes(device: torch.device) -> float:
     return psutil.virtual_memory().available
 
 
-def check_memory(config, cfg: HardwareConfig, device: torch.device, dtype: torch.dtype):
-    "MemoryError if training a model takes more than there is."
+def check_memory(
+    config,               # of the model
+    cfg: HardwareConfig,
+    device: torch.device,
+    dtype: torch.dtype,   # of the forward pass
+):
+    "Raise MemoryError if training a model takes more than there is."
     n, parts = _memory_parts(config, cfg, dtype.itemsize)
     need, free = sum(parts.values()), _available_bytes(device)
     if need <= free: return
@@ -58,7 +63,7 @@ def check_memory(config, cfg: HardwareConfig, device: torch.device, dtype: torch
 
 # %% ../../../nbs/core/model/memory.ipynb #44683a12
 def busy_tokens(model) -> float:
-    "How many tokens keep a GPU busy: 2 TFLOP, some 4 ms, in the products of one layer."
+    "Count the tokens that keep a GPU busy: 2 TFLOP, some 4 ms, in the products of one layer."
     config = model.config.get_text_config(decoder=True)
     trunk = model.base_model
     weights = sum(p.numel() for p in trunk.parameters())
@@ -66,10 +71,12 @@ def busy_tokens(model) -> float:
     return 1e12 * config.num_hidden_layers / weights
 
 
-def pass_limits(model, rows: int = 0, cached: bool = False) -> tuple[int, float]:
-    """How many rows, and how many tokens, a forward pass without gradients reads at most: `rows`
-    or `forward_batch` whatever their length, or as many tokens as fit into memory; `cached`: keys
-    and values are kept."""
+def pass_limits(
+    model,
+    rows: int = 0,         # as many, whatever their length; 0: `forward_batch`, or by memory
+    cached: bool = False,  # keys and values are kept
+) -> tuple[int, float]:  # rows, tokens
+    "Bound what a forward pass without gradients reads."
     rows = rows or state_of(model).forward_batch
     if rows: return rows, math.inf
     size, config = model.dtype.itemsize, model.config.get_text_config(decoder=True)
@@ -85,7 +92,7 @@ def pass_limits(model, rows: int = 0, cached: bool = False) -> tuple[int, float]
 
 # %% ../../../nbs/core/model/memory.ipynb #c00b58f6
 def activation_bytes(model) -> float:
-    "Bytes of activations that training a model keeps for the backward pass, per token."
+    "Measure the bytes of activations that training a model keeps, per token."
     def kept(length):
         sizes = {}
         def keep(x):
@@ -99,7 +106,7 @@ def activation_bytes(model) -> float:
 
 
 def tokens_to_train(models: list, device: torch.device) -> float:
-    """How many tokens a micro-batch has: as many as keep 1 GB of activations on a CPU, and on a GPU
+    """Count the tokens of a micro-batch: as many as keep 1 GB of activations on a CPU, and on a GPU
     as many as keep it busy, if they fit into 60 % of what is free beside gradients and moments."""
     models = [m for m in models if hasattr(m, 'base_model')]
     each = max(1., sum(activation_bytes(m) for m in models))
