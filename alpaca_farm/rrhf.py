@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['RRHFConfig', 'rrhf_loss', 'candidate_tokens', 'limit_candidates', 'load_queries', 'comparison_scores', 'score_pool',
-           'policy_candidates', 'candidate_pool', 'rrhf_batch', 'rrhf_step', 'perplexities', 'train']
+           'add_own_candidates', 'candidate_pool', 'rrhf_batch', 'rrhf_step', 'perplexities', 'train']
 
 # %% ../nbs/rrhf.ipynb #08ecd330
 import math
@@ -20,8 +20,8 @@ import torch
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, end_turns,
     mean, preflight, sample, SampleConfig)
 from .core.ask.judge_configs import JudgedConfig
-from .core.data.candidates import LISTS, merge_candidates, select_candidates
-from .core.data.records import load_records, prompt_key
+from .core.data.candidates import each_answer, LISTS, merge_candidates, select_candidates
+from .core.data.records import load_records, prompt_key, without_lists
 from .core.data.text import collate, decode, encode_prompts, encode_responses, within_limit
 from .core.model.beams import beam_search
 from .core.model.loading import load_tokenizer
@@ -90,7 +90,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
 
 # %% ../nbs/rrhf.ipynb #3e438a70
 def _ranked_pairs(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    "Where candidate i scores below candidate j and both exist: (B, k, k)."
+    "Mark where candidate i scores below candidate j and both exist: (B, k, k)."
     return (scores[:, :, None] < scores[:, None]) & mask[:, :, None] & mask[:, None]
 
 
@@ -100,61 +100,78 @@ def rrhf_loss(
     mask: torch.Tensor,    # (B, k) bool, False where a query has fewer candidates
     reduction: str = 'sum',  # over the pairs of a query: sum, as published, or mean
 ) -> torch.Tensor:  # (B,)
-    "Rank loss of each query (Yuan et al., 2023, eq. 2)."
+    "Compute the rank loss of each query (Yuan et al., 2023, eq. 2)."
     pairs = _ranked_pairs(scores, mask)
     loss = torch.where(pairs, logps[:, :, None] - logps[:, None], 0).clamp(min=0).sum((1, 2))
     return loss / pairs.sum((1, 2)).clamp(min=1) if reduction == 'mean' else loss
 
 # %% ../nbs/rrhf.ipynb #057803a0
-def candidate_tokens(query: dict, tokenizer, template: str = 'auto') -> list[list[int]]:
-    "Token ids of a query's candidates: the policy's own as sampled, then the texts as encoded."
+def candidate_tokens(
+    query: dict,             # with its candidates, and maybe `tokens`
+    tokenizer,
+    template: str = 'auto',  # prompt format
+) -> list[list[int]]:
+    "Give a query's candidates as token ids: the policy's own as sampled, then the encoded texts."
     own = query.get('tokens', [])
-    texts, ended = query['output'][len(own):], query['ended'][len(own):]
+    rest = slice(len(own), None)
+    texts, ended = query['output'][rest], query['ended'][rest]
     return own + encode_responses(texts, tokenizer, ended, template, [query] * len(texts))
 
 
-def limit_candidates(query: dict, prompt: list[int], tokenizer, cfg) -> dict:
-    "A query with its first `cfg.k` different candidates that fit into `cfg.max_length`."
-    limit, texts, own = cfg.max_length - len(prompt), query['output'], query.get('tokens', [])
-    fits = [0 < len(ids) <= limit for ids in candidate_tokens(query, tokenizer, cfg.template)]
-    which = [i for i, text in enumerate(texts) if fits[i] and text not in texts[:i]][:cfg.k]
-    limited = select_candidates(query, which)
-    return limited | dict(tokens=[own[i] for i in which if i < len(own)]) if own else limited
+def limit_candidates(
+    query: dict,
+    prompt: list[int],  # its token ids
+    tokenizer,
+    cfg,                # with `k`, `max_length` and `template`
+) -> dict:
+    "Keep a query's first `cfg.k` different candidates that fit into `cfg.max_length`."
+    limit = cfg.max_length - len(prompt)
+    texts = query['output']
+    kept = []
+    for i, ids in enumerate(candidate_tokens(query, tokenizer, cfg.template)):
+        if 0 < len(ids) <= limit and texts[i] not in texts[:i]: kept.append(i)
+    limited = select_candidates(query, kept[:cfg.k])
+    if own := query.get('tokens'):
+        limited['tokens'] = [own[i] for i in kept[:cfg.k] if i < len(own)]
+    return limited
 
 # %% ../nbs/rrhf.ipynb #dca77770
 def load_queries(cfg, tokenizer) -> tuple[list[dict], list[list[int]], int]:
-    "Queries, their prompts' ids, and how many were left out; ValueError when nothing is left."
-    if cfg.candidates: records = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
+    "Load queries and their prompts' ids, and count those left out; ValueError if none is left."
+    if cfg.candidates: found = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
     else:
-        records = [r | {k: [] for k in LISTS}
-                   for r in load_records(cfg.data, cfg.split, columns=cfg.columns)]
-    records = records[:cfg.max_instances or None]
-    prompts = encode_prompts(records, tokenizer, cfg.template)
-    fit = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
-    limited = {i: limit_candidates(records[i], prompts[i], tokenizer, cfg) for i in fit}
-    if cfg.n:
-        need, space = 'space for max_new_tokens', cfg.max_length - cfg.max_new_tokens
-        rows = [i for i in fit if len(prompts[i]) <= space]
-    else:
-        need = 'two different candidates'
-        rows = [i for i in fit if len(limited[i]['output']) > 1]
+        records = load_records(cfg.data, cfg.split, columns=cfg.columns)
+        found = [r | dict.fromkeys(LISTS, []) for r in records]
+    found = found[:cfg.max_instances or None]
+    encoded = encode_prompts(found, tokenizer, cfg.template)
+    fit = within_limit([len(p) for p in encoded], cfg.max_prompt, 'prompts', 'max_prompt')
+    queries, prompts = [], []
+    for i in fit:
+        query = limit_candidates(found[i], encoded[i], tokenizer, cfg)
+        if cfg.n: useful = len(encoded[i]) + cfg.max_new_tokens <= cfg.max_length
+        else: useful = len(query['output']) > 1
+        if useful:
+            queries.append(query)
+            prompts.append(encoded[i])
+    need = 'space for max_new_tokens' if cfg.n else 'two different candidates'
     need += f' within max_length = {cfg.max_length} tokens, prompt included'
-    if not rows: raise ValueError(f'none of the {len(records)} queries has {need}')
-    if missing := len(fit) - len(rows):
+    if not queries: raise ValueError(f'none of the {len(found)} queries has {need}')
+    if missing := len(fit) - len(queries):
         print(f'{missing} of {len(fit)} queries do not have {need}: left out')
-    return [limited[i] for i in rows], [prompts[i] for i in rows], len(records) - len(rows)
+    return queries, prompts, len(found) - len(queries)
 
 # %% ../nbs/rrhf.ipynb #08fa17e0
 def comparison_scores(annotator, records: list[dict]) -> list[float]:
-    "The share of its comparisons with others of its instruction that each record wins."
-    rows_of, wins = {}, [[] for _ in records]
+    "Score each record by the share of comparisons with others of its instruction that it wins."
+    rows_of = {}   # instruction: its records' numbers
     for i, r in enumerate(records): rows_of.setdefault(prompt_key(r), []).append(i)
-    pairs = [pair for rows in rows_of.values() for pair in permutations(rows, 2)]
-    shown = [dict(records[i], output_1=records[i]['output'], output_2=records[j]['output'])
-             for i, j in pairs]
-    for (i, j), p in zip(pairs, annotator(shown)):
-        wins[i].append(2 - p)
-        wins[j].append(p - 1)
+    order = sum((list(permutations(rows, 2)) for rows in rows_of.values()), [])
+    texts = [r['output'] for r in records]
+    pairs = [dict(records[i], output_1=texts[i], output_2=texts[j]) for i, j in order]
+    wins = [[] for _ in records]
+    for (i, j), preference in zip(order, annotator(pairs)):
+        wins[i].append(2 - preference)
+        wins[j].append(preference - 1)
     return [mean(w) if w else .5 for w in wins]
 
 
@@ -164,14 +181,13 @@ def score_pool(
     cfg,
     log_ratios=None,  # log pi/pi_ref of all candidates, (N,) nats; None for no KL penalty
 ) -> list[dict]:
-    "A pool with its final scores; ValueError for a score that is not a finite number."
-    flat = [{k: v for k, v in q.items() if k not in (*LISTS, 'tokens')}
-            | dict(output=text, ended=ended) for q in pool
-            for text, ended in zip(q['output'], q['ended'])]
-    scores = list(score_of(flat)) if score_of else [s for q in pool for s in q['scores']]
-    for r, s in zip(flat, scores):
-        if s is None or not math.isfinite(s):
-            raise ValueError(f'{r["output"]!r:.60}: its score is {s}. '
+    "Score a pool; ValueError for a score that is not a finite number."
+    answers = [without_lists(r) for r in each_answer(pool)]
+    if score_of: scores = list(score_of(answers))
+    else: scores = sum((q['scores'] for q in pool), [])
+    for r, score in zip(answers, scores):
+        if score is None or not math.isfinite(score):
+            raise ValueError(f'{r["output"]!r:.60}: its score is {score}. '
                              'Name another reward_model or annotators')
     scores = torch.tensor(scores, dtype=torch.float64)
     if log_ratios is not None: scores = (scores.float() - cfg.kl_coef * log_ratios).double()
@@ -185,37 +201,54 @@ def score_pool(
     return scored
 
 # %% ../nbs/rrhf.ipynb #884d9c30
-def policy_candidates(policy, tokenizer, queries: list, prompts: list, cfg, seed: int) -> list:
-    "The policy's `cfg.n` candidates for each query; of a dialogue, up to the user's next turn."
-    if not cfg.n: return [{k: [] for k in LISTS}] * len(prompts)
+def add_own_candidates(
+    policy, tokenizer,
+    queries: list[dict],
+    prompts: list[list[int]],  # their token ids
+    cfg,                       # with `n`, `decoding` and the settings of either way
+    seed: int,                 # of samples
+) -> list[dict]:
+    "Put the policy's `cfg.n` candidates before those of each query; with the `tokens` drawn."
+    if not cfg.n: return queries
     if cfg.decoding == 'sample':
-        _, _, answers = sample(policy, tokenizer, queries, cfg, cfg.n, seed, prompts=prompts)
+        _, _, groups = sample(policy, tokenizer, queries, cfg, cfg.n, seed, prompts=prompts)
     else:
-        beams = beam_search(policy, tokenizer, prompts, cfg.n, cfg.groups, cfg.diversity_penalty,
-                            cfg.max_new_tokens)
-        answers = end_turns(queries, beams, tokenizer, cfg.template)
-    return [dict(output=[decode(s.tokens, tokenizer, cfg.template, q) for s in samples],
-                 source=['policy'] * len(samples), scores=[None] * len(samples),
-                 ended=[s.ended for s in samples], tokens=[s.tokens for s in samples])
-            for q, samples in zip(queries, answers)]
+        groups = beam_search(policy, tokenizer, prompts, cfg.n, cfg.groups,
+                             cfg.diversity_penalty, cfg.max_new_tokens)
+        groups = end_turns(queries, groups, tokenizer, cfg.template)   # of dialogues
+    pool = []
+    for query, samples in zip(queries, groups):
+        n = len(samples)
+        own = dict(output=[decode(s.tokens, tokenizer, cfg.template, query) for s in samples],
+                   source=['policy'] * n, scores=[None] * n, ended=[s.ended for s in samples],
+                   tokens=[s.tokens for s in samples])
+        pool.append(query | {k: values + query.get(k, []) for k, values in own.items()})
+    return pool
 
 
-def candidate_pool(run, step: int, policy, reference, tokenizer, queries: list, prompts: list,
-                   score_of) -> list[dict]:
-    "The candidates to learn from after `step` steps; read from the run folder if they are there."
-    cfg, name = run.cfg, f'candidates-{step}.json' if step else 'candidates.json'
+def candidate_pool(
+    run,                       # whose folder keeps the pool
+    step: int,                 # steps done
+    policy, reference,         # the latter for the KL penalty
+    tokenizer,
+    queries: list[dict],
+    prompts: list[list[int]],  # their token ids
+    score_of,                  # as of `score_pool`
+) -> list[dict]:
+    "Make the candidates to learn from, or read them from the run folder if they are there."
+    cfg = run.cfg
+    name = f'candidates-{step}.json' if step else 'candidates.json'
     if once(run.path(name).exists): return read_json(run.path(name))
     seed = cfg.seed * 1_000_003 + step + 1
-    own = policy_candidates(policy, tokenizer, queries, prompts, cfg, seed)
-    pool = [limit_candidates(q | {k: o[k] + q.get(k, []) for k in o}, p, tokenizer, cfg)
-            for q, o, p in zip(queries, own, prompts)]
+    pool = add_own_candidates(policy, tokenizer, queries, prompts, cfg, seed)
+    pool = [limit_candidates(q, p, tokenizer, cfg) for q, p in zip(pool, prompts)]
     log_ratios = None
     if cfg.kl_coef and step:
-        rows = [(p, ids) for q, p in zip(pool, prompts)
-                for ids in candidate_tokens(q, tokenizer, cfg.template)]
-        how = tokenizer.pad_token_id, cfg.temperature or 1.
-        now, before = (response_logprobs(m, *zip(*rows), *how) for m in (policy, reference))
-        log_ratios = now - before
+        rows = []
+        for query, prompt in zip(pool, prompts):
+            rows += [(prompt, ids) for ids in candidate_tokens(query, tokenizer, cfg.template)]
+        read = *zip(*rows), tokenizer.pad_token_id, cfg.temperature or 1.
+        log_ratios = response_logprobs(policy, *read) - response_logprobs(reference, *read)
     pool = score_pool(pool, score_of, cfg, log_ratios)
     if not step and all(len(set(q['scores'])) < 2 for q in pool):
         raise ValueError('all candidates of each query have one score: there is nothing to rank')
@@ -223,40 +256,54 @@ def candidate_pool(run, step: int, policy, reference, tokenizer, queries: list, 
     return pool
 
 # %% ../nbs/rrhf.ipynb #f69f2160
-def rrhf_batch(queries: list[dict], prompts: list, tokenizer, template: str = 'auto') -> dict:
-    "ids, mask, response (B, k, T), scores and present (B, k), best and weight (B,)."
-    tokens = [candidate_tokens(q, tokenizer, template) for q in queries]
-    width = max(map(len, tokens))
-    fill = lambda rows, v: [list(r) + [v] * (width - len(r)) for r in rows]
-    rows = [(p if ids else [], ids) for p, ts in zip(prompts, fill(tokens, [])) for ids in ts]
+def rrhf_batch(
+    queries: list[dict],       # with `scores`
+    prompts: list[list[int]],  # their token ids
+    tokenizer,
+    template: str = 'auto',    # prompt format
+) -> dict[str, torch.Tensor]:  # ids, mask, response (B, k, T); scores, present (B, k); best (B,)
+    "Collate queries, with empty rows where one has fewer than k candidates."
+    shape = len(queries), max(len(q['output']) for q in queries)
+    scores = torch.zeros(shape, dtype=torch.float64)
+    present = torch.zeros(shape, dtype=torch.bool)
+    rows = []
+    for i, (query, prompt) in enumerate(zip(queries, prompts)):
+        answers = candidate_tokens(query, tokenizer, template)
+        rows += [(prompt, ids) for ids in answers] + [([], [])] * (shape[1] - len(answers))
+        scores[i, :len(answers)] = torch.tensor(query['scores'], dtype=torch.float64)
+        present[i, :len(answers)] = True
     batch = collate(*zip(*rows), tokenizer.pad_token_id)
-    return {k: v.view(len(queries), width, -1) for k, v in batch.items()} | dict(
-        scores=torch.tensor(fill([q['scores'] for q in queries], 0.), dtype=torch.float64),
-        present=torch.tensor(fill([[True] * len(ts) for ts in tokens], False)),
-        best=torch.tensor([q['scores'].index(max(q['scores'])) for q in queries]),
-        weight=torch.ones(len(queries)))
+    batch = {k: v.view(*shape, -1) for k, v in batch.items()}
+    best = scores.masked_fill(~present, -math.inf).argmax(1)
+    return batch | dict(scores=scores, present=present, best=best,
+                        weight=torch.ones(len(queries)))
 
 
-def rrhf_step(policy, batch: dict, cfg: RRHFConfig) -> dict[str, torch.Tensor]:
-    "Loss and figures of each query: (B,) each; eq. 2 to 4 of the paper."
+def rrhf_step(
+    policy,
+    batch: dict,      # of `rrhf_batch`
+    cfg: RRHFConfig,
+) -> dict[str, torch.Tensor]:  # (B,) each
+    "Compute the loss and figures of each query (Yuan et al., 2023, eq. 2 to 4)."
     present, scores = batch['present'], batch['scores']
     rows = {k: batch[k][present] for k in ('ids', 'mask', 'response')}
     logps = sequence_logprobs(policy, rows, cfg.temperature or 1.)
     sums = logps.new_zeros(present.shape).masked_scatter(present, logps)
-    # each candidate's own length
-    p = sums / batch['response'].sum(2).clamp(min=1) ** cfg.length_penalty
+    lengths = batch['response'].sum(2).clamp(min=1)   # each candidate's own
+    p = sums / lengths ** cfg.length_penalty
     rank = rrhf_loss(p, scores, present, cfg.rank_reduction)
     nll = -sums.gather(1, batch['best'][:, None])[:, 0]
     pairs = _ranked_pairs(scores, present)
     right = torch.where(pairs, .5 + .5 * torch.sign(p[:, None] - p[:, :, None]), 0).sum((1, 2))
     count = pairs.sum((1, 2))
-    return dict(loss=cfg.rrhf_weight * rank + nll, rank=rank, nll=nll,
-                accuracy=torch.where(count > 0, right / count.clamp(min=1), .5))
+    accuracy = torch.where(count > 0, right / count.clamp(min=1), .5)
+    return dict(loss=cfg.rrhf_weight * rank + nll, rank=rank, nll=nll, accuracy=accuracy)
 
 # %% ../nbs/rrhf.ipynb #7516c140
-def perplexities(model, tokenizer, texts: list[str]) -> list[float]:
-    "Perplexity of each text by itself under `model`."
-    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+def perplexities(model, tokenizer, texts: list[str]) -> list[float]:  # models' own tokenizer
+    "Measure the perplexity of each text by itself."
+    first = tokenizer.bos_token_id
+    if first is None: first = tokenizer.eos_token_id
     texts = [t.replace('\n', ' ') or ' ' for t in texts]
     ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)['input_ids']
     ids = [i or [first] for i in ids]  # a tokenizer may have no token for a space
@@ -265,19 +312,38 @@ def perplexities(model, tokenizer, texts: list[str]) -> list[float]:
 
 
 def _answer_figures(run, reward_of=None) -> dict[str, float]:
-    "Mean reward and perplexity of a run's answers."
-    cfg, figures = run.cfg, {}
-    outputs = read_json(run.path('outputs.json')) if cfg.eval_split else []
-    if outputs and cfg.reward_model:
+    "Measure the mean reward and the perplexity of a run's answers."
+    cfg = run.cfg
+    if not cfg.eval_split: return {}
+    outputs = read_json(run.path('outputs.json'))
+    figures = {}
+    if cfg.reward_model:
         reward_of = reward_of or reward(cfg.reward_model, cfg, cfg.template)
-        figures['reward'] = mean(list(reward_of(outputs)))
-    if outputs and cfg.perplexity_model:
-        model = load_policy(cfg.perplexity_model, cfg)
-        ppl = perplexities(*model, [r['output'] for r in outputs])
-        figures |= dict(perplexity=mean(ppl), perplexity_median=float(np.median(ppl)))
+        figures['reward'] = mean(reward_of(outputs))
+    if cfg.perplexity_model:
+        model, tokenizer = load_policy(cfg.perplexity_model, cfg)
+        each = perplexities(model, tokenizer, [r['output'] for r in outputs])
+        figures |= dict(perplexity=mean(each), perplexity_median=float(np.median(each)))
     return figures
 
 # %% ../nbs/rrhf.ipynb #c17fd9ff
+def _pool_figures(run, pool: list[dict]) -> dict:
+    "Describe the candidates of the last pool, and count queries and labels of all of them."
+    cfg = run.cfg
+    sizes = []
+    for file in run.folder.glob('candidates*.json'):
+        sizes += [len(q['output']) for q in read_json(file)]
+    if cfg.reward_model: labels = label_count(cfg.reward_model)
+    elif cfg.annotators: labels = sum(k * (k - 1) for k in sizes)   # both orders of all pairs
+    else: labels = max(map(label_count, as_list(cfg.candidates)))
+    scores = [q['scores'] for q in pool if q['scores']]
+    figures = dict(single=sum(k < 2 for k in sizes), labels=labels)
+    measures = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
+    for name, measure in measures.items():
+        figures[name] = mean([float(measure(s)) for s in scores])
+    return figures
+
+
 def train(cfg: RRHFConfig):
     "Optimise a policy on ranked candidates; leaves model/, candidates.json and outputs.json."
     from alpaca_farm.annotators import load_annotators
@@ -294,18 +360,23 @@ def train(cfg: RRHFConfig):
     reward_of = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
     score_of = reward_of or (judge and partial(once, comparison_scores, judge))
     preflight(cfg, ('eval_split',), policy, tokenizer, cfg.n and judge, reward_of)
-    longest = [len(p) + max(map(len, candidate_tokens(q, tokenizer, cfg.template)), default=0)
-               for p, q in zip(prompts, queries)]
+
+    longest = []
+    for query, prompt in zip(queries, prompts):
+        answers = candidate_tokens(query, tokenizer, cfg.template)
+        longest.append(len(prompt) + max(map(len, answers), default=0))
     order = batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)
-    trainer, pool, begin = Trainer(run, len(order), dict(policy=policy)), {}, None
     every = cfg.refresh_every or len(order)
+    pool = {}   # of the queries of the coming steps, by number
+    trainer = Trainer(run, len(order), dict(policy=policy))
     for step in trainer.steps():
-        if begin is None or step > begin + every:   # the coming steps' queries get candidates
-            begin = (step - 1) // every * every
-            rows = sorted({i for rows in order[begin:begin + every] for i in rows})
-            new = candidate_pool(run, begin, policy, reference, tokenizer,
-                                 [queries[i] for i in rows], [prompts[i] for i in rows], score_of)
-            pool = dict(zip(rows, new))
+        since = (step - 1) % every
+        if not pool or not since:
+            begin = step - 1 - since
+            rows = sorted(set(sum(order[begin:begin + every], [])))
+            pool = dict(zip(rows, candidate_pool(
+                run, begin, policy, reference, tokenizer, [queries[i] for i in rows],
+                [prompts[i] for i in rows], score_of)))
         rows = [i for i in order[step - 1] if len(pool[i]['output']) > 1]
         if rows:
             batch = rrhf_batch([pool[i] for i in rows], [prompts[i] for i in rows], tokenizer,
@@ -314,20 +385,13 @@ def train(cfg: RRHFConfig):
         else: run.log(step, skipped=len(order[step - 1]))   # single candidates have no order
         if cfg.save_every and step % cfg.save_every == 0:
             save_model(policy, tokenizer, run, f'model-{step}')
+
     save_model(policy, tokenizer, run)
     answered = answer_eval_split(policy, tokenizer, run, load_reference(policy, cfg))
     last = [r for r in read_log(run.folder) if 'loss' in r][-20:]
     figures = {k: mean([r[k] for r in last]) for k in ('loss', 'rank', 'nll', 'accuracy')}
-    sizes = [len(q['output']) for file in run.folder.glob('candidates*.json')
-             for q in read_json(file)]
-    if cfg.reward_model: labels = label_count(cfg.reward_model)
-    elif cfg.annotators: labels = sum(k*(k - 1) for k in sizes)   # both orders of all pairs
-    else: labels = max(map(label_count, as_list(cfg.candidates)))
-    scores = [np.array(q['scores']) for q in pool.values() if q['scores']]
-    statistics = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
-    figures |= {name: mean([float(f(x)) for x in scores]) for name, f in statistics.items()}
-    run.finish(queries=len(queries), left_out=left_out, single=sum(k < 2 for k in sizes),
-               labels=labels, **answered, **figures, **_answer_figures(run, reward_of))
+    run.finish(queries=len(queries), left_out=left_out, **answered, **figures,
+               **_pool_figures(run, pool.values()), **_answer_figures(run, reward_of))
     return run
 
 # %% ../nbs/rrhf.ipynb #170bce10

@@ -293,7 +293,7 @@ def test_own_candidates(base, models, decoding, groups):
     def drawn(**more):
         cfg = config(base, n=4, decoding=decoding, groups=groups, **more)
         given = models.policy, models.tokenizer, [{}]*6, models.prompts[:6]
-        return [d['output'] for d in rrhf.policy_candidates(*given, cfg, 0)]
+        return [d['output'] for d in rrhf.add_own_candidates(*given, cfg, 0)]
     plain = drawn()
     assert all(len(x) == 4 for x in plain) and sum(len(set(x)) for x in plain) > 18
     assert (drawn(temperature=.5) == plain) == (decoding != 'sample')
@@ -335,12 +335,12 @@ def test_own_samples_are_learned_from_as_drawn(base, models, tmp_path):
 
 def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch):
     "Where all that was drawn is the same; counted, and not imitated."
-    draw, batch, shown = rrhf.policy_candidates, rrhf.rrhf_batch, []
+    draw, batch, shown = rrhf.add_own_candidates, rrhf.rrhf_batch, []
     def equal(*args):
-        twice = lambda d: {k: v[:1]*2 for k, v in d.items()}
+        twice = lambda q: q | {k: q[k][:1]*2 for k in (*LISTS, 'tokens')}
         return [twice(d) if i % 2 else d for i, d in enumerate(draw(*args))]
     def watched(queries, *args): return shown.extend(queries) or batch(queries, *args)
-    monkeypatch.setattr(rrhf, 'policy_candidates', equal)
+    monkeypatch.setattr(rrhf, 'add_own_candidates', equal)
     monkeypatch.setattr(rrhf, 'rrhf_batch', watched)
     more = dict(candidates='', n=2, k=2, max_instances=16, eval_split='', missing_eos='')
     for size, steps in ((1, range(1, 17)), (8, (1, 2))):  # with 1 whole steps are skipped
