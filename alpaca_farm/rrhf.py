@@ -327,8 +327,8 @@ def _answer_figures(run, reward_of=None) -> dict[str, float]:
     return figures
 
 # %% ../nbs/rrhf.ipynb #c17fd9ff
-def _pool_figures(run, pool: list[dict]) -> dict:
-    "Describe the candidates of the last pool, and count queries and labels of all of them."
+def _count_labels(run) -> dict[str, int]:
+    "Count the labels behind the scores of a run, and its queries with a single candidate."
     cfg = run.cfg
     sizes = []
     for file in run.folder.glob('candidates*.json'):
@@ -336,12 +336,7 @@ def _pool_figures(run, pool: list[dict]) -> dict:
     if cfg.reward_model: labels = label_count(cfg.reward_model)
     elif cfg.annotators: labels = sum(k * (k - 1) for k in sizes)   # both orders of all pairs
     else: labels = max(map(label_count, as_list(cfg.candidates)))
-    scores = [q['scores'] for q in pool if q['scores']]
-    figures = dict(single=sum(k < 2 for k in sizes), labels=labels)
-    measures = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
-    for name, measure in measures.items():
-        figures[name] = mean([float(measure(s)) for s in scores])
-    return figures
+    return dict(single=sum(k < 2 for k in sizes), labels=labels)
 
 
 def train(cfg: RRHFConfig):
@@ -390,8 +385,12 @@ def train(cfg: RRHFConfig):
     answered = answer_eval_split(policy, tokenizer, run, load_reference(policy, cfg))
     last = [r for r in read_log(run.folder) if 'loss' in r][-20:]
     figures = {k: mean([r[k] for r in last]) for k in ('loss', 'rank', 'nll', 'accuracy')}
-    run.finish(queries=len(queries), left_out=left_out, **answered, **figures,
-               **_pool_figures(run, pool.values()), **_answer_figures(run, reward_of))
+    scores = [q['scores'] for q in pool.values() if q['scores']]
+    measures = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
+    for name, measure in measures.items():
+        figures[name] = mean([float(measure(s)) for s in scores])
+    run.finish(queries=len(queries), left_out=left_out, **_count_labels(run), **answered,
+               **figures, **_answer_figures(run, reward_of))
     return run
 
 # %% ../nbs/rrhf.ipynb #170bce10
