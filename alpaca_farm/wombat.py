@@ -8,8 +8,7 @@ __all__ = ['WombatConfig', 'rating_order', 'rating_request', 'read_rating', 'rat
 # %% ../nbs/wombat.ipynb #4e5ce4fe
 import re
 from dataclasses import dataclass, field
-
-import numpy as np
+from statistics import fmean
 
 from .core.ask.api import ApiConfig
 from .core.ask.client import ApiClient, ask_until_read
@@ -48,66 +47,89 @@ and nothing else.
 
 
 def rating_order(query: dict, seed: int) -> list[int]:
-    "The order in which a query's candidates are shown."
-    coins = [hash_uniform(seed, 'rating', *prompt_key(query), text) for text in query['output']]
-    return sorted(range(len(coins)), key=coins.__getitem__)
+    "Draw the order in which a query's candidates are shown."
+    def coin(i): return hash_uniform(seed, 'rating', *prompt_key(query), query['output'][i])
+    return sorted(range(len(query['output'])), key=coin)
 
 
-def rating_request(query: dict, cfg: WombatConfig, draw: int = 0) -> dict:
-    "The request to rate a query's candidates; the first draw is greedy, later ones are sampled."
-    shown = [query['output'][i] for i in rating_order(query, cfg.seed)]
-    request, *texts = map(break_control_tokens, (full_instruction(query), *shown))
-    answers = '\n\n'.join(f'## Answer {k}\n{t}' for k, t in enumerate(texts, 1))
-    text = _RATING.format(k=len(shown), request=request, answers=answers)
+def rating_request(
+    query: dict,
+    cfg: WombatConfig,
+    draw: int = 0,      # the first is greedy, later ones are sampled
+) -> dict:
+    "Write the request to rate a query's candidates."
+    order = rating_order(query, cfg.seed)
+    answers = []
+    for k, i in enumerate(order, 1):
+        answers.append(f'## Answer {k}\n' + break_control_tokens(query['output'][i]))
+    text = _RATING.format(k=len(order), request=break_control_tokens(full_instruction(query)),
+                          answers='\n\n'.join(answers))
     return dict(model=cfg.rater, messages=[dict(role='user', content=text)],
-                temperature=min(draw, 1), max_tokens=40 * len(shown))
+                temperature=min(draw, 1), max_tokens=40 * len(order))
 
 # %% ../nbs/wombat.ipynb #d3814b03
+_LINE = re.compile(r'\W*(?:answer\W+)?(\d+)\W*:\W*([1-5])' + 3 * '[ ,;|]+([1-5])' + r'\W*', re.I)
+
+
 def read_rating(text: str, k: int) -> list[int] | None:
-    "The sum of marks of each of k answers as shown; None for a text that is not their k lines."
-    mark, between = '([1-5])', '[ ,;|]+'
-    form = rf'\W*(?:answer\W+)?(\d+)\W*:\W*{between.join([mark]*4)}\W*'
-    rows = [re.fullmatch(form, line, re.I) for line in text.splitlines() if line.strip()]
-    if not all(rows): return None
-    sums = {int(row[1]): sum(map(int, row.groups()[1:])) for row in rows}
-    numbers = list(range(1, k + 1))
-    return [sums[i] for i in numbers] if len(rows) == k and sorted(sums) == numbers else None
+    "Add up the marks of each of k answers as shown; None for a text that is not their k lines."
+    sums = {}
+    for line in filter(str.strip, text.splitlines()):
+        found = _LINE.fullmatch(line)
+        if not found: return None
+        number, *marks = map(int, found.groups())
+        if number in sums or not 1 <= number <= k: return None
+        sums[number] = sum(marks)
+    return [sums[i] for i in sorted(sums)] if len(sums) == k else None
 
 
-def rate(queries: list[dict], client: ApiClient, cfg: WombatConfig) -> list[dict]:
-    "Queries with `scores` by the rater, without those whose rating cannot be read."
+def rate(
+    queries: list[dict],
+    client: ApiClient,   # of the rater
+    cfg: WombatConfig,
+) -> list[dict]:
+    "Give queries `scores` by the rater, and leave out those whose rating cannot be read."
     def request(i, draw): return rating_request(queries[i], cfg, draw)
     def read(i, answer): return read_rating(verdict_text(answer), len(queries[i]['output']))
-    n, rated = len(queries), []
-    for i, answers in enumerate(ask_until_read(client, n, request, read, [3]*n)):
-        if not (sums := answers and read(i, answers[-1])): continue
-        scores = dict(zip(rating_order(queries[i], cfg.seed), map(float, sums)))
-        rated.append(dict(queries[i], scores=[scores[k] for k in sorted(scores)]))
+    n = len(queries)
+    rated = []
+    for i, answers in enumerate(ask_until_read(client, n, request, read, [3] * n)):
+        sums = read(i, answers[-1]) if answers else None
+        if not sums: continue
+        scores = [0.] * len(sums)
+        for k, total in zip(rating_order(queries[i], cfg.seed), sums): scores[k] = float(total)
+        rated.append(dict(queries[i], scores=scores))
     if client.tally.open:
         raise ValueError(f'rater = {cfg.rater!r}: {client.tally.open}. '
                          'Answers so far are stored: run again for the rest')
     return rated
 
 # %% ../nbs/wombat.ipynb #644ecb48
+def _different(query: dict) -> dict:
+    "Keep the first of candidates with the same text."
+    texts = query['output']
+    return select_candidates(query, [i for i, t in enumerate(texts) if t not in texts[:i]])
+
+
 def run(cfg: WombatConfig):
     "Bring candidates together and rate them; leaves candidates.json."
-    folder = start(cfg, run)
-    if folder.done: return folder
-    client, queries = ApiClient(cfg, cfg.rater) if cfg.rater else None, []
-    for q in merge_candidates(cfg.candidates, columns=cfg.columns)[:cfg.max_instances or None]:
-        different = [i for i, text in enumerate(q['output']) if text not in q['output'][:i]]
-        if len(different) > 1: queries.append(select_candidates(q, different))
+    run_folder = start(cfg, run)
+    if run_folder.done: return run_folder
+    client = ApiClient(cfg, cfg.rater) if cfg.rater else None
+    merged = merge_candidates(cfg.candidates, columns=cfg.columns)[:cfg.max_instances or None]
+    queries = [q for q in map(_different, merged) if len(q['output']) > 1]
     if not queries: raise ValueError('candidates: no prompt has two different ones')
     rated = rate(queries, client, cfg) if client else queries
     if not rated: raise ValueError(f'rater = {cfg.rater!r}: none of its ratings can be read')
-    report_missing(cfg.rater, len(queries) - len(rated), len(queries), 'prompts')
-    folder.write('candidates.json', rated)
-    figures = dict(candidates=float(np.mean([len(q['output']) for q in rated])))
-    ties = [len(set(q['scores'])) < len(q['scores']) for q in rated if None not in q['scores']]
-    if ties: figures['ties'] = float(np.mean(ties))
-    folder.finish(queries=len(rated), unrated=len(queries) - len(rated),
-                  labels=len(rated) * bool(client), **figures)
-    return folder
+    unrated = len(queries) - len(rated)
+    report_missing(cfg.rater, unrated, len(queries), 'prompts')
+    run_folder.write('candidates.json', rated)
+    figures = dict(candidates=fmean([len(q['output']) for q in rated]))
+    ties = [len({*q['scores']}) < len(q['scores']) for q in rated if None not in q['scores']]
+    if ties: figures['ties'] = fmean(ties)
+    run_folder.finish(queries=len(rated), unrated=unrated, labels=len(rated) if client else 0,
+                      **figures)
+    return run_folder
 
 # %% ../nbs/wombat.ipynb #e4be1bba
 command(WombatConfig, run)
