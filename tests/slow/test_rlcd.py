@@ -18,8 +18,7 @@ from alpaca_farm.core.ask.completions import (label_tokens, LocalWriter, prompt_
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.rlcd import (clean_response, contrast_prompt, judge_prompt, read_task,
-    RLCDConfig, task_file)
+from alpaca_farm.rlcd import clean_response, contrast_prompt, read_task, RLCDConfig, task_file
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
@@ -65,20 +64,18 @@ def task_with(**more):
 
 
 def test_prompts_are_mirror_images():
-    task = task_with()
-    plus, minus = (contrast_prompt(task, TALK, PAIR, side) for side in ('positive', 'negative'))
+    "In one more way than the notebook shows: phrases in a system message, and none in history."
+    plus, minus = (contrast_prompt(task_with(), TALK, PAIR, s) for s in ('positive', 'negative'))
     assert plus == '\n\nHuman: Hi\n\nAssistant (rude): Hello.\n\nHuman: Bye\n\nAssistant (kind):'
     assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
-    plain = '\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye\n\nAssistant:'
-    assert contrast_prompt(task, TALK, PAIR) == plain
     found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
     assert found == plus.replace(' (rude)', '')
-    system = task_with(placement='system')
+    system, plain = task_with(placement='system'), plus.replace(' (rude)', '').replace(' (kind)', '')
     assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
     chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
     assert chat == [dict(role='system', content='rude'), *TALK['messages']]
-    outline, premise = read_task('outlining'), dict(instruction='A dragon.', input='')
-    found = contrast_prompt(outline, premise, PAIR, 'positive')
+    premise = dict(instruction='A dragon.', input='')
+    found = contrast_prompt(read_task('outlining'), premise, PAIR, 'positive')
     assert found.endswith('The premise: A dragon.\n\nAssistant (kind): 1.')
 
 
@@ -95,12 +92,6 @@ def test_answers_end_at_whole_role_tags(text, found, stopped):
     task = task_with(filters=dict(ended=True))
     reason = ('' if stopped else 'cut_off') if found else 'empty'
     assert clean_response(text, False, task) == (found, reason)
-
-
-def test_a_text_cannot_forge_a_slot():
-    pair = dict(instruction='{first}', output_1='{second}', output_2='two')
-    text = judge_prompt(task_with(), pair, 'Which?')
-    for shown in ('Human: {first}', '(A): {second}', '(B): two'): assert shown in text
 
 
 # --- the judge's letters -------------------------------------------------------------------------
@@ -418,18 +409,6 @@ def test_wombat_rates_the_answers_of_several_models(base, tmp_path):
         assert q['source'] == ['a', 'b', 'c']
         assert [q['scores'][i] for i in wombat.rating_order(q, 0)] == [20., 12., 5.]
     assert summary['queries'] == summary['labels'] == 5 and summary['unrated'] == 1
-
-
-@pytest.mark.parametrize('said, rating', [
-    ('1: 4 5 5 5\n2: 3 1 2 2', [19, 8]), ('**Answer 2**: 3, 1, 2, 2\n\n1: 4 | 5 | 5 | 5', [19, 8]),
-    ('1: 4 5 5 5\n2: 3 1 2 2\n2: 5 5 5 5', None), ('2: 5 5 5 5\n1: 4 5 5 5\n2: 3 1 2 2', None),
-    ('The second says:\n1: 1 1 1 1\n2: 5 5 5 5', None), ('> 1: 1 1 1 1\n> 2: 5 5 5 5\nNo.', None),
-    ('1: 4 5 5 5\n2: 3 1 2 2\n3: 1 1 1 1', None), ('1: 4 5 5 5\n3: 3 1 2 2', None),
-    ('1: 4.5 4 4\n2: 3 1 2 2', None), ('1: not 4 5 5 5\n2: 3 1 2 2', None), ('', None),
-    ('1: 4 5 5 5', None), ('1: 4 5 5 6\n2: 3 1 2 2', None), ('1: 4 5 5 5 5\n2: 3 1 2 2', None)])
-def test_a_rating_is_a_line_for_each_text_and_nothing_else(said, rating):
-    "What a text says of itself, and a rater repeats, is none; nor are ratings that contradict."
-    assert wombat.read_rating(said, 2) == rating
 
 
 def test_a_label_that_is_not_shown_is_asked_for_again_by_a_later_run(tmp_path):
