@@ -136,29 +136,27 @@ def limit_candidates(
     return limited
 
 # %% ../nbs/rrhf.ipynb #dca77770
-def load_queries(cfg, tokenizer) -> tuple[list[dict], list[list[int]], int]:
-    "Load queries and their prompts' ids, and count those left out; ValueError if none is left."
+def load_queries(cfg, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
+    "Load queries, each with its prompt's ids, and count those left out; ValueError for none left."
     if cfg.candidates: found = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
     else:
         records = load_records(cfg.data, cfg.split, columns=cfg.columns)
         found = [r | dict.fromkeys(LISTS, []) for r in records]
     found = found[:cfg.max_instances or None]
-    encoded = encode_prompts(found, tokenizer, cfg.template)
-    fit = within_limit([len(p) for p in encoded], cfg.max_prompt, 'prompts', 'max_prompt')
-    queries, prompts = [], []
+    prompts = encode_prompts(found, tokenizer, cfg.template)
+    fit = within_limit(list(map(len, prompts)), cfg.max_prompt, 'prompts', 'max_prompt')
+    queries = []
     for i in fit:
-        query = limit_candidates(found[i], encoded[i], tokenizer, cfg)
-        if cfg.n: useful = len(encoded[i]) + cfg.max_new_tokens <= cfg.max_length
+        query = limit_candidates(found[i], prompts[i], tokenizer, cfg)
+        if cfg.n: useful = len(prompts[i]) + cfg.max_new_tokens <= cfg.max_length
         else: useful = len(query['output']) > 1
-        if useful:
-            queries.append(query)
-            prompts.append(encoded[i])
+        if useful: queries.append((query, prompts[i]))
     need = 'space for max_new_tokens' if cfg.n else 'two different candidates'
     need += f' within max_length = {cfg.max_length} tokens, prompt included'
     if not queries: raise ValueError(f'none of the {len(found)} queries has {need}')
     if missing := len(fit) - len(queries):
         print(f'{missing} of {len(fit)} queries do not have {need}: left out')
-    return queries, prompts, len(found) - len(queries)
+    return queries, len(found) - len(queries)
 
 # %% ../nbs/rrhf.ipynb #08fa17e0
 def comparison_scores(annotator, records: list[dict]) -> list[float]:
@@ -231,14 +229,14 @@ def candidate_pool(
     step: int,                 # steps done
     policy, reference,         # the latter for the KL penalty
     tokenizer,
-    queries: list[dict],
-    prompts: list[list[int]],  # their token ids
+    queries: list[tuple],      # each with its prompt's ids
     score_of,                  # as of `score_pool`
-) -> list[dict]:
-    "Make the candidates to learn from, or read them from the run folder if they are there."
+) -> list[tuple]:
+    "Give queries the candidates to learn from; those in the run folder if they are there."
     cfg = run.cfg
+    queries, prompts = zip(*queries)
     name = f'candidates-{step}.json' if step else 'candidates.json'
-    if once(run.path(name).exists): return read_json(run.path(name))
+    if once(run.path(name).exists): return list(zip(read_json(run.path(name)), prompts))
     seed = cfg.seed * 1_000_003 + step + 1
     pool = add_own_candidates(policy, tokenizer, queries, prompts, cfg, seed)
     pool = [limit_candidates(q, p, tokenizer, cfg) for q, p in zip(pool, prompts)]
@@ -253,21 +251,20 @@ def candidate_pool(
     if not step and all(len(set(q['scores'])) < 2 for q in pool):
         raise ValueError('all candidates of each query have one score: there is nothing to rank')
     run.write(name, pool)
-    return pool
+    return list(zip(pool, prompts))
 
 # %% ../nbs/rrhf.ipynb #f69f2160
 def rrhf_batch(
-    queries: list[dict],       # with `scores`
-    prompts: list[list[int]],  # their token ids
+    queries: list[tuple],      # with `scores`, each with its prompt's ids
     tokenizer,
     template: str = 'auto',    # prompt format
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, k, T); scores, present (B, k); best (B,)
     "Collate queries, with empty rows where one has fewer than k candidates."
-    shape = len(queries), max(len(q['output']) for q in queries)
+    shape = len(queries), max(len(q['output']) for q, _ in queries)
     scores = torch.zeros(shape, dtype=torch.float64)
     present = torch.zeros(shape, dtype=torch.bool)
     rows = []
-    for i, (query, prompt) in enumerate(zip(queries, prompts)):
+    for i, (query, prompt) in enumerate(queries):
         answers = candidate_tokens(query, tokenizer, template)
         rows += [(prompt, ids) for ids in answers] + [([], [])] * (shape[1] - len(answers))
         scores[i, :len(answers)] = torch.tensor(query['scores'], dtype=torch.float64)
@@ -348,7 +345,7 @@ def train(cfg: RRHFConfig):
         return answer_again(run, names, lambda: _answer_figures(run))
     preflight(cfg, ('eval_split',))
     plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
-    queries, prompts, left_out = load_queries(cfg, plain)
+    queries, left_out = load_queries(cfg, plain)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference = load_reference(policy, cfg) if cfg.kl_coef else None
@@ -357,7 +354,7 @@ def train(cfg: RRHFConfig):
     preflight(cfg, ('eval_split',), policy, tokenizer, cfg.n and judge, reward_of)
 
     longest = []
-    for query, prompt in zip(queries, prompts):
+    for query, prompt in queries:
         answers = candidate_tokens(query, tokenizer, cfg.template)
         longest.append(len(prompt) + max(map(len, answers), default=0))
     order = batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)
@@ -369,13 +366,11 @@ def train(cfg: RRHFConfig):
         if not pool or not since:
             begin = step - 1 - since
             rows = sorted(set(sum(order[begin:begin + every], [])))
-            pool = dict(zip(rows, candidate_pool(
-                run, begin, policy, reference, tokenizer, [queries[i] for i in rows],
-                [prompts[i] for i in rows], score_of)))
-        rows = [i for i in order[step - 1] if len(pool[i]['output']) > 1]
+            pool = dict(zip(rows, candidate_pool(run, begin, policy, reference, tokenizer,
+                                                 [queries[i] for i in rows], score_of)))
+        rows = [pool[i] for i in order[step - 1] if len(pool[i][0]['output']) > 1]
         if rows:
-            batch = rrhf_batch([pool[i] for i in rows], [prompts[i] for i in rows], tokenizer,
-                               cfg.template)
+            batch = rrhf_batch(rows, tokenizer, cfg.template)
             trainer.log(**trainer.update(batch, lambda b: rrhf_step(policy, b, cfg)))
         else: run.log(step, skipped=len(order[step - 1]))   # single candidates have no order
         if cfg.save_every and step % cfg.save_every == 0:
@@ -385,7 +380,7 @@ def train(cfg: RRHFConfig):
     answered = answer_eval_split(policy, tokenizer, run, load_reference(policy, cfg))
     last = [r for r in read_log(run.folder) if 'loss' in r][-20:]
     figures = {k: mean([r[k] for r in last]) for k in ('loss', 'rank', 'nll', 'accuracy')}
-    scores = [q['scores'] for q in pool.values() if q['scores']]
+    scores = [q['scores'] for q, _ in pool.values() if q['scores']]
     measures = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
     for name, measure in measures.items():
         figures[name] = mean([float(measure(s)) for s in scores])

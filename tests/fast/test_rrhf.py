@@ -58,7 +58,8 @@ def test_rank_loss(reduction, ties):
 def some(base, models):
     "Twelve queries of two or three scored candidates, their prompts, and a configuration."
     cfg, rng = config(base), np.random.default_rng(0)
-    queries, prompts, left_out = rrhf.load_queries(cfg, models.tokenizer)
+    loaded, left_out = rrhf.load_queries(cfg, models.tokenizer)
+    queries, prompts = zip(*loaded)
     queries = [select_candidates(q, [0, 1] if i % 3 else range(len(q['output'])))
                for i, q in enumerate(queries[:12])]
     assert left_out < 10 and {len(q['output']) for q in queries} == {2, 3}
@@ -88,7 +89,7 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
     "Ragged k, batches of any size, any padding: the same losses."
     (queries, prompts, _), cfg = some, config(base, **more)
     want = [by_hand(models.policy, models, q, p, cfg) for q, p in zip(queries, prompts)]
-    whole, pad = rrhf_batch(queries, prompts, models.tokenizer), torch.nn.functional.pad
+    whole, pad = rrhf_batch([*zip(queries, prompts)], models.tokenizer), torch.nn.functional.pad
     wider = {k: pad(v, (0, 9)) if v.ndim == 3 else v for k, v in whole.items()}
     room = lambda v: (0, 0)*(v.ndim - 2) + (0, 2)
     wider = {k: pad(v, room(v)) if v.ndim > 1 else v for k, v in wider.items()}
@@ -105,7 +106,8 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
 def test_nothing_is_longer_than_allowed(base, models, capsys):
     "Prompt and response are within max_length; nothing is cut, and what is left out is counted."
     def sizes(**more):
-        queries, prompts, left_out = rrhf.load_queries(config(base, **more), models.tokenizer)
+        loaded, left_out = rrhf.load_queries(config(base, **more), models.tokenizer)
+        queries, prompts = zip(*loaded)
         tokens = [rrhf.candidate_tokens(q, models.tokenizer) for q in queries]
         lengths = [len(p) + len(ids) for p, ts in zip(prompts, tokens) for ids in ts]
         return queries, lengths, left_out
@@ -211,7 +213,7 @@ def run(base, out, **more):
 
 def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, policy, tmp_path):
     (log, summary), cfg = run(base, tmp_path/'rrhf'), config(base)
-    queries, prompts, _ = rrhf.load_queries(cfg, models.tokenizer)
+    queries, prompts = zip(*rrhf.load_queries(cfg, models.tokenizer)[0])
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
     assert [q['output'] for q in pool] == [q['output'] for q in queries]
     tokens = [rrhf.candidate_tokens(q, models.tokenizer) for q in queries]
@@ -301,7 +303,7 @@ def test_own_samples_are_learned_from_as_drawn(base, models, tmp_path):
         own = [decode(t, models.tokenizer) for t in q['tokens']]
         assert len(own) == q['source'].count('policy') and own == q['output'][:len(own)]
         ids = encode_responses(own, models.tokenizer, q['ended'][:len(own)])
-        batch = rrhf_batch([q], [[5]*4], models.tokenizer)
+        batch = rrhf_batch([(q, [5]*4)], models.tokenizer)
         for k, drawn in enumerate(q['tokens']):
             assert batch['ids'][0, k][batch['response'][0, k].bool()].tolist() == drawn
             anew += drawn != ids[k]
@@ -314,7 +316,7 @@ def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch):
     def equal(*args):
         twice = lambda q: q | {k: q[k][:1]*2 for k in (*LISTS, 'tokens')}
         return [twice(d) if i % 2 else d for i, d in enumerate(draw(*args))]
-    def watched(queries, *args): return shown.extend(queries) or batch(queries, *args)
+    def watched(queries, *args): return shown.extend(q for q, _ in queries) or batch(queries, *args)
     monkeypatch.setattr(rrhf, 'add_own_candidates', equal)
     monkeypatch.setattr(rrhf, 'rrhf_batch', watched)
     more = dict(candidates='', n=2, k=2, max_instances=16, eval_split='', missing_eos='')
