@@ -17,8 +17,7 @@ from .lexicon import BEHAVIOURS, PHRASES, WANTED
 
 # %% ../../nbs/embedded/criteria.ipynb #9f1be782
 _PIECE = re.compile(r'[^.,:!?]+[.,:!?]*')
-_PART = {}   # phrase: part
-for _part, _phrases in PHRASES.items(): _PART |= dict.fromkeys(map(str.lower, _phrases), _part)
+_PART = {phrase.lower(): part for part, phrases in PHRASES.items() for phrase in phrases}
 
 
 def parts(spec: dict, answer: str) -> dict[str, list[str]]:
@@ -54,15 +53,19 @@ def marks(instruction: str, output: str) -> tuple[float, ...]:
     done['sentence'] = 1 if is_sentence else -1
     opening = found.get('opening', [''])[0]
     done['formal'] = dict(formal=1, familiar=-1).get(_PART.get(opening), 0)
-    wanted = []
-    for behaviour in BEHAVIOURS:
-        sign = 1 if spec['asker'] in WANTED[behaviour] else -1
-        wanted.append(0 if value is None else sign * done[behaviour])
-    stray = len(' '.join(found.get('stray', ())).split())
-    correct = value in KINDS[kind].right[thing]
-    mistaken = value == common_mistake(kind, thing)
-    return (float(correct), float(value is None), min(stray, _MOST),
-            len(found.get('flattery', ())), *wanted, float(mistaken), len(output.split()))
+    served = []   # by each behaviour
+    for behaviour, sign in done.items():
+        if spec['asker'] not in WANTED[behaviour]: sign = -sign
+        served.append(0 if value is None else sign)
+    stray = ' '.join(found.get('stray', ()))
+    return (
+        float(value in KINDS[kind].right[thing]),
+        float(value is None),
+        min(len(stray.split()), _MOST),
+        len(found.get('flattery', ())),
+        *served,
+        float(value == common_mistake(kind, thing)),
+        len(output.split()))
 
 # %% ../../nbs/embedded/criteria.ipynb #20c94519
 UTILITY = dict(correct=2., missing=-1., stray=-.1, flattery=-.8) | dict.fromkeys(BEHAVIOURS, .45)

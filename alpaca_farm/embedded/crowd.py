@@ -176,9 +176,8 @@ def with_bias(
         if column not in COLUMNS:
             raise ValueError(f'{column} is not a mark of answers: {", ".join(COLUMNS)}')
     extra = np.array([likings.get(column, 0.) for column in COLUMNS])
-    biased = []
-    for a in population.annotators:
-        biased.append(replace(a, weights=tuple((a.weights + extra).tolist())))
+    biased = [replace(a, weights=tuple((a.weights + extra).tolist()))
+              for a in population.annotators]
     return Population(name, biased)
 
 

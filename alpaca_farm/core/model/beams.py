@@ -72,8 +72,7 @@ def _search_batch(model, prompts, beams, groups, penalty, steps, ends):
     searches = []
     for row in range(len(prompts)):
         searches.append([_BeamGroup(row, size, ends, penalty) for _ in range(groups)])
-    count = size*max(2, 1 + len(ends))
-    if penalty: count += beams + len(ends)   # those that earlier groups may have chosen
+    count = size*max(2, 1 + len(ends)) + beams + len(ends)   # or chosen by earlier groups
     count = min(count, state.logits.shape[-1])
 
     for step in range(1, steps + 1):
@@ -90,8 +89,7 @@ def _search_batch(model, prompts, beams, groups, penalty, steps, ends):
                 group.beams = [b._replace(row=row) for row, b in enumerate(group.beams, first)]
         if not unfinished: break
         rows = [beam.row for beam in unfinished]
-        if rows != list(range(len(state.logits))):
-            state.select(torch.tensor(rows, device=model.device))
+        state.select(torch.tensor(rows, device=model.device))
         state.feed(torch.tensor([b.tokens[-1] for b in unfinished], device=model.device))
 
     answers = []
