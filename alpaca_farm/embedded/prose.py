@@ -56,7 +56,11 @@ def _chat(rng: random.Random) -> str:
     return _say(rng, rng.choice(PHRASES[one]), rng.choice(PHRASES[two]))
 
 
-_TEXTS = {describe: .2, talk: .65, _introduce: .1, _chat: .05}
+_TEXTS = {
+    describe: .2,   # share of the texts
+    talk: .65,
+    _introduce: .1,
+    _chat: .05}
 
 
 def sample_page(rng: random.Random, n: int = 3) -> str:
