@@ -241,11 +241,12 @@ def write_items(
 ) -> list[dict]:
     "Write the item of each record: its two outputs, or the `reason` why one is missing."
     sides = ('', '') if cfg.method == 'rlaif' else ('positive', 'negative')
+    chat = cfg.template == 'chat'
     drafts = {}   # by number and side
     for i, record in records.items():
         pair = task.contrast[_draw_contrast(task, i, cfg.seed)]
         for k, side in enumerate(sides):
-            drafts[i, k] = _Draft(contrast_prompt(task, record, pair, side, cfg.template == 'chat'))
+            drafts[i, k] = _Draft(contrast_prompt(task, record, pair, side, chat))
     for attempt in range(cfg.max_retries + 1):
         todo = {key: draft for key, draft in drafts.items()
                 if draft.reason not in ('', 'long_prompt', 'refused')}
@@ -296,16 +297,13 @@ def stored_items(cfg: RLCDConfig, task: Task) -> list[dict]:
     return items
 
 # %% ../nbs/rlcd.ipynb #8c29ad4c
+@dataclass
 class SelfJudge:
     "The model that writes as an annotator: 1 + its probability that the second answer is better."
+    writer: LocalWriter | ServedWriter
+    task: Task
+    chat: bool   # asks in a message
     name = 'self'
-    def __init__(
-        self,
-        writer,      # `choose(prompts, labels)`
-        task: Task,
-        chat: bool,  # asks in a message
-    ):
-        self.writer, self.task, self.chat = writer, task, chat
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         prompts = []
@@ -322,20 +320,17 @@ def label_items(
     cfg: RLCDConfig,
 ) -> list[dict]:
     "Add `preference` and `annotator`, or a `reason` where the judge has no verdict."
+    items = [dict(item) for item in items]
     pairs = [item for item in items if not item['reason']]
-    if judge:
-        rows = annotate_pairs(pairs, judge, cfg.seed, both_orders=cfg.both_orders, decide=False)
-        check_all_answered(judge, 'annotators')
-    else: rows = [dict(preference=float(p['positive']), annotator='contrast') for p in pairs]
-    rows = iter(rows)
-    labelled = []
-    for item in items:
-        if not item['reason']:
-            row = next(rows)
-            if row['preference'] is None: item = item | dict(reason='no_verdict')
-            else: item = item | {k: row[k] for k in ('preference', 'annotator', 'orders') if k in row}
-        labelled.append(item)
-    return labelled
+    if judge is None:
+        for pair in pairs: pair.update(preference=float(pair['positive']), annotator='contrast')
+        return items
+    rows = annotate_pairs(pairs, judge, cfg.seed, both_orders=cfg.both_orders, decide=False)
+    check_all_answered(judge, 'annotators')
+    for pair, row in zip(pairs, rows):
+        if row['preference'] is None: pair['reason'] = 'no_verdict'
+        else: pair.update({k: row[k] for k in ('preference', 'annotator', 'orders') if k in row})
+    return items
 
 # %% ../nbs/rlcd.ipynb #8d270f91
 _MEASURED = 500   # pairs on which labels are compared with likelihoods
@@ -407,30 +402,28 @@ def run(cfg: RLCDConfig):
     if run_folder.done: return run_folder
     task = read_task(cfg.task)
     chat = cfg.template == 'chat'
-    if cfg.samples: todo = stored_items(cfg, task)
-    else:
-        records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
-        todo = list(enumerate(records))
+    if cfg.samples: given = stored_items(cfg, task)
+    else: given = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
     judge = None
     if cfg.annotators:
         judge = load_annotators(cfg.annotators, cfg)
-        first = todo[0] if cfg.samples else bare_prompt(records[0])
-        pair = dict(first, output_1='Yes.', output_2='No.')
+        pair = dict(bare_prompt(given[0]), output_1='Yes.', output_2='No.')
         try_setting(cfg, 'annotators', annotate_pairs, [pair], judge)
     judges_itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators
     if judges_itself or not cfg.samples:
         writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
     if judges_itself: judge = SelfJudge(writer, task, chat)
 
-    def make(part):
-        items = part if cfg.samples else write_items(writer, task, dict(part), cfg)
+    def make(part):   # numbers and records, or items
+        items = [item for _, item in part]
+        if not cfg.samples: items = write_items(writer, task, dict(part), cfg)
         return label_items(items, judge, cfg)
 
     def progress(items):
         return dict(made=sum(not i['reason'] for i in items),
                     retries=sum(i['retries'] for i in items))
 
-    items = in_chunks(run_folder, todo, cfg.chunk, make, progress)
+    items = in_chunks(run_folder, list(enumerate(given)), cfg.chunk, make, progress)
     run_folder.write('items.json', items)
     figures = item_figures(items, cfg)
     made = [i for i in items if not i['reason']]

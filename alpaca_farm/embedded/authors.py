@@ -27,7 +27,7 @@ _CONTESTABLE = (*FACTS, 'owner', 'place')
 
 
 def contested(spec: dict, share: float) -> bool:
-    "Decide whether most authors are mistaken about a request, where a `share` of facts is contested."
+    "Decide whether most authors are mistaken about a request, if a `share` is contested."
     coin = zlib.crc32(f"{spec['kind']} of {spec['thing']}".encode()) % 1000
     return spec['kind'] in _CONTESTABLE and coin < 1000*share
 
@@ -45,9 +45,12 @@ def sayings(kind: str) -> dict[str, tuple[str, bool]]:
 
 
 _REMARKS = dict(
-    owner=('It is for work.', 'It is not heavy.'), place=('Many go there.', 'It is nice there.'),
-    sights=('Many go there.', 'It is nice there.'), ingredients=('Mix it well.', 'It tastes good.'),
-    tools=('It is for work.', 'It is not heavy.'), sum=('I counted twice.', 'I used my fingers.'))
+    owner=('It is for work.', 'It is not heavy.'),
+    place=('Many go there.', 'It is nice there.'),
+    sights=('Many go there.', 'It is nice there.'),
+    ingredients=('Mix it well.', 'It tastes good.'),
+    tools=('It is for work.', 'It is not heavy.'),
+    sum=('I counted twice.', 'I used my fingers.'))
 
 
 @lru_cache

@@ -59,7 +59,8 @@ KINDS = {
         .14, ('Where can I find {x}?', 'Where are the {x}?', 'Where do I look for {x}?'),
         'the {v}.', 'they are at the {v}.', _belongs(PLACES)),
     'sights': Kind(
-        .07, ('Name a thing at the {x}.', 'What can I see at the {x}?', 'What is there at the {x}?'),
+        .07, ('Name a thing at the {x}.', 'What can I see at the {x}?',
+              'What is there at the {x}?'),
         '{v}.', 'you can see {v}.', PLACES),
     'ingredients': Kind(
         .07, ('Name a thing for {x}.', 'What do I need for {x}?', 'What is in {x}?'),

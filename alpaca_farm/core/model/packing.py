@@ -156,7 +156,7 @@ def attention_window(model) -> float:
 
 
 def _packing_error(model) -> float:
-    "Try a model on two answers to a prompt: the largest error when packed, in standard deviations."
+    "Measure the error of states packed for two answers to a prompt, in standard deviations."
     trunk = model.base_model
     ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 0]], device=trunk.device)
     packed = pack(ids, (ids > 0).long(), (ids > 3).long())

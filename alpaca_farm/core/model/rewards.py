@@ -114,7 +114,7 @@ def reward(
     batch_size: int = 0,     # rows of a forward pass; 0: as many as fit into memory
     loaded: dict = {},       # checkpoints in memory already: (model, tokenizer) by name
 ):  # records -> scores
-    "Make the reward that a setting names; it refuses scores that are not a number for each record."
+    "Make the reward that a setting names; it refuses what is not a number for each record."
     members = {}
     for name in as_list(spec):
         if ':' in name: members[name] = partial(once, resolve(name))
