@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['Task', 'task_file', 'read_task', 'contrast_prompt', 'clean_response', 'judge_prompt', 'RLCDConfig', 'write_items',
-           'answers_of', 'stored_items', 'SelfJudge', 'label_items', 'label_evidence', 'write_rlcd_csv', 'item_figures',
-           'run']
+           'answers_of', 'SelfJudge', 'write_rlcd_csv', 'run']
 
 # %% ../nbs/rlcd.ipynb #d7872f32
 import csv, os, re
@@ -275,7 +274,7 @@ def answers_of(item: dict) -> tuple[str, str]:
     return item[f'output_{first}'], item[f'output_{3 - first}']
 
 # %% ../nbs/rlcd.ipynb #761596ad
-def stored_items(cfg: RLCDConfig, task: Task) -> list[dict]:
+def _stored_items(cfg: RLCDConfig, task: Task) -> list[dict]:
     "Read the pairs of `cfg.samples` as items, the preferred output as the positive one."
     items = []
     rows = load_records(cfg.samples, 'preferences', 'preference', cfg.max_instances, cfg.columns)
@@ -314,7 +313,7 @@ class SelfJudge:
         return [1 + p for p in self.writer.choose(prompts, 'AB')]
 
 # %% ../nbs/rlcd.ipynb #2f87f5bd
-def label_items(
+def _label_items(
     items: list[dict],
     judge,             # an annotator; None for labels by construction
     cfg: RLCDConfig,
@@ -336,7 +335,7 @@ def label_items(
 _MEASURED = 500   # pairs on which labels are compared with likelihoods
 
 
-def label_evidence(
+def _label_evidence(
     writer,              # `log_odds(prompts, pairs)`
     task: Task,
     items: list[dict],   # N pairs of RLCD
@@ -370,7 +369,7 @@ def write_rlcd_csv(path, records: list[dict]):
             table.writerow(row)
 
 # %% ../nbs/rlcd.ipynb #88a1f311
-def item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
+def _item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
     "Count prompts, pairs made, and those left out by reason; measure lengths in words."
     made = [i for i in items if not i['reason']]
     reasons = Counter(i['reason'] for i in items if i['reason'])
@@ -402,7 +401,7 @@ def run(cfg: RLCDConfig):
     if run_folder.done: return run_folder
     task = read_task(cfg.task)
     chat = cfg.template == 'chat'
-    if cfg.samples: given = stored_items(cfg, task)
+    if cfg.samples: given = _stored_items(cfg, task)
     else: given = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
     judge = None
     if cfg.annotators:
@@ -417,7 +416,7 @@ def run(cfg: RLCDConfig):
     def make(part):   # numbers and records, or items
         items = [item for _, item in part]
         if not cfg.samples: items = write_items(writer, task, dict(part), cfg)
-        return label_items(items, judge, cfg)
+        return _label_items(items, judge, cfg)
 
     def progress(items):
         return dict(made=sum(not i['reason'] for i in items),
@@ -425,10 +424,10 @@ def run(cfg: RLCDConfig):
 
     items = in_chunks(run_folder, list(enumerate(given)), cfg.chunk, make, progress)
     run_folder.write('items.json', items)
-    figures = item_figures(items, cfg)
+    figures = _item_figures(items, cfg)
     made = [i for i in items if not i['reason']]
     if cfg.method == 'rlcd' and not cfg.served:
-        figures |= _agreement(label_evidence(writer, task, made[:_MEASURED], chat))
+        figures |= _agreement(_label_evidence(writer, task, made[:_MEASURED], chat))
     records = []
     for i in made:
         if cfg.method == 'context_distillation':

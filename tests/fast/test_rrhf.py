@@ -276,7 +276,7 @@ def test_own_candidates(base, models, decoding, groups):
     def drawn(**more):
         cfg = config(base, n=4, decoding=decoding, groups=groups, **more)
         given = models.policy, models.tokenizer, [{}]*6, models.prompts[:6]
-        return [d['output'] for d in rrhf.add_own_candidates(*given, cfg, 0)]
+        return [d['output'] for d in rrhf._add_own_candidates(*given, cfg, 0)]
     plain = drawn()
     assert all(len(x) == 4 for x in plain) and sum(len(set(x)) for x in plain) > 18
     assert (drawn(temperature=.5) == plain) == (decoding != 'sample')
@@ -290,7 +290,7 @@ def test_cut_off_answers_are_last_in_any_unit(base, shift):
     def scores(*ended):
         query = dict(instruction='x', output=['aaa', 'aa', 'a'], ended=ended)
         score_of = lambda records: [len(r['output']) + shift for r in records]
-        return rrhf.score_pool([query], score_of, config(base))[0]['scores']
+        return rrhf._score_pool([query], score_of, config(base))[0]['scores']
     assert scores(False, True, True) == [0. + shift, 2. + shift, 1. + shift]
     assert scores(False, False, False) == [-1.]*3  # none whole: a tie
 
@@ -310,37 +310,38 @@ def test_own_samples_are_learned_from_as_drawn(base, models, tmp_path):
     assert anew > 0
 
 
-def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch):
-    "Where all that was drawn is the same; counted, and not imitated."
-    draw, batch, shown = rrhf.add_own_candidates, rrhf.rrhf_batch, []
+@pytest.mark.parametrize('size, steps', [(1, range(1, 17)), (8, (1, 2))])
+def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch, size, steps):
+    "Where all that was drawn is the same: counted, and not imitated; a step may have no other."
+    draw, batch, shown = rrhf._add_own_candidates, rrhf.rrhf_batch, []
     def equal(*args):
         twice = lambda q: q | {k: q[k][:1]*2 for k in (*LISTS, 'tokens')}
-        return [twice(d) if i % 2 else d for i, d in enumerate(draw(*args))]
-    def watched(queries, *args): return shown.extend(q for q, _ in queries) or batch(queries, *args)
-    monkeypatch.setattr(rrhf, 'add_own_candidates', equal)
+        return [twice(q) if i % 2 else q for i, q in enumerate(draw(*args))]
+    def watched(queries, *args): return shown.extend(queries) or batch(queries, *args)
+    monkeypatch.setattr(rrhf, '_add_own_candidates', equal)
     monkeypatch.setattr(rrhf, 'rrhf_batch', watched)
-    more = dict(candidates='', n=2, k=2, max_instances=16, eval_split='', missing_eos='')
-    for size, steps in ((1, range(1, 17)), (8, (1, 2))):  # with 1 whole steps are skipped
-        shown.clear()
-        log, summary = run(base, tmp_path/f'{size}', batch_size=size, **more)
-        pool = read_json(tmp_path/f'{size}'/'candidates.json')
-        assert summary['single'] == sum(len(q['output']) == 1 for q in pool) >= 8
-        assert {len(q['output']) for q in shown} == {2} and len(shown) == 16 - summary['single']
-        assert [r['step'] for r in log] == list(steps)   # a skipped step too
-        assert sum('loss' in r for r in log) == (len(shown) if size == 1 else 2)
+    log, summary = run(base, tmp_path/'a', batch_size=size, candidates='', n=2, k=2,
+                       max_instances=16, eval_split='', missing_eos='')
+    pool = read_json(tmp_path/'a'/'candidates.json')
+    assert summary['single'] == sum(len(q['output']) == 1 for q in pool) >= 8
+    assert {len(q['output']) for q, _ in shown} == {2} and len(shown) == 16 - summary['single']
+    assert [r['step'] for r in log] == list(steps)   # a skipped step too
+    assert sum('loss' in r for r in log) == (len(shown) if size == 1 else 2)
 
 
-def test_scores_of_the_files_and_of_annotators(base, tmp_path):
-    "Preferences alone, two candidates a query; or everything, compared by an annotator."
-    given, asked, more = tmp_path/'given', tmp_path/'asked', dict(reward_model='', eval_split='')
-    _, summary = run(base, given, candidates=str(base/'annotators'), missing_eos='', **more)
-    for q in read_json(given/'candidates.json'):
+def test_scores_of_the_files(base, tmp_path):
+    "Preferences alone, two candidates a query."
+    _, summary = run(base, tmp_path, candidates=str(base/'annotators'), missing_eos='',
+                     reward_model='', eval_split='')
+    for q in read_json(tmp_path/'candidates.json'):
         assert q['source'] == ['chosen', 'rejected'] and q['scores'][0] >= q['scores'][1]
     assert summary['labels'] == read_summary(base/'annotators')['labels']
-    more |= dict(annotators='alpaca_farm.judging.agreement:prefer_longer', max_instances=20,
-                 missing_eos='')
-    _, summary = run(base, asked, **more)
-    pool = read_json(asked/'candidates.json')
+
+
+def test_scores_of_annotators(base, tmp_path):
+    _, summary = run(base, tmp_path, annotators='alpaca_farm.judging.agreement:prefer_longer',
+                     reward_model='', eval_split='', missing_eos='', max_instances=20)
+    pool = read_json(tmp_path/'candidates.json')
     for q in pool:
         best = max(range(len(q['output'])), key=q['scores'].__getitem__)
         assert len(q['output'][best]) == max(map(len, q['output']))

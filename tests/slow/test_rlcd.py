@@ -181,7 +181,7 @@ def test_run(base, whole):
     assert rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out)))).done
 
 
-@pytest.mark.parametrize('where', ['write_rlcd_csv', 'item_figures'])
+@pytest.mark.parametrize('where', ['write_rlcd_csv', '_item_figures'])
 def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
     "Nothing that a restart needs is removed before the run has finished."
     def die(*_): raise KeyboardInterrupt
@@ -229,7 +229,7 @@ def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
         more = rescore | dict(out=str(tmp_path/'x'), samples=str(samples))
         cfg = RLCDConfig(**tiny.settings('rlcd', base, **more))
         with pytest.raises(ValueError, match=f'row 0 .* {wrong}'):
-            rlcd.stored_items(cfg, read_task(ANYTHING))
+            rlcd._stored_items(cfg, read_task(ANYTHING))
 
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
@@ -250,7 +250,7 @@ def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path)
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
     items = rlcd.write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
     rows = [{k: v for k, v in i.items() if k not in ('positive', 'retries', 'reason')}
-            for i in rlcd.label_items(items, None, cfg)]
+            for i in rlcd._label_items(items, None, cfg)]
     for r in rows:
         best = int(r['preference'])
         assert r[f'ended_{best}'] is True and r[f'ended_{3 - best}'] is False
@@ -296,7 +296,7 @@ def test_evidence_is_that_of_whole_texts(base, whole):
         return sum(table[k - 1, ids[k]].item() for k in range(len(start), len(ids)))
     by_hand = [sum(a*b*logp(i, side, text) for b, side in ((1, 'positive'), (-1, 'negative'))
                    for a, text in zip((1, -1), rlcd.answers_of(i))) for i in items]
-    np.testing.assert_allclose(rlcd.label_evidence(writer, task, items), by_hand, atol=1e-3)
+    np.testing.assert_allclose(rlcd._label_evidence(writer, task, items), by_hand, atol=1e-3)
 
 
 class Fussy:
@@ -318,10 +318,10 @@ def test_retries_are_counted_and_bounded():
     assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', '']
     assert [i['retries'] for i in items] == [2, 0, 4, 2]
     assert Counter(k[0] for k in writer.asked) == {0: 4, 1: 2, 2: 6, 3: 4}
-    found = rlcd.item_figures(rlcd.label_items(items, None, cfg), cfg)
+    found = rlcd._item_figures(rlcd._label_items(items, None, cfg), cfg)
     wanted = dict(prompts=4, made=2, skipped_empty=1, skipped_long_prompt=1, retries=8)
     assert {k: found[k] for k in wanted} == wanted
-    with pytest.raises(ValueError, match='nothing is left'): rlcd.item_figures(items[1:2], cfg)
+    with pytest.raises(ValueError, match='nothing is left'): rlcd._item_figures(items[1:2], cfg)
 
 
 def test_a_judge_that_fails_stops_the_run_before_anything_is_written(base, tmp_path):
@@ -407,7 +407,7 @@ def test_wombat_rates_the_answers_of_several_models(base, tmp_path):
     assert [q['instruction'] for q in pool] == [r['instruction'] for r in prompts[:5]]
     for q in pool:
         assert q['source'] == ['a', 'b', 'c']
-        assert [q['scores'][i] for i in wombat.rating_order(q, 0)] == [20., 12., 5.]
+        assert [q['scores'][i] for i in wombat._rating_order(q, 0)] == [20., 12., 5.]
     assert summary['queries'] == summary['labels'] == 5 and summary['unrated'] == 1
 
 
