@@ -435,8 +435,8 @@ def run(cfg: RLCDConfig):
             records.append(dict(bare_prompt(i), output=answers_of(i)[0], index=i['index'],
                                 contrast=i['contrast'], ended=ended))
         else:
-            own = ('positive', 'retries', 'reason')   # of an item, not of a preference
-            records.append({k: v for k, v in i.items() if k not in own})
+            left_out = ('positive', 'retries', 'reason')   # of an item, not of a preference
+            records.append({k: v for k, v in i.items() if k not in left_out})
     if cfg.method == 'context_distillation': run_folder.write('sft.json', records)
     else:
         run_folder.write('preferences.json', records)

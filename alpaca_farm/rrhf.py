@@ -111,10 +111,9 @@ def candidate_tokens(
     template: str = 'auto',  # prompt format
 ) -> list[list[int]]:
     "Give a query's candidates as token ids: the policy's own as sampled, then the encoded texts."
-    own = query.get('tokens', [])
-    rest = slice(len(own), None)
-    texts, ended = query['output'][rest], query['ended'][rest]
-    return own + encode_responses(texts, tokenizer, ended, template, [query] * len(texts))
+    sampled = query.get('tokens', [])
+    texts, ended = query['output'][len(sampled):], query['ended'][len(sampled):]
+    return sampled + encode_responses(texts, tokenizer, ended, template, [query] * len(texts))
 
 
 def _limit_candidates(
@@ -130,8 +129,8 @@ def _limit_candidates(
     for i, ids in enumerate(candidate_tokens(query, tokenizer, cfg.template)):
         if 0 < len(ids) <= limit and texts[i] not in texts[:i]: kept.append(i)
     limited = select_candidates(query, kept[:cfg.k])
-    if own := query.get('tokens'):
-        limited['tokens'] = [own[i] for i in kept[:cfg.k] if i < len(own)]
+    if sampled := query.get('tokens'):
+        limited['tokens'] = [sampled[i] for i in kept[:cfg.k] if i < len(sampled)]
     return limited
 
 # %% ../nbs/rrhf.ipynb #dca77770
@@ -189,12 +188,12 @@ def _score_pool(
     scores = torch.tensor(scores, dtype=torch.float64)
     if log_ratios is not None: scores = (scores.float() - cfg.kl_coef * log_ratios).double()
     scored = []
-    for q, own in zip(pool, scores.split([len(q['output']) for q in pool])):
-        ended = torch.tensor(q['ended']).bool()
+    for query, values in zip(pool, scores.split([len(q['output']) for q in pool])):
         if cfg.missing_eos == 'replace':
-            worst = own[ended].min() if ended.any() else 0.
-            own = torch.where(ended, own, worst - 1)
-        scored.append(dict(q, scores=own.tolist()))
+            ended = torch.tensor(query['ended']).bool()
+            worst = values[ended].min() if ended.any() else 0.
+            values = torch.where(ended, values, worst - 1)
+        scored.append(dict(query, scores=values.tolist()))
     return scored
 
 # %% ../nbs/rrhf.ipynb #884d9c30
@@ -296,7 +295,7 @@ def rrhf_step(
     return dict(loss=cfg.rrhf_weight * rank + nll, rank=rank, nll=nll, accuracy=accuracy)
 
 # %% ../nbs/rrhf.ipynb #7516c140
-def perplexities(model, tokenizer, texts: list[str]) -> list[float]:  # models' own tokenizer
+def perplexities(model, tokenizer, texts: list[str]) -> list[float]:  # one for each text
     "Measure the perplexity of each text by itself."
     first = tokenizer.bos_token_id
     if first is None: first = tokenizer.eos_token_id

@@ -31,9 +31,9 @@ def add_tokens(
     if head is not None and head.weight is not tables[0].weight: tables.append(head)
     for table in tables:
         weight = table.weight
-        known = weight[:old].float()
+        rows = weight[:old].float()
         noise = torch.randn(len(tokenizer) - old, weight.shape[1], generator=g).to(weight.device)
-        new = known.mean(0) + jitter * noise * known.std(0)
+        new = rows.mean(0) + jitter * noise * rows.std(0)
         weight[old:len(tokenizer)] = new.to(weight.dtype)
     ids = tokenizer.convert_tokens_to_ids(list(names))
     suppressed = model.generation_config.suppress_tokens or []
