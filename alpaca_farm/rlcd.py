@@ -384,7 +384,7 @@ def _item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
     if judged: figures['certainty'] = float(np.mean([abs(2*i['preference'] - 3) for i in judged]))
     return figures
 
-
+# %% ../nbs/rlcd.ipynb #a3e1c7d1
 def _agreement(evidence: np.ndarray) -> dict[str, float]:
     "Say how often labels agree with likelihoods; a share that is no more than chance is printed."
     share = wilson(int((evidence > 0).sum()), len(evidence))   # what is not known does not agree
@@ -394,7 +394,7 @@ def _agreement(evidence: np.ndarray) -> dict[str, float]:
               'the phrases may not change what the model writes')
     return dict(agreement=share.value, agreement_low=share.low, agreement_high=share.high)
 
-
+# %% ../nbs/rlcd.ipynb #a3e1c7d3
 def run(cfg: RLCDConfig):
     "Make preference data; leaves preferences.json and .csv, or sft.json, and items.json."
     run_folder = start(cfg, run, (os.path.relpath(task_file(cfg.task), root()),))

@@ -305,7 +305,7 @@ def perplexities(model, tokenizer, texts: list[str]) -> list[float]:  # one for 
     sums = response_logprobs(model, [[first]] * len(ids), ids, tokenizer.pad_token_id)
     return (-sums / torch.tensor([len(i) for i in ids])).exp().tolist()
 
-
+# %% ../nbs/rrhf.ipynb #b4f2d8e1
 def _answer_figures(run, reward_of=None) -> dict[str, float]:
     "Measure the mean reward and the perplexity of a run's answers."
     cfg = run.cfg
@@ -333,7 +333,7 @@ def _count_labels(run) -> dict[str, int]:
     else: labels = max(map(label_count, as_list(cfg.candidates)))
     return dict(single=sum(k < 2 for k in sizes), labels=labels)
 
-
+# %% ../nbs/rrhf.ipynb #b4f2d8e2
 def train(cfg: RRHFConfig):
     "Optimise a policy on ranked candidates; leaves model/, candidates.json and outputs.json."
     from alpaca_farm.annotators import load_annotators

@@ -121,7 +121,7 @@ def position_wise(model) -> list:
     if projection is None or feed_forward is None or hasattr(feed_forward, 'experts'): return []
     return [projection, feed_forward]
 
-
+# %% ../../../nbs/core/model/packing.ipynb #d6b4f0a2
 @contextmanager
 def computed_at(parts: list, cells: torch.Tensor):
     "Compute modules from (R, W, d) to (R, W, e) at these cells only, and give 0 elsewhere."
@@ -154,7 +154,7 @@ def attention_window(model) -> float:
     if flash or 'sliding_attention' not in kinds: return math.inf
     return getattr(config, 'sliding_window', None) or math.inf
 
-
+# %% ../../../nbs/core/model/packing.ipynb #d6b4f0a1
 def _packing_error(model) -> float:
     "Measure the error of states packed for two answers to a prompt, in standard deviations."
     trunk = model.base_model

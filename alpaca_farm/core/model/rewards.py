@@ -106,7 +106,7 @@ def _combine(
     if how == 'uncertainty': return scores.mean(0) - cfg.ensemble_coef * scores.var(0)
     return scores.mean(0)
 
-
+# %% ../../../nbs/core/model/rewards.ipynb #c5a3e9f1
 def reward(
     spec: str | list[str],   # a checkpoint or "module:function", or a list of these
     cfg: Config,             # how a checkpoint is loaded and an ensemble combined
