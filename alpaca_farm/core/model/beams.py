@@ -118,12 +118,9 @@ def beam_search(
     rows, tokens = pass_limits(model, batch_size, cached=True)
     size = max(1, int(min(rows, tokens // max(1, longest)) // beams))   # prompts of a batch
     ends = end_tokens(model, tokenizer)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    answers = {}
+    answers = []
     with evaluation_mode(model):
-        for start in range(0, len(order), size):
-            batch = order[start:start + size]
-            found = _search_batch(model, [prompts[i] for i in batch], beams, groups,
-                                  diversity_penalty, max_new_tokens, ends)
-            answers.update(zip(batch, found))
-    return [answers[i] for i in range(len(prompts))]
+        for start in range(0, len(prompts), size):
+            answers += _search_batch(model, prompts[start:start + size], beams, groups,
+                                     diversity_penalty, max_new_tokens, ends)
+    return answers
