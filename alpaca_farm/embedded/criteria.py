@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from .authors import common_mistake, details, sayings
-from .grammar import KINDS, parse, request_of
+from .grammar import KINDS, parse
 from .lexicon import BEHAVIOURS, PHRASES, WANTED
 
 # %% ../../nbs/embedded/criteria.ipynb #9f1be782

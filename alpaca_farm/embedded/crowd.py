@@ -17,7 +17,7 @@ from ..core.run.files import read_json, write_json
 from ..core.data.preferences import hash_uniform
 from ..core.stats import sigmoid
 from .authors import contested
-from .criteria import answer_matrix, COLUMNS, CRITERIA, QUALITY, UTILITY
+from .criteria import answer_matrix, COLUMNS, CRITERIA, QUALITY
 from .grammar import request_of
 
 # %% ../../nbs/embedded/crowd.ipynb #2db64c8e
