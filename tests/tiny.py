@@ -102,6 +102,16 @@ def show_results(notebook, cfg):
     return shown
 
 
+def executed(notebook):
+    "The names that a notebook without exports defines, its cells executed but for the slow ones."
+    from alpaca_farm.core.run.paths import notebook_path
+    names = {}
+    for c in json.loads(notebook_path(notebook).read_text())['cells']:
+        text = ''.join(c['source'])
+        if c['cell_type'] == 'code' and not text.startswith('#| slow'): exec(text, names)
+    return names
+
+
 def command(notebook, **given):
     "The command line of a run."
     options = [x for k, v in given.items()

@@ -161,7 +161,9 @@ recover_wombat_7b.sh""".split()
 def test_commands_beside_theirs_are_within_bounds(command):
     "The settings fit each other too; what they read need not be there."
     words = shlex.split(command)
-    cls = tiny.config_class(words[1].rpartition('/')[2].removesuffix('.ipynb'))
+    name = words[1].rpartition('/')[2].removesuffix('.ipynb')
+    if name == 'pretrained': return   # it exports nothing, and has no bounds
+    cls = tiny.config_class(name)
     inputs = {*cls.inputs} - {'annotators'}
     said = tiny.given(words)
     settings = {k: v for k, v in said.items() if k not in inputs or not v}
