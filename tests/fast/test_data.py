@@ -15,7 +15,7 @@ import tiny
 from alpaca_farm.core.answers import preflight
 from alpaca_farm.core.data.candidates import read_candidates
 from alpaca_farm.core.data.records import check_records, load_records, prompt_key, read_rows
-from alpaca_farm.core.data.formats import CODES, FIELDS, SHAPES
+from alpaca_farm.core.data.formats import CODES, FIELDS, READERS
 from alpaca_farm.core.data.text import encode
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.judging.local_judges import read_recorded
@@ -565,7 +565,8 @@ def test_a_damaged_file_is_rows_or_refused_by_name(folder, suffix, where, cut, p
 
 
 OURS = {'instruction', 'input', 'output', 'output_1', 'output_2', 'preference', 'x'}
-columns = st.sampled_from(sorted({c for _, names in SHAPES for c in names} | {*CODES} | OURS))
+COLUMNS = {c for r in READERS.values() for c in (*r.columns, *r.others)}
+columns = st.sampled_from(sorted(COLUMNS | {*CODES} | OURS))
 roles = st.sampled_from(['user', 'assistant', 'gpt', 'human', ''])
 message = st.dictionaries(st.sampled_from(['role', 'from', 'content', 'value']), roles | texts)
 messages = st.lists(message, max_size=4)

@@ -186,8 +186,9 @@ def default_sources(n: int) -> list[str]:
 def _responses(rest, query, responses):
     "Read RRHF's queries and responses as candidates."
     if not isinstance(responses, list): raise ValueError('`responses` is not a list')
-    source = rest.get('source', default_sources(len(responses)))
-    return dict(_prompt(rest, query), output=responses, source=source)
+    fields = dict(output=responses, source=rest.get('source', default_sources(len(responses))))
+    told = 'instruction' in rest or 'messages' in rest   # what the query alone does not tell
+    return fields if told else fields | _prompt(rest, query)
 
 
 def _number(value) -> float | None:
@@ -429,7 +430,8 @@ def _as_record(row: dict, kinds, names: dict[str, str], notes: Counter) -> dict:
         notes.update(fields.pop('notes', ()))
         if 'messages' in fields: rest.pop('instruction', None)
         for side, k in dict(a=1, b=2).items():   # of an arena
-            if f'model_{side}' in rest: rest[f'generator_{k}'] = rest.pop(f'model_{side}')
+            if 'output_1' in fields and f'model_{side}' in rest:
+                rest[f'generator_{k}'] = rest.pop(f'model_{side}')
         row = rest | fields
     if 'preference' in kinds and 'preference' not in row:
         columns = [c for c in CODES if c in row and (c in coded or 'winner' in c)]

@@ -89,8 +89,9 @@ def _hub_file(spec: str, names: tuple) -> Path:
             f'private or gated, set HF_TOKEN. Where there is a network, run `hf download {repo} '
             '--repo-type dataset --local-dir my/data`, and name my/data') from e
     data = {re.sub(r'(-\d+-of-\d+)?\.[a-z.]+$', '', f) for f in there if f.endswith(FILE_SUFFIXES)}
-    raise ValueError(f'{repo} has no {files[-2]}; it has {", ".join(sorted(data)) or "no data"}. '
-                     f'Name a folder or file of it: {repo}:NAME')
+    wanted[0] = str(Path(config, wanted[0]))
+    raise ValueError(f'{repo} has no {" or ".join(wanted)}; it has '
+                     f'{", ".join(sorted(data)) or "no data"}. Name a folder or file of it: {repo}:NAME')
 
 # %% ../../../nbs/core/data/records.ipynb #dacbe2c0
 def unique_fields(pairs: list[tuple]) -> dict:
