@@ -7,9 +7,9 @@ __all__ = ['LISTS', 'read_candidates', 'each_answer', 'candidate_pair', 'select_
 
 # %% ../../../nbs/core/data/candidates.ipynb #53d47be0
 from ..run.inputs import as_list
-from alpaca_farm.core.data.records import (check_field, load_records, prompt_key,
-    without_lists)
-from .dialogues import dialogue_text, naming, parse_dialogue, prompt_messages
+from .records import check_field, load_records, without_lists
+from alpaca_farm.core.data.dialogues import (dialogue_text, naming, parse_dialogue, prompt_key,
+    prompt_messages)
 from .formats import default_sources
 from .preferences import answer_of, ENDED
 from ..run.settings import at_root

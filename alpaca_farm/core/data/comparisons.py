@@ -12,9 +12,8 @@ from itertools import chain
 
 import numpy as np
 
-from .records import prompt_key
-from alpaca_farm.core.data.dialogues import (bare_prompt, prompt_messages, prompt_text, TURN,
-    with_instruction)
+from alpaca_farm.core.data.dialogues import (bare_prompt, prompt_key, prompt_messages, prompt_text,
+    TURN, with_instruction)
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences,
     report_missing, swap_outputs)
 

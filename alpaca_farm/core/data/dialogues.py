@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['TAGS', 'TURN', 'NEXT_TURN', 'SYSTEM', 'naming', 'as_turn', 'with_space', 'without_space', 'turns_text',
-           'dialogue_text', 'parse_dialogue', 'prompt_messages', 'prompt_text', 'as_messages', 'bare_prompt',
-           'with_instruction', 'without_lead', 'without_thoughts', 'check_messages', 'with_system']
+           'dialogue_text', 'parse_dialogue', 'prompt_messages', 'prompt_text', 'prompt_key', 'full_instruction',
+           'as_messages', 'bare_prompt', 'with_instruction', 'without_lead', 'without_thoughts', 'check_messages',
+           'with_system']
 
 # %% ../../../nbs/core/data/dialogues.ipynb #354f822e
 import re
@@ -97,10 +98,19 @@ def prompt_text(record: dict) -> str:
     return messages[0]['content'] if len(messages) == 1 else dialogue_text(messages).strip()
 
 
+def prompt_key(record: dict) -> tuple[str, str]:
+    "Return a record's instruction (or dialogue) and input as texts; the input may be empty."
+    return prompt_text(record), record.get('input') or ''
+
+
+def full_instruction(record: dict) -> str:
+    "Join instruction and input by a blank line, or return the text of the dialogue."
+    return '\n\n'.join(filter(None, prompt_key(record)))
+
+
 def as_messages(record: dict) -> list[dict]:
     "Return a record's prompt as turns: its dialogue, or instruction and input as one turn."
-    texts = filter(None, (record.get('instruction'), record.get('input')))
-    return prompt_messages(record) or [dict(role='user', content='\n\n'.join(texts))]
+    return prompt_messages(record) or [dict(role='user', content=full_instruction(record))]
 
 
 def bare_prompt(record: dict) -> dict:

@@ -303,10 +303,10 @@ def find_reader(row: dict, kinds) -> Reader | None:
     return next(iter(wanted + fitting), None)
 
 
-def known_formats(kind: str) -> str:
-    "List the formats that give records of a kind, with their columns."
-    if kind == 'pair': kind = 'preference'
-    readers = [r for r in READERS.values() if r.kind == kind]
+def known_formats(field: str, type_: type) -> str:
+    "List the formats whose readers give a field, with their columns; every one gives a prompt."
+    given = [r for r in READERS.values() if FIELDS[r.kind].get(field) is type_]
+    readers = READERS.values() if field == 'instruction' else given
     return '; '.join(f'{r.text} ({", ".join(r.columns)})' for r in readers)
 
 # %% ../../../nbs/core/data/formats.ipynb #604cb525
@@ -453,6 +453,7 @@ def as_records(
     records, notes = [], Counter()
     for i, row in enumerate(rows):
         with naming(f'{where}, row {i}'): records.append(_as_record(row, kinds, names, notes))
+        read_ended(records[-1], f'{where}, row {i}')
     for what, n in notes.items(): notice(f'{where}: {n} {what}')
     if 'preference' in kinds: check_code([r.get('preference') for r in records], where)
     for r in records:

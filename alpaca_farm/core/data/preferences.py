@@ -14,7 +14,7 @@ from numbers import Real
 
 import numpy as np
 
-from .dialogues import with_instruction
+from .dialogues import prompt_key
 
 # %% ../../../nbs/core/data/preferences.ipynb #2793161c
 def is_preference(value) -> bool:
@@ -61,11 +61,7 @@ PAIR_FIELDS = ('instruction', 'input', 'output_1', 'output_2')
 
 def pair_identity(pair: dict) -> list[str]:
     "Return the texts that identify a pair, whichever of its outputs comes first."
-    pair = dict(input='') | with_instruction(pair)
-    for name in PAIR_FIELDS:
-        if name not in pair:
-            raise ValueError(f'a pair needs the field {name!r}, but has only {", ".join(pair)}')
-    return [pair['instruction'], pair['input'], *sorted([pair['output_1'], pair['output_2']])]
+    return [*prompt_key(pair), *sorted([pair['output_1'], pair['output_2']])]
 
 # %% ../../../nbs/core/data/preferences.ipynb #3d68c784
 ENDED = 'ended', 'ended_1', 'ended_2'   # False: the answer was cut off

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'find_file', 'unique_fields', 'read_text', 'read_rows', 'check_field', 'check_records', 'load_rows',
-           'load_records', 'prompt_key', 'full_instruction', 'without_lists']
+           'load_records', 'without_lists']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .dialogues import (check_messages, dialogue_text, naming, parse_dialogue,
-    prompt_messages, prompt_text, with_system)
-from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, known_formats, notice, read_ended,
+from .dialogues import (check_messages, dialogue_text, full_instruction, naming,
+    parse_dialogue, prompt_key, prompt_messages, with_system)
+from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, known_formats, notice,
     SAY_CODE)
 from .preferences import is_preference, pair_identity
 from ..run.paths import at_root, looks_like_hub, missing_path
@@ -212,8 +212,9 @@ def check_field(
 ):
     "Refuse with a ValueError a field that is missing, of another type, or an empty instruction."
     at = f'{where}: the field {name!r} is'
-    if name not in row: raise ValueError(f'{at} missing; it has {", ".join(map(repr, row))}. '
-                                         'Rename a column, or name it in `columns`')
+    if name not in row:
+        raise ValueError(f'{at} missing; it has {", ".join(map(repr, row))}. Rename a column, name '
+                         f'it in `columns`, or write a known format: {known_formats(name, type_)}')
     value = row[name]
     if not _is_of(value, type_): raise ValueError(f'{at} {value!r:.60}, not {_EXPECTED[type_]}')
     if name == 'instruction' and not value.strip(): raise ValueError(f'{at} empty')
@@ -225,7 +226,6 @@ def _check_record(row: dict, kind: str, where: str):
     else: check_messages(row, where)
     for name, type_ in dict(input=str, **FIELDS[kind]).items():
         check_field(row, name, type_, where)
-    read_ended(row, where)
 
 
 def check_records(
@@ -330,16 +330,6 @@ def load_records(
     if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
     for remark in _remarks(unique, kind): notice(f'{where}: {remark}')
     return unique
-
-
-def prompt_key(record: dict) -> tuple[str, str]:
-    "Return a record's instruction (or dialogue) and input as texts; the input may be empty."
-    return prompt_text(record), record.get('input') or ''
-
-
-def full_instruction(record: dict) -> str:
-    "Join instruction and input by a blank line, or return the text of the dialogue."
-    return '\n\n'.join(filter(None, prompt_key(record)))
 
 
 def without_lists(record: dict) -> dict:

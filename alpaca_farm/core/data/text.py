@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from .records import full_instruction
-from .dialogues import (as_messages, dialogue_text, NEXT_TURN,
+from .dialogues import (as_messages, dialogue_text, full_instruction, NEXT_TURN,
     prompt_messages, prompt_text, with_space, without_space, without_thoughts)
 
 # %% ../../../nbs/core/data/text.ipynb #831531b5
