@@ -18,41 +18,40 @@ from ..run.settings import at_root
 LISTS = ('output', 'source', 'scores', 'ended')
 
 
-def _answers_of_pair(pair: dict) -> dict[str, list]:
-    "List a pair's answers, the preferred one first, with source and score if it has a preference."
-    p = pair.get('preference')
-    first, second = answer_of(pair, 1), answer_of(pair, 2)
-    if p is not None and p > 1.5: first, second = second, first
-    lists = {name: [first[name], second[name]] for name in ('output', 'ended')}
-    if p is None: return lists
-    return dict(lists, source=['chosen', 'rejected'], scores=[max(p - 1, 2 - p), min(p - 1, 2 - p)])
-
-
-def _as_query(row: dict, source: str) -> dict:
-    "Make a record of any kind a query with lists; `source` names answers without a generator."
-    if {'output_1', 'output_2'} <= row.keys(): lists = _answers_of_pair(row)
-    else:
-        lists = {name: row[name] for name in LISTS if row.get(name) is not None}
-        if isinstance(row['output'], str): lists = {name: [v] for name, v in lists.items()}
-    n = len(lists['output'])
+def _answers_of(row):
+    "List the answers of a record of any kind, of a pair the preferred one first."
+    if {'output_1', 'output_2'} <= row.keys():
+        p = row.get('preference')
+        answers = [answer_of(row, 1), answer_of(row, 2)]
+        if p is None: return answers
+        if p > 1.5: answers.reverse()
+        answers[0] |= dict(source='chosen', scores=max(p - 1, 2 - p))
+        answers[1] |= dict(source='rejected', scores=min(p - 1, 2 - p))
+        return answers
+    if isinstance(row['output'], str): return [row]
+    n = len(row['output'])
+    lists = {name: row[name] for name in LISTS if row.get(name) is not None}
     for name, values in lists.items():
         if not isinstance(values, list) or len(values) != n:
             raise ValueError(f'{name!r} has not one value for each of {n} answers')
-    own = *LISTS, *ENDED, 'output_1', 'output_2', 'preference'
-    query = {k: v for k, v in row.items() if k not in own}
-    query |= dict(source=[row.get('generator', source)] * n, scores=[None] * n, ended=[True] * n)
-    return query | lists
+    return [dict(zip(lists, values)) for values in zip(*lists.values())]
 
 
 def read_candidates(spec: str, columns: str = '') -> list[dict]:
     "Read the candidates of a run folder or file, of any kind; ValueError names file, row, field."
     kinds = 'preference', 'pair', 'candidates', 'output'
     rows = load_records(spec, ('candidates', 'preferences', 'outputs'), kinds, columns=columns)
+    own = *LISTS, *ENDED, 'output_1', 'output_2', 'preference'
     queries = []
     for i, row in enumerate(rows):
         at = f'{spec}, row {i}'
         if row.get('preference') is not None: check_field(row, 'preference', float, at)
-        with naming(at): queries.append(_as_query(row, at_root(spec).stem))
+        with naming(at): answers = _answers_of(row)
+        query = {k: v for k, v in row.items() if k not in own}
+        source = row.get('generator', at_root(spec).stem)
+        for name, value in dict(output=None, source=source, scores=None, ended=True).items():
+            query[name] = [a.get(name, value) for a in answers]
+        queries.append(query)
     return queries
 
 # %% ../../../nbs/core/data/candidates.ipynb #33686672

@@ -26,7 +26,7 @@ def output_texts(record: dict) -> list[str]:
 _SPEAKER = r'(?:Human|Assistant|User):'
 
 
-def _shown_texts(record: dict) -> list[str]:
+def _shown_texts(record):
     "List a record's answers as a judge reads them: in a dialogue without roles and later turns."
     texts = output_texts(record)
     if not (prompt_messages(record) or str(record.get('instruction')).endswith(TURN)): return texts
@@ -48,7 +48,7 @@ def index_prompts(records: list[dict], whose: str) -> dict:
     return rows
 
 
-def _check_answered(rows: dict, others: dict, whose: str, missing: str):
+def _check_answered(rows, others, whose, missing):
     "Refuse with a ValueError rows of one index (of `index_prompts`) that the other lacks."
     lost = [prompt for prompt in rows if prompt not in others]
     if not lost: return
@@ -81,7 +81,7 @@ def common_prompts(answers: dict[str, list[dict]], key=prompt_key) -> dict[str, 
     return kept
 
 # %% ../../../nbs/core/data/comparisons.ipynb #8415bdaf
-def _answer_pairs(record: dict, reference: dict) -> list[dict]:
+def _answer_pairs(record, reference):
     "Put each answer of a model (output 2, the outer loop) beside each reference (output 1)."
     prompt, references = bare_prompt(reference), _shown_texts(reference)
     pairs = []
@@ -113,10 +113,11 @@ def head2head_pairs(
         outputs_1 = sorted(both['baseline'], key=lambda r: place.get(key(r), -1))
     one, two = list(map(key, outputs_1)), list(map(key, outputs_2))
     if one != two or not ordered and len(set(two)) < len(two):
-        wrong = [f'row {i}: {" ".join(b)!r:.60}, ' for i, (a, b) in enumerate(zip(one, two)) if a != b]
+        differ = [i for i, (a, b) in enumerate(zip(one, two)) if a != b]
+        first = f'row {differ[0]}: {" ".join(two[differ[0]])!r:.60}, ' if differ else ''
         needed = 'both, in the same order' if ordered else 'one of each'
-        raise ValueError(f'{"".join(wrong[:1])}{len(one)} answers against {len(two)}: each prompt '
-                         f'must have {needed}')
+        raise ValueError(f'{first}{len(one)} answers against {len(two)}: each prompt must have '
+                         f'{needed}')
     pairs = []
     for records in zip(outputs_1, outputs_2):
         pair = {k: v for k, v in records[1].items() if k not in ('output', 'ended')}
@@ -129,7 +130,7 @@ def head2head_pairs(
 
 # %% ../../../nbs/core/data/comparisons.ipynb #ccba7175
 def both_orders(pairs: list[dict], judge) -> np.ndarray:
-    "Average preferences (pairs,) over both orders; nan where one has no verdict. Equals tie unseen."
+    "Average preferences (pairs,) over both orders, nan where one is missing; equal answers tie."
     p = np.full(len(pairs), 1.5)
     at = [i for i, r in enumerate(pairs) if r['output_1'] != r['output_2']]
     if not at: return p

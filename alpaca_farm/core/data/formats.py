@@ -38,7 +38,7 @@ def _from_json(value):
     return value
 
 # %% ../../../nbs/core/data/formats.ipynb #384256d0
-def _turns(value, role: str) -> list[dict]:
+def _turns(value, role):
     "Read a text of `role`, a dialogue's text or messages as messages; empty system turns leave."
     if isinstance(value, str):
         text = value.rstrip()
@@ -50,7 +50,7 @@ def _turns(value, role: str) -> list[dict]:
     return [t for t in map(as_turn, value) if t['content'].strip() or t['role'] != 'system']
 
 
-def _answered(text: str) -> list[dict]:
+def _answered(text):
     "Read a text in the form of hh-rlhf, whose last turn must be the assistant's."
     turns = parse_dialogue(text)
     if text.endswith(TURN) and turns[-1]['role'] != 'assistant':
@@ -59,13 +59,13 @@ def _answered(text: str) -> list[dict]:
     raise ValueError(f'the dialogue has no "Assistant:" at its end: ...{text[-60:]!r}')
 
 
-def _as_prompt(turns: list[dict], given) -> dict:
+def _as_prompt(turns, given):
     "Make turns a prompt: an instruction where this text is what was `given`, else messages."
     if turns == [dict(role='user', content=given)]: return dict(instruction=given)
     return dict(messages=turns)
 
 
-def _as_answer(turns: list[dict]) -> str:
+def _as_answer(turns):
     "Write an answer, with the turns that follow it if there are any."
     return without_space(turns_text(turns).removeprefix(TURN))
 
@@ -87,12 +87,12 @@ def _dialogue(rest, dialogue):
     return dict(messages=turns[:n], output=_as_answer(turns[n:]))
 
 # %% ../../../nbs/core/data/formats.ipynb #a33461b4
-def _said(turns: list[dict]) -> list:
+def _said(turns):
     "Return who says what, whatever the white space."
     return [(t['role'], t['content'].split()) for t in turns]
 
 
-def _repeated(prompt: list[dict], turns: list[dict]) -> int:
+def _repeated(prompt, turns):
     "Count the turns up to the last one that repeats a prompt, or its end from the first turn on."
     for end in range(len(turns), 0, -1):
         n = min(end, len(prompt))
@@ -100,7 +100,7 @@ def _repeated(prompt: list[dict], turns: list[dict]) -> int:
     return 0
 
 
-def _shared(first: list[dict], second: list[dict]) -> int:
+def _shared(first, second):
     "Count the turns that two dialogues share before a turn of the assistant in both."
     n = 0
     while n < min(len(first), len(second)) - 1 and first[n] == second[n]: n += 1
@@ -197,37 +197,32 @@ def _number(value) -> float | None:
         if isfinite(float(value)): return float(value)
 
 
-_MENDED = 'overall scores are missing or contradict the aspects, whose mean is taken'
-
-
-def _rating(answer: dict) -> tuple[float | None, list[str]]:
-    "Return a completion's score from 1 to 10, and a note if its aspects have mended it."
-    score = _number(answer.get('overall_score'))
+def _mended_score(answer, score):
+    "Return the score that a completion's aspects give it, from 1 to 10, if its own is far from it."
     aspects = (answer.get('annotations') or {}).values()
     ratings = [_number((a or {}).get('Rating')) for a in aspects]
     ratings = [r for r in ratings if r is not None]   # from 1 to 5
-    if not ratings: return score, []
+    if not ratings: return score
     mean = 2.25 * sum(ratings) / len(ratings) - 1.25
-    if score is None or abs(score - mean) > 4.5: return mean, [_MENDED]
-    return score, []
+    return mean if score is None or abs(score - mean) > 4.5 else score
 
 
 def _completions(rest, instruction, completions):
     "Read UltraFeedback's completions as candidates with scores; those without are left out."
-    answers, notes = [], []
+    notes = []
+    scores = []
     for a in completions:
-        score, note = _rating(a)
-        notes += note
-        answers.append(dict(output=a['response'], source=a.get('model', ''), scores=score))
-    names = ['output', 'source']
-    scored = [a for a in answers if a['scores'] is not None]
-    if scored:
-        names.append('scores')
-        notes += ['answers without a score are left out'] * (len(answers) - len(scored))
-        answers = scored
-    fields = dict(_prompt(rest, instruction), notes=notes)
-    for name in names: fields[name] = [a[name] for a in answers]
-    return fields
+        own = _number(a.get('overall_score'))
+        scores.append(_mended_score(a, own))
+        if scores[-1] != own: notes.append('overall scores are missing or contradict the aspects, '
+                                           'whose mean is taken')
+        elif own is None: notes.append('answers without a score are left out')
+    kept = [i for i, score in enumerate(scores) if score is not None]
+    fields = dict(_prompt(rest, instruction), notes=notes if kept else [])
+    if kept: fields['scores'] = [scores[i] for i in kept]
+    answers = [completions[i] for i in kept or range(len(scores))]
+    return dict(fields, output=[a['response'] for a in answers],
+                source=[a.get('model', '') for a in answers])
 
 
 def _completion(rest, prompt, completion):
@@ -323,7 +318,7 @@ SAY_CODE = ('Write 1 and 2 for the better answer, 1.5 for a tie and nothing for 
 _VERDICTS = {'A>B': 1., 'A<B': 2., 'B>A': 2., 'B<A': 1., 'A=B': 1.5, 'B=A': 1.5}
 
 
-def _coded_label(row: dict, columns: list[str]) -> dict:
+def _coded_label(row, columns):
     "Read the label in a row's columns of labels as `preference`, with its `strength`."
     for column in columns:
         code = CODES[column]
@@ -355,7 +350,7 @@ def check_code(labels: list, where: str):
                          f'in an unknown code. {SAY_CODE}')
 
 
-def _best_pair(row: dict) -> dict:
+def _best_pair(row):
     "Make scored candidates a preference: the best one and another, drawn by their text."
     answers, scores = row.get('output'), row.get('scores')
     if not (isinstance(answers, list) and isinstance(scores, list)): return row
@@ -396,18 +391,16 @@ def notice(text: str):
     print(text.removeprefix(f'{root()}/'))
 
 
-def _parse_columns(columns: str) -> dict[str, str]:
+def _parse_columns(columns) -> dict[str, str]:
     "Read the names of columns, as in instruction=question,output=answer: ours by theirs."
-    names = {}
-    for part in columns.split(',') if columns else ():
-        ours, equals, theirs = part.strip().partition('=')
-        if not (ours and theirs) or '=' in theirs:
-            raise ValueError(f'columns = {columns!r}: write ours=yours, as in instruction=question')
-        names[theirs] = ours
-    return names
+    if not columns: return {}
+    pairs = [part.strip().split('=') for part in columns.split(',')]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs):
+        raise ValueError(f'columns = {columns!r}: write ours=yours, as in instruction=question')
+    return {yours: ours for ours, yours in pairs}
 
 
-def _rename(row: dict, names: dict[str, str]) -> dict:
+def _rename(row, names):
     "Rename a row's columns; ValueError if it has neither theirs nor ours."
     for theirs, ours in names.items():
         if theirs not in row and ours not in row:
@@ -416,7 +409,7 @@ def _rename(row: dict, names: dict[str, str]) -> dict:
     return kept | {names[k]: v for k, v in row.items() if k in names}
 
 
-def _as_record(row: dict, kinds, names: dict[str, str], notes: Counter) -> dict:
+def _as_record(row, kinds, names, notes):
     "Make a row a record of one of `kinds`; `notes` counts what its reader has mended."
     coded = {names[k] for k in row if k in names}
     row = _rename(row, names)

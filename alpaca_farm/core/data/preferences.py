@@ -27,7 +27,7 @@ def read_preference(
     where: str,   # file and row, for messages
     name: str,    # the field
 ) -> float:
-    "Read a preference: a number, its text, 0 or `tie`, or nan for no verdict; ValueError for others."
+    "Read a preference, in any convention, as a number; nan for no verdict, ValueError for others."
     if value in (None, '', 'garbage'): return math.nan   # `garbage` is PandaLM's
     if str(value).lower() == 'tie': return 1.5
     with suppress(ValueError, TypeError):

@@ -31,12 +31,12 @@ _SPLITS = dict(   # their names on the hub
     eval=['test', 'test_prefs', 'test_sft', 'alpaca_farm_evaluation'])
 
 
-def _split_names(names: tuple) -> list[str]:
+def _split_names(names):
     "List the names that the first of some splits may have: ours, then those of the hub."
     return sum((_SPLITS.get(name, []) for name in names), [*names])
 
 
-def _in_folder(folder: Path, names: list[str]) -> Path | None:
+def _in_folder(folder, names) -> Path | None:
     "Find the file, saved dataset or shards of the first of some names in a folder or its `data`."
     for name in names:
         for path in (folder, folder/'data'):
@@ -64,7 +64,7 @@ def find_file(spec: str, *names: str) -> Path:
                             f'it holds {held}')
 
 # %% ../../../nbs/core/data/records.ipynb #3faa6d68
-def _hub_file(spec: str, names: tuple) -> Path:
+def _hub_file(spec, names) -> Path:
     "Fetch a split's file or shards from the hub into its cache; ValueError if there are none."
     from huggingface_hub import HfApi, snapshot_download
     repo, revision, config = re.fullmatch(r'([^@:]+)@?([^:]*):?(.*)', spec).groups()
@@ -91,7 +91,8 @@ def _hub_file(spec: str, names: tuple) -> Path:
     data = {re.sub(r'(-\d+-of-\d+)?\.[a-z.]+$', '', f) for f in there if f.endswith(FILE_SUFFIXES)}
     wanted[0] = str(Path(config, wanted[0]))
     raise ValueError(f'{repo} has no {" or ".join(wanted)}; it has '
-                     f'{", ".join(sorted(data)) or "no data"}. Name a folder or file of it: {repo}:NAME')
+                     f'{", ".join(sorted(data)) or "no data"}. '
+                     f'Name a folder or file of it: {repo}:NAME')
 
 # %% ../../../nbs/core/data/records.ipynb #dacbe2c0
 def unique_fields(pairs: list[tuple]) -> dict:
@@ -103,14 +104,14 @@ def unique_fields(pairs: list[tuple]) -> dict:
     return fields
 
 
-def _parse_json(text: str, where: str):
+def _parse_json(text, where):
     "Parse JSON; ValueError where it is none."
     try: return json.loads(text, object_pairs_hook=unique_fields)
     except (ValueError, RecursionError) as e:
         raise ValueError(f'{where}: not valid JSON ({e})') from None
 
 
-def _read_json(path: Path, text: str) -> list:
+def _read_json(path, text):
     "Read the records of a JSON list, or of JSON lines whatever the name of the file."
     lines = [l for l in text.split('\n') if l.strip()] or ['[]']
     if lines[0].lstrip()[0] == lines[-1].lstrip()[0] == '{':
@@ -124,7 +125,7 @@ def _read_json(path: Path, text: str) -> list:
     return rows
 
 
-def _read_csv(path: Path, text: str) -> list[dict]:
+def _read_csv(path, text):
     "Read the rows of a CSV or TSV text; ValueError names a wrong one."
     csv.field_size_limit(2**31 - 1)
     delimiter = '\t' if '.tsv' in path.name else ','
@@ -143,7 +144,7 @@ def _read_csv(path: Path, text: str) -> list[dict]:
     return rows
 
 # %% ../../../nbs/core/data/records.ipynb #5bc5b7b4
-def _read_bytes(path: Path) -> bytes:
+def _read_bytes(path) -> bytes:
     "Read a file, unpacked if its name ends in .gz."
     return gzip.decompress(path.read_bytes()) if path.suffix == '.gz' else path.read_bytes()
 
@@ -157,7 +158,7 @@ def read_text(path: Path) -> str:
         raise ValueError(f'{path}: cannot be read ({e})') from None
 
 
-def _read_table(path: Path) -> list[dict]:
+def _read_table(path):
     "Read a Parquet file or a saved dataset; ValueError if it is damaged."
     try:
         if path.is_dir():
@@ -170,7 +171,7 @@ def _read_table(path: Path) -> list[dict]:
         raise ValueError(f'{path}: not a valid dataset ({reason:.240})') from None
 
 
-def _read_file(path: Path) -> list:
+def _read_file(path):
     "Read a file, a pattern of shards, or a saved dataset."
     if '-*-of-' in path.name:
         files = sorted(path.parent.glob(path.name))
@@ -220,7 +221,7 @@ def check_field(
     if name == 'instruction' and not value.strip(): raise ValueError(f'{at} empty')
 
 
-def _check_record(row: dict, kind: str, where: str):
+def _check_record(row, kind, where):
     "Refuse with a ValueError a row without the fields of a kind."
     if prompt_messages(row) is None: check_field(row, 'instruction', str, where)
     else: check_messages(row, where)
@@ -233,7 +234,7 @@ def check_records(
     kind: str,     # whose fields each must have, one of FIELDS
     where: str,    # their file, for messages
 ) -> list[dict]:
-    "Check records and complete them; ValueError names file, row and field. Some pairs are left out."
+    "Check records, and complete them; ValueError names file, row and field."
     records, lost = [], Counter()
     for i, row in enumerate(rows):
         if kind == 'preference' and row.get('preference', 1) is None:
@@ -252,7 +253,7 @@ def check_records(
     return records
 
 # %% ../../../nbs/core/data/records.ipynb #7fed2d05
-def _remarks_on_texts(rows: list[dict], name: str):
+def _remarks_on_texts(rows, name):
     "Yield what is rarely meant in the texts of a field."
     texts = []
     for row in rows: texts += [row[name]] if isinstance(row[name], str) else row[name]
@@ -263,7 +264,7 @@ def _remarks_on_texts(rows: list[dict], name: str):
                                'Empty cells?')
 
 
-def _remarks_on_dialogues(rows: list[dict]):
+def _remarks_on_dialogues(rows):
     "Yield what is rarely meant in dialogues."
     tools = sum(bool(r.get('tools')) for r in rows)
     if tools: yield f'{tools} of {len(rows)} prompts have `tools`, which the model is not shown'
@@ -273,7 +274,7 @@ def _remarks_on_dialogues(rows: list[dict]):
                       '"\\n\\nAssistant:" in it: without a chat template, it is read as several')
 
 
-def _remarks_on_labels(rows: list[dict]):
+def _remarks_on_labels(rows):
     "Yield what is rarely meant by labels."
     p = np.array([r['preference'] for r in rows])
     first, tie, second = (p < 1.5).mean(), (p == 1.5).mean(), (p > 1.5).mean()
@@ -287,7 +288,7 @@ def _remarks_on_labels(rows: list[dict]):
     if both: yield f'{both} of {len(better)} pairs are labelled both ways'
 
 
-def _remarks(rows: list[dict], kind: str):
+def _remarks(rows, kind):
     "Yield what is valid in records but rarely meant."
     for name, type_ in dict(input=str, **FIELDS[kind]).items():
         if type_ is not float: yield from _remarks_on_texts(rows, name)
@@ -304,12 +305,13 @@ def load_rows(spec: str, names: tuple) -> tuple[list[dict], str]:
     return read_rows(path), f'{spec} ({path.name})'
 
 
-def _kind_of(record: dict, kinds: tuple) -> str:
+def _kind_of(record, kinds):
     "Return the first of some kinds whose fields a record has, or else the last."
-    for kind in kinds:
-        if all(name in record and (type_ is float or isinstance(record[name], list) == (type_ is list))
-               for name, type_ in FIELDS[kind].items()): return kind
-    return kinds[-1]
+    def has(name, type_):
+        is_list = isinstance(record.get(name), list)
+        return name in record and (type_ is float or is_list == (type_ is list))
+    fitting = [kind for kind in kinds if all(has(*field) for field in FIELDS[kind].items())]
+    return fitting[0] if fitting else kinds[-1]
 
 
 def load_records(
@@ -319,7 +321,7 @@ def load_records(
     n: int = 0,   # only the first n; all if 0
     columns: str = '',   # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
-    "Read the records of a file or dataset, checked, each once; ValueError names file, row and field."
+    "Read the records of a file or dataset, checked, each once; ValueError names row and field."
     kinds = (kind,) if isinstance(kind, str) else kind
     rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
     rows = as_records(rows[:n or None], where, kinds, columns)

@@ -54,7 +54,7 @@ def chat_prompt(messages: list[dict], tokenizer) -> str:
                      f'{dialogue_text(messages).strip()!r:.80}: {reason}. Set template = "raw"')
 
 
-def _continues_text(record: dict, tokenizer, template: str) -> bool:
+def _continues_text(record, tokenizer, template):
     "Tell whether a record's answer continues a dialogue that is written as in hh-rlhf."
     as_text = template != 'alpaca' and not uses_chat(tokenizer, template)
     return as_text and bool(prompt_messages(record))
@@ -77,7 +77,7 @@ _DEFAULTS = dict(enable_thinking=False, strftime_now='2024-07-26')   # where a t
 _ARGUMENT = re.compile(r'{% set (\w+) = .* %}{# an argument #}\n')
 
 
-def _dates_of(chat_template: str, day) -> dict[str, str]:
+def _dates_of(chat_template, day) -> dict[str, str]:
     "Write a day in every form in which a chat template asks for it; ValueError if it is none."
     forms = re.findall(r"""['"]([^'"{}\n]*%[a-zA-Z][^'"{}\n]*)['"]""", chat_template)
     try: return {form: date.fromisoformat(str(day)).strftime(form) for form in forms}
@@ -110,7 +110,7 @@ def set_template_arguments(tokenizer, arguments: dict = {}):
               f'{new["strftime_now"]} (template_arguments: strftime_now)')
 
 # %% ../../../nbs/core/data/text.ipynb #5a0be71d
-def _token_ids(texts: list[str], tokenizer, **how) -> list[list[int]]:
+def _token_ids(texts, tokenizer, **how):
     "Encode texts without the tokens that a tokenizer puts around them."
     known = {}   # one number for all occurrences of a token
     rows = []
@@ -121,7 +121,7 @@ def _token_ids(texts: list[str], tokenizer, **how) -> list[list[int]]:
     return rows
 
 
-def _ids(text: str, tokenizer, **how) -> list[int]:
+def _ids(text, tokenizer, **how):
     "Encode a text alone."
     return _token_ids([text], tokenizer, **how)[0] if text else []
 
@@ -144,14 +144,14 @@ def _ids_behind(
     return rows
 
 
-def _word_behind(text: str, tokenizer) -> list[int] | None:
+def _word_behind(text, tokenizer) -> list[int] | None:
     "Encode a word behind a text; None where it shares a token with the text."
     begin = _ids(text, tokenizer)
     whole = _ids(text + 'a', tokenizer)
     return whole[len(begin):] if whole[:len(begin)] == begin else None
 
 
-def _anchors(before: str, tokenizer) -> list[str]:
+def _anchors(before, tokenizer):
     "List the texts behind which a word has the tokens that it has behind `before`."
     words = {text: _word_behind(text, tokenizer) for text in (before, *_WITHIN)}
     there = next(filter(None, words.values()), [])
@@ -161,7 +161,7 @@ def _anchors(before: str, tokenizer) -> list[str]:
 _MARK = 'Zq7Zq'  # stands for a text, to see what a template puts around it
 
 
-def _read(tokens: list[int], tokenizer, before: list[int], opened: bool) -> str:
+def _read(tokens, tokenizer, before, opened):
     "Read tokens that stand behind others, without thoughts and without empty lines around them."
     def text(**how):
         return tokenizer.decode(before + tokens, **how)[len(tokenizer.decode(before, **how)):]
@@ -192,7 +192,7 @@ class _Frame(NamedTuple):
     shown: str          # how `begin` and `lead` are read
 
 
-def _around_answer(tokenizer, prompt: str) -> tuple[str, str]:
+def _around_answer(tokenizer, prompt) -> tuple[str, str]:
     "Return what the chat template writes between a prompt and an answer's words, and behind these."
     turns = [dict(role='user', content='Hello.'), dict(role='assistant', content=_MARK)]
     whole = tokenizer.apply_chat_template(turns, tokenize=False)
@@ -202,7 +202,7 @@ def _around_answer(tokenizer, prompt: str) -> tuple[str, str]:
 
 
 @lru_cache
-def _frame_of(tokenizer, template: str, chat_template: str) -> _Frame:
+def _frame_of(tokenizer, template, chat_template) -> _Frame:
     "Find how answers stand behind the prompts of a format, or of the tokenizer's chat template."
     prompt = build_prompt(dict(instruction='Hello.'), tokenizer, template)
     lead = behind = ''
@@ -223,7 +223,7 @@ def _frame_of(tokenizer, template: str, chat_template: str) -> _Frame:
     return _Frame(begin, tail, gap, end, anchors, before, opened, '</think>' in lead, shown)
 
 
-def _frame(tokenizer, template: str) -> _Frame:
+def _frame(tokenizer, template) -> _Frame:
     "Find how answers stand behind prompts, once for each chat template."
     return _frame_of(tokenizer, template, str(tokenizer.chat_template))
 
@@ -252,12 +252,12 @@ def start_tokens(tokenizer) -> list[int]:
     return encoded['input_ids'][:n]
 
 
-def _count(special: set, ids: list[int]) -> int:
+def _count(special, ids):
     "Count the special tokens among others."
     return sum(i in special for i in ids)
 
 
-def _spell_out(ids: list[int], own: list[int], record: dict, tokenizer, special: set) -> list[int]:
+def _spell_out(ids, own, record, tokenizer, special):
     "Make text of a record's special tokens; `own` counts those of the template around its texts."
     given = _count(special, ids) - sum(own)
     if not given: return ids
@@ -367,7 +367,8 @@ def collate(
         ids.append(p + r)
         mask.append([1] * len(p + r))
         response.append([0] * len(p) + [1] * len(r))
-    return dict(ids=pad(ids, pad_id, side), mask=pad(mask, 0, side), response=pad(response, 0, side))
+    return dict(ids=pad(ids, pad_id, side), mask=pad(mask, 0, side),
+                response=pad(response, 0, side))
 
 
 def rollout_batch(
