@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import tiny
+from tiny import write
 from alpaca_farm.judging import agreement
 from alpaca_farm import (annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo,
     quark, reward_model, rrhf, sft)
@@ -31,12 +32,6 @@ def turn(role, content): return dict(role=role, content=content)
 
 
 def dialogue(*texts): return [turn(('user', 'assistant')[i % 2], t) for i, t in enumerate(texts)]
-
-
-def write(path, rows, packed=False):
-    text = ''.join(json.dumps(r) + '\n' for r in rows).encode()
-    path.write_bytes(gzip.compress(text) if packed else text)
-    return str(path)
 
 
 @pytest.mark.skipif(not HH.exists(), reason='the public data is not here')
@@ -138,8 +133,8 @@ def talks(base, tmp_path_factory):
                  output=b['output']) for a, b in zip(rows[::2][:24], rows[1::2])]
     pairs = [dict(messages=t['messages'], output_1=t['output'], output_2=talk[i - 1]['output'],
                   preference=1.) for i, t in enumerate(talk)]
-    write(folder/'sft.jsonl.gz', [as_hh(t) for t in talk], packed=True)
-    write(folder/'preference.jsonl.gz', [as_hh(p) for p in pairs], packed=True)
+    write(folder/'sft.jsonl.gz', [as_hh(t) for t in talk])
+    write(folder/'preference.jsonl.gz', [as_hh(p) for p in pairs])
     for split in ('unlabeled', 'val', 'eval'):
         write(folder/f'{split}.jsonl', [as_chat(t) for t in talk])
     return folder
