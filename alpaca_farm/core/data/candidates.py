@@ -108,7 +108,8 @@ def merge_candidates(
 def to_rrhf(record: dict) -> dict:
     "Write candidates as a row of RRHF's files, chosen and rejected last."
     places = dict(chosen=1, rejected=2)
-    order = sorted(range(len(record['output'])), key=lambda i: places.get(record['source'][i], 0))
+    source = record['source']
+    order = sorted(range(len(source)), key=lambda i: places.get(source[i], 0))
     row = select_candidates(record, order)
     dialogue = prompt_messages(record)
     if dialogue: query = dialogue_text(dialogue)

@@ -96,19 +96,19 @@ def _repeated(prompt, turns):
     "Count the turns up to the last one that repeats a prompt, or its end from the first turn on."
     for end in range(len(turns), 0, -1):
         n = min(end, len(prompt))
-        if _said(turns[end - n:end]) == _said(prompt[len(prompt) - n:]): return end
+        asked = prompt[len(prompt) - n:]
+        if _said(turns[end - n:end]) == _said(asked): return end
     return 0
 
 
 def _shared(first, second):
     "Count the turns that two dialogues share before a turn of the assistant in both."
-    n = 0
-    while n < min(len(first), len(second)) - 1 and first[n] == second[n]: n += 1
-    while n:
-        answered = first[n]['role'] == second[n]['role'] == 'assistant'
-        if answered and first[n - 1]['role'] != 'assistant': break
-        n -= 1
-    return n
+    n = shared = 0
+    for one, other in zip(first, second):
+        if n and one['role'] == other['role'] == 'assistant' != first[n - 1]['role']: shared = n
+        if one != other: break
+        n += 1
+    return shared
 
 
 def _cut(prompt, *answers) -> tuple[dict, list[str]]:
@@ -124,8 +124,9 @@ def _cut(prompt, *answers) -> tuple[dict, list[str]]:
         given = _turns(prompt, 'user')
         end = _repeated(given, turns)
         turns = turns[:max(0, end - len(given))] + given + turns[end:]
-    if turns and {t['role'] for t in first[n:n + 1] + second[n:n + 1]} == {'assistant'}:
-        return _as_prompt(turns, prompt), [_as_answer(first[n:]), _as_answer(second[n:])]
+    answers = first[n:], second[n:]
+    if turns and all(a and a[0]['role'] == 'assistant' for a in answers):
+        return _as_prompt(turns, prompt), list(map(_as_answer, answers))
     raise ValueError('the two dialogues have no turn of the assistant in common')
 
 
@@ -300,9 +301,11 @@ def find_reader(row: dict, kinds) -> Reader | None:
 
 def known_formats(field: str, type_: type) -> str:
     "List the formats whose readers give a field, with their columns; every one gives a prompt."
-    given = [r for r in READERS.values() if FIELDS[r.kind].get(field) is type_]
-    readers = READERS.values() if field == 'instruction' else given
-    return '; '.join(f'{r.text} ({", ".join(r.columns)})' for r in readers)
+    formats = []
+    for r in READERS.values():
+        if field == 'instruction' or FIELDS[r.kind].get(field) is type_:
+            formats.append(f'{r.text} ({", ".join(r.columns)})')
+    return '; '.join(formats)
 
 # %% ../../../nbs/core/data/formats.ipynb #604cb525
 _SIGN = {'-3': 1., '-2': 1., '-1': 1., '0': 1.5, '1': 2., '2': 2., '3': 2.}
@@ -379,7 +382,8 @@ def read_ended(row: dict, where: str):
         value = row.pop(name, None)
         if value in (None, ''): continue   # not known
         several = name == 'ended' and isinstance(value, list)
-        ended = [_TRUTH.get(str(v).lower()) for v in (value if several else [value])]
+        values = value if several else [value]
+        ended = [_TRUTH.get(str(v).lower()) for v in values]
         if None in ended:
             raise ValueError(f'{where}: the field {name!r} is {value!r:.60}, not true or false')
         row[name] = ended if several else ended[0]
@@ -405,6 +409,7 @@ def _rename(row, names):
     for theirs, ours in names.items():
         if theirs not in row and ours not in row:
             raise ValueError(f'columns names {theirs!r}; it has {", ".join(map(repr, row))}')
+    names = dict(names, model_a='generator_1', model_b='generator_2')   # of arenas
     kept = {k: v for k, v in row.items() if k not in names}
     return kept | {names[k]: v for k, v in row.items() if k in names}
 
@@ -422,9 +427,6 @@ def _as_record(row, kinds, names, notes):
             raise ValueError(f'no row of {reader.text} ({type(e).__name__}: {e})') from e
         notes.update(fields.pop('notes', ()))
         if 'messages' in fields: rest.pop('instruction', None)
-        for side, k in dict(a=1, b=2).items():   # of an arena
-            if 'output_1' in fields and f'model_{side}' in rest:
-                rest[f'generator_{k}'] = rest.pop(f'model_{side}')
         row = rest | fields
     if 'preference' in kinds and 'preference' not in row:
         columns = [c for c in CODES if c in row and (c in coded or 'winner' in c)]
@@ -476,7 +478,8 @@ def as_hh(record: dict) -> dict:
 
 def as_chat(record: dict) -> dict:
     "Write a record as `messages`, a preference as TRL's `prompt`, `chosen` and `rejected`."
-    prompt, answers = as_messages(record), named_answers(record)
-    turns = {name: [dict(role='assistant', content=a)] for name, a in answers.items()}
+    prompt = as_messages(record)
+    turns = {name: [dict(role='assistant', content=answer)]
+             for name, answer in named_answers(record).items()}
     if 'rejected' in turns: return dict(turns, prompt=prompt)
     return dict(messages=prompt + turns['chosen'])

@@ -114,7 +114,8 @@ def _parse_json(text, where):
 def _read_json(path, text):
     "Read the records of a JSON list, or of JSON lines whatever the name of the file."
     lines = [l for l in text.split('\n') if l.strip()] or ['[]']
-    if lines[0].lstrip()[0] == lines[-1].lstrip()[0] == '{':
+    by_line = all(line.lstrip().startswith('{') for line in (lines[0], lines[-1]))
+    if by_line:
         rows = [_parse_json(line, f'{path}, row {i}') for i, line in enumerate(lines)]
     else: rows = _parse_json('\n'.join(lines), path)
     if not isinstance(rows, list):
@@ -277,8 +278,10 @@ def _remarks_on_dialogues(rows):
 def _remarks_on_labels(rows):
     "Yield what is rarely meant by labels."
     p = np.array([r['preference'] for r in rows])
-    first, tie, second = (p < 1.5).mean(), (p == 1.5).mean(), (p > 1.5).mean()
+    first = (p < 1.5).mean()
+    second = (p > 1.5).mean()
     if not (first and second):
+        tie = (p == 1.5).mean()
         yield f'{first:.0%} of the labels are 1, {tie:.0%} ties, {second:.0%} 2'
     better = {}   # which of its answers, of each pair
     for r in rows:
@@ -327,7 +330,8 @@ def load_records(
     rows = as_records(rows[:n or None], where, kinds, columns)
     kind = _kind_of(rows[0] if rows else {}, kinds)
     rows = check_records(rows, kind, where)
-    unique = list({json.dumps(r, sort_keys=True, default=str): r for r in rows}.values())
+    by_text = {json.dumps(r, sort_keys=True, default=str): r for r in rows}
+    unique = list(by_text.values())
     repeated = len(rows) - len(unique)
     if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
     for remark in _remarks(unique, kind): notice(f'{where}: {remark}')

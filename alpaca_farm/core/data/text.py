@@ -212,7 +212,9 @@ def _frame_of(tokenizer, template, chat_template) -> _Frame:
     added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
     end = next((i for i in _ids(behind, tokenizer) if i in added), None)
     gap = '' if end is None else behind.partition(added[end])[0]
-    cut = max((lead.rfind(text) + len(text) for text in added.values() if text in lead), default=0)
+    cut = 0   # behind the last special token
+    for text in added.values():
+        if text in lead: cut = max(cut, lead.rfind(text) + len(text))
     head, tail = lead[:cut], lead[cut:]
     there = _anchors(prompt, tokenizer)
     anchors = _anchors(prompt + head, tokenizer)
@@ -324,7 +326,8 @@ def encode_responses(
         begins.append([] if thinks else frame.begin)
         words.append(text + frame.gap if over else text)
     rows = _ids_behind(frame.anchors, words, tokenizer, split_special_tokens=True)
-    return [begin + ids + (end if over else []) for begin, ids, over in zip(begins, rows, ended)]
+    ends = [end if over else [] for over in ended]
+    return [sum(parts, []) for parts in zip(begins, rows, ends)]
 
 
 def decode(
@@ -463,4 +466,5 @@ def encode(
         responses.append(ids)
         lengths = [max(n, len(p + r)) for n, p, r in zip(lengths, prompts, ids)]
     rows = within_limit(lengths, max_length)
-    return rows, [prompts[i] for i in rows], [[ids[i] for i in rows] for ids in responses]
+    def kept(ids): return [ids[i] for i in rows]
+    return rows, kept(prompts), list(map(kept, responses))
