@@ -67,7 +67,7 @@ def _short_name(spec: str) -> str:
 def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
     "Labelled pairs from the rows of a file; ValueError for another format, or without votes."
     first = rows[0] if rows else {}
-    if find_reader(first, ['preference']):
+    if 'output_1' not in first and find_reader(first, ['preference']):
         rows = check_records(as_records(rows, where, ['preference']), 'preference', where)
         rows = [dict(r, annotator='gold') for r in rows]
         first = rows[0]

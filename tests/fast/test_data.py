@@ -152,6 +152,7 @@ USER, BOT = dict(role='user', content='Hi.'), dict(role='assistant', content='Ye
 TALK = [USER, BOT, dict(role='user', content='Bye.')]
 TEXT = 'Human: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
 KIND = 'System: Be kind.\n\nHuman: Hi.\n\nAssistant:'
+SYSTEM = dict(role='system', content='Be kind.')
 END, OTHER = dict(role='assistant', content='So long.'), dict(role='assistant', content='What?')
 SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', 'value': 'Hi.'},
                             {'from': 'gpt', 'value': 'Yes?'}])
@@ -163,8 +164,7 @@ SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', '
     (dict(prompt='Hi.', completion='Yes?', label=True), 'Hi.', 'Yes?'),
     (dict(messages=[USER, BOT]), 'Hi.', 'Yes?'), (dict(messages=TALK + [END]), TEXT, 'So long.'),
     (SHARE, 'Hi.', 'Yes?'),
-    (dict(messages=[dict(role='system', content='Be kind.'), USER, BOT]),
-     'System: Be kind.\n\nHuman: Hi.\n\nAssistant:', 'Yes?'),
+    (dict(messages=[SYSTEM, USER, BOT]), KIND, 'Yes?'),
     (dict(messages=[dict(role='user', content=[dict(type='text', text='Hi.')]), BOT]), 'Hi.',
      'Yes?'),
     (dict(prompt='Hi.', messages=[USER, BOT], chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.',
@@ -178,39 +178,36 @@ def test_shapes_of_demonstrations(tmp_path, row, instruction, output):
     assert found.get('label') is row.get('label') and found.get('text') == row.get('text')
 
 
-@pytest.mark.parametrize('row, instruction, chosen, rejected', [
-    (dict(prompt='Hi.', chosen='Yes?', rejected='What?'), 'Hi.', 'Yes?', 'What?'),
-    (dict(prompt=[USER], chosen=[BOT], rejected=[OTHER]), 'Hi.', 'Yes?', 'What?'),
-    (dict(prompt='Hi.', chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.', 'Yes?', 'What?'),
-    (dict(prompt='Hi.\n', chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.\n', 'Yes?', 'What?'),
-    (dict(prompt=[TALK[0], BOT, dict(TALK[2], content='Bye. ')], chosen=TALK + [END],
-          rejected=TALK + [OTHER]), TEXT.replace('Bye.', 'Bye. '), 'So long.', 'What?'),
-    (dict(prompt=[dict(role='system', content='Be kind.'), USER], chosen=[USER, BOT],
-          rejected=[USER, OTHER]), KIND, 'Yes?', 'What?'),
-    (dict(prompt='Hi.', chosen=[dict(role='system', content='Be kind.'), USER, BOT],
-          rejected=[dict(role='system', content='Be kind.'), USER, OTHER]), KIND, 'Yes?', 'What?'),
-    (dict(prompt=TEXT, chosen=f'{TEXT} So long.', rejected=f'{TEXT} What?'), TEXT, 'So long.',
-     'What?'),
-    (dict(chosen=TALK + [END], rejected=TALK + [OTHER]), TEXT, 'So long.', 'What?'),
-    (dict(prompt=TALK, chosen=[END], rejected=[OTHER]), TEXT, 'So long.', 'What?'),
-    (dict(chosen=[USER, BOT], rejected=[USER, OTHER, USER, END]), 'Hi.', 'Yes?',
-     'What?\n\nHuman: Hi.\n\nAssistant: So long.'),
-    (dict(chosen='\n\n' + TEXT + ' So long.', rejected='\n\n' + TEXT + ' What?'), TEXT, 'So long.',
-     'What?'),
-    (dict(instruction='Hi.', chosen='Yes?', rejected='What?'), 'Hi.', 'Yes?', 'What?'),
-    (dict(question='Hi.', response_A='What?', response_B='Yes?', label='B>A'), 'Hi.', 'Yes?',
-     'What?')])
-def test_shapes_of_preferences(tmp_path, row, instruction, chosen, rejected):
+def dialogue(*turns): return dict(chosen=[*turns, BOT], rejected=[*turns, OTHER])
+
+
+SPACED = [*TALK[:2], dict(TALK[2], content='Bye. ')]
+
+
+@pytest.mark.parametrize('row, instruction, answers', [
+    (dict(prompt=[USER], chosen=[BOT], rejected=[OTHER]), 'Hi.', ''),
+    (dict(dialogue(USER), prompt='Hi.\n'), 'Hi.\n', ''),
+    (dict(dialogue(*TALK), prompt=SPACED), TEXT.replace('Bye.', 'Bye. '), ''),
+    (dict(dialogue(USER), prompt=[SYSTEM, USER]), KIND, ''),
+    (dict(dialogue(SYSTEM, USER), prompt='Hi.'), KIND, ''),
+    (dict(prompt=TEXT, chosen=f'{TEXT} Yes?', rejected=f'{TEXT} What?'), TEXT, ''),
+    (dialogue(*TALK), TEXT, ''), (dict(prompt=TALK, chosen=[BOT], rejected=[OTHER]), TEXT, ''),
+    (dict(chosen=[USER, BOT], rejected=[USER, OTHER, USER, END]), 'Hi.',
+     '\n\nHuman: Hi.\n\nAssistant: So long.'),
+    (dict(chosen=f'\n\n{TEXT} Yes?', rejected=f'\n\n{TEXT} What?'), TEXT, ''),
+    *[({name: 'Hi.', 'chosen': 'Yes?', 'rejected': 'What?'}, 'Hi.', '')
+      for name in ('prompt', 'instruction')],
+    (dict(question='Hi.', response_A='What?', response_B='Yes?', label='B>A'), 'Hi.', '')])
+def test_shapes_of_preferences(tmp_path, row, instruction, answers):
     found, = load_records(write(tmp_path/'a.json', [row]), kind='preference')
     best = int(found['preference'])
     read = prompt_key(found)[0], found[f'output_{best}'], found[f'output_{3 - best}']
-    assert read == (instruction, chosen, rejected)
+    assert read == (instruction, 'Yes?', f'What?{answers}')
     is_dialogue = (isinstance(row.get('prompt'), list) or {*row} == {'chosen', 'rejected'}
                    or instruction.strip() != 'Hi.')
     assert ('messages' in found) == is_dialogue
 
 
-SYSTEM = dict(role='system', content='Be kind.')
 ASKED = dict(  # the same prompt in every format, without its system turn
     alpaca=dict(instruction='Hi.', input='', output='Yes?'), SHARE=SHARE,
     chat=dict(messages=[USER, BOT]), trl=dict(prompt='Hi.', completion='Yes?'),

@@ -293,10 +293,13 @@ READERS = dict(
 def find_reader(row: dict, kinds) -> Reader | None:
     "Find the reader of a row's format; None when the row has our fields, or unknown columns."
     ours = 'instruction' in row and any(FIELDS[k].keys() <= row.keys() for k in kinds)
-    fitting = [r for r in READERS.values() if r.fits(row) and (r.others or not ours)]
     if 'pair' in kinds: kinds = {*kinds, 'preference'}
-    wanted = [r for r in fitting if r.kind in kinds]
-    return next(iter(wanted + fitting), None)
+    unwanted = None
+    for r in READERS.values():
+        if ours and not r.others or not r.fits(row): continue
+        if r.kind in kinds: return r
+        unwanted = unwanted or r
+    return unwanted
 
 
 def known_formats(field: str, type_: type) -> str:
