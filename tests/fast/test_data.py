@@ -357,6 +357,8 @@ HALF[1]['response_b'] = r'["Elm \udc00."]'
     *[(f'votes.{suffix}', form(HALF), 'row 1: half') for suffix, form in FORMATS.items()],
     ('numbers.json', b'[{"instruction": "a", "output": "b"}, 7]', 'row 1: a record is expected'),
     ('pair.json', as_json([dict(PAIRS[0], preference=[])]), r"'preference' is \[\]"),
+    ('rlcd.json', as_json([PAIRS[0], dict(PAIRS[1], win2_prob='x')]),
+     "row 1: 'win2_prob' is 'x', not a number"),
     *[('ended.json', as_json([PAIRS[0], dict(PAIRS[1], ended_2=wrong)]),
        "row 1: the field 'ended_2' is .* not true or false") for wrong in ('perhaps', 3, [None])],
     ('a.json', b'['*200000 + b']'*200000, 'not valid JSON'), ('a.xlsx', b'PK', 'is not read'),

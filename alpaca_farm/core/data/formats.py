@@ -105,7 +105,8 @@ def _shared(first, second):
     "Count the turns that two dialogues share before a turn of the assistant in both."
     n = shared = 0
     for one, other in zip(first, second):
-        if n and one['role'] == other['role'] == 'assistant' != first[n - 1]['role']: shared = n
+        answered = one['role'] == other['role'] == 'assistant'
+        if n and answered and first[n - 1]['role'] != 'assistant': shared = n
         if one != other: break
         n += 1
     return shared
@@ -187,7 +188,8 @@ def default_sources(n: int) -> list[str]:
 def _responses(rest, query, responses):
     "Read RRHF's queries and responses as candidates."
     if not isinstance(responses, list): raise ValueError('`responses` is not a list')
-    fields = dict(output=responses, source=rest.get('source', default_sources(len(responses))))
+    source = rest.get('source', default_sources(len(responses)))
+    fields = dict(output=responses, source=source)
     told = 'instruction' in rest or 'messages' in rest   # what the query alone does not tell
     return fields if told else fields | _prompt(rest, query)
 
@@ -236,8 +238,11 @@ def _completion(rest, prompt, completion):
 # %% ../../../nbs/core/data/formats.ipynb #3fabfa24
 def _rlcd(rest, *pair):
     "Read RLCD's pairs, with the probability that the second answer is better."
-    chance = _number(rest.pop('win2_prob', None))
-    return _pair(rest, *pair) if chance is None else _pair(rest, *pair, 1 + chance)
+    given = rest.pop('win2_prob', None)
+    if given in ('', None): return _pair(rest, *pair)
+    chance = _number(given)
+    if chance is None: raise ValueError(f"'win2_prob' is {given!r:.60}, not a number")
+    return _pair(rest, *pair, 1 + chance)
 
 
 class Reader(NamedTuple):
