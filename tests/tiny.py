@@ -1,5 +1,6 @@
 """Settings so small that a run takes a second or two; used by the tests; every path is given."""
 import ast
+import gzip
 import importlib
 import json
 import os
@@ -178,6 +179,14 @@ def free_ports(n):
 def spawn(command, **more):
     return subprocess.Popen(command, env=environment(**more), stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True)
+
+
+def write(path, rows, lines=False):
+    "Write records as JSON, or JSON lines, gzipped if the name says so; returns the path."
+    text = '\n'.join(json.dumps(r) for r in rows) if lines else json.dumps(rows)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == '.gz' else text.encode())
+    return str(path)
 
 
 SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,

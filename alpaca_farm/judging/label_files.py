@@ -17,7 +17,7 @@ import numpy as np
 from ..core.data.records import (check_field, check_records, FILE_SUFFIXES,
     full_instruction, prompt_key, read_rows)
 from ..core.data.dialogues import check_messages, prompt_messages, SYSTEM, with_system
-from ..core.data.formats import as_records, check_code, read_ended, row_shape
+from ..core.data.formats import as_records, check_code, find_reader, read_ended
 from ..core.ask.judge_configs import is_population
 from ..core.data.preferences import read_preference, report_missing, swap_outputs
 from ..core.run.settings import at_root, resolve
@@ -67,7 +67,7 @@ def _short_name(spec: str) -> str:
 def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
     "Labelled pairs from the rows of a file; ValueError for another format, or without votes."
     first = rows[0] if rows else {}
-    if row_shape(first, ['preference']):
+    if 'output_1' not in first and find_reader(first, ['preference']):
         rows = check_records(as_records(rows, where, ['preference']), 'preference', where)
         rows = [dict(r, annotator='gold') for r in rows]
         first = rows[0]
