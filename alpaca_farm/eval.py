@@ -85,14 +85,6 @@ def _read_difficulty(files: list[str], references: list[dict]):
     return recorded_difficulty(verdicts, [full_instruction(r) for r in references])
 
 
-def _match_people(cfg: EvalConfig, methods: dict) -> dict:
-    "People's labels of each model's answers, by model; empty without a file."
-    if not cfg.labels: return {}
-    references = methods['reference']
-    models = {m: (rows, references) for m, rows in methods.items() if m != 'reference'}
-    return match_labels(cfg.labels, models)
-
-
 def _correction_lines(judge: str, preferences: dict, labels: dict) -> list[str]:
     "What people's labels say of a judge's preferences by model: sentences."
     lines = []
@@ -111,7 +103,8 @@ def run(cfg: EvalConfig):
     methods = read_models(cfg)
     for name, rows in methods.items(): index_prompts(rows, name)   # refuses repeated ones
     references = methods['reference']
-    labels = _match_people(cfg, methods)
+    others = {m: (rows, references) for m, rows in methods.items() if m != 'reference'}
+    labels = match_labels(cfg.labels, others) if cfg.labels else {}
     hard = _read_difficulty(files, references)
     judges = {name: load_annotators(spec, cfg) for name, spec in names.items()}
     current.load()

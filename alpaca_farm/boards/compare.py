@@ -141,8 +141,10 @@ def run(cfg: CompareConfig):
     for step, row in enumerate(table.to_dict('records'), 1):
         current.log(step, **row)
         name = f'{row["second"]}_over_{row["first"]}'
-        figures |= {name: row['win_rate'], f'{name}_low': row['low'], f'{name}_high': row['high']}
-        figures |= {f'{name}_{k}': v for k, v in row.items() if k.startswith('corrected')}
+        figures[name] = row['win_rate']
+        for column, value in row.items():
+            if column in ('low', 'high') or column.startswith('corrected'):
+                figures[f'{name}_{column}'] = value
     write_csv(current, 'settings.csv', settings, index=True, float_format=None)
     write_csv(current, 'win_rates.csv', table)
     if curves: write_figure(current, 'curves.png', curves)

@@ -147,86 +147,78 @@ class PeopleLabels(NamedTuple):
 
 
 class _Label(NamedTuple):
-    vote: float  # mean for output_2, in [0, 1]
+    votes: dict         # for output_2 by person, in [0, 1]
     drawn: str | None
     stratum: int
 
 
-def _texts(pair: dict) -> tuple[str, str, str]:
-    return full_instruction(pair), pair['output_1'], pair['output_2']
-
-
-def _turned(texts: tuple) -> tuple: return texts[0], texts[2], texts[1]
+def _texts(pair: dict) -> tuple: return full_instruction(pair), pair['output_1'], pair['output_2']
 
 
 def read_people_labels(spec: str) -> dict[tuple, _Label]:
     """Read labels by instruction and outputs, in both orders; ValueError if one person contradicts
     themselves."""
     (pairs,) = load_sets([spec]).values()
-    known = {}
+    labels = {}
     for pair in pairs:
-        texts = _texts(pair)
-        turned = _turned(texts) in known
-        if turned: texts = _turned(texts)
-        drawn = pair.get('drawn'), int(pair.get('stratum') or 0)
-        votes, _ = known.setdefault(texts, ({}, drawn))
+        text, one, two = _texts(pair)
+        drawn, stratum = pair.get('drawn'), int(pair.get('stratum') or 0)
+        own = labels.setdefault((text, one, two), _Label({}, drawn, stratum))
+        turned = labels.setdefault((text, two, one), _Label({}, drawn, -stratum))
         for name, vote in pair['votes'].items():
             if math.isnan(vote): continue
             name = name.rstrip("'")
-            vote = 2 - vote if turned else vote - 1
-            if votes.setdefault(name, vote) != vote:
+            if own.votes.setdefault(name, vote - 1) != vote - 1:
                 raise ValueError(f'labels = {spec}: {name} contradicts a label of their own on '
-                                 f'{texts[0]!r:.60}. Keep one; two people need two names')
-    labels = {}
-    for texts, (votes, (drawn, stratum)) in known.items():
-        vote = np.mean(list(votes.values()))
-        labels[_turned(texts)] = _Label(1 - vote, drawn, -stratum)
-        labels[texts] = _Label(vote, drawn, stratum)
+                                 f'{text!r:.60}. Keep one; two people need two names')
+            turned.votes[name] = 2 - vote
     return labels
 
 
-def _match_pairs(pairs: list[dict], N: int, known: dict, name: str) -> PeopleLabels:
-    "The labels on a model's pairs on N instructions; ValueError for too few."
-    count, same, longer = np.zeros((3, N))
-    found = {}
-    for pair in pairs:
-        i = pair['item']
-        _, one, two = texts = _texts(pair)
-        count[i] += 1
-        same[i] += one == two
-        longer[i] += np.sign(len(two) - len(one))
-        if texts in known and one != two: found.setdefault(i, []).append(known[texts])
-    if len(found) < FEWEST_LABELS:
-        raise ValueError(f'{name} has labels on {len(found)} of its {N} instructions, and a '
-                         f'correction needs {FEWEST_LABELS}. A label belongs to a pair with the '
-                         'same instruction and both answers')
-    votes, stratum, ways = np.full(N, np.nan), np.zeros(N), set()
-    for i, labels in found.items():
-        votes[i] = np.mean([label.vote for label in labels] + [.5]*int(same[i]))
+def _match_pairs(groups: list[list], known: dict, name: str) -> PeopleLabels:
+    "The labels on a model's pairs, by instruction; ValueError for too few."
+    N = len(groups)
+    votes, stratum, longer, same = np.full(N, np.nan), *np.zeros((3, N))
+    ways = set()
+    for i, pairs in enumerate(groups):
+        differ = [texts for texts in pairs if texts[1] != texts[2]]
+        same[i] = not differ
+        longer[i] = np.sign(sum(np.sign(len(two) - len(one)) for _, one, two in pairs))
+        labels = [known[texts] for texts in differ if texts in known]
+        if not labels: continue
+        means = [np.mean(list(label.votes.values())) for label in labels]
+        votes[i] = np.mean(means + [.5]*(len(pairs) - len(differ)))
         stratum[i] = labels[0].stratum
         ways |= {label.drawn for label in labels}
+    n = N - np.isnan(votes).sum()
+    if n < FEWEST_LABELS:
+        raise ValueError(f'{name} has labels on {n} of its {N} instructions, and a correction '
+                         f'needs {FEWEST_LABELS}. A label belongs to a pair with the same '
+                         'instruction and both answers')
     drawn = ways.pop() if len(ways) == 1 else None
-    if drawn in ('length', 'verdict') and (count > 1).any():
+    if drawn in ('length', 'verdict') and max(map(len, groups)) > 1:
         raise ValueError(f'strata by {drawn} are of single pairs, and some instructions of {name} '
                          'have several. Draw without strata')
-    return PeopleLabels(votes, drawn, stratum, np.sign(longer), same == count)
+    return PeopleLabels(votes, drawn, stratum, longer, same.astype(bool))
 
 
-def match_labels(spec: str, comparisons: dict) -> dict[str, PeopleLabels]:
-    """Match the labels of a file with `comparisons`, {name: (a model's answers, references)};
-    prints how many labels are on other pairs. ValueError for fewer than ten."""
+def match_labels(
+    spec: str,          # a file or run of people's labels
+    comparisons: dict,  # {name: (a model's answers, reference answers)}
+) -> dict[str, PeopleLabels]:
+    "Match labels with comparisons, and print how many are on other pairs."
     known = read_people_labels(spec)
-    judged, found = set(), {}
+    lost, found = set(known), {}
     for name, (outputs, references) in comparisons.items():
-        pairs = pair_up(outputs, references)
-        for pair in pairs:
-            texts = _texts(pair)
-            if texts[1] != texts[2]: judged |= {texts, _turned(texts)}
-        try: found[name] = _match_pairs(pairs, len(references), known, name)
+        groups = [[] for _ in references]
+        for pair in pair_up(outputs, references):
+            text, one, two = texts = _texts(pair)
+            groups[pair['item']].append(texts)
+            lost -= {texts, (text, two, one)}
+        try: found[name] = _match_pairs(groups, known, name)
         except ValueError as e: raise ValueError(f'labels = {spec}: {e}') from e
-    lost = [texts for texts in known if texts not in judged]
     if lost: print(f'labels = {spec}: {len(lost)//2} of {len(known)//2} labelled pairs are not '
-                   f'among those judged (such as {lost[0][0]!r:.60}) and are left out')
+                   f'among those judged (such as {min(lost)[0]!r:.60}) and are left out')
     return found
 
 # %% ../../nbs/boards/corrected.ipynb #b79b2000
@@ -321,15 +313,12 @@ def corrected_difference(first: tuple, second: tuple) -> Interval | None:
     None with fewer than ten instructions labelled for both."""
     (f, one), (g, two) = first, second
     if {one.drawn, two.drawn} - {None, 'random'}: return None
-    labels = np.where(two.same, .5, two.votes) - np.where(one.same, .5, one.votes)
-    y, f = (1 + labels)/2, (1 + g - f)/2
-    both_same = one.same & two.same
-    judged, has = ~np.isnan(f) & ~both_same, ~np.isnan(y)
-    mine, rest = judged & has, judged & ~has
-    if mine.sum() < FEWEST_LABELS: return None
-    rate = corrected_rate([(y[mine], f[mine], f[rest])]).rate
-    share = float(judged.sum()/(judged | both_same).sum())
-    return Interval(*(share*(200*x - 100) for x in rate))
+    gap = np.where(two.same, .5, two.votes) - np.where(one.same, .5, one.votes)
+    labels = one._replace(votes=(1 + gap)/2, same=one.same & two.same)
+    labelled = ~np.isnan(f + g + gap) & ~labels.same
+    if labelled.sum() < FEWEST_LABELS: return None
+    rate = correct_rate(1 + (1 + g - f)/2, labels).rate
+    return Interval(*(2*x - 100 for x in rate))
 
 
 def difference_report(judged: dict, labels: dict) -> list[str]:

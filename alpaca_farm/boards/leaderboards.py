@@ -11,7 +11,7 @@ from itertools import combinations
 
 import numpy as np
 
-from ..core.data.comparisons import match_prompts, output_texts
+from ..core.data.comparisons import match_prompts, output_texts, with_verdict
 from ..core.data.preferences import read_preference
 from ..core.stats import bootstrap, spearman_interval, win_rate
 from .corrected import corrected_columns
@@ -44,9 +44,6 @@ def check_column_names(judges: list[str], columns=ANSWER_COLUMNS):
                                'give the judge another name')
 
 # %% ../../nbs/boards/leaderboards.ipynb #bfe5b2af
-def _with_verdict(preferences: np.ndarray) -> np.ndarray: return preferences[~np.isnan(preferences)]
-
-
 def _report_decoding(rows: list[dict]):
     "Print how the models were answered, if they were not answered alike."
     ways = {row['decoding'] for row in rows if row.get('decoding')}
@@ -74,12 +71,12 @@ def leaderboard(
         row = dict(method=method)
         for judge in judges:
             p = judged[judge][method]
-            row |= bootstrap(100*(_with_verdict(p) - 1), n=n, seed=seed).columns(judge)
+            row |= bootstrap(100*(with_verdict(p) - 1), n=n, seed=seed).columns(judge)
             if any(np.isnan(v).any() for v in judged[judge].values()):
                 row[f'{judge}_unanswered'] = int(np.isnan(p).sum())
         if labels: row |= corrected_columns(judged[judges[0]][method], labels.get(method))
         for judge in sampled:
-            won = win_rate(_with_verdict(judged[judge][method]))
+            won = win_rate(with_verdict(judged[judge][method]))
             row |= {judge: won['win_rate'], f'{judge}_se': won['standard_error']}
         for name, measure in columns.items(): row[name] = measure(outputs)
         rows.append(dict(row, reference=reference))
@@ -131,7 +128,7 @@ def leaderboard_row(preferences, lengths, **columns) -> dict:
     """Make a row of AlpacaEval's leaderboard, with further `columns`, from preferences (N,), None or
     nan without a verdict, and the characters of the answers (N,)."""
     p = np.array([read_preference(v, f'row {i}', 'preference') for i, v in enumerate(preferences)])
-    given = _with_verdict(p)
+    given = p[~np.isnan(p)]
     row = dict.fromkeys(('win_rate', 'standard_error'), np.nan) | dict(
         n_wins=0, n_wins_base=0, n_draws=0, n_total=0, discrete_win_rate=np.nan)
     if len(given):

@@ -120,13 +120,11 @@ def length_controlled(
     return pd.DataFrame(rows, index=names).assign(difficulty=source)
 
 # %% ../../nbs/boards/length_control.ipynb #5722bf4a
-def _from_annotations(annotations: dict, texts=None) -> dict:
-    """The arguments of `length_controlled` from preference records by model, whose output_1 is the
-    baseline's, on the instructions `texts` or on all; ValueError for two rows on one."""
-    if texts is None:
-        texts = [full_instruction(r) for records in annotations.values() for r in records]
-    columns = {text: i for i, text in enumerate(dict.fromkeys(texts))}
-    preferences, lengths, baseline = np.full((3, len(annotations), len(columns)), np.nan)
+def _from_annotations(annotations: dict, texts: list[str]) -> np.ndarray:
+    """Preferences, lengths and the baseline's (3, M, N) on the instructions `texts`, from records by
+    model, whose output_1 is the baseline's; ValueError for two rows on one instruction."""
+    columns = {text: i for i, text in enumerate(texts)}
+    tables = np.full((3, len(annotations), len(texts)), np.nan)
     for m, (name, records) in enumerate(annotations.items()):
         first_row = {}
         for row, r in enumerate(records):
@@ -134,22 +132,18 @@ def _from_annotations(annotations: dict, texts=None) -> dict:
             if i is None: continue
             if first_row.setdefault(i, row) != row:
                 raise ValueError(f'{name}: rows {first_row[i]} and {row} are on one instruction')
-            p = r.get('preference', 'missing')
-            preferences[m, i] = read_preference(p, f'{name}, row {row}', 'preference')
-            lengths[m, i] = len(r['output_2'])
-            baseline[m, i] = len(r['output_1'])
-    return dict(preferences=preferences, lengths=lengths, baseline=baseline,
-                names=list(annotations))
+            p = read_preference(r.get('preference', 'missing'), f'{name}, row {row}', 'preference')
+            tables[:, m, i] = p, len(r['output_2']), len(r['output_1'])
+    return tables
 
 
 def recorded_difficulty(annotations: dict, texts: list[str]) -> np.ndarray:
-    """Estimate the difficulty (N,) of instructions from verdicts on other models, records as in
-    `_from_annotations`; ValueError with too few of them."""
-    tables = _from_annotations(annotations, texts)
-    preferences = tables['preferences']
+    """Estimate the difficulty (N,) of instructions from verdicts on other models, records by model
+    whose output_1 is the baseline's; ValueError with too few of them."""
+    preferences, lengths, baseline = _from_annotations(annotations, texts)
     judged = ~np.isnan(preferences).all(1)
     if judged.any():
-        terms = length_term(tables['baseline'][judged], tables['lengths'][judged])
+        terms = length_term(baseline[judged], lengths[judged])
         hard = difficulty(preferences[judged], terms)
         if hard is not None: return hard
     raise ValueError(f'difficulty: the files have verdicts on these instructions of '

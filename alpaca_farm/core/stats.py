@@ -30,7 +30,7 @@ def standard_error(values) -> float:
 
 
 def sigmoid(z, limit: float = 500) -> np.ndarray:
-    "Turn log-odds into a probability: the logistic function of `z`, clipped to +-`limit`."
+    "Turn log-odds, clipped to +-`limit`, into a probability by the logistic function."
     return 1/(1 + np.exp(-np.clip(z, -limit, limit)))
 
 
@@ -219,19 +219,16 @@ def _best_by_rank(N: int, n: int) -> np.ndarray:
 def best_of_n_weights(scores, n: int) -> np.ndarray:
     """Compute the probability (..., N) that each sample is the best of `n` drawn from a prompt's N,
     by proxy scores (..., N), equal scores sharing it."""
-    from scipy.stats import rankdata
     scores = np.asarray(scores, dtype=float)
     wrong = np.argwhere(np.isnan(scores))
     if len(wrong): raise ValueError(f'score {wrong[0].tolist()} is nan')
     N = scores.shape[-1]
     if not 1 <= n <= N: raise ValueError(f'best of {n} from {N} samples: n is from 1 to {N}')
-    prompts = scores.reshape(-1, N)
-    ties = rankdata(prompts, 'dense', axis=1).astype(int)      # equal scores have one number,
-    ties += N*np.arange(len(prompts))[:, None]                 # which no other prompt has
-    in_order = np.sort(ties, axis=1).ravel()
-    total = np.bincount(in_order, np.tile(_best_by_rank(N, n), len(prompts)))
-    shared = total/np.maximum(np.bincount(in_order), 1)
-    return shared[ties].reshape(scores.shape)
+    chances = _best_by_rank(N, n)
+    def of_prompt(row):
+        _, ties, counts = np.unique(row, return_inverse=True, return_counts=True)
+        return (np.bincount(np.sort(ties), chances)/counts)[ties]
+    return np.apply_along_axis(of_prompt, -1, scores)
 
 
 def best_of_n_value(

@@ -101,9 +101,10 @@ def test_published_values(board):
     intervals; under AlpacaEval 2 only the order is asked for (the notebook says why)."""
     import pandas as pd
     shipped = pd.read_csv(DATA/f'leaderboard_{board}.csv', index_col=0)
-    tables = lc._from_annotations({m: json.loads((DATA/m/f'annotations_{board}.json').read_text())
-                                  for m in ('alpaca-7b', 'alpaca-farm-ppo-human')})
-    ours = lc.length_controlled(**tables)
+    rows = {m: json.loads((DATA/m/f'annotations_{board}.json').read_text())
+            for m in ('alpaca-7b', 'alpaca-farm-ppo-human')}
+    texts = [r['instruction'] for r in rows['alpaca-7b']]
+    ours = lc.length_controlled(*lc._from_annotations(rows, texts), list(rows))
     for m, row in ours.iterrows():
         there = shipped.loc[m]
         if board == 'ae1': assert row.lc_low < there.length_controlled_winrate < row.lc_high
