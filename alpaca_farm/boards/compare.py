@@ -89,9 +89,13 @@ def curve_figure(folders: list[str]):
     return fig
 
 # %% ../../nbs/boards/compare.ipynb #d83826c0
-def _win_rate_table(answers: dict, judge, seed: int = 0, labels: str = ''):
-    """Direct win rates in percent between runs, from records of answers by run: a DataFrame; with a
-    file of people's labels also `corrected_columns`, and prints a report."""
+def _win_rate_table(
+    answers: dict,     # records by run
+    judge,             # an annotator or a pool
+    seed: int = 0,     # of the bootstrap
+    labels: str = '',  # people's, by which the rates are corrected, and a report printed
+):  # a DataFrame, a row for each two runs
+    "Direct win rates of each two runs, in percent."
     import pandas as pd
     pairs = {(a, b): f'{b} over {a}' for a, b in combinations(answers, 2)}
     people = {}

@@ -59,8 +59,7 @@ def _with_invented(values, ends, share) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _estimate_stratum(labels, judge, others, share: float) -> tuple:
-    """Of one stratum: the estimate and its variance with the judge, both without it, and the mean
-    of labels with invented ones, each (...)."""
+    "Estimate and variance with the judge, without it, and the mean with invented labels: (...)."
     y, f, rest = (np.asarray(x, dtype=float) for x in (labels, judge, others))
     n, M = y.shape[-1], rest.shape[-1]
     value, _, weight = ppi_mean(y, f, rest)
@@ -73,9 +72,10 @@ def _estimate_stratum(labels, judge, others, share: float) -> tuple:
     return value, judged + left/n, y.mean(-1), alone/n, mean
 
 
-def corrected_rate(strata: list[tuple]) -> Corrected:
-    """Correct the mean of labels, with its 95 % interval for few labels, from the arrays of
-    `ppi_mean` for each stratum (one: a plain random draw)."""
+def corrected_rate(
+    strata: list[tuple],  # the arrays of `ppi_mean` of each stratum; a plain random draw is one
+) -> Corrected:
+    "Correct the mean of labels, with a 95 % interval that holds for few labels."
     from scipy.special import stdtrit
     n = np.array([np.shape(y)[-1] for y, _, _ in strata])
     sizes = n + [np.shape(others)[-1] for _, _, others in strata]
@@ -234,9 +234,11 @@ def _strata_of(labels: PeopleLabels, f: np.ndarray, labelled: np.ndarray) -> np.
                      'answers by which they were drawn')
 
 
-def correct_rate(preferences, labels: PeopleLabels) -> Corrected:
-    """Correct a judge's win rate, in percent, from preferences (N,) in [1, 2], nan without a
-    verdict; ValueError for too few labels where there is one."""
+def correct_rate(
+    preferences,           # (N,) a judge's in [1, 2], nan without a verdict
+    labels: PeopleLabels,  # of people, on the same instructions
+) -> Corrected:            # in percent
+    "Correct a judge's win rate; ValueError for too few labels on instructions with a verdict."
     f = np.asarray(preferences, dtype=float) - 1
     has = ~np.isnan(labels.votes)
     judged = ~np.isnan(f) & ~labels.same
@@ -308,9 +310,11 @@ def correction_report(
     return lines
 
 # %% ../../nbs/boards/corrected.ipynb #06f85b8d
-def corrected_difference(first: tuple, second: tuple) -> Interval | None:
-    """Correct the second win rate minus the first, in points, from (preferences, labels) of each;
-    None with fewer than ten instructions labelled for both."""
+def corrected_difference(
+    first: tuple,   # (preferences, labels) as of `correct_rate`
+    second: tuple,  # the same of another policy
+) -> Interval | None:  # in points; None with fewer than ten instructions labelled for both
+    "Correct the second win rate minus the first."
     (f, one), (g, two) = first, second
     if {one.drawn, two.drawn} - {None, 'random'}: return None
     gap = np.where(two.same, .5, two.votes) - np.where(one.same, .5, one.votes)

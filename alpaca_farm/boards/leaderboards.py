@@ -85,9 +85,11 @@ def leaderboard(
     return board.sort_values(judges[0], ascending=False, ignore_index=True, kind='stable')
 
 # %% ../../nbs/boards/leaderboards.ipynb #5f489930
-def leaderboard_figure(board, judges=None):
-    """Draw win rates with their intervals, a colour per judge (all by default), and a bar from the
-    first judge's rate to the corrected one."""
+def leaderboard_figure(
+    board,        # of `leaderboard`
+    judges=None,  # whose columns are drawn; None: all
+):
+    "Draw win rates with intervals, and a bar from the first judge's rate to the corrected one."
     import matplotlib.pyplot as plt
     judges = judges or [c for c in board if f'{c}_low' in board]
     fig, ax = plt.subplots(figsize=(6.5, max(2, 1 + .45*len(board))), layout='tight')
@@ -124,9 +126,12 @@ def rank_agreement(
     return correlations
 
 # %% ../../nbs/boards/leaderboards.ipynb #8f8528b7
-def leaderboard_row(preferences, lengths, **columns) -> dict:
-    """Make a row of AlpacaEval's leaderboard, with further `columns`, from preferences (N,), None or
-    nan without a verdict, and the characters of the answers (N,)."""
+def leaderboard_row(
+    preferences,  # (N,) from 1 to 2, 0 for a tie, None or nan without a verdict
+    lengths,      # (N,) characters of the answers
+    **columns,    # further ones
+) -> dict:
+    "Make a row of AlpacaEval's leaderboard."
     p = np.array([read_preference(v, f'row {i}', 'preference') for i, v in enumerate(preferences)])
     given = p[~np.isnan(p)]
     row = dict.fromkeys(('win_rate', 'standard_error'), np.nan) | dict(

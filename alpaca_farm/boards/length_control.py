@@ -15,9 +15,12 @@ from ..core.data.preferences import check_preferences, read_preference
 from ..core.stats import sigmoid, standard_error, wilson
 
 # %% ../../nbs/boards/length_control.ipynb #64b8f3c7
-def _logistic(x, y, spread) -> np.ndarray:
-    """Coefficients (K,) of a regression on `x` (rows, K), which may be sparse, with soft targets `y`
-    (rows,) and normal priors of standard deviation `spread` (K,): the mode of the posterior."""
+def _logistic(
+    x,       # (rows, K), may be sparse
+    y,       # (rows,) soft targets from 0 to 1
+    spread,  # (K,) standard deviations of the coefficients' normal priors
+) -> np.ndarray:  # (K,)
+    "Coefficients of a logistic regression, the mode of the posterior."
     from scipy.optimize import minimize
     precision = 1/np.asarray(spread, dtype=float)**2
     def loss_and_gradient(beta):
@@ -28,9 +31,11 @@ def _logistic(x, y, spread) -> np.ndarray:
                     options=dict(maxiter=2000, ftol=1e-13, gtol=1e-6)).x
 
 # %% ../../nbs/boards/length_control.ipynb #544e9527
-def length_term(baseline, model) -> np.ndarray:
-    """Measure from -1 to 1 how much briefer the model is, from characters (..., N): tanh of the
-    difference in its deviations; nan where there is no answer."""
+def length_term(
+    baseline,  # (..., N) characters of its answers
+    model,     # (..., N) of the model's, nan where there is none
+) -> np.ndarray:  # (..., N) from -1 to 1
+    "Measure how much briefer the model is than the baseline."
     d = np.asarray(baseline, dtype=float) - np.asarray(model, dtype=float)
     s = np.nanstd(d, axis=-1, keepdims=True)
     return np.tanh(d/np.where(s > 0, s, np.inf))
@@ -40,9 +45,11 @@ _MIN_MODELS = 5                                # needed to fit the difficulty
 _LENGTH_SD, _DIFFICULTY_SD, _LEVEL_SD = 1., 1., 10.   # of the priors of a, b and c
 
 
-def difficulty(preferences, length_terms) -> np.ndarray | None:
-    """Estimate how hard each instruction is (N,), with mean 0 and standard deviation 1, from
-    preferences and length terms (M, N); None with fewer than five models."""
+def difficulty(
+    preferences,   # (M, N) of models by instructions, nan without a verdict
+    length_terms,  # (M, N) of `length_term`
+) -> np.ndarray | None:  # (N,) with mean 0 and standard deviation 1
+    "Estimate how hard each instruction is at equal length; None with fewer than five models."
     from scipy.sparse import csr_array
     p = np.asarray(preferences, dtype=float)
     informative = np.nanstd(p, axis=1) > 1e-9
@@ -120,9 +127,11 @@ def length_controlled(
     return pd.DataFrame(rows, index=names).assign(difficulty=source)
 
 # %% ../../nbs/boards/length_control.ipynb #5722bf4a
-def _from_annotations(annotations: dict, texts: list[str]) -> np.ndarray:
-    """Preferences, lengths and the baseline's (3, M, N) on the instructions `texts`, from records by
-    model, whose output_1 is the baseline's; ValueError for two rows on one instruction."""
+def _from_annotations(
+    annotations: dict,  # preference records by model, whose output_1 is the baseline's
+    texts: list[str],   # N instructions
+) -> np.ndarray:        # (3, M, N): preferences, lengths, the baseline's lengths
+    "Tables of a board; ValueError for two rows on one instruction."
     columns = {text: i for i, text in enumerate(texts)}
     tables = np.full((3, len(annotations), len(texts)), np.nan)
     for m, (name, records) in enumerate(annotations.items()):
@@ -137,9 +146,11 @@ def _from_annotations(annotations: dict, texts: list[str]) -> np.ndarray:
     return tables
 
 
-def recorded_difficulty(annotations: dict, texts: list[str]) -> np.ndarray:
-    """Estimate the difficulty (N,) of instructions from verdicts on other models, records by model
-    whose output_1 is the baseline's; ValueError with too few of them."""
+def recorded_difficulty(
+    annotations: dict,  # preference records by model, whose output_1 is the baseline's
+    texts: list[str],   # N instructions
+) -> np.ndarray:        # (N,)
+    "Estimate the difficulty of instructions from verdicts on other models; ValueError for few."
     preferences, lengths, baseline = _from_annotations(annotations, texts)
     judged = ~np.isnan(preferences).all(1)
     if judged.any():

@@ -48,8 +48,7 @@ def _repetition(text: str) -> float:
 
 # %% ../../nbs/boards/text.ipynb #05295fd4
 def _distinct(answers: list[str], n: int = 2, tokens: int = 1000) -> float:
-    """Expected share of different ones among so many `tokens`, n-grams of words drawn from answers;
-    nan if there are too few."""
+    "Expected share of different n-grams among so many `tokens` of them; nan if there are fewer."
     from scipy.special import gammaln
     counts = Counter()
     for answer in answers: counts.update(_word_ngrams(answer, n))

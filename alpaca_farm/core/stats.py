@@ -34,9 +34,10 @@ def sigmoid(z, limit: float = 500) -> np.ndarray:
     return 1/(1 + np.exp(-np.clip(z, -limit, limit)))
 
 
-def win_rate(preferences) -> dict:
-    """Compute the win rate of the second outputs in percent, as AlpacaEval defines and names it,
-    from preferences (N,) in [1, 2]."""
+def win_rate(
+    preferences,  # (N,) in [1, 2]
+) -> dict:        # AlpacaEval's names
+    "Compute the win rate of the second outputs in percent, as AlpacaEval defines it."
     p = check_preferences(preferences)
     return dict(win_rate=100*float(np.mean(p - 1)), standard_error=100*standard_error(p),
                 n_wins=int((p > 1.5).sum()), n_wins_base=int((p < 1.5).sum()),
@@ -147,9 +148,10 @@ def spearman_interval(
     return Interval(*np.clip(interval, -1, 1).tolist())
 
 # %% ../../nbs/core/stats.ipynb #b7a9fd70
-def one_hot_votes(votes) -> np.ndarray:
-    """Turn votes of 1, 1.5 or 2 (annotators, items), nan where there is none, into one-hot columns
-    (annotators, 3, items); ValueError for another value."""
+def one_hot_votes(
+    votes,  # (annotators, items) of 1, 1.5 or 2, nan where there is none
+) -> np.ndarray:  # (annotators, 3, items)
+    "Turn votes into one-hot columns for first, tie, second; ValueError for another value."
     votes = np.asarray(votes, dtype=float)
     hot = votes[:, None] == np.array([[1.], [1.5], [2.]])
     wrong = np.argwhere(~hot.any(1) & ~np.isnan(votes))
@@ -159,16 +161,19 @@ def one_hot_votes(votes) -> np.ndarray:
                      '2. Sample votes from soft labels first')
 
 
-def vote_mode(counts) -> np.ndarray:
-    """Compute the probability that each vote is the mode, ties broken at random, from counts
-    (..., 3, items); all zero for items without votes."""
+def vote_mode(
+    counts,  # (..., 3, items) of votes for first, tie, second
+) -> np.ndarray:  # the same; zero for items without votes
+    "Compute the probability that each vote is the mode, ties broken at random."
     top = (counts == counts.max(-2, keepdims=True)) & (counts > 0)
     return top/np.maximum(top.sum(-2, keepdims=True), 1)
 
 # %% ../../nbs/core/stats.ipynb #f3dd3b32
-def agreement(votes, people=None) -> float:
-    """Compute the accuracy of single votes (annotators, items) against the mode of all people but
-    one, who are those voting unless `people` (people, items) are given."""
+def agreement(
+    votes,        # (annotators, items)
+    people=None,  # (people, items); None: those who cast the votes (AlpacaFarm's agreement)
+) -> float:
+    "Compute the accuracy of single votes against the mode of all people but one."
     own = one_hot_votes(votes)
     others = own if people is None else one_hot_votes(people)
     modes = vote_mode(others.sum(0) - others)      # (people, 3, items), one left out
@@ -184,9 +189,11 @@ def variance(votes) -> float:
     return 1 - agreement(votes)
 
 
-def bias(votes, people) -> float:
-    """Compute the error of the mode of an annotator's votes (repetitions, items) against that of
-    the people's (people, items); an overestimate if either side has few."""
+def bias(
+    votes,   # (repetitions, items) of an annotator
+    people,  # (people, items)
+) -> float:  # an overestimate if either has few votes
+    "Compute the error of the mode of an annotator's votes against that of the people's."
     own = vote_mode(one_hot_votes(votes).sum(0))
     theirs = vote_mode(one_hot_votes(people).sum(0))
     both = (own.sum(0) > 0) & (theirs.sum(0) > 0)
@@ -194,9 +201,11 @@ def bias(votes, people) -> float:
     return float(1 - (own*theirs).sum(0)[both].mean())
 
 # %% ../../nbs/core/stats.ipynb #d29bb2f0
-def two_votes_agree(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Compute how often the votes of two annotators are the same (annotators, others), from
-    preferences in [1, 2] (pairs, annotators) and (pairs, others)."""
+def two_votes_agree(
+    one: np.ndarray,    # (pairs, annotators) preferences in [1, 2]
+    other: np.ndarray,  # (pairs, others)
+) -> np.ndarray:        # (annotators, others)
+    "Compute how often the votes of two annotators on the same pair are the same."
     p, q = one - 1, other - 1
     return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
 
@@ -216,9 +225,11 @@ def _best_by_rank(N: int, n: int) -> np.ndarray:
     return chances/chances.sum()
 
 
-def best_of_n_weights(scores, n: int) -> np.ndarray:
-    """Compute the probability (..., N) that each sample is the best of `n` drawn from a prompt's N,
-    by proxy scores (..., N), equal scores sharing it."""
+def best_of_n_weights(
+    scores,  # (..., N) of the proxy on a prompt's samples
+    n: int,  # drawn without replacement
+) -> np.ndarray:  # (..., N), in the samples' order
+    "Compute the probability that each sample is the best of `n`, equal scores sharing it."
     scores = np.asarray(scores, dtype=float)
     wrong = np.argwhere(np.isnan(scores))
     if len(wrong): raise ValueError(f'score {wrong[0].tolist()} is nan')
@@ -246,9 +257,11 @@ def kl_best_of_n(n) -> np.ndarray:
     return np.log(n) - (n - 1)/n
 
 # %% ../../nbs/core/stats.ipynb #b5d3eea0
-def kl_best_of_n_estimate(logprob, n: int) -> np.ndarray:
-    """Estimate the divergence where samples repeat (Beirami et al., 2024, section 4), in nats, from
-    log p (...) of chosen answers, over which it is to be averaged."""
+def kl_best_of_n_estimate(
+    logprob,  # (...) of whole chosen answers
+    n: int,
+) -> np.ndarray:  # (...) in nats, to be averaged over the answers
+    "Estimate the divergence where samples repeat (Beirami et al., 2024, section 4)."
     epsilon = np.exp(np.minimum(np.asarray(logprob, dtype=float), -1e-12))
     log_missed = n*np.log1p(-epsilon)   # no sample is this answer
     drawn = -np.expm1(log_missed)
