@@ -7,6 +7,7 @@ __all__ = ['CompareConfig', 'differing_settings', 'curve_figure', 'side_by_side'
 
 # %% ../../nbs/boards/compare.ipynb #632ebab0
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -48,9 +49,10 @@ def differing_settings(folders: list[str]):
     for name, folder in short_names(folders).items():
         config = read_json(at_root(folder)/'config.json')
         runs[name] = dict(notebook=config['notebook'], **config['settings'])
-    names, table = {}, {}
-    for settings in runs.values(): names |= settings
-    for setting in names:
+    union = {}
+    for settings in runs.values(): union |= settings
+    table = {}
+    for setting in union:
         values = [settings.get(setting) for settings in runs.values()]
         different = len({json.dumps(v, sort_keys=True) for v in values}) > 1
         if different and setting != 'out': table[setting] = values
@@ -68,8 +70,9 @@ def curve_figure(folders: list[str]):
     "Draw a small panel for each quantity, a colour per run; None if runs have none in common."
     import matplotlib.pyplot as plt
     logs = {name: _read_curves(folder) for name, folder in short_names(folders).items()}
-    logged = [column for log in logs.values() for column in log]
-    shown = [c for c in dict.fromkeys(logged) if logged.count(c) > 1][:12]
+    logged = Counter()
+    for log in logs.values(): logged.update(log.columns)
+    shown = [quantity for quantity, n in logged.items() if n > 1][:12]
     if not shown: return None
     rows = -(-len(shown)//3)
     fig, axes = plt.subplots(rows, 3, figsize=(9.6, 2.2*rows + .3), squeeze=False,
@@ -121,7 +124,8 @@ def side_by_side(answers: dict, k: int = 3) -> list[dict]:
     for name, records in answers.items():
         texts[name] = {prompt_key(r): output_texts(r)[0] for r in records}
     first, *others = texts.values()
-    common = [prompt for prompt in first if all(prompt in t for t in others)]
+    answered = set(first).intersection(*others)
+    common = [prompt for prompt in first if prompt in answered]
     rows = []
     for i in np.linspace(0, len(common) - 1, min(k, len(common))).astype(int):
         prompt = common[i]

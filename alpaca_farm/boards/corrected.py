@@ -162,7 +162,8 @@ def read_people_labels(spec: str) -> dict[tuple, _Label]:
     labels = {}
     for pair in pairs:
         text, one, two = _texts(pair)
-        drawn, stratum = pair.get('drawn'), int(pair.get('stratum') or 0)
+        drawn = pair.get('drawn')
+        stratum = int(pair.get('stratum') or 0)
         own = labels.setdefault((text, one, two), _Label({}, drawn, stratum))
         turned = labels.setdefault((text, two, one), _Label({}, drawn, -stratum))
         for name, vote in pair['votes'].items():
@@ -178,7 +179,8 @@ def read_people_labels(spec: str) -> dict[tuple, _Label]:
 def _match_pairs(groups: list[list], known: dict, name: str) -> PeopleLabels:
     "The labels on a model's pairs, by instruction; ValueError for too few."
     N = len(groups)
-    votes, stratum, longer, same = np.full(N, np.nan), *np.zeros((3, N))
+    votes = np.full(N, np.nan)
+    stratum, longer, same = np.zeros((3, N))
     ways = set()
     for i, pairs in enumerate(groups):
         differ = [texts for texts in pairs if texts[1] != texts[2]]
@@ -208,7 +210,8 @@ def match_labels(
 ) -> dict[str, PeopleLabels]:
     "Match labels with comparisons, and print how many are on other pairs."
     known = read_people_labels(spec)
-    lost, found = set(known), {}
+    lost = set(known)
+    found = {}
     for name, (outputs, references) in comparisons.items():
         groups = [[] for _ in references]
         for pair in pair_up(outputs, references):
@@ -246,7 +249,8 @@ def correct_rate(
     if labelled.sum() < FEWEST_LABELS:
         raise ValueError(f'labels: the judge has a verdict on {labelled.sum()} of {has.sum()} '
                          f'labelled instructions, and {FEWEST_LABELS} are needed')
-    strata, parts = _strata_of(labels, f, labelled), []
+    strata = _strata_of(labels, f, labelled)
+    parts = []
     for s in np.unique(strata[judged]):
         mine = labelled & (strata == s)
         rest = judged & ~has & (strata == s)
@@ -261,11 +265,13 @@ def correct_rate(
 
 def corrected_columns(preferences, labels: PeopleLabels | None) -> dict:
     "Make a board's columns of `correct_rate`; half for the reference itself, without labels."
-    half = Interval(50., 50., 50.)
-    c, n = Corrected(half, half, 0.), 0
     if labels:
         c = correct_rate(preferences, labels)
         n = int((~np.isnan(labels.votes)).sum())
+    else:
+        half = Interval(50., 50., 50.)
+        c = Corrected(half, half, 0.)
+        n = 0
     return (c.rate.columns('corrected') | c.labels.columns('labels_alone')
             | dict(n_labels=n, worth=c.worth))
 
@@ -291,7 +297,9 @@ def correction_report(
     f = np.asarray(preferences, dtype=float) - 1
     judged = ~np.isnan(f)
     has = judged & ~np.isnan(labels.votes)
-    n, f_has, f_all, votes = has.sum(), f[has], f[judged], labels.votes[has]
+    n = has.sum()
+    f_has, f_all = f[has], f[judged]
+    votes = labels.votes[has]
     def text(i): return f'{i.value:.1f} % ({i.low:.1f} to {i.high:.1f})'
     lines = [f'{name}: {text(bootstrap(100*f_all))} by {judge}, corrected by {n} labels '
              f'{text(c.rate)}, labels alone {text(c.labels)}; the judge makes them worth '

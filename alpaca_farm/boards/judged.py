@@ -102,7 +102,8 @@ def judge_all(
     done=lambda *_: None,    # called after each model with the number of steps and a text
 ) -> dict:  # {judge: {model: (instructions,) preferences}}, votes of a pool as `<judge>_votes`
     "Judge every model's answers by every judge; a pool of paid annotators gives sampled votes."
-    judged, step = {}, 0
+    judged = {}
+    step = 0
     for name, judge in judges.items():
         is_pool = hasattr(judge, 'annotators')
         is_paid = bool(api_clients(judge))

@@ -154,7 +154,7 @@ def alpaca_eval_rows(
     "Make a judge's leaderboard with AlpacaEval's columns."
     import pandas as pd
     def characters(outputs):
-        return np.array([np.mean([len(text) for text in output_texts(r)]) for r in outputs])
+        return np.array([np.mean(list(map(len, output_texts(r)))) for r in outputs])
     lengths = [characters(match_prompts(methods[m], references)) for m in judged]
     preferences = list(judged.values())
     controlled = length_controlled(preferences, lengths, characters(references), judged, hard)
