@@ -23,7 +23,7 @@ from .core.run.settings import at_root
 from .annotators import annotate_pairs, load_annotators, to_alpaca_eval
 from .judging.judges import ApiJudge, Pool
 from .judging.local_judges import read_recorded, RecordedLabels
-from .boards.rankings import leaderboard_row
+from .boards.leaderboards import leaderboard_row
 
 # %% ../nbs/auto_annotations.ipynb #2936617a
 def records_of(data) -> list[dict]:

@@ -25,12 +25,13 @@ from .core.functional import has_spread
 from .core.run.files import read_json, read_yaml, write_json
 from .core.run.jobs import Job, run_or_fail
 from .core.run.paths import at_root, notebooks_folder
-from .core.run.runs import check_run_folder, read_summary, start
+from alpaca_farm.core.run.runs import (check_run_folder, read_summary, start,
+    write_csv, write_figure)
 from .core.run.settings import command, Config, Count, refuse_unknown
 from .core.stats import bootstrap, sigmoid
 from .annotators import annotate_pairs
 from .best_of_n import choose_best, score_candidates
-from .eval import judge_all, read_answers, write_csv, write_figure
+from .boards.judged import judge_all, read_answers
 from .farm import RUNS
 from .judging.judges import Pool
 

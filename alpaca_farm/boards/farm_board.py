@@ -11,13 +11,13 @@ import numpy as np
 from ..core.run.inputs import recipes
 from ..core.data.comparisons import match_prompts, output_texts
 from ..core.data.records import load_records
-from ..core.run.runs import read_summary
+from ..core.run.runs import read_summary, write_csv, write_figure
 from ..core.run.settings import at_root
 from ..core.stats import replicate_interval
 from ..best_of_n import choose_best, score_candidates
 from .text import TEXT_COLUMNS
 from ..embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
-from ..eval import answers_to, judge_all, read_answers, write_csv, write_figure
+from .judged import answers_to, judge_all, read_answers
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 
 # %% ../../nbs/boards/farm_board.ipynb #67c40a74

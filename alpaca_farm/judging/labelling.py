@@ -20,10 +20,9 @@ from ..core.data.preferences import hash_uniform, is_preference, pair_identity
 from ..core.data.records import prompt_key
 from ..core.run.runs import start
 from ..core.run.settings import at_root, command, Config, Count, Share
-from ..core.stats import wilson
+from ..core.stats import FEWEST_LABELS, wilson
 from ..core.ask.store import request_key, Store
 from ..annotators import load_pairs
-from ..boards.corrected import FEWEST_LABELS
 
 # %% ../../nbs/judging/labelling.ipynb #ab425f7a
 @dataclass

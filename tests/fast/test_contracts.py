@@ -35,16 +35,16 @@ CORE = ['run.paths run.keys data.dialogues',
         'online ask.completions',
         'run.outputs run.preload']
 LAYERS = ['judging.parsers embedded.lexicon',
-        'embedded.grammar judging.noise judging.judges boards.rankings boards.length_control '
+        'embedded.grammar judging.noise judging.judges boards.length_control '
             'judging.label_files',
-        'embedded.authors embedded.prose boards.corrected',
+        'embedded.authors embedded.prose boards.corrected boards.text',
         'embedded.criteria',
         'embedded.crowd',
-        'world judging.local_judges boards.text boards.leaderboards '
-            'judging.measures',
+        'world judging.local_judges boards.leaderboards judging.measures',
         'annotators',
-        'eval judging.agreement judging.labelling judging.openai_baselines auto_annotations',
-        'boards.decoding boards.compare overoptimization boards.farm_board boards.simulation',
+        'boards.judged judging.agreement judging.labelling judging.openai_baselines '
+            'auto_annotations',
+        'eval boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own',
         'real']
 METHOD = len(CORE) + 7
