@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['COMPLETION_MODELS', 'Evaluator', 'load_evaluators', 'break_control_tokens', 'parse_chatml', 'fill_prompt',
-           'judge_request', 'parse_verdicts', 'Verdict', 'ask_judges', 'ApiJudge', 'Pool']
+           'judge_request', 'parse_verdicts', 'Verdict', 'ask_judges', 'ApiJudge']
 
 # %% ../../nbs/judging/judges.ipynb #4746fade
 import math, re
@@ -20,7 +20,7 @@ from ..core.ask.client import ApiClient, ask_until_read
 from ..core.data.records import full_instruction, read_text
 from ..core.ask.judge_configs import (adapt_decoding, entry_model, judge_config_file,
     read_judge_config, REASONING_MODELS, REQUEST_FIELDS, suggest_names)
-from ..core.data.preferences import is_preference, PAIR_FIELDS
+from ..core.data.preferences import is_preference, PAIR_FIELDS, Pool
 from .parsers import check_parser, PARSERS, without_echo
 
 # %% ../../nbs/judging/judges.ipynb #a3c23ddd
@@ -195,16 +195,3 @@ class ApiJudge:
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         return [v.preference for v in ask_judges([(self, pairs)], seed=self.client.cfg.seed)[0]]
-
-# %% ../../nbs/judging/judges.ipynb #40afb998
-@dataclass(frozen=True)
-class Pool:
-    "Annotators, one of which is drawn for each pair, with optional weights."
-    name: str
-    annotators: list
-    weights: list | None = None
-
-    def __call__(self, pairs: list[dict]) -> list[float]:
-        "The weighted mean preference of all annotators."
-        preferences = [a(pairs) for a in self.annotators]
-        return np.average(preferences, axis=0, weights=self.weights).tolist()
