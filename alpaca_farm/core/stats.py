@@ -48,6 +48,10 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    def columns(self, name: str) -> dict:
+        "As fields of a row: `name`, `name_low` and `name_high`."
+        return {name: self.value, f'{name}_low': self.low, f'{name}_high': self.high}
+
 
 def bootstrap_draws(values, statistic=np.mean, n=1000, seed=0, block: int = 2**22) -> np.ndarray:
     """A statistic, f(sample, axis), of `n` resamples of the rows of `values` (N, ...): (n, ...);

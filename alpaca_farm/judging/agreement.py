@@ -18,14 +18,15 @@ from ..core.ask.judge_configs import model_kind
 from ..core.data.records import full_instruction, load_records, prompt_key
 from ..core.run.files import atomic_write
 from ..core.run.identity import run_config
-from ..core.data.preferences import (annotator_name, annotator_order, pool_members,
-    pool_weights, report_missing, swap_outputs)
+from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, pool_members,
+    pool_weights, report_missing)
 from ..core.run.runs import start
 from ..core.run.settings import at_root, command, Count, resolve
 from ..core.stats import Interval, one_hot_votes, vote_mode
 from .measures import (bootstrap_measures, cast_votes, FEWEST, judge_measures,
     pair_traits, PairTraits, people_measures, people_votes)
-from ..annotators import ask_all, check_all_answered, check_known_names, load_annotators
+from .judges import (ask_all, check_all_answered, check_known_names,
+    load_annotators, Questions)
 from alpaca_farm.judging.label_files import (label_file, label_files, load_sets, per_thousand,
     recorded_verdicts, Verdicts)
 from .noise import preference_probabilities, sample_votes
@@ -92,14 +93,18 @@ def ask_judge(
     members, weights = pool_members(judge), pool_weights(judge)
     drawn = np.array([annotator_order(p, weights, seed)[:_MOST_ASKED] for p in pairs]).T
     places = [np.argwhere(drawn == a) for a in range(len(members))]
-    in_order = [pairs, [swap_outputs(p) for p in pairs]]
-    requests = [(order, at, (member, [in_order[order][i] for _, i in at]))
-                for order in (0, 1) for member, at in zip(members, places)]
-    preferences, verdicts = np.full((len(drawn), 2, len(pairs)), np.nan), []
-    for (order, at, _), answers in zip(requests, ask_all([work for *_, work in requests])):
+    questions = []
+    for exchanged in (False, True):
+        for member, at in zip(members, places):
+            own = [pairs[i] for _, i in at]
+            questions.append(Questions(member, own, [exchanged] * len(own)))
+    preferences = np.full((len(drawn), 2, len(pairs)), np.nan)
+    verdicts = []
+    for k, answers in enumerate(ask_all(questions)):
+        order, member = divmod(k, len(members))
+        rank, pair = places[member].T
+        preferences[rank, order, pair] = [v.preference for v in answers]
         verdicts += answers
-        for (k, i), v in zip(at, answers):
-            preferences[k, order, i] = 3 - v.preference if order else v.preference
     check_all_answered(judge, f'{annotator_name(judge)}, {len(pairs)} pairs in both orders')
     price = per_thousand([v.price for v in verdicts])
     seconds = per_thousand([v.seconds for v in verdicts])

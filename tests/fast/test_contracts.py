@@ -34,16 +34,15 @@ CORE = ['run.paths run.keys data.dialogues',
         'answers ask.client training',
         'online ask.completions',
         'run.outputs run.preload']
-LAYERS = ['judging.parsers embedded.lexicon',
-        'embedded.grammar judging.noise judging.judges boards.rankings boards.length_control '
-            'judging.label_files',
+LAYERS = ['judging.parsers judging.label_files embedded.lexicon',
+        'embedded.grammar judging.noise boards.rankings boards.length_control',
         'embedded.authors embedded.prose boards.corrected',
         'embedded.criteria',
         'embedded.crowd',
-        'world judging.local_judges boards.text boards.leaderboards '
+        'world judging.judges boards.text boards.leaderboards '
             'judging.measures',
-        'annotators',
-        'eval judging.agreement judging.labelling judging.openai_baselines auto_annotations',
+        'annotators judging.agreement judging.labelling judging.openai_baselines',
+        'eval auto_annotations',
         'boards.decoding boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own',
         'real']
