@@ -6,13 +6,13 @@
 __all__ = ['COMPLETION_MODELS', 'JUDGES', 'Evaluator', 'load_evaluators', 'break_control_tokens', 'fill_prompt', 'as_text',
            'judge_request', 'parse_verdicts', 'Verdict', 'ApiJudge', 'api_clients', 'usage_totals',
            'check_all_answered', 'LocalJudge', 'RewardJudge', 'RecordedLabels', 'read_recorded', 'JudgeKind',
-           'check_annotators', 'load_annotators', 'check_known_names', 'Questions', 'ask_all', 'load_pairs']
+           'check_annotators', 'load_annotators', 'check_known_names', 'ask_shown', 'ask_both_orders', 'load_pairs']
 
 # %% ../../nbs/judging/judges.ipynb #4746fade
 import math, re
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -27,7 +27,7 @@ from ..core.data.candidates import candidate_pair
 from ..core.data.comparisons import head2head_pairs
 from ..core.data.formats import as_records
 from alpaca_farm.core.data.preferences import (annotator_preferences, answer_of, hash_uniform,
-    is_preference, pair_identity, PAIR_FIELDS, Pool, pool_members, pool_weights, read_preference,
+    is_preference, PAIR_FIELDS, Pool, pool_members, pool_weights, read_preference, shown_swapped,
     swap_outputs)
 from ..core.data.records import (check_records, find_file, full_instruction,
     load_records, prompt_key, read_rows, read_text)
@@ -223,34 +223,32 @@ def _ask_judges(
 ) -> list[list[Verdict]]:  # as shown
     "The verdicts of each judge on its pairs."
     client = work[0][0].client
-    parts = []   # of one request each
+    parts, requests, asks, draws = [], [], [], []   # for each request
     for judge, pairs in work:
-        size = judge.evaluator.batch_size
-        parts += [(judge.evaluator, pairs[i:i + size]) for i in range(0, len(pairs), size)]
-    requests, asks, draws = [], [], []
-    for e, pairs in parts:
+        e = judge.evaluator
         samples = e.decoding.get('temperature', 1) != 0
-        requests.append(judge_request(e, pairs))
-        asks.append(_ASKS if samples else 1)   # greedy: it would say the same
-        draws.append(_DRAWS_PER_SEED * seed if samples else 0)
+        for i in range(0, len(pairs), e.batch_size):
+            part = pairs[i:i + e.batch_size]
+            parts.append((e, part))
+            requests.append(judge_request(e, part))
+            asks.append(_ASKS if samples else 1)   # greedy: it would say the same
+            draws.append(_DRAWS_PER_SEED * seed if samples else 0)
     def request(i, again): return requests[i]
     def readable(i, answer):
-        e, pairs = parts[i]
-        return not any(map(math.isnan, parse_verdicts(e, answer, pairs)))
+        e, part = parts[i]
+        return not any(map(math.isnan, parse_verdicts(e, answer, part)))
     said = ask_until_read(client, len(parts), request, readable, asks, draws)
-    unread, replies = {}, Counter()   # by judge
+    verdicts, unread, replies = [], {}, Counter()   # the last two by judge
     for i, answers in enumerate(said):
+        e, part = parts[i]
+        given = _read_answers(client, e, part, requests[i], answers)
+        verdicts += given
         if not answers: continue
-        name = parts[i][0].name
-        replies[name] += 1
-        if readable(i, answers[-1]): continue
-        unread.setdefault(name, []).append(answer_text(answers[-1], refusal=True))
+        replies[e.name] += 1
+        if not readable(i, answers[-1]): unread.setdefault(e.name, []).append(given[0].raw)
     for name, texts in unread.items(): _note_unread(client, name, texts, replies[name])
-    verdicts = []
-    for part, sent, answers in zip(parts, requests, said):
-        verdicts += _read_answers(client, *part, sent, answers)
-    given = iter(verdicts)
-    return [list(islice(given, len(pairs))) for _, pairs in work]
+    in_order = iter(verdicts)
+    return [list(islice(in_order, len(pairs))) for _, pairs in work]
 
 
 @dataclass
@@ -280,14 +278,12 @@ def api_clients(pool) -> list[ApiClient]:
 def usage_totals(clients: list[ApiClient]) -> dict:
     "Add up requests, tokens and dollars of all clients; empty without one."
     if not clients: return {}
-    total = Counter(asked=0, known=0, tokens_in=0, tokens_out=0)
-    for client in clients:
-        tally = client.tally
-        tokens_in, tokens_out = tally.tokens
-        total.update(asked=tally.asked, known=tally.known, tokens_in=tokens_in,
-                     tokens_out=tokens_out)
-    dollars = [client.tally.dollars for client in clients]
-    return dict(total, dollars=None if None in dollars else round(sum(dollars), 6))
+    tallies = [client.tally for client in clients]
+    tokens_in, tokens_out = np.sum([t.tokens for t in tallies], axis=0).tolist()
+    dollars = [t.dollars for t in tallies]
+    return dict(asked=sum(t.asked for t in tallies), known=sum(t.known for t in tallies),
+                tokens_in=tokens_in, tokens_out=tokens_out,
+                dollars=None if None in dollars else round(sum(dollars), 6))
 
 
 def check_all_answered(pool, what: str):
@@ -350,6 +346,11 @@ class RewardJudge:
         return (1 + sigmoid(second - first, 50)).tolist()
 
 # %% ../../nbs/judging/judges.ipynb #711bc3ee
+def _in_words(pair: dict) -> tuple:
+    "The texts of a pair, with its input merged or not."
+    return full_instruction(pair), pair['output_1'], pair['output_2']
+
+
 class RecordedLabels:
     "Recorded labels as a judge."
     def __init__(self,
@@ -358,23 +359,12 @@ class RecordedLabels:
     ):
         self.name, self.labels = name, {}
         for r in rows:
-            key, exchanged = self.place(r)
-            preference = 3 - r['preference'] if exchanged else r['preference']
-            self.labels.setdefault(key, []).append(preference)
-
-    def place(self, pair: dict) -> tuple[tuple, bool]:
-        "A pair's key, with its input merged or not, and whether its outputs are exchanged."
-        text = pair_identity(dict(pair, instruction=full_instruction(pair), input=''))
-        return tuple(text), text[-2:] != [pair['output_1'], pair['output_2']]
+            for pair, label in (r, r['preference']), (swap_outputs(r), 3 - r['preference']):
+                self.labels.setdefault(_in_words(pair), []).append(label)
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The mean label of each pair; nan for a pair without one."
-        preferences = []
-        for pair in pairs:
-            key, exchanged = self.place(pair)
-            mean = float(np.mean(self.labels.get(key, math.nan)))
-            preferences.append(3 - mean if exchanged else mean)
-        return preferences
+        return [float(np.mean(self.labels.get(_in_words(p), math.nan))) for p in pairs]
 
 
 def read_recorded(path) -> list[dict]:
@@ -394,24 +384,13 @@ class JudgeKind(NamedTuple):
     make: Callable    # of the value and the settings: a judge, or a pool of them
 
 
-def _is_function(spec: str) -> bool: return ':' in spec
-
-
-def _load_function(spec: str, cfg): return resolve(spec)
-
-
-def _load_population(spec: str, cfg):
-    from alpaca_farm.embedded.crowd import read_population
-    return read_population(spec)
-
-
 def _load_configuration(spec: str, cfg: ApiConfig):
     "A judge for each entry, here or behind the endpoint; a pool if there are several."
     name = at_root(spec).name
     client = ApiClient(cfg, name)
+    models, decoding = parse_mapping('models', cfg.models), parse_decoding('decoding', cfg.decoding)
     judges = []
-    for e in load_evaluators(spec, parse_mapping('models', cfg.models),
-                             parse_decoding('decoding', cfg.decoding)):
+    for e in load_evaluators(spec, models, decoding):
         here = model_kind(e.decoding['model']) == 'language'
         judges.append(LocalJudge(e, cfg) if here else ApiJudge(e, client))
     if len(judges) == 1: return judges[0]
@@ -421,23 +400,28 @@ def _load_configuration(spec: str, cfg: ApiConfig):
     return pool
 
 
-def _is_reward_model(spec: str) -> bool: return model_kind(spec) == 'reward'
-
-
-def _load_labels(spec: str, cfg): return RecordedLabels(read_recorded(spec), at_root(spec).stem)
+def _load_population(spec: str, cfg):
+    from alpaca_farm.embedded.crowd import read_population
+    return read_population(spec)
 
 
 JUDGES = dict(
-    function=JudgeKind('my_module:my_judge', 'any function or pool', _is_function, _load_function),
-    population=JudgeKind('runs/world/pool.json', 'the crowd or the judges of a world',
-                         is_population, _load_population),
+    function=JudgeKind(
+        'my_module:my_judge', 'any function or pool',
+        lambda spec: ':' in spec, lambda spec, cfg: resolve(spec)),
+    population=JudgeKind(
+        'runs/world/pool.json', 'the crowd or the judges of a world',
+        is_population, _load_population),
     configuration=JudgeKind(
         'alpaca_farm, structured, open_pool, a folder with a configs.yaml, a task and its question',
         'language models behind an endpoint, or here if the model is mapped to a folder',
         judge_config_file, _load_configuration),
-    reward_model=JudgeKind('runs/reward_model', 'a reward model', _is_reward_model, RewardJudge),
-    labels=JudgeKind('my/labels.json, runs/labelling', 'labels of people, or recorded verdicts',
-                     label_file, _load_labels))
+    reward_model=JudgeKind(
+        'runs/reward_model', 'a reward model',
+        lambda spec: model_kind(spec) == 'reward', RewardJudge),
+    labels=JudgeKind(
+        'my/labels.json, runs/labelling', 'labels of people, or recorded verdicts',
+        label_file, lambda spec, cfg: RecordedLabels(read_recorded(spec), at_root(spec).stem)))
 
 # %% ../../nbs/judging/judges.ipynb #5b8e1d22
 def _judge_kind(spec: str) -> JudgeKind:
@@ -480,46 +464,73 @@ def _check_names(setting: str, names, known: set):
 
 
 def check_known_names(
-    specs: list[str],           # the judges that settings name
-    models: list[str],          # entries `model=its replacement`
-    weights: list[str] = (),    # entries `annotator=weight`
+    specs: list[str],         # the judges that settings name
+    models: list[str],        # each a model, equals sign, its replacement
+    weights: list[str] = (),  # each an annotator, equals sign, its weight
 ):
     "ValueError for a model or annotator that no configuration names, or for a negative weight."
-    known_models, known_names = set(), set()
+    entries = {}
     for spec in specs:
         file = None if ':' in spec else judge_config_file(spec)
-        if file is None: continue
-        for name, entry in read_judge_config(file).items():
-            known_models.add(entry_model(entry))
-            known_names.add(name)
+        if file: entries |= read_judge_config(file)
     by_name = parse_mapping('weights', weights, float)
-    _check_names('models', parse_mapping('models', models), known_models)
-    _check_names('weights', by_name, known_names)
+    _check_names('models', parse_mapping('models', models), {*map(entry_model, entries.values())})
+    _check_names('weights', by_name, {*entries})
     if any(not w >= 0 for w in by_name.values()):
         raise ValueError(f'weights = {list(weights)}: none may be negative')
 
 # %% ../../nbs/judging/judges.ipynb #f57e0c9d
-class Questions(NamedTuple):
-    "Pairs for one judge, and how they are shown."
-    annotator: Callable
-    pairs: list[dict]
-    exchanged: list[bool]   # (pairs,) which are shown with the second answer first
-
-
-def ask_all(questions: list[Questions], seed: int = 0) -> list[list[Verdict]]:
-    "Ask all judges, those of an endpoint together; the verdicts are on the pairs as they are."
+def _ask_all(
+    annotators: list,
+    pairs: list[list[dict]],  # of each annotator, as they are
+    exchanged: list,          # and which of them are shown with the second answer first
+    seed: int,                # of the samples of a judge that samples
+) -> list[list[Verdict]]:     # on the pairs as they are
+    "Verdicts of each annotator on its pairs; an endpoint's judges are asked together."
     work = []
-    for who, pairs, exchanged in questions:
-        work.append((who, [swap_outputs(p) if x else p for p, x in zip(pairs, exchanged)]))
+    for who, own, turned in zip(annotators, pairs, exchanged):
+        work.append((who, [swap_outputs(p) if x else p for p, x in zip(own, turned)]))
     remote = [w for w in work if isinstance(w[0], ApiJudge) and w[1]]
     answers = iter(_ask_judges(remote, seed) if remote else [])
     verdicts = []
-    for (who, shown), q in zip(work, questions):
+    for (who, shown), turned in zip(work, exchanged):
         if not shown: given = []
         elif isinstance(who, ApiJudge): given = next(answers)
         else: given = [Verdict(float(p)) for p in annotator_preferences(shown, who)]
-        verdicts.append([v.exchanged() if x else v for v, x in zip(given, q.exchanged)])
+        verdicts.append([v.exchanged() if x else v for v, x in zip(given, turned)])
     return verdicts
+
+
+def ask_shown(
+    annotators: list,
+    pairs: list[list[dict]],  # the pairs that each annotator sees
+    seed: int = 0,            # of the order in which a pair is shown
+) -> list[list[Verdict]]:
+    "Ask each annotator about its pairs, shown in a random order."
+    return _ask_all(annotators, pairs, [shown_swapped(own, seed) for own in pairs], seed)
+
+# %% ../../nbs/judging/judges.ipynb #f57e0c9e
+def _average(as_is: Verdict, exchanged: Verdict) -> Verdict:
+    "The mean of two verdicts on a pair, of which the second was shown exchanged."
+    prices = as_is.price, exchanged.price
+    return as_is._replace(
+        preference=(as_is.preference + 3 - exchanged.exchanged().preference) / 2,
+        raw=f'{as_is.raw}\n---\n{exchanged.raw}' if as_is.raw else '',
+        price=None if None in prices else sum(prices),
+        orders=(as_is.preference, exchanged.preference))
+
+
+def ask_both_orders(
+    annotators: list,
+    pairs: list[list[dict]],  # the pairs that each annotator sees
+    seed: int = 0,            # of the samples of a judge that samples
+) -> list[list[Verdict]]:
+    "Ask each annotator about its pairs in both orders, and average."
+    as_is = [np.zeros(len(own), bool) for own in pairs]
+    exchanged = [~order for order in as_is]
+    verdicts = iter(_ask_all(annotators * 2, pairs * 2, as_is + exchanged, seed))
+    first = list(islice(verdicts, len(pairs)))
+    return [list(map(_average, *both)) for both in zip(first, verdicts)]
 
 # %% ../../nbs/judging/judges.ipynb #6fd448ff
 def load_pairs(cfg) -> list[dict]:
