@@ -48,7 +48,7 @@ class AnnotatorsConfig(ApiConfig):
         check_known_names([self.annotators], self.models, self.weights)
 
 # %% ../nbs/annotators.ipynb #ddf9e4f5
-def _coin_label(pair: dict, seed: int) -> float:
+def _coin_label(pair, seed):
     "A fair coin's label, which belongs to the pair in either order."
     heads = hash_uniform(seed, 'coin', *pair_identity(pair)) < .5
     return 1. + (heads ^ (pair['output_1'] <= pair['output_2']))
@@ -90,26 +90,24 @@ def annotate_pairs(
     return flip_labels(rows, flip_rate, seed)[0] if flip_rate and ask_flipped else rows
 
 # %% ../nbs/annotators.ipynb #d3b7a1e9
-def _judged(rows: list[dict]) -> list[dict]:
+def _judged(rows):
     "The rows that an annotator has labelled, not a coin."
     return [r for r in rows if r['preference'] is not None and r['annotator'] != 'coin']
 
 
-def _position_bias(rows: list[dict], seed: int, both: bool) -> dict:
+def _position_bias(rows, seed, both):
     """How often the answer shown first wins (`first`), by labels before flips; with both orders
     also how often these agree (`consistent`). With 95 % intervals; empty without labels."""
     judged = [r for r in _judged(rows) if r['output_1'] != r['output_2']]
-    if not judged: return {}
-    if both:
+    y = np.array([r['preference'] for r in judged])
+    votes = np.where(shown_swapped(judged, seed), 3 - y, y)   # 1: for the answer shown first
+    agree = np.array([])
+    if both and judged:
         as_is, exchanged = np.array([r['orders'] for r in judged]).T
-        votes = np.concatenate([as_is, 3 - exchanged])   # 1: for the answer shown first
-    else:
-        y = np.array([r['preference'] for r in judged])
-        votes = np.where(shown_swapped(judged, seed), 3 - y, y)
-    shares = dict(first=votes[votes != 1.5] < 1.5)
-    if both: shares['consistent'] = np.sign(as_is - 1.5) == np.sign(exchanged - 1.5)
+        votes = np.concatenate([as_is, 3 - exchanged])
+        agree = np.sign(as_is - 1.5) == np.sign(exchanged - 1.5)   # also where both are ties
     measured = {}
-    for name, hits in shares.items():
+    for name, hits in ('first', votes[votes != 1.5] < 1.5), ('consistent', agree):
         if len(hits): measured |= wilson(int(hits.sum()), len(hits)).columns(name)
     return measured
 
@@ -128,17 +126,18 @@ def to_alpaca_eval(rows: list[dict]) -> list[dict]:
     return annotations
 
 # %% ../nbs/annotators.ipynb #4a03fb25
-def _expected(pairs: list[dict], pool, share: float) -> list[float | None]:
-    "The pool's mean preference on each pair, with a `share` of flips; None without a verdict."
+def _add_expected(rows, pairs, pool, share):
+    "Add the pool's mean preference on each pair, with a `share` of flips; None without a verdict."
     members = pool_members(pool)
     preferences = []
     for verdicts in ask_both_orders(members, [pairs] * len(members)):
         preferences.append([v.preference for v in verdicts])
     mean = np.average(preferences, axis=0, weights=pool_weights(pool))
-    return [None if math.isnan(e) else float(e) for e in mean + share * (3 - 2 * mean)]
+    for row, e in zip(rows, (mean + share * (3 - 2 * mean)).tolist()):
+        row['expected'] = None if math.isnan(e) else e
 
 
-def _write_unanswered(this_run, rows: list[dict], clients: list, n: int):
+def _write_unanswered(this_run, rows, clients, n):
     "Write the rows without a verdict, and the reasons."
     reasons, unread = set(), []
     for client in clients:
@@ -155,23 +154,23 @@ def run(cfg: AnnotatorsConfig):
     pairs, pool = load_pairs(cfg), load_annotators(cfg.annotators, cfg)
     clients = api_clients(pool)
     share = flip_share(cfg.label_flip, cfg.annotators)
-    by_flips, by_coins = (share, 0.) if cfg.ask_flipped else (0., share)
-    clean = annotate_pairs(pairs, pool, cfg.seed, by_coins, cfg.both_orders, cfg.ask_flipped)
-    rows, rate = flip_labels(clean, by_flips, cfg.seed)
-    for i, (row, before) in enumerate(zip(rows, clean)):
-        flipped = row['preference'] != before['preference']
-        rows[i] = dict(row, flipped=None if row['annotator'] == 'coin' else flipped)
-    if not clients:
-        for row, e in zip(rows, _expected(pairs, pool, share)): row['expected'] = e
-    labelled = [r for r in rows if r['preference'] is not None]
-    unlabelled = [r for r in rows if r['preference'] is None]
+    clean = annotate_pairs(pairs, pool, cfg.seed, 0. if cfg.ask_flipped else share,
+                           cfg.both_orders, cfg.ask_flipped)
+    rows, rate = flip_labels(clean, share if cfg.ask_flipped else 0., cfg.seed)
+    labelled, unlabelled, coins = [], [], 0
+    for row, unflipped in zip(rows, clean):
+        row['flipped'] = row['preference'] != unflipped['preference']
+        if row['annotator'] == 'coin':
+            row['flipped'] = None
+            coins += 1
+        (unlabelled if row['preference'] is None else labelled).append(row)
+    if not clients: _add_expected(rows, pairs, pool, share)
     judged = _judged(clean)
     this_run.write('preferences.json', labelled)
     if clients: this_run.write('annotations.json', to_alpaca_eval(judged))
     if unlabelled: _write_unanswered(this_run, unlabelled, clients, len(rows))
     check_all_answered(pool, f'{len(labelled)} of {len(rows)} pairs are labelled')
     if not labelled: raise ValueError(f'there is no verdict on any of the {len(rows)} pairs')
-    coins = sum(r['annotator'] == 'coin' for r in labelled)
     if not cfg.ask_flipped: rate = Interval(*(x / 2 for x in wilson(coins, len(labelled))))
     summary = dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)
     if not any(isinstance(a, RecordedLabels) for a in pool_members(pool)):

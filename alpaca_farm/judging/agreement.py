@@ -111,7 +111,7 @@ def ask_judge(
                     per_thousand([v.seconds for v in verdicts]))
 
 # %% ../../nbs/judging/agreement.ipynb #a885f385
-def _board_row(pairs: list[dict], people, answered, measure, draws: int, seed: int) -> dict:
+def _board_row(pairs, people, answered, measure, draws, seed):
     "Numbers of pairs, and measures with intervals; `answered`: whether a judge votes on a pair."
     counts = one_hot_votes(people).sum(0)
     several = (counts.sum(0) > 1) & answered
@@ -126,7 +126,7 @@ def _board_row(pairs: list[dict], people, answered, measure, draws: int, seed: i
     return row
 
 
-def _judge_row(pairs: list[dict], people, traits, verdicts: Verdicts, draws, seed) -> dict:
+def _judge_row(pairs, people, traits, verdicts, draws, seed):
     "A judge's row of the board, on the pairs that were shown to it."
     votes = cast_votes(verdicts.preferences, pairs, seed)
     used = np.flatnonzero(verdicts.shown.any(0))
@@ -162,7 +162,7 @@ def agreement_board(
     return pd.DataFrame(rows)
 
 # %% ../../nbs/judging/agreement.ipynb #2b739794
-def _points(ax, rows, name: str, y, **style):
+def _points(ax, rows, name, y, **style):
     "Draw a measure of each row with its interval."
     x = rows[name]
     ends = np.abs([x - rows[f'{name}_low'], rows[f'{name}_high'] - x])
@@ -203,7 +203,7 @@ def agreement_figure(
     return fig
 
 # %% ../../nbs/judging/agreement.ipynb #4ffe5f6a
-def _learned_prompts(spec: str) -> set[tuple]:
+def _learned_prompts(spec):
     "The prompts of all pairs that a reward model's run had; empty for another judge."
     if ':' in spec or model_kind(spec) != 'reward': return set()
     source = run_config(spec).get('settings', {}).get('preferences', '')
@@ -213,7 +213,7 @@ def _learned_prompts(spec: str) -> set[tuple]:
         return set()
 
 
-def _live_verdicts(spec: str, sets: dict, cfg) -> dict:
+def _live_verdicts(spec, sets, cfg):
     "Verdicts of a judge that is asked now, without the pairs that it has learned from."
     judge, known = load_annotators(spec, cfg), _learned_prompts(spec)
     name = annotator_name(judge)

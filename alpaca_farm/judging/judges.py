@@ -49,7 +49,7 @@ class Evaluator:
     parser_kwargs: dict = field(default_factory=dict)
 
 
-def _read_template(file: Path, entry: dict) -> str | None:
+def _read_template(file, entry):
     "The prompt of an entry with its question; None if it does not exist."
     for folder in (file.parent, file.parent.parent):
         path = folder/entry['prompt_template']
@@ -57,7 +57,7 @@ def _read_template(file: Path, entry: dict) -> str | None:
             return read_text(path).replace('{question}', entry.get('question') or '{question}')
 
 
-def _read_evaluator(file: Path, name: str, entry: dict, models, decoding) -> Evaluator:
+def _read_evaluator(file, name, entry, models, decoding):
     "The evaluator of an entry, which may still be one that cannot be asked."
     model = entry_model(entry)
     fields = dict(model=models.get(model, model))
@@ -71,7 +71,7 @@ def _read_evaluator(file: Path, name: str, entry: dict, models, decoding) -> Eva
                      adapt_decoding(fields, decoding), parser, parser_kwargs)
 
 
-def _why_not(e: Evaluator, entry: dict, models: dict) -> str:
+def _why_not(e, entry, models):
     "Why an evaluator cannot be asked; '' if it can."
     model, api, prompt = entry_model(entry), entry.get('fn_completions'), entry['prompt_template']
     if model not in models and api not in (None, 'openai_completions'):
@@ -115,7 +115,7 @@ def break_control_tokens(text: str) -> str:
     return _CONTROL_TOKEN.sub(lambda token: f'{token[0][0]} {token[0][1:]}', text)
 
 
-def _parse_chatml(template: str) -> list[dict]:
+def _parse_chatml(template):
     "The messages of a ChatML template; a plain text is one user message."
     if '<|im_start|>' not in template: return [dict(role='user', content=template.strip())]
     messages = []
@@ -165,9 +165,10 @@ def parse_verdicts(
     pairs=(),             # those shown: what an answer repeats from them is not its own words
 ) -> list[float]:  # (batch_size,) from 1 to 2; nan for no verdict
     "Read an evaluator's preferences in its answer."
+    shown = []
+    for p in pairs: shown += p['output_1'], p['output_2']
     try:
-        if e.parser in ('regex_parser', 'letter_parser'):
-            answer = without_echo(answer, [p[k] for p in pairs for k in ('output_1', 'output_2')])
+        if e.parser in ('regex_parser', 'letter_parser'): answer = without_echo(answer, shown)
         verdicts = PARSERS[e.parser](answer, e.batch_size, **e.parser_kwargs)
     except Exception: verdicts = []   # an answer may hold anything
     known = all(is_preference(v) or math.isnan(v) for v in verdicts)
@@ -208,7 +209,7 @@ def _read_answers(
     return [Verdict(p, raw, price, last['seconds']) for p in preferences]
 
 
-def _note_unread(client, name: str, texts: list[str], replies: int):
+def _note_unread(client, name, texts, replies):
     "Note what a judge said without a verdict; ValueError if that is most of its replies."
     client.unread += [dict(annotator=name, said=text) for text in texts]
     if len(texts) < 4 or 2*len(texts) <= replies: return
@@ -293,7 +294,7 @@ def check_all_answered(pool, what: str):
             raise ValueError(f'{what}: {why}. Answers so far are stored: run again for the rest')
 
 # %% ../../nbs/judging/judges.ipynb #75d46368
-def _verdict_labels(e: Evaluator) -> tuple[str, str]:
+def _verdict_labels(e):
     "The labels for the first and the second answer; ValueError for an evaluator without them."
     kwargs = e.parser_kwargs
     if e.batch_size == 1 and e.parser == 'regex_parser':
@@ -339,14 +340,14 @@ class RewardJudge:
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The probability of the second answer, plus 1."
         from alpaca_farm.core.model.rewards import score_records
-        records = [answer_of(p, k) for k in (1, 2) for p in pairs]
+        records = [answer_of(p, 1) for p in pairs] + [answer_of(p, 2) for p in pairs]
         rewards = score_records(self.model, self.tokenizer, records, self.template,
                                 standardise=False)
-        first, second = np.array(rewards).reshape(2, -1)
+        first, second = np.split(np.array(rewards), 2)
         return (1 + sigmoid(second - first, 50)).tolist()
 
 # %% ../../nbs/judging/judges.ipynb #711bc3ee
-def _in_words(pair: dict) -> tuple:
+def _in_words(pair):
     "The texts of a pair, with its input merged or not."
     return full_instruction(pair), pair['output_1'], pair['output_2']
 
@@ -384,7 +385,7 @@ class JudgeKind(NamedTuple):
     make: Callable    # of the value and the settings: a judge, or a pool of them
 
 
-def _load_configuration(spec: str, cfg: ApiConfig):
+def _load_configuration(spec, cfg):
     "A judge for each entry, here or behind the endpoint; a pool if there are several."
     name = at_root(spec).name
     client = ApiClient(cfg, name)
@@ -400,7 +401,7 @@ def _load_configuration(spec: str, cfg: ApiConfig):
     return pool
 
 
-def _load_population(spec: str, cfg):
+def _load_population(spec, cfg):
     from alpaca_farm.embedded.crowd import read_population
     return read_population(spec)
 
@@ -424,7 +425,7 @@ JUDGES = dict(
         label_file, lambda spec, cfg: RecordedLabels(read_recorded(spec), at_root(spec).stem)))
 
 # %% ../../nbs/judging/judges.ipynb #5b8e1d22
-def _judge_kind(spec: str) -> JudgeKind:
+def _judge_kind(spec):
     "The kind of judge that a value names; ValueError if it names none."
     for kind in JUDGES.values():
         if kind.named(spec): return kind
@@ -456,7 +457,7 @@ def load_annotators(
     return kind.make(spec, cfg)
 
 # %% ../../nbs/judging/judges.ipynb #0cdfba01
-def _check_names(setting: str, names, known: set):
+def _check_names(setting, names, known):
     "ValueError for a name in a setting that is not known."
     there = ', '.join(sorted(known)) or 'a configuration, since none is named'
     for name in names:
@@ -510,7 +511,7 @@ def ask_shown(
     return _ask_all(annotators, pairs, [shown_swapped(own, seed) for own in pairs], seed)
 
 # %% ../../nbs/judging/judges.ipynb #f57e0c9e
-def _average(as_is: Verdict, exchanged: Verdict) -> Verdict:
+def _average(as_is, exchanged):
     "The mean of two verdicts on a pair, of which the second was shown exchanged."
     prices = as_is.price, exchanged.price
     return as_is._replace(

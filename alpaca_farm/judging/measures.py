@@ -99,12 +99,12 @@ def _win_shares(
     with np.errstate(invalid='ignore'): return wins/np.where(total > 0, total, np.nan)
 
 # %% ../../nbs/judging/measures.ipynb #f708ce10
-def _share(part, whole) -> float:
+def _share(part, whole):
     "A share; nan when the whole is 0."
     return float(part/whole) if whole else math.nan
 
 
-def _or_nan(measure, *votes) -> float:
+def _or_nan(measure, *votes):
     "A measure of `core.stats`; nan where it needs more votes."
     try: return measure(*votes)
     except ValueError: return math.nan
@@ -117,7 +117,7 @@ def _four_votes(votes, orders):
     return votes[k[:, None] % len(votes), orders.T[k % 4], np.arange(votes.shape[2])]
 
 
-def _order_measures(votes) -> dict:
+def _order_measures(votes):
     "Whether votes depend on the order, of the pairs with a vote in each."
     both = ~np.isnan(votes[:, 0] + votes[:, 1])
     one, two = votes[:, 0][both], votes[:, 1][both]
@@ -126,7 +126,7 @@ def _order_measures(votes) -> dict:
     return dict(consistency=_share((one == two).sum(), len(one)), first=_share(first, no_ties))
 
 
-def _rank_correlation(counts, people_counts, models) -> float:
+def _rank_correlation(counts, people_counts, models):
     "Spearman's correlation of the models' shares of votes; nan for fewer than three models."
     judge, people = _win_shares(counts, models), _win_shares(people_counts, models)
     voted = ~np.isnan(judge + people)

@@ -39,7 +39,7 @@ _BEFORE = re.compile(rf'{_PLAIN}[*_"\'`\u201c(\[]*|.*"Output \(a\) is better tha
 _BEHIND = re.compile(rf'[.*_"\'`\u201d)\]]*{_PLAIN}[\s.!*,}}]*', re.IGNORECASE)
 
 
-def _regex_parser(answer: dict, size: int, outputs_to_match: dict) -> list[float]:
+def _regex_parser(answer, size, outputs_to_match):
     """The preferences of the patterns that match, in a plain sentence each; nan for all otherwise.
     The one for one pair ends the answer, at the match if it was cut off, and all others agree."""
     text = '\n' + verdict_text(answer)
@@ -47,8 +47,9 @@ def _regex_parser(answer: dict, size: int, outputs_to_match: dict) -> list[float
     for key, pattern in outputs_to_match.items():
         for m in re.finditer(pattern.lstrip(' '), text):
             found.append((m.end(), m[0].strip(), float(key)))
+    if not found: return [math.nan] * size
     found.sort()
-    preferences = [preference for *_, preference in found]
+    *_, preferences = zip(*found)
     known = len(found) == size if size > 1 else len(set(preferences)) == 1
     cut_off = answer['choices'][0].get('finish_reason') == 'length'
     for end, label, _ in found[-size:]:
@@ -57,35 +58,35 @@ def _regex_parser(answer: dict, size: int, outputs_to_match: dict) -> list[float
         if size > 1: behind = behind.partition('\n')[0]
         if not (_BEFORE.fullmatch(before) and _BEHIND.fullmatch(behind)): known = False
         if cut_off and re.search(r'\w', behind): known = False
-    return preferences[-size:] if known else [math.nan] * size
+    return list(preferences[-size:]) if known else [math.nan] * size
 
 # %% ../../nbs/judging/parsers.ipynb #a250d944
 _LETTER = r'\b{}\b(?! (?!is\b|wins\b)[a-z])'
 
 
-def _letter_parser(answer: dict, size: int) -> list[float]:
+def _letter_parser(answer, size):
     "1 for the letter A, 2 for B, where an answer names one of them; as `regex_parser`."
     return _regex_parser(answer, size, {1: _LETTER.format('A'), 2: _LETTER.format('B')})
 
 # %% ../../nbs/judging/parsers.ipynb #4824b437
-def _read_ranking(ranking: list[dict], model_1_name: str = 'model_1') -> list[float]:
+def _read_ranking(ranking, model_1_name='model_1'):
     "The rank of the first of two models in a list of `{model, rank}`, which must rank both."
     ranks = {entry['model']: entry['rank'] for entry in ranking}
     complete = len(ranking) == 2 and sorted(ranks.values()) == [1, 2]
     return [float(ranks[model_1_name]) if complete else math.nan]
 
 
-def _ranking_parser(answer: dict, size: int, model_1_name: str = 'model_1') -> list[float]:
+def _ranking_parser(answer, size, model_1_name='model_1'):
     "A ranking written as Python's list."
     return _read_ranking(ast.literal_eval(verdict_text(answer)), model_1_name)
 
 
-def _read_object(answer: dict) -> dict:
+def _read_object(answer):
     "The fields of an answer that is one JSON object alone."
     return json.loads(verdict_text(answer), object_pairs_hook=unique_fields)
 
 
-def _tool_parser(answer: dict, size: int, parsers_to_kwargs: dict) -> list[float]:
+def _tool_parser(answer, size, parsers_to_kwargs):
     "The ranking in a field of a JSON answer."
     where, names = parsers_to_kwargs.values()
     return _read_ranking(_read_object(answer)[where['annotation_key']], **names)
@@ -94,7 +95,7 @@ def _tool_parser(answer: dict, size: int, parsers_to_kwargs: dict) -> list[float
 _SCORES = re.compile(r'(\d+\.?\d*)(?:, ?| +)(\d+\.?\d*)')
 
 
-def _scores_parser(answer: dict, size: int) -> list[float]:
+def _scores_parser(answer, size):
     "The larger of two scores on the first line, which no other line contradicts; a tie when equal."
     lines = [_SCORES.fullmatch(line.strip()) for line in verdict_text(answer).split('\n')]
     said = {tuple(map(float, line.groups())) for line in lines if line}
@@ -103,13 +104,13 @@ def _scores_parser(answer: dict, size: int) -> list[float]:
     return [1.5 + (second > first)/2 - (first > second)/2]
 
 
-def _json_parser(answer: dict, size: int, key: str, values: dict | None = None) -> list[float]:
+def _json_parser(answer, size, key, values=None):
     "A field of an answer that is one JSON object alone: a preference, or a key of `values`."
     value = _read_object(answer)[key]
     return [float(values[value] if values else str(value))]   # true is no number
 
 # %% ../../nbs/judging/parsers.ipynb #df572195
-def _label_preference(top: list[dict], first: str, labels: list[str], binarize: bool) -> float:
+def _label_preference(top, first, labels, binarize):
     "The preference of the likeliest tokens at a place; nan if they are rather something else."
     if not all(t['logprob'] < 1e-3 for t in top): return math.nan   # not log-probs
     p = dict.fromkeys([*labels, first], 0.)
@@ -139,7 +140,7 @@ PARSERS = dict(regex_parser=_regex_parser, letter_parser=_letter_parser,
                logprob_parser=_logprob_parser)
 
 # %% ../../nbs/judging/parsers.ipynb #617c054a
-def _check_kwargs(name: str, kwargs: dict):
+def _check_kwargs(name, kwargs):
     "ValueError, or whatever a file causes, for arguments that a parser cannot read by."
     inspect.signature(PARSERS[name]).bind({}, 1, **kwargs)
     labels = (kwargs.get('values') or {}).values()
