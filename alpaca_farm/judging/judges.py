@@ -411,11 +411,12 @@ JUDGES = dict(
         'my_module:my_judge', 'any function or pool',
         lambda spec: ':' in spec, lambda spec, cfg: resolve(spec)),
     population=JudgeKind(
-        'runs/world/pool.json', 'the crowd or the judges of a world',
+        'runs/world/pool.json', 'the crowd or the pool of a world',
         is_population, _load_population),
     configuration=JudgeKind(
-        'alpaca_farm, structured, open_pool, a folder with a configs.yaml, a task and its question',
-        'language models behind an endpoint, or here if the model is mapped to a folder',
+        'alpaca_farm, structured, open_pool, harmlessness/harmless',
+        'models and prompts of a configuration (also the folder of a configs.yaml, or a task and '
+        'its question), behind an endpoint, or here if the model is mapped to a folder',
         judge_config_file, _load_configuration),
     reward_model=JudgeKind(
         'runs/reward_model', 'a reward model',
@@ -431,13 +432,13 @@ def _judge_kind(spec):
         if kind.named(spec): return kind
     hint = ''
     if model_kind(spec):
-        hint = (': a language model needs a prompt. Name a configuration, such as open_pool, '
+        hint = ('. A language model needs a prompt: name a configuration, such as open_pool, '
                 'and map its model to this folder')
     elif not at_root(spec).exists():
         near = near_path(spec)
         hint = f'. Did you mean {near}?' if near else suggest_names(spec)
     known = '; '.join(f'{kind.what} ({kind.example})' for kind in JUDGES.values())
-    raise ValueError(f'{spec!r}: this is no annotator{hint}. One is: {known}')
+    raise ValueError(f'{spec!r}: this is no annotator. One is: {known}{hint}')
 
 
 def check_annotators(name: str, spec: str):
