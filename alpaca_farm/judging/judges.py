@@ -9,7 +9,7 @@ __all__ = ['COMPLETION_MODELS', 'JUDGES', 'Evaluator', 'load_evaluators', 'break
            'check_annotators', 'load_annotators', 'check_known_names', 'ask_shown', 'ask_both_orders', 'load_pairs']
 
 # %% ../../nbs/judging/judges.ipynb #4746fade
-import math, re
+import math, os, re
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import islice
@@ -385,11 +385,19 @@ class JudgeKind(NamedTuple):
     make: Callable    # of the value and the settings: a judge, or a pool of them
 
 
+def _of_requests(cfg) -> ApiConfig:
+    "Settings of requests, and of a model that is not the run's own."
+    if isinstance(cfg, ApiConfig): return cfg
+    return ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
+
+
 def _load_configuration(spec, cfg):
     "A judge for each entry, here or behind the endpoint; a pool if there are several."
+    cfg = _of_requests(cfg)
     name = at_root(spec).name
     client = ApiClient(cfg, name)
-    models, decoding = parse_mapping('models', cfg.models), parse_decoding('decoding', cfg.decoding)
+    models = parse_mapping('models', cfg.models)
+    decoding = parse_decoding('decoding', cfg.decoding)
     judges = []
     for e in load_evaluators(spec, models, decoding):
         here = model_kind(e.decoding['model']) == 'language'
@@ -420,10 +428,12 @@ JUDGES = dict(
         judge_config_file, _load_configuration),
     reward_model=JudgeKind(
         'runs/reward_model', 'a reward model',
-        lambda spec: model_kind(spec) == 'reward', RewardJudge),
+        lambda spec: model_kind(spec) == 'reward',
+        lambda spec, cfg: RewardJudge(spec, _of_requests(cfg))),
     labels=JudgeKind(
         'my/labels.json, runs/labelling', 'labels of people, or recorded verdicts',
-        label_file, lambda spec, cfg: RecordedLabels(read_recorded(spec), at_root(spec).stem)))
+        lambda spec: os.path.exists(at_root(spec)) and label_file(spec),
+        lambda spec, cfg: RecordedLabels(read_recorded(spec), at_root(spec).stem)))
 
 # %% ../../nbs/judging/judges.ipynb #5b8e1d22
 def _judge_kind(spec):
@@ -434,7 +444,7 @@ def _judge_kind(spec):
     if model_kind(spec):
         hint = ('. A language model needs a prompt: name a configuration, such as open_pool, '
                 'and map its model to this folder')
-    elif not at_root(spec).exists():
+    elif not os.path.exists(at_root(spec)):
         near = near_path(spec)
         hint = f'. Did you mean {near}?' if near else suggest_names(spec)
     known = '; '.join(f'{kind.what} ({kind.example})' for kind in JUDGES.values())
@@ -449,13 +459,10 @@ def check_annotators(name: str, spec: str):
 
 def load_annotators(
     spec: str,  # what a setting names: see the table
-    cfg,        # settings; where they do not include ApiConfig's, its defaults are used
+    cfg,        # settings of the run; where it has none of an endpoint, their defaults
 ):  # a judge, or a pool
     "Load the judge or pool of a name; ValueError for any other name."
-    kind = _judge_kind(spec)
-    if not isinstance(cfg, ApiConfig):
-        cfg = ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype)
-    return kind.make(spec, cfg)
+    return _judge_kind(spec).make(spec, cfg)
 
 # %% ../../nbs/judging/judges.ipynb #0cdfba01
 def _check_names(setting, names, known):
