@@ -79,8 +79,9 @@ def annotate_pairs(
             asked[who].append(row)
             shown[who].append(pair)
     ask = ask_both_orders if both_orders else ask_shown
-    for member, own, verdicts in zip(members, asked, ask(members, shown, seed)):
-        for row, v in zip(own, verdicts):
+    verdicts = ask(members, shown, seed)
+    for member, own, given in zip(members, asked, verdicts):
+        for row, v in zip(own, given):
             row['preference'] = decide_vote(row, v.preference, seed, decide)
             if v.raw: row.update(price=v.price, time=v.seconds, raw=v.raw)
             if v.orders: row['orders'] = list(v.orders)
@@ -107,8 +108,10 @@ def _position_bias(rows, seed, both):
         votes = np.concatenate([as_is, 3 - exchanged])
         agree = np.sign(as_is - 1.5) == np.sign(exchanged - 1.5)   # also where both are ties
     measured = {}
-    for name, hits in ('first', votes[votes != 1.5] < 1.5), ('consistent', agree):
-        if len(hits): measured |= wilson(int(hits.sum()), len(hits)).columns(name)
+    for name, hits in dict(first=votes[votes != 1.5] < 1.5, consistent=agree).items():
+        if len(hits) == 0: continue
+        share = wilson(int(hits.sum()), len(hits))
+        measured |= share.columns(name)
     return measured
 
 # %% ../nbs/annotators.ipynb #ffbbeb8c
@@ -133,7 +136,8 @@ def _add_expected(rows, pairs, pool, share):
     for verdicts in ask_both_orders(members, [pairs] * len(members)):
         preferences.append([v.preference for v in verdicts])
     mean = np.average(preferences, axis=0, weights=pool_weights(pool))
-    for row, e in zip(rows, (mean + share * (3 - 2 * mean)).tolist()):
+    flipped = mean + share * (3 - 2 * mean)
+    for row, e in zip(rows, flipped.tolist()):
         row['expected'] = None if math.isnan(e) else e
 
 
@@ -171,7 +175,8 @@ def run(cfg: AnnotatorsConfig):
     if unlabelled: _write_unanswered(this_run, unlabelled, clients, len(rows))
     check_all_answered(pool, f'{len(labelled)} of {len(rows)} pairs are labelled')
     if not labelled: raise ValueError(f'there is no verdict on any of the {len(rows)} pairs')
-    if not cfg.ask_flipped: rate = Interval(*(x / 2 for x in wilson(coins, len(labelled))))
+    if not cfg.ask_flipped:   # half of the coins are wrong
+        rate = Interval(*(x / 2 for x in wilson(coins, len(labelled))))
     summary = dict(flip_rate=rate.value, flip_low=rate.low, flip_high=rate.high)
     if not any(isinstance(a, RecordedLabels) for a in pool_members(pool)):
         summary |= _position_bias(clean, cfg.seed, cfg.both_orders)

@@ -22,7 +22,7 @@ from ..core.run.files import atomic_write
 from ..core.run.identity import run_config
 from ..core.run.runs import start
 from ..core.run.settings import at_root, command, Count, resolve
-from ..core.stats import Interval, one_hot_votes, vote_mode
+from ..core.stats import one_hot_votes, vote_mode
 from .judges import (ask_both_orders, check_all_answered,
     check_known_names, load_annotators)
 from alpaca_farm.judging.label_files import (label_file, label_files, load_sets, per_thousand,
@@ -67,7 +67,8 @@ def embedded_pairs(
     while len(pairs) < n:
         request = sample_request(rng)
         a, b = rng.sample((.1, .3, .5, .7, .9), 2)
-        one, two = Author(a).answer(request, rng), Author(b).answer(request, rng)
+        one = Author(a).answer(request, rng)
+        two = Author(b).answer(request, rng)
         if one == two: continue
         pairs.append(dict(render(request), output_1=one, output_2=two,
                           generator_1=f'skill {a}', generator_2=f'skill {b}'))
@@ -94,7 +95,8 @@ def ask_judge(
 ) -> Verdicts:
     "Ask a judge about pairs in both orders; ValueError if requests remain open."
     name, members, weights = annotator_name(judge), pool_members(judge), pool_weights(judge)
-    drawn = np.array([annotator_order(p, weights, seed)[:_MOST_ASKED] for p in pairs]).T
+    orders = [annotator_order(p, weights, seed) for p in pairs]
+    drawn = np.array(orders)[:, :_MOST_ASKED].T
     places = [np.nonzero(drawn == k) for k in range(len(members))]
     seen = []
     for _, at in places: seen.append([pairs[i] for i in at])
@@ -106,9 +108,11 @@ def ask_judge(
     check_all_answered(judge, f'{name}, {len(pairs)} pairs in both orders')
     missing = np.isnan(preferences)
     report_missing(name, int(missing.sum()), missing.size)
-    return Verdicts(preferences, 'live', missing.sum((0, 1)), np.ones((2, len(pairs)), bool),
-                    per_thousand([v.price for v in verdicts]) / 2,   # one is of two comparisons
-                    per_thousand([v.seconds for v in verdicts]))
+    return Verdicts(
+        preferences, 'live', missing.sum((0, 1)),
+        shown=np.ones((2, len(pairs)), bool),
+        price=per_thousand([v.price for v in verdicts]) / 2,   # a verdict is of two comparisons
+        time=per_thousand([v.seconds for v in verdicts]))
 
 # %% ../../nbs/judging/agreement.ipynb #a885f385
 def _board_row(pairs, people, answered, measure, draws, seed):
@@ -119,9 +123,11 @@ def _board_row(pairs, people, answered, measure, draws, seed):
     if len({full_instruction(pairs[i]) for i in np.flatnonzero(several)}) < FEWEST:
         of_several = {'agreement'}
         if 'pairwise' in intervals: of_several |= {'pairwise', 'alpha', 'variance'}   # people's
-        for k in of_several: intervals[k] = Interval(intervals[k].value, np.nan, np.nan)
+        for k in of_several:
+            intervals[k] = intervals[k]._replace(low=np.nan, high=np.nan)
     decided = vote_mode(counts)[[0, 2]].max(0) == 1
-    row = dict(n=len(pairs), n_decided=int(decided.sum()), n_agreement=int(several.sum()))
+    row = dict(
+        n=len(pairs), n_decided=int(decided.sum()), n_agreement=int(several.sum()))
     for k, interval in intervals.items(): row |= interval.columns(k)
     return row
 
@@ -134,7 +140,8 @@ def _judge_row(pairs, people, traits, verdicts, draws, seed):
         i = used[k]
         return judge_measures(votes[..., i], people[:, i], traits.at(i))
     answered = ~np.isnan(votes[..., used]).all((0, 1))
-    row = _board_row([pairs[i] for i in used], people[:, used], answered, measure, draws, seed)
+    shown = [pairs[i] for i in used]
+    row = _board_row(shown, people[:, used], answered, measure, draws, seed)
     return dict(how=verdicts.how, **row, price=verdicts.price, time=verdicts.time,
                 n_unanswered=int(verdicts.unanswered.sum()))
 
@@ -263,7 +270,9 @@ def run(cfg: AgreementConfig):
     from alpaca_farm.core.run.progress import Progress
     reads = []
     for spec in cfg.sets: reads += label_files(spec)
-    for judge in cfg.judges: reads.append(str(label_file(judge.partition('#')[0]) or judge))
+    for judge in cfg.judges:
+        name = judge.partition('#')[0]
+        reads.append(str(label_file(name) or judge))
     this_run = start(cfg, run, tuple(reads))
     if this_run.done: return this_run
     sets = load_sets(cfg.sets)

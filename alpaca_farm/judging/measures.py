@@ -26,7 +26,8 @@ def cast_votes(
 ) -> np.ndarray:  # (votes, 2, pairs) of 1, 1.5, 2 or nan
     "Decide preferences as votes."
     p = np.asarray(preferences, dtype=float)
-    if np.isin(p[~np.isnan(p)], (1, 1.5, 2)).all(): return p
+    given = p[~np.isnan(p)]
+    if np.isin(given, (1, 1.5, 2)).all(): return p
     if len(p) == 1: p = np.repeat(p, 4, 0)
     votes = np.empty(p.shape)
     for k, order, i in np.ndindex(p.shape):
@@ -38,7 +39,9 @@ def people_votes(pairs: list[dict]) -> np.ndarray:
     "Put people's votes into a table (most votes on a pair, pairs), nan where there are fewer."
     most = max(len(p['votes']) for p in pairs)
     votes = np.full((most, len(pairs)), np.nan)
-    for i, p in enumerate(pairs): votes[:len(p['votes']), i] = list(p['votes'].values())
+    for i, p in enumerate(pairs):
+        cast = list(p['votes'].values())
+        votes[:len(cast), i] = cast
     return votes
 
 # %% ../../nbs/judging/measures.ipynb #d05010f7
@@ -49,7 +52,8 @@ def cohen_kappa(
     if not np.sum(table): return math.nan
     p = np.asarray(table, dtype=float)/np.sum(table)
     chance = p.sum(1) @ p.sum(0)
-    return float((p.trace() - chance)/(1 - chance)) if chance < 1 else math.nan
+    if chance == 1: return math.nan
+    return float((p.trace() - chance)/(1 - chance))
 
 
 def krippendorff_alpha(
@@ -61,7 +65,8 @@ def krippendorff_alpha(
     each = n/(n.sum(0) - 1)
     o = each @ n.T - np.diag(each.sum(1))
     expected = o.sum()**2 - (o.sum(0)**2).sum()
-    return float(1 - (o.sum() - 1)*(o.sum() - o.trace())/expected) if expected else math.nan
+    if not expected: return math.nan
+    return float(1 - (o.sum() - 1)*(o.sum() - o.trace())/expected)
 
 # %% ../../nbs/judging/measures.ipynb #08d14fe8
 class PairTraits(NamedTuple):
@@ -80,10 +85,13 @@ def pair_traits(pairs: list[dict], seed: int = 0) -> PairTraits:
     "Find the traits of pairs; models have numbers if every pair names both and there are three."
     named = [[p.get('generator_1'), p.get('generator_2')] for p in pairs]
     names, models = np.unique(np.array(named, dtype=str), return_inverse=True)
-    if len(names) < 3 or not np.all(named): models = np.empty((len(pairs), 0), int)
+    if len(names) < 3 or not np.all(named):
+        models = np.empty((len(pairs), 0), int)
     orders = np.empty((len(pairs), 4), int)
-    for i, k in np.ndindex(orders.shape): orders[i, k] = vote_order(pairs[i], k, seed)
-    return PairTraits(length_sign(pairs), list_sign(pairs), models.reshape(len(pairs), -1), orders)
+    for i, k in np.ndindex(orders.shape):
+        orders[i, k] = vote_order(pairs[i], k, seed)
+    models = models.reshape(len(pairs), -1)
+    return PairTraits(length_sign(pairs), list_sign(pairs), models, orders)
 
 # %% ../../nbs/judging/measures.ipynb #cc5e3a0c
 def _win_shares(
@@ -94,8 +102,9 @@ def _win_shares(
     votes = counts.sum(0)
     won = counts[2] + counts[1]/2
     size = models.max() + 1
-    total = np.bincount(models[:, 0], votes, size) + np.bincount(models[:, 1], votes, size)
-    wins = np.bincount(models[:, 1], won, size) + np.bincount(models[:, 0], votes - won, size)
+    one, two = models.T
+    total = np.bincount(one, votes, size) + np.bincount(two, votes, size)
+    wins = np.bincount(two, won, size) + np.bincount(one, votes - won, size)
     with np.errstate(invalid='ignore'): return wins/np.where(total > 0, total, np.nan)
 
 # %% ../../nbs/judging/measures.ipynb #f708ce10
@@ -112,9 +121,10 @@ def _or_nan(measure, *votes):
 
 def _four_votes(votes, orders):
     "Four votes on each pair (or as many as annotators), each in its coin's order; all of one order."
-    if np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, votes.shape[2])
-    k = np.arange(max(4, len(votes)))
-    return votes[k[:, None] % len(votes), orders.T[k % 4], np.arange(votes.shape[2])]
+    n, _, pairs = votes.shape
+    if np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, pairs)
+    k = np.arange(max(4, n))
+    return votes[k[:, None] % n, orders.T[k % 4], np.arange(pairs)]
 
 
 def _order_measures(votes):
@@ -123,14 +133,16 @@ def _order_measures(votes):
     one, two = votes[:, 0][both], votes[:, 1][both]
     first = (one == 1).sum() + (two == 2).sum()
     no_ties = (one != 1.5).sum() + (two != 1.5).sum()
-    return dict(consistency=_share((one == two).sum(), len(one)), first=_share(first, no_ties))
+    consistency = _share((one == two).sum(), len(one))
+    return dict(consistency=consistency, first=_share(first, no_ties))
 
 
 def _rank_correlation(counts, people_counts, models):
     "Spearman's correlation of the models' shares of votes; nan for fewer than three models."
     judge, people = _win_shares(counts, models), _win_shares(people_counts, models)
     voted = ~np.isnan(judge + people)
-    return float(spearman(judge[voted], people[voted])) if voted.sum() > 2 else math.nan
+    if voted.sum() < 3: return math.nan
+    return float(spearman(judge[voted], people[voted]))
 
 # %% ../../nbs/judging/measures.ipynb #f708ce12
 def judge_measures(
@@ -146,7 +158,8 @@ def judge_measures(
     shares = counts/np.maximum(counts.sum(0), 1)   # so that all pairs weigh the same
     table = shares @ mode.T                        # of the judge's class and the people's
     hits = (shares*mode).sum(0)
-    if not (people == 1.5).any(): hits += shares[1]*mode.sum(0)/2   # ties that nobody else casts
+    if not (people == 1.5).any():   # a tie is half right where nobody else casts one
+        hits += shares[1]*mode.sum(0)/2
     decided = mode[[0, 2]].max(0) == 1
     raters = np.vstack([people, four[:1]])
     longer = feature_preference(every, traits.longer)
@@ -173,10 +186,13 @@ def people_measures(people, traits: PairTraits) -> dict:
     votes = counts.sum(0)
     same = (counts*(counts - 1)).sum()
     own = _or_nan(agreement, people)
-    return dict(agreement=own, pairwise=_share(same, (votes*(votes - 1)).sum()),
-                alpha=krippendorff_alpha(people), variance=1 - own,
-                longer=feature_preference(people, traits.longer),
-                list=feature_preference(people, traits.list))
+    return dict(
+        agreement=own,
+        pairwise=_share(same, (votes*(votes - 1)).sum()),
+        alpha=krippendorff_alpha(people),
+        variance=1 - own,
+        longer=feature_preference(people, traits.longer),
+        list=feature_preference(people, traits.list))
 
 # %% ../../nbs/judging/measures.ipynb #7ff375a0
 FEWEST = 10  # instructions that an interval needs
@@ -190,7 +206,8 @@ def bootstrap_measures(
 ) -> dict:  # {name: Interval}
     "Measure with 95 % intervals over instructions, nan for fewer than ten."
     by_instruction = {}
-    for i, p in enumerate(pairs): by_instruction.setdefault(full_instruction(p), []).append(i)
+    for i, p in enumerate(pairs):
+        by_instruction.setdefault(full_instruction(p), []).append(i)
     groups = [np.array(g) for g in by_instruction.values()]
     rng = np.random.default_rng(seed)
     draws = []
@@ -201,6 +218,7 @@ def bootstrap_measures(
     for name, value in measure(np.arange(len(pairs))).items():
         known = [d[name] for d in draws if not math.isnan(d[name])]
         low, high = math.nan, math.nan
-        if known and not math.isnan(value): low, high = np.quantile(known, [.025, .975]).tolist()
+        if known and not math.isnan(value):
+            low, high = np.quantile(known, [.025, .975]).tolist()
         intervals[name] = Interval(value, low, high)
     return intervals

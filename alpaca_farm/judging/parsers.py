@@ -24,10 +24,12 @@ def verdict_text(answer: dict) -> str:
 def without_echo(answer: dict, texts: list[str]) -> dict:
     "Take out of an answer the sentences of more than two words that it repeats from `texts`."
     said = own = answer_text(answer)
-    for sentence in re.split(r'(?<=[.!?])\s+|\n+', '\n'.join(t.strip() for t in texts)):
-        if len(sentence.split()) > 2: own = own.replace(sentence, '')
+    for text in texts:
+        for sentence in re.split(r'(?<=[.!?])\s+|\n+', text.strip()):
+            if len(sentence.split()) > 2: own = own.replace(sentence, '')
     if own == said: return answer
-    return dict(answer, choices=[answer['choices'][0] | dict(text=own, message=dict(content=own))])
+    new = dict(text=own, message=dict(content=own))
+    return dict(answer, choices=[answer['choices'][0] | new])
 
 # %% ../../nbs/judging/parsers.ipynb #50c1cc8a
 _PLAIN = (r"(?:[\s,:*_#-]|\b(?:i(?:['\u2019]d| would| will)? (?:believe|choose|go with|pick|prefer|"
@@ -50,10 +52,12 @@ def _regex_parser(answer, size, outputs_to_match):
     if not found: return [math.nan] * size
     found.sort()
     *_, preferences = zip(*found)
-    known = len(found) == size if size > 1 else len(set(preferences)) == 1
+    known = len(found) == size
+    if size == 1: known = len(set(preferences)) == 1
     cut_off = answer['choices'][0].get('finish_reason') == 'length'
     for end, label, _ in found[-size:]:
-        before = re.split(r'[.!]\s+|\n', text[:end - len(label)])[-1]
+        start = end - len(label)
+        before = re.split(r'[.!]\s+|\n', text[:start])[-1]
         behind = text[end:]
         if size > 1: behind = behind.partition('\n')[0]
         if not (_BEFORE.fullmatch(before) and _BEHIND.fullmatch(behind)): known = False
@@ -66,7 +70,8 @@ _LETTER = r'\b{}\b(?! (?!is\b|wins\b)[a-z])'
 
 def _letter_parser(answer, size):
     "1 for the letter A, 2 for B, where an answer names one of them; as `regex_parser`."
-    return _regex_parser(answer, size, {1: _LETTER.format('A'), 2: _LETTER.format('B')})
+    letters = {1: _LETTER.format('A'), 2: _LETTER.format('B')}
+    return _regex_parser(answer, size, letters)
 
 # %% ../../nbs/judging/parsers.ipynb #4824b437
 def _read_ranking(ranking, model_1_name='model_1'):
@@ -97,11 +102,13 @@ _SCORES = re.compile(r'(\d+\.?\d*)(?:, ?| +)(\d+\.?\d*)')
 
 def _scores_parser(answer, size):
     "The larger of two scores on the first line, which no other line contradicts; a tie when equal."
-    lines = [_SCORES.fullmatch(line.strip()) for line in verdict_text(answer).split('\n')]
-    said = {tuple(map(float, line.groups())) for line in lines if line}
-    if not lines[0] or len(said) > 1: return [math.nan]
-    first, second = said.pop()
-    return [1.5 + (second > first)/2 - (first > second)/2]
+    lines = verdict_text(answer).split('\n')
+    said = [_SCORES.fullmatch(line.strip()) for line in lines]
+    scores = {tuple(map(float, line.groups())) for line in said if line}
+    if not said[0] or len(scores) > 1: return [math.nan]
+    first, second = scores.pop()
+    if first == second: return [1.5]
+    return [2. if second > first else 1.]
 
 
 def _json_parser(answer, size, key, values=None):
@@ -119,7 +126,8 @@ def _label_preference(top, first, labels, binarize):
     total = sum(p[label] for label in labels)
     if not total or sum(p.values()) < .5: return math.nan
     if not binarize: return 2. - p[first] / total
-    return 1. if p.pop(first) > max(p.values(), default=0.) else 2.
+    leads = p.pop(first) > max(p.values(), default=0.)
+    return 1. if leads else 2.
 
 
 def _logprob_parser(
