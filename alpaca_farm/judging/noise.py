@@ -66,7 +66,11 @@ def preference_probabilities(
     return np.array(chance)
 
 # %% ../../nbs/judging/noise.ipynb #61af8962
-def vote_order(pair: dict, vote: int, seed: int = 0) -> int:
+def vote_order(
+    pair: dict,
+    vote: int,       # number of the vote on this pair
+    seed: int = 0,   # of the coins, which do not depend on the order of the pair
+) -> int:
     "Draw the order in which a vote is cast: 1 if the pair is shown exchanged, else 0."
     coin = hash_uniform(seed, 'order', vote, *pair_identity(pair)) < .5
     return int(coin ^ (pair['output_1'] <= pair['output_2']))

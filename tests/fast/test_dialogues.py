@@ -20,8 +20,7 @@ from alpaca_farm.core.data.formats import as_chat, as_hh, as_records, named_answ
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import build_prompt, encode_prompts
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.judging.judges import (as_text, check_annotators, fill_prompt,
-    load_evaluators)
+from alpaca_farm.judging.judges import check_annotators, fill_prompt, load_evaluators
 from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA',
@@ -122,7 +121,7 @@ def test_prompts(models):
         special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         assert [i for i in plain if i in special] == [i for i in attack if i in special]
         assert len(attack) > len(plain)
-    assert as_text(fill_prompt('{instruction}', [record])) == prompt_text(record)
+    assert fill_prompt('{instruction}', [record])[0]['content'] == prompt_text(record)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match="'Human: Hi.*no system role.*template = "):
