@@ -21,8 +21,7 @@ from alpaca_farm.core.data.preferences import (annotator_name, hash_uniform, poo
     pool_weights)
 from .core.run.settings import at_root
 from .annotators import annotate_pairs, load_annotators, to_alpaca_eval
-from .judging.judges import ApiJudge, Pool
-from .judging.local_judges import read_recorded, RecordedLabels
+from .judging.judges import ApiJudge, Pool, read_recorded, RecordedLabels
 from .boards.leaderboards import leaderboard_row
 
 # %% ../nbs/auto_annotations.ipynb #2936617a

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from ..core.run.files import read_json, write_json
-from ..core.data.preferences import hash_uniform
+from ..core.data.preferences import hash_uniform, Pool
 from ..core.stats import sigmoid
 from .authors import contested
 from .criteria import answer_matrix, COLUMNS, CRITERIA, QUALITY
@@ -60,21 +60,14 @@ class Annotator:
         return (1 + sigmoid((z - self.position_bias)/self.temperature, 30)).tolist()
 
 # %% ../../nbs/embedded/crowd.ipynb #99519bec
-class Population:
-    "A group of annotators, any of whom may compare a pair."
-    def __init__(self, name: str, annotators: list[Annotator]):
-        self.name, self.annotators = name, annotators
-
+class Population(Pool):
+    "Annotators of one world, who read each pair once for all of them."
     def each(self, pairs: list[dict]) -> np.ndarray:
         "Each annotator's expected preference, over both orders: (pairs, annotators)."
         marks, specs = mark_difference(pairs), [request_of(p) for p in pairs]
         z = np.array([a.advantage(marks, specs) for a in self.annotators]).T
         b, tau = np.array([(a.position_bias, a.temperature) for a in self.annotators]).T
         return 1 + (sigmoid((z - b)/tau, 30) + sigmoid((z + b)/tau, 30))/2
-
-    def __call__(self, pairs: list[dict]) -> list[float]:
-        "The expected preference, over annotators and both orders."
-        return self.each(pairs).mean(1).tolist()
 
 # %% ../../nbs/embedded/crowd.ipynb #d41a0e4a
 _CROWD = 16    # members

@@ -22,7 +22,7 @@ from ..core.run.runs import start
 from ..core.run.settings import at_root, command, Config, Count, Share
 from ..core.stats import FEWEST_LABELS, wilson
 from ..core.ask.store import request_key, Store
-from ..annotators import load_pairs
+from .judges import load_pairs
 
 # %% ../../nbs/judging/labelling.ipynb #ab425f7a
 @dataclass

@@ -21,7 +21,7 @@ from ..core.ask.judge_configs import adapt_decoding, parse_decoding
 from ..core.run.runs import start
 from ..core.run.settings import command, Count, Positive
 from ..core.data.text import alpaca_prompt
-from ..annotators import usage_totals
+from .judges import usage_totals
 from .judges import COMPLETION_MODELS
 
 # %% ../../nbs/judging/openai_baselines.ipynb #2dcb50ea

@@ -35,15 +35,13 @@ CORE = ['run.paths run.keys data.dialogues',
         'online ask.completions',
         'run.outputs run.preload']
 LAYERS = ['judging.parsers embedded.lexicon',
-        'embedded.grammar judging.noise judging.judges boards.length_control '
-            'judging.label_files',
+        'embedded.grammar judging.noise boards.length_control judging.label_files',
         'embedded.authors embedded.prose boards.corrected boards.text',
         'embedded.criteria',
         'embedded.crowd',
-        'world judging.local_judges boards.leaderboards judging.measures',
-        'annotators',
-        'boards.judged judging.agreement judging.labelling judging.openai_baselines '
-            'auto_annotations',
+        'world judging.judges boards.leaderboards judging.measures',
+        'annotators judging.agreement judging.labelling judging.openai_baselines',
+        'boards.judged auto_annotations',
         'eval boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own',
         'real']

@@ -17,7 +17,7 @@ from alpaca_farm.core.data.records import check_records, load_records, prompt_ke
 from alpaca_farm.core.data.formats import CODES, FIELDS, Reader, READERS
 from alpaca_farm.core.data.text import encode
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
-from alpaca_farm.judging.local_judges import read_recorded
+from alpaca_farm.judging.judges import read_recorded
 from published import ASK, KINDS, MORE, rated, RED, safe, say, strength, vote, WRONG
 from tiny import write
 

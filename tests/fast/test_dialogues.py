@@ -21,7 +21,7 @@ from alpaca_farm.core.data.formats import as_chat, as_hh, as_records, named_answ
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import build_prompt, encode_prompts
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.judging.judges import fill_prompt, load_evaluators
+from alpaca_farm.judging.judges import check_annotators, fill_prompt, load_evaluators
 from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA',
@@ -115,7 +115,7 @@ def test_prompts(models):
         special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         assert [i for i in plain if i in special] == [i for i in attack if i in special]
         assert len(attack) > len(plain)
-    assert fill_prompt(['{instruction}'], [record]) == [prompt_text(record)]
+    assert fill_prompt('{instruction}', [record])[0]['content'] == prompt_text(record)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match="'Human: Hi.*no system role.*template = "):
@@ -256,7 +256,6 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
 
 def test_a_question_of_a_task_is_a_judge():
     "By the name of the task or the file of the user's own."
-    from alpaca_farm.core.ask.judge_configs import check_annotators
     own = tiny.ROOT/'nbs/recipes/tasks/outlining.yaml'
     judge, = load_evaluators(f'{own}/outline')
     assert judge.name == 'outline'

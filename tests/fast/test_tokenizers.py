@@ -25,8 +25,7 @@ from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import (build_prompt, decode, encode, encode_prompts,
     encode_responses, end_token, end_tokens, set_template_arguments)
 from alpaca_farm.core.run.settings import Config
-from alpaca_farm.judging.judges import load_evaluators
-from alpaca_farm.judging.local_judges import LocalJudge
+from alpaca_farm.judging.judges import load_evaluators, LocalJudge
 from alpaca_farm.rrhf import candidate_tokens
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}

@@ -168,25 +168,6 @@ def test_a_batch_outlives_its_process(tmp_path, nameless):
     assert paid == pytest.approx(summary(cfg)['dollars'], abs=1e-6)
 
 
-def test_a_full_disk_stops_with_what_there_is(tmp_path, monkeypatch):
-    "SQLite's own error for a disk that fills after 20 answers; the next run uses these."
-    put = Store.put
-    def filling(self, *args):
-        if len(self) >= 20:
-            pages = self.run('pragma page_count')[0][0]
-            self.run(f'pragma max_page_count = {pages}')
-        return put(self, *args)
-    with judge_server() as server:
-        cfg = annotation(tmp_path, server, n=200)
-        monkeypatch.setattr(Store, 'put', filling)
-        with pytest.raises(ValueError, match='the disk is full'): run(cfg)
-        monkeypatch.setattr(Store, 'put', put)
-        stored, asked = len(Store(cfg.store)), len(server.requests())
-        assert 20 <= stored < 200 and asked - stored <= cfg.concurrency
-        run(cfg)
-        assert summary(cfg)['labels'] == 200 and len(server.requests()) == asked + 200 - stored
-
-
 @pytest.mark.parametrize('harm', ['header', 'cut'])
 def test_a_damaged_store_is_said_and_left(tmp_path, harm):
     with judge_server() as server:
@@ -216,21 +197,14 @@ def test_what_cannot_be_asked_is_refused(tmp_path, monkeypatch, more, message):
 
 def test_a_reward_model_and_a_local_model_as_judges(tmp_path):
     "By their folders, without an endpoint: Bradley and Terry's probabilities, and labels'."
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
-                              PreTrainedTokenizerFast)
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
     from alpaca_farm.core.model.rewards import reward
-    words = {c: i for i, c in enumerate(['<pad>', '</s>', *map(chr, range(32, 127)), '\n'])}
-    letters = Tokenizer(models.WordLevel(words, unk_token=' '))
-    letters.pre_tokenizer = pre_tokenizers.Split('', 'isolated')
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, pad_token='<pad>',
-                                        eos_token='</s>')
-    small = LlamaConfig(vocab_size=len(words), hidden_size=16, intermediate_size=32, num_labels=1,
+    small = LlamaConfig(vocab_size=260, hidden_size=16, intermediate_size=32, num_labels=1,
                         num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=900,
                         initializer_range=.5, pad_token_id=0)
     for name, kind in (('judge', LlamaForCausalLM), ('reward', LlamaForSequenceClassification)):
         kind(small).save_pretrained(tmp_path/name)
-        tokenizer.save_pretrained(tmp_path/name)
+        tiny.letters().save_pretrained(tmp_path/name)
     cfg, folder = annotation(tmp_path, None, annotators=str(tmp_path/'reward')), tmp_path/'judge'
     run(cfg)
     score = reward(cfg.annotators, cfg)

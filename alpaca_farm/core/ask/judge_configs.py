@@ -4,16 +4,15 @@
 
 # %% auto #0
 __all__ = ['REQUEST_FIELDS', 'REASONING_MODELS', 'judge_config_file', 'entry_model', 'read_judge_config', 'parse_decoding',
-           'adapt_decoding', 'suggest_names', 'model_kind', 'is_population', 'check_annotators', 'JudgedConfig']
+           'adapt_decoding', 'suggest_names', 'model_kind', 'is_population', 'JudgedConfig']
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #aaceba8c
 import difflib, json, os, re
 from pathlib import Path
 
-from ..data.records import FILE_SUFFIXES
 from ..run.files import read_json, read_yaml
-from ..run.paths import near_path, notebooks_folder
-from ..run.settings import at_root, Config
+from ..run.paths import notebooks_folder
+from ..run.settings import at_root, Config, resolve
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #672cfbf4
 def _folders() -> list[Path]:
@@ -138,21 +137,6 @@ def is_population(spec: str) -> bool:
     if ':' in spec or file.suffix != '.json' or not file.is_file(): return False
     return '"position_bias"' in file.read_text(encoding='utf-8', errors='replace')[:4000]
 
-
-def check_annotators(name: str, value: str):
-    "ValueError when the setting `name` names neither labels, nor a model, nor a configuration."
-    path = at_root(value)
-    labels = [path/f'preferences{s}' for s in FILE_SUFFIXES]
-    if path.name.endswith(FILE_SUFFIXES): labels = [path]
-    if any(map(os.path.isfile, labels)) or model_kind(value): return
-    if judge_config_file(value): return
-    near, hint = near_path(value), ''
-    if not os.path.exists(path):
-        hint = f'. Did you mean {near}?' if near else suggest_names(value)
-    raise ValueError(f'{name} = {value!r}: this is no annotator, such as "module:name", a '
-                     'configuration, a folder with a reward model, or labels (a run with '
-                     f'preferences, or a file){hint}')
-
 # %% ../../../nbs/core/ask/judge_configs.ipynb #a1f0c9d6
 class JudgedConfig(Config):
     "Settings some of which name annotators."
@@ -160,5 +144,5 @@ class JudgedConfig(Config):
 
     def check_path(self, name: str, value: str):
         if value and name in self.annotator_fields and ':' not in value:
-            check_annotators(name, value)
+            resolve('alpaca_farm.judging.judges:check_annotators')(name, value)
         else: super().check_path(name, value)

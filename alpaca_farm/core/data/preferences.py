@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['PAIR_FIELDS', 'ENDED', 'is_preference', 'read_preference', 'check_preferences', 'hash_uniform', 'pair_identity',
            'swap_outputs', 'answer_of', 'shown_swapped', 'pool_members', 'annotator_name', 'pool_weights',
-           'draw_annotator', 'annotator_order', 'annotator_preferences', 'report_missing', 'decide_vote']
+           'draw_annotator', 'annotator_order', 'Pool', 'annotator_preferences', 'report_missing', 'decide_vote']
 
 # %% ../../../nbs/core/data/preferences.ipynb #aaceba8c
 import hashlib, json, math
 from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Real
 
 import numpy as np
@@ -124,6 +125,23 @@ def annotator_order(
     text = pair_identity(pair)
     keys = {a: hash_uniform(seed, 'who', a, *text)**(1/w) for a, w in enumerate(weights) if w}
     return np.array(sorted(keys, key=keys.get, reverse=True))
+
+# %% ../../../nbs/core/data/preferences.ipynb #5c1d7a8f
+@dataclass(frozen=True)
+class Pool:
+    "Annotators, one of whom is drawn for each pair."
+    name: str
+    annotators: list
+    weights: list | None = None   # how often each is drawn, relative to the others; None: equally
+
+    def each(self, pairs: list[dict]) -> np.ndarray:
+        "Ask every annotator: preferences (pairs, annotators)."
+        return np.array([annotator(pairs) for annotator in self.annotators]).T
+
+    def __call__(self, pairs: list[dict]) -> list[float]:
+        "Average the preferences of all annotators by their weights."
+        return np.average(self.each(pairs), axis=1, weights=self.weights).tolist()
+
 
 # %% ../../../nbs/core/data/preferences.ipynb #658cc9a9
 def annotator_preferences(pairs: list[dict], annotator) -> np.ndarray:
