@@ -44,13 +44,15 @@ def _from_gguf(file: Path) -> str:
         if not find_spec('gguf'):
             raise ImportError(f'{file}: reading it takes the extra gguf (pip install gguf)')
         print(f'{file} is written to {folder} as safetensors')
-        source = dict(gguf_file=file.name, trust_remote_code=False)
+        source = dict(gguf_file=file.name)
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
-                file.parent, dtype=torch.float32, output_loading_info=True, **source)
+                file.parent, dtype=torch.float32, output_loading_info=True,
+                trust_remote_code=False, **source)
             if info['missing_keys']:   # and are random now
                 raise ValueError(f'it lacks the weights {", ".join(info["missing_keys"])}'[:200])
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, **source)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, trust_remote_code=False,
+                                                      **source)
         except (ValueError, NotImplementedError) as e:
             raise ValueError(f'{file} cannot be read: {str(e).splitlines()[0]}') from e
         del model.config.quantization_config   # these weights are not quantised any more
