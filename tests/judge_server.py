@@ -46,7 +46,7 @@ ERRORS = {  # status, message and code
     'context': (400, 'The maximum context length is 9 tokens.', 'context_length_exceeded'),
     'echo': (400, 'The header "authorization: Bearer {key}" cannot be read.', None)}
 ANSWERS = ('schema', 'nologprobs', 'refusal', 'unparseable', 'parts', 'surrogate', 'empty',
-           'nested', 'badutf8')
+           'badutf8')
 BROKEN = 'timeout', 'reset', 'truncated', 'badjson', 'drip'
 FAULTS = (*ERRORS, *ANSWERS, *BROKEN)
 REFUSAL = "I'm sorry, I can't assist with that request."
@@ -261,7 +261,6 @@ class Handler(BaseHTTPRequestHandler):
             status, content = server.resource(self.command, path, raw, key)
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         if fault == 'badjson': data = b'upstream connect error {'
-        if fault == 'nested': data = data[:-1] + b', "more": ' + b'['*3000 + b']'*3000 + b'}'
         if fault == 'badutf8': data = data.replace(b'"id": "1"', b'"id": "\xff"')
         head = (f'HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n'
                 f'Content-Length: {len(data)}\r\n')

@@ -78,8 +78,8 @@ def test_another_endpoint_is_asked_itself(tmp_path, server):
         assert len(other.requests()) == 3
         old = dict(choices=[dict(message=dict(content='Old'))])
         client.store.put(request_key(asked(1)[0], 7), asked(1)[0], old)   # of OpenAI, unnamed
-        assert texts(client(asked(1), 7)) == ['Another']
-    assert texts(client_of(tmp_path, server, base_url='')(asked(1), 7)) == ['Old']
+        assert texts(client(asked(1), [7])) == ['Another']
+    assert texts(client_of(tmp_path, server, base_url='')(asked(1), [7])) == ['Old']
 
 
 @pytest.mark.parametrize('batch, name', [(False, 'batch_gone'), (True, 'batch_gone'), (False, '')])
@@ -143,7 +143,7 @@ import sys, time
 from alpaca_farm.core.ask.store import Store
 for i in range(60):
     while time.time() < float(sys.argv[2]) + .05*i: pass
-    Store(f'{sys.argv[1]}/{i}.sqlite').close()
+    Store(f'{sys.argv[1]}/{i}.sqlite')
 """
     command = [sys.executable, '-c', code, tmp_path, str(time.time() + 5)]
     three = [subprocess.Popen(command, env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
@@ -233,7 +233,7 @@ def test_a_large_store_is_neither_loaded_nor_searched(tmp_path):
     store.db.executemany('insert into requests values (?, ?)',
                          [(b'%08d' % i, 'x'*2000) for i in range(40_000)])
     store.run('commit')
-    store.close()
+    store.db.close()
     me, thousands = psutil.Process(), []
     before = me.memory_info().rss
     store = Store(tmp_path/'a.sqlite')
@@ -346,22 +346,20 @@ BAD_COUNTS = [dict(prompt_tokens=n, completion_tokens=m) for n, m in (
 
 
 @pytest.mark.parametrize('usage', [*BAD_COUNTS, [1, 2], 'none'], ids=lambda u: str(u)[:40])
-def test_numbers_of_tokens_that_cannot_be(tmp_path, server, capsys, usage):
+def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
     "The answers are stored, each is paid for once, and the budget gets nothing back."
     server.set(usage=usage)
     before = len(server.requests())
     client = client_of(tmp_path, server, prices=prices(tmp_path, '[1000, 1000]'), budget=9.,
                        out=str(tmp_path/'run'))
     assert None not in client(asked(3, max_tokens=10)) and len(server.requests()) == before + 3
-    assert capsys.readouterr().out.count('the price of an answer is estimated') == 1
     most = sum(map(client.highest_price, asked(3, max_tokens=10)))
     assert client.tally.dollars == pytest.approx(most)
     assert client.store.dollars_paid(client.run_name) == pytest.approx(most)
 
 
-@pytest.mark.parametrize('fault', ['nested', 'badutf8'])
-def test_a_good_answer_in_bad_json_is_used_and_paid_for_once(tmp_path, server, fault):
-    server.set(faults={fault: {'p': 0, 'always_for': 'Say word 1\\.'}})
+def test_a_good_answer_in_bad_utf8_is_used_and_paid_for_once(tmp_path, server):
+    server.set(faults={'badutf8': {'p': 0, 'always_for': 'Say word 1\\.'}})
     before = len(server.requests())
     client = client_of(tmp_path, server)
     first = client(asked(3))
@@ -452,7 +450,7 @@ def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, ser
     assert len(client.store) == 2 and None not in texts(client(asked(4)))
     for text in ('{"choi', 'null', '{}', '{"choices": []}'):
         client.store.run('update answers set answer = ? where key = ?',
-                         (text, client.keys(asked(1))[0]))
+                         text, client.keys(asked(1))[0])
         with pytest.raises(ValueError, match='1 stored answers are damaged') as e: client(asked(4))
         drop(str(e.value))
         assert None not in client(asked(4))
