@@ -7,8 +7,7 @@ __all__ = ['REQUEST_FIELDS', 'REASONING_MODELS', 'judge_config_file', 'entry_mod
            'adapt_decoding', 'suggest_names', 'model_kind', 'is_population', 'check_annotators', 'JudgedConfig']
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #aaceba8c
-import difflib, json, os, re
-from importlib.util import find_spec
+import difflib, importlib.util, json, os, re
 from pathlib import Path
 
 from ..data.records import FILE_SUFFIXES
@@ -20,7 +19,7 @@ from ..run.settings import at_root, Config
 def _folders() -> list[Path]:
     "List the folders of configurations: ours, then those of alpaca-eval if it is installed."
     folders = [notebooks_folder()/'recipes'/'judges']
-    if spec := find_spec('alpaca_eval'):
+    if spec := importlib.util.find_spec('alpaca_eval'):
         for package in spec.submodule_search_locations:
             folders.append(Path(package)/'evaluators_configs')
     return folders
