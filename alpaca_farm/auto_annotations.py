@@ -39,14 +39,14 @@ _OLD_NAMES = dict(annotator_pool_v0='alpaca_farm', greedy_gpt4='alpaca_farm_gree
                   test='text_davinci_003')   # of AlpacaFarm 0.1
 
 
-def _current_spec(name, base_dir=None) -> str:
+def _current_spec(name, base_dir=None):
     "Find today's specification of an annotator, given an old or a current name."
     name = str(name).removesuffix('/configs.yaml')
     if base_dir and (Path(base_dir)/name).exists(): return str(Path(base_dir)/name)
     return _OLD_NAMES.get(name, name)
 
 
-def _shown_pair(row: dict, input_keys: tuple, output_keys: tuple) -> dict:
+def _shown_pair(row, input_keys, output_keys):
     "Make the pair that a judge sees of a record; ValueError for a missing field or output."
     row = with_instruction(row)
     shown = {}
@@ -115,7 +115,7 @@ class PairwiseAutoAnnotator:
             last[row['annotator'], row['instruction'], row['output_1'], row['output_2']] = row
         write_json(at_root(path), list(last.values()))
 
-    def _recorded(self, pool) -> Pool:
+    def _recorded(self, pool):
         "Put the file's labels in the place of each annotator of a pool."
         members = []
         for name in map(annotator_name, pool_members(pool)):
@@ -189,7 +189,7 @@ class PairwiseAutoAnnotator:
         return self.annotate_pairs(pairs, **decoding_kwargs)
 
 # %% ../nbs/auto_annotations.ipynb #03d65f45
-def _reference_from_hub() -> list[dict]:
+def _reference_from_hub():
     "Read Davinci003's outputs in AlpacaFarm's data set; ValueError when the hub cannot be read."
     try: return load_rows('tatsu-lab/alpaca_farm:alpaca_farm_evaluation', ('eval',))[0]
     except ValueError as e:

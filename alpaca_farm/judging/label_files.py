@@ -24,14 +24,14 @@ from alpaca_farm.core.data.preferences import (PAIR_FIELDS, pair_identity, read_
 from ..core.run.settings import at_root, resolve
 
 # %% ../../nbs/judging/label_files.ipynb #c8696995
-def _read_name(row: dict, name: str, where: str) -> str | int | float:
+def _read_name(row, name, where):
     "Read a text or a number; ValueError for another value."
     value = row[name]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool): return value
     raise ValueError(f'{where}: the field {name!r} is {value!r:.60}, not a text or a number')
 
 
-def _read_number(row: dict, name: str, where: str) -> float:
+def _read_number(row, name, where):
     "Read a number, or its text; ValueError for another value."
     try: return float(row[name])
     except (TypeError, ValueError):
@@ -39,7 +39,7 @@ def _read_number(row: dict, name: str, where: str) -> float:
         raise ValueError(f'{at} is {row[name]!r:.60}, not a number') from None
 
 
-def _read_pair(row: dict, where: str) -> dict:
+def _read_pair(row, where):
     "Read a pair from a row; ValueError naming a wrong field."
     pair = dict(input='')
     dialogue = prompt_messages(row)
@@ -60,13 +60,13 @@ def _read_pair(row: dict, where: str) -> dict:
 # %% ../../nbs/judging/label_files.ipynb #5c1e7a02
 # Each reader of a format gives a row with our columns, and the field of each annotator's vote.
 
-def _read_votes(row: dict, where: str) -> tuple[dict, dict]:
+def _read_votes(row, where):
     "Read votes by name."
     if isinstance(row.get('votes'), dict): return row | row['votes'], {v: v for v in row['votes']}
     raise ValueError(f"{where}: the field 'votes' must hold votes by name")
 
 
-def _read_pandalm(row: dict, where: str) -> tuple[dict, dict]:
+def _read_pandalm(row, where):
     "Read PandaLM's columns: two answers, and the vote of each annotator."
     row = {k: str(v) if isinstance(v, bool) else v for k, v in row.items()}
     for k in '12':
@@ -79,13 +79,13 @@ def _read_pandalm(row: dict, where: str) -> tuple[dict, dict]:
     return row, {k: k for k in row if k.startswith('annotator')}
 
 
-def _read_llmbar(row: dict, where: str) -> tuple[dict, dict]:
+def _read_llmbar(row, where):
     "Read LLMBar's columns: the instruction is in `input`."
     check_field(row, 'input', str, where)
     return row | dict(instruction=row['input'], input=''), dict(gold='label')
 
 
-def _read_record(row: dict, where: str) -> tuple[dict, dict]:
+def _read_record(row, where):
     "Read a preference record, or AlpacaEval's annotation."
     who = 'annotator_index' if 'annotator_index' in row else 'annotator'
     name = _read_name(row, who, where) if who in row else 'people'
@@ -99,14 +99,14 @@ _READERS = (   # fields of the first row, and who reads a file that has them
     ({'output_1', 'output_2', 'preference'}, _read_record))
 
 # %% ../../nbs/judging/label_files.ipynb #a2ded2af
-def _short_name(spec: str) -> str:
+def _short_name(spec):
     "Shorten the name of a file or of `module:name`."
     name = Path(spec.rpartition(':')[2]).name
     for suffix in FILE_SUFFIXES: name = name.removesuffix(suffix)
     return name.strip('*_')
 
 
-def _check_votes(votes: dict, where: str):
+def _check_votes(votes, where):
     "Raise a ValueError for a vote that no person gives, or without any."
     for name, vote in votes.items():
         if vote not in (1, 1.5, 2) and not math.isnan(vote):
@@ -116,7 +116,7 @@ def _check_votes(votes: dict, where: str):
         raise ValueError(f'{where}: nobody has voted on this pair. Leave it out')
 
 
-def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
+def _read_labelled_pairs(rows, where):
     "Read labelled pairs from the rows of a file; ValueError for another format, or without votes."
     first = rows[0] if rows else {}
     if row_shape(first, ['preference']):
@@ -192,7 +192,7 @@ def per_thousand(values: list) -> float:
     return 1000*sum(numbers)/len(numbers) if numbers else math.nan
 
 # %% ../../nbs/judging/label_files.ipynb #b9738964
-def _read_verdict(row: dict, first: dict, file: str, where: str) -> dict:
+def _read_verdict(row, first, file, where):
     "Read judge, key of the pair, preference, and what else is known, as of the first row."
     def named(name): return _read_name(row, name, where)
     def preference(name): return read_preference(row[name], where, name)
@@ -217,12 +217,12 @@ def _read_verdict(row: dict, first: dict, file: str, where: str) -> dict:
     return verdict
 
 
-def _text_key(pair: dict) -> tuple:
+def _text_key(pair):
     "Make the key of a pair by its texts, in either order."
     return full_instruction(pair), *sorted((pair['output_1'], pair['output_2']))
 
 
-def _read_verdicts(file: str) -> list[dict]:
+def _read_verdicts(file):
     "Read the verdicts of a file; ValueError naming row and field."
     verdicts = []
     rows = read_rows(file)
@@ -233,7 +233,7 @@ def _read_verdicts(file: str) -> list[dict]:
     return verdicts
 
 
-def _match_verdicts(rows: list[dict], pairs: list[dict], what: str) -> Verdicts | None:
+def _match_verdicts(rows, pairs, what):
     "Gather the verdicts of one judge on those pairs of a set that it has compared, if any."
     places = {}   # numbers of the pairs by each of their keys
     for j, pair in enumerate(pairs):

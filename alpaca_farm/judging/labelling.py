@@ -65,7 +65,7 @@ def _label_request(
                 input=pair.get('input') or '', output_1=pair[first], output_2=pair[second])
 
 # %% ../../nbs/judging/labelling.ipynb #98ed1983
-def _side(pair: dict, cfg) -> int:
+def _side(pair, cfg):
     "Find the group of a pair: 1 if its second answer is longer, or a judge's choice, -1 or 0."
     if not cfg.strata: return 0
     if cfg.strata == 'length': return int(np.sign(len(pair['output_2']) - len(pair['output_1'])))
@@ -189,7 +189,7 @@ class LabellingQueue:
 _VERDICT_FIELDS = ('preference', 'annotator', 'price', 'time', 'raw', 'flipped', 'expected')
 
 
-def _own_order(answer: dict) -> float:
+def _own_order(answer):
     "Turn a preference in the order shown into one in the pair's own order."
     return 3 - answer['preference'] if answer['swapped'] else answer['preference']
 
@@ -231,7 +231,7 @@ _BOX_STYLE = ('border:1px solid var(--jp-border-color1,#bbb);border-radius:4px;p
 _COLUMNS_STYLE = 'display:grid;grid-template-columns:1fr 1fr;gap:12px;margin-top:8px'
 
 
-def _box(text: str) -> str:
+def _box(text):
     "Write a text in a box of HTML."
     return f'<div style="{_BOX_STYLE}">{html.escape(text)}</div>'
 

@@ -448,7 +448,7 @@ def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, ser
     server.set(faults={})
     drop(said)
     assert len(client.store) == 2 and None not in texts(client(asked(4)))
-    for text in ('{"choi', 'null', '{}', '{"choices": []}'):
+    for text in ('{"choi', 'null'):
         client.store.run('update answers set answer = ? where key = ?',
                          text, client.keys(asked(1))[0])
         with pytest.raises(ValueError, match='1 stored answers are damaged') as e: client(asked(4))

@@ -58,17 +58,13 @@ class ApiConfig(JudgedConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        try:
-            name = 'base_url'
-            endpoint_name(self.base_url)
-            name = 'prices'
-            if self.prices: price_list(self.prices)
-        except (ValueError, OSError) as e: raise ValueError(f'{name}: {e}') from None
+        endpoint_name(self.base_url)
+        if self.prices: price_list(self.prices)
         parse_mapping('models', self.models)
         parse_decoding('decoding', self.decoding)
 
 # %% ../../../nbs/core/ask/api.ipynb #b9647b71
-def _is_amount(value) -> bool:
+def _is_amount(value):
     "Tell whether a value can be a number of dollars or tokens."
     return type(value) in (int, float) and 0 <= value < 1e9
 
@@ -154,7 +150,7 @@ def concerns_request(status: int, text: str) -> bool:
     return status in (400, 413, 422)
 
 
-def _status(e: Exception) -> int:
+def _status(e):
     "Read the status of an error of the openai client: 402 without credit, 500 without an answer."
     if getattr(e, 'code', '') == 'insufficient_quota': return 402
     return getattr(e, 'status_code', 500)

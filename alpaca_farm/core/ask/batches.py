@@ -15,7 +15,7 @@ from .api import concerns_request, parse_json, redact, StopAsking, stored_form
 _LARGEST, _HEAVIEST = 50_000, 90_000_000  # requests and bytes in one file
 
 
-def _batch_files(todo: dict):
+def _batch_files(todo):
     "Split requests into parts of which each fits into one file."
     parts, weights = {}, Counter()   # by kind: those not yet full
     for key, request in todo.items():
@@ -31,13 +31,13 @@ def _batch_files(todo: dict):
     yield from parts.values()
 
 
-def _path(requests: dict) -> str:
+def _path(requests):
     "Find the path of the endpoint for requests of one kind."
     first = next(iter(requests.values()))
     return '/v1/chat/completions' if 'messages' in first else '/v1/completions'
 
 
-def _batch_text(part: dict) -> bytes:
+def _batch_text(part):
     "Write the file of a batch in JSON lines; leave out fields that are None."
     lines = []
     for key, request in part.items():
@@ -47,7 +47,7 @@ def _batch_text(part: dict) -> bytes:
     return '\n'.join(lines).encode()
 
 # %% ../../../nbs/core/ask/batches.ipynb #ea57217a
-async def _batch_name(client, file: str, requests: dict) -> str:
+async def _batch_name(client, file, requests):
     "Find the name of the batch of a file; create it unless there is one."
     name = None
     async for batch in client.endpoint.batches.list():
@@ -61,7 +61,7 @@ async def _batch_name(client, file: str, requests: dict) -> str:
     return name
 
 
-async def _send_batch(client, part: dict):
+async def _send_batch(client, part):
     "Send requests as one batch, as many of them as the budget allows."
     import openai
     affordable = {}
@@ -80,7 +80,7 @@ async def _send_batch(client, part: dict):
     await _batch_name(client, uploaded.id, affordable)
 
 # %% ../../../nbs/core/ask/batches.ipynb #871879ff
-def _store_line(client, line: dict, requests: dict):
+def _store_line(client, line, requests):
     "Store the answer in one line of a batch's output, or record the error."
     key = bytes.fromhex(line['custom_id'])
     response = line.get('response') or {}
@@ -98,7 +98,7 @@ def _store_line(client, line: dict, requests: dict):
         if concerns_request(status, error): client.tally.refused.add(key)
 
 # %% ../../../nbs/core/ask/batches.ipynb #28d7b80f
-async def _ended_batch(client, name: str):
+async def _ended_batch(client, name):
     "Query a batch; when it has ended, give its rows and why others are missing, else None."
     batch = await client.endpoint.batches.retrieve(name)
     if batch.request_counts:
@@ -115,7 +115,7 @@ async def _ended_batch(client, name: str):
     return rows, redact(why) or f'the batch {name} has {batch.status}'
 
 
-async def _fetch_batch(client, file: str, name: str | None, requests: dict):
+async def _fetch_batch(client, file, name, requests):
     "Query the state of a batch; when it has ended or is gone, store answers, release the rest."
     import openai
     try:
@@ -136,7 +136,7 @@ async def _fetch_batch(client, file: str, name: str | None, requests: dict):
     client.store.end_batch(file)
 
 # %% ../../../nbs/core/ask/batches.ipynb #31608cd9
-def _pending(client) -> list[tuple]:
+def _pending(client):
     "List batches under way that hold requests of this call: file, name, requests by key."
     return [batch for batch in client.store.open_batches(client.server)
             if batch[2].keys() & client.todo.keys()]

@@ -251,16 +251,13 @@ class ApiClient:
                                     'read: check model, prompt, parser and max_tokens. '
                                     f'The last was {last}')
 
-    def check_stored(self, answers: dict[bytes, dict]):
-        "Print which answers are empty, and how to drop them; ValueError for damaged ones."
-        empty, damaged = {}, []
+    def tell_empty(self, answers: dict[bytes, dict]):
+        "Print which answers are empty, and how to drop them."
+        empty = {}
         for key, answer in answers.items():
-            try:
-                choice = answer['choices'][0]
-                said = answer_text(answer, refusal=True) or choice.get('logprobs')
-                if 'message' in choice and not said: empty[key] = str(choice.get('finish_reason'))
-            except (AttributeError, IndexError, KeyError, TypeError): damaged.append(key)
-        self.store.refuse(damaged)
+            choice = answer['choices'][0]
+            said = answer_text(answer, refusal=True) or choice.get('logprobs')
+            if 'message' in choice and not said: empty[key] = str(choice.get('finish_reason'))
         if empty:
             reasons = ', '.join(sorted(set(empty.values())))
             self.say(f'{len(empty)} answers are empty (finish_reason {reasons}); '
@@ -341,7 +338,7 @@ class ApiClient:
         keys = self.keys(requests, draws)
         index = {key: i for i, key in enumerate(keys)}
         answers = self.store.get(index)
-        self.check_stored(answers)
+        self.tell_empty(answers)
         self.tally.known += len(answers)
         todo = {}   # as they are sent: lone surrogates are replaced
         for key, i in index.items():
@@ -356,7 +353,7 @@ class ApiClient:
             if self.fatal:
                 raise ValueError(f'{redact(str(self.fatal))}. {self.tally.asked} answers were '
                                  'stored before that') from self.fatal
-            self.check_stored(self.answers)
+            self.tell_empty(self.answers)
             answers |= self.answers
         return [answers.get(key) for key in keys]
 

@@ -51,7 +51,7 @@ class Written(NamedTuple):
     reason: str = ''   # why there is none
 
 
-def _where(fits: list[bool], rows: list, compute, missing) -> list:
+def _where(fits, rows, compute, missing):
     "Compute values of the rows that fit; `missing` for the others."
     values = iter(compute([row for row, fit in zip(rows, fits) if fit]))
     return [next(values) if fit else missing for fit in fits]

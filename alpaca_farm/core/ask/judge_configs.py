@@ -16,7 +16,7 @@ from ..run.paths import near_path, notebooks_folder
 from ..run.settings import at_root, Config
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #672cfbf4
-def _folders() -> list[Path]:
+def _folders():
     "List the folders of configurations: ours, then those of alpaca-eval if it is installed."
     folders = [notebooks_folder()/'recipes'/'judges']
     if spec := importlib.util.find_spec('alpaca_eval'):
@@ -25,7 +25,7 @@ def _folders() -> list[Path]:
     return folders
 
 
-def _is_yaml(path: Path) -> bool:
+def _is_yaml(path):
     "Tell whether a path is a YAML file that is there."
     return os.path.isfile(path) and path.suffix in ('.yaml', '.yml')
 
@@ -53,7 +53,7 @@ def entry_model(entry: dict):
     return (entry.get('completions_kwargs') or {}).get('model_name', entry.get('model'))
 
 
-def _check_entry(entry, where: str):
+def _check_entry(entry, where):
     "Raise a ValueError that names what is wrong in an entry of a configuration."
     if not isinstance(entry, dict):
         raise ValueError(f'{where}: fields are expected, not {entry!r:.60}')

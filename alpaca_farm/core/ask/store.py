@@ -20,7 +20,7 @@ def endpoint_name(url: str) -> str:
         parts = urlsplit(url if '//' in url else f'//{url}')
         port = '' if parts.port in (None, 80, 443) else f':{parts.port}'
     except ValueError as e:
-        raise ValueError(f'an endpoint is like http://localhost:8000/v1: {e}') from None
+        raise ValueError(f'base_url: write it like http://localhost:8000/v1 ({e})') from None
     name = (parts.hostname or '') + port + parts.path.rstrip('/')
     return '' if name == 'api.openai.com/v1' else name
 
@@ -69,7 +69,7 @@ def limit_reached(e: BaseException | None) -> str:
 
 
 @contextmanager
-def _errors_of(path: Path):
+def _errors_of(path):
     "Turn an error in the block into an OSError or ValueError that names the file and the remedy."
     try: yield
     except sqlite3.OperationalError as e:
@@ -113,14 +113,9 @@ class Store:
             for seconds, text in self.run(statement, key):
                 try: found[key] = dict(seconds=seconds) | json.loads(text)
                 except (ValueError, TypeError): damaged.append(key)
-        self.refuse(damaged)
-        return found
-
-    def refuse(self, damaged: list[bytes]):
-        "Raise a ValueError that names the damaged answers, if there are any."
-        if damaged:
-            raise ValueError(f'{self.path}: {len(damaged)} stored answers are damaged; '
-                             f'{self.how_to_drop(damaged)}')
+        if not damaged: return found
+        raise ValueError(f'{self.path}: {len(damaged)} stored answers are damaged; '
+                         f'{self.how_to_drop(damaged)}')
 
     def how_to_drop(self, keys: list[bytes]) -> str:
         "Name the command that deletes answers, of up to 20 keys."
