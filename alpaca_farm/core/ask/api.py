@@ -59,7 +59,9 @@ class ApiConfig(JudgedConfig):
     def __post_init__(self):
         super().__post_init__()
         endpoint_name(self.base_url)
-        if self.prices: price_list(self.prices)
+        if self.prices:
+            try: price_list(self.prices)
+            except (ValueError, OSError) as e: raise ValueError(f'prices: {e}') from None
         parse_mapping('models', self.models)
         parse_decoding('decoding', self.decoding)
 
