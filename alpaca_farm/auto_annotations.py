@@ -144,8 +144,10 @@ class PairwiseAutoAnnotator:
         if self.file:
             self.rows += [r for r in asked if r['preference'] is not None]
             self.save(self.file)
-        return [row | {name: r[name] for name in _LABEL_FIELDS}
-                for row, r in zip(rows, to_alpaca_eval(labels))]
+        annotated = []
+        for row, told in zip(rows, to_alpaca_eval(labels)):
+            annotated.append(row | {name: told[name] for name in _LABEL_FIELDS})
+        return annotated
 
     def annotate_samples(self,
         all_outputs,   # records with an `output`, or several in a list

@@ -224,8 +224,8 @@ def _text_key(pair):
 
 def _read_verdicts(file):
     "Read the verdicts of a file; ValueError naming row and field."
-    verdicts = []
     rows = read_rows(file)
+    verdicts = []
     for i, row in enumerate(rows):
         where = f'{file}, row {i}'
         try: verdicts.append(_read_verdict(row, rows[0], file, where))
@@ -264,9 +264,9 @@ def _match_verdicts(rows, pairs, what):
     if used < len(pairs) or len(matching) < len(rows):
         print(f'{what}: {used} of {len(pairs)} labelled pairs have a verdict, '
               f'and {len(matching)} of {len(rows)} verdicts are on them; only these are used')
-    prices, times = ([r.get(name) for r in rows] for name in ('price', 'time'))
-    return Verdicts(preferences, 'recorded', unanswered, shown, per_thousand(prices),
-                    per_thousand(times))
+    return Verdicts(preferences, 'recorded', unanswered, shown,
+                    price=per_thousand([r.get('price') for r in rows]),
+                    time=per_thousand([r.get('time') for r in rows]))
 
 
 def recorded_verdicts(

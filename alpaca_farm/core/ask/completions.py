@@ -74,10 +74,12 @@ class LocalWriter:
         cfg = self.cfg
         seed = int(2**31 * hash_uniform(cfg.seed, *keys[0])) if keys else 0
         def sample(rows):
-            samples = generate(self.model, self.tokenizer, rows, 1, cfg.max_new_tokens,
-                               cfg.temperature, cfg.top_p, cfg.top_k, seed)
-            return [Written(decode(s.tokens, self.tokenizer, cfg.template), s.ended)
-                    for s, in samples]
+            written = []
+            for one, in generate(self.model, self.tokenizer, rows, 1, cfg.max_new_tokens,
+                                 cfg.temperature, cfg.top_p, cfg.top_k, seed):
+                text = decode(one.tokens, self.tokenizer, cfg.template)
+                written.append(Written(text, one.ended))
+            return written
         rows = [prompt_tokens(prompt, self.tokenizer) for prompt in prompts]
         limit = min(cfg.max_prompt, self.longest - cfg.max_new_tokens)
         fits = [len(row) <= limit for row in rows]
@@ -88,7 +90,7 @@ class LocalWriter:
         which they differ; nan for a prompt that is too long."""
         def chances(rows):
             starts = [shared for shared, _ in rows]
-            tokens = [(a[0], b[0]) for _, (a, b) in rows]
+            tokens = [(first[0], second[0]) for _, (first, second) in rows]
             odds = next_log_odds(self.model, starts, tokens, self.tokenizer.pad_token_id)
             return odds.double().sigmoid().tolist()
         rows = [label_tokens(prompt, labels, self.tokenizer) for prompt in prompts]
@@ -99,10 +101,11 @@ class LocalWriter:
         """Give log p of the second text minus log p of the first behind each prompt, in nats;
         nan where that is too long."""
         def odds(rows):
-            starts = [shared for shared, _ in rows]
-            first, second = (response_logprobs(self.model, starts, [ends[k] for _, ends in rows],
-                                               self.tokenizer.pad_token_id) for k in (0, 1))
-            return (second - first).tolist()
+            starts, ends = zip(*rows) if rows else ((), ())
+            def logp(k):
+                return response_logprobs(self.model, starts, [both[k] for both in ends],
+                                         self.tokenizer.pad_token_id)
+            return (logp(1) - logp(0)).tolist()
         rows = [label_tokens(*both, self.tokenizer) for both in zip(prompts, pairs)]
         fits = [len(shared) + max(map(len, ends)) <= self.longest for shared, ends in rows]
         return _where(fits, rows, odds, math.nan)

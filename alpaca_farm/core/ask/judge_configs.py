@@ -121,7 +121,8 @@ def adapt_decoding(decoding: dict, given: dict = {}) -> dict:
 def suggest_names(spec: str) -> str:
     "End an error message with the names nearest to `spec`, or all names if none is near."
     folders = _folders()
-    names = sorted(path.name for folder in folders for path in folder.iterdir() if path.is_dir())
+    names = []
+    for folder in folders: names += sorted(path.name for path in folder.glob('*/'))
     near = difflib.get_close_matches(spec, names, 3)
     if near: return f'. Did you mean {" or ".join(near)}?'
     if len(folders) == 1:
