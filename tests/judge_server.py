@@ -5,8 +5,8 @@ demand:
     with judge_server(latency=.05, faults={'429': .3}, seed=0) as server:
         OpenAI(base_url=server.url, api_key='k')
 
-`server.set` changes any option of DEFAULTS. A fault is a probability or a dict of `p`, `times`
-(the most per distinct body) and `always_for` (a regex of the body that always meets it). What a
+`server.set` changes any option of DEFAULTS. A fault is a probability, a regex of the body that
+always meets it, or a dict of `p`, `times` (the most per distinct body) and `always_for` (a regex). What a
 request meets depends on the seed, its body and how often that has arrived, not on the order."""
 import hashlib
 import json
@@ -195,7 +195,8 @@ class Judge:
             self.used.clear()
             for name, fault in given['faults'].items():
                 if name not in FAULTS: raise ValueError(f'no such fault: {name}')
-                if not isinstance(fault, dict): given['faults'][name] = dict(p=fault)
+                if isinstance(fault, str): fault = dict(always_for=fault)
+                given['faults'][name] = fault if isinstance(fault, dict) else dict(p=fault)
         self.options |= given
 
     def arrived(self, method, path, body, **more):

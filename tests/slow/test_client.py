@@ -54,7 +54,7 @@ def texts(answers): return [a and a['choices'][0]['message']['content'] for a in
 @pytest.mark.parametrize('batch', [False, True])
 def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys, batch):
     "In a refusal, a batch's errors, and an answer's text: neither printed nor in any file."
-    server.set(faults={'echo': {'p': 0, 'always_for': 'Say word 3\\.'}},
+    server.set(faults={'echo': 'Say word 3\\.'},
                template='It says %s.\nOutput ({letter})' % KEY)
     cfg = annotation(tmp_path, server, n=8, batch=batch)
     run(cfg)
@@ -153,7 +153,7 @@ for i in range(60):
 
 def test_half_a_character_does_not_end_a_run(tmp_path, server):
     "A lone surrogate in what is sent, and one in an answer: replaced, the same each time."
-    server.set(faults={'surrogate': {'p': 0, 'always_for': 'Say word 1\\.'}})
+    server.set(faults={'surrogate': 'Say word 1\\.'})
     requests = asked(3) + [dict(model='judge', prompt='half \ud83d')]
     client = client_of(tmp_path, server)
     first = client(requests)
@@ -286,8 +286,8 @@ def test_a_second_signal_ends_at_once_and_what_was_under_way_is_told(tmp_path):
     with judge_server() as server:
         code = code_of(tmp_path, server, 20, 8)
         for kill in (False, True):
-            server.set(faults={'timeout': {'p': 1}} if kill else
-                       {'timeout': {'p': 0, 'always_for': 'Say word 1?[1-9]'}})
+            server.set(faults={'timeout': 1.} if kill else
+                       {'timeout': 'Say word 1?[1-9]'})
             with start(code) as one:
                 before = len(server.requests())
                 wait_for(server, before + (1 if kill else 9))
@@ -359,7 +359,7 @@ def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
 
 
 def test_a_good_answer_in_bad_utf8_is_used_and_paid_for_once(tmp_path, server):
-    server.set(faults={'badutf8': {'p': 0, 'always_for': 'Say word 1\\.'}})
+    server.set(faults={'badutf8': 'Say word 1\\.'})
     before = len(server.requests())
     client = client_of(tmp_path, server)
     first = client(asked(3))
@@ -368,7 +368,7 @@ def test_a_good_answer_in_bad_utf8_is_used_and_paid_for_once(tmp_path, server):
 
 
 def test_a_line_of_a_batch_that_is_no_json_leaves_the_others(tmp_path, server):
-    server.set(faults={'badjson': {'p': 0, 'always_for': 'Say word 1\\.'}})
+    server.set(faults={'badjson': 'Say word 1\\.'})
     client = client_of(tmp_path, server, batch=True)
     assert [a is None for a in client(asked(3))] == [False, True, False]
     assert 'has completed' in client.tally.open and not client.store.open_batches(client.server)
@@ -401,7 +401,7 @@ def test_what_fails_behind_an_answer_keeps_the_others(tmp_path, server):
 
 
 def test_a_dripping_endpoint_meets_the_time_limit(tmp_path, server):
-    server.set(faults={'drip': {'p': 0, 'always_for': 'Say word 1\\.'}})
+    server.set(faults={'drip': 'Say word 1\\.'})
     client = client_of(tmp_path, server, timeout=4., tries=2)
     before = server.counts()
     assert [a is None for a in client(asked(3))] == [False, True, False]
@@ -435,7 +435,7 @@ def test_a_dead_endpoint_is_asked_a_few_times(tmp_path, capsys, fault):
 
 
 def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, server, capsys):
-    server.set(faults={'empty': {'p': 0, 'always_for': 'Say word [12]\\.'}})
+    server.set(faults={'empty': 'Say word [12]\\.'})
     def drop(said):
         command = re.search(r'drop them first: python -c "(.*)"', said)[1]
         subprocess.run([sys.executable, '-c', command], check=True,

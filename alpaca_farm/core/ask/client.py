@@ -177,8 +177,9 @@ class ApiClient:
 
     async def send_in_turn(self, key: bytes, request: dict):
         "Send a request once, alone while the endpoint is silent; give the error if there is one."
-        async with self.alone:
-            if self.silent >= self.patience: return await self.send(key, request, True)
+        if self.silent >= self.patience:
+            async with self.alone:   # meanwhile another may have been answered
+                if self.silent >= self.patience: return await self.send(key, request, True)
         return await self.send(key, request, False)
 
     async def answer_request(self, key: bytes, request: dict):
