@@ -124,8 +124,8 @@ class PairwiseAutoAnnotator:
         return Pool(annotator_name(pool), members, pool_weights(pool).tolist())
 
     def annotate_pairs(self, to_annotate, **decoding_kwargs) -> list[dict]:
-        """Label records with `annotator` and `preference`: 1, 2, 1.5 for identical outputs, a
-        number between for a judge that gives probabilities, None where there is no verdict."""
+        """Label records with `annotator` and `preference`; this is 1 or 2, 1.5 for identical
+        outputs, between them for a probability, and None where there is no verdict."""
         pool = self.pool
         if decoding_kwargs:
             given = [f'{name}={json.dumps(value)}' for name, value in decoding_kwargs.items()]

@@ -42,12 +42,13 @@ def _read_number(row, name, where):
 def _read_pair(row, where):
     "Read a pair from a row; ValueError naming a wrong field."
     pair = dict(input='')
-    dialogue = prompt_messages(row)
-    if dialogue:
+    names = list(PAIR_FIELDS)
+    if row.get('input') is None: names.remove('input')
+    if dialogue := prompt_messages(row):
         check_messages(row, where)
         pair['messages'] = dialogue
-    for name in PAIR_FIELDS:
-        if dialogue and name == 'instruction' or name == 'input' and row.get(name) is None: continue
+        names.remove('instruction')
+    for name in names:
         check_field(row, name, str, where)
         pair[name] = row[name]
     for name in ('generator_1', 'generator_2', 'idx', 'drawn', 'stratum'):
@@ -275,7 +276,7 @@ def recorded_verdicts(
     sets: dict,      # labelled pairs by the name of the set
     pool: str = '',  # one name for all judges of the file if no two of them compared the same pair
 ) -> dict:  # {(set, judge): Verdicts}
-    "Read the judges of a file on the pairs of each set that they compared; ValueError without any."
+    "Read the judges of a file on the pairs that they compared; ValueError without any."
     rows = [r for r in _read_verdicts(file) if fnmatch(r['judge'], pattern or '*')]
     if not rows:
         called = f' of a judge called {pattern}' if pattern else ''

@@ -195,8 +195,8 @@ def parse_json(text: str):
 
 
 def stored_form(answer) -> dict | None:
-    """Give an answer as it is stored: without keys or lone surrogates, its text as one string,
-    beside the list of its `parts`. None without the fields that an answer must have."""
+    """Bring an answer into the form that is stored, None without the fields that it must have;
+    keys and lone surrogates are gone, and its text is one string beside the list of `parts`."""
     try:
         answer = json.loads(redact(json_text(answer)))
         choice = answer['choices'][0]

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from filelock import AsyncFileLock, Timeout
 
-from .api import (answer_text, ApiConfig, concerns_request, cost, estimate_tokens,
-    first_line, format_dollars, is_model, is_temporary, make_client, parse_json, price_list, redact,
-    retry_wait, server_address, StopAsking, stop_reason, stored_form, token_usage)
+from alpaca_farm.core.ask.api import (answer_text, ApiConfig, concerns_request, cost,
+    estimate_tokens, first_line, format_dollars, is_model, is_temporary, make_client, parse_json,
+    price_list, redact, retry_wait, server_address, StopAsking, stop_reason, stored_form,
+    token_usage)
 from .batches import answer_in_batches, await_batches
 from .store import endpoint_name, json_text, limit_reached, request_key, Store
 from ..run.progress import duration, Progress
@@ -35,7 +36,7 @@ class Usage:
 
     @property
     def open(self) -> str:
-        "Why requests that can be answered are not; empty if there are none."
+        "Say why requests that can be answered are not; empty if there are none."
         if self.stopped: return f'{self.stopped} is reached'
         failed = [why for key, why in self.failed.items() if key not in self.refused]
         return f'{len(failed)} requests failed, the last with: {failed[-1]}' if failed else ''

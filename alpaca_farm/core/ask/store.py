@@ -39,7 +39,8 @@ def request_key(
     "Hash a request's JSON by SHA-256; the order of fields does not matter."
     parts = [request, draw]
     if endpoint: parts.append(endpoint)
-    return hashlib.sha256(json_text(parts, sort_keys=True, separators=(',', ':')).encode()).digest()
+    text = json_text(parts, sort_keys=True, separators=(',', ':'))
+    return hashlib.sha256(text.encode()).digest()
 
 # %% ../../../nbs/core/ask/store.ipynb #5bb6c15f
 _TABLES = '''
