@@ -185,8 +185,8 @@ def measure_trl(method: str, shape: str, more: dict, out: Path, small: bool, dev
             method]
     head = dict(num_labels=1) if method == 'reward_model' else {}
     dtype = torch.float32 if small else torch.bfloat16
-    model = kind.from_pretrained(folder, dtype=dtype, **head)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **head)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     tokenizer.chat_template = None
     micro = min(batch, more['rows'])
     args = config(output_dir=str(out/'trl'), learning_rate=1e-5, num_train_epochs=1, seed=0,

@@ -156,7 +156,7 @@ def test_a_batch_outlives_its_process(tmp_path, nameless):
         started.send_signal(signal.SIGKILL)
         started.wait()
         if nameless: store.run('update batches set name = null')
-        store.close()
+        store.db.close()
         later = replace(cfg, batch=nameless)
         if not nameless:
             with pytest.raises(ValueError, match='under way in the batch'): run(later)

@@ -301,7 +301,6 @@ def test_evidence_is_that_of_whole_texts(base, whole):
 
 class Fussy:
     "Gives each key's text; nothing on the first try, and never for prompt 2."
-    together = True
     def __init__(self): self.asked = []
 
     def write(self, prompts, keys, stop):
