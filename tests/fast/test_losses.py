@@ -51,22 +51,26 @@ def test_ppo_value_loss():
 def config(base, kind, **more):
     "PPO with a value model of some kind, or with one of the other baselines."
     kinds = dict(policy=dict(reward_model='alpaca_farm.world:utility'),
-                 shared=dict(shared_value=True), rloo=dict(advantage='rloo'),
-                 grpo=dict(advantage='grpo'))
-    return ppo.PPOConfig(**tiny.settings('ppo', base, **kinds.get(kind, {}), **more))
+                 shared=dict(shared_value=True))
+    own = dict(advantage=kind) if kind in ppo.ADVANTAGES else kinds.get(kind, {})
+    return ppo.PPOConfig(**tiny.settings('ppo', base, **own, **more))
+
+
+GROUPS = [name for name, kind in ppo.ADVANTAGES.items() if kind.of_group]
+each_group = pytest.mark.parametrize('kind', GROUPS)
 
 
 @pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared'])
 @pytest.mark.parametrize('temperature', [1., .7])
 def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
     "Ratio 1, KL 0, nothing clipped; one forward pass of the same batch gives the ratio exactly."
-    cfg = config(base, kind, temperature=temperature)
+    cfg = config(base, kind, temperature=temperature, kl_coef=.1)
     policy, value = models.policy, ppo.value_model(cfg, models.policy)
     samples = generate(policy, models.tokenizer, models.prompts, max_new_tokens=12,
                        temperature=temperature)
     tokens = [s.tokens for s, in samples]
     batch = rollout_batch(models.prompts, tokens, models.tokenizer.pad_token_id)
-    done, figures = ppo.experience(policy, policy, value, batch, torch.arange(16.), .1, cfg)
+    done, figures = ppo.experience(policy, policy, value, batch, torch.arange(16.), cfg)
     assert figures['kl'] == 0. and done['advantages'].abs().sum() > 0
     on, mask = done['response'].bool(), done['response']
     sampled = torch.tensor([p for s, in samples for p in s.logprobs])
@@ -96,7 +100,7 @@ def moved(policy):
     return other
 
 
-@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared', 'rloo', 'grpo'])
+@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared', 'reinforce++', *GROUPS])
 def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
     "A rollout in 32 bits carries those of a forward pass; without them they are computed."
     cfg = config(base, kind, temperature=.7)
@@ -112,7 +116,8 @@ def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
     monkeypatch.setattr(trunk, 'forward', lambda *a, **k: passes.append(1) or forward(*a, **k))
     def counted(b, kl_coef=0.):
         passes.clear()
-        found = ppo.experience(models.policy, reference, value, b, scores, kl_coef, cfg)
+        settings = dataclasses.replace(cfg, kl_coef=kl_coef)
+        found = ppo.experience(models.policy, reference, value, b, scores, settings)
         return *found, len(passes)
     kept, figures, few = counted(batch)
     plain, expected, many = counted({k: v for k, v in batch.items() if k != 'old_logp'})
@@ -163,7 +168,7 @@ def test_a_shared_trunk_is_read_once(models):
     torch.testing.assert_close(once, twice, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize('kind', ['rloo', 'grpo'])
+@each_group
 def test_a_group_of_equal_rewards_has_no_advantage(kind):
     "Exactly none, whatever its size and its reward; nor has one whose rewards differ by rounding."
     for size in range(2, 18):
@@ -174,24 +179,24 @@ def test_a_group_of_equal_rewards_has_no_advantage(kind):
             found = ppo.group_advantages(totals, size, kind)
             assert not found[:2*size].any(), (size, value)
             apart = torch.arange(size) - (size - 1)/2
-            unit = (size - 1)/size if kind == 'rloo' else apart.std()
+            unit = dict(rloo=(size - 1)/size, grpo=apart.std(), dr_grpo=1.)[kind]
             torch.testing.assert_close(found[2*size:], apart/unit, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize('kind', ['rloo', 'grpo'])
+@each_group
 def test_whitening_leaves_groups_of_equal_rewards_at_zero(base, models, kind):
     "It is over the tokens of the other groups."
-    cfg = config(base, kind)
+    cfg = config(base, kind, kl_coef=0.)
     batch, scores, n = rollout(models, cfg), torch.linspace(-1, 1, 16), cfg.group_size
     scores[:n] = .1
-    done, figures = ppo.experience(models.policy, models.policy, None, batch, scores, 0., cfg)
+    done, figures = ppo.experience(models.policy, models.policy, None, batch, scores, cfg)
     flat, others = done['advantages'][:n], done['advantages'][n:]
     assert not flat.any() and figures['frac_reward_zero_std'] == n/16
     assert masked_mean(others, done['response'][n:]).abs() < 1e-5
     assert abs(masked_var(others, done['response'][n:]) - 1) < 1e-3
 
 
-@pytest.mark.parametrize('kind', ['rloo', 'grpo'])
+@each_group
 @pytest.mark.parametrize('flat, kl_coef', [(2, 0.), (1, .2)])   # at first all KL is rounding
 def test_a_step_without_spread_changes_nothing(base, tmp_path, kind, flat, kl_coef, monkeypatch):
     "No update is made, so that weights and moments stay; the log says which steps are such."
@@ -215,6 +220,54 @@ def test_a_step_without_spread_changes_nothing(base, tmp_path, kind, flat, kl_co
         assert same == (step == flat) == ('grad_norm' not in r)
         assert (r['frac_reward_zero_std'] == 1) == same
     assert updates == [k for k in (1, 2, 3) if k != flat for _ in range(4)]
+
+
+def brute_advantages(kind, rewards, group):
+    "Advantages of the tokens of answers, lists of rewards, that are `group` to a prompt: by loops."
+    if kind == 'reinforce++': return [[sum(r[t:]) for t in range(len(r))] for r in rewards]
+    totals, found = [sum(r) for r in rewards], []
+    for i, r in enumerate(rewards):
+        first = i//group*group
+        own = totals[first:first + group]
+        others = [t for k, t in enumerate(own, first) if k != i]
+        mean = sum(own)/group
+        spread = math.sqrt(sum((t - mean)**2 for t in own)/(group - 1))
+        above = dict(rloo=totals[i] - sum(others)/len(others), grpo=(totals[i] - mean)/spread,
+                     dr_grpo=totals[i] - mean)[kind]
+        found.append([above]*len(r))
+    return found
+
+
+@pytest.mark.parametrize('average', ['token', 'answer'])
+@pytest.mark.parametrize('kind', ['reinforce++', *GROUPS])
+def test_advantages_without_a_value_model(base, models, kind, average):
+    "From the penalties of the tokens and the scores, and what each token weighs in the loss."
+    cfg = config(base, kind, kl_coef=.3, whiten_advantages=False, average=average)
+    batch, scores, reference = rollout(models, cfg), torch.arange(16.).cos(), moved(models.policy)
+    assert ppo.value_model(cfg, models.policy) is None
+    done, _ = ppo.experience(models.policy, reference, None, batch, scores, cfg)
+    on = batch['response'].bool()
+    with torch.no_grad(): ref = ppo.logprobs(reference, batch)
+    rewards = [(-.3*(done['old_logp'] - ref)[i][on[i]]).tolist() for i in range(16)]
+    for r, score in zip(rewards, scores.tolist()): r[-1] += score
+    wanted = brute_advantages(kind, rewards, cfg.group_size)
+    for i, answer in enumerate(wanted):
+        assert done['advantages'][i][on[i]].tolist() == pytest.approx(answer, abs=1e-4)
+        weight = 1/len(answer) if average == 'answer' else 1
+        assert done['weight'][i][on[i]].tolist() == pytest.approx([weight]*len(answer))
+    assert not done['advantages'][~on].any() and not done['weight'][~on].any()
+
+
+def test_the_average_over_answers_is_the_mean_of_their_means(base, models):
+    "As GRPO's paper has it; by default a token weighs as much as any other of the step."
+    cfg = config(base, 'grpo', average='answer')
+    batch, scores = rollout(models, cfg), torch.arange(16.).cos()
+    lengths = batch['response'].sum(1)
+    batch, _ = ppo.experience(models.policy, models.policy, None, batch, scores, cfg)
+    with torch.no_grad(): loss = ppo.ppo_loss(models.policy, None, batch, cfg)['loss']
+    mean = (loss*batch['weight']).sum()/batch['weight'].sum()   # as `Trainer.update` takes it
+    wanted = sum(l[on].mean() for l, on in zip(loss, batch['response'].bool()))/16
+    assert lengths.unique().numel() > 1 and mean.item() == pytest.approx(wanted.item(), abs=1e-6)
 
 
 def test_whitening_does_not_enlarge_rounding():
