@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from .boards.leaderboards import leaderboard_figure
-from .core.answers import mean
+from .core.answers import choose_best, mean, score_candidates
 from .core.data.candidates import candidate_pair
 from .core.data.comparisons import output_texts
 from .core.functional import has_spread
@@ -29,7 +29,6 @@ from .core.run.runs import check_run_folder, read_summary, start
 from .core.run.settings import command, Config, Count, refuse_unknown
 from .core.stats import bootstrap, sigmoid
 from .annotators import annotate_pairs
-from .best_of_n import choose_best, score_candidates
 from .eval import judge_all, read_answers, write_csv, write_figure
 from .farm import RUNS
 from .judging.judges import Pool

@@ -12,7 +12,8 @@ from typing import Annotated
 from annotated_types import Len
 import numpy as np
 
-from ..core.answers import load_split, sample_answers, SampleConfig
+from alpaca_farm.core.answers import (choose_best, load_split, sample_answers, SampleConfig,
+    score_candidates)
 from ..core.data.comparisons import common_prompts, verdicts_over
 from ..core.data.records import load_records
 from ..core.run.identity import run_config
@@ -24,7 +25,7 @@ from ..core.run.runs import start
 from ..core.run.settings import Amount, command, Count
 from ..core.stats import bootstrap
 from ..annotators import load_annotators
-from ..best_of_n import BestOfNConfig, choose_best, score_candidates
+from ..best_of_n import BestOfNConfig
 from ..eval import short_names, write_csv, write_figure
 
 # %% ../../nbs/boards/decoding.ipynb #e843f663
