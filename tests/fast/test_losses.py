@@ -2,6 +2,7 @@
 import copy
 import dataclasses
 import math
+from statistics import mean, stdev
 
 import numpy as np
 import pytest
@@ -56,6 +57,10 @@ def config(base, kind, **more):
     return ppo.PPOConfig(**tiny.settings('ppo', base, **own, **more))
 
 
+# the advantage of answer i of a group whose rewards are `own`, by its name in ADVANTAGES
+TWINS = dict(rloo=lambda i, own: own[i] - mean(own[:i] + own[i + 1:]),
+             grpo=lambda i, own: (own[i] - mean(own))/stdev(own),
+             dr_grpo=lambda i, own: own[i] - mean(own))
 GROUPS = [name for name, kind in ppo.ADVANTAGES.items() if kind.of_group]
 each_group = pytest.mark.parametrize('kind', GROUPS)
 
@@ -178,9 +183,9 @@ def test_a_group_of_equal_rewards_has_no_advantage(kind):
             totals = torch.cat([equal, rounded, torch.arange(size) + equal])
             found = ppo.group_advantages(totals, size, kind)
             assert not found[:2*size].any(), (size, value)
-            apart = torch.arange(size) - (size - 1)/2
-            unit = dict(rloo=(size - 1)/size, grpo=apart.std(), dr_grpo=1.)[kind]
-            torch.testing.assert_close(found[2*size:], apart/unit, rtol=1e-2, atol=1e-2)
+            own = [float(i) for i in range(size)]
+            wanted = torch.tensor([TWINS[kind](i, own) for i in range(size)])
+            torch.testing.assert_close(found[2*size:], wanted, rtol=1e-2, atol=1e-2)
 
 
 @each_group
@@ -222,20 +227,12 @@ def test_a_step_without_spread_changes_nothing(base, tmp_path, kind, flat, kl_co
     assert updates == [k for k in (1, 2, 3) if k != flat for _ in range(4)]
 
 
-def brute_advantages(kind, rewards, group):
-    "Advantages of the tokens of answers, lists of rewards, that are `group` to a prompt: by loops."
+def brute_advantages(kind, rewards, size):
+    "Advantages of the tokens of answers, whose rewards are lists, that are `size` to a prompt."
     if kind == 'reinforce++': return [[sum(r[t:]) for t in range(len(r))] for r in rewards]
-    totals, found = [sum(r) for r in rewards], []
-    for i, r in enumerate(rewards):
-        first = i//group*group
-        own = totals[first:first + group]
-        others = [t for k, t in enumerate(own, first) if k != i]
-        mean = sum(own)/group
-        spread = math.sqrt(sum((t - mean)**2 for t in own)/(group - 1))
-        above = dict(rloo=totals[i] - sum(others)/len(others), grpo=(totals[i] - mean)/spread,
-                     dr_grpo=totals[i] - mean)[kind]
-        found.append([above]*len(r))
-    return found
+    totals = [sum(r) for r in rewards]
+    groups = [totals[at:at + size] for at in range(0, len(totals), size)]
+    return [[TWINS[kind](i % size, groups[i//size])]*len(r) for i, r in enumerate(rewards)]
 
 
 @pytest.mark.parametrize('average', ['token', 'answer'])
