@@ -109,8 +109,9 @@ def label_accuracy(
     question: list,      # what it answers
 ) -> float:
     "Compute how often the better of two answers to a question scores higher; nan without pairs."
-    rows_of, right = {}, []
+    rows_of = {}
     for i, q in enumerate(question): rows_of.setdefault(q, []).append(i)
+    right = []
     for rows in rows_of.values():
         for i, j in permutations(rows, 2):
             if good[i] > good[j]: right.append(.5 + .5 * np.sign(score[i] - score[j]))
@@ -129,7 +130,8 @@ def compare_on_val(
     if not cfg.val_split: return {}
     ways = {name: (policy, t) for name, t in tokenizers.items()}
     ways |= {'no token': (policy, plain), 'reference': (reference, plain)}
-    records, found = load_split(cfg, 'val_split'), {}
+    records = load_split(cfg, 'val_split')
+    found = {}   # answers by way and prompt
     for name, way in ways.items():
         answers = sample_answers(*way, records, answering(cfg), seed=cfg.seed + 1)
         found[name] = {prompt_key(r): r for r in answers}
@@ -144,8 +146,8 @@ def compare_on_val(
     if not judge: return {}
 
     def wins(name, other):
-        sides = [[found[side][key] for key in kept] for side in (name, other)]
-        won = win_rate(once(verdicts_over, *sides, judge))
+        def answers(side): return [found[side][key] for key in kept]
+        won = win_rate(once(verdicts_over, answers(name), answers(other), judge))
         return won['win_rate'], won['standard_error']
 
     rate, error = wins(GOOD if tokenizers else 'no token', 'reference')

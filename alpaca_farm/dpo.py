@@ -72,16 +72,12 @@ def dpo_loss(
     ref_chosen: torch.Tensor,       # (B,) the same under the reference
     ref_rejected: torch.Tensor,     # (B,)
     beta: float,                    # weight of the KL penalty
-    loss_type: str = 'sigmoid',     # a name of `LOSSES` whose margin has a reference
+    loss_type: str = 'sigmoid',     # a name of `LOSSES`, whose margin has a reference
     **settings,                     # of the loss: label_smoothing, the share of flipped labels
 ) -> torch.Tensor:  # (B,)
-    "Compute the loss of each pair; ValueError for a `loss_type` that is none of the margin."
-    of_margin = {k: loss.of_margin for k, loss in LOSSES.items() if not loss.mean}
-    if not of_margin.get(loss_type):
-        names = [k for k, f in of_margin.items() if f]
-        raise ValueError(f'loss_type = {loss_type!r}: choose {", ".join(names)}')
+    "Compute the loss of each pair."
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
-    return of_margin[loss_type](h, beta, **settings)
+    return LOSSES[loss_type].of_margin(h, beta, **settings)
 
 # %% ../nbs/dpo.ipynb #498ea2a0
 def simpo_loss(
@@ -157,13 +153,14 @@ class DPOConfig(TrainConfig, AnswerConfig):
         if bool(self.eval_every) != bool(self.held_out):
             raise ValueError(f'held_out = {self.held_out}, eval_every = {self.eval_every}: set both, '
                              'to 200 and 50 for instance, or none')
-        loss = LOSSES[self.loss_type]
-        for name in {name for other in LOSSES.values() for name in other.settings}:
+        users = {}   # the losses that read a setting
+        for kind, loss in LOSSES.items():
+            for name in loss.settings: users.setdefault(name, []).append(kind)
+        for name, kinds in users.items():
             value = getattr(self, name)
-            if name in loss.settings or value == getattr(DPOConfig, name): continue
-            users = [kind for kind, other in LOSSES.items() if name in other.settings]
+            if self.loss_type in kinds or value == getattr(DPOConfig, name): continue
             raise ValueError(f'{name} = {value} has no effect with loss_type = {self.loss_type}: '
-                             f'leave it out, or choose {" or ".join(users)}')
+                             f'leave it out, or choose {" or ".join(kinds)}')
         if self.loss_type == 'robust' and not self.label_smoothing:
             raise ValueError('label_smoothing = 0: robust needs the share of flipped labels '
                              '(at 0 it is the sigmoid)')
@@ -196,8 +193,8 @@ def reference_logprobs(
     temperature: float = 1.,   # at which the answers were sampled
 ) -> torch.Tensor:  # (N, K)
     "Compute the log-probs of all answers under the policy as it is now."
-    flat = [answer for column in answers for answer in column]
-    logps = response_logprobs(policy, prompts * len(answers), flat, pad_id, temperature)
+    logps = response_logprobs(policy, prompts * len(answers), sum(answers, []), pad_id,
+                              temperature)
     return logps.view(len(answers), len(prompts)).T.contiguous()
 
 # %% ../nbs/dpo.ipynb #7d61fe15
@@ -250,21 +247,21 @@ class LabelledAnswers:
         fields: tuple,   # those of the records that hold answers, K
         good: list,      # how probably each of these answers is good: K numbers for each record
     ):
-        self.cfg, self.pad_id = cfg, tokenizer.pad_token_id
+        self.cfg = cfg
+        self.pad_id = tokenizer.pad_token_id
         rows, self.prompts, self.answers = encode(records, fields, tokenizer, cfg.max_length,
                                                   cfg.template)
         self.good = torch.tensor([good[i] for i in rows])
         self.too_long = len(records) - len(rows)
         kept_apart = {prompt_key(r) for r in records[len(records) - cfg.held_out:]}
-        self.held_out, learn = [], []
-        for i, row in enumerate(rows):
-            apart = prompt_key(records[row]) in kept_apart
-            (self.held_out if apart else learn).append(i)
+        self.held_out = [i for i, k in enumerate(rows) if prompt_key(records[k]) in kept_apart]
+        learn = sorted({*range(len(rows))} - {*self.held_out})
         if not learn:
             raise ValueError(f'held_out = {cfg.held_out} leaves none of {len(records)} records')
         lengths = [len(p) + max(map(len, a)) for p, *a in zip(self.prompts, *self.answers)]
-        order = batches([lengths[i] for i in learn], cfg.batch_size, cfg.epochs, cfg.seed)
-        self.order = [[learn[i] for i in batch] for batch in order]
+        self.order = []
+        for step in batches([lengths[i] for i in learn], cfg.batch_size, cfg.epochs, cfg.seed):
+            self.order.append([learn[i] for i in step])
 
     def add_reference(self, policy):
         "Compute the log-probs of all answers under the policy as it is now."
@@ -285,7 +282,8 @@ class LabelledAnswers:
     def labelled_batch(self, rows: list[int], baseline: float = 0.) -> dict[str, torch.Tensor]:
         "Make the batch of some records, with KTO's baseline."
         batch = answer_batch(self.prompts, self.answers, rows, self.pad_id)
-        good, one = self.good[rows], batch['weight']   # (N, K); (N,) ones
+        good = self.good[rows]    # (N, K)
+        one = batch['weight']     # (N,) ones
         batch |= dict(good=good, reference=self.reference[rows], baseline=baseline * one)
         batch['share'] = good.sum().clamp(min=1e-6) / len(rows) * one
         batch['other_share'] = (1 - good).sum().clamp(min=1e-6) / len(rows) * one
@@ -308,10 +306,11 @@ def train(cfg: DPOConfig):
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     preflight(cfg, ('eval_split',), policy, tokenizer)
     data = LabelledAnswers(cfg, tokenizer, *labels)
-    held_out, baseline = data.held_out, 0.
+    held_out = data.held_out
     trainer = Trainer(run, len(data.order), dict(policy=policy))
     data.add_reference(policy)   # before a checkpoint is read
     def loss(batch): return dpo_step(policy, batch, cfg)
+    baseline = 0.   # of KTO
     for step in trainer.steps():
         if cfg.loss_type == 'kto':   # z_0 of the whole batch, whatever its parts
             parts = trainer.split(data.mismatched_batch(step))
@@ -327,7 +326,7 @@ def train(cfg: DPOConfig):
     figures = answer_eval_split(policy, tokenizer, run, load_reference(policy, cfg))
     last = read_log(run.folder)[-20:]
     figures |= {k: v for k, v in last[-1].items() if k in ('val_loss', 'val_accuracy')}
-    figures |= {k: mean([r[k] for r in last]) for k in ('loss', 'accuracy', 'margin')}
+    for k in ('loss', 'accuracy', 'margin'): figures[k] = mean([r[k] for r in last])
     run.finish(labels=len(data.prompts) - len(held_out), held_out=len(held_out),
                too_long=data.too_long, **figures)
     return run

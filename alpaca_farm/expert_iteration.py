@@ -102,7 +102,8 @@ def train(cfg: ExpertIterationConfig):
     run = start(cfg, train, STAGES)
     if run.done: return answer_again(run)
     preflight(cfg, ('split', 'val_split', 'eval_split'))
-    prompts, used = len(load_split(cfg, 'split')), (cfg.rounds - 1) * cfg.max_instances
+    prompts = len(load_split(cfg, 'split'))
+    used = (cfg.rounds - 1) * cfg.max_instances
     if prompts <= used:
         raise ValueError(f'rounds = {cfg.rounds}: those before the last use {used} instructions '
                          f'(max_instances = {cfg.max_instances} each) of the {prompts} of '

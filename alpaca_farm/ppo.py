@@ -14,10 +14,11 @@ from functools import partial
 from typing import Annotated, Literal
 
 from annotated_types import Ge
+import numpy as np
 import torch
 
 from .core.model.adapters import inherit_state, own_weights, state_of
-from .core.answers import answer_again, mean, preflight
+from .core.answers import answer_again, mean_figures, preflight
 from alpaca_farm.core.functional import (gae, has_spread, kl_estimate, KL_KINDS, masked_mean,
     masked_var, masked_whiten)
 from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
@@ -237,7 +238,8 @@ def experience(
     cfg: PPOConfig,
 ) -> tuple[dict, dict]:  # the batch with what the losses read, and figures over response tokens
     "Turn a scored rollout into advantages and returns."
-    kind, response = ADVANTAGES[cfg.advantage], batch['response']
+    kind = ADVANTAGES[cfg.advantage]
+    response = batch['response']
     # 1. log-probs of the policy that sampled, and values
     if kind.divides and cfg.kl_coef: batch = {k: v for k, v in batch.items() if k != 'old_logp'}
     logp, old_values = evaluate(policy, value, batch, cfg)
@@ -289,7 +291,8 @@ def ppo_loss(
 ) -> dict[str, torch.Tensor]:  # (B, T) each
     "Compute the loss of each token, and figures."
     states = answer_states(policy, batch) if cfg.shared_value else None   # for both heads
-    logp, old_logp = logprobs(policy, batch, cfg.temperature, states), batch['old_logp']
+    logp = logprobs(policy, batch, cfg.temperature, states)
+    old_logp = batch['old_logp']
     loss = ppo_policy_loss(logp, old_logp, batch['advantages'], cfg.clip)
     ratio = (logp - old_logp).exp()
     figures = dict(loss=loss, policy_loss=loss, ratio=ratio,
@@ -315,8 +318,7 @@ def _ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) ->
             if value is None and not part['advantages'].any(): continue   # nothing to learn
             updates.append(trainer.update(part, lambda b: ppo_loss(policy, value, b, cfg)))
     if not updates: return {}
-    figures = {k: mean([u[k] for u in updates]) for k in updates[0]}
-    return figures | dict(first_ratio=updates[0]['ratio'])
+    return mean_figures(updates) | dict(first_ratio=updates[0]['ratio'])
 
 # %% ../nbs/ppo.ipynb #1f2a4af0
 def rollout_indices(
@@ -325,8 +327,7 @@ def rollout_indices(
     cfg: PPOConfig,
 ) -> list[int]:
     "List the prompt of each row of a step; rows of the same prompt are adjacent."
-    prompts = prompt_indices(n, step, cfg, cfg.rollouts // cfg.group)
-    return [i for i in prompts for _ in range(cfg.group)]
+    return np.repeat(prompt_indices(n, step, cfg, cfg.rollouts // cfg.group), cfg.group).tolist()
 
 # %% ../nbs/ppo.ipynb #71cb6b86
 def train(cfg: PPOConfig):

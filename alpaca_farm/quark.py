@@ -15,7 +15,7 @@ from annotated_types import Ge
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import answer_again, mean, preflight
+from .core.answers import answer_again, mean_figures, preflight
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.functional import widen
 from alpaca_farm.core.model.models import (answer_states, load_policy, load_reference,
@@ -224,7 +224,8 @@ def train(cfg: QuarkConfig):
         # 2. sort
         pool = update_pool(trainer.extra.get('pool', {}), batch, rows, scores, cfg.clear_pool)
         trainer.extra['pool'] = pool
-        quantile, answers = quantiles(pool['score'], cfg.num_quantiles), pool_answers(pool)
+        quantile = quantiles(pool['score'], cfg.num_quantiles)
+        answers = pool_answers(pool)
         usable = range(len(quantile))
         if cfg.best_quantile_only: usable = (quantile == 0).nonzero()[:, 0].tolist()
         # 3. learn
@@ -235,7 +236,7 @@ def train(cfg: QuarkConfig):
             learned = token_batch(ask(pool['row'][rows], own), [answers[i] for i in rows],
                                   range(len(rows)), tokenizer.pad_token_id)
             updates.append(trainer.update(learned, loss))
-        means = {k: mean([u[k] for u in updates]) for k in updates[0]} | dict(pool=len(quantile))
+        means = mean_figures(updates) | dict(pool=len(quantile))
         for k in quantile.unique().tolist():
             means[f'lowest_{k}'] = pool['score'][quantile == k].min().item()
         figures |= choose(trainer, policy, tokenizer)

@@ -119,19 +119,17 @@ def prompt_batches(
     same = {}
     for i, prompt in enumerate(prompts): same.setdefault(tuple(prompt), []).append(i)
     groups = list(same.values())
-    longest = []
-    for rows in groups: longest.append(max(lengths[i] for i in rows))
+    longest = [max(map(lengths.__getitem__, rows)) for rows in groups]
     at_once = max(1, batch_size * len(groups) // len(prompts))
-    steps = []
-    for step in batches(longest, at_once, epochs, seed):
-        steps.append([i for k in step for i in groups[k]])
-    return steps
+    steps = batches(longest, at_once, epochs, seed)
+    return [sum((groups[k] for k in step), []) for step in steps]
 
 
 def score_distinct(model, batch: dict) -> torch.Tensor:  # (B, 2)
     "Score both answers of pairs; one that is in several pairs is read once."
     parts = [batch[k].flatten(0, 1) for k in ('ids', 'mask', 'response')]
-    places, kept, index = {}, [], []
+    places = {}       # of the distinct answers
+    kept, index = [], []
     for i, row in enumerate(torch.cat(parts, 1).tolist()):
         place = places.setdefault(tuple(row), len(kept))
         if place == len(kept): kept.append(i)
@@ -147,7 +145,8 @@ def reward_loss(
 ) -> dict[str, torch.Tensor]:  # (B,) each
     "Compute the loss, accuracy and margin (the lead of the labelled answer) of each pair."
     first, second = score_distinct(model, batch).unbind(1)
-    lead, label = second - first, batch['label']
+    lead = second - first
+    label = batch['label']
     return dict(loss=pairwise_loss(second, first, label, batch['margin'], flip_rate),
                 accuracy=pair_accuracy(lead, label), margin=lead * (2 * label - 1))
 
@@ -159,7 +158,8 @@ def split_pairs(
 ) -> tuple[list, list]:  # to learn from, and held out
     "Hold out the marked records if there are any, else those of random prompts."
     marked = any(r.get('held_out') for r in records)
-    chosen, n = set(), 0
+    chosen = set()
+    n = 0
     if not marked:
         pairs = Counter(prompt_key(r) for r in records)
         order = sorted(pairs)
@@ -266,7 +266,7 @@ def save_reward_model(
 ) -> dict[str, float]:
     "Measure a model on held-out pairs, standardise it, and write model/ and tables."
     cfg = run.cfg
-    answers = [answer_of(r, k) for k in (1, 2) for r in pairs]
+    answers = [answer_of(r, 1) for r in pairs] + [answer_of(r, 2) for r in pairs]
     scores = score_records(model, tokenizer, answers, cfg.template, standardise=False)
     first, second = scores = np.array(scores).reshape(2, -1)
     lead = second - first
@@ -307,9 +307,8 @@ def train(cfg: RewardModelConfig):
         trainer.log(**trainer.update(batch, lambda b: reward_loss(model, b, cfg.flip_rate)))
     figures = save_reward_model(run, model, tokenizer, apart)
     if figures.get('accuracy_low', 1) <= .5:
-        low, high = figures['accuracy_low'], figures['accuracy_high']
-        print(f'the accuracy on {len(apart)} held-out labels, {figures["accuracy"]:.0%} '
-              f'[{low:.0%}, {high:.0%}], is not clear of chance')
+        print('the accuracy on {n} held-out labels, {accuracy:.0%} [{accuracy_low:.0%}, '
+              '{accuracy_high:.0%}], is not clear of chance'.format(n=len(apart), **figures))
     run.finish(labels=len(lengths), held_out=len(apart), too_long=too_long, **figures)
     return run
 

@@ -80,7 +80,8 @@ def train(cfg: SFTConfig):
     figures = answer_eval_split(policy, tokenizer, run)
     figures |= dict(kl=0., examples=len(prompts), too_long=len(learn) - len(prompts), labels=0)
     if val:
-        figures['nll_before'], figures['nll'] = before['loss'], trainer.measure(val, loss)['loss']
+        figures['nll_before'] = before['loss']
+        figures['nll'] = trainer.measure(val, loss)['loss']
         if figures['nll'] > before['loss']:
             print(f'the loss on {cfg.val_split} has risen from {before["loss"]:.2f} to '
                   f'{figures["nll"]:.2f}: lower learning_rate or epochs')

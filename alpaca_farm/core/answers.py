@@ -4,16 +4,16 @@
 
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
-           'sample_answers', 'in_chunks', 'mean', 'choose_best', 'answer_figures', 'score_candidates', 'log_ratios',
-           'load_split', 'answer_labels', 'try_setting', 'note_shared_prompts', 'preflight', 'answer_eval_split',
-           'answer_again', 'print_answers']
+           'sample_answers', 'in_chunks', 'mean', 'choose_best', 'mean_figures', 'answer_figures', 'score_candidates',
+           'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'note_shared_prompts', 'preflight',
+           'answer_eval_split', 'answer_again', 'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
 
 import numpy as np
 
@@ -185,6 +185,13 @@ def choose_best(
     return chosen
 
 
+def mean_figures(
+    logged: list[dict],   # of several steps, with the same names
+) -> dict[str, float]:
+    "Average each figure."
+    return {name: mean([r[name] for r in logged]) for name in logged[0]}
+
+
 def answer_figures(
     outputs: list[dict],   # answers, with `ended`
 ) -> dict[str, float]:
@@ -198,8 +205,8 @@ def score_candidates(
     rewards,                 # function of records: their scores
 ) -> list[dict]:
     "Give each record `scores`, one for each of its answers."
-    scores = iter(rewards(each_answer(candidates)))
-    return [dict(c, scores=[float(next(scores)) for _ in c['output']]) for c in candidates]
+    scores = map(float, rewards(each_answer(candidates)))
+    return [dict(c, scores=list(islice(scores, len(c['output'])))) for c in candidates]
 
 # %% ../../nbs/core/answers.ipynb #ef22a0f0
 def log_ratios(
@@ -267,9 +274,10 @@ def note_shared_prompts(cfg: PromptConfig):
         rows = []
         for spec in learned:
             rows += load_records(spec, ('preferences', 'candidates'), columns=cfg.columns)
-        parts.append((', '.join(learned), rows))
-    for name in splits: parts.append((getattr(cfg, name), load_split(cfg, name)))
-    parts = [(name, {prompt_key(r) for r in rows}) for name, rows in parts]
+        parts.append((', '.join(learned), set(map(prompt_key, rows))))
+    for name in splits:
+        rows = load_split(cfg, name)
+        parts.append((getattr(cfg, name), set(map(prompt_key, rows))))
     for (first, earlier), (name, later) in combinations(parts, 2):
         shared = len(earlier & later)
         if shared: notice(f'{cfg.data}: {shared} of {len(later)} prompts of {name} are also in '

@@ -26,8 +26,8 @@ def scale_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 
 
 def token_logprobs(
-    logits: torch.Tensor,     # (..., V)
-    tokens: torch.Tensor,     # (...)
+    logits,                   # (..., V)
+    tokens,                   # (...)
     temperature: float = 1.,  # at which they were sampled
 ) -> torch.Tensor:  # (...) float32 or float64, differentiable
     "Compute the log-probs of tokens."
@@ -36,8 +36,8 @@ def token_logprobs(
 
 # %% ../../nbs/core/functional.ipynb #b214b539
 def head_logits(
-    hidden: torch.Tensor,  # (..., D)
-    weight: torch.Tensor,  # (V, D)
+    hidden,                # (..., D)
+    weight,                # (V, D)
     bias=None,             # (V,)
     scale: float = 1.,     # factor of all logits
     cap: float = 0.,       # they stay below it, softly; 0: no cap
@@ -95,9 +95,9 @@ class SelectedLogprobs(torch.autograd.Function):
 
 
 def selected_logprobs(
-    hidden: torch.Tensor,     # (N, D) last states of the positions that predict the tokens
-    weight: torch.Tensor,     # (V, D) of the head
-    tokens: torch.Tensor,     # (N,)
+    hidden,                   # (N, D) last states of the positions that predict the tokens
+    weight,                   # (V, D) of the head
+    tokens,                   # (N,)
     temperature: float = 1.,  # at which they were sampled
     chunk: int = 0,           # rows whose logits are in memory; 0: as many as take 128 MB
     bias=None,                # (V,), with scale and cap as in `head_logits`
@@ -118,7 +118,7 @@ def selected_logprobs(
 # %% ../../nbs/core/functional.ipynb #a55fd940
 def masked_mean(
     x: torch.Tensor,
-    mask: torch.Tensor,  # not 0 where a value counts; broadcasts
+    mask,                # not 0 where a value counts; broadcasts
     dim=None,            # None: over all dimensions
 ) -> torch.Tensor:
     "Compute the mean of the values that count; of nothing it is 0."
@@ -139,7 +139,7 @@ def has_spread(x, dim=None) -> torch.Tensor:
 
 def masked_whiten(
     x: torch.Tensor,
-    mask: torch.Tensor,       # not 0 where a value counts; elsewhere the result is 0
+    mask,                     # not 0 where a value counts; elsewhere the result is 0
     shift_mean: bool = True,  # to 0; not of rewards, whose sign matters
     eps: float = 1e-8,        # added to the variance
 ) -> torch.Tensor:
@@ -161,8 +161,8 @@ KL_KINDS = {
 
 
 def kl_estimate(
-    logp: torch.Tensor,      # of sampled tokens under the policy, of any shape
-    ref_logp: torch.Tensor,  # under the reference
+    logp,                    # of sampled tokens under the policy, of any shape
+    ref_logp,                # under the reference
     kind: str = 'k1',        # a name of `KL_KINDS`
 ) -> torch.Tensor:
     "Estimate the divergence from the reference by each token (Schulman, 2020)."
@@ -172,9 +172,9 @@ def kl_estimate(
 # %% ../../nbs/core/functional.ipynb #a091fa40
 @torch.no_grad()
 def gae(
-    rewards: torch.Tensor,  # (B, T) of tokens
-    values: torch.Tensor,   # (B, T) returns that were expected *before* each token
-    mask: torch.Tensor,     # (B, T) with at most one contiguous stretch in a row
+    rewards,                # (B, T) of tokens
+    values,                 # (B, T) returns that were expected *before* each token
+    mask,                   # (B, T) with at most one contiguous stretch in a row
     gamma: float = 1.,      # discount
     lam: float = 1.,        # 0: errors of one step; 1: of the whole return
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) each, 0 outside of the mask

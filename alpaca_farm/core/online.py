@@ -123,7 +123,8 @@ def in_micro_batches(
     batch: dict,
 ) -> torch.Tensor:
     "Compute `f` of a batch in parts, divided among all processes."
-    (k, processes), (rows, tokens) = rank(), pass_limits(model)
+    k, processes = rank()
+    rows, tokens = pass_limits(model)
     size = max(1, int(min(rows, tokens // batch['ids'].shape[-1])))
     own = {name: v[k::processes] for name, v in batch.items()}
     found = []
@@ -175,7 +176,8 @@ class CheckpointSelector:
         cfg: OnlineConfig,
         annotate=None,    # `annotate_pairs` of a pool, or None
     ):
-        self.cfg, self.annotate = cfg, annotate
+        self.cfg = cfg
+        self.annotate = annotate
         if not annotate: return
         records = {prompt_key(r): r for r in load_split(cfg, 'val_split')}
         self.base = sample_answers(reference, tokenizer, list(records.values()), cfg,
@@ -198,7 +200,8 @@ class CheckpointSelector:
         policy, tokenizer,
     ) -> dict[str, float]:  # on val, if due
         "Save the policy if it is chosen, and as model-<step>."
-        cfg, step, last = self.cfg, trainer.step, trainer.step == trainer.total
+        cfg, step = self.cfg, trainer.step
+        last = step == trainer.total
         due = self.annotate and (step % cfg.eval_every == 0 or last)
         figures = self.measure(policy, tokenizer) if due else {}
         won = figures.get('val_win_rate', -1.)
@@ -226,7 +229,8 @@ def finish_run(
         load_adapter(policy, run.path('adapter'))
         save_model(policy, tokenizer, run)
     answered = answer_eval_split(policy, tokenizer, run, reference, plain)
-    log, best_step = read_log(run.folder), trainer.extra['best_step']
+    log = read_log(run.folder)
+    best_step = trainer.extra['best_step']
     best = next(r for r in log if r['step'] == best_step)
     figures = {k: best[k] for k in ('reward', 'val_win_rate', 'val_standard_error') if k in best}
     labels = label_count(run.cfg.reward_model) + sum(r.get('val_labels', 0) for r in log)
