@@ -7,19 +7,22 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 import tiny
+from alpaca_farm.core.run.runs import read_summary
 
 
 def blocks(heading):
-    "The code blocks under a heading of the page."
+    "Language and text of each code block under a heading of the page."
     page = (tiny.ROOT/'nbs'/'contributing.md').read_text()
     section = page.split(f'\n## {heading}\n')[1].split('\n## ')[0]
-    return re.findall(r'^```\w+\n(.*?)^```', section, re.M | re.S)
+    return re.findall(r'^```(\w+)\n(.*?)^```', section, re.M | re.S)
 
 
-def add(root, block):
+def add(root, language, block):
     "Put a block where its first line says: `# FILE`, or `# FILE, behind NAME`, which it defines."
+    if language == 'sh': return subprocess.run(['bash', '-ec', block], cwd=root, check=True)
     place, text = block.split('\n', 1)
     file, _, name = place.removeprefix('# ').partition(', behind ')
     path = root/file
@@ -32,11 +35,13 @@ def add(root, block):
                     source=f'#| export\n{text}')
         notebook['cells'].insert(at + 1, cell)
         path.write_text(json.dumps(notebook))
-        run(root, '-c', f'from nbdev.export import nb_export; nb_export({file!r}, "alpaca_farm")')
     else:
         lines = path.read_text().splitlines(True)
-        end = next(s.end_lineno for s in ast.parse(''.join(lines)).body
-                   if isinstance(s, ast.Assign) and s.targets[0].id == name)
+        if path.suffix == '.yaml':
+            end = next(i for i, line in enumerate(lines, 1) if line.startswith(f'{name}:'))
+        else:
+            end = next(s.end_lineno for s in ast.parse(''.join(lines)).body
+                       if isinstance(s, ast.Assign) and s.targets[0].id == name)
         path.write_text(''.join([*lines[:end], text, *lines[end:]]))
 
 
@@ -56,8 +61,9 @@ def project(tmp_path_factory):
     for name in ('alpaca_farm', 'nbs', 'tests'):
         shutil.copytree(tiny.ROOT/name, root/name, ignore=skipped)
     for name in ('settings.ini', 'README.md'): shutil.copy(tiny.ROOT/name, root)
-    for heading in ('A preference loss', 'An advantage'):
-        for block in blocks(heading): add(root, block)
+    for heading in ('A method', 'A preference loss', 'An advantage'):
+        for block in blocks(heading): add(root, *block)
+    run(root, '-c', 'from nbdev.doclinks import nbdev_export; nbdev_export()')
     return root
 
 
@@ -66,6 +72,16 @@ def test_a_loss_and_an_advantage_train_and_have_their_values(project):
     said = run(project, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'tests/fast/test_dpo.py',
                'tests/fast/test_losses.py', '-k', 'squared_hinge or median')
     assert int(re.search(r'(\d+) passed', said)[1]) >= 10, said
+
+
+def test_a_method_has_the_form_of_one_and_trains(project, base, tmp_path):
+    said = run(project, '-m', 'pytest', '-q', '-p', 'no:cacheprovider',
+               'tests/fast/test_contracts.py', '-k', 'my_method or one_thing')
+    assert int(re.search(r'(\d+) passed', said)[1]) >= 8, said
+    settings = tiny.settings('sft', base, out=str(tmp_path/'run'), eval_split='')
+    run(project, '-m', 'alpaca_farm.my_method', *tiny.command('sft', **settings)[3:])
+    assert read_summary(tmp_path/'run')['nll'] > 0
+    assert 'my_method' in yaml.safe_load((project/'nbs/recipes/farm.yaml').read_text())['methods']
 
 
 LISTED = """
