@@ -81,7 +81,7 @@ def dpo_loss(
 
 # %% ../nbs/dpo.ipynb #498ea2a0
 def simpo_loss(
-    lead: torch.Tensor,          # (B,) mean log-prob of the preferred answer's tokens, minus the other's
+    lead: torch.Tensor,  # (B,) mean log-prob of the preferred answer's tokens minus the other's
     beta: float = 2.0,           # the paper's are 2 to 10
     target_margin: float = 1.0,  # gamma, the lead required of the preferred answer
 ) -> torch.Tensor:  # (B,)
@@ -89,7 +89,8 @@ def simpo_loss(
     return -F.logsigmoid(beta * lead - target_margin)
 
 
-LOSSES['simpo'] = Loss('no reference (Meng et al., 2024)', simpo_loss, ('target_margin',), mean=True)
+LOSSES['simpo'] = Loss('no reference (Meng et al., 2024)', simpo_loss, ('target_margin',),
+                       mean=True)
 
 # %% ../nbs/dpo.ipynb #691c4b20
 def kto_loss(
@@ -151,8 +152,8 @@ class DPOConfig(TrainConfig, AnswerConfig):
     def __post_init__(self):
         super().__post_init__()
         if bool(self.eval_every) != bool(self.held_out):
-            raise ValueError(f'held_out = {self.held_out}, eval_every = {self.eval_every}: set both, '
-                             'to 200 and 50 for instance, or none')
+            raise ValueError(f'held_out = {self.held_out}, eval_every = {self.eval_every}: '
+                             'set both, to 200 and 50 for instance, or none')
         users = {}   # the losses that read a setting
         for kind, loss in LOSSES.items():
             for name in loss.settings: users.setdefault(name, []).append(kind)
@@ -169,7 +170,7 @@ class DPOConfig(TrainConfig, AnswerConfig):
 
 # %% ../nbs/dpo.ipynb #35b68c90
 def read_labels(cfg: DPOConfig) -> tuple[list[dict], tuple[str, ...], list[list[float]]]:
-    "Read records, the better answer first, the K fields of answers, and how probably each is good."
+    "Read records, better answer first, the K fields of answers, and how probably each is good."
     kinds = ('preference', 'output') if cfg.loss_type == 'kto' else 'preference'
     records = load_records(cfg.preferences, 'preferences', kinds, cfg.max_instances, cfg.columns)
     if 'preference' not in records[0]:

@@ -72,7 +72,7 @@ def token_rewards(
 class Advantage:
     "One way to tell how much better than expected an answer was."
     text: str                         # what the rewards are compared with, for `--help`
-    # from the sums of rewards of the answers (prompts, G) to as many advantages; None: GAE, by token
+    # from sums of the answers' rewards (prompts, G) to as many advantages; None: GAE, by token
     of_group: Callable | None = None
     value_model: bool = False         # whether a value model is trained
     divides: bool = False             # by the spread of a group, so that rounding matters

@@ -163,7 +163,8 @@ def _draw_rows(n: int, step: int, cfg: QuarkConfig) -> list[list[int]]:
     "Rows of each update of a step, of `n` usable answers: every one once before any twice."
     g = torch.Generator().manual_seed(cfg.seed * 1_000_003 + step)
     order = []
-    while len(order) < cfg.updates * cfg.batch_size: order += torch.randperm(n, generator=g).tolist()
+    while len(order) < cfg.updates * cfg.batch_size:
+        order += torch.randperm(n, generator=g).tolist()
     return [order[k * cfg.batch_size:(k + 1) * cfg.batch_size] for k in range(cfg.updates)]
 
 

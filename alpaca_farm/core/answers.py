@@ -231,8 +231,8 @@ def load_split(
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
     splits = [s for s in as_list(cfg.inputs.get('data', setting)) if getattr(cfg, s)]
     if len(splits) > 1 and at_root(cfg.data).is_file():
-        raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} at '
-                         'once: name a folder with a file for each, or leave all but one empty')
+        raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} '
+                         'at once: name a folder with a file for each, or leave all but one empty')
     try: return load_records(cfg.data, split, kind, n, columns=getattr(cfg, 'columns', ''))
     except (FileNotFoundError, ValueError) as e:
         error = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError

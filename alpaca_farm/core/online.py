@@ -100,7 +100,7 @@ def sample_rollout(
     prompts: list[list[int]],  # ids of the records' prompts, which control tokens may precede
     cfg: OnlineConfig,
     seed: int,
-) -> tuple[dict, list[dict]]:  # ids, mask, response, maybe old_logp; records with `output`, `ended`
+) -> tuple[dict, list[dict]]:  # ids, mask, response, maybe old_logp; with `output`, `ended`
     "Answer prompts once each; as a batch of tokens, and as records."
     _, _, groups = sample(policy, tokenizer, records, cfg, seed=seed, prompts=prompts)
     samples = [s for s, in groups]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.core.functional import masked_mean, masked_var, masked_whiten
+from alpaca_farm.core.functional import masked_mean, masked_var
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.runs import read_log
@@ -20,33 +20,17 @@ from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.online import OnlineConfig, rollout_scores, sample_rollout
 from alpaca_farm.core.training import Trainer
 from alpaca_farm.overoptimization import _proxy_utility_correlation, standard_reward
-from alpaca_farm.ppo import ppo_policy_loss, ppo_value_loss
+from alpaca_farm.ppo import ppo_policy_loss
 
 torch.set_num_threads(1)
-
-
-def randn(n, seed=0):
-    return 2*torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def same(found, wanted):
-    wanted = torch.tensor(wanted, dtype=torch.float64)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_ppo_policy_gradient_stops_where_clipped():
     new = torch.tensor([[.5, -.5, .5, -.5]], dtype=torch.float64, requires_grad=True)
     adv = torch.tensor([[1., -1., -1., 1.]], dtype=torch.float64)  # the first two are too far
     ppo_policy_loss(new, torch.zeros(1, 4, dtype=torch.float64), adv, .2).sum().backward()
-    same(new.grad, [[0., 0., math.exp(.5), -math.exp(-.5)]])
-
-
-def test_ppo_value_loss():
-    def one(v, old, target):
-        cut = min(max(v, old - .2), old + .2)
-        return .5*max((v - target)**2, (cut - target)**2)
-    given = [randn(28, seed=seed) for seed in range(3)]
-    same(ppo_value_loss(*given, .2), [one(*x) for x in zip(*(t.tolist() for t in given))])
+    wanted = torch.tensor([[0., 0., math.exp(.5), -math.exp(-.5)]], dtype=torch.float64)
+    torch.testing.assert_close(new.grad, wanted, rtol=1e-12, atol=1e-12)
 
 
 def config(base, kind, **more):
@@ -265,16 +249,6 @@ def test_the_average_over_answers_is_the_mean_of_their_means(base, models):
     mean = (loss*batch['weight']).sum()/batch['weight'].sum()   # as `Trainer.update` takes it
     wanted = sum(l[on].mean() for l, on in zip(loss, batch['response'].bool()))/16
     assert lengths.unique().numel() > 1 and mean.item() == pytest.approx(wanted.item(), abs=1e-6)
-
-
-def test_whitening_does_not_enlarge_rounding():
-    "Equal numbers become 0, or stay what they are where their mean is kept."
-    for value in (.1, 1000.1, -1e6/7):
-        x, mask = torch.full((7, 9), value), torch.arange(9) < torch.arange(1, 8)[:, None]
-        for around in (x, torch.where(torch.arange(9) % 2 < 1, x*(1 + 2e-7), x)):
-            assert not masked_whiten(around, mask).any()
-            kept = masked_whiten(around, mask, shift_mean=False)
-            torch.testing.assert_close(kept, x*mask, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize('value', [.1, 1000.1, -1e6/7])
