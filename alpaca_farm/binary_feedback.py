@@ -104,9 +104,9 @@ def load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], in
 
 # %% ../nbs/binary_feedback.ipynb #d6114a60
 def label_accuracy(
-    score: np.ndarray,   # (N,) of each answer
-    good: np.ndarray,    # (N,) its label, from 0 to 1
-    question: list,      # what it answers
+    score,           # (N,) of each answer
+    good,            # (N,) its label, from 0 to 1
+    question: list,  # what it answers
 ) -> float:
     "Compute how often the better of two answers to a question scores higher; nan without pairs."
     rows_of = {}
@@ -120,9 +120,9 @@ def label_accuracy(
 # %% ../nbs/binary_feedback.ipynb #be174633
 def compare_on_val(
     policy, reference,
-    tokenizers: dict,   # those that prompt with a token, by its name; empty for FeedME
-    plain,              # the tokenizer without tokens
-    judge,              # annotator or pool, or None
+    tokenizers: dict,  # those that prompt with a token, by its name; empty for FeedME
+    plain,             # the tokenizer without tokens
+    judge,             # annotator or pool, or None
     run,
 ) -> dict[str, float]:  # percent, with standard errors
     "Answer the val split, into said.json, and judge the policy, and `<good>` against `<bad>`."

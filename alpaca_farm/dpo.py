@@ -67,24 +67,24 @@ LOSSES = {
 
 
 def dpo_loss(
-    policy_chosen: torch.Tensor,    # (B,) summed log-probs of the preferred answers, policy
-    policy_rejected: torch.Tensor,  # (B,) of the others
-    ref_chosen: torch.Tensor,       # (B,) the same under the reference
-    ref_rejected: torch.Tensor,     # (B,)
-    beta: float,                    # weight of the KL penalty
-    loss_type: str = 'sigmoid',     # a name of `LOSSES`, whose margin has a reference
-    **settings,                     # of the loss: label_smoothing, the share of flipped labels
-) -> torch.Tensor:  # (B,)
+    policy_chosen,               # (B,) summed log-probs of the preferred answers, policy
+    policy_rejected,             # (B,) of the others
+    ref_chosen,                  # (B,) the same under the reference
+    ref_rejected,                # (B,)
+    beta: float,                 # weight of the KL penalty
+    loss_type: str = 'sigmoid',  # a name of `LOSSES`, whose margin has a reference
+    **settings,                  # of the loss: label_smoothing, the share of flipped labels
+):  # (B,)
     "Compute the loss of each pair."
     h = (policy_chosen - ref_chosen) - (policy_rejected - ref_rejected)
     return LOSSES[loss_type].of_margin(h, beta, **settings)
 
 # %% ../nbs/dpo.ipynb #498ea2a0
 def simpo_loss(
-    lead: torch.Tensor,  # (B,) mean log-prob of the preferred answer's tokens minus the other's
+    lead,                # (B,) mean log-prob of the preferred answer's tokens minus the other's
     beta: float = 2.0,           # the paper's are 2 to 10
     target_margin: float = 1.0,  # gamma, the lead required of the preferred answer
-) -> torch.Tensor:  # (B,)
+):  # (B,)
     "Compute SimPO's loss of each pair in nats (Meng et al., 2024, eq. 6)."
     return -F.logsigmoid(beta * lead - target_margin)
 
@@ -94,10 +94,10 @@ LOSSES['simpo'] = Loss('no reference (Meng et al., 2024)', simpo_loss, ('target_
 
 # %% ../nbs/dpo.ipynb #691c4b20
 def kto_loss(
-    logp: torch.Tensor,      # summed log-probs of answers under the policy, of any shape
-    ref_logp: torch.Tensor,  # the same under the reference
-    good: torch.Tensor,      # 1 where the answer is good, 0 where bad; between them a soft label
-    z0: torch.Tensor,        # the baseline in nats, without gradient
+    logp,                    # summed log-probs of answers under the policy, of any shape
+    ref_logp,                # the same under the reference
+    good,                    # 1 where the answer is good, 0 where bad; between them a soft label
+    z0,                      # the baseline in nats, without gradient
     beta: float = 0.1,       # weight of the KL penalty
     desirable_weight: float = 1.0,    # lambda_D
     undesirable_weight: float = 1.0,  # lambda_U
@@ -188,11 +188,11 @@ def read_labels(cfg: DPOConfig) -> tuple[list[dict], tuple[str, ...], list[list[
 # %% ../nbs/dpo.ipynb #78fb1520
 def reference_logprobs(
     policy,
-    prompts: list,             # token ids, N
-    answers: list,             # K columns of N answers each
+    prompts: list,            # token ids, N
+    answers: list,            # K columns of N answers each
     pad_id: int,
-    temperature: float = 1.,   # at which the answers were sampled
-) -> torch.Tensor:  # (N, K)
+    temperature: float = 1.,  # at which the answers were sampled
+):  # (N, K)
     "Compute the log-probs of all answers under the policy as it is now."
     logps = response_logprobs(policy, prompts * len(answers), sum(answers, []), pad_id,
                               temperature)
@@ -215,7 +215,7 @@ def kto_baseline(
 # %% ../nbs/dpo.ipynb #db20b42b
 def dpo_step(
     policy,
-    batch: dict,    # of `LabelledAnswers`: ids, mask, response (B, K, T); reference, good (B, K)
+    batch: dict,  # of `LabelledAnswers`: ids, mask, response (B, K, T); reference, good (B, K)
     cfg: DPOConfig,
 ) -> dict[str, torch.Tensor]:  # (B,) each
     "Compute the loss and the figures of each record."
@@ -245,8 +245,8 @@ class LabelledAnswers:
         cfg: DPOConfig,
         tokenizer,
         records: list[dict],
-        fields: tuple,   # those of the records that hold answers, K
-        good: list,      # how probably each of these answers is good: K numbers for each record
+        fields: tuple,  # those of the records that hold answers, K
+        good: list,     # how probably each of these answers is good: K numbers for each record
     ):
         self.cfg = cfg
         self.pad_id = tokenizer.pad_token_id

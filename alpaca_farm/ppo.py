@@ -34,33 +34,33 @@ from .core.training import Trainer
 
 # %% ../nbs/ppo.ipynb #5e5c2420
 def ppo_policy_loss(
-    logp: torch.Tensor,        # (B, T) log-probs under the policy in training
-    old_logp: torch.Tensor,    # (B, T) under the policy that sampled
-    advantages: torch.Tensor,  # (B, T)
-    clip: float = 0.2,         # epsilon
-) -> torch.Tensor:  # (B, T)
+    logp,               # (B, T) log-probs under the policy in training
+    old_logp,           # (B, T) under the policy that sampled
+    advantages,         # (B, T)
+    clip: float = 0.2,  # epsilon
+):  # (B, T)
     "Compute the clipped surrogate loss of each token (Schulman et al., 2017, eq. 7)."
     ratio = (logp - old_logp).exp()
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
 
 # %% ../nbs/ppo.ipynb #7c3bdb20
 def ppo_value_loss(
-    values: torch.Tensor,      # (B, T) by the value model in training
-    old_values: torch.Tensor,  # (B, T) when the answers were sampled
-    returns: torch.Tensor,     # (B, T) targets
-    clip: float = 0.2,         # largest change that lowers the loss
-) -> torch.Tensor:  # (B, T)
+    values,             # (B, T) by the value model in training
+    old_values,         # (B, T) when the answers were sampled
+    returns,            # (B, T) targets
+    clip: float = 0.2,  # largest change that lowers the loss
+):  # (B, T)
     "Compute half the squared error of each value, the larger of clipped and unclipped."
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     return .5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
 
 # %% ../nbs/ppo.ipynb #8040a120
 def token_rewards(
-    scores: torch.Tensor,    # (B,)
-    kl: torch.Tensor,        # (B, T) per-token KL estimate, zero outside of the response
-    response: torch.Tensor,  # (B, T) mask
-    kl_coef: float,          # weight of the penalty, beta
-) -> torch.Tensor:  # (B, T)
+    scores,          # (B,)
+    kl,              # (B, T) per-token KL estimate, zero outside of the response
+    response,        # (B, T) mask
+    kl_coef: float,  # weight of the penalty, beta
+):  # (B, T)
     "Give every token its KL penalty, and the last one the score as well."
     place = torch.arange(1, response.shape[1] + 1, device=response.device)
     last = (response * place).argmax(1)
@@ -100,10 +100,10 @@ ADVANTAGES = {
 
 
 def group_advantages(
-    totals: torch.Tensor,  # (B,) sum of each answer's rewards; answers to one prompt are adjacent
-    size: int,             # answers to each prompt, G
-    kind: str,             # a name of `ADVANTAGES` that compares the answers of a group
-) -> torch.Tensor:  # (B,)
+    totals,     # (B,) sum of each answer's rewards; answers to one prompt are adjacent
+    size: int,  # answers to each prompt, G
+    kind: str,  # a name of `ADVANTAGES` that compares the answers of a group
+):  # (B,)
     "Compare each answer with the group of its prompt; equal rewards give exactly 0."
     group = totals.view(-1, size)
     return (ADVANTAGES[kind].of_group(group) * has_spread(group, 1)).flatten()
@@ -199,7 +199,7 @@ def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
 
 def reward_beside(
     policy,
-    value,           # the value model, or None
+    value,  # the value model, or None
     cfg: PPOConfig,
 ):  # records -> scores
     "Make the reward of the settings, without a second copy of weights that are in memory."
@@ -232,9 +232,9 @@ def evaluate(
 def experience(
     policy,
     reference,
-    value,                 # the value model, or None
-    batch: dict,           # of a rollout
-    scores: torch.Tensor,  # (B,) of its answers
+    value,        # the value model, or None
+    batch: dict,  # of a rollout
+    scores,       # (B,) of its answers
     cfg: PPOConfig,
 ) -> tuple[dict, dict]:  # the batch with what the losses read, and figures over response tokens
     "Turn a scored rollout into advantages and returns."
@@ -322,8 +322,8 @@ def _ppo_update(trainer: Trainer, policy, value, batch: dict, cfg: PPOConfig) ->
 
 # %% ../nbs/ppo.ipynb #1f2a4af0
 def rollout_indices(
-    n: int,          # prompts there are
-    step: int,       # from 1
+    n: int,     # prompts there are
+    step: int,  # from 1
     cfg: PPOConfig,
 ) -> list[int]:
     "List the prompt of each row of a step; rows of the same prompt are adjacent."

@@ -60,9 +60,9 @@ class QuarkConfig(OnlineConfig):
 
 # %% ../nbs/quark.ipynb #4b4d1340
 def quantiles(
-    scores: torch.Tensor,  # (N,) of the whole pool
-    num_quantiles: int,    # K
-) -> torch.Tensor:  # (N,) long, 0 is the best quantile
+    scores,              # (N,) of the whole pool
+    num_quantiles: int,  # K
+):  # (N,) long, 0 is the best quantile
     "Sort answers into quantiles (Lu et al., 2022, section 2), ties together."
     worst_first = scores.sort().values
     better = len(scores) - torch.searchsorted(worst_first, scores, right=True)
@@ -70,11 +70,11 @@ def quantiles(
 
 # %% ../nbs/quark.ipynb #73db11a0
 def update_pool(
-    pool: dict,            # earlier answers; empty at first
-    batch: dict,           # a rollout: ids, response
-    rows: list[int],       # the prompt of each answer
-    scores: torch.Tensor,  # (B,)
-    clear: bool,           # discard earlier answers
+    pool: dict,       # earlier answers; empty at first
+    batch: dict,      # a rollout: ids, response
+    rows: list[int],  # the prompt of each answer
+    scores,           # (B,)
+    clear: bool,      # discard earlier answers
 ) -> dict:  # answers (concatenated), length, row, score
     "Make the pool after a rollout."
     response = batch['response'].bool()
@@ -91,9 +91,9 @@ def pool_answers(pool: dict) -> list[list[int]]:
 
 # %% ../nbs/quark.ipynb #677ccec0
 def token_terms(
-    logits: torch.Tensor,      # (N, V) of the policy
-    ref_logits: torch.Tensor,  # (N, V) of the reference
-    tokens: torch.Tensor,      # (N,) sampled
+    logits,      # (N, V) of the policy
+    ref_logits,  # (N, V) of the reference
+    tokens,      # (N,) sampled
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # (N,) each
     "Compute each token's log-prob, KL to the reference and entropy; all differentiable."
     logp, ref = widen(logits).log_softmax(-1), widen(ref_logits).log_softmax(-1)
@@ -133,19 +133,19 @@ def response_terms(
 
 # %% ../nbs/quark.ipynb #2eadb130
 def quark_loss(
-    logp: torch.Tensor,     # (B, T) log-probs of the tokens
-    kl: torch.Tensor,       # (B, T) exact KL to the reference
-    entropy: torch.Tensor,  # (B, T)
-    mask: torch.Tensor,     # (B, T) response tokens
+    logp,                   # (B, T) log-probs of the tokens
+    kl,                     # (B, T) exact KL to the reference
+    entropy,                # (B, T)
+    mask,                   # (B, T) response tokens
     kl_coef: float = .05,   # beta
     entropy_coef: float = 0.,  # alpha
-) -> torch.Tensor:  # (B, T), zero outside of the response
+):  # (B, T), zero outside of the response
     "Compute each token's loss (Lu et al., 2022, eq. 2; the entropy term is of the authors' code)."
     return torch.where(mask.bool(), -logp + kl_coef * kl - entropy_coef * entropy, 0)
 
 # %% ../nbs/quark.ipynb #1ef51080
 def reward_tokens(
-    policy, tokenizer,   # changed in place
+    policy, tokenizer,  # changed in place
     cfg: QuarkConfig,
 ) -> tuple[list[int], int]:  # ids, best first; and the vocabulary's size without them
     "Add the reward tokens, if the settings ask for them."

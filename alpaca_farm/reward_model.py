@@ -66,7 +66,7 @@ class RewardModelConfig(TrainConfig):
 
 # %% ../nbs/reward_model.ipynb #46c555b2
 def label_chance(
-    lead: torch.Tensor,     # score of one answer minus the other's
+    lead,                   # score of one answer minus the other's
     flip_rate: float = 0.,  # epsilon, below 0.5
 ) -> torch.Tensor:
     "Compute P(label prefers the first answer), flips included (Patrini et al., 2017)."
@@ -74,12 +74,12 @@ def label_chance(
 
 
 def pairwise_loss(
-    chosen: torch.Tensor,    # (B,) scores of the preferred answers
-    rejected: torch.Tensor,  # (B,) scores of the others
-    target=None,             # (B,) or a number: P(`chosen` is truly the better one); 1 by default
-    margin=0.,               # (B,) or a number: the lead required of the better one
-    flip_rate: float = 0.,   # share of the labels that is flipped, below 0.5
-) -> torch.Tensor:  # (B,)
+    chosen,                 # (B,) scores of the preferred answers
+    rejected,               # (B,) scores of the others
+    target=None,            # (B,) or a number: P(`chosen` is truly the better one); 1 by default
+    margin=0.,              # (B,) or a number: the lead required of the better one
+    flip_rate: float = 0.,  # share of the labels that is flipped, below 0.5
+):  # (B,)
     "Compute the Bradley-Terry loss of each pair, in nats (Christiano et al., 2017)."
     def nll(lead):
         return -label_chance(lead, flip_rate).log() if flip_rate else -F.logsigmoid(lead)
@@ -153,8 +153,8 @@ def reward_loss(
 # %% ../nbs/reward_model.ipynb #ea3cc6f7
 def split_pairs(
     records: list[dict],
-    held_out: int,   # pairs, at least, unless records are marked as `held_out`
-    seed: int,       # of the prompts that are drawn
+    held_out: int,  # pairs, at least, unless records are marked as `held_out`
+    seed: int,      # of the prompts that are drawn
 ) -> tuple[list, list]:  # to learn from, and held out
     "Hold out the marked records if there are any, else those of random prompts."
     marked = any(r.get('held_out') for r in records)
@@ -206,7 +206,7 @@ def _observed(pairs: list[dict]) -> dict[str, tuple[list[int], np.ndarray]]:
 
 
 def accuracies(
-    lead: np.ndarray,   # (N,) score of the second answer minus the first's
+    lead,               # (N,) score of the second answer minus the first's
     pairs: list[dict],  # N preference records
 ) -> dict[str, float]:  # with 95 % intervals
     "Compute the agreement with labels and with the annotators' majority, and the labels' ceiling."
@@ -236,9 +236,9 @@ def accuracy_by_annotator(lead: np.ndarray, pairs: list[dict]) -> list[dict]:
 
 # %% ../nbs/reward_model.ipynb #952ea7b0
 def calibration(
-    predicted: np.ndarray,  # (N,) P(label prefers the second)
-    observed: np.ndarray,   # (N,) labels, or shares of annotators, from 0 to 1
-    bins: int = 10,         # of equally many pairs
+    predicted,       # (N,) P(label prefers the second)
+    observed,        # (N,) labels, or shares of annotators, from 0 to 1
+    bins: int = 10,  # of equally many pairs
 ) -> list[dict]:
     "Compare the mean prediction for the favoured answer with the observed share, by bins."
     predicted, observed = np.asarray(predicted, float), np.asarray(observed, float)
@@ -262,7 +262,7 @@ def calibration_error(rows: list[dict]) -> float:
 def save_reward_model(
     run,
     model, tokenizer,
-    pairs: list[dict],   # held out
+    pairs: list[dict],  # held out
 ) -> dict[str, float]:
     "Measure a model on held-out pairs, standardise it, and write model/ and tables."
     cfg = run.cfg

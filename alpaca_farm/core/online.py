@@ -118,8 +118,8 @@ def sample_rollout(
 
 
 def in_micro_batches(
-    f,            # part of a batch -> (rows of it, ...)
-    model,        # whose passes set the size of a part, and the precision
+    f,      # part of a batch -> (rows of it, ...)
+    model,  # whose passes set the size of a part, and the precision
     batch: dict,
 ) -> torch.Tensor:
     "Compute `f` of a batch in parts, divided among all processes."
@@ -139,11 +139,11 @@ def in_micro_batches(
 
 # %% ../../nbs/core/online.ipynb #57fe67d0
 def end_scores(
-    scores: torch.Tensor,  # (B,) of the reward model
-    ended: torch.Tensor,   # (B,) bool: EOS was sampled
-    rule: str,             # replace, subtract, or nothing
-    value: float,          # of the penalty
-) -> torch.Tensor:  # (B,)
+    scores,        # (B,) of the reward model
+    ended,         # (B,) bool: EOS was sampled
+    rule: str,     # replace, subtract, or nothing
+    value: float,  # of the penalty
+):  # (B,)
     "Apply the missing-EOS rule to scores."
     if not rule: return scores
     return torch.where(ended, scores, -value if rule == 'replace' else scores - value)
@@ -171,10 +171,10 @@ def rollout_scores(
 class CheckpointSelector:
     "Measures the policy on the val split, and saves the best so far; without a judge, the last."
     def __init__(self,
-        reference,        # whose answers the policy's are compared with
+        reference,      # whose answers the policy's are compared with
         tokenizer,
         cfg: OnlineConfig,
-        annotate=None,    # `annotate_pairs` of a pool, or None
+        annotate=None,  # `annotate_pairs` of a pool, or None
     ):
         self.cfg = cfg
         self.annotate = annotate
@@ -218,8 +218,8 @@ def finish_run(
     trainer: Trainer,
     tokenizer,
     reference,
-    too_long: int,   # prompts that were left out
-    plain=None,      # the reference's tokenizer, if the policy's adds a control token
+    too_long: int,  # prompts that were left out
+    plain=None,     # the reference's tokenizer, if the policy's adds a control token
 ):
     "Answer the eval split with the chosen policy, and write the summary."
     policy = trainer.plain['policy']
