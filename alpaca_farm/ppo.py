@@ -228,6 +228,15 @@ def evaluate(
     return in_micro_batches(both, policy, batch).unbind(-1)
 
 
+def _value_figures(old_values, returns, response) -> dict:
+    "Means, and the share of the returns' variance that the values explain."
+    figures = dict(value=masked_mean(old_values, response), returns=masked_mean(returns, response))
+    if has_spread(returns[response.bool()]):
+        missed = masked_var(returns - old_values, response)
+        figures['explained_variance'] = 1 - missed / masked_var(returns, response)
+    return figures
+
+
 @torch.no_grad()
 def experience(
     policy,
@@ -271,11 +280,7 @@ def experience(
     if value:
         returns = advantages + old_values
         batch = batch | dict(old_values=old_values, returns=returns)
-        figures |= dict(value=masked_mean(old_values, response),
-                        returns=masked_mean(returns, response))
-        if has_spread(returns[response.bool()]):
-            missed = masked_var(returns - old_values, response)
-            figures['explained_variance'] = 1 - missed / masked_var(returns, response)
+        figures |= _value_figures(old_values, returns, response)
     if cfg.whiten_advantages: advantages = masked_whiten(advantages, learned)
     weight = response.float()
     if cfg.average == 'answer': weight = weight / weight.sum(1, keepdim=True)
