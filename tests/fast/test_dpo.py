@@ -10,11 +10,9 @@ from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.dpo import DPOConfig, dpo_loss, kto_loss, LOSSES, simpo_loss
+from tiny import randn, sigmoid
 
 torch.set_num_threads(1)
-
-
-def sigmoid(z): return 1 / (1 + math.exp(-z))
 
 
 def nll(z): return -math.log(sigmoid(z))
@@ -31,11 +29,6 @@ SETTINGS = {name: dict(loss_type=name) for name in LOSSES} | dict(
     cdpo=dict(label_smoothing=.25), robust=dict(loss_type='robust', label_smoothing=.25),
     simpo=dict(loss_type='simpo', beta=2.))
 each_loss = pytest.mark.parametrize('name', SETTINGS)
-
-
-def randn(*shape, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return 2 * torch.randn(*shape, generator=g, dtype=torch.float64)
 
 
 def same(found, wanted):
