@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from .boards.leaderboards import leaderboard_figure
-from .core.answers import mean
+from .core.answers import choose_best, mean, score_candidates
 from .core.data.candidates import candidate_pair
 from .core.data.comparisons import output_texts
 from .core.functional import has_spread
@@ -30,7 +30,6 @@ from alpaca_farm.core.run.runs import (check_run_folder, read_summary, start,
 from .core.run.settings import command, Config, Count, refuse_unknown
 from .core.stats import bootstrap, sigmoid
 from .annotators import annotate_pairs
-from .best_of_n import choose_best, score_candidates
 from .boards.judged import judge_all, read_answers
 from .farm import RUNS
 from .judging.judges import Pool

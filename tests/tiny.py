@@ -3,6 +3,7 @@ import ast
 import gzip
 import importlib
 import json
+import math
 import os
 import re
 import socket
@@ -250,6 +251,16 @@ def letters(template=LETTERS, last='<sep>'):
                                         pad_token='<pad>', bos_token='<s>', eos_token='</s>')
     tokenizer.chat_template = template
     return tokenizer
+
+
+def randn(*shape, seed=0):
+    "Numbers in float64 with a deviation of 2."
+    import torch
+    g = torch.Generator().manual_seed(seed)
+    return 2*torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+def sigmoid(z): return 1/(1 + math.exp(-z))
 
 
 # prompts with several answers to each, for packed batches

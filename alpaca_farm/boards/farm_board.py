@@ -14,7 +14,7 @@ from ..core.data.records import load_records
 from ..core.run.runs import read_summary, write_csv, write_figure
 from ..core.run.settings import at_root
 from ..core.stats import replicate_interval
-from ..best_of_n import choose_best, score_candidates
+from ..core.answers import choose_best, score_candidates
 from .text import TEXT_COLUMNS
 from ..embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
 from .judged import answers_to, judge_all, read_answers

@@ -98,7 +98,8 @@ def test_commands_have_notebooks_targets_and_settings(page):
 @pytest.mark.parametrize('page', MARKDOWN)
 def test_snippets_run(page):
     for language, block in FENCE.findall(PAGES[page]):
-        if language == 'python': exec(block, {})
+        if language == 'python' and not re.match('# .*, behind ', block):   # test_contributing's
+            exec(block, {})
         if language == 'yaml': yaml.safe_load(block)
         if language == 'diff':   # of DPO: lines that are there, and lines that can be added
             before, after = (''.join(l[1:] for l in block.splitlines(True) if l[0] != sign)

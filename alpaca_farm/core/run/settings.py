@@ -216,6 +216,8 @@ def from_args(cls, args: list[str], description: str = ''):
                                 argument_default=argparse.SUPPRESS)
     p.add_argument('-f', action='append', default=[], metavar='FILE', help='YAML file of settings')
     default, comments = asdict(cls()), field_comments(cls)
+    for name, table in getattr(cls, 'tables', {}).items():   # of named functions, with a text each
+        comments[name] += ': ' + '; '.join(f'{k}: {row.text}' for k, row in table.items())
     for name, kind in typing.get_type_hints(cls).items():
         listed = 'list' in str(kind)
         p.add_argument(f'--{name}', nargs='*' if listed else None, metavar='VALUE',
