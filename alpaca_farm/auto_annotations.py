@@ -18,7 +18,8 @@ from .core.run.files import write_json
 from alpaca_farm.core.data.preferences import (annotator_name, hash_uniform, pool_members,
     pool_weights)
 from .core.run.settings import at_root
-from .annotators import annotate_pairs, load_annotators, to_alpaca_eval
+from .annotators import annotate_pairs, to_alpaca_eval
+from .judging.judges import load_annotators
 from .judging.judges import Pool, read_recorded, RecordedLabels
 from .boards.leaderboards import leaderboard_row
 

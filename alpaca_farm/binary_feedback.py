@@ -182,7 +182,7 @@ def _effect_figures(effect: np.ndarray, good: np.ndarray, questions: list) -> di
 
 def train(cfg: BinaryFeedbackConfig):
     "Train a policy on rated answers; leaves model/, outputs.json, said.json and summary.json."
-    from alpaca_farm.annotators import load_annotators
+    from alpaca_farm.judging.judges import load_annotators
     run = start(cfg, train)
     if run.done: return answer_again(run)
     rated, held_out, labels = load_feedback(cfg)

@@ -26,7 +26,7 @@ from .core.data.preferences import pool_members
 from .core.run.runs import check_run_folder, read_summary, start
 from .core.run.settings import command, Count, HardwareConfig, refuse_unknown, Scale
 from .core.data.text import check_limit, encode_prompts
-from .annotators import api_clients, check_known_names, load_annotators
+from .judging.judges import api_clients, check_known_names, load_annotators
 from .binary_feedback import BinaryFeedbackConfig
 from .boards.corrected import read_people_labels
 from .judging.judges import judge_request

@@ -19,8 +19,7 @@ from .core.data.records import full_instruction, load_records
 from .core.run.progress import Progress
 from .core.run.runs import start, write_csv, write_figure
 from .core.run.settings import at_root, command, Count
-from alpaca_farm.annotators import (api_clients, check_known_names, load_annotators,
-    usage_totals)
+from .judging.judges import api_clients, check_known_names, load_annotators, usage_totals
 from .boards.corrected import correction_report, difference_report, match_labels
 from .boards.judged import answers_to, judge_all, read_answers, short_names
 from .boards.leaderboards import (alpaca_eval_rows, check_column_names, leaderboard,

@@ -17,7 +17,7 @@ from .core.run.paths import notebooks_folder
 from .core.run.runs import check_run_folder, read_summary, start
 from .core.run.settings import at_root, command, Count, Positive, refuse_unknown
 from .core.run.sweeps import machines
-from .annotators import load_annotators
+from .judging.judges import load_annotators
 from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
 from .boards.leaderboards import rank_agreement
 from .boards.simulation import paired_tables, vote_agreements, write_simulation

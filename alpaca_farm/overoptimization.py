@@ -32,7 +32,7 @@ from .core.run.settings import at_root, command, Positive
 from .core.stats import (best_of_n_value, best_of_n_weights, bootstrap, bootstrap_draws,
     fit_overoptimization, kl_best_of_n, kl_best_of_n_estimate, overoptimization_curve)
 from .core.data.text import decode, encode_prompts
-from .annotators import load_annotators
+from .judging.judges import load_annotators
 from .judging.noise import flip_share
 
 # %% ../nbs/overoptimization.ipynb #97b31d40

@@ -337,7 +337,8 @@ def rollout_indices(
 # %% ../nbs/ppo.ipynb #71cb6b86
 def train(cfg: PPOConfig):
     "Train with PPO; leaves model/, outputs.json, log.jsonl and summary.json in `cfg.out`."
-    from alpaca_farm.annotators import annotate_pairs, load_annotators
+    from alpaca_farm.annotators import annotate_pairs
+    from alpaca_farm.judging.judges import load_annotators
     run = start(cfg, train)
     if run.done: return answer_again(run)
     preflight(cfg, cfg.splits)

@@ -26,7 +26,8 @@ from .core.model.rewards import reward
 from .core.run.runs import start
 from .core.run.settings import Amount, command, Count, Positive, Schedule
 from .core.training import token_batch, Trainer
-from .annotators import annotate_pairs, load_annotators
+from .annotators import annotate_pairs
+from .judging.judges import load_annotators
 
 # %% ../nbs/quark.ipynb #14bf2990
 @dataclass

@@ -30,7 +30,8 @@ from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_output
 from .core.run.runs import start
 from .core.run.settings import command, Count, Positive, Scale
 from .core.stats import wilson
-from .annotators import annotate_pairs, check_all_answered, load_annotators
+from .annotators import annotate_pairs
+from .judging.judges import check_all_answered, load_annotators
 
 # %% ../nbs/rlcd.ipynb #93c12fa3
 _Text = Annotated[str, Field(min_length=1)]

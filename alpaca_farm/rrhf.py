@@ -336,7 +336,7 @@ def _count_labels(run) -> dict[str, int]:
 # %% ../nbs/rrhf.ipynb #b4f2d8e2
 def train(cfg: RRHFConfig):
     "Optimise a policy on ranked candidates; leaves model/, candidates.json and outputs.json."
-    from alpaca_farm.annotators import load_annotators
+    from alpaca_farm.judging.judges import load_annotators
     run = start(cfg, train)
     if run.done:
         names = 'length', 'ended', 'kl', 'reward', 'perplexity', 'perplexity_median'

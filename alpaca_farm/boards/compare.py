@@ -21,7 +21,7 @@ from ..core.ask.judge_configs import JudgedConfig
 from ..core.run.runs import read_log, start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import bootstrap
-from ..annotators import load_annotators
+from ..judging.judges import load_annotators
 from alpaca_farm.boards.corrected import (corrected_columns, correction_report, match_labels,
     read_people_labels)
 from .judged import complete_preferences, read_answers, short_names

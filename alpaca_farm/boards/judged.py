@@ -10,7 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..annotators import annotate_pairs, api_clients, check_all_answered
+from ..annotators import annotate_pairs
+
+from ..judging.judges import api_clients, check_all_answered
 from ..core.data.comparisons import pair_up, preferences_over, same_answers
 from ..core.data.preferences import check_preferences, hash_uniform, report_missing
 from ..core.data.records import load_records, prompt_key

@@ -7,7 +7,7 @@ import pytest
 
 import tiny
 from alpaca_farm import eval as ev
-from alpaca_farm.annotators import load_annotators
+from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.judged import complete_preferences, judge_all
 from alpaca_farm.core.data import comparisons

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import tiny
-from alpaca_farm.annotators import annotate_pairs, api_clients, load_annotators, run
+from alpaca_farm.annotators import annotate_pairs, run
+from alpaca_farm.judging.judges import api_clients, load_annotators
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.core.data.preferences import draw_annotator
 from alpaca_farm.core.data.records import full_instruction

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import tiny
-from alpaca_farm.annotators import load_annotators
+from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.core.ask.api import ApiConfig, cost, price_list
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.judging.judges import (break_control_tokens, judge_request, load_evaluators,
