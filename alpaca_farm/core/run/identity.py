@@ -243,16 +243,15 @@ def describe_run(
     reads: tuple = (),  # run folders it reads in addition to those named in its settings
 ) -> dict:
     "Collect the content of `config.json`: settings, code, inputs, versions and fingerprint."
-    settings, default = asdict(cfg), asdict(type(cfg)())
-    not_again = 'out', 'tracker'  # for a run that is rebuilt: nobody has asked to send it
-    given = {k: v for k, v in settings.items() if v != default[k] and k not in not_again}
+    settings, given = asdict(cfg), cfg.changed()
+    for name in ('out', 'tracker'): given.pop(name, None)   # of a run that is rebuilt
     code, inputs = code_hash(train), {name: {} for name in cfg.inputs}
     trained, answered = [decisive(cfg), code], [{k: settings[k] for k in cfg.answering}]
     for name, source, at_end in [*_reads(cfg), *((str(s), str(s), False) for s in reads)]:
         mark = content_hash(source)
         inputs.setdefault(name, {})[source] = mark
         (answered if at_end else trained).append([name, mark])
-    return dict(notebook=Path(default['out']).name,   # a default run is named by its notebook
+    return dict(notebook=Path(type(cfg).out).name,   # a default run is named by its notebook
                 settings=settings, given=given, inputs=inputs, code=code,
                 fingerprint=digest(trained), answers=digest(answered), versions=_versions(),
                 commit=_commit(), machine=platform.machine(), cores=os.cpu_count(),
