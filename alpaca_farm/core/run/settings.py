@@ -239,6 +239,8 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
     parser.add_argument('-f', action='append', default=[], metavar='FILE',
                         help='YAML file of settings')
     default, comments = asdict(cls()), field_comments(cls)
+    for name, table in getattr(cls, 'tables', {}).items():   # of named functions, with a text each
+        comments[name] += ': ' + '; '.join(f'{k}: {row.text}' for k, row in table.items())
     for name, kind in typing.get_type_hints(cls).items():
         said = f'{comments[name]} (default: {default[name]})'
         parser.add_argument(f'--{name}', nargs='*' if 'list' in str(kind) else None,
