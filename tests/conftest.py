@@ -21,6 +21,10 @@ CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
          ('annotators', 'annotators', {}), ('reward_model', 'reward_model', {}))
 
 
+def pytest_configure(config):
+    config.addinivalue_line('markers', 'slow: some seconds; left out by `make fast`')
+
+
 @pytest.fixture(scope='session', autouse=True)
 def no_runs(tmp_path_factory):
     "The tests work in a folder with the notebooks of this checkout and without its runs."

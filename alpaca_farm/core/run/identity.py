@@ -9,7 +9,6 @@ __all__ = ['code_hash', 'notebook_hash', 'as_list', 'written_hashes', 'content_h
 # %% ../../../nbs/core/run/identity.ipynb #aaceba8c
 import ast, functools, os, platform, re, subprocess, sys, time
 from dataclasses import asdict
-from importlib.machinery import PathFinder
 from importlib.metadata import version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
@@ -50,22 +49,16 @@ def _imports(statements: dict[str, str]) -> set[str]:
 @functools.cache
 def _module_files(
     name: str,
-    places: tuple,  # where modules are looked for
+    places: tuple,  # folders in which modules lie
 ) -> dict[Path, str]:  # names of their packages
-    "The files that an import executes, its packages' too; none if installed, or Python's own."
-    parts = name.split('.')
-    if parts[0] in sys.stdlib_module_names: return {}
-    try: spec = find_spec(parts[0]) or PathFinder.find_spec(parts[0], [str(root())])
-    except ValueError: spec = None   # `__main__` of a notebook
-    if spec is None: return {}
-    folder = Path([*(spec.submodule_search_locations or []), spec.origin][0]).parent
-    installed = {'site-packages', 'dist-packages'} & {*folder.parts}
-    if installed and parts[0] != 'alpaca_farm': return {}
-    found = {}
-    for k, part in enumerate(parts):
-        found[folder/f'{part}.py'] = '.'.join(parts[:k])
-        folder /= part
-        found[folder/'__init__.py'] = '.'.join(parts[:k + 1])
+    "The files that an import executes, its packages' too."
+    parts, found = name.split('.'), {}
+    if parts[0] == 'alpaca_farm': places = Path(find_spec('alpaca_farm').origin).parents[1],
+    for folder in map(Path, places):
+        for k, part in enumerate(parts):
+            found[folder/f'{part}.py'] = '.'.join(parts[:k])
+            folder /= part
+            found[folder/'__init__.py'] = '.'.join(parts[:k + 1])
     return {path: package for path, package in found.items() if path.is_file()}
 
 
@@ -82,7 +75,9 @@ def _read_module(
 
 def _source_hash(names) -> str:
     "Hash the source of modules and of all that they import; empty if all are installed."
-    marks, todo, places = {}, list(names), (str(root()), *sys.path)
+    marks, todo = {}, list(names)
+    own = [os.path.abspath(place) for place in sys.path if 'lib/python3' not in place]
+    places = str(root()), *own
     while todo:
         for path, package in _module_files(todo.pop(), places).items():
             if path in marks: continue
@@ -127,7 +122,7 @@ def notebook_hash(notebook: str) -> str:
     "Compute the `code_hash` of a run by a notebook as it is saved; empty if it is gone."
     if not (path := notebook_path(notebook)): return ''
     cells = [''.join(c['source']) for c in read_json(path)['cells'] if c['cell_type'] == 'code']
-    return _hash_of(_notebook_statements([c for c in cells if c.startswith('#| export')]))
+    return _hash_of(_notebook_statements(cells))
 
 # %% ../../../nbs/core/run/identity.ipynb #ac7dd8d0
 def as_list(value) -> list:
