@@ -50,7 +50,7 @@ prepare: fast            ## before a push: the same, the notebooks' cells, and a
 	$(MAKE) test
 
 outputs: farm            ## re-run every notebook on the farm's runs and save its outputs
-	OMP_NUM_THREADS=1 $(BIN)/python -m alpaca_farm.core.run.outputs
+	OMP_NUM_THREADS=1 $(BIN)/python tests/outputs.py
 
 docs: .venv/ready        ## the site, into _docs/html, from the notebooks as they are
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'

@@ -32,8 +32,7 @@ CORE = ['run.paths run.keys data.dialogues',
         'ask.batches model.beams model.models run.jobs',
         'model.rewards model.served',
         'answers ask.client training',
-        'online ask.completions',
-        'run.outputs']
+        'online ask.completions']
 LAYERS = ['judging.parsers embedded.lexicon',
         'embedded.grammar judging.noise judging.judges boards.rankings boards.length_control '
             'judging.label_files',
