@@ -42,7 +42,7 @@ def run_notebook(
             for i, cell in enumerate(manager.nb.cells):
                 if not is_needed(cell): continue
                 if (manager.now() - manager.last_save_time).total_seconds() > 1: manager.save()
-                shell.user_ns['In'].append(cell.source)   # where `Config.collect` finds what was given
+                shell.user_ns['In'].append(cell.source)   # where `Config.collect` looks
                 cell.outputs = from_dict(list(shell.run(cell.source)))
                 cell.execution_count = i + 1
                 if not shell.exc: continue

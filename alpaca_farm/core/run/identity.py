@@ -89,7 +89,8 @@ def _source_hash(names) -> str:
 def _global_names(table) -> set[str]:
     "The names that a symbol table and those in it take from their module."
     names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
-    return names.union(*map(_global_names, table.get_children()))
+    for inner in table.get_children(): names |= _global_names(inner)
+    return names
 
 
 def _notebook_statements(cells: list[str]) -> dict[str, str]:
@@ -102,8 +103,11 @@ def _notebook_statements(cells: list[str]) -> dict[str, str]:
         if cell.startswith('#| export'): exported |= {*statements}
     own = {bound: text for bound, text in found.items() if bound in exported}
     used = _global_names(symtable('\n'.join(own.values()), 'cells', 'exec'))
-    others = '\n'.join(found.keys() - exported)
-    return found if used & {*re.findall(r'(?m)^(?:(?:async )?def |class )?(\w+)', others)} else own
+    for bound in found.keys() - exported:
+        head = bound.rpartition('\n')[2]   # below decorators
+        name = re.match(r'(?:(?:async )?def |class )?(\w*)', head)[1]
+        if name in used: return found
+    return own
 
 
 def _hash_of(statements: dict[str, str]) -> str:
@@ -180,7 +184,7 @@ def content_hash(
     source: str,
     again: bool = False,  # read the large files of runs, even if they seem to be unchanged
 ) -> str:  # the source itself if it is none of these
-    "Hash a file, folder, `module:name` or judge; ValueError for a file that its run left otherwise."
+    "Hash a file, folder, `module:name` or judge; ValueError for one that its run left otherwise."
     if not source: return ''
     if ':' in source: return digest(source, _source_hash([source.partition(':')[0]]))
     path = at_root(source)

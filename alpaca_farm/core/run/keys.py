@@ -37,7 +37,7 @@ def _keys_in(settings: dict) -> list[tuple[str, str]]:
 
 
 def no_secrets(settings: dict):
-    "Refuse a setting that looks like a key or holds a password, also in lists and dicts: ValueError."
+    "Refuse a setting that looks like a key or holds a password, also in lists: ValueError."
     for name, _ in _keys_in(settings):
         raise ValueError(f'{name} looks like an API key or holds a password. Keys are read from '
                          'the environment (OPENAI_API_KEY, HF_TOKEN), never a parameter')

@@ -55,7 +55,8 @@ _FILES = '.json', '.jsonl', '.csv', '.tsv', '.parquet', '.xlsx', '.gz', '.gguf'
 def looks_like_hub(value: str) -> bool:
     "Say whether `value` could be owner/name on the hub, with @revision or :configuration."
     owner, _, name = re.split('[@:]', value)[0].partition('/')
-    if not (owner and name) or '/' in name or owner[0] in '.~' or name.endswith(_FILES): return False
+    if not (owner and name) or '/' in name or owner[0] in '.~': return False
+    if name.endswith(_FILES): return False
     return not os.path.isdir(at_root(owner))
 
 # %% ../../../nbs/core/run/paths.ipynb #a3c1d0e6

@@ -85,8 +85,9 @@ def written_once(write):
     return wrapped
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0037
+# a launcher's variables, which are not for what a process itself starts
 LAUNCHER = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK',
-            'MASTER_ADDR', 'MASTER_PORT')   # its variables, which are not for what a process itself starts
+            'MASTER_ADDR', 'MASTER_PORT')
 
 
 def join_ranks(cfg: Config):

@@ -40,8 +40,9 @@ def _curve(points: list[tuple[float, float]], label: str = '') -> str:
         up = low - (low - top)*(y - lowest)/(highest - lowest or 1)
         line += f'{across:.1f},{up:.1f} '
     texts = ''
-    for x, y, end, value in ((left - 5, top + 4, 'end', highest), (left - 5, low + 4, 'end', lowest),
-                             (left, low + 16, 'start', first), (right, low + 16, 'end', last)):
+    marks = ((left - 5, top + 4, 'end', highest), (left - 5, low + 4, 'end', lowest),
+             (left, low + 16, 'start', first), (right, low + 16, 'end', last))
+    for x, y, end, value in marks:
         texts += f'<text x="{x}" y="{y}" text-anchor="{end}">{value:.4g}</text>'
     return (f'<svg width="320" height="90" role="img" aria-label="{html.escape(label)}" '
             'font-size="11" fill="currentColor">'

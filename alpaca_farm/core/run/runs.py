@@ -24,7 +24,7 @@ from .trackers import check_tracker, Tracking
 
 # %% ../../../nbs/core/run/runs.ipynb #77299ed0
 def read_log(folder) -> list[dict]:
-    "Read the records of a run's log, without a last line that was cut short; ValueError for another."
+    "Read a run's log, without a last line that was cut short; ValueError for another."
     path = at_root(folder)/'log.jsonl'
     text = path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''
     try: return [json.loads(line) for line in text.split('\n')[:-1]]

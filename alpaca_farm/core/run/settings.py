@@ -76,7 +76,7 @@ def _assigned(cell: str) -> list[str]:
 
 # %% ../../../nbs/core/run/settings.ipynb #09333460
 def resolve(spec: str):
-    "Import what \"package.module:name\" names, also from the root folder; ValueError if it is not there."
+    'Import what "package.module:name" names, also in the root folder; ValueError if it is missing.'
     module, _, name = spec.partition(':')
     if not (module and name): raise ValueError(f'{spec!r}: write "package.module:name"')
     if str(root()) not in sys.path: sys.path.append(str(root()))
@@ -138,13 +138,13 @@ class Config:
 
     @classmethod
     def read(cls, given: dict):
-        "Make the settings of these values; TypeError for an unknown name, ValueError for a bad value."
+        "Make settings of values; TypeError for an unknown name, ValueError for a bad value."
         refuse_unknown(cls.__name__, given, [f.name for f in fields(cls)])
         return cls(**given)
 
     @classmethod
     def collect(cls, namespace: dict):
-        "Take the settings of the newest parameters cell and of papermill's after it, in `globals()`."
+        "Take the settings of the newest parameters cell, and papermill's, from `globals()`."
         names = []
         for cell in namespace['In'][:-1]:   # the last is the running one
             assigned = _assigned(cell)
@@ -265,7 +265,8 @@ def from_args(
             if not os.path.isfile(file): raise FileNotFoundError(f'-f {file}: {missing_path(file)}')
             settings |= read_yaml(file)
         for name, value in options.items():
-            one = isinstance(value, list) and len(value) == 1 and isinstance(getattr(cls, name, []), str)
+            usually_one = isinstance(getattr(cls, name, []), str)
+            one = usually_one and isinstance(value, list) and len(value) == 1
             settings[name] = value[0] if one else value
         return cls.read(settings)
     except (TypeError, ValueError, OSError) as e: parser.exit(2, f'{parser.prog}: error: {e}\n')
