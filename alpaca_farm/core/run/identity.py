@@ -102,7 +102,9 @@ def _notebook_statements(cells: list[str]) -> dict[str, str]:
         found |= statements
         if cell.startswith('#| export'): exported |= {*statements}
     own = {bound: text for bound, text in found.items() if bound in exported}
-    used = _global_names(symtable('\n'.join(own.values()), 'cells', 'exec'))
+    table = symtable('\n'.join(own.values()), 'cells', 'exec')
+    imported = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_imported()}
+    used = _global_names(table) - imported
     for bound in found.keys() - exported:
         head = bound.rpartition('\n')[2]   # below decorators
         name = re.match(r'(?:(?:async )?def |class )?(\w*)', head)[1]
