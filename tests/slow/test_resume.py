@@ -188,6 +188,7 @@ def test_the_old_runs_are_kept(base, tmp_path):
 SOURCE = '''
 from dataclasses import dataclass
 from alpaca_farm.core.run.runs import start
+from alpaca_farm.core.run.settings import Config
 
 WEIGHT = 1.
 
