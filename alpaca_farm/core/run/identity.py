@@ -247,8 +247,11 @@ def describe_run(
     settings, given = asdict(cfg), cfg.changed()
     for name in ('out', 'tracker'): given.pop(name, None)   # of a run that is rebuilt
     code, inputs = code_hash(train), {name: {} for name in cfg.inputs}
-    trained, answered = [decisive(cfg), code], [{k: settings[k] for k in cfg.answering}]
-    for name, source, at_end in [*_reads(cfg), *((str(s), str(s), False) for s in reads)]:
+    trained = [decisive(cfg), code]
+    answered = [{k: settings[k] for k in cfg.answering}]
+    read = list(_reads(cfg))
+    for source in map(str, reads): read.append((source, source, False))
+    for name, source, at_end in read:
         mark = content_hash(source)
         inputs.setdefault(name, {})[source] = mark
         (answered if at_end else trained).append([name, mark])
