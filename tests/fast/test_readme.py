@@ -69,7 +69,7 @@ def check(command):
         if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
         options = words[words.index(module) + 1:]
         # a notebook, then -g setting values..., -p setting value
-        if module == 'alpaca_farm.core.run.sweeps':
+        if module == 'alpaca_farm.core.run.jobs':
             text = re.sub(r'--\S+ \S+', '', ' '.join(options[1:]))
             parts = re.split('-[pg] ', text)[1:]
             for name, *values in map(str.split, parts):

@@ -24,19 +24,20 @@ from .trackers import check_tracker, Tracking
 
 # %% ../../../nbs/core/run/runs.ipynb #77299ed0
 def read_log(folder) -> list[dict]:
-    "The records of a run's log, without a last line that was cut short; ValueError for another."
+    "Read a run's log, without a last line that was cut short; ValueError for another."
     path = at_root(folder)/'log.jsonl'
     text = path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''
-    try: return [json.loads(l) for l in text.split('\n')[:-1]]
+    try: return [json.loads(line) for line in text.split('\n')[:-1]]
     except ValueError as e:
         raise ValueError(f'{path} is damaged ({e}): restore it, or delete the folder') from e
 
 # %% ../../../nbs/core/run/runs.ipynb #f3bb98ff
 def read_summary(folder) -> dict:
-    "The final figures of a run; empty if it is not finished."
+    "Read the final figures of a run; empty if it is not finished."
     path = at_root(folder)/'summary.json'
     found = read_json(path) if path.exists() else {}
-    return {k: v for k, v in found.items() if k != 'files'}   # their hashes
+    found.pop('files', None)   # their hashes
+    return found
 
 # %% ../../../nbs/core/run/runs.ipynb #5ab7cd70
 def _check_writable(folder: Path):
@@ -47,11 +48,13 @@ def _check_writable(folder: Path):
 
 
 def check_run_folder(folder: Path, inputs: list[str] = ()):
-    "An error if a run cannot write to a folder or must not; nothing is created or changed."
+    "Refuse a folder to which a run cannot or must not write; nothing is created or changed."
     here = Path(os.path.realpath(folder))
-    for p in [at_root(i).resolve() for i in inputs if i and ':' not in i]:
-        if p.exists() and (here == p or p in here.parents or here in p.parents):
-            raise ValueError(f'out = {folder}: it lies in the input {p}, or that in it')
+    for name in inputs:
+        path = at_root(name).resolve()
+        apart = not (here.is_relative_to(path) or path.is_relative_to(here))
+        if not name or ':' in name or apart or not path.exists(): continue
+        raise ValueError(f'out = {folder}: it lies in the input {path}, or that in it')
     part = here.name.partition('-')[0] in ('model', 'adapter', 'checkpoint')
     if part and run_config(here.parent):
         raise ValueError(f'out = {folder}: this is a part of the run {here.parent}')
@@ -89,25 +92,39 @@ def _wait_for_others(folder: Path):
 
 # %% ../../../nbs/core/run/runs.ipynb #dc826cf0
 def free_name(folder: Path) -> Path:
-    "The first of name~1, name~2, ... that is not taken."
-    names = (folder.with_name(f'{folder.name}~{k}') for k in range(1, 10**6))
-    return next(p for p in names if not os.path.lexists(p))
+    "Find the first of name~1, name~2, ... that is not taken."
+    k = 1
+    while os.path.lexists(found := folder.with_name(f'{folder.name}~{k}')): k += 1
+    return found
+
+
+def _peak_memory() -> dict[str, float]:
+    "The largest memory that this process had, of its GPU as well (GiB)."
+    unit = 1 if sys.platform == 'darwin' else 2**10   # bytes on macOS, KiB elsewhere
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*unit
+    found = dict(peak_memory_gb=round(used/2**30, 3))
+    torch = sys.modules.get('torch')
+    if torch and torch.cuda.is_initialized():
+        found['device_memory_gb'] = round(torch.cuda.max_memory_allocated()/2**30, 3)
+    return found
 
 
 class Run:
     "One run folder, from its first record to its summary."
     def __init__(self, cfg: Config, config: dict):
-        self.cfg, self.config, self.folder = cfg, config, at_root(cfg.out)
-        self.done, self.answered, self.begun, self.outdated = False, False, False, False
+        self.cfg, self.config = cfg, config
+        self.folder = at_root(cfg.out)
         self.found = run_config(self.folder)   # when the run was started
+        self.done = self.answered = self.begun = self.outdated = False
         self.held = lock_of(self.folder.resolve()/'run')
-        self.lock, self.logged = None, None    # the lock's file, and the bytes of the log
+        self.lock = None    # the status of the lock's file
+        self.logged = 0     # the bytes of the log
         self.tracker = Tracking(cfg.tracker, self.folder, config.get('settings', {}))
-        self.before = dict(cpu=0., wall=0.)
+        self.before = dict(cpu=0., wall=0.)   # seconds of earlier processes
         self.began, self.cpu = time.monotonic(), time.process_time()
 
     def path(self, name: str) -> Path:
-        "A file of this run, which may be written from now on."
+        "Return a file of this run, which may be written from now on."
         if not self.begun and not self.done:
             self.begun = True
             self.begin()
@@ -132,7 +149,7 @@ class Run:
     @written_once
     def begin(self):
         "Prepare the folder for the first file."
-        folder, self.begun = self.folder.resolve(), True
+        self.begun, folder = True, self.folder.resolve()
         self.take()
         if self.outdated:
             kept = folder.rename(free_name(folder))
@@ -149,7 +166,7 @@ class Run:
         write_json(self.path(name), value)
 
     def elapsed(self) -> dict[str, float]:
-        "CPU and wall seconds of this run, including those before an interruption."
+        "Return CPU and wall seconds of this run, including those before an interruption."
         return dict(cpu=self.before['cpu'] + time.process_time() - self.cpu,
                     wall=self.before['wall'] + time.monotonic() - self.began)
 
@@ -168,16 +185,18 @@ class Run:
         save_state(self.path('checkpoint/state.safetensors'), dict(state, elapsed=self.elapsed()))
 
     def load(self) -> dict | None:
-        "The last checkpoint, or None; records logged after it are removed from the log."
+        "Read the last checkpoint, or None; records logged after it are removed from the log."
         path, log = self.path('checkpoint/state.safetensors'), self.path('log.jsonl')
-        state = load_state(path) if path.exists() else None
-        if state: self.before = state.pop('elapsed')
-        records = [r for r in read_log(self.folder) if state and r['step'] <= state['step']]
-        if state and state['step'] not in [r['step'] for r in records[-1:]]:
-            raise ValueError(f'{log} is damaged: it ends before step {state["step"]}, that of the '
-                             f'checkpoint. Restore it, or delete {path} to start anew')
-        text = ''.join(json.dumps(r) + '\n' for r in records)
+        state, records = None, []
+        if path.exists():
+            state = load_state(path)
+            self.before = state.pop('elapsed')
+            records = [r for r in read_log(self.folder) if r['step'] <= state['step']]
+            if not records or records[-1]['step'] != state['step']:
+                raise ValueError(f'{log} is damaged: it ends before step {state["step"]}, that of '
+                                 f'the checkpoint. Restore it, or delete {path} to start anew')
         if rank()[0] == 0:
+            text = ''.join(json.dumps(r) + '\n' for r in records)
             with atomic_write(log) as p: p.write_text(text, encoding='utf-8')
             self.logged = log.stat().st_size
         return state
@@ -187,19 +206,13 @@ class Run:
         "Write `summary.json` with the run's times and peak memory, and delete the checkpoint."
         elapsed = self.elapsed()
         times = dict(cpu_seconds=round(elapsed['cpu'], 2), seconds=round(elapsed['wall'], 2))
-        unit = 1 if sys.platform == 'darwin' else 2**10   # bytes on macOS, KiB elsewhere
-        peak = dict(peak_memory_gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-        torch = sys.modules.get('torch')
-        if torch and torch.cuda.is_initialized():
-            peak['device_memory_gb'] = torch.cuda.max_memory_allocated()
-        peak = {k: round(v / 2**30, 3) for k, v in peak.items()}
         write_json(self.path('config.json'), self.config)
         files = dict(files=written_hashes(self.folder))
-        write_json(self.path('summary.json'), summary | times | peak | files)
+        write_json(self.path('summary.json'), summary | times | _peak_memory() | files)
         self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
         self.tracker.finish(summary)
         unlock(self.held)
-        self.lock, self.logged = None, None
+        self.lock, self.logged = None, 0
 
 # %% ../../../nbs/core/run/runs.ipynb #9621b0ff
 def _tell_move(
@@ -227,22 +240,23 @@ def start(
     train,            # the function whose code is the run's
     reads: tuple = (),  # run folders it reads in addition to those named in its settings
 ) -> Run:
-    "The run of these settings and this code; `done` if finished, `answered` if nothing is left."
+    "Find or begin the run of these settings; `done` if finished, `answered` if nothing is left."
     join_ranks(cfg)
-    inputs = [p for name in cfg.inputs for p in as_list(getattr(cfg, name))]
-    folder = at_root(cfg.out)
+    inputs = []
+    for name in cfg.inputs: inputs += as_list(getattr(cfg, name))
+    folder, own = at_root(cfg.out), decisive(cfg)
     check_run_folder(folder, inputs)
     check_tracker(cfg.tracker)
-    own = decisive(cfg)
     made = run_config(folder).get('settings', own)
     others = {k: made.get(k) for k in own if digest(made.get(k)) != digest(own[k])}
     if others: _tell_move(cfg, others)
     once(ensure_inputs, cfg)
     once(_wait_for_others, folder.resolve())
+
     run = Run(cfg, describe_run(cfg, train, reads))
     old, new = run.found, run.config
     run.outdated = bool(old) and old['fingerprint'] != new['fingerprint']
-    run.done = bool(old) and not run.outdated and folder.joinpath('summary.json').exists()
+    run.done = bool(old) and not run.outdated and (folder/'summary.json').exists()
     run.answered = run.done and old['answers'] == new['answers']
     if len(set(gather_all(new['fingerprint']))) > 1:
         raise ValueError(f'out = {cfg.out}: code or inputs differ between its processes')
@@ -251,11 +265,12 @@ def start(
         _check_writable(folder.resolve())
         once(_read_again, run)
     if not run.done: return run
+
     run.config = old | {k: new[k] for k in ('settings', 'given', 'inputs', 'answers')}
-    renamed = run.answered and run.config != old and os.access(folder, os.W_OK)
-    if renamed: run.write('config.json', run.config)
-    print(f'{cfg.out} is finished already: ' + ('nothing to do' if run.answered else
-          'its evaluation split is answered again, since it or its settings have changed'))
+    renamed = run.answered and run.config != old   # its inputs
+    if renamed and os.access(folder, os.W_OK): run.write('config.json', run.config)
+    left = 'its evaluation split is answered again, since it or its settings have changed'
+    print(f'{cfg.out} is finished already: {"nothing to do" if run.answered else left}')
     return run
 
 # %% ../../../nbs/core/run/runs.ipynb #7df8cbc7
