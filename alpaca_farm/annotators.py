@@ -14,9 +14,9 @@ import numpy as np
 from .core.ask.api import ApiConfig
 from .core.data.preferences import (annotator_name, decide_vote, draw_annotator,
     hash_uniform, pair_identity, pool_members, pool_weights, report_missing, shown_swapped)
-from .core.data.records import full_instruction
+from .core.data.dialogues import full_instruction
 from .core.run.runs import start
-from .core.run.settings import at_root, command, Count
+from .core.run.settings import command, Count
 from .core.stats import bootstrap, Interval, wilson
 from alpaca_farm.judging.judges import (api_clients, ask_both_orders, ask_shown,
     check_all_answered, check_known_names, load_annotators, load_pairs, RecordedLabels,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from .core.ask.api import ApiConfig
 from .core.data.comparisons import head2head_pairs, output_texts
-from .core.data.records import full_instruction, load_rows, read_rows
+from .core.data.records import load_rows, read_rows
+from .core.data.dialogues import full_instruction
 from .core.data.dialogues import with_instruction
 from .core.run.files import write_json
 from alpaca_farm.core.data.preferences import (annotator_name, hash_uniform, pool_members,

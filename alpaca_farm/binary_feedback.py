@@ -20,7 +20,8 @@ from .core.answers import (answer_again, answer_eval_split, answer_labels, Answe
 from .core.data.comparisons import verdicts_over
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data.preferences import answer_of
-from .core.data.records import load_records, prompt_key
+from .core.data.records import load_records
+from .core.data.dialogues import prompt_key
 from .core.ask.judge_configs import JudgedConfig
 from .core.model.models import (load_policy, load_reference, logprobs,
     response_logprobs, save_model)

@@ -16,7 +16,8 @@ from .core.answers import PromptConfig
 from .core.ask.api import ApiConfig
 from .core.run.inputs import ensure_inputs
 from .core.data.comparisons import preferences_over
-from .core.data.records import load_records, prompt_key
+from .core.data.records import load_records
+from .core.data.dialogues import prompt_key
 from .core.run.files import atomic_write, read_json, read_yaml, write_json
 from .core.run.identity import as_list
 from .core.run.jobs import Job, run_or_fail

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from alpaca_farm.core.answers import (answer_again, answer_eval_split, answer_labels, AnswerConfig,
     mean, preflight)
 from .core.data.preferences import swap_outputs
-from .core.data.records import load_records, prompt_key
+from .core.data.records import load_records
+from .core.data.dialogues import prompt_key
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
 from .core.run.processes import gather_all

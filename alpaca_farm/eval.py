@@ -15,7 +15,8 @@ from annotated_types import Len
 
 from .core.ask.api import ApiConfig
 from .core.data.comparisons import common_prompts, index_prompts, output_texts
-from .core.data.records import full_instruction, load_records
+from .core.data.records import load_records
+from .core.data.dialogues import full_instruction
 from .core.run.progress import Progress
 from .core.run.runs import start, write_csv, write_figure
 from .core.run.settings import at_root, command, Count

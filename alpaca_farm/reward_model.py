@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from .core.data.preferences import answer_of
-from .core.data.records import full_instruction, load_records, prompt_key
+from .core.data.records import load_records
+from .core.data.dialogues import full_instruction, prompt_key
 from .core.functional import has_spread
 from .core.model.models import load_scalar, load_tokenizer, save_model, sequence_scores
 from .core.model.rewards import score_records

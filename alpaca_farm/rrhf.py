@@ -20,7 +20,8 @@ from .core.answers import (answer_again, answer_eval_split, AnswerConfig, end_tu
     mean, preflight, sample, SampleConfig)
 from .core.ask.judge_configs import JudgedConfig
 from .core.data.candidates import each_answer, LISTS, merge_candidates, select_candidates
-from .core.data.records import load_records, prompt_key, without_lists
+from .core.data.records import load_records, without_lists
+from .core.data.dialogues import prompt_key
 from .core.data.text import collate, decode, encode_prompts, encode_responses, within_limit
 from .core.model.beams import beam_search
 from .core.model.loading import load_tokenizer

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.data.comparisons import output_texts
 from ..core.data.preferences import annotator_name
-from ..core.data.records import prompt_key
+from ..core.data.dialogues import prompt_key
 from ..core.run.files import read_json
 from ..core.ask.judge_configs import JudgedConfig
 from ..core.run.runs import read_log, start, write_csv, write_figure

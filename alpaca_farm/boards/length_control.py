@@ -10,7 +10,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ..core.data.records import full_instruction
+from ..core.data.dialogues import full_instruction
 from ..core.data.preferences import check_preferences, read_preference
 from ..core.stats import sigmoid, standard_error, wilson
 

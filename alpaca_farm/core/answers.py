@@ -21,7 +21,8 @@ from .data.candidates import each_answer
 from .data.comparisons import verdicts_over
 from .data.formats import notice
 from .data.preferences import ENDED
-from .data.records import load_records, prompt_key, without_lists
+from .data.records import load_records, without_lists
+from .data.dialogues import prompt_key
 from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
 from .run.files import append_lines, read_json, read_lines
 from .run.identity import as_list

@@ -17,7 +17,7 @@ from .model.adapters import autocast, load_adapter, state_of
 from .answers import (answer_eval_split, AnswerConfig, fitting_prompts, load_split,
     mean, prompt_fields, sample, sample_answers, SampleConfig)
 from .data.comparisons import pair_up, with_verdict
-from .data.records import prompt_key
+from .data.dialogues import prompt_key
 from .ask.judge_configs import JudgedConfig
 from .functional import has_spread
 from .model.loading import dtype_of

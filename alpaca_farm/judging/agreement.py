@@ -17,7 +17,8 @@ from ..core.ask.api import ApiConfig
 from ..core.ask.judge_configs import model_kind
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, pool_members,
     pool_weights, report_missing)
-from ..core.data.records import full_instruction, load_records, prompt_key
+from ..core.data.records import load_records
+from ..core.data.dialogues import full_instruction, prompt_key
 from ..core.run.files import atomic_write
 from ..core.run.identity import run_config
 from ..core.run.runs import start

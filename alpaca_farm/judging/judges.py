@@ -29,8 +29,8 @@ from ..core.data.formats import as_records
 from alpaca_farm.core.data.preferences import (annotator_preferences, answer_of, hash_uniform,
     is_preference, PAIR_FIELDS, Pool, pool_members, pool_weights, read_preference, shown_swapped,
     swap_outputs)
-from ..core.data.records import (check_records, find_file, full_instruction,
-    load_records, prompt_key, read_rows, read_text)
+from ..core.data.records import check_records, find_file, load_records, read_rows, read_text
+from ..core.data.dialogues import full_instruction, prompt_key
 from ..core.run.paths import near_path
 from ..core.run.settings import at_root, Config, resolve
 from ..core.stats import sigmoid

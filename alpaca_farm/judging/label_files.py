@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alpaca_farm.core.data.records import (check_field, check_records, FILE_SUFFIXES,
-    full_instruction, read_rows)
+from ..core.data.records import check_field, check_records, FILE_SUFFIXES, read_rows
+
+from ..core.data.dialogues import full_instruction
 from ..core.data.dialogues import check_messages, prompt_messages, SYSTEM, with_system
 from ..core.data.formats import as_records, check_code, find_reader, read_ended
 from ..core.ask.judge_configs import is_population

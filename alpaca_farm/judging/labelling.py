@@ -17,7 +17,7 @@ from ..core.run.inputs import ensure_inputs
 from ..core.data.dialogues import prompt_text
 from ..core.run.files import digest
 from ..core.data.preferences import hash_uniform, is_preference, pair_identity
-from ..core.data.records import prompt_key
+from ..core.data.dialogues import prompt_key
 from ..core.run.runs import start
 from ..core.run.settings import at_root, command, Config, Count, Share
 from ..core.stats import FEWEST_LABELS, wilson

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.data.preferences import decide_vote
-from ..core.data.records import full_instruction
+from ..core.data.dialogues import full_instruction
 from alpaca_farm.core.stats import (agreement, bias, Interval, one_hot_votes, spearman, variance,
     vote_mode)
 from .noise import feature_preference, length_sign, list_sign, vote_order

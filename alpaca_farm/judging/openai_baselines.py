@@ -14,7 +14,8 @@ from annotated_types import Interval
 from ..core.answers import answer_figures, choose_best, prompt_fields
 from ..core.ask.api import answer_text, ApiConfig, parse_mapping
 from ..core.ask.client import ApiClient
-from ..core.data.records import full_instruction, load_records, without_lists
+from ..core.data.records import load_records, without_lists
+from ..core.data.dialogues import full_instruction
 from ..core.data.dialogues import (dialogue_text, prompt_messages,
     prompt_text, without_lead, without_thoughts)
 from ..core.ask.judge_configs import adapt_decoding, parse_decoding

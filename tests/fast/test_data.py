@@ -13,7 +13,8 @@ from hypothesis import example, given, settings, strategies as st
 import published
 from alpaca_farm.core.answers import preflight
 from alpaca_farm.core.data.candidates import read_candidates
-from alpaca_farm.core.data.records import check_records, load_records, prompt_key, read_rows
+from alpaca_farm.core.data.records import check_records, load_records, read_rows
+from alpaca_farm.core.data.dialogues import prompt_key
 from alpaca_farm.core.data.formats import CODES, FIELDS, Reader, READERS
 from alpaca_farm.core.data.text import encode
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts

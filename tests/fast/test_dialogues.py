@@ -14,7 +14,8 @@ from tiny import write
 from alpaca_farm.judging import agreement
 from alpaca_farm import (annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo,
     quark, reward_model, rrhf, sft)
-from alpaca_farm.core.data.records import full_instruction, load_records, prompt_key
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.data.dialogues import full_instruction, prompt_key
 from alpaca_farm.core.data.dialogues import dialogue_text, parse_dialogue, prompt_text
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.formats import as_chat, as_hh, as_records, named_answers

@@ -37,6 +37,7 @@ def classes(): return [tiny.config_class(n) for n in NOTEBOOKS]
 def test_any_text_works_or_is_refused_by_name(classes, capsys, monkeypatch, on_the_command_line):
     monkeypatch.setattr('alpaca_farm.core.run.settings.field_comments',
                         functools.cache(field_comments))
+    sys.stderr.reconfigure(errors='backslashreplace')   # as it is outside of tests
     @settings(max_examples=400 if on_the_command_line else 1000, **QUICK)
     @given(st.data(), texts)
     def holds(data, text):

@@ -6,7 +6,7 @@
 __all__ = ['endpoint_name', 'json_text', 'request_key', 'limit_reached', 'Store']
 
 # %% ../../../nbs/core/ask/store.ipynb #c83abe48
-import errno, hashlib, json, os, resource, sqlite3, time
+import errno, hashlib, json, resource, sqlite3, time
 from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit

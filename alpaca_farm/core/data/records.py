@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .dialogues import (check_messages, dialogue_text, full_instruction, naming,
-    parse_dialogue, prompt_key, prompt_messages, with_system)
+from alpaca_farm.core.data.dialogues import (check_messages, dialogue_text, naming, parse_dialogue,
+    prompt_messages, with_system)
 from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, known_formats, notice,
     SAY_CODE)
 from .preferences import is_preference, pair_identity
