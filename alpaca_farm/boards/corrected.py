@@ -100,14 +100,14 @@ def corrected_rate(
     return Corrected(rate, labels, plain(n.sum()*votes/votes_alone))
 
 # %% ../../nbs/boards/corrected.ipynb #07441e17
-def _side(judge) -> np.ndarray:
+def _side_of(judge) -> np.ndarray:
     "The side that verdicts in [0, 1] take: 1, 0, or one half."
     return (np.sign(np.asarray(judge, dtype=float) - .5) + 1)/2
 
 
 def judge_agreement(judge, labels) -> float:
     "Compute how often a vote is on the judge's side, of arrays in [0, 1]; a tie counts half."
-    return float(np.mean(1 - np.abs(_side(judge) - labels)))
+    return float(np.mean(1 - np.abs(_side_of(judge) - labels)))
 
 
 class Plan(NamedTuple):
@@ -123,7 +123,7 @@ def plan_labels(
     within: float = .02,  # half-width of the interval, in [0, 1]
 ) -> Plan:
     "Forecast how many labels an interval takes, before any is there."
-    side = _side(judge)
+    side = _side_of(judge)
     policies = side.ndim
     if policies == 2: side = side[:, 1] - side[:, 0]
     N = len(side)

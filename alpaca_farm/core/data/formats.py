@@ -31,7 +31,7 @@ def check_whole(value):
         raise ValueError('half of a character (a lone surrogate). Remove it')
 
 
-def _from_json(value):
+def _parsed(value):
     "Read the JSON in a column of text; any other value as it is."
     with suppress(ValueError, TypeError, RecursionError): value = json.loads(value)
     check_whole(value)
@@ -155,21 +155,21 @@ def _pair(rest, prompt, first, second, *preference):
 
 def _conversations(rest, *both):
     "Read two conversations of an arena as a pair."
-    fields, answers = _cut(None, *map(_from_json, both))
+    fields, answers = _cut(None, *map(_parsed, both))
     return dict(fields, output_1=answers[0], output_2=answers[1])
 
 
 def _rounds(rest, rounds):
     "Read an arena's list of rounds, each with the user's turn and both models'."
     both = [], []
-    for r in _from_json(rounds):
+    for r in _parsed(rounds):
         for turns, side in zip(both, 'ab'): turns.extend([r['user'], r[f'model_side_{side}']])
     return _conversations(rest, *both)
 
 
 def _answers(rest, *columns):
     "Read an arena's prompt and two answers, or lists with those of each round."
-    prompts, *answers = lists = [_from_json(c) for c in columns]
+    prompts, *answers = lists = [_parsed(c) for c in columns]
     if not all(isinstance(v, list) and len(v) == len(prompts) for v in lists):
         return _pair(rest, *columns)
     both = [], []
