@@ -61,7 +61,8 @@ def project(tmp_path_factory):
     for name in ('alpaca_farm', 'nbs', 'tests'):
         shutil.copytree(tiny.ROOT/name, root/name, ignore=skipped)
     for name in ('settings.ini', 'README.md'): shutil.copy(tiny.ROOT/name, root)
-    for heading in ('A method', 'A preference loss', 'An advantage'):
+    for heading in ('A method', 'A preference loss', 'An advantage', 'An annotator',
+                    'A format of files'):
         for block in blocks(heading): add(root, *block)
     run(root, '-c', 'from nbdev.doclinks import nbdev_export; nbdev_export()')
     return root
@@ -102,3 +103,30 @@ def test_they_are_listed_where_a_name_is_chosen(project):
     for name, text in dict(squared_hinge='the hinge, squared', median='the median answer').items():
         assert f'{name}: {text}' in said
         assert re.search(rf"'none': it must be [^:]*'{name}'", said), said
+
+
+READ = """
+import json, sys
+from alpaca_farm.annotators import AnnotatorsConfig
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.judging.judges import load_annotators
+pairs = load_records(sys.argv[1], 'preference', 'preference')
+cfg = AnnotatorsConfig(annotators='longer by 3')
+print(json.dumps([pairs[0]['preference'], *load_annotators(cfg.annotators, cfg)(pairs)]))
+try: load_records(sys.argv[2], 'preference', 'preference')
+except ValueError as e: print(e)
+try: AnnotatorsConfig(annotators='shorter')
+except ValueError as e: print(e)
+"""
+
+
+def test_a_format_and_a_judge_are_read_by_name(project, tmp_path):
+    rows = [dict(title=f'Question {i}', best=best, worst='three') for i, best in
+            enumerate(['four', 'a longer one', 'at'])]
+    (tmp_path/'threads.json').write_text(json.dumps(rows))
+    (tmp_path/'bad.json').write_text(json.dumps([dict(rows[0], best=3)]))
+    said = run(project, '-c', READ, str(tmp_path/'threads.json'), str(tmp_path/'bad.json'))
+    labels, bad, unknown = said.splitlines()[-3:]
+    assert json.loads(labels) == [2, 1.5, 2, 1]
+    assert 'bad.json' in bad and 'row 0' in bad
+    assert 'the longer answer, by so many letters (longer by 20)' in unknown
