@@ -91,7 +91,7 @@ def test_adam_is_adam(tmp_path):
                     lr_schedule='constant', warmup=0.,
                     betas=[.9, .99], weight_decay=0., max_grad_norm=0., device='cpu', data='x/y',
                     policy='x/y')
-    cfg.inputs = ()
+    cfg.inputs = {}
     model = torch.nn.Linear(3, 1, bias=False).double()
     run = start(cfg, test_adam_is_adam)
     trainer = Trainer(run, 5, dict(model=model))
