@@ -37,7 +37,7 @@ from .boards.length_control import recorded_difficulty
 from .judging.noise import preference_probabilities, sample_votes
 
 # %% ../nbs/eval.ipynb #9138e77a
-WORLD = [f'alpaca_farm.world:{name}' for name in ('held_out_crowd', 'pool', 'gold')]
+WORLD = [f'runs/world/{name}.json' for name in ('held_out_crowd', 'pool', 'gold')]
 
 
 @dataclass

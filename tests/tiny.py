@@ -41,12 +41,13 @@ def settings(notebook, base, **more):
     "Tiny settings of a notebook whose inputs are the runs in the folder `base`."
     world, sft, samples, labels, rm = (
         str(base/k) for k in ('world', 'sft', 'samples', 'annotators', 'reward_model'))
+    pool = f'{world}/pool.json'
     on_policy, pairs = dict(data=world, policy=sft), dict(preferences=labels, policy=sft)
     rewarded = dict(on_policy, reward_model=rm)
     inputs = dict(
         world={}, sft=dict(data=world, policy=world), rlcd=dict(data=world, policy=world),
-        annotators=dict(outputs=samples), reward_model=pairs, dpo=pairs | on_policy,
-        binary_feedback=pairs | on_policy,
+        annotators=dict(outputs=samples, annotators=pool), reward_model=pairs, dpo=pairs | on_policy,
+        binary_feedback=pairs | on_policy | dict(annotators=pool),
         best_of_n=rewarded, expert_iteration=rewarded, quark=rewarded, ppo=rewarded,
         rrhf=dict(rewarded, perplexity_model=world,
                   candidates=[samples, f'{world}/preference.json']))

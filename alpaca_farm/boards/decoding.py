@@ -38,7 +38,7 @@ class DecodingConfig(SampleConfig, JudgedConfig):
         default_factory=lambda: [1., .7, .5, .3, 0.])
     reference: str = 'runs/sft'  # policy whose answers theirs are compared with
     temperature: Amount = 1.0    # of the reference's answers
-    annotators: str = 'alpaca_farm.world:crowd'  # judges, as in the annotators notebook
+    annotators: str = 'runs/world/crowd.json'  # judges, as in the annotators notebook
     data: str = 'runs/world'     # instructions: folder, file or hub dataset owner/name:config
     columns: str = ''            # names of columns: ours, equals sign, yours
     split: str = 'val'           # split on which the temperature is chosen

@@ -34,7 +34,7 @@ CORE = ['run.paths run.keys data.dialogues',
         'answers ask.client training',
         'online ask.completions',
         'run.outputs run.preload']
-LAYERS = ['judging.parsers embedded.lexicon',
+LAYERS = ['judging.parsers embedded.lexicon worlds.folder',
         'embedded.grammar judging.noise judging.judges boards.rankings boards.length_control '
             'judging.label_files',
         'embedded.authors embedded.prose boards.corrected',

@@ -64,7 +64,7 @@ def test_another_policy_needs_data(base, tmp_path, monkeypatch):
     del given['data']
     copy = shutil.copytree(base/'sft'/'model', tmp_path/'copy')   # is nobody's run
     for policy in ('org/model', str(copy)):
-        message = f'^data: {policy} is no policy of the embedded world'
+        message = f'^data: {policy} was not trained for the requests of'
         with pytest.raises(ValueError, match=message):
             ppo.train(ppo.PPOConfig(**given | dict(policy=policy)))
     assert not (tmp_path/'out').exists()

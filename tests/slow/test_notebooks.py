@@ -39,17 +39,19 @@ def own(f):
         rlcd=dict(data=world, policy=world, task=f'{tiny.ROOT}/tests/data/task.yaml',
                   max_instances=12, chunk=8),
         wombat=dict(candidates=[f'{f}/candidates'], max_instances=12),
-        eval=dict(outputs=[f'{f}/dpo', f'{f}/ppo'], reference=references, head_to_head=True),
+        eval=dict(outputs=[f'{f}/dpo', f'{f}/ppo'], reference=references, head_to_head=True,
+                  annotators=[f'{world}/{name}.json' for name in ('held_out_crowd', 'gold')]),
         pretrained={}, openai_baselines=dict(data=world),
         labelling=dict(outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
-        agreement=dict(max_instances=100, draws=20),
-        decoding=dict(data=world, policies=[sft], reference=sft, max_instances=8,
+        agreement=dict(max_instances=100, draws=20, sets=[f'{world}/labelled.json'],
+                       judges=[f'{world}/pool.json', f'{world}/judge.json']),
+        decoding=dict(data=world, annotators=f'{world}/crowd.json', policies=[sft], reference=sft, max_instances=8,
                       temperatures=[1., 0.]),
         overoptimization=dict(
             policy=sft, bank=f'{f}/eval_samples', references=references, instances=20,
             proxies=[f'{f}/reward_model', f'{f}/reward_model_crowd'],
             policies=[f'{f}/{m}' for m in ('ppo', 'rloo', 'dpo', 'quark')]),
-        compare=dict(folders=[f'{f}/dpo', f'{f}/ppo']),
+        compare=dict(folders=[f'{f}/dpo', f'{f}/ppo'], annotators=f'{world}/crowd.json'),
         real=dict(runs=f'{f}/real_runs', model=sft, size=f'{tiny.ROOT}/tests/data/real.yaml'),
         bring_your_own=dict(runs=f'{f}/own', model=sft, prompts=world, n=2, max_instances=8,
                             preferences=f'{f}/annotators'))
@@ -73,7 +75,7 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, in
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
 STUDIES['human_labels'] = dict(max_length=120, measured=12, budgets=[12, 24], seeds=1, prompts=6,
                                n=2, max_new_tokens=8,
-                               labelled=['alpaca_farm.judging.agreement:embedded_pairs'])
+                               labelled=['alpaca_farm.world:embedded_pairs'])
 TOUR = dict(start=dict(label_flip=.4, steps=4, instances=8))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'Did you mean kl_coef?'),
