@@ -64,7 +64,7 @@ class World:
         return partial(found, folder=self.folder)
 
 # %% ../../nbs/worlds/folder.ipynb #f01d0010
-def _check_policy(world: World, where: str):
+def _check_start(world: World, where: str):
     "ValueError unless either the base or the policy is a model's path, or a name on the hub."
     if bool(world.base) == bool(world.policy):
         raise ValueError(f'{where}: name either a base or a policy')
@@ -87,7 +87,7 @@ def _check_judges(world: World, where: str):
 def check_world(world: World):
     "Check that a world has what a farm needs; ValueError naming what it lacks."
     where = f'{world.folder}/world.json'
-    _check_policy(world, where)
+    _check_start(world, where)
     _check_judges(world, where)
     functions = [world.reader, world.utility, world.marks]
     for way in world.ways:

@@ -48,7 +48,7 @@ def own(f):
         decoding=dict(data=world, annotators=f'{world}/crowd.json', policies=[sft], reference=sft, max_instances=8,
                       temperatures=[1., 0.]),
         overoptimization=dict(
-            policy=sft, bank=f'{f}/eval_samples', references=references, instances=20,
+            policy=sft, bank=f'{f}/eval_samples', references=references, instances=20, world=world,
             proxies=[f'{f}/reward_model', f'{f}/reward_model_crowd'],
             policies=[f'{f}/{m}' for m in ('ppo', 'rloo', 'dpo', 'quark')]),
         compare=dict(folders=[f'{f}/dpo', f'{f}/ppo'], annotators=f'{world}/crowd.json'),
