@@ -17,13 +17,13 @@ from .core.run.inputs import recipes
 from .core.run.jobs import Job, run_jobs, study_job
 from .core.run.paths import notebooks_folder
 from .core.run.runs import check_run_folder, read_summary, start
-from .core.run.settings import at_root, command, Count, Positive, refuse_unknown
+from .core.run.settings import at_root, command, Count, Positive
 from .core.run.sweeps import machines
 from .annotators import api_clients, load_annotators
 from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
 from .boards.leaderboards import rank_agreement
 from .boards.simulation import paired_tables, vote_agreements, write_simulation
-from .worlds.folder import read_world, ROLES, utility_judge, World
+from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World
 
 # %% ../nbs/farm.ipynb #e7c129a0
 @dataclass
@@ -61,7 +61,7 @@ def read_sizes(size: str) -> dict[str, dict]:
     if not os.path.isfile(file):   # also for a name too long for one
         raise FileNotFoundError(f'size = {size!r}: choose from default, quick or a YAML file')
     sizes = read_yaml(file)
-    refuse_unknown(file, sizes, [*RUNS, *(row['notebook'] for row in RUNS.values())])
+    check_sizes(str(file), sizes)
     return sizes
 
 # %% ../nbs/farm.ipynb #992109be
@@ -110,6 +110,8 @@ def _all_sizes(cfg: FarmConfig, world: World) -> dict[str, dict]:
     for name in (*world.sizes, *given):
         ours, theirs = world.sizes.get(name, {}), given.get(name, {})
         sizes[name] = None if None in (ours, theirs) else ours | theirs
+    for name, row in RUNS.items():   # a method's are for both sources of labels
+        if row['method'] in sizes: sizes.setdefault(name, sizes[row['method']])
     # all greedy answers are the same
     return sizes | dict(sft_greedy=sizes.get('sft_greedy', {}) | dict(n=1))
 
@@ -121,7 +123,7 @@ def _left_out(cfg: FarmConfig, world: World, sizes: dict) -> set[str]:
     for name, row in RUNS.items():   # each after what it reads
         if row['labels'] == 'crowd' and not (cfg.crowd or world.crowd or world.preferences):
             left.add(name)
-        if None in (sizes.get(name, {}), sizes.get(row['notebook'], {})): left.add(name)
+        if sizes.get(name, {}) is None: left.add(name)
         if left & {*row['reads'].values()} - {'sft'}: left.add(name)
     return left
 
@@ -147,6 +149,7 @@ def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
     folder, world = _folder(cfg, replicate), farm_world(cfg, replicate)
     sizes = _all_sizes(cfg, world)
     left_out = _left_out(cfg, world, sizes)
+    sizes = {name: own for name, own in sizes.items() if own is not None}
     machine = {k: getattr(cfg, k) for k in ('device', 'dtype') if getattr(cfg, k) != 'auto'}
     jobs = _world_jobs(cfg, replicate, sizes, machine)
     for name, row in RUNS.items():
