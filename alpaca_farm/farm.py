@@ -221,7 +221,7 @@ def run(cfg: FarmConfig):
     write_boards(folder, boards, parts)
     _tell_lacking(cfg, worlds[0])
     crowd_runs = {row['method']: name for name, row in RUNS.items()
-                  if row['method'] and row['labels'] == 'crowd' and f'{cfg.runs}/{name}' in made}
+                  if row['method'] in judged[0]['crowd'] and row['labels'] == 'crowd'}
     figures = {}
     if crowd_runs: figures = write_simulation(folder, paired_tables(judged, crowd_runs), cfg.seed)
     if failed:
@@ -230,7 +230,8 @@ def run(cfg: FarmConfig):
     ranked = {judge: {m: p for m, p in rows.items() if m == 'sft' or m in LABELLED_BY}
               for judge, rows in judged[0].items()}
     figures |= rank_agreement(ranked, seed=cfg.seed)
-    if 'pool' in judges[0] and not any(map(api_clients, judges[0].values())):
+    asked = any(map(api_clients, judges[0].values()))
+    if 'pool' in judges[0] and f'{cfg.runs}/annotators' in made and not asked:
         figures |= vote_agreements(cfg.runs, judges[0], seed=cfg.seed)
     accuracies = dict(accuracy='accuracy_majority', label_accuracy='accuracy',
                       ceiling='accuracy_ceiling')

@@ -28,7 +28,7 @@ def paired_tables(judged: list[dict], crowd_runs: dict) -> dict:
     learned = [crowd_runs.get(m, m) for m in names]
     columns = dict(simulated=('pool', names), crowd=('crowd', learned), transfer=('crowd', names))
     return dict(names=names) | {
-        c: np.stack([np.stack([j[judge][m] for m in rows], 1) for j in judged])
+        c: np.stack([np.stack([j.get(judge, j['crowd'])[m] for m in rows], 1) for j in judged])
         for c, (judge, rows) in columns.items()}
 
 # %% ../../nbs/boards/simulation.ipynb #8edc3be9
