@@ -58,17 +58,6 @@ def own(f):
 
 
 OWN = [*own('')]
-# Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
-TINY_FARM = dict(
-    world=dict(sft=60, preference=80, unlabeled=64, val=20, eval=30, prose=160, hidden_size=32,
-               layers=1, ffn=32, heads=2),
-    reward_model=dict(epochs=1), best_of_n=dict(n=2), base=dict(n=1),
-    candidates=dict(n=4, max_instances=24),
-    expert_iteration=dict(n=4, max_instances=24, epochs=1),
-    ppo=dict(steps=2, rollouts=8, batch_size=4, val_instances=8, eval_every=1, save_every=1),
-    quark=dict(steps=2, rollouts=16, batch_size=8, val_instances=8, eval_every=1, save_every=1),
-    rrhf=dict(k=4, epochs=1, missing_eos=''), binary_feedback=dict(held_out=10, val_instances=8),
-    eval_samples=dict(n=4))
 STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, instances=8),
                labellers=dict(dialogues=[200], prompts=80),
                worth=dict(instances=24, labels=[10, 15]))
@@ -102,7 +91,7 @@ def forked(notebook, out, given): return tiny.run_notebook(notebook_path(noteboo
 def sizes(tmp_path_factory):
     "The file that the farm reads its tiny sizes from."
     path = tmp_path_factory.mktemp('sizes')/'tiny.json'
-    path.write_text(json.dumps(TINY_FARM))
+    path.write_text(json.dumps(tiny.FARM))
     return str(path)
 
 
