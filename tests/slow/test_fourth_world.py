@@ -15,7 +15,7 @@ from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from alpaca_farm.worlds.folder import read_world
 
-SIZES = dict(sft=40, preference=40, unlabeled=40, val=10, eval=20)
+SIZES = dict(sft=800, preference=60, unlabeled=40, val=10, eval=20)
 
 
 @pytest.fixture(scope='module')
@@ -47,7 +47,7 @@ def test_a_world_of_one_file_runs_on_the_whole_farm(sums, monkeypatch, capsys):
     assert {'crowd', 'pool', 'utility'} < {*board} and (board.loc[[*trained], 'labels'] > 0).all()
     assert board.utility.idxmax() in ('an expert', 'best of 4 by the utility')
     parts = pd.read_csv(run.folder/'parts.csv')
-    assert {*parts.part} == {'right', 'number', 'utility'}
+    assert {*parts.part} == {'right', 'digits', 'length', 'utility'}
     assert {*pd.read_csv(run.folder/'simulation.csv').method} == {'base model', 'sft', *methods()}
     assert ' has no ' not in capsys.readouterr().out
     flips = [read_json(f'{cfg.runs}/annotators{end}/config.json')['settings']['label_flip']
