@@ -155,6 +155,7 @@ def vote_agreements(folder: str, judges: dict, n: int = 1000, seed: int = 0) -> 
     chance = {name: preference_probabilities(judges[name], pairs) for name in ('crowd', 'pool')}
     draws = [sample_votes(c, pairs, 4, seed + 10**6*k) for k, c in enumerate(chance.values())]
     one, other = (1 + c.mean(1).T for c in chance.values())
-    return dict(crowd_agreement=agreement(draws[0]), pool_agreement=agreement(draws[1], draws[0]),
-                crowd_two_votes=off_diagonal_mean(two_votes_agree(one, one)),
-                pool_crowd_two_votes=float(two_votes_agree(other, one).mean()))
+    shares = dict(crowd_agreement=agreement(draws[0]),
+                  pool_agreement=agreement(draws[1], draws[0]))
+    if one.shape[1] > 1: shares['crowd_two_votes'] = off_diagonal_mean(two_votes_agree(one, one))
+    return shares | dict(pool_crowd_two_votes=float(two_votes_agree(other, one).mean()))

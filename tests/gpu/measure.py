@@ -105,8 +105,9 @@ def rows_of(out: Path, small: bool, model: str) -> dict:
                             **learning),
         ppo_1b=row(ppo, '1b', prompt + answer, reward_model=at('reward_model_1b'), **online))
     if model:
-        from alpaca_farm import real
-        rows['real'] = real, '', dict(model=model, runs=at('real_runs')), 0
+        from alpaca_farm import farm, real
+        real.run(real.RealConfig(out=at('real_world'), model=model))
+        rows['real'] = farm, '', dict(world=at('real_world')), 0
     return rows
 
 

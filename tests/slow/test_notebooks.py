@@ -52,8 +52,9 @@ def own(f):
             proxies=[f'{f}/reward_model', f'{f}/reward_model_crowd'],
             policies=[f'{f}/{m}' for m in ('ppo', 'rloo', 'dpo', 'quark')]),
         compare=dict(folders=[f'{f}/dpo', f'{f}/ppo'], annotators=f'{world}/crowd.json'),
-        real=dict(runs=f'{f}/real_runs', model=sft, size=f'{tiny.ROOT}/tests/data/real.yaml'),
-        bring_your_own=dict(runs=f'{f}/own', model=sft, prompts=world, n=2, max_instances=8,
+        real=dict(model=sft, n=2, max_prompt=120, max_new_tokens=16,
+                  sizes=f'{tiny.ROOT}/tests/data/real.yaml'),
+        bring_your_own=dict(model=sft, prompts=world, n=2, judge=f'{world}/pool.json',
                             preferences=f'{f}/annotators'))
 
 
@@ -117,19 +118,22 @@ def test_nbdev_test_executes_whole_notebooks_without_a_run():
         assert p.stem not in SILENT or not re.search(r'#\| *(slow|notest|eval)', p.read_text()), p
 
 
-def test_the_real_farm(made):
+def test_the_farm_in_the_real_world(made, monkeypatch):
     import pandas as pd
     folder, _ = made
-    board = pd.read_csv(folder/'real'/'leaderboard.csv', index_col='method')
-    assert {'initial policy', 'likeliest of 3', 'best of 3 by words', 'dpo_crowd'} < {*board.index}
-    assert board.loc['initial policy', 'crowd'] == 50
+    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, **_: tiny.run_here(jobs))
+    run = farm.run(farm.FarmConfig(world=str(folder/'real'), device='cpu'))
+    board = pd.read_csv(run.folder/'leaderboard.csv', index_col='method')
+    assert {'sft', 'likeliest of 3', 'shortest of 3', 'dpo_crowd', 'rloo'} < {*board.index}
     chosen = board.loc[['likeliest of 3', 'shortest of 3', 'best_of_n']]
     assert board.loc['best of 3 by the utility'].utility >= chosen.utility.max()
-    assert board[['crowd', 'crowd_low', 'crowd_high', 'kept', 'kept_new']].notna().all(None)
-    pool, crowd = (read_json(folder/'real_runs'/'labels'/f'{n}.json') for n in ('pool', 'crowd'))
+    parts = pd.read_csv(run.folder/'parts.csv')
+    assert {*parts.part} == {'kept', 'kept_new', 'fluency', 'utility'} and parts.notna().all(None)
+    pool, crowd = (read_json(folder/'real_runs'/f'annotators{end}'/'preferences.json')
+                   for end in ('', '_crowd'))
     assert [p['output_1'] for p in pool] == [p['output_1'] for p in crowd] and pool != crowd
-    steps = read_json(folder/'real'/'rloo_free.json')
-    assert [s['step'] for s in steps] == [0, 1, 2]
+    prompts = [p['instruction'] for p in pool]
+    assert len(prompts) > 3*len({*prompts})   # all pairs of four answers
 
 
 @pytest.mark.parametrize('name', ['farm', *FARMED, *OWN])
