@@ -21,7 +21,7 @@ from .core.data.records import load_records, prompt_key
 from .core.data.text import check_limit, encode_prompts
 from .core.model.loading import load_tokenizer, model_config
 from .core.run.files import read_yaml
-from .core.run.inputs import methods
+from .core.run.inputs import methods as farm_methods
 from .core.run.paths import at_root, notebooks_folder
 from .core.run.runs import start
 from .core.run.settings import command, Count, HardwareConfig, Scale, Share
@@ -47,7 +47,7 @@ def _columns_of(columns: list[str]) -> dict[str, str]:
     return found
 
 # %% ../nbs/bring_your_own.ipynb #69887a32
-METHODS = [*methods()]
+METHODS = farm_methods()   # entries of the farm by method
 
 
 @dataclass
@@ -152,7 +152,7 @@ def _tuned_settings(parameters: int, lora: bool = False) -> dict[str, dict]:
     "Settings by run for a model of this size."
     folder = notebooks_folder()/'recipes'/('gpu_24gb' if lora else 'llama_7b')
     notebooks = dict(sft='sft', reward_model='reward_model')
-    notebooks |= {name: row['notebook'] for name, row in methods().items()}
+    notebooks |= {name: row['notebook'] for name, row in METHODS.items()}
     tuned = {}
     for name, notebook in notebooks.items():
         tuned[name] = {}
@@ -183,7 +183,7 @@ def own_sizes(cfg: BringYourOwnConfig, parameters: int) -> dict[str, dict]:
     sizes['annotators'] = dict(label_flip=0.)
     sizes['sft'] = trained | answering | length | dict(val_split='', eval_split='')
     sizes['reward_model'] = trained | length
-    for name, row in methods().items():
+    for name, row in METHODS.items():
         settings = trained | answering | dict(eval_temperature=cfg.temperature)
         if row['notebook'] in ('ppo', 'quark', 'expert_iteration'):
             settings['temperature'] = cfg.temperature
@@ -195,7 +195,7 @@ def own_sizes(cfg: BringYourOwnConfig, parameters: int) -> dict[str, dict]:
         sizes[name] = settings if name in cfg.methods else None
     sizes = {name: own and own | tuned.get(name, {}) for name, own in sizes.items()}
 
-    needed = {run for name in cfg.methods for run in methods()[name]['reads'].values()}
+    needed = {run for name in cfg.methods for run in METHODS[name]['reads'].values()}
     for name in ('reward_model', 'candidates'):
         if name not in needed: sizes[name] = sizes[f'{name}_crowd'] = None
     sizes.pop('candidates_crowd', None)

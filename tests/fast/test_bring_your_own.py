@@ -134,7 +134,7 @@ def test_a_large_model_gets_the_settings_of_large_models(base, mine):
 
 
 def test_control_tokens_have_room_before_the_longest_prompt(mine):
-    sizes = own_sizes(BringYourOwnConfig(**mine | dict(methods=METHODS, max_prompt=90)), 10**6)
+    sizes = own_sizes(BringYourOwnConfig(**mine | dict(methods=[*METHODS], max_prompt=90)), 10**6)
     most = {name: own['max_prompt'] for name, own in sizes.items() if 'max_prompt' in own}
     assert most['feedme'] == most['references'] == most['ppo'] == 90
     assert min(most['reward_conditioning'], most['quark']) > 90
@@ -142,7 +142,7 @@ def test_control_tokens_have_room_before_the_longest_prompt(mine):
 
 def test_every_method_has_settings_that_exist(mine, tmp_path):
     "On its own settings, and with an adapter and a template."
-    given = mine | dict(methods=METHODS, lora_rank=2, template='alpaca', max_prompt=200)
+    given = mine | dict(methods=[*METHODS], lora_rank=2, template='alpaca', max_prompt=200)
     world = bring_your_own.run(BringYourOwnConfig(**given)).folder
     jobs = farm_jobs(FarmConfig(world=str(world)))
     for job in jobs:
