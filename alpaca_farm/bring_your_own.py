@@ -195,7 +195,8 @@ def own_sizes(cfg: BringYourOwnConfig, parameters: int) -> dict[str, dict]:
         sizes[name] = settings if name in cfg.methods else None
     sizes = {name: own and own | tuned.get(name, {}) for name, own in sizes.items()}
 
-    needed = {run for name in cfg.methods for run in METHODS[name]['reads'].values()}
+    needed = set()
+    for name in cfg.methods: needed |= {*METHODS[name]['reads'].values()}
     for name in ('reward_model', 'candidates'):
         if name not in needed: sizes[name] = sizes[f'{name}_crowd'] = None
     sizes.pop('candidates_crowd', None)

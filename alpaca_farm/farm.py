@@ -88,18 +88,28 @@ def farm_world(cfg: FarmConfig, replicate: int = 0) -> World:
 
 def _world_jobs(cfg: FarmConfig, replicate: int, sizes: dict, machine: dict) -> list[Job]:
     "The run that makes a replicate's world, if it is not given."
-    folder, row = _folder(cfg, replicate), RUNS['world']
+    folder = _folder(cfg, replicate)
+    cost = RUNS['world']['cost']
     if _makes_world(cfg):
         seed = cfg.seed + replicate
-        return [study_job('world', 'world', {}, folder, row['cost'], seed, sizes, **machine)]
+        return [study_job('world', 'world', {}, folder, cost, seed, sizes, **machine)]
     config = run_config(cfg.world)
     if not (replicate and config): return []
     settings = dict(config['given'], seed=config['settings']['seed'] + replicate)
-    return [Job(f'{folder}/world', config['notebook'], settings, [], row['cost'])]
+    return [Job(f'{folder}/world', config['notebook'], settings, [], cost)]
 
 
-def population(cfg: FarmConfig, role: str, world: World) -> str:
-    "Return who has a role (crowd, held_out or pool): those of the setting, or the world's."
+def _has_crowd(cfg: FarmConfig, world: World) -> bool:
+    "Whether anybody labels for the second training, or has."
+    return bool(cfg.crowd or world.crowd or world.preferences)
+
+
+def population(
+    cfg: FarmConfig,
+    role: str,       # crowd, held_out or pool
+    world: World,    # of the replicate
+) -> str:
+    "Return who has a role: those of the setting, or the world's."
     return getattr(cfg, role) or world.path(getattr(world, role))
 
 # %% ../nbs/farm.ipynb #992109bf
@@ -108,8 +118,8 @@ def _all_sizes(cfg: FarmConfig, world: World) -> dict[str, dict]:
     given = read_sizes(cfg.size)
     sizes = {}
     for name in (*world.sizes, *given):
-        ours, theirs = world.sizes.get(name, {}), given.get(name, {})
-        sizes[name] = None if None in (ours, theirs) else ours | theirs
+        both = [world.sizes.get(name, {}), given.get(name, {})]
+        sizes[name] = None if None in both else both[0] | both[1]
     for name, row in RUNS.items():   # a method's are for both sources of labels
         if row['method'] in sizes: sizes.setdefault(name, sizes[row['method']])
     # all greedy answers are the same
@@ -121,10 +131,10 @@ def _left_out(cfg: FarmConfig, world: World, sizes: dict) -> set[str]:
     left = set()
     if world.policy: left |= {'sft', 'base'}
     for name, row in RUNS.items():   # each after what it reads
-        if row['labels'] == 'crowd' and not (cfg.crowd or world.crowd or world.preferences):
-            left.add(name)
-        if sizes.get(name, {}) is None: left.add(name)
-        if left & {*row['reads'].values()} - {'sft'}: left.add(name)
+        reads = {*row['reads'].values()}
+        if world.policy: reads.discard('sft')
+        unlabelled = row['labels'] == 'crowd' and not _has_crowd(cfg, world)
+        if unlabelled or sizes.get(name, {}) is None or reads & left: left.add(name)
     return left
 
 
@@ -146,7 +156,8 @@ def _label_settings(cfg: FarmConfig, name: str, world: World, sizes: dict) -> di
 
 def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
     "Return the runs of one replicate."
-    folder, world = _folder(cfg, replicate), farm_world(cfg, replicate)
+    folder = _folder(cfg, replicate)
+    world = farm_world(cfg, replicate)
     sizes = _all_sizes(cfg, world)
     left_out = _left_out(cfg, world, sizes)
     sizes = {name: own for name, own in sizes.items() if own is not None}
@@ -181,11 +192,10 @@ def _board_judges(cfg: FarmConfig, world: World) -> dict:
 
 def _tell_lacking(cfg: FarmConfig, world: World):
     "Say in a line each what this world has no table of, and why."
-    lacking = dict(
-        utility='no utility: no column of that name, and no best of n by it',
-        marks='no marks: no parts of answers')
-    lines = [text for name, text in lacking.items() if not getattr(world, name)]
-    if not (cfg.crowd or world.crowd or world.preferences):
+    lines = []
+    if not world.utility: lines.append('no utility: no column of that name')
+    if not world.marks: lines.append('no marks: no parts of answers')
+    if not _has_crowd(cfg, world):
         lines.append('no crowd and no preferences: no comparison of simulation and crowd')
     for line in lines: print(f'{world.folder} has {line}')
 
@@ -197,12 +207,14 @@ def run(cfg: FarmConfig):
         if getattr(cfg, role): load_annotators(getattr(cfg, role), cfg)
     if not _makes_world(cfg): _board_judges(cfg, farm_world(cfg))
     began = time.monotonic()
-    jobs = [job for k in range(cfg.seeds) for job in farm_jobs(cfg, k)]
+    jobs = []
+    for k in range(cfg.seeds): jobs += farm_jobs(cfg, k)
     failed = run_jobs(jobs, name='farm', place=machines(cfg.address, cfg.workers))
     made = tuple(job.out for job in jobs if read_summary(job.out))
-    replicates = [k for k in range(cfg.seeds)
-                  if {f'{_folder(cfg, k)}/{name}' for name in ('references', 'eval_samples')}
-                  <= {*made}]
+    replicates = []
+    for k in range(cfg.seeds):
+        needed = {f'{_folder(cfg, k)}/references', f'{_folder(cfg, k)}/eval_samples'}
+        if needed <= {*made}: replicates.append(k)
     if 0 not in replicates: raise RuntimeError('the farm failed:\n' + '\n'.join(failed))
     given = () if _makes_world(cfg) else (cfg.world,)
     folder = start(cfg, run, given + made)
@@ -211,12 +223,11 @@ def run(cfg: FarmConfig):
     folder.before['wall'] = folder.began - began   # that of the runs
 
     # boards and figures are written even if some runs failed
-    answers, judged, boards = [], [], []
     worlds = [farm_world(cfg, k) for k in replicates]
     judges = [_board_judges(cfg, world) for world in worlds]
-    for k, world, by in zip(replicates, worlds, judges):
-        board = farm_board(_folder(cfg, k), world, by, cfg.seed + k, cfg.labels)
-        for rows, row in zip((answers, judged, boards), board): rows.append(row)
+    found = [farm_board(_folder(cfg, k), world, by, cfg.seed + k, cfg.labels)
+             for k, world, by in zip(replicates, worlds, judges)]
+    answers, judged, boards = zip(*found)
     parts = parts_table(answers, worlds, cfg.seed) if worlds[0].marks else None
     write_boards(folder, boards, parts)
     _tell_lacking(cfg, worlds[0])
@@ -227,8 +238,9 @@ def run(cfg: FarmConfig):
     if failed:
         raise RuntimeError('some runs failed; the board shows the others:\n' + '\n'.join(failed))
 
-    ranked = {judge: {m: p for m, p in rows.items() if m == 'sft' or m in LABELLED_BY}
-              for judge, rows in judged[0].items()}
+    ranked = {}
+    for judge, rows in judged[0].items():
+        ranked[judge] = {m: p for m, p in rows.items() if m == 'sft' or m in LABELLED_BY}
     figures |= rank_agreement(ranked, seed=cfg.seed)
     asked = any(map(api_clients, judges[0].values()))
     if 'pool' in judges[0] and f'{cfg.runs}/annotators' in made and not asked:

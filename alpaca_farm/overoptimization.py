@@ -175,7 +175,8 @@ def _label_name(proxy: str) -> str:
 def _method_name(folder: str) -> str:
     "A run's method and what sets it apart: no penalty, or DPO's beta."
     config = run_config(folder)
-    name, settings = config['notebook'], config['settings']
+    name = config['notebook']
+    settings = config['settings']
     if settings.get('advantage', 'gae') != 'gae': name = settings['advantage']
     if name == 'binary_feedback': name = settings['method']
     if name == 'dpo': name += f', beta {settings["beta"]:g}'
@@ -209,7 +210,9 @@ def measure_policy(
     "Measure a checkpoint on fresh samples: its KL to the reference, and its scores."
     policy, tokenizer = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
-    repeated, samples, outputs = [], [], []
+    repeated = []
+    samples = []
+    outputs = []
     for record, drawn in zip(prompts, answers):
         for s in drawn:
             text = decode(s.tokens, tokenizer, cfg.template, record)
@@ -281,7 +284,8 @@ def run(cfg: OverConfig):
         rows += _bank_curve(scale[proxy][1], scale['utility'][1], preferred, logprob,
                             method='best_of_n', labels=_label_name(proxy))
     # policies, at each checkpoint
-    todo = [(policy, step, path) for policy in cfg.policies for step, path in checkpoints(policy)]
+    todo = []
+    for policy in cfg.policies: todo += [(policy, *saved) for saved in checkpoints(policy)]
     records = [dict(r, output='') for r in bank]
     sft = load_policy(cfg.policy, cfg)
     show = Progress(folder.folder.name, len(todo))

@@ -80,7 +80,10 @@ def instructions() -> dict[str, list[dict]]:
     training = [c for c in CONDITIONS if c not in NEW]
 
     def ask(topics, names):
-        return [dict(instruction=f'{t} {CONDITIONS[c][0]}') for t in topics for c in names]
+        asked = []
+        for topic in topics:
+            asked += [dict(instruction=f'{topic} {CONDITIONS[name][0]}') for name in names]
+        return asked
     learned = ask(topics[:60], training)
     return dict(preference=learned, unlabeled=learned, val=ask(topics[:3], training),
                 eval=ask(topics[60:], CONDITIONS),
@@ -134,10 +137,8 @@ class WordModel:
 def word_model(folder: str) -> WordModel:
     "Read the word model of a world's folder: of its answers to the plain topics."
     plain = load_records(folder, 'plain', 'candidates')
-    halves = []
-    for rows in (plain[::2], plain[1::2]):
-        halves.append([text for r in rows for text in output_texts(r)])
-    return WordModel(*halves)
+    texts = [output_texts(r) for r in plain]
+    return WordModel(sum(texts[::2], []), sum(texts[1::2], []))
 
 
 def real_parts(
@@ -266,8 +267,7 @@ def run(cfg: RealConfig):
                 label_flip=cfg.label_flip, utility=f'{here}:real_utility',
                 marks=f'{here}:real_parts', ways=['likeliest', 'shortest', 'utility'],
                 sizes=cfg.read_sizes())
-    texts = [dict(r, output=text) for r in answers for text in output_texts(r)]
-    folder.finish(instructions=sum(map(len, splits.values())), answers=len(texts))
+    folder.finish(instructions=sum(map(len, splits.values())), answers=cfg.n*len(answers))
     folder.path('checkpoint/rows.jsonl').unlink()
     return folder
 
