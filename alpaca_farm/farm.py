@@ -225,8 +225,10 @@ def run(cfg: FarmConfig):
     # boards and figures are written even if some runs failed
     worlds = [farm_world(cfg, k) for k in replicates]
     judges = [_board_judges(cfg, world) for world in worlds]
-    found = [farm_board(_folder(cfg, k), world, by, cfg.seed + k, cfg.labels)
-             for k, world, by in zip(replicates, worlds, judges)]
+    found = []
+    for k, world, by in zip(replicates, worlds, judges):
+        runs = [name for name in LABELLED_BY if f'{_folder(cfg, k)}/{name}' in made]
+        found.append(farm_board(_folder(cfg, k), world, by, cfg.seed + k, runs, cfg.labels))
     answers, judged, boards = zip(*found)
     parts = parts_table(answers, worlds, cfg.seed) if worlds[0].marks else None
     write_boards(folder, boards, parts)

@@ -27,10 +27,10 @@ from ..worlds.folder import World
 LABELLED_BY = {run: row['labels'] for run, row in recipes().items() if row['method']}
 
 
-def method_answers(folder: str) -> dict[str, list[dict]]:
+def method_answers(folder: str, runs=LABELLED_BY) -> dict[str, list[dict]]:
     "Read the answers of SFT and of every finished method, for both sources of labels."
     answers = dict(sft=read_answers(f'{folder}/references', candidates=True))
-    for run in LABELLED_BY:
+    for run in runs:
         if read_summary(f'{folder}/{run}'): answers[run] = read_answers(f'{folder}/{run}')
     return answers
 
@@ -101,10 +101,11 @@ def farm_board(
     world: World,
     judges: dict,        # {column: judge}, first the held-out crowd, `crowd`
     seed: int,
+    runs: list[str],     # names of the methods' runs
     labels: str = '',    # people's labels of answers, to correct the first judge
 ) -> tuple:  # answers by row; {judge: {row: (instructions,) preferences over SFT}}; the DataFrame
     "Judge the answers of all rows of a replicate."
-    answers = method_answers(folder)
+    answers = method_answers(folder, runs)
     for name, rows in _baseline_answers(folder, world).items():
         answers[name] = answers_to(rows, answers['sft'])
     judged = judge_all(answers, answers['sft'], judges, seed)
