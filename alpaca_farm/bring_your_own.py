@@ -208,17 +208,13 @@ def own_sizes(cfg: BringYourOwnConfig, parameters: int) -> dict[str, dict]:
 # %% ../nbs/bring_your_own.ipynb #1807d09d
 def _judged_pairs(cfg: BringYourOwnConfig, splits: dict, judge, labels: bool) -> list[dict]:
     "The pairs that a judge is shown, filled with the longest answers."
-    rows = [*cfg.methods, *(f'{m} crowd' for m in cfg.methods if cfg.preferences), 'greedy',
-            'likeliest', 'longest']
-    if cfg.demonstrations: rows.append('base')
-    longest = ' '.join(['word']*cfg.max_new_tokens)
+    rows = len(cfg.methods)*(2 if cfg.preferences else 1) + 3   # three ways without labels
+    if cfg.demonstrations: rows += 1   # the base model
     orders = 1 if hasattr(judge, 'annotators') else 2
-    pairs = []
-    for row in rows*orders:
-        pairs += [dict(r, output_1=longest, output_2=f'{longest} {row}') for r in splits['eval']]
-    if not labels: return pairs
-    return pairs + [dict(r, output_1=longest, output_2=f'{longest} b')
-                    for r in splits['preference']]
+    records = splits['eval']*rows*orders
+    if labels: records = records + splits['preference']
+    longest = ' '.join(['word']*cfg.max_new_tokens)
+    return [dict(r, output_1=longest, output_2=f'{longest} {k}') for k, r in enumerate(records)]
 
 
 def forecast(
@@ -242,8 +238,8 @@ def forecast(
         clients[0].print_forecast(requests)
         prices = [clients[0].highest_price(r) for r in requests]
         said['requests'] += len(requests)
-        known = None not in prices and said['dollars'] is not None
-        said['dollars'] = said['dollars'] + sum(prices) if known else None
+        if None in prices: said['dollars'] = None
+        if said['dollars'] is not None: said['dollars'] += sum(prices)
     counts = ', '.join(f'{len(records)} {name}' for name, records in splits.items())
     print(f'{cfg.model} with prompts {counts}; {said["labels"]} labels by {cfg.judge}'
           + (f' and {cfg.held_out}' if cfg.held_out else ''))

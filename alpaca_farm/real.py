@@ -36,20 +36,22 @@ def _lines(text: str, mark: str) -> int: return len(re.findall(rf'^\s*{mark}\s+\
 def _sentences(text: str) -> int: return len(re.findall(r'\w[^.!?]*(?:[.!?]|$)', text))
 
 
+def _without(word: str) -> tuple:
+    return (f'Do not use the word "{word}".', lambda t: word not in _words(t),
+            lambda t: _words(t).count(word) < 2)
+
+
 CONDITIONS = dict(   # name: sentence, whether a text keeps it, and whether it nearly does
     short=('Use at most 20 words.',
            lambda t: len(_words(t)) <= 20, lambda t: len(_words(t)) <= 35),
-    no_is=('Do not use the word "is".',
-           lambda t: 'is' not in _words(t), lambda t: _words(t).count('is') < 2),
+    no_is=_without('is'),
     because=('Use the word "because".',
              lambda t: 'because' in _words(t), lambda t: 'cause' in t.lower()),
     numbered=('Answer as a numbered list with at least three items.',
               lambda t: _lines(t, r'\d+[.)]') > 2, lambda t: _lines(t, r'\d+[.)]') > 0),
     no_commas=('Do not use any commas.', lambda t: ',' not in t, lambda t: t.count(',') < 2),
-    no_the=('Do not use the word "the".',
-            lambda t: 'the' not in _words(t), lambda t: _words(t).count('the') < 2),
-    no_and=('Do not use the word "and".',
-            lambda t: 'and' not in _words(t), lambda t: _words(t).count('and') < 2),
+    no_the=_without('the'),
+    no_and=_without('and'),
     you=('Use the word "you".', lambda t: 'you' in _words(t), lambda t: 'you' in t.lower()),
     # in the evaluation alone
     sentence=('Answer in exactly one sentence.',

@@ -44,18 +44,21 @@ def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict
     n = len(candidates[0]['output'])
     chosen = {}
     for way in world.ways:
+        name = f'{way} of {n}'
         if way == 'likeliest':
             if 'logprob' not in candidates[0]: continue
             scored = [dict(c, scores=c['logprob']) for c in candidates]
-        elif way == 'longest': scored = score_candidates(candidates, _count_words)
-        elif way == 'shortest':
-            scored = score_candidates(candidates, lambda records: [-x for x in _count_words(records)])
+        elif way in ('longest', 'shortest'):
+            scored = score_candidates(candidates, _count_words)
+            if way == 'shortest':
+                scored = [dict(c, scores=[-score for score in c['scores']]) for c in scored]
+        elif way == 'utility':
+            name = f'best of {n} by the utility'
+            scored = score_candidates(candidates, world.function(world.utility))
         else:
-            spec = world.utility if way == 'utility' else way
-            scored = score_candidates(candidates, world.function(spec))
-        by = dict(utility='best of {} by the utility').get(way, way + ' of {}')
-        if ':' in way: by = f'best of {{}} by {way.rpartition(":")[2]}'
-        chosen[by.format(n)] = choose_best(scored)
+            name = f'best of {n} by {way.rpartition(":")[2]}'
+            scored = score_candidates(candidates, world.function(way))
+        chosen[name] = choose_best(scored)
     return chosen
 
 # %% ../../nbs/boards/farm_board.ipynb #c3b1812b
