@@ -168,7 +168,7 @@ def embedded_pairs(
 # %% ../nbs/world.ipynb #e0ffa003
 def utility_parts(records: list[dict]) -> dict[str, np.ndarray]:
     "Return the parts of each record's utility, (records,) each, by mark."
-    weighted = answer_matrix(records)*QUALITY
+    weighted = answer_matrix(records)*QUALITY.astype(np.longdouble)   # means are rounded once
     return {mark: weighted[:, k] for k, mark in enumerate(COLUMNS) if QUALITY[k]}
 
 

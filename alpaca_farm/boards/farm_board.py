@@ -160,10 +160,10 @@ def parts_table(
         for mean, answers, sft in zip(means, replicates, reference):
             found = mean(match_prompts(answers[row], answers['sft']))
             for mark, values in found.items(): parts[mark].append(values - sft[mark])
-        parts = {mark: np.stack(values) for mark, values in parts.items()}
-        parts['utility'] = np.stack(list(parts.values()), -1).sum(-1)
-        for part, values in parts.items():
-            difference, low, high = replicate_interval(values, seed=seed)
+        values = np.stack([np.stack(each) for each in parts.values()], -1)
+        for k, part in enumerate((*parts, 'utility')):
+            each = values[..., k] if k < len(parts) else values.sum(-1)
+            difference, low, high = replicate_interval(each, seed=seed)
             table.append(dict(method=row, part=part, difference=difference, low=low, high=high))
     return pd.DataFrame(table)
 

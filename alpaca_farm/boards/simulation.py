@@ -57,10 +57,10 @@ def _simulation_table(tables: dict, seed: int):
 
 # %% ../../nbs/boards/simulation.ipynb #abbb3e4e
 def _without_base(tables: dict) -> dict:
-    "The columns of all methods but the base model, which is the first."
-    first = int('base model' in tables['names'])
-    return {name: values[first:] if name == 'names' else values[..., first:]
-            for name, values in tables.items()}
+    "The columns of all methods but the base model, if it is there."
+    rows = [k for k, name in enumerate(tables['names']) if name != 'base model']
+    others = {name: tables[name][..., rows] for name in _COLUMNS}
+    return dict(names=[tables['names'][k] for k in rows]) | others
 
 
 def _correlations(tables: dict, seed: int) -> dict[str, float]:
