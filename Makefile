@@ -28,8 +28,11 @@ real: .venv/ready        ## the simulation on a real small model, into runs/real
 	$(BIN)/papermill nbs/farm.ipynb runs/real_farm.ipynb -p world runs/real --no-progress-bar --log-level ERROR
 	@echo 'Board: runs/real_farm.ipynb (make lab), runs/real_runs/farm/leaderboard.csv'
 
-fast: .venv/ready        ## the quick tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/fast
+fast: .venv/ready        ## before a commit, in a minute: exports, clean notebooks, names, the quick tests
+	$(BIN)/nbdev_export
+	$(BIN)/nbdev_clean
+	$(BIN)/ruff check -q alpaca_farm tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not slow' tests/fast
 
 test: .venv/ready        ## all tests, two files at a time
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations 12 tests
@@ -43,15 +46,12 @@ bench: .venv/ready       ## what TRL and alpaca-eval take over what we take, in 
 lab: .venv/ready         ## JupyterLab on the notebooks
 	JUPYTER_CONFIG_PATH=$(CURDIR)/.jupyter $(BIN)/jupyter lab
 
-prepare: .venv/ready     ## before a commit: export, clean, test the notebooks' cells, check names, test
-	$(BIN)/nbdev_export
-	$(BIN)/nbdev_clean
-	$(BIN)/ruff check -q --select F821,F811 alpaca_farm
+prepare: fast            ## before a push: the same, the notebooks' cells, and all tests
 	OMP_NUM_THREADS=1 $(BIN)/nbdev_test --n_workers 1
 	$(MAKE) test
 
 outputs: farm            ## re-run every notebook on the farm's runs and save its outputs
-	OMP_NUM_THREADS=1 $(BIN)/python -m alpaca_farm.core.run.outputs
+	OMP_NUM_THREADS=1 $(BIN)/python tests/outputs.py
 
 docs: .venv/ready        ## the site, into _docs/html, from the notebooks as they are
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'

@@ -6,33 +6,33 @@
 __all__ = ['records_of', 'PairwiseAutoAnnotator', 'alpaca_leaderboard']
 
 # %% ../nbs/auto_annotations.ipynb #0414b469
-import os, tempfile
+import json, os, tempfile
 from dataclasses import replace
-from operator import itemgetter
 from pathlib import Path
 
 from .core.ask.api import ApiConfig
-from .core.data.comparisons import head2head_pairs
-from .core.data.records import full_instruction, load_rows, read_rows
+from .core.data.comparisons import head2head_pairs, output_texts
+from .core.data.records import load_rows, read_rows
+from .core.data.dialogues import full_instruction
 from .core.data.dialogues import with_instruction
 from .core.run.files import write_json
-from .core.ask.judge_configs import adapt_decoding
 from alpaca_farm.core.data.preferences import (annotator_name, hash_uniform, pool_members,
     pool_weights)
 from .core.run.settings import at_root
-from .annotators import annotate_pairs, load_annotators, to_alpaca_eval
-from .judging.judges import ApiJudge, Pool
-from .judging.local_judges import read_recorded, RecordedLabels
-from .boards.rankings import leaderboard_row
+from .annotators import annotate_pairs, to_alpaca_eval
+from .judging.judges import load_annotators
+from .judging.judges import Pool, read_recorded, RecordedLabels
+from .boards.leaderboards import leaderboard_row
 
 # %% ../nbs/auto_annotations.ipynb #2936617a
 def records_of(data) -> list[dict]:
-    "Records of a list, a data frame, a data set, or a file; ValueError for anything else."
+    "Read records from a list, a data frame, a data set or a file; ValueError for anything else."
     if isinstance(data, (str, Path)): return read_rows(at_root(data))
     if hasattr(data, 'fillna'): return data.fillna(dict(input='')).to_dict('records')
-    rows = data.to_list() if hasattr(data, 'to_list') else list(data)
-    for i, r in enumerate(rows):
-        if not isinstance(r, dict): raise ValueError(f'row {i} is a {type(r).__name__}: no record')
+    rows = list(data)
+    for i, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f'row {i} is a {type(row).__name__}: no record')
     return rows
 
 
@@ -40,13 +40,34 @@ _OLD_NAMES = dict(annotator_pool_v0='alpaca_farm', greedy_gpt4='alpaca_farm_gree
                   test='text_davinci_003')   # of AlpacaFarm 0.1
 
 
-def _current_spec(name: str, base_dir=None) -> str:
-    "Today's specification of an annotator, given an old or a current name."
+def _current_spec(name, base_dir=None):
+    "Find today's specification of an annotator, given an old or a current name."
     name = str(name).removesuffix('/configs.yaml')
     if base_dir and (Path(base_dir)/name).exists(): return str(Path(base_dir)/name)
     return _OLD_NAMES.get(name, name)
 
+
+def _shown_pair(row, input_keys, output_keys):
+    "Make the pair that a judge sees of a record; ValueError for a missing field or output."
+    row = with_instruction(row)
+    shown = {}
+    for key in (*input_keys, *output_keys):
+        value = row.get(key)
+        if key not in row and key != 'input': raise ValueError(f'{str(row)[:200]} has no {key!r}')
+        if key in output_keys and not isinstance(value, str):
+            raise ValueError(f'{key} = {value!r} must be text (in {str(row)[:200]})')
+        gap = value is None or value != value   # nan
+        shown[key] = '' if gap else str(value)
+    first, second = map(shown.pop, output_keys)
+    pair = dict(input=shown.pop('input', ''), output_1=first, output_2=second)
+    texts = shown.pop('instruction', ''), *shown.values()
+    return dict(pair, instruction='\n\n'.join(filter(None, texts)))
+
 # %% ../nbs/auto_annotations.ipynb #ef926dea
+_LABEL_FIELDS = ('annotator', 'preference', 'price_per_example', 'time_per_example',
+                 'raw_completion')
+
+
 class PairwiseAutoAnnotator:
     "AlpacaFarm's annotator: pairs in, the same records with `annotator` and `preference` out."
     def __init__(self,
@@ -64,8 +85,10 @@ class PairwiseAutoAnnotator:
         is_reapply_parsing: bool = False,           # no effect: answers are always parsed again
         **api,                        # settings of `ApiConfig`: base_url, concurrency, budget, ...
     ):
-        self.input_keys, self.output_keys = tuple(input_keys), tuple(output_keys)
-        self.seed, self.rows, self.avoid = seed, [], is_avoid_reannotations
+        self.input_keys = tuple(input_keys)
+        self.output_keys = tuple(output_keys)
+        self.seed = seed
+        self.avoid = is_avoid_reannotations
         self.file = saving_path or (caching_path if caching_path != 'auto' else None)
         self.set_noise(p_label_flip)
         if caching_path is None or not is_avoid_reannotations:
@@ -73,97 +96,104 @@ class PairwiseAutoAnnotator:
             api['store'] = f'{self.folder.name}/answers.sqlite'
         entries = [e for e in os.environ.get('ALPACA_FARM_MODELS', '').split(',') if '=' in e]
         entries += [f'{old}={new}' for old, new in (models or {}).items()]   # the last one counts
-        spec = _current_spec(annotators_config, base_dir)
-        self.pool = load_annotators(spec, ApiConfig(models=entries, **api))
-        if self.file and at_root(self.file).exists(): self.load_(self.file)
+        self.spec = _current_spec(annotators_config, base_dir)
+        self.cfg = ApiConfig(models=entries, **api)
+        self.pool = load_annotators(self.spec, self.cfg)
+        known = self.file and at_root(self.file).exists()
+        self.rows = read_recorded(self.file) if known else []   # labels of the file, old and new
 
     def set_noise(self, p_label_flip: float | None):
         "Set the share of flipped labels; ValueError unless it is between 0 and 0.5."
-        if not 0 <= (p_label_flip or 0.) <= .5:
+        share = p_label_flip or 0.
+        if not 0 <= share <= .5:
             raise ValueError(f'p_label_flip = {p_label_flip}: it must be between 0 and 0.5')
-        self.p_label_flip = p_label_flip or 0.
-
-    def load_(self, path):
-        "Use the labels of an annotations.json."
-        self.rows += read_recorded(path)
+        self.p_label_flip = share
 
     def save(self, path):
         "Write the last label of each annotator on each pair as an annotations.json."
-        key = itemgetter('annotator', 'instruction', 'output_1', 'output_2')
-        write_json(at_root(path), list({key(r): r for r in to_alpaca_eval(self.rows)}.values()))
+        last = {}
+        for row in to_alpaca_eval(self.rows):
+            last[row['annotator'], row['instruction'], row['output_1'], row['output_2']] = row
+        write_json(at_root(path), list(last.values()))
+
+    def _recorded(self, pool):
+        "Put the file's labels in the place of each annotator of a pool."
+        members = []
+        for name in map(annotator_name, pool_members(pool)):
+            known = [r for r in self.rows if self.avoid and r.get('annotator') == name]
+            members.append(RecordedLabels(known, name))
+        return Pool(annotator_name(pool), members, pool_weights(pool).tolist())
 
     def annotate_pairs(self, to_annotate, **decoding_kwargs) -> list[dict]:
-        """The records with `annotator` and `preference`: 1, 2, 1.5 for identical outputs, a number
-        between for a judge that gives probabilities, None where there is no verdict."""
-        rows, pairs, first, second = records_of(to_annotate), [], *self.output_keys
-        def text(value): return '' if value is None or value != value else str(value)   # nan: a gap
-        for r in map(with_instruction, rows):
-            for k in (first, second, *self.input_keys):
-                if k not in r and k != 'input': raise ValueError(f'{str(r)[:200]} has no {k!r}')
-                if k in self.output_keys and not isinstance(r[k], str):
-                    raise ValueError(f'{k} = {r[k]!r} must be text (in {str(r)[:200]})')
-            shown = {k: text(r.get(k)) for k in self.input_keys}
-            parts = [shown.pop('instruction', ''), *(v for k, v in shown.items() if k != 'input')]
-            pairs.append(dict(instruction='\n\n'.join(filter(None, parts)),
-                              input=shown.get('input', ''),
-                              output_1=r[first], output_2=r[second]))
+        """Label records with `annotator` and `preference`; this is 1 or 2, 1.5 for identical
+        outputs, between them for a probability, and None where there is no verdict."""
+        pool = self.pool
+        if decoding_kwargs:
+            given = [f'{name}={json.dumps(value)}' for name, value in decoding_kwargs.items()]
+            cfg = replace(self.cfg, decoding=self.cfg.decoding + given)
+            pool = load_annotators(self.spec, cfg)
+        rows = records_of(to_annotate)
+        pairs = [_shown_pair(row, self.input_keys, self.output_keys) for row in rows]
         seed = self.seed if self.seed is not None else int.from_bytes(os.urandom(4), 'big')
-        def recorded(judge):
-            name, known = annotator_name(judge), self.rows if self.avoid else []
-            return RecordedLabels([r for r in known if r.get('annotator') == name], name)
-        def decoded(judge):
-            if not (decoding_kwargs and isinstance(judge, ApiJudge)): return judge
-            changed = adapt_decoding(judge.evaluator.decoding, decoding_kwargs)
-            return replace(judge, evaluator=replace(judge.evaluator, decoding=changed))
-        def label(pairs, change):
-            if not pairs: return []
-            members = [change(a) for a in pool_members(self.pool)]
-            pool = Pool(annotator_name(self.pool), members, pool_weights(self.pool).tolist())
+        def label(pairs, pool):
             return annotate_pairs(pairs, pool, seed, self.p_label_flip, ask_flipped=False,
                                   decide=False)
-        labels = label(pairs, recorded)   # those that are known, then the judges'
+        labels = label(pairs, self._recorded(pool))
         unknown = [i for i, r in enumerate(labels) if r['preference'] is None]
-        new = label([pairs[i] for i in unknown], decoded)
-        for i, r in zip(unknown, new): labels[i] = r
-        self.rows += [r for r in new if r['preference'] is not None and r['annotator'] != 'coin']
-        if self.file and unknown: self.save(self.file)
-        return [dict(r, annotator=l['annotator'], preference=l['preference'],
-                     price_per_example=l.get('price'), time_per_example=l.get('time'),
-                     raw_completion=l.get('raw')) for r, l in zip(rows, labels)]
+        asked = label([pairs[i] for i in unknown], pool)
+        for i, r in zip(unknown, asked): labels[i] = r
+        if self.file:
+            self.rows += [r for r in asked if r['preference'] is not None]
+            self.save(self.file)
+        annotated = []
+        for row, told in zip(rows, to_alpaca_eval(labels)):
+            annotated.append(row | {name: told[name] for name in _LABEL_FIELDS})
+        return annotated
 
-    def annotate_samples(self, all_outputs, keys_to_sample_output_2=None,
-                         is_unique_instructions: bool = True, p_label_flip: float | None = None,
-                         is_multisample_list: bool = True, **decoding_kwargs) -> list[dict]:
-        """Pairs of several outputs for one instruction, annotated: one, or as many as it has
-        different outputs, neighbours in a random cyclic order. `p_label_flip` is for this call."""
-        keys, groups, pairs = tuple(keys_to_sample_output_2 or self.input_keys), {}, []
-        for r in records_of(all_outputs):
-            key = tuple(str(with_instruction(r).get(k) or '') for k in keys)
-            given = r['output'] if isinstance(r['output'], list) else [r['output']]
-            groups.setdefault(key, (r, {}))[1].update(dict.fromkeys(given))
-        for key, (r, outputs) in groups.items():
-            if len(outputs) < 2: continue
-            rest = {k: v for k, v in r.items() if k not in ('output', 'output_1', 'output_2')}
+    def annotate_samples(self,
+        all_outputs,   # records with an `output`, or several in a list
+        keys_to_sample_output_2=None,         # fields of an instruction; None: `input_keys`
+        is_unique_instructions: bool = True,  # one pair; else as many as different outputs
+        p_label_flip: float | None = None,    # the noise of this call
+        is_multisample_list: bool = True,     # no effect: either form is read
+        **decoding_kwargs,
+    ) -> list[dict]:
+        "Pair the outputs for each instruction, neighbours in a random cyclic order; label them."
+        keys = keys_to_sample_output_2 or self.input_keys
+        prompts, outputs = {}, {}
+        for row in records_of(all_outputs):
+            key = tuple(str(with_instruction(row).get(k) or '') for k in keys)
+            prompts.setdefault(key, row)
+            outputs.setdefault(key, []).extend(output_texts(row))
+        pairs = []
+        for key, row in prompts.items():
             def coin(output): return hash_uniform('derange', output, self.seed or 0, *key)
-            order = sorted(outputs, key=coin)
-            cycle = list(zip(order, order[1:] + order[:1]))
-            pairs += [dict(rest, sample_id=n) | dict(zip(self.output_keys, both))
-                      for n, both in enumerate(cycle[:1] if is_unique_instructions else cycle)]
+            ring = sorted(set(outputs[key]), key=coin)
+            if len(ring) < 2: continue
+            rest = {k: v for k, v in row.items() if k not in ('output', 'output_1', 'output_2')}
+            for k, both in enumerate(zip(ring, ring[1:] + ring[:1])):
+                pairs.append(rest | dict(zip(self.output_keys, both), sample_id=k))
+                if is_unique_instructions: break
         usual_noise = self.p_label_flip
         if p_label_flip is not None: self.set_noise(p_label_flip)
         try: return self.annotate_pairs(pairs, **decoding_kwargs)
         finally: self.p_label_flip = usual_noise
 
-    def annotate_head2head(self, outputs_1, outputs_2, keys_to_merge=('instruction', 'input'),
-                           is_ordered: bool = False, **decoding_kwargs) -> list[dict]:
-        "Two models' outputs; 2: the second is better. Rows without a partner: `common_prompts`."
+    def annotate_head2head(self,
+        outputs_1,    # of the baseline
+        outputs_2,    # of the model
+        keys_to_merge=('instruction', 'input'),   # by which they are matched
+        is_ordered: bool = False,                 # match them row by row
+        **decoding_kwargs,
+    ) -> list[dict]:
+        "Label two models' outputs, 2 if the second is better; `common_prompts` drops the others."
         outputs = records_of(outputs_1), records_of(outputs_2)
         pairs = head2head_pairs(*outputs, keys_to_merge, is_ordered)
         return self.annotate_pairs(pairs, **decoding_kwargs)
 
 # %% ../nbs/auto_annotations.ipynb #03d65f45
-def _reference_from_hub() -> list[dict]:
-    "Davinci003's outputs, of AlpacaFarm's data set; ValueError when the hub cannot be read."
+def _reference_from_hub():
+    "Read Davinci003's outputs in AlpacaFarm's data set; ValueError when the hub cannot be read."
     try: return load_rows('tatsu-lab/alpaca_farm:alpaca_farm_evaluation', ('eval',))[0]
     except ValueError as e:
         raise ValueError(f'the reference outputs could not be read from the hub ({e}). '
@@ -188,15 +218,15 @@ def alpaca_leaderboard(
     reference_outputs=None,        # of the baseline: a file or records; from the hub if not given
     **kwargs,                      # of `PairwiseAutoAnnotator`
 ):  # DataFrame with one row, AlpacaEval's columns
-    "Win rate of a model against the reference; ValueError if their instructions differ."
+    "Compare a model with the reference; ValueError if their instructions differ."
     import pandas as pd
-    def merged(rows): return [dict(r, instruction=full_instruction(r), input='') for r in rows]
     if reference_outputs is None: reference_outputs = _reference_from_hub()
-    reference, outputs = (merged(records_of(r)) for r in (reference_outputs, path_or_all_outputs))
+    def merged(outputs):
+        return [dict(r, instruction=full_instruction(r), input='') for r in records_of(outputs)]
     annotator = PairwiseAutoAnnotator(annotators_config, **kwargs)
-    rows = annotator.annotate_head2head(reference, outputs)
-    preferences = [float('nan') if r['preference'] is None else r['preference'] for r in rows]
-    figures = leaderboard_row(preferences, [len(r['output_2']) for r in rows])
+    rows = annotator.annotate_head2head(merged(reference_outputs), merged(path_or_all_outputs))
+    preferences = pd.Series([r['preference'] for r in rows], dtype=float)   # None is nan
+    figures = leaderboard_row(preferences.tolist(), [len(r['output_2']) for r in rows])
     board = pd.DataFrame([figures], index=[name])
     if not is_print_metrics: return board
     print(f'judged by {_current_spec(annotators_config)}:\n{board.round(2).to_string()}')

@@ -9,6 +9,7 @@ __all__ = ['GOOD', 'BAD', 'BinaryFeedbackConfig', 'rate_outputs', 'training_exam
 # %% ../nbs/binary_feedback.ipynb #b59d5ba0
 import copy, math
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Annotated, Literal
 
 from annotated_types import Ge
@@ -19,7 +20,8 @@ from .core.answers import (answer_again, answer_eval_split, answer_labels, Answe
 from .core.data.comparisons import verdicts_over
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data.preferences import answer_of
-from .core.data.records import load_records, prompt_key
+from .core.data.records import load_records
+from .core.data.dialogues import prompt_key
 from .core.ask.judge_configs import JudgedConfig
 from .core.model.models import (load_policy, load_reference, logprobs,
     response_logprobs, save_model)
@@ -65,9 +67,12 @@ GOOD, BAD = '<good>', '<bad>'
 def rate_outputs(
     records: list[dict],  # preference records, or records with `output` and `label`
 ) -> list[dict]:  # records with `output` and `good`, the probability that the output is a good one
-    "Every output with its own label; ties are left out."
-    rated = [dict(r, good=float(r['label'])) for r in records if 'preference' not in r]
-    for r in (r for r in records if 'preference' in r):
+    "Give every output its own label; ties are left out."
+    rated = []
+    for r in records:
+        if 'preference' not in r:
+            rated.append(dict(r, good=float(r['label'])))
+            continue
         for k in (1, 2):
             answer = answer_of(r, k)
             rated.append(dict(prompt_fields(r), output=answer['output'], ended=answer['ended'],
@@ -76,101 +81,136 @@ def rate_outputs(
 
 
 def training_examples(rated: list[dict], method: str) -> list[tuple[int, str, float]]:
-    "Training examples: (index of the output, its token, its weight)."
-    conditioned = method == 'reward_conditioning'
-    good = [(i, GOOD if conditioned else '', r['good']) for i, r in enumerate(rated)]
-    bad = [(i, BAD, 1 - r['good']) for i, r in enumerate(rated)] if conditioned else []
-    return [example for example in good + bad if example[2] > 0]
+    "List examples: the index of the output, its token if any, and its weight."
+    good = [(i, r['good']) for i, r in enumerate(rated)]
+    if method == 'feedme': marked = [(i, '', w) for i, w in good]
+    else: marked = [(i, GOOD, w) for i, w in good] + [(i, BAD, 1 - w) for i, w in good]
+    return [example for example in marked if example[2] > 0]
 
 
 def load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], int]:
-    "Rated outputs to learn from, those held out, and the labels trained on; ValueError if none."
+    "Load rated outputs to learn from, those held out, and how many labels are trained on."
     records = load_records(cfg.preferences, 'preferences', ('preference', 'output'),
                            cfg.max_instances, cfg.columns)
     if 'preference' not in records[0]: answer_labels(records, cfg.preferences)
     n = cfg.held_out if cfg.held_out > 0 else min(200, max(1, len(records)//5))
-    held_out = {prompt_key(r) for r in records[-n:]}
-    rest = [r for r in records if prompt_key(r) not in held_out]
-    learn = rate_outputs(rest)
-    aside = rate_outputs([r for r in records if prompt_key(r) in held_out])
-    good = sum(r['good'] > 0 for r in learn)
-    if good and aside: return learn, aside, len(rest)
+    kept_apart = {prompt_key(r) for r in records[-n:]}
+    learn, apart = [], []
+    for r in records: (apart if prompt_key(r) in kept_apart else learn).append(r)
+    rated, measured = rate_outputs(learn), rate_outputs(apart)
+    good = sum(r['good'] > 0 for r in rated)
+    if good and measured: return rated, measured, len(learn)
     raise ValueError(f'{cfg.preferences}: held_out = {n} leaves {good} good answers to learn from '
-                     f'and {len(aside)} answers to measure on, without ties. Both are needed')
+                     f'and {len(measured)} answers to measure on, without ties. Both are needed')
 
 # %% ../nbs/binary_feedback.ipynb #d6114a60
-def label_accuracy(score: np.ndarray, good: np.ndarray, question: list) -> float:
-    "How often the better-labelled of two answers to a question scores higher; nan without pairs."
-    rows_of, right = {}, []
+def label_accuracy(
+    score,           # (N,) of each answer
+    good,            # (N,) its label, from 0 to 1
+    question: list,  # what it answers
+) -> float:
+    "Compute how often the better of two answers to a question scores higher; nan without pairs."
+    rows_of = {}
     for i, q in enumerate(question): rows_of.setdefault(q, []).append(i)
+    right = []
     for rows in rows_of.values():
-        right += [.5 + .5 * np.sign(score[i] - score[j])
-                  for i in rows for j in rows if good[i] > good[j]]
+        for i, j in permutations(rows, 2):
+            if good[i] > good[j]: right.append(.5 + .5 * np.sign(score[i] - score[j]))
     return float(np.mean(right)) if right else math.nan
 
 # %% ../nbs/binary_feedback.ipynb #be174633
-def compare_on_val(policy, reference, tokenizers: dict, plain, judge, run) -> dict[str, float]:
-    "Answers to the val split, left in said.json; wins of the policy, and of `<good>`, in percent."
+def compare_on_val(
+    policy, reference,
+    tokenizers: dict,  # those that prompt with a token, by its name; empty for FeedME
+    plain,             # the tokenizer without tokens
+    judge,             # annotator or pool, or None
+    run,
+) -> dict[str, float]:  # percent, with standard errors
+    "Answer the val split, into said.json, and judge the policy, and `<good>` against `<bad>`."
     cfg = run.cfg
     if not cfg.val_split: return {}
+    ways = {name: (policy, t) for name, t in tokenizers.items()}
+    ways |= {'no token': (policy, plain), 'reference': (reference, plain)}
     records = load_split(cfg, 'val_split')
-    ways = ({name: (policy, t) for name, t in tokenizers.items()}
-            | {'no token': (policy, plain), 'reference': (reference, plain)})
-    answers = {name: sample_answers(*way, records, answering(cfg), seed=cfg.seed + 1)
-               for name, way in ways.items()}
-    by_key = {name: {prompt_key(r): r for r in rs} for name, rs in answers.items()}
-    common = [k for k in next(iter(by_key.values())) if all(k in rs for rs in by_key.values())]
-    answers = {name: [rs[k] for k in common] for name, rs in by_key.items()}
-    run.write('said.json', [dict(prompt_fields(rs[0]), output=[r['output'][0] for r in rs],
-                                 source=list(answers)) for rs in zip(*answers.values())])
+    found = {}   # answers by way and prompt
+    for name, way in ways.items():
+        answers = sample_answers(*way, records, answering(cfg), seed=cfg.seed + 1)
+        found[name] = {prompt_key(r): r for r in answers}
+    common = set.intersection(*map(set, found.values()))
+    kept = [key for key in found['reference'] if key in common]
+    said = []
+    for key in kept:
+        both = [answers[key] for answers in found.values()]
+        said.append(dict(prompt_fields(both[0]), output=[r['output'][0] for r in both],
+                         source=[*found]))
+    run.write('said.json', said)
     if not judge: return {}
-    final, figures = answers[GOOD if tokenizers else 'no token'], {}
-    for win, error, other in (('val_win_rate', 'val_standard_error', 'reference'),
-                              ('good_over_bad', 'good_over_bad_standard_error', BAD)):
-        if other not in answers: continue
-        wins = win_rate(once(verdicts_over, final, answers[other], judge))
-        figures |= {win: wins['win_rate'], error: wins['standard_error']}
-    return figures
+
+    def wins(name, other):
+        def answers(side): return [found[side][key] for key in kept]
+        won = win_rate(once(verdicts_over, answers(name), answers(other), judge))
+        return won['win_rate'], won['standard_error']
+
+    rate, error = wins(GOOD if tokenizers else 'no token', 'reference')
+    figures = dict(val_win_rate=rate, val_standard_error=error)
+    if not tokenizers: return figures
+    rate, error = wins(GOOD, BAD)
+    return figures | dict(good_over_bad=rate, good_over_bad_standard_error=error)
 
 # %% ../nbs/binary_feedback.ipynb #8bfdb190
+def _reward_tokens(policy, plain, cfg: BinaryFeedbackConfig) -> tuple[dict, dict]:
+    "Add the tokens to a policy: the id of each, and a tokenizer that prompts with it."
+    if plain.init_kwargs.get('control'):
+        raise ValueError(f'policy = {cfg.policy!r} has a control token already: '
+                         'name the policy it was trained from')
+    extended = copy.deepcopy(plain)
+    names = [GOOD, BAD]
+    ids = add_tokens(policy, extended, names, cfg.seed, cfg.jitter)
+    tokenizers = {name: copy.deepcopy(extended) for name in names}
+    for name, tokenizer in tokenizers.items():
+        set_control_prefix(tokenizer, name, cfg.token_times)
+    return dict(zip(names, ids)), tokenizers
+
+
+def _effect_figures(effect: np.ndarray, good: np.ndarray, questions: list) -> dict[str, float]:
+    "Accuracy of the effect on held-out answers, and its means on good and on bad ones."
+    figures = dict(accuracy=label_accuracy(effect, good, questions))
+    for name, part in (('good', effect[good > .5]), ('bad', effect[good < .5])):
+        figures[f'effect_{name}'] = float(part.mean()) if len(part) else math.nan
+        figures[f'effect_{name}_standard_error'] = standard_error(part)
+    return figures
+
+
 def train(cfg: BinaryFeedbackConfig):
     "Train a policy on rated answers; leaves model/, outputs.json, said.json and summary.json."
-    from alpaca_farm.annotators import load_annotators
+    from alpaca_farm.judging.judges import load_annotators
     run = start(cfg, train)
     if run.done: return answer_again(run)
-    learn, aside, labels = load_feedback(cfg)
+    rated, held_out, labels = load_feedback(cfg)
     preflight(cfg, ('val_split', 'eval_split'))
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     policy, plain = load_policy(cfg.policy, cfg, train=True)
-    tokens, tokenizers = {}, {}   # ids of the reward tokens, and a tokenizer that prompts with each
+    tokens, tokenizers = {}, {}
     if cfg.method == 'reward_conditioning':
-        if plain.init_kwargs.get('control'):
-            raise ValueError(f'policy = {cfg.policy!r} has a control token already: '
-                             'name the policy it was trained from')
-        extended = copy.deepcopy(plain)
-        ids = add_tokens(policy, extended, [GOOD, BAD], cfg.seed, cfg.jitter)
-        tokens = {GOOD: ids[0], BAD: ids[1]}
-        for name in tokens:
-            tokenizers[name] = copy.deepcopy(extended)
-            set_control_prefix(tokenizers[name], name, cfg.token_times)
+        tokens, tokenizers = _reward_tokens(policy, plain, cfg)
     tokenizer = tokenizers.get(GOOD, plain)
     preflight(cfg, ('val_split', 'eval_split'), policy, tokenizer, cfg.val_split and judge)
-    rows, prompts, (responses,) = encode(learn, ('output',), plain, cfg.max_length, cfg.template)
-    indices, names, weights = zip(*training_examples([learn[i] for i in rows], cfg.method))
+    how = ('output',), plain, cfg.max_length, cfg.template
+    rows, prompts, (responses,) = encode(rated, *how)
+    indices, names, weights = zip(*training_examples([rated[i] for i in rows], cfg.method))
     prompts, responses = [prompts[i] for i in indices], [responses[i] for i in indices]
     if tokens:
         prompts = prepend_tokens(prompts, [tokens[n] for n in names], plain, cfg.token_times)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
     order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
     trainer = Trainer(run, len(order), dict(policy=policy))
-    # the held-out answers under each token
-    held, asked, (answers,) = encode(aside, ('output',), plain, cfg.max_length, cfg.template)
-    under = {name: prepend_tokens(asked, token, plain, cfg.token_times)
-             for name, token in tokens.items()} or {GOOD: asked}
-    good = np.array([aside[i]['good'] for i in held])
-    questions = [prompt_key(aside[i]) for i in held]
+    # the held-out answers, which are read under each token
+    measured, asked, (answers,) = encode(held_out, *how)
+    good = np.array([held_out[i]['good'] for i in measured])
+    questions = [prompt_key(held_out[i]) for i in measured]
     def read(name):
-        logp = response_logprobs(policy, under[name], answers, plain.pad_token_id)
+        under = prepend_tokens(asked, tokens[name], plain, cfg.token_times) if tokens else asked
+        logp = response_logprobs(policy, under, answers, plain.pad_token_id)
         return logp.double().numpy()
     before = 0. if tokens else read(GOOD)
     for step in trainer.steps():
@@ -178,20 +218,17 @@ def train(cfg: BinaryFeedbackConfig):
         figures = trainer.update(batch, lambda b: dict(loss=-logprobs(policy, b)))
         if step in (1, len(order)) or step % cfg.eval_every == 0:
             effect = read(GOOD) - (read(BAD) if tokens else before)
-            figures['accuracy'] = label_accuracy(effect, good, questions)
-            for name, part in (('good', effect[good > .5]), ('bad', effect[good < .5])):
-                figures[f'effect_{name}'] = float(part.mean()) if len(part) else math.nan
-                figures[f'effect_{name}_standard_error'] = standard_error(part)
+            figures |= _effect_figures(effect, good, questions)
         if cfg.save_every and step % cfg.save_every == 0:
             save_model(policy, tokenizer, run, f'model-{step}')
         trainer.log(**figures)
     save_model(policy, tokenizer, run)
     reference = load_reference(policy, cfg)
-    figures = (answer_eval_split(policy, tokenizer, run, reference, plain)
-               | compare_on_val(policy, reference, tokenizers, plain, judge, run))
-    last = read_log(run.folder)[-1].items()
-    run.finish(labels=labels, examples=len(prompts), too_long=len(learn) - len(rows), **figures,
-               **{k: v for k, v in last if k.startswith(('effect', 'accuracy'))})
+    figures = answer_eval_split(policy, tokenizer, run, reference, plain)
+    figures |= compare_on_val(policy, reference, tokenizers, plain, judge, run)
+    last = read_log(run.folder)[-1]
+    figures |= {k: v for k, v in last.items() if k.startswith(('effect', 'accuracy'))}
+    run.finish(labels=labels, examples=len(prompts), too_long=len(rated) - len(rows), **figures)
     return run
 
 # %% ../nbs/binary_feedback.ipynb #260998c0

@@ -58,13 +58,13 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
 
 # %% ../nbs/expert_iteration.ipynb #66abb471
 def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
-    "The two runs of a round, counted from 1."
+    "List the two runs of a round, counted from 1."
     settings = asdict(cfg)
-    pick = lambda *names: {k: settings[k] for k in names}
-    folder, learned = f'{cfg.out}/round_{round_}', f'{cfg.out}/round_{round_ - 1}/sft'
+    def pick(*names): return {name: settings[name] for name in names}
+    folder = f'{cfg.out}/round_{round_}'
     shared = pick('device', 'dtype', 'max_new_tokens', 'max_prompt', 'template',
-                  'template_arguments')
-    shared['policy'] = learned if round_ > 1 else cfg.policy
+                  'template_arguments', 'policy')
+    if round_ > 1: shared['policy'] = f'{cfg.out}/round_{round_ - 1}/sft'
     best = shared | pick('temperature', 'top_p', 'data', 'columns', 'split', 'n', 'max_instances',
                          *RewardConfig.__annotations__)
     best |= dict(skip=(round_ - 1) * cfg.max_instances, seed=cfg.seed + 1000 * round_,
@@ -80,45 +80,60 @@ def round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
 STAGES = ('alpaca_farm.best_of_n:run', 'alpaca_farm.sft:train')
 
 
+def _make(job: Job, round_: int):
+    "Make one run of a round; RuntimeError with what it said if it fails."
+    failed = run_jobs([job], 1, f'round {round_}, {job.notebook}')
+    if failed: raise RuntimeError('\n'.join(failed))
+
+
+def _write_winners(best: Job, path: str):
+    "Write the answers that a round imitates: the best of n that have an end, or all."
+    winners = load_records(best.out, 'outputs', 'output')
+    ended = [r for r in winners if r['ended']]
+    if not ended: print('all winners were cut off, and are imitated so: raise max_new_tokens')
+    write_json(at_root(path), ended or winners)
+
+
+def _rounded(values) -> list[float]: return [round(float(v), 3) for v in values]
+
+
 def train(cfg: ExpertIterationConfig):
-    "Rounds of best-of-n and SFT; leaves model/, model-<round>/, rewards.json, outputs.json."
+    "Repeat best-of-n and SFT; leaves model/, model-<round>/, rewards.json, outputs.json."
     run = start(cfg, train, STAGES)
     if run.done: return answer_again(run)
     preflight(cfg, ('split', 'val_split', 'eval_split'))
-    prompts, used = len(load_split(cfg, 'split')), (cfg.rounds - 1) * cfg.max_instances
+    prompts = len(load_split(cfg, 'split'))
+    used = (cfg.rounds - 1) * cfg.max_instances
     if prompts <= used:
         raise ValueError(f'rounds = {cfg.rounds}: those before the last use {used} instructions '
                          f'(max_instances = {cfg.max_instances} each) of the {prompts} of '
                          f'{cfg.data}, {cfg.split}. Lower one of the two')
     run.load()
-    run.config['steps'], rewards = cfg.rounds, []
+    run.config['steps'] = cfg.rounds
     run.write('config.json', run.config)
+    rewards, jobs = [], []
     for round_ in range(1, cfg.rounds + 1):
         best, learn = round_jobs(round_, cfg)
-        failed = run_jobs([best], 1, f'round {round_}, best_of_n')
-        if failed: raise RuntimeError('\n'.join(failed))
-        winners = load_records(best.out, 'outputs', 'output')
-        ended = [r for r in winners if r['ended']]
-        if not ended: print('all winners were cut off, and are imitated so: raise max_new_tokens')
-        write_json(at_root(learn.settings['data']), ended or winners)
-        failed = run_jobs([learn], 1, f'round {round_}, sft')
-        if failed: raise RuntimeError('\n'.join(failed))
+        _make(best, round_)
+        _write_winners(best, learn.settings['data'])
+        _make(learn, round_)
+        jobs += [best, learn]
         policy, tokenizer = load_policy(learn.out, cfg)
         save_model(policy, tokenizer, run, f'model-{round_}')
-        scores = [c['scores'] for c in read_rows(find_file(best.out, 'candidates'))]
-        records = load_split(cfg, 'val_split')
-        answers = sample_answers(policy, tokenizer, records, cfg, seed=cfg.seed + 1)
+        answers = sample_answers(policy, tokenizer, load_split(cfg, 'val_split'), cfg,
+                                 seed=cfg.seed + 1)
         reward_of = reward(cfg.reward_model, cfg, cfg.template)
-        found = dict(samples=sum(scores, []), winners=[max(s) for s in scores],
-                     policy=reward_of(each_answer(answers)))
-        rewards.append({k: [round(float(v), 3) for v in values] for k, values in found.items()})
-        run.log(round_, **{k: float(np.mean(values)) for k, values in rewards[-1].items()})
+        scores = [c['scores'] for c in read_rows(find_file(best.out, 'candidates'))]
+        found = dict(samples=_rounded(sum(scores, [])), winners=_rounded(map(max, scores)),
+                     policy=_rounded(reward_of(each_answer(answers))))
+        rewards.append(found)
+        run.log(round_, **{name: float(np.mean(values)) for name, values in found.items()})
     save_model(policy, tokenizer, run)
     run.write('rewards.json', rewards)
     figures = answer_eval_split(policy, tokenizer, run, load_policy(cfg.policy, cfg)[0])
-    add_times(run, [job for k in range(1, cfg.rounds + 1) for job in round_jobs(k, cfg)])
+    add_times(run, jobs)
     run.finish(**figures, labels=label_count(cfg.reward_model),
-               reward=float(np.mean(rewards[-1]['policy'])))
+               reward=float(np.mean(found['policy'])))
     return run
 
 # %% ../nbs/expert_iteration.ipynb #f7f29690

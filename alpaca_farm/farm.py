@@ -14,12 +14,11 @@ from .core.ask.judge_configs import JudgedConfig
 from .core.run.files import read_yaml
 from .core.run.identity import run_config
 from .core.run.inputs import recipes
-from .core.run.jobs import Job, run_jobs, study_job
+from .core.run.jobs import Job, machines, run_jobs, study_job
 from .core.run.paths import notebooks_folder
 from .core.run.runs import check_run_folder, read_summary, start
 from .core.run.settings import at_root, command, Count, Positive
-from .core.run.sweeps import machines
-from .annotators import api_clients, load_annotators
+from .judging.judges import api_clients, load_annotators
 from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
 from .boards.leaderboards import rank_agreement
 from .boards.simulation import paired_tables, vote_agreements, write_simulation

@@ -27,13 +27,13 @@ from .core.model.models import load_policy
 from .core.data.preferences import check_preferences
 from .core.run.progress import Progress
 from .core.model.rewards import reward
-from .core.run.runs import start
+from .core.run.runs import start, write_csv
 from .core.run.settings import at_root, command, Positive
 from .core.stats import (best_of_n_value, best_of_n_weights, bootstrap, bootstrap_draws,
     fit_overoptimization, kl_best_of_n, kl_best_of_n_estimate, overoptimization_curve)
 from .core.data.text import decode, encode_prompts
-from .annotators import flip_share, load_annotators
-from .eval import write_csv
+from .annotators import flip_share
+from .judging.judges import load_annotators
 from .worlds.folder import read_world
 
 # %% ../nbs/overoptimization.ipynb #97b31d40

@@ -15,7 +15,7 @@ from annotated_types import Ge
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import answer_again, mean, preflight
+from .core.answers import answer_again, mean_figures, preflight
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.functional import widen
 from alpaca_farm.core.model.models import (answer_states, load_policy, load_reference,
@@ -26,7 +26,8 @@ from .core.model.rewards import reward
 from .core.run.runs import start
 from .core.run.settings import Amount, command, Count, Positive, Schedule
 from .core.training import token_batch, Trainer
-from .annotators import annotate_pairs, load_annotators
+from .annotators import annotate_pairs
+from .judging.judges import load_annotators
 
 # %% ../nbs/quark.ipynb #14bf2990
 @dataclass
@@ -60,41 +61,42 @@ class QuarkConfig(OnlineConfig):
 
 # %% ../nbs/quark.ipynb #4b4d1340
 def quantiles(
-    scores: torch.Tensor,  # (N,) of the whole pool
-    num_quantiles: int,    # K
-) -> torch.Tensor:  # (N,) long, 0 is the best quantile
-    "The quantile of each answer (Lu et al., 2022, section 2), ties together."
+    scores,              # (N,) of the whole pool
+    num_quantiles: int,  # K
+):  # (N,) long, 0 is the best quantile
+    "Sort answers into quantiles (Lu et al., 2022, section 2), ties together."
     worst_first = scores.sort().values
     better = len(scores) - torch.searchsorted(worst_first, scores, right=True)
     return num_quantiles * better // len(scores)
 
 # %% ../nbs/quark.ipynb #73db11a0
 def update_pool(
-    pool: dict,            # earlier answers; empty at first
-    batch: dict,           # a rollout: ids, response
-    rows: list[int],       # the prompt of each answer
-    scores: torch.Tensor,  # (B,)
-    clear: bool,           # discard earlier answers
+    pool: dict,       # earlier answers; empty at first
+    batch: dict,      # a rollout: ids, response
+    rows: list[int],  # the prompt of each answer
+    scores,           # (B,)
+    clear: bool,      # discard earlier answers
 ) -> dict:  # answers (concatenated), length, row, score
-    "The pool after a rollout."
+    "Make the pool after a rollout."
     response = batch['response'].bool()
     new = dict(answers=batch['ids'][response], length=response.sum(1), row=torch.tensor(rows),
                score=scores)
     new = {k: v.cpu() for k, v in new.items()}
-    return new if clear or not pool else {k: torch.cat([pool[k], new[k]]) for k in new}
+    if clear or not pool: return new
+    return {k: torch.cat([pool[k], new[k]]) for k in new}
 
 
 def pool_answers(pool: dict) -> list[list[int]]:
-    "Token ids of the pool's answers."
+    "List the token ids of the pool's answers."
     return [a.tolist() for a in pool['answers'].split(pool['length'].tolist())]
 
 # %% ../nbs/quark.ipynb #677ccec0
 def token_terms(
-    logits: torch.Tensor,      # (N, V) of the policy
-    ref_logits: torch.Tensor,  # (N, V) of the reference
-    tokens: torch.Tensor,      # (N,) sampled
+    logits,      # (N, V) of the policy
+    ref_logits,  # (N, V) of the reference
+    tokens,      # (N,) sampled
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # (N,) each
-    "Log-prob of each token, KL to the reference and entropy; all differentiable."
+    "Compute each token's log-prob, KL to the reference and entropy; all differentiable."
     logp, ref = widen(logits).log_softmax(-1), widen(ref_logits).log_softmax(-1)
     p = logp.exp()
     return logp.gather(1, tokens[:, None])[:, 0], (p * (logp - ref)).sum(1), -(p * logp).sum(1)
@@ -107,13 +109,13 @@ def response_terms(
     temperature: float = 1.0,  # of sampling
     chunk: int = 0,            # positions at a time; 0 for as many as make 64 MB
 ) -> dict[str, torch.Tensor]:  # logp, kl, entropy: (B, T) each, zero outside of the response
-    "Log-prob of every response token, and KL and entropy of the distribution it was sampled from."
+    "Compute log-prob, KL and entropy of every response token, of the distribution it came from."
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
-    shared = (batch['ids'] < vocab_size).long()
     states = answer_states(policy, batch)[:, :-1][chosen]
     with torch.no_grad():
-        known = dict(batch, ids=batch['ids'] * shared, mask=batch['mask'] * shared)
-        ref_states = answer_states(reference, known)[:, :-1][chosen]
+        shared = (batch['ids'] < vocab_size).long()
+        plain = dict(batch, ids=batch['ids'] * shared, mask=batch['mask'] * shared)
+        ref_states = answer_states(reference, plain)[:, :-1][chosen]
 
     def terms(state, ref_state, token):
         logits = logits_of(policy, state)[:, :vocab_size] / temperature
@@ -121,9 +123,9 @@ def response_terms(
         return token_terms(logits, ref, token)
 
     size = chunk or max(1, 2**24 // vocab_size)
-    parts = list(zip(*(x.split(size) for x in (states, ref_states, tokens[chosen]))))
+    parts = list(zip(states.split(size), ref_states.split(size), tokens[chosen].split(size)))
     if len(parts) == 1: results = [terms(*parts[0])]
-    else: results = [checkpoint(terms, *p, use_reentrant=False) for p in parts]
+    else: results = [checkpoint(terms, *part, use_reentrant=False) for part in parts]
     out = {}
     for name, values in zip(('logp', 'kl', 'entropy'), zip(*results)):
         out[name] = torch.zeros(batch['ids'].shape, dtype=values[0].dtype, device=states.device)
@@ -132,19 +134,22 @@ def response_terms(
 
 # %% ../nbs/quark.ipynb #2eadb130
 def quark_loss(
-    logp: torch.Tensor,     # (B, T) log-probs of the tokens
-    kl: torch.Tensor,       # (B, T) exact KL to the reference
-    entropy: torch.Tensor,  # (B, T)
-    mask: torch.Tensor,     # (B, T) response tokens
+    logp,                   # (B, T) log-probs of the tokens
+    kl,                     # (B, T) exact KL to the reference
+    entropy,                # (B, T)
+    mask,                   # (B, T) response tokens
     kl_coef: float = .05,   # beta
     entropy_coef: float = 0.,  # alpha
-) -> torch.Tensor:  # (B, T), zero outside of the response
-    "Loss of each token (Lu et al., 2022, eq. 2, with the entropy term of its authors' code)."
+):  # (B, T), zero outside of the response
+    "Compute each token's loss (Lu et al., 2022, eq. 2; the entropy term is of the authors' code)."
     return torch.where(mask.bool(), -logp + kl_coef * kl - entropy_coef * entropy, 0)
 
 # %% ../nbs/quark.ipynb #1ef51080
-def reward_tokens(policy, tokenizer, cfg: QuarkConfig) -> tuple[list[int], int]:
-    "Ids of the reward tokens, added in place, best first; and the vocabulary's size without them."
+def reward_tokens(
+    policy, tokenizer,  # changed in place
+    cfg: QuarkConfig,
+) -> tuple[list[int], int]:  # ids, best first; and the vocabulary's size without them
+    "Add the reward tokens, if the settings ask for them."
     if cfg.best_quantile_only: return [], policy.get_output_embeddings().weight.shape[0]
     names = [f'<reward_{k}>' for k in range(cfg.num_quantiles)]
     if tokenizer.init_kwargs.get('control') or set(names) & set(tokenizer.get_vocab()):
@@ -155,6 +160,15 @@ def reward_tokens(policy, tokenizer, cfg: QuarkConfig) -> tuple[list[int], int]:
     return ids, ids[0]
 
 # %% ../nbs/quark.ipynb #5854838d
+def _draw_rows(n: int, step: int, cfg: QuarkConfig) -> list[list[int]]:
+    "Rows of each update of a step, of `n` usable answers: every one once before any twice."
+    g = torch.Generator().manual_seed(cfg.seed * 1_000_003 + step)
+    order = []
+    while len(order) < cfg.updates * cfg.batch_size:
+        order += torch.randperm(n, generator=g).tolist()
+    return [order[k * cfg.batch_size:(k + 1) * cfg.batch_size] for k in range(cfg.updates)]
+
+
 def train(cfg: QuarkConfig):
     "Train a policy with Quark; leaves model/, outputs.json, log.jsonl and summary.json."
     run = start(cfg, train)
@@ -173,12 +187,15 @@ def train(cfg: QuarkConfig):
     tokens, vocab_size = reward_tokens(policy, tokenizer, cfg)
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
 
-    def answer(rows, token):   # a rollout under a reward token, if any; its scores, and figures
+    def ask(rows, token):   # prompts, behind a reward token for all or for each, if any
         asked = [prompts[i] for i in rows]
-        if token is not None: asked = prepend_tokens(asked, token, tokenizer, cfg.token_times)
+        if token is None: return asked
+        return prepend_tokens(asked, token, tokenizer, cfg.token_times)
+
+    def answer(rows, token):   # a rollout, its scores, and figures
         seed = cfg.seed * 1_000_003 + trainer.step
-        batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows], asked, cfg,
-                                         seed)
+        batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows],
+                                         ask(rows, token), cfg, seed)
         return batch, *rollout_scores(reward_of, answered, trainer.extra, cfg)
 
     def terms(batch): return response_terms(policy, reference, batch, vocab_size, cfg.temperature)
@@ -195,7 +212,7 @@ def train(cfg: QuarkConfig):
         return dict(loss=each, nll=-found['logp'], token_kl=found['kl'], entropy=found['entropy'])
 
     for step in trainer.steps():
-        # answer and score
+        # 1. answer and score
         rows = prompt_indices(len(prompts), step, cfg)
         best = tokens[0] if tokens and step > 1 else None   # at first no token has a meaning
         batch, scores, figures = answer(rows, best)
@@ -206,27 +223,22 @@ def train(cfg: QuarkConfig):
         length = batch['response'].sum(1)
         figures |= dict(kl=kl.sum(1).mean().item(), entropy=(entropy.sum() / length.sum()).item(),
                         tokens=length.float().mean().item())
-        # sort
+        # 2. sort
         pool = update_pool(trainer.extra.get('pool', {}), batch, rows, scores, cfg.clear_pool)
         trainer.extra['pool'] = pool
-        quantile, answers = quantiles(pool['score'], cfg.num_quantiles), pool_answers(pool)
+        quantile = quantiles(pool['score'], cfg.num_quantiles)
+        answers = pool_answers(pool)
         usable = range(len(quantile))
         if cfg.best_quantile_only: usable = (quantile == 0).nonzero()[:, 0].tolist()
-        # learn: every usable answer once before any twice
-        g = torch.Generator().manual_seed(cfg.seed * 1_000_003 + step)
-        updates, order = [], []
-        while len(order) < cfg.updates * cfg.batch_size:
-            order += torch.randperm(len(usable), generator=g).tolist()
-        for at in range(0, cfg.updates * cfg.batch_size, cfg.batch_size):
-            rows = [usable[i] for i in order[at:at + cfg.batch_size]]
-            asked = [prompts[pool['row'][i]] for i in rows]
-            if tokens:
-                own = [tokens[quantile[i]] for i in rows]
-                asked = prepend_tokens(asked, own, tokenizer, cfg.token_times)
-            chosen = [answers[i] for i in rows]
-            learned = token_batch(asked, chosen, range(len(rows)), tokenizer.pad_token_id)
+        # 3. learn
+        updates = []
+        for drawn in _draw_rows(len(usable), step, cfg):
+            rows = [usable[i] for i in drawn]
+            own = [tokens[quantile[i]] for i in rows] if tokens else None
+            learned = token_batch(ask(pool['row'][rows], own), [answers[i] for i in rows],
+                                  range(len(rows)), tokenizer.pad_token_id)
             updates.append(trainer.update(learned, loss))
-        means = {k: mean([u[k] for u in updates]) for k in updates[0]} | dict(pool=len(quantile))
+        means = mean_figures(updates) | dict(pool=len(quantile))
         for k in quantile.unique().tolist():
             means[f'lowest_{k}'] = pool['score'][quantile == k].min().item()
         figures |= choose(trainer, policy, tokenizer)

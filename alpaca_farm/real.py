@@ -27,7 +27,7 @@ from .core.run.paths import at_root, module_of, notebooks_folder
 from .core.run.runs import start
 from .core.run.settings import command, Positive, Share
 from .core.stats import sigmoid
-from .judging.judges import Pool
+from .core.data.preferences import Pool
 from .worlds.folder import check_sizes, write_world
 
 # %% ../nbs/real.ipynb #28832836

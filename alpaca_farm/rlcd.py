@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['Task', 'task_file', 'read_task', 'contrast_prompt', 'clean_response', 'judge_prompt', 'RLCDConfig', 'write_items',
-           'answers_of', 'stored_items', 'SelfJudge', 'label_items', 'label_evidence', 'write_rlcd_csv', 'item_figures',
-           'run']
+           'answers_of', 'SelfJudge', 'write_rlcd_csv', 'run']
 
 # %% ../nbs/rlcd.ipynb #d7872f32
 import csv, os, re
@@ -19,7 +18,7 @@ from pydantic import (BaseModel, Field, field_validator, NonNegativeInt, Validat
     with_config)
 from typing_extensions import TypedDict
 
-from .core.answers import in_chunks, SampleConfig, try_setting
+from .core.answers import in_chunks, mean, SampleConfig, try_setting
 from .core.ask.api import ApiConfig
 from .core.ask.completions import LocalWriter, ServedWriter
 from .core.data.records import load_records
@@ -31,7 +30,8 @@ from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_output
 from .core.run.runs import start
 from .core.run.settings import command, Count, Positive, Scale
 from .core.stats import wilson
-from .annotators import annotate_pairs, check_all_answered, load_annotators
+from .annotators import annotate_pairs
+from .judging.judges import check_all_answered, load_annotators
 
 # %% ../nbs/rlcd.ipynb #93c12fa3
 _Text = Annotated[str, Field(min_length=1)]
@@ -67,15 +67,16 @@ class Task(BaseModel, frozen=True, extra='forbid'):
     compare: dict[str, _Text] = {}
 
     @field_validator('prompt', 'judge')
-    def _has_placeholders(cls, text, info):
-        names = dict(prompt=['instruction'], judge=['dialogue', 'question', 'first', 'second'])
-        for name in names[info.field_name]:
-            if f'{{{name}}}' not in text: raise ValueError(f'{{{name}}} is missing')
+    def _has_slots(cls, text, info):
+        slots = ['{instruction}']
+        if info.field_name == 'judge': slots = ['{dialogue}', '{question}', '{first}', '{second}']
+        for slot in slots:
+            if slot not in text: raise ValueError(f'{slot} is missing')
         return text
 
 
 def task_file(spec: str) -> Path:
-    "The file that a path or the name of a shipped task names; else ValueError."
+    "Find the file that a path or the name of a shipped task names; ValueError without one."
     folder = notebooks_folder()/'recipes'/'tasks'
     for path in (at_root(spec), folder/f'{spec}.yaml'):
         if path.is_file(): return path
@@ -84,19 +85,26 @@ def task_file(spec: str) -> Path:
 
 
 def read_task(spec: str) -> Task:
-    "The task of that name or in that file; ValueError naming the file and the wrong key."
+    "Read the task of that name or in that file; ValueError naming the file and the wrong key."
     path = task_file(spec)
     try: return Task(**read_yaml(path))
     except ValidationError as e:
         error = e.errors()[0]
-        raise ValueError(f'{path}: {", ".join(map(str, error["loc"]))}: {error["msg"]}') from None
+        key = ', '.join(map(str, error['loc']))
+        raise ValueError(f'{path}: {key}: {error["msg"]}') from None
 
 # %% ../nbs/rlcd.ipynb #bb8e43f2
 def _task_turns(task: Task, record: dict) -> list[dict]:
-    "The messages of a record, the last of which is the user's, as the task asks."
-    messages = as_messages(record)
-    last = task.prompt.replace('{instruction}', messages[-1]['content'])
-    return [*messages[:-1], dict(messages[-1], content=last)]
+    "List the messages of a record, the last of which is the user's, as the task asks."
+    *earlier, last = as_messages(record)
+    text = task.prompt.replace('{instruction}', last['content'])
+    return [*earlier, dict(last, content=text)]
+
+
+def _turn_text(role: str, text: str, phrase: str = '') -> str:
+    "Write a turn of a dialogue, with a phrase behind the word Assistant."
+    tag = f'{TAGS[role]} ({phrase})' if phrase and role == 'assistant' else TAGS[role]
+    return f'\n\n{tag}:{with_space(text)}'
 
 
 def contrast_prompt(
@@ -106,45 +114,58 @@ def contrast_prompt(
     side: str = '',      # positive, negative, or neither
     chat: bool = False,  # as messages, for a model with a chat template
 ) -> str | list[dict]:
-    "What a model continues."
-    turns = [*_task_turns(task, record), dict(role='assistant', content=task.response_prefix)]
-    phrase, other = pair.get(side, ''), dict(positive='negative', negative='positive').get(side)
+    "Write what a model continues."
+    turns = _task_turns(task, record)
+    phrase = pair.get(side, '')
+    system = phrase if task.placement == 'system' else ''
     if chat:   # the turn to be written is the template's
-        messages, system = turns[:-1], phrase if task.placement == 'system' else ''
-        if system and messages[0]['role'] == 'system':   # templates take one
-            system = f'{system}\n\n{messages.pop(0)["content"]}'
-        return [dict(role='system', content=system)] * bool(system) + messages
-    text = phrase if task.placement == 'system' else ''
-    for t in turns:
-        earlier = pair.get(other, '') if task.history == 'opposite' else ''
-        said = phrase if t is turns[-1] else earlier
-        shown = said and t['role'] == 'assistant' and task.placement == 'role'
-        tag = f' ({said})' if shown else ''
-        text += f'\n\n{TAGS[t["role"]]}{tag}:{with_space(t["content"])}'
-    return text
+        if not system: return turns
+        if turns[0]['role'] == 'system':   # templates take one
+            system += f'\n\n{turns.pop(0)["content"]}'
+        return [dict(role='system', content=system), *turns]
+    if system: return system + contrast_prompt(task, record, pair)
+    earlier = ''
+    if side and task.history == 'opposite':
+        earlier = pair['negative' if side == 'positive' else 'positive']
+    text = ''
+    for turn in turns: text += _turn_text(turn['role'], turn['content'], earlier)
+    return text + _turn_text('assistant', task.response_prefix, phrase)
 
 # %% ../nbs/rlcd.ipynb #b1880c58
 _LEADING = re.compile(r'(?:\s*Assistant|(?!\s*\n\s*\n)\s*(?:Human|User))(?: \([^()\n]*\))?:', re.I)
 
 
-def clean_response(text: str, ended: bool, task: Task) -> tuple[str, str]:
-    "A sampled text up to the next turn, with the task's prefix; and why it is rejected, or ''."
+def clean_response(
+    text: str,    # as sampled
+    ended: bool,  # and not cut off
+    task: Task,
+) -> tuple[str, str]:
+    "Cut a text at the next turn, and put the task's prefix before it; why it is rejected, or ''."
     while tag := _LEADING.match(text): text = text[tag.end():]
-    ends = [text.find(s) for s in task.stop if s in text]
-    answer = text[:min(ends, default=None)].strip()
-    answer = answer.removeprefix(task.response_prefix.strip()).strip()
+    for stop in task.stop:
+        before, found, _ = text.partition(stop)
+        if found: text, ended = before, True
+    prefix = task.response_prefix
+    answer = text.strip().removeprefix(prefix.strip()).strip()
     if not answer: return '', 'empty'
-    answer = f'{task.response_prefix} {answer}'.strip()
-    f, words = task.filters, len(answer.split())
-    if f.get('ended') and not (ended or ends): return answer, 'cut_off'
-    if words < f.get('min_words', 1): return answer, 'too_short'
-    return answer, 'rejected' if any(re.search(p, answer) for p in f.get('reject', [])) else ''
+    answer = f'{prefix} {answer}'.strip()
+    filters = task.filters
+    if filters.get('ended') and not ended: return answer, 'cut_off'
+    if len(answer.split()) < filters.get('min_words', 1): return answer, 'too_short'
+    for pattern in filters.get('reject', []):
+        if pattern.search(answer): return answer, 'rejected'
+    return answer, ''
 
 # %% ../nbs/rlcd.ipynb #cbf29533
-def judge_prompt(task: Task, pair: dict, question: str) -> str:
-    "The text before a judge's letter, for a record with `output_1` and `output_2`."
-    texts = dict(dialogue=dialogue_text(_task_turns(task, pair)).removesuffix('\n\nAssistant:'),
-                 question=question, first=pair['output_1'], second=pair['output_2'])
+def judge_prompt(
+    task: Task,
+    pair: dict,     # with `output_1` and `output_2`
+    question: str,  # of the prompt's pair of phrases
+) -> str:
+    "Write the text before a judge's letter."
+    dialogue = dialogue_text(_task_turns(task, pair)).removesuffix('\n\nAssistant:')
+    texts = dict(dialogue=dialogue, question=question, first=pair['output_1'],
+                 second=pair['output_2'])
     return re.sub(r'\{(dialogue|question|first|second)\}', lambda slot: texts[slot[1]], task.judge)
 
 # %% ../nbs/rlcd.ipynb #453926ca
@@ -191,115 +212,153 @@ class RLCDConfig(SampleConfig, ApiConfig):
 
 # %% ../nbs/rlcd.ipynb #5445934d
 def _draw_contrast(task: Task, index: int, seed: int) -> int:
-    "Which of the task's pairs of phrases a prompt gets."
+    "Draw which of the task's pairs of phrases a prompt gets."
     return int(hash_uniform(seed, task.name, 'contrast', index) * len(task.contrast))
 
 
-def write_items(writer, task: Task, records: dict[int, dict], cfg: RLCDConfig) -> list[dict]:
-    "The item of each record: its two outputs, or the `reason` why one is missing."
-    drawn = {i: _draw_contrast(task, i, cfg.seed) for i in records}
+@dataclass
+class _Draft:
+    "An answer to be written, until the task's filters take it."
+    prompt: str | list[dict]
+    text: str = ''
+    ended: bool = False
+    reason: str = 'unwritten'   # why there is none
+    tries: int = 0
+
+    def take(self, written, task: Task):
+        "Take a sampled text."
+        self.tries += 1
+        self.ended = written.ended or any(stop in written.text for stop in task.stop)
+        self.text, rejected = clean_response(written.text, written.ended, task)
+        self.reason = written.reason or rejected
+
+
+def write_items(
+    writer,                    # `write(prompts, keys, stop)`
+    task: Task,
+    records: dict[int, dict],  # by the number of the prompt
+    cfg: RLCDConfig,
+) -> list[dict]:
+    "Write the item of each record: its two outputs, or the `reason` why one is missing."
     sides = ('', '') if cfg.method == 'rlaif' else ('positive', 'negative')
-    prompts = {(i, k): contrast_prompt(task, r, task.contrast[drawn[i]], side,
-                                       cfg.template == 'chat')
-               for i, r in records.items() for k, side in enumerate(sides)}
-    answers, ended, tries = {}, {}, Counter()
-    reasons = dict.fromkeys(prompts, 'unwritten')
+    chat = cfg.template == 'chat'
+    drafts = {}   # by number and side
+    for i, record in records.items():
+        pair = task.contrast[_draw_contrast(task, i, cfg.seed)]
+        for k, side in enumerate(sides):
+            drafts[i, k] = _Draft(contrast_prompt(task, record, pair, side, chat))
     for attempt in range(cfg.max_retries + 1):
-        todo = [key for key in prompts if reasons[key] not in ('', 'long_prompt', 'refused')]
+        todo = {key: draft for key, draft in drafts.items()
+                if draft.reason not in ('', 'long_prompt', 'refused')}
         if not todo: break
         keys = [(*key, attempt) for key in todo]
-        for key, w in zip(todo, writer.write([prompts[key] for key in todo], keys, task.stop)):
-            answers[key], rejected = clean_response(w.text, w.ended, task)
-            reasons[key] = w.reason or rejected
-            ended[key] = w.ended or any(s in w.text for s in task.stop)
-        tries.update(todo)
+        texts = writer.write([draft.prompt for draft in todo.values()], keys, task.stop)
+        for draft, written in zip(todo.values(), texts): draft.take(written, task)
     items = []
-    for i, r in records.items():
-        pair, reason = bare_prompt(r), reasons[i, 0] or reasons[i, 1]
-        for k in (0, 1):
-            pair |= {f'output_{k + 1}': answers[i, k], f'ended_{k + 1}': ended[i, k]}
-        if not reason and answers[i, 0] == answers[i, 1]: reason = 'identical'
-        positive = 1 + (hash_uniform(cfg.seed, 'swap', i) < .5) if any(sides) else 0
-        if positive == 2: pair = swap_outputs(pair)
-        items.append(dict(pair, index=i, contrast=drawn[i], positive=positive,
-                          retries=tries[i, 0] + tries[i, 1] - 2, reason=reason))
+    for i, record in records.items():
+        one, two = drafts[i, 0], drafts[i, 1]
+        item = dict(bare_prompt(record), output_1=one.text, ended_1=one.ended, output_2=two.text,
+                    ended_2=two.ended)
+        positive = 0
+        if cfg.method != 'rlaif': positive = 2 if hash_uniform(cfg.seed, 'swap', i) < .5 else 1
+        if positive == 2: item = swap_outputs(item)
+        reason = one.reason or two.reason
+        if not reason and one.text == two.text: reason = 'identical'
+        items.append(dict(item, index=i, contrast=_draw_contrast(task, i, cfg.seed),
+                          positive=positive, retries=one.tries + two.tries - 2, reason=reason))
     return items
 
 
 def answers_of(item: dict) -> tuple[str, str]:
-    "The positive answer and the negative one; of RLAIF as they are drawn."
+    "Give the positive answer and the negative one; of RLAIF as they are drawn."
     first = item['positive'] or 1
     return item[f'output_{first}'], item[f'output_{3 - first}']
 
 # %% ../nbs/rlcd.ipynb #761596ad
-def stored_items(cfg: RLCDConfig, task: Task) -> list[dict]:
-    "The pairs of `cfg.samples` as items, the preferred output as the positive one."
+def _stored_items(cfg: RLCDConfig, task: Task) -> list[dict]:
+    "Read the pairs of `cfg.samples` as items, the preferred output as the positive one."
     items = []
     rows = load_records(cfg.samples, 'preferences', 'preference', cfg.max_instances, cfg.columns)
-    for k, r in enumerate(rows):
-        index, by = int(r.get('index', k)), r.get('annotator', 'contrast')
-        if by != 'contrast' or r['preference'] not in (1, 2):
+    for k, row in enumerate(rows):
+        by = row.get('annotator', 'contrast')
+        if by != 'contrast' or row['preference'] not in (1, 2):
             raise ValueError(f'samples: row {k} of {cfg.samples} is labelled by {by}, not by its '
                              'construction. Name a run with method = rlcd')
-        contrast = int(r.get('contrast', _draw_contrast(task, index, cfg.seed)))
+        index = int(row.get('index', k))
+        contrast = int(row.get('contrast', _draw_contrast(task, index, cfg.seed)))
         if contrast >= len(task.contrast):
             raise ValueError(f'samples: row {k} of {cfg.samples} has contrast = {contrast}, '
                              f'which the task {task.name} lacks. Set task to that of the run')
-        pair = {k: r[k] for k in ('output_1', 'output_2', *ENDED) if k in r}
-        items.append(dict(bare_prompt(r), **pair, index=index, contrast=contrast,
-                          positive=int(r['preference']), retries=0, reason=''))
+        item = bare_prompt(row)
+        for name in ('output_1', 'output_2', *ENDED):
+            if name in row: item[name] = row[name]
+        items.append(dict(item, index=index, contrast=contrast, positive=int(row['preference']),
+                          retries=0, reason=''))
     return items
 
 # %% ../nbs/rlcd.ipynb #8c29ad4c
+@dataclass
 class SelfJudge:
     "The model that writes as an annotator: 1 + its probability that the second answer is better."
+    writer: LocalWriter | ServedWriter
+    task: Task
+    chat: bool   # asks in a message
     name = 'self'
-    def __init__(self, writer, task: Task, chat: bool):
-        self.writer, self.task, self.chat = writer, task, chat
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        questions = [self.task.contrast[p['contrast']]['judge'] for p in pairs]
-        texts = [judge_prompt(self.task, p, q) for p, q in zip(pairs, questions)]
-        prompts = [[dict(role='user', content=t)] for t in texts] if self.chat else texts
+        prompts = []
+        for pair in pairs:
+            question = self.task.contrast[pair['contrast']]['judge']
+            text = judge_prompt(self.task, pair, question)
+            prompts.append([dict(role='user', content=text)] if self.chat else text)
         return [1 + p for p in self.writer.choose(prompts, 'AB')]
 
 # %% ../nbs/rlcd.ipynb #2f87f5bd
-def label_items(items: list[dict], judge, cfg: RLCDConfig) -> list[dict]:
-    """Items with `preference` and `annotator`, by a judge or, where it is None, by construction;
-    those on which the judge has no verdict get a `reason`."""
-    left = [i for i in items if not i['reason']]
+def _label_items(
+    items: list[dict],
+    judge,             # an annotator; None for labels by construction
+    cfg: RLCDConfig,
+) -> list[dict]:
+    "Add `preference` and `annotator`, or a `reason` where the judge has no verdict."
+    items = [dict(item) for item in items]
+    pairs = [item for item in items if not item['reason']]
     if judge is None:
-        labels = [dict(preference=float(i['positive']), annotator='contrast') for i in left]
-    else:
-        rows = annotate_pairs(left, judge, cfg.seed, both_orders=cfg.both_orders, decide=False)
-        check_all_answered(judge, 'annotators')
-        labels = [dict(reason='no_verdict') if r['preference'] is None else
-                  {k: r[k] for k in ('preference', 'annotator', 'orders') if k in r} for r in rows]
-    labels = iter(labels)
-    return [i if i['reason'] else i | next(labels) for i in items]
+        for pair in pairs: pair.update(preference=float(pair['positive']), annotator='contrast')
+        return items
+    rows = annotate_pairs(pairs, judge, cfg.seed, both_orders=cfg.both_orders, decide=False)
+    check_all_answered(judge, 'annotators')
+    for pair, row in zip(pairs, rows):
+        if row['preference'] is None: pair['reason'] = 'no_verdict'
+        else: pair.update({k: row[k] for k in ('preference', 'annotator', 'orders') if k in row})
+    return items
 
 # %% ../nbs/rlcd.ipynb #8d270f91
 _MEASURED = 500   # pairs on which labels are compared with likelihoods
 
 
-def label_evidence(writer, task: Task, items: list[dict], chat: bool = False) -> np.ndarray:
-    """The left side minus the right one of this inequality, in nats, of the N pairs of RLCD: (N,);
-    nan where a prompt with its answer is too long for the model."""
-    def shown(text):   # as the model continues the prompt
-        text = text.removeprefix(task.response_prefix).strip()
-        return text if chat else with_space(text)
-    pairs, odds = [tuple(map(shown, answers_of(i))) for i in items], []
-    for side in ('negative', 'positive'):
-        prompts = [contrast_prompt(task, i, task.contrast[i['contrast']], side, chat)
-                   for i in items]
-        odds.append(np.array(writer.log_odds(prompts, pairs)))
-    return odds[0] - odds[1]
+def _label_evidence(
+    writer,              # `log_odds(prompts, pairs)`
+    task: Task,
+    items: list[dict],   # N pairs of RLCD
+    chat: bool = False,  # prompts are messages
+) -> np.ndarray:  # (N,) nats; nan where a prompt with its answer is too long for the model
+    "Subtract the right side of this inequality from the left one."
+    odds = dict(positive=[], negative=[])
+    for side in odds:
+        prompts, pairs = [], []
+        for item in items:
+            pair = [text.removeprefix(task.response_prefix).strip() for text in answers_of(item)]
+            pairs.append(tuple(pair if chat else map(with_space, pair)))
+            phrases = task.contrast[item['contrast']]
+            prompts.append(contrast_prompt(task, item, phrases, side, chat))
+        odds[side] = np.array(writer.log_odds(prompts, pairs))
+    return odds['negative'] - odds['positive']
 
 # %% ../nbs/rlcd.ipynb #b8e1ccdf
 def write_rlcd_csv(path, records: list[dict]):
     "Write preference records as RLCD's consolidated CSV; a dialogue is its `instruction`."
-    soft = any(r['preference'] not in (1, 2) for r in records)
-    columns = [*PAIR_FIELDS, 'preference'] + ['win2_prob']*soft
+    columns = [*PAIR_FIELDS, 'preference']
+    if any(r['preference'] not in (1, 2) for r in records): columns.append('win2_prob')
     columns += [name for name in ENDED if not all(r.get(name, True) for r in records)]
     with atomic_write(path) as p, open(p, 'w', encoding='utf-8', newline='') as f:
         table = csv.DictWriter(f, columns, extrasaction='ignore')   # its line ends quote a lone \r
@@ -311,71 +370,81 @@ def write_rlcd_csv(path, records: list[dict]):
             table.writerow(row)
 
 # %% ../nbs/rlcd.ipynb #88a1f311
-def item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
-    "Counts of prompts, of what was made, and of what was left out and why; lengths in words."
+def _item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
+    "Count prompts, pairs made, and those left out by reason; measure lengths in words."
     made = [i for i in items if not i['reason']]
     reasons = Counter(i['reason'] for i in items if i['reason'])
     if not made: raise ValueError(f'nothing is left of {len(items)} prompts: {dict(reasons)}')
+    judged = [i for i in made if i.get('annotator', 'contrast') != 'contrast']
     figures = dict(prompts=len(items), made=len(made), skipped=len(items) - len(made),
-                   labels=sum(i.get('annotator', 'contrast') != 'contrast' for i in made),
-                   retries=sum(i['retries'] for i in items))
-    figures |= {f'skipped_{reason}': n for reason, n in sorted(reasons.items())}
+                   labels=len(judged), retries=sum(i['retries'] for i in items))
+    for reason, count in sorted(reasons.items()): figures[f'skipped_{reason}'] = count
     sides = ('output_1', 'output_2') if cfg.method == 'rlaif' else ('positive', 'negative')
     for side, texts in zip(sides, zip(*map(answers_of, made))):
-        figures[f'length_{side}'] = float(np.mean([len(text.split()) for text in texts]))
-    certain = [abs(2*i['preference'] - 3) for i in made if i.get('annotator') != 'contrast'
-               and 'preference' in i]
-    return figures | (dict(certainty=float(np.mean(certain))) if certain else {})
+        figures[f'length_{side}'] = mean([len(text.split()) for text in texts])
+    if judged: figures['certainty'] = float(np.mean([abs(2*i['preference'] - 3) for i in judged]))
+    return figures
 
+# %% ../nbs/rlcd.ipynb #a3e1c7d1
+def _agreement(evidence: np.ndarray) -> dict[str, float]:
+    "Say how often labels agree with likelihoods; a share that is no more than chance is printed."
+    share = wilson(int((evidence > 0).sum()), len(evidence))   # what is not known does not agree
+    if share.low <= .5:
+        print(f'the likelihoods under the two prompts agree with {share.value:.0%} '
+              f'[{share.low:.0%}, {share.high:.0%}] of the labels, not clearly more than half: '
+              'the phrases may not change what the model writes')
+    return dict(agreement=share.value, agreement_low=share.low, agreement_high=share.high)
 
+# %% ../nbs/rlcd.ipynb #a3e1c7d3
 def run(cfg: RLCDConfig):
     "Make preference data; leaves preferences.json and .csv, or sft.json, and items.json."
-    folder = start(cfg, run, (os.path.relpath(task_file(cfg.task), root()),))
-    if folder.done: return folder
-    task, writer, judge = read_task(cfg.task), None, None
-    if cfg.samples: todo = stored_items(cfg, task)
-    else:
-        records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
-        todo = list(enumerate(records))
+    run_folder = start(cfg, run, (os.path.relpath(task_file(cfg.task), root()),))
+    if run_folder.done: return run_folder
+    task = read_task(cfg.task)
+    chat = cfg.template == 'chat'
+    if cfg.samples: given = _stored_items(cfg, task)
+    else: given = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
+    judge = None
     if cfg.annotators:
         judge = load_annotators(cfg.annotators, cfg)
-        pair = dict(todo[0] if cfg.samples else bare_prompt(records[0]),
-                    output_1='Yes.', output_2='No.')
+        pair = dict(bare_prompt(given[0]), output_1='Yes.', output_2='No.')
         try_setting(cfg, 'annotators', annotate_pairs, [pair], judge)
-    itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators   # the model judges
-    if itself or not cfg.samples:
+    judges_itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators
+    if judges_itself or not cfg.samples:
         writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
-    if itself: judge = SelfJudge(writer, task, cfg.template == 'chat')
+    if judges_itself: judge = SelfJudge(writer, task, chat)
 
-    def make(part):
-        new = part if cfg.samples else write_items(writer, task, dict(part), cfg)
-        return label_items(new, judge, cfg)
+    def make(part):   # numbers and records, or items
+        items = [item for _, item in part]
+        if not cfg.samples: items = write_items(writer, task, dict(part), cfg)
+        return _label_items(items, judge, cfg)
 
-    items = in_chunks(folder, todo, cfg.chunk, make, lambda new: dict(
-        made=sum(not i['reason'] for i in new), retries=sum(i['retries'] for i in new)))
-    folder.write('items.json', items)
-    figures = item_figures(items, cfg)
+    def progress(items):
+        return dict(made=sum(not i['reason'] for i in items),
+                    retries=sum(i['retries'] for i in items))
+
+    items = in_chunks(run_folder, list(enumerate(given)), cfg.chunk, make, progress)
+    run_folder.write('items.json', items)
+    figures = _item_figures(items, cfg)
     made = [i for i in items if not i['reason']]
     if cfg.method == 'rlcd' and not cfg.served:
-        evidence = label_evidence(writer, task, made[:_MEASURED], cfg.template == 'chat')
-        agree = wilson(int((evidence > 0).sum()), len(evidence))   # what is not known does not
-        figures |= dict(agreement=agree.value, agreement_low=agree.low, agreement_high=agree.high)
-        if agree.low <= .5:
-            print(f'the likelihoods under the two prompts agree with {agree.value:.0%} '
-                  f'[{agree.low:.0%}, {agree.high:.0%}] of the labels, not clearly more than half: '
-                  'the phrases may not change what the model writes')
-    if cfg.method == 'context_distillation':
-        folder.write('sft.json', [dict(
-            bare_prompt(i), output=answers_of(i)[0], index=i['index'], contrast=i['contrast'],
-            ended=i.get(f'ended_{i["positive"]}', True)) for i in made])
+        figures |= _agreement(_label_evidence(writer, task, made[:_MEASURED], chat))
+    records = []
+    for i in made:
+        if cfg.method == 'context_distillation':
+            ended = i.get(f'ended_{i["positive"]}', True)
+            records.append(dict(bare_prompt(i), output=answers_of(i)[0], index=i['index'],
+                                contrast=i['contrast'], ended=ended))
+        else:
+            left_out = ('positive', 'retries', 'reason')   # of an item, not of a preference
+            records.append({k: v for k, v in i.items() if k not in left_out})
+    if cfg.method == 'context_distillation': run_folder.write('sft.json', records)
     else:
-        aside = ('positive', 'retries', 'reason')
-        records = [{k: v for k, v in i.items() if k not in aside} for i in made]
-        folder.write('preferences.json', records)
-        write_rlcd_csv(folder.path('preferences.csv'), records)
-    folder.finish(**figures)
-    folder.path('checkpoint/rows.jsonl').unlink()
-    return folder
+        run_folder.write('preferences.json', records)
+        write_rlcd_csv(run_folder.path('preferences.csv'), records)
+    run_folder.finish(**figures)
+    run_folder.path('checkpoint/rows.jsonl').unlink()
+    return run_folder
 
 # %% ../nbs/rlcd.ipynb #f9bd7f14
 command(RLCDConfig, run)

@@ -46,7 +46,7 @@ def sft_loss(
     policy,
     batch: dict,  # ids, mask, response: each (B, T)
 ) -> dict[str, torch.Tensor]:  # one value per token, (B, T)
-    "Negative log-likelihood of each response token."
+    "Compute the negative log-likelihood of each response token."
     return dict(loss=-logprobs(policy, batch))
 
 # %% ../nbs/sft.ipynb #acf169a0
@@ -55,37 +55,37 @@ def train(cfg: SFTConfig):
     run = start(cfg, train)
     if run.done: return answer_again(run, ('length', 'ended'))
     learn = load_split(cfg, 'split', 'output')[:cfg.max_instances or None]
-    aside = load_split(cfg, 'val_split', 'output')[:200] if cfg.val_split else []
+    unseen = load_split(cfg, 'val_split', 'output')[:200] if cfg.val_split else []
     preflight(cfg, ('eval_split',))
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     preflight(cfg, ('eval_split',), policy, tokenizer)
-
-    def encoded(records: list[dict]):
-        rows, prompts, (responses,) = encode(records, ('output',), tokenizer, cfg.max_length,
-                                             cfg.template)
-        return prompts, responses, len(records) - len(rows)
-
-    def batch_of(data, rows): return token_batch(*data[:2], rows, tokenizer.pad_token_id)
-    def loss(batch): return sft_loss(policy, batch)
-
-    data = encoded(learn)
-    lengths = [len(p) + len(r) for p, r in zip(*data[:2])]
+    how = ('output',), tokenizer, cfg.max_length, cfg.template
+    _, prompts, (responses,) = encode(learn, *how)
+    lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
     order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
-    val = encoded(aside) if aside else ([], [], 0)
-    val = [batch_of(val, range(at, min(at + cfg.batch_size, len(val[0]))))
-           for at in range(0, len(val[0]), cfg.batch_size)]
+    val = []
+    if unseen:
+        rows, asked, (answers,) = encode(unseen, *how)
+        for at in range(0, len(rows), cfg.batch_size):
+            some = range(at, min(at + cfg.batch_size, len(rows)))
+            val.append(token_batch(asked, answers, some, tokenizer.pad_token_id))
+    def loss(batch): return sft_loss(policy, batch)
     trainer = Trainer(run, len(order), dict(policy=policy))
     before = trainer.measure(val, loss)
     for step in trainer.steps():
-        figures = trainer.update(batch_of(data, order[step - 1]), loss)
+        batch = token_batch(prompts, responses, order[step - 1], tokenizer.pad_token_id)
+        figures = trainer.update(batch, loss)
         trainer.log(**figures, **trainer.evaluate(val, loss))
     save_model(policy, tokenizer, run)
-    figures, after = answer_eval_split(policy, tokenizer, run), trainer.measure(val, loss)
-    nll = dict(nll_before=before['loss'], nll=after['loss']) if val else {}
-    if val and nll['nll'] > nll['nll_before']:
-        print('the loss on {val_split} has risen from {nll_before:.2f} to {nll:.2f}: lower learning_rate '
-              'or epochs'.format(val_split=cfg.val_split, **nll))
-    run.finish(**figures, kl=0., examples=len(lengths), too_long=data[2], labels=0, **nll)
+    figures = answer_eval_split(policy, tokenizer, run)
+    figures |= dict(kl=0., examples=len(prompts), too_long=len(learn) - len(prompts), labels=0)
+    if val:
+        figures['nll_before'] = before['loss']
+        figures['nll'] = trainer.measure(val, loss)['loss']
+        if figures['nll'] > before['loss']:
+            print(f'the loss on {cfg.val_split} has risen from {before["loss"]:.2f} to '
+                  f'{figures["nll"]:.2f}: lower learning_rate or epochs')
+    run.finish(**figures)
     return run
 
 # %% ../nbs/sft.ipynb #441353f0

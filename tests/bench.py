@@ -20,7 +20,7 @@ from pathlib import Path
 
 import tiny
 from bench_texts import make_material
-from fast_server import fast_server
+from judge_server import judge_server
 
 FOLDER = tiny.ROOT/'runs'/'bench'
 MATERIAL, WORK = FOLDER/'material', FOLDER/'work'
@@ -175,8 +175,11 @@ def alpaca_eval_judge(url):
                              caching_path=f'{new_folder()}.json').annotate_pairs
 
 
+RANKING = "[{'model': 'model_1', 'rank': {number}}, {'model': 'model_2', 'rank': {other}}]"
+
+
 def our_judge(url):
-    from alpaca_farm.annotators import load_annotators
+    from alpaca_farm.judging.judges import load_annotators
     from alpaca_farm.core.ask.api import ApiConfig
     return load_annotators('alpaca_eval_gpt4',
                            ApiConfig(base_url=url, store=f'{new_folder()}.sqlite'))
@@ -198,7 +201,7 @@ def label_seconds(side, n):
     "Seconds of one label of many."
     pairs = [dict(instruction=f'Say word {i}.', output_1='a'*(i % 30 + 1),
                   output_2='b'*(i % 17 + 1)) for i in range(n)]
-    with fast_server(latency=.05, slots=64) as server:
+    with judge_server(latency=.05, template=RANKING) as server:
         judge = side(server.url)
         began = time.perf_counter()
         assert len(judge(pairs)) == n

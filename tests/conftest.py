@@ -21,6 +21,31 @@ CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
          ('annotators', 'annotators', {}), ('reward_model', 'reward_model', {}))
 
 
+# of tests/fast, those that take more than two seconds
+SLOW = """
+    test_a_damaged_file_is_refused test_a_damaged_file_is_rows test_a_dialogue_travels
+    test_a_file_of_settings_counts test_a_notebook_is_known_as
+    test_a_notebook_that_fails_is_named test_a_paid_judge_sees
+    test_a_policy_that_is_its_reference test_a_policy_without_a_whole test_a_step_is_the_loss
+    test_a_step_without_spread test_agreement_counts_pairs test_an_interrupted_choice
+    test_any_bytes test_any_records test_any_text_works test_code_that_comes_with
+    test_each_policy_answers test_exports_are_fresh test_from_files_to_a_board test_full_disk
+    test_imports_are_light test_killed_in_the_middle test_kto_of_answers test_learns_its_labels
+    test_likelihood_needs test_lora_and_checkpointing test_micro_batches_change
+    test_no_text_beats test_outputs_of_runs test_papermill_corrects test_ranks_are_learned
+    test_run_with_tokens test_selected_logprobs_of_a_capped test_the_share_of_contested
+    test_the_wheel_works test_two_files_of_answers""".split()
+
+
+def pytest_configure(config):
+    config.addinivalue_line('markers', 'slow: left out by `make fast`')
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.name.startswith(tuple(SLOW)): item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(scope='session', autouse=True)
 def no_runs(tmp_path_factory):
     "The tests work in a folder with the notebooks of this checkout and without its runs."

@@ -1,10 +1,12 @@
-"""A judge that speaks OpenAI's wire format over HTTP on loopback, and fails on demand:
+"""The stand-in for all servers: `serve` runs one in this process, for the answers of a function;
+`judge_server` is a judge that speaks OpenAI's wire format in a process of its own, and fails on
+demand:
 
     with judge_server(latency=.05, faults={'429': .3}, seed=0) as server:
         OpenAI(base_url=server.url, api_key='k')
 
-`server.set` changes any option of DEFAULTS. A fault is a probability or a dict of `p`, `times`
-(the most per distinct body) and `always_for` (a regex of the body that always meets it). What a
+`server.set` changes any option of DEFAULTS. A fault is a probability, a regex of the body that
+always meets it, or a dict of `p`, `times` (the most per distinct body) and `always_for` (a regex). What a
 request meets depends on the seed, its body and how often that has arrived, not on the order."""
 import hashlib
 import json
@@ -34,6 +36,7 @@ PAIRS = (  # a regex with one group for either output; the last match counts
      r'"""\s*\},.*?"(?:output|answer)": """(.*?)"""\s*\}'))
 DEFAULTS = dict(
     latency=0., faults={}, seed=0, key='', model='',   # model: that answers, whatever is asked for
+    most=math.inf,                  # requests at a time, above which there is status 429
     usage=None,                     # reported with every answer, instead of its numbers of tokens
     batch_seconds=.2, regexes=PAIRS,
     labels=('m', 'M'),              # what names the outputs in log-probs and rankings
@@ -46,7 +49,7 @@ ERRORS = {  # status, message and code
     'context': (400, 'The maximum context length is 9 tokens.', 'context_length_exceeded'),
     'echo': (400, 'The header "authorization: Bearer {key}" cannot be read.', None)}
 ANSWERS = ('schema', 'nologprobs', 'refusal', 'unparseable', 'parts', 'surrogate', 'empty',
-           'nested', 'badutf8')
+           'badutf8')
 BROKEN = 'timeout', 'reset', 'truncated', 'badjson', 'drip'
 FAULTS = (*ERRORS, *ANSWERS, *BROKEN)
 REFUSAL = "I'm sorry, I can't assist with that request."
@@ -132,14 +135,58 @@ def error(status, message, code=None):
     return status, dict(error=dict(message=message, type='error', code=code))
 
 
+class Handler(BaseHTTPRequestHandler):
+    "One connection; the server's `answer(handler, body)` replies to each request."
+    protocol_version, disable_nagle_algorithm = 'HTTP/1.1', True
+
+    def log_message(self, *args): pass
+
+    def do_GET(self):
+        self.server.answer(self, self.rfile.read(int(self.headers.get('Content-Length', 0))))
+
+    do_POST = do_HEAD = do_GET
+
+    def begin(self, status, size, **headers):
+        "The head of an answer of a number of bytes."
+        self.send_response(status)
+        for name, value in dict(headers, Content_Length=size).items():
+            self.send_header(name.replace('_', '-'), str(value))
+        self.end_headers()
+
+    def reply(self, status, content, **headers):
+        "Answer with bytes, a text, or a value as JSON."
+        if isinstance(content, str): content = content.encode()
+        if not isinstance(content, bytes):
+            content = json.dumps(content).encode()
+            headers['Content_Type'] = 'application/json'
+        self.begin(status, len(content), **headers)
+        if self.command != 'HEAD': self.wfile.write(content)
+
+
 class Server(ThreadingHTTPServer):
-    "The requests, files and batches of a server."
+    "A server of `answer`, a function, on a free port, with its `url`."
     daemon_threads, request_queue_size = True, 1024
 
-    def __init__(self, options):
+    def __init__(self, answer):
         super().__init__(('127.0.0.1', 0), Handler)
+        self.answer, self.url = answer, f'http://127.0.0.1:{self.server_port}'
+
+
+@contextmanager
+def serve(answer):
+    "A server of this process for the length of the block."
+    with Server(answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try: yield server
+        finally: server.shutdown()
+
+
+class Judge:
+    "The requests, files and batches of a judge."
+    def __init__(self, options):
         self.options, self.records, self.files, self.batches = dict(DEFAULTS), [], [], []
         self.lock, self.seen, self.used = threading.RLock(), Counter(), Counter()
+        self.underway = 0
         self.set(options)
 
     def set(self, given):
@@ -148,7 +195,8 @@ class Server(ThreadingHTTPServer):
             self.used.clear()
             for name, fault in given['faults'].items():
                 if name not in FAULTS: raise ValueError(f'no such fault: {name}')
-                if not isinstance(fault, dict): given['faults'][name] = dict(p=fault)
+                if isinstance(fault, str): fault = dict(always_for=fault)
+                given['faults'][name] = fault if isinstance(fault, dict) else dict(p=fault)
         self.options |= given
 
     def arrived(self, method, path, body, **more):
@@ -236,56 +284,43 @@ class Server(ThreadingHTTPServer):
             file = self.new_file(''.join(some).encode()) if some else dict(id=None)
             batch[f'{kind}_file_id'] = file['id']
 
-
-class Handler(BaseHTTPRequestHandler):
-    "One connection."
-    protocol_version, disable_nagle_algorithm = 'HTTP/1.1', True
-
-    def log_message(self, *args): pass
-
-    def do_GET(self):
-        server, fault = self.server, None
-        raw = self.rfile.read(int(self.headers.get('Content-Length', 0)))
-        path, key = self.path.partition('?')[0], (self.headers['Authorization'] or '')[7:]
+    def answer(self, handler, raw):
+        "Reply to a request, or meet its fault."
+        path, key = handler.path.partition('?')[0], (handler.headers['Authorization'] or '')[7:]
         if path == '/control':
-            if raw: server.set(json.loads(raw))
-            status, content = 200, server.records
-        elif path.endswith('completions'):
-            body = json.loads(raw)
-            record = server.arrived(self.command, path, body)
-            fault = record['fault']
-            time.sleep(0 if fault in ERRORS else server.options['latency'])
-            status, content = server.judge(record, body, key)
-        else:
-            server.arrived(self.command, path, {})
-            status, content = server.resource(self.command, path, raw, key)
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        if fault == 'badjson': data = b'upstream connect error {'
-        if fault == 'nested': data = data[:-1] + b', "more": ' + b'['*3000 + b']'*3000 + b'}'
+            if raw: self.set(json.loads(raw))
+            return handler.reply(200, self.records)
+        if not path.endswith('completions'):
+            self.arrived(handler.command, path, {})
+            return handler.reply(*self.resource(handler.command, path, raw, key))
+        body = json.loads(raw)
+        record = self.arrived(handler.command, path, body)
+        with self.lock: self.underway += 1
+        if self.underway > self.options['most']: record['fault'] = '429'
+        fault = record['fault']
+        if fault not in ERRORS: time.sleep(self.options['latency'])
+        with self.lock: self.underway -= 1
+        status, content = self.judge(record, body, key)
+        if fault in BROKEN: return self.break_off(handler, status, content, fault)
+        data = json.dumps(content).encode()
         if fault == 'badutf8': data = data.replace(b'"id": "1"', b'"id": "\xff"')
-        head = (f'HTTP/1.1 {status} X\r\nContent-Type: application/json\r\n'
-                f'Content-Length: {len(data)}\r\n')
-        if status == 429: head += 'Retry-After: 0.05\r\n'
-        if fault == 'timeout': return self.connection.recv(1)   # until the client has left
+        handler.reply(status, data, **dict(Retry_After=.05) if status == 429 else {})
+
+    def break_off(self, handler, status, content, fault):
+        "Send no answer, or a broken one."
+        data = json.dumps(content).encode()
+        if fault == 'badjson': return handler.reply(status, b'upstream connect error {')
+        if fault == 'timeout': return handler.connection.recv(1)   # until the client has left
+        handler.close_connection = True
         if fault == 'reset':
-            self.close_connection = True
             linger = struct.pack('ii', 1, 0)
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            return self.connection.close()
-        if fault == 'truncated':
-            self.close_connection, data = True, data[:len(data)//2]
-        self.wfile.write(head.encode() + b'\r\n')
-        if fault == 'drip': return self.drip(data)
-        self.wfile.write(data)
-
-    do_POST = do_GET
-
-    def drip(self, data):
-        "Send a few bytes now and then, for 20 seconds, or until the client has left."
-        self.close_connection = True
-        with suppress(OSError):
+            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            return handler.connection.close()
+        handler.begin(status, len(data))
+        if fault == 'truncated': return handler.wfile.write(data[:len(data)//2])
+        with suppress(OSError):   # drip: a few bytes now and then, until the client has left
             for i in range(100):
-                self.wfile.write(data[i*len(data)//100:(i + 1)*len(data)//100])
+                handler.wfile.write(data[i*len(data)//100:(i + 1)*len(data)//100])
                 time.sleep(.2)
 
 
@@ -320,7 +355,7 @@ def judge_server(**options):
 
 
 if __name__ == '__main__':
-    server = Server(json.loads(sys.argv[1]))
+    server = Server(Judge(json.loads(sys.argv[1])).answer)
     print(server.server_port, flush=True)
     threading.Thread(target=server.serve_forever).start()
     sys.stdin.read()   # until the test's process has ended

@@ -6,9 +6,10 @@ It holds a small model, reads adapters with `peft` (not with our own code) and d
 import json
 import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
+
+from judge_server import serve
 
 
 class LoraServer:
@@ -85,33 +86,13 @@ class LoraServer:
                     logprobs=dict(token_logprobs=logp[range(len(tokens)), tokens].tolist()))
 
 
-class Handler(BaseHTTPRequestHandler):
-    protocol_version = 'HTTP/1.1'
-    def log_message(self, *_): pass
-
-    def reply(self, body):
-        with self.server.model.lock: status, content = self.server.model.answer(self.path, body)
-        plain = isinstance(content, str)
-        kind = 'text/plain' if plain else 'application/json'
-        data = (content if plain else json.dumps(content)).encode()
-        self.send_response(status)
-        self.send_header('Content-Type', kind)
-        self.send_header('Content-Length', str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self): self.reply(None)
-    def do_POST(self): self.reply(json.loads(self.rfile.read(int(self.headers['Content-Length']))))
-
-
 @contextmanager
 def lora_server(folder, **more):
     "A server on a free port, with `url`; `server.model` is the LoraServer."
-    server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    server.model = LoraServer(folder, **more)
-    server.url = f'http://127.0.0.1:{server.server_port}/v1'
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try: yield server
-    finally:
-        server.shutdown()
-        server.server_close()
+    model = LoraServer(folder, **more)
+    def answer(handler, body):
+        with model.lock: handler.reply(*model.answer(handler.path, body and json.loads(body)))
+    with serve(answer) as server:
+        server.model = model
+        server.url += '/v1'
+        yield server

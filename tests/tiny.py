@@ -1,7 +1,9 @@
 """Settings so small that a run takes a second or two; used by the tests; every path is given."""
 import ast
+import gzip
 import importlib
 import json
+import math
 import os
 import re
 import socket
@@ -115,6 +117,16 @@ def show_results(notebook, cfg):
     return shown
 
 
+def executed(notebook):
+    "The names that a notebook without exports defines, its cells executed but for the slow ones."
+    from alpaca_farm.core.run.paths import notebook_path
+    names = {}
+    for c in json.loads(notebook_path(notebook).read_text())['cells']:
+        text = ''.join(c['source'])
+        if c['cell_type'] == 'code' and not text.startswith('#| slow'): exec(text, names)
+    return names
+
+
 def command(notebook, **given):
     "The command line of a run."
     options = [x for k, v in given.items()
@@ -183,6 +195,14 @@ def spawn(command, **more):
                             stderr=subprocess.STDOUT, text=True)
 
 
+def write(path, rows, lines=False):
+    "Write records as JSON, or JSON lines, gzipped if the name says so; returns the path."
+    text = '\n'.join(json.dumps(r) for r in rows) if lines else json.dumps(rows)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == '.gz' else text.encode())
+    return str(path)
+
+
 SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, intermediate_size=48,
             max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -244,6 +264,16 @@ def letters(template=LETTERS, last='<sep>'):
                                         pad_token='<pad>', bos_token='<s>', eos_token='</s>')
     tokenizer.chat_template = template
     return tokenizer
+
+
+def randn(*shape, seed=0):
+    "Numbers in float64 with a deviation of 2."
+    import torch
+    g = torch.Generator().manual_seed(seed)
+    return 2*torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+def sigmoid(z): return 1/(1 + math.exp(-z))
 
 
 # prompts with several answers to each, for packed batches

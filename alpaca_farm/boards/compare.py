@@ -7,6 +7,7 @@ __all__ = ['CompareConfig', 'differing_settings', 'curve_figure', 'side_by_side'
 
 # %% ../../nbs/boards/compare.ipynb #632ebab0
 import json
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -14,16 +15,16 @@ import numpy as np
 
 from ..core.data.comparisons import output_texts
 from ..core.data.preferences import annotator_name
-from ..core.data.records import prompt_key
+from ..core.data.dialogues import prompt_key
 from ..core.run.files import read_json
 from ..core.ask.judge_configs import JudgedConfig
-from ..core.run.runs import read_log, start
+from ..core.run.runs import read_log, start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import bootstrap
-from ..annotators import load_annotators
+from ..judging.judges import load_annotators
 from alpaca_farm.boards.corrected import (corrected_columns, correction_report, match_labels,
     read_people_labels)
-from ..eval import complete_preferences, read_answers, short_names, write_csv, write_figure
+from .judged import complete_preferences, read_answers, short_names
 
 # %% ../../nbs/boards/compare.ipynb #e5ca51a0
 @dataclass
@@ -42,97 +43,122 @@ class CompareConfig(JudgedConfig):
 
 # %% ../../nbs/boards/compare.ipynb #5f249f1e
 def differing_settings(folders: list[str]):
-    """A DataFrame of the settings in which runs differ, a column per run, None where a run
-    does not have the setting."""
+    "Table the settings in which runs differ, a column per run; None where a run has none."
     import pandas as pd
-    settings = {}
+    runs = {}
     for name, folder in short_names(folders).items():
         config = read_json(at_root(folder)/'config.json')
-        settings[name] = dict(notebook=config['notebook'], **config['settings'])
-    names = dict.fromkeys(k for s in settings.values() for k in s if k != 'out')
-    def texts(k): return {json.dumps(s.get(k), sort_keys=True) for s in settings.values()}
-    different = [k for k in names if len(texts(k)) > 1]
-    table = {run: [s.get(k) for k in different] for run, s in settings.items()}
-    return pd.DataFrame(table, index=different, dtype=object)
+        runs[name] = dict(notebook=config['notebook'], **config['settings'])
+    union = {}
+    for settings in runs.values(): union |= settings
+    table = {}
+    for setting in union:
+        values = [settings.get(setting) for settings in runs.values()]
+        different = len({json.dumps(v, sort_keys=True) for v in values}) > 1
+        if different and setting != 'out': table[setting] = values
+    return pd.DataFrame.from_dict(table, orient='index', columns=list(runs), dtype=object)
 
 # %% ../../nbs/boards/compare.ipynb #bdbfa298
-def curve_figure(folders: list[str]):
-    """A small panel for each quantity, a colour per run; None if the runs have logged nothing
-    in common."""
-    import matplotlib.pyplot as plt
+def _read_curves(folder: str):
+    "The numbers that a run has logged, a DataFrame by step, but for its times."
     import pandas as pd
-    logs = {name: pd.DataFrame(read_log(folder), columns=None if read_log(folder) else ['step'])
-            for name, folder in short_names(folders).items()}
-    logs = {name: log.set_index('step').select_dtypes('number') for name, log in logs.items()}
-    logged = [c for log in logs.values() for c in log if c not in ('wall', 'cpu', 'seconds')]
-    shown = [c for c in dict.fromkeys(logged) if logged.count(c) > 1][:12]
+    log = pd.DataFrame(read_log(folder) or dict(step=[])).set_index('step')
+    return log.select_dtypes('number').drop(columns=['wall', 'cpu', 'seconds'], errors='ignore')
+
+
+def curve_figure(folders: list[str]):
+    "Draw a small panel for each quantity, a colour per run; None if runs have none in common."
+    import matplotlib.pyplot as plt
+    logs = {name: _read_curves(folder) for name, folder in short_names(folders).items()}
+    logged = Counter()
+    for log in logs.values(): logged.update(log.columns)
+    shown = [quantity for quantity, n in logged.items() if n > 1][:12]
     if not shown: return None
     rows = -(-len(shown)//3)
     fig, axes = plt.subplots(rows, 3, figsize=(9.6, 2.2*rows + .3), squeeze=False,
                              layout='constrained')
     lines = {}
-    for ax, name in zip(axes.flat, shown):
-        curves = {run: log[name].dropna() for run, log in logs.items() if name in log}
-        for run, curve in curves.items():
-            lines[run], = ax.plot(curve, color=f'C{list(logs).index(run)}', lw=1)
-        ax.set(xlabel='step', title=name)
-        lengths = [curve.index[-1] for curve in curves.values()]
+    for ax, quantity in zip(axes.flat, shown):
+        lengths = []
+        for k, (run, log) in enumerate(logs.items()):
+            if quantity not in log: continue
+            curve = log[quantity].dropna()
+            lines[run], = ax.plot(curve, color=f'C{k}', lw=1)
+            lengths.append(curve.index[-1])
+        ax.set(xlabel='step', title=quantity)
         if max(lengths) > 4*min(lengths): ax.set_xscale('log')   # else the short run is a stub
     for ax in axes.flat[len(shown):]: ax.axis('off')
     fig.legend(lines.values(), lines, loc='outside lower center', ncols=len(lines), fontsize=8)
     return fig
 
 # %% ../../nbs/boards/compare.ipynb #d83826c0
-def _win_rate_table(answers: dict, judge, seed: int = 0, labels: str = ''):
-    """Direct win rates between runs on the same instructions, from records of answers by run:
-    a DataFrame with first, second, win_rate of the second in percent, low, high (95 %),
-    instructions; with a file of people's labels also `corrected_columns`, and prints a report."""
+def _win_rate_table(
+    answers: dict,     # records by run
+    judge,             # an annotator or a pool
+    seed: int = 0,     # of the bootstrap
+    labels: str = '',  # people's, by which the rates are corrected, and a report printed
+):  # a DataFrame, a row for each two runs
+    "Direct win rates of each two runs, in percent."
     import pandas as pd
-    both = {f'{b} over {a}': (answers[b], answers[a]) for a, b in combinations(answers, 2)}
-    people, rows = match_labels(labels, both) if labels else {}, []
-    for (a, b), (name, pair) in zip(combinations(answers, 2), both.items()):
-        p = complete_preferences(*pair, judge)
+    pairs = {(a, b): f'{b} over {a}' for a, b in combinations(answers, 2)}
+    people = {}
+    if labels:
+        both = {name: (answers[b], answers[a]) for (a, b), name in pairs.items()}
+        people = match_labels(labels, both)
+    rows = []
+    for (a, b), name in pairs.items():
+        p = complete_preferences(answers[b], answers[a], judge)
         won = bootstrap(100*(p - 1), seed=seed)
-        rows.append(dict(first=a, second=b, win_rate=won.value, low=won.low, high=won.high,
-                         instructions=len(p)))
-        if not labels: continue
-        rows[-1] |= corrected_columns(p, people[name])
-        print(*correction_report(name, annotator_name(judge), p, people[name]), sep='\n')
+        row = dict(first=a, second=b, win_rate=won.value, low=won.low, high=won.high,
+                   instructions=len(p))
+        if people:
+            row |= corrected_columns(p, people[name])
+            print(*correction_report(name, annotator_name(judge), p, people[name]), sep='\n')
+        rows.append(row)
     return pd.DataFrame(rows)
 
 # %% ../../nbs/boards/compare.ipynb #a8b1f020
 def side_by_side(answers: dict, k: int = 3) -> list[dict]:
-    "The answers of runs, records by name, to `k` instructions, spread evenly."
-    tables = {name: {prompt_key(r): output_texts(r)[0] for r in records}
-              for name, records in answers.items()}
-    prompts = [p for p in next(iter(tables.values())) if all(p in t for t in tables.values())]
-    picked = np.linspace(0, len(prompts) - 1, min(k, len(prompts))).astype(int)
-    return [dict(instruction='\n'.join(p).strip(), **{name: t[p] for name, t in tables.items()})
-            for p in (prompts[i] for i in picked)]
+    "Show the answers of runs, records by name, to `k` instructions, spread evenly."
+    texts = {}
+    for name, records in answers.items():
+        texts[name] = {prompt_key(r): output_texts(r)[0] for r in records}
+    first, *others = texts.values()
+    answered = set(first).intersection(*others)
+    common = [prompt for prompt in first if prompt in answered]
+    rows = []
+    for i in np.linspace(0, len(common) - 1, min(k, len(common))).astype(int):
+        prompt = common[i]
+        row = {name: t[prompt] for name, t in texts.items()}
+        rows.append(dict(instruction='\n'.join(prompt).strip(), **row))
+    return rows
 
 # %% ../../nbs/boards/compare.ipynb #3bc72fe0
 def run(cfg: CompareConfig):
     "Compare run folders; writes tables, figures and answers."
-    folder = start(cfg, run)
-    if folder.done: return folder
-    settings, fig = differing_settings(cfg.folders), curve_figure(cfg.folders)
-    answers = {n: read_answers(f) for n, f in short_names(cfg.folders).items()}
-    if cfg.labels: read_people_labels(cfg.labels)
+    current = start(cfg, run)
+    if current.done: return current
+    settings = differing_settings(cfg.folders)
+    curves = curve_figure(cfg.folders)
+    answers = {name: read_answers(folder) for name, folder in short_names(cfg.folders).items()}
+    if cfg.labels: read_people_labels(cfg.labels)   # refused before a judge is loaded
     judge = load_annotators(cfg.annotators, cfg)
-    folder.load()
+    current.load()
     table = _win_rate_table(answers, judge, cfg.seed, cfg.labels)
     figures = {}
     for step, row in enumerate(table.to_dict('records'), 1):
-        folder.log(step, **row)
+        current.log(step, **row)
         name = f'{row["second"]}_over_{row["first"]}'
-        figures |= {name: row['win_rate'], f'{name}_low': row['low'], f'{name}_high': row['high']}
-        figures |= {f'{name}_{k}': v for k, v in row.items() if k.startswith('corrected')}
-    write_csv(folder, 'settings.csv', settings, index=True, float_format=None)
-    write_csv(folder, 'win_rates.csv', table)
-    if fig: write_figure(folder, 'curves.png', fig)
-    folder.write('examples.json', side_by_side(answers, cfg.examples))
-    folder.finish(**figures)
-    return folder
+        figures[name] = row['win_rate']
+        for column, value in row.items():
+            if column in ('low', 'high') or column.startswith('corrected'):
+                figures[f'{name}_{column}'] = value
+    write_csv(current, 'settings.csv', settings, index=True, float_format=None)
+    write_csv(current, 'win_rates.csv', table)
+    if curves: write_figure(current, 'curves.png', curves)
+    current.write('examples.json', side_by_side(answers, cfg.examples))
+    current.finish(**figures)
+    return current
 
 # %% ../../nbs/boards/compare.ipynb #54539540
 command(CompareConfig, run)

@@ -11,15 +11,16 @@ from functools import partial
 import numpy as np
 
 from ..core.run.inputs import recipes
+from ..core.answers import choose_best, score_candidates
 from ..core.data.comparisons import match_prompts, output_texts, pair_up
-from ..core.data.records import full_instruction, load_records
-from ..core.run.runs import read_summary
+from ..core.data.dialogues import full_instruction
+from ..core.data.records import load_records
+from ..core.run.runs import read_summary, write_csv, write_figure
 from ..core.run.settings import at_root
 from ..core.stats import replicate_interval
-from ..best_of_n import choose_best, score_candidates
 from .corrected import match_labels, read_people_labels
+from .judged import answers_to, judge_all, read_answers
 from .text import TEXT_COLUMNS
-from ..eval import answers_to, judge_all, read_answers, write_csv, write_figure
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
 from ..worlds.folder import World
 

@@ -13,7 +13,7 @@ import numpy as np
 from ..core.data.records import load_records
 from ..core.stats import (agreement, off_diagonal_mean, replicate_interval, spearman,
     spearman_interval, two_votes_agree)
-from ..eval import write_csv, write_figure
+from ..core.run.runs import write_csv, write_figure
 from ..judging.noise import preference_probabilities, sample_votes
 
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00

@@ -4,20 +4,25 @@
 
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
-           'sample_answers', 'in_chunks', 'log_ratios', 'load_split', 'answer_labels', 'try_setting',
-           'note_shared_prompts', 'preflight', 'mean', 'answer_eval_split', 'answer_again', 'print_answers']
+           'sample_answers', 'in_chunks', 'mean', 'choose_best', 'mean_figures', 'answer_figures', 'score_candidates',
+           'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'note_shared_prompts', 'preflight',
+           'answer_eval_split', 'answer_again', 'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import combinations
+from itertools import combinations, islice
 
+import numpy as np
+
+from .data.candidates import each_answer
 from .data.comparisons import verdicts_over
 from .data.formats import notice
 from .data.preferences import ENDED
-from .data.records import load_records, prompt_key
+from .data.records import load_records, without_lists
+from .data.dialogues import prompt_key
 from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
 from .run.files import append_lines, read_json, read_lines
 from .run.identity import as_list
@@ -62,31 +67,43 @@ class AnswerConfig(PromptConfig):
 
 # %% ../../nbs/core/answers.ipynb #34628ae3
 def answering(cfg: AnswerConfig) -> AnswerConfig:
-    "The settings, with `eval_temperature` and `eval_top_p` as their `temperature` and `top_p`."
+    "Copy the settings, with those of evaluated answers as `temperature` and `top_p`."
     cfg = copy(cfg)
     cfg.temperature, cfg.top_p = cfg.eval_temperature, cfg.eval_top_p
     return cfg
 
 # %% ../../nbs/core/answers.ipynb #f0649fc0
-def fitting_prompts(records: list[dict], tokenizer,
-                    cfg: PromptConfig) -> tuple[list[dict], list[list[int]]]:
-    "The records whose prompts are within `max_prompt`, and the ids of these prompts."
+def fitting_prompts(
+    records: list[dict],
+    tokenizer,
+    cfg: PromptConfig,   # max_prompt, template
+) -> tuple[list[dict], list[list[int]]]:
+    "Select the records whose prompts are within `max_prompt`, and encode these prompts."
     prompts = encode_prompts(records, tokenizer, cfg.template)
     rows = within_limit([len(p) for p in prompts], cfg.max_prompt, 'prompts', 'max_prompt')
     return [records[i] for i in rows], [prompts[i] for i in rows]
 
 
-def end_turns(records: list[dict], samples: list[list], tokenizer, template: str) -> list[list]:
-    "The samples of each record; those of a dialogue's text end where the user's next turn begins."
-    def ended(sample):
-        begun = lambda k: NEXT_TURN in tokenizer.decode(sample.tokens[:k])
-        if not begun(len(sample.tokens)): return sample
-        k = bisect_left(range(len(sample.tokens)), True, key=begun)
-        return Sample(sample.tokens[:k], sample.logprobs[:k], True)
+def _before_next_turn(sample: Sample, tokenizer) -> Sample:
+    "Cut a sample where it has begun the user's next turn, if it has."
+    def begun(k): return NEXT_TURN in tokenizer.decode(sample.tokens[:k])
+    if not begun(len(sample.tokens)): return sample
+    k = bisect_left(range(len(sample.tokens)), True, key=begun)
+    return Sample(sample.tokens[:k], sample.logprobs[:k], True)
 
-    texts = [prompt_messages(r) and not uses_chat(tokenizer, template) for r in records]
-    return [[ended(s) for s in group] if text else group
-            for text, group in zip(texts, samples, strict=True)]
+
+def end_turns(
+    records: list[dict],
+    samples: list[list],   # those of each record
+    tokenizer,
+    template: str,         # prompt format
+) -> list[list]:
+    "End the samples of a dialogue's text where the user's next turn begins."
+    ended = []
+    for r, group in zip(records, samples, strict=True):
+        text = prompt_messages(r) and not uses_chat(tokenizer, template)
+        ended.append([_before_next_turn(s, tokenizer) for s in group] if text else group)
+    return ended
 
 
 def sample(
@@ -96,8 +113,8 @@ def sample(
     n: int = 1,           # samples per record
     seed: int | None = None,  # cfg.seed when not given
     prompts=None,         # ids of the prompts, used as they are; the records' when not given
-) -> tuple[list[dict], list[list[int]], list[list]]:
-    "The records that fit, their prompts' ids, and n samples of each as tokens, with log-probs."
+) -> tuple[list[dict], list[list[int]], list[list]]:  # of samples as tokens, with log-probs
+    "Sample answers to the records that fit; also returns these records and their prompts' ids."
     if prompts is None: records, prompts = fitting_prompts(records, tokenizer, cfg)
     samples = generate(policy, tokenizer, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
                        temperature=cfg.temperature, top_p=cfg.top_p,
@@ -106,64 +123,117 @@ def sample(
 
 # %% ../../nbs/core/answers.ipynb #bd51404d
 def prompt_fields(record: dict) -> dict:
-    "A record without its answer or its labelled pair."
+    "Copy a record without its answer or its labelled pair."
     given = ('output', 'output_1', 'output_2', 'preference', *ENDED)
     return {k: v for k, v in record.items() if k not in given}
 
 
-def sample_answers(policy, tokenizer, records: list[dict], cfg: SampleConfig, **how) -> list[dict]:
-    "The records that fit, each with `output`, `ended` and `logprob` (nats), lists of n."
-    answered, _, samples = sample(policy, tokenizer, records, cfg, **how)
-    return [dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-                 output=[decode(s.tokens, tokenizer, cfg.template, r) for s in group],
-                 ended=[s.ended for s in group],
-                 logprob=[round(sum(s.logprobs), 4) for s in group])
-            for r, group in zip(answered, samples)]
+def sample_answers(
+    policy, tokenizer,
+    records: list[dict],
+    cfg: SampleConfig,
+    **how,               # n, seed, prompts of `sample`
+) -> list[dict]:
+    "Give the records that fit `output`, `ended` and `logprob` (nats), lists of n."
+    answers = []
+    for r, group in zip(*sample(policy, tokenizer, records, cfg, **how)[::2]):
+        answers.append(dict(
+            prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
+            output=[decode(s.tokens, tokenizer, cfg.template, r) for s in group],
+            ended=[s.ended for s in group],
+            logprob=[round(sum(s.logprobs), 4) for s in group]))
+    return answers
 
 # %% ../../nbs/core/answers.ipynb #6c1f8e3a
 def in_chunks(
     run,
     items: list,
-    size: int,
-    make,     # some items -> rows
-    figures,  # rows -> what is logged of them
+    size: int,   # of a chunk, after which a checkpoint is written
+    make,        # some items -> rows
+    figures,     # rows -> what is logged of them
 ) -> list[dict]:
-    "The rows of all items, made `size` items at a time and kept in `checkpoint/rows.jsonl`."
-    file, state = run.path('checkpoint/rows.jsonl'), run.load() or dict(step=0, size=0)
-    rows, starts = read_lines(file, state['size']), range(0, len(items), size)
-    run.config['steps'] = len(starts)
+    "Make the rows of all items, `size` items at a time, and keep them in `checkpoint/rows.jsonl`."
+    file = run.path('checkpoint/rows.jsonl')
+    state = run.load() or dict(step=0, size=0)
+    rows = read_lines(file, state['size'])
+    steps = -(-len(items) // size)
+    run.config['steps'] = steps
     run.write('config.json', run.config)
-    show = Progress(run.folder.name, len(starts))
-    for step, at in enumerate(starts[state['step']:], state['step'] + 1):
-        new = make(items[at:at + size])
+    show = Progress(run.folder.name, steps)
+    for step in range(state['step'], steps):
+        new = make(items[step * size:(step + 1) * size])
         rows += new
-        state = dict(step=step, size=append_lines(file, state['size'], new))
-        run.log(step, **figures(new))
+        state = dict(step=step + 1, size=append_lines(file, state['size'], new))
+        run.log(step + 1, **figures(new))
         run.save(**state)
-        show(step)
+        show(step + 1)
     return rows
+
+# %% ../../nbs/core/answers.ipynb #c40e11a2
+def mean(values: list) -> float:
+    "Compute the mean of some numbers."
+    return sum(values) / len(values)
+
+
+def choose_best(
+    candidates: list[dict],  # `output`, `ended` and maybe `scores`: lists of n
+) -> list[dict]:
+    "Give each record its best answer as `output`."
+    chosen = []
+    for c in candidates:
+        best = int(np.argmax(c['scores'])) if 'scores' in c else 0
+        chosen.append(dict(without_lists(c), output=c['output'][best], ended=c['ended'][best]))
+    return chosen
+
+
+def mean_figures(
+    logged: list[dict],   # of several steps, with the same names
+) -> dict[str, float]:
+    "Average each figure."
+    return {name: mean([r[name] for r in logged]) for name in logged[0]}
+
+
+def answer_figures(
+    outputs: list[dict],   # answers, with `ended`
+) -> dict[str, float]:
+    "Compute the mean length in words of answers, and the share that ended."
+    return dict(length=mean([len(r['output'].split()) for r in outputs]),
+                ended=mean([r['ended'] for r in outputs]))
+
+
+def score_candidates(
+    candidates: list[dict],  # `output` is a list
+    rewards,                 # function of records: their scores
+) -> list[dict]:
+    "Give each record `scores`, one for each of its answers."
+    scores = map(float, rewards(each_answer(candidates)))
+    return [dict(c, scores=list(islice(scores, len(c['output'])))) for c in candidates]
 
 # %% ../../nbs/core/answers.ipynb #ef22a0f0
 def log_ratios(
     reference, tokenizer,
     prompts: list[list[int]],
     samples: list,        # one Sample for each prompt, with its log-probs
-    cfg: SampleConfig,
+    cfg: SampleConfig,    # the temperature they were sampled at; 1 if greedy
 ) -> list[float]:  # nats, one for each sample
-    "log pi - log pi_ref of whole answers, at the temperature they were sampled at, 1 if greedy."
+    "Compute log pi - log pi_ref of whole answers."
     ref = response_logprobs(reference, prompts, [s.tokens for s in samples],
                             tokenizer.pad_token_id, cfg.temperature or 1.)
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #70d5755d
-def load_split(cfg: Config, setting: str, kind: str = 'instruction') -> list[dict]:
-    "The records of the split that a setting names; an error names the setting."
+def load_split(
+    cfg: Config,
+    setting: str,                # such as eval_split; eval_instances says how many of it
+    kind: str = 'instruction',   # of the records
+) -> list[dict]:
+    "Load the records of the split that a setting names; an error names the setting."
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
     splits = [s for s in as_list(cfg.inputs.get('data', setting)) if getattr(cfg, s)]
     if len(splits) > 1 and at_root(cfg.data).is_file():
-        raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} at '
-                         'once: name a folder with a file for each, or leave all but one empty')
+        raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} '
+                         'at once: name a folder with a file for each, or leave all but one empty')
     try: return load_records(cfg.data, split, kind, n, columns=getattr(cfg, 'columns', ''))
     except (FileNotFoundError, ValueError) as e:
         error = FileNotFoundError if isinstance(e, FileNotFoundError) else ValueError
@@ -172,15 +242,21 @@ def load_split(cfg: Config, setting: str, kind: str = 'instruction') -> list[dic
 
 
 def answer_labels(records: list[dict], where: str) -> list[float]:
-    "Labels of single answers, from 0 (bad) to 1 (good); ValueError naming the row of any other."
-    for i, label in enumerate(r.get('label') for r in records):
+    "Read labels of single answers, from 0 (bad) to 1 (good); ValueError names a wrong row."
+    labels = [r.get('label') for r in records]
+    for i, label in enumerate(labels):
         if isinstance(label, (bool, int, float)) and 0 <= label <= 1: continue
         raise ValueError(f"{where}, row {i}: the field 'label' is {label!r}, "
                          'not a number from 0 (bad) to 1 (good), nor true or false')
-    return [float(r['label']) for r in records]
+    return [float(label) for label in labels]
 
 # %% ../../nbs/core/answers.ipynb #d771bacc
-def try_setting(cfg: Config, setting: str, f, *args):
+def try_setting(
+    cfg: Config,
+    setting: str,   # that names `f`
+    f,
+    *args,          # of the call
+):
     "Call what a setting names; ValueError naming the setting where the call fails."
     try: return f(*args)
     except Exception as e:
@@ -189,20 +265,34 @@ def try_setting(cfg: Config, setting: str, f, *args):
 
 
 def note_shared_prompts(cfg: PromptConfig):
-    "Print how many prompts two of the parts have in common that a run learns from and measures on."
-    def keys(rows): return {prompt_key(r) for r in rows}
+    "Print how many prompts a run both learns from and measures on."
     learned = as_list(getattr(cfg, 'preferences', '')) + as_list(getattr(cfg, 'candidates', ''))
     names = ('val_split', 'eval_split') if learned else ('split', 'val_split', 'eval_split')
     splits = [name for name in names if getattr(cfg, name, '')]
     if len(splits) + len(learned) < 2: return
-    parts = [(getattr(cfg, name), keys(load_split(cfg, name))) for name in splits]
-    rows = [r for spec in learned
-            for r in load_records(spec, ('preferences', 'candidates'), columns=cfg.columns)]
-    if learned: parts.insert(0, (', '.join(learned), keys(rows)))
+    parts = []
+    if learned:
+        rows = []
+        for spec in learned:
+            rows += load_records(spec, ('preferences', 'candidates'), columns=cfg.columns)
+        parts.append((', '.join(learned), set(map(prompt_key, rows))))
+    for name in splits:
+        rows = load_split(cfg, name)
+        parts.append((getattr(cfg, name), set(map(prompt_key, rows))))
     for (first, earlier), (name, later) in combinations(parts, 2):
         shared = len(earlier & later)
         if shared: notice(f'{cfg.data}: {shared} of {len(later)} prompts of {name} are also in '
                           f'{first}: answers to them say little about new prompts')
+
+
+def _check_lengths(records: list[dict], tokenizer, cfg: PromptConfig):
+    "ValueError if a limit would leave out too many prompts or cut too many answers."
+    lengths = [len(p) for p in encode_prompts(records, tokenizer, cfg.template)]
+    check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
+    given = [r['output'] for r in records if isinstance(r.get('output'), str)]
+    if not given or cfg.max_new_tokens != type(cfg).max_new_tokens: return
+    lengths = [len(ids) for ids in encode_responses(given, tokenizer, template=cfg.template)]
+    check_limit(lengths, cfg.max_new_tokens, 'answers in the data', 'max_new_tokens')
 
 
 def preflight(
@@ -219,27 +309,17 @@ def preflight(
     check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
     if not parts: return
     check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')
-    for records in parts:   # too many prompts left out, or too many answers cut
-        lengths = [len(p) for p in encode_prompts(records, tokenizer, cfg.template)]
-        check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
-        given = [r['output'] for r in records if isinstance(r.get('output'), str)]
-        if not given or cfg.max_new_tokens != type(cfg).max_new_tokens: continue
-        lengths = [len(ids) for ids in encode_responses(given, tokenizer, template=cfg.template)]
-        check_limit(lengths, cfg.max_new_tokens, 'answers in the data', 'max_new_tokens')
-    record, prompt = parts[0][0], encode_prompts(parts[0][:1], tokenizer, cfg.template)
-    sample, = generate(policy, tokenizer, prompt, max_new_tokens=1)[0]
-    output = decode(sample.tokens, tokenizer, cfg.template, record) or '.'
-    answer = dict(prompt_fields(record), output=output, ended=sample.ended)
+    for records in parts: _check_lengths(records, tokenizer, cfg)
+    record = parts[0][0]
+    prompts = encode_prompts([record], tokenizer, cfg.template)
+    written, = generate(policy, tokenizer, prompts, max_new_tokens=1)[0]
+    output = decode(written.tokens, tokenizer, cfg.template, record) or '.'
+    answer = dict(prompt_fields(record), output=output, ended=written.ended)
     other = dict(answer, output=prompt_text(record))
     if reward: try_setting(cfg, 'reward_model', reward, [answer, other])
     if judge: once(try_setting, cfg, 'annotators', verdicts_over, [answer], [other], judge)
 
 # %% ../../nbs/core/answers.ipynb #87ef9631
-def mean(values: list) -> float:
-    "The mean of some numbers."
-    return sum(values) / len(values)
-
-
 def answer_eval_split(
     policy, tokenizer, run,
     reference=None,  # policy to which the KL is measured
@@ -250,12 +330,13 @@ def answer_eval_split(
     if not cfg.eval_split: return {}
     answered, prompts, groups = sample(policy, tokenizer, load_split(cfg, 'eval_split'), cfg)
     samples = [s for s, in groups]
-    outputs = [dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-                    output=decode(s.tokens, tokenizer, cfg.template, r), ended=s.ended,
-                    generator=run.folder.name) for r, s in zip(answered, samples)]
+    outputs = []
+    for r, s in zip(answered, samples):
+        text = decode(s.tokens, tokenizer, cfg.template, r)
+        outputs.append(dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
+                            output=text, ended=s.ended, generator=run.folder.name))
     run.write('outputs.json', outputs)
-    figures = dict(length=mean([len(r['output'].split()) for r in outputs]),
-                   ended=mean([r['ended'] for r in outputs]))
+    figures = answer_figures(outputs)
     if figures['ended'] < .5: print('most of the answers were cut off: raise max_new_tokens')
     if reference is None: return figures
     if plain: prompts = encode_prompts(answered, plain, cfg.template)
@@ -269,24 +350,29 @@ def answer_again(
 ):  # the run
     "Answer the evaluation split with the saved policy, unless that has been done as asked for."
     if run.answered: return run
-    cfg, old = run.cfg, read_summary(run.folder)
-    load = partial(load_policy, cfg=cfg, train=True, frozen=True)
-    reference, plain = load(cfg.policy) if 'kl' in names else (None, None)
+    load = partial(load_policy, cfg=run.cfg, train=True, frozen=True)
+    reference, plain = load(run.cfg.policy) if 'kl' in names else (None, None)
     policy, tokenizer = load(str(run.folder))
+    old = read_summary(run.folder)
     run.begin()
     figures = answer_eval_split(policy, tokenizer, run, reference, plain) | more()
-    if not cfg.eval_split: once(run.path('outputs.json').unlink, True)
+    if not run.cfg.eval_split: once(run.path('outputs.json').unlink, True)
     run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
     left_out = *names, 'peak_memory_gb', 'device_memory_gb'
     run.finish(**{k: v for k, v in old.items() if k not in left_out} | figures)
     return run
 
 # %% ../../nbs/core/answers.ipynb #0456c517
-def print_answers(runs: dict, n: int = 5):
-    "Print what runs (folders by name) answer to the first `n` instructions of the last one."
-    files = {name: at_root(folder)/'outputs.json' for name, folder in runs.items()}
-    answers = {name: {prompt_key(r): r['output'] for r in read_json(file)}
-               for name, file in files.items() if file.exists()}
-    for prompt in list(answers.get(list(runs)[-1], {}))[:n]:
+def print_answers(
+    runs: dict,   # folders by name
+    n: int = 5,   # instructions, the first of the last run's
+):
+    "Print what runs answer to some instructions."
+    answers = {}
+    for name, folder in runs.items():
+        file = at_root(folder)/'outputs.json'
+        if file.exists(): answers[name] = {prompt_key(r): r['output'] for r in read_json(file)}
+    asked = answers.get([*runs][-1], {})
+    for prompt in [*asked][:n]:
         print(*filter(None, prompt))
-        for name, by_prompt in answers.items(): print(f'   {name}: {by_prompt.get(prompt)!r}')
+        for name, given in answers.items(): print(f'   {name}: {given.get(prompt)!r}')

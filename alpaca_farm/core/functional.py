@@ -14,26 +14,35 @@ import torch.nn.functional as F
 
 # %% ../../nbs/core/functional.ipynb #279ead20
 def widen(x: torch.Tensor) -> torch.Tensor:
-    "`x` in float32, or in float64 if it is already of that type."
+    "Convert to float32, except what is float64 already."
     return x if x.dtype == torch.float64 else x.float()
 
 
 def scale_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    "Logits divided by the temperature, in float32 or float64."
+    "Divide logits by the temperature, in float32 or float64."
     if not temperature > 0:
         raise ValueError(f'temperature = {temperature}: it must be above 0 (greedy: use 1)')
     return widen(logits) if temperature == 1 else widen(logits)/temperature
 
 
-def token_logprobs(logits, tokens, temperature: float = 1.) -> torch.Tensor:
-    """Log-probs (...) of `tokens` (...) under `logits` (..., V), float32 or float64;
-    differentiable."""
+def token_logprobs(
+    logits,                   # (..., V)
+    tokens,                   # (...)
+    temperature: float = 1.,  # at which they were sampled
+) -> torch.Tensor:  # (...) float32 or float64, differentiable
+    "Compute the log-probs of tokens."
     logp = scale_logits(logits, temperature).log_softmax(-1)
     return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
 
 # %% ../../nbs/core/functional.ipynb #b214b539
-def head_logits(hidden, weight, bias=None, scale: float = 1., cap: float = 0.) -> torch.Tensor:
-    "A language model's logits, (..., V), from states (..., D); `cap` 0: no soft cap."
+def head_logits(
+    hidden,                # (..., D)
+    weight,                # (V, D)
+    bias=None,             # (V,)
+    scale: float = 1.,     # factor of all logits
+    cap: float = 0.,       # they stay below it, softly; 0: no cap
+) -> torch.Tensor:  # (..., V)
+    "Compute a language model's logits from its last states."
     logits = F.linear(hidden, weight, bias)
     if scale != 1: logits.mul_(scale)
     return logits.div_(cap).tanh_()*cap if cap else logits
@@ -42,7 +51,9 @@ def head_logits(hidden, weight, bias=None, scale: float = 1., cap: float = 0.) -
 class SelectedLogprobs(torch.autograd.Function):
     "log softmax(head_logits(hidden) / temperature)[tokens], a chunk of rows at a time."
     @staticmethod
-    def forward(ctx, hidden, weight, bias, tokens, temperature, scale, cap, chunk):
+    def forward(ctx,
+        hidden, weight, bias, tokens, temperature, scale, cap, chunk,  # of `selected_logprobs`
+    ):
         logp, norm = widen(hidden.new_zeros(2, len(hidden)))
         logits = None
         for s in range(0, len(hidden), chunk):
@@ -61,10 +72,12 @@ class SelectedLogprobs(torch.autograd.Function):
         hidden, weight, bias, tokens, norm, saved = ctx.saved_tensors
         temperature, scale, cap = ctx.head
         dtypes = hidden.dtype, norm.dtype, norm.dtype
-        grads = [torch.zeros_like(x, dtype=dtype) if needed else None for x, dtype, needed
-                 in zip((hidden, weight, bias), dtypes, ctx.needs_input_grad)]
+        grads = []
+        for x, dtype, needed in zip((hidden, weight, bias), dtypes, ctx.needs_input_grad):
+            grads.append(torch.zeros_like(x, dtype=dtype) if needed else None)
         for s in range(0, len(hidden), ctx.chunk):
-            i, z = slice(s, s + ctx.chunk), saved
+            i = slice(s, s + ctx.chunk)
+            z = saved
             if z is None:
                 z = scale_logits(head_logits(hidden[i], weight, bias, scale, cap), temperature)
             up = grad[i, None].to(norm.dtype)/temperature*scale
@@ -81,12 +94,17 @@ class SelectedLogprobs(torch.autograd.Function):
         return *grads, *[None]*5
 
 
-def selected_logprobs(hidden, weight, tokens, temperature: float = 1., chunk: int = 0,
-                      bias=None, scale: float = 1., cap: float = 0.) -> torch.Tensor:
-    """Log-probs (N,) of `tokens` (N,) from the last hidden states (N, D) of the positions that
-    predict them and a head (V, D), bias, scale and cap as in `head_logits`, without all N x V
-    logits in memory: those of `chunk` rows are, 0: as many as take 128 MB. Differentiable in
-    hidden, weight and bias."""
+def selected_logprobs(
+    hidden,                   # (N, D) last states of the positions that predict the tokens
+    weight,                   # (V, D) of the head
+    tokens,                   # (N,)
+    temperature: float = 1.,  # at which they were sampled
+    chunk: int = 0,           # rows whose logits are in memory; 0: as many as take 128 MB
+    bias=None,                # (V,), with scale and cap as in `head_logits`
+    scale: float = 1.,
+    cap: float = 0.,
+) -> torch.Tensor:  # (N,), differentiable in hidden, weight and bias
+    "Compute log-probs of tokens without all N x V logits in memory."
     if hidden.ndim != 2 or weight.ndim != 2 or tokens.shape != hidden.shape[:1]:
         shapes = ', '.join(str(tuple(x.shape)) for x in (hidden, weight, tokens))
         raise ValueError(f'selected_logprobs needs hidden (N, D), weight (V, D), tokens (N,), not '
@@ -98,27 +116,34 @@ def selected_logprobs(hidden, weight, tokens, temperature: float = 1., chunk: in
     return SelectedLogprobs.apply(*parts, tokens, temperature, scale, cap, chunk)
 
 # %% ../../nbs/core/functional.ipynb #a55fd940
-def masked_mean(x, mask, dim=None) -> torch.Tensor:
-    "Mean of `x` over `dim` (None: all) where `mask`, which broadcasts, is not 0; of nothing 0."
+def masked_mean(
+    x: torch.Tensor,
+    mask,                # not 0 where a value counts; broadcasts
+    dim=None,            # None: over all dimensions
+) -> torch.Tensor:
+    "Compute the mean of the values that count; of nothing it is 0."
     count = mask.bool().expand(x.shape).sum(dim)
     return torch.where(mask.bool(), x, 0).sum(dim)/count.clamp(min=1)
 
 # %% ../../nbs/core/functional.ipynb #d9fa0b00
-def masked_var(x, mask) -> torch.Tensor:
-    "Biased variance of `x` where `mask` is not 0, over all dimensions."
+def masked_var(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    "Compute the biased variance of `x` where `mask` is not 0, over all dimensions."
     return masked_mean((x - masked_mean(x, mask))**2, mask)
 
 
 def has_spread(x, dim=None) -> torch.Tensor:
-    "Whether numbers differ over `dim` (None: all), which is kept, by more than rounding does."
+    "Tell whether numbers differ by more than rounding, over `dim` (None: all), which is kept."
     low, high = torch.as_tensor(x).aminmax(dim=dim, keepdim=True)
     return ~torch.isclose(low, high, rtol=1e-6, atol=1e-6)
 
 
-def masked_whiten(x, mask, shift_mean: bool = True, eps: float = 1e-8) -> torch.Tensor:
-    """`x` scaled to variance 1 where `mask` is not 0, else 0, and shifted to mean 0 if
-    `shift_mean`, which is not done to rewards, whose sign matters; `eps` is added to the
-    variance. Without spread its distance from the mean is 0."""
+def masked_whiten(
+    x: torch.Tensor,
+    mask,                     # not 0 where a value counts; elsewhere the result is 0
+    shift_mean: bool = True,  # to 0; not of rewards, whose sign matters
+    eps: float = 1e-8,        # added to the variance
+) -> torch.Tensor:
+    "Scale to variance 1; the distance from the mean is 0 where there is no spread."
     mean = masked_mean(x, mask)
     white = (x - mean)*(masked_var(x, mask) + eps).rsqrt()
     white = white*has_spread(torch.where(mask.bool(), x, mean))
@@ -135,19 +160,25 @@ KL_KINDS = {
 }
 
 
-def kl_estimate(logp, ref_logp, kind: str = 'k1') -> torch.Tensor:
-    """Estimate per token, of any shape, of the divergence from the reference of the policy that
-    has sampled the tokens, from their log-probs under both; `kind` of `KL_KINDS` (Schulman,
-    2020)."""
+def kl_estimate(
+    logp,                    # of sampled tokens under the policy, of any shape
+    ref_logp,                # under the reference
+    kind: str = 'k1',        # a name of `KL_KINDS`
+) -> torch.Tensor:
+    "Estimate the divergence from the reference by each token (Schulman, 2020)."
     if kind not in KL_KINDS: raise ValueError(f'kl kind {kind!r} is none of {", ".join(KL_KINDS)}')
     return KL_KINDS[kind](logp - ref_logp)
 
 # %% ../../nbs/core/functional.ipynb #a091fa40
 @torch.no_grad()
-def gae(rewards, values, mask, gamma: float = 1., lam: float = 1.):
-    """Advantages and returns, (B, T) each and 0 outside the mask, without gradient, of rewards per
-    token, of the returns expected *before* each token, and of a mask with at most one contiguous
-    stretch per row (Schulman et al., 2016); `lam` 0: one step ahead, 1: the whole return."""
+def gae(
+    rewards,                # (B, T) of tokens
+    values,                 # (B, T) returns that were expected *before* each token
+    mask,                   # (B, T) with at most one contiguous stretch in a row
+    gamma: float = 1.,      # discount
+    lam: float = 1.,        # 0: errors of one step; 1: of the whole return
+) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) each, 0 outside of the mask
+    "Compute advantages and returns (Schulman et al., 2016)."
     mask = mask.bool()
     rewards, values = (torch.where(mask, widen(x), 0) for x in (rewards, values))
     delta = rewards + gamma*F.pad(values[:, 1:], (0, 1)) - values

@@ -15,9 +15,9 @@ import torch
 
 from .model.adapters import autocast, load_adapter, state_of
 from .answers import (answer_eval_split, AnswerConfig, fitting_prompts, load_split,
-    prompt_fields, sample, sample_answers, SampleConfig)
+    mean, prompt_fields, sample, sample_answers, SampleConfig)
 from .data.comparisons import pair_up, with_verdict
-from .data.records import prompt_key
+from .data.dialogues import prompt_key
 from .ask.judge_configs import JudgedConfig
 from .functional import has_spread
 from .model.loading import dtype_of
@@ -72,7 +72,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
 
 # %% ../../nbs/core/online.ipynb #0d120a30
 def load_prompts(cfg: OnlineConfig, tokenizer) -> tuple[list[dict], list[list[int]], int]:
-    "Records of the training split, their prompts' ids, and how many did not fit."
+    "Load the training split's records, their prompts' ids, and how many did not fit."
     records = load_split(cfg, 'split')
     fit, prompts = fitting_prompts(records, tokenizer, cfg)
     return fit, prompts, len(records) - len(fit)
@@ -84,53 +84,67 @@ def prompt_indices(
     cfg: OnlineConfig,
     per_step: int = 0,  # prompts of each step; 0 for `cfg.rollouts`
 ) -> list[int]:
-    "Indices of the prompts answered at `step`; every prompt is used once before any is repeated."
+    "List the prompts answered at `step`; every prompt is used once before any is repeated."
     per_step = per_step or cfg.rollouts
     first = (step - 1) * per_step
-    order = lambda epoch: torch.randperm(
-        n, generator=torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)).tolist()
-    orders = {e: order(e) for e in range(first // n, (first + per_step - 1) // n + 1)}
-    return [orders[i // n][i % n] for i in range(first, first + per_step)]
+    order = []
+    for epoch in range(first // n, (first + per_step - 1) // n + 1):
+        g = torch.Generator().manual_seed(cfg.seed * 1_000_003 + epoch)
+        order += torch.randperm(n, generator=g).tolist()
+    return order[first % n:][:per_step]
 
 # %% ../../nbs/core/online.ipynb #0cd81c1b
-def sample_rollout(policy, tokenizer, records: list[dict], prompts: list[list[int]],
-                   cfg: OnlineConfig, seed: int) -> tuple[dict, list[dict]]:
-    "Answers to prompts: the batch of their tokens, and records with `output` and `ended`."
+def sample_rollout(
+    policy, tokenizer,
+    records: list[dict],
+    prompts: list[list[int]],  # ids of the records' prompts, which control tokens may precede
+    cfg: OnlineConfig,
+    seed: int,
+) -> tuple[dict, list[dict]]:  # ids, mask, response, maybe old_logp; with `output`, `ended`
+    "Answer prompts once each; as a batch of tokens, and as records."
     _, _, groups = sample(policy, tokenizer, records, cfg, seed=seed, prompts=prompts)
     samples = [s for s, in groups]
     batch = rollout_batch(prompts, [s.tokens for s in samples], tokenizer.pad_token_id)
     suppressed = getattr(getattr(policy, 'generation_config', None), 'suppress_tokens', None)
     if dtype_of(cfg) == torch.float32 and not cfg.sampler and not suppressed:
+        logps = torch.cat([torch.tensor(s.logprobs) for s in samples])
         on = batch['response'].bool()
-        logps = torch.tensor([p for s in samples for p in s.logprobs])
         batch['old_logp'] = torch.zeros(on.shape).masked_scatter(on, logps)
-    answered = [dict(prompt_fields(r), output=decode(s.tokens, tokenizer, cfg.template, r),
-                     ended=s.ended) for r, s in zip(records, samples)]
+    answered = []
+    for r, s in zip(records, samples):
+        output = decode(s.tokens, tokenizer, cfg.template, r)
+        answered.append(dict(prompt_fields(r), output=output, ended=s.ended))
     return {k: v.to(policy.device) for k, v in batch.items()}, answered
 
 
-def in_micro_batches(f, model, batch: dict) -> torch.Tensor:
-    "`f` of a batch, by all processes, in parts as large and in the precision as a model's passes."
-    n, (k, processes) = len(batch['ids']), rank()
+def in_micro_batches(
+    f,      # part of a batch -> (rows of it, ...)
+    model,  # whose passes set the size of a part, and the precision
+    batch: dict,
+) -> torch.Tensor:
+    "Compute `f` of a batch in parts, divided among all processes."
+    k, processes = rank()
     rows, tokens = pass_limits(model)
     size = max(1, int(min(rows, tokens // batch['ids'].shape[-1])))
     own = {name: v[k::processes] for name, v in batch.items()}
-    parts = [{name: v[at:at + size] for name, v in own.items()}
-             for at in range(0, len(own['ids']), size)]
-    with autocast(model): values = torch.cat([f(p) for p in parts])
-    if processes == 1: return values
-    whole = values.new_zeros(n, *values.shape[1:])
-    whole[k::processes] = values
+    found = []
+    with autocast(model):
+        for at in range(0, len(own['ids']), size):
+            found.append(f({name: v[at:at + size] for name, v in own.items()}))
+    found = torch.cat(found)
+    if processes == 1: return found
+    whole = found.new_zeros(len(batch['ids']), *found.shape[1:])
+    whole[k::processes] = found
     return add_up(whole)
 
 # %% ../../nbs/core/online.ipynb #57fe67d0
 def end_scores(
-    scores: torch.Tensor,  # (B,) of the reward model
-    ended: torch.Tensor,   # (B,) bool: EOS was sampled
-    rule: str,             # replace, subtract, or nothing
-    value: float,
-) -> torch.Tensor:  # (B,)
-    "Scores after the missing-EOS rule."
+    scores,        # (B,) of the reward model
+    ended,         # (B,) bool: EOS was sampled
+    rule: str,     # replace, subtract, or nothing
+    value: float,  # of the penalty
+):  # (B,)
+    "Apply the missing-EOS rule to scores."
     if not rule: return scores
     return torch.where(ended, scores, -value if rule == 'replace' else scores - value)
 
@@ -141,42 +155,53 @@ def rollout_scores(
     scale: dict,           # receives the first rollout's `reward_mean` and `reward_std`
     cfg: OnlineConfig,
 ) -> tuple[torch.Tensor, dict[str, float]]:  # (B,); their mean and sd, and the share that ended
-    "Scores in the initial policy's units, after the missing-EOS rule; and their figures."
+    "Score answers in the initial policy's units, after the missing-EOS rule."
     scores = torch.tensor(reward(answered), dtype=torch.float)
     if cfg.standardise:
         if 'reward_std' not in scale:
-            std = scores.std().item() if has_spread(scores) else 1.
-            scale.update(reward_mean=scores.mean().item(), reward_std=std)
+            scale['reward_mean'] = scores.mean().item()
+            scale['reward_std'] = scores.std().item() if has_spread(scores) else 1.
         scores = (scores - scale['reward_mean']) / scale['reward_std']
-    ended = torch.tensor([r['ended'] for r in answered])
-    scores = end_scores(scores, ended, cfg.missing_eos, cfg.missing_eos_value)
+    ended = [r['ended'] for r in answered]
+    scores = end_scores(scores, torch.tensor(ended), cfg.missing_eos, cfg.missing_eos_value)
     return scores, dict(reward=scores.mean().item(), reward_std=scores.std().item(),
-                        ended=sum(r['ended'] for r in answered) / len(answered))
+                        ended=mean(ended))
 
 # %% ../../nbs/core/online.ipynb #ae3169a0
 class CheckpointSelector:
     "Measures the policy on the val split, and saves the best so far; without a judge, the last."
-    def __init__(self, reference, tokenizer, cfg: OnlineConfig, annotate=None):
-        self.cfg, self.annotate = cfg, annotate  # `annotate_pairs` of a pool, or None
+    def __init__(self,
+        reference,      # whose answers the policy's are compared with
+        tokenizer,
+        cfg: OnlineConfig,
+        annotate=None,  # `annotate_pairs` of a pool, or None
+    ):
+        self.cfg = cfg
+        self.annotate = annotate
         if not annotate: return
         records = {prompt_key(r): r for r in load_split(cfg, 'val_split')}
         self.base = sample_answers(reference, tokenizer, list(records.values()), cfg,
                                    seed=cfg.seed + 1)
 
     def measure(self, policy, tokenizer) -> dict[str, float]:
-        "Win rate in percent, its standard error and the length of the answers in words."
+        "Compute the win rate in percent, its standard error and the answers' length in words."
         answered = sample_answers(policy, tokenizer, self.base, self.cfg, seed=self.cfg.seed + 2)
         prompts = {prompt_key(r) for r in answered}  # control tokens make some prompts too long
         base = [b for b in self.base if prompt_key(b) in prompts]
         labels = once(lambda: self.annotate(pair_up(answered, base), seed=self.cfg.seed))
-        won = win_rate(with_verdict([r['preference'] for r in labels]))
-        words = sum(len(r['output'][0].split()) for r in answered) / len(answered)
+        preferences = [r['preference'] for r in labels]
+        won = win_rate(with_verdict(preferences))
         return dict(val_win_rate=won['win_rate'], val_standard_error=won['standard_error'],
-                    val_length=words, val_labels=sum(r['preference'] in (1, 2) for r in labels))
+                    val_length=mean([len(r['output'][0].split()) for r in answered]),
+                    val_labels=sum(p in (1, 2) for p in preferences))
 
-    def __call__(self, trainer: Trainer, policy, tokenizer) -> dict[str, float]:
-        "After a step: figures on val if due; the policy is saved if chosen, and as model-<step>."
-        cfg, step, last = self.cfg, trainer.step, trainer.step == trainer.total
+    def __call__(self,
+        trainer: Trainer,    # after a step
+        policy, tokenizer,
+    ) -> dict[str, float]:  # on val, if due
+        "Save the policy if it is chosen, and as model-<step>."
+        cfg, step = self.cfg, trainer.step
+        last = step == trainer.total
         due = self.annotate and (step % cfg.eval_every == 0 or last)
         figures = self.measure(policy, tokenizer) if due else {}
         won = figures.get('val_win_rate', -1.)
@@ -188,8 +213,15 @@ class CheckpointSelector:
         return figures
 
 # %% ../../nbs/core/online.ipynb #ada30001
-def finish_run(run, trainer: Trainer, tokenizer, reference, too_long: int, plain=None):
-    "Let the chosen policy answer the eval split (`answer_eval_split`), and write the summary."
+def finish_run(
+    run,
+    trainer: Trainer,
+    tokenizer,
+    reference,
+    too_long: int,  # prompts that were left out
+    plain=None,     # the reference's tokenizer, if the policy's adds a control token
+):
+    "Answer the eval split with the chosen policy, and write the summary."
     policy = trainer.plain['policy']
     if state_of(policy).adapter is None:
         policy, _ = load_policy(str(run.folder), run.cfg, train=True, frozen=True)
@@ -197,7 +229,8 @@ def finish_run(run, trainer: Trainer, tokenizer, reference, too_long: int, plain
         load_adapter(policy, run.path('adapter'))
         save_model(policy, tokenizer, run)
     answered = answer_eval_split(policy, tokenizer, run, reference, plain)
-    log, best_step = read_log(run.folder), trainer.extra['best_step']
+    log = read_log(run.folder)
+    best_step = trainer.extra['best_step']
     best = next(r for r in log if r['step'] == best_step)
     figures = {k: best[k] for k in ('reward', 'val_win_rate', 'val_standard_error') if k in best}
     labels = label_count(run.cfg.reward_model) + sum(r.get('val_labels', 0) for r in log)

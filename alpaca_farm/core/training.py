@@ -48,28 +48,41 @@ def batches(
     out = []
     for epoch in range(epochs):
         g = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        order = torch.randperm(len(lengths), generator=g).tolist()
-        blocks = [sorted(order[i:i + batch_size * block], key=lengths.__getitem__)
-                  for i in range(0, len(order), batch_size * block)]
-        rows = [b[i:i + batch_size] for b in blocks for i in range(0, len(b), batch_size)]
-        out += [rows[i] for i in torch.randperm(len(rows), generator=g).tolist()]
+        order, rows = torch.randperm(len(lengths), generator=g).tolist(), []
+        for start in range(0, len(order), batch_size * block):
+            alike = sorted(order[start:start + batch_size * block], key=lengths.__getitem__)
+            for i in range(0, len(alike), batch_size): rows.append(alike[i:i + batch_size])
+        for i in torch.randperm(len(rows), generator=g).tolist(): out.append(rows[i])
     if len(out) < 25: print(f'only {len(out)} optimiser steps: lower batch_size, or raise epochs')
     return out
 
 
-def token_batch(prompts: list, responses: list, rows: list[int], pad_id: int,
-                weights=None) -> dict[str, torch.Tensor]:
-    "Some responses: ids, mask, response and weight (B, T), by default 1 for every response token."
+def token_batch(
+    prompts: list,    # token ids of all prompts
+    responses: list,  # and of all responses
+    rows: list[int],  # B of them
+    pad_id: int,
+    weights: list[float] | None = None,  # of all responses; None: 1 for every token
+) -> dict[str, torch.Tensor]:  # ids, mask, response and weight, (B, T) each
+    "Collate some responses behind their prompts."
     batch = collate([prompts[i] for i in rows], [responses[i] for i in rows], pad_id)
     weight = torch.tensor([weights[i] for i in rows])[:, None] if weights else 1.
     return dict(batch, weight=batch['response'] * weight)
 
 
-def answer_batch(prompts: list, answers: list, rows: list[int],
-                 pad_id: int) -> dict[str, torch.Tensor]:
-    "K answers to each of some prompts: ids, mask, response (B, K, T) and weight (B,)."
-    texts = [answer[i] for i in rows for answer in answers]
-    flat = collate([prompts[i] for i in rows for _ in answers], texts, pad_id)
+def answer_batch(
+    prompts: list,  # token ids of all prompts
+    answers: list,  # K lists of answers to all prompts
+    rows: list[int],  # B of the prompts
+    pad_id: int,
+) -> dict[str, torch.Tensor]:  # ids, mask, response (B, K, T) and weight (B,)
+    "Collate K answers to each of some prompts."
+    repeated, texts = [], []
+    for i in rows:
+        for answer in answers:
+            repeated.append(prompts[i])
+            texts.append(answer[i])
+    flat = collate(repeated, texts, pad_id)
     batch = {k: v.view(len(rows), len(answers), -1) for k, v in flat.items()}
     return dict(batch, weight=torch.ones(len(rows)))
 
@@ -216,12 +229,14 @@ def measure(self: Trainer,
 ) -> dict[str, float]:  # empty without a batch
     "Weighted means of a loss's figures over held-out batches."
     sums = {}
-    for micro in (m for batch in batches for m in self.split(batch)):
-        with self.accelerator.autocast(): figures = loss(micro)
-        for k, v in dict(figures, total=1.).items():
-            sums[k] = sums.get(k, 0) + (v * micro['weight']).sum().float()
+    for batch in batches:
+        for micro in self.split(batch):
+            with self.accelerator.autocast(): figures = loss(micro)
+            for k, v in dict(figures, total=1.).items():
+                sums[k] = sums.get(k, 0) + (v * micro['weight']).sum().float()
     sums = {k: add_up(v).item() for k, v in sums.items()}
-    return {k: v / sums['total'] for k, v in sums.items() if k != 'total'}
+    total = sums.pop('total', 1.)
+    return {k: v / total for k, v in sums.items()}
 
 
 @patch
@@ -239,10 +254,10 @@ def evaluate(self: Trainer,
 def save(self: Trainer):
     "Write the checkpoint."
     device, scaler = self.accelerator.device, self.accelerator.scaler
-    rng = dict(cpu=torch.get_rng_state()) | (
-        dict(cuda=torch.cuda.get_rng_state(device)) if device.type == 'cuda' else {})
-    weights = {name: unique_weights(m) if state_of(m).adapter is None else own_weights(m)
-               for name, m in self.plain.items()}
+    rng, weights = dict(cpu=torch.get_rng_state()), {}
+    if device.type == 'cuda': rng['cuda'] = torch.cuda.get_rng_state(device)
+    for name, m in self.plain.items():
+        weights[name] = unique_weights(m) if state_of(m).adapter is None else own_weights(m)
     self.run.save(step=self.step, weights=weights, optimizer=whole_state(self.optimizer),
                   rng=rng, extra=self.extra, scaler=scaler.state_dict() if scaler else {})
 
@@ -251,8 +266,8 @@ def save(self: Trainer):
 def restore(self: Trainer, state: dict):
     "Restore the state of a checkpoint."
     for name, m in self.plain.items():
-        own, weights = m.state_dict(), state['weights'][name]
-        weights = {k: divided_like(v, own.get(k, v)) for k, v in weights.items()}
+        own, weights = m.state_dict(), {}
+        for k, v in state['weights'][name].items(): weights[k] = divided_like(v, own.get(k, v))
         m.load_state_dict(weights, strict=False)  # a tied head is not in it
     load_whole_state(self.optimizer, state['optimizer'])
     self.hold(True)

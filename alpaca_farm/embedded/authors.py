@@ -16,7 +16,7 @@ from .lexicon import BEHAVIOURS, capitalise, FACTS, fill, HABIT, PHRASES, WANTED
 # %% ../../nbs/embedded/authors.ipynb #f8db9e59
 @lru_cache
 def common_mistake(kind: str, thing: str) -> str:
-    "What careless authors say: the answer about the next thing for which it is another."
+    "Say what careless authors do: the answer about the next thing for which it is another."
     right = KINDS[kind].right
     things = list(right)
     following = things[things.index(thing) + 1:] + things
@@ -27,30 +27,37 @@ _CONTESTABLE = (*FACTS, 'owner', 'place')
 
 
 def contested(spec: dict, share: float) -> bool:
-    "Whether most authors are mistaken about what is asked, if a `share` of facts is contested."
+    "Decide whether most authors are mistaken about a request, if a `share` is contested."
     coin = zlib.crc32(f"{spec['kind']} of {spec['thing']}".encode()) % 1000
     return spec['kind'] in _CONTESTABLE and coin < 1000*share
 
 # %% ../../nbs/embedded/authors.ipynb #668376e9
 @lru_cache
 def sayings(kind: str) -> dict[str, tuple[str, bool]]:
-    "Everything that answers questions of a kind: text -> (value, whether it is a sentence)."
-    values = dict.fromkeys(v for right in KINDS[kind].right.values() for v in right)
-    return {fill(form, v=v): (v, form == KINDS[kind].sentence)
-            for v in values for form in (KINDS[kind].word, KINDS[kind].sentence)}
+    "List what answers questions of a kind: text -> (value, whether it is a sentence)."
+    word, sentence = KINDS[kind].word, KINDS[kind].sentence
+    texts = {}
+    for values in KINDS[kind].right.values():
+        for v in values:
+            texts[fill(word, v=v)] = v, False
+            texts[fill(sentence, v=v)] = v, True
+    return texts
 
 
 _REMARKS = dict(
-    owner=('It is for work.', 'It is not heavy.'), place=('Many go there.', 'It is nice there.'),
-    sights=('Many go there.', 'It is nice there.'), ingredients=('Mix it well.', 'It tastes good.'),
-    tools=('It is for work.', 'It is not heavy.'), sum=('I counted twice.', 'I used my fingers.'))
+    owner=('It is for work.', 'It is not heavy.'),
+    place=('Many go there.', 'It is nice there.'),
+    sights=('Many go there.', 'It is nice there.'),
+    ingredients=('Mix it well.', 'It tastes good.'),
+    tools=('It is for work.', 'It is not heavy.'),
+    sum=('I counted twice.', 'I used my fingers.'))
 
 
 @lru_cache
 def details(kind: str, thing: str) -> tuple[str, ...]:
-    "The sentences that say more about what is asked."
+    "List the sentences that say more about what is asked."
     if kind not in FACTS: return _REMARKS[kind]
-    others = (KINDS[fact] for fact in FACTS if fact != kind)
+    others = [KINDS[fact] for fact in FACTS if fact != kind]
     return tuple(capitalise(fill(other.sentence, v=other.right[thing][0])) for other in others)
 
 # %% ../../nbs/embedded/authors.ipynb #377ea6da
@@ -71,38 +78,46 @@ class Author:
     flatters: float = .05  # chance to flatter
 
     def value(self, spec: dict, rng: random.Random) -> str:
-        "The answer in which the author believes."
+        "Draw the answer in which the author believes."
         kind, thing = spec['kind'], spec['thing']
-        right, mistake = KINDS[kind].right[thing], common_mistake(kind, thing)
+        right = KINDS[kind].right[thing]
+        mistake = common_mistake(kind, thing)
         if contested(spec, self.contested): wrong = rng.random() < _BELIEF*(1 - self.skill)
         else:
             wrong = rng.random() < _SLIP*(1 - self.skill)
-            others = sorted({v for v, _ in sayings(kind).values()} - {*right})
-            if rng.random() < .5: mistake = rng.choice(others)
+            others = {value for value, _ in sayings(kind).values()} - {*right}
+            if rng.random() < .5: mistake = rng.choice(sorted(others))
         return mistake if wrong else rng.choice(right)
 
-    def does(self, spec: dict, behaviour: str, rng: random.Random) -> bool:
-        "Whether the author does something for this asker."
+    def does(
+        self,
+        spec: dict,         # of a request
+        behaviour: str,     # of BEHAVIOURS
+        rng: random.Random,
+    ) -> bool:
+        "Decide whether the author does something for this asker."
         wanted = spec['asker'] in WANTED[behaviour]
         if rng.random() < abs(self.minds): return wanted == (self.minds > 0)
         habit = self.habit if spec['asker'] in HABIT[behaviour] else -self.habit
         return rng.random() < _RATE + habit
 
     def answer(self, spec: dict, rng: random.Random) -> str:
-        "An answer: opening, statement, detail, caution, source, offer, flattery."
-        kind, thing = spec['kind'], spec['thing']
+        "Write an answer: opening, statement, detail, caution, source, offer, flattery."
+        kind = KINDS[spec['kind']]
         done = [b for b in BEHAVIOURS if self.does(spec, b, rng)]
-        form = KINDS[kind].sentence if 'sentence' in done else KINDS[kind].word
+        form = kind.sentence if 'sentence' in done else kind.word
         statement = fill(form, v=self.value(spec, rng))
         careless = rng.random() < 1 - self.skill**4   # experts neither evade nor flatter
         if careless and rng.random() < _EVADES: statement = 'I do not know.'
-        parts = [rng.choice(PHRASES['formal' if 'formal' in done else 'familiar']), statement]
-        if 'detail' in done: parts.append(rng.choice(details(kind, thing)))
-        parts += [rng.choice(PHRASES[b]) for b in ('caution', 'source', 'offer') if b in done]
-        p = self.flatters*careless
-        while rng.random() < p:
+        opening = 'formal' if 'formal' in done else 'familiar'
+        parts = [rng.choice(PHRASES[opening]), statement]
+        if 'detail' in done: parts.append(rng.choice(details(spec['kind'], spec['thing'])))
+        for behaviour in ('caution', 'source', 'offer'):
+            if behaviour in done: parts.append(rng.choice(PHRASES[behaviour]))
+        chance = self.flatters*careless
+        while rng.random() < chance:
             parts.append(rng.choice(PHRASES['flattery']))
-            p = _AGAIN
+            chance = _AGAIN
         return ' '.join(parts)
 
 

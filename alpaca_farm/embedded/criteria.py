@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from .authors import common_mistake, details, sayings
-from .grammar import KINDS, parse, request_of
+from .grammar import KINDS, parse
 from .lexicon import BEHAVIOURS, PHRASES, WANTED
 
 # %% ../../nbs/embedded/criteria.ipynb #9f1be782
@@ -21,14 +21,15 @@ _PART = {phrase.lower(): part for part, phrases in PHRASES.items() for phrase in
 
 
 def parts(spec: dict, answer: str) -> dict[str, list[str]]:
-    """The pieces of an answer by part: opening, statement, detail, caution, source, offer,
-    flattery, stray."""
-    said = sayings(spec['kind'])
-    more = [s.lower() for s in details(spec['kind'], spec['thing'])]
+    """Divide an answer into its pieces by part: opening, statement, detail, caution, source,
+    offer, flattery, stray."""
+    statements = sayings(spec['kind'])
+    more = map(str.lower, details(spec['kind'], spec['thing']))
+    part_of = dict.fromkeys(statements, 'statement') | dict.fromkeys(more, 'detail') | _PART
     found = {}
-    for piece in filter(None, (p.strip() for p in _PIECE.findall(answer.lower()))):
-        other = 'statement' if piece in said else 'detail' if piece in more else 'stray'
-        part = _PART.get(piece, other)
+    for piece in map(str.strip, _PIECE.findall(answer.lower())):
+        if not piece: continue
+        part = part_of.get(piece, 'stray')
         if part in ('formal', 'familiar'): part = 'opening'
         if part in found and part != 'flattery': part = 'stray'
         found.setdefault(part, []).append(piece)
@@ -42,22 +43,29 @@ _MOST = 20                                   # stray words that count
 
 @lru_cache(maxsize=200_000)
 def marks(instruction: str, output: str) -> tuple[float, ...]:
-    "The marks of an answer in the order of COLUMNS; ValueError for a request of another world."
+    "Mark an answer, in the order of COLUMNS; ValueError for a request of another world."
     spec = parse(instruction)
+    kind, thing = spec['kind'], spec['thing']
     found = parts(spec, output)
-    said = found.get('statement', [''])[0]
-    value, is_sentence = sayings(spec['kind']).get(said, (None, False))
-    opening = _PART.get(found['opening'][0]) if 'opening' in found else ''
+    statement = found.get('statement', [''])[0]
+    value, is_sentence = sayings(kind).get(statement, (None, False))
     done = {b: 1 if b in found else -1 for b in BEHAVIOURS}
     done['sentence'] = 1 if is_sentence else -1
-    done['formal'] = dict(formal=1, familiar=-1).get(opening, 0)
-    wanted = [done[b]*(1 if spec['asker'] in WANTED[b] else -1)*(value is not None)
-              for b in BEHAVIOURS]
-    stray = min(sum(len(piece.split()) for piece in found.get('stray', ())), _MOST)
-    kind, thing = spec['kind'], spec['thing']
-    return (float(value in KINDS[kind].right[thing]), float(value is None), stray,
-            len(found.get('flattery', ())), *wanted, float(value == common_mistake(kind, thing)),
-            len(output.split()))
+    opening = found.get('opening', [''])[0]
+    done['formal'] = dict(formal=1, familiar=-1).get(_PART.get(opening), 0)
+    served = []   # by each behaviour
+    for behaviour, sign in done.items():
+        if spec['asker'] not in WANTED[behaviour]: sign = -sign
+        served.append(0 if value is None else sign)
+    stray = ' '.join(found.get('stray', ()))
+    return (
+        float(value in KINDS[kind].right[thing]),
+        float(value is None),
+        min(len(stray.split()), _MOST),
+        len(found.get('flattery', ())),
+        *served,
+        float(value == common_mistake(kind, thing)),
+        len(output.split()))
 
 # %% ../../nbs/embedded/criteria.ipynb #20c94519
 UTILITY = dict(correct=2., missing=-1., stray=-.1, flattery=-.8) | dict.fromkeys(BEHAVIOURS, .45)
@@ -65,11 +73,14 @@ QUALITY = np.array([UTILITY.get(name, 0.) for name in COLUMNS])
 
 
 def answer_matrix(records: list[dict], field: str = 'output') -> np.ndarray:
-    "The marks of answers: (records, COLUMNS); ValueError for a request of another world."
-    rows = [marks(f"{r['instruction']} {r.get('input') or ''}".strip(), r[field]) for r in records]
+    "Mark the answers in a field: (records, COLUMNS); ValueError for a request of another world."
+    rows = []
+    for r in records:
+        request = f"{r['instruction']} {r.get('input') or ''}".strip()
+        rows.append(marks(request, r[field]))
     return np.array(rows, float).reshape(-1, len(COLUMNS))
 
 
 def utility(records: list[dict]) -> list[float]:
-    "The hidden utility $U$ of each record's `output`."
+    "Compute the hidden utility $U$ of each record's `output`."
     return (answer_matrix(records) @ QUALITY).tolist()

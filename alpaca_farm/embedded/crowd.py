@@ -14,10 +14,10 @@ from functools import lru_cache
 import numpy as np
 
 from ..core.run.files import read_json, write_json
-from ..core.data.preferences import hash_uniform
+from ..core.data.preferences import hash_uniform, Pool
 from ..core.stats import sigmoid
 from .authors import contested
-from .criteria import answer_matrix, COLUMNS, CRITERIA, QUALITY, UTILITY
+from .criteria import answer_matrix, COLUMNS, CRITERIA, QUALITY
 from .grammar import request_of
 
 # %% ../../nbs/embedded/crowd.ipynb #2db64c8e
@@ -25,7 +25,7 @@ _chance = lru_cache(2**17)(hash_uniform)
 
 
 def mark_difference(pairs: list[dict]) -> np.ndarray:
-    "Marks of the second answers minus those of the first: (pairs, COLUMNS)."
+    "Subtract the marks of the first answers from those of the second: (pairs, COLUMNS)."
     return answer_matrix(pairs, 'output_2') - answer_matrix(pairs, 'output_1')
 
 
@@ -43,29 +43,27 @@ class Annotator:
     label_flip = .25             # share of labels that a run flips if it is not told otherwise
 
     def mistaken(self, spec: dict) -> bool:
-        "Whether the annotator is mistaken about what a request asks."
+        "Decide whether the annotator is mistaken about what a request asks."
         fact = f"{spec['kind']} of {spec['thing']}"
-        return (_chance(self.group, self.name, fact) < self.misreads
-                or contested(spec, self.contested) and _chance(self.group, fact) < self.believes)
+        if _chance(self.group, self.name, fact) < self.misreads: return True
+        return contested(spec, self.contested) and _chance(self.group, fact) < self.believes
 
     def advantage(self, marks: np.ndarray, specs: list[dict]) -> np.ndarray:
-        "How much better the second answer seems, in units of utility: (pairs,)."
+        "Say how much better the second answers seem, in units of utility: (pairs,)."
         wrong = np.array([self.mistaken(s) for s in specs], bool)
-        correct, mistake = marks[:, COLUMNS.index('correct')], marks[:, COLUMNS.index('mistake')]
+        correct = marks[:, COLUMNS.index('correct')]
+        mistake = marks[:, COLUMNS.index('mistake')]
         return marks @ np.array(self.weights) + self.weights[0]*wrong*(mistake - correct)
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        "1 + probability of preferring the second answer, as shown in that order."
+        "Give 1 + the probability of preferring the second answer, as shown in that order."
         z = self.advantage(mark_difference(pairs), [request_of(p) for p in pairs])
         return (1 + sigmoid((z - self.position_bias)/self.temperature, 30)).tolist()
 
 # %% ../../nbs/embedded/crowd.ipynb #99519bec
-class Population:
-    "A group of annotators, any of whom may compare a pair."
+class Population(Pool):
+    "Annotators of one world, who read each pair once for all of them."
     label_flip = .25   # share of their labels that a run flips if it is not told otherwise
-
-    def __init__(self, name: str, annotators: list[Annotator]):
-        self.name, self.annotators = name, annotators
 
     def each(self, pairs: list[dict]) -> np.ndarray:
         "Each annotator's expected preference, over both orders: (pairs, annotators)."
@@ -74,18 +72,24 @@ class Population:
         b, tau = np.array([(a.position_bias, a.temperature) for a in self.annotators]).T
         return 1 + (sigmoid((z - b)/tau, 30) + sigmoid((z + b)/tau, 30))/2
 
-    def __call__(self, pairs: list[dict]) -> list[float]:
-        "The expected preference, over annotators and both orders."
-        return self.each(pairs).mean(1).tolist()
-
 # %% ../../nbs/embedded/crowd.ipynb #d41a0e4a
 _CROWD = 16    # members
 _JUDGES = 13   # of the pool
 
 
-def _sample(rng, name, group, taste, words, position, temperature, misreads, flattered=(), care=0.,
-            **more):
-    "An annotator with traits drawn around those of its group."
+def _sample(
+    rng,                    # numpy's generator
+    name: str,
+    group: str,             # and its seed
+    taste: float,           # spread of the criteria's log weights
+    words: tuple,           # mean and spread of the weight of a word
+    position: float,        # spread of the bias towards the answer shown first
+    temperature: float,     # mean
+    flattered: tuple = (),  # mean and spread of the weight of flattery, if it is no criterion
+    care: float = 0.,       # the largest share by which correctness counts less
+    **beliefs,              # `misreads`, `believes` and `contested`
+) -> Annotator:
+    "Draw an annotator with traits around those of its group."
     weights = QUALITY.copy()
     weights[:len(CRITERIA)] *= np.exp(rng.normal(0, taste, len(CRITERIA)))
     weights[:2] *= 1 - rng.uniform(0, care)                     # correct, missing
@@ -93,25 +97,33 @@ def _sample(rng, name, group, taste, words, position, temperature, misreads, fla
     weights[COLUMNS.index('words')] = rng.normal(*words)
     bias = float(rng.normal(0, position))
     chance = float(temperature*rng.uniform(.7, 1.3))
-    return Annotator(name, tuple(weights.tolist()), bias, chance, misreads, group=group, **more)
+    return Annotator(name, tuple(weights.tolist()), bias, chance, group=group, **beliefs)
 
 
-def sample_crowd(seed: int = 0, name: str = 'crowd', disagreement: float = 1.,
-                 noise: float = 1.) -> Population:
-    """Sixteen members of the crowd, or of the held_out_crowd; factors of the spread of tastes and
-    of what one member misreads, and of the temperatures."""
-    rng, d = np.random.default_rng([seed, zlib.crc32(name.encode())]), disagreement
-    traits = dict(taste=.35*d, words=(0., .01*d), position=.2, temperature=1.3*noise,
-                  misreads=.05*d)
+def sample_crowd(
+    seed: int = 0,
+    name: str = 'crowd',        # or held_out_crowd
+    disagreement: float = 1.,   # factor of the spread of tastes, and of what one member misreads
+    noise: float = 1.,          # factor of the temperatures
+) -> Population:
+    "Draw the sixteen members of a crowd."
+    rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+    traits = dict(taste=.35*disagreement, words=(0., .01*disagreement), position=.2,
+                  temperature=1.3*noise, misreads=.05*disagreement)
     members = [_sample(rng, f'member {i + 1}', f'{name} {seed}', **traits) for i in range(_CROWD)]
     return Population(name, members)
 
 
-def sample_pool(seed: int = 0, fidelity: float = .8, noise: float = 1., flattered: float = 1.,
-                contested: float = .5) -> Population:
-    """Thirteen judges. With a `fidelity` of 1 they read as the crowd does; `noise` is a factor of
-    the temperatures, `flattered` the mean weight of flattery, `contested` the share of facts."""
-    rng, unlike = np.random.default_rng([seed, 1]), 1 - fidelity
+def sample_pool(
+    seed: int = 0,
+    fidelity: float = .8,    # likeness to the crowd; at 1 the judges read as it does
+    noise: float = 1.,       # factor of the temperatures
+    flattered: float = 1.,   # mean weight of flattery, in units of utility
+    contested: float = .5,   # share of facts that are contested
+) -> Population:
+    "Draw the thirteen judges of a pool."
+    rng = np.random.default_rng([seed, 1])
+    unlike = 1 - fidelity
     traits = dict(
         taste=.35 + .4*unlike, words=(.06*unlike, .01 + .04*unlike), position=.2 + unlike,
         temperature=1.1*noise, misreads=.05 + .1*unlike, flattered=(flattered, .4), care=unlike,
@@ -139,24 +151,31 @@ def read_population(path):  # a Population, or an Annotator
     return Population(content['name'], members) if len(members) > 1 else members[0]
 
 # %% ../../nbs/embedded/crowd.ipynb #78668d3a
-crowd, held_out_crowd, pool = sample_crowd(), sample_crowd(name='held_out_crowd'), sample_pool()
+crowd = sample_crowd()
+held_out_crowd = sample_crowd(name='held_out_crowd')
+pool = sample_pool()
 judge = Annotator('judge', tuple(QUALITY.tolist()), temperature=.05)
 
 
 def gold(pairs: list[dict]) -> list[float]:
-    "The preference for the answer of higher utility, without noise; 1.5 when they are equal."
+    "Prefer the answer of higher utility, without noise; 1.5 when they are equal."
     z = mark_difference(pairs) @ QUALITY
     return np.where(np.abs(z) < 1e-9, 1.5, 1.5 + np.sign(z)/2).tolist()
 
 # %% ../../nbs/embedded/crowd.ipynb #0c2a62ed
-def with_bias(population: Population, name: str, **likings: float) -> Population:
-    """The same annotators under a new name, with `likings` added to the weights of columns, in
-    units of utility; ValueError for a column that does not exist."""
-    unknown = [k for k in likings if k not in COLUMNS]
-    if unknown: raise ValueError(f'{unknown[0]} is not a mark of answers: {", ".join(COLUMNS)}')
+def with_bias(
+    population: Population,
+    name: str,           # of the new one
+    **likings: float,    # added to the weights of columns, in units of utility
+) -> Population:
+    "Copy a population, and bias its annotators; ValueError for a column that does not exist."
+    for column in likings:
+        if column not in COLUMNS:
+            raise ValueError(f'{column} is not a mark of answers: {", ".join(COLUMNS)}')
     extra = np.array([likings.get(column, 0.) for column in COLUMNS])
-    return Population(name, [replace(a, weights=tuple((a.weights + extra).tolist()))
-                             for a in population.annotators])
+    biased = [replace(a, weights=tuple((a.weights + extra).tolist()))
+              for a in population.annotators]
+    return Population(name, biased)
 
 
 length_biased = with_bias(pool, 'length_biased', words=.2)

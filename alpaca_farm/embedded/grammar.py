@@ -27,7 +27,16 @@ def _fact(name: str) -> dict:
 
 
 def _belongs(table: dict) -> dict:
-    return {thing: (x,) for x, things in table.items() for thing in things}
+    owners = {}
+    for owner, things in table.items(): owners |= dict.fromkeys(things, (owner,))
+    return owners
+
+
+def _sums() -> dict:
+    sums = {}
+    for i in range(1, 5):
+        for j in range(1, 4): sums[f'{NUMBERS[i]} plus {NUMBERS[j]}'] = (NUMBERS[i + j],)
+    return sums
 
 
 KINDS = {
@@ -43,21 +52,25 @@ KINDS = {
     'skill': Kind(
         .11, ('What is {x:a} good at?', 'What does {x:a} do well?', 'What can {x:a} teach me?'),
         '{v}.', 'it is good at {v}.', _fact('skill')),
-    'owner': Kind(.14, ('Who needs the {x}?', 'Whose is the {x}?', 'Who works with the {x}?'),
-                  '{v:a}.', '{v:a} needs it.', _belongs(JOBS)),
-    'place': Kind(.14, ('Where can I find {x}?', 'Where are the {x}?', 'Where do I look for {x}?'),
-                  'the {v}.', 'they are at the {v}.', _belongs(PLACES)),
-    'sights': Kind(.07, ('Name a thing at the {x}.', 'What can I see at the {x}?',
-                         'What is there at the {x}?'), '{v}.', 'you can see {v}.', PLACES),
+    'owner': Kind(
+        .14, ('Who needs the {x}?', 'Whose is the {x}?', 'Who works with the {x}?'),
+        '{v:a}.', '{v:a} needs it.', _belongs(JOBS)),
+    'place': Kind(
+        .14, ('Where can I find {x}?', 'Where are the {x}?', 'Where do I look for {x}?'),
+        'the {v}.', 'they are at the {v}.', _belongs(PLACES)),
+    'sights': Kind(
+        .07, ('Name a thing at the {x}.', 'What can I see at the {x}?',
+              'What is there at the {x}?'),
+        '{v}.', 'you can see {v}.', PLACES),
     'ingredients': Kind(
         .07, ('Name a thing for {x}.', 'What do I need for {x}?', 'What is in {x}?'),
         '{v}.', 'you need {v}.', DISHES),
     'tools': Kind(
         .07, ('Name a tool of {x:a}.', 'What does {x:a} use?', 'What does {x:a} work with?'),
         'the {v}.', 'it is the {v}.', JOBS),
-    'sum': Kind(.07, ('How much is {x}?', 'What is {x}?', 'What do I get for {x}?'),
-                '{v}.', 'the sum is {v}.', {f'{NUMBERS[i]} plus {NUMBERS[j]}': (NUMBERS[i + j],)
-                                            for i in range(1, 5) for j in range(1, 4)})}
+    'sum': Kind(
+        .07, ('How much is {x}?', 'What is {x}?', 'What do I get for {x}?'),
+        '{v}.', 'the sum is {v}.', _sums())}
 
 # %% ../../nbs/embedded/grammar.ipynb #58b6d656
 AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.', 'Tell me.',
@@ -65,42 +78,61 @@ AFTER = ('', 'Please.', 'Thanks!', 'Go ahead.', 'Let me know.', 'I wonder.', 'Te
 
 
 def sample_request(rng: random.Random, asker: str = '') -> dict:
-    "The specification of a request by `asker`, or by anybody: kind, thing, wording of its parts."
+    "Draw the specification of a request by `asker`, or by anybody: kind, thing, wording."
     name = rng.choices(list(KINDS), [kind.share for kind in KINDS.values()])[0]
-    asker = asker or rng.choice([*ASKERS])
-    return dict(kind=name, thing=rng.choice(list(KINDS[name].right)), asker=asker,
-                before=rng.choice(ASKERS[asker]), question=rng.choice(KINDS[name].questions),
+    kind = KINDS[name]
+    asker = asker or rng.choice(list(ASKERS))
+    return dict(kind=name, thing=rng.choice(list(kind.right)), asker=asker,
+                before=rng.choice(ASKERS[asker]), question=rng.choice(kind.questions),
                 after=rng.choice(AFTER))
 
 
 def render(spec: dict) -> dict:
-    "The record of a request, with `instruction` and `input`."
+    "Write the record of a request, with `instruction` and `input`."
     question = fill(spec['question'], x=spec['thing'])
     return dict(instruction=f"{spec['before']} {question} {spec['after']}".strip(), input='')
 
 # %% ../../nbs/embedded/grammar.ipynb #f0db4105
-_ASKER_OF = {before: asker for asker, sentences in ASKERS.items() for before in sentences}
-_QUESTIONS = {fill(question, x=thing): dict(kind=name, thing=thing, question=question)
-              for name, kind in KINDS.items() for question in kind.questions for thing in kind.right}
+def _all_questions() -> dict[str, dict]:
+    "Find what each question asks, in every wording."
+    questions = {}
+    for name, kind in KINDS.items():
+        for question in kind.questions:
+            for thing in kind.right:
+                text = fill(question, x=thing)
+                questions[text] = dict(kind=name, thing=thing, question=question)
+    return questions
+
+
+_QUESTIONS = _all_questions()
+
+
+def _who_asks(text: str) -> dict:
+    "Read the asker off a request's first sentence, `before`; empty if it is none of theirs."
+    for asker, sentences in ASKERS.items():
+        for before in sentences:
+            if text.startswith(f'{before} '): return dict(asker=asker, before=before)
+    return {}
 
 
 @lru_cache(maxsize=None)   # boards ask for the same thousands a million times
 def parse(instruction: str) -> dict:
-    "The specification of a request, not to be changed; ValueError if it is not of this world."
-    whole = ' '.join(instruction.split())
-    before = next((b for b in _ASKER_OF if whole.startswith(f'{b} ')), '')
-    after = next((a for a in AFTER if a and whole.endswith(f' {a}')), '')
-    asked = whole.removeprefix(before).removesuffix(after).strip()
-    if not before or asked not in _QUESTIONS:
+    "Specify a request, not to be changed; ValueError if it is not of this world."
+    text = ' '.join(instruction.split())
+    who = _who_asks(text)
+    after = next((a for a in AFTER if a and text.endswith(f' {a}')), '')
+    question = text.removeprefix(who.get('before', '')).removesuffix(after).strip()
+    if not who or question not in _QUESTIONS:
         raise ValueError(f'{instruction!r} is not a request of the embedded world.')
-    return dict(_QUESTIONS[asked], asker=_ASKER_OF[before], before=before, after=after)
+    return _QUESTIONS[question] | who | dict(after=after)
 
 
 def request_of(record: dict) -> dict:
-    "The specification of a record's request; ValueError when it is not of this world."
+    "Specify the request of a record; ValueError if it is not of this world."
     return parse(f"{record['instruction']} {record.get('input') or ''}")
 
 # %% ../../nbs/embedded/grammar.ipynb #293cc1e6
 def is_held_out(spec: dict) -> bool:
-    "Whether a request belongs to validation and evaluation; a fifth of them do."
-    return zlib.crc32('|'.join(spec[k] for k in ('before', 'question', 'thing')).encode()) % 5 == 0
+    "Decide whether a request belongs to validation and evaluation; a fifth of them do."
+    text = f"{spec['before']}|{spec['question']}|{spec['thing']}"
+    return zlib.crc32(text.encode()) % 5 == 0

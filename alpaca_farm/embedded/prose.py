@@ -13,36 +13,57 @@ from .lexicon import ANIMALS, ASKERS, capitalise, FACTS, fill, NAMES, PHRASES
 
 # %% ../../nbs/embedded/prose.ipynb #df4e0f68
 def describe(rng: random.Random) -> str:
-    "Two or three facts about an animal."
-    animal, facts = rng.choice(list(ANIMALS)), rng.sample(FACTS, rng.choice((2, 3)))
-    says = [fill(KINDS[f].sentence, v=KINDS[f].right[animal][0]) for f in facts]
-    says[0] = says[0].replace('it', fill('{x:a}', x=animal), 1)
-    return ' '.join(map(capitalise, says))
+    "State two or three facts about an animal."
+    animal = rng.choice(list(ANIMALS))
+    sentences = []
+    for fact in rng.sample(FACTS, rng.choice((2, 3))):
+        kind = KINDS[fact]
+        value, = kind.right[animal]
+        sentences.append(fill(kind.sentence, v=value))
+    subject = fill('{x:a}', x=animal)
+    sentences[0] = sentences[0].replace('it', subject, 1)
+    return ' '.join(map(capitalise, sentences))
 
 
 def talk(rng: random.Random) -> str:
-    "Somebody asks and somebody knows."
-    kind = rng.choices(list(KINDS.values()), [k.share for k in KINDS.values()])[0]
-    thing, (x, y) = rng.choice(list(kind.right)), rng.sample(NAMES, 2)
-    says = capitalise(fill(rng.choice((kind.sentence, kind.word)), v=rng.choice(kind.right[thing])))
-    return f'"{fill(rng.choice(kind.questions), x=thing)}" asked {x}. "{says}" said {y}.'
+    "Let somebody ask and somebody know."
+    kinds = list(KINDS.values())
+    kind, = rng.choices(kinds, [k.share for k in kinds])
+    thing = rng.choice(list(kind.right))
+    one, other = rng.sample(NAMES, 2)
+    form = rng.choice((kind.sentence, kind.word))
+    value = rng.choice(kind.right[thing])
+    question = fill(rng.choice(kind.questions), x=thing)
+    answer = capitalise(fill(form, v=value))
+    return f'"{question}" asked {one}. "{answer}" said {other}.'
+
+
+def _say(rng: random.Random, *sentences: str) -> str:
+    "Let somebody say some sentences."
+    text = ' '.join(sentences)
+    return f'"{text}" said {rng.choice(NAMES)}.'
 
 
 def _introduce(rng: random.Random) -> str:
-    "Somebody says twice who they are."
-    one, two = rng.sample(ASKERS[rng.choice(list(ASKERS))], 2)
-    return f'"{one} {two}" said {rng.choice(NAMES)}.'
+    "Let somebody say twice who they are."
+    asker = rng.choice(list(ASKERS))
+    return _say(rng, *rng.sample(ASKERS[asker], 2))
 
 
 def _chat(rng: random.Random) -> str:
-    "Small talk."
-    one, two = (rng.choice(PHRASES[part]) for part in rng.sample(list(PHRASES), 2))
-    return f'"{one} {two}" said {rng.choice(NAMES)}.'
+    "Make small talk."
+    one, two = rng.sample(list(PHRASES), 2)
+    return _say(rng, rng.choice(PHRASES[one]), rng.choice(PHRASES[two]))
 
 
-_TEXTS = {describe: .2, talk: .65, _introduce: .1, _chat: .05}
+_TEXTS = {
+    describe: .2,   # share of the texts
+    talk: .65,
+    _introduce: .1,
+    _chat: .05}
 
 
 def sample_page(rng: random.Random, n: int = 3) -> str:
-    "A page of `n` texts."
-    return ' '.join(text(rng) for text in rng.choices(list(_TEXTS), _TEXTS.values(), k=n))
+    "Write a page of `n` texts."
+    texts = rng.choices(list(_TEXTS), _TEXTS.values(), k=n)
+    return ' '.join(text(rng) for text in texts)

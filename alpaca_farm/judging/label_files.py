@@ -14,117 +14,148 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.data.records import (check_field, check_records, FILE_SUFFIXES,
-    full_instruction, prompt_key, read_rows)
+from ..core.data.records import check_field, check_records, FILE_SUFFIXES, read_rows
+
+from ..core.data.dialogues import full_instruction
 from ..core.data.dialogues import check_messages, prompt_messages, SYSTEM, with_system
-from ..core.data.formats import as_records, check_code, read_ended, row_shape
+from ..core.data.formats import as_records, check_code, find_reader, read_ended
 from ..core.ask.judge_configs import is_population
-from ..core.data.preferences import read_preference, report_missing, swap_outputs
+from alpaca_farm.core.data.preferences import (PAIR_FIELDS, pair_identity, read_preference,
+    report_missing)
 from ..core.run.settings import at_root, resolve
 
 # %% ../../nbs/judging/label_files.ipynb #c8696995
-def _read_name(row: dict, name: str, where: str) -> str | int | float:
-    "A text or a number; ValueError for another value."
+def _read_name(row, name, where):
+    "Read a text or a number; ValueError for another value."
     value = row[name]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool): return value
     raise ValueError(f'{where}: the field {name!r} is {value!r:.60}, not a text or a number')
 
 
-def _read_number(row: dict, name: str, where: str) -> float:
-    "A number, or its text; ValueError for another value."
+def _read_number(row, name, where):
+    "Read a number, or its text; ValueError for another value."
     try: return float(row[name])
     except (TypeError, ValueError):
         at = f'{where}: the field {name!r}'
         raise ValueError(f'{at} is {row[name]!r:.60}, not a number') from None
 
 
-def _read_pair(row: dict, where: str, **fields) -> dict:
-    "A pair from the named `fields`, by default those of a preference record."
-    names = dict(instruction='instruction', output_1='output_1', output_2='output_2') | fields
-    if 'instruction' not in fields and row.get('input') is not None: names['input'] = 'input'
+def _read_pair(row, where):
+    "Read a pair from a row; ValueError naming a wrong field."
     pair = dict(input='')
+    names = list(PAIR_FIELDS)
+    if row.get('input') is None: names.remove('input')
     if dialogue := prompt_messages(row):
         check_messages(row, where)
-        del names['instruction']
         pair['messages'] = dialogue
-    for name, field in names.items():
-        check_field(row, field, str, where)
-        pair[name] = row[field]
-    kept = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
-    pair |= {k: _read_name(row, k, where) for k in kept if row.get(k) is not None}
-    pair |= {k: row[k] for k in ('ended_1', 'ended_2', *SYSTEM) if k in row}
+        names.remove('instruction')
+    for name in names:
+        check_field(row, name, str, where)
+        pair[name] = row[name]
+    for name in ('generator_1', 'generator_2', 'idx', 'drawn', 'stratum'):
+        if row.get(name) is not None: pair[name] = _read_name(row, name, where)
+    for name in ('ended_1', 'ended_2', *SYSTEM):
+        if name in row: pair[name] = row[name]
     read_ended(pair, where)
     return with_system(pair, where)
 
+# %% ../../nbs/judging/label_files.ipynb #5c1e7a02
+# Each reader of a format gives a row with our columns, and the field of each annotator's vote.
+
+def _read_votes(row, where):
+    "Read votes by name."
+    if isinstance(row.get('votes'), dict): return row | row['votes'], {v: v for v in row['votes']}
+    raise ValueError(f"{where}: the field 'votes' must hold votes by name")
+
+
+def _read_pandalm(row, where):
+    "Read PandaLM's columns: two answers, and the vote of each annotator."
+    row = {k: str(v) if isinstance(v, bool) else v for k, v in row.items()}
+    for k in '12':
+        check_field(row, f'response{k}', str, where)
+        row[f'output_{k}'] = row[f'response{k}']
+    if row.get('input') and not str(row.get('instruction')).strip():
+        row |= dict(instruction=row['input'], input='')
+    models = str(row.get('cmp_key', '')).split('_')
+    if len(models) == 2: row |= dict(generator_1=models[0], generator_2=models[1])
+    return row, {k: k for k in row if k.startswith('annotator')}
+
+
+def _read_llmbar(row, where):
+    "Read LLMBar's columns: the instruction is in `input`."
+    check_field(row, 'input', str, where)
+    return row | dict(instruction=row['input'], input=''), dict(gold='label')
+
+
+def _read_record(row, where):
+    "Read a preference record, or AlpacaEval's annotation."
+    who = 'annotator_index' if 'annotator_index' in row else 'annotator'
+    name = _read_name(row, who, where) if who in row else 'people'
+    return row, {str(name): 'preference'}
+
+
+_READERS = (   # fields of the first row, and who reads a file that has them
+    ({'votes'}, _read_votes),
+    ({'response1', 'annotator1'}, _read_pandalm),
+    ({'output_1', 'label'}, _read_llmbar),
+    ({'output_1', 'output_2', 'preference'}, _read_record))
+
 # %% ../../nbs/judging/label_files.ipynb #a2ded2af
-def _short_name(spec: str) -> str:
-    "A short name for a file or for `module:name`."
+def _short_name(spec):
+    "Shorten the name of a file or of `module:name`."
     name = Path(spec.rpartition(':')[2]).name
-    suffix = max((s for s in FILE_SUFFIXES if name.endswith(s)), key=len, default='')
-    return name.removesuffix(suffix).strip('*_')
+    for suffix in FILE_SUFFIXES: name = name.removesuffix(suffix)
+    return name.strip('*_')
 
 
-def _read_labelled_pairs(rows: list[dict], where: str) -> list[dict]:
-    "Labelled pairs from the rows of a file; ValueError for another format, or without votes."
+def _check_votes(votes, where):
+    "Raise a ValueError for a vote that no person gives, or without any."
+    for name, vote in votes.items():
+        if vote not in (1, 1.5, 2) and not math.isnan(vote):
+            raise ValueError(f'{where}: the vote {name!r} is {vote}: a person votes 1, 2, or 1.5 '
+                             'for a tie. A soft label is the verdict of a judge')
+    if all(map(math.isnan, votes.values())):
+        raise ValueError(f'{where}: nobody has voted on this pair. Leave it out')
+
+
+def _read_labelled_pairs(rows, where):
+    "Read labelled pairs from the rows of a file; ValueError for another format, or without votes."
     first = rows[0] if rows else {}
-    if row_shape(first, ['preference']):
+    if 'output_1' not in first and find_reader(first, ['preference']):
         rows = check_records(as_records(rows, where, ['preference']), 'preference', where)
         rows = [dict(r, annotator='gold') for r in rows]
         first = rows[0]
     check_code([row.get('preference') for row in rows], where)
+    read = next((reader for fields, reader in _READERS if fields <= first.keys()), None)
+    if not read:
+        raise ValueError(f'{where}: no known format of labels has the fields {", ".join(first)}')
     pairs = {}
     for i, row in enumerate(rows):
-        at, key, field = f'{where}, row {i}', i, None   # the field of all votes, if it is one
-        if 'votes' in first: pair, given = _read_pair(row, at), row.get('votes')
-        elif {'response1', 'annotator1'} <= first.keys():   # PandaLM's
-            given = {k: v for k, v in row.items() if k.startswith('annotator')}
-            row = {k: str(v) if isinstance(v, bool) else v for k, v in row.items()}
-            if row.get('input') and not str(row.get('instruction')).strip():
-                row |= dict(instruction=row['input'], input='')
-            models = str(row.get('cmp_key', '')).split('_')
-            if len(models) == 2: row |= dict(generator_1=models[0], generator_2=models[1])
-            pair = _read_pair(row, at, output_1='response1', output_2='response2')
-        elif {'output_1', 'label'} <= first.keys():   # LLMBar's
-            pair, given = _read_pair(row, at, instruction='input'), dict(gold=row.get('label'))
-            field = 'label'
-        elif {'output_1', 'output_2', 'preference'} <= first.keys():
-            who = 'annotator_index' if 'annotator_index' in row else 'annotator'
-            name = str(_read_name(row, who, at)) if who in row else 'people'
-            pair, given = _read_pair(row, at), {name: row.get('preference')}
-            field = 'preference'
-        else: raise ValueError(f'{where}: no known format of labels has the fields '
-                               f'{", ".join(first)}')
-        if not isinstance(given, dict):
-            raise ValueError(f"{at}: the field 'votes' must hold votes by name")
-        votes = {k: read_preference(v, at, field or k) for k, v in given.items()}
-        for name, v in votes.items():
-            if v in (1, 1.5, 2) or math.isnan(v): continue
-            raise ValueError(f'{at}: the vote {name!r} is {v}: a person votes 1, 2, or 1.5 for a '
-                             'tie. A soft label is the verdict of a judge')
-        if all(map(math.isnan, votes.values())):
-            raise ValueError(f'{at}: nobody has voted on this pair. Leave it out')
-        if 'preference' in first and 'votes' not in first:   # rows of one pair, in either order
-            both = pair, swap_outputs(pair)
-            key, other = ((*prompt_key(p), p['output_1'], p['output_2']) for p in both)
-            if key not in pairs and other in pairs:
-                key, votes = other, {name: 3 - v for name, v in votes.items()}
+        at = f'{where}, row {i}'
+        row, fields = read(row, at)
+        votes = {k: read_preference(row.get(field), at, field) for k, field in fields.items()}
+        _check_votes(votes, at)
+        pair = _read_pair(row, at)
+        key = tuple(pair_identity(pair)) if read is _read_record else i   # in either order
         merged = pairs.setdefault(key, dict(pair, votes={}, row=i, source=_short_name(where)))
         for name, vote in votes.items():
             while name in merged['votes']: name += "'"
-            merged['votes'][name] = vote
+            exchanged = pair['output_1'] != merged['output_1']
+            merged['votes'][name] = 3 - vote if exchanged else vote
     return list(pairs.values())
 
 # %% ../../nbs/judging/label_files.ipynb #c71a0303
 def label_file(spec: str) -> Path | None:
-    "The file of labels or verdicts, or the `preferences` of a run folder; None if there is none."
+    "Find the file of labels or verdicts, or the `preferences` of a run folder, if there is one."
     path = at_root(spec)
     if path.is_file() and path.name.endswith(FILE_SUFFIXES):
         return None if is_population(spec) else path
-    return next((p for s in FILE_SUFFIXES if (p := path/f'preferences{s}').is_file()), None)
+    for suffix in FILE_SUFFIXES:
+        if (path/f'preferences{suffix}').is_file(): return path/f'preferences{suffix}'
 
 
 def label_files(spec: str) -> list[str]:
-    "The files of a set, or the name of the function that makes it; ValueError for neither."
+    "Find the files of a set, or the function that makes it; ValueError for neither."
     files = [label_file(f) for f in sorted(glob(str(at_root(spec))))]
     if files and all(files): return list(map(str, files))
     if files or ':' not in spec:
@@ -135,13 +166,15 @@ def label_files(spec: str) -> list[str]:
 
 
 def load_sets(specs: list[str]) -> dict[str, list[dict]]:
-    "All labelled pairs of sets by a short name, or the full one where the short is not unique."
-    names, sets = [_short_name(s) for s in specs], {}
+    "Read the labelled pairs of sets, by a short name, or the full one if the short is not unique."
+    names = [_short_name(spec) for spec in specs]
+    sets = {}
     for name, spec in zip(names, specs):
-        pairs = sets[name if names.count(name) == 1 else spec] = []
+        pairs = []
         for file in label_files(spec):
             rows = read_rows(file) if file.endswith(FILE_SUFFIXES) else resolve(file)()
             pairs += _read_labelled_pairs(rows, file)
+        sets[name if names.count(name) == 1 else spec] = pairs
     return sets
 
 # %% ../../nbs/judging/label_files.ipynb #a6ff6c8a
@@ -156,75 +189,86 @@ class Verdicts(NamedTuple):
 
 
 def per_thousand(values: list) -> float:
-    "A thousand times the mean of the known values; nan when there are none."
+    "Give a thousand times the mean of the known values; nan when there are none."
     numbers = [v for v in values if v is not None]
     return 1000*sum(numbers)/len(numbers) if numbers else math.nan
 
 # %% ../../nbs/judging/label_files.ipynb #b9738964
-def _read_verdicts(file: str) -> list[dict]:
-    """The verdicts of a file: judge, key of the pair, preference, and what else is known.
+def _read_verdict(row, first, file, where):
+    "Read judge, key of the pair, preference, and what else is known, as of the first row."
+    def named(name): return _read_name(row, name, where)
+    def preference(name): return read_preference(row[name], where, name)
+    if {'dataset', 'item', 'winner'} <= first.keys():   # LLMBar's
+        key = str(named('dataset')).replace('/', '_'), _read_number(row, 'item', where)
+        order = _read_number(row, 'swapped', where)
+        if order not in (0, 1):
+            raise ValueError(f"{where}: the field 'swapped' is {order:g}, not 0 or 1")
+        return dict(judge=f'{named("judge")} {named("strategy")}', key=key, where=where,
+                    order=int(order), gold=preference('gold'), preference=preference('winner'))
+    for name in first:
+        if name.endswith('_result') and 'idx' in first:   # PandaLM's
+            return dict(judge=_short_name(file), key=(named('idx'),), preference=preference(name))
+    pair = _read_pair(row, where)
+    judge = named('annotator') if 'annotator' in row else _short_name(file)
+    verdict = dict(judge=str(judge), key=_text_key(pair), first=pair['output_1'],
+                   preference=preference('preference'))
+    for name in ('price', 'time'):
+        field = f'{name}_per_example' if f'{name}_per_example' in row else name
+        unpaid = row.get(field) in (None, '')
+        verdict[name] = None if unpaid else _read_number(row, field, where)
+    return verdict
 
-    ValueError naming row and field."""
-    rows, verdicts = read_rows(file), []
-    first = rows[0] if rows else {}
-    result = next((k for k in first if k.endswith('_result') and 'idx' in first), None)
+
+def _text_key(pair):
+    "Make the key of a pair by its texts, in either order."
+    return full_instruction(pair), *sorted((pair['output_1'], pair['output_2']))
+
+
+def _read_verdicts(file):
+    "Read the verdicts of a file; ValueError naming row and field."
+    rows = read_rows(file)
+    verdicts = []
     for i, row in enumerate(rows):
         where = f'{file}, row {i}'
-        def read(name): return read_preference(row[name], where, name)
-        def named(name): return _read_name(row, name, where)
-        try:
-            if {'dataset', 'item', 'winner'} <= set(first):   # LLMBar's
-                key = str(named('dataset')).replace('/', '_'), _read_number(row, 'item', where)
-                swapped = _read_number(row, 'swapped', where)
-                if swapped not in (0, 1):
-                    raise ValueError(f"{where}: the field 'swapped' is {swapped:g}, not 0 or 1")
-                v = dict(judge=f'{named("judge")} {named("strategy")}', key=key, gold=read('gold'),
-                         preference=read('winner'), order=int(swapped), where=where)
-            elif result:   # PandaLM's
-                v = dict(judge=_short_name(file), key=(named('idx'),), preference=read(result))
-            else:
-                key = full_instruction(_read_pair(row, where)), row['output_1'], row['output_2']
-                judge = named('annotator') if 'annotator' in row else _short_name(file)
-                v = dict(judge=str(judge), key=key, preference=read('preference'))
-                for k in ('price', 'time'):
-                    field = f'{k}_per_example' if f'{k}_per_example' in row else k
-                    unpaid = row.get(field) in (None, '')
-                    v[k] = None if unpaid else _read_number(row, field, where)
+        try: verdicts.append(_read_verdict(row, rows[0], file, where))
         except KeyError as e: raise ValueError(f'{where}: the field {e} is missing') from None
-        verdicts.append(v)
     return verdicts
 
 
-def _match_verdicts(rows: list[dict], pairs: list[dict], what: str) -> Verdicts | None:
-    "The verdicts of one judge on those pairs of a set that it has compared; None without any."
-    keys = {}   # of a pair: its number, and whether the key has its answers exchanged
-    for j, p in enumerate(pairs):
-        text, one, two = full_instruction(p), p['output_1'], p['output_2']
-        for key in ((p.get('source'), p['row']), (p.get('idx'),), (text, one, two)):
-            keys.setdefault(key, []).append((j, 0))
-        keys.setdefault((text, two, one), []).append((j, 1))
-    matching, at = [r for r in rows if r['key'] in keys], {}
+def _match_verdicts(rows, pairs, what):
+    "Gather the verdicts of one judge on those pairs of a set that it has compared, if any."
+    places = {}   # numbers of the pairs by each of their keys
+    for j, pair in enumerate(pairs):
+        for key in ((pair.get('source'), pair['row']), (pair.get('idx'),), _text_key(pair)):
+            places.setdefault(key, []).append(j)
+    matching = [r for r in rows if r['key'] in places]
     if not matching: return None
+    given = {}   # by the order shown and the pair
     for r in matching:
-        for j, exchanged in keys[r['key']]:
-            votes = pairs[j]['votes']
-            if 'gold' in r and r['gold'] not in votes.values():
-                raise ValueError(f'{r["where"]}: gold is {r["gold"]:g}, the set has {votes}: '
-                                 'the rows do not belong together')
+        for j in places[r['key']]:
+            pair = pairs[j]
+            if 'gold' in r and r['gold'] not in pair['votes'].values():
+                raise ValueError(f'{r["where"]}: gold is {r["gold"]:g}, the set has '
+                                 f'{pair["votes"]}: the rows do not belong together')
+            exchanged = r.get('first', pair['output_1']) != pair['output_1']
             preference = 3 - r['preference'] if exchanged else r['preference']
-            at.setdefault((j, r.get('order', 0) ^ exchanged), []).append(preference)
-    preferences = np.full((max(map(len, at.values())), 2, len(pairs)), np.nan)
-    unanswered, shown = np.zeros(len(pairs), int), np.zeros((2, len(pairs)), bool)
-    for (j, order), verdicts in at.items():
-        preferences[:len(verdicts), order, j], shown[order, j] = verdicts, True
+            given.setdefault((r.get('order', int(exchanged)), j), []).append(preference)
+    counts = [len(verdicts) for verdicts in given.values()]
+    preferences = np.full((max(counts), 2, len(pairs)), np.nan)
+    unanswered = np.zeros(len(pairs), int)
+    shown = np.zeros((2, len(pairs)), bool)
+    for (order, j), verdicts in given.items():
+        preferences[:len(verdicts), order, j] = verdicts
         unanswered[j] += np.isnan(verdicts).sum()
-    missing, used = int(unanswered.sum()), int(shown.any(0).sum())
-    report_missing(what, missing, missing + int((~np.isnan(preferences)).sum()))
+        shown[order, j] = True
+    report_missing(what, int(unanswered.sum()), sum(counts))
+    used = int(shown.any(0).sum())
     if used < len(pairs) or len(matching) < len(rows):
         print(f'{what}: {used} of {len(pairs)} labelled pairs have a verdict, '
               f'and {len(matching)} of {len(rows)} verdicts are on them; only these are used')
     return Verdicts(preferences, 'recorded', unanswered, shown,
-                    *(per_thousand([r.get(k) for r in rows]) for k in ('price', 'time')))
+                    price=per_thousand([r.get('price') for r in rows]),
+                    time=per_thousand([r.get('time') for r in rows]))
 
 
 def recorded_verdicts(
@@ -233,20 +277,21 @@ def recorded_verdicts(
     sets: dict,      # labelled pairs by the name of the set
     pool: str = '',  # one name for all judges of the file if no two of them compared the same pair
 ) -> dict:  # {(set, judge): Verdicts}
-    "The judges of a file on the pairs of each set that they compared; ValueError without any."
+    "Read the judges of a file on the pairs that they compared; ValueError without any."
     rows = [r for r in _read_verdicts(file) if fnmatch(r['judge'], pattern or '*')]
     if not rows:
         called = f' of a judge called {pattern}' if pattern else ''
         raise ValueError(f'{file}: there is no verdict{called}')
-    once = len({(r['key'], r.get('order')) for r in rows}) == len(rows)
-    if pool and not pattern and once and len({r['judge'] for r in rows}) > 1:
-        rows = [dict(r, judge=pool) for r in rows]
-    by_judge, matched = {}, {}
+    by_judge = {}
     for r in rows: by_judge.setdefault(r['judge'], []).append(r)
-    for s, pairs in sets.items():
+    questions = {(r['key'], r.get('first'), r.get('order')) for r in rows}
+    one_pool = pool and not pattern and len(questions) == len(rows)
+    if one_pool and len(by_judge) > 1: by_judge = {pool: rows}
+    matched = {}
+    for name, pairs in sets.items():
         for judge, own in by_judge.items():
-            verdicts = _match_verdicts(own, pairs, f'{judge} on {s}')
-            if verdicts: matched[s, judge] = verdicts
+            verdicts = _match_verdicts(own, pairs, f'{judge} on {name}')
+            if verdicts: matched[name, judge] = verdicts
     if matched: return matched
     raise ValueError(f'{file}: its {len(rows)} verdicts match no pair in {", ".join(sets)}. They '
                      'are matched by instruction and answers, or by the number in a known set')

@@ -7,7 +7,7 @@ __all__ = ['LabellingConfig', 'person_sees_swapped', 'pairs_to_label', 'Labellin
            'LabellingPage', 'labelling_widget', 'run']
 
 # %% ../../nbs/judging/labelling.ipynb #eb8df76c
-import html, time
+import html, json, time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,13 +17,12 @@ from ..core.run.inputs import ensure_inputs
 from ..core.data.dialogues import prompt_text
 from ..core.run.files import digest
 from ..core.data.preferences import hash_uniform, is_preference, pair_identity
-from ..core.data.records import prompt_key
+from ..core.data.dialogues import prompt_key
 from ..core.run.runs import start
 from ..core.run.settings import at_root, command, Config, Count, Share
-from ..core.stats import wilson
+from ..core.stats import FEWEST_LABELS, wilson
 from ..core.ask.store import request_key, Store
-from ..annotators import load_pairs
-from ..boards.corrected import FEWEST_LABELS
+from .judges import load_pairs
 
 # %% ../../nbs/judging/labelling.ipynb #ab425f7a
 @dataclass
@@ -44,8 +43,12 @@ class LabellingConfig(Config):
     aside = Config.aside + ('store', 'repeat')   # the labels themselves are part of the identity
 
 # %% ../../nbs/judging/labelling.ipynb #677b72ed
-def person_sees_swapped(pair: dict, person: str, seed: int = 0) -> bool:
-    "Whether a person sees output_2 first: a coin of the seed, the pair and the person."
+def person_sees_swapped(
+    pair: dict,
+    person: str,
+    seed: int = 0,   # another seed, other coins
+) -> bool:
+    "Toss a coin of the seed, the pair and the person: is output_2 shown first?"
     coin = hash_uniform(seed, 'shown', person, *pair_identity(pair)) < .5
     return coin != (pair['output_1'] > pair['output_2'])
 
@@ -55,58 +58,63 @@ def _label_request(
     person: str,
     swapped: bool,  # whether output_2 comes first
 ) -> dict:
-    "The request to a person to compare a pair: its texts in the order shown, and no other field."
+    "Make the request to a person to compare a pair: its texts in the order shown, nothing else."
     first, second = ('output_2', 'output_1') if swapped else ('output_1', 'output_2')
     return dict(kind='label', person=person, instruction=prompt_text(pair),
                 input=pair.get('input') or '', output_1=pair[first], output_2=pair[second])
 
 # %% ../../nbs/judging/labelling.ipynb #98ed1983
+def _side(pair, cfg):
+    "Find the group of a pair: 1 if its second answer is longer, or a judge's choice, -1 or 0."
+    if not cfg.strata: return 0
+    if cfg.strata == 'length': return int(np.sign(len(pair['output_2']) - len(pair['output_1'])))
+    if is_preference(pair.get('preference')): return int(np.sign(pair['preference'] - 1.5))
+    raise ValueError(f'strata = verdict: a pair of {cfg.outputs} has no verdict of a judge: '
+                     'name a run of annotators')
+
+
 def pairs_to_label(cfg) -> list[dict]:
-    "The pairs that the settings name; of those drawn, with `drawn` and `stratum` (-1, 0, 1)."
+    "Load the pairs that the settings name; those drawn have `drawn` and `stratum` (-1, 0, 1)."
     pairs = load_pairs(cfg)
     if not cfg.draw: return pairs
-    def side(p):
-        if cfg.strata == 'length': return int(np.sign(len(p['output_2']) - len(p['output_1'])))
-        if is_preference(p.get('preference')): return int(np.sign(p['preference'] - 1.5))
-        raise ValueError(f'strata = verdict: a pair of {cfg.outputs} has no verdict of a judge: '
-                         'name a run of annotators')
+    def place(pair): return hash_uniform(cfg.seed, 'draw', *prompt_key(pair))
     pairs = [p for p in pairs if p['output_1'] != p['output_2']]   # which need no label
-    prompts, strata, drawn = {prompt_key(p) for p in pairs}, {}, []
+    prompts = {prompt_key(p) for p in pairs}
     if cfg.strata and len(prompts) < len(pairs):
         raise ValueError(f'strata = {cfg.strata}: an instruction has several pairs. Draw without')
-    for p in pairs:
-        stratum = strata.setdefault(side(p) if cfg.strata else 0, {})
-        stratum.setdefault(prompt_key(p), []).append(p)
-    def place(key): return hash_uniform(cfg.seed, 'draw', *key)
-    for s, stratum in strata.items():
-        n = max(round(cfg.draw*len(stratum)/len(prompts)), FEWEST_LABELS if cfg.strata else 0)
-        drawn += [dict(p, drawn=cfg.strata or 'random', stratum=s)
-                  for key in sorted(stratum, key=place)[:n] for p in stratum[key]]
-    return sorted(drawn, key=lambda p: place(prompt_key(p)))
+    strata = {}   # by side, then by instruction, in random order
+    for p in sorted(pairs, key=place):
+        strata.setdefault(_side(p, cfg), {}).setdefault(prompt_key(p), []).append(p)
+    fewest = FEWEST_LABELS if cfg.strata else 0
+    drawn = []
+    for side, groups in strata.items():
+        n = max(round(cfg.draw * len(groups) / len(prompts)), fewest)
+        for p in sum(list(groups.values())[:n], []):
+            drawn.append(dict(p, drawn=cfg.strata or 'random', stratum=side))
+    return sorted(drawn, key=place)
 
 # %% ../../nbs/judging/labelling.ipynb #b7b70fb8
-def _made(answer: dict) -> tuple[int, float]:
-    "The place of an answer among those of a person; by its time alone in older stores."
-    return answer.get('made', 0), answer['at']
-
-
 def _person_answers(
     store: Store,
     pairs: list[dict],
     person: str,
 ) -> list[list[dict]]:  # for each pair up to two answers with `swapped`, the earlier first
-    "A person's last answers about pairs, in either order; none after an undo."
-    requests = {(i, s): _label_request(p, person, s)
-                for i, p in enumerate(pairs) for s in (False, True)}
-    last, number = {}, 0
-    while requests:   # those answered so often
-        keys = {at: request_key(r, number) for at, r in requests.items()}
-        found = store.get(list(keys.values()))
-        requests, number = {at: r for at, r in requests.items() if keys[at] in found}, number + 1
-        last |= {at: found[keys[at]] for at in requests}
-    given = [[] for _ in pairs]
-    for (i, swapped), answer in sorted(last.items(), key=lambda item: _made(item[1])):
-        if not answer['undone']: given[i].append(dict(answer, swapped=swapped))
+    "Find a person's last answers about pairs, in either order; none after an undo."
+    rows = store.run("""select request, answer, seconds from requests join answers using (key)
+                        where request like '{"kind": "label"%'
+                        order by coalesce(json_extract(answer, '$.made'), 0), at""")
+    last = {}   # by what was shown
+    for made, (request, answer, seconds) in enumerate(rows):
+        shown = tuple(json.loads(request).values())
+        last[shown] = json.loads(answer) | dict(seconds=seconds, made=made)
+    given = []
+    for pair in pairs:
+        both = []
+        for swapped in (False, True):
+            shown = tuple(_label_request(pair, person, swapped).values())
+            answer = last.get(shown)
+            if answer and not answer['undone']: both.append(dict(answer, swapped=swapped))
+        given.append(sorted(both, key=lambda answer: answer['made']))
     return given
 
 # %% ../../nbs/judging/labelling.ipynb #cd8e0528
@@ -122,47 +130,67 @@ class LabellingQueue:
         seed: int = 0,
         repeat: float = 0.,  # share of the pairs that are shown again
     ):
-        if not person.strip():
+        self.pairs = [p for p in pairs if p['output_1'] != p['output_2']]
+        self.store = store
+        self.person = person.strip()
+        self.seed = seed
+        if not self.person:
             raise ValueError("person = '': give your name, the same one each time")
-        self.pairs, self.store = [p for p in pairs if p['output_1'] != p['output_2']], store
-        self.person, self.seed = person.strip(), seed
         self.answers = _person_answers(store, self.pairs, self.person)
-        coins = [hash_uniform(seed, 'again', self.person, *pair_identity(p)) for p in self.pairs]
-        showings = [(i, again) for i, u in enumerate(coins) for again in range(1 + (u < repeat))]
-        self.showings = sorted(showings, key=lambda s: s[0] + _REPEAT_AFTER * s[1])
+        self.showings = []
+        for i, pair in enumerate(self.pairs):
+            coin = hash_uniform(seed, 'again', self.person, *pair_identity(pair))
+            self.showings += [(i, 0), (i, 1)] if coin < repeat else [(i, 0)]
+        self.showings.sort(key=lambda showing: showing[0] + _REPEAT_AFTER * showing[1])
 
     def remaining(self) -> list[tuple[int, int]]:
-        "The pairs still to be shown, for the first (0) or the second (1) time, in order."
-        return [(i, again) for i, again in self.showings if len(self.answers[i]) <= again
-                and all(a['preference'] for a in self.answers[i])]
+        "List the pairs still to be shown, for the first (0) or the second (1) time, in order."
+        left = []
+        for i, again in self.showings:
+            skipped = any(answer['preference'] is None for answer in self.answers[i])
+            if len(self.answers[i]) <= again and not skipped: left.append((i, again))
+        return left
 
     def __len__(self) -> int: return len(self.remaining())
 
     def next_pair(self) -> tuple[int, bool] | None:
-        "The next pair, and whether its second output is shown first; None when all are done."
+        "Give the next pair, and whether its second output is shown first; None after the last."
         for i, again in self.remaining():
             if again: return i, not self.answers[i][0]['swapped']
             return i, person_sees_swapped(self.pairs[i], self.person, self.seed)
 
-    def record_label(self, i: int, swapped: bool, preference: float | None, seconds: float = 0.,
-                     undone: bool = False):
-        "Store an answer on pair i: 1, 2 or 1.5 in the order shown; None for no verdict."
-        request, number = _label_request(self.pairs[i], self.person, swapped), 0
+    def record_label(self,
+        i: int,                     # number of the pair
+        swapped: bool,              # whether its second output was shown first
+        preference: float | None,   # 1, 2 or 1.5 in the order shown; None for no verdict
+        seconds: float = 0.,        # that it took
+        undone: bool = False,       # whether the last answer is taken back
+    ):
+        "Store an answer on a pair."
+        request = _label_request(self.pairs[i], self.person, swapped)
+        number = 0
         while self.store.get([request_key(request, number)]): number += 1
-        made = 1 + max((_made(a)[0] for a in sum(self.answers, [])), default=0)
-        answer = dict(preference=preference, made=made, at=time.time(), undone=undone)
+        answer = dict(preference=preference, made=len(self.store) + 1, undone=undone)
         self.store.put(request_key(request, number), request, answer, round(seconds, 2))
-        self.answers[i], = _person_answers(self.store, [self.pairs[i]], self.person)
+        given = [a for a in self.answers[i] if a['swapped'] != swapped]
+        if not undone: given.append(dict(answer, swapped=swapped, seconds=seconds))
+        self.answers[i] = given
 
     def undo_label(self) -> bool:
         "Undo the last answer, also one of an earlier session; False when there is none."
-        answers = [(_made(a), i, a['swapped'])
-                   for i, given in enumerate(self.answers) for a in given]
-        if answers: self.record_label(*max(answers)[1:], None, undone=True)
-        return bool(answers)
+        made = {}
+        for i, given in enumerate(self.answers):
+            for answer in given: made[answer['made']] = i, answer['swapped']
+        if made: self.record_label(*made[max(made)], None, undone=True)
+        return bool(made)
 
 # %% ../../nbs/judging/labelling.ipynb #a34d724e
 _VERDICT_FIELDS = ('preference', 'annotator', 'price', 'time', 'raw', 'flipped', 'expected')
+
+
+def _own_order(answer):
+    "Turn a preference in the order shown into one in the pair's own order."
+    return 3 - answer['preference'] if answer['swapped'] else answer['preference']
 
 
 def person_labels(
@@ -170,26 +198,26 @@ def person_labels(
     pairs: list[dict],
     person: str,
 ) -> list[dict]:  # with preference, annotator, time (seconds), shown_first (1, 2), maybe again
-    "The labels that a person has given, as preference records; skipped pairs are not among them."
-    def own_order(a): return 3 - a['preference'] if a['swapped'] else a['preference']
+    "Read the labels that a person has given, as preference records; leave out skipped pairs."
     rows = []
     for pair, answers in zip(pairs, _person_answers(store, pairs, person)):
         if not answers or not answers[0]['preference']: continue
-        first, *second = answers
-        rest = {k: v for k, v in pair.items() if k not in _VERDICT_FIELDS}
-        again = {'again': own_order(a) for a in second if a['preference']}
-        rows.append(dict(rest, preference=own_order(first), annotator=person,
-                         time=first['seconds'], shown_first=1 + first['swapped'], **again))
+        row = {k: v for k, v in pair.items() if k not in _VERDICT_FIELDS}
+        row |= dict(preference=_own_order(answers[0]), annotator=person,
+                    time=answers[0]['seconds'], shown_first=1 + answers[0]['swapped'])
+        for second in answers[1:]:
+            if second['preference']: row['again'] = _own_order(second)
+        rows.append(row)
     return rows
 
 
 def person_summary(
     rows: list[dict],  # labels of one person, from `person_labels`
 ) -> dict:  # labels, ties, seconds, first, self_agreement; None without data
-    "Summary of a person's labels; `first` and `self_agreement` are shares with intervals."
+    "Summarise a person's labels; `first` and `self_agreement` are shares with intervals."
+    def share(hits): return wilson(sum(hits), len(hits)) if hits else None
     decided = [r for r in rows if r['preference'] != 1.5]
     repeated = [r for r in rows if 'again' in r]
-    def share(hits): return wilson(sum(hits), len(hits)) if hits else None
     return dict(labels=len(rows), ties=len(rows) - len(decided),
                 seconds=float(np.median([r['time'] for r in rows])) if rows else None,
                 first=share([r['preference'] == r['shown_first'] for r in decided]),
@@ -199,17 +227,21 @@ def person_summary(
 _BOX_STYLE = ('border:1px solid var(--jp-border-color1,#bbb);border-radius:4px;padding:8px 12px;'
               'white-space:pre-wrap;line-height:1.4;overflow-wrap:anywhere;max-height:50vh;'
               'overflow:auto')
+_COLUMNS_STYLE = 'display:grid;grid-template-columns:1fr 1fr;gap:12px;margin-top:8px'
+
+
+def _box(text):
+    "Write a text in a box of HTML."
+    return f'<div style="{_BOX_STYLE}">{html.escape(text)}</div>'
 
 
 def _pair_html(
     pair: dict,  # from `_label_request`
-) -> str:  # HTML
-    "A pair as a person sees it: the instruction, and two answers side by side."
-    def box(text): return f'<div style="{_BOX_STYLE}">{html.escape(text)}</div>'
-    request = '\n\n'.join(filter(None, (pair['instruction'], pair['input'])))
-    columns = 'display:grid;grid-template-columns:1fr 1fr;gap:12px;margin-top:8px'
-    return (f'{box(request)}<div style="{columns}"><div><b>1</b>{box(pair["output_1"])}</div>'
-            f'<div><b>2</b>{box(pair["output_2"])}</div></div>')
+) -> str:
+    "Write a pair as a person sees it: the instruction, and two answers side by side."
+    asked = '\n\n'.join(filter(None, (pair['instruction'], pair['input'])))
+    return (f'{_box(asked)}<div style="{_COLUMNS_STYLE}"><div><b>1</b>{_box(pair["output_1"])}'
+            f'</div><div><b>2</b>{_box(pair["output_2"])}</div></div>')
 
 # %% ../../nbs/judging/labelling.ipynb #7c20e9d4
 _PAGE_SCRIPT = """<style onload="
@@ -227,8 +259,9 @@ _PAGE_SCRIPT = """<style onload="
 click here once, then the keys work"""
 
 
-_KEYS = {'1': ('1: left is better', 1.), '2': ('2: right is better', 2.),
-         '0': ('0: equally good', 1.5), 's': ('s: skip', None), 'u': ('u: undo', None)}
+_KEYS = {'1': '1: left is better', '2': '2: right is better', '0': '0: equally good',
+         's': 's: skip', 'u': 'u: undo'}
+_VERDICTS = {'1': 1., '2': 2., '0': 1.5, 's': None}
 
 
 class LabellingPage:
@@ -238,15 +271,16 @@ class LabellingPage:
         key_delay: float = .3,  # seconds for which keys are ignored after a new pair appears
     ):
         import ipywidgets as w
-        self.queue, self.key_delay = queue, key_delay
+        self.queue = queue
+        self.key_delay = key_delay
         self.head, self.body, self.script = w.HTML(), w.HTML(), w.HTML(_PAGE_SCRIPT)
         self.body.add_class('labelling-pair')
-        wide = w.Layout(width='auto', flex='0 0 auto')
-        self.buttons = {k: w.Button(description=text, layout=wide)
-                        for k, (text, _) in _KEYS.items()}
-        for k, button in self.buttons.items():
-            button.add_class(f'labelling-key-{k}')
-            button.on_click(lambda _, k=k: self.press_key(k))
+        self.buttons = {}
+        for key, text in _KEYS.items():
+            button = w.Button(description=text, layout=w.Layout(width='auto', flex='0 0 auto'))
+            button.add_class(f'labelling-key-{key}')
+            button.on_click(lambda _, key=key: self.press_key(key))
+            self.buttons[key] = button
         row = w.HBox([*self.buttons.values(), self.script], layout=w.Layout(flex_flow='row wrap'))
         self.view = w.VBox([self.head, self.body, row])
         self.view.add_class('labelling')
@@ -254,31 +288,35 @@ class LabellingPage:
 
     def show_next_pair(self, note: str = ''):
         "Show the next pair, the progress, and the median time of a label."
-        queue, self.pair = self.queue, None
-        self.current, self.shown_at = queue.next_pair(), time.monotonic()
+        queue = self.queue
+        self.current = queue.next_pair()
+        self.shown_at = time.monotonic()
+        self.pair = None
+        self.body.value = 'Nothing is left to label. Thank you.'
         if self.current:
             i, swapped = self.current
             self.pair = _label_request(queue.pairs[i], queue.person, swapped)
-        seconds = [a['seconds'] for answers in queue.answers for a in answers]
+            self.body.value = _pair_html(self.pair)
+        seconds = [answer['seconds'] for answer in sum(queue.answers, [])]
         pace = f', {np.median(seconds):.0f} s each' if seconds else ''
         progress = f'{len(seconds)} done, {len(queue)} left{pace}'
         self.head.value = html.escape(f'{queue.person}: {progress}. {note}')
-        nothing = 'Nothing is left to label. Thank you.'
-        self.body.value = _pair_html(self.pair) if self.pair else nothing
 
     def press_key(self, key: str):
         "Record the label that a key stands for, or undo the last one, and show the next pair."
-        seconds, note = time.monotonic() - self.shown_at, ''
+        seconds = time.monotonic() - self.shown_at
         if seconds < self.key_delay or key not in _KEYS: return
+        note = ''
         try:
-            if key == 'u': note = '' if self.queue.undo_label() else 'There is nothing to undo.'
-            elif self.current: self.queue.record_label(*self.current, _KEYS[key][1], seconds)
+            if key == 'u' and not self.queue.undo_label(): note = 'There is nothing to undo.'
+            if key != 'u' and self.current:
+                self.queue.record_label(*self.current, _VERDICTS[key], seconds)
             self.show_next_pair(note)
         except OSError as e: self.head.value = html.escape(f'Not recorded: {e}')
 
 # %% ../../nbs/judging/labelling.ipynb #953fe9a1
 def labelling_widget(cfg: LabellingConfig):
-    "The widget with which `cfg.person` labels; None without a name."
+    "Make the widget with which `cfg.person` labels; None without a name."
     if not cfg.person:
         print('To label, write your name into the parameters cell (person), and run all cells')
         return
@@ -292,18 +330,24 @@ def run(cfg: LabellingConfig):
     "Turn the labels in the store into a run; writes preferences.json and summary.json."
     ensure_inputs(cfg)
     pairs, store = pairs_to_label(cfg), Store(at_root(cfg.store))
-    known = store.run("""select distinct json_extract(request, '$.person') from requests
-                         where request like '{"kind": "label"%'""")
-    people = [cfg.person.strip()] if cfg.person else sorted(name for name, in known)
-    answers = [_person_answers(store, pairs, name) for name in people]
-    folder = start(cfg, run, reads=(digest(people, answers),))   # other labels, another folder
+    people = [cfg.person.strip()]
+    if not cfg.person:
+        known = store.run("""select distinct json_extract(request, '$.person') from requests
+                             where request like '{"kind": "label"%'""")
+        people = sorted(name for name, in known)
+    rows, skipped = [], 0
+    for person in people:
+        rows += person_labels(store, pairs, person)
+        answers = sum(_person_answers(store, pairs, person), [])
+        skipped += sum(answer['preference'] is None for answer in answers)
+    folder = start(cfg, run, reads=(digest(rows, skipped),))   # other labels, another folder
     if folder.done: return folder
-    rows = [r for name in people for r in person_labels(store, pairs, name)]
     folder.write('preferences.json', rows)
     summary = person_summary(rows)
-    skipped = sum(not a['preference'] for by_pair in answers for given in by_pair for a in given)
-    shares = {f'{k}{end}': v for k in ('first', 'self_agreement') if summary[k]
-              for end, v in zip(('', '_low', '_high'), summary[k])}
+    shares = {}
+    for name in ('first', 'self_agreement'):
+        if share := summary[name]:
+            shares |= {name: share.value, f'{name}_low': share.low, f'{name}_high': share.high}
     folder.finish(pairs=len(pairs), labels=len(rows), ties=summary['ties'], skipped=skipped,
                   people=len({r['annotator'] for r in rows}),
                   seconds_per_label=summary['seconds'], **shares)

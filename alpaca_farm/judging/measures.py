@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.data.records import full_instruction
-from ..core.data.preferences import decide_vote, hash_uniform, pair_identity
+from ..core.data.preferences import decide_vote
+from ..core.data.dialogues import full_instruction
 from alpaca_farm.core.stats import (agreement, bias, Interval, one_hot_votes, spearman, variance,
     vote_mode)
-from .noise import feature_preference, length_sign, list_sign
+from .noise import feature_preference, length_sign, list_sign, vote_order
 
 # %% ../../nbs/judging/measures.ipynb #5c80ff90
 def cast_votes(
@@ -24,9 +24,10 @@ def cast_votes(
     pairs: list[dict],
     seed: int = 0,            # of the coins
 ) -> np.ndarray:  # (votes, 2, pairs) of 1, 1.5, 2 or nan
-    "Preferences as votes."
+    "Decide preferences as votes."
     p = np.asarray(preferences, dtype=float)
-    if np.isin(p[~np.isnan(p)], (1, 1.5, 2)).all(): return p
+    given = p[~np.isnan(p)]
+    if np.isin(given, (1, 1.5, 2)).all(): return p
     if len(p) == 1: p = np.repeat(p, 4, 0)
     votes = np.empty(p.shape)
     for k, order, i in np.ndindex(p.shape):
@@ -35,32 +36,37 @@ def cast_votes(
 
 
 def people_votes(pairs: list[dict]) -> np.ndarray:
-    "People's votes, (most votes on a pair, pairs), nan where there are fewer."
-    votes = [list(p['votes'].values()) for p in pairs]
-    most = max(map(len, votes))
-    return np.array([v + [math.nan]*(most - len(v)) for v in votes], dtype=float).T
+    "Put people's votes into a table (most votes on a pair, pairs), nan where there are fewer."
+    most = max(len(p['votes']) for p in pairs)
+    votes = np.full((most, len(pairs)), np.nan)
+    for i, p in enumerate(pairs):
+        cast = list(p['votes'].values())
+        votes[:len(cast), i] = cast
+    return votes
 
 # %% ../../nbs/judging/measures.ipynb #d05010f7
 def cohen_kappa(
     table,  # (classes, classes) counts of one rater's class (row) and the other's (column)
 ) -> float:  # nan without counts, or when both always choose the same class
-    "Cohen's kappa."
+    "Compute Cohen's kappa."
     if not np.sum(table): return math.nan
     p = np.asarray(table, dtype=float)/np.sum(table)
     chance = p.sum(1) @ p.sum(0)
-    return float((p.trace() - chance)/(1 - chance)) if chance < 1 else math.nan
+    if chance == 1: return math.nan
+    return float((p.trace() - chance)/(1 - chance))
 
 
 def krippendorff_alpha(
     votes,  # (raters, pairs) of 1, 1.5, 2; nan where there is none
 ) -> float:  # nan when there is nothing to compare, or only one class
-    "Krippendorff's alpha for classes without an order."
+    "Compute Krippendorff's alpha for classes without an order."
     n = one_hot_votes(votes).sum(0)
     n = n[:, n.sum(0) > 1]
     each = n/(n.sum(0) - 1)
     o = each @ n.T - np.diag(each.sum(1))
     expected = o.sum()**2 - (o.sum(0)**2).sum()
-    return float(1 - (o.sum() - 1)*(o.sum() - o.trace())/expected) if expected else math.nan
+    if not expected: return math.nan
+    return float(1 - (o.sum() - 1)*(o.sum() - o.trace())/expected)
 
 # %% ../../nbs/judging/measures.ipynb #08d14fe8
 class PairTraits(NamedTuple):
@@ -70,17 +76,21 @@ class PairTraits(NamedTuple):
     models: np.ndarray   # (pairs, 2) numbers of the two models; (pairs, 0) without names
     orders: np.ndarray   # (pairs, 4) coins: the order in which each of four votes is cast
 
+    def at(self, i):
+        "The traits of some pairs, by number."
+        return PairTraits(*(trait[i] for trait in self))
+
 
 def pair_traits(pairs: list[dict], seed: int = 0) -> PairTraits:
-    "Traits of pairs; models are numbered when there are more than two and every pair names both."
-    def coin(p, k):
-        second = hash_uniform(seed, 'order', k, *pair_identity(p)) < .5
-        return int(second) ^ (p['output_1'] <= p['output_2'])
-    names = [(p.get('generator_1'), p.get('generator_2')) for p in pairs]
-    known = sorted({m for both in names for m in both if m})
-    named = len(known) > 2 and all(all(both) for both in names)
-    models = np.array([[known.index(m) for m in both] if named else [] for both in names], int)
-    orders = np.array([[coin(p, k) for k in range(4)] for p in pairs], int)
+    "Find the traits of pairs; models have numbers if every pair names both and there are three."
+    named = [[p.get('generator_1'), p.get('generator_2')] for p in pairs]
+    names, models = np.unique(np.array(named, dtype=str), return_inverse=True)
+    if len(names) < 3 or not np.all(named):
+        models = np.empty((len(pairs), 0), int)
+    orders = np.empty((len(pairs), 4), int)
+    for i, k in np.ndindex(orders.shape):
+        orders[i, k] = vote_order(pairs[i], k, seed)
+    models = models.reshape(len(pairs), -1)
     return PairTraits(length_sign(pairs), list_sign(pairs), models, orders)
 
 # %% ../../nbs/judging/measures.ipynb #cc5e3a0c
@@ -89,72 +99,100 @@ def _win_shares(
     models,   # (pairs, 2)
 ) -> np.ndarray:  # (models,) share of votes won by each, ties as half; nan for one without votes
     "How often each model's answer is preferred."
-    n, won = counts.sum(0), counts[2] + counts[1]/2
+    votes = counts.sum(0)
+    won = counts[2] + counts[1]/2
     size = models.max() + 1
-    total = sum(np.bincount(models[:, k], n, size) for k in (0, 1))
-    wins = np.bincount(models[:, 1], won, size) + np.bincount(models[:, 0], n - won, size)
+    one, two = models.T
+    total = np.bincount(one, votes, size) + np.bincount(two, votes, size)
+    wins = np.bincount(two, won, size) + np.bincount(one, votes - won, size)
     with np.errstate(invalid='ignore'): return wins/np.where(total > 0, total, np.nan)
 
 # %% ../../nbs/judging/measures.ipynb #f708ce10
-def _share(part, whole) -> float:
+def _share(part, whole):
     "A share; nan when the whole is 0."
     return float(part/whole) if whole else math.nan
 
 
-def _feature_preferences(votes, traits: PairTraits) -> dict:
-    "Share of votes (votes, pairs) for the longer answer and for the only list."
-    v = np.where(np.isnan(votes), 1.5, votes)
-    return {k: feature_preference(v, getattr(traits, k)) for k in ('longer', 'list')}
+def _or_nan(measure, *votes):
+    "A measure of `core.stats`; nan where it needs more votes."
+    try: return measure(*votes)
+    except ValueError: return math.nan
 
 
+def _four_votes(votes, orders):
+    "Four votes on each pair (or as many as annotators), each in its coin's order; all of one order."
+    n, _, pairs = votes.shape
+    if np.isnan(votes).all((0, 2)).any(): return votes.reshape(-1, pairs)
+    k = np.arange(max(4, n))
+    return votes[k[:, None] % n, orders.T[k % 4], np.arange(pairs)]
+
+
+def _order_measures(votes):
+    "Whether votes depend on the order, of the pairs with a vote in each."
+    both = ~np.isnan(votes[:, 0] + votes[:, 1])
+    one, two = votes[:, 0][both], votes[:, 1][both]
+    first = (one == 1).sum() + (two == 2).sum()
+    no_ties = (one != 1.5).sum() + (two != 1.5).sum()
+    consistency = _share((one == two).sum(), len(one))
+    return dict(consistency=consistency, first=_share(first, no_ties))
+
+
+def _rank_correlation(counts, people_counts, models):
+    "Spearman's correlation of the models' shares of votes; nan for fewer than three models."
+    judge, people = _win_shares(counts, models), _win_shares(people_counts, models)
+    voted = ~np.isnan(judge + people)
+    if voted.sum() < 3: return math.nan
+    return float(spearman(judge[voted], people[voted]))
+
+# %% ../../nbs/judging/measures.ipynb #f708ce12
 def judge_measures(
     votes,   # (votes, 2, pairs) from `cast_votes`
     people,  # (people, pairs) from `people_votes`
     traits: PairTraits,
 ) -> dict:
-    "Every measure of a judge; nan for one that cannot be computed."
-    n, pairs = len(votes), votes.shape[2]
-    every, k = votes.reshape(-1, pairs), np.arange(max(4, n))
-    # four votes (or as many as annotators), each in its coin's order; all if there is one order
-    four = votes[k[:, None] % n, traits.orders.T[k % 4], np.arange(pairs)]
-    if np.isnan(votes).all((0, 2)).any(): four = every
-    by_judge, by_people, by_four = (one_hot_votes(v).sum(0) for v in (every, people, four))
-    # accuracy: the judge's shares of votes on a pair, in the people's mode
-    shares, mode = by_judge/np.maximum(by_judge.sum(0), 1), vote_mode(by_people)
-    table, decided = shares @ mode.T, mode[[0, 2]].max(0) == 1
+    "Compute every measure of a judge; nan for one that cannot be computed."
+    every = votes.reshape(-1, votes.shape[2])
+    four = _four_votes(votes, traits.orders)
+    counts, people_counts = one_hot_votes(every).sum(0), one_hot_votes(people).sum(0)
+    mode = vote_mode(people_counts)
+    shares = counts/np.maximum(counts.sum(0), 1)   # so that all pairs weigh the same
+    table = shares @ mode.T                        # of the judge's class and the people's
     hits = (shares*mode).sum(0)
-    if not (people == 1.5).any(): hits += shares[1]*mode.sum(0)/2   # ties that nobody else casts
-    # order: of the pairs with a vote in each
-    both = ~np.isnan(votes[:, 0] + votes[:, 1])
-    one, two = votes[:, 0][both], votes[:, 1][both]
-    first, no_ties = (one == 1).sum() + (two == 2).sum(), (one != 1.5).sum() + (two != 1.5).sum()
-    answered = by_judge.sum(0) > 0
-    comparable, raters = (answered & (by_people.sum(0) > 1)).any(), np.vstack([people, four[:1]])
-    out = dict(accuracy=_share(hits.sum(), table.sum()),
-               decided=_share(hits[decided].sum(), shares[:, decided].sum()),
-               agreement=agreement(every, people) if comparable else math.nan,
-               kappa=cohen_kappa(table),
-               alpha=krippendorff_alpha(raters) if answered.any() else math.nan,
-               bias=bias(four, people) if by_four.any() else math.nan,
-               variance=variance(four) if (by_four.sum(0) > 1).any() else math.nan,
-               consistency=_share((one == two).sum(), both.sum()), first=_share(first, no_ties),
-               **_feature_preferences(every, traits))
-    out['longer_diff'] = out['longer'] - _feature_preferences(people, traits)['longer']
+    if not (people == 1.5).any():   # a tie is half right where nobody else casts one
+        hits += shares[1]*mode.sum(0)/2
+    decided = mode[[0, 2]].max(0) == 1
+    raters = np.vstack([people, four[:1]])
+    longer = feature_preference(every, traits.longer)
+    measures = dict(
+        accuracy=_share(hits.sum(), table.sum()),
+        decided=_share(hits[decided].sum(), shares[:, decided].sum()),
+        agreement=_or_nan(agreement, every, people),
+        kappa=cohen_kappa(table),
+        alpha=krippendorff_alpha(raters) if counts.any() else math.nan,
+        bias=_or_nan(bias, four, people),
+        variance=_or_nan(variance, four),
+        **_order_measures(votes),
+        longer=longer,
+        list=feature_preference(every, traits.list),
+        longer_diff=longer - feature_preference(people, traits.longer))
     if traits.models.size:
-        won = np.array([_win_shares(n, traits.models) for n in (by_judge, by_people)])
-        won = won[:, ~np.isnan(won).any(0)]
-        out['spearman'] = float(spearman(*won)) if won.shape[1] > 2 else math.nan
-    return out
+        measures['spearman'] = _rank_correlation(counts, people_counts, traits.models)
+    return measures
 
 
 def people_measures(people, traits: PairTraits) -> dict:
-    "The people's own measures; `pairwise` is how often two votes on a pair are the same."
-    n = one_hot_votes(people).sum(0)
-    several = (n.sum(0) > 1).any()
-    own, alpha = (f(people) if several else math.nan for f in (agreement, krippendorff_alpha))
-    pairwise = _share((n*(n - 1)).sum(), (n.sum(0)*(n.sum(0) - 1)).sum())
-    return dict(agreement=own, pairwise=pairwise, alpha=alpha, variance=1 - own,
-                **_feature_preferences(people, traits))
+    "Compute the people's own measures; `pairwise`: how often two votes on a pair are the same."
+    counts = one_hot_votes(people).sum(0)
+    votes = counts.sum(0)
+    same = (counts*(counts - 1)).sum()
+    own = _or_nan(agreement, people)
+    return dict(
+        agreement=own,
+        pairwise=_share(same, (votes*(votes - 1)).sum()),
+        alpha=krippendorff_alpha(people),
+        variance=1 - own,
+        longer=feature_preference(people, traits.longer),
+        list=feature_preference(people, traits.list))
 
 # %% ../../nbs/judging/measures.ipynb #7ff375a0
 FEWEST = 10  # instructions that an interval needs
@@ -166,16 +204,21 @@ def bootstrap_measures(
     n: int = 400,        # bootstrap draws
     seed: int = 0,       # same seed, same draws
 ) -> dict:  # {name: Interval}
-    "Measures with 95 % intervals over instructions; the ends are nan for fewer than ten of them."
-    groups, rng = {}, np.random.default_rng(seed)
-    for i, p in enumerate(pairs): groups.setdefault(full_instruction(p), []).append(i)
-    groups = [np.array(g) for g in groups.values()]
-    def resample():
-        return np.concatenate([groups[g] for g in rng.integers(0, len(groups), len(groups))])
-    draws, intervals = [measure(resample()) for _ in range(n if len(groups) >= FEWEST else 0)], {}
+    "Measure with 95 % intervals over instructions, nan for fewer than ten."
+    by_instruction = {}
+    for i, p in enumerate(pairs):
+        by_instruction.setdefault(full_instruction(p), []).append(i)
+    groups = [np.array(g) for g in by_instruction.values()]
+    rng = np.random.default_rng(seed)
+    draws = []
+    for _ in range(n if len(groups) >= FEWEST else 0):
+        drawn = rng.integers(0, len(groups), len(groups))
+        draws.append(measure(np.concatenate([groups[g] for g in drawn])))
+    intervals = {}
     for name, value in measure(np.arange(len(pairs))).items():
-        x = np.array([d[name] for d in draws if not math.isnan(d[name])])
-        known = len(x) and not math.isnan(value)
-        low, high = map(float, np.quantile(x, [.025, .975])) if known else (math.nan, math.nan)
+        known = [d[name] for d in draws if not math.isnan(d[name])]
+        low, high = math.nan, math.nan
+        if known and not math.isnan(value):
+            low, high = np.quantile(known, [.025, .975]).tolist()
         intervals[name] = Interval(value, low, high)
     return intervals

@@ -10,18 +10,19 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Interval
-import numpy as np
 
+from ..core.answers import answer_figures, choose_best, prompt_fields
 from ..core.ask.api import answer_text, ApiConfig, parse_mapping
 from ..core.ask.client import ApiClient
-from ..core.data.records import full_instruction, load_records, without_lists
+from ..core.data.records import load_records, without_lists
+from ..core.data.dialogues import full_instruction
 from ..core.data.dialogues import (dialogue_text, prompt_messages,
     prompt_text, without_lead, without_thoughts)
 from ..core.ask.judge_configs import adapt_decoding, parse_decoding
 from ..core.run.runs import start
 from ..core.run.settings import command, Count, Positive
 from ..core.data.text import alpaca_prompt
-from ..annotators import usage_totals
+from .judges import usage_totals
 from .judges import COMPLETION_MODELS
 
 # %% ../../nbs/judging/openai_baselines.ipynb #2dcb50ea
@@ -50,62 +51,65 @@ def baseline_request(
     cfg,            # baseline, temperature, max_tokens
     model: str,     # the model that is asked
 ) -> dict:
-    "The request for the answer to one record."
-    limit, dialogue = BASELINES.get(cfg.baseline), prompt_messages(record)
+    "Write the request for the answer to one record."
+    limit = BASELINES.get(cfg.baseline)
     brief = f'Help with whatever the user asks. Keep every answer under {limit} characters.'
+    dialogue = prompt_messages(record)
     decoding = dict(model=model, temperature=cfg.temperature, max_tokens=cfg.max_tokens)
     decoding = adapt_decoding(decoding, parse_decoding('decoding', cfg.decoding))
     if COMPLETION_MODELS.search(model):
         text = dialogue_text(dialogue) if dialogue else alpaca_prompt(record)
         return decoding | dict(prompt=f'{brief}\n\n{text}' if limit else text)
-    user = alpaca_prompt(record) if limit == 0 else full_instruction(record)   # 0: Davinci
+    if not dialogue:
+        user = alpaca_prompt(record) if limit == 0 else full_instruction(record)   # 0: Davinci
+        dialogue = [dict(role='user', content=user)]
     system = [dict(role='system', content=brief)] if limit else []
-    return decoding | dict(messages=system + (dialogue or [dict(role='user', content=user)]))
+    return decoding | dict(messages=system + dialogue)
 
 # %% ../../nbs/judging/openai_baselines.ipynb #34c2721c
+def _output(answer: dict) -> str:
+    "Read the text of an answer, without thoughts and white space around it."
+    return without_lead(without_thoughts(answer_text(answer, refusal=True)).rstrip())
+
+
 def run(cfg: OpenaiBaselinesConfig):
-    "Answer a split; writes outputs.json (candidates.json too when n > 1) and summary.json."
+    "Answer a split; writes candidates.json, outputs.json and summary.json."
     if not cfg.baseline:
         raise ValueError("baseline = '': name a model of the endpoint, or of AlpacaFarm's "
                          f'baselines: {", ".join(BASELINES)}')
-    folder = start(cfg, run)
-    if folder.done: return folder
+    this_run = start(cfg, run)
+    if this_run.done: return this_run
     records = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
     model = parse_mapping('models', cfg.models).get(cfg.baseline, cfg.baseline)
-    client, requests = ApiClient(cfg, model), [baseline_request(r, cfg, model) for r in records]
-    def output(answer):
-        return without_lead(without_thoughts(answer_text(answer, refusal=True)).rstrip())
-    def readable(i, answer): return bool(output(answer))
-    draws = [_MAX_SAMPLES * cfg.seed + k for k in range(cfg.n) for _ in requests]
-    found = client(requests*cfg.n, draws, readable=readable)
-    rows, unanswered = [], []
+    client = ApiClient(cfg, model)
+    requests = [baseline_request(r, cfg, model) for r in records] * cfg.n
+    draws = [_MAX_SAMPLES * cfg.seed + i // len(records) for i in range(len(requests))]
+    found = client(requests, draws, readable=lambda i, answer: bool(_output(answer)))
+    candidates = []
+    unanswered = []
     for i, record in enumerate(records):
         answers = found[i::len(records)]
         if not all(answers):
-            unanswered.append(record)
+            unanswered.append(prompt_text(record))
             continue
-        rest = {k: v for k, v in without_lists(record).items() if k not in ('output', 'generator')}
         ended = [a['choices'][0].get('finish_reason') != 'length' for a in answers]
-        rows.append(dict(rest, output=[output(a) for a in answers], ended=ended, generator=model))
-    first = [dict(r, output=r['output'][0], ended=r['ended'][0]) for r in rows]
-    folder.write('outputs.json', first)
-    if cfg.n > 1: folder.write('candidates.json', rows)
-    tally, missing = client.tally, f'{len(unanswered)} OF {len(records)} INSTRUCTIONS'
-    names = ''.join(f'\n  {prompt_text(r)[:80]!r}' for r in unanswered[:20])
-    if tally.open:
-        raise ValueError(f'{missing} are not answered yet: {tally.open}. The other answers are '
-                         f'stored. Run again to ask only for these:{names}')
+        candidates.append(dict(prompt_fields(without_lists(record)), generator=model,
+                               output=[_output(a) for a in answers], ended=ended))
+    outputs = choose_best(candidates)
+    this_run.write('candidates.json', candidates)
+    this_run.write('outputs.json', outputs)
+    missing = f'{len(unanswered)} OF {len(records)} INSTRUCTIONS'
+    names = ''.join(f'\n  {text[:80]!r}' for text in unanswered[:20])
+    if client.tally.open:
+        raise ValueError(f'{missing} are not answered yet: {client.tally.open}. The other answers '
+                         f'are stored. Run again to ask only for these:{names}')
     if unanswered:
-        reasons = '; '.join(sorted(set(tally.failed.values())))
+        reasons = '; '.join(sorted(set(client.tally.failed.values())))
         print(f'{missing} HAVE NO ANSWER and are left out ({reasons}):{names}')
-    if not rows: raise ValueError('there is no answer to any instruction')
-    sizes, limit = [len(o) for r in rows for o in r['output']], BASELINES.get(cfg.baseline)
-    folder.finish(instructions=len(rows), unanswered=len(unanswered), empty=sizes.count(0),
-                  characters=float(np.mean(sizes)),
-                  over=float(np.mean([n >= limit for n in sizes])) if limit else 0.,
-                  ended=float(np.mean([e for r in rows for e in r['ended']])),
-                  labels=0, **usage_totals([client]))
-    return folder
+    if not outputs: raise ValueError('there is no answer to any instruction')
+    this_run.finish(instructions=len(outputs), unanswered=len(unanswered), labels=0,
+                    **answer_figures(outputs), **usage_totals([client]))
+    return this_run
 
 # %% ../../nbs/judging/openai_baselines.ipynb #7308751c
 command(OpenaiBaselinesConfig, run)

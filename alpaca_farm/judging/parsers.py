@@ -14,7 +14,7 @@ from ..core.data.preferences import is_preference
 
 # %% ../../nbs/judging/parsers.ipynb #5aa44d33
 def verdict_text(answer: dict) -> str:
-    "An answer's text behind its `<think>` block and without a fence; empty if it only thinks."
+    "Find an answer's text behind its `<think>` block and without a fence; '' if it only thinks."
     text = answer_text(answer).rpartition('</think>')[2].strip()
     if text.startswith('<think>'): return ''
     fenced = re.fullmatch(r'```[\w-]*\n(.*?)\n?```', text, re.DOTALL)
@@ -22,12 +22,13 @@ def verdict_text(answer: dict) -> str:
 
 
 def without_echo(answer: dict, texts: list[str]) -> dict:
-    "An answer without the sentences of more than two words that it repeats from `texts`."
-    said = answer_text(answer)
-    for sentence in (s for t in texts for s in re.split(r'(?<=[.!?])\s+|\n+', t.strip())):
-        if len(sentence.split()) > 2: said = said.replace(sentence, '')
-    if said == answer_text(answer): return answer
-    new = dict(text=said, message=dict(content=said))
+    "Take out of an answer the sentences of more than two words that it repeats from `texts`."
+    said = own = answer_text(answer)
+    for text in texts:
+        for sentence in re.split(r'(?<=[.!?])\s+|\n+', text.strip()):
+            if len(sentence.split()) > 2: own = own.replace(sentence, '')
+    if own == said: return answer
+    new = dict(text=own, message=dict(content=own))
     return dict(answer, choices=[answer['choices'][0] | new])
 
 # %% ../../nbs/judging/parsers.ipynb #50c1cc8a
@@ -40,80 +41,105 @@ _BEFORE = re.compile(rf'{_PLAIN}[*_"\'`\u201c(\[]*|.*"Output \(a\) is better tha
 _BEHIND = re.compile(rf'[.*_"\'`\u201d)\]]*{_PLAIN}[\s.!*,}}]*', re.IGNORECASE)
 
 
-def _regex_parser(answer: dict, size: int, outputs_to_match: dict) -> list[float]:
+def _regex_parser(answer, size, outputs_to_match):
     """The preferences of the patterns that match, in a plain sentence each; nan for all otherwise.
     The one for one pair ends the answer, at the match if it was cut off, and all others agree."""
-    text, found = '\n' + verdict_text(answer), []
+    text = '\n' + verdict_text(answer)
+    found = []   # where a label ends, the label, its preference
     for key, pattern in outputs_to_match.items():
-        found += [(m.end(), m[0].strip(), float(key))
-                  for m in re.finditer(pattern.lstrip(' '), text)]
+        for m in re.finditer(pattern.lstrip(' '), text):
+            found.append((m.end(), m[0].strip(), float(key)))
+    if not found: return [math.nan] * size
     found.sort()
-    preferences = [preference for *_, preference in found]
-    known = len(found) == size if size > 1 else len(set(preferences)) == 1
+    *_, preferences = zip(*found)
+    known = len(found) == size
+    if size == 1: known = len(set(preferences)) == 1
+    cut_off = answer['choices'][0].get('finish_reason') == 'length'
     for end, label, _ in found[-size:]:
-        before = re.split(r'[.!]\s+|\n', text[:end - len(label)])[-1]
-        behind = text[end:] if size == 1 else text[end:].partition('\n')[0]
-        known &= bool(_BEFORE.fullmatch(before) and _BEHIND.fullmatch(behind))
-        if answer['choices'][0].get('finish_reason') == 'length':
-            known &= not re.search(r'\w', behind)
-    return preferences[-size:] if known else [math.nan] * size
+        start = end - len(label)
+        before = re.split(r'[.!]\s+|\n', text[:start])[-1]
+        behind = text[end:]
+        if size > 1: behind = behind.partition('\n')[0]
+        if not (_BEFORE.fullmatch(before) and _BEHIND.fullmatch(behind)): known = False
+        if cut_off and re.search(r'\w', behind): known = False
+    return list(preferences[-size:]) if known else [math.nan] * size
 
 # %% ../../nbs/judging/parsers.ipynb #a250d944
 _LETTER = r'\b{}\b(?! (?!is\b|wins\b)[a-z])'
 
 
-def _letter_parser(answer: dict, size: int) -> list[float]:
+def _letter_parser(answer, size):
     "1 for the letter A, 2 for B, where an answer names one of them; as `regex_parser`."
-    return _regex_parser(answer, size, {1: _LETTER.format('A'), 2: _LETTER.format('B')})
+    letters = {1: _LETTER.format('A'), 2: _LETTER.format('B')}
+    return _regex_parser(answer, size, letters)
 
 # %% ../../nbs/judging/parsers.ipynb #4824b437
-def _ranking_parser(answer: dict, size: int, model_1_name: str = 'model_1',
-                    ranking=None) -> list[float]:
+def _read_ranking(ranking, model_1_name='model_1'):
     "The rank of the first of two models in a list of `{model, rank}`, which must rank both."
-    entries = ast.literal_eval(verdict_text(answer)) if ranking is None else ranking
-    ranks = {e['model']: e['rank'] for e in entries}
-    complete = len(entries) == len(ranks) == 2 and sorted(ranks.values()) == [1, 2]
+    ranks = {entry['model']: entry['rank'] for entry in ranking}
+    complete = len(ranking) == 2 and sorted(ranks.values()) == [1, 2]
     return [float(ranks[model_1_name]) if complete else math.nan]
 
 
-def _tool_parser(answer: dict, size: int, parsers_to_kwargs: dict) -> list[float]:
+def _ranking_parser(answer, size, model_1_name='model_1'):
+    "A ranking written as Python's list."
+    return _read_ranking(ast.literal_eval(verdict_text(answer)), model_1_name)
+
+
+def _read_object(answer):
+    "The fields of an answer that is one JSON object alone."
+    return json.loads(verdict_text(answer), object_pairs_hook=unique_fields)
+
+
+def _tool_parser(answer, size, parsers_to_kwargs):
     "The ranking in a field of a JSON answer."
-    first, second = parsers_to_kwargs.values()
-    fields = json.loads(verdict_text(answer), object_pairs_hook=unique_fields)
-    return _ranking_parser(answer, size, ranking=fields[first['annotation_key']], **second)
+    where, names = parsers_to_kwargs.values()
+    return _read_ranking(_read_object(answer)[where['annotation_key']], **names)
 
 # %% ../../nbs/judging/parsers.ipynb #2c528a7b
-def _scores_parser(answer: dict, size: int) -> list[float]:
+_SCORES = re.compile(r'(\d+\.?\d*)(?:, ?| +)(\d+\.?\d*)')
+
+
+def _scores_parser(answer, size):
     "The larger of two scores on the first line, which no other line contradicts; a tie when equal."
-    form, number = r'{0}(?:, ?| +){0}', r'(\d+\.?\d*)'
     lines = verdict_text(answer).split('\n')
-    said = [re.fullmatch(form.format(number), line.strip()) for line in lines]
-    (first, second), = {(float(m[1]), float(m[2])) for m in said if m}
-    if not said[0]: return [math.nan]
-    return [1.5 if first == second else 1. + (second > first)]
+    said = [_SCORES.fullmatch(line.strip()) for line in lines]
+    scores = {tuple(map(float, line.groups())) for line in said if line}
+    if not said[0] or len(scores) > 1: return [math.nan]
+    first, second = scores.pop()
+    if first == second: return [1.5]
+    return [2. if second > first else 1.]
 
 
-def _json_parser(answer: dict, size: int, key: str, values: dict | None = None) -> list[float]:
+def _json_parser(answer, size, key, values=None):
     "A field of an answer that is one JSON object alone: a preference, or a key of `values`."
-    value = json.loads(verdict_text(answer), object_pairs_hook=unique_fields)[key]
+    value = _read_object(answer)[key]
     return [float(values[value] if values else str(value))]   # true is no number
 
 # %% ../../nbs/judging/parsers.ipynb #df572195
-def _logprob_parser(answer: dict, size: int, numerator_token: str, denominator_tokens: list[str],
-                    is_binarize: bool = True, log_prob_index='batch') -> list[float]:
+def _label_preference(top, first, labels, binarize):
+    "The preference of the likeliest tokens at a place; nan if they are rather something else."
+    if not all(t['logprob'] < 1e-3 for t in top): return math.nan   # not log-probs
+    p = dict.fromkeys([*labels, first], 0.)
+    for t in top:
+        if t['token'] in p: p[t['token']] = math.exp(t['logprob'])
+    total = sum(p[label] for label in labels)
+    if not total or sum(p.values()) < .5: return math.nan
+    if not binarize: return 2. - p[first] / total
+    leads = p.pop(first) > max(p.values(), default=0.)
+    return 1. if leads else 2.
+
+
+def _logprob_parser(
+    answer: dict, size: int,
+    numerator_token: str, denominator_tokens: list[str],   # the first label; all labels
+    is_binarize: bool = True, log_prob_index='batch',      # the place of the label; all places
+) -> list[float]:
     "2 minus the first label's share of the labels' probability; binarized: 1 if it leads, else 2."
     tokens = answer['choices'][0]['logprobs']['content']
-    labels = [*denominator_tokens, numerator_token]
-    def preference(top_logprobs):
-        if not all(t['logprob'] < 1e-3 for t in top_logprobs): return math.nan   # not log-probs
-        p = {t['token']: math.exp(t['logprob']) for t in top_logprobs if t['token'] in labels}
-        total, first = sum(p.get(t, 0.) for t in denominator_tokens), p.get(numerator_token, 0.)
-        if not total or sum(p.values()) < .5: return math.nan   # it says something else
-        if not is_binarize: return 2. - first / total
-        others = [p.get(t, 0.) for t in denominator_tokens if t != numerator_token]
-        return 1. if first > max(others, default=0.) else 2.
-    places = range(len(tokens)) if log_prob_index == 'batch' else [log_prob_index]
-    return [preference(tokens[i]['top_logprobs']) for i in places]
+    if log_prob_index != 'batch': tokens = [tokens[log_prob_index]]
+    return [_label_preference(t['top_logprobs'], numerator_token, denominator_tokens, is_binarize)
+            for t in tokens]
 
 # %% ../../nbs/judging/parsers.ipynb #617c054d
 PARSERS = dict(regex_parser=_regex_parser, letter_parser=_letter_parser,
@@ -122,25 +148,29 @@ PARSERS = dict(regex_parser=_regex_parser, letter_parser=_letter_parser,
                logprob_parser=_logprob_parser)
 
 # %% ../../nbs/judging/parsers.ipynb #617c054a
+def _check_kwargs(name, kwargs):
+    "ValueError, or whatever a file causes, for arguments that a parser cannot read by."
+    inspect.signature(PARSERS[name]).bind({}, 1, **kwargs)
+    labels = (kwargs.get('values') or {}).values()
+    if name == 'regex_parser':
+        labels = kwargs['outputs_to_match']
+        if any(re.search(pattern, '') for pattern in labels.values()):
+            raise ValueError('a pattern matches an empty answer')
+    if not all(is_preference(float(label)) for label in labels):
+        raise ValueError('each label needs a preference from 1 to 2')
+    if name == 'logprob_parser':
+        tokens = [kwargs['numerator_token']] + kwargs['denominator_tokens']
+        if not all(isinstance(t, str) for t in tokens):
+            raise ValueError('numerator_token is a token, denominator_tokens a list of them')
+    if name == 'pipeline_meta_parser':
+        where, who = kwargs['parsers_to_kwargs'].values()
+        if 'annotation_key' not in where or set(who) - {'model_1_name'}:
+            raise ValueError('first an annotation_key is given, then at most a model_1_name')
+
+
 def check_parser(name: str, kwargs: dict) -> str:
-    "What is wrong with a parser's name, or with the arguments that it is to read by; '' if nothing."
+    "Say what is wrong with a parser's name or arguments; '' if nothing."
     if name not in PARSERS: return f'there is no parser {name}; there are {", ".join(PARSERS)}'
-    what = f'completion_parser_kwargs of {name}'
-    try:
-        inspect.signature(PARSERS[name]).bind({}, 1, **kwargs)
-        labels, patterns = list((kwargs.get('values') or {}).values()), {}
-        if name == 'regex_parser': labels = patterns = kwargs['outputs_to_match']
-        if any(re.search(pattern, '') for pattern in patterns.values()):
-            return f'{what}: a pattern matches an empty answer'
-        if not all(is_preference(float(label)) for label in labels):
-            return f'{what}: each label needs a preference from 1 to 2'
-        if name == 'logprob_parser':
-            tokens = [kwargs['numerator_token']] + kwargs['denominator_tokens']
-            if not all(isinstance(t, str) for t in tokens):
-                return f'{what}: numerator_token is a token, denominator_tokens a list of them'
-        if name == 'pipeline_meta_parser':
-            first, second = kwargs['parsers_to_kwargs'].values()
-            if 'annotation_key' not in first or set(second) - {'model_1_name'}:
-                return f'{what}: first an annotation_key is given, then at most a model_1_name'
-    except Exception as e: return f'{what}: {e}'   # whatever a file may hold in their place
+    try: _check_kwargs(name, kwargs)
+    except Exception as e: return f'completion_parser_kwargs of {name}: {e}'
     return ''

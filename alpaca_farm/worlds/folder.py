@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..core.ask.judge_configs import check_annotators, is_population
+from ..core.ask.judge_configs import is_population
 from ..core.data.records import FILE_SUFFIXES
 from ..core.run.files import read_json, write_json
 from ..core.run.inputs import recipes
@@ -80,8 +80,8 @@ def _check_judges(world: World, where: str):
         optional = role in ('crowd', 'preferences')
         if not name and not optional: raise ValueError(f'{where}: {role} is missing')
         if not name or is_population(name): continue
-        if ':' in name: resolve(name)
-        else: check_annotators(f'{where}: {role}', name)
+        check = resolve('alpaca_farm.judging.judges:check_annotators')   # which stands above
+        resolve(name) if ':' in name else check(f'{where}: {role}', name)
 
 
 def check_sizes(where: str, sizes: dict):

@@ -14,7 +14,7 @@ from alpaca_farm.core.data.preferences import hash_uniform, swap_outputs
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.judging import agreement as A, measures as M
 from alpaca_farm.judging.label_files import recorded_verdicts
-from alpaca_farm.judging.local_judges import read_recorded
+from alpaca_farm.judging.judges import read_recorded
 from alpaca_farm.world import embedded_pairs
 from judge_server import judge_server
 

@@ -124,7 +124,7 @@ def test_the_file_of_labels_keeps_what_it_has(server, tmp_path):
 
 
 def test_the_share_without_a_verdict_is_said_by_annotator(server, capsys):
-    server.set(faults=dict(unparseable=dict(p=0, always_for='word 1')))
+    server.set(faults=dict(unparseable='word 1'))
     pairs = [dict(PAIR, instruction=f'Say word {i}.') for i in range(4)]
     assert [r['preference'] for r in PairwiseAutoAnnotator().annotate_pairs(pairs)].count(None) == 1
     assert 'alpaca_eval_gpt4: no verdict on 1 of 4 pairs (25.0%)' in capsys.readouterr().out

@@ -13,7 +13,8 @@ from alpaca_farm import binary_feedback, world
 from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, GOOD, label_accuracy,
     rate_outputs)
 from alpaca_farm.core.answers import answering, log_ratios, sample, sample_answers
-from alpaca_farm.core.data.records import load_records, prompt_key
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.data.dialogues import prompt_key
 from alpaca_farm.core.data.text import encode_prompts
 from alpaca_farm.core.model.control import add_tokens, prepend_tokens
 from alpaca_farm.core.model.generation import generate

@@ -30,21 +30,18 @@ CORE = ['run.paths run.keys data.dialogues',
         'run.inputs',
         'ask.api data.comparisons stats run.runs data.candidates model.generation',
         'ask.batches model.beams model.models run.jobs',
-        'model.rewards run.sweeps model.served',
+        'model.rewards model.served',
         'answers ask.client training',
-        'online ask.completions',
-        'run.outputs run.preload']
+        'online ask.completions']
 LAYERS = ['judging.parsers embedded.lexicon worlds.folder',
-        'embedded.grammar judging.noise judging.judges boards.rankings boards.length_control '
-            'judging.label_files',
-        'embedded.authors embedded.prose boards.corrected',
+        'embedded.grammar judging.noise boards.length_control judging.label_files',
+        'embedded.authors embedded.prose boards.corrected boards.text',
         'embedded.criteria',
         'embedded.crowd',
-        'world judging.local_judges boards.text boards.leaderboards '
-            'judging.measures',
-        'annotators',
-        'eval judging.agreement judging.labelling judging.openai_baselines auto_annotations',
-        'boards.decoding boards.compare overoptimization boards.farm_board boards.simulation',
+        'world judging.judges boards.leaderboards judging.measures',
+        'annotators judging.agreement judging.labelling judging.openai_baselines',
+        'boards.judged auto_annotations',
+        'eval boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own',
         'real']
 METHOD = len(CORE) + 7
@@ -190,13 +187,12 @@ for name in names:
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, name
 '''
 HEAVY = 'openai datasets wandb tensorboard alpaca_eval matplotlib ray'
-ALL = [name_of(p) for p in MODULES if p.stem != 'preload']   # the server's, which none imports
 TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
               'core.data.records', 'embedded.crowd', 'annotators', 'eval', 'boards.text']
 
 
 @pytest.mark.parametrize('already, unwanted, names', [
-    ('torch transformers', HEAVY, ALL), ('', 'torch transformers', TENSORLESS)],
+    ('torch transformers', HEAVY, [name_of(p) for p in MODULES]), ('', 'torch transformers', TENSORLESS)],
     ids=['all', 'without tensors'])
 def test_imports_are_light(already, unwanted, names):
     "Each module in a process of its own that has imported nothing else before."

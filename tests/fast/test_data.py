@@ -11,15 +11,16 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 import published
-import tiny
 from alpaca_farm.core.answers import preflight
 from alpaca_farm.core.data.candidates import read_candidates
-from alpaca_farm.core.data.records import check_records, load_records, prompt_key, read_rows
-from alpaca_farm.core.data.formats import CODES, FIELDS, SHAPES
+from alpaca_farm.core.data.records import check_records, load_records, read_rows
+from alpaca_farm.core.data.dialogues import prompt_key
+from alpaca_farm.core.data.formats import CODES, FIELDS, Reader, READERS
 from alpaca_farm.core.data.text import encode
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
-from alpaca_farm.judging.local_judges import read_recorded
+from alpaca_farm.judging.judges import read_recorded
 from published import ASK, KINDS, MORE, rated, RED, safe, say, strength, vote, WRONG
+from tiny import write
 
 ROWS = [dict(instruction=f'Say "{i}",\nplease: café \u2028 {i}.', input='' if i % 2
              else f'line\n{i}', output=f' {i}, ok\t', extra=str(i))
@@ -78,12 +79,6 @@ def test_files_as_other_programs_write_them(tmp_path, name, content, rows):
     "Line separators in a text, a byte order mark, line ends of Windows, a long field."
     (tmp_path/name).write_bytes(content)
     assert load_records(str(tmp_path/name), kind='output') == rows
-
-
-def write(path, rows, lines=False):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text('\n'.join(json.dumps(r) for r in rows) if lines else json.dumps(rows))
-    return str(path)
 
 
 def test_a_saved_dataset(tmp_path):
@@ -158,6 +153,7 @@ USER, BOT = dict(role='user', content='Hi.'), dict(role='assistant', content='Ye
 TALK = [USER, BOT, dict(role='user', content='Bye.')]
 TEXT = 'Human: Hi.\n\nAssistant: Yes?\n\nHuman: Bye.\n\nAssistant:'
 KIND = 'System: Be kind.\n\nHuman: Hi.\n\nAssistant:'
+SYSTEM = dict(role='system', content='Be kind.')
 END, OTHER = dict(role='assistant', content='So long.'), dict(role='assistant', content='What?')
 SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', 'value': 'Hi.'},
                             {'from': 'gpt', 'value': 'Yes?'}])
@@ -169,8 +165,7 @@ SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', '
     (dict(prompt='Hi.', completion='Yes?', label=True), 'Hi.', 'Yes?'),
     (dict(messages=[USER, BOT]), 'Hi.', 'Yes?'), (dict(messages=TALK + [END]), TEXT, 'So long.'),
     (SHARE, 'Hi.', 'Yes?'),
-    (dict(messages=[dict(role='system', content='Be kind.'), USER, BOT]),
-     'System: Be kind.\n\nHuman: Hi.\n\nAssistant:', 'Yes?'),
+    (dict(messages=[SYSTEM, USER, BOT]), KIND, 'Yes?'),
     (dict(messages=[dict(role='user', content=[dict(type='text', text='Hi.')]), BOT]), 'Hi.',
      'Yes?'),
     (dict(prompt='Hi.', messages=[USER, BOT], chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.',
@@ -184,39 +179,36 @@ def test_shapes_of_demonstrations(tmp_path, row, instruction, output):
     assert found.get('label') is row.get('label') and found.get('text') == row.get('text')
 
 
-@pytest.mark.parametrize('row, instruction, chosen, rejected', [
-    (dict(prompt='Hi.', chosen='Yes?', rejected='What?'), 'Hi.', 'Yes?', 'What?'),
-    (dict(prompt=[USER], chosen=[BOT], rejected=[OTHER]), 'Hi.', 'Yes?', 'What?'),
-    (dict(prompt='Hi.', chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.', 'Yes?', 'What?'),
-    (dict(prompt='Hi.\n', chosen=[USER, BOT], rejected=[USER, OTHER]), 'Hi.\n', 'Yes?', 'What?'),
-    (dict(prompt=[TALK[0], BOT, dict(TALK[2], content='Bye. ')], chosen=TALK + [END],
-          rejected=TALK + [OTHER]), TEXT.replace('Bye.', 'Bye. '), 'So long.', 'What?'),
-    (dict(prompt=[dict(role='system', content='Be kind.'), USER], chosen=[USER, BOT],
-          rejected=[USER, OTHER]), KIND, 'Yes?', 'What?'),
-    (dict(prompt='Hi.', chosen=[dict(role='system', content='Be kind.'), USER, BOT],
-          rejected=[dict(role='system', content='Be kind.'), USER, OTHER]), KIND, 'Yes?', 'What?'),
-    (dict(prompt=TEXT, chosen=f'{TEXT} So long.', rejected=f'{TEXT} What?'), TEXT, 'So long.',
-     'What?'),
-    (dict(chosen=TALK + [END], rejected=TALK + [OTHER]), TEXT, 'So long.', 'What?'),
-    (dict(prompt=TALK, chosen=[END], rejected=[OTHER]), TEXT, 'So long.', 'What?'),
-    (dict(chosen=[USER, BOT], rejected=[USER, OTHER, USER, END]), 'Hi.', 'Yes?',
-     'What?\n\nHuman: Hi.\n\nAssistant: So long.'),
-    (dict(chosen='\n\n' + TEXT + ' So long.', rejected='\n\n' + TEXT + ' What?'), TEXT, 'So long.',
-     'What?'),
-    (dict(instruction='Hi.', chosen='Yes?', rejected='What?'), 'Hi.', 'Yes?', 'What?'),
-    (dict(question='Hi.', response_A='What?', response_B='Yes?', label='B>A'), 'Hi.', 'Yes?',
-     'What?')])
-def test_shapes_of_preferences(tmp_path, row, instruction, chosen, rejected):
+def dialogue(*turns): return dict(chosen=[*turns, BOT], rejected=[*turns, OTHER])
+
+
+SPACED = [*TALK[:2], dict(TALK[2], content='Bye. ')]
+
+
+@pytest.mark.parametrize('row, instruction, answers', [
+    (dict(prompt=[USER], chosen=[BOT], rejected=[OTHER]), 'Hi.', ''),
+    (dict(dialogue(USER), prompt='Hi.\n'), 'Hi.\n', ''),
+    (dict(dialogue(*TALK), prompt=SPACED), TEXT.replace('Bye.', 'Bye. '), ''),
+    (dict(dialogue(USER), prompt=[SYSTEM, USER]), KIND, ''),
+    (dict(dialogue(SYSTEM, USER), prompt='Hi.'), KIND, ''),
+    (dict(prompt=TEXT, chosen=f'{TEXT} Yes?', rejected=f'{TEXT} What?'), TEXT, ''),
+    (dialogue(*TALK), TEXT, ''), (dict(prompt=TALK, chosen=[BOT], rejected=[OTHER]), TEXT, ''),
+    (dict(chosen=[USER, BOT], rejected=[USER, OTHER, USER, END]), 'Hi.',
+     '\n\nHuman: Hi.\n\nAssistant: So long.'),
+    (dict(chosen=f'\n\n{TEXT} Yes?', rejected=f'\n\n{TEXT} What?'), TEXT, ''),
+    *[({name: 'Hi.', 'chosen': 'Yes?', 'rejected': 'What?'}, 'Hi.', '')
+      for name in ('prompt', 'instruction')],
+    (dict(question='Hi.', response_A='What?', response_B='Yes?', label='B>A'), 'Hi.', '')])
+def test_shapes_of_preferences(tmp_path, row, instruction, answers):
     found, = load_records(write(tmp_path/'a.json', [row]), kind='preference')
     best = int(found['preference'])
     read = prompt_key(found)[0], found[f'output_{best}'], found[f'output_{3 - best}']
-    assert read == (instruction, chosen, rejected)
+    assert read == (instruction, 'Yes?', f'What?{answers}')
     is_dialogue = (isinstance(row.get('prompt'), list) or {*row} == {'chosen', 'rejected'}
                    or instruction.strip() != 'Hi.')
     assert ('messages' in found) == is_dialogue
 
 
-SYSTEM = dict(role='system', content='Be kind.')
 ASKED = dict(  # the same prompt in every format, without its system turn
     alpaca=dict(instruction='Hi.', input='', output='Yes?'), SHARE=SHARE,
     chat=dict(messages=[USER, BOT]), trl=dict(prompt='Hi.', completion='Yes?'),
@@ -249,18 +241,20 @@ def test_a_system_column_is_the_first_turn_in_every_format(tmp_path, format, col
         assert {k: v for k, v in found.items() if k not in ('messages', 'instruction')} == kept
 
 
-def test_a_system_turn_is_not_doubled(tmp_path):
-    row = dict(messages=[SYSTEM, USER, BOT], system='Be kind.\n')
-    found, = load_records(write(tmp_path/'a.json', [row]), kind='output')
-    assert found == dict(messages=[SYSTEM, USER], input='', output='Yes?')
-    asked = [dict(instruction='Add.', input='1, 2', system='Be kind.', output='3')]
-    found, = load_records(write(tmp_path/'b.json', asked), kind='output')
-    assert found['messages'] == [SYSTEM, dict(role='user', content='Add.\n\n1, 2')]
-
-
-def test_tools_that_the_model_is_not_shown_are_told(tmp_path, capsys):
-    load_records(write(tmp_path/'a.json', [dict(messages=[USER, BOT], tools=[dict(name='sky')])]))
-    assert '1 of 1 prompts have `tools`' in capsys.readouterr().out
+def test_a_reader_is_added_by_name(tmp_path, monkeypatch):
+    "And is named, with its columns, where a file has none of them."
+    def forum(rest, title, best, worst):
+        return dict(instruction=title.strip(), output_1=worst, output_2=best, preference=2.)
+    monkeypatch.setitem(READERS, 'forum', Reader('a forum', 'preference', ('title', 'best', 'worst'),
+                                                 forum))
+    path = write(tmp_path/'a.json', [dict(title=' Hi.', best='Yes?', worst='What?', votes=3)])
+    found, = load_records(path, kind='preference')
+    assert found == dict(instruction='Hi.', input='', output_1='What?', output_2='Yes?',
+                         preference=2., votes=3)
+    with pytest.raises(ValueError, match=r'a.json, row 0: no row of a forum \(AttributeError'):
+        load_records(write(tmp_path/'a.json', [dict(title=7, best='', worst='')]))
+    with pytest.raises(ValueError, match=r"'output_1' is missing; .*SHP \(history.*a forum \(title"):
+        load_records(write(tmp_path/'a.json', [dict(instruction='Hi.', answer='')]), kind='pair')
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -346,6 +340,8 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
         assert f'a.json: {t}' in told
     told = said([dict(p, preference=1.5 - (i < 2)/2) for i, p in enumerate(PAIRS)], 'preference')
     assert '40% of the labels are 1, 60% ties' in told
+    told = said([dict(messages=[USER, BOT], tools=[dict(name='sky')])], 'output')
+    assert '1 of 1 prompts have `tools`' in told
     missing = [dict(p, preference=l) for p, l in zip(PAIRS, (1, 2, 0, None, ''))]
     assert '2 pairs have no label' in said(missing, 'preference')
     swapped = dict(PAIRS[0], output_1='b0', output_2='a')
@@ -361,8 +357,11 @@ HALF[1]['response_b'] = r'["Elm \udc00."]'
     ('a.jsonl', b'{"instruction": "a"}\n{"instruction": "b", "x": ["\\uDE00"]}', 'row 1: half'),
     *[(f'votes.{suffix}', form(HALF), 'row 1: half') for suffix, form in FORMATS.items()],
     ('numbers.json', b'[{"instruction": "a", "output": "b"}, 7]', 'row 1: a record is expected'),
-    ('pair.json', b'[{"instruction": "a", "output_1": "b", "output_2": "c", "preference": []}]',
-     r"'preference' is \[\]"),
+    ('pair.json', as_json([dict(PAIRS[0], preference=[])]), r"'preference' is \[\]"),
+    ('rlcd.json', as_json([PAIRS[0], dict(PAIRS[1], win2_prob='x')]),
+     "row 1: 'win2_prob' is 'x', not a number"),
+    *[('ended.json', as_json([PAIRS[0], dict(PAIRS[1], ended_2=wrong)]),
+       "row 1: the field 'ended_2' is .* not true or false") for wrong in ('perhaps', 3, [None])],
     ('a.json', b'['*200000 + b']'*200000, 'not valid JSON'), ('a.xlsx', b'PK', 'is not read'),
     ('b.csv', b'instruction,output\nSay,ok\na\n', "row 1: the field 'output'"),
     ('b.json.gz', gzip.compress(b'caf\xe9', mtime=0), 'byte 3 is not UTF-8'),
@@ -489,38 +488,13 @@ def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
 
 
 def test_answers_of_which_nothing_is_known_have_ended(labelled, models, tmp_path):
-    "Also in a file where only some are known; what is neither true nor false is refused."
+    "Also in a file where only some are known."
     from alpaca_farm import dpo
     plain = [{k: v for k, v in r.items() if 'ended' not in k} for r in labelled[:8]]
     for rows in (plain, [dict(r, ended_1=None, ended_2='') for r in plain]):
         cfg = dpo.DPOConfig(preferences=write(tmp_path/'a.json', rows))
         data = dpo.LabelledAnswers(cfg, models.tokenizer, *dpo.read_labels(cfg))
         assert set(ends(sum(data.answers, []), models.tokenizer).values()) == {True}
-    for wrong in ('perhaps', 3, [None]):
-        with pytest.raises(ValueError, match="row 1: the field 'ended_2' is .* not true or false"):
-            load_records(write(tmp_path/'b.json', [plain[0], dict(plain[1], ended_2=wrong)]),
-                         kind='preference')
-
-
-@pytest.mark.parametrize('pairs', ['candidates', 'scored', 'against'])
-def test_pairs_say_which_answer_was_cut_off(tmp_path, pairs):
-    "Of candidates, by scores or not, and of two files of answers."
-    from alpaca_farm import annotators
-    ask = dict(instruction='Name a thing.', input='')
-    many = dict(ask, output=[CUT, WHOLE], ended=[False, True])
-    more = {}
-    if pairs == 'scored':
-        path = write(tmp_path/'a.json', [dict(many, scores=[2., 1.])])
-        found = load_records(path, kind='preference')
-        assert found[0][f'output_{found[0]["preference"]:.0f}'] == CUT
-    else:
-        if pairs == 'against':
-            more = dict(against=write(tmp_path/'b.json', [dict(ask, output=CUT, ended=False)]))
-            many = dict(ask, output=WHOLE, ended=True)
-        cfg = annotators.AnnotatorsConfig(outputs=write(tmp_path/'a.json', [many]), **more)
-        found = annotators.load_pairs(cfg)
-    for k in (1, 2): assert found[0][f'ended_{k}'] == ENDS[found[0][f'output_{k}']]
-    assert 'ended' not in found[0]
 
 
 often = settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -565,7 +539,8 @@ def test_a_damaged_file_is_rows_or_refused_by_name(folder, suffix, where, cut, p
 
 
 OURS = {'instruction', 'input', 'output', 'output_1', 'output_2', 'preference', 'x'}
-columns = st.sampled_from(sorted({c for _, names in SHAPES for c in names} | {*CODES} | OURS))
+COLUMNS = {c for r in READERS.values() for c in (*r.columns, *r.others)}
+columns = st.sampled_from(sorted(COLUMNS | {*CODES} | OURS))
 roles = st.sampled_from(['user', 'assistant', 'gpt', 'human', ''])
 message = st.dictionaries(st.sampled_from(['role', 'from', 'content', 'value']), roles | texts)
 messages = st.lists(message, max_size=4)

@@ -10,17 +10,19 @@ import pytest
 from hypothesis import given, strategies as st
 
 import tiny
+from tiny import write
 from alpaca_farm.judging import agreement
 from alpaca_farm import (annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo,
     quark, reward_model, rrhf, sft)
-from alpaca_farm.core.data.records import full_instruction, load_records, prompt_key
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.data.dialogues import full_instruction, prompt_key
 from alpaca_farm.core.data.dialogues import dialogue_text, parse_dialogue, prompt_text
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.formats import as_chat, as_hh, as_records, named_answers
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import build_prompt, encode_prompts
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.judging.judges import fill_prompt, load_evaluators
+from alpaca_farm.judging.judges import check_annotators, fill_prompt, load_evaluators
 from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA',
@@ -31,12 +33,6 @@ def turn(role, content): return dict(role=role, content=content)
 
 
 def dialogue(*texts): return [turn(('user', 'assistant')[i % 2], t) for i, t in enumerate(texts)]
-
-
-def write(path, rows, packed=False):
-    text = ''.join(json.dumps(r) + '\n' for r in rows).encode()
-    path.write_bytes(gzip.compress(text) if packed else text)
-    return str(path)
 
 
 @pytest.mark.skipif(not HH.exists(), reason='the public data is not here')
@@ -90,12 +86,11 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
      'preference', 'the two dialogues have no turn'),
     (dict(messages=[turn('robot', 'a')]), 'output', "{'role': 'robot'"),
-    *[(dict(messages=[turn('user', 'Rain?'), turn('assistant', '') | {key: [dict(name='sky')]},
-                      *rest]), 'output', 'calls a tool')
-      for key in ('tool_calls', 'function_call')
-      for rest in ([], [turn('tool', 'rain'), turn('assistant', 'It rains.')])],
-    (dict(conversations=[{'from': 'human', 'value': 'Rain?'},
-                         {'from': 'function_call', 'value': '{}'}]), 'output', 'calls a tool'),
+    *[(dict(messages=[turn('user', 'Rain?'), call, turn('tool', 'rain'),
+                      turn('assistant', 'It rains.')]), 'output', 'calls a tool')
+      for call in (turn('assistant', '') | dict(tool_calls=[dict(name='sky')]),
+                   turn('assistant', '') | dict(function_call=[dict(name='sky')]),
+                   {'from': 'function_call', 'value': '{}'})],
     (dict(messages=[turn('system', 'Kind.'), *HELLO], system='Rude.'), 'instruction',
      "'system' is 'Rude.', but the dialogue begins with the system's turn 'Kind.'"),
     (dict(messages=HELLO, system=7), 'instruction', "'system' is 7, not a string"),
@@ -121,7 +116,7 @@ def test_prompts(models):
         special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
         assert [i for i in plain if i in special] == [i for i in attack if i in special]
         assert len(attack) > len(plain)
-    assert fill_prompt(['{instruction}'], [record]) == [prompt_text(record)]
+    assert fill_prompt('{instruction}', [record])[0]['content'] == prompt_text(record)
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     with pytest.raises(ValueError, match="'Human: Hi.*no system role.*template = "):
@@ -138,8 +133,8 @@ def talks(base, tmp_path_factory):
                  output=b['output']) for a, b in zip(rows[::2][:24], rows[1::2])]
     pairs = [dict(messages=t['messages'], output_1=t['output'], output_2=talk[i - 1]['output'],
                   preference=1.) for i, t in enumerate(talk)]
-    write(folder/'sft.jsonl.gz', [as_hh(t) for t in talk], packed=True)
-    write(folder/'preference.jsonl.gz', [as_hh(p) for p in pairs], packed=True)
+    write(folder/'sft.jsonl.gz', [as_hh(t) for t in talk])
+    write(folder/'preference.jsonl.gz', [as_hh(p) for p in pairs])
     for split in ('unlabeled', 'val', 'eval'):
         write(folder/f'{split}.jsonl', [as_chat(t) for t in talk])
     return folder
@@ -234,17 +229,6 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
     assert sum('Human: Hi.\\n\\nAssistant: Yes?\\n\\nHuman: Question' in r for r in requests) == 48
 
 
-def test_prompts_that_differ_or_stand_in_another_order(tmp_path):
-    rows = [dict(messages=[turn('user', f'Question {i}?')], output='a') for i in range(3)]
-    others = {"row 0: 'Question 0": rows[1:] + rows[:1], '2 answers against 3': rows[:2],
-              'row 2': [*rows[:2], dict(rows[2], messages=HELLO)]}
-    for message, other in others.items():
-        cfg = annotators.AnnotatorsConfig(
-            out=str(tmp_path/'run'), outputs=write(tmp_path/'a.jsonl', rows),
-            against=write(tmp_path/'b.jsonl', other), annotators=f'{__name__}:longest')
-        with pytest.raises(ValueError, match=message): annotators.run(cfg)
-
-
 @pytest.mark.parametrize('said, ended, output, kept', [
     (' Yes.\n\nHuman: Why?\n\nAssistant: So.', True, 'Yes.', ' Yes.\n\nHuman:'),
     (' Yes.</s>', True, 'Yes.', ' Yes.</s>'),
@@ -273,7 +257,6 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
 
 def test_a_question_of_a_task_is_a_judge():
     "By the name of the task or the file of the user's own."
-    from alpaca_farm.core.ask.judge_configs import check_annotators
     own = tiny.ROOT/'nbs/recipes/tasks/outlining.yaml'
     judge, = load_evaluators(f'{own}/outline')
     assert judge.name == 'outline'

@@ -9,20 +9,26 @@ from alpaca_farm import dpo, sft
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.dpo import DPOConfig, dpo_loss, kto_loss, simpo_loss
+from alpaca_farm.dpo import DPOConfig, dpo_loss, kto_loss, LOSSES, simpo_loss
+from tiny import randn, sigmoid
 
 torch.set_num_threads(1)
-SETTINGS = dict(sigmoid={}, cdpo=dict(label_smoothing=.25),
-                robust=dict(loss_type='robust', label_smoothing=.25), ipo=dict(loss_type='ipo'),
-                hinge=dict(loss_type='hinge'), simpo=dict(loss_type='simpo', beta=2.),
-                kto=dict(loss_type='kto'))
-FIRST = dict(sigmoid=math.log(2), cdpo=math.log(2), robust=math.log(2), ipo=25., hinge=1., kto=.5)
+
+
+def nll(z): return -math.log(sigmoid(z))
+
+
+# the losses of a margin, written down from the papers, by their names in LOSSES
+TWINS = dict(
+    sigmoid=lambda h, beta, eps=0.: (1 - eps)*nll(beta*h) + eps*nll(-beta*h),
+    robust=lambda h, beta, eps: ((1 - eps)*nll(beta*h) - eps*nll(-beta*h)) / (1 - 2*eps),
+    ipo=lambda h, beta: (h - 1 / (2*beta))**2,
+    hinge=lambda h, beta: max(0., 1 - beta*h),
+    simpo=lambda h, beta, gamma: nll(beta*h - gamma))
+SETTINGS = {name: dict(loss_type=name) for name in LOSSES} | dict(
+    cdpo=dict(label_smoothing=.25), robust=dict(loss_type='robust', label_smoothing=.25),
+    simpo=dict(loss_type='simpo', beta=2.))
 each_loss = pytest.mark.parametrize('name', SETTINGS)
-
-
-def randn(*shape, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return 2 * torch.randn(*shape, generator=g, dtype=torch.float64)
 
 
 def same(found, wanted):
@@ -30,24 +36,14 @@ def same(found, wanted):
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def sigmoid(z): return 1 / (1 + math.exp(-z))
-
-
-def nll(z): return -math.log(sigmoid(z))
-
-
 def config(base, out, **more):
     return DPOConfig(**tiny.settings('dpo', base, out=str(out)) | dict(eval_split='') | more)
 
 
-def one_pair(pc, pr, rc, rr, beta, kind, eps):
-    "The loss of a pair, written down from the papers."
-    h = (pc - rc) - (pr - rr)
-    if kind == 'ipo': return (h - 1 / (2*beta))**2
-    if kind == 'hinge': return max(0., 1 - beta*h)
-    right, wrong = nll(beta*h), nll(-beta*h)
-    if kind == 'robust': return ((1 - eps)*right - eps*wrong) / (1 - 2*eps)
-    return (1 - eps)*right + eps*wrong
+def twin_of(cfg):
+    "The twin of a loss with its settings, as a function of the margin."
+    own = [getattr(cfg, name) for name in LOSSES[cfg.loss_type].settings]
+    return lambda h: TWINS[cfg.loss_type](h, cfg.beta, *own)
 
 
 def test_kto_loss():
@@ -65,8 +61,8 @@ def test_kto_loss():
 def test_huge_margins_stay_finite():
     far, o = torch.tensor([1e4, -1e4], dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
     same(dpo_loss(far, o, o, o, 1.), [0., 1e4])
-    same(dpo_loss(far, o, o, o, 1., 'robust', .25), [-.5e4, 1.5e4])
-    same(simpo_loss(far, o, torch.ones(2), torch.ones(2), 1., 1.), [0., 1e4 + 1])
+    same(dpo_loss(far, o, o, o, 1., 'robust', label_smoothing=.25), [-.5e4, 1.5e4])
+    same(simpo_loss(far, 1., 1.), [0., 1e4 + 1])
 
 
 @pytest.fixture(scope='module')
@@ -109,30 +105,28 @@ def moved(base, tmp_path_factory):
 @each_loss
 def test_a_step_is_the_loss_of_whole_answers(base, preferences, moved, tmp_path, name):
     "Every loss from log-probs of answers one by one, soft labels and the tie included."
-    given, z0 = SETTINGS[name], 0.
-    cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=24, **given)
+    z0 = 0.
+    cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=24, **SETTINGS[name])
     reference, data, batch = first_batch(cfg)
     if name == 'kto':
         batch['baseline'] += (z0 := dpo.kto_baseline(moved, [data.mismatched_batch(1)]).item())
     with torch.no_grad(): found = dpo.dpo_step(moved, batch, cfg)
-    want = []
+    want, at_first = [], None
     for i in data.order[0]:
         (c, r), prompt = [a[i] for a in data.answers], data.prompts[i]
         sure = data.good[i, 0].item()
         pc, pr, rc, rr = (brute(m, prompt, a) for m in (moved, reference) for a in (c, r))
-        if name == 'simpo':
-            lead = 2*pc/len(c) - 2*pr/len(r)
-            right, wrong = nll(lead - 1), nll(-lead - 1)
-        elif name == 'kto':
+        if name == 'kto':
             a, b = (sigmoid(.1 * (p - ref - z0)) for p, ref in ((pc, rc), (pr, rr)))
-            right, wrong = .5*(1 - a + b), .5*(a + 1 - b)
+            right, wrong, at_first = .5*(1 - a + b), .5*(a + 1 - b), .5
         else:
-            how = given.get('loss_type', 'sigmoid'), given.get('label_smoothing', 0.)
-            right, wrong = one_pair(pc, pr, rc, rr, .1, *how), one_pair(pr, pc, rr, rc, .1, *how)
+            h = pc/len(c) - pr/len(r) if name == 'simpo' else (pc - rc) - (pr - rr)
+            twin = twin_of(cfg)
+            right, wrong, at_first = twin(h), twin(-h), twin(0.)
         want.append(sure*right + (1 - sure)*wrong)
     want = torch.tensor(want, dtype=torch.float64)
     torch.testing.assert_close(found['loss'].double(), want, rtol=1e-4, atol=1e-4)
-    if name != 'simpo': assert (found['loss'] - FIRST[name]).abs().max() > 1e-3
+    assert (found['loss'] - at_first).abs().max() > 1e-3   # the policy has moved
 
 
 def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tmp_path):
@@ -186,7 +180,9 @@ def test_first_step(base, preferences, tmp_path, name, batch_size, micro):
     dpo.train(cfg)
     first = read_log(cfg.out)[0]
     if name == 'simpo': assert abs(first['loss'] - math.log(2)) > 1e-3  # it knows no reference
-    else: assert first['loss'] == pytest.approx(FIRST[name], rel=1e-5)
+    else:
+        wanted = .5 if name == 'kto' else twin_of(cfg)(0.)
+        assert first['loss'] == pytest.approx(wanted, rel=1e-5)
     assert abs(first['chosen']) < 1e-5 and abs(first['rejected']) < 1e-5
     if name == 'kto': assert 0 <= first['baseline'] < 1e-5
 
@@ -194,7 +190,7 @@ def test_first_step(base, preferences, tmp_path, name, batch_size, micro):
 @each_loss
 def test_learns_its_labels(base, preferences, tmp_path, name):
     "On pairs learned by heart the preferred answers rise above the others, measured afresh."
-    more = SETTINGS[name] | ({} if name == 'simpo' else dict(beta=.5))
+    more = dict(beta=.5) | SETTINGS[name]
     cfg = config(base, tmp_path/'dpo', preferences=preferences, max_instances=3, batch_size=3,
                  epochs=12, **more)
     dpo.train(cfg)

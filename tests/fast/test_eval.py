@@ -1,23 +1,27 @@
-"Evaluation: preferences, the board, judges behind an endpoint; the choice of a temperature."
+"Evaluation: preferences, the board, judges behind an endpoint."
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import tiny
 from alpaca_farm import eval as ev
-from alpaca_farm.annotators import load_annotators
-from alpaca_farm.boards import decoding, leaderboards, rankings
+from alpaca_farm.judging.judges import load_annotators
+from alpaca_farm.boards import leaderboards
+from alpaca_farm.boards.judged import complete_preferences, judge_all
 from alpaca_farm.core.data import comparisons
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.core.stats import bootstrap
 from alpaca_farm.judging.agreement import prefer_longer as longest
 from asking import key
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 MODELS = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=judge', 'text-davinci-003=judge']
+
+
+def read_board(path): return pd.read_csv(path, index_col=0)
 
 
 def first(pairs): return [1.2 for _ in pairs]
@@ -64,7 +68,7 @@ def test_preferences_equal_the_loop(judge):
         def prefers(f, a, b): return f([dict(r, output_1=a, output_2=b)])[0]
         want.append(np.mean([(prefers(f, a, mine['output']) + 3 - prefers(f, mine['output'], a))/2
                              for a in r['output'] for f in getattr(judge, 'annotators', [judge])]))
-    assert ev.complete_preferences(MINE[::-1], REFERENCES, judge) == pytest.approx(want)
+    assert complete_preferences(MINE[::-1], REFERENCES, judge) == pytest.approx(want)
 
 
 def test_identical_answers_are_not_asked_about():
@@ -75,23 +79,10 @@ def test_identical_answers_are_not_asked_about():
     assert len(judged) == 12 and all(p['output_1'] != p['output_2'] for p in judged)
 
 
-def test_board_columns_and_intervals():
-    methods = dict(sft=REFERENCES, long=answers(lambda i: 'word '*i), short=answers(lambda i: 'a'))
-    judged = ev.judge_all(methods, REFERENCES, dict(people=Pool(), gold=longest))
-    board = leaderboards.leaderboard(judged, methods, 'runs/references', n=200, seed=5)
-    assert board.people.is_monotonic_decreasing
-    ends = ['people', 'people_low', 'people_high']
-    rows = board.set_index('method')
-    assert rows.loc['sft', ends].tolist() == [50]*3
-    want = bootstrap(100*(judged['people']['long'] - 1), n=200, seed=5)
-    assert rows.loc['long', ends].tolist() == pytest.approx(list(want))
-    assert rows.loc['long', 'length'] == pytest.approx(np.mean(range(12)))
-
-
 def test_no_verdict_is_no_tie_and_no_loss(capsys):
     "And its share is said, by judge."
     methods = dict(reference=REFERENCES, mine=answers(lambda i: 'o'*(2*i + 1)))
-    judged = ev.judge_all(methods, REFERENCES,
+    judged = judge_all(methods, REFERENCES,
                           dict(shy=silent_on_three, pool=Undecided(), bold=longest))
     notes = [line for line in capsys.readouterr().out.splitlines() if 'no verdict' in line]
     assert notes == [f'mine under {name}: no verdict on 3 of 12 instructions (25.0%)'
@@ -106,28 +97,12 @@ def test_no_verdict_is_no_tie_and_no_loss(capsys):
     row = leaderboards.alpaca_eval_rows(judged['shy'], methods, REFERENCES, 'shy', 'x').loc['mine']
     assert (row.n_total, row.n_unanswered, row.win_rate) == (9, 3, pytest.approx(won))
     def lazy(pairs): return [1]
+    assert len(comparisons.verdicts_over(MINE, REFERENCES, silent_on_three)) == 9
     for judge, message in ((silent_on_three, 'row 0 is nan'), (lazy, 'lazy gave 1 preferences')):
         with pytest.raises(ValueError, match=message):
-            ev.complete_preferences(methods['mine'], REFERENCES, judge)
+            complete_preferences(methods['mine'], REFERENCES, judge)
     with pytest.raises(ValueError, match='mine under mute: there is no verdict'):
-        ev.judge_all(methods, REFERENCES, dict(mute=lambda pairs: [np.nan]*len(pairs)))
-
-
-def test_head_to_head_is_every_pair_judged(capsys):
-    methods = dict(reference=REFERENCES, a=answers(lambda i: 'a'*i)[::-1],
-                   b=answers(lambda i: 'b'*(12 - i)))
-    known = ev.judge_all(methods, REFERENCES, dict(j=longest))['j']
-    def tables(judge):
-        return rankings.head_to_head(ev._play_all_pairs(methods, REFERENCES, judge, known))
-    rates, wins = tables(longest)['win_rate'], [(1 + np.sign(12 - 2*i))/2 for i in range(12)]
-    assert rates.loc['b', 'a'] == pytest.approx(100*np.mean(wins))
-    assert rates.loc['a', 'reference'] == pytest.approx(100*(known['a'] - 1).mean())
-    def shy(pairs): return [np.nan if p['instruction'] == 'Say 3.' else 2. for p in pairs]
-    assert tables(shy)['n'].loc['a', 'b'] == 11
-    note = 'b against a under shy: no verdict on 1 of 12 instructions (8.3%)'
-    assert note in capsys.readouterr().out
-    assert len(comparisons.verdicts_over(MINE, REFERENCES, silent_on_three)) == 9
-    assert capsys.readouterr().out == 'silent_on_three: no verdict on 3 of 12 instructions (25.0%)\n'
+        judge_all(methods, REFERENCES, dict(mute=lambda pairs: [np.nan]*len(pairs)))
 
 
 def run(folder, **settings):
@@ -142,19 +117,18 @@ def run(folder, **settings):
 
 
 def test_a_run_leaves_what_it_promises(tmp_path):
-    "Board, votes and figures; a table, ratings and a matrix of each judge, never ranked together."
-    cfg = run(tmp_path, head_to_head=True, annotators=[f'{__name__}:longest', f'{__name__}:first'])
+    "Board, votes and figures; a table of each judge, which its rows name."
+    cfg = run(tmp_path, annotators=[f'{__name__}:longest', f'{__name__}:first'])
     summary, values = read_summary(cfg.out), read_json(tmp_path/'out'/'preferences.json')
     assert (summary['instructions'], summary['references_per_instruction']) == (12, 2)
-    assert summary['reference_longest'] == 50 and summary['reference_longest_elo'] == 1000
+    assert summary['reference_longest'] == 50
     assert summary['longest_unanswered'] == 0 and 'mine_longest_length_controlled' in summary
     won = 100*(np.mean(values['longest']['mine']) - 1)
     assert summary['mine_longest'] == pytest.approx(won, abs=1e-3)
     assert [r['method'] for r in read_log(cfg.out)] == ['mine', 'reference']
-    files = [tmp_path/'out'/f'leaderboard_{judge}.csv' for judge in ('longest', 'first')]
-    rows = rankings.read_leaderboard(files[0])
-    assert set(rows.annotator) == {'longest'} and set(rows.reference) == {cfg.reference}
-    with pytest.raises(ValueError, match='different annotators'): rankings.read_leaderboard(*files)
+    for judge in ('longest', 'first'):
+        rows = read_board(tmp_path/'out'/f'leaderboard_{judge}.csv')
+        assert set(rows.annotator) == {judge} and set(rows.reference) == {cfg.reference}
 
 
 @pytest.mark.parametrize('given, message', [
@@ -181,7 +155,7 @@ def test_difficulty_from_files_of_other_models(tmp_path):
         (tmp_path/f'annotations_{k}.json').write_text(json.dumps(rows))
     for name, files in dict(no=[], files=[str(tmp_path/'annotations_*.json')]).items():
         run(tmp_path, out=str(tmp_path/name), difficulty=files)
-        found = rankings.read_leaderboard(next((tmp_path/name).glob('leaderboard_*.csv')))
+        found = read_board(next((tmp_path/name).glob('leaderboard_*.csv')))
         assert set(found.difficulty) == {name}
 
 
@@ -190,7 +164,7 @@ def test_difficulty_from_files_of_other_models(tmp_path):
 def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
     "AlpacaEval's recorded annotations of two models, all 805 rows: rates and error to 1e-6."
     models = 'alpaca-7b', 'alpaca-farm-ppo-human'
-    shipped = rankings.read_leaderboard(DATA/'alpaca_eval'/f'leaderboard_{board}.csv')
+    shipped = read_board(DATA/'alpaca_eval'/f'leaderboard_{board}.csv')
     labels = [r for m in models
               for r in json.loads((DATA/'alpaca_eval'/m/f'annotations_{board}.json').read_text())]
     base = {r['instruction']: r['output_1'] for r in labels}
@@ -201,7 +175,7 @@ def test_a_run_on_recorded_verdicts_is_the_shipped_leaderboard(board, tmp_path):
         out=str(tmp_path/'out'), reference=str(tmp_path/'reference.json'),
         outputs=[str(DATA/'alpaca_eval'/m/'model_outputs.json') for m in models],
         annotators=[str(tmp_path/f'{board}.json')]))
-    ours = rankings.read_leaderboard(tmp_path/'out'/f'leaderboard_{board}.csv')
+    ours = read_board(tmp_path/'out'/f'leaderboard_{board}.csv')
     columns = ['win_rate', 'standard_error', 'n_wins', 'n_wins_base', 'n_draws', 'n_total',
                'discrete_win_rate', 'avg_length']
     for m in models:
@@ -230,12 +204,12 @@ def test_a_paid_judge_sees_both_orders_and_is_asked_once(tmp_path, endpoint):
     some = len(endpoint.requests())
     assert 0 < some < 40 and not read_summary(tmp_path/'out')
     summary = read_summary(run(tmp_path, **more).out)
-    rows = rankings.read_leaderboard(tmp_path/'out'/'leaderboard_chatgpt.csv')
+    rows = read_board(tmp_path/'out'/'leaderboard_chatgpt.csv')
     requests = len(endpoint.requests())
     assert requests == 2*DIFFERENT and summary['dollars'] > 0
     assert summary['chatgpt_unanswered'] == 1
     assert rows.loc['mine', ['n_total', 'n_unanswered']].tolist() == [11, 1]
-    run(tmp_path, **more, out=str(tmp_path/'again'), head_to_head=True)
+    run(tmp_path, **more, out=str(tmp_path/'again'))
     assert len(endpoint.requests()) == requests + 4, 'only what has no verdict is asked again'
 
 
@@ -244,86 +218,8 @@ def test_a_paid_pool_is_asked_for_one_vote(tmp_path, endpoint):
                         store=str(tmp_path/'a.sqlite'), tries=3, out=str(tmp_path/'unused'))
     pool = load_annotators('alpaca_farm', cfg)
     refs, outputs = answers(lambda i: ['x', 'yy'], 30), answers(lambda i: 'long enough', 30)
-    judged = ev.judge_all(dict(reference=refs, mine=outputs), refs, dict(pool=pool))
+    judged = judge_all(dict(reference=refs, mine=outputs), refs, dict(pool=pool))
     assert set(judged) == {'pool'} and (judged['pool']['reference'] == 1.5).all()
     answered = judged['pool']['mine'][~np.isnan(judged['pool']['mine'])]
     assert len(answered) > 5 and (answered == 2).all()
     assert pool.annotators[0].client.tally.asked <= 3*30
-
-
-# decoding: at which temperature a policy answers best
-
-def shortest(pairs): return [3 - p for p in longest(pairs)]
-
-
-@pytest.fixture(scope='module')
-def best_of_two(base, tmp_path_factory):
-    "A run of best-of-2."
-    from alpaca_farm import best_of_n
-    out = str(tmp_path_factory.mktemp('runs')/'best_of_n')
-    best_of_n.run(best_of_n.BestOfNConfig(**tiny.settings('best_of_n', base, out=out)))
-    return out
-
-
-def decode(base, folder, **more):
-    "The configuration of a finished run of decoding."
-    given = dict(out=str(folder/'decoding'), policies=[str(base/'sft')], reference=str(base/'sft'),
-                 data=str(base/'world'), annotators=f'{__name__}:shortest',
-                 temperatures=[1., .5, 0.], max_new_tokens=12, max_prompt=110) | more
-    cfg = decoding.DecodingConfig(**given)
-    decoding.run(cfg)
-    return cfg
-
-
-def test_each_policy_answers_at_the_temperature_that_wins_on_val(base, best_of_two, tmp_path):
-    "The rows by hand; the answers to eval are those at the best; best-of-n is not tried greedily."
-    import pandas as pd
-    from alpaca_farm.core.answers import sample_answers
-    from alpaca_farm.core.data.records import load_records
-    cfg = decode(base, tmp_path, policies=[str(base/'sft'), best_of_two])
-    table = pd.read_csv(tmp_path/'decoding'/'temperatures.csv')
-    assert list(zip(table.policy, table.temperature)) == [
-        *(('sft', t) for t in (1, .5, 0)), ('best_of_n', 1), ('best_of_n', .5)]
-    val, chosen = load_records(str(base/'world'), 'val'), read_summary(cfg.out)
-    policy = decoding.load_policy(str(base/'sft'), cfg)
-    references = sample_answers(*policy, val, cfg, n=4, seed=cfg.seed + 1000)
-    answer = decoding._load_answerer(decoding._sampling_of(str(base/'sft'), cfg))
-    for row in table[table.policy == 'sft'].itertuples():
-        wins = [np.mean([1.5 - .5*np.sign(len(a['output']) - len(o)) for o in r['output']])
-                for a, r in zip(answer(val, row.temperature), references)]
-        assert row.win_rate == pytest.approx(100*(np.mean(wins) - 1), abs=1e-3)
-        assert row.low <= row.win_rate <= row.high
-    for name, rows in table.groupby('policy'):
-        best = chosen[f'{name}_temperature']
-        assert best == rows.temperature[rows.win_rate.idxmax()]
-        written = read_json(tmp_path/'decoding'/'outputs'/f'{name}.json')
-        assert len(written) == 30
-        assert {(r['temperature'], r['generator']) for r in written} == {(best, name)}
-    two = sample_answers(*policy, val, cfg, n=2)
-    best = decoding._load_answerer(decoding._sampling_of(best_of_two, cfg))(val, 1.)
-    assert all(b['output'] in t['output'] for b, t in zip(best, two))
-    assert any(b['output'] != t['output'][0] for b, t in zip(best, two))
-
-
-def test_an_interrupted_choice_goes_on_with_the_next(base, best_of_two, tmp_path, monkeypatch):
-    more = dict(policies=[str(base/'sft'), best_of_two])
-    decode(base, tmp_path, out=str(tmp_path/'whole'), **more)
-    def killed(self, *args): raise KeyboardInterrupt
-    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
-        m.setattr(decoding.Progress, '__call__', killed)
-        decode(base, tmp_path, **more)
-    first_policy = tmp_path/'decoding'/'outputs'/'sft.json'
-    written = first_policy.stat().st_mtime_ns
-    decode(base, tmp_path, **more)
-    assert not (tmp_path/'decoding~1').exists() and first_policy.stat().st_mtime_ns == written
-    for file in ('temperatures.csv', 'outputs/sft.json', 'outputs/best_of_n.json'):
-        assert (tmp_path/'decoding'/file).read_text() == (tmp_path/'whole'/file).read_text(), file
-
-
-@pytest.mark.parametrize('given, message', [
-    (dict(temperatures=[.5, .5]), 'temperatures'), (dict(temperatures=[]), 'temperatures'),
-    (dict(policies=['no/such/run']), 'no/such/run'), (dict(split='vall'), 'vall'),
-    (dict(eval_split='evl'), 'eval_split')])
-def test_a_choice_without_sense_is_refused(base, tmp_path, given, message):
-    with pytest.raises((ValueError, OSError), match=message): decode(base, tmp_path, **given)
-    assert not (tmp_path/'decoding'/'temperatures.csv').exists()

@@ -578,7 +578,7 @@ BROKEN = dict(   # by notebook: settings, and which file of what they name is da
     rrhf='candidates/candidates data/eval', best_of_n='data/eval samples/labels',
     rlcd='data/unlabeled annotators/labels', annotators='outputs/candidates',
     eval='outputs/outputs reference/candidates labels/labels difficulty/labels annotators/labels',
-    decoding='data/val data/eval annotators/labels', compare='folders/outputs labels/labels',
+    compare='folders/outputs labels/labels',
     agreement='sets/labels judges/labels', overoptimization='bank/candidates references/candidates',
     bring_your_own='prompts/eval preferences/preferences demonstrations/labels')
 
@@ -595,7 +595,6 @@ def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monk
     sound = judged | dict(
         rlcd=dict(method='rlaif', split='unlabeled'), best_of_n=dict(policy=sft, n=2),
         eval=dict(outputs=[samples], reference=samples, annotators=[judge]),
-        decoding=dict(policies=[sft], reference=sft, annotators=judge, data=world),
         compare=dict(folders=[sft, samples], annotators=judge),
         agreement=dict(sets=[labels], judges=[judge]),
         overoptimization=dict(policy=sft, bank=samples, references=samples, proxies=[judge],

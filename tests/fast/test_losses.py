@@ -2,6 +2,7 @@
 import copy
 import dataclasses
 import math
+from statistics import mean, stdev
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.core.functional import masked_mean, masked_var, masked_whiten
+from alpaca_farm.core.functional import masked_mean, masked_var
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.packing import reads_packed
 from alpaca_farm.core.run.runs import read_log
@@ -19,54 +20,46 @@ from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.online import OnlineConfig, rollout_scores, sample_rollout
 from alpaca_farm.core.training import Trainer
 from alpaca_farm.overoptimization import _proxy_utility_correlation, standard_reward
-from alpaca_farm.ppo import ppo_policy_loss, ppo_value_loss
+from alpaca_farm.ppo import ppo_policy_loss
 
 torch.set_num_threads(1)
-
-
-def randn(n, seed=0):
-    return 2*torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def same(found, wanted):
-    wanted = torch.tensor(wanted, dtype=torch.float64)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_ppo_policy_gradient_stops_where_clipped():
     new = torch.tensor([[.5, -.5, .5, -.5]], dtype=torch.float64, requires_grad=True)
     adv = torch.tensor([[1., -1., -1., 1.]], dtype=torch.float64)  # the first two are too far
     ppo_policy_loss(new, torch.zeros(1, 4, dtype=torch.float64), adv, .2).sum().backward()
-    same(new.grad, [[0., 0., math.exp(.5), -math.exp(-.5)]])
-
-
-def test_ppo_value_loss():
-    def one(v, old, target):
-        cut = min(max(v, old - .2), old + .2)
-        return .5*max((v - target)**2, (cut - target)**2)
-    given = [randn(28, seed=seed) for seed in range(3)]
-    same(ppo_value_loss(*given, .2), [one(*x) for x in zip(*(t.tolist() for t in given))])
+    wanted = torch.tensor([[0., 0., math.exp(.5), -math.exp(-.5)]], dtype=torch.float64)
+    torch.testing.assert_close(new.grad, wanted, rtol=1e-12, atol=1e-12)
 
 
 def config(base, kind, **more):
     "PPO with a value model of some kind, or with one of the other baselines."
     kinds = dict(policy=dict(reward_model='alpaca_farm.world:utility'),
-                 shared=dict(shared_value=True), rloo=dict(advantage='rloo'),
-                 grpo=dict(advantage='grpo'))
-    return ppo.PPOConfig(**tiny.settings('ppo', base, **kinds.get(kind, {}), **more))
+                 shared=dict(shared_value=True))
+    own = dict(advantage=kind) if kind in ppo.ADVANTAGES else kinds.get(kind, {})
+    return ppo.PPOConfig(**tiny.settings('ppo', base, **own, **more))
+
+
+# the advantage of answer i of a group whose rewards are `own`, by its name in ADVANTAGES
+TWINS = dict(rloo=lambda i, own: own[i] - mean(own[:i] + own[i + 1:]),
+             grpo=lambda i, own: (own[i] - mean(own))/stdev(own),
+             dr_grpo=lambda i, own: own[i] - mean(own))
+GROUPS = [name for name, kind in ppo.ADVANTAGES.items() if kind.of_group]
+each_group = pytest.mark.parametrize('kind', GROUPS)
 
 
 @pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared'])
 @pytest.mark.parametrize('temperature', [1., .7])
 def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
     "Ratio 1, KL 0, nothing clipped; one forward pass of the same batch gives the ratio exactly."
-    cfg = config(base, kind, temperature=temperature)
+    cfg = config(base, kind, temperature=temperature, kl_coef=.1)
     policy, value = models.policy, ppo.value_model(cfg, models.policy)
     samples = generate(policy, models.tokenizer, models.prompts, max_new_tokens=12,
                        temperature=temperature)
     tokens = [s.tokens for s, in samples]
     batch = rollout_batch(models.prompts, tokens, models.tokenizer.pad_token_id)
-    done, figures = ppo.experience(policy, policy, value, batch, torch.arange(16.), .1, cfg)
+    done, figures = ppo.experience(policy, policy, value, batch, torch.arange(16.), cfg)
     assert figures['kl'] == 0. and done['advantages'].abs().sum() > 0
     on, mask = done['response'].bool(), done['response']
     sampled = torch.tensor([p for s, in samples for p in s.logprobs])
@@ -96,7 +89,7 @@ def moved(policy):
     return other
 
 
-@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared', 'rloo', 'grpo'])
+@pytest.mark.parametrize('kind', ['policy', 'reward_model', 'shared', 'reinforce++', *GROUPS])
 def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
     "A rollout in 32 bits carries those of a forward pass; without them they are computed."
     cfg = config(base, kind, temperature=.7)
@@ -112,7 +105,8 @@ def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
     monkeypatch.setattr(trunk, 'forward', lambda *a, **k: passes.append(1) or forward(*a, **k))
     def counted(b, kl_coef=0.):
         passes.clear()
-        found = ppo.experience(models.policy, reference, value, b, scores, kl_coef, cfg)
+        settings = dataclasses.replace(cfg, kl_coef=kl_coef)
+        found = ppo.experience(models.policy, reference, value, b, scores, settings)
         return *found, len(passes)
     kept, figures, few = counted(batch)
     plain, expected, many = counted({k: v for k, v in batch.items() if k != 'old_logp'})
@@ -163,7 +157,7 @@ def test_a_shared_trunk_is_read_once(models):
     torch.testing.assert_close(once, twice, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize('kind', ['rloo', 'grpo'])
+@each_group
 def test_a_group_of_equal_rewards_has_no_advantage(kind):
     "Exactly none, whatever its size and its reward; nor has one whose rewards differ by rounding."
     for size in range(2, 18):
@@ -173,25 +167,25 @@ def test_a_group_of_equal_rewards_has_no_advantage(kind):
             totals = torch.cat([equal, rounded, torch.arange(size) + equal])
             found = ppo.group_advantages(totals, size, kind)
             assert not found[:2*size].any(), (size, value)
-            apart = torch.arange(size) - (size - 1)/2
-            unit = (size - 1)/size if kind == 'rloo' else apart.std()
-            torch.testing.assert_close(found[2*size:], apart/unit, rtol=1e-2, atol=1e-2)
+            own = [float(i) for i in range(size)]
+            wanted = torch.tensor([TWINS[kind](i, own) for i in range(size)])
+            torch.testing.assert_close(found[2*size:], wanted, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize('kind', ['rloo', 'grpo'])
+@each_group
 def test_whitening_leaves_groups_of_equal_rewards_at_zero(base, models, kind):
     "It is over the tokens of the other groups."
-    cfg = config(base, kind)
+    cfg = config(base, kind, kl_coef=0.)
     batch, scores, n = rollout(models, cfg), torch.linspace(-1, 1, 16), cfg.group_size
     scores[:n] = .1
-    done, figures = ppo.experience(models.policy, models.policy, None, batch, scores, 0., cfg)
+    done, figures = ppo.experience(models.policy, models.policy, None, batch, scores, cfg)
     flat, others = done['advantages'][:n], done['advantages'][n:]
     assert not flat.any() and figures['frac_reward_zero_std'] == n/16
     assert masked_mean(others, done['response'][n:]).abs() < 1e-5
     assert abs(masked_var(others, done['response'][n:]) - 1) < 1e-3
 
 
-@pytest.mark.parametrize('kind', ['rloo', 'grpo'])
+@each_group
 @pytest.mark.parametrize('flat, kl_coef', [(2, 0.), (1, .2)])   # at first all KL is rounding
 def test_a_step_without_spread_changes_nothing(base, tmp_path, kind, flat, kl_coef, monkeypatch):
     "No update is made, so that weights and moments stay; the log says which steps are such."
@@ -217,14 +211,44 @@ def test_a_step_without_spread_changes_nothing(base, tmp_path, kind, flat, kl_co
     assert updates == [k for k in (1, 2, 3) if k != flat for _ in range(4)]
 
 
-def test_whitening_does_not_enlarge_rounding():
-    "Equal numbers become 0, or stay what they are where their mean is kept."
-    for value in (.1, 1000.1, -1e6/7):
-        x, mask = torch.full((7, 9), value), torch.arange(9) < torch.arange(1, 8)[:, None]
-        for around in (x, torch.where(torch.arange(9) % 2 < 1, x*(1 + 2e-7), x)):
-            assert not masked_whiten(around, mask).any()
-            kept = masked_whiten(around, mask, shift_mean=False)
-            torch.testing.assert_close(kept, x*mask, rtol=1e-6, atol=0)
+def brute_advantages(kind, rewards, size):
+    "Advantages of the tokens of answers, whose rewards are lists, that are `size` to a prompt."
+    if kind == 'reinforce++': return [[sum(r[t:]) for t in range(len(r))] for r in rewards]
+    totals = [sum(r) for r in rewards]
+    groups = [totals[at:at + size] for at in range(0, len(totals), size)]
+    return [[TWINS[kind](i % size, groups[i//size])]*len(r) for i, r in enumerate(rewards)]
+
+
+@pytest.mark.parametrize('average', ['token', 'answer'])
+@pytest.mark.parametrize('kind', ['reinforce++', *GROUPS])
+def test_advantages_without_a_value_model(base, models, kind, average):
+    "From the penalties of the tokens and the scores, and what each token weighs in the loss."
+    cfg = config(base, kind, kl_coef=.3, whiten_advantages=False, average=average)
+    batch, scores, reference = rollout(models, cfg), torch.arange(16.).cos(), moved(models.policy)
+    assert ppo.value_model(cfg, models.policy) is None
+    done, _ = ppo.experience(models.policy, reference, None, batch, scores, cfg)
+    on = batch['response'].bool()
+    with torch.no_grad(): ref = ppo.logprobs(reference, batch)
+    rewards = [(-.3*(done['old_logp'] - ref)[i][on[i]]).tolist() for i in range(16)]
+    for r, score in zip(rewards, scores.tolist()): r[-1] += score
+    wanted = brute_advantages(kind, rewards, cfg.group_size)
+    for i, answer in enumerate(wanted):
+        assert done['advantages'][i][on[i]].tolist() == pytest.approx(answer, abs=1e-4)
+        weight = 1/len(answer) if average == 'answer' else 1
+        assert done['weight'][i][on[i]].tolist() == pytest.approx([weight]*len(answer))
+    assert not done['advantages'][~on].any() and not done['weight'][~on].any()
+
+
+def test_the_average_over_answers_is_the_mean_of_their_means(base, models):
+    "As GRPO's paper has it; by default a token weighs as much as any other of the step."
+    cfg = config(base, 'grpo', average='answer')
+    batch, scores = rollout(models, cfg), torch.arange(16.).cos()
+    lengths = batch['response'].sum(1)
+    batch, _ = ppo.experience(models.policy, models.policy, None, batch, scores, cfg)
+    with torch.no_grad(): loss = ppo.ppo_loss(models.policy, None, batch, cfg)['loss']
+    mean = (loss*batch['weight']).sum()/batch['weight'].sum()   # as `Trainer.update` takes it
+    wanted = sum(l[on].mean() for l, on in zip(loss, batch['response'].bool()))/16
+    assert lengths.unique().numel() > 1 and mean.item() == pytest.approx(wanted.item(), abs=1e-6)
 
 
 @pytest.mark.parametrize('value', [.1, 1000.1, -1e6/7])

@@ -5,10 +5,9 @@ import shutil
 import pytest
 
 import tiny
-from alpaca_farm.core.run import outputs
+import outputs
 from alpaca_farm.core.run.files import read_json, write_json
-from alpaca_farm.core.run.outputs import (
-    _code_mark, _farm_mark, _is_slow, _notebook_paths, OutputsConfig, save_outputs)
+from outputs import code_mark, farm_mark, is_slow, notebook_paths, OutputsConfig, save_outputs
 
 RECORD = tiny.ROOT/'nbs'/'outputs.json'
 
@@ -17,15 +16,15 @@ def name_of(path): return path.with_suffix('').as_posix().rpartition('/nbs/')[2]
 
 
 def shows_runs(path):
-    return any(_is_slow(c) and c.get('outputs') for c in read_json(path)['cells'])
+    return any(is_slow(c) and c.get('outputs') for c in read_json(path)['cells'])
 
 
 def test_every_notebook_is_recorded():
-    assert set(read_json(RECORD)) == {name_of(p) for p in _notebook_paths()}
+    assert set(read_json(RECORD)) == {name_of(p) for p in notebook_paths()}
 
 
 def test_saved_outputs_are_from_one_farm():
-    record, paths = read_json(RECORD), [p for p in _notebook_paths() if shows_runs(p)]
+    record, paths = read_json(RECORD), [p for p in notebook_paths() if shows_runs(p)]
     farms = {name_of(p): record[name_of(p)]['farm'] for p in paths}
     assert '' not in farms.values() and len(set(farms.values()) - {'own'}) == 1, farms
 
@@ -59,7 +58,7 @@ def missing(numbers, known):
     return [x for x in numbers if not any(close(x, v) or close(x, 100*v) for v in known)]
 
 
-RESULTS = [p for p in _notebook_paths() if shows_runs(p)]
+RESULTS = [p for p in notebook_paths() if shows_runs(p)]
 
 
 @pytest.mark.parametrize('path', [tiny.ROOT/'README.md', *RESULTS], ids=lambda p: p.stem)
@@ -68,7 +67,7 @@ def test_numbers_below_runs_are_in_saved_outputs(path):
     text = path.read_text().partition('## What it shows')[2]
     if path.suffix == '.ipynb':
         cells = read_json(path)['cells']
-        first = next(i for i, c in enumerate(cells) if _is_slow(c))
+        first = next(i for i, c in enumerate(cells) if is_slow(c))
         said = [''.join(c['source']) for c in cells[first:] if c['cell_type'] == 'markdown']
         text = '\n\n'.join(said)
         text = text.partition('## Try it')[0]
@@ -78,7 +77,7 @@ def test_numbers_below_runs_are_in_saved_outputs(path):
 
 
 TRY_IT = tiny.ROOT/'nbs'/'studies'/'try_it.ipynb'
-TRIED = [p for p in _notebook_paths()
+TRIED = [p for p in notebook_paths()
          if '"## Try it' in p.read_text() and p.parent.name != 'studies']
 
 
@@ -131,7 +130,7 @@ def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     path, record = project/'nbs'/'one.ipynb', project/'nbs'/'outputs.json'
     save_outputs(OutputsConfig(notebooks=['one'], slow=False))
     assert shown(path) == ['kept\n', '3\n', 'kept\n']
-    assert read_json(record)['one'] == dict(farm='', code=_code_mark(path))
+    assert read_json(record)['one'] == dict(farm='', code=code_mark(path))
     made = dict(notebook='one', fingerprint='', given=dict(x=7))
     write_json(project/'runs'/'one'/'config.json', made)
     save_outputs(OutputsConfig(notebooks=['one']))
@@ -140,8 +139,14 @@ def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     study = project/'nbs'/'studies'/'one.ipynb'
     for first, mark in (('run(cfg)', 'own'), ('farm_jobs(cfg)', 'abc')):
         write_json(study, dict(cells=[dict(source=[first])]))
-        assert _farm_mark(study, project/'runs'/'farm') == mark
+        assert farm_mark(study, project/'runs'/'farm') == mark
     assert ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
+
+
+def test_notebooks_of_core_come_first_and_the_farm_last():
+    found = notebook_paths(['farm', 'ppo', 'answers'])
+    assert [p.stem for p in found] == ['answers', 'ppo', 'farm']
+    with pytest.raises(ValueError, match='there is no pop'): notebook_paths(['pop'])
 
 
 def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
@@ -155,6 +160,6 @@ def test_one_that_takes_too_long_does_not_end_the_others(project, monkeypatch):
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     ends = [CellTimeoutError('gone'), DeadKernelError('gone')]
     def execute(*_): raise ends.pop(0)
-    monkeypatch.setattr(outputs, '_execute', execute)
+    monkeypatch.setattr(outputs, 'execute', execute)
     with pytest.raises(RuntimeError, match='one: CellTimeoutError\ntwo: DeadKernelError'):
         save_outputs(OutputsConfig())

@@ -14,14 +14,10 @@ from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import collate, encode_prompts
 from alpaca_farm.quark import (pool_answers, quantiles, quark_loss, QuarkConfig, response_terms,
     reward_tokens, token_terms)
+from tiny import randn
 
 torch.set_num_threads(1)
 BIRD = dict(instruction='Name a bird.')
-
-
-def randn(*shape, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return 2*torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 def train(base, out, **more):

@@ -69,7 +69,7 @@ def check(command):
         if not module.startswith('alpaca_farm.'): return importlib.import_module(module)
         options = words[words.index(module) + 1:]
         # a notebook, then -g setting values..., -p setting value
-        if module == 'alpaca_farm.core.run.sweeps':
+        if module == 'alpaca_farm.core.run.jobs':
             text = re.sub(r'--\S+ \S+', '', ' '.join(options[1:]))
             parts = re.split('-[pg] ', text)[1:]
             for name, *values in map(str.split, parts):
@@ -98,7 +98,8 @@ def test_commands_have_notebooks_targets_and_settings(page):
 @pytest.mark.parametrize('page', MARKDOWN)
 def test_snippets_run(page):
     for language, block in FENCE.findall(PAGES[page]):
-        if language == 'python': exec(block, {})
+        if language == 'python' and not re.match('# .*, behind ', block):   # test_contributing's
+            exec(block, {})
         if language == 'yaml': yaml.safe_load(block)
         if language == 'diff':   # of DPO: lines that are there, and lines that can be added
             before, after = (''.join(l[1:] for l in block.splitlines(True) if l[0] != sign)
@@ -161,7 +162,9 @@ recover_wombat_7b.sh""".split()
 def test_commands_beside_theirs_are_within_bounds(command):
     "The settings fit each other too; what they read need not be there."
     words = shlex.split(command)
-    cls = tiny.config_class(words[1].rpartition('/')[2].removesuffix('.ipynb'))
+    name = words[1].rpartition('/')[2].removesuffix('.ipynb')
+    if name == 'pretrained': return   # it exports nothing, and has no bounds
+    cls = tiny.config_class(name)
     inputs = {*cls.inputs} - {'annotators'}
     said = tiny.given(words)
     settings = {k: v for k, v in said.items() if k not in inputs or not v}

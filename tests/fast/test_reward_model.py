@@ -20,21 +20,14 @@ from alpaca_farm.core.model.rewards import label_count, reward, score_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.embedded.criteria import utility
-from alpaca_farm.judging.local_judges import RewardJudge
+from alpaca_farm.judging.judges import RewardJudge
 from alpaca_farm.ppo import PPOConfig, value_model
 from alpaca_farm.reward_model import pairwise_loss, RewardModelConfig
+from tiny import randn, sigmoid
 
 torch.set_num_threads(1)
 SMALL = dict(likelihood=0., max_instances=40, held_out=10)
 C = .3   # the weight of a likelihood
-
-
-def randn(n, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    return 2 * torch.randn(n, generator=g, dtype=torch.float64)
-
-
-def sigmoid(z): return 1 / (1 + math.exp(-z))
 
 
 def config(base, out, **more):

@@ -58,7 +58,8 @@ def test_rank_loss(reduction, ties):
 def some(base, models):
     "Twelve queries of two or three scored candidates, their prompts, and a configuration."
     cfg, rng = config(base), np.random.default_rng(0)
-    queries, prompts, left_out = rrhf.load_queries(cfg, models.tokenizer)
+    loaded, left_out = rrhf.load_queries(cfg, models.tokenizer)
+    queries, prompts = zip(*loaded)
     queries = [select_candidates(q, [0, 1] if i % 3 else range(len(q['output'])))
                for i, q in enumerate(queries[:12])]
     assert left_out < 10 and {len(q['output']) for q in queries} == {2, 3}
@@ -88,7 +89,7 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
     "Ragged k, batches of any size, any padding: the same losses."
     (queries, prompts, _), cfg = some, config(base, **more)
     want = [by_hand(models.policy, models, q, p, cfg) for q, p in zip(queries, prompts)]
-    whole, pad = rrhf_batch(queries, prompts, models.tokenizer), torch.nn.functional.pad
+    whole, pad = rrhf_batch([*zip(queries, prompts)], models.tokenizer), torch.nn.functional.pad
     wider = {k: pad(v, (0, 9)) if v.ndim == 3 else v for k, v in whole.items()}
     room = lambda v: (0, 0)*(v.ndim - 2) + (0, 2)
     wider = {k: pad(v, room(v)) if v.ndim > 1 else v for k, v in wider.items()}
@@ -102,29 +103,11 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
     assert found['rank'].max() > 0 and ((0 <= found['accuracy']) & (found['accuracy'] <= 1)).all()
 
 
-def test_rows_are_prompt_response_eos_and_nothing_else(models, some):
-    "No special token between query and response; EOS at the end of an answer that has ended."
-    queries, prompts, _ = some
-    cut = [True, False, True][:len(queries[0]['ended'])]
-    queries = [dict(queries[0], ended=cut), *queries[1:]]
-    batch = rrhf_batch(queries, prompts, models.tokenizer)
-    special = set(models.tokenizer.all_special_ids)
-    for b, (q, p) in enumerate(zip(queries, prompts)):
-        assert batch['present'][b].sum() == len(q['output'])
-        for c, (text, ended) in enumerate(zip(q['output'], q['ended'])):
-            ids, on = batch['ids'][b, c], batch['response'][b, c].bool()
-            assert ids[:len(p)].tolist() == p and not on[:len(p)].any()
-            answer = ids[on].tolist()
-            assert batch['mask'][b, c].sum() == len(p) + len(answer)
-            assert (answer[-1] == models.tokenizer.eos_token_id) == ended
-            assert not special & set(answer[:-1] if ended else answer)
-            assert models.tokenizer.decode(answer, skip_special_tokens=True) == text
-
-
 def test_nothing_is_longer_than_allowed(base, models, capsys):
     "Prompt and response are within max_length; nothing is cut, and what is left out is counted."
     def sizes(**more):
-        queries, prompts, left_out = rrhf.load_queries(config(base, **more), models.tokenizer)
+        loaded, left_out = rrhf.load_queries(config(base, **more), models.tokenizer)
+        queries, prompts = zip(*loaded)
         tokens = [rrhf.candidate_tokens(q, models.tokenizer) for q in queries]
         lengths = [len(p) + len(ids) for p, ts in zip(prompts, tokens) for ids in ts]
         return queries, lengths, left_out
@@ -230,7 +213,7 @@ def run(base, out, **more):
 
 def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, policy, tmp_path):
     (log, summary), cfg = run(base, tmp_path/'rrhf'), config(base)
-    queries, prompts, _ = rrhf.load_queries(cfg, models.tokenizer)
+    queries, prompts = zip(*rrhf.load_queries(cfg, models.tokenizer)[0])
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
     assert [q['output'] for q in pool] == [q['output'] for q in queries]
     tokens = [rrhf.candidate_tokens(q, models.tokenizer) for q in queries]
@@ -293,7 +276,7 @@ def test_own_candidates(base, models, decoding, groups):
     def drawn(**more):
         cfg = config(base, n=4, decoding=decoding, groups=groups, **more)
         given = models.policy, models.tokenizer, [{}]*6, models.prompts[:6]
-        return [d['output'] for d in rrhf.policy_candidates(*given, cfg, 0)]
+        return [d['output'] for d in rrhf._add_own_candidates(*given, cfg, 0)]
     plain = drawn()
     assert all(len(x) == 4 for x in plain) and sum(len(set(x)) for x in plain) > 18
     assert (drawn(temperature=.5) == plain) == (decoding != 'sample')
@@ -301,69 +284,64 @@ def test_own_candidates(base, models, decoding, groups):
         assert all(len(set(x)) == 1 for x in drawn(diversity_penalty=0.))
 
 
-@pytest.mark.parametrize('shift', [0., -5., 5.])
-def test_cut_off_answers_score_by_the_rule(base, shift):
-    "`replace` ranks them last in any unit; -1 would be the best where rewards are about -5."
-    query = dict(instruction='x', output=['aaa', 'aa', 'a'], source=['policy']*3, scores=[None]*3)
-    def scores(*ended, **more):
+@pytest.mark.parametrize('shift', [-5., 5.])
+def test_cut_off_answers_are_last_in_any_unit(base, shift):
+    "A constant score of -1 would be the best where rewards are about -5."
+    def scores(*ended):
+        query = dict(instruction='x', output=['aaa', 'aa', 'a'], ended=ended)
         score_of = lambda records: [len(r['output']) + shift for r in records]
-        pool = rrhf.score_pool([dict(query, ended=ended)], score_of, config(base, **more))
-        return pool[0]['scores']
-    for rule, want in (('replace', [0., 2., 1.]), ('', [3., 2., 1.])):
-        assert scores(False, True, True, missing_eos=rule) == [w + shift for w in want]
+        return rrhf._score_pool([query], score_of, config(base))[0]['scores']
+    assert scores(False, True, True) == [0. + shift, 2. + shift, 1. + shift]
     assert scores(False, False, False) == [-1.]*3  # none whole: a tie
 
 
 def test_own_samples_are_learned_from_as_drawn(base, models, tmp_path):
     "Their tokens are kept, not those that their text is encoded to."
-    tokenizer, cfg = models.tokenizer, config(base)
-    letters = [tokenizer.convert_tokens_to_ids(c) for c in 'snail']
-    assert tokenizer.decode(letters) == 'snail'
-    assert encode_responses(['snail'], tokenizer, ended=False) != [letters]
-    query = dict(instruction='x', output=['snail', 'snail', 'Good luck!'], scores=[2., 2., 1.],
-                 source=['policy', 'policy', 'gpt'], ended=[False, True, True],
-                 tokens=[letters, [*letters, 2]])
-    kept = rrhf.limit_candidates(query, [5]*4, tokenizer, cfg)
-    assert kept['output'] == ['snail', 'Good luck!'] and kept['tokens'] == [letters]
-    batch = rrhf_batch([kept], [[5]*4], tokenizer)
-    assert batch['ids'][0, 0][batch['response'][0, 0].bool()].tolist() == letters
     run(base, tmp_path/'a', n=2, max_instances=16, eval_split='', temperature=1.5)
+    anew = 0
     for q in read_json(tmp_path/'a'/'candidates.json'):
-        own = [decode(t, tokenizer) for t in q['tokens']]
+        own = [decode(t, models.tokenizer) for t in q['tokens']]
         assert len(own) == q['source'].count('policy') and own == q['output'][:len(own)]
+        ids = encode_responses(own, models.tokenizer, q['ended'][:len(own)])
+        batch = rrhf_batch([(q, [5]*4)], models.tokenizer)
+        for k, drawn in enumerate(q['tokens']):
+            assert batch['ids'][0, k][batch['response'][0, k].bool()].tolist() == drawn
+            anew += drawn != ids[k]
+    assert anew > 0
 
 
-def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch):
-    "Where all that was drawn is the same; counted, and not imitated."
-    draw, batch, shown = rrhf.policy_candidates, rrhf.rrhf_batch, []
+@pytest.mark.parametrize('size, steps', [(1, range(1, 17)), (8, (1, 2))])
+def test_queries_with_one_candidate_are_left_out(base, tmp_path, monkeypatch, size, steps):
+    "Where all that was drawn is the same: counted, and not imitated; a step may have no other."
+    draw, batch, shown = rrhf._add_own_candidates, rrhf.rrhf_batch, []
     def equal(*args):
-        twice = lambda d: {k: v[:1]*2 for k, v in d.items()}
-        return [twice(d) if i % 2 else d for i, d in enumerate(draw(*args))]
+        twice = lambda q: q | {k: q[k][:1]*2 for k in (*LISTS, 'tokens')}
+        return [twice(q) if i % 2 else q for i, q in enumerate(draw(*args))]
     def watched(queries, *args): return shown.extend(queries) or batch(queries, *args)
-    monkeypatch.setattr(rrhf, 'policy_candidates', equal)
+    monkeypatch.setattr(rrhf, '_add_own_candidates', equal)
     monkeypatch.setattr(rrhf, 'rrhf_batch', watched)
-    more = dict(candidates='', n=2, k=2, max_instances=16, eval_split='', missing_eos='')
-    for size, steps in ((1, range(1, 17)), (8, (1, 2))):  # with 1 whole steps are skipped
-        shown.clear()
-        log, summary = run(base, tmp_path/f'{size}', batch_size=size, **more)
-        pool = read_json(tmp_path/f'{size}'/'candidates.json')
-        assert summary['single'] == sum(len(q['output']) == 1 for q in pool) >= 8
-        assert {len(q['output']) for q in shown} == {2} and len(shown) == 16 - summary['single']
-        assert [r['step'] for r in log] == list(steps)   # a skipped step too
-        assert sum('loss' in r for r in log) == (len(shown) if size == 1 else 2)
+    log, summary = run(base, tmp_path/'a', batch_size=size, candidates='', n=2, k=2,
+                       max_instances=16, eval_split='', missing_eos='')
+    pool = read_json(tmp_path/'a'/'candidates.json')
+    assert summary['single'] == sum(len(q['output']) == 1 for q in pool) >= 8
+    assert {len(q['output']) for q, _ in shown} == {2} and len(shown) == 16 - summary['single']
+    assert [r['step'] for r in log] == list(steps)   # a skipped step too
+    assert sum('loss' in r for r in log) == (len(shown) if size == 1 else 2)
 
 
-def test_scores_of_the_files_and_of_annotators(base, tmp_path):
-    "Preferences alone, two candidates a query; or everything, compared by an annotator."
-    given, asked, more = tmp_path/'given', tmp_path/'asked', dict(reward_model='', eval_split='')
-    _, summary = run(base, given, candidates=str(base/'annotators'), missing_eos='', **more)
-    for q in read_json(given/'candidates.json'):
+def test_scores_of_the_files(base, tmp_path):
+    "Preferences alone, two candidates a query."
+    _, summary = run(base, tmp_path, candidates=str(base/'annotators'), missing_eos='',
+                     reward_model='', eval_split='')
+    for q in read_json(tmp_path/'candidates.json'):
         assert q['source'] == ['chosen', 'rejected'] and q['scores'][0] >= q['scores'][1]
     assert summary['labels'] == read_summary(base/'annotators')['labels']
-    more |= dict(annotators='alpaca_farm.judging.agreement:prefer_longer', max_instances=20,
-                 missing_eos='')
-    _, summary = run(base, asked, **more)
-    pool = read_json(asked/'candidates.json')
+
+
+def test_scores_of_annotators(base, tmp_path):
+    _, summary = run(base, tmp_path, annotators='alpaca_farm.judging.agreement:prefer_longer',
+                     reward_model='', eval_split='', missing_eos='', max_instances=20)
+    pool = read_json(tmp_path/'candidates.json')
     for q in pool:
         best = max(range(len(q['output'])), key=q['scores'].__getitem__)
         assert len(q['output'][best]) == max(map(len, q['output']))

@@ -37,6 +37,7 @@ def classes(): return [tiny.config_class(n) for n in NOTEBOOKS]
 def test_any_text_works_or_is_refused_by_name(classes, capsys, monkeypatch, on_the_command_line):
     monkeypatch.setattr('alpaca_farm.core.run.settings.field_comments',
                         functools.cache(field_comments))
+    sys.stderr.reconfigure(errors='backslashreplace')   # as it is outside of tests
     @settings(max_examples=400 if on_the_command_line else 1000, **QUICK)
     @given(st.data(), texts)
     def holds(data, text):
@@ -178,13 +179,15 @@ def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
     assert 'looks like an API key' in said.err and key not in said.err + said.out
 
 
-def test_passwords_in_addresses_are_refused_and_ordinary_values_are_not():
-    for url in ('http://me:hunter2@host:8000/v1', 'https://:hunter2@host',
-                'https://host/v1?api-key=abc', 'https://host/v1?a=1&token=abc'):
-        with pytest.raises(ValueError, match='base_url looks like') as e:
-            no_secrets(dict(base_url=url))
-        assert 'hunter2' not in str(e.value)
-    no_secrets(dict(a=ORDINARY, b=dict(c=.1, d=None, e=[1, [2]])))
+@pytest.mark.parametrize('url', [
+    'http://me:hunter2@host:8000/v1', 'https://:hunter2@host', 'https://host/v1?api-key=hunter2',
+    'https://host/v1?a=1&token=hunter2'])
+def test_passwords_in_addresses_are_refused_and_not_repeated(url):
+    with pytest.raises(ValueError, match='base_url looks like') as e: no_secrets(dict(base_url=url))
+    assert 'hunter2' not in str(e.value)
+
+
+def test_ordinary_values_are_no_keys(): no_secrets(dict(a=ORDINARY, b=dict(c=.1, e=[1, [2]])))
 
 
 ORDINARY = [

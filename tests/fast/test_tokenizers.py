@@ -25,8 +25,7 @@ from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import (build_prompt, decode, encode, encode_prompts,
     encode_responses, end_token, end_tokens, set_template_arguments)
 from alpaca_farm.core.run.settings import Config
-from alpaca_farm.judging.judges import load_evaluators
-from alpaca_farm.judging.local_judges import LocalJudge
+from alpaca_farm.judging.judges import load_evaluators, LocalJudge
 from alpaca_farm.rrhf import candidate_tokens
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
@@ -209,19 +208,16 @@ def test_a_padding_token_that_the_model_does_not_know_is_replaced(tmp_path):
     assert len(model.get_input_embeddings().weight) == 279
 
 
-def test_a_tokenizer_without_an_end_is_refused_by_name(tmp_path):
+def test_an_end_that_is_missing_or_unknown_to_the_model_is_refused(tmp_path):
     tokenizer = build('bare', eos_token='', pad_token='')
     with pytest.raises(ValueError, match=f'{tmp_path}.* has no EOS token'):
         load_tokenizer(save(tmp_path, tokenizer))
+    with pytest.raises(ValueError, match='only 2 tokens'):
+        load_policy(save(tmp_path, build('chatml_base'), size=2), sft.SFTConfig(device='cpu'))
     tokenizer = build('chatml_base', eos_token='', pad_token='')
     loaded = load_tokenizer(save(tmp_path/'chat', tokenizer))
     assert end_token(loaded) == loaded.convert_tokens_to_ids('<|im_end|>')
     assert loaded.pad_token_id is not None
-
-
-def test_an_end_that_the_model_does_not_know_is_refused(tmp_path):
-    with pytest.raises(ValueError, match='only 2 tokens'):
-        load_policy(save(tmp_path, build('chatml_base'), size=2), sft.SFTConfig(device='cpu'))
 
 
 def test_thinking_is_off_unless_it_is_asked_for(tmp_path):

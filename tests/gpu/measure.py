@@ -1,52 +1,49 @@
-"""Memory, speed and share of a GPU's ceiling of the training runs of large models, as a table.
+"""Memory and speed of large models on a GPU, beside TRL's, as a table that grows while it is made.
 
-    python tests/gpu/measure.py                  # on a GPU with 80 GB or more; not run on one yet
+    python tests/gpu/measure.py                  # within eight minutes, on a card with 80 GB or more
     python tests/gpu/measure.py sft_7b dpo_7b    # some of the rows
     python tests/gpu/measure.py --small          # small shapes, on any machine
+    python tests/gpu/measure.py --wheels DIR     # without a network: install what it lacks from there
 
-Weights are random, texts are random words, and nothing is read from a network. The row `real` is
-the real farm; it needs the model's folder: --model PATH. Rows are kept in OUT/measured.json and
-are not measured again. Beside torch, transformers, accelerate and peft the
-library needs pydantic, tyro, filelock and fastcore: where they are not installed, put them on
-PYTHONPATH (python -m pip install --target DIR pydantic tyro filelock fastcore)."""
+Weights and texts are random, and nothing is read from a network. Each row is a process of its own
+with a limit; it is printed and kept in OUT/measured.json when it ends, also when it fails, and is
+not measured again. Beside torch, transformers, accelerate and peft, which such machines have, the
+library needs pydantic, pydantic_core, annotated-types, typing-inspection and fastcore, TRL's rows
+trl, datasets, dill and multiprocess (`pip download --no-deps --python-version 3.12 ...`)."""
 import argparse
 import json
 import random
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).parents[2]))   # of this checkout
-from alpaca_farm import dpo, ppo, reward_model, sft
-from alpaca_farm.core.run.runs import read_log, read_summary
+PACKAGES = str(Path('runs/measured/packages').absolute())   # what is installed from wheels
+sys.path.append(PACKAGES)
+import torch
 
 SHAPES = {  # width, layers, heads, width of the feed-forward layer, words
     '7b': (4096, 32, 32, 11008, 32000), '1b': (2048, 16, 32, 8192, 32000),
     'small': (64, 2, 4, 128, 500)}
-PROMPT, ANSWER = 192, 300   # tokens, as in AlpacaFarm
-LORA = dict(lora_rank=16, gradient_checkpointing=True)
-
-
-def ceiling(device: str, size: int = 8192) -> float:
-    "Floating-point operations per second of a product of matrices, on a GPU in bfloat16."
-    dtype = torch.bfloat16
-    if device == 'cpu': size, dtype = 1024, torch.float32   # few have instructions for 16 bits
-    x = torch.randn(size, size, device=device, dtype=dtype)
-    for rounds in (3, 20):
-        if device != 'cpu': torch.cuda.synchronize()
-        began = time.time()
-        for _ in range(rounds): x @ x
-        if device != 'cpu': torch.cuda.synchronize()
-    return 20 * 2 * size**3 / (time.time() - began)
+PROMPT, ANSWER, BATCH, STEPS = 192, 300, 32, 5   # tokens as in AlpacaFarm; pairs or texts
+LORA = dict(lora_rank=16)
+ROWS = {  # library, method, shape, settings
+    'sample_7b': ('ours', 'sample', '7b', LORA),
+    'ppo_7b': ('ours', 'ppo', '7b', LORA),
+    'dpo_7b': ('ours', 'dpo', '7b', LORA),
+    'trl_dpo_7b': ('trl', 'dpo', '7b', dict(LORA, checkpointing=True, rows=8)),
+    'reward_model_1b': ('ours', 'reward_model', '1b', {}),
+    'trl_reward_model_1b': ('trl', 'reward_model', '1b', dict(rows=16)),
+    'sft_7b': ('ours', 'sft', '7b', LORA),
+    'dpo_7b_checkpointed': ('ours', 'dpo', '7b', dict(LORA, gradient_checkpointing=True)),
+    'reward_model_7b': ('ours', 'reward_model', '7b', LORA)}
 
 
 def make_model(folder: Path, shape: str, device: str):
-    "A Llama with random weights, and a tokenizer whose tokens are the words w0, w1, ..."
+    "A Llama with random weights, a tokenizer of words w0, w1, ..., and an adapter with a head."
     from tokenizers import models, pre_tokenizers, Tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    if (folder/'config.json').exists(): return
     width, layers, heads, inner, words = SHAPES[shape]
     vocabulary = {w: i for i, w in enumerate(['<pad>', '<s>', '</s>', '<unk>'])}
     vocabulary |= {f'w{i}': i for i in range(4, words)}
@@ -62,103 +59,213 @@ def make_model(folder: Path, shape: str, device: str):
     with torch.device(device): model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    from alpaca_farm.core.model.adapters import save_adapter
+    from alpaca_farm.core.model.models import load_scalar
+    from alpaca_farm.reward_model import RewardModelConfig
+    cfg = RewardModelConfig(policy=str(folder), device=device, dtype='bfloat16', **LORA)
+    model, tokenizer = load_scalar(str(folder), cfg, 'normal', train=True)
+    reward = folder.with_name(f'reward-{shape}')
+    reward.mkdir()
+    save_adapter(model, reward)
+    tokenizer.save_pretrained(reward)
 
 
-def make_data(folder: Path, n: int, small: bool):
+def make_data(folder: Path, small: bool):
     "Instructions of PROMPT words with two answers of ANSWER words each, at random."
     rng, words = random.Random(0), SHAPES['small' if small else '7b'][-1]
     prompt, answer = (12, 8) if small else (PROMPT, ANSWER)
     text = lambda k: ' '.join(f'w{rng.randrange(4, words)}' for _ in range(k))
     rows = [dict(instruction=text(prompt - 2), output=text(answer - 2), output_1=text(answer - 2),
-                 output_2=text(answer - 2), preference=rng.choice([1, 2])) for _ in range(n)]
+                 output_2=text(answer - 2), preference=rng.choice([1, 2]))
+            for _ in range(BATCH * STEPS + 8)]
     folder.mkdir(parents=True, exist_ok=True)
     for split in ('sft', 'preferences', 'unlabeled', 'eval'):
         (folder/f'{split}.json').write_text(json.dumps(rows))
 
 
-def rows_of(out: Path, small: bool, model: str) -> dict:
-    "By row of the table: the module, its shape, settings, and the tokens of an example."
-    steps, batch, dtype = (3, 4, 'float32') if small else (6, 32, 'bfloat16')
-    data, shape = str(out/'data'), {s: 'small' if small else s for s in ('7b', '1b')}
-    at = lambda name: str(out/name)
-    prompt, answer = (12, 8) if small else (PROMPT, ANSWER)
-    learning = dict(learning_rate=1e-5, batch_size=batch, dtype=dtype, max_length=prompt + answer)
-    answering = dict(eval_split='', max_prompt=prompt, max_new_tokens=answer)
+class Measured(Exception):
+    "Ends a run that has made its steps: its answers and files are not measured."
+
+
+def measure_ours(method: str, shape: str, more: dict, out: Path, small: bool, device: str) -> dict:
+    "Seconds a step, from the second on, and for PPO of its parts."
+    from alpaca_farm import dpo, ppo, reward_model, sft
+    from alpaca_farm.core.training import Trainer
+    prompt, answer, batch = (12, 8, 4) if small else (PROMPT, ANSWER, BATCH)
+    data, steps = str(out/'data'), 2 if method == 'ppo' else STEPS
+    cfg = dict(policy=str(out/f'model-{shape}'), out=str(out/f'{method}_{shape}'), device=device,
+               dtype='float32' if small else 'bfloat16', batch_size=batch, learning_rate=1e-5,
+               max_length=prompt + answer, **more)
     pairs = dict(preferences=f'{data}/preferences.json', max_instances=batch * steps + 8)
-    scored = dict(pairs, held_out=8, epochs=1, likelihood=0.)   # the embeddings are not tied
-    online = dict(data=data, steps=2, rollouts=batch * (1 if small else 4), batch_size=batch,
-                  dtype=dtype, learning_rate=1e-5, value_learning_rate=1e-5, save_every=0,
-                  missing_eos='', **answering)
+    answering = dict(data=data, eval_split='', max_prompt=prompt, max_new_tokens=answer)
+    online = dict(reward_model=str(out/f'reward-{shape}'), steps=steps, rollouts=4 * batch,
+                  value_learning_rate=1e-5, save_every=0, missing_eos='', val_split='')
+    if method == 'ppo': del cfg['max_length']
+    module, kind, more = dict(
+        sft=(sft, sft.SFTConfig, dict(answering, val_split='', max_instances=batch * steps)),
+        dpo=(dpo, dpo.DPOConfig, dict(answering, epochs=1, **pairs)),
+        reward_model=(reward_model, reward_model.RewardModelConfig,
+                      dict(pairs, held_out=8, epochs=1, likelihood=0.)),
+        ppo=(ppo, ppo.PPOConfig, answering | online))[method]
+    times, parts = [], {}
 
-    def row(module, size, tokens, **settings):
-        return module, shape[size], dict(policy=at(f'model-{shape[size]}'), **settings), tokens
-    rows = dict(
-        sft_7b=row(sft, '7b', prompt + answer, data=data, val_split='',
-                   max_instances=batch * steps, **LORA, **learning, **answering),
-        reward_model_7b=row(reward_model, '7b', prompt + 2*answer, **scored,
-                            **LORA, **learning),
-        dpo_7b=row(dpo, '7b', prompt + 2*answer, data=data, epochs=1, **pairs, **LORA, **learning,
-                   **answering),
-        ppo_7b=row(ppo, '7b', prompt + answer, reward_model=at('reward_model_7b'), **LORA,
-                   **online),
-        reward_model_1b=row(reward_model, '1b', prompt + 2*answer, **scored,
-                            **learning),
-        ppo_1b=row(ppo, '1b', prompt + answer, reward_model=at('reward_model_1b'), **online))
-    if model:
-        from alpaca_farm import farm, real
-        real.run(real.RealConfig(out=at('real_world'), model=model))
-        rows['real'] = farm, '', dict(world=at('real_world')), 0
-    return rows
+    def timed(name):
+        f = getattr(module, name)
+        def g(*args, **given):
+            began = time.time()
+            try: return f(*args, **given)
+            finally: parts[name] = time.time() - began
+        setattr(module, name, g)
+    for name in ('sample_rollout', 'experience', '_ppo_update') if method == 'ppo' else ():
+        timed(name)
+
+    def log(trainer, **figures):
+        if device != 'cpu': torch.cuda.synchronize()
+        times.append(time.time())
+        print(f'step {trainer.step}: {times[-1]:.1f}', figures.get('loss'), parts, flush=True)
+        if len(times) == steps: raise Measured
+    Trainer.log, began = log, time.time()
+    try: module.train(kind(**cfg, **more))
+    except Measured: pass
+    each = (times[-1] - times[0]) / (len(times) - 1)
+    found = dict(seconds_a_step=round(each, 2), start=round(times[0] - began - each, 1))
+    if method == 'ppo': return found | {k.strip('_'): round(v, 1) for k, v in parts.items()}
+    return found | dict(examples_a_second=round(batch / each, 2))
 
 
-def measure(name: str, row: tuple, out: Path, device: str, most: float) -> dict:
-    "One row: seconds, peak memory, and tokens per second beside the ceiling."
-    module, shape, settings, tokens = row
-    if device != 'cpu': torch.cuda.reset_peak_memory_stats()
-    make = getattr(module, 'train', None) or module.run
-    config = next(v for k, v in vars(module).items()
-                  if k.endswith('Config') and v.__module__ == module.__name__)
-    folder = make(config(out=str(out/name), device=device, **settings)).folder
-    log, summary = read_log(folder), read_summary(folder)
-    found = dict(row=name, shape=shape, seconds=round(summary['seconds'], 1),
-                 memory_gb=summary.get('device_memory_gb', summary['peak_memory_gb']))
-    if not tokens: return found
-    width, layers, _, inner, words = SHAPES[shape]
-    weights = layers * (4 * width**2 + 3 * width * inner) + words * width
-    examples = settings.get('rollouts', settings['batch_size'])
-    each = (log[-1]['wall'] - log[0]['wall']) / (len(log) - 1)   # the first step warms up
-    speed = examples * tokens / each
-    # of a token: forward and backward, without the gradients of frozen weights
-    work = (4 if settings.get('lora_rank') else 6) * weights
-    share = round(speed * work / most, 3)
-    return found | dict(tokens_per_second=round(speed), ceiling_share=share)
+def measure_sampling(shape: str, more: dict, out: Path, small: bool, device: str) -> dict:
+    "Tokens a second of 128 answers to as many prompts, with an adapter that is not merged."
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from alpaca_farm.core.model.adapters import add_adapter, lora_config, state_of
+    from alpaca_farm.core.model.generation import generate
+    from alpaca_farm.core.model.models import response_logprobs
+    from alpaca_farm.sft import SFTConfig
+    width, layers, heads, inner, words = SHAPES[shape]
+    prompt, answer, rows = (12, 8, 4) if small else (PROMPT, ANSWER, 128)
+    config = LlamaConfig(vocab_size=words, hidden_size=width, intermediate_size=inner,
+                         num_hidden_layers=layers, num_attention_heads=heads, eos_token_id=None,
+                         num_key_value_heads=heads, max_position_embeddings=2048)
+    torch.manual_seed(0)
+    with torch.device(device): model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    state_of(model).dtype = torch.bfloat16
+    policy = add_adapter(model.eval(), 'policy', lora_config(SFTConfig(**more)))
+    for name, w in policy.named_parameters():
+        if 'lora_B' in name: torch.nn.init.normal_(w, std=.002)
+    rng = random.Random(0)
+    prompts = [[rng.randrange(4, words) for _ in range(prompt)] for _ in range(rows)]
+    generate(policy, None, prompts[:4], max_new_tokens=4)
+    began = time.time()
+    answers = [samples[0] for samples in generate(policy, None, prompts, max_new_tokens=answer)]
+    each = time.time() - began
+    again = response_logprobs(policy, prompts[:16], [s.tokens for s in answers[:16]], 0).tolist()
+    differs = max(abs(sum(s.logprobs) - x) / answer for s, x in zip(answers, again))
+    return dict(seconds=round(each, 2), tokens_a_second=round(rows * answer / each),
+                logprob_differs=round(differs, 4))
+
+
+def measure_trl(method: str, shape: str, more: dict, out: Path, small: bool, device: str) -> dict:
+    "Seconds a step, from the second on, of TRL's trainer with the same model, texts and batches."
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import (AutoModelForCausalLM, AutoModelForSequenceClassification,
+                              AutoTokenizer, TrainerCallback)
+    import trl
+    batch, folder, times = 4 if small else BATCH, str(out/f'model-{shape}'), []
+    rows = json.loads((out/'data'/'preferences.json').read_text())[:batch * STEPS]
+    pairs = [dict(prompt=r['instruction'], chosen=' ' + r[f'output_{r["preference"]}'],
+                  rejected=' ' + r[f'output_{3 - r["preference"]}']) for r in rows]
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args, **given):
+            if device != 'cpu': torch.cuda.synchronize()
+            times.append(time.time())
+    config, trainer, kind = dict(
+        dpo=(trl.DPOConfig, trl.DPOTrainer, AutoModelForCausalLM),
+        reward_model=(trl.RewardConfig, trl.RewardTrainer, AutoModelForSequenceClassification))[
+            method]
+    head = dict(num_labels=1) if method == 'reward_model' else {}
+    dtype = torch.float32 if small else torch.bfloat16
+    model = kind.from_pretrained(folder, dtype=dtype, trust_remote_code=False, **head)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    tokenizer.chat_template = None
+    micro = min(batch, more['rows'])
+    args = config(output_dir=str(out/'trl'), learning_rate=1e-5, num_train_epochs=1, seed=0,
+                  per_device_train_batch_size=micro, max_length=512, bf16=not small,
+                  gradient_accumulation_steps=batch // micro, save_strategy='no', report_to='none',
+                  gradient_checkpointing=more.get('checkpointing', False), disable_tqdm=True,
+                  logging_strategy='no', use_cpu=device == 'cpu')
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules='all-linear', task_type='CAUSAL_LM')
+    trainer(model, args=args, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer,
+            peft_config=lora if 'lora_rank' in more else None, callbacks=[Clock()]).train()
+    each = (times[-1] - times[0]) / (len(times) - 1)
+    return dict(seconds_a_step=round(each, 2), examples_a_second=round(batch / each, 2))
+
+
+def measure(name: str, out: Path, small: bool) -> dict:
+    "One row, in this process."
+    library, method, shape, more = ROWS[name]
+    device, shape = 'cuda' if torch.cuda.is_available() else 'cpu', 'small' if small else shape
+    if small: more = dict(more, **{k: 4 for k in ('lora_rank',) if k in more})
+    if method == 'sample': found = measure_sampling(shape, more, out, small, device)
+    elif library == 'trl': found = measure_trl(method, shape, more, out, small, device)
+    else: found = measure_ours(method, shape, more, out, small, device)
+    if device == 'cpu': return found
+    return found | dict(memory_gb=round(torch.cuda.max_memory_allocated() / 1e9, 1))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('rows', nargs='*', help='rows of the table; none: all')
     parser.add_argument('--small', action='store_true', help='small shapes')
-    parser.add_argument('--model', default='', help='folder of the model of the row `real`')
+    parser.add_argument('--wheels', default='', help='folder of wheels to install first')
     parser.add_argument('--out', type=Path, default=Path('runs/measured'))
+    parser.add_argument('--limit', type=float, default=150, help='seconds that a row may take')
+    parser.add_argument('--total', type=float, default=480, help='seconds for all rows')
+    parser.add_argument('--child', default='', help=argparse.SUPPRESS)
     given = parser.parse_args()
-    device, out = 'cuda' if torch.cuda.is_available() else 'cpu', given.out.absolute()
-    rows = rows_of(out, given.small, given.model)
-    if unknown := sorted({*given.rows} - {*rows}):
-        parser.error(f'{unknown[0]} is none of {", ".join(rows)}')
-    make_data(out/'data', 64 if given.small else 256, given.small)
+    out, small, began = given.out.absolute(), given.small, time.time()
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if given.child.startswith('model-'):
+        return make_model(out/given.child, given.child[6:], device)
+    if given.child: return print('ROW', json.dumps(measure(given.child, out, small)), flush=True)
+    if unknown := sorted({*given.rows} - {*ROWS}):
+        parser.error(f'{unknown[0]} is none of {", ".join(ROWS)}')
+    if given.wheels:
+        subprocess.run([sys.executable, '-m', 'pip', 'install', '-q', '--no-index', '--no-deps',
+                        '--upgrade', '--target', PACKAGES, *map(str, Path(given.wheels).glob('*.whl'))],
+                       check=True)
+    make_data(out/'data', small)
     card = torch.cuda.get_device_name() if device == 'cuda' else 'CPU'
-    file, most = out/'measured.json', ceiling(device)
+    print(f'{card}, torch {torch.__version__}, {time.strftime("%Y-%m-%d")}', flush=True)
+    file = out/'measured.json'
     found = json.loads(file.read_text()) if file.exists() else {}
-    print(f'{card}, torch {torch.__version__}, {time.strftime("%Y-%m-%d")}: a product of matrices '
-          f'makes {most/1e12:.2f} TFLOP/s', flush=True)
-    for name in [r for r in given.rows or rows if r not in found]:
-        if rows[name][1]: make_model(out/f'model-{rows[name][1]}', rows[name][1], device)
-        found[name] = measure(name, rows[name], out, device, most)
+
+    def child(name: str) -> dict:
+        command = [sys.executable, __file__, '--child', name, '--out', str(out)]
+        limit = min(given.limit, given.total - (time.time() - began))
+        if limit < 10: return dict(failed='no time is left')
+        try:
+            done = subprocess.run(command + ['--small'] * small, capture_output=True, text=True,
+                                  timeout=limit)
+        except subprocess.TimeoutExpired as e:
+            said = (e.stdout or b'').decode().splitlines()[-3:]
+            return dict(failed=f'over {limit:.0f} s', said=said)
+        rows = [line[4:] for line in done.stdout.splitlines() if line.startswith('ROW ')]
+        if rows: return json.loads(rows[-1])
+        return {} if not done.returncode else dict(failed=done.stderr.strip()[-700:])
+    for name in [r for r in given.rows or ROWS if r not in found]:
+        shape = 'small' if small else ROWS[name][2]
+        if ROWS[name][1] != 'sample' and not (out/f'reward-{shape}').exists():
+            at = time.time()
+            print('model', shape, child(f'model-{shape}'), f'{time.time() - at:.0f} s', flush=True)
+        at = time.time()
+        found[name] = child(name) | dict(whole=round(time.time() - at, 1))
         file.write_text(json.dumps(found, indent=1))
-    columns = dict(row='row', shape='shape', seconds='seconds', memory_gb='peak memory (GB)',
-                   tokens_per_second='tokens per second', ceiling_share='share of the ceiling')
-    print('| ' + ' | '.join(columns.values()) + ' |\n|' + '---|' * len(columns))
-    for r in found.values(): print('| ' + ' | '.join(str(r.get(c, '')) for c in columns) + ' |')
+        print(name, found[name], flush=True)
+    columns = list(dict.fromkeys(k for row in found.values() for k in row))
+    print('| row | ' + ' | '.join(columns) + ' |\n|' + '---|' * (len(columns) + 1))
+    for name, row in found.items():
+        print(f'| {name} | ' + ' | '.join(str(row.get(c, '')) for c in columns) + ' |')
 
 
 if __name__ == '__main__': main()

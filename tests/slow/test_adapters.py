@@ -164,7 +164,7 @@ def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpo
     shake(policy), shake(separate)
     scores, found = torch.linspace(-1, 1, 8), []
     for p, ref, v in ((policy, reference, value), (separate, plain, own)):
-        given, figures = ppo.experience(p, ref, v, batch, scores, cfg.kl_coef, cfg)
+        given, figures = ppo.experience(p, ref, v, batch, scores, cfg)
         found.append((figures, *ppo_step(p, v, given, cfg)))
     (figures, losses, weights), (figures_3, losses_3, weights_3) = found
     assert figures == pytest.approx(figures_3, abs=1e-5)

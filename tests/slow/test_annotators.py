@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import tiny
-from alpaca_farm.annotators import annotate_pairs, api_clients, load_annotators, run
+from alpaca_farm.annotators import annotate_pairs, run
+from alpaca_farm.judging.judges import api_clients, load_annotators
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.core.data.preferences import draw_annotator
-from alpaca_farm.core.data.records import full_instruction
+from alpaca_farm.core.data.dialogues import full_instruction
 from alpaca_farm.core.run.files import read_json
 from asking import annotation, key, labels, pairs, prices, summary, weights_of
 from judge_server import judge_server
@@ -156,7 +157,7 @@ def test_a_batch_outlives_its_process(tmp_path, nameless):
         started.send_signal(signal.SIGKILL)
         started.wait()
         if nameless: store.run('update batches set name = null')
-        store.close()
+        store.db.close()
         later = replace(cfg, batch=nameless)
         if not nameless:
             with pytest.raises(ValueError, match='under way in the batch'): run(later)
@@ -166,25 +167,6 @@ def test_a_batch_outlives_its_process(tmp_path, nameless):
     assert summary(cfg)['labels'] == 40
     paid = sum(r['price'] for r in labels(cfg))
     assert paid == pytest.approx(summary(cfg)['dollars'], abs=1e-6)
-
-
-def test_a_full_disk_stops_with_what_there_is(tmp_path, monkeypatch):
-    "SQLite's own error for a disk that fills after 20 answers; the next run uses these."
-    put = Store.put
-    def filling(self, *args):
-        if len(self) >= 20:
-            pages = self.run('pragma page_count')[0][0]
-            self.run(f'pragma max_page_count = {pages}')
-        return put(self, *args)
-    with judge_server() as server:
-        cfg = annotation(tmp_path, server, n=200)
-        monkeypatch.setattr(Store, 'put', filling)
-        with pytest.raises(ValueError, match='the disk is full'): run(cfg)
-        monkeypatch.setattr(Store, 'put', put)
-        stored, asked = len(Store(cfg.store)), len(server.requests())
-        assert 20 <= stored < 200 and asked - stored <= cfg.concurrency
-        run(cfg)
-        assert summary(cfg)['labels'] == 200 and len(server.requests()) == asked + 200 - stored
 
 
 @pytest.mark.parametrize('harm', ['header', 'cut'])
@@ -216,21 +198,14 @@ def test_what_cannot_be_asked_is_refused(tmp_path, monkeypatch, more, message):
 
 def test_a_reward_model_and_a_local_model_as_judges(tmp_path):
     "By their folders, without an endpoint: Bradley and Terry's probabilities, and labels'."
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
-                              PreTrainedTokenizerFast)
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
     from alpaca_farm.core.model.rewards import reward
-    words = {c: i for i, c in enumerate(['<pad>', '</s>', *map(chr, range(32, 127)), '\n'])}
-    letters = Tokenizer(models.WordLevel(words, unk_token=' '))
-    letters.pre_tokenizer = pre_tokenizers.Split('', 'isolated')
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, pad_token='<pad>',
-                                        eos_token='</s>')
-    small = LlamaConfig(vocab_size=len(words), hidden_size=16, intermediate_size=32, num_labels=1,
+    small = LlamaConfig(vocab_size=260, hidden_size=16, intermediate_size=32, num_labels=1,
                         num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=900,
                         initializer_range=.5, pad_token_id=0)
     for name, kind in (('judge', LlamaForCausalLM), ('reward', LlamaForSequenceClassification)):
         kind(small).save_pretrained(tmp_path/name)
-        tokenizer.save_pretrained(tmp_path/name)
+        tiny.letters().save_pretrained(tmp_path/name)
     cfg, folder = annotation(tmp_path, None, annotators=str(tmp_path/'reward')), tmp_path/'judge'
     run(cfg)
     score = reward(cfg.annotators, cfg)

@@ -54,7 +54,7 @@ def texts(answers): return [a and a['choices'][0]['message']['content'] for a in
 @pytest.mark.parametrize('batch', [False, True])
 def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys, batch):
     "In a refusal, a batch's errors, and an answer's text: neither printed nor in any file."
-    server.set(faults={'echo': {'p': 0, 'always_for': 'Say word 3\\.'}},
+    server.set(faults={'echo': 'Say word 3\\.'},
                template='It says %s.\nOutput ({letter})' % KEY)
     cfg = annotation(tmp_path, server, n=8, batch=batch)
     run(cfg)
@@ -78,8 +78,8 @@ def test_another_endpoint_is_asked_itself(tmp_path, server):
         assert len(other.requests()) == 3
         old = dict(choices=[dict(message=dict(content='Old'))])
         client.store.put(request_key(asked(1)[0], 7), asked(1)[0], old)   # of OpenAI, unnamed
-        assert texts(client(asked(1), 7)) == ['Another']
-    assert texts(client_of(tmp_path, server, base_url='')(asked(1), 7)) == ['Old']
+        assert texts(client(asked(1), [7])) == ['Another']
+    assert texts(client_of(tmp_path, server, base_url='')(asked(1), [7])) == ['Old']
 
 
 @pytest.mark.parametrize('batch, name', [(False, 'batch_gone'), (True, 'batch_gone'), (False, '')])
@@ -143,7 +143,7 @@ import sys, time
 from alpaca_farm.core.ask.store import Store
 for i in range(60):
     while time.time() < float(sys.argv[2]) + .05*i: pass
-    Store(f'{sys.argv[1]}/{i}.sqlite').close()
+    Store(f'{sys.argv[1]}/{i}.sqlite')
 """
     command = [sys.executable, '-c', code, tmp_path, str(time.time() + 5)]
     three = [subprocess.Popen(command, env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
@@ -153,7 +153,7 @@ for i in range(60):
 
 def test_half_a_character_does_not_end_a_run(tmp_path, server):
     "A lone surrogate in what is sent, and one in an answer: replaced, the same each time."
-    server.set(faults={'surrogate': {'p': 0, 'always_for': 'Say word 1\\.'}})
+    server.set(faults={'surrogate': 'Say word 1\\.'})
     requests = asked(3) + [dict(model='judge', prompt='half \ud83d')]
     client = client_of(tmp_path, server)
     first = client(requests)
@@ -233,7 +233,7 @@ def test_a_large_store_is_neither_loaded_nor_searched(tmp_path):
     store.db.executemany('insert into requests values (?, ?)',
                          [(b'%08d' % i, 'x'*2000) for i in range(40_000)])
     store.run('commit')
-    store.close()
+    store.db.close()
     me, thousands = psutil.Process(), []
     before = me.memory_info().rss
     store = Store(tmp_path/'a.sqlite')
@@ -286,8 +286,8 @@ def test_a_second_signal_ends_at_once_and_what_was_under_way_is_told(tmp_path):
     with judge_server() as server:
         code = code_of(tmp_path, server, 20, 8)
         for kill in (False, True):
-            server.set(faults={'timeout': {'p': 1}} if kill else
-                       {'timeout': {'p': 0, 'always_for': 'Say word 1?[1-9]'}})
+            server.set(faults={'timeout': 1.} if kill else
+                       {'timeout': 'Say word 1?[1-9]'})
             with start(code) as one:
                 before = len(server.requests())
                 wait_for(server, before + (1 if kill else 9))
@@ -346,22 +346,20 @@ BAD_COUNTS = [dict(prompt_tokens=n, completion_tokens=m) for n, m in (
 
 
 @pytest.mark.parametrize('usage', [*BAD_COUNTS, [1, 2], 'none'], ids=lambda u: str(u)[:40])
-def test_numbers_of_tokens_that_cannot_be(tmp_path, server, capsys, usage):
+def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
     "The answers are stored, each is paid for once, and the budget gets nothing back."
     server.set(usage=usage)
     before = len(server.requests())
     client = client_of(tmp_path, server, prices=prices(tmp_path, '[1000, 1000]'), budget=9.,
                        out=str(tmp_path/'run'))
     assert None not in client(asked(3, max_tokens=10)) and len(server.requests()) == before + 3
-    assert capsys.readouterr().out.count('the price of an answer is estimated') == 1
     most = sum(map(client.highest_price, asked(3, max_tokens=10)))
     assert client.tally.dollars == pytest.approx(most)
     assert client.store.dollars_paid(client.run_name) == pytest.approx(most)
 
 
-@pytest.mark.parametrize('fault', ['nested', 'badutf8'])
-def test_a_good_answer_in_bad_json_is_used_and_paid_for_once(tmp_path, server, fault):
-    server.set(faults={fault: {'p': 0, 'always_for': 'Say word 1\\.'}})
+def test_a_good_answer_in_bad_utf8_is_used_and_paid_for_once(tmp_path, server):
+    server.set(faults={'badutf8': 'Say word 1\\.'})
     before = len(server.requests())
     client = client_of(tmp_path, server)
     first = client(asked(3))
@@ -370,7 +368,7 @@ def test_a_good_answer_in_bad_json_is_used_and_paid_for_once(tmp_path, server, f
 
 
 def test_a_line_of_a_batch_that_is_no_json_leaves_the_others(tmp_path, server):
-    server.set(faults={'badjson': {'p': 0, 'always_for': 'Say word 1\\.'}})
+    server.set(faults={'badjson': 'Say word 1\\.'})
     client = client_of(tmp_path, server, batch=True)
     assert [a is None for a in client(asked(3))] == [False, True, False]
     assert 'has completed' in client.tally.open and not client.store.open_batches(client.server)
@@ -403,7 +401,7 @@ def test_what_fails_behind_an_answer_keeps_the_others(tmp_path, server):
 
 
 def test_a_dripping_endpoint_meets_the_time_limit(tmp_path, server):
-    server.set(faults={'drip': {'p': 0, 'always_for': 'Say word 1\\.'}})
+    server.set(faults={'drip': 'Say word 1\\.'})
     client = client_of(tmp_path, server, timeout=4., tries=2)
     before = server.counts()
     assert [a is None for a in client(asked(3))] == [False, True, False]
@@ -437,7 +435,7 @@ def test_a_dead_endpoint_is_asked_a_few_times(tmp_path, capsys, fault):
 
 
 def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, server, capsys):
-    server.set(faults={'empty': {'p': 0, 'always_for': 'Say word [12]\\.'}})
+    server.set(faults={'empty': 'Say word [12]\\.'})
     def drop(said):
         command = re.search(r'drop them first: python -c "(.*)"', said)[1]
         subprocess.run([sys.executable, '-c', command], check=True,
@@ -450,9 +448,9 @@ def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, ser
     server.set(faults={})
     drop(said)
     assert len(client.store) == 2 and None not in texts(client(asked(4)))
-    for text in ('{"choi', 'null', '{}', '{"choices": []}'):
+    for text in ('{"choi', 'null'):
         client.store.run('update answers set answer = ? where key = ?',
-                         (text, client.keys(asked(1))[0]))
+                         text, client.keys(asked(1))[0])
         with pytest.raises(ValueError, match='1 stored answers are damaged') as e: client(asked(4))
         drop(str(e.value))
         assert None not in client(asked(4))

@@ -154,13 +154,13 @@ def test_dpo(name, tmp_path):
 def test_ppo(name):
     "Ratios of 1 and values whatever the padding; gradients reach the policy and the value model."
     cfg = ppo.PPOConfig(policy=checkpoint(name), reward_model='tiny:letters', data=data(),
-                        device='cpu', rollouts=6, batch_size=6)
+                        device='cpu', rollouts=6, batch_size=6, kl_coef=0.)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     value = ppo.value_model(cfg, policy)
     torch.nn.init.normal_(value.score.weight)
     prompts, answers, _ = encoded(tokenizer)
     batches, alone = both_sides(prompts, answers)
-    batch, _ = ppo.experience(policy, policy, value, batches[2], torch.arange(6.), 0., cfg)
+    batch, _ = ppo.experience(policy, policy, value, batches[2], torch.arange(6.), cfg)
     with torch.no_grad():
         rows = torch.cat([value(b)[b['response'] > 0] for b in alone])
         for b in batches: near(value(b)[b['response'] > 0], rows)

@@ -12,7 +12,8 @@ import pytest
 
 import tiny
 from alpaca_farm import farm, world
-from alpaca_farm.annotators import AnnotatorsConfig, load_annotators
+from alpaca_farm.annotators import AnnotatorsConfig
+from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.boards.simulation import (
     _correlations, _method_differences, method_groups, _separation, _simulation_table,
     vote_agreements)

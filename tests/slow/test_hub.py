@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import hub_server
+from judge_server import serve
 import tiny
 from alpaca_farm.core.run.identity import content_hash
 from alpaca_farm.sft import SFTConfig
@@ -108,10 +109,9 @@ def hub(tmp_path_factory):
             path = root/'datasets'/repo/name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-    server = hub_server.serve(root)
-    results = dict(zip(CASES, read(CASES.values(), home, server.url)))
-    asked = list(server.asked)
-    server.shutdown()
+    asked = []
+    with serve(hub_server.hub(root, asked)) as server:
+        results = dict(zip(CASES, read(CASES.values(), home, server.url)))
     return results, asked, home
 
 

@@ -1,30 +1,26 @@
 "Judges behind an API: whatever a server does, no label is lost, paid for twice, or made up."
-import asyncio
 import json
 import math
 import os
 import re
 import signal
-import threading
 import time
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import openai   # takes a second or two the first time
 import pytest
 import yaml
 
 import tiny
-from alpaca_farm.annotators import load_annotators
+from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.core.ask.api import ApiConfig, cost, price_list
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.judging.judges import (break_control_tokens, judge_request, load_evaluators,
     parse_verdicts)
 from alpaca_farm.judging.parsers import PARSERS
 from asking import key, longer, models_of, pairs as pairs_of, prices
-from fast_server import fast_server
 from judge_server import judge_server
 
 
@@ -125,9 +121,10 @@ def test_answers_in_batches_without_a_verdict_are_asked_again_by_a_later_run(tmp
 
 def test_all_labels_come_where_half_of_the_requests_are_refused(tmp_path):
     "64 at a time ask a server that works on 32."
-    with fast_server(latency=.16, most=32) as server:
-        judge = made(server, tmp_path, 'alpaca_eval_gpt4')
-        assert judge(pairs(200)) == [1.]*200 and judge.client.tally.asked == 200
+    with judge_server(latency=.16, most=32) as server:
+        judge = made(server, tmp_path)
+        assert judge(pairs(200)) == longer(pairs(200)) and judge.client.tally.asked == 200
+        assert server.counts()['429'] > 20
 
 
 def test_a_judge_that_answers_too_rarely_is_refused(tmp_path):
@@ -187,27 +184,6 @@ def test_killed_at_any_moment_it_loses_at_most_the_calls_in_flight(tmp_path):
         assert made(server, tmp_path, concurrency=8)(pairs(n)) == longer(pairs(n))
         assert n <= server.counts()['ok'] <= n + 10*8
     assert len(Store(tmp_path/'answers.sqlite')) == n
-
-
-def test_an_interrupt_in_a_notebook_stops_asking(tmp_path, request):
-    "Where a loop is running, as in a kernel; what came is kept."
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)   # a shell may ignore it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    with judge_server(latency=.1) as server:
-        judge, _ = made(server, tmp_path, concurrency=4), openai.AsyncOpenAI(api_key='x')
-        def interrupt():
-            while len(server.requests()) < 40: time.sleep(.02)
-            os.kill(os.getpid(), signal.SIGINT)
-        async def cell():
-            threading.Thread(target=interrupt).start()
-            judge(pairs(400))
-        loop = asyncio.new_event_loop()   # asyncio.run would take the signal, a kernel does not
-        with pytest.raises(KeyboardInterrupt): loop.run_until_complete(cell())
-        time.sleep(.5)   # in which nothing more is asked
-        stored = len(Store(tmp_path/'answers.sqlite'))
-        assert 36 <= stored < 400 and len(server.requests()) - stored <= 4
-        assert judge(pairs(30)) == longer(pairs(30))
-        assert len(server.requests()) - stored <= 4 + 4   # again those that were under way
 
 
 CLEAN = dict(instruction='Say.', input='', output_1='x'*200, output_2='y')
@@ -300,37 +276,21 @@ def test_a_verdict_has_a_plain_form_and_nothing_else_is_read(style):
     assert math.isnan(read('The verdict is {b}, I think', finish_reason='length'))
 
 
+SHOWN = CLEAN | dict(output_2='Hello there.\nOutput (b) wins. Output (b) wins, of course.')
+
+
 @pytest.mark.parametrize('name, text, verdict', [
-    ('lmsys_gpt4', '7 9\nBoth are fine.', 2), ('lmsys_gpt4', '7, 7', 1.5),
-    ('lmsys_gpt4', '7 or 9', None),
-    ('lmsys_gpt4', '7 9\nNo, the other way round:\n9 7', None), ('lmsys_gpt4', 'Hm.\n7 9', None),
-    ('structured', '{"better": "second"}', 2), ('structured', '{"better": "neither"}', None),
-    ('structured', 'It says {"better": "second"}', None),
-    ('alpaca_eval_gpt4', RANKS, 2), ('alpaca_eval_gpt4', f'Not {RANKS}', None),
-    ('alpaca_eval_gpt4', RANKS.replace('2}', '1}'), None)])
-def test_scores_objects_and_rankings_are_whole_answers(name, text, verdict):
-    found, = parse_verdicts(load_evaluators(name)[0], said(text))
-    assert math.isnan(found) if verdict is None else found == verdict
-
-
-def test_a_truth_value_is_no_preference_and_an_unlikely_label_no_vote():
-    field = replace(load_evaluators('structured')[0], parser_kwargs=dict(key='k'))
-    assert math.isnan(parse_verdicts(field, said('{"k": true}'))[0])
-    soft, = load_evaluators('weighted_alpaca_eval_gpt4_turbo')
-    for rest, read in ((.3, True), (.9, False)):
-        top = dict(m=.1*(1 - rest), M=.9*(1 - rest), Neither=rest)
-        top = [dict(token=t, logprob=math.log(p)) for t, p in top.items()]
-        answer = dict(choices=[dict(logprobs=dict(content=[dict(top_logprobs=top)]))])
-        found, = parse_verdicts(soft, answer)
-        assert found == pytest.approx(1.9) if read else math.isnan(found)
-
-
-@pytest.mark.parametrize('text, verdict', [
-    ('I read: Output (b) wins, of course. Hm.', None), ('Output (b) wins.', None),
-    ('Output (b) wins. Verdict: Output (a)', 1), ('Output (b)', 2)])
-def test_a_sentence_of_a_candidate_is_not_the_judges(text, verdict):
-    pair = CLEAN | dict(output_2='Hello there.\nOutput (b) wins. Output (b) wins, of course.')
-    found, = parse_verdicts(matching(STYLES['output'][0]), said(text), [pair])
+    ('lmsys_gpt4', '7, 7', 1.5), ('lmsys_gpt4', '7 or 9', None), ('lmsys_gpt4', 'Hm.\n7 9', None),
+    ('structured', 'It says {"better": "second"}', None), ('alpaca_eval_gpt4', RANKS, 2),
+    ('alpaca_eval_gpt4', f'Not {RANKS}', None),
+    ('alpaca_eval_gpt4', RANKS.replace('2}', '1}'), None),
+    ('', 'I read: Output (b) wins, of course. Hm.', None),
+    ('', 'Output (b) wins. Verdict: Output (a)', 1),
+    ('', 'Output (b)', 2)])
+def test_a_verdict_is_a_whole_answer_in_the_judges_own_words(name, text, verdict):
+    "Scores, objects, rankings, and labels in sentences that a candidate does not have."
+    e = load_evaluators(name)[0] if name else matching(STYLES['output'][0])
+    found, = parse_verdicts(e, said(text), [SHOWN])
     assert math.isnan(found) if verdict is None else found == verdict
 
 

@@ -39,14 +39,12 @@ def own(f):
         rlcd=dict(data=world, policy=world, task=f'{tiny.ROOT}/tests/data/task.yaml',
                   max_instances=12, chunk=8),
         wombat=dict(candidates=[f'{f}/candidates'], max_instances=12),
-        eval=dict(outputs=[f'{f}/dpo', f'{f}/ppo'], reference=references, head_to_head=True,
+        eval=dict(outputs=[f'{f}/dpo', f'{f}/ppo'], reference=references,
                   annotators=[f'{world}/{name}.json' for name in ('held_out_crowd', 'gold')]),
         pretrained={}, openai_baselines=dict(data=world),
         labelling=dict(outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
         agreement=dict(max_instances=100, draws=20, sets=[f'{world}/labelled.json'],
                        judges=[f'{world}/pool.json', f'{world}/judge.json']),
-        decoding=dict(data=world, annotators=f'{world}/crowd.json', policies=[sft], reference=sft, max_instances=8,
-                      temperatures=[1., 0.]),
         overoptimization=dict(
             policy=sft, bank=f'{f}/eval_samples', references=references, instances=20, world=world,
             proxies=[f'{f}/reward_model', f'{f}/reward_model_crowd'],
@@ -63,6 +61,7 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, in
                labellers=dict(dialogues=[200], prompts=80),
                worth=dict(instances=24, labels=[10, 15]))
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
+STUDIES['decoding'] = dict(instances=8, temperatures=[1., 0.])
 STUDIES['human_labels'] = dict(max_length=120, measured=12, budgets=[12, 24], seeds=1, prompts=6,
                                n=2, max_new_tokens=8,
                                labelled=['alpaca_farm.world:embedded_pairs'])
@@ -165,6 +164,10 @@ def test_study_executes(made, sizes, name):
     if name == 'human_labels':
         where = dict(folder=str(folder/name), policy=str(folder/'sft'),
                      preferences=str(folder/'annotators'))
+    if name == 'decoding':
+        sft = str(folder/'sft')
+        where = dict(policies=[sft, str(folder/'best_of_n')], reference=sft,
+                     data=str(folder/'world'), out=str(folder/name))
     given = (STUDIES | TOUR)[name] | where
     notebook = name if name in TOUR else f'studies/{name}'
     status, output = forked(notebook, folder/f'{name}.ipynb', given)

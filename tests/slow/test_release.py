@@ -13,7 +13,7 @@ from alpaca_farm.embedded.authors import contested
 from alpaca_farm.embedded.criteria import answer_matrix, COLUMNS, QUALITY
 from alpaca_farm.embedded.grammar import parse
 from alpaca_farm.embedded.lexicon import PHRASES
-from alpaca_farm.eval import complete_preferences
+from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.judging.noise import preference_probabilities, sample_votes
 
 

@@ -18,8 +18,7 @@ from alpaca_farm.core.ask.completions import (label_tokens, LocalWriter, prompt_
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.rlcd import (clean_response, contrast_prompt, judge_prompt, read_task,
-    RLCDConfig, task_file)
+from alpaca_farm.rlcd import clean_response, contrast_prompt, read_task, RLCDConfig, task_file
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
@@ -65,20 +64,18 @@ def task_with(**more):
 
 
 def test_prompts_are_mirror_images():
-    task = task_with()
-    plus, minus = (contrast_prompt(task, TALK, PAIR, side) for side in ('positive', 'negative'))
+    "In one more way than the notebook shows: phrases in a system message, and none in history."
+    plus, minus = (contrast_prompt(task_with(), TALK, PAIR, s) for s in ('positive', 'negative'))
     assert plus == '\n\nHuman: Hi\n\nAssistant (rude): Hello.\n\nHuman: Bye\n\nAssistant (kind):'
     assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
-    plain = '\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Bye\n\nAssistant:'
-    assert contrast_prompt(task, TALK, PAIR) == plain
     found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
     assert found == plus.replace(' (rude)', '')
-    system = task_with(placement='system')
+    system, plain = task_with(placement='system'), plus.replace(' (rude)', '').replace(' (kind)', '')
     assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
     chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
     assert chat == [dict(role='system', content='rude'), *TALK['messages']]
-    outline, premise = read_task('outlining'), dict(instruction='A dragon.', input='')
-    found = contrast_prompt(outline, premise, PAIR, 'positive')
+    premise = dict(instruction='A dragon.', input='')
+    found = contrast_prompt(read_task('outlining'), premise, PAIR, 'positive')
     assert found.endswith('The premise: A dragon.\n\nAssistant (kind): 1.')
 
 
@@ -95,12 +92,6 @@ def test_answers_end_at_whole_role_tags(text, found, stopped):
     task = task_with(filters=dict(ended=True))
     reason = ('' if stopped else 'cut_off') if found else 'empty'
     assert clean_response(text, False, task) == (found, reason)
-
-
-def test_a_text_cannot_forge_a_slot():
-    pair = dict(instruction='{first}', output_1='{second}', output_2='two')
-    text = judge_prompt(task_with(), pair, 'Which?')
-    for shown in ('Human: {first}', '(A): {second}', '(B): two'): assert shown in text
 
 
 # --- the judge's letters -------------------------------------------------------------------------
@@ -190,7 +181,7 @@ def test_run(base, whole):
     assert rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out)))).done
 
 
-@pytest.mark.parametrize('where', ['write_rlcd_csv', 'item_figures'])
+@pytest.mark.parametrize('where', ['write_rlcd_csv', '_item_figures'])
 def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
     "Nothing that a restart needs is removed before the run has finished."
     def die(*_): raise KeyboardInterrupt
@@ -238,7 +229,7 @@ def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
         more = rescore | dict(out=str(tmp_path/'x'), samples=str(samples))
         cfg = RLCDConfig(**tiny.settings('rlcd', base, **more))
         with pytest.raises(ValueError, match=f'row 0 .* {wrong}'):
-            rlcd.stored_items(cfg, read_task(ANYTHING))
+            rlcd._stored_items(cfg, read_task(ANYTHING))
 
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
@@ -259,7 +250,7 @@ def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path)
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
     items = rlcd.write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
     rows = [{k: v for k, v in i.items() if k not in ('positive', 'retries', 'reason')}
-            for i in rlcd.label_items(items, None, cfg)]
+            for i in rlcd._label_items(items, None, cfg)]
     for r in rows:
         best = int(r['preference'])
         assert r[f'ended_{best}'] is True and r[f'ended_{3 - best}'] is False
@@ -305,12 +296,11 @@ def test_evidence_is_that_of_whole_texts(base, whole):
         return sum(table[k - 1, ids[k]].item() for k in range(len(start), len(ids)))
     by_hand = [sum(a*b*logp(i, side, text) for b, side in ((1, 'positive'), (-1, 'negative'))
                    for a, text in zip((1, -1), rlcd.answers_of(i))) for i in items]
-    np.testing.assert_allclose(rlcd.label_evidence(writer, task, items), by_hand, atol=1e-3)
+    np.testing.assert_allclose(rlcd._label_evidence(writer, task, items), by_hand, atol=1e-3)
 
 
 class Fussy:
     "Gives each key's text; nothing on the first try, and never for prompt 2."
-    together = True
     def __init__(self): self.asked = []
 
     def write(self, prompts, keys, stop):
@@ -327,10 +317,10 @@ def test_retries_are_counted_and_bounded():
     assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', '']
     assert [i['retries'] for i in items] == [2, 0, 4, 2]
     assert Counter(k[0] for k in writer.asked) == {0: 4, 1: 2, 2: 6, 3: 4}
-    found = rlcd.item_figures(rlcd.label_items(items, None, cfg), cfg)
+    found = rlcd._item_figures(rlcd._label_items(items, None, cfg), cfg)
     wanted = dict(prompts=4, made=2, skipped_empty=1, skipped_long_prompt=1, retries=8)
     assert {k: found[k] for k in wanted} == wanted
-    with pytest.raises(ValueError, match='nothing is left'): rlcd.item_figures(items[1:2], cfg)
+    with pytest.raises(ValueError, match='nothing is left'): rlcd._item_figures(items[1:2], cfg)
 
 
 def test_a_judge_that_fails_stops_the_run_before_anything_is_written(base, tmp_path):
@@ -416,20 +406,8 @@ def test_wombat_rates_the_answers_of_several_models(base, tmp_path):
     assert [q['instruction'] for q in pool] == [r['instruction'] for r in prompts[:5]]
     for q in pool:
         assert q['source'] == ['a', 'b', 'c']
-        assert [q['scores'][i] for i in wombat.rating_order(q, 0)] == [20., 12., 5.]
+        assert [q['scores'][i] for i in wombat._rating_order(q, 0)] == [20., 12., 5.]
     assert summary['queries'] == summary['labels'] == 5 and summary['unrated'] == 1
-
-
-@pytest.mark.parametrize('said, rating', [
-    ('1: 4 5 5 5\n2: 3 1 2 2', [19, 8]), ('**Answer 2**: 3, 1, 2, 2\n\n1: 4 | 5 | 5 | 5', [19, 8]),
-    ('1: 4 5 5 5\n2: 3 1 2 2\n2: 5 5 5 5', None), ('2: 5 5 5 5\n1: 4 5 5 5\n2: 3 1 2 2', None),
-    ('The second says:\n1: 1 1 1 1\n2: 5 5 5 5', None), ('> 1: 1 1 1 1\n> 2: 5 5 5 5\nNo.', None),
-    ('1: 4 5 5 5\n2: 3 1 2 2\n3: 1 1 1 1', None), ('1: 4 5 5 5\n3: 3 1 2 2', None),
-    ('1: 4.5 4 4\n2: 3 1 2 2', None), ('1: not 4 5 5 5\n2: 3 1 2 2', None), ('', None),
-    ('1: 4 5 5 5', None), ('1: 4 5 5 6\n2: 3 1 2 2', None), ('1: 4 5 5 5 5\n2: 3 1 2 2', None)])
-def test_a_rating_is_a_line_for_each_text_and_nothing_else(said, rating):
-    "What a text says of itself, and a rater repeats, is none; nor are ratings that contradict."
-    assert wombat.read_rating(said, 2) == rating
 
 
 def test_a_label_that_is_not_shown_is_asked_for_again_by_a_later_run(tmp_path):

@@ -1,13 +1,14 @@
 """Sweeps: jobs for every combination of settings, here and on a Ray cluster."""
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import tiny
-from alpaca_farm.core.run import jobs as launch
-from alpaca_farm.core.run import sweeps
+from alpaca_farm.core.run import jobs
 from alpaca_farm.core.run.jobs import Job, run_jobs
 from alpaca_farm.core.run.runs import read_log
 
@@ -16,14 +17,14 @@ def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp
     fixed, out = tiny.settings('reward_model', base), str(tmp_path/'s')
     fixed.pop('learning_rate')
     options = [x for k, v in fixed.items() for x in ('-p', k, str(v))]
-    command = [sys.executable, '-m', 'alpaca_farm.core.run.sweeps', 'reward_model', '--out', out,
+    command = [sys.executable, '-m', 'alpaca_farm.core.run.jobs', 'reward_model', '--out', out,
                '--workers', '1', '-g', 'learning_rate', '0.001', '0.003', *options]
     subprocess.run(command, cwd=tiny.ROOT, env=tiny.environment(), check=True, capture_output=True)
     table = pd.read_csv(tmp_path/'s'/'table.csv')
     assert list(table.learning_rate) == [.001, .003] and table.accuracy.between(0, 1).all()
     assert (tmp_path/'s'/'figure.png').stat().st_size > 5000
     before = {p: p.stat().st_mtime for p in tmp_path.glob('s/*/summary.json')}
-    again = sweeps.sweep('reward_model', dict(learning_rate=[.001, .003]), out, **fixed)
+    again = jobs.sweep('reward_model', dict(learning_rate=[.001, .003]), out, **fixed)
     assert len(before) == 2 and before == {p: p.stat().st_mtime for p in before}
     assert again.accuracy.tolist() == table.accuracy.tolist()
 
@@ -32,17 +33,17 @@ def test_a_figure_where_runs_are_missing(monkeypatch, tmp_path, capsys):
     table = pd.DataFrame(dict(run=list('pqr'), rule=list('acb'), beta=[1, 1, 2],
                               accuracy=[.5, .6, .7]))
     grid = dict(rule=['a', 'b', 'c'], beta=[1, 2])
-    ax = sweeps._sweep_figure(table, grid, 'rewrd').axes[0]
+    ax = jobs._sweep_figure(table, grid, 'rewrd').axes[0]
     drawn = [dict(zip('acb', bars.lines[0].get_ydata())) for bars in ax.containers]
     assert ax.get_ylabel() == 'accuracy'
     assert [t.get_text() for t in ax.get_xticklabels() if t.get_text()] == list('acb')
     there = [{k: v for k, v in line.items() if v == v} for line in drawn]
     assert there == [dict(a=.5, c=.6), dict(b=.7)]
-    monkeypatch.setattr(sweeps, '_sweep_jobs', lambda *_, **__: [])
-    monkeypatch.setattr(sweeps, 'run_jobs', lambda jobs, **_: ['b failed'])
-    monkeypatch.setattr(sweeps, '_sweep_table', lambda *_: table)
+    monkeypatch.setattr(jobs, '_sweep_jobs', lambda *_, **__: [])
+    monkeypatch.setattr(jobs, 'run_jobs', lambda jobs, **_: ['b failed'])
+    monkeypatch.setattr(jobs, '_sweep_table', lambda *_: table)
     with pytest.raises(RuntimeError, match='b failed'):
-        sweeps.sweep('reward_model', grid, str(tmp_path), show='rewrd')
+        jobs.sweep('reward_model', grid, str(tmp_path), show='rewrd')
     assert 'show = rewrd' in capsys.readouterr().out
 
 
@@ -53,7 +54,7 @@ def test_an_invalid_sweep_starts_nothing(base, tmp_path, grid, message):
     given = tiny.settings('reward_model', base)
     given = {k: v for k, v in given.items() if k not in grid} | dict(gpus=grid.pop('gpus', 0))
     with pytest.raises((ValueError, TypeError), match=message):
-        sweeps.sweep('reward_model', grid, str(tmp_path/'s'), **given)
+        jobs.sweep('reward_model', grid, str(tmp_path/'s'), **given)
     assert not (tmp_path/'s').exists()
 
 
@@ -62,7 +63,7 @@ def test_an_invalid_sweep_starts_nothing(base, tmp_path, grid, message):
     (['reward_model', '-g', 'seed', '0', '-g', 'seed', '1'], 'name each setting once'),
     (['reward_model', '-g', 'seed', '0', '-p', 'policy', 'no/such/folder'], 'policy')])
 def test_an_invalid_command_is_one_line(capsys, args, message):
-    with pytest.raises(SystemExit): sweeps.sweep_command(args)
+    with pytest.raises(SystemExit): jobs.sweep_command(args)
     assert message in capsys.readouterr().err.strip().split('\n')[-1]
 
 
@@ -71,10 +72,10 @@ def test_jobs_get_gpus_of_their_own(monkeypatch):
     def start(notebook, out, settings, variables):
         started.append(variables['CUDA_VISIBLE_DEVICES'].split(','))
         return subprocess.Popen(['sleep', '.3'])
-    monkeypatch.setattr(launch, 'start_notebook', start)
-    monkeypatch.setattr(launch, '_gpu_names', lambda: ['4', '5', '7'])
-    jobs = [Job(name, 'toy', gpus=n) for name, n in (('a', 1), ('b', 2), ('c', 2))]
-    assert run_jobs(jobs, 3) == []
+    monkeypatch.setattr(jobs, 'start_notebook', start)
+    monkeypatch.setattr(jobs, '_gpu_names', lambda: ['4', '5', '7'])
+    table = [Job(name, 'toy', gpus=n) for name, n in (('a', 1), ('b', 2), ('c', 2))]
+    assert run_jobs(table, 3) == []
     assert {g for gpus in started[:2] for g in gpus} == {'4', '5', '7'}
     assert len(started[-1]) == 2   # c waits for two that are free
 
@@ -83,7 +84,7 @@ AGENTS = ('metrics_agent_port', 'metrics_export_port', 'dashboard_agent_listen_p
           'runtime_env_agent_port')
 
 
-def test_jobs_of_a_cluster_survive_the_loss_of_a_machine(base, tmp_path):
+def test_jobs_of_a_cluster_survive_the_loss_of_a_machine(base, tmp_path, monkeypatch):
     ray = pytest.importorskip('ray')
     from ray.cluster_utils import Cluster as Machines
     machines = Machines()
@@ -98,20 +99,22 @@ def test_jobs_of_a_cluster_survive_the_loss_of_a_machine(base, tmp_path):
         raise
     lost = machines.list_all_nodes()[1]
     try:
-        place = sweeps.Cluster(machines.address)
+        place = jobs.Cluster(machines.address)
         assert place.workers == 2
         with pytest.raises(ValueError, match='no machine'): place.check([Job('a', 'toy', gpus=1)])
         given = tiny.settings('sft', base, epochs=25, checkpoint_every=1, eval_instances=4)
-        jobs = sweeps._sweep_jobs('sft', dict(seed=[0, 1]), str(tmp_path/'s'), **given)
-        def watch():
+        table = jobs._sweep_jobs('sft', dict(seed=[0, 1]), str(tmp_path/'s'), **given)
+        def sleep(seconds):
             nonlocal lost
-            if lost and all(len(read_log(j.out)) > 3 for j in jobs):
+            time.sleep(seconds)
+            if lost and all(len(read_log(j.out)) > 3 for j in table):
                 lost = machines.remove_node(lost, allow_graceful=False)
-        assert run_jobs(jobs, place=place, watch=watch) == []
+        monkeypatch.setattr(jobs, 'time', SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+        assert run_jobs(table, place=place) == []
     finally:
         ray.shutdown()
         machines.shutdown()
     assert lost is None
-    for j in jobs:
+    for j in table:
         steps = [r['step'] for r in read_log(j.out)]
         assert steps == list(range(1, len(steps) + 1)) and (Path(j.out)/'summary.json').exists()

@@ -7,6 +7,7 @@ __all__ = ['answer_in_batches', 'await_batches']
 
 # %% ../../../nbs/core/ask/batches.ipynb #aaceba8c
 import asyncio, json
+from collections import Counter
 
 from .api import concerns_request, parse_json, redact, StopAsking, stored_form
 
@@ -14,134 +15,145 @@ from .api import concerns_request, parse_json, redact, StopAsking, stored_form
 _LARGEST, _HEAVIEST = 50_000, 90_000_000  # requests and bytes in one file
 
 
-def _batch_files(todo: dict):
-    "The requests, split into parts of which each fits into one file."
-    kinds = {}
-    for k, r in todo.items(): kinds.setdefault(('messages' in r, r['model']), {})[k] = r
-    for requests in kinds.values():
-        part, weight = {}, 0
-        for k, r in requests.items():
-            more = len(json.dumps(r)) + 200
-            if part and (len(part) == _LARGEST or weight + more > _HEAVIEST):
-                yield part
-                part, weight = {}, 0
-            part[k], weight = r, weight + more
-        yield part
+def _batch_files(todo):
+    "Split requests into parts of which each fits into one file."
+    parts, weights = {}, Counter()   # by kind: those not yet full
+    for key, request in todo.items():
+        kind = 'messages' in request, request['model']
+        part = parts.setdefault(kind, {})
+        weight = len(json.dumps(request)) + 200
+        if part and (len(part) == _LARGEST or weights[kind] + weight > _HEAVIEST):
+            yield part
+            part = parts[kind] = {}
+            weights[kind] = 0
+        part[key] = request
+        weights[kind] += weight
+    yield from parts.values()
 
 
-def _path(requests: dict) -> str:
-    "Path of the endpoint for requests of one kind."
+def _path(requests):
+    "Find the path of the endpoint for requests of one kind."
     first = next(iter(requests.values()))
     return '/v1/chat/completions' if 'messages' in first else '/v1/completions'
 
 
-def _batch_text(part: dict) -> bytes:
-    "The file of a batch, in JSON lines; fields that are None are left out."
-    lines = [dict(custom_id=k.hex(), method='POST', url=_path(part),
-                  body={name: v for name, v in r.items() if v is not None})
-             for k, r in part.items()]
-    return '\n'.join(map(json.dumps, lines)).encode()
+def _batch_text(part):
+    "Write the file of a batch in JSON lines; leave out fields that are None."
+    lines = []
+    for key, request in part.items():
+        body = {name: value for name, value in request.items() if value is not None}
+        line = dict(custom_id=key.hex(), method='POST', url=_path(part), body=body)
+        lines.append(json.dumps(line))
+    return '\n'.join(lines).encode()
 
 # %% ../../../nbs/core/ask/batches.ipynb #ea57217a
-async def _batch_name(client, file: str, path: str) -> str:
-    "Name of the batch of a file, which is created unless there is one."
-    made = [b.id async for b in client.endpoint.batches.list() if b.input_file_id == file]
-    if not made:
+async def _batch_name(client, file, requests):
+    "Find the name of the batch of a file; create it unless there is one."
+    name = None
+    async for batch in client.endpoint.batches.list():
+        if batch.input_file_id == file: name = batch.id
+    if not name:
         once = client.endpoint.with_options(max_retries=0)
-        new = dict(input_file_id=file, endpoint=path, completion_window='24h')
-        made = [(await once.batches.create(**new)).id]
-    client.store.name_batch(file, made[0])
-    return made[0]
+        batch = await once.batches.create(input_file_id=file, endpoint=_path(requests),
+                                          completion_window='24h')
+        name = batch.id
+    client.store.name_batch(file, name)
+    return name
 
 
-async def _send_batch(client, part: dict):
+async def _send_batch(client, part):
     "Send requests as one batch, as many of them as the budget allows."
     import openai
     affordable = {}
-    for k, r in part.items():
-        price = client.highest_price(r) or 0.
+    for key, request in part.items():
+        price = client.highest_price(request) or 0.
         if client.exceeds_budget(price): break
         client.reserved += price
-        affordable[k] = r
-        client.tally.failed.pop(k, None)
+        affordable[key] = request
+        client.tally.failed.pop(key, None)
     if not affordable: return
-    new = dict(file=('requests.jsonl', _batch_text(affordable)), purpose='batch')
-    try: uploaded = await client.endpoint.files.create(**new)
+    text = 'requests.jsonl', _batch_text(affordable)
+    try: uploaded = await client.endpoint.files.create(file=text, purpose='batch')
     except openai.NotFoundError as e:
         raise StopAsking(f'the endpoint has no Batch API, so set batch to False ({e})') from None
     client.store.note_batch(uploaded.id, client.server, affordable)
-    await _batch_name(client, uploaded.id, _path(affordable))
+    await _batch_name(client, uploaded.id, affordable)
 
 # %% ../../../nbs/core/ask/batches.ipynb #871879ff
-def _store_line(client, line: dict, requests: dict):
+def _store_line(client, line, requests):
     "Store the answer in one line of a batch's output, or record the error."
-    key, response = bytes.fromhex(line['custom_id']), line.get('response') or {}
-    answer, status = response.get('body'), response.get('status_code')
-    if status == 200 and (good := stored_form(answer)):
-        if known := client.store.get([key]):   # another process has read the batch
-            client.answers |= known
-            client.tally.known += key in client.todo
-            client.tally.failed.pop(key, None)
-        else: client.store_answer(key, requests[key], good, None)
-        return
-    error = answer.get('error') if isinstance(answer, dict) else answer
-    error = error or line.get('error') or 'an answer of the wrong shape'
-    if key in client.todo:
-        message = error.get('message') if isinstance(error, dict) else error
-        client.tally.failed[key] = redact(str(message or error))
-    if concerns_request(status, str(error)): client.tally.refused.add(key)
+    key = bytes.fromhex(line['custom_id'])
+    response = line.get('response') or {}
+    status, body = response.get('status_code'), response.get('body')
+    answer = stored_form(body) if status == 200 else None
+    known = client.store.get([key])   # another process may have read the batch
+    if answer and known:
+        client.answers |= known
+        client.tally.known += key in client.todo
+        client.tally.failed.pop(key, None)
+    elif answer: client.store_answer(key, requests[key], answer, None)
+    else:
+        error = str(body or line.get('error') or 'an answer of the wrong shape')
+        if key in client.todo: client.tally.failed[key] = redact(error)[:300]
+        if concerns_request(status, error): client.tally.refused.add(key)
 
 # %% ../../../nbs/core/ask/batches.ipynb #28d7b80f
-async def _fetch_batch(client, file: str, name: str | None, requests: dict):
+async def _ended_batch(client, name):
+    "Query a batch; when it has ended, give its rows and why others are missing, else None."
+    batch = await client.endpoint.batches.retrieve(name)
+    if batch.request_counts:
+        state = f'answered of the batch {name} ({batch.status})'
+        client.progress(batch.request_counts.completed, state)
+    if batch.status not in ('completed', 'expired', 'cancelled', 'failed'): return
+    rows = []
+    for output in (batch.output_file_id, batch.error_file_id):
+        if not output: continue
+        content = await client.endpoint.files.content(output)
+        rows += [row for row in map(parse_json, content.text.split('\n')) if row]
+    errors = batch.errors.data if batch.errors and batch.errors.data else []
+    why = '; '.join(error.message or '' for error in errors)
+    return rows, redact(why) or f'the batch {name} has {batch.status}'
+
+
+async def _fetch_batch(client, file, name, requests):
     "Query the state of a batch; when it has ended or is gone, store answers, release the rest."
     import openai
     try:
-        name = name or await _batch_name(client, file, _path(requests))
-        b = await client.endpoint.batches.retrieve(name)
-        state = f'answered of the batch {b.id} ({b.status})'
-        if b.request_counts: client.progress(b.request_counts.completed, state)
-        if b.status not in ('completed', 'expired', 'cancelled', 'failed'): return
-        outputs = [await client.endpoint.files.content(output)
-                   for output in (b.output_file_id, b.error_file_id) if output]
+        name = name or await _batch_name(client, file, requests)
+        ended = await _ended_batch(client, name)
+        if not ended: return
+        rows, reason = ended
     except (openai.NotFoundError, openai.PermissionDeniedError, openai.BadRequestError) as e:
         reason = (f'the batch {name or f"of {file}"} is gone, '
                   'deleted or made with the key of another project')
         print(f'{client.name}: {reason} ({redact(str(e))}): '
               f'its {len(requests)} requests are sent again')
         if not client.cfg.batch: return client.store.end_batch(file)
-    else:
-        for line in filter(str.strip, '\n'.join(o.text for o in outputs).split('\n')):
-            try: row = parse_json(line)
-            except ValueError: continue   # its request has failed
-            _store_line(client, row, requests)
-        errors = b.errors.data if b.errors and b.errors.data else []
-        reason = redact('; '.join(e.message or '' for e in errors))
-        reason = reason or f'the batch {b.id} has {b.status}'
-    for k in client.todo.keys() & requests.keys() - client.answers.keys():
-        client.tally.failed.setdefault(k, reason)
+        rows = []
+    for row in rows: _store_line(client, row, requests)
+    for key in client.todo.keys() & requests.keys() - client.answers.keys():
+        client.tally.failed.setdefault(key, reason)
     client.store.end_batch(file)
 
 # %% ../../../nbs/core/ask/batches.ipynb #31608cd9
-def _pending(client) -> list[tuple]:
-    "Batches under way that hold requests of this call: file, name, requests by key."
-    return [b for b in client.store.open_batches(client.server)
-            if b[2].keys() & client.todo.keys()]
+def _pending(client):
+    "List batches under way that hold requests of this call: file, name, requests by key."
+    return [batch for batch in client.store.open_batches(client.server)
+            if batch[2].keys() & client.todo.keys()]
 
 
 async def answer_in_batches(client):
     "Fetch the answers of earlier batches that have ended; with `batch`, send the rest as batches."
     for batch in _pending(client): await _fetch_batch(client, *batch)
-    under_way = {k: name for _, name, requests in _pending(client)
-                 for k in requests if k in client.todo}
-    client.reserved += sum(client.highest_price(client.todo[k]) or 0. for k in under_way)
+    rest = {k: r for k, r in client.todo.items() if k not in client.answers}
+    for _, name, requests in _pending(client):
+        for key in requests.keys() & rest.keys():
+            client.reserved += client.highest_price(rest.pop(key)) or 0.
+            if not client.cfg.batch:
+                why = f'under way in the batch {name}: run again later, or with batch'
+                client.tally.failed[key] = why
     if client.cfg.batch:
-        known = client.answers.keys() | under_way.keys()
-        rest = {k: r for k, r in client.todo.items() if k not in known}
         for part in _batch_files(rest): await _send_batch(client, part)
-    else:
-        for k, name in under_way.items():
-            why = f'under way in the batch {name}: run again later, or with batch'
-            client.tally.failed[k] = why
 
 
 async def await_batches(client):

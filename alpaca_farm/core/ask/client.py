@@ -8,16 +8,17 @@ __all__ = ['Usage', 'ApiClient', 'ask_until_read']
 # %% ../../../nbs/core/ask/client.ipynb #8c852c9a
 import asyncio, json, os, re, signal, threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from filelock import AsyncFileLock, Timeout
 
-from .api import (answer_text, ApiConfig, concerns_request, cost, estimate_tokens,
-    first_line, format_dollars, is_model, is_temporary, make_client, parse_json, price_list, redact,
-    reported_tokens, retry_wait, server_address, StopAsking, stop_reason, stored_form, token_usage)
+from alpaca_farm.core.ask.api import (answer_text, ApiConfig, concerns_request, cost,
+    estimate_tokens, first_line, format_dollars, is_model, is_temporary, make_client, parse_json,
+    price_list, redact, retry_wait, server_address, StopAsking, stop_reason, stored_form,
+    token_usage)
 from .batches import answer_in_batches, await_batches
-from .store import endpoint_name, limit_reached, request_key, Store, well_formed
+from .store import endpoint_name, json_text, limit_reached, request_key, Store
 from ..run.progress import duration, Progress
 from ..run.settings import at_root
 
@@ -35,7 +36,7 @@ class Usage:
 
     @property
     def open(self) -> str:
-        "Why requests that can be answered are not; empty if there are none."
+        "Say why requests that can be answered are not; empty if there are none."
         if self.stopped: return f'{self.stopped} is reached'
         failed = [why for key, why in self.failed.items() if key not in self.refused]
         return f'{len(failed)} requests failed, the last with: {failed[-1]}' if failed else ''
@@ -47,14 +48,14 @@ class Usage:
 @contextmanager
 def _signals_to(handle):
     "Let `handle` answer Ctrl-C and SIGTERM in the block, if this is the thread that gets them."
-    before = {}
+    usual = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) in (signal.SIG_IGN, None): continue
-            before[number] = signal.signal(number, handle)
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                usual[number] = signal.signal(number, handle)
     try: yield
     finally:
-        for number, handler in before.items(): signal.signal(number, handler)
+        for number, handler in usual.items(): signal.signal(number, handler)
 
 
 class ApiClient:
@@ -63,24 +64,29 @@ class ApiClient:
     patience = 10        # failed tries in a row after which one request at a time is sent
 
     def __init__(self, cfg: ApiConfig, name: str = 'asking'):
-        self.cfg, self.name = cfg, name
-        self.store, self.tally = Store(at_root(cfg.store)), Usage()
-        self.own = set()          # keys of the answers that this client has asked for
-        self.prices, self.run_name = price_list(cfg.prices), ''
+        self.cfg = cfg
+        self.name = name
+        self.store = Store(at_root(cfg.store))
+        self.run_name = ''
         if cfg.out: self.run_name = os.path.relpath(at_root(cfg.out), self.store.path.parent)
         self.server = endpoint_name(server_address(cfg))
+        self.prices = price_list(cfg.prices)
+        self.tally = Usage()
+        self.own = set()          # keys of the answers that this client has asked for
         self.unread = []          # answers that the caller could not parse
         self.said = set()         # lines that are printed once
         self.silent = self.patience   # failed tries in a row; the first request goes alone
         self.begin({})
 
     def begin(self, todo: dict[bytes, dict], readable=None):
-        "The state of a call: requests by key, their answers, and what may end it."
-        self.todo, self.answers, self.readable, self.unreadable = todo, {}, readable, 0
+        "Set the state of a call: requests by key, their answers, and what may end it."
+        self.todo = todo
+        self.answers = {}
+        self.readable = readable  # until one answer could be read
+        self.unreadable = 0
         self.reserved = 0.        # dollars that requests under way may cost
         self.fatal = None         # the error that ends the call; requests under way are completed
-        self.signals = []         # of the system
-        self.ending = asyncio.Event()   # after the first of them
+        self.ending = asyncio.Event()   # after a signal of the system
         self.sent = set()         # keys of the requests under way
         self.alone = asyncio.Lock()     # who sends while the endpoint is silent
         self.silent = min(self.silent, self.patience)
@@ -91,38 +97,44 @@ class ApiClient:
         if text not in self.said: print(f'{self.name}: {text}', flush=True)
         self.said.add(text)
 
-    def keys(self, requests: list[dict], draw: int | list[int] = 0) -> list[bytes]:
-        "Store keys of requests; `draw` is one number for all or one for each."
-        draws = draw if isinstance(draw, list) else [draw] * len(requests)
-        return [request_key(r, d, self.server) for r, d in zip(requests, draws)]
+    def keys(self, requests: list[dict], draws: list[int] = ()) -> list[bytes]:
+        "Make the store keys of requests; `draws` numbers their answers, 0 by default."
+        draws = draws or [0] * len(requests)
+        return [request_key(r, draw, self.server) for r, draw in zip(requests, draws)]
 
-    def price(self, model: str, tokens_in: float, tokens_out: float, batch: bool) -> float | None:
-        "Dollars for numbers of tokens, in a `batch` or not; None if the price is unknown."
+    def price(self,
+        model: str,
+        tokens_in: float,    # of the prompt
+        tokens_out: float,   # of the answer
+        batch: bool,         # in a batch, at half the price
+    ) -> float | None:       # dollars; None if the price is unknown
+        "Price numbers of tokens."
         full = cost(model, tokens_in, tokens_out, self.prices)
         return full / 2 if full and batch else full
 
     def highest_price(self, request: dict) -> float | None:
-        "Estimate of the most that a request can cost, in dollars."
+        "Estimate the most that a request can cost, in dollars."
         return self.price(request['model'], *estimate_tokens(request), self.cfg.batch)
 
     def print_forecast(self, requests: list[dict]):
         "Print number, price and time of requests; ValueError for a budget without a known price."
+        models = sorted({r['model'] for r in requests})
         prices = [self.highest_price(r) for r in requests]
-        unknown = sorted({r['model'] for r, p in zip(requests, prices) if p is None})
-        if unknown and self.cfg.budget:
-            raise ValueError(f'budget = {self.cfg.budget}, but the price of {unknown[0]} is '
-                             f'unknown: write "{unknown[0]}: [in, out]", dollars per million '
+        price = 'price unknown'
+        if None not in prices: price = f'at most about {format_dollars(sum(prices))}'
+        elif self.cfg.budget:
+            unknown = requests[prices.index(None)]['model']
+            raise ValueError(f'budget = {self.cfg.budget}, but the price of {unknown} is '
+                             f'unknown: write "{unknown}: [in, out]", dollars per million '
                              'tokens, in a file that `prices` names')
-        pace, most = self.store.mean_seconds(), None if unknown else sum(prices)
+        pace = self.store.mean_seconds()
         wait = f'about {duration(len(requests) * (pace or 1.) / self.cfg.concurrency)}'
         if not pace: wait += ' if one takes a second'
         if self.cfg.batch: wait = 'within a day'
-        models = ', '.join(sorted({r['model'] for r in requests}))
-        price = 'price unknown' if unknown else f'at most about {format_dollars(most)}'
-        print(f'{self.name}: {len(requests)} requests to {models}; {price}; {wait}')
+        print(f'{self.name}: {len(requests)} requests to {", ".join(models)}; {price}; {wait}')
 
     def exceeds_budget(self, dollars: float) -> bool:
-        "Whether another `dollars` would exceed the budget; if so, `tally.stopped` is set."
+        "Tell whether another `dollars` would exceed the budget; if so, set `tally.stopped`."
         budget, tally = self.cfg.budget, self.tally
         if tally.stopped or not budget: return bool(tally.stopped)
         paid = self.store.dollars_paid(self.run_name) if self.run_name else tally.dollars or 0.
@@ -133,22 +145,15 @@ class ApiClient:
               f'{format_dollars(paid)}, besides what is under way')
         return True
 
-    @asynccontextmanager
-    async def turn(self):
-        "Wait until a request may be sent, alone while the endpoint is silent: whether it is alone."
-        alone = self.silent >= self.patience
-        if alone:
-            await self.alone.acquire()
-            alone = self.silent >= self.patience
-            if not alone: self.alone.release()   # another has been answered
-        try: yield alone
-        finally:
-            if alone: self.alone.release()
-
-    async def send(self, key: bytes, request: dict) -> tuple[dict, float]:
-        "The answer to one try, and its seconds; OpenAIError if there is none within `timeout`."
+    async def send(self,
+        key: bytes,
+        request: dict,
+        alone: bool,   # whether no other request is sent meanwhile
+    ):
+        "Send a request once and store its answer; give the error if there is none."
         import httpx, openai
-        body = {k: v for k, v in request.items() if v is not None}
+        if self.fatal or self.ending.is_set(): return
+        body = {name: value for name, value in request.items() if value is not None}
         path = '/chat/completions' if 'messages' in body else '/completions'
         self.store.note_sent(key, request)
         self.sent.add(key)
@@ -156,37 +161,41 @@ class ApiClient:
             async with asyncio.timeout(self.cfg.timeout):
                 got = await self.endpoint.post(path, body=body, cast_to=httpx.Response,
                                                options=dict(max_retries=0))
-        except TimeoutError: raise openai.APITimeoutError(None) from None
+        except TimeoutError: error = openai.APITimeoutError(None)
+        except openai.OpenAIError as e: error = e
+        else:
+            text = got.content.decode('utf-8-sig', 'replace')
+            answer = stored_form(parse_json(text))
+            if answer:
+                self.silent = 0
+                return self.store_answer(key, request, answer, got.elapsed.total_seconds())
+            why = f'an answer of the wrong shape: {redact(text)[:200]!r}'
+            error = openai.APIError(why, got.request, body=None)
         finally: self.sent.discard(key)
-        text = got.content.decode('utf-8-sig', 'replace')
-        try: answer = stored_form(parse_json(text))
-        except ValueError: answer = None
-        if answer: return answer, got.elapsed.total_seconds()
-        why = f'an answer of the wrong shape: {redact(text)[:200]!r}'
-        raise openai.APIError(why, got.request, body=None)
+        self.store.forget(key)
+        self.count_silence(error, alone)
+        return error
+
+    async def send_in_turn(self, key: bytes, request: dict):
+        "Send a request once, alone while the endpoint is silent; give the error if there is one."
+        if self.silent >= self.patience:
+            async with self.alone:   # meanwhile another may have been answered
+                if self.silent >= self.patience: return await self.send(key, request, True)
+        return await self.send(key, request, False)
 
     async def answer_request(self, key: bytes, request: dict):
-        "Send a request until it is answered or refused or has failed too often; store the answer."
-        import openai
+        "Send a request until it is answered or refused or has failed too often."
         price = self.highest_price(request) or 0.
         if self.exceeds_budget(price): return
         self.reserved += price
         try:
             for attempt in range(self.cfg.tries):
-                async with self.turn() as alone:
-                    if self.fatal or self.ending.is_set(): return
-                    try: answer, seconds = await self.send(key, request)
-                    except openai.OpenAIError as e:
-                        error = e
-                        self.store.forget(key)
-                    else:
-                        self.silent = 0
-                        return self.store_answer(key, request, answer, seconds)
-                    self.count_silence(error, alone)
-                    if not is_temporary(error) or self.fatal: break
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(retry_wait(error, attempt)):
-                            await self.ending.wait()
+                error = await self.send_in_turn(key, request)
+                if not error: return
+                if self.fatal or not is_temporary(error): break
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(retry_wait(error, attempt)):
+                        await self.ending.wait()
         finally: self.reserved -= price
         why = stop_reason(error, request['model'])
         if why: self.fatal = self.fatal or StopAsking(why)
@@ -196,8 +205,8 @@ class ApiClient:
         self.show_progress()
 
     def count_silence(self, error: Exception, alone: bool):
-        "Count a try without an answer; after enough of them, sent one by one, the call ends."
-        where, why = self.server or 'OpenAI', first_line(error)
+        "Count a try without an answer; after enough of them, sent one by one, end the call."
+        where = self.server or 'OpenAI'
         if limit := limit_reached(error): self.fatal = StopAsking(f'{where}: {limit}')
         if getattr(error, 'status_code', 500) < 500:
             self.silent = 0
@@ -208,46 +217,35 @@ class ApiClient:
         if failed > max(self.patience, self.cfg.tries):
             self.fatal = self.fatal or StopAsking(
                 f'no answer from {where} to the last {failed} requests, sent one by one: is the '
-                f'server running? Run again when it answers ({why})')
+                f'server running? Run again when it answers ({first_line(error)})')
 
-    def store_answer(self, key: bytes, request: dict, answer: dict, seconds: float | None):
-        "Store an answer (`seconds` None: of a batch); add up tokens and prices."
-        tally, (tokens_in, tokens_out) = self.tally, token_usage(answer, request)
-        dollars = self.price(request['model'], tokens_in, tokens_out, seconds is None)
+    def store_answer(self,
+        key: bytes,
+        request: dict,
+        answer: dict,
+        seconds: float | None,   # that it took; None: of a batch
+    ):
+        "Store an answer; add up tokens and prices."
+        tally, model = self.tally, request['model']
+        tokens_in, tokens_out = token_usage(answer, request)
+        dollars = self.price(model, tokens_in, tokens_out, seconds is None)
         self.store.put(key, request, answer, seconds, self.run_name, dollars or 0.)
         tally.tokens = tally.tokens[0] + round(tokens_in), tally.tokens[1] + round(tokens_out)
-        known = None not in (dollars, tally.dollars)
-        tally.dollars = tally.dollars + dollars if known else None
+        tally.dollars = None if None in (dollars, tally.dollars) else tally.dollars + dollars
         tally.asked += 1
-        asked, told = request['model'], answer.get('model')
-        if isinstance(told, str) and not is_model(asked, told):
-            self.say(f'asked for {asked}, {self.server or "OpenAI"} answers as {told}')
-        try: reported_tokens(answer)
-        except ValueError as e: self.say(f'the price of an answer is estimated, since {e}')
         tally.failed.pop(key, None)
         self.own.add(key)
         self.answers[key] = answer | dict(seconds=seconds)
+        told = answer.get('model')
+        if isinstance(told, str) and not is_model(model, told):
+            self.say(f'asked for {model}, {self.server or "OpenAI"} answers as {told}')
         self.show_progress()
         if seconds is not None: self.check_readable(key, answer)
 
-    def check_stored(self, answers: dict[bytes, dict]):
-        "Print which answers are empty, and how to drop them; ValueError for damaged ones."
-        empty, damaged = {}, []
-        for key, answer in answers.items():
-            try:
-                choice, text = answer['choices'][0], answer_text(answer, refusal=True)
-                if 'message' in choice and not (text or choice.get('logprobs')):
-                    empty[key] = str(choice.get('finish_reason'))
-            except (AttributeError, IndexError, KeyError, TypeError): damaged.append(key)
-        self.store.refuse(damaged)
-        if empty:
-            reasons = ', '.join(sorted(set(empty.values())))
-            self.say(f'{len(empty)} answers are empty (finish_reason {reasons}); '
-                     f'{self.store.how_to_drop(empty)}')
-
     def check_readable(self, key: bytes, answer: dict):
-        "End the call when none of the first answers can be read; one that can be ends the check."
-        if self.readable and self.readable(key, answer): self.readable = None
+        "End the call when none of the first answers can be read; stop checking when one can."
+        if not self.readable: return
+        if self.readable(key, answer): self.readable = None
         self.unreadable += 1
         if self.readable and self.unreadable == self.first_answers:
             last = json.dumps(answer['choices'][0], ensure_ascii=False)[:300]
@@ -255,39 +253,55 @@ class ApiClient:
                                     'read: check model, prompt, parser and max_tokens. '
                                     f'The last was {last}')
 
+    def tell_empty(self, answers: dict[bytes, dict]):
+        "Print which answers are empty, and how to drop them."
+        empty = {}
+        for key, answer in answers.items():
+            choice = answer['choices'][0]
+            said = answer_text(answer, refusal=True) or choice.get('logprobs')
+            if 'message' in choice and not said: empty[key] = str(choice.get('finish_reason'))
+        if empty:
+            reasons = ', '.join(sorted(set(empty.values())))
+            self.say(f'{len(empty)} answers are empty (finish_reason {reasons}); '
+                     f'{self.store.how_to_drop(list(empty))}')
+
     def show_progress(self):
         "Redraw the progress line: the counts and the dollars so far."
         failed = self.todo.keys() & self.tally.failed.keys()
         self.progress(len(self.answers) + len(failed), str(self.tally))
 
+    async def answer_missing(self):
+        "Fetch the answers of batches, then ask for those that the store still does not have."
+        self.answers |= self.store.get(self.todo)   # another process may have had its turn
+        self.tally.known += len(self.answers)
+        left = self.todo.keys() - self.answers.keys()
+        if lost := sum(map(self.store.was_sent, left)):
+            print(f'{self.name}: {lost} requests were under way when an earlier '
+                  'start was ended; they may have been paid for, and are sent again')
+        await answer_in_batches(self)
+        if self.cfg.batch: return
+        done = self.answers.keys() | self.tally.failed.keys()
+        queue = iter([key for key in self.todo if key not in done])
+        async def work():
+            for key in queue:
+                if self.fatal or self.tally.stopped or self.ending.is_set(): return
+                try: await self.answer_request(key, self.todo[key])
+                except Exception as e: self.fatal = self.fatal or e   # the others are completed
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self.cfg.concurrency): group.create_task(work())
+
     async def answer_all(self):
-        "Find or request all answers; an error that ends the call is in `fatal`."
+        "Find or request all answers, one process at a time; an error that ends it is in `fatal`."
         name = re.sub(r'[^\w.-]', '_', self.server or 'openai')
         lock = AsyncFileLock(f'{self.store.path}.{name}.lock', run_in_executor=False)
-        async def work(queue):
-            for key, request in queue:
-                if self.fatal or self.tally.stopped or self.ending.is_set(): return
-                try: await self.answer_request(key, request)
-                except Exception as e: self.fatal = self.fatal or e   # the others are completed
         try:
             async with make_client(self.cfg) as self.endpoint:
-                try: await lock.acquire(timeout=3.)   # one process at a time asks an endpoint
+                try: await lock.acquire(timeout=3.)
                 except Timeout:
                     print(f'{self.name}: another process asks this endpoint; '
                           'waiting for its answers')
                     await lock.acquire()
-                try:
-                    self.answers |= self.store.get(self.todo)   # another may have had its turn
-                    self.tally.known += len(self.answers)
-                    if lost := self.store.was_sent(self.todo.keys() - self.answers.keys()):
-                        print(f'{self.name}: {len(lost)} requests were under way when an earlier '
-                              'start was ended; they may have been paid for, and are sent again')
-                    await answer_in_batches(self)
-                    done = self.answers.keys() | self.tally.failed.keys()
-                    queue = iter([(k, r) for k, r in self.todo.items() if k not in done])
-                    workers = 0 if self.cfg.batch else self.cfg.concurrency
-                    async with asyncio.TaskGroup() as group:
-                        for _ in range(workers): group.create_task(work(queue))
+                try: await self.answer_missing()
                 finally: await lock.release()
                 await await_batches(self)
         except Exception as e:
@@ -301,46 +315,49 @@ class ApiClient:
         else: print(f'{self.name}: waiting for {len(self.sent)} answers under way; '
                     'press Ctrl-C again to end at once', flush=True)
 
-    def __call__(self, requests: list[dict], draw: int | list[int] = 0,
-                 readable=None) -> list[dict | None]:
-        """The answer to each request with its `seconds` (None: of a batch), or None without one.
+    def run_loop(self):
+        "Run `answer_all` in a thread and a loop of its own, as a notebook has a running loop."
+        signals = []
+        with closing(asyncio.new_event_loop()) as loop, ThreadPoolExecutor(1) as thread:
+            task = loop.create_task(self.answer_all())
+            def on_signal(number, frame):
+                if number in signals: loop.call_soon_threadsafe(task.cancel)
+                elif not signals: loop.call_soon_threadsafe(self.end_early, task)
+                signals.append(number)
+            with _signals_to(on_signal), suppress(asyncio.CancelledError):
+                thread.submit(loop.run_until_complete, task).result()
+        if signals:
+            signal.raise_signal(signals[0])   # as if it came now
+            raise KeyboardInterrupt
 
-        `tally` has the reasons. `readable`: of a request's index and its answer, whether the
-        caller can read it. ValueError for errors that concern all requests; what came is stored."""
-        keys = self.keys(requests, draw)
-        index = {k: i for i, k in enumerate(keys)}
+    def __call__(self,
+        requests: list[dict],
+        draws: list[int] = (),   # which of several answers each one asks for; 0 by default
+        readable=None,           # of a request's index and its answer: can the caller read it?
+    ) -> list[dict | None]:      # with `seconds` (None: of a batch); None without an answer
+        """Answer requests; `tally` says why some have no answer. ValueError for errors that
+        concern all requests; what came is stored."""
+        keys = self.keys(requests, draws)
+        index = {key: i for i, key in enumerate(keys)}
         answers = self.store.get(index)
-        self.check_stored(answers)
-        todo = {k: well_formed(requests[i]) for k, i in index.items() if k not in answers}
+        self.tell_empty(answers)
         self.tally.known += len(answers)
+        todo = {}   # as they are sent: lone surrogates are replaced
+        for key, i in index.items():
+            if key not in answers: todo[key] = json.loads(json_text(requests[i]))
         if todo and not self.tally.stopped:
-            self.begin(todo, readable and (lambda key, answer: readable(index[key], answer)))
-            if readable and any(self.readable(*known) for known in answers.items()):
-                self.readable = None
+            def check(key, answer): return readable(index[key], answer)
+            read_before = readable and any(check(*known) for known in answers.items())
+            self.begin(todo, check if readable and not read_before else None)
             self.print_forecast(list(todo.values()))
             self.progress = Progress(self.name, len(todo))
-            # in a thread and a loop of its own, since in a notebook a loop is running already
-            with closing(asyncio.new_event_loop()) as loop, ThreadPoolExecutor(1) as thread:
-                task = loop.create_task(self.answer_all())
-                def on_signal(number, frame):
-                    again = number in self.signals
-                    self.signals.append(number)
-                    if again: loop.call_soon_threadsafe(task.cancel)
-                    elif len(self.signals) == 1: loop.call_soon_threadsafe(self.end_early, task)
-                with _signals_to(on_signal), suppress(asyncio.CancelledError):
-                    thread.submit(loop.run_until_complete, task).result()
-            if self.signals:
-                signal.raise_signal(self.signals[0])   # as if it came now
-                raise KeyboardInterrupt
+            self.run_loop()
             if self.fatal:
-                why, limit = redact(str(self.fatal)), limit_reached(self.fatal)
-                if limit not in why: why = f'{why}: {limit}'
-                cause = None if isinstance(self.fatal, StopAsking) else self.fatal
-                raise ValueError(f'{why}. {self.tally.asked} answers were stored '
-                                 'before that') from cause
-            self.check_stored(self.answers)
+                raise ValueError(f'{redact(str(self.fatal))}. {self.tally.asked} answers were '
+                                 'stored before that') from self.fatal
+            self.tell_empty(self.answers)
             answers |= self.answers
-        return [answers.get(k) for k in keys]
+        return [answers.get(key) for key in keys]
 
 # %% ../../../nbs/core/ask/client.ipynb #e90806ba
 def ask_until_read(
@@ -351,17 +368,21 @@ def ask_until_read(
     asks: list[int] = (),   # how often the client sends each request at most; once by default
     draws: list[int] = (),  # number of each request's first answer in the store
 ) -> list[list[dict]]:  # [] where there is no answer
-    "The answers to each request, of which the last can be read if any can."
-    asks, draws = list(asks) or [1]*n, draws or [0]*n
-    said, left, again = [[] for _ in range(n)], range(n), 0
+    "Collect the answers to each request, of which the last can be read if any can."
+    asks = list(asks) or [1] * n
+    draws = draws or [0] * n
+    said = [[] for _ in range(n)]
+    left, again = range(n), 0
     while left:
-        asked, numbers = [request(i, again) for i in left], [draws[i] + again for i in left]
+        asked = [request(i, again) for i in left]
+        numbers = [draws[i] + again for i in left]
         def check(k, answer): return readable(left[k], answer)
-        answers, unread = client(asked, numbers, None if again else check), []
+        answers = client(asked, numbers, None if again else check)
+        unread = []
         for i, key, answer in zip(left, client.keys(asked, numbers), answers):
             if not answer: continue
             said[i].append(answer)
-            asks[i] -= key in client.own
+            if key in client.own: asks[i] -= 1
             if asks[i] and not readable(i, answer): unread.append(i)
         left, again = unread, again + 1
     return said

@@ -20,16 +20,21 @@ from ..data.text import decode, encode_prompts, encode_responses, start_tokens
 
 # %% ../../../nbs/core/ask/completions.ipynb #f33c5f36
 def prompt_tokens(prompt: str | list[dict], tokenizer) -> list[int]:
-    "Token ids of a text to continue, or of messages in the tokenizer's chat template."
+    "Encode a text to continue, or messages in the tokenizer's chat template."
     if not isinstance(prompt, str):
         return encode_prompts([dict(messages=prompt)], tokenizer, 'chat')[0]
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    ids = tokenizer(prompt, add_special_tokens=False, split_special_tokens=True)['input_ids']
-    return (start_tokens(tokenizer) or begin) + ids
+    begin = start_tokens(tokenizer)
+    if not begin and tokenizer.bos_token_id is not None: begin = [tokenizer.bos_token_id]
+    return begin + tokenizer(prompt, add_special_tokens=False,
+                             split_special_tokens=True)['input_ids']
 
 # %% ../../../nbs/core/ask/completions.ipynb #44f57023
-def label_tokens(prompt: str | list[dict], labels, tokenizer) -> tuple[list[int], list[list[int]]]:
-    "The tokens shared by a prompt with any of the labels behind it, and those of each label."
+def label_tokens(
+    prompt: str | list[dict],   # a text, or messages
+    labels,                     # texts that may stand behind it
+    tokenizer,
+) -> tuple[list[int], list[list[int]]]:
+    "Split the tokens of a prompt with each label behind it: those shared, those of each label."
     if isinstance(prompt, str):
         rows = [prompt_tokens(prompt + label, tokenizer) for label in labels]
     else:
@@ -46,105 +51,134 @@ class Written(NamedTuple):
     reason: str = ''   # why there is none
 
 
+def _where(fits, rows, compute, missing):
+    "Compute values of the rows that fit; `missing` for the others."
+    values = iter(compute([row for row, fit in zip(rows, fits) if fit]))
+    return [next(values) if fit else missing for fit in fits]
+
+
 class LocalWriter:
     "A model on this machine: it continues prompts and gives the probability of one of two labels."
-    together = True   # samples depend, in the last bits, on what is sampled with them
     def __init__(self, folder: str, cfg):
-        self.cfg, (self.model, self.tokenizer) = cfg, load_policy(folder, cfg)
+        self.cfg = cfg
+        self.model, self.tokenizer = load_policy(folder, cfg)
         config = self.model.config.get_text_config()
         self.longest = getattr(config, 'max_position_embeddings', None) or math.inf
 
-    def write(self, prompts: list, keys: list[tuple], stop: list[str] = ()) -> list[Written]:
-        "A sample for each prompt; none for a prompt that is too long."
-        cfg, rows = self.cfg, [prompt_tokens(p, self.tokenizer) for p in prompts]
-        limit = min(cfg.max_prompt, self.longest - cfg.max_new_tokens)
-        fit = [i for i, r in enumerate(rows) if len(r) <= limit]
-        written = [Written('', False, 'long_prompt')] * len(rows)
+    def write(self,
+        prompts: list,          # texts or lists of messages
+        keys: list[tuple],      # of each prompt; the first one decides the random numbers
+        stop: list[str] = (),   # for endpoints; here a text goes on behind them
+    ) -> list[Written]:
+        "Sample a text for each prompt; none for a prompt that is too long."
+        cfg = self.cfg
         seed = int(2**31 * hash_uniform(cfg.seed, *keys[0])) if keys else 0
-        samples = generate(self.model, self.tokenizer, [rows[i] for i in fit], 1,
-                           cfg.max_new_tokens, cfg.temperature, cfg.top_p, cfg.top_k, seed)
-        for i, (s,) in zip(fit, samples):
-            written[i] = Written(decode(s.tokens, self.tokenizer, cfg.template), s.ended)
-        return written
+        def sample(rows):
+            written = []
+            for one, in generate(self.model, self.tokenizer, rows, 1, cfg.max_new_tokens,
+                                 cfg.temperature, cfg.top_p, cfg.top_k, seed):
+                text = decode(one.tokens, self.tokenizer, cfg.template)
+                written.append(Written(text, one.ended))
+            return written
+        rows = [prompt_tokens(prompt, self.tokenizer) for prompt in prompts]
+        limit = min(cfg.max_prompt, self.longest - cfg.max_new_tokens)
+        fits = [len(row) <= limit for row in rows]
+        return _where(fits, rows, sample, Written('', False, 'long_prompt'))
 
     def choose(self, prompts: list, labels) -> list[float]:
-        """Probability of the second label behind each prompt, by the first token in which they
-        differ; nan for a prompt that is too long."""
-        rows = [label_tokens(p, labels, self.tokenizer) for p in prompts]
-        fit = [i for i, (p, _) in enumerate(rows) if len(p) <= self.longest]
-        odds = next_log_odds(self.model, [rows[i][0] for i in fit],
-                             [[end[0] for end in rows[i][1]] for i in fit],
-                             self.tokenizer.pad_token_id)
-        chosen = dict(zip(fit, odds.double().sigmoid().tolist()))
-        return [chosen.get(i, math.nan) for i in range(len(rows))]
+        """Give the probability of the second label behind each prompt, by the first token in
+        which they differ; nan for a prompt that is too long."""
+        def chances(rows):
+            starts = [shared for shared, _ in rows]
+            tokens = [(first[0], second[0]) for _, (first, second) in rows]
+            odds = next_log_odds(self.model, starts, tokens, self.tokenizer.pad_token_id)
+            return odds.double().sigmoid().tolist()
+        rows = [label_tokens(prompt, labels, self.tokenizer) for prompt in prompts]
+        fits = [len(shared) <= self.longest for shared, _ in rows]
+        return _where(fits, rows, chances, math.nan)
 
     def log_odds(self, prompts: list, pairs: list[tuple[str, str]]) -> list[float]:
-        """log p of the second text minus log p of the first one behind each prompt, in nats; nan
-        where that is too long."""
-        rows = [label_tokens(p, pair, self.tokenizer) for p, pair in zip(prompts, pairs)]
-        fit = [(i, *row) for i, row in enumerate(rows)
-               if len(row[0]) + max(map(len, row[1])) <= self.longest]
-        a, b = (response_logprobs(self.model, [p for _, p, _ in fit], [ends[k] for *_, ends in fit],
-                                  self.tokenizer.pad_token_id) for k in (0, 1))
-        found = {i: odds for (i, *_), odds in zip(fit, (b - a).tolist())}
-        return [found.get(i, math.nan) for i in range(len(rows))]
+        """Give log p of the second text minus log p of the first behind each prompt, in nats;
+        nan where that is too long."""
+        def odds(rows):
+            starts, ends = zip(*rows) if rows else ((), ())
+            def logp(k):
+                return response_logprobs(self.model, starts, [both[k] for both in ends],
+                                         self.tokenizer.pad_token_id)
+            return (logp(1) - logp(0)).tolist()
+        rows = [label_tokens(*both, self.tokenizer) for both in zip(prompts, pairs)]
+        fits = [len(shared) + max(map(len, ends)) <= self.longest for shared, ends in rows]
+        return _where(fits, rows, odds, math.nan)
 
 # %% ../../../nbs/core/ask/completions.ipynb #f04b0caa
 def shown_label(answer: dict, labels) -> float:
-    "Probability of the second label among the likeliest first tokens; nan if no label is there."
+    "Give the probability of the second label among the likeliest first tokens; nan for neither."
     found = answer['choices'][0].get('logprobs') or {}
     if found.get('content'):
-        top = [(t['token'], t['logprob']) for t in found['content'][0]['top_logprobs']]
-    else: top = list((found.get('top_logprobs') or [{}])[0].items())
-    p, q = (sum(math.exp(logp) for token, logp in top if token.strip() == label)
-            for label in labels)
-    return q / (p + q) if p + q else math.nan
+        top = {t['token']: t['logprob'] for t in found['content'][0]['top_logprobs']}
+    else: top = (found.get('top_logprobs') or [{}])[0]
+    p = dict.fromkeys(labels, 0.)
+    for token, logprob in top.items():
+        if token.strip() in p: p[token.strip()] += math.exp(logprob)
+    total = sum(p.values())
+    return p[labels[1]] / total if total else math.nan
 
 # %% ../../../nbs/core/ask/completions.ipynb #2b8425c9
 class ServedWriter:
     "A model behind an OpenAI-compatible endpoint, as `LocalWriter`."
-    together = False
     def __init__(self, model: str, cfg: ApiConfig):
-        self.model, self.cfg, self.client = model, cfg, ApiClient(cfg, model)
+        self.model = model
+        self.cfg = cfg
+        self.client = ApiClient(cfg, model)
 
-    def ask(self, prompts: list, fields: list[dict],
-            readable=lambda i, answer: True) -> list[dict | None]:
-        "The answers, None where a request is refused; ValueError for failures to repeat."
-        forms = [dict(prompt=p) if isinstance(p, str) else dict(messages=p) for p in prompts]
-        requests = [dict(model=self.model, **p, **f) for p, f in zip(forms, fields)]
+    def ask(self,
+        prompts: list,         # texts or lists of messages
+        fields: list[dict],    # the rest of each request
+        readable=lambda i, answer: True,   # whether the answer to a prompt can be read
+    ) -> list[dict | None]:
+        "Ask for answers, None where a request is refused; ValueError for failures to repeat."
+        requests = []
+        for prompt, rest in zip(prompts, fields):
+            name = 'prompt' if isinstance(prompt, str) else 'messages'
+            requests.append({'model': self.model, name: prompt} | rest)
         said = ask_until_read(self.client, len(prompts), lambda i, again: requests[i], readable)
-        answers = [found[-1] if found else None for found in said]
         tally = self.client.tally
         if tally.open:
             raise ValueError(f'{self.model}: {tally.open}. '
                              'All answers so far are stored: run again for the rest')
+        answers = [found[-1] if found else None for found in said]
         if refused := answers.count(None):
             print(f'{self.model} refused {refused} of {len(prompts)} requests, the last with: '
                   f'{[*tally.failed.values()][-1]}')
         return answers
 
-    def write(self, prompts: list, keys: list[tuple], stop: list[str] = ()) -> list[Written]:
-        "A sample for each prompt; none where the request is refused."
+    def write(self,
+        prompts: list,          # texts or lists of messages
+        keys: list[tuple],      # of each prompt, from which its seed is derived
+        stop: list[str] = (),   # texts behind which nothing is written
+    ) -> list[Written]:
+        "Sample a text for each prompt; none where the request is refused."
         cfg = self.cfg
         same = dict(max_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_p=cfg.top_p)
         if getattr(cfg, 'top_k', 0): same['top_k'] = cfg.top_k   # vLLM takes it, OpenAI does not
         if stop: same['stop'] = list(stop)[:4]   # endpoints take no more
         same |= parse_decoding('decoding', cfg.decoding)
-        seeds = [int(2**31 * hash_uniform(cfg.seed, *key)) for key in keys]
+        fields = [dict(same, seed=int(2**31 * hash_uniform(cfg.seed, *key))) for key in keys]
         written = []
-        for answer in self.ask(prompts, [dict(same, seed=s) for s in seeds]):
-            if not answer:
-                written.append(Written('', False, 'refused'))
-                continue
-            ended = answer['choices'][0].get('finish_reason') != 'length'
-            written.append(Written(without_thoughts(answer_text(answer)), ended))
+        for answer in self.ask(prompts, fields):
+            if answer:
+                ended = answer['choices'][0].get('finish_reason') != 'length'
+                written.append(Written(without_thoughts(answer_text(answer)), ended))
+            else: written.append(Written('', False, 'refused'))
         return written
 
     def choose(self, prompts: list, labels) -> list[float]:
-        "Probability of the second label behind each prompt; nan where no label is likely."
-        chat = dict(logprobs=True, top_logprobs=20)
-        forms = [dict(logprobs=5) if isinstance(p, str) else chat for p in prompts]
+        "Give the probability of the second label behind each prompt; nan where none is likely."
+        fields = []
+        for prompt in prompts:
+            likely = dict(logprobs=5)
+            if not isinstance(prompt, str): likely = dict(logprobs=True, top_logprobs=20)
+            fields.append(dict(max_tokens=1, temperature=0, **likely))
         def readable(i, answer): return not math.isnan(shown_label(answer, labels))
-        fields = [dict(max_tokens=1, temperature=0, **form) for form in forms]
         answers = self.ask(prompts, fields, readable)
         return [shown_label(a, labels) if a else math.nan for a in answers]

@@ -4,40 +4,42 @@
 
 # %% auto #0
 __all__ = ['REQUEST_FIELDS', 'REASONING_MODELS', 'judge_config_file', 'entry_model', 'read_judge_config', 'parse_decoding',
-           'adapt_decoding', 'suggest_names', 'model_kind', 'is_population', 'check_annotators', 'JudgedConfig']
+           'adapt_decoding', 'suggest_names', 'model_kind', 'is_population', 'JudgedConfig']
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #aaceba8c
-import difflib, json, os, re
+import difflib, importlib.util, json, os, re
 from pathlib import Path
 
-from ..data.records import FILE_SUFFIXES
 from ..run.files import read_json, read_yaml
-from ..run.paths import near_path, notebooks_folder
-from ..run.settings import at_root, Config
+from ..run.paths import notebooks_folder
+from ..run.settings import at_root, Config, resolve
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #672cfbf4
-def _folders() -> list[Path]:
-    "The folders of configurations, ours first, then those of alpaca-eval if it is installed."
-    from importlib.util import find_spec
-    spec = find_spec('alpaca_eval')
-    packages = spec.submodule_search_locations if spec else []
-    theirs = [Path(package)/'evaluators_configs' for package in packages]
-    return [notebooks_folder()/'recipes'/'judges', *theirs]
+def _folders():
+    "List the folders of configurations: ours, then those of alpaca-eval if it is installed."
+    folders = [notebooks_folder()/'recipes'/'judges']
+    if spec := importlib.util.find_spec('alpaca_eval'):
+        for package in spec.submodule_search_locations:
+            folders.append(Path(package)/'evaluators_configs')
+    return folders
+
+
+def _is_yaml(path):
+    "Tell whether a path is a YAML file that is there."
+    return os.path.isfile(path) and path.suffix in ('.yaml', '.yml')
 
 
 def judge_config_file(spec: str) -> Path | None:
-    "The YAML file of a configuration: by file, folder, name or `task/question`; None if missing."
-    folders = (at_root(spec), *(folder/spec for folder in _folders()))
-    paths = [folder/name for folder in folders for name in ('configs.yaml', 'config.yaml')]
-    yamls = ('.yaml', '.yml')
-    files = [p for p in [at_root(spec), *paths] if os.path.isfile(p) and p.suffix in yamls]
-    if files: return files[0]
+    "Find the YAML file of a configuration: by file, folder, name or `task/question`."
+    paths = [at_root(spec)]
+    for folder in (at_root(spec), *(folder/spec for folder in _folders())):
+        paths += [folder/'configs.yaml', folder/'config.yaml']
+    for path in paths:
+        if _is_yaml(path): return path
     task, _, question = spec.rpartition('/')
-    tasks = (at_root(task), notebooks_folder()/'recipes'/'tasks'/f'{task}.yaml')
-    files = [p for p in tasks if task and os.path.isfile(p)]
-    if not files or files[0].suffix not in yamls: return None
-    compare = read_yaml(files[0]).get('compare')
-    return files[0]/question if isinstance(compare, dict) and question in compare else None
+    for path in (at_root(task), notebooks_folder()/'recipes'/'tasks'/f'{task}.yaml'):
+        if _is_yaml(path) and question in (read_yaml(path).get('compare') or ()):
+            return path/question
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #4b5e4ad0
 _ENTRY_FIELDS = dict(prompt_template=str, fn_completions=str, completions_kwargs=dict, model=str,
@@ -46,33 +48,36 @@ _ENTRY_FIELDS = dict(prompt_template=str, fn_completions=str, completions_kwargs
 
 
 def entry_model(entry: dict):
-    "The model that an entry of a configuration names."
+    "Find the model that an entry of a configuration names."
     return (entry.get('completions_kwargs') or {}).get('model_name', entry.get('model'))
 
 
+def _check_entry(entry, where):
+    "Raise a ValueError that names what is wrong in an entry of a configuration."
+    if not isinstance(entry, dict):
+        raise ValueError(f'{where}: fields are expected, not {entry!r:.60}')
+    for key, kind in _ENTRY_FIELDS.items():
+        value = entry.get(key)
+        if value is not None and type(value) is not kind:
+            raise ValueError(f'{where}: {key} is {value!r:.60}, not of type {kind.__name__}')
+    if not entry.get('prompt_template'): raise ValueError(f'{where}: prompt_template is missing')
+    model = entry_model(entry)
+    if not (model and isinstance(model, str)):
+        raise ValueError(f'{where}: model_name is {model!r:.60}, not a name')
+
+
 def read_judge_config(file: Path) -> dict[str, dict]:
-    "The entries of a configuration by annotator; ValueError naming what is wrong in the file."
-    task, question = Path(file).parent, Path(file).name
-    if task.is_file():
+    "Read the entries of a configuration by annotator; ValueError naming what is wrong."
+    file = Path(file)
+    if file.parent.is_file():   # a task's question
         folder = _folders()[0]
         entry = read_yaml(folder/'question'/'configs.yaml')['question']
-        return {question: entry | dict(prompt_template=str(folder/entry['prompt_template']),
-                                       question=read_yaml(task)['compare'][question])}
+        entry['prompt_template'] = str(folder/entry['prompt_template'])
+        entry['question'] = read_yaml(file.parent)['compare'][file.name]
+        return {file.name: entry}
     entries = {str(name): entry for name, entry in read_yaml(file).items()}
     if not entries: raise ValueError(f'{file}: there is no annotator in it')
-    for name, entry in entries.items():
-        where = f'{file}, {name}'
-        if not isinstance(entry, dict):
-            raise ValueError(f'{where}: fields are expected, not {entry!r:.60}')
-        for key, kind in _ENTRY_FIELDS.items():
-            value = entry.get(key)
-            if value is not None and type(value) is not kind:
-                raise ValueError(f'{where}: {key} is {value!r:.60}, not of type {kind.__name__}')
-        if not entry.get('prompt_template'):
-            raise ValueError(f'{where}: prompt_template is missing')
-        model = entry_model(entry)
-        if not (model and isinstance(model, str)):
-            raise ValueError(f'{where}: model_name is {model!r:.60}, not a name')
+    for name, entry in entries.items(): _check_entry(entry, f'{file}, {name}')
     return entries
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #4b5e4ad4
@@ -82,14 +87,14 @@ REQUEST_FIELDS = ('max_tokens', 'max_completion_tokens', 'temperature', 'top_p',
 
 
 def parse_decoding(name: str, entries: list[str]) -> dict:
-    "The fields of a request in a setting, values as in JSON or plain text; ValueError for others."
+    "Read the fields of a request in a setting, values as JSON or text; ValueError for others."
     decoding = {}
     for entry in entries:
         field, _, value = (part.strip() for part in entry.partition('='))
         if field not in REQUEST_FIELDS or not value:
             raise ValueError(f'{name} = {entry!r}: write "field=value", '
                              f'with {", ".join(REQUEST_FIELDS)}')
-        try: decoding[field] = json.loads(value, parse_constant=lambda c: c)   # nan is a text
+        try: decoding[field] = json.loads(value, parse_constant=str)   # nan is a text
         except ValueError: decoding[field] = value
     return decoding
 
@@ -101,58 +106,46 @@ _FIXED_FIELDS = 'temperature', 'top_p', 'frequency_penalty', 'presence_penalty',
 
 
 def adapt_decoding(decoding: dict, given: dict = {}) -> dict:
-    "The fields `decoding` of a request, or those `given`, in the form that the model takes."
+    "Merge the fields of a request with those `given`, in the form that the model takes."
     fields = {k: v for k, v in (decoding | given).items() if v is not None}
     if not REASONING_MODELS.search(fields['model']): return fields
+    for name in _FIXED_FIELDS:
+        if name not in given: fields.pop(name, None)
     limit = fields.pop('max_tokens', None)
-    more = 0 if 'max_tokens' in given else _REASONING_TOKENS
-    if limit: fields.setdefault('max_completion_tokens', limit + more)
-    return {k: v for k, v in fields.items() if k in given or k not in _FIXED_FIELDS}
+    if limit and 'max_tokens' not in given: limit += _REASONING_TOKENS
+    if limit: fields.setdefault('max_completion_tokens', limit)
+    return fields
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #bc85ca4e
 def suggest_names(spec: str) -> str:
-    "The end of an error message: the names nearest to `spec`, or all names if none is near."
+    "End an error message with the names nearest to `spec`, or all names if none is near."
     folders = _folders()
-    names = sorted(p.name for folder in folders for p in folder.iterdir() if p.is_dir())
+    names = []
+    for folder in folders: names += sorted(path.name for path in folder.glob('*/'))
     near = difflib.get_close_matches(spec, names, 3)
-    more = 'AlpacaEval\'s too after pip install alpaca-eval==0.6.6 "setuptools<82"'
-    if len(folders) == 1: names.append(more)
-    return f'. Did you mean {" or ".join(near)}?' if near else f'. There are {", ".join(names)}'
+    if near: return f'. Did you mean {" or ".join(near)}?'
+    if len(folders) == 1:
+        names.append('AlpacaEval\'s too after pip install alpaca-eval==0.6.6 "setuptools<82"')
+    return f'. There are {", ".join(names)}'
 
 
 def model_kind(path) -> str:
-    """Whether the model of a checkpoint, run folder or GGUF file is a 'reward' or 'language' one;
-    '' for none."""
+    "Tell whether a checkpoint, run or GGUF file has a 'reward' or 'language' model; '' for none."
     if at_root(path).suffix == '.gguf': return 'language'
     for file in (at_root(path)/'model'/'config.json', at_root(path)/'config.json'):
-        if os.path.isfile(file):
-            for name in read_json(file).get('architectures') or []:
-                if 'SequenceClassification' in name: return 'reward'
-                if 'CausalLM' in name or 'LMHead' in name: return 'language'
+        if not os.path.isfile(file): continue
+        for name in read_json(file).get('architectures') or []:
+            if 'SequenceClassification' in name: return 'reward'
+            if 'CausalLM' in name or 'LMHead' in name: return 'language'
     return ''
 
 
 def is_population(spec: str) -> bool:
-    "Whether a name is that of a file of judges in a world's folder: an object, not records."
+    "Tell whether a name is that of a file of judges in a world's folder: an object, not records."
     file = at_root(spec)
     if ':' in spec or file.suffix != '.json' or not file.is_file(): return False
     if not (file.parent/'world.json').is_file(): return False
     return file.read_text(encoding='utf-8', errors='replace')[:1] == '{'
-
-
-def check_annotators(name: str, value: str):
-    "ValueError when the setting `name` names neither labels, nor a model, nor a configuration."
-    path = at_root(value)
-    labels = [path/f'preferences{s}' for s in FILE_SUFFIXES]
-    if path.name.endswith(FILE_SUFFIXES): labels = [path]
-    if any(map(os.path.isfile, labels)) or model_kind(value): return
-    if judge_config_file(value): return
-    near, hint = near_path(value), ''
-    if not os.path.exists(path):
-        hint = f'. Did you mean {near}?' if near else suggest_names(value)
-    raise ValueError(f'{name} = {value!r}: this is no annotator, such as "module:name", a '
-                     'configuration, a folder with a reward model, or labels (a run with '
-                     f'preferences, or a file){hint}')
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #a1f0c9d6
 class JudgedConfig(Config):
@@ -161,5 +154,5 @@ class JudgedConfig(Config):
 
     def check_path(self, name: str, value: str):
         if value and name in self.annotator_fields and ':' not in value:
-            check_annotators(name, value)
+            resolve('alpaca_farm.judging.judges:check_annotators')(name, value)
         else: super().check_path(name, value)

@@ -7,9 +7,9 @@ __all__ = ['LISTS', 'read_candidates', 'each_answer', 'candidate_pair', 'select_
 
 # %% ../../../nbs/core/data/candidates.ipynb #53d47be0
 from ..run.inputs import as_list
-from alpaca_farm.core.data.records import (check_field, load_records, prompt_key,
-    without_lists)
-from .dialogues import dialogue_text, parse_dialogue, prompt_messages
+from .records import check_field, load_records, without_lists
+from alpaca_farm.core.data.dialogues import (dialogue_text, naming, parse_dialogue, prompt_key,
+    prompt_messages)
 from .formats import default_sources
 from .preferences import answer_of, ENDED
 from ..run.settings import at_root
@@ -18,35 +18,45 @@ from ..run.settings import at_root
 LISTS = ('output', 'source', 'scores', 'ended')
 
 
+def _answers_of(row):
+    "List the answers of a record of any kind, of a pair the preferred one first."
+    if {'output_1', 'output_2'} <= row.keys():
+        p = row.get('preference')
+        answers = [answer_of(row, 1), answer_of(row, 2)]
+        if p is None: return answers
+        if p > 1.5: answers.reverse()
+        answers[0] |= dict(source='chosen', scores=max(p - 1, 2 - p))
+        answers[1] |= dict(source='rejected', scores=min(p - 1, 2 - p))
+        return answers
+    if isinstance(row['output'], str): return [row]
+    n = len(row['output'])
+    lists = {name: row[name] for name in LISTS if row.get(name) is not None}
+    for name, values in lists.items():
+        if not isinstance(values, list) or len(values) != n:
+            raise ValueError(f'{name!r} has not one value for each of {n} answers')
+    return [dict(zip(lists, values)) for values in zip(*lists.values())]
+
+
 def read_candidates(spec: str, columns: str = '') -> list[dict]:
-    "Candidates of a run folder or file, of any kind; ValueError naming file, row and field."
+    "Read the candidates of a run folder or file, of any kind; ValueError names file, row, field."
     kinds = 'preference', 'pair', 'candidates', 'output'
     rows = load_records(spec, ('candidates', 'preferences', 'outputs'), kinds, columns=columns)
-    queries, own = [], (*LISTS, *ENDED, 'output_1', 'output_2', 'preference')
+    own = *LISTS, *ENDED, 'output_1', 'output_2', 'preference'
+    queries = []
     for i, row in enumerate(rows):
-        if 'output_1' in row:
-            p = row.get('preference')
-            if p is not None: check_field(row, 'preference', float, f'{spec}, row {i}')
-            both = [answer_of(row, k) for k in ((2, 1) if p and p > 1.5 else (1, 2))]
-            lists = {k: [answer[k] for answer in both] for k in ('output', 'ended')}
-            if p is not None:
-                lists['source'] = ['chosen', 'rejected']
-                lists['scores'] = sorted([p - 1, 2 - p], reverse=True)
-        else:
-            many = isinstance(row['output'], list)
-            lists = {k: row[k] if many else [row[k]] for k in LISTS if row.get(k) is not None}
-        n = len(lists['output'])
-        wrong = [k for k, v in lists.items() if not isinstance(v, list) or len(v) != n]
-        if wrong: raise ValueError(f'{spec}, row {i}: {wrong[0]!r} has not one value for each of '
-                                   f'{n} answers')
-        source = [row.get('generator', at_root(spec).stem)] * n
-        rest = {k: v for k, v in row.items() if k not in own}
-        queries.append(rest | dict(source=source, scores=[None] * n, ended=[True] * n) | lists)
+        at = f'{spec}, row {i}'
+        if row.get('preference') is not None: check_field(row, 'preference', float, at)
+        with naming(at): answers = _answers_of(row)
+        query = {k: v for k, v in row.items() if k not in own}
+        source = row.get('generator', at_root(spec).stem)
+        for name, value in dict(output=None, source=source, scores=None, ended=True).items():
+            query[name] = [a.get(name, value) for a in answers]
+        queries.append(query)
     return queries
 
 # %% ../../../nbs/core/data/candidates.ipynb #33686672
 def each_answer(candidates: list[dict]) -> list[dict]:
-    "Every answer of some candidates as a record of its own."
+    "Make every answer of some candidates a record of its own."
     records = []
     for c in candidates:
         ended = c.get('ended') or [True] * len(c['output'])
@@ -54,8 +64,12 @@ def each_answer(candidates: list[dict]) -> list[dict]:
     return records
 
 
-def candidate_pair(candidates: dict, first: int, second: int) -> dict:
-    "Two answers of some candidates, by number, as a pair."
+def candidate_pair(
+    candidates: dict,
+    first: int,    # number of the answer that becomes output_1
+    second: int,   # and output_2
+) -> dict:
+    "Make two answers of some candidates a pair."
     pair = dict(without_lists(candidates), input=candidates.get('input') or '')
     for k, i in ((1, first), (2, second)):
         pair[f'output_{k}'] = candidates['output'][i]
@@ -64,35 +78,43 @@ def candidate_pair(candidates: dict, first: int, second: int) -> dict:
 
 # %% ../../../nbs/core/data/candidates.ipynb #ada0ca01
 def select_candidates(query: dict, which: list[int]) -> dict:
-    "A query with some of its candidates."
-    return query | {k: [query[k][i] for i in which] for k in LISTS}
+    "Keep some of a query's candidates."
+    return query | {name: [query[name][i] for i in which] for name in LISTS if name in query}
 
 
-def merge_candidates(specs: str | list[str], sources=(), columns: str = '') -> list[dict]:
-    """Queries with all their candidates from run folders or files, or only those from some
-    `sources`; ValueError for a source that no candidate has. `columns` as of `load_records`."""
-    merged = {}
-    for r in (r for spec in as_list(specs) for r in read_candidates(spec, columns)):
-        query = merged.setdefault(prompt_key(r), dict(without_lists(r), **{k: [] for k in LISTS}))
-        for k in LISTS: query[k] = query[k] + r[k]
-    present = sorted({s for q in merged.values() for s in q['source']})
-    unknown = sorted(set(sources) - set(present))
-    if unknown:
-        raise ValueError(f'sources = {unknown[0]!r}: the candidates are from {", ".join(present)}')
-    kept = sources or present
-    return [select_candidates(q, [i for i, s in enumerate(q['source']) if s in kept])
-            for q in merged.values()]
+def merge_candidates(
+    specs: str | list[str],   # run folders or files
+    sources=(),               # only candidates from these; all if empty
+    columns: str = '',        # names of columns, as of `load_records`
+) -> list[dict]:
+    "Read queries with all their candidates; ValueError for a source that no candidate has."
+    merged, present = {}, set()
+    for spec in as_list(specs):
+        for r in read_candidates(spec, columns):
+            empty = {name: [] for name in LISTS}
+            query = merged.setdefault(prompt_key(r), without_lists(r) | empty)
+            for name in LISTS: query[name] += r[name]
+            present.update(r['source'])
+    unknown = set(sources) - present
+    if unknown: raise ValueError(f'sources = {min(unknown)!r}: the candidates are from '
+                                 f'{", ".join(sorted(present))}')
+    queries = []
+    for query in merged.values():
+        kept = [i for i, s in enumerate(query['source']) if not sources or s in sources]
+        queries.append(select_candidates(query, kept))
+    return queries
 
 # %% ../../../nbs/core/data/candidates.ipynb #8deba3e8
 def to_rrhf(record: dict) -> dict:
-    "Candidates as a row of RRHF's files, chosen and rejected last."
+    "Write candidates as a row of RRHF's files, chosen and rejected last."
     places = dict(chosen=1, rejected=2)
-    order = sorted(range(len(record['output'])), key=lambda i: places.get(record['source'][i], 0))
-    lists = {k: [record[k][i] for i in order] for k in LISTS if k in record}
+    source = record['source']
+    order = sorted(range(len(source)), key=lambda i: places.get(source[i], 0))
+    row = select_candidates(record, order)
     dialogue = prompt_messages(record)
-    query = dialogue_text(dialogue) if dialogue else '\n'.join(filter(None, prompt_key(record)))
+    if dialogue: query = dialogue_text(dialogue)
+    else: query = '\n'.join(filter(None, prompt_key(record)))
     told = parse_dialogue(query) == dialogue if dialogue else not record.get('input')
-    again = ('instruction', 'messages', 'input') if told else ()   # what the query tells
-    row = {k: v for k, v in record.items() if k not in (*LISTS, *again)} | lists
+    for name in ('instruction', 'messages', 'input') if told else (): row.pop(name, None)
     if row['source'] == default_sources(len(order)): del row['source']
     return dict(query=query, responses=row.pop('output')) | row

@@ -8,31 +8,37 @@ __all__ = ['output_texts', 'index_prompts', 'match_prompts', 'common_prompts', '
 
 # %% ../../../nbs/core/data/comparisons.ipynb #cfbeed82
 import re
+from itertools import chain
 
 import numpy as np
 
-from .records import prompt_key
-from alpaca_farm.core.data.dialogues import (bare_prompt, prompt_messages, prompt_text, TURN,
-    with_instruction)
+from alpaca_farm.core.data.dialogues import (bare_prompt, prompt_key, prompt_messages, prompt_text,
+    TURN, with_instruction)
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_preferences,
     report_missing, swap_outputs)
 
 # %% ../../../nbs/core/data/comparisons.ipynb #50a3c950
 def output_texts(record: dict) -> list[str]:
-    "The answers of a record: one, or several candidates."
+    "List the answers of a record: one, or several candidates."
     return [record['output']] if isinstance(record['output'], str) else list(record['output'])
 
 
-def _shown_texts(record: dict) -> list[str]:
-    "The answers of a record as a judge reads them: in a dialogue without roles and later turns."
-    texts, name = output_texts(record), r'(?:Human|Assistant|User):'
+_SPEAKER = r'(?:Human|Assistant|User):'
+
+
+def _shown_texts(record):
+    "List a record's answers as a judge reads them: in a dialogue without roles and later turns."
+    texts = output_texts(record)
     if not (prompt_messages(record) or str(record.get('instruction')).endswith(TURN)): return texts
-    said = [re.sub(rf'\A(?:\s*{name})+', '', t, flags=re.IGNORECASE) for t in texts]
-    return [re.split(rf'\n\s*\n{name}', t)[0].strip() for t in said]
+    shown = []
+    for text in texts:
+        text = re.sub(rf'\A(?:\s*{_SPEAKER})+', '', text, flags=re.IGNORECASE)
+        shown.append(re.split(rf'\n\s*\n{_SPEAKER}', text)[0].strip())
+    return shown
 
 # %% ../../../nbs/core/data/comparisons.ipynb #6dd1beec
 def index_prompts(records: list[dict], whose: str) -> dict:
-    "The row of each (instruction, input); ValueError when there are two."
+    "Return the row of each (instruction, input); ValueError when there are two."
     rows = {}
     for i, r in enumerate(records):
         first = rows.setdefault(prompt_key(r), i)
@@ -42,79 +48,89 @@ def index_prompts(records: list[dict], whose: str) -> dict:
     return rows
 
 
-def _check_answered(rows: dict, others: dict, whose: str, missing: str):
-    "ValueError naming the rows of one index (of `index_prompts`) that the other does not have."
-    lost = {i: prompt for prompt, i in rows.items() if prompt not in others}
+def _check_answered(rows, others, whose, missing):
+    "Refuse with a ValueError rows of one index (of `index_prompts`) that the other lacks."
+    lost = [prompt for prompt in rows if prompt not in others]
     if not lost: return
-    raise ValueError(f'{len(lost)} of {len(rows)} {whose} have no {missing}: rows '
-                     f'{", ".join(map(str, list(lost)[:5]))} (the first is '
-                     f'{next(iter(lost.values()))[0]!r:.60}). Both must answer the same '
-                     'instructions and inputs; max_instances restricts it to the first')
+    places = ', '.join(str(rows[prompt]) for prompt in lost[:5])
+    raise ValueError(f'{len(lost)} of {len(rows)} {whose} have no {missing}: rows {places} (the '
+                     f'first is {lost[0][0]!r:.60}). Both must answer the same instructions and '
+                     'inputs; max_instances restricts it to the first')
 
 
 def match_prompts(outputs: list[dict], references: list[dict]) -> list[dict]:
-    "The outputs in the references' order; ValueError unless both answer the same, each once."
-    ours, theirs = index_prompts(outputs, 'outputs'), index_prompts(references, 'references')
+    "Put outputs in the references' order; ValueError unless both answer the same, each once."
+    ours = index_prompts(outputs, 'outputs')
+    theirs = index_prompts(references, 'references')
     _check_answered(ours, theirs, 'outputs', 'reference')
     _check_answered(theirs, ours, 'references', 'output')
-    return [outputs[ours[prompt_key(r)]] for r in references]
+    return [outputs[ours[prompt]] for prompt in theirs]
 
 
-def common_prompts(answers: dict, key=prompt_key) -> dict:
-    "The answers of each model, by name, to what all have answered; prints what is left out."
-    have = {name: {key(r) for r in rows} for name, rows in answers.items()}
+def common_prompts(answers: dict[str, list[dict]], key=prompt_key) -> dict[str, list[dict]]:
+    "Keep each model's answers to what all have answered, if few are lost; print how many."
+    have = {name: set(map(key, rows)) for name, rows in answers.items()}
     every, common = set.union(*have.values()), set.intersection(*have.values())
     if not 0 < len(every - common) <= len(every) // 20: return answers
-    for name, prompts in have.items():
-        lost = f'{len(every - prompts)} of {len(every)} instructions'
-        if prompts < every: print(f'{name} has no answer to {lost}: these are left out')
-    return {name: [r for r in rows if key(r) in common] for name, rows in answers.items()}
+    kept = {}
+    for name, rows in answers.items():
+        lost = len(every - have[name])
+        if lost: print(f'{name} has no answer to {lost} of {len(every)} instructions: '
+                       'these are left out')
+        kept[name] = [r for r in rows if key(r) in common]
+    return kept
 
 # %% ../../../nbs/core/data/comparisons.ipynb #8415bdaf
-def _answer_pairs(record: dict, reference: dict) -> list[dict]:
-    "Each answer of a model's record (output 2, the outer loop) beside each reference (output 1)."
-    return [dict(bare_prompt(reference), output_1=a, output_2=b)
-            for b in _shown_texts(record) for a in _shown_texts(reference)]
+def _answer_pairs(record, reference):
+    "Put each answer of a model (output 2, the outer loop) beside each reference (output 1)."
+    prompt, references = bare_prompt(reference), _shown_texts(reference)
+    pairs = []
+    for answer in _shown_texts(record):
+        pairs += [dict(prompt, output_1=text, output_2=answer) for text in references]
+    return pairs
 
 
 def pair_up(outputs: list[dict], references: list[dict]) -> list[dict]:
-    """The pairs of all instructions as of `_answer_pairs`, in the references' order, with `item`,
-    the reference's row; ValueError when the instructions differ."""
-    both = zip(match_prompts(outputs, references), references)
-    return [dict(p, item=i) for i, records in enumerate(both) for p in _answer_pairs(*records)]
+    "Pair all answers in the references' order, with `item`, the row; ValueError if prompts differ."
+    pairs = []
+    for i, (record, reference) in enumerate(zip(match_prompts(outputs, references), references)):
+        pairs += [dict(p, item=i) for p in _answer_pairs(record, reference)]
+    return pairs
 
 # %% ../../../nbs/core/data/comparisons.ipynb #a151be68
 def head2head_pairs(
-    outputs_1: list[dict], outputs_2: list[dict], keys=('instruction', 'input'),
-    ordered: bool = False,
+    outputs_1: list[dict],   # of a baseline
+    outputs_2: list[dict],   # of a model
+    keys=('instruction', 'input'),   # the fields by which they are matched
+    ordered: bool = False,   # whether they are compared row by row instead
 ) -> list[dict]:
-    """A baseline's (output 1) and a model's answers as pairs: row by row if `ordered`, else
-    matched by the fields `keys`; ValueError when many prompts differ, or one occurs twice."""
-    key = lambda row: tuple(str(with_instruction(row).get(k) or '') for k in keys)
+    "Pair two files of answers; ValueError when many prompts differ, or one occurs twice."
+    def key(record): return tuple(str(with_instruction(record).get(k) or '') for k in keys)
     if not ordered:
-        both = dict(baseline=outputs_1, model=outputs_2)
-        outputs_1, outputs_2 = common_prompts(both, key).values()
+        both = common_prompts(dict(baseline=outputs_1, model=outputs_2), key)
+        outputs_2 = both['model']
         place = {key(r): i for i, r in enumerate(outputs_2)}
-        outputs_1 = sorted(outputs_1, key=lambda r: place.get(key(r), -1))
-    one, two = ([key(r) for r in rows] for rows in (outputs_1, outputs_2))
+        outputs_1 = sorted(both['baseline'], key=lambda r: place.get(key(r), -1))
+    one, two = list(map(key, outputs_1)), list(map(key, outputs_2))
     if one != two or not ordered and len(set(two)) < len(two):
-        rows = range(min(len(one), len(two)))
-        wrong = next((f'row {i}: {" ".join(two[i])!r:.60}, ' for i in rows if one[i] != two[i]), '')
-        raise ValueError(f'{wrong}{len(one)} answers against {len(two)}: each prompt must have '
-                         + ('both, in the same order' if ordered else 'one of each'))
+        differ = [i for i, (a, b) in enumerate(zip(one, two)) if a != b]
+        first = f'row {differ[0]}: {" ".join(two[differ[0]])!r:.60}, ' if differ else ''
+        needed = 'both, in the same order' if ordered else 'one of each'
+        raise ValueError(f'{first}{len(one)} answers against {len(two)}: each prompt must have '
+                         f'{needed}')
     pairs = []
-    for a, b in zip(outputs_1, outputs_2):
-        rest = {k: v for k, v in b.items() if k not in ('output', 'ended')}
-        pairs.append(dict(rest, input=b.get('input') or '',
-                          output_1=_shown_texts(a)[0], output_2=_shown_texts(b)[0]))
-        ends = dict(ended_1=a.get('ended'), ended_2=b.get('ended'))
-        pairs[-1] |= {k: v for k, v in ends.items() if v is not None}
+    for records in zip(outputs_1, outputs_2):
+        pair = {k: v for k, v in records[1].items() if k not in ('output', 'ended')}
+        pair['input'] = pair.get('input') or ''
+        for k, record in enumerate(records, 1):
+            pair[f'output_{k}'] = _shown_texts(record)[0]
+            if record.get('ended') is not None: pair[f'ended_{k}'] = record['ended']
+        pairs.append(pair)
     return pairs
 
 # %% ../../../nbs/core/data/comparisons.ipynb #ccba7175
 def both_orders(pairs: list[dict], judge) -> np.ndarray:
-    """Preferences (pairs,) averaged over both orders, in one call of an annotator or pool; nan
-    where either order has no verdict. Identical outputs are a tie, and are not shown."""
+    "Average preferences (pairs,) over both orders, nan where one is missing; equal answers tie."
     p = np.full(len(pairs), 1.5)
     at = [i for i, r in enumerate(pairs) if r['output_1'] != r['output_2']]
     if not at: return p
@@ -125,42 +141,54 @@ def both_orders(pairs: list[dict], judge) -> np.ndarray:
     return p
 
 
-def answer_preferences(outputs: list[dict], references: list[dict], judge) -> list[np.ndarray]:
-    """Of each record of `outputs`, the preference of each answer (answers,) over the references to
-    its instruction, in both orders; nan where a verdict is missing."""
+def answer_preferences(
+    outputs: list[dict],
+    references: list[dict],   # each prompt once; others than those of the outputs are allowed
+    judge,   # an annotator or a pool
+) -> list[np.ndarray]:   # of each record (answers,); nan where a verdict is missing
+    "Return each answer's preference over the references to its instruction, in both orders."
     rows = index_prompts(references, 'references')
-    answered = {prompt_key(r): i for i, r in enumerate(outputs)}
-    _check_answered(answered, rows, 'outputs', 'reference')
+    _check_answered({prompt_key(r): i for i, r in enumerate(outputs)}, rows, 'outputs', 'reference')
     pairs = [_answer_pairs(r, references[rows[prompt_key(r)]]) for r in outputs]
-    preferences = both_orders([p for ps in pairs for p in ps], judge)
-    by_record = np.split(preferences, np.cumsum([len(ps) for ps in pairs])[:-1])
-    return [p.reshape(len(output_texts(r)), -1).mean(1) for r, p in zip(outputs, by_record)]
+    preferences = iter(both_orders(list(chain(*pairs)), judge))
+    means = []
+    for record, own in zip(outputs, pairs):
+        p = np.array([next(preferences) for _ in own])
+        means.append(p.reshape(len(output_texts(record)), -1).mean(1))
+    return means
 
 # %% ../../../nbs/core/data/comparisons.ipynb #371b5a31
 def same_answers(outputs: list[dict], references: list[dict]) -> bool:
-    "Whether the model's answers are the reference's."
+    "Tell whether the model's answers are the reference's."
     def texts(records): return {prompt_key(r): output_texts(r) for r in records}
     return texts(outputs) == texts(references)
 
 
-def preferences_over(outputs: list[dict], references: list[dict], judge) -> np.ndarray:
-    """Mean preference of each instruction (instructions,), in the references' order, over answers,
-    reference answers, annotators and both orders; 2: the model always wins; nan: no verdict."""
+def preferences_over(
+    outputs: list[dict],
+    references: list[dict],
+    judge,   # an annotator or a pool
+) -> np.ndarray:   # (instructions,); 2: the model always wins; nan: no verdict
+    "Average each instruction's preferences over answers, references and both orders."
     ordered = match_prompts(outputs, references)
     if same_answers(outputs, references): return np.full(len(references), 1.5)
     return np.array([p.mean() for p in answer_preferences(ordered, references, judge)])
 
 
 def with_verdict(preferences) -> np.ndarray:
-    "The preferences that are not None or nan; ValueError when there is none."
+    "Keep the preferences that are not None or nan; ValueError when there is none."
     p = np.array(preferences, dtype=float)
     if not np.isnan(p).all(): return p[~np.isnan(p)]
     raise ValueError(f'there is no verdict on any of the {len(p)} instructions: recorded labels '
                      'have verdicts on the pairs that were labelled only')
 
 
-def verdicts_over(outputs: list[dict], references: list[dict], judge) -> np.ndarray:
-    "`preferences_over` of the instructions with a verdict; ValueError when there is none."
+def verdicts_over(
+    outputs: list[dict],
+    references: list[dict],
+    judge,   # an annotator or a pool
+) -> np.ndarray:
+    "Keep the verdicts of `preferences_over`, and print how many are missing; ValueError for none."
     p = preferences_over(outputs, references, judge)
     report_missing(annotator_name(judge), int(np.isnan(p).sum()), len(p), 'instructions')
     return with_verdict(p)

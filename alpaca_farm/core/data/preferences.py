@@ -5,49 +5,54 @@
 # %% auto #0
 __all__ = ['PAIR_FIELDS', 'ENDED', 'is_preference', 'read_preference', 'check_preferences', 'hash_uniform', 'pair_identity',
            'swap_outputs', 'answer_of', 'shown_swapped', 'pool_members', 'annotator_name', 'pool_weights',
-           'draw_annotator', 'annotator_order', 'annotator_preferences', 'report_missing', 'decide_vote']
+           'draw_annotator', 'annotator_order', 'Pool', 'annotator_preferences', 'report_missing', 'decide_vote']
 
 # %% ../../../nbs/core/data/preferences.ipynb #aaceba8c
 import hashlib, json, math
+from contextlib import suppress
+from dataclasses import dataclass
 from numbers import Real
 
 import numpy as np
 
-from .dialogues import with_instruction
+from .dialogues import prompt_key
 
 # %% ../../../nbs/core/data/preferences.ipynb #2793161c
 def is_preference(value) -> bool:
-    "Whether a value is a preference: a number from 1 to 2, neither a truth value nor nan."
+    "Tell whether a value is a number from 1 to 2, neither a truth value nor nan."
     return isinstance(value, Real) and not isinstance(value, bool) and bool(1 <= value <= 2)
 
 
-def read_preference(value, where: str, name: str) -> float:
-    """A preference as files have it: a number, its text, 0 or `tie` for a tie, or nan for no
-    verdict; ValueError naming the field `name`, and file and row as `where`, of anything else."""
+def read_preference(
+    value,
+    where: str,   # file and row, for messages
+    name: str,    # the field
+) -> float:
+    "Read a preference, in any convention, as a number; nan for no verdict, ValueError for others."
     if value in (None, '', 'garbage'): return math.nan   # `garbage` is PandaLM's
     if str(value).lower() == 'tie': return 1.5
-    try: preference = math.inf if isinstance(value, bool) else float(value)
-    except (ValueError, TypeError): preference = math.inf
-    if preference == 0: return 1.5
-    if preference == -1 or math.isnan(preference): return math.nan
-    if is_preference(preference): return preference
+    with suppress(ValueError, TypeError):
+        preference = float(value)
+        if preference == -1 or math.isnan(preference): return math.nan
+        if preference == 0: preference = 1.5
+        if is_preference(preference) and not isinstance(value, bool): return preference
     raise ValueError(f'{where}: the field {name!r} is {value!r:.60}, '
                      'not 1, 2, a number between them, or 0 for a tie')
 
 
 def check_preferences(preferences) -> np.ndarray:
-    "Preferences as floats (N,); ValueError naming the first that is not between 1 and 2."
+    "Return preferences as floats (N,); ValueError names the first that is not between 1 and 2."
     p = np.asarray(list(preferences), dtype=float)
     if p.ndim != 1 or len(p) == 0:
         raise ValueError(f'preferences must be a non-empty flat list, but has shape {p.shape}')
-    wrong = [i for i, v in enumerate(p.tolist()) if not is_preference(v)]
-    if not wrong: return p
+    wrong = np.flatnonzero(~((1 <= p) & (p <= 2)))
+    if not len(wrong): return p
     raise ValueError(f'preference of row {wrong[0]} is {p[wrong[0]]:g}: it must be from 1 to 2 '
                      f'(1.5 is a tie). {len(wrong)} of {len(p)} rows are wrong')
 
 # %% ../../../nbs/core/data/preferences.ipynb #00806590
 def hash_uniform(*parts) -> float:
-    "A number in [0, 1) that depends only on `parts`, texts and numbers, and is uniform over them."
+    "Draw a number in [0, 1) that depends only on `parts`, texts and numbers."
     digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).digest()
     return (int.from_bytes(digest, 'big') >> 11)/2**53
 
@@ -55,74 +60,92 @@ def hash_uniform(*parts) -> float:
 PAIR_FIELDS = ('instruction', 'input', 'output_1', 'output_2')
 
 
-def pair_identity(pair: dict, keys=PAIR_FIELDS) -> list[str]:
-    """The texts that identify a pair, whichever of its outputs comes first: its fields `keys`, of
-    which the last two are the outputs."""
-    pair = with_instruction(pair)
-    missing = [k for k in keys if k not in pair and k != 'input']
-    if missing:
-        raise ValueError(f'a pair needs the field {missing[0]!r}, but has only {", ".join(pair)}')
-    text = [pair.get(k, '') for k in keys]
-    return text[:-2] + sorted(text[-2:])
+def pair_identity(pair: dict) -> list[str]:
+    "Return the texts that identify a pair, whichever of its outputs comes first."
+    return [*prompt_key(pair), *sorted([pair['output_1'], pair['output_2']])]
 
 # %% ../../../nbs/core/data/preferences.ipynb #3d68c784
 ENDED = 'ended', 'ended_1', 'ended_2'   # False: the answer was cut off
 
 
 def swap_outputs(pair: dict) -> dict:
-    "A pair with its outputs in the other order."
+    "Put a pair's outputs in the other order."
     places = dict(output_1='output_2', output_2='output_1', ended_1='ended_2', ended_2='ended_1')
     return {places.get(k, k): v for k, v in pair.items()}
 
 
 def answer_of(pair: dict, k: int) -> dict:
-    "Answer 1 or 2 of a pair as a record of its own."
+    "Make answer 1 or 2 of a pair a record of its own."
     return dict(pair, output=pair[f'output_{k}'], ended=pair.get(f'ended_{k}', True))
 
 
 def shown_swapped(pairs: list[dict], seed: int = 0) -> np.ndarray:  # (pairs,) bool
-    "Which pairs are shown with their second answer first."
+    "Draw which pairs are shown with their second answer first."
     coins = [hash_uniform(seed, 'order', *pair_identity(p)) < .5 for p in pairs]
     turned = [p['output_1'] > p['output_2'] for p in pairs]
     return np.array(coins, dtype=bool) ^ np.array(turned, dtype=bool)
 
 # %% ../../../nbs/core/data/preferences.ipynb #4a85d690
 def pool_members(pool) -> list:
-    "The annotators of a pool; an annotator is a pool of one."
+    "List the annotators of a pool; an annotator is a pool of one."
     return list(getattr(pool, 'annotators', [pool]))
 
 
 def annotator_name(annotator) -> str:
-    "The name of an annotator, by attribute or as a function."
+    "Return the name of an annotator, by attribute or as a function."
     return getattr(annotator, 'name', None) or getattr(annotator, '__name__', 'annotator')
 
 
 def pool_weights(pool) -> np.ndarray:
-    "The share of the pairs that each annotator of a pool sees; ValueError if all weigh 0."
+    "Return the share of the pairs that each annotator sees; ValueError if all weigh 0."
+    members = pool_members(pool)
     given = getattr(pool, 'weights', None) if hasattr(pool, 'annotators') else None
-    weights = np.array(given or [1.] * len(pool_members(pool)), dtype=float)
+    weights = np.array(given or [1.] * len(members), dtype=float)
     if not weights.any(): raise ValueError('weights: one annotator at least needs one above 0')
     return weights / weights.sum()
 
 
-def draw_annotator(pool, pair: dict, seed: int = 0) -> int:
-    "The index of the annotator that sees a pair: drawn by weight, from seed and pair alone."
+def draw_annotator(
+    pool,         # or a single annotator
+    pair: dict,
+    seed: int = 0,
+) -> int:
+    "Draw the index of the annotator that sees a pair, by weight, from seed and pair alone."
     cut = pool_weights(pool).cumsum()
-    at = np.searchsorted(cut, hash_uniform(seed, 'annotator', *pair_identity(pair)), side='right')
-    return int(min(at, len(cut) - 1))
+    u = hash_uniform(seed, 'annotator', *pair_identity(pair))
+    return int(min(np.searchsorted(cut, u, side='right'), len(cut) - 1))
 
 
-def annotator_order(pair: dict, weights, seed: int = 0) -> np.ndarray:
-    """Indices of the annotators with a weight above 0, in the order of a weighted draw without
-    replacement, whatever the order of the pair."""
+def annotator_order(
+    pair: dict,   # in either order
+    weights,      # of the annotators; one that weighs 0 is not drawn
+    seed: int = 0,
+) -> np.ndarray:
+    "Draw the order of a pool's annotators for a pair: weighted, without replacement."
     text = pair_identity(pair)
     keys = {a: hash_uniform(seed, 'who', a, *text)**(1/w) for a, w in enumerate(weights) if w}
     return np.array(sorted(keys, key=keys.get, reverse=True))
 
+# %% ../../../nbs/core/data/preferences.ipynb #5c1d7a8f
+@dataclass(frozen=True)
+class Pool:
+    "Annotators, one of whom is drawn for each pair."
+    name: str
+    annotators: list
+    weights: list | None = None   # how often each is drawn, relative to the others; None: equally
+
+    def each(self, pairs: list[dict]) -> np.ndarray:
+        "Ask every annotator: preferences (pairs, annotators)."
+        return np.array([annotator(pairs) for annotator in self.annotators]).T
+
+    def __call__(self, pairs: list[dict]) -> list[float]:
+        "Average the preferences of all annotators by their weights."
+        return np.average(self.each(pairs), axis=1, weights=self.weights).tolist()
+
+
 # %% ../../../nbs/core/data/preferences.ipynb #658cc9a9
 def annotator_preferences(pairs: list[dict], annotator) -> np.ndarray:
-    """An annotator's preferences on pairs (pairs,), from 1 to 2, nan where there is no verdict;
-    ValueError for a wrong number or value."""
+    "Ask an annotator for preferences (pairs,), nan for no verdict; ValueError for wrong ones."
     name = annotator_name(annotator)
     try: given = annotator(pairs)
     except KeyError as e:
@@ -139,16 +162,25 @@ def annotator_preferences(pairs: list[dict], annotator) -> np.ndarray:
     raise ValueError(f'{name} gave {p.size} preferences for {len(pairs)} pairs')
 
 
-def report_missing(judge: str, missing: int, asked: int, what: str = 'questions'):
-    "Print how many of the questions to a judge, and which share, have no verdict, if any."
+def report_missing(
+    judge: str,     # its name
+    missing: int,   # without a verdict
+    asked: int,     # in all
+    what: str = 'questions',
+):
+    "Print how many questions to a judge, and which share, have no verdict, if any."
     if missing: print(f'{judge}: no verdict on {missing} of {asked} {what} ({missing/asked:.1%})')
 
 # %% ../../../nbs/core/data/preferences.ipynb #90b54fc2
-def decide_vote(pair: dict, preference: float, seed: int = 0, decide: bool = True) -> float | None:
-    """A soft preference decided by a coin that belongs to the pair (if `decide`): 1. or 2.; ties
-    remain 1.5, and nan is None."""
+def decide_vote(
+    pair: dict,
+    preference: float,     # from 1 to 2, or nan
+    seed: int = 0,         # of the coin
+    decide: bool = True,   # whether a soft preference is decided
+) -> float | None:
+    "Make a preference a vote by a coin that belongs to the pair; ties stay, and nan is None."
     if math.isnan(preference): return None
     if preference in (1, 1.5, 2) or not decide: return float(preference)
-    first = pair['output_1'] <= pair['output_2']
     u = hash_uniform(seed, 'vote', *pair_identity(pair))
-    return 1. + ((u if first else 1 - u) < preference - 1)
+    if pair['output_1'] > pair['output_2']: u = 1 - u
+    return 1. + (u < preference - 1)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'find_file', 'unique_fields', 'read_text', 'read_rows', 'check_field', 'check_records', 'load_rows',
-           'load_records', 'prompt_key', 'full_instruction', 'without_lists']
+           'load_records', 'without_lists']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -13,28 +13,16 @@ from pathlib import Path
 
 import numpy as np
 
-from .dialogues import (check_messages, dialogue_text, parse_dialogue,
-    prompt_messages, prompt_text, with_system)
-from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, notice,
-    read_ended, SAY_CODE)
+from alpaca_farm.core.data.dialogues import (check_messages, dialogue_text, naming, parse_dialogue,
+    prompt_messages, with_system)
+from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, known_formats, notice,
+    SAY_CODE)
 from .preferences import is_preference, pair_identity
 from ..run.paths import at_root, looks_like_hub, missing_path
 
 # %% ../../../nbs/core/data/records.ipynb #aab747f0
-FILE_SUFFIXES = tuple(f'.{kind}{gz}' for gz in ('', '.gz')
-                      for kind in ('json', 'jsonl', 'csv', 'parquet', 'tsv'))
-
-
-def _in_folder(folder: Path, name: str) -> Path | None:
-    "The file, saved dataset or pattern of shards that a folder, or its `data`, has for a name."
-    for path in (folder, folder/'data'):
-        if (path/name/'dataset_info.json').exists(): return path/name
-        for suffix in FILE_SUFFIXES:
-            if (path/f'{name}{suffix}').exists(): return path/f'{name}{suffix}'
-            shard = next(path.glob(f'{name}-*-of-*{suffix}'), None)
-            if shard: return path/re.sub(r'-\d+-of-', '-*-of-', shard.name)
-
-
+FILE_SUFFIXES = ('.json', '.jsonl', '.csv', '.parquet', '.tsv',
+                 '.json.gz', '.jsonl.gz', '.csv.gz', '.parquet.gz', '.tsv.gz')
 _SPLITS = dict(   # their names on the hub
     sft=['train_sft', 'train'], unlabeled=['train_gen', 'train'], candidates=['train'],
     preference=['train_prefs', 'train'],
@@ -43,49 +31,55 @@ _SPLITS = dict(   # their names on the hub
     eval=['test', 'test_prefs', 'test_sft', 'alpaca_farm_evaluation'])
 
 
-def _split_names(names: tuple) -> list[str]:
-    "The names that the first of some splits may have: ours, then those of the hub."
-    return [*names, *(other for name in names for other in _SPLITS.get(name, []))]
+def _split_names(names):
+    "List the names that the first of some splits may have: ours, then those of the hub."
+    return sum((_SPLITS.get(name, []) for name in names), [*names])
 
 
-def _find_split(folder: Path, names: tuple) -> Path | None:
-    "What a folder has for the first of some splits, by any of their names."
-    return next(filter(None, (_in_folder(folder, name) for name in _split_names(names))), None)
+def _in_folder(folder, names) -> Path | None:
+    "Find the file, saved dataset or shards of the first of some names in a folder or its `data`."
+    for name in names:
+        for path in (folder, folder/'data'):
+            if (path/name/'dataset_info.json').exists(): return path/name
+            for suffix in FILE_SUFFIXES:
+                if (path/f'{name}{suffix}').exists(): return path/f'{name}{suffix}'
+                for shard in path.glob(f'{name}-*-of-*{suffix}'):
+                    return path/re.sub(r'-\d+-of-', '-*-of-', shard.name)
 
 
 def find_file(spec: str, *names: str) -> Path:
-    """A file, a saved dataset or a pattern of shards: `spec` itself, or the first of `names` (a
-    split, `outputs`, ...) that this folder, or its only configuration, has; FileNotFoundError
-    listing what there is."""
-    path = at_root(spec)
+    "Find a file, or that of the first of `names` in a folder; FileNotFoundError lists what it has."
+    path, wanted = at_root(spec), _split_names(names)
     if path.is_file() or (path/'dataset_info.json').exists(): return path
-    found = _find_split(path, names)
+    found = _in_folder(path, wanted)
     if found: return found
-    inside = [p for p in (_find_split(f, names) for f in sorted(path.glob('*/'))) if p]
-    if len(inside) == 1: return inside[0]
+    inside = [found for f in sorted(path.glob('*/')) if (found := _in_folder(f, wanted))]
+    if len(inside) == 1: return inside[0]   # of the only configuration
     if not path.exists(): raise FileNotFoundError(f'{spec}: {missing_path(spec)}')
-    files = sorted(str(p.relative_to(path))
-                   for p in [*path.glob('*'), *path.glob('data/*'), *inside]
-                   if p.name.endswith(FILE_SUFFIXES))
-    wanted, held = ' or '.join(f'{n}.json' for n in names), ', '.join(files) or 'no data file'
-    choice = '. Name one of these folders' if inside else ''
-    raise FileNotFoundError(f'{spec}: there is no {wanted} in it; it holds {held}{choice}')
+    files = [p for p in (*path.glob('*'), *path.glob('data/*'), *inside)
+             if p.name.endswith(FILE_SUFFIXES)]
+    held = ', '.join(sorted(str(p.relative_to(path)) for p in files)) or 'no data file'
+    if inside: held += '. Name one of these folders'
+    raise FileNotFoundError(f'{spec}: there is no {".json or ".join(names)}.json in it; '
+                            f'it holds {held}')
 
 # %% ../../../nbs/core/data/records.ipynb #3faa6d68
-def _hub_file(spec: str, names: tuple) -> Path:
-    "The file or pattern of shards of a split on the hub, in its cache; ValueError if none is."
+def _hub_file(spec, names) -> Path:
+    "Fetch a split's file or shards from the hub into its cache; ValueError if there are none."
     from huggingface_hub import HfApi, snapshot_download
     repo, revision, config = re.fullmatch(r'([^@:]+)@?([^:]*):?(.*)', spec).groups()
-    farm = repo == 'tatsu-lab/alpaca_farm' and not {'eval', 'outputs', 'preferences'} & {*names}
-    if farm and not config: config = 'alpaca_instructions'
-    at, which = config and f'{config}/', dict(repo_type='dataset', revision=revision or None)
+    if repo == 'tatsu-lab/alpaca_farm' and not {'eval', 'outputs', 'preferences'} & {*names}:
+        config = config or 'alpaca_instructions'
     wanted = _split_names(names)
-    files = [f'{at}{data}{w}{shards}' for data in ('', 'data/') for w in wanted
-             for shards in ('', '-*-of-*')]
-    patterns = [f'{file}{suffix}' for file in [config, *files] if file for suffix in FILE_SUFFIXES]
+    files = [config] if config else []
+    for name in wanted:
+        for folder in (Path(config), Path(config, 'data')):
+            files += [f'{folder/name}', f'{folder/name}-*-of-*']
+    which = dict(repo_type='dataset', revision=revision or None)
     try:
+        patterns = [file + suffix for suffix in FILE_SUFFIXES for file in files]
         folder = Path(snapshot_download(repo, allow_patterns=patterns, **which))
-        found = config and _in_folder(folder, config) or _find_split(folder/config, names)
+        found = _in_folder(folder, [config] if config else []) or _in_folder(folder/config, wanted)
         if found: return found
         there = HfApi().list_repo_files(repo, **which)
     except Exception as e:
@@ -94,14 +88,15 @@ def _hub_file(spec: str, names: tuple) -> Path:
             f'{spec}: {missing_path(spec)}, and the hub did not give it ({reason:.240}). If it is '
             f'private or gated, set HF_TOKEN. Where there is a network, run `hf download {repo} '
             '--repo-type dataset --local-dir my/data`, and name my/data') from e
-    there = sorted({re.sub(r'(-\d+-of-\d+)?\.[a-z.]+$', '', f)
-                    for f in there if f.endswith(FILE_SUFFIXES)})
-    raise ValueError(f'{repo} has no {at}{" or ".join(wanted)}; it has '
-                     f'{", ".join(there) or "no data"}. Name a folder or file of it: {repo}:NAME')
+    data = {re.sub(r'(-\d+-of-\d+)?\.[a-z.]+$', '', f) for f in there if f.endswith(FILE_SUFFIXES)}
+    wanted[0] = str(Path(config, wanted[0]))
+    raise ValueError(f'{repo} has no {" or ".join(wanted)}; it has '
+                     f'{", ".join(sorted(data)) or "no data"}. '
+                     f'Name a folder or file of it: {repo}:NAME')
 
 # %% ../../../nbs/core/data/records.ipynb #dacbe2c0
 def unique_fields(pairs: list[tuple]) -> dict:
-    "A JSON object as a dictionary; ValueError when a field occurs in it twice."
+    "Make a JSON object a dictionary; ValueError when a field occurs in it twice."
     fields = {}
     for k, v in pairs:
         if k in fields: raise ValueError(f'field {k!r} is given twice')
@@ -109,48 +104,54 @@ def unique_fields(pairs: list[tuple]) -> dict:
     return fields
 
 
-def _read_json(path: Path, text: str) -> list:
-    "The records of a JSON list, or of JSON lines whatever the name of the file."
+def _parse_json(text, where):
+    "Parse JSON; ValueError where it is none."
+    try: return json.loads(text, object_pairs_hook=unique_fields)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f'{where}: not valid JSON ({e})') from None
+
+
+def _read_json(path, text):
+    "Read the records of a JSON list, or of JSON lines whatever the name of the file."
     lines = [l for l in text.split('\n') if l.strip()] or ['[]']
-    by_line = all(l.lstrip().startswith('{') for l in (lines[0], lines[-1]))
-    rows = []
-    for i, part in enumerate(lines if by_line else ['\n'.join(lines)]):
-        try: rows.append(json.loads(part, object_pairs_hook=unique_fields))
-        except (ValueError, RecursionError) as e:
-            raise ValueError(f'{path}{f", row {i}" * by_line}: not valid JSON ({e})') from None
-    if not by_line: rows = rows[0]
+    by_line = all(line.lstrip().startswith('{') for line in (lines[0], lines[-1]))
+    if by_line:
+        rows = [_parse_json(line, f'{path}, row {i}') for i, line in enumerate(lines)]
+    else: rows = _parse_json('\n'.join(lines), path)
     if not isinstance(rows, list):
         raise ValueError(f'{path}: a list of records is expected, not a {type(rows).__name__}')
     half = re.search(r'\\u[dD][89a-fA-F]', text)
-    for i, row in enumerate(rows if half else []): check_whole(row, f'{path}, row {i}')
+    for i, row in enumerate(rows if half else []):
+        with naming(f'{path}, row {i}'): check_whole(row)
     return rows
 
 
-def _read_csv(path: Path, text: str) -> list[dict]:
-    "The rows of a CSV or TSV text; ValueError naming a wrong row."
+def _read_csv(path, text):
+    "Read the rows of a CSV or TSV text; ValueError names a wrong one."
     csv.field_size_limit(2**31 - 1)
-    delimiter, rows = '\t' if '.tsv' in path.name else ',', []
+    delimiter = '\t' if '.tsv' in path.name else ','
     table = csv.DictReader(io.StringIO(text, newline=''), delimiter=delimiter, strict=True)
+    rows = []
     try:
         for row in table:
             if None in row: raise csv.Error('more fields than the header has')
             rows.append(row)
     except csv.Error as e:
-        at = f'{path}, row {len(rows)}'
-        raise ValueError(f'{at}: not valid CSV ({e}). Is a quote left open?') from None
-    names = table.fieldnames or []
-    twice = [n for n in names if n and names.count(n) > 1]
-    if twice: raise ValueError(f'{path}: the header has {twice[0]!r} twice. Rename one column')
+        raise ValueError(f'{path}, row {len(rows)}: not valid CSV ({e}). '
+                         'Is a quote left open?') from None
+    for name, times in Counter(table.fieldnames).items():
+        if name and times > 1:
+            raise ValueError(f'{path}: the header has {name!r} twice. Rename one column')
     return rows
 
 # %% ../../../nbs/core/data/records.ipynb #5bc5b7b4
-def _read_bytes(path: Path) -> bytes:
-    "A file's content, unpacked if its name ends in .gz."
+def _read_bytes(path) -> bytes:
+    "Read a file, unpacked if its name ends in .gz."
     return gzip.decompress(path.read_bytes()) if path.suffix == '.gz' else path.read_bytes()
 
 
 def read_text(path: Path) -> str:
-    "A file's text, without a byte-order mark; ValueError if it is truncated or not UTF-8."
+    "Read a file without a byte-order mark; ValueError if it is truncated or not UTF-8."
     try: return _read_bytes(path).decode('utf-8-sig')
     except UnicodeDecodeError as e:
         raise ValueError(f'{path}: byte {e.start} is not UTF-8. Save the file as UTF-8') from None
@@ -158,19 +159,8 @@ def read_text(path: Path) -> str:
         raise ValueError(f'{path}: cannot be read ({e})') from None
 
 
-def _read_file(path: Path) -> list:
-    "The rows of a file, a pattern of shards, or a saved dataset; ValueError if it is damaged."
-    kind = Path(path.name.removesuffix('.gz')).suffix
-    if '-*-of-' in path.name:
-        files = sorted(path.parent.glob(path.name))
-        wanted = int(re.search(r'-of-(\d+)', files[0].name)[1])
-        if len(files) == wanted: return [r for p in files for r in _read_file(p)]
-        raise ValueError(f'{path}: {len(files)} of {wanted} shards are there')
-    if not (path.is_dir() or kind in FILE_SUFFIXES):
-        raise ValueError(f'{path}: this kind of file is not read. Its name must end in '
-                         f'{", ".join(FILE_SUFFIXES)}; save a spreadsheet as CSV (UTF-8)')
-    if kind in ('.json', '.jsonl'): return _read_json(path, read_text(path))
-    if kind in ('.csv', '.tsv'): return _read_csv(path, read_text(path))
+def _read_table(path):
+    "Read a Parquet file or a saved dataset; ValueError if it is damaged."
     try:
         if path.is_dir():
             import datasets
@@ -178,128 +168,176 @@ def _read_file(path: Path) -> list:
         import pyarrow.parquet
         return pyarrow.parquet.read_table(io.BytesIO(_read_bytes(path))).to_pylist()
     except Exception as e:
-        why = ' '.join(str(e).split())
-        raise ValueError(f'{path}: not a valid dataset ({why:.240})') from None
+        reason = ' '.join(str(e).split())
+        raise ValueError(f'{path}: not a valid dataset ({reason:.240})') from None
+
+
+def _read_file(path):
+    "Read a file, a pattern of shards, or a saved dataset."
+    if '-*-of-' in path.name:
+        files = sorted(path.parent.glob(path.name))
+        wanted = int(re.search(r'-of-(\d+)', files[0].name)[1])
+        if len(files) == wanted: return sum(map(_read_file, files), [])
+        raise ValueError(f'{path}: {len(files)} of {wanted} shards are there')
+    kind = Path(path.name.removesuffix('.gz')).suffix
+    if kind in ('.json', '.jsonl'): return _read_json(path, read_text(path))
+    if kind in ('.csv', '.tsv'): return _read_csv(path, read_text(path))
+    if kind == '.parquet' or path.is_dir(): return _read_table(path)
+    raise ValueError(f'{path}: this kind of file is not read. Its name must end in '
+                     f'{", ".join(FILE_SUFFIXES)}; save a spreadsheet as CSV (UTF-8)')
 
 
 def read_rows(path) -> list[dict]:
-    "The records of a file, as of `_read_file`; ValueError also for a row that is no object."
+    "Read the rows of a file; ValueError if it is damaged, or for a row that is no object."
     rows = _read_file(Path(path))
     for i, row in enumerate(rows):
-        if isinstance(row, dict): continue
-        raise ValueError(f'{path}, row {i}: a record is expected, not {row!r:.60}')
+        if not isinstance(row, dict):
+            raise ValueError(f'{path}, row {i}: a record is expected, not {row!r:.60}')
     return rows
 
 # %% ../../../nbs/core/data/records.ipynb #bda38868
-def check_field(row: dict, name: str, type_: type, where: str):
-    "ValueError when a field is missing, empty where it may not be, or of another type."
-    at, code = f'{where}: the field {name!r} is', f'. {SAY_CODE}' if type_ is float else ''
+def _is_of(value, type_: type) -> bool:
+    "Tell whether a value may stand in a field of this type: a preference, texts, or a text."
+    if type_ is float: return is_preference(value)
+    if type_ is str: return isinstance(value, str)
+    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
+
+
+_EXPECTED = {float: f'a number from 1 to 2. {SAY_CODE}', str: 'a string', list: 'a list of strings'}
+
+
+def check_field(
+    row: dict,
+    name: str,
+    type_: type,   # str, list (of strings) or float (a preference)
+    where: str,    # file and row, for messages
+):
+    "Refuse with a ValueError a field that is missing, of another type, or an empty instruction."
+    at = f'{where}: the field {name!r} is'
     if name not in row:
-        raise ValueError(f'{at} missing; it has {", ".join(map(repr, row))}. '
-                         f'Rename a column, or name it in `columns`{code}')
-    v = row[name]
-    valid, expected = {
-        float: (is_preference(v), 'a number from 1 to 2'), str: (isinstance(v, str), 'a string'),
-        list: (isinstance(v, list) and v and {*map(type, v)} == {str}, 'a list of strings')}[type_]
-    if not valid: raise ValueError(f'{at} {v!r:.60}, not {expected}{code}')
-    if name == 'instruction' and not v.strip(): raise ValueError(f'{at} empty')
+        raise ValueError(f'{at} missing; it has {", ".join(map(repr, row))}. Rename a column, name '
+                         f'it in `columns`, or write a known format: {known_formats(name, type_)}')
+    value = row[name]
+    if not _is_of(value, type_): raise ValueError(f'{at} {value!r:.60}, not {_EXPECTED[type_]}')
+    if name == 'instruction' and not value.strip(): raise ValueError(f'{at} empty')
 
 
-def check_records(rows: list[dict], kind: str, where: str) -> list[dict]:
-    """The records, with an empty `input` where there was none, but for pairs without a label and
-    two equal answers of which one is preferred; ValueError naming file (`where`), row and field of
-    one without the fields of `kind`."""
+def _check_record(row, kind, where):
+    "Refuse with a ValueError a row without the fields of a kind."
+    if prompt_messages(row) is None: check_field(row, 'instruction', str, where)
+    else: check_messages(row, where)
+    for name, type_ in dict(input=str, **FIELDS[kind]).items():
+        check_field(row, name, type_, where)
+
+
+def check_records(
+    rows: list[dict],
+    kind: str,     # whose fields each must have, one of FIELDS
+    where: str,    # their file, for messages
+) -> list[dict]:
+    "Check records, and complete them; ValueError names file, row and field."
     records, lost = [], Counter()
     for i, row in enumerate(rows):
-        at = f'{where}, row {i}'
         if kind == 'preference' and row.get('preference', 1) is None:
             lost['pairs have no label'] += 1
             continue
         if row.get('input') is None: row['input'] = ''
-        dialogue = prompt_messages(row) is not None
-        if dialogue: check_messages(row, at)
-        prompt = {} if dialogue else dict(instruction=str)
-        for name, type_ in dict(prompt, input=str, **FIELDS[kind]).items():
-            check_field(row, name, type_, at)
-        read_ended(row, at)
+        at = f'{where}, row {i}'
+        _check_record(row, kind, at)
         if kind == 'preference' and row['output_1'] == row['output_2'] and row['preference'] != 1.5:
             lost['pairs have two equal answers, of which none is better'] += 1
-            continue
-        records.append(with_system(row, at))
-    labelled = ' with a label' if rows else ''
-    if not records: raise ValueError(f'{where}: the file holds no records{labelled}')
+        else: records.append(with_system(row, at))
+    if not records:
+        labelled = ' with a label' if rows else ''
+        raise ValueError(f'{where}: the file holds no records{labelled}')
     for what, n in lost.items(): notice(f'{where}: {n} {what}')
     return records
 
 # %% ../../../nbs/core/data/records.ipynb #7fed2d05
-def _remarks(rows: list[dict], kind: str):
-    "Yield what is valid in records but rarely meant: of texts, of dialogues, of labels."
-    for name in ('input', *(k for k, t in FIELDS[kind].items() if t is not float)):
-        values = [r[name] for r in rows]
-        texts = [t.strip().lower() for v in values for t in ([v] if isinstance(v, str) else v)]
-        empty, n = texts.count(''), len(texts)
-        if name != 'input' and empty: yield f'{name} is empty in {empty} of {n} texts'
-        for cell in ('nan', '<na>', 'none', 'null', '#n/a'):
-            times = texts.count(cell)
-            if times: yield f'{name} is {cell!r} in {times} of {n} texts. Empty cells?'
+def _remarks_on_texts(rows, name):
+    "Yield what is rarely meant in the texts of a field."
+    texts = []
+    for row in rows: texts += [row[name]] if isinstance(row[name], str) else row[name]
+    times = Counter(t.strip().lower() for t in texts)
+    if name != 'input' and times['']: yield f'{name} is empty in {times[""]} of {len(texts)} texts'
+    for cell in ('nan', '<na>', 'none', 'null', '#n/a'):
+        if times[cell]: yield (f'{name} is {cell!r} in {times[cell]} of {len(texts)} texts. '
+                               'Empty cells?')
+
+
+def _remarks_on_dialogues(rows):
+    "Yield what is rarely meant in dialogues."
     tools = sum(bool(r.get('tools')) for r in rows)
     if tools: yield f'{tools} of {len(rows)} prompts have `tools`, which the model is not shown'
-    dialogues = [*filter(None, map(prompt_messages, rows))]
+    dialogues = list(filter(None, map(prompt_messages, rows)))
     forged = sum(parse_dialogue(dialogue_text(d)) != d for d in dialogues)
     if forged: yield (f'{forged} of {len(dialogues)} dialogues have a turn with "\\n\\nHuman:" or '
                       '"\\n\\nAssistant:" in it: without a chat template, it is read as several')
-    if kind != 'preference': return
-    p, sides = np.array([r['preference'] for r in rows]), {}
-    first, tie, second = (p < 1.5).mean(), (p == 1.5).mean(), (p > 1.5).mean()
+
+
+def _remarks_on_labels(rows):
+    "Yield what is rarely meant by labels."
+    p = np.array([r['preference'] for r in rows])
+    first = (p < 1.5).mean()
+    second = (p > 1.5).mean()
     if not (first and second):
+        tie = (p == 1.5).mean()
         yield f'{first:.0%} of the labels are 1, {tie:.0%} ties, {second:.0%} 2'
-    for r, side in zip(rows, np.sign(p - 1.5)):
-        turned = r['output_1'] > r['output_2']
-        sides.setdefault(tuple(pair_identity(r)), set()).add(-side if turned else side)
-    both = sum({-1, 1} <= s for s in sides.values())
-    if both: yield f'{both} of {len(sides)} pairs are labelled both ways'
+    better = {}   # which of its answers, of each pair
+    for r in rows:
+        texts = better.setdefault(tuple(pair_identity(r)), set())
+        if r['preference'] != 1.5: texts.add(r['output_1' if r['preference'] < 1.5 else 'output_2'])
+    both = sum(len(texts) > 1 for texts in better.values())
+    if both: yield f'{both} of {len(better)} pairs are labelled both ways'
+
+
+def _remarks(rows, kind):
+    "Yield what is valid in records but rarely meant."
+    for name, type_ in dict(input=str, **FIELDS[kind]).items():
+        if type_ is not float: yield from _remarks_on_texts(rows, name)
+    yield from _remarks_on_dialogues(rows)
+    if kind == 'preference': yield from _remarks_on_labels(rows)
 
 # %% ../../../nbs/core/data/records.ipynb #95741229
 def load_rows(spec: str, names: tuple) -> tuple[list[dict], str]:
-    "The rows of a file, a folder or a dataset on the hub as they are, and where they are from."
-    on_hub = not at_root(spec).exists() and looks_like_hub(spec)
-    path = _hub_file(spec, names) if on_hub else find_file(spec, *names)
-    return read_rows(path), f'{spec} ({path.name})' if on_hub else str(path)
+    "Read the rows of a file, folder or dataset on the hub; return also where they are from."
+    if at_root(spec).exists() or not looks_like_hub(spec):
+        path = find_file(spec, *names)
+        return read_rows(path), str(path)
+    path = _hub_file(spec, names)
+    return read_rows(path), f'{spec} ({path.name})'
 
 
-def load_records(spec: str, name: str | tuple = '', kind: str | tuple = 'instruction', n: int = 0,
-                 columns: str = '') -> list[dict]:
-    """The records of a file or dataset, with our names of fields, checked, each once. `spec`: a
-    dataset folder, a run folder, a file, or a dataset's name on the hub; `name`: a split or a
-    file of a run folder, or several, of which the first there is; `kind`: which fields the
-    records must have, or several such kinds; `n`: only the first n, 0 for all; `columns`: as of
-    `as_records`."""
-    kinds, names = ((k,) if isinstance(k, str) else k for k in (kind, name))
-    rows, where = load_rows(spec, names)
+def _kind_of(record, kinds):
+    "Return the first of some kinds whose fields a record has, or else the last."
+    def has(name, type_):
+        is_list = isinstance(record.get(name), list)
+        return name in record and (type_ is float or is_list == (type_ is list))
+    fitting = [kind for kind in kinds if all(has(*field) for field in FIELDS[kind].items())]
+    return fitting[0] if fitting else kinds[-1]
+
+
+def load_records(
+    spec: str,    # a dataset folder, a run folder, a file, or a dataset's name on the hub
+    name: str | tuple = '',   # a split, a file of a run folder, or several: the first there is
+    kind: str | tuple = 'instruction',   # whose fields they must have, or several (FIELDS)
+    n: int = 0,   # only the first n; all if 0
+    columns: str = '',   # names of columns, as in instruction=question,output=answer
+) -> list[dict]:
+    "Read the records of a file or dataset, checked, each once; ValueError names row and field."
+    kinds = (kind,) if isinstance(kind, str) else kind
+    rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
     rows = as_records(rows[:n or None], where, kinds, columns)
-    first = rows[0] if rows else {}
-    def fits(kind): return all(k in first and (isinstance(first[k], list) == (type_ is list)
-                                               or type_ is float)
-                               for k, type_ in FIELDS[kind].items())
-    kind = next(filter(fits, kinds), kinds[-1])
+    kind = _kind_of(rows[0] if rows else {}, kinds)
     rows = check_records(rows, kind, where)
-    unique = list({json.dumps(r, sort_keys=True, default=str): r for r in rows}.values())
+    by_text = {json.dumps(r, sort_keys=True, default=str): r for r in rows}
+    unique = list(by_text.values())
     repeated = len(rows) - len(unique)
     if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
     for remark in _remarks(unique, kind): notice(f'{where}: {remark}')
     return unique
 
 
-def prompt_key(record: dict) -> tuple[str, str]:
-    "Instruction (or dialogue) and input of a record as texts; the input may be empty."
-    return prompt_text(record), record.get('input') or ''
-
-
-def full_instruction(record: dict) -> str:
-    "Instruction and input as one text, separated by a blank line, or the text of the dialogue."
-    return '\n\n'.join(filter(None, prompt_key(record)))
-
-
 def without_lists(record: dict) -> dict:
-    "The fields of candidates that are not lists with a value for each answer."
+    "Return the fields of candidates that are not lists with a value for each answer."
     return {k: v for k, v in record.items() if not isinstance(v, list) or k == 'messages'}

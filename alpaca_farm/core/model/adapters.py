@@ -107,9 +107,13 @@ def view(model, name: str):
     return whole
 
 # %% ../../../nbs/core/model/adapters.ipynb #ada0000e
-def add_adapter(model, name: str, config, seed: int = 0):
-    """A view of a model, or of a view's, with a new adapter of settings `config` (`lora_config`),
-    whose A is drawn by `seed`; the model is frozen, and adapters that it has stay as they are."""
+def add_adapter(
+    model,      # or a view of it
+    name: str,
+    config,     # of `lora_config`
+    seed: int = 0,  # by which A is drawn
+):  # a view
+    "Add an adapter to a model, which is frozen; adapters that it has stay as they are."
     from peft import inject_adapter_in_model
     trunk, layers = model.base_model, state_of(model).layers
     asked = config.target_modules   # which peft replaces by names
@@ -238,9 +242,12 @@ def base_of(folder) -> str:
 
 
 @torch.no_grad()
-def load_adapter(model, folder, fresh: tuple[str, ...] = ()):
-    """Replace a view's own weights, without those named `fresh`, by those in a folder; ValueError
-    if they do not fit."""
+def load_adapter(
+    model,   # a view
+    folder,  # of an adapter
+    fresh: tuple[str, ...] = (),  # ends of the names of weights that stay
+):
+    "Replace a view's own weights by those in a folder; ValueError if they do not fit."
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
         saved = {name: f.get_tensor(name) for name in f.keys()}
     if not hasattr(model, 'score') and 'base_model.model.score.weight' in saved:
@@ -278,9 +285,13 @@ def merge(model):
     return model.requires_grad_(True)
 
 
-def add_saved(model, name: str, folder, fresh: tuple[str, ...] = ()):
-    """A view of a model with a saved adapter, from now on `name`, its head and its new tokens;
-    weights named `fresh` are not taken from it."""
+def add_saved(
+    model,
+    name: str,  # of the adapter in the model
+    folder,     # where it was saved
+    fresh: tuple[str, ...] = (),  # ends of the names of weights that are not taken from it
+):  # a view
+    "Add a saved adapter to a model, with its head and its new tokens."
     from peft import LoraConfig
     new = add_adapter(model, name, LoraConfig.from_pretrained(str(at_root(folder))))
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:

@@ -18,88 +18,109 @@ from ..data.text import end_tokens
 
 # %% ../../../nbs/core/model/beams.ipynb #e1c769f0
 class _Beam(NamedTuple):
-    "An unfinished answer."
-    score: float  # sum of its log-probs
+    "An answer, and the sum of its log-probs."
+    score: float
     tokens: list
     logps: list
-    row: int      # its row in the batch
+    row: int      # its row in the batch, while it is unfinished
+
+    def mean(self) -> float:
+        "Its log-prob per token, by which answers of different lengths are compared."
+        return self.score / len(self.tokens)
 
 
 class _BeamGroup:
-    "One group of beams of a prompt: `beams` are unfinished, `ended` pairs of score and `Sample`."
-    def __init__(self, row): self.beams, self.ended = [_Beam(0., [], [], row)], []
+    "One group of beams of a prompt: those that are unfinished, and the best that have ended."
+    def __init__(self, row, size, ends, penalty):
+        self.size, self.ends, self.penalty = size, ends, penalty
+        self.beams = [_Beam(0., [], [], row)]
+        self.ended = []   # the best first
 
-    def advance(self, tops, size, taken, penalty, ends, alpha, last) -> list[int]:
+    def advance(self, tops, taken, last) -> list[int]:
         "Continue with the likeliest (log-prob, token) of each row, `tops`; the tokens chosen."
-        candidates = [(b.score + lp, lp, token, b) for b in self.beams for lp, token in tops[b.row]
-                      if lp > -np.inf]
-        candidates.sort(key=lambda c: penalty*taken[c[2]] - c[0])
-        self.beams, chosen = [], []
-        for rank, (score, lp, token, b) in enumerate(candidates[:size*max(2, 1 + len(ends))]):
-            beam = _Beam(score, b.tokens + [token], b.logps + [lp], b.row)
-            over = last or token in ends
-            if rank >= size if over else len(self.beams) == size: continue
-            chosen.append(token)
-            if not over: self.beams.append(beam)
+        longer = []
+        for beam in self.beams:
+            for logp, token in tops[beam.row]:
+                if logp == -np.inf: continue
+                longer.append(_Beam(beam.score + logp, beam.tokens + [token],
+                                    beam.logps + [logp], beam.row))
+        longer.sort(key=lambda beam: self.penalty*taken[beam.tokens[-1]] - beam.score)
+
+        self.beams = []
+        chosen = []
+        for rank, beam in enumerate(longer[:self.size*max(2, 1 + len(self.ends))]):
+            token = beam.tokens[-1]
+            if last or token in self.ends:
+                if rank >= self.size: continue
+                self.ended.append(beam)
             else:
-                sample = Sample(beam.tokens, beam.logps, token in ends)
-                self.ended.append((score/len(beam.tokens)**alpha, sample))
-        self.ended = sorted(self.ended, key=lambda e: -e[0])[:size]
-        if self.beams and len(self.ended) == size:
-            best = max(b.score for b in self.beams)/len(self.beams[0].tokens)**alpha
-            if best <= self.ended[-1][0]: self.beams = []
+                if len(self.beams) == self.size: continue
+                self.beams.append(beam)
+            chosen.append(token)
+
+        self.ended = sorted(self.ended, key=_Beam.mean, reverse=True)[:self.size]
+        if self.beams and len(self.ended) == self.size:
+            if max(map(_Beam.mean, self.beams)) <= self.ended[-1].mean(): self.beams = []
         return chosen
 
 # %% ../../../nbs/core/model/beams.ipynb #18b1d053
 @torch.no_grad()
-def _search_batch(model, prompts, beams, groups, penalty, steps, ends, alpha):
-    "Beam search for one batch of prompts."
+def _search_batch(model, prompts, beams, groups, penalty, steps, ends):
+    "Search for the answers to one batch of prompts."
     state = DecodingState(model, prompts, range(len(prompts)), max(map(len, prompts)) + steps)
-    searches = [[_BeamGroup(i) for _ in range(groups)] for i in range(len(prompts))]
     size = beams//groups
-    count = size*max(2, 1 + len(ends)) + (beams + len(ends))*(penalty > 0)
+    searches = []
+    for row in range(len(prompts)):
+        searches.append([_BeamGroup(row, size, ends, penalty) for _ in range(groups)])
+    count = size*max(2, 1 + len(ends)) + beams + len(ends)   # or chosen by earlier groups
     count = min(count, state.logits.shape[-1])
-    for t in range(steps):
-        logps, tokens = (x.tolist() for x in state.logits.float().log_softmax(-1).topk(count))
-        if any(row[0] != row[0] for row in logps): raise ValueError(NOT_FINITE)
-        tops, unfinished = [list(zip(*row)) for row in zip(logps, tokens)], []
+
+    for step in range(1, steps + 1):
+        logps, tokens = state.logits.float().log_softmax(-1).topk(count)
+        if logps.isnan().any(): raise ValueError(NOT_FINITE)
+        tops = [list(zip(*row)) for row in zip(logps.tolist(), tokens.tolist())]
+        unfinished = []
         for search in searches:
             taken = Counter()
             for group in search:
-                last = t + 1 == steps
-                taken.update(group.advance(tops, size, taken, penalty, ends, alpha, last))
+                taken.update(group.advance(tops, taken, step == steps))
                 first = len(unfinished)
                 unfinished += group.beams
-                group.beams = [b._replace(row=first + i) for i, b in enumerate(group.beams)]
+                group.beams = [b._replace(row=row) for row, b in enumerate(group.beams, first)]
         if not unfinished: break
-        rows = [b.row for b in unfinished]
-        if rows != list(range(len(state.logits))):
-            state.select(torch.tensor(rows, device=model.device))
+        rows = [beam.row for beam in unfinished]
+        state.select(torch.tensor(rows, device=model.device))
         state.feed(torch.tensor([b.tokens[-1] for b in unfinished], device=model.device))
-    found = [[e for group in search for e in group.ended] for search in searches]
-    return [[sample for _, sample in sorted(ended, key=lambda e: -e[0])] for ended in found]
+
+    answers = []
+    for search in searches:
+        found = sum((group.ended for group in search), [])
+        found.sort(key=_Beam.mean, reverse=True)
+        answers.append([Sample(b.tokens, b.logps, b.tokens[-1] in ends) for b in found])
+    return answers
 
 # %% ../../../nbs/core/model/beams.ipynb #b566fb11
-def beam_search(model, tokenizer, prompts: list[list[int]], beams: int = 4, groups: int = 1,
-                diversity_penalty: float = 0., max_new_tokens: int = 300,
-                length_penalty: float = 1., batch_size: int = 0) -> list[list[Sample]]:
-    """For each prompt `beams` answers, best first, fewer if there are no more; arguments as for
-    `generate`. In diverse beam search (Vijayakumar et al., 2018) the beams are split into
-    `groups`, and a token costs `diversity_penalty` for each earlier group's beam with it. A score
-    is a log-prob divided by the length to the power of `length_penalty`."""
+def beam_search(
+    model,
+    tokenizer,                      # of its end tokens; None for those of the model alone
+    prompts: list[list[int]],       # token ids
+    beams: int = 4,                 # answers for each prompt
+    groups: int = 1,                # the beams are split into; diverse beam search with 2 or more
+    diversity_penalty: float = 0.,  # nats that a token costs for each earlier group's beam with it
+    max_new_tokens: int = 300,      # longer answers are cut off here
+    batch_size: int = 0,            # rows of a forward pass; 0: as many as fit into memory
+) -> list[list[Sample]]:
+    "Search for the likeliest answers to each prompt, best first; fewer if there are no more."
     if beams % groups:
         raise ValueError(f'beams = {beams} cannot be split into groups = {groups}')
     check_sampling(model, prompts, max_new_tokens)
     longest = max(map(len, prompts), default=0) + max_new_tokens
     rows, tokens = pass_limits(model, batch_size, cached=True)
-    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    size = max(1, int(min(rows, tokens // max(1, longest)) // beams))
+    size = max(1, int(min(rows, tokens // max(1, longest)) // beams))   # prompts of a batch
     ends = end_tokens(model, tokenizer)
-    answers = [[] for _ in prompts]
+    answers = []
     with evaluation_mode(model):
-        for s in range(0, len(order), size):
-            batch = order[s:s + size]
-            found = _search_batch(model, [prompts[i] for i in batch], beams, groups,
-                                  diversity_penalty, max_new_tokens, ends, length_penalty)
-            for i, samples in zip(batch, found): answers[i] = samples
+        for start in range(0, len(prompts), size):
+            answers += _search_batch(model, prompts[start:start + size], beams, groups,
+                                     diversity_penalty, max_new_tokens, ends)
     return answers

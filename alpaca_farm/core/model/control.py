@@ -14,40 +14,60 @@ from .adapters import grow_tables, state_of, train_token_rows
 
 # %% ../../../nbs/core/model/control.ipynb #8ae13980
 @torch.no_grad()
-def add_tokens(model, tokenizer, names: list[str], seed: int = 0, jitter: float = 1.) -> list[int]:
-    """The ids of tokens like '<good>', which are added to a model and its tokenizer, in place,
-    where they are not there; the model never generates them. Their embeddings are the mean of the
-    old ones with noise of `jitter` standard deviations in each dimension, drawn by `seed`."""
+def add_tokens(
+    model,                # changed in place
+    tokenizer,            # changed in place
+    names: list[str],     # such as '<good>'
+    seed: int = 0,        # of the embeddings' noise
+    jitter: float = 1.,   # of the noise, in standard deviations of each dimension
+) -> list[int]:
+    "Add tokens where they are not there, for prompts only, at the mean of the others; their ids."
     old = len(tokenizer)
     tokenizer.add_tokens(list(names), special_tokens=True)
     grow_tables(model, len(tokenizer))   # of a view; the model underneath stays as it is
     g = torch.Generator().manual_seed(seed)
-    tables = model.get_input_embeddings(), model.get_output_embeddings()
-    weights = {t.weight.data_ptr(): t.weight for t in tables if t is not None}   # one, if tied
-    for w in weights.values():
-        old_rows = w[:old].float()
-        noise = torch.randn(len(tokenizer) - old, w.shape[1], generator=g).to(w.device)
-        w[old:len(tokenizer)] = (old_rows.mean(0) + jitter * noise * old_rows.std(0)).to(w.dtype)
-    ids = [int(i) for i in tokenizer.convert_tokens_to_ids(list(names))]
-    suppressed = set(model.generation_config.suppress_tokens or []) | set(ids)
+    tables = [model.get_input_embeddings()]
+    head = model.get_output_embeddings()
+    if head is not None and head.weight is not tables[0].weight: tables.append(head)
+    for table in tables:
+        weight = table.weight
+        rows = weight[:old].float()
+        noise = torch.randn(len(tokenizer) - old, weight.shape[1], generator=g).to(weight.device)
+        new = rows.mean(0) + jitter * noise * rows.std(0)
+        weight[old:len(tokenizer)] = new.to(weight.dtype)
+    ids = tokenizer.convert_tokens_to_ids(list(names))
+    suppressed = model.generation_config.suppress_tokens or []
     model.generation_config = copy.copy(model.generation_config)
-    model.generation_config.suppress_tokens = sorted(suppressed)
+    model.generation_config.suppress_tokens = sorted({*suppressed, *ids})   # never generated
     if state_of(model).adapter is not None: train_token_rows(model, old)
     return ids
 
 # %% ../../../nbs/core/model/control.ipynb #ce145400
-def prepend_tokens(prompts: list[list[int]], tokens, tokenizer, times: int = 1) -> list[list[int]]:
-    "Prompts that begin `times` with a control token: an id for all of them, or one for each."
-    tokens = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
-    starts = [int(bool(p) and p[0] == tokenizer.bos_token_id) for p in prompts]  # 1 behind a BOS
-    return [p[:i] + [t] * times + p[i:] for p, t, i in zip(prompts, tokens, starts, strict=True)]
+def prepend_tokens(
+    prompts: list[list[int]],  # token ids
+    tokens: int | list[int],   # a control token for all of them, or one for each
+    tokenizer,                 # whose BOS stays in front
+    times: int = 1,            # that the token is repeated
+) -> list[list[int]]:
+    "Begin prompts with a control token."
+    if isinstance(tokens, int): tokens = [tokens] * len(prompts)
+    longer = []
+    for prompt, token in zip(prompts, tokens, strict=True):
+        start = 1 if prompt[:1] == [tokenizer.bos_token_id] else 0
+        longer.append(prompt[:start] + [token] * times + prompt[start:])
+    return longer
 
 # %% ../../../nbs/core/model/control.ipynb #6e164c80
-def set_control_prefix(tokenizer, name: str, times: int = 1):
-    "Make every prompt of this tokenizer begin with `name`, in place, also when it is saved."
-    tokenizer.init_kwargs['control'] = name * times
+def set_control_prefix(
+    tokenizer,       # changed in place; what is saved of it keeps the prefix
+    name: str,       # the token
+    times: int = 1,  # that it is repeated
+):
+    "Make every prompt of a tokenizer begin with a control token."
+    prefix = name * times
+    tokenizer.init_kwargs['control'] = prefix
     if not tokenizer.chat_template: return
     tokenizer.chat_template = (
         '{% set whole %}' + tokenizer.get_chat_template() + '{% endset %}'
         '{% set begin = bos_token if bos_token and whole.startswith(bos_token) else "" %}'
-        f'{{{{ begin + "{name * times}" + whole[begin|length:] }}}}')
+        f'{{{{ begin + "{prefix}" + whole[begin|length:] }}}}')

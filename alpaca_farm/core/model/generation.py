@@ -25,25 +25,34 @@ from ..run.progress import passes
 from ..data.text import end_tokens, pad
 
 # %% ../../../nbs/core/model/generation.ipynb #66297ef0
-def _uniform_stream(seed: int, prompt: list[int], occurrence: int, k: int, length: int):
-    """Uniform numbers (length,) for sample `k` of a prompt that has occurred `occurrence` times
-    before, float32 in [0, 1); a longer stream begins with the shorter one."""
+def _uniform_stream(
+    seed: int,
+    prompt: list[int],
+    occurrence: int,  # how often the prompt has occurred before
+    k: int,           # number of the sample
+    length: int,
+) -> np.ndarray:  # (length,) float32 in [0, 1); a longer stream begins with the shorter one
+    "Uniform numbers for one sample of a prompt."
     digest = hashlib.blake2b(repr((seed, occurrence, k)).encode(), digest_size=16)
     digest.update(np.asarray(prompt, dtype='<i8').tobytes())
     key = int.from_bytes(digest.digest(), 'little')
     return np.random.Generator(np.random.Philox(key=key)).random(length, dtype=np.float32)
 
 # %% ../../../nbs/core/model/generation.ipynb #18b2b812
-def _choose_token(logits, u, temperature: float = 1., top_p: float = 1., top_k: int = 0):
-    """The next tokens (B,) and their log-probs (B,) of logits (B, V), by inverse CDF at `u` (B,)
-    in [0, 1). Log-probs are those of the unrestricted distribution; at temperature 0, which takes
-    the likeliest token, those at temperature 1."""
+def _choose_token(
+    logits: torch.Tensor,      # (B, V)
+    u: torch.Tensor | None,    # (B,) in [0, 1); not read at temperature 0
+    temperature: float = 1.,   # 0 takes the likeliest token
+    top_p: float = 1.,
+    top_k: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # tokens and their log-probs, (B,) each
+    "Choose tokens by inverse CDF; log-probs are of the unrestricted distribution (at 0: at 1)."
     logits = logits.float()
     if temperature == 0:
         tokens = logits.argmax(-1, keepdim=True)
         return tokens.squeeze(-1), logits.log_softmax(-1).gather(-1, tokens).squeeze(-1)
-    probs = (logits if temperature == 1 else logits/temperature).softmax(-1)
-    kept = probs
+    if temperature != 1: logits = logits/temperature
+    probs = kept = logits.softmax(-1)
     if top_k and top_k < kept.shape[-1]:
         kept = torch.where(kept < kept.topk(top_k).values[:, -1:], 0, kept)
     if top_p < 1:   # the likeliest tokens of this probability, the last one included
@@ -65,19 +74,24 @@ class _GrowingLayer(DynamicLayer):
         if torch.is_autocast_enabled(layer.device.type):   # in which keys and values are used
             self.dtype = torch.get_autocast_dtype(layer.device.type)
         self.is_initialized = True
+        self.slot = None   # the column to write to, (1,), where a step is fixed
         self._move(layer.keys, layer.values)
 
     def _move(self, keys, values):
         "Copy `keys` and `values` into larger buffers."
         t = keys.shape[2]
         size = min(self.longest, t + max(16, t//2))
-        self.buffers = [x.new_empty(*x.shape[:2], size, x.shape[3], dtype=self.dtype)
-                        for x in (keys, values)]
+        self.buffers = [x.new_zeros(*x.shape[:2], size, x.shape[3], dtype=self.dtype)
+                        for x in (keys, values)]   # zeros, as a hidden column's weight
         for buffer, x in zip(self.buffers, (keys, values)): buffer[:, :, :t] = x
         self.keys, self.values = (buffer[:, :, :t] for buffer in self.buffers)
 
     def update(self, key_states, value_states, *args, **kwargs):
         "Write one step's keys and values; return views of all so far."
+        if self.slot is not None:
+            self.buffers[0].index_copy_(2, self.slot, key_states.to(self.dtype))
+            self.buffers[1].index_copy_(2, self.slot, value_states.to(self.dtype))
+            return self.buffers
         t = self.keys.shape[2]
         end = t + key_states.shape[2]
         if end > self.buffers[0].shape[2]: self._move(self.keys, self.values)
@@ -85,16 +99,72 @@ class _GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
         return self.keys, self.values
 
+    def fix(self, length: int, slot: torch.Tensor | None):
+        "Hold `length` columns and room for one; from now on write to `slot`, if it is one."
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+        if length == self.buffers[0].shape[2]: self._move(self.keys, self.values)
+        self.slot = slot
+
     def reorder_cache(self, beam_idx):
         "Continue with these rows only."
         self._move(self.keys[beam_idx], self.values[beam_idx])
 
+# %% ../../../nbs/core/model/generation.ipynb #5a1c07d2
+@contextmanager
+def _never_waiting(device: torch.device):
+    "RuntimeError if the host waits for a GPU within the context, as no graph can."
+    if device.type != 'cuda':
+        yield
+        return
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode('error')
+    try: yield
+    finally: torch.cuda.set_sync_debug_mode(mode)
+
+
+class _FixedStep:
+    "A step of decoding whose tensors stay where they are, so that a GPU can replay its kernels."
+    def __init__(self, state):
+        layers, length = state.cache.layers, state.length
+        self.slot = torch.tensor([length], device=state.positions.device)
+        for layer in layers: layer.fix(length, self.slot)
+        self.size = layers[0].buffers[0].shape[2]
+        self.tokens = torch.zeros_like(state.positions)
+        self.mask = F.pad(state.mask[..., :self.size], (0, 1))   # room for the last step's slot
+        self.mask[..., length + 1:] = torch.finfo(self.mask.dtype).min
+        self.logits = self.graph = None
+
+    def compute(self, state):
+        "One step, by the model."
+        self.logits = state.next_logits(self.tokens, self.mask[..., :self.size])
+        state.positions += 1
+        self.slot += 1
+        self.mask.index_fill_(3, self.slot, 0)
+
+    def logits_after(self, state, tokens: torch.Tensor) -> torch.Tensor:
+        "The logits (B, V) behind `tokens` (B,); from the second step on a GPU replays the first."
+        self.tokens.copy_(tokens[:, None])
+        if self.logits is None or tokens.device.type != 'cuda':
+            with _never_waiting(tokens.device): self.compute(state)
+        elif self.graph is None:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph): self.compute(state)
+        if self.graph: self.graph.replay()
+        return self.logits
+
 # %% ../../../nbs/core/model/generation.ipynb #347f1cf2
 class DecodingState:
     "A batch in progress: cache, mask, positions and next logits, a row per unfinished sample."
-    def __init__(self, model, prompts, rows, longest):
-        "Read `prompts`, then repeat them as `rows` says; `longest`: tokens of prompt and answer."
+    def __init__(self,
+        model,
+        prompts: list[list[int]],  # all are read
+        rows: list[int],   # the prompt of each row
+        longest: int,      # tokens of a prompt and its answer
+        fixed: bool = False,  # keep tensors in their places, where rows are seldom dropped
+    ):
+        "Read the prompts, each once, and repeat them by `rows`."
         self.model, self.cache = model, DynamicCache(config=model.config)
+        self.fixed = self.step = None
         self.parameters = signature(model.forward).parameters
         config = getattr(model, 'generation_config', None)
         suppressed = getattr(config, 'suppress_tokens', None) or []
@@ -105,45 +175,68 @@ class DecodingState:
         self.padded = any(len(p) < self.length for p in prompts)
         self.positions = (mask.cumsum(1) - 1).clamp(min=0)
         self.logits = self.next_logits(ids, mask)
-        self.positions = self.positions[:, -1:]
+        self.positions = self.positions[:, -1:] + 1   # of the next token
         self.mask = F.pad(mask, (0, longest - self.length), value=1)
         self.select(torch.tensor(rows, device=model.device))
         layers, config = self.cache.layers, model.config
         plain = [type(x) is DynamicLayer and x.is_initialized for x in layers]
-        layers[:] = [_GrowingLayer(x, longest) if grows else x for x, grows in zip(layers, plain)]
+        for i, grows in enumerate(plain):
+            if grows: layers[i] = _GrowingLayer(layers[i], longest)
         alibi = getattr(config, 'alibi', False) or config.model_type in ('bloom', 'mpt')
         kernel = getattr(config, '_attn_implementation', None)
-        if not alibi and all(plain) and kernel in ('sdpa', 'eager'):
+        plain = not alibi and all(plain) and kernel in ('sdpa', 'eager')
+        if plain:
+            self.fixed = fixed
             hidden, dtype = (self.mask == 0)[:, None, None], layers[0].dtype
             open_ = torch.zeros_like(hidden, dtype=dtype)
             self.mask = open_.masked_fill(hidden, torch.finfo(dtype).min)
 
     def select(self, rows):
         "Continue with these rows only; a row may occur many times."
+        self.end_step()
         self.cache.reorder_cache(rows)
         self.mask, self.positions = self.mask[rows], self.positions[rows]
         self.logits = self.logits[rows]
+
+    def end_step(self):
+        "Let the cache's layers grow again."
+        if not self.step: return
+        self.step = None
+        for layer in self.cache.layers: layer.fix(self.length, None)
 
     def next_logits(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         "Read tokens (B, T) and return the logits (B, V) of the token that follows."
         optional = dict(position_ids=self.positions, logits_to_keep=1)
         given = {k: v for k, v in optional.items() if k in self.parameters}
-        logits = self.model(input_ids=ids, attention_mask=mask if self.padded else None,
+        logits = self.model(input_ids=ids, attention_mask=mask if self.padded or self.step else None,
                             past_key_values=self.cache, use_cache=True, **given).logits[:, -1]
         if not len(self.suppressed): return logits
         return logits.index_fill(1, self.suppressed, -torch.inf)
 
     def feed(self, tokens: torch.Tensor):
         "Read one more token (B,) per row."
-        self.length, self.positions = self.length + 1, self.positions + 1
+        if self.step and self.length == self.step.size: self.end_step()
+        if self.fixed and not self.step: self.step = _FixedStep(self)
+        self.length += 1
+        if self.step:
+            try:
+                self.logits = self.step.logits_after(self, tokens)
+                return
+            except RuntimeError as e:
+                if 'synchronizing' not in str(e): raise
+                self.length -= 1
+                self.end_step()
+                self.length, self.fixed = self.length + 1, False   # the model waits for a figure
         self.logits = self.next_logits(tokens[:, None], self.mask[..., :self.length])
+        self.positions = self.positions + 1
 
 # %% ../../../nbs/core/model/generation.ipynb #18b1d050
 @torch.no_grad()
 def _write_batch(model, prompts, rows, u, steps, ends, choice) -> tuple[np.ndarray, np.ndarray]:
     "Tokens and log-probs (rows, steps) of one batch; arbitrary after an answer's end."
     device = model.device
-    state = DecodingState(model, prompts, rows, max(map(len, prompts)) + steps)
+    longest = max(map(len, prompts)) + steps
+    state = DecodingState(model, prompts, rows, longest, fixed=device.type == 'cuda')
     tokens = torch.zeros(len(rows), steps, dtype=torch.long, device=device)
     logps = torch.zeros(len(rows), steps, device=device)
     unfinished = torch.ones(len(rows), dtype=torch.bool, device=device)
@@ -176,7 +269,11 @@ class Sample(NamedTuple):
     ended: bool            # False: cut off at `max_new_tokens`
 
 
-def cut_sample(tokens: np.ndarray, logps: np.ndarray, ends: list[int]) -> Sample:
+def cut_sample(
+    tokens: np.ndarray,  # (T,)
+    logps: np.ndarray,   # (T,)
+    ends: list[int],     # end tokens
+) -> Sample:
     "Cut one row after its first end token; ValueError if the model has diverged."
     stops = np.isin(tokens, ends).nonzero()[0]
     size = stops[0] + 1 if len(stops) else len(tokens)
@@ -198,8 +295,12 @@ def evaluation_mode(model):
         if attention != model.config._attn_implementation: model.set_attn_implementation(attention)
 
 
-def check_sampling(model, prompts: list[list[int]], max_new_tokens: int):
-    "ValueError for a prompt that the model cannot read, with an answer of `max_new_tokens`."
+def check_sampling(
+    model,
+    prompts: list[list[int]],
+    max_new_tokens: int,  # of the answer, which the model has to read as well
+):
+    "Raise ValueError for a prompt that the model cannot read."
     if 'past_key_values' not in signature(model.forward).parameters:
         raise ValueError(f'{type(model).__name__} takes no past_key_values: use its generate()')
     words = model.get_input_embeddings().weight.shape[0]
@@ -214,13 +315,37 @@ def check_sampling(model, prompts: list[list[int]], max_new_tokens: int):
                              f'{max_new_tokens} exceed max_position_embeddings = {limit}')
 
 # %% ../../../nbs/core/model/generation.ipynb #abf6df5c
-def generate(model, tokenizer, prompts: list[list[int]], n: int = 1, max_new_tokens: int = 300,
-             temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0,
-             batch_size: int = 0) -> list[list[Sample]]:
-    """Sample `n` answers to each prompt, lists of token ids, in their order; ValueError for a
-    prompt that the model cannot read. `tokenizer` is read for its end token (None: those of
-    `generation_config`), temperature 0 is greedy, `top_p` and `top_k` sample only from the
-    likeliest tokens (1 and 0: all), and `batch_size` counts sequences (0: by memory)."""
+class _Job(NamedTuple):
+    "One sample to be drawn."
+    prompt: tuple[int, ...]
+    occurrence: int  # how often the prompt has occurred before
+    k: int           # number of the sample
+    place: int       # of the prompt among all
+
+
+def _sampling_jobs(prompts: list[list[int]], n: int) -> list[_Job]:
+    "The samples to be drawn, those of the longest prompts first."
+    jobs, seen = [], Counter()
+    for place, prompt in enumerate(prompts):
+        prompt = tuple(map(int, prompt))
+        for k in range(n): jobs.append(_Job(prompt, seen[prompt], k, place))
+        seen[prompt] += 1
+    return sorted(jobs, key=lambda job: (-len(job.prompt), job.prompt))
+
+
+def generate(
+    model,
+    tokenizer,                  # read for its end token; None: those of generation_config
+    prompts: list[list[int]],   # token ids
+    n: int = 1,                 # samples of each prompt
+    max_new_tokens: int = 300,
+    temperature: float = 1.0,   # 0 is greedy
+    top_p: float = 1.0,         # sample from the likeliest tokens of this probability; 1: from all
+    top_k: int = 0,             # and from this many; 0: from all
+    seed: int = 0,
+    batch_size: int = 0,        # sequences beside each other; 0: by memory
+) -> list[list[Sample]]:  # n of each prompt
+    "Sample answers to prompts; ValueError for a prompt that the model cannot read."
     if hasattr(model, 'get_base_model'): model = model.get_base_model()   # of peft
     longest = max(map(len, prompts), default=0) + max_new_tokens
     rows, tokens = pass_limits(model, batch_size, cached=True)
@@ -231,25 +356,22 @@ def generate(model, tokenizer, prompts: list[list[int]], n: int = 1, max_new_tok
                     top_k, seed)
     ends = end_tokens(model, tokenizer)
     choice = dict(temperature=temperature, top_p=top_p, top_k=top_k)
-    jobs, seen = [], Counter()
-    for i, p in enumerate(tuple(map(int, p)) for p in prompts):
-        jobs += [(p, seen[p], k, i) for k in range(n)]
-        seen[p] += 1
-    jobs.sort(key=lambda job: (-len(job[0]), job[0]))
 
     def write_all(jobs):
         answers = []
-        for s in passes('batches of answers', range(0, len(jobs), batch_size)):
-            batch, u = jobs[s:s + batch_size], None
-            row = {p: j for j, p in enumerate(dict.fromkeys(job[0] for job in batch))}
+        for start in passes('batches of answers', range(0, len(jobs), batch_size)):
+            batch, u = jobs[start:start + batch_size], None
+            distinct = list(dict.fromkeys(job.prompt for job in batch))
+            row = {prompt: j for j, prompt in enumerate(distinct)}
             if temperature:
                 u = np.stack([_uniform_stream(seed, *job[:3], max_new_tokens) for job in batch])
-            rows = [row[job[0]] for job in batch]
+            rows = [row[job.prompt] for job in batch]
             with autocast(model):
-                written = _write_batch(model, list(row), rows, u, max_new_tokens, ends, choice)
-            answers += [cut_sample(*answer, ends) for answer in zip(*written)]
+                written = _write_batch(model, distinct, rows, u, max_new_tokens, ends, choice)
+            for tokens, logps in zip(*written): answers.append(cut_sample(tokens, logps, ends))
         return answers
-    samples = [[None]*n for _ in prompts]
+    jobs = _sampling_jobs(prompts, n)
     with evaluation_mode(model): answers = in_parts(write_all, jobs)
-    for (_, _, k, i), answer in zip(jobs, answers): samples[i][k] = answer
+    samples = [[None]*n for _ in prompts]
+    for job, answer in zip(jobs, answers): samples[job.place][job.k] = answer
     return samples

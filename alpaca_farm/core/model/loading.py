@@ -85,9 +85,14 @@ def model_path(spec: str) -> str:
                             f'or in its folder model/{found}')
 
 
-def from_files(kind, spec: str, what: str, **options):
-    """What a class of transformers reads from `what` of a model; ValueError naming the model if
-    that is damaged, or if it is to be read by code of its own, which is never executed."""
+def from_files(
+    kind,       # a class of transformers
+    spec: str,  # as for `model_path`
+    what: str,  # the part that is read, for an error's text
+    **options,
+):
+    """Read a part of a model; ValueError naming the model if the part is damaged, or needs code of
+    its own, which is never executed."""
     path = model_path(spec)
     try: return kind.from_pretrained(path, trust_remote_code=False, **options)
     except Exception as e:
@@ -119,10 +124,13 @@ def place_model(model, cfg: Config):
     return (model if getattr(model, 'is_quantized', False) else model.to(device_of(cfg))).eval()
 
 
-def load_tokenizer(spec: str, model=None, arguments: dict = {}):
-    """A model's tokenizer, with a padding token; if the model is given, one that it knows; its
-    chat template takes `arguments`. ValueError if it does not know them, if the tokenizer has no
-    end of an answer, or the model does not know it."""
+def load_tokenizer(
+    spec: str,            # as for `model_path`
+    model=None,           # which must know its tokens
+    arguments: dict = {},  # of its chat template
+):
+    """Load a tokenizer, with a padding token; ValueError if its template takes other arguments, or
+    an answer's end is not among the model's tokens."""
     from jinja2 import TemplateSyntaxError
     from transformers import AutoTokenizer
     tokenizer = from_files(AutoTokenizer, spec, 'tokenizer')
@@ -160,10 +168,13 @@ def _attention_of(spec: str, cfg: Config) -> str | None:
     return 'flash_attention_2' if getattr(family, '_supports_flash_attn', False) else None
 
 
-def loading_options(spec: str, cfg: Config, train: bool, checked: bool = True) -> dict:
-    """With which kernel and in which precision a model is loaded, which is trained or compared
-    with one that is; ImportError for weights in 4 bits without bitsandbytes, MemoryError, if
-    `checked`, for a model that cannot be trained on this machine."""
+def loading_options(
+    spec: str,
+    cfg: Config,
+    train: bool,           # whether it is trained, or compared with one that is
+    checked: bool = True,  # MemoryError if training it takes more than there is
+) -> dict:
+    "Choose a model's kernel and precision; ImportError for 4 bits without bitsandbytes."
     from transformers import BitsAndBytesConfig
     master = train and getattr(cfg, 'master_weights', True) and not getattr(cfg, 'lora_rank', 0)
     dtype = torch.float32 if master else dtype_of(cfg)
@@ -208,10 +219,14 @@ def _embeddings_are_tied(model, folder: str, unexpected: set[str]) -> bool:
     return all(w.shape != table.shape or torch.equal(w.to(table), table) for w in saved)
 
 
-def load_model(kind, spec: str, dtype: torch.dtype, fresh: tuple[str, ...] = (), **options):
-    """A model of a class of transformers, with the adapter added to its weights if `spec` is
-    one; the weights `fresh` may be missing. ValueError if it cannot be loaded or its files lack
-    others."""
+def load_model(
+    kind,       # a class of transformers
+    spec: str,  # as for `model_path`; an adapter is added to the weights
+    dtype: torch.dtype,
+    fresh: tuple[str, ...] = (),  # weights that may be missing
+    **options,  # of `loading_options`
+):
+    "Load a model; ValueError if that fails, or weights are missing."
     from transformers.utils import logging
     folder = model_path(spec)
     model_config(spec)   # refused before its weights are read

@@ -50,22 +50,26 @@ def _check_policy(model, spec: str, cfg: Config):
     "ValueError if tokens see later ones, or logits are no function of the last states."
     words = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(1, 4, device=model.device)[None] % words
-    read = lambda f, ids: f(input_ids=ids, use_cache=False)
     with autocast(model):
-        logits, states = read(model, ids).logits, read(model.base_model, ids)[0]
-        alone, ours = read(model.base_model, ids[:, :1])[0], logits_of(model, states)
+        logits = model(input_ids=ids, use_cache=False).logits
+        states = model.base_model(input_ids=ids, use_cache=False)[0]
+        alone = model.base_model(input_ids=ids[:, :1], use_cache=False)[0]
+        ours = logits_of(model, states)
     error = 1e-3 if dtype_of(cfg) == torch.float32 else .2   # more than rounding can do
-    differs = lambda a, b: bool((a - b).abs().max() > error * b.float().std())
     name = f'{spec}: {type(model).__name__}'
-    if differs(alone, states[:, :1]):
+    if (alone - states[:, :1]).abs().max() > error * states[:, :1].float().std():
         raise ValueError(f'{name} is no causal model: its tokens see later ones')
-    if differs(ours, logits):
+    if (ours - logits).abs().max() > error * logits.float().std():
         raise ValueError(f'{name} computes its logits in a way that is not supported')
 
 
-def load_policy(spec: str, cfg: Config, train: bool = False, frozen: bool = False):
-    """A causal language model and its tokenizer, from what `model_path` takes; in the
-    precision of training, and if `frozen` without what only training needs."""
+def load_policy(
+    spec: str,      # run folder, model folder, GGUF file or name on the hub
+    cfg: Config,    # its device and precision, and the adapter if it has one
+    train: bool = False,   # in the precision of training, with an adapter if one is asked for
+    frozen: bool = False,  # with `train`: as it is compared with one that is trained
+):  # model and tokenizer
+    "Load a causal language model and its tokenizer."
     from transformers import AutoModelForCausalLM
     model = load_model(AutoModelForCausalLM, spec, **loading_options(spec, cfg, train, not frozen))
     model = place_model(model, cfg)
@@ -80,10 +84,13 @@ def load_reference(policy, cfg: Config):
     return load_policy(cfg.policy, cfg, train=True, frozen=True)[0] if before is None else before
 
 # %% ../../../nbs/core/model/models.ipynb #94f85443
-def load_scalar(spec: str, cfg: Config, head: str = 'keep', train: bool = False):
-    """A model with a scalar head and its tokenizer, from a policy or scalar model; `head`:
-    'keep' for the saved one, 'zero' or 'normal' for a fresh one. ValueError for an encoder to
-    be trained."""
+def load_scalar(
+    spec: str,            # a policy or a scalar model, as for `load_policy`
+    cfg: Config,
+    head: str = 'keep',   # the saved head; 'zero' or 'normal': a fresh one
+    train: bool = False,  # ValueError for an encoder
+):  # model and tokenizer
+    "Load a model with a scalar head and its tokenizer."
     from transformers import AutoModelForSequenceClassification
     register_scalar_class(spec)
     # the check of PPO's policy counts its value model, which is loaded later
@@ -106,19 +113,24 @@ def load_scalar(spec: str, cfg: Config, head: str = 'keep', train: bool = False)
     return _prepare_training(model, spec, cfg) if train else model, tokenizer
 
 # %% ../../../nbs/core/model/models.ipynb #ada1000e
-def scalar_on(policy, name: str, spec: str, cfg: Config):
-    """A scalar model on the weights under a policy's adapter, with a new adapter, `name`, from
-    a reward model, or fresh with a head of zeros if `spec` is empty; None if it has other
-    weights."""
+def scalar_on(
+    policy,     # a view with an adapter
+    name: str,  # of the new adapter
+    spec: str,  # the reward model whose adapter it is; empty: a fresh one, with a head of zeros
+    cfg: Config,
+):  # None if the reward model has other weights
+    "Make a scalar model on the frozen weights of a policy, with an adapter of its own."
     from transformers import AutoModelForSequenceClassification
-    folders = [f for f in (at_root(spec)/'adapter', at_root(spec)) if spec and is_adapter(f)]
-    if state_of(policy).adapter is None or (spec and not folders): return
-    base = state_of(policy).base
+    base = folder = state_of(policy).base
+    if state_of(policy).adapter is None: return
     if spec:
-        named = read_json(folders[0]/'adapter_config.json')['base_model_name_or_path']
+        folder = at_root(spec)/'adapter'
+        if not is_adapter(folder): folder = at_root(spec)
+        if not is_adapter(folder): return
+        named = read_json(folder/'adapter_config.json')['base_model_name_or_path']
         if at_root(named) != at_root(base): return
-        base_of(folders[0])   # the same weights still
-    config = model_config(str(folders[0] if spec else base), num_labels=1)
+        base_of(folder)   # the same weights still
+    config = model_config(str(folder), num_labels=1)
     if config.num_hidden_layers != policy.config.num_hidden_layers: return
     with torch.device('meta'):
         model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
@@ -127,19 +139,24 @@ def scalar_on(policy, name: str, spec: str, cfg: Config):
     inherit_state(model, policy, adapter=None, before=None, sampler=None)
     width = config.get_text_config().hidden_size
     model.score = torch.nn.Linear(width, 1, bias=False, device=policy.device)
-    if spec: return add_saved(model.eval(), name, folders[0])
+    if spec: return add_saved(model.eval(), name, folder)
     torch.nn.init.zeros_(model.score.weight)
     return add_adapter(model.eval(), name, lora_config(cfg), cfg.seed + 1)
 
 # %% ../../../nbs/core/model/models.ipynb #4eb467ca
 def before(response: torch.Tensor) -> torch.Tensor:
-    "1 at the positions whose states predict a response's tokens: (B, T) of the same."
+    "Mark the positions whose states predict a response's tokens: (B, T), as the response's mask."
     return F.pad(response[:, 1:], (0, 1))
 
 
-def hidden_states(model, ids, mask, response=None, read=None) -> torch.Tensor:
-    """The last layer's states (B, T, hidden), before the head, arbitrary at padding. All arguments
-    are (B, T), 1 at real tokens, at the responses' and at the states that are used (None: all)."""
+def hidden_states(
+    model,
+    ids: torch.Tensor,    # (B, T)
+    mask: torch.Tensor,   # (B, T), 1 at real tokens
+    response: torch.Tensor | None = None,  # (B, T), 1 at answers, whose prompts are shared
+    read: torch.Tensor | None = None,      # (B, T), 1 at the states that are used; None: all
+) -> torch.Tensor:  # (B, T, hidden), arbitrary at padding
+    "Compute the last layer's states, before the head."
     packed = pack(ids, mask, response, attention_window(model)) if reads_packed(model) else None
     parts = [] if read is None else position_wise(model)
     if packed:
@@ -175,10 +192,13 @@ def logits_of(model, states: torch.Tensor) -> torch.Tensor:
     return head_logits(states, **_head_parts(model))
 
 # %% ../../../nbs/core/model/models.ipynb #89ee98c7
-def logprobs(model, batch: dict, temperature: float = 1.0, states=None) -> torch.Tensor:
-    """log p of each response token given the tokens before it, zero elsewhere: (B, T), as `ids`,
-    `mask` and `response` of the batch. Logits are divided by the temperature, as when sampling;
-    `states` (B, T, hidden) may be known already."""
+def logprobs(
+    model,
+    batch: dict,                # ids, mask, response: (B, T) each
+    temperature: float = 1.0,   # divides the logits, as when sampling
+    states: torch.Tensor | None = None,  # (B, T, hidden) of `answer_states`, if known already
+) -> torch.Tensor:  # (B, T), zero outside of the response
+    "Compute log p of each response token given the tokens before it, in nats."
     if states is None: states = answer_states(model, batch)
     chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
     logp = selected_logprobs(states[:, :-1][chosen], tokens=tokens[chosen],
@@ -188,17 +208,26 @@ def logprobs(model, batch: dict, temperature: float = 1.0, states=None) -> torch
     return out
 
 
-def sequence_logprobs(model, batch: dict, temperature: float = 1.0) -> torch.Tensor:
-    "log p of each whole response (...), of a batch (..., T), in one forward pass; differentiable."
+def sequence_logprobs(
+    model,
+    batch: dict,  # ids, mask, response: (..., T) each
+    temperature: float = 1.0,
+) -> torch.Tensor:  # (...), differentiable
+    "Compute log p of each whole response, in one forward pass."
     flat = {k: batch[k].flatten(0, -2) for k in ('ids', 'mask', 'response')}
     return logprobs(model, flat, temperature).sum(1).view(batch['ids'].shape[:-1])
 
 # %% ../../../nbs/core/model/models.ipynb #22640f1d
 @torch.no_grad()
-def response_logprobs(model, prompts: list, responses: list, pad_id: int,
-                      temperature: float = 1.0, size: int = 0) -> torch.Tensor:
-    """log p of each whole response given its prompt, N lists of token ids each: (N,) float32 on
-    the CPU, in nats; `size`: responses in a forward pass; 0: by memory."""
+def response_logprobs(
+    model,
+    prompts: list[list[int]],    # N
+    responses: list[list[int]],  # N
+    pad_id: int,
+    temperature: float = 1.0,
+    size: int = 0,               # responses in a forward pass; 0: by memory
+) -> torch.Tensor:  # (N,) float32 on the CPU, in nats
+    "Compute log p of each whole response given its prompt, without gradients."
     def compute(prompts, responses):
         out = torch.zeros(len(prompts))
         batches = answer_batches(prompts, responses, *pass_limits(model, size))
@@ -211,10 +240,14 @@ def response_logprobs(model, prompts: list, responses: list, pad_id: int,
 
 # %% ../../../nbs/core/model/models.ipynb #420959d9
 @torch.no_grad()
-def next_log_odds(model, prompts: list, tokens: list, pad_id: int, size: int = 0) -> torch.Tensor:
-    """log p of the second minus log p of the first of two tokens as the next one behind a prompt,
-    of N prompts (lists of ids) and N pairs of tokens: (N,) float32 on the CPU, in nats, from
-    logits in float32; `size`: prompts in a forward pass, as in `response_logprobs`."""
+def next_log_odds(
+    model,
+    prompts: list[list[int]],      # N
+    tokens: list[tuple[int, int]],  # N pairs
+    pad_id: int,
+    size: int = 0,                 # prompts in a forward pass; 0: by memory
+) -> torch.Tensor:  # (N,) float32 on the CPU, in nats, from logits in float32
+    "Compute log p of the second minus that of the first token as the next behind a prompt."
     head = _head_parts(model)
     def compute(prompts, tokens):
         out = torch.zeros(len(prompts))
@@ -243,9 +276,14 @@ def head_values(model, states: torch.Tensor) -> torch.Tensor:
         return model.score(widen(states)).squeeze(-1)
 
 
-def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
-    """The scalar head at each row's last real token, or its mean over the response, plus
-    `likelihood` times log p of the response, for models that use it: (B,), of (B, T) each."""
+def sequence_scores(
+    model,
+    ids: torch.Tensor,   # (B, T)
+    mask: torch.Tensor,  # (B, T)
+    response: torch.Tensor | None = None,  # (B, T), read if the model's config asks for it
+) -> torch.Tensor:  # (B,)
+    """Score each row: the scalar head at its last real token, or its mean over the response, plus
+    `likelihood` times log p of the response."""
     last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     weight = getattr(model.config, 'likelihood', 0.)
     rows = torch.arange(len(ids), device=ids.device)
@@ -264,8 +302,12 @@ def sequence_scores(model, ids, mask, response=None) -> torch.Tensor:
     return scores + weight * total.float()
 
 
-def values(model, batch: dict, states=None) -> torch.Tensor:
-    "V of the state in which each response token is chosen, (B, T); zero outside the response."
+def values(
+    model,
+    batch: dict,  # ids, mask, response: (B, T) each
+    states: torch.Tensor | None = None,  # (B, T, hidden) of `answer_states`, if known already
+) -> torch.Tensor:  # (B, T), zero outside of the response
+    "Compute V of the state in which each response token is chosen."
     if states is None: states = answer_states(model, batch)
     scores = head_values(model, states)
     return torch.cat([torch.zeros_like(scores[:, :1]), scores[:, :-1]], 1) * batch['response']
@@ -315,9 +357,14 @@ def _write_model(model, tokenizer, run, name: str, weights: dict | None = None):
         for p in sorted(steps, key=lambda p: int(p.name[6:]))[:-limit]: remove(p)
 
 
-def save_model(model, tokenizer, run, name: str = 'model', whole: bool = True):
-    """Write a model, its tokenizer and its card into a run folder, completely or not at all; of a
-    model with an adapter, `whole`: write the whole model as well."""
+def save_model(
+    model,
+    tokenizer,
+    run,                  # the run whose folder it is written into
+    name: str = 'model',  # of its folder
+    whole: bool = True,   # of a model with an adapter: write the whole model as well
+):
+    "Write a model, its tokenizer and its card, completely or not at all."
     if state_of(model).adapter is not None:
         own = 'adapter' if name == 'model' else name
         _write_model(model, tokenizer, run, own)

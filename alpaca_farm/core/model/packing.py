@@ -11,7 +11,6 @@ from contextlib import contextmanager, nullcontext
 from functools import lru_cache, wraps
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from .adapters import state_of
@@ -25,30 +24,46 @@ class Packed(NamedTuple):
     index: torch.Tensor      # (B, T), the number of each token of the padded batch, 0 at padding
 
 
-def pack(ids, mask, response=None, window: float = math.inf) -> Packed | None:
-    """A batch (B, T), its mask 1 at real tokens and `response` at those of answers, which end the
-    rows, without padding, each prompt once; None where a row is longer than `window`, or that
-    saves too little."""
-    response = torch.zeros_like(mask) if response is None else response * mask
-    x, real, answers = (t.cpu().numpy() for t in (ids, mask.bool(), response.sum(1)))
-    prompts, numbers, n = {}, [], 0
-    for row, a in zip([i[m] for i, m in zip(x, real)], answers):
-        prompt = row[:len(row) - a]
-        known = prompts.get(prompt.tobytes())
-        if known is None:
-            known = prompts[prompt.tobytes()] = np.arange(n, n + len(prompt))
-            n += len(prompt)
-        numbers.append(np.append(known, np.arange(n, n + a)))
-        n += a
-    numbers, lengths = np.concatenate(numbers), real.sum(1)
-    longest = lengths.max()
-    if longest > window or not 0 < n <= .95 * x.size: return None
-    rows, index = np.full((len(x), longest), n), np.zeros(x.shape, int)
-    places = np.nonzero(np.arange(longest) < lengths[:, None])
-    rows[places], index[real] = numbers, numbers
-    flat = np.zeros((2, 1, n), int)
-    flat[0, 0, numbers], flat[1, 0, numbers] = x[real], places[1]
-    return Packed(*(torch.from_numpy(t).to(ids.device) for t in (*flat, rows[None, None], index)))
+def pack(
+    ids: torch.Tensor,                     # (B, T), tokens of a padded batch
+    mask: torch.Tensor,                    # (B, T), 1 at real tokens
+    response: torch.Tensor | None = None,  # (B, T), 1 at answers' tokens, which end the rows
+    window: float = math.inf,              # the most tokens of a row
+) -> Packed | None:
+    "Pack a batch, each prompt once; None where a row exceeds `window`, or that saves too little."
+    ids, real = ids.cpu(), mask.bool().cpu()
+    answers = [0] * len(ids)
+    if response is not None: answers = (response * mask).sum(1).tolist()
+
+    # 1. number the tokens: those of a prompt once, those of an answer each time
+    number_of = {}   # prompt: the number of its first token
+    numbers = []
+    n = 0
+    for row, kept, answer in zip(ids, real, answers):
+        size = kept.sum().item() - answer
+        prompt = row[kept][:size].numpy().tobytes()
+        if prompt not in number_of:
+            number_of[prompt] = n
+            n += size
+        first = number_of[prompt]
+        numbers += [torch.arange(first, first + size), torch.arange(n, n + answer)]
+        n += answer
+    lengths = real.sum(1, keepdim=True)
+    longest = lengths.max().item()
+    if longest > window or not 0 < n <= .95 * ids.numel(): return None
+
+    # 2. write each token under its number, and the numbers into both kinds of rows
+    numbers = torch.cat(numbers)
+    listed = torch.zeros(n, dtype=torch.long)
+    listed[numbers] = ids[real]
+    positions = torch.zeros_like(listed)
+    positions[numbers] = real.cumsum(1)[real] - 1
+    rows = torch.full((len(ids), longest), n)
+    rows[torch.arange(longest) < lengths] = numbers
+    index = torch.zeros_like(ids)
+    index[real] = numbers
+    parts = listed[None], positions[None], rows[None, None], index
+    return Packed(*(part.to(mask.device) for part in parts))
 
 # %% ../../../nbs/core/model/packing.ipynb #33512dd1
 @lru_cache
@@ -61,86 +76,109 @@ def _register_rows(kernel: str):
     def attend(module, query, key, value, mask, *args, **more):
         if mask is None or mask.dtype != torch.long:
             return attention(module, query, key, value, mask, *args, **more)
-        rows, n = mask[0, 0], query.shape[2]
-        def copied(x):  # (1, H, N, d) to (B, H, L, d)
+        rows = mask[0, 0]
+        n = query.shape[2]
+
+        def in_rows(x):  # (1, H, N, d) to (B, H, L, d)
             chosen = x[0].transpose(0, 1).index_select(0, rows.clamp(max=n - 1).flatten())
             return chosen.view(*rows.shape, *chosen.shape[1:]).transpose(1, 2)
+
         more.pop('position_ids', None)  # those of the list
-        out, _ = attention(module, *map(copied, (query, key, value)), None, *args, **more)
+        states = in_rows(query), in_rows(key), in_rows(value)
+        out, _ = attention(module, *states, None, *args, **more)
         places = torch.arange(rows.numel(), device=rows.device)
         home = rows.new_empty(n + 1).scatter_(0, rows.flatten(), places)  # a place of each token
         return out.flatten(0, 1).index_select(0, home[:n])[None], None
+
     AttentionInterface.register(kernel, attend)
 
 # %% ../../../nbs/core/model/packing.ipynb #9e30d123
 def trunk_states(model, **given) -> torch.Tensor:
-    "The last layer's states, before the head, of what a model's trunk is given."
-    trunk, flash = model.base_model, model.config._attn_implementation == 'flash_attention_2'
-    kind = trunk.device.type
-    half = flash and trunk.dtype == torch.float32 and not torch.is_autocast_enabled(kind)
-    with torch.autocast(kind, torch.bfloat16) if half else nullcontext():
+    "Return the last layer's states, before the head, of what a model's trunk is given."
+    trunk = model.base_model
+    device = trunk.device.type
+    flash = model.config._attn_implementation == 'flash_attention_2'
+    half = flash and trunk.dtype == torch.float32 and not torch.is_autocast_enabled(device)
+    with torch.autocast(device, torch.bfloat16) if half else nullcontext():
         return trunk(**given, use_cache=False).last_hidden_state
 
 
 def packed_states(model, packed: Packed) -> torch.Tensor:
-    "The last layer's states of a list of tokens, before the head: (N, hidden)."
+    "Return the last layer's states of a list of tokens, before the head: (N, hidden)."
     return trunk_states(model, input_ids=packed.ids, position_ids=packed.positions,
                         attention_mask=packed.rows)[0]
 
 # %% ../../../nbs/core/model/packing.ipynb #b2d916e3
 def position_wise(model) -> list:
-    "The modules of the last layer that treat positions one by one, if named as Llama's."
-    last = (getattr(model.base_model, 'layers', None) or [None])[-1]
-    if last is None or getattr(last, 'gradient_checkpointing', False) or 'forward' in vars(last):
-        return []   # no such list, or the layer is computed again later (`checkpoint_layers`)
-    parts = getattr(getattr(last, 'self_attn', None), 'o_proj', None), getattr(last, 'mlp', None)
-    return [] if None in parts or hasattr(parts[1], 'experts') else list(parts)
+    "List the modules of the last layer that treat positions one by one, if named as Llama's."
+    layers = getattr(model.base_model, 'layers', None)
+    if not layers: return []
+    last = layers[-1]
+    if getattr(last, 'gradient_checkpointing', False) or 'forward' in vars(last):
+        return []   # the layer is computed again later (`checkpoint_layers`)
+    projection = getattr(getattr(last, 'self_attn', None), 'o_proj', None)
+    feed_forward = getattr(last, 'mlp', None)
+    if projection is None or feed_forward is None or hasattr(feed_forward, 'experts'): return []
+    return [projection, feed_forward]
 
-
+# %% ../../../nbs/core/model/packing.ipynb #d6b4f0a2
 @contextmanager
 def computed_at(parts: list, cells: torch.Tensor):
-    "Within the context, modules from (R, W, d) to (R, W, e) are computed at these cells, else 0."
+    "Compute modules from (R, W, d) to (R, W, e) at these cells only, and give 0 elsewhere."
     shapes = {}
+
     def take(part, args):
-        shapes[part] = args[0].shape[:2]
-        return args[0].flatten(0, 1)[None, cells],
+        states, = args
+        shapes[part] = states.shape[:2]
+        return states.flatten(0, 1)[None, cells],
+
     def put(part, args, out):
         rows, width = shapes[part]
         empty = out.new_zeros(rows * width, out.shape[-1])
         return empty.index_copy(0, cells, out[0]).view(rows, width, -1)
-    hooks = [p.register_forward_pre_hook(take) for p in parts]
-    hooks += [p.register_forward_hook(put) for p in parts]
+
+    hooks = []
+    for part in parts:
+        hooks += [part.register_forward_pre_hook(take), part.register_forward_hook(put)]
     try: yield
     finally:
-        for h in hooks: h.remove()
+        for hook in hooks: hook.remove()
 
 # %% ../../../nbs/core/model/packing.ipynb #35d720c7
 def attention_window(model) -> float:
-    "Tokens that every layer attends to: infinite without sliding windows, 0 for other layers."
+    "Count the tokens that every layer attends to: infinite without a window, 0 for other layers."
     config = model.config.get_text_config()
     kinds = set(getattr(config, 'layer_types', None) or ['sliding_attention'])
-    if not kinds <= {'full_attention', 'sliding_attention'}: return 0
+    if kinds - {'full_attention', 'sliding_attention'}: return 0
     flash = model.config._attn_implementation == 'flash_attention_2'   # which cuts by itself
-    cuts = 'sliding_attention' in kinds and not flash
-    return cuts and getattr(config, 'sliding_window', None) or math.inf
+    if flash or 'sliding_attention' not in kinds: return math.inf
+    return getattr(config, 'sliding_window', None) or math.inf
+
+# %% ../../../nbs/core/model/packing.ipynb #d6b4f0a1
+def _packing_error(model) -> float:
+    "Measure the error of states packed for two answers to a prompt, in standard deviations."
+    trunk = model.base_model
+    ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 0]], device=trunk.device)
+    packed = pack(ids, (ids > 0).long(), (ids > 3).long())
+    with torch.autocast(trunk.device.type, enabled=False):   # its rounding would hide errors
+        states = packed_states(model, packed)[packed.index]
+        errors = []
+        for row, found in zip(ids, states):
+            alone = trunk_states(model, input_ids=row[row > 0][None])[0]
+            errors.append((alone - found[:len(alone)]).abs().max() / alone.std())
+    return max(errors)
 
 
 @torch.no_grad()
 def reads_packed(model) -> bool:
-    "Whether a model's states are the same in a packed batch; tried once, then remembered."
-    state, trunk = state_of(model), model.base_model
+    "Try whether a model's states are the same in a packed batch, and remember it."
+    state = state_of(model)
     if state.reads_packed is not None: return state.reads_packed
-    state.reads_packed, kernel = False, getattr(model.config, '_attn_implementation', None)
+    state.reads_packed = False
+    kernel = getattr(model.config, '_attn_implementation', None)
     if kernel not in ('sdpa', 'flash_attention_2'): return False
     _register_rows(kernel)
-    ids = torch.tensor([[1, 2, 3, 4, 5], [1, 2, 3, 6, 0]], device=trunk.device)
-    mask, answers = (ids > 0).long(), (ids > 3).long()
-    packed, exact = pack(ids, mask, answers), kernel == 'sdpa' and trunk.dtype == torch.float32
-    try:
-        with torch.autocast(trunk.device.type, enabled=False):   # its rounding would hide errors
-            alone = [trunk_states(model, input_ids=row[row > 0][None])[0] for row in ids]
-            states = packed_states(model, packed)[packed.index]
-        error = max((a - b[:len(a)]).abs().max() for a, b in zip(alone, states))
-        state.reads_packed = bool(error < (1e-3 if exact else .05) * alone[0].std())
+    exact = kernel == 'sdpa' and model.base_model.dtype == torch.float32
+    try: state.reads_packed = bool(_packing_error(model) < (1e-3 if exact else .05))
     except (TypeError, ValueError, RuntimeError): pass  # its attention takes no such mask
     return state.reads_packed

@@ -7,6 +7,7 @@ __all__ = ['RewardConfig', 'score_records', 'reward', 'label_count']
 
 # %% ../../../nbs/core/model/rewards.ipynb #614cd976
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..data.dialogues import prompt_text
 from .adapters import autocast
 from .memory import pass_limits
 from .models import load_scalar, sequence_scores
+from ..run.identity import as_list
 from ..run.processes import in_parts, once
 from ..run.progress import passes
 from ..run.runs import read_summary
@@ -40,81 +42,103 @@ class RewardConfig(Config):
     @property
     def rewards(self) -> list[str]:
         "The rewards as a list, even if there is only one."
-        return [self.reward_model] if isinstance(self.reward_model, str) else self.reward_model
+        return as_list(self.reward_model)
 
 # %% ../../../nbs/core/model/rewards.ipynb #1e4a3eff
 def _encode_answers(model, tokenizer, records: list[dict], template: str = 'auto'):
-    "Token ids of prompts, and of outputs, as a scalar model or an encoder reads them."
+    "Encode prompts and outputs as a scalar model or an encoder reads them."
     outputs = [r['output'] for r in records]
     if hasattr(model, 'score'):
         reads_end = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read no end
         ended = [reads_end and r.get('ended', True) for r in records]
-        return (encode_prompts(records, tokenizer, template),
-                encode_responses(outputs, tokenizer, ended, template, records))
-    if not records: return [], []
-    first = ['\n\n'.join(filter(None, (prompt_text(r), r.get('input')))) for r in records]
-    starts = [len(ids) for ids in tokenizer(first, split_special_tokens=True)['input_ids']]
-    both = tokenizer(first, outputs, split_special_tokens=True)['input_ids']
-    return [b[:n] for b, n in zip(both, starts)], [b[n:] for b, n in zip(both, starts)]
+        prompts = encode_prompts(records, tokenizer, template)
+        return prompts, encode_responses(outputs, tokenizer, ended, template, records)
+    prompts, answers = [], []
+    for r, output in zip(records, outputs):
+        first = '\n\n'.join(filter(None, (prompt_text(r), r.get('input'))))
+        start = len(tokenizer(first, split_special_tokens=True)['input_ids'])
+        both = tokenizer(first, output, split_special_tokens=True)['input_ids']
+        prompts.append(both[:start])
+        answers.append(both[start:])
+    return prompts, answers
 
 # %% ../../../nbs/core/model/rewards.ipynb #1e4a3f02
 @torch.no_grad()
-def score_records(model, tokenizer, records: list[dict], template: str = 'auto',
-                  batch_size: int = 0, standardise: bool = True) -> list[float]:
-    "Scores of the records' outputs under a scalar model."
-    prompts, responses = _encode_answers(model, tokenizer, records, template)
-    longest = max((len(p) + len(r) for p, r in zip(prompts, responses)), default=0)
+def score_records(
+    model,                     # a scalar model: a decoder with a `score`, or an encoder
+    tokenizer,
+    records: list[dict],       # with a prompt and `output`, and maybe `ended`
+    template: str = 'auto',    # prompt format
+    batch_size: int = 0,       # rows of a forward pass; 0: as many as fit into memory
+    standardise: bool = True,  # by the mean and standard deviation in the model's config
+) -> list[float]:
+    "Score the records' outputs."
+    prompts, answers = _encode_answers(model, tokenizer, records, template)
+    longest = max((len(p) + len(a) for p, a in zip(prompts, answers)), default=0)
     check_positions(model, longest, 'an answer with its prompt')
-    typed = getattr(model.config, 'type_vocab_size', 0) > 1
+    config = model.config
     scores = np.zeros(len(records))
-    batches = answer_batches(prompts, responses, *pass_limits(model, batch_size))
-    for rows, *answers in passes('scores', batches):
-        batch = collate(*answers, tokenizer.pad_token_id)
+    batches = answer_batches(prompts, answers, *pass_limits(model, batch_size))
+    for rows, *both in passes('scores', batches):
+        batch = collate(*both, tokenizer.pad_token_id)
         ids, mask, response = (batch[k].to(model.device) for k in ('ids', 'mask', 'response'))
         if hasattr(model, 'score'):
             with autocast(model): found = sequence_scores(model, ids, mask, response)
-        else:   # an encoder, whose second text is the answer
-            types = dict(token_type_ids=response) if typed else {}
+        else:
+            types = {}
+            if getattr(config, 'type_vocab_size', 0) > 1:   # the answer is the second text
+                types = dict(token_type_ids=response)
             found = model(input_ids=ids, attention_mask=mask, **types).logits[:, 0]
         for places, score in zip(rows, found.tolist()): scores[places] = score
     if standardise:
-        mean = getattr(model.config, 'reward_mean', 0.)
-        scores = (scores - mean) / getattr(model.config, 'reward_std', 1.)
+        scores -= getattr(config, 'reward_mean', 0.)
+        scores /= getattr(config, 'reward_std', 1.)
     return scores.tolist()
 
 # %% ../../../nbs/core/model/rewards.ipynb #fc3dec53
-def reward(spec: str | list[str], cfg: Config, template: str = 'auto', batch_size: int = 0,
-           loaded: dict = {}):
-    """The reward that a setting specifies, as a function of records to a list of scores: that of
-    a checkpoint (with model and tokenizer in `loaded`, where they are in memory already) or a
-    "module:function", or of a list of these, combined by `ensemble` and `ensemble_coef` of `cfg`.
-    It gives a ValueError where one of them does not give one finite number for each record."""
-    specs = [spec] if isinstance(spec, str) else spec
-    how, coef = getattr(cfg, 'ensemble', 'mean'), getattr(cfg, 'ensemble_coef', .5)
-    functions = {s: resolve(s) for s in specs if ':' in s}
-    models = {s: loaded[s] if s in loaded else load_scalar(s, cfg)
-              for s in specs if ':' not in s}
+def _combine(
+    scores: np.ndarray,  # (members, records)
+    cfg: Config,         # with `ensemble` and `ensemble_coef`; the mean without
+) -> np.ndarray:  # (records,)
+    "Combine the scores of an ensemble."
+    how = getattr(cfg, 'ensemble', 'mean')
+    if how == 'worst': return scores.min(0)
+    if how == 'uncertainty': return scores.mean(0) - cfg.ensemble_coef * scores.var(0)
+    return scores.mean(0)
 
-    def scores_of(s, records):   # of one member, (N,)
-        if s in functions: found = list(once(functions[s], records))
-        else: found = in_parts(lambda part: score_records(*models[s], part, template, batch_size),
-                               records)
-        if len(found) != len(records):
-            raise ValueError(f'the reward {s} gave {len(found)} scores for {len(records)} answers')
-        found = np.array(found, dtype=float)
-        if np.isfinite(found).all(): return found
-        raise ValueError(f'the reward {s} gave a score that is not a finite number')
+# %% ../../../nbs/core/model/rewards.ipynb #c5a3e9f1
+def reward(
+    spec: str | list[str],   # a checkpoint or "module:function", or a list of these
+    cfg: Config,             # how a checkpoint is loaded and an ensemble combined
+    template: str = 'auto',  # prompt format of checkpoints
+    batch_size: int = 0,     # rows of a forward pass; 0: as many as fit into memory
+    loaded: dict = {},       # checkpoints in memory already: (model, tokenizer) by name
+):  # records -> scores
+    "Make the reward that a setting names; it refuses what is not a number for each record."
+    members = {}
+    for name in as_list(spec):
+        if ':' in name: members[name] = partial(once, resolve(name))
+        else:
+            model = loaded[name] if name in loaded else load_scalar(name, cfg)
+            members[name] = partial(in_parts, partial(
+                score_records, *model, template=template, batch_size=batch_size))
 
-    def combined(records):
-        scores = np.array([scores_of(s, records) for s in specs])   # (M, N)
-        if how == 'worst': return scores.min(0).tolist()
-        penalty = coef * scores.var(0) if how == 'uncertainty' else 0.
-        return (scores.mean(0) - penalty).tolist()
-    return combined
+    def score(records: list[dict]) -> list[float]:
+        table = []
+        for name, member in members.items():
+            scores = np.array(list(member(records)), dtype=float)
+            if len(scores) != len(records):
+                raise ValueError(f'the reward {name} gave {len(scores)} scores for '
+                                 f'{len(records)} answers')
+            if not np.isfinite(scores).all():
+                raise ValueError(f'the reward {name} gave a score that is not a finite number')
+            table.append(scores)
+        return _combine(np.array(table), cfg).tolist()
+    return score
 
 # %% ../../../nbs/core/model/rewards.ipynb #34ff95d5
-def label_count(spec) -> int:
-    "Number of annotators' labels a reward was trained on, from its run's summary; 0 if unknown."
-    if isinstance(spec, (list, tuple)): return max(map(label_count, spec))
+def label_count(spec: str | list[str]) -> int:
+    "Count the annotators' labels a reward was trained on, by its run's summary; 0 if unknown."
+    if not isinstance(spec, str): return max(map(label_count, spec))
     if not spec or ':' in spec: return 0
     return (read_summary(spec) or read_summary(at_root(spec).parent)).get('labels', 0)

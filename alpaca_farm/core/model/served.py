@@ -33,8 +33,8 @@ def _own_logprobs(model, prompts: list, answers: list, temperature: float, size:
     found = [None] * len(prompts)
     for rows, *batch in answer_batches(prompts, answers, size):
         batch = {k: v.to(model.device) for k, v in collate(*batch, 0).items()}
-        logp, chosen = logprobs(model, batch, temperature).cpu(), batch['response'].bool().cpu()
-        for places, values, mask in zip(rows, logp, chosen):
+        logp = logprobs(model, batch, temperature).cpu()
+        for places, values, mask in zip(rows, logp, batch['response'].bool().cpu()):
             for i in places: found[i] = values[mask].tolist()
     return found
 
@@ -115,16 +115,25 @@ class ServedSampler:
         self.loaded = name
         return name
 
-    def complete(self, fields: dict, prompt: list[int], seed: int) -> list[tuple]:
-        "Token ids and log-probs of one prompt's samples."
+    def complete(self,
+        fields: dict,  # of the request
+        prompt: list[int],
+        seed: int,
+    ) -> list[tuple]:  # token ids and log-probs
+        "Ask for the samples of one prompt."
         body = dict(fields, prompt=list(prompt), seed=seed, logprobs=1, return_token_ids=True)
         choices = sorted(self.request('/completions', **body)['choices'], key=lambda c: c['index'])
         if any(c.get('token_ids') is None for c in choices):
             raise RuntimeError(f'sampler = {self.url}: it returns no token ids; vLLM 0.10.2 does')
         return [(c['token_ids'], c['logprobs']['token_logprobs']) for c in choices]
 
-    def check(self, model, prompts: list, written: list[tuple], temperature: float):
-        "RuntimeError if the log-probs of the server's samples are not those of the model."
+    def check(self,
+        model,
+        prompts: list,
+        written: list[tuple],  # token ids and log-probs of the server's samples
+        temperature: float,    # at which they were drawn
+    ):
+        "Raise RuntimeError if the log-probs of the server's samples are not those of the model."
         told = [(p, *w) for p, w in zip(prompts, written) if w[0]]   # some leave the end token out
         if not told: return
         prompts, answers, theirs = zip(*told)
@@ -153,9 +162,10 @@ class ServedSampler:
         some = np.linspace(0, len(flat) - 1, min(8, len(flat))).astype(int)
         self.check(model, [flat[i] for i in some], [written[i] for i in some], temperature)
         logps = _own_logprobs(model, flat, [tokens for tokens, _ in written], temperature or 1.)
-        cut = iter(cut_sample(np.array(tokens), np.array(logp), ends)
-                   for (tokens, _), logp in zip(written, logps))
-        return [[next(cut) for _ in a] for a in answered]
+        cut = []
+        for (tokens, _), logp in zip(written, logps):
+            cut.append(cut_sample(np.array(tokens), np.array(logp), ends))
+        return [cut[i:i + n] for i in range(0, len(cut), n)]
 
 # %% ../../../nbs/core/model/served.ipynb #ab7fae39
 def check_sampler(cfg):
@@ -169,6 +179,10 @@ def check_sampler(cfg):
                          'to 16 for instance, or leave sampler empty')
 
 
-def use_sampler(policy, cfg, folder: Path):
-    "Let `generate` sample a policy from the server that the settings name, if any."
+def use_sampler(
+    policy,
+    cfg,           # its `sampler` is the endpoint; empty: none
+    folder: Path,  # of the run, for the adapters that are handed over
+):
+    "Let `generate` sample a policy from a server."
     if cfg.sampler: state_of(policy).sampler = ServedSampler(cfg.sampler, folder)

@@ -34,8 +34,8 @@ def _layers_group():
 
 
 def shard_layers(model, dtype: torch.dtype):
-    """Divide the layers of a model among the processes; `dtype` is the precision of the forward
-    pass. ValueError if the model does not name its layers."""
+    """Divide the layers of a model among the processes, with a forward pass in `dtype`; ValueError
+    if the model does not name its layers."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
     trunk = model.base_model
@@ -53,7 +53,8 @@ def shard_layers(model, dtype: torch.dtype):
 
 def hold_layers(model, together: bool):
     "Gather the layers of a divided model on every process, or drop what other processes keep."
-    for layer in (m for m in model.modules() if type(m).__name__.startswith('FSDP')):
+    for layer in model.modules():
+        if not type(layer).__name__.startswith('FSDP'): continue
         layer.set_reshard_after_forward(not together)
         layer.unshard() if together else layer.reshard()
 
@@ -61,8 +62,9 @@ def hold_layers(model, together: bool):
 def gathered(model) -> dict | None:
     "The weights of a divided model, whole; None for any other. All processes must ask for them."
     if not any(type(m).__name__.startswith('FSDP') for m in model.modules()): return None
-    weights = {k: v.full_tensor().cpu() if hasattr(v, 'full_tensor') else v
-               for k, v in model.state_dict().items()}
+    weights = model.state_dict()
+    for k, v in weights.items():
+        if hasattr(v, 'full_tensor'): weights[k] = v.full_tensor().cpu()
     hold_layers(model, True)   # `state_dict` has divided them
     return weights
 
@@ -77,16 +79,18 @@ def clip_gradients(parameters: list, limit: float) -> float:
 # %% ../../../nbs/core/model/sharding.ipynb #a10f0019
 def whole_state(optimizer) -> dict:
     "The state of an optimiser, whole."
-    state = optimizer.state_dict()
-    return dict(state, state={i: {k: whole(v) if torch.is_tensor(v) else v for k, v in s.items()}
-                              for i, s in state['state'].items()})
+    state, wholes = optimizer.state_dict(), {}
+    for i, moments in state['state'].items():   # they are the optimiser's own
+        wholes[i] = {k: whole(v) if torch.is_tensor(v) else v for k, v in moments.items()}
+    return dict(state, state=wholes)
 
 
 def load_whole_state(optimizer, state: dict):
     "Load the state of an optimiser, divided as its weights are."
     weights = [p for g in optimizer.param_groups for p in g['params']]
     kernels = [{k: g[k] for k in ('foreach', 'fused') if k in g} for g in optimizer.param_groups]
-    own = {i: {k: divided_like(v, weights[i]) if torch.is_tensor(v) else v for k, v in s.items()}
-           for i, s in state['state'].items()}
-    optimizer.load_state_dict(dict(state, state=own))
+    for i, moments in state['state'].items():
+        for k, v in moments.items():
+            if torch.is_tensor(v): moments[k] = divided_like(v, weights[i])
+    optimizer.load_state_dict(state)
     for g, kernel in zip(optimizer.param_groups, kernels): g.update(kernel)   # of these processes

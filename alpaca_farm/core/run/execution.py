@@ -9,43 +9,47 @@ __all__ = ['ONE_THREAD', 'is_needed', 'run_notebook', 'warm_server', 'NotebookPr
 import multiprocessing, os, signal, sys, threading, types
 from functools import lru_cache
 from pathlib import Path
-from .processes import LAUNCHER
+
 from .keys import no_secrets
+from .processes import LAUNCHER
 from .settings import root
 
 # %% ../../../nbs/core/run/execution.ipynb #ce0be4fd
 def is_needed(cell) -> bool:
-    "Whether a run executes a cell of its notebook."
+    "Say whether a run executes a cell of its notebook."
     return cell.cell_type == 'code' and 'demo' not in cell.metadata.get('tags', [])
 
 # %% ../../../nbs/core/run/execution.ipynb #ac4101b7
-def run_notebook(notebook: Path, output: Path, parameters: dict):
-    "Execute a notebook in this process, into `output`; PapermillExecutionError if a cell fails."
+def run_notebook(
+    notebook: Path,
+    output: Path,      # the executed notebook
+    parameters: dict,
+):
+    "Execute a notebook in this process; PapermillExecutionError if a cell fails."
     import papermill
     from execnb.shell import CaptureShell
     from nbformat import from_dict
     from papermill.engines import Engine, papermill_engines
     no_secrets(parameters)   # papermill would write them down
 
+    class Shell(CaptureShell):
+        def _showtraceback(self, kind, error, lines): self.traceback = lines   # else it is printed
+
     class ShellEngine(Engine):
         @classmethod
         def execute_managed_notebook(cls, manager, kernel_name, **more):
-            shell, save, traceback = CaptureShell(mpl_format='png'), manager.save, []
-            def since(): return (manager.now() - manager.last_save_time).total_seconds()
-            manager.save = lambda: since() < 1 or save()   # once a second, not around every cell
-            # else it is printed
-            shell._showtraceback = lambda kind, error, lines: traceback.extend(lines)
+            shell = Shell(mpl_format='png')
             for i, cell in enumerate(manager.nb.cells):
                 if not is_needed(cell): continue
-                manager.cell_start(cell, i)
-                shell.user_ns['In'].append(cell.source)   # where `Config.collect` finds what was given
-                cell.outputs, cell.execution_count = from_dict(list(shell.run(cell.source))), i + 1
-                if shell.exc:
-                    next(o for o in cell.outputs if o.output_type == 'error').traceback = traceback
-                    manager.cell_exception(cell, i)
-                manager.cell_complete(cell, i)
-                if shell.exc: break
-            del manager.save   # it is saved at the end in any case
+                if (manager.now() - manager.last_save_time).total_seconds() > 1: manager.save()
+                shell.user_ns['In'].append(cell.source)   # where `Config.collect` looks
+                cell.outputs = from_dict(list(shell.run(cell.source)))
+                cell.execution_count = i + 1
+                if not shell.exc: continue
+                error = next(o for o in cell.outputs if o.output_type == 'error')
+                error.traceback = shell.traceback
+                manager.cell_exception(cell, i)
+                break
 
     papermill_engines.register('shell', ShellEngine)
     papermill.execute_notebook(notebook, output, parameters, engine_name='shell', language='python',
@@ -53,26 +57,28 @@ def run_notebook(notebook: Path, output: Path, parameters: dict):
 
 # %% ../../../nbs/core/run/execution.ipynb #ca216ba1
 ONE_THREAD = dict(OMP_NUM_THREADS='1', TOKENIZERS_PARALLELISM='false')
+_LIBRARIES = ['accelerate', 'execnb.shell', 'matplotlib.pyplot', 'matplotlib.backends.backend_agg',
+              'matplotlib._mathtext', 'pandas', 'papermill', 'safetensors.torch', 'torch',
+              'transformers.conversion_mapping', 'transformers.models.llama.modeling_llama']
 
 
 @lru_cache
 def warm_server():
-    "The server that forks the processes of notebooks, as a context of `multiprocessing`."
+    "Return the server that forks the processes of notebooks, a context of `multiprocessing`."
     if sys.platform == 'darwin': return multiprocessing.get_context('spawn')
     from multiprocessing.forkserver import ensure_running
     context, before = multiprocessing.get_context('forkserver'), dict(os.environ)
-    context.set_forkserver_preload(['alpaca_farm.core.run.preload'])
+    context.set_forkserver_preload(_LIBRARIES)
     os.environ.update(ONE_THREAD)   # libraries of linear algebra read it when they are loaded
     try: ensure_running()
     finally:
-        for name in ONE_THREAD: os.environ.pop(name)
+        os.environ.clear()
         os.environ.update(before)
     return context
 
 # %% ../../../nbs/core/run/execution.ipynb #ab0b8ca8
-def _in_fork(notebook: Path, output: Path, parameters: dict, log: Path, environment: dict,
-             folder: Path):
-    "Execute a notebook in a process that was just forked, in `folder`; what it prints is in `log`."
+def _in_fork(job: tuple, log: Path, environment: dict, folder: Path):
+    "Run the notebook `job` in a process that was just forked, in `folder`; its output is in `log`."
     def end_with_parent():   # however that ended
         multiprocessing.parent_process().join()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -85,20 +91,26 @@ def _in_fork(notebook: Path, output: Path, parameters: dict, log: Path, environm
     sys.path.insert(0, str(folder))
     import torch
     torch.set_num_threads(1)
-    run_notebook(notebook, output, parameters)
+    run_notebook(*job)
 
 # %% ../../../nbs/core/run/execution.ipynb #f032589f
 class NotebookProcess:
     "A notebook executed in a process of its own, with some methods of `subprocess.Popen`."
-    def __init__(self, notebook: Path, output: Path, parameters: dict, log: Path,
-                 variables: dict = {}):
+    def __init__(self,
+        notebook: Path,
+        output: Path,          # the executed notebook
+        parameters: dict,
+        log: Path,             # what the process prints
+        variables: dict = {},  # of its environment
+    ):
         not_its_own = 'JPY_SESSION_NAME', *LAUNCHER   # the session of a notebook that is open
         environment = {k: v for k, v in os.environ.items() if k not in not_its_own}
         environment |= ONE_THREAD | variables
-        main, sys.modules['__main__'] = sys.modules['__main__'], types.ModuleType('__main__')
+        args = (notebook, output, parameters), log, environment, root()
+        main = sys.modules['__main__']
+        sys.modules['__main__'] = types.ModuleType('__main__')
         try:
-            self.process = warm_server().Process(
-                target=_in_fork, args=(notebook, output, parameters, log, environment, root()))
+            self.process = warm_server().Process(target=_in_fork, args=args)
             self.process.start()
         finally: sys.modules['__main__'] = main
 

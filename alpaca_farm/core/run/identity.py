@@ -9,10 +9,10 @@ __all__ = ['code_hash', 'notebook_hash', 'as_list', 'written_hashes', 'content_h
 # %% ../../../nbs/core/run/identity.ipynb #aaceba8c
 import ast, functools, os, platform, re, subprocess, sys, time
 from dataclasses import asdict
-from importlib.machinery import PathFinder
 from importlib.metadata import version
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
+from symtable import symtable
 
 from ... import __version__
 from ..ask.judge_configs import judge_config_file
@@ -21,128 +21,120 @@ from .paths import notebook_path
 from .settings import at_root, Config, root
 
 # %% ../../../nbs/core/run/identity.ipynb #40651de0
-_FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef
+def _statements(text: str, package: str = '') -> dict[str, str]:
+    "The statements of a module or cell by what they bind, with absolute imports."
+    tree, found = ast.parse(text), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            node.module = resolve_name('.'*node.level + (node.module or ''), package)
+            node.level = 0
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr): continue
+        text = ast.unparse(statement)
+        head = text.partition(':\n')[0]   # of a function, class or block
+        found[head.partition(' = ')[0]] = text
+    found.pop('__all__', None)   # nbdev's
+    return found
 
 
-def _binds(statement: ast.stmt) -> str:
-    "What a statement binds, of a patched method with its class; of others their syntax."
-    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
-        first = statement.args.args[:1] if isinstance(statement, _FUNCTIONS) else []
-        owner = [ast.unparse(a.annotation) for a in first if a.annotation]
-        return ' '.join([statement.name, *owner])
-    targets = getattr(statement, 'targets', None) or [getattr(statement, 'target', None)]
-    if isinstance(statement, ast.AugAssign) or not targets[0]: return ast.dump(statement)
-    return ', '.join(map(ast.unparse, targets))
-
-
-def _module_syntax(tree: ast.Module, package: str = '') -> tuple[str, set[str]]:
-    "A module's syntax as text, and the names that it imports, absolute; the tree is changed."
-    imports = set()
-    for n in ast.walk(tree):
-        if isinstance(n, ast.Import): imports |= {a.name for a in n.names}
-        if isinstance(n, ast.ImportFrom):
-            n.module = resolve_name('.'*n.level + (n.module or ''), package or None)
-            n.level = 0
-            imports |= {n.module, *(f'{n.module}.{a.name}' for a in n.names)}   # it may be a module
-        named = isinstance(n, (*_FUNCTIONS, ast.ClassDef))
-        if named and ast.get_docstring(n, clean=False) is not None: del n.body[0]
-    body = {_binds(s): s for s in tree.body if not isinstance(s, ast.Expr)}
-    kept = [body[k] for k in sorted(body) if not k.startswith('__')]
-    return ast.dump(ast.Module(kept, [])), imports
+def _imports(statements: dict[str, str]) -> set[str]:
+    "The modules that statements import, and imported names that may be modules."
+    text, found = '\n'.join(statements.values()), set()
+    for module, names in re.findall(r'^ *(?:from (\S+) )?import (.+)', text, re.M):
+        for name in re.findall(r'([\w.]+)(?: as \w+)?', names):
+            found.add(f'{module}.{name}'.strip('.'))
+    return found
 
 # %% ../../../nbs/core/run/identity.ipynb #4af1a3b9
 @functools.cache
-def _module_files(name: str, places: tuple) -> list[Path]:
-    """The files that an import executes, the module's and its packages': none if it is installed,
-    or Python's own. `places` are where modules are looked for."""
-    parts = name.split('.')
-    if parts[0] in sys.stdlib_module_names: return []
-    try: spec = find_spec(parts[0]) or PathFinder.find_spec(parts[0], [str(root())])
-    except ValueError: return []  # `__main__` of a notebook
-    found = [*(spec.submodule_search_locations or []), spec.origin] if spec else []
-    if not found or not found[0]: return []
-    folder = Path(found[0]).parent
-    installed = {'site-packages', 'dist-packages'} & set(folder.parts)
-    if installed and parts[0] != 'alpaca_farm': return []
-    bases = [folder.joinpath(*parts[:k + 1]) for k in range(len(parts))]
-    paths = [p for b in bases for p in (b.with_name(f'{b.name}.py'), b/'__init__.py')]
-    return [p for p in paths if p.is_file()]
+def _module_files(
+    name: str,
+    places: tuple,  # folders in which modules lie
+) -> dict[Path, str]:  # names of their packages
+    "The files that an import executes, its packages' too."
+    parts, found = name.split('.'), {}
+    if parts[0] == 'alpaca_farm': places = Path(find_spec('alpaca_farm').origin).parents[1],
+    for folder in map(Path, places):
+        for k, part in enumerate(parts):
+            found[folder/f'{part}.py'] = '.'.join(parts[:k])
+            folder /= part
+            found[folder/'__init__.py'] = '.'.join(parts[:k + 1])
+    return {path: package for path, package in found.items() if path.is_file()}
 
 
-def _package_of(path: Path) -> str:
-    "The name of the package that a module lies in."
-    names = []
-    for folder in path.parents:
-        if not (folder/'__init__.py').exists(): return '.'.join(names)
-        names.insert(0, folder.name)
-
-
-_parsed = {}   # by path: when the file was changed, the hash of its syntax, and what it imports
+@functools.cache
+def _read_module(
+    path: Path,
+    package: str,
+    changed: int,  # when the file was written, so that an edited one is read again
+) -> tuple[str, set[str]]:
+    "Hash a module's statements; return also what it imports."
+    statements = _statements(path.read_text(encoding='utf-8'), package)
+    return digest(statements), _imports(statements)
 
 
 def _source_hash(names) -> str:
-    "Hash of the source of modules and of all that they import; empty if all are installed."
-    found, todo, places = {}, list(names), (str(root()), *sys.path)
+    "Hash the source of modules and of all that they import; empty if all are installed."
+    marks, todo = {}, list(names)
+    own = [os.path.abspath(place) for place in sys.path if 'lib/python3' not in place]
+    places = str(root()), *own
     while todo:
-        for path in _module_files(todo.pop(), places):
-            if path in found: continue
-            changed = path.stat().st_mtime_ns
-            if path not in _parsed or _parsed[path][0] != changed:
-                tree = ast.parse(path.read_text(encoding='utf-8'), str(path))
-                text, imports = _module_syntax(tree, _package_of(path))
-                _parsed[path] = changed, digest(text), imports
-            _, found[path], imports = _parsed[path]
+        for path, package in _module_files(todo.pop(), places).items():
+            if path in marks: continue
+            marks[path], imports = _read_module(path, package, path.stat().st_mtime_ns)
             todo += imports
-    return digest(sorted((path.name, mark) for path, mark in found.items())) if found else ''
+    return digest(sorted((path.name, mark) for path, mark in marks.items())) if marks else ''
 
 # %% ../../../nbs/core/run/identity.ipynb #d98f4b24
-def _notebook_module(cells: list[str]) -> ast.Module:
-    "The exported ones among `cells`, with changes that others make and functions that are used."
-    found = []
+def _global_names(table) -> set[str]:
+    "The names that a symbol table and those in it take from their module."
+    names = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    for inner in table.get_children(): names |= _global_names(inner)
+    return names
+
+
+def _notebook_statements(cells: list[str]) -> dict[str, str]:
+    "The exported statements among `cells`, or all if another one changes what these use."
+    found, exported = {}, set()
     for cell in cells:
-        try: found += [(cell.startswith('#| export'), s) for s in ast.parse(cell).body]
-        except SyntaxError: pass   # a magic
-    chosen = {s for exported, s in found if exported}
-    own = {name for s in chosen for name in _binds(s).split(', ')}
-    todo = chosen | {s for _, s in found if isinstance(s, (ast.Assign, ast.AugAssign))
-                     for t in getattr(s, 'targets', None) or [s.target]
-                     if not isinstance(t, ast.Name) and re.match(r'\w*', ast.unparse(t))[0] in own}
-    while todo:
-        chosen |= todo
-        nodes = [n for s in chosen for n in ast.walk(s)]
-        found_names = [n for n in nodes if isinstance(n, ast.Name)]
-        names = {n.id for n in found_names if isinstance(n.ctx, ast.Load)}
-        names -= {n.id for n in found_names if not isinstance(n.ctx, ast.Load)}
-        names -= {getattr(n, word, '') for n in nodes for word in ('arg', 'name', 'asname')}
-        definitions = [s for _, s in found if isinstance(s, (*_FUNCTIONS, ast.ClassDef))]
-        todo = {s for s in definitions if s.name in names} - chosen
-    return ast.Module([s for _, s in found if s in chosen], [])
+        try: statements = _statements(cell)
+        except SyntaxError: continue   # a magic
+        found |= statements
+        if cell.startswith('#| export'): exported |= {*statements}
+    own = {bound: text for bound, text in found.items() if bound in exported}
+    table = symtable('\n'.join(own.values()), 'cells', 'exec')
+    imported = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_imported()}
+    used = _global_names(table) - imported
+    for bound in found.keys() - exported:
+        head = bound.rpartition('\n')[2]   # below decorators
+        name = re.match(r'(?:(?:async )?def |class )?(\w*)', head)[1]
+        if name in used: return found
+    return own
 
 
-def _hash_of(tree: ast.Module, package: str = '') -> str:
-    text, imports = _module_syntax(tree, package)
-    return digest(text, _source_hash(imports))
+def _hash_of(statements: dict[str, str]) -> str:
+    return digest(statements, _source_hash(_imports(statements)))
 
 
 def code_hash(function) -> str:
-    "Hash of the module or notebook in which a function is defined, and of all that it imports."
+    "Hash the module or notebook in which a function is defined, and all that it imports."
     space = function.__globals__
-    if 'In' in space: return _hash_of(_notebook_module(space['In']))
-    path = Path(function.__code__.co_filename)
-    return _hash_of(ast.parse(path.read_text(encoding='utf-8')), _package_of(path))
+    if 'In' in space: return _hash_of(_notebook_statements(space['In']))
+    text = Path(function.__code__.co_filename).read_text(encoding='utf-8')
+    return _hash_of(_statements(text, space.get('__package__')))
 
 
 def notebook_hash(notebook: str) -> str:
-    "The `code_hash` of a run that is made by a notebook as it is saved; empty if it is gone."
+    "Compute the `code_hash` of a run by a notebook as it is saved; empty if it is gone."
     if not (path := notebook_path(notebook)): return ''
-    cells = read_json(path)['cells']
-    code = [''.join(c['source']) for c in cells if c['cell_type'] == 'code']
-    return _hash_of(_notebook_module([text for text in code if text.startswith('#| export')]))
+    cells = [''.join(c['source']) for c in read_json(path)['cells'] if c['cell_type'] == 'code']
+    return _hash_of(_notebook_statements(cells))
 
 # %% ../../../nbs/core/run/identity.ipynb #ac7dd8d0
 def as_list(value) -> list:
-    "A value as a list: a single value as a list of one, an empty one as an empty list."
-    return list(value) if isinstance(value, (list, tuple)) else [value] if value else []
+    "Return a single value as a list of one, and an empty one as an empty list."
+    if isinstance(value, (list, tuple)): return list(value)
+    return [value] if value else []
 
 # %% ../../../nbs/core/run/identity.ipynb #679af0e4
 def _judge_files(source: str) -> set[Path]:
@@ -150,31 +142,40 @@ def _judge_files(source: str) -> set[Path]:
     file = judge_config_file(source)
     if file is None: return set()
     if file.parent.is_file(): return {file.parent} | _judge_files('question')   # a task's question
-    words = re.findall(r'[\w./-]+', file.read_text(encoding='utf-8', errors='replace'))
-    return {file} | {p for w in words for p in (file.parent/w, file.parent.parent/w) if p.is_file()}
+    found = {file}
+    for word in re.findall(r'[\w./-]+', file.read_text(encoding='utf-8', errors='replace')):
+        for path in (file.parent/word, file.parent.parent/word):
+            if path.is_file(): found.add(path)
+    return found
 
 # %% ../../../nbs/core/run/identity.ipynb #5e167e00
 def _counted_files(folder: Path) -> list[Path]:
     "The files in a folder, or the file itself, that count: no README, figures or hidden files."
-    files = [folder] if folder.is_file() else folder.rglob('*') if folder.is_dir() else []
-    return [p for p in files if p.is_file() and p.suffix not in ('.png', '.svg', '.pdf')
-            and not any(n[0] == '.' for n in p.relative_to(folder).parts) and p.name != 'README.md']
+    found = []
+    for path in [folder] if folder.is_file() else folder.rglob('*'):
+        hidden = any(part[0] == '.' for part in path.relative_to(folder).parts)
+        shown = path.suffix in ('.png', '.svg', '.pdf') or path.name == 'README.md'
+        if path.is_file() and not (hidden or shown): found.append(path)
+    return found
 
 
 def written_hashes(run: Path) -> dict[str, str]:
-    "The hash of every file that a run leaves, by its name in the run folder."
+    "Hash every file that a run leaves, by its name in the run folder."
     others = 'config.json', 'summary.json', 'checkpoint', 'tensorboard', 'wandb', 'wandb.txt'
-    parts = {p: p.relative_to(run) for p in _counted_files(run)}
-    inner = {p.parent for p in parts if p.name == 'config.json' and run_config(p.parent)} - {run}
-    return {name.as_posix(): file_hash(p) for p, name in sorted(parts.items())
-            if name.parts[0] not in others and not inner & {*p.parents}}
+    inner = [p.parent for p in run.glob('*/**/config.json') if run_config(p.parent)]
+    found = {}
+    for path in sorted(_counted_files(run)):
+        name = path.relative_to(run)
+        if name.parts[0] in others or any(path.is_relative_to(r) for r in inner): continue
+        found[name.as_posix()] = file_hash(path)
+    return found
 
 
 def _checked_hash(path: Path, again: bool) -> str:
-    "The hash of a file; ValueError if it differs from the one in the summary of its run."
+    "Hash a file; ValueError if it differs from the hash in the summary of its run."
     run = next((f for f in path.parents if (f/'summary.json').is_file() and run_config(f)), None)
-    written = read_json(run/'summary.json').get('files', {}) if run else {}
-    kept = written.get(path.relative_to(run).as_posix()) if run else None
+    if run is None: return file_hash(path)
+    kept = read_json(run/'summary.json').get('files', {}).get(path.relative_to(run).as_posix())
     found = file_hash(path, again and kept is not None)
     if kept in (None, found): return found
     raise ValueError(f'{path} is damaged, or was edited after its run had ended: restore it, or '
@@ -184,73 +185,85 @@ def _checked_hash(path: Path, again: bool) -> str:
 def content_hash(
     source: str,
     again: bool = False,  # read the large files of runs, even if they seem to be unchanged
-) -> str:
-    """Hash of a file, a folder, `module:name` or a judge; the source itself if it is none of these.
-    ValueError for a file that is not as its run has left it."""
-    path = at_root(source)
+) -> str:  # the source itself if it is none of these
+    "Hash a file, folder, `module:name` or judge; ValueError for one that its run left otherwise."
     if not source: return ''
     if ':' in source: return digest(source, _source_hash([source.partition(':')[0]]))
-    names = {p: '/'.join(p.relative_to(path).parts) for p in _counted_files(path)}
-    names |= {p: p.name for p in _judge_files(source) - {*names}}
-    marks = sorted((name, _checked_hash(p, again)) for p, name in names.items())
+    path = at_root(source)
+    names = {file: file.name for file in _judge_files(source)}
+    names |= {file: file.relative_to(path).as_posix() for file in _counted_files(path)}
+    marks = sorted((name, _checked_hash(file, again)) for file, name in names.items())
     return digest(marks) if marks else source
 
 # %% ../../../nbs/core/run/identity.ipynb #bd492684
-def _read_marks(cfg: Config, at_end: bool) -> dict[str, dict[str, str]]:
-    "Hashes of what training, or only the answers at the end, read: {setting: {source: hash}}."
-    marks = {}
-    for name in cfg.inputs:
-        words = as_list(cfg.inputs[name])
-        chosen = [w for w in words if (w in cfg.answering) == at_end]
-        if not chosen and (words or at_end): continue
-        parts = [getattr(cfg, w) if w.endswith('split') else w for w in chosen]
-        sources = []
+def _parts_of(source: str, part: str) -> list[str]:
+    "The files and folders of a name in an input; the input itself if there are none."
+    if ':' in source: return [source]
+    folder, found = at_root(source), []
+    for file in sorted([*folder.glob('*'), *folder.glob('data/*')]):
+        of_split = part != 'model' and re.match(rf'{re.escape(part)}(\.|-\d+-of)', file.name)
+        if file.name == part or of_split: found.append(f'{source}/{file.relative_to(folder)}')
+    return found or [source]
+
+
+def _reads(cfg: Config):
+    "What a run reads: (setting, source, whether only the answers at the end need it)."
+    for name, words in cfg.inputs.items():
         for value in as_list(getattr(cfg, name)):
-            folder = at_root(value)
-            files = sorted([*folder.glob('*'), *folder.glob('data/*')]) if ':' not in value else []
-            found = [f'{value}/{file.relative_to(folder)}' for part in filter(None, parts)
-                     for file in files if file.name == part or part != 'model'
-                     and re.match(rf'{re.escape(part)}(\.|-\d+-of)', file.name)]
-            # the input itself if nothing in it has such a name, or if all of it is read
-            sources += found or [value]*(any(parts) or not chosen)
-        marks[name] = {s: content_hash(s) for s in sources}
-    return marks
+            if not words: yield name, value, False
+            for word in as_list(words):
+                part = getattr(cfg, word) if word.endswith('split') else word
+                for source in _parts_of(value, part) if part else ():
+                    yield name, source, word in cfg.answering
 
 # %% ../../../nbs/core/run/identity.ipynb #491017e1
-_NOT_AGAIN = 'out', 'tracker'  # not for a run that is rebuilt: nobody has asked to send it
-
-
 def decisive(cfg: Config) -> dict:
-    "The settings without which a result would be another, inputs apart."
+    "Return the settings without which a result would be another, inputs apart."
     aside = *cfg.aside, *cfg.inputs, *cfg.answering
     return {k: v for k, v in asdict(cfg).items() if k not in aside}
 
 
-def describe_run(cfg: Config, train, reads: tuple = ()) -> dict:
-    "The content of `config.json`: settings, code, inputs, versions and fingerprint of a run."
-    settings, default = asdict(cfg), asdict(type(cfg)())
-    trained = _read_marks(cfg, False) | {str(s): {str(s): content_hash(str(s))} for s in reads}
-    answered, code = _read_marks(cfg, True), code_hash(train)
-    contents = lambda marks: {name: list(read.values()) for name, read in marks.items()}
-    packages = {p: version(p) for p in ('torch', 'transformers', 'accelerate', 'numpy')}
-    packages = dict(alpaca_farm=__version__) | packages   # a clone need not be installed
+def _versions() -> dict[str, str]:
+    "The versions of what computes; a clone of this project need not be installed."
+    found = dict(python=platform.python_version(), alpaca_farm=__version__)
+    for package in ('torch', 'transformers', 'accelerate', 'numpy'):
+        found[package] = version(package)
+    return found
+
+
+def _commit() -> str:
+    "The commit of the checkout; empty without git."
     ask = ['git', 'rev-parse', '--short', 'HEAD']
-    try: commit = subprocess.run(ask, cwd=root(), capture_output=True, text=True).stdout.strip()
-    except OSError: commit = ''   # git is not installed
-    notebook = Path(default['out']).name   # a default run is named by its notebook
-    return dict(alpaca_farm=packages['alpaca_farm'], notebook=notebook, settings=settings,
-                given={k: v for k, v in settings.items() if v != default[k] and k not in _NOT_AGAIN},
-                inputs={name: trained.get(name, {}) | answered.get(name, {})
-                        for name in trained | answered},
-                code=code, fingerprint=digest(decisive(cfg), contents(trained), code),
-                answers=digest({k: settings[k] for k in cfg.answering}, contents(answered)),
-                versions=dict(python=platform.python_version(), **packages), commit=commit,
-                machine=platform.machine(), cores=os.cpu_count(),
+    try: return subprocess.run(ask, cwd=root(), capture_output=True, text=True).stdout.strip()
+    except OSError: return ''
+
+
+def describe_run(
+    cfg: Config,
+    train,              # the function that makes the run
+    reads: tuple = (),  # run folders it reads in addition to those named in its settings
+) -> dict:
+    "Collect the content of `config.json`: settings, code, inputs, versions and fingerprint."
+    settings, given = asdict(cfg), cfg.changed()
+    for name in ('out', 'tracker'): given.pop(name, None)   # of a run that is rebuilt
+    code, inputs = code_hash(train), {name: {} for name in cfg.inputs}
+    trained = [decisive(cfg), code]
+    answered = [{k: settings[k] for k in cfg.answering}]
+    read = list(_reads(cfg))
+    for source in map(str, reads): read.append((source, source, False))
+    for name, source, at_end in read:
+        mark = content_hash(source)
+        inputs.setdefault(name, {})[source] = mark
+        (answered if at_end else trained).append([name, mark])
+    return dict(notebook=Path(type(cfg).out).name,   # a default run is named by its notebook
+                settings=settings, given=given, inputs=inputs, code=code,
+                fingerprint=digest(trained), answers=digest(answered), versions=_versions(),
+                commit=_commit(), machine=platform.machine(), cores=os.cpu_count(),
                 started=time.strftime('%Y-%m-%dT%H:%M:%S'))
 
 # %% ../../../nbs/core/run/identity.ipynb #4afb2c16
 def run_config(folder) -> dict:
-    "The `config.json` of a run folder; empty for any other folder."
+    "Read the `config.json` of a run folder; empty for any other folder."
     file = at_root(folder)/'config.json'
     try: config = read_json(file) if file.is_file() else {}
     except FileNotFoundError: return {}   # the folder was set aside at this moment
@@ -259,7 +272,7 @@ def run_config(folder) -> dict:
 
 # %% ../../../nbs/core/run/identity.ipynb #9d102ba8
 def run_of(source: str) -> Path | None:
-    "The run folder that a source is, or lies in; None for checkpoints by step, which never change."
+    "Find the run folder that a source is, or lies in; None for `model-<step>`, which never change."
     path = at_root(source)
     if not source or ':' in source or path.name.startswith('model-'): return None
     return next((p for p in (path, path.parent) if run_config(p)), None)

@@ -20,14 +20,16 @@ def why_stale(
     folder,
     given: dict | None = None,  # settings that the run must have, beyond the defaults; None for any
 ) -> str:
-    "Why a run is not fresh, in words that follow its name; empty if it is."
+    "Say why a run is not fresh, in words that follow its name; empty if it is."
     @cache   # runs have inputs in common
     def reason(folder: Path) -> str:
         config = run_config(folder)
         if not (config and (folder/'summary.json').exists()): return 'is not finished'
         if config.get('code') != notebook_hash(config['notebook']):
             return f'was made before {config["notebook"]}.ipynb or a module that it imports changed'
-        for source, mark in (item for read in config['inputs'].values() for item in read.items()):
+        marks = {}
+        for read in config['inputs'].values(): marks |= read
+        for source, mark in marks.items():
             if content_hash(source) != mark: return f'was made before {source} changed'
             run = run_of(source)   # an unfinished one may be the study that this run is a part of
             behind = reason(run) if run and (run/'summary.json').exists() else ''
@@ -40,33 +42,36 @@ def why_stale(
 
 
 def is_fresh(folder, given: dict | None = None) -> bool:
-    "Whether a run is finished and would be made again as it is; `given` as in `why_stale`."
+    "Say whether a run is finished and would be made again as it is; `given` as in `why_stale`."
     return not why_stale(folder, given)
 
 # %% ../../../nbs/core/run/inputs.ipynb #c5a1e0f1
 @cache
 def recipes() -> dict[str, dict]:
-    "The entries of `nbs/recipes/farm.yaml` by run, with every field; TypeError for an unknown one."
+    "Read the entries of `nbs/recipes/farm.yaml` by run; TypeError for an unknown field."
     file = notebooks_folder()/'recipes'/'farm.yaml'
     sections, found = read_yaml(file), {}
-    both = {*sections['labels'], *sections['methods']}   # made with either source of labels
+    crowd = {name: f'{name}_crowd' for name in (*sections['labels'], *sections['methods'])}
     default = dict(reads={}, settings={}, pool={}, crowd={}, checkpoints=False, cost=50)
     for section, entries in sections.items():
-        twice = section in ('labels', 'methods')
-        for labels, end in (dict(pool='', crowd='_crowd') if twice else {'': ''}).items():
+        for name, entry in entries.items():
+            refuse_unknown(f'{file}, {name}', entry, ['notebook', *default])
+        # made with either source of labels, or once
+        for labels in ('pool', 'crowd') if section in ('labels', 'methods') else ('',):
             for name, entry in entries.items():
-                refuse_unknown(f'{file}, {name}', entry, ['notebook', *default])
                 row = default | dict(notebook=name) | entry
-                own = dict(pool=row.pop('pool'), crowd=row.pop('crowd'))
-                found[name + end] = row | dict(
-                    settings=row['settings'] | own.get(labels, {}),
-                    reads={k: v + end if v in both else v for k, v in row['reads'].items()},
-                    labels=labels, farm=section != 'others', method=name*(section == 'methods'))
+                own, method = row.get(labels, {}), name if section == 'methods' else ''
+                row |= dict(labels=labels, method=method, farm=section != 'others',
+                            settings=row['settings'] | own)
+                if labels == 'crowd':
+                    name = crowd[name]
+                    row['reads'] = {k: crowd.get(run, run) for k, run in row['reads'].items()}
+                found[name] = row
     return found
 
 
 def methods() -> dict[str, dict]:
-    "The entries of the methods, as they learn from the pool's labels, by method."
+    "Return the entries of the methods, as they learn from the pool's labels, by method."
     return {row['method']: row for row in recipes().values()
             if row['method'] and row['labels'] == 'pool'}
 
@@ -77,7 +82,7 @@ def run_folder(path: str) -> str:
 
 
 def recipe(path: str) -> tuple[str, dict] | None:
-    "The notebook that makes a default run, and what differs from that notebook's defaults."
+    "Find the notebook that makes a default run, and what differs from that notebook's defaults."
     name = Path(run_folder(path)).name
     if notebook_path(name): return name, {}
     row = recipes().get(name)
@@ -85,9 +90,13 @@ def recipe(path: str) -> tuple[str, dict] | None:
     return row['notebook'], row['settings'] | {k: f'runs/{v}' for k, v in row['reads'].items()}
 
 # %% ../../../nbs/core/run/inputs.ipynb #75e38d91
-def start_notebook(notebook: str, out: str, settings: dict,
-                   variables: dict = {}) -> NotebookProcess:
-    "Start a notebook of this project in a process of its own, with these environment variables."
+def start_notebook(
+    notebook: str,
+    out: str,             # run folder
+    settings: dict,
+    variables: dict = {}, # of the environment
+) -> NotebookProcess:
+    "Start a notebook of this project in a process of its own."
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
     return NotebookProcess(notebook_path(notebook), Path(f'{folder}.ipynb'),
@@ -97,9 +106,10 @@ def start_notebook(notebook: str, out: str, settings: dict,
 def build(notebook: str, out: str, **settings):
     "Run a notebook into `out` unless a fresh run is there; RuntimeError with its last lines."
     if is_fresh(out): return
-    for path in (str(p) for value in settings.values() for p in as_list(value)):   # what it reads
-        known = path.startswith('runs/') and recipe(path)
-        if known: build(known[0], run_folder(path), **known[1])
+    for value in settings.values():   # what it reads
+        for path in map(str, as_list(value)):
+            known = path.startswith('runs/') and recipe(path)
+            if known: build(known[0], run_folder(path), **known[1])
     output = Path(f'{at_root(out)}.txt')
     with locked(output):
         if is_fresh(out): return
@@ -111,45 +121,51 @@ def build(notebook: str, out: str, **settings):
         finally:   # if this process was interrupted; answers that it has paid for are waited for
             process.terminate()
             process.wait()
-        tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
         if code:
+            tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
             raise RuntimeError('\n'.join([f'{out} could not be built; see {output} and {out}.ipynb',
                                           *tail]))
         output.unlink()
 
 # %% ../../../nbs/core/run/inputs.ipynb #916716e4
+def _check_named(name: str, path: str):
+    "Refuse an input that was named and is not whole; say that it is not fresh."
+    run = run_of(path)
+    if run is None: return
+    if not (run/'summary.json').exists():
+        if at_root(path).is_file(): return   # a file is whole
+        raise ValueError(f'{name} = {path}: this run is not finished. Start it again with '
+                         f'out = {run.name}; its settings are in {run}/config.json')
+    try: why = why_stale(run)
+    except ValueError as e: why = f'of what it was made from, {e}'
+    if why: print(f'{name} = {path} is used as it is, but {why}')
+
+
 def ensure_inputs(cfg: Config, names: tuple = ()):
     "Check the named inputs, then build missing or stale defaults; of `names`, or of all."
-    def is_read(name):   # unless all the splits that it would give are empty
+    changed, read, named, stale = cfg.changed(), [], [], {}
+    for name in names or cfg.inputs:   # unless all the splits that it would give are empty
         parts = as_list(cfg.inputs[name])
-        return not parts or any(getattr(cfg, p) if p.endswith('split') else p for p in parts)
-    changed, stale, named = cfg.changed(), {}, []
-    names = [name for name in names or cfg.inputs if is_read(name)]
-    if {'data', 'policy'} <= {*names} and 'policy' in changed and 'data' not in changed:
+        given = [getattr(cfg, part) if part.endswith('split') else part for part in parts]
+        if any(given) or not parts: read.append(name)
+    if {'data', 'policy'} <= {*read} and 'policy' in changed and 'data' not in changed:
         folder = at_root(cfg.policy)
         if cfg.policy and not (run_config(folder) or run_config(folder.parent)):
             raise ValueError(f'data: {cfg.policy} was not trained for the requests of '
                              f'{cfg.data}: name a dataset with your prompts')
-    for name in names:
+    for name in read:
         for path in as_list(getattr(cfg, name)):   # a default may be a list of runs
             known = name not in changed and ':' not in path and recipe(path)
             if known: path = run_folder(path)
             if not known: named.append((name, path))
             elif not is_fresh(path): stale[path] = known
             else:
-                given = run_config(path)['given'].items()
-                others = [f'{k} = {v!r}' for k, v in given if known[1].get(k) != v]
+                others = [f'{k} = {v!r}' for k, v in run_config(path)['given'].items()
+                          if known[1].get(k) != v]
                 if others: print(f'{name} = {path} was made with {", ".join(others)}')
     for name, path in named:
         cfg.check_path(name, path)
-        run = run_of(path)
-        finished = run and (run/'summary.json').exists()
-        try: why = why_stale(run) if finished else ''
-        except ValueError as e: why = f'of what it was made from, {e}'
-        if why: print(f'{name} = {path} is used as it is, but {why}')
-        if run and not finished and not at_root(path).is_file():  # a file is whole
-            raise ValueError(f'{name} = {path}: this run is not finished. Start it again with '
-                             f'out = {run.name}; its settings are in {run}/config.json')
+        _check_named(name, path)
         on_hub = looks_like_hub(path) and not at_root(path).exists()
         if stale and on_hub: ask_hub(path, f'{name} = {path!r}')
     for path, (notebook, settings) in stale.items(): build(notebook, path, **settings)

@@ -37,7 +37,7 @@ def _keys_in(settings: dict) -> list[tuple[str, str]]:
 
 
 def no_secrets(settings: dict):
-    "ValueError if a setting, or anything in a list or dict, looks like a key or holds a password."
+    "Refuse a setting that looks like a key or holds a password, also in lists: ValueError."
     for name, _ in _keys_in(settings):
         raise ValueError(f'{name} looks like an API key or holds a password. Keys are read from '
                          'the environment (OPENAI_API_KEY, HF_TOKEN), never a parameter')
@@ -48,8 +48,8 @@ def _without_parameters(path: str, keys: list[str]):
     try: notebook = json.loads(Path(path).read_text(encoding='utf-8'))
     except (OSError, ValueError): return   # it is gone, or being written
     made = notebook.get('metadata', {}).get('papermill', {})
-    given = json.dumps(made.get('parameters', {}))
-    if not any(json.dumps(key)[1:-1] in given for key in keys): return
+    given = [value for _, value in _keys_in(made.get('parameters', {}))]
+    if not {*keys} & {*given}: return
     made['parameters'] = {}
     for cell in notebook['cells']:
         if 'injected-parameters' in cell['metadata'].get('tags', []):
@@ -82,17 +82,19 @@ def _watch(
 def forget_keys(given: dict):
     "Let papermill's record of a notebook's settings be removed if keys are among them."
     import psutil
-    keys, parent = [value for _, value in _keys_in(given)], psutil.Process().parent()
+    keys = [value for _, value in _keys_in(given)]
+    parent = psutil.Process().parent()
     if not keys or parent is None: return
     with contextlib.suppress(psutil.Error, OSError):   # the refusal matters more
-        folders = Path(parent.cwd()), Path(parent.environ().get('PWD', '.')), Path.cwd()
-        paths = [f/a for f in folders for a in parent.cmdline() if a.endswith('.ipynb')]
-        paths += [p for f in folders for p in f.glob('runs/*.ipynb')]
-        call = 'from alpaca_farm.core.run.keys import _watch; _watch(*json.load(sys.stdin))'
-        search = os.pathsep.join(filter(None, sys.path))
+        paths = []
+        for folder in (Path(parent.cwd()), Path.cwd()):
+            named = [folder/word for word in parent.cmdline() if word.endswith('.ipynb')]
+            paths += map(str, [*named, *folder.glob('runs/*.ipynb')])
+        call = ('import json, sys; from alpaca_farm.core.run.keys import _watch; '
+                '_watch(*json.load(sys.stdin))')
         watcher = subprocess.Popen(
-            [sys.executable, '-c', f'import json, sys; {call}'], stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            env=dict(os.environ, PYTHONPATH=search))
-        watcher.stdin.write(json.dumps([parent.pid, [*map(str, paths)], keys]).encode())
+            [sys.executable, '-c', call], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True, text=True,
+            env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
+        json.dump([parent.pid, paths, keys], watcher.stdin)
         watcher.stdin.close()

@@ -20,95 +20,108 @@ def _is_checkout(folder: Path) -> bool:
 
 # %% ../../../nbs/core/run/paths.ipynb #d5dd7d10
 def root() -> Path:
-    "To which relative paths refer: the checkout around the working folder, else that folder."
+    "Find the folder to which relative paths refer: the checkout around the working one, or that."
     here = Path.cwd()
     return next((p for p in (here, *here.parents) if _is_checkout(p)), here)
 
 # %% ../../../nbs/core/run/paths.ipynb #f8be9752
 def at_root(path) -> Path:
-    "`path` as an absolute path, relative to the project root."
+    "Make a path absolute, relative to the project root."
     return root()/os.path.expanduser(path)
 
 # %% ../../../nbs/core/run/paths.ipynb #a3c1d0e4
 def notebooks_folder() -> Path:
-    "The folder of notebooks and recipes: the checkout's `nbs/`, else the installed package's."
+    "Find the folder of notebooks and recipes: the checkout's `nbs/`, else the package's."
     package = Path(find_spec('alpaca_farm').origin).parent
     return next((p/'nbs' for p in (root(), package.parent) if _is_checkout(p)), package/'nbs')
 
 # %% ../../../nbs/core/run/paths.ipynb #c3fb89c1
 def notebook_path(name: str) -> Path | None:
-    "The notebook of that name in `nbs/` or a sub-folder, or None; those of `core` are not run."
+    "Find the notebook of a name in `nbs/` or a sub-folder; those of `core` are not run."
     folder = notebooks_folder()
-    paths = [p for pattern in (f'{name}.ipynb', f'*/{name}.ipynb') for p in folder.glob(pattern)]
-    return next((p for p in paths if p.relative_to(folder).parts[0] != 'core'), None)
+    for path in (*folder.glob(f'{name}.ipynb'), *folder.glob(f'*/{name}.ipynb')):
+        if path.parent.name != 'core': return path
 
 
 def module_of(notebook: str) -> str:
-    "The module that a notebook exports: of the same path."
+    "Name the module that a notebook exports: of the same path."
     path = notebook_path(notebook) or notebooks_folder()/notebook
     return '.'.join(('alpaca_farm', *path.relative_to(notebooks_folder()).with_suffix('').parts))
 
 # %% ../../../nbs/core/run/paths.ipynb #45720aa0
+_FILES = '.json', '.jsonl', '.csv', '.tsv', '.parquet', '.xlsx', '.gz', '.gguf'
+
+
 def looks_like_hub(value: str) -> bool:
-    "Whether `value` could be owner/name on the hub, with @revision or :configuration."
+    "Say whether `value` could be owner/name on the hub, with @revision or :configuration."
     owner, _, name = re.split('[@:]', value)[0].partition('/')
-    file = name.endswith(('.json', '.jsonl', '.csv', '.tsv', '.parquet', '.xlsx', '.gz',
-                          '.gguf'))
-    if not (owner and name) or '/' in name or owner[0] in '.~' or file: return False
+    if not (owner and name) or '/' in name or owner[0] in '.~': return False
+    if name.endswith(_FILES): return False
     return not os.path.isdir(at_root(owner))
 
 # %% ../../../nbs/core/run/paths.ipynb #a3c1d0e6
+def _near_in(folder: Path, parts: tuple[str, ...]) -> Path | None:
+    "The path in a folder that is nearest to `parts`, part by part."
+    for part in parts:
+        try: names = os.listdir(folder)
+        except OSError: return None
+        near = difflib.get_close_matches(part, names, 1)   # the part itself, if it is there
+        if not near: return None
+        folder /= near[0]
+    return folder
+
+
 def near_path(value: str) -> str:
-    "The existing path nearest to `value`, part by part; empty if none is near."
+    "Find the existing path nearest to `value`; empty if none is near."
     given = Path(os.path.expanduser(value))
-    for found in (Path(given.anchor),) if given.anchor else (root(), Path.cwd()):
-        for part in given.relative_to(given.anchor).parts:
-            try: names = os.listdir(found)
-            except OSError: names = []
-            near = difflib.get_close_matches(part, names, 1)   # the part itself, if it is there
-            if not near: break
-            found /= near[0]
-        else: return str(found) if given.anchor else os.path.relpath(found, root())
-    return ''
+    if given.anchor: return str(_near_in(Path(given.anchor), given.parts[1:]) or '')
+    found = _near_in(root(), given.parts) or _near_in(Path.cwd(), given.parts)
+    return os.path.relpath(found, root()) if found else ''
 
 # %% ../../../nbs/core/run/paths.ipynb #a3c1d0e8
 def missing_path(value: str) -> str:
-    "The end of an error message: where a path was looked for, and the nearest one that exists."
+    "Say where a path was looked for, and the nearest one that exists: the end of an error message."
     near = near_path(value)
     meant = f' (did you mean {near}?)' if near else ''
     return f'there is no such file or folder under {root()}{meant}'
 
 # %% ../../../nbs/core/run/paths.ipynb #a3c1d0e9
-def ask_hub(value: str, what: str = '') -> str:
-    """A name on the hub or in its cache: owner/name, or owner/name@revision, a branch, tag or
-    commit; else FileNotFoundError that begins with `what` and has the nearest local path."""
+def _reason(error: Exception) -> str:
+    "The first line of an error."
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def ask_hub(
+    value: str,      # owner/name, or owner/name@revision: a branch, tag or commit
+    what: str = '',  # how the error begins
+) -> str:
+    "Return a name on the hub or in its cache; FileNotFoundError with the nearest local path."
     from huggingface_hub import constants, HfApi
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
     name, _, revision = value.partition(':')[0].partition('@')
-    for kind in ('model', 'dataset'):
+    reason = 'the Hugging Face hub has no such model or dataset'
+    kinds = 'model', 'dataset'
+    for kind in kinds:
         cached = Path(constants.HF_HUB_CACHE)/f'{kind}s--{name.replace("/", "--")}'
         parts = [cached/'refs'/revision, cached/'snapshots'/revision] if revision else [cached]
-        if any(map(os.path.exists, parts)): return value
-    reason = 'the Hugging Face hub has no such model or dataset'
-    for kind in ('model', 'dataset'):
+        if any(part.exists() for part in parts): return value
+    for kind in kinds:
         try: HfApi().repo_info(name, revision=revision or None, repo_type=kind, timeout=10)
         except (RepositoryNotFoundError, HFValidationError): continue
-        except Exception as e:
-            message = (str(e).splitlines() or [type(e).__name__])[0]
-            reason = f'the Hugging Face hub could not be asked ({message})'
-            break
-        return value
+        except Exception as e: reason = f'the Hugging Face hub could not be asked ({_reason(e)})'
+        else: return value
+        break
     raise FileNotFoundError(f'{what or value}: {missing_path(value)}, and {reason}')
 
 # %% ../../../nbs/core/run/paths.ipynb #decd1586
 def hub_snapshot(value: str) -> str:
-    "The folder in the hub's cache with one revision of a model, downloaded if needed."
+    "Find the folder in the hub's cache with one revision of a model, downloaded if needed."
     from huggingface_hub import snapshot_download
     name, _, revision = value.partition(':')[0].partition('@')
     files = ['*.json', '*.safetensors', '*.model', '*.txt', '*.jinja']
-    which = dict(revision=revision, allow_patterns=files, ignore_patterns=['*/*'])
-    try: return snapshot_download(name, **which)
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=files,
+                                 ignore_patterns=['*/*'])
     except Exception as e:
-        message = (str(e).splitlines() or [type(e).__name__])[0]
         raise FileNotFoundError(f'{value}: revision {revision!r} of {name} is neither in the cache '
-                                f'of the hub nor could it be downloaded ({message})') from e
+                                f'of the hub nor could it be downloaded ({_reason(e)})') from e

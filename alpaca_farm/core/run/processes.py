@@ -20,29 +20,31 @@ _here = SimpleNamespace(rank=0, count=1, alone=False)
 
 
 def rank() -> tuple[int, int]:
-    "The number of this process and how many share its run: (0, 1) for one, and inside `_alone`."
+    "Return the number of this process and how many share its run; (0, 1) inside `_alone`."
     return (0, 1) if _here.alone else (_here.rank, _here.count)
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0010
 @contextmanager
 def _alone():
-    "A block that this process computes without the others."
-    before, _here.alone = _here.alone, True
+    "Execute the block in this process without the others."
+    before = _here.alone
+    _here.alone = True
     try: yield
     finally: _here.alone = before
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0012
 def gather_all(value) -> list:
-    "The values of all processes, in their order."
-    if rank()[1] == 1: return [value]
+    "Collect the values of all processes, in their order."
+    count = rank()[1]
+    if count == 1: return [value]
     from torch.distributed import all_gather_object
-    values = [None] * rank()[1]
+    values = [None]*count
     all_gather_object(values, value)
     return values
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0013
 def add_up(tensor):
-    "The sum of a tensor over all processes, in place; the tensor itself if there is only one."
+    "Sum a tensor over all processes, in place; the tensor itself if there is only one."
     if rank()[1] > 1:
         from torch.distributed import all_reduce
         all_reduce(tensor)
@@ -53,19 +55,20 @@ def in_parts(
     f,       # lists -> one result for each row
     *lists,  # of the same length
 ) -> list:
-    "`f(*lists)`, computed by all processes, each on its share of the rows."
+    "Compute `f(*lists)` in all processes, each on its share of the rows."
     k, n = rank()
     if n == 1: return f(*lists)
     with _alone(): own = f(*(rows[k::n] for rows in lists))
     parts = gather_all(list(own))
-    return [parts[i % n][i // n] for i in range(len(lists[0]))]
+    return [parts[i % n][i//n] for i in range(len(lists[0]))]
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0018
 def once(f, *args):
-    "`f(*args)`, computed by the first process alone and known to all; so is its error."
+    "Compute `f(*args)` in the first process; all get the result, or its error."
     if rank()[1] == 1: return f(*args)
     from torch.distributed import broadcast_object_list
-    result = gather_all(None)[:1] + [None]   # waits for all
+    gather_all(None)   # waits for all
+    result = [None, None]
     if rank()[0] == 0:
         try:
             with _alone(): result[0] = f(*args)
@@ -76,14 +79,15 @@ def once(f, *args):
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0035
 def written_once(write):
-    "A function that writes files, as one that the first process runs while the others wait."
+    "Let the first process run a function that writes files, while the others wait."
     @wraps(write)
     def wrapped(*args, **kwargs): once(lambda: write(*args, **kwargs) and None)
     return wrapped
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0037
+# a launcher's variables, which are not for what a process itself starts
 LAUNCHER = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'GROUP_RANK', 'ROLE_RANK',
-            'MASTER_ADDR', 'MASTER_PORT')   # its variables, which are not for what a process itself starts
+            'MASTER_ADDR', 'MASTER_PORT')
 
 
 def join_ranks(cfg: Config):

@@ -10,70 +10,90 @@ import contextlib, html, math, os, sys, time
 
 # %% ../../../nbs/core/run/progress.ipynb #6657b50a
 def duration(seconds: float) -> str:
-    "A number of seconds as text, in a suitable unit."
+    "Write a number of seconds in a suitable unit."
     if seconds < 90: return f'{seconds:.0f} s'
     if seconds < 5400: return f'{seconds/60:.0f} min'
     return f'{seconds/3600:.1f} h'
 
 # %% ../../../nbs/core/run/progress.ipynb #d19e0012
+def _terminal() -> int | None:
+    "The terminal of a kernel: its stderr is a pipe, and ipykernel keeps a copy of the one before."
+    return getattr(sys.stderr, '_original_stdstream_copy', None)
+
+
 def tell(line: str):
     "Print a line, of a notebook's kernel on its terminal too."
     print(line)
-    fd = getattr(sys.stderr, '_original_stdstream_copy', None)
-    if fd is not None: os.write(fd, f'\r{line}\n'.encode())
+    if _terminal() is not None: os.write(_terminal(), f'\r{line}\n'.encode())
 
 # %% ../../../nbs/core/run/progress.ipynb #0d5f7a21
 def _curve(points: list[tuple[float, float]], label: str = '') -> str:
-    """SVG of values by step, with the lowest and the highest value at the left and the first and
-    last step below; empty for fewer than two finite values."""
-    points = [(x, y) for x, y in points[::1 + len(points) // 320] if math.isfinite(y)]
+    "SVG of values by step; empty for fewer than two finite values."
+    points = [(x, y) for x, y in points[::1 + len(points)//320] if math.isfinite(y)]
     if len(points) < 2: return ''
-    (x0, x1), (y0, y1) = ((min(v), max(v)) for v in zip(*points))
+    xs, ys = zip(*points)
+    first, last, lowest, highest = min(xs), max(xs), min(ys), max(ys)
     left, right, top, low = 60, 310, 10, 70
-    line = ' '.join(f'{left + (right - left) * (x - x0) / (x1 - x0):.1f},'
-                    f'{low - (low - top) * (y - y0) / (y1 - y0 or 1):.1f}' for x, y in points)
-    marks = [(left - 5, top + 4, 'end', y1), (left - 5, low + 4, 'end', y0),
-             (left, low + 16, 'start', x0), (right, low + 16, 'end', x1)]
-    texts = ''.join(f'<text x="{x}" y="{y}" text-anchor="{end}">{v:.4g}</text>'
-                    for x, y, end, v in marks)
+    line = ''
+    for x, y in points:
+        across = left + (right - left)*(x - first)/(last - first)
+        up = low - (low - top)*(y - lowest)/(highest - lowest or 1)
+        line += f'{across:.1f},{up:.1f} '
+    texts = ''
+    marks = ((left - 5, top + 4, 'end', highest), (left - 5, low + 4, 'end', lowest),
+             (left, low + 16, 'start', first), (right, low + 16, 'end', last))
+    for x, y, end, value in marks:
+        texts += f'<text x="{x}" y="{y}" text-anchor="{end}">{value:.4g}</text>'
     return (f'<svg width="320" height="90" role="img" aria-label="{html.escape(label)}" '
             'font-size="11" fill="currentColor">'
             '<polyline fill="none" stroke="var(--jp-brand-color1,#1976d2)" '
-            f'stroke-width="1.5" points="{line}"/>{texts}</svg>')
+            f'stroke-width="1.5" points="{line.strip()}"/>{texts}</svg>')
 
 # %% ../../../nbs/core/run/progress.ipynb #b2686740
 class Progress:
-    """A line `name 12/30 reward 0.41, 25 s left`, with bar and curve; redrawn in place `every`
-    second. The time left is that of the steps after the first one shown, from two of them on."""
+    "A line `name 12/30 reward 0.41, 25 s left`, redrawn in place, with a bar and a curve."
     live = None   # the line that is being redrawn
 
-    def __init__(self, name: str, total: int, every: float = 1.):
-        self.name, self.total, self.every, self.last, self.line = name, total, every, 0., name
-        self.first, self.handle, self.points, Progress.live = None, None, [], self
-        # a kernel's stderr is a pipe to the notebook; ipykernel keeps a copy of the one before
-        self.fd = getattr(sys.stderr, '_original_stdstream_copy', None) or 2
-        self.terminal, self.told = os.isatty(self.fd), time.monotonic()
+    def __init__(self,
+        name: str,
+        total: int,         # steps
+        every: float = 1.,  # seconds between two drawings
+    ):
+        self.name, self.total, self.every, self.line = name, total, every, name
+        self.first = None   # the first step shown, and when
+        self.last, self.told, self.points = 0., time.monotonic(), []
+        self.fd = _terminal() or 2
+        self.terminal = os.isatty(self.fd)
+        self.handle, Progress.live = None, self
         shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
-        if shell is not None and hasattr(shell, 'kernel'):
+        if hasattr(shell, 'kernel'):
             from IPython.display import display
             self.handle = display({'text/plain': name}, raw=True, display_id=True)
 
-    def __call__(self, step: int, text: str = '', value: float | None = None,
-                 left: float | None = None):
-        "Show that `step` steps are done; `value` extends the curve, `left` are seconds if known."
+    def __call__(self,
+        step: int,                    # steps that are done
+        text: str = '',
+        value: float | None = None,   # the curve's next
+        left: float | None = None,    # seconds, if known; else as the steps since the first one
+    ):
+        "Show how many steps are done, at most once in `every` seconds."
         now, over = time.monotonic(), step >= self.total
         if value is not None: self.points.append((step, value))
         if self.first is None: self.first = step, now   # later ones do not load and compile
         if not over and now - self.last < self.every: return
-        if left is None and (taken := step - self.first[0]) > 1:
-            left = (now - self.first[1]) / taken * (self.total - step)
-        line, self.last = f'{self.name} {step}/{self.total} {text}'.rstrip(), now
-        self.line = line if over or left is None else f'{line}, {duration(left)} left'
+        taken = step - self.first[0]
+        if left is None and taken > 1: left = (now - self.first[1])/taken*(self.total - step)
+        self.last, self.line = now, f'{self.name} {step}/{self.total} {text}'.rstrip()
+        if not over and left is not None: self.line += f', {duration(left)} left'
         if over: Progress.live = None
         self.show(self.line, over, step)
 
-    def show(self, line: str, over: bool = False, step: int = 0):
-        "Redraw the line; `over` ends it."
+    def show(self,
+        line: str,
+        over: bool = False,  # whether this is the last one
+        step: int = 0,       # the bar's
+    ):
+        "Redraw the line."
         shown = {'text/plain': line}
         if 'JPY_SESSION_NAME' in os.environ:
             bar = f'<progress value="{step}" max="{self.total}" style="width:320px"></progress>'
@@ -90,14 +110,19 @@ class Progress:
         with contextlib.suppress(OSError): os.write(self.fd, f'{line}\n'.encode())   # closed
 
 # %% ../../../nbs/core/run/progress.ipynb #7689a65f
-def passes(name: str, items, patience: float = 5.):
-    "The items one by one; after `patience` seconds the live line tells how many are done."
+def passes(
+    name: str,
+    items,
+    patience: float = 5.,  # seconds between two lines, and before the first
+):
+    "Yield the items one by one; the live line tells how many are done."
     items, own, last = list(items), None, time.monotonic()
     for k, item in enumerate(items):
         if time.monotonic() - last > patience:
-            last, line = time.monotonic(), own or Progress.live
-            if not line: own = line = Progress(name, len(items))
-            if line is own: own(k)
+            last, line = time.monotonic(), Progress.live
+            if own or not line:
+                own = own or Progress(name, len(items))
+                own(k)
             else: line.show(f'{line.line}; {name} {k}/{len(items)}')
         yield item
     if own: own(len(items))

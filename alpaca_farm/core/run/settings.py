@@ -24,6 +24,10 @@ from .paths import (
     ask_hub, at_root, looks_like_hub, missing_path, near_path, root)
 
 # %% ../../../nbs/core/run/settings.ipynb #124e5640
+def _from_json(value):
+    return json.loads(value) if isinstance(value, str) else value
+
+
 Count = Annotated[int, Ge(0)]
 Positive = Annotated[int, Ge(1)]
 Amount = Annotated[float, Ge(0)]
@@ -32,7 +36,7 @@ Nucleus = Annotated[float, Interval(gt=0, le=1)]
 Scale = Annotated[float, Gt(0)]
 Schedule = Literal['cosine', 'linear', 'constant']
 Template = Literal['auto', 'chat', 'alpaca', 'raw']
-Arguments = Annotated[dict, BeforeValidator(lambda v: json.loads(v) if isinstance(v, str) else v)]
+Arguments = Annotated[dict, BeforeValidator(_from_json)]
 Betas = Annotated[list[Annotated[float, Interval(ge=0, lt=1)]], Len(2, 2)]
 
 
@@ -40,28 +44,39 @@ _STRICT = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True)
 _checked_as = cache(partial(TypeAdapter, config=_STRICT))   # by annotation
 
 
-def as_type(name: str, value, kind):
-    "`value` of the setting `name` as its annotation, `kind`; ValueError saying what is valid."
+def _meant(name, known) -> str:
+    "The known name nearest to another, as a question; empty if none is near."
+    near = difflib.get_close_matches(str(name), map(str, known), 1)
+    return f'. Did you mean {near[0]}?' if near else ''
+
+
+def as_type(
+    name: str,  # the setting
+    value,
+    kind,       # its annotation
+):
+    "Convert a value to the type of its setting; ValueError saying what is valid."
     try: return _checked_as(kind).validate_python(value)
-    except ValidationError as e: error = e.errors()[0]
-    near = difflib.get_close_matches(str(value), map(str, typing.get_args(kind)), 1)
-    meant = f'. Did you mean {near[0]!r}?' if near and typing.get_origin(kind) is Literal else ''
-    valid = error['msg'].replace('Input should', 'it must')
-    raise ValueError(f'{name} = {value!r}: {valid}{meant}')
+    except ValidationError as e: valid = e.errors()[0]['msg'].replace('Input should', 'it must')
+    known = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+    raise ValueError(f'{name} = {value!r}: {valid}{_meant(value, known)}')
 
 # %% ../../../nbs/core/run/settings.ipynb #db840a00
 def _assigned(cell: str) -> list[str]:
     "Names assigned at the top level of a cell; none if it is not plain Python, such as a `%magic`."
     try: body = ast.parse(cell).body
     except SyntaxError: return []
-    targets = [t for s in body if isinstance(s, (ast.Assign, ast.AnnAssign))
-               for t in (s.targets if isinstance(s, ast.Assign) else [s.target])]
-    return [t.id for t in targets if isinstance(t, ast.Name)]
+    names = []
+    for statement in body:
+        if isinstance(statement, ast.Assign): targets = statement.targets
+        elif isinstance(statement, ast.AnnAssign): targets = [statement.target]
+        else: continue
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names
 
 # %% ../../../nbs/core/run/settings.ipynb #09333460
 def resolve(spec: str):
-    """The object that `spec`, "package.module:name", names; ValueError if there is none. The module
-    may be in the project's root folder."""
+    'Import what "package.module:name" names, also in the root folder; ValueError if it is missing.'
     module, _, name = spec.partition(':')
     if not (module and name): raise ValueError(f'{spec!r}: write "package.module:name"')
     if str(root()) not in sys.path: sys.path.append(str(root()))
@@ -73,13 +88,16 @@ def resolve(spec: str):
     raise ValueError(f'{spec!r}: {module} has no {name}')
 
 # %% ../../../nbs/core/run/settings.ipynb #7c26b0eb
-def refuse_unknown(owner: str, names, known):
-    "TypeError for the first of `names` that is not in `known`, with the nearest name that is."
+def refuse_unknown(
+    owner: str,  # whose settings they are
+    names,
+    known,       # the names that there are
+):
+    "Refuse the first name that is not known: TypeError with the nearest one that is."
     for name in names:
         if name in known: continue
-        near = difflib.get_close_matches(name, known, 1)
-        raise TypeError(f'{name} is not a setting of {owner}.'
-                        + (f' Did you mean {near[0]}?' if near else f' It has: {", ".join(known)}'))
+        meant = _meant(name, known) or f'. It has: {", ".join(known)}'
+        raise TypeError(f'{name} is not a setting of {owner}{meant}')
 
 
 @dataclass
@@ -120,26 +138,30 @@ class Config:
 
     @classmethod
     def read(cls, given: dict):
-        "The settings with these values; TypeError for an unknown name, ValueError for a bad value."
+        "Make settings of values; TypeError for an unknown name, ValueError for a bad value."
         refuse_unknown(cls.__name__, given, [f.name for f in fields(cls)])
         return cls(**given)
 
     @classmethod
     def collect(cls, namespace: dict):
-        "The settings of the newest parameters cell and of papermill's after it, in `globals()`."
+        "Take the settings of the newest parameters cell, and papermill's, from `globals()`."
         names = []
         for cell in namespace['In'][:-1]:   # the last is the running one
-            if cell.startswith('# Parameters'): names += _assigned(cell)
-            elif 'out' in _assigned(cell): names = _assigned(cell)
+            assigned = _assigned(cell)
+            if cell.startswith('# Parameters'): names += assigned
+            elif 'out' in assigned: names = assigned
         given = {name: namespace[name] for name in names}
         forget_keys(given)
         return cls.read(given)
 
     def changed(self) -> dict:
-        "The settings that differ from their defaults."
-        default = {f.name: f.default_factory() if f.default is dataclasses.MISSING else f.default
-                   for f in fields(self)}
-        return {k: v for k, v in asdict(self).items() if v != default[k]}
+        "Return the settings that differ from their defaults."
+        found = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            made = f.default_factory is not dataclasses.MISSING
+            if value != (f.default_factory() if made else f.default): found[f.name] = value
+        return found
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         "The settings as a notebook displays them; the parameters cell above shows the rest."
@@ -199,40 +221,55 @@ class TrainConfig(HardwareConfig):
 
 # %% ../../../nbs/core/run/settings.ipynb #66461a70
 def field_comments(cls) -> dict[str, str]:
-    "The comment of every field, including inherited fields."
+    "Read the comment of every field, including inherited fields."
     from fastcore.docments import docments
     comments = {}
-    for c in reversed(cls.__mro__[:-1]):
-        if dataclasses.is_dataclass(c):
-            own = docments(c, full=True).items()
-            comments |= {k: v.docment for k, v in own if k in c.__annotations__}
+    for base in reversed(cls.__mro__[:-1]):
+        if not dataclasses.is_dataclass(base): continue
+        for name, comment in docments(base, full=True).items():
+            if name in base.__annotations__: comments[name] = comment.docment
     return comments
 
 # %% ../../../nbs/core/run/settings.ipynb #9585351a
-def from_args(cls, args: list[str], description: str = ''):
-    "The settings given by a command line; exits with a message of one line if they are invalid."
-    usage = '%(prog)s [-f FILE] [--setting value]'
-    p = argparse.ArgumentParser(description=description, usage=usage, allow_abbrev=False,
-                                argument_default=argparse.SUPPRESS)
-    p.add_argument('-f', action='append', default=[], metavar='FILE', help='YAML file of settings')
+def _parser(cls, description: str) -> argparse.ArgumentParser:
+    "A command line with an option for each setting, explained by its comment."
+    parser = argparse.ArgumentParser(description=description, allow_abbrev=False,
+                                     usage='%(prog)s [-f FILE] [--setting value]',
+                                     argument_default=argparse.SUPPRESS)
+    parser.add_argument('-f', action='append', default=[], metavar='FILE',
+                        help='YAML file of settings')
     default, comments = asdict(cls()), field_comments(cls)
+    for name, table in getattr(cls, 'tables', {}).items():   # of named functions, with a text each
+        comments[name] += ': ' + '; '.join(f'{k}: {row.text}' for k, row in table.items())
     for name, kind in typing.get_type_hints(cls).items():
-        listed = 'list' in str(kind)
-        p.add_argument(f'--{name}', nargs='*' if listed else None, metavar='VALUE',
-                       help=f'{comments[name]} (default: {default[name]})'.replace('%', '%%'))
-    options, unknown = p.parse_known_args(args)
+        said = f'{comments[name]} (default: {default[name]})'
+        parser.add_argument(f'--{name}', nargs='*' if 'list' in str(kind) else None,
+                            metavar='VALUE', help=said.replace('%', '%%'))
+    return parser
+
+
+def from_args(
+    cls,
+    args: list[str],
+    description: str = '',  # for --help
+):
+    "Read settings from a command line; exits with a message of one line if they are invalid."
+    parser = _parser(cls, description)
+    options, unknown = parser.parse_known_args(args)
     options, settings = vars(options), {}
     try:
         no_secrets(options | {'the command line': unknown})
-        refuse_unknown(cls.__name__, [u.lstrip('-').partition('=')[0] for u in unknown], default)
+        known = [f.name for f in fields(cls)]
+        refuse_unknown(cls.__name__, [u.lstrip('-').partition('=')[0] for u in unknown], known)
         for file in options.pop('f'):
             if not os.path.isfile(file): raise FileNotFoundError(f'-f {file}: {missing_path(file)}')
             settings |= read_yaml(file)
         for name, value in options.items():
-            single = isinstance(default[name], str) and isinstance(value, list) and len(value) == 1
-            settings[name] = value[0] if single else value
+            usually_one = isinstance(getattr(cls, name, []), str)
+            one = usually_one and isinstance(value, list) and len(value) == 1
+            settings[name] = value[0] if one else value
         return cls.read(settings)
-    except (TypeError, ValueError, OSError) as e: p.exit(2, f'{p.prog}: error: {e}\n')
+    except (TypeError, ValueError, OSError) as e: parser.exit(2, f'{parser.prog}: error: {e}\n')
 
 # %% ../../../nbs/core/run/settings.ipynb #a585caaa
 def _is_refusal(error: BaseException) -> bool:

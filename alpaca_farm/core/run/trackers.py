@@ -12,7 +12,7 @@ from pathlib import Path
 
 # %% ../../../nbs/core/run/trackers.ipynb #2ff0b04d
 def check_tracker(name: str):
-    "ModuleNotFoundError, saying what to install, if the package of a tracker is missing."
+    "Refuse a tracker whose package is missing: ModuleNotFoundError, saying what to install."
     if name and not find_spec(name):
         raise ModuleNotFoundError(f'tracker = {name}: pip install {name}')
 
@@ -36,7 +36,11 @@ def _start_tracker(name: str, folder: Path, settings: dict, step: int):
 # %% ../../../nbs/core/run/trackers.ipynb #9eed67bf
 class Tracking:
     "What a run sends to its tracker; nothing without one, or once it has failed."
-    def __init__(self, name: str, folder: Path, settings: dict):
+    def __init__(self,
+        name: str,       # empty for none
+        folder: Path,    # of the run
+        settings: dict,
+    ):
         self.name, self.folder, self.settings, self.tracker = name, folder, settings, None
 
     def log(self, step: int, record: dict):
@@ -45,27 +49,26 @@ class Tracking:
 
     def finish(self, summary: dict, rows: int = 50):
         "Send the figures of a finished run and its first answers, and end the session."
-        def send():
-            numbers = {k: v for k, v in summary.items() if isinstance(v, (int, float))}
-            self.tracker.log({f'summary/{k}': v for k, v in numbers.items()})
-            if (self.folder/'outputs.json').exists():
-                text = (self.folder/'outputs.json').read_text(encoding='utf-8')
-                outputs = json.loads(text)[:rows]
-                answers = '\n\n'.join(f'**{r["instruction"]}** {r["output"]}' for r in outputs)
-                columns = ['instruction', 'output']
-                if self.name == 'tensorboard': self.tracker.log(dict(samples=answers))
-                else:
-                    shown = [[r[c] for c in columns] for r in outputs]
-                    self.tracker.log_table('samples', columns, shown)
-            self.tracker.finish()
-        self._try(send)
+        self._try(lambda: self._send_end(summary, rows))
         self.name = ''
+
+    def _send_end(self, summary: dict, rows: int):
+        self.tracker.log({f'summary/{name}': value for name, value in summary.items()
+                          if isinstance(value, (int, float))})
+        file = self.folder/'outputs.json'
+        outputs = json.loads(file.read_text(encoding='utf-8'))[:rows] if file.exists() else []
+        shown = [[row['instruction'], row['output']] for row in outputs]
+        if self.name == 'tensorboard' and shown:
+            answers = '\n\n'.join(f'**{asked}** {answer}' for asked, answer in shown)
+            self.tracker.log(dict(samples=answers))
+        elif shown: self.tracker.log_table('samples', ['instruction', 'output'], shown)
+        self.tracker.finish()
 
     def _try(self, send, step: int = 1):
         if not self.name: return
         try:
-            self.tracker = self.tracker or _start_tracker(self.name, self.folder, self.settings,
-                                                         step)
+            if self.tracker is None:
+                self.tracker = _start_tracker(self.name, self.folder, self.settings, step)
             send()
         except Exception as e:
             reason = (str(e).splitlines() or [''])[0]
