@@ -8,12 +8,12 @@ __all__ = ['AnnotatorsConfig', 'flip_share', 'annotate_pairs', 'to_alpaca_eval',
 # %% ../nbs/annotators.ipynb #4f71f27a
 import math
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 
 from .core.ask.api import ApiConfig
+from .core.ask.judge_configs import is_population
 from .core.data.preferences import (annotator_name, decide_vote, draw_annotator,
     hash_uniform, pair_identity, pool_members, pool_weights, report_missing, shown_swapped)
 from .core.data.dialogues import full_instruction

@@ -36,7 +36,7 @@ def method_answers(folder: str, runs=LABELLED_BY) -> dict[str, list[dict]]:
     return answers
 
 # %% ../../nbs/boards/farm_board.ipynb #e2cec149
-def _count_words(records: list[dict]) -> list[int]:
+def _lengths(records: list[dict]) -> list[int]:
     return [len(r['output'].split()) for r in records]
 
 
@@ -50,7 +50,7 @@ def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict
             if 'logprob' not in candidates[0]: continue
             scored = [dict(c, scores=c['logprob']) for c in candidates]
         elif way in ('longest', 'shortest'):
-            scored = score_candidates(candidates, _count_words)
+            scored = score_candidates(candidates, _lengths)
             if way == 'shortest':
                 scored = [dict(c, scores=[-score for score in c['scores']]) for c in scored]
         elif way == 'utility':
