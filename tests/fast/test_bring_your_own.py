@@ -10,7 +10,8 @@ from judge_server import judge_server
 from alpaca_farm import bring_your_own, farm
 from alpaca_farm.bring_your_own import (
     _count_parameters, _read_own, BringYourOwnConfig, divide_prompts, forecast, METHODS, own_sizes)
-from alpaca_farm.core.data.records import full_instruction, load_records
+from alpaca_farm.core.data.dialogues import full_instruction
+from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.farm import farm_jobs, FarmConfig
 
