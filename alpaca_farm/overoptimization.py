@@ -32,8 +32,9 @@ from .core.run.settings import at_root, command, Positive
 from .core.stats import (best_of_n_value, best_of_n_weights, bootstrap, bootstrap_draws,
     fit_overoptimization, kl_best_of_n, kl_best_of_n_estimate, overoptimization_curve)
 from .core.data.text import decode, encode_prompts
+from .annotators import flip_share
 from .judging.judges import load_annotators
-from .judging.noise import flip_share
+from .worlds.folder import read_world
 
 # %% ../nbs/overoptimization.ipynb #97b31d40
 PROXIES = [f'runs/reward_model{labels}' for labels in ('', '_crowd', '_judge', '_vain')]
@@ -50,12 +51,13 @@ class OverConfig(SampleConfig, JudgedConfig):
     references: str = 'runs/references'     # its answers that policies are compared with
     proxies: list[str] = field(default_factory=lambda: PROXIES)  # reward models
     policies: list[str] = field(default_factory=lambda: POLICIES)  # best with checkpoints
-    utility: str = 'alpaca_farm.world:utility'  # the true reward, "module:function" of records
-    crowd: str = 'alpaca_farm.world:held_out_crowd'  # judges of the answers
+    world: str = 'runs/world'               # the world, with a utility and those who judge
+    utility: str = ''  # the true reward, "module:function" of records; empty: the world's
+    crowd: str = ''                         # judges of the answers; empty: the world's held-out
     instances: Annotated[int, Ge(2)] = 150  # instructions of the bank to use
     answers: Positive = 4                   # answers of each policy to each of them
     inputs = dict(policy='model', bank='candidates', references='candidates', proxies=(),
-                  policies=(), utility=(), crowd=('preferences', 'model'))
+                  policies=(), world=(), utility=(), crowd=('preferences', 'model'))
     annotator_fields = ('crowd',)
 
 # %% ../nbs/overoptimization.ipynb #152ddf00
@@ -65,26 +67,31 @@ def _score_bank(bank: list[dict], score) -> np.ndarray:
 
 
 def standard_reward(score, bank: list[dict]) -> tuple:
-    "A reward in standard deviations of the bank: a function of records, and the bank's scores."
+    "Return a reward in standard deviations of the bank, and its scores of the bank."
     raw = _score_bank(bank, score)
-    mean, sd = raw.mean(), raw.std() if has_spread(raw) else 1.
-    return lambda records: (np.array(score(records)) - mean)/sd, (raw - mean)/sd
+    mean = raw.mean()
+    sd = raw.std() if has_spread(raw) else 1.
+
+    def standardised(records): return (np.array(score(records)) - mean)/sd
+    return standardised, (raw - mean)/sd
 
 # %% ../nbs/overoptimization.ipynb #db9e5359
 def _curve_point(proxy, utility, crowd, **columns) -> dict:
     """Means over instructions with 95 % intervals, from arrays (instructions,): proxy and utility
     standardised, the crowd's preferences over SFT from 1 to 2, as a win rate in percent."""
-    intervals = {f'{name}{end}': x for name, values in dict(proxy=proxy, utility=utility).items()
-                 for end, x in zip(('', '_low', '_high'), bootstrap(values))}
-    return dict(columns, each=utility, **intervals, crowd=float(100 * (crowd.mean() - 1)))
+    row = dict(columns, each=utility)
+    for name, values in dict(proxy=proxy, utility=utility).items():
+        row[name], row[f'{name}_low'], row[f'{name}_high'] = bootstrap(values)
+    return dict(row, crowd=float(100 * (crowd.mean() - 1)))
 
 # %% ../nbs/overoptimization.ipynb #1547a3d0
 def _proxy_utility_correlation(proxy: np.ndarray, utility: np.ndarray) -> float:
     "Pearson's correlation within instructions, (instructions, answers) each; nan if constant."
-    p, g = ((x - x.mean(1, keepdims=True))*(np.ptp(x, 1, keepdims=True) > 0)
-            for x in (proxy, utility))
+    def centred(x): return (x - x.mean(1, keepdims=True))*(np.ptp(x, 1, keepdims=True) > 0)
+    p = centred(proxy)
+    u = centred(utility)
     with np.errstate(invalid='ignore', divide='ignore'):
-        return float((p * g).sum() / np.sqrt((p**2).sum() * (g**2).sum()))
+        return float((p*u).sum() / np.sqrt((p**2).sum() * (u**2).sum()))
 
 # %% ../nbs/overoptimization.ipynb #6249e919
 def _bank_curve(proxy, utility, crowd, logprob, **columns) -> list[dict]:
@@ -95,42 +102,46 @@ def _bank_curve(proxy, utility, crowd, logprob, **columns) -> list[dict]:
     rows = []
     for n in 2 ** np.arange(int(np.log2(proxy.shape[1])) + 1):
         chosen = best_of_n_weights(proxy, n) * kl_best_of_n_estimate(logprob, int(n))
-        kl = dict(kl=float(chosen.sum(1).mean()), kl_bound=float(kl_best_of_n(n)))
         values = (best_of_n_value(proxy, v, n) for v in (proxy, utility, crowd))
-        rows.append(_curve_point(*values, **columns, **kl, at=int(n)))
+        rows.append(_curve_point(*values, **columns, kl=float(chosen.sum(1).mean()),
+                                 kl_bound=float(kl_best_of_n(n)), at=int(n)))
     rows[0]['correlation'] = _proxy_utility_correlation(proxy, utility)
     return rows
 
 # %% ../nbs/overoptimization.ipynb #54e62538
 def group_rows(rows: list[dict]) -> dict[tuple, list[dict]]:
-    "Rows by (method, labels), each group in order of increasing KL."
+    "Group rows by (method, labels), each group in order of increasing KL."
     groups = {}
     for r in sorted(rows, key=lambda r: r['kl']):
         groups.setdefault((r['method'], r['labels']), []).append(r)
     return groups
 
 
+def _peak(alpha: float, beta: float, form: str) -> float:
+    "Where a curve is highest: 0 if it only falls, infinite if it only rises."
+    if beta <= 0: return np.inf if alpha > 0 or beta < 0 else 0.
+    if form == 'best_of_n': return max(alpha, 0.) / (2*beta)
+    return float(np.exp(np.clip(alpha/beta - 1, -50, 50)))
+
+
 def fit_utility(rows: list[dict], n: int = 1000) -> dict[str, float]:
-    """Alpha, beta and peak of one method's utility, with 95 % intervals from `n` resamples; empty
+    """Fit alpha, beta and peak of one method's utility, with 95 % intervals from `n` resamples; empty
     unless there are three points, the last twice as far as the first."""
     form = 'best_of_n' if rows[0]['method'] == 'best_of_n' else 'rl'
     use = [r for r in rows if r['kl'] > .01]
-    if len(use) < 3 or use[-1]['kl'] < 2 * use[0]['kl']: return {}
-
-    def peak(a, b):   # 0 if the curve only falls, infinite if it only rises
-        if b <= 0: return np.inf if a > 0 or b < 0 else 0.
-        if form == 'best_of_n': return max(a, 0.) / (2 * b)
-        return float(np.exp(np.clip(a / b - 1, -50, 50)))
-
-    d, each = np.sqrt([r['kl'] for r in use]), np.stack([r['each'] for r in use], 1)
-    pairs = (fit_overoptimization(d, u, form) for u in [each.mean(0), *bootstrap_draws(each, n=n)])
-    fits = [(a, b, peak(a, b)) for a, b in pairs]
+    if len(use) < 3 or use[-1]['kl'] < 2*use[0]['kl']: return {}
+    d = np.sqrt([r['kl'] for r in use])
+    each = np.stack([r['each'] for r in use], 1)
+    fits = []
+    for utility in (each.mean(0), *bootstrap_draws(each, n=n)):
+        alpha, beta = fit_overoptimization(d, utility, form)
+        fits.append((alpha, beta, _peak(alpha, beta, form)))
     # a peak may be infinite: no interpolation
     low, high = np.quantile(fits[1:], [.025, .975], axis=0, method='nearest')
     missed = each.mean(0) - overoptimization_curve(d, *fits[0][:2], form)
     out = dict(missed=float(np.sqrt(np.mean(missed**2))), form=form)
-    for name, *values in zip(('alpha', 'beta', 'peak'), fits[0], low, high):
-        out |= {f'{name}{end}': float(x) for end, x in zip(('', '_low', '_high'), values)}
+    for k, name in enumerate(('alpha', 'beta', 'peak')):
+        out |= {name: float(fits[0][k]), f'{name}_low': float(low[k]), f'{name}_high': float(high[k])}
     return out
 
 # %% ../nbs/overoptimization.ipynb #a8fcbe7b
@@ -138,11 +149,14 @@ def _utility_falls(groups: dict) -> list[dict]:
     "Utility at best-of-16 minus that at the largest n, by source of labels; their differences."
     falls = {}
     for (method, labels), rows in groups.items():
-        each = {r['at']: r['each'] for r in rows if method == 'best_of_n'}
-        if 16 in each: falls[labels, ''] = each[16] - each[max(each)]
-    falls |= {(a, b): falls[a, ''] - falls[b, ''] for (a, _), (b, _) in combinations(falls, 2)}
-    return [dict(labels=a, minus=b, **dict(zip(('fall', 'low', 'high'), bootstrap(fall))))
-            for (a, b), fall in falls.items()]
+        each = {r['at']: r['each'] for r in rows}
+        if method == 'best_of_n' and 16 in each: falls[labels, ''] = each[16] - each[max(each)]
+    for (a, _), (b, _) in combinations([*falls], 2): falls[a, b] = falls[a, ''] - falls[b, '']
+    table = []
+    for (labels, minus), fall in falls.items():
+        value, low, high = bootstrap(fall)
+        table.append(dict(labels=labels, minus=minus, fall=value, low=low, high=high))
+    return table
 
 # %% ../nbs/overoptimization.ipynb #e5161246
 def _label_name(proxy: str) -> str:
@@ -154,17 +168,19 @@ def _label_name(proxy: str) -> str:
     if not made: return Path(labels).stem
     annotators = made['settings']['annotators']
     flips = flip_share(made['settings'].get('label_flip', 0.), annotators)
-    return Path(annotators.rpartition(':')[2]).stem + (f', {flips:.0%} flips' if flips else '')
+    name = Path(annotators.rpartition(':')[2]).stem
+    return f'{name}, {flips:.0%} flips' if flips else name
 
 
 def _method_name(folder: str) -> str:
     "A run's method and what sets it apart: no penalty, or DPO's beta."
     config = run_config(folder)
-    name, settings = config['notebook'], config['settings']
-    if name == 'ppo' and settings['advantage'] != 'gae': name = settings['advantage']
+    name = config['notebook']
+    settings = config['settings']
+    if settings.get('advantage', 'gae') != 'gae': name = settings['advantage']
     if name == 'binary_feedback': name = settings['method']
-    if name in ('ppo', 'rloo', 'grpo', 'quark') and not settings['kl_coef']: name += ', no penalty'
-    return name + (f', beta {settings["beta"]:g}' if name == 'dpo' else '')
+    if name == 'dpo': name += f', beta {settings["beta"]:g}'
+    return name if settings.get('kl_coef', 1) else f'{name}, no penalty'
 
 
 def _policy_proxy(folder: str, proxies: list[str]) -> str:
@@ -179,57 +195,97 @@ def _policy_proxy(folder: str, proxies: list[str]) -> str:
 
 
 def checkpoints(folder: str) -> list[tuple[int, str]]:
-    "Steps and folders of a run's checkpoints, in order; its final model if it saved none."
+    "List steps and folders of a run's checkpoints, in order; its final model if it saved none."
     saved = [(int(p.name.split('-')[1]), str(p)) for p in at_root(folder).glob('model-*')]
     return sorted(saved) or [(0, folder)]
 
 # %% ../nbs/overoptimization.ipynb #74debec7
-def measure_policy(folder: str, records: list[dict], scorers: dict, reference: tuple,
-                   cfg: OverConfig) -> dict:
-    """KL to the `reference`, SFT's model and tokenizer, the correlation, and by instruction the
-    scores of a checkpoint's fresh samples, by `scorers`: proxy, utility and crowd."""
+def measure_policy(
+    folder: str,          # of a checkpoint
+    records: list[dict],  # instructions
+    scorers: dict,        # proxy, utility and crowd: functions of records
+    reference: tuple,     # SFT's model and tokenizer
+    cfg: OverConfig,
+) -> dict:  # kl, correlation, and the scores by instruction
+    "Measure a checkpoint on fresh samples: its KL to the reference, and its scores."
     policy, tokenizer = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
-    flat = [(r, s) for r, samples in zip(prompts, answers) for s in samples]
-    outputs = [dict(r, output=decode(s.tokens, tokenizer, cfg.template, r), ended=s.ended)
-               for r, s in flat]
-    plain = encode_prompts([r for r, _ in flat], reference[1], cfg.template)   # no reward tokens
-    kl = log_ratios(*reference, plain, [s for _, s in flat], cfg)
+    repeated = []
+    samples = []
+    outputs = []
+    for record, drawn in zip(prompts, answers):
+        for s in drawn:
+            text = decode(s.tokens, tokenizer, cfg.template, record)
+            repeated.append(record)
+            samples.append(s)
+            outputs.append(dict(record, output=text, ended=s.ended))
+    plain = encode_prompts(repeated, reference[1], cfg.template)   # no reward tokens
+    kl = log_ratios(*reference, plain, samples, cfg)
     scores = {name: np.reshape(score(outputs), (len(prompts), -1))
               for name, score in scorers.items()}
     correlation = _proxy_utility_correlation(scores['proxy'], scores['utility'])
-    means = {name: s.mean(1) for name, s in scores.items()}
+    means = {name: values.mean(1) for name, values in scores.items()}
     return means | dict(kl=float(np.mean(kl)), correlation=correlation)
 
 # %% ../nbs/overoptimization.ipynb #64337616
-def run(cfg: OverConfig):
-    "Measure the curves; writes curves.csv, fits.csv and falls.csv."
-    import pandas as pd
-    folder = start(cfg, run)
-    if folder.done: return folder
+def _check_temperature(cfg: OverConfig):
+    "ValueError where the bank or the references were sampled at another temperature."
     for name, source in dict(bank=cfg.bank, references=cfg.references).items():
         made = run_of(source)   # None: a file
         sampled = made and run_config(made)['settings'].get('temperature')
         if sampled not in (None, cfg.temperature):
             raise ValueError(f'temperature = {cfg.temperature}: {name} was sampled at {sampled}')
-    bank, references = (load_records(f, 'candidates', 'candidates')
-                        for f in (cfg.bank, cfg.references))
-    bank, judge = bank[:cfg.instances], load_annotators(cfg.crowd, cfg)
+
+
+def _true_score(cfg: OverConfig):
+    "The utility that the settings or the world names; ValueError if neither does."
+    if cfg.utility: return reward(cfg.utility, cfg, cfg.template)
+    world = read_world(cfg.world)
+    if world.utility: return world.function(world.utility)
+    raise ValueError(f'{cfg.world} has no utility: over-optimisation is measured by one')
+
+
+_COLUMNS = dict(  # of each table; at: n, or the step of the checkpoint; run: folder of the policy
+    curves='method labels kl kl_bound proxy proxy_low proxy_high utility utility_low utility_high '
+           'crowd correlation at run',
+    fits='method labels alpha alpha_low alpha_high beta beta_low beta_high peak peak_low '
+         'peak_high missed form',
+    falls='labels minus fall low high')
+
+
+def run(cfg: OverConfig):
+    "Measure the curves; writes curves.csv, fits.csv and falls.csv."
+    import pandas as pd
+    folder = start(cfg, run)
+    if folder.done: return folder
+    _check_temperature(cfg)
+    bank = load_records(cfg.bank, 'candidates', 'candidates')[:cfg.instances]
+    references = load_records(cfg.references, 'candidates', 'candidates')
+    utility = _true_score(cfg)
+    judges = cfg.crowd
+    if not judges:
+        world = read_world(cfg.world)
+        judges = world.path(world.held_out)
+    judge = load_annotators(judges, cfg)
     folder.load()
     proxies = {policy: _policy_proxy(policy, cfg.proxies) for policy in cfg.policies}
-    specs = {s: s for s in (*cfg.proxies, *proxies.values())} | dict(utility=cfg.utility)
-    scale = {name: standard_reward(reward(spec, cfg, cfg.template), bank)
-             for name, spec in specs.items()}
+    scale = dict(utility=standard_reward(utility, bank))
+    for spec in dict.fromkeys((*cfg.proxies, *proxies.values())):
+        scale[spec] = standard_reward(reward(spec, cfg, cfg.template), bank)
 
     def crowd(records):   # (records,) expected preferences over the references to the same prompt
         return check_preferences(np.concatenate(answer_preferences(records, references, judge)))
 
     # best-of-n, by each proxy
-    others = scale['utility'][1], _score_bank(bank, crowd), np.array([c['logprob'] for c in bank])
-    rows = [row for p in cfg.proxies
-            for row in _bank_curve(scale[p][1], *others, method='best_of_n', labels=_label_name(p))]
+    logprob = np.array([c['logprob'] for c in bank])
+    preferred = _score_bank(bank, crowd)
+    rows = []
+    for proxy in cfg.proxies:
+        rows += _bank_curve(scale[proxy][1], scale['utility'][1], preferred, logprob,
+                            method='best_of_n', labels=_label_name(proxy))
     # policies, at each checkpoint
-    todo = [(policy, step, path) for policy in cfg.policies for step, path in checkpoints(policy)]
+    todo = []
+    for policy in cfg.policies: todo += [(policy, *saved) for saved in checkpoints(policy)]
     records = [dict(r, output='') for r in bank]
     sft = load_policy(cfg.policy, cfg)
     show = Progress(folder.folder.name, len(todo))
@@ -243,17 +299,13 @@ def run(cfg: OverConfig):
         show(i)
 
     groups = group_rows(rows)
-    fits = [dict(method=m, labels=l, **fit) for (m, l), curve in groups.items()
-            if (fit := fit_utility(curve))]
-    columns = dict(  # at: n, or the step of the checkpoint; run: folder of the policy
-        curves='method labels kl kl_bound proxy proxy_low proxy_high utility utility_low '
-               'utility_high crowd correlation at run',
-        fits='method labels alpha alpha_low alpha_high beta beta_low beta_high peak peak_low '
-             'peak_high missed form',
-        falls='labels minus fall low high')
+    fits = []
+    for (method, labels), curve in groups.items():
+        fit = fit_utility(curve)
+        if fit: fits.append(dict(method=method, labels=labels, **fit))
     for name, table in dict(curves=rows, fits=fits, falls=_utility_falls(groups)).items():
-        write_csv(folder, f'{name}.csv', pd.DataFrame(table, columns=columns[name].split()),
-                  float_format='%.5f')
+        frame = pd.DataFrame(table, columns=_COLUMNS[name].split())
+        write_csv(folder, f'{name}.csv', frame, float_format='%.5f')
     folder.finish(instructions=len(bank), points=len(rows))
     return folder
 

@@ -12,7 +12,7 @@ myst_enable_extensions = ['dollarmath', 'amsmath']
 myst_heading_anchors = 3
 autodoc_member_order = 'bysource'
 PATH = ['start', 'world', 'annotators', 'reward_model', 'ppo', 'dpo', 'overoptimization', 'farm']
-ORDER = ['notebooks', 'studies', 'judging', 'boards', 'embedded', 'core']
+ORDER = ['notebooks', 'studies', 'judging', 'boards', 'worlds', 'embedded', 'core']
 
 
 def tree(caption: str, pages: list[str]) -> str:

@@ -38,17 +38,30 @@ SETTINGS = dict(
              value_learning_rate=1e-3, val_instances=8,
              eval_every=2, save_every=2, checkpoint_every=1, **SAMPLING))
 
+# Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
+FARM = dict(
+    world=dict(sft=60, preference=80, unlabeled=64, val=20, eval=30, prose=160, hidden_size=32,
+               layers=1, ffn=32, heads=2),
+    reward_model=dict(epochs=1), best_of_n=dict(n=2), base=dict(n=1),
+    candidates=dict(n=4, max_instances=24),
+    expert_iteration=dict(n=4, max_instances=24, epochs=1),
+    ppo=dict(steps=2, rollouts=8, batch_size=4, val_instances=8, eval_every=1, save_every=1),
+    quark=dict(steps=2, rollouts=16, batch_size=8, val_instances=8, eval_every=1, save_every=1),
+    rrhf=dict(k=4, epochs=1, missing_eos=''), binary_feedback=dict(held_out=10, val_instances=8),
+    eval_samples=dict(n=4))
+
 
 def settings(notebook, base, **more):
     "Tiny settings of a notebook whose inputs are the runs in the folder `base`."
     world, sft, samples, labels, rm = (
         str(base/k) for k in ('world', 'sft', 'samples', 'annotators', 'reward_model'))
+    pool = f'{world}/pool.json'
     on_policy, pairs = dict(data=world, policy=sft), dict(preferences=labels, policy=sft)
     rewarded = dict(on_policy, reward_model=rm)
     inputs = dict(
         world={}, sft=dict(data=world, policy=world), rlcd=dict(data=world, policy=world),
-        annotators=dict(outputs=samples), reward_model=pairs, dpo=pairs | on_policy,
-        binary_feedback=pairs | on_policy,
+        annotators=dict(outputs=samples, annotators=pool), reward_model=pairs, dpo=pairs | on_policy,
+        binary_feedback=pairs | on_policy | dict(annotators=pool),
         best_of_n=rewarded, expert_iteration=rewarded, quark=rewarded, ppo=rewarded,
         rrhf=dict(rewarded, perplexity_model=world,
                   candidates=[samples, f'{world}/preference.json']))

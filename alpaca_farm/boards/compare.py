@@ -32,7 +32,7 @@ class CompareConfig(JudgedConfig):
     "Settings of a comparison."
     out: str = 'runs/compare'  # run folder
     folders: list[str] = field(default_factory=lambda: ['runs/dpo', 'runs/ppo'])  # to compare
-    annotators: str = 'alpaca_farm.world:held_out_crowd'  # judge, as in the annotators notebook
+    annotators: str = 'runs/world/held_out_crowd.json'  # judge, as in the annotators notebook
     labels: str = ''           # people's labels of some pairs, to correct the judge
     examples: Count = 3        # number of instructions whose answers are shown
     inputs = dict(folders=(), annotators=('preferences', 'model'), labels='preferences')

@@ -6,101 +6,171 @@
 __all__ = ['LABELLED_BY', 'method_answers', 'farm_board', 'parts_table', 'write_boards', 'short_board']
 
 # %% ../../nbs/boards/farm_board.ipynb #90a07edf
+from functools import partial
+
 import numpy as np
 
 from ..core.run.inputs import recipes
-from ..core.data.comparisons import match_prompts, output_texts
+from ..core.answers import choose_best, score_candidates
+from ..core.data.comparisons import match_prompts, output_texts, pair_up
+from ..core.data.dialogues import full_instruction
 from ..core.data.records import load_records
 from ..core.run.runs import read_summary, write_csv, write_figure
 from ..core.run.settings import at_root
 from ..core.stats import replicate_interval
-from ..core.answers import choose_best, score_candidates
-from .text import TEXT_COLUMNS
-from ..embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
+from .corrected import match_labels, read_people_labels
 from .judged import answers_to, judge_all, read_answers
+from .text import TEXT_COLUMNS
 from .leaderboards import ANSWER_COLUMNS, leaderboard, leaderboard_figure
+from ..worlds.folder import World
 
 # %% ../../nbs/boards/farm_board.ipynb #67c40a74
 LABELLED_BY = {run: row['labels'] for run, row in recipes().items() if row['method']}
 
 
-def method_answers(folder: str) -> dict[str, list[dict]]:
-    "The answers of SFT and of every finished method, for both sources of labels."
-    done = [run for run in LABELLED_BY if read_summary(f'{folder}/{run}')]
-    return (dict(sft=read_answers(f'{folder}/references', candidates=True))
-            | {run: read_answers(f'{folder}/{run}') for run in done})
+def method_answers(folder: str, runs=LABELLED_BY) -> dict[str, list[dict]]:
+    "Read the answers of SFT and of every finished method, for both sources of labels."
+    answers = dict(sft=read_answers(f'{folder}/references', candidates=True))
+    for run in runs:
+        if read_summary(f'{folder}/{run}'): answers[run] = read_answers(f'{folder}/{run}')
+    return answers
 
 # %% ../../nbs/boards/farm_board.ipynb #e2cec149
-def _chosen_answers(candidates: list[dict]) -> dict[str, list[dict]]:
-    "The likeliest, the longest and the best of n samples, the last by the hidden utility."
+def _lengths(records: list[dict]) -> list[int]:
+    return [len(r['output'].split()) for r in records]
+
+
+def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict]]:
+    "The answers that each of the world's ways chooses of n samples."
     n = len(candidates[0]['output'])
-    def length(records): return [len(r['output'].split()) for r in records]
-    chosen = {f'longest of {n}': score_candidates(candidates, length),
-              f'best of {n} by the utility': score_candidates(candidates, utility)}
-    if 'logprob' in candidates[0]:
-        chosen[f'likeliest of {n}'] = [dict(c, scores=c['logprob']) for c in candidates]
-    return {name: choose_best(scored) for name, scored in chosen.items()}
+    chosen = {}
+    for way in world.ways:
+        name = f'{way} of {n}'
+        if way == 'likeliest':
+            if 'logprob' not in candidates[0]: continue
+            scored = [dict(c, scores=c['logprob']) for c in candidates]
+        elif way in ('longest', 'shortest'):
+            scored = score_candidates(candidates, _lengths)
+            if way == 'shortest':
+                scored = [dict(c, scores=[-score for score in c['scores']]) for c in scored]
+        elif way == 'utility':
+            name = f'best of {n} by the utility'
+            scored = score_candidates(candidates, world.function(world.utility))
+        else:
+            name = f'best of {n} by {way.rpartition(":")[2]}'
+            scored = score_candidates(candidates, world.function(way))
+        chosen[name] = choose_best(scored)
+    return chosen
 
 # %% ../../nbs/boards/farm_board.ipynb #c3b1812b
 def _behind(run: str) -> set[str]:
     "A run and all that it depends on, beyond the world and SFT."
-    reads = {*recipes()[run]['reads'].values()} - {'world', 'sft'}
-    return {run}.union(*map(_behind, reads))
+    behind = {run}
+    for read in {*recipes()[run]['reads'].values()} - {'world', 'sft'}: behind |= _behind(read)
+    return behind
 
 
-def farm_board(folder: str, judges: dict, seed: int) -> tuple:
-    """The answers of all rows; preferences over SFT's, {judge: {row: (instructions,)}}; and the
-    leaderboard of one replicate (a DataFrame), best under the held-out crowd first."""
-    answers = method_answers(folder)
-    baselines = {name: read_answers(f'{folder}/{run}', candidates=True)
-                 for name, run in (('base model', 'base'), ('greedy SFT', 'sft_greedy'))
-                 if read_summary(f'{folder}/{run}')}
-    baselines |= _chosen_answers(read_answers(f'{folder}/eval_samples', candidates=True))
-    baselines['an expert'] = load_records(f'{folder}/world', 'eval', 'output')
-    answers |= {name: answers_to(rows, answers['sft']) for name, rows in baselines.items()}
+def _seconds(folder: str, run: str) -> float:
+    "CPU seconds of a run and all behind it."
+    known = [read_summary(f'{folder}/{name}') for name in sorted(_behind(run))]
+    return round(sum(summary.get('cpu_seconds', 0.) for summary in known), 1)
+
+
+def _baseline_answers(folder: str, world: World) -> dict[str, list[dict]]:
+    "The answers of the rows that learn from no label."
+    answers = {}
+    for name, run in (('base model', 'base'), ('greedy SFT', 'sft_greedy')):
+        if read_summary(f'{folder}/{run}'):
+            answers[name] = read_answers(f'{folder}/{run}', candidates=True)
+    answers |= _chosen_answers(read_answers(f'{folder}/eval_samples', candidates=True), world)
+    expert = load_records(world.folder, 'eval')
+    if all('output' in r for r in expert): answers['an expert'] = expert
+    return answers
+
+
+def _people_labels(labels: str, answers: dict) -> dict:
+    "People's labels of the rows that have any."
+    known = read_people_labels(labels)
+    labelled = {}
+    for name, rows in answers.items():
+        if name == 'sft': continue
+        pairs = pair_up(rows, answers['sft'])
+        if any((full_instruction(p), p['output_1'], p['output_2']) in known for p in pairs):
+            labelled[name] = rows, answers['sft']
+    return match_labels(labels, labelled)
+
+
+def farm_board(
+    folder: str,         # of the replicate's runs
+    world: World,
+    judges: dict,        # {column: judge}, first the held-out crowd, `crowd`
+    seed: int,
+    runs: list[str],     # names of the methods' runs
+    labels: str = '',    # people's labels of answers, to correct the first judge
+) -> tuple:  # answers by row; {judge: {row: (instructions,) preferences over SFT}}; the DataFrame
+    "Judge the answers of all rows of a replicate."
+    answers = method_answers(folder, runs)
+    for name, rows in _baseline_answers(folder, world).items():
+        answers[name] = answers_to(rows, answers['sft'])
     judged = judge_all(answers, answers['sft'], judges, seed)
     columns = {name: ANSWER_COLUMNS[name] for name in ('length', 'characters')} | TEXT_COLUMNS
-    board = leaderboard(judged, answers, f'{folder}/references', seed=seed, columns=columns)
-
-    def seconds(row):   # CPU time of the run and all behind it
-        runs = _behind(row) if row in (*LABELLED_BY, 'sft') else ()
-        known = (read_summary(f'{folder}/{run}') for run in sorted(runs))
-        return round(sum(summary.get('cpu_seconds', 0.) for summary in known), 1)
+    people = _people_labels(labels, answers) if labels else None
+    board = leaderboard(judged, answers, f'{folder}/references', seed=seed, columns=columns,
+                        labels=people)
 
     trained_on = board.method.map(LABELLED_BY).fillna('')
     kind = np.where(trained_on == '', 'baseline', 'method')
-    summaries = [read_summary(f'{folder}/{m}') if m in LABELLED_BY else {} for m in board.method]
     board.insert(1, 'kind', np.where(board.method == 'sft', 'reference', kind))
     board.insert(2, 'trained_on', trained_on)
-    return answers, judged, board.assign(kl=[s.get('kl', np.nan) for s in summaries],
-                                         labels=[s.get('labels', 0) for s in summaries],
-                                         cpu_seconds=[seconds(m) for m in board.method])
+    for k, method in enumerate(board.method):
+        trained = method in LABELLED_BY
+        summary = read_summary(f'{folder}/{method}') if trained else {}
+        board.loc[k, 'kl'] = summary.get('kl', np.nan)
+        board.loc[k, 'labels'] = summary.get('labels', 0)
+        known = trained or method == 'sft'
+        board.loc[k, 'cpu_seconds'] = _seconds(folder, method) if known else 0.
+    return answers, judged, board.astype(dict(labels=int))
 
 # %% ../../nbs/boards/farm_board.ipynb #fda4690e
-def parts_table(replicates: list[dict], seed: int = 0):
-    "Parts of the utility of all replicates' rows, minus SFT's, as a DataFrame with intervals."
+def _part_means(records: list[dict], world: World) -> dict[str, np.ndarray]:
+    "Each mark of records, the mean over the answers to an instruction: (instructions,)."
+    answers = []
+    for r in records: answers += [dict(r, output=text) for text in output_texts(r)]
+    ends = np.cumsum([len(output_texts(r)) for r in records])[:-1]
+    parts = {}
+    for mark, values in world.function(world.marks)(answers).items():
+        groups = np.split(np.array(values), ends)
+        # in more digits, so that the mean of equal values is their value
+        parts[mark] = np.array([g.mean(dtype=np.longdouble) for g in groups], float)
+    return parts
+
+
+def parts_table(
+    replicates: list[dict],  # answers by row, of each replicate
+    worlds: list[World],     # of each replicate
+    seed: int = 0,
+):  # DataFrame: method, part, difference, low, high
+    "Tabulate the parts of the utility of all replicates' rows, minus SFT's, with intervals."
     import pandas as pd
-    used = [k for k, w in enumerate(QUALITY) if w]
-
-    def parts(records):   # (instructions, criteria): weight times criterion, mean over answers
-        each = [[dict(r, output=text) for text in output_texts(r)] for r in records]
-        features = np.split(answer_matrix(sum(each, [])), np.cumsum([len(e) for e in each])[:-1])
-        return np.array([f.mean(0) for f in features])[:, used]*QUALITY[used]
-
+    means = [partial(_part_means, world=world) for world in worlds]
+    reference = [mean(answers['sft']) for mean, answers in zip(means, replicates)]
     table = []
     for row in replicates[0]:
         if row == 'sft' or any(row not in answers for answers in replicates): continue
-        values = np.stack([parts(match_prompts(a[row], a['sft'])) - parts(a['sft'])
-                           for a in replicates])
-        named = {COLUMNS[k]: values[..., i] for i, k in enumerate(used)}
-        for part, v in (named | dict(utility=values.sum(-1))).items():
-            difference, low, high = replicate_interval(v, seed=seed)
+        parts = {mark: [] for mark in reference[0]}
+        for mean, answers, sft in zip(means, replicates, reference):
+            found = mean(match_prompts(answers[row], answers['sft']))
+            for mark, values in found.items(): parts[mark].append(values - sft[mark])
+        values = np.stack([np.stack(each) for each in parts.values()], -1)
+        for k, part in enumerate((*parts, 'utility')):
+            each = values[..., k] if k < len(parts) else values.sum(-1)
+            difference, low, high = replicate_interval(each, seed=seed)
             table.append(dict(method=row, part=part, difference=difference, low=low, high=high))
     return pd.DataFrame(table)
 
 # %% ../../nbs/boards/farm_board.ipynb #1f766a48
 def _parts_figure(table, rows: list[str]):
-    "The parts of the utility of rows as stacked bars, gains to the right; their sum as a point."
+    "Draw the parts of the utility of rows as stacked bars, and their sum as a point."
     import matplotlib.pyplot as plt
     values = table.pivot(index='method', columns='part', values='difference').loc[rows[::-1]]
     total = table[table.part == 'utility'].set_index('method').loc[rows[::-1]]
@@ -115,7 +185,11 @@ def _parts_figure(table, rows: list[str]):
     return fig
 
 # %% ../../nbs/boards/farm_board.ipynb #c773b066
-def write_boards(run, boards: list, parts):
+def write_boards(
+    run,            # the farm's
+    boards: list,   # the leaderboard of each replicate
+    parts,          # of `parts_table`, or None
+):
     "Write boards, parts and their figures; `crowd_sd` is the spread of each row over replicates."
     import pandas as pd
     spread = pd.concat(boards).groupby('method').crowd.std()
@@ -123,25 +197,30 @@ def write_boards(run, boards: list, parts):
         name = 'leaderboard' if k == 0 else f'leaderboard_seed_{k}'
         write_csv(run, f'{name}.csv', board.assign(crowd_sd=board.method.map(spread)))
         shown = board[board.method != 'base model'].assign(reference='SFT')   # it is far below
-        figure = leaderboard_figure(shown.reset_index(drop=True), ['crowd', 'pool', 'utility'])
+        judges = [name for name in ('crowd', 'corrected', 'pool', 'utility') if name in board]
+        figure = leaderboard_figure(shown.reset_index(drop=True), judges)
         write_figure(run, f'{name}.png', figure)
+    if parts is None: return
     write_csv(run, 'parts.csv', parts)
     rows = [m for m in boards[0].method if m in set(parts.method) - {'base model', 'an expert'}]
     write_figure(run, 'parts.png', _parts_figure(parts, rows))
 
 # %% ../../nbs/boards/farm_board.ipynb #51e0b0a2
 def short_board(folder: str):
-    """A finished farm's board as a DataFrame of strings: win rate over SFT under the held-out crowd
-    in %, with its 95 % interval; the same for the run on the crowd's labels; win rate under the
-    pool; KL from SFT in nats per answer; mean length in words."""
+    """Show a finished farm's board in short, as a DataFrame of strings.
+
+    Columns: win rate over SFT under the held-out crowd in %, with its 95 % interval; the same for the
+    run on the crowd's labels; win rate under the pool; KL from SFT in nats per answer; words."""
     import pandas as pd
     board = pd.read_csv(at_root(folder)/'leaderboard.csv', index_col='method')
-    won = {method: f'{row.crowd:.1f} [{row.crowd_low:.1f}, {row.crowd_high:.1f}]'
-           for method, row in board.iterrows()}
+    won = {}
+    for method, row in board.iterrows():
+        won[method] = f'{row.crowd:.1f} [{row.crowd_low:.1f}, {row.crowd_high:.1f}]'
     methods = [m for m in board.index if LABELLED_BY.get(m) == 'pool']
     methods += [m for m in board.index if m.startswith(('best of', 'likeliest', 'greedy'))]
-    numbers = board.loc[methods, ['pool', 'kl', 'length']].round(1).astype(object).fillna('')
-    numbers.columns = ['pool', 'KL', 'words']
+    columns = [name for name in ('pool', 'kl', 'length') if name in board]
+    numbers = board.loc[methods, columns].round(1).astype(object).fillna('')
+    numbers = numbers.rename(columns=dict(kl='KL', length='words'))
     numbers.insert(0, 'held-out crowd', [won[m] for m in methods])
     numbers.insert(1, "on the crowd's labels", [won.get(f'{m}_crowd', '') for m in methods])
     return numbers.rename_axis(None)

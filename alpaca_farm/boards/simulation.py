@@ -17,31 +17,39 @@ from ..core.run.runs import write_csv, write_figure
 from ..judging.noise import preference_probabilities, sample_votes
 
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00
-def paired_tables(judged: list[dict], crowd_runs: dict) -> dict:
-    """The three columns (replicates, instructions, methods) and `names`, for the methods that every
-    replicate has trained on both sources.
+_COLUMNS = ('simulated', 'crowd', 'transfer')
 
-    `judged` is of each replicate {judge: {run: (instructions,) preferences}}; `crowd_runs` names the
-    run trained on the crowd's labels by that trained on the pool's."""
-    made = set.intersection(*(set(j['crowd']) for j in judged))
-    names = [m for m in ('base model', 'sft', *crowd_runs) if {m, crowd_runs.get(m, m)} <= made]
-    learned = [crowd_runs.get(m, m) for m in names]
-    columns = dict(simulated=('pool', names), crowd=('crowd', learned), transfer=('crowd', names))
-    return dict(names=names) | {
-        c: np.stack([np.stack([j[judge][m] for m in rows], 1) for j in judged])
-        for c, (judge, rows) in columns.items()}
+
+def paired_tables(
+    judged: list[dict],  # of each replicate {judge: {run: (instructions,) preferences}}
+    crowd_runs: dict,    # names the run on the crowd's labels by that on the pool's
+) -> dict:  # `names`, and by column an array (replicates, instructions, methods)
+    "Tabulate the three columns, for the methods that every replicate has trained on both sources."
+    made = set.intersection(*(set(by['crowd']) for by in judged))
+    names = [name for name in ('base model', 'sft', *crowd_runs)
+             if name in made and crowd_runs.get(name, name) in made]
+    columns = {name: [] for name in _COLUMNS}
+    for by in judged:
+        pool, crowd = by.get('pool', by['crowd']), by['crowd']
+        columns['simulated'].append([pool[name] for name in names])
+        columns['crowd'].append([crowd[crowd_runs.get(name, name)] for name in names])
+        columns['transfer'].append([crowd[name] for name in names])
+    tables = {name: np.ascontiguousarray(np.swapaxes(rows, 1, 2))
+              for name, rows in columns.items()}
+    return dict(names=names) | tables
 
 # %% ../../nbs/boards/simulation.ipynb #8edc3be9
 def _simulation_table(tables: dict, seed: int):
     "Win rates in percent, 95 % intervals, `_sd` over replicates; best under the crowd first."
     import pandas as pd
-    replicates, rows = len(tables['crowd']), []
+    replicates = len(tables['crowd'])
+    rows = []
     for k, method in enumerate(tables['names']):
         row = dict(method=method, replicates=replicates)
-        for column in ('simulated', 'crowd', 'transfer'):
-            values = 100 * (tables[column][..., k] - 1)
+        for column in _COLUMNS:
+            values = 100*(tables[column][..., k] - 1)
             interval = replicate_interval(values, seed=seed)
-            row |= dict(zip((column, f'{column}_low', f'{column}_high'), interval))
+            row[column], row[f'{column}_low'], row[f'{column}_high'] = interval
             if replicates > 1: row[f'{column}_sd'] = float(values.mean(1).std(ddof=1))
         rows.append(row)
     table = pd.DataFrame(rows)
@@ -49,23 +57,26 @@ def _simulation_table(tables: dict, seed: int):
 
 # %% ../../nbs/boards/simulation.ipynb #abbb3e4e
 def _without_base(tables: dict) -> dict:
-    "The columns of all methods but the base model."
+    "The columns of all methods but the base model, if it is there."
     rows = [k for k, name in enumerate(tables['names']) if name != 'base model']
-    return dict(names=[tables['names'][k] for k in rows]) | {
-        c: tables[c][..., rows] for c in ('simulated', 'crowd', 'transfer')}
+    others = {name: tables[name][..., rows] for name in _COLUMNS}
+    return dict(names=[tables['names'][k] for k in rows]) | others
 
 
 def _correlations(tables: dict, seed: int) -> dict[str, float]:
     "Spearman's correlations of the columns, without the base model, also by replicate; means' R²."
     tables = _without_base(tables)
     if len(tables['names']) < 3: return {}
-    each = spearman(*(tables[c].mean(1) for c in ('simulated', 'crowd')))
-    out = {f'spearman_simulated_crowd_{k}': float(r) for k, r in enumerate(each) if len(each) > 1}
+    found = {}
+    each = spearman(tables['simulated'].mean(1), tables['crowd'].mean(1))
+    if len(each) > 1:
+        for k, r in enumerate(each): found[f'spearman_simulated_crowd_{k}'] = float(r)
     for a, b in (('simulated', 'crowd'), ('simulated', 'transfer'), ('transfer', 'crowd')):
-        r, name = spearman_interval(tables[a], tables[b], seed=seed), f'spearman_{a}_{b}'
-        out |= {name: r.value, f'{name}_low': r.low, f'{name}_high': r.high}
-    means = [tables[c].mean((0, 1)) for c in ('simulated', 'crowd')]
-    return out | dict(r2_simulated_crowd=float(np.corrcoef(*means)[0, 1] ** 2))
+        r = spearman_interval(tables[a], tables[b], seed=seed)
+        name = f'spearman_{a}_{b}'
+        found |= {name: r.value, f'{name}_low': r.low, f'{name}_high': r.high}
+    means = [tables[name].mean((0, 1)) for name in ('simulated', 'crowd')]
+    return found | dict(r2_simulated_crowd=float(np.corrcoef(*means)[0, 1]**2))
 
 # %% ../../nbs/boards/simulation.ipynb #732e8620
 def _method_differences(preferences, names: list[str], seed: int = 0):
@@ -73,18 +84,20 @@ def _method_differences(preferences, names: list[str], seed: int = 0):
     (replicates, instructions, methods): a DataFrame with better, worse, difference, low, high (95 %),
     sd over replicates, and whether it is clear of 0."""
     import pandas as pd
-    values, rows = 100*np.asarray(preferences, dtype=float), []
-    for a, b in combinations(np.argsort(-values.mean((0, 1)), kind='stable'), 2):
-        d = values[..., a] - values[..., b]
-        value, low, high = replicate_interval(d, seed=seed)
-        sd = d.mean(1).std(ddof=1) if len(d) > 1 else np.nan
+    values = 100*np.asarray(preferences, dtype=float)
+    order = np.argsort(-values.mean((0, 1)), kind='stable')
+    rows = []
+    for a, b in combinations(order, 2):
+        lead = values[..., a] - values[..., b]
+        value, low, high = replicate_interval(lead, seed=seed)
+        sd = lead.mean(1).std(ddof=1) if len(lead) > 1 else np.nan
         rows.append(dict(better=names[a], worse=names[b], difference=value, low=low, high=high,
                          sd=sd, clear=low > 0))
     return pd.DataFrame(rows)
 
 # %% ../../nbs/boards/simulation.ipynb #b69ffc51
 def method_groups(differences) -> list[list[str]]:
-    "Methods in groups, by `_method_differences`: the first of each is clearly below that before."
+    "Group methods by `_method_differences`: the first of each is clearly below that before."
     order = list(dict.fromkeys([*differences.better, *differences.worse]))
     clear = {(r.better, r.worse) for r in differences.itertuples() if r.clear}
     groups = [order[:1]]
@@ -97,13 +110,14 @@ def method_groups(differences) -> list[list[str]]:
 def _separation(differences, points: float = 2.) -> dict:
     "Groups and clear differences; fewest replicates whose intervals are +- `points` or less."
     from scipy.special import stdtrit
-    out = dict(groups=len(method_groups(differences)),
-               clear_differences=int(differences.clear.sum()), differences=len(differences),
-               spread_of_differences=None, replicates_for_2_points=None)
-    if differences.sd.isna().any(): return out   # one replicate
+    found = dict(groups=len(method_groups(differences)),
+                 clear_differences=int(differences.clear.sum()), differences=len(differences),
+                 spread_of_differences=None, replicates_for_2_points=None)
+    if differences.sd.isna().any(): return found   # one replicate
     sd = float(np.sqrt((differences.sd**2).mean()))
-    needed = next(R for R in range(2, 10_000) if stdtrit(R - 1, .975)*sd/R**.5 <= points)
-    return out | dict(spread_of_differences=sd, replicates_for_2_points=needed)
+    needed = 2
+    while stdtrit(needed - 1, .975)*sd/needed**.5 > points: needed += 1
+    return found | dict(spread_of_differences=sd, replicates_for_2_points=needed)
 
 # %% ../../nbs/boards/simulation.ipynb #89e71a10
 def _simulation_figure(table):
@@ -133,14 +147,20 @@ def _simulation_figure(table):
     return fig
 
 # %% ../../nbs/boards/simulation.ipynb #87891e4d
-def write_simulation(run, tables: dict, seed: int) -> dict:
-    "Write simulation.csv, simulation.png and differences.csv; the figures for the summary."
+def write_simulation(
+    run,            # the farm's
+    tables: dict,   # of `paired_tables`
+    seed: int,      # of the intervals
+) -> dict:  # figures for the summary
+    "Write simulation.csv, simulation.png and differences.csv."
     import pandas as pd
-    table, figures = _simulation_table(tables, seed), _correlations(tables, seed)
+    table = _simulation_table(tables, seed)
+    figures = _correlations(tables, seed)
     write_csv(run, 'simulation.csv', table)
     write_figure(run, 'simulation.png', _simulation_figure(table))
-    methods, differences = _without_base(tables), []
+    methods = _without_base(tables)
     if len(methods['names']) < 2: return figures   # the runs of all methods failed
+    differences = []
     for column in ('crowd', 'transfer'):
         pairs = _method_differences(methods[column], methods['names'], seed)
         differences.append(pairs.assign(column=column))
@@ -149,12 +169,22 @@ def write_simulation(run, tables: dict, seed: int) -> dict:
     return figures
 
 # %% ../../nbs/boards/simulation.ipynb #38489050
-def vote_agreements(folder: str, judges: dict, n: int = 1000, seed: int = 0) -> dict[str, float]:
-    "On pairs of SFT answers: votes of crowd and pool against the crowd's majorities; two votes."
+def vote_agreements(
+    folder: str,    # of the farm's runs
+    judges: dict,   # the crowd and the pool
+    n: int = 1000,  # pairs of SFT's answers
+    seed: int = 0,  # of the votes
+) -> dict[str, float]:
+    "Measure how often votes of crowd and pool agree with the crowd's majorities, and two votes."
     pairs = load_records(f'{folder}/annotators', 'preferences', 'preference', n)
-    chance = {name: preference_probabilities(judges[name], pairs) for name in ('crowd', 'pool')}
-    draws = [sample_votes(c, pairs, 4, seed + 10**6*k) for k, c in enumerate(chance.values())]
-    one, other = (1 + c.mean(1).T for c in chance.values())
-    return dict(crowd_agreement=agreement(draws[0]), pool_agreement=agreement(draws[1], draws[0]),
-                crowd_two_votes=off_diagonal_mean(two_votes_agree(one, one)),
-                pool_crowd_two_votes=float(two_votes_agree(other, one).mean()))
+    votes, means = [], []
+    for k, name in enumerate(('crowd', 'pool')):
+        chance = preference_probabilities(judges[name], pairs)
+        votes.append(sample_votes(chance, pairs, 4, seed + k*10**6))
+        means.append(1 + chance.mean(1).T)   # (pairs, annotators)
+    crowd, pool = means
+    shares = dict(crowd_agreement=agreement(votes[0]),
+                  pool_agreement=agreement(votes[1], votes[0]))
+    if crowd.shape[1] > 1:
+        shares['crowd_two_votes'] = off_diagonal_mean(two_votes_agree(crowd, crowd))
+    return shares | dict(pool_crowd_two_votes=float(two_votes_agree(pool, crowd).mean()))

@@ -40,6 +40,7 @@ class Annotator:
     believes: float = 0.         # and of the contested facts that the whole group is mistaken about
     contested: float = 0.        # share of facts that are contested in this world
     group: str = ''              # the group, and its seed
+    label_flip = .25             # share of labels that a run flips if it is not told otherwise
 
     def mistaken(self, spec: dict) -> bool:
         "Decide whether the annotator is mistaken about what a request asks."
@@ -62,6 +63,8 @@ class Annotator:
 # %% ../../nbs/embedded/crowd.ipynb #99519bec
 class Population(Pool):
     "Annotators of one world, who read each pair once for all of them."
+    label_flip = .25   # share of their labels that a run flips if it is not told otherwise
+
     def each(self, pairs: list[dict]) -> np.ndarray:
         "Each annotator's expected preference, over both orders: (pairs, annotators)."
         marks, specs = mark_difference(pairs), [request_of(p) for p in pairs]
@@ -135,16 +138,17 @@ def write_population(path, population: Population):
     write_json(path, dict(name=population.name, annotators=rows))
 
 
-def read_population(path) -> Population:
-    "The population in a file; ValueError naming the file when it is something else."
+def read_population(path):  # a Population, or an Annotator
+    "Read the population in a file, or its only member; ValueError when it is something else."
     content = read_json(path)
     try:
         rows = [r | dict(weights=tuple(r['weights'][c] for c in COLUMNS))
                 for r in content['annotators']]
-        return Population(content['name'], [Annotator(**r) for r in rows])
+        members = [Annotator(**r) for r in rows]
     except (TypeError, KeyError) as e:
         raise ValueError(f'{path} does not hold a population of the embedded world ({e!r}): name '
                          'one of a run of the world, such as runs/world/pool.json') from e
+    return Population(content['name'], members) if len(members) > 1 else members[0]
 
 # %% ../../nbs/embedded/crowd.ipynb #78668d3a
 crowd = sample_crowd()

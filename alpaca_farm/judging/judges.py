@@ -12,7 +12,7 @@ __all__ = ['COMPLETION_MODELS', 'JUDGES', 'Evaluator', 'load_evaluators', 'break
 import math, os, re
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import combinations, islice
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -36,6 +36,7 @@ from ..core.run.settings import at_root, Config, resolve
 from ..core.stats import sigmoid
 from .label_files import label_file
 from .parsers import check_parser, PARSERS, without_echo
+from ..worlds.folder import read_judge
 
 # %% ../../nbs/judging/judges.ipynb #a3c23ddd
 @dataclass(frozen=True)
@@ -409,18 +410,13 @@ def _load_configuration(spec, cfg):
     return pool
 
 
-def _load_population(spec, cfg):
-    from alpaca_farm.embedded.crowd import read_population
-    return read_population(spec)
-
-
 JUDGES = dict(
     function=JudgeKind(
         'my_module:my_judge', 'any function or pool',
         lambda spec: ':' in spec, lambda spec, cfg: resolve(spec)),
     population=JudgeKind(
         'runs/world/pool.json', 'the crowd or the pool of a world',
-        is_population, _load_population),
+        is_population, lambda spec, cfg: read_judge(spec)),
     configuration=JudgeKind(
         'alpaca_farm, structured, open_pool, harmlessness/harmless',
         'models and prompts of a configuration (also the folder of a configs.yaml, or a task and '
@@ -555,8 +551,8 @@ def load_pairs(cfg) -> list[dict]:
     for row in rows:
         texts = row['output']
         def coin(text): return hash_uniform(cfg.seed, 'pair', *prompt_key(row), text)
-        drawn = sorted(set(texts), key=coin)[:2]
-        if len(drawn) == 2: pairs.append(candidate_pair(row, *map(texts.index, drawn)))
+        for both in list(combinations(sorted(set(texts), key=coin), 2))[:getattr(cfg, 'pairs_each', 1)]:
+            pairs.append(candidate_pair(row, *map(texts.index, both)))
     if pairs: return pairs
     raise ValueError(f'outputs = {cfg.outputs}: no instruction has two different answers; sample '
                      'with n > 1 at a temperature above 0, or name a second model in against')

@@ -15,6 +15,7 @@ from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.judging import agreement as A, measures as M
 from alpaca_farm.judging.label_files import recorded_verdicts
 from alpaca_farm.judging.judges import read_recorded
+from alpaca_farm.world import embedded_pairs
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
@@ -87,7 +88,7 @@ def share_of_mode(v, votes):
 
 def test_the_numbers_of_people_and_judges_by_loops():
     "Votes with gaps and ties; each measure from its words, pair by pair."
-    pairs, rng, N = A.embedded_pairs(120), np.random.default_rng(0), range(120)
+    pairs, rng, N = embedded_pairs(120), np.random.default_rng(0), range(120)
     people = rng.choice([1, 1.5, 2, 2], (4, 120))
     votes, t = rng.choice([1, 1.5, 2, np.nan], (1, 2, 120)), M.pair_traits(pairs)
     others = {(i, k): np.delete(people[:, i], k) for i in N for k in range(4)}
@@ -113,7 +114,7 @@ def measured(judge, pairs):
 
 @pytest.mark.parametrize('judge', [world.pool, A.prefer_longer])
 def test_exchanged_pairs_change_nothing(judge):
-    pairs = A.embedded_pairs(80)
+    pairs = embedded_pairs(80)
     other = [dict(swap_outputs(p), votes={k: 3 - v for k, v in p['votes'].items()},
                   generator_1=p['generator_2'], generator_2=p['generator_1']) for p in pairs]
     assert measured(judge, pairs) == pytest.approx(measured(judge, other), nan_ok=True)
@@ -121,7 +122,7 @@ def test_exchanged_pairs_change_nothing(judge):
 
 def test_order_and_chance_are_told_apart():
     "A probability that ignores the order is consistent, and varies; coins vary half as much."
-    pairs = A.embedded_pairs(400)
+    pairs = embedded_pairs(400)
     def soft(shown): return [1.7 if p['output_1'] < p['output_2'] else 1.3 for p in shown]
     def coins(shown):
         texts = [(p['instruction'], p['output_1'], p['output_2']) for p in shown]
@@ -134,7 +135,7 @@ def test_order_and_chance_are_told_apart():
 
 def test_a_missing_verdict_is_counted_and_left_out(capsys):
     "Of some, one or all pairs; the other judges have their rows."
-    pairs = A.embedded_pairs(50)
+    pairs = embedded_pairs(50)
     def shaky(shown): return [math.nan if len(p['output_1']) % 3 == 0 else 1. for p in shown]
     def mute(shown): return [math.nan]*len(shown)
     def nearly(shown): return [1.] + mute(shown[1:])
@@ -170,7 +171,7 @@ def write(folder, rows):
 
 def test_recorded_votes_of_an_annotation_run(tmp_path):
     "A judge's label file and the judge itself, asked in the same order, agree."
-    pairs = A.embedded_pairs(40)
+    pairs = embedded_pairs(40)
     sets = dict(s=[dict(p, row=i) for i, p in enumerate(pairs)])
     file = write(tmp_path/'run', labelled(pairs, longest, lambda i: 'longest'))
     live, recorded = (A.verdicts_of_judges([spec], sets, CFG)['s', 'longest'].preferences[0, 0]
@@ -183,7 +184,7 @@ def test_recorded_votes_of_an_annotation_run(tmp_path):
 
 def test_agreement_counts_pairs_with_two_votes_and_says_how_many(tmp_path, capsys):
     "One vote per pair and two duplicate rows: agreement is of two pairs, and has no interval."
-    pairs = A.embedded_pairs(60)
+    pairs = embedded_pairs(60)
     rows = labelled(pairs, first_vote)
     labels, out = write(tmp_path/'labels', rows + rows[:2]), tmp_path/'out'
     A.run(A.AgreementConfig(out=str(out), sets=[labels], judges=[LONGEST], draws=20))
@@ -200,7 +201,7 @@ def test_agreement_counts_pairs_with_two_votes_and_says_how_many(tmp_path, capsy
 
 def test_partial_overlap_is_used_and_counted(tmp_path, capsys):
     "A pool's labels of 60 pairs, people's of 30, 20 in common, some in the other order."
-    pairs = A.embedded_pairs(70)
+    pairs = embedded_pairs(70)
     said = labelled(pairs[:60], longest, lambda i: f'judge {i % 3}')
     voted = [swap_outputs(r) | dict(preference=3 - r['preference']) if i % 2 else r
              for i, r in enumerate(labelled(pairs[40:], first_vote))]
@@ -241,7 +242,7 @@ def paid(tmp_path, server, **more):
 
 
 def test_a_judge_behind_an_endpoint_has_a_price_and_a_time(tmp_path, server):
-    pairs = A.embedded_pairs(12)
+    pairs = embedded_pairs(12)
     said, = A.verdicts_of_judges(['chatgpt'], dict(s=pairs), paid(tmp_path, server)).values()
     assert said.how == 'live' and said.preferences.shape == (1, 2, 12)
     assert said.price > 0 and said.time > 0 and set(said.preferences.ravel()) <= {1., 2.}
@@ -260,7 +261,7 @@ def test_a_reached_budget_is_no_result(tmp_path, server):
 
 def test_a_judge_without_a_pair_is_left_out(capsys, monkeypatch):
     "Here since it has learned from all of them, or from one."
-    pairs = A.embedded_pairs(12)
+    pairs = embedded_pairs(12)
     keys = [A.prompt_key(p) for p in pairs]
     judges = dict(world=world.judge, longer=A.prefer_longer)
     learned = dict(world=set(keys[:1]), longer=set(keys))

@@ -1,4 +1,5 @@
-"A chain of runs on a user's model and data: forecast first, errors before any work."
+"A world of a user's model and data: forecast first, errors before any work, then the farm."
+import dataclasses
 import json
 import sys
 
@@ -6,19 +7,19 @@ import pytest
 
 import tiny
 from judge_server import judge_server
-from alpaca_farm import bring_your_own
+from alpaca_farm import bring_your_own, farm
 from alpaca_farm.bring_your_own import (
-    _count_parameters, _own_jobs, _read_own, BringYourOwnConfig, forecast)
-from alpaca_farm.core.data.records import load_records
+    _count_parameters, _read_own, BringYourOwnConfig, divide_prompts, forecast, METHODS, own_sizes)
 from alpaca_farm.core.data.dialogues import full_instruction
+from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.farm import farm_jobs, FarmConfig
 
 JUDGE = """
 def longest(pairs): return [1 + (len(p['output_2']) > len(p['output_1'])) for p in pairs]
 """
-SMALL = dict(reward_model=dict(held_out=12, batch_size=8), dpo=dict(batch_size=8),
-             feedme=dict(held_out=12, batch_size=8, eval_every=9), sft=dict(batch_size=12))
+SMALL = dict(reward_model=dict(held_out=4, batch_size=8), dpo=dict(batch_size=8),
+             feedme=dict(held_out=4, batch_size=8, eval_every=9), sft=dict(batch_size=12))
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def mine(base, tmp_path, monkeypatch):
     "A user's own files, with names of columns of their own, beside a folder for the runs."
     pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
     prompts = [dict(question=r['instruction'], context=r['input'], id=i)
-               for i, r in enumerate(load_records(str(base/'world'), 'eval', n=8))]
+               for i, r in enumerate(load_records(str(base/'world'), 'eval', n=24))]
     named = [dict(instruction=r['instruction'], input=r['input'], a=r['output_1'], b=r['output_2'],
                   preference=r['preference']) for r in pairs]
     for name, rows in (('prompts.json', prompts), ('pairs.json', named),
@@ -35,12 +36,12 @@ def mine(base, tmp_path, monkeypatch):
     (tmp_path/'scripted_judge.py').write_text(JUDGE)
     (tmp_path/'small.yaml').write_text(json.dumps(SMALL))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(bring_your_own, 'run_or_fail', tiny.run_here)
+    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, **_: tiny.run_here(jobs))
     yield dict(model=str(base/'sft'), prompts=str(tmp_path/'prompts.json'),
                preferences=str(tmp_path/'pairs.json'), judge='scripted_judge:longest',
                columns=['prompts: instruction=question,input=context',
                         'preferences: output_1=a,output_2=b'],
-               runs=str(tmp_path/'runs'), recipe=str(tmp_path/'small.yaml'),
+               out=str(tmp_path/'own'), recipe=str(tmp_path/'small.yaml'),
                store=str(tmp_path/'answers.sqlite'), n=2, max_new_tokens=12, max_prompt=110)
     sys.modules.pop('scripted_judge', None)
 
@@ -55,22 +56,36 @@ def test_from_files_to_a_board(base, mine, tmp_path, capsys):
         for k, side in enumerate('ab', 1)}) for r in pairs]
     (tmp_path/'votes.json').write_text(json.dumps(votes))
     mine |= dict(preferences=str(tmp_path/'votes.json'), columns=mine['columns'][:1])
-    cfg = BringYourOwnConfig(**mine, demonstrations=str(tmp_path/'demos.json'),
-                             methods=['best_of_n', 'dpo', 'feedme'])
-    run = bring_your_own.run(cfg)
+    methods = ['best_of_n', 'dpo', 'feedme']
+    cfg = BringYourOwnConfig(**mine, demonstrations=str(tmp_path/'demos.json'), methods=methods)
+    world = bring_your_own.run(cfg).folder
     said = capsys.readouterr().out
-    assert '8 prompts, 60 preferences, 24 demonstrations; 48 labels' in said
+    # ten rows on ten prompts in both orders, and a label of each of the twelve prompts
+    assert 'prompts 10 eval, 2 val, 12 preference, 12 unlabeled; 212 labels' in said
+    assert read_json(world/'forecast.json') == dict(labels=212, requests=0, dollars=0)
+    run = farm.run(FarmConfig(world=str(world)))
+    said = capsys.readouterr().out
+    assert 'has no utility' in said and 'no marks' in said and 'has no crowd' not in said
     board = (run.folder/'leaderboard.csv').read_text()
-    assert all(name in board for name in ('reference', 'best_of_n', 'dpo', 'feedme'))
-    assert read_json(run.folder/'forecast.json') == dict(labels=48, requests=0, dollars=0)
-    assert [r['run'].rpartition('/')[2] for r in read_log(run.folder)] == [
-        'sft', 'reference', 'reward_model', 'best_of_n', 'dpo', 'feedme', 'eval']
-    given = read_json(tmp_path/'runs'/'dpo'/'config.json')['settings']
-    assert given['policy'] == f'{cfg.runs}/sft'
-    assert read_summary(run.folder)['instructions'] == 8
+    rows = {line.split(',')[0] for line in board.splitlines()[1:]}
+    trained = {f'{m}{end}' for m in methods for end in ('', '_crowd')}
+    assert rows == trained | {'sft', 'base model', 'greedy SFT', 'likeliest of 2', 'longest of 2'}
+    assert 'utility' not in board and (run.folder/'simulation.csv').exists()
+    runs = f'{world}_runs'
+    for name in trained - {'best_of_n', 'best_of_n_crowd'}:
+        given = read_json(f'{runs}/{name}/config.json')['settings']
+        assert given['policy'] == f'{runs}/sft' and given['data'] == str(world)
+    # the judge labels the policy's own answers; the preferences are taken as they are
+    labels = [read_json(f'{runs}/annotators{end}/preferences.json') for end in ('', '_crowd')]
+    assert {r['instruction'] for r in labels[0]} <= {
+        r['instruction'] for r in read_json(world/'preference.json')}
+    assert [r['preference'] for r in labels[1]] == [r['preference'] for r in pairs]
+    assert all(r['preference'] == 1 + (len(r['output_2']) > len(r['output_1'])) for r in labels[0]
+               if len(r['output_1']) != len(r['output_2']))
+    # a method can be added without training the others again
     bring_your_own.run(BringYourOwnConfig(**vars(cfg) | dict(methods=['dpo'])))
-    # a method can be added or left out without training the others again
-    assert 'runs/dpo is finished already' in capsys.readouterr().out
+    farm.run(FarmConfig(world=str(world)))
+    assert f'{runs}/dpo is finished already' in capsys.readouterr().out
 
 
 def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path, monkeypatch):
@@ -78,14 +93,15 @@ def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path
         monkeypatch.setenv('OPENAI_API_KEY', 'k')
         given = mine | dict(judge='alpaca_eval_gpt4', base_url=server.url, methods=['dpo'],
                             budget=5.)
-        cfg = BringYourOwnConfig(**given)
-        planned = forecast(cfg, *_read_own(cfg)[:2])
-        assert planned['labels'] == planned['requests'] == 16
-        assert 0 < planned['dollars'] < 5
-        assert server.requests() == [] and not (tmp_path/'runs').exists()
-        with pytest.raises(ValueError, match='budget = 5.0'):
-            cfg = BringYourOwnConfig(**given, models=['gpt-4=nobody/knows'])
-            forecast(cfg, *_read_own(cfg)[:2])
+        def planned(**more):
+            cfg = BringYourOwnConfig(**given | more)
+            data, judges, _ = _read_own(cfg)
+            return forecast(cfg, divide_prompts(cfg, data['prompts']), judges)
+        found = planned()
+        assert found['labels'] == found['requests'] == 5*10*2 + 12
+        assert 0 < found['dollars'] < 5
+        assert server.requests() == [] and not (tmp_path/'own').exists()
+        with pytest.raises(ValueError, match='budget = 5.0'): planned(models=['gpt-4=nobody/knows'])
 
 
 BROKEN = dict(instruction='a', a='b', b='c', preference=7)
@@ -95,6 +111,7 @@ BROKEN = dict(instruction='a', a='b', b='c', preference=7)
     ('preferences', [BROKEN], "row 0: the field 'preference'"),
     ('preferences', [dict(instruction='a', a='b', preference=1)], "columns names 'b'"),
     ('prompts', [dict(question='word '*400, context='')], 'longer than max_prompt'),
+    ('prompts', [dict(question='One?', context='')], 'cannot be divided in three'),
     ('demonstrations', [dict(instruction='a')], "'output' is missing"),
     ('recipe', dict(dop=dict(beta=1)), 'dop is not a setting'),
     ('judge', 'broken_judge:judge', 'no licence'), ('model', 'reward_model', 'a reward model'),
@@ -106,20 +123,31 @@ def test_what_is_bad_is_refused_before_any_work(base, mine, tmp_path, setting, v
     elif setting not in ('judge', 'methods'): value = str(tmp_path/'bad.json')
     with pytest.raises((ValueError, OSError, TypeError), match=message):
         bring_your_own.run(BringYourOwnConfig(**mine | {setting: value}))
-    assert not (tmp_path/'runs').exists()
+    assert not (tmp_path/'own').exists()
 
 
 def test_a_large_model_gets_the_settings_of_large_models(base, mine):
-    jobs = {j.notebook: j.settings for j in _own_jobs(BringYourOwnConfig(**mine), 7*10**9)}
-    assert jobs['dpo']['learning_rate'] == 1e-6
+    sizes = own_sizes(BringYourOwnConfig(**mine), 7*10**9)
+    assert sizes['dpo']['learning_rate'] == 1e-6 and sizes['ppo'] is None
     # the user's file counts before the size
-    assert jobs['dpo']['batch_size'] == SMALL['dpo']['batch_size']
+    assert sizes['dpo']['batch_size'] == SMALL['dpo']['batch_size']
     assert _count_parameters(str(base/'sft')) < 1e6
 
 
 def test_control_tokens_have_room_before_the_longest_prompt(mine):
-    methods = ['feedme', 'reward_conditioning']
-    cfg = BringYourOwnConfig(**mine | dict(methods=methods, max_prompt=90))
-    most = {job.out.rpartition('/')[2]: job.settings.get('max_prompt')
-            for job in _own_jobs(cfg, 10**6)}
-    assert most['reward_conditioning'] > most['feedme'] == most['reference'] == 90
+    sizes = own_sizes(BringYourOwnConfig(**mine | dict(methods=[*METHODS], max_prompt=90)), 10**6)
+    most = {name: own['max_prompt'] for name, own in sizes.items() if 'max_prompt' in own}
+    assert most['feedme'] == most['references'] == most['ppo'] == 90
+    assert min(most['reward_conditioning'], most['quark']) > 90
+
+
+def test_every_method_has_settings_that_exist(mine, tmp_path):
+    "On its own settings, and with an adapter and a template."
+    given = mine | dict(methods=[*METHODS], lora_rank=2, template='alpaca', max_prompt=200)
+    world = bring_your_own.run(BringYourOwnConfig(**given)).folder
+    jobs = farm_jobs(FarmConfig(world=str(world)))
+    for job in jobs:
+        known = {f.name for f in dataclasses.fields(tiny.config_class(job.notebook))}
+        assert {*job.settings} <= known, job.out
+    assert {job.out.rpartition('/')[2] for job in jobs} >= {
+        *METHODS, *(f'{m}_crowd' for m in METHODS), 'references', 'candidates'}

@@ -33,7 +33,7 @@ CORE = ['run.paths run.keys data.dialogues',
         'model.rewards model.served',
         'answers ask.client training',
         'online ask.completions']
-LAYERS = ['judging.parsers embedded.lexicon',
+LAYERS = ['judging.parsers embedded.lexicon worlds.folder',
         'embedded.grammar judging.noise boards.length_control judging.label_files',
         'embedded.authors embedded.prose boards.corrected boards.text',
         'embedded.criteria',
@@ -223,6 +223,21 @@ def test_imports_only_go_down(path):
     for other in imported(path):
         if other in {name_of(p) for p in MODULES}:
             assert LEVEL.get(other, METHOD) < LEVEL.get(name, METHOD), f'{name} imports {other}'
+
+
+WORLDS = re.compile(r'(world|real|bring_your_own|worlds\..*|embedded\..*)$')
+
+
+@pytest.mark.parametrize('path', [p for p in MODULES if not WORLDS.match(name_of(p))], ids=name_of)
+def test_no_module_knows_a_world_by_name(path):
+    "None imports one, but for what reads a world's folder; none names its functions."
+    read = {m for m in imported(path) if WORLDS.match(m)}
+    assert read <= {'worlds.folder'}
+    if name_of(path).startswith('core.'): return
+    for node in ast.walk(ast.parse(path.read_text())):
+        text = node.value if isinstance(node, ast.Constant) else getattr(node, 'id', '')
+        if isinstance(text, str):
+            assert not re.search(r'embedded|alpaca_farm\.(real|world)\b|world:', text), text
 
 
 def test_a_name_means_one_thing():

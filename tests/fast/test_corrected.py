@@ -9,13 +9,15 @@ import pytest
 from scipy.stats import norm
 
 import tiny
-from alpaca_farm import bring_your_own, world
+from alpaca_farm import world
 from alpaca_farm import eval as ev
 from alpaca_farm.boards import compare
+from alpaca_farm.boards.farm_board import _people_labels
 from alpaca_farm.boards.corrected import (correct_rate, corrected_difference, corrected_rate,
     correction_report, judge_agreement, match_labels, plan_labels, ppi_mean)
 from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.core.ask.store import Store
+from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.judging import labelling
@@ -314,7 +316,7 @@ def test_two_policies_on_the_same_instructions(answers, tmp_path, capsys):
     assert gap.low < gap.value < gap.high
 
 
-def test_compare_and_bring_your_own_pass_labels_on(answers, tmp_path, capsys):
+def test_compare_and_the_farm_take_labels(answers, tmp_path, capsys):
     for name in ('middling', 'skilled'):
         (tmp_path/name).mkdir()
         (tmp_path/name/'outputs.json').write_bytes((answers/f'{name}.json').read_bytes())
@@ -330,8 +332,11 @@ def test_compare_and_bring_your_own_pass_labels_on(answers, tmp_path, capsys):
     assert row.corrected_low < row.corrected < row.corrected_high and row.n_labels == 30
     assert 'skilled over middling' in capsys.readouterr().out
     assert 'skilled_over_middling_corrected' in read_summary(cfg.out)
-    own = bring_your_own.BringYourOwnConfig(labels=labels)
-    assert bring_your_own._own_jobs(own, 1)[-1].settings['labels'] == labels
+    # of the farm's rows those that have labels
+    rows = {name: load_records(str(answers/f'{file}.json'), kind='output')
+            for name, file in dict(sft='middling', dpo='skilled').items()}
+    found = _people_labels(labels, rows | dict(ppo=[dict(r, output='No.') for r in rows['sft']]))
+    assert [*found] == ['dpo'] and np.isfinite(found['dpo'].votes).sum() == 30
 
 
 @pytest.mark.parametrize('strata', ['', 'length', 'verdict'])

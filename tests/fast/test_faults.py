@@ -562,7 +562,7 @@ def test_an_error_of_a_file_ends_a_command_with_one_line(base, tmp_path, capsys,
 
 def test_a_folder_is_no_file_of_settings(base, capsys):
     from alpaca_farm.core.run.settings import from_args
-    for notebook, args in (('real', ['--size', str(base)]), ('sft', ['-f', str(base)])):
+    for notebook, args in (('real', ['--sizes', str(base)]), ('sft', ['-f', str(base)])):
         with pytest.raises(SystemExit): from_args(tiny.config_class(notebook), args)
         said = capsys.readouterr().err
         assert f'{base}: there is no such' in said and said.count('\n') == 1
@@ -580,7 +580,7 @@ BROKEN = dict(   # by notebook: settings, and which file of what they name is da
     eval='outputs/outputs reference/candidates labels/labels difficulty/labels annotators/labels',
     compare='folders/outputs labels/labels',
     agreement='sets/labels judges/labels', overoptimization='bank/candidates references/candidates',
-    bring_your_own='prompts/eval preferences/preferences demonstrations/labels labels/labels')
+    bring_your_own='prompts/eval preferences/preferences demonstrations/labels')
 
 
 @pytest.mark.parametrize('notebook, broken', [
@@ -598,7 +598,7 @@ def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monk
         compare=dict(folders=[sft, samples], annotators=judge),
         agreement=dict(sets=[labels], judges=[judge]),
         overoptimization=dict(policy=sft, bank=samples, references=samples, proxies=[judge],
-                              policies=[sft], crowd=judge),
+                              policies=[sft], crowd=judge, world=world),
         bring_your_own=dict(model=sft, prompts=world, preferences=labels, judge=judge))
     given = tiny.settings(notebook, base) if notebook in tiny.SETTINGS else {}
     given |= sound.get(notebook, {})

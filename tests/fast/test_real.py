@@ -1,4 +1,4 @@
-"""Crowd, pool and sizes of the real farm; `slow/test_notebooks.py` makes it whole."""
+"""Crowd, pool and sizes of the real world; `slow/test_notebooks.py` makes its farm whole."""
 import numpy as np
 import pytest
 
@@ -24,4 +24,4 @@ def test_bad_sizes_are_refused(tmp_path, text, error):
     file = tmp_path/'real_none.yaml'
     if text: file.write_text(text)
     with pytest.raises((TypeError, FileNotFoundError), match=error):
-        real.RealConfig(size=str(file))
+        real.RealConfig(sizes=str(file))

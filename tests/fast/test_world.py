@@ -19,6 +19,7 @@ from alpaca_farm.embedded.grammar import (AFTER, KINDS, parse, render, request_o
                                           sample_request)
 from alpaca_farm.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
 from alpaca_farm.embedded.prose import describe, talk
+from alpaca_farm.worlds.folder import read_judge, read_world
 
 PHRASE = [phrase for phrases in PHRASES.values() for phrase in phrases]
 EVERY = [dict(kind=name, thing=thing, asker=asker, before=before, question=question, after=after)
@@ -242,3 +243,10 @@ def test_a_run_leaves_the_dataset_and_the_populations_of_its_settings(tmp_path):
         assert (left.name, left.annotators) == (group.name, group.annotators)
     assert {s: read_json(tmp_path/f'{s}.json') for s in world.SPLITS} == world.sample_splits(cfg)
     assert (tmp_path/'model'/'model.safetensors').exists()
+    left = read_world(str(tmp_path))
+    assert (left.model, left.path(left.pool)) == (str(tmp_path), f'{tmp_path}/pool.json')
+    pairs = sample_pairs(20)
+    assert read_judge(f'{tmp_path}/gold.json')(pairs) == crowd.gold(pairs)
+    assert read_judge(f'{tmp_path}/judge.json') == crowd.judge
+    summed = sum(left.function(left.marks)(answered(sample_requests(9), Author(.5))).values())
+    assert summed == pytest.approx(utility(answered(sample_requests(9), Author(.5))))

@@ -39,32 +39,24 @@ def own(f):
         rlcd=dict(data=world, policy=world, task=f'{tiny.ROOT}/tests/data/task.yaml',
                   max_instances=12, chunk=8),
         wombat=dict(candidates=[f'{f}/candidates'], max_instances=12),
-        eval=dict(outputs=[f'{f}/dpo', f'{f}/ppo'], reference=references),
+        eval=dict(outputs=[f'{f}/dpo', f'{f}/ppo'], reference=references,
+                  annotators=[f'{world}/{name}.json' for name in ('held_out_crowd', 'gold')]),
         pretrained={}, openai_baselines=dict(data=world),
         labelling=dict(outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
-        agreement=dict(max_instances=100, draws=20),
+        agreement=dict(max_instances=100, draws=20, sets=[f'{world}/labelled.json'],
+                       judges=[f'{world}/pool.json', f'{world}/judge.json']),
         overoptimization=dict(
-            policy=sft, bank=f'{f}/eval_samples', references=references, instances=20,
+            policy=sft, bank=f'{f}/eval_samples', references=references, instances=20, world=world,
             proxies=[f'{f}/reward_model', f'{f}/reward_model_crowd'],
             policies=[f'{f}/{m}' for m in ('ppo', 'rloo', 'dpo', 'quark')]),
-        compare=dict(folders=[f'{f}/dpo', f'{f}/ppo']),
-        real=dict(runs=f'{f}/real_runs', model=sft, size=f'{tiny.ROOT}/tests/data/real.yaml'),
-        bring_your_own=dict(runs=f'{f}/own', model=sft, prompts=world, n=2, max_instances=8,
+        compare=dict(folders=[f'{f}/dpo', f'{f}/ppo'], annotators=f'{world}/crowd.json'),
+        real=dict(model=sft, n=2, max_prompt=120, max_new_tokens=16,
+                  sizes=f'{tiny.ROOT}/tests/data/real.yaml'),
+        bring_your_own=dict(model=sft, prompts=world, n=2, judge=f'{world}/pool.json',
                             preferences=f'{f}/annotators'))
 
 
 OWN = [*own('')]
-# Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.
-TINY_FARM = dict(
-    world=dict(sft=60, preference=80, unlabeled=64, val=20, eval=30, prose=160, hidden_size=32,
-               layers=1, ffn=32, heads=2),
-    reward_model=dict(epochs=1), best_of_n=dict(n=2), base=dict(n=1),
-    candidates=dict(n=4, max_instances=24),
-    expert_iteration=dict(n=4, max_instances=24, epochs=1),
-    ppo=dict(steps=2, rollouts=8, batch_size=4, val_instances=8, eval_every=1, save_every=1),
-    quark=dict(steps=2, rollouts=16, batch_size=8, val_instances=8, eval_every=1, save_every=1),
-    rrhf=dict(k=4, epochs=1, missing_eos=''), binary_feedback=dict(held_out=10, val_instances=8),
-    eval_samples=dict(n=4))
 STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, instances=8),
                labellers=dict(dialogues=[200], prompts=80),
                worth=dict(instances=24, labels=[10, 15]))
@@ -72,7 +64,7 @@ STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
 STUDIES['decoding'] = dict(instances=8, temperatures=[1., 0.])
 STUDIES['human_labels'] = dict(max_length=120, measured=12, budgets=[12, 24], seeds=1, prompts=6,
                                n=2, max_new_tokens=8,
-                               labelled=['alpaca_farm.judging.agreement:embedded_pairs'])
+                               labelled=['alpaca_farm.world:embedded_pairs'])
 TOUR = dict(start=dict(label_flip=.4, steps=4, instances=8))
 WRONG = dict(
     misspelt=('ppo', dict(kl_coff=.1), 'Did you mean kl_coef?'),
@@ -99,7 +91,7 @@ def forked(notebook, out, given): return tiny.run_notebook(notebook_path(noteboo
 def sizes(tmp_path_factory):
     "The file that the farm reads its tiny sizes from."
     path = tmp_path_factory.mktemp('sizes')/'tiny.json'
-    path.write_text(json.dumps(TINY_FARM))
+    path.write_text(json.dumps(tiny.FARM))
     return str(path)
 
 
@@ -125,19 +117,22 @@ def test_nbdev_test_executes_whole_notebooks_without_a_run():
         assert p.stem not in SILENT or not re.search(r'#\| *(slow|notest|eval)', p.read_text()), p
 
 
-def test_the_real_farm(made):
+def test_the_farm_in_the_real_world(made, monkeypatch):
     import pandas as pd
     folder, _ = made
-    board = pd.read_csv(folder/'real'/'leaderboard.csv', index_col='method')
-    assert {'initial policy', 'likeliest of 3', 'best of 3 by words', 'dpo_crowd'} < {*board.index}
-    assert board.loc['initial policy', 'crowd'] == 50
+    monkeypatch.setattr(farm, 'run_jobs', lambda jobs, **_: tiny.run_here(jobs))
+    run = farm.run(farm.FarmConfig(world=str(folder/'real'), device='cpu'))
+    board = pd.read_csv(run.folder/'leaderboard.csv', index_col='method')
+    assert {'sft', 'likeliest of 3', 'shortest of 3', 'dpo_crowd', 'rloo'} < {*board.index}
     chosen = board.loc[['likeliest of 3', 'shortest of 3', 'best_of_n']]
     assert board.loc['best of 3 by the utility'].utility >= chosen.utility.max()
-    assert board[['crowd', 'crowd_low', 'crowd_high', 'kept', 'kept_new']].notna().all(None)
-    pool, crowd = (read_json(folder/'real_runs'/'labels'/f'{n}.json') for n in ('pool', 'crowd'))
+    parts = pd.read_csv(run.folder/'parts.csv')
+    assert {*parts.part} == {'kept', 'kept_new', 'fluency', 'utility'} and parts.notna().all(None)
+    pool, crowd = (read_json(folder/'real_runs'/f'annotators{end}'/'preferences.json')
+                   for end in ('', '_crowd'))
     assert [p['output_1'] for p in pool] == [p['output_1'] for p in crowd] and pool != crowd
-    steps = read_json(folder/'real'/'rloo_free.json')
-    assert [s['step'] for s in steps] == [0, 1, 2]
+    prompts = [p['instruction'] for p in pool]
+    assert len(prompts) > 3*len({*prompts})   # all pairs of four answers
 
 
 @pytest.mark.parametrize('name', ['farm', *FARMED, *OWN])

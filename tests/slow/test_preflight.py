@@ -50,7 +50,7 @@ def test_a_missing_split_is_named_first(base, refused, tmp_path, name, split):
 @pytest.mark.parametrize('name', ['ppo', 'quark', 'binary_feedback'])
 def test_the_worlds_judge_refuses_other_data_first(refused, tmp_path, name):
     more = dict(reward_model=f'{__name__}:length', annotators=WORLD)
-    if name == 'binary_feedback': more = {}
+    if name == 'binary_feedback': del more['reward_model']
     refused(name, f"annotators = '{WORLD}' .*not a request of the embedded world",
             data=dataset(tmp_path/'data', REAL), **more)
 

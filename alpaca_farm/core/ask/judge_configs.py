@@ -141,10 +141,11 @@ def model_kind(path) -> str:
 
 
 def is_population(spec: str) -> bool:
-    "Tell whether a name is that of a file of an embedded world's crowd or judges."
+    "Tell whether a name is that of a file of judges in a world's folder: an object, not records."
     file = at_root(spec)
     if ':' in spec or file.suffix != '.json' or not file.is_file(): return False
-    return '"position_bias"' in file.read_text(encoding='utf-8', errors='replace')[:4000]
+    if not (file.parent/'world.json').is_file(): return False
+    return file.read_text(encoding='utf-8', errors='replace')[:1] == '{'
 
 # %% ../../../nbs/core/ask/judge_configs.ipynb #a1f0c9d6
 class JudgedConfig(Config):
