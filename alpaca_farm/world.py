@@ -20,14 +20,14 @@ from .core.run.settings import (
 from .core.stats import sigmoid
 from .judging.noise import preference_probabilities, sample_votes
 from .worlds.folder import SPLITS, write_world
-from .embedded.authors import Author, EXPERT
-from .embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
-from .embedded.crowd import (  # those without sample or write are named by settings
+from .worlds.embedded.authors import Author, EXPERT
+from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
+from .worlds.embedded.crowd import (  # those without sample or write are named by settings
     crowd, gold, held_out_crowd, judge, length_biased, Population, pool, read_population,
     sample_crowd, sample_pool, vain_judge, write_population)
-from .embedded.grammar import is_held_out, render, sample_request
-from .embedded.lexicon import ASKERS
-from .embedded.prose import sample_page
+from .worlds.embedded.grammar import is_held_out, render, sample_request
+from .worlds.embedded.lexicon import ASKERS
+from .worlds.embedded.prose import sample_page
 
 # %% ../nbs/world.ipynb #8efdfb2f
 @dataclass

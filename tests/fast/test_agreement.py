@@ -12,7 +12,8 @@ from alpaca_farm import world
 from alpaca_farm.core.data.dialogues import dialogue_text
 from alpaca_farm.core.data.preferences import hash_uniform, swap_outputs
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.judging import agreement as A, measures as M
+from alpaca_farm.boards import agreement as A
+from alpaca_farm.judging import measures as M
 from alpaca_farm.judging.label_files import recorded_verdicts
 from alpaca_farm.judging.judges import read_recorded
 from alpaca_farm.world import embedded_pairs
@@ -20,7 +21,7 @@ from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 with_data = pytest.mark.skipif(not DATA.is_dir(), reason='the public data is not here')
-CFG, LONGEST = A.AgreementConfig(), 'alpaca_farm.judging.agreement:prefer_longer'
+CFG, LONGEST = A.AgreementConfig(), 'alpaca_farm.boards.agreement:prefer_longer'
 
 
 @with_data

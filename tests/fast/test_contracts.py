@@ -33,13 +33,13 @@ CORE = ['run.paths run.keys data.dialogues',
         'model.rewards model.served',
         'answers ask.client training',
         'online ask.completions']
-LAYERS = ['judging.parsers embedded.lexicon worlds.folder',
-        'embedded.grammar judging.noise boards.length_control judging.label_files',
-        'embedded.authors embedded.prose boards.corrected boards.text',
-        'embedded.criteria',
-        'embedded.crowd',
+LAYERS = ['judging.parsers worlds.embedded.lexicon worlds.folder',
+        'worlds.embedded.grammar judging.noise boards.length_control judging.label_files',
+        'worlds.embedded.authors worlds.embedded.prose boards.corrected boards.text',
+        'worlds.embedded.criteria',
+        'worlds.embedded.crowd',
         'world judging.judges boards.leaderboards judging.measures',
-        'annotators judging.agreement judging.labelling judging.openai_baselines',
+        'annotators boards.agreement labelling judging.openai_baselines',
         'boards.judged auto_annotations',
         'eval boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own',
@@ -188,7 +188,7 @@ for name in names:
 '''
 HEAVY = 'openai datasets wandb tensorboard alpaca_eval matplotlib ray'
 TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
-              'core.data.records', 'embedded.crowd', 'annotators', 'eval', 'boards.text']
+              'core.data.records', 'worlds.embedded.crowd', 'annotators', 'eval', 'boards.text']
 
 
 @pytest.mark.parametrize('already, unwanted, names', [
@@ -225,7 +225,7 @@ def test_imports_only_go_down(path):
             assert LEVEL.get(other, METHOD) < LEVEL.get(name, METHOD), f'{name} imports {other}'
 
 
-WORLDS = re.compile(r'(world|real|bring_your_own|worlds\..*|embedded\..*)$')
+WORLDS = re.compile(r'(world|real|bring_your_own|worlds\..*)$')
 
 
 @pytest.mark.parametrize('path', [p for p in MODULES if not WORLDS.match(name_of(p))], ids=name_of)

@@ -20,8 +20,8 @@ from alpaca_farm.core.ask.store import Store
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.judging import labelling
-from alpaca_farm.judging.agreement import prefer_longer as longest
+from alpaca_farm import labelling
+from alpaca_farm.boards.agreement import prefer_longer as longest
 from alpaca_farm.judging.label_files import load_sets, recorded_verdicts
 from alpaca_farm.judging.measures import people_votes
 

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 import tiny
 from tiny import write
-from alpaca_farm.judging import agreement
+from alpaca_farm.boards import agreement
 from alpaca_farm import (annotators, best_of_n, binary_feedback, dpo, eval as evaluation, ppo,
     quark, reward_model, rrhf, sft)
 from alpaca_farm.core.data.records import load_records

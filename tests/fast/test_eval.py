@@ -13,7 +13,7 @@ from alpaca_farm.boards.judged import complete_preferences, judge_all
 from alpaca_farm.core.data import comparisons
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.judging.agreement import prefer_longer as longest
+from alpaca_farm.boards.agreement import prefer_longer as longest
 from asking import key
 from judge_server import judge_server
 

@@ -6,13 +6,13 @@ import subprocess
 import sys
 
 import tiny
-from alpaca_farm.judging import labelling
+from alpaca_farm import labelling
 from alpaca_farm import world
 from alpaca_farm.core.data.preferences import PAIR_FIELDS
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.judging.labelling import (LabellingConfig, LabellingPage, LabellingQueue,
+from alpaca_farm.labelling import (LabellingConfig, LabellingPage, LabellingQueue,
     person_labels, person_sees_swapped, person_summary)
 
 SECRETS = dict(generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.],

@@ -19,7 +19,7 @@ from alpaca_farm.core.model.models import (answer_states, hidden_states, load_po
 from alpaca_farm.core.model.rewards import label_count, reward, score_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log
-from alpaca_farm.embedded.criteria import utility
+from alpaca_farm.worlds.embedded.criteria import utility
 from alpaca_farm.judging.judges import RewardJudge
 from alpaca_farm.ppo import PPOConfig, value_model
 from alpaca_farm.reward_model import pairwise_loss, RewardModelConfig

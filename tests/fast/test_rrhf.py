@@ -339,7 +339,7 @@ def test_scores_of_the_files(base, tmp_path):
 
 
 def test_scores_of_annotators(base, tmp_path):
-    _, summary = run(base, tmp_path, annotators='alpaca_farm.judging.agreement:prefer_longer',
+    _, summary = run(base, tmp_path, annotators='alpaca_farm.boards.agreement:prefer_longer',
                      reward_model='', eval_split='', missing_eos='', max_instances=20)
     pool = read_json(tmp_path/'candidates.json')
     for q in pool:

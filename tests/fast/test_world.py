@@ -12,13 +12,13 @@ from alpaca_farm import world
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree
-from alpaca_farm.embedded import crowd
-from alpaca_farm.embedded.authors import (Author, common_mistake, contested, details, sayings)
-from alpaca_farm.embedded.criteria import COLUMNS, marks, utility
-from alpaca_farm.embedded.grammar import (AFTER, KINDS, parse, render, request_of,
+from alpaca_farm.worlds.embedded import crowd
+from alpaca_farm.worlds.embedded.authors import (Author, common_mistake, contested, details, sayings)
+from alpaca_farm.worlds.embedded.criteria import COLUMNS, marks, utility
+from alpaca_farm.worlds.embedded.grammar import (AFTER, KINDS, parse, render, request_of,
                                           sample_request)
-from alpaca_farm.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
-from alpaca_farm.embedded.prose import describe, talk
+from alpaca_farm.worlds.embedded.lexicon import ASKERS, BEHAVIOURS, PHRASES, WANTED
+from alpaca_farm.worlds.embedded.prose import describe, talk
 from alpaca_farm.worlds.folder import read_judge, read_world
 
 PHRASE = [phrase for phrases in PHRASES.values() for phrase in phrases]

@@ -15,7 +15,7 @@ import tiny
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.judging.labelling import person_labels
+from alpaca_farm.labelling import person_labels
 
 playwright = pytest.importorskip('playwright.sync_api', reason='pip install -e .[browser]')
 playwright.expect.set_options(timeout=60_000)

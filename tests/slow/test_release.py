@@ -9,10 +9,10 @@ from alpaca_farm import best_of_n, sft, world
 from alpaca_farm.boards.farm_board import _chosen_answers
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.stats import agreement
-from alpaca_farm.embedded.authors import contested
-from alpaca_farm.embedded.criteria import answer_matrix, COLUMNS, QUALITY
-from alpaca_farm.embedded.grammar import parse
-from alpaca_farm.embedded.lexicon import PHRASES
+from alpaca_farm.worlds.embedded.authors import contested
+from alpaca_farm.worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY
+from alpaca_farm.worlds.embedded.grammar import parse
+from alpaca_farm.worlds.embedded.lexicon import PHRASES
 from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.judging.noise import preference_probabilities, sample_votes
 

@@ -353,7 +353,7 @@ def test_a_served_model(base, tmp_path):
 # --- the world that can be asked for good and for poor answers -----------------------------------
 
 def test_dialogue_pages():
-    from alpaca_farm.embedded.grammar import is_held_out, parse
+    from alpaca_farm.worlds.embedded.grammar import is_held_out, parse
     rng = random.Random(0)
     pages = [world.dialogue_page(world.WorldConfig(), rng) for _ in range(1500)]
     answers = [p.split('\n\nAssistant') for p in pages if '\n\nAssistant' in p]
