@@ -14,6 +14,7 @@ from alpaca_farm.worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY
 from alpaca_farm.worlds.embedded.grammar import parse
 from alpaca_farm.worlds.embedded.lexicon import PHRASES
 from alpaca_farm.boards.judged import complete_preferences
+from alpaca_farm.worlds.folder import read_world
 from alpaca_farm.judging.noise import preference_probabilities, sample_votes
 
 
@@ -39,7 +40,7 @@ def made(tmp_path_factory):
 
 def test_nothing_cheap_wins(made):
     "Neither the likeliest or longest of 16, nor greedy decoding, a constant or an added phrase."
-    chosen = _chosen_answers(made.samples)
+    chosen = _chosen_answers(made.samples, read_world(f'{made.folder}/world'))
     usual = Counter(o for r in made.references for o in r['output']).most_common(1)[0][0]
     tricks = {name: answers for name, answers in chosen.items() if 'utility' not in name}
     tricks |= {'greedy': [dict(r, output=r['output'][0]) for r in made.greedy],
