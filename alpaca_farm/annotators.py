@@ -157,7 +157,8 @@ def _add_expected(rows, pairs, pool, share):
 
 def _write_unanswered(this_run, rows, clients, n):
     "Write the rows without a verdict, and the reasons."
-    reasons, unread = set(), []
+    reasons = set()
+    unread = []
     for client in clients:
         reasons.update(client.tally.failed.values())
         unread += client.unread
@@ -169,13 +170,16 @@ def run(cfg: AnnotatorsConfig):
     "Annotate pairs; writes preferences.json, summary.json and, for API judges, annotations.json."
     this_run = start(cfg, run)
     if this_run.done: return this_run
-    pairs, pool = load_pairs(cfg), load_annotators(cfg.annotators, cfg)
+    pairs = load_pairs(cfg)
+    pool = load_annotators(cfg.annotators, cfg)
     clients = api_clients(pool)
     share = flip_share(cfg.label_flip, cfg.annotators)
     clean = annotate_pairs(pairs, pool, cfg.seed, 0. if cfg.ask_flipped else share,
                            cfg.both_orders, cfg.ask_flipped)
     rows, rate = flip_labels(clean, share if cfg.ask_flipped else 0., cfg.seed)
-    labelled, unlabelled, coins = [], [], 0
+    labelled = []
+    unlabelled = []
+    coins = 0
     for row, unflipped in zip(rows, clean):
         row['flipped'] = row['preference'] != unflipped['preference']
         if row['annotator'] == 'coin':

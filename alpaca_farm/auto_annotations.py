@@ -160,7 +160,8 @@ class PairwiseAutoAnnotator:
     ) -> list[dict]:
         "Pair the outputs for each instruction, neighbours in a random cyclic order; label them."
         keys = keys_to_sample_output_2 or self.input_keys
-        prompts, outputs = {}, {}
+        prompts = {}
+        outputs = {}
         for row in records_of(all_outputs):
             key = tuple(str(with_instruction(row).get(k) or '') for k in keys)
             prompts.setdefault(key, row)

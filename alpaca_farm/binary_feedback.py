@@ -61,7 +61,8 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     answering = ('eval_split', 'eval_instances')  # the others also decide the answers to val
 
 # %% ../nbs/binary_feedback.ipynb #eab7b360
-GOOD, BAD = '<good>', '<bad>'
+GOOD = '<good>'
+BAD = '<bad>'
 
 
 def rate_outputs(
@@ -95,9 +96,11 @@ def load_feedback(cfg: BinaryFeedbackConfig) -> tuple[list[dict], list[dict], in
     if 'preference' not in records[0]: answer_labels(records, cfg.preferences)
     n = cfg.held_out if cfg.held_out > 0 else min(200, max(1, len(records)//5))
     kept_apart = {prompt_key(r) for r in records[-n:]}
-    learn, apart = [], []
+    learn = []
+    apart = []
     for r in records: (apart if prompt_key(r) in kept_apart else learn).append(r)
-    rated, measured = rate_outputs(learn), rate_outputs(apart)
+    rated = rate_outputs(learn)
+    measured = rate_outputs(apart)
     good = sum(r['good'] > 0 for r in rated)
     if good and measured: return rated, measured, len(learn)
     raise ValueError(f'{cfg.preferences}: held_out = {n} leaves {good} good answers to learn from '
@@ -190,7 +193,8 @@ def train(cfg: BinaryFeedbackConfig):
     preflight(cfg, ('val_split', 'eval_split'))
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     policy, plain = load_policy(cfg.policy, cfg, train=True)
-    tokens, tokenizers = {}, {}
+    tokens = {}
+    tokenizers = {}
     if cfg.method == 'reward_conditioning':
         tokens, tokenizers = _reward_tokens(policy, plain, cfg)
     tokenizer = tokenizers.get(GOOD, plain)
@@ -198,7 +202,8 @@ def train(cfg: BinaryFeedbackConfig):
     how = ('output',), plain, cfg.max_length, cfg.template
     rows, prompts, (responses,) = encode(rated, *how)
     indices, names, weights = zip(*training_examples([rated[i] for i in rows], cfg.method))
-    prompts, responses = [prompts[i] for i in indices], [responses[i] for i in indices]
+    prompts = [prompts[i] for i in indices]
+    responses = [responses[i] for i in indices]
     if tokens:
         prompts = prepend_tokens(prompts, [tokens[n] for n in names], plain, cfg.token_times)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]

@@ -41,12 +41,14 @@ class Loss:
 
 
 def _sigmoid(h, beta, label_smoothing=0.):
-    as_labelled, flipped = -F.logsigmoid(beta * h), -F.logsigmoid(-beta * h)
+    as_labelled = -F.logsigmoid(beta * h)
+    flipped = -F.logsigmoid(-beta * h)
     return (1 - label_smoothing) * as_labelled + label_smoothing * flipped
 
 
 def _robust(h, beta, label_smoothing):
-    as_labelled, flipped = -F.logsigmoid(beta * h), -F.logsigmoid(-beta * h)
+    as_labelled = -F.logsigmoid(beta * h)
+    flipped = -F.logsigmoid(-beta * h)
     corrected = (1 - label_smoothing) * as_labelled - label_smoothing * flipped
     return corrected / (1 - 2 * label_smoothing)
 
@@ -223,7 +225,9 @@ def dpo_step(
     kind = LOSSES[cfg.loss_type]
     own = {name: getattr(cfg, name) for name in kind.settings}
     logp = sequence_logprobs(policy, batch, cfg.temperature)
-    ref, good, z0 = batch['reference'], batch['good'], batch['baseline'][:, None]
+    ref = batch['reference']
+    good = batch['good']
+    z0 = batch['baseline'][:, None]
     ratio = logp - ref
     lead = logp / batch['response'].sum(-1) if kind.mean else ratio - z0
     if kind.of_margin:   # both orders of a pair, weighted by how probable they are

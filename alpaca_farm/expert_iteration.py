@@ -111,7 +111,8 @@ def train(cfg: ExpertIterationConfig):
     run.load()
     run.config['steps'] = cfg.rounds
     run.write('config.json', run.config)
-    rewards, jobs = [], []
+    rewards = []
+    jobs = []
     for round_ in range(1, cfg.rounds + 1):
         best, learn = round_jobs(round_, cfg)
         _make(best, round_)

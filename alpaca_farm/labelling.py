@@ -273,7 +273,9 @@ class LabellingPage:
         import ipywidgets as w
         self.queue = queue
         self.key_delay = key_delay
-        self.head, self.body, self.script = w.HTML(), w.HTML(), w.HTML(_PAGE_SCRIPT)
+        self.head = w.HTML()
+        self.body = w.HTML()
+        self.script = w.HTML(_PAGE_SCRIPT)
         self.body.add_class('labelling-pair')
         self.buttons = {}
         for key, text in _KEYS.items():
@@ -329,13 +331,15 @@ def labelling_widget(cfg: LabellingConfig):
 def run(cfg: LabellingConfig):
     "Turn the labels in the store into a run; writes preferences.json and summary.json."
     ensure_inputs(cfg)
-    pairs, store = pairs_to_label(cfg), Store(at_root(cfg.store))
+    pairs = pairs_to_label(cfg)
+    store = Store(at_root(cfg.store))
     people = [cfg.person.strip()]
     if not cfg.person:
         known = store.run("""select distinct json_extract(request, '$.person') from requests
                              where request like '{"kind": "label"%'""")
         people = sorted(name for name, in known)
-    rows, skipped = [], 0
+    rows = []
+    skipped = 0
     for person in people:
         rows += person_labels(store, pairs, person)
         answers = sum(_person_answers(store, pairs, person), [])

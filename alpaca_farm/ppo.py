@@ -160,7 +160,9 @@ class ValueHead(torch.nn.Module):
         shared: bool = False,  # whether the trunk is the policy's, which trains its weights
     ):
         super().__init__()
-        self.score, self.mean, self.std = score, mean, std
+        self.score = score
+        self.mean = mean
+        self.std = std
         self.config = trunk.config
         self.lent = (trunk.base_model,) if shared else ()   # a tuple: no weights of its own
         self.trunk = None if shared else trunk.base_model
@@ -304,7 +306,8 @@ def ppo_loss(
                    clip_fraction=((ratio - 1).abs() > cfg.clip).float(),
                    approx_kl=kl_estimate(old_logp, logp, 'k3'))
     if not value: return figures
-    new, old = value(batch, states), batch['old_values']
+    new = value(batch, states)
+    old = batch['old_values']
     value_loss = ppo_value_loss(new, old, batch['returns'], cfg.value_clip)
     clipped = (new - old).abs() > cfg.value_clip
     return figures | dict(loss=loss + cfg.vf_coef * value_loss, value_loss=value_loss,

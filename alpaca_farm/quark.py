@@ -97,7 +97,8 @@ def token_terms(
     tokens,      # (N,) sampled
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # (N,) each
     "Compute each token's log-prob, KL to the reference and entropy; all differentiable."
-    logp, ref = widen(logits).log_softmax(-1), widen(ref_logits).log_softmax(-1)
+    logp = widen(logits).log_softmax(-1)
+    ref = widen(ref_logits).log_softmax(-1)
     p = logp.exp()
     return logp.gather(1, tokens[:, None])[:, 0], (p * (logp - ref)).sum(1), -(p * logp).sum(1)
 
@@ -110,7 +111,8 @@ def response_terms(
     chunk: int = 0,            # positions at a time; 0 for as many as make 64 MB
 ) -> dict[str, torch.Tensor]:  # logp, kl, entropy: (B, T) each, zero outside of the response
     "Compute log-prob, KL and entropy of every response token, of the distribution it came from."
-    chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
+    chosen = batch['response'][:, 1:].bool()
+    tokens = batch['ids'][:, 1:]
     states = answer_states(policy, batch)[:, :-1][chosen]
     with torch.no_grad():
         shared = (batch['ids'] < vocab_size).long()

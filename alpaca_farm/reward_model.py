@@ -130,7 +130,8 @@ def score_distinct(model, batch: dict) -> torch.Tensor:  # (B, 2)
     "Score both answers of pairs; one that is in several pairs is read once."
     parts = [batch[k].flatten(0, 1) for k in ('ids', 'mask', 'response')]
     places = {}       # of the distinct answers
-    kept, index = [], []
+    kept = []
+    index = []
     for i, row in enumerate(torch.cat(parts, 1).tolist()):
         place = places.setdefault(tuple(row), len(kept))
         if place == len(kept): kept.append(i)
@@ -169,7 +170,8 @@ def split_pairs(
             if n >= held_out: break
             chosen.add(prompt)
             n += pairs[prompt]
-    learn, apart = [], []
+    learn = []
+    apart = []
     for r in records:
         is_apart = r.get('held_out') if marked else prompt_key(r) in chosen
         (apart if is_apart else learn).append(r)
@@ -242,7 +244,8 @@ def calibration(
     bins: int = 10,  # of equally many pairs
 ) -> list[dict]:
     "Compare the mean prediction for the favoured answer with the observed share, by bins."
-    predicted, observed = np.asarray(predicted, float), np.asarray(observed, float)
+    predicted = np.asarray(predicted, float)
+    observed = np.asarray(observed, float)
     sure = np.maximum(predicted, 1 - predicted)
     agree = np.where(predicted >= .5, observed, 1 - observed)
     order = np.argsort(sure, kind='stable')
@@ -295,7 +298,8 @@ def train(cfg: RewardModelConfig):
     if cfg.likelihood and not model.config.get_text_config().tie_word_embeddings:
         raise ValueError(f'likelihood = {cfg.likelihood}: {cfg.policy} has untied embeddings; '
                          'a scalar model has no head of a language model then. Set it to 0')
-    model.config.likelihood, model.config.pooling = cfg.likelihood, cfg.pooling
+    model.config.likelihood = cfg.likelihood
+    model.config.pooling = cfg.pooling
     check_positions(model, cfg.max_length, 'max_length')
     lengths = [len(p) + max(map(len, a)) for p, *a in zip(pairs['prompts'], *pairs['answers'])]
     order = prompt_batches(pairs['prompts'], lengths, cfg.batch_size, cfg.epochs, cfg.seed)

@@ -256,7 +256,8 @@ def write_items(
         for draft, written in zip(todo.values(), texts): draft.take(written, task)
     items = []
     for i, record in records.items():
-        one, two = drafts[i, 0], drafts[i, 1]
+        one = drafts[i, 0]
+        two = drafts[i, 1]
         item = dict(bare_prompt(record), output_1=one.text, ended_1=one.ended, output_2=two.text,
                     ended_2=two.ended)
         positive = 0
@@ -345,7 +346,8 @@ def _label_evidence(
     "Subtract the right side of this inequality from the left one."
     odds = dict(positive=[], negative=[])
     for side in odds:
-        prompts, pairs = [], []
+        prompts = []
+        pairs = []
         for item in items:
             pair = [text.removeprefix(task.response_prefix).strip() for text in answers_of(item)]
             pairs.append(tuple(pair if chat else map(with_space, pair)))

@@ -113,7 +113,8 @@ def candidate_tokens(
 ) -> list[list[int]]:
     "Give a query's candidates as token ids: the policy's own as sampled, then the encoded texts."
     sampled = query.get('tokens', [])
-    texts, ended = query['output'][len(sampled):], query['ended'][len(sampled):]
+    texts = query['output'][len(sampled):]
+    ended = query['ended'][len(sampled):]
     return sampled + encode_responses(texts, tokenizer, ended, template, [query] * len(texts))
 
 
@@ -281,7 +282,8 @@ def rrhf_step(
     cfg: RRHFConfig,
 ) -> dict[str, torch.Tensor]:  # (B,) each
     "Compute the loss and figures of each query (Yuan et al., 2023, eq. 2 to 4)."
-    present, scores = batch['present'], batch['scores']
+    present = batch['present']
+    scores = batch['scores']
     rows = {k: batch[k][present] for k in ('ids', 'mask', 'response')}
     logps = sequence_logprobs(policy, rows, cfg.temperature or 1.)
     sums = logps.new_zeros(present.shape).masked_scatter(present, logps)

@@ -73,7 +73,9 @@ def ask_judge(
     seed: int = 0,      # of the choice of annotators
 ) -> Verdicts:
     "Ask a judge about pairs in both orders; ValueError if requests remain open."
-    name, members, weights = annotator_name(judge), pool_members(judge), pool_weights(judge)
+    name = annotator_name(judge)
+    members = pool_members(judge)
+    weights = pool_weights(judge)
     orders = [annotator_order(p, weights, seed) for p in pairs]
     drawn = np.array(orders)[:, :_MOST_ASKED].T
     places = [np.nonzero(drawn == k) for k in range(len(members))]
@@ -136,7 +138,8 @@ def agreement_board(
     import pandas as pd
     rows = []
     for s, pairs in sets.items():
-        people, traits = people_votes(pairs), pair_traits(pairs, seed)
+        people = people_votes(pairs)
+        traits = pair_traits(pairs, seed)
         def measure(i): return people_measures(people[:, i], traits.at(i))
         row = _board_row(pairs, people, True, measure, draws, seed)
         rows.append(dict(set=s, judge='people', how='votes', **row))
@@ -162,7 +165,8 @@ def agreement_figure(
     import matplotlib.pyplot as plt
     people = table[table.judge == 'people'].set_index('set')
     others = table[table.judge != 'people']
-    judges, sets = list(others.judge.unique()), list(table.set.unique())
+    judges = list(others.judge.unique())
+    sets = list(table.set.unique())
     panels = [('decided', 'agreement with people\nwhere they prefer one', .5),
               ('first', 'share of votes\nfor the first shown', .5),
               ('longer_diff', "votes for the longer answer\nminus the people's", 0)]
@@ -201,7 +205,8 @@ def _learned_prompts(spec):
 
 def _live_verdicts(spec, sets, cfg):
     "Verdicts of a judge that is asked now, without the pairs that it has learned from."
-    judge, known = load_annotators(spec, cfg), _learned_prompts(spec)
+    judge = load_annotators(spec, cfg)
+    known = _learned_prompts(spec)
     name = annotator_name(judge)
     judged = {}
     for s, pairs in sets.items():

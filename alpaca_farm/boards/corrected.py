@@ -29,7 +29,8 @@ def ppi_mean(
     """Estimate the labels' mean, its standard error and the weight of the judge (PPI++, equation 2
     and proposition 2)."""
     y, f, rest = (np.asarray(x, dtype=float) for x in (labels, judge, others))
-    n, M = y.shape[-1], rest.shape[-1]
+    n = y.shape[-1]
+    M = rest.shape[-1]
     if not M: return y.mean(-1), y.std(-1)/math.sqrt(n), np.zeros(y.shape[:-1])
     covariance = ((y - y.mean(-1, keepdims=True))*f).mean(-1)
     variance = (1 + n/M)*np.concatenate([f, rest], -1).var(-1, ddof=1)
@@ -61,7 +62,8 @@ def _with_invented(values, ends, share) -> tuple[np.ndarray, np.ndarray]:
 def _estimate_stratum(labels, judge, others, share: float) -> tuple:
     "Estimate and variance with the judge, without it, and the mean with invented labels: (...)."
     y, f, rest = (np.asarray(x, dtype=float) for x in (labels, judge, others))
-    n, M = y.shape[-1], rest.shape[-1]
+    n = y.shape[-1]
+    M = rest.shape[-1]
     value, _, weight = ppi_mean(y, f, rest)
     invented = np.stack([np.zeros(weight.shape), np.ones(weight.shape)], -1)
     mean, alone = _with_invented(y, invented, share)
@@ -298,7 +300,8 @@ def correction_report(
     judged = ~np.isnan(f)
     has = judged & ~np.isnan(labels.votes)
     n = has.sum()
-    f_has, f_all = f[has], f[judged]
+    f_has = f[has]
+    f_all = f[judged]
     votes = labels.votes[has]
     def text(i): return f'{i.value:.1f} % ({i.low:.1f} to {i.high:.1f})'
     lines = [f'{name}: {text(bootstrap(100*f_all))} by {judge}, corrected by {n} labels '
@@ -323,7 +326,8 @@ def corrected_difference(
     second: tuple,  # the same of another policy
 ) -> Interval | None:  # in points; None with fewer than ten instructions labelled for both
     "Correct the second win rate minus the first."
-    (f, one), (g, two) = first, second
+    f, one = first
+    g, two = second
     if {one.drawn, two.drawn} - {None, 'random'}: return None
     gap = np.where(two.same, .5, two.votes) - np.where(one.same, .5, one.votes)
     labels = one._replace(votes=(1 + gap)/2, same=one.same & two.same)

@@ -42,7 +42,9 @@ def length_term(
 
 # %% ../../nbs/boards/length_control.ipynb #17ca4957
 _MIN_MODELS = 5                                # needed to fit the difficulty
-_LENGTH_SD, _DIFFICULTY_SD, _LEVEL_SD = 1., 1., 10.   # of the priors of a, b and c
+_LENGTH_SD = 1.
+_DIFFICULTY_SD = 1.
+_LEVEL_SD = 10.   # of the priors of a, b and c
 
 
 def _difficulty(
@@ -68,7 +70,8 @@ def _difficulty(
 # %% ../../nbs/boards/length_control.ipynb #107babe1
 def _sandwich_error(x, y, beta, spread, at) -> float:
     "Standard error of the mean prediction at the rows `at`, after a fit on `x` and `y`."
-    p, fitted = sigmoid(at @ beta), sigmoid(x @ beta)
+    p = sigmoid(at @ beta)
+    fitted = sigmoid(x @ beta)
     H = (x*(fitted*(1 - fitted))[:, None]).T @ x + np.diag(1/spread**2)
     u = x*(y - fitted)[:, None]
     g = ((p*(1 - p))[:, None]*at).mean(0)

@@ -30,7 +30,8 @@ def paired_tables(
              if name in made and crowd_runs.get(name, name) in made]
     columns = {name: [] for name in _COLUMNS}
     for by in judged:
-        pool, crowd = by.get('pool', by['crowd']), by['crowd']
+        pool = by.get('pool', by['crowd'])
+        crowd = by['crowd']
         columns['simulated'].append([pool[name] for name in names])
         columns['crowd'].append([crowd[crowd_runs.get(name, name)] for name in names])
         columns['transfer'].append([crowd[name] for name in names])
@@ -128,7 +129,8 @@ def _simulation_figure(table):
     over = 'the instructions of one replicate'
     if n > 1: over = f'{n} replicates and their instructions'
     fig, ax = plt.subplots(figsize=(6.4, 5.4), layout='tight')
-    x, y = table.simulated, table.crowd
+    x = table.simulated
+    y = table.crowd
     ax.errorbar(x, y, xerr=[x - table.simulated_low, table.simulated_high - x],
                 yerr=[y - table.crowd_low, table.crowd_high - y], fmt='o', ms=4, lw=.8, capsize=2,
                 label='trained and judged by the crowd')
@@ -177,7 +179,8 @@ def vote_agreements(
 ) -> dict[str, float]:
     "Measure how often votes of crowd and pool agree with the crowd's majorities, and two votes."
     pairs = load_records(f'{folder}/annotators', 'preferences', 'preference', n)
-    votes, means = [], []
+    votes = []
+    means = []
     for k, name in enumerate(('crowd', 'pool')):
         chance = preference_probabilities(judges[name], pairs)
         votes.append(sample_votes(chance, pairs, 4, seed + k*10**6))

@@ -69,7 +69,8 @@ class AnswerConfig(PromptConfig):
 def answering(cfg: AnswerConfig) -> AnswerConfig:
     "Copy the settings, with those of evaluated answers as `temperature` and `top_p`."
     cfg = copy(cfg)
-    cfg.temperature, cfg.top_p = cfg.eval_temperature, cfg.eval_top_p
+    cfg.temperature = cfg.eval_temperature
+    cfg.top_p = cfg.eval_top_p
     return cfg
 
 # %% ../../nbs/core/answers.ipynb #f0649fc0

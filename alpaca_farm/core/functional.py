@@ -63,7 +63,8 @@ class SelectedLogprobs(torch.autograd.Function):
             logp[i] = logits.gather(-1, tokens[i, None]).squeeze(-1) - norm[i]
         one_chunk = 0 < len(hidden) <= chunk and any(ctx.needs_input_grad[:3])
         ctx.save_for_backward(hidden, weight, bias, tokens, norm, logits if one_chunk else None)
-        ctx.head, ctx.chunk = (temperature, scale, cap), chunk
+        ctx.head = (temperature, scale, cap)
+        ctx.chunk = chunk
         return logp
 
     @staticmethod

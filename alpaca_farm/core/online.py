@@ -200,7 +200,8 @@ class CheckpointSelector:
         policy, tokenizer,
     ) -> dict[str, float]:  # on val, if due
         "Save the policy if it is chosen, and as model-<step>."
-        cfg, step = self.cfg, trainer.step
+        cfg = self.cfg
+        step = trainer.step
         last = step == trainer.total
         due = self.annotate and (step % cfg.eval_every == 0 or last)
         figures = self.measure(policy, tokenizer) if due else {}

@@ -116,7 +116,8 @@ FEWEST_LABELS = 10   # instructions with labels that a correction needs
 def wilson(k: float, n: int) -> Interval:
     "Estimate the share of `k` successes, which may be a fraction, in `n` trials (Wilson, 1927)."
     if not 0 <= k <= n or n == 0: raise ValueError(f'{k} of {n} is not a share')
-    z, p = _Z, k/n
+    z = _Z
+    p = k/n
     centre = (p + z*z/(2*n))/(1 + z*z/n)
     half = z/(1 + z*z/n)*math.sqrt(p*(1 - p)/n + z*z/(4*n*n))
     return Interval(p, min(p, centre - half), max(p, centre + half))
@@ -130,7 +131,8 @@ def _centred_ranks(values) -> np.ndarray:
 
 def spearman(x, y) -> np.ndarray:
     "Correlate ranks along the last axis; nan where one side is constant."
-    a, b = _centred_ranks(x), _centred_ranks(y)
+    a = _centred_ranks(x)
+    b = _centred_ranks(y)
     with np.errstate(invalid='ignore', divide='ignore'):
         return (a*b).sum(-1)/np.sqrt((a*a).sum(-1)*(b*b).sum(-1))
 
@@ -206,7 +208,8 @@ def two_votes_agree(
     other: np.ndarray,  # (pairs, others)
 ) -> np.ndarray:        # (annotators, others)
     "Compute how often the votes of two annotators on the same pair are the same."
-    p, q = one - 1, other - 1
+    p = one - 1
+    q = other - 1
     return (p.T @ q + (1 - p).T @ (1 - q))/len(p)
 
 

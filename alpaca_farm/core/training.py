@@ -48,7 +48,8 @@ def batches(
     out = []
     for epoch in range(epochs):
         g = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        order, rows = torch.randperm(len(lengths), generator=g).tolist(), []
+        order = torch.randperm(len(lengths), generator=g).tolist()
+        rows = []
         for start in range(0, len(order), batch_size * block):
             alike = sorted(order[start:start + batch_size * block], key=lengths.__getitem__)
             for i in range(0, len(alike), batch_size): rows.append(alike[i:i + batch_size])
@@ -77,7 +78,8 @@ def answer_batch(
     pad_id: int,
 ) -> dict[str, torch.Tensor]:  # ids, mask, response (B, K, T) and weight (B,)
     "Collate K answers to each of some prompts."
-    repeated, texts = [], []
+    repeated = []
+    texts = []
     for i in rows:
         for answer in answers:
             repeated.append(prompts[i])
@@ -102,16 +104,20 @@ def adamw(groups: list[dict], cfg: TrainConfig):
 class RouterLoss:
     "The balancing loss of a model's forward passes with gradients since the last call."
     def __init__(self, model):
-        trunk, self.logits, self.real = model.base_model, [], None
+        trunk = model.base_model
+        self.logits = []
+        self.real = None
         router = (getattr(trunk, '_can_record_outputs', None) or {}).get('router_logits')
         if router is None:
             raise ValueError(f'router_loss: {type(trunk).__name__} is no mixture of experts; '
                              'leave it at 0')
-        index, kind = getattr(router, 'index', 0), getattr(router, 'target_class', router)
+        index = getattr(router, 'index', 0)
+        kind = getattr(router, 'target_class', router)
         self.chosen = model.config.get_text_config().num_experts_per_tok
 
         def begin(trunk, args, given):
-            ids, mask = given['input_ids'], given.get('attention_mask')
+            ids = given['input_ids']
+            mask = given.get('attention_mask')
             if mask is None or mask.dim() == 4: mask = torch.ones_like(ids)  # packed, mostly
             self.real = mask.bool().flatten()
 
@@ -130,7 +136,8 @@ class RouterLoss:
 
     def __call__(self) -> torch.Tensor:
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-        logits, self.logits = tuple(self.logits), []
+        logits = tuple(self.logits)
+        self.logits = []
         return load_balancing_loss_func(logits, logits[0].shape[-1], self.chosen)
 
 # %% ../../nbs/core/training.ipynb #fb68c22b
@@ -145,13 +152,19 @@ class Trainer:
     ):
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState
-        self.run, self.cfg, self.total, self.shown = run, run.cfg, total, shown
-        self.step, self.extra, self.plain = 0, {}, dict(models)
+        self.run = run
+        self.cfg = run.cfg
+        self.total = total
+        self.shown = shown
+        self.step = 0
+        self.extra = {}
+        self.plain = dict(models)
         cpu = device_of(run.cfg).type == 'cpu'
         precision = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}.get(dtype_of(run.cfg), 'no')
         AcceleratorState._reset_state()  # an earlier run may have had another precision
         self.accelerator = Accelerator(cpu=cpu, mixed_precision=precision)
-        self.parameters, groups = [], []
+        self.parameters = []
+        groups = []
         with self.accelerator.autocast():
             self.most_tokens = tokens_to_train(list(models.values()), device_of(run.cfg))
         for name, m in models.items():   # without a wrapper: `update` adds up gradients itself
@@ -181,7 +194,8 @@ class Trainer:
 @patch
 def split(self: Trainer, batch: dict):
     "The micro-batches of this process's part; one that it lacks is a row of weight 0."
-    n, (k, processes) = len(batch['weight']), rank()
+    n = len(batch['weight'])
+    k, processes = rank()
     row = max(t[0].numel() for t in batch.values())   # its tokens, with padding
     size = self.cfg.micro_batch_size or max(1, int(self.most_tokens // row))
     own_rows = list(range(k, n, processes))
@@ -253,8 +267,10 @@ def evaluate(self: Trainer,
 @patch
 def save(self: Trainer):
     "Write the checkpoint."
-    device, scaler = self.accelerator.device, self.accelerator.scaler
-    rng, weights = dict(cpu=torch.get_rng_state()), {}
+    device = self.accelerator.device
+    scaler = self.accelerator.scaler
+    rng = dict(cpu=torch.get_rng_state())
+    weights = {}
     if device.type == 'cuda': rng['cuda'] = torch.cuda.get_rng_state(device)
     for name, m in self.plain.items():
         weights[name] = unique_weights(m) if state_of(m).adapter is None else own_weights(m)
@@ -266,7 +282,8 @@ def save(self: Trainer):
 def restore(self: Trainer, state: dict):
     "Restore the state of a checkpoint."
     for name, m in self.plain.items():
-        own, weights = m.state_dict(), {}
+        own = m.state_dict()
+        weights = {}
         for k, v in state['weights'][name].items(): weights[k] = divided_like(v, own.get(k, v))
         m.load_state_dict(weights, strict=False)  # a tied head is not in it
     load_whole_state(self.optimizer, state['optimizer'])
@@ -276,7 +293,8 @@ def restore(self: Trainer, state: dict):
         torch.cuda.set_rng_state(state['rng']['cuda'], self.accelerator.device)
     if state['scaler'] and self.accelerator.scaler:
         self.accelerator.scaler.load_state_dict(state['scaler'])
-    self.step, self.extra = state['step'], state['extra']
+    self.step = state['step']
+    self.extra = state['extra']
 
 # %% ../../nbs/core/training.ipynb #ffbe6e40
 @patch

@@ -74,7 +74,9 @@ def _read_evaluator(file, name, entry, models, decoding):
 
 def _why_not(e, entry, models):
     "Why an evaluator cannot be asked; '' if it can."
-    model, api, prompt = entry_model(entry), entry.get('fn_completions'), entry['prompt_template']
+    model = entry_model(entry)
+    api = entry.get('fn_completions')
+    prompt = entry['prompt_template']
     if model not in models and api not in (None, 'openai_completions'):
         return (f'it asks {model} by {api}: serve that behind an OpenAI-compatible endpoint '
                 f'and give its name: models = {{{model!r}: "..."}}')
@@ -225,7 +227,10 @@ def _ask_judges(
 ) -> list[list[Verdict]]:  # as shown
     "The verdicts of each judge on its pairs."
     client = work[0][0].client
-    parts, requests, asks, draws = [], [], [], []   # for each request
+    parts = []
+    requests = []
+    asks = []
+    draws = []   # for each request
     for judge, pairs in work:
         e = judge.evaluator
         samples = e.decoding.get('temperature', 1) != 0
@@ -240,7 +245,9 @@ def _ask_judges(
         e, part = parts[i]
         return not any(map(math.isnan, parse_verdicts(e, answer, part)))
     said = ask_until_read(client, len(parts), request, readable, asks, draws)
-    verdicts, unread, replies = [], {}, Counter()   # the last two by judge
+    verdicts = []
+    unread = {}
+    replies = Counter()   # the last two by judge
     for i, answers in enumerate(said):
         e, part = parts[i]
         given = _read_answers(client, e, part, requests[i], answers)
@@ -307,7 +314,8 @@ def _verdict_labels(e):
         if set(labels) == {1., 2.} and not re.search(r'[\\\[\]^$|+*]', labels[1.] + labels[2.]):
             return labels[1.], labels[2.]
     if e.batch_size == 1 and e.parser == 'logprob_parser':
-        first, others = kwargs['numerator_token'], kwargs['denominator_tokens']
+        first = kwargs['numerator_token']
+        others = kwargs['denominator_tokens']
         if len(others) == 2: return first, next(t for t in others if t != first)
     raise ValueError(f'{e.name} cannot use a local model: its verdict is not one of two labels. '
                      'Name one with labels, such as open_pool, or serve it and set base_url')
@@ -317,7 +325,9 @@ class LocalJudge:
     "A language model on this machine that prefers one of two labels."
     def __init__(self, e: Evaluator, cfg: Config):
         from alpaca_farm.core.ask.completions import LocalWriter
-        self.evaluator, self.name, self.labels = e, e.name, _verdict_labels(e)
+        self.evaluator = e
+        self.name = e.name
+        self.labels = _verdict_labels(e)
         self.writer = LocalWriter(e.decoding['model'], cfg)
 
     def prompt(self, pair: dict) -> str | list[dict]:
@@ -336,7 +346,8 @@ class RewardJudge:
     def __init__(self, folder: str, cfg: Config):
         from alpaca_farm.core.model.models import load_scalar
         self.model, self.tokenizer = load_scalar(folder, cfg)
-        self.name, self.template = Path(folder).name, getattr(cfg, 'template', 'auto')
+        self.name = Path(folder).name
+        self.template = getattr(cfg, 'template', 'auto')
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The probability of the second answer, plus 1."
@@ -359,7 +370,8 @@ class RecordedLabels:
         rows: list[dict],  # preference records
         name: str = 'recorded',
     ):
-        self.name, self.labels = name, {}
+        self.name = name
+        self.labels = {}
         for r in rows:
             for pair, label in (r, r['preference']), (swap_outputs(r), 3 - r['preference']):
                 self.labels.setdefault(_in_words(pair), []).append(label)

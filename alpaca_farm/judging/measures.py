@@ -130,7 +130,8 @@ def _four_votes(votes, orders):
 def _order_measures(votes):
     "Whether votes depend on the order, of the pairs with a vote in each."
     both = ~np.isnan(votes[:, 0] + votes[:, 1])
-    one, two = votes[:, 0][both], votes[:, 1][both]
+    one = votes[:, 0][both]
+    two = votes[:, 1][both]
     first = (one == 1).sum() + (two == 2).sum()
     no_ties = (one != 1.5).sum() + (two != 1.5).sum()
     consistency = _share((one == two).sum(), len(one))
@@ -139,7 +140,8 @@ def _order_measures(votes):
 
 def _rank_correlation(counts, people_counts, models):
     "Spearman's correlation of the models' shares of votes; nan for fewer than three models."
-    judge, people = _win_shares(counts, models), _win_shares(people_counts, models)
+    judge = _win_shares(counts, models)
+    people = _win_shares(people_counts, models)
     voted = ~np.isnan(judge + people)
     if voted.sum() < 3: return math.nan
     return float(spearman(judge[voted], people[voted]))
@@ -153,7 +155,8 @@ def judge_measures(
     "Compute every measure of a judge; nan for one that cannot be computed."
     every = votes.reshape(-1, votes.shape[2])
     four = _four_votes(votes, traits.orders)
-    counts, people_counts = one_hot_votes(every).sum(0), one_hot_votes(people).sum(0)
+    counts = one_hot_votes(every).sum(0)
+    people_counts = one_hot_votes(people).sum(0)
     mode = vote_mode(people_counts)
     shares = counts/np.maximum(counts.sum(0), 1)   # so that all pairs weigh the same
     table = shares @ mode.T                        # of the judge's class and the people's
@@ -217,7 +220,8 @@ def bootstrap_measures(
     intervals = {}
     for name, value in measure(np.arange(len(pairs))).items():
         known = [d[name] for d in draws if not math.isnan(d[name])]
-        low, high = math.nan, math.nan
+        low = math.nan
+        high = math.nan
         if known and not math.isnan(value):
             low, high = np.quantile(known, [.025, .975]).tolist()
         intervals[name] = Interval(value, low, high)

@@ -12,12 +12,14 @@ from collections import Counter
 from .api import concerns_request, parse_json, redact, StopAsking, stored_form
 
 # %% ../../../nbs/core/ask/batches.ipynb #dd8e2b69
-_LARGEST, _HEAVIEST = 50_000, 90_000_000  # requests and bytes in one file
+_LARGEST = 50_000
+_HEAVIEST = 90_000_000  # requests and bytes in one file
 
 
 def _batch_files(todo):
     "Split requests into parts of which each fits into one file."
-    parts, weights = {}, Counter()   # by kind: those not yet full
+    parts = {}
+    weights = Counter()   # by kind: those not yet full
     for key, request in todo.items():
         kind = 'messages' in request, request['model']
         part = parts.setdefault(kind, {})
@@ -84,7 +86,8 @@ def _store_line(client, line, requests):
     "Store the answer in one line of a batch's output, or record the error."
     key = bytes.fromhex(line['custom_id'])
     response = line.get('response') or {}
-    status, body = response.get('status_code'), response.get('body')
+    status = response.get('status_code')
+    body = response.get('body')
     answer = stored_form(body) if status == 200 else None
     known = client.store.get([key])   # another process may have read the batch
     if answer and known:

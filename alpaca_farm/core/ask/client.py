@@ -135,7 +135,8 @@ class ApiClient:
 
     def exceeds_budget(self, dollars: float) -> bool:
         "Tell whether another `dollars` would exceed the budget; if so, set `tally.stopped`."
-        budget, tally = self.cfg.budget, self.tally
+        budget = self.cfg.budget
+        tally = self.tally
         if tally.stopped or not budget: return bool(tally.stopped)
         paid = self.store.dollars_paid(self.run_name) if self.run_name else tally.dollars or 0.
         if paid + self.reserved + dollars <= budget: return False
@@ -226,7 +227,8 @@ class ApiClient:
         seconds: float | None,   # that it took; None: of a batch
     ):
         "Store an answer; add up tokens and prices."
-        tally, model = self.tally, request['model']
+        tally = self.tally
+        model = request['model']
         tokens_in, tokens_out = token_usage(answer, request)
         dollars = self.price(model, tokens_in, tokens_out, seconds is None)
         self.store.put(key, request, answer, seconds, self.run_name, dollars or 0.)
@@ -372,7 +374,8 @@ def ask_until_read(
     asks = list(asks) or [1] * n
     draws = draws or [0] * n
     said = [[] for _ in range(n)]
-    left, again = range(n), 0
+    left = range(n)
+    again = 0
     while left:
         asked = [request(i, again) for i in left]
         numbers = [draws[i] + again for i in left]
@@ -384,5 +387,6 @@ def ask_until_read(
             said[i].append(answer)
             if key in client.own: asks[i] -= 1
             if asks[i] and not readable(i, answer): unread.append(i)
-        left, again = unread, again + 1
+        left = unread
+        again = again + 1
     return said

@@ -108,7 +108,8 @@ class Store:
     def get(self, keys) -> dict[bytes, dict]:
         """Find the answers to `keys`, each with its `seconds` (None: of a batch);
         ValueError if some are damaged."""
-        found, damaged = {}, []
+        found = {}
+        damaged = []
         statement = 'select seconds, cast(answer as blob) from answers where key = ?'
         for key in keys:
             for seconds, text in self.run(statement, key):

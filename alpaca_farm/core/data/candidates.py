@@ -88,7 +88,8 @@ def merge_candidates(
     columns: str = '',        # names of columns, as of `load_records`
 ) -> list[dict]:
     "Read queries with all their candidates; ValueError for a source that no candidate has."
-    merged, present = {}, set()
+    merged = {}
+    present = set()
     for spec in as_list(specs):
         for r in read_candidates(spec, columns):
             empty = {name: [] for name in LISTS}

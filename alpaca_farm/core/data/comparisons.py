@@ -70,7 +70,8 @@ def match_prompts(outputs: list[dict], references: list[dict]) -> list[dict]:
 def common_prompts(answers: dict[str, list[dict]], key=prompt_key) -> dict[str, list[dict]]:
     "Keep each model's answers to what all have answered, if few are lost; print how many."
     have = {name: set(map(key, rows)) for name, rows in answers.items()}
-    every, common = set.union(*have.values()), set.intersection(*have.values())
+    every = set.union(*have.values())
+    common = set.intersection(*have.values())
     if not 0 < len(every - common) <= len(every) // 20: return answers
     kept = {}
     for name, rows in answers.items():
@@ -83,7 +84,8 @@ def common_prompts(answers: dict[str, list[dict]], key=prompt_key) -> dict[str, 
 # %% ../../../nbs/core/data/comparisons.ipynb #8415bdaf
 def _answer_pairs(record, reference):
     "Put each answer of a model (output 2, the outer loop) beside each reference (output 1)."
-    prompt, references = bare_prompt(reference), _shown_texts(reference)
+    prompt = bare_prompt(reference)
+    references = _shown_texts(reference)
     pairs = []
     for answer in _shown_texts(record):
         pairs += [dict(prompt, output_1=text, output_2=answer) for text in references]
@@ -111,7 +113,8 @@ def head2head_pairs(
         outputs_2 = both['model']
         place = {key(r): i for i, r in enumerate(outputs_2)}
         outputs_1 = sorted(both['baseline'], key=lambda r: place.get(key(r), -1))
-    one, two = list(map(key, outputs_1)), list(map(key, outputs_2))
+    one = list(map(key, outputs_1))
+    two = list(map(key, outputs_2))
     if one != two or not ordered and len(set(two)) < len(two):
         differ = [i for i, (a, b) in enumerate(zip(one, two)) if a != b]
         first = f'row {differ[0]}: {" ".join(two[differ[0]])!r:.60}, ' if differ else ''

@@ -363,7 +363,8 @@ def check_code(labels: list, where: str):
 
 def _best_pair(row):
     "Make scored candidates a preference: the best one and another, drawn by their text."
-    answers, scores = row.get('output'), row.get('scores')
+    answers = row.get('output')
+    scores = row.get('scores')
     if not (isinstance(answers, list) and isinstance(scores, list)): return row
     known = [s for s in scores if type(s) in (int, float) and _number(s) is not None]
     if not len(answers) == len(scores) == len(known) > 0: return row
@@ -453,7 +454,8 @@ def as_records(
 ) -> list[dict]:
     "Read rows by the readers of their formats; ValueError names file, row and field."
     names = _parse_columns(columns)
-    records, notes = [], Counter()
+    records = []
+    notes = Counter()
     for i, row in enumerate(rows):
         with naming(f'{where}, row {i}'): records.append(_as_record(row, kinds, names, notes))
         read_ended(records[-1], f'{where}, row {i}')
@@ -476,7 +478,8 @@ def named_answers(record: dict) -> dict:
 
 def as_hh(record: dict) -> dict:
     "Write a record as a row of hh-rlhf; ValueError if other turns would be read from it."
-    prompt, answers = as_messages(record), named_answers(record)
+    prompt = as_messages(record)
+    answers = named_answers(record)
     row = {name: dialogue_text(prompt) + with_space(answer) for name, answer in answers.items()}
     read = _chosen({}, **row) if 'rejected' in row else _dialogue({}, row['chosen'])
     if read['messages'] == prompt and named_answers(read) == answers: return row

@@ -49,7 +49,8 @@ def _in_folder(folder, names) -> Path | None:
 
 def find_file(spec: str, *names: str) -> Path:
     "Find a file, or that of the first of `names` in a folder; FileNotFoundError lists what it has."
-    path, wanted = at_root(spec), _split_names(names)
+    path = at_root(spec)
+    wanted = _split_names(names)
     if path.is_file() or (path/'dataset_info.json').exists(): return path
     found = _in_folder(path, wanted)
     if found: return found
@@ -236,7 +237,8 @@ def check_records(
     where: str,    # their file, for messages
 ) -> list[dict]:
     "Check records, and complete them; ValueError names file, row and field."
-    records, lost = [], Counter()
+    records = []
+    lost = Counter()
     for i, row in enumerate(rows):
         if kind == 'preference' and row.get('preference', 1) is None:
             lost['pairs have no label'] += 1

@@ -215,7 +215,8 @@ def _frame_of(tokenizer, template, chat_template) -> _Frame:
     cut = 0   # behind the last special token
     for text in added.values():
         if text in lead: cut = max(cut, lead.rfind(text) + len(text))
-    head, tail = lead[:cut], lead[cut:]
+    head = lead[:cut]
+    tail = lead[cut:]
     there = _anchors(prompt, tokenizer)
     anchors = _anchors(prompt + head, tokenizer)
     begin = _ids_behind(there, [head], tokenizer)[0]
@@ -317,7 +318,8 @@ def encode_responses(
     if isinstance(ended, bool): ended = [ended] * len(texts)
     end = [end_token(tokenizer, template)] if any(ended) else []
     frame = _frame(tokenizer, template)
-    begins, words = [], []
+    begins = []
+    words = []
     for text, over, record in zip(texts, ended, records or [{}] * len(texts), strict=True):
         thinks = frame.closed and '</think>' in text   # a thought of its own
         if thinks and frame.opened: text = text.removeprefix('<think>').lstrip('\n')
@@ -365,7 +367,9 @@ def collate(
     side: str = 'right',   # of the padding
 ) -> dict[str, torch.Tensor]:
     "Make prompts and responses a batch: `ids`, `mask` and `response`, each (batch, time)."
-    ids, mask, response = [], [], []
+    ids = []
+    mask = []
+    response = []
     for p, r in zip(prompts, responses):
         ids.append(p + r)
         mask.append([1] * len(p + r))
@@ -393,17 +397,20 @@ def answer_batches(
     tokens: float = math.inf,   # the most tokens, with padding; one answer may have more
 ):
     "Yield batches of distinct answers: row numbers of each, prompts, responses."
-    rows, longest = {}, {}
+    rows = {}
+    longest = {}
     for i, (p, r) in enumerate(zip(map(tuple, prompts), map(tuple, responses))):
         rows.setdefault((p, r), []).append(i)
         longest[p] = max(longest.get(p, 0), len(p + r))
     def place(pair): return longest[pair[0]], pair[0], len(pair[1])
-    batch, widest = [], 0
+    batch = []
+    widest = 0
     for pair in sorted(rows, key=place):
         widest = max(widest, len(pair[0] + pair[1]))
         if batch and (len(batch) == size or (len(batch) + 1) * widest > tokens):
             yield [rows[p] for p in batch], *zip(*batch)
-            batch, widest = [], len(pair[0] + pair[1])
+            batch = []
+            widest = len(pair[0] + pair[1])
         batch.append(pair)
     if batch: yield [rows[p] for p in batch], *zip(*batch)
 

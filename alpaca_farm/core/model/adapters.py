@@ -89,13 +89,15 @@ def autocast(model):
 def _twin(module):
     "A module with the same parts and weights as another, and hooks of its own."
     new = copy.copy(module)
-    new._modules, new._forward_pre_hooks = dict(module._modules), OrderedDict()
+    new._modules = dict(module._modules)
+    new._forward_pre_hooks = OrderedDict()
     return new
 
 
 def view(model, name: str):
     "The model with one of its adapters, or none if `name` is empty; it shares all of its weights."
-    whole, trunk = _twin(model), _twin(model.base_model)
+    whole = _twin(model)
+    trunk = _twin(model.base_model)
     setattr(whole, model.base_model_prefix, trunk)
     inherit_state(whole, model, adapter=name, sampler=None)
     layers = state_of(model).layers   # the list may grow
@@ -115,7 +117,8 @@ def add_adapter(
 ):  # a view
     "Add an adapter to a model, which is frozen; adapters that it has stay as they are."
     from peft import inject_adapter_in_model
-    trunk, layers = model.base_model, state_of(model).layers
+    trunk = model.base_model
+    layers = state_of(model).layers
     asked = config.target_modules   # which peft replaces by names
     linear = _linear_names(trunk)
     before = [p for p in model.parameters() if p.requires_grad] if layers else []
@@ -168,14 +171,16 @@ def grow_tables(model, size: int):
 
 def train_token_rows(model, first: int):
     "Train the embeddings of the tokens from id `first` on."
-    table, state = model.get_input_embeddings().requires_grad_(False), state_of(model)
+    table = model.get_input_embeddings().requires_grad_(False)
+    state = state_of(model)
     table.rows = torch.nn.Parameter(table.weight.detach()[first:].float().clone())
 
     def put_in(module, inputs, output):
         new = inputs[0] - first
         rows = module.rows[new.clamp(min=0)].to(output.dtype)
         return torch.where((new >= 0)[..., None], rows, output)
-    state.first_row, state.rows_hook = first, table.register_forward_hook(put_in)
+    state.first_row = first
+    state.rows_hook = table.register_forward_hook(put_in)
 
 # %% ../../../nbs/core/model/adapters.ipynb #ada00019
 def checkpoint_layers(model):
@@ -213,8 +218,10 @@ def save_adapter(model, folder):
     "Write a view's adapter into a folder, with the name and the hash of the model underneath."
     from safetensors.torch import save_file
     state = state_of(model)
-    config, first = copy.copy(state.lora), state.first_row
-    config.base_model_name_or_path, config.inference_mode = state.base, True
+    config = copy.copy(state.lora)
+    first = state.first_row
+    config.base_model_name_or_path = state.base
+    config.inference_mode = True
     config.save_pretrained(folder)
     model.config.save_pretrained(folder)
     if model.can_generate(): model.generation_config.save_pretrained(folder)
@@ -267,7 +274,9 @@ def load_adapter(
 @torch.no_grad()
 def merge(model):
     "Add a view's adapter to its model's weights, in place; the same model without adapters."
-    trunk, state, table = model.base_model, state_of(model), model.get_input_embeddings()
+    trunk = model.base_model
+    state = state_of(model)
+    table = model.get_input_embeddings()
     layers = [(n, m) for n, m in trunk.named_modules() if hasattr(m, 'lora_A')]
     for path, layer in reversed(layers):   # experts have one inside another
         if state.adapter in layer.lora_A:

@@ -32,7 +32,9 @@ class _Beam(NamedTuple):
 class _BeamGroup:
     "One group of beams of a prompt: those that are unfinished, and the best that have ended."
     def __init__(self, row, size, ends, penalty):
-        self.size, self.ends, self.penalty = size, ends, penalty
+        self.size = size
+        self.ends = ends
+        self.penalty = penalty
         self.beams = [_Beam(0., [], [], row)]
         self.ended = []   # the best first
 

@@ -57,7 +57,8 @@ def _choose_token(
         kept = torch.where(kept < kept.topk(top_k).values[:, -1:], 0, kept)
     if top_p < 1:   # the likeliest tokens of this probability, the last one included
         ordered, indices = kept.sort(descending=True)
-        before, total = ordered.cumsum(-1) - ordered, ordered.sum(-1, keepdim=True)
+        before = ordered.cumsum(-1) - ordered
+        total = ordered.sum(-1, keepdim=True)
         ordered = torch.where(before < top_p*total, ordered, 0)
         kept = torch.zeros_like(kept).scatter(-1, indices, ordered)
     cdf = kept.cumsum(-1)
@@ -70,7 +71,9 @@ class _GrowingLayer(DynamicLayer):
     "Continues a `DynamicLayer` filled by a prompt, in buffers with spare columns."
     def __init__(self, layer, longest):
         super().__init__()
-        self.dtype, self.device, self.longest = layer.dtype, layer.device, longest
+        self.dtype = layer.dtype
+        self.device = layer.device
+        self.longest = longest
         if torch.is_autocast_enabled(layer.device.type):   # in which keys and values are used
             self.dtype = torch.get_autocast_dtype(layer.device.type)
         self.is_initialized = True
@@ -125,7 +128,8 @@ def _never_waiting(device: torch.device):
 class _FixedStep:
     "A step of decoding whose tensors stay where they are, so that a GPU can replay its kernels."
     def __init__(self, state):
-        layers, length = state.cache.layers, state.length
+        layers = state.cache.layers
+        length = state.length
         self.slot = torch.tensor([length], device=state.positions.device)
         for layer in layers: layer.fix(length, self.slot)
         self.size = layers[0].buffers[0].shape[2]
@@ -163,7 +167,8 @@ class DecodingState:
         fixed: bool = False,  # keep tensors in their places, where rows are seldom dropped
     ):
         "Read the prompts, each once, and repeat them by `rows`."
-        self.model, self.cache = model, DynamicCache(config=model.config)
+        self.model = model
+        self.cache = DynamicCache(config=model.config)
         self.fixed = self.step = None
         self.parameters = signature(model.forward).parameters
         config = getattr(model, 'generation_config', None)
@@ -178,7 +183,8 @@ class DecodingState:
         self.positions = self.positions[:, -1:] + 1   # of the next token
         self.mask = F.pad(mask, (0, longest - self.length), value=1)
         self.select(torch.tensor(rows, device=model.device))
-        layers, config = self.cache.layers, model.config
+        layers = self.cache.layers
+        config = model.config
         plain = [type(x) is DynamicLayer and x.is_initialized for x in layers]
         for i, grows in enumerate(plain):
             if grows: layers[i] = _GrowingLayer(layers[i], longest)
@@ -187,7 +193,8 @@ class DecodingState:
         plain = not alibi and all(plain) and kernel in ('sdpa', 'eager')
         if plain:
             self.fixed = fixed
-            hidden, dtype = (self.mask == 0)[:, None, None], layers[0].dtype
+            hidden = (self.mask == 0)[:, None, None]
+            dtype = layers[0].dtype
             open_ = torch.zeros_like(hidden, dtype=dtype)
             self.mask = open_.masked_fill(hidden, torch.finfo(dtype).min)
 
@@ -195,7 +202,8 @@ class DecodingState:
         "Continue with these rows only; a row may occur many times."
         self.end_step()
         self.cache.reorder_cache(rows)
-        self.mask, self.positions = self.mask[rows], self.positions[rows]
+        self.mask = self.mask[rows]
+        self.positions = self.positions[rows]
         self.logits = self.logits[rows]
 
     def end_step(self):
@@ -226,7 +234,8 @@ class DecodingState:
                 if 'synchronizing' not in str(e): raise
                 self.length -= 1
                 self.end_step()
-                self.length, self.fixed = self.length + 1, False   # the model waits for a figure
+                self.length = self.length + 1
+                self.fixed = False   # the model waits for a figure
         self.logits = self.next_logits(tokens[:, None], self.mask[..., :self.length])
         self.positions = self.positions + 1
 
@@ -245,7 +254,8 @@ def _write_batch(model, prompts, rows, u, steps, ends, choice) -> tuple[np.ndarr
     if u is not None: u = torch.from_numpy(u).to(device)
     for t in range(steps):
         token, logp = _choose_token(state.logits, None if u is None else u[index, t], **choice)
-        tokens[index, t], logps[index, t] = token, logp
+        tokens[index, t] = token
+        logps[index, t] = logp
         unfinished &= ~torch.isin(token, ends)
         if t + 1 == steps: break
         if device.type == 'cpu' or t % 8 == 7:
@@ -254,7 +264,9 @@ def _write_batch(model, prompts, rows, u, steps, ends, choice) -> tuple[np.ndarr
             if count < .75*len(index):
                 left = unfinished.nonzero().squeeze(1)
                 state.select(left)
-                token, index, unfinished = token[left], index[left], unfinished[left]
+                token = token[left]
+                index = index[left]
+                unfinished = unfinished[left]
         state.feed(token)
     return tokens.cpu().numpy(), logps.cpu().numpy()
 
@@ -325,7 +337,8 @@ class _Job(NamedTuple):
 
 def _sampling_jobs(prompts: list[list[int]], n: int) -> list[_Job]:
     "The samples to be drawn, those of the longest prompts first."
-    jobs, seen = [], Counter()
+    jobs = []
+    seen = Counter()
     for place, prompt in enumerate(prompts):
         prompt = tuple(map(int, prompt))
         for k in range(n): jobs.append(_Job(prompt, seen[prompt], k, place))
@@ -360,7 +373,8 @@ def generate(
     def write_all(jobs):
         answers = []
         for start in passes('batches of answers', range(0, len(jobs), batch_size)):
-            batch, u = jobs[start:start + batch_size], None
+            batch = jobs[start:start + batch_size]
+            u = None
             distinct = list(dict.fromkeys(job.prompt for job in batch))
             row = {prompt: j for j, prompt in enumerate(distinct)}
             if temperature:

@@ -120,7 +120,8 @@ def place_model(model, cfg: Config):
     small = sum(p.numel() for p in model.parameters()) < 50e6
     if device_of(cfg).type == 'cpu' and small: torch.set_num_threads(1)
     state = state_of(model)
-    state.dtype, state.forward_batch = dtype_of(cfg), getattr(cfg, 'forward_batch', 0)
+    state.dtype = dtype_of(cfg)
+    state.forward_batch = getattr(cfg, 'forward_batch', 0)
     return (model if getattr(model, 'is_quantized', False) else model.to(device_of(cfg))).eval()
 
 
@@ -157,7 +158,8 @@ def _attention_of(spec: str, cfg: Config) -> str | None:
     "The attention kernel to ask `transformers` for; None for its own choice."
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as policies
     from transformers.utils import is_flash_attn_2_available
-    kind, flash = getattr(cfg, 'attention', 'auto'), is_flash_attn_2_available()
+    kind = getattr(cfg, 'attention', 'auto')
+    flash = is_flash_attn_2_available()
     if kind == 'flash_attention_2' and not flash:
         raise ValueError("attention = 'flash_attention_2' needs a GPU and the package flash-attn "
                          "(pip install flash-attn): take 'auto' or 'sdpa' without them")
@@ -193,7 +195,8 @@ def loading_options(
 # %% ../../../nbs/core/model/loading.ipynb #ada10002
 def _saved_weights(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
     "The weights of some names in a model's files, in the precision that they have there."
-    path, found = at_root(folder), {}
+    path = at_root(folder)
+    found = {}
     if names and not path.is_dir(): path = Path(hub_snapshot(folder))
     for file in path.glob('*.safetensors'):
         with open_tensors(file) as f: found |= {k: f.get_tensor(k) for k in names & set(f.keys())}
@@ -213,7 +216,8 @@ def _keep_head(model, folder: str):
 
 def _embeddings_are_tied(model, folder: str, unexpected: set[str]) -> bool:
     "Whether a language model's head is its embeddings, whatever the configuration says."
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
     if head is not None: return head.weight is table
     saved = _saved_weights(folder, unexpected).values()   # of a scalar model: a head not loaded
     return all(w.shape != table.shape or torch.equal(w.to(table), table) for w in saved)
@@ -252,7 +256,8 @@ def load_model(
                                             output_loading_info=True, trust_remote_code=False,
                                             **options)
     except (RuntimeError, ValueError, ImportError) as e:
-        kernel, reason = options.get('attn_implementation'), str(e).splitlines()[0]
+        kernel = options.get('attn_implementation')
+        reason = str(e).splitlines()[0]
         asked = f' with attention = {kernel!r}' if kernel else ''
         raise ValueError(f'{spec}: {kind.__name__} cannot load it{asked} ({reason})') from e
     finally: logging.set_verbosity(level)

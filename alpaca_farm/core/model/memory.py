@@ -25,7 +25,8 @@ def _memory_parts(config, cfg: HardwareConfig, size: int) -> tuple[int, dict[str
     n = sum(p.numel() for p in model.parameters())
     linear = [m for m in model.base_model.modules() if isinstance(m, torch.nn.Linear)]
     adapter = cfg.lora_rank * sum(m.in_features + m.out_features for m in linear)
-    trained, frozen = cfg.in_memory['trained'], cfg.in_memory['frozen']
+    trained = cfg.in_memory['trained']
+    frozen = cfg.in_memory['frozen']
     m, full = (adapter, 4.) if cfg.lora_rank else (n, 4. if cfg.master_weights else size)
     shares = rank()[1] if cfg.sharding == 'fsdp' else 1
     copy = size if full > size and shares == 1 else 0   # of what is trained, for the forward pass
@@ -53,7 +54,8 @@ def check_memory(
 ):
     "Raise MemoryError if training a model takes more than there is."
     n, parts = _memory_parts(config, cfg, dtype.itemsize)
-    need, free = sum(parts.values()), _available_bytes(device)
+    need = sum(parts.values())
+    free = _available_bytes(device)
     if need <= free: return
     raise MemoryError(f'{n/1e9:.2f} billion weights need '
                       + ', '.join(f'{k} {v/1e9:.1f} GB' for k, v in parts.items())
@@ -79,7 +81,8 @@ def pass_limits(
     "Bound what a forward pass without gradients reads."
     rows = rows or state_of(model).forward_batch
     if rows: return rows, math.inf
-    size, config = model.dtype.itemsize, model.config.get_text_config(decoder=True)
+    size = model.dtype.itemsize
+    config = model.config.get_text_config(decoder=True)
     keys = max((m.out_features for n, m in model.named_modules() if n.endswith('k_proj')),
                default=config.hidden_size)
     kept = 2 * config.num_hidden_layers * keys if cached else 0

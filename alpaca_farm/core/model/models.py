@@ -35,7 +35,8 @@ def _prepare_training(model, spec: str, cfg: Config):
     "A model as it is trained: with an adapter and gradient checkpointing, where these are set."
     if getattr(cfg, 'lora_rank', 0):
         model = add_adapter(model, 'policy', lora_config(cfg), cfg.seed)
-        path, state = model_path(spec), state_of(model)
+        path = model_path(spec)
+        state = state_of(model)
         state.base = os.path.relpath(path, root()) if Path(path).is_relative_to(root()) else path
         state.base_hash = base_mark(state.base)
         state.before = view(model, '')
@@ -179,7 +180,8 @@ def answer_states(model, batch: dict) -> torch.Tensor:
 # %% ../../../nbs/core/model/models.ipynb #ac8f6411
 def _head_parts(model) -> dict:
     "Weight, bias, scale and cap (0: none) of a policy's head, or of a scalar model's embeddings."
-    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
     if head is None: head = model.get_input_embeddings()
     of = lambda name: getattr(config, name, None) or 1
     return dict(weight=head.weight, bias=getattr(head, 'bias', None),
@@ -200,7 +202,8 @@ def logprobs(
 ) -> torch.Tensor:  # (B, T), zero outside of the response
     "Compute log p of each response token given the tokens before it, in nats."
     if states is None: states = answer_states(model, batch)
-    chosen, tokens = batch['response'][:, 1:].bool(), batch['ids'][:, 1:]
+    chosen = batch['response'][:, 1:].bool()
+    tokens = batch['ids'][:, 1:]
     logp = selected_logprobs(states[:, :-1][chosen], tokens=tokens[chosen],
                              temperature=temperature, **_head_parts(model))
     out = torch.zeros(batch['ids'].shape, device=logp.device)
@@ -333,8 +336,10 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 
 @written_once
 def _write_model(model, tokenizer, run, name: str, weights: dict | None = None):
-    folder, cfg = run.path(name), run.cfg
-    data, dtype = getattr(cfg, 'data', ''), None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
+    folder = run.path(name)
+    cfg = run.cfg
+    data = getattr(cfg, 'data', '')
+    dtype = None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
     card = CARD.format(notebook=run.config['notebook'], name=run.folder.name,
                        fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
     no_progress_bars()

@@ -31,7 +31,8 @@ def pack(
     window: float = math.inf,              # the most tokens of a row
 ) -> Packed | None:
     "Pack a batch, each prompt once; None where a row exceeds `window`, or that saves too little."
-    ids, real = ids.cpu(), mask.bool().cpu()
+    ids = ids.cpu()
+    real = mask.bool().cpu()
     answers = [0] * len(ids)
     if response is not None: answers = (response * mask).sum(1).tolist()
 

@@ -53,7 +53,8 @@ def _encode_answers(model, tokenizer, records: list[dict], template: str = 'auto
         ended = [reads_end and r.get('ended', True) for r in records]
         prompts = encode_prompts(records, tokenizer, template)
         return prompts, encode_responses(outputs, tokenizer, ended, template, records)
-    prompts, answers = [], []
+    prompts = []
+    answers = []
     for r, output in zip(records, outputs):
         first = '\n\n'.join(filter(None, (prompt_text(r), r.get('input'))))
         start = len(tokenizer(first, split_special_tokens=True)['input_ids'])

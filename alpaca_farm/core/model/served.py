@@ -62,10 +62,12 @@ class ServedSampler:
     def __init__(self, url: str, folder: Path):
         "Find the server's base model; RuntimeError if there is no server."
         from openai import OpenAI
-        self.url, self.loaded = url.rstrip('/'), ''
+        self.url = url.rstrip('/')
+        self.loaded = ''
         key = os.environ.get('VLLM_API_KEY') or 'none'
         self.client = OpenAI(base_url=self.url, api_key=key, max_retries=3, timeout=600.)
-        local, memory = urlsplit(url).hostname in ('localhost', '127.0.0.1'), Path('/dev/shm')
+        local = urlsplit(url).hostname in ('localhost', '127.0.0.1')
+        memory = Path('/dev/shm')
         self.folder = memory if local and os.access(memory, os.W_OK) else folder/'adapters'
         self.prefix = re.sub(r'\W+', '-', folder.name) + f'-{digest(str(folder))[:6]}-'
         models = self.request('/models')['data']
@@ -95,7 +97,8 @@ class ServedSampler:
 
     def hand_over(self, model) -> str:
         "The server's name for a model's weights; it is given new ones, and the last are unloaded."
-        mark, old = _adapter_mark(model), self.loaded
+        mark = _adapter_mark(model)
+        old = self.loaded
         if not mark: return self.base
         name = self.prefix + mark
         if name == old: return name

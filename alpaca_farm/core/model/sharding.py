@@ -79,7 +79,8 @@ def clip_gradients(parameters: list, limit: float) -> float:
 # %% ../../../nbs/core/model/sharding.ipynb #a10f0019
 def whole_state(optimizer) -> dict:
     "The state of an optimiser, whole."
-    state, wholes = optimizer.state_dict(), {}
+    state = optimizer.state_dict()
+    wholes = {}
     for i, moments in state['state'].items():   # they are the optimiser's own
         wholes[i] = {k: whole(v) if torch.is_tensor(v) else v for k, v in moments.items()}
     return dict(state, state=wholes)

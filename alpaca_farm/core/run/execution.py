@@ -67,7 +67,8 @@ def warm_server():
     "Return the server that forks the processes of notebooks, a context of `multiprocessing`."
     if sys.platform == 'darwin': return multiprocessing.get_context('spawn')
     from multiprocessing.forkserver import ensure_running
-    context, before = multiprocessing.get_context('forkserver'), dict(os.environ)
+    context = multiprocessing.get_context('forkserver')
+    before = dict(os.environ)
     context.set_forkserver_preload(_LIBRARIES)
     os.environ.update(ONE_THREAD)   # libraries of linear algebra read it when they are loaded
     try: ensure_running()

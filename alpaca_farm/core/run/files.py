@@ -128,7 +128,9 @@ def file_hash(
     "Compute SHA-256 of a file's content; that of a large file is computed once."
     stat = path.stat()
     if stat.st_size < 2**20: return hashlib.sha256(path.read_bytes()).hexdigest()
-    name, memory, known = str(path.resolve()), cache_folder()/'hashes.json', {}
+    name = str(path.resolve())
+    memory = cache_folder()/'hashes.json'
+    known = {}
     mark = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
     with contextlib.suppress(OSError, ValueError): known = read_json(memory)
     if known.get(name, [])[:3] == mark and not again: return known[name][3]
@@ -170,7 +172,8 @@ def _flatten_state(
     if isinstance(state, dict): kind, items = 'dict', state.items()
     elif isinstance(state, (list, tuple)): kind, items = 'list', enumerate(state)
     else: return {}, state
-    tensors, rest = {}, []
+    tensors = {}
+    rest = []
     for key, value in items:
         inner, structure = _flatten_state(value, f'{at}/{key}')
         tensors |= inner

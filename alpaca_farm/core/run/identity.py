@@ -23,7 +23,8 @@ from .settings import at_root, Config, root
 # %% ../../../nbs/core/run/identity.ipynb #40651de0
 def _statements(text: str, package: str = '') -> dict[str, str]:
     "The statements of a module or cell by what they bind, with absolute imports."
-    tree, found = ast.parse(text), {}
+    tree = ast.parse(text)
+    found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             node.module = resolve_name('.'*node.level + (node.module or ''), package)
@@ -39,7 +40,8 @@ def _statements(text: str, package: str = '') -> dict[str, str]:
 
 def _imports(statements: dict[str, str]) -> set[str]:
     "The modules that statements import, and imported names that may be modules."
-    text, found = '\n'.join(statements.values()), set()
+    text = '\n'.join(statements.values())
+    found = set()
     for module, names in re.findall(r'^ *(?:from (\S+) )?import (.+)', text, re.M):
         for name in re.findall(r'([\w.]+)(?: as \w+)?', names):
             found.add(f'{module}.{name}'.strip('.'))
@@ -52,7 +54,8 @@ def _module_files(
     places: tuple,  # folders in which modules lie
 ) -> dict[Path, str]:  # names of their packages
     "The files that an import executes, its packages' too."
-    parts, found = name.split('.'), {}
+    parts = name.split('.')
+    found = {}
     if parts[0] == 'alpaca_farm': places = Path(find_spec('alpaca_farm').origin).parents[1],
     for folder in map(Path, places):
         for k, part in enumerate(parts):
@@ -75,7 +78,8 @@ def _read_module(
 
 def _source_hash(names) -> str:
     "Hash the source of modules and of all that they import; empty if all are installed."
-    marks, todo = {}, list(names)
+    marks = {}
+    todo = list(names)
     own = [os.path.abspath(place) for place in sys.path if 'lib/python3' not in place]
     places = str(root()), *own
     while todo:
@@ -95,7 +99,8 @@ def _global_names(table) -> set[str]:
 
 def _notebook_statements(cells: list[str]) -> dict[str, str]:
     "The exported statements among `cells`, or all if another one changes what these use."
-    found, exported = {}, set()
+    found = {}
+    exported = set()
     for cell in cells:
         try: statements = _statements(cell)
         except SyntaxError: continue   # a magic
@@ -199,7 +204,8 @@ def content_hash(
 def _parts_of(source: str, part: str) -> list[str]:
     "The files and folders of a name in an input; the input itself if there are none."
     if ':' in source: return [source]
-    folder, found = at_root(source), []
+    folder = at_root(source)
+    found = []
     for file in sorted([*folder.glob('*'), *folder.glob('data/*')]):
         of_split = part != 'model' and re.match(rf'{re.escape(part)}(\.|-\d+-of)', file.name)
         if file.name == part or of_split: found.append(f'{source}/{file.relative_to(folder)}')
@@ -244,9 +250,11 @@ def describe_run(
     reads: tuple = (),  # run folders it reads in addition to those named in its settings
 ) -> dict:
     "Collect the content of `config.json`: settings, code, inputs, versions and fingerprint."
-    settings, given = asdict(cfg), cfg.changed()
+    settings = asdict(cfg)
+    given = cfg.changed()
     for name in ('out', 'tracker'): given.pop(name, None)   # of a run that is rebuilt
-    code, inputs = code_hash(train), {name: {} for name in cfg.inputs}
+    code = code_hash(train)
+    inputs = {name: {} for name in cfg.inputs}
     trained = [decisive(cfg), code]
     answered = [{k: settings[k] for k in cfg.answering}]
     read = list(_reads(cfg))

@@ -35,7 +35,8 @@ def why_stale(
             behind = reason(run) if run and (run/'summary.json').exists() else ''
             if behind: return f'was made from {source}, which {behind}'
         return ''
-    why, config = reason(at_root(folder)), run_config(folder)
+    why = reason(at_root(folder))
+    config = run_config(folder)
     if why or given is None: return why
     same = set(config['given']) <= set(given) and given.items() <= config['settings'].items()
     return '' if same else 'has other settings'
@@ -50,7 +51,8 @@ def is_fresh(folder, given: dict | None = None) -> bool:
 def recipes() -> dict[str, dict]:
     "Read the entries of `nbs/recipes/farm.yaml` by run; TypeError for an unknown field."
     file = notebooks_folder()/'recipes'/'farm.yaml'
-    sections, found = read_yaml(file), {}
+    sections = read_yaml(file)
+    found = {}
     crowd = {name: f'{name}_crowd' for name in (*sections['labels'], *sections['methods'])}
     default = dict(reads={}, settings={}, pool={}, crowd={}, checkpoints=False, cost=50)
     for section, entries in sections.items():
@@ -60,7 +62,8 @@ def recipes() -> dict[str, dict]:
         for labels in ('pool', 'crowd') if section in ('labels', 'methods') else ('',):
             for name, entry in entries.items():
                 row = default | dict(notebook=name) | entry
-                own, method = row.get(labels, {}), name if section == 'methods' else ''
+                own = row.get(labels, {})
+                method = name if section == 'methods' else ''
                 row |= dict(labels=labels, method=method, farm=section != 'others',
                             settings=row['settings'] | own)
                 if labels == 'crowd':
@@ -143,7 +146,10 @@ def _check_named(name: str, path: str):
 
 def ensure_inputs(cfg: Config, names: tuple = ()):
     "Check the named inputs, then build missing or stale defaults; of `names`, or of all."
-    changed, read, named, stale = cfg.changed(), [], [], {}
+    changed = cfg.changed()
+    read = []
+    named = []
+    stale = {}
     for name in names or cfg.inputs:   # unless all the splits that it would give are empty
         parts = as_list(cfg.inputs[name])
         given = [getattr(cfg, part) if part.endswith('split') else part for part in parts]

@@ -115,14 +115,16 @@ class Machine:
 # %% ../../../nbs/core/run/jobs.ipynb #3d7a2085
 def _share_done(job: Job) -> float:
     "The share of a job's steps in its log."
-    total, log = run_config(job.out).get('steps', 0), read_log(job.out)
+    total = run_config(job.out).get('steps', 0)
+    log = read_log(job.out)
     return log[-1]['step']/total if total and log else 0.
 
 
 class _Table:
     "A table of jobs that are being run: which are done, failed and running, and the time left."
     def __init__(self, jobs: list[Job], place):
-        self.jobs, self.place = jobs, place
+        self.jobs = jobs
+        self.place = place
         self.done = set()      # run folders
         self.failed = {}       # why, by run folder
         self.running = {}      # processes
@@ -182,7 +184,8 @@ class _Table:
 
     def time_left(self, shares: dict[Job, float]) -> float:
         "Seconds until all are done, from the shares of the running jobs."
-        todo, seconds = self.todo(), 0.
+        todo = self.todo()
+        seconds = 0.
         for job in todo:
             share = shares.get(job, 0.)
             rest = self.seconds/self.cost*job.cost*(1 - share)
@@ -200,15 +203,20 @@ def run_jobs(
     "Run all jobs, each after those it needs; returns a line for each failure."
     place = place or Machine(workers)
     place.check(jobs)
-    table, show, ended, shown = _Table(jobs, place), Progress(name, len(jobs)), [], 0.
+    table = _Table(jobs, place)
+    show = Progress(name, len(jobs))
+    ended = []
+    shown = 0.
     try:
         while todo := table.todo():
             ended += table.collect()
             table.start_next()
             if table.running: time.sleep(.2)
             if table.running and time.monotonic() - shown < 1: continue   # reading logs takes long
-            shown, todo = time.monotonic(), table.todo()
-            over, shares = len(jobs) - len(todo), {job: _share_done(job) for job in table.running}
+            shown = time.monotonic()
+            todo = table.todo()
+            over = len(jobs) - len(todo)
+            shares = {job: _share_done(job) for job in table.running}
             left = table.time_left(shares)
             for said in ended:
                 show.tell(f'{name} {over}/{len(jobs)}: {said}'
@@ -276,7 +284,9 @@ class Cluster:
 
     def start(self, job: Job, running) -> _ClusterProcess:
         "Hand a job to Ray, which finds a machine for it."
-        notebook, folder, out = notebook_path(job.notebook), root(), at_root(job.out)
+        notebook = notebook_path(job.notebook)
+        folder = root()
+        out = at_root(job.out)
         out.parent.mkdir(parents=True, exist_ok=True)
         def execute():   # defined here, so that Ray sends its code
             from alpaca_farm.core.run.execution import run_notebook
@@ -306,7 +316,8 @@ def _settings_class(notebook: str) -> type[Config]:
 
 def _sweep_jobs(notebook: str, grid: dict, out: str, gpus: int = 0, **settings) -> list[Job]:
     "A job for every combination, with the `settings` that all have; an error names a wrong one."
-    cls, jobs = _settings_class(notebook), {}
+    cls = _settings_class(notebook)
+    jobs = {}
     for name, values in grid.items():
         if not isinstance(values, (list, tuple)) or not values:
             raise ValueError(f'grid: {name} = {values!r}: give a list of at least one value')
@@ -369,7 +380,8 @@ def sweep(
     out = out or f'runs/{notebook}_sweep'
     jobs = _sweep_jobs(notebook, grid, out, gpus, **settings)
     failed = run_jobs(jobs, name=f'{notebook} sweep', place=machines(address, workers))
-    table, folder = _sweep_table(jobs, grid), at_root(out)
+    table = _sweep_table(jobs, grid)
+    folder = at_root(out)
     if len(table):
         with atomic_write(folder/'table.csv') as path: table.to_csv(path, index=False)
         with atomic_write(folder/'figure.png') as path:
@@ -390,7 +402,8 @@ def sweep_command(args: list[str]):
     for name, kind in dict(out=str, workers=int, gpus=int, address=str, show=str).items():
         p.add_argument(f'--{name}', type=kind, default=kind())
     given = vars(p.parse_args(args))
-    rows, fixed = given.pop('g'), dict(given.pop('p'))
+    rows = given.pop('g')
+    fixed = dict(given.pop('p'))
     grid = {name: values for name, *values in rows}
     try:
         if len(grid) < len(rows): raise ValueError('-g: name each setting once')

@@ -67,7 +67,9 @@ def _watch(
 ):
     "Remove parameters with keys from notebooks until a process has ended."
     import psutil
-    until, seen, over = time.monotonic() + patience, {}, False
+    until = time.monotonic() + patience
+    seen = {}
+    over = False
     while not over:
         try: over = psutil.Process(process).status() == psutil.STATUS_ZOMBIE
         except psutil.Error: over = True

@@ -107,7 +107,8 @@ def join_ranks(cfg: Config):
         hangs = failed and 'nccl' in distributed.get_backend_config()
         if not hangs: distributed.destroy_process_group()
 
-    _here.rank, _here.count = distributed.get_rank(), distributed.get_world_size()
+    _here.rank = distributed.get_rank()
+    _here.count = distributed.get_world_size()
     if _here.rank: sys.stdout = open(os.devnull, 'w')
 
 # %% ../../../nbs/core/run/processes.ipynb #a10d0025

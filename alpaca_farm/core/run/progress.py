@@ -32,8 +32,14 @@ def _curve(points: list[tuple[float, float]], label: str = '') -> str:
     points = [(x, y) for x, y in points[::1 + len(points)//320] if math.isfinite(y)]
     if len(points) < 2: return ''
     xs, ys = zip(*points)
-    first, last, lowest, highest = min(xs), max(xs), min(ys), max(ys)
-    left, right, top, low = 60, 310, 10, 70
+    first = min(xs)
+    last = max(xs)
+    lowest = min(ys)
+    highest = max(ys)
+    left = 60
+    right = 310
+    top = 10
+    low = 70
     line = ''
     for x, y in points:
         across = left + (right - left)*(x - first)/(last - first)
@@ -59,12 +65,18 @@ class Progress:
         total: int,         # steps
         every: float = 1.,  # seconds between two drawings
     ):
-        self.name, self.total, self.every, self.line = name, total, every, name
+        self.name = name
+        self.total = total
+        self.every = every
+        self.line = name
         self.first = None   # the first step shown, and when
-        self.last, self.told, self.points = 0., time.monotonic(), []
+        self.last = 0.
+        self.told = time.monotonic()
+        self.points = []
         self.fd = _terminal() or 2
         self.terminal = os.isatty(self.fd)
-        self.handle, Progress.live = None, self
+        self.handle = None
+        Progress.live = self
         shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
         if hasattr(shell, 'kernel'):
             from IPython.display import display
@@ -77,13 +89,15 @@ class Progress:
         left: float | None = None,    # seconds, if known; else as the steps since the first one
     ):
         "Show how many steps are done, at most once in `every` seconds."
-        now, over = time.monotonic(), step >= self.total
+        now = time.monotonic()
+        over = step >= self.total
         if value is not None: self.points.append((step, value))
         if self.first is None: self.first = step, now   # later ones do not load and compile
         if not over and now - self.last < self.every: return
         taken = step - self.first[0]
         if left is None and taken > 1: left = (now - self.first[1])/taken*(self.total - step)
-        self.last, self.line = now, f'{self.name} {step}/{self.total} {text}'.rstrip()
+        self.last = now
+        self.line = f'{self.name} {step}/{self.total} {text}'.rstrip()
         if not over and left is not None: self.line += f', {duration(left)} left'
         if over: Progress.live = None
         self.show(self.line, over, step)
@@ -116,10 +130,13 @@ def passes(
     patience: float = 5.,  # seconds between two lines, and before the first
 ):
     "Yield the items one by one; the live line tells how many are done."
-    items, own, last = list(items), None, time.monotonic()
+    items = list(items)
+    own = None
+    last = time.monotonic()
     for k, item in enumerate(items):
         if time.monotonic() - last > patience:
-            last, line = time.monotonic(), Progress.live
+            last = time.monotonic()
+            line = Progress.live
             if own or not line:
                 own = own or Progress(name, len(items))
                 own(k)

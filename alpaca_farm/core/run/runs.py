@@ -112,7 +112,8 @@ def _peak_memory() -> dict[str, float]:
 class Run:
     "One run folder, from its first record to its summary."
     def __init__(self, cfg: Config, config: dict):
-        self.cfg, self.config = cfg, config
+        self.cfg = cfg
+        self.config = config
         self.folder = at_root(cfg.out)
         self.found = run_config(self.folder)   # when the run was started
         self.done = self.answered = self.begun = self.outdated = False
@@ -121,7 +122,8 @@ class Run:
         self.logged = 0     # the bytes of the log
         self.tracker = Tracking(cfg.tracker, self.folder, config.get('settings', {}))
         self.before = dict(cpu=0., wall=0.)   # seconds of earlier processes
-        self.began, self.cpu = time.monotonic(), time.process_time()
+        self.began = time.monotonic()
+        self.cpu = time.process_time()
 
     def path(self, name: str) -> Path:
         "Return a file of this run, which may be written from now on."
@@ -133,7 +135,8 @@ class Run:
 
     def check(self):
         "OSError if the folder or its log were removed or replaced since this run has begun."
-        held, log = Path(self.held.lock_file), self.folder/'log.jsonl'
+        held = Path(self.held.lock_file)
+        log = self.folder/'log.jsonl'
         if self.lock and not (held.exists() and os.path.samestat(held.stat(), self.lock)):
             raise OSError(f'{self.folder} was removed or replaced while its run went on')
         if self.logged and not (log.exists() and log.stat().st_size == self.logged):
@@ -149,7 +152,8 @@ class Run:
     @written_once
     def begin(self):
         "Prepare the folder for the first file."
-        self.begun, folder = True, self.folder.resolve()
+        self.begun = True
+        folder = self.folder.resolve()
         self.take()
         if self.outdated:
             kept = folder.rename(free_name(folder))
@@ -186,8 +190,10 @@ class Run:
 
     def load(self) -> dict | None:
         "Read the last checkpoint, or None; records logged after it are removed from the log."
-        path, log = self.path('checkpoint/state.safetensors'), self.path('log.jsonl')
-        state, records = None, []
+        path = self.path('checkpoint/state.safetensors')
+        log = self.path('log.jsonl')
+        state = None
+        records = []
         if path.exists():
             state = load_state(path)
             self.before = state.pop('elapsed')
@@ -212,7 +218,8 @@ class Run:
         self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
         self.tracker.finish(summary)
         unlock(self.held)
-        self.lock, self.logged = None, 0
+        self.lock = None
+        self.logged = 0
 
 # %% ../../../nbs/core/run/runs.ipynb #9621b0ff
 def _tell_move(
@@ -244,7 +251,8 @@ def start(
     join_ranks(cfg)
     inputs = []
     for name in cfg.inputs: inputs += as_list(getattr(cfg, name))
-    folder, own = at_root(cfg.out), decisive(cfg)
+    folder = at_root(cfg.out)
+    own = decisive(cfg)
     check_run_folder(folder, inputs)
     check_tracker(cfg.tracker)
     made = run_config(folder).get('settings', own)
@@ -254,7 +262,8 @@ def start(
     once(_wait_for_others, folder.resolve())
 
     run = Run(cfg, describe_run(cfg, train, reads))
-    old, new = run.found, run.config
+    old = run.found
+    new = run.config
     run.outdated = bool(old) and old['fingerprint'] != new['fingerprint']
     run.done = bool(old) and not run.outdated and (folder/'summary.json').exists()
     run.answered = run.done and old['answers'] == new['answers']

@@ -238,7 +238,8 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
                                      argument_default=argparse.SUPPRESS)
     parser.add_argument('-f', action='append', default=[], metavar='FILE',
                         help='YAML file of settings')
-    default, comments = asdict(cls()), field_comments(cls)
+    default = asdict(cls())
+    comments = field_comments(cls)
     for name, table in getattr(cls, 'tables', {}).items():   # of named functions, with a text each
         comments[name] += ': ' + '; '.join(f'{k}: {row.text}' for k, row in table.items())
     for name, kind in typing.get_type_hints(cls).items():
@@ -256,7 +257,8 @@ def from_args(
     "Read settings from a command line; exits with a message of one line if they are invalid."
     parser = _parser(cls, description)
     options, unknown = parser.parse_known_args(args)
-    options, settings = vars(options), {}
+    options = vars(options)
+    settings = {}
     try:
         no_secrets(options | {'the command line': unknown})
         known = [f.name for f in fields(cls)]

@@ -41,7 +41,10 @@ class Tracking:
         folder: Path,    # of the run
         settings: dict,
     ):
-        self.name, self.folder, self.settings, self.tracker = name, folder, settings, None
+        self.name = name
+        self.folder = folder
+        self.settings = settings
+        self.tracker = None
 
     def log(self, step: int, record: dict):
         "Send a record of the log."

@@ -35,7 +35,8 @@ def contested(spec: dict, share: float) -> bool:
 @lru_cache
 def sayings(kind: str) -> dict[str, tuple[str, bool]]:
     "List what answers questions of a kind: text -> (value, whether it is a sentence)."
-    word, sentence = KINDS[kind].word, KINDS[kind].sentence
+    word = KINDS[kind].word
+    sentence = KINDS[kind].sentence
     texts = {}
     for values in KINDS[kind].right.values():
         for v in values:
@@ -79,7 +80,8 @@ class Author:
 
     def value(self, spec: dict, rng: random.Random) -> str:
         "Draw the answer in which the author believes."
-        kind, thing = spec['kind'], spec['thing']
+        kind = spec['kind']
+        thing = spec['thing']
         right = KINDS[kind].right[thing]
         mistake = common_mistake(kind, thing)
         if contested(spec, self.contested): wrong = rng.random() < _BELIEF*(1 - self.skill)

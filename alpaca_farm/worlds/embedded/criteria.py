@@ -45,7 +45,8 @@ _MOST = 20                                   # stray words that count
 def marks(instruction: str, output: str) -> tuple[float, ...]:
     "Mark an answer, in the order of COLUMNS; ValueError for a request of another world."
     spec = parse(instruction)
-    kind, thing = spec['kind'], spec['thing']
+    kind = spec['kind']
+    thing = spec['thing']
     found = parts(spec, output)
     statement = found.get('statement', [''])[0]
     value, is_sentence = sayings(kind).get(statement, (None, False))

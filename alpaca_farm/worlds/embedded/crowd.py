@@ -67,7 +67,8 @@ class Population(Pool):
 
     def each(self, pairs: list[dict]) -> np.ndarray:
         "Each annotator's expected preference, over both orders: (pairs, annotators)."
-        marks, specs = mark_difference(pairs), [request_of(p) for p in pairs]
+        marks = mark_difference(pairs)
+        specs = [request_of(p) for p in pairs]
         z = np.array([a.advantage(marks, specs) for a in self.annotators]).T
         b, tau = np.array([(a.position_bias, a.temperature) for a in self.annotators]).T
         return 1 + (sigmoid((z - b)/tau, 30) + sigmoid((z + b)/tau, 30))/2
