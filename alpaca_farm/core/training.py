@@ -334,7 +334,8 @@ def log(self: Trainer, **figures):
     self.run.log(self.step, **figures)
     value = figures.get(self.shown)
     self.progress(self.step, '' if value is None else f'{self.shown} {value:.3g}', value)
+    warned = self.extra.setdefault('warned', {})   # the first step, by text
     for text in health_warnings(figures):
-        if text in self.extra.setdefault('warned', []): continue
-        self.extra['warned'].append(text)
-        print(f'step {self.step}: {text}')
+        if text not in warned: print(f'step {self.step}: {text}')
+        warned.setdefault(text, self.step)
+    self.run.warnings = [f'step {step}: {text}' for text, step in warned.items()]

@@ -43,7 +43,9 @@ def run_notebook(
                 if not is_needed(cell): continue
                 if (manager.now() - manager.last_save_time).total_seconds() > 1: manager.save()
                 shell.user_ns['In'].append(cell.source)   # where `Config.collect` looks
-                cell.outputs = from_dict(list(shell.run(cell.source)))
+                source = cell.source   # what a cell that ends in a semicolon prints would be lost
+                if source.rstrip().endswith(';'): source += '\nNone'
+                cell.outputs = from_dict(list(shell.run(source)))
                 cell.execution_count = i + 1
                 if not shell.exc: continue
                 error = next(o for o in cell.outputs if o.output_type == 'error')

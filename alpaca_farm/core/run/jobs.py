@@ -155,7 +155,7 @@ class _Table:
             else:
                 self.done.add(job.out)
                 Path(f'{at_root(job.out)}.txt').unlink(missing_ok=True)
-                yield took
+                yield '; '.join([took, *read_summary(job.out).get('warnings', [])])
 
     def start_next(self):
         "Start the jobs that can start, those first on which the longest chains depend."

@@ -120,6 +120,7 @@ class Run:
         self.held = lock_of(self.folder.resolve()/'run')
         self.lock = None    # the status of the lock's file
         self.logged = 0     # the bytes of the log
+        self.warnings = []  # of its steps, which its summary and the job that made it repeat
         self.tracker = Tracking(cfg.tracker, self.folder, config.get('settings', {}))
         self.before = dict(cpu=0., wall=0.)   # seconds of earlier processes
         self.began = time.monotonic()
@@ -214,6 +215,7 @@ class Run:
         times = dict(cpu_seconds=round(elapsed['cpu'], 2), seconds=round(elapsed['wall'], 2))
         write_json(self.path('config.json'), self.config)
         files = dict(files=written_hashes(self.folder))
+        if self.warnings: files['warnings'] = self.warnings
         write_json(self.path('summary.json'), summary | times | _peak_memory() | files)
         self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
         self.tracker.finish(summary)
