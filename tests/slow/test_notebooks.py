@@ -271,13 +271,13 @@ def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
 
 
 def test_what_a_run_warns_of_is_in_its_notebook_and_summary_and_told_by_its_job(base, tmp_path,
-                                                                               capsys):
+                                                                               capfd):
     "The run's cell ends in a semicolon; its first step is warned of, the others are not."
     out, settings = str(tmp_path/'run'), tiny.settings('ppo', base, max_new_tokens=1)
     assert run_jobs([Job(out, 'ppo', settings)], 1) == []
     warning = 'step 1: more than half of the answers never end: raise max_new_tokens'
     assert read_summary(out)['warnings'].count(warning) == 1
-    assert warning in ''.join(capsys.readouterr())
+    assert warning in ''.join(capfd.readouterr())
     outputs = [o for c in nbformat.read(f'{out}.ipynb', 4).cells for o in c.get('outputs', [])]
     assert any(warning in o.get('text', '') for o in outputs)
 
