@@ -24,7 +24,8 @@ CHAIN = (('world', 'world', {}), ('sft', 'sft', {}),
 # of tests/fast, those that take more than two seconds
 SLOW = """
     test_a_damaged_file_is_refused test_a_damaged_file_is_rows test_a_dialogue_travels
-    test_a_file_of_settings_counts test_a_notebook_is_known_as
+    test_a_file_of_settings_counts test_a_format_and_a_judge test_a_loss_and_an_advantage
+    test_a_method_has_the_form test_a_notebook_is_known_as test_they_are_listed_where
     test_a_notebook_that_fails_is_named test_a_paid_judge_sees
     test_a_policy_that_is_its_reference test_a_policy_without_a_whole test_a_step_is_the_loss
     test_a_step_without_spread test_agreement_counts_pairs test_an_interrupted_choice

@@ -237,6 +237,7 @@ def server(monkeypatch):
 def paid(tmp_path, server, **more):
     (tmp_path/'prices.yaml').write_text('judge: [1000, 1000]')
     return A.AgreementConfig(judges=['chatgpt'], base_url=server.url, out=str(tmp_path/'out'),
+                             sets=['alpaca_farm.world:embedded_pairs'],
                              store=str(tmp_path/'answers.sqlite'), max_instances=20, draws=10,
                              prices=str(tmp_path/'prices.yaml'),
                              models=['gpt-3.5-turbo-0301=judge'], **more)
