@@ -49,7 +49,7 @@ ERRORS = {  # status, message and code
     'context': (400, 'The maximum context length is 9 tokens.', 'context_length_exceeded'),
     'echo': (400, 'The header "authorization: Bearer {key}" cannot be read.', None)}
 ANSWERS = ('schema', 'nologprobs', 'refusal', 'unparseable', 'parts', 'surrogate', 'empty',
-           'badutf8')
+           'nested', 'badutf8')
 BROKEN = 'timeout', 'reset', 'truncated', 'badjson', 'drip'
 FAULTS = (*ERRORS, *ANSWERS, *BROKEN)
 REFUSAL = "I'm sorry, I can't assist with that request."
@@ -303,6 +303,7 @@ class Judge:
         status, content = self.judge(record, body, key)
         if fault in BROKEN: return self.break_off(handler, status, content, fault)
         data = json.dumps(content).encode()
+        if fault == 'nested': data = data[:-1] + b', "more": ' + b'['*3000 + b']'*3000 + b'}'
         if fault == 'badutf8': data = data.replace(b'"id": "1"', b'"id": "\xff"')
         handler.reply(status, data, **dict(Retry_After=.05) if status == 429 else {})
 

@@ -358,8 +358,9 @@ def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
     assert client.store.dollars_paid(client.run_name) == pytest.approx(most)
 
 
-def test_a_good_answer_in_bad_utf8_is_used_and_paid_for_once(tmp_path, server):
-    server.set(faults={'badutf8': 'Say word 1\\.'})
+@pytest.mark.parametrize('fault', ['nested', 'badutf8'])
+def test_a_good_answer_in_bad_json_is_used_and_paid_for_once(tmp_path, server, fault):
+    server.set(faults={fault: 'Say word 1\\.'})
     before = len(server.requests())
     client = client_of(tmp_path, server)
     first = client(asked(3))
@@ -444,7 +445,7 @@ def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, ser
     server.set(faults={})
     drop(said)
     assert len(client.store) == 2 and None not in texts(client(asked(4)))
-    for text in ('{"choi', 'null'):
+    for text in ('{"choi', 'null', '{}', '{"choices": []}'):
         client.store.run('update answers set answer = ? where key = ?',
                          text, client.keys(asked(1))[0])
         with pytest.raises(ValueError, match='1 stored answers are damaged') as e: client(asked(4))

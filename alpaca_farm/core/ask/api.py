@@ -188,8 +188,25 @@ def retry_wait(e: Exception, attempt: int) -> float:
     return min(_LONGEST_WAIT, .5 * 2**attempt) * random.uniform(.75, 1)
 
 # %% ../../../nbs/core/ask/api.ipynb #76baa6b7
+_DEEPEST = 300   # levels of an answer's JSON; Python's parser gives up at about a thousand
+
+
+def _cut_deep(text: str) -> str:
+    "Put null in the place of what is nested too deep in JSON."
+    depth = 0
+    kept = []
+    for part in re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]|[^][{}"]+|"', text):
+        if part in '[{':
+            depth += 1
+            if depth == _DEEPEST + 1: kept.append('null')
+        if depth <= _DEEPEST: kept.append(part)
+        if part in ']}': depth -= 1
+    return ''.join(kept)
+
+
 def parse_json(text: str):
-    "Parse a server's JSON; None for other text, and for what is nested a thousand deep."
+    "Parse a server's JSON without what is nested too deep; None for other text."
+    if text.count('[') + text.count('{') > _DEEPEST: text = _cut_deep(text)
     for parse_int in (int, float):   # float: for numbers of thousands of digits
         with suppress(ValueError, RecursionError): return json.loads(text, parse_int=parse_int)
 

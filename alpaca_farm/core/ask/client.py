@@ -256,12 +256,18 @@ class ApiClient:
                                     f'The last was {last}')
 
     def tell_empty(self, answers: dict[bytes, dict]):
-        "Print which answers are empty, and how to drop them."
+        "Print which answers are empty, and how to drop them; ValueError for damaged ones."
         empty = {}
+        damaged = []
         for key, answer in answers.items():
-            choice = answer['choices'][0]
-            said = answer_text(answer, refusal=True) or choice.get('logprobs')
+            try:
+                choice = answer['choices'][0]
+                said = answer_text(answer, refusal=True) or choice.get('logprobs')
+            except (AttributeError, IndexError, KeyError, TypeError):
+                damaged.append(key)
+                continue
             if 'message' in choice and not said: empty[key] = str(choice.get('finish_reason'))
+        self.store.refuse(damaged)
         if empty:
             reasons = ', '.join(sorted(set(empty.values())))
             self.say(f'{len(empty)} answers are empty (finish_reason {reasons}); '

@@ -115,7 +115,12 @@ class Store:
             for seconds, text in self.run(statement, key):
                 try: found[key] = dict(seconds=seconds) | json.loads(text)
                 except (ValueError, TypeError): damaged.append(key)
-        if not damaged: return found
+        self.refuse(damaged)
+        return found
+
+    def refuse(self, damaged: list[bytes]):
+        "Raise ValueError with the command that deletes damaged answers, if there are any."
+        if not damaged: return
         raise ValueError(f'{self.path}: {len(damaged)} stored answers are damaged; '
                          f'{self.how_to_drop(damaged)}')
 
