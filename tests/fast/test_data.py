@@ -569,3 +569,23 @@ demonstration = st.fixed_dictionaries(
 def test_any_texts_are_read_back(folder, rows, suffix):
     (folder/f'texts.{suffix}').write_bytes(FORMATS[suffix](rows))
     assert load_records(str(folder/f'texts.{suffix}'), kind='output') == rows
+
+
+@pytest.mark.parametrize('pairs', ['candidates', 'scored', 'against'])
+def test_pairs_say_which_answer_was_cut_off(tmp_path, pairs):
+    "Of candidates, by scores or not, and of two files of answers."
+    from alpaca_farm.annotators import AnnotatorsConfig
+    from alpaca_farm.judging.judges import load_pairs
+    ask = dict(instruction='Name a thing.', input='')
+    many, more = dict(ask, output=[CUT, WHOLE], ended=[False, True]), {}
+    if pairs == 'scored':
+        path = write(tmp_path/'a.json', [dict(many, scores=[2., 1.])])
+        found = load_records(path, kind='preference')
+        assert found[0][f'output_{found[0]["preference"]:.0f}'] == CUT
+    else:
+        if pairs == 'against':
+            more = dict(against=write(tmp_path/'b.json', [dict(ask, output=CUT, ended=False)]))
+            many = dict(ask, output=WHOLE, ended=True)
+        found = load_pairs(AnnotatorsConfig(outputs=write(tmp_path/'a.json', [many]), **more))
+    for k in (1, 2): assert found[0][f'ended_{k}'] == (found[0][f'output_{k}'] == WHOLE)
+    assert 'ended' not in found[0]
