@@ -50,3 +50,20 @@ def test_steps_that_a_gpu_can_replay_give_the_same_samples(monkeypatch, prompts)
     assert len(steps) > 40 and tokens(found) == tokens(expected)
     for a, b in zip(sum(found, []), sum(expected, [])):
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+
+
+def test_a_model_that_waits_for_its_figures_is_sampled_without_a_graph(monkeypatch):
+    "Another error of a step is none of these, and is raised."
+    prompts, init = ragged(6), generation.DecodingState.__init__
+    expected = tokens(generate(family('llama'), None, prompts, 2, 30))
+
+    def fixed(self, *args, **given): init(self, *args, **given | dict(fixed=True))
+    monkeypatch.setattr(generation.DecodingState, '__init__', fixed)
+    for said in ('called a synchronizing CUDA operation', 'out of memory'):
+        def compute(self, state): raise RuntimeError(said)
+        monkeypatch.setattr(generation._FixedStep, 'compute', compute)
+        if said.startswith('called'):
+            assert tokens(generate(family('llama'), None, prompts, 2, 30)) == expected
+        else:
+            with pytest.raises(RuntimeError, match=said):
+                generate(family('llama'), None, prompts, 2, 30)
