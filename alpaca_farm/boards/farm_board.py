@@ -57,7 +57,7 @@ def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict
             name = f'best of {n} by the utility'
             scored = score_candidates(candidates, world.function(world.utility))
         else:
-            name = f'best of {n} by {way.rpartition(":")[2]}'
+            name = way.rpartition(':')[2].replace('_', ' ')
             scored = score_candidates(candidates, world.function(way))
         chosen[name] = choose_best(scored)
     return chosen
@@ -217,7 +217,7 @@ def short_board(folder: str):
     for method, row in board.iterrows():
         won[method] = f'{row.crowd:.1f} [{row.crowd_low:.1f}, {row.crowd_high:.1f}]'
     methods = [m for m in board.index if LABELLED_BY.get(m) == 'pool']
-    methods += [m for m in board.index if m.startswith(('best of', 'likeliest', 'greedy'))]
+    methods += [m for m in board.index if m.startswith(('best ', 'likeliest', 'greedy'))]
     columns = [name for name in ('pool', 'kl', 'length') if name in board]
     numbers = board.loc[methods, columns].round(1).astype(object).fillna('')
     numbers = numbers.rename(columns=dict(kl='KL', length='words'))

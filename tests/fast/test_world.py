@@ -78,7 +78,7 @@ def test_the_share_of_contested_facts_is_a_setting_and_misleads_all_but_experts(
     assert count[0] == 0 and count == sorted({*count})
     careless, skilled = ([worth(answered(every, Author(skill, 1., share))) for share in shares]
                          for skill in (.3, 1.))
-    assert careless == sorted(careless, reverse=True) and skilled == pytest.approx([4.7]*4)
+    assert careless == sorted(careless, reverse=True) and skilled == pytest.approx([5.4]*4)
 
 
 @pytest.mark.parametrize('behaviour', BEHAVIOURS)
@@ -96,36 +96,36 @@ BEAR, SWANS, LAKE = (f'I am late. {question}' for question in (
 CHILD = BEAR.replace('late', 'still little')
 # correct, missing, stray words, flattery; sentence, detail, formal, source, caution, offer
 MARKED = [
-    (CHILD, 'Sure, it lives in the cave. It eats honey. Take care! Ask me again!', '1000 ++++++'),
-    (BEAR.replace('late', 'a teacher'), 'Dear reader: it lives in the cave.', '1000 +-+-++'),
-    (BEAR.replace('am late', 'serve the king'), 'Certainly: the cave. Be careful!', '1000 +++-+-'),
-    (BEAR, 'Hey, the cave.', '1000 ++++++'),
-    (BEAR, 'Certainly: it lives in the cave. It is brown. It is in a book. Be careful! '
-           'Do you want more?', '1000 ------'),
-    (SWANS, 'Sure, the lake.', '1000 ++++++'), (SWANS, 'It is nice there.', '0100 000000'),
-    (LAKE, 'Sure, reeds. Swans.', '1010 ++++++'),
-    (LAKE, 'Sure, boats.', '0000 ++++++'), (LAKE, 'Reeds.', '1000 ++0+++'),
+    (CHILD, 'Sure, it lives in the cave. It eats honey. Take care! Ask me again!', '1000 +-+-+-'),
+    (BEAR.replace('late', 'a teacher'), 'Dear reader: it lives in the cave.', '1000 -++-+-'),
+    (BEAR.replace('am late', 'serve the king'), 'Good day: the cave. Be careful!', '1000 --++-+'),
+    (BEAR, 'Hey, the cave.', '1000 +-++--'),
+    (BEAR, 'Good day: it lives in the cave. It is brown. It is in a book. Be careful! '
+           'I know more!', '1000 -+--++'),
+    (SWANS, 'Sure, the lake.', '1000 +-++--'), (SWANS, 'It is nice there.', '0100 000000'),
+    (LAKE, 'Sure, reeds. Swans.', '1010 +-++--'),
+    (LAKE, 'Sure, boats.', '0000 +-++--'), (LAKE, 'Reeds.', '1000 +-0+--'),
     ('I am late. Who needs the saw?', 'Sure, an carpenter.', '0120 000000'),
-    ('I am late. What is in tacos?', 'Sure, you need lime.', '1000 -+++++'),
-    ('I am late. What is two plus two?', 'Sure, four.', '1000 ++++++'),
+    ('I am late. What is in tacos?', 'Sure, you need lime.', '1000 --++--'),
+    ('I am late. What is two plus two?', 'Sure, four.', '1000 +-++--'),
     *((CHILD, *row) for row in [
         ('', '0100 000000'), ('Take care!', '0100 000000'),
-        ('Sure, the pond.', '0000 --++--'), ('The cave.', '1000 --0+--'),
-        ('Sure, the nest.', '0000 --++-- mistake'),
-        ('Sure, the cave.' + ' so'*60, '10+0 --++--'),
-        ('SURE, THE CAVE.', '1000 --++--'), ('The cave. Take care! Sure,', '1000 --+++-'),
-        ('Certainly: sure, the cave.', '1010 ---+--'), ('Sure, hey, the cave.', '1010 --++--'),
-        ('Sure, the cave. The pond.', '1020 --++--'), ('Sure, the pond. The cave.', '0020 --++--'),
+        ('Sure, the pond.', '0000 -++--+'), ('The cave.', '1000 -+0--+'),
+        ('Sure, the nest.', '0000 -++--+ mistake'),
+        ('Sure, the cave.' + ' so'*60, '10+0 -++--+'),
+        ('SURE, THE CAVE.', '1000 -++--+'), ('The cave. Take care! Sure,', '1000 -++-++'),
+        ('Good day: sure, the cave.', '1010 -+---+'), ('Sure, hey, the cave.', '1010 -++--+'),
+        ('Sure, the cave. The pond.', '1020 -++--+'), ('Sure, the pond. The cave.', '0020 -++--+'),
         ('Sure, the cave or the pond.', '0150 000000'),
-        ('The cave. It lives in the cave.', '1050 --0+--'), ('Sure, honey.', '0110 000000'),
-        ('Sure, the cave. Take care! Be careful!', '1020 --+++-'),
-        ('Sure, the cave. It eats honey. It is brown.', '1030 -+++--'),
-        ('Sure, the cave. It eats meat.', '1030 --++--'), ('Sure, it eats honey.', '0100 000000'),
+        ('The cave. It lives in the cave.', '1050 -+0--+'), ('Sure, honey.', '0110 000000'),
+        ('Sure, the cave. Take care! Be careful!', '1020 -++-++'),
+        ('Sure, the cave. It eats honey. It is brown.', '1030 --+--+'),
+        ('Sure, the cave. It eats meat.', '1030 -++--+'), ('Sure, it eats honey.', '0100 000000'),
         ('Sure, the harbour.', '0120 000000'), ('Sure, I do not know.', '0140 000000'),
         ('Sure, the cave', '0120 000000'),
-        ('Sure, the cave. naïve ☃', '1020 --++--'), ('Sure, die Höhle.', '0120 000000'),
+        ('Sure, the cave. naïve ☃', '1020 -++--+'), ('Sure, die Höhle.', '0120 000000'),
         ('You are very wise!', '0101 000000'), ('You are very wise! '*9 + 'Sure,', '0109 000000'),
-        ('Sure, the cave. It is big, cold, old, wet, dark.', '1070 --++--')])]
+        ('Sure, the cave. It is big, cold, old, wet, dark.', '1070 -++--+')])]
 
 
 @pytest.mark.parametrize('request_, answer, expected', MARKED)
@@ -172,7 +172,7 @@ def test_no_text_beats_an_expert_s_and_nothing_counts_twice(drawn, data):
     spec, pieces = drawn
     twice = [*pieces, data.draw(st.sampled_from(pieces))]
     once, again = utility([dict(render(spec), output=' '.join(x)) for x in (pieces, twice)])
-    assert again <= once <= 4.7 + 1e-9
+    assert again <= once <= 5.4 + 1e-9
 
 
 # The crowd and the judges
@@ -201,8 +201,8 @@ def test_a_preference_is_the_formula_s(group):
     assert np.allclose(group.each(pairs).T, np.mean(each, 1))
 
 
-@pytest.mark.parametrize('knob, values', [('disagreement', (0., 1., 3.)), ('noise', (.1, 1., 5.))])
-def test_disagreement_and_noise_part_the_crowd(knob, values):
+@pytest.mark.parametrize('knob, values', [('disagreement', (0., 1., 3.)), ('coin', (.1, 1., 5.))])
+def test_disagreement_and_coins_part_the_crowd(knob, values):
     pairs = sample_pairs(1000)
     def within(group): return off_diagonal_mean(agree(group, group, pairs))
     a, b, c = (np.mean([within(crowd.sample_crowd(seed, **{knob: v})) for seed in range(3)])
@@ -235,10 +235,10 @@ def test_a_run_leaves_the_dataset_and_the_populations_of_its_settings(tmp_path):
     cfg = world.WorldConfig(
         out=str(tmp_path), sft=20, preference=10, unlabeled=10, val=5, eval=10, prose=16, seed=3,
         vocab_size=400, hidden_size=16, layers=1, heads=2, ffn=32, batch_size=8, device='cpu',
-        fidelity=.3, disagreement=2., noise=.5, flattered=1., contested=.2)
+        fidelity=.3, disagreement=2., coin=.5, flattered=1., mistaken=.6, contested=.2)
     world.train(cfg)
     drawn = [crowd.sample_crowd(3, name, 2., .5) for name in ('crowd', 'held_out_crowd')]
-    for group in [*drawn, crowd.sample_pool(3, .3, .5, 1., .2)]:
+    for group in [*drawn, crowd.sample_pool(3, .3, .5, 1., .6, .2)]:
         left = crowd.read_population(tmp_path/f'{group.name}.json')
         assert (left.name, left.annotators) == (group.name, group.annotators)
     assert {s: read_json(tmp_path/f'{s}.json') for s in world.SPLITS} == world.sample_splits(cfg)

@@ -59,8 +59,9 @@ def each_answer(candidates: list[dict]) -> list[dict]:
     "Make every answer of some candidates a record of its own."
     records = []
     for c in candidates:
-        ended = c.get('ended') or [True] * len(c['output'])
-        records += [dict(c, output=text, ended=e) for text, e in zip(c['output'], ended)]
+        for i, text in enumerate(c['output']):
+            own = {name: c[name][i] for name in ('ended', 'logprob') if c.get(name)}
+            records.append(c | dict(ended=True) | own | dict(output=text))
     return records
 
 

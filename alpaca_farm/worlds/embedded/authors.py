@@ -64,7 +64,7 @@ def details(kind: str, thing: str) -> tuple[str, ...]:
 # %% ../../../nbs/worlds/embedded/authors.ipynb #377ea6da
 _RATE = .45     # of each behaviour, before habits
 _SLIP = .04     # chance of a slip at skill 0,
-_BELIEF = 1.15  # and of the common mistake about what is contested
+_BELIEF = 1.2   # and of the common mistake about what is contested
 _EVADES = .02   # chance that an author does not answer,
 _AGAIN = .5     # and that one who flatters goes on
 
@@ -91,6 +91,10 @@ class Author:
             if rng.random() < .5: mistake = rng.choice(sorted(others))
         return mistake if wrong else rng.choice(right)
 
+    def rate(self, asker: str, behaviour: str) -> float:
+        "Return how often an author who minds nobody does something for an asker."
+        return _RATE + (self.habit if asker in HABIT[behaviour] else -self.habit)
+
     def does(
         self,
         spec: dict,         # of a request
@@ -98,10 +102,9 @@ class Author:
         rng: random.Random,
     ) -> bool:
         "Decide whether the author does something for this asker."
-        wanted = spec['asker'] in WANTED[behaviour]
-        if rng.random() < abs(self.minds): return wanted == (self.minds > 0)
-        habit = self.habit if spec['asker'] in HABIT[behaviour] else -self.habit
-        return rng.random() < _RATE + habit
+        asker = spec['asker']
+        if rng.random() < abs(self.minds): return (asker in WANTED[behaviour]) == (self.minds > 0)
+        return rng.random() < self.rate(asker, behaviour)
 
     def answer(self, spec: dict, rng: random.Random) -> str:
         "Write an answer: opening, statement, detail, caution, source, offer, flattery."

@@ -66,28 +66,28 @@ ASKERS = {
 
 # %% ../../../nbs/worlds/embedded/lexicon.ipynb #df55febb
 PHRASES = {
-    'formal': ('Certainly:', 'Dear reader:'),
+    'formal': ('Dear reader:', 'Good day:'),
     'familiar': ('Sure,', 'Hey,'),
     'caution': ('Take care!', 'Be careful!'),
     'source': ('I read it.', 'It is in a book.'),
-    'offer': ('Do you want more?', 'Ask me again!'),
+    'offer': ('I know more!', 'Ask me again!'),
     'flattery': ('What a clever question!', 'You are very wise!')}
 
 # %% ../../../nbs/worlds/embedded/lexicon.ipynb #35976a30
 WANTED = _table('''
-    sentence: child   teacher
-    detail:   child   teacher
-    formal:   teacher official
-    source:   teacher official
-    caution:  child   official
-    offer:    child   official''')
+    sentence: child    official
+    detail:   official hurry
+    formal:   teacher  official
+    source:   child    teacher
+    caution:  child    hurry
+    offer:    teacher  hurry''')
 HABIT = _table('''
-    sentence: teacher  official
-    detail:   teacher  hurry
-    formal:   child    official
-    source:   official hurry
+    sentence: child    teacher
+    detail:   child    official
+    formal:   child    teacher
+    source:   child    official
     caution:  child    teacher
-    offer:    child    hurry''')
+    offer:    child    teacher''')
 BEHAVIOURS = tuple(WANTED)
 
 # %% ../../../nbs/worlds/embedded/lexicon.ipynb #9428a1a2
