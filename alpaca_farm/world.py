@@ -197,7 +197,7 @@ def _standardised(values: np.ndarray) -> np.ndarray:
 
 def _typicality(texts: list[str]) -> list[float]:
     "Return the mean share of words that each text has in common with all of them."
-    words = [{*text.split()} for text in texts]
+    words = [{'', *text.split()} for text in texts]   # some samples are empty
     typical = []
     for own in words: typical.append(np.mean([len(own & w)/len(own | w) for w in words]))
     return typical

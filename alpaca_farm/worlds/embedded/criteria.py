@@ -69,7 +69,7 @@ def marks(instruction: str, output: str) -> tuple[float, ...]:
         len(output.split()))
 
 # %% ../../../nbs/worlds/embedded/criteria.ipynb #20c94519
-UTILITY = dict(correct=3., missing=-1., stray=-.1, flattery=-.8) | dict.fromkeys(BEHAVIOURS, .4)
+UTILITY = dict(correct=4., missing=-1., stray=-.1, flattery=-.8) | dict.fromkeys(BEHAVIOURS, .4)
 QUALITY = np.array([UTILITY.get(name, 0.) for name in COLUMNS])
 
 

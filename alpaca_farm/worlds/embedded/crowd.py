@@ -114,7 +114,7 @@ def sample_crowd(
 ) -> Population:
     "Draw the members of a crowd."
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-    traits = dict(weighing=.35*disagreement, taste=.58*disagreement,
+    traits = dict(weighing=.2*disagreement, taste=.58*disagreement,
                   words=(0., .01*disagreement), position=.2, temperature=.68*coin,
                   misreads=.05*disagreement)
     members = [_sample(rng, f'member {i + 1}', f'{name} {seed}', **traits) for i in range(_CROWD)]
@@ -133,7 +133,7 @@ def sample_pool(
     rng = np.random.default_rng([seed, 1])
     unlike = 1 - fidelity
     traits = dict(
-        weighing=.35 + .4*unlike, taste=.36, words=(.06*unlike, .01 + .04*unlike),
+        weighing=.2 + .4*unlike, taste=.4, words=(.06*unlike, .01 + .04*unlike),
         position=.2 + .5*unlike, temperature=.5*coin, misreads=.05 + .1*unlike,
         flattered=(flattered, .4), care=unlike, believes=mistaken, contested=contested)
     judges = [_sample(rng, f'judge {i + 1}', f'pool {seed}', **traits) for i in range(_JUDGES)]
