@@ -190,7 +190,7 @@ def test_farm_leaves_its_board(made):
     farm_, rows = made[0]/'farm', table(made[0]/'farm'/'leaderboard.csv')
     by = {r['method']: r for r in rows}
     baselines = {'base model', 'greedy SFT', 'likeliest of 4', 'longest of 4',
-                 'best of 4 by the utility', 'an expert'}
+                 'best of 4 by the utility', 'best without labels', 'an expert'}
     trained = {*methods(), *(f'{m}_crowd' for m in methods())}
     assert {'sft', *baselines, *trained} == set(by)
     assert {r['method'] for r in rows if r['kind'] == 'baseline'} == baselines
