@@ -23,7 +23,7 @@ from .core.stats import bootstrap, Interval, wilson
 from alpaca_farm.judging.judges import (api_clients, ask_both_orders, ask_shown,
     check_all_answered, check_known_names, load_annotators, load_pairs, RecordedLabels,
     usage_totals)
-from .judging.noise import flip_labels, flip_mask
+from .judging.measures import flip_labels, flip_mask
 from .worlds.folder import read_world
 
 # %% ../nbs/annotators.ipynb #0cdfba01

@@ -11,13 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from .core.ask.api import ApiConfig
-from .core.data.comparisons import head2head_pairs, output_texts
+from .core.data.preferences import (annotator_name, hash_uniform, head2head_pairs,
+    output_texts, pool_members, pool_weights)
 from .core.data.records import load_rows, read_rows
 from .core.data.dialogues import full_instruction
 from .core.data.dialogues import with_instruction
 from .core.run.files import write_json
-from alpaca_farm.core.data.preferences import (annotator_name, hash_uniform, pool_members,
-    pool_weights)
 from .core.run.settings import at_root
 from .annotators import annotate_pairs, to_alpaca_eval
 from .judging.judges import load_annotators

@@ -15,7 +15,7 @@ from .core.answers import (answer_figures, choose_best, fitting_prompts, in_chun
 from .core.data.records import load_records, without_lists
 from .core.run.identity import run_config
 from .core.model.models import load_policy
-from .core.run.paths import at_root
+from .core.run.files import at_root
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.runs import start
 from .core.model.served import check_sampler, use_sampler

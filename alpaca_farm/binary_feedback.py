@@ -17,9 +17,8 @@ import numpy as np
 
 from .core.answers import (answer_again, answer_eval_split, answer_labels, AnswerConfig,
     answering, load_split, preflight, prompt_fields, sample_answers)
-from .core.data.comparisons import verdicts_over
+from .core.data.preferences import answer_of, verdicts_over
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.data.preferences import answer_of
 from .core.data.records import load_records
 from .core.data.dialogues import prompt_key
 from .core.ask.judge_configs import JudgedConfig

@@ -15,15 +15,13 @@ import torch
 
 from .core.answers import PromptConfig
 from .core.ask.api import ApiConfig
-from .core.data.comparisons import preferences_over
+from .core.data.preferences import pool_members, preferences_over
 from .core.data.dialogues import prompt_key
-from .core.data.preferences import pool_members
 from .core.data.records import load_records
 from .core.data.text import check_limit, encode_prompts
 from .core.model.loading import load_tokenizer, model_config
-from .core.run.files import read_yaml
+from .core.run.files import at_root, notebooks_folder, read_yaml
 from .core.run.inputs import methods as farm_methods
-from .core.run.paths import at_root, notebooks_folder
 from .core.run.runs import start
 from .core.run.settings import command, Count, HardwareConfig, Scale, Share
 from .judging.judges import api_clients, check_known_names, load_annotators

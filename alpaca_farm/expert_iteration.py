@@ -14,8 +14,7 @@ import numpy as np
 
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
     preflight, sample_answers, SampleConfig)
-from .core.data.candidates import each_answer
-from .core.data.records import find_file, load_records, read_rows
+from .core.data.records import each_answer, find_file, load_records, read_rows
 from .core.run.files import write_json
 from .core.run.jobs import add_times, Job, run_jobs
 from .core.model.models import load_policy, save_model

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 
 from .core.ask.api import ApiConfig
 from .core.ask.judge_configs import JudgedConfig
-from .core.run.files import read_yaml
+from .core.run.files import notebooks_folder, read_yaml
 from .core.run.identity import run_config
 from .core.run.inputs import recipes
 from .core.run.jobs import Job, machines, run_jobs, study_job
-from .core.run.paths import notebooks_folder
 from .core.run.runs import check_run_folder, read_summary, start
 from .core.run.settings import at_root, command, Count, Positive
 from .judging.judges import api_clients, load_annotators

@@ -17,14 +17,12 @@ import numpy as np
 
 from .core.answers import log_ratios, sample, SampleConfig
 from .core.run.inputs import methods
-from .core.data.candidates import each_answer
-from .core.data.comparisons import answer_preferences
-from .core.data.records import load_records
+from .core.data.records import each_answer, load_records
+from .core.data.preferences import answer_preferences, check_preferences
 from .core.run.identity import run_config, run_of
 from .core.ask.judge_configs import JudgedConfig
 from .core.functional import has_spread
 from .core.model.models import load_policy
-from .core.data.preferences import check_preferences
 from .core.run.progress import Progress
 from .core.model.rewards import reward
 from .core.run.runs import start, write_csv

@@ -18,16 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from .core.answers import fitting_prompts, in_chunks, sample_answers, SampleConfig
-from .core.data.comparisons import output_texts
+from .core.data.preferences import output_texts, Pool
 from .core.data.records import load_records
 from .core.functional import has_spread
 from .core.model.models import load_policy
-from .core.run.files import read_json, read_yaml
-from .core.run.paths import at_root, module_of, notebooks_folder
+from .core.run.files import at_root, module_of, notebooks_folder, read_json, read_yaml
 from .core.run.runs import start
 from .core.run.settings import command, Positive, Share
 from .core.stats import sigmoid
-from .core.data.preferences import Pool
 from .worlds.folder import check_sizes, write_world
 
 # %% ../nbs/real.ipynb #28832836

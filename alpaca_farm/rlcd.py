@@ -24,8 +24,7 @@ from .core.ask.completions import LocalWriter, ServedWriter
 from .core.data.records import load_records
 from .core.data.dialogues import (as_messages, bare_prompt, dialogue_text,
     prompt_messages, TAGS, with_space)
-from .core.run.files import atomic_write, read_yaml
-from .core.run.paths import at_root, notebooks_folder, root
+from .core.run.files import at_root, atomic_write, notebooks_folder, read_yaml, root
 from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_outputs
 from .core.run.runs import start
 from .core.run.settings import command, Count, Positive, Scale

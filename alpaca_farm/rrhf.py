@@ -19,8 +19,8 @@ import torch
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, end_turns,
     mean, preflight, sample, SampleConfig)
 from .core.ask.judge_configs import JudgedConfig
-from .core.data.candidates import each_answer, LISTS, merge_candidates, select_candidates
-from .core.data.records import load_records, without_lists
+from .core.data.records import (each_answer, LISTS, load_records, merge_candidates,
+    select_candidates, without_lists)
 from .core.data.dialogues import prompt_key
 from .core.data.text import collate, decode, encode_prompts, encode_responses, within_limit
 from .core.model.beams import beam_search
@@ -29,10 +29,10 @@ from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.files import read_json
-from .core.run.inputs import as_list
 from .core.run.processes import once
 from .core.run.runs import read_log, start
-from .core.run.settings import Amount, command, Count, Positive, Schedule, TrainConfig
+from alpaca_farm.core.run.settings import (Amount, as_list, command, Count, Positive, Schedule,
+    TrainConfig)
 from .core.training import batches, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0

@@ -13,12 +13,12 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 import numpy as np
 
-from .core.run.paths import module_of
+from .core.run.files import module_of
 from .core.run.runs import start
 from .core.run.settings import (
     Amount, Betas, command, Count, Positive, Share, TrainConfig)
 from .core.stats import sigmoid
-from .judging.noise import preference_probabilities, sample_votes
+from .judging.measures import preference_probabilities, sample_votes
 from .worlds.folder import SPLITS, write_world
 from .worlds.embedded.authors import Author, EXPERT
 from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility

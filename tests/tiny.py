@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from alpaca_farm.core.run.paths import module_of
+from alpaca_farm.core.run.files import module_of
 
 ROOT = Path(__file__).parents[1]
 SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
@@ -103,7 +103,7 @@ def run_here(jobs, *_):
 def show_results(notebook, cfg):
     "Execute the cells of a notebook after its settings, which show a run; returns their text."
     import matplotlib.pyplot as plt
-    from alpaca_farm.core.run.paths import notebook_path
+    from alpaca_farm.core.run.files import notebook_path
     code = [''.join(c['source']) for c in json.loads(notebook_path(notebook).read_text())['cells']
             if c['cell_type'] == 'code']
     at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
@@ -119,7 +119,7 @@ def show_results(notebook, cfg):
 
 def executed(notebook):
     "The names that a notebook without exports defines, its cells executed but for the slow ones."
-    from alpaca_farm.core.run.paths import notebook_path
+    from alpaca_farm.core.run.files import notebook_path
     names = {}
     for c in json.loads(notebook_path(notebook).read_text())['cells']:
         text = ''.join(c['source'])

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.data.comparisons import pair_up
+from ..core.data.preferences import pair_up
 from ..core.data.dialogues import full_instruction
 from ..core.stats import bootstrap, FEWEST_LABELS, Interval, plain, wilson
 from ..judging.label_files import load_sets

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..core.run.inputs import recipes
 from ..core.answers import choose_best, score_candidates
-from ..core.data.comparisons import match_prompts, output_texts, pair_up
+from ..core.data.preferences import match_prompts, output_texts, pair_up
 from ..core.data.dialogues import full_instruction
 from ..core.data.records import load_records
 from ..core.run.runs import read_summary, write_csv, write_figure

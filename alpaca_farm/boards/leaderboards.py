@@ -11,8 +11,8 @@ from itertools import combinations
 
 import numpy as np
 
-from ..core.data.comparisons import match_prompts, output_texts, with_verdict
-from ..core.data.preferences import read_preference
+from alpaca_farm.core.data.preferences import (match_prompts, output_texts, read_preference,
+    with_verdict)
 from ..core.stats import bootstrap, spearman_interval, win_rate
 from .corrected import corrected_columns
 from .length_control import length_controlled

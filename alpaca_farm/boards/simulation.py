@@ -14,7 +14,7 @@ from ..core.data.records import load_records
 from ..core.stats import (agreement, off_diagonal_mean, replicate_interval, spearman,
     spearman_interval, two_votes_agree)
 from ..core.run.runs import write_csv, write_figure
-from ..judging.noise import preference_probabilities, sample_votes
+from ..judging.measures import preference_probabilities, sample_votes
 
 # %% ../../nbs/boards/simulation.ipynb #ed2bca00
 _COLUMNS = ('simulated', 'crowd', 'transfer')

@@ -11,8 +11,8 @@ from collections import Counter
 
 import numpy as np
 
-from ..core.data.comparisons import output_texts
-from ..judging.noise import has_list
+from ..core.data.preferences import output_texts
+from ..judging.measures import has_list
 
 # %% ../../nbs/boards/text.ipynb #f4732930
 _PLEASANTRY = re.compile('|'.join((

@@ -17,22 +17,19 @@ from itertools import combinations, islice
 
 import numpy as np
 
-from .data.candidates import each_answer
-from .data.comparisons import verdicts_over
+from .data.records import each_answer, load_records, without_lists
+from .data.preferences import ENDED, verdicts_over
 from .data.formats import notice
-from .data.preferences import ENDED
-from .data.records import load_records, without_lists
 from .data.dialogues import prompt_key
 from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
 from .run.files import append_lines, read_json, read_lines
-from .run.identity import as_list
 from .model.generation import generate, Sample
 from .model.models import load_policy, response_logprobs
 from .run.processes import once
 from .run.progress import Progress
 from .run.runs import read_summary
-from .run.settings import (
-    Amount, Arguments, at_root, Config, Count, Nucleus, Positive, Template)
+from alpaca_farm.core.run.settings import (Amount, Arguments, as_list, at_root, Config, Count,
+    Nucleus, Positive, Template)
 from .data.text import (check_limit, check_positions, decode, encode_prompts,
     encode_responses, uses_chat, within_limit)
 

@@ -16,7 +16,7 @@ import torch
 from .model.adapters import autocast, load_adapter, state_of
 from .answers import (answer_eval_split, AnswerConfig, fitting_prompts, load_split,
     mean, prompt_fields, sample, sample_answers, SampleConfig)
-from .data.comparisons import pair_up, with_verdict
+from .data.preferences import pair_up, with_verdict
 from .data.dialogues import prompt_key
 from .ask.judge_configs import JudgedConfig
 from .functional import has_spread

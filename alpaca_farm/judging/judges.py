@@ -23,15 +23,14 @@ from ..core.ask.client import ApiClient, ask_until_read
 from alpaca_farm.core.ask.judge_configs import (adapt_decoding, entry_model, is_population,
     judge_config_file, model_kind, parse_decoding, read_judge_config, REASONING_MODELS,
     REQUEST_FIELDS, suggest_names)
-from ..core.data.candidates import candidate_pair
-from ..core.data.comparisons import head2head_pairs
-from ..core.data.formats import as_records
+from alpaca_farm.core.data.records import (candidate_pair, check_records, find_file, load_records,
+    read_rows, read_text)
 from alpaca_farm.core.data.preferences import (annotator_preferences, answer_of, hash_uniform,
-    is_preference, PAIR_FIELDS, Pool, pool_members, pool_weights, read_preference, shown_swapped,
-    swap_outputs)
-from ..core.data.records import check_records, find_file, load_records, read_rows, read_text
+    head2head_pairs, is_preference, PAIR_FIELDS, Pool, pool_members, pool_weights, read_preference,
+    shown_swapped, swap_outputs)
+from ..core.data.formats import as_records
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.paths import near_path
+from ..core.run.files import near_path
 from ..core.run.settings import at_root, Config, resolve
 from ..core.stats import sigmoid
 from .label_files import label_file

@@ -19,8 +19,8 @@ NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not i
 RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
-CORE = ['run.paths run.keys data.dialogues',
-        'run.progress run.trackers run.files functional ask.store data.preferences',
+CORE = ['data.dialogues',
+        'run.progress run.files functional ask.store data.preferences',
         'run.settings data.formats',
         'model.adapters run.processes',
         'data.records model.control model.sharding model.packing',
@@ -28,17 +28,17 @@ CORE = ['run.paths run.keys data.dialogues',
         'run.identity model.loading',
         'run.execution',
         'run.inputs',
-        'ask.api data.comparisons stats run.runs data.candidates model.generation',
-        'ask.batches model.beams model.models run.jobs',
+        'ask.api stats run.runs model.generation',
+        'model.beams model.models run.jobs',
         'model.rewards model.served',
         'answers ask.client training',
         'online ask.completions']
 LAYERS = ['judging.parsers worlds.embedded.lexicon worlds.folder',
-        'worlds.embedded.grammar judging.noise boards.length_control judging.label_files',
+        'worlds.embedded.grammar judging.measures boards.length_control judging.label_files',
         'worlds.embedded.authors worlds.embedded.prose boards.corrected boards.text',
         'worlds.embedded.criteria',
         'worlds.embedded.crowd',
-        'world judging.judges boards.leaderboards judging.measures',
+        'world judging.judges boards.leaderboards',
         'annotators boards.agreement labelling judging.openai_baselines',
         'boards.judged auto_annotations',
         'eval boards.compare overoptimization boards.farm_board boards.simulation',
@@ -187,7 +187,7 @@ for name in names:
     assert os.waitstatus_to_exitcode(os.wait()[1]) == 0, name
 '''
 HEAVY = 'openai datasets wandb tensorboard alpaca_eval matplotlib ray'
-TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
+TENSORLESS = ['judging.measures', 'core.stats', 'core.run.settings', 'core.run.runs', 'world',
               'core.data.records', 'worlds.embedded.crowd', 'annotators', 'eval', 'boards.text']
 
 

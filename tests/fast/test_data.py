@@ -12,8 +12,7 @@ from hypothesis import example, given, settings, strategies as st
 
 import published
 from alpaca_farm.core.answers import preflight
-from alpaca_farm.core.data.candidates import read_candidates
-from alpaca_farm.core.data.records import check_records, load_records, read_rows
+from alpaca_farm.core.data.records import check_records, load_records, read_candidates, read_rows
 from alpaca_farm.core.data.dialogues import prompt_key
 from alpaca_farm.core.data.formats import CODES, FIELDS, Reader, READERS
 from alpaca_farm.core.data.text import encode

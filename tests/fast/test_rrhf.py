@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from alpaca_farm import rrhf
-from alpaca_farm.core.data.candidates import (LISTS, merge_candidates, read_candidates,
+from alpaca_farm.core.data.records import (LISTS, merge_candidates, read_candidates,
     select_candidates, to_rrhf)
 from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.model.models import load_policy, logprobs

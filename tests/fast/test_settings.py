@@ -14,9 +14,8 @@ import pytest
 from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
-from alpaca_farm.core.run import paths
-from alpaca_farm.core.run.keys import no_secrets
-from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args
+from alpaca_farm.core.run import files
+from alpaca_farm.core.run.settings import field_comments, from_args, no_secrets, TrainConfig
 
 NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling',
              'openai_baselines', 'ppo', 'rrhf')
@@ -219,12 +218,12 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_relative_paths_are_the_users_outside_the_checkout(elsewhere, monkeypatch):
-    assert paths.at_root('runs/ppo') == elsewhere/'runs'/'ppo'
-    assert paths.notebooks_folder() == tiny.ROOT/'nbs'
+    assert files.at_root('runs/ppo') == elsewhere/'runs'/'ppo'
+    assert files.notebooks_folder() == tiny.ROOT/'nbs'
     monkeypatch.chdir(elsewhere/'data')
-    assert paths.at_root('x') == elsewhere/'data'/'x'
+    assert files.at_root('x') == elsewhere/'data'/'x'
     monkeypatch.chdir(tiny.ROOT/'nbs'/'core')
-    assert paths.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
+    assert files.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
 
 
 def test_a_mistyped_path_names_its_neighbour_and_the_hub(elsewhere, monkeypatch):
@@ -302,11 +301,11 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
         cfg = SFTConfig(policy=spec)
         policy, tokenizer = load_policy(cfg.policy, cfg)
         assert len(tokenizer) <= policy.get_input_embeddings().weight.shape[0]
-        assert paths.ask_hub(spec) == spec
-        assert paths.hub_snapshot(spec) == str(cache/'snapshots'/commit)
+        assert files.ask_hub(spec) == spec
+        assert files.hub_snapshot(spec) == str(cache/'snapshots'/commit)
     assert content_hash('ann/policy@v1') != content_hash('ann/policy@v2')
     with pytest.raises(FileNotFoundError, match="revision 'v2'"): load_policy('ann/policy@v2', cfg)
-    with pytest.raises(FileNotFoundError, match='not be asked'): paths.ask_hub('ann/policy@v2')
+    with pytest.raises(FileNotFoundError, match='not be asked'): files.ask_hub('ann/policy@v2')
 
 
 @pytest.fixture(scope='session')
@@ -332,7 +331,7 @@ def test_the_wheel_works_without_a_checkout(installed, tmp_path):
 from pathlib import Path
 from alpaca_farm.core.ask.judge_configs import judge_config_file
 from alpaca_farm.core.run.inputs import recipe
-from alpaca_farm.core.run.paths import at_root, notebook_path, notebooks_folder
+from alpaca_farm.core.run.files import at_root, notebook_path, notebooks_folder
 from alpaca_farm.farm import FarmConfig
 assert notebooks_folder() == Path(SITE)/'alpaca_farm'/'nbs', notebooks_folder()
 assert recipe('runs/sft') == ('sft', {}) and FarmConfig(size='quick')

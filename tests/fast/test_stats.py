@@ -12,7 +12,7 @@ import tiny
 from alpaca_farm.boards.text import _count_pleasantries, _distinct
 from alpaca_farm.core import stats
 from alpaca_farm.core.data.preferences import hash_uniform
-from alpaca_farm.judging.noise import sample_votes
+from alpaca_farm.judging.measures import sample_votes
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 recorded = pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='no recorded verdicts')

@@ -17,8 +17,7 @@ import tiny
 from alpaca_farm.annotators import run
 from alpaca_farm.auto_annotations import PairwiseAutoAnnotator
 from alpaca_farm.core.ask.api import ApiConfig
-from alpaca_farm.core.ask.batches import _batch_text, _store_line
-from alpaca_farm.core.ask.client import ApiClient
+from alpaca_farm.core.ask.client import _batch_text, _store_line, ApiClient
 from alpaca_farm.core.ask.store import request_key, Store
 from asking import annotation, KEY, key, prices, summary
 from judge_server import judge_server

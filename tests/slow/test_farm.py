@@ -25,7 +25,7 @@ from alpaca_farm.core.stats import spearman
 from alpaca_farm.farm import farm_jobs, FarmConfig, population, RUNS
 from alpaca_farm.worlds.folder import World
 from alpaca_farm.annotators import flip_share
-from alpaca_farm.judging.noise import preference_probabilities, sample_votes
+from alpaca_farm.judging.measures import preference_probabilities, sample_votes
 
 COLUMNS = ('simulated', 'crowd', 'transfer')
 

@@ -6,7 +6,7 @@ import pytest
 
 import tiny
 from alpaca_farm import sft
-from alpaca_farm.core.run import trackers
+from alpaca_farm.core.run import runs
 from alpaca_farm.core.run.runs import read_log, read_summary
 
 
@@ -85,8 +85,8 @@ def test_a_tracker_that_fails_never_stops_a_run(base, tmp_path, monkeypatch, cap
     def start(*_):
         if at == 'start': raise OSError('no network\nand more')
         return Broken(at)
-    monkeypatch.setattr(trackers, '_start_tracker', start)
-    monkeypatch.setattr(trackers, 'find_spec', lambda name: True)
+    monkeypatch.setattr(runs, '_start_tracker', start)
+    monkeypatch.setattr(runs, 'find_spec', lambda name: True)
     sft.train(sft.SFTConfig(**settings(base, tmp_path/'a', tracker='wandb', max_instances=24)))
     said = capsys.readouterr().out
     assert read_summary(tmp_path/'a') and said.count('tracker = wandb failed') == 1
@@ -94,7 +94,7 @@ def test_a_tracker_that_fails_never_stops_a_run(base, tmp_path, monkeypatch, cap
 
 
 def test_a_missing_package_is_named_before_any_work(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers, 'find_spec', lambda name: None)
+    monkeypatch.setattr(runs, 'find_spec', lambda name: None)
     with pytest.raises(ModuleNotFoundError, match='tracker = tensorboard: pip install'):
         sft.train(sft.SFTConfig(**settings(base, tmp_path/'a', tracker='tensorboard')))
     assert not (tmp_path/'a').exists()

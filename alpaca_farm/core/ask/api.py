@@ -15,8 +15,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
-from ..run.files import read_yaml
-from ..run.paths import notebooks_folder
+from ..run.files import notebooks_folder, read_yaml
 from ..run.settings import Amount, at_root, Config, Scale
 from .judge_configs import JudgedConfig, parse_decoding
 from .store import endpoint_name, json_text

@@ -17,7 +17,7 @@ from typing import Callable, NamedTuple
 from .dialogues import (as_messages, as_turn, dialogue_text, naming, parse_dialogue,
     prompt_text, TURN, turns_text, with_space, without_space)
 from .preferences import ENDED, hash_uniform, is_preference, read_preference
-from ..run.paths import root
+from ..run.files import root
 
 # %% ../../../nbs/core/data/formats.ipynb #4c74fe3f
 FIELDS = dict(instruction={}, output=dict(output=str),

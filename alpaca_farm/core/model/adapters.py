@@ -17,8 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..run.files import digest, file_hash, open_tensors, read_json
-from ..run.paths import at_root
+from ..run.files import at_root, digest, file_hash, open_tensors, read_json
 from ..run.settings import HardwareConfig
 
 # %% ../../../nbs/core/model/adapters.ipynb #ada00007

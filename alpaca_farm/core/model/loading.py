@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 
 from .adapters import add_saved, base_of, is_adapter, merge, state_of
-from ..run.files import (
-    atomic_folder, cache_folder, file_hash, locked, open_tensors, read_json)
+from ..run.files import (ask_hub, at_root, atomic_folder, cache_folder, file_hash,
+    hub_snapshot, locked, looks_like_hub, open_tensors, read_json)
 from .memory import check_memory
-from ..run.paths import ask_hub, at_root, hub_snapshot, looks_like_hub
 from ..run.settings import Config
 from ..data.text import end_token, set_template_arguments
 

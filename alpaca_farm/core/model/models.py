@@ -16,14 +16,13 @@ import torch.nn.functional as F
 
 from .adapters import (add_adapter, add_saved, autocast, base_mark, base_of,
     checkpoint_layers, inherit_state, is_adapter, lora_config, save_adapter, state_of, view)
-from ..run.files import atomic_folder, read_json, remove, write_json
+from ..run.files import at_root, atomic_folder, read_json, remove, root, write_json
 from ..functional import head_logits, selected_logprobs, widen
 from .loading import (device_of, dtype_of, load_model, load_tokenizer,
     loading_options, model_config, model_path, no_progress_bars, place_model, register_scalar_class)
 from .memory import pass_limits
 from .packing import (attention_window, computed_at, pack, packed_states,
     position_wise, reads_packed, trunk_states)
-from ..run.paths import at_root, root
 from ..run.processes import in_parts, written_once
 from ..run.progress import passes
 from ..run.settings import Config

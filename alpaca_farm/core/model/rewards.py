@@ -17,11 +17,10 @@ from ..data.dialogues import prompt_text
 from .adapters import autocast
 from .memory import pass_limits
 from .models import load_scalar, sequence_scores
-from ..run.identity import as_list
 from ..run.processes import in_parts, once
 from ..run.progress import passes
 from ..run.runs import read_summary
-from ..run.settings import Amount, at_root, Config, resolve
+from ..run.settings import Amount, as_list, at_root, Config, resolve
 from alpaca_farm.core.data.text import (answer_batches, check_positions, collate, encode_prompts,
     encode_responses)
 

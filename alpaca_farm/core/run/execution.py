@@ -10,9 +10,8 @@ import multiprocessing, os, signal, sys, threading, types
 from functools import lru_cache
 from pathlib import Path
 
-from .keys import no_secrets
+from .settings import no_secrets, root
 from .processes import LAUNCHER
-from .settings import root
 
 # %% ../../../nbs/core/run/execution.ipynb #ce0be4fd
 def is_needed(cell) -> bool:

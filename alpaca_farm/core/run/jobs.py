@@ -11,13 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .execution import NotebookProcess, ONE_THREAD
-from .files import atomic_write, read_json
+from .files import atomic_write, module_of, notebook_path, read_json
 from .identity import run_config
-from .inputs import as_list, is_fresh, recipe, start_notebook
-from .paths import module_of, notebook_path
+from .inputs import is_fresh, recipe, start_notebook
 from .progress import duration, Progress
 from .runs import free_name, read_log, read_summary
-from .settings import at_root, Config, root
+from .settings import as_list, at_root, Config, root
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20
 @dataclass
