@@ -11,16 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from .core.ask.api import ApiConfig
-from .core.data.preferences import (annotator_name, hash_uniform, head2head_pairs,
-    output_texts, pool_members, pool_weights)
+from .core.data.preferences import hash_uniform, head2head_pairs, output_texts
 from .core.data.records import load_rows, read_rows
 from .core.data.dialogues import full_instruction
 from .core.data.dialogues import with_instruction
-from .core.run.files import write_json
 from .core.run.settings import at_root
 from .annotators import annotate_pairs, to_alpaca_eval
 from .judging.judges import load_annotators
-from .judging.judges import Pool, read_recorded, RecordedLabels
 from .boards.leaderboards import leaderboard_row
 
 # %% ../nbs/auto_annotations.ipynb #2936617a
@@ -73,7 +70,7 @@ class PairwiseAutoAnnotator:
         annotators_config='alpaca_eval_gpt4',  # as the setting `annotators` of a run
         seed: int | None = 0,         # of annotators and orders; None for a new one each time
         is_avoid_reannotations: bool = True,   # use earlier answers
-        caching_path='auto',          # the project's store; or an annotations.json; None: nothing
+        caching_path='auto',          # the project's store, or another file of one; None: nothing
         input_keys=('input', 'instruction'),   # fields that are shown as the instruction
         output_keys=('output_1', 'output_2'),
         p_label_flip: float | None = None,     # share of flipped labels; AlpacaFarm trains on 0.25
@@ -87,19 +84,17 @@ class PairwiseAutoAnnotator:
         self.input_keys = tuple(input_keys)
         self.output_keys = tuple(output_keys)
         self.seed = seed
-        self.avoid = is_avoid_reannotations
-        self.file = saving_path or (caching_path if caching_path != 'auto' else None)
         self.set_noise(p_label_flip)
-        if caching_path is None or not is_avoid_reannotations:
+        path = saving_path or caching_path
+        if path is None or not is_avoid_reannotations:
             self.folder = tempfile.TemporaryDirectory()   # deleted together with this object
             api['store'] = f'{self.folder.name}/answers.sqlite'
+        elif path != 'auto': api['store'] = str(path)
         entries = [e for e in os.environ.get('ALPACA_FARM_MODELS', '').split(',') if '=' in e]
         entries += [f'{old}={new}' for old, new in (models or {}).items()]   # the last one counts
         self.spec = _current_spec(annotators_config, base_dir)
         self.cfg = ApiConfig(models=entries, **api)
         self.pool = load_annotators(self.spec, self.cfg)
-        known = self.file and at_root(self.file).exists()
-        self.rows = read_recorded(self.file) if known else []   # labels of the file, old and new
 
     def set_noise(self, p_label_flip: float | None):
         "Set the share of flipped labels; ValueError unless it is between 0 and 0.5."
@@ -107,21 +102,6 @@ class PairwiseAutoAnnotator:
         if not 0 <= share <= .5:
             raise ValueError(f'p_label_flip = {p_label_flip}: it must be between 0 and 0.5')
         self.p_label_flip = share
-
-    def save(self, path):
-        "Write the last label of each annotator on each pair as an annotations.json."
-        last = {}
-        for row in to_alpaca_eval(self.rows):
-            last[row['annotator'], row['instruction'], row['output_1'], row['output_2']] = row
-        write_json(at_root(path), list(last.values()))
-
-    def _recorded(self, pool):
-        "Put the file's labels in the place of each annotator of a pool."
-        members = []
-        for name in map(annotator_name, pool_members(pool)):
-            known = [r for r in self.rows if self.avoid and r.get('annotator') == name]
-            members.append(RecordedLabels(known, name))
-        return Pool(annotator_name(pool), members, pool_weights(pool).tolist())
 
     def annotate_pairs(self, to_annotate, **decoding_kwargs) -> list[dict]:
         """Label records with `annotator` and `preference`; this is 1 or 2, 1.5 for identical
@@ -134,16 +114,8 @@ class PairwiseAutoAnnotator:
         rows = records_of(to_annotate)
         pairs = [_shown_pair(row, self.input_keys, self.output_keys) for row in rows]
         seed = self.seed if self.seed is not None else int.from_bytes(os.urandom(4), 'big')
-        def label(pairs, pool):
-            return annotate_pairs(pairs, pool, seed, self.p_label_flip, ask_flipped=False,
-                                  decide=False)
-        labels = label(pairs, self._recorded(pool))
-        unknown = [i for i, r in enumerate(labels) if r['preference'] is None]
-        asked = label([pairs[i] for i in unknown], pool)
-        for i, r in zip(unknown, asked): labels[i] = r
-        if self.file:
-            self.rows += [r for r in asked if r['preference'] is not None]
-            self.save(self.file)
+        labels = annotate_pairs(pairs, pool, seed, self.p_label_flip, ask_flipped=False,
+                                decide=False)
         annotated = []
         for row, told in zip(rows, to_alpaca_eval(labels)):
             annotated.append(row | {name: told[name] for name in _LABEL_FIELDS})

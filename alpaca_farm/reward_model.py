@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['RewardModelConfig', 'label_chance', 'pairwise_loss', 'margins', 'pair_accuracy', 'prompt_batches', 'score_distinct',
-           'reward_loss', 'split_pairs', 'load_preference_pairs', 'accuracies', 'accuracy_by_annotator', 'calibration',
-           'calibration_error', 'save_reward_model', 'train']
+           'reward_loss', 'split_pairs', 'load_preference_pairs', 'accuracies', 'calibration', 'calibration_error',
+           'save_reward_model', 'train']
 
 # %% ../nbs/reward_model.ipynb #2ee384e0
 import math, random
@@ -224,19 +224,6 @@ def accuracies(
         figures |= {name: share, f'{name}_low': low, f'{name}_high': high}
     return figures
 
-
-def accuracy_by_annotator(lead: np.ndarray, pairs: list[dict]) -> list[dict]:
-    "List each annotator's accuracy, with its interval; empty where none is recorded."
-    rows_of = {}
-    for i, r in enumerate(pairs):
-        if 'annotator' in r: rows_of.setdefault(str(r['annotator']), []).append(i)
-    table = []
-    for name in sorted(rows_of, key=lambda name: (len(name), name)):
-        rows = rows_of[name]
-        figures = accuracies(lead[rows], [pairs[i] for i in rows])
-        table.append(dict(annotator=name, pairs=len(rows), **figures))
-    return table
-
 # %% ../nbs/reward_model.ipynb #952ea7b0
 def calibration(
     predicted,       # (N,) P(label prefers the second)
@@ -283,8 +270,6 @@ def save_reward_model(
     p = label_chance(torch.tensor(lead), cfg.flip_rate).numpy()   # of the label, flips included
     tables = {name: calibration(p[rows], seen) for name, (rows, seen) in _observed(pairs).items()}
     run.write('calibration.json', tables)
-    annotators = accuracy_by_annotator(lead, pairs)
-    if annotators: run.write('accuracy_by_annotator.json', annotators)
     return figures | {f'ece_{name}': calibration_error(rows) for name, rows in tables.items()}
 
 # %% ../nbs/reward_model.ipynb #9d2a11b0

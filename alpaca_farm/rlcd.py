@@ -18,7 +18,7 @@ from pydantic import (BaseModel, Field, field_validator, NonNegativeInt, Validat
     with_config)
 from typing_extensions import TypedDict
 
-from .core.answers import in_chunks, mean, SampleConfig, try_setting
+from .core.answers import in_chunks, mean, SampleConfig
 from .core.ask.api import ApiConfig
 from .core.ask.completions import LocalWriter, ServedWriter
 from .core.data.records import load_records
@@ -28,9 +28,7 @@ from .core.run.files import at_root, atomic_write, notebooks_folder, read_yaml, 
 from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_outputs
 from .core.run.runs import start
 from .core.run.settings import command, Count, Positive, Scale
-from .core.stats import wilson
 from .annotators import annotate_pairs
-from .judging.judges import check_all_answered, load_annotators
 
 # %% ../nbs/rlcd.ipynb #93c12fa3
 _Text = Annotated[str, Field(min_length=1)]
@@ -179,10 +177,9 @@ class RLCDConfig(SampleConfig, ApiConfig):
     split: str = 'preference'                 # split with the prompts
     columns: str = ''                         # names of columns: ours, equals sign, yours
     max_instances: Count = 0                  # use only the first n prompts; 0: all
-    # model that writes, and judges where no annotators are named
+    # model that writes and judges
     policy: str = 'runs/dialogue_world'
     served: str = ''  # name of a model behind base_url that does so instead; policy is empty then
-    annotators: str = ''  # judges of rlaif and rlcd_rescore; empty for the model itself
     both_orders: bool = False  # judge in both orders and average; else in one, as published
     samples: str = ''  # of rlcd_rescore, context_distillation: run, CSV or file with pairs of rlcd
     max_retries: Count = 5  # times an answer is written anew after the task's filters reject it
@@ -191,18 +188,15 @@ class RLCDConfig(SampleConfig, ApiConfig):
     max_prompt: Positive = 100                # longer prompts are left out, counted and reported
     template: Literal['raw', 'chat'] = 'raw'  # prompt format
     temperature: Scale = 1.0                  # of samples, above 0
-    inputs = dict(data='split', policy='model', annotators=('preferences', 'model'),
-                  samples='preferences')
+    inputs = dict(data='split', policy='model', samples='preferences')
 
     def __post_init__(self):
         super().__post_init__()
         task = read_task(self.task)
         if bool(self.policy) == bool(self.served):
             raise ValueError('name one model: in policy, or in served, with policy empty')
-        judged = self.method in ('rlaif', 'rlcd_rescore')
-        if (self.annotators or self.both_orders) and not judged:
-            raise ValueError(f'method = {self.method} has no judge: leave annotators empty, and '
-                             'both_orders false')
+        if self.both_orders and self.method not in ('rlaif', 'rlcd_rescore'):
+            raise ValueError(f'method = {self.method} has no judge: leave both_orders false')
         if bool(self.samples) != (self.method in ('rlcd_rescore', 'context_distillation')):
             raise ValueError('samples: rlcd_rescore and context_distillation need a run of rlcd, '
                              'and the other methods write their own answers')
@@ -316,7 +310,7 @@ class SelfJudge:
 # %% ../nbs/rlcd.ipynb #2f87f5bd
 def _label_items(
     items: list[dict],
-    judge,             # an annotator; None for labels by construction
+    judge: SelfJudge | None,   # None for labels by construction
     cfg: RLCDConfig,
 ) -> list[dict]:
     "Add `preference` and `annotator`, or a `reason` where the judge has no verdict."
@@ -326,34 +320,10 @@ def _label_items(
         for pair in pairs: pair.update(preference=float(pair['positive']), annotator='contrast')
         return items
     rows = annotate_pairs(pairs, judge, cfg.seed, both_orders=cfg.both_orders, decide=False)
-    check_all_answered(judge, 'annotators')
     for pair, row in zip(pairs, rows):
         if row['preference'] is None: pair['reason'] = 'no_verdict'
         else: pair.update({k: row[k] for k in ('preference', 'annotator', 'orders') if k in row})
     return items
-
-# %% ../nbs/rlcd.ipynb #8d270f91
-_MEASURED = 500   # pairs on which labels are compared with likelihoods
-
-
-def _label_evidence(
-    writer,              # `log_odds(prompts, pairs)`
-    task: Task,
-    items: list[dict],   # N pairs of RLCD
-    chat: bool = False,  # prompts are messages
-) -> np.ndarray:  # (N,) nats; nan where a prompt with its answer is too long for the model
-    "Subtract the right side of this inequality from the left one."
-    odds = dict(positive=[], negative=[])
-    for side in odds:
-        prompts = []
-        pairs = []
-        for item in items:
-            pair = [text.removeprefix(task.response_prefix).strip() for text in answers_of(item)]
-            pairs.append(tuple(pair if chat else map(with_space, pair)))
-            phrases = task.contrast[item['contrast']]
-            prompts.append(contrast_prompt(task, item, phrases, side, chat))
-        odds[side] = np.array(writer.log_odds(prompts, pairs))
-    return odds['negative'] - odds['positive']
 
 # %% ../nbs/rlcd.ipynb #b8e1ccdf
 def write_rlcd_csv(path, records: list[dict]):
@@ -386,16 +356,6 @@ def _item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
     if judged: figures['certainty'] = float(np.mean([abs(2*i['preference'] - 3) for i in judged]))
     return figures
 
-# %% ../nbs/rlcd.ipynb #a3e1c7d1
-def _agreement(evidence: np.ndarray) -> dict[str, float]:
-    "Say how often labels agree with likelihoods; a share that is no more than chance is printed."
-    share = wilson(int((evidence > 0).sum()), len(evidence))   # what is not known does not agree
-    if share.low <= .5:
-        print(f'the likelihoods under the two prompts agree with {share.value:.0%} '
-              f'[{share.low:.0%}, {share.high:.0%}] of the labels, not clearly more than half: '
-              'the phrases may not change what the model writes')
-    return dict(agreement=share.value, agreement_low=share.low, agreement_high=share.high)
-
 # %% ../nbs/rlcd.ipynb #a3e1c7d3
 def run(cfg: RLCDConfig):
     "Make preference data; leaves preferences.json and .csv, or sft.json, and items.json."
@@ -405,15 +365,10 @@ def run(cfg: RLCDConfig):
     chat = cfg.template == 'chat'
     if cfg.samples: given = _stored_items(cfg, task)
     else: given = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
-    judge = None
-    if cfg.annotators:
-        judge = load_annotators(cfg.annotators, cfg)
-        pair = dict(bare_prompt(given[0]), output_1='Yes.', output_2='No.')
-        try_setting(cfg, 'annotators', annotate_pairs, [pair], judge)
-    judges_itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators
-    if judges_itself or not cfg.samples:
+    writer = judge = None
+    if cfg.method != 'context_distillation':
         writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
-    if judges_itself: judge = SelfJudge(writer, task, chat)
+    if cfg.method in ('rlaif', 'rlcd_rescore'): judge = SelfJudge(writer, task, chat)
 
     def make(part):   # numbers and records, or items
         items = [item for _, item in part]
@@ -428,8 +383,6 @@ def run(cfg: RLCDConfig):
     run_folder.write('items.json', items)
     figures = _item_figures(items, cfg)
     made = [i for i in items if not i['reason']]
-    if cfg.method == 'rlcd' and not cfg.served:
-        figures |= _agreement(_label_evidence(writer, task, made[:_MEASURED], chat))
     records = []
     for i in made:
         if cfg.method == 'context_distillation':

@@ -8,9 +8,7 @@ __all__ = ['RRHFConfig', 'rrhf_loss', 'candidate_tokens', 'load_queries', 'rrhf_
 # %% ../nbs/rrhf.ipynb #08ecd330
 import math
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Annotated, Literal
-from itertools import permutations
 
 from annotated_types import Ge
 import numpy as np
@@ -18,10 +16,8 @@ import torch
 
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, end_turns,
     mean, preflight, sample, SampleConfig)
-from .core.ask.judge_configs import JudgedConfig
 from .core.data.records import (each_answer, LISTS, load_records, merge_candidates,
     select_candidates, without_lists)
-from .core.data.dialogues import prompt_key
 from .core.data.text import collate, decode, encode_prompts, encode_responses, within_limit
 from .core.model.beams import beam_search
 from .core.model.loading import load_tokenizer
@@ -37,7 +33,7 @@ from .core.training import batches, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0
 @dataclass
-class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
+class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     "Settings of RRHF."
     out: str = 'runs/rrhf'                   # run folder
     policy: str = 'runs/sft'                 # where training starts, and the reference
@@ -50,7 +46,6 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
     groups: Positive = 1  # beam: groups the n beams are split into; diverse beams with 2 or more
     diversity_penalty: Amount = 1.0  # beam: nats for each earlier group that chose the token
     refresh_every: Count = 0  # steps between new candidates of the policy; 0: never
-    annotators: str = ''                     # judges of the candidates where reward_model is empty
     kl_coef: Amount = 0.0  # penalty on a candidate's score per nat of log pi/pi_ref
     # score of an answer cut off: 1 below the worst whole answer; empty: as it is
     missing_eos: Literal['replace', ''] = 'replace'
@@ -69,8 +64,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
     batch_size: Positive = 8                 # queries per optimiser step
     save_every: Count = 50                   # steps between saved policies model-<step>/; 0: none
     inputs = dict(candidates='candidates', policy='model', reward_model='model',
-                  annotators=('preferences', 'model'), perplexity_model='model',
-                  data=('split', 'eval_split'))
+                  perplexity_model='model', data=('split', 'eval_split'))
     in_memory = dict(trained=1, frozen=1)
 
     def __post_init__(self):
@@ -78,9 +72,8 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedCo
         if self.n > self.k: raise ValueError(f'n = {self.n} is more than k = {self.k} candidates')
         if self.n < 2 and (self.refresh_every or not self.candidates):
             raise ValueError(f'n = {self.n}: a query needs two candidates. Set n to 2 or more')
-        if self.n and bool(self.reward_model) == bool(self.annotators):
-            raise ValueError("the policy's own answers need a score: name a reward_model or "
-                             'annotators, not both')
+        if self.n and not self.reward_model:
+            raise ValueError("the policy's own answers need a score: name a reward_model")
         if self.decoding == 'sample' and self.n > 1 and not self.temperature:
             raise ValueError('temperature = 0 draws the same answer every time: raise it')
         if self.n % self.groups:
@@ -159,20 +152,6 @@ def load_queries(cfg, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
     return queries, len(found) - len(queries)
 
 # %% ../nbs/rrhf.ipynb #08fa17e0
-def _comparison_scores(annotator, records: list[dict]) -> list[float]:
-    "Score each record by the share of comparisons with others of its instruction that it wins."
-    rows_of = {}   # instruction: its records' numbers
-    for i, r in enumerate(records): rows_of.setdefault(prompt_key(r), []).append(i)
-    order = sum((list(permutations(rows, 2)) for rows in rows_of.values()), [])
-    texts = [r['output'] for r in records]
-    pairs = [dict(records[i], output_1=texts[i], output_2=texts[j]) for i, j in order]
-    wins = [[] for _ in records]
-    for (i, j), preference in zip(order, annotator(pairs)):
-        wins[i].append(2 - preference)
-        wins[j].append(preference - 1)
-    return [mean(w) if w else .5 for w in wins]
-
-
 def _score_pool(
     pool: list[dict],
     score_of,         # records -> scores; None for the scores that the candidates have
@@ -186,7 +165,7 @@ def _score_pool(
     for r, score in zip(answers, scores):
         if score is None or not math.isfinite(score):
             raise ValueError(f'{r["output"]!r:.60}: its score is {score}. '
-                             'Name another reward_model or annotators')
+                             'Name another reward_model')
     scores = torch.tensor(scores, dtype=torch.float64)
     if log_ratios is not None: scores = (scores.float() - cfg.kl_coef * log_ratios).double()
     scored = []
@@ -332,14 +311,12 @@ def _count_labels(run) -> dict[str, int]:
     for file in run.folder.glob('candidates*.json'):
         sizes += [len(q['output']) for q in read_json(file)]
     if cfg.reward_model: labels = label_count(cfg.reward_model)
-    elif cfg.annotators: labels = sum(k * (k - 1) for k in sizes)   # both orders of all pairs
     else: labels = max(map(label_count, as_list(cfg.candidates)))
     return dict(single=sum(k < 2 for k in sizes), labels=labels)
 
 # %% ../nbs/rrhf.ipynb #b4f2d8e2
 def train(cfg: RRHFConfig):
     "Optimise a policy on ranked candidates; leaves model/, candidates.json and outputs.json."
-    from alpaca_farm.judging.judges import load_annotators
     run = start(cfg, train)
     if run.done:
         names = 'length', 'ended', 'kl', 'reward', 'perplexity', 'perplexity_median'
@@ -347,12 +324,10 @@ def train(cfg: RRHFConfig):
     preflight(cfg, ('eval_split',))
     plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     queries, left_out = load_queries(cfg, plain)
-    judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
     reference = load_reference(policy, cfg) if cfg.kl_coef else None
     reward_of = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
-    score_of = reward_of or (judge and partial(once, _comparison_scores, judge))
-    preflight(cfg, ('eval_split',), policy, tokenizer, cfg.n and judge, reward_of)
+    preflight(cfg, ('eval_split',), policy, tokenizer, reward=reward_of)
 
     longest = []
     for query, prompt in queries:
@@ -368,7 +343,7 @@ def train(cfg: RRHFConfig):
             begin = step - 1 - since
             rows = sorted(set(sum(order[begin:begin + every], [])))
             pool = dict(zip(rows, _candidate_pool(run, begin, policy, reference, tokenizer,
-                                                 [queries[i] for i in rows], score_of)))
+                                                 [queries[i] for i in rows], reward_of)))
         rows = [pool[i] for i in order[step - 1] if len(pool[i][0]['output']) > 1]
         if rows:
             batch = rrhf_batch(rows, tokenizer, cfg.template)

@@ -17,7 +17,6 @@ def key(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', KEY)
-    monkeypatch.setattr('openai._base_client.MAX_RETRY_DELAY', .05)   # of calls about batches
     monkeypatch.setattr('alpaca_farm.core.ask.api._LONGEST_WAIT', .05)
 
 

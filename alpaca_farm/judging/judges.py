@@ -203,7 +203,7 @@ def _read_answers(
     prices = []
     for a in answers:
         tokens = token_usage(a, request)
-        prices.append(client.price(e.decoding['model'], *tokens, batch=a['seconds'] is None))
+        prices.append(client.price(e.decoding['model'], *tokens))
     price = None if None in prices else sum(prices) / e.batch_size
     last = answers[-1]
     raw = answer_text(last, refusal=True)

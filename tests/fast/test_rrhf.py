@@ -10,7 +10,7 @@ import torch
 import tiny
 from alpaca_farm import rrhf
 from alpaca_farm.core.data.records import (LISTS, merge_candidates, read_candidates,
-    select_candidates, to_rrhf)
+    select_candidates)
 from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.model.models import load_policy, logprobs
 from alpaca_farm.core.run.files import read_json
@@ -133,24 +133,14 @@ ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', '
              origin_scores=[[5, 5], [1, 2]])]
 
 
-def test_rrhf_files_round_trip(tmp_path):
+def test_rrhf_files(tmp_path):
     path = write(tmp_path/'train_data.jsonl', ROWS, lines=True)
     one, two = found = read_candidates(path)
     assert one['messages'] == [dict(role='user', content='Hi')]
     assert two['instruction'] == ROWS[1]['query'] and two['source'] == ['chosen', 'rejected']
     assert two['origin_scores'] == ROWS[1]['origin_scores']
-    rows = [to_rrhf(r) for r in found]
-    assert [r | dict(ended=0) for r in rows] == [r | dict(ended=0) for r in ROWS]
-    assert read_candidates(write(tmp_path/'again.json', rows, lines=True)) == found
     samples = merge_candidates(path, ['sample'])
     assert [q['output'] for q in samples] == [['Yes?', 'Hello.'], []]
-    ours = dict(instruction='Sort.', input='3 1 2', output=['1 2 3', 'no', '1'],
-                scores=[3., 1., 2.], source=['chosen', 'rejected', 'gpt'],
-                ended=[True, True, False], difficulty=4)
-    row = to_rrhf(ours)
-    assert row['query'] == 'Sort.\n3 1 2' and row['responses'] == ['1', '1 2 3', 'no']
-    back, = as_records([row], 'a.json', ['candidates'])
-    assert back == ours | {k: [ours[k][i] for i in (2, 0, 1)] for k in LISTS}
 
 
 def test_kinds_are_merged_by_instruction(tmp_path):
@@ -197,7 +187,7 @@ def indifferent(records): return [3.]*len(records)
 
 @pytest.mark.parametrize('more, message', [
     (dict(reward_model=''), 'score is None'), (dict(sources=['gpt']), 'sources'),
-    (dict(reward_model='', annotators='test_rrhf:not_a_number'), 'score is nan'),
+    (dict(reward_model='test_rrhf:not_a_number'), 'score is nan'),
     (dict(reward_model='test_rrhf:indifferent', missing_eos=''), 'nothing to rank')], ids=str)
 def test_what_cannot_be_learned_from(base, tmp_path, more, message):
     with pytest.raises(ValueError, match=message): run(base, tmp_path/'rrhf', **more)
@@ -336,16 +326,6 @@ def test_scores_of_the_files(base, tmp_path):
     for q in read_json(tmp_path/'candidates.json'):
         assert q['source'] == ['chosen', 'rejected'] and q['scores'][0] >= q['scores'][1]
     assert summary['labels'] == read_summary(base/'annotators')['labels']
-
-
-def test_scores_of_annotators(base, tmp_path):
-    _, summary = run(base, tmp_path, annotators='alpaca_farm.boards.agreement:prefer_longer',
-                     reward_model='', eval_split='', missing_eos='', max_instances=20)
-    pool = read_json(tmp_path/'candidates.json')
-    for q in pool:
-        best = max(range(len(q['output'])), key=q['scores'].__getitem__)
-        assert len(q['output'][best]) == max(map(len, q['output']))
-    assert summary['labels'] == sum(math.perm(len(q['output']), 2) for q in pool)  # both orders
 
 
 def test_perplexity(models):

@@ -79,16 +79,11 @@ def test_a_judge_that_samples_is_asked_anew_for_another_seed(tmp_path, spec, sam
             assert len(server.requests()) == total
 
 
-@pytest.mark.parametrize('batch', [False, True])
-def test_failures_leave_the_run_open_and_are_asked_alone(tmp_path, batch):
-    "Server errors, and a batch's expired lines."
-    faults = {'500': {'p': 0, 'always_for': 'Say word [0-4]\\.'}}
-    if batch: faults['timeout'] = {'p': 0, 'always_for': 'Say word [5-6]\\.'}
-    with judge_server(faults=faults) as server:
-        cfg, failed = annotation(tmp_path, server, batch=batch), 7 if batch else 5
-        with pytest.raises(ValueError, match=f'{40 - failed} of 40 .*: {failed} requests failed'):
-            run(cfg)
-        assert not summary(cfg) and len(labels(cfg)) == 40 - failed
+def test_failures_leave_the_run_open_and_are_asked_alone(tmp_path):
+    with judge_server(faults={'500': {'p': 0, 'always_for': 'Say word [0-4]\\.'}}) as server:
+        cfg = annotation(tmp_path, server)
+        with pytest.raises(ValueError, match='35 of 40 .*: 5 requests failed'): run(cfg)
+        assert not summary(cfg) and len(labels(cfg)) == 35
         server.set(faults={})
         run(cfg)
         assert summary(cfg)['labels'] == 40 and server.counts()['ok'] == 40
@@ -116,57 +111,6 @@ def test_labels_nobody_is_asked_for(tmp_path):
         assert summary(cfg)['unasked'] == coins == 200 - len(server.requests())
     assert summary(cfg)['flip_low'] < .25 < summary(cfg)['flip_high']
     assert .15 < np.mean(np.array(given(cfg)) == 1) < .35
-
-
-def sent_batches(server):
-    return [r for r in server.requests() if r['path'] == '/v1/batches' and r['method'] == 'POST']
-
-
-def test_the_batch_api(tmp_path, capsys):
-    "Half the price; a file for each model and kind of request."
-    with judge_server(batch_seconds=.3) as server:
-        models = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=other', 'text-davinci-003=my-instruct']
-        one = weights_of('alpaca_farm', 'gpt4_4', 'chatgpt_1', 'davinci003_4')
-        cfg = annotation(tmp_path, server, batch=True, prices=prices(tmp_path), models=models,
-                         annotators='alpaca_farm', weights=one)
-        run(cfg)
-        assert summary(cfg)['labels'] == 40 and 'within a day' in capsys.readouterr().out
-        assert sum('batch' in r for r in server.requests()) == 40
-        assert len(sent_batches(server)) == 3
-        full = replace(cfg, out=f'{cfg.out}_full', store=f'{cfg.store}_full', batch=False)
-        run(full)
-        assert summary(full)['dollars'] == pytest.approx(2*summary(cfg)['dollars'], rel=.01)
-
-
-WAITS = '''
-import sys, json
-from alpaca_farm.annotators import AnnotatorsConfig, run
-run(AnnotatorsConfig(**json.loads(sys.argv[1])))
-'''
-
-
-@pytest.mark.parametrize('nameless', [False, True])
-def test_a_batch_outlives_its_process(tmp_path, nameless):
-    "Its answers are read later, with or without the setting; by its file where its name is lost."
-    with judge_server(batch_seconds=3600.) as server:
-        cfg = annotation(tmp_path, server, batch=True, prices=prices(tmp_path))
-        started = subprocess.Popen([sys.executable, '-c', WAITS, json.dumps(vars(cfg))],
-                                   env=tiny.environment(), stdout=subprocess.DEVNULL)
-        store = Store(cfg.store)
-        while not store.run('select 1 from batches where name not null'): time.sleep(.05)
-        started.send_signal(signal.SIGKILL)
-        started.wait()
-        if nameless: store.run('update batches set name = null')
-        store.db.close()
-        later = replace(cfg, batch=nameless)
-        if not nameless:
-            with pytest.raises(ValueError, match='under way in the batch'): run(later)
-        server.set(batch_seconds=0.)
-        run(later)
-        assert sum('batch' in r for r in server.requests()) == 40, 'the batch was sent again'
-    assert summary(cfg)['labels'] == 40
-    paid = sum(r['price'] for r in labels(cfg))
-    assert paid == pytest.approx(summary(cfg)['dollars'], abs=1e-6)
 
 
 @pytest.mark.parametrize('harm', ['header', 'cut'])

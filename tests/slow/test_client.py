@@ -17,7 +17,7 @@ import tiny
 from alpaca_farm.annotators import run
 from alpaca_farm.auto_annotations import PairwiseAutoAnnotator
 from alpaca_farm.core.ask.api import ApiConfig
-from alpaca_farm.core.ask.client import _batch_text, _store_line, ApiClient
+from alpaca_farm.core.ask.client import ApiClient
 from alpaca_farm.core.ask.store import request_key, Store
 from asking import annotation, KEY, key, prices, summary
 from judge_server import judge_server
@@ -32,7 +32,7 @@ def shared():
 def server(shared, monkeypatch, tmp_path):
     "One for all tests, as if new; and no store among the project's runs."
     monkeypatch.setattr('alpaca_farm.core.ask.client.at_root', lambda path: tmp_path/path)
-    shared.set(faults={}, latency=0., template='Output ({letter})', batch_seconds=.1,
+    shared.set(faults={}, latency=0., template='Output ({letter})',
                usage=None)
     return shared
 
@@ -50,12 +50,11 @@ def asked(n, **more):
 def texts(answers): return [a and a['choices'][0]['message']['content'] for a in answers]
 
 
-@pytest.mark.parametrize('batch', [False, True])
-def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys, batch):
-    "In a refusal, a batch's errors, and an answer's text: neither printed nor in any file."
+def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys):
+    "In a refusal, and an answer's text: neither printed nor in any file."
     server.set(faults={'echo': 'Say word 3\\.'},
                template='It says %s.\nOutput ({letter})' % KEY)
-    cfg = annotation(tmp_path, server, n=8, batch=batch)
+    cfg = annotation(tmp_path, server, n=8)
     run(cfg)
     assert summary(cfg)['labels'] == 7
     assert 'Bearer [key]' in (tmp_path/'run'/'unanswered.json').read_text()
@@ -79,26 +78,6 @@ def test_another_endpoint_is_asked_itself(tmp_path, server):
         client.store.put(request_key(asked(1)[0], 7), asked(1)[0], old)   # of OpenAI, unnamed
         assert texts(client(asked(1), [7])) == ['Another']
     assert texts(client_of(tmp_path, server, base_url='')(asked(1), [7])) == ['Old']
-
-
-@pytest.mark.parametrize('batch, name', [(False, 'batch_gone'), (True, 'batch_gone'), (False, '')])
-def test_a_batch_that_is_gone_is_asked_again(tmp_path, server, capsys, batch, name):
-    "Deleted or another project's; `''`: killed before the name was known, and its file is gone."
-    client, requests = client_of(tmp_path, server, batch=batch), asked(3)
-    client.store.note_batch('file', client.server, dict(zip(client.keys(requests), requests)))
-    if name: client.store.name_batch('file', name)
-    assert None not in client(requests) and client.tally.asked == 3 and not client.tally.failed
-    assert f'the batch {name or "of file"} is gone' in capsys.readouterr().out
-    assert not client.store.open_batches(client.server)
-
-
-def test_a_refused_key_does_not_release_a_batch(tmp_path):
-    with judge_server(key='right') as server:
-        client, requests = client_of(tmp_path, server), asked(3)
-        todo = dict(zip(client.keys(requests), requests))
-        client.store.note_batch('file-1', client.server, todo)
-        with pytest.raises(ValueError, match='the key is refused'): client(requests)
-        assert client.store.open_batches(client.server)
 
 
 ASKS = '''
@@ -158,7 +137,7 @@ def test_half_a_character_does_not_end_a_run(tmp_path, server):
     first = client(requests)
     assert texts(first[:3])[1].endswith('\ufffd') and None not in first
     judge = PairwiseAutoAnnotator('chatgpt', models={'gpt-3.5-turbo-0301': 'judge'},
-                                  base_url=server.url, caching_path=str(tmp_path/'labels.json'))
+                                  base_url=server.url, caching_path=str(tmp_path/'labels.sqlite'))
     pair = dict(instruction='Say it.', output_1='half \ud83d', output_2='b'*40)
     assert judge.annotate_pairs([pair])[0]['preference'] == 2
     assert client(requests) == first and client.tally.asked == 4
@@ -205,24 +184,6 @@ def test_nothing_readable_stops_early(tmp_path, server):
     assert None not in client(asked(30), readable=lambda i, answer: i == 0)
 
 
-def test_what_a_batch_may_cost_counts_while_it_is_under_way(tmp_path, server):
-    "A start that was killed has sent a batch; the next one does not send as much again."
-    server.set(batch_seconds=3600.)
-    client = client_of(tmp_path, server, out=str(tmp_path/'run'), budget=.3,
-                       prices=prices(tmp_path, '[1000, 1000]'))
-    requests = asked(18, max_tokens=10)
-    part = dict(zip(client.keys(requests[:9]), requests[:9]))
-    with openai.OpenAI(base_url=server.url, api_key=KEY) as account:
-        file = account.files.create(file=('a.jsonl', _batch_text(part)), purpose='batch').id
-        made = account.batches.create(input_file_id=file, endpoint='/v1/chat/completions',
-                                      completion_window='24h')
-    client.store.note_batch(file, client.server, part)
-    client.store.name_batch(file, made.id)
-    answers = client(requests)
-    assert answers[:9] == [None]*9 and client.tally.stopped
-    assert 0 < sum(a is not None for a in answers[9:]) < 6
-
-
 def test_a_large_store_is_neither_loaded_nor_searched(tmp_path):
     "40,000 answers to requests of 2 kB: memory, and SQLite's operations for a few of them."
     store = Store(tmp_path/'a.sqlite')
@@ -240,23 +201,6 @@ def test_a_large_store_is_neither_loaded_nor_searched(tmp_path):
     assert len(store.get([b'%08d' % i for i in range(0, 40_000, 400)])) == 100
     assert store.mean_seconds() == 1.
     assert len(thousands) < 10 and me.memory_info().rss - before < 20 * 2**20
-
-
-def test_the_answer_of_a_batch_is_paid_for_once(tmp_path):
-    "Two processes may read the same batch; a request that was sent twice was paid for twice."
-    store = Store(tmp_path/'a.sqlite')
-    for seconds, paid in ((None, 2.), (None, 2.), (.5, 4.)):
-        store.put(b'key', dict(model='m'), dict(choices=[]), seconds, 'run', 2.)
-        assert store.dollars_paid('run') == paid
-
-
-@pytest.mark.parametrize('response', [dict(status_code=502, body='upstream error'),
-                                      dict(status_code=500, body=[1]), None])
-def test_a_line_of_a_batch_in_another_form_is_a_reason(tmp_path, server, response):
-    client = client_of(tmp_path, server)
-    client.begin({b'key': asked(1)[0]})
-    _store_line(client, dict(custom_id=b'key'.hex(), response=response), client.todo)
-    assert client.tally.failed[b'key']
 
 
 def wait_for(server, n):
@@ -365,13 +309,6 @@ def test_a_good_answer_in_bad_json_is_used_and_paid_for_once(tmp_path, server, f
     first = client(asked(3))
     assert None not in texts(first) and len(server.requests()) == before + 3
     assert client_of(tmp_path, server)(asked(3)) == first and len(server.requests()) == before + 3
-
-
-def test_a_line_of_a_batch_that_is_no_json_leaves_the_others(tmp_path, server):
-    server.set(faults={'badjson': 'Say word 1\\.'})
-    client = client_of(tmp_path, server, batch=True)
-    assert [a is None for a in client(asked(3))] == [False, True, False]
-    assert 'has completed' in client.tally.open and not client.store.open_batches(client.server)
 
 
 def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path):

@@ -110,15 +110,6 @@ def test_an_answer_without_a_verdict_is_asked_again_by_a_later_run(tmp_path, tem
             assert len(server.requests()) == n + 9*asks + 9
 
 
-def test_answers_in_batches_without_a_verdict_are_asked_again_by_a_later_run(tmp_path):
-    with judge_server(faults=dict(unparseable=1.)) as server:
-        for bad in (True, True, False, False):
-            if not bad: server.set(faults={})
-            found = made(server, tmp_path, batch=True)(pairs(3))
-            assert np.isnan(found).all() if bad else found == longer(pairs(3))
-        assert len(Store(tmp_path/'answers.sqlite')) == 3*3
-
-
 def test_all_labels_come_where_half_of_the_requests_are_refused(tmp_path):
     "64 at a time ask a server that works on 32."
     with judge_server(latency=.16, most=32) as server:

@@ -168,7 +168,6 @@ def test_run(base, whole):
     assert len(files) == 3 and len(items) == summary['prompts'] == 60
     assert len(rows) == summary['made'] == 60 - summary['skipped'] > 40 and summary['labels'] == 0
     assert summary['retries'] == sum(i['retries'] for i in items) and 'certainty' not in summary
-    assert 0 < summary['agreement_low'] < summary['agreement'] < summary['agreement_high'] < 1
     reasons = Counter(f'skipped_{i["reason"]}' for i in items if i['reason'])
     assert {k: v for k, v in summary.items() if k.startswith('skipped_')} == reasons
     prompts, by = load_records(str(base/'world'), 'preference'), {i['index']: i for i in items}
@@ -211,18 +210,14 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
 
 
 def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
-    "Read from the run or its CSV: the same pairs, judged by the model or by any annotator."
-    from alpaca_farm.world import gold
+    "Read from the run or its CSV: the same pairs, judged by the model."
     out, rescore = whole[0], dict(method='rlcd_rescore')
     made(base, tmp_path/'self', **rescore, samples=str(out))
     bare = lambda rows: [r | dict(preference=0, annotator='') for r in rows]
     assert bare(pairs(tmp_path/'self')) == bare(pairs(out))
     assert all(1 < p < 2 for p in labels(pairs(tmp_path/'self')))
-    judged = dict(samples=str(out/'preferences.csv'), annotators='alpaca_farm.world:gold')
-    made(base, tmp_path/'people', **rescore, **judged)
-    people = pairs(tmp_path/'people')
-    assert len(people) == len(pairs(out)) and {r['annotator'] for r in people} == {'gold'}
-    assert list(labels(people)) == gold(people) and len(set(labels(people))) > 1
+    made(base, tmp_path/'csv', **rescore, samples=str(out/'preferences.csv'))
+    assert list(labels(pairs(tmp_path/'csv'))) == list(labels(pairs(tmp_path/'self')))
     some = tmp_path/'some.json'
     some.write_text(json.dumps([dict(pairs(out)[0], contrast=7)]))
     for samples, wrong in ((some, 'contrast = 7'), (tmp_path/'self', 'labelled by self')):
@@ -281,24 +276,6 @@ def test_csv_of_rlcd(tmp_path):
         load_records(str(file), kind='preference')
 
 
-def test_evidence_is_that_of_whole_texts(base, whole):
-    "log p of each answer under each prompt, by a softmax at each of its tokens."
-    import torch
-    cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
-    writer, task = LocalWriter(str(base/'world'), cfg), read_task(ANYTHING)
-    items = [i for i in read_json(whole[0]/'items.json') if not i['reason']][:6]
-
-    @torch.no_grad()
-    def logp(item, side, text):
-        prompt = contrast_prompt(task, item, task.contrast[item['contrast']], side)
-        start, ids = (prompt_tokens(t, writer.tokenizer) for t in (prompt, f'{prompt} {text}'))
-        table = writer.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        return sum(table[k - 1, ids[k]].item() for k in range(len(start), len(ids)))
-    by_hand = [sum(a*b*logp(i, side, text) for b, side in ((1, 'positive'), (-1, 'negative'))
-                   for a, text in zip((1, -1), rlcd.answers_of(i))) for i in items]
-    np.testing.assert_allclose(rlcd._label_evidence(writer, task, items), by_hand, atol=1e-3)
-
-
 class Fussy:
     "Gives each key's text; nothing on the first try, and never for prompt 2."
     def __init__(self): self.asked = []
@@ -321,14 +298,6 @@ def test_retries_are_counted_and_bounded():
     wanted = dict(prompts=4, made=2, skipped_empty=1, skipped_long_prompt=1, retries=8)
     assert {k: found[k] for k in wanted} == wanted
     with pytest.raises(ValueError, match='nothing is left'): rlcd._item_figures(items[1:2], cfg)
-
-
-def test_a_judge_that_fails_stops_the_run_before_anything_is_written(base, tmp_path):
-    dialogues = tmp_path/'talk.json'
-    dialogues.write_text(json.dumps([TALK]))
-    judged = dict(method='rlaif', data=str(dialogues), annotators='alpaca_farm.world:gold')
-    refused(base, tmp_path/'out', 'annotators = .* failed on a first answer', **judged)
-    assert not (tmp_path/'out').exists()
 
 
 def test_a_served_model(base, tmp_path):

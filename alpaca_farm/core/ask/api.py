@@ -50,10 +50,9 @@ class ApiConfig(JudgedConfig):
     # times a request is sent before it counts as failed
     tries: Annotated[int, Interval(ge=1, le=1000)] = 10
     budget: Amount = 0.0  # most dollars for all starts of this run folder; 0 for no limit
-    batch: bool = False                 # use the Batch API: half the price, answers within a day
     prices: str = ''  # YAML file of prices, `name: [in, out]`, dollars per million tokens
     aside = Config.aside + (
-        'store', 'concurrency', 'timeout', 'tries', 'budget', 'batch', 'prices')
+        'store', 'concurrency', 'timeout', 'tries', 'budget', 'prices')
 
     def __post_init__(self):
         super().__post_init__()

@@ -13,7 +13,7 @@ from .api import answer_text, ApiConfig
 from .client import ApiClient, ask_until_read
 from ..model.generation import generate
 from .judge_configs import parse_decoding
-from ..model.models import load_policy, next_log_odds, response_logprobs
+from ..model.models import load_policy, next_log_odds
 from ..data.preferences import hash_uniform
 from ..data.dialogues import without_thoughts
 from ..data.text import decode, encode_prompts, encode_responses, start_tokens
@@ -97,18 +97,6 @@ class LocalWriter:
         fits = [len(shared) <= self.longest for shared, _ in rows]
         return _where(fits, rows, chances, math.nan)
 
-    def log_odds(self, prompts: list, pairs: list[tuple[str, str]]) -> list[float]:
-        """Give log p of the second text minus log p of the first behind each prompt, in nats;
-        nan where that is too long."""
-        def odds(rows):
-            starts, ends = zip(*rows) if rows else ((), ())
-            def logp(k):
-                return response_logprobs(self.model, starts, [both[k] for both in ends],
-                                         self.tokenizer.pad_token_id)
-            return (logp(1) - logp(0)).tolist()
-        rows = [label_tokens(*both, self.tokenizer) for both in zip(prompts, pairs)]
-        fits = [len(shared) + max(map(len, ends)) <= self.longest for shared, ends in rows]
-        return _where(fits, rows, odds, math.nan)
 
 # %% ../../../nbs/core/ask/completions.ipynb #f04b0caa
 def shown_label(answer: dict, labels) -> float:

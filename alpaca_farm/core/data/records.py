@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'unique_fields', 'read_text', 'read_rows', 'check_field', 'check_records',
            'load_rows', 'load_records', 'without_lists', 'read_candidates', 'each_answer', 'candidate_pair',
-           'select_candidates', 'merge_candidates', 'to_rrhf']
+           'select_candidates', 'merge_candidates']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -16,8 +16,8 @@ import numpy as np
 
 from .dialogues import (check_messages, dialogue_text, naming, parse_dialogue,
     prompt_key, prompt_messages, with_system)
-from .formats import (as_records, check_whole, default_sources, FIELDS,
-    known_formats, notice, SAY_CODE)
+from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, known_formats, notice,
+    SAY_CODE)
 from .preferences import answer_of, ENDED, is_preference, pair_identity
 from ..run.files import at_root, looks_like_hub, missing_path
 from ..run.settings import as_list
@@ -436,18 +436,3 @@ def merge_candidates(
         kept = [i for i, s in enumerate(query['source']) if not sources or s in sources]
         queries.append(select_candidates(query, kept))
     return queries
-
-# %% ../../../nbs/core/data/records.ipynb #8deba3e8
-def to_rrhf(record: dict) -> dict:
-    "Write candidates as a row of RRHF's files, chosen and rejected last."
-    places = dict(chosen=1, rejected=2)
-    source = record['source']
-    order = sorted(range(len(source)), key=lambda i: places.get(source[i], 0))
-    row = select_candidates(record, order)
-    dialogue = prompt_messages(record)
-    if dialogue: query = dialogue_text(dialogue)
-    else: query = '\n'.join(filter(None, prompt_key(record)))
-    told = parse_dialogue(query) == dialogue if dialogue else not record.get('input')
-    for name in ('instruction', 'messages', 'input') if told else (): row.pop(name, None)
-    if row['source'] == default_sources(len(order)): del row['source']
-    return dict(query=query, responses=row.pop('output')) | row

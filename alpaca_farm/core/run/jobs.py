@@ -346,33 +346,14 @@ def _sweep_table(jobs: list[Job], grid: dict):
         rows.append(row)
     return pd.DataFrame(rows)
 
-
-def _sweep_figure(
-    table,           # of `_sweep_table`
-    grid: dict,
-    show: str = '',  # the column; empty, or none of them: the first of the usual ones
-):
-    "One column over the first setting: a line for each value of the others, seeds averaged."
-    usual = 'val_win_rate', 'reward', 'accuracy', 'nll', 'loss', 'length', table.columns[-1]
-    if show not in table: show = next(name for name in usual if name in table)
-    varied = [name for name in grid if name != 'seed'] or ['seed']
-    values = table.groupby(varied, sort=False)[show].agg(['mean', 'sem'])
-    if varied[1:]: values = values.unstack(varied[1:])
-    if table[varied[0]].dtype.kind in 'if': values = values.sort_index()
-    ax = values['mean'].plot(yerr=values['sem'].fillna(0), marker='o', capsize=3, figsize=(5, 3),
-                             ylabel=show, legend=len(varied) > 1)
-    ax.figure.tight_layout()
-    return ax.figure
-
 # %% ../../../nbs/core/run/jobs.ipynb #a10e0023
 def sweep(
     notebook: str,
     grid: dict,         # values by setting
-    out: str = '',      # folder of runs, table and figure; empty for runs/<notebook>_sweep
+    out: str = '',      # folder of runs and table; empty for runs/<notebook>_sweep
     workers: int = 0,   # runs at a time; 0 for the number of cores
     gpus: int = 0,      # of each run
     address: str = '',  # of a Ray cluster; empty for this machine
-    show: str = '',     # column of the figure
     **settings,         # that all runs have
 ):
     "Run a notebook with every combination of values; a DataFrame, or RuntimeError if some failed."
@@ -380,13 +361,7 @@ def sweep(
     jobs = _sweep_jobs(notebook, grid, out, gpus, **settings)
     failed = run_jobs(jobs, name=f'{notebook} sweep', place=machines(address, workers))
     table = _sweep_table(jobs, grid)
-    folder = at_root(out)
-    if len(table):
-        with atomic_write(folder/'table.csv') as path: table.to_csv(path, index=False)
-        with atomic_write(folder/'figure.png') as path:
-            _sweep_figure(table, grid, show).savefig(path, dpi=150, format='png')
-        if show and show not in table:
-            print(f'show = {show}: the runs have {", ".join(table.columns)}')
+    with atomic_write(at_root(out)/'table.csv') as path: table.to_csv(path, index=False)
     if not failed: return table
     raise RuntimeError('\n'.join(['some runs failed; the table has the others:', *failed]))
 
@@ -398,7 +373,7 @@ def sweep_command(args: list[str]):
     names = dict(action='append', default=[], metavar=('SETTING', 'VALUE'))
     p.add_argument('-g', nargs='+', **names, help='a setting that varies, and its values')
     p.add_argument('-p', nargs=2, **names, help='a setting that all runs have')
-    for name, kind in dict(out=str, workers=int, gpus=int, address=str, show=str).items():
+    for name, kind in dict(out=str, workers=int, gpus=int, address=str).items():
         p.add_argument(f'--{name}', type=kind, default=kind())
     given = vars(p.parse_args(args))
     rows = given.pop('g')

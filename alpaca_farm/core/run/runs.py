@@ -130,21 +130,14 @@ class Tracking:
         "Send a record of the log."
         self._try(lambda: self.tracker.log(record, step), step)
 
-    def finish(self, summary: dict, rows: int = 50):
-        "Send the figures of a finished run and its first answers, and end the session."
-        self._try(lambda: self._send_end(summary, rows))
+    def finish(self, summary: dict):
+        "Send the figures of a finished run, and end the session."
+        self._try(lambda: self._send_end(summary))
         self.name = ''
 
-    def _send_end(self, summary: dict, rows: int):
+    def _send_end(self, summary: dict):
         self.tracker.log({f'summary/{name}': value for name, value in summary.items()
                           if isinstance(value, (int, float))})
-        file = self.folder/'outputs.json'
-        outputs = json.loads(file.read_text(encoding='utf-8'))[:rows] if file.exists() else []
-        shown = [[row['instruction'], row['output']] for row in outputs]
-        if self.name == 'tensorboard' and shown:
-            answers = '\n\n'.join(f'**{asked}** {answer}' for asked, answer in shown)
-            self.tracker.log(dict(samples=answers))
-        elif shown: self.tracker.log_table('samples', ['instruction', 'output'], shown)
         self.tracker.finish()
 
     def _try(self, send, step: int = 1):

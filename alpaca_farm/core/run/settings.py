@@ -8,7 +8,8 @@ __all__ = ['Count', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule
            'TrainConfig', 'field_comments', 'from_args', 'command']
 
 # %% ../../../nbs/core/run/settings.ipynb #37bea490
-import argparse, ast, contextlib, dataclasses, difflib, importlib, json, os, re, subprocess, sys, time, traceback, typing, warnings
+import argparse, ast, contextlib, dataclasses, difflib, importlib, json, os, re, subprocess, sys
+import time, traceback, typing, warnings
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from importlib.util import find_spec
