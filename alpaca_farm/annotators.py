@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.ask.api import ApiConfig
+from .core.ask.client import ApiConfig
 from .core.ask.judge_configs import is_population
 from .core.data.preferences import (annotator_name, decide_vote, draw_annotator,
     hash_uniform, pair_identity, pool_members, pool_weights, report_missing, shown_swapped)

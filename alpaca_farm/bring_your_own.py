@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .core.answers import PromptConfig
-from .core.ask.api import ApiConfig
+from .core.ask.client import ApiConfig
 from .core.data.preferences import pool_members, preferences_over
 from .core.data.dialogues import prompt_key
 from .core.data.records import load_records

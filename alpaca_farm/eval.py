@@ -13,7 +13,7 @@ from typing import Annotated
 
 from annotated_types import Len
 
-from .core.ask.api import ApiConfig
+from .core.ask.client import ApiConfig
 from .core.data.preferences import common_prompts, index_prompts, output_texts
 from .core.data.records import load_records
 from .core.data.dialogues import full_instruction

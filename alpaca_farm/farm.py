@@ -9,7 +9,7 @@ __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'farm_world', 'population', 'farm
 import os, time
 from dataclasses import dataclass, replace
 
-from .core.ask.api import ApiConfig
+from .core.ask.client import ApiConfig
 from .core.ask.judge_configs import JudgedConfig
 from .core.run.files import notebooks_folder, read_yaml
 from .core.run.identity import run_config

@@ -180,7 +180,7 @@ RANKING = "[{'model': 'model_1', 'rank': {number}}, {'model': 'model_2', 'rank':
 
 def our_judge(url):
     from alpaca_farm.judging.judges import load_annotators
-    from alpaca_farm.core.ask.api import ApiConfig
+    from alpaca_farm.core.ask.client import ApiConfig
     return load_annotators('alpaca_eval_gpt4',
                            ApiConfig(base_url=url, store=f'{new_folder()}.sqlite'))
 

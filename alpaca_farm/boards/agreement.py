@@ -13,7 +13,7 @@ from typing import Annotated
 from annotated_types import Ge, Len
 import numpy as np
 
-from ..core.ask.api import ApiConfig
+from ..core.ask.client import ApiConfig
 from ..core.ask.judge_configs import model_kind
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, pool_members,
     pool_weights, report_missing)

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
            'sample_answers', 'in_chunks', 'mean', 'choose_best', 'mean_figures', 'answer_figures', 'score_candidates',
-           'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'note_shared_prompts', 'preflight',
-           'answer_eval_split', 'answer_again', 'print_answers']
+           'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'preflight', 'answer_eval_split', 'answer_again',
+           'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 from bisect import bisect_left
@@ -262,7 +262,7 @@ def try_setting(
                          f'({type(e).__name__}: {e}). Name another one') from e
 
 
-def note_shared_prompts(cfg: PromptConfig):
+def _note_shared_prompts(cfg: PromptConfig):
     "Print how many prompts a run both learns from and measures on."
     learned = as_list(getattr(cfg, 'preferences', '')) + as_list(getattr(cfg, 'candidates', ''))
     names = ('val_split', 'eval_split') if learned else ('split', 'val_split', 'eval_split')
@@ -302,7 +302,7 @@ def preflight(
 ):
     "Do once what a run does after its first step; an error names the setting that is wrong."
     parts = [load_split(cfg, name) for name in splits if getattr(cfg, name)]
-    note_shared_prompts(cfg)
+    _note_shared_prompts(cfg)
     if policy is None: return
     check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
     if not parts: return

@@ -18,8 +18,8 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from ..core.ask.api import answer_text, ApiConfig, parse_mapping, token_usage
-from ..core.ask.client import ApiClient, ask_until_read
+from alpaca_farm.core.ask.client import (answer_text, ApiClient, ApiConfig, ask_until_read,
+    parse_mapping, token_usage)
 from alpaca_farm.core.ask.judge_configs import (adapt_decoding, entry_model, is_population,
     judge_config_file, model_kind, parse_decoding, read_judge_config, REASONING_MODELS,
     REQUEST_FIELDS, suggest_names)

@@ -12,8 +12,7 @@ from typing import Annotated
 from annotated_types import Interval
 
 from ..core.answers import answer_figures, choose_best, prompt_fields
-from ..core.ask.api import answer_text, ApiConfig, parse_mapping
-from ..core.ask.client import ApiClient
+from ..core.ask.client import answer_text, ApiClient, ApiConfig, parse_mapping
 from ..core.data.records import load_records, without_lists
 from ..core.data.dialogues import full_instruction
 from ..core.data.dialogues import (dialogue_text, prompt_messages,

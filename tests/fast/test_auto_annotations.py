@@ -4,7 +4,7 @@ import json
 import pytest
 
 import tiny
-from alpaca_farm.auto_annotations import (alpaca_leaderboard, PairwiseAutoAnnotator, records_of,
+from alpaca_farm.auto_annotations import (alpaca_leaderboard, PairwiseAutoAnnotator, _records_of,
     _reference_from_hub)
 from judge_server import judge_server
 
@@ -143,4 +143,4 @@ def test_a_gap_in_a_data_frame_is_an_empty_input():
     for gap in (None, float('nan')):
         frame = frame.astype(object)
         frame.loc[0, 'input'] = gap
-        assert [r['input'] for r in records_of(frame)] == ['', 'c']
+        assert [r['input'] for r in _records_of(frame)] == ['', 'c']

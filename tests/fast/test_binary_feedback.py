@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import tiny
 from alpaca_farm import binary_feedback, world
 from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, GOOD, label_accuracy,
-    rate_outputs)
+    _rate_outputs)
 from alpaca_farm.core.answers import answering, log_ratios, sample, sample_answers
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.dialogues import prompt_key
@@ -31,7 +31,7 @@ def given(base, **more):
 
 def test_answers_judged_alone_weigh_what_their_labels_say():
     thumbs = [dict(instruction='q', output='a', label=l) for l in (True, 0, .25, .5)]
-    assert [r['good'] for r in rate_outputs(thumbs)] == [1, 0, .25]   # without the tie
+    assert [r['good'] for r in _rate_outputs(thumbs)] == [1, 0, .25]   # without the tie
 
 
 def load(base, tmp_path, labels):
@@ -39,7 +39,7 @@ def load(base, tmp_path, labels):
     records = [dict(instruction=f'q{i}', output='a', label=l) for i, l in enumerate(labels)]
     path = tmp_path/'thumbs.json'
     path.write_text(json.dumps(records))
-    return binary_feedback.load_feedback(given(base, preferences=str(path), held_out=4))
+    return binary_feedback._load_feedback(given(base, preferences=str(path), held_out=4))
 
 
 @pytest.mark.parametrize('label, row', [('good', 7), (None, 10), (1.5, 7), (math.nan, 10)])
@@ -145,7 +145,7 @@ def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, mo
                         lambda a, b, _: pairs.extend(zip(a, b)) or [1.5] * len(a))
     run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
     tokenizers = {GOOD: tokenizer, BAD: tokenizer}
-    binary_feedback.compare_on_val(policy, reference, tokenizers, plain, world.pool, run)
+    binary_feedback._compare_on_val(policy, reference, tokenizers, plain, world.pool, run)
     assert len(pairs) == 2 * len(kept) and all(prompt_key(a) == prompt_key(b) for a, b in pairs)
     alone = sample_answers(reference, plain, records, answering(cfg), seed=cfg.seed + 1)
     alone = {prompt_key(r): r['output'][0] for r in alone}
@@ -166,12 +166,12 @@ def test_control_tokens_are_never_written(base, models):
 
 def test_held_out_is_not_learned_from(base):
     records = load_records(str(base/'annotators'), 'preferences', 'preference')
-    learn, aside, labels = binary_feedback.load_feedback(given(base))
+    learn, aside, labels = binary_feedback._load_feedback(given(base))
     asked = lambda rows: {r['instruction'] for r in rows}
     assert not asked(learn) & asked(aside) and asked(aside) >= asked(records[-12:])
     assert labels + len(asked(aside)) <= len(records)
     with pytest.raises(ValueError, match='held_out = 999'):
-        binary_feedback.load_feedback(given(base, held_out=999))
+        binary_feedback._load_feedback(given(base, held_out=999))
 
 
 def test_a_policy_with_tokens_is_refused(base, conditioned, tmp_path):

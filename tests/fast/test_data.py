@@ -12,7 +12,7 @@ from hypothesis import example, given, settings, strategies as st
 
 import published
 from alpaca_farm.core.answers import preflight
-from alpaca_farm.core.data.records import check_records, load_records, read_candidates, read_rows
+from alpaca_farm.core.data.records import check_records, load_records, _read_candidates, read_rows
 from alpaca_farm.core.data.dialogues import prompt_key
 from alpaca_farm.core.data.formats import CODES, FIELDS, Reader, READERS
 from alpaca_farm.core.data.text import encode
@@ -285,7 +285,7 @@ def test_what_published_sets_leave_open(tmp_path):
         assert len(r['messages']) == turns and r['output_2'].endswith('b')
     r, = read(safe(0, 1), columns='better_response_id=safer_response_id')
     assert r['preference'] == 2
-    r, = read_candidates(write(tmp_path/'b.json', [rated(RED, WRONG)]))
+    r, = _read_candidates(write(tmp_path/'b.json', [rated(RED, WRONG)]))
     assert (r['scores'], r['source']) == ([8., 1.], ['red.', 'blue.'])
     own = [dict(q='Hi.', a='Yes?', b=f'{v}', score=v) for v in (-1, 0, 1)]
     ours = 'instruction=q,output_1=a,output_2=b,'
@@ -369,14 +369,14 @@ HALF[1]['response_b'] = r'["Elm \udc00."]'
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     (tmp_path/name).write_bytes(content)
     kinds = 'preference', 'pair', 'candidates', 'output'
-    for read in (load_records, read_candidates):
+    for read in (load_records, _read_candidates):
         more = dict(kind=kinds) if read is load_records else {}
         with pytest.raises(ValueError, match=rf'{re.escape(name)}.*{message}') as error:
             read(str(tmp_path/name), **more)
         assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize('read', [load_records, read_candidates, read_recorded,
+@pytest.mark.parametrize('read', [load_records, _read_candidates, read_recorded,
                                   lambda file: load_sets([file]),
                                   lambda file: recorded_verdicts(file, '', {})])
 def test_a_row_that_is_no_object_is_refused_by_every_reader(tmp_path, read):
@@ -400,7 +400,7 @@ def test_methods_read_columns_of_other_names(tmp_path):
     assert found[1]['instruction'] == 'Hi 1.' and fields == ('output',)
     assert labels[:3] == [[1.], [0.], [1.]]
     cfg = binary_feedback.BinaryFeedbackConfig(preferences=str(path))
-    learn, aside, n = binary_feedback.load_feedback(cfg)
+    learn, aside, n = binary_feedback._load_feedback(cfg)
     assert [r['good'] for r in learn + aside] == [1., 0.]*5 and [n, len(aside)] == [8, 2]
 
 
@@ -475,12 +475,12 @@ def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
     cfg = reward_model.RewardModelConfig(policy=str(base/'sft'), **more)
     pairs, aside, _ = reward_model.load_preference_pairs(cfg)
     assert ends(sum(pairs['answers'], []), tokenizer) == ENDS
-    learn, aside, _ = binary_feedback.load_feedback(binary_feedback.BinaryFeedbackConfig(**more))
+    learn, aside, _ = binary_feedback._load_feedback(binary_feedback.BinaryFeedbackConfig(**more))
     def rows(records): return encode(records, ('output',), tokenizer, 100)[2][0]
     assert ends(rows(learn + aside), tokenizer) == ENDS
-    queries = read_candidates(str(path))
+    queries = _read_candidates(str(path))
     assert all(dict(zip(q['output'], q['ended'])).items() <= ENDS.items() for q in queries)
-    ids = [ids for q in queries for ids in rrhf.candidate_tokens(q, tokenizer)]
+    ids = [ids for q in queries for ids in rrhf._candidate_tokens(q, tokenizer)]
     assert ends(ids, tokenizer) == ENDS
     pairs, = load_sets([str(path)]).values()
     assert all(p[f'ended_{k}'] == ENDS[p[f'output_{k}']] for p in pairs for k in (1, 2))

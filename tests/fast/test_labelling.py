@@ -13,7 +13,7 @@ from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.labelling import (LabellingConfig, LabellingPage, LabellingQueue,
-    person_labels, person_sees_swapped, person_summary)
+    person_labels, _person_sees_swapped, _person_summary)
 
 SECRETS = dict(generator_1='SECRET-a', generator_2='SECRET-b', scores=['SECRET', 1.],
                preference=2., annotator='SECRET-c')
@@ -52,7 +52,7 @@ def verdicts(rows): return [r['preference'] for r in rows]
 
 def own_order(pair, verdict):
     "What Ann says of a pair with a verdict on what she is shown."
-    return 3 - verdict if person_sees_swapped(pair, 'Ann') else verdict
+    return 3 - verdict if _person_sees_swapped(pair, 'Ann') else verdict
 
 
 def test_blind_and_escaped(tmp_path):
@@ -144,7 +144,7 @@ def test_twice_in_the_other_order(tmp_path):
         simulate_person(page, annotator, 99)
         rows = labels(page, pairs, name)
         assert len(rows) == 40 and {r['shown_first'] for r in rows} == {1, 2}
-        assert person_summary(rows)['self_agreement'].value == share
+        assert _person_summary(rows)['self_agreement'].value == share
         if name == 'steady': assert verdicts(rows) == longer(rows)
 
 

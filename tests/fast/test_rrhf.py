@@ -9,7 +9,7 @@ import torch
 
 import tiny
 from alpaca_farm import rrhf
-from alpaca_farm.core.data.records import (LISTS, merge_candidates, read_candidates,
+from alpaca_farm.core.data.records import (LISTS, merge_candidates, _read_candidates,
     select_candidates)
 from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.model.models import load_policy, logprobs
@@ -58,7 +58,7 @@ def test_rank_loss(reduction, ties):
 def some(base, models):
     "Twelve queries of two or three scored candidates, their prompts, and a configuration."
     cfg, rng = config(base), np.random.default_rng(0)
-    loaded, left_out = rrhf.load_queries(cfg, models.tokenizer)
+    loaded, left_out = rrhf._load_queries(cfg, models.tokenizer)
     queries, prompts = zip(*loaded)
     queries = [select_candidates(q, [0, 1] if i % 3 else range(len(q['output'])))
                for i, q in enumerate(queries[:12])]
@@ -75,7 +75,7 @@ def policy(base, models): return load_policy(str(base/'sft'), models.cfg)[0]
 @torch.no_grad()
 def by_hand(policy, models, query, prompt, cfg):
     "One query's losses, each candidate read alone, and divided by its own length."
-    tokens = rrhf.candidate_tokens(query, models.tokenizer)
+    tokens = rrhf._candidate_tokens(query, models.tokenizer)
     sums = [logprobs(policy, collate([prompt], [ids], 0)).sum().item() for ids in tokens]
     p = [s/len(ids)**cfg.length_penalty for s, ids in zip(sums, tokens)]
     best = query['scores'].index(max(query['scores']))
@@ -106,9 +106,9 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
 def test_nothing_is_longer_than_allowed(base, models, capsys):
     "Prompt and response are within max_length; nothing is cut, and what is left out is counted."
     def sizes(**more):
-        loaded, left_out = rrhf.load_queries(config(base, **more), models.tokenizer)
+        loaded, left_out = rrhf._load_queries(config(base, **more), models.tokenizer)
         queries, prompts = zip(*loaded)
-        tokens = [rrhf.candidate_tokens(q, models.tokenizer) for q in queries]
+        tokens = [rrhf._candidate_tokens(q, models.tokenizer) for q in queries]
         lengths = [len(p) + len(ids) for p, ts in zip(prompts, tokens) for ids in ts]
         return queries, lengths, left_out
     limit = int(np.median(sizes()[1]))
@@ -135,7 +135,7 @@ ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', '
 
 def test_rrhf_files(tmp_path):
     path = write(tmp_path/'train_data.jsonl', ROWS, lines=True)
-    one, two = found = read_candidates(path)
+    one, two = _read_candidates(path)
     assert one['messages'] == [dict(role='user', content='Hi')]
     assert two['instruction'] == ROWS[1]['query'] and two['source'] == ['chosen', 'rejected']
     assert two['origin_scores'] == ROWS[1]['origin_scores']
@@ -162,7 +162,7 @@ def test_kinds_are_merged_by_instruction(tmp_path):
     folder.mkdir()
     for name, output in (('outputs', 'a'), ('candidates', ['a', 'b'])):   # the latter count
         write(folder/f'{name}.json', [dict(ask, output=output)])
-        assert read_candidates(str(folder))[0]['output'] == list(output)
+        assert _read_candidates(str(folder))[0]['output'] == list(output)
 
 
 @pytest.mark.parametrize('rows, message', [
@@ -173,7 +173,7 @@ def test_kinds_are_merged_by_instruction(tmp_path):
     ([dict(instruction='x', output=['y', 'z'], ended=True)], "row 0: 'ended'")])
 def test_bad_files(tmp_path, rows, message):
     file = write(tmp_path/'bad.json', rows)
-    with pytest.raises(ValueError, match=message): read_candidates(file)
+    with pytest.raises(ValueError, match=message): _read_candidates(file)
 
 
 # --- scores --------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def indifferent(records): return [3.]*len(records)
 
 @pytest.mark.parametrize('more, message', [
     (dict(reward_model=''), 'score is None'), (dict(sources=['gpt']), 'sources'),
-    (dict(reward_model='test_rrhf:not_a_number'), 'score is nan'),
+    (dict(reward_model='test_rrhf:not_a_number'), 'not a finite number'),
     (dict(reward_model='test_rrhf:indifferent', missing_eos=''), 'nothing to rank')], ids=str)
 def test_what_cannot_be_learned_from(base, tmp_path, more, message):
     with pytest.raises(ValueError, match=message): run(base, tmp_path/'rrhf', **more)
@@ -203,10 +203,10 @@ def run(base, out, **more):
 
 def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, policy, tmp_path):
     (log, summary), cfg = run(base, tmp_path/'rrhf'), config(base)
-    queries, prompts = zip(*rrhf.load_queries(cfg, models.tokenizer)[0])
+    queries, prompts = zip(*rrhf._load_queries(cfg, models.tokenizer)[0])
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
     assert [q['output'] for q in pool] == [q['output'] for q in queries]
-    tokens = [rrhf.candidate_tokens(q, models.tokenizer) for q in queries]
+    tokens = [rrhf._candidate_tokens(q, models.tokenizer) for q in queries]
     longest = [len(p) + max(map(len, ts)) for p, ts in zip(prompts, tokens)]
     rows = rrhf.batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)[0]
     want = [by_hand(policy, models, pool[i], prompts[i], cfg) for i in rows]

@@ -166,7 +166,7 @@ KEYS += ['aB3dEf6hIj9lMn2pQrStUvWx0y1z2A3B', 'aB3dEf6hIj/lMn2pQr+tUvWx0y1z2A3BcD
 
 @pytest.mark.parametrize('key', KEYS)
 def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
-    from alpaca_farm.core.ask.api import ApiConfig
+    from alpaca_farm.core.ask.client import ApiConfig
     for given in (dict(tracker=key), dict(out=key), dict(seed=key), dict(dtype=key),
                   dict(base_url=f'http://localhost/v1?api_key={key}'),
                   dict(models=[f'gpt-4.1={key}'])):

@@ -26,7 +26,7 @@ from alpaca_farm.core.data.text import (build_prompt, decode, encode, encode_pro
     encode_responses, end_token, end_tokens, set_template_arguments)
 from alpaca_farm.core.run.settings import Config
 from alpaca_farm.judging.judges import load_evaluators, LocalJudge
-from alpaca_farm.rrhf import candidate_tokens
+from alpaca_farm.rrhf import _candidate_tokens
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -348,7 +348,7 @@ def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypa
     _, (prompt,), ((answer,),) = encode([record], ('output',), tokenizer, 250)
     assert tokenizer.decode(prompt).endswith('Assistant:') and prompt + answer == want
     query = dict(record, output=['the words'], ended=[True])
-    assert candidate_tokens(query, tokenizer) == [answer]
+    assert _candidate_tokens(query, tokenizer) == [answer]
     samples = lambda *given, **how: [[Sample(answer, [0.] * len(answer), True)]]
     monkeypatch.setattr('alpaca_farm.core.answers.generate', samples)
     said, = sample_answers(None, tokenizer, [record], SampleConfig(max_prompt=99))

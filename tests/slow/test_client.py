@@ -16,8 +16,7 @@ import pytest
 import tiny
 from alpaca_farm.annotators import run
 from alpaca_farm.auto_annotations import PairwiseAutoAnnotator
-from alpaca_farm.core.ask.api import ApiConfig
-from alpaca_farm.core.ask.client import ApiClient
+from alpaca_farm.core.ask.client import ApiClient, ApiConfig
 from alpaca_farm.core.ask.store import request_key, Store
 from asking import annotation, KEY, key, prices, summary
 from judge_server import judge_server

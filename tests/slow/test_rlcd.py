@@ -12,13 +12,13 @@ import yaml
 import tiny
 from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
-from alpaca_farm.core.ask.api import ApiConfig
+from alpaca_farm.core.ask.client import ApiConfig
 from alpaca_farm.core.ask.completions import (label_tokens, LocalWriter, prompt_tokens,
-    ServedWriter, shown_label, Written)
+    ServedWriter, _shown_label, Written)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.rlcd import clean_response, contrast_prompt, read_task, RLCDConfig, task_file
+from alpaca_farm.rlcd import _clean_response, contrast_prompt, read_task, RLCDConfig, _task_file
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
@@ -30,7 +30,7 @@ FILES = ('items.json', 'preferences.json', 'preferences.csv')
 def test_shipped_tasks():
     tasks = [read_task(str(p)) for p in TASKS]
     assert [t.name for t in tasks] == [p.stem for p in TASKS]
-    assert [task_file(t.name) for t in tasks] == TASKS
+    assert [_task_file(t.name) for t in tasks] == TASKS
     for t in tasks:
         assert all(p['positive'] != p['negative'] for p in t.contrast) and t.compare
         sizes = [[len(p[side].split()) for side in ('positive', 'negative')] for p in t.contrast]
@@ -91,7 +91,7 @@ def test_answers_end_at_whole_role_tags(text, found, stopped):
     "The release's filter cut or rejected whatever contained Human."
     task = task_with(filters=dict(ended=True))
     reason = ('' if stopped else 'cut_off') if found else 'empty'
-    assert clean_response(text, False, task) == (found, reason)
+    assert _clean_response(text, False, task) == (found, reason)
 
 
 # --- the judge's letters -------------------------------------------------------------------------
@@ -130,9 +130,9 @@ def test_shown_labels():
     def shown(**top):
         tokens = [dict(token=t.replace('_', ' '), logprob=math.log(p)) for t, p in top.items()]
         logprobs = dict(content=[dict(top_logprobs=tokens)])
-        return shown_label(dict(choices=[dict(logprobs=logprobs)]), 'AB')
+        return _shown_label(dict(choices=[dict(logprobs=logprobs)]), 'AB')
     assert shown(A=.2, _A=.1, B=.1, Because=.5) == pytest.approx(.25) and shown(B=.1) == 1
-    assert math.isnan(shown(Bad=.9)) and math.isnan(shown_label(dict(choices=[{}]), 'AB'))
+    assert math.isnan(shown(Bad=.9)) and math.isnan(_shown_label(dict(choices=[{}]), 'AB'))
 
 
 # --- runs ----------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_run(base, whole):
     assert {k: v for k, v in summary.items() if k.startswith('skipped_')} == reasons
     prompts, by = load_records(str(base/'world'), 'preference'), {i['index']: i for i in items}
     for r, both in zip(rows, outputs(rows)):
-        positive, negative = rlcd.answers_of(by[r['index']])
+        positive, negative = rlcd._answers_of(by[r['index']])
         assert both[int(r['preference']) - 1] == positive != negative
         assert r['instruction'] == prompts[r['index']]['instruction']
     assert set(labels(rows)) == {1., 2.} and {r['contrast'] for r in rows} == {0, 1}
@@ -243,7 +243,7 @@ def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path)
             return [Written(texts[2*i if side == 0 else 1].format(i), side == 0 and i == 0)
                     for i, side, _ in keys]
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
-    items = rlcd.write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
+    items = rlcd._write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
     rows = [{k: v for k, v in i.items() if k not in ('positive', 'retries', 'reason')}
             for i in rlcd._label_items(items, None, cfg)]
     for r in rows:
@@ -262,14 +262,14 @@ def test_csv_of_rlcd(tmp_path):
     rows = [dict(TALK, output_1='one', output_2='two, "three"', preference=1.25),
             dict(instruction='Hi', input='x', output_1='a\r\n\nb', output_2='c', preference=2.),
             dict(instruction='Go\r', input='', output_1='a', output_2='\r', preference=1.)]
-    rlcd.write_rlcd_csv(file, rows)
+    rlcd._write_rlcd_csv(file, rows)
     text = file.read_bytes().decode()
     assert text.startswith('instruction,input,output_1,output_2,preference,win2_prob\r\n"\n\nH')
     assert load_records(str(file), kind='preference') == [rows[0] | dict(input=''), *rows[1:]]
-    rlcd.write_rlcd_csv(hard, rows[1:2])
+    rlcd._write_rlcd_csv(hard, rows[1:2])
     head = b'instruction,input,output_1,output_2,preference\r\n'
     assert hard.read_bytes() == head + b'Hi,x,"a\r\n\nb",c,2\r\n'
-    rlcd.write_rlcd_csv(hard, [rows[1] | dict(ended_1=True, ended_2=False), rows[2]])
+    rlcd._write_rlcd_csv(hard, [rows[1] | dict(ended_1=True, ended_2=False), rows[2]])
     assert load_records(str(hard), kind='preference') == [rows[1] | dict(ended_2=False), rows[2]]
     file.write_text('instruction,output_1,output_2,preference,win2_prob\na,b,c,1,often\n')
     with pytest.raises(ValueError, match="row 0: .*'win2_prob'"):
@@ -290,7 +290,7 @@ class Fussy:
 def test_retries_are_counted_and_bounded():
     writer, cfg = Fussy(), RLCDConfig(max_retries=2)
     records = {i: dict(instruction=f'{i}') for i in range(4)}
-    items = rlcd.write_items(writer, read_task(ANYTHING), records, cfg)
+    items = rlcd._write_items(writer, read_task(ANYTHING), records, cfg)
     assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', '']
     assert [i['retries'] for i in items] == [2, 0, 4, 2]
     assert Counter(k[0] for k in writer.asked) == {0: 4, 1: 2, 2: 6, 3: 4}

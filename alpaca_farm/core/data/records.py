@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'unique_fields', 'read_text', 'read_rows', 'check_field', 'check_records',
-           'load_rows', 'load_records', 'without_lists', 'read_candidates', 'each_answer', 'candidate_pair',
-           'select_candidates', 'merge_candidates']
+           'load_rows', 'load_records', 'without_lists', 'each_answer', 'candidate_pair', 'select_candidates',
+           'merge_candidates']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
@@ -369,7 +369,7 @@ def _answers_of(row):
     return [dict(zip(lists, values)) for values in zip(*lists.values())]
 
 
-def read_candidates(spec: str, columns: str = '') -> list[dict]:
+def _read_candidates(spec: str, columns: str = '') -> list[dict]:
     "Read the candidates of a run folder or file, of any kind; ValueError names file, row, field."
     kinds = 'preference', 'pair', 'candidates', 'output'
     rows = load_records(spec, ('candidates', 'preferences', 'outputs'), kinds, columns=columns)
@@ -423,7 +423,7 @@ def merge_candidates(
     merged = {}
     present = set()
     for spec in as_list(specs):
-        for r in read_candidates(spec, columns):
+        for r in _read_candidates(spec, columns):
             empty = {name: [] for name in LISTS}
             query = merged.setdefault(prompt_key(r), without_lists(r) | empty)
             for name in LISTS: query[name] += r[name]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .adapters import own_weights, save_adapter, state_of
-from ..ask.api import redact
+from ..ask.client import redact
 from ..run.files import digest
 from .generation import cut_sample, Sample
 from .models import logprobs

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Count', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments', 'Betas', 'as_type',
-           'resolve', 'as_list', 'no_secrets', 'forget_keys', 'refuse_unknown', 'Config', 'HardwareConfig',
-           'TrainConfig', 'field_comments', 'from_args', 'command']
+           'resolve', 'as_list', 'no_secrets', 'refuse_unknown', 'Config', 'HardwareConfig', 'TrainConfig',
+           'field_comments', 'from_args', 'command']
 
 # %% ../../../nbs/core/run/settings.ipynb #37bea490
 import argparse, ast, contextlib, dataclasses, difflib, importlib, json, os, re, subprocess, sys
@@ -164,7 +164,7 @@ def _watch(
         time.sleep(.02)
 
 
-def forget_keys(given: dict):
+def _forget_keys(given: dict):
     "Let papermill's record of a notebook's settings be removed if keys are among them."
     import psutil
     keys = [value for _, value in _keys_in(given)]
@@ -248,7 +248,7 @@ class Config:
             if cell.startswith('# Parameters'): names += assigned
             elif 'out' in assigned: names = assigned
         given = {name: namespace[name] for name in names}
-        forget_keys(given)
+        _forget_keys(given)
         return cls.read(given)
 
     def changed(self) -> dict:
