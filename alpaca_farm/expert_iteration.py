@@ -16,7 +16,7 @@ from .core.answers import (answer_again, answer_eval_split, AnswerConfig, load_s
     preflight, sample_answers, SampleConfig)
 from .core.data.records import each_answer, find_file, load_records, read_rows
 from .core.run.files import write_json
-from .core.run.jobs import add_times, Job, run_jobs
+from .core.run.jobs import add_times, Job, run_or_fail
 from .core.model.models import load_policy, save_model
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.runs import start
@@ -79,12 +79,6 @@ def _round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
 STAGES = ('alpaca_farm.best_of_n:run', 'alpaca_farm.sft:train')
 
 
-def _make(job: Job, round_: int):
-    "Make one run of a round; RuntimeError with what it said if it fails."
-    failed = run_jobs([job], 1, f'round {round_}, {job.notebook}')
-    if failed: raise RuntimeError('\n'.join(failed))
-
-
 def _write_winners(best: Job, path: str):
     "Write the answers that a round imitates: the best of n that have an end, or all."
     winners = load_records(best.out, 'outputs', 'output')
@@ -114,9 +108,9 @@ def train(cfg: ExpertIterationConfig):
     jobs = []
     for round_ in range(1, cfg.rounds + 1):
         best, learn = _round_jobs(round_, cfg)
-        _make(best, round_)
+        run_or_fail([best], 1, f'round {round_}, best_of_n', f'round {round_}')
         _write_winners(best, learn.settings['data'])
-        _make(learn, round_)
+        run_or_fail([learn], 1, f'round {round_}, sft', f'round {round_}')
         jobs += [best, learn]
         policy, tokenizer = load_policy(learn.out, cfg)
         save_model(policy, tokenizer, run, f'model-{round_}')

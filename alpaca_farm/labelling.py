@@ -349,8 +349,7 @@ def run(cfg: LabellingConfig):
     summary = _person_summary(rows)
     shares = {}
     for name in ('first', 'self_agreement'):
-        if share := summary[name]:
-            shares |= {name: share.value, f'{name}_low': share.low, f'{name}_high': share.high}
+        if share := summary[name]: shares |= share.columns(name)
     folder.finish(pairs=len(pairs), labels=len(rows), ties=summary['ties'], skipped=skipped,
                   people=len({r['annotator'] for r in rows}),
                   seconds_per_label=summary['seconds'], **shares)

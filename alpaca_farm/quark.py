@@ -146,7 +146,7 @@ def quark_loss(
     return torch.where(mask.bool(), -logp + kl_coef * kl - entropy_coef * entropy, 0)
 
 # %% ../nbs/quark.ipynb #1ef51080
-def _reward_tokens(
+def _add_reward_tokens(
     policy, tokenizer,  # changed in place
     cfg: QuarkConfig,
 ) -> tuple[list[int], int]:  # ids, best first; and the vocabulary's size without them
@@ -185,7 +185,7 @@ def train(cfg: QuarkConfig):
     preflight(cfg, cfg.splits, policy, plain, judge, reward_of)
     annotate = judge and partial(annotate_pairs, pool=judge)
     choose = CheckpointSelector(reference, plain, cfg, annotate)
-    tokens, vocab_size = _reward_tokens(policy, tokenizer, cfg)
+    tokens, vocab_size = _add_reward_tokens(policy, tokenizer, cfg)
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
 
     def ask(rows, token):   # prompts, behind a reward token for all or for each, if any

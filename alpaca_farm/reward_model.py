@@ -121,8 +121,10 @@ def _prompt_batches(
     groups = list(same.values())
     longest = [max(map(lengths.__getitem__, rows)) for rows in groups]
     at_once = max(1, batch_size * len(groups) // len(prompts))
-    steps = batches(longest, at_once, epochs, seed)
-    return [sum((groups[k] for k in step), []) for step in steps]
+    order = []
+    for step in batches(longest, at_once, epochs, seed):
+        order.append(sum((groups[k] for k in step), []))
+    return order
 
 
 def _score_distinct(model, batch: dict) -> torch.Tensor:  # (B, 2)
@@ -219,8 +221,7 @@ def accuracies(
             name = 'accuracy_majority'
             figures['accuracy_ceiling'] = float(np.maximum(p, 1 - p).mean())
         right = _pair_accuracy(torch.tensor(lead[rows]), torch.tensor(p)).numpy()
-        share, low, high = map(float, wilson(right.sum(), len(right)))
-        figures |= {name: share, f'{name}_low': low, f'{name}_high': high}
+        figures |= wilson(float(right.sum()), len(right)).columns(name)
     return figures
 
 # %% ../nbs/reward_model.ipynb #952ea7b0

@@ -140,7 +140,9 @@ def _clean_response(
     while tag := _LEADING.match(text): text = text[tag.end():]
     for stop in task.stop:
         before, found, _ = text.partition(stop)
-        if found: text, ended = before, True
+        if found:
+            text = before
+            ended = True
     prefix = task.response_prefix
     answer = text.strip().removeprefix(prefix.strip()).strip()
     if not answer: return '', 'empty'
@@ -262,7 +264,7 @@ def _write_items(
     return items
 
 
-def _answers_of(item: dict) -> tuple[str, str]:
+def _sided_answers(item: dict) -> tuple[str, str]:
     "Give the positive answer and the negative one; of RLAIF as they are drawn."
     first = item['positive'] or 1
     return item[f'output_{first}'], item[f'output_{3 - first}']
@@ -329,7 +331,8 @@ def _write_rlcd_csv(path, records: list[dict]):
     "Write preference records as RLCD's consolidated CSV; a dialogue is its `instruction`."
     columns = [*PAIR_FIELDS, 'preference']
     if any(r['preference'] not in (1, 2) for r in records): columns.append('win2_prob')
-    columns += [name for name in ENDED if not all(r.get(name, True) for r in records)]
+    for name in ENDED:
+        if not all(r.get(name, True) for r in records): columns.append(name)
     with atomic_write(path) as p, open(p, 'w', encoding='utf-8', newline='') as f:
         table = csv.DictWriter(f, columns, extrasaction='ignore')   # its line ends quote a lone \r
         table.writeheader()
@@ -350,7 +353,7 @@ def _item_figures(items: list[dict], cfg: RLCDConfig) -> dict:
                    labels=len(judged), retries=sum(i['retries'] for i in items))
     for reason, count in sorted(reasons.items()): figures[f'skipped_{reason}'] = count
     sides = ('output_1', 'output_2') if cfg.method == 'rlaif' else ('positive', 'negative')
-    for side, texts in zip(sides, zip(*map(_answers_of, made))):
+    for side, texts in zip(sides, zip(*map(_sided_answers, made))):
         figures[f'length_{side}'] = mean([len(text.split()) for text in texts])
     if judged: figures['certainty'] = float(np.mean([abs(2*i['preference'] - 3) for i in judged]))
     return figures
@@ -386,7 +389,7 @@ def run(cfg: RLCDConfig):
     for i in made:
         if cfg.method == 'context_distillation':
             ended = i.get(f'ended_{i["positive"]}', True)
-            records.append(dict(bare_prompt(i), output=_answers_of(i)[0], index=i['index'],
+            records.append(dict(bare_prompt(i), output=_sided_answers(i)[0], index=i['index'],
                                 contrast=i['contrast'], ended=ended))
         else:
             left_out = ('positive', 'retries', 'reason')   # of an item, not of a preference

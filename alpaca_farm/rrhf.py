@@ -355,7 +355,9 @@ def train(cfg: RRHFConfig):
     save_model(policy, tokenizer, run)
     answered = answer_eval_split(policy, tokenizer, run, load_reference(policy, cfg))
     last = [r for r in read_log(run.folder) if 'loss' in r][-20:]
-    figures = {k: mean([r[k] for r in last]) for k in ('loss', 'rank', 'nll', 'accuracy')}
+    figures = {}
+    for name in ('loss', 'rank', 'nll', 'accuracy'):
+        figures[name] = mean([r[name] for r in last])
     scores = [q['scores'] for q, _ in pool.values() if q['scores']]
     measures = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
     for name, measure in measures.items():

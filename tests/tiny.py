@@ -161,9 +161,11 @@ def given(words):
 
 def run_notebook(notebook, executed, given):
     "Exit status and output of a notebook in a process forked as the farm's are."
-    from alpaca_farm.core.run.execution import NotebookProcess
+    from alpaca_farm.core.run.execution import start_process
     log = Path(executed).with_suffix('.txt')
-    return NotebookProcess(Path(notebook), Path(executed), given, log).wait(), log.read_text()
+    process = start_process(Path(notebook), Path(executed), given, log)
+    process.join()
+    return process.exitcode, log.read_text()
 
 
 def run_module(notebook, given, log):

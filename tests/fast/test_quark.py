@@ -13,7 +13,7 @@ from alpaca_farm.core.model.models import load_policy, load_tokenizer, logits_of
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import collate, encode_prompts
 from alpaca_farm.quark import (_pool_answers, quantiles, quark_loss, QuarkConfig, response_terms,
-    _reward_tokens, token_terms)
+    _add_reward_tokens, token_terms)
 from tiny import randn
 
 torch.set_num_threads(1)
@@ -122,15 +122,15 @@ def test_untouched_vocabulary(models):
     plain = models.tokenizer
     size, was = len(tokenizer), models.policy.get_input_embeddings().weight
     cfg = QuarkConfig(best_quantile_only=False, num_quantiles=3, jitter=.5, token_times=2)
-    ids, words = _reward_tokens(policy, tokenizer, cfg)
+    ids, words = _add_reward_tokens(policy, tokenizer, cfg)
     table = policy.get_input_embeddings().weight
     assert (ids, words, len(table)) == ([size, size + 1, size + 2], size, size + 3)
     assert torch.equal(table[:size], was) and policy.generation_config.suppress_tokens == ids
     assert ((table[size:] - was.mean(0)).abs() < 3*was.std(0)).all()
     prompts = prepend_tokens(encode_prompts([BIRD], plain), ids[0], plain, 2)
     assert encode_prompts([BIRD], tokenizer) == prompts
-    with pytest.raises(ValueError, match='control tokens'): _reward_tokens(policy, tokenizer, cfg)
-    assert _reward_tokens(models.policy, plain, QuarkConfig()) == ([], len(was))
+    with pytest.raises(ValueError, match='control tokens'): _add_reward_tokens(policy, tokenizer, cfg)
+    assert _add_reward_tokens(models.policy, plain, QuarkConfig()) == ([], len(was))
 
 
 def test_run_with_tokens(base, tmp_path):
@@ -162,7 +162,7 @@ def test_micro_batches_change_nothing(base, tmp_path, tokens):
 def test_first_update_is_plain_imitation_of_the_best(base, tmp_path, monkeypatch):
     "No KL yet, and the loss is the mean -log p of the best quarter's tokens, EOS included."
     kept, real = {}, quark._update_pool
-    monkeypatch.setattr(quark, 'update_pool', lambda *a: kept.setdefault('pool', real(*a)))
+    monkeypatch.setattr(quark, '_update_pool', lambda *a: kept.setdefault('pool', real(*a)))
     more = dict(steps=1, updates=1, batch_size=4, eval_split='', save_every=0)
     (first,), cfg = train(base, tmp_path/'quark', **more)
     policy, tokenizer = load_policy(cfg.policy, cfg)

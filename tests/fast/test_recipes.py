@@ -139,7 +139,7 @@ def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     def start(notebook, out, settings):
         made.append(out)
         (tmp_path/f'{out}.txt').write_text('')
-        return SimpleNamespace(wait=lambda: 0, terminate=lambda: None)
+        return SimpleNamespace(join=lambda: None, terminate=lambda: None, exitcode=0)
     (tmp_path/'runs').mkdir()
     monkeypatch.setattr(build, 'start_notebook', start)
     notebook, settings = build.recipe('runs/rloo_free_judge')

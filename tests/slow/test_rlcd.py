@@ -172,7 +172,7 @@ def test_run(base, whole):
     assert {k: v for k, v in summary.items() if k.startswith('skipped_')} == reasons
     prompts, by = load_records(str(base/'world'), 'preference'), {i['index']: i for i in items}
     for r, both in zip(rows, outputs(rows)):
-        positive, negative = rlcd._answers_of(by[r['index']])
+        positive, negative = rlcd._sided_answers(by[r['index']])
         assert both[int(r['preference']) - 1] == positive != negative
         assert r['instruction'] == prompts[r['index']]['instruction']
     assert set(labels(rows)) == {1., 2.} and {r['contrast'] for r in rows} == {0, 1}
@@ -180,7 +180,7 @@ def test_run(base, whole):
     assert rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out)))).done
 
 
-@pytest.mark.parametrize('where', ['write_rlcd_csv', '_item_figures'])
+@pytest.mark.parametrize('where', ['_write_rlcd_csv', '_item_figures'])
 def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
     "Nothing that a restart needs is removed before the run has finished."
     def die(*_): raise KeyboardInterrupt

@@ -1,4 +1,5 @@
 """Sweeps: jobs for every combination of settings, here and on a Ray cluster."""
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -52,7 +53,9 @@ def test_jobs_get_gpus_of_their_own(monkeypatch):
     started = []
     def start(notebook, out, settings, variables):
         started.append(variables['CUDA_VISIBLE_DEVICES'].split(','))
-        return subprocess.Popen(['sleep', '.3'])
+        process = multiprocessing.Process(target=time.sleep, args=(.3,))
+        process.start()
+        return process
     monkeypatch.setattr(jobs, 'start_notebook', start)
     monkeypatch.setattr(jobs, '_gpu_names', lambda: ['4', '5', '7'])
     table = [Job(name, 'toy', gpus=n) for name, n in (('a', 1), ('b', 2), ('c', 2))]

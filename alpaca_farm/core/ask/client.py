@@ -204,7 +204,7 @@ def _cut_deep(text: str) -> str:
     return ''.join(kept)
 
 
-def _parse_json(text: str):
+def _parse_answer(text: str):
     "Parse a server's JSON without what is nested too deep; None for other text."
     if text.count('[') + text.count('{') > _DEEPEST: text = _cut_deep(text)
     for parse_int in (int, float):   # float: for numbers of thousands of digits
@@ -402,7 +402,7 @@ class ApiClient:
         except openai.OpenAIError as e: error = e
         else:
             text = got.content.decode('utf-8-sig', 'replace')
-            answer = _stored_form(_parse_json(text))
+            answer = _stored_form(_parse_answer(text))
             if answer:
                 self.silent = 0
                 return self.store_answer(key, request, answer, got.elapsed.total_seconds())

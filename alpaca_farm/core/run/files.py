@@ -167,35 +167,32 @@ def locked(path: Path):
 # %% ../../../nbs/core/run/files.ipynb #7c4671e0
 def _flatten_state(
     state,
-    at: str = '',  # the path of this part
-) -> tuple[dict, object]:
-    "Part the tensors of a nested state, by path such as /adam/0, from the rest, for JSON."
-    if hasattr(state, 'detach'): return {at: state.detach().contiguous()}, {'tensor': at}
-    if isinstance(state, dict): kind, items = 'dict', state.items()
-    elif isinstance(state, (list, tuple)): kind, items = 'list', enumerate(state)
-    else: return {}, state
-    tensors = {}
-    rest = []
-    for key, value in items:
-        inner, structure = _flatten_state(value, f'{at}/{key}')
-        tensors |= inner
-        rest.append([key, structure])
-    return tensors, {kind: rest}
+    tensors: dict,  # to which those of the state are added, by path
+    at: str = '',   # the path of this part
+):
+    "Put paths such as /adam/0 in the place of the tensors of a nested state, for JSON."
+    if hasattr(state, 'detach'):
+        tensors[at] = state.detach().contiguous()
+        return {'tensor': at}
+    if isinstance(state, (list, tuple)):
+        return [_flatten_state(v, tensors, f'{at}/{k}') for k, v in enumerate(state)]
+    if not isinstance(state, dict): return state
+    return {'dict': [[k, _flatten_state(v, tensors, f'{at}/{k}')] for k, v in state.items()]}
 
 # %% ../../../nbs/core/run/files.ipynb #ff3f65e1
 def _unflatten_state(rest, tensors: dict):
     "Invert `_flatten_state`; tuples are returned as lists."
+    if isinstance(rest, list): return [_unflatten_state(v, tensors) for v in rest]
     if not isinstance(rest, dict): return rest
     if 'tensor' in rest: return tensors[rest['tensor']]
-    (kind, items), = rest.items()
-    found = {key: _unflatten_state(value, tensors) for key, value in items}
-    return found if kind == 'dict' else list(found.values())
+    return {k: _unflatten_state(v, tensors) for k, v in rest['dict']}
 
 # %% ../../../nbs/core/run/files.ipynb #bcf23e11
 def save_state(path, state):
     "Write a nested state of tensors and plain values, atomically."
     from safetensors.torch import save_file
-    tensors, rest = _flatten_state(state)
+    tensors = {}
+    rest = _flatten_state(state, tensors)
     owned = {k: t.to('cpu', copy=True) for k, t in tensors.items()}  # shared memory is refused
     with atomic_write(path) as p: save_file(owned, p, metadata={'state': json.dumps(rest)})
 

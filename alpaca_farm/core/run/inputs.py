@@ -9,7 +9,7 @@ __all__ = ['why_stale', 'is_fresh', 'recipes', 'methods', 'run_folder', 'recipe'
 from functools import cache
 from pathlib import Path
 
-from .execution import NotebookProcess
+from .execution import start_process
 from .files import (ask_hub, locked, looks_like_hub, notebook_path,
     notebooks_folder, read_yaml)
 from .identity import content_hash, notebook_hash, run_config, run_of
@@ -98,12 +98,12 @@ def start_notebook(
     out: str,             # run folder
     settings: dict,
     variables: dict = {}, # of the environment
-) -> NotebookProcess:
+):
     "Start a notebook of this project in a process of its own."
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return NotebookProcess(notebook_path(notebook), Path(f'{folder}.ipynb'),
-                           dict(settings, out=str(out)), Path(f'{folder}.txt'), variables)
+    return start_process(notebook_path(notebook), Path(f'{folder}.ipynb'),
+                         dict(settings, out=str(out)), Path(f'{folder}.txt'), variables)
 
 # %% ../../../nbs/core/run/inputs.ipynb #952afdac
 def build(notebook: str, out: str, **settings):
@@ -120,11 +120,11 @@ def build(notebook: str, out: str, **settings):
         print(f'{out} is missing, unfinished, or made from earlier code or inputs: '
               f'building it with nbs/{notebook}.ipynb')
         process = start_notebook(notebook, out, settings)
-        try: code = process.wait()
+        try: process.join()
         finally:   # if this process was interrupted; answers that it has paid for are waited for
             process.terminate()
-            process.wait()
-        if code:
+            process.join()
+        if process.exitcode:
             tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
             raise RuntimeError('\n'.join([f'{out} could not be built; see {output} and {out}.ipynb',
                                           *tail]))

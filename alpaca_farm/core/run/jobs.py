@@ -10,7 +10,7 @@ import argparse, contextlib, functools, importlib, itertools, os, re, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .execution import NotebookProcess, ONE_THREAD
+from .execution import ONE_THREAD
 from .files import atomic_write, module_of, notebook_path, read_json
 from .identity import run_config
 from .inputs import is_fresh, recipe, start_notebook
@@ -104,7 +104,7 @@ class Machine:
         "Say whether a job can start beside the running ones."
         return len(running) < self.workers and job.gpus <= len(self.free_gpus(running))
 
-    def start(self, job: Job, running) -> NotebookProcess:
+    def start(self, job: Job, running):
         "Start a job on GPUs of its own."
         own = self.free_gpus(running)[:job.gpus]
         for gpu in own: self.taken_by[gpu] = job
@@ -142,13 +142,13 @@ class _Table:
     def collect(self):
         "Take out the jobs that have ended; yields a line for each."
         for job, process in list(self.running.items()):
-            if process.poll() is None: continue
+            if process.exitcode is None: continue
             began, share = self.began.pop(job)
             seconds = time.monotonic() - began
             self.seconds += seconds
             self.cost += job.cost*(1 - share)
             took = f'{Path(job.out).name} took {duration(seconds)}'
-            if self.running.pop(job).returncode:
+            if self.running.pop(job).exitcode:
                 self.failed[job.out] = _failure(job)
                 yield f'{took} and FAILED: {self.failed[job.out]}'
             else:
@@ -247,15 +247,16 @@ def add_times(run, jobs: list[Job]):
 
 # %% ../../../nbs/core/run/jobs.ipynb #a10e0020
 class _ClusterProcess:
-    "A job on a Ray cluster, with the methods of `subprocess.Popen` that `run_jobs` uses."
-    def __init__(self, ray, result): self.ray, self.result, self.returncode = ray, result, None
+    "A job on a Ray cluster, as a process of `multiprocessing`."
+    def __init__(self, ray, result): self.ray, self.result, self.code = ray, result, None
 
-    def poll(self) -> int | None:
+    @property
+    def exitcode(self) -> int | None:
         "The exit status, once there is one; 1 if the notebook failed or its machine is lost."
-        if self.returncode is None and self.ray.wait([self.result], timeout=0)[0]:
-            try: self.returncode = self.ray.get(self.result)
-            except self.ray.exceptions.RayError: self.returncode = 1
-        return self.returncode
+        if self.code is None and self.ray.wait([self.result], timeout=0)[0]:
+            try: self.code = self.ray.get(self.result)
+            except self.ray.exceptions.RayError: self.code = 1
+        return self.code
 
     def terminate(self): self.ray.cancel(self.result, force=True)
 
