@@ -15,13 +15,13 @@ import numpy as np
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
     preflight, sample_answers, SampleConfig)
 from .core.data.records import each_answer, find_file, load_records, read_rows
-from .core.run.files import write_json
+from .core.run.files import at_root, write_json
 from .core.run.jobs import add_times, Job, run_or_fail
 from .core.model.models import load_policy, save_model
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.runs import start
-from .core.run.settings import (
-    Amount, at_root, command, Count, HardwareConfig, Positive, Scale, TrainConfig)
+from alpaca_farm.core.run.settings import (Amount, command, Count, HardwareConfig, Positive, Scale,
+    TrainConfig)
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass

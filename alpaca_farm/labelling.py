@@ -13,12 +13,11 @@ from typing import Literal
 import numpy as np
 
 from .core.run.inputs import ensure_inputs
-from .core.data.dialogues import prompt_text
-from .core.run.files import digest
+from .core.data.dialogues import prompt_key, prompt_text
+from .core.run.files import at_root, digest
 from .core.data.preferences import hash_uniform, is_preference, pair_identity
-from .core.data.dialogues import prompt_key
 from .core.run.runs import start
-from .core.run.settings import at_root, command, Config, Count, Share
+from .core.run.settings import command, Config, Count, Share
 from .core.stats import FEWEST_LABELS, wilson
 from .core.ask.store import request_key, Store
 from .judging.judges import load_pairs

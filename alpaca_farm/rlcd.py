@@ -23,7 +23,8 @@ from .core.ask.completions import LocalWriter, ServedWriter
 from .core.data.records import load_records
 from .core.data.dialogues import (as_messages, bare_prompt, dialogue_text,
     prompt_messages, TAGS, with_space)
-from .core.run.files import at_root, atomic_write, notebooks_folder, read_yaml, root
+from alpaca_farm.core.run.files import (at_root, atomic_write, notebooks_folder, read_json,
+    read_yaml, root)
 from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_outputs
 from .core.run.runs import start
 from .core.run.settings import command, Count, Positive, Scale
@@ -182,14 +183,14 @@ class RLCDConfig(SampleConfig, ApiConfig):
     policy: str = 'runs/dialogue_world'
     served: str = ''  # name of a model behind base_url that does so instead; policy is empty then
     both_orders: bool = False  # judge in both orders and average; else in one, as published
-    samples: str = ''  # of rlcd_rescore, context_distillation: run, CSV or file with pairs of rlcd
+    samples: str = ''  # of rlcd_rescore, context_distillation: run of rlcd
     max_retries: Count = 5  # times an answer is written anew after the task's filters reject it
     top_k: Count = 0                          # sample only from this many likeliest tokens; 0: all
     chunk: Positive = 64  # prompts that are written together; also between checkpoints
     max_prompt: Positive = 100                # longer prompts are left out, counted and reported
     template: Literal['raw', 'chat'] = 'raw'  # prompt format
     temperature: Scale = 1.0                  # of samples, above 0
-    inputs = dict(data='split', policy='model', samples='preferences')
+    inputs = dict(data='split', policy='model', samples='items')
 
     def __post_init__(self):
         super().__post_init__()
@@ -271,24 +272,14 @@ def _sided_answers(item: dict) -> tuple[str, str]:
 
 # %% ../nbs/rlcd.ipynb #761596ad
 def _stored_items(cfg: RLCDConfig, task: Task) -> list[dict]:
-    "Read the pairs of `cfg.samples` as items, the preferred output as the positive one."
-    items = []
-    rows = load_records(cfg.samples, 'preferences', 'preference', cfg.max_instances, cfg.columns)
-    for k, row in enumerate(rows):
-        by = row.get('annotator', 'contrast')
-        if by != 'contrast' or row['preference'] not in (1, 2):
-            raise ValueError(f'samples: row {k} of {cfg.samples} is labelled by {by}, not by its '
-                             'construction. Name a run with method = rlcd')
-        index = int(row.get('index', k))
-        contrast = int(row.get('contrast', _draw_contrast(task, index, cfg.seed)))
-        if contrast >= len(task.contrast):
-            raise ValueError(f'samples: row {k} of {cfg.samples} has contrast = {contrast}, '
-                             f'which the task {task.name} lacks. Set task to that of the run')
-        item = bare_prompt(row)
-        for name in ('output_1', 'output_2', *ENDED):
-            if name in row: item[name] = row[name]
-        items.append(dict(item, index=index, contrast=contrast, positive=int(row['preference']),
-                          retries=0, reason=''))
+    "Read the items of the run `cfg.samples` without their labels; ValueError for another run."
+    items = read_json(at_root(cfg.samples)/'items.json')[:cfg.max_instances or None]
+    for item in items:
+        if not item['positive'] or item['contrast'] >= len(task.contrast):
+            raise ValueError(f'samples = {cfg.samples}: name a run with method = rlcd and '
+                             f'task = {cfg.task}')
+        item.pop('preference', None)
+        item.pop('annotator', None)
     return items
 
 # %% ../nbs/rlcd.ipynb #8c29ad4c

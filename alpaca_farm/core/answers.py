@@ -20,16 +20,15 @@ import numpy as np
 from .data.records import each_answer, load_records, without_lists
 from .data.preferences import ENDED, verdicts_over
 from .data.formats import notice
-from .data.dialogues import prompt_key
-from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
-from .run.files import append_lines, read_json, read_lines
+from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
+from .run.files import append_lines, at_root, read_json, read_lines
 from .model.generation import generate, Sample
 from .model.models import load_policy, response_logprobs
 from .run.processes import once
 from .run.progress import Progress
 from .run.runs import read_summary
-from alpaca_farm.core.run.settings import (Amount, Arguments, as_list, at_root, Config, Count,
-    Nucleus, Positive, Template)
+from alpaca_farm.core.run.settings import (Amount, Arguments, as_list, Config, Count, Nucleus,
+    Positive, Template)
 from .data.text import (check_limit, check_positions, decode, encode_prompts,
     encode_responses, uses_chat, within_limit)
 

@@ -210,21 +210,20 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
 
 
 def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
-    "Read from the run or its CSV: the same pairs, judged by the model."
+    "The same pairs, judged by the model."
     out, rescore = whole[0], dict(method='rlcd_rescore')
     made(base, tmp_path/'self', **rescore, samples=str(out))
     bare = lambda rows: [r | dict(preference=0, annotator='') for r in rows]
     assert bare(pairs(tmp_path/'self')) == bare(pairs(out))
     assert all(1 < p < 2 for p in labels(pairs(tmp_path/'self')))
-    made(base, tmp_path/'csv', **rescore, samples=str(out/'preferences.csv'))
-    assert list(labels(pairs(tmp_path/'csv'))) == list(labels(pairs(tmp_path/'self')))
-    some = tmp_path/'some.json'
-    some.write_text(json.dumps([dict(pairs(out)[0], contrast=7)]))
-    for samples, wrong in ((some, 'contrast = 7'), (tmp_path/'self', 'labelled by self')):
-        more = rescore | dict(out=str(tmp_path/'x'), samples=str(samples))
-        cfg = RLCDConfig(**tiny.settings('rlcd', base, **more))
-        with pytest.raises(ValueError, match=f'row 0 .* {wrong}'):
-            rlcd._stored_items(cfg, read_task(ANYTHING))
+    made(base, tmp_path/'rlaif', method='rlaif')
+    for samples, contrasts in ((out, 0), (tmp_path/'rlaif', 9)):
+        cfg = RLCDConfig(**tiny.settings('rlcd', base, **rescore, samples=str(samples),
+                                         out=str(tmp_path/'x')))
+        task = read_task(ANYTHING)
+        task = task.model_copy(update=dict(contrast=task.contrast[:contrasts]))
+        with pytest.raises(ValueError, match='name a run with method = rlcd'):
+            rlcd._stored_items(cfg, task)
 
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):

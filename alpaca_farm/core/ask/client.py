@@ -18,9 +18,9 @@ from filelock import AsyncFileLock, Timeout
 
 from .judge_configs import JudgedConfig, parse_decoding
 from .store import endpoint_name, json_text, limit_reached, request_key, Store
-from ..run.files import notebooks_folder, read_yaml
+from ..run.files import at_root, notebooks_folder, read_yaml
 from ..run.progress import duration, Progress
-from ..run.settings import Amount, at_root, Config, Scale
+from ..run.settings import Amount, Config, Scale
 
 # %% ../../../nbs/core/ask/client.ipynb #50a2c667
 def parse_mapping(

@@ -15,8 +15,8 @@ from symtable import symtable
 
 from ... import __version__
 from ..ask.judge_configs import judge_config_file
-from .files import digest, file_hash, notebook_path, read_json
-from .settings import as_list, at_root, Config, root
+from .files import at_root, digest, file_hash, notebook_path, read_json, root
+from .settings import as_list, Config
 
 # %% ../../../nbs/core/run/identity.ipynb #40651de0
 def _statements(text: str, package: str = '') -> dict[str, str]:

@@ -10,10 +10,10 @@ from functools import cache
 from pathlib import Path
 
 from .execution import start_process
-from .files import (ask_hub, locked, looks_like_hub, notebook_path,
+from .files import (ask_hub, at_root, locked, looks_like_hub, notebook_path,
     notebooks_folder, read_yaml)
 from .identity import content_hash, notebook_hash, run_config, run_of
-from .settings import as_list, at_root, Config, refuse_unknown
+from .settings import as_list, Config, refuse_unknown
 
 # %% ../../../nbs/core/run/inputs.ipynb #a1121f29
 def why_stale(

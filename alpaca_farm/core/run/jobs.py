@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .execution import ONE_THREAD
-from .files import atomic_write, module_of, notebook_path, read_json
+from alpaca_farm.core.run.files import (at_root, atomic_write, module_of, notebook_path, read_json,
+    root)
 from .identity import run_config
 from .inputs import is_fresh, recipe, start_notebook
 from .progress import duration, Progress
 from .runs import free_name, read_log, read_summary
-from .settings import as_list, at_root, Config, root
+from .settings import as_list, Config
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20
 @dataclass

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from .files import (atomic_write, digest, load_state, lock_of, names_file,
-    PREFIX, read_json, save_state, tidy, unlock, write_json)
+from .files import (at_root, atomic_write, digest, load_state, lock_of,
+    names_file, PREFIX, read_json, save_state, tidy, unlock, write_json)
 from alpaca_farm.core.run.identity import (content_hash, decisive, describe_run, run_config,
     written_hashes)
 from .inputs import ensure_inputs
 from .processes import gather_all, join_ranks, once, rank, written_once
 from .progress import tell
-from .settings import as_list, at_root, Config
+from .settings import as_list, Config
 
 # %% ../../../nbs/core/run/runs.ipynb #77299ed0
 def read_log(folder) -> list[dict]:
