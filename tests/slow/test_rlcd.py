@@ -243,17 +243,15 @@ def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path)
                     for i, side, _ in keys]
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
     items = rlcd._write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
-    rows = [{k: v for k, v in i.items() if k not in ('positive', 'retries', 'reason')}
-            for i in rlcd._label_items(items, None, cfg)]
-    for r in rows:
+    for r in rlcd._label_items(items, None, cfg):
         best = int(r['preference'])
         assert r[f'ended_{best}'] is True and r[f'ended_{3 - best}'] is False
-    for out, sign in (('good', 1), ('bad', -1)):   # a bad answer is imitated as it is, cut off
-        turned = [r | dict(preference=1.5 + sign*(r['preference'] - 1.5)) for r in rows]
-        (tmp_path/'pairs.json').write_text(json.dumps(turned))
-        made(base, tmp_path/out, method='context_distillation', samples=str(tmp_path/'pairs.json'))
+    for out, good in (('good', True), ('bad', False)):   # a bad answer is imitated, cut off
+        turned = [i if good else dict(i, positive=3 - i['positive']) for i in items]
+        tiny.write(tmp_path/'run'/'items.json', turned)
+        made(base, tmp_path/out, method='context_distillation', samples=str(tmp_path/'run'))
         read = load_records(str(tmp_path/out), 'sft', 'output')
-        assert [r['ended'] for r in read] == [sign == 1]*len(rows)
+        assert [r['ended'] for r in read] == [good]*len(items)
 
 
 def test_csv_of_rlcd(tmp_path):

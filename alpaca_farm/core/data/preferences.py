@@ -285,14 +285,10 @@ def head2head_pairs(
         outputs_2 = both['model']
         place = {key(r): i for i, r in enumerate(outputs_2)}
         outputs_1 = sorted(both['baseline'], key=lambda r: place.get(key(r), -1))
-    one = list(map(key, outputs_1))
-    two = list(map(key, outputs_2))
-    if one != two or not ordered and len(set(two)) < len(two):
-        differ = [i for i, (a, b) in enumerate(zip(one, two)) if a != b]
-        first = f'row {differ[0]}: {" ".join(two[differ[0]])!r:.60}, ' if differ else ''
-        needed = 'both, in the same order' if ordered else 'one of each'
-        raise ValueError(f'{first}{len(one)} answers against {len(two)}: each prompt must have '
-                         f'{needed}')
+    prompts = list(map(key, outputs_2))
+    if list(map(key, outputs_1)) != prompts or not ordered and len(set(prompts)) < len(prompts):
+        raise ValueError(f'{len(outputs_1)} answers against {len(prompts)}: each prompt must have '
+                         'one of each, in the same order where they are matched row by row')
     pairs = []
     for records in zip(outputs_1, outputs_2):
         pair = {k: v for k, v in records[1].items() if k not in ('output', 'ended')}
