@@ -29,7 +29,7 @@ def chain(base, tmp_path_factory):
     out = str(tmp_path_factory.mktemp('chain')/'expert')
     cfg = config(base, out=out, rounds=2, n=3, max_instances=12)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_iteration, 'run_jobs', tiny.run_here)
+        patch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
         expert_iteration.train(cfg)
     return cfg
 
@@ -70,7 +70,7 @@ def test_what_it_leaves(chain):
 
 
 def test_nothing_is_done_twice(chain, monkeypatch):
-    monkeypatch.setattr(expert_iteration, 'run_jobs', tiny.run_here)
+    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
     assert expert_iteration.train(chain).done
     Path(chain.out, 'summary.json').unlink()
     def state():
@@ -87,13 +87,13 @@ def test_a_failed_round_says_why(base, tmp_path, monkeypatch):
     loaded, cfg = [], config(base, out=str(tmp_path/'e'))
     for name in ('reward', 'load_policy'):
         monkeypatch.setattr(expert_iteration, name, lambda *_: loaded.append(1))
-    monkeypatch.setattr(expert_iteration, 'run_jobs', lambda *_: ['round_1/sft: it broke'])
+    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', lambda *_: ['round_1/sft: it broke'])
     with pytest.raises(RuntimeError, match='it broke'): expert_iteration.train(cfg)
     assert not read_summary(cfg.out) and not loaded
 
 
 def test_more_rounds_than_prompts_are_refused_at_once(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(expert_iteration, 'run_jobs', lambda *_: ['it played'])
+    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', lambda *_: ['it played'])
     given = dict(out=str(tmp_path/'e'), rounds=4)
     with pytest.raises(ValueError, match='rounds = 4.*max_instances = 20'):
         expert_iteration.train(config(base, max_instances=20, **given))
