@@ -283,7 +283,7 @@ def test_resumed_with_adapters(base, rewarded, tmp_path, name, monkeypatch):
 
 def test_expert_iteration_trains_adapters(base, tmp_path, monkeypatch):
     from alpaca_farm import expert_iteration
-    monkeypatch.setattr(expert_iteration, 'run_jobs', tiny.run_here)
+    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
     cfg = config('expert_iteration', base, out=str(tmp_path/'expert'), rounds=2)
     expert_iteration.train(cfg)
     assert base_of(tmp_path/'expert/round_1/sft/adapter').endswith('sft/model')

@@ -35,7 +35,7 @@ def sums(no_runs, tmp_path_factory):
 
 def test_a_world_of_one_file_runs_on_the_whole_farm(sums, monkeypatch, capsys):
     monkeypatch.setattr(farm, 'run_jobs', lambda jobs, **_: tiny.run_here(jobs))
-    monkeypatch.setattr('alpaca_farm.expert_iteration.run_jobs', tiny.run_here)
+    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
     (sums/'tiny.json').write_text(json.dumps(tiny.FARM))
     cfg = FarmConfig(world=str(sums/'world'), size=str(sums/'tiny.json'), device='cpu')
     run = farm.run(cfg)

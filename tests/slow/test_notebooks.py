@@ -292,7 +292,7 @@ LACKING = dict(  # the settings under which a method's run has the fewest figure
 @pytest.mark.parametrize('name', LACKING)
 def test_results_are_shown_of_any_run(base, tmp_path, name, monkeypatch):
     "The cells after the settings need no figure that can be left out, and read no other run."
-    monkeypatch.setattr('alpaca_farm.expert_iteration.run_jobs', tiny.run_here)
+    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
     given = tiny.settings(name, base, out=str(tmp_path/name)) | LACKING[name]
     shown = tiny.show_results(name, tiny.config(name, **given))
     assert len(shown) > 1 and "'runs/" not in ''.join(shown)
