@@ -98,13 +98,13 @@ def run(cfg: BestOfNConfig):
     rewards = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
     fit = asked
     if not cfg.samples:
-        policy, tokenizer = load_policy(cfg.policy, cfg)
+        policy = load_policy(cfg.policy, cfg)
         use_sampler(policy, cfg, at_root(cfg.out))
-        preflight(cfg, ('split',), policy, tokenizer, reward=rewards)
-        fit, _ = fitting_prompts(asked, tokenizer, cfg)
+        preflight(cfg, ('split',), policy, reward=rewards)
+        fit, _ = fitting_prompts(asked, policy.tokenizer, cfg)
 
     def make(some):
-        if not cfg.samples: some = sample_answers(policy, tokenizer, some, cfg, n=cfg.n)
+        if not cfg.samples: some = sample_answers(policy, some, cfg, n=cfg.n)
         return score_candidates(some, rewards) if rewards else some
 
     candidates = in_chunks(this_run, fit, cfg.chunk, make,

@@ -24,6 +24,7 @@ from .core.run.identity import run_config, run_of
 from .core.ask.judge_configs import JudgedConfig
 from .core.functional import has_spread
 from .core.model.models import load_policy
+from .core.model.policy import Policy
 from .core.data.preferences import check_preferences
 from .core.run.progress import Progress
 from .core.model.rewards import reward
@@ -204,18 +205,18 @@ def measure_policy(
     folder: str,          # of a checkpoint
     records: list[dict],  # instructions
     scorers: dict,        # proxy, utility and crowd: functions of records
-    reference: tuple,     # SFT's model and tokenizer
+    reference: Policy,    # SFT's model
     cfg: OverConfig,
 ) -> dict:  # kl, correlation, and the scores by instruction
     "Measure a checkpoint on fresh samples: its KL to the reference, and its scores."
-    policy, tokenizer = load_policy(folder, cfg)
-    prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
+    policy = load_policy(folder, cfg)
+    prompts, _, answers = sample(policy, records, cfg, n=cfg.answers)
     repeated = []
     samples = []
     outputs = []
     for record, drawn in zip(prompts, answers):
         for s in drawn:
-            text = decode(s.tokens, tokenizer, cfg.template, record)
+            text = decode(s.tokens, policy.tokenizer, cfg.template, record)
             repeated.append(record)
             samples.append(s)
             outputs.append(dict(record, output=text, ended=s.ended))

@@ -333,7 +333,7 @@ class LocalJudge:
     def prompt(self, pair: dict) -> str | list[dict]:
         "The prompt for a pair: messages for a model with a chat format, else their text."
         messages = fill_prompt(self.evaluator.template, [pair])
-        return messages if self.writer.tokenizer.chat_template else _as_text(messages)
+        return messages if self.writer.policy.tokenizer.chat_template else _as_text(messages)
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The probability of the second label, plus 1; nan where the prompt is too long."
@@ -345,7 +345,7 @@ class RewardJudge:
     "A reward model as a judge, by Bradley and Terry's model."
     def __init__(self, folder: str, cfg: Config):
         from alpaca_farm.core.model.models import load_scalar
-        self.model, self.tokenizer = load_scalar(folder, cfg)
+        self.policy = load_scalar(folder, cfg)
         self.name = Path(folder).name
         self.template = getattr(cfg, 'template', 'auto')
 
@@ -353,8 +353,7 @@ class RewardJudge:
         "The probability of the second answer, plus 1."
         from alpaca_farm.core.model.rewards import score_records
         records = [answer_of(p, 1) for p in pairs] + [answer_of(p, 2) for p in pairs]
-        rewards = score_records(self.model, self.tokenizer, records, self.template,
-                                standardise=False)
+        rewards = score_records(self.policy, records, self.template, standardise=False)
         first, second = np.split(np.array(rewards), 2)
         return (1 + sigmoid(second - first, 50)).tolist()
 

@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py
 CORE = ['run.paths run.keys data.dialogues',
         'run.progress run.trackers run.files functional ask.store data.preferences',
         'run.settings data.formats',
-        'model.adapters run.processes',
+        'model.policy run.processes',
         'data.records model.control model.sharding model.packing',
         'ask.judge_configs data.text model.memory',
         'run.identity model.loading',

@@ -55,7 +55,7 @@ def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
     "Ratio 1, KL 0, nothing clipped; one forward pass of the same batch gives the ratio exactly."
     cfg = config(base, kind, temperature=temperature, kl_coef=.1)
     policy, value = models.policy, ppo.value_model(cfg, models.policy)
-    samples = generate(policy, models.tokenizer, models.prompts, max_new_tokens=12,
+    samples = generate(policy, models.prompts, max_new_tokens=12,
                        temperature=temperature)
     tokens = [s.tokens for s, in samples]
     batch = rollout_batch(models.prompts, tokens, models.tokenizer.pad_token_id)
@@ -78,7 +78,7 @@ def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
 def rollout(models, cfg):
     "The batch of one answer to each of 16 prompts."
     records = load_records(cfg.data, 'unlabeled', n=16)
-    return sample_rollout(models.policy, models.tokenizer, records, models.prompts[:16], cfg, 3)[0]
+    return sample_rollout(models.policy, records, models.prompts[:16], cfg, 3)[0]
 
 
 def moved(policy):

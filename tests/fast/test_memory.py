@@ -11,7 +11,7 @@ from alpaca_farm import ppo, sft
 from alpaca_farm.core import training
 from alpaca_farm.core.answers import answering, load_split, sample_answers
 from alpaca_farm.core.model import generation, loading, memory, models as core_models, rewards
-from alpaca_farm.core.model.adapters import (add_adapter, lora_config, own_weights,
+from alpaca_farm.core.model.policy import (add_adapter, lora_config, own_weights,
                                                state_of)
 from alpaca_farm.core.model.models import load_policy, load_scalar, response_logprobs
 from alpaca_farm.core.run.runs import read_log
@@ -99,7 +99,7 @@ def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch, 
         return kept
     monkeypatch.setattr(generation._GrowingLayer, 'update', recorded)
     monkeypatch.setattr(state_of(models.policy), 'dtype', getattr(torch, dtype))
-    generation.generate(models.policy, models.tokenizer, models.prompts[:4], max_new_tokens=6)
+    generation.generate(models.policy, models.prompts[:4], max_new_tokens=6)
     assert dtypes == {getattr(torch, dtype)}
 
 
@@ -112,8 +112,9 @@ def test_forward_batch(base, models, monkeypatch):
     monkeypatch.setattr(generation, '_write_batch', written)
     for n in (0, 3):
         cfg = sft_config(base, forward_batch=n)
-        policy, tokenizer = load_policy(cfg.policy, cfg)
-        answers = sample_answers(policy, tokenizer, load_split(cfg, 'eval_split'), answering(cfg))
+        policy = load_policy(cfg.policy, cfg)
+        tokenizer = policy.tokenizer
+        answers = sample_answers(policy, load_split(cfg, 'eval_split'), answering(cfg))
         results.append(([r['output'] for r in answers], response_logprobs(
             policy, models.prompts, models.answers, tokenizer.pad_token_id)))
     assert results[0][0] == results[1][0] and sizes == [10, 3, 3, 3, 1]
@@ -157,11 +158,12 @@ def test_passes_without_gradients_are_bounded_in_tokens(base, monkeypatch):
     monkeypatch.setattr(core_models, 'hidden_states', recorded)
     records = [dict(instruction='say', output='word ' * (1 + i)) for i in range(40)]
     cfg = sft_config(base, dtype='bfloat16', device='cpu', lora_rank=4)
-    model, tokenizer = load_scalar(str(base/'reward_model'), cfg, train=True)
+    model = load_scalar(str(base/'reward_model'), cfg, train=True)
+    tokenizer = model.tokenizer
     limits = memory.pass_limits
     for module in (rewards, core_models):
         monkeypatch.setattr(module, 'pass_limits', lambda *a: (limits(*a)[0], 500))
-    rewards.score_records(model, tokenizer, records)
+    rewards.score_records(model, records)
     assert all(n <= 500 and mixed for n, mixed in seen) and len(seen) > 3
 
 

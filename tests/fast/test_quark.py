@@ -142,11 +142,12 @@ def test_run_with_tokens(base, tmp_path):
     assert abs(log[0]['kl']) < 1e-4 and abs(log[0]['reward']) < 1e-5, 'first asked without a token'
     assert all(r['lowest_0'] >= r['lowest_1'] >= r['lowest_3'] for r in log)
     assert log[-1]['token_kl'] > 0 and {'best_step', 'val_win_rate'} <= set(read_summary(out))
-    policy, tokenizer = load_policy(str(out), AnswerConfig(**tiny.SAMPLING))
+    policy = load_policy(str(out), AnswerConfig(**tiny.SAMPLING))
+    tokenizer = policy.tokenizer
     plain, token = load_tokenizer(str(base/'sft')), tokenizer.convert_tokens_to_ids('<reward_0>')
     prompts = encode_prompts([BIRD], tokenizer)
     assert prompts == prepend_tokens(encode_prompts([BIRD], plain), token, plain, 2)
-    written = generate(policy, tokenizer, prompts*64, max_new_tokens=30)
+    written = generate(policy, prompts*64, max_new_tokens=30)
     assert max(t for s, in written for t in s.tokens) < len(plain), 'one is never written'
 
 
@@ -165,7 +166,8 @@ def test_first_update_is_plain_imitation_of_the_best(base, tmp_path, monkeypatch
     monkeypatch.setattr(quark, 'update_pool', lambda *a: kept.setdefault('pool', real(*a)))
     more = dict(steps=1, updates=1, batch_size=4, eval_split='', save_every=0)
     (first,), cfg = train(base, tmp_path/'quark', **more)
-    policy, tokenizer = load_policy(cfg.policy, cfg)
+    policy = load_policy(cfg.policy, cfg)
+    tokenizer = policy.tokenizer
     _, prompts, _ = quark.load_prompts(cfg, tokenizer)
     pool, answers = kept['pool'], pool_answers(kept['pool'])
     best = (quantiles(pool['score'], 4) == 0).nonzero()[:, 0].tolist()

@@ -13,7 +13,7 @@ from alpaca_farm import reward_model as rm
 from alpaca_farm.core.data.preferences import answer_of
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.text import collate, encode_prompts, encode_responses
-from alpaca_farm.core.model.adapters import autocast
+from alpaca_farm.core.model.policy import autocast
 from alpaca_farm.core.model.models import (answer_states, hidden_states, load_policy, load_scalar,
     response_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import label_count, reward, score_records
@@ -114,12 +114,13 @@ def test_likelihood_is_a_part_of_the_score(base, likely, k):
     "As it was saved; in its unit, and as a judge; without it a score is the head."
     folder, answers = likely[k], likely[2]
     cfg = config(base, folder)
-    model, tokenizer = load_scalar(folder, cfg)
+    model = load_scalar(folder, cfg)
+    tokenizer = model.tokenizer
     assert model.config.likelihood == C
     heads, logp = map(np.array, zip(*(both_parts(model, tokenizer, r) for r in answers)))
     wanted = heads + C*logp
     assert logp.std() * C > .1 and np.abs(heads).max() > 1e-4
-    scores = lambda: score_records(model, tokenizer, answers, standardise=False)
+    scores = lambda: score_records(model, answers, standardise=False)
     assert scores() == pytest.approx(wanted, abs=1e-4)
     unit = (wanted - wanted.mean()) / wanted.std()
     assert reward(folder, cfg)(answers) == pytest.approx(unit, abs=1e-3)
@@ -155,20 +156,22 @@ def test_several_reward_models(base, likely):
 def test_likelihood_is_the_policys_before_training(base, tmp_path):
     "With a zero head; without a likelihood a score is then 0."
     cfg = config(base, tmp_path)
-    policy, tokenizer = load_policy(cfg.policy, cfg)
-    model, _ = load_scalar(cfg.policy, cfg, 'zero')
+    policy = load_policy(cfg.policy, cfg)
+    tokenizer = policy.tokenizer
+    model = load_scalar(cfg.policy, cfg, 'zero')
     answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(cfg)[1]]
-    assert score_records(model, tokenizer, answers) == [0] * len(answers)
+    assert score_records(model, answers) == [0] * len(answers)
     model.config.likelihood = C
     logp = response_logprobs(policy, *as_tokens(answers, tokenizer), tokenizer.pad_token_id)
-    assert score_records(model, tokenizer, answers) == pytest.approx((C*logp).tolist(), abs=1e-4)
+    assert score_records(model, answers) == pytest.approx((C*logp).tolist(), abs=1e-4)
 
 
 def test_values_are_those_of_the_head_alone(base, likely):
     "And not moved by the mean of the likelihoods: they start near the mean of the rewards, 0."
     out, _, answers = likely
     cfg = PPOConfig(**tiny.settings('ppo', base, out=f'{out}_ppo', reward_model=out))
-    model, tokenizer = load_scalar(out, cfg)
+    model = load_scalar(out, cfg)
+    tokenizer = model.tokenizer
     batch = collate(*as_tokens(answers[:4], tokenizer), tokenizer.pad_token_id)
     with torch.no_grad():
         found = value_model(cfg, torch.nn.Module())(batch)
@@ -181,7 +184,8 @@ def test_values_are_those_of_the_head_alone(base, likely):
 @pytest.mark.parametrize('says', [False, True])
 def test_likelihood_needs_tied_embeddings(base, tmp_path, says):
     "In the files, whatever the configuration says; the policy has the head that it has there."
-    policy, tokenizer = load_policy(str(base/'sft'), config(base, tmp_path))
+    policy = load_policy(str(base/'sft'), config(base, tmp_path))
+    tokenizer = policy.tokenizer
     policy.lm_head.weight = torch.nn.Parameter(policy.lm_head.weight.detach().roll(1, 0))
     policy.config.tie_word_embeddings = says
     for part in (policy, tokenizer): part.save_pretrained(tmp_path/'untied')
@@ -190,7 +194,7 @@ def test_likelihood_needs_tied_embeddings(base, tmp_path, says):
         rm.train(config(base, tmp_path/'rm', likelihood=C, **given))
     assert read_log(tmp_path/'rm') == []
     rm.train(config(base, tmp_path/'head', **given))
-    again, _ = load_policy(given['policy'], config(base, tmp_path))
+    again = load_policy(given['policy'], config(base, tmp_path))
     assert torch.equal(again.lm_head.weight, policy.lm_head.weight)
     assert not again.config.tie_word_embeddings
 
@@ -198,7 +202,8 @@ def test_likelihood_needs_tied_embeddings(base, tmp_path, says):
 @pytest.mark.parametrize('says', [False, True])
 def test_embeddings_that_are_tied_in_the_files(base, tmp_path, says):
     "A head that is there twice is no other one; a missing one is not made up."
-    policy, tokenizer = load_policy(str(base/'sft'), config(base, tmp_path))
+    policy = load_policy(str(base/'sft'), config(base, tmp_path))
+    tokenizer = policy.tokenizer
     policy.save_pretrained(tmp_path/'tied')
     tokenizer.save_pretrained(tmp_path/'tied')
     known = read_json(tmp_path/'tied'/'config.json')
@@ -224,17 +229,18 @@ def test_scores_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, kind):
     "In training, in the files and read again: as many as there are texts, and the float32 head's."
     cfg = config(base, tmp_path/'rm', head='normal', dtype='bfloat16', **ROUNDED[kind])
     rm.train(cfg)
-    model, tokenizer = load_scalar(cfg.out, cfg)
+    model = load_scalar(cfg.out, cfg)
+    tokenizer = model.tokenizer
     head = load_file(tmp_path/'rm'/'model'/'model.safetensors')['score.weight']
     assert model.dtype == torch.bfloat16 and torch.equal(model.score.weight, head)
     assert (head.bfloat16() != head).any()
     words = load_records(str(base/'world'), 'unlabeled')
     answers = [dict(r, output=f'{i} is it') for i, r in enumerate(words)]
-    assert len(set(score_records(model, tokenizer, answers))) == len(answers) == 60
+    assert len(set(score_records(model, answers))) == len(answers) == 60
     batch = collate(*as_tokens(answers[:8], tokenizer), tokenizer.pad_token_id)
     given = batch['ids'], batch['mask'], batch['response']
     for train in (False, True):
-        part, _ = load_scalar(cfg.out, cfg, train=train)
+        part = load_scalar(cfg.out, cfg, train=train)
         with torch.no_grad(), autocast(part):
             found, states = sequence_scores(part, *given), hidden_states(part, *given)
         each, response = states.float() @ part.score.weight[0].float(), batch['response']
@@ -248,7 +254,8 @@ def test_scores_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, kind):
 def test_values_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, shared):
     given = tiny.settings('ppo', base, out=str(tmp_path), shared_value=shared, dtype='bfloat16')
     cfg = PPOConfig(**given)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    tokenizer = policy.tokenizer
     value = value_model(cfg, policy)
     torch.nn.init.normal_(value.score.weight)
     batch = collate([[5, 6, 7]], [list(range(8, 40))], tokenizer.pad_token_id)
@@ -263,7 +270,8 @@ def test_values_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, shared):
 def test_first_layers(base, tmp_path, rank):
     "The first layers of a deeper policy become the reward model that a policy of them alone becomes."
     cfg = config(base, tmp_path)
-    policy, tokenizer = load_policy(cfg.policy, cfg)
+    policy = load_policy(cfg.policy, cfg)
+    tokenizer = policy.tokenizer
     deep = type(policy)(type(policy.config)(**policy.config.to_dict() | dict(num_hidden_layers=2)))
     deep.load_state_dict(policy.state_dict(), strict=False)
     for part in (deep, tokenizer): part.save_pretrained(tmp_path/'deep')
@@ -278,7 +286,8 @@ def test_first_layers(base, tmp_path, rank):
 def test_answers_in_several_pairs_are_read_once(base, tmp_path, monkeypatch):
     "Losses and gradients are those of the pairs one by one."
     cfg, read = config(base, tmp_path), []
-    model, tokenizer = load_scalar(cfg.policy, cfg, 'normal', train=True)
+    model = load_scalar(cfg.policy, cfg, 'normal', train=True)
+    tokenizer = model.tokenizer
     answers, (prompt,) = [[5, 6, 2], [7, 2], [8, 9, 5, 2]], [[4, 3]]
     pairs = [(0, 1), (0, 2), (1, 2), (2, 0)]
     scores = rm.sequence_scores

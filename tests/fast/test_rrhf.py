@@ -69,7 +69,7 @@ def some(base, models):
 
 
 @pytest.fixture(scope='module')
-def policy(base, models): return load_policy(str(base/'sft'), models.cfg)[0]
+def policy(base, models): return load_policy(str(base/'sft'), models.cfg)
 
 
 @torch.no_grad()
@@ -351,7 +351,7 @@ def test_scores_of_annotators(base, tmp_path):
 def test_perplexity(models):
     "Text by itself after the start token; newlines are spaces, nothing is one space."
     texts, tokenizer = ['A snail can hide.', 'Good luck!', 'Go.\nGo.', ''], models.tokenizer
-    for text, ppl in zip(texts, rrhf.perplexities(models.policy, tokenizer, texts)):
+    for text, ppl in zip(texts, rrhf.perplexities(models.policy, texts)):
         shown = text.replace('\n', ' ') or ' '
         ids = [tokenizer.bos_token_id, *tokenizer(shown, add_special_tokens=False)['input_ids']]
         with torch.no_grad(): logits = models.policy(torch.tensor([ids])).logits[0]

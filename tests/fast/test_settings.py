@@ -300,7 +300,8 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
     monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(elsewhere/'cache'))
     for spec in ('ann/policy@v1', f'ann/policy@{commit}'):
         cfg = SFTConfig(policy=spec)
-        policy, tokenizer = load_policy(cfg.policy, cfg)
+        policy = load_policy(cfg.policy, cfg)
+        tokenizer = policy.tokenizer
         assert len(tokenizer) <= policy.get_input_embeddings().weight.shape[0]
         assert paths.ask_hub(spec) == spec
         assert paths.hub_snapshot(spec) == str(cache/'snapshots'/commit)

@@ -136,16 +136,17 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
 def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
     tokenizer, seen = build(family), []
     from alpaca_farm.core.model import rewards
-    policy, tokenizer = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
+    policy = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
+    tokenizer = policy.tokenizer
     def scores(model, ids, mask, response):
         seen.append(ids)
         return torch.zeros(len(ids))
     monkeypatch.setattr(rewards, 'sequence_scores', scores)
     policy.score = None   # a decoder's head, which is not called
-    score_records(policy, tokenizer, [dict(instruction='say it', output='the words')])
+    score_records(policy, [dict(instruction='say it', output='the words')])
     assert seen[0][0, -1] == end_token(tokenizer)
     policy.lm_head.weight.data.zero_()  # all tokens are equally likely
-    samples = [s for s, in generate(policy, tokenizer, [[5]] * 60, max_new_tokens=200)]
+    samples = [s for s, in generate(policy, [[5]] * 60, max_new_tokens=200)]
     ends = [s.tokens[-1] for s in samples if s.ended]
     assert end_token(tokenizer) in ends and set(ends) <= set(end_tokens(policy, tokenizer))
 
@@ -188,7 +189,8 @@ def test_a_tokenizer_without_pad_unk_and_bos_trains(family, tmp_path):
     sizes = dict(data=folder, max_length=256, max_prompt=200, eval_instances=4)
     given = tiny.SETTINGS['sft'] | sizes
     sft.train(sft.SFTConfig(**given, policy=policy, out=str(tmp_path/'sft')))
-    model, loaded = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))
+    model = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))
+    loaded = model.tokenizer
     assert read_summary(tmp_path/'sft')['nll'] < read_summary(tmp_path/'sft')['nll_before']
     assert len(model.get_input_embeddings().weight) == 320
     assert loaded.pad_token_id is not None and len(read_json(tmp_path/'sft'/'outputs.json')) == 4
@@ -203,7 +205,8 @@ def test_a_tokenizer_without_pad_unk_and_bos_trains(family, tmp_path):
 def test_a_padding_token_that_the_model_does_not_know_is_replaced(tmp_path):
     tokenizer = build('mistral')
     tokenizer.add_special_tokens(dict(pad_token='[PAD]'))
-    model, loaded = load_policy(save(tmp_path, tokenizer, 279), sft.SFTConfig(device='cpu'))
+    model = load_policy(save(tmp_path, tokenizer, 279), sft.SFTConfig(device='cpu'))
+    loaded = model.tokenizer
     assert tokenizer.pad_token_id == 279 and loaded.pad_token == '<unk>'
     assert len(model.get_input_embeddings().weight) == 279
 
@@ -351,7 +354,7 @@ def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypa
     assert candidate_tokens(query, tokenizer) == [answer]
     samples = lambda *given, **how: [[Sample(answer, [0.] * len(answer), True)]]
     monkeypatch.setattr('alpaca_farm.core.answers.generate', samples)
-    said, = sample_answers(None, tokenizer, [record], SampleConfig(max_prompt=99))
+    said, = sample_answers(None, [record], SampleConfig(max_prompt=99))
     assert said['output'] == ['the words']
 
 
@@ -502,7 +505,7 @@ def test_generation_config_changes_no_sample(tmp_path):
     for folder in folders: save(folder, build('chatml_base'))
     (folders[1]/'generation_config.json').write_text(json.dumps(dict(
         do_sample=True, temperature=.1, top_k=1, top_p=.1, min_p=.5, repetition_penalty=5.)))
-    plain, tuned = ([s.tokens for s, in generate(*load_policy(str(f), cfg), [[5, 6]]*8,
+    plain, tuned = ([s.tokens for s, in generate(load_policy(str(f), cfg), [[5, 6]]*8,
                                                 max_new_tokens=12)] for f in folders)
     assert plain == tuned and len({*map(tuple, plain)}) > 1
 
@@ -539,7 +542,8 @@ def test_a_gguf_file_is_a_policy(tmp_path, monkeypatch):
         vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, intermediate_size=32, max_position_embeddings=256))
     write_gguf(file, model, tokenizer)
-    policy, loaded = load_policy(str(file), sft.SFTConfig(device='cpu'))
+    policy = load_policy(str(file), sft.SFTConfig(device='cpu'))
+    loaded = policy.tokenizer
     read = policy.state_dict()
     assert all(torch.equal(x, read[name]) for name, x in model.state_dict().items())
     asked = [dict(instruction='say <|im_end|> it')]
@@ -549,7 +553,7 @@ def test_a_gguf_file_is_a_policy(tmp_path, monkeypatch):
     given = tiny.SETTINGS['sft'] | dict(data=data(tmp_path/'data'), policy=str(file), lora_rank=2,
                                         max_length=256, max_prompt=200, eval_instances=4)
     sft.train(sft.SFTConfig(**given, out=str(tmp_path/'sft')))
-    trained = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))[0]
+    trained = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))
     assert not torch.equal(trained.model.layers[0].mlp.up_proj.weight,
                            model.model.layers[0].mlp.up_proj.weight)
     assert [s.st_mtime_ns for s in written()] == [before.st_mtime_ns]

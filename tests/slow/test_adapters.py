@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from alpaca_farm import ppo, reward_model, sft
-from alpaca_farm.core.model.adapters import (add_adapter, base_of, lora_config, merge, own_weights,
+from alpaca_farm.core.model.policy import (add_adapter, base_of, lora_config, merge, own_weights,
                                              state_of, view)
 from alpaca_farm.core.model.models import (hidden_states, load_policy, load_reference, load_scalar,
     logprobs, sequence_logprobs)
@@ -45,7 +45,7 @@ def batch(models):
 def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base, batch):
     def gradients(checkpointed):
         cfg = config('sft', base, policy=str(base/'sft'), gradient_checkpointing=checkpointed)
-        policy, _ = load_policy(cfg.policy, cfg, train=True)
+        policy = load_policy(cfg.policy, cfg, train=True)
         value = shake(add_adapter(policy, 'value', lora_config(cfg)), 1)
         shake(policy)
         loss = sequence_logprobs(policy, batch).mean() + hidden_states(value, batch['ids'],
@@ -62,12 +62,12 @@ def test_gradient_checkpointing_runs_under_the_adapter_of_its_forward_pass(base,
 def test_packed_rows_with_adapters(base, batch):
     cfg = config('sft', base, policy=str(base/'sft'))
     def gradient(packs):
-        policy = shake(load_policy(cfg.policy, cfg, train=True)[0])
+        policy = shake(load_policy(cfg.policy, cfg, train=True))
         state_of(policy).reads_packed = packs
         logp = logprobs(policy, batch)
         (logp * torch.linspace(-1, 1, logp.numel()).view_as(logp)).sum().backward()
         return logp.detach(), torch.cat([p.grad.flatten() for p in own_weights(policy).values()])
-    policy = shake(load_policy(cfg.policy, cfg, train=True)[0])
+    policy = shake(load_policy(cfg.policy, cfg, train=True))
     assert reads_packed(policy)
     for a, b in zip(gradient(True), gradient(False)):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -76,7 +76,7 @@ def test_packed_rows_with_adapters(base, batch):
 def test_a_frozen_head_reads_contiguous_states(base):
     "Of others torch would copy the matrix for each row."
     cfg, seen = config('sft', base), []
-    policy, _ = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
     policy.lm_head.register_forward_pre_hook(lambda _, x: seen.append(x[0].is_contiguous()))
     policy(input_ids=torch.ones(3, 4, dtype=torch.long), logits_to_keep=1)
     assert seen == [True]
@@ -85,12 +85,12 @@ def test_a_frozen_head_reads_contiguous_states(base):
 def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
     cfg = config('sft', base, out=str(tmp_path/'sft'))
     sft.train(cfg)
-    merged, _ = load_policy(cfg.out, cfg)
-    adapter, _ = load_policy(str(tmp_path/'sft/adapter'), cfg)
+    merged = load_policy(cfg.out, cfg)
+    adapter = load_policy(str(tmp_path/'sft/adapter'), cfg)
     assert state_of(merged).adapter is None
     assert torch.equal(sequence_logprobs(merged, batch), sequence_logprobs(adapter, batch))
-    unmerged, _ = load_policy(cfg.policy, cfg, train=True)
-    from alpaca_farm.core.model.adapters import load_adapter
+    unmerged = load_policy(cfg.policy, cfg, train=True)
+    from alpaca_farm.core.model.policy import load_adapter
     load_adapter(unmerged, tmp_path/'sft/adapter')
     torch.testing.assert_close(sequence_logprobs(unmerged, batch),
                                sequence_logprobs(merged, batch), rtol=1e-4, atol=1e-4)
@@ -147,15 +147,16 @@ def ppo_step(policy, value, batch, cfg):
 @pytest.mark.parametrize('checkpointed', [False, True])
 def test_ppo_on_one_model_is_ppo_on_three(base, rewarded, models, batch, checkpointed):
     cfg = config('ppo', base, reward_model=rewarded, gradient_checkpointing=checkpointed)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    tokenizer = policy.tokenizer
     value = ppo.value_model(cfg, policy)
     reward_of, reference = ppo.reward_beside(policy, value, cfg), load_reference(policy, cfg)
     assert embedding(value) == embedding(policy)
-    separate, _ = load_policy(cfg.policy, cfg, train=True)
-    other, _ = load_policy(cfg.policy, cfg, train=True)
+    separate = load_policy(cfg.policy, cfg, train=True)
+    other = load_policy(cfg.policy, cfg, train=True)
     scalar = ppo.scalar_on(other, 'value', rewarded, cfg)
     own = ppo.ValueHead(scalar, scalar.score, value.mean, value.std)
-    plain = load_policy(cfg.policy, cfg, train=True, frozen=True)[0]
+    plain = load_policy(cfg.policy, cfg, train=True, frozen=True)
     # the merged reward model
     whole = ppo.reward(cfg.reward_model, tiny.config('ppo', **tiny.settings('ppo', base)),
                        cfg.template)
@@ -233,14 +234,14 @@ def test_an_adapter_from_elsewhere_is_read_whole_or_refused(base, tmp_path, targ
             load_policy(str(tmp_path/'it'), config('sft', base))
     else:
         ids = torch.arange(3, 15)[None]
-        policy, _ = load_policy(str(tmp_path/'it'), config('sft', base))
+        policy = load_policy(str(tmp_path/'it'), config('sft', base))
         with torch.no_grad():
             torch.testing.assert_close(policy(ids).logits, made(ids).logits, atol=1e-5, rtol=1e-4)
 
 
 def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):
     cfg = config('ppo', base)
-    policy, _ = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
     value = ppo.value_model(cfg, policy)
     reward_of = ppo.reward_beside(policy, value, cfg)
     plain = ppo.reward(cfg.reward_model, cfg, cfg.template)

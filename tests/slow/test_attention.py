@@ -6,7 +6,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tiny
 from alpaca_farm.core.model import loading
-from alpaca_farm.core.model.adapters import state_of
+from alpaca_farm.core.model.policy import state_of
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import hidden_states, load_policy
 from alpaca_farm.core.model.packing import reads_packed, _register_rows
@@ -111,7 +111,7 @@ def test_right_padding_reaches_the_causal_kernel(monkeypatch):
 
 
 def loaded(folder, attention):
-    return load_policy(str(folder), HardwareConfig(device='cpu', attention=attention))[0]
+    return load_policy(str(folder), HardwareConfig(device='cpu', attention=attention))
 
 
 def test_a_run_asks_for_its_kernel(tmp_path):
@@ -122,7 +122,7 @@ def test_a_run_asks_for_its_kernel(tmp_path):
     for kind, used in (('auto', 'sdpa'), ('eager', 'eager')):
         model = loaded(tmp_path, kind)
         assert model.config._attn_implementation == used
-        samples = generate(model, None, PROMPTS, max_new_tokens=8, temperature=0)
+        samples = generate(Policy(model), PROMPTS, max_new_tokens=8, temperature=0)
         written.append([s.tokens for s, in samples])
         assert model.config._attn_implementation == used
     assert written[0] == written[1]

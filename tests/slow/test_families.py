@@ -64,11 +64,12 @@ def both_sides(prompts, answers):
 @pytest.mark.parametrize('name', tiny.FAMILIES)
 def test_samples(name):
     "Greedy answers are those of `model.generate`; log-probs are those of the model's own logits."
-    policy, tokenizer = load_policy(checkpoint(name), CFG)
+    policy = load_policy(checkpoint(name), CFG)
+    tokenizer = policy.tokenizer
     prompts = encoded(tokenizer)[0]
     # one BOS, then the template's text
     assert all(p.count(1) == 1 and p[0] == 1 and p[-1] == 3 for p in prompts)
-    samples = [s for s, in generate(policy, tokenizer, prompts, max_new_tokens=8, temperature=0,
+    samples = [s for s, in generate(policy, prompts, max_new_tokens=8, temperature=0,
                                     batch_size=4)]
     for p, s in zip(prompts, samples):
         whole = policy.generate(input_ids=torch.tensor([p]), attention_mask=torch.ones(1, len(p)),
@@ -83,7 +84,8 @@ def test_samples(name):
 @pytest.mark.parametrize('name', tiny.FAMILIES)
 def test_sft(name):
     "The loss of transformers, whatever the padding; a few steps write the answers with EOS."
-    policy, tokenizer = load_policy(checkpoint(name), CFG, train=True)
+    policy = load_policy(checkpoint(name), CFG, train=True)
+    tokenizer = policy.tokenizer
     prompts, answers, _ = encoded(tokenizer)
     assert all(a[-1] == 2 and a.count(2) == 1 and 0 not in a for a in answers)
     batches, alone = both_sides(prompts, answers)
@@ -103,19 +105,20 @@ def test_sft(name):
         optimizer.step()
         optimizer.zero_grad()
         if loss < .05: break
-    samples = generate(policy, tokenizer, prompts, max_new_tokens=8, temperature=0)
+    samples = generate(policy, prompts, max_new_tokens=8, temperature=0)
     assert [s.tokens for s, in samples] == answers
 
 
 @pytest.mark.parametrize('name', tiny.FAMILIES)
 def test_reward_model(name, tmp_path):
     "Scores do not depend on padding and are those of the saved model and its class."
-    model, tokenizer = load_scalar(checkpoint(name), CFG, 'normal', train=True)
+    model = load_scalar(checkpoint(name), CFG, 'normal', train=True)
+    tokenizer = model.tokenizer
     prompts, answers, _ = encoded(tokenizer)
     batches, alone = both_sides(prompts, answers)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    again, _ = load_scalar(str(tmp_path), CFG)
+    again = load_scalar(str(tmp_path), CFG)
     with torch.no_grad():
         rows = torch.cat([sequence_scores(model, b['ids'], b['mask']) for b in alone])
         assert rows.std() > 1e-3
@@ -135,7 +138,8 @@ def test_dpo(name, tmp_path):
     "Loss log 2 before a step that prefers the chosen answers; log-probs whatever the padding."
     cfg = dpo.DPOConfig(policy=checkpoint(name), preferences=data(), data=data(),
                         out=str(tmp_path/'dpo'), device='cpu', batch_size=6)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    tokenizer = policy.tokenizer
     labelled = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
     labelled.add_reference(policy)
     batch = labelled.labelled_batch(labelled.order[0])
@@ -155,7 +159,8 @@ def test_ppo(name):
     "Ratios of 1 and values whatever the padding; gradients reach the policy and the value model."
     cfg = ppo.PPOConfig(policy=checkpoint(name), reward_model='tiny:letters', data=data(),
                         device='cpu', rollouts=6, batch_size=6, kl_coef=0.)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    tokenizer = policy.tokenizer
     value = ppo.value_model(cfg, policy)
     torch.nn.init.normal_(value.score.weight)
     prompts, answers, _ = encoded(tokenizer)
@@ -232,7 +237,8 @@ def test_a_model_that_cannot_be_sampled_is_refused_before_training(tmp_path, mon
                                      out=str(tmp_path/'out'), device='cpu', max_new_tokens=8,
                                      **more))
     assert not (tmp_path/'out').exists()
-    model, tokenizer = load_scalar(checkpoint('mamba'), CFG, 'normal')
+    model = load_scalar(checkpoint('mamba'), CFG, 'normal')
+    tokenizer = model.tokenizer
     batches, alone = both_sides(*encoded(tokenizer)[:2])
     with torch.no_grad():
         near(sequence_scores(model, batches[0]['ids'], batches[0]['mask']),
@@ -242,7 +248,8 @@ def test_a_model_that_cannot_be_sampled_is_refused_before_training(tmp_path, mon
 @pytest.mark.parametrize('name', ['mixtral', 'qwen3_moe'])
 def test_router_losses(name, tmp_path):
     "That of transformers over what is not padding; a weight changes what is learned."
-    policy, tokenizer = load_policy(checkpoint(name), CFG)
+    policy = load_policy(checkpoint(name), CFG)
+    tokenizer = policy.tokenizer
     prompts, answers, _ = encoded(tokenizer)
     batches, _ = both_sides(prompts, answers)
     loss = RouterLoss(policy)
@@ -264,4 +271,4 @@ def test_router_losses(name, tmp_path):
     near(runs[1]['loss'], runs[0]['loss'] + runs[1]['router_loss'])
     with pytest.raises(ValueError,
                        match='router_loss: LlamaModel is no mixture of experts; leave it at 0'):
-        RouterLoss(load_policy(checkpoint('llama'), CFG)[0])
+        RouterLoss(load_policy(checkpoint('llama'), CFG))

@@ -37,7 +37,7 @@ def test_run_without_a_value_model(base, tmp_path, advantage):
                          ids=str)
 def test_the_value_model_of_a_function_reward_starts_from_the_policy(base, models, function):
     "Its trunk has the policy's weights and its head is 0."
-    policy, _ = load_policy(str(base/'sft'), models.cfg)
+    policy = load_policy(str(base/'sft'), models.cfg)
     value = value_model(PPOConfig(**tiny.settings('ppo', base, reward_model=function)), policy)
     trunk = policy.base_model.state_dict()
     assert all(torch.equal(w, trunk[k]) for k, w in value.base_model.state_dict().items())
@@ -170,7 +170,7 @@ def test_answers_are_sampled_with_settings_of_their_own(base, answered):
     from alpaca_farm.core.data.records import load_records
     from alpaca_farm.core.model.models import load_policy
     cfg = answering(AnswerConfig(**tiny.SAMPLING, eval_temperature=0.))
-    expected = sample_answers(*load_policy(str(answered), cfg),
+    expected = sample_answers(load_policy(str(answered), cfg),
                               load_records(str(base/'world'), 'eval', n=10), cfg)
     left = read_json(answered/'outputs.json')
     assert [r['output'] for r in left] == [r['output'][0] for r in expected]

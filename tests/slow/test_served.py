@@ -9,7 +9,7 @@ import tiny
 from lora_server import lora_server
 from alpaca_farm import ppo
 from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.model.adapters import state_of
+from alpaca_farm.core.model.policy import state_of
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.runs import read_log
@@ -25,7 +25,8 @@ def config(base, out, url, **more):
 def policy_of(base, folder, url):
     "A policy with an adapter, its tokenizer and five prompts; `url`: of its server."
     cfg = config(base, folder, url)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    tokenizer = policy.tokenizer
     use_sampler(policy, cfg, folder)
     return policy, tokenizer, encode_prompts(load_records(cfg.data, 'eval', n=5), tokenizer)
 
@@ -66,7 +67,7 @@ def test_greedy_answers_are_equal_after_every_update(base, folder, tmp_path):
                 assert a.ended == b.ended
                 np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
             before.append(texts(served))
-            name, = server.model.adapters
+            name, = server.model.policy
             assert name not in names and name.endswith(_adapter_mark(policy))
             names.append(name)
             generate(policy, *given)
@@ -81,7 +82,7 @@ def test_samples_have_the_log_probs_of_this_process(base, folder, tmp_path):
     with lora_server(folder) as server:
         policy, tokenizer, prompts = policy_of(base, tmp_path/'ppo', server.url)
         move(policy, 0)
-        def sampled(seed): return generate(policy, tokenizer, prompts, 3, 12, .7, seed=seed)
+        def sampled(seed): return generate(policy, prompts, 3, 12, .7, seed=seed)
         samples = sampled(4)
         assert [len(g) for g in samples] == [3]*5
         assert texts(samples) == texts(sampled(4)) != texts(sampled(5))
@@ -97,15 +98,15 @@ def test_a_start_over_hands_over_anew_and_removes_what_was_left(base, folder, tm
         given = tokenizer, prompts, 1, 8, 0.
         move(policy, 0)
         first = texts(generate(policy, *given))
-        left, = server.model.adapters
+        left, = server.model.policy
         again, _, _ = policy_of(base, tmp_path/'ppo', server.url)
-        assert server.model.adapters == []
+        assert server.model.policy == []
         move(again, 0)
         assert texts(generate(again, *given)) == first
-        assert server.model.adapters == [left], 'the same weights, the same name'
+        assert server.model.policy == [left], 'the same weights, the same name'
         move(again, 1)
         generate(again, *given)
-        assert server.model.adapters != [left] and len(server.model.adapters) == 1
+        assert server.model.policy != [left] and len(server.model.policy) == 1
 
 
 @pytest.mark.parametrize('given, message', [
@@ -116,7 +117,7 @@ def test_a_server_that_does_not_follow_is_found_out(base, folder, tmp_path, give
         policy, tokenizer, prompts = policy_of(base, tmp_path/'ppo', server.url)
         move(policy, 0)
         with pytest.raises(RuntimeError, match=message):
-            generate(policy, tokenizer, prompts, max_new_tokens=8)
+            generate(policy, prompts, max_new_tokens=8)
 
 
 def test_another_model_and_a_server_that_is_gone(base, tmp_path, monkeypatch):
@@ -136,7 +137,7 @@ def test_another_model_and_a_server_that_is_gone(base, tmp_path, monkeypatch):
         assert 'a1B2' not in str(e.value)
     sampler.client = OpenAI(base_url=server.url, api_key='none')   # a new connection
     with pytest.raises(RuntimeError, match=f'sampler = {server.url}/load_lora'):
-        generate(policy, tokenizer, prompts, max_new_tokens=4)
+        generate(policy, prompts, max_new_tokens=4)
     with pytest.raises(RuntimeError, match=f'sampler = {server.url}/models'):
         ppo.train(config(base, tmp_path/'c', server.url))
     assert not (tmp_path/'ppo').exists() and not (tmp_path/'c').exists()
@@ -149,6 +150,6 @@ def test_ppo_with_a_served_sampler(base, folder, tmp_path):
         assert len(log) == 3 and log[0]['kl'] == pytest.approx(0, abs=1e-4)
         assert all(r['first_ratio'] == pytest.approx(1, abs=1e-5) for r in log)
         loaded = [b['lora_name'] for p, b in server.model.log if p.endswith('/load_lora_adapter')]
-        assert len(loaded) == len(set(loaded)) >= 3 and len(server.model.adapters) == 1
+        assert len(loaded) == len(set(loaded)) >= 3 and len(server.model.policy) == 1
         asked = {b['model'] for p, b in server.model.log if p.endswith('completions')}
         assert asked >= {*loaded[:3]}

@@ -61,8 +61,8 @@ class LocalWriter:
     "A model on this machine: it continues prompts and gives the probability of one of two labels."
     def __init__(self, folder: str, cfg):
         self.cfg = cfg
-        self.model, self.tokenizer = load_policy(folder, cfg)
-        config = self.model.config.get_text_config()
+        self.policy = load_policy(folder, cfg)
+        config = self.policy.config.get_text_config()
         self.longest = getattr(config, 'max_position_embeddings', None) or math.inf
 
     def write(self,
@@ -75,12 +75,12 @@ class LocalWriter:
         seed = int(2**31 * hash_uniform(cfg.seed, *keys[0])) if keys else 0
         def sample(rows):
             written = []
-            for one, in generate(self.model, self.tokenizer, rows, 1, cfg.max_new_tokens,
+            for one, in generate(self.policy, rows, 1, cfg.max_new_tokens,
                                  cfg.temperature, cfg.top_p, cfg.top_k, seed):
-                text = decode(one.tokens, self.tokenizer, cfg.template)
+                text = decode(one.tokens, self.policy.tokenizer, cfg.template)
                 written.append(Written(text, one.ended))
             return written
-        rows = [prompt_tokens(prompt, self.tokenizer) for prompt in prompts]
+        rows = [prompt_tokens(prompt, self.policy.tokenizer) for prompt in prompts]
         limit = min(cfg.max_prompt, self.longest - cfg.max_new_tokens)
         fits = [len(row) <= limit for row in rows]
         return _where(fits, rows, sample, Written('', False, 'long_prompt'))
@@ -91,9 +91,9 @@ class LocalWriter:
         def chances(rows):
             starts = [shared for shared, _ in rows]
             tokens = [(first[0], second[0]) for _, (first, second) in rows]
-            odds = next_log_odds(self.model, starts, tokens, self.tokenizer.pad_token_id)
+            odds = next_log_odds(self.policy, starts, tokens)
             return odds.double().sigmoid().tolist()
-        rows = [label_tokens(prompt, labels, self.tokenizer) for prompt in prompts]
+        rows = [label_tokens(prompt, labels, self.policy.tokenizer) for prompt in prompts]
         fits = [len(shared) <= self.longest for shared, _ in rows]
         return _where(fits, rows, chances, math.nan)
 
@@ -103,10 +103,9 @@ class LocalWriter:
         def odds(rows):
             starts, ends = zip(*rows) if rows else ((), ())
             def logp(k):
-                return response_logprobs(self.model, starts, [both[k] for both in ends],
-                                         self.tokenizer.pad_token_id)
+                return response_logprobs(self.policy, starts, [both[k] for both in ends])
             return (logp(1) - logp(0)).tolist()
-        rows = [label_tokens(*both, self.tokenizer) for both in zip(prompts, pairs)]
+        rows = [label_tokens(*both, self.policy.tokenizer) for both in zip(prompts, pairs)]
         fits = [len(shared) + max(map(len, ends)) <= self.longest for shared, ends in rows]
         return _where(fits, rows, odds, math.nan)
 
