@@ -22,6 +22,7 @@ from .core.data.records import load_records
 from .core.data.dialogues import prompt_key
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
+from .core.model.policy import Policy
 from .core.run.processes import gather_all
 from .core.run.runs import read_log, start
 from .core.run.settings import (
@@ -190,7 +191,7 @@ def read_labels(cfg: DPOConfig) -> tuple[list[dict], tuple[str, ...], list[list[
 
 # %% ../nbs/dpo.ipynb #78fb1520
 def reference_logprobs(
-    policy,
+    policy: Policy,
     prompts: list,            # token ids, N
     answers: list,            # K columns of N answers each
     temperature: float = 1.,  # at which the answers were sampled
@@ -202,7 +203,7 @@ def reference_logprobs(
 # %% ../nbs/dpo.ipynb #7d61fe15
 @torch.no_grad()
 def kto_baseline(
-    policy,
+    policy: Policy,
     parts,                    # batches of mismatched answers, which together are those of a step
     temperature: float = 1.,  # at which the answers were sampled
 ) -> torch.Tensor:
@@ -215,7 +216,7 @@ def kto_baseline(
 
 # %% ../nbs/dpo.ipynb #db20b42b
 def dpo_step(
-    policy,
+    policy: Policy,
     batch: dict,  # of `LabelledAnswers`: ids, mask, response (B, K, T); reference, good (B, K)
     cfg: DPOConfig,
 ) -> dict[str, torch.Tensor]:  # (B,) each

@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 from .core.answers import in_chunks, mean, SampleConfig, try_setting
 from .core.ask.api import ApiConfig
 from .core.ask.completions import LocalWriter, ServedWriter
+from .core.model.models import load_policy
 from .core.data.records import load_records
 from .core.data.dialogues import (as_messages, bare_prompt, dialogue_text,
     prompt_messages, TAGS, with_space)
@@ -413,7 +414,7 @@ def run(cfg: RLCDConfig):
         try_setting(cfg, 'annotators', annotate_pairs, [pair], judge)
     judges_itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators
     if judges_itself or not cfg.samples:
-        writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
+        writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(load_policy(cfg.policy, cfg), cfg)
     if judges_itself: judge = SelfJudge(writer, task, chat)
 
     def make(part):   # numbers and records, or items

@@ -325,10 +325,11 @@ class LocalJudge:
     "A language model on this machine that prefers one of two labels."
     def __init__(self, e: Evaluator, cfg: Config):
         from alpaca_farm.core.ask.completions import LocalWriter
+        from alpaca_farm.core.model.models import load_policy
         self.evaluator = e
         self.name = e.name
         self.labels = _verdict_labels(e)
-        self.writer = LocalWriter(e.decoding['model'], cfg)
+        self.writer = LocalWriter(load_policy(e.decoding['model'], cfg), cfg)
 
     def prompt(self, pair: dict) -> str | list[dict]:
         "The prompt for a pair: messages for a model with a chat format, else their text."

@@ -86,7 +86,7 @@ def first_batch(cfg):
 
 def brute(policy, prompt, answer):
     "The summed log-prob of an answer, token by token, alone in its batch."
-    with torch.no_grad(): logits = policy(torch.tensor([prompt + answer])).logits[0].double()
+    with torch.no_grad(): logits = policy.model(torch.tensor([prompt + answer])).logits[0].double()
     logp = logits[len(prompt) - 1:].log_softmax(-1)
     return sum(logp[k, token].item() for k, token in enumerate(answer))
 
@@ -98,7 +98,7 @@ def moved(base, tmp_path_factory):
     policy = load_policy(cfg.policy, cfg)
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in policy.parameters():
+        for p in policy.model.parameters():
             if p.ndim == 2: p += .05 * torch.randn(p.shape, generator=g)
     return policy
 
@@ -202,7 +202,7 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
     preferred = [r['output_1' if r['preference'] < 1.5 else 'output_2'] for r in labelled]
     assert [r['output_1'] for r in records] == preferred and good == [[1, 0]] * 3
     _, data, _ = first_batch(cfg)
-    now = dpo.reference_logprobs(after, data.prompts, data.answers, tokenizer.pad_token_id)
+    now = dpo.reference_logprobs(after, data.prompts, data.answers)
     rise, log = now - data.reference, read_log(cfg.out)
     assert (rise[:, 0] - rise[:, 1]).mean() > .2
     assert log[-1]['loss'] < log[0]['loss'] and log[-1]['margin'] > log[0]['margin']

@@ -302,7 +302,7 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
         cfg = SFTConfig(policy=spec)
         policy = load_policy(cfg.policy, cfg)
         tokenizer = policy.tokenizer
-        assert len(tokenizer) <= policy.get_input_embeddings().weight.shape[0]
+        assert len(tokenizer) <= policy.model.get_input_embeddings().weight.shape[0]
         assert paths.ask_hub(spec) == spec
         assert paths.hub_snapshot(spec) == str(cache/'snapshots'/commit)
     assert content_hash('ann/policy@v1') != content_hash('ann/policy@v2')

@@ -42,6 +42,6 @@ def test_greedy_answers_are_those_of_transformers(base):
     ours = generate(policy, prompts, max_new_tokens=20, temperature=0.)
     for prompt, (sample,) in zip(prompts, ours):
         ids = torch.tensor([prompt], device=policy.device)
-        theirs = policy.generate(ids, max_new_tokens=20, do_sample=False,
+        theirs = policy.model.generate(ids, max_new_tokens=20, do_sample=False,
                                  pad_token_id=tokenizer.pad_token_id)[0, len(prompt):]
         assert sample.tokens == theirs.tolist()[:len(sample.tokens)]

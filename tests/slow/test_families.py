@@ -12,7 +12,8 @@ import tiny
 from alpaca_farm import dpo, ppo, reward_model, sft
 from alpaca_farm.core.functional import token_logprobs
 from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.models import (hidden_states, load_policy, load_scalar, logprobs,
+from alpaca_farm.core.model.policy import Policy
+from alpaca_farm.core.model.models import (values, hidden_states, load_policy, load_scalar, logprobs,
     sequence_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.core.data.text import collate, encode, rollout_batch
@@ -72,12 +73,12 @@ def test_samples(name):
     samples = [s for s, in generate(policy, prompts, max_new_tokens=8, temperature=0,
                                     batch_size=4)]
     for p, s in zip(prompts, samples):
-        whole = policy.generate(input_ids=torch.tensor([p]), attention_mask=torch.ones(1, len(p)),
+        whole = policy.model.generate(input_ids=torch.tensor([p]), attention_mask=torch.ones(1, len(p)),
                                 max_new_tokens=8, do_sample=False,
                                 pad_token_id=0)[0, len(p):].tolist()
         assert s.tokens == (whole[:whole.index(2) + 1] if 2 in whole else whole)
         with torch.no_grad():
-            logits = policy(torch.tensor([p + s.tokens])).logits[0, len(p) - 1:-1]
+            logits = policy.model(torch.tensor([p + s.tokens])).logits[0, len(p) - 1:-1]
         near(torch.tensor(s.logprobs), token_logprobs(logits, torch.tensor(s.tokens)))
 
 
@@ -91,17 +92,17 @@ def test_sft(name):
     batches, alone = both_sides(prompts, answers)
     with torch.no_grad():
         rows = torch.stack(
-            [policy(b['ids'], labels=torch.where(b['response'] > 0, b['ids'], -100)).loss
+            [policy.model(b['ids'], labels=torch.where(b['response'] > 0, b['ids'], -100)).loss
              for b in alone])
         for b in batches:
             loss = sft.sft_loss(policy, b)['loss']
             near(loss.sum(1) / b['response'].sum(1), rows)
             assert not loss[b['response'] == 0].any()
-    optimizer = torch.optim.Adam(policy.parameters(), 1e-2)
+    optimizer = torch.optim.Adam(policy.model.parameters(), 1e-2)
     for step in range(60):
         loss = sft.sft_loss(policy, batches[0])['loss'].sum() / batches[0]['response'].sum()
         loss.backward()
-        if not step: assert policy.get_output_embeddings().weight.grad[2].abs().sum() > 0
+        if not step: assert policy.model.get_output_embeddings().weight.grad[2].abs().sum() > 0
         optimizer.step()
         optimizer.zero_grad()
         if loss < .05: break
@@ -116,21 +117,21 @@ def test_reward_model(name, tmp_path):
     tokenizer = model.tokenizer
     prompts, answers, _ = encoded(tokenizer)
     batches, alone = both_sides(prompts, answers)
-    model.save_pretrained(tmp_path)
+    model.model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     again = load_scalar(str(tmp_path), CFG)
     with torch.no_grad():
         rows = torch.cat([sequence_scores(model, b['ids'], b['mask']) for b in alone])
         assert rows.std() > 1e-3
         for b in batches: near(sequence_scores(again, b['ids'], b['mask'], b['response']), rows)
-        near(model(input_ids=alone[0]['ids']).logits[0, 0], rows[0])
+        near(model.model(input_ids=alone[0]['ids']).logits[0, 0], rows[0])
         near(model.score(hidden_states(model, alone[0]['ids'], alone[0]['mask']))[0, -1, 0],
              rows[0])
     batch = answer_batch(prompts, (answers, encoded(tokenizer)[2]), range(6), 0)
     batch |= dict(label=torch.zeros(6), margin=torch.zeros(6))
     reward_model.reward_loss(model, batch)['loss'].sum().backward()
     assert model.score.weight.grad.abs().sum() > 0
-    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
+    assert model.model.get_input_embeddings().weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize('name', tiny.FAMILIES)
@@ -147,7 +148,7 @@ def test_dpo(name, tmp_path):
     near(figures['loss'], torch.full((6,), 2.).log())
     figures['loss'].sum().backward()
     with torch.no_grad():
-        for p in policy.parameters(): p -= 0 if p.grad is None else 1e-3 * p.grad
+        for p in policy.model.parameters(): p -= 0 if p.grad is None else 1e-3 * p.grad
         assert (dpo.dpo_step(policy, batch, cfg)['loss']).mean() < figures['loss'].mean()
         batches, alone = both_sides(*encoded(tokenizer)[:2])
         rows = torch.cat([sequence_logprobs(policy, b) for b in alone])
@@ -167,13 +168,13 @@ def test_ppo(name):
     batches, alone = both_sides(prompts, answers)
     batch, _ = ppo.experience(policy, policy, value, batches[2], torch.arange(6.), cfg)
     with torch.no_grad():
-        rows = torch.cat([value(b)[b['response'] > 0] for b in alone])
-        for b in batches: near(value(b)[b['response'] > 0], rows)
+        rows = torch.cat([values(value, b)[b['response'] > 0] for b in alone])
+        for b in batches: near(values(value, b)[b['response'] > 0], rows)
     near(batch['old_values'][batch['response'] > 0], rows)
     figures = ppo.ppo_loss(policy, value, batch, cfg)
     near(figures['ratio'], torch.ones_like(figures['ratio']))
     (figures['loss'] * batch['weight']).sum().backward()
-    for m in (policy.base_model, value.base_model):
+    for m in (policy.model.base_model, value.model.base_model):
         assert m.get_input_embeddings().weight.grad.abs().sum() > 0
 
 
@@ -207,7 +208,7 @@ def test_an_encoder_scores(name, tmp_path, capsys):
                                    return_tensors='pt',
                                    return_token_type_ids=True)).logits[0, 0].item(), score)
     cfg = ppo.PPOConfig(policy=checkpoint('llama'), reward_model=folder, data=data(), device='cpu')
-    value = ppo.value_model(cfg, torch.nn.Module())
+    value = ppo.value_model(cfg, Policy(torch.nn.Module()))
     assert 'another vocabulary than the policy' in capsys.readouterr().out
     assert value.config.model_type == 'llama'
 
@@ -253,7 +254,7 @@ def test_router_losses(name, tmp_path):
     prompts, answers, _ = encoded(tokenizer)
     batches, _ = both_sides(prompts, answers)
     loss = RouterLoss(policy)
-    wanted = policy(batches[1]['ids'], attention_mask=batches[1]['mask'],
+    wanted = policy.model(batches[1]['ids'], attention_mask=batches[1]['mask'],
                     position_ids=(batches[1]['mask'].cumsum(1) - 1).clamp(min=0),
                     output_router_logits=True).aux_loss
     with torch.no_grad(): logprobs(policy, batches[0])   # is not trained on

@@ -42,14 +42,14 @@ def batch_of(models, rows, side, extra=0):
 
 def test_gradients_do_not_see_padding(sharp):
     def grads(side, extra):
-        sharp.policy.zero_grad()
+        sharp.policy.model.zero_grad()
         logprobs(sharp.policy, batch_of(sharp, range(16), side, extra)).sum().backward()
-        return torch.cat([p.grad.flatten() for p in sharp.policy.parameters()])
+        return torch.cat([p.grad.flatten() for p in sharp.policy.model.parameters()])
     wanted = grads('right', 0)
     for side, extra in (('left', 0), ('left', 23), ('right', 23)):
         torch.testing.assert_close(grads(side, extra), wanted, rtol=1e-4,
                                    atol=1e-4*wanted.abs().max().item())
-    sharp.policy.zero_grad()
+    sharp.policy.model.zero_grad()
 
 
 @torch.no_grad()

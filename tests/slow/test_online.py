@@ -39,8 +39,8 @@ def test_the_value_model_of_a_function_reward_starts_from_the_policy(base, model
     "Its trunk has the policy's weights and its head is 0."
     policy = load_policy(str(base/'sft'), models.cfg)
     value = value_model(PPOConfig(**tiny.settings('ppo', base, reward_model=function)), policy)
-    trunk = policy.base_model.state_dict()
-    assert all(torch.equal(w, trunk[k]) for k, w in value.base_model.state_dict().items())
+    trunk = policy.model.base_model.state_dict()
+    assert all(torch.equal(w, trunk[k]) for k, w in value.model.base_model.state_dict().items())
     assert not value.score.weight.any()
     assert (value.mean, value.std) == (0., 1.)
 

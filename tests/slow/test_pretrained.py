@@ -71,7 +71,7 @@ def test_policies(notebook, home, recover, tmp_path, model):
     recover(model)
     policy = load_policy(str(tmp_path/'run'), Config())
     tokenizer = policy.tokenizer
-    state = policy.state_dict()
+    state = policy.model.state_dict()
     assert state.keys() == want.keys()
     assert all(torch.allclose(state[k], want[k], atol=1e-6) for k in want)
     assert policy.config.vocab_size == len(tokenizer) == len(want['lm_head.weight'])

@@ -13,6 +13,7 @@ import tiny
 from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
 from alpaca_farm.core.ask.api import ApiConfig
+from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.ask.completions import (label_tokens, LocalWriter, prompt_tokens,
     ServedWriter, shown_label, Written)
 from alpaca_farm.core.data.records import load_records
@@ -201,7 +202,7 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     assert ((1 < p) & (p < 2)).all() and len(set(p)) > 30
     np.testing.assert_allclose([np.mean(r['orders']) for r in both], p, atol=1e-9)
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out=str(tmp_path/'x')))
-    writer = LocalWriter(str(base/'world'), cfg)
+    writer = LocalWriter(load_policy(str(base/'world'), cfg), cfg)
     judge = rlcd.SelfJudge(writer, read_task(ANYTHING), False)
     swapped = [dict(r, output_1=r['output_2'], output_2=r['output_1']) for r in both]
     by_hand = (np.array(judge(both)) + 3 - np.array(judge(swapped)))/2
@@ -285,14 +286,14 @@ def test_evidence_is_that_of_whole_texts(base, whole):
     "log p of each answer under each prompt, by a softmax at each of its tokens."
     import torch
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
-    writer, task = LocalWriter(str(base/'world'), cfg), read_task(ANYTHING)
+    writer, task = LocalWriter(load_policy(str(base/'world'), cfg), cfg), read_task(ANYTHING)
     items = [i for i in read_json(whole[0]/'items.json') if not i['reason']][:6]
 
     @torch.no_grad()
     def logp(item, side, text):
         prompt = contrast_prompt(task, item, task.contrast[item['contrast']], side)
-        start, ids = (prompt_tokens(t, writer.tokenizer) for t in (prompt, f'{prompt} {text}'))
-        table = writer.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        start, ids = (prompt_tokens(t, writer.policy.tokenizer) for t in (prompt, f'{prompt} {text}'))
+        table = writer.policy.model(torch.tensor([ids])).logits[0].log_softmax(-1)
         return sum(table[k - 1, ids[k]].item() for k in range(len(start), len(ids)))
     by_hand = [sum(a*b*logp(i, side, text) for b, side in ((1, 'positive'), (-1, 'negative'))
                    for a, text in zip((1, -1), rlcd.answers_of(i))) for i in items]

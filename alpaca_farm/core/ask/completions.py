@@ -13,7 +13,8 @@ from .api import answer_text, ApiConfig
 from .client import ApiClient, ask_until_read
 from ..model.generation import generate
 from .judge_configs import parse_decoding
-from ..model.models import load_policy, next_log_odds, response_logprobs
+from ..model.models import next_log_odds, response_logprobs
+from ..model.policy import Policy
 from ..data.preferences import hash_uniform
 from ..data.dialogues import without_thoughts
 from ..data.text import decode, encode_prompts, encode_responses, start_tokens
@@ -59,9 +60,9 @@ def _where(fits, rows, compute, missing):
 
 class LocalWriter:
     "A model on this machine: it continues prompts and gives the probability of one of two labels."
-    def __init__(self, folder: str, cfg):
+    def __init__(self, policy: Policy, cfg):
         self.cfg = cfg
-        self.policy = load_policy(folder, cfg)
+        self.policy = policy
         config = self.policy.config.get_text_config()
         self.longest = getattr(config, 'max_position_embeddings', None) or math.inf
 
