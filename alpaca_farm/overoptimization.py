@@ -221,7 +221,7 @@ def measure_policy(
             samples.append(s)
             outputs.append(dict(record, output=text, ended=s.ended))
     plain = encode_prompts(repeated, reference[1], cfg.template)   # no reward tokens
-    kl = log_ratios(*reference, plain, samples, cfg)
+    kl = log_ratios(reference, plain, samples, cfg)
     scores = {name: np.reshape(score(outputs), (len(prompts), -1))
               for name, score in scorers.items()}
     correlation = _proxy_utility_correlation(scores['proxy'], scores['utility'])

@@ -414,7 +414,8 @@ def run(cfg: RLCDConfig):
         try_setting(cfg, 'annotators', annotate_pairs, [pair], judge)
     judges_itself = cfg.method in ('rlaif', 'rlcd_rescore') and not cfg.annotators
     if judges_itself or not cfg.samples:
-        writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(load_policy(cfg.policy, cfg), cfg)
+        if cfg.served: writer = ServedWriter(cfg.served, cfg)
+        else: writer = LocalWriter(load_policy(cfg.policy, cfg), cfg)
     if judges_itself: judge = SelfJudge(writer, task, chat)
 
     def make(part):   # numbers and records, or items

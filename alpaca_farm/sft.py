@@ -14,6 +14,7 @@ import torch
 
 from .core.answers import answer_again, answer_eval_split, AnswerConfig, load_split, preflight
 from .core.model.models import load_policy, logprobs, save_model
+from .core.model.policy import Policy
 from .core.run.runs import start
 from .core.run.settings import Amount, command, Count, Positive, TrainConfig
 from .core.data.text import encode
@@ -43,7 +44,7 @@ class SFTConfig(TrainConfig, AnswerConfig):
 
 # %% ../nbs/sft.ipynb #070d2fb0
 def sft_loss(
-    policy,
+    policy: Policy,
     batch: dict,  # ids, mask, response: each (B, T)
 ) -> dict[str, torch.Tensor]:  # one value per token, (B, T)
     "Compute the negative log-likelihood of each response token."

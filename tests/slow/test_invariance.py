@@ -25,7 +25,7 @@ def sharp(request, models):
     kinds = (GPT2LMHeadModel, GPT2ForSequenceClassification)
     if request.param == 'gpt2': policy, scalar = (kind(config).eval() for kind in kinds)
     else: policy, scalar = map(copy.deepcopy, (models.policy, models.scalar))
-    for p in [*policy.parameters(), *scalar.parameters()]:
+    for p in [*policy.model.parameters(), *scalar.model.parameters()]:
         if p.ndim == 2: p.data *= 5
     return SimpleNamespace(**dict(vars(models), policy=policy, scalar=scalar))
 
