@@ -18,8 +18,7 @@ from alpaca_farm.core.run import paths
 from alpaca_farm.core.run.keys import no_secrets
 from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args
 
-NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling',
-             'openai_baselines', 'ppo', 'rrhf')
+NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'ppo', 'rrhf')
 QUICK = dict(deadline=None, phases=[Phase.generate], database=None, derandomize=True,
              suppress_health_check=list(HealthCheck))
 NASTY = ['', 'nan', '-inf', '1e400', '9'*5000, '[0.9,', '{[]: 1}', '()'*500 + ')', '['*300, 'None',

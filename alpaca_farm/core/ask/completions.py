@@ -12,7 +12,7 @@ from typing import NamedTuple
 from .api import answer_text, ApiConfig
 from .client import ApiClient, ask_until_read
 from ..model.generation import generate
-from .judge_configs import parse_decoding
+from .judge_configs import adapt_decoding, parse_decoding
 from ..model.models import next_log_odds, response_logprobs
 from ..model.policy import Policy
 from ..data.preferences import hash_uniform
@@ -159,16 +159,17 @@ class ServedWriter:
     ) -> list[Written]:
         "Sample a text for each prompt; none where the request is refused."
         cfg = self.cfg
-        same = dict(max_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_p=cfg.top_p)
+        same = dict(model=self.model, max_tokens=cfg.max_new_tokens,
+                    temperature=cfg.temperature, top_p=cfg.top_p)
         if getattr(cfg, 'top_k', 0): same['top_k'] = cfg.top_k   # vLLM takes it, OpenAI does not
         if stop: same['stop'] = list(stop)[:4]   # endpoints take no more
-        same |= parse_decoding('decoding', cfg.decoding)
+        same = adapt_decoding(same, parse_decoding('decoding', cfg.decoding))
         fields = [dict(same, seed=int(2**31 * hash_uniform(cfg.seed, *key))) for key in keys]
         written = []
         for answer in self.ask(prompts, fields):
             if answer:
                 ended = answer['choices'][0].get('finish_reason') != 'length'
-                written.append(Written(without_thoughts(answer_text(answer)), ended))
+                written.append(Written(without_thoughts(answer_text(answer, refusal=True)), ended))
             else: written.append(Written('', False, 'refused'))
         return written
 
