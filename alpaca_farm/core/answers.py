@@ -192,7 +192,9 @@ def mean_figures(
     logged: list[dict],   # of several steps, with the same names
 ) -> dict[str, float]:
     "Average each figure."
-    return {name: mean([r[name] for r in logged]) for name in logged[0]}
+    means = {}
+    for name in logged[0]: means[name] = mean([r[name] for r in logged])
+    return means
 
 
 def answer_figures(

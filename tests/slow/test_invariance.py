@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 import tiny
 from alpaca_farm.core.model.models import hidden_states, logprobs, values
+from alpaca_farm.core.model.policy import Policy
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.data.text import collate
 
@@ -23,7 +24,9 @@ def sharp(request, models):
                         pad_token_id=0, num_labels=1)
     torch.manual_seed(0)
     kinds = (GPT2LMHeadModel, GPT2ForSequenceClassification)
-    if request.param == 'gpt2': policy, scalar = (kind(config).eval() for kind in kinds)
+    if request.param == 'gpt2':
+        policy, scalar = (Policy(kind(config).eval()) for kind in kinds)
+        scalar.score = scalar.model.score
     else: policy, scalar = map(copy.deepcopy, (models.policy, models.scalar))
     for p in [*policy.model.parameters(), *scalar.model.parameters()]:
         if p.ndim == 2: p.data *= 5

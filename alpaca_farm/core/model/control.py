@@ -8,7 +8,7 @@ __all__ = ['add_tokens', 'prepend_tokens', 'set_control_prefix']
 # %% ../../../nbs/core/model/control.ipynb #f01bd6c0
 import torch
 
-from .policy import grow_tables, Policy, train_token_rows
+from .policy import grow_tables, Policy, TokenRows
 
 # %% ../../../nbs/core/model/control.ipynb #8ae13980
 @torch.no_grad()
@@ -37,7 +37,7 @@ def add_tokens(
     ids = tokenizer.convert_tokens_to_ids(list(names))
     suppressed = model.generation_config.suppress_tokens or []
     model.generation_config.suppress_tokens = sorted({*suppressed, *ids})   # never generated
-    if policy.adapter is not None: train_token_rows(model, old)
+    if policy.adapter is not None: model.set_input_embeddings(TokenRows(tables[0], old))
     return ids
 
 # %% ../../../nbs/core/model/control.ipynb #ce145400

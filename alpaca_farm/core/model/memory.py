@@ -114,6 +114,7 @@ def tokens_to_train(policies: list[Policy], device: torch.device) -> float:
     as many as keep it busy, if they fit into 60 % of what is free beside gradients and moments."""
     each = max(1., sum(activation_bytes(m) for m in policies if hasattr(m.model, 'base_model')))
     if device.type != 'cuda': return 1e9 / each
-    trained = sum(p.nbytes for m in policies for p in own_weights(m).values())
+    trained = 0
+    for policy in policies: trained += sum(p.nbytes for p in own_weights(policy).values())
     fits = max(0, .6 * (_available_bytes(device) - 3 * trained)) / each
     return min([fits, *map(busy_tokens, policies)])

@@ -263,14 +263,13 @@ def next_log_odds(
             last = torch.arange(len(ids), device=ids.device), mask.sum(1) - 1
             read = torch.zeros_like(mask).index_put(last, mask.new_ones(()))
             with policy.on(): states = hidden_states(policy, ids, mask, read=read)[last].float()
-            known = sorted({t for pair in pairs for t in pair})
-            few = {k: head[k] if head[k] is None else head[k][known].float()
-                   for k in ('weight', 'bias')}
+            odds = []
             with torch.autocast(ids.device.type, enabled=False):
-                logits = head_logits(states, scale=head['scale'], cap=head['cap'], **few)
-            columns = torch.tensor([[known.index(t) for t in pair] for pair in pairs])
-            odds = logits.cpu().gather(1, columns).diff(dim=1)[:, 0].tolist()
-            for places, value in zip(rows, odds): out[places] = value
+                for state, pair in zip(states, map(list, pairs)):
+                    bias = None if head['bias'] is None else head['bias'][pair].float()
+                    few = head | dict(weight=head['weight'][pair].float(), bias=bias)
+                    odds.append(head_logits(state, **few).diff())
+            for places, value in zip(rows, torch.cat(odds).tolist()): out[places] = value
         return out.tolist()
     return torch.tensor(in_parts(compute, prompts, tokens), dtype=torch.float)
 

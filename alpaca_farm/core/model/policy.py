@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['adapters_on', 'lora_layers', 'Policy', 'lora_config', 'add_adapter', 'own_weights', 'TokenRows', 'grow_tables',
-           'train_token_rows', 'checkpoint_layers', 'base_mark', 'save_adapter', 'is_adapter', 'base_of',
-           'load_adapter', 'merge', 'add_saved']
+           'checkpoint_layers', 'base_mark', 'save_adapter', 'is_adapter', 'base_of', 'load_adapter', 'merge',
+           'add_saved']
 
 # %% ../../../nbs/core/model/policy.ipynb #ada00004
 import copy, difflib, warnings
@@ -116,9 +116,11 @@ def add_adapter(
             raise ValueError(f'lora_targets = {asked}: {" ".join(str(e).split())}') from None
     policy.layers[:] = lora_layers(trunk)
     if not config.inference_mode:   # a file may name layers that this model lacks
-        places = [path for path, m in trunk.named_modules() if name in getattr(m, 'lora_A', ())]
-        _refuse_targets([t for t in config.target_modules
-                         if not any(f'.{path}'.endswith(f'.{t}') for path in places)], linear)
+        without = set(config.target_modules)
+        for path, m in trunk.named_modules():
+            if name not in getattr(m, 'lora_A', ()): continue
+            without -= {t for t in without if f'.{path}'.endswith(f'.{t}')}
+        _refuse_targets(without, linear)
     model.requires_grad_(False)
     for layer in policy.layers:
         layer.cast_input_dtype_enabled = policy.dtype == torch.float32   # elsewhere autocast does
@@ -168,11 +170,6 @@ def grow_tables(model, size: int):
     "Make room for `size` tokens, in place."
     if size > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(size, mean_resizing=False)
-
-
-def train_token_rows(model, first: int):
-    "Train the embeddings of the tokens from id `first` on, in place."
-    model.set_input_embeddings(TokenRows(model.get_input_embeddings(), first))
 
 # %% ../../../nbs/core/model/policy.ipynb #ada00019
 def checkpoint_layers(model):
@@ -298,6 +295,6 @@ def add_saved(
         rows = [f.get_slice(k).get_shape()[0] for k in f.keys() if k.endswith('.rows')]
     if rows:
         grow_tables(new.model, first + rows[0])
-        train_token_rows(new.model, first)
+        new.model.set_input_embeddings(TokenRows(new.model.get_input_embeddings(), first))
     load_adapter(new, folder, fresh)
     return new

@@ -160,8 +160,11 @@ class ServedSampler:
         seeds = [int(2**31 * hash_uniform(seed, i, *p)) for i, p in enumerate(prompts)]
         with ThreadPoolExecutor(64) as pool:
             answered = list(pool.map(self.complete, [fields] * len(prompts), prompts, seeds))
-        flat = [p for p, a in zip(prompts, answered) for _ in a]
-        written = [w for a in answered for w in a]
+        flat = []
+        written = []
+        for prompt, own in zip(prompts, answered):
+            flat += [prompt] * len(own)
+            written += own
         some = np.linspace(0, len(flat) - 1, min(8, len(flat))).astype(int)
         self.check(policy, [flat[i] for i in some], [written[i] for i in some], temperature)
         logps = _own_logprobs(policy, flat, [tokens for tokens, _ in written], temperature or 1.)
