@@ -8,6 +8,7 @@ import torch
 
 import tiny
 from alpaca_farm import overoptimization, ppo
+from alpaca_farm.core.model.policy import Policy
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.model.rewards import label_count, reward
 from alpaca_farm.core import online
@@ -94,7 +95,7 @@ def test_adam_is_adam(tmp_path):
     cfg.inputs = {}
     model = torch.nn.Linear(3, 1, bias=False).double()
     run = start(cfg, test_adam_is_adam)
-    trainer = Trainer(run, 5, dict(model=model))
+    trainer = Trainer(run, 5, dict(model=Policy(model)))
     x = 1e-3*torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     w, m, v = model.weight.detach()[0].tolist(), [0.]*3, [0.]*3
     for t in range(1, 6):
@@ -112,7 +113,7 @@ def test_adam_is_adam(tmp_path):
 def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
     "A pair has one label; prompts that are too long, and missing verdicts, do not count."
     base = [dict(instruction=i, input='', output=[f'base {i}']) for i in 'abc']
-    choose, seen = CheckpointSelector(None, None, OnlineConfig()), []
+    choose, seen = CheckpointSelector(None, OnlineConfig()), []
     choose.base = base
     def measure(answered, preferences):
         answers = [dict(instruction=i, input='', output=[f'new {i}']) for i in answered]
@@ -121,7 +122,7 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
             seen[:] = [(p['output_1'], p['output_2']) for p in pairs]
             return [dict(p, preference=v) for p, v in zip(pairs, preferences)]
         choose.annotate = annotate
-        figures = choose.measure(None, None)
+        figures = choose.measure(None)
         return figures['val_win_rate'], figures['val_labels']
     assert measure('ca', [2., 2.]) == (100., 2)
     assert seen == [('base a', 'new a'), ('base c', 'new c')]
