@@ -147,10 +147,10 @@ def test_several_reward_models(base, likely):
     mixed = reward([specs[0], 'alpaca_farm.world:utility', specs[1]], cfg)(answers)
     assert mixed == pytest.approx((wanted.sum(0) + utility(answers))/3, abs=1e-9)
     loaded = {s: load_scalar(s, cfg) for s in specs}
-    loaded[specs[1]][0].config.reads_end = False
+    loaded[specs[1]].config.reads_end = False
     apart = 2*np.array(reward(specs, cfg, loaded=loaded)(answers)) - wanted[0]
     assert np.abs(apart - wanted[1]).max() > 1e-3
-    with torch.no_grad(): loaded[specs[1]][0].score.weight.fill_(float('nan'))
+    with torch.no_grad(): loaded[specs[1]].score.weight.fill_(float('nan'))
     with pytest.raises(ValueError, match='finite'): reward(specs, cfg, loaded=loaded)(answers)
 
 
