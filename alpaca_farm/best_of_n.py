@@ -54,6 +54,8 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
         check_sampler(self)
         if bool(self.policy) == bool(self.served):
             raise ValueError('name one model: in policy, or in served, with policy empty')
+        if self.served and (self.samples or self.sampler):
+            raise ValueError('served: leave samples and sampler empty')
         if self.temperature == 0 and self.n > 1 and not self.samples:
             raise ValueError(f'temperature = 0 draws the same answer n = {self.n} times: '
                              'raise it, or set n = 1')
