@@ -7,27 +7,28 @@ __all__ = ['GOOD', 'BAD', 'BinaryFeedbackConfig', 'label_accuracy', 'train']
 
 # %% ../nbs/binary_feedback.ipynb #b59d5ba0
 import copy, math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Annotated, Literal
 
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import (answer_again, answer_eval_split, answer_labels, AnswerConfig,
-    answering, load_split, preflight, prompt_fields, sample_answers)
-from .core.data.preferences import answer_of, verdicts_over
-from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
-from .core.data.records import load_records
-from .core.data.dialogues import prompt_key
+from .core.answers import (answer_again, answer_eval_split, answer_labels,
+    AnswerConfig, answering, load_split, preflight, prompt_fields, sample_answers)
 from .core.ask.judge_configs import JudgedConfig
+from .core.data.dialogues import prompt_key
+from .core.data.preferences import answer_of, verdicts_over
+from .core.data.records import load_records
+from .core.data.text import encode
+from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.model.models import (load_policy, load_reference, logprobs,
     response_logprobs, save_model)
+from .core.model.policy import Policy
 from .core.run.processes import once
 from .core.run.runs import read_log, start
 from .core.run.settings import Amount, command, Count, Positive, Schedule, TrainConfig
 from .core.stats import standard_error, win_rate
-from .core.data.text import encode
 from .core.training import batches, token_batch, Trainer
 
 # %% ../nbs/binary_feedback.ipynb #1376ffd0
@@ -121,21 +122,20 @@ def label_accuracy(
 
 # %% ../nbs/binary_feedback.ipynb #be174633
 def _compare_on_val(
-    policy, reference,
-    tokenizers: dict,  # those that prompt with a token, by its name; empty for FeedME
-    plain,             # the tokenizer without tokens
+    policies: dict[str, Policy],   # that are prompted with a token, by its name
+    plain: Policy,                 # without a token
+    reference: Policy,
     judge,             # annotator or pool, or None
     run,
 ) -> dict[str, float]:  # percent, with standard errors
     "Answer the val split, into said.json, and judge the policy, and `<good>` against `<bad>`."
     cfg = run.cfg
     if not cfg.val_split: return {}
-    ways = {name: (policy, t) for name, t in tokenizers.items()}
-    ways |= {'no token': (policy, plain), 'reference': (reference, plain)}
+    ways = policies | {'no token': plain, 'reference': reference}
     records = load_split(cfg, 'val_split')
     found = {}   # answers by way and prompt
     for name, way in ways.items():
-        answers = sample_answers(*way, records, answering(cfg), seed=cfg.seed + 1)
+        answers = sample_answers(way, records, answering(cfg), seed=cfg.seed + 1)
         found[name] = {prompt_key(r): r for r in answers}
     common = set.intersection(*map(set, found.values()))
     kept = [key for key in found['reference'] if key in common]
@@ -152,25 +152,27 @@ def _compare_on_val(
         won = win_rate(once(verdicts_over, answers(name), answers(other), judge))
         return won['win_rate'], won['standard_error']
 
-    rate, error = wins(GOOD if tokenizers else 'no token', 'reference')
+    rate, error = wins(GOOD if policies else 'no token', 'reference')
     figures = dict(val_win_rate=rate, val_standard_error=error)
-    if not tokenizers: return figures
+    if not policies: return figures
     rate, error = wins(GOOD, BAD)
     return figures | dict(good_over_bad=rate, good_over_bad_standard_error=error)
 
 # %% ../nbs/binary_feedback.ipynb #8bfdb190
-def _reward_tokens(policy, plain, cfg: BinaryFeedbackConfig) -> tuple[dict, dict]:
-    "Add the tokens to a policy: the id of each, and a tokenizer that prompts with it."
-    if plain.init_kwargs.get('control'):
+def _reward_tokens(plain, cfg: BinaryFeedbackConfig) -> tuple[dict, dict]:
+    "Add the tokens to a policy's weights: the id of each, and a policy prompted with it."
+    if plain.tokenizer.init_kwargs.get('control'):
         raise ValueError(f'policy = {cfg.policy!r} has a control token already: '
                          'name the policy it was trained from')
-    extended = copy.deepcopy(plain)
+    extended = replace(plain, tokenizer=copy.deepcopy(plain.tokenizer))
     names = [GOOD, BAD]
-    ids = add_tokens(policy, extended, names, cfg.seed, cfg.jitter)
-    tokenizers = {name: copy.deepcopy(extended) for name in names}
-    for name, tokenizer in tokenizers.items():
+    ids = add_tokens(extended, names, cfg.seed, cfg.jitter)
+    policies = {}
+    for name in names:
+        tokenizer = copy.deepcopy(extended.tokenizer)
         set_control_prefix(tokenizer, name, cfg.token_times)
-    return dict(zip(names, ids)), tokenizers
+        policies[name] = replace(plain, tokenizer=tokenizer)
+    return dict(zip(names, ids)), policies
 
 
 def _effect_figures(effect: np.ndarray, good: np.ndarray, questions: list) -> dict[str, float]:
@@ -190,20 +192,20 @@ def train(cfg: BinaryFeedbackConfig):
     rated, held_out, labels = _load_feedback(cfg)
     preflight(cfg, ('val_split', 'eval_split'))
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
-    policy, plain = load_policy(cfg.policy, cfg, train=True)
+    plain = load_policy(cfg.policy, cfg, train=True)
     tokens = {}
-    tokenizers = {}
-    if cfg.method == 'reward_conditioning':
-        tokens, tokenizers = _reward_tokens(policy, plain, cfg)
-    tokenizer = tokenizers.get(GOOD, plain)
-    preflight(cfg, ('val_split', 'eval_split'), policy, tokenizer, cfg.val_split and judge)
-    how = ('output',), plain, cfg.max_length, cfg.template
+    policies = {}
+    if cfg.method == 'reward_conditioning': tokens, policies = _reward_tokens(plain, cfg)
+    policy = policies.get(GOOD, plain)
+    preflight(cfg, ('val_split', 'eval_split'), policy, cfg.val_split and judge)
+    tokenizer = plain.tokenizer
+    how = ('output',), tokenizer, cfg.max_length, cfg.template
     rows, prompts, (responses,) = encode(rated, *how)
     indices, names, weights = zip(*_training_examples([rated[i] for i in rows], cfg.method))
     prompts = [prompts[i] for i in indices]
     responses = [responses[i] for i in indices]
     if tokens:
-        prompts = prepend_tokens(prompts, [tokens[n] for n in names], plain, cfg.token_times)
+        prompts = prepend_tokens(prompts, [tokens[n] for n in names], tokenizer, cfg.token_times)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
     order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
     trainer = Trainer(run, len(order), dict(policy=policy))
@@ -212,23 +214,23 @@ def train(cfg: BinaryFeedbackConfig):
     good = np.array([held_out[i]['good'] for i in measured])
     questions = [prompt_key(held_out[i]) for i in measured]
     def read(name):
-        under = prepend_tokens(asked, tokens[name], plain, cfg.token_times) if tokens else asked
-        logp = response_logprobs(policy, under, answers, plain.pad_token_id)
-        return logp.double().numpy()
+        under = asked
+        if tokens: under = prepend_tokens(asked, tokens[name], tokenizer, cfg.token_times)
+        return response_logprobs(policy, under, answers).double().numpy()
     before = 0. if tokens else read(GOOD)
     for step in trainer.steps():
-        batch = token_batch(prompts, responses, order[step - 1], plain.pad_token_id, weights)
+        batch = token_batch(prompts, responses, order[step - 1], tokenizer.pad_token_id, weights)
         figures = trainer.update(batch, lambda b: dict(loss=-logprobs(policy, b)))
         if step in (1, len(order)) or step % cfg.eval_every == 0:
             effect = read(GOOD) - (read(BAD) if tokens else before)
             figures |= _effect_figures(effect, good, questions)
         if cfg.save_every and step % cfg.save_every == 0:
-            save_model(policy, tokenizer, run, f'model-{step}')
+            save_model(policy, run, f'model-{step}')
         trainer.log(**figures)
-    save_model(policy, tokenizer, run)
+    save_model(policy, run)
     reference = load_reference(policy, cfg)
-    figures = answer_eval_split(policy, tokenizer, run, reference, plain)
-    figures |= _compare_on_val(policy, reference, tokenizers, plain, judge, run)
+    figures = answer_eval_split(policy, run, reference)
+    figures |= _compare_on_val(policies, plain, reference, judge, run)
     last = read_log(run.folder)[-1]
     figures |= {k: v for k, v in last.items() if k.startswith(('effect', 'accuracy'))}
     run.finish(labels=labels, examples=len(prompts), too_long=len(rated) - len(rows), **figures)

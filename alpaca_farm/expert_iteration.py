@@ -112,9 +112,9 @@ def train(cfg: ExpertIterationConfig):
         _write_winners(best, learn.settings['data'])
         run_or_fail([learn], 1, f'round {round_}, sft', f'round {round_}')
         jobs += [best, learn]
-        policy, tokenizer = load_policy(learn.out, cfg)
-        save_model(policy, tokenizer, run, f'model-{round_}')
-        answers = sample_answers(policy, tokenizer, load_split(cfg, 'val_split'), cfg,
+        policy = load_policy(learn.out, cfg)
+        save_model(policy, run, f'model-{round_}')
+        answers = sample_answers(policy, load_split(cfg, 'val_split'), cfg,
                                  seed=cfg.seed + 1)
         reward_of = reward(cfg.reward_model, cfg, cfg.template)
         scores = [c['scores'] for c in read_rows(find_file(best.out, 'candidates'))]
@@ -122,9 +122,9 @@ def train(cfg: ExpertIterationConfig):
                      policy=_rounded(reward_of(each_answer(answers))))
         rewards.append(found)
         run.log(round_, **{name: float(np.mean(values)) for name, values in found.items()})
-    save_model(policy, tokenizer, run)
+    save_model(policy, run)
     run.write('rewards.json', rewards)
-    figures = answer_eval_split(policy, tokenizer, run, load_policy(cfg.policy, cfg)[0])
+    figures = answer_eval_split(policy, run, load_policy(cfg.policy, cfg))
     add_times(run, jobs)
     run.finish(**figures, labels=label_count(cfg.reward_model),
                reward=float(np.mean(found['policy'])))

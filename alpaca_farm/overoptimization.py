@@ -15,22 +15,24 @@ from typing import Annotated
 from annotated_types import Ge
 import numpy as np
 
+from .annotators import flip_share
 from .core.answers import log_ratios, sample, SampleConfig
-from .core.run.inputs import methods
-from .core.data.records import each_answer, load_records
-from .core.data.preferences import answer_preferences, check_preferences
-from .core.run.identity import run_config, run_of
 from .core.ask.judge_configs import JudgedConfig
+from .core.data.preferences import answer_preferences, check_preferences
+from .core.data.records import each_answer, load_records
+from .core.data.text import decode, encode_prompts
 from .core.functional import has_spread
 from .core.model.models import load_policy
-from .core.run.progress import Progress
+from .core.model.policy import Policy
 from .core.model.rewards import reward
+from .core.run.identity import run_config, run_of
+from .core.run.inputs import methods
+from .core.run.progress import Progress
 from .core.run.runs import start, write_csv
 from .core.run.settings import at_root, command, Positive
-from .core.stats import (best_of_n_value, best_of_n_weights, bootstrap, bootstrap_draws,
-    fit_overoptimization, kl_best_of_n, kl_best_of_n_estimate, overoptimization_curve)
-from .core.data.text import decode, encode_prompts
-from .annotators import flip_share
+from .core.stats import (best_of_n_value, best_of_n_weights, bootstrap,
+    bootstrap_draws, fit_overoptimization, kl_best_of_n, kl_best_of_n_estimate,
+    overoptimization_curve)
 from .judging.judges import load_annotators
 from .worlds.folder import read_world
 
@@ -202,23 +204,23 @@ def measure_policy(
     folder: str,          # of a checkpoint
     records: list[dict],  # instructions
     scorers: dict,        # proxy, utility and crowd: functions of records
-    reference: tuple,     # SFT's model and tokenizer
+    reference: Policy,    # SFT's model
     cfg: OverConfig,
 ) -> dict:  # kl, correlation, and the scores by instruction
     "Measure a checkpoint on fresh samples: its KL to the reference, and its scores."
-    policy, tokenizer = load_policy(folder, cfg)
-    prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
+    policy = load_policy(folder, cfg)
+    prompts, _, answers = sample(policy, records, cfg, n=cfg.answers)
     repeated = []
     samples = []
     outputs = []
     for record, drawn in zip(prompts, answers):
         for s in drawn:
-            text = decode(s.tokens, tokenizer, cfg.template, record)
+            text = decode(s.tokens, policy.tokenizer, cfg.template, record)
             repeated.append(record)
             samples.append(s)
             outputs.append(dict(record, output=text, ended=s.ended))
     plain = encode_prompts(repeated, reference[1], cfg.template)   # no reward tokens
-    kl = log_ratios(*reference, plain, samples, cfg)
+    kl = log_ratios(reference, plain, samples, cfg)
     scores = {name: np.reshape(score(outputs), (len(prompts), -1))
               for name, score in scorers.items()}
     correlation = _proxy_utility_correlation(scores['proxy'], scores['utility'])

@@ -18,9 +18,10 @@ from .core.answers import answer_again, mean_figures, preflight
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.functional import widen
 from alpaca_farm.core.model.models import (answer_states, load_policy, load_reference,
-    load_tokenizer, logits_of)
+    logits_of)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout)
+from .core.model.policy import Policy
 from .core.model.rewards import reward
 from .core.run.runs import start
 from .core.run.settings import Amount, command, Count, Positive, Schedule
@@ -147,16 +148,17 @@ def quark_loss(
 
 # %% ../nbs/quark.ipynb #1ef51080
 def _add_reward_tokens(
-    policy, tokenizer,  # changed in place
+    policy: Policy,  # changed in place, and its tokenizer
     cfg: QuarkConfig,
 ) -> tuple[list[int], int]:  # ids, best first; and the vocabulary's size without them
     "Add the reward tokens, if the settings ask for them."
-    if cfg.best_quantile_only: return [], policy.get_output_embeddings().weight.shape[0]
+    tokenizer = policy.tokenizer
+    if cfg.best_quantile_only: return [], policy.model.get_output_embeddings().weight.shape[0]
     names = [f'<reward_{k}>' for k in range(cfg.num_quantiles)]
     if tokenizer.init_kwargs.get('control') or set(names) & set(tokenizer.get_vocab()):
         raise ValueError(f'policy = {cfg.policy!r} has control tokens already: name the policy it '
                          'was trained from, or set best_quantile_only = True')
-    ids = add_tokens(policy, tokenizer, names, cfg.seed, cfg.jitter)
+    ids = add_tokens(policy, names, cfg.seed, cfg.jitter)
     set_control_prefix(tokenizer, names[0], cfg.token_times)
     return ids, ids[0]
 
@@ -177,15 +179,15 @@ def train(cfg: QuarkConfig):
     preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    reference = load_reference(policy, cfg)
-    plain = load_tokenizer(cfg.policy, policy, cfg.template_arguments)
-    records, prompts, too_long = load_prompts(cfg, plain)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    tokenizer = policy.tokenizer
+    reference = load_reference(policy, cfg)   # its tokenizer gets no tokens
+    records, prompts, too_long = load_prompts(cfg, tokenizer)
     reward_of = reward(cfg.reward_model, cfg, cfg.template)
-    preflight(cfg, cfg.splits, policy, plain, judge, reward_of)
+    preflight(cfg, cfg.splits, policy, judge, reward_of)
     annotate = judge and partial(annotate_pairs, pool=judge)
-    choose = CheckpointSelector(reference, plain, cfg, annotate)
-    tokens, vocab_size = _add_reward_tokens(policy, tokenizer, cfg)
+    choose = CheckpointSelector(reference, cfg, annotate)
+    tokens, vocab_size = _add_reward_tokens(policy, cfg)
     trainer = Trainer(run, cfg.steps, dict(policy=policy), shown='reward')
 
     def ask(rows, token):   # prompts, behind a reward token for all or for each, if any
@@ -195,8 +197,8 @@ def train(cfg: QuarkConfig):
 
     def answer(rows, token):   # a rollout, its scores, and figures
         seed = cfg.seed * 1_000_003 + trainer.step
-        batch, answered = sample_rollout(policy, tokenizer, [records[i] for i in rows],
-                                         ask(rows, token), cfg, seed)
+        batch, answered = sample_rollout(policy, [records[i] for i in rows], ask(rows, token),
+                                         cfg, seed)
         return batch, *rollout_scores(reward_of, answered, trainer.extra, cfg)
 
     def terms(batch): return response_terms(policy, reference, batch, vocab_size, cfg.temperature)
@@ -242,9 +244,9 @@ def train(cfg: QuarkConfig):
         means = mean_figures(updates) | dict(pool=len(quantile))
         for k in quantile.unique().tolist():
             means[f'lowest_{k}'] = pool['score'][quantile == k].min().item()
-        figures |= choose(trainer, policy, tokenizer)
+        figures |= choose(trainer, policy)
         trainer.log(**means | figures)
-    finish_run(run, trainer, tokenizer, reference, too_long, plain)
+    finish_run(run, trainer, reference, too_long)
     return run
 
 # %% ../nbs/quark.ipynb #3793d2d0

@@ -252,11 +252,11 @@ def run(cfg: RealConfig):
     folder = start(cfg, run)
     if folder.done: return folder
     start_from = starting_policy(cfg.model)
-    policy, tokenizer = load_policy(start_from, cfg)
+    policy = load_policy(start_from, cfg)
     splits = instructions()
-    plain, _ = fitting_prompts(splits.pop('plain'), tokenizer, cfg)
+    plain, _ = fitting_prompts(splits.pop('plain'), policy.tokenizer, cfg)
 
-    def answer(some): return sample_answers(policy, tokenizer, some, cfg, n=cfg.n)
+    def answer(some): return sample_answers(policy, some, cfg, n=cfg.n)
     answers = in_chunks(folder, plain, 20, answer, lambda new: dict(samples=len(new)*cfg.n))
     folder.write('plain.json', answers)
     for name, records in splits.items(): folder.write(f'{name}.json', records)

@@ -22,6 +22,7 @@ from .core.data.records import load_records
 from .core.data.dialogues import full_instruction, prompt_key
 from .core.functional import has_spread
 from .core.model.models import load_scalar, load_tokenizer, save_model, sequence_scores
+from .core.model.policy import Policy
 from .core.model.rewards import score_records
 from .core.run.runs import start
 from .core.run.settings import (Amount, Arguments, command, Count,
@@ -252,20 +253,20 @@ def _calibration_error(rows: list[dict]) -> float:
 # %% ../nbs/reward_model.ipynb #af11ca20
 def _save_reward_model(
     run,
-    model, tokenizer,
+    model: Policy,
     pairs: list[dict],  # held out
 ) -> dict[str, float]:
     "Measure a model on held-out pairs, standardise it, and write model/ and tables."
     cfg = run.cfg
     answers = [answer_of(r, 1) for r in pairs] + [answer_of(r, 2) for r in pairs]
-    scores = score_records(model, tokenizer, answers, cfg.template, standardise=False)
+    scores = score_records(model, answers, cfg.template, standardise=False)
     first, second = scores = np.array(scores).reshape(2, -1)
     lead = second - first
     figures = accuracies(lead, pairs)
     figures |= dict(reward_mean=float(scores.mean()), reward_std=float(scores.std()))
     model.config.reward_mean = figures['reward_mean']
     model.config.reward_std = figures['reward_std'] if has_spread(scores) else 1.
-    save_model(model, tokenizer, run)
+    save_model(model, run)
     run.write('leads.json', lead.tolist())
     p = _label_chance(torch.tensor(lead), cfg.flip_rate).numpy()   # of the label, flips included
     tables = {name: calibration(p[rows], seen) for name, (rows, seen) in _observed(pairs).items()}
@@ -279,7 +280,7 @@ def train(cfg: RewardModelConfig):
     if run.done: return run
     pairs, apart, too_long = load_preference_pairs(cfg)
     torch.manual_seed(cfg.seed)
-    model, tokenizer = load_scalar(cfg.policy, cfg, cfg.head, train=True)
+    model = load_scalar(cfg.policy, cfg, cfg.head, train=True)
     if cfg.likelihood and not model.config.get_text_config().tie_word_embeddings:
         raise ValueError(f'likelihood = {cfg.likelihood}: {cfg.policy} has untied embeddings; '
                          'a scalar model has no head of a language model then. Set it to 0')
@@ -292,10 +293,11 @@ def train(cfg: RewardModelConfig):
     trainer = Trainer(run, len(order), dict(model=model), head, shown='accuracy')
     for step in trainer.steps():
         rows = order[step - 1]
-        batch = answer_batch(pairs['prompts'], pairs['answers'], rows, tokenizer.pad_token_id)
+        batch = answer_batch(pairs['prompts'], pairs['answers'], rows,
+                             model.tokenizer.pad_token_id)
         batch |= dict(label=pairs['label'][rows], margin=pairs['margin'][rows])
         trainer.log(**trainer.update(batch, lambda b: reward_loss(model, b, cfg.flip_rate)))
-    figures = _save_reward_model(run, model, tokenizer, apart)
+    figures = _save_reward_model(run, model, apart)
     if figures.get('accuracy_low', 1) <= .5:
         print('the accuracy on {n} held-out labels, {accuracy:.0%} [{accuracy_low:.0%}, '
               '{accuracy_high:.0%}], is not clear of chance'.format(n=len(apart), **figures))

@@ -17,18 +17,19 @@ from pydantic import (BaseModel, Field, field_validator, NonNegativeInt, Validat
     with_config)
 from typing_extensions import TypedDict
 
+from .annotators import annotate_pairs
 from .core.answers import in_chunks, mean, SampleConfig
 from .core.ask.client import ApiConfig
 from .core.ask.completions import LocalWriter, ServedWriter
-from .core.data.records import load_records
 from .core.data.dialogues import (as_messages, bare_prompt, dialogue_text,
     prompt_messages, TAGS, with_space)
+from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_outputs
+from .core.data.records import load_records
+from .core.model.models import load_policy
 from alpaca_farm.core.run.files import (at_root, atomic_write, notebooks_folder, read_json,
     read_yaml, root)
-from .core.data.preferences import ENDED, hash_uniform, PAIR_FIELDS, swap_outputs
 from .core.run.runs import start
 from .core.run.settings import command, Count, Positive, Scale
-from .annotators import annotate_pairs
 
 # %% ../nbs/rlcd.ipynb #93c12fa3
 _Text = Annotated[str, Field(min_length=1)]
@@ -360,7 +361,8 @@ def run(cfg: RLCDConfig):
     else: given = load_records(cfg.data, cfg.split, n=cfg.max_instances, columns=cfg.columns)
     writer = judge = None
     if cfg.method != 'context_distillation':
-        writer = ServedWriter(cfg.served, cfg) if cfg.served else LocalWriter(cfg.policy, cfg)
+        if cfg.served: writer = ServedWriter(cfg.served, cfg)
+        else: writer = LocalWriter(load_policy(cfg.policy, cfg), cfg)
     if cfg.method in ('rlaif', 'rlcd_rescore'): judge = SelfJudge(writer, task, chat)
 
     def make(part):   # numbers and records, or items

@@ -18,11 +18,13 @@ from .core.answers import (answer_again, answer_eval_split, AnswerConfig, end_tu
     mean, preflight, sample, SampleConfig)
 from .core.data.records import (each_answer, LISTS, load_records, merge_candidates,
     select_candidates, without_lists)
-from .core.data.text import collate, decode, encode_prompts, encode_responses, within_limit
+from alpaca_farm.core.data.text import (collate, decode, encode_prompts, encode_responses,
+    within_limit)
 from .core.model.beams import beam_search
 from .core.model.loading import load_tokenizer
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
+from .core.model.policy import Policy
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.files import read_json
 from .core.run.processes import once
@@ -179,7 +181,7 @@ def _score_pool(
 
 # %% ../nbs/rrhf.ipynb #884d9c30
 def _add_own_candidates(
-    policy, tokenizer,
+    policy: Policy,
     queries: list[dict],
     prompts: list[list[int]],  # their token ids
     cfg,                       # with `n`, `decoding` and the settings of either way
@@ -188,15 +190,15 @@ def _add_own_candidates(
     "Put the policy's `cfg.n` candidates before those of each query; with the `tokens` drawn."
     if not cfg.n: return queries
     if cfg.decoding == 'sample':
-        _, _, groups = sample(policy, tokenizer, queries, cfg, cfg.n, seed, prompts=prompts)
+        _, _, groups = sample(policy, queries, cfg, cfg.n, seed, prompts=prompts)
     else:
-        groups = beam_search(policy, tokenizer, prompts, cfg.n, cfg.groups,
-                             cfg.diversity_penalty, cfg.max_new_tokens)
-        groups = end_turns(queries, groups, tokenizer, cfg.template)   # of dialogues
+        groups = beam_search(policy, prompts, cfg.n, cfg.groups, cfg.diversity_penalty,
+                             cfg.max_new_tokens)
+        groups = end_turns(queries, groups, policy.tokenizer, cfg.template)   # of dialogues
     pool = []
     for query, samples in zip(queries, groups):
         n = len(samples)
-        own = dict(output=[decode(s.tokens, tokenizer, cfg.template, query) for s in samples],
+        own = dict(output=[decode(s.tokens, policy.tokenizer, cfg.template, query) for s in samples],
                    source=['policy'] * n, scores=[None] * n, ended=[s.ended for s in samples],
                    tokens=[s.tokens for s in samples])
         pool.append(query | {k: values + query.get(k, []) for k, values in own.items()})
@@ -207,7 +209,6 @@ def _candidate_pool(
     run,                       # whose folder keeps the pool
     step: int,                 # steps done
     policy, reference,         # the latter for the KL penalty
-    tokenizer,
     queries: list[tuple],      # each with its prompt's ids
     score_of,                  # as of `_score_pool`
 ) -> list[tuple]:
@@ -217,14 +218,15 @@ def _candidate_pool(
     name = f'candidates-{step}.json' if step else 'candidates.json'
     if once(run.path(name).exists): return list(zip(read_json(run.path(name)), prompts))
     seed = cfg.seed * 1_000_003 + step + 1
-    pool = _add_own_candidates(policy, tokenizer, queries, prompts, cfg, seed)
+    tokenizer = policy.tokenizer
+    pool = _add_own_candidates(policy, queries, prompts, cfg, seed)
     pool = [_limit_candidates(q, p, tokenizer, cfg) for q, p in zip(pool, prompts)]
     log_ratios = None
     if cfg.kl_coef and step:
         rows = []
         for query, prompt in zip(pool, prompts):
             rows += [(prompt, ids) for ids in _candidate_tokens(query, tokenizer, cfg.template)]
-        read = *zip(*rows), tokenizer.pad_token_id, cfg.temperature or 1.
+        read = *zip(*rows), cfg.temperature or 1.
         log_ratios = response_logprobs(policy, *read) - response_logprobs(reference, *read)
     pool = _score_pool(pool, score_of, cfg, log_ratios)
     if not step and all(len(set(q['scores'])) < 2 for q in pool):
@@ -277,14 +279,15 @@ def rrhf_step(
     return dict(loss=cfg.rrhf_weight * rank + nll, rank=rank, nll=nll, accuracy=accuracy)
 
 # %% ../nbs/rrhf.ipynb #7516c140
-def perplexities(model, tokenizer, texts: list[str]) -> list[float]:  # one for each text
+def perplexities(policy: Policy, texts: list[str]) -> list[float]:  # one for each text
     "Measure the perplexity of each text by itself."
+    tokenizer = policy.tokenizer
     first = tokenizer.bos_token_id
     if first is None: first = tokenizer.eos_token_id
     texts = [t.replace('\n', ' ') or ' ' for t in texts]
     ids = tokenizer(texts, add_special_tokens=False, split_special_tokens=True)['input_ids']
     ids = [i or [first] for i in ids]  # a tokenizer may have no token for a space
-    sums = response_logprobs(model, [[first]] * len(ids), ids, tokenizer.pad_token_id)
+    sums = response_logprobs(policy, [[first]] * len(ids), ids)
     return (-sums / torch.tensor([len(i) for i in ids])).exp().tolist()
 
 # %% ../nbs/rrhf.ipynb #b4f2d8e1
@@ -298,8 +301,7 @@ def _answer_figures(run, reward_of=None) -> dict[str, float]:
         reward_of = reward_of or reward(cfg.reward_model, cfg, cfg.template)
         figures['reward'] = mean(reward_of(outputs))
     if cfg.perplexity_model:
-        model, tokenizer = load_policy(cfg.perplexity_model, cfg)
-        each = perplexities(model, tokenizer, [r['output'] for r in outputs])
+        each = perplexities(load_policy(cfg.perplexity_model, cfg), [r['output'] for r in outputs])
         figures |= dict(perplexity=mean(each), perplexity_median=float(np.median(each)))
     return figures
 
@@ -324,10 +326,11 @@ def train(cfg: RRHFConfig):
     preflight(cfg, ('eval_split',))
     plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     queries, left_out = _load_queries(cfg, plain)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    tokenizer = policy.tokenizer
     reference = load_reference(policy, cfg) if cfg.kl_coef else None
     reward_of = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
-    preflight(cfg, ('eval_split',), policy, tokenizer, reward=reward_of)
+    preflight(cfg, ('eval_split',), policy, reward=reward_of)
 
     longest = []
     for query, prompt in queries:
@@ -342,7 +345,7 @@ def train(cfg: RRHFConfig):
         if not pool or not since:
             begin = step - 1 - since
             rows = sorted(set(sum(order[begin:begin + every], [])))
-            pool = dict(zip(rows, _candidate_pool(run, begin, policy, reference, tokenizer,
+            pool = dict(zip(rows, _candidate_pool(run, begin, policy, reference,
                                                  [queries[i] for i in rows], reward_of)))
         rows = [pool[i] for i in order[step - 1] if len(pool[i][0]['output']) > 1]
         if rows:
@@ -350,10 +353,10 @@ def train(cfg: RRHFConfig):
             trainer.log(**trainer.update(batch, lambda b: rrhf_step(policy, b, cfg)))
         else: run.log(step, skipped=len(order[step - 1]))   # single candidates have no order
         if cfg.save_every and step % cfg.save_every == 0:
-            save_model(policy, tokenizer, run, f'model-{step}')
+            save_model(policy, run, f'model-{step}')
 
-    save_model(policy, tokenizer, run)
-    answered = answer_eval_split(policy, tokenizer, run, load_reference(policy, cfg))
+    save_model(policy, run)
+    answered = answer_eval_split(policy, run, load_reference(policy, cfg))
     last = [r for r in read_log(run.folder) if 'loss' in r][-20:]
     figures = {}
     for name in ('loss', 'rank', 'nll', 'accuracy'):

@@ -244,18 +244,18 @@ def train(cfg: WorldConfig):
     ids = tokenizer(pages + dialogues, add_special_tokens=False, verbose=False)['input_ids']
     ids = [page[:LENGTH - 2] + [tokenizer.eos_token_id] for page in ids]
 
-    model = place_model(_base_model(cfg, tokenizer), cfg)
+    policy = place_model(_base_model(cfg, tokenizer), tokenizer, cfg)
     order = batches([len(page) for page in ids], cfg.batch_size, seed=cfg.seed)
-    trainer = Trainer(run, len(order), dict(model=model))
+    trainer = Trainer(run, len(order), dict(model=policy))
     for step in trainer.steps():
         rows = order[step - 1]
         starts = [[tokenizer.bos_token_id]]*len(rows)
         batch = collate(starts, [ids[i] for i in rows], pad_id=0)
         batch['weight'] = batch['response'].float()
-        trainer.log(**trainer.update(batch, lambda b: dict(loss=-logprobs(model, b))))
-    save_model(model, tokenizer, run)
+        trainer.log(**trainer.update(batch, lambda b: dict(loss=-logprobs(policy, b))))
+    save_model(policy, run)
     run.finish(requests=sum(map(len, splits.values())), tokens=len(tokenizer),
-               prose_tokens=sum(map(len, ids)), parameters=sum(p.numel() for p in model.parameters()),
+               prose_tokens=sum(map(len, ids)), parameters=sum(p.numel() for p in policy.model.parameters()),
                utility_of_demonstrations=float(np.mean(utility(splits['sft']))))
     return run
 

@@ -161,9 +161,10 @@ def our_sampling(times):
     from alpaca_farm.core.data.text import encode_prompts
     from alpaca_farm.core.model.generation import generate
     from alpaca_farm.core.model.models import load_policy
-    policy, tokenizer = load_policy(str(MATERIAL/'policy'), tiny.config('sft', device='cpu'))
+    policy = load_policy(str(MATERIAL/'policy'), tiny.config('sft', device='cpu'))
+    tokenizer = policy.tokenizer
     prompts = encode_prompts(records(64), tokenizer, 'raw')
-    for seed in range(times): generate(policy, tokenizer, prompts, 1, TOKENS, seed=seed)
+    for seed in range(times): generate(policy, prompts, 1, TOKENS, seed=seed)
 
 
 # labels

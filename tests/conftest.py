@@ -73,9 +73,10 @@ def models(base):
     from alpaca_farm.core.data.text import encode_prompts
     from alpaca_farm.sft import SFTConfig
     cfg = SFTConfig(**tiny.settings('sft', base))
-    policy, tokenizer = load_policy(cfg.policy, cfg)
-    scalar, _ = load_scalar(str(base/'reward_model'), cfg)
+    policy = load_policy(cfg.policy, cfg)
+    tokenizer = policy.tokenizer
+    scalar = load_scalar(str(base/'reward_model'), cfg)
     prompts = encode_prompts(load_records(str(base/'world'), 'eval', n=16), tokenizer)
-    answers = [s.tokens for s, in generate(policy, tokenizer, prompts, max_new_tokens=20)]
+    answers = [s.tokens for s, in generate(policy, prompts, max_new_tokens=20)]
     return SimpleNamespace(policy=policy, scalar=scalar, tokenizer=tokenizer, prompts=prompts,
                            answers=answers, cfg=cfg)

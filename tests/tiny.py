@@ -239,6 +239,12 @@ def family(name, std=.3, **more):
     return model
 
 
+def policy(name, **more):
+    "A policy of a family, without a tokenizer."
+    from alpaca_farm.core.model.policy import Policy
+    return Policy(family(name, **more))
+
+
 def ragged(count, longest=20, seed=0):
     "Prompts of different lengths for models of a family."
     import numpy as np
@@ -286,7 +292,7 @@ PROMPTS = [p for p, answers in TREE for _ in answers]
 ANSWERS = [a for _, answers in TREE for a in answers]
 
 
-def alone(model, p, a):
+def alone(policy, p, a):
     "The states of a sequence that stands alone."
     import torch
-    return model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]
+    return policy.model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]

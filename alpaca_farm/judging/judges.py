@@ -324,15 +324,16 @@ class LocalJudge:
     "A language model on this machine that prefers one of two labels."
     def __init__(self, e: Evaluator, cfg: Config):
         from alpaca_farm.core.ask.completions import LocalWriter
+        from alpaca_farm.core.model.models import load_policy
         self.evaluator = e
         self.name = e.name
         self.labels = _verdict_labels(e)
-        self.writer = LocalWriter(e.decoding['model'], cfg)
+        self.writer = LocalWriter(load_policy(e.decoding['model'], cfg), cfg)
 
     def prompt(self, pair: dict) -> str | list[dict]:
         "The prompt for a pair: messages for a model with a chat format, else their text."
         messages = fill_prompt(self.evaluator.template, [pair])
-        return messages if self.writer.tokenizer.chat_template else _as_text(messages)
+        return messages if self.writer.policy.tokenizer.chat_template else _as_text(messages)
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The probability of the second label, plus 1; nan where the prompt is too long."
@@ -344,7 +345,7 @@ class RewardJudge:
     "A reward model as a judge, by Bradley and Terry's model."
     def __init__(self, folder: str, cfg: Config):
         from alpaca_farm.core.model.models import load_scalar
-        self.model, self.tokenizer = load_scalar(folder, cfg)
+        self.policy = load_scalar(folder, cfg)
         self.name = Path(folder).name
         self.template = getattr(cfg, 'template', 'auto')
 
@@ -352,8 +353,7 @@ class RewardJudge:
         "The probability of the second answer, plus 1."
         from alpaca_farm.core.model.rewards import score_records
         records = [answer_of(p, 1) for p in pairs] + [answer_of(p, 2) for p in pairs]
-        rewards = score_records(self.model, self.tokenizer, records, self.template,
-                                standardise=False)
+        rewards = score_records(self.policy, records, self.template, standardise=False)
         first, second = np.split(np.array(rewards), 2)
         return (1 + sigmoid(second - first, 50)).tolist()
 

@@ -1,6 +1,7 @@
 "Binary feedback: labels that are read, and whether the policy follows the token."
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -114,27 +115,29 @@ def test_a_loaded_model_asks_for_good_answers(base, conditioned):
     prompt = there.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert prompt.count(GOOD) == times
     asked, cfg = load_records(conditioned.data, 'eval', n=10), answering(conditioned)
-    again = sample_answers(*load_policy(conditioned.out, conditioned), asked, cfg)
+    again = sample_answers(load_policy(conditioned.out, conditioned), asked, cfg)
     left = read_json(f'{conditioned.out}/outputs.json')
     assert [r['output'][0] for r in again] == [r['output'] for r in left]
 
 
 def test_the_reference_does_not_read_the_token(base, conditioned):
-    policy, tokenizer = load_policy(conditioned.out, conditioned)
-    reference, plain = load_policy(conditioned.policy, conditioned)
+    policy = load_policy(conditioned.out, conditioned)
+    reference = load_policy(conditioned.policy, conditioned)
+    plain = reference.tokenizer
     cfg, records = answering(conditioned), load_records(conditioned.data, 'eval', n=10)
-    kept, prompts, found = sample(policy, tokenizer, records, cfg)
-    kl = log_ratios(reference, plain, encode_prompts(kept, plain), [s for s, in found], cfg)
+    kept, prompts, found = sample(policy, records, cfg)
+    kl = log_ratios(reference, encode_prompts(kept, plain), [s for s, in found], cfg)
     assert read_summary(conditioned.out)['kl'] == pytest.approx(sum(kl) / len(kl), abs=1e-4)
-    vocabulary = reference.get_input_embeddings().weight.shape[0]
-    assert policy.get_input_embeddings().weight.shape[0] == vocabulary + 2
+    vocabulary = reference.model.get_input_embeddings().weight.shape[0]
+    assert policy.model.get_input_embeddings().weight.shape[0] == vocabulary + 2
     assert max(map(max, prompts)) >= vocabulary
 
 
 def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, monkeypatch):
     "Prompts that are too long only with their tokens are left out everywhere."
-    policy, tokenizer = load_policy(conditioned.out, conditioned)
-    reference, plain = load_policy(conditioned.policy, conditioned)
+    policy = load_policy(conditioned.out, conditioned)
+    reference = load_policy(conditioned.policy, conditioned)
+    plain = reference.tokenizer
     records, times = load_records(conditioned.data, 'val'), conditioned.token_times
     pairs, left = [], {}
     lengths = [len(p) for p in encode_prompts(records, plain)]
@@ -144,23 +147,25 @@ def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, mo
     monkeypatch.setattr(binary_feedback, 'verdicts_over',
                         lambda a, b, _: pairs.extend(zip(a, b)) or [1.5] * len(a))
     run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
-    tokenizers = {GOOD: tokenizer, BAD: tokenizer}
-    binary_feedback._compare_on_val(policy, reference, tokenizers, plain, world.pool, run)
+    prompted = {GOOD: policy, BAD: policy}
+    without = replace(policy, tokenizer=plain)
+    binary_feedback._compare_on_val(prompted, without, reference, world.pool, run)
     assert len(pairs) == 2 * len(kept) and all(prompt_key(a) == prompt_key(b) for a, b in pairs)
-    alone = sample_answers(reference, plain, records, answering(cfg), seed=cfg.seed + 1)
+    alone = sample_answers(reference, records, answering(cfg), seed=cfg.seed + 1)
     alone = {prompt_key(r): r['output'][0] for r in alone}
     said = {prompt_key(r): r['output'][3] for r in left['said.json']}
     assert said == {k: alone[k] for k in kept}
 
 
 def test_control_tokens_are_never_written(base, models):
-    policy, tokenizer = load_policy(str(base/'sft'), models.cfg)
-    ids = add_tokens(policy, tokenizer, [GOOD, BAD])
-    table = policy.get_input_embeddings().weight.data
+    policy = load_policy(str(base/'sft'), models.cfg)
+    tokenizer = policy.tokenizer
+    ids = add_tokens(policy, [GOOD, BAD])
+    table = policy.model.get_input_embeddings().weight.data
     table[ids] = 3 * table[tokenizer.eos_token_id]
-    samples = generate(policy, tokenizer, models.prompts, n=4, max_new_tokens=8)
+    samples = generate(policy, models.prompts, n=4, max_new_tokens=8)
     assert not {t for s in samples for x in s for t in x.tokens} & set(ids)
-    greedy = policy.generate(torch.tensor(models.prompts[:1]), max_new_tokens=8, do_sample=False)
+    greedy = policy.model.generate(torch.tensor(models.prompts[:1]), max_new_tokens=8, do_sample=False)
     assert not set(greedy[0].tolist()) & set(ids)
 
 

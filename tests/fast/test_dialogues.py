@@ -263,7 +263,7 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
     monkeypatch.setattr('alpaca_farm.core.answers.generate', lambda *_, **more: [[sample]]*2)
     records, cfg = [dict(messages=HELLO), dict(instruction='Hi.')], ppo.PPOConfig()
     prompts = encode_prompts(records, tokenizer)
-    batch, (first, second) = online.sample_rollout(models.policy, tokenizer, records, prompts,
+    batch, (first, second) = online.sample_rollout(models.policy, records, prompts,
                                                    cfg, 0)
     assert (first['ended'], first['output']) == (ended, output)
     assert batch['response'][0].sum() == len(ids(kept or said))

@@ -77,7 +77,8 @@ def preferences(base, tmp_path_factory):
 
 def first_batch(cfg):
     "The policy, all answers, and the batch of the first step."
-    policy, tokenizer = load_policy(cfg.policy, cfg)
+    policy = load_policy(cfg.policy, cfg)
+    tokenizer = policy.tokenizer
     data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
     data.add_reference(policy)
     return policy, data, data.labelled_batch(data.order[0])
@@ -85,7 +86,7 @@ def first_batch(cfg):
 
 def brute(policy, prompt, answer):
     "The summed log-prob of an answer, token by token, alone in its batch."
-    with torch.no_grad(): logits = policy(torch.tensor([prompt + answer])).logits[0].double()
+    with torch.no_grad(): logits = policy.model(torch.tensor([prompt + answer])).logits[0].double()
     logp = logits[len(prompt) - 1:].log_softmax(-1)
     return sum(logp[k, token].item() for k, token in enumerate(answer))
 
@@ -94,10 +95,10 @@ def brute(policy, prompt, answer):
 def moved(base, tmp_path_factory):
     "A policy that is no longer its reference."
     cfg = config(base, tmp_path_factory.mktemp('moved')/'dpo')
-    policy, _ = load_policy(cfg.policy, cfg)
+    policy = load_policy(cfg.policy, cfg)
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in policy.parameters():
+        for p in policy.model.parameters():
             if p.ndim == 2: p += .05 * torch.randn(p.shape, generator=g)
     return policy
 
@@ -194,13 +195,14 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
     cfg = config(base, tmp_path/'dpo', preferences=preferences, max_instances=3, batch_size=3,
                  epochs=12, **more)
     dpo.train(cfg)
-    after, tokenizer = load_policy(cfg.out, cfg)
+    after = load_policy(cfg.out, cfg)
+    tokenizer = after.tokenizer
     records, _, good = dpo.read_labels(cfg)
     labelled = read_json(preferences)[:3]
     preferred = [r['output_1' if r['preference'] < 1.5 else 'output_2'] for r in labelled]
     assert [r['output_1'] for r in records] == preferred and good == [[1, 0]] * 3
     _, data, _ = first_batch(cfg)
-    now = dpo.reference_logprobs(after, data.prompts, data.answers, tokenizer.pad_token_id)
+    now = dpo.reference_logprobs(after, data.prompts, data.answers)
     rise, log = now - data.reference, read_log(cfg.out)
     assert (rise[:, 0] - rise[:, 1]).mean() > .2
     assert log[-1]['loss'] < log[0]['loss'] and log[-1]['margin'] > log[0]['margin']
@@ -216,7 +218,7 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     given = dict(preferences=str(path), loss_type='kto')
     cfg = config(base, tmp_path/'dpo', batch_size=8, epochs=6, beta=.5, **given)
     dpo.train(cfg)
-    tokenizer = load_policy(cfg.policy, cfg)[1]
+    tokenizer = load_policy(cfg.policy, cfg).tokenizer
     data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
     log = read_log(cfg.out)
     assert data.good.flatten().tolist() == [float(r['label']) for r in rows]
@@ -240,7 +242,7 @@ def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):
     assert len(data.held_out) >= 12
     assert not learned & {tuple(data.prompts[i]) for i in data.held_out}
     assert [r['step'] for r in log if 'val_loss' in r] == sorted({*range(3, n + 1, 3), n})
-    trained, _ = load_policy(str(run.folder), cfg, train=True)
+    trained = load_policy(str(run.folder), cfg, train=True)
     with torch.no_grad(): wanted = dpo.dpo_step(trained, data.labelled_batch(data.held_out), cfg)
     assert log[-1]['val_loss'] == pytest.approx(wanted['loss'].mean().item(), rel=1e-5)
     accuracy = wanted['accuracy'].mean().item()

@@ -69,7 +69,7 @@ def some(base, models):
 
 
 @pytest.fixture(scope='module')
-def policy(base, models): return load_policy(str(base/'sft'), models.cfg)[0]
+def policy(base, models): return load_policy(str(base/'sft'), models.cfg)
 
 
 @torch.no_grad()
@@ -265,7 +265,7 @@ def test_own_candidates(base, models, decoding, groups):
     "Temperature matters where it is said to, and groups are different answers."
     def drawn(**more):
         cfg = config(base, n=4, decoding=decoding, groups=groups, **more)
-        given = models.policy, models.tokenizer, [{}]*6, models.prompts[:6]
+        given = models.policy, [{}]*6, models.prompts[:6]
         return [d['output'] for d in rrhf._add_own_candidates(*given, cfg, 0)]
     plain = drawn()
     assert all(len(x) == 4 for x in plain) and sum(len(set(x)) for x in plain) > 18
@@ -331,9 +331,9 @@ def test_scores_of_the_files(base, tmp_path):
 def test_perplexity(models):
     "Text by itself after the start token; newlines are spaces, nothing is one space."
     texts, tokenizer = ['A snail can hide.', 'Good luck!', 'Go.\nGo.', ''], models.tokenizer
-    for text, ppl in zip(texts, rrhf.perplexities(models.policy, tokenizer, texts)):
+    for text, ppl in zip(texts, rrhf.perplexities(models.policy, texts)):
         shown = text.replace('\n', ' ') or ' '
         ids = [tokenizer.bos_token_id, *tokenizer(shown, add_special_tokens=False)['input_ids']]
-        with torch.no_grad(): logits = models.policy(torch.tensor([ids])).logits[0]
+        with torch.no_grad(): logits = models.policy.model(torch.tensor([ids])).logits[0]
         logp = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
         assert ppl == pytest.approx(math.exp(-logp.mean().item()), rel=1e-4)

@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadMo
 
 import tiny
 from alpaca_farm.core.model.models import hidden_states, logprobs, values
+from alpaca_farm.core.model.policy import Policy
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.data.text import collate
 
@@ -23,9 +24,11 @@ def sharp(request, models):
                         pad_token_id=0, num_labels=1)
     torch.manual_seed(0)
     kinds = (GPT2LMHeadModel, GPT2ForSequenceClassification)
-    if request.param == 'gpt2': policy, scalar = (kind(config).eval() for kind in kinds)
+    if request.param == 'gpt2':
+        policy, scalar = (Policy(kind(config).eval()) for kind in kinds)
+        scalar.score = scalar.model.score
     else: policy, scalar = map(copy.deepcopy, (models.policy, models.scalar))
-    for p in [*policy.parameters(), *scalar.parameters()]:
+    for p in [*policy.model.parameters(), *scalar.model.parameters()]:
         if p.ndim == 2: p.data *= 5
     return SimpleNamespace(**dict(vars(models), policy=policy, scalar=scalar))
 
@@ -42,14 +45,14 @@ def batch_of(models, rows, side, extra=0):
 
 def test_gradients_do_not_see_padding(sharp):
     def grads(side, extra):
-        sharp.policy.zero_grad()
+        sharp.policy.model.zero_grad()
         logprobs(sharp.policy, batch_of(sharp, range(16), side, extra)).sum().backward()
-        return torch.cat([p.grad.flatten() for p in sharp.policy.parameters()])
+        return torch.cat([p.grad.flatten() for p in sharp.policy.model.parameters()])
     wanted = grads('right', 0)
     for side, extra in (('left', 0), ('left', 23), ('right', 23)):
         torch.testing.assert_close(grads(side, extra), wanted, rtol=1e-4,
                                    atol=1e-4*wanted.abs().max().item())
-    sharp.policy.zero_grad()
+    sharp.policy.model.zero_grad()
 
 
 @torch.no_grad()

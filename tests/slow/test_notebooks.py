@@ -40,7 +40,7 @@ def own(f):
         wombat=dict(candidates=[f'{f}/candidates'], max_instances=12),
         eval=dict(outputs=[f'{f}/dpo', f'{f}/ppo'], reference=references,
                   annotators=[f'{world}/{name}.json' for name in ('held_out_crowd', 'gold')]),
-        pretrained={}, openai_baselines=dict(data=world),
+        pretrained={},
         labelling=dict(outputs=f'{f}/samples', store=f'{f}/answers.sqlite'),
         agreement=dict(max_instances=100, draws=20, sets=[f'{world}/labelled.json'],
                        judges=[f'{world}/pool.json', f'{world}/judge.json']),
@@ -147,7 +147,7 @@ def test_notebook_executes(made, name):
     for c in code:
         assert len(c['outputs']) <= 6, 'a live line leaves one output behind'
         for o in c['outputs']: assert 'Traceback' not in str(o.get('text', ''))
-    if name not in ('openai_baselines', 'pretrained'):
+    if name != 'pretrained':
         out = folder/FARMED.get(name, name)
         assert read_summary(out) and not list(out.rglob('.*'))
         assert all(k in read_json(out/'config.json')

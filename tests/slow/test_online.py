@@ -8,6 +8,7 @@ import torch
 
 import tiny
 from alpaca_farm import overoptimization, ppo
+from alpaca_farm.core.model.policy import Policy
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.model.rewards import label_count, reward
 from alpaca_farm.core import online
@@ -37,10 +38,10 @@ def test_run_without_a_value_model(base, tmp_path, advantage):
                          ids=str)
 def test_the_value_model_of_a_function_reward_starts_from_the_policy(base, models, function):
     "Its trunk has the policy's weights and its head is 0."
-    policy, _ = load_policy(str(base/'sft'), models.cfg)
+    policy = load_policy(str(base/'sft'), models.cfg)
     value = value_model(PPOConfig(**tiny.settings('ppo', base, reward_model=function)), policy)
-    trunk = policy.base_model.state_dict()
-    assert all(torch.equal(w, trunk[k]) for k, w in value.base_model.state_dict().items())
+    trunk = policy.model.base_model.state_dict()
+    assert all(torch.equal(w, trunk[k]) for k, w in value.model.base_model.state_dict().items())
     assert not value.score.weight.any()
     assert (value.mean, value.std) == (0., 1.)
 
@@ -94,7 +95,7 @@ def test_adam_is_adam(tmp_path):
     cfg.inputs = {}
     model = torch.nn.Linear(3, 1, bias=False).double()
     run = start(cfg, test_adam_is_adam)
-    trainer = Trainer(run, 5, dict(model=model))
+    trainer = Trainer(run, 5, dict(model=Policy(model)))
     x = 1e-3*torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     w, m, v = model.weight.detach()[0].tolist(), [0.]*3, [0.]*3
     for t in range(1, 6):
@@ -112,7 +113,7 @@ def test_adam_is_adam(tmp_path):
 def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
     "A pair has one label; prompts that are too long, and missing verdicts, do not count."
     base = [dict(instruction=i, input='', output=[f'base {i}']) for i in 'abc']
-    choose, seen = CheckpointSelector(None, None, OnlineConfig()), []
+    choose, seen = CheckpointSelector(None, OnlineConfig()), []
     choose.base = base
     def measure(answered, preferences):
         answers = [dict(instruction=i, input='', output=[f'new {i}']) for i in answered]
@@ -121,7 +122,7 @@ def test_answers_are_compared_with_those_to_the_same_instruction(monkeypatch):
             seen[:] = [(p['output_1'], p['output_2']) for p in pairs]
             return [dict(p, preference=v) for p, v in zip(pairs, preferences)]
         choose.annotate = annotate
-        figures = choose.measure(None, None)
+        figures = choose.measure(None)
         return figures['val_win_rate'], figures['val_labels']
     assert measure('ca', [2., 2.]) == (100., 2)
     assert seen == [('base a', 'new a'), ('base c', 'new c')]
@@ -170,7 +171,7 @@ def test_answers_are_sampled_with_settings_of_their_own(base, answered):
     from alpaca_farm.core.data.records import load_records
     from alpaca_farm.core.model.models import load_policy
     cfg = answering(AnswerConfig(**tiny.SAMPLING, eval_temperature=0.))
-    expected = sample_answers(*load_policy(str(answered), cfg),
+    expected = sample_answers(load_policy(str(answered), cfg),
                               load_records(str(base/'world'), 'eval', n=10), cfg)
     left = read_json(answered/'outputs.json')
     assert [r['output'] for r in left] == [r['output'][0] for r in expected]

@@ -69,8 +69,9 @@ def recover(notebook, home, tmp_path):
 def test_policies(notebook, home, recover, tmp_path, model):
     want, ids = home[1][model], torch.tensor([[1, 4, 5, 6]])
     recover(model)
-    policy, tokenizer = load_policy(str(tmp_path/'run'), Config())
-    state = policy.state_dict()
+    policy = load_policy(str(tmp_path/'run'), Config())
+    tokenizer = policy.tokenizer
+    state = policy.model.state_dict()
     assert state.keys() == want.keys()
     assert all(torch.allclose(state[k], want[k], atol=1e-6) for k in want)
     assert policy.config.vocab_size == len(tokenizer) == len(want['lm_head.weight'])
@@ -90,7 +91,7 @@ def test_reward_model(notebook, home, recover, tmp_path):
     head, bias = (state.pop(f'reward_head.{k}') for k in ('weight', 'bias'))
     original = notebook.small_llama(ROWS + 1, 9).eval()
     original.load_state_dict(state)
-    _, tokenizer = load_scalar(place, Config())
+    tokenizer = load_scalar(place, Config()).tokenizer
     for record, score in zip(records, reward(place, Config(), 'raw')(records)):
         text = f'{record["instruction"]} {record["output"]}'
         ids = tokenizer(text, return_tensors='pt')['input_ids']
@@ -152,4 +153,4 @@ def test_the_command_that_converts_pickles(home, recover, tmp_path):
     command = command.replace('python', sys.executable, 1)
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
     recover('sft10k', diff=diff)
-    assert load_policy(str(tmp_path/'run'), Config())[0].config.vocab_size == ROWS + 1
+    assert load_policy(str(tmp_path/'run'), Config()).config.vocab_size == ROWS + 1

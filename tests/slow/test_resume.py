@@ -157,7 +157,7 @@ def test_a_checkpoint_holds_the_loss_scale_and_its_own_device_alone(base, tmp_pa
     from alpaca_farm.core.training import Trainer
     cfg = cfg_of('sft', base, tmp_path/'run')
     trainer = Trainer(runs.Run(cfg, {}), 9,
-                      dict(policy=load_policy(cfg.policy, cfg, train=True)[0]))
+                      dict(policy=load_policy(cfg.policy, cfg, train=True)))
     trainer.accelerator.scaler = torch.amp.GradScaler('cpu', init_scale=8.)
     trainer.accelerator.scaler._lazy_init_scale_growth_tracker(torch.device('cpu'))
     trainer.run.log(trainer.step, loss=1.)

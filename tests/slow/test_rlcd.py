@@ -13,6 +13,7 @@ import tiny
 from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
 from alpaca_farm.core.ask.client import ApiConfig
+from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.ask.completions import (label_tokens, LocalWriter, prompt_tokens,
     ServedWriter, _shown_label, Written)
 from alpaca_farm.core.data.records import load_records
@@ -200,7 +201,7 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     assert ((1 < p) & (p < 2)).all() and len(set(p)) > 30
     np.testing.assert_allclose([np.mean(r['orders']) for r in both], p, atol=1e-9)
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out=str(tmp_path/'x')))
-    writer = LocalWriter(str(base/'world'), cfg)
+    writer = LocalWriter(load_policy(str(base/'world'), cfg), cfg)
     judge = rlcd.SelfJudge(writer, read_task(ANYTHING), False)
     swapped = [dict(r, output_1=r['output_2'], output_2=r['output_1']) for r in both]
     by_hand = (np.array(judge(both)) + 3 - np.array(judge(swapped)))/2

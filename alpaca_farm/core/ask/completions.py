@@ -10,12 +10,13 @@ import math, os
 from typing import NamedTuple
 
 from .client import answer_text, ApiClient, ApiConfig, ask_until_read
-from ..model.generation import generate
-from .judge_configs import parse_decoding
-from ..model.models import load_policy, next_log_odds
-from ..data.preferences import hash_uniform
+from .judge_configs import adapt_decoding, parse_decoding
 from ..data.dialogues import without_thoughts
+from ..data.preferences import hash_uniform
 from ..data.text import decode, encode_prompts, encode_responses, start_tokens
+from ..model.generation import generate
+from ..model.models import next_log_odds
+from ..model.policy import Policy
 
 # %% ../../../nbs/core/ask/completions.ipynb #f33c5f36
 def prompt_tokens(prompt: str | list[dict], tokenizer) -> list[int]:
@@ -58,10 +59,10 @@ def _where(fits, rows, compute, missing):
 
 class LocalWriter:
     "A model on this machine: it continues prompts and gives the probability of one of two labels."
-    def __init__(self, folder: str, cfg):
+    def __init__(self, policy: Policy, cfg):
         self.cfg = cfg
-        self.model, self.tokenizer = load_policy(folder, cfg)
-        config = self.model.config.get_text_config()
+        self.policy = policy
+        config = self.policy.config.get_text_config()
         self.longest = getattr(config, 'max_position_embeddings', None) or math.inf
 
     def write(self,
@@ -74,12 +75,12 @@ class LocalWriter:
         seed = int(2**31 * hash_uniform(cfg.seed, *keys[0])) if keys else 0
         def sample(rows):
             written = []
-            for one, in generate(self.model, self.tokenizer, rows, 1, cfg.max_new_tokens,
+            for one, in generate(self.policy, rows, 1, cfg.max_new_tokens,
                                  cfg.temperature, cfg.top_p, cfg.top_k, seed):
-                text = decode(one.tokens, self.tokenizer, cfg.template)
+                text = decode(one.tokens, self.policy.tokenizer, cfg.template)
                 written.append(Written(text, one.ended))
             return written
-        rows = [prompt_tokens(prompt, self.tokenizer) for prompt in prompts]
+        rows = [prompt_tokens(prompt, self.policy.tokenizer) for prompt in prompts]
         limit = min(cfg.max_prompt, self.longest - cfg.max_new_tokens)
         fits = [len(row) <= limit for row in rows]
         return _where(fits, rows, sample, Written('', False, 'long_prompt'))
@@ -90,12 +91,11 @@ class LocalWriter:
         def chances(rows):
             starts = [shared for shared, _ in rows]
             tokens = [(first[0], second[0]) for _, (first, second) in rows]
-            odds = next_log_odds(self.model, starts, tokens, self.tokenizer.pad_token_id)
+            odds = next_log_odds(self.policy, starts, tokens)
             return odds.double().sigmoid().tolist()
-        rows = [label_tokens(prompt, labels, self.tokenizer) for prompt in prompts]
+        rows = [label_tokens(prompt, labels, self.policy.tokenizer) for prompt in prompts]
         fits = [len(shared) <= self.longest for shared, _ in rows]
         return _where(fits, rows, chances, math.nan)
-
 
 # %% ../../../nbs/core/ask/completions.ipynb #f04b0caa
 def _shown_label(answer: dict, labels) -> float:
@@ -146,16 +146,17 @@ class ServedWriter:
     ) -> list[Written]:
         "Sample a text for each prompt; none where the request is refused."
         cfg = self.cfg
-        same = dict(max_tokens=cfg.max_new_tokens, temperature=cfg.temperature, top_p=cfg.top_p)
+        same = dict(model=self.model, max_tokens=cfg.max_new_tokens,
+                    temperature=cfg.temperature, top_p=cfg.top_p)
         if getattr(cfg, 'top_k', 0): same['top_k'] = cfg.top_k   # vLLM takes it, OpenAI does not
         if stop: same['stop'] = list(stop)[:4]   # endpoints take no more
-        same |= parse_decoding('decoding', cfg.decoding)
+        same = adapt_decoding(same, parse_decoding('decoding', cfg.decoding))
         fields = [dict(same, seed=int(2**31 * hash_uniform(cfg.seed, *key))) for key in keys]
         written = []
         for answer in self.ask(prompts, fields):
             if answer:
                 ended = answer['choices'][0].get('finish_reason') != 'length'
-                written.append(Written(without_thoughts(answer_text(answer)), ended))
+                written.append(Written(without_thoughts(answer_text(answer, refusal=True)), ended))
             else: written.append(Written('', False, 'refused'))
         return written
 
