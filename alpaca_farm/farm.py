@@ -16,12 +16,12 @@ from .core.run.identity import run_config
 from .core.run.inputs import recipes
 from .core.run.jobs import Job, machines, run_jobs, study_job
 from .core.run.paths import notebooks_folder
-from .core.run.runs import check_run_folder, read_summary, start
+from .core.run.runs import check_run_folder, read_summary, start, write_csv
 from .core.run.settings import at_root, command, Count, Positive
-from .judging.judges import api_clients, load_annotators
+from .judging.judges import load_annotators
 from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
 from .boards.leaderboards import rank_agreement
-from .boards.simulation import paired_tables, vote_agreements, write_simulation
+from .boards.simulation import paired_tables, write_simulation
 from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World
 
 # %% ../nbs/farm.ipynb #e7c129a0
@@ -229,8 +229,8 @@ def run(cfg: FarmConfig):
         runs = [name for name in LABELLED_BY if f'{_folder(cfg, k)}/{name}' in made]
         found.append(farm_board(_folder(cfg, k), world, by, cfg.seed + k, runs, cfg.labels))
     answers, judged, boards = zip(*found)
-    parts = parts_table(answers, worlds, cfg.seed) if worlds[0].marks else None
-    write_boards(folder, boards, parts)
+    write_boards(folder, boards)
+    if worlds[0].marks: write_csv(folder, 'parts.csv', parts_table(answers, worlds, cfg.seed))
     _tell_lacking(cfg, worlds[0])
     crowd_runs = {row['method']: name for name, row in RUNS.items()
                   if row['method'] in judged[0]['crowd'] and row['labels'] == 'crowd'}
@@ -243,14 +243,6 @@ def run(cfg: FarmConfig):
     for judge, rows in judged[0].items():
         ranked[judge] = {m: p for m, p in rows.items() if m == 'sft' or m in LABELLED_BY}
     figures |= rank_agreement(ranked, seed=cfg.seed)
-    asked = any(map(api_clients, judges[0].values()))
-    if 'pool' in judges[0] and f'{cfg.runs}/annotators' in made and not asked:
-        figures |= vote_agreements(cfg.runs, judges[0], seed=cfg.seed)
-    accuracies = dict(accuracy='accuracy_majority', label_accuracy='accuracy',
-                      ceiling='accuracy_ceiling')
-    summary = read_summary(f'{cfg.runs}/reward_model')
-    figures |= {f'reward_model_{name}': summary[key] for name, key in accuracies.items()
-                if key in summary}
     seconds = sum(read_summary(run)['cpu_seconds'] for run in made)
     folder.finish(replicates=len(replicates), **figures, job_cpu_seconds=seconds)
     return folder

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['FEWEST_LABELS', 'plain', 'standard_error', 'sigmoid', 'win_rate', 'Interval', 'bootstrap_draws', 'bootstrap',
-           'replicate_interval', 'wilson', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode', 'agreement',
-           'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean', 'best_of_n_weights', 'best_of_n_value',
-           'kl_best_of_n', 'kl_best_of_n_estimate', 'fit_overoptimization', 'overoptimization_curve']
+           'replicate_interval', 'holm', 'wilson', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode',
+           'agreement', 'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean', 'best_of_n_weights',
+           'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'fit_overoptimization', 'overoptimization_curve']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -108,6 +108,18 @@ def replicate_interval(
     half = np.hypot(stdtrit(R - 1, .975)*standard_error(theta), _Z*np.sqrt(c))
     mean = theta.mean(0)
     return Interval(plain(mean), plain(mean - half), plain(mean + half))
+
+# %% ../../nbs/core/stats.ipynb #a0170002
+def holm(
+    p,  # (M,) p-values
+) -> np.ndarray:  # (M,), to be compared with the level of a single test
+    "Adjust p-values for the number of hypotheses that are tested (Holm, 1979)."
+    p = np.asarray(p, dtype=float)
+    order = np.argsort(p)
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.maximum.accumulate(p[order]*np.arange(len(p), 0, -1))
+    return np.minimum(adjusted, 1)
+
 
 # %% ../../nbs/core/stats.ipynb #fb9b5c20
 FEWEST_LABELS = 10   # instructions with labels that a correction needs
@@ -220,12 +232,9 @@ def off_diagonal_mean(matrix: np.ndarray) -> float:
 # %% ../../nbs/core/stats.ipynb #996a06d0
 def _best_by_rank(N: int, n: int) -> np.ndarray:
     "Probability (N,) that the sample of each rank, ascending, is the best of `n` drawn from `N`."
-    log_factorial = np.concatenate([[0.], np.cumsum(np.log(np.arange(1, N + 1)))])
-    def log_choose(a, b): return log_factorial[a] - log_factorial[b] - log_factorial[a - b]
-    rank = np.arange(n, N + 1)
-    chosen = np.exp(log_choose(rank - 1, n - 1) - log_choose(N, n))
-    chances = np.concatenate([np.zeros(n - 1), chosen])
-    return chances/chances.sum()
+    rank = np.arange(N, 1, -1)
+    below = np.cumprod((rank - n)/(rank - 1))   # of each to the one above; 0 below rank n
+    return n/N*np.append(1., below)[::-1]
 
 
 def best_of_n_weights(

@@ -577,7 +577,7 @@ BROKEN = dict(   # by notebook: settings, and which file of what they name is da
     expert_iteration='data/unlabeled data/val data/eval',
     rrhf='candidates/candidates data/eval', best_of_n='data/eval samples/labels',
     rlcd='data/unlabeled annotators/labels', annotators='outputs/candidates',
-    eval='outputs/outputs reference/candidates labels/labels difficulty/labels annotators/labels',
+    eval='outputs/outputs reference/candidates labels/labels annotators/labels',
     compare='folders/outputs labels/labels',
     agreement='sets/labels judges/labels', overoptimization='bank/candidates references/candidates',
     bring_your_own='prompts/eval preferences/preferences demonstrations/labels')
