@@ -8,7 +8,7 @@ __all__ = ['PROXIES', 'POLICIES', 'OverConfig', 'standard_reward', 'group_rows',
 
 # %% ../nbs/overoptimization.ipynb #d0504300
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +30,7 @@ from .core.model.rewards import reward
 from .core.run.runs import start, write_csv
 from .core.run.settings import at_root, command, Positive
 from .core.stats import (best_of_n_value, best_of_n_weights, bootstrap, bootstrap_draws,
-    fit_overoptimization, kl_best_of_n, kl_best_of_n_estimate, overoptimization_curve)
+    fit_overoptimization, Interval, kl_best_of_n, kl_best_of_n_estimate, overoptimization_curve)
 from .core.data.text import decode, encode_prompts
 from .annotators import flip_share
 from .judging.judges import load_annotators
@@ -79,19 +79,16 @@ def standard_reward(score, bank: list[dict]) -> tuple:
 def _curve_point(proxy, utility, crowd, **columns) -> dict:
     """Means over instructions with 95 % intervals, from arrays (instructions,): proxy and utility
     standardised, the crowd's preferences over SFT from 1 to 2, as a win rate in percent."""
-    row = dict(columns, each=utility)
-    for name, values in dict(proxy=proxy, utility=utility).items():
-        row[name], row[f'{name}_low'], row[f'{name}_high'] = bootstrap(values)
-    return dict(row, crowd=float(100 * (crowd.mean() - 1)))
+    row = dict(columns, each=utility, crowd=100*float(crowd.mean() - 1))
+    return row | bootstrap(proxy).columns('proxy') | bootstrap(utility).columns('utility')
 
 # %% ../nbs/overoptimization.ipynb #1547a3d0
 def _proxy_utility_correlation(proxy: np.ndarray, utility: np.ndarray) -> float:
     "Pearson's correlation within instructions, (instructions, answers) each; nan if constant."
-    def centred(x): return (x - x.mean(1, keepdims=True))*(np.ptp(x, 1, keepdims=True) > 0)
-    p = centred(proxy)
-    u = centred(utility)
+    def centred(x):   # of equal values exactly 0
+        return (x - x.mean(1, keepdims=True))*(np.ptp(x, 1, keepdims=True) > 0)
     with np.errstate(invalid='ignore', divide='ignore'):
-        return float((p*u).sum() / np.sqrt((p**2).sum() * (u**2).sum()))
+        return float(np.corrcoef(centred(proxy).ravel(), centred(utility).ravel())[0, 1])
 
 # %% ../nbs/overoptimization.ipynb #6249e919
 def _bank_curve(proxy, utility, crowd, logprob, **columns) -> list[dict]:
@@ -100,11 +97,13 @@ def _bank_curve(proxy, utility, crowd, logprob, **columns) -> list[dict]:
     From arrays (instructions, N) over the bank: standardised scores, preferences of the crowd, and
     log-probabilities of the samples in nats."""
     rows = []
-    for n in 2 ** np.arange(int(np.log2(proxy.shape[1])) + 1):
-        chosen = best_of_n_weights(proxy, n) * kl_best_of_n_estimate(logprob, int(n))
-        values = (best_of_n_value(proxy, v, n) for v in (proxy, utility, crowd))
-        rows.append(_curve_point(*values, **columns, kl=float(chosen.sum(1).mean()),
-                                 kl_bound=float(kl_best_of_n(n)), at=int(n)))
+    n = 1
+    while n <= proxy.shape[1]:
+        kl = best_of_n_weights(proxy, n)*kl_best_of_n_estimate(logprob, n)
+        values = [best_of_n_value(proxy, v, n) for v in (proxy, utility, crowd)]
+        rows.append(_curve_point(*values, **columns, kl=float(kl.sum(1).mean()),
+                                 kl_bound=float(kl_best_of_n(n)), at=n))
+        n *= 2
     rows[0]['correlation'] = _proxy_utility_correlation(proxy, utility)
     return rows
 
@@ -132,16 +131,17 @@ def fit_utility(rows: list[dict], n: int = 1000) -> dict[str, float]:
     if len(use) < 3 or use[-1]['kl'] < 2*use[0]['kl']: return {}
     d = np.sqrt([r['kl'] for r in use])
     each = np.stack([r['each'] for r in use], 1)
-    fits = []
-    for utility in (each.mean(0), *bootstrap_draws(each, n=n)):
+    def fitted(utility):
         alpha, beta = fit_overoptimization(d, utility, form)
-        fits.append((alpha, beta, _peak(alpha, beta, form)))
+        return alpha, beta, _peak(alpha, beta, form)
+    fit = fitted(each.mean(0))
+    draws = [fitted(utility) for utility in bootstrap_draws(each, n=n)]
     # a peak may be infinite: no interpolation
-    low, high = np.quantile(fits[1:], [.025, .975], axis=0, method='nearest')
-    missed = each.mean(0) - overoptimization_curve(d, *fits[0][:2], form)
+    low, high = np.quantile(draws, [.025, .975], axis=0, method='nearest')
+    missed = each.mean(0) - overoptimization_curve(d, *fit[:2], form)
     out = dict(missed=float(np.sqrt(np.mean(missed**2))), form=form)
-    for k, name in enumerate(('alpha', 'beta', 'peak')):
-        out |= {name: float(fits[0][k]), f'{name}_low': float(low[k]), f'{name}_high': float(high[k])}
+    for name, *ends in zip(('alpha', 'beta', 'peak'), fit, low, high):
+        out |= Interval(*map(float, ends)).columns(name)
     return out
 
 # %% ../nbs/overoptimization.ipynb #a8fcbe7b
@@ -154,8 +154,7 @@ def _utility_falls(groups: dict) -> list[dict]:
     for (a, _), (b, _) in combinations([*falls], 2): falls[a, b] = falls[a, ''] - falls[b, '']
     table = []
     for (labels, minus), fall in falls.items():
-        value, low, high = bootstrap(fall)
-        table.append(dict(labels=labels, minus=minus, fall=value, low=low, high=high))
+        table.append(dict(labels=labels, minus=minus) | bootstrap(fall).columns('fall'))
     return table
 
 # %% ../nbs/overoptimization.ipynb #e5161246
@@ -210,17 +209,13 @@ def measure_policy(
     "Measure a checkpoint on fresh samples: its KL to the reference, and its scores."
     policy, tokenizer = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, tokenizer, records, cfg, n=cfg.answers)
-    repeated = []
-    samples = []
     outputs = []
     for record, drawn in zip(prompts, answers):
         for s in drawn:
             text = decode(s.tokens, tokenizer, cfg.template, record)
-            repeated.append(record)
-            samples.append(s)
             outputs.append(dict(record, output=text, ended=s.ended))
-    plain = encode_prompts(repeated, reference[1], cfg.template)   # no reward tokens
-    kl = log_ratios(*reference, plain, samples, cfg)
+    plain = encode_prompts(outputs, reference[1], cfg.template)   # no reward tokens
+    kl = log_ratios(*reference, plain, list(chain(*answers)), cfg)
     scores = {name: np.reshape(score(outputs), (len(prompts), -1))
               for name, score in scorers.items()}
     correlation = _proxy_utility_correlation(scores['proxy'], scores['utility'])
@@ -250,7 +245,7 @@ _COLUMNS = dict(  # of each table; at: n, or the step of the checkpoint; run: fo
            'crowd correlation at run',
     fits='method labels alpha alpha_low alpha_high beta beta_low beta_high peak peak_low '
          'peak_high missed form',
-    falls='labels minus fall low high')
+    falls='labels minus fall fall_low fall_high')
 
 
 def run(cfg: OverConfig):
@@ -293,8 +288,8 @@ def run(cfg: OverConfig):
         proxy = proxies[policy]
         scorers = dict(proxy=scale[proxy][0], utility=scale['utility'][0], crowd=crowd)
         point = measure_policy(path, records, scorers, sft, cfg)
-        rows.append(_curve_point(**point, method=_method_name(policy), labels=_label_name(proxy),
-                                 at=step, run=policy))
+        point |= dict(method=_method_name(policy), labels=_label_name(proxy), at=step, run=policy)
+        rows.append(_curve_point(**point))
         folder.log(i, **{k: v for k, v in rows[-1].items() if k != 'each'})
         show(i)
 
@@ -302,7 +297,7 @@ def run(cfg: OverConfig):
     fits = []
     for (method, labels), curve in groups.items():
         fit = fit_utility(curve)
-        if fit: fits.append(dict(method=method, labels=labels, **fit))
+        if fit: fits.append(dict(fit, method=method, labels=labels))
     for name, table in dict(curves=rows, fits=fits, falls=_utility_falls(groups)).items():
         frame = pd.DataFrame(table, columns=_COLUMNS[name].split())
         write_csv(folder, f'{name}.csv', frame, float_format='%.5f')
