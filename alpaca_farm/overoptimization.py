@@ -51,14 +51,11 @@ class OverConfig(SampleConfig, JudgedConfig):
     references: str = 'runs/references'     # its answers that policies are compared with
     proxies: list[str] = field(default_factory=lambda: PROXIES)  # reward models
     policies: list[str] = field(default_factory=lambda: POLICIES)  # best with checkpoints
-    world: str = 'runs/world'               # the world, with a utility and those who judge
-    utility: str = ''  # the true reward, "module:function" of records; empty: the world's
-    crowd: str = ''                         # judges of the answers; empty: the world's held-out
+    world: str = 'runs/world'               # the world, with a utility and held-out judges
     instances: Annotated[int, Ge(2)] = 150  # instructions of the bank to use
     answers: Positive = 4                   # answers of each policy to each of them
     inputs = dict(policy='model', bank='candidates', references='candidates', proxies=(),
-                  policies=(), world=(), utility=(), crowd=('preferences', 'model'))
-    annotator_fields = ('crowd',)
+                  policies=(), world=())
 
 # %% ../nbs/overoptimization.ipynb #152ddf00
 def _score_bank(bank: list[dict], score) -> np.ndarray:
@@ -232,14 +229,6 @@ def _check_temperature(cfg: OverConfig):
             raise ValueError(f'temperature = {cfg.temperature}: {name} was sampled at {sampled}')
 
 
-def _true_score(cfg: OverConfig):
-    "The utility that the settings or the world names; ValueError if neither does."
-    if cfg.utility: return reward(cfg.utility, cfg, cfg.template)
-    world = read_world(cfg.world)
-    if world.utility: return world.function(world.utility)
-    raise ValueError(f'{cfg.world} has no utility: over-optimisation is measured by one')
-
-
 _COLUMNS = dict(  # of each table; at: n, or the step of the checkpoint; run: folder of the policy
     curves='method labels kl kl_bound proxy proxy_low proxy_high utility utility_low utility_high '
            'crowd correlation at run',
@@ -254,17 +243,15 @@ def run(cfg: OverConfig):
     folder = start(cfg, run)
     if folder.done: return folder
     _check_temperature(cfg)
+    world = read_world(cfg.world)
+    if not world.utility:
+        raise ValueError(f'{cfg.world} has no utility: over-optimisation is measured by one')
     bank = load_records(cfg.bank, 'candidates', 'candidates')[:cfg.instances]
     references = load_records(cfg.references, 'candidates', 'candidates')
-    utility = _true_score(cfg)
-    judges = cfg.crowd
-    if not judges:
-        world = read_world(cfg.world)
-        judges = world.path(world.held_out)
-    judge = load_annotators(judges, cfg)
+    judge = load_annotators(world.path(world.held_out), cfg)
     folder.load()
     proxies = {policy: _policy_proxy(policy, cfg.proxies) for policy in cfg.policies}
-    scale = dict(utility=standard_reward(utility, bank))
+    scale = dict(utility=standard_reward(world.function(world.utility), bank))
     for spec in dict.fromkeys((*cfg.proxies, *proxies.values())):
         scale[spec] = standard_reward(reward(spec, cfg, cfg.template), bank)
 
