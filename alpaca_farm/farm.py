@@ -20,7 +20,6 @@ from .core.run.runs import check_run_folder, read_summary, start, write_csv
 from .core.run.settings import at_root, command, Count, Positive
 from .judging.judges import load_annotators
 from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
-from .boards.leaderboards import rank_agreement
 from .boards.simulation import paired_tables, write_simulation
 from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World
 
@@ -239,10 +238,6 @@ def run(cfg: FarmConfig):
     if failed:
         raise RuntimeError('some runs failed; the board shows the others:\n' + '\n'.join(failed))
 
-    ranked = {}
-    for judge, rows in judged[0].items():
-        ranked[judge] = {m: p for m, p in rows.items() if m == 'sft' or m in LABELLED_BY}
-    figures |= rank_agreement(ranked, seed=cfg.seed)
     seconds = sum(read_summary(run)['cpu_seconds'] for run in made)
     folder.finish(replicates=len(replicates), **figures, job_cpu_seconds=seconds)
     return folder

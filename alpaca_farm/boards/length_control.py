@@ -107,15 +107,11 @@ def length_controlled(
     preferences,  # (M, N) of models by instructions, nan without a verdict
     lengths,      # (M, N) characters of the models' answers
     baseline,     # (N,) or (M, N) of the baseline's
-    names=None,   # (M,) of the models; None: 0, 1, ...
+    names,        # (M,) of the models
 ):  # a DataFrame by model; its column `difficulty` is `board`, or `no` with too few models
-    "Estimate `controlled_win_rate` of models; ValueError for one without any verdict."
+    "Estimate `controlled_win_rate` of models, each of which has some verdict."
     import pandas as pd
     p = np.asarray(preferences, dtype=float)
-    names = list(range(len(p)) if names is None else names)
-    for name, row in zip(names, p):
-        if np.isnan(row).all():
-            raise ValueError(f'{name} has no verdict at all: leave it out or judge it again')
     terms = np.broadcast_to(length_term(baseline, lengths), p.shape)
     hard = _difficulty(p, terms)
     rows = [controlled_win_rate(row, t, hard) for row, t in zip(p, terms)]

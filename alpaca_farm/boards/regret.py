@@ -52,8 +52,12 @@ def at_random(drawn: Drawn, labels: int) -> np.ndarray:
     return np.sign(np.arange(drawn.judge.shape[1]))
 
 
-def always(drawn: Drawn, labels: int, method: int) -> np.ndarray:
-    "Take one method for the best; 0 is SFT."
+def always(
+    drawn: Drawn,
+    labels: int,
+    method: int,  # its row; 0 is SFT
+) -> np.ndarray:
+    "Take one method for the best."
     return 1.*(np.arange(drawn.judge.shape[1]) == method)
 
 

@@ -230,28 +230,24 @@ def off_diagonal_mean(matrix: np.ndarray) -> float:
     return float((matrix.sum() - matrix.trace())/(matrix.size - len(matrix)))
 
 # %% ../../nbs/core/stats.ipynb #996a06d0
-def _best_by_rank(N: int, n: int) -> np.ndarray:
-    "Probability (N,) that the sample of each rank, ascending, is the best of `n` drawn from `N`."
-    rank = np.arange(N, 1, -1)
-    below = np.cumprod((rank - n)/(rank - 1))   # of each to the one above; 0 below rank n
-    return n/N*np.append(1., below)[::-1]
-
-
 def best_of_n_weights(
     scores,  # (..., N) of the proxy on a prompt's samples
     n: int,  # drawn without replacement
 ) -> np.ndarray:  # (..., N), in the samples' order
     "Compute the probability that each sample is the best of `n`, equal scores sharing it."
+    from scipy.stats import rankdata
     scores = np.asarray(scores, dtype=float)
     wrong = np.argwhere(np.isnan(scores))
     if len(wrong): raise ValueError(f'score {wrong[0].tolist()} is nan')
     N = scores.shape[-1]
     if not 1 <= n <= N: raise ValueError(f'best of {n} from {N} samples: n is from 1 to {N}')
-    chances = _best_by_rank(N, n)
-    def of_prompt(row):
-        _, ties, counts = np.unique(row, return_inverse=True, return_counts=True)
-        return (np.bincount(np.sort(ties), chances)/counts)[ties]
-    return np.apply_along_axis(of_prompt, -1, scores)
+    rank = np.arange(N, 1, -1)
+    below = np.cumprod((rank - n)/(rank - 1))   # chance of each to that above; 0 below rank n
+    chances = n/N*np.append(1., below)[::-1]    # of being the best, by rank
+    up_to = np.append(0., np.cumsum(chances))
+    first = rankdata(scores, 'min', axis=-1).astype(int)
+    last = rankdata(scores, 'max', axis=-1).astype(int)
+    return (up_to[last] - up_to[first - 1])/(last - first + 1)
 
 
 def best_of_n_value(

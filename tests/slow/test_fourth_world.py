@@ -55,7 +55,7 @@ def test_a_world_of_one_file_runs_on_the_whole_farm(sums, monkeypatch, capsys):
     assert ' has no ' not in capsys.readouterr().out
     flips = [read_json(f'{cfg.runs}/annotators{end}/config.json')['settings']['label_flip']
              for end in ('', '_crowd')]
-    assert flips == [.1, 0] and 'spearman_crowd_pool' in read_summary(run.folder)
+    assert flips == [.1, 0] and 'crowd_groups' in read_summary(run.folder)
 
 
 @pytest.mark.parametrize('field, value, message', [
