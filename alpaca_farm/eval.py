@@ -112,7 +112,8 @@ def run(cfg: EvalConfig):
             figures[f'{model}_{name}_length_controlled'] = float(rate)
         figures[f'{name}_unanswered'] = int(rows.n_unanswered.sum())
         clients |= {id(client): client for client in api_clients(judge)}
-    current.finish(instructions=len(references), **usage_totals(list(clients.values())), **figures,
+    costs = usage_totals(list(clients.values()))
+    current.finish(instructions=len(references), **costs, **figures,
                    references_per_instruction=len(output_texts(references[0])))
     return current
 

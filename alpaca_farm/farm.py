@@ -71,8 +71,8 @@ def _folder(cfg: FarmConfig, replicate: int) -> str:
 def _makes_world(cfg: FarmConfig) -> bool:
     "Return whether the farm makes its world itself."
     if cfg.world != f'{cfg.runs}/world': return False
-    given = (at_root(cfg.world)/'world.json').exists()
-    return run_config(cfg.world).get('notebook') == RUNS['world']['notebook'] or not given
+    if not (at_root(cfg.world)/'world.json').exists(): return True
+    return run_config(cfg.world).get('notebook') == RUNS['world']['notebook']
 
 
 def farm_world(cfg: FarmConfig, replicate: int = 0) -> World:
@@ -179,11 +179,12 @@ def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
 # %% ../nbs/farm.ipynb #8deb72f2
 def _board_judges(cfg: FarmConfig, world: World) -> dict:
     "Who judges the board, by column: the held-out crowd, the pool if it is another, the utility."
-    specs = dict(crowd=population(cfg, 'held_out', world), pool=population(cfg, 'pool', world))
-    if specs['pool'] == specs['crowd']: del specs['pool']
-    asking = ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype,
-                       **world.asking)
-    judges = {name: load_annotators(spec, asking) for name, spec in specs.items()}
+    crowd = population(cfg, 'held_out', world)
+    pool = population(cfg, 'pool', world)
+    machine = dict(device=cfg.device, dtype=cfg.dtype)
+    asking = ApiConfig(out=cfg.out, seed=cfg.seed, **machine, **world.asking)
+    judges = dict(crowd=load_annotators(crowd, asking))
+    if pool != crowd: judges['pool'] = load_annotators(pool, asking)
     if world.utility: judges['utility'] = utility_judge(world.function(world.utility))
     return judges
 
@@ -211,8 +212,8 @@ def run(cfg: FarmConfig):
     made = tuple(job.out for job in jobs if read_summary(job.out))
     replicates = []
     for k in range(cfg.seeds):
-        needed = {f'{_folder(cfg, k)}/references', f'{_folder(cfg, k)}/eval_samples'}
-        if needed <= {*made}: replicates.append(k)
+        needed = [f'{_folder(cfg, k)}/{name}' for name in ('references', 'eval_samples')]
+        if {*needed} <= {*made}: replicates.append(k)
     if 0 not in replicates: raise RuntimeError('the farm failed:\n' + '\n'.join(failed))
     given = () if _makes_world(cfg) else (cfg.world,)
     folder = start(cfg, run, given + made)
@@ -225,16 +226,23 @@ def run(cfg: FarmConfig):
     judges = [_board_judges(cfg, world) for world in worlds]
     found = []
     for k, world, by in zip(replicates, worlds, judges):
-        runs = [name for name in LABELLED_BY if f'{_folder(cfg, k)}/{name}' in made]
-        found.append(farm_board(_folder(cfg, k), world, by, cfg.seed + k, runs, cfg.labels))
+        folder_k = _folder(cfg, k)
+        runs = [name for name in LABELLED_BY if f'{folder_k}/{name}' in made]
+        found.append(farm_board(folder_k, world, by, cfg.seed + k, runs, cfg.labels))
     answers, judged, boards = zip(*found)
     write_boards(folder, boards)
-    if worlds[0].marks: write_csv(folder, 'parts.csv', parts_table(answers, worlds, cfg.seed))
+    if worlds[0].marks:
+        parts = parts_table(answers, worlds, cfg.seed)
+        write_csv(folder, 'parts.csv', parts)
     _tell_lacking(cfg, worlds[0])
-    crowd_runs = {row['method']: name for name, row in RUNS.items()
-                  if row['method'] in judged[0]['crowd'] and row['labels'] == 'crowd'}
+    crowd_runs = {}
+    for name, row in RUNS.items():
+        taught = row['labels'] == 'crowd' and row['method'] in judged[0]['crowd']
+        if taught: crowd_runs[row['method']] = name
     figures = {}
-    if crowd_runs: figures = write_simulation(folder, paired_tables(judged, crowd_runs), cfg.seed)
+    if crowd_runs:
+        tables = paired_tables(judged, crowd_runs)
+        figures = write_simulation(folder, tables, cfg.seed)
     if failed:
         raise RuntimeError('some runs failed; the board shows the others:\n' + '\n'.join(failed))
 

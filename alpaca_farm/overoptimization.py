@@ -83,8 +83,10 @@ def _proxy_utility_correlation(proxy: np.ndarray, utility: np.ndarray) -> float:
     "Pearson's correlation within instructions, (instructions, answers) each; nan if constant."
     def centred(x):   # of equal values exactly 0
         return (x - x.mean(1, keepdims=True))*(np.ptp(x, 1, keepdims=True) > 0)
+    p = centred(proxy).ravel()
+    u = centred(utility).ravel()
     with np.errstate(invalid='ignore', divide='ignore'):
-        return float(np.corrcoef(centred(proxy).ravel(), centred(utility).ravel())[0, 1])
+        return float(np.corrcoef(p, u)[0, 1])
 
 # %% ../nbs/overoptimization.ipynb #6249e919
 def _bank_curve(proxy, utility, crowd, logprob, **columns) -> list[dict]:
@@ -207,10 +209,16 @@ def run(cfg: OverConfig):
     # best-of-n, by each proxy
     logprob = np.array([c['logprob'] for c in bank])
     preferred = _score_bank(bank, crowd)
+    of_utility, on_bank = scale['utility']
     rows = []
     for proxy in cfg.proxies:
-        rows += _bank_curve(scale[proxy][1], scale['utility'][1], preferred, logprob,
-                            method='best_of_n', labels=_label_name(proxy))
+        rows += _bank_curve(
+            scale[proxy][1],
+            on_bank,
+            preferred,
+            logprob,
+            method='best_of_n',
+            labels=_label_name(proxy))
     # policies, at each checkpoint
     todo = []
     for policy in cfg.policies: todo += [(policy, *saved) for saved in checkpoints(policy)]
@@ -219,10 +227,14 @@ def run(cfg: OverConfig):
     show = Progress(folder.folder.name, len(todo))
     for i, (policy, step, path) in enumerate(todo, 1):
         proxy = proxies[policy]
-        scorers = dict(proxy=scale[proxy][0], utility=scale['utility'][0], crowd=crowd)
+        scorers = dict(proxy=scale[proxy][0], utility=of_utility, crowd=crowd)
         point = measure_policy(path, records, scorers, sft, cfg)
-        point |= dict(method=_method_name(policy), labels=_label_name(proxy), at=step, run=policy)
-        rows.append(_curve_point(**point))
+        rows.append(_curve_point(
+            **point,
+            method=_method_name(policy),
+            labels=_label_name(proxy),
+            at=step,
+            run=policy))
         folder.log(i, **{k: v for k, v in rows[-1].items() if k != 'each'})
         show(i)
 

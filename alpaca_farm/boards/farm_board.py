@@ -40,8 +40,10 @@ def method_answers(folder: str, runs=LABELLED_BY) -> dict[str, list[dict]]:
     return answers
 
 # %% ../../nbs/boards/farm_board.ipynb #e2cec149
-def _lengths(records: list[dict]) -> list[int]:
-    return [len(r['output'].split()) for r in records]
+def _lengths(records: list[dict]) -> list[int]: return [len(r['output'].split()) for r in records]
+
+
+def _brevities(records: list[dict]) -> list[int]: return [-n for n in _lengths(records)]
 
 
 def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict]]:
@@ -53,10 +55,8 @@ def _chosen_answers(candidates: list[dict], world: World) -> dict[str, list[dict
         if way == 'likeliest':
             if 'logprob' not in candidates[0]: continue
             scored = [dict(c, scores=c['logprob']) for c in candidates]
-        elif way in ('longest', 'shortest'):
-            scored = score_candidates(candidates, _lengths)
-            if way == 'shortest':
-                scored = [dict(c, scores=[-score for score in c['scores']]) for c in scored]
+        elif way == 'longest': scored = score_candidates(candidates, _lengths)
+        elif way == 'shortest': scored = score_candidates(candidates, _brevities)
         elif way == 'utility':
             name = f'best of {n} by the utility'
             scored = score_candidates(candidates, world.function(world.utility))
@@ -185,8 +185,10 @@ def _mark_means(records: list[dict], world: World):
     answers = []
     for r in records: answers += [dict(r, output=text) for text in output_texts(r)]
     marks = world.function(world.marks)(answers)
-    table = pd.DataFrame({mark: np.reshape(values, (len(records), -1)).mean(1)
-                          for mark, values in marks.items()})
+    table = {}
+    for mark, values in marks.items():
+        table[mark] = np.reshape(values, (len(records), -1)).mean(1)
+    table = pd.DataFrame(table)
     return table.assign(utility=table.sum(axis=1))
 
 
@@ -220,7 +222,8 @@ def write_boards(
     import pandas as pd
     spread = pd.concat(boards).groupby('method').crowd.std()
     for k, board in enumerate(boards):
-        name = 'leaderboard' if k == 0 else f'leaderboard_seed_{k}'
+        name = 'leaderboard'
+        if k > 0: name = f'leaderboard_seed_{k}'
         write_csv(run, f'{name}.csv', board.assign(crowd_sd=board.method.map(spread)))
         shown = board[board.method != 'base model'].assign(reference='SFT')   # it is far below
         judges = [name for name in ('crowd', 'corrected', 'pool', 'utility') if name in board]

@@ -97,10 +97,14 @@ def controlled_win_rate(
         error = _sandwich_error(x, y, beta, spread, equal_length)
         half = NormalDist().inv_cdf(.975)*error/(mean*(1 - mean))
         low, high = sigmoid(np.log(mean/(1 - mean)) + np.array([-half, half])).tolist()
-    return dict(length_controlled_winrate=100*float(mean),
-                lc_standard_error=100*standard_error(p) if known else np.nan,
-                lc_low=100*low, lc_high=100*high, length_effect=float(beta[0]),
-                difficulty_effect=float(beta[1]) if known else np.nan, n_total=len(y))
+    return dict(
+        length_controlled_winrate=100*float(mean),
+        lc_standard_error=100*standard_error(p) if known else np.nan,
+        lc_low=100*low,
+        lc_high=100*high,
+        length_effect=float(beta[0]),
+        difficulty_effect=float(beta[1]) if known else np.nan,
+        n_total=len(y))
 
 # %% ../../nbs/boards/length_control.ipynb #47dea419
 def length_controlled(

@@ -78,7 +78,7 @@ def by_corrected(drawn: Drawn, labels: int) -> np.ndarray:
     return rates
 
 
-def _rounds(methods: int) -> int: return max(1, math.ceil(math.log2(methods)))
+def _halvings(methods: int) -> int: return max(1, math.ceil(math.log2(methods)))
 
 
 def by_halving(drawn: Drawn, labels: int) -> np.ndarray:
@@ -86,7 +86,7 @@ def by_halving(drawn: Drawn, labels: int) -> np.ndarray:
     draws, methods, _ = drawn.votes.shape
     luck = 1e-9*np.random.default_rng(0).random((draws, methods))   # between equals
     left = np.tile(np.arange(1, methods), (draws, 1))
-    rounds = _rounds(methods - 1)
+    rounds = _halvings(methods - 1)
     n = 0
     for _ in range(rounds):
         n += labels//(rounds*left.shape[1])
@@ -118,7 +118,7 @@ def regrets(
     if len(replicates) < 2:
         raise ValueError('regret is over replicates, and there is one: make the farm with seeds 3')
     trained = len(names) - 1
-    least = trained*_rounds(trained)   # a label of each in each round of halving
+    least = trained*_halvings(trained)   # a label of each in each round of halving
     if min(budgets) < least:
         raise ValueError(f'labels = {min(budgets)}: {trained} methods take {least} at least')
     tried = [(rule, 0, estimate) for rule, estimate in FREE.items()]

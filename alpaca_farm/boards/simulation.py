@@ -29,7 +29,10 @@ def paired_tables(
     names = [name for name, run in both.items() if {name, run} <= made]
     on_crowd = [both[name] for name in names]
     tables = dict(names=names)
-    columns = dict(simulated=('pool', names), transfer=('crowd', names), crowd=('crowd', on_crowd))
+    columns = dict(
+        simulated=('pool', names),
+        transfer=('crowd', names),
+        crowd=('crowd', on_crowd))
     for column, (judge, runs) in columns.items():
         rows = []
         for by in judged:
@@ -85,16 +88,26 @@ def _method_differences(preferences, names: list[str], seed: int = 0):
     better, worse = np.transpose([*combinations(order, 2)])
     lead = values[..., better] - values[..., worse]
     difference, low, high = replicate_interval(lead, seed=seed)
-    R, N = lead.shape[:2]
-    freedom = R - 1 if R > 1 else N - 1
+    replicates, instructions, _ = lead.shape
+    sd = np.nan
+    freedom = instructions - 1
+    if replicates > 1:
+        sd = lead.mean(1).std(0, ddof=1)
+        freedom = replicates - 1
+    half = (high - low)/2
     with np.errstate(invalid='ignore', divide='ignore'):
-        t = stdtrit(freedom, .975)*difference/((high - low)/2)
+        t = stdtrit(freedom, .975)*difference/half
     p = np.nan_to_num(2*stdtr(freedom, -t), nan=1.)   # nan: the same answers
-    sd = lead.mean(1).std(0, ddof=1) if R > 1 else np.nan
     named = np.array(names)
     return pd.DataFrame(dict(
-        better=named[better], worse=named[worse], difference=difference, low=low, high=high, sd=sd,
-        clear=low > 0, holm=holm(p)))
+        better=named[better],
+        worse=named[worse],
+        difference=difference,
+        low=low,
+        high=high,
+        sd=sd,
+        clear=low > 0,
+        holm=holm(p)))
 
 
 # %% ../../nbs/boards/simulation.ipynb #b69ffc51
@@ -113,13 +126,18 @@ def method_groups(differences) -> list[list[str]]:
 def _separation(differences, points: float = 2.) -> dict:
     "Groups, clear differences, and the fewest replicates that find `points` with 80 % power."
     from scipy.special import nctdtr, stdtrit
-    found = dict(groups=len(method_groups(differences)), differences=len(differences),
-                 clear_differences=int(differences.clear.sum()),
-                 holm_differences=int((differences.holm < .05).sum()),
-                 spread_of_differences=None, replicates_for_2_points=None)
+    found = dict(
+        groups=len(method_groups(differences)),
+        differences=len(differences),
+        clear_differences=int(differences.clear.sum()),
+        holm_differences=int((differences.holm < .05).sum()),
+        spread_of_differences=None,
+        replicates_for_2_points=None)
     if differences.sd.isna().any(): return found   # one replicate
     sd = float(np.sqrt((differences.sd**2).mean()))
-    def power(R): return 1 - nctdtr(R - 1, R**.5*points/sd, stdtrit(R - 1, .975))
+    def power(replicates):
+        freedom = replicates - 1
+        return 1 - nctdtr(freedom, replicates**.5*points/sd, stdtrit(freedom, .975))
     needed = 2
     while power(needed) < .8: needed += 1
     return found | dict(spread_of_differences=sd, replicates_for_2_points=needed)

@@ -62,6 +62,7 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, in
                labellers=dict(dialogues=[200], prompts=80),
                worth=dict(instances=24, labels=[10, 15]))
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
+STUDIES['regret'] = dict(labels=[21, 42, 63], draws=10)
 STUDIES['decoding'] = dict(instances=8, temperatures=[1., 0.])
 STUDIES['human_labels'] = dict(max_length=120, measured=12, budgets=[12, 24], seeds=1, prompts=6,
                                n=2, max_new_tokens=8,
@@ -169,6 +170,7 @@ def test_study_executes(made, sizes, name):
         sft = str(folder/'sft')
         where = dict(policies=[sft, str(folder/'best_of_n')], reference=sft,
                      data=str(folder/'world'), out=str(folder/name))
+    if name == 'regret': where = dict(folders=[str(folder)]*2)   # one replicate for two
     given = (STUDIES | TOUR)[name] | where
     notebook = name if name in TOUR else f'studies/{name}'
     status, output = forked(notebook, folder/f'{name}.ipynb', given)
