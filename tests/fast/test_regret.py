@@ -4,8 +4,8 @@ import math
 import numpy as np
 import pytest
 
-from alpaca_farm.boards.regret import (at_random, BY_LABELS, by_halving, by_votes, draw_labels,
-                                       regret_table, regrets)
+from alpaca_farm.boards.regret import (at_random, BY_LABELS, by_corrected, by_halving, by_votes,
+                                       draw_labels, regret_table, regrets)
 
 NAMES = ['sft', 'a', 'b', 'c', 'd']
 
@@ -65,11 +65,16 @@ def halving_slowly(votes, labels):
 
 def test_rules_beside_loops():
     drawn = draw_labels(*toy(LEVELS, 800), draws=300)
-    votes, kept = by_votes(drawn, 170), by_halving(drawn, 1600).argmax(1)
+    votes, corrected = by_votes(drawn, 170), by_corrected(drawn, 170)
+    kept = by_halving(drawn, 1600).argmax(1)
     compared = 0
     for d in range(300):
         means = [.5, *(drawn.votes[d, m, :42].mean() for m in range(1, 5))]
         assert votes[d] == pytest.approx(means)
+        y, f, rest = drawn.votes[d, 1, :42], drawn.judge[d, 1, :42], drawn.judge[d, 1, 42:]
+        spread = (1 + 42/758)*np.var(drawn.judge[d, 1], ddof=1)
+        weight = np.clip(np.cov(y, f, ddof=0)[0, 1]/spread, 0, 1)
+        assert corrected[d, 1] == pytest.approx(y.mean() + weight*(rest.mean() - f.mean()))
         slow = halving_slowly(drawn.votes[d], 1600)
         if slow is None: continue
         compared += 1
