@@ -137,26 +137,11 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     (dict(max_instances=-1), 'max_instances'),
     (dict(weights=['gpt4']), 'weights'), (dict(annotators=['nobody:judge']), 'nobody'),
     (dict(annotators=['alpaca_eval_gtp4']), 'Did you mean alpaca_eval_gpt4'),
-    (dict(annotators=[f'{__name__}:longest', f'x.{__name__}:longest_low']), 'longest_low'),
-    (dict(difficulty=['nothing.json']), 'difficulty')])
+    (dict(annotators=[f'{__name__}:longest', f'x.{__name__}:longest_low']), 'longest_low')])
 def test_faults_are_refused_before_anybody_is_asked(tmp_path, monkeypatch, given, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, OSError), match=message): run(tmp_path, **given)
     assert not (tmp_path/'out'/'leaderboard.csv').exists()
-
-
-def test_difficulty_from_files_of_other_models(tmp_path):
-    "A run on one model says `no`; with the verdicts on five others it says `files`."
-    rng = np.random.default_rng(0)
-    for k in range(5):
-        rows = [dict(instruction=f'Say {i}.' + ('' if i % 3 else f'\n\n{i}'), output_1='x'*(i + 1),
-                     output_2='z'*(k + 5), generator_2=f'other {k}',
-                     preference=float(rng.integers(1, 3))) for i in range(12)]
-        (tmp_path/f'annotations_{k}.json').write_text(json.dumps(rows))
-    for name, files in dict(no=[], files=[str(tmp_path/'annotations_*.json')]).items():
-        run(tmp_path, out=str(tmp_path/name), difficulty=files)
-        found = read_board(next((tmp_path/name).glob('leaderboard_*.csv')))
-        assert set(found.difficulty) == {name}
 
 
 @pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='the recorded verdicts are not here')

@@ -577,7 +577,7 @@ BROKEN = dict(   # by notebook: settings, and which file of what they name is da
     expert_iteration='data/unlabeled data/val data/eval',
     rrhf='candidates/candidates data/eval', best_of_n='data/eval samples/labels',
     rlcd='data/unlabeled annotators/labels', annotators='outputs/candidates',
-    eval='outputs/outputs reference/candidates labels/labels difficulty/labels annotators/labels',
+    eval='outputs/outputs reference/candidates labels/labels annotators/labels',
     compare='folders/outputs labels/labels',
     agreement='sets/labels judges/labels', overoptimization='bank/candidates references/candidates',
     bring_your_own='prompts/eval preferences/preferences demonstrations/labels')
@@ -598,7 +598,7 @@ def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monk
         compare=dict(folders=[sft, samples], annotators=judge),
         agreement=dict(sets=[labels], judges=[judge]),
         overoptimization=dict(policy=sft, bank=samples, references=samples, proxies=[judge],
-                              policies=[sft], crowd=judge, world=world),
+                              policies=[sft], world=world),
         bring_your_own=dict(model=sft, prompts=world, preferences=labels, judge=judge))
     given = tiny.settings(notebook, base) if notebook in tiny.SETTINGS else {}
     given |= sound.get(notebook, {})
