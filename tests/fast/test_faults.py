@@ -494,11 +494,10 @@ def test_a_farm_says_which_runs_it_makes_anew_and_which_inputs_are_damaged(
         base, run_of_sft, monkeypatch, capsys):
     folder, _ = run_of_sft
     class Started:
-        workers = returncode = 1
+        workers = exitcode = 1
         def check(self, jobs): pass
         def fits(self, *_): return True
         def start(self, *_): return self
-        def poll(self): return 1
         def terminate(self): pass
     given = read_json(folder/'config.json')['given'] | dict(learning_rate=.5)
     failed = jobs.run_jobs([jobs.Job(str(folder), 'sft', given)], place=Started())
@@ -576,7 +575,7 @@ BROKEN = dict(   # by notebook: settings, and which file of what they name is da
     quark='data/unlabeled data/val data/eval annotators/labels',
     expert_iteration='data/unlabeled data/val data/eval',
     rrhf='candidates/candidates data/eval', best_of_n='data/eval samples/labels',
-    rlcd='data/unlabeled annotators/labels', annotators='outputs/candidates',
+    rlcd='data/unlabeled', annotators='outputs/candidates',
     eval='outputs/outputs reference/candidates labels/labels annotators/labels',
     compare='folders/outputs labels/labels',
     agreement='sets/labels judges/labels', overoptimization='bank/candidates references/candidates',
