@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .core.answers import (answer_figures, choose_best, fitting_prompts, in_chunks,
-    preflight, sample_answers, SampleConfig, score_candidates)
+    mean, preflight, sample_answers, SampleConfig, score_candidates)
+from .core.defaults import settle
 from .core.data.records import load_records, without_lists
 from .core.run.identity import run_config
 from .core.model.models import load_policy
@@ -63,7 +64,8 @@ def stored_samples(cfg: BestOfNConfig) -> list[dict]:
     for name in ('policy', 'data', 'split', 'temperature', 'top_p', 'max_new_tokens', 'template',
                  'template_arguments'):
         ours = getattr(cfg, name)
-        if name not in theirs or at_root(str(theirs[name])) == at_root(str(ours)): continue
+        if name not in theirs or ours is None: continue
+        if at_root(str(theirs[name])) == at_root(str(ours)): continue
         raise ValueError(f'{cfg.samples} was sampled with {name} = {theirs[name]}; here {name} = '
                          f'{ours}. Give the same, or leave samples empty')
     stored = _between(load_records(cfg.samples, 'candidates', 'candidates'), cfg)
@@ -100,6 +102,7 @@ def run(cfg: BestOfNConfig):
     if not cfg.samples:
         policy, tokenizer = load_policy(cfg.policy, cfg)
         use_sampler(policy, cfg, at_root(cfg.out))
+        settle(this_run, cfg.policy, tokenizer, asked)
         preflight(cfg, ('split',), policy, tokenizer, reward=rewards)
         fit, _ = fitting_prompts(asked, tokenizer, cfg)
 
@@ -107,8 +110,10 @@ def run(cfg: BestOfNConfig):
         if not cfg.samples: some = sample_answers(policy, tokenizer, some, cfg, n=cfg.n)
         return score_candidates(some, rewards) if rewards else some
 
+    def ended_share(new): return mean(sum((c['ended'] for c in new), []))
+
     candidates = in_chunks(this_run, fit, cfg.chunk, make,
-                           lambda new: dict(samples=len(new) * cfg.n))
+                           lambda new: dict(samples=len(new) * cfg.n, ended=ended_share(new)))
     outputs = [dict(r, generator=this_run.folder.name) for r in choose_best(candidates)]
     this_run.write('candidates.json', candidates)
     this_run.write('outputs.json', outputs)

@@ -17,6 +17,7 @@ import numpy as np
 
 from .core.answers import (answer_again, answer_eval_split, answer_labels, AnswerConfig,
     answering, load_split, preflight, prompt_fields, sample_answers)
+from .core.defaults import settle
 from .core.data.comparisons import verdicts_over
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.data.preferences import answer_of
@@ -45,10 +46,12 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     data: str = 'runs/world'                 # dataset whose eval split is answered at the end
     token_times: Positive = 2                # conditioning: copies of the token in a prompt
     jitter: Amount = 3.0  # conditioning: noise of the tokens' first embeddings, in sd
-    epochs: Positive = 1                     # passes over the answers
-    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
+    epochs: Positive | None = None           # passes over the answers; None: by size
+    # tokens of prompt and answer together; None: by the data
+    max_length: Annotated[int, Ge(2)] | None = None
     max_instances: Count = 0                 # use only the first n records; 0: all
-    learning_rate: Amount = 3e-4             # AdamW's peak learning rate
+    batch_size: Positive | None = None       # answers per optimiser step; None: by size
+    learning_rate: Amount | None = None      # AdamW's peak learning rate; None: by size
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
     held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 200, or a fifth if less
     eval_every: Positive = 100               # steps between these measurements
@@ -56,6 +59,7 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     annotators: str = 'runs/world/pool.json'  # judges of the final answers on val; empty: none
     val_split: str = 'val'                   # split that they answer; empty: none
     val_instances: Count = 150               # use only its first n prompts; 0: all
+    by_size = dict(epochs=(1, 3), batch_size=(32, 32), learning_rate=(3e-4, 2e-5))
     inputs = dict(preferences='preferences', policy='model', data=('val_split', 'eval_split'),
                   annotators=('preferences', 'model'))
     answering = ('eval_split', 'eval_instances')  # the others also decide the answers to val
@@ -198,6 +202,7 @@ def train(cfg: BinaryFeedbackConfig):
     if cfg.method == 'reward_conditioning':
         tokens, tokenizers = _reward_tokens(policy, plain, cfg)
     tokenizer = tokenizers.get(GOOD, plain)
+    settle(run, cfg.policy, plain, rated)
     preflight(cfg, ('val_split', 'eval_split'), policy, tokenizer, cfg.val_split and judge)
     how = ('output',), plain, cfg.max_length, cfg.template
     rows, prompts, (responses,) = encode(rated, *how)

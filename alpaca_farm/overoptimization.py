@@ -16,6 +16,7 @@ from annotated_types import Ge
 import numpy as np
 
 from .core.answers import log_ratios, sample, SampleConfig
+from .core.defaults import settle
 from .core.run.inputs import methods
 from .core.data.candidates import each_answer
 from .core.data.comparisons import answer_preferences
@@ -23,7 +24,7 @@ from .core.data.records import load_records
 from .core.run.identity import run_config, run_of
 from .core.ask.judge_configs import JudgedConfig
 from .core.functional import has_spread
-from .core.model.models import load_policy
+from .core.model.models import load_policy, load_tokenizer
 from .core.data.preferences import check_preferences
 from .core.run.progress import Progress
 from .core.model.rewards import reward
@@ -258,8 +259,9 @@ def run(cfg: OverConfig):
     import pandas as pd
     folder = start(cfg, run)
     if folder.done: return folder
-    _check_temperature(cfg)
     bank = load_records(cfg.bank, 'candidates', 'candidates')[:cfg.instances]
+    settle(folder, cfg.policy, load_tokenizer(cfg.policy), bank)
+    _check_temperature(cfg)
     references = load_records(cfg.references, 'candidates', 'candidates')
     utility = _true_score(cfg)
     judges = cfg.crowd

@@ -15,7 +15,8 @@ from annotated_types import Ge
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import answer_again, mean_figures, preflight
+from .core.answers import answer_again, load_split, mean_figures, preflight
+from .core.defaults import settle
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.functional import widen
 from alpaca_farm.core.model.models import (answer_states, load_policy, load_reference,
@@ -41,14 +42,16 @@ class QuarkConfig(OnlineConfig):
     jitter: Amount = 3.0  # noise of the tokens' initial embeddings, in sd of the others
     updates: Positive = 8                     # optimiser steps after each rollout
     batch_size: Positive = 64                 # answers per optimiser step
-    kl_coef: Amount = 0.3                     # weight of the exact KL to the reference, beta
+    # weight of the exact KL to the reference, beta; None: by size
+    kl_coef: Amount | None = None
     entropy_coef: Amount = 0.0                # weight of the entropy bonus, alpha
     steps: Positive = 8                       # rollouts, each followed by its updates
     rollouts: Annotated[int, Ge(2)] = 512     # answers per step
-    learning_rate: Amount = 0.0003            # peak learning rate
+    learning_rate: Amount | None = None       # peak learning rate; None: by size
     lr_schedule: Schedule = 'constant'        # how the learning rate falls
     eval_every: Positive = 2                  # steps between evaluations on the val split
     save_every: Count = 2                     # steps between saved policies model-<step>/; 0: none
+    by_size = dict(kl_coef=(.3, .05), learning_rate=(3e-4, 3e-6))
     in_memory = dict(trained=1, frozen=2)
 
     def __post_init__(self):
@@ -179,6 +182,7 @@ def train(cfg: QuarkConfig):
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    settle(run, cfg.policy, tokenizer, load_split(cfg, 'split'))
     reference = load_reference(policy, cfg)
     plain = load_tokenizer(cfg.policy, policy, cfg.template_arguments)
     records, prompts, too_long = load_prompts(cfg, plain)
