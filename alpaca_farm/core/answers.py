@@ -33,8 +33,8 @@ from .run.progress import Progress
 from .run.runs import read_summary
 from .run.settings import (
     Amount, Arguments, at_root, Config, Count, Nucleus, Positive, Template)
-from .data.text import (check_limit, check_positions, decode, encode_prompts,
-    encode_responses, uses_chat, within_limit)
+from alpaca_farm.core.data.text import (check_limit, check_positions, decode, encode_prompts,
+    uses_chat, within_limit)
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass

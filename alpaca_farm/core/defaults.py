@@ -14,7 +14,6 @@ from .answers import load_split
 from .data.comparisons import output_texts
 from .data.text import encode_prompts, encode_responses
 from .model.loading import count_parameters
-from .run.identity import as_list
 from .run.progress import tell
 from .run.runs import Run
 from .run.settings import Config, sized_defaults
@@ -58,6 +57,7 @@ def _answers(record: dict) -> list[str]:
 def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
     "Raise the lengths among the defaults found to what the data need."
     how = dict(tokenizer=tokenizer, template=cfg.template)
+    if getattr(cfg, 'eval_split', ''): records = records + load_split(cfg, 'eval_split')[:1000]
     prompts = [len(ids) for ids in encode_prompts(records, **how)]
     answers = []
     wholes = []
@@ -66,9 +66,6 @@ def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
         if not texts: continue
         answers.append(max(map(len, texts)))
         wholes.append(n + answers[-1])
-    if getattr(cfg, 'eval_split', ''):
-        asked = load_split(cfg, 'eval_split')[:1000]
-        prompts += [len(ids) for ids in encode_prompts(asked, **how)]
     if 'max_prompt' in found: found['max_prompt'] = _fitting(prompts, found['max_prompt'])
     if 'max_new_tokens' in found and answers:
         least, _ = sized_defaults(type(cfg))['max_new_tokens']

@@ -251,7 +251,7 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
     for name, table in getattr(cls, 'tables', {}).items():   # of named functions, with a text each
         comments[name] += ': ' + '; '.join(f'{k}: {row.text}' for k, row in table.items())
     for name, (toy, large) in sized_defaults(cls).items():
-        default[name] = f'by size, {toy} for a toy and {large} for a large model'
+        default[name] = f'{toy} for a toy, {large} for a large model'
     for name, kind in typing.get_type_hints(cls).items():
         said = f'{comments[name]} (default: {default[name]})'
         parser.add_argument(f'--{name}', nargs='*' if 'list' in str(kind) else None,
