@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 import published
+from alpaca_farm.core.run.runs import Run
 from alpaca_farm.core.answers import preflight
 from alpaca_farm.core.data.candidates import read_candidates
 from alpaca_farm.core.data.records import check_records, load_records, read_rows
@@ -474,7 +475,7 @@ def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
         data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
         assert ends(sum(data.answers, []), tokenizer) == ENDS
     cfg = reward_model.RewardModelConfig(policy=str(base/'sft'), **more)
-    pairs, aside, _ = reward_model.load_preference_pairs(cfg)
+    pairs, aside, _ = reward_model.load_preference_pairs(Run(cfg, dict(settings={})))
     assert ends(sum(pairs['answers'], []), tokenizer) == ENDS
     learn, aside, _ = binary_feedback.load_feedback(binary_feedback.BinaryFeedbackConfig(**more))
     def rows(records): return encode(records, ('output',), tokenizer, 100)[2][0]
