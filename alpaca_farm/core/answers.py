@@ -314,7 +314,7 @@ def preflight(
     for records in parts: _check_lengths(records, tokenizer, cfg)
     record = parts[0][0]
     prompts = encode_prompts([record], tokenizer, cfg.template)
-    written, = generate(policy, tokenizer, prompts, max_new_tokens=1)[0]
+    written, = generate(policy, tokenizer, prompts, max_new_tokens=2)[0]   # the second by a cache
     output = decode(written.tokens, tokenizer, cfg.template, record) or '.'
     answer = dict(prompt_fields(record), output=output, ended=written.ended)
     other = dict(answer, output=prompt_text(record))

@@ -49,7 +49,7 @@ def _fitting(lengths: list[int], least: int) -> int:
     return max(least, int(np.quantile(lengths, .95, method='inverted_cdf')))
 
 
-def _answers(record: dict) -> list[str]:
+def _answer_texts(record: dict) -> list[str]:
     if 'output_1' in record: return [record['output_1'], record['output_2']]
     return output_texts(record) if 'output' in record else []
 
@@ -62,7 +62,7 @@ def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
     answers = []
     wholes = []
     for record, n in zip(records, prompts):
-        texts = encode_responses(_answers(record), **how)
+        texts = encode_responses(_answer_texts(record), **how)
         if not texts: continue
         answers.append(max(map(len, texts)))
         wholes.append(n + answers[-1])
@@ -89,7 +89,7 @@ def settle(
     weights = count_parameters(policy)
     found = {}
     for name, (toy, large) in sized_defaults(type(cfg)).items():
-        if getattr(cfg, name) is None: found[name] = default_of(name, toy, large, weights, rank > 0)
+        if getattr(cfg, name, 0) is None: found[name] = default_of(name, toy, large, weights, rank > 0)
     if not found: return
     _fit_lengths(cfg, tokenizer, records[:1000], found)
     chosen = {k: found.get(k, getattr(cfg, k, 0)) for k in ('batch_size', 'epochs')}
