@@ -127,6 +127,7 @@ def farm_board(
         summary = read_summary(f'{folder}/{method}') if trained else {}
         board.loc[k, 'kl'] = summary.get('kl', np.nan)
         board.loc[k, 'labels'] = summary.get('labels', 0)
+        if 'warnings' in summary: board.loc[k, 'warnings'] = '; '.join(summary['warnings'])
         known = trained or method == 'sft'
         board.loc[k, 'cpu_seconds'] = _seconds(folder, method) if known else 0.
     return answers, judged, board.astype(dict(labels=int))
