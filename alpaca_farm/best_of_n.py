@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .core.answers import (answer_figures, choose_best, fitting_prompts, in_chunks,
-    mean, preflight, sample_answers, SampleConfig, score_candidates)
+    preflight, sample_answers, SampleConfig, score_candidates)
 from .core.defaults import settle
 from .core.data.records import load_records, without_lists
 from .core.run.identity import run_config
@@ -110,10 +110,8 @@ def run(cfg: BestOfNConfig):
         if not cfg.samples: some = sample_answers(policy, tokenizer, some, cfg, n=cfg.n)
         return score_candidates(some, rewards) if rewards else some
 
-    def ended_share(new): return mean(sum((c['ended'] for c in new), []))
-
     candidates = in_chunks(this_run, fit, cfg.chunk, make,
-                           lambda new: dict(samples=len(new) * cfg.n, ended=ended_share(new)))
+                           lambda new: dict(samples=len(new) * cfg.n))
     outputs = [dict(r, generator=this_run.folder.name) for r in choose_best(candidates)]
     this_run.write('candidates.json', candidates)
     this_run.write('outputs.json', outputs)

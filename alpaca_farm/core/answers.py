@@ -291,12 +291,6 @@ def note_shared_prompts(cfg: PromptConfig):
                           f'{first}: answers to them say little about new prompts')
 
 
-def _check_lengths(records: list[dict], tokenizer, cfg: PromptConfig):
-    "ValueError if a limit would leave out too many prompts or cut too many answers."
-    lengths = [len(p) for p in encode_prompts(records, tokenizer, cfg.template)]
-    check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
-
-
 def preflight(
     cfg: PromptConfig,
     splits: tuple[str, ...],      # settings that name the splits the run will read
@@ -311,7 +305,9 @@ def preflight(
     check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
     if not parts: return
     check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')
-    for records in parts: _check_lengths(records, tokenizer, cfg)
+    for records in parts:
+        lengths = [len(p) for p in encode_prompts(records, tokenizer, cfg.template)]
+        check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     record = parts[0][0]
     prompts = encode_prompts([record], tokenizer, cfg.template)
     written, = generate(policy, tokenizer, prompts, max_new_tokens=2)[0]   # the second by a cache

@@ -43,12 +43,6 @@ def schedule(
     return batch_size, max(epochs, min(3, wanted))
 
 # %% ../../nbs/core/defaults.ipynb #de50000b
-def _fitting(lengths: list[int], least: int) -> int:
-    "The limit within which 95 % of the lengths are, but not below the least."
-    if not lengths: return least
-    return max(least, int(np.quantile(lengths, .95, method='inverted_cdf')))
-
-
 def _answer_texts(record: dict) -> list[str]:
     if 'output_1' in record: return [record['output_1'], record['output_2']]
     return output_texts(record) if 'output' in record else []
@@ -66,15 +60,15 @@ def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
         if not texts: continue
         answers.append(max(map(len, texts)))
         wholes.append(n + answers[-1])
-    if 'max_prompt' in found: found['max_prompt'] = _fitting(prompts, found['max_prompt'])
-    if 'max_new_tokens' in found and answers:
-        least, _ = sized_defaults(type(cfg))['max_new_tokens']
-        found['max_new_tokens'] = _fitting(answers, least)
-    if 'max_length' in found:
-        sampled = 0
-        for name in ('max_prompt', 'max_new_tokens'):
-            sampled += found.get(name) or getattr(cfg, name, 0)
-        found['max_length'] = _fitting(wholes, max(found['max_length'], sampled))
+    lengths = dict(max_prompt=prompts, max_new_tokens=answers, max_length=wholes)
+    for name, (least, _) in sized_defaults(type(cfg)).items():
+        if name not in found or not lengths.get(name): continue
+        found[name] = max(least, int(np.quantile(lengths[name], .95, method='inverted_cdf')))
+    if 'max_length' not in found: return
+    sampled = 0   # a prompt and its answer fit as well
+    for name in ('max_prompt', 'max_new_tokens'):
+        sampled += found.get(name) or getattr(cfg, name, 0)
+    found['max_length'] = max(found['max_length'], sampled)
 
 
 def settle(
@@ -89,14 +83,14 @@ def settle(
     weights = count_parameters(policy)
     found = {}
     for name, (toy, large) in sized_defaults(type(cfg)).items():
-        if getattr(cfg, name, 0) is None: found[name] = default_of(name, toy, large, weights, rank > 0)
+        if getattr(cfg, name, 0) is not None: continue
+        found[name] = default_of(name, toy, large, weights, rank > 0)
     if not found: return
     _fit_lengths(cfg, tokenizer, records[:1000], found)
     chosen = {k: found.get(k, getattr(cfg, k, 0)) for k in ('batch_size', 'epochs')}
     if chosen['epochs']:
-        batch_size, epochs = schedule(len(records), **chosen)
-        if 'batch_size' in found: found['batch_size'] = batch_size
-        if 'epochs' in found: found['epochs'] = epochs
+        steps = dict(zip(chosen, schedule(len(records), **chosen)))
+        found |= {k: v for k, v in steps.items() if k in found}
     run.derive(found)
     taken = ', '.join(f'{name} {value:g}' for name, value in found.items())
     why = f'{weights/1e6:.3g}M weights, {len(records)} records'
