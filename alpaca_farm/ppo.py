@@ -139,7 +139,7 @@ class PPOConfig(OnlineConfig):
     lr_schedule: Schedule = 'constant'     # how the learning rate falls
     adam_eps: Amount = 1e-5                # AdamW's epsilon
     by_size = dict(kl_coef=(.2, .05), value_learning_rate=(1e-3, 1e-5),
-                   learning_rate=(1e-3, 5e-6))
+                   learning_rate=(1e-3, 2e-6))
     in_memory = dict(trained=2, frozen=2)
     tables = dict(advantage=ADVANTAGES)
 

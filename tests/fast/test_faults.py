@@ -476,7 +476,7 @@ def test_who_takes_the_place_of_a_run_is_told_before_any_work(run_of_sft, monkey
         m.setattr(sys.stderr, '_original_stdstream_copy', terminal, raising=False)
         again(learning_rate=.02)
     os.close(terminal)
-    with open(ends) as f: assert f.read().startswith(said)
+    with open(ends) as f: assert f.read().strip().startswith(said)
     assert capsys.readouterr().out.count('sft~1') == 1
     assert read_json(folder.with_name('sft~1')/'config.json')['settings']['learning_rate'] == .01
 
