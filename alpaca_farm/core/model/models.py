@@ -332,6 +332,11 @@ tags: [alpaca_farm, {notebook}]
 Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint and versions are in \
 `config.json` of the run folder that holds this one: fingerprint `{fingerprint}`.
 '''
+_SCORED = '''
+Plain transformers scores otherwise and does not say so: it leaves out likelihood {likelihood} and pooling {pooling}. \
+Score records (instruction, output) with `reward('this folder', Config())(records)`, \
+from `alpaca_farm.core.model.rewards` and `alpaca_farm.core.run.settings`.
+'''
 
 
 @written_once
@@ -342,6 +347,10 @@ def _write_model(model, tokenizer, run, name: str, weights: dict | None = None):
     dtype = None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
     card = CARD.format(notebook=run.config['notebook'], name=run.folder.name,
                        fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
+    likelihood = getattr(model.config, 'likelihood', 0.)
+    pooling = getattr(model.config, 'pooling', 'last')
+    if likelihood or pooling != 'last':
+        card += _SCORED.format(likelihood=likelihood, pooling=pooling)
     no_progress_bars()
     if model.can_generate() and (ends := end_tokens(model, tokenizer)) != end_tokens(model):
         model.generation_config.eos_token_id = ends
