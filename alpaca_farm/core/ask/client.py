@@ -19,7 +19,7 @@ from alpaca_farm.core.ask.api import (answer_text, ApiConfig, concerns_request, 
     token_usage)
 from .batches import answer_in_batches, await_batches
 from .store import endpoint_name, json_text, limit_reached, request_key, Store
-from ..run.progress import duration, Progress
+from ..run.progress import Progress
 from ..run.settings import at_root
 
 # %% ../../../nbs/core/ask/client.ipynb #65bbe0e6
@@ -117,7 +117,7 @@ class ApiClient:
         return self.price(request['model'], *estimate_tokens(request), self.cfg.batch)
 
     def print_forecast(self, requests: list[dict]):
-        "Print number, price and time of requests; ValueError for a budget without a known price."
+        "Print number and price of requests; ValueError for a budget without a known price."
         models = sorted({r['model'] for r in requests})
         prices = [self.highest_price(r) for r in requests]
         price = 'price unknown'
@@ -127,11 +127,8 @@ class ApiClient:
             raise ValueError(f'budget = {self.cfg.budget}, but the price of {unknown} is '
                              f'unknown: write "{unknown}: [in, out]", dollars per million '
                              'tokens, in a file that `prices` names')
-        pace = self.store.mean_seconds()
-        wait = f'about {duration(len(requests) * (pace or 1.) / self.cfg.concurrency)}'
-        if not pace: wait += ' if one takes a second'
-        if self.cfg.batch: wait = 'within a day'
-        print(f'{self.name}: {len(requests)} requests to {", ".join(models)}; {price}; {wait}')
+        if self.cfg.batch: price += '; within a day'
+        print(f'{self.name}: {len(requests)} requests to {", ".join(models)}; {price}')
 
     def exceeds_budget(self, dollars: float) -> bool:
         "Tell whether another `dollars` would exceed the budget; if so, set `tally.stopped`."

@@ -51,7 +51,6 @@ create table if not exists spending (run text primary key, dollars real not null
 create table if not exists batches
 (file text primary key, name text, url text, requests text, at real not null,
 ended integer default 0);
-create index if not exists latest on answers (at, seconds);
 '''
 
 
@@ -170,11 +169,6 @@ class Store:
     def dollars_paid(self, run: str) -> float:
         "Sum what the answers to a run have cost in all its starts, in dollars."
         return self.run('select total(dollars) from spending where run = ?', run)[0][0]
-
-    def mean_seconds(self) -> float | None:
-        "Average the seconds of the last 100 answers, to forecast the next; None without any."
-        latest = 'select seconds from answers order by at desc limit 100'
-        return self.run(f'select avg(seconds) from ({latest})')[0][0]
 
     # A batch continues after the process that sent it has ended. Any process may fetch its
     # answers, and none sends one of its requests again before it has ended.
