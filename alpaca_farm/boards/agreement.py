@@ -217,8 +217,10 @@ def _live_verdicts(spec, sets, cfg):
                   'whose prompts it has learned from')
             v = v._replace(preferences=np.where(learned, np.nan, v.preferences),
                            shown=v.shown & ~learned, unanswered=v.unanswered * ~learned)
-        if v.shown.any(): judged[s, name] = v
-        else: print(f'{name} on {s}: there is no pair to measure it on')
+        asked = len(v.preferences)*v.shown.sum()
+        if not asked: print(f'{name} on {s}: there is no pair to measure it on')
+        elif v.unanswered.sum() <= asked/2: judged[s, name] = v
+        else: print(f'{name} on {s}: left out, since most comparisons have no verdict')
     return judged
 
 
