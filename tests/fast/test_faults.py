@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,6 +118,12 @@ def test_the_world_of_a_run_is_that_of_what_it_was_made_from(base, tmp_path, mon
             ensure_inputs(ppo.PPOConfig(policy=str(step)))
     none = dict.fromkeys(('split', 'val_split', 'eval_split'), '') | dict(reward_model=LONGEST)
     ensure_inputs(ppo.PPOConfig(policy=str(step), **none))   # nothing else is read
+
+
+def test_memory_is_in_billions_of_bytes(monkeypatch):
+    monkeypatch.setattr(runs.resource, 'getrusage', lambda _: SimpleNamespace(ru_maxrss=10**6))
+    monkeypatch.setattr(runs.sys, 'platform', 'linux')
+    assert runs._peak_memory()['peak_memory_gb'] == 1.024
 
 
 def test_too_little_training_is_said(base, tmp_path, capsys):
