@@ -19,10 +19,10 @@ from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, 
     pool_weights, report_missing)
 from ..core.data.records import load_records
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.files import atomic_write
 from ..core.run.identity import run_config
 from ..core.run.inputs import ensure_inputs
-from ..core.run.runs import start
+from ..core.run.progress import Progress
+from ..core.run.runs import start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import one_hot_votes, vote_mode
 from ..judging.judges import (ask_both_orders, check_all_answered,
@@ -252,8 +252,6 @@ _SUMMARISED = ('n', 'n_decided', 'n_agreement', 'n_unanswered', 'accuracy', 'dec
 
 def run(cfg: AgreementConfig):
     "Measure judges against people and write a leaderboard."
-    import matplotlib.pyplot as plt
-    from alpaca_farm.core.run.progress import Progress
     ensure_inputs(cfg)
     reads = []
     for spec in cfg.sets: reads += label_files(spec)
@@ -268,11 +266,8 @@ def run(cfg: AgreementConfig):
     this_run.load()
     show = Progress('measuring', len(judged) + len(sets))
     table = agreement_board(sets, judged, cfg.draws, cfg.seed, show)
-    with atomic_write(this_run.path('leaderboard.csv')) as p:
-        table.to_csv(p, index=False, float_format='%.4f')
-    fig = agreement_figure(table)
-    with atomic_write(this_run.path('leaderboard.png')) as p: fig.savefig(p, dpi=150, format='png')
-    plt.close(fig)
+    write_csv(this_run, 'leaderboard.csv', table)
+    write_figure(this_run, 'leaderboard.png', agreement_figure(table))
     summary = {}
     for step, row in enumerate(table.to_dict('records'), 1):
         row = {k: v for k, v in row.items() if v == v}   # without nan
