@@ -350,11 +350,13 @@ def run(cfg: LabellingConfig):
     summary = person_summary(rows)
     shares = {}
     for name in ('first', 'self_agreement'):
-        if share := summary[name]:
-            shares |= {name: share.value, f'{name}_low': share.low, f'{name}_high': share.high}
-    folder.finish(pairs=len(pairs), labels=len(rows), ties=summary['ties'], skipped=skipped,
-                  people=len({r['annotator'] for r in rows}),
-                  seconds_per_label=summary['seconds'], **shares)
+        if share := summary[name]: shares |= share.columns(name)
+    equal = sum(p['output_1'] == p['output_2'] for p in pairs)
+    people = len({r['annotator'] for r in rows})
+    print(f'{len(rows)} labels by {people} people on {len(pairs)} pairs, {skipped} skipped; '
+          f'{equal} pairs have equal answers and need none')
+    folder.finish(pairs=len(pairs), equal=equal, labels=len(rows), ties=summary['ties'],
+                  skipped=skipped, people=people, seconds_per_label=summary['seconds'], **shares)
     return folder
 
 # %% ../nbs/labelling.ipynb #15055b86
