@@ -236,11 +236,10 @@ def forecast(
             shown = pairs[place::len(members)]
             for at in range(0, len(shown), evaluator.batch_size):
                 requests.append(judge_request(evaluator, shown[at:at + evaluator.batch_size]))
-        clients[0].print_forecast(requests)
-        prices = [clients[0].highest_price(r) for r in requests]
+        dollars = clients[0].print_forecast(requests)
         said['requests'] += len(requests)
-        if None in prices: said['dollars'] = None
-        if said['dollars'] is not None: said['dollars'] += sum(prices)
+        unknown = None in (dollars, said['dollars'])
+        said['dollars'] = None if unknown else said['dollars'] + dollars
     counts = ', '.join(f'{len(records)} {name}' for name, records in splits.items())
     print(f'{cfg.model} with prompts {counts}; {said["labels"]} labels by {cfg.judge}'
           + (f' and {cfg.held_out}' if cfg.held_out else ''))

@@ -333,14 +333,14 @@ def run(cfg: LabellingConfig):
     ensure_inputs(cfg)
     pairs = pairs_to_label(cfg)
     store = Store(at_root(cfg.store))
-    people = [cfg.person.strip()]
+    names = [cfg.person.strip()]
     if not cfg.person:
         known = store.run("""select distinct json_extract(request, '$.person') from requests
                              where request like '{"kind": "label"%'""")
-        people = sorted(name for name, in known)
+        names = sorted(name for name, in known)
     rows = []
     skipped = 0
-    for person in people:
+    for person in names:
         rows += person_labels(store, pairs, person)
         answers = sum(_person_answers(store, pairs, person), [])
         skipped += sum(answer['preference'] is None for answer in answers)
@@ -353,8 +353,8 @@ def run(cfg: LabellingConfig):
         if share := summary[name]: shares |= share.columns(name)
     equal = sum(p['output_1'] == p['output_2'] for p in pairs)
     people = len({r['annotator'] for r in rows})
-    print(f'{len(rows)} labels by {people} people on {len(pairs)} pairs, {skipped} skipped; '
-          f'{equal} pairs have equal answers and need none')
+    print(f'{len(rows)} labels by {people} people on {len(pairs)} pairs, of which {equal} have '
+          'equal answers and need none')
     folder.finish(pairs=len(pairs), equal=equal, labels=len(rows), ties=summary['ties'],
                   skipped=skipped, people=people, seconds_per_label=summary['seconds'], **shares)
     return folder

@@ -49,6 +49,7 @@ class AgreementConfig(ApiConfig):
     max_instances: Count = 0             # use only the first n pairs of each set; 0: all
     draws: Annotated[int, Ge(10)] = 400  # bootstrap draws
     inputs = dict(sets=(), judges=())
+    annotator_fields = ('judges',)
 
     def __post_init__(self):
         super().__post_init__()
@@ -151,13 +152,6 @@ def agreement_board(
     return pd.DataFrame(rows)
 
 # %% ../../nbs/boards/agreement.ipynb #2b739794
-def _points(ax, rows, name, y, **style):
-    "Draw a measure of each row with its interval."
-    x = rows[name]
-    ends = np.abs([x - rows[f'{name}_low'], rows[f'{name}_high'] - x])
-    ax.errorbar(x, y, xerr=ends, fmt='o', ms=4, lw=1, **style)
-
-
 def agreement_figure(
     table,  # of `agreement_board`
 ):  # matplotlib figure
@@ -172,24 +166,23 @@ def agreement_figure(
               ('longer_diff', "votes for the longer answer\nminus the people's", 0)]
     if people.agreement_low.notna().all():
         panels[0] = 'agreement', 'agreement with people\n(dashed: among people)', .5
-    size = 7.5, 1.4 + .3*len(judges)
-    fig, axes = plt.subplots(1, 3, figsize=size, sharey=True, layout='constrained')
+    fig, axes = plt.subplots(1, 3, figsize=(7.5, 1.4 + .3*len(judges)), sharey=True,
+                             layout='constrained')
     for ax, (name, label, neutral) in zip(axes, panels):
         for k, s in enumerate(sets):   # a colour each; for each judge a point with its interval
             rows = others[others.set == s]
             shift = .5*((len(sets) - 1)/2 - k)/len(sets)
             y = [len(judges) - 1 - judges.index(j) + shift for j in rows.judge]
-            _points(ax, rows, name, y, color=f'C{k}', label=s)
+            x = rows[name]
+            ends = np.abs([x - rows[f'{name}_low'], rows[f'{name}_high'] - x])
+            ax.errorbar(x, y, xerr=ends, fmt='o', ms=4, lw=1, color=f'C{k}', label=s)
             if name == 'agreement': ax.axvline(people.agreement[s], color=f'C{k}', lw=1, ls='--')
         ax.set_xlabel(label)
         ax.axvline(neutral, color='grey', lw=.8, ls=':')
-    axes[0].set(ylim=(-.6, len(judges) - .4))
     axes[0].set_yticks(range(len(judges))[::-1], judges)
-    low, high = axes[1].get_xlim()
-    axes[1].set_xlim(min(low, .4), max(high, .6))
     if len(sets) > 1:
         handles = axes[0].get_legend_handles_labels()
-        fig.legend(*handles, loc='outside upper center', ncols=min(4, len(sets)), fontsize=8)
+        fig.legend(*handles, loc='outside upper center', ncols=4)
     return fig
 
 # %% ../../nbs/boards/agreement.ipynb #4ffe5f6a

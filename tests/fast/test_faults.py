@@ -80,10 +80,11 @@ def test_a_real_input_is_never_joined_by_the_embedded_world(base, tmp_path, monk
     names = WORLDS[notebook].split()
     def given(name, value): return {name: [value]*2 if type(getattr(kind(), name)) is list else value}
     copy = shutil.copytree(base/'sft'/'model', tmp_path/'copy')   # is nobody's run
+    judge = shutil.copytree(base/'reward_model'/'model', tmp_path/'judge')
     judges = {'judge', 'judges', 'annotators'}
     for name in names:
         if name in judges:   # who judges goes with any world
-            ensure_inputs(kind(**given(name, LONGEST)))
+            for spec in (LONGEST, str(judge)): ensure_inputs(kind(**given(name, spec)))
             continue
         forgotten = ', '.join(n for n in names if n != name)
         message = f'^{forgotten}: name yours, .* embedded world, and {name} = {copy} is not$'

@@ -222,7 +222,7 @@ def test_pairs_of_equal_answers_are_counted(tmp_path, capsys):
     pairs[1] |= dict(output_2=pairs[1]['output_1'])
     labelling.run(settings(tmp_path, pairs))
     assert [read_summary(tmp_path/'run')[k] for k in ('pairs', 'equal', 'labels')] == [5, 1, 0]
-    assert '0 labels by 0 people on 5 pairs, 0 skipped; 1 pairs have equal' in capsys.readouterr().out
+    assert '0 labels by 0 people on 5 pairs, of which 1 have equal' in capsys.readouterr().out
 
 
 def test_candidates_make_pairs(tmp_path):

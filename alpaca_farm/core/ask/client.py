@@ -116,19 +116,22 @@ class ApiClient:
         "Estimate the most that a request can cost, in dollars."
         return self.price(request['model'], *estimate_tokens(request), self.cfg.batch)
 
-    def print_forecast(self, requests: list[dict]):
-        "Print number and price of requests; ValueError for a budget without a known price."
+    def print_forecast(self, requests: list[dict]) -> float | None:
+        """Print and return the highest price of requests in dollars, None if it is unknown;
+        ValueError where there is a budget."""
         models = sorted({r['model'] for r in requests})
         prices = [self.highest_price(r) for r in requests]
-        price = 'price unknown'
-        if None not in prices: price = f'at most about {format_dollars(sum(prices))}'
-        elif self.cfg.budget:
+        dollars = None if None in prices else sum(prices)
+        price = f'at most about {format_dollars(dollars)}'
+        if dollars is None: price = 'price unknown'
+        if dollars is None and self.cfg.budget:
             unknown = requests[prices.index(None)]['model']
             raise ValueError(f'budget = {self.cfg.budget}, but the price of {unknown} is '
                              f'unknown: write "{unknown}: [in, out]", dollars per million '
                              'tokens, in a file that `prices` names')
         if self.cfg.batch: price += '; within a day'
         print(f'{self.name}: {len(requests)} requests to {", ".join(models)}; {price}')
+        return dollars
 
     def exceeds_budget(self, dollars: float) -> bool:
         "Tell whether another `dollars` would exceed the budget; if so, set `tally.stopped`."

@@ -347,10 +347,8 @@ def _write_model(model, tokenizer, run, name: str, weights: dict | None = None):
     dtype = None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
     card = CARD.format(notebook=run.config['notebook'], name=run.folder.name,
                        fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
-    likelihood = getattr(model.config, 'likelihood', 0.)
-    pooling = getattr(model.config, 'pooling', 'last')
-    if likelihood or pooling != 'last':
-        card += _SCORED.format(likelihood=likelihood, pooling=pooling)
+    scored = {k: getattr(model.config, k, '') for k in ('likelihood', 'pooling')}
+    if scored['likelihood'] or scored['pooling'] == 'mean': card += _SCORED.format(**scored)
     no_progress_bars()
     if model.can_generate() and (ends := end_tokens(model, tokenizer)) != end_tokens(model):
         model.generation_config.eos_token_id = ends

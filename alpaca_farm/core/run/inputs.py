@@ -149,10 +149,8 @@ def _of_embedded_world(path: str) -> bool:
     run = run_of(path) or run_of(str(Path(path).parent))
     if run is None: return path.startswith('runs/') and recipe(path) is not None
     config = run_config(run)
-    if config['notebook'] == 'world': return True
-    for read in config['inputs'].values():
-        if any(_of_embedded_world(source) for source in read): return True
-    return False
+    sources = sum(map(list, config['inputs'].values()), [])
+    return config['notebook'] == 'world' or any(map(_of_embedded_world, sources))
 
 
 def _check_one_world(
@@ -162,12 +160,12 @@ def _check_one_world(
     "ValueError for defaults of the embedded world beside an input that is not of it."
     changed = cfg.changed()
     judges = *getattr(cfg, 'annotator_fields', ()), 'labels'
-    defaults = []
+    defaults = {}
     others = []
     for name, path in read:
         if ':' in path and not looks_like_hub(path): continue   # a function
         of_world = _of_embedded_world(path)
-        if of_world and name not in changed and name not in defaults: defaults.append(name)
+        if of_world and name not in changed: defaults[name] = path
         if not of_world and name not in judges: others.append(f'{name} = {path}')
     if defaults and others:
         raise ValueError(f'{", ".join(defaults)}: name yours, or none as "". The default is of the '
