@@ -333,7 +333,8 @@ Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint 
 `config.json` of the run folder that holds this one: fingerprint `{fingerprint}`.
 '''
 _SCORED = '''
-Plain transformers scores otherwise and does not say so: it leaves out likelihood {likelihood} and pooling {pooling}. \
+Plain transformers scores otherwise and does not say so: \
+it leaves out likelihood {likelihood} and pooling {pooling}. \
 Score records (instruction, output) with `reward('this folder', Config())(records)`, \
 from `alpaca_farm.core.model.rewards` and `alpaca_farm.core.run.settings`.
 '''
