@@ -301,8 +301,8 @@ class LabellingPage:
             self.body.value = _pair_html(self.pair)
         seconds = [answer['seconds'] for answer in sum(queue.answers, [])]
         pace = f', {np.median(seconds):.0f} s each' if seconds else ''
-        progress = f'{len(seconds)} done, {len(queue)} left{pace}'
-        self.head.value = html.escape(f'{queue.person}: {progress}. {note}')
+        self.head.value = html.escape(f'{queue.person}: {len(seconds)} done, {len(queue)} left'
+                                      f'{pace}. {note}')
 
     def press_key(self, key: str):
         "Record the label that a key stands for, or undo the last one, and show the next pair."

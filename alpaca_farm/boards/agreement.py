@@ -181,8 +181,7 @@ def agreement_figure(
         ax.axvline(neutral, color='grey', lw=.8, ls=':')
     axes[0].set_yticks(range(len(judges))[::-1], judges)
     if len(sets) > 1:
-        handles = axes[0].get_legend_handles_labels()
-        fig.legend(*handles, loc='outside upper center', ncols=4)
+        fig.legend(*axes[0].get_legend_handles_labels(), loc='outside upper center', ncols=4)
     return fig
 
 # %% ../../nbs/boards/agreement.ipynb #4ffe5f6a
@@ -248,9 +247,7 @@ def run(cfg: AgreementConfig):
     ensure_inputs(cfg)
     reads = []
     for spec in cfg.sets: reads += label_files(spec)
-    for judge in cfg.judges:
-        name = judge.partition('#')[0]
-        reads.append(str(label_file(name) or judge))
+    for judge in cfg.judges: reads.append(str(label_file(judge.partition('#')[0]) or judge))
     this_run = start(cfg, run, tuple(reads))
     if this_run.done: return this_run
     sets = load_sets(cfg.sets)

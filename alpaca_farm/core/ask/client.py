@@ -124,7 +124,7 @@ class ApiClient:
         dollars = None if None in prices else sum(prices)
         price = f'at most about {format_dollars(dollars)}'
         if dollars is None: price = 'price unknown'
-        if dollars is None and self.cfg.budget:
+        if self.cfg.budget and dollars is None:
             unknown = requests[prices.index(None)]['model']
             raise ValueError(f'budget = {self.cfg.budget}, but the price of {unknown} is '
                              f'unknown: write "{unknown}: [in, out]", dollars per million '
