@@ -185,7 +185,8 @@ def forecast(
     judges: list,    # the judge, and the one of the board if it is another
 ) -> dict:  # labels, requests, dollars (at most; None if not known)
     "Print and return what the farm will ask of the judges."
-    said = dict(labels=0, requests=0, dollars=0.)
+    said = dict(labels=0, requests=0)
+    dollars = []
     for k, judge in enumerate(judges):
         pairs = _judged_pairs(cfg, splits, judge, labels=k == 0)
         said['labels'] += len(pairs)
@@ -197,11 +198,9 @@ def forecast(
             shown = pairs[place::len(members)]
             for at in range(0, len(shown), evaluator.batch_size):
                 requests.append(judge_request(evaluator, shown[at:at + evaluator.batch_size]))
-        clients[0].print_forecast(requests)
-        prices = [clients[0].highest_price(r) for r in requests]
+        dollars.append(clients[0].print_forecast(requests))
         said['requests'] += len(requests)
-        if None in prices: said['dollars'] = None
-        if said['dollars'] is not None: said['dollars'] += sum(prices)
+    said['dollars'] = None if None in dollars else sum(dollars)
     counts = ', '.join(f'{len(records)} {name}' for name, records in splits.items())
     print(f'{cfg.model} with prompts {counts}; {said["labels"]} labels by {cfg.judge}'
           + (f' and {cfg.held_out}' if cfg.held_out else ''))

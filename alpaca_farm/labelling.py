@@ -299,8 +299,8 @@ class LabellingPage:
             self.body.value = _pair_html(self.pair)
         seconds = [answer['seconds'] for answer in sum(queue.answers, [])]
         pace = f', {np.median(seconds):.0f} s each' if seconds else ''
-        progress = f'{len(seconds)} done, {len(queue)} left{pace}'
-        self.head.value = html.escape(f'{queue.person}: {progress}. {note}')
+        self.head.value = html.escape(f'{queue.person}: {len(seconds)} done, {len(queue)} left'
+                                      f'{pace}. {note}')
 
     def press_key(self, key: str):
         "Record the label that a key stands for, or undo the last one, and show the next pair."
@@ -331,14 +331,14 @@ def run(cfg: LabellingConfig):
     ensure_inputs(cfg)
     pairs = pairs_to_label(cfg)
     store = Store(at_root(cfg.store))
-    people = [cfg.person.strip()]
+    names = [cfg.person.strip()]
     if not cfg.person:
         known = store.run("""select distinct json_extract(request, '$.person') from requests
                              where request like '{"kind": "label"%'""")
-        people = sorted(name for name, in known)
+        names = sorted(name for name, in known)
     rows = []
     skipped = 0
-    for person in people:
+    for person in names:
         rows += person_labels(store, pairs, person)
         answers = sum(_person_answers(store, pairs, person), [])
         skipped += sum(answer['preference'] is None for answer in answers)
@@ -349,9 +349,12 @@ def run(cfg: LabellingConfig):
     shares = {}
     for name in ('first', 'self_agreement'):
         if share := summary[name]: shares |= share.columns(name)
-    folder.finish(pairs=len(pairs), labels=len(rows), ties=summary['ties'], skipped=skipped,
-                  people=len({r['annotator'] for r in rows}),
-                  seconds_per_label=summary['seconds'], **shares)
+    equal = sum(p['output_1'] == p['output_2'] for p in pairs)
+    people = len({r['annotator'] for r in rows})
+    print(f'{len(rows)} labels by {people} people on {len(pairs)} pairs, of which {equal} have '
+          'equal answers and need none')
+    folder.finish(pairs=len(pairs), equal=equal, labels=len(rows), ties=summary['ties'],
+                  skipped=skipped, people=people, seconds_per_label=summary['seconds'], **shares)
     return folder
 
 # %% ../nbs/labelling.ipynb #15055b86

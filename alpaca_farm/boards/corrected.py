@@ -196,8 +196,9 @@ def _match_pairs(groups: list[list], known: dict, name: str) -> PeopleLabels:
         ways |= {label.drawn for label in labels}
     n = N - np.isnan(votes).sum()
     if n < FEWEST_LABELS:
-        raise ValueError(f'{name} has labels on {n} of its {N} instructions, and a correction '
-                         f'needs {FEWEST_LABELS}. A label belongs to a pair with the same '
+        raise ValueError(f'{name} has labels on {n} of its {N} instructions, besides '
+                         f'{same.sum():.0f} with equal answers, and a correction needs '
+                         f'{FEWEST_LABELS}. A label belongs to a pair with the same '
                          'instruction and both answers')
     drawn = ways.pop() if len(ways) == 1 else None
     if drawn in ('length', 'verdict') and max(map(len, groups)) > 1:

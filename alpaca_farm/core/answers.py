@@ -163,6 +163,7 @@ def in_chunks(
     run.config['steps'] = steps
     run.write('config.json', run.config)
     show = Progress(run.folder.name, steps)
+    show(state['step'])
     for step in range(state['step'], steps):
         new = make(items[step * size:(step + 1) * size])
         rows += new

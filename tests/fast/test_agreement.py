@@ -332,3 +332,19 @@ def test_a_wrong_value_names_file_row_and_field(tmp_path, kind):
         assert at in str(e.value) and field in str(e.value) and '\n' not in str(e.value)
     file.write_text(json.dumps([what[0][0]]))
     read(str(file))
+
+
+def unread(shown): return [math.nan if i % 6 else 1. for i, _ in enumerate(shown)]
+
+
+def half(shown): return [math.nan if i % 2 else 1. for i, _ in enumerate(shown)]
+
+
+def test_a_judge_that_leaves_most_unread_is_left_out(capsys):
+    "83 % of its comparisons: those that it answered say nothing about the others."
+    sets = dict(s=embedded_pairs(60))
+    said = A.verdicts_of_judges([f'{__name__}:unread', f'{__name__}:half', LONGEST], sets, CFG)
+    assert [name for _, name in said] == ['half', 'longest']
+    assert 'unread on s: left out, since most comparisons' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='no pair to measure any of them on'):
+        A.verdicts_of_judges([f'{__name__}:unread'], sets, CFG)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,22 +60,71 @@ def test_one_file_is_not_several_splits(base, tmp_path, notebook):
     refused(notebook, base, tmp_path, ValueError, message, data=str(tmp_path/'all.json'))
 
 
-def test_another_policy_needs_data(base, tmp_path, monkeypatch):
-    given = tiny.settings('ppo', base, out=str(tmp_path/'out'))
-    del given['data']
+WORLDS = dict(   # the inputs whose defaults are of the embedded world; of judges the last
+    sft='data policy', reward_model='preferences policy', dpo='preferences policy data',
+    binary_feedback='preferences policy data annotators', rlcd='data policy',
+    rrhf='candidates policy reward_model data', best_of_n='policy reward_model data',
+    ppo='policy reward_model data', quark='policy reward_model data',
+    expert_iteration='policy reward_model data', annotators='outputs annotators',
+    eval='outputs reference annotators', bring_your_own='model prompts preferences judge',
+    overoptimization='policy bank references proxies policies world')
+WORLDS |= {'boards/agreement': 'sets judges', 'boards/compare': 'folders annotators'}
+LONGEST = 'alpaca_farm.boards.agreement:prefer_longer'
+
+
+@pytest.mark.parametrize('notebook', WORLDS)
+def test_a_real_input_is_never_joined_by_the_embedded_world(base, tmp_path, monkeypatch, notebook):
+    built = []
+    monkeypatch.setattr(inputs, 'build', lambda _, out, **__: built.append(out))
+    kind = tiny.config_class(notebook)
+    names = WORLDS[notebook].split()
+    def given(name, value): return {name: [value]*2 if type(getattr(kind(), name)) is list else value}
     copy = shutil.copytree(base/'sft'/'model', tmp_path/'copy')   # is nobody's run
-    for policy in ('org/model', str(copy)):
-        message = f'^data: {policy} was not trained for the requests of'
-        with pytest.raises(ValueError, match=message):
-            ppo.train(ppo.PPOConfig(**given | dict(policy=policy)))
-    assert not (tmp_path/'out').exists()
-    step = tmp_path/'run'/'model-2'
-    shutil.copytree(base/'sft'/'model', step)
-    shutil.copy(base/'sft'/'config.json', step.parent)
+    judge = shutil.copytree(base/'reward_model'/'model', tmp_path/'judge')
+    judges = {'judge', 'judges', 'annotators'}
+    for name in names:
+        if name in judges:   # who judges goes with any world
+            for spec in (LONGEST, str(judge)): ensure_inputs(kind(**given(name, spec)))
+            continue
+        forgotten = ', '.join(n for n in names if n != name)
+        message = f'^{forgotten}: name yours, .* embedded world, and {name} = {copy} is not$'
+        with pytest.raises(ValueError, match=message): ensure_inputs(kind(**given(name, str(copy))))
+    assert built == [] if not judges & {*names} else built
+    ensure_inputs(kind())   # all of them are of one world
+    assert built
+
+
+def test_every_command_with_inputs_of_the_embedded_world_is_in_the_table():
+    from alpaca_farm.core.run.paths import notebooks_folder
+    found = set()
+    for path in notebooks_folder().rglob('*.ipynb'):
+        name = str(path.relative_to(notebooks_folder()))[:-6]
+        if 'core' in name or 'studies' in name: continue
+        try: cfg = tiny.config_class(name)()
+        except (ImportError, StopIteration): continue
+        own = [n for n in cfg.inputs if 'runs/' in str(getattr(cfg, n))]
+        if len(own) > 1: found.add(name)
+    assert found == {*WORLDS}
+
+
+def test_the_world_of_a_run_is_that_of_what_it_was_made_from(base, tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, 'build', lambda *_, **__: None)
-    ensure_inputs(ppo.PPOConfig(**given | dict(policy=str(step))), ('policy', 'data'))
-    none = dict.fromkeys(('split', 'val_split', 'eval_split'), '')   # nothing is read from it
-    ensure_inputs(ppo.PPOConfig(**given | none | dict(policy=policy)), ('policy', 'data'))
+    step = shutil.copytree(base/'sft'/'model', tmp_path/'run'/'model-2')
+    shutil.copy(base/'sft'/'config.json', step.parent)
+    ensure_inputs(ppo.PPOConfig(policy=str(step)))
+    for source in ('org/model', str(tmp_path/'gone')):   # the same run, made from another model
+        config = read_json(base/'sft'/'config.json') | dict(inputs=dict(policy={source: ''}))
+        (step.parent/'config.json').write_text(json.dumps(config))
+        with pytest.raises(ValueError, match='^reward_model, data: name yours'):
+            ensure_inputs(ppo.PPOConfig(policy=str(step)))
+    none = dict.fromkeys(('split', 'val_split', 'eval_split'), '') | dict(reward_model=LONGEST)
+    ensure_inputs(ppo.PPOConfig(policy=str(step), **none))   # nothing else is read
+
+
+def test_memory_is_in_billions_of_bytes(monkeypatch):
+    monkeypatch.setattr(runs.resource, 'getrusage', lambda _: SimpleNamespace(ru_maxrss=10**6))
+    monkeypatch.setattr(runs.sys, 'platform', 'linux')
+    assert runs._peak_memory()['peak_memory_gb'] == 1.024
 
 
 def test_too_little_training_is_said(base, tmp_path, capsys):
@@ -411,7 +461,7 @@ def test_a_bit_that_turned_on_the_disk_is_seen_when_a_run_is_made(tmp_path, monk
     "Size and times of a large file are as they were: its hash is remembered."
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     run, memory = tmp_path/'run', tmp_path/'cache'/'alpaca_farm'/'hashes.json'
-    files.write_json(run/'config.json', dict(notebook='toy', fingerprint=''))
+    files.write_json(run/'config.json', dict(notebook='toy', fingerprint='', inputs={}))
     (run/'weights').write_bytes(bytes(2**21))
     files.write_json(run/'summary.json', dict(files=written_hashes(run)))
     turn_a_bit(run/'weights')
@@ -486,7 +536,7 @@ def test_a_default_that_a_user_has_made_is_named(base, tmp_path, monkeypatch, ca
     monkeypatch.setattr(inputs, 'is_fresh', lambda path: True)
     config = lambda path: dict(given=dict(kl_coef=.02) if path == 'runs/ppo' else {})
     monkeypatch.setattr(inputs, 'run_config', config)
-    ensure_inputs(CompareConfig(), ('folders',))
+    ensure_inputs(CompareConfig())
     assert capsys.readouterr().out == 'folders = runs/ppo was made with kl_coef = 0.02\n'
 
 

@@ -217,6 +217,14 @@ def test_two_people_one_store_one_run(tmp_path):
     assert type(labelling.labelling_widget(one)).__name__ == 'VBox'
 
 
+def test_pairs_of_equal_answers_are_counted(tmp_path, capsys):
+    pairs = drawn(5)
+    pairs[1] |= dict(output_2=pairs[1]['output_1'])
+    labelling.run(settings(tmp_path, pairs))
+    assert [read_summary(tmp_path/'run')[k] for k in ('pairs', 'equal', 'labels')] == [5, 1, 0]
+    assert '0 labels by 0 people on 5 pairs, of which 1 have equal' in capsys.readouterr().out
+
+
 def test_candidates_make_pairs(tmp_path):
     rows = [dict(instruction=f'Say {i}.', input='', output=['a', 'b', 'a']) for i in range(5)]
     cfg = settings(tmp_path, rows, person='Ann', max_instances=3)

@@ -311,3 +311,14 @@ def test_answers_in_several_pairs_are_read_once(base, tmp_path, monkeypatch):
     alone = [results([i]) for i in range(4)]
     torch.testing.assert_close(loss, torch.cat([a for a, _ in alone]))
     torch.testing.assert_close(slope, sum(b for _, b in alone), atol=1e-5, rtol=1e-4)
+
+
+def test_a_card_says_what_plain_transformers_leaves_out(base, tmp_path):
+    "It loads such a model without a word, and scores by the last state alone."
+    def card(**given):
+        run = tiny.run('reward_model', base, tmp_path/'out', max_instances=40, **given)
+        return (run.folder/'model'/'README.md').read_text()
+    for given, says in ((dict(likelihood=.2), 'likelihood 0.2 and pooling last'),
+                        (dict(likelihood=0., pooling='mean'), 'likelihood 0.0 and pooling mean')):
+        assert f'leaves out {says}' in card(**given)
+    assert 'scores otherwise' not in card(likelihood=0., pooling='last')

@@ -250,11 +250,10 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
     monkeypatch.setattr(build, 'build', lambda notebook, out, **_: built.append(out))
     (elsewhere/'half').mkdir()
     (elsewhere/'half'/'config.json').write_text(
-        '{"notebook": "sft", "fingerprint": "", "inputs": {}, "code": ""}')
-    for path, error, why in (('nobody/here', FileNotFoundError, 'policy = .* hub'),
-                             ('half', ValueError, 'not finished')):
+        '{"notebook": "sft", "fingerprint": "", "inputs": {"data": {"%s": ""}}, "code": ""}' % data)
+    for path, why in (('nobody/here', '^preferences: name yours'), ('half', 'not finished')):
         cfg = dpo.DPOConfig(policy=path, data=data, out='runs/a')
-        with pytest.raises(error, match=why): dpo.train(cfg)
+        with pytest.raises(ValueError, match=why): dpo.train(cfg)
     assert built == [] and not (elsewhere/'runs'/'a').exists()
     build.ensure_inputs(ppo.PPOConfig(policy=str(base/'sft')))
     assert built == ['runs/reward_model', 'runs/world']

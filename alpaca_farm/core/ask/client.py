@@ -19,7 +19,7 @@ from filelock import AsyncFileLock, Timeout
 from .judge_configs import JudgedConfig, parse_decoding
 from .store import endpoint_name, json_text, limit_reached, request_key, Store
 from ..run.files import at_root, notebooks_folder, read_yaml
-from ..run.progress import duration, Progress
+from ..run.progress import Progress
 from ..run.settings import Amount, Config, Scale
 
 # %% ../../../nbs/core/ask/client.ipynb #50a2c667
@@ -353,21 +353,21 @@ class ApiClient:
         "Estimate the most that a request can cost, in dollars."
         return self.price(request['model'], *_estimate_tokens(request))
 
-    def print_forecast(self, requests: list[dict]):
-        "Print number, price and time of requests; ValueError for a budget without a known price."
+    def print_forecast(self, requests: list[dict]) -> float | None:
+        """Print and return the highest price of requests in dollars, None if it is unknown;
+        ValueError where there is a budget."""
         models = sorted({r['model'] for r in requests})
         prices = [self.highest_price(r) for r in requests]
-        price = 'price unknown'
-        if None not in prices: price = f'at most about {format_dollars(sum(prices))}'
-        elif self.cfg.budget:
+        dollars = None if None in prices else sum(prices)
+        price = f'at most about {format_dollars(dollars)}'
+        if dollars is None: price = 'price unknown'
+        if self.cfg.budget and dollars is None:
             unknown = requests[prices.index(None)]['model']
             raise ValueError(f'budget = {self.cfg.budget}, but the price of {unknown} is '
                              f'unknown: write "{unknown}: [in, out]", dollars per million '
                              'tokens, in a file that `prices` names')
-        pace = self.store.mean_seconds()
-        wait = f'about {duration(len(requests) * (pace or 1.) / self.cfg.concurrency)}'
-        if not pace: wait += ' if one takes a second'
-        print(f'{self.name}: {len(requests)} requests to {", ".join(models)}; {price}; {wait}')
+        print(f'{self.name}: {len(requests)} requests to {", ".join(models)}; {price}')
+        return dollars
 
     def exceeds_budget(self, dollars: float) -> bool:
         "Tell whether another `dollars` would exceed the budget; if so, set `tally.stopped`."

@@ -48,7 +48,6 @@ create table if not exists answers
 (key blob primary key, answer text not null, seconds real, at real not null) without rowid;
 create table if not exists requests (key blob primary key, request text not null) without rowid;
 create table if not exists spending (run text primary key, dollars real not null);
-create index if not exists latest on answers (at, seconds);
 '''
 
 
@@ -166,8 +165,3 @@ class Store:
     def dollars_paid(self, run: str) -> float:
         "Sum what the answers to a run have cost in all its starts, in dollars."
         return self.run('select total(dollars) from spending where run = ?', run)[0][0]
-
-    def mean_seconds(self) -> float | None:
-        "Average the seconds of the last 100 answers, to forecast the next; None without any."
-        latest = 'select seconds from answers order by at desc limit 100'
-        return self.run(f'select avg(seconds) from ({latest})')[0][0]

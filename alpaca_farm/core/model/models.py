@@ -333,6 +333,12 @@ tags: [alpaca_farm, {notebook}]
 Made by `nbs/{notebook}.ipynb` of alpaca_farm{data}. Settings, code fingerprint and versions are in \
 `config.json` of the run folder that holds this one: fingerprint `{fingerprint}`.
 '''
+_SCORED = '''
+Plain transformers scores otherwise and does not say so: \
+it leaves out likelihood {likelihood} and pooling {pooling}. \
+Score records (instruction, output) with `reward('this folder', Config())(records)`, \
+from `alpaca_farm.core.model.rewards` and `alpaca_farm.core.run.settings`.
+'''
 
 
 @written_once
@@ -344,6 +350,8 @@ def _write_model(policy, run, name: str, weights: dict | None = None):
     dtype = None if device_of(cfg).type == 'cpu' else dtype_of(cfg)
     card = CARD.format(notebook=run.config['notebook'], name=run.folder.name,
                        fingerprint=run.config['fingerprint'], data=f' on `{data}`' if data else '')
+    scored = {k: getattr(model.config, k, '') for k in ('likelihood', 'pooling')}
+    if scored['likelihood'] or scored['pooling'] == 'mean': card += _SCORED.format(**scored)
     no_progress_bars()
     if model.can_generate() and (ends := end_tokens(model, policy.tokenizer)) != end_tokens(model):
         model.generation_config.eos_token_id = ends

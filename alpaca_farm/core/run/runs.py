@@ -161,13 +161,13 @@ def free_name(folder: Path) -> Path:
 
 
 def _peak_memory() -> dict[str, float]:
-    "The largest memory that this process had, of its GPU as well (GiB)."
+    "The largest memory that this process had, of its GPU as well (GB)."
     unit = 1 if sys.platform == 'darwin' else 2**10   # bytes on macOS, KiB elsewhere
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*unit
-    found = dict(peak_memory_gb=round(used/2**30, 3))
+    found = dict(peak_memory_gb=round(used/1e9, 3))
     torch = sys.modules.get('torch')
     if torch and torch.cuda.is_initialized():
-        found['device_memory_gb'] = round(torch.cuda.max_memory_allocated()/2**30, 3)
+        found['device_memory_gb'] = round(torch.cuda.max_memory_allocated()/1e9, 3)
     return found
 
 
