@@ -6,7 +6,8 @@
 __all__ = ['FEWEST_LABELS', 'plain', 'standard_error', 'sigmoid', 'win_rate', 'Interval', 'bootstrap_draws', 'bootstrap',
            'replicate_interval', 'holm', 'wilson', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode',
            'agreement', 'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean', 'best_of_n_weights',
-           'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'fit_overoptimization', 'overoptimization_curve']
+           'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'tilted_weights', 'fit_overoptimization',
+           'overoptimization_curve']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -277,6 +278,31 @@ def kl_best_of_n_estimate(
     with np.errstate(divide='ignore', invalid='ignore'):
         likely = np.where(epsilon > 0, drawn*(np.log(drawn) - np.log(epsilon)), 0.)
     return np.exp(log_missed)*rare + likely
+
+# %% ../../nbs/core/stats.ipynb #b7e0a102
+def tilted_weights(
+    rewards,        # (instructions, N) of samples of the policy before training
+    target: float,  # the mean reward under the weights
+    least: float = 10.,  # effective samples that the median instruction must keep
+) -> np.ndarray:  # (instructions, N), with a sum of 1 for each instruction
+    "Weigh samples by exp(reward / beta), for the beta that reaches a mean; ValueError if none can."
+    from scipy.optimize import brentq
+    from scipy.special import softmax
+    rewards = np.asarray(rewards, float)
+    spread = np.ptp(rewards)
+    sharpest = 1e3/spread if spread else 0.   # 1/beta at which the best sample has all the weight
+
+    def missing(sharpness):
+        return target - (softmax(rewards*sharpness, 1)*rewards).sum(1).mean()
+    if not missing(sharpest) < 0 <= missing(0.):
+        raise ValueError(f'mean reward {target:.3g}: weights reach {rewards.mean():.3g} to '
+                         f'{rewards.max(1).mean():.3g}')
+    weights = softmax(rewards*brentq(missing, 0., sharpest), 1)
+    effective = np.median(1/(weights**2).sum(1))
+    if effective < least:
+        raise ValueError(f'mean reward {target:.3g}: {effective:.1f} samples of {rewards.shape[1]} '
+                         'carry the weight, too few to tell. Take more samples')
+    return weights
 
 # %% ../../nbs/core/stats.ipynb #72c0c670
 def _curve_basis(d, form: str) -> np.ndarray:
