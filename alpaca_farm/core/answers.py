@@ -311,7 +311,7 @@ def preflight(
     if not parts: return
     check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')
     for records in parts: _check_lengths(records, tokenizer, cfg)
-    record = parts[0][0]
+    record = min(parts[0], key=lambda r: len(prompt_text(r)))
     prompts = encode_prompts([record], tokenizer, cfg.template)
     written, = generate(policy, tokenizer, prompts, max_new_tokens=1)[0]
     output = decode(written.tokens, tokenizer, cfg.template, record) or '.'

@@ -38,11 +38,7 @@ def as_csv(rows, **more):
 
 
 def as_tsv(rows): return as_csv(rows, delimiter='\t')
-
-
 def as_lines(rows): return '\n'.join(json.dumps(r) for r in rows).encode()
-
-
 def as_json(rows): return json.dumps(rows, indent=1).encode()
 
 
@@ -357,7 +353,10 @@ HALF[1]['response_b'] = r'["Elm \udc00."]'
     ('a.jsonl', b'{"instruction": "a"}\n{"instruction": "b", "x": ["\\uDE00"]}', 'row 1: half'),
     *[(f'votes.{suffix}', form(HALF), 'row 1: half') for suffix, form in FORMATS.items()],
     ('numbers.json', b'[{"instruction": "a", "output": "b"}, 7]', 'row 1: a record is expected'),
-    ('pair.json', as_json([dict(PAIRS[0], preference=[])]), r"'preference' is \[\]"),
+    *[('pair.json', as_json([PAIRS[0], dict(PAIRS[1], preference=wrong)]), message) for
+      wrong, message in (([], r"'preference' is \[\]"), (3, 'row 1: .*is 3'), ('many', "'many'"))],
+    *[('row.json', as_json([PAIRS[0], dict(PAIRS[1], **{field: wrong})]), f"row 1: .*'{field}' is")
+      for field, wrong in (('instruction', '  '), ('output_2', None))],
     ('rlcd.json', as_json([PAIRS[0], dict(PAIRS[1], win2_prob='x')]),
      "row 1: 'win2_prob' is 'x', not a number"),
     *[('ended.json', as_json([PAIRS[0], dict(PAIRS[1], ended_2=wrong)]),

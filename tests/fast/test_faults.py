@@ -3,6 +3,7 @@ import builtins
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,20 +24,6 @@ from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.run.settings import Config
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
-PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b', preference=1)
-         for i in range(6)]
-
-
-def changed(row, **more): return [dict(r, **more) if i == row else r for i, r in enumerate(ROWS)]
-
-
-def as_json(rows): return json.dumps(rows).encode()
-
-
-BAD = [(as_json(ROWS)[:-20], 'not valid JSON'),
-       (as_json([*ROWS[:3], dict(instruction='Say 4.')]), "row 3: the field 'output' is missing"),
-       (as_json(changed(1, instruction='  ')), "row 1: the field 'instruction' is empty"),
-       (as_json(changed(4, output=None)), "row 4: the field 'output' is None")]
 
 
 def refused(notebook, base, folder, error, match, **given):
@@ -45,18 +32,11 @@ def refused(notebook, base, folder, error, match, **given):
     assert not (folder/'out').exists()
 
 
-@pytest.mark.parametrize('content, message', BAD)
-def test_bad_demonstrations(base, tmp_path, content, message):
-    (tmp_path/'bad.json').write_bytes(content)
-    refused('sft', base, tmp_path, ValueError, rf'bad\.json.*{message}', val_split='',
-            eval_split='', data=str(tmp_path/'bad.json'))
-
-
 @pytest.mark.parametrize('notebook', ['sft', 'ppo'])
 def test_one_file_is_not_several_splits(base, tmp_path, notebook):
-    (tmp_path/'all.json').write_bytes(as_json(ROWS))
     message = r'all\.json is one file, .*split and val_split and eval_split at once'
-    refused(notebook, base, tmp_path, ValueError, message, data=str(tmp_path/'all.json'))
+    refused(notebook, base, tmp_path, ValueError, message,
+            data=tiny.write(tmp_path/'all.json', ROWS))
 
 
 def test_another_policy_needs_data(base, tmp_path, monkeypatch):
@@ -85,46 +65,31 @@ def test_too_little_training_is_said(base, tmp_path, capsys):
     assert '12 held-out labels' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('row, message', [
-    (dict(preference=3), "'preference' is 3"), (dict(preference='many'), "is 'many'"),
-    (dict(output_2=None), "'output_2' is None")])
-@pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
-def test_bad_preferences(base, tmp_path, notebook, row, message):
-    rows = [dict(p, **row) if i == 3 else p for i, p in enumerate(PAIRS)]
-    (tmp_path/'bad.json').write_text(json.dumps(rows))
-    refused(notebook, base, tmp_path, ValueError, rf'bad\.json, row 3: the field .*{message}',
-            preferences=str(tmp_path/'bad.json'))
-
-
-LONG_PROMPTS = dict(
+LONG = dict(   # settings under which a prompt, or a pair, is too long
     sft=dict(max_length=128, val_split='', eval_split=''),
     ppo=dict(annotators='', rollouts=8, val_split='', eval_split=''),
-    best_of_n=dict(reward_model='', chunk=3))   # too long a prompt costs itself, not its chunk
+    best_of_n=dict(reward_model='', chunk=3),   # a prompt costs itself, not its chunk
+    reward_model=dict(held_out=1), dpo=dict(eval_split=''))
 
 
-@pytest.mark.parametrize('notebook', LONG_PROMPTS)
-def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, notebook):
-    rows = load_records(str(base/'world'), 'eval', 'output', 12)
-    for r in rows[3:5]: r['instruction'] += ' please'*150
-    (tmp_path/'long.json').write_text(json.dumps(rows))
-    tiny.run(notebook, base, tmp_path/'out', data=str(tmp_path/'long.json'),
-             **LONG_PROMPTS[notebook])
-    assert '2 of 12' in capsys.readouterr().out
-    assert read_summary(tmp_path/'out')['too_long'] == 2
+@pytest.mark.parametrize('notebook', LONG)
+def test_what_is_too_long_is_counted_and_reported(base, tmp_path, capsys, notebook):
+    "Two of twelve prompts, ten of sixty pairs (one may be held out)."
+    pairs = notebook in ('reward_model', 'dpo')
+    rows = (read_json(base/'annotators'/'preferences.json') if pairs else
+            load_records(str(base/'world'), 'eval', 'output', 12))
+    for i, r in enumerate(rows[:10] if pairs else rows[:2]):
+        if pairs: r['output_2'] = f'{i}' + ' very'*150
+        else: r['instruction'] += ' please'*150
+    file = tiny.write(tmp_path/'long.json', rows)
+    tiny.run(notebook, base, tmp_path/'out', **LONG[notebook] | {
+        'preferences' if pairs else 'data': file})
+    found, said = read_summary(tmp_path/'out'), capsys.readouterr().out
+    if pairs:
+        assert found['too_long'] in (9, 10) and ' of ' in said
+        assert found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
+    else: assert found['too_long'] == 2 and '2 of 12' in said
     if notebook == 'best_of_n': assert len(read_json(tmp_path/'out'/'outputs.json')) == 10
-
-
-@pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
-def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, notebook):
-    rows = read_json(base/'annotators'/'preferences.json')
-    for i, r in enumerate(rows[:10]): r.update(output_2=f'{i}' + ' very'*150)
-    (tmp_path/'long.json').write_text(json.dumps(rows))
-    more = dict(held_out=1) if notebook == 'reward_model' else dict(eval_split='')
-    tiny.run(notebook, base, tmp_path/'out', preferences=str(tmp_path/'long.json'), **more)
-    assert ' of ' in capsys.readouterr().out
-    found = read_summary(tmp_path/'out')
-    assert found['too_long'] in (9, 10)
-    assert found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
 
 
 def test_out_that_cannot_be_written(base, tmp_path):
@@ -545,12 +510,10 @@ def ended(notebook, given, capsys):
 
 def test_an_error_of_a_file_ends_a_command_with_one_line(base, tmp_path, capsys, monkeypatch):
     "A fault of the code, or of what it calls, has its traceback."
-    (tmp_path/'bad.json').write_bytes(as_json(changed(4, output=None)))
+    bad = tiny.write(tmp_path/'bad.json', [*ROWS[:4], dict(ROWS[4], output=None)])
     given = tiny.settings('sft', base, out=str(tmp_path/'out'), val_split='', eval_split='')
-    wrong = given | dict(data=str(tmp_path/'bad.json'))
-    message = "bad.json, row 4: the field 'output' is None"
-    said = ended('sft', wrong, capsys)
-    assert said.startswith('sft.py: error: ') and message in said and said.count('\n') == 1
+    said = ended('sft', given | dict(data=bad), capsys)
+    assert re.fullmatch("sft.py: error: .*bad.json, row 4: the field 'output' is None.*\n", said)
     (tmp_path/'file').write_text('mine')
     said = ended('sft', given | dict(out=str(tmp_path/'file')), capsys)
     assert 'cannot write there' in said and said.count('\n') == 1

@@ -25,8 +25,6 @@ ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
 FILES = ('items.json', 'preferences.json', 'preferences.csv')
 
 
-# --- tasks ---------------------------------------------------------------------------------------
-
 def test_shipped_tasks():
     tasks = [read_task(str(p)) for p in TASKS]
     assert [t.name for t in tasks] == [p.stem for p in TASKS]
@@ -80,21 +78,16 @@ def test_prompts_are_mirror_images():
 
 
 @pytest.mark.parametrize('text, found, stopped', [
-    (' Sure.', 'Sure.', False), (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True),
-    ('user: User: hi', 'hi', False), (' Human: Assistant: hi', 'hi', False),
+    (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True), ('user: User: hi', 'hi', False),
     (' Humanity and the Human body.', 'Humanity and the Human body.', False),
-    (' A.\n\nHumanity: b.\nHuman: c', 'A.\n\nHumanity: b.\nHuman: c', False),
     ('The Human: factor', 'The Human: factor', False), ('\n\nHuman: and then?', '', True),
-    ('Human: and then?', 'and then?', False), (' ', '', False), ('\n Human: hi', 'hi', False),
-    (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
+    ('Human: and then?', 'and then?', False), (' ', '', False), ('\n Human: hi', 'hi', False)])
 def test_answers_end_at_whole_role_tags(text, found, stopped):
-    "The release's filter cut or rejected whatever contained Human."
+    "The release's filter cut or rejected whatever contained Human; the notebook has more."
     task = task_with(filters=dict(ended=True))
     reason = ('' if stopped else 'cut_off') if found else 'empty'
     assert clean_response(text, False, task) == (found, reason)
 
-
-# --- the judge's letters -------------------------------------------------------------------------
 
 def toy(*merged, bos='<s>'):
     "A tokenizer of characters and of these words."
@@ -119,13 +112,6 @@ def test_answer_tokens_are_those_behind_the_prompt(merged):
     assert prompt_tokens('It', toy(bos=None)) == toy()('It')['input_ids']
 
 
-def test_worlds_answer_tokens(models):
-    prompt = '\n\nHuman: Hi\n\nThe better answer is ('
-    shared, (a, b) = label_tokens(prompt, 'AB', models.tokenizer)
-    assert [models.tokenizer.decode(x) for x in (a, b)] == ['A', 'B']
-    assert models.tokenizer.decode(shared).endswith('is (')
-
-
 def test_shown_labels():
     def shown(**top):
         tokens = [dict(token=t.replace('_', ' '), logprob=math.log(p)) for t, p in top.items()]
@@ -134,8 +120,6 @@ def test_shown_labels():
     assert shown(A=.2, _A=.1, B=.1, Because=.5) == pytest.approx(.25) and shown(B=.1) == 1
     assert math.isnan(shown(Bad=.9)) and math.isnan(shown_label(dict(choices=[{}]), 'AB'))
 
-
-# --- runs ----------------------------------------------------------------------------------------
 
 def made(base, out, **more):
     rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out), **more)))
@@ -149,10 +133,6 @@ def outputs(rows): return [(r['output_1'], r['output_2']) for r in rows]
 
 
 def labels(rows): return np.array([r['preference'] for r in rows])
-
-
-def refused(base, out, message, **more):
-    with pytest.raises(ValueError, match=message): made(base, out, **more)
 
 
 @pytest.fixture(scope='module')
@@ -223,8 +203,7 @@ def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
     people = pairs(tmp_path/'people')
     assert len(people) == len(pairs(out)) and {r['annotator'] for r in people} == {'gold'}
     assert list(labels(people)) == gold(people) and len(set(labels(people))) > 1
-    some = tmp_path/'some.json'
-    some.write_text(json.dumps([dict(pairs(out)[0], contrast=7)]))
+    some = tiny.write(tmp_path/'some.json', [dict(pairs(out)[0], contrast=7)])
     for samples, wrong in ((some, 'contrast = 7'), (tmp_path/'self', 'labelled by self')):
         more = rescore | dict(out=str(tmp_path/'x'), samples=str(samples))
         cfg = RLCDConfig(**tiny.settings('rlcd', base, **more))
@@ -256,8 +235,8 @@ def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path)
         assert r[f'ended_{best}'] is True and r[f'ended_{3 - best}'] is False
     for out, sign in (('good', 1), ('bad', -1)):   # a bad answer is imitated as it is, cut off
         turned = [r | dict(preference=1.5 + sign*(r['preference'] - 1.5)) for r in rows]
-        (tmp_path/'pairs.json').write_text(json.dumps(turned))
-        made(base, tmp_path/out, method='context_distillation', samples=str(tmp_path/'pairs.json'))
+        made(base, tmp_path/out, method='context_distillation',
+             samples=tiny.write(tmp_path/'pairs.json', turned))
         read = load_records(str(tmp_path/out), 'sft', 'output')
         assert [r['ended'] for r in read] == [sign == 1]*len(rows)
 
@@ -299,35 +278,30 @@ def test_evidence_is_that_of_whole_texts(base, whole):
     np.testing.assert_allclose(rlcd._label_evidence(writer, task, items), by_hand, atol=1e-3)
 
 
-class Fussy:
-    "Gives each key's text; nothing on the first try, and never for prompt 2."
-    def __init__(self): self.asked = []
-
-    def write(self, prompts, keys, stop):
-        self.asked += keys
-        said = [f' {k[:2]}' if k[2] and k[0] != 2 else '' for k in keys]
-        return [Written('', False, 'long_prompt') if k[0] == 1 else Written(text, True)
-                for k, text in zip(keys, said)]
-
-
 def test_retries_are_counted_and_bounded():
-    writer, cfg = Fussy(), RLCDConfig(max_retries=2)
+    "Of a writer that says nothing on the first try, never to prompt 2; prompt 1 is too long."
+    asked, cfg = Counter(), RLCDConfig(max_retries=2)
+    class Fussy:
+        def write(self, prompts, keys, stop):
+            asked.update(k[0] for k in keys)
+            return [Written('', False, 'long_prompt') if i == 1 else
+                    Written(f' {i} {side}' if attempt and i != 2 else '', True)
+                    for i, side, attempt in keys]
     records = {i: dict(instruction=f'{i}') for i in range(4)}
-    items = rlcd.write_items(writer, read_task(ANYTHING), records, cfg)
-    assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', '']
-    assert [i['retries'] for i in items] == [2, 0, 4, 2]
-    assert Counter(k[0] for k in writer.asked) == {0: 4, 1: 2, 2: 6, 3: 4}
+    items = rlcd.write_items(Fussy(), read_task(ANYTHING), records, cfg)
+    assert [(i['reason'], i['retries']) for i in items] == [
+        ('', 2), ('long_prompt', 0), ('empty', 4), ('', 2)]
+    assert asked == {0: 4, 1: 2, 2: 6, 3: 4}
     found = rlcd._item_figures(rlcd._label_items(items, None, cfg), cfg)
-    wanted = dict(prompts=4, made=2, skipped_empty=1, skipped_long_prompt=1, retries=8)
-    assert {k: found[k] for k in wanted} == wanted
+    assert (found['made'], found['skipped_long_prompt'], found['retries']) == (2, 1, 8)
     with pytest.raises(ValueError, match='nothing is left'): rlcd._item_figures(items[1:2], cfg)
 
 
 def test_a_judge_that_fails_stops_the_run_before_anything_is_written(base, tmp_path):
-    dialogues = tmp_path/'talk.json'
-    dialogues.write_text(json.dumps([TALK]))
-    judged = dict(method='rlaif', data=str(dialogues), annotators='alpaca_farm.world:gold')
-    refused(base, tmp_path/'out', 'annotators = .* failed on a first answer', **judged)
+    judged = dict(method='rlaif', data=tiny.write(tmp_path/'talk.json', [TALK]),
+                  annotators='alpaca_farm.world:gold')
+    with pytest.raises(ValueError, match='annotators = .* failed on a first answer'):
+        made(base, tmp_path/'out', **judged)
     assert not (tmp_path/'out').exists()
 
 
@@ -349,8 +323,6 @@ def test_a_served_model(base, tmp_path):
         assert len(server.requests()) == 36 and {r['annotator'] for r in judged} == {'self'}
         assert all(1 < p < 2 for p in labels(judged))
 
-
-# --- the world that can be asked for good and for poor answers -----------------------------------
 
 def test_dialogue_pages():
     from alpaca_farm.worlds.embedded.grammar import is_held_out, parse
@@ -383,15 +355,13 @@ def test_the_default_world_has_no_dialogues(base, tmp_path):
     with pytest.raises(ValueError, match='dialogues = -1'): world.WorldConfig(dialogues=-1)
 
 
-# --- Wombat: candidates of several models, rated -------------------------------------------------
-
 def test_wombat_rates_the_answers_of_several_models(base, tmp_path):
     """A file for each model; one request for each prompt, three where no rating can be read, and
     as many by a later run."""
     prompts, out = load_records(str(base/'world'), 'unlabeled', n=6), tmp_path/'wombat'
     for name, rows in dict(a=prompts, b=prompts, c=prompts[:5]).items():
-        (tmp_path/f'{name}.json').write_text(json.dumps(
-            [dict(r, output=f'Text of {name}.', generator=name) for r in rows]))
+        answered = [dict(r, output=f'Text of {name}.', generator=name) for r in rows]
+        tiny.write(tmp_path/f'{name}.json', answered)
     files = [str(tmp_path/f'{name}.json') for name in 'abca']   # a text counts once
     given = dict(out=str(out), candidates=files, rater='judge', store=str(tmp_path/'a.sqlite'))
     with judge_server() as server:
