@@ -203,6 +203,15 @@ def write(path, rows, lines=False):
     return str(path)
 
 
+def splits(folder, rows, other='no'):
+    "Write demonstrations as every split, and as preferences over or under another answer."
+    for name in ('sft', 'unlabeled', 'val', 'eval'): write(Path(folder)/f'{name}.json', rows)
+    write(Path(folder)/'preferences.json', [
+        dict(r, output_1=r['output'], output_2=other, preference=1 + i % 2)
+        for i, r in enumerate(rows)])
+    return str(folder)
+
+
 SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, intermediate_size=48,
             max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)

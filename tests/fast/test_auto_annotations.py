@@ -100,17 +100,6 @@ def test_old_names_and_decoding(server):
     assert request.count('"temperature": 0.3') == 1
 
 
-def test_labels_in_a_file_of_alpaca_eval(server, tmp_path):
-    file, pair = tmp_path/'annotations.json', dict(PAIR, input='b')
-    def label(pair): return PairwiseAutoAnnotator(caching_path=str(file)).annotate_pairs([pair])[0]
-    first = label(pair)['preference']
-    assert json.loads(file.read_text())[0]['instruction'] == 'a\n\nb'
-    for folder in (tmp_path, tmp_path/'runs'): (folder/'answers.sqlite').unlink(missing_ok=True)
-    for same in (pair, dict(pair, instruction='a\n\nb', input='')):
-        assert label(same)['preference'] == first
-    assert len(server.requests()) == 1
-
-
 def test_the_file_of_labels_keeps_what_it_has(server, tmp_path):
     "The same pair twice, and labels that are not to be used again: nothing in it is lost."
     file = tmp_path/'annotations.json'

@@ -30,8 +30,6 @@ HH = Path(os.environ.get('ALPACA_FARM_DATA',
 
 
 def turn(role, content): return dict(role=role, content=content)
-
-
 def dialogue(*texts): return [turn(('user', 'assistant')[i % 2], t) for i, t in enumerate(texts)]
 
 
@@ -82,7 +80,6 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
 
 @pytest.mark.parametrize('row, kind, message', [
     (dict(chosen='\n\nHuman: Hi.', rejected='\n\nHuman: Hi.'), 'preference', 'at its end: .*Hi'),
-    (dict(chosen='Hi.'), 'instruction', "begins with .* not with 'Hi.'"),
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
      'preference', 'the two dialogues have no turn'),
     (dict(messages=[turn('robot', 'a')]), 'output', "{'role': 'robot'"),
@@ -91,10 +88,7 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
       for call in (turn('assistant', '') | dict(tool_calls=[dict(name='sky')]),
                    turn('assistant', '') | dict(function_call=[dict(name='sky')]),
                    {'from': 'function_call', 'value': '{}'})],
-    (dict(messages=[turn('system', 'Kind.'), *HELLO], system='Rude.'), 'instruction',
-     "'system' is 'Rude.', but the dialogue begins with the system's turn 'Kind.'"),
     (dict(messages=HELLO, system=7), 'instruction', "'system' is 7, not a string"),
-    (dict(messages=[turn('user', ' ')]), 'instruction', 'no words of a user'),
     (dict(messages=HELLO, input='x'), 'instruction', '`input`'),
     (dict(messages=[turn('user', 'Hi.'), turn('system', 'Kind.')], output='Yes?'), 'output',
      "ends with the system's turn")])

@@ -99,18 +99,6 @@ def test_out_that_cannot_be_written(base, tmp_path):
     assert (tmp_path/'file').read_text() == 'mine'
 
 
-@pytest.mark.parametrize('files', [['config.json'], ['.a.json.123', '.git/config'], ['data.csv']])
-def test_out_that_is_not_ours_is_untouched(base, tmp_path, files):
-    "Another program's folder, or one with hidden files only."
-    out = tmp_path/'theirs'
-    for name in files:
-        (out/name).parent.mkdir(parents=True, exist_ok=True)
-        (out/name).write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match='holds files that do not belong to a run'):
-        tiny.run('sft', base, out)
-    assert sorted(str(p.relative_to(out)) for p in out.rglob('*') if p.is_file()) == files
-
-
 @pytest.fixture(scope='module')
 def whole(base):
     "A finished run of SFT."

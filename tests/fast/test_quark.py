@@ -12,8 +12,7 @@ from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import load_policy, load_tokenizer, logits_of, logprobs
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import collate, encode_prompts
-from alpaca_farm.quark import (pool_answers, quantiles, quark_loss, QuarkConfig, response_terms,
-    reward_tokens, token_terms)
+from alpaca_farm.quark import pool_answers, quantiles, quark_loss, response_terms, token_terms
 from tiny import randn
 
 torch.set_num_threads(1)
@@ -105,34 +104,6 @@ def test_chunks_change_nothing(models, pair, monkeypatch):
     assert all(p.grad is None for p in reference.parameters())
 
 
-@torch.no_grad()
-def test_the_reference_knows_nothing_of_tokens(models, pair):
-    policy, reference, tokenizer, ids, size = pair
-    assert reference.get_input_embeddings().weight.shape[0] == size == ids[0]
-    rest = prepend_tokens(models.prompts[:8], ids[1], tokenizer, 2)
-    other = collate(rest, models.answers[:8], tokenizer.pad_token_id)
-    own = batch_of(models, pair, range(8))
-    a, b = (terms_of(policy, policy, x, size)['kl'] for x in (own, other))
-    assert max((x - y).abs().max() for x, y in zip(a[1::2], b[1::2])) < 1e-6
-    assert max(x.max() for x in a) > 1e-4
-
-
-def test_untouched_vocabulary(models):
-    policy, tokenizer = map(copy.deepcopy, (models.policy, models.tokenizer))
-    plain = models.tokenizer
-    size, was = len(tokenizer), models.policy.get_input_embeddings().weight
-    cfg = QuarkConfig(best_quantile_only=False, num_quantiles=3, jitter=.5, token_times=2)
-    ids, words = reward_tokens(policy, tokenizer, cfg)
-    table = policy.get_input_embeddings().weight
-    assert (ids, words, len(table)) == ([size, size + 1, size + 2], size, size + 3)
-    assert torch.equal(table[:size], was) and policy.generation_config.suppress_tokens == ids
-    assert ((table[size:] - was.mean(0)).abs() < 3*was.std(0)).all()
-    prompts = prepend_tokens(encode_prompts([BIRD], plain), ids[0], plain, 2)
-    assert encode_prompts([BIRD], tokenizer) == prompts
-    with pytest.raises(ValueError, match='control tokens'): reward_tokens(policy, tokenizer, cfg)
-    assert reward_tokens(models.policy, plain, QuarkConfig()) == ([], len(was))
-
-
 def test_run_with_tokens(base, tmp_path):
     out = tmp_path/'quark'
     log, _ = train(base, out, best_quantile_only=False, clear_pool=False,
@@ -148,15 +119,6 @@ def test_run_with_tokens(base, tmp_path):
     assert prompts == prepend_tokens(encode_prompts([BIRD], plain), token, plain, 2)
     written = generate(policy, tokenizer, prompts*64, max_new_tokens=30)
     assert max(t for s, in written for t in s.tokens) < len(plain), 'one is never written'
-
-
-@pytest.mark.parametrize('tokens', [False, True])
-def test_micro_batches_change_nothing(base, tmp_path, tokens):
-    more = dict(steps=1, best_quantile_only=not tokens, eval_split='', entropy_coef=.01)
-    logs = [train(base, tmp_path/f'{m}', micro_batch_size=m, **more)[0] for m in (0, 3)]
-    for a, b in zip(*logs):
-        for k in ('loss', 'nll', 'kl', 'token_kl', 'reward', 'grad_norm', 'entropy'):
-            assert a[k] == pytest.approx(b[k], abs=1e-4)
 
 
 def test_first_update_is_plain_imitation_of_the_best(base, tmp_path, monkeypatch):

@@ -36,17 +36,6 @@ def test_settings_exist(path):
     fits(NOTEBOOKS.get(path.stem, path.stem), yaml.safe_load(path.read_text()))
 
 
-@pytest.mark.parametrize('path', [p for p in FILES if 'rlcd' not in p.parts],
-                         ids=lambda p: str(p.relative_to(RECIPES)))
-def test_a_comment_says_what_was_measured_and_has_the_command(path):
-    lines = path.read_text().splitlines()
-    assert lines[0].startswith('# ') and 'easured' in lines[1]
-    command = next(l for l in lines if l.startswith('# papermill'))
-    notebook, out = NOTEBOOKS.get(path.stem, path.stem), yaml.safe_load(path.read_text())['out']
-    file = path.relative_to(RECIPES.parents[1])
-    assert command.startswith(f'# papermill nbs/{notebook}.ipynb {out}.ipynb -f {file}')
-
-
 def test_every_set_has_every_method():
     "A set's runs name each other: no recipe reads a run that none makes."
     for folder in [RECIPES/'llama_7b', RECIPES/'gpu_24gb', RECIPES/'h200', RECIPES/'h200'/'1b']:

@@ -1,6 +1,5 @@
 """RRHF: its loss against loops in float64, candidates from anywhere, whole runs."""
 import itertools
-import json
 import math
 
 import numpy as np
@@ -17,12 +16,9 @@ from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import collate, decode, encode_responses
 from alpaca_farm.rrhf import rrhf_batch, rrhf_loss, rrhf_step, RRHFConfig
+from tiny import randn, write
 
 torch.set_num_threads(1)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def config(base, **more): return RRHFConfig(**tiny.settings('rrhf', base) | more)
@@ -52,8 +48,6 @@ def test_rank_loss(reduction, ties):
     torch.testing.assert_close(again, found)
 
 
-# --- batches -------------------------------------------------------------------------------------
-
 @pytest.fixture(scope='module')
 def some(base, models):
     "Twelve queries of two or three scored candidates, their prompts, and a configuration."
@@ -66,10 +60,6 @@ def some(base, models):
     # a small reward model's scores are mostly the policy's own likelihoods, all in order
     queries = [dict(q, scores=rng.normal(size=len(q['output'])).tolist()) for q in queries]
     return queries, prompts[:12], cfg
-
-
-@pytest.fixture(scope='module')
-def policy(base, models): return load_policy(str(base/'sft'), models.cfg)[0]
 
 
 @torch.no_grad()
@@ -118,13 +108,6 @@ def test_nothing_is_longer_than_allowed(base, models, capsys):
     texts = {t for q in merge_candidates(config(base).candidates) for t in q['output']}
     assert {t for q in queries for t in q['output']} <= texts
     with pytest.raises(ValueError, match='within max_length = 12'): sizes(max_length=12)
-
-
-# --- candidates ----------------------------------------------------------------------------------
-
-def write(path, rows, lines=False):
-    path.write_text('\n'.join(map(json.dumps, rows)) + '\n' if lines else json.dumps(rows))
-    return str(path)
 
 
 ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', 'Hi!', 'No.'],
@@ -186,12 +169,7 @@ def test_bad_files(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message): read_candidates(file)
 
 
-# --- scores --------------------------------------------------------------------------------------
-
-
 def not_a_number(records): return [float('nan')]*len(records)
-
-
 def indifferent(records): return [3.]*len(records)
 
 
@@ -204,15 +182,14 @@ def test_what_cannot_be_learned_from(base, tmp_path, more, message):
     assert not (tmp_path/'rrhf'/'candidates.json').exists() and not read_summary(tmp_path/'rrhf')
 
 
-# --- runs ----------------------------------------------------------------------------------------
-
 def run(base, out, **more):
     rrhf.train(config(base, out=str(out), **more))
     return read_log(out), read_summary(out)
 
 
-def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, policy, tmp_path):
+def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, tmp_path):
     (log, summary), cfg = run(base, tmp_path/'rrhf'), config(base)
+    policy, _ = load_policy(str(base/'sft'), models.cfg)
     queries, prompts = zip(*rrhf.load_queries(cfg, models.tokenizer)[0])
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
     assert [q['output'] for q in pool] == [q['output'] for q in queries]

@@ -81,6 +81,7 @@ NONSENSE = dict(   # by notebook: settings that do not fit, and what the error n
         (dict(group_size=1), 'group_size = 1'), (dict(advantage='rloo', group_size=5), 'multiple'),
         (dict(reward_model=[]), 'reward_model'), (dict(ensemble='median'), 'ensemble'),
         (dict(annotators=JUDGE, val_split=''), 'val_split'),
+        (dict(annotators='open_pol'), 'Did you mean open_pool'),
         (dict(sampler='http://x/v1', lora_rank=0), 'lora_rank'),
         (dict(sampler='localhost:8000', lora_rank=4), 'http')],
     rrhf=[
@@ -156,6 +157,7 @@ FORMS = """
     sq0atp-{22} PMAK-{24h}-{34h} {10d}:AA{33} {40h} {64h} {32h} {84n} {32h}.{16n}
     eyJ{33}.eyJ{60}.{43} eyJhcGlfYWRkcmVzcyI6{60n}== ATATT3xFfGF0{160}={8h}
     https://{20n}@host/v1 https://me:{9n}@host:8000/v1 https://hooks.slack.com/services/T{8u}/{24n}
+    https://:{9n}@host https://host/v1?a=1&token={9n} https://host/v1?api-key={9n}
     https://host/v1?api_key={9n} https://host/v1?sig={43n} AccountKey=a;SharedAccessKey={43n}=
     gpt-4.1=sk-ant-{40n} OPENAI_API_KEY=sk-{40n}""".split()
 KEYS = [made_up(form) for form in FORMS] + [
@@ -177,14 +179,6 @@ def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
     with pytest.raises(SystemExit): from_args(ApiConfig, ['--api_key', key])
     said = capsys.readouterr()
     assert 'looks like an API key' in said.err and key not in said.err + said.out
-
-
-@pytest.mark.parametrize('url', [
-    'http://me:hunter2@host:8000/v1', 'https://:hunter2@host', 'https://host/v1?api-key=hunter2',
-    'https://host/v1?a=1&token=hunter2'])
-def test_passwords_in_addresses_are_refused_and_not_repeated(url):
-    with pytest.raises(ValueError, match='base_url looks like') as e: no_secrets(dict(base_url=url))
-    assert 'hunter2' not in str(e.value)
 
 
 def test_ordinary_values_are_no_keys(): no_secrets(dict(a=ORDINARY, b=dict(c=.1, e=[1, [2]])))

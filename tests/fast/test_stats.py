@@ -32,14 +32,6 @@ def test_win_rate_is_alpaca_evals(kind, rng):
         assert {k: theirs[k] for k in ours} == pytest.approx(ours, abs=1e-9)
 
 
-def test_replicates_without_variance_of_their_own(rng):
-    "Copies have the interval of one; two that differ have Student's t."
-    x = rng.normal(size=300)
-    assert stats.replicate_interval([x, x, x]) == pytest.approx(stats.bootstrap(x), abs=.01)
-    two = stats.replicate_interval([x, x + 1])
-    assert two.high - two.value == pytest.approx(12.706/2, rel=.01)
-
-
 def test_agreement_is_alpaca_evals(rng):
     "Odd numbers of votes, so that no mode has to be drawn."
     pd, analyze = pytest.importorskip('pandas'), pytest.importorskip('alpaca_eval.analyze')

@@ -102,13 +102,9 @@ def save(folder, tokenizer, size=320, positions=256):
     return str(folder)
 
 
-def data(folder, n=12):
-    folder.mkdir(exist_ok=True)
-    rows = [dict(instruction=f'say {i} words', output=f'the words {i}') for i in range(n)]
-    for split in ('sft', 'val', 'eval'): (folder/f'{split}.json').write_text(json.dumps(rows))
-    pairs = [dict(r, output_1=r['output'], output_2='one', preference=1) for r in rows]
-    (folder/'preferences.json').write_text(json.dumps(pairs))
-    return str(folder)
+def data(folder):
+    rows = [dict(instruction=f'say {i} words', output=f'the words {i}') for i in range(12)]
+    return tiny.splits(folder, rows, 'one')
 
 
 @pytest.mark.parametrize('family', FAMILIES)

@@ -1,5 +1,4 @@
 """Preference data without people: tasks are data; one file, however a run is divided."""
-import json
 import math
 import random
 from collections import Counter
@@ -13,8 +12,8 @@ import tiny
 from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
 from alpaca_farm.core.ask.api import ApiConfig
-from alpaca_farm.core.ask.completions import (label_tokens, LocalWriter, prompt_tokens,
-    ServedWriter, shown_label, Written)
+from alpaca_farm.core.ask.completions import (LocalWriter, prompt_tokens, ServedWriter,
+    shown_label, Written)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
@@ -63,7 +62,8 @@ def task_with(**more):
 
 def test_prompts_are_mirror_images():
     "In one more way than the notebook shows: phrases in a system message, and none in history."
-    plus, minus = (contrast_prompt(task_with(), TALK, PAIR, s) for s in ('positive', 'negative'))
+    plus, minus = (contrast_prompt(task_with(), TALK, PAIR, s)
+                   for s in ('positive', 'negative'))
     assert plus == '\n\nHuman: Hi\n\nAssistant (rude): Hello.\n\nHuman: Bye\n\nAssistant (kind):'
     assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
     found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
@@ -89,29 +89,6 @@ def test_answers_end_at_whole_role_tags(text, found, stopped):
     assert clean_response(text, False, task) == (found, reason)
 
 
-def toy(*merged, bos='<s>'):
-    "A tokenizer of characters and of these words."
-    from tokenizers import models, Tokenizer
-    from transformers import PreTrainedTokenizerFast
-    words = ['<pad>', '<s>', '</s>', *map(chr, range(32, 127)), *merged]
-    vocab = {w: i for i, w in enumerate(words)}
-    model = models.BPE(vocab, [(w[:-1], w[-1]) for w in merged], unk_token='?')
-    special = dict(bos_token=bos, eos_token='</s>', pad_token='<pad>')
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **special)
-
-
-@pytest.mark.parametrize('merged', [(), ('(A', '(B'), (' (', ' (A')])
-def test_answer_tokens_are_those_behind_the_prompt(merged):
-    "Not those of the bare letter: with a merge the bracket belongs to them."
-    tokenizer = toy(*merged)
-    spelt = lambda ids: ''.join(tokenizer.convert_ids_to_tokens(ids))
-    shared, labels = label_tokens('It is (', 'AB', tokenizer)
-    for letter, ids in zip('AB', labels):
-        assert spelt(shared + ids) == f'<s>It is ({letter}' and spelt(ids).strip(' (') == letter
-    assert len({tuple(ids) for ids in labels}) == 2
-    assert prompt_tokens('It', toy(bos=None)) == toy()('It')['input_ids']
-
-
 def test_shown_labels():
     def shown(**top):
         tokens = [dict(token=t.replace('_', ' '), logprob=math.log(p)) for t, p in top.items()]
@@ -127,11 +104,7 @@ def made(base, out, **more):
 
 
 def pairs(out): return read_json(Path(out)/'preferences.json')
-
-
 def outputs(rows): return [(r['output_1'], r['output_2']) for r in rows]
-
-
 def labels(rows): return np.array([r['preference'] for r in rows])
 
 
