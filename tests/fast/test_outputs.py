@@ -143,23 +143,8 @@ def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
     assert ''.join(read_json(path)['cells'][0]['source']) == 'x = 2'
 
 
-def test_notebooks_of_core_come_first_and_the_farm_last():
-    found = notebook_paths(['farm', 'ppo', 'answers'])
-    assert [p.stem for p in found] == ['answers', 'ppo', 'farm']
-    with pytest.raises(ValueError, match='there is no pop'): notebook_paths(['pop'])
-
-
 def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
     before = (project/'nbs'/'two.ipynb').read_text()
     with pytest.raises(RuntimeError, match='two: ZeroDivisionError'): save_outputs(OutputsConfig())
     assert (project/'nbs'/'two.ipynb').read_text() == before
     assert set(read_json(project/'nbs'/'outputs.json')) == {'one'}
-
-
-def test_one_that_takes_too_long_does_not_end_the_others(project, monkeypatch):
-    from nbclient.exceptions import CellTimeoutError, DeadKernelError
-    ends = [CellTimeoutError('gone'), DeadKernelError('gone')]
-    def execute(*_): raise ends.pop(0)
-    monkeypatch.setattr(outputs, 'execute', execute)
-    with pytest.raises(RuntimeError, match='one: CellTimeoutError\ntwo: DeadKernelError'):
-        save_outputs(OutputsConfig())

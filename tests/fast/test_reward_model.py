@@ -1,5 +1,4 @@
 """Losses and calibration against plain Python; scores, their units and the likelihood in them."""
-import json
 import math
 from pathlib import Path
 
@@ -32,11 +31,6 @@ C = .3   # the weight of a likelihood
 
 def config(base, out, **more):
     return RewardModelConfig(**tiny.settings('reward_model', base, out=str(out), **SMALL | more))
-
-
-def saved(path, rows):
-    path.write_text(json.dumps(rows))
-    return str(path)
 
 
 @pytest.mark.parametrize('eps', [0., .1])
@@ -178,14 +172,18 @@ def test_values_are_those_of_the_head_alone(base, likely):
     assert model.config.reward_mean < -1 and found.abs().max() < .5
 
 
+def saved(folder, *parts):
+    for part in parts: part.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize('says', [False, True])
 def test_likelihood_needs_tied_embeddings(base, tmp_path, says):
     "In the files, whatever the configuration says; the policy has the head that it has there."
     policy, tokenizer = load_policy(str(base/'sft'), config(base, tmp_path))
     policy.lm_head.weight = torch.nn.Parameter(policy.lm_head.weight.detach().roll(1, 0))
     policy.config.tie_word_embeddings = says
-    for part in (policy, tokenizer): part.save_pretrained(tmp_path/'untied')
-    given = dict(policy=str(tmp_path/'untied'))
+    given = dict(policy=saved(tmp_path/'untied', policy, tokenizer))
     with pytest.raises(ValueError, match='likelihood = 0.3: .*untied'):
         rm.train(config(base, tmp_path/'rm', likelihood=C, **given))
     assert read_log(tmp_path/'rm') == []
@@ -198,16 +196,14 @@ def test_likelihood_needs_tied_embeddings(base, tmp_path, says):
 @pytest.mark.parametrize('says', [False, True])
 def test_embeddings_that_are_tied_in_the_files(base, tmp_path, says):
     "A head that is there twice is no other one; a missing one is not made up."
-    policy, tokenizer = load_policy(str(base/'sft'), config(base, tmp_path))
-    policy.save_pretrained(tmp_path/'tied')
-    tokenizer.save_pretrained(tmp_path/'tied')
-    known = read_json(tmp_path/'tied'/'config.json')
-    (tmp_path/'tied'/'config.json').write_text(json.dumps(known | dict(tie_word_embeddings=says)))
+    tied = saved(tmp_path/'tied', *load_policy(str(base/'sft'), config(base, tmp_path)))
+    known = read_json(f'{tied}/config.json')
+    tiny.write(tmp_path/'tied'/'config.json', known | dict(tie_word_embeddings=says))
     if says:
-        weights = load_file(tmp_path/'tied'/'model.safetensors')
+        weights = load_file(f'{tied}/model.safetensors')
         weights['lm_head.weight'] = weights['model.embed_tokens.weight'].clone()
-        save_file(weights, tmp_path/'tied'/'model.safetensors', dict(format='pt'))
-    given = config(base, tmp_path/'rm', likelihood=C, policy=str(tmp_path/'tied'))
+        save_file(weights, f'{tied}/model.safetensors', dict(format='pt'))
+    given = config(base, tmp_path/'rm', likelihood=C, policy=tied)
     if says: assert read_json(rm.train(given).folder/'model'/'config.json')['likelihood'] == C
     else:
         with pytest.raises(ValueError, match='untied'): rm.train(given)
@@ -261,15 +257,15 @@ def test_values_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, shared):
 
 @pytest.mark.parametrize('rank', [0, 4])
 def test_first_layers(base, tmp_path, rank):
-    "The first layers of a deeper policy become the reward model that a policy of them alone becomes."
+    "The first layers of a deeper policy become what a policy of them alone becomes."
     cfg = config(base, tmp_path)
     policy, tokenizer = load_policy(cfg.policy, cfg)
     deep = type(policy)(type(policy.config)(**policy.config.to_dict() | dict(num_hidden_layers=2)))
     deep.load_state_dict(policy.state_dict(), strict=False)
-    for part in (deep, tokenizer): part.save_pretrained(tmp_path/'deep')
     answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(cfg)[1]]
     scores = []
-    for name, more in dict(whole={}, first=dict(policy=str(tmp_path/'deep'), layers=1)).items():
+    for name, more in dict(whole={}, first=dict(layers=1, policy=saved(
+            tmp_path/'deep', deep, tokenizer))).items():
         rm.train(config(base, tmp_path/name, lora_rank=rank, head='normal', **more))
         scores.append(reward(str(tmp_path/name), cfg)(answers))
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)

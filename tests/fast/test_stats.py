@@ -1,4 +1,4 @@
-"Statistics, variety and votes: beside alpaca-eval and brute force."
+"Statistics and votes: beside alpaca-eval and by hand."
 import json
 import subprocess
 import sys
@@ -9,7 +9,6 @@ import pytest
 from scipy.stats import binomtest
 
 import tiny
-from alpaca_farm.boards.text import _count_pleasantries, _distinct
 from alpaca_farm.core import stats
 from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.judging.noise import sample_votes
@@ -83,25 +82,3 @@ def test_panel_follows_chances_and_weights():
     assert binomtest(int((votes == 2).sum()), votes.size, .75*.9 + .25*.2).pvalue > .001
     again = sample_votes(chance[:, :, ::-1], pairs[::-1], votes=1, weights=[3, 1])
     assert (again[:, ::-1] == votes).all()
-
-
-@pytest.mark.parametrize('text, n', [
-    ('Certainly: the cave. Take care!', 2), ('Hey, it is red.', 0),
-    ("I'd be happy to help! That's a great question. It rains.", 2),
-    ('I hope this helps! Please feel free to ask. Thank you for your question.', 3),
-    ('SURE, why not? Be kind. You are welcome. Good luck!', 3),
-    ('I am sure. Surely not. Sure enough, it rained. I hope it rains.', 0),
-    ('The course is long, of course. Thank you for the flowers. What a day.', 0)])
-def test_pleasantries(text, n): assert _count_pleasantries(text) == n
-
-
-@pytest.mark.parametrize('n', [1, 2])
-@pytest.mark.parametrize('answers', [
-    ['a b a', 'b c'], ['a a a a b'], ['x y', 'x y', 'y x z'], ['A, b! a', "don't do it", '']])
-def test_distinct_by_brute_force(answers, n):
-    words = [a.lower().replace(',', '').replace('!', '').split() for a in answers]
-    grams = [tuple(w[i:i + n]) for w in words for i in range(len(w) - n + 1)]
-    for m in range(1, len(grams) + 1):
-        every = [len({grams[i] for i in rows})/m for rows in combinations(range(len(grams)), m)]
-        assert _distinct(answers, n, m) == pytest.approx(np.mean(every), abs=1e-12)
-    assert np.isnan(_distinct(answers, n, len(grams) + 1))

@@ -73,15 +73,6 @@ def test_packed_rows_with_adapters(base, batch):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_a_frozen_head_reads_contiguous_states(base):
-    "Of others torch would copy the matrix for each row."
-    cfg, seen = config('sft', base), []
-    policy, _ = load_policy(cfg.policy, cfg, train=True)
-    policy.lm_head.register_forward_pre_hook(lambda _, x: seen.append(x[0].is_contiguous()))
-    policy(input_ids=torch.ones(3, 4, dtype=torch.long), logits_to_keep=1)
-    assert seen == [True]
-
-
 def test_a_run_leaves_its_adapter_and_the_whole_model(base, tmp_path, batch):
     cfg = config('sft', base, out=str(tmp_path/'sft'))
     sft.train(cfg)

@@ -169,15 +169,14 @@ def test_a_batch_outlives_its_process(tmp_path, nameless):
     assert paid == pytest.approx(summary(cfg)['dollars'], abs=1e-6)
 
 
-@pytest.mark.parametrize('harm', ['header', 'cut'])
-def test_a_damaged_store_is_said_and_left(tmp_path, harm):
+def test_a_damaged_store_is_said_and_left(tmp_path):
+    "It was cut; of one that is none at all the notebook tells."
     with judge_server() as server:
         cfg = annotation(tmp_path, server, n=120)
         run(cfg)
         gc.collect()   # an open connection would write the damaged file when it closes
         file = tmp_path/'answers.sqlite'
-        whole = file.read_bytes()
-        damaged = whole[:len(whole)//2] if harm == 'cut' else bytes(8000) + whole[8000:]
+        damaged = file.read_bytes()[:file.stat().st_size//2]
         for p in tmp_path.glob('answers.sqlite-*'): p.unlink()
         file.write_bytes(damaged)
         with pytest.raises((ValueError, OSError), match='damaged|malformed'):

@@ -144,20 +144,6 @@ def test_another_model_than_asked_for_is_named_once(tmp_path, capsys):
         assert out.count(f'answers as {model}') == said and 'at most about' not in out
 
 
-def test_a_budget_stops_cleanly_and_goes_on(tmp_path):
-    file = prices(tmp_path, '[10, 10]')
-    with judge_server() as server:
-        judge = made(server, tmp_path, prices=file, budget=.08, concurrency=3)
-        first, tally = judge(pairs(40)), judge.client.tally
-        assert tally.stopped and 0 < tally.asked < 40 and tally.dollars <= .08
-        assert tally.dollars == pytest.approx(cost('judge', *tally.tokens, price_list(file)))
-        assert np.isnan(first).sum() == 40 - tally.asked
-        rest = made(server, tmp_path, prices=file, budget=10.)
-        assert rest(pairs(40)) == longer(pairs(40)) and server.counts()['ok'] == 40
-        with pytest.raises(ValueError, match='the price of judge is unknown'):
-            made(server, tmp_path, budget=1., store=str(tmp_path/'other'))(pairs(40))
-
-
 def test_killed_at_any_moment_it_loses_at_most_the_calls_in_flight(tmp_path):
     "Ten times, each after some requests; the last pair is not answered before the last start."
     rng, n = np.random.default_rng(0), 400

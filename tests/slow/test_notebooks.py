@@ -109,12 +109,14 @@ def made(sizes, tmp_path_factory):
 
 
 def test_no_notebook_is_forgotten():
+    "nbdev_test executes those without a run as a whole; a study exports nothing."
     assert {p.stem for p in RUNNABLE} == {'farm', *FARMED, *OWN, *SILENT, *TOUR}
-
-
-def test_nbdev_test_executes_whole_notebooks_without_a_run():
     for p in RUNNABLE:
         assert p.stem not in SILENT or not re.search(r'#\| *(slow|notest|eval)', p.read_text()), p
+    studies = list((NBS/'studies').glob('*.ipynb'))
+    # `tuning`, `try_it` and `processors` make runs of the methods; TRL is not installed
+    assert {p.stem for p in studies} == {'tuning', 'try_it', 'beside_trl', 'processors', *STUDIES}
+    assert not any(re.search(r'#\| *(export|default_exp)', p.read_text()) for p in studies)
 
 
 def test_the_farm_in_the_real_world(made, monkeypatch):
@@ -174,13 +176,6 @@ def test_study_executes(made, sizes, name):
     assert status == 0, output
     cells = nbformat.read(folder/f'{name}.ipynb', 4).cells
     assert any('image/png' in o.get('data', {}) for c in cells for o in c.get('outputs', []))
-
-
-def test_every_study_is_executed_and_exports_nothing():
-    studies = list((NBS/'studies').glob('*.ipynb'))
-    # `tuning`, `try_it` and `processors` make runs of the methods; TRL is not installed
-    assert {p.stem for p in studies} == {'tuning', 'try_it', 'beside_trl', 'processors', *STUDIES}
-    assert not any(re.search(r'#\| *(export|default_exp)', p.read_text()) for p in studies)
 
 
 def table(path): return list(csv.DictReader(open(path)))

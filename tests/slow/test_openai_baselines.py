@@ -29,8 +29,6 @@ def wanted(cfg, model='judge'):
 
 
 def answers(cfg): return [r['output'] for r in load_records(cfg.out, 'outputs', 'output')]
-
-
 def server_of(**options): return judge_server(template=' Word {hash}.\n', **options)
 
 
@@ -58,20 +56,6 @@ def test_any_model_by_its_name(tmp_path):
     user, = baseline_request(load_records(cfg.data)[1], cfg, cfg.baseline)['messages']
     assert user == dict(role='user', content='Say word 1.\n\nloudly')
     assert {r['generator'] for r in load_records(cfg.out, 'outputs')} == {'my/model.gguf'}
-
-
-def test_what_is_refused_for_good_is_named_and_left_out(tmp_path, capsys):
-    "A refusal in words is an answer."
-    faults = {'context': {'p': 0, 'always_for': 'Say word 7\\.'},
-              'refusal': {'p': 0, 'always_for': 'Say word 8\\.'}}
-    with server_of(faults=faults) as server:
-        cfg = config(tmp_path, server)
-        run(cfg)
-    given, want = answers(cfg), wanted(cfg)
-    assert given[:7] + given[8:] == want[:7] + want[9:] and "can't assist" in given[7]
-    said = capsys.readouterr().out
-    assert '1 OF 30 ' in said and "'Say word 7.'" in said and 'maximum context length' in said
-    assert summary(cfg)['unanswered'] == 1
 
 
 def test_a_baseline_with_gaps_is_compared_on_the_rest(tmp_path):
