@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from alpaca_farm.core.run.paths import module_of
 
@@ -77,6 +78,14 @@ def config_class(notebook):
     "The class of the settings of a notebook, or of its module."
     return next(v for k, v in vars(module(notebook)).items()
                 if k.endswith('Config') and v.__module__ == module(notebook).__name__)
+
+
+def check_settings(notebook, settings):
+    "TypeError for a setting that the notebook does not have, ValueError for one of another type."
+    from alpaca_farm.core.run.settings import as_type, refuse_unknown
+    kinds = typing.get_type_hints(config_class(notebook))
+    refuse_unknown(notebook, settings, [*kinds])
+    for name, value in settings.items(): as_type(name, value, kinds[name])
 
 
 def config(notebook, **given):

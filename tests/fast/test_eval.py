@@ -50,23 +50,6 @@ REFERENCES = answers(lambda i: ['x'*(i + 1), 'y'*3])
 MINE = answers(lambda i: 'o'*(2*i))
 
 
-@pytest.mark.skipif(not (DATA/'alpaca_farm_examples').exists(), reason='no public outputs')
-def test_no_row_is_lost_on_alpaca_farms_files():
-    "252 instructions, most with an input, which is not merged into the instruction on one side."
-    sft, base = (json.loads((DATA/'alpaca_farm_examples'/f'outputs_{n}.json').read_text())
-                 for n in ('sft', 'baseline'))
-    pairs = comparisons.pair_up(sft, base)
-    assert len(pairs) == len(sft) == 252 and sum(p['input'] != '' for p in pairs) == 208
-
-
-def test_identical_answers_are_not_asked_about():
-    judged = []
-    def judge(pairs): judged.extend(pairs); return [2.]*len(pairs)
-    refs, outputs = answers(lambda i: 'yes'), answers(lambda i: 'yes' if i % 2 else 'no')
-    assert comparisons.preferences_over(outputs, refs, judge).tolist() == [1.5]*12
-    assert len(judged) == 12 and all(p['output_1'] != p['output_2'] for p in judged)
-
-
 def test_no_verdict_is_no_tie_and_no_loss(capsys):
     "And its share is said, by judge."
     methods = dict(reference=REFERENCES, mine=answers(lambda i: 'o'*(2*i + 1)))

@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import subprocess
-import typing
 
 import pytest
 import yaml
@@ -13,7 +12,7 @@ from papermill import inspect_notebook
 
 import tiny
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.run.settings import as_type, refuse_unknown
+from alpaca_farm.core.run.settings import refuse_unknown
 
 PAGES = {p.name: p.read_text()
          for p in (tiny.ROOT/'README.md', *sorted((tiny.ROOT/'nbs').glob('*.md')))}
@@ -37,19 +36,11 @@ def commands(text):
             if re.match(ours, l) and '...' not in l and 'my_method' not in l]
 
 
-def config_class(notebook):
-    path = next((tiny.ROOT/'alpaca_farm').rglob(f'{notebook}.py')).relative_to(tiny.ROOT)
-    return tiny.config_class(importlib.import_module('.'.join(path.with_suffix('').parts)))
-
-
 def check_settings(notebook, settings):
     "TypeError for a setting that the notebook does not have, or a value of another type."
     path = next((tiny.ROOT/'nbs').rglob(f'{notebook}.ipynb'))
-    if 'default_exp' not in path.read_text():   # it exports nothing
-        return refuse_unknown(notebook, settings, list(inspect_notebook(str(path))))
-    cls = config_class(notebook)
-    refuse_unknown(cls.__name__, settings, [f.name for f in dataclasses.fields(cls)])
-    for name, value in settings.items(): as_type(name, value, typing.get_type_hints(cls)[name])
+    if 'default_exp' in path.read_text(): return tiny.check_settings(notebook, settings)
+    refuse_unknown(notebook, settings, list(inspect_notebook(str(path))))   # it exports nothing
 
 
 def check(command):

@@ -1,5 +1,4 @@
 "Every parameter file has settings that exist, with values of their types."
-import typing
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +6,6 @@ import tiny
 import yaml
 
 from alpaca_farm.core.run.inputs import methods, recipes
-from alpaca_farm.core.run.settings import as_type
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from tiny import config_class as config_of
 
@@ -15,13 +13,9 @@ RECIPES = tiny.ROOT/'nbs'/'recipes'
 
 
 def fits(notebook: str, settings: dict):
-    kinds = typing.get_type_hints(config_of(notebook))
-    for name, value in settings.items():
-        assert name in kinds, f'{notebook} has no setting {name}'
-        as_type(name, value, kinds[name])
-    config = config_of(notebook)
-    given = {k: v for k, v in settings.items() if k not in config.inputs}
-    config(**given)   # within their bounds
+    tiny.check_settings(notebook, settings)
+    config = config_of(notebook)   # and within their bounds
+    config(**{k: v for k, v in settings.items() if k not in config.inputs})
 
 
 SETS = ('llama_7b', 'gpu_24gb', 'h200')
