@@ -132,9 +132,7 @@ def test_a_large_model_gets_the_settings_of_large_models(base, mine):
     # the user's file counts before the size
     assert sizes['dpo']['batch_size'] == SMALL['dpo']['batch_size']
     assert _count_parameters(str(base/'sft')) < 1e6
-
-
-def test_control_tokens_have_room_before_the_longest_prompt(mine):
+    # control tokens have room before the longest prompt
     sizes = own_sizes(BringYourOwnConfig(**mine | dict(methods=[*METHODS], max_prompt=90)), 10**6)
     most = {name: own['max_prompt'] for name, own in sizes.items() if 'max_prompt' in own}
     assert most['feedme'] == most['references'] == most['ppo'] == 90

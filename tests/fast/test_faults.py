@@ -113,17 +113,22 @@ def run_of_sft(base, whole, tmp_path):
     return tmp_path/'sft', again
 
 
-def test_only_our_own_temporary_files_are_swept(run_of_sft):
+def test_a_resume_leaves_what_is_not_its_own(run_of_sft):
+    "Beside its files and in its model's folder; temporary files of its own go."
     folder, again = run_of_sft
-    theirs = ['.backup.2023/notes.txt', '.x.123', 'checkpoint/.keep']
+    theirs = ['.backup.2023/notes.txt', '.x.123', 'checkpoint/.keep', 'model/notes.txt',
+              'model/plots/a.csv']
     for name in (*theirs, '.alpaca_farm-model.123/config.json',
                  'checkpoint/.alpaca_farm-state.safetensors.1/.tmpB11v7m'):
         (folder/name).parent.mkdir(parents=True, exist_ok=True)
-        (folder/name).write_text('')
+        (folder/name).write_text('mine')
+    weights = (folder/'model'/'model.safetensors').read_bytes()
+    (folder/'model'/'model.safetensors').write_bytes(b'of a step before')
     (folder/'summary.json').unlink()
     again()
-    files = [str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file()]
-    assert {name for name in files if '/.' in f'/{name}'} == set(theirs)
+    assert {(folder/name).read_text() for name in theirs} == {'mine'}
+    assert [p.name for p in folder.rglob('.alpaca_farm*')] == ['.alpaca_farm-run.lock']
+    assert (folder/'model'/'model.safetensors').read_bytes() == weights
 
 
 @pytest.mark.parametrize('out, message', [
@@ -251,18 +256,6 @@ def test_a_finished_run_on_a_disk_that_cannot_be_written_is_read(base, run_of_sf
         for other in (dict(seed=1), dict(eval_instances=5)):
             with pytest.raises(OSError, match='cannot write there'): again(**other)
     assert sorted(p.name for p in folder.parent.iterdir()) == ['sft']
-
-
-def test_what_others_keep_in_a_models_folder_survives_a_resume(run_of_sft):
-    folder, again = run_of_sft
-    (folder/'model'/'plots').mkdir()
-    for name in ('notes.txt', 'plots/a.csv'): (folder/'model'/name).write_text('mine')
-    weights = (folder/'model'/'model.safetensors').read_bytes()
-    (folder/'model'/'model.safetensors').write_bytes(b'of a step before')
-    (folder/'summary.json').unlink()
-    again()
-    for name in ('notes.txt', 'plots/a.csv'): assert (folder/'model'/name).read_text() == 'mine'
-    assert (folder/'model'/'model.safetensors').read_bytes() == weights
 
 
 @pytest.mark.parametrize('seconds', [0, 1])
@@ -509,14 +502,6 @@ def test_an_error_of_a_file_ends_a_command_with_one_line(base, tmp_path, capsys,
     for broken in (fault, lambda *_, **__: json.loads('{')):
         monkeypatch.setattr('alpaca_farm.core.data.text.encode', broken)
         assert 'Traceback (most recent call last)' in ended('sft', given, capsys)
-
-
-def test_a_folder_is_no_file_of_settings(base, capsys):
-    from alpaca_farm.core.run.settings import from_args
-    for notebook, args in (('real', ['--sizes', str(base)]), ('sft', ['-f', str(base)])):
-        with pytest.raises(SystemExit): from_args(tiny.config_class(notebook), args)
-        said = capsys.readouterr().err
-        assert f'{base}: there is no such' in said and said.count('\n') == 1
 
 
 BROKEN = dict(   # by notebook: settings, and which file of what they name is damaged

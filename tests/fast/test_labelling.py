@@ -42,11 +42,7 @@ def simulate_person(page, annotator, n):
 
 
 def longer(ps): return [1. if len(p['output_1']) > len(p['output_2']) else 2. for p in ps]
-
-
 def labels(page, pairs, person='Ann'): return person_labels(page.queue.store, pairs, person)
-
-
 def verdicts(rows): return [r['preference'] for r in rows]
 
 
@@ -73,7 +69,10 @@ def test_blind_and_escaped(tmp_path):
 
 
 def test_keys_buttons_and_their_verdicts(tmp_path):
-    "A key too early was meant for the pair before."
+    "A key too early was meant for the pair before; a skipped pair is not repeated."
+    twice = page_of(drawn(2), tmp_path/'b.sqlite', repeat=1.)
+    twice.press_key('s')
+    assert len(twice.queue) == 2
     pairs = drawn(6)
     hasty = page_of(pairs, tmp_path/'a.sqlite', key_delay=30.)
     hasty.press_key('1'); hasty.buttons['2'].click()
@@ -125,12 +124,6 @@ def test_a_clock_that_goes_back_turns_no_label(tmp_path, monkeypatch):
         queue = page_of(pairs, tmp_path/'a.sqlite', repeat=1.).queue
         shown = queue.showings[-left]
         assert queue.undo_label() and queue.remaining()[0] == shown and len(queue) == left
-
-
-def test_a_skipped_pair_is_not_asked_again_even_with_repeats(tmp_path):
-    page = page_of(drawn(2), tmp_path/'a.sqlite', repeat=1.)
-    page.press_key('s')
-    assert len(page.queue) == 2
 
 
 def test_twice_in_the_other_order(tmp_path):

@@ -86,7 +86,9 @@ def test_papers_values_are_the_papers(name):
     if 'steps' in recipe: assert round(recipe['warmup'] * recipe['steps']) == 5
 
 
-def test_the_table_of_runs():
+def test_the_table_of_runs_and_the_farm_give_settings_that_exist():
+    "A misspelt or moved setting would otherwise show after hours, when its run starts."
+    for job in farm_jobs(FarmConfig()): fits(job.notebook, job.settings)
     for name, row in recipes().items():
         fits(row['notebook'], row['settings'] | row['reads'])
         assert set(row['reads'].values()) <= set(recipes()), name
@@ -106,11 +108,6 @@ def test_the_papers_methods_are_answered_alike():
                 for c in map(config_of, (NOTEBOOKS.get(p, p) for p in papers))
                 if hasattr(c, 'eval_temperature')}
     assert defaults == {(1., 1.)}
-
-
-def test_the_farm_gives_settings_that_exist():
-    "A misspelt or moved setting would otherwise show after hours, when its run starts."
-    for job in farm_jobs(FarmConfig()): fits(job.notebook, job.settings)
 
 
 def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):

@@ -130,6 +130,9 @@ def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tm
         with pytest.raises(SystemExit): from_args(TrainConfig, ['-f', c])
         said = capsys.readouterr().err
         assert message in said and KEYS[0] not in said
+    with pytest.raises(SystemExit): from_args(TrainConfig, ['-f', str(tmp_path)])   # a folder
+    said = capsys.readouterr().err
+    assert f'{tmp_path}: there is no such' in said and said.count('\n') == 1
     write(c, 'warmup: 2')
     assert from_args(TrainConfig, ['-f', c, '--warmup', '1']).warmup == 1
 
