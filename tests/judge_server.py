@@ -36,7 +36,6 @@ PAIRS = (  # a regex with one group for either output; the last match counts
      r'"""\s*\},.*?"(?:output|answer)": """(.*?)"""\s*\}'))
 DEFAULTS = dict(
     latency=0., faults={}, seed=0, key='', model='',   # model: that answers, whatever is asked for
-    most=math.inf,                  # requests at a time, above which there is status 429
     usage=None,                     # reported with every answer, instead of its numbers of tokens
     batch_seconds=.2, regexes=PAIRS,
     labels=('m', 'M'),              # what names the outputs in log-probs and rankings
@@ -186,7 +185,6 @@ class Judge:
     def __init__(self, options):
         self.options, self.records, self.files, self.batches = dict(DEFAULTS), [], [], []
         self.lock, self.seen, self.used = threading.RLock(), Counter(), Counter()
-        self.underway = 0
         self.set(options)
 
     def set(self, given):
@@ -295,11 +293,8 @@ class Judge:
             return handler.reply(*self.resource(handler.command, path, raw, key))
         body = json.loads(raw)
         record = self.arrived(handler.command, path, body)
-        with self.lock: self.underway += 1
-        if self.underway > self.options['most']: record['fault'] = '429'
         fault = record['fault']
         if fault not in ERRORS: time.sleep(self.options['latency'])
-        with self.lock: self.underway -= 1
         status, content = self.judge(record, body, key)
         if fault in BROKEN: return self.break_off(handler, status, content, fault)
         data = json.dumps(content).encode()

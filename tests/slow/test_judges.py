@@ -65,7 +65,7 @@ def test_prompts_of_five_pairs(tmp_path):
 
 
 FAULTS = {
-    '429': .3, '500': .6, 'timeout': {'p': .1, 'times': 1}, 'reset': .2, 'truncated': .2,
+    '429': .5, '500': .6, 'timeout': {'p': .1, 'times': 1}, 'reset': .2, 'truncated': .2,
     'badjson': .2, 'schema': .2, 'nologprobs': {'p': .2, 'times': 2},
     'refusal': {'p': .2, 'times': 2}, 'unparseable': {'p': .2, 'times': 2},
     'context': {'p': 0, 'always_for': 'Say word 7\\.'}}
@@ -113,14 +113,6 @@ def test_an_answer_without_a_verdict_is_asked_again_by_a_later_run(tmp_path, tem
         for _ in range(2):
             assert made(server, tmp_path, **fields)(pairs(60)) == longer(pairs(60))
             assert paid(server) == n + 9*asks + 9
-
-
-def test_all_labels_come_where_half_of_the_requests_are_refused(tmp_path):
-    "64 at a time ask a server that works on 32."
-    with judge_server(latency=.16, most=32) as server:
-        judge = made(server, tmp_path)
-        assert judge(pairs(200)) == longer(pairs(200)) and judge.client.tally.asked == 200
-        assert server.counts()['429'] > 20
 
 
 def test_a_judge_that_answers_too_rarely_is_refused(tmp_path):
