@@ -1,5 +1,4 @@
 "Binary feedback: labels that are read, and whether the policy follows the token."
-import json
 import math
 from types import SimpleNamespace
 
@@ -30,9 +29,8 @@ def given(base, **more):
 def load(base, tmp_path, labels):
     "What is loaded of one answer with each label, the last four held out."
     records = [dict(instruction=f'q{i}', output='a', label=l) for i, l in enumerate(labels)]
-    path = tmp_path/'thumbs.json'
-    path.write_text(json.dumps(records))
-    return binary_feedback.load_feedback(given(base, preferences=str(path), held_out=4))
+    file = tiny.write(tmp_path/'thumbs.json', records)
+    return binary_feedback.load_feedback(given(base, preferences=file, held_out=4))
 
 
 @pytest.mark.parametrize('label, row', [('good', 7), (None, 10), (1.5, 7), (math.nan, 10)])
@@ -66,9 +64,8 @@ def conditioned(base, tmp_path_factory):
              for r in load_records(str(base/'world'), split)}
     records = [dict(instruction=text, input='', output=output, label=label)
                for text in sorted(asked) for output, label in zip(PHRASES, (1, 0))]
-    (folder/'clean.json').write_text(json.dumps(records))
-    cfg = given(base, out=str(folder/'run'), preferences=str(folder/'clean.json'), epochs=3,
-                learning_rate=5e-3, token_times=4, held_out=20, eval_every=50)
+    cfg = given(base, out=str(folder/'run'), preferences=tiny.write(folder/'clean.json', records),
+                epochs=3, learning_rate=5e-3, token_times=4, held_out=20, eval_every=50)
     binary_feedback.train(cfg)
     return cfg
 

@@ -89,24 +89,6 @@ def test_keys_buttons_and_their_verdicts(tmp_path):
     assert all(r['annotator'] == 'Ann' and r['time'] >= 0 and 'scores' in r for r in rows)
 
 
-def test_undo_keeps_the_history(tmp_path):
-    "Also after the notebook was closed; what was taken back is shown again in the same order."
-    pairs = drawn(4)
-    page = page_of(pairs, tmp_path/'a.sqlite')
-    page.press_key('1'); second = page.pair
-    page.press_key('1')
-    page = page_of(pairs, tmp_path/'a.sqlite')
-    page.press_key('u')
-    assert page.pair == second and len(page.queue) == 3 and len(labels(page, pairs)) == 1
-    page.press_key('2')
-    assert verdicts(labels(page, pairs))[1] == own_order(pairs[1], 2)
-    for _ in range(2): page.press_key('u')
-    assert len(page.queue) == 4 and labels(page, pairs) == []
-    page.press_key('u')
-    assert 'nothing to undo' in page.head.value
-    assert len(page.queue.store) == 6, 'labels, corrections and undos are all there'
-
-
 def test_a_clock_that_goes_back_turns_no_label(tmp_path, monkeypatch):
     "Undo takes back the last label, and the first of two verdicts counts, also after reopening."
     pairs, clock = drawn(4), iter(range(10**9, 0, -3600))

@@ -11,8 +11,7 @@ from alpaca_farm import ppo, sft
 from alpaca_farm.core import training
 from alpaca_farm.core.answers import answering, load_split, sample_answers
 from alpaca_farm.core.model import generation, loading, memory, models as core_models, rewards
-from alpaca_farm.core.model.adapters import (add_adapter, lora_config, own_weights,
-                                               state_of)
+from alpaca_farm.core.model.adapters import add_adapter, lora_config, own_weights, state_of
 from alpaca_farm.core.model.models import load_policy, load_scalar, response_logprobs
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.run.settings import TrainConfig
@@ -129,8 +128,7 @@ def test_micro_batches_keep_no_more_than_the_bound(base, tmp_path, monkeypatch, 
         def keep(x): return sizes.setdefault(x.untyped_storage().data_ptr(), x) is None or x
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x): out = loss(policy, batch)
         weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
-        kept.append(sum(x.untyped_storage().nbytes()
-                        for k, x in sizes.items() if k not in weights))
+        kept.append(sum(x.untyped_storage().nbytes() for k, x in sizes.items() if k not in weights))
         return out
     loss = sft.sft_loss
     monkeypatch.setattr(sft, 'sft_loss', counted)

@@ -46,8 +46,7 @@ def test_every_set_has_every_method():
 
 # AlpacaFarm's launchers and dataclasses; RRHF's launcher. What is not there is ours.
 ADAM = dict(betas=[.9, .999], max_grad_norm=1., weight_decay=0., seed=42, dtype='bfloat16')
-HF = dict(ADAM, adam_eps=1e-8, lr_schedule='cosine', warmup=.03, micro_batch_size=1,
-          max_length=512)
+HF = dict(ADAM, adam_eps=1e-8, lr_schedule='cosine', warmup=.03, micro_batch_size=1, max_length=512)
 RL = dict(ADAM, adam_eps=1e-5, lr_schedule='linear', steps=390, rollouts=512, max_prompt=192,
           max_new_tokens=300, temperature=1., top_p=1.,
           micro_batch_size=2, save_every=20, split='unlabeled', template='alpaca')

@@ -93,23 +93,6 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
     assert found['rank'].max() > 0 and ((0 <= found['accuracy']) & (found['accuracy'] <= 1)).all()
 
 
-def test_nothing_is_longer_than_allowed(base, models, capsys):
-    "Prompt and response are within max_length; nothing is cut, and what is left out is counted."
-    def sizes(**more):
-        loaded, left_out = rrhf.load_queries(config(base, **more), models.tokenizer)
-        queries, prompts = zip(*loaded)
-        tokens = [rrhf.candidate_tokens(q, models.tokenizer) for q in queries]
-        lengths = [len(p) + len(ids) for p, ts in zip(prompts, tokens) for ids in ts]
-        return queries, lengths, left_out
-    limit = int(np.median(sizes()[1]))
-    queries, lengths, left_out = sizes(max_length=limit)
-    assert max(lengths) <= limit and left_out == 60 - len(queries) > 0
-    assert 'left out' in capsys.readouterr().out and all(len(q['output']) > 1 for q in queries)
-    texts = {t for q in merge_candidates(config(base).candidates) for t in q['output']}
-    assert {t for q in queries for t in q['output']} <= texts
-    with pytest.raises(ValueError, match='within max_length = 12'): sizes(max_length=12)
-
-
 ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', 'Hi!', 'No.'],
              scores=[.1, .3, .9, -2]),
         dict(query='Name a colour.\nA dark one.', responses=['Blue\u2028.', 'Red.'], scores=[2, 1],
@@ -229,8 +212,7 @@ def pools(folder, *steps):
 
 
 def test_new_candidates_are_of_the_policy_as_it_has_become(base, tmp_path):
-    run(base, tmp_path/'a', n=2, k=5, epochs=2, refresh_every=2, max_instances=16,
-        eval_split='')
+    run(base, tmp_path/'a', n=2, k=5, epochs=2, refresh_every=2, max_instances=16, eval_split='')
     first, second = pools(tmp_path/'a', 2)
     of = lambda pool, own: [t for q in pool for t, s in zip(q['output'], q['source'])
                             if (s == 'policy') == own]

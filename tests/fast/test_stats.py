@@ -31,25 +31,6 @@ def test_win_rate_is_alpaca_evals(kind, rng):
         assert {k: theirs[k] for k in ours} == pytest.approx(ours, abs=1e-9)
 
 
-def test_agreement_is_alpaca_evals(rng):
-    "Odd numbers of votes, so that no mode has to be drawn."
-    pd, analyze = pytest.importorskip('pandas'), pytest.importorskip('alpaca_eval.analyze')
-    people, judge = rng.choice([1., 2.], (4, 30)), rng.choice([1., 2.], (3, 30))
-    def frame(votes):
-        rows = [dict(instruction=str(i), output_1='a', output_2='b', preference=v[i],
-                     annotator='x', index=j) for i in range(30) for j, v in enumerate(votes)]
-        return pd.DataFrame(rows)
-    def analyzer(gold, n):
-        return analyze.Analyzer(gold_crossannotations=frame(gold),
-                                gold_annotations=frame(people[:1]), n_annotators=n)
-    theirs = analyzer(people, 4).agreement_of_annotations(
-        frame(people), annotations_2=None, n_majority_vote_1=1, n_majority_vote_2=3)
-    assert stats.agreement(people) == pytest.approx(theirs['score'])
-    three = analyzer(people[:3], 3).estimate_bias(frame(judge))
-    assert stats.bias(judge, people[:3]) == pytest.approx(three)
-    assert stats.variance(people) == pytest.approx(1 - theirs['score'])
-
-
 def test_agreement_with_missing_votes():
     votes = np.array([[1, 1, np.nan], [1, 2, np.nan], [np.nan, 2, 1]])
     # item 0: two agree; item 1: the 1 sees 2, 2, each 2 sees a tie; item 2: one vote only

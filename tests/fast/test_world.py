@@ -11,8 +11,7 @@ from alpaca_farm import world
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree
 from alpaca_farm.worlds.embedded import crowd
-from alpaca_farm.worlds.embedded.authors import (Author, common_mistake, contested, details,
-    sayings)
+from alpaca_farm.worlds.embedded.authors import Author, common_mistake, contested, details, sayings
 from alpaca_farm.worlds.embedded.criteria import marks, utility
 from alpaca_farm.worlds.embedded.grammar import (AFTER, KINDS, parse, render, request_of,
                                           sample_request)

@@ -46,8 +46,7 @@ def texts(answers): return [a and a['choices'][0]['message']['content'] for a in
 @pytest.mark.parametrize('batch', [False, True])
 def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys, batch):
     "In a refusal, a batch's errors, and an answer's text: neither printed nor in any file."
-    server.set(faults={'echo': 'Say word 3\\.'},
-               template='It says %s.\nOutput ({letter})' % KEY)
+    server.set(faults={'echo': 'Say word 3\\.'}, template='It says %s.\nOutput ({letter})' % KEY)
     cfg = annotation(tmp_path, server, n=8, batch=batch)
     run(cfg)
     assert summary(cfg)['labels'] == 7
@@ -260,8 +259,7 @@ def test_a_second_signal_ends_at_once_and_what_was_under_way_is_told(tmp_path):
     with judge_server() as server:
         code = code_of(tmp_path, server, 20, 8)
         for kill in (False, True):
-            server.set(faults={'timeout': 1.} if kill else
-                       {'timeout': 'Say word 1?[1-9]'})
+            server.set(faults={'timeout': 1.} if kill else {'timeout': 'Say word 1?[1-9]'})
             with start(code) as one:
                 before = len(server.requests())
                 wait_for(server, before + (1 if kill else 9))

@@ -1,6 +1,5 @@
 """Every notebook of nbs/ executes through papermill; wrong parameters fail before any work."""
 import csv
-import json
 import re
 import shutil
 import subprocess
@@ -85,9 +84,7 @@ def forked(notebook, out, given): return tiny.run_notebook(notebook_path(noteboo
 @pytest.fixture(scope='module')
 def sizes(tmp_path_factory):
     "The file that the farm reads its tiny sizes from."
-    path = tmp_path_factory.mktemp('sizes')/'tiny.json'
-    path.write_text(json.dumps(tiny.FARM))
-    return str(path)
+    return tiny.write(tmp_path_factory.mktemp('sizes')/'tiny.json', tiny.FARM)
 
 
 @pytest.fixture(scope='module')

@@ -203,8 +203,7 @@ def test_samples_go_on_after_a_chunk_that_was_cut_short(base, tmp_path, monkeypa
     "Killed between a chunk's lines and its checkpoint: the same candidates as without."
     from alpaca_farm.core import answers
     def run(name):
-        made = tiny.run('best_of_n', base, tmp_path/name, reward_model='', max_instances=9,
-                        chunk=3)
+        made = tiny.run('best_of_n', base, tmp_path/name, reward_model='', max_instances=9, chunk=3)
         return (made.folder/'candidates.json').read_bytes()
     append = answers.append_lines
     def torn(path, size, records):

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from alpaca_farm.core.data.records import load_records
-from alpaca_farm.eval import EvalConfig, read_models
 from alpaca_farm.judging.openai_baselines import (baseline_request, BASELINES,
     OpenaiBaselinesConfig, run)
 from asking import key, summary
@@ -56,18 +55,6 @@ def test_any_model_by_its_name(tmp_path):
     user, = baseline_request(load_records(cfg.data)[1], cfg, cfg.baseline)['messages']
     assert user == dict(role='user', content='Say word 1.\n\nloudly')
     assert {r['generator'] for r in load_records(cfg.out, 'outputs')} == {'my/model.gguf'}
-
-
-def test_a_baseline_with_gaps_is_compared_on_the_rest(tmp_path):
-    "As AlpacaEval counts it, 803 of 805; a file about other instructions is none."
-    rows = [dict(instruction=f'Say word {i}.', input='', output='a') for i in range(805)]
-    for name, n in dict(all=805, gaps=803, few=700).items():
-        (tmp_path/f'{name}.json').write_text(json.dumps(rows[:n]))
-    for reference, model, sizes in (('gaps', 'all', [803, 803]), ('all', 'gaps', [803, 803]),
-                                    ('all', 'few', [805, 700])):
-        cfg = EvalConfig(reference=f'{tmp_path}/{reference}.json',
-                         outputs=[f'{tmp_path}/{model}.json'])
-        assert [len(r) for r in read_models(cfg).values()] == sizes
 
 
 def test_several_samples_other_seeds_and_cut_answers(tmp_path):

@@ -62,8 +62,7 @@ def task_with(**more):
 
 def test_prompts_are_mirror_images():
     "In one more way than the notebook shows: phrases in a system message, and none in history."
-    plus, minus = (contrast_prompt(task_with(), TALK, PAIR, s)
-                   for s in ('positive', 'negative'))
+    plus, minus = (contrast_prompt(task_with(), TALK, PAIR, s) for s in ('positive', 'negative'))
     assert plus == '\n\nHuman: Hi\n\nAssistant (rude): Hello.\n\nHuman: Bye\n\nAssistant (kind):'
     assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
     found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
@@ -228,9 +227,6 @@ def test_csv_of_rlcd(tmp_path):
     assert hard.read_bytes() == head + b'Hi,x,"a\r\n\nb",c,2\r\n'
     rlcd.write_rlcd_csv(hard, [rows[1] | dict(ended_1=True, ended_2=False), rows[2]])
     assert load_records(str(hard), kind='preference') == [rows[1] | dict(ended_2=False), rows[2]]
-    file.write_text('instruction,output_1,output_2,preference,win2_prob\na,b,c,1,often\n')
-    with pytest.raises(ValueError, match="row 0: .*'win2_prob'"):
-        load_records(str(file), kind='preference')
 
 
 def test_evidence_is_that_of_whole_texts(base, whole):
