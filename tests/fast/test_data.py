@@ -369,6 +369,7 @@ def test_methods_read_columns_of_other_names(tmp_path):
     "Their own in `columns`, and KTO's in a CSV file; one run reads several files."
     ours = write(tmp_path/'ours.json', ROWS[:1])
     assert load_records(ours, columns='instruction=q, output=a') == ROWS[:1]
+    with pytest.raises(ValueError, match='columns = '): load_records(ours, columns='question')
     from alpaca_farm import binary_feedback, dpo
     rows = [dict(q=f'Hi {i}.', a='Yes?', b='What?', preference=2) for i in range(4)]
     cfg = dpo.DPOConfig(preferences=write(tmp_path/'pairs.json', rows),
