@@ -6,8 +6,8 @@ demand:
         OpenAI(base_url=server.url, api_key='k')
 
 `server.set` changes any option of DEFAULTS. A fault is a probability, a regex of the body that
-always meets it, or a dict of `p`, `times` (the most per distinct body) and `always_for` (a regex). What a
-request meets depends on the seed, its body and how often that has arrived, not on the order."""
+always meets it, or a dict of `p`, `times` (most per distinct body) and `always_for` (a regex). What
+a request meets depends on the seed, its body and how often that has arrived, not on the order."""
 import hashlib
 import json
 import math

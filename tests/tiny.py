@@ -61,8 +61,8 @@ def settings(notebook, base, **more):
     rewarded = dict(on_policy, reward_model=rm)
     inputs = dict(
         world={}, sft=dict(data=world, policy=world), rlcd=dict(data=world, policy=world),
-        annotators=dict(outputs=samples, annotators=pool), reward_model=pairs, dpo=pairs | on_policy,
-        binary_feedback=pairs | on_policy | dict(annotators=pool),
+        annotators=dict(outputs=samples, annotators=pool), reward_model=pairs,
+        dpo=pairs | on_policy, binary_feedback=pairs | on_policy | dict(annotators=pool),
         best_of_n=rewarded, expert_iteration=rewarded, quark=rewarded, ppo=rewarded,
         rrhf=dict(rewarded, perplexity_model=world,
                   candidates=[samples, f'{world}/preference.json']))

@@ -158,8 +158,8 @@ TENSORLESS = ['judging.noise', 'core.stats', 'core.run.settings', 'core.run.runs
 
 
 @pytest.mark.parametrize('already, unwanted, names', [
-    ('torch transformers', HEAVY, [name_of(p) for p in MODULES]), ('', 'torch transformers', TENSORLESS)],
-    ids=['all', 'without tensors'])
+    ('torch transformers', HEAVY, [name_of(p) for p in MODULES]),
+    ('', 'torch transformers', TENSORLESS)], ids=['all', 'without tensors'])
 def test_imports_are_light(already, unwanted, names):
     "Each module in a process of its own that has imported nothing else before."
     out = subprocess.run([sys.executable, '-c', FORKS, already, unwanted, ' '.join(names)],

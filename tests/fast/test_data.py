@@ -237,15 +237,15 @@ def test_a_reader_is_added_by_name(tmp_path, monkeypatch):
     "And is named, with its columns, where a file has none of them."
     def forum(rest, title, best, worst):
         return dict(instruction=title.strip(), output_1=worst, output_2=best, preference=2.)
-    monkeypatch.setitem(READERS, 'forum', Reader('a forum', 'preference', ('title', 'best', 'worst'),
-                                                 forum))
+    columns = 'title', 'best', 'worst'
+    monkeypatch.setitem(READERS, 'forum', Reader('a forum', 'preference', columns, forum))
     path = write(tmp_path/'a.json', [dict(title=' Hi.', best='Yes?', worst='What?', votes=3)])
     found, = load_records(path, kind='preference')
     assert found == dict(instruction='Hi.', input='', output_1='What?', output_2='Yes?',
                          preference=2., votes=3)
     with pytest.raises(ValueError, match=r'a.json, row 0: no row of a forum \(AttributeError'):
         load_records(write(tmp_path/'a.json', [dict(title=7, best='', worst='')]))
-    with pytest.raises(ValueError, match=r"'output_1' is missing; .*SHP \(history.*a forum \(title"):
+    with pytest.raises(ValueError, match=r"'output_1' is missing; .*SHP \(his.*a forum \(title"):
         load_records(write(tmp_path/'a.json', [dict(instruction='Hi.', answer='')]), kind='pair')
 
 

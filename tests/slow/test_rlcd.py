@@ -67,7 +67,8 @@ def test_prompts_are_mirror_images():
     assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
     found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
     assert found == plus.replace(' (rude)', '')
-    system, plain = task_with(placement='system'), plus.replace(' (rude)', '').replace(' (kind)', '')
+    system = task_with(placement='system')
+    plain = plus.replace(' (rude)', '').replace(' (kind)', '')
     assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
     chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
     assert chat == [dict(role='system', content='rude'), *TALK['messages']]
