@@ -127,7 +127,7 @@ def test_a_resume_leaves_what_is_not_its_own(run_of_sft):
     (folder/'summary.json').unlink()
     again()
     assert {(folder/name).read_text() for name in theirs} == {'mine'}
-    assert [p.name for p in folder.rglob('.alpaca_farm*')] == ['.alpaca_farm-run.lock']
+    assert not [p for p in folder.rglob('.alpaca_farm*') if p.suffix != '.lock']
     assert (folder/'model'/'model.safetensors').read_bytes() == weights
 
 

@@ -95,10 +95,10 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
 
 def test_nothing_is_longer_than_allowed(base, models, capsys):
     "What is left out is counted; the notebook shows which candidates are."
-    loaded, left_out = rrhf.load_queries(config(base, max_length=60), models.tokenizer)
+    loaded, left_out = rrhf.load_queries(config(base, max_length=40), models.tokenizer)
     longest = max(len(p) + len(ids) for q, p in loaded
                   for ids in rrhf.candidate_tokens(q, models.tokenizer))
-    assert longest <= 60 and left_out == 60 - len(loaded) > 0
+    assert longest <= 40 and left_out == 60 - len(loaded) > 0
     assert f'{left_out} of 60 queries' in capsys.readouterr().out
 
 
