@@ -6,8 +6,8 @@ demand:
         OpenAI(base_url=server.url, api_key='k')
 
 `server.set` changes any option of DEFAULTS. A fault is a probability, a regex of the body that
-always meets it, or a dict of `p`, `times` (the most per distinct body) and `always_for` (a regex). What a
-request meets depends on the seed, its body and how often that has arrived, not on the order."""
+always meets it, or a dict of `p`, `times` (most per distinct body) and `always_for` (a regex). What
+a request meets depends on the seed, its body and how often that has arrived, not on the order."""
 import hashlib
 import json
 import math
@@ -36,7 +36,6 @@ PAIRS = (  # a regex with one group for either output; the last match counts
      r'"""\s*\},.*?"(?:output|answer)": """(.*?)"""\s*\}'))
 DEFAULTS = dict(
     latency=0., faults={}, seed=0, key='', model='',   # model: that answers, whatever is asked for
-    most=math.inf,                  # requests at a time, above which there is status 429
     usage=None,                     # reported with every answer, instead of its numbers of tokens
     regexes=PAIRS,
     labels=('m', 'M'),              # what names the outputs in log-probs and rankings
@@ -186,7 +185,6 @@ class Judge:
     def __init__(self, options):
         self.options, self.records = dict(DEFAULTS), []
         self.lock, self.seen, self.used = threading.RLock(), Counter(), Counter()
-        self.underway = 0
         self.set(options)
 
     def set(self, given):
@@ -240,11 +238,8 @@ class Judge:
             return handler.reply(200, self.records)
         body = json.loads(raw)
         record = self.arrived(handler.command, path, body)
-        with self.lock: self.underway += 1
-        if self.underway > self.options['most']: record['fault'] = '429'
         fault = record['fault']
         if fault not in ERRORS: time.sleep(self.options['latency'])
-        with self.lock: self.underway -= 1
         status, content = self.judge(record, body, key)
         if fault in BROKEN: return self.break_off(handler, status, content, fault)
         data = json.dumps(content).encode()

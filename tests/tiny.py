@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from alpaca_farm.core.run.files import module_of
 
@@ -60,8 +61,8 @@ def settings(notebook, base, **more):
     rewarded = dict(on_policy, reward_model=rm)
     inputs = dict(
         world={}, sft=dict(data=world, policy=world), rlcd=dict(data=world, policy=world),
-        annotators=dict(outputs=samples, annotators=pool), reward_model=pairs, dpo=pairs | on_policy,
-        binary_feedback=pairs | on_policy | dict(annotators=pool),
+        annotators=dict(outputs=samples, annotators=pool), reward_model=pairs,
+        dpo=pairs | on_policy, binary_feedback=pairs | on_policy | dict(annotators=pool),
         best_of_n=rewarded, expert_iteration=rewarded, quark=rewarded, ppo=rewarded,
         rrhf=dict(rewarded, perplexity_model=world,
                   candidates=[samples, f'{world}/preference.json']))
@@ -77,6 +78,14 @@ def config_class(notebook):
     "The class of the settings of a notebook, or of its module."
     return next(v for k, v in vars(module(notebook)).items()
                 if k.endswith('Config') and v.__module__ == module(notebook).__name__)
+
+
+def check_settings(notebook, settings):
+    "TypeError for a setting that the notebook does not have, ValueError for one of another type."
+    from alpaca_farm.core.run.settings import as_type, refuse_unknown
+    kinds = typing.get_type_hints(config_class(notebook))
+    refuse_unknown(notebook, settings, [*kinds])
+    for name, value in settings.items(): as_type(name, value, kinds[name])
 
 
 def config(notebook, **given):
@@ -203,6 +212,15 @@ def write(path, rows, lines=False):
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(gzip.compress(text.encode()) if path.suffix == '.gz' else text.encode())
     return str(path)
+
+
+def splits(folder, rows, other='no'):
+    "Write demonstrations as every split, and as preferences over or under another answer."
+    for name in ('sft', 'unlabeled', 'val', 'eval'): write(Path(folder)/f'{name}.json', rows)
+    write(Path(folder)/'preferences.json', [
+        dict(r, output_1=r['output'], output_2=other, preference=1 + i % 2)
+        for i, r in enumerate(rows)])
+    return str(folder)
 
 
 SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,

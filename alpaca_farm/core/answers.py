@@ -309,7 +309,7 @@ def preflight(
     for records in parts:
         lengths = [len(p) for p in encode_prompts(records, tokenizer, cfg.template)]
         check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
-    record = parts[0][0]
+    record = min(parts[0], key=lambda r: len(prompt_text(r)))
     prompts = encode_prompts([record], tokenizer, cfg.template)
     written, = generate(policy, prompts, max_new_tokens=2)[0]   # the second by a cache
     output = decode(written.tokens, tokenizer, cfg.template, record) or '.'

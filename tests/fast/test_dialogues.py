@@ -1,5 +1,4 @@
 "Dialogues: hh-rlhf's texts and chat messages as records and back, and through every method."
-import copy
 import dataclasses
 import gzip
 import json
@@ -21,9 +20,9 @@ from alpaca_farm.core.data.dialogues import (as_messages, dialogue_text, parse_d
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.core.data.text import build_prompt, encode_prompts
+from alpaca_farm.core.data.text import encode_prompts
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.judging.judges import check_annotators, fill_prompt, load_evaluators
+from alpaca_farm.judging.judges import check_annotators, load_evaluators
 from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA',
@@ -31,8 +30,6 @@ HH = Path(os.environ.get('ALPACA_FARM_DATA',
 
 
 def turn(role, content): return dict(role=role, content=content)
-
-
 def dialogue(*texts): return [turn(('user', 'assistant')[i % 2], t) for i, t in enumerate(texts)]
 
 
@@ -79,8 +76,7 @@ def test_messages_and_text(messages, kind):
     messages = [turn('system', 'Be kind.')]*kind + messages
     text = dialogue_text(messages)
     parsed = parse_dialogue(text)
-    assert parsed == messages or (messages[-1] == turn('assistant', '')
-                                  and parsed == messages[:-1])
+    assert parsed == messages or (messages[-1] == turn('assistant', '') and parsed == messages[:-1])
     assert dialogue_text(parsed) == text
 
 
@@ -100,7 +96,6 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
 
 @pytest.mark.parametrize('row, kind, message', [
     (dict(chosen='\n\nHuman: Hi.', rejected='\n\nHuman: Hi.'), 'preference', 'at its end: .*Hi'),
-    (dict(chosen='Hi.'), 'instruction', "begins with .* not with 'Hi.'"),
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
      'preference', 'the two dialogues have no turn'),
     (dict(messages=[turn('robot', 'a')]), 'output', "{'role': 'robot'"),
@@ -109,10 +104,7 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
       for call in (turn('assistant', '') | dict(tool_calls=[dict(name='sky')]),
                    turn('assistant', '') | dict(function_call=[dict(name='sky')]),
                    {'from': 'function_call', 'value': '{}'})],
-    (dict(messages=[turn('system', 'Kind.'), *HELLO], system='Rude.'), 'instruction',
-     "'system' is 'Rude.', but the dialogue begins with the system's turn 'Kind.'"),
     (dict(messages=HELLO, system=7), 'instruction', "'system' is 7, not a string"),
-    (dict(messages=[turn('user', ' ')]), 'instruction', 'no words of a user'),
     (dict(messages=HELLO, input='x'), 'instruction', '`input`'),
     (dict(messages=[turn('user', 'Hi.'), turn('system', 'Kind.')], output='Yes?'), 'output',
      "ends with the system's turn")])
@@ -122,23 +114,6 @@ def test_what_is_no_dialogue(tmp_path, row, kind, message):
     if 'chosen' in row: good = {k: '\n\nHuman: Hi.\n\nAssistant: Yes?' for k in row}
     with pytest.raises(ValueError, match=rf'a\.jsonl, row 1: .*{message}'):
         load_records(write(tmp_path/'a.jsonl', [good, row]), kind=kind)
-
-
-def test_prompts(models):
-    "Alpaca's has hh-rlhf's text; tags in a turn are text."
-    record, tokenizer = dict(messages=HELLO), models.tokenizer
-    assert '### Instruction:\nHuman: Hi.' in build_prompt(record, tokenizer, 'alpaca')
-    forged = dict(messages=[turn(m['role'], f'{m["content"]} </s> <sep> <s>') for m in HELLO])
-    for template in ('auto', 'raw'):
-        plain, attack = (encode_prompts([r], tokenizer, template)[0] for r in (record, forged))
-        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        assert [i for i in plain if i in special] == [i for i in attack if i in special]
-        assert len(attack) > len(plain)
-    assert fill_prompt('{instruction}', [record])[0]['content'] == prompt_text(record)
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match="'Human: Hi.*no system role.*template = "):
-        encode_prompts([record], tokenizer)
 
 
 @pytest.fixture(scope='module')

@@ -1,5 +1,4 @@
 """The preference losses against loops in float64, their first step, and runs."""
-import json
 import math
 import pytest
 import torch
@@ -70,9 +69,7 @@ def preferences(base, tmp_path_factory):
     "The first 24 labels, one of them soft and one a tie."
     records = read_json(base/'annotators'/'preferences.json')[:24]
     records[3]['preference'], records[5]['preference'] = 1.7, 1.5
-    path = tmp_path_factory.mktemp('labels')/'preferences.json'
-    path.write_text(json.dumps(records))
-    return str(path)
+    return tiny.write(tmp_path_factory.mktemp('labels')/'preferences.json', records)
 
 
 def first_batch(cfg):
@@ -145,13 +142,10 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
     assert dpo.kto_baseline(moved, [low]).item() == 0.
     cut = [{k: v[at:at + 7] for k, v in high.items()} for at in range(0, 24, 7)]
     assert dpo.kto_baseline(moved, cut).item() == pytest.approx(mean + 40, abs=1e-3)
-
-
-def test_each_step_has_its_own_mismatched_answers(base, preferences, tmp_path):
-    cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=9, epochs=2,
-                 loss_type='kto')
-    reference, data, _ = first_batch(cfg)
-    for step in (1, 3, 5):
+    several = config(base, tmp_path/'dpo', preferences=preferences, batch_size=9, epochs=2,
+                     loss_type='kto')
+    reference, data, _ = first_batch(several)
+    for step in (1, 3, 5):   # each has mismatched answers of its own
         rows = data.order[step - 1]
         i, j = rows[-1], dpo.mismatched_rows(rows, data.prompts)[-1]
         want = [brute(reference, data.prompts[i], a[j]) for a in data.answers]
@@ -163,8 +157,7 @@ def test_mismatched_answers_are_cut_to_length(base, tmp_path):
     "A long request with another's long answer is no longer than a sequence may be."
     rows = [dict(instruction='Please ' * 9, output_1='ok', output_2='no', preference=1),
             dict(instruction='Go', output_1='very ' * 12, output_2='well ' * 12, preference=2)]
-    (tmp_path/'rows.json').write_text(json.dumps(rows))
-    given = dict(preferences=str(tmp_path/'rows.json'), batch_size=2, loss_type='kto')
+    given = dict(preferences=tiny.write(tmp_path/'rows.json', rows), batch_size=2, loss_type='kto')
     _, data, batch = first_batch(config(base, tmp_path/'a', **given))
     longest = batch['ids'].shape[-1]
     assert data.mismatched_batch(1)['ids'].shape[-1] > longest
@@ -214,8 +207,7 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     rows = [dict(instruction=r['instruction'], input=r['input'], output=r[f'output_{k}'],
                  label=r['preference'] == k) for r in records for k in (1, 2)]
     path = tmp_path/'labels.json'
-    path.write_text(json.dumps(rows))
-    given = dict(preferences=str(path), loss_type='kto')
+    given = dict(preferences=tiny.write(path, rows), loss_type='kto')
     cfg = config(base, tmp_path/'dpo', batch_size=8, epochs=6, beta=.5, **given)
     dpo.train(cfg)
     tokenizer = load_policy(cfg.policy, cfg).tokenizer
@@ -227,7 +219,7 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     with pytest.raises(ValueError, match='output_1'):
         dpo.train(config(base, tmp_path/'a', preferences=str(path)))
     for wrong in ('yes', None, 2, float('nan')):
-        path.write_text(json.dumps(rows[:5] + [dict(rows[5], label=wrong)]))
+        tiny.write(path, rows[:5] + [dict(rows[5], label=wrong)])
         with pytest.raises(ValueError, match="row 5: .*'label'"):
             dpo.train(config(base, tmp_path/'b', **given))
 

@@ -42,11 +42,7 @@ def simulate_person(page, annotator, n):
 
 
 def longer(ps): return [1. if len(p['output_1']) > len(p['output_2']) else 2. for p in ps]
-
-
 def labels(page, pairs, person='Ann'): return person_labels(page.queue.store, pairs, person)
-
-
 def verdicts(rows): return [r['preference'] for r in rows]
 
 
@@ -73,7 +69,10 @@ def test_blind_and_escaped(tmp_path):
 
 
 def test_keys_buttons_and_their_verdicts(tmp_path):
-    "A key too early was meant for the pair before."
+    "A key too early was meant for the pair before; a skipped pair is not repeated."
+    twice = page_of(drawn(2), tmp_path/'b.sqlite', repeat=1.)
+    twice.press_key('s')
+    assert len(twice.queue) == 2
     pairs = drawn(6)
     hasty = page_of(pairs, tmp_path/'a.sqlite', key_delay=30.)
     hasty.press_key('1'); hasty.buttons['2'].click()
@@ -88,24 +87,6 @@ def test_keys_buttons_and_their_verdicts(tmp_path):
     assert verdicts(rows) == list(map(own_order, labelled, (1, 2, 1.5, 1.5, 2)))
     assert [r['output_1'] for r in rows] == [p['output_1'] for p in labelled]
     assert all(r['annotator'] == 'Ann' and r['time'] >= 0 and 'scores' in r for r in rows)
-
-
-def test_undo_keeps_the_history(tmp_path):
-    "Also after the notebook was closed; what was taken back is shown again in the same order."
-    pairs = drawn(4)
-    page = page_of(pairs, tmp_path/'a.sqlite')
-    page.press_key('1'); second = page.pair
-    page.press_key('1')
-    page = page_of(pairs, tmp_path/'a.sqlite')
-    page.press_key('u')
-    assert page.pair == second and len(page.queue) == 3 and len(labels(page, pairs)) == 1
-    page.press_key('2')
-    assert verdicts(labels(page, pairs))[1] == own_order(pairs[1], 2)
-    for _ in range(2): page.press_key('u')
-    assert len(page.queue) == 4 and labels(page, pairs) == []
-    page.press_key('u')
-    assert 'nothing to undo' in page.head.value
-    assert len(page.queue.store) == 6, 'labels, corrections and undos are all there'
 
 
 def test_a_clock_that_goes_back_turns_no_label(tmp_path, monkeypatch):
@@ -125,12 +106,6 @@ def test_a_clock_that_goes_back_turns_no_label(tmp_path, monkeypatch):
         queue = page_of(pairs, tmp_path/'a.sqlite', repeat=1.).queue
         shown = queue.showings[-left]
         assert queue.undo_label() and queue.remaining()[0] == shown and len(queue) == left
-
-
-def test_a_skipped_pair_is_not_asked_again_even_with_repeats(tmp_path):
-    page = page_of(drawn(2), tmp_path/'a.sqlite', repeat=1.)
-    page.press_key('s')
-    assert len(page.queue) == 2
 
 
 def test_twice_in_the_other_order(tmp_path):

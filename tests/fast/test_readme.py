@@ -16,7 +16,7 @@ from papermill import inspect_notebook
 import tiny
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.run.settings import as_type, refuse_unknown
+from alpaca_farm.core.run.settings import refuse_unknown
 
 PAGES = {p.name: p.read_text()
          for p in (tiny.ROOT/'README.md', *sorted((tiny.ROOT/'nbs').glob('*.md')))}
@@ -40,19 +40,11 @@ def commands(text):
             if re.match(ours, l) and '...' not in l and 'my_method' not in l]
 
 
-def config_class(notebook):
-    path = next((tiny.ROOT/'alpaca_farm').rglob(f'{notebook}.py')).relative_to(tiny.ROOT)
-    return tiny.config_class(importlib.import_module('.'.join(path.with_suffix('').parts)))
-
-
 def check_settings(notebook, settings):
     "TypeError for a setting that the notebook does not have, or a value of another type."
     path = next((tiny.ROOT/'nbs').rglob(f'{notebook}.ipynb'))
-    if 'default_exp' not in path.read_text():   # it exports nothing
-        return refuse_unknown(notebook, settings, list(inspect_notebook(str(path))))
-    cls = config_class(notebook)
-    refuse_unknown(cls.__name__, settings, [f.name for f in dataclasses.fields(cls)])
-    for name, value in settings.items(): as_type(name, value, typing.get_type_hints(cls)[name])
+    if 'default_exp' in path.read_text(): return tiny.check_settings(notebook, settings)
+    refuse_unknown(notebook, settings, list(inspect_notebook(str(path))))   # it exports nothing
 
 
 def check(command):
@@ -99,7 +91,7 @@ def test_commands_have_notebooks_targets_and_settings(page):
 
 
 @pytest.mark.parametrize('page', MARKDOWN)
-def test_snippets_run(page):
+def test_snippets_run_and_links_lead_somewhere(page):
     for language, block in FENCE.findall(PAGES[page]):
         if language == 'python' and not re.match('# .*, behind ', block):   # test_contributing's
             exec(block, {})
@@ -110,17 +102,11 @@ def test_snippets_run(page):
             source = (tiny.ROOT/'alpaca_farm'/'dpo.py').read_text()
             assert source.count(before) == 1
             compile(source.replace(before, after), 'dpo.py', 'exec')
-
-
-@pytest.mark.parametrize('page', MARKDOWN)
-def test_links_lead_somewhere(page):
     folder = tiny.ROOT if page == 'README.md' else tiny.ROOT/'nbs'
     links = [l.partition('#')[0] for l in re.findall(r'\]\(([^)]+)\)', PAGES[page])
              if not l.startswith('http')]
     assert [l for l in links if not (folder/l).exists()] == []
-
-
-def test_the_readme_can_be_finished(): assert len(README.split()) <= 1200
+    if page == 'README.md': assert len(README.split()) <= 1200   # it can be finished
 
 
 def test_from_a_model_and_prompts_alone_to_a_board(base, tmp_path, monkeypatch):

@@ -1,5 +1,4 @@
 """Losses and calibration against plain Python; scores, their units and the likelihood in them."""
-import json
 import math
 from pathlib import Path
 
@@ -32,11 +31,6 @@ C = .3   # the weight of a likelihood
 
 def config(base, out, **more):
     return RewardModelConfig(**tiny.settings('reward_model', base, out=str(out), **SMALL | more))
-
-
-def saved(path, rows):
-    path.write_text(json.dumps(rows))
-    return str(path)
 
 
 @pytest.mark.parametrize('eps', [0., .1])
@@ -183,6 +177,11 @@ def test_values_are_those_of_the_head_alone(base, likely):
     assert model.config.reward_mean < -1 and found.abs().max() < .5
 
 
+def saved(folder, *parts):
+    for part in parts: part.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize('says', [False, True])
 def test_likelihood_needs_tied_embeddings(base, tmp_path, says):
     "In the files, whatever the configuration says; the policy has the head that it has there."
@@ -206,15 +205,16 @@ def test_embeddings_that_are_tied_in_the_files(base, tmp_path, says):
     "A head that is there twice is no other one; a missing one is not made up."
     policy = load_policy(str(base/'sft'), config(base, tmp_path))
     tokenizer = policy.tokenizer
-    policy.model.save_pretrained(tmp_path/'tied')
-    tokenizer.save_pretrained(tmp_path/'tied')
-    known = read_json(tmp_path/'tied'/'config.json')
-    (tmp_path/'tied'/'config.json').write_text(json.dumps(known | dict(tie_word_embeddings=says)))
+    tied = str(tmp_path/'tied')
+    policy.model.save_pretrained(tied)
+    tokenizer.save_pretrained(tied)
+    known = read_json(f'{tied}/config.json')
+    tiny.write(Path(tied)/'config.json', known | dict(tie_word_embeddings=says))
     if says:
-        weights = load_file(tmp_path/'tied'/'model.safetensors')
+        weights = load_file(f'{tied}/model.safetensors')
         weights['lm_head.weight'] = weights['model.embed_tokens.weight'].clone()
-        save_file(weights, tmp_path/'tied'/'model.safetensors', dict(format='pt'))
-    given = config(base, tmp_path/'rm', likelihood=C, policy=str(tmp_path/'tied'))
+        save_file(weights, f'{tied}/model.safetensors', dict(format='pt'))
+    given = config(base, tmp_path/'rm', likelihood=C, policy=tied)
     if says: assert read_json(rm.train(given).folder/'model'/'config.json')['likelihood'] == C
     else:
         with pytest.raises(ValueError, match='untied'): rm.train(given)
@@ -270,7 +270,7 @@ def test_values_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, shared):
 
 @pytest.mark.parametrize('rank', [0, 4])
 def test_first_layers(base, tmp_path, rank):
-    "The first layers of a deeper policy become the reward model that a policy of them alone becomes."
+    "The first layers of a deeper policy become what a policy of them alone becomes."
     cfg = config(base, tmp_path)
     policy = load_policy(cfg.policy, cfg)
     tokenizer = policy.tokenizer
@@ -280,7 +280,8 @@ def test_first_layers(base, tmp_path, rank):
     for part in (deep, tokenizer): part.save_pretrained(tmp_path/'deep')
     answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(Run(cfg, dict(settings={})))[1]]
     scores = []
-    for name, more in dict(whole={}, first=dict(policy=str(tmp_path/'deep'), layers=1)).items():
+    for name, more in dict(whole={}, first=dict(layers=1, policy=saved(
+            tmp_path/'deep', deep, tokenizer))).items():
         rm.train(config(base, tmp_path/name, lora_rank=rank, head='normal', **more))
         scores.append(reward(str(tmp_path/name), cfg)(answers))
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)

@@ -1,6 +1,5 @@
 """RRHF: its loss against loops in float64, candidates from anywhere, whole runs."""
 import itertools
-import json
 import math
 
 import numpy as np
@@ -17,12 +16,9 @@ from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import collate, decode, encode_responses
 from alpaca_farm.rrhf import rrhf_batch, rrhf_loss, rrhf_step, RRHFConfig
+from tiny import randn, write
 
 torch.set_num_threads(1)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def config(base, **more): return RRHFConfig(**tiny.settings('rrhf', base) | more)
@@ -51,8 +47,6 @@ def test_rank_loss(reduction, ties):
     again = rrhf_loss(p[:, order], r[:, order], mask[:, order], reduction)
     torch.testing.assert_close(again, found)
 
-
-# --- batches -------------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module')
 def some(base, models):
@@ -104,27 +98,12 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
 
 
 def test_nothing_is_longer_than_allowed(base, models, capsys):
-    "Prompt and response are within max_length; nothing is cut, and what is left out is counted."
-    def sizes(**more):
-        loaded, left_out = rrhf._load_queries(config(base, **more), models.tokenizer)
-        queries, prompts = zip(*loaded)
-        tokens = [rrhf._candidate_tokens(q, models.tokenizer) for q in queries]
-        lengths = [len(p) + len(ids) for p, ts in zip(prompts, tokens) for ids in ts]
-        return queries, lengths, left_out
-    limit = int(np.median(sizes()[1]))
-    queries, lengths, left_out = sizes(max_length=limit)
-    assert max(lengths) <= limit and left_out == 60 - len(queries) > 0
-    assert 'left out' in capsys.readouterr().out and all(len(q['output']) > 1 for q in queries)
-    texts = {t for q in merge_candidates(config(base).candidates) for t in q['output']}
-    assert {t for q in queries for t in q['output']} <= texts
-    with pytest.raises(ValueError, match='within max_length = 12'): sizes(max_length=12)
-
-
-# --- candidates ----------------------------------------------------------------------------------
-
-def write(path, rows, lines=False):
-    path.write_text('\n'.join(map(json.dumps, rows)) + '\n' if lines else json.dumps(rows))
-    return str(path)
+    "What is left out is counted; the notebook shows which candidates are."
+    loaded, left_out = rrhf._load_queries(config(base, max_length=40), models.tokenizer)
+    longest = max(len(p) + len(ids) for q, p in loaded
+                  for ids in rrhf._candidate_tokens(q, models.tokenizer))
+    assert longest <= 40 and left_out == 60 - len(loaded) > 0
+    assert f'{left_out} of 60 queries' in capsys.readouterr().out
 
 
 ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', 'Hi!', 'No.'],
@@ -176,12 +155,7 @@ def test_bad_files(tmp_path, rows, message):
     with pytest.raises(ValueError, match=message): _read_candidates(file)
 
 
-# --- scores --------------------------------------------------------------------------------------
-
-
 def not_a_number(records): return [float('nan')]*len(records)
-
-
 def indifferent(records): return [3.]*len(records)
 
 
@@ -194,14 +168,12 @@ def test_what_cannot_be_learned_from(base, tmp_path, more, message):
     assert not (tmp_path/'rrhf'/'candidates.json').exists() and not read_summary(tmp_path/'rrhf')
 
 
-# --- runs ----------------------------------------------------------------------------------------
-
 def run(base, out, **more):
     rrhf.train(config(base, out=str(out), **more))
     return read_log(out), read_summary(out)
 
 
-def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, policy, tmp_path):
+def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, tmp_path):
     (log, summary), cfg = run(base, tmp_path/'rrhf'), config(base)
     queries, prompts = zip(*rrhf._load_queries(cfg, models.tokenizer)[0])
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
@@ -242,8 +214,7 @@ def pools(folder, *steps):
 
 
 def test_new_candidates_are_of_the_policy_as_it_has_become(base, tmp_path):
-    run(base, tmp_path/'a', n=2, k=5, epochs=2, refresh_every=2, max_instances=16,
-        eval_split='')
+    run(base, tmp_path/'a', n=2, k=5, epochs=2, refresh_every=2, max_instances=16, eval_split='')
     first, second = pools(tmp_path/'a', 2)
     of = lambda pool, own: [t for q in pool for t, s in zip(q['output'], q['source'])
                             if (s == 'policy') == own]

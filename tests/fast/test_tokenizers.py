@@ -103,13 +103,9 @@ def save(folder, tokenizer, size=320, positions=256):
     return str(folder)
 
 
-def data(folder, n=12):
-    folder.mkdir(exist_ok=True)
-    rows = [dict(instruction=f'say {i} words', output=f'the words {i}') for i in range(n)]
-    for split in ('sft', 'val', 'eval'): (folder/f'{split}.json').write_text(json.dumps(rows))
-    pairs = [dict(r, output_1=r['output'], output_2='one', preference=1) for r in rows]
-    (folder/'preferences.json').write_text(json.dumps(pairs))
-    return str(folder)
+def data(folder):
+    rows = [dict(instruction=f'say {i} words', output=f'the words {i}') for i in range(12)]
+    return tiny.splits(folder, rows, 'one')
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -212,7 +208,8 @@ def test_a_padding_token_that_the_model_does_not_know_is_replaced(tmp_path):
     assert len(model.model.get_input_embeddings().weight) == 279
 
 
-def test_an_end_that_is_missing_or_unknown_to_the_model_is_refused(tmp_path):
+def test_an_end_or_a_template_that_is_missing_is_refused(tmp_path):
+    "Or an end unknown to the model; a template may have an end that is no EOS."
     tokenizer = build('bare', eos_token='', pad_token='')
     with pytest.raises(ValueError, match=f'{tmp_path}.* has no EOS token'):
         load_tokenizer(save(tmp_path, tokenizer))
@@ -222,6 +219,10 @@ def test_an_end_that_is_missing_or_unknown_to_the_model_is_refused(tmp_path):
     loaded = load_tokenizer(save(tmp_path/'chat', tokenizer))
     assert end_token(loaded) == loaded.convert_tokens_to_ids('<|im_end|>')
     assert loaded.pad_token_id is not None
+    given = tiny.SETTINGS['sft'] | dict(data=data(tmp_path/'data'), template='chat', val_split='',
+                                        policy=save(tmp_path/'base', build('bare')))
+    with pytest.raises(ValueError, match='^template = chat: .*/base has no chat template'):
+        sft.train(sft.SFTConfig(**given, out=str(tmp_path/'sft')))
 
 
 def test_thinking_is_off_unless_it_is_asked_for(tmp_path):
@@ -491,13 +492,6 @@ def test_a_system_turn_that_the_template_refuses_stands_before_the_users():
     assert tokenizer.eos_token_id not in ids
     with pytest.raises(ValueError, match='refuses the dialogue .*no system'):
         encode_prompts([dict(messages=turns[:1])], tokenizer)
-
-
-def test_chat_without_a_chat_template_is_refused(tmp_path):
-    policy, folder = save(tmp_path/'base', build('bare')), data(tmp_path/'data')
-    given = tiny.SETTINGS['sft'] | dict(data=folder, policy=policy, template='chat', val_split='')
-    with pytest.raises(ValueError, match='^template = chat: .*/base has no chat template'):
-        sft.train(sft.SFTConfig(**given, out=str(tmp_path/'sft')))
 
 
 def test_generation_config_changes_no_sample(tmp_path):

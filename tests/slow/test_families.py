@@ -29,14 +29,8 @@ near = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 
 @functools.cache
 def data():
-    folder = tempfile.mkdtemp()
-    for split in ('sft', 'val', 'eval', 'unlabeled'):
-        with open(f'{folder}/{split}.json', 'w') as f:
-            json.dump([{k: r[k] for k in ('instruction', 'output')} for r in RECORDS], f)
-    with open(f'{folder}/preferences.json', 'w') as f:
-        json.dump([dict(instruction=r['instruction'], output_1=r['output'], output_2=r['other'],
-                        preference=1 + i % 2) for i, r in enumerate(RECORDS)], f)
-    return folder
+    rows = [{k: r[k] for k in ('instruction', 'output')} for r in RECORDS]
+    return tiny.splits(tempfile.mkdtemp(), rows)
 
 
 @functools.cache

@@ -135,17 +135,6 @@ def test_spread_over_replicates():
     assert 'crowd_sd' not in _simulation_table(one, 0)
 
 
-@pytest.fixture
-def two_jobs(base, tmp_path):
-    "Two runs of some seconds in a script that starts both: (their folders, its command)."
-    folders = [str(tmp_path/name) for name in ('one', 'two')]
-    given = {f: tiny.settings('sft', base, epochs=12, checkpoint_every=5, val_split='',
-                              eval_split='') for f in folders}
-    script = ('from alpaca_farm.core.run.jobs import Job, run_jobs\n'
-              f'print(run_jobs([Job(f, "sft", given) for f, given in {given!r}.items()], 2))')
-    return folders, [sys.executable, '-c', script]
-
-
 def test_the_farm_runs_where_its_address_says(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(farm, 'machines', lambda *where: where)
@@ -163,9 +152,13 @@ def gone(processes, seconds):
     return not any(map(running, processes))
 
 
-def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
-    "None of them outlives the process that starts them."
-    folders, command = two_jobs
+def test_jobs_end_with_their_parent_and_a_restart_goes_on(base, tmp_path):
+    "None of two runs outlives the process that starts them."
+    folders = [str(tmp_path/name) for name in ('one', 'two')]
+    given = tiny.settings('sft', base, epochs=12, checkpoint_every=5, val_split='', eval_split='')
+    script = ('from alpaca_farm.core.run.jobs import Job, run_jobs\n'
+              f'print(run_jobs([Job(f, "sft", {given!r}) for f in {folders!r}], 2))')
+    command = [sys.executable, '-c', script]
     parent = tiny.spawn(command)
     until = time.time() + 600
     while not all(len(read_log(f)) > 5 for f in folders):

@@ -122,9 +122,9 @@ def test_a_broken_difference_stops(home, recover, tmp_path, how, words):
 
 
 @pytest.mark.parametrize('base, words', [
-    (dict(seed=5), 'not Llama 2'), (dict(layers=3), 'published sum'), (dict(size=32), 'another size'),
-    (dict(rows=ROWS + 4), 'another size'), ('sft10k', 'Recover it first'), ('gpt2', 'no weight')],
-    ids=str)
+    (dict(seed=5), 'not Llama 2'), (dict(layers=3), 'published sum'),
+    *[(more, 'another size') for more in (dict(size=32), dict(rows=ROWS + 4))],
+    ('sft10k', 'Recover it first'), ('gpt2', 'no weight')], ids=str)
 def test_a_wrong_base_is_named(notebook, home, recover, tmp_path, base, words):
     place = tmp_path/'base'
     if base == 'sft10k': place = home[0]/base

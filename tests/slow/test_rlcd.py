@@ -1,5 +1,4 @@
 """Preference data without people: tasks are data; one file, however a run is divided."""
-import json
 import math
 import random
 from collections import Counter
@@ -25,8 +24,6 @@ TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
 FILES = ('items.json', 'preferences.json', 'preferences.csv')
 
-
-# --- tasks ---------------------------------------------------------------------------------------
 
 def test_shipped_tasks():
     tasks = [read_task(str(p)) for p in TASKS]
@@ -71,7 +68,8 @@ def test_prompts_are_mirror_images():
     assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
     found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
     assert found == plus.replace(' (rude)', '')
-    system, plain = task_with(placement='system'), plus.replace(' (rude)', '').replace(' (kind)', '')
+    system = task_with(placement='system')
+    plain = plus.replace(' (rude)', '').replace(' (kind)', '')
     assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
     chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
     assert chat == [dict(role='system', content='rude'), *TALK['messages']]
@@ -81,50 +79,15 @@ def test_prompts_are_mirror_images():
 
 
 @pytest.mark.parametrize('text, found, stopped', [
-    (' Sure.', 'Sure.', False), (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True),
-    ('user: User: hi', 'hi', False), (' Human: Assistant: hi', 'hi', False),
+    (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True), ('user: User: hi', 'hi', False),
     (' Humanity and the Human body.', 'Humanity and the Human body.', False),
-    (' A.\n\nHumanity: b.\nHuman: c', 'A.\n\nHumanity: b.\nHuman: c', False),
     ('The Human: factor', 'The Human: factor', False), ('\n\nHuman: and then?', '', True),
-    ('Human: and then?', 'and then?', False), (' ', '', False), ('\n Human: hi', 'hi', False),
-    (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
+    ('Human: and then?', 'and then?', False), (' ', '', False), ('\n Human: hi', 'hi', False)])
 def test_answers_end_at_whole_role_tags(text, found, stopped):
-    "The release's filter cut or rejected whatever contained Human."
+    "The release's filter cut or rejected whatever contained Human; the notebook has more."
     task = task_with(filters=dict(ended=True))
     reason = ('' if stopped else 'cut_off') if found else 'empty'
     assert _clean_response(text, False, task) == (found, reason)
-
-
-# --- the judge's letters -------------------------------------------------------------------------
-
-def toy(*merged, bos='<s>'):
-    "A tokenizer of characters and of these words."
-    from tokenizers import models, Tokenizer
-    from transformers import PreTrainedTokenizerFast
-    words = ['<pad>', '<s>', '</s>', *map(chr, range(32, 127)), *merged]
-    vocab = {w: i for i, w in enumerate(words)}
-    model = models.BPE(vocab, [(w[:-1], w[-1]) for w in merged], unk_token='?')
-    special = dict(bos_token=bos, eos_token='</s>', pad_token='<pad>')
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **special)
-
-
-@pytest.mark.parametrize('merged', [(), ('(A', '(B'), (' (', ' (A')])
-def test_answer_tokens_are_those_behind_the_prompt(merged):
-    "Not those of the bare letter: with a merge the bracket belongs to them."
-    tokenizer = toy(*merged)
-    spelt = lambda ids: ''.join(tokenizer.convert_ids_to_tokens(ids))
-    shared, labels = label_tokens('It is (', 'AB', tokenizer)
-    for letter, ids in zip('AB', labels):
-        assert spelt(shared + ids) == f'<s>It is ({letter}' and spelt(ids).strip(' (') == letter
-    assert len({tuple(ids) for ids in labels}) == 2
-    assert prompt_tokens('It', toy(bos=None)) == toy()('It')['input_ids']
-
-
-def test_worlds_answer_tokens(models):
-    prompt = '\n\nHuman: Hi\n\nThe better answer is ('
-    shared, (a, b) = label_tokens(prompt, 'AB', models.tokenizer)
-    assert [models.tokenizer.decode(x) for x in (a, b)] == ['A', 'B']
-    assert models.tokenizer.decode(shared).endswith('is (')
 
 
 def test_shown_labels():
@@ -136,24 +99,14 @@ def test_shown_labels():
     assert math.isnan(shown(Bad=.9)) and math.isnan(_shown_label(dict(choices=[{}]), 'AB'))
 
 
-# --- runs ----------------------------------------------------------------------------------------
-
 def made(base, out, **more):
     rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out), **more)))
     return [(Path(out)/name).read_bytes() for name in FILES if (Path(out)/name).exists()]
 
 
 def pairs(out): return read_json(Path(out)/'preferences.json')
-
-
 def outputs(rows): return [(r['output_1'], r['output_2']) for r in rows]
-
-
 def labels(rows): return np.array([r['preference'] for r in rows])
-
-
-def refused(base, out, message, **more):
-    with pytest.raises(ValueError, match=message): made(base, out, **more)
 
 
 @pytest.fixture(scope='module')
@@ -269,32 +222,24 @@ def test_csv_of_rlcd(tmp_path):
     assert hard.read_bytes() == head + b'Hi,x,"a\r\n\nb",c,2\r\n'
     rlcd._write_rlcd_csv(hard, [rows[1] | dict(ended_1=True, ended_2=False), rows[2]])
     assert load_records(str(hard), kind='preference') == [rows[1] | dict(ended_2=False), rows[2]]
-    file.write_text('instruction,output_1,output_2,preference,win2_prob\na,b,c,1,often\n')
-    with pytest.raises(ValueError, match="row 0: .*'win2_prob'"):
-        load_records(str(file), kind='preference')
-
-
-class Fussy:
-    "Gives each key's text; nothing on the first try, and never for prompt 2."
-    def __init__(self): self.asked = []
-
-    def write(self, prompts, keys, stop):
-        self.asked += keys
-        said = [f' {k[:2]}' if k[2] and k[0] != 2 else '' for k in keys]
-        return [Written('', False, 'long_prompt') if k[0] == 1 else Written(text, True)
-                for k, text in zip(keys, said)]
 
 
 def test_retries_are_counted_and_bounded():
-    writer, cfg = Fussy(), RLCDConfig(max_retries=2)
+    "Of a writer that says nothing on the first try, never to prompt 2; prompt 1 is too long."
+    asked, cfg = Counter(), RLCDConfig(max_retries=2)
+    class Fussy:
+        def write(self, prompts, keys, stop):
+            asked.update(k[0] for k in keys)
+            return [Written('', False, 'long_prompt') if i == 1 else
+                    Written(f' {i} {side}' if attempt and i != 2 else '', True)
+                    for i, side, attempt in keys]
     records = {i: dict(instruction=f'{i}') for i in range(4)}
-    items = rlcd._write_items(writer, read_task(ANYTHING), records, cfg)
+    items = rlcd._write_items(Fussy(), read_task(ANYTHING), records, cfg)
     assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', '']
     assert [i['retries'] for i in items] == [2, 0, 4, 2]
-    assert Counter(k[0] for k in writer.asked) == {0: 4, 1: 2, 2: 6, 3: 4}
+    assert asked == {0: 4, 1: 2, 2: 6, 3: 4}
     found = rlcd._item_figures(rlcd._label_items(items, None, cfg), cfg)
-    wanted = dict(prompts=4, made=2, skipped_empty=1, skipped_long_prompt=1, retries=8)
-    assert {k: found[k] for k in wanted} == wanted
+    assert (found['made'], found['skipped_long_prompt'], found['retries']) == (2, 1, 8)
     with pytest.raises(ValueError, match='nothing is left'): rlcd._item_figures(items[1:2], cfg)
 
 
@@ -316,8 +261,6 @@ def test_a_served_model(base, tmp_path):
         assert len(server.requests()) == 36 and {r['annotator'] for r in judged} == {'self'}
         assert all(1 < p < 2 for p in labels(judged))
 
-
-# --- the world that can be asked for good and for poor answers -----------------------------------
 
 def test_dialogue_pages():
     from alpaca_farm.worlds.embedded.grammar import is_held_out, parse
@@ -350,15 +293,13 @@ def test_the_default_world_has_no_dialogues(base, tmp_path):
     with pytest.raises(ValueError, match='dialogues = -1'): world.WorldConfig(dialogues=-1)
 
 
-# --- Wombat: candidates of several models, rated -------------------------------------------------
-
 def test_wombat_rates_the_answers_of_several_models(base, tmp_path):
     """A file for each model; one request for each prompt, three where no rating can be read, and
     as many by a later run."""
     prompts, out = load_records(str(base/'world'), 'unlabeled', n=6), tmp_path/'wombat'
     for name, rows in dict(a=prompts, b=prompts, c=prompts[:5]).items():
-        (tmp_path/f'{name}.json').write_text(json.dumps(
-            [dict(r, output=f'Text of {name}.', generator=name) for r in rows]))
+        answered = [dict(r, output=f'Text of {name}.', generator=name) for r in rows]
+        tiny.write(tmp_path/f'{name}.json', answered)
     files = [str(tmp_path/f'{name}.json') for name in 'abca']   # a text counts once
     given = dict(out=str(out), candidates=files, rater='judge', store=str(tmp_path/'a.sqlite'))
     with judge_server() as server:

@@ -32,8 +32,6 @@ def wanted(cfg):
 
 
 def answers(cfg): return [r['output'] for r in load_records(cfg.out, 'outputs', 'output')]
-
-
 def server_of(**options): return judge_server(template=' Word {hash}.\n', **options)
 
 

@@ -17,8 +17,7 @@ def site(tmp_path_factory):
     shutil.copytree(tiny.ROOT/'nbs', source, ignore=shutil.ignore_patterns('.ipynb_checkpoints'))
     shutil.copy(tiny.ROOT/'README.md', source/'index.md')
     command = [sys.executable, '-m', 'sphinx', '-q', '--fail-on-warning', '--keep-going']
-    built = subprocess.run([*command, source, html], capture_output=True, text=True,
-                           cwd=tiny.ROOT)
+    built = subprocess.run([*command, source, html], capture_output=True, text=True, cwd=tiny.ROOT)
     assert built.returncode == 0, built.stderr
     return html
 
