@@ -2,6 +2,7 @@
 import dataclasses
 import gzip
 import json
+from dataclasses import replace
 import os
 from pathlib import Path
 
@@ -238,8 +239,8 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
     monkeypatch.setattr('alpaca_farm.core.answers.generate', lambda *_, **more: [[sample]]*2)
     records, cfg = [dict(messages=HELLO), dict(instruction='Hi.')], ppo.PPOConfig()
     prompts = encode_prompts(records, tokenizer)
-    batch, (first, second) = online.sample_rollout(models.policy, records, prompts,
-                                                   cfg, 0)
+    policy = replace(models.policy, tokenizer=tokenizer)
+    batch, (first, second) = online.sample_rollout(policy, records, prompts, cfg, 0)
     assert (first['ended'], first['output']) == (ended, output)
     assert batch['response'][0].sum() == len(ids(kept or said))
     assert second['ended'] == said.endswith('</s>')

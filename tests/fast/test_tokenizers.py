@@ -142,7 +142,7 @@ def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
     policy.score = None   # a decoder's head, which is not called
     score_records(policy, [dict(instruction='say it', output='the words')])
     assert seen[0][0, -1] == end_token(tokenizer)
-    policy.lm_head.weight.data.zero_()  # all tokens are equally likely
+    policy.model.lm_head.weight.data.zero_()  # all tokens are equally likely
     samples = [s for s, in generate(policy, [[5]] * 60, max_new_tokens=200)]
     ends = [s.tokens[-1] for s in samples if s.ended]
     assert end_token(tokenizer) in ends and set(ends) <= set(end_tokens(policy, tokenizer))

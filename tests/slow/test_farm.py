@@ -229,9 +229,10 @@ def test_the_time_left_learns_from_the_runs_just_made(tmp_path, monkeypatch, cap
     monkeypatch.delenv('JPY_SESSION_NAME', raising=False)
 
     class Process:
-        returncode = 0
         def __init__(self): self.end = clock.now + 10*factor
-        def poll(self): return 0 if clock.now >= self.end else None
+
+        @property
+        def exitcode(self): return 0 if clock.now >= self.end else None
 
     place = SimpleNamespace(workers=2, check=lambda jobs: None, start=lambda *_: Process(),
                             fits=lambda job, running: len(running) < 2)

@@ -78,7 +78,7 @@ def test_policies(notebook, home, recover, tmp_path, model):
     original = notebook.small_llama(len(tokenizer), 9).eval()
     original.load_state_dict(want)
     with torch.no_grad():
-        assert torch.allclose(policy(ids).logits, original(ids).logits, atol=1e-5)
+        assert torch.allclose(policy.model(ids).logits, original(ids).logits, atol=1e-5)
 
 
 def test_reward_model(notebook, home, recover, tmp_path):
