@@ -18,7 +18,7 @@ from .core.data.dialogues import as_messages, full_instruction, prompt_key, with
 from .core.data.records import load_records, without_lists
 from .core.data.text import alpaca_prompt
 from .core.defaults import settle
-from .core.model.models import load_policy
+from .core.model.models import load_policy, load_tokenizer
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.model.served import check_sampler, use_sampler
 from .core.run.files import at_root
@@ -139,13 +139,13 @@ def run(cfg: BestOfNConfig):
     rewards = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
     fit = asked
     chunk = cfg.chunk
+    if not cfg.served: settle(this_run, cfg.policy, load_tokenizer(cfg.policy), asked)
     if cfg.served:
         writer = ServedWriter(cfg.served, cfg)
         chunk = len(asked)   # answers are stored one by one, and the forecast is of all
     elif not cfg.samples:
         policy = load_policy(cfg.policy, cfg)
         use_sampler(policy, cfg, at_root(cfg.out))
-        settle(this_run, cfg.policy, policy.tokenizer, asked)
         preflight(cfg, ('split',), policy, reward=rewards)
         fit, _ = fitting_prompts(asked, policy.tokenizer, cfg)
 

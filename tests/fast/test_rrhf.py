@@ -175,6 +175,7 @@ def run(base, out, **more):
 
 def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, tmp_path):
     (log, summary), cfg = run(base, tmp_path/'rrhf'), config(base)
+    policy = load_policy(str(base/'sft'), models.cfg)
     queries, prompts = zip(*rrhf._load_queries(cfg, models.tokenizer)[0])
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
     assert [q['output'] for q in pool] == [q['output'] for q in queries]

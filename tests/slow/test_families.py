@@ -132,7 +132,8 @@ def test_reward_model(name, tmp_path):
 def test_dpo(name, tmp_path):
     "Loss log 2 before a step that prefers the chosen answers; log-probs whatever the padding."
     cfg = dpo.DPOConfig(policy=checkpoint(name), preferences=data(), data=data(),
-                        out=str(tmp_path/'dpo'), device='cpu', batch_size=6)
+                        out=str(tmp_path/'dpo'), device='cpu', batch_size=6, epochs=1,
+                        beta=.1, max_length=128)
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
     labelled = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
@@ -153,7 +154,7 @@ def test_dpo(name, tmp_path):
 def test_ppo(name):
     "Ratios of 1 and values whatever the padding; gradients reach the policy and the value model."
     cfg = ppo.PPOConfig(policy=checkpoint(name), reward_model='tiny:letters', data=data(),
-                        device='cpu', rollouts=6, batch_size=6, kl_coef=0.)
+                        device='cpu', rollouts=6, batch_size=6, kl_coef=0., temperature=1.)
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
     value = ppo.value_model(cfg, policy)
