@@ -17,8 +17,7 @@ from .core.ask.completions import ServedWriter
 from .core.data.dialogues import as_messages, full_instruction, prompt_key, without_lead
 from .core.data.records import load_records, without_lists
 from .core.data.text import alpaca_prompt
-from .core.defaults import settle
-from .core.model.models import load_policy, load_tokenizer
+from .core.model.models import load_policy
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.model.served import check_sampler, use_sampler
 from .core.run.files import at_root
@@ -75,8 +74,7 @@ def _stored_samples(cfg: BestOfNConfig) -> list[dict]:
     for name in ('policy', 'data', 'split', 'temperature', 'top_p', 'max_new_tokens', 'template',
                  'template_arguments'):
         ours = getattr(cfg, name)
-        if name not in theirs or ours is None: continue
-        if at_root(str(theirs[name])) == at_root(str(ours)): continue
+        if name not in theirs or at_root(str(theirs[name])) == at_root(str(ours)): continue
         raise ValueError(f'{cfg.samples} was sampled with {name} = {theirs[name]}; here {name} = '
                          f'{ours}. Give the same, or leave samples empty')
     stored = _between(load_records(cfg.samples, 'candidates', 'candidates'), cfg)
@@ -139,7 +137,6 @@ def run(cfg: BestOfNConfig):
     rewards = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
     fit = asked
     chunk = cfg.chunk
-    if not cfg.served: settle(this_run, cfg.policy, load_tokenizer(cfg.policy), asked)
     if cfg.served:
         writer = ServedWriter(cfg.served, cfg)
         chunk = len(asked)   # answers are stored one by one, and the forecast is of all

@@ -21,7 +21,6 @@ from .core.data.dialogues import prompt_key
 from .core.data.preferences import answer_of, verdicts_over
 from .core.data.records import load_records
 from .core.data.text import encode
-from .core.defaults import settle
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.model.models import (load_policy, load_reference, logprobs,
     response_logprobs, save_model)
@@ -45,12 +44,10 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     data: str = 'runs/world'                 # dataset whose eval split is answered at the end
     token_times: Positive = 2                # conditioning: copies of the token in a prompt
     jitter: Amount = 3.0  # conditioning: noise of the tokens' first embeddings, in sd
-    epochs: Positive | None = None           # passes over the answers; None: by size
-    # tokens of prompt and answer together; None: by the data
-    max_length: Annotated[int, Ge(2)] | None = None
+    epochs: Positive = 1                     # passes over the answers
+    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
     max_instances: Count = 0                 # use only the first n records; 0: all
-    batch_size: Positive | None = None       # answers per optimiser step; None: by size
-    learning_rate: Amount | None = None      # AdamW's peak learning rate; None: by size
+    learning_rate: Amount = 3e-4             # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
     held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 200, or a fifth if less
     eval_every: Positive = 100               # steps between these measurements
@@ -58,7 +55,6 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     annotators: str = 'runs/world/pool.json'  # judges of the final answers on val; empty: none
     val_split: str = 'val'                   # split that they answer; empty: none
     val_instances: Count = 150               # use only its first n prompts; 0: all
-    by_size = dict(epochs=(1, 3), batch_size=(32, 32), learning_rate=(3e-4, 2e-5))
     inputs = dict(preferences='preferences', policy='model', data=('val_split', 'eval_split'),
                   annotators=('preferences', 'model'))
     answering = ('eval_split', 'eval_instances')  # the others also decide the answers to val
@@ -201,9 +197,8 @@ def train(cfg: BinaryFeedbackConfig):
     policies = {}
     if cfg.method == 'reward_conditioning': tokens, policies = _reward_tokens(plain, cfg)
     policy = policies.get(GOOD, plain)
-    tokenizer = plain.tokenizer
-    settle(run, cfg.policy, tokenizer, rated)
     preflight(cfg, ('val_split', 'eval_split'), policy, cfg.val_split and judge)
+    tokenizer = plain.tokenizer
     how = ('output',), tokenizer, cfg.max_length, cfg.template
     rows, prompts, (responses,) = encode(rated, *how)
     indices, names, weights = zip(*_training_examples([rated[i] for i in rows], cfg.method))

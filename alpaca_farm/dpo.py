@@ -15,20 +15,19 @@ from annotated_types import Ge, Interval
 import torch
 import torch.nn.functional as F
 
-from .core.answers import (answer_again, answer_eval_split, answer_labels,
-    AnswerConfig, mean, preflight)
-from .core.data.dialogues import prompt_key
+from alpaca_farm.core.answers import (answer_again, answer_eval_split, answer_labels, AnswerConfig,
+    mean, preflight)
 from .core.data.preferences import swap_outputs
 from .core.data.records import load_records
-from .core.data.text import encode
-from .core.defaults import settle
+from .core.data.dialogues import prompt_key
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
 from .core.model.policy import Policy
 from .core.run.processes import gather_all
 from .core.run.runs import read_log, start
-from alpaca_farm.core.run.settings import (Amount, command, Count, Positive, Scale, Schedule,
-    Share, TrainConfig)
+from .core.run.settings import (
+    Amount, command, Count, Positive, Scale, Schedule, Share, TrainConfig)
+from .core.data.text import encode
 from .core.training import answer_batch, batches, Trainer
 
 # %% ../nbs/dpo.ipynb #fcebf7ee
@@ -134,25 +133,23 @@ class DPOConfig(TrainConfig, AnswerConfig):
     policy: str = 'runs/sft'                 # policy to start from, and the reference
     data: str = 'runs/world'                 # dataset whose eval split is answered at the end
     loss_type: Literal[*LOSSES] = 'sigmoid'  # loss of labelled answers, a name of the table
-    beta: Scale | None = None                # KL weight; 0.1 for ipo, 0.5 for simpo; None: by size
+    beta: Scale = 0.3                        # KL weight; 0.1 for ipo, 0.5 for simpo
     temperature: Scale = 1.0  # of the log-probs: that at which the answers were sampled
     # known share of flipped labels, for sigmoid (cDPO) and robust
     label_smoothing: Annotated[float, Interval(ge=0, lt=.5)] = 0.0
     target_margin: Amount = 1.0              # simpo: gamma, the lead required of the chosen answer
     desirable_weight: Amount = 1.0           # kto: lambda_D, weight of the good answers
     undesirable_weight: Amount = 1.0         # kto: lambda_U, weight of the bad answers
-    epochs: Positive | None = None           # passes over the pairs; None: by size
-    # tokens of prompt and answer together; None: by the data
-    max_length: Annotated[int, Ge(2)] | None = None
+    epochs: Positive = 2                     # passes over the pairs
+    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
     max_instances: Count = 0                 # use only the first n pairs; 0: all
-    batch_size: Positive | None = None       # pairs per optimiser step; None: by size
-    learning_rate: Amount | None = None      # AdamW's peak learning rate; None: by size
+    batch_size: Positive = 32                # pairs per optimiser step
+    learning_rate: Amount = 0.0003           # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
     warmup: Share = 0.1  # share of the steps over which the learning rate rises
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
     held_out: Count = 0  # last pairs, with all others on their prompts, kept for measuring
     eval_every: Count = 0                    # steps between these measurements; 0: none
-    by_size = dict(beta=(.3, .1), epochs=(2, 1), batch_size=(32, 32), learning_rate=(3e-4, 1e-6))
     inputs = dict(preferences='preferences', policy='model', data='eval_split')
     tables = dict(loss_type=LOSSES)
 
@@ -172,7 +169,7 @@ class DPOConfig(TrainConfig, AnswerConfig):
         if self.loss_type == 'robust' and not self.label_smoothing:
             raise ValueError('label_smoothing = 0: robust needs the share of flipped labels '
                              '(at 0 it is the sigmoid)')
-        if self.loss_type == 'kto' and self.batch_size == 1:
+        if self.loss_type == 'kto' and self.batch_size < 2:
             raise ValueError('batch_size = 1: kto compares with the other answers of a batch')
 
 # %% ../nbs/dpo.ipynb #35b68c90
@@ -312,8 +309,6 @@ def train(cfg: DPOConfig):
     labels = read_labels(cfg)
     preflight(cfg, ('eval_split',))
     policy = load_policy(cfg.policy, cfg, train=True)
-    records = labels[0]
-    settle(run, cfg.policy, policy.tokenizer, records[:len(records) - cfg.held_out])
     preflight(cfg, ('eval_split',), policy)
     data = LabelledAnswers(cfg, policy.tokenizer, *labels)
     held_out = data.held_out

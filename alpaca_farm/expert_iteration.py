@@ -15,14 +15,13 @@ import numpy as np
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
     preflight, sample_answers, SampleConfig)
 from .core.data.records import each_answer, find_file, load_records, read_rows
-from .core.defaults import settle
-from .core.model.models import load_policy, load_tokenizer, save_model
-from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.files import at_root, write_json
 from .core.run.jobs import add_times, Job, run_or_fail
+from .core.model.models import load_policy, save_model
+from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.runs import start
-from alpaca_farm.core.run.settings import (Amount, command, Count, HardwareConfig, Positive,
-    Scale, TrainConfig)
+from alpaca_farm.core.run.settings import (Amount, command, Count, HardwareConfig, Positive, Scale,
+    TrainConfig)
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
@@ -36,16 +35,14 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     n: Annotated[int, Ge(2)] = 16  # answers to each prompt, of which the best is imitated
     max_instances: Positive = 800  # prompts of a round; the next round takes those that follow
     samples: str = ''  # a run of best_of_n with the answers of round 1; empty to draw them
-    epochs: Positive | None = None           # passes over the winners; None: by size
-    # tokens of prompt and answer together; None: by the data
-    max_length: Annotated[int, Ge(2)] | None = None
-    batch_size: Positive | None = None       # winners per optimiser step; None: by size
-    learning_rate: Amount | None = None      # AdamW's peak learning rate; None: by size
+    epochs: Positive = 3                     # passes over the winners
+    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
+    batch_size: Positive = 16                # winners per optimiser step
+    learning_rate: Amount = 0.001            # AdamW's peak learning rate
     val_split: str = 'val'                   # split on which each round's policy is scored
     val_instances: Count = 250               # use only its first n prompts; 0: all
-    temperature: Scale | None = None         # of samples, above 0; None: by size
+    temperature: Scale = 1.0                 # of samples, above 0
     shareable = False              # its rounds are runs of their own
-    by_size = dict(epochs=(3, 3), batch_size=(16, 16), learning_rate=(1e-3, 2e-5))
     inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
                   samples='candidates')
 
@@ -53,6 +50,10 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
         super().__post_init__()
         for name in ('reward_model', 'val_split'):
             if not getattr(self, name): raise ValueError(f'{name} is empty: every round needs one')
+        longest = self.max_prompt + self.max_new_tokens
+        if self.max_length < longest:   # otherwise noticed when the first round has sampled
+            raise ValueError(f'max_length = {self.max_length}: prompts and samples take up to '
+                             f'max_prompt + max_new_tokens = {longest} tokens. Raise it')
 
 # %% ../nbs/expert_iteration.ipynb #66abb471
 def _round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
@@ -94,19 +95,12 @@ def train(cfg: ExpertIterationConfig):
     run = start(cfg, train, STAGES)
     if run.done: return answer_again(run)
     preflight(cfg, ('split', 'val_split', 'eval_split'))
-    asked = load_split(cfg, 'split')
-    prompts = len(asked)
+    prompts = len(load_split(cfg, 'split'))
     used = (cfg.rounds - 1) * cfg.max_instances
     if prompts <= used:
         raise ValueError(f'rounds = {cfg.rounds}: those before the last use {used} instructions '
                          f'(max_instances = {cfg.max_instances} each) of the {prompts} of '
                          f'{cfg.data}, {cfg.split}. Lower one of the two')
-    tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
-    settle(run, cfg.policy, tokenizer, asked[:cfg.max_instances])
-    longest = cfg.max_prompt + cfg.max_new_tokens
-    if cfg.max_length < longest:   # otherwise noticed when the first round has sampled
-        raise ValueError(f'max_length = {cfg.max_length}: prompts and samples take up to '
-                         f'max_prompt + max_new_tokens = {longest} tokens. Raise it')
     run.load()
     run.config['steps'] = cfg.rounds
     run.write('config.json', run.config)

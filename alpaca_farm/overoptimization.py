@@ -20,9 +20,8 @@ from .core.ask.judge_configs import JudgedConfig
 from .core.data.preferences import answer_preferences, check_preferences
 from .core.data.records import each_answer, load_records
 from .core.data.text import decode, encode_prompts
-from .core.defaults import settle
 from .core.functional import has_spread
-from .core.model.models import load_policy, load_tokenizer
+from .core.model.models import load_policy
 from .core.model.policy import Policy
 from .core.model.rewards import reward
 from .core.run.identity import run_config, run_of
@@ -190,12 +189,11 @@ def run(cfg: OverConfig):
     import pandas as pd
     folder = start(cfg, run)
     if folder.done: return folder
+    _check_temperature(cfg)
     world = read_world(cfg.world)
     if not world.utility:
         raise ValueError(f'{cfg.world} has no utility: over-optimisation is measured by one')
     bank = load_records(cfg.bank, 'candidates', 'candidates')[:cfg.instances]
-    settle(folder, cfg.policy, load_tokenizer(cfg.policy), bank)
-    _check_temperature(cfg)
     references = load_records(cfg.references, 'candidates', 'candidates')
     judge = load_annotators(world.path(world.held_out), cfg)
     folder.load()

@@ -188,7 +188,6 @@ class RLCDConfig(SampleConfig, ApiConfig):
     max_retries: Count = 5  # times an answer is written anew after the task's filters reject it
     top_k: Count = 0                          # sample only from this many likeliest tokens; 0: all
     chunk: Positive = 64  # prompts that are written together; also between checkpoints
-    max_new_tokens: Positive = 56             # longer answers are cut off here
     max_prompt: Positive = 100                # longer prompts are left out, counted and reported
     template: Literal['raw', 'chat'] = 'raw'  # prompt format
     temperature: Scale = 1.0                  # of samples, above 0

@@ -20,7 +20,6 @@ from .core.data.records import (each_answer, LISTS, load_records, merge_candidat
     select_candidates, without_lists)
 from alpaca_farm.core.data.text import (collate, decode, encode_prompts, encode_responses,
     within_limit)
-from .core.defaults import settle
 from .core.model.beams import beam_search
 from .core.model.loading import load_tokenizer
 from .core.model.models import (load_policy, load_reference, response_logprobs,
@@ -58,15 +57,14 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     perplexity_model: str = ''  # model that measures the perplexity of answers; empty: none
     data: str = 'runs/world'                 # dataset whose eval split is answered at the end
     split: str = 'unlabeled'                 # split with the queries when `candidates` is empty
-    epochs: Positive | None = None           # passes over the queries; None: by size
-    # tokens of prompt and answer together; longer candidates are left out; None: by the data
-    max_length: Annotated[int, Ge(2)] | None = None
+    epochs: Positive = 2                     # passes over the queries
+    # tokens of prompt and answer together; longer candidates are left out
+    max_length: Annotated[int, Ge(2)] = 128
     max_instances: Count = 0                 # use only the first n queries; 0: all
-    learning_rate: Amount | None = None      # AdamW's peak learning rate; None: by size
+    learning_rate: Amount = 0.001            # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
-    batch_size: Positive | None = None       # queries per optimiser step; None: by size
+    batch_size: Positive = 8                 # queries per optimiser step
     save_every: Count = 50                   # steps between saved policies model-<step>/; 0: none
-    by_size = dict(epochs=(2, 3), learning_rate=(1e-3, 2e-5), batch_size=(8, 8))
     inputs = dict(candidates='candidates', policy='model', reward_model='model',
                   perplexity_model='model', data=('split', 'eval_split'))
     in_memory = dict(trained=1, frozen=1)
@@ -78,7 +76,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
             raise ValueError(f'n = {self.n}: a query needs two candidates. Set n to 2 or more')
         if self.n and not self.reward_model:
             raise ValueError("the policy's own answers need a score: name a reward_model")
-        if self.decoding == 'sample' and self.n > 1 and self.temperature == 0:
+        if self.decoding == 'sample' and self.n > 1 and not self.temperature:
             raise ValueError('temperature = 0 draws the same answer every time: raise it')
         if self.n % self.groups:
             raise ValueError(f'n = {self.n} beams cannot be split into groups = {self.groups}')
@@ -133,18 +131,13 @@ def _limit_candidates(
     return limited
 
 # %% ../nbs/rrhf.ipynb #dca77770
-def _read_queries(cfg: RRHFConfig) -> list[dict]:
-    "Read the queries, with the candidates that there are."
+def _load_queries(cfg, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
+    "Load queries, each with its prompt's ids, and count those left out; ValueError for none left."
     if cfg.candidates: found = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
     else:
         records = load_records(cfg.data, cfg.split, columns=cfg.columns)
         found = [r | dict.fromkeys(LISTS, []) for r in records]
-    return found[:cfg.max_instances or None]
-
-
-def _load_queries(cfg, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
-    "Load queries, each with its prompt's ids, and count those left out; ValueError for none left."
-    found = _read_queries(cfg)
+    found = found[:cfg.max_instances or None]
     prompts = encode_prompts(found, tokenizer, cfg.template)
     fit = within_limit(list(map(len, prompts)), cfg.max_prompt, 'prompts', 'max_prompt')
     queries = []
@@ -332,7 +325,6 @@ def train(cfg: RRHFConfig):
         return answer_again(run, names, lambda: _answer_figures(run))
     preflight(cfg, ('eval_split',))
     plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
-    settle(run, cfg.policy, plain, _read_queries(cfg))
     queries, left_out = _load_queries(cfg, plain)
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer

@@ -12,14 +12,12 @@ from typing import Annotated
 from annotated_types import Ge
 import torch
 
-from alpaca_farm.core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
-    preflight)
-from .core.data.text import encode
-from .core.defaults import settle
+from .core.answers import answer_again, answer_eval_split, AnswerConfig, load_split, preflight
 from .core.model.models import load_policy, logprobs, save_model
 from .core.model.policy import Policy
 from .core.run.runs import start
 from .core.run.settings import Amount, command, Count, Positive, TrainConfig
+from .core.data.text import encode
 from .core.training import batches, token_batch, Trainer
 
 # %% ../nbs/sft.ipynb #b757aa20
@@ -31,14 +29,12 @@ class SFTConfig(TrainConfig, AnswerConfig):
     split: str = 'sft'                       # split to train on
     val_split: str = 'val'  # held-out split for the likelihood before and after; empty: none
     policy: str = 'runs/world'               # the base model
-    epochs: Positive | None = None           # passes over the demonstrations; None: by size
-    # tokens of prompt and response together; None: by the data
-    max_length: Annotated[int, Ge(2)] | None = None
-    learning_rate: Amount | None = None      # AdamW's peak learning rate; None: by size
-    batch_size: Positive | None = None       # demonstrations per optimiser step; None: by size
+    epochs: Positive = 1                     # passes over the demonstrations
+    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and response together
+    learning_rate: Amount = 2e-3             # AdamW's peak learning rate
+    batch_size: Positive = 16                # demonstrations per optimiser step
     max_instances: Count = 0                 # use only the first n demonstrations; 0: all
     eval_every: Count = 0  # steps between measurements of val_loss on val_split; 0: none
-    by_size = dict(epochs=(1, 3), learning_rate=(2e-3, 2e-5), batch_size=(16, 16))
     inputs = dict(data=('split', 'val_split', 'eval_split'), policy='model')
 
     def __post_init__(self):
@@ -63,7 +59,6 @@ def train(cfg: SFTConfig):
     unseen = load_split(cfg, 'val_split', 'output')[:200] if cfg.val_split else []
     preflight(cfg, ('eval_split',))
     policy = load_policy(cfg.policy, cfg, train=True)
-    settle(run, cfg.policy, policy.tokenizer, learn)
     preflight(cfg, ('eval_split',), policy)
     how = ('output',), policy.tokenizer, cfg.max_length, cfg.template
     _, prompts, (responses,) = encode(learn, *how)
@@ -88,6 +83,9 @@ def train(cfg: SFTConfig):
     if val:
         figures['nll_before'] = before['loss']
         figures['nll'] = trainer.measure(val, loss)['loss']
+        if figures['nll'] > before['loss']:
+            print(f'the loss on {cfg.val_split} has risen from {before["loss"]:.2f} to '
+                  f'{figures["nll"]:.2f}: lower learning_rate or epochs')
     run.finish(**figures)
     return run
 

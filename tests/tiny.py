@@ -14,29 +14,29 @@ from pathlib import Path
 from alpaca_farm.core.run.files import module_of
 
 ROOT = Path(__file__).parents[1]
-SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10, eval_temperature=1.)
+SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
 SETTINGS = dict(
     world=dict(prose=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600,
                hidden_size=32, layers=1, heads=2, ffn=48, batch_size=16, learning_rate=3e-3),
     sft=dict(batch_size=12, learning_rate=1e-2, max_length=128, **SAMPLING),
     best_of_n=dict(n=2, max_instances=30, chunk=10,
-                   **{k: v for k, v in SAMPLING.items() if not k.startswith('eval')}, temperature=1.),
+                   **{k: v for k, v in SAMPLING.items() if k != 'eval_instances'}),
     annotators=dict(label_flip=.25),
     reward_model=dict(batch_size=8, held_out=12, epochs=1, learning_rate=1e-3, max_length=128),
     dpo=dict(batch_size=8, epochs=1, beta=.1, learning_rate=1e-3, max_length=128, **SAMPLING),
     expert_iteration=dict(n=2, max_instances=16, epochs=1, batch_size=8, learning_rate=1e-3,
-                          max_length=128, temperature=1., val_instances=8, **SAMPLING),
+                          max_length=128, val_instances=8, **SAMPLING),
     binary_feedback=dict(batch_size=8, learning_rate=1e-3, max_length=128, token_times=2,
                          held_out=12, eval_every=4, val_instances=8, **SAMPLING),
     rrhf=dict(k=4, batch_size=8, epochs=1, learning_rate=1e-3, max_length=128, save_every=0,
-              temperature=1., **SAMPLING),
+              **SAMPLING),
     quark=dict(steps=3, rollouts=16, batch_size=8, updates=3, token_times=2, missing_eos='',
-               temperature=1., kl_coef=.3, learning_rate=1e-3, val_instances=8, eval_every=2, save_every=2,
+               learning_rate=1e-3, val_instances=8, eval_every=2, save_every=2,
                checkpoint_every=1, **SAMPLING),
     rlcd=dict(chunk=8, max_new_tokens=12, max_retries=1,
               task=str(ROOT/'tests'/'data'/'task.yaml')),
     ppo=dict(steps=3, rollouts=16, batch_size=8, ppo_epochs=2, learning_rate=1e-3,
-             temperature=1., kl_coef=.2, value_learning_rate=1e-3, val_instances=8,
+             value_learning_rate=1e-3, val_instances=8,
              eval_every=2, save_every=2, checkpoint_every=1, **SAMPLING))
 
 # Settings of the farm's runs so small that the farm takes a minute and its results mean nothing.

@@ -83,6 +83,7 @@ def _word_answers(folder: str, candidates: list[dict]) -> dict[str, list[dict]]:
         answers[row] = choose_best(score_candidates(candidates, word_scorer(pairs, _opening)))
     return answers
 
+
 # %% ../../nbs/boards/farm_board.ipynb #a0170012
 def _suffixed(
     answers: list[dict],     # one to each instruction, in a list

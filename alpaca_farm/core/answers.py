@@ -17,42 +17,39 @@ from itertools import combinations, islice
 
 import numpy as np
 
-from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
-from .data.formats import notice
-from .data.preferences import ENDED, verdicts_over
 from .data.records import each_answer, load_records, without_lists
-from alpaca_farm.core.data.text import (check_limit, check_positions, decode, encode_prompts,
-    uses_chat, within_limit)
+from .data.preferences import ENDED, verdicts_over
+from .data.formats import notice
+from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
+from .run.files import append_lines, at_root, read_json, read_lines
 from .model.generation import generate, Sample
 from .model.models import load_policy, response_logprobs
 from .model.policy import Policy
-from .run.files import append_lines, at_root, read_json, read_lines
 from .run.processes import once
 from .run.progress import Progress
 from .run.runs import read_summary
 from alpaca_farm.core.run.settings import (Amount, Arguments, as_list, Config, Count, Nucleus,
     Positive, Template)
+from .data.text import (check_limit, check_positions, decode, encode_prompts,
+    encode_responses, uses_chat, within_limit)
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass
 class PromptConfig(Config):
     "Settings of prompts, and of the length of answers."
-    max_new_tokens: Positive | None = None  # longer answers are cut off here; None: by the data
-    # longer prompts are left out, counted and reported; None: by the data
-    max_prompt: Positive | None = None
+    max_new_tokens: Positive = 56  # longer answers are cut off here
+    max_prompt: Positive = 64      # longer prompts are left out, counted and reported
     template: Template = 'auto'  # prompt format: the tokenizer's chat template if any, else alpaca
     # of the policy's chat template, such as {"enable_thinking": true}
     template_arguments: Arguments = field(default_factory=dict)
-    by_size = dict(max_new_tokens=(56, 256), max_prompt=(64, 64))   # toy, large (`core.defaults`)
 
 # %% ../../nbs/core/answers.ipynb #7efe8e2d
 @dataclass
 class SampleConfig(PromptConfig):
     "Settings of sampling."
     # of samples, and of the log-probs that training compares; 0 is greedy
-    temperature: Amount | None = None   # None: by size
+    temperature: Amount = 1.0
     top_p: Nucleus = 1.0  # nucleus; below 1 the log-probs are still those of the whole vocabulary
-    by_size = dict(temperature=(1., .8))
 
 # %% ../../nbs/core/answers.ipynb #51fce87a
 @dataclass
@@ -61,10 +58,8 @@ class AnswerConfig(PromptConfig):
     eval_split: str = 'eval'        # answered at the end, into outputs.json; empty: none
     eval_instances: Count = 0       # use only the first n instructions of it; 0: all
     columns: str = ''               # names of columns: ours, equals sign, yours
-    # of the answers that are evaluated; 0 is greedy; None: by size
-    eval_temperature: Amount | None = None
+    eval_temperature: Amount = 1.0  # of the answers that are evaluated; 0 is greedy
     eval_top_p: Nucleus = 1.0       # nucleus of these answers
-    by_size = dict(eval_temperature=(1., .8))
     answering = ('eval_split', 'eval_instances', 'eval_temperature', 'eval_top_p')
 
 # %% ../../nbs/core/answers.ipynb #34628ae3
@@ -291,6 +286,16 @@ def _note_shared_prompts(cfg: PromptConfig):
                           f'{first}: answers to them say little about new prompts')
 
 
+def _check_lengths(records: list[dict], tokenizer, cfg: PromptConfig):
+    "ValueError if a limit would leave out too many prompts or cut too many answers."
+    lengths = [len(p) for p in encode_prompts(records, tokenizer, cfg.template)]
+    check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
+    given = [r['output'] for r in records if isinstance(r.get('output'), str)]
+    if not given or cfg.max_new_tokens != type(cfg).max_new_tokens: return
+    lengths = [len(ids) for ids in encode_responses(given, tokenizer, template=cfg.template)]
+    check_limit(lengths, cfg.max_new_tokens, 'answers in the data', 'max_new_tokens')
+
+
 def preflight(
     cfg: PromptConfig,
     splits: tuple[str, ...],      # settings that name the splits the run will read
@@ -306,12 +311,10 @@ def preflight(
     if not parts: return
     tokenizer = policy.tokenizer
     check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')
-    for records in parts:
-        lengths = [len(p) for p in encode_prompts(records, tokenizer, cfg.template)]
-        check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
+    for records in parts: _check_lengths(records, tokenizer, cfg)
     record = min(parts[0], key=lambda r: len(prompt_text(r)))
     prompts = encode_prompts([record], tokenizer, cfg.template)
-    written, = generate(policy, prompts, max_new_tokens=2)[0]   # the second by a cache
+    written, = generate(policy, prompts, max_new_tokens=1)[0]
     output = decode(written.tokens, tokenizer, cfg.template, record) or '.'
     answer = dict(prompt_fields(record), output=output, ended=written.ended)
     other = dict(answer, output=prompt_text(record))
@@ -335,6 +338,7 @@ def answer_eval_split(
                             output=text, ended=s.ended, generator=run.folder.name))
     run.write('outputs.json', outputs)
     figures = answer_figures(outputs)
+    if figures['ended'] < .5: print('most of the answers were cut off: raise max_new_tokens')
     if reference is None: return figures
     prompts = encode_prompts(answered, reference.tokenizer, cfg.template)   # no control tokens
     return figures | dict(kl=mean(log_ratios(reference, prompts, samples, cfg)))

@@ -52,7 +52,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     eval_every: Positive = 4               # steps between evaluations on it
     save_every: Count = 4                  # save model-<step>/ every n steps; 0: none
     checkpoint_every: Positive = 2         # steps between checkpoints
-    temperature: Scale | None = None       # of samples, above 0; None: by size
+    temperature: Scale = 1.0               # of samples, above 0
     inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
                   annotators=('preferences', 'model'))
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 import published
-from alpaca_farm.core.run.runs import Run
 from alpaca_farm.core.answers import preflight
 from alpaca_farm.core.data.records import check_records, load_records, _read_candidates, read_rows
 from alpaca_farm.core.data.dialogues import prompt_key
@@ -451,11 +450,11 @@ def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
     more = dict(preferences=str(path), max_length=100)
     for loss in dpo.DPOConfig.__annotations__['loss_type'].__args__:
         smoothing = dict(label_smoothing=.1) if loss == 'robust' else {}
-        cfg = dpo.DPOConfig(loss_type=loss, epochs=1, batch_size=8, **smoothing, **more)
+        cfg = dpo.DPOConfig(loss_type=loss, **smoothing, **more)
         data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
         assert ends(sum(data.answers, []), tokenizer) == ENDS
     cfg = reward_model.RewardModelConfig(policy=str(base/'sft'), **more)
-    pairs, aside, _ = reward_model.load_preference_pairs(Run(cfg, dict(settings={})))
+    pairs, aside, _ = reward_model.load_preference_pairs(cfg)
     assert ends(sum(pairs['answers'], []), tokenizer) == ENDS
     learn, aside, _ = binary_feedback._load_feedback(binary_feedback.BinaryFeedbackConfig(**more))
     def rows(records): return encode(records, ('output',), tokenizer, 100)[2][0]
@@ -473,8 +472,7 @@ def test_answers_of_which_nothing_is_known_have_ended(labelled, models, tmp_path
     from alpaca_farm import dpo
     plain = [{k: v for k, v in r.items() if 'ended' not in k} for r in labelled[:8]]
     for rows in (plain, [dict(r, ended_1=None, ended_2='') for r in plain]):
-        cfg = dpo.DPOConfig(preferences=write(tmp_path/'a.json', rows), max_length=128, epochs=1,
-                            batch_size=8)
+        cfg = dpo.DPOConfig(preferences=write(tmp_path/'a.json', rows))
         data = dpo.LabelledAnswers(cfg, models.tokenizer, *dpo.read_labels(cfg))
         assert set(ends(sum(data.answers, []), models.tokenizer).values()) == {True}
 

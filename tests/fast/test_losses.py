@@ -140,7 +140,7 @@ def test_a_policy_that_is_its_reference_has_no_kl(base, tmp_path, monkeypatch, d
 
 def test_a_shared_trunk_is_read_once(models):
     "One pass for log-probs and values, with the same loss as two."
-    cfg = ppo.PPOConfig(device='cpu', shared_value=True, temperature=1.)
+    cfg = ppo.PPOConfig(device='cpu', shared_value=True)
     answers = [a[:5] for a in models.answers[:4]]
     head = torch.nn.Linear(models.policy.config.hidden_size, 1, bias=False)
     value = dataclasses.replace(models.policy, score=head, lent=True)

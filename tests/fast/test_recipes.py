@@ -6,7 +6,7 @@ import tiny
 import yaml
 
 from alpaca_farm.core.run.inputs import methods, recipes
-from alpaca_farm.core.run.settings import as_type, sized_defaults
+from alpaca_farm.core.run.settings import as_type
 from alpaca_farm.farm import farm_jobs, FarmConfig
 from tiny import config_class as config_of
 
@@ -104,10 +104,10 @@ def test_the_papers_methods_are_answered_alike():
     answering = {n: (s.get('eval_temperature'), s.get('eval_top_p')) for n, s in papers.items()
                  if n not in ('best_of_n', 'reward_model')}
     assert len(answering) == 7 and set(answering.values()) == {(.7, .9)}
-    defaults = {(*sized_defaults(c)['eval_temperature'], c.eval_top_p)
+    defaults = {(c.eval_temperature, c.eval_top_p)
                 for c in map(config_of, (NOTEBOOKS.get(p, p) for p in papers))
                 if hasattr(c, 'eval_temperature')}
-    assert defaults == {(1., .8, 1.)}
+    assert defaults == {(1., 1.)}
 
 
 def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):

@@ -151,7 +151,7 @@ def test_answers_are_sampled_with_settings_of_their_own(base, answered):
     from alpaca_farm.core.answers import AnswerConfig, answering, sample_answers
     from alpaca_farm.core.data.records import load_records
     from alpaca_farm.core.model.models import load_policy
-    cfg = answering(AnswerConfig(**tiny.SAMPLING | dict(eval_temperature=0.)))
+    cfg = answering(AnswerConfig(**tiny.SAMPLING, eval_temperature=0.))
     expected = sample_answers(load_policy(str(answered), cfg),
                               load_records(str(base/'world'), 'eval', n=10), cfg)
     left = read_json(answered/'outputs.json')

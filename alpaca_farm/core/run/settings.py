@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Count', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments', 'Betas', 'as_type',
-           'resolve', 'as_list', 'no_secrets', 'refuse_unknown', 'sized_defaults', 'Config', 'HardwareConfig',
-           'TrainConfig', 'field_comments', 'from_args', 'command']
+           'resolve', 'as_list', 'no_secrets', 'refuse_unknown', 'Config', 'HardwareConfig', 'TrainConfig',
+           'field_comments', 'from_args', 'command']
 
 # %% ../../../nbs/core/run/settings.ipynb #37bea490
 import argparse, ast, contextlib, dataclasses, difflib, importlib, json, os, re, subprocess, sys
@@ -197,13 +197,6 @@ def refuse_unknown(
         raise TypeError(f'{name} is not a setting of {owner}{meant}')
 
 
-def sized_defaults(cls) -> dict[str, tuple]:
-    "Collect the settings of a class whose default is a rule of size: for a toy and a large model."
-    found = {}
-    for base in reversed(cls.__mro__): found |= vars(base).get('by_size', {})
-    return found
-
-
 @dataclass
 class Config:
     "Settings that every run has."
@@ -316,12 +309,11 @@ class TrainConfig(HardwareConfig):
     router_loss: Amount = 0.0        # weight of the loss that balances experts; 0: none
     checkpoint_every: Positive = 50  # steps between checkpoints
     in_memory = dict(trained=1, frozen=0)  # models beside each other (no setting)
-    by_size = dict(max_length=(128, 128))  # where a method has it; see `core.defaults`
     save_total_limit: Count = 0      # of the folders model-<step>/ keep the newest n; 0 for all
 
     def __post_init__(self):
         super().__post_init__()
-        if (self.learning_rate or 0) > .1:
+        if self.learning_rate > .1:
             warnings.warn(f'learning_rate = {self.learning_rate}: AdamW hardly learns with that')
 
 # %% ../../../nbs/core/run/settings.ipynb #66461a70
@@ -347,8 +339,6 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
     comments = field_comments(cls)
     for name, table in getattr(cls, 'tables', {}).items():   # of named functions, with a text each
         comments[name] += ': ' + '; '.join(f'{k}: {row.text}' for k, row in table.items())
-    for name, (toy, large) in sized_defaults(cls).items():
-        default[name] = f'{toy} for a toy, {large} for a large model'
     for name, kind in typing.get_type_hints(cls).items():
         said = f'{comments[name]} (default: {default[name]})'
         parser.add_argument(f'--{name}', nargs='*' if 'list' in str(kind) else None,
