@@ -139,7 +139,7 @@ def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
         seen.append(ids)
         return torch.zeros(len(ids))
     monkeypatch.setattr(rewards, 'sequence_scores', scores)
-    policy.score = None   # a decoder's head, which is not called
+    policy.score = torch.nn.Identity()   # a decoder's head, which is not called
     score_records(policy, [dict(instruction='say it', output='the words')])
     assert seen[0][0, -1] == end_token(tokenizer)
     policy.model.lm_head.weight.data.zero_()  # all tokens are equally likely

@@ -236,7 +236,8 @@ def test_a_misspelt_parameter_fails_before_any_work(base, tmp_path):
 def test_a_failed_job_names_its_cell_and_leaves_the_others(base, tmp_path):
     bad, orphan, good = (str(tmp_path/n) for n in ('bad', 'orphan', 'good'))
     (tmp_path/'bad.json').write_text('[{"instruction": "a"}]')
-    jobs = [Job(bad, 'annotators', dict(outputs=str(tmp_path/'bad.json'))),
+    given = tiny.settings('annotators', base, outputs=str(tmp_path/'bad.json'))
+    jobs = [Job(bad, 'annotators', given),
             Job(orphan, 'reward_model', tiny.settings('reward_model', base, preferences=bad),
                 [bad]),
             Job(good, 'annotators', tiny.settings('annotators', base))]
