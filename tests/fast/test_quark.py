@@ -152,7 +152,7 @@ def test_run_with_tokens(base, tmp_path):
     assert max(t for s, in written for t in s.tokens) < len(plain), 'one is never written'
     again = quark.QuarkConfig(best_quantile_only=False)
     with pytest.raises(ValueError, match='control tokens'):
-        quark.reward_tokens(policy, tokenizer, again)
+        quark._add_reward_tokens(policy, again)
 
 
 def test_first_update_is_plain_imitation_of_the_best(base, tmp_path, monkeypatch):

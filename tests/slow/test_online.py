@@ -76,6 +76,7 @@ def ran(folder, notebook, **settings):
 def test_a_bank_at_another_temperature_is_refused(base, tmp_path):
     for name in ('bank', 'references'): ran(tmp_path/name, 'best_of_n', temperature=.5)
     cfg = OverConfig(out=str(tmp_path/'out'), policy=str(base/'sft'), bank=str(tmp_path/'bank'),
+                     world=str(base/'world'),
                      references=str(tmp_path/'references'), proxies=[str(base/'reward_model')],
                      policies=[str(base/'sft')])
     with pytest.raises(ValueError, match='temperature = 1.0'): overoptimization.run(cfg)
