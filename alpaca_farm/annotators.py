@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .core.ask.api import ApiConfig
+from .core.ask.client import ApiConfig
 from .core.ask.judge_configs import is_population
 from .core.data.preferences import (annotator_name, decide_vote, draw_annotator,
     hash_uniform, pair_identity, pool_members, pool_weights, report_missing, shown_swapped)
@@ -23,7 +23,7 @@ from .core.stats import bootstrap, Interval, wilson
 from alpaca_farm.judging.judges import (api_clients, ask_both_orders, ask_shown,
     check_all_answered, check_known_names, load_annotators, load_pairs, RecordedLabels,
     usage_totals)
-from .judging.noise import flip_labels, flip_mask
+from .judging.measures import flip_labels, flip_mask
 from .worlds.folder import read_world
 
 # %% ../nbs/annotators.ipynb #0cdfba01

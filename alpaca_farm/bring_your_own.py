@@ -14,16 +14,14 @@ import numpy as np
 import torch
 
 from .core.answers import PromptConfig
-from .core.ask.api import ApiConfig
-from .core.data.comparisons import preferences_over
+from .core.ask.client import ApiConfig
+from .core.data.preferences import pool_members, preferences_over
 from .core.data.dialogues import prompt_key
-from .core.data.preferences import pool_members
 from .core.data.records import load_records
 from .core.data.text import check_limit, encode_prompts
 from .core.model.loading import load_tokenizer, model_config
-from .core.run.files import read_yaml
+from .core.run.files import at_root, notebooks_folder, read_yaml
 from .core.run.inputs import methods as farm_methods
-from .core.run.paths import at_root, notebooks_folder
 from .core.run.runs import start
 from .core.run.settings import command, Count, HardwareConfig, Scale, Share
 from .judging.judges import api_clients, check_known_names, load_annotators
@@ -224,7 +222,8 @@ def forecast(
     judges: list,    # the judge, and the one of the board if it is another
 ) -> dict:  # labels, requests, dollars (at most; None if not known)
     "Print and return what the farm will ask of the judges."
-    said = dict(labels=0, requests=0, dollars=0.)
+    said = dict(labels=0, requests=0)
+    dollars = []
     for k, judge in enumerate(judges):
         pairs = _judged_pairs(cfg, splits, judge, labels=k == 0)
         said['labels'] += len(pairs)
@@ -236,11 +235,9 @@ def forecast(
             shown = pairs[place::len(members)]
             for at in range(0, len(shown), evaluator.batch_size):
                 requests.append(judge_request(evaluator, shown[at:at + evaluator.batch_size]))
-        clients[0].print_forecast(requests)
-        prices = [clients[0].highest_price(r) for r in requests]
+        dollars.append(clients[0].print_forecast(requests))
         said['requests'] += len(requests)
-        if None in prices: said['dollars'] = None
-        if said['dollars'] is not None: said['dollars'] += sum(prices)
+    said['dollars'] = None if None in dollars else sum(dollars)
     counts = ', '.join(f'{len(records)} {name}' for name, records in splits.items())
     print(f'{cfg.model} with prompts {counts}; {said["labels"]} labels by {cfg.judge}'
           + (f' and {cfg.held_out}' if cfg.held_out else ''))

@@ -22,6 +22,7 @@ from .core.data.records import load_records
 from .core.data.dialogues import prompt_key
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
+from .core.model.policy import Policy
 from .core.run.processes import gather_all
 from .core.run.runs import read_log, start
 from .core.run.settings import (
@@ -190,21 +191,19 @@ def read_labels(cfg: DPOConfig) -> tuple[list[dict], tuple[str, ...], list[list[
 
 # %% ../nbs/dpo.ipynb #78fb1520
 def reference_logprobs(
-    policy,
+    policy: Policy,
     prompts: list,            # token ids, N
     answers: list,            # K columns of N answers each
-    pad_id: int,
     temperature: float = 1.,  # at which the answers were sampled
 ):  # (N, K)
     "Compute the log-probs of all answers under the policy as it is now."
-    logps = response_logprobs(policy, prompts * len(answers), sum(answers, []), pad_id,
-                              temperature)
+    logps = response_logprobs(policy, prompts * len(answers), sum(answers, []), temperature)
     return logps.view(len(answers), len(prompts)).T.contiguous()
 
 # %% ../nbs/dpo.ipynb #7d61fe15
 @torch.no_grad()
 def kto_baseline(
-    policy,
+    policy: Policy,
     parts,                    # batches of mismatched answers, which together are those of a step
     temperature: float = 1.,  # at which the answers were sampled
 ) -> torch.Tensor:
@@ -217,7 +216,7 @@ def kto_baseline(
 
 # %% ../nbs/dpo.ipynb #db20b42b
 def dpo_step(
-    policy,
+    policy: Policy,
     batch: dict,  # of `LabelledAnswers`: ids, mask, response (B, K, T); reference, good (B, K)
     cfg: DPOConfig,
 ) -> dict[str, torch.Tensor]:  # (B,) each
@@ -271,8 +270,8 @@ class LabelledAnswers:
 
     def add_reference(self, policy):
         "Compute the log-probs of all answers under the policy as it is now."
-        how = self.pad_id, self.cfg.temperature
-        self.reference = reference_logprobs(policy, self.prompts, self.answers, *how)
+        temperature = self.cfg.temperature
+        self.reference = reference_logprobs(policy, self.prompts, self.answers, temperature)
         if self.cfg.loss_type != 'kto': return
         self.mixed_prompts = []
         self.mixed_answers = [[] for _ in self.answers]
@@ -283,7 +282,7 @@ class LabelledAnswers:
                 for mixed, answers in zip(self.mixed_answers, self.answers):
                     mixed.append(answers[other][:room])
         self.mixed_reference = reference_logprobs(policy, self.mixed_prompts, self.mixed_answers,
-                                                  *how)
+                                                  temperature)
 
     def labelled_batch(self, rows: list[int], baseline: float = 0.) -> dict[str, torch.Tensor]:
         "Make the batch of some records, with KTO's baseline."
@@ -309,9 +308,9 @@ def train(cfg: DPOConfig):
     if run.done: return answer_again(run)
     labels = read_labels(cfg)
     preflight(cfg, ('eval_split',))
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    preflight(cfg, ('eval_split',), policy, tokenizer)
-    data = LabelledAnswers(cfg, tokenizer, *labels)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    preflight(cfg, ('eval_split',), policy)
+    data = LabelledAnswers(cfg, policy.tokenizer, *labels)
     held_out = data.held_out
     trainer = Trainer(run, len(data.order), dict(policy=policy))
     data.add_reference(policy)   # before a checkpoint is read
@@ -327,9 +326,9 @@ def train(cfg: DPOConfig):
                     for at in range(0, len(held_out), cfg.batch_size))
         trainer.log(**figures, **trainer.evaluate(measured, loss))
         if cfg.save_every and step % cfg.save_every == 0:
-            save_model(policy, tokenizer, run, f'model-{step}')
-    save_model(policy, tokenizer, run)
-    figures = answer_eval_split(policy, tokenizer, run, load_reference(policy, cfg))
+            save_model(policy, run, f'model-{step}')
+    save_model(policy, run)
+    figures = answer_eval_split(policy, run, load_reference(policy, cfg))
     last = read_log(run.folder)[-20:]
     figures |= {k: v for k, v in last[-1].items() if k in ('val_loss', 'val_accuracy')}
     for k in ('loss', 'accuracy', 'margin'): figures[k] = mean([r[k] for r in last])

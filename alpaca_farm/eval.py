@@ -8,24 +8,20 @@ __all__ = ['WORLD', 'EvalConfig', 'read_models', 'run']
 # %% ../nbs/eval.ipynb #020cfe11
 import re
 from dataclasses import dataclass, field
-from glob import glob
 from typing import Annotated
 
 from annotated_types import Len
 
-from .core.ask.api import ApiConfig
-from .core.data.comparisons import common_prompts, index_prompts, output_texts
-from .core.data.records import load_records
-from .core.data.dialogues import full_instruction
-from .core.run.progress import Progress
-from .core.run.runs import start, write_csv, write_figure
-from .core.run.settings import at_root, command, Count
-from .judging.judges import api_clients, check_known_names, load_annotators, usage_totals
 from .boards.corrected import correction_report, difference_report, match_labels
 from .boards.judged import answers_to, judge_all, read_answers, short_names
 from .boards.leaderboards import (alpaca_eval_rows, check_column_names, leaderboard,
     leaderboard_figure, rank_agreement)
-from .boards.length_control import recorded_difficulty
+from .core.ask.client import ApiConfig
+from .core.data.preferences import common_prompts, index_prompts, output_texts
+from .core.run.progress import Progress
+from .core.run.runs import start, write_csv, write_figure
+from .core.run.settings import command, Count
+from .judging.judges import api_clients, check_known_names, load_annotators, usage_totals
 
 # %% ../nbs/eval.ipynb #9138e77a
 WORLD = [f'runs/world/{name}.json' for name in ('held_out_crowd', 'pool', 'gold')]
@@ -43,7 +39,6 @@ class EvalConfig(ApiConfig):
     annotators: Annotated[list[str], Len(1)] = field(default_factory=lambda: WORLD)
     weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
     labels: str = ''                    # people's labels of some answers, to correct the first judge
-    difficulty: list[str] = field(default_factory=list)  # AlpacaEval's annotations of others
     max_instances: Count = 0            # use only the first n of the reference; 0: all
     inputs = dict(outputs=('outputs', 'candidates'), reference=('outputs', 'candidates'),
                   annotators=('preferences', 'model'), labels='preferences')
@@ -64,27 +59,6 @@ def read_models(cfg: EvalConfig) -> dict:
     return common_prompts(methods)
 
 # %% ../nbs/eval.ipynb #9dc79a4a
-def _named_files(patterns: list[str]) -> list[str]:
-    "The files that the patterns of `difficulty` name; ValueError for one that names none."
-    files = []
-    for pattern in patterns:
-        found = sorted(glob(str(at_root(pattern))))
-        if not found: raise ValueError(f'difficulty: there is no file {pattern}')
-        files += found
-    return files
-
-
-def _read_difficulty(files: list[str], references: list[dict]):
-    "Difficulty (instructions,) from recorded verdicts on other models; None without files."
-    verdicts = {}
-    for file in files:
-        for r in load_records(file, '', 'preference'):
-            model = str(r.get('generator_2', file))
-            verdicts.setdefault(model, []).append(r)
-    if not verdicts: return None
-    return recorded_difficulty(verdicts, [full_instruction(r) for r in references])
-
-
 def _correction_lines(judge: str, preferences: dict, labels: dict) -> list[str]:
     "What people's labels say of a judge's preferences by model: sentences."
     lines = []
@@ -97,15 +71,13 @@ def run(cfg: EvalConfig):
     "Judge the outputs and write a leaderboard."
     names = short_names(cfg.annotators)
     check_column_names(list(names))
-    files = _named_files(cfg.difficulty)
-    current = start(cfg, run, tuple(files))
+    current = start(cfg, run)
     if current.done: return current
     methods = read_models(cfg)
     for name, rows in methods.items(): index_prompts(rows, name)   # refuses repeated ones
     references = methods['reference']
     others = {m: (rows, references) for m, rows in methods.items() if m != 'reference'}
     labels = match_labels(cfg.labels, others) if cfg.labels else {}
-    hard = _read_difficulty(files, references)
     judges = {name: load_annotators(spec, cfg) for name, spec in names.items()}
     current.load()
     progress = Progress('judging', len(judges)*len(methods))
@@ -133,14 +105,15 @@ def run(cfg: EvalConfig):
     # the tables and the costs of each judge
     clients = {}
     for name, judge in judges.items():
-        rows = alpaca_eval_rows(judged[name], methods, references, name, cfg.reference, hard)
+        rows = alpaca_eval_rows(judged[name], methods, references, name, cfg.reference)
         file = re.sub(r'[^\w.-]+', '-', name).strip('-')
         write_csv(current, f'leaderboard_{file}.csv', rows, index=True, float_format=None)
         for model, rate in rows.length_controlled_winrate.items():
             figures[f'{model}_{name}_length_controlled'] = float(rate)
         figures[f'{name}_unanswered'] = int(rows.n_unanswered.sum())
         clients |= {id(client): client for client in api_clients(judge)}
-    current.finish(instructions=len(references), **usage_totals(list(clients.values())), **figures,
+    costs = usage_totals(list(clients.values()))
+    current.finish(instructions=len(references), **costs, **figures,
                    references_per_instruction=len(output_texts(references[0])))
     return current
 

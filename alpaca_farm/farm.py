@@ -9,19 +9,17 @@ __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'farm_world', 'population', 'farm
 import os, time
 from dataclasses import dataclass, replace
 
-from .core.ask.api import ApiConfig
+from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
+from .boards.simulation import paired_tables, write_simulation
+from .core.ask.client import ApiConfig
 from .core.ask.judge_configs import JudgedConfig
-from .core.run.files import read_yaml
+from .core.run.files import notebooks_folder, read_yaml
 from .core.run.identity import run_config
 from .core.run.inputs import recipes
 from .core.run.jobs import Job, machines, run_jobs, study_job
-from .core.run.paths import notebooks_folder
-from .core.run.runs import check_run_folder, read_summary, start
+from .core.run.runs import check_run_folder, read_summary, start, write_csv
 from .core.run.settings import at_root, command, Count, Positive
-from .judging.judges import api_clients, load_annotators
-from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
-from .boards.leaderboards import rank_agreement
-from .boards.simulation import paired_tables, vote_agreements, write_simulation
+from .judging.judges import load_annotators
 from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World
 
 # %% ../nbs/farm.ipynb #e7c129a0
@@ -72,8 +70,8 @@ def _folder(cfg: FarmConfig, replicate: int) -> str:
 def _makes_world(cfg: FarmConfig) -> bool:
     "Return whether the farm makes its world itself."
     if cfg.world != f'{cfg.runs}/world': return False
-    given = (at_root(cfg.world)/'world.json').exists()
-    return run_config(cfg.world).get('notebook') == RUNS['world']['notebook'] or not given
+    if not (at_root(cfg.world)/'world.json').exists(): return True
+    return run_config(cfg.world).get('notebook') == RUNS['world']['notebook']
 
 
 def farm_world(cfg: FarmConfig, replicate: int = 0) -> World:
@@ -180,11 +178,12 @@ def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
 # %% ../nbs/farm.ipynb #8deb72f2
 def _board_judges(cfg: FarmConfig, world: World) -> dict:
     "Who judges the board, by column: the held-out crowd, the pool if it is another, the utility."
-    specs = dict(crowd=population(cfg, 'held_out', world), pool=population(cfg, 'pool', world))
-    if specs['pool'] == specs['crowd']: del specs['pool']
-    asking = ApiConfig(out=cfg.out, seed=cfg.seed, device=cfg.device, dtype=cfg.dtype,
-                       **world.asking)
-    judges = {name: load_annotators(spec, asking) for name, spec in specs.items()}
+    crowd = population(cfg, 'held_out', world)
+    pool = population(cfg, 'pool', world)
+    machine = dict(device=cfg.device, dtype=cfg.dtype)
+    asking = ApiConfig(out=cfg.out, seed=cfg.seed, **machine, **world.asking)
+    judges = dict(crowd=load_annotators(crowd, asking))
+    if pool != crowd: judges['pool'] = load_annotators(pool, asking)
     if world.utility: judges['utility'] = utility_judge(world.function(world.utility))
     return judges
 
@@ -212,8 +211,8 @@ def run(cfg: FarmConfig):
     made = tuple(job.out for job in jobs if read_summary(job.out))
     replicates = []
     for k in range(cfg.seeds):
-        needed = {f'{_folder(cfg, k)}/references', f'{_folder(cfg, k)}/eval_samples'}
-        if needed <= {*made}: replicates.append(k)
+        needed = [f'{_folder(cfg, k)}/{name}' for name in ('references', 'eval_samples')]
+        if {*needed} <= {*made}: replicates.append(k)
     if 0 not in replicates: raise RuntimeError('the farm failed:\n' + '\n'.join(failed))
     given = () if _makes_world(cfg) else (cfg.world,)
     folder = start(cfg, run, given + made)
@@ -226,31 +225,26 @@ def run(cfg: FarmConfig):
     judges = [_board_judges(cfg, world) for world in worlds]
     found = []
     for k, world, by in zip(replicates, worlds, judges):
-        runs = [name for name in LABELLED_BY if f'{_folder(cfg, k)}/{name}' in made]
-        found.append(farm_board(_folder(cfg, k), world, by, cfg.seed + k, runs, cfg.labels))
+        folder_k = _folder(cfg, k)
+        runs = [name for name in LABELLED_BY if f'{folder_k}/{name}' in made]
+        found.append(farm_board(folder_k, world, by, cfg.seed + k, runs, cfg.labels))
     answers, judged, boards = zip(*found)
-    parts = parts_table(answers, worlds, cfg.seed) if worlds[0].marks else None
-    write_boards(folder, boards, parts)
+    write_boards(folder, boards)
+    if worlds[0].marks:
+        parts = parts_table(answers, worlds, cfg.seed)
+        write_csv(folder, 'parts.csv', parts)
     _tell_lacking(cfg, worlds[0])
-    crowd_runs = {row['method']: name for name, row in RUNS.items()
-                  if row['method'] in judged[0]['crowd'] and row['labels'] == 'crowd'}
+    crowd_runs = {}
+    for name, row in RUNS.items():
+        taught = row['labels'] == 'crowd' and row['method'] in judged[0]['crowd']
+        if taught: crowd_runs[row['method']] = name
     figures = {}
-    if crowd_runs: figures = write_simulation(folder, paired_tables(judged, crowd_runs), cfg.seed)
+    if crowd_runs:
+        tables = paired_tables(judged, crowd_runs)
+        figures = write_simulation(folder, tables, cfg.seed)
     if failed:
         raise RuntimeError('some runs failed; the board shows the others:\n' + '\n'.join(failed))
 
-    ranked = {}
-    for judge, rows in judged[0].items():
-        ranked[judge] = {m: p for m, p in rows.items() if m == 'sft' or m in LABELLED_BY}
-    figures |= rank_agreement(ranked, seed=cfg.seed)
-    asked = any(map(api_clients, judges[0].values()))
-    if 'pool' in judges[0] and f'{cfg.runs}/annotators' in made and not asked:
-        figures |= vote_agreements(cfg.runs, judges[0], seed=cfg.seed)
-    accuracies = dict(accuracy='accuracy_majority', label_accuracy='accuracy',
-                      ceiling='accuracy_ceiling')
-    summary = read_summary(f'{cfg.runs}/reward_model')
-    figures |= {f'reward_model_{name}': summary[key] for name, key in accuracies.items()
-                if key in summary}
     seconds = sum(read_summary(run)['cpu_seconds'] for run in made)
     folder.finish(replicates=len(replicates), **figures, job_cpu_seconds=seconds)
     return folder

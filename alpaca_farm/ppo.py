@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['ADVANTAGES', 'ppo_policy_loss', 'ppo_value_loss', 'token_rewards', 'Advantage', 'group_advantages', 'PPOConfig',
-           'ValueHead', 'value_model', 'reward_beside', 'evaluate', 'experience', 'ppo_loss', 'rollout_indices',
-           'train']
+           'value_model', 'reward_beside', 'evaluate', 'experience', 'ppo_loss', 'rollout_indices', 'train']
 
 # %% ../nbs/ppo.ipynb #21298c50
+import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -17,15 +17,15 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.model.adapters import inherit_state, own_weights, state_of
 from .core.answers import answer_again, mean_figures, preflight
 from alpaca_farm.core.functional import (gae, has_spread, kl_estimate, KL_KINDS, masked_mean,
     masked_var, masked_whiten)
 from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
-    load_tokenizer, logprobs, scalar_on, values)
+    load_tokenizer, logprobs, scalar_on, values, zero_head)
 from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load_prompts,
     OnlineConfig, prompt_indices, rollout_scores, sample_rollout)
 from .core.run.processes import rank
+from .core.model.policy import Policy
 from .core.model.rewards import reward
 from .core.run.runs import start
 from .core.model.served import use_sampler
@@ -150,73 +150,42 @@ class PPOConfig(OnlineConfig):
         return self.group_size if ADVANTAGES[self.advantage].of_group else 1
 
 # %% ../nbs/ppo.ipynb #f47cef50
-class ValueHead(torch.nn.Module):
-    "Standardised values, by a scalar model's trunk and head or by a fresh head on the policy's."
-    def __init__(self,
-        trunk,               # the scalar model, or the policy
-        score,               # the head, from states to one number
-        mean: float = 0.,    # of the reward model's scores
-        std: float = 1.,     # of these scores
-        shared: bool = False,  # whether the trunk is the policy's, which trains its weights
-    ):
-        super().__init__()
-        self.score = score
-        self.mean = mean
-        self.std = std
-        self.config = trunk.config
-        self.lent = (trunk.base_model,) if shared else ()   # a tuple: no weights of its own
-        self.trunk = None if shared else trunk.base_model
-        inherit_state(self, trunk)
-
-    @property
-    def base_model(self):
-        "The trunk, its own or the policy's."
-        return self.lent[0] if self.lent else self.trunk
-
-    def forward(self, batch: dict, states=None) -> torch.Tensor:
-        "Give the values (B, T) of the states in which each response token is chosen."
-        return (values(self, batch, states) - self.mean * batch['response']) / self.std
-
-
-def value_model(cfg: PPOConfig, policy) -> ValueHead | None:
+def value_model(cfg: PPOConfig, policy: Policy) -> Policy | None:
     "Make the value model of the settings; None where the advantage needs none."
     if not ADVANTAGES[cfg.advantage].value_model: return None
-    if cfg.shared_value:
-        width = policy.config.get_text_config().hidden_size
-        head = torch.nn.Linear(width, 1, bias=False).to(policy.device)
-        torch.nn.init.zeros_(head.weight)
-        return ValueHead(policy, head, shared=True)
+    if cfg.shared_value: return replace(policy, score=zero_head(policy), lent=True)
     spec = cfg.rewards[0]
     keep = ':' not in spec
     if keep and load_tokenizer(spec).get_vocab() != load_tokenizer(cfg.policy).get_vocab():
         print(f'{spec} has another vocabulary than the policy: the value model starts from that')
         keep = False
-    model = scalar_on(policy, 'value', spec if keep else '', cfg)
-    if model is None and keep: model, _ = load_scalar(spec, cfg, train=True)
-    if model is None: model, _ = load_scalar(cfg.policy, cfg, 'zero', train=True)
-    mean = getattr(model.config, 'reward_mean', 0.)
-    if getattr(model.config, 'likelihood', 0.): mean = 0.   # it is mainly that of the likelihoods
-    return ValueHead(model, model.score, mean, getattr(model.config, 'reward_std', 1.))
+    value = scalar_on(policy, 'value', spec if keep else '', cfg)
+    if value is None and keep: value = load_scalar(spec, cfg, train=True)
+    if value is None: value = load_scalar(cfg.policy, cfg, 'zero', train=True)
+    value.std = getattr(value.config, 'reward_std', 1.)
+    if not getattr(value.config, 'likelihood', 0.):   # or it is mainly that of the likelihoods
+        value.mean = getattr(value.config, 'reward_mean', 0.)
+    return value
 
 
 def reward_beside(
-    policy,
-    value,  # the value model, or None
+    policy: Policy,
+    value: Policy | None,  # the value model, as it was made
     cfg: PPOConfig,
 ):  # records -> scores
     "Make the reward of the settings, without a second copy of weights that are in memory."
     spec = cfg.rewards[0]
-    loaded = None if ':' in spec else scalar_on(policy, 'reward', spec, cfg)
-    if loaded is None and value and not cfg.shared_value: loaded = state_of(value).before
-    if loaded is None: return reward(cfg.reward_model, cfg, cfg.template)
-    for p in own_weights(loaded).values(): p.requires_grad_(False)
-    known = {spec: (loaded, load_tokenizer(spec, loaded))}
-    return reward(cfg.reward_model, cfg, cfg.template, loaded=known)
+    scorer = None if ':' in spec else scalar_on(policy, 'reward', spec, cfg)
+    if scorer is None and value and value.adapter and not cfg.shared_value:   # without its adapter
+        scorer = replace(value, adapter='', score=copy.deepcopy(value.score))
+    if scorer is None: return reward(cfg.reward_model, cfg, cfg.template)
+    scorer.tokenizer = load_tokenizer(spec, scorer.model)
+    return reward(cfg.reward_model, cfg, cfg.template, loaded={spec: scorer})
 
 # %% ../nbs/ppo.ipynb #49ec8759
 def evaluate(
-    policy,
-    value,        # None where there is no value model: the values are then 0
+    policy: Policy,
+    value: Policy | None,  # None where there is no value model: the values are then 0
     batch: dict,  # ids, mask and response, and old_logp where it need not be computed: (B, T) each
     cfg: PPOConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # (B, T) each
@@ -225,7 +194,7 @@ def evaluate(
         states = answer_states(policy, part) if cfg.shared_value else None
         logp = part.get('old_logp')
         if logp is None: logp = logprobs(policy, part, cfg.temperature, states)
-        found = value(part, states) if value else torch.zeros_like(logp)
+        found = values(value, part, states) if value else torch.zeros_like(logp)
         return torch.stack([logp, found], -1)
     return in_micro_batches(both, policy, batch).unbind(-1)
 
@@ -241,9 +210,9 @@ def _value_figures(old_values, returns, response) -> dict:
 
 @torch.no_grad()
 def experience(
-    policy,
-    reference,
-    value,        # the value model, or None
+    policy: Policy,
+    reference: Policy,
+    value: Policy | None,  # the value model
     batch: dict,  # of a rollout
     scores,       # (B,) of its answers
     cfg: PPOConfig,
@@ -291,8 +260,8 @@ def experience(
 
 # %% ../nbs/ppo.ipynb #75e6d2c0
 def ppo_loss(
-    policy,
-    value,        # the value model, or None
+    policy: Policy,
+    value: Policy | None,  # the value model
     batch: dict,  # of `experience`
     cfg: PPOConfig,
 ) -> dict[str, torch.Tensor]:  # (B, T) each
@@ -306,7 +275,7 @@ def ppo_loss(
                    clip_fraction=((ratio - 1).abs() > cfg.clip).float(),
                    approx_kl=kl_estimate(old_logp, logp, 'k3'))
     if not value: return figures
-    new = value(batch, states)
+    new = values(value, batch, states)
     old = batch['old_values']
     value_loss = ppo_value_loss(new, old, batch['returns'], cfg.value_clip)
     clipped = (new - old).abs() > cfg.value_clip
@@ -347,30 +316,30 @@ def train(cfg: PPOConfig):
     preflight(cfg, cfg.splits)
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
     reference = load_reference(policy, cfg)
     value = value_model(cfg, policy)
     reward_of = reward_beside(policy, value, cfg)
     use_sampler(policy, cfg, run.folder)
-    records, prompts, too_long = load_prompts(cfg, tokenizer)
-    preflight(cfg, cfg.splits, policy, tokenizer, judge, reward_of)
+    records, prompts, too_long = load_prompts(cfg, policy.tokenizer)
+    preflight(cfg, cfg.splits, policy, judge, reward_of)
     annotate = judge and partial(annotate_pairs, pool=judge)
-    choose = CheckpointSelector(reference, tokenizer, cfg, annotate)
+    choose = CheckpointSelector(reference, cfg, annotate)
     models = dict(policy=policy)
     if value: models['value'] = value
     trainer = Trainer(run, cfg.steps, models, dict(value=cfg.value_learning_rate), shown='reward')
     for step in trainer.steps():
         rows = rollout_indices(len(prompts), step, cfg)
         batch, answered = sample_rollout(
-            policy, tokenizer, [records[i] for i in rows], [prompts[i] for i in rows], cfg,
+            policy, [records[i] for i in rows], [prompts[i] for i in rows], cfg,
             seed=cfg.seed * 1_000_003 + step)
         scores, scored = rollout_scores(reward_of, answered, trainer.extra, cfg)
         batch, figures = experience(policy, reference, value, batch, scores.to(policy.device), cfg)
         figures |= scored | dict(kl_coef=cfg.kl_coef)
         figures |= _ppo_update(trainer, policy, value, batch, cfg)
-        figures |= choose(trainer, policy, tokenizer)
+        figures |= choose(trainer, policy)
         trainer.log(**figures)
-    finish_run(run, trainer, tokenizer, reference, too_long)
+    finish_run(run, trainer, reference, too_long)
     return run
 
 # %% ../nbs/ppo.ipynb #6a59aba0

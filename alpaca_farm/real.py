@@ -18,16 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from .core.answers import fitting_prompts, in_chunks, sample_answers, SampleConfig
-from .core.data.comparisons import output_texts
+from .core.data.preferences import output_texts, Pool
 from .core.data.records import load_records
 from .core.functional import has_spread
 from .core.model.models import load_policy
-from .core.run.files import read_json, read_yaml
-from .core.run.paths import at_root, module_of, notebooks_folder
+from .core.run.files import at_root, module_of, notebooks_folder, read_json, read_yaml
 from .core.run.runs import start
 from .core.run.settings import command, Positive, Share
 from .core.stats import sigmoid
-from .core.data.preferences import Pool
 from .worlds.folder import check_sizes, write_world
 
 # %% ../nbs/real.ipynb #28832836
@@ -254,11 +252,11 @@ def run(cfg: RealConfig):
     folder = start(cfg, run)
     if folder.done: return folder
     start_from = starting_policy(cfg.model)
-    policy, tokenizer = load_policy(start_from, cfg)
+    policy = load_policy(start_from, cfg)
     splits = instructions()
-    plain, _ = fitting_prompts(splits.pop('plain'), tokenizer, cfg)
+    plain, _ = fitting_prompts(splits.pop('plain'), policy.tokenizer, cfg)
 
-    def answer(some): return sample_answers(policy, tokenizer, some, cfg, n=cfg.n)
+    def answer(some): return sample_answers(policy, some, cfg, n=cfg.n)
     answers = in_chunks(folder, plain, 20, answer, lambda new: dict(samples=len(new)*cfg.n))
     folder.write('plain.json', answers)
     for name, records in splits.items(): folder.write(f'{name}.json', records)

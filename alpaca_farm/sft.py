@@ -14,6 +14,7 @@ import torch
 
 from .core.answers import answer_again, answer_eval_split, AnswerConfig, load_split, preflight
 from .core.model.models import load_policy, logprobs, save_model
+from .core.model.policy import Policy
 from .core.run.runs import start
 from .core.run.settings import Amount, command, Count, Positive, TrainConfig
 from .core.data.text import encode
@@ -43,7 +44,7 @@ class SFTConfig(TrainConfig, AnswerConfig):
 
 # %% ../nbs/sft.ipynb #070d2fb0
 def sft_loss(
-    policy,
+    policy: Policy,
     batch: dict,  # ids, mask, response: each (B, T)
 ) -> dict[str, torch.Tensor]:  # one value per token, (B, T)
     "Compute the negative log-likelihood of each response token."
@@ -57,9 +58,9 @@ def train(cfg: SFTConfig):
     learn = load_split(cfg, 'split', 'output')[:cfg.max_instances or None]
     unseen = load_split(cfg, 'val_split', 'output')[:200] if cfg.val_split else []
     preflight(cfg, ('eval_split',))
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
-    preflight(cfg, ('eval_split',), policy, tokenizer)
-    how = ('output',), tokenizer, cfg.max_length, cfg.template
+    policy = load_policy(cfg.policy, cfg, train=True)
+    preflight(cfg, ('eval_split',), policy)
+    how = ('output',), policy.tokenizer, cfg.max_length, cfg.template
     _, prompts, (responses,) = encode(learn, *how)
     lengths = [len(p) + len(r) for p, r in zip(prompts, responses)]
     order = batches(lengths, cfg.batch_size, cfg.epochs, cfg.seed)
@@ -68,16 +69,16 @@ def train(cfg: SFTConfig):
         rows, asked, (answers,) = encode(unseen, *how)
         for at in range(0, len(rows), cfg.batch_size):
             some = range(at, min(at + cfg.batch_size, len(rows)))
-            val.append(token_batch(asked, answers, some, tokenizer.pad_token_id))
+            val.append(token_batch(asked, answers, some, policy.tokenizer.pad_token_id))
     def loss(batch): return sft_loss(policy, batch)
     trainer = Trainer(run, len(order), dict(policy=policy))
     before = trainer.measure(val, loss)
     for step in trainer.steps():
-        batch = token_batch(prompts, responses, order[step - 1], tokenizer.pad_token_id)
+        batch = token_batch(prompts, responses, order[step - 1], policy.tokenizer.pad_token_id)
         figures = trainer.update(batch, loss)
         trainer.log(**figures, **trainer.evaluate(val, loss))
-    save_model(policy, tokenizer, run)
-    figures = answer_eval_split(policy, tokenizer, run)
+    save_model(policy, run)
+    figures = answer_eval_split(policy, run)
     figures |= dict(kl=0., examples=len(prompts), too_long=len(learn) - len(prompts), labels=0)
     if val:
         figures['nll_before'] = before['loss']

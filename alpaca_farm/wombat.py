@@ -10,9 +10,8 @@ import re
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from .core.ask.api import ApiConfig
-from .core.ask.client import ApiClient, ask_until_read
-from .core.data.candidates import merge_candidates, select_candidates
+from .core.ask.client import ApiClient, ApiConfig, ask_until_read
+from .core.data.records import merge_candidates, select_candidates
 from .core.data.dialogues import full_instruction, prompt_key
 from .core.data.preferences import hash_uniform, report_missing
 from .core.run.runs import start

@@ -14,12 +14,12 @@ from typing import Annotated
 from annotated_types import Ge, Interval
 import numpy as np
 
-from .core.run.paths import module_of
+from .core.run.files import module_of
 from .core.run.runs import start
 from .core.run.settings import (
     Amount, Betas, command, Count, Positive, Share, TrainConfig)
 from .core.stats import sigmoid
-from .judging.noise import preference_probabilities, sample_votes
+from .judging.measures import preference_probabilities, sample_votes
 from .worlds.folder import SPLITS, write_world
 from .worlds.embedded.authors import Author, EXPERT
 from .worlds.embedded.criteria import answer_matrix, COLUMNS, QUALITY, utility
@@ -302,18 +302,18 @@ def train(cfg: WorldConfig):
     ids = tokenizer(pages + dialogues, add_special_tokens=False, verbose=False)['input_ids']
     ids = [page[:LENGTH - 2] + [tokenizer.eos_token_id] for page in ids]
 
-    model = place_model(_base_model(cfg, tokenizer), cfg)
+    policy = place_model(_base_model(cfg, tokenizer), tokenizer, cfg)
     order = batches([len(page) for page in ids], cfg.batch_size, seed=cfg.seed)
-    trainer = Trainer(run, len(order), dict(model=model))
+    trainer = Trainer(run, len(order), dict(model=policy))
     for step in trainer.steps():
         rows = order[step - 1]
         starts = [[tokenizer.bos_token_id]]*len(rows)
         batch = collate(starts, [ids[i] for i in rows], pad_id=0)
         batch['weight'] = batch['response'].float()
-        trainer.log(**trainer.update(batch, lambda b: dict(loss=-logprobs(model, b))))
-    save_model(model, tokenizer, run)
+        trainer.log(**trainer.update(batch, lambda b: dict(loss=-logprobs(policy, b))))
+    save_model(policy, run)
     run.finish(requests=sum(map(len, splits.values())), tokens=len(tokenizer),
-               prose_tokens=sum(map(len, ids)), parameters=sum(p.numel() for p in model.parameters()),
+               prose_tokens=sum(map(len, ids)), parameters=sum(p.numel() for p in policy.model.parameters()),
                utility_of_demonstrations=float(np.mean(utility(splits['sft']))))
     return run
 

@@ -1,10 +1,13 @@
 "The site, which `make docs` builds from the committed notebooks; nothing is executed or fetched."
+import json
 import re
+from html import escape
 from pathlib import Path
 
 project, author = 'alpaca_farm', 'the alpaca_farm contributors'
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx-mathjax-offline']
 html_theme, html_title = 'furo', 'alpaca_farm'
+html_baseurl = 'https://alpaca-farm.github.io/alpaca_farm/'
 exclude_patterns = ['recipes', '**.ipynb_checkpoints']
 nb_execution_mode = 'off'
 nb_merge_streams = True
@@ -18,6 +21,28 @@ ORDER = ['notebooks', 'studies', 'judging', 'boards', 'worlds', 'embedded', 'cor
 def tree(caption: str, pages: list[str]) -> str:
     "A table of contents, shown at the side."
     return '\n'.join(['```{toctree}', ':hidden:', f':caption: {caption}', '', *pages, '```', ''])
+
+
+def about(source: Path, page: str) -> str:
+    "What a page is about: the sentence under a notebook's title, or the first of a page of text."
+    if page.startswith('api/'): return f'The public names of alpaca_farm.{page[4:].replace("/", ".")}.'
+    if (source/f'{page}.md').exists(): text = (source/f'{page}.md').read_text()
+    else:
+        cells = json.loads((source/f'{page}.ipynb').read_text())['cells']
+        text = ''.join(cells[0]['source'])
+    text = re.sub('```.*?```', '', text, flags=re.DOTALL)   # commands
+    text = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', text)      # links
+    told = re.search(r'^(?:> )?(\w.*?\.?)(?:(?<=\.)\s|$)', text, re.MULTILINE)
+    return (told or re.search('# (.*)', text))[1]
+
+
+def describe(app, page, template, context, doctree):
+    "Give each page its sentence, for those who search."
+    source = Path(app.srcdir)
+    known = page.startswith('api/') or any((source/f'{page}{e}').exists() for e in ('.md', '.ipynb'))
+    if known and page not in ('index', 'api/index'):
+        told = escape(about(source, page))
+        context['metatags'] += f'<meta name="description" content="{told}">\n'
 
 
 def write_pages(app):
@@ -42,11 +67,11 @@ def write_pages(app):
     for part in sorted(parts, key=ORDER.index): contents += tree(part.capitalize(), parts[part])
     readme = (source/'index.md').read_text().replace('](nbs/', '](')
     (source/'index.md').write_text(readme + '\n' + contents)
-    about = re.search(r'\*\*(.+)\*\*', readme)[1]
+    what = re.search(r'\*\*(.+)\*\*', readme)[1]
     pages = [*PATH, *others, *sum(parts.values(), []), *(f'api/{m}' for m in modules)]
-    lines = ''.join(f'- [{n}]({n}.html)\n' for n in pages)
+    lines = ''.join(f'- [{n}]({n}.html): {about(source, n)}\n' for n in pages)
     Path(app.outdir).mkdir(parents=True, exist_ok=True)
-    (Path(app.outdir)/'llms.txt').write_text(f'# alpaca_farm\n\n> {about}\n\n## Pages\n\n{lines}')
+    (Path(app.outdir)/'llms.txt').write_text(f'# alpaca_farm\n\n> {what}\n\n## Pages\n\n{lines}')
 
 
 def plain(app, page, source):
@@ -71,5 +96,6 @@ def without_settings(app, what, name, *more):
 def setup(app):
     app.connect('builder-inited', write_pages)
     app.connect('source-read', plain)
+    app.connect('html-page-context', describe)
     app.connect('autodoc-process-docstring', as_rst)
     app.connect('autodoc-process-signature', without_settings)

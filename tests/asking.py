@@ -17,8 +17,7 @@ def key(monkeypatch):
     for name in ('OPENAI_BASE_URL', 'OPENAI_API_BASE', 'OPENAI_ORG_ID'):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv('OPENAI_API_KEY', KEY)
-    monkeypatch.setattr('openai._base_client.MAX_RETRY_DELAY', .05)   # of calls about batches
-    monkeypatch.setattr('alpaca_farm.core.ask.api._LONGEST_WAIT', .05)
+    monkeypatch.setattr('alpaca_farm.core.ask.client._LONGEST_WAIT', .05)
 
 
 def pairs(n, least=41):

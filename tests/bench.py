@@ -161,9 +161,10 @@ def our_sampling(times):
     from alpaca_farm.core.data.text import encode_prompts
     from alpaca_farm.core.model.generation import generate
     from alpaca_farm.core.model.models import load_policy
-    policy, tokenizer = load_policy(str(MATERIAL/'policy'), tiny.config('sft', device='cpu'))
+    policy = load_policy(str(MATERIAL/'policy'), tiny.config('sft', device='cpu'))
+    tokenizer = policy.tokenizer
     prompts = encode_prompts(records(64), tokenizer, 'raw')
-    for seed in range(times): generate(policy, tokenizer, prompts, 1, TOKENS, seed=seed)
+    for seed in range(times): generate(policy, prompts, 1, TOKENS, seed=seed)
 
 
 # labels
@@ -180,7 +181,7 @@ RANKING = "[{'model': 'model_1', 'rank': {number}}, {'model': 'model_2', 'rank':
 
 def our_judge(url):
     from alpaca_farm.judging.judges import load_annotators
-    from alpaca_farm.core.ask.api import ApiConfig
+    from alpaca_farm.core.ask.client import ApiConfig
     return load_annotators('alpaca_eval_gpt4',
                            ApiConfig(base_url=url, store=f'{new_folder()}.sqlite'))
 

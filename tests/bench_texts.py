@@ -12,8 +12,7 @@ def texts(rng, low, high):
     syllables, own = [a + b for a in 'bdfgklmnprstvz' for b in 'aeiou'], random.Random(0)
     words = [''.join(own.choices(syllables, k=own.randint(1, 4))) for _ in range(4000)]
     weights = [1/(k + 5) for k in range(4000)]
-    return [' '.join(rng.choices(words, weights, k=rng.randint(low, high)))
-            for _ in range(RECORDS)]
+    return [' '.join(rng.choices(words, weights, k=rng.randint(low, high))) for _ in range(RECORDS)]
 
 
 def tokenizer_of(texts):

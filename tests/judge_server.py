@@ -6,8 +6,8 @@ demand:
         OpenAI(base_url=server.url, api_key='k')
 
 `server.set` changes any option of DEFAULTS. A fault is a probability, a regex of the body that
-always meets it, or a dict of `p`, `times` (the most per distinct body) and `always_for` (a regex). What a
-request meets depends on the seed, its body and how often that has arrived, not on the order."""
+always meets it, or a dict of `p`, `times` (most per distinct body) and `always_for` (a regex). What
+a request meets depends on the seed, its body and how often that has arrived, not on the order."""
 import hashlib
 import json
 import math
@@ -36,9 +36,8 @@ PAIRS = (  # a regex with one group for either output; the last match counts
      r'"""\s*\},.*?"(?:output|answer)": """(.*?)"""\s*\}'))
 DEFAULTS = dict(
     latency=0., faults={}, seed=0, key='', model='',   # model: that answers, whatever is asked for
-    most=math.inf,                  # requests at a time, above which there is status 429
     usage=None,                     # reported with every answer, instead of its numbers of tokens
-    batch_seconds=.2, regexes=PAIRS,
+    regexes=PAIRS,
     labels=('m', 'M'),              # what names the outputs in log-probs and rankings
     # {letter} a or b, {number} 1 or 2 and {other} the other, {label}, {hash} of the prompt
     template='Output ({letter})')
@@ -182,11 +181,10 @@ def serve(answer):
 
 
 class Judge:
-    "The requests, files and batches of a judge."
+    "The requests of a judge."
     def __init__(self, options):
-        self.options, self.records, self.files, self.batches = dict(DEFAULTS), [], [], []
+        self.options, self.records = dict(DEFAULTS), []
         self.lock, self.seen, self.used = threading.RLock(), Counter(), Counter()
-        self.underway = 0
         self.set(options)
 
     def set(self, given):
@@ -232,74 +230,16 @@ class Judge:
         record['answered'] = fault is None
         return 200, completion(body, self.options, fault)
 
-    def resource(self, method, path, body, key):
-        "Status and content of a request for files or batches."
-        kind, *name = path.removeprefix('/v1/').split('/')
-        things = dict(files=self.files, batches=self.batches)[kind]
-        if self.options['key'] not in ('', key): return error(401, 'Incorrect API key provided.')
-        if method == 'POST' and kind == 'files':
-            content = re.search(rb'filename=.*?\r\n\r\n(.*?)\r\n--', body, re.S)[1]
-            return 200, self.new_file(content)
-        if method == 'POST':
-            given = json.loads(body)
-            if given['input_file_id'] not in [f['id'] for f in self.files]:
-                return error(400, 'Invalid input file id.')
-            things.append(given | dict(id=f'batch-{len(things)}', key=key, sent=time.time(),
-                                       status='in_progress'))
-            return 200, things[-1]
-        if not name: return 200, dict(object='list', data=things, has_more=False)
-        found = next((t for t in things if t['id'] == name[0]), None)
-        if not found: return error(404, f'No such object: {name[0]}')
-        if name[1:] == ['content']: return 200, found['content'].encode()
-        with self.lock:
-            if kind == 'batches' and found['status'] == 'in_progress': self.end_batch(found)
-        return 200, found
-
-    def new_file(self, data):
-        "Store a file; its description."
-        file = dict(id=f'file-{len(self.files)}', object='file', content=data.decode())
-        self.files.append(file)
-        return file
-
-    def end_batch(self, batch):
-        "Answer a batch that is due, in an order of the server's own."
-        if time.time() < batch['sent'] + self.options['batch_seconds']: return
-        rows = {'output': [], 'error': []}
-        content = next(f['content'] for f in self.files if f['id'] == batch['input_file_id'])
-        lines = list(map(json.loads, content.splitlines()))
-        random.Random(self.options['seed']).shuffle(lines)
-        for line in lines:
-            record = self.arrived('POST', line['url'], line['body'], batch=batch['id'])
-            row = dict(custom_id=line['custom_id'], error=None)
-            status, body = self.judge(record, line['body'], batch['key'])
-            row['response'] = dict(status_code=status, body=body)
-            if record['fault'] == 'timeout':
-                row |= dict(response=None, error=dict(code='batch_expired', message='Expired.'))
-            good = status == 200 and row['response']
-            line = '{"custom_id": ' if record['fault'] == 'badjson' else json.dumps(row)
-            rows['output' if good else 'error'].append(line + '\n')
-        counts = {k: len(some) for k, some in zip(('completed', 'failed'), rows.values())}
-        batch |= dict(status='completed', request_counts=counts)
-        for kind, some in rows.items():
-            file = self.new_file(''.join(some).encode()) if some else dict(id=None)
-            batch[f'{kind}_file_id'] = file['id']
-
     def answer(self, handler, raw):
         "Reply to a request, or meet its fault."
         path, key = handler.path.partition('?')[0], (handler.headers['Authorization'] or '')[7:]
         if path == '/control':
             if raw: self.set(json.loads(raw))
             return handler.reply(200, self.records)
-        if not path.endswith('completions'):
-            self.arrived(handler.command, path, {})
-            return handler.reply(*self.resource(handler.command, path, raw, key))
         body = json.loads(raw)
         record = self.arrived(handler.command, path, body)
-        with self.lock: self.underway += 1
-        if self.underway > self.options['most']: record['fault'] = '429'
         fault = record['fault']
         if fault not in ERRORS: time.sleep(self.options['latency'])
-        with self.lock: self.underway -= 1
         status, content = self.judge(record, body, key)
         if fault in BROKEN: return self.break_off(handler, status, content, fault)
         data = json.dumps(content).encode()

@@ -1,8 +1,8 @@
 """Every notebook is committed with the outputs of its default run, all from one farm.
 
-On a code host a notebook is read without being run, so its figures and numbers are committed with it. They
-agree with each other only if all of them come from the same runs. `make outputs` makes the farm, executes
-every notebook on its runs, and records in `nbs/outputs.json` which farm each notebook was saved from, or
+On a code host a notebook is read without being run, so its figures are committed with it, and agree
+with each other only if all come from the same runs. `make outputs` makes the farm, executes every
+notebook on its runs, and records in `nbs/outputs.json` which farm each notebook was saved from, or
 `own` for a study that makes worlds of its own; test_outputs.py reads that record.
 
     make outputs                                        # the farm, then all notebooks

@@ -9,8 +9,9 @@ import re
 import socket
 import subprocess
 import sys
+import typing
 from pathlib import Path
-from alpaca_farm.core.run.paths import module_of
+from alpaca_farm.core.run.files import module_of
 
 ROOT = Path(__file__).parents[1]
 SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
@@ -60,8 +61,8 @@ def settings(notebook, base, **more):
     rewarded = dict(on_policy, reward_model=rm)
     inputs = dict(
         world={}, sft=dict(data=world, policy=world), rlcd=dict(data=world, policy=world),
-        annotators=dict(outputs=samples, annotators=pool), reward_model=pairs, dpo=pairs | on_policy,
-        binary_feedback=pairs | on_policy | dict(annotators=pool),
+        annotators=dict(outputs=samples, annotators=pool), reward_model=pairs,
+        dpo=pairs | on_policy, binary_feedback=pairs | on_policy | dict(annotators=pool),
         best_of_n=rewarded, expert_iteration=rewarded, quark=rewarded, ppo=rewarded,
         rrhf=dict(rewarded, perplexity_model=world,
                   candidates=[samples, f'{world}/preference.json']))
@@ -77,6 +78,14 @@ def config_class(notebook):
     "The class of the settings of a notebook, or of its module."
     return next(v for k, v in vars(module(notebook)).items()
                 if k.endswith('Config') and v.__module__ == module(notebook).__name__)
+
+
+def check_settings(notebook, settings):
+    "TypeError for a setting that the notebook does not have, ValueError for one of another type."
+    from alpaca_farm.core.run.settings import as_type, refuse_unknown
+    kinds = typing.get_type_hints(config_class(notebook))
+    refuse_unknown(notebook, settings, [*kinds])
+    for name, value in settings.items(): as_type(name, value, kinds[name])
 
 
 def config(notebook, **given):
@@ -103,7 +112,7 @@ def run_here(jobs, *_):
 def show_results(notebook, cfg):
     "Execute the cells of a notebook after its settings, which show a run; returns their text."
     import matplotlib.pyplot as plt
-    from alpaca_farm.core.run.paths import notebook_path
+    from alpaca_farm.core.run.files import notebook_path
     code = [''.join(c['source']) for c in json.loads(notebook_path(notebook).read_text())['cells']
             if c['cell_type'] == 'code']
     at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
@@ -119,7 +128,7 @@ def show_results(notebook, cfg):
 
 def executed(notebook):
     "The names that a notebook without exports defines, its cells executed but for the slow ones."
-    from alpaca_farm.core.run.paths import notebook_path
+    from alpaca_farm.core.run.files import notebook_path
     names = {}
     for c in json.loads(notebook_path(notebook).read_text())['cells']:
         text = ''.join(c['source'])
@@ -161,9 +170,11 @@ def given(words):
 
 def run_notebook(notebook, executed, given):
     "Exit status and output of a notebook in a process forked as the farm's are."
-    from alpaca_farm.core.run.execution import NotebookProcess
+    from alpaca_farm.core.run.execution import start_process
     log = Path(executed).with_suffix('.txt')
-    return NotebookProcess(Path(notebook), Path(executed), given, log).wait(), log.read_text()
+    process = start_process(Path(notebook), Path(executed), given, log)
+    process.join()
+    return process.exitcode, log.read_text()
 
 
 def run_module(notebook, given, log):
@@ -203,6 +214,15 @@ def write(path, rows, lines=False):
     return str(path)
 
 
+def splits(folder, rows, other='no'):
+    "Write demonstrations as every split, and as preferences over or under another answer."
+    for name in ('sft', 'unlabeled', 'val', 'eval'): write(Path(folder)/f'{name}.json', rows)
+    write(Path(folder)/'preferences.json', [
+        dict(r, output_1=r['output'], output_2=other, preference=1 + i % 2)
+        for i, r in enumerate(rows)])
+    return str(folder)
+
+
 SIZE = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, intermediate_size=48,
             max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -235,6 +255,12 @@ def family(name, std=.3, **more):
     for p in model.parameters():
         if p.ndim == 2: p.data.normal_(std=std)
     return model
+
+
+def policy(name, **more):
+    "A policy of a family, without a tokenizer."
+    from alpaca_farm.core.model.policy import Policy
+    return Policy(family(name, **more))
 
 
 def ragged(count, longest=20, seed=0):
@@ -284,7 +310,7 @@ PROMPTS = [p for p, answers in TREE for _ in answers]
 ANSWERS = [a for _, answers in TREE for a in answers]
 
 
-def alone(model, p, a):
+def alone(policy, p, a):
     "The states of a sequence that stands alone."
     import torch
-    return model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]
+    return policy.model.base_model(input_ids=torch.tensor([p + a]), use_cache=False).last_hidden_state[0]

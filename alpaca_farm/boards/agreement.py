@@ -13,16 +13,16 @@ from typing import Annotated
 from annotated_types import Ge, Len
 import numpy as np
 
-from ..core.ask.api import ApiConfig
+from ..core.ask.client import ApiConfig
 from ..core.ask.judge_configs import model_kind
 from alpaca_farm.core.data.preferences import (annotator_name, annotator_order, pool_members,
     pool_weights, report_missing)
 from ..core.data.records import load_records
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.files import atomic_write
 from ..core.run.identity import run_config
 from ..core.run.inputs import ensure_inputs
-from ..core.run.runs import start
+from ..core.run.progress import Progress
+from ..core.run.runs import start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
 from ..core.stats import one_hot_votes, vote_mode
 from ..judging.judges import (ask_both_orders, check_all_answered,
@@ -49,6 +49,7 @@ class AgreementConfig(ApiConfig):
     max_instances: Count = 0             # use only the first n pairs of each set; 0: all
     draws: Annotated[int, Ge(10)] = 400  # bootstrap draws
     inputs = dict(sets=(), judges=())
+    annotator_fields = ('judges',)
 
     def __post_init__(self):
         super().__post_init__()
@@ -151,13 +152,6 @@ def agreement_board(
     return pd.DataFrame(rows)
 
 # %% ../../nbs/boards/agreement.ipynb #2b739794
-def _points(ax, rows, name, y, **style):
-    "Draw a measure of each row with its interval."
-    x = rows[name]
-    ends = np.abs([x - rows[f'{name}_low'], rows[f'{name}_high'] - x])
-    ax.errorbar(x, y, xerr=ends, fmt='o', ms=4, lw=1, **style)
-
-
 def agreement_figure(
     table,  # of `agreement_board`
 ):  # matplotlib figure
@@ -172,24 +166,22 @@ def agreement_figure(
               ('longer_diff', "votes for the longer answer\nminus the people's", 0)]
     if people.agreement_low.notna().all():
         panels[0] = 'agreement', 'agreement with people\n(dashed: among people)', .5
-    size = 7.5, 1.4 + .3*len(judges)
-    fig, axes = plt.subplots(1, 3, figsize=size, sharey=True, layout='constrained')
+    fig, axes = plt.subplots(1, 3, figsize=(7.5, 1.4 + .3*len(judges)), sharey=True,
+                             layout='constrained')
     for ax, (name, label, neutral) in zip(axes, panels):
         for k, s in enumerate(sets):   # a colour each; for each judge a point with its interval
             rows = others[others.set == s]
             shift = .5*((len(sets) - 1)/2 - k)/len(sets)
             y = [len(judges) - 1 - judges.index(j) + shift for j in rows.judge]
-            _points(ax, rows, name, y, color=f'C{k}', label=s)
+            x = rows[name]
+            ends = np.abs([x - rows[f'{name}_low'], rows[f'{name}_high'] - x])
+            ax.errorbar(x, y, xerr=ends, fmt='o', ms=4, lw=1, color=f'C{k}', label=s)
             if name == 'agreement': ax.axvline(people.agreement[s], color=f'C{k}', lw=1, ls='--')
         ax.set_xlabel(label)
         ax.axvline(neutral, color='grey', lw=.8, ls=':')
-    axes[0].set(ylim=(-.6, len(judges) - .4))
     axes[0].set_yticks(range(len(judges))[::-1], judges)
-    low, high = axes[1].get_xlim()
-    axes[1].set_xlim(min(low, .4), max(high, .6))
     if len(sets) > 1:
-        handles = axes[0].get_legend_handles_labels()
-        fig.legend(*handles, loc='outside upper center', ncols=min(4, len(sets)), fontsize=8)
+        fig.legend(*axes[0].get_legend_handles_labels(), loc='outside upper center', ncols=4)
     return fig
 
 # %% ../../nbs/boards/agreement.ipynb #4ffe5f6a
@@ -217,8 +209,10 @@ def _live_verdicts(spec, sets, cfg):
                   'whose prompts it has learned from')
             v = v._replace(preferences=np.where(learned, np.nan, v.preferences),
                            shown=v.shown & ~learned, unanswered=v.unanswered * ~learned)
-        if v.shown.any(): judged[s, name] = v
-        else: print(f'{name} on {s}: there is no pair to measure it on')
+        asked = len(v.preferences)*v.shown.sum()
+        if not asked: print(f'{name} on {s}: there is no pair to measure it on')
+        elif v.unanswered.sum() <= asked/2: judged[s, name] = v
+        else: print(f'{name} on {s}: left out, since most comparisons have no verdict')
     return judged
 
 
@@ -250,14 +244,10 @@ _SUMMARISED = ('n', 'n_decided', 'n_agreement', 'n_unanswered', 'accuracy', 'dec
 
 def run(cfg: AgreementConfig):
     "Measure judges against people and write a leaderboard."
-    import matplotlib.pyplot as plt
-    from alpaca_farm.core.run.progress import Progress
     ensure_inputs(cfg)
     reads = []
     for spec in cfg.sets: reads += label_files(spec)
-    for judge in cfg.judges:
-        name = judge.partition('#')[0]
-        reads.append(str(label_file(name) or judge))
+    for judge in cfg.judges: reads.append(str(label_file(judge.partition('#')[0]) or judge))
     this_run = start(cfg, run, tuple(reads))
     if this_run.done: return this_run
     sets = load_sets(cfg.sets)
@@ -266,11 +256,8 @@ def run(cfg: AgreementConfig):
     this_run.load()
     show = Progress('measuring', len(judged) + len(sets))
     table = agreement_board(sets, judged, cfg.draws, cfg.seed, show)
-    with atomic_write(this_run.path('leaderboard.csv')) as p:
-        table.to_csv(p, index=False, float_format='%.4f')
-    fig = agreement_figure(table)
-    with atomic_write(this_run.path('leaderboard.png')) as p: fig.savefig(p, dpi=150, format='png')
-    plt.close(fig)
+    write_csv(this_run, 'leaderboard.csv', table)
+    write_figure(this_run, 'leaderboard.png', agreement_figure(table))
     summary = {}
     for step, row in enumerate(table.to_dict('records'), 1):
         row = {k: v for k, v in row.items() if v == v}   # without nan

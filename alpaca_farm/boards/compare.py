@@ -13,8 +13,7 @@ from itertools import combinations
 
 import numpy as np
 
-from ..core.data.comparisons import output_texts
-from ..core.data.preferences import annotator_name
+from ..core.data.preferences import annotator_name, output_texts
 from ..core.data.dialogues import prompt_key
 from ..core.run.files import read_json
 from ..core.ask.judge_configs import JudgedConfig

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.data.comparisons import pair_up
+from ..core.data.preferences import pair_up
 from ..core.data.dialogues import full_instruction
 from ..core.stats import bootstrap, FEWEST_LABELS, Interval, plain, wilson
 from ..judging.label_files import load_sets
@@ -196,8 +196,9 @@ def _match_pairs(groups: list[list], known: dict, name: str) -> PeopleLabels:
         ways |= {label.drawn for label in labels}
     n = N - np.isnan(votes).sum()
     if n < FEWEST_LABELS:
-        raise ValueError(f'{name} has labels on {n} of its {N} instructions, and a correction '
-                         f'needs {FEWEST_LABELS}. A label belongs to a pair with the same '
+        raise ValueError(f'{name} has labels on {n} of its {N} instructions, besides '
+                         f'{same.sum():.0f} with equal answers, and a correction needs '
+                         f'{FEWEST_LABELS}. A label belongs to a pair with the same '
                          'instruction and both answers')
     drawn = ways.pop() if len(ways) == 1 else None
     if drawn in ('length', 'verdict') and max(map(len, groups)) > 1:

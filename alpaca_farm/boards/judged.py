@@ -13,11 +13,11 @@ import numpy as np
 from ..annotators import annotate_pairs
 
 from ..judging.judges import api_clients, check_all_answered
-from ..core.data.comparisons import pair_up, preferences_over, same_answers
-from ..core.data.preferences import check_preferences, hash_uniform, report_missing
+from ..core.data.preferences import (check_preferences, hash_uniform, pair_up,
+    preferences_over, report_missing, same_answers)
 from ..core.data.records import load_records
 from ..core.data.dialogues import prompt_key
-from ..judging.noise import preference_probabilities, sample_votes
+from ..judging.measures import preference_probabilities, sample_votes
 
 # %% ../../nbs/boards/judged.ipynb #f7765592
 def read_answers(

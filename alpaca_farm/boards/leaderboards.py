@@ -11,8 +11,8 @@ from itertools import combinations
 
 import numpy as np
 
-from ..core.data.comparisons import match_prompts, output_texts, with_verdict
-from ..core.data.preferences import read_preference
+from alpaca_farm.core.data.preferences import (match_prompts, output_texts, read_preference,
+    with_verdict)
 from ..core.stats import bootstrap, spearman_interval, win_rate
 from .corrected import corrected_columns
 from .length_control import length_controlled
@@ -104,6 +104,7 @@ def leaderboard_figure(
     ax.axvline(50, color='grey', lw=.8, ls=':')
     ax.set_yticks(places, board.method)
     ax.set_xlabel(f'win rate against {board.reference.iloc[0]} (%)')
+    ax.set_title('95 % intervals over the instructions', fontsize=9)
     ax.legend(fontsize=8, title='judged by', loc='upper left', bbox_to_anchor=(1.01, 1))
     return fig
 
@@ -149,7 +150,6 @@ def alpaca_eval_rows(
     references: list[dict],
     annotator: str,    # name of the judge
     reference: str,    # name of the references
-    hard=None,         # (instructions,) difficulty known from other models
 ):  # a DataFrame by model, best first
     "Make a judge's leaderboard with AlpacaEval's columns."
     import pandas as pd
@@ -157,7 +157,7 @@ def alpaca_eval_rows(
         return np.array([np.mean(list(map(len, output_texts(r)))) for r in outputs])
     lengths = [characters(match_prompts(methods[m], references)) for m in judged]
     preferences = list(judged.values())
-    controlled = length_controlled(preferences, lengths, characters(references), judged, hard)
+    controlled = length_controlled(preferences, lengths, characters(references), judged)
     names = dict(mode='community', annotator=annotator, reference=reference)
     rows = [leaderboard_row(p, length, **more, **names)
             for p, length, more in zip(preferences, lengths, controlled.to_dict('records'))]

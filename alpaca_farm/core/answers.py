@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
            'sample_answers', 'in_chunks', 'mean', 'choose_best', 'mean_figures', 'answer_figures', 'score_candidates',
-           'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'note_shared_prompts', 'preflight',
-           'answer_eval_split', 'answer_again', 'print_answers']
+           'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'preflight', 'answer_eval_split', 'answer_again',
+           'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
 from bisect import bisect_left
@@ -17,22 +17,19 @@ from itertools import combinations, islice
 
 import numpy as np
 
-from .data.candidates import each_answer
-from .data.comparisons import verdicts_over
+from .data.records import each_answer, load_records, without_lists
+from .data.preferences import ENDED, verdicts_over
 from .data.formats import notice
-from .data.preferences import ENDED
-from .data.records import load_records, without_lists
-from .data.dialogues import prompt_key
-from .data.dialogues import NEXT_TURN, prompt_messages, prompt_text
-from .run.files import append_lines, read_json, read_lines
-from .run.identity import as_list
+from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
+from .run.files import append_lines, at_root, read_json, read_lines
 from .model.generation import generate, Sample
 from .model.models import load_policy, response_logprobs
+from .model.policy import Policy
 from .run.processes import once
 from .run.progress import Progress
 from .run.runs import read_summary
-from .run.settings import (
-    Amount, Arguments, at_root, Config, Count, Nucleus, Positive, Template)
+from alpaca_farm.core.run.settings import (Amount, Arguments, as_list, Config, Count, Nucleus,
+    Positive, Template)
 from .data.text import (check_limit, check_positions, decode, encode_prompts,
     encode_responses, uses_chat, within_limit)
 
@@ -108,7 +105,7 @@ def end_turns(
 
 
 def sample(
-    policy, tokenizer,
+    policy: Policy,
     records: list[dict],  # with `instruction` and maybe `input`
     cfg: SampleConfig,
     n: int = 1,           # samples per record
@@ -116,11 +113,11 @@ def sample(
     prompts=None,         # ids of the prompts, used as they are; the records' when not given
 ) -> tuple[list[dict], list[list[int]], list[list]]:  # of samples as tokens, with log-probs
     "Sample answers to the records that fit; also returns these records and their prompts' ids."
-    if prompts is None: records, prompts = fitting_prompts(records, tokenizer, cfg)
-    samples = generate(policy, tokenizer, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
+    if prompts is None: records, prompts = fitting_prompts(records, policy.tokenizer, cfg)
+    samples = generate(policy, prompts, n=n, max_new_tokens=cfg.max_new_tokens,
                        temperature=cfg.temperature, top_p=cfg.top_p,
                        seed=cfg.seed if seed is None else seed)
-    return records, prompts, end_turns(records, samples, tokenizer, cfg.template)
+    return records, prompts, end_turns(records, samples, policy.tokenizer, cfg.template)
 
 # %% ../../nbs/core/answers.ipynb #bd51404d
 def prompt_fields(record: dict) -> dict:
@@ -130,17 +127,17 @@ def prompt_fields(record: dict) -> dict:
 
 
 def sample_answers(
-    policy, tokenizer,
+    policy: Policy,
     records: list[dict],
     cfg: SampleConfig,
     **how,               # n, seed, prompts of `sample`
 ) -> list[dict]:
     "Give the records that fit `output`, `ended` and `logprob` (nats), lists of n."
     answers = []
-    for r, group in zip(*sample(policy, tokenizer, records, cfg, **how)[::2]):
+    for r, group in zip(*sample(policy, records, cfg, **how)[::2]):
         answers.append(dict(
             prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
-            output=[decode(s.tokens, tokenizer, cfg.template, r) for s in group],
+            output=[decode(s.tokens, policy.tokenizer, cfg.template, r) for s in group],
             ended=[s.ended for s in group],
             logprob=[round(sum(s.logprobs), 4) for s in group]))
     return answers
@@ -161,6 +158,7 @@ def in_chunks(
     run.config['steps'] = steps
     run.write('config.json', run.config)
     show = Progress(run.folder.name, steps)
+    show(state['step'])
     for step in range(state['step'], steps):
         new = make(items[step * size:(step + 1) * size])
         rows += new
@@ -191,7 +189,9 @@ def mean_figures(
     logged: list[dict],   # of several steps, with the same names
 ) -> dict[str, float]:
     "Average each figure."
-    return {name: mean([r[name] for r in logged]) for name in logged[0]}
+    means = {}
+    for name in logged[0]: means[name] = mean([r[name] for r in logged])
+    return means
 
 
 def answer_figures(
@@ -212,14 +212,14 @@ def score_candidates(
 
 # %% ../../nbs/core/answers.ipynb #ef22a0f0
 def log_ratios(
-    reference, tokenizer,
+    reference: Policy,
     prompts: list[list[int]],
     samples: list,        # one Sample for each prompt, with its log-probs
     cfg: SampleConfig,    # the temperature they were sampled at; 1 if greedy
 ) -> list[float]:  # nats, one for each sample
     "Compute log pi - log pi_ref of whole answers."
     ref = response_logprobs(reference, prompts, [s.tokens for s in samples],
-                            tokenizer.pad_token_id, cfg.temperature or 1.)
+                            cfg.temperature or 1.)
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #70d5755d
@@ -265,7 +265,7 @@ def try_setting(
                          f'({type(e).__name__}: {e}). Name another one') from e
 
 
-def note_shared_prompts(cfg: PromptConfig):
+def _note_shared_prompts(cfg: PromptConfig):
     "Print how many prompts a run both learns from and measures on."
     learned = as_list(getattr(cfg, 'preferences', '')) + as_list(getattr(cfg, 'candidates', ''))
     names = ('val_split', 'eval_split') if learned else ('split', 'val_split', 'eval_split')
@@ -299,21 +299,22 @@ def _check_lengths(records: list[dict], tokenizer, cfg: PromptConfig):
 def preflight(
     cfg: PromptConfig,
     splits: tuple[str, ...],      # settings that name the splits the run will read
-    policy=None, tokenizer=None,  # without them only the splits are read
+    policy: Policy | None = None,  # without it only the splits are read
     judge=None,                   # annotator or pool, of `cfg.annotators`
     reward=None,                  # records -> scores, of `cfg.reward_model`
 ):
     "Do once what a run does after its first step; an error names the setting that is wrong."
     parts = [load_split(cfg, name) for name in splits if getattr(cfg, name)]
-    note_shared_prompts(cfg)
+    _note_shared_prompts(cfg)
     if policy is None: return
     check_positions(policy, getattr(cfg, 'max_length', 0), 'max_length')
     if not parts: return
+    tokenizer = policy.tokenizer
     check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')
     for records in parts: _check_lengths(records, tokenizer, cfg)
-    record = parts[0][0]
+    record = min(parts[0], key=lambda r: len(prompt_text(r)))
     prompts = encode_prompts([record], tokenizer, cfg.template)
-    written, = generate(policy, tokenizer, prompts, max_new_tokens=1)[0]
+    written, = generate(policy, prompts, max_new_tokens=1)[0]
     output = decode(written.tokens, tokenizer, cfg.template, record) or '.'
     answer = dict(prompt_fields(record), output=output, ended=written.ended)
     other = dict(answer, output=prompt_text(record))
@@ -322,26 +323,25 @@ def preflight(
 
 # %% ../../nbs/core/answers.ipynb #87ef9631
 def answer_eval_split(
-    policy, tokenizer, run,
-    reference=None,  # policy to which the KL is measured
-    plain=None,      # the reference's own tokenizer, if the policy's adds a control token
+    policy: Policy, run,
+    reference: Policy | None = None,  # to which the KL is measured, on prompts as it reads them
 ) -> dict[str, float]:  # mean length in words, share that ended, and the KL in nats per answer
     "Answer the evaluation split once; the answers go to `outputs.json`, in AlpacaEval's format."
     cfg = answering(run.cfg)
     if not cfg.eval_split: return {}
-    answered, prompts, groups = sample(policy, tokenizer, load_split(cfg, 'eval_split'), cfg)
+    answered, _, groups = sample(policy, load_split(cfg, 'eval_split'), cfg)
     samples = [s for s, in groups]
     outputs = []
     for r, s in zip(answered, samples):
-        text = decode(s.tokens, tokenizer, cfg.template, r)
+        text = decode(s.tokens, policy.tokenizer, cfg.template, r)
         outputs.append(dict(prompt_fields(r), temperature=cfg.temperature, top_p=cfg.top_p,
                             output=text, ended=s.ended, generator=run.folder.name))
     run.write('outputs.json', outputs)
     figures = answer_figures(outputs)
     if figures['ended'] < .5: print('most of the answers were cut off: raise max_new_tokens')
     if reference is None: return figures
-    if plain: prompts = encode_prompts(answered, plain, cfg.template)
-    return figures | dict(kl=mean(log_ratios(reference, tokenizer, prompts, samples, cfg)))
+    prompts = encode_prompts(answered, reference.tokenizer, cfg.template)   # no control tokens
+    return figures | dict(kl=mean(log_ratios(reference, prompts, samples, cfg)))
 
 # %% ../../nbs/core/answers.ipynb #1f7065bb
 def answer_again(
@@ -352,11 +352,11 @@ def answer_again(
     "Answer the evaluation split with the saved policy, unless that has been done as asked for."
     if run.answered: return run
     load = partial(load_policy, cfg=run.cfg, train=True, frozen=True)
-    reference, plain = load(run.cfg.policy) if 'kl' in names else (None, None)
-    policy, tokenizer = load(str(run.folder))
+    reference = load(run.cfg.policy) if 'kl' in names else None
+    policy = load(str(run.folder))
     old = read_summary(run.folder)
     run.begin()
-    figures = answer_eval_split(policy, tokenizer, run, reference, plain) | more()
+    figures = answer_eval_split(policy, run, reference) | more()
     if not run.cfg.eval_split: once(run.path('outputs.json').unlink, True)
     run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
     left_out = *names, 'peak_memory_gb', 'device_memory_gb'

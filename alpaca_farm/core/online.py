@@ -13,16 +13,16 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 import torch
 
-from .model.adapters import autocast, load_adapter, state_of
 from .answers import (answer_eval_split, AnswerConfig, fitting_prompts, load_split,
     mean, prompt_fields, sample, sample_answers, SampleConfig)
-from .data.comparisons import pair_up, with_verdict
+from .data.preferences import pair_up, with_verdict
 from .data.dialogues import prompt_key
 from .ask.judge_configs import JudgedConfig
 from .functional import has_spread
 from .model.loading import dtype_of
 from .model.memory import pass_limits
 from .model.models import load_policy, save_model
+from .model.policy import load_adapter, Policy
 from .run.processes import add_up, once, rank
 from .model.rewards import label_count, RewardConfig
 from .run.runs import read_log
@@ -95,17 +95,18 @@ def prompt_indices(
 
 # %% ../../nbs/core/online.ipynb #0cd81c1b
 def sample_rollout(
-    policy, tokenizer,
+    policy: Policy,
     records: list[dict],
     prompts: list[list[int]],  # ids of the records' prompts, which control tokens may precede
     cfg: OnlineConfig,
     seed: int,
 ) -> tuple[dict, list[dict]]:  # ids, mask, response, maybe old_logp; with `output`, `ended`
     "Answer prompts once each; as a batch of tokens, and as records."
-    _, _, groups = sample(policy, tokenizer, records, cfg, seed=seed, prompts=prompts)
+    tokenizer = policy.tokenizer
+    _, _, groups = sample(policy, records, cfg, seed=seed, prompts=prompts)
     samples = [s for s, in groups]
     batch = rollout_batch(prompts, [s.tokens for s in samples], tokenizer.pad_token_id)
-    suppressed = getattr(getattr(policy, 'generation_config', None), 'suppress_tokens', None)
+    suppressed = policy.model.generation_config.suppress_tokens
     if dtype_of(cfg) == torch.float32 and not cfg.sampler and not suppressed:
         logps = torch.cat([torch.tensor(s.logprobs) for s in samples])
         on = batch['response'].bool()
@@ -119,16 +120,16 @@ def sample_rollout(
 
 def in_micro_batches(
     f,      # part of a batch -> (rows of it, ...)
-    model,  # whose passes set the size of a part, and the precision
+    policy: Policy,  # whose passes set the size of a part, and the precision
     batch: dict,
 ) -> torch.Tensor:
     "Compute `f` of a batch in parts, divided among all processes."
     k, processes = rank()
-    rows, tokens = pass_limits(model)
+    rows, tokens = pass_limits(policy)
     size = max(1, int(min(rows, tokens // batch['ids'].shape[-1])))
     own = {name: v[k::processes] for name, v in batch.items()}
     found = []
-    with autocast(model):
+    with policy.on():
         for at in range(0, len(own['ids']), size):
             found.append(f({name: v[at:at + size] for name, v in own.items()}))
     found = torch.cat(found)
@@ -171,8 +172,7 @@ def rollout_scores(
 class CheckpointSelector:
     "Measures the policy on the val split, and saves the best so far; without a judge, the last."
     def __init__(self,
-        reference,      # whose answers the policy's are compared with
-        tokenizer,
+        reference: Policy,  # whose answers the policy's are compared with
         cfg: OnlineConfig,
         annotate=None,  # `annotate_pairs` of a pool, or None
     ):
@@ -180,12 +180,11 @@ class CheckpointSelector:
         self.annotate = annotate
         if not annotate: return
         records = {prompt_key(r): r for r in load_split(cfg, 'val_split')}
-        self.base = sample_answers(reference, tokenizer, list(records.values()), cfg,
-                                   seed=cfg.seed + 1)
+        self.base = sample_answers(reference, list(records.values()), cfg, seed=cfg.seed + 1)
 
-    def measure(self, policy, tokenizer) -> dict[str, float]:
+    def measure(self, policy: Policy) -> dict[str, float]:
         "Compute the win rate in percent, its standard error and the answers' length in words."
-        answered = sample_answers(policy, tokenizer, self.base, self.cfg, seed=self.cfg.seed + 2)
+        answered = sample_answers(policy, self.base, self.cfg, seed=self.cfg.seed + 2)
         prompts = {prompt_key(r) for r in answered}  # control tokens make some prompts too long
         base = [b for b in self.base if prompt_key(b) in prompts]
         labels = once(lambda: self.annotate(pair_up(answered, base), seed=self.cfg.seed))
@@ -197,39 +196,37 @@ class CheckpointSelector:
 
     def __call__(self,
         trainer: Trainer,    # after a step
-        policy, tokenizer,
+        policy: Policy,
     ) -> dict[str, float]:  # on val, if due
         "Save the policy if it is chosen, and as model-<step>."
         cfg = self.cfg
         step = trainer.step
         last = step == trainer.total
         due = self.annotate and (step % cfg.eval_every == 0 or last)
-        figures = self.measure(policy, tokenizer) if due else {}
+        figures = self.measure(policy) if due else {}
         won = figures.get('val_win_rate', -1.)
         if won > trainer.extra.get('best', -1.) or (last and not self.annotate):
             trainer.extra.update(best=won, best_step=step)
-            save_model(policy, tokenizer, trainer.run, whole=False)
+            save_model(policy, trainer.run, whole=False)
         if cfg.save_every and step % cfg.save_every == 0:
-            save_model(policy, tokenizer, trainer.run, f'model-{step}')
+            save_model(policy, trainer.run, f'model-{step}')
         return figures
 
 # %% ../../nbs/core/online.ipynb #ada30001
 def finish_run(
     run,
     trainer: Trainer,
-    tokenizer,
-    reference,
+    reference: Policy,
     too_long: int,  # prompts that were left out
-    plain=None,     # the reference's tokenizer, if the policy's adds a control token
 ):
     "Answer the eval split with the chosen policy, and write the summary."
-    policy = trainer.plain['policy']
-    if state_of(policy).adapter is None:
-        policy, _ = load_policy(str(run.folder), run.cfg, train=True, frozen=True)
+    policy = trainer.policies['policy']
+    if policy.adapter is None:
+        policy = load_policy(str(run.folder), run.cfg, train=True, frozen=True)
     else:   # its adapter alone has been saved: now the whole model is
         load_adapter(policy, run.path('adapter'))
-        save_model(policy, tokenizer, run)
-    answered = answer_eval_split(policy, tokenizer, run, reference, plain)
+        save_model(policy, run)
+    answered = answer_eval_split(policy, run, reference)
     log = read_log(run.folder)
     best_step = trainer.extra['best_step']
     best = next(r for r in log if r['step'] == best_step)

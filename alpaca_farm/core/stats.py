@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['FEWEST_LABELS', 'plain', 'standard_error', 'sigmoid', 'win_rate', 'Interval', 'bootstrap_draws', 'bootstrap',
-           'replicate_interval', 'wilson', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode', 'agreement',
-           'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean', 'best_of_n_weights', 'best_of_n_value',
-           'kl_best_of_n', 'kl_best_of_n_estimate', 'fit_overoptimization', 'overoptimization_curve']
+           'replicate_interval', 'holm', 'wilson', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode',
+           'agreement', 'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean', 'best_of_n_weights',
+           'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'tilted_weights', 'fit_overoptimization',
+           'overoptimization_curve']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -108,6 +109,18 @@ def replicate_interval(
     half = np.hypot(stdtrit(R - 1, .975)*standard_error(theta), _Z*np.sqrt(c))
     mean = theta.mean(0)
     return Interval(plain(mean), plain(mean - half), plain(mean + half))
+
+# %% ../../nbs/core/stats.ipynb #a0170002
+def holm(
+    p,  # (M,) p-values
+) -> np.ndarray:  # (M,), to be compared with the level of a single test
+    "Adjust p-values for the number of hypotheses that are tested (Holm, 1979)."
+    p = np.asarray(p, dtype=float)
+    order = np.argsort(p)
+    adjusted = np.empty(len(p))
+    adjusted[order] = np.maximum.accumulate(p[order]*np.arange(len(p), 0, -1))
+    return np.minimum(adjusted, 1)
+
 
 # %% ../../nbs/core/stats.ipynb #fb9b5c20
 FEWEST_LABELS = 10   # instructions with labels that a correction needs
@@ -218,31 +231,24 @@ def off_diagonal_mean(matrix: np.ndarray) -> float:
     return float((matrix.sum() - matrix.trace())/(matrix.size - len(matrix)))
 
 # %% ../../nbs/core/stats.ipynb #996a06d0
-def _best_by_rank(N: int, n: int) -> np.ndarray:
-    "Probability (N,) that the sample of each rank, ascending, is the best of `n` drawn from `N`."
-    log_factorial = np.concatenate([[0.], np.cumsum(np.log(np.arange(1, N + 1)))])
-    def log_choose(a, b): return log_factorial[a] - log_factorial[b] - log_factorial[a - b]
-    rank = np.arange(n, N + 1)
-    chosen = np.exp(log_choose(rank - 1, n - 1) - log_choose(N, n))
-    chances = np.concatenate([np.zeros(n - 1), chosen])
-    return chances/chances.sum()
-
-
 def best_of_n_weights(
     scores,  # (..., N) of the proxy on a prompt's samples
     n: int,  # drawn without replacement
 ) -> np.ndarray:  # (..., N), in the samples' order
     "Compute the probability that each sample is the best of `n`, equal scores sharing it."
+    from scipy.stats import rankdata
     scores = np.asarray(scores, dtype=float)
     wrong = np.argwhere(np.isnan(scores))
     if len(wrong): raise ValueError(f'score {wrong[0].tolist()} is nan')
     N = scores.shape[-1]
     if not 1 <= n <= N: raise ValueError(f'best of {n} from {N} samples: n is from 1 to {N}')
-    chances = _best_by_rank(N, n)
-    def of_prompt(row):
-        _, ties, counts = np.unique(row, return_inverse=True, return_counts=True)
-        return (np.bincount(np.sort(ties), chances)/counts)[ties]
-    return np.apply_along_axis(of_prompt, -1, scores)
+    rank = np.arange(N, 1, -1)
+    below = np.cumprod((rank - n)/(rank - 1))   # chance of each to that above; 0 below rank n
+    chances = n/N*np.append(1., below)[::-1]    # of being the best, by rank
+    up_to = np.append(0., np.cumsum(chances))
+    first = rankdata(scores, 'min', axis=-1).astype(int)
+    last = rankdata(scores, 'max', axis=-1).astype(int)
+    return (up_to[last] - up_to[first - 1])/(last - first + 1)
 
 
 def best_of_n_value(
@@ -272,6 +278,31 @@ def kl_best_of_n_estimate(
     with np.errstate(divide='ignore', invalid='ignore'):
         likely = np.where(epsilon > 0, drawn*(np.log(drawn) - np.log(epsilon)), 0.)
     return np.exp(log_missed)*rare + likely
+
+# %% ../../nbs/core/stats.ipynb #b7e0a102
+def tilted_weights(
+    rewards,        # (instructions, N) of samples of the policy before training
+    target: float,  # the mean reward under the weights
+    least: float = 10.,  # effective samples that the median instruction must keep
+) -> np.ndarray:  # (instructions, N), with a sum of 1 for each instruction
+    "Weigh samples by exp(reward / beta), for the beta that reaches a mean; ValueError if none can."
+    from scipy.optimize import brentq
+    from scipy.special import softmax
+    rewards = np.asarray(rewards, float)
+    spread = np.ptp(rewards)
+    sharpest = 1e3/spread if spread else 0.   # 1/beta at which the best sample has all the weight
+
+    def missing(sharpness):
+        return target - (softmax(rewards*sharpness, 1)*rewards).sum(1).mean()
+    if not missing(sharpest) < 0 <= missing(0.):
+        raise ValueError(f'mean reward {target:.3g}: weights reach {rewards.mean():.3g} to '
+                         f'{rewards.max(1).mean():.3g}')
+    weights = softmax(rewards*brentq(missing, 0., sharpest), 1)
+    effective = np.median(1/(weights**2).sum(1))
+    if effective < least:
+        raise ValueError(f'mean reward {target:.3g}: {effective:.1f} samples of {rewards.shape[1]} '
+                         'carry the weight, too few to tell. Take more samples')
+    return weights
 
 # %% ../../nbs/core/stats.ipynb #72c0c670
 def _curve_basis(d, form: str) -> np.ndarray:

@@ -12,9 +12,9 @@ import torch
 from fastcore.basics import patch
 
 from .data.text import collate
-from .model.adapters import own_weights, state_of
 from .model.memory import tokens_to_train
 from .model.models import device_of, dtype_of, unique_weights
+from .model.policy import own_weights, Policy
 from .run.processes import add_up, rank
 from .run.progress import Progress
 from .run.runs import Run
@@ -103,8 +103,8 @@ def adamw(groups: list[dict], cfg: TrainConfig):
 # %% ../../nbs/core/training.ipynb #379b3f0d
 class RouterLoss:
     "The balancing loss of a model's forward passes with gradients since the last call."
-    def __init__(self, model):
-        trunk = model.base_model
+    def __init__(self, policy: Policy):
+        trunk = policy.model.base_model
         self.logits = []
         self.real = None
         router = (getattr(trunk, '_can_record_outputs', None) or {}).get('router_logits')
@@ -113,7 +113,7 @@ class RouterLoss:
                              'leave it at 0')
         index = getattr(router, 'index', 0)
         kind = getattr(router, 'target_class', router)
-        self.chosen = model.config.get_text_config().num_experts_per_tok
+        self.chosen = policy.config.get_text_config().num_experts_per_tok
 
         def begin(trunk, args, given):
             ids = given['input_ids']
@@ -146,7 +146,7 @@ class Trainer:
     def __init__(self,
         run: Run,
         total: int,         # steps of the whole run
-        models: dict,       # the models to train, by name
+        policies: dict[str, Policy],  # the models to train, by name
         rates: dict = {},   # peak learning rates that are not cfg.learning_rate, by model or weight
         shown: str = 'loss',  # the figure that the progress line shows
     ):
@@ -158,7 +158,7 @@ class Trainer:
         self.shown = shown
         self.step = 0
         self.extra = {}
-        self.plain = dict(models)
+        self.policies = policies
         cpu = device_of(run.cfg).type == 'cpu'
         precision = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}.get(dtype_of(run.cfg), 'no')
         AcceleratorState._reset_state()  # an earlier run may have had another precision
@@ -166,11 +166,11 @@ class Trainer:
         self.parameters = []
         groups = []
         with self.accelerator.autocast():
-            self.most_tokens = tokens_to_train(list(models.values()), device_of(run.cfg))
-        for name, m in models.items():   # without a wrapper: `update` adds up gradients itself
-            self.accelerator.prepare_model(m, evaluation_mode=True)
-            if self.cfg.sharding == 'fsdp' and rank()[1] > 1: shard_layers(m, dtype_of(self.cfg))
-            trained = {n: p for n, p in own_weights(m).items() if p.requires_grad}
+            self.most_tokens = tokens_to_train(list(policies.values()), device_of(run.cfg))
+        for name, policy in policies.items():   # `update` adds up gradients itself
+            if self.cfg.sharding == 'fsdp' and rank()[1] > 1 and not policy.lent:
+                shard_layers(policy.model, dtype_of(self.cfg))
+            trained = own_weights(policy)
             self.parameters += trained.values()
             kinds = {}
             for n, p in trained.items():
@@ -180,7 +180,7 @@ class Trainer:
                        for (peak, matrix), own in kinds.items()]
         optimizer = adamw(groups, self.cfg)
         self.optimizer = self.accelerator.prepare_optimizer(optimizer)
-        self.routers = [RouterLoss(m) for m in models.values()] if self.cfg.router_loss else []
+        self.routers = [RouterLoss(p) for p in policies.values()] if self.cfg.router_loss else []
         self.divided = any(hasattr(p, 'full_tensor') for p in self.parameters)
         if self.divided:   # one kernel takes either wholes or parts
             for g in optimizer.param_groups: g.update(foreach=False, fused=False)
@@ -188,7 +188,7 @@ class Trainer:
 
     def hold(self, together: bool):
         "Gather divided layers for what comes between updates, or drop what others keep."
-        for m in self.plain.values(): hold_layers(m, together)
+        for policy in self.policies.values(): hold_layers(policy.model, together)
 
 # %% ../../nbs/core/training.ipynb #b9ef9057
 @patch
@@ -272,8 +272,9 @@ def save(self: Trainer):
     rng = dict(cpu=torch.get_rng_state())
     weights = {}
     if device.type == 'cuda': rng['cuda'] = torch.cuda.get_rng_state(device)
-    for name, m in self.plain.items():
-        weights[name] = unique_weights(m) if state_of(m).adapter is None else own_weights(m)
+    for name, policy in self.policies.items():
+        whole = policy.adapter is None and not policy.lent
+        weights[name] = unique_weights(policy.model) if whole else own_weights(policy)
     self.run.save(step=self.step, weights=weights, optimizer=whole_state(self.optimizer),
                   rng=rng, extra=self.extra, scaler=scaler.state_dict() if scaler else {})
 
@@ -281,11 +282,11 @@ def save(self: Trainer):
 @patch
 def restore(self: Trainer, state: dict):
     "Restore the state of a checkpoint."
-    for name, m in self.plain.items():
-        own = m.state_dict()
-        weights = {}
-        for k, v in state['weights'][name].items(): weights[k] = divided_like(v, own.get(k, v))
-        m.load_state_dict(weights, strict=False)  # a tied head is not in it
+    self.hold(False)
+    with torch.no_grad():
+        for name, policy in self.policies.items():
+            saved = state['weights'][name]
+            for k, p in own_weights(policy).items(): p.copy_(divided_like(saved[k], p))
     load_whole_state(self.optimizer, state['optimizer'])
     self.hold(True)
     torch.set_rng_state(state['rng']['cpu'])

@@ -18,20 +18,19 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from ..core.ask.api import answer_text, ApiConfig, parse_mapping, token_usage
-from ..core.ask.client import ApiClient, ask_until_read
+from alpaca_farm.core.ask.client import (answer_text, ApiClient, ApiConfig, ask_until_read,
+    parse_mapping, token_usage)
 from alpaca_farm.core.ask.judge_configs import (adapt_decoding, entry_model, is_population,
     judge_config_file, model_kind, parse_decoding, read_judge_config, REASONING_MODELS,
     REQUEST_FIELDS, suggest_names)
-from ..core.data.candidates import candidate_pair
-from ..core.data.comparisons import head2head_pairs
-from ..core.data.formats import as_records
+from alpaca_farm.core.data.records import (candidate_pair, check_records, find_file, load_records,
+    read_rows, read_text)
 from alpaca_farm.core.data.preferences import (annotator_preferences, answer_of, hash_uniform,
-    is_preference, PAIR_FIELDS, Pool, pool_members, pool_weights, read_preference, shown_swapped,
-    swap_outputs)
-from ..core.data.records import check_records, find_file, load_records, read_rows, read_text
+    head2head_pairs, is_preference, PAIR_FIELDS, Pool, pool_members, pool_weights, read_preference,
+    shown_swapped, swap_outputs)
+from ..core.data.formats import as_records
 from ..core.data.dialogues import full_instruction, prompt_key
-from ..core.run.paths import near_path
+from ..core.run.files import near_path
 from ..core.run.settings import at_root, Config, resolve
 from ..core.stats import sigmoid
 from .label_files import label_file
@@ -204,7 +203,7 @@ def _read_answers(
     prices = []
     for a in answers:
         tokens = token_usage(a, request)
-        prices.append(client.price(e.decoding['model'], *tokens, batch=a['seconds'] is None))
+        prices.append(client.price(e.decoding['model'], *tokens))
     price = None if None in prices else sum(prices) / e.batch_size
     last = answers[-1]
     raw = answer_text(last, refusal=True)
@@ -325,15 +324,16 @@ class LocalJudge:
     "A language model on this machine that prefers one of two labels."
     def __init__(self, e: Evaluator, cfg: Config):
         from alpaca_farm.core.ask.completions import LocalWriter
+        from alpaca_farm.core.model.models import load_policy
         self.evaluator = e
         self.name = e.name
         self.labels = _verdict_labels(e)
-        self.writer = LocalWriter(e.decoding['model'], cfg)
+        self.writer = LocalWriter(load_policy(e.decoding['model'], cfg), cfg)
 
     def prompt(self, pair: dict) -> str | list[dict]:
         "The prompt for a pair: messages for a model with a chat format, else their text."
         messages = fill_prompt(self.evaluator.template, [pair])
-        return messages if self.writer.tokenizer.chat_template else _as_text(messages)
+        return messages if self.writer.policy.tokenizer.chat_template else _as_text(messages)
 
     def __call__(self, pairs: list[dict]) -> list[float]:
         "The probability of the second label, plus 1; nan where the prompt is too long."
@@ -345,7 +345,7 @@ class RewardJudge:
     "A reward model as a judge, by Bradley and Terry's model."
     def __init__(self, folder: str, cfg: Config):
         from alpaca_farm.core.model.models import load_scalar
-        self.model, self.tokenizer = load_scalar(folder, cfg)
+        self.policy = load_scalar(folder, cfg)
         self.name = Path(folder).name
         self.template = getattr(cfg, 'template', 'auto')
 
@@ -353,8 +353,7 @@ class RewardJudge:
         "The probability of the second answer, plus 1."
         from alpaca_farm.core.model.rewards import score_records
         records = [answer_of(p, 1) for p in pairs] + [answer_of(p, 2) for p in pairs]
-        rewards = score_records(self.model, self.tokenizer, records, self.template,
-                                standardise=False)
+        rewards = score_records(self.policy, records, self.template, standardise=False)
         first, second = np.split(np.array(rewards), 2)
         return (1 + sigmoid(second - first, 50)).tolist()
 

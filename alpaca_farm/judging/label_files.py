@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..core.data.records import check_field, check_records, FILE_SUFFIXES, read_rows
-
-from ..core.data.dialogues import full_instruction
-from ..core.data.dialogues import check_messages, prompt_messages, SYSTEM, with_system
+from ..core.data.dialogues import full_instruction, SYSTEM
 from ..core.data.formats import as_records, check_code, find_reader, read_ended
 from ..core.ask.judge_configs import is_population
-from alpaca_farm.core.data.preferences import (PAIR_FIELDS, pair_identity, read_preference,
-    report_missing)
+from alpaca_farm.core.data.preferences import (ENDED, PAIR_FIELDS, pair_identity,
+    read_preference, report_missing)
+from alpaca_farm.core.data.records import (check_field, check_record, check_records, FILE_SUFFIXES,
+    read_rows)
 from ..core.run.settings import at_root, resolve
 
 # %% ../../nbs/judging/label_files.ipynb #c8696995
@@ -42,22 +41,12 @@ def _read_number(row, name, where):
 
 def _read_pair(row, where):
     "Read a pair from a row; ValueError naming a wrong field."
-    pair = dict(input='')
-    names = list(PAIR_FIELDS)
-    if row.get('input') is None: names.remove('input')
-    if dialogue := prompt_messages(row):
-        check_messages(row, where)
-        pair['messages'] = dialogue
-        names.remove('instruction')
-    for name in names:
-        check_field(row, name, str, where)
-        pair[name] = row[name]
-    for name in ('generator_1', 'generator_2', 'idx', 'drawn', 'stratum'):
-        if row.get(name) is not None: pair[name] = _read_name(row, name, where)
-    for name in ('ended_1', 'ended_2', *SYSTEM):
-        if name in row: pair[name] = row[name]
+    names = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
+    kept = *PAIR_FIELDS, 'messages', *ENDED, *SYSTEM, *names
+    pair = {k: row[k] for k in kept if row.get(k) is not None}
+    for name in pair.keys() & names: _read_name(pair, name, where)
     read_ended(pair, where)
-    return with_system(pair, where)
+    return check_record(pair, 'pair', where)
 
 # %% ../../nbs/judging/label_files.ipynb #5c1e7a02
 # Each reader of a format gives a row with our columns, and the field of each annotator's vote.

@@ -17,6 +17,7 @@ from alpaca_farm.judging import measures as M
 from alpaca_farm.judging.label_files import recorded_verdicts
 from alpaca_farm.judging.judges import read_recorded
 from alpaca_farm.world import embedded_pairs
+from asking import key
 from judge_server import judge_server
 
 DATA = tiny.ROOT.parent/'shared'/'data'
@@ -80,45 +81,9 @@ def test_hh_rlhf():
             assert r[k].strip().removeprefix(shown).strip() == text.strip()
 
 
-def share_of_mode(v, votes):
-    "The share of a vote in the mode of others', by counting."
-    counts = {c: sum(w == c for w in votes) for c in (1, 1.5, 2)}
-    top = [c for c in counts if counts[c] == max(counts.values())]
-    return (v in top)/len(top)
-
-
-def test_the_numbers_of_people_and_judges_by_loops():
-    "Votes with gaps and ties; each measure from its words, pair by pair."
-    pairs, rng, N = embedded_pairs(120), np.random.default_rng(0), range(120)
-    people = rng.choice([1, 1.5, 2, 2], (4, 120))
-    votes, t = rng.choice([1, 1.5, 2, np.nan], (1, 2, 120)), M.pair_traits(pairs)
-    others = {(i, k): np.delete(people[:, i], k) for i in N for k in range(4)}
-    there = [[v for v in votes[0, :, i] if v == v] for i in N]
-    four = [[v for v in votes[0, t.orders[i], i] if v == v] for i in N]
-    in_both = [(a, b) for a, b in votes[0].T if a + b == a + b]
-    shown = [(v, o) for ab in in_both for o, v in enumerate(ab) if v != 1.5]
-    want = dict(
-        accuracy=[np.mean([share_of_mode(v, people[:, i]) for v in there[i]])
-                  for i in N if there[i]],
-        agreement=[share_of_mode(v, others[i, k]) for i in N for v in there[i] for k in range(4)],
-        variance=[1 - share_of_mode(v, f[:k] + f[k + 1:])
-                  for f in four if len(f) > 1 for k, v in enumerate(f)],
-        consistency=[a == b for a, b in in_both], first=[v == 1 + o for v, o in shown])
-    got = M.judge_measures(votes, people, t)
-    for name, values in want.items(): assert got[name] == pytest.approx(np.mean(values)), name
-
-
 def measured(judge, pairs):
     votes = M.cast_votes(A.ask_judge(judge, pairs).preferences, pairs)
     return M.judge_measures(votes, M.people_votes(pairs), M.pair_traits(pairs))
-
-
-@pytest.mark.parametrize('judge', [world.pool, A.prefer_longer])
-def test_exchanged_pairs_change_nothing(judge):
-    pairs = embedded_pairs(80)
-    other = [dict(swap_outputs(p), votes={k: 3 - v for k, v in p['votes'].items()},
-                  generator_1=p['generator_2'], generator_2=p['generator_1']) for p in pairs]
-    assert measured(judge, pairs) == pytest.approx(measured(judge, other), nan_ok=True)
 
 
 def test_order_and_chance_are_told_apart():
@@ -134,7 +99,7 @@ def test_order_and_chance_are_told_apart():
     assert first['consistency'] == 0 and first['first'] == 1 and .4 < first['variance'] < .6
 
 
-def test_a_missing_verdict_is_counted_and_left_out(capsys):
+def test_a_missing_verdict_is_counted_and_left_out(tmp_path, capsys):
     "Of some, one or all pairs; the other judges have their rows."
     pairs = embedded_pairs(50)
     def shaky(shown): return [math.nan if len(p['output_1']) % 3 == 0 else 1. for p in shown]
@@ -149,6 +114,12 @@ def test_a_missing_verdict_is_counted_and_left_out(capsys):
     assert missing and row['shaky']['first'] == 1 and row['shaky'].consistency == 0
     assert [math.isnan(row[k].accuracy) for k in ('mute', 'nearly')] == [True, False]
     assert math.isnan(row['nearly'].spearman) and row['prefer_longer'].consistency == 1
+    rows = [PAIR | dict(instruction=f'q{i}') for i in range(4)]   # of a file, too
+    file = tiny.write(tmp_path/'j.json', [r | dict(preference=1 if i else -1)
+                                          for i, r in enumerate(rows)])
+    recorded_verdicts(file, '', dict(s=[dict(r, votes=dict(p=1), row=i)
+                                        for i, r in enumerate(rows)]))
+    assert 'j on s: no verdict on 1 of 4 questions (25.0%)' in capsys.readouterr().out
 
 
 def labelled(pairs, label, name=lambda i: 'Ann'):
@@ -158,16 +129,13 @@ def labelled(pairs, label, name=lambda i: 'Ann'):
             for i, p in enumerate(pairs)]
 
 
-def longest(pair): return A.prefer_longer([pair])[0]
-
-
-def first_vote(pair): return pair['votes']['vote 1']
-
-
 def write(folder, rows):
-    folder.mkdir(exist_ok=True)
-    (folder/'preferences.json').write_text(json.dumps(rows))
+    tiny.write(folder/'preferences.json', rows)
     return str(folder)
+
+
+def longest(pair): return A.prefer_longer([pair])[0]
+def first_vote(pair): return pair['votes']['vote 1']
 
 
 def test_recorded_votes_of_an_annotation_run(tmp_path):
@@ -229,9 +197,8 @@ def test_partial_overlap_is_used_and_counted(tmp_path, capsys):
 
 
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv('OPENAI_API_KEY', 'test')
-    with judge_server(template='Output ({letter})') as server: yield server
+def server():
+    with judge_server() as server: yield server
 
 
 def paid(tmp_path, server, **more):
@@ -281,15 +248,6 @@ def test_a_judge_without_a_pair_is_left_out(capsys, monkeypatch):
 PAIR = dict(instruction='q', output_1='a', output_2='b')
 
 
-def test_recorded_verdicts_that_are_missing_are_counted(tmp_path, capsys):
-    "With the judge's name and share."
-    file, pairs = tmp_path/'j.json', [PAIR | dict(instruction=f'q{i}') for i in range(4)]
-    file.write_text(json.dumps([p | dict(preference=1 if i else -1) for i, p in enumerate(pairs)]))
-    sets = dict(s=[dict(p, votes=dict(p=1), row=i) for i, p in enumerate(pairs)])
-    recorded_verdicts(str(file), '', sets)
-    assert 'j on s: no verdict on 1 of 4 questions (25.0%)' in capsys.readouterr().out
-
-
 WRONG_LABELS = [   # of a good row, the field that is changed, and what it becomes
     (PAIR | dict(preference=1), dict(output_1=[1], input=5, idx=[1], preference=[], annotator={},
                                      instruction=None, generator_1=[2])),
@@ -332,3 +290,19 @@ def test_a_wrong_value_names_file_row_and_field(tmp_path, kind):
         assert at in str(e.value) and field in str(e.value) and '\n' not in str(e.value)
     file.write_text(json.dumps([what[0][0]]))
     read(str(file))
+
+
+def unread(shown): return [math.nan if i % 6 else 1. for i, _ in enumerate(shown)]
+
+
+def half(shown): return [math.nan if i % 2 else 1. for i, _ in enumerate(shown)]
+
+
+def test_a_judge_that_leaves_most_unread_is_left_out(capsys):
+    "83 % of its comparisons: those that it answered say nothing about the others."
+    sets = dict(s=embedded_pairs(60))
+    said = A.verdicts_of_judges([f'{__name__}:unread', f'{__name__}:half', LONGEST], sets, CFG)
+    assert [name for _, name in said] == ['half', 'longest']
+    assert 'unread on s: left out, since most comparisons' in capsys.readouterr().out
+    with pytest.raises(ValueError, match='no pair to measure any of them on'):
+        A.verdicts_of_judges([f'{__name__}:unread'], sets, CFG)

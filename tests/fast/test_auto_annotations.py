@@ -4,7 +4,7 @@ import json
 import pytest
 
 import tiny
-from alpaca_farm.auto_annotations import (alpaca_leaderboard, PairwiseAutoAnnotator, records_of,
+from alpaca_farm.auto_annotations import (alpaca_leaderboard, PairwiseAutoAnnotator, _records_of,
     _reference_from_hub)
 from judge_server import judge_server
 
@@ -100,27 +100,12 @@ def test_old_names_and_decoding(server):
     assert request.count('"temperature": 0.3') == 1
 
 
-def test_labels_in_a_file_of_alpaca_eval(server, tmp_path):
-    file, pair = tmp_path/'annotations.json', dict(PAIR, input='b')
-    def label(pair): return PairwiseAutoAnnotator(caching_path=str(file)).annotate_pairs([pair])[0]
-    first = label(pair)['preference']
-    assert json.loads(file.read_text())[0]['instruction'] == 'a\n\nb'
-    for folder in (tmp_path, tmp_path/'runs'): (folder/'answers.sqlite').unlink(missing_ok=True)
-    for same in (pair, dict(pair, instruction='a\n\nb', input='')):
-        assert label(same)['preference'] == first
-    assert len(server.requests()) == 1
-
-
-def test_the_file_of_labels_keeps_what_it_has(server, tmp_path):
-    "The same pair twice, and labels that are not to be used again: nothing in it is lost."
-    file = tmp_path/'annotations.json'
-    again = PairwiseAutoAnnotator(caching_path=str(file))
-    again.annotate_pairs([PAIR, PAIR, dict(PAIR, instruction='b')])
-    anew = PairwiseAutoAnnotator(caching_path=str(file), is_avoid_reannotations=False)
-    anew.annotate_pairs([dict(PAIR, instruction='c'), PAIR])
-    assert sorted(r['instruction'] for r in json.loads(file.read_text())) == ['a', 'b', 'c']
-    PairwiseAutoAnnotator(caching_path=str(file), is_store_missing_annotations=False,
-                          is_reapply_parsing=True)
+def test_answers_are_kept_in_a_file_of_their_own(server, tmp_path):
+    file = tmp_path/'mine.sqlite'
+    def label(): return PairwiseAutoAnnotator(caching_path=str(file)).annotate_pairs([PAIR])[0]
+    first = label()['preference']
+    assert file.exists() and label()['preference'] == first and len(server.requests()) == 1
+    PairwiseAutoAnnotator(is_store_missing_annotations=False, is_reapply_parsing=True)
 
 
 def test_the_share_without_a_verdict_is_said_by_annotator(server, capsys):
@@ -158,4 +143,4 @@ def test_a_gap_in_a_data_frame_is_an_empty_input():
     for gap in (None, float('nan')):
         frame = frame.astype(object)
         frame.loc[0, 'input'] = gap
-        assert [r['input'] for r in records_of(frame)] == ['', 'c']
+        assert [r['input'] for r in _records_of(frame)] == ['', 'c']

@@ -1,6 +1,6 @@
 "Binary feedback: labels that are read, and whether the policy follows the token."
-import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,16 +11,15 @@ from transformers import AutoTokenizer
 import tiny
 from alpaca_farm import binary_feedback, world
 from alpaca_farm.binary_feedback import (BAD, BinaryFeedbackConfig, GOOD, label_accuracy,
-    rate_outputs)
+    _rate_outputs)
 from alpaca_farm.core.answers import answering, log_ratios, sample, sample_answers
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.dialogues import prompt_key
 from alpaca_farm.core.data.text import encode_prompts
-from alpaca_farm.core.model.control import add_tokens, prepend_tokens
-from alpaca_farm.core.model.generation import generate
+from alpaca_farm.core.model.control import prepend_tokens
 from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import read_summary
 
 torch.set_num_threads(1)
 
@@ -29,17 +28,11 @@ def given(base, **more):
     return BinaryFeedbackConfig(**tiny.settings('binary_feedback', base, **more))
 
 
-def test_answers_judged_alone_weigh_what_their_labels_say():
-    thumbs = [dict(instruction='q', output='a', label=l) for l in (True, 0, .25, .5)]
-    assert [r['good'] for r in rate_outputs(thumbs)] == [1, 0, .25]   # without the tie
-
-
 def load(base, tmp_path, labels):
     "What is loaded of one answer with each label, the last four held out."
     records = [dict(instruction=f'q{i}', output='a', label=l) for i, l in enumerate(labels)]
-    path = tmp_path/'thumbs.json'
-    path.write_text(json.dumps(records))
-    return binary_feedback.load_feedback(given(base, preferences=str(path), held_out=4))
+    file = tiny.write(tmp_path/'thumbs.json', records)
+    return binary_feedback._load_feedback(given(base, preferences=file, held_out=4))
 
 
 @pytest.mark.parametrize('label, row', [('good', 7), (None, 10), (1.5, 7), (math.nan, 10)])
@@ -52,17 +45,6 @@ def test_a_bad_label_is_named_by_file_and_row(base, tmp_path, label, row):
         load(base, tmp_path, labels)
     for useless in ([0]*8 + [1, 0]*2, [.5]*12, [1, 0]*4 + [.5]*4):   # nothing good, or ties alone
         with pytest.raises(ValueError, match='held_out = 4'): load(base, tmp_path, useless)
-
-
-def test_first_step_does_not_depend_on_micro_batches(base, tmp_path):
-    first = []
-    for size in (0, 3):
-        cfg = given(base, out=str(tmp_path/f'm{size}'), micro_batch_size=size, max_instances=24,
-                    eval_split='', val_split='')
-        binary_feedback.train(cfg)
-        first.append(read_log(cfg.out)[0])
-    for k in ('loss', 'grad_norm', 'effect_good', 'effect_bad'):
-        assert first[0][k] == pytest.approx(first[1][k], rel=1e-4, abs=1e-5)
 
 
 def test_feedme_without_a_step_is_the_policy_itself(base, tmp_path):
@@ -84,9 +66,8 @@ def conditioned(base, tmp_path_factory):
              for r in load_records(str(base/'world'), split)}
     records = [dict(instruction=text, input='', output=output, label=label)
                for text in sorted(asked) for output, label in zip(PHRASES, (1, 0))]
-    (folder/'clean.json').write_text(json.dumps(records))
-    cfg = given(base, out=str(folder/'run'), preferences=str(folder/'clean.json'), epochs=3,
-                learning_rate=5e-3, token_times=4, held_out=20, eval_every=50)
+    cfg = given(base, out=str(folder/'run'), preferences=tiny.write(folder/'clean.json', records),
+                epochs=3, learning_rate=5e-3, token_times=4, held_out=20, eval_every=50)
     binary_feedback.train(cfg)
     return cfg
 
@@ -114,27 +95,29 @@ def test_a_loaded_model_asks_for_good_answers(base, conditioned):
     prompt = there.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert prompt.count(GOOD) == times
     asked, cfg = load_records(conditioned.data, 'eval', n=10), answering(conditioned)
-    again = sample_answers(*load_policy(conditioned.out, conditioned), asked, cfg)
+    again = sample_answers(load_policy(conditioned.out, conditioned), asked, cfg)
     left = read_json(f'{conditioned.out}/outputs.json')
     assert [r['output'][0] for r in again] == [r['output'] for r in left]
 
 
 def test_the_reference_does_not_read_the_token(base, conditioned):
-    policy, tokenizer = load_policy(conditioned.out, conditioned)
-    reference, plain = load_policy(conditioned.policy, conditioned)
+    policy = load_policy(conditioned.out, conditioned)
+    reference = load_policy(conditioned.policy, conditioned)
+    plain = reference.tokenizer
     cfg, records = answering(conditioned), load_records(conditioned.data, 'eval', n=10)
-    kept, prompts, found = sample(policy, tokenizer, records, cfg)
-    kl = log_ratios(reference, plain, encode_prompts(kept, plain), [s for s, in found], cfg)
+    kept, prompts, found = sample(policy, records, cfg)
+    kl = log_ratios(reference, encode_prompts(kept, plain), [s for s, in found], cfg)
     assert read_summary(conditioned.out)['kl'] == pytest.approx(sum(kl) / len(kl), abs=1e-4)
-    vocabulary = reference.get_input_embeddings().weight.shape[0]
-    assert policy.get_input_embeddings().weight.shape[0] == vocabulary + 2
+    vocabulary = reference.model.get_input_embeddings().weight.shape[0]
+    assert policy.model.get_input_embeddings().weight.shape[0] == vocabulary + 2
     assert max(map(max, prompts)) >= vocabulary
 
 
 def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, monkeypatch):
     "Prompts that are too long only with their tokens are left out everywhere."
-    policy, tokenizer = load_policy(conditioned.out, conditioned)
-    reference, plain = load_policy(conditioned.policy, conditioned)
+    policy = load_policy(conditioned.out, conditioned)
+    reference = load_policy(conditioned.policy, conditioned)
+    plain = reference.tokenizer
     records, times = load_records(conditioned.data, 'val'), conditioned.token_times
     pairs, left = [], {}
     lengths = [len(p) for p in encode_prompts(records, plain)]
@@ -144,34 +127,14 @@ def test_only_answers_to_the_same_instruction_are_compared(base, conditioned, mo
     monkeypatch.setattr(binary_feedback, 'verdicts_over',
                         lambda a, b, _: pairs.extend(zip(a, b)) or [1.5] * len(a))
     run = SimpleNamespace(cfg=cfg, write=left.__setitem__)
-    tokenizers = {GOOD: tokenizer, BAD: tokenizer}
-    binary_feedback.compare_on_val(policy, reference, tokenizers, plain, world.pool, run)
+    prompted = {GOOD: policy, BAD: policy}
+    without = replace(policy, tokenizer=plain)
+    binary_feedback._compare_on_val(prompted, without, reference, world.pool, run)
     assert len(pairs) == 2 * len(kept) and all(prompt_key(a) == prompt_key(b) for a, b in pairs)
-    alone = sample_answers(reference, plain, records, answering(cfg), seed=cfg.seed + 1)
+    alone = sample_answers(reference, records, answering(cfg), seed=cfg.seed + 1)
     alone = {prompt_key(r): r['output'][0] for r in alone}
     said = {prompt_key(r): r['output'][3] for r in left['said.json']}
     assert said == {k: alone[k] for k in kept}
-
-
-def test_control_tokens_are_never_written(base, models):
-    policy, tokenizer = load_policy(str(base/'sft'), models.cfg)
-    ids = add_tokens(policy, tokenizer, [GOOD, BAD])
-    table = policy.get_input_embeddings().weight.data
-    table[ids] = 3 * table[tokenizer.eos_token_id]
-    samples = generate(policy, tokenizer, models.prompts, n=4, max_new_tokens=8)
-    assert not {t for s in samples for x in s for t in x.tokens} & set(ids)
-    greedy = policy.generate(torch.tensor(models.prompts[:1]), max_new_tokens=8, do_sample=False)
-    assert not set(greedy[0].tolist()) & set(ids)
-
-
-def test_held_out_is_not_learned_from(base):
-    records = load_records(str(base/'annotators'), 'preferences', 'preference')
-    learn, aside, labels = binary_feedback.load_feedback(given(base))
-    asked = lambda rows: {r['instruction'] for r in rows}
-    assert not asked(learn) & asked(aside) and asked(aside) >= asked(records[-12:])
-    assert labels + len(asked(aside)) <= len(records)
-    with pytest.raises(ValueError, match='held_out = 999'):
-        binary_feedback.load_feedback(given(base, held_out=999))
 
 
 def test_a_policy_with_tokens_is_refused(base, conditioned, tmp_path):

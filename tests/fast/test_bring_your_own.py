@@ -69,12 +69,16 @@ def test_from_files_to_a_board(base, mine, tmp_path, capsys):
     board = (run.folder/'leaderboard.csv').read_text()
     rows = {line.split(',')[0] for line in board.splitlines()[1:]}
     trained = {f'{m}{end}' for m in methods for end in ('', '_crowd')}
-    assert rows == trained | {'sft', 'base model', 'greedy SFT', 'likeliest of 2', 'longest of 2'}
+    assert rows == trained | {'sft', 'base model', 'greedy SFT', 'likeliest of 2', 'longest of 2',
+                              'bag of words', 'bag of words_crowd'}
     assert 'utility' not in board and (run.folder/'simulation.csv').exists()
     runs = f'{world}_runs'
     for name in trained - {'best_of_n', 'best_of_n_crowd'}:
         given = read_json(f'{runs}/{name}/config.json')['settings']
         assert given['policy'] == f'{runs}/sft' and given['data'] == str(world)
+    seeds = {read_json(f'{runs}/{name}/config.json')['settings']['seed']
+             for name in ('references', 'eval_samples', 'samples')}
+    assert len(seeds) == 2, 'best-of-n would choose among answers that it is compared with'
     # the judge labels the policy's own answers; the preferences are taken as they are
     labels = [read_json(f'{runs}/annotators{end}/preferences.json') for end in ('', '_crowd')]
     assert {r['instruction'] for r in labels[0]} <= {

@@ -12,8 +12,7 @@ from hypothesis import example, given, settings, strategies as st
 
 import published
 from alpaca_farm.core.answers import preflight
-from alpaca_farm.core.data.candidates import read_candidates
-from alpaca_farm.core.data.records import check_records, load_records, read_rows
+from alpaca_farm.core.data.records import check_records, load_records, _read_candidates, read_rows
 from alpaca_farm.core.data.dialogues import prompt_key
 from alpaca_farm.core.data.formats import CODES, FIELDS, Reader, READERS
 from alpaca_farm.core.data.text import encode
@@ -38,11 +37,7 @@ def as_csv(rows, **more):
 
 
 def as_tsv(rows): return as_csv(rows, delimiter='\t')
-
-
 def as_lines(rows): return '\n'.join(json.dumps(r) for r in rows).encode()
-
-
 def as_json(rows): return json.dumps(rows, indent=1).encode()
 
 
@@ -163,8 +158,7 @@ SHARE = dict(conversations=[{'from': 'system', 'value': ''}, {'from': 'human', '
     (dict(prompt=[USER], completion=[BOT]), 'Hi.', 'Yes?'),
     (dict(prompt=TALK, completion=[END]), TEXT, 'So long.'),
     (dict(prompt='Hi.', completion='Yes?', label=True), 'Hi.', 'Yes?'),
-    (dict(messages=[USER, BOT]), 'Hi.', 'Yes?'), (dict(messages=TALK + [END]), TEXT, 'So long.'),
-    (SHARE, 'Hi.', 'Yes?'),
+    (dict(messages=TALK + [END]), TEXT, 'So long.'), (SHARE, 'Hi.', 'Yes?'),
     (dict(messages=[SYSTEM, USER, BOT]), KIND, 'Yes?'),
     (dict(messages=[dict(role='user', content=[dict(type='text', text='Hi.')]), BOT]), 'Hi.',
      'Yes?'),
@@ -186,19 +180,16 @@ SPACED = [*TALK[:2], dict(TALK[2], content='Bye. ')]
 
 
 @pytest.mark.parametrize('row, instruction, answers', [
-    (dict(prompt=[USER], chosen=[BOT], rejected=[OTHER]), 'Hi.', ''),
     (dict(dialogue(USER), prompt='Hi.\n'), 'Hi.\n', ''),
     (dict(dialogue(*TALK), prompt=SPACED), TEXT.replace('Bye.', 'Bye. '), ''),
     (dict(dialogue(USER), prompt=[SYSTEM, USER]), KIND, ''),
     (dict(dialogue(SYSTEM, USER), prompt='Hi.'), KIND, ''),
     (dict(prompt=TEXT, chosen=f'{TEXT} Yes?', rejected=f'{TEXT} What?'), TEXT, ''),
-    (dialogue(*TALK), TEXT, ''), (dict(prompt=TALK, chosen=[BOT], rejected=[OTHER]), TEXT, ''),
+    (dict(prompt=TALK, chosen=[BOT], rejected=[OTHER]), TEXT, ''),
     (dict(chosen=[USER, BOT], rejected=[USER, OTHER, USER, END]), 'Hi.',
      '\n\nHuman: Hi.\n\nAssistant: So long.'),
     (dict(chosen=f'\n\n{TEXT} Yes?', rejected=f'\n\n{TEXT} What?'), TEXT, ''),
-    *[({name: 'Hi.', 'chosen': 'Yes?', 'rejected': 'What?'}, 'Hi.', '')
-      for name in ('prompt', 'instruction')],
-    (dict(question='Hi.', response_A='What?', response_B='Yes?', label='B>A'), 'Hi.', '')])
+    (dict(instruction='Hi.', chosen='Yes?', rejected='What?'), 'Hi.', '')])
 def test_shapes_of_preferences(tmp_path, row, instruction, answers):
     found, = load_records(write(tmp_path/'a.json', [row]), kind='preference')
     best = int(found['preference'])
@@ -245,15 +236,15 @@ def test_a_reader_is_added_by_name(tmp_path, monkeypatch):
     "And is named, with its columns, where a file has none of them."
     def forum(rest, title, best, worst):
         return dict(instruction=title.strip(), output_1=worst, output_2=best, preference=2.)
-    monkeypatch.setitem(READERS, 'forum', Reader('a forum', 'preference', ('title', 'best', 'worst'),
-                                                 forum))
+    columns = 'title', 'best', 'worst'
+    monkeypatch.setitem(READERS, 'forum', Reader('a forum', 'preference', columns, forum))
     path = write(tmp_path/'a.json', [dict(title=' Hi.', best='Yes?', worst='What?', votes=3)])
     found, = load_records(path, kind='preference')
     assert found == dict(instruction='Hi.', input='', output_1='What?', output_2='Yes?',
                          preference=2., votes=3)
     with pytest.raises(ValueError, match=r'a.json, row 0: no row of a forum \(AttributeError'):
         load_records(write(tmp_path/'a.json', [dict(title=7, best='', worst='')]))
-    with pytest.raises(ValueError, match=r"'output_1' is missing; .*SHP \(history.*a forum \(title"):
+    with pytest.raises(ValueError, match=r"'output_1' is missing; .*SHP \(his.*a forum \(title"):
         load_records(write(tmp_path/'a.json', [dict(instruction='Hi.', answer='')]), kind='pair')
 
 
@@ -286,7 +277,7 @@ def test_what_published_sets_leave_open(tmp_path):
         assert len(r['messages']) == turns and r['output_2'].endswith('b')
     r, = read(safe(0, 1), columns='better_response_id=safer_response_id')
     assert r['preference'] == 2
-    r, = read_candidates(write(tmp_path/'b.json', [rated(RED, WRONG)]))
+    r, = _read_candidates(write(tmp_path/'b.json', [rated(RED, WRONG)]))
     assert (r['scores'], r['source']) == ([8., 1.], ['red.', 'blue.'])
     own = [dict(q='Hi.', a='Yes?', b=f'{v}', score=v) for v in (-1, 0, 1)]
     ours = 'instruction=q,output_1=a,output_2=b,'
@@ -308,30 +299,13 @@ def test_what_published_sets_leave_open(tmp_path):
         with pytest.raises(ValueError, match='a.json, row 0'): read(row)
 
 
-def test_columns_are_mapped(tmp_path):
-    path = write(tmp_path/'a.json', [dict(q='Hi.', a='Yes?', input='x')])
-    for columns in ('instruction=q, output=a', 'prompt=q,completion=a'):
-        row, = load_records(path, kind='output', columns=columns)
-        assert (row['input'], row['output'], prompt_key(row)[0]) == ('x', 'Yes?', 'Hi.')
-    # one run reads several files
-    assert load_records(write(tmp_path/'ours.json', ROWS[:1]), columns='instruction=q') == ROWS[:1]
-    for columns, message in (('instruction=question', 'row 0: .*question'),
-                             ('question', 'columns'), ('', "'instruction' is missing")):
-        with pytest.raises(ValueError, match=message): load_records(path, columns=columns)
-
-
-def test_duplicates_are_left_out_with_a_count(tmp_path, capsys):
-    assert load_records(write(tmp_path/'a.json', ROWS + ROWS[:2]), kind='output') == ROWS
-    assert 'a.json: 2 exact duplicates are left out' in capsys.readouterr().out
-    assert len(load_records(write(tmp_path/'b.json', ROWS + [dict(ROWS[0], extra='x')]))) == 6
-    assert not capsys.readouterr().out
-
-
 def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     def said(rows, kind):
         load_records(write(tmp_path/'a.json', rows), kind=kind)
         return capsys.readouterr().out
-    assert said(ROWS, 'output') == said(PAIRS, 'preference') == ''
+    assert said(ROWS + [dict(ROWS[0], extra='x')], 'output') == said(PAIRS, 'preference') == ''
+    assert load_records(write(tmp_path/'a.json', ROWS + ROWS[:2]), kind='output') == ROWS
+    assert 'a.json: 2 exact duplicates are left out' in capsys.readouterr().out
     odd = [dict(ROWS[0], input='nan'), dict(ROWS[1], input='nan'), dict(ROWS[2], output='NaN'),
            dict(ROWS[3], output=' ')]
     told = said(odd, 'output')
@@ -357,7 +331,10 @@ HALF[1]['response_b'] = r'["Elm \udc00."]'
     ('a.jsonl', b'{"instruction": "a"}\n{"instruction": "b", "x": ["\\uDE00"]}', 'row 1: half'),
     *[(f'votes.{suffix}', form(HALF), 'row 1: half') for suffix, form in FORMATS.items()],
     ('numbers.json', b'[{"instruction": "a", "output": "b"}, 7]', 'row 1: a record is expected'),
-    ('pair.json', as_json([dict(PAIRS[0], preference=[])]), r"'preference' is \[\]"),
+    *[('pair.json', as_json([PAIRS[0], dict(PAIRS[1], preference=wrong)]), message) for
+      wrong, message in (([], r"'preference' is \[\]"), (3, 'row 1: .*is 3'), ('many', "'many'"))],
+    *[('row.json', as_json([PAIRS[0], dict(PAIRS[1], **{field: wrong})]), f"row 1: .*'{field}' is")
+      for field, wrong in (('instruction', '  '), ('output_2', None))],
     ('rlcd.json', as_json([PAIRS[0], dict(PAIRS[1], win2_prob='x')]),
      "row 1: 'win2_prob' is 'x', not a number"),
     *[('ended.json', as_json([PAIRS[0], dict(PAIRS[1], ended_2=wrong)]),
@@ -370,14 +347,14 @@ HALF[1]['response_b'] = r'["Elm \udc00."]'
 def test_files_that_cannot_be_read(tmp_path, name, content, message):
     (tmp_path/name).write_bytes(content)
     kinds = 'preference', 'pair', 'candidates', 'output'
-    for read in (load_records, read_candidates):
+    for read in (load_records, _read_candidates):
         more = dict(kind=kinds) if read is load_records else {}
         with pytest.raises(ValueError, match=rf'{re.escape(name)}.*{message}') as error:
             read(str(tmp_path/name), **more)
         assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize('read', [load_records, read_candidates, read_recorded,
+@pytest.mark.parametrize('read', [load_records, _read_candidates, read_recorded,
                                   lambda file: load_sets([file]),
                                   lambda file: recorded_verdicts(file, '', {})])
 def test_a_row_that_is_no_object_is_refused_by_every_reader(tmp_path, read):
@@ -388,7 +365,10 @@ def test_a_row_that_is_no_object_is_refused_by_every_reader(tmp_path, read):
 
 
 def test_methods_read_columns_of_other_names(tmp_path):
-    "Their own in `columns`, and KTO's in a CSV file."
+    "Their own in `columns`, and KTO's in a CSV file; one run reads several files."
+    ours = write(tmp_path/'ours.json', ROWS[:1])
+    assert load_records(ours, columns='instruction=q, output=a') == ROWS[:1]
+    with pytest.raises(ValueError, match='columns = '): load_records(ours, columns='question')
     from alpaca_farm import binary_feedback, dpo
     rows = [dict(q=f'Hi {i}.', a='Yes?', b='What?', preference=2) for i in range(4)]
     cfg = dpo.DPOConfig(preferences=write(tmp_path/'pairs.json', rows),
@@ -401,7 +381,7 @@ def test_methods_read_columns_of_other_names(tmp_path):
     assert found[1]['instruction'] == 'Hi 1.' and fields == ('output',)
     assert labels[:3] == [[1.], [0.], [1.]]
     cfg = binary_feedback.BinaryFeedbackConfig(preferences=str(path))
-    learn, aside, n = binary_feedback.load_feedback(cfg)
+    learn, aside, n = binary_feedback._load_feedback(cfg)
     assert [r['good'] for r in learn + aside] == [1., 0.]*5 and [n, len(aside)] == [8, 2]
 
 
@@ -464,7 +444,7 @@ ENDS = {CUT: False, WHOLE: True, LONG_ANSWER: True}
 def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
         base, models, labelled, tmp_path, suffix):
     "By every method, from labels in every kind of file; and the labels become candidates."
-    from alpaca_farm import binary_feedback, dpo, reward_model, rrhf, sft
+    from alpaca_farm import binary_feedback, dpo, reward_model, rrhf
     path, tokenizer = tmp_path/f'labels.{suffix}', models.tokenizer
     path.write_bytes(FORMATS[suffix](labelled))
     more = dict(preferences=str(path), max_length=100)
@@ -476,12 +456,12 @@ def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
     cfg = reward_model.RewardModelConfig(policy=str(base/'sft'), **more)
     pairs, aside, _ = reward_model.load_preference_pairs(cfg)
     assert ends(sum(pairs['answers'], []), tokenizer) == ENDS
-    learn, aside, _ = binary_feedback.load_feedback(binary_feedback.BinaryFeedbackConfig(**more))
+    learn, aside, _ = binary_feedback._load_feedback(binary_feedback.BinaryFeedbackConfig(**more))
     def rows(records): return encode(records, ('output',), tokenizer, 100)[2][0]
     assert ends(rows(learn + aside), tokenizer) == ENDS
-    queries = read_candidates(str(path))
+    queries = _read_candidates(str(path))
     assert all(dict(zip(q['output'], q['ended'])).items() <= ENDS.items() for q in queries)
-    ids = [ids for q in queries for ids in rrhf.candidate_tokens(q, tokenizer)]
+    ids = [ids for q in queries for ids in rrhf._candidate_tokens(q, tokenizer)]
     assert ends(ids, tokenizer) == ENDS
     pairs, = load_sets([str(path)]).values()
     assert all(p[f'ended_{k}'] == ENDS[p[f'output_{k}']] for p in pairs for k in (1, 2))

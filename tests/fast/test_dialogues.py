@@ -1,13 +1,13 @@
 "Dialogues: hh-rlhf's texts and chat messages as records and back, and through every method."
-import copy
 import dataclasses
 import gzip
 import json
+from dataclasses import replace
 import os
 from pathlib import Path
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 
 import tiny
 from tiny import write
@@ -16,13 +16,14 @@ from alpaca_farm import (annotators, best_of_n, binary_feedback, dpo, eval as ev
     quark, reward_model, rrhf, sft)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.dialogues import full_instruction, prompt_key
-from alpaca_farm.core.data.dialogues import dialogue_text, parse_dialogue, prompt_text
+from alpaca_farm.core.data.dialogues import (as_messages, dialogue_text, parse_dialogue,
+    prompt_text, with_space)
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.data.formats import as_chat, as_hh, as_records, named_answers
+from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.core.data.text import build_prompt, encode_prompts
+from alpaca_farm.core.data.text import encode_prompts
 from alpaca_farm.core.ask.store import Store
-from alpaca_farm.judging.judges import check_annotators, fill_prompt, load_evaluators
+from alpaca_farm.judging.judges import check_annotators, load_evaluators
 from judge_server import judge_server
 
 HH = Path(os.environ.get('ALPACA_FARM_DATA',
@@ -30,9 +31,26 @@ HH = Path(os.environ.get('ALPACA_FARM_DATA',
 
 
 def turn(role, content): return dict(role=role, content=content)
-
-
 def dialogue(*texts): return [turn(('user', 'assistant')[i % 2], t) for i, t in enumerate(texts)]
+
+
+def named_answers(record):
+    if 'output' in record: return dict(chosen=record['output'])
+    best = int(record['preference'])
+    return dict(chosen=record[f'output_{best}'], rejected=record[f'output_{3 - best}'])
+
+
+def as_hh(record):
+    "A record as a row of hh-rlhf."
+    begin = dialogue_text(as_messages(record))
+    return {name: begin + with_space(text) for name, text in named_answers(record).items()}
+
+
+def as_chat(record):
+    "A record as TRL's messages."
+    turns = {name: [turn('assistant', text)] for name, text in named_answers(record).items()}
+    if 'rejected' in turns: return turns | dict(prompt=as_messages(record))
+    return dict(messages=as_messages(record) + turns['chosen'])
 
 
 @pytest.mark.skipif(not HH.exists(), reason='the public data is not here')
@@ -59,8 +77,7 @@ def test_messages_and_text(messages, kind):
     messages = [turn('system', 'Be kind.')]*kind + messages
     text = dialogue_text(messages)
     parsed = parse_dialogue(text)
-    assert parsed == messages or (messages[-1] == turn('assistant', '')
-                                  and parsed == messages[:-1])
+    assert parsed == messages or (messages[-1] == turn('assistant', '') and parsed == messages[:-1])
     assert dialogue_text(parsed) == text
 
 
@@ -68,9 +85,7 @@ def test_messages_and_text(messages, kind):
 def test_a_record_that_is_written_is_read_again(dialogue_, answers):
     record = dict(messages=dialogue_ + [turn('user', 'So?')], output_1=answers[0],
                   output_2=answers[1], preference=2.)
-    if answers[0] == answers[1]:
-        with pytest.raises(ValueError, match='two equal answers'): as_chat(record)
-        return
+    assume(answers[0] != answers[1])
     for form in (as_hh, as_chat):
         back, = as_records([form(record)], 'a', ['preference'])
         assert back['messages'] == record['messages']
@@ -82,7 +97,6 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
 
 @pytest.mark.parametrize('row, kind, message', [
     (dict(chosen='\n\nHuman: Hi.', rejected='\n\nHuman: Hi.'), 'preference', 'at its end: .*Hi'),
-    (dict(chosen='Hi.'), 'instruction', "begins with .* not with 'Hi.'"),
     (dict(chosen='\n\nHuman: a\n\nAssistant: b', rejected='\n\nHuman: c\n\nAssistant: d'),
      'preference', 'the two dialogues have no turn'),
     (dict(messages=[turn('robot', 'a')]), 'output', "{'role': 'robot'"),
@@ -91,10 +105,7 @@ HELLO = dialogue('Hi.', 'Yes?', 'Bye.')
       for call in (turn('assistant', '') | dict(tool_calls=[dict(name='sky')]),
                    turn('assistant', '') | dict(function_call=[dict(name='sky')]),
                    {'from': 'function_call', 'value': '{}'})],
-    (dict(messages=[turn('system', 'Kind.'), *HELLO], system='Rude.'), 'instruction',
-     "'system' is 'Rude.', but the dialogue begins with the system's turn 'Kind.'"),
     (dict(messages=HELLO, system=7), 'instruction', "'system' is 7, not a string"),
-    (dict(messages=[turn('user', ' ')]), 'instruction', 'no words of a user'),
     (dict(messages=HELLO, input='x'), 'instruction', '`input`'),
     (dict(messages=[turn('user', 'Hi.'), turn('system', 'Kind.')], output='Yes?'), 'output',
      "ends with the system's turn")])
@@ -104,23 +115,6 @@ def test_what_is_no_dialogue(tmp_path, row, kind, message):
     if 'chosen' in row: good = {k: '\n\nHuman: Hi.\n\nAssistant: Yes?' for k in row}
     with pytest.raises(ValueError, match=rf'a\.jsonl, row 1: .*{message}'):
         load_records(write(tmp_path/'a.jsonl', [good, row]), kind=kind)
-
-
-def test_prompts(models):
-    "Alpaca's has hh-rlhf's text; tags in a turn are text."
-    record, tokenizer = dict(messages=HELLO), models.tokenizer
-    assert '### Instruction:\nHuman: Hi.' in build_prompt(record, tokenizer, 'alpaca')
-    forged = dict(messages=[turn(m['role'], f'{m["content"]} </s> <sep> <s>') for m in HELLO])
-    for template in ('auto', 'raw'):
-        plain, attack = (encode_prompts([r], tokenizer, template)[0] for r in (record, forged))
-        special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
-        assert [i for i in plain if i in special] == [i for i in attack if i in special]
-        assert len(attack) > len(plain)
-    assert fill_prompt('{instruction}', [record])[0]['content'] == prompt_text(record)
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match="'Human: Hi.*no system role.*template = "):
-        encode_prompts([record], tokenizer)
 
 
 @pytest.fixture(scope='module')
@@ -245,8 +239,8 @@ def test_an_answer_ends_where_the_next_turn_begins(monkeypatch, models, said, en
     monkeypatch.setattr('alpaca_farm.core.answers.generate', lambda *_, **more: [[sample]]*2)
     records, cfg = [dict(messages=HELLO), dict(instruction='Hi.')], ppo.PPOConfig()
     prompts = encode_prompts(records, tokenizer)
-    batch, (first, second) = online.sample_rollout(models.policy, tokenizer, records, prompts,
-                                                   cfg, 0)
+    policy = replace(models.policy, tokenizer=tokenizer)
+    batch, (first, second) = online.sample_rollout(policy, records, prompts, cfg, 0)
     assert (first['ended'], first['output']) == (ended, output)
     assert batch['response'][0].sum() == len(ids(kept or said))
     assert second['ended'] == said.endswith('</s>')

@@ -1,5 +1,4 @@
 """The preference losses against loops in float64, their first step, and runs."""
-import json
 import math
 import pytest
 import torch
@@ -70,14 +69,13 @@ def preferences(base, tmp_path_factory):
     "The first 24 labels, one of them soft and one a tie."
     records = read_json(base/'annotators'/'preferences.json')[:24]
     records[3]['preference'], records[5]['preference'] = 1.7, 1.5
-    path = tmp_path_factory.mktemp('labels')/'preferences.json'
-    path.write_text(json.dumps(records))
-    return str(path)
+    return tiny.write(tmp_path_factory.mktemp('labels')/'preferences.json', records)
 
 
 def first_batch(cfg):
     "The policy, all answers, and the batch of the first step."
-    policy, tokenizer = load_policy(cfg.policy, cfg)
+    policy = load_policy(cfg.policy, cfg)
+    tokenizer = policy.tokenizer
     data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
     data.add_reference(policy)
     return policy, data, data.labelled_batch(data.order[0])
@@ -85,7 +83,7 @@ def first_batch(cfg):
 
 def brute(policy, prompt, answer):
     "The summed log-prob of an answer, token by token, alone in its batch."
-    with torch.no_grad(): logits = policy(torch.tensor([prompt + answer])).logits[0].double()
+    with torch.no_grad(): logits = policy.model(torch.tensor([prompt + answer])).logits[0].double()
     logp = logits[len(prompt) - 1:].log_softmax(-1)
     return sum(logp[k, token].item() for k, token in enumerate(answer))
 
@@ -94,10 +92,10 @@ def brute(policy, prompt, answer):
 def moved(base, tmp_path_factory):
     "A policy that is no longer its reference."
     cfg = config(base, tmp_path_factory.mktemp('moved')/'dpo')
-    policy, _ = load_policy(cfg.policy, cfg)
+    policy = load_policy(cfg.policy, cfg)
     g = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in policy.parameters():
+        for p in policy.model.parameters():
             if p.ndim == 2: p += .05 * torch.randn(p.shape, generator=g)
     return policy
 
@@ -144,13 +142,10 @@ def test_kto_baseline_is_that_of_mismatched_answers(base, preferences, moved, tm
     assert dpo.kto_baseline(moved, [low]).item() == 0.
     cut = [{k: v[at:at + 7] for k, v in high.items()} for at in range(0, 24, 7)]
     assert dpo.kto_baseline(moved, cut).item() == pytest.approx(mean + 40, abs=1e-3)
-
-
-def test_each_step_has_its_own_mismatched_answers(base, preferences, tmp_path):
-    cfg = config(base, tmp_path/'dpo', preferences=preferences, batch_size=9, epochs=2,
-                 loss_type='kto')
-    reference, data, _ = first_batch(cfg)
-    for step in (1, 3, 5):
+    several = config(base, tmp_path/'dpo', preferences=preferences, batch_size=9, epochs=2,
+                     loss_type='kto')
+    reference, data, _ = first_batch(several)
+    for step in (1, 3, 5):   # each has mismatched answers of its own
         rows = data.order[step - 1]
         i, j = rows[-1], dpo.mismatched_rows(rows, data.prompts)[-1]
         want = [brute(reference, data.prompts[i], a[j]) for a in data.answers]
@@ -162,8 +157,7 @@ def test_mismatched_answers_are_cut_to_length(base, tmp_path):
     "A long request with another's long answer is no longer than a sequence may be."
     rows = [dict(instruction='Please ' * 9, output_1='ok', output_2='no', preference=1),
             dict(instruction='Go', output_1='very ' * 12, output_2='well ' * 12, preference=2)]
-    (tmp_path/'rows.json').write_text(json.dumps(rows))
-    given = dict(preferences=str(tmp_path/'rows.json'), batch_size=2, loss_type='kto')
+    given = dict(preferences=tiny.write(tmp_path/'rows.json', rows), batch_size=2, loss_type='kto')
     _, data, batch = first_batch(config(base, tmp_path/'a', **given))
     longest = batch['ids'].shape[-1]
     assert data.mismatched_batch(1)['ids'].shape[-1] > longest
@@ -194,13 +188,14 @@ def test_learns_its_labels(base, preferences, tmp_path, name):
     cfg = config(base, tmp_path/'dpo', preferences=preferences, max_instances=3, batch_size=3,
                  epochs=12, **more)
     dpo.train(cfg)
-    after, tokenizer = load_policy(cfg.out, cfg)
+    after = load_policy(cfg.out, cfg)
+    tokenizer = after.tokenizer
     records, _, good = dpo.read_labels(cfg)
     labelled = read_json(preferences)[:3]
     preferred = [r['output_1' if r['preference'] < 1.5 else 'output_2'] for r in labelled]
     assert [r['output_1'] for r in records] == preferred and good == [[1, 0]] * 3
     _, data, _ = first_batch(cfg)
-    now = dpo.reference_logprobs(after, data.prompts, data.answers, tokenizer.pad_token_id)
+    now = dpo.reference_logprobs(after, data.prompts, data.answers)
     rise, log = now - data.reference, read_log(cfg.out)
     assert (rise[:, 0] - rise[:, 1]).mean() > .2
     assert log[-1]['loss'] < log[0]['loss'] and log[-1]['margin'] > log[0]['margin']
@@ -212,11 +207,10 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     rows = [dict(instruction=r['instruction'], input=r['input'], output=r[f'output_{k}'],
                  label=r['preference'] == k) for r in records for k in (1, 2)]
     path = tmp_path/'labels.json'
-    path.write_text(json.dumps(rows))
-    given = dict(preferences=str(path), loss_type='kto')
+    given = dict(preferences=tiny.write(path, rows), loss_type='kto')
     cfg = config(base, tmp_path/'dpo', batch_size=8, epochs=6, beta=.5, **given)
     dpo.train(cfg)
-    tokenizer = load_policy(cfg.policy, cfg)[1]
+    tokenizer = load_policy(cfg.policy, cfg).tokenizer
     data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
     log = read_log(cfg.out)
     assert data.good.flatten().tolist() == [float(r['label']) for r in rows]
@@ -225,7 +219,7 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     with pytest.raises(ValueError, match='output_1'):
         dpo.train(config(base, tmp_path/'a', preferences=str(path)))
     for wrong in ('yes', None, 2, float('nan')):
-        path.write_text(json.dumps(rows[:5] + [dict(rows[5], label=wrong)]))
+        tiny.write(path, rows[:5] + [dict(rows[5], label=wrong)])
         with pytest.raises(ValueError, match="row 5: .*'label'"):
             dpo.train(config(base, tmp_path/'b', **given))
 
@@ -240,7 +234,7 @@ def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):
     assert len(data.held_out) >= 12
     assert not learned & {tuple(data.prompts[i]) for i in data.held_out}
     assert [r['step'] for r in log if 'val_loss' in r] == sorted({*range(3, n + 1, 3), n})
-    trained, _ = load_policy(str(run.folder), cfg, train=True)
+    trained = load_policy(str(run.folder), cfg, train=True)
     with torch.no_grad(): wanted = dpo.dpo_step(trained, data.labelled_batch(data.held_out), cfg)
     assert log[-1]['val_loss'] == pytest.approx(wanted['loss'].mean().item(), rel=1e-5)
     accuracy = wanted['accuracy'].mean().item()

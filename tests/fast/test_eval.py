@@ -10,7 +10,7 @@ from alpaca_farm import eval as ev
 from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.boards import leaderboards
 from alpaca_farm.boards.judged import complete_preferences, judge_all
-from alpaca_farm.core.data import comparisons
+from alpaca_farm.core.data import preferences
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.boards.agreement import prefer_longer as longest
@@ -22,8 +22,6 @@ MODELS = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=judge', 'text-davinci-003=judg
 
 
 def read_board(path): return pd.read_csv(path, index_col=0)
-
-
 def first(pairs): return [1.2 for _ in pairs]
 
 
@@ -36,7 +34,7 @@ class Pool:
     name = 'pool'
     annotators = (longest, first)
     def __call__(self, pairs):
-        each = [comparisons.both_orders(pairs, f) for f in self.annotators]
+        each = [preferences.both_orders(pairs, f) for f in self.annotators]
         return np.mean(each, axis=0).tolist()
 
 
@@ -57,7 +55,7 @@ def test_no_row_is_lost_on_alpaca_farms_files():
     "252 instructions, most with an input, which is not merged into the instruction on one side."
     sft, base = (json.loads((DATA/'alpaca_farm_examples'/f'outputs_{n}.json').read_text())
                  for n in ('sft', 'baseline'))
-    pairs = comparisons.pair_up(sft, base)
+    pairs = preferences.pair_up(sft, base)
     assert len(pairs) == len(sft) == 252 and sum(p['input'] != '' for p in pairs) == 208
 
 
@@ -75,7 +73,7 @@ def test_identical_answers_are_not_asked_about():
     judged = []
     def judge(pairs): judged.extend(pairs); return [2.]*len(pairs)
     refs, outputs = answers(lambda i: 'yes'), answers(lambda i: 'yes' if i % 2 else 'no')
-    assert comparisons.preferences_over(outputs, refs, judge).tolist() == [1.5]*12
+    assert preferences.preferences_over(outputs, refs, judge).tolist() == [1.5]*12
     assert len(judged) == 12 and all(p['output_1'] != p['output_2'] for p in judged)
 
 
@@ -97,7 +95,7 @@ def test_no_verdict_is_no_tie_and_no_loss(capsys):
     row = leaderboards.alpaca_eval_rows(judged['shy'], methods, REFERENCES, 'shy', 'x').loc['mine']
     assert (row.n_total, row.n_unanswered, row.win_rate) == (9, 3, pytest.approx(won))
     def lazy(pairs): return [1]
-    assert len(comparisons.verdicts_over(MINE, REFERENCES, silent_on_three)) == 9
+    assert len(preferences.verdicts_over(MINE, REFERENCES, silent_on_three)) == 9
     for judge, message in ((silent_on_three, 'row 0 is nan'), (lazy, 'lazy gave 1 preferences')):
         with pytest.raises(ValueError, match=message):
             complete_preferences(methods['mine'], REFERENCES, judge)
@@ -116,47 +114,17 @@ def run(folder, **settings):
     return cfg
 
 
-def test_a_run_leaves_what_it_promises(tmp_path):
-    "Board, votes and figures; a table of each judge, which its rows name."
-    cfg = run(tmp_path, annotators=[f'{__name__}:longest', f'{__name__}:first'])
-    summary, values = read_summary(cfg.out), read_json(tmp_path/'out'/'preferences.json')
-    assert (summary['instructions'], summary['references_per_instruction']) == (12, 2)
-    assert summary['reference_longest'] == 50
-    assert summary['longest_unanswered'] == 0 and 'mine_longest_length_controlled' in summary
-    won = 100*(np.mean(values['longest']['mine']) - 1)
-    assert summary['mine_longest'] == pytest.approx(won, abs=1e-3)
-    assert [r['method'] for r in read_log(cfg.out)] == ['mine', 'reference']
-    for judge in ('longest', 'first'):
-        rows = read_board(tmp_path/'out'/f'leaderboard_{judge}.csv')
-        assert set(rows.annotator) == {judge} and set(rows.reference) == {cfg.reference}
-
-
 @pytest.mark.parametrize('given, message', [
     (dict(outputs=['no/such.json']), 'no/such.json'), (dict(outputs=[]), 'outputs'),
     (dict(outputs=['twice.json']), 'rows 0 and 12'), (dict(reference='no/such'), 'no/such'),
     (dict(max_instances=-1), 'max_instances'),
     (dict(weights=['gpt4']), 'weights'), (dict(annotators=['nobody:judge']), 'nobody'),
     (dict(annotators=['alpaca_eval_gtp4']), 'Did you mean alpaca_eval_gpt4'),
-    (dict(annotators=[f'{__name__}:longest', f'x.{__name__}:longest_low']), 'longest_low'),
-    (dict(difficulty=['nothing.json']), 'difficulty')])
+    (dict(annotators=[f'{__name__}:longest', f'x.{__name__}:longest_low']), 'longest_low')])
 def test_faults_are_refused_before_anybody_is_asked(tmp_path, monkeypatch, given, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises((ValueError, OSError), match=message): run(tmp_path, **given)
     assert not (tmp_path/'out'/'leaderboard.csv').exists()
-
-
-def test_difficulty_from_files_of_other_models(tmp_path):
-    "A run on one model says `no`; with the verdicts on five others it says `files`."
-    rng = np.random.default_rng(0)
-    for k in range(5):
-        rows = [dict(instruction=f'Say {i}.' + ('' if i % 3 else f'\n\n{i}'), output_1='x'*(i + 1),
-                     output_2='z'*(k + 5), generator_2=f'other {k}',
-                     preference=float(rng.integers(1, 3))) for i in range(12)]
-        (tmp_path/f'annotations_{k}.json').write_text(json.dumps(rows))
-    for name, files in dict(no=[], files=[str(tmp_path/'annotations_*.json')]).items():
-        run(tmp_path, out=str(tmp_path/name), difficulty=files)
-        found = read_board(next((tmp_path/name).glob('leaderboard_*.csv')))
-        assert set(found.difficulty) == {name}
 
 
 @pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='the recorded verdicts are not here')

@@ -3,11 +3,13 @@ import builtins
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,20 +25,6 @@ from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.run.settings import Config
 
 ROWS = [dict(instruction=f'Say {i}.', input='', output=f'{i}.') for i in range(6)]
-PAIRS = [dict(instruction=f'Say {i}.', input='', output_1='a', output_2='b', preference=1)
-         for i in range(6)]
-
-
-def changed(row, **more): return [dict(r, **more) if i == row else r for i, r in enumerate(ROWS)]
-
-
-def as_json(rows): return json.dumps(rows).encode()
-
-
-BAD = [(as_json(ROWS)[:-20], 'not valid JSON'),
-       (as_json([*ROWS[:3], dict(instruction='Say 4.')]), "row 3: the field 'output' is missing"),
-       (as_json(changed(1, instruction='  ')), "row 1: the field 'instruction' is empty"),
-       (as_json(changed(4, output=None)), "row 4: the field 'output' is None")]
 
 
 def refused(notebook, base, folder, error, match, **given):
@@ -45,36 +33,78 @@ def refused(notebook, base, folder, error, match, **given):
     assert not (folder/'out').exists()
 
 
-@pytest.mark.parametrize('content, message', BAD)
-def test_bad_demonstrations(base, tmp_path, content, message):
-    (tmp_path/'bad.json').write_bytes(content)
-    refused('sft', base, tmp_path, ValueError, rf'bad\.json.*{message}', val_split='',
-            eval_split='', data=str(tmp_path/'bad.json'))
-
-
 @pytest.mark.parametrize('notebook', ['sft', 'ppo'])
 def test_one_file_is_not_several_splits(base, tmp_path, notebook):
-    (tmp_path/'all.json').write_bytes(as_json(ROWS))
     message = r'all\.json is one file, .*split and val_split and eval_split at once'
-    refused(notebook, base, tmp_path, ValueError, message, data=str(tmp_path/'all.json'))
+    refused(notebook, base, tmp_path, ValueError, message,
+            data=tiny.write(tmp_path/'all.json', ROWS))
 
 
-def test_another_policy_needs_data(base, tmp_path, monkeypatch):
-    given = tiny.settings('ppo', base, out=str(tmp_path/'out'))
-    del given['data']
+WORLDS = dict(   # the inputs whose defaults are of the embedded world; of judges the last
+    sft='data policy', reward_model='preferences policy', dpo='preferences policy data',
+    binary_feedback='preferences policy data annotators', rlcd='data policy',
+    rrhf='candidates policy reward_model data', best_of_n='policy reward_model data',
+    ppo='policy reward_model data', quark='policy reward_model data',
+    expert_iteration='policy reward_model data', annotators='outputs annotators',
+    eval='outputs reference annotators', bring_your_own='model prompts preferences judge',
+    overoptimization='policy bank references proxies policies world')
+WORLDS |= {'boards/agreement': 'sets judges', 'boards/compare': 'folders annotators'}
+LONGEST = 'alpaca_farm.boards.agreement:prefer_longer'
+
+
+@pytest.mark.parametrize('notebook', WORLDS)
+def test_a_real_input_is_never_joined_by_the_embedded_world(base, tmp_path, monkeypatch, notebook):
+    built = []
+    monkeypatch.setattr(inputs, 'build', lambda _, out, **__: built.append(out))
+    kind = tiny.config_class(notebook)
+    names = WORLDS[notebook].split()
+    def given(name, value): return {name: [value]*2 if type(getattr(kind(), name)) is list else value}
     copy = shutil.copytree(base/'sft'/'model', tmp_path/'copy')   # is nobody's run
-    for policy in ('org/model', str(copy)):
-        message = f'^data: {policy} was not trained for the requests of'
-        with pytest.raises(ValueError, match=message):
-            ppo.train(ppo.PPOConfig(**given | dict(policy=policy)))
-    assert not (tmp_path/'out').exists()
-    step = tmp_path/'run'/'model-2'
-    shutil.copytree(base/'sft'/'model', step)
-    shutil.copy(base/'sft'/'config.json', step.parent)
+    judge = shutil.copytree(base/'reward_model'/'model', tmp_path/'judge')
+    judges = {'judge', 'judges', 'annotators'}
+    for name in names:
+        if name in judges:   # who judges goes with any world
+            for spec in (LONGEST, str(judge)): ensure_inputs(kind(**given(name, spec)))
+            continue
+        forgotten = ', '.join(n for n in names if n != name)
+        message = f'^{forgotten}: name yours, .* embedded world, and {name} = {copy} is not$'
+        with pytest.raises(ValueError, match=message): ensure_inputs(kind(**given(name, str(copy))))
+    assert built == [] if not judges & {*names} else built
+    ensure_inputs(kind())   # all of them are of one world
+    assert built
+
+
+def test_every_command_with_inputs_of_the_embedded_world_is_in_the_table():
+    from alpaca_farm.core.run.files import notebooks_folder
+    found = set()
+    for path in notebooks_folder().rglob('*.ipynb'):
+        name = str(path.relative_to(notebooks_folder()))[:-6]
+        if 'core' in name or 'studies' in name: continue
+        try: cfg = tiny.config_class(name)()
+        except (ImportError, StopIteration): continue
+        own = [n for n in cfg.inputs if 'runs/' in str(getattr(cfg, n))]
+        if len(own) > 1: found.add(name)
+    assert found == {*WORLDS}
+
+
+def test_the_world_of_a_run_is_that_of_what_it_was_made_from(base, tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, 'build', lambda *_, **__: None)
-    ensure_inputs(ppo.PPOConfig(**given | dict(policy=str(step))), ('policy', 'data'))
-    none = dict.fromkeys(('split', 'val_split', 'eval_split'), '')   # nothing is read from it
-    ensure_inputs(ppo.PPOConfig(**given | none | dict(policy=policy)), ('policy', 'data'))
+    step = shutil.copytree(base/'sft'/'model', tmp_path/'run'/'model-2')
+    shutil.copy(base/'sft'/'config.json', step.parent)
+    ensure_inputs(ppo.PPOConfig(policy=str(step)))
+    for source in ('org/model', str(tmp_path/'gone')):   # the same run, made from another model
+        config = read_json(base/'sft'/'config.json') | dict(inputs=dict(policy={source: ''}))
+        (step.parent/'config.json').write_text(json.dumps(config))
+        with pytest.raises(ValueError, match='^reward_model, data: name yours'):
+            ensure_inputs(ppo.PPOConfig(policy=str(step)))
+    none = dict.fromkeys(('split', 'val_split', 'eval_split'), '') | dict(reward_model=LONGEST)
+    ensure_inputs(ppo.PPOConfig(policy=str(step), **none))   # nothing else is read
+
+
+def test_memory_is_in_billions_of_bytes(monkeypatch):
+    monkeypatch.setattr(runs.resource, 'getrusage', lambda _: SimpleNamespace(ru_maxrss=10**6))
+    monkeypatch.setattr(runs.sys, 'platform', 'linux')
+    assert runs._peak_memory()['peak_memory_gb'] == 1.024
 
 
 def test_too_little_training_is_said(base, tmp_path, capsys):
@@ -85,46 +115,31 @@ def test_too_little_training_is_said(base, tmp_path, capsys):
     assert '12 held-out labels' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize('row, message', [
-    (dict(preference=3), "'preference' is 3"), (dict(preference='many'), "is 'many'"),
-    (dict(output_2=None), "'output_2' is None")])
-@pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
-def test_bad_preferences(base, tmp_path, notebook, row, message):
-    rows = [dict(p, **row) if i == 3 else p for i, p in enumerate(PAIRS)]
-    (tmp_path/'bad.json').write_text(json.dumps(rows))
-    refused(notebook, base, tmp_path, ValueError, rf'bad\.json, row 3: the field .*{message}',
-            preferences=str(tmp_path/'bad.json'))
-
-
-LONG_PROMPTS = dict(
+LONG = dict(   # settings under which a prompt, or a pair, is too long
     sft=dict(max_length=128, val_split='', eval_split=''),
     ppo=dict(annotators='', rollouts=8, val_split='', eval_split=''),
-    best_of_n=dict(reward_model='', chunk=3))   # too long a prompt costs itself, not its chunk
+    best_of_n=dict(reward_model='', chunk=3),   # a prompt costs itself, not its chunk
+    reward_model=dict(held_out=1), dpo=dict(eval_split=''))
 
 
-@pytest.mark.parametrize('notebook', LONG_PROMPTS)
-def test_long_prompts_are_counted_and_reported(base, tmp_path, capsys, notebook):
-    rows = load_records(str(base/'world'), 'eval', 'output', 12)
-    for r in rows[3:5]: r['instruction'] += ' please'*150
-    (tmp_path/'long.json').write_text(json.dumps(rows))
-    tiny.run(notebook, base, tmp_path/'out', data=str(tmp_path/'long.json'),
-             **LONG_PROMPTS[notebook])
-    assert '2 of 12' in capsys.readouterr().out
-    assert read_summary(tmp_path/'out')['too_long'] == 2
+@pytest.mark.parametrize('notebook', LONG)
+def test_what_is_too_long_is_counted_and_reported(base, tmp_path, capsys, notebook):
+    "Two of twelve prompts, ten of sixty pairs (one may be held out)."
+    pairs = notebook in ('reward_model', 'dpo')
+    rows = (read_json(base/'annotators'/'preferences.json') if pairs else
+            load_records(str(base/'world'), 'eval', 'output', 12))
+    for i, r in enumerate(rows[:10] if pairs else rows[:2]):
+        if pairs: r['output_2'] = f'{i}' + ' very'*150
+        else: r['instruction'] += ' please'*150
+    file = tiny.write(tmp_path/'long.json', rows)
+    tiny.run(notebook, base, tmp_path/'out', **LONG[notebook] | {
+        'preferences' if pairs else 'data': file})
+    found, said = read_summary(tmp_path/'out'), capsys.readouterr().out
+    if pairs:
+        assert found['too_long'] in (9, 10) and ' of ' in said
+        assert found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
+    else: assert found['too_long'] == 2 and '2 of 12' in said
     if notebook == 'best_of_n': assert len(read_json(tmp_path/'out'/'outputs.json')) == 10
-
-
-@pytest.mark.parametrize('notebook', ['reward_model', 'dpo'])
-def test_long_pairs_are_counted_and_reported(base, tmp_path, capsys, notebook):
-    rows = read_json(base/'annotators'/'preferences.json')
-    for i, r in enumerate(rows[:10]): r.update(output_2=f'{i}' + ' very'*150)
-    (tmp_path/'long.json').write_text(json.dumps(rows))
-    more = dict(held_out=1) if notebook == 'reward_model' else dict(eval_split='')
-    tiny.run(notebook, base, tmp_path/'out', preferences=str(tmp_path/'long.json'), **more)
-    assert ' of ' in capsys.readouterr().out
-    found = read_summary(tmp_path/'out')
-    assert found['too_long'] in (9, 10)
-    assert found['too_long'] + found['labels'] + found.get('held_out', 0) == 60
 
 
 def test_out_that_cannot_be_written(base, tmp_path):
@@ -132,18 +147,6 @@ def test_out_that_cannot_be_written(base, tmp_path):
     for out in (tmp_path/'file'/'sft', tmp_path/'file'):
         with pytest.raises(OSError, match='cannot write there'): tiny.run('sft', base, out)
     assert (tmp_path/'file').read_text() == 'mine'
-
-
-@pytest.mark.parametrize('files', [['config.json'], ['.a.json.123', '.git/config'], ['data.csv']])
-def test_out_that_is_not_ours_is_untouched(base, tmp_path, files):
-    "Another program's folder, or one with hidden files only."
-    out = tmp_path/'theirs'
-    for name in files:
-        (out/name).parent.mkdir(parents=True, exist_ok=True)
-        (out/name).write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match='holds files that do not belong to a run'):
-        tiny.run('sft', base, out)
-    assert sorted(str(p.relative_to(out)) for p in out.rglob('*') if p.is_file()) == files
 
 
 @pytest.fixture(scope='module')
@@ -160,17 +163,22 @@ def run_of_sft(base, whole, tmp_path):
     return tmp_path/'sft', again
 
 
-def test_only_our_own_temporary_files_are_swept(run_of_sft):
+def test_a_resume_leaves_what_is_not_its_own(run_of_sft):
+    "Beside its files and in its model's folder; temporary files of its own go."
     folder, again = run_of_sft
-    theirs = ['.backup.2023/notes.txt', '.x.123', 'checkpoint/.keep']
+    theirs = ['.backup.2023/notes.txt', '.x.123', 'checkpoint/.keep', 'model/notes.txt',
+              'model/plots/a.csv']
     for name in (*theirs, '.alpaca_farm-model.123/config.json',
                  'checkpoint/.alpaca_farm-state.safetensors.1/.tmpB11v7m'):
         (folder/name).parent.mkdir(parents=True, exist_ok=True)
-        (folder/name).write_text('')
+        (folder/name).write_text('mine')
+    weights = (folder/'model'/'model.safetensors').read_bytes()
+    (folder/'model'/'model.safetensors').write_bytes(b'of a step before')
     (folder/'summary.json').unlink()
     again()
-    files = [str(p.relative_to(folder)) for p in folder.rglob('*') if p.is_file()]
-    assert {name for name in files if '/.' in f'/{name}'} == set(theirs)
+    assert {(folder/name).read_text() for name in theirs} == {'mine'}
+    assert not [p for p in folder.rglob('.alpaca_farm*') if p.suffix != '.lock']
+    assert (folder/'model'/'model.safetensors').read_bytes() == weights
 
 
 @pytest.mark.parametrize('out, message', [
@@ -300,18 +308,6 @@ def test_a_finished_run_on_a_disk_that_cannot_be_written_is_read(base, run_of_sf
     assert sorted(p.name for p in folder.parent.iterdir()) == ['sft']
 
 
-def test_what_others_keep_in_a_models_folder_survives_a_resume(run_of_sft):
-    folder, again = run_of_sft
-    (folder/'model'/'plots').mkdir()
-    for name in ('notes.txt', 'plots/a.csv'): (folder/'model'/name).write_text('mine')
-    weights = (folder/'model'/'model.safetensors').read_bytes()
-    (folder/'model'/'model.safetensors').write_bytes(b'of a step before')
-    (folder/'summary.json').unlink()
-    again()
-    for name in ('notes.txt', 'plots/a.csv'): assert (folder/'model'/name).read_text() == 'mine'
-    assert (folder/'model'/'model.safetensors').read_bytes() == weights
-
-
 @pytest.mark.parametrize('seconds', [0, 1])
 def test_a_kill_while_a_model_is_replaced_loses_nothing(tmp_path, seconds):
     "Before the old one steps aside, and before the new one takes its place."
@@ -411,7 +407,7 @@ def test_a_bit_that_turned_on_the_disk_is_seen_when_a_run_is_made(tmp_path, monk
     "Size and times of a large file are as they were: its hash is remembered."
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path/'cache'))
     run, memory = tmp_path/'run', tmp_path/'cache'/'alpaca_farm'/'hashes.json'
-    files.write_json(run/'config.json', dict(notebook='toy', fingerprint=''))
+    files.write_json(run/'config.json', dict(notebook='toy', fingerprint='', inputs={}))
     (run/'weights').write_bytes(bytes(2**21))
     files.write_json(run/'summary.json', dict(files=written_hashes(run)))
     turn_a_bit(run/'weights')
@@ -486,7 +482,7 @@ def test_a_default_that_a_user_has_made_is_named(base, tmp_path, monkeypatch, ca
     monkeypatch.setattr(inputs, 'is_fresh', lambda path: True)
     config = lambda path: dict(given=dict(kl_coef=.02) if path == 'runs/ppo' else {})
     monkeypatch.setattr(inputs, 'run_config', config)
-    ensure_inputs(CompareConfig(), ('folders',))
+    ensure_inputs(CompareConfig())
     assert capsys.readouterr().out == 'folders = runs/ppo was made with kl_coef = 0.02\n'
 
 
@@ -494,11 +490,10 @@ def test_a_farm_says_which_runs_it_makes_anew_and_which_inputs_are_damaged(
         base, run_of_sft, monkeypatch, capsys):
     folder, _ = run_of_sft
     class Started:
-        workers = returncode = 1
+        workers = exitcode = 1
         def check(self, jobs): pass
         def fits(self, *_): return True
         def start(self, *_): return self
-        def poll(self): return 1
         def terminate(self): pass
     given = read_json(folder/'config.json')['given'] | dict(learning_rate=.5)
     failed = jobs.run_jobs([jobs.Job(str(folder), 'sft', given)], place=Started())
@@ -545,12 +540,10 @@ def ended(notebook, given, capsys):
 
 def test_an_error_of_a_file_ends_a_command_with_one_line(base, tmp_path, capsys, monkeypatch):
     "A fault of the code, or of what it calls, has its traceback."
-    (tmp_path/'bad.json').write_bytes(as_json(changed(4, output=None)))
+    bad = tiny.write(tmp_path/'bad.json', [*ROWS[:4], dict(ROWS[4], output=None)])
     given = tiny.settings('sft', base, out=str(tmp_path/'out'), val_split='', eval_split='')
-    wrong = given | dict(data=str(tmp_path/'bad.json'))
-    message = "bad.json, row 4: the field 'output' is None"
-    said = ended('sft', wrong, capsys)
-    assert said.startswith('sft.py: error: ') and message in said and said.count('\n') == 1
+    said = ended('sft', given | dict(data=bad), capsys)
+    assert re.fullmatch("sft.py: error: .*bad.json, row 4: the field 'output' is None.*\n", said)
     (tmp_path/'file').write_text('mine')
     said = ended('sft', given | dict(out=str(tmp_path/'file')), capsys)
     assert 'cannot write there' in said and said.count('\n') == 1
@@ -558,14 +551,6 @@ def test_an_error_of_a_file_ends_a_command_with_one_line(base, tmp_path, capsys,
     for broken in (fault, lambda *_, **__: json.loads('{')):
         monkeypatch.setattr('alpaca_farm.core.data.text.encode', broken)
         assert 'Traceback (most recent call last)' in ended('sft', given, capsys)
-
-
-def test_a_folder_is_no_file_of_settings(base, capsys):
-    from alpaca_farm.core.run.settings import from_args
-    for notebook, args in (('real', ['--sizes', str(base)]), ('sft', ['-f', str(base)])):
-        with pytest.raises(SystemExit): from_args(tiny.config_class(notebook), args)
-        said = capsys.readouterr().err
-        assert f'{base}: there is no such' in said and said.count('\n') == 1
 
 
 BROKEN = dict(   # by notebook: settings, and which file of what they name is damaged
@@ -576,8 +561,8 @@ BROKEN = dict(   # by notebook: settings, and which file of what they name is da
     quark='data/unlabeled data/val data/eval annotators/labels',
     expert_iteration='data/unlabeled data/val data/eval',
     rrhf='candidates/candidates data/eval', best_of_n='data/eval samples/labels',
-    rlcd='data/unlabeled annotators/labels', annotators='outputs/candidates',
-    eval='outputs/outputs reference/candidates labels/labels difficulty/labels annotators/labels',
+    rlcd='data/unlabeled', annotators='outputs/candidates',
+    eval='outputs/outputs reference/candidates labels/labels annotators/labels',
     compare='folders/outputs labels/labels',
     agreement='sets/labels judges/labels', overoptimization='bank/candidates references/candidates',
     bring_your_own='prompts/eval preferences/preferences demonstrations/labels')
@@ -598,7 +583,7 @@ def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monk
         compare=dict(folders=[sft, samples], annotators=judge),
         agreement=dict(sets=[labels], judges=[judge]),
         overoptimization=dict(policy=sft, bank=samples, references=samples, proxies=[judge],
-                              policies=[sft], crowd=judge, world=world),
+                              policies=[sft], world=world),
         bring_your_own=dict(model=sft, prompts=world, preferences=labels, judge=judge))
     given = tiny.settings(notebook, base) if notebook in tiny.SETTINGS else {}
     given |= sound.get(notebook, {})

@@ -5,7 +5,8 @@ import pytest
 
 from alpaca_farm.core.model import generation
 from alpaca_farm.core.model.generation import generate
-from tiny import family, ragged
+from alpaca_farm.core.model.policy import Policy
+from tiny import family, policy, ragged
 
 torch.set_num_threads(1)
 
@@ -23,22 +24,23 @@ def theirs(model, prompt, steps):
 
 def test_lora_and_checkpointing_change_nothing():
     from peft import LoraConfig, get_peft_model
-    prompts, plain = ragged(20), tokens(generate(family('llama'), None, ragged(20), 1, 12, 0))
+    prompts, plain = ragged(20), tokens(generate(policy('llama'), ragged(20), 1, 12, 0))
     config = LoraConfig(r=4, target_modules=['q_proj', 'v_proj'], init_lora_weights=False)
     model = get_peft_model(family('llama'), config).eval()
-    found = [x for x, in tokens(generate(model, None, prompts, 1, 12, 0))]
+    found = [x for x, in tokens(generate(Policy(model.get_base_model()), prompts, 1, 12, 0))]
     assert found == [theirs(model, p, 12) for p in prompts]
-    with model.disable_adapter(): assert tokens(generate(model, None, prompts, 1, 12, 0)) == plain
+    with model.disable_adapter():
+        assert tokens(generate(Policy(model.get_base_model()), prompts, 1, 12, 0)) == plain
     model = family('llama')
     model.gradient_checkpointing_enable()
     model.train()
-    assert tokens(generate(model, None, prompts, 1, 12, 0)) == plain and model.training
+    assert tokens(generate(Policy(model), prompts, 1, 12, 0)) == plain and model.training
 
 
 @pytest.mark.parametrize('prompts', [ragged(20), [[5] * 9, [6] * 9]], ids=['padded', 'alike'])
 def test_steps_that_a_gpu_can_replay_give_the_same_samples(monkeypatch, prompts):
     "Buffers grow several times, and rows are dropped; without padding the mask is needed as well."
-    def sample(): return generate(family('llama'), None, prompts, 2, 60)
+    def sample(): return generate(policy('llama'), prompts, 2, 60)
     expected, init, steps = sample(), generation.DecodingState.__init__, []
 
     def fixed(self, *args, **given): init(self, *args, **given | dict(fixed=True))
@@ -55,7 +57,7 @@ def test_steps_that_a_gpu_can_replay_give_the_same_samples(monkeypatch, prompts)
 def test_a_model_that_waits_for_its_figures_is_sampled_without_a_graph(monkeypatch):
     "Another error of a step is none of these, and is raised."
     prompts, init = ragged(6), generation.DecodingState.__init__
-    expected = tokens(generate(family('llama'), None, prompts, 2, 30))
+    expected = tokens(generate(policy('llama'), prompts, 2, 30))
 
     def fixed(self, *args, **given): init(self, *args, **given | dict(fixed=True))
     monkeypatch.setattr(generation.DecodingState, '__init__', fixed)
@@ -63,7 +65,7 @@ def test_a_model_that_waits_for_its_figures_is_sampled_without_a_graph(monkeypat
         def compute(self, state): raise RuntimeError(said)
         monkeypatch.setattr(generation._FixedStep, 'compute', compute)
         if said.startswith('called'):
-            assert tokens(generate(family('llama'), None, prompts, 2, 30)) == expected
+            assert tokens(generate(policy('llama'), prompts, 2, 30)) == expected
         else:
             with pytest.raises(RuntimeError, match=said):
-                generate(family('llama'), None, prompts, 2, 30)
+                generate(policy('llama'), prompts, 2, 30)

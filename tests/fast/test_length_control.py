@@ -48,34 +48,17 @@ def test_turned_sides():
 def test_five_models_that_differ_show_the_difficulty_and_missing_verdicts_are_left_out():
     hard = np.random.default_rng(1).normal(size=N)
     p, length, base = planted([-.5, 0, .3, .6, 1.], -.5, [0]*5, hard)
-    assert (lc.length_controlled(p, length, base).difficulty == 'board').all()
+    assert (lc.length_controlled(p, length, base, list('abcde')).difficulty == 'board').all()
     # the reference against itself does not count
-    four = lc.length_controlled(np.vstack([p[:4], np.full(N, 1.5)]), length, base)
+    four = lc.length_controlled(np.vstack([p[:4], np.full(N, 1.5)]), length, base, list('abcde'))
     assert (four.difficulty == 'no').all() and four.lc_standard_error.isna().all()
     assert four.difficulty_effect.isna().all() and (four.lc_low < four.lc_high)[:4].all()
     p[0, ::3] = np.nan
     board = lc.length_controlled(p, length, base, list('abcde'))
     assert np.isfinite(board[['length_controlled_winrate', 'lc_low', 'lc_high']].to_numpy()).all()
-    for value, message in ((np.nan, 'a has no verdict'), (3., 'row 0 is 3')):
-        p[0] = value
-        with pytest.raises(ValueError, match=message):
-            lc.length_controlled(p, length, base, list('abcde'))
-
-
-def test_difficulty_of_files_in_any_order_that_lack_some_instructions():
-    "What they lack is neither hard nor easy; too few models or other instructions are refused."
-    hard = 2*np.random.default_rng(100).normal(size=N)
-    p, length, base = planted(LEVELS, -1., SHIFT, hard)
-    texts = [f'Say {i}.\n\nIn {i}.' if i % 2 else f'Say {i}.' for i in range(N)]
-    def row(m, i):
-        return dict(instruction=texts[i], input='', output_1='x'*base[i],
-                    output_2='y'*int(length[m, i]), preference=p[m, i])
-    files = {f'm{m}': [row(m, i) for i in range(400)][::-1] for m in range(10)}
-    some = lc.recorded_difficulty(files, texts[::-1])
-    assert len(set(some[:405])) == 1 and np.corrcoef(some[405:], hard[:400][::-1])[0, 1] > .7
-    other = {'m0': [dict(files['m0'][0], instruction='Else?')]}
-    with pytest.raises(ValueError, match='of 0 models: it takes 5'):
-        lc.recorded_difficulty(other, texts)
+    p[0] = 3.
+    with pytest.raises(ValueError, match='row 0 is 3'):
+        lc.length_controlled(p, length, base, list('abcde'))
 
 
 @pytest.mark.skipif(not DATA.exists(), reason='the recorded verdicts are not here')
@@ -87,8 +70,10 @@ def test_published_values(board):
     shipped = pd.read_csv(DATA/f'leaderboard_{board}.csv', index_col=0)
     rows = {m: json.loads((DATA/m/f'annotations_{board}.json').read_text())
             for m in ('alpaca-7b', 'alpaca-farm-ppo-human')}
-    texts = [r['instruction'] for r in rows['alpaca-7b']]
-    ours = lc.length_controlled(*lc._from_annotations(rows, texts), list(rows))
+    def columns(make): return np.array([[make(r) for r in own] for own in rows.values()])
+    ours = lc.length_controlled(columns(lambda r: r['preference'] or 1.5),
+                                columns(lambda r: len(r['output_2'])),
+                                columns(lambda r: len(r['output_1'])), list(rows))
     for m, row in ours.iterrows():
         there = shipped.loc[m]
         if board == 'ae1': assert row.lc_low < there.length_controlled_winrate < row.lc_high

@@ -55,7 +55,7 @@ def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
     "Ratio 1, KL 0, nothing clipped; one forward pass of the same batch gives the ratio exactly."
     cfg = config(base, kind, temperature=temperature, kl_coef=.1)
     policy, value = models.policy, ppo.value_model(cfg, models.policy)
-    samples = generate(policy, models.tokenizer, models.prompts, max_new_tokens=12,
+    samples = generate(policy, models.prompts, max_new_tokens=12,
                        temperature=temperature)
     tokens = [s.tokens for s, in samples]
     batch = rollout_batch(models.prompts, tokens, models.tokenizer.pad_token_id)
@@ -78,14 +78,14 @@ def test_first_ppo_minibatch_changes_nothing(base, models, kind, temperature):
 def rollout(models, cfg):
     "The batch of one answer to each of 16 prompts."
     records = load_records(cfg.data, 'unlabeled', n=16)
-    return sample_rollout(models.policy, models.tokenizer, records, models.prompts[:16], cfg, 3)[0]
+    return sample_rollout(models.policy, records, models.prompts[:16], cfg, 3)[0]
 
 
 def moved(policy):
     "A copy of a policy with other weights."
     other = copy.deepcopy(policy)
     with torch.no_grad():
-        for p in other.parameters(): p.mul_(1.1)
+        for p in other.model.parameters(): p.mul_(1.1)
     return other
 
 
@@ -100,7 +100,7 @@ def test_log_probs_of_sampling_save_a_pass(base, models, kind, monkeypatch):
     assert 'old_logp' not in rollout(models, dataclasses.replace(cfg, dtype='bfloat16'))
     reference = moved(models.policy)
     assert reads_packed(models.policy)   # which takes passes when it is asked first
-    passes, trunk, scores = [], models.policy.base_model, torch.linspace(-1, 1, 16)
+    passes, trunk, scores = [], models.policy.model.base_model, torch.linspace(-1, 1, 16)
     forward = trunk.forward
     monkeypatch.setattr(trunk, 'forward', lambda *a, **k: passes.append(1) or forward(*a, **k))
     def counted(b, kl_coef=0.):
@@ -143,12 +143,12 @@ def test_a_shared_trunk_is_read_once(models):
     cfg = ppo.PPOConfig(device='cpu', shared_value=True)
     answers = [a[:5] for a in models.answers[:4]]
     head = torch.nn.Linear(models.policy.config.hidden_size, 1, bias=False)
-    value = ppo.ValueHead(models.policy, head, shared=True)
+    value = dataclasses.replace(models.policy, score=head, lent=True)
     batch = rollout_batch(models.prompts[:4], answers, models.tokenizer.pad_token_id)
     names = 'old_logp', 'advantages', 'old_values', 'returns'
     batch |= {k: torch.zeros(batch['ids'].shape) for k in names}
     passes = []
-    hook = models.policy.base_model.register_forward_hook(lambda *_: passes.append(1))
+    hook = models.policy.model.base_model.register_forward_hook(lambda *_: passes.append(1))
     once = ppo.ppo_loss(models.policy, value, batch, cfg)['loss']
     cfg.shared_value = False
     twice = ppo.ppo_loss(models.policy, value, batch, cfg)['loss']

@@ -11,8 +11,7 @@ from alpaca_farm import ppo, sft
 from alpaca_farm.core import training
 from alpaca_farm.core.answers import answering, load_split, sample_answers
 from alpaca_farm.core.model import generation, loading, memory, models as core_models, rewards
-from alpaca_farm.core.model.adapters import (add_adapter, lora_config, own_weights,
-                                               state_of)
+from alpaca_farm.core.model.policy import add_adapter, lora_config, own_weights, Policy
 from alpaca_farm.core.model.models import load_policy, load_scalar, response_logprobs
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.run.settings import TrainConfig
@@ -41,7 +40,7 @@ def test_weights_gradients_and_moments_are_exact():
         m.setattr(memory, 'rank', lambda: (0, 8))
         fsdp = parts_of(sharding='fsdp')[1]
     assert [parts[k] / fsdp[k] for k in parts] == [1, 8, 8]
-    adapted = add_adapter(model, 'policy', lora_config(TrainConfig(lora_rank=8)))
+    adapted = add_adapter(Policy(model), 'policy', lora_config(TrainConfig(lora_rank=8)))
     assert parts_of(lora_rank=8)[1]['gradients'] == size(own_weights(adapted).values())
 
 
@@ -98,8 +97,8 @@ def test_the_cache_is_in_the_precision_of_the_forward_pass(models, monkeypatch, 
         dtypes.update(x.dtype for x in kept)
         return kept
     monkeypatch.setattr(generation._GrowingLayer, 'update', recorded)
-    monkeypatch.setattr(state_of(models.policy), 'dtype', getattr(torch, dtype))
-    generation.generate(models.policy, models.tokenizer, models.prompts[:4], max_new_tokens=6)
+    monkeypatch.setattr(models.policy, 'dtype', getattr(torch, dtype))
+    generation.generate(models.policy, models.prompts[:4], max_new_tokens=6)
     assert dtypes == {getattr(torch, dtype)}
 
 
@@ -112,10 +111,10 @@ def test_forward_batch(base, models, monkeypatch):
     monkeypatch.setattr(generation, '_write_batch', written)
     for n in (0, 3):
         cfg = sft_config(base, forward_batch=n)
-        policy, tokenizer = load_policy(cfg.policy, cfg)
-        answers = sample_answers(policy, tokenizer, load_split(cfg, 'eval_split'), answering(cfg))
+        policy = load_policy(cfg.policy, cfg)
+        answers = sample_answers(policy, load_split(cfg, 'eval_split'), answering(cfg))
         results.append(([r['output'] for r in answers], response_logprobs(
-            policy, models.prompts, models.answers, tokenizer.pad_token_id)))
+            policy, models.prompts, models.answers)))
     assert results[0][0] == results[1][0] and sizes == [10, 3, 3, 3, 1]
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
 
@@ -128,7 +127,7 @@ def test_micro_batches_keep_no_more_than_the_bound(base, tmp_path, monkeypatch, 
         sizes = {}
         def keep(x): return sizes.setdefault(x.untyped_storage().data_ptr(), x) is None or x
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x): out = loss(policy, batch)
-        weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
+        weights = {p.untyped_storage().data_ptr() for p in policy.model.parameters()}
         kept.append(sum(x.untyped_storage().nbytes()
                         for k, x in sizes.items() if k not in weights))
         return out
@@ -157,11 +156,11 @@ def test_passes_without_gradients_are_bounded_in_tokens(base, monkeypatch):
     monkeypatch.setattr(core_models, 'hidden_states', recorded)
     records = [dict(instruction='say', output='word ' * (1 + i)) for i in range(40)]
     cfg = sft_config(base, dtype='bfloat16', device='cpu', lora_rank=4)
-    model, tokenizer = load_scalar(str(base/'reward_model'), cfg, train=True)
+    model = load_scalar(str(base/'reward_model'), cfg, train=True)
     limits = memory.pass_limits
     for module in (rewards, core_models):
         monkeypatch.setattr(module, 'pass_limits', lambda *a: (limits(*a)[0], 500))
-    rewards.score_records(model, tokenizer, records)
+    rewards.score_records(model, records)
     assert all(n <= 500 and mixed for n, mixed in seen) and len(seen) > 3
 
 

@@ -6,12 +6,12 @@ from hypothesis import given, settings, strategies as st
 import tiny
 import alpaca_farm.core.model.models as core_models
 import alpaca_farm.core.model.packing as core_packing
-from alpaca_farm.core.model.adapters import checkpoint_layers
+from alpaca_farm.core.model.policy import checkpoint_layers
 from alpaca_farm.core.model.models import before, hidden_states, sequence_logprobs
 from alpaca_farm.core.model.packing import (attention_window, pack, packed_states, position_wise,
     reads_packed)
 from alpaca_farm.core.data.text import collate, rollout_batch
-from tiny import alone, ANSWERS, family, PROMPTS, TREE
+from tiny import alone, ANSWERS, PROMPTS, TREE
 
 torch.set_num_threads(1)
 # attention of their own, the eager kernel, recurrent layers
@@ -22,7 +22,7 @@ PACKS = [name for name in tiny.FAMILIES if name not in PADDED]
 @pytest.mark.parametrize('name', PACKS)
 @pytest.mark.parametrize('side', ['left', 'right', 'rollout'])
 def test_states_of_packed_batches(name, side):
-    model = family(name)
+    model = tiny.policy(name)
     assert reads_packed(model)
     batch = rollout_batch(PROMPTS, ANSWERS, 0) if side == 'rollout' else collate(PROMPTS, ANSWERS,
         0, side)
@@ -52,7 +52,7 @@ def reads_the_same(model, batch, states):
 
 @pytest.mark.parametrize('name', dict.fromkeys([*PADDED, *tiny.UNPACKED]))
 def test_other_families_read_padded_batches(name):
-    model = family(name, **tiny.UNPACKED.get(name, {}))
+    model = tiny.policy(name, **tiny.UNPACKED.get(name, {}))
     assert not reads_packed(model) or attention_window(model) == 0
     batch = collate(PROMPTS, ANSWERS, 0)
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_other_families_read_padded_batches(name):
 
 
 def test_a_window_of_attention_is_no_shorter_than_a_row():
-    model = family('mistral', sliding_window=8)
+    model = tiny.policy('mistral', sliding_window=8)
     assert attention_window(model) == 8 and reads_packed(model)
     batch = collate(PROMPTS, ANSWERS, 0)
     assert pack(**batch, window=8) is None
@@ -78,23 +78,23 @@ def test_the_trial_is_made_in_full_precision(monkeypatch):
     def states(model, packed):
         return mixed.append(torch.is_autocast_enabled('cpu')) or packed_states(model, packed)
     monkeypatch.setattr(core_packing, 'packed_states', states)
-    with torch.autocast('cpu', torch.bfloat16): assert reads_packed(family('llama'))
+    with torch.autocast('cpu', torch.bfloat16): assert reads_packed(tiny.policy('llama'))
     assert mixed == [False]
 
 
 @pytest.mark.parametrize('checkpointed', [False, True])
 def test_gradients(checkpointed, monkeypatch):
-    model, batch = family('llama'), collate(PROMPTS, ANSWERS, 0)
+    model, batch = tiny.policy('llama'), collate(PROMPTS, ANSWERS, 0)
     assert reads_packed(model)
-    if checkpointed: checkpoint_layers(model)
+    if checkpointed: checkpoint_layers(model.model)
     weights = torch.linspace(-1, 1, len(PROMPTS))
     def gradients(packs, finished=False):
         monkeypatch.setattr(core_models, 'reads_packed', lambda model: packs)
         monkeypatch.setattr(core_models, 'position_wise', lambda model: [] if finished
                             else position_wise(model))
-        model.zero_grad()
+        model.model.zero_grad()
         (weights * sequence_logprobs(model, batch)).sum().backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
+        return torch.cat([p.grad.flatten() for p in model.model.parameters()])
     wanted = gradients(False, finished=True)
     torch.testing.assert_close(gradients(False), wanted, rtol=1e-3,
                                atol=1e-4*wanted.abs().max().item())

@@ -4,16 +4,19 @@ import importlib
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import typing
+from pathlib import Path
 
 import pytest
 import yaml
 from papermill import inspect_notebook
 
 import tiny
+from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.run.settings import as_type, refuse_unknown
+from alpaca_farm.core.run.settings import refuse_unknown
 
 PAGES = {p.name: p.read_text()
          for p in (tiny.ROOT/'README.md', *sorted((tiny.ROOT/'nbs').glob('*.md')))}
@@ -37,19 +40,11 @@ def commands(text):
             if re.match(ours, l) and '...' not in l and 'my_method' not in l]
 
 
-def config_class(notebook):
-    path = next((tiny.ROOT/'alpaca_farm').rglob(f'{notebook}.py')).relative_to(tiny.ROOT)
-    return tiny.config_class(importlib.import_module('.'.join(path.with_suffix('').parts)))
-
-
 def check_settings(notebook, settings):
     "TypeError for a setting that the notebook does not have, or a value of another type."
     path = next((tiny.ROOT/'nbs').rglob(f'{notebook}.ipynb'))
-    if 'default_exp' not in path.read_text():   # it exports nothing
-        return refuse_unknown(notebook, settings, list(inspect_notebook(str(path))))
-    cls = config_class(notebook)
-    refuse_unknown(cls.__name__, settings, [f.name for f in dataclasses.fields(cls)])
-    for name, value in settings.items(): as_type(name, value, typing.get_type_hints(cls)[name])
+    if 'default_exp' in path.read_text(): return tiny.check_settings(notebook, settings)
+    refuse_unknown(notebook, settings, list(inspect_notebook(str(path))))   # it exports nothing
 
 
 def check(command):
@@ -96,7 +91,7 @@ def test_commands_have_notebooks_targets_and_settings(page):
 
 
 @pytest.mark.parametrize('page', MARKDOWN)
-def test_snippets_run(page):
+def test_snippets_run_and_links_lead_somewhere(page):
     for language, block in FENCE.findall(PAGES[page]):
         if language == 'python' and not re.match('# .*, behind ', block):   # test_contributing's
             exec(block, {})
@@ -107,41 +102,40 @@ def test_snippets_run(page):
             source = (tiny.ROOT/'alpaca_farm'/'dpo.py').read_text()
             assert source.count(before) == 1
             compile(source.replace(before, after), 'dpo.py', 'exec')
-
-
-@pytest.mark.parametrize('page', MARKDOWN)
-def test_links_lead_somewhere(page):
     folder = tiny.ROOT if page == 'README.md' else tiny.ROOT/'nbs'
     links = [l.partition('#')[0] for l in re.findall(r'\]\(([^)]+)\)', PAGES[page])
              if not l.startswith('http')]
     assert [l for l in links if not (folder/l).exists()] == []
+    if page == 'README.md': assert len(README.split()) <= 1200   # it can be finished
 
 
-def test_the_readme_can_be_finished(): assert len(README.split()) <= 1200
-
-
-def test_an_own_judge_as_the_page_has_it(base, tmp_path, monkeypatch):
-    "The commands of data.md, on the tiny world's policy instead of a model of 7B."
+def test_from_a_model_and_prompts_alone_to_a_board(base, tmp_path, monkeypatch):
+    "The five commands of data.md, on a tiny model that is nobody's run."
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path/'my').mkdir()
+    shutil.copytree(base/'sft'/'model', tmp_path/'my'/'model')
+    prompts = [dict(instruction=r['instruction'], input=r['input'])
+               for r in load_records(str(base/'world'), 'unlabeled', 'instruction', 40)]
+    (tmp_path/'my'/'prompts.json').write_text(json.dumps(prompts[:30]))
+    (tmp_path/'my'/'eval.json').write_text(json.dumps(prompts[30:]))
     (tmp_path/'my_module.py').write_text('''
 def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for p in pairs]''')
-    pairs = [dict(instruction=f'Say {i}.', input='', output_1='a'*(2*(i % 4) + 1),
-                  output_2='b'*(4 + 2*(i % 2))) for i in range(40)]
-    (tmp_path/'my'/'pairs.json').write_text(json.dumps(pairs))
-    own = dict(annotators={}, reward_model=dict(tiny.SETTINGS['reward_model'], held_out=10))
+    def here(value):
+        if isinstance(value, list): return list(map(here, value))
+        return str(tmp_path/value) if '/' in str(value) else value
     made = []
-    for (name, more), out in zip(own.items(), ('runs/mine', 'runs/rm')):
-        words, = (w for w in map(shlex.split, commands(PAGES['data.md']))
-                  if w[:2] == ['papermill', f'nbs/{name}.ipynb'] and out in w)
-        paths = {k: str(tmp_path/v) if '/' in v else v for k, v in tiny.given(words).items()}
-        if name == 'reward_model': paths['policy'] = str(base/'sft')
-        made.append(tiny.main(name)(tiny.config(name, **more | paths)).folder)
-    assert all(read_summary(f) for f in made)
-    labels = json.loads((made[0]/'preferences.json').read_text())
-    assert len(labels) > 30
-    for r in labels: assert r['preference'] == 2 - (len(r['output_1']) > len(r['output_2']))
+    for words in map(shlex.split, commands(PAGES['data.md'])):
+        name = Path(words[1]).stem
+        given = dict(max_instances=0) | {k: here(v) for k, v in tiny.given(words).items()}
+        made.append(tiny.main(name)(tiny.config(name, **tiny.SETTINGS.get(name, {}) | given)).folder)
+    assert [f.name for f in made] == ['pairs', 'before', 'mine', 'my_dpo', 'my_board']
+    labels = json.loads((made[2]/'preferences.json').read_text())
+    assert len(labels) > 20
+    for r in labels:
+        lead = len(r['output_1']) - len(r['output_2'])
+        assert not lead or r['preference'] == 2 - (lead > 0)
+    board = (made[4]/'leaderboard.csv').read_text()
+    assert 'my_dpo' in board and read_summary(made[4])
 
 
 COMING = PAGES['coming_from.md']

@@ -1,5 +1,4 @@
 "Every parameter file has settings that exist, with values of their types."
-import typing
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +14,9 @@ RECIPES = tiny.ROOT/'nbs'/'recipes'
 
 
 def fits(notebook: str, settings: dict):
-    kinds = typing.get_type_hints(config_of(notebook))
-    for name, value in settings.items():
-        assert name in kinds, f'{notebook} has no setting {name}'
-        as_type(name, value, kinds[name])
-    config = config_of(notebook)
-    given = {k: v for k, v in settings.items() if k not in config.inputs}
-    config(**given)   # within their bounds
+    tiny.check_settings(notebook, settings)
+    config = config_of(notebook)   # and within their bounds
+    config(**{k: v for k, v in settings.items() if k not in config.inputs})
 
 
 SETS = ('llama_7b', 'gpu_24gb', 'h200')
@@ -34,17 +29,6 @@ NOTEBOOKS = dict(wombat='rrhf', wombat_pool='wombat', context_distillation='sft'
 @pytest.mark.parametrize('path', FILES, ids=lambda p: str(p.relative_to(RECIPES)))
 def test_settings_exist(path):
     fits(NOTEBOOKS.get(path.stem, path.stem), yaml.safe_load(path.read_text()))
-
-
-@pytest.mark.parametrize('path', [p for p in FILES if 'rlcd' not in p.parts],
-                         ids=lambda p: str(p.relative_to(RECIPES)))
-def test_a_comment_says_what_was_measured_and_has_the_command(path):
-    lines = path.read_text().splitlines()
-    assert lines[0].startswith('# ') and 'easured' in lines[1]
-    command = next(l for l in lines if l.startswith('# papermill'))
-    notebook, out = NOTEBOOKS.get(path.stem, path.stem), yaml.safe_load(path.read_text())['out']
-    file = path.relative_to(RECIPES.parents[1])
-    assert command.startswith(f'# papermill nbs/{notebook}.ipynb {out}.ipynb -f {file}')
 
 
 def test_every_set_has_every_method():
@@ -63,8 +47,7 @@ def test_every_set_has_every_method():
 
 # AlpacaFarm's launchers and dataclasses; RRHF's launcher. What is not there is ours.
 ADAM = dict(betas=[.9, .999], max_grad_norm=1., weight_decay=0., seed=42, dtype='bfloat16')
-HF = dict(ADAM, adam_eps=1e-8, lr_schedule='cosine', warmup=.03, micro_batch_size=1,
-          max_length=512)
+HF = dict(ADAM, adam_eps=1e-8, lr_schedule='cosine', warmup=.03, micro_batch_size=1, max_length=512)
 RL = dict(ADAM, adam_eps=1e-5, lr_schedule='linear', steps=390, rollouts=512, max_prompt=192,
           max_new_tokens=300, temperature=1., top_p=1.,
           micro_batch_size=2, save_every=20, split='unlabeled', template='alpaca')
@@ -103,7 +86,9 @@ def test_papers_values_are_the_papers(name):
     if 'steps' in recipe: assert round(recipe['warmup'] * recipe['steps']) == 5
 
 
-def test_the_table_of_runs():
+def test_the_table_of_runs_and_the_farm_give_settings_that_exist():
+    "A misspelt or moved setting would otherwise show after hours, when its run starts."
+    for job in farm_jobs(FarmConfig()): fits(job.notebook, job.settings)
     for name, row in recipes().items():
         fits(row['notebook'], row['settings'] | row['reads'])
         assert set(row['reads'].values()) <= set(recipes()), name
@@ -125,11 +110,6 @@ def test_the_papers_methods_are_answered_alike():
     assert defaults == {(1., 1.)}
 
 
-def test_the_farm_gives_settings_that_exist():
-    "A misspelt or moved setting would otherwise show after hours, when its run starts."
-    for job in farm_jobs(FarmConfig()): fits(job.notebook, job.settings)
-
-
 def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     "The reward model of a judge needs that judge's labels, no default of its notebook."
     from alpaca_farm.core.run import inputs as build
@@ -139,7 +119,7 @@ def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     def start(notebook, out, settings):
         made.append(out)
         (tmp_path/f'{out}.txt').write_text('')
-        return SimpleNamespace(wait=lambda: 0, terminate=lambda: None)
+        return SimpleNamespace(join=lambda: None, terminate=lambda: None, exitcode=0)
     (tmp_path/'runs').mkdir()
     monkeypatch.setattr(build, 'start_notebook', start)
     notebook, settings = build.recipe('runs/rloo_free_judge')

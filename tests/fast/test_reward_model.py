@@ -1,5 +1,4 @@
 """Losses and calibration against plain Python; scores, their units and the likelihood in them."""
-import json
 import math
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from alpaca_farm import reward_model as rm
 from alpaca_farm.core.data.preferences import answer_of
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.data.text import collate, encode_prompts, encode_responses
-from alpaca_farm.core.model.adapters import autocast
-from alpaca_farm.core.model.models import (answer_states, hidden_states, load_policy, load_scalar,
+from alpaca_farm.core.model.policy import Policy
+from alpaca_farm.core.model.models import (answer_states, hidden_states, load_policy, load_scalar, values,
     response_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import label_count, reward, score_records
 from alpaca_farm.core.run.files import read_json
@@ -32,11 +31,6 @@ C = .3   # the weight of a likelihood
 
 def config(base, out, **more):
     return RewardModelConfig(**tiny.settings('reward_model', base, out=str(out), **SMALL | more))
-
-
-def saved(path, rows):
-    path.write_text(json.dumps(rows))
-    return str(path)
 
 
 @pytest.mark.parametrize('eps', [0., .1])
@@ -100,9 +94,10 @@ def as_tokens(records, tokenizer):
 
 
 @torch.no_grad()
-def both_parts(model, tokenizer, record):
+def both_parts(policy, record):
     "Head and log-likelihood of one answer, token by token, without padding."
-    (prompt,), (answer,) = as_tokens([record], tokenizer)
+    (prompt,), (answer,) = as_tokens([record], policy.tokenizer)
+    model = policy.model
     states = model.base_model(torch.tensor([prompt + answer])).last_hidden_state[0]
     logp = (states @ model.get_input_embeddings().weight.T).log_softmax(-1)[len(prompt) - 1:]
     head = (states[-1] @ model.score.weight[0]).item()
@@ -114,12 +109,13 @@ def test_likelihood_is_a_part_of_the_score(base, likely, k):
     "As it was saved; in its unit, and as a judge; without it a score is the head."
     folder, answers = likely[k], likely[2]
     cfg = config(base, folder)
-    model, tokenizer = load_scalar(folder, cfg)
+    model = load_scalar(folder, cfg)
+    tokenizer = model.tokenizer
     assert model.config.likelihood == C
-    heads, logp = map(np.array, zip(*(both_parts(model, tokenizer, r) for r in answers)))
+    heads, logp = map(np.array, zip(*(both_parts(model, r) for r in answers)))
     wanted = heads + C*logp
     assert logp.std() * C > .1 and np.abs(heads).max() > 1e-4
-    scores = lambda: score_records(model, tokenizer, answers, standardise=False)
+    scores = lambda: score_records(model, answers, standardise=False)
     assert scores() == pytest.approx(wanted, abs=1e-4)
     unit = (wanted - wanted.mean()) / wanted.std()
     assert reward(folder, cfg)(answers) == pytest.approx(unit, abs=1e-3)
@@ -145,69 +141,79 @@ def test_several_reward_models(base, likely):
     mixed = reward([specs[0], 'alpaca_farm.world:utility', specs[1]], cfg)(answers)
     assert mixed == pytest.approx((wanted.sum(0) + utility(answers))/3, abs=1e-9)
     loaded = {s: load_scalar(s, cfg) for s in specs}
-    loaded[specs[1]][0].config.reads_end = False
+    loaded[specs[1]].config.reads_end = False
     apart = 2*np.array(reward(specs, cfg, loaded=loaded)(answers)) - wanted[0]
     assert np.abs(apart - wanted[1]).max() > 1e-3
-    with torch.no_grad(): loaded[specs[1]][0].score.weight.fill_(float('nan'))
+    with torch.no_grad(): loaded[specs[1]].score.weight.fill_(float('nan'))
     with pytest.raises(ValueError, match='finite'): reward(specs, cfg, loaded=loaded)(answers)
 
 
 def test_likelihood_is_the_policys_before_training(base, tmp_path):
     "With a zero head; without a likelihood a score is then 0."
     cfg = config(base, tmp_path)
-    policy, tokenizer = load_policy(cfg.policy, cfg)
-    model, _ = load_scalar(cfg.policy, cfg, 'zero')
+    policy = load_policy(cfg.policy, cfg)
+    tokenizer = policy.tokenizer
+    model = load_scalar(cfg.policy, cfg, 'zero')
     answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(cfg)[1]]
-    assert score_records(model, tokenizer, answers) == [0] * len(answers)
+    assert score_records(model, answers) == [0] * len(answers)
     model.config.likelihood = C
-    logp = response_logprobs(policy, *as_tokens(answers, tokenizer), tokenizer.pad_token_id)
-    assert score_records(model, tokenizer, answers) == pytest.approx((C*logp).tolist(), abs=1e-4)
+    logp = response_logprobs(policy, *as_tokens(answers, tokenizer))
+    assert score_records(model, answers) == pytest.approx((C*logp).tolist(), abs=1e-4)
 
 
 def test_values_are_those_of_the_head_alone(base, likely):
     "And not moved by the mean of the likelihoods: they start near the mean of the rewards, 0."
     out, _, answers = likely
     cfg = PPOConfig(**tiny.settings('ppo', base, out=f'{out}_ppo', reward_model=out))
-    model, tokenizer = load_scalar(out, cfg)
+    model = load_scalar(out, cfg)
+    tokenizer = model.tokenizer
     batch = collate(*as_tokens(answers[:4], tokenizer), tokenizer.pad_token_id)
     with torch.no_grad():
-        found = value_model(cfg, torch.nn.Module())(batch)
+        found = values(value_model(cfg, Policy(torch.nn.Module())), batch)
         head = model.score(hidden_states(model, batch['ids'], batch['mask'])).squeeze(-1)
     chosen, want = batch['response'][:, 1:].bool(), head[:, :-1] / model.config.reward_std
     torch.testing.assert_close(found[:, 1:][chosen], want[chosen], atol=1e-5, rtol=0)
     assert model.config.reward_mean < -1 and found.abs().max() < .5
 
 
+def saved(folder, *parts):
+    for part in parts: part.save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.mark.parametrize('says', [False, True])
 def test_likelihood_needs_tied_embeddings(base, tmp_path, says):
     "In the files, whatever the configuration says; the policy has the head that it has there."
-    policy, tokenizer = load_policy(str(base/'sft'), config(base, tmp_path))
-    policy.lm_head.weight = torch.nn.Parameter(policy.lm_head.weight.detach().roll(1, 0))
+    policy = load_policy(str(base/'sft'), config(base, tmp_path))
+    tokenizer = policy.tokenizer
+    policy.model.lm_head.weight = torch.nn.Parameter(policy.model.lm_head.weight.detach().roll(1, 0))
     policy.config.tie_word_embeddings = says
-    for part in (policy, tokenizer): part.save_pretrained(tmp_path/'untied')
+    for part in (policy.model, tokenizer): part.save_pretrained(tmp_path/'untied')
     given = dict(policy=str(tmp_path/'untied'))
     with pytest.raises(ValueError, match='likelihood = 0.3: .*untied'):
         rm.train(config(base, tmp_path/'rm', likelihood=C, **given))
     assert read_log(tmp_path/'rm') == []
     rm.train(config(base, tmp_path/'head', **given))
-    again, _ = load_policy(given['policy'], config(base, tmp_path))
-    assert torch.equal(again.lm_head.weight, policy.lm_head.weight)
+    again = load_policy(given['policy'], config(base, tmp_path))
+    assert torch.equal(again.model.lm_head.weight, policy.model.lm_head.weight)
     assert not again.config.tie_word_embeddings
 
 
 @pytest.mark.parametrize('says', [False, True])
 def test_embeddings_that_are_tied_in_the_files(base, tmp_path, says):
     "A head that is there twice is no other one; a missing one is not made up."
-    policy, tokenizer = load_policy(str(base/'sft'), config(base, tmp_path))
-    policy.save_pretrained(tmp_path/'tied')
-    tokenizer.save_pretrained(tmp_path/'tied')
-    known = read_json(tmp_path/'tied'/'config.json')
-    (tmp_path/'tied'/'config.json').write_text(json.dumps(known | dict(tie_word_embeddings=says)))
+    policy = load_policy(str(base/'sft'), config(base, tmp_path))
+    tokenizer = policy.tokenizer
+    tied = str(tmp_path/'tied')
+    policy.model.save_pretrained(tied)
+    tokenizer.save_pretrained(tied)
+    known = read_json(f'{tied}/config.json')
+    tiny.write(Path(tied)/'config.json', known | dict(tie_word_embeddings=says))
     if says:
-        weights = load_file(tmp_path/'tied'/'model.safetensors')
+        weights = load_file(f'{tied}/model.safetensors')
         weights['lm_head.weight'] = weights['model.embed_tokens.weight'].clone()
-        save_file(weights, tmp_path/'tied'/'model.safetensors', dict(format='pt'))
-    given = config(base, tmp_path/'rm', likelihood=C, policy=str(tmp_path/'tied'))
+        save_file(weights, f'{tied}/model.safetensors', dict(format='pt'))
+    given = config(base, tmp_path/'rm', likelihood=C, policy=tied)
     if says: assert read_json(rm.train(given).folder/'model'/'config.json')['likelihood'] == C
     else:
         with pytest.raises(ValueError, match='untied'): rm.train(given)
@@ -224,18 +230,19 @@ def test_scores_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, kind):
     "In training, in the files and read again: as many as there are texts, and the float32 head's."
     cfg = config(base, tmp_path/'rm', head='normal', dtype='bfloat16', **ROUNDED[kind])
     rm.train(cfg)
-    model, tokenizer = load_scalar(cfg.out, cfg)
+    model = load_scalar(cfg.out, cfg)
+    tokenizer = model.tokenizer
     head = load_file(tmp_path/'rm'/'model'/'model.safetensors')['score.weight']
-    assert model.dtype == torch.bfloat16 and torch.equal(model.score.weight, head)
+    assert model.model.dtype == torch.bfloat16 and torch.equal(model.score.weight, head)
     assert (head.bfloat16() != head).any()
     words = load_records(str(base/'world'), 'unlabeled')
     answers = [dict(r, output=f'{i} is it') for i, r in enumerate(words)]
-    assert len(set(score_records(model, tokenizer, answers))) == len(answers) == 60
+    assert len(set(score_records(model, answers))) == len(answers) == 60
     batch = collate(*as_tokens(answers[:8], tokenizer), tokenizer.pad_token_id)
     given = batch['ids'], batch['mask'], batch['response']
     for train in (False, True):
-        part, _ = load_scalar(cfg.out, cfg, train=train)
-        with torch.no_grad(), autocast(part):
+        part = load_scalar(cfg.out, cfg, train=train)
+        with torch.no_grad(), part.on():
             found, states = sequence_scores(part, *given), hidden_states(part, *given)
         each, response = states.float() @ part.score.weight[0].float(), batch['response']
         last = (batch['mask'] * torch.arange(each.shape[1])).argmax(1)
@@ -248,28 +255,32 @@ def test_scores_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, kind):
 def test_values_of_a_trunk_in_bfloat16_are_in_float32(base, tmp_path, shared):
     given = tiny.settings('ppo', base, out=str(tmp_path), shared_value=shared, dtype='bfloat16')
     cfg = PPOConfig(**given)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    tokenizer = policy.tokenizer
     value = value_model(cfg, policy)
     torch.nn.init.normal_(value.score.weight)
     batch = collate([[5, 6, 7]], [list(range(8, 40))], tokenizer.pad_token_id)
-    with torch.no_grad(), autocast(policy):
+    with torch.no_grad(), policy.on():
         states = answer_states(value, batch)
-        found = value(batch)[0, 3:]
+        found = values(value, batch)[0, 3:]
     want = (states[0, 2:-1].float() @ value.score.weight[0] - value.mean) / value.std
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize('rank', [0, 4])
 def test_first_layers(base, tmp_path, rank):
-    "The first layers of a deeper policy become the reward model that a policy of them alone becomes."
+    "The first layers of a deeper policy become what a policy of them alone becomes."
     cfg = config(base, tmp_path)
-    policy, tokenizer = load_policy(cfg.policy, cfg)
-    deep = type(policy)(type(policy.config)(**policy.config.to_dict() | dict(num_hidden_layers=2)))
-    deep.load_state_dict(policy.state_dict(), strict=False)
+    policy = load_policy(cfg.policy, cfg)
+    tokenizer = policy.tokenizer
+    config_ = type(policy.config)(**policy.config.to_dict() | dict(num_hidden_layers=2))
+    deep = type(policy.model)(config_)
+    deep.load_state_dict(policy.model.state_dict(), strict=False)
     for part in (deep, tokenizer): part.save_pretrained(tmp_path/'deep')
     answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(cfg)[1]]
     scores = []
-    for name, more in dict(whole={}, first=dict(policy=str(tmp_path/'deep'), layers=1)).items():
+    for name, more in dict(whole={}, first=dict(layers=1, policy=saved(
+            tmp_path/'deep', deep, tokenizer))).items():
         rm.train(config(base, tmp_path/name, lora_rank=rank, head='normal', **more))
         scores.append(reward(str(tmp_path/name), cfg)(answers))
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
@@ -278,7 +289,8 @@ def test_first_layers(base, tmp_path, rank):
 def test_answers_in_several_pairs_are_read_once(base, tmp_path, monkeypatch):
     "Losses and gradients are those of the pairs one by one."
     cfg, read = config(base, tmp_path), []
-    model, tokenizer = load_scalar(cfg.policy, cfg, 'normal', train=True)
+    model = load_scalar(cfg.policy, cfg, 'normal', train=True)
+    tokenizer = model.tokenizer
     answers, (prompt,) = [[5, 6, 2], [7, 2], [8, 9, 5, 2]], [[4, 3]]
     pairs = [(0, 1), (0, 2), (1, 2), (2, 0)]
     scores = rm.sequence_scores
@@ -289,13 +301,24 @@ def test_answers_in_several_pairs_are_read_once(base, tmp_path, monkeypatch):
         both = [[answers[pairs[i][k]] for i in range(4)] for k in (0, 1)]
         batch = rm.answer_batch([prompt]*4, both, rows, tokenizer.pad_token_id)
         batch |= dict(label=torch.tensor([0., 1., .5, .3])[rows], margin=torch.zeros(len(rows)))
-        model.zero_grad()
+        model.model.zero_grad()
         figures = rm.reward_loss(model, batch)
         figures['loss'].sum().backward()
-        return figures['loss'].detach(), torch.cat([p.grad.flatten() for p in model.parameters()])
+        return figures['loss'].detach(), torch.cat([p.grad.flatten() for p in model.model.parameters()])
 
     loss, slope = results([0, 1, 2, 3])
     assert read == [3]
     alone = [results([i]) for i in range(4)]
     torch.testing.assert_close(loss, torch.cat([a for a, _ in alone]))
     torch.testing.assert_close(slope, sum(b for _, b in alone), atol=1e-5, rtol=1e-4)
+
+
+def test_a_card_says_what_plain_transformers_leaves_out(base, tmp_path):
+    "It loads such a model without a word, and scores by the last state alone."
+    def card(**given):
+        run = tiny.run('reward_model', base, tmp_path/'out', max_instances=40, **given)
+        return (run.folder/'model'/'README.md').read_text()
+    for given, says in ((dict(likelihood=.2), 'likelihood 0.2 and pooling last'),
+                        (dict(likelihood=0., pooling='mean'), 'likelihood 0.0 and pooling mean')):
+        assert f'leaves out {says}' in card(**given)
+    assert 'scores otherwise' not in card(likelihood=0., pooling='last')

@@ -1,6 +1,5 @@
 """RRHF: its loss against loops in float64, candidates from anywhere, whole runs."""
 import itertools
-import json
 import math
 
 import numpy as np
@@ -9,20 +8,17 @@ import torch
 
 import tiny
 from alpaca_farm import rrhf
-from alpaca_farm.core.data.candidates import (LISTS, merge_candidates, read_candidates,
-    select_candidates, to_rrhf)
+from alpaca_farm.core.data.records import (LISTS, merge_candidates, _read_candidates,
+    select_candidates)
 from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.model.models import load_policy, logprobs
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.data.text import collate, decode, encode_responses
 from alpaca_farm.rrhf import rrhf_batch, rrhf_loss, rrhf_step, RRHFConfig
+from tiny import randn, write
 
 torch.set_num_threads(1)
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def config(base, **more): return RRHFConfig(**tiny.settings('rrhf', base) | more)
@@ -52,13 +48,11 @@ def test_rank_loss(reduction, ties):
     torch.testing.assert_close(again, found)
 
 
-# --- batches -------------------------------------------------------------------------------------
-
 @pytest.fixture(scope='module')
 def some(base, models):
     "Twelve queries of two or three scored candidates, their prompts, and a configuration."
     cfg, rng = config(base), np.random.default_rng(0)
-    loaded, left_out = rrhf.load_queries(cfg, models.tokenizer)
+    loaded, left_out = rrhf._load_queries(cfg, models.tokenizer)
     queries, prompts = zip(*loaded)
     queries = [select_candidates(q, [0, 1] if i % 3 else range(len(q['output'])))
                for i, q in enumerate(queries[:12])]
@@ -69,13 +63,13 @@ def some(base, models):
 
 
 @pytest.fixture(scope='module')
-def policy(base, models): return load_policy(str(base/'sft'), models.cfg)[0]
+def policy(base, models): return load_policy(str(base/'sft'), models.cfg)
 
 
 @torch.no_grad()
 def by_hand(policy, models, query, prompt, cfg):
     "One query's losses, each candidate read alone, and divided by its own length."
-    tokens = rrhf.candidate_tokens(query, models.tokenizer)
+    tokens = rrhf._candidate_tokens(query, models.tokenizer)
     sums = [logprobs(policy, collate([prompt], [ids], 0)).sum().item() for ids in tokens]
     p = [s/len(ids)**cfg.length_penalty for s, ids in zip(sums, tokens)]
     best = query['scores'].index(max(query['scores']))
@@ -104,27 +98,12 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
 
 
 def test_nothing_is_longer_than_allowed(base, models, capsys):
-    "Prompt and response are within max_length; nothing is cut, and what is left out is counted."
-    def sizes(**more):
-        loaded, left_out = rrhf.load_queries(config(base, **more), models.tokenizer)
-        queries, prompts = zip(*loaded)
-        tokens = [rrhf.candidate_tokens(q, models.tokenizer) for q in queries]
-        lengths = [len(p) + len(ids) for p, ts in zip(prompts, tokens) for ids in ts]
-        return queries, lengths, left_out
-    limit = int(np.median(sizes()[1]))
-    queries, lengths, left_out = sizes(max_length=limit)
-    assert max(lengths) <= limit and left_out == 60 - len(queries) > 0
-    assert 'left out' in capsys.readouterr().out and all(len(q['output']) > 1 for q in queries)
-    texts = {t for q in merge_candidates(config(base).candidates) for t in q['output']}
-    assert {t for q in queries for t in q['output']} <= texts
-    with pytest.raises(ValueError, match='within max_length = 12'): sizes(max_length=12)
-
-
-# --- candidates ----------------------------------------------------------------------------------
-
-def write(path, rows, lines=False):
-    path.write_text('\n'.join(map(json.dumps, rows)) + '\n' if lines else json.dumps(rows))
-    return str(path)
+    "What is left out is counted; the notebook shows which candidates are."
+    loaded, left_out = rrhf._load_queries(config(base, max_length=40), models.tokenizer)
+    longest = max(len(p) + len(ids) for q, p in loaded
+                  for ids in rrhf._candidate_tokens(q, models.tokenizer))
+    assert longest <= 40 and left_out == 60 - len(loaded) > 0
+    assert f'{left_out} of 60 queries' in capsys.readouterr().out
 
 
 ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', 'Hi!', 'No.'],
@@ -133,24 +112,14 @@ ROWS = [dict(query='\n\nHuman: Hi\n\nAssistant:', responses=['Yes?', 'Hello.', '
              origin_scores=[[5, 5], [1, 2]])]
 
 
-def test_rrhf_files_round_trip(tmp_path):
+def test_rrhf_files(tmp_path):
     path = write(tmp_path/'train_data.jsonl', ROWS, lines=True)
-    one, two = found = read_candidates(path)
+    one, two = _read_candidates(path)
     assert one['messages'] == [dict(role='user', content='Hi')]
     assert two['instruction'] == ROWS[1]['query'] and two['source'] == ['chosen', 'rejected']
     assert two['origin_scores'] == ROWS[1]['origin_scores']
-    rows = [to_rrhf(r) for r in found]
-    assert [r | dict(ended=0) for r in rows] == [r | dict(ended=0) for r in ROWS]
-    assert read_candidates(write(tmp_path/'again.json', rows, lines=True)) == found
     samples = merge_candidates(path, ['sample'])
     assert [q['output'] for q in samples] == [['Yes?', 'Hello.'], []]
-    ours = dict(instruction='Sort.', input='3 1 2', output=['1 2 3', 'no', '1'],
-                scores=[3., 1., 2.], source=['chosen', 'rejected', 'gpt'],
-                ended=[True, True, False], difficulty=4)
-    row = to_rrhf(ours)
-    assert row['query'] == 'Sort.\n3 1 2' and row['responses'] == ['1', '1 2 3', 'no']
-    back, = as_records([row], 'a.json', ['candidates'])
-    assert back == ours | {k: [ours[k][i] for i in (2, 0, 1)] for k in LISTS}
 
 
 def test_kinds_are_merged_by_instruction(tmp_path):
@@ -172,7 +141,7 @@ def test_kinds_are_merged_by_instruction(tmp_path):
     folder.mkdir()
     for name, output in (('outputs', 'a'), ('candidates', ['a', 'b'])):   # the latter count
         write(folder/f'{name}.json', [dict(ask, output=output)])
-        assert read_candidates(str(folder))[0]['output'] == list(output)
+        assert _read_candidates(str(folder))[0]['output'] == list(output)
 
 
 @pytest.mark.parametrize('rows, message', [
@@ -183,40 +152,34 @@ def test_kinds_are_merged_by_instruction(tmp_path):
     ([dict(instruction='x', output=['y', 'z'], ended=True)], "row 0: 'ended'")])
 def test_bad_files(tmp_path, rows, message):
     file = write(tmp_path/'bad.json', rows)
-    with pytest.raises(ValueError, match=message): read_candidates(file)
-
-
-# --- scores --------------------------------------------------------------------------------------
+    with pytest.raises(ValueError, match=message): _read_candidates(file)
 
 
 def not_a_number(records): return [float('nan')]*len(records)
-
-
 def indifferent(records): return [3.]*len(records)
 
 
 @pytest.mark.parametrize('more, message', [
     (dict(reward_model=''), 'score is None'), (dict(sources=['gpt']), 'sources'),
-    (dict(reward_model='', annotators='test_rrhf:not_a_number'), 'score is nan'),
+    (dict(reward_model='test_rrhf:not_a_number'), 'not a finite number'),
     (dict(reward_model='test_rrhf:indifferent', missing_eos=''), 'nothing to rank')], ids=str)
 def test_what_cannot_be_learned_from(base, tmp_path, more, message):
     with pytest.raises(ValueError, match=message): run(base, tmp_path/'rrhf', **more)
     assert not (tmp_path/'rrhf'/'candidates.json').exists() and not read_summary(tmp_path/'rrhf')
 
 
-# --- runs ----------------------------------------------------------------------------------------
-
 def run(base, out, **more):
     rrhf.train(config(base, out=str(out), **more))
     return read_log(out), read_summary(out)
 
 
-def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, policy, tmp_path):
+def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, tmp_path):
     (log, summary), cfg = run(base, tmp_path/'rrhf'), config(base)
-    queries, prompts = zip(*rrhf.load_queries(cfg, models.tokenizer)[0])
+    policy = load_policy(str(base/'sft'), models.cfg)
+    queries, prompts = zip(*rrhf._load_queries(cfg, models.tokenizer)[0])
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
     assert [q['output'] for q in pool] == [q['output'] for q in queries]
-    tokens = [rrhf.candidate_tokens(q, models.tokenizer) for q in queries]
+    tokens = [rrhf._candidate_tokens(q, models.tokenizer) for q in queries]
     longest = [len(p) + max(map(len, ts)) for p, ts in zip(prompts, tokens)]
     rows = rrhf.batches(longest, cfg.batch_size, cfg.epochs, cfg.seed)[0]
     want = [by_hand(policy, models, pool[i], prompts[i], cfg) for i in rows]
@@ -252,8 +215,7 @@ def pools(folder, *steps):
 
 
 def test_new_candidates_are_of_the_policy_as_it_has_become(base, tmp_path):
-    run(base, tmp_path/'a', n=2, k=5, epochs=2, refresh_every=2, max_instances=16,
-        eval_split='')
+    run(base, tmp_path/'a', n=2, k=5, epochs=2, refresh_every=2, max_instances=16, eval_split='')
     first, second = pools(tmp_path/'a', 2)
     of = lambda pool, own: [t for q in pool for t, s in zip(q['output'], q['source'])
                             if (s == 'policy') == own]
@@ -275,7 +237,7 @@ def test_own_candidates(base, models, decoding, groups):
     "Temperature matters where it is said to, and groups are different answers."
     def drawn(**more):
         cfg = config(base, n=4, decoding=decoding, groups=groups, **more)
-        given = models.policy, models.tokenizer, [{}]*6, models.prompts[:6]
+        given = models.policy, [{}]*6, models.prompts[:6]
         return [d['output'] for d in rrhf._add_own_candidates(*given, cfg, 0)]
     plain = drawn()
     assert all(len(x) == 4 for x in plain) and sum(len(set(x)) for x in plain) > 18
@@ -338,22 +300,12 @@ def test_scores_of_the_files(base, tmp_path):
     assert summary['labels'] == read_summary(base/'annotators')['labels']
 
 
-def test_scores_of_annotators(base, tmp_path):
-    _, summary = run(base, tmp_path, annotators='alpaca_farm.boards.agreement:prefer_longer',
-                     reward_model='', eval_split='', missing_eos='', max_instances=20)
-    pool = read_json(tmp_path/'candidates.json')
-    for q in pool:
-        best = max(range(len(q['output'])), key=q['scores'].__getitem__)
-        assert len(q['output'][best]) == max(map(len, q['output']))
-    assert summary['labels'] == sum(math.perm(len(q['output']), 2) for q in pool)  # both orders
-
-
 def test_perplexity(models):
     "Text by itself after the start token; newlines are spaces, nothing is one space."
     texts, tokenizer = ['A snail can hide.', 'Good luck!', 'Go.\nGo.', ''], models.tokenizer
-    for text, ppl in zip(texts, rrhf.perplexities(models.policy, tokenizer, texts)):
+    for text, ppl in zip(texts, rrhf.perplexities(models.policy, texts)):
         shown = text.replace('\n', ' ') or ' '
         ids = [tokenizer.bos_token_id, *tokenizer(shown, add_special_tokens=False)['input_ids']]
-        with torch.no_grad(): logits = models.policy(torch.tensor([ids])).logits[0]
+        with torch.no_grad(): logits = models.policy.model(torch.tensor([ids])).logits[0]
         logp = logits.log_softmax(-1)[range(len(ids) - 1), ids[1:]]
         assert ppl == pytest.approx(math.exp(-logp.mean().item()), rel=1e-4)

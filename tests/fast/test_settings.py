@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given, HealthCheck, Phase, settings, strategies as st
 
 import tiny
-from alpaca_farm.core.run import paths
-from alpaca_farm.core.run.keys import no_secrets
-from alpaca_farm.core.run.settings import TrainConfig, field_comments, from_args
+from alpaca_farm.core.run import files
+from alpaca_farm.core.run.settings import field_comments, from_args, no_secrets, TrainConfig
 
-NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling',
-             'openai_baselines', 'ppo', 'rrhf')
+NOTEBOOKS = ('agreement', 'annotators', 'compare', 'dpo', 'eval', 'farm', 'labelling', 'ppo', 'rrhf')
 QUICK = dict(deadline=None, phases=[Phase.generate], database=None, derandomize=True,
              suppress_health_check=list(HealthCheck))
 NASTY = ['', 'nan', '-inf', '1e400', '9'*5000, '[0.9,', '{[]: 1}', '()'*500 + ')', '['*300, 'None',
@@ -81,18 +79,19 @@ NONSENSE = dict(   # by notebook: settings that do not fit, and what the error n
         (dict(group_size=1), 'group_size = 1'), (dict(advantage='rloo', group_size=5), 'multiple'),
         (dict(reward_model=[]), 'reward_model'), (dict(ensemble='median'), 'ensemble'),
         (dict(annotators=JUDGE, val_split=''), 'val_split'),
+        (dict(annotators='open_pol'), 'Did you mean open_pool'),
         (dict(sampler='http://x/v1', lora_rank=0), 'lora_rank'),
         (dict(sampler='localhost:8000', lora_rank=4), 'http')],
     rrhf=[
         (dict(k=1), 'k = 1'), (dict(k=4, n=7), 'n = 7'), (dict(candidates='', n=1), 'needs two'),
         (dict(refresh_every=2), 'Set n'), (dict(n=3, groups=4), 'groups = 4'),
         (dict(n=2, temperature=0), 'temperature'), (dict(kl_coef=.1), 'kl_coef'),
-        (dict(n=2, annotators=JUDGE), 'both'), (dict(reward_model='', n=2), 'name'),
+        (dict(reward_model='', n=2), 'name'),
         (dict(decoding='diverse'), 'decoding'), (dict(rrhf_weight=-1), 'rrhf_weight'),
         (dict(candidates='no/such/file.json'), 'no/such/file.json')],
     rlcd=[
         (dict(method='rlhf'), 'method'), (dict(served='m'), 'model'), (dict(policy=''), 'model'),
-        (dict(annotators=JUDGE), 'no judge'), (dict(both_orders=True), 'no judge'),
+        (dict(both_orders=True), 'no judge'),
         (dict(samples=__file__), 'samples'), (dict(method='rlcd_rescore'), 'samples'),
         (dict(template='chat'), 'behind a role'), (dict(temperature=0), 'temperature'),
         (dict(task='wrold'), 'outlining, world')],
@@ -129,6 +128,9 @@ def test_a_file_of_settings_counts_before_the_defaults_and_behind_the_options(tm
         with pytest.raises(SystemExit): from_args(TrainConfig, ['-f', c])
         said = capsys.readouterr().err
         assert message in said and KEYS[0] not in said
+    with pytest.raises(SystemExit): from_args(TrainConfig, ['-f', str(tmp_path)])   # a folder
+    said = capsys.readouterr().err
+    assert f'{tmp_path}: there is no such' in said and said.count('\n') == 1
     write(c, 'warmup: 2')
     assert from_args(TrainConfig, ['-f', c, '--warmup', '1']).warmup == 1
 
@@ -156,6 +158,7 @@ FORMS = """
     sq0atp-{22} PMAK-{24h}-{34h} {10d}:AA{33} {40h} {64h} {32h} {84n} {32h}.{16n}
     eyJ{33}.eyJ{60}.{43} eyJhcGlfYWRkcmVzcyI6{60n}== ATATT3xFfGF0{160}={8h}
     https://{20n}@host/v1 https://me:{9n}@host:8000/v1 https://hooks.slack.com/services/T{8u}/{24n}
+    https://:{9n}@host https://host/v1?a=1&token={9n} https://host/v1?api-key={9n}
     https://host/v1?api_key={9n} https://host/v1?sig={43n} AccountKey=a;SharedAccessKey={43n}=
     gpt-4.1=sk-ant-{40n} OPENAI_API_KEY=sk-{40n}""".split()
 KEYS = [made_up(form) for form in FORMS] + [
@@ -167,7 +170,7 @@ KEYS += ['aB3dEf6hIj9lMn2pQrStUvWx0y1z2A3B', 'aB3dEf6hIj/lMn2pQr+tUvWx0y1z2A3BcD
 
 @pytest.mark.parametrize('key', KEYS)
 def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
-    from alpaca_farm.core.ask.api import ApiConfig
+    from alpaca_farm.core.ask.client import ApiConfig
     for given in (dict(tracker=key), dict(out=key), dict(seed=key), dict(dtype=key),
                   dict(base_url=f'http://localhost/v1?api_key={key}'),
                   dict(models=[f'gpt-4.1={key}'])):
@@ -179,14 +182,6 @@ def test_keys_of_every_vendor_are_refused_and_not_repeated(key, capsys):
     assert 'looks like an API key' in said.err and key not in said.err + said.out
 
 
-@pytest.mark.parametrize('url', [
-    'http://me:hunter2@host:8000/v1', 'https://:hunter2@host', 'https://host/v1?api-key=hunter2',
-    'https://host/v1?a=1&token=hunter2'])
-def test_passwords_in_addresses_are_refused_and_not_repeated(url):
-    with pytest.raises(ValueError, match='base_url looks like') as e: no_secrets(dict(base_url=url))
-    assert 'hunter2' not in str(e.value)
-
-
 def test_ordinary_values_are_no_keys(): no_secrets(dict(a=ORDINARY, b=dict(c=.1, e=[1, [2]])))
 
 
@@ -194,17 +189,16 @@ ORDINARY = [
     'runs/ppo~1', '/data/sk-learn-2024/models', 'alpaca_farm.world:pool', 'xai-org/grok-1',
     'hf-internal-testing/tiny-random-Qwen2MoeForSequenceClassification', 'gpt2@' + '0a1b'*10,
     'https://user.example.org:8443/a@b', 'gpt-4.1=meta-llama/Llama-3.1-8B-Instruct',
-    'http://localhost:8000/v1', 'https://host/v1?api-version=2024-02-01&max_tokens=3',
-    '~/.cache/huggingface/hub/models--a--b/snapshots/' + '9f'*20, 'a_judge.json#AKIA',
-    'ann/policy@' + '9f'*20, '/models/blobs/sha256-' + '9f'*32, 'runs/lr1e4bs32ep3seed0warm10',
-    'runs/MyDPORunWithBeta01AndLr5e7', 'runs/PpoKl02Lr1e4Seed3OnPool',
-    'VeryLongNameOfAModelInCamelCaseWithoutDigits', 'Qwen/Qwen3-235B-A22B-Instruct-2507-FP8',
-    'deepseek-ai/DeepSeek-R1-Distill-Qwen-32B', 'nvidia/Llama-3.1-Nemotron-70B-Instruct-HF',
-    'bartowski/Meta-Llama-3-8B-Instruct-Q4_K_M.gguf', 'run-20261126T120000Z', '20261126'*5,
-    'ft:gpt-4o-mini-2024-07-18:my-org:custom-suffix:AbC12dEf', 'secret_santa_conversations2024',
+    'https://host/v1?api-version=2024-02-01&max_tokens=3', 'a_judge.json#AKIA',
+    '~/.cache/huggingface/hub/models--a--b/snapshots/' + '9f'*20, 'ann/policy@' + '9f'*20,
+    '/models/blobs/sha256-' + '9f'*32, 'runs/lr1e4bs32ep3seed0warm10', '20261126'*5,
+    'runs/MyDPORunWithBeta01AndLr5e7', 'VeryLongNameOfAModelInCamelCaseWithoutDigits',
+    'Qwen/Qwen3-235B-A22B-Instruct-2507-FP8', 'nvidia/Llama-3.1-Nemotron-70B-Instruct-HF',
+    'bartowski/Meta-Llama-3-8B-Instruct-Q4_K_M.gguf', 'secret_santa_conversations2024',
+    'ft:gpt-4o-mini-2024-07-18:my-org:custom-suffix:AbC12dEf', 'run-20261126T120000Z',
     'us.anthropic.claude-3-7-sonnet-20250219-v1:0', 'instruction=question,output=answer',
-    'max_completion_tokens=4096', '{"enable_thinking": true, "date_string": "26 Nov 2026"}',
-    'a basic instruction-following model', 'the bearer of bad news', 'name@example.org',
+    '{"enable_thinking": true, "date_string": "26 Nov 2026"}', 'name@example.org',
+    'a basic instruction-following model', 'the bearer of bad news', 'max_completion_tokens=4096',
     'Write a poem about 20 keys and 3 passwords.', 'tatsu-lab/alpaca_farm:alpaca_noisy',
     'data/train-00000-of-00001.parquet', 'q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj']
 
@@ -219,12 +213,12 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def test_relative_paths_are_the_users_outside_the_checkout(elsewhere, monkeypatch):
-    assert paths.at_root('runs/ppo') == elsewhere/'runs'/'ppo'
-    assert paths.notebooks_folder() == tiny.ROOT/'nbs'
+    assert files.at_root('runs/ppo') == elsewhere/'runs'/'ppo'
+    assert files.notebooks_folder() == tiny.ROOT/'nbs'
     monkeypatch.chdir(elsewhere/'data')
-    assert paths.at_root('x') == elsewhere/'data'/'x'
+    assert files.at_root('x') == elsewhere/'data'/'x'
     monkeypatch.chdir(tiny.ROOT/'nbs'/'core')
-    assert paths.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
+    assert files.at_root('runs/ppo') == tiny.ROOT/'runs'/'ppo'
 
 
 def test_a_mistyped_path_names_its_neighbour_and_the_hub(elsewhere, monkeypatch):
@@ -252,11 +246,10 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
     monkeypatch.setattr(build, 'build', lambda notebook, out, **_: built.append(out))
     (elsewhere/'half').mkdir()
     (elsewhere/'half'/'config.json').write_text(
-        '{"notebook": "sft", "fingerprint": "", "inputs": {}, "code": ""}')
-    for path, error, why in (('nobody/here', FileNotFoundError, 'policy = .* hub'),
-                             ('half', ValueError, 'not finished')):
+        '{"notebook": "sft", "fingerprint": "", "inputs": {"data": {"%s": ""}}, "code": ""}' % data)
+    for path, why in (('nobody/here', '^preferences: name yours'), ('half', 'not finished')):
         cfg = dpo.DPOConfig(policy=path, data=data, out='runs/a')
-        with pytest.raises(error, match=why): dpo.train(cfg)
+        with pytest.raises(ValueError, match=why): dpo.train(cfg)
     assert built == [] and not (elsewhere/'runs'/'a').exists()
     build.ensure_inputs(ppo.PPOConfig(policy=str(base/'sft')))
     assert built == ['runs/reward_model', 'runs/world']
@@ -300,13 +293,14 @@ def test_a_model_of_the_hub_in_one_of_its_revisions(base, elsewhere, monkeypatch
     monkeypatch.setattr(huggingface_hub.constants, 'HF_HUB_CACHE', str(elsewhere/'cache'))
     for spec in ('ann/policy@v1', f'ann/policy@{commit}'):
         cfg = SFTConfig(policy=spec)
-        policy, tokenizer = load_policy(cfg.policy, cfg)
-        assert len(tokenizer) <= policy.get_input_embeddings().weight.shape[0]
-        assert paths.ask_hub(spec) == spec
-        assert paths.hub_snapshot(spec) == str(cache/'snapshots'/commit)
+        policy = load_policy(cfg.policy, cfg)
+        tokenizer = policy.tokenizer
+        assert len(tokenizer) <= policy.model.get_input_embeddings().weight.shape[0]
+        assert files.ask_hub(spec) == spec
+        assert files.hub_snapshot(spec) == str(cache/'snapshots'/commit)
     assert content_hash('ann/policy@v1') != content_hash('ann/policy@v2')
     with pytest.raises(FileNotFoundError, match="revision 'v2'"): load_policy('ann/policy@v2', cfg)
-    with pytest.raises(FileNotFoundError, match='not be asked'): paths.ask_hub('ann/policy@v2')
+    with pytest.raises(FileNotFoundError, match='not be asked'): files.ask_hub('ann/policy@v2')
 
 
 @pytest.fixture(scope='session')
@@ -332,7 +326,7 @@ def test_the_wheel_works_without_a_checkout(installed, tmp_path):
 from pathlib import Path
 from alpaca_farm.core.ask.judge_configs import judge_config_file
 from alpaca_farm.core.run.inputs import recipe
-from alpaca_farm.core.run.paths import at_root, notebook_path, notebooks_folder
+from alpaca_farm.core.run.files import at_root, notebook_path, notebooks_folder
 from alpaca_farm.farm import FarmConfig
 assert notebooks_folder() == Path(SITE)/'alpaca_farm'/'nbs', notebooks_folder()
 assert recipe('runs/sft') == ('sft', {}) and FarmConfig(size='quick')

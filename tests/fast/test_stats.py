@@ -1,4 +1,4 @@
-"Statistics, variety and votes: beside alpaca-eval and brute force."
+"Statistics and votes: beside alpaca-eval and by hand."
 import json
 import subprocess
 import sys
@@ -9,10 +9,9 @@ import pytest
 from scipy.stats import binomtest
 
 import tiny
-from alpaca_farm.boards.text import _count_pleasantries, _distinct
 from alpaca_farm.core import stats
 from alpaca_farm.core.data.preferences import hash_uniform
-from alpaca_farm.judging.noise import sample_votes
+from alpaca_farm.judging.measures import sample_votes
 
 DATA = tiny.ROOT.parent/'shared'/'data'
 recorded = pytest.mark.skipif(not (DATA/'alpaca_eval').exists(), reason='no recorded verdicts')
@@ -30,33 +29,6 @@ def test_win_rate_is_alpaca_evals(kind, rng):
                  soft=rng.uniform(1, 2, n))[kind]
         theirs, ours = metrics.pairwise_to_winrate(preferences=p.tolist()), stats.win_rate(p)
         assert {k: theirs[k] for k in ours} == pytest.approx(ours, abs=1e-9)
-
-
-def test_replicates_without_variance_of_their_own(rng):
-    "Copies have the interval of one; two that differ have Student's t."
-    x = rng.normal(size=300)
-    assert stats.replicate_interval([x, x, x]) == pytest.approx(stats.bootstrap(x), abs=.01)
-    two = stats.replicate_interval([x, x + 1])
-    assert two.high - two.value == pytest.approx(12.706/2, rel=.01)
-
-
-def test_agreement_is_alpaca_evals(rng):
-    "Odd numbers of votes, so that no mode has to be drawn."
-    pd, analyze = pytest.importorskip('pandas'), pytest.importorskip('alpaca_eval.analyze')
-    people, judge = rng.choice([1., 2.], (4, 30)), rng.choice([1., 2.], (3, 30))
-    def frame(votes):
-        rows = [dict(instruction=str(i), output_1='a', output_2='b', preference=v[i],
-                     annotator='x', index=j) for i in range(30) for j, v in enumerate(votes)]
-        return pd.DataFrame(rows)
-    def analyzer(gold, n):
-        return analyze.Analyzer(gold_crossannotations=frame(gold),
-                                gold_annotations=frame(people[:1]), n_annotators=n)
-    theirs = analyzer(people, 4).agreement_of_annotations(
-        frame(people), annotations_2=None, n_majority_vote_1=1, n_majority_vote_2=3)
-    assert stats.agreement(people) == pytest.approx(theirs['score'])
-    three = analyzer(people[:3], 3).estimate_bias(frame(judge))
-    assert stats.bias(judge, people[:3]) == pytest.approx(three)
-    assert stats.variance(people) == pytest.approx(1 - theirs['score'])
 
 
 def test_agreement_with_missing_votes():
@@ -91,25 +63,3 @@ def test_panel_follows_chances_and_weights():
     assert binomtest(int((votes == 2).sum()), votes.size, .75*.9 + .25*.2).pvalue > .001
     again = sample_votes(chance[:, :, ::-1], pairs[::-1], votes=1, weights=[3, 1])
     assert (again[:, ::-1] == votes).all()
-
-
-@pytest.mark.parametrize('text, n', [
-    ('Certainly: the cave. Take care!', 2), ('Hey, it is red.', 0),
-    ("I'd be happy to help! That's a great question. It rains.", 2),
-    ('I hope this helps! Please feel free to ask. Thank you for your question.', 3),
-    ('SURE, why not? Be kind. You are welcome. Good luck!', 3),
-    ('I am sure. Surely not. Sure enough, it rained. I hope it rains.', 0),
-    ('The course is long, of course. Thank you for the flowers. What a day.', 0)])
-def test_pleasantries(text, n): assert _count_pleasantries(text) == n
-
-
-@pytest.mark.parametrize('n', [1, 2])
-@pytest.mark.parametrize('answers', [
-    ['a b a', 'b c'], ['a a a a b'], ['x y', 'x y', 'y x z'], ['A, b! a', "don't do it", '']])
-def test_distinct_by_brute_force(answers, n):
-    words = [a.lower().replace(',', '').replace('!', '').split() for a in answers]
-    grams = [tuple(w[i:i + n]) for w in words for i in range(len(w) - n + 1)]
-    for m in range(1, len(grams) + 1):
-        every = [len({grams[i] for i in rows})/m for rows in combinations(range(len(grams)), m)]
-        assert _distinct(answers, n, m) == pytest.approx(np.mean(every), abs=1e-12)
-    assert np.isnan(_distinct(answers, n, len(grams) + 1))

@@ -17,6 +17,7 @@ from alpaca_farm.core.ask.completions import label_tokens
 from alpaca_farm.core.data.dialogues import turns_text
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.model.control import set_control_prefix
+from alpaca_farm.core.model.policy import Policy
 from alpaca_farm.core.model.generation import generate, Sample
 from alpaca_farm.core.model.loading import model_path
 from alpaca_farm.core.model.models import load_policy, load_tokenizer
@@ -26,7 +27,7 @@ from alpaca_farm.core.data.text import (build_prompt, decode, encode, encode_pro
     encode_responses, end_token, end_tokens, set_template_arguments)
 from alpaca_farm.core.run.settings import Config
 from alpaca_farm.judging.judges import load_evaluators, LocalJudge
-from alpaca_farm.rrhf import candidate_tokens
+from alpaca_farm.rrhf import _candidate_tokens
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -102,13 +103,9 @@ def save(folder, tokenizer, size=320, positions=256):
     return str(folder)
 
 
-def data(folder, n=12):
-    folder.mkdir(exist_ok=True)
-    rows = [dict(instruction=f'say {i} words', output=f'the words {i}') for i in range(n)]
-    for split in ('sft', 'val', 'eval'): (folder/f'{split}.json').write_text(json.dumps(rows))
-    pairs = [dict(r, output_1=r['output'], output_2='one', preference=1) for r in rows]
-    (folder/'preferences.json').write_text(json.dumps(pairs))
-    return str(folder)
+def data(folder):
+    rows = [dict(instruction=f'say {i} words', output=f'the words {i}') for i in range(12)]
+    return tiny.splits(folder, rows, 'one')
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -136,16 +133,17 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
 def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
     tokenizer, seen = build(family), []
     from alpaca_farm.core.model import rewards
-    policy, tokenizer = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
+    policy = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
+    tokenizer = policy.tokenizer
     def scores(model, ids, mask, response):
         seen.append(ids)
         return torch.zeros(len(ids))
     monkeypatch.setattr(rewards, 'sequence_scores', scores)
-    policy.score = None   # a decoder's head, which is not called
-    score_records(policy, tokenizer, [dict(instruction='say it', output='the words')])
+    policy.score = torch.nn.Identity()   # a decoder's head, which is not called
+    score_records(policy, [dict(instruction='say it', output='the words')])
     assert seen[0][0, -1] == end_token(tokenizer)
-    policy.lm_head.weight.data.zero_()  # all tokens are equally likely
-    samples = [s for s, in generate(policy, tokenizer, [[5]] * 60, max_new_tokens=200)]
+    policy.model.lm_head.weight.data.zero_()  # all tokens are equally likely
+    samples = [s for s, in generate(policy, [[5]] * 60, max_new_tokens=200)]
     ends = [s.tokens[-1] for s in samples if s.ended]
     assert end_token(tokenizer) in ends and set(ends) <= set(end_tokens(policy, tokenizer))
 
@@ -188,11 +186,12 @@ def test_a_tokenizer_without_pad_unk_and_bos_trains(family, tmp_path):
     sizes = dict(data=folder, max_length=256, max_prompt=200, eval_instances=4)
     given = tiny.SETTINGS['sft'] | sizes
     sft.train(sft.SFTConfig(**given, policy=policy, out=str(tmp_path/'sft')))
-    model, loaded = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))
+    model = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))
+    loaded = model.tokenizer
     assert read_summary(tmp_path/'sft')['nll'] < read_summary(tmp_path/'sft')['nll_before']
-    assert len(model.get_input_embeddings().weight) == 320
+    assert len(model.model.get_input_embeddings().weight) == 320
     assert loaded.pad_token_id is not None and len(read_json(tmp_path/'sft'/'outputs.json')) == 4
-    ends = model.generation_config.eos_token_id
+    ends = model.model.generation_config.eos_token_id
     # other programs stop there as well
     assert end_token(loaded) in (ends if isinstance(ends, list) else [ends])
     given = tiny.SETTINGS['dpo'] | sizes | dict(preferences=folder, policy=str(tmp_path/'sft'))
@@ -203,12 +202,14 @@ def test_a_tokenizer_without_pad_unk_and_bos_trains(family, tmp_path):
 def test_a_padding_token_that_the_model_does_not_know_is_replaced(tmp_path):
     tokenizer = build('mistral')
     tokenizer.add_special_tokens(dict(pad_token='[PAD]'))
-    model, loaded = load_policy(save(tmp_path, tokenizer, 279), sft.SFTConfig(device='cpu'))
+    model = load_policy(save(tmp_path, tokenizer, 279), sft.SFTConfig(device='cpu'))
+    loaded = model.tokenizer
     assert tokenizer.pad_token_id == 279 and loaded.pad_token == '<unk>'
-    assert len(model.get_input_embeddings().weight) == 279
+    assert len(model.model.get_input_embeddings().weight) == 279
 
 
-def test_an_end_that_is_missing_or_unknown_to_the_model_is_refused(tmp_path):
+def test_an_end_or_a_template_that_is_missing_is_refused(tmp_path):
+    "Or an end unknown to the model; a template may have an end that is no EOS."
     tokenizer = build('bare', eos_token='', pad_token='')
     with pytest.raises(ValueError, match=f'{tmp_path}.* has no EOS token'):
         load_tokenizer(save(tmp_path, tokenizer))
@@ -218,6 +219,10 @@ def test_an_end_that_is_missing_or_unknown_to_the_model_is_refused(tmp_path):
     loaded = load_tokenizer(save(tmp_path/'chat', tokenizer))
     assert end_token(loaded) == loaded.convert_tokens_to_ids('<|im_end|>')
     assert loaded.pad_token_id is not None
+    given = tiny.SETTINGS['sft'] | dict(data=data(tmp_path/'data'), template='chat', val_split='',
+                                        policy=save(tmp_path/'base', build('bare')))
+    with pytest.raises(ValueError, match='^template = chat: .*/base has no chat template'):
+        sft.train(sft.SFTConfig(**given, out=str(tmp_path/'sft')))
 
 
 def test_thinking_is_off_unless_it_is_asked_for(tmp_path):
@@ -348,10 +353,10 @@ def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypa
     _, (prompt,), ((answer,),) = encode([record], ('output',), tokenizer, 250)
     assert tokenizer.decode(prompt).endswith('Assistant:') and prompt + answer == want
     query = dict(record, output=['the words'], ended=[True])
-    assert candidate_tokens(query, tokenizer) == [answer]
+    assert _candidate_tokens(query, tokenizer) == [answer]
     samples = lambda *given, **how: [[Sample(answer, [0.] * len(answer), True)]]
     monkeypatch.setattr('alpaca_farm.core.answers.generate', samples)
-    said, = sample_answers(None, tokenizer, [record], SampleConfig(max_prompt=99))
+    said, = sample_answers(Policy(None, tokenizer), [record], SampleConfig(max_prompt=99))
     assert said['output'] == ['the words']
 
 
@@ -380,7 +385,7 @@ def test_the_labels_of_a_local_judge_are_those_behind_its_prompt(kind, tmp_path)
     a, b = (tokenizer(text + label, add_special_tokens=False)['input_ids'] for label in 'ab')
     shared, labels = label_tokens(judge.prompt(pair), 'ab', tokenizer)
     if kind != 'byte_prefix': assert [shared + label for label in labels] == [a, b]
-    with torch.no_grad(): logits = judge.writer.model(torch.tensor([shared])).logits[0, -1]
+    with torch.no_grad(): logits = judge.writer.policy.model(torch.tensor([shared])).logits[0, -1]
     chances = logits[[label[0] for label in labels]].softmax(0)
     np.testing.assert_allclose(judge([pair]), 1 + chances[1].item(), rtol=1e-4)
 
@@ -489,20 +494,13 @@ def test_a_system_turn_that_the_template_refuses_stands_before_the_users():
         encode_prompts([dict(messages=turns[:1])], tokenizer)
 
 
-def test_chat_without_a_chat_template_is_refused(tmp_path):
-    policy, folder = save(tmp_path/'base', build('bare')), data(tmp_path/'data')
-    given = tiny.SETTINGS['sft'] | dict(data=folder, policy=policy, template='chat', val_split='')
-    with pytest.raises(ValueError, match='^template = chat: .*/base has no chat template'):
-        sft.train(sft.SFTConfig(**given, out=str(tmp_path/'sft')))
-
-
 def test_generation_config_changes_no_sample(tmp_path):
     "But its end tokens do: what a checkpoint recommends for chatting is no part of a policy."
     cfg, folders = sft.SFTConfig(device='cpu'), [tmp_path/'plain', tmp_path/'tuned']
     for folder in folders: save(folder, build('chatml_base'))
     (folders[1]/'generation_config.json').write_text(json.dumps(dict(
         do_sample=True, temperature=.1, top_k=1, top_p=.1, min_p=.5, repetition_penalty=5.)))
-    plain, tuned = ([s.tokens for s, in generate(*load_policy(str(f), cfg), [[5, 6]]*8,
+    plain, tuned = ([s.tokens for s, in generate(load_policy(str(f), cfg), [[5, 6]]*8,
                                                 max_new_tokens=12)] for f in folders)
     assert plain == tuned and len({*map(tuple, plain)}) > 1
 
@@ -539,8 +537,9 @@ def test_a_gguf_file_is_a_policy(tmp_path, monkeypatch):
         vocab_size=320, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, intermediate_size=32, max_position_embeddings=256))
     write_gguf(file, model, tokenizer)
-    policy, loaded = load_policy(str(file), sft.SFTConfig(device='cpu'))
-    read = policy.state_dict()
+    policy = load_policy(str(file), sft.SFTConfig(device='cpu'))
+    loaded = policy.tokenizer
+    read = policy.model.state_dict()
     assert all(torch.equal(x, read[name]) for name, x in model.state_dict().items())
     asked = [dict(instruction='say <|im_end|> it')]
     assert encode_prompts(asked, loaded) == encode_prompts(asked, tokenizer)
@@ -549,8 +548,8 @@ def test_a_gguf_file_is_a_policy(tmp_path, monkeypatch):
     given = tiny.SETTINGS['sft'] | dict(data=data(tmp_path/'data'), policy=str(file), lora_rank=2,
                                         max_length=256, max_prompt=200, eval_instances=4)
     sft.train(sft.SFTConfig(**given, out=str(tmp_path/'sft')))
-    trained = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))[0]
-    assert not torch.equal(trained.model.layers[0].mlp.up_proj.weight,
+    trained = load_policy(str(tmp_path/'sft'), sft.SFTConfig(device='cpu'))
+    assert not torch.equal(trained.model.model.layers[0].mlp.up_proj.weight,
                            model.model.layers[0].mlp.up_proj.weight)
     assert [s.st_mtime_ns for s in written()] == [before.st_mtime_ns]
     with pytest.raises(FileNotFoundError, match='Did you mean .*tiny.gguf'):

@@ -59,11 +59,12 @@ def make_model(folder: Path, shape: str, device: str):
     with torch.device(device): model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    from alpaca_farm.core.model.adapters import save_adapter
+    from alpaca_farm.core.model.policy import save_adapter
     from alpaca_farm.core.model.models import load_scalar
     from alpaca_farm.reward_model import RewardModelConfig
     cfg = RewardModelConfig(policy=str(folder), device=device, dtype='bfloat16', **LORA)
-    model, tokenizer = load_scalar(str(folder), cfg, 'normal', train=True)
+    model = load_scalar(str(folder), cfg, 'normal', train=True)
+    tokenizer = model.tokenizer
     reward = folder.with_name(f'reward-{shape}')
     reward.mkdir()
     save_adapter(model, reward)
@@ -136,7 +137,7 @@ def measure_ours(method: str, shape: str, more: dict, out: Path, small: bool, de
 def measure_sampling(shape: str, more: dict, out: Path, small: bool, device: str) -> dict:
     "Tokens a second of 128 answers to as many prompts, with an adapter that is not merged."
     from transformers import LlamaConfig, LlamaForCausalLM
-    from alpaca_farm.core.model.adapters import add_adapter, lora_config, state_of
+    from alpaca_farm.core.model.policy import add_adapter, lora_config, own_weights, Policy
     from alpaca_farm.core.model.generation import generate
     from alpaca_farm.core.model.models import response_logprobs
     from alpaca_farm.sft import SFTConfig
@@ -147,17 +148,17 @@ def measure_sampling(shape: str, more: dict, out: Path, small: bool, device: str
                          num_key_value_heads=heads, max_position_embeddings=2048)
     torch.manual_seed(0)
     with torch.device(device): model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
-    state_of(model).dtype = torch.bfloat16
-    policy = add_adapter(model.eval(), 'policy', lora_config(SFTConfig(**more)))
-    for name, w in policy.named_parameters():
+    policy = Policy(model.eval(), dtype=torch.bfloat16)
+    policy = add_adapter(policy, 'policy', lora_config(SFTConfig(**more)))
+    for name, w in own_weights(policy).items():
         if 'lora_B' in name: torch.nn.init.normal_(w, std=.002)
     rng = random.Random(0)
     prompts = [[rng.randrange(4, words) for _ in range(prompt)] for _ in range(rows)]
-    generate(policy, None, prompts[:4], max_new_tokens=4)
+    generate(policy, prompts[:4], max_new_tokens=4)
     began = time.time()
-    answers = [samples[0] for samples in generate(policy, None, prompts, max_new_tokens=answer)]
+    answers = [samples[0] for samples in generate(policy, prompts, max_new_tokens=answer)]
     each = time.time() - began
-    again = response_logprobs(policy, prompts[:16], [s.tokens for s in answers[:16]], 0).tolist()
+    again = response_logprobs(policy, prompts[:16], [s.tokens for s in answers[:16]]).tolist()
     differs = max(abs(sum(s.logprobs) - x) / answer for s, x in zip(answers, again))
     return dict(seconds=round(each, 2), tokens_a_second=round(rows * answer / each),
                 logprob_differs=round(differs, 4))

@@ -36,11 +36,12 @@ def test_every_precision_trains(base, tmp_path, name, more):
 
 def test_greedy_answers_are_those_of_transformers(base):
     cfg = sft.SFTConfig(**tiny.settings('sft', base, device='cuda', dtype='float32'))
-    policy, tokenizer = load_policy(cfg.policy, cfg)
+    policy = load_policy(cfg.policy, cfg)
+    tokenizer = policy.tokenizer
     prompts = encode_prompts(load_records(str(base/'world'), 'eval', n=8), tokenizer)
-    ours = generate(policy, tokenizer, prompts, max_new_tokens=20, temperature=0.)
+    ours = generate(policy, prompts, max_new_tokens=20, temperature=0.)
     for prompt, (sample,) in zip(prompts, ours):
         ids = torch.tensor([prompt], device=policy.device)
-        theirs = policy.generate(ids, max_new_tokens=20, do_sample=False,
+        theirs = policy.model.generate(ids, max_new_tokens=20, do_sample=False,
                                  pad_token_id=tokenizer.pad_token_id)[0, len(prompt):]
         assert sample.tokens == theirs.tolist()[:len(sample.tokens)]

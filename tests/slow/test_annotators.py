@@ -79,16 +79,11 @@ def test_a_judge_that_samples_is_asked_anew_for_another_seed(tmp_path, spec, sam
             assert len(server.requests()) == total
 
 
-@pytest.mark.parametrize('batch', [False, True])
-def test_failures_leave_the_run_open_and_are_asked_alone(tmp_path, batch):
-    "Server errors, and a batch's expired lines."
-    faults = {'500': {'p': 0, 'always_for': 'Say word [0-4]\\.'}}
-    if batch: faults['timeout'] = {'p': 0, 'always_for': 'Say word [5-6]\\.'}
-    with judge_server(faults=faults) as server:
-        cfg, failed = annotation(tmp_path, server, batch=batch), 7 if batch else 5
-        with pytest.raises(ValueError, match=f'{40 - failed} of 40 .*: {failed} requests failed'):
-            run(cfg)
-        assert not summary(cfg) and len(labels(cfg)) == 40 - failed
+def test_failures_leave_the_run_open_and_are_asked_alone(tmp_path):
+    with judge_server(faults={'500': {'p': 0, 'always_for': 'Say word [0-4]\\.'}}) as server:
+        cfg = annotation(tmp_path, server)
+        with pytest.raises(ValueError, match='35 of 40 .*: 5 requests failed'): run(cfg)
+        assert not summary(cfg) and len(labels(cfg)) == 35
         server.set(faults={})
         run(cfg)
         assert summary(cfg)['labels'] == 40 and server.counts()['ok'] == 40
@@ -118,57 +113,6 @@ def test_labels_nobody_is_asked_for(tmp_path):
     assert .15 < np.mean(np.array(given(cfg)) == 1) < .35
 
 
-def sent_batches(server):
-    return [r for r in server.requests() if r['path'] == '/v1/batches' and r['method'] == 'POST']
-
-
-def test_the_batch_api(tmp_path, capsys):
-    "Half the price; a file for each model and kind of request."
-    with judge_server(batch_seconds=.3) as server:
-        models = ['gpt-4-0314=judge', 'gpt-3.5-turbo-0301=other', 'text-davinci-003=my-instruct']
-        one = weights_of('alpaca_farm', 'gpt4_4', 'chatgpt_1', 'davinci003_4')
-        cfg = annotation(tmp_path, server, batch=True, prices=prices(tmp_path), models=models,
-                         annotators='alpaca_farm', weights=one)
-        run(cfg)
-        assert summary(cfg)['labels'] == 40 and 'within a day' in capsys.readouterr().out
-        assert sum('batch' in r for r in server.requests()) == 40
-        assert len(sent_batches(server)) == 3
-        full = replace(cfg, out=f'{cfg.out}_full', store=f'{cfg.store}_full', batch=False)
-        run(full)
-        assert summary(full)['dollars'] == pytest.approx(2*summary(cfg)['dollars'], rel=.01)
-
-
-WAITS = '''
-import sys, json
-from alpaca_farm.annotators import AnnotatorsConfig, run
-run(AnnotatorsConfig(**json.loads(sys.argv[1])))
-'''
-
-
-@pytest.mark.parametrize('nameless', [False, True])
-def test_a_batch_outlives_its_process(tmp_path, nameless):
-    "Its answers are read later, with or without the setting; by its file where its name is lost."
-    with judge_server(batch_seconds=3600.) as server:
-        cfg = annotation(tmp_path, server, batch=True, prices=prices(tmp_path))
-        started = subprocess.Popen([sys.executable, '-c', WAITS, json.dumps(vars(cfg))],
-                                   env=tiny.environment(), stdout=subprocess.DEVNULL)
-        store = Store(cfg.store)
-        while not store.run('select 1 from batches where name not null'): time.sleep(.05)
-        started.send_signal(signal.SIGKILL)
-        started.wait()
-        if nameless: store.run('update batches set name = null')
-        store.db.close()
-        later = replace(cfg, batch=nameless)
-        if not nameless:
-            with pytest.raises(ValueError, match='under way in the batch'): run(later)
-        server.set(batch_seconds=0.)
-        run(later)
-        assert sum('batch' in r for r in server.requests()) == 40, 'the batch was sent again'
-    assert summary(cfg)['labels'] == 40
-    paid = sum(r['price'] for r in labels(cfg))
-    assert paid == pytest.approx(summary(cfg)['dollars'], abs=1e-6)
-
-
 @pytest.mark.parametrize('harm', ['header', 'cut'])
 def test_a_damaged_store_is_said_and_left(tmp_path, harm):
     with judge_server() as server:
@@ -176,8 +120,7 @@ def test_a_damaged_store_is_said_and_left(tmp_path, harm):
         run(cfg)
         gc.collect()   # an open connection would write the damaged file when it closes
         file = tmp_path/'answers.sqlite'
-        whole = file.read_bytes()
-        damaged = whole[:len(whole)//2] if harm == 'cut' else bytes(8000) + whole[8000:]
+        damaged = file.read_bytes()[:file.stat().st_size//2]
         for p in tmp_path.glob('answers.sqlite-*'): p.unlink()
         file.write_bytes(damaged)
         with pytest.raises((ValueError, OSError), match='damaged|malformed'):
@@ -187,45 +130,8 @@ def test_a_damaged_store_is_said_and_left(tmp_path, harm):
 
 @pytest.mark.parametrize('more, message', [
     (dict(base_url='http://127.0.0.1:9/v1'), 'no answer from 127.0.0.1:9'),
-    (dict(base_url=''), 'OPENAI_API_KEY'), (dict(annotators='claude', models=[]), 'compatible'),
-    (dict(annotators='alpaca_eval_gtp4'), 'Did you mean alpaca_eval_gpt4'),
-    (dict(annotators='no_module:f'), 'no module')])
+    (dict(base_url=''), 'OPENAI_API_KEY'), (dict(annotators='no_module:f'), 'no module')])
 def test_what_cannot_be_asked_is_refused(tmp_path, monkeypatch, more, message):
     monkeypatch.delenv('OPENAI_API_KEY')
     with pytest.raises((ValueError, ModuleNotFoundError), match=message):
         run(annotation(tmp_path, None, **more))
-
-
-def test_a_reward_model_and_a_local_model_as_judges(tmp_path):
-    "By their folders, without an endpoint: Bradley and Terry's probabilities, and labels'."
-    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
-    from alpaca_farm.core.model.rewards import reward
-    small = LlamaConfig(vocab_size=260, hidden_size=16, intermediate_size=32, num_labels=1,
-                        num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=900,
-                        initializer_range=.5, pad_token_id=0)
-    for name, kind in (('judge', LlamaForCausalLM), ('reward', LlamaForSequenceClassification)):
-        kind(small).save_pretrained(tmp_path/name)
-        tiny.letters().save_pretrained(tmp_path/name)
-    cfg, folder = annotation(tmp_path, None, annotators=str(tmp_path/'reward')), tmp_path/'judge'
-    run(cfg)
-    score = reward(cfg.annotators, cfg)
-    one, two = (np.array(score([dict(r, output=r[k]) for r in labels(cfg)]))
-                for k in ('output_1', 'output_2'))
-    expected = [r['expected'] - 1 for r in labels(cfg)]
-    assert expected == pytest.approx(1/(1 + np.exp(one - two)), abs=1e-4)
-    local = annotation(tmp_path, None, out=str(tmp_path/'local'), annotators='open_pool')
-    local = replace(local, models=[m.replace('=judge', f'={folder}') for m in local.models])
-    run(local)
-    assert {r['annotator'] for r in labels(local)} > {'llama_strict', 'qwen_letter'}
-    with pytest.raises(ValueError, match='needs a prompt'): load_annotators(str(folder), cfg)
-    with pytest.raises(ValueError, match='cannot use a local model'):
-        load_annotators('alpaca_eval_gpt4', replace(cfg, annotators='alpaca_eval_gpt4',
-                                                    models=[f'gpt-4={folder}']))
-
-
-def test_only_the_worlds_labels_are_flipped_by_default(tmp_path):
-    file = tmp_path/'labels.json'
-    file.write_text(json.dumps([dict(p, preference=2) for p in pairs(40)]))
-    cfg = annotation(tmp_path, None, annotators=str(file), label_flip=-1., models=[])
-    run(cfg)
-    assert given(cfg) == [2.]*40 and summary(cfg)['flip_rate'] == 0

@@ -6,7 +6,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tiny
 from alpaca_farm.core.model import loading
-from alpaca_farm.core.model.adapters import state_of
 from alpaca_farm.core.model.generation import generate
 from alpaca_farm.core.model.models import hidden_states, load_policy
 from alpaca_farm.core.model.packing import reads_packed, _register_rows
@@ -59,13 +58,14 @@ def unregistered():
 def test_attention_gets_causal_rows(family, kind, unregistered, monkeypatch):
     "Without a mask; the rest of a layer has every token once. Flash attention applies windows."
     more = dict(sliding_window=5) if family == 'mistral' and kind != 'sdpa' else {}
-    model = tiny.family(family, **more).double()
+    model = tiny.policy(family, **more)
+    model.model.double()
     model.config._attn_implementation = kind
     calls, read = watched(monkeypatch, kind, flash), []
     assert reads_packed(model)
     calls.clear()
     def reads(module, args, out): read.append(out.shape[:2])
-    hook = model.base_model.get_input_embeddings().register_forward_hook(reads)
+    hook = model.model.base_model.get_input_embeddings().register_forward_hook(reads)
     with torch.no_grad(): hidden_states(model, **BATCH)
     hook.remove()
     assert read == [(1, sum(map(len, {tuple(p) for p in PROMPTS})) + sum(map(len, ANSWERS)))]
@@ -88,7 +88,7 @@ def test_other_masks_reach_the_kernel_unchanged(unregistered, monkeypatch):
 
 def test_flash_attention_is_given_16_bits(unregistered, monkeypatch):
     "Also where weights in float32 are evaluated outside of autocast."
-    model, other = tiny.family('llama'), tiny.family('llama')
+    model, other = tiny.policy('llama'), tiny.policy('llama')
     model.config._attn_implementation = 'flash_attention_2'
     calls = watched(monkeypatch, 'flash_attention_2', flash)
     with torch.no_grad():
@@ -99,8 +99,8 @@ def test_flash_attention_is_given_16_bits(unregistered, monkeypatch):
 
 def test_right_padding_reaches_the_causal_kernel(monkeypatch):
     "It was taken for several sequences in a row, and a mask was built."
-    model = tiny.family('llama')
-    state_of(model).reads_packed = False
+    model = tiny.policy('llama')
+    model.packs = False
     calls = watched(monkeypatch, 'sdpa', ALL_ATTENTION_FUNCTIONS['sdpa'])
     for batch, masked in ((BATCH, False), ({k: F.pad(v, (0, 9)) for k, v in BATCH.items()}, True),
                           (collate(PROMPTS, ANSWERS, 0, 'left'), True)):
@@ -111,7 +111,7 @@ def test_right_padding_reaches_the_causal_kernel(monkeypatch):
 
 
 def loaded(folder, attention):
-    return load_policy(str(folder), HardwareConfig(device='cpu', attention=attention))[0]
+    return load_policy(str(folder), HardwareConfig(device='cpu', attention=attention))
 
 
 def test_a_run_asks_for_its_kernel(tmp_path):
@@ -122,7 +122,7 @@ def test_a_run_asks_for_its_kernel(tmp_path):
     for kind, used in (('auto', 'sdpa'), ('eager', 'eager')):
         model = loaded(tmp_path, kind)
         assert model.config._attn_implementation == used
-        samples = generate(model, None, PROMPTS, max_new_tokens=8, temperature=0)
+        samples = generate(model, PROMPTS, max_new_tokens=8, temperature=0)
         written.append([s.tokens for s, in samples])
         assert model.config._attn_implementation == used
     assert written[0] == written[1]

@@ -6,6 +6,7 @@ import torch
 
 from alpaca_farm.core.functional import token_logprobs
 from alpaca_farm.core.model.beams import beam_search
+from alpaca_farm.core.model.policy import Policy
 from tiny import family, ragged
 
 torch.set_num_threads(1)
@@ -46,7 +47,7 @@ def test_diverse_beams_by_the_book(beams, groups, penalty):
     model = family('llama', vocab_size=6)
     for prompt in ([1, 5, 3], [4], [3, 5, 5, 4]):
         want = by_the_book(model, prompt, beams, groups, penalty, 5)
-        found, = beam_search(model, None, [prompt], beams, groups, penalty, 5)
+        found, = beam_search(Policy(model), [prompt], beams, groups, penalty, 5)
         assert sorted(s.tokens for s in found) == sorted(list(a) for _, a in want)
         got = [sum(s.logprobs)/len(s.tokens) for s in found]
         assert got == pytest.approx([w for w, _ in want], abs=1e-4) and len(found) == beams
@@ -65,7 +66,7 @@ def test_a_batch_has_any_size(beams):
     model, prompts = family('llama'), ragged(8)
     want = [theirs(model, p, 12, beams) for p in prompts]
     for batch_size in (beams, 16, 256):
-        found = beam_search(model, None, prompts, beams, max_new_tokens=12, batch_size=batch_size)
+        found = beam_search(Policy(model), prompts, beams, max_new_tokens=12, batch_size=batch_size)
         assert [[s.tokens for s in x] for x in found] == want
 
 
@@ -73,7 +74,7 @@ def test_suppressed_tokens_and_several_ends():
     model = family('llama')
     model.generation_config.eos_token_id = [2, 17, 30]
     model.generation_config.suppress_tokens = list(range(40, 64))
-    for x in beam_search(model, None, ragged(12), 4, 2, 1., 12):
+    for x in beam_search(Policy(model), ragged(12), 4, 2, 1., 12):
         assert len(x) == 4
         for s in x:
             ends = [t in (2, 17, 30) for t in s.tokens]
@@ -82,12 +83,12 @@ def test_suppressed_tokens_and_several_ends():
 
 def test_faults():
     model = family('llama').train()
-    assert beam_search(model, None, []) == []
+    assert beam_search(Policy(model), []) == []
     for prompts, groups, message in (([[5]], 3, 'groups = 3'),
                                      ([[5], []], 1, 'prompt 1 is empty')):
         with pytest.raises(ValueError, match=message):
-            beam_search(model, None, prompts, groups=groups, max_new_tokens=2)
+            beam_search(Policy(model), prompts, groups=groups, max_new_tokens=2)
     assert model.training
     model.lm_head.weight.data.fill_(float('nan'))
     with pytest.raises(ValueError, match='not finite'):
-        beam_search(model, None, [[5]], max_new_tokens=2)
+        beam_search(Policy(model), [[5]], max_new_tokens=2)

@@ -1,4 +1,5 @@
 "The client: what belongs to a key, who waits for whom, what stops it, and what it never shows."
+import asyncio
 import os
 import re
 import resource
@@ -10,32 +11,23 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import openai   # takes a second or two the first time
-import psutil
 import pytest
 
 import tiny
 from alpaca_farm.annotators import run
 from alpaca_farm.auto_annotations import PairwiseAutoAnnotator
-from alpaca_farm.core.ask.api import ApiConfig
-from alpaca_farm.core.ask.batches import _batch_text, _store_line
-from alpaca_farm.core.ask.client import ApiClient
+from alpaca_farm.core.ask.client import ApiClient, ApiConfig
 from alpaca_farm.core.ask.store import request_key, Store
+from alpaca_farm.core.run.progress import Progress
 from asking import annotation, KEY, key, prices, summary
 from judge_server import judge_server
 
 
-@pytest.fixture(scope='module')
-def shared():
-    with judge_server() as server: yield server
-
-
 @pytest.fixture
-def server(shared, monkeypatch, tmp_path):
-    "One for all tests, as if new; and no store among the project's runs."
+def server(monkeypatch, tmp_path):
+    "And no store among the project's runs."
     monkeypatch.setattr('alpaca_farm.core.ask.client.at_root', lambda path: tmp_path/path)
-    shared.set(faults={}, latency=0., template='Output ({letter})', batch_seconds=.1,
-               usage=None)
-    return shared
+    with judge_server() as server: yield server
 
 
 def client_of(tmp_path, server, **more):
@@ -51,12 +43,11 @@ def asked(n, **more):
 def texts(answers): return [a and a['choices'][0]['message']['content'] for a in answers]
 
 
-@pytest.mark.parametrize('batch', [False, True])
-def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys, batch):
-    "In a refusal, a batch's errors, and an answer's text: neither printed nor in any file."
+def test_a_key_that_the_server_repeats_is_nowhere(tmp_path, server, capsys):
+    "In a refusal, and an answer's text: neither printed nor in any file."
     server.set(faults={'echo': 'Say word 3\\.'},
                template='It says %s.\nOutput ({letter})' % KEY)
-    cfg = annotation(tmp_path, server, n=8, batch=batch)
+    cfg = annotation(tmp_path, server, n=8)
     run(cfg)
     assert summary(cfg)['labels'] == 7
     assert 'Bearer [key]' in (tmp_path/'run'/'unanswered.json').read_text()
@@ -82,26 +73,6 @@ def test_another_endpoint_is_asked_itself(tmp_path, server):
     assert texts(client_of(tmp_path, server, base_url='')(asked(1), [7])) == ['Old']
 
 
-@pytest.mark.parametrize('batch, name', [(False, 'batch_gone'), (True, 'batch_gone'), (False, '')])
-def test_a_batch_that_is_gone_is_asked_again(tmp_path, server, capsys, batch, name):
-    "Deleted or another project's; `''`: killed before the name was known, and its file is gone."
-    client, requests = client_of(tmp_path, server, batch=batch), asked(3)
-    client.store.note_batch('file', client.server, dict(zip(client.keys(requests), requests)))
-    if name: client.store.name_batch('file', name)
-    assert None not in client(requests) and client.tally.asked == 3 and not client.tally.failed
-    assert f'the batch {name or "of file"} is gone' in capsys.readouterr().out
-    assert not client.store.open_batches(client.server)
-
-
-def test_a_refused_key_does_not_release_a_batch(tmp_path):
-    with judge_server(key='right') as server:
-        client, requests = client_of(tmp_path, server), asked(3)
-        todo = dict(zip(client.keys(requests), requests))
-        client.store.note_batch('file-1', client.server, todo)
-        with pytest.raises(ValueError, match='the key is refused'): client(requests)
-        assert client.store.open_batches(client.server)
-
-
 ASKS = '''
 import sys; sys.path[:0] = {tests!r}
 from test_client import asked, ApiClient, ApiConfig
@@ -116,9 +87,12 @@ def code_of(tmp_path, server, n=12, at_a_time=2):
                        store=str(tmp_path/'a.sqlite'), n=n, at_a_time=at_a_time)
 
 
-def start(code):
-    return subprocess.Popen([sys.executable, '-c', code], stdout=subprocess.PIPE, text=True,
-                            env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
+HERE = tiny.environment(PYTHONPATH=str(tiny.ROOT))
+
+
+def start(code, *args):
+    return subprocess.Popen([sys.executable, '-c', code, *map(str, args)], text=True, env=HERE,
+                            stdout=subprocess.PIPE)
 
 
 @pytest.mark.parametrize('killed', [False, True])
@@ -145,9 +119,8 @@ for i in range(60):
     while time.time() < float(sys.argv[2]) + .05*i: pass
     Store(f'{sys.argv[1]}/{i}.sqlite')
 """
-    command = [sys.executable, '-c', code, tmp_path, str(time.time() + 5)]
-    three = [subprocess.Popen(command, env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
-             for _ in range(3)]
+    begin = time.time() + 5
+    three = [start(code, tmp_path, begin) for _ in range(3)]
     assert [p.wait(timeout=120) for p in three] == [0, 0, 0]
 
 
@@ -159,7 +132,7 @@ def test_half_a_character_does_not_end_a_run(tmp_path, server):
     first = client(requests)
     assert texts(first[:3])[1].endswith('\ufffd') and None not in first
     judge = PairwiseAutoAnnotator('chatgpt', models={'gpt-3.5-turbo-0301': 'judge'},
-                                  base_url=server.url, caching_path=str(tmp_path/'labels.json'))
+                                  base_url=server.url, caching_path=str(tmp_path/'labels.sqlite'))
     pair = dict(instruction='Say it.', output_1='half \ud83d', output_2='b'*40)
     assert judge.annotate_pairs([pair])[0]['preference'] == 2
     assert client(requests) == first and client.tally.asked == 4
@@ -190,74 +163,34 @@ def test_the_forecast_counts_both_orders(tmp_path, server, capsys):
     assert (n, twice) == (5, 10) and both == pytest.approx(2*one, rel=.02)
 
 
+def test_the_time_is_forecast_from_the_first_answers(tmp_path, server, monkeypatch, capsys):
+    "Of an endpoint with a single slot, of which neither settings nor stored answers know."
+    server.set(latency=.1)
+    slot, send, shown = asyncio.Lock(), ApiClient.send, []
+    async def send_in_turn(*args):
+        async with slot: return await send(*args)
+    monkeypatch.setattr(ApiClient, 'send', send_in_turn)
+    monkeypatch.setattr(Progress, 'show', lambda _, line, *more: shown.append((time.time(), line)))
+    client_of(tmp_path, server, concurrency=16)(asked(40))
+    assert capsys.readouterr().out == 'asking: 40 requests to judge; price unknown\n'
+    at, line = next(s for s in shown if ' left' in s[1])
+    assert int(line.split()[1][:-3]) < 20
+    assert float(re.search(r'(\d+) s left', line)[1]) == pytest.approx(time.time() - at, rel=.5)
+
+
 def test_nothing_readable_stops_early(tmp_path, server):
     "Not after all pairs are paid for, and not once the server is mended; one is enough to go on."
     server.set(template='I like the {letter} one.')
     cfg = annotation(tmp_path, server, n=100, concurrency=4)
-    before = len(server.requests())
     for times in (1, 2):
         with pytest.raises(ValueError, match='none of 20 answers.*I like the'): run(cfg)
-        assert 20*times <= len(server.requests()) - before < 30*times
+        assert 20*times <= len(server.requests()) < 30*times
     server.set(template='Output ({letter})')
     run(cfg)
     assert summary(cfg)['labels'] == summary(cfg)['asked'] == 100
     client = client_of(tmp_path, server)
     client(asked(1))
     assert None not in client(asked(30), readable=lambda i, answer: i == 0)
-
-
-def test_what_a_batch_may_cost_counts_while_it_is_under_way(tmp_path, server):
-    "A start that was killed has sent a batch; the next one does not send as much again."
-    server.set(batch_seconds=3600.)
-    client = client_of(tmp_path, server, out=str(tmp_path/'run'), budget=.3,
-                       prices=prices(tmp_path, '[1000, 1000]'))
-    requests = asked(18, max_tokens=10)
-    part = dict(zip(client.keys(requests[:9]), requests[:9]))
-    with openai.OpenAI(base_url=server.url, api_key=KEY) as account:
-        file = account.files.create(file=('a.jsonl', _batch_text(part)), purpose='batch').id
-        made = account.batches.create(input_file_id=file, endpoint='/v1/chat/completions',
-                                      completion_window='24h')
-    client.store.note_batch(file, client.server, part)
-    client.store.name_batch(file, made.id)
-    answers = client(requests)
-    assert answers[:9] == [None]*9 and client.tally.stopped
-    assert 0 < sum(a is not None for a in answers[9:]) < 6
-
-
-def test_a_large_store_is_neither_loaded_nor_searched(tmp_path):
-    "40,000 answers to requests of 2 kB: memory, and SQLite's operations for a few of them."
-    store = Store(tmp_path/'a.sqlite')
-    store.run('begin')
-    store.db.executemany('insert into answers values (?, ?, 1., ?)',
-                         [(b'%08d' % i, '{"text": "yes"}', i) for i in range(40_000)])
-    store.db.executemany('insert into requests values (?, ?)',
-                         [(b'%08d' % i, 'x'*2000) for i in range(40_000)])
-    store.run('commit')
-    store.db.close()
-    me, thousands = psutil.Process(), []
-    before = me.memory_info().rss
-    store = Store(tmp_path/'a.sqlite')
-    store.db.set_progress_handler(lambda: thousands.append(1), 1000)
-    assert len(store.get([b'%08d' % i for i in range(0, 40_000, 400)])) == 100
-    assert store.mean_seconds() == 1.
-    assert len(thousands) < 10 and me.memory_info().rss - before < 20 * 2**20
-
-
-def test_the_answer_of_a_batch_is_paid_for_once(tmp_path):
-    "Two processes may read the same batch; a request that was sent twice was paid for twice."
-    store = Store(tmp_path/'a.sqlite')
-    for seconds, paid in ((None, 2.), (None, 2.), (.5, 4.)):
-        store.put(b'key', dict(model='m'), dict(choices=[]), seconds, 'run', 2.)
-        assert store.dollars_paid('run') == paid
-
-
-@pytest.mark.parametrize('response', [dict(status_code=502, body='upstream error'),
-                                      dict(status_code=500, body=[1]), None])
-def test_a_line_of_a_batch_in_another_form_is_a_reason(tmp_path, server, response):
-    client = client_of(tmp_path, server)
-    client.begin({b'key': asked(1)[0]})
-    _store_line(client, dict(custom_id=b'key'.hex(), response=response), client.todo)
-    assert client.tally.failed[b'key']
 
 
 def wait_for(server, n):
@@ -286,8 +219,7 @@ def test_a_second_signal_ends_at_once_and_what_was_under_way_is_told(tmp_path):
     with judge_server() as server:
         code = code_of(tmp_path, server, 20, 8)
         for kill in (False, True):
-            server.set(faults={'timeout': 1.} if kill else
-                       {'timeout': 'Say word 1?[1-9]'})
+            server.set(faults={'timeout': 1.} if kill else {'timeout': 'Say word 1?[1-9]'})
             with start(code) as one:
                 before = len(server.requests())
                 wait_for(server, before + (1 if kill else 9))
@@ -325,7 +257,7 @@ def test_signals_are_those_of_before_after_a_call_and_in_a_thread(tmp_path, serv
 def test_the_interrupt_button_of_a_notebook_waits_too(tmp_path):
     from jupyter_client.manager import start_new_kernel
     with judge_server(latency=3.) as server:
-        kernel, client = start_new_kernel(env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
+        kernel, client = start_new_kernel(env=HERE)
         try:
             client.execute(code_of(tmp_path, server, 40, 16))
             wait_for(server, 1 + 16)
@@ -341,18 +273,16 @@ def test_the_interrupt_button_of_a_notebook_waits_too(tmp_path):
         assert len(Store(tmp_path/'a.sqlite')) == len(server.requests()) == 17
 
 
-BAD_COUNTS = [dict(prompt_tokens=n, completion_tokens=m) for n, m in (
-    (-5, -10**6), ('many', 'more'), (10**400, 1), (7, float('nan')), (True, [2]))]
-
-
-@pytest.mark.parametrize('usage', [*BAD_COUNTS, [1, 2], 'none'], ids=lambda u: str(u)[:40])
+@pytest.mark.parametrize('usage', [[1, 2], 'none'] + [
+    dict(prompt_tokens=n, completion_tokens=m) for n, m in (
+        (-5, -10**6), ('many', 'more'), (10**400, 1), (7, float('nan')), (True, [2]))],
+    ids=lambda u: str(u)[:40])
 def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
     "The answers are stored, each is paid for once, and the budget gets nothing back."
     server.set(usage=usage)
-    before = len(server.requests())
     client = client_of(tmp_path, server, prices=prices(tmp_path, '[1000, 1000]'), budget=9.,
                        out=str(tmp_path/'run'))
-    assert None not in client(asked(3, max_tokens=10)) and len(server.requests()) == before + 3
+    assert None not in client(asked(3, max_tokens=10)) and len(server.requests()) == 3
     most = sum(map(client.highest_price, asked(3, max_tokens=10)))
     assert client.tally.dollars == pytest.approx(most)
     assert client.store.dollars_paid(client.run_name) == pytest.approx(most)
@@ -361,18 +291,9 @@ def test_numbers_of_tokens_that_cannot_be(tmp_path, server, usage):
 @pytest.mark.parametrize('fault', ['nested', 'badutf8'])
 def test_a_good_answer_in_bad_json_is_used_and_paid_for_once(tmp_path, server, fault):
     server.set(faults={fault: 'Say word 1\\.'})
-    before = len(server.requests())
-    client = client_of(tmp_path, server)
-    first = client(asked(3))
-    assert None not in texts(first) and len(server.requests()) == before + 3
-    assert client_of(tmp_path, server)(asked(3)) == first and len(server.requests()) == before + 3
-
-
-def test_a_line_of_a_batch_that_is_no_json_leaves_the_others(tmp_path, server):
-    server.set(faults={'badjson': 'Say word 1\\.'})
-    client = client_of(tmp_path, server, batch=True)
-    assert [a is None for a in client(asked(3))] == [False, True, False]
-    assert 'has completed' in client.tally.open and not client.store.open_batches(client.server)
+    first = client_of(tmp_path, server)(asked(3))
+    assert None not in texts(first) and client_of(tmp_path, server)(asked(3)) == first
+    assert len(server.requests()) == 3
 
 
 def test_an_interrupted_build_waits_for_what_it_has_paid_for(tmp_path):
@@ -385,8 +306,7 @@ build('annotators', **eval(sys.argv[1]))
         cfg = annotation(tmp_path, server, concurrency=8)
         names = 'out outputs annotators label_flip base_url store models concurrency'.split()
         given = repr({name: getattr(cfg, name) for name in names})
-        with subprocess.Popen([sys.executable, '-c', code, given],
-                              env=tiny.environment(PYTHONPATH=str(tiny.ROOT))) as one:
+        with start(code, given) as one:
             wait_for(server, 1 + 8)
             one.send_signal(signal.SIGINT)
         assert len(Store(cfg.store)) == len(server.requests()) == 9
@@ -395,19 +315,17 @@ build('annotators', **eval(sys.argv[1]))
 def test_what_fails_behind_an_answer_keeps_the_others(tmp_path, server):
     "Here the parser: what was under way is stored, and the error names what went wrong."
     server.set(latency=.3)
-    client, before = client_of(tmp_path, server, concurrency=8), len(server.requests())
+    client = client_of(tmp_path, server, concurrency=8)
     def readable(i, answer): return 1/0 if i == 3 else False
     with pytest.raises(ValueError, match='division by zero'): client(asked(20), readable=readable)
-    assert len(client.store) == len(server.requests()) - before
+    assert len(client.store) == len(server.requests())
 
 
 def test_a_dripping_endpoint_meets_the_time_limit(tmp_path, server):
     server.set(faults={'drip': 'Say word 1\\.'})
     client = client_of(tmp_path, server, timeout=4., tries=2)
-    before = server.counts()
     assert [a is None for a in client(asked(3))] == [False, True, False]
-    assert 'timed out' in client.tally.open
-    assert server.counts() - before == dict(ok=2, drip=2)
+    assert 'timed out' in client.tally.open and server.counts() == dict(ok=2, drip=2)
 
 
 @pytest.mark.parametrize('fault', ['timeout', 'reset', '503', 'badjson'])
@@ -435,8 +353,7 @@ def test_empty_and_damaged_answers_are_named_with_how_to_drop_them(tmp_path, ser
     server.set(faults={'empty': 'Say word [12]\\.'})
     def drop(said):
         command = re.search(r'drop them first: python -c "(.*)"', said)[1]
-        subprocess.run([sys.executable, '-c', command], check=True,
-                       env=tiny.environment(PYTHONPATH=str(tiny.ROOT)))
+        assert start(command).wait() == 0
     client = client_of(tmp_path, server)
     for _ in range(2):
         assert texts(client_of(tmp_path, server)(asked(4))).count(None) == 2

@@ -9,7 +9,7 @@ from alpaca_farm import best_of_n, expert_iteration
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.expert_iteration import ExpertIterationConfig, round_jobs
+from alpaca_farm.expert_iteration import ExpertIterationConfig, _round_jobs
 from alpaca_farm.sft import SFTConfig
 
 
@@ -29,14 +29,14 @@ def chain(base, tmp_path_factory):
     out = str(tmp_path_factory.mktemp('chain')/'expert')
     cfg = config(base, out=out, rounds=2, n=3, max_instances=12)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_iteration, 'run_jobs', tiny.run_here)
+        patch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
         expert_iteration.train(cfg)
     return cfg
 
 
 def test_winners_are_what_sft_learned_from(chain):
     for r in (1, 2):
-        best, learned = (j.out for j in round_jobs(r, chain))
+        best, learned = (j.out for j in _round_jobs(r, chain))
         drawn, winners = candidates(best), outputs(best)
         assert len(drawn) == 12 and all(len(c['output']) == len(c['scores']) == 3 for c in drawn)
         best_of = [c['output'][np.argmax(c['scores'])] for c in drawn]
@@ -47,7 +47,7 @@ def test_winners_are_what_sft_learned_from(chain):
 
 
 def test_each_round_has_new_prompts_and_the_last_rounds_policy(base, chain):
-    jobs = [round_jobs(k, chain) for k in (1, 2)]
+    jobs = [_round_jobs(k, chain) for k in (1, 2)]
     asked = [[r['instruction'] for r in candidates(best.out)] for best, _ in jobs]
     every = [r['instruction'] for r in load_records(str(base/'world'), 'unlabeled')]
     assert asked == [every[:12], every[12:24]]
@@ -65,16 +65,16 @@ def test_what_it_leaves(chain):
     rewards = read_json(out/'rewards.json')
     assert [len(r['samples']) for r in rewards] == [36, 36]
     assert all(np.mean(r['winners']) > np.mean(r['samples']) for r in rewards)
-    parts = [read_summary(j.out)['cpu_seconds'] for r in (1, 2) for j in round_jobs(r, chain)]
+    parts = [read_summary(j.out)['cpu_seconds'] for r in (1, 2) for j in _round_jobs(r, chain)]
     assert s['cpu_seconds'] > sum(parts) > 0 and not list(out.rglob('.*'))
 
 
 def test_nothing_is_done_twice(chain, monkeypatch):
-    monkeypatch.setattr(expert_iteration, 'run_jobs', tiny.run_here)
+    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', tiny.run_here)
     assert expert_iteration.train(chain).done
     Path(chain.out, 'summary.json').unlink()
     def state():
-        jobs = round_jobs(1, chain) + round_jobs(2, chain)
+        jobs = _round_jobs(1, chain) + _round_jobs(2, chain)
         log = [{k: v for k, v in r.items() if k != 'wall'} for r in read_log(chain.out)]
         return [Path(j.out, 'summary.json').stat().st_mtime_ns for j in jobs], log
     before = state()
@@ -87,13 +87,13 @@ def test_a_failed_round_says_why(base, tmp_path, monkeypatch):
     loaded, cfg = [], config(base, out=str(tmp_path/'e'))
     for name in ('reward', 'load_policy'):
         monkeypatch.setattr(expert_iteration, name, lambda *_: loaded.append(1))
-    monkeypatch.setattr(expert_iteration, 'run_jobs', lambda *_: ['round_1/sft: it broke'])
+    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', lambda *_: ['round_1/sft: it broke'])
     with pytest.raises(RuntimeError, match='it broke'): expert_iteration.train(cfg)
     assert not read_summary(cfg.out) and not loaded
 
 
 def test_more_rounds_than_prompts_are_refused_at_once(base, tmp_path, monkeypatch):
-    monkeypatch.setattr(expert_iteration, 'run_jobs', lambda *_: ['it played'])
+    monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', lambda *_: ['it played'])
     given = dict(out=str(tmp_path/'e'), rounds=4)
     with pytest.raises(ValueError, match='rounds = 4.*max_instances = 20'):
         expert_iteration.train(config(base, max_instances=20, **given))
@@ -106,7 +106,7 @@ def test_optimisation_is_the_sft_runs():
     more = dict(micro_batch_size=2, lr_schedule='constant', warmup=.2, weight_decay=.1,
                 betas=[.9, .999], adam_eps=1e-6, max_grad_norm=.5, checkpoint_every=7)
     own = dict(learning_rate=2e-5, batch_size=128)
-    learn = round_jobs(1, ExpertIterationConfig(**more, **own))[1].settings
+    learn = _round_jobs(1, ExpertIterationConfig(**more, **own))[1].settings
     assert {k: learn[k] for k in more | own} == more | own
     assert all(getattr(ExpertIterationConfig(), k) == getattr(SFTConfig(), k) for k in more)
 

@@ -12,7 +12,8 @@ import tiny
 from alpaca_farm import dpo, ppo, reward_model, sft
 from alpaca_farm.core.functional import token_logprobs
 from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.models import (hidden_states, load_policy, load_scalar, logprobs,
+from alpaca_farm.core.model.policy import Policy
+from alpaca_farm.core.model.models import (values, hidden_states, load_policy, load_scalar, logprobs,
     sequence_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.core.data.text import collate, encode, rollout_batch
@@ -28,14 +29,8 @@ near = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 
 @functools.cache
 def data():
-    folder = tempfile.mkdtemp()
-    for split in ('sft', 'val', 'eval', 'unlabeled'):
-        with open(f'{folder}/{split}.json', 'w') as f:
-            json.dump([{k: r[k] for k in ('instruction', 'output')} for r in RECORDS], f)
-    with open(f'{folder}/preferences.json', 'w') as f:
-        json.dump([dict(instruction=r['instruction'], output_1=r['output'], output_2=r['other'],
-                        preference=1 + i % 2) for i, r in enumerate(RECORDS)], f)
-    return folder
+    rows = [{k: r[k] for k in ('instruction', 'output')} for r in RECORDS]
+    return tiny.splits(tempfile.mkdtemp(), rows)
 
 
 @functools.cache
@@ -64,78 +59,83 @@ def both_sides(prompts, answers):
 @pytest.mark.parametrize('name', tiny.FAMILIES)
 def test_samples(name):
     "Greedy answers are those of `model.generate`; log-probs are those of the model's own logits."
-    policy, tokenizer = load_policy(checkpoint(name), CFG)
+    policy = load_policy(checkpoint(name), CFG)
+    tokenizer = policy.tokenizer
     prompts = encoded(tokenizer)[0]
     # one BOS, then the template's text
     assert all(p.count(1) == 1 and p[0] == 1 and p[-1] == 3 for p in prompts)
-    samples = [s for s, in generate(policy, tokenizer, prompts, max_new_tokens=8, temperature=0,
+    samples = [s for s, in generate(policy, prompts, max_new_tokens=8, temperature=0,
                                     batch_size=4)]
     for p, s in zip(prompts, samples):
-        whole = policy.generate(input_ids=torch.tensor([p]), attention_mask=torch.ones(1, len(p)),
+        whole = policy.model.generate(input_ids=torch.tensor([p]), attention_mask=torch.ones(1, len(p)),
                                 max_new_tokens=8, do_sample=False,
                                 pad_token_id=0)[0, len(p):].tolist()
         assert s.tokens == (whole[:whole.index(2) + 1] if 2 in whole else whole)
         with torch.no_grad():
-            logits = policy(torch.tensor([p + s.tokens])).logits[0, len(p) - 1:-1]
+            logits = policy.model(torch.tensor([p + s.tokens])).logits[0, len(p) - 1:-1]
         near(torch.tensor(s.logprobs), token_logprobs(logits, torch.tensor(s.tokens)))
 
 
 @pytest.mark.parametrize('name', tiny.FAMILIES)
 def test_sft(name):
     "The loss of transformers, whatever the padding; a few steps write the answers with EOS."
-    policy, tokenizer = load_policy(checkpoint(name), CFG, train=True)
+    policy = load_policy(checkpoint(name), CFG, train=True)
+    tokenizer = policy.tokenizer
     prompts, answers, _ = encoded(tokenizer)
     assert all(a[-1] == 2 and a.count(2) == 1 and 0 not in a for a in answers)
     batches, alone = both_sides(prompts, answers)
     with torch.no_grad():
         rows = torch.stack(
-            [policy(b['ids'], labels=torch.where(b['response'] > 0, b['ids'], -100)).loss
+            [policy.model(b['ids'], labels=torch.where(b['response'] > 0, b['ids'], -100)).loss
              for b in alone])
         for b in batches:
             loss = sft.sft_loss(policy, b)['loss']
             near(loss.sum(1) / b['response'].sum(1), rows)
             assert not loss[b['response'] == 0].any()
-    optimizer = torch.optim.Adam(policy.parameters(), 1e-2)
+    optimizer = torch.optim.Adam(policy.model.parameters(), 1e-2)
     for step in range(60):
         loss = sft.sft_loss(policy, batches[0])['loss'].sum() / batches[0]['response'].sum()
         loss.backward()
-        if not step: assert policy.get_output_embeddings().weight.grad[2].abs().sum() > 0
+        if not step: assert policy.model.get_output_embeddings().weight.grad[2].abs().sum() > 0
         optimizer.step()
         optimizer.zero_grad()
         if loss < .05: break
-    samples = generate(policy, tokenizer, prompts, max_new_tokens=8, temperature=0)
+    samples = generate(policy, prompts, max_new_tokens=8, temperature=0)
     assert [s.tokens for s, in samples] == answers
 
 
 @pytest.mark.parametrize('name', tiny.FAMILIES)
 def test_reward_model(name, tmp_path):
     "Scores do not depend on padding and are those of the saved model and its class."
-    model, tokenizer = load_scalar(checkpoint(name), CFG, 'normal', train=True)
+    model = load_scalar(checkpoint(name), CFG, 'normal', train=True)
+    tokenizer = model.tokenizer
     prompts, answers, _ = encoded(tokenizer)
     batches, alone = both_sides(prompts, answers)
-    model.save_pretrained(tmp_path)
+    model.model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    again, _ = load_scalar(str(tmp_path), CFG)
+    again = load_scalar(str(tmp_path), CFG)
     with torch.no_grad():
         rows = torch.cat([sequence_scores(model, b['ids'], b['mask']) for b in alone])
         assert rows.std() > 1e-3
         for b in batches: near(sequence_scores(again, b['ids'], b['mask'], b['response']), rows)
-        near(model(input_ids=alone[0]['ids']).logits[0, 0], rows[0])
+        near(model.model(input_ids=alone[0]['ids']).logits[0, 0], rows[0])
         near(model.score(hidden_states(model, alone[0]['ids'], alone[0]['mask']))[0, -1, 0],
              rows[0])
     batch = answer_batch(prompts, (answers, encoded(tokenizer)[2]), range(6), 0)
     batch |= dict(label=torch.zeros(6), margin=torch.zeros(6))
     reward_model.reward_loss(model, batch)['loss'].sum().backward()
     assert model.score.weight.grad.abs().sum() > 0
-    assert model.get_input_embeddings().weight.grad.abs().sum() > 0
+    assert model.model.get_input_embeddings().weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize('name', tiny.FAMILIES)
 def test_dpo(name, tmp_path):
     "Loss log 2 before a step that prefers the chosen answers; log-probs whatever the padding."
     cfg = dpo.DPOConfig(policy=checkpoint(name), preferences=data(), data=data(),
-                        out=str(tmp_path/'dpo'), device='cpu', batch_size=6)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+                        out=str(tmp_path/'dpo'), device='cpu', batch_size=6, epochs=1,
+                        beta=.1, max_length=128)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    tokenizer = policy.tokenizer
     labelled = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
     labelled.add_reference(policy)
     batch = labelled.labelled_batch(labelled.order[0])
@@ -143,7 +143,7 @@ def test_dpo(name, tmp_path):
     near(figures['loss'], torch.full((6,), 2.).log())
     figures['loss'].sum().backward()
     with torch.no_grad():
-        for p in policy.parameters(): p -= 0 if p.grad is None else 1e-3 * p.grad
+        for p in policy.model.parameters(): p -= 0 if p.grad is None else 1e-3 * p.grad
         assert (dpo.dpo_step(policy, batch, cfg)['loss']).mean() < figures['loss'].mean()
         batches, alone = both_sides(*encoded(tokenizer)[:2])
         rows = torch.cat([sequence_logprobs(policy, b) for b in alone])
@@ -154,21 +154,22 @@ def test_dpo(name, tmp_path):
 def test_ppo(name):
     "Ratios of 1 and values whatever the padding; gradients reach the policy and the value model."
     cfg = ppo.PPOConfig(policy=checkpoint(name), reward_model='tiny:letters', data=data(),
-                        device='cpu', rollouts=6, batch_size=6, kl_coef=0.)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+                        device='cpu', rollouts=6, batch_size=6, kl_coef=0., temperature=1.)
+    policy = load_policy(cfg.policy, cfg, train=True)
+    tokenizer = policy.tokenizer
     value = ppo.value_model(cfg, policy)
     torch.nn.init.normal_(value.score.weight)
     prompts, answers, _ = encoded(tokenizer)
     batches, alone = both_sides(prompts, answers)
     batch, _ = ppo.experience(policy, policy, value, batches[2], torch.arange(6.), cfg)
     with torch.no_grad():
-        rows = torch.cat([value(b)[b['response'] > 0] for b in alone])
-        for b in batches: near(value(b)[b['response'] > 0], rows)
+        rows = torch.cat([values(value, b)[b['response'] > 0] for b in alone])
+        for b in batches: near(values(value, b)[b['response'] > 0], rows)
     near(batch['old_values'][batch['response'] > 0], rows)
     figures = ppo.ppo_loss(policy, value, batch, cfg)
     near(figures['ratio'], torch.ones_like(figures['ratio']))
     (figures['loss'] * batch['weight']).sum().backward()
-    for m in (policy.base_model, value.base_model):
+    for m in (policy.model.base_model, value.model.base_model):
         assert m.get_input_embeddings().weight.grad.abs().sum() > 0
 
 
@@ -202,7 +203,7 @@ def test_an_encoder_scores(name, tmp_path, capsys):
                                    return_tensors='pt',
                                    return_token_type_ids=True)).logits[0, 0].item(), score)
     cfg = ppo.PPOConfig(policy=checkpoint('llama'), reward_model=folder, data=data(), device='cpu')
-    value = ppo.value_model(cfg, torch.nn.Module())
+    value = ppo.value_model(cfg, Policy(torch.nn.Module()))
     assert 'another vocabulary than the policy' in capsys.readouterr().out
     assert value.config.model_type == 'llama'
 
@@ -232,7 +233,8 @@ def test_a_model_that_cannot_be_sampled_is_refused_before_training(tmp_path, mon
                                      out=str(tmp_path/'out'), device='cpu', max_new_tokens=8,
                                      **more))
     assert not (tmp_path/'out').exists()
-    model, tokenizer = load_scalar(checkpoint('mamba'), CFG, 'normal')
+    model = load_scalar(checkpoint('mamba'), CFG, 'normal')
+    tokenizer = model.tokenizer
     batches, alone = both_sides(*encoded(tokenizer)[:2])
     with torch.no_grad():
         near(sequence_scores(model, batches[0]['ids'], batches[0]['mask']),
@@ -242,11 +244,12 @@ def test_a_model_that_cannot_be_sampled_is_refused_before_training(tmp_path, mon
 @pytest.mark.parametrize('name', ['mixtral', 'qwen3_moe'])
 def test_router_losses(name, tmp_path):
     "That of transformers over what is not padding; a weight changes what is learned."
-    policy, tokenizer = load_policy(checkpoint(name), CFG)
+    policy = load_policy(checkpoint(name), CFG)
+    tokenizer = policy.tokenizer
     prompts, answers, _ = encoded(tokenizer)
     batches, _ = both_sides(prompts, answers)
     loss = RouterLoss(policy)
-    wanted = policy(batches[1]['ids'], attention_mask=batches[1]['mask'],
+    wanted = policy.model(batches[1]['ids'], attention_mask=batches[1]['mask'],
                     position_ids=(batches[1]['mask'].cumsum(1) - 1).clamp(min=0),
                     output_router_logits=True).aux_loss
     with torch.no_grad(): logprobs(policy, batches[0])   # is not trained on
@@ -264,4 +267,4 @@ def test_router_losses(name, tmp_path):
     near(runs[1]['loss'], runs[0]['loss'] + runs[1]['router_loss'])
     with pytest.raises(ValueError,
                        match='router_loss: LlamaModel is no mixture of experts; leave it at 0'):
-        RouterLoss(load_policy(checkpoint('llama'), CFG)[0])
+        RouterLoss(load_policy(checkpoint('llama'), CFG))

@@ -3,20 +3,19 @@ import itertools
 import json
 import sys
 import time
-from itertools import combinations
 from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
+from scipy.special import stdtrit
 
 import tiny
 from alpaca_farm import farm, world
 from alpaca_farm.annotators import AnnotatorsConfig
 from alpaca_farm.judging.judges import load_annotators
 from alpaca_farm.boards.simulation import (
-    _correlations, _method_differences, method_groups, _separation, _simulation_table,
-    vote_agreements)
+    _correlations, _method_differences, method_groups, _separation, _simulation_table)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run import jobs, progress, runs
 from alpaca_farm.core.run.inputs import methods
@@ -25,7 +24,6 @@ from alpaca_farm.core.stats import spearman
 from alpaca_farm.farm import farm_jobs, FarmConfig, population, RUNS
 from alpaca_farm.worlds.folder import World
 from alpaca_farm.annotators import flip_share
-from alpaca_farm.judging.noise import preference_probabilities, sample_votes
 
 COLUMNS = ('simulated', 'crowd', 'transfer')
 
@@ -101,28 +99,23 @@ def test_groups_of_methods_over_replicates():
     summary = _separation(found)
     spread, needed = summary['spread_of_differences'], summary['replicates_for_2_points']
     assert spread == pytest.approx((found.sd**2).mean()**.5)
-    student = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
-    assert student[needed]*spread/needed**.5 <= 2 < student[needed - 1]*spread/(needed - 1)**.5
+    def found_by(R, n=20_000):   # share of studies of R replicates that find two points
+        studies = 2 + spread*rng.normal(size=(R, n))
+        return np.mean(studies.mean(0) > stdtrit(R - 1, .975)*studies.std(0, ddof=1)/R**.5)
+    assert found_by(needed) > .79 and found_by(needed - 1) < .81
     assert _separation(_method_differences(five[:1], names))['replicates_for_2_points'] is None
 
 
-def test_agreement_is_one_vote_against_three(tmp_path):
-    "One vote against the majority of three others, by counting."
-    pairs = world.embedded_pairs(500)
-    (tmp_path/'annotators').mkdir()
-    rows = [{k: v for k, v in p.items() if k != 'votes'} | dict(preference=1) for p in pairs]
-    (tmp_path/'annotators'/'preferences.json').write_text(json.dumps(rows))
-    found = vote_agreements(str(tmp_path), dict(crowd=world.crowd, pool=world.pool), seed=3)
-    crowd, pool = (sample_votes(preference_probabilities(j, pairs), pairs, 4, s)
-                   for j, s in ((world.crowd, 3), (world.pool, 3 + 10**6)))
-    def majority(v, others):
-        return np.mean([a == np.median(np.delete(o, k)) for column, o in zip(v.T, others.T)
-                        for k in range(4) for a in ([column[k]] if v is others else column)])
-    assert found['crowd_agreement'] == pytest.approx(majority(crowd, crowd))
-    assert found['pool_agreement'] == pytest.approx(majority(pool, crowd))
-    two = np.mean([a == b for column in crowd.T for a, b in combinations(column, 2)])
-    assert found['crowd_two_votes'] == pytest.approx(two, abs=.04)
-    assert found['crowd_agreement'] > found['crowd_two_votes'] + .015
+def test_equal_methods_are_rarely_apart():
+    "Of 45 differences of ten equal methods one at least is clear in most studies; Holm's in 1 of 20."
+    apart = []
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        equal = 1.5 + .025*rng.normal(size=(5, 1, 10)) + .1*rng.normal(size=(5, 12, 10))
+        found = _method_differences(equal, list('abcdefghij'))
+        apart.append((found.clear.any(), len(method_groups(found)) > 1))
+    alone, together = np.mean(apart, 0)
+    assert alone > .6 and together < .12
 
 
 def test_spread_over_replicates():
@@ -136,22 +129,10 @@ def test_spread_over_replicates():
     assert row.crowd_high - row.crowd >= 4.3*row.crowd_sd/3**.5
     r = _correlations(three, 0)
     each = [float(spearman(*(three[c][k].mean(0) for c in COLUMNS[:2]))) for k in range(3)]
-    assert [r[f'spearman_simulated_crowd_{k}'] for k in range(3)] == pytest.approx(each)
     assert r['spearman_simulated_crowd'] == pytest.approx(np.mean(each))
+    assert r['gaining'] == 0 and 'spearman_simulated_crowd_gaining' not in r
     one = three | {c: three[c][:1] for c in COLUMNS}
     assert 'crowd_sd' not in _simulation_table(one, 0)
-    assert not any(k[-1].isdigit() for k in _correlations(one, 0))
-
-
-@pytest.fixture
-def two_jobs(base, tmp_path):
-    "Two runs of some seconds in a script that starts both: (their folders, its command)."
-    folders = [str(tmp_path/name) for name in ('one', 'two')]
-    given = {f: tiny.settings('sft', base, epochs=12, checkpoint_every=5, val_split='',
-                              eval_split='') for f in folders}
-    script = ('from alpaca_farm.core.run.jobs import Job, run_jobs\n'
-              f'print(run_jobs([Job(f, "sft", given) for f, given in {given!r}.items()], 2))')
-    return folders, [sys.executable, '-c', script]
 
 
 def test_the_farm_runs_where_its_address_says(monkeypatch, tmp_path):
@@ -171,9 +152,13 @@ def gone(processes, seconds):
     return not any(map(running, processes))
 
 
-def test_jobs_end_with_their_parent_and_a_restart_goes_on(two_jobs):
-    "None of them outlives the process that starts them."
-    folders, command = two_jobs
+def test_jobs_end_with_their_parent_and_a_restart_goes_on(base, tmp_path):
+    "None of two runs outlives the process that starts them."
+    folders = [str(tmp_path/name) for name in ('one', 'two')]
+    given = tiny.settings('sft', base, epochs=12, checkpoint_every=5, val_split='', eval_split='')
+    script = ('from alpaca_farm.core.run.jobs import Job, run_jobs\n'
+              f'print(run_jobs([Job(f, "sft", {given!r}) for f in {folders!r}], 2))')
+    command = [sys.executable, '-c', script]
     parent = tiny.spawn(command)
     until = time.time() + 600
     while not all(len(read_log(f)) > 5 for f in folders):
@@ -244,9 +229,10 @@ def test_the_time_left_learns_from_the_runs_just_made(tmp_path, monkeypatch, cap
     monkeypatch.delenv('JPY_SESSION_NAME', raising=False)
 
     class Process:
-        returncode = 0
         def __init__(self): self.end = clock.now + 10*factor
-        def poll(self): return 0 if clock.now >= self.end else None
+
+        @property
+        def exitcode(self): return 0 if clock.now >= self.end else None
 
     place = SimpleNamespace(workers=2, check=lambda jobs: None, start=lambda *_: Process(),
                             fits=lambda job, running: len(running) < 2)

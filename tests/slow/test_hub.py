@@ -31,11 +31,7 @@ def parquet(rows):
 
 
 def dump(rows): return json.dumps(rows).encode()
-
-
 def lines(rows): return '\n'.join(map(json.dumps, rows)).encode()
-
-
 def asks(text): return [dict(instruction=f'{text} {i}', input='', output='ok') for i in range(2)]
 
 
@@ -115,7 +111,7 @@ def hub(tmp_path_factory):
     return results, asked, home
 
 
-def test_alpacafarms_configurations(hub):
+def test_configurations_and_layouts(hub):
     got = hub[0]
     for split in ('sft', 'unlabeled', 'val', 'eval'):
         assert [r['instruction'] for r in got[split]] == [f'{split} 0', f'{split} 1'], got[split]
@@ -124,9 +120,6 @@ def test_alpacafarms_configurations(hub):
     assert got['noisy'][0]['instruction'] == 'noisy_multi'
     assert got['references'][0]['generator'] == 'text_davinci_003'
 
-
-def test_other_layouts(hub):
-    got = hub[0]
     best = lambda r: r[f'output_{r["preference"]:.0f}']
     assert best(got['hh'][0]) == 'Yes? harmless-base train'
     assert best(got['hh eval'][0]) == 'Yes? helpful-base test'

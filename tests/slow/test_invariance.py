@@ -1,68 +1,12 @@
-"""Numbers that must not depend on padding, on the batch, or on micro-batches."""
-import copy
-from types import SimpleNamespace
-
+"Numbers that must not depend on micro-batches; padding is the matter of test_families."
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel
 
 import tiny
-from alpaca_farm.core.model.models import hidden_states, logprobs, values
 from alpaca_farm.core.run.runs import read_log
-from alpaca_farm.core.data.text import collate
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope='module', params=['llama', 'gpt2'])
-def sharp(request, models):
-    "A policy and a scalar model whose weights are large enough for attention to matter."
-    size = len(models.tokenizer)
-    config = GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=4, n_positions=256,
-                        pad_token_id=0, num_labels=1)
-    torch.manual_seed(0)
-    kinds = (GPT2LMHeadModel, GPT2ForSequenceClassification)
-    if request.param == 'gpt2': policy, scalar = (kind(config).eval() for kind in kinds)
-    else: policy, scalar = map(copy.deepcopy, (models.policy, models.scalar))
-    for p in [*policy.parameters(), *scalar.parameters()]:
-        if p.ndim == 2: p.data *= 5
-    return SimpleNamespace(**dict(vars(models), policy=policy, scalar=scalar))
-
-
-def near(a, b): torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-5)
-
-
-def batch_of(models, rows, side, extra=0):
-    "A batch of examples, padded by as much more on a side; the padding token is 0."
-    b = collate([models.prompts[i] for i in rows], [models.answers[i] for i in rows], 0, side)
-    room = (extra, 0) if side == 'left' else (0, extra)
-    return {k: torch.nn.functional.pad(t, room) for k, t in b.items()}
-
-
-def test_gradients_do_not_see_padding(sharp):
-    def grads(side, extra):
-        sharp.policy.zero_grad()
-        logprobs(sharp.policy, batch_of(sharp, range(16), side, extra)).sum().backward()
-        return torch.cat([p.grad.flatten() for p in sharp.policy.parameters()])
-    wanted = grads('right', 0)
-    for side, extra in (('left', 0), ('left', 23), ('right', 23)):
-        torch.testing.assert_close(grads(side, extra), wanted, rtol=1e-4,
-                                   atol=1e-4*wanted.abs().max().item())
-    sharp.policy.zero_grad()
-
-
-@torch.no_grad()
-def test_what_follows_does_not_matter(sharp):
-    "A token's log-prob and value know nothing of later tokens."
-    b, start = batch_of(sharp, [0], 'right'), len(sharp.prompts[0])
-    on = b['response'].bool()
-    logp, value = logprobs(sharp.policy, b, .7)[on], values(sharp.scalar, b)[on]
-    short = {k: t[:, :start + 3] for k, t in b.items()}
-    near(logprobs(sharp.policy, short, .7)[0, -3:], logp[:3])
-    for t in (0, 2):   # the state in which a token is chosen has not seen that token
-        before = {k: b[k][:, :start + t] for k in ('ids', 'mask')}
-        near(sharp.scalar.score(hidden_states(sharp.scalar, **before))[0, -1, 0], value[t])
 
 
 # Adam divides by the size of a gradient: keep rounding noise below what it divides by

@@ -29,13 +29,6 @@ def refused(base, tmp_path, monkeypatch):
     return holds
 
 
-def dataset(folder, rows):
-    folder.mkdir()
-    for split in ('sft', 'unlabeled', 'val', 'eval'):
-        (folder/f'{split}.json').write_text(json.dumps(rows))
-    return str(folder)
-
-
 @pytest.mark.parametrize('name, split', [
     *((name, 'eval') for name in (*METHODS, 'expert_iteration')),
     *((name, 'val') for name in ('sft', 'ppo', 'binary_feedback'))])
@@ -52,15 +45,11 @@ def test_the_worlds_judge_refuses_other_data_first(refused, tmp_path, name):
     more = dict(reward_model=f'{__name__}:length', annotators=WORLD)
     if name == 'binary_feedback': del more['reward_model']
     refused(name, f"annotators = '{WORLD}' .*not a request of the embedded world",
-            data=dataset(tmp_path/'data', REAL), **more)
+            data=tiny.splits(tmp_path/'data', REAL), **more)
 
 
 def length(records): return [float(len(r['output'])) for r in records]
-
-
 def broken(records): return [r['price'] for r in records]
-
-
 def silent(pairs): return [float('nan')]*len(pairs)
 
 
@@ -94,7 +83,7 @@ def test_what_is_too_long_or_too_few_is_an_error_with_a_limit_that_works(refused
     refused('reward_model', 'held_out = 500 leaves 0 of 60 pairs', held_out=500)
     refused('dpo', r'of 60 examples are .*max_length = 30 .*Set max_length to \d+', max_length=30)
     refused('ppo', 'prompts are .*max_prompt = 5 tokens.* Set max_prompt to', max_prompt=5)
-    long = dataset(tmp_path/'data', [dict(r, output=r['output']*20) for r in REAL])
+    long = tiny.splits(tmp_path/'data', [dict(r, output=r['output']*20) for r in REAL])
     refused('sft', 'answers in the data are longer .*Set max_new_tokens to', data=long,
             max_new_tokens=56, max_prompt=70)
 

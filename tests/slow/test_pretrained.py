@@ -69,15 +69,16 @@ def recover(notebook, home, tmp_path):
 def test_policies(notebook, home, recover, tmp_path, model):
     want, ids = home[1][model], torch.tensor([[1, 4, 5, 6]])
     recover(model)
-    policy, tokenizer = load_policy(str(tmp_path/'run'), Config())
-    state = policy.state_dict()
+    policy = load_policy(str(tmp_path/'run'), Config())
+    tokenizer = policy.tokenizer
+    state = policy.model.state_dict()
     assert state.keys() == want.keys()
     assert all(torch.allclose(state[k], want[k], atol=1e-6) for k in want)
     assert policy.config.vocab_size == len(tokenizer) == len(want['lm_head.weight'])
     original = notebook.small_llama(len(tokenizer), 9).eval()
     original.load_state_dict(want)
     with torch.no_grad():
-        assert torch.allclose(policy(ids).logits, original(ids).logits, atol=1e-5)
+        assert torch.allclose(policy.model(ids).logits, original(ids).logits, atol=1e-5)
 
 
 def test_reward_model(notebook, home, recover, tmp_path):
@@ -90,7 +91,7 @@ def test_reward_model(notebook, home, recover, tmp_path):
     head, bias = (state.pop(f'reward_head.{k}') for k in ('weight', 'bias'))
     original = notebook.small_llama(ROWS + 1, 9).eval()
     original.load_state_dict(state)
-    _, tokenizer = load_scalar(place, Config())
+    tokenizer = load_scalar(place, Config()).tokenizer
     for record, score in zip(records, reward(place, Config(), 'raw')(records)):
         text = f'{record["instruction"]} {record["output"]}'
         ids = tokenizer(text, return_tensors='pt')['input_ids']
@@ -121,9 +122,9 @@ def test_a_broken_difference_stops(home, recover, tmp_path, how, words):
 
 
 @pytest.mark.parametrize('base, words', [
-    (dict(seed=5), 'not Llama 2'), (dict(layers=3), 'published sum'), (dict(size=32), 'another size'),
-    (dict(rows=ROWS + 4), 'another size'), ('sft10k', 'Recover it first'), ('gpt2', 'no weight')],
-    ids=str)
+    (dict(seed=5), 'not Llama 2'), (dict(layers=3), 'published sum'),
+    *[(more, 'another size') for more in (dict(size=32), dict(rows=ROWS + 4))],
+    ('sft10k', 'Recover it first'), ('gpt2', 'no weight')], ids=str)
 def test_a_wrong_base_is_named(notebook, home, recover, tmp_path, base, words):
     place = tmp_path/'base'
     if base == 'sft10k': place = home[0]/base
@@ -152,4 +153,4 @@ def test_the_command_that_converts_pickles(home, recover, tmp_path):
     command = command.replace('python', sys.executable, 1)
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
     recover('sft10k', diff=diff)
-    assert load_policy(str(tmp_path/'run'), Config())[0].config.vocab_size == ROWS + 1
+    assert load_policy(str(tmp_path/'run'), Config()).config.vocab_size == ROWS + 1

@@ -15,7 +15,7 @@ from alpaca_farm.worlds.embedded.grammar import parse
 from alpaca_farm.worlds.embedded.lexicon import PHRASES
 from alpaca_farm.boards.judged import complete_preferences
 from alpaca_farm.worlds.folder import read_world
-from alpaca_farm.judging.noise import preference_probabilities, sample_votes
+from alpaca_farm.judging.measures import preference_probabilities, sample_votes
 
 
 @pytest.fixture(scope='module')

@@ -1,5 +1,4 @@
 """Preference data without people: tasks are data; one file, however a run is divided."""
-import json
 import math
 import random
 from collections import Counter
@@ -12,25 +11,24 @@ import yaml
 import tiny
 from judge_server import judge_server
 from alpaca_farm import rlcd, wombat, world
-from alpaca_farm.core.ask.api import ApiConfig
+from alpaca_farm.core.ask.client import ApiConfig
+from alpaca_farm.core.model.models import load_policy
 from alpaca_farm.core.ask.completions import (label_tokens, LocalWriter, prompt_tokens,
-    ServedWriter, shown_label, Written)
+    ServedWriter, _shown_label, Written)
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.rlcd import clean_response, contrast_prompt, read_task, RLCDConfig, task_file
+from alpaca_farm.rlcd import _clean_response, contrast_prompt, read_task, RLCDConfig, _task_file
 
 TASKS = sorted((tiny.ROOT/'nbs'/'recipes'/'tasks').glob('*.yaml'))
 ANYTHING = str(tiny.ROOT/'tests'/'data'/'task.yaml')
 FILES = ('items.json', 'preferences.json', 'preferences.csv')
 
 
-# --- tasks ---------------------------------------------------------------------------------------
-
 def test_shipped_tasks():
     tasks = [read_task(str(p)) for p in TASKS]
     assert [t.name for t in tasks] == [p.stem for p in TASKS]
-    assert [task_file(t.name) for t in tasks] == TASKS
+    assert [_task_file(t.name) for t in tasks] == TASKS
     for t in tasks:
         assert all(p['positive'] != p['negative'] for p in t.contrast) and t.compare
         sizes = [[len(p[side].split()) for side in ('positive', 'negative')] for p in t.contrast]
@@ -70,7 +68,8 @@ def test_prompts_are_mirror_images():
     assert minus == plus.replace('rude', 'x').replace('kind', 'rude').replace('x', 'kind')
     found = contrast_prompt(task_with(history='none'), TALK, PAIR, 'positive')
     assert found == plus.replace(' (rude)', '')
-    system, plain = task_with(placement='system'), plus.replace(' (rude)', '').replace(' (kind)', '')
+    system = task_with(placement='system')
+    plain = plus.replace(' (rude)', '').replace(' (kind)', '')
     assert contrast_prompt(system, TALK, PAIR, 'negative') == 'rude' + plain
     chat = contrast_prompt(system, TALK, PAIR, 'negative', chat=True)
     assert chat == [dict(role='system', content='rude'), *TALK['messages']]
@@ -80,62 +79,25 @@ def test_prompts_are_mirror_images():
 
 
 @pytest.mark.parametrize('text, found, stopped', [
-    (' Sure.', 'Sure.', False), (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True),
-    ('user: User: hi', 'hi', False), (' Human: Assistant: hi', 'hi', False),
+    (' Sure.\n\nHuman (rude): Thanks', 'Sure.', True), ('user: User: hi', 'hi', False),
     (' Humanity and the Human body.', 'Humanity and the Human body.', False),
-    (' A.\n\nHumanity: b.\nHuman: c', 'A.\n\nHumanity: b.\nHuman: c', False),
     ('The Human: factor', 'The Human: factor', False), ('\n\nHuman: and then?', '', True),
-    ('Human: and then?', 'and then?', False), (' ', '', False), ('\n Human: hi', 'hi', False),
-    (' Assistant (kind): hi\n\nAssistant: no', 'hi', True)])
+    ('Human: and then?', 'and then?', False), (' ', '', False), ('\n Human: hi', 'hi', False)])
 def test_answers_end_at_whole_role_tags(text, found, stopped):
-    "The release's filter cut or rejected whatever contained Human."
+    "The release's filter cut or rejected whatever contained Human; the notebook has more."
     task = task_with(filters=dict(ended=True))
     reason = ('' if stopped else 'cut_off') if found else 'empty'
-    assert clean_response(text, False, task) == (found, reason)
-
-
-# --- the judge's letters -------------------------------------------------------------------------
-
-def toy(*merged, bos='<s>'):
-    "A tokenizer of characters and of these words."
-    from tokenizers import models, Tokenizer
-    from transformers import PreTrainedTokenizerFast
-    words = ['<pad>', '<s>', '</s>', *map(chr, range(32, 127)), *merged]
-    vocab = {w: i for i, w in enumerate(words)}
-    model = models.BPE(vocab, [(w[:-1], w[-1]) for w in merged], unk_token='?')
-    special = dict(bos_token=bos, eos_token='</s>', pad_token='<pad>')
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **special)
-
-
-@pytest.mark.parametrize('merged', [(), ('(A', '(B'), (' (', ' (A')])
-def test_answer_tokens_are_those_behind_the_prompt(merged):
-    "Not those of the bare letter: with a merge the bracket belongs to them."
-    tokenizer = toy(*merged)
-    spelt = lambda ids: ''.join(tokenizer.convert_ids_to_tokens(ids))
-    shared, labels = label_tokens('It is (', 'AB', tokenizer)
-    for letter, ids in zip('AB', labels):
-        assert spelt(shared + ids) == f'<s>It is ({letter}' and spelt(ids).strip(' (') == letter
-    assert len({tuple(ids) for ids in labels}) == 2
-    assert prompt_tokens('It', toy(bos=None)) == toy()('It')['input_ids']
-
-
-def test_worlds_answer_tokens(models):
-    prompt = '\n\nHuman: Hi\n\nThe better answer is ('
-    shared, (a, b) = label_tokens(prompt, 'AB', models.tokenizer)
-    assert [models.tokenizer.decode(x) for x in (a, b)] == ['A', 'B']
-    assert models.tokenizer.decode(shared).endswith('is (')
+    assert _clean_response(text, False, task) == (found, reason)
 
 
 def test_shown_labels():
     def shown(**top):
         tokens = [dict(token=t.replace('_', ' '), logprob=math.log(p)) for t, p in top.items()]
         logprobs = dict(content=[dict(top_logprobs=tokens)])
-        return shown_label(dict(choices=[dict(logprobs=logprobs)]), 'AB')
+        return _shown_label(dict(choices=[dict(logprobs=logprobs)]), 'AB')
     assert shown(A=.2, _A=.1, B=.1, Because=.5) == pytest.approx(.25) and shown(B=.1) == 1
-    assert math.isnan(shown(Bad=.9)) and math.isnan(shown_label(dict(choices=[{}]), 'AB'))
+    assert math.isnan(shown(Bad=.9)) and math.isnan(_shown_label(dict(choices=[{}]), 'AB'))
 
-
-# --- runs ----------------------------------------------------------------------------------------
 
 def made(base, out, **more):
     rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out), **more)))
@@ -143,16 +105,8 @@ def made(base, out, **more):
 
 
 def pairs(out): return read_json(Path(out)/'preferences.json')
-
-
 def outputs(rows): return [(r['output_1'], r['output_2']) for r in rows]
-
-
 def labels(rows): return np.array([r['preference'] for r in rows])
-
-
-def refused(base, out, message, **more):
-    with pytest.raises(ValueError, match=message): made(base, out, **more)
 
 
 @pytest.fixture(scope='module')
@@ -168,12 +122,11 @@ def test_run(base, whole):
     assert len(files) == 3 and len(items) == summary['prompts'] == 60
     assert len(rows) == summary['made'] == 60 - summary['skipped'] > 40 and summary['labels'] == 0
     assert summary['retries'] == sum(i['retries'] for i in items) and 'certainty' not in summary
-    assert 0 < summary['agreement_low'] < summary['agreement'] < summary['agreement_high'] < 1
     reasons = Counter(f'skipped_{i["reason"]}' for i in items if i['reason'])
     assert {k: v for k, v in summary.items() if k.startswith('skipped_')} == reasons
     prompts, by = load_records(str(base/'world'), 'preference'), {i['index']: i for i in items}
     for r, both in zip(rows, outputs(rows)):
-        positive, negative = rlcd.answers_of(by[r['index']])
+        positive, negative = rlcd._sided_answers(by[r['index']])
         assert both[int(r['preference']) - 1] == positive != negative
         assert r['instruction'] == prompts[r['index']]['instruction']
     assert set(labels(rows)) == {1., 2.} and {r['contrast'] for r in rows} == {0, 1}
@@ -181,7 +134,7 @@ def test_run(base, whole):
     assert rlcd.run(RLCDConfig(**tiny.settings('rlcd', base, out=str(out)))).done
 
 
-@pytest.mark.parametrize('where', ['write_rlcd_csv', '_item_figures'])
+@pytest.mark.parametrize('where', ['_write_rlcd_csv', '_item_figures'])
 def test_killed_after_the_last_chunk(base, whole, tmp_path, monkeypatch, where):
     "Nothing that a restart needs is removed before the run has finished."
     def die(*_): raise KeyboardInterrupt
@@ -201,7 +154,7 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
     assert ((1 < p) & (p < 2)).all() and len(set(p)) > 30
     np.testing.assert_allclose([np.mean(r['orders']) for r in both], p, atol=1e-9)
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out=str(tmp_path/'x')))
-    writer = LocalWriter(str(base/'world'), cfg)
+    writer = LocalWriter(load_policy(str(base/'world'), cfg), cfg)
     judge = rlcd.SelfJudge(writer, read_task(ANYTHING), False)
     swapped = [dict(r, output_1=r['output_2'], output_2=r['output_1']) for r in both]
     by_hand = (np.array(judge(both)) + 3 - np.array(judge(swapped)))/2
@@ -211,25 +164,20 @@ def test_rlaif_keeps_soft_labels(base, whole, tmp_path):
 
 
 def test_pairs_of_a_run_are_rescored(base, whole, tmp_path):
-    "Read from the run or its CSV: the same pairs, judged by the model or by any annotator."
-    from alpaca_farm.world import gold
+    "The same pairs, judged by the model."
     out, rescore = whole[0], dict(method='rlcd_rescore')
     made(base, tmp_path/'self', **rescore, samples=str(out))
     bare = lambda rows: [r | dict(preference=0, annotator='') for r in rows]
     assert bare(pairs(tmp_path/'self')) == bare(pairs(out))
     assert all(1 < p < 2 for p in labels(pairs(tmp_path/'self')))
-    judged = dict(samples=str(out/'preferences.csv'), annotators='alpaca_farm.world:gold')
-    made(base, tmp_path/'people', **rescore, **judged)
-    people = pairs(tmp_path/'people')
-    assert len(people) == len(pairs(out)) and {r['annotator'] for r in people} == {'gold'}
-    assert list(labels(people)) == gold(people) and len(set(labels(people))) > 1
-    some = tmp_path/'some.json'
-    some.write_text(json.dumps([dict(pairs(out)[0], contrast=7)]))
-    for samples, wrong in ((some, 'contrast = 7'), (tmp_path/'self', 'labelled by self')):
-        more = rescore | dict(out=str(tmp_path/'x'), samples=str(samples))
-        cfg = RLCDConfig(**tiny.settings('rlcd', base, **more))
-        with pytest.raises(ValueError, match=f'row 0 .* {wrong}'):
-            rlcd._stored_items(cfg, read_task(ANYTHING))
+    made(base, tmp_path/'rlaif', method='rlaif')
+    for samples, contrasts in ((out, 0), (tmp_path/'rlaif', 9)):
+        cfg = RLCDConfig(**tiny.settings('rlcd', base, **rescore, samples=str(samples),
+                                         out=str(tmp_path/'x')))
+        task = read_task(ANYTHING)
+        task = task.model_copy(update=dict(contrast=task.contrast[:contrasts]))
+        with pytest.raises(ValueError, match='name a run with method = rlcd'):
+            rlcd._stored_items(cfg, task)
 
 
 def test_context_distillation_gives_demonstrations(base, whole, tmp_path):
@@ -248,18 +196,16 @@ def test_pairs_and_demonstrations_say_which_answers_were_cut_off(base, tmp_path)
             return [Written(texts[2*i if side == 0 else 1].format(i), side == 0 and i == 0)
                     for i, side, _ in keys]
     cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
-    items = rlcd.write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
-    rows = [{k: v for k, v in i.items() if k not in ('positive', 'retries', 'reason')}
-            for i in rlcd._label_items(items, None, cfg)]
-    for r in rows:
+    items = rlcd._write_items(Writer(), read_task(ANYTHING), {0: TALK, 1: TALK}, cfg)
+    for r in rlcd._label_items(items, None, cfg):
         best = int(r['preference'])
         assert r[f'ended_{best}'] is True and r[f'ended_{3 - best}'] is False
-    for out, sign in (('good', 1), ('bad', -1)):   # a bad answer is imitated as it is, cut off
-        turned = [r | dict(preference=1.5 + sign*(r['preference'] - 1.5)) for r in rows]
-        (tmp_path/'pairs.json').write_text(json.dumps(turned))
-        made(base, tmp_path/out, method='context_distillation', samples=str(tmp_path/'pairs.json'))
+    for out, good in (('good', True), ('bad', False)):   # a bad answer is imitated, cut off
+        turned = [i if good else dict(i, positive=3 - i['positive']) for i in items]
+        tiny.write(tmp_path/'run'/'items.json', turned)
+        made(base, tmp_path/out, method='context_distillation', samples=str(tmp_path/'run'))
         read = load_records(str(tmp_path/out), 'sft', 'output')
-        assert [r['ended'] for r in read] == [sign == 1]*len(rows)
+        assert [r['ended'] for r in read] == [good]*len(items)
 
 
 def test_csv_of_rlcd(tmp_path):
@@ -267,68 +213,34 @@ def test_csv_of_rlcd(tmp_path):
     rows = [dict(TALK, output_1='one', output_2='two, "three"', preference=1.25),
             dict(instruction='Hi', input='x', output_1='a\r\n\nb', output_2='c', preference=2.),
             dict(instruction='Go\r', input='', output_1='a', output_2='\r', preference=1.)]
-    rlcd.write_rlcd_csv(file, rows)
+    rlcd._write_rlcd_csv(file, rows)
     text = file.read_bytes().decode()
     assert text.startswith('instruction,input,output_1,output_2,preference,win2_prob\r\n"\n\nH')
     assert load_records(str(file), kind='preference') == [rows[0] | dict(input=''), *rows[1:]]
-    rlcd.write_rlcd_csv(hard, rows[1:2])
+    rlcd._write_rlcd_csv(hard, rows[1:2])
     head = b'instruction,input,output_1,output_2,preference\r\n'
     assert hard.read_bytes() == head + b'Hi,x,"a\r\n\nb",c,2\r\n'
-    rlcd.write_rlcd_csv(hard, [rows[1] | dict(ended_1=True, ended_2=False), rows[2]])
+    rlcd._write_rlcd_csv(hard, [rows[1] | dict(ended_1=True, ended_2=False), rows[2]])
     assert load_records(str(hard), kind='preference') == [rows[1] | dict(ended_2=False), rows[2]]
-    file.write_text('instruction,output_1,output_2,preference,win2_prob\na,b,c,1,often\n')
-    with pytest.raises(ValueError, match="row 0: .*'win2_prob'"):
-        load_records(str(file), kind='preference')
-
-
-def test_evidence_is_that_of_whole_texts(base, whole):
-    "log p of each answer under each prompt, by a softmax at each of its tokens."
-    import torch
-    cfg = RLCDConfig(**tiny.settings('rlcd', base, out='x'))
-    writer, task = LocalWriter(str(base/'world'), cfg), read_task(ANYTHING)
-    items = [i for i in read_json(whole[0]/'items.json') if not i['reason']][:6]
-
-    @torch.no_grad()
-    def logp(item, side, text):
-        prompt = contrast_prompt(task, item, task.contrast[item['contrast']], side)
-        start, ids = (prompt_tokens(t, writer.tokenizer) for t in (prompt, f'{prompt} {text}'))
-        table = writer.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        return sum(table[k - 1, ids[k]].item() for k in range(len(start), len(ids)))
-    by_hand = [sum(a*b*logp(i, side, text) for b, side in ((1, 'positive'), (-1, 'negative'))
-                   for a, text in zip((1, -1), rlcd.answers_of(i))) for i in items]
-    np.testing.assert_allclose(rlcd._label_evidence(writer, task, items), by_hand, atol=1e-3)
-
-
-class Fussy:
-    "Gives each key's text; nothing on the first try, and never for prompt 2."
-    def __init__(self): self.asked = []
-
-    def write(self, prompts, keys, stop):
-        self.asked += keys
-        said = [f' {k[:2]}' if k[2] and k[0] != 2 else '' for k in keys]
-        return [Written('', False, 'long_prompt') if k[0] == 1 else Written(text, True)
-                for k, text in zip(keys, said)]
 
 
 def test_retries_are_counted_and_bounded():
-    writer, cfg = Fussy(), RLCDConfig(max_retries=2)
+    "Of a writer that says nothing on the first try, never to prompt 2; prompt 1 is too long."
+    asked, cfg = Counter(), RLCDConfig(max_retries=2)
+    class Fussy:
+        def write(self, prompts, keys, stop):
+            asked.update(k[0] for k in keys)
+            return [Written('', False, 'long_prompt') if i == 1 else
+                    Written(f' {i} {side}' if attempt and i != 2 else '', True)
+                    for i, side, attempt in keys]
     records = {i: dict(instruction=f'{i}') for i in range(4)}
-    items = rlcd.write_items(writer, read_task(ANYTHING), records, cfg)
+    items = rlcd._write_items(Fussy(), read_task(ANYTHING), records, cfg)
     assert [i['reason'] for i in items] == ['', 'long_prompt', 'empty', '']
     assert [i['retries'] for i in items] == [2, 0, 4, 2]
-    assert Counter(k[0] for k in writer.asked) == {0: 4, 1: 2, 2: 6, 3: 4}
+    assert asked == {0: 4, 1: 2, 2: 6, 3: 4}
     found = rlcd._item_figures(rlcd._label_items(items, None, cfg), cfg)
-    wanted = dict(prompts=4, made=2, skipped_empty=1, skipped_long_prompt=1, retries=8)
-    assert {k: found[k] for k in wanted} == wanted
+    assert (found['made'], found['skipped_long_prompt'], found['retries']) == (2, 1, 8)
     with pytest.raises(ValueError, match='nothing is left'): rlcd._item_figures(items[1:2], cfg)
-
-
-def test_a_judge_that_fails_stops_the_run_before_anything_is_written(base, tmp_path):
-    dialogues = tmp_path/'talk.json'
-    dialogues.write_text(json.dumps([TALK]))
-    judged = dict(method='rlaif', data=str(dialogues), annotators='alpaca_farm.world:gold')
-    refused(base, tmp_path/'out', 'annotators = .* failed on a first answer', **judged)
-    assert not (tmp_path/'out').exists()
 
 
 def test_a_served_model(base, tmp_path):
@@ -349,8 +261,6 @@ def test_a_served_model(base, tmp_path):
         assert len(server.requests()) == 36 and {r['annotator'] for r in judged} == {'self'}
         assert all(1 < p < 2 for p in labels(judged))
 
-
-# --- the world that can be asked for good and for poor answers -----------------------------------
 
 def test_dialogue_pages():
     from alpaca_farm.worlds.embedded.grammar import is_held_out, parse
@@ -383,15 +293,13 @@ def test_the_default_world_has_no_dialogues(base, tmp_path):
     with pytest.raises(ValueError, match='dialogues = -1'): world.WorldConfig(dialogues=-1)
 
 
-# --- Wombat: candidates of several models, rated -------------------------------------------------
-
 def test_wombat_rates_the_answers_of_several_models(base, tmp_path):
     """A file for each model; one request for each prompt, three where no rating can be read, and
     as many by a later run."""
     prompts, out = load_records(str(base/'world'), 'unlabeled', n=6), tmp_path/'wombat'
     for name, rows in dict(a=prompts, b=prompts, c=prompts[:5]).items():
-        (tmp_path/f'{name}.json').write_text(json.dumps(
-            [dict(r, output=f'Text of {name}.', generator=name) for r in rows]))
+        answered = [dict(r, output=f'Text of {name}.', generator=name) for r in rows]
+        tiny.write(tmp_path/f'{name}.json', answered)
     files = [str(tmp_path/f'{name}.json') for name in 'abca']   # a text counts once
     given = dict(out=str(out), candidates=files, rater='judge', store=str(tmp_path/'a.sqlite'))
     with judge_server() as server:

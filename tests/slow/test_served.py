@@ -1,5 +1,7 @@
 """A policy sampled by a server: the same answers after every update, or a clear error."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,9 @@ import tiny
 from lora_server import lora_server
 from alpaca_farm import ppo
 from alpaca_farm.core.data.records import load_records
-from alpaca_farm.core.model.adapters import state_of
 from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.models import load_policy
+from alpaca_farm.core.model.models import load_policy, load_reference
+from alpaca_farm.core.model.policy import own_weights
 from alpaca_farm.core.run.runs import read_log
 from alpaca_farm.core.model.served import _adapter_mark, _logprob_gap, use_sampler
 from alpaca_farm.core.data.text import encode_prompts
@@ -23,27 +25,23 @@ def config(base, out, url, **more):
 
 
 def policy_of(base, folder, url):
-    "A policy with an adapter, its tokenizer and five prompts; `url`: of its server."
+    "A policy with an adapter and five prompts; `url`: of its server."
     cfg = config(base, folder, url)
-    policy, tokenizer = load_policy(cfg.policy, cfg, train=True)
+    policy = load_policy(cfg.policy, cfg, train=True)
     use_sampler(policy, cfg, folder)
-    return policy, tokenizer, encode_prompts(load_records(cfg.data, 'eval', n=5), tokenizer)
+    return policy, encode_prompts(load_records(cfg.data, 'eval', n=5), policy.tokenizer)
 
 
 def move(policy, seed, scale=.3):
     "Change the adapter's weights in place, as an optimiser does."
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in policy.parameters():
-            if p.requires_grad: p.add_(scale*torch.randn(p.shape, generator=g))
+        for p in own_weights(policy).values(): p.add_(scale*torch.randn(p.shape, generator=g))
 
 
 def here(policy, *args, **more):
     "Samples of this process."
-    state = state_of(policy)
-    sampler, state.sampler = state.sampler, None
-    try: return generate(policy, *args, **more)
-    finally: state.sampler = sampler
+    return generate(replace(policy, sampler=None), *args, **more)
 
 
 def texts(samples): return [[s.tokens for s in group] for group in samples]
@@ -56,8 +54,8 @@ def folder(base): return str(base/'sft'/'model')
 def test_greedy_answers_are_equal_after_every_update(base, folder, tmp_path):
     "Every version has a name of its own, is sent once, and replaces the last one."
     with lora_server(folder) as server:
-        policy, tokenizer, prompts = policy_of(base, tmp_path/'ppo', server.url)
-        given, before, names = (tokenizer, prompts, 1, 16, 0.), [], []
+        policy, prompts = policy_of(base, tmp_path/'ppo', server.url)
+        given, before, names = (prompts, 1, 16, 0.), [], []
         def loads(): return sum('/load_lora_adapter' in path for path, _ in server.model.log)
         for version in range(3):
             served, local = generate(policy, *given), here(policy, *given)
@@ -72,16 +70,16 @@ def test_greedy_answers_are_equal_after_every_update(base, folder, tmp_path):
             generate(policy, *given)
             assert loads() == version + 1
             move(policy, version)
-        reference = state_of(policy).before
+        reference = load_reference(policy, config(base, tmp_path/'ppo', server.url))
         assert texts(generate(reference, *given)) == before[0]
-        assert state_of(reference).sampler is None
+        assert reference.sampler is None
 
 
 def test_samples_have_the_log_probs_of_this_process(base, folder, tmp_path):
     with lora_server(folder) as server:
-        policy, tokenizer, prompts = policy_of(base, tmp_path/'ppo', server.url)
+        policy, prompts = policy_of(base, tmp_path/'ppo', server.url)
         move(policy, 0)
-        def sampled(seed): return generate(policy, tokenizer, prompts, 3, 12, .7, seed=seed)
+        def sampled(seed): return generate(policy, prompts, 3, 12, .7, seed=seed)
         samples = sampled(4)
         assert [len(g) for g in samples] == [3]*5
         assert texts(samples) == texts(sampled(4)) != texts(sampled(5))
@@ -93,12 +91,12 @@ def test_samples_have_the_log_probs_of_this_process(base, folder, tmp_path):
 
 def test_a_start_over_hands_over_anew_and_removes_what_was_left(base, folder, tmp_path):
     with lora_server(folder) as server:
-        policy, tokenizer, prompts = policy_of(base, tmp_path/'ppo', server.url)
-        given = tokenizer, prompts, 1, 8, 0.
+        policy, prompts = policy_of(base, tmp_path/'ppo', server.url)
+        given = prompts, 1, 8, 0.
         move(policy, 0)
         first = texts(generate(policy, *given))
         left, = server.model.adapters
-        again, _, _ = policy_of(base, tmp_path/'ppo', server.url)
+        again, _ = policy_of(base, tmp_path/'ppo', server.url)
         assert server.model.adapters == []
         move(again, 0)
         assert texts(generate(again, *given)) == first
@@ -113,10 +111,10 @@ def test_a_start_over_hands_over_anew_and_removes_what_was_left(base, folder, tm
     (dict(lora=False), '--enable-lora')])
 def test_a_server_that_does_not_follow_is_found_out(base, folder, tmp_path, given, message):
     with lora_server(folder, **given) as server:
-        policy, tokenizer, prompts = policy_of(base, tmp_path/'ppo', server.url)
+        policy, prompts = policy_of(base, tmp_path/'ppo', server.url)
         move(policy, 0)
         with pytest.raises(RuntimeError, match=message):
-            generate(policy, tokenizer, prompts, max_new_tokens=8)
+            generate(policy, prompts, max_new_tokens=8)
 
 
 def test_another_model_and_a_server_that_is_gone(base, tmp_path, monkeypatch):
@@ -128,15 +126,15 @@ def test_another_model_and_a_server_that_is_gone(base, tmp_path, monkeypatch):
         for p in server.model.model.parameters(): p.data.mul_(1.2)
         with pytest.raises(RuntimeError, match='serve the model'):
             ppo.train(config(base, tmp_path/'ppo', server.url))
-        policy, tokenizer, prompts = policy_of(base, tmp_path/'b', server.url)
-        sampler = state_of(policy).sampler
+        policy, prompts = policy_of(base, tmp_path/'b', server.url)
+        sampler = policy.sampler
         assert 'judges' not in str(sampler.client.auth_headers)
         with pytest.raises(RuntimeError, match='404.*not found') as e:
             sampler.request('/key', key='a1B2'*8)
         assert 'a1B2' not in str(e.value)
     sampler.client = OpenAI(base_url=server.url, api_key='none')   # a new connection
     with pytest.raises(RuntimeError, match=f'sampler = {server.url}/load_lora'):
-        generate(policy, tokenizer, prompts, max_new_tokens=4)
+        generate(policy, prompts, max_new_tokens=4)
     with pytest.raises(RuntimeError, match=f'sampler = {server.url}/models'):
         ppo.train(config(base, tmp_path/'c', server.url))
     assert not (tmp_path/'ppo').exists() and not (tmp_path/'c').exists()

@@ -1,4 +1,5 @@
 """Sweeps: jobs for every combination of settings, here and on a Ray cluster."""
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from alpaca_farm.core.run.jobs import Job, run_jobs
 from alpaca_farm.core.run.runs import read_log
 
 
-def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp_path):
+def test_a_sweep_makes_every_run_once_and_ends_in_a_table(base, tmp_path):
     fixed, out = tiny.settings('reward_model', base), str(tmp_path/'s')
     fixed.pop('learning_rate')
     options = [x for k, v in fixed.items() for x in ('-p', k, str(v))]
@@ -22,29 +23,10 @@ def test_a_sweep_makes_every_run_once_and_ends_in_a_table_and_a_figure(base, tmp
     subprocess.run(command, cwd=tiny.ROOT, env=tiny.environment(), check=True, capture_output=True)
     table = pd.read_csv(tmp_path/'s'/'table.csv')
     assert list(table.learning_rate) == [.001, .003] and table.accuracy.between(0, 1).all()
-    assert (tmp_path/'s'/'figure.png').stat().st_size > 5000
     before = {p: p.stat().st_mtime for p in tmp_path.glob('s/*/summary.json')}
     again = jobs.sweep('reward_model', dict(learning_rate=[.001, .003]), out, **fixed)
     assert len(before) == 2 and before == {p: p.stat().st_mtime for p in before}
     assert again.accuracy.tolist() == table.accuracy.tolist()
-
-
-def test_a_figure_where_runs_are_missing(monkeypatch, tmp_path, capsys):
-    table = pd.DataFrame(dict(run=list('pqr'), rule=list('acb'), beta=[1, 1, 2],
-                              accuracy=[.5, .6, .7]))
-    grid = dict(rule=['a', 'b', 'c'], beta=[1, 2])
-    ax = jobs._sweep_figure(table, grid, 'rewrd').axes[0]
-    drawn = [dict(zip('acb', bars.lines[0].get_ydata())) for bars in ax.containers]
-    assert ax.get_ylabel() == 'accuracy'
-    assert [t.get_text() for t in ax.get_xticklabels() if t.get_text()] == list('acb')
-    there = [{k: v for k, v in line.items() if v == v} for line in drawn]
-    assert there == [dict(a=.5, c=.6), dict(b=.7)]
-    monkeypatch.setattr(jobs, '_sweep_jobs', lambda *_, **__: [])
-    monkeypatch.setattr(jobs, 'run_jobs', lambda jobs, **_: ['b failed'])
-    monkeypatch.setattr(jobs, '_sweep_table', lambda *_: table)
-    with pytest.raises(RuntimeError, match='b failed'):
-        jobs.sweep('reward_model', grid, str(tmp_path), show='rewrd')
-    assert 'show = rewrd' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('grid, message', [
@@ -71,7 +53,9 @@ def test_jobs_get_gpus_of_their_own(monkeypatch):
     started = []
     def start(notebook, out, settings, variables):
         started.append(variables['CUDA_VISIBLE_DEVICES'].split(','))
-        return subprocess.Popen(['sleep', '.3'])
+        process = multiprocessing.Process(target=time.sleep, args=(.3,))
+        process.start()
+        return process
     monkeypatch.setattr(jobs, 'start_notebook', start)
     monkeypatch.setattr(jobs, '_gpu_names', lambda: ['4', '5', '7'])
     table = [Job(name, 'toy', gpus=n) for name, n in (('a', 1), ('b', 2), ('c', 2))]

@@ -48,10 +48,6 @@ create table if not exists answers
 (key blob primary key, answer text not null, seconds real, at real not null) without rowid;
 create table if not exists requests (key blob primary key, request text not null) without rowid;
 create table if not exists spending (run text primary key, dollars real not null);
-create table if not exists batches
-(file text primary key, name text, url text, requests text, at real not null,
-ended integer default 0);
-create index if not exists latest on answers (at, seconds);
 '''
 
 
@@ -106,8 +102,7 @@ class Store:
     def __len__(self) -> int: return self.run('select count(*) from answers')[0][0]
 
     def get(self, keys) -> dict[bytes, dict]:
-        """Find the answers to `keys`, each with its `seconds` (None: of a batch);
-        ValueError if some are damaged."""
+        """Find the answers to `keys`, each with its `seconds`; ValueError if some are damaged."""
         found = {}
         damaged = []
         statement = 'select seconds, cast(answer as blob) from answers where key = ?'
@@ -152,7 +147,7 @@ class Store:
         key: bytes,
         request: dict,
         answer: dict,
-        seconds: float | None = 0.,   # that the answer took; None for one of a batch
+        seconds: float = 0.,   # that the answer took
         run: str = '',                # who has paid for it
         dollars: float = 0.,          # and how much
     ):
@@ -160,9 +155,9 @@ class Store:
         with self.db:   # undone by an error
             self.run('begin immediate')
             self.note_sent(key, request)
-            new = self.run('insert or ignore into answers values (?, ?, ?, ?) returning 1',
-                           key, json_text(answer), seconds, time.time())
-            if dollars and (new or seconds is not None):
+            self.run('insert or ignore into answers values (?, ?, ?, ?)',
+                     key, json_text(answer), seconds, time.time())
+            if dollars:
                 self.run('insert into spending values (?, ?) on conflict do update '
                          'set dollars = dollars + excluded.dollars', run, dollars)
             self.run('commit')
@@ -170,39 +165,3 @@ class Store:
     def dollars_paid(self, run: str) -> float:
         "Sum what the answers to a run have cost in all its starts, in dollars."
         return self.run('select total(dollars) from spending where run = ?', run)[0][0]
-
-    def mean_seconds(self) -> float | None:
-        "Average the seconds of the last 100 answers, to forecast the next; None without any."
-        latest = 'select seconds from answers order by at desc limit 100'
-        return self.run(f'select avg(seconds) from ({latest})')[0][0]
-
-    # A batch continues after the process that sent it has ended. Any process may fetch its
-    # answers, and none sends one of its requests again before it has ended.
-
-    def note_batch(self,
-        file: str,                     # its file at the endpoint
-        server: str,                   # the endpoint, as of `endpoint_name`
-        requests: dict[bytes, dict],   # by key
-    ):
-        "Record the requests of a batch."
-        text = json_text({key.hex(): request for key, request in requests.items()})
-        self.run('insert into batches (file, url, requests, at) values (?, ?, ?, ?)',
-                 file, server, text, time.time())
-
-    def name_batch(self, file: str, name: str):
-        "Record the name of the batch made from a file."
-        self.run('update batches set name = ? where file = ?', name, file)
-
-    def open_batches(self, server: str) -> list[tuple]:
-        "List the batches at an endpoint that have not ended: file, name (or None), requests."
-        rows = self.run('select file, name, requests from batches '
-                        'where not ended and url = ? order by at', server)
-        batches = []
-        for file, name, text in rows:
-            requests = {bytes.fromhex(key): r for key, r in json.loads(text).items()}
-            batches.append((file, name, requests))
-        return batches
-
-    def end_batch(self, file: str):
-        "Record that a batch has ended; its requests without an answer may be sent again."
-        self.run('update batches set ended = 1 where file = ?', file)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FIELDS', 'READERS', 'CODES', 'SAY_CODE', 'check_whole', 'default_sources', 'Reader', 'find_reader', 'known_formats',
-           'check_code', 'read_ended', 'notice', 'as_records', 'named_answers', 'as_hh', 'as_chat']
+           'check_code', 'read_ended', 'notice', 'as_records']
 
 # %% ../../../nbs/core/data/formats.ipynb #2d318e86
 import json, re
@@ -14,10 +14,10 @@ from functools import cache
 from math import isfinite, isnan
 from typing import Callable, NamedTuple
 
-from .dialogues import (as_messages, as_turn, dialogue_text, naming, parse_dialogue,
-    prompt_text, TURN, turns_text, with_space, without_space)
+from alpaca_farm.core.data.dialogues import (as_turn, naming, parse_dialogue, prompt_text, TURN,
+    turns_text, without_space)
 from .preferences import ENDED, hash_uniform, is_preference, read_preference
-from ..run.paths import root
+from ..run.files import root
 
 # %% ../../../nbs/core/data/formats.ipynb #4c74fe3f
 FIELDS = dict(instruction={}, output=dict(output=str),
@@ -464,33 +464,3 @@ def as_records(
     for r in records:
         if 'preference' in r: r['preference'] = _plain_label(r['preference'])
     return records
-
-# %% ../../../nbs/core/data/formats.ipynb #e302531f
-def named_answers(record: dict) -> dict:
-    "Name a record's answers as hh-rlhf does; ValueError unless one of two is chosen."
-    if 'output' in record: return dict(chosen=record['output'])
-    best = record['preference']
-    if best not in (1, 2) or record['output_1'] == record['output_2']:
-        raise ValueError(f'preference = {best}: of a tie, by a soft label, or of two equal '
-                         'answers, none is chosen')
-    return dict(chosen=record[f'output_{best:.0f}'], rejected=record[f'output_{3 - best:.0f}'])
-
-
-def as_hh(record: dict) -> dict:
-    "Write a record as a row of hh-rlhf; ValueError if other turns would be read from it."
-    prompt = as_messages(record)
-    answers = named_answers(record)
-    row = {name: dialogue_text(prompt) + with_space(answer) for name, answer in answers.items()}
-    read = _chosen({}, **row) if 'rejected' in row else _dialogue({}, row['chosen'])
-    if read['messages'] == prompt and named_answers(read) == answers: return row
-    raise ValueError(f'{row["chosen"]!r:.80}: a turn with "\\n\\nHuman:" or "\\n\\nAssistant:" in '
-                     'it, or of a tool, has no form in hh-rlhf. Write the dialogue as messages')
-
-
-def as_chat(record: dict) -> dict:
-    "Write a record as `messages`, a preference as TRL's `prompt`, `chosen` and `rejected`."
-    prompt = as_messages(record)
-    turns = {name: [dict(role='assistant', content=answer)]
-             for name, answer in named_answers(record).items()}
-    if 'rejected' in turns: return dict(turns, prompt=prompt)
-    return dict(messages=prompt + turns['chosen'])

@@ -14,6 +14,7 @@ import torch
 
 from .generation import check_sampling, DecodingState, evaluation_mode, NOT_FINITE, Sample
 from .memory import pass_limits
+from .policy import Policy
 from ..data.text import end_tokens
 
 # %% ../../../nbs/core/model/beams.ipynb #e1c769f0
@@ -67,9 +68,9 @@ class _BeamGroup:
 
 # %% ../../../nbs/core/model/beams.ipynb #18b1d053
 @torch.no_grad()
-def _search_batch(model, prompts, beams, groups, penalty, steps, ends):
+def _search_batch(policy, prompts, beams, groups, penalty, steps, ends):
     "Search for the answers to one batch of prompts."
-    state = DecodingState(model, prompts, range(len(prompts)), max(map(len, prompts)) + steps)
+    state = DecodingState(policy, prompts, range(len(prompts)), max(map(len, prompts)) + steps)
     size = beams//groups
     searches = []
     for row in range(len(prompts)):
@@ -91,8 +92,8 @@ def _search_batch(model, prompts, beams, groups, penalty, steps, ends):
                 group.beams = [b._replace(row=row) for row, b in enumerate(group.beams, first)]
         if not unfinished: break
         rows = [beam.row for beam in unfinished]
-        state.select(torch.tensor(rows, device=model.device))
-        state.feed(torch.tensor([b.tokens[-1] for b in unfinished], device=model.device))
+        state.select(torch.tensor(rows, device=policy.device))
+        state.feed(torch.tensor([b.tokens[-1] for b in unfinished], device=policy.device))
 
     answers = []
     for search in searches:
@@ -103,8 +104,7 @@ def _search_batch(model, prompts, beams, groups, penalty, steps, ends):
 
 # %% ../../../nbs/core/model/beams.ipynb #b566fb11
 def beam_search(
-    model,
-    tokenizer,                      # of its end tokens; None for those of the model alone
+    policy: Policy,                 # its tokenizer is read for end tokens, where it has one
     prompts: list[list[int]],       # token ids
     beams: int = 4,                 # answers for each prompt
     groups: int = 1,                # the beams are split into; diverse beam search with 2 or more
@@ -115,14 +115,14 @@ def beam_search(
     "Search for the likeliest answers to each prompt, best first; fewer if there are no more."
     if beams % groups:
         raise ValueError(f'beams = {beams} cannot be split into groups = {groups}')
-    check_sampling(model, prompts, max_new_tokens)
+    check_sampling(policy, prompts, max_new_tokens)
     longest = max(map(len, prompts), default=0) + max_new_tokens
-    rows, tokens = pass_limits(model, batch_size, cached=True)
+    rows, tokens = pass_limits(policy, batch_size, cached=True)
     size = max(1, int(min(rows, tokens // max(1, longest)) // beams))   # prompts of a batch
-    ends = end_tokens(model, tokenizer)
+    ends = end_tokens(policy.model, policy.tokenizer)
     answers = []
-    with evaluation_mode(model):
+    with evaluation_mode(policy), policy.on():
         for start in range(0, len(prompts), size):
-            answers += _search_batch(model, prompts[start:start + size], beams, groups,
+            answers += _search_batch(policy, prompts[start:start + size], beams, groups,
                                      diversity_penalty, max_new_tokens, ends)
     return answers

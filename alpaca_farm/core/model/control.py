@@ -6,25 +6,24 @@
 __all__ = ['add_tokens', 'prepend_tokens', 'set_control_prefix']
 
 # %% ../../../nbs/core/model/control.ipynb #f01bd6c0
-import copy
-
 import torch
 
-from .adapters import grow_tables, state_of, train_token_rows
+from .policy import grow_tables, Policy, TokenRows
 
 # %% ../../../nbs/core/model/control.ipynb #8ae13980
 @torch.no_grad()
 def add_tokens(
-    model,                # changed in place
-    tokenizer,            # changed in place
+    policy: Policy,       # changed in place, and its tokenizer
     names: list[str],     # such as '<good>'
     seed: int = 0,        # of the embeddings' noise
     jitter: float = 1.,   # of the noise, in standard deviations of each dimension
 ) -> list[int]:
     "Add tokens where they are not there, for prompts only, at the mean of the others; their ids."
+    model = policy.model
+    tokenizer = policy.tokenizer
     old = len(tokenizer)
     tokenizer.add_tokens(list(names), special_tokens=True)
-    grow_tables(model, len(tokenizer))   # of a view; the model underneath stays as it is
+    grow_tables(model, len(tokenizer))
     g = torch.Generator().manual_seed(seed)
     tables = [model.get_input_embeddings()]
     head = model.get_output_embeddings()
@@ -37,9 +36,8 @@ def add_tokens(
         weight[old:len(tokenizer)] = new.to(weight.dtype)
     ids = tokenizer.convert_tokens_to_ids(list(names))
     suppressed = model.generation_config.suppress_tokens or []
-    model.generation_config = copy.copy(model.generation_config)
     model.generation_config.suppress_tokens = sorted({*suppressed, *ids})   # never generated
-    if state_of(model).adapter is not None: train_token_rows(model, old)
+    if policy.adapter is not None: model.set_input_embeddings(TokenRows(tables[0], old))
     return ids
 
 # %% ../../../nbs/core/model/control.ipynb #ce145400

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from .adapters import autocast, state_of
 from .memory import pass_limits
+from .packing import kernel_of
+from .policy import Policy
 from ..run.processes import in_parts, once
 from ..run.progress import passes
 from ..data.text import end_tokens, pad
@@ -160,14 +161,14 @@ class _FixedStep:
 class DecodingState:
     "A batch in progress: cache, mask, positions and next logits, a row per unfinished sample."
     def __init__(self,
-        model,
+        policy: Policy,
         prompts: list[list[int]],  # all are read
         rows: list[int],   # the prompt of each row
         longest: int,      # tokens of a prompt and its answer
         fixed: bool = False,  # keep tensors in their places, where rows are seldom dropped
     ):
         "Read the prompts, each once, and repeat them by `rows`."
-        self.model = model
+        self.model = model = policy.model
         self.cache = DynamicCache(config=model.config)
         self.fixed = self.step = None
         self.parameters = signature(model.forward).parameters
@@ -189,8 +190,7 @@ class DecodingState:
         for i, grows in enumerate(plain):
             if grows: layers[i] = _GrowingLayer(layers[i], longest)
         alibi = getattr(config, 'alibi', False) or config.model_type in ('bloom', 'mpt')
-        kernel = getattr(config, '_attn_implementation', None)
-        plain = not alibi and all(plain) and kernel in ('sdpa', 'eager')
+        plain = not alibi and all(plain) and kernel_of(policy) in ('sdpa', 'eager')
         if plain:
             self.fixed = fixed
             hidden = (self.mask == 0)[:, None, None]
@@ -241,11 +241,11 @@ class DecodingState:
 
 # %% ../../../nbs/core/model/generation.ipynb #18b1d050
 @torch.no_grad()
-def _write_batch(model, prompts, rows, u, steps, ends, choice) -> tuple[np.ndarray, np.ndarray]:
+def _write_batch(policy, prompts, rows, u, steps, ends, choice) -> tuple[np.ndarray, np.ndarray]:
     "Tokens and log-probs (rows, steps) of one batch; arbitrary after an answer's end."
-    device = model.device
+    device = policy.device
     longest = max(map(len, prompts)) + steps
-    state = DecodingState(model, prompts, rows, longest, fixed=device.type == 'cuda')
+    state = DecodingState(policy, prompts, rows, longest, fixed=device.type == 'cuda')
     tokens = torch.zeros(len(rows), steps, dtype=torch.long, device=device)
     logps = torch.zeros(len(rows), steps, device=device)
     unfinished = torch.ones(len(rows), dtype=torch.bool, device=device)
@@ -294,25 +294,27 @@ def cut_sample(
 
 # %% ../../../nbs/core/model/generation.ipynb #4bdce67b
 @contextmanager
-def evaluation_mode(model):
+def evaluation_mode(policy: Policy):
     "Evaluation mode and attention that takes a mask within the context; afterwards as before."
+    model = policy.model
     modes = [(m, m.training) for m in model.modules()]
-    attention = model.config._attn_implementation
+    attention = kernel_of(policy)
     model.eval()
     if attention in ('flash_attention_2', 'flex_attention'):
         model.set_attn_implementation('sdpa' if model._supports_sdpa else 'eager')
     try: yield
     finally:
         for m, mode in modes: m.training = mode
-        if attention != model.config._attn_implementation: model.set_attn_implementation(attention)
+        if attention != kernel_of(policy): model.set_attn_implementation(attention)
 
 
 def check_sampling(
-    model,
+    policy: Policy,
     prompts: list[list[int]],
     max_new_tokens: int,  # of the answer, which the model has to read as well
 ):
     "Raise ValueError for a prompt that the model cannot read."
+    model = policy.model
     if 'past_key_values' not in signature(model.forward).parameters:
         raise ValueError(f'{type(model).__name__} takes no past_key_values: use its generate()')
     words = model.get_input_embeddings().weight.shape[0]
@@ -347,8 +349,7 @@ def _sampling_jobs(prompts: list[list[int]], n: int) -> list[_Job]:
 
 
 def generate(
-    model,
-    tokenizer,                  # read for its end token; None: those of generation_config
+    policy: Policy,             # its tokenizer is read for end tokens, where it has one
     prompts: list[list[int]],   # token ids
     n: int = 1,                 # samples of each prompt
     max_new_tokens: int = 300,
@@ -359,15 +360,14 @@ def generate(
     batch_size: int = 0,        # sequences beside each other; 0: by memory
 ) -> list[list[Sample]]:  # n of each prompt
     "Sample answers to prompts; ValueError for a prompt that the model cannot read."
-    if hasattr(model, 'get_base_model'): model = model.get_base_model()   # of peft
     longest = max(map(len, prompts), default=0) + max_new_tokens
-    rows, tokens = pass_limits(model, batch_size, cached=True)
+    rows, tokens = pass_limits(policy, batch_size, cached=True)
     batch_size = max(1, int(min(rows, tokens // max(1, longest))))
-    check_sampling(model, prompts, max_new_tokens)
-    if sampler := state_of(model).sampler:   # a server: see `core.model.served`
-        return once(sampler, model, tokenizer, prompts, n, max_new_tokens, temperature, top_p,
-                    top_k, seed)
-    ends = end_tokens(model, tokenizer)
+    check_sampling(policy, prompts, max_new_tokens)
+    if policy.sampler:   # a server: see `core.model.served`
+        return once(policy.sampler, policy, prompts, n, max_new_tokens, temperature, top_p, top_k,
+                    seed)
+    ends = end_tokens(policy.model, policy.tokenizer)
     choice = dict(temperature=temperature, top_p=top_p, top_k=top_k)
 
     def write_all(jobs):
@@ -380,12 +380,12 @@ def generate(
             if temperature:
                 u = np.stack([_uniform_stream(seed, *job[:3], max_new_tokens) for job in batch])
             rows = [row[job.prompt] for job in batch]
-            with autocast(model):
-                written = _write_batch(model, distinct, rows, u, max_new_tokens, ends, choice)
+            with policy.on():
+                written = _write_batch(policy, distinct, rows, u, max_new_tokens, ends, choice)
             for tokens, logps in zip(*written): answers.append(cut_sample(tokens, logps, ends))
         return answers
     jobs = _sampling_jobs(prompts, n)
-    with evaluation_mode(model): answers = in_parts(write_all, jobs)
+    with evaluation_mode(policy): answers = in_parts(write_all, jobs)
     samples = [[None]*n for _ in prompts]
     for job, answer in zip(jobs, answers): samples[job.place][job.k] = answer
     return samples

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import torch
 
-from .adapters import add_saved, base_of, is_adapter, merge, state_of
-from ..run.files import (
-    atomic_folder, cache_folder, file_hash, locked, open_tensors, read_json)
-from .memory import check_memory
-from ..run.paths import ask_hub, at_root, hub_snapshot, looks_like_hub
-from ..run.settings import Config
 from ..data.text import end_token, set_template_arguments
+from .memory import check_memory
+from .policy import add_saved, base_of, is_adapter, merge, Policy
+from ..run.files import (ask_hub, at_root, atomic_folder, cache_folder, file_hash,
+    hub_snapshot, locked, looks_like_hub, open_tensors, read_json)
+from ..run.settings import Config
 
 # %% ../../../nbs/core/model/loading.ipynb #b1e18340
 def device_of(cfg: Config) -> torch.device:
@@ -115,14 +114,18 @@ def no_progress_bars():
     logging.disable_progress_bar()
 
 # %% ../../../nbs/core/model/loading.ipynb #887624fa
-def place_model(model, cfg: Config):
-    "The model on its device, without dropout; one thread for a small model on the CPU."
+def place_model(
+    model,      # of transformers
+    tokenizer,
+    cfg: Config,
+) -> Policy:
+    "Put a model on its device, without dropout; one thread for a small one on the CPU."
+    device = device_of(cfg)
     small = sum(p.numel() for p in model.parameters()) < 50e6
-    if device_of(cfg).type == 'cpu' and small: torch.set_num_threads(1)
-    state = state_of(model)
-    state.dtype = dtype_of(cfg)
-    state.forward_batch = getattr(cfg, 'forward_batch', 0)
-    return (model if getattr(model, 'is_quantized', False) else model.to(device_of(cfg))).eval()
+    if device.type == 'cpu' and small: torch.set_num_threads(1)
+    if not getattr(model, 'is_quantized', False): model.to(device)
+    return Policy(model.eval(), tokenizer, getattr(model, 'score', None), dtype_of(cfg),
+                  getattr(cfg, 'forward_batch', 0))
 
 
 def load_tokenizer(
@@ -242,7 +245,8 @@ def load_model(
         if 'num_hidden_layers' in saved:   # it may have fewer than its base
             options['num_hidden_layers'] = saved['num_hidden_layers']
         model = load_model(kind, base_of(folder), dtype, (*fresh, 'score.weight'), **options)
-        model = merge(add_saved(model, 'saved', folder, fresh))
+        policy = Policy(model, score=getattr(model, 'score', None))
+        merge(add_saved(policy, 'saved', folder, fresh))
         for name in ('likelihood', 'pooling', 'reward_mean', 'reward_std'):
             if name in saved and 'score.weight' not in fresh:
                 setattr(model.config, name, saved[name])

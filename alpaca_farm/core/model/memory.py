@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from .adapters import state_of
 from .packing import trunk_states
+from .policy import own_weights, Policy
 from ..run.processes import rank
 from ..run.settings import HardwareConfig
 
@@ -64,23 +64,24 @@ def check_memory(
                       'smaller model')
 
 # %% ../../../nbs/core/model/memory.ipynb #44683a12
-def busy_tokens(model) -> float:
+def busy_tokens(policy: Policy) -> float:
     "Count the tokens that keep a GPU busy: 2 TFLOP, some 4 ms, in the products of one layer."
-    config = model.config.get_text_config(decoder=True)
-    trunk = model.base_model
+    config = policy.model.config.get_text_config(decoder=True)
+    trunk = policy.model.base_model
     weights = sum(p.numel() for p in trunk.parameters())
     weights -= trunk.get_input_embeddings().weight.numel()
     return 1e12 * config.num_hidden_layers / weights
 
 
 def pass_limits(
-    model,
+    policy: Policy,
     rows: int = 0,         # as many, whatever their length; 0: `forward_batch`, or by memory
     cached: bool = False,  # keys and values are kept
 ) -> tuple[int, float]:  # rows, tokens
     "Bound what a forward pass without gradients reads."
-    rows = rows or state_of(model).forward_batch
+    rows = rows or policy.forward_batch
     if rows: return rows, math.inf
+    model = policy.model
     size = model.dtype.itemsize
     config = model.config.get_text_config(decoder=True)
     keys = max((m.out_features for n, m in model.named_modules() if n.endswith('k_proj')),
@@ -89,31 +90,31 @@ def pass_limits(
     if model.device.type == 'cuda':   # whose buffers grow layer by layer
         token = size * (28 * config.hidden_size + 1.25 * kept)
         fits = .6 * _available_bytes(model.device) / token
-        return 1024, fits if cached else min(fits, 4 * busy_tokens(model))
+        return 1024, fits if cached else min(fits, 4 * busy_tokens(policy))
     token = size * (28 * config.hidden_size + 2.5 * kept)
     return 256, (2e9 if cached else 1e8) / token
 
 # %% ../../../nbs/core/model/memory.ipynb #c00b58f6
-def activation_bytes(model) -> float:
+def activation_bytes(policy: Policy) -> float:
     "Measure the bytes of activations that training a model keeps, per token."
     def kept(length):
         sizes = {}
         def keep(x):
             sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
             return x
-        ids = torch.ones(1, length, dtype=torch.long, device=next(model.parameters()).device)
+        ids = torch.ones(1, length, dtype=torch.long, device=policy.device)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            states = trunk_states(model, input_ids=ids)   # holds what is kept
+            states = trunk_states(policy, input_ids=ids)   # holds what is kept
         return sum(sizes.values())
     return (kept(32) - kept(16)) / 16
 
 
-def tokens_to_train(models: list, device: torch.device) -> float:
+def tokens_to_train(policies: list[Policy], device: torch.device) -> float:
     """Count the tokens of a micro-batch: as many as keep 1 GB of activations on a CPU, and on a GPU
     as many as keep it busy, if they fit into 60 % of what is free beside gradients and moments."""
-    models = [m for m in models if hasattr(m, 'base_model')]
-    each = max(1., sum(activation_bytes(m) for m in models))
+    each = max(1., sum(activation_bytes(m) for m in policies if hasattr(m.model, 'base_model')))
     if device.type != 'cuda': return 1e9 / each
-    trained = sum(p.nbytes for m in models for p in m.parameters() if p.requires_grad)
+    trained = 0
+    for policy in policies: trained += sum(p.nbytes for p in own_weights(policy).values())
     fits = max(0, .6 * (_available_bytes(device) - 3 * trained)) / each
-    return min([fits, *(busy_tokens(m) for m in models)])
+    return min([fits, *map(busy_tokens, policies)])

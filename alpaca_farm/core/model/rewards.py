@@ -14,16 +14,15 @@ import numpy as np
 import torch
 
 from ..data.dialogues import prompt_text
-from .adapters import autocast
+from alpaca_farm.core.data.text import (answer_batches, check_positions, collate, encode_prompts,
+    encode_responses)
 from .memory import pass_limits
 from .models import load_scalar, sequence_scores
-from ..run.identity import as_list
+from .policy import Policy
 from ..run.processes import in_parts, once
 from ..run.progress import passes
 from ..run.runs import read_summary
-from ..run.settings import Amount, at_root, Config, resolve
-from alpaca_farm.core.data.text import (answer_batches, check_positions, collate, encode_prompts,
-    encode_responses)
+from ..run.settings import Amount, as_list, at_root, Config, resolve
 
 # %% ../../../nbs/core/model/rewards.ipynb #e9595f40
 @dataclass
@@ -45,11 +44,12 @@ class RewardConfig(Config):
         return as_list(self.reward_model)
 
 # %% ../../../nbs/core/model/rewards.ipynb #1e4a3eff
-def _encode_answers(model, tokenizer, records: list[dict], template: str = 'auto'):
+def _encode_answers(policy, records: list[dict], template: str = 'auto'):
     "Encode prompts and outputs as a scalar model or an encoder reads them."
+    tokenizer = policy.tokenizer
     outputs = [r['output'] for r in records]
-    if hasattr(model, 'score'):
-        reads_end = getattr(model.config, 'reads_end', True)   # AlpacaFarm's read no end
+    if policy.score is not None:
+        reads_end = getattr(policy.config, 'reads_end', True)   # AlpacaFarm's read no end
         ended = [reads_end and r.get('ended', True) for r in records]
         prompts = encode_prompts(records, tokenizer, template)
         return prompts, encode_responses(outputs, tokenizer, ended, template, records)
@@ -66,30 +66,29 @@ def _encode_answers(model, tokenizer, records: list[dict], template: str = 'auto
 # %% ../../../nbs/core/model/rewards.ipynb #1e4a3f02
 @torch.no_grad()
 def score_records(
-    model,                     # a scalar model: a decoder with a `score`, or an encoder
-    tokenizer,
+    policy: Policy,            # a decoder with a `score`, or an encoder
     records: list[dict],       # with a prompt and `output`, and maybe `ended`
     template: str = 'auto',    # prompt format
     batch_size: int = 0,       # rows of a forward pass; 0: as many as fit into memory
     standardise: bool = True,  # by the mean and standard deviation in the model's config
 ) -> list[float]:
     "Score the records' outputs."
-    prompts, answers = _encode_answers(model, tokenizer, records, template)
+    prompts, answers = _encode_answers(policy, records, template)
     longest = max((len(p) + len(a) for p, a in zip(prompts, answers)), default=0)
-    check_positions(model, longest, 'an answer with its prompt')
-    config = model.config
+    check_positions(policy, longest, 'an answer with its prompt')
+    config = policy.config
     scores = np.zeros(len(records))
-    batches = answer_batches(prompts, answers, *pass_limits(model, batch_size))
+    batches = answer_batches(prompts, answers, *pass_limits(policy, batch_size))
     for rows, *both in passes('scores', batches):
-        batch = collate(*both, tokenizer.pad_token_id)
-        ids, mask, response = (batch[k].to(model.device) for k in ('ids', 'mask', 'response'))
-        if hasattr(model, 'score'):
-            with autocast(model): found = sequence_scores(model, ids, mask, response)
+        batch = collate(*both, policy.tokenizer.pad_token_id)
+        ids, mask, response = (batch[k].to(policy.device) for k in ('ids', 'mask', 'response'))
+        if policy.score is not None:
+            with policy.on(): found = sequence_scores(policy, ids, mask, response)
         else:
             types = {}
             if getattr(config, 'type_vocab_size', 0) > 1:   # the answer is the second text
                 types = dict(token_type_ids=response)
-            found = model(input_ids=ids, attention_mask=mask, **types).logits[:, 0]
+            found = policy.model(input_ids=ids, attention_mask=mask, **types).logits[:, 0]
         for places, score in zip(rows, found.tolist()): scores[places] = score
     if standardise:
         scores -= getattr(config, 'reward_mean', 0.)
@@ -113,16 +112,16 @@ def reward(
     cfg: Config,             # how a checkpoint is loaded and an ensemble combined
     template: str = 'auto',  # prompt format of checkpoints
     batch_size: int = 0,     # rows of a forward pass; 0: as many as fit into memory
-    loaded: dict = {},       # checkpoints in memory already: (model, tokenizer) by name
+    loaded: dict[str, Policy] = {},  # checkpoints in memory already, by name
 ):  # records -> scores
     "Make the reward that a setting names; it refuses what is not a number for each record."
     members = {}
     for name in as_list(spec):
         if ':' in name: members[name] = partial(once, resolve(name))
         else:
-            model = loaded[name] if name in loaded else load_scalar(name, cfg)
+            policy = loaded[name] if name in loaded else load_scalar(name, cfg)
             members[name] = partial(in_parts, partial(
-                score_records, *model, template=template, batch_size=batch_size))
+                score_records, policy, template=template, batch_size=batch_size))
 
     def score(records: list[dict]) -> list[float]:
         table = []

@@ -15,44 +15,44 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 
-from .adapters import own_weights, save_adapter, state_of
-from ..ask.api import redact
-from ..run.files import digest
-from .generation import cut_sample, Sample
-from .models import logprobs
+from ..ask.client import redact
 from ..data.preferences import hash_uniform
 from ..data.text import answer_batches, collate, end_tokens
+from .generation import cut_sample, Sample
+from .models import logprobs
+from .policy import own_weights, Policy, save_adapter
+from ..run.files import digest
 
 # %% ../../../nbs/core/model/served.ipynb #a1d14d2a
 _TOLERANCE = .05   # nats per token, on average
 
 
 @torch.no_grad()
-def _own_logprobs(model, prompts: list, answers: list, temperature: float, size: int = 32):
+def _own_logprobs(policy, prompts: list, answers: list, temperature: float, size: int = 32):
     "log p of every token of each answer under a model in this process."
     found = [None] * len(prompts)
     for rows, *batch in answer_batches(prompts, answers, size):
-        batch = {k: v.to(model.device) for k, v in collate(*batch, 0).items()}
-        logp = logprobs(model, batch, temperature).cpu()
+        batch = {k: v.to(policy.device) for k, v in collate(*batch, 0).items()}
+        with policy.on(): logp = logprobs(policy, batch, temperature).cpu()
         for places, values, mask in zip(rows, logp, batch['response'].bool().cpu()):
             for i in places: found[i] = values[mask].tolist()
     return found
 
 
-def _logprob_gap(model, prompts: list, answers: list, theirs: list, temperature: float) -> float:
+def _logprob_gap(policy, prompts: list, answers: list, theirs: list, temperature: float) -> float:
     "Mean distance of a server's log-probs from a model's, at temperature 1 or that of sampling."
     gaps = []
     for t in {1., temperature or 1.}:
-        own = _own_logprobs(model, prompts, answers, t)
+        own = _own_logprobs(policy, prompts, answers, t)
         gaps.append(np.abs(np.concatenate(own) - np.concatenate(theirs)).mean())
     return float(min(gaps))
 
 
-def _adapter_mark(model) -> str:
+def _adapter_mark(policy) -> str:
     "Hash of the weights of a model's adapter; empty for a model without one."
-    if not state_of(model).adapter: return ''
+    if not policy.adapter: return ''
     h = hashlib.sha256()
-    for name, p in sorted(own_weights(model).items()):
+    for name, p in sorted(own_weights(policy).items()):
         h.update(name.encode() + p.detach().float().cpu().numpy().tobytes())
     return h.hexdigest()[:12]
 
@@ -95,18 +95,18 @@ class ServedSampler:
         shutil.rmtree(self.folder/name, ignore_errors=True)
         if name == self.loaded: self.loaded = ''
 
-    def hand_over(self, model) -> str:
+    def hand_over(self, policy: Policy) -> str:
         "The server's name for a model's weights; it is given new ones, and the last are unloaded."
-        mark = _adapter_mark(model)
+        mark = _adapter_mark(policy)
         old = self.loaded
         if not mark: return self.base
         name = self.prefix + mark
         if name == old: return name
-        if state_of(model).first_row is not None:
+        if hasattr(policy.model.get_input_embeddings(), 'rows'):
             raise ValueError('sampler: the policy has tokens of its own, which a server has not. '
                              'Leave it empty')
         folder = self.folder/name
-        save_adapter(model, folder)
+        save_adapter(policy, folder)
         try: self.request('/load_lora_adapter', lora_name=name, lora_path=str(folder))
         except RuntimeError as e:
             if 'already' not in str(e):
@@ -131,7 +131,7 @@ class ServedSampler:
         return [(c['token_ids'], c['logprobs']['token_logprobs']) for c in choices]
 
     def check(self,
-        model,
+        policy: Policy,
         prompts: list,
         written: list[tuple],  # token ids and log-probs of the server's samples
         temperature: float,    # at which they were drawn
@@ -140,31 +140,34 @@ class ServedSampler:
         told = [(p, *w) for p, w in zip(prompts, written) if w[0]]   # some leave the end token out
         if not told: return
         prompts, answers, theirs = zip(*told)
-        if max(map(max, answers)) >= model.get_input_embeddings().weight.shape[0]:
+        if max(map(max, answers)) >= policy.model.get_input_embeddings().weight.shape[0]:
             raise RuntimeError(f'sampler = {self.url}: it writes tokens that the policy has not')
-        gap = _logprob_gap(model, prompts, answers, theirs, temperature)
+        gap = _logprob_gap(policy, prompts, answers, theirs, temperature)
         if gap <= _TOLERANCE: return
         raise RuntimeError(f'sampler = {self.url}: it does not sample from the policy as it is '
                            f'now. Its log-probs differ by {gap:.3f} nats a token, of which '
                            f'{_TOLERANCE} may be rounding. Does it serve the model that `policy` '
                            'names?')
 
-    def __call__(self, model, tokenizer, prompts: list, n: int, max_new_tokens: int,
+    def __call__(self, policy: Policy, prompts: list, n: int, max_new_tokens: int,
                  temperature: float, top_p: float, top_k: int, seed: int) -> list[list[Sample]]:
         "Samples of a model from the server; arguments as for `generate`."
-        ends = end_tokens(model, tokenizer)
-        fields = dict(model=self.hand_over(model), n=n, max_tokens=max_new_tokens,
+        ends = end_tokens(policy.model, policy.tokenizer)
+        fields = dict(model=self.hand_over(policy), n=n, max_tokens=max_new_tokens,
                       temperature=temperature, top_p=top_p, stop_token_ids=ends,
                       skip_special_tokens=False)
         if top_k: fields['top_k'] = top_k
         seeds = [int(2**31 * hash_uniform(seed, i, *p)) for i, p in enumerate(prompts)]
         with ThreadPoolExecutor(64) as pool:
             answered = list(pool.map(self.complete, [fields] * len(prompts), prompts, seeds))
-        flat = [p for p, a in zip(prompts, answered) for _ in a]
-        written = [w for a in answered for w in a]
+        flat = []
+        written = []
+        for prompt, own in zip(prompts, answered):
+            flat += [prompt] * len(own)
+            written += own
         some = np.linspace(0, len(flat) - 1, min(8, len(flat))).astype(int)
-        self.check(model, [flat[i] for i in some], [written[i] for i in some], temperature)
-        logps = _own_logprobs(model, flat, [tokens for tokens, _ in written], temperature or 1.)
+        self.check(policy, [flat[i] for i in some], [written[i] for i in some], temperature)
+        logps = _own_logprobs(policy, flat, [tokens for tokens, _ in written], temperature or 1.)
         cut = []
         for (tokens, _), logp in zip(written, logps):
             cut.append(cut_sample(np.array(tokens), np.array(logp), ends))
@@ -183,9 +186,9 @@ def check_sampler(cfg):
 
 
 def use_sampler(
-    policy,
+    policy: Policy,
     cfg,           # its `sampler` is the endpoint; empty: none
     folder: Path,  # of the run, for the adapters that are handed over
 ):
     "Let `generate` sample a policy from a server."
-    if cfg.sampler: state_of(policy).sampler = ServedSampler(cfg.sampler, folder)
+    if cfg.sampler: policy.sampler = ServedSampler(cfg.sampler, folder)

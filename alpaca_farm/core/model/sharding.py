@@ -72,8 +72,10 @@ def gathered(model) -> dict | None:
 def clip_gradients(parameters: list, limit: float) -> float:
     "Scale gradients down to a norm of at most `limit`; the norm before."
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = sum(whole(g.float().square().sum()) for g in gradients).sqrt().item()
-    for g in gradients: g.mul_(min(1., limit / (norm + 1e-6)))
+    squares = [whole(g.float().square().sum()) for g in gradients]
+    norm = sum(squares).sqrt().item()
+    share = min(1., limit / (norm + 1e-6))
+    for g in gradients: g.mul_(share)
     return norm
 
 # %% ../../../nbs/core/model/sharding.ipynb #a10f0019
@@ -88,8 +90,11 @@ def whole_state(optimizer) -> dict:
 
 def load_whole_state(optimizer, state: dict):
     "Load the state of an optimiser, divided as its weights are."
-    weights = [p for g in optimizer.param_groups for p in g['params']]
-    kernels = [{k: g[k] for k in ('foreach', 'fused') if k in g} for g in optimizer.param_groups]
+    weights = []
+    kernels = []
+    for g in optimizer.param_groups:
+        weights += g['params']
+        kernels.append({k: v for k, v in g.items() if k in ('foreach', 'fused')})
     for i, moments in state['state'].items():
         for k, v in moments.items():
             if torch.is_tensor(v): moments[k] = divided_like(v, weights[i])

@@ -9,11 +9,11 @@ __all__ = ['why_stale', 'is_fresh', 'recipes', 'methods', 'run_folder', 'recipe'
 from functools import cache
 from pathlib import Path
 
-from .execution import NotebookProcess
-from .files import locked, read_yaml
-from .identity import as_list, content_hash, notebook_hash, run_config, run_of
-from .paths import ask_hub, looks_like_hub, notebook_path, notebooks_folder
-from .settings import at_root, Config, refuse_unknown
+from .execution import start_process
+from .files import (at_root, locked, looks_like_hub, notebook_path,
+    notebooks_folder, read_yaml)
+from .identity import content_hash, notebook_hash, run_config, run_of
+from .settings import as_list, Config, refuse_unknown
 
 # %% ../../../nbs/core/run/inputs.ipynb #a1121f29
 def why_stale(
@@ -98,12 +98,12 @@ def start_notebook(
     out: str,             # run folder
     settings: dict,
     variables: dict = {}, # of the environment
-) -> NotebookProcess:
+):
     "Start a notebook of this project in a process of its own."
     folder = at_root(out)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    return NotebookProcess(notebook_path(notebook), Path(f'{folder}.ipynb'),
-                           dict(settings, out=str(out)), Path(f'{folder}.txt'), variables)
+    return start_process(notebook_path(notebook), Path(f'{folder}.ipynb'),
+                         dict(settings, out=str(out)), Path(f'{folder}.txt'), variables)
 
 # %% ../../../nbs/core/run/inputs.ipynb #952afdac
 def build(notebook: str, out: str, **settings):
@@ -120,11 +120,11 @@ def build(notebook: str, out: str, **settings):
         print(f'{out} is missing, unfinished, or made from earlier code or inputs: '
               f'building it with nbs/{notebook}.ipynb')
         process = start_notebook(notebook, out, settings)
-        try: code = process.wait()
+        try: process.join()
         finally:   # if this process was interrupted; answers that it has paid for are waited for
             process.terminate()
-            process.wait()
-        if code:
+            process.join()
+        if process.exitcode:
             tail = output.read_text(encoding='utf-8', errors='replace').strip().split('\n')[-12:]
             raise RuntimeError('\n'.join([f'{out} could not be built; see {output} and {out}.ipynb',
                                           *tail]))
@@ -144,34 +144,55 @@ def _check_named(name: str, path: str):
     if why: print(f'{name} = {path} is used as it is, but {why}')
 
 
-def ensure_inputs(cfg: Config, names: tuple = ()):
-    "Check the named inputs, then build missing or stale defaults; of `names`, or of all."
+def _of_embedded_world(path: str) -> bool:
+    "Say whether an input is a run that the embedded world has made, or is to make."
+    run = run_of(path) or run_of(str(Path(path).parent))
+    if run is None: return path.startswith('runs/') and recipe(path) is not None
+    config = run_config(run)
+    sources = sum(map(list, config['inputs'].values()), [])
+    return config['notebook'] == 'world' or any(map(_of_embedded_world, sources))
+
+
+def _check_one_world(
+    cfg: Config,
+    read: list[tuple],  # setting and path of each input
+):
+    "ValueError for defaults of the embedded world beside an input that is not of it."
+    changed = cfg.changed()
+    judges = *getattr(cfg, 'annotator_fields', ()), 'labels'
+    defaults = {}
+    others = []
+    for name, path in read:
+        if ':' in path and not looks_like_hub(path): continue   # a function
+        of_world = _of_embedded_world(path)
+        if of_world and name not in changed: defaults[name] = path
+        if not of_world and name not in judges: others.append(f'{name} = {path}')
+    if defaults and others:
+        raise ValueError(f'{", ".join(defaults)}: name yours, or none as "". The default is of the '
+                         f'embedded world, and {others[0]} is not')
+
+
+def ensure_inputs(cfg: Config):
+    "Check the named inputs, then build missing or stale defaults; ValueError for two worlds."
     changed = cfg.changed()
     read = []
-    named = []
     stale = {}
-    for name in names or cfg.inputs:   # unless all the splits that it would give are empty
+    for name in cfg.inputs:   # unless all the splits that it would give are empty
         parts = as_list(cfg.inputs[name])
         given = [getattr(cfg, part) if part.endswith('split') else part for part in parts]
-        if any(given) or not parts: read.append(name)
-    if {'data', 'policy'} <= {*read} and 'policy' in changed and 'data' not in changed:
-        folder = at_root(cfg.policy)
-        if cfg.policy and not (run_config(folder) or run_config(folder.parent)):
-            raise ValueError(f'data: {cfg.policy} was not trained for the requests of '
-                             f'{cfg.data}: name a dataset with your prompts')
-    for name in read:
-        for path in as_list(getattr(cfg, name)):   # a default may be a list of runs
-            known = name not in changed and ':' not in path and recipe(path)
-            if known: path = run_folder(path)
-            if not known: named.append((name, path))
-            elif not is_fresh(path): stale[path] = known
-            else:
-                others = [f'{k} = {v!r}' for k, v in run_config(path)['given'].items()
-                          if known[1].get(k) != v]
-                if others: print(f'{name} = {path} was made with {", ".join(others)}')
-    for name, path in named:
-        cfg.check_path(name, path)
-        _check_named(name, path)
-        on_hub = looks_like_hub(path) and not at_root(path).exists()
-        if stale and on_hub: ask_hub(path, f'{name} = {path!r}')
+        if not any(given) and parts: continue
+        read += [(name, path) for path in as_list(getattr(cfg, name))]   # it may be a list of runs
+    _check_one_world(cfg, read)
+    for name, path in read:
+        known = name not in changed and ':' not in path and recipe(path)
+        if not known:
+            cfg.check_path(name, path)
+            _check_named(name, path)
+            continue
+        path = run_folder(path)
+        if not is_fresh(path): stale[path] = known
+        else:
+            others = [f'{k} = {v!r}' for k, v in run_config(path)['given'].items()
+                      if known[1].get(k) != v]
+            if others: print(f'{name} = {path} was made with {", ".join(others)}')
     for path, (notebook, settings) in stale.items(): build(notebook, path, **settings)

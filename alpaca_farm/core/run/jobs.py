@@ -10,14 +10,14 @@ import argparse, contextlib, functools, importlib, itertools, os, re, sys, time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .execution import NotebookProcess, ONE_THREAD
-from .files import atomic_write, read_json
+from .execution import ONE_THREAD
+from alpaca_farm.core.run.files import (at_root, atomic_write, module_of, notebook_path, read_json,
+    root)
 from .identity import run_config
-from .inputs import as_list, is_fresh, recipe, start_notebook
-from .paths import module_of, notebook_path
+from .inputs import is_fresh, recipe, start_notebook
 from .progress import duration, Progress
 from .runs import free_name, read_log, read_summary
-from .settings import at_root, Config, root
+from .settings import as_list, Config
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20
 @dataclass
@@ -105,7 +105,7 @@ class Machine:
         "Say whether a job can start beside the running ones."
         return len(running) < self.workers and job.gpus <= len(self.free_gpus(running))
 
-    def start(self, job: Job, running) -> NotebookProcess:
+    def start(self, job: Job, running):
         "Start a job on GPUs of its own."
         own = self.free_gpus(running)[:job.gpus]
         for gpu in own: self.taken_by[gpu] = job
@@ -143,13 +143,13 @@ class _Table:
     def collect(self):
         "Take out the jobs that have ended; yields a line for each."
         for job, process in list(self.running.items()):
-            if process.poll() is None: continue
+            if process.exitcode is None: continue
             began, share = self.began.pop(job)
             seconds = time.monotonic() - began
             self.seconds += seconds
             self.cost += job.cost*(1 - share)
             took = f'{Path(job.out).name} took {duration(seconds)}'
-            if self.running.pop(job).returncode:
+            if self.running.pop(job).exitcode:
                 self.failed[job.out] = _failure(job)
                 yield f'{took} and FAILED: {self.failed[job.out]}'
             else:
@@ -248,15 +248,16 @@ def add_times(run, jobs: list[Job]):
 
 # %% ../../../nbs/core/run/jobs.ipynb #a10e0020
 class _ClusterProcess:
-    "A job on a Ray cluster, with the methods of `subprocess.Popen` that `run_jobs` uses."
-    def __init__(self, ray, result): self.ray, self.result, self.returncode = ray, result, None
+    "A job on a Ray cluster, as a process of `multiprocessing`."
+    def __init__(self, ray, result): self.ray, self.result, self.code = ray, result, None
 
-    def poll(self) -> int | None:
+    @property
+    def exitcode(self) -> int | None:
         "The exit status, once there is one; 1 if the notebook failed or its machine is lost."
-        if self.returncode is None and self.ray.wait([self.result], timeout=0)[0]:
-            try: self.returncode = self.ray.get(self.result)
-            except self.ray.exceptions.RayError: self.returncode = 1
-        return self.returncode
+        if self.code is None and self.ray.wait([self.result], timeout=0)[0]:
+            try: self.code = self.ray.get(self.result)
+            except self.ray.exceptions.RayError: self.code = 1
+        return self.code
 
     def terminate(self): self.ray.cancel(self.result, force=True)
 
@@ -347,33 +348,14 @@ def _sweep_table(jobs: list[Job], grid: dict):
         rows.append(row)
     return pd.DataFrame(rows)
 
-
-def _sweep_figure(
-    table,           # of `_sweep_table`
-    grid: dict,
-    show: str = '',  # the column; empty, or none of them: the first of the usual ones
-):
-    "One column over the first setting: a line for each value of the others, seeds averaged."
-    usual = 'val_win_rate', 'reward', 'accuracy', 'nll', 'loss', 'length', table.columns[-1]
-    if show not in table: show = next(name for name in usual if name in table)
-    varied = [name for name in grid if name != 'seed'] or ['seed']
-    values = table.groupby(varied, sort=False)[show].agg(['mean', 'sem'])
-    if varied[1:]: values = values.unstack(varied[1:])
-    if table[varied[0]].dtype.kind in 'if': values = values.sort_index()
-    ax = values['mean'].plot(yerr=values['sem'].fillna(0), marker='o', capsize=3, figsize=(5, 3),
-                             ylabel=show, legend=len(varied) > 1)
-    ax.figure.tight_layout()
-    return ax.figure
-
 # %% ../../../nbs/core/run/jobs.ipynb #a10e0023
 def sweep(
     notebook: str,
     grid: dict,         # values by setting
-    out: str = '',      # folder of runs, table and figure; empty for runs/<notebook>_sweep
+    out: str = '',      # folder of runs and table; empty for runs/<notebook>_sweep
     workers: int = 0,   # runs at a time; 0 for the number of cores
     gpus: int = 0,      # of each run
     address: str = '',  # of a Ray cluster; empty for this machine
-    show: str = '',     # column of the figure
     **settings,         # that all runs have
 ):
     "Run a notebook with every combination of values; a DataFrame, or RuntimeError if some failed."
@@ -381,13 +363,7 @@ def sweep(
     jobs = _sweep_jobs(notebook, grid, out, gpus, **settings)
     failed = run_jobs(jobs, name=f'{notebook} sweep', place=machines(address, workers))
     table = _sweep_table(jobs, grid)
-    folder = at_root(out)
-    if len(table):
-        with atomic_write(folder/'table.csv') as path: table.to_csv(path, index=False)
-        with atomic_write(folder/'figure.png') as path:
-            _sweep_figure(table, grid, show).savefig(path, dpi=150, format='png')
-        if show and show not in table:
-            print(f'show = {show}: the runs have {", ".join(table.columns)}')
+    with atomic_write(at_root(out)/'table.csv') as path: table.to_csv(path, index=False)
     if not failed: return table
     raise RuntimeError('\n'.join(['some runs failed; the table has the others:', *failed]))
 
@@ -399,7 +375,7 @@ def sweep_command(args: list[str]):
     names = dict(action='append', default=[], metavar=('SETTING', 'VALUE'))
     p.add_argument('-g', nargs='+', **names, help='a setting that varies, and its values')
     p.add_argument('-p', nargs=2, **names, help='a setting that all runs have')
-    for name, kind in dict(out=str, workers=int, gpus=int, address=str, show=str).items():
+    for name, kind in dict(out=str, workers=int, gpus=int, address=str).items():
         p.add_argument(f'--{name}', type=kind, default=kind())
     given = vars(p.parse_args(args))
     rows = given.pop('g')

@@ -71,7 +71,7 @@ class Progress:
         self.line = name
         self.first = None   # the first step shown, and when
         self.last = 0.
-        self.told = time.monotonic()
+        self.told = time.monotonic() - 50   # told after ten seconds, and then each minute
         self.points = []
         self.fd = _terminal() or 2
         self.terminal = os.isatty(self.fd)
@@ -95,7 +95,7 @@ class Progress:
         if self.first is None: self.first = step, now   # later ones do not load and compile
         if not over and now - self.last < self.every: return
         taken = step - self.first[0]
-        if left is None and taken > 1: left = (now - self.first[1])/taken*(self.total - step)
+        if left is None and taken: left = (now - self.first[1])/taken*(self.total - step)
         self.last = now
         self.line = f'{self.name} {step}/{self.total} {text}'.rstrip()
         if not over and left is not None: self.line += f', {duration(left)} left'
@@ -132,7 +132,7 @@ def passes(
     "Yield the items one by one; the live line tells how many are done."
     items = list(items)
     own = None
-    last = time.monotonic()
+    began = last = time.monotonic()
     for k, item in enumerate(items):
         if time.monotonic() - last > patience:
             last = time.monotonic()
@@ -140,6 +140,8 @@ def passes(
             if own or not line:
                 own = own or Progress(name, len(items))
                 own(k)
-            else: line.show(f'{line.line}; {name} {k}/{len(items)}')
+            else:
+                left = (last - began)/max(k, 1)*(len(items) - k)
+                line.show(f'{line.line}; {name} {k}/{len(items)}, {duration(left)}')
         yield item
     if own: own(len(items))

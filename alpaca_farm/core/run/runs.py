@@ -7,20 +7,19 @@ __all__ = ['read_log', 'read_summary', 'check_run_folder', 'free_name', 'Run', '
 
 # %% ../../../nbs/core/run/runs.ipynb #f3907931
 import json, os, re, resource, sys, time
+from importlib.util import find_spec
 from pathlib import Path
 
 from filelock import Timeout
 
-from .files import (
-    atomic_write, digest, load_state, lock_of, names_file, PREFIX, read_json,
-    save_state, tidy, unlock, write_json)
-from .identity import (
-    as_list, content_hash, decisive, describe_run, run_config, written_hashes)
+from .files import (at_root, atomic_write, digest, load_state, lock_of,
+    names_file, PREFIX, read_json, save_state, tidy, unlock, write_json)
+from alpaca_farm.core.run.identity import (content_hash, decisive, describe_run, run_config,
+    written_hashes)
 from .inputs import ensure_inputs
 from .processes import gather_all, join_ranks, once, rank, written_once
 from .progress import tell
-from .settings import at_root, Config
-from .trackers import check_tracker, Tracking
+from .settings import as_list, Config
 
 # %% ../../../nbs/core/run/runs.ipynb #77299ed0
 def read_log(folder) -> list[dict]:
@@ -90,6 +89,68 @@ def _wait_for_others(folder: Path):
     _lock(folder)
     unlock(held)
 
+# %% ../../../nbs/core/run/runs.ipynb #2ff0b04d
+def _check_tracker(name: str):
+    "Refuse a tracker whose package is missing: ModuleNotFoundError, saying what to install."
+    if name and not find_spec(name):
+        raise ModuleNotFoundError(f'tracker = {name}: pip install {name}')
+
+
+def _start_tracker(name: str, folder: Path, settings: dict, step: int):
+    "Accelerate's tracker of that name for a run in `folder` that begins, or goes on, with `step`."
+    from accelerate.tracking import TensorBoardTracker, WandBTracker
+    if name == 'tensorboard':
+        tracker = TensorBoardTracker('tensorboard', folder, purge_step=step)
+        tracker.start()
+        tracker.log(dict(settings=json.dumps(settings, indent=1)))
+        return tracker
+    kept = folder/'wandb.txt'
+    known = kept.read_text() if kept.exists() and step > 1 else None
+    tracker = WandBTracker('alpaca_farm', name=folder.name, config=settings, dir=folder, id=known,
+                           resume='allow' if known else None)
+    tracker.start()
+    kept.write_text(tracker.run.id)
+    return tracker
+
+# %% ../../../nbs/core/run/runs.ipynb #9eed67bf
+class _Tracking:
+    "What a run sends to its tracker; nothing without one, or once it has failed."
+    def __init__(self,
+        name: str,       # empty for none
+        folder: Path,    # of the run
+        settings: dict,
+    ):
+        self.name = name
+        self.folder = folder
+        self.settings = settings
+        self.tracker = None
+
+    def log(self, step: int, record: dict):
+        "Send a record of the log."
+        self._try(lambda: self.tracker.log(record, step), step)
+
+    def finish(self, summary: dict):
+        "Send the figures of a finished run, and end the session."
+        self._try(lambda: self._send_end(summary))
+        self.name = ''
+
+    def _send_end(self, summary: dict):
+        self.tracker.log({f'summary/{name}': value for name, value in summary.items()
+                          if isinstance(value, (int, float))})
+        self.tracker.finish()
+
+    def _try(self, send, step: int = 1):
+        if not self.name: return
+        try:
+            if self.tracker is None:
+                self.tracker = _start_tracker(self.name, self.folder, self.settings, step)
+            send()
+        except Exception as e:
+            reason = (str(e).splitlines() or [''])[0]
+            print(f'tracker = {self.name} failed and is left out from here on '
+                  f'({type(e).__name__}: {reason}); the log is in {self.folder}')
+            self.name = ''
+
 # %% ../../../nbs/core/run/runs.ipynb #dc826cf0
 def free_name(folder: Path) -> Path:
     "Find the first of name~1, name~2, ... that is not taken."
@@ -99,13 +160,13 @@ def free_name(folder: Path) -> Path:
 
 
 def _peak_memory() -> dict[str, float]:
-    "The largest memory that this process had, of its GPU as well (GiB)."
+    "The largest memory that this process had, of its GPU as well (GB)."
     unit = 1 if sys.platform == 'darwin' else 2**10   # bytes on macOS, KiB elsewhere
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*unit
-    found = dict(peak_memory_gb=round(used/2**30, 3))
+    found = dict(peak_memory_gb=round(used/1e9, 3))
     torch = sys.modules.get('torch')
     if torch and torch.cuda.is_initialized():
-        found['device_memory_gb'] = round(torch.cuda.max_memory_allocated()/2**30, 3)
+        found['device_memory_gb'] = round(torch.cuda.max_memory_allocated()/1e9, 3)
     return found
 
 
@@ -121,7 +182,7 @@ class Run:
         self.lock = None    # the status of the lock's file
         self.logged = 0     # the bytes of the log
         self.warnings = []  # of its steps, which its summary and the job that made it repeat
-        self.tracker = Tracking(cfg.tracker, self.folder, config.get('settings', {}))
+        self.tracker = _Tracking(cfg.tracker, self.folder, config.get('settings', {}))
         self.before = dict(cpu=0., wall=0.)   # seconds of earlier processes
         self.began = time.monotonic()
         self.cpu = time.process_time()
@@ -256,7 +317,7 @@ def start(
     folder = at_root(cfg.out)
     own = decisive(cfg)
     check_run_folder(folder, inputs)
-    check_tracker(cfg.tracker)
+    _check_tracker(cfg.tracker)
     made = run_config(folder).get('settings', own)
     others = {k: made.get(k) for k in own if digest(made.get(k)) != digest(own[k])}
     if others: _tell_move(cfg, others)

@@ -4,24 +4,23 @@
 
 # %% auto #0
 __all__ = ['Count', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments', 'Betas', 'as_type',
-           'resolve', 'refuse_unknown', 'Config', 'HardwareConfig', 'TrainConfig', 'field_comments', 'from_args',
-           'command']
+           'resolve', 'as_list', 'no_secrets', 'refuse_unknown', 'Config', 'HardwareConfig', 'TrainConfig',
+           'field_comments', 'from_args', 'command']
 
 # %% ../../../nbs/core/run/settings.ipynb #37bea490
-import argparse, ast, dataclasses, difflib, importlib, json, os, sys, traceback, typing
-import warnings
+import argparse, ast, contextlib, dataclasses, difflib, importlib, json, os, re, subprocess, sys
+import time, traceback, typing, warnings
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, Len
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from .files import read_yaml
-from .keys import forget_keys, no_secrets
-from .paths import (
-    ask_hub, at_root, looks_like_hub, missing_path, near_path, root)
+from alpaca_farm.core.run.files import (ask_hub, at_root, looks_like_hub, missing_path, near_path,
+    read_yaml, root)
 
 # %% ../../../nbs/core/run/settings.ipynb #124e5640
 def _from_json(value):
@@ -87,6 +86,104 @@ def resolve(spec: str):
     if hasattr(imported, name): return getattr(imported, name)
     raise ValueError(f'{spec!r}: {module} has no {name}')
 
+# %% ../../../nbs/core/run/settings.ipynb #ac7dd8d0
+def as_list(value) -> list:
+    "Return a single value as a list of one, and an empty one as an empty list."
+    if isinstance(value, (list, tuple)): return list(value)
+    return [value] if value else []
+
+# %% ../../../nbs/core/run/settings.ipynb #a3c1d0eb
+_SECRET = re.compile(r'''(?x)
+    ://(?:[^/?\s]*@|hooks\.) | (?i:[?&;][\w-]*(?:key|token|password|secret|sig)=[^&;\s])   # a URL
+    | (?i:\bbearer\ \S{12}|\bbasic\ (?=\S*[\d=])\S{12}|-----begin\ [\w\ ]*key) | \beyJ[\w-]{16}
+    | (?<![A-Za-z0-9])(?:[sr]k|[cp]sk|[pa]k|pa|as|fw|up|e?secret)[-_]   # OpenAI, Anthropic, ...
+        [\w.-]*?(?:[A-Za-z0-9]{20}|[0-9a-f]{4}-[0-9a-f]{12})
+    | (?<![A-Za-z0-9])(?:hf_|gsk_|xai-|gh[opsur]_|gl(?:pat|[dr]t|sa)[-_]|nvapi-|pplx-|r8_|npm_|
+        pypi-|xox[a-z]-|jina_|whsec_|tvly-|ntn_|rpa_|hvs\.|NRAK-|HRKU-|GOCSPX-|ya29\.|SG\.|sq0\w+-|
+        A(?:Iza|[KS]I[AD]|TATT|KCp|BSK)|LTAI|[a-z]+\d?_(?:pat|v\d|api|org|pt|tkn|secret)_|
+        \d{8,10}:AA)[\w.-]{16}                            # Hugging Face, Google, Amazon, ...
+    | (?=[A-Za-z]*\d[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])[A-Za-z0-9]{32}
+    | ^(?:[^=]*=)?(?=.*[a-z])(?=.*[A-Z])(?=.*\d.*\d)[A-Za-z0-9+/]{40}$
+    | ^[^/@]*?(?=\d*[a-f])[0-9a-f]{32}                    # W&B, Databricks, ...
+    ''')
+
+# %% ../../../nbs/core/run/settings.ipynb #2ae98010
+def _keys_in(settings: dict) -> list[tuple[str, str]]:
+    "Name and value of each setting that looks like a key, also those in lists and dicts."
+    found = []
+    for name, value in settings.items():
+        if isinstance(value, dict): found += _keys_in({f'{name}.{k}': v for k, v in value.items()})
+        elif isinstance(value, (list, tuple)):
+            for v in value: found += _keys_in({name: v})
+        elif isinstance(value, str) and _SECRET.search(value): found.append((name, value))
+    return found
+
+
+def no_secrets(settings: dict):
+    "Refuse a setting that looks like a key or holds a password, also in lists: ValueError."
+    for name, _ in _keys_in(settings):
+        raise ValueError(f'{name} looks like an API key or holds a password. Keys are read from '
+                         'the environment (OPENAI_API_KEY, HF_TOKEN), never a parameter')
+
+# %% ../../../nbs/core/run/settings.ipynb #a3c1d107
+def _without_parameters(path: str, keys: list[str]):
+    "Remove the parameters of a notebook that papermill executed, if one of the keys is among them."
+    try: notebook = json.loads(Path(path).read_text(encoding='utf-8'))
+    except (OSError, ValueError): return   # it is gone, or being written
+    made = notebook.get('metadata', {}).get('papermill', {})
+    given = [value for _, value in _keys_in(made.get('parameters', {}))]
+    if not {*keys} & {*given}: return
+    made['parameters'] = {}
+    for cell in notebook['cells']:
+        if 'injected-parameters' in cell['metadata'].get('tags', []):
+            cell['source'] = '# Parameters\n# removed, since one of them looks like a key'
+    part = Path(f'{path}.{os.getpid()}')
+    part.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
+    part.replace(path)
+
+
+def _watch(
+    process: int,     # papermill's
+    paths: list[str],  # of notebooks that it may write
+    keys: list[str],
+    patience: float = 60.,  # seconds
+):
+    "Remove parameters with keys from notebooks until a process has ended."
+    import psutil
+    until = time.monotonic() + patience
+    seen = {}
+    over = False
+    while not over:
+        try: over = psutil.Process(process).status() == psutil.STATUS_ZOMBIE
+        except psutil.Error: over = True
+        over = over or time.monotonic() > until
+        for path in filter(os.path.exists, paths):
+            written = os.stat(path).st_mtime_ns
+            if seen.get(path) != written: _without_parameters(path, keys)
+            seen[path] = written
+        time.sleep(.02)
+
+
+def _forget_keys(given: dict):
+    "Let papermill's record of a notebook's settings be removed if keys are among them."
+    import psutil
+    keys = [value for _, value in _keys_in(given)]
+    parent = psutil.Process().parent()
+    if not keys or parent is None: return
+    with contextlib.suppress(psutil.Error, OSError):   # the refusal matters more
+        paths = []
+        for folder in (Path(parent.cwd()), Path.cwd()):
+            named = [folder/word for word in parent.cmdline() if word.endswith('.ipynb')]
+            paths += map(str, [*named, *folder.glob('runs/*.ipynb')])
+        call = ('import json, sys; from alpaca_farm.core.run.settings import _watch; '
+                '_watch(*json.load(sys.stdin))')
+        watcher = subprocess.Popen(
+            [sys.executable, '-c', call], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, start_new_session=True, text=True,
+            env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
+        json.dump([parent.pid, paths, keys], watcher.stdin)
+        watcher.stdin.close()
+
 # %% ../../../nbs/core/run/settings.ipynb #7c26b0eb
 def refuse_unknown(
     owner: str,  # whose settings they are
@@ -151,7 +248,7 @@ class Config:
             if cell.startswith('# Parameters'): names += assigned
             elif 'out' in assigned: names = assigned
         given = {name: namespace[name] for name in names}
-        forget_keys(given)
+        _forget_keys(given)
         return cls.read(given)
 
     def changed(self) -> dict:

@@ -1,66 +1,62 @@
-"Reference answers from an endpoint that fails on demand: each is paid for once, in its place."
+"Best-of-n of a model behind an endpoint that fails on demand: each answer is paid for once."
 import json
 from dataclasses import replace
 
 import pytest
 
+from alpaca_farm.best_of_n import BestOfNConfig, run, served_prompt
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.eval import EvalConfig, read_models
-from alpaca_farm.judging.openai_baselines import (baseline_request, BASELINES,
-    OpenaiBaselinesConfig, run)
 from asking import key, summary
 from judge_server import digest, judge_server, prompt_text
 
 
-def config(tmp_path, server=None, n=30, baseline='gpt-4-0314', **more):
+def config(tmp_path, server=None, n=30, **more):
     data = tmp_path/'eval.json'
     data.write_text(json.dumps([dict(instruction=f'Say word {i}.', input='loudly' * (i % 2),
                                      dataset='own') for i in range(n)]))
-    usual = dict(out=str(tmp_path/'run'), data=str(data), baseline=baseline, tries=2,
-                 store=str(tmp_path/'a.sqlite'), base_url=server.url if server else '',
-                 models=[f'{b}=judge' for b in BASELINES])
-    return OpenaiBaselinesConfig(**usual | more)
+    usual = dict(out=str(tmp_path/'run'), data=str(data), policy='', served='judge', tries=2, n=1,
+                 reward_model='', temperature=.7, store=str(tmp_path/'a.sqlite'),
+                 base_url=server.url if server else '')
+    return BestOfNConfig(**usual | more)
 
 
-def wanted(cfg, model='judge'):
+def wanted(cfg):
     "What the server says to each instruction: the hash of what it was sent."
-    return [f'Word {digest(prompt_text(baseline_request(r, cfg, model)))[:8]}.'
-            for r in load_records(cfg.data)]
+    texts = []
+    for r in load_records(cfg.data):
+        prompt = served_prompt(r, cfg)
+        name = 'prompt' if isinstance(prompt, str) else 'messages'
+        texts.append(f'Word {digest(prompt_text({name: prompt}))[:8]}.')
+    return texts
 
 
 def answers(cfg): return [r['output'] for r in load_records(cfg.out, 'outputs', 'output')]
-
-
 def server_of(**options): return judge_server(template=' Word {hash}.\n', **options)
 
 
-@pytest.mark.parametrize('baseline', ['text-davinci-003', 'gpt-4-0314'])
-@pytest.mark.parametrize('model', ['judge', 'text-davinci-003'])
-def test_what_is_sent(tmp_path, baseline, model):
+@pytest.mark.parametrize('template, path', [('auto', 'chat/completions'), ('alpaca', 'completions')])
+def test_what_is_sent(tmp_path, template, path):
     "As a chat and as a completion, in the order of instructions."
     with server_of() as server:
-        cfg = config(tmp_path, server, baseline=baseline, models=[f'{baseline}={model}'])
+        cfg = config(tmp_path, server, template=template, system='Be brief.')
         run(cfg)
-        path, = {r['path'] for r in server.requests()}
-    assert answers(cfg) == wanted(cfg, model)
+        assert {r['path'] for r in server.requests()} == {f'/v1/{path}'}
+    assert answers(cfg) == wanted(cfg)
     for row, record in zip(load_records(cfg.out, 'outputs'), load_records(cfg.data)):
-        assert row['generator'] == model and all(row[k] == v for k, v in record.items())
-    assert path == ('/v1/chat/completions' if model == 'judge' else '/v1/completions')
+        assert row['generator'] == 'run' and all(row[k] == v for k, v in record.items())
 
 
-def test_any_model_by_its_name(tmp_path):
-    "It is asked the instruction itself; what it thought before it answered is left out."
+def test_thoughts_are_left_out(tmp_path):
     with judge_server(template='<think>\nHm.\n</think>\n\nWord {hash}.') as server:
-        cfg = config(tmp_path, server, n=3, baseline='my/model.gguf', models=[])
+        cfg = config(tmp_path, server, n=3)
         run(cfg)
-        assert {r['model'] for r in server.requests()} == {'my/model.gguf'}
-    assert answers(cfg) == wanted(cfg, 'my/model.gguf')
-    user, = baseline_request(load_records(cfg.data)[1], cfg, cfg.baseline)['messages']
-    assert user == dict(role='user', content='Say word 1.\n\nloudly')
-    assert {r['generator'] for r in load_records(cfg.out, 'outputs')} == {'my/model.gguf'}
+    assert answers(cfg) == wanted(cfg)
+    assert served_prompt(load_records(cfg.data)[1], cfg) == [
+        dict(role='user', content='Say word 1.\n\nloudly')]
 
 
-def test_what_is_refused_for_good_is_named_and_left_out(tmp_path, capsys):
+def test_what_is_refused_for_good_is_left_out(tmp_path, capsys):
     "A refusal in words is an answer."
     faults = {'context': {'p': 0, 'always_for': 'Say word 7\\.'},
               'refusal': {'p': 0, 'always_for': 'Say word 8\\.'}}
@@ -70,7 +66,7 @@ def test_what_is_refused_for_good_is_named_and_left_out(tmp_path, capsys):
     given, want = answers(cfg), wanted(cfg)
     assert given[:7] + given[8:] == want[:7] + want[9:] and "can't assist" in given[7]
     said = capsys.readouterr().out
-    assert '1 OF 30 ' in said and "'Say word 7.'" in said and 'maximum context length' in said
+    assert 'refused 1 of 30 ' in said and 'maximum context length' in said
     assert summary(cfg)['unanswered'] == 1
 
 
@@ -90,7 +86,7 @@ def test_several_samples_other_seeds_and_cut_answers(tmp_path):
     with server_of() as server:
         cfg = config(tmp_path, server, n=4)
         run(cfg)
-        samples = replace(cfg, out=str(tmp_path/'samples'), n=3, max_tokens=3, seed=1)
+        samples = replace(cfg, out=str(tmp_path/'samples'), n=3, max_new_tokens=3, seed=1)
         run(samples)
         assert server.counts()['ok'] == 4 + 12, 'a sample of its own each'
         run(replace(samples, out=str(tmp_path/'more'), n=5, max_instances=2))
@@ -100,17 +96,19 @@ def test_several_samples_other_seeds_and_cut_answers(tmp_path):
     assert answers(samples) == [r['output'][0] for r in rows]
 
 
-def test_no_key_and_no_baseline(tmp_path, monkeypatch):
+def test_the_best_of_what_was_served(tmp_path):
+    "Chosen by a reward, as a policy's samples are."
+    with server_of() as server:
+        run(cfg := config(tmp_path, server, n=4, reward_model=f'{__name__}:last'))
+    for best, row in zip(answers(cfg), load_records(cfg.out, 'candidates', 'candidates')):
+        assert best == max(row['output'])
+
+
+def last(records): return [float(int(r['output'][5:13], 16)) for r in records]
+
+
+def test_one_model_is_named_and_has_a_key(tmp_path, monkeypatch):
     monkeypatch.delenv('OPENAI_API_KEY')
     with pytest.raises(ValueError, match='OPENAI_API_KEY'): run(config(tmp_path))
-    with pytest.raises(ValueError, match='baseline = '): run(config(tmp_path, baseline=''))
-
-
-@pytest.mark.parametrize('model, decoding, fields', [
-    ('m', ['max_tokens=77', 'top_p=0.5'], dict(temperature=.7, max_tokens=77, top_p=.5)),
-    ('gpt-5', ['reasoning_effort=low'],
-     dict(max_completion_tokens=300 + 4096, reasoning_effort='low'))])
-def test_decoding_changes_the_request(tmp_path, model, decoding, fields):
-    cfg = config(tmp_path, decoding=decoding)
-    request = baseline_request(dict(instruction='Say.'), cfg, model)
-    assert {k: v for k, v in request.items() if k not in ('model', 'messages')} == fields
+    with pytest.raises(ValueError, match='name one model'): config(tmp_path, served='')
+    with pytest.raises(ValueError, match='leave samples'): config(tmp_path, sampler='http://a/v1')
