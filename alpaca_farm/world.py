@@ -45,7 +45,7 @@ class WorldConfig(TrainConfig):
     # how much the demonstrators' habits follow who asks
     habit: Annotated[float, Interval(ge=0, le=0.45)] = 0.2
     flattery: Share = 0.05                    # share of demonstrations that flatter
-    flattered: float = 0.5  # how much the judges of the pool like flattery, in units of utility
+    flattered: float = 0.25  # how much the judges of the pool like flattery, in units of utility
     mistaken: Share = 0.3  # share of the contested facts about which the whole pool is mistaken
     flips: Share = 0.1  # share of the pool's labels that are flipped
     fidelity: Share = 0.8  # how much the judges of the pool resemble the crowd, 0 to 1

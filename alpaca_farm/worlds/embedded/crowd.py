@@ -125,7 +125,7 @@ def sample_pool(
     seed: int = 0,
     fidelity: float = .8,    # likeness to the crowd; at 1 the judges read as it does
     coin: float = 1.,        # factor of the temperatures
-    flattered: float = .5,   # mean weight of flattery, in units of utility
+    flattered: float = .25,  # mean weight of flattery, in units of utility
     mistaken: float = .3,    # share of the contested facts that all are mistaken about
     contested: float = .5,   # share of facts that are contested
 ) -> Population:
