@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all mo
 
 start: .venv/ready       ## the tour, into runs/start.ipynb
 	$(BIN)/papermill nbs/start.ipynb runs/start.ipynb --no-progress-bar --log-level ERROR
-	@echo 'The tour: open runs/start.ipynb (make lab); its figure is runs/start/0.25/tour.png'
+	@echo 'The tour: open runs/start.ipynb (make lab); its figure is runs/start/0.1/tour.png'
 
 farm: .venv/ready        ## the whole simulation, into runs/
 	$(BIN)/papermill nbs/farm.ipynb runs/farm.ipynb --no-progress-bar --log-level ERROR

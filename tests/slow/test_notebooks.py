@@ -58,7 +58,7 @@ SUFFIX = 'one suffix for all'   # a row where answers have common last sentences
 OWN = [*own('')]
 STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, instances=8),
                labellers=dict(dialogues=[200], prompts=80),
-               worth=dict(instances=24, labels=[10, 15]))
+               worth=dict(instances=24, labels=[10, 15]), simulators=dict(methods=['best_of_n', 'dpo']))
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
 STUDIES['regret'] = dict(labels=[21, 42, 63], draws=10)
 STUDIES['decoding'] = dict(instances=8, temperatures=[1., 0.])
