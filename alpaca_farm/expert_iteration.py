@@ -31,9 +31,9 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     policy: str = 'runs/sft'                 # where training starts, and the reference of the KL
     data: str = 'runs/world'                 # dataset folder, file or hub name with prompts
     split: str = 'unlabeled'                 # prompts that are answered in training
-    rounds: Positive = 1                     # rounds of best-of-n and imitation
+    rounds: Positive = 2                     # rounds of best-of-n and imitation
     n: Annotated[int, Ge(2)] = 16  # answers to each prompt, of which the best is imitated
-    max_instances: Positive = 800  # prompts of a round; the next round takes those that follow
+    max_instances: Positive = 600  # prompts of a round; the next round takes those that follow
     samples: str = ''  # a run of best_of_n with the answers of round 1; empty to draw them
     epochs: Positive = 3                     # passes over the winners
     max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together

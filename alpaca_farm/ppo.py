@@ -114,7 +114,7 @@ class PPOConfig(OnlineConfig):
     "Settings of PPO."
     out: str = 'runs/ppo'                  # run folder
     temperature: Scale = 1.0               # of samples and of the log-probs that are compared
-    steps: Positive = 24                   # rollouts, each followed by its updates
+    steps: Positive = 48                   # rollouts, each followed by its updates
     advantage: Literal[*ADVANTAGES] = 'gae'  # baseline of the rewards, a name of the table
     group_size: Annotated[int, Ge(2)] = 4  # where other answers are the baseline: answers a prompt
     # what weighs the same in the loss: each token of a step, or each answer, whatever its length
@@ -132,7 +132,7 @@ class PPOConfig(OnlineConfig):
     whiten_advantages: bool = True         # scale each step's advantages to mean 0 and variance 1
     shared_value: bool = False  # a value head on the policy's own trunk instead of a value model
     value_learning_rate: Amount = 1e-3     # peak learning rate of the value model
-    learning_rate: Amount = 0.001          # peak learning rate of the policy
+    learning_rate: Amount = 0.0005         # peak learning rate of the policy
     lr_schedule: Schedule = 'constant'     # how the learning rate falls
     adam_eps: Amount = 1e-5                # AdamW's epsilon
     in_memory = dict(trained=2, frozen=2)

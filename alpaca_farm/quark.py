@@ -45,7 +45,7 @@ class QuarkConfig(OnlineConfig):
     entropy_coef: Amount = 0.0                # weight of the entropy bonus, alpha
     steps: Positive = 8                       # rollouts, each followed by its updates
     rollouts: Annotated[int, Ge(2)] = 512     # answers per step
-    learning_rate: Amount = 0.0003            # peak learning rate
+    learning_rate: Amount = 0.001             # peak learning rate
     lr_schedule: Schedule = 'constant'        # how the learning rate falls
     eval_every: Positive = 2                  # steps between evaluations on the val split
     save_every: Count = 2                     # steps between saved policies model-<step>/; 0: none

@@ -57,7 +57,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     perplexity_model: str = ''  # model that measures the perplexity of answers; empty: none
     data: str = 'runs/world'                 # dataset whose eval split is answered at the end
     split: str = 'unlabeled'                 # split with the queries when `candidates` is empty
-    epochs: Positive = 2                     # passes over the queries
+    epochs: Positive = 4                     # passes over the queries
     # tokens of prompt and answer together; longer candidates are left out
     max_length: Annotated[int, Ge(2)] = 128
     max_instances: Count = 0                 # use only the first n queries; 0: all
