@@ -9,6 +9,8 @@ __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'farm_world', 'population', 'farm
 import os, time
 from dataclasses import dataclass, replace
 
+import torch
+
 from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
 from .boards.simulation import paired_tables, write_simulation
 from .core.ask.client import ApiConfig
@@ -159,6 +161,8 @@ def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
     left_out = _left_out(cfg, world, sizes)
     sizes = {name: own for name, own in sizes.items() if own is not None}
     machine = {k: getattr(cfg, k) for k in ('device', 'dtype') if getattr(cfg, k) != 'auto'}
+    if _makes_world(cfg) and torch.cuda.is_available():
+        machine.setdefault('device', 'cpu')   # quicker for half a million weights
     jobs = _world_jobs(cfg, replicate, sizes, machine)
     for name, row in RUNS.items():
         if name == 'world' or name in left_out: continue

@@ -300,7 +300,7 @@ def evaluation_mode(policy: Policy):
     modes = [(m, m.training) for m in model.modules()]
     attention = kernel_of(policy)
     model.eval()
-    if attention in ('flash_attention_2', 'flex_attention'):
+    if attention not in ('sdpa', 'eager'):
         model.set_attn_implementation('sdpa' if model._supports_sdpa else 'eager')
     try: yield
     finally:

@@ -266,7 +266,8 @@ class Config:
         return {'text/plain': f'{type(self).__name__}({changed or "all defaults"})'}
 
 # %% ../../../nbs/core/run/settings.ipynb #a10c0de2
-_Attention = Literal['auto', 'sdpa', 'eager', 'flash_attention_2', 'flex_attention']
+_Flash = Literal['flash_attention_2', 'flash_attention_4']
+_Attention = Literal['auto', 'sdpa', 'eager', _Flash, 'flex_attention']
 
 
 @dataclass
