@@ -128,7 +128,8 @@ def _method_name(folder: str) -> str:
     if settings.get('advantage', 'gae') != 'gae': name = settings['advantage']
     if name == 'binary_feedback': name = settings['method']
     if name == 'dpo': name += f', beta {settings["beta"]:g}'
-    return name if settings.get('kl_coef', 1) else f'{name}, no penalty'
+    free = name != 'rrhf' and not settings.get('kl_coef', 1)
+    return f'{name}, no penalty' if free else name
 
 
 def _policy_proxy(folder: str, proxies: list[str]) -> str:
@@ -268,8 +269,9 @@ def run(cfg: OverConfig):
     show = Progress(folder.folder.name, len(todo))
     foretold = []
     for proxy in cfg.proxies:   # the path
-        for reward in np.arange(.1, scale[proxy][1].max(1).mean(), .1):
-            foretold += forecast(scale[proxy][1], on_bank, reward, labels=_label_name(proxy))
+        rewards = scale[proxy][1]
+        for target in np.arange(.1, rewards.max(1).mean(), .1):
+            foretold += forecast(rewards, on_bank, target, labels=_label_name(proxy))
     for i, (policy, step, path) in enumerate(todo, 1):
         standardised, rewards = scale[proxies[policy]]
         columns = dict(method=_method_name(policy), labels=_label_name(proxies[policy]), at=step)
