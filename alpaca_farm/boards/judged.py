@@ -73,7 +73,7 @@ def free_win_rates(
         answers = read_answers(folder), read_answers(before)
         won = bootstrap(100*(complete_preferences(*answers, load_annotators(judge, None)) - 1))
         said.append(f'{won.value:.1f} % [{won.low:.1f}, {won.high:.1f}] under the '
-                    + role.replace('_', ' '))
+                    + role.replace('held_out_', 'held-out '))
     return f'Wins against {before}: {", ".join(said)}.' if said else ''
 
 # %% ../../nbs/boards/judged.ipynb #4448751f
