@@ -79,16 +79,6 @@ def _curve_point(proxy, utility, crowd, **columns) -> dict:
     row = dict(columns, each=utility, crowd=100*float(crowd.mean() - 1))
     return row | bootstrap(proxy).columns('proxy') | bootstrap(utility).columns('utility')
 
-# %% ../nbs/overoptimization.ipynb #1547a3d0
-def _proxy_utility_correlation(proxy: np.ndarray, utility: np.ndarray) -> float:
-    "Pearson's correlation within instructions, (instructions, answers) each; nan if constant."
-    def centred(x):   # of equal values exactly 0
-        return (x - x.mean(1, keepdims=True))*(np.ptp(x, 1, keepdims=True) > 0)
-    p = centred(proxy).ravel()
-    u = centred(utility).ravel()
-    with np.errstate(invalid='ignore', divide='ignore'):
-        return float(np.corrcoef(p, u)[0, 1])
-
 # %% ../nbs/overoptimization.ipynb #6249e919
 def _bank_curve(proxy, utility, crowd, logprob, **columns) -> list[dict]:
     """Rows for n = 1, 2, 4, ..., N, with further `columns`.
@@ -103,7 +93,6 @@ def _bank_curve(proxy, utility, crowd, logprob, **columns) -> list[dict]:
         rows.append(_curve_point(*values, **columns, kl=float(kl.sum(1).mean()),
                                  kl_bound=float(kl_best_of_n(n)), at=n))
         n *= 2
-    rows[0]['correlation'] = _proxy_utility_correlation(proxy, utility)
     return rows
 
 # %% ../nbs/overoptimization.ipynb #e5161246
@@ -152,10 +141,10 @@ def checkpoints(folder: str) -> list[tuple[int, str]]:
 def measure_policy(
     folder: str,          # of a checkpoint
     records: list[dict],  # instructions
-    scores,               # function of records to scores by name, proxy and utility among them
+    scores,               # function of records to scores by name
     reference: Policy,    # SFT's model
     cfg: OverConfig,
-) -> dict:  # kl, correlation, and the scores by instruction
+) -> dict:  # kl, and the scores by instruction
     "Measure a checkpoint on fresh samples: its KL to the reference, and its scores."
     policy = load_policy(folder, cfg)
     prompts, _, answers = sample(policy, records, cfg, n=cfg.answers)
@@ -166,11 +155,10 @@ def measure_policy(
             outputs.append(dict(record, output=text, ended=s.ended))
     plain = encode_prompts(outputs, reference.tokenizer, cfg.template)   # no reward tokens
     kl = log_ratios(reference, plain, list(chain(*answers)), cfg)
-    found = {name: np.reshape(values, (len(prompts), -1))
-             for name, values in scores(outputs).items()}
-    correlation = _proxy_utility_correlation(found['proxy'], found['utility'])
-    means = {name: values.mean(1) for name, values in found.items()}
-    return means | dict(kl=float(np.mean(kl)), correlation=correlation)
+    found = dict(kl=float(np.mean(kl)))
+    for name, values in scores(outputs).items():
+        found[name] = np.reshape(values, (len(prompts), -1)).mean(1)
+    return found
 
 # %% ../nbs/overoptimization.ipynb #46f0ca02
 def standard_marks(world: World, bank: list[dict]) -> tuple:
@@ -180,16 +168,15 @@ def standard_marks(world: World, bank: list[dict]) -> tuple:
         parts = world.function(world.marks)(records) if world.marks else {}
         return dict(parts, utility=world.function(world.utility)(records), words=words)
     found = raw(each_answer(bank))
-    spread = {name: np.std(values) or 1. for name, values in found.items()}
 
     def standardised(records):
         marks = {}
         for name, values in raw(records).items():
-            unit = spread['words' if name == 'words' else 'utility']
-            marks[name] = (np.array(values, float) - np.mean(found[name]))/unit
+            unit = np.array(found['words' if name == 'words' else 'utility'])
+            marks[name] = (values - np.mean(found[name]))/(unit.std() if has_spread(unit) else 1.)
         return marks
-    on_bank = standardised(each_answer(bank))
-    return standardised, {name: v.reshape(len(bank), -1) for name, v in on_bank.items()}
+    return standardised, {name: _score_bank(bank, lambda _: values)
+                          for name, values in standardised(each_answer(bank)).items()}
 
 
 def forecast(
@@ -224,7 +211,7 @@ def _check_temperature(cfg: OverConfig):
 
 # at: n, or the step of the checkpoint; run: folder of the policy
 _COLUMNS = ('method labels kl kl_bound proxy proxy_low proxy_high utility utility_low utility_high '
-            'crowd correlation at run')
+            'crowd at run')
 
 
 def run(cfg: OverConfig):
@@ -279,7 +266,7 @@ def run(cfg: OverConfig):
         def scores(records):
             return dict(marks(records), proxy=standardised(records), crowd=crowd(records))
         found = measure_policy(path, records, scores, sft, cfg)
-        point = {k: found[k] for k in ('proxy', 'utility', 'crowd', 'kl', 'correlation')}
+        point = {name: found[name] for name in ('proxy', 'utility', 'crowd', 'kl')}
         rows.append(_curve_point(**point, **columns, run=policy))
         foretold += forecast(rewards, on_bank, found['proxy'].mean(), found, **columns)
         folder.log(i, **{k: v for k, v in rows[-1].items() if k != 'each'})
