@@ -185,11 +185,11 @@ def foretell(
     reward: float,                 # the mean reward to foretell at
     realised: dict | None = None,  # (instructions,) of a policy with this reward, by mark
     **columns,
-) -> list[dict]:  # a row for each mark; one with the reason where the bank cannot tell
+) -> list[dict]:  # a row for each mark; one without where fewer than ten samples would tell
     "Foretell marks at a mean reward, and the error: realised minus foretold."
     columns |= dict(reward=reward)
     try: weights = tilted_weights(rewards, reward)
-    except ValueError as e: return [dict(columns, refused=str(e))]
+    except ValueError: return [columns]
     columns['effective'] = float(np.median(1/(weights**2).sum(1)))
     rows = []
     for mark, values in marks.items():

@@ -14,7 +14,6 @@ import numpy as np
 from alpaca_farm.core.data.preferences import (match_prompts, output_texts, read_preference,
     with_verdict)
 from ..core.run.identity import run_config
-from ..core.run.settings import at_root
 from ..core.stats import bootstrap, spearman_interval, win_rate
 from .corrected import corrected_columns
 from .length_control import length_controlled
@@ -112,17 +111,15 @@ def leaderboard_figure(
 
 # %% ../../nbs/boards/leaderboards.ipynb #00f36c4f
 def board_text(
-    folder: str,             # a run with a leaderboard.csv, of `farm` or `eval`
-    latex: bool = False,     # in place of Markdown
-    columns: tuple = (),     # shown; empty: all
+    board,                # a DataFrame of it
+    folder: str,          # the run that made it
+    latex: bool = False,  # in place of Markdown
 ) -> str:
-    "Write a finished run's board as Markdown or LaTeX, and what it was made by."
-    import pandas as pd
-    board = pd.read_csv(at_root(folder)/'leaderboard.csv', usecols=columns or None).round(1)
+    "Write a board as Markdown or LaTeX, with the version, commit, seed and machine that made it."
     made = run_config(folder)
     stamp = (f'alpaca_farm {made["versions"]["alpaca_farm"]}, commit {made["commit"]}, '
              f'seed {made["settings"]["seed"]}, {made["machine"]}, {made["cores"]} cores')
-    board = board.astype(object).fillna('').astype(str)
+    board = board.reset_index(names='method').astype(object).fillna('').astype(str)
     if latex: return board.to_latex(index=False, escape=True, caption=stamp.replace('_', r'\_'))
     lines = [board.columns, ['---']*len(board.columns), *board.to_numpy()]
     return '\n'.join(f'| {" | ".join(line)} |' for line in lines) + f'\n\n{stamp}'

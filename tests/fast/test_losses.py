@@ -272,6 +272,7 @@ def test_marks_are_parts_of_the_utility_in_its_unit():
     assert on_bank['words'].std() == pytest.approx(1)
     assert np.allclose(on_bank['b'] + on_bank['other'], on_bank['utility'])
     assert marks([dict(output='ccc')])['utility'] == pytest.approx(on_bank['utility'][0, 1])
+    assert [*standard_marks(World('', utility=world.utility), bank)[1]] == ['utility', 'words']   # no marks
 
 
 def _letters(records): return [len(r['output']) for r in records]
