@@ -31,7 +31,7 @@ class OutputsConfig(Config):
 def notebook_paths(names=()) -> list[Path]:
     "The notebooks of these names, or all: those of core first, the farm last."
     paths = [p for p in sorted((root()/'nbs').rglob('*.ipynb'))
-             if '.ipynb_checkpoints' not in p.parts]
+             if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts}]
     unknown = sorted(set(names) - {p.stem for p in paths})
     if unknown: raise ValueError(f'notebooks: there is no {unknown[0]} in nbs/')
     chosen = [p for p in paths if not names or p.stem in names]
