@@ -108,7 +108,7 @@ def test_memory_is_in_billions_of_bytes(monkeypatch):
 
 
 def test_too_little_training_is_said(base, tmp_path, capsys):
-    tiny.run('sft', base, tmp_path/'out', eval_split='', learning_rate=3., epochs=1)
+    tiny.run('sft', base, tmp_path/'out', eval_split='', learning_rate=3.)
     said = capsys.readouterr().out
     assert 'only 5 optimiser steps' in said and 'the held-out loss has risen from' in said
     tiny.run('reward_model', base, tmp_path/'rm')
