@@ -297,7 +297,7 @@ def settle(
         if 'epochs' in found: found['epochs'] = fitting_epochs(*steps)
     run.adjust(found)
     taken = ', '.join(f'{name} {value:g}' for name, value in found.items())
-    why = f'{cfg.weights()/1e6:.3g}M weights, {len(records)} records'
+    why = f'{cfg.model_size()/1e6:.3g}M weights, {len(records)} records'
     rank = getattr(cfg, 'lora_rank', 0)
     if 'learning_rate' in found: why += f', adapters of rank {rank}' if rank else ', all trained'
     tell(f'{taken}: {why}')

@@ -241,7 +241,7 @@ class Config:
             value = changed.get(name, [])
             for path in value if isinstance(value, list) else [value]: self.check_path(name, path)
 
-    def weights(self) -> float:
+    def model_size(self) -> float:
         "Count the weights of the model that decides on what is left open."
         default = getattr(type(self), self.sized_by, '')
         spec = getattr(self, self.sized_by, default)
@@ -250,7 +250,7 @@ class Config:
 
     def defaults_by_size(self) -> dict:
         "Compute the settings that were left open from the number of weights."
-        weights = self.weights() if self.left_open else 0
+        weights = self.model_size() if self.left_open else 0
         found = {}
         for name, pair in sized_defaults(type(self)).items():
             if name not in self.left_open: continue
