@@ -18,7 +18,7 @@ from itertools import combinations, islice
 import numpy as np
 
 from .data.records import each_answer, load_records, without_lists
-from .data.preferences import ENDED, output_texts, verdicts_over
+from .data.preferences import ENDED, verdicts_over
 from .data.formats import notice
 from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
 from .run.defaults import fitting_batch, fitting_epochs
@@ -253,11 +253,6 @@ def answer_labels(records: list[dict], where: str) -> list[float]:
     return [float(label) for label in labels]
 
 # %% ../../nbs/core/answers.ipynb #5e77a002
-def _answer_texts(record: dict) -> list[str]:
-    if 'output_1' in record: return [record['output_1'], record['output_2']]
-    return output_texts(record) if 'output' in record else []
-
-
 def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
     "Put what the data need in the place of the lengths among the defaults found."
     how = dict(tokenizer=tokenizer, template=cfg.template)
@@ -266,9 +261,10 @@ def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
     answers = []
     wholes = []
     for record, n in zip(records, prompts):
-        texts = encode_responses(_answer_texts(record), **how)
+        texts = []
+        for name in ('output', 'output_1', 'output_2'): texts += as_list(record.get(name))
         if not texts: continue
-        answers.append(max(map(len, texts)))
+        answers.append(max(map(len, encode_responses(texts, **how))))
         wholes.append(n + answers[-1])
     lengths = dict(max_prompt=prompts, max_new_tokens=answers, max_length=wholes)
     for name, (least, _) in sized_defaults(type(cfg)).items():
@@ -289,18 +285,15 @@ def settle(
     if not cfg.left_open: return
     found = cfg.defaults_by_size()
     _fit_lengths(cfg, tokenizer, records[:1000], found)
-    chosen = vars(cfg) | found
-    if 'epochs' in chosen:
-        steps = len(records), chosen['batch_size'], chosen['epochs']
-        if 'batch_size' in found: found['batch_size'] = fitting_batch(*steps)
-        steps = len(records), (chosen | found)['batch_size'], chosen['epochs']
-        if 'epochs' in found: found['epochs'] = fitting_epochs(*steps)
+    run.adjust(found)
+    n = len(records)
+    if 'batch_size' in found: found['batch_size'] = fitting_batch(n, cfg.batch_size, cfg.epochs)
+    run.adjust(found)
+    if 'epochs' in found: found['epochs'] = fitting_epochs(n, cfg.batch_size, cfg.epochs)
     run.adjust(found)
     taken = ', '.join(f'{name} {value:g}' for name, value in found.items())
-    why = f'{cfg.model_size()/1e6:.3g}M weights, {len(records)} records'
-    rank = getattr(cfg, 'lora_rank', 0)
-    if 'learning_rate' in found: why += f', adapters of rank {rank}' if rank else ', all trained'
-    tell(f'{taken}: {why}')
+    tell(f'{taken}: {cfg.model_size()/1e6:.3g}M weights, {n} records, '
+         f'lora_rank {getattr(cfg, "lora_rank", 0)}')
 
 # %% ../../nbs/core/answers.ipynb #d771bacc
 def try_setting(

@@ -9,6 +9,8 @@ __all__ = ['CHECKS', 'Check', 'changes', 'Health']
 from math import inf
 from typing import NamedTuple
 
+from .progress import tell
+
 # %% ../../../nbs/core/run/health.ipynb #de600006
 class Check(NamedTuple):
     "One figure's bounds; beyond them, or where it is no number, something is wrong."
@@ -62,21 +64,17 @@ def changes(
 class Health:
     "What a run is warned of."
     def __init__(self):
-        self.past = {}       # earlier values, by figure
-        self.warned = set()  # texts of the table
-        self.warnings = []   # with the step and the figures of the first time
+        self.past = {}      # earlier values, by figure
+        self.warnings = {}  # with the step and the figures of the first time, by text of the table
 
     def __call__(self,
         record: dict,
         where: str = '',  # in front of a warning, such as the step
-    ) -> list[str]:
-        "Look at a record; the warnings that are new."
-        new = []
+    ):
+        "Look at a record, and tell the warnings that are new."
         figures = record | changes(record, self.past)
         for figure, low, high, text in CHECKS:
-            if text in self.warned or low <= figures.get(figure, low) <= high: continue
-            self.warned.add(text)
-            new.append(where + text.format(**record))
+            if text in self.warnings or low <= figures.get(figure, low) <= high: continue
+            self.warnings[text] = where + text.format(**record)
+            tell(self.warnings[text])
         for name, value in record.items(): self.past.setdefault(name, []).append(value)
-        self.warnings += new
-        return new

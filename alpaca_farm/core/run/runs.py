@@ -245,7 +245,7 @@ class Run:
     @written_once
     def log(self, step: int, **record):
         "Append one record to `log.jsonl`, with the wall seconds, and tell its new warnings."
-        for warning in self.health(record, f'step {step}: '): tell(warning)
+        self.health(record, f'step {step}: ')
         line = json.dumps(dict(step=step, **record, wall=round(self.elapsed()['wall'], 3)))
         path = self.path('log.jsonl')
         with names_file(path), open(path, 'a', encoding='utf-8') as f: f.write(line + '\n')
@@ -280,12 +280,12 @@ class Run:
     @written_once
     def finish(self, **summary):
         "Write `summary.json` with the run's times and peak memory, and delete the checkpoint."
-        for warning in self.health(summary): tell(warning)
+        self.health(summary)
         elapsed = self.elapsed()
         times = dict(cpu_seconds=round(elapsed['cpu'], 2), seconds=round(elapsed['wall'], 2))
         write_json(self.path('config.json'), self.config)
         files = dict(files=written_hashes(self.folder))
-        if self.health.warnings: files['warnings'] = self.health.warnings
+        if self.health.warnings: files['warnings'] = [*self.health.warnings.values()]
         write_json(self.path('summary.json'), summary | times | _peak_memory() | files)
         self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
         self.tracker.finish(summary)

@@ -250,11 +250,10 @@ class Config:
 
     def defaults_by_size(self) -> dict:
         "Compute the settings that were left open from the number of weights."
-        weights = self.model_size() if self.left_open else 0
         found = {}
-        for name, pair in sized_defaults(type(self)).items():
-            if name not in self.left_open: continue
-            found[name] = default_of(name, *pair, weights, getattr(self, 'lora_rank', 0) > 0)
+        if self.left_open: size = self.model_size(), getattr(self, 'lora_rank', 0) > 0
+        for name in self.left_open:
+            found[name] = default_of(name, *sized_defaults(type(self))[name], *size)
         return found
 
     def check_path(self, name: str, value: str):
