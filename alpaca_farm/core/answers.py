@@ -9,6 +9,7 @@ __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting
            'answer_again', 'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
+import math
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from .data.records import each_answer, load_records, without_lists
 from .data.preferences import ENDED, verdicts_over
 from .data.formats import notice
 from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
-from .run.defaults import fitting_batch, fitting_epochs
 from .run.files import append_lines, at_root, read_json, read_lines
 from .model.generation import generate, Sample
 from .model.models import load_policy, response_logprobs
@@ -285,14 +285,13 @@ def settle(
     if not cfg.left_open: return
     found = cfg.defaults_by_size()
     _fit_lengths(cfg, tokenizer, records[:1000], found)
-    run.adjust(found)
-    n = len(records)
-    if 'batch_size' in found: found['batch_size'] = fitting_batch(n, cfg.batch_size, cfg.epochs)
-    run.adjust(found)
-    if 'epochs' in found: found['epochs'] = fitting_epochs(n, cfg.batch_size, cfg.epochs)
-    run.adjust(found)
-    taken = ', '.join(f'{name} {value:g}' for name, value in found.items())
-    tell(f'{taken}: {cfg.model_size()/1e6:.3g}M weights, {n} records, '
+    vars(cfg).update(found)
+    n = len(records)   # 25 steps, by batches of four or more and by up to three epochs
+    if 'batch_size' in found: cfg.batch_size = min(cfg.batch_size, max(4, n*cfg.epochs//25))
+    if 'epochs' in found: cfg.epochs = max(cfg.epochs, min(3, math.ceil(25*cfg.batch_size/n)))
+    run.adjust({name: getattr(cfg, name) for name in found})
+    taken = ', '.join(f'{name} {getattr(cfg, name):g}' for name in found)
+    tell(f'{taken}: {cfg.weights_counted/1e6:.3g}M weights, {n} records, '
          f'lora_rank {getattr(cfg, "lora_rank", 0)}')
 
 # %% ../../nbs/core/answers.ipynb #d771bacc

@@ -137,7 +137,7 @@ def test_runs_choose_for_their_size_and_the_users_file_counts_before(base, mine)
     assert 'learning_rate' not in sizes['dpo'] and sizes['ppo'] is None
     assert sizes['rloo']['learning_rate'] is None   # not the one tuned for the embedded world
     assert sizes['dpo']['batch_size'] == SMALL['dpo']['batch_size']
-    assert 1e3 < cfg.model_size() < 1e6
+    assert 1e3 < cfg.weights_counted < 1e6
 
 
 def test_control_tokens_have_room_before_the_longest_prompt(mine):

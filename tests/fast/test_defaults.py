@@ -11,8 +11,7 @@ from alpaca_farm.core.answers import settle
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.model.loading import load_tokenizer
 from alpaca_farm.core.model.models import load_policy
-from alpaca_farm.core.run.defaults import (
-    count_weights, default_of, fitting_batch, fitting_epochs)
+from alpaca_farm.core.run.defaults import count_weights, default_of
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.health import CHECKS, Health
 from alpaca_farm.core.run.inputs import is_fresh
@@ -41,9 +40,10 @@ def test_rates_are_the_worlds_and_the_literatures(cls, toy, low, high):
 
 
 @pytest.mark.parametrize('examples', [7, 34, 60, 100, 300, 1000, 60_000])
-def test_there_are_25_steps_where_there_can_be(examples):
-    batch_size = fitting_batch(examples, 32, 1)
-    epochs = fitting_epochs(examples, batch_size, 1)
+def test_there_are_25_steps_where_there_can_be(base, tmp_path, examples):
+    run = Run(DPOConfig(policy='some/model', eval_split=''), dict(settings={}))
+    settle(run, load_tokenizer(str(base/'sft')), [dict(instruction='a')]*examples)
+    batch_size, epochs = run.cfg.batch_size, run.cfg.epochs
     steps = epochs*-(-examples//batch_size)
     assert 4 <= batch_size <= 32 and 1 <= epochs <= 3
     assert steps >= 25 or (batch_size, epochs) == (4, 3)
@@ -168,7 +168,7 @@ def test_each_sign_of_trouble_is_told_once_and_only_then(later, warning, capsys)
     found, = health.warnings.values()
     assert warning in found and found.startswith('step 3: ')
     assert capsys.readouterr().out == found + '\n'
-    figures = {c.figure.partition('_j')[0].partition('_r')[0] for c in CHECKS}
+    figures = {name.partition('_j')[0].partition('_r')[0] for name, *_ in CHECKS}
     assert figures <= {'frac', 'reward', *WELL}
 
 

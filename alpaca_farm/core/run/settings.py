@@ -241,19 +241,17 @@ class Config:
             value = changed.get(name, [])
             for path in value if isinstance(value, list) else [value]: self.check_path(name, path)
 
-    def model_size(self) -> float:
-        "Count the weights of the model that decides on what is left open."
-        default = getattr(type(self), self.sized_by, '')
-        spec = getattr(self, self.sized_by, default)
-        # that is not here: of the embedded world, whose runs can be made, or any other
-        return count_weights(spec) or (1e6 if spec == default else 7e9)
-
     def defaults_by_size(self) -> dict:
         "Compute the settings that were left open from the number of weights."
+        default = getattr(type(self), self.sized_by, '')
+        spec = getattr(self, self.sized_by, '')
+        # a model that is not here: the embedded world's, whose runs can be made, or any other
+        weights = count_weights(spec) or (1e6 if spec == default else 7e9)
+        self.weights_counted = weights
         found = {}
-        if self.left_open: size = self.model_size(), getattr(self, 'lora_rank', 0) > 0
-        for name in self.left_open:
-            found[name] = default_of(name, *sized_defaults(type(self))[name], *size)
+        for name, pair in sized_defaults(type(self)).items():
+            if name not in self.left_open: continue
+            found[name] = default_of(name, *pair, weights, getattr(self, 'lora_rank', 0) > 0)
         return found
 
     def check_path(self, name: str, value: str):
