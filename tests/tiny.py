@@ -18,7 +18,7 @@ SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
 SETTINGS = dict(
     world=dict(prose=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600,
                hidden_size=32, layers=1, heads=2, ffn=48, batch_size=16, learning_rate=3e-3),
-    sft=dict(batch_size=12, learning_rate=1e-2, max_length=128, **SAMPLING),
+    sft=dict(batch_size=12, epochs=1, learning_rate=1e-2, max_length=128, **SAMPLING),
     best_of_n=dict(n=2, max_instances=30, chunk=10,
                    **{k: v for k, v in SAMPLING.items() if k != 'eval_instances'}),
     annotators=dict(label_flip=.25),

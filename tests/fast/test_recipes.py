@@ -104,7 +104,7 @@ def test_the_papers_methods_are_answered_alike():
     answering = {n: (s.get('eval_temperature'), s.get('eval_top_p')) for n, s in papers.items()
                  if n not in ('best_of_n', 'reward_model')}
     assert len(answering) == 7 and set(answering.values()) == {(.7, .9)}
-    defaults = {(c.eval_temperature, c.eval_top_p)
+    defaults = {(c().eval_temperature, c.eval_top_p)
                 for c in map(config_of, (NOTEBOOKS.get(p, p) for p in papers))
                 if hasattr(c, 'eval_temperature')}
     assert defaults == {(1., 1.)}

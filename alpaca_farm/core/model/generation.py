@@ -316,7 +316,8 @@ def check_sampling(
     "Raise ValueError for a prompt that the model cannot read."
     model = policy.model
     if 'past_key_values' not in signature(model.forward).parameters:
-        raise ValueError(f'{type(model).__name__} takes no past_key_values: use its generate()')
+        raise ValueError(f'{type(model).__name__} takes no past_key_values: it can be trained '
+                         'with eval_split empty, and sampled with its generate()')
     words = model.get_input_embeddings().weight.shape[0]
     limit = getattr(model.config.get_text_config(decoder=True), 'max_position_embeddings', None)
     for i, p in enumerate(prompts):
