@@ -44,7 +44,7 @@ LAYERS = ['judging.parsers worlds.embedded.lexicon worlds.folder',
         'boards.judged auto_annotations',
         'eval boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own',
-        'real']
+        'real decide']
 METHOD = len(CORE) + 7
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
