@@ -231,7 +231,8 @@ def run(cfg: BringYourOwnConfig):
                 preferences='./preferences.json' if cfg.preferences else '',
                 ways=['likeliest', 'longest'], sizes=own_sizes(cfg), asking=asking)
     read_world(cfg.out)   # what a farm would miss is refused now
-    folder.finish(parameters=cfg.weights_counted, prompts=len(data['prompts']), labels=planned['labels'])
+    folder.finish(parameters=cfg.weights_counted, prompts=len(data['prompts']),
+                  labels=planned['labels'])
     return folder
 
 # %% ../nbs/bring_your_own.ipynb #124f06b4

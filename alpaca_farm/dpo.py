@@ -164,8 +164,8 @@ class DPOConfig(TrainConfig, AnswerConfig):
             for name in loss.settings: users.setdefault(name, []).append(kind)
         for name, kinds in users.items():
             if self.loss_type in kinds or name not in changed: continue
-            raise ValueError(f'{name} = {changed[name]} has no effect with loss_type = {self.loss_type}: '
-                             f'leave it out, or choose {" or ".join(kinds)}')
+            raise ValueError(f'{name} = {changed[name]} has no effect with loss_type = '
+                             f'{self.loss_type}: leave it out, or choose {" or ".join(kinds)}')
         if self.loss_type == 'robust' and not self.label_smoothing:
             raise ValueError('label_smoothing = 0: robust needs the share of flipped labels '
                              '(at 0 it is the sigmoid)')

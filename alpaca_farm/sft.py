@@ -12,7 +12,8 @@ from typing import Annotated
 from annotated_types import Ge
 import torch
 
-from .core.answers import answer_again, answer_eval_split, AnswerConfig, load_split, preflight, settle
+from alpaca_farm.core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
+    preflight, settle)
 from .core.model.models import load_policy, logprobs, save_model
 from .core.model.policy import Policy
 from .core.run.runs import start

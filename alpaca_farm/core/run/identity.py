@@ -261,7 +261,8 @@ def describe_run(
         inputs.setdefault(name, {})[source] = mark
         (answered if at_end else trained).append([name, mark])
     return dict(notebook=Path(type(cfg).out).name,   # a default run is named by its notebook
-                settings=asdict(cfg), left_open=cfg.left_open, given=given, inputs=inputs, code=code,
+                settings=asdict(cfg), left_open=cfg.left_open, given=given,
+                inputs=inputs, code=code,
                 fingerprint=digest(trained), answers=digest(answered), versions=_versions(),
                 commit=_commit(), machine=platform.machine(), cores=os.cpu_count(),
                 started=time.strftime('%Y-%m-%dT%H:%M:%S'))
