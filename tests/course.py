@@ -135,13 +135,13 @@ def paired(seed=0):
 
 
 SIGN = 'a minus sign is lost: what training makes small would have to be made large'
-# of each function: cases, relative tolerance, and wrong functions, made from the right one, by fault
+# of each function: cases, tolerance, and by their fault wrong functions, made from the right one
 CHECKS = dict(
     pairwise_loss=([(randn(6), randn(6, seed=1)), (randn(3)*20, randn(3, seed=1)*20)], 1e-3, {
         SIGN: lambda f: lambda c, r: -f(c, r),
         'chosen and rejected have changed places': lambda f: lambda c, r: f(r, c),
         'the logarithm is missing': lambda f: lambda c, r: -torch.sigmoid(c - r),
-        'it is one mean, and each pair has a loss of its own': lambda f: lambda c, r: f(c, r).mean()}),
+        'it is one mean, and each pair has a loss of its own': lambda f: lambda *x: f(*x).mean()}),
     choose_best=([([dict(instruction=f'{k}', output=list('abcdef'), ended=[True]*6,
                          scores=randn(6, seed=k).tolist()) for k in range(5)],)], 0, {
         'it takes the worst answer': lambda f: lambda rows: f(
@@ -317,7 +317,8 @@ def grade_judge(source: str, names: dict, known: dict) -> tuple[float, str]:
     own, other = map(np.array, found)
     if (own + other != 3).mean() > .01:
         return 1, 'it prefers another answer when the two change places: it has a position bias'
-    majority = 1.5 + np.sign(np.array(names['sample_crowd'](987_654, 'held_out_crowd')(pairs)) - 1.5)/2
+    crowd = names['sample_crowd'](987_654, 'held_out_crowd')
+    majority = 1.5 + np.sign(np.array(crowd(pairs)) - 1.5)/2
     agreed = 100*(1 - np.abs(own - majority)).mean()
     if agreed >= 60: return 4, ''
     if agreed <= 40: return 1, f'it prefers what most people do not (it agrees in {agreed:.0f} %)'
