@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import inspect
 import io
-import itertools
 import json
 import math
 import multiprocessing
@@ -27,6 +26,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import tiny
 from alpaca_farm.core.run.files import notebook_path, read_json, write_json
 from alpaca_farm.core.stats import bootstrap
 from alpaca_farm.farm import read_sizes
@@ -50,7 +50,7 @@ def answers(notebook: dict) -> dict[str, str]:
 def blank(source: str) -> str:
     "An answer's cell without the answer: a function's first lines, or a name that is None."
     tree = ast.parse(source)
-    first = next(s for s in tree.body)
+    first = tree.body[0]
     if isinstance(first, ast.ImportFrom):
         function = getattr(importlib.import_module(first.module), first.names[0].name)
         left_out = re.findall(r'\w+', source.partition('# without')[2])
@@ -96,14 +96,6 @@ def gae_cases():
             (rewards, values, masks(), .9, .8)]
 
 
-def wrong_gae(f, next_value=True):
-    "GAE by the solution `f`, without the value of the next state if that is asked for."
-    def wrong(rewards, values, mask, gamma, lam):
-        if next_value: return f(rewards, values, mask, gamma, lam)
-        return f(rewards - gamma*F.pad((values*mask)[:, 1:], (0, 1)), values, mask, gamma, lam)
-    return wrong
-
-
 def reversed_gae(f):
     def wrong(r, v, m, gamma, lam):
         delta = (r + gamma*F.pad((v*m)[:, 1:], (0, 1)) - v)*m
@@ -113,30 +105,9 @@ def reversed_gae(f):
 
 
 def ratio(new, old): return (new - old).exp()
-def log_odds(x): return F.logsigmoid(x)
-def margin(a, b, c, d): return a - c - b + d
 
 
-def subsets_mean(pick):
-    "The mean over all subsets of n of what `pick` takes of scores and values."
-    def wrong(scores, values, n):
-        return [np.mean([pick(s[list(k)], v[list(k)])
-                         for k in itertools.combinations(range(len(s)), n)])
-                for s, v in zip(scores, values)]
-    return wrong
-
-
-def ppi(sign=1, weight=None, root=True):
-    "The corrected mean with a fault."
-    def wrong(y, f, rest):
-        w = weight
-        if w is None:
-            w = np.cov(y, f)[0, 1]/((1 + len(y)/len(rest))*np.var(np.r_[f, rest], ddof=1))
-            w = min(max(w, 0), 1)
-        n, M = (len(y), len(rest)) if root else (1, 1)
-        error = math.sqrt(w**2*rest.var()/M + (y - w*f).var()/n)
-        return y.mean() + sign*w*(rest.mean() - f.mean()), error, w
-    return wrong
+def undivided(y, f, rest, w): return math.sqrt(w**2*rest.var() + (y - w*f).var())
 
 
 def ends(scale):
@@ -164,13 +135,13 @@ def paired(seed=0):
 
 
 SIGN = 'a minus sign is lost: what training makes small would have to be made large'
-# of each function: cases, relative tolerance, and wrong functions, made from the right one, by fault
+# of each function: cases, tolerance, and by their fault wrong functions, made from the right one
 CHECKS = dict(
     pairwise_loss=([(randn(6), randn(6, seed=1)), (randn(3)*20, randn(3, seed=1)*20)], 1e-3, {
         SIGN: lambda f: lambda c, r: -f(c, r),
         'chosen and rejected have changed places': lambda f: lambda c, r: f(r, c),
         'the logarithm is missing': lambda f: lambda c, r: -torch.sigmoid(c - r),
-        'it is one mean, and each pair has a loss of its own': lambda f: lambda c, r: f(c, r).mean()}),
+        'it is one mean, and each pair has a loss of its own': lambda f: lambda *x: f(*x).mean()}),
     choose_best=([([dict(instruction=f'{k}', output=list('abcdef'), ended=[True]*6,
                          scores=randn(6, seed=k).tolist()) for k in range(5)],)], 0, {
         'it takes the worst answer': lambda f: lambda rows: f(
@@ -182,7 +153,8 @@ CHECKS = dict(
             reversed_gae,
         'padding and prompts count: nothing outside of the mask may': lambda f: (
             lambda r, v, m, g, l: f(r, v, torch.ones_like(m), g, l)),
-        'the value of the next state is missing in delta': lambda f: wrong_gae(f, False),
+        'the value of the next state is missing in delta': lambda f: lambda r, v, m, g, l: f(
+            r - g*F.pad((v*m)[:, 1:], (0, 1)), v, m, g, l),
         'lambda is missing': lambda f: lambda r, v, m, g, l: f(r, v, m, g, 1.),
         'gamma is missing': lambda f: lambda r, v, m, g, l: f(r, v, m, 1., l),
         'a minus sign is lost: the value is what was expected, and is taken away': lambda f: (
@@ -211,12 +183,12 @@ CHECKS = dict(
         'the reference has the wrong sign': lambda f: lambda a, b, c, d, t: f(a, b, -c, -d, t),
         'beta is missing': lambda f: lambda a, b, c, d, t: f(a, b, c, d, 1.),
         'the logarithm is missing': lambda f: (
-            lambda a, b, c, d, t: -torch.sigmoid(t*margin(a, b, c, d))),
+            lambda a, b, c, d, t: -torch.sigmoid(t*(a - c - b + d))),
         'it is one mean, and each pair has a loss of its own': lambda f: lambda *x: f(*x).mean()}),
     best_of_n_value=([(randn(3, 6).double().numpy(), randn(3, 6, seed=1).double().numpy(), n)
                       for n in (1, 2, 4)], 1e-3, {
         'it takes the best value, which nobody knows, not that of the best score':
-            lambda f: subsets_mean(lambda s, v: v.max()),
+            lambda f: lambda s, v, n: f(v, v, n),
         'it takes the lowest score': lambda f: lambda s, v, n: f(-s, v, n),
         'it looks at the first n samples only': lambda f: (
             lambda s, v, n: [b[:n][a[:n].argmax()] for a, b in zip(s, v)]),
@@ -224,11 +196,13 @@ CHECKS = dict(
             lambda s, v, n: f(s, v, s.shape[-1])),
         'it is the mean score, not the mean value': lambda f: lambda s, v, n: f(s, s, n)}),
     ppi_mean=(ppi_cases(), .04, {
-        'the correction has the wrong sign': lambda f: ppi(sign=-1),
-        'the judge is not used: these are the labels alone': lambda f: ppi(weight=0.),
-        'the judge has weight 1, however little it tells': lambda f: ppi(weight=1.),
+        'the correction has the wrong sign': lambda f: lambda y, j, rest: (
+            2*y.mean() - f(y, j, rest)[0], *f(y, j, rest)[1:]),
+        'the judge is not used: these are the labels alone': lambda f: (
+            lambda y, j, rest: f(y, j, rest[:0])),
         'the error is that of one instruction: its variance is not divided by their number':
-            lambda f: ppi(root=False)}),
+            lambda f: lambda y, j, rest: (f(y, j, rest)[0], undivided(y, j, rest, f(y, j, rest)[2]),
+                                          f(y, j, rest)[2])}),
     difference=([paired(seed) for seed in range(2)], .2, {
         'it is second minus first': lambda f: lambda a, b: f(b, a),
         'it is not paired: the spread is that of two independent means': lambda f: (
@@ -318,16 +292,16 @@ def grade_function(name: str, source: str, names: dict) -> tuple[float, str]:
         wrong = [plain(make(names[name])(*case)) for case in cases]
         if all(same(a, b, tolerance) for a, b in zip(found, wrong)): return 1, fault
     k = pairs.index(False)
-    shapes = [np.shape(x[k]) if _regular(x[k]) else 'ragged' for x in (found, right)]
-    if shapes[0] != shapes[1]:
-        return 0, f'it returns something of the shape {shapes[0]}, and {shapes[1]} is asked for'
-    shown = textwrap.shorten(f'{found[k]}', 80), textwrap.shorten(f'{right[k]}', 80)
-    return sum(pairs)/len(pairs), f'case {k + 1} of {len(cases)}: {shown[0]}, where {shown[1]} is right'
+    if shape(found[k]) != shape(right[k]):
+        return 0, f'it returns the shape {shape(found[k])}, and {shape(right[k])} is asked for'
+    one, two = (textwrap.shorten(f'{x[k]}', 80) for x in (found, right))
+    return sum(pairs)/len(pairs), f'case {k + 1} of {len(cases)}: {one}, where {two} is right'
 
 
-def _regular(x):
-    try: return np.array(x).dtype != object
-    except ValueError: return False
+def shape(x):
+    "The shape of a result, or what it is instead."
+    try: return np.shape(x)
+    except ValueError: return 'ragged'
 
 
 def grade_judge(source: str, names: dict, known: dict) -> tuple[float, str]:
@@ -343,7 +317,8 @@ def grade_judge(source: str, names: dict, known: dict) -> tuple[float, str]:
     own, other = map(np.array, found)
     if (own + other != 3).mean() > .01:
         return 1, 'it prefers another answer when the two change places: it has a position bias'
-    majority = 1.5 + np.sign(np.array(names['sample_crowd'](987_654, 'held_out_crowd')(pairs)) - 1.5)/2
+    crowd = names['sample_crowd'](987_654, 'held_out_crowd')
+    majority = 1.5 + np.sign(np.array(crowd(pairs)) - 1.5)/2
     agreed = 100*(1 - np.abs(own - majority)).mean()
     if agreed >= 60: return 4, ''
     if agreed <= 40: return 1, f'it prefers what most people do not (it agrees in {agreed:.0f} %)'
@@ -406,11 +381,19 @@ def handed_in(notebook: dict) -> dict:
     raise ValueError('the last cell has no output: run it and save the notebook')
 
 
+def grade_answer(name, source, handed, names, own) -> tuple[float, str]:
+    "Points of an answer, and what is wrong."
+    kind, _, n = name.partition('_')
+    if name == 'decision': return grade_decision(handed)
+    if kind == 'found': return grade_number(int(n), handed, names, own)
+    if kind != 'predicted': return grade_function(name, source, names)
+    made = isinstance(handed['predicted'].get(n), (int, float))
+    return int(made), '' if made else 'no number was predicted'
+
+
 def grade(path) -> tuple[float, float, list[str]]:
     "Points, of how many, and a line for each answer."
-    import tiny
     with contextlib.redirect_stdout(io.StringIO()): names = tiny.executed('exercises')
-    asked = answers(read_json(notebook_path('exercises')))
     notebook = read_json(Path(path))
     given = answers(notebook)
     lines = []
@@ -418,25 +401,19 @@ def grade(path) -> tuple[float, float, list[str]]:
         handed = handed_in(notebook)
         own = of_own_world(handed)
     except Exception as e:
+        lines.append(f'{e}')
         handed = dict(student='?', predicted={}, found={}, evidence={})
         own = False
-        lines.append(f'{e}')
     lines.append(f'student {handed["student"]}')
-    total = 0
-    for name in asked:
-        kind, _, n = name.partition('_')
-        try:
-            if name == 'decision': most, (points, said) = 3, grade_decision(handed)
-            elif kind == 'predicted':
-                made = isinstance(handed['predicted'].get(n), (int, float))
-                most, points, said = 1, int(made), '' if made else 'no number was predicted'
-            elif kind == 'found': most, (points, said) = 3, grade_number(int(n), handed, names, own)
-            else: most, (points, said) = 4, grade_function(name, given.get(name, ''), names)
+    total = whole = 0
+    for cell in read_json(notebook_path('exercises'))['cells']:
+        if not (about := cell['metadata'].get('nbgrader')): continue
+        name = about['grade_id']
+        try: points, said = grade_answer(name, given.get(name, ''), handed, names, own)
         except Exception as e: points, said = 0, f'cannot be read ({type(e).__name__}: {e})'
         total += points
-        lines.append(f'{name:16} {points:3.1f} of {most}  {said}'.rstrip())
-    whole = sum(1 if k.startswith('predicted') else 3 if k == 'decision' or k.startswith('found')
-                else 4 for k in asked)
+        whole += about['points']
+        lines.append(f'{name:16} {points:3.1f} of {about["points"]}  {said}'.rstrip())
     return total, whole, lines
 
 

@@ -44,7 +44,7 @@ def test_ppo_in_one_file_is_the_librarys(base, tmp_path):
     assert abs(kl) > 1e-4 and abs(kl - figures['kl']) < 1e-4
     for name in ('old_logp', 'old_values', 'returns', 'advantages'):
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-4)
-    for k in ('old_logp', 'old_values'):   # as if the models had moved, so that something is clipped
+    for k in ('old_logp', 'old_values'):   # as if the models had moved: something is clipped
         moved = .3*torch.randn(theirs[k].shape)*theirs['response']
         mine[k] = mine[k] + moved
         theirs[k] = theirs[k] + moved
