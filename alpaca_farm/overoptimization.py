@@ -212,6 +212,7 @@ def _check_temperature(cfg: OverConfig):
 # at: n, or the step of the checkpoint; run: folder of the policy
 _COLUMNS = ('method labels kl kl_bound proxy proxy_low proxy_high utility utility_low utility_high '
             'crowd at run')
+_FORETOLD = 'labels method at reward effective mark foretold error error_low error_high'
 
 
 def run(cfg: OverConfig):
@@ -274,7 +275,8 @@ def run(cfg: OverConfig):
 
     curves = pd.DataFrame(rows, columns=_COLUMNS.split())
     write_csv(folder, 'curves.csv', curves, float_format='%.5f')
-    write_csv(folder, 'forecasts.csv', pd.DataFrame(foretold), float_format='%.5f')
+    table = pd.DataFrame(foretold, columns=_FORETOLD.split())
+    write_csv(folder, 'forecasts.csv', table, float_format='%.5f')
     folder.write('utilities.json', [r['each'].round(5).tolist() for r in rows])
     folder.finish(instructions=len(bank), points=len(rows))
     return folder

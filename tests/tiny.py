@@ -118,7 +118,8 @@ def show_results(notebook, cfg):
     at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
     cells = vars(module(notebook)) | dict(cfg=cfg)
     for text in code[:at]:
-        if all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body):
+        imports = all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body)
+        if imports or 'in_short()' in text:
             exec(text, cells)
     shown = [text for text in code[at + 1:] if text.startswith('#| slow')]
     for text in shown: exec(text, cells)

@@ -67,11 +67,16 @@ def free_win_rates(
 ) -> str:
     "Say how often answers win, under judges that cost nothing; empty if there are none."
     said = []
+    for run in (folder, before):
+        if not (at_root(run)/'outputs.json').exists(): return ''
+    references = read_answers(before)
+    answers = answers_to(read_answers(folder), references)
+    references = answers_to(references, answers)
     for role in ('held_out_crowd', 'pool'):
         judge = f'{world}/{role}.json'
-        if not is_population(judge) or not (at_root(before)/'outputs.json').exists(): continue
-        answers = read_answers(folder), read_answers(before)
-        won = bootstrap(100*(complete_preferences(*answers, load_annotators(judge, None)) - 1))
+        if not answers or not is_population(judge): continue
+        p = complete_preferences(answers, references, load_annotators(judge, None))
+        won = bootstrap(100*(p - 1))
         said.append(f'{won.value:.1f} % [{won.low:.1f}, {won.high:.1f}] under the '
                     + role.replace('held_out_', 'held-out '))
     return f'Wins against {before}: {", ".join(said)}.' if said else ''

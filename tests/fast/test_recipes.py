@@ -125,3 +125,11 @@ def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     notebook, settings = build.recipe('runs/rloo_free_judge')
     build.build(notebook, 'runs/rloo_free_judge', **settings)
     assert made == ['runs/annotators_judge', 'runs/reward_model_judge', 'runs/rloo_free_judge']
+
+
+def test_a_farm_of_a_few_methods_makes_what_they_read():
+    "Named as papermill's -p gives them; the rest is not made, and an unknown one is refused."
+    jobs = {job.out.removeprefix('runs/') for job in farm_jobs(FarmConfig(methods='[ppo, dpo]'))}
+    assert {'ppo', 'ppo_crowd', 'dpo', 'reward_model', 'references'} <= jobs
+    assert not jobs & {'quark', 'rrhf_crowd', 'best_of_n'}
+    with pytest.raises(TypeError, match='Did you mean ppo'): FarmConfig(methods=['pppo'])

@@ -149,10 +149,12 @@ def passes(
 # %% ../../../nbs/core/run/progress.ipynb #5b0f7e02
 def in_short():
     "Keep a place at the top of a notebook, and return the function that fills it."
-    from IPython.display import display, Markdown
+    from IPython.display import DisplayHandle, Markdown
     import matplotlib.pyplot as plt
-    text = display(Markdown('*Filled in by the run below.*'), display_id=True)
-    picture = display(Markdown(''), display_id=True)
+    text = DisplayHandle()
+    picture = DisplayHandle()
+    text.display(Markdown('*Filled in by the run below.*'))
+    picture.display(Markdown(''))
 
     def fill(
         figure,  # of matplotlib
