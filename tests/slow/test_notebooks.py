@@ -52,8 +52,8 @@ def own(f):
                   sizes=f'{tiny.ROOT}/tests/data/real.yaml'),
         bring_your_own=dict(model=sft, prompts=world, n=2, judge=f'{world}/pool.json',
                             preferences=f'{f}/annotators'),
-        decide=dict(world=world, runs=f, seeds=1, methods=['best_of_n', 'dpo'], budget=40,
-                    labels=f'{world}/held_out_crowd.json', force=True))
+        decide=dict(model=sft, prompts=world, judge=f'{world}/pool.json', methods=['dpo'],
+                    seeds=1, labels=f'{world}/held_out_crowd.json', budget=40, force=True))
 
 
 SUFFIX = 'one suffix for all'   # a row where answers have common last sentences
