@@ -125,7 +125,8 @@ def _read_own(run) -> tuple:
 
 def divide_prompts(cfg: BringYourOwnConfig, prompts: list[dict]) -> dict[str, list[dict]]:
     "Deal the prompts among the splits, at random."
-    order = np.random.default_rng(cfg.seed).permutation(len(prompts))
+    order = np.random.default_rng(cfg.seed//2).permutation(len(prompts))
+    if cfg.seed % 2: order = order[::-1]   # two seeds are judged on different prompts
     shuffled = [prompts[i] for i in order]
     judged = max(1, round(cfg.eval_share*len(prompts)))
     chosen = judged + max(1, round(cfg.val_share*len(prompts)))

@@ -129,7 +129,7 @@ def judge_check(verdicts, votes) -> tuple[Interval, str]:  # arrays in [0, 1]
     return agreed, f'by {n} labels, {value} % [{low}, {high}] on its side, the judge {may}'
 
 
-def _pair(answer: dict, sft: dict, name: str) -> dict:
+def _drawn_pair(answer: dict, sft: dict, name: str) -> dict:
     "An answer beside SFT's, drawn to be labelled."
     shown = {k: sft[k] for k in ('instruction', 'input', 'messages') if k in sft}
     return dict(shown, output_1=output_texts(sft)[0], output_2=output_texts(answer)[0],
@@ -147,7 +147,7 @@ def _first_pairs(cfg: DecideConfig, sft: list[dict]) -> tuple[list[dict], list[d
     if len(known) >= FEWEST_FOR_RATES: n = 0
     answers = match_prompts(read_answers(f'{cfg.runs}/eval_samples', candidates=True), sft)
     order = np.random.default_rng(cfg.seed).permutation(len(sft))[:n]
-    return [_pair(answers[i], sft[i], 'sft') for i in order], known
+    return [_drawn_pair(answers[i], sft[i], 'sft') for i in order], known
 
 # %% ../nbs/decide.ipynb #dec1de0d
 MARKS = dict(words=ANSWER_COLUMNS['length'], lists=TEXT_COLUMNS['list'],
@@ -203,7 +203,7 @@ def read_board(cfg: DecideConfig, methods: list[str], judge) -> Board:
         for row, own in answers.items():
             if not row.startswith(chosen) or row.endswith('_crowd'): continue
             both = zip(match_prompts(own, answers['sft']), answers['sft'])
-            pairs.setdefault(row, []).extend(_pair(answer, sft, row) for answer, sft in both)
+            pairs.setdefault(row, []).extend(_drawn_pair(answer, sft, row) for answer, sft in both)
             judged.setdefault(row, []).extend(verdicts['pool'][row] - 1)
     table = np.stack([*judged.values()], 1)
     order = np.random.default_rng(cfg.seed).permutation(len(table))
@@ -370,8 +370,9 @@ def run(cfg: DecideConfig):
     write_csv(folder, 'win_rates.csv', table)
     write_csv(folder, 'board.csv', board.facts, index=True)
     write_csv(folder, 'forecast.csv', pd.DataFrame(gaps))
-    folder.finish(kept=table.second[0], judge=said, labels=len(first + drawn), others=len(known),
-                  forecasts=len(gaps),                  corrected=left > 0, loss_with_300=100*loss_with_more(rates, covariance, 300, normal))
+    more = loss_with_more(rates, covariance, 300, normal)
+    folder.finish(kept=table.second[0], loss_with_300=100*more, judge=said, corrected=left > 0,
+                  labels=len(first + drawn), others=len(known), forecasts=len(gaps))
     return folder
 
 # %% ../nbs/decide.ipynb #dec1de20

@@ -51,7 +51,9 @@ def own(f):
         real=dict(model=sft, n=2, max_prompt=120, max_new_tokens=16,
                   sizes=f'{tiny.ROOT}/tests/data/real.yaml'),
         bring_your_own=dict(model=sft, prompts=world, n=2, judge=f'{world}/pool.json',
-                            preferences=f'{f}/annotators'))
+                            preferences=f'{f}/annotators'),
+        decide=dict(model=sft, prompts=world, judge=f'{world}/pool.json', methods=['dpo'],
+                    seeds=1, labels=f'{world}/held_out_crowd.json', budget=40, force=True))
 
 
 SUFFIX = 'one suffix for all'   # a row where answers have common last sentences
