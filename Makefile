@@ -8,7 +8,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONDONTWRITEBYTECODE :=  # else each of many processes compiles all modules anew
 
-.PHONY: start farm real test fast bench lab prepare outputs docs clean
+.PHONY: start farm real test fast bench lab prepare outputs docs assignment grade clean
 
 start: .venv/ready       ## the tour, into runs/start.ipynb
 	$(BIN)/papermill nbs/start.ipynb runs/start.ipynb --no-progress-bar --log-level ERROR
@@ -57,6 +57,12 @@ docs: .venv/ready        ## the site, into _docs/html, from the notebooks as the
 	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
 	rm -rf _docs && mkdir _docs && cp -r nbs _docs/source && cp README.md _docs/source/index.md
 	$(BIN)/sphinx-build -qW --keep-going _docs/source _docs/html
+
+assignment: .venv/ready  ## the course's exercises for students, into runs/exercises.ipynb
+	$(BIN)/python tests/course.py assignment runs/exercises.ipynb
+
+grade: .venv/ready       ## points of the exercises in FILE, and what is wrong in words
+	$(BIN)/python tests/course.py grade $(FILE)
 
 clean:                   ## remove the environment; runs/ stays
 	rm -rf .venv

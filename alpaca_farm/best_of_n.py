@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .core.answers import (answer_figures, choose_best, fitting_prompts, in_chunks,
-    preflight, prompt_fields, sample_answers, SampleConfig, score_candidates)
+    preflight, prompt_fields, sample_answers, SampleConfig, score_candidates, settle)
 from .core.ask.client import ApiConfig
 from .core.ask.completions import ServedWriter
 from .core.data.dialogues import as_messages, full_instruction, prompt_key, without_lead
@@ -50,6 +50,7 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     inputs = dict(policy='model', reward_model='model', data='split', samples='candidates')
 
     def __post_init__(self):
+        if self.served: self.sized_by = 'served'
         super().__post_init__()
         check_sampler(self)
         if bool(self.policy) == bool(self.served):
@@ -68,9 +69,11 @@ def _between(records: list[dict], cfg: BestOfNConfig) -> list[dict]:
     return some
 
 
-def _stored_samples(cfg: BestOfNConfig) -> list[dict]:
+def _stored_samples(run) -> list[dict]:
     "Read the first n samples of each instruction of another run; ValueError if sampled otherwise."
+    cfg = run.cfg
     theirs = run_config(cfg.samples).get('settings', {})   # empty where they are not of a run
+    run.adjust({k: theirs[k] for k in cfg.left_open if k in theirs})
     for name in ('policy', 'data', 'split', 'temperature', 'top_p', 'max_new_tokens', 'template',
                  'template_arguments'):
         ours = getattr(cfg, name)
@@ -132,7 +135,7 @@ def run(cfg: BestOfNConfig):
     "Answer with the best of n samples; writes candidates.json, outputs.json and summary.json."
     this_run = start(cfg, run)
     if this_run.done: return this_run
-    asked = _stored_samples(cfg) if cfg.samples else _between(
+    asked = _stored_samples(this_run) if cfg.samples else _between(
         load_records(cfg.data, cfg.split, columns=cfg.columns), cfg)
     rewards = reward(cfg.reward_model, cfg, cfg.template) if cfg.reward_model else None
     fit = asked
@@ -142,6 +145,7 @@ def run(cfg: BestOfNConfig):
         chunk = len(asked)   # answers are stored one by one, and the forecast is of all
     elif not cfg.samples:
         policy = load_policy(cfg.policy, cfg)
+        settle(this_run, policy.tokenizer, asked)
         use_sampler(policy, cfg, at_root(cfg.out))
         preflight(cfg, ('split',), policy, reward=rewards)
         fit, _ = fitting_prompts(asked, policy.tokenizer, cfg)

@@ -15,7 +15,7 @@ from annotated_types import Ge
 import numpy as np
 
 from .core.answers import (answer_again, answer_eval_split, answer_labels,
-    AnswerConfig, answering, load_split, preflight, prompt_fields, sample_answers)
+    AnswerConfig, answering, load_split, preflight, prompt_fields, sample_answers, settle)
 from .core.ask.judge_configs import JudgedConfig
 from .core.data.dialogues import prompt_key
 from .core.data.preferences import answer_of, verdicts_over
@@ -27,7 +27,8 @@ from .core.model.models import (load_policy, load_reference, logprobs,
 from .core.model.policy import Policy
 from .core.run.processes import once
 from .core.run.runs import read_log, start
-from .core.run.settings import Amount, command, Count, Positive, Schedule, TrainConfig
+from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Positive, Schedule,
+    TrainConfig)
 from .core.stats import standard_error, win_rate
 from .core.training import batches, token_batch, Trainer
 
@@ -44,10 +45,11 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     data: str = 'runs/world'                 # dataset whose eval split is answered at the end
     token_times: Positive = 2                # conditioning: copies of the token in a prompt
     jitter: Amount = 3.0  # conditioning: noise of the tokens' first embeddings, in sd
-    epochs: Positive = 1                     # passes over the answers
-    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
+    epochs: Positive = by_size(1, 3)         # passes over the answers
+    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
     max_instances: Count = 0                 # use only the first n records; 0: all
-    learning_rate: Amount = 3e-4             # AdamW's peak learning rate
+    batch_size: Positive = by_size(32, 32)   # answers per optimiser step
+    learning_rate: Amount = by_size(3e-4, 2e-5)  # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
     held_out: Literal[-1] | Positive = -1    # records for measuring; -1: 200, or a fifth if less
     eval_every: Positive = 100               # steps between these measurements
@@ -197,8 +199,9 @@ def train(cfg: BinaryFeedbackConfig):
     policies = {}
     if cfg.method == 'reward_conditioning': tokens, policies = _reward_tokens(plain, cfg)
     policy = policies.get(GOOD, plain)
-    preflight(cfg, ('val_split', 'eval_split'), policy, cfg.val_split and judge)
     tokenizer = plain.tokenizer
+    settle(run, tokenizer, rated)
+    preflight(cfg, ('val_split', 'eval_split'), policy, cfg.val_split and judge)
     how = ('output',), tokenizer, cfg.max_length, cfg.template
     rows, prompts, (responses,) = encode(rated, *how)
     indices, names, weights = zip(*_training_examples([rated[i] for i in rows], cfg.method))

@@ -11,19 +11,18 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Len
 import numpy as np
-import torch
 
-from .core.answers import PromptConfig
+from .core.answers import PromptConfig, settle
 from .core.ask.client import ApiConfig
 from .core.data.preferences import pool_members, preferences_over
 from .core.data.dialogues import prompt_key
 from .core.data.records import load_records
 from .core.data.text import check_limit, encode_prompts
 from .core.model.loading import load_tokenizer, model_config
-from .core.run.files import at_root, notebooks_folder, read_yaml
+from .core.run.files import at_root, read_yaml
 from .core.run.inputs import methods as farm_methods
 from .core.run.runs import start
-from .core.run.settings import command, Count, HardwareConfig, Scale, Share
+from .core.run.settings import by_size, command, Count, HardwareConfig, Scale, Share
 from .judging.judges import api_clients, check_known_names, load_annotators
 from .judging.judges import judge_request
 from .worlds.folder import check_sizes, read_world, write_world
@@ -64,11 +63,12 @@ class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     methods: Annotated[list[Literal[*METHODS]], Len(1)] = field(  # of the farm's
         default_factory=lambda: ['best_of_n', 'dpo'])
     n: Annotated[int, Ge(2)] = 8          # samples of best-of-n for each prompt
-    temperature: Scale = 1.0              # of all answers that are compared
+    temperature: Scale = by_size(1., .8)  # of all answers that are compared
     max_instances: Count = 0              # use only the first n prompts; 0: all
     eval_share: Share = 0.4               # share of the prompts that answers are judged on
     val_share: Share = 0.1                # share that checkpoints are chosen on
-    recipe: str = ''                      # YAML file of settings by run, over those for its size
+    recipe: str = ''                      # YAML file of settings by run
+    sized_by = 'model'
     annotator_fields = ('judge', 'held_out')
     inputs = dict(model='model', prompts='split', preferences='preferences', demonstrations='sft',
                   judge=('preferences', 'model'), held_out=('preferences', 'model'))
@@ -79,26 +79,13 @@ class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
         if self.recipe: check_sizes(f'recipe = {self.recipe}', read_yaml(at_root(self.recipe)))
         check_known_names([self.judge, self.held_out], self.models)
 
-# %% ../nbs/bring_your_own.ipynb #d601ae42
-def _count_parameters(spec: str) -> int:
-    "Number of a model's parameters; ValueError if it is no causal language model."
-    from transformers import AutoModelForCausalLM
-    config = model_config(spec)
-    kinds = ', '.join(config.architectures or [])
-    if 'SequenceClassification' in kinds:
-        raise ValueError(f'model = {spec}: it holds a reward model ({kinds})')
-    try:
-        with torch.device('meta'):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except ValueError as e:
-        raise ValueError(f'model = {spec}: {kinds} is no causal language model') from e
-    return sum(p.numel() for p in model.parameters())
-
 # %% ../nbs/bring_your_own.ipynb #87bf7c4a
-def _check_prompts(cfg: BringYourOwnConfig, data: dict):
+def _check_prompts(run, data: dict):
     "ValueError for prompts that are too long or too few; a line for those also learned from."
+    cfg = run.cfg
     prompts = data['prompts']
     tokenizer = load_tokenizer(cfg.model, arguments=cfg.template_arguments)
+    settle(run, tokenizer, prompts + data.get('preferences', []))
     lengths = [len(p) for p in encode_prompts(prompts, tokenizer, cfg.template)]
     check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     if len(prompts) < 3:
@@ -110,9 +97,15 @@ def _check_prompts(cfg: BringYourOwnConfig, data: dict):
                          'their answers say little about new prompts')
 
 
-def _read_own(cfg: BringYourOwnConfig) -> tuple:
-    "The data by setting, the judge, and the number of the model's parameters."
-    parameters = _count_parameters(cfg.model)
+def _read_own(run) -> tuple:
+    "The data by setting, and the judges; ValueError if the model is no causal language model."
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    cfg = run.cfg
+    config = model_config(cfg.model)
+    kinds = ', '.join(config.architectures or [])
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or 'SequenceClassification' in kinds:
+        raise ValueError(f'model = {cfg.model}: it holds {kinds}, which is a reward model or '
+                         'another model that does not write')
     columns = _columns_of(cfg.columns)
     data = {}
     for name, (kind, split) in _OWN_DATA.items():
@@ -121,18 +114,19 @@ def _read_own(cfg: BringYourOwnConfig) -> tuple:
                                   columns=columns.get(name, ''))
     once = {prompt_key(r): r for r in data['prompts']}
     data['prompts'] = list(once.values())[:cfg.max_instances or None]
-    _check_prompts(cfg, data)
+    _check_prompts(run, data)
     judges = [load_annotators(spec, cfg) for spec in (cfg.judge, cfg.held_out) if spec]
     for judge in judges:
         if api_clients(judge): continue
         one, other = (dict(data['prompts'][0], output=text) for text in ('One.', 'Another.'))
         preferences_over([one], [other], judge)
-    return data, judges, parameters
+    return data, judges
 
 
 def divide_prompts(cfg: BringYourOwnConfig, prompts: list[dict]) -> dict[str, list[dict]]:
     "Deal the prompts among the splits, at random."
-    order = np.random.default_rng(cfg.seed).permutation(len(prompts))
+    order = np.random.default_rng(cfg.seed//2).permutation(len(prompts))
+    if cfg.seed % 2: order = order[::-1]   # two seeds are judged on different prompts
     shuffled = [prompts[i] for i in order]
     judged = max(1, round(cfg.eval_share*len(prompts)))
     chosen = judged + max(1, round(cfg.val_share*len(prompts)))
@@ -141,58 +135,33 @@ def divide_prompts(cfg: BringYourOwnConfig, prompts: list[dict]) -> dict[str, li
     return dict(eval=shuffled[:judged], val=shuffled[judged:chosen], preference=learned,
                 unlabeled=learned)
 
-# %% ../nbs/bring_your_own.ipynb #5ac209ca
-_TUNED = ('learning_rate', 'value_learning_rate', 'lr_schedule', 'warmup', 'epochs', 'batch_size',
-          'micro_batch_size', 'weight_decay', 'betas', 'beta', 'kl_coef', 'head', 'likelihood',
-          'token_times', 'jitter')
-
-
-def _tuned_settings(parameters: int, lora: bool = False) -> dict[str, dict]:
-    "Settings by run for a model of this size."
-    folder = notebooks_folder()/'recipes'/('gpu_24gb' if lora else 'llama_7b')
-    notebooks = dict(sft='sft', reward_model='reward_model')
-    notebooks |= {name: row['notebook'] for name, row in METHODS.items()}
-    tuned = {}
-    for name, notebook in notebooks.items():
-        tuned[name] = {}
-        file = folder/f'{name}.yaml'
-        if not file.exists(): file = folder/f'{notebook}.yaml'
-        known = {k: v for k, v in read_yaml(file).items() if k in _TUNED}
-        if parameters >= 1e8: tuned[name] = known
-        elif 'epochs' in known: tuned[name] = dict(epochs=1)
-    return tuned
-
 # %% ../nbs/bring_your_own.ipynb #1c75120c
 _SAMPLED = dict(base=1, references=1, sft_greedy=1, samples=2)   # samples of each prompt
 
 
-def own_sizes(cfg: BringYourOwnConfig, parameters: int) -> dict[str, dict]:
+def own_sizes(cfg: BringYourOwnConfig) -> dict[str, dict]:
     "Return the settings of the farm's runs, by name; None for what is not made."
     changed = cfg.changed()
     prompted = {k: changed[k] for k in ('template', 'template_arguments') if k in changed}
     trained = prompted | {k: changed[k] for k in HardwareConfig.__annotations__ if k in changed}
     answering = dict(max_prompt=cfg.max_prompt, max_new_tokens=cfg.max_new_tokens)
     sampled = prompted | answering | dict(temperature=cfg.temperature)
-    length = dict(max_length=cfg.max_prompt + cfg.max_new_tokens)
-    tuned = _tuned_settings(parameters, cfg.lora_rank > 0)
 
     sizes = {name: sampled | dict(n=n) for name, n in _SAMPLED.items()}
     sizes['sft_greedy']['temperature'] = 0.
     sizes |= dict(eval_samples=sampled | dict(n=cfg.n), candidates=sampled | dict(n=cfg.n))
     sizes['annotators'] = dict(label_flip=0.)
-    sizes['sft'] = trained | answering | length | dict(val_split='', eval_split='')
-    sizes['reward_model'] = trained | length
+    sizes['sft'] = trained | answering | dict(val_split='', eval_split='')
+    sizes['reward_model'] = trained
     for name, row in METHODS.items():
         settings = trained | answering | dict(eval_temperature=cfg.temperature)
         if row['notebook'] in ('ppo', 'quark', 'expert_iteration'):
             settings['temperature'] = cfg.temperature
-        if row['notebook'] not in ('ppo', 'quark'): settings |= length
         if row['notebook'] == 'binary_feedback': settings |= dict(annotators='', val_split='')
-        if name in ('reward_conditioning', 'quark'):
-            settings['max_prompt'] += tuned[name].get('token_times', 2)
+        if 'learning_rate' in row['settings']: settings['learning_rate'] = None   # not the toy's
+        if name in ('reward_conditioning', 'quark'): settings['max_prompt'] += 2   # control tokens
         if name == 'best_of_n': settings = sampled | dict(n=cfg.n)
         sizes[name] = settings if name in cfg.methods else None
-    sizes = {name: own and own | tuned.get(name, {}) for name, own in sizes.items()}
 
     needed = set()
     for name in cfg.methods: needed |= {*METHODS[name]['reads'].values()}
@@ -248,7 +217,7 @@ def run(cfg: BringYourOwnConfig):
     "Read everything, print the forecast, and write the splits and world.json."
     folder = start(cfg, run)
     if folder.done: return folder
-    data, judges, parameters = _read_own(cfg)
+    data, judges = _read_own(folder)
     splits = divide_prompts(cfg, data['prompts'])
     planned = forecast(cfg, splits, judges)
     folder.load()
@@ -261,9 +230,10 @@ def run(cfg: BringYourOwnConfig):
     asking = {k: v for k, v in cfg.changed().items() if k in ApiConfig.__annotations__}
     write_world(folder, **start_from, crowd='', pool=cfg.judge, held_out=cfg.held_out or cfg.judge,
                 preferences='./preferences.json' if cfg.preferences else '',
-                ways=['likeliest', 'longest'], sizes=own_sizes(cfg, parameters), asking=asking)
+                ways=['likeliest', 'longest'], sizes=own_sizes(cfg), asking=asking)
     read_world(cfg.out)   # what a farm would miss is refused now
-    folder.finish(parameters=parameters, prompts=len(data['prompts']), labels=planned['labels'])
+    folder.finish(parameters=cfg.weights_counted, prompts=len(data['prompts']),
+                  labels=planned['labels'])
     return folder
 
 # %% ../nbs/bring_your_own.ipynb #124f06b4

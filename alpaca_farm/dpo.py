@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from alpaca_farm.core.answers import (answer_again, answer_eval_split, answer_labels, AnswerConfig,
-    mean, preflight)
+    mean, preflight, settle)
 from .core.data.preferences import swap_outputs
 from .core.data.records import load_records
 from .core.data.dialogues import prompt_key
@@ -25,8 +25,8 @@ from .core.model.models import (load_policy, load_reference, response_logprobs,
 from .core.model.policy import Policy
 from .core.run.processes import gather_all
 from .core.run.runs import read_log, start
-from .core.run.settings import (
-    Amount, command, Count, Positive, Scale, Schedule, Share, TrainConfig)
+from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Positive, Scale,
+    Schedule, Share, TrainConfig)
 from .core.data.text import encode
 from .core.training import answer_batch, batches, Trainer
 
@@ -133,18 +133,18 @@ class DPOConfig(TrainConfig, AnswerConfig):
     policy: str = 'runs/sft'                 # policy to start from, and the reference
     data: str = 'runs/world'                 # dataset whose eval split is answered at the end
     loss_type: Literal[*LOSSES] = 'sigmoid'  # loss of labelled answers, a name of the table
-    beta: Scale = 0.3                        # KL weight; 0.1 for ipo, 0.5 for simpo
+    beta: Scale = by_size(.3, .1)            # KL weight; 0.1 for ipo, 0.5 for simpo
     temperature: Scale = 1.0  # of the log-probs: that at which the answers were sampled
     # known share of flipped labels, for sigmoid (cDPO) and robust
     label_smoothing: Annotated[float, Interval(ge=0, lt=.5)] = 0.0
     target_margin: Amount = 1.0              # simpo: gamma, the lead required of the chosen answer
     desirable_weight: Amount = 1.0           # kto: lambda_D, weight of the good answers
     undesirable_weight: Amount = 1.0         # kto: lambda_U, weight of the bad answers
-    epochs: Positive = 2                     # passes over the pairs
-    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
+    epochs: Positive = by_size(2, 1)         # passes over the pairs
+    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
     max_instances: Count = 0                 # use only the first n pairs; 0: all
-    batch_size: Positive = 32                # pairs per optimiser step
-    learning_rate: Amount = 0.0003           # AdamW's peak learning rate
+    batch_size: Positive = by_size(32, 32)   # pairs per optimiser step
+    learning_rate: Amount = by_size(3e-4, 1e-6)  # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
     warmup: Share = 0.1  # share of the steps over which the learning rate rises
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
@@ -158,14 +158,14 @@ class DPOConfig(TrainConfig, AnswerConfig):
         if bool(self.eval_every) != bool(self.held_out):
             raise ValueError(f'held_out = {self.held_out}, eval_every = {self.eval_every}: '
                              'set both, to 200 and 50 for instance, or none')
+        changed = self.changed()
         users = {}   # the losses that read a setting
         for kind, loss in LOSSES.items():
             for name in loss.settings: users.setdefault(name, []).append(kind)
         for name, kinds in users.items():
-            value = getattr(self, name)
-            if self.loss_type in kinds or value == getattr(DPOConfig, name): continue
-            raise ValueError(f'{name} = {value} has no effect with loss_type = {self.loss_type}: '
-                             f'leave it out, or choose {" or ".join(kinds)}')
+            if self.loss_type in kinds or name not in changed: continue
+            raise ValueError(f'{name} = {changed[name]} has no effect with loss_type = '
+                             f'{self.loss_type}: leave it out, or choose {" or ".join(kinds)}')
         if self.loss_type == 'robust' and not self.label_smoothing:
             raise ValueError('label_smoothing = 0: robust needs the share of flipped labels '
                              '(at 0 it is the sigmoid)')
@@ -309,6 +309,7 @@ def train(cfg: DPOConfig):
     labels = read_labels(cfg)
     preflight(cfg, ('eval_split',))
     policy = load_policy(cfg.policy, cfg, train=True)
+    settle(run, policy.tokenizer, labels[0][:len(labels[0]) - cfg.held_out])
     preflight(cfg, ('eval_split',), policy)
     data = LabelledAnswers(cfg, policy.tokenizer, *labels)
     held_out = data.held_out

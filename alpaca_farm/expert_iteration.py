@@ -13,15 +13,15 @@ from annotated_types import Ge
 import numpy as np
 
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
-    preflight, sample_answers, SampleConfig)
+    preflight, sample_answers, SampleConfig, settle)
 from .core.data.records import each_answer, find_file, load_records, read_rows
 from .core.run.files import at_root, write_json
 from .core.run.jobs import add_times, Job, run_or_fail
-from .core.model.models import load_policy, save_model
+from .core.model.models import load_policy, load_tokenizer, save_model
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.runs import start
-from alpaca_farm.core.run.settings import (Amount, command, Count, HardwareConfig, Positive, Scale,
-    TrainConfig)
+from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, HardwareConfig,
+    Positive, Scale, TrainConfig)
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
@@ -35,13 +35,13 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     n: Annotated[int, Ge(2)] = 16  # answers to each prompt, of which the best is imitated
     max_instances: Positive = 600  # prompts of a round; the next round takes those that follow
     samples: str = ''  # a run of best_of_n with the answers of round 1; empty to draw them
-    epochs: Positive = 3                     # passes over the winners
-    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and answer together
-    batch_size: Positive = 16                # winners per optimiser step
-    learning_rate: Amount = 0.001            # AdamW's peak learning rate
+    epochs: Positive = by_size(3, 3)         # passes over the winners
+    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
+    batch_size: Positive = by_size(16, 16)   # winners per optimiser step
+    learning_rate: Amount = by_size(1e-3, 2e-5)  # AdamW's peak learning rate
     val_split: str = 'val'                   # split on which each round's policy is scored
     val_instances: Count = 250               # use only its first n prompts; 0: all
-    temperature: Scale = 1.0                 # of samples, above 0
+    temperature: Scale = by_size(1., .8)     # of samples, above 0
     shareable = False              # its rounds are runs of their own
     inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
                   samples='candidates')
@@ -51,7 +51,8 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
         for name in ('reward_model', 'val_split'):
             if not getattr(self, name): raise ValueError(f'{name} is empty: every round needs one')
         longest = self.max_prompt + self.max_new_tokens
-        if self.max_length < longest:   # otherwise noticed when the first round has sampled
+        if self.max_length < longest and 'max_length' not in self.left_open:
+            # otherwise noticed when the first round has sampled
             raise ValueError(f'max_length = {self.max_length}: prompts and samples take up to '
                              f'max_prompt + max_new_tokens = {longest} tokens. Raise it')
 
@@ -95,12 +96,15 @@ def train(cfg: ExpertIterationConfig):
     run = start(cfg, train, STAGES)
     if run.done: return answer_again(run)
     preflight(cfg, ('split', 'val_split', 'eval_split'))
-    prompts = len(load_split(cfg, 'split'))
+    asked = load_split(cfg, 'split')
+    prompts = len(asked)
     used = (cfg.rounds - 1) * cfg.max_instances
     if prompts <= used:
         raise ValueError(f'rounds = {cfg.rounds}: those before the last use {used} instructions '
                          f'(max_instances = {cfg.max_instances} each) of the {prompts} of '
                          f'{cfg.data}, {cfg.split}. Lower one of the two')
+    tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
+    settle(run, tokenizer, asked[:cfg.max_instances])
     run.load()
     run.config['steps'] = cfg.rounds
     run.write('config.json', run.config)

@@ -7,7 +7,11 @@ __all__ = ['RUNS', 'FarmConfig', 'read_sizes', 'farm_world', 'population', 'farm
 
 # %% ../nbs/farm.ipynb #e2ff0440
 import os, time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import BeforeValidator
+import torch
 
 from .boards.farm_board import farm_board, LABELLED_BY, parts_table, write_boards
 from .boards.simulation import paired_tables, write_simulation
@@ -18,17 +22,24 @@ from .core.run.identity import run_config
 from .core.run.inputs import recipes
 from .core.run.jobs import Job, machines, run_jobs, study_job
 from .core.run.runs import check_run_folder, read_summary, start, write_csv
-from .core.run.settings import at_root, command, Count, Positive
+from .core.run.settings import at_root, command, Count, Positive, refuse_unknown
 from .judging.judges import load_annotators
 from .worlds.folder import check_sizes, read_world, ROLES, utility_judge, World
 
 # %% ../nbs/farm.ipynb #e7c129a0
+def _names(value):   # "[ppo, dpo]" of papermill's -p
+    if not isinstance(value, str): return value
+    return [name.strip() for name in value.strip('[] ').split(',')]
+
+
 @dataclass
 class FarmConfig(JudgedConfig):
     "Settings of the farm."
     out: str = 'runs/farm'  # run folder of the farm's results; <runs>/farm when runs is another
     world: str = 'runs/world'  # folder of the world; <runs>/world is made if it is not there
     runs: str = 'runs'  # folder of the runs; <world>_runs when only the world is another
+    # of the board; empty: all of farm.yaml
+    methods: Annotated[list[str], BeforeValidator(_names)] = field(default_factory=list)
     seeds: Positive = 1  # replicates; those after the first in <runs>/seed_1, seed_2, ...
     size: str = 'default'  # default, quick (coarser), or a file like nbs/recipes/quick.yaml
     workers: Count = 0                    # runs side by side; 0 for the number of cores
@@ -43,6 +54,7 @@ class FarmConfig(JudgedConfig):
     def __post_init__(self):
         super().__post_init__()
         read_sizes(self.size)
+        refuse_unknown('methods', self.methods, {row['method'] for row in RUNS.values()})
         if self.runs == 'runs' and self.world != 'runs/world': self.runs = f'{self.world}_runs'
         if self.runs != 'runs' and self.world == 'runs/world': self.world = f'{self.runs}/world'
         if self.runs != 'runs' and self.out == 'runs/farm': self.out = f'{self.runs}/farm'
@@ -130,8 +142,9 @@ def _left_out(cfg: FarmConfig, world: World, sizes: dict) -> set[str]:
     for name, row in RUNS.items():   # each after what it reads
         reads = {*row['reads'].values()}
         if world.policy: reads.discard('sft')
+        others = cfg.methods and row['method'] and row['method'] not in cfg.methods
         unlabelled = row['labels'] == 'crowd' and not _has_crowd(cfg, world)
-        if unlabelled or sizes.get(name, {}) is None or reads & left: left.add(name)
+        if others or unlabelled or sizes.get(name, {}) is None or reads & left: left.add(name)
     return left
 
 
@@ -159,6 +172,8 @@ def farm_jobs(cfg: FarmConfig, replicate: int = 0) -> list[Job]:
     left_out = _left_out(cfg, world, sizes)
     sizes = {name: own for name, own in sizes.items() if own is not None}
     machine = {k: getattr(cfg, k) for k in ('device', 'dtype') if getattr(cfg, k) != 'auto'}
+    if _makes_world(cfg) and torch.cuda.is_available():
+        machine.setdefault('device', 'cpu')   # quicker for half a million weights
     jobs = _world_jobs(cfg, replicate, sizes, machine)
     for name, row in RUNS.items():
         if name == 'world' or name in left_out: continue

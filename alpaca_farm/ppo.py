@@ -17,7 +17,7 @@ from annotated_types import Ge
 import numpy as np
 import torch
 
-from .core.answers import answer_again, mean_figures, preflight
+from .core.answers import answer_again, load_split, mean_figures, preflight, settle
 from alpaca_farm.core.functional import (gae, has_spread, kl_estimate, KL_KINDS, masked_mean,
     masked_var, masked_whiten)
 from .core.model.models import (answer_states, load_policy, load_reference, load_scalar,
@@ -29,7 +29,7 @@ from .core.model.policy import Policy
 from .core.model.rewards import reward
 from .core.run.runs import start
 from .core.model.served import use_sampler
-from .core.run.settings import Amount, command, Positive, Scale, Schedule, Share
+from .core.run.settings import Amount, by_size, command, Positive, Scale, Schedule, Share
 from .core.training import Trainer
 
 # %% ../nbs/ppo.ipynb #5e5c2420
@@ -113,7 +113,7 @@ def group_advantages(
 class PPOConfig(OnlineConfig):
     "Settings of PPO."
     out: str = 'runs/ppo'                  # run folder
-    temperature: Scale = 1.0               # of samples and of the log-probs that are compared
+    temperature: Scale = by_size(1., .8)   # of samples and of the log-probs that are compared
     steps: Positive = 48                   # rollouts, each followed by its updates
     advantage: Literal[*ADVANTAGES] = 'gae'  # baseline of the rewards, a name of the table
     group_size: Annotated[int, Ge(2)] = 4  # where other answers are the baseline: answers a prompt
@@ -121,7 +121,7 @@ class PPOConfig(OnlineConfig):
     average: Literal['token', 'answer'] = 'token'
     ppo_epochs: Positive = 2               # passes over each step's answers
     batch_size: Positive = 96              # answers per optimiser step
-    kl_coef: Amount = 0.2                  # weight of the KL penalty, beta
+    kl_coef: Amount = by_size(.2, .05)     # weight of the KL penalty, beta
     kl_kind: Literal[*KL_KINDS] = 'k1'     # estimate of the KL per token
     clip: Scale = 0.2                      # clip range of a token's ratio, epsilon
     value_clip: Scale = 0.2                # clip range of a value's change within a step
@@ -131,8 +131,8 @@ class PPOConfig(OnlineConfig):
     whiten_rewards: bool = False           # scale each step's rewards to variance 1
     whiten_advantages: bool = True         # scale each step's advantages to mean 0 and variance 1
     shared_value: bool = False  # a value head on the policy's own trunk instead of a value model
-    value_learning_rate: Amount = 1e-3     # peak learning rate of the value model
-    learning_rate: Amount = 0.0005         # peak learning rate of the policy
+    value_learning_rate: Amount = by_size(1e-3, 1e-5)  # peak learning rate of the value model
+    learning_rate: Amount = by_size(5e-4, 1e-6)  # peak learning rate of the policy
     lr_schedule: Schedule = 'constant'     # how the learning rate falls
     adam_eps: Amount = 1e-5                # AdamW's epsilon
     in_memory = dict(trained=2, frozen=2)
@@ -317,6 +317,7 @@ def train(cfg: PPOConfig):
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy = load_policy(cfg.policy, cfg, train=True)
+    settle(run, policy.tokenizer, load_split(cfg, 'split'))
     reference = load_reference(policy, cfg)
     value = value_model(cfg, policy)
     reward_of = reward_beside(policy, value, cfg)

@@ -14,7 +14,7 @@ from annotated_types import Ge
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from .core.answers import answer_again, mean_figures, preflight
+from .core.answers import answer_again, load_split, mean_figures, preflight, settle
 from .core.model.control import add_tokens, prepend_tokens, set_control_prefix
 from .core.functional import widen
 from alpaca_farm.core.model.models import (answer_states, load_policy, load_reference,
@@ -24,7 +24,7 @@ from .core.online import (CheckpointSelector, finish_run, in_micro_batches, load
 from .core.model.policy import Policy
 from .core.model.rewards import reward
 from .core.run.runs import start
-from .core.run.settings import Amount, command, Count, Positive, Schedule
+from .core.run.settings import Amount, by_size, command, Count, Positive, Schedule
 from .core.training import token_batch, Trainer
 from .annotators import annotate_pairs
 from .judging.judges import load_annotators
@@ -41,11 +41,11 @@ class QuarkConfig(OnlineConfig):
     jitter: Amount = 3.0  # noise of the tokens' initial embeddings, in sd of the others
     updates: Positive = 8                     # optimiser steps after each rollout
     batch_size: Positive = 64                 # answers per optimiser step
-    kl_coef: Amount = 0.3                     # weight of the exact KL to the reference, beta
+    kl_coef: Amount = by_size(.3, .05)        # weight of the exact KL to the reference, beta
     entropy_coef: Amount = 0.0                # weight of the entropy bonus, alpha
     steps: Positive = 8                       # rollouts, each followed by its updates
     rollouts: Annotated[int, Ge(2)] = 512     # answers per step
-    learning_rate: Amount = 0.001             # peak learning rate
+    learning_rate: Amount = by_size(1e-3, 3e-6)  # peak learning rate
     lr_schedule: Schedule = 'constant'        # how the learning rate falls
     eval_every: Positive = 2                  # steps between evaluations on the val split
     save_every: Count = 2                     # steps between saved policies model-<step>/; 0: none
@@ -181,6 +181,7 @@ def train(cfg: QuarkConfig):
     torch.manual_seed(cfg.seed)
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
+    settle(run, tokenizer, load_split(cfg, 'split'))
     reference = load_reference(policy, cfg)   # its tokenizer gets no tokens
     records, prompts, too_long = load_prompts(cfg, tokenizer)
     reward_of = reward(cfg.reward_model, cfg, cfg.template)

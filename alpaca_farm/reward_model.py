@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .core.answers import settle
 from .core.data.preferences import answer_of
 from .core.data.records import load_records
 from .core.data.dialogues import full_instruction, prompt_key
@@ -25,8 +26,8 @@ from .core.model.models import load_scalar, load_tokenizer, save_model, sequence
 from .core.model.policy import Policy
 from .core.model.rewards import score_records
 from .core.run.runs import start
-from .core.run.settings import (Amount, Arguments, command, Count,
-    Positive, Schedule, Template, TrainConfig)
+from .core.run.settings import (Amount, Arguments, by_size, command, Count, Positive,
+    Schedule, Template, TrainConfig)
 from .core.stats import wilson
 from .core.data.text import check_positions, encode
 from .core.training import answer_batch, batches, Trainer
@@ -40,21 +41,22 @@ class RewardModelConfig(TrainConfig):
     columns: str = ''                         # names of columns: ours, equals sign, yours
     policy: str = 'runs/sft'                  # policy whose trunk initialises the model
     head: Literal['zero', 'normal'] = 'zero'  # the fresh head: zero, or normal for N(0, 1/(d+1))
-    likelihood: Amount = 0.2  # weight of the answer's log-likelihood in its score; 0: none
+    # weight of the answer's log-likelihood in its score; 0: none
+    likelihood: Amount = by_size(.2, 0.)
     layers: Count = 0                         # of the trunk, from the first; 0: all
     pooling: Literal['last', 'mean'] = 'last'  # the head's state: the last, or the answer's mean
     template: Template = 'auto'               # prompt format
     template_arguments: Arguments = field(default_factory=dict)  # of the chat template
-    epochs: Positive = 2                      # passes over the pairs
-    max_length: Annotated[int, Ge(2)] = 128   # tokens of prompt and answer together
+    epochs: Positive = by_size(2, 1)          # passes over the pairs
+    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
     # pairs for measuring; -1: 500, or a fifth if that is less
     held_out: Literal[-1] | Positive = -1
     max_instances: Count = 0                  # use only the first n pairs; 0: all
     margin: Amount = 0.0  # lead required of the better answer where the label is certain
     margin_field: str = ''  # field of the records that holds each pair's margin; empty: none
     flip_rate: Annotated[float, Interval(ge=0, lt=.5)] = 0.0  # known share of flipped labels
-    batch_size: Positive = 16                 # pairs per optimiser step
-    learning_rate: Amount = 0.0005            # AdamW's peak learning rate
+    batch_size: Positive = by_size(16, 16)    # pairs per optimiser step
+    learning_rate: Amount = by_size(5e-4, 5e-6)  # AdamW's peak learning rate
     head_learning_rate: Amount = 0.0          # that of the head; 0: learning_rate
     lr_schedule: Schedule = 'linear'          # how the learning rate falls
     inputs = dict(preferences='preferences', policy='model')
@@ -184,13 +186,15 @@ def _split_pairs(
     return learn, apart
 
 # %% ../nbs/reward_model.ipynb #dab4f7ac
-def load_preference_pairs(cfg: RewardModelConfig) -> tuple[dict, list[dict], int]:
+def load_preference_pairs(run) -> tuple[dict, list[dict], int]:
     "Load pairs to learn from, tokenized; held-out records; and how many pairs did not fit."
+    cfg = run.cfg
     records = load_records(cfg.preferences, 'preferences', 'preference', cfg.max_instances,
                            cfg.columns)
     held_out = cfg.held_out if cfg.held_out > 0 else min(500, max(1, len(records)//5))
     learn, apart = _split_pairs(records, held_out, cfg.seed)
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
+    settle(run, tokenizer, learn)
     how = ('output_1', 'output_2'), tokenizer, cfg.max_length, cfg.template
     rows, prompts, answers = encode(learn, *how)
     fit = [learn[i] for i in rows]
@@ -278,7 +282,7 @@ def train(cfg: RewardModelConfig):
     "Fit a reward model to preferences; writes model/, log.jsonl and summary.json in `cfg.out`."
     run = start(cfg, train)
     if run.done: return run
-    pairs, apart, too_long = load_preference_pairs(cfg)
+    pairs, apart, too_long = load_preference_pairs(run)
     torch.manual_seed(cfg.seed)
     model = load_scalar(cfg.policy, cfg, cfg.head, train=True)
     if cfg.likelihood and not model.config.get_text_config().tie_word_embeddings:
@@ -298,9 +302,6 @@ def train(cfg: RewardModelConfig):
         batch |= dict(label=pairs['label'][rows], margin=pairs['margin'][rows])
         trainer.log(**trainer.update(batch, lambda b: reward_loss(model, b, cfg.flip_rate)))
     figures = _save_reward_model(run, model, apart)
-    if figures.get('accuracy_low', 1) <= .5:
-        print('the accuracy on {n} held-out labels, {accuracy:.0%} [{accuracy_low:.0%}, '
-              '{accuracy_high:.0%}], is not clear of chance'.format(n=len(apart), **figures))
     run.finish(labels=len(lengths), held_out=len(apart), too_long=too_long, **figures)
     return run
 

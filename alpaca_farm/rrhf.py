@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .core.answers import (answer_again, answer_eval_split, AnswerConfig, end_turns,
-    mean, preflight, sample, SampleConfig)
+    mean, preflight, sample, SampleConfig, settle)
 from .core.data.records import (each_answer, LISTS, load_records, merge_candidates,
     select_candidates, without_lists)
 from alpaca_farm.core.data.text import (collate, decode, encode_prompts, encode_responses,
@@ -29,8 +29,8 @@ from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.files import read_json
 from .core.run.processes import once
 from .core.run.runs import read_log, start
-from alpaca_farm.core.run.settings import (Amount, as_list, command, Count, Positive, Schedule,
-    TrainConfig)
+from alpaca_farm.core.run.settings import (Amount, as_list, by_size, command, Count, Positive,
+    Schedule, TrainConfig)
 from .core.training import batches, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0
@@ -57,13 +57,13 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     perplexity_model: str = ''  # model that measures the perplexity of answers; empty: none
     data: str = 'runs/world'                 # dataset whose eval split is answered at the end
     split: str = 'unlabeled'                 # split with the queries when `candidates` is empty
-    epochs: Positive = 4                     # passes over the queries
+    epochs: Positive = by_size(4, 3)         # passes over the queries
     # tokens of prompt and answer together; longer candidates are left out
-    max_length: Annotated[int, Ge(2)] = 128
+    max_length: Annotated[int, Ge(2)] = by_size(128, 512)
     max_instances: Count = 0                 # use only the first n queries; 0: all
-    learning_rate: Amount = 0.001            # AdamW's peak learning rate
+    learning_rate: Amount = by_size(1e-3, 2e-5)  # AdamW's peak learning rate
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
-    batch_size: Positive = 8                 # queries per optimiser step
+    batch_size: Positive = by_size(8, 8)     # queries per optimiser step
     save_every: Count = 50                   # steps between saved policies model-<step>/; 0: none
     inputs = dict(candidates='candidates', policy='model', reward_model='model',
                   perplexity_model='model', data=('split', 'eval_split'))
@@ -131,13 +131,15 @@ def _limit_candidates(
     return limited
 
 # %% ../nbs/rrhf.ipynb #dca77770
-def _load_queries(cfg, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
+def _load_queries(run, tokenizer) -> tuple[list[tuple[dict, list[int]]], int]:
     "Load queries, each with its prompt's ids, and count those left out; ValueError for none left."
+    cfg = run.cfg
     if cfg.candidates: found = merge_candidates(cfg.candidates, cfg.sources, cfg.columns)
     else:
         records = load_records(cfg.data, cfg.split, columns=cfg.columns)
         found = [r | dict.fromkeys(LISTS, []) for r in records]
     found = found[:cfg.max_instances or None]
+    settle(run, tokenizer, found)
     prompts = encode_prompts(found, tokenizer, cfg.template)
     fit = within_limit(list(map(len, prompts)), cfg.max_prompt, 'prompts', 'max_prompt')
     queries = []
@@ -325,7 +327,7 @@ def train(cfg: RRHFConfig):
         return answer_again(run, names, lambda: _answer_figures(run))
     preflight(cfg, ('eval_split',))
     plain = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
-    queries, left_out = _load_queries(cfg, plain)
+    queries, left_out = _load_queries(run, plain)
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
     reference = load_reference(policy, cfg) if cfg.kl_coef else None

@@ -12,11 +12,12 @@ from typing import Annotated
 from annotated_types import Ge
 import torch
 
-from .core.answers import answer_again, answer_eval_split, AnswerConfig, load_split, preflight
+from alpaca_farm.core.answers import (answer_again, answer_eval_split, AnswerConfig, load_split,
+    preflight, settle)
 from .core.model.models import load_policy, logprobs, save_model
 from .core.model.policy import Policy
 from .core.run.runs import start
-from .core.run.settings import Amount, command, Count, Positive, TrainConfig
+from .core.run.settings import Amount, by_size, command, Count, Positive, TrainConfig
 from .core.data.text import encode
 from .core.training import batches, token_batch, Trainer
 
@@ -29,10 +30,10 @@ class SFTConfig(TrainConfig, AnswerConfig):
     split: str = 'sft'                       # split to train on
     val_split: str = 'val'  # held-out split for the likelihood before and after; empty: none
     policy: str = 'runs/world'               # the base model
-    epochs: Positive = 1                     # passes over the demonstrations
-    max_length: Annotated[int, Ge(2)] = 128  # tokens of prompt and response together
-    learning_rate: Amount = 2e-3             # AdamW's peak learning rate
-    batch_size: Positive = 16                # demonstrations per optimiser step
+    epochs: Positive = by_size(1, 3)         # passes over the demonstrations
+    max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and response together
+    learning_rate: Amount = by_size(2e-3, 2e-5)  # AdamW's peak learning rate
+    batch_size: Positive = by_size(16, 16)   # demonstrations per optimiser step
     max_instances: Count = 0                 # use only the first n demonstrations; 0: all
     eval_every: Count = 0  # steps between measurements of val_loss on val_split; 0: none
     inputs = dict(data=('split', 'val_split', 'eval_split'), policy='model')
@@ -59,6 +60,7 @@ def train(cfg: SFTConfig):
     unseen = load_split(cfg, 'val_split', 'output')[:200] if cfg.val_split else []
     preflight(cfg, ('eval_split',))
     policy = load_policy(cfg.policy, cfg, train=True)
+    settle(run, policy.tokenizer, learn)
     preflight(cfg, ('eval_split',), policy)
     how = ('output',), policy.tokenizer, cfg.max_length, cfg.template
     _, prompts, (responses,) = encode(learn, *how)
@@ -83,9 +85,6 @@ def train(cfg: SFTConfig):
     if val:
         figures['nll_before'] = before['loss']
         figures['nll'] = trainer.measure(val, loss)['loss']
-        if figures['nll'] > before['loss']:
-            print(f'the loss on {cfg.val_split} has risen from {before["loss"]:.2f} to '
-                  f'{figures["nll"]:.2f}: lower learning_rate or epochs')
     run.finish(**figures)
     return run
 

@@ -31,7 +31,7 @@ class OutputsConfig(Config):
 def notebook_paths(names=()) -> list[Path]:
     "The notebooks of these names, or all: those of core first, the farm last."
     paths = [p for p in sorted((root()/'nbs').rglob('*.ipynb'))
-             if '.ipynb_checkpoints' not in p.parts]
+             if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts}]
     unknown = sorted(set(names) - {p.stem for p in paths})
     if unknown: raise ValueError(f'notebooks: there is no {unknown[0]} in nbs/')
     chosen = [p for p in paths if not names or p.stem in names]
@@ -86,7 +86,8 @@ def farm_mark(path: Path, farm: Path) -> str:
     "The fingerprint of the farm that a notebook shows, `own` for none, empty if it is not made."
     cells = read_json(path)['cells']
     reads = any('farm_jobs(' in ''.join(c['source']) for c in cells)
-    if (path.parent.name == 'studies' or path.stem == 'real') and not reads: return 'own'
+    own = path.parent.name == 'studies' or path.stem in ('real', 'ppo_single', 'exercises')
+    if own and not reads: return 'own'
     return run_config(farm).get('fingerprint', '')
 
 

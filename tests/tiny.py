@@ -18,7 +18,7 @@ SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
 SETTINGS = dict(
     world=dict(prose=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600,
                hidden_size=32, layers=1, heads=2, ffn=48, batch_size=16, learning_rate=3e-3),
-    sft=dict(batch_size=12, learning_rate=1e-2, max_length=128, **SAMPLING),
+    sft=dict(batch_size=12, epochs=1, learning_rate=1e-2, max_length=128, **SAMPLING),
     best_of_n=dict(n=2, max_instances=30, chunk=10,
                    **{k: v for k, v in SAMPLING.items() if k != 'eval_instances'}),
     annotators=dict(label_flip=.25),
@@ -118,7 +118,8 @@ def show_results(notebook, cfg):
     at = next(i for i, text in enumerate(code) if re.match(r'cfg = \w+\.collect', text))
     cells = vars(module(notebook)) | dict(cfg=cfg)
     for text in code[:at]:
-        if all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body):
+        imports = all(isinstance(s, (ast.Import, ast.ImportFrom)) for s in ast.parse(text).body)
+        if imports or 'in_short()' in text:
             exec(text, cells)
     shown = [text for text in code[at + 1:] if text.startswith('#| slow')]
     for text in shown: exec(text, cells)

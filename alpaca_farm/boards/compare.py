@@ -108,7 +108,7 @@ def _win_rate_table(
     for (a, b), name in pairs.items():
         p = complete_preferences(answers[b], answers[a], judge)
         won = bootstrap(100*(p - 1), seed=seed)
-        row = dict(first=a, second=b, win_rate=won.value, low=won.low, high=won.high,
+        row = dict(run=b, against=a, win_rate=won.value, low=won.low, high=won.high,
                    instructions=len(p))
         if people:
             row |= corrected_columns(p, people[name])
@@ -147,7 +147,7 @@ def run(cfg: CompareConfig):
     figures = {}
     for step, row in enumerate(table.to_dict('records'), 1):
         current.log(step, **row)
-        name = f'{row["second"]}_over_{row["first"]}'
+        name = f'{row["run"]}_over_{row["against"]}'
         figures[name] = row['win_rate']
         for column, value in row.items():
             if column in ('low', 'high') or column.startswith('corrected'):

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['PromptConfig', 'SampleConfig', 'AnswerConfig', 'answering', 'fitting_prompts', 'end_turns', 'sample', 'prompt_fields',
            'sample_answers', 'in_chunks', 'mean', 'choose_best', 'mean_figures', 'answer_figures', 'score_candidates',
-           'log_ratios', 'load_split', 'answer_labels', 'try_setting', 'preflight', 'answer_eval_split', 'answer_again',
-           'print_answers']
+           'log_ratios', 'load_split', 'answer_labels', 'settle', 'try_setting', 'preflight', 'answer_eval_split',
+           'answer_again', 'print_answers']
 
 # %% ../../nbs/core/answers.ipynb #56c94270
+import math
 from bisect import bisect_left
 from copy import copy
 from dataclasses import dataclass, field
@@ -26,10 +27,10 @@ from .model.generation import generate, Sample
 from .model.models import load_policy, response_logprobs
 from .model.policy import Policy
 from .run.processes import once
-from .run.progress import Progress
+from .run.progress import Progress, tell
 from .run.runs import read_summary
-from alpaca_farm.core.run.settings import (Amount, Arguments, as_list, Config, Count, Nucleus,
-    Positive, Template)
+from .run.settings import (Amount, Arguments, as_list, by_size, Config,
+    Count, Nucleus, Positive, sized_defaults, Template)
 from .data.text import (check_limit, check_positions, decode, encode_prompts,
     encode_responses, uses_chat, within_limit)
 
@@ -37,8 +38,8 @@ from .data.text import (check_limit, check_positions, decode, encode_prompts,
 @dataclass
 class PromptConfig(Config):
     "Settings of prompts, and of the length of answers."
-    max_new_tokens: Positive = 56  # longer answers are cut off here
-    max_prompt: Positive = 64      # longer prompts are left out, counted and reported
+    max_new_tokens: Positive = by_size(56, 256)  # longer answers are cut off here
+    max_prompt: Positive = by_size(64, 256)  # longer prompts are left out, counted and reported
     template: Template = 'auto'  # prompt format: the tokenizer's chat template if any, else alpaca
     # of the policy's chat template, such as {"enable_thinking": true}
     template_arguments: Arguments = field(default_factory=dict)
@@ -48,7 +49,7 @@ class PromptConfig(Config):
 class SampleConfig(PromptConfig):
     "Settings of sampling."
     # of samples, and of the log-probs that training compares; 0 is greedy
-    temperature: Amount = 1.0
+    temperature: Amount = by_size(1., .8)
     top_p: Nucleus = 1.0  # nucleus; below 1 the log-probs are still those of the whole vocabulary
 
 # %% ../../nbs/core/answers.ipynb #51fce87a
@@ -58,7 +59,7 @@ class AnswerConfig(PromptConfig):
     eval_split: str = 'eval'        # answered at the end, into outputs.json; empty: none
     eval_instances: Count = 0       # use only the first n instructions of it; 0: all
     columns: str = ''               # names of columns: ours, equals sign, yours
-    eval_temperature: Amount = 1.0  # of the answers that are evaluated; 0 is greedy
+    eval_temperature: Amount = by_size(1., .8)  # of the answers that are evaluated; 0 is greedy
     eval_top_p: Nucleus = 1.0       # nucleus of these answers
     answering = ('eval_split', 'eval_instances', 'eval_temperature', 'eval_top_p')
 
@@ -251,6 +252,48 @@ def answer_labels(records: list[dict], where: str) -> list[float]:
                          'not a number from 0 (bad) to 1 (good), nor true or false')
     return [float(label) for label in labels]
 
+# %% ../../nbs/core/answers.ipynb #5e77a002
+def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
+    "Put what the data need in the place of the lengths among the defaults found."
+    how = dict(tokenizer=tokenizer, template=cfg.template)
+    if getattr(cfg, 'eval_split', ''): records = records + load_split(cfg, 'eval_split')[:1000]
+    prompts = [len(ids) for ids in encode_prompts(records, **how)]
+    answers = []
+    wholes = []
+    for record, n in zip(records, prompts):
+        texts = []
+        for name in ('output', 'output_1', 'output_2'): texts += as_list(record.get(name))
+        if not texts: continue
+        answers.append(max(map(len, encode_responses(texts, **how))))
+        wholes.append(n + answers[-1])
+    lengths = dict(max_prompt=prompts, max_new_tokens=answers, max_length=wholes)
+    for name, (least, _) in sized_defaults(type(cfg)).items():
+        if name not in found or not lengths.get(name): continue
+        found[name] = max(least, int(np.quantile(lengths[name], .95, method='inverted_cdf')))
+    if 'max_length' not in found: return
+    sampled = 0   # a prompt and its answer fit as well
+    for name in ('max_prompt', 'max_new_tokens'): sampled += found.get(name, getattr(cfg, name, 0))
+    found['max_length'] = max(found['max_length'], sampled)
+
+
+def settle(
+    run, tokenizer,
+    records: list[dict],  # that are learned from, or answered
+):
+    "Fit the settings that were left open to model and data, and say what was taken and why."
+    cfg = run.cfg
+    if not cfg.left_open: return
+    found = cfg.defaults_by_size()
+    _fit_lengths(cfg, tokenizer, records[:1000], found)
+    vars(cfg).update(found)
+    n = len(records)   # 25 steps, by batches of four or more and by up to three epochs
+    if 'batch_size' in found: cfg.batch_size = min(cfg.batch_size, max(4, n*cfg.epochs//25))
+    if 'epochs' in found: cfg.epochs = max(cfg.epochs, min(3, math.ceil(25*cfg.batch_size/n)))
+    run.adjust({name: getattr(cfg, name) for name in found})
+    taken = ', '.join(f'{name} {getattr(cfg, name):g}' for name in found)
+    tell(f'{taken}: {cfg.weights_counted/1e6:.3g}M weights, {n} records, '
+         f'lora_rank {getattr(cfg, "lora_rank", 0)}')
+
 # %% ../../nbs/core/answers.ipynb #d771bacc
 def try_setting(
     cfg: Config,
@@ -286,16 +329,6 @@ def _note_shared_prompts(cfg: PromptConfig):
                           f'{first}: answers to them say little about new prompts')
 
 
-def _check_lengths(records: list[dict], tokenizer, cfg: PromptConfig):
-    "ValueError if a limit would leave out too many prompts or cut too many answers."
-    lengths = [len(p) for p in encode_prompts(records, tokenizer, cfg.template)]
-    check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
-    given = [r['output'] for r in records if isinstance(r.get('output'), str)]
-    if not given or cfg.max_new_tokens != type(cfg).max_new_tokens: return
-    lengths = [len(ids) for ids in encode_responses(given, tokenizer, template=cfg.template)]
-    check_limit(lengths, cfg.max_new_tokens, 'answers in the data', 'max_new_tokens')
-
-
 def preflight(
     cfg: PromptConfig,
     splits: tuple[str, ...],      # settings that name the splits the run will read
@@ -311,10 +344,12 @@ def preflight(
     if not parts: return
     tokenizer = policy.tokenizer
     check_positions(policy, cfg.max_prompt + cfg.max_new_tokens, 'max_prompt + max_new_tokens')
-    for records in parts: _check_lengths(records, tokenizer, cfg)
+    for records in parts:
+        lengths = [len(p) for p in encode_prompts(records, tokenizer, cfg.template)]
+        check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     record = min(parts[0], key=lambda r: len(prompt_text(r)))
     prompts = encode_prompts([record], tokenizer, cfg.template)
-    written, = generate(policy, prompts, max_new_tokens=1)[0]
+    written, = generate(policy, prompts, max_new_tokens=2)[0]   # the second by a cache
     output = decode(written.tokens, tokenizer, cfg.template, record) or '.'
     answer = dict(prompt_fields(record), output=output, ended=written.ended)
     other = dict(answer, output=prompt_text(record))
@@ -338,7 +373,6 @@ def answer_eval_split(
                             output=text, ended=s.ended, generator=run.folder.name))
     run.write('outputs.json', outputs)
     figures = answer_figures(outputs)
-    if figures['ended'] < .5: print('most of the answers were cut off: raise max_new_tokens')
     if reference is None: return figures
     prompts = encode_prompts(answered, reference.tokenizer, cfg.template)   # no control tokens
     return figures | dict(kl=mean(log_ratios(reference, prompts, samples, cfg)))

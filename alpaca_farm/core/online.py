@@ -27,7 +27,7 @@ from .run.processes import add_up, once, rank
 from .model.rewards import label_count, RewardConfig
 from .run.runs import read_log
 from .model.served import check_sampler
-from .run.settings import Count, Positive, Scale, TrainConfig
+from .run.settings import by_size, Count, Positive, Scale, TrainConfig
 from .stats import win_rate
 from .data.text import decode, rollout_batch
 from .training import Trainer
@@ -52,7 +52,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     eval_every: Positive = 4               # steps between evaluations on it
     save_every: Count = 4                  # save model-<step>/ every n steps; 0: none
     checkpoint_every: Positive = 2         # steps between checkpoints
-    temperature: Scale = 1.0               # of samples, above 0
+    temperature: Scale = by_size(1., .8)   # of samples, above 0
     inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
                   annotators=('preferences', 'model'))
 

@@ -9,10 +9,11 @@ import tiny
 from judge_server import judge_server
 from alpaca_farm import bring_your_own, farm
 from alpaca_farm.bring_your_own import (
-    _count_parameters, _read_own, BringYourOwnConfig, divide_prompts, forecast, METHODS, own_sizes)
+    _read_own, BringYourOwnConfig, divide_prompts, forecast, METHODS, own_sizes)
 from alpaca_farm.core.data.dialogues import full_instruction
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import Run
 from alpaca_farm.farm import farm_jobs, FarmConfig
 
 JUDGE = """
@@ -87,7 +88,7 @@ def test_from_files_to_a_board(base, mine, tmp_path, capsys):
     assert all(r['preference'] == 1 + (len(r['output_2']) > len(r['output_1'])) for r in labels[0]
                if len(r['output_1']) != len(r['output_2']))
     # a method can be added without training the others again
-    bring_your_own.run(BringYourOwnConfig(**vars(cfg) | dict(methods=['dpo'])))
+    bring_your_own.run(dataclasses.replace(cfg, methods=['dpo']))
     farm.run(FarmConfig(world=str(world)))
     assert f'{runs}/dpo is finished already' in capsys.readouterr().out
 
@@ -99,7 +100,7 @@ def test_a_judge_behind_an_endpoint_is_forecast_within_its_budget(mine, tmp_path
                             budget=5.)
         def planned(**more):
             cfg = BringYourOwnConfig(**given | more)
-            data, judges, _ = _read_own(cfg)
+            data, judges = _read_own(Run(cfg, dict(settings={})))
             return forecast(cfg, divide_prompts(cfg, data['prompts']), judges)
         found = planned()
         assert found['labels'] == found['requests'] == 5*10*2 + 12
@@ -130,16 +131,17 @@ def test_what_is_bad_is_refused_before_any_work(base, mine, tmp_path, setting, v
     assert not (tmp_path/'own').exists()
 
 
-def test_a_large_model_gets_the_settings_of_large_models(base, mine):
-    sizes = own_sizes(BringYourOwnConfig(**mine), 7*10**9)
-    assert sizes['dpo']['learning_rate'] == 1e-6 and sizes['ppo'] is None
-    # the user's file counts before the size
+def test_runs_choose_for_their_size_and_the_users_file_counts_before(base, mine):
+    cfg = BringYourOwnConfig(**mine | dict(methods=['dpo', 'rloo']))
+    sizes = own_sizes(cfg)
+    assert 'learning_rate' not in sizes['dpo'] and sizes['ppo'] is None
+    assert sizes['rloo']['learning_rate'] is None   # not the one tuned for the embedded world
     assert sizes['dpo']['batch_size'] == SMALL['dpo']['batch_size']
-    assert _count_parameters(str(base/'sft')) < 1e6
+    assert 1e3 < cfg.weights_counted < 1e6
 
 
 def test_control_tokens_have_room_before_the_longest_prompt(mine):
-    sizes = own_sizes(BringYourOwnConfig(**mine | dict(methods=[*METHODS], max_prompt=90)), 10**6)
+    sizes = own_sizes(BringYourOwnConfig(**mine | dict(methods=[*METHODS], max_prompt=90)))
     most = {name: own['max_prompt'] for name, own in sizes.items() if 'max_prompt' in own}
     assert most['feedme'] == most['references'] == most['ppo'] == 90
     assert min(most['reward_conditioning'], most['quark']) > 90

@@ -14,18 +14,20 @@ import pytest
 import tiny
 
 NBS, PACKAGE = tiny.ROOT/'nbs', tiny.ROOT/'alpaca_farm'
-NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb') if '.ipynb_checkpoints' not in p.parts)
+NOTEBOOKS = sorted(p for p in NBS.rglob('*.ipynb')
+                   if not {'.ipynb_checkpoints', 'recipes'} & {*p.parts})   # a template is no notebook yet
 RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
 CORE = ['data.dialogues',
         'run.progress run.files functional ask.store data.preferences',
-        'run.settings data.formats',
+        'run.defaults data.formats',
+        'run.settings',
         'model.policy run.processes',
         'data.records model.control model.sharding model.packing',
         'ask.judge_configs data.text model.memory',
         'run.identity model.loading',
-        'run.execution',
+        'run.health run.execution',
         'run.inputs',
         'ask.client stats run.runs model.generation',
         'model.beams model.models run.jobs',
@@ -42,7 +44,7 @@ LAYERS = ['judging.parsers worlds.embedded.lexicon worlds.folder',
         'boards.judged auto_annotations',
         'eval boards.compare overoptimization boards.farm_board boards.simulation',
         'farm bring_your_own',
-        'real']
+        'real decide']
 METHOD = len(CORE) + 7
 LEVEL = ({f'core.{m}': i for i, line in enumerate(CORE) for m in line.split()}
          | {m: i + len(CORE) for i, line in enumerate(LAYERS) for m in line.split()})
@@ -89,7 +91,7 @@ def test_parameters_cell_has_the_settings_of_the_notebook(path):
     cls = config_of(path)
     assert len(parameters(path)) == 1
     own = {'out', 'seed', *cls.inputs, *cls.__annotations__}
-    known = {name: getattr(cls(), name) for name in own}
+    known = {name: getattr(cls(), name) for name in own} | dict.fromkeys(own & {*cls().left_open})
     found = inspect_notebook(str(path))
     assert sorted(found) == sorted(known)
     tables = vars(sys.modules[cls.__module__])    # a default may be a constant of the notebook

@@ -79,9 +79,10 @@ def test_a_method_has_the_form_of_one_and_trains(project, base, tmp_path):
     said = run(project, '-m', 'pytest', '-q', '-p', 'no:cacheprovider',
                'tests/fast/test_contracts.py', '-k', 'my_method or one_thing')
     assert int(re.search(r'(\d+) passed', said)[1]) >= 8, said
-    settings = tiny.settings('sft', base, out=str(tmp_path/'run'), eval_split='')
-    run(project, '-m', 'alpaca_farm.my_method', *tiny.command('sft', **settings)[3:])
-    assert read_summary(tmp_path/'run')['nll'] > 0
+    settings = tiny.settings('dpo', base, out=str(tmp_path/'run'), eval_split='')
+    del settings['beta']
+    run(project, '-m', 'alpaca_farm.my_method', *tiny.command('dpo', **settings)[3:])
+    assert read_summary(tmp_path/'run')['labels'] > 0
     assert 'my_method' in yaml.safe_load((project/'nbs/recipes/farm.yaml').read_text())['methods']
 
 

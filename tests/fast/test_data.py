@@ -12,6 +12,7 @@ from hypothesis import example, given, settings, strategies as st
 
 import published
 from alpaca_farm.core.answers import preflight
+from alpaca_farm.core.run.runs import Run
 from alpaca_farm.core.data.records import check_records, load_records, _read_candidates, read_rows
 from alpaca_farm.core.data.dialogues import prompt_key
 from alpaca_farm.core.data.formats import CODES, FIELDS, Reader, READERS
@@ -454,7 +455,7 @@ def test_no_end_is_learned_behind_an_answer_that_was_cut_off(
         data = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))
         assert ends(sum(data.answers, []), tokenizer) == ENDS
     cfg = reward_model.RewardModelConfig(policy=str(base/'sft'), **more)
-    pairs, aside, _ = reward_model.load_preference_pairs(cfg)
+    pairs, aside, _ = reward_model.load_preference_pairs(Run(cfg, dict(settings={})))
     assert ends(sum(pairs['answers'], []), tokenizer) == ENDS
     learn, aside, _ = binary_feedback._load_feedback(binary_feedback.BinaryFeedbackConfig(**more))
     def rows(records): return encode(records, ('output',), tokenizer, 100)[2][0]

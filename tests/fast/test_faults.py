@@ -110,9 +110,9 @@ def test_memory_is_in_billions_of_bytes(monkeypatch):
 def test_too_little_training_is_said(base, tmp_path, capsys):
     tiny.run('sft', base, tmp_path/'out', eval_split='', learning_rate=3.)
     said = capsys.readouterr().out
-    assert 'only 5 optimiser steps' in said and 'the loss on val has risen from' in said
+    assert 'only 5 optimiser steps' in said and 'the held-out loss has risen from' in said
     tiny.run('reward_model', base, tmp_path/'rm')
-    assert '12 held-out labels' in capsys.readouterr().out
+    assert 'accuracy on held-out labels' in capsys.readouterr().out
 
 
 LONG = dict(   # settings under which a prompt, or a pair, is too long
@@ -472,7 +472,7 @@ def test_who_takes_the_place_of_a_run_is_told_before_any_work(run_of_sft, monkey
         m.setattr(sys.stderr, '_original_stdstream_copy', terminal, raising=False)
         again(learning_rate=.02)
     os.close(terminal)
-    with open(ends) as f: assert f.read().strip() == said
+    with open(ends) as f: assert f.read().strip().startswith(said)
     assert capsys.readouterr().out.count('sft~1') == 1
     assert read_json(folder.with_name('sft~1')/'config.json')['settings']['learning_rate'] == .01
 

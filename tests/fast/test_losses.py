@@ -19,7 +19,8 @@ from alpaca_farm.core.data.text import rollout_batch
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.online import OnlineConfig, rollout_scores, sample_rollout
 from alpaca_farm.core.training import Trainer
-from alpaca_farm.overoptimization import _proxy_utility_correlation, standard_reward
+from alpaca_farm.overoptimization import standard_marks, standard_reward
+from alpaca_farm.worlds.folder import World
 from alpaca_farm.ppo import ppo_policy_loss
 
 torch.set_num_threads(1)
@@ -260,4 +261,21 @@ def test_scores_without_spread_keep_their_unit(value):
     assert scale['reward_std'] == 1 and flat.abs().max() <= abs(value)*1e-6
     score, on_bank = standard_reward(reward, [dict(instruction='a', output=['b']*15)]*7)
     assert np.abs([*on_bank.flat, *score(answers)]).max() <= abs(value)*1e-6
-    assert math.isnan(_proxy_utility_correlation(np.full((7, 15), value), np.eye(7, 15)))
+
+
+def test_marks_are_parts_of_the_utility_in_its_unit():
+    "The parts add up to the utility, also in the units of a bank; words have their own."
+    world = World('', utility='test_losses:_letters', marks='test_losses:_parts')
+    bank = [dict(instruction='a', output=['b b', 'ccc', 'd']), dict(instruction='e', output=['', 'b', 'cc b'])]
+    marks, on_bank = standard_marks(world, bank)
+    assert on_bank['utility'].mean() == pytest.approx(0) and on_bank['utility'].std() == pytest.approx(1)
+    assert on_bank['words'].std() == pytest.approx(1)
+    assert np.allclose(on_bank['b'] + on_bank['other'], on_bank['utility'])
+    assert marks([dict(output='ccc')])['utility'] == pytest.approx(on_bank['utility'][0, 1])
+    assert [*standard_marks(World('', utility=world.utility), bank)[1]] == ['utility', 'words']   # no marks
+
+
+def _letters(records): return [len(r['output']) for r in records]
+def _parts(records):
+    b = [r['output'].count('b') for r in records]
+    return dict(b=b, other=[len(r['output']) - n for r, n in zip(records, b)])

@@ -64,7 +64,7 @@ def test_numbers_below_runs_are_in_saved_outputs(path):
     text = path.read_text().partition('## What it shows')[2]
     if path.suffix == '.ipynb':
         cells = read_json(path)['cells']
-        first = next(i for i, c in enumerate(cells) if is_slow(c))
+        first = next(i for i, c in enumerate(cells) if is_slow(c) and 'in_short' not in str(c))
         said = [''.join(c['source']) for c in cells[first:] if c['cell_type'] == 'markdown']
         text = '\n\n'.join(said)
         text = text.partition('## Try it')[0]
@@ -87,7 +87,9 @@ def test_numbers_under_try_it_are_those_of_its_runs(path):
         if cells: shown.setdefault(cells[1], set()).update(values(' '.join(cells[2:])))
     cells = [''.join(c['source']) for c in read_json(path)['cells']]
     text = next(t for t in cells if t.startswith('## Try it'))
-    assert len(quoted(text)) > 2
+    rated = re.search(r'nbs/eval.ipynb .*outputs: \[(.*?)\]', text)   # the command that shows them
+    if rated: assert {*re.findall(r'-p out (runs/\w+)', text)} <= {*rated[1].split(', ')}
+    else: assert len(quoted(text)) > 2 or path.stem == 'reward_model'   # which has no answers
     parts = re.split(r'((?:^ +papermill .*\n?)+)', text, flags=re.M)
     for said, commands in zip(parts[::2], parts[1::2], strict=False):
         runs = {path.stem, *re.findall(r'(?:nbs|-p out runs)/(\w+)', commands)}

@@ -54,7 +54,8 @@ def check(command):
     command = re.sub(r'\$\((python -c "[^"]*")\)', said, command)
     words = shlex.split(command, comments=True)
     if words[0] == 'make':
-        assert all(re.search(rf'^{re.escape(w)}:', MAKEFILE, re.M) for w in words[1:])
+        assert all(re.search(rf'^{re.escape(w)}:', MAKEFILE, re.M)
+                   for w in words[1:] if '=' not in w)
     elif words[0] == 'papermill':
         path = tiny.ROOT/words[1]
         assert path.is_file() and words[2].endswith('.ipynb')

@@ -104,7 +104,7 @@ def test_the_papers_methods_are_answered_alike():
     answering = {n: (s.get('eval_temperature'), s.get('eval_top_p')) for n, s in papers.items()
                  if n not in ('best_of_n', 'reward_model')}
     assert len(answering) == 7 and set(answering.values()) == {(.7, .9)}
-    defaults = {(c.eval_temperature, c.eval_top_p)
+    defaults = {(c().eval_temperature, c.eval_top_p)
                 for c in map(config_of, (NOTEBOOKS.get(p, p) for p in papers))
                 if hasattr(c, 'eval_temperature')}
     assert defaults == {(1., 1.)}
@@ -125,3 +125,11 @@ def test_what_a_recipe_reads_is_built_first(tmp_path, monkeypatch):
     notebook, settings = build.recipe('runs/rloo_free_judge')
     build.build(notebook, 'runs/rloo_free_judge', **settings)
     assert made == ['runs/annotators_judge', 'runs/reward_model_judge', 'runs/rloo_free_judge']
+
+
+def test_a_farm_of_a_few_methods_makes_what_they_read():
+    "Named as papermill's -p gives them; the rest is not made, and an unknown one is refused."
+    jobs = {job.out.removeprefix('runs/') for job in farm_jobs(FarmConfig(methods='[ppo, dpo]'))}
+    assert {'ppo', 'ppo_crowd', 'dpo', 'reward_model', 'references'} <= jobs
+    assert not jobs & {'quark', 'rrhf_crowd', 'best_of_n'}
+    with pytest.raises(TypeError, match='Did you mean ppo'): FarmConfig(methods=['pppo'])

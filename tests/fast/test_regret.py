@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from alpaca_farm.boards.regret import (at_random, BY_LABELS, by_corrected, by_halving, by_votes,
-                                       draw_labels, regret_table, regrets)
+                                       draw_labels, halving_plan, regret_table, regrets, weigh_votes)
 
 NAMES = ['sft', 'a', 'b', 'c', 'd']
 
@@ -44,12 +44,13 @@ def test_sft_is_kept_where_nothing_beats_it():
 
 @pytest.mark.parametrize('rule', BY_LABELS)
 def test_without_noise_the_best_is_found(rule):
-    "Every vote is the same, so that one label of each tells all; with noise many do."
+    "Every vote is the same, so that one label of each tells all, or thirty where they may err."
     sure = [(np.full((4, 90), .5), np.repeat([[.5], [0], [1], [0]], 90, 1))]*2
-    assert regrets(sure, NAMES[:4], [9], draws=20)[rule, 9] == pytest.approx(0)
+    n = 90 if rule == 'judge and votes' else 9
+    assert regrets(sure, NAMES[:4], [n], draws=20)[rule, n] == pytest.approx(0)
     few, many = (regrets([toy(LEVELS, 4000, seed=1)]*2, NAMES, [n], draws=100)[rule, n].mean()
                  for n in (40, 12_000))
-    assert many < .2 < few
+    assert many < .2 and many < few
 
 
 def halving_slowly(votes, labels):
@@ -109,3 +110,30 @@ def test_intervals_are_over_replicates_and_draws():
     (WORLDS[:1], 40, 'there is one: make the farm with seeds 3'), (WORLDS, 3, '4 methods take 8')])
 def test_one_replicate_or_too_few_labels_are_refused(worlds, labels, message):
     with pytest.raises(ValueError, match=message): regrets(worlds, NAMES, [labels])
+
+
+def test_judge_and_votes_beside_draws_from_the_prior():
+    "The mean and covariance are those of prior draws, weighted by how likely the votes are."
+    rng = np.random.default_rng(0)
+    judge, rates, counts = np.array([.7, .6, .55]), np.array([.5, .62, .6]), np.array([8, 30, 0])
+    spreads = np.linspace(.005, .15, 16)
+    prior = np.exp(-(spreads/.05)**2/2)
+    s = rng.choice(spreads, (400_000, 1), p=prior/prior.sum())
+    truth = judge + .1*rng.normal(size=s.shape) + s*rng.normal(size=(len(s), 3))
+    weights = np.exp(-2*(counts*(rates - truth)**2).sum(1))
+    mean = weights @ truth/weights.sum()
+    off = truth - mean
+    found, covariance = weigh_votes(rates, counts, judge)
+    assert found == pytest.approx(mean, abs=.002)
+    assert covariance == pytest.approx((weights[:, None]*off).T @ off/weights.sum(), abs=3e-4)
+    several = weigh_votes(np.tile(rates, (2, 1)), np.tile(counts, (2, 1)), judge)
+    assert several[0][1] == pytest.approx(found) and several[1].shape == (2, 3, 3)
+
+
+def test_halving_asks_for_no_more_than_there_is():
+    assert halving_plan(4, 200, 1000) == [(4, 25), (2, 75)]
+    assert halving_plan(4, 200, 40) == [(4, 25), (2, 40)]
+    for methods in (1, 2, 5, 9):
+        plan, spent, before = halving_plan(methods, 300, 10**6), 0, 0
+        for left, n in plan: spent, before = spent + left*(n - before), n
+        assert spent <= 300

@@ -17,7 +17,7 @@ from alpaca_farm.core.model.models import (answer_states, hidden_states, load_po
     response_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import label_count, reward, score_records
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log
+from alpaca_farm.core.run.runs import read_log, Run
 from alpaca_farm.worlds.embedded.criteria import utility
 from alpaca_farm.judging.judges import RewardJudge
 from alpaca_farm.ppo import PPOConfig, value_model
@@ -82,7 +82,7 @@ def likely(base, tmp_path_factory):
     runs = [tmp_path_factory.mktemp('likely')/f'reward_model_{k}' for k in (1, 2)]
     for out, rate in zip(runs, (1e-3, 3e-3)):
         rm.train(config(base, out, likelihood=C, learning_rate=rate))
-    pairs = rm.load_preference_pairs(config(base, runs[0]))[1]
+    pairs = rm.load_preference_pairs(Run(config(base, runs[0]), dict(settings={})))[1]
     answers = [answer_of(r, k) for k in (1, 2) for r in pairs]
     return *map(str, runs), answers
 
@@ -154,7 +154,8 @@ def test_likelihood_is_the_policys_before_training(base, tmp_path):
     policy = load_policy(cfg.policy, cfg)
     tokenizer = policy.tokenizer
     model = load_scalar(cfg.policy, cfg, 'zero')
-    answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(cfg)[1]]
+    held_out = rm.load_preference_pairs(Run(cfg, dict(settings={})))[1]
+    answers = [dict(r, output=r['output_1']) for r in held_out]
     assert score_records(model, answers) == [0] * len(answers)
     model.config.likelihood = C
     logp = response_logprobs(policy, *as_tokens(answers, tokenizer))
@@ -277,7 +278,8 @@ def test_first_layers(base, tmp_path, rank):
     deep = type(policy.model)(config_)
     deep.load_state_dict(policy.model.state_dict(), strict=False)
     for part in (deep, tokenizer): part.save_pretrained(tmp_path/'deep')
-    answers = [dict(r, output=r['output_1']) for r in rm.load_preference_pairs(cfg)[1]]
+    held_out = rm.load_preference_pairs(Run(cfg, dict(settings={})))[1]
+    answers = [dict(r, output=r['output_1']) for r in held_out]
     scores = []
     for name, more in dict(whole={}, first=dict(layers=1, policy=saved(
             tmp_path/'deep', deep, tokenizer))).items():

@@ -13,7 +13,7 @@ from alpaca_farm.core.data.records import (LISTS, merge_candidates, _read_candid
 from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.model.models import load_policy, logprobs
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.runs import read_log, read_summary
+from alpaca_farm.core.run.runs import read_log, read_summary, Run
 from alpaca_farm.core.data.text import collate, decode, encode_responses
 from alpaca_farm.rrhf import rrhf_batch, rrhf_loss, rrhf_step, RRHFConfig
 from tiny import randn, write
@@ -52,7 +52,7 @@ def test_rank_loss(reduction, ties):
 def some(base, models):
     "Twelve queries of two or three scored candidates, their prompts, and a configuration."
     cfg, rng = config(base), np.random.default_rng(0)
-    loaded, left_out = rrhf._load_queries(cfg, models.tokenizer)
+    loaded, left_out = rrhf._load_queries(Run(cfg, dict(settings={})), models.tokenizer)
     queries, prompts = zip(*loaded)
     queries = [select_candidates(q, [0, 1] if i % 3 else range(len(q['output'])))
                for i, q in enumerate(queries[:12])]
@@ -99,7 +99,7 @@ def test_step_is_every_candidate_read_alone(base, models, some, more):
 
 def test_nothing_is_longer_than_allowed(base, models, capsys):
     "What is left out is counted; the notebook shows which candidates are."
-    loaded, left_out = rrhf._load_queries(config(base, max_length=40), models.tokenizer)
+    loaded, left_out = rrhf._load_queries(Run(config(base, max_length=40), dict(settings={})), models.tokenizer)
     longest = max(len(p) + len(ids) for q, p in loaded
                   for ids in rrhf._candidate_tokens(q, models.tokenizer))
     assert longest <= 40 and left_out == 60 - len(loaded) > 0
@@ -176,7 +176,7 @@ def run(base, out, **more):
 def test_a_run_begins_with_the_losses_of_its_first_batch(base, models, tmp_path):
     (log, summary), cfg = run(base, tmp_path/'rrhf'), config(base)
     policy = load_policy(str(base/'sft'), models.cfg)
-    queries, prompts = zip(*rrhf._load_queries(cfg, models.tokenizer)[0])
+    queries, prompts = zip(*rrhf._load_queries(Run(cfg, dict(settings={})), models.tokenizer)[0])
     pool = read_json(tmp_path/'rrhf'/'candidates.json')
     assert [q['output'] for q in pool] == [q['output'] for q in queries]
     tokens = [rrhf._candidate_tokens(q, models.tokenizer) for q in queries]

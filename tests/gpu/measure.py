@@ -37,7 +37,11 @@ ROWS = {  # library, method, shape, settings
     'trl_reward_model_1b': ('trl', 'reward_model', '1b', dict(rows=16)),
     'sft_7b': ('ours', 'sft', '7b', LORA),
     'dpo_7b_checkpointed': ('ours', 'dpo', '7b', dict(LORA, gradient_checkpointing=True)),
-    'reward_model_7b': ('ours', 'reward_model', '7b', LORA)}
+    'reward_model_7b': ('ours', 'reward_model', '7b', LORA),
+    'reward_model_1b_bfloat16': ('ours', 'reward_model', '1b', dict(master_weights=False)),
+    'attention_sdpa': ('ours', 'attention', '1b', dict(attention='sdpa')),
+    'attention_flash_4': ('ours', 'attention', '1b', dict(attention='flash_attention_4')),
+    'dpo_7b_flash_4': ('ours', 'dpo', '7b', dict(LORA, attention='flash_attention_4'))}
 
 
 def make_model(folder: Path, shape: str, device: str):
@@ -134,20 +138,69 @@ def measure_ours(method: str, shape: str, more: dict, out: Path, small: bool, de
     return found | dict(examples_a_second=round(batch / each, 2))
 
 
+def random_model(shape: str, device: str, attention: str = 'sdpa'):
+    "A Llama with random weights in bfloat16."
+    from transformers import LlamaConfig, LlamaForCausalLM
+    width, layers, heads, inner, words = SHAPES[shape]
+    config = LlamaConfig(vocab_size=words, hidden_size=width, intermediate_size=inner,
+                         num_hidden_layers=layers, num_attention_heads=heads, eos_token_id=None,
+                         num_key_value_heads=heads, max_position_embeddings=8192)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16,
+                                             attn_implementation=attention)
+
+
+def measure_attention(shape: str, more: dict, small: bool, device: str) -> dict:
+    "How far packed states are from those in float32, and seconds of passes over 16,384 tokens."
+    import copy
+    from alpaca_farm.core.data.text import collate
+    from alpaca_farm.core.model.models import hidden_states
+    from alpaca_farm.core.model.packing import reads_packed
+    from alpaca_farm.core.model.policy import Policy
+    model = random_model(shape, device, more['attention'])
+    rng, words = random.Random(0), SHAPES[shape][-1]
+
+    def texts(count, length):
+        return [[rng.randrange(4, words) for _ in range(length)] for _ in range(count)]
+    prompts = [p for p in texts(4, 192 if not small else 12) for _ in range(2)]
+    batch = collate(prompts, texts(8, 300 if not small else 8), 0)
+    batch = {k: v.to(device) for k, v in batch.items()}
+    policy = Policy(model.eval(), dtype=torch.bfloat16)
+    found = dict(packed=reads_packed(policy))
+    with torch.no_grad():
+        states = hidden_states(policy, **batch).float()
+        plain = copy.deepcopy(model).float()
+        plain.set_attn_implementation('sdpa')
+        exact = hidden_states(Policy(plain, dtype=torch.float32), **batch)
+    del plain
+    answer = batch['mask'].bool()
+    error = (states - exact)[answer]
+    found['differs'] = round((error.norm() / exact[answer].norm()).item(), 5)
+    model.train()
+    for length in (512, 4096):
+        ids = torch.tensor(texts(16384 // length if not small else 1, length), device=device)
+        times = []
+        for _ in range(4):
+            if device != 'cpu': torch.cuda.synchronize()
+            began = time.time()
+            model.base_model(input_ids=ids).last_hidden_state.float().square().mean().backward()
+            if device != 'cpu': torch.cuda.synchronize()
+            times.append(time.time() - began)
+            model.zero_grad()
+        found[f'seconds_{length}'] = round(min(times[1:]), 3)
+    return found
+
+
 def measure_sampling(shape: str, more: dict, out: Path, small: bool, device: str) -> dict:
     "Tokens a second of 128 answers to as many prompts, with an adapter that is not merged."
-    from transformers import LlamaConfig, LlamaForCausalLM
     from alpaca_farm.core.model.policy import add_adapter, lora_config, own_weights, Policy
     from alpaca_farm.core.model.generation import generate
     from alpaca_farm.core.model.models import response_logprobs
     from alpaca_farm.sft import SFTConfig
-    width, layers, heads, inner, words = SHAPES[shape]
+    words = SHAPES[shape][-1]
     prompt, answer, rows = (12, 8, 4) if small else (PROMPT, ANSWER, 128)
-    config = LlamaConfig(vocab_size=words, hidden_size=width, intermediate_size=inner,
-                         num_hidden_layers=layers, num_attention_heads=heads, eos_token_id=None,
-                         num_key_value_heads=heads, max_position_embeddings=2048)
-    torch.manual_seed(0)
-    with torch.device(device): model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model = random_model(shape, device)
     policy = Policy(model.eval(), dtype=torch.bfloat16)
     policy = add_adapter(policy, 'policy', lora_config(SFTConfig(**more)))
     for name, w in own_weights(policy).items():
@@ -208,6 +261,7 @@ def measure(name: str, out: Path, small: bool) -> dict:
     device, shape = 'cuda' if torch.cuda.is_available() else 'cpu', 'small' if small else shape
     if small: more = dict(more, **{k: 4 for k in ('lora_rank',) if k in more})
     if method == 'sample': found = measure_sampling(shape, more, out, small, device)
+    elif method == 'attention': found = measure_attention(shape, more, small, device)
     elif library == 'trl': found = measure_trl(method, shape, more, out, small, device)
     else: found = measure_ours(method, shape, more, out, small, device)
     if device == 'cpu': return found
@@ -256,7 +310,7 @@ def main():
         return {} if not done.returncode else dict(failed=done.stderr.strip()[-700:])
     for name in [r for r in given.rows or ROWS if r not in found]:
         shape = 'small' if small else ROWS[name][2]
-        if ROWS[name][1] != 'sample' and not (out/f'reward-{shape}').exists():
+        if ROWS[name][1] not in ('sample', 'attention') and not (out/f'reward-{shape}').exists():
             at = time.time()
             print('model', shape, child(f'model-{shape}'), f'{time.time() - at:.0f} s', flush=True)
         at = time.time()

@@ -53,7 +53,7 @@ def unregistered():
     _register_rows.cache_clear()
 
 
-@pytest.mark.parametrize('kind', ['sdpa', 'flash_attention_2'])
+@pytest.mark.parametrize('kind', ['sdpa', 'flash_attention_2', 'flash_attention_4'])
 @pytest.mark.parametrize('family', ['llama', 'qwen3', 'gpt_neox', 'mistral', 'phi3'])
 def test_attention_gets_causal_rows(family, kind, unregistered, monkeypatch):
     "Without a mask; the rest of a layer has every token once. Flash attention applies windows."
@@ -131,6 +131,7 @@ def test_a_run_asks_for_its_kernel(tmp_path):
 def test_what_is_missing_is_named(tmp_path):
     tiny.family('bloom').save_pretrained(tmp_path)
     for kind, word in (('flash_attention_2', 'flash-attn'),
+                       ('flash_attention_4', 'flash-attn-4'),
                        ('flex_attention', 'BloomForCausalLM')):
         with pytest.raises(ValueError, match=f"attention = '{kind}'.*{word}"):
             loaded(tmp_path, kind)

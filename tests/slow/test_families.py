@@ -12,7 +12,7 @@ import tiny
 from alpaca_farm import dpo, ppo, reward_model, sft
 from alpaca_farm.core.functional import token_logprobs
 from alpaca_farm.core.model.generation import generate
-from alpaca_farm.core.model.policy import Policy
+from alpaca_farm.core.model.policy import own_weights, Policy
 from alpaca_farm.core.model.models import (values, hidden_states, load_policy, load_scalar, logprobs,
     sequence_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import reward
@@ -233,6 +233,11 @@ def test_a_model_that_cannot_be_sampled_is_refused_before_training(tmp_path, mon
                                      out=str(tmp_path/'out'), device='cpu', max_new_tokens=8,
                                      **more))
     assert not (tmp_path/'out').exists()
+    # adapters on the layers that can have them
+    cfg = sft.SFTConfig(device='cpu', lora_rank=2)
+    trained = own_weights(load_policy(checkpoint('mamba'), cfg, train=True))
+    targets = {n.partition('.lora_')[0].rpartition('.')[2] for n in trained}
+    assert targets == {'in_proj', 'x_proj', 'dt_proj'}
     model = load_scalar(checkpoint('mamba'), CFG, 'normal')
     tokenizer = model.tokenizer
     batches, alone = both_sides(*encoded(tokenizer)[:2])

@@ -22,7 +22,7 @@ from alpaca_farm.core.run.runs import read_log, read_summary
 
 NBS = tiny.ROOT/'nbs'
 RUNNABLE = [p for p in sorted(NBS.rglob('*.ipynb'))
-            if not {'core', 'studies', '.ipynb_checkpoints'} & {*p.parts[len(NBS.parts):]}]
+            if not {'core', 'studies', 'recipes', '.ipynb_checkpoints'} & {*p.parts[len(NBS.parts):]}]
 # notebooks without a run, which nbdev_test executes
 SILENT = [p.stem for p in RUNNABLE if '"parameters"' not in p.read_text()]
 # notebooks that the farm runs, with the run that shows each: of several methods the first
@@ -51,7 +51,9 @@ def own(f):
         real=dict(model=sft, n=2, max_prompt=120, max_new_tokens=16,
                   sizes=f'{tiny.ROOT}/tests/data/real.yaml'),
         bring_your_own=dict(model=sft, prompts=world, n=2, judge=f'{world}/pool.json',
-                            preferences=f'{f}/annotators'))
+                            preferences=f'{f}/annotators'),
+        decide=dict(model=sft, prompts=world, judge=f'{world}/pool.json', methods=['dpo'],
+                    seeds=1, labels=f'{world}/held_out_crowd.json', budget=40, force=True))
 
 
 SUFFIX = 'one suffix for all'   # a row where answers have common last sentences
@@ -65,7 +67,8 @@ STUDIES['decoding'] = dict(instances=8, temperatures=[1., 0.])
 STUDIES['human_labels'] = dict(max_length=120, measured=12, budgets=[12, 24], seeds=1, prompts=6,
                                n=2, max_new_tokens=8,
                                labelled=['alpaca_farm.world:embedded_pairs'])
-TOUR = dict(start=dict(label_flip=.4, steps=4, instances=8))
+TOUR = dict(start=dict(label_flip=.4, steps=4, instances=8), exercises=dict(instances=20),
+            ppo_single=dict(steps=2, rollouts=8, batch_size=4, max_new_tokens=12))
 
 
 def executed(notebook, out, given):
@@ -163,6 +166,10 @@ def test_study_executes(made, sizes, name):
         sft = str(folder/'sft')
         where = dict(policies=[sft, str(folder/'best_of_n')], reference=sft,
                      data=str(folder/'world'), out=str(folder/name))
+    if name == 'exercises': where['runs'] = str(folder/name)   # a world of its own
+    if name == 'ppo_single':
+        where = dict(sft=str(folder/'sft'/'model'), prompts=str(folder/'world'/'unlabeled.json'),
+                     reward_model=str(folder/'reward_model'/'model'), out=str(folder/name/'model'))
     if name == 'regret': where = dict(folders=[str(folder)]*2)   # one replicate for two
     given = (STUDIES | TOUR)[name] | where
     notebook = name if name in TOUR else f'studies/{name}'

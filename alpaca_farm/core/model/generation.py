@@ -300,7 +300,7 @@ def evaluation_mode(policy: Policy):
     modes = [(m, m.training) for m in model.modules()]
     attention = kernel_of(policy)
     model.eval()
-    if attention in ('flash_attention_2', 'flex_attention'):
+    if attention not in ('sdpa', 'eager'):
         model.set_attn_implementation('sdpa' if model._supports_sdpa else 'eager')
     try: yield
     finally:
@@ -316,7 +316,8 @@ def check_sampling(
     "Raise ValueError for a prompt that the model cannot read."
     model = policy.model
     if 'past_key_values' not in signature(model.forward).parameters:
-        raise ValueError(f'{type(model).__name__} takes no past_key_values: use its generate()')
+        raise ValueError(f'{type(model).__name__} takes no past_key_values: it can be trained '
+                         'with eval_split empty, and sampled with its generate()')
     words = model.get_input_embeddings().weight.shape[0]
     limit = getattr(model.config.get_text_config(decoder=True), 'max_position_embeddings', None)
     for i, p in enumerate(prompts):

@@ -160,12 +160,15 @@ def load_tokenizer(
 def _attention_of(spec: str, cfg: Config) -> str | None:
     "The attention kernel to ask `transformers` for; None for its own choice."
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as policies
-    from transformers.utils import is_flash_attn_2_available
+    from transformers.utils import is_flash_attn_2_available, is_flash_attn_4_available
     kind = getattr(cfg, 'attention', 'auto')
     flash = is_flash_attn_2_available()
-    if kind == 'flash_attention_2' and not flash:
-        raise ValueError("attention = 'flash_attention_2' needs a GPU and the package flash-attn "
-                         "(pip install flash-attn): take 'auto' or 'sdpa' without them")
+    packages = {}   # that are lacking
+    if not flash: packages['flash_attention_2'] = 'flash-attn'
+    if not is_flash_attn_4_available(): packages['flash_attention_4'] = 'flash-attn-4'
+    if kind in packages:
+        raise ValueError(f"attention = '{kind}' needs a GPU and the package {packages[kind]} "
+                         f"(pip install {packages[kind]}): take 'auto' or 'sdpa' without them")
     if kind != 'auto': return kind
     if not flash or device_of(cfg).type != 'cuda' or dtype_of(cfg) == torch.float32: return None
     config = model_config(spec)

@@ -106,7 +106,7 @@ def trunk_states(policy: Policy, **given) -> torch.Tensor:
     trunk = policy.model.base_model
     device = trunk.device.type
     with policy.on():
-        flash = kernel_of(policy) == 'flash_attention_2'
+        flash = kernel_of(policy).startswith('flash')
         half = flash and trunk.dtype == torch.float32 and not torch.is_autocast_enabled(device)
         with torch.autocast(device, torch.bfloat16) if half else nullcontext():
             return trunk(**given, use_cache=False).last_hidden_state
@@ -159,7 +159,7 @@ def attention_window(policy: Policy) -> float:
     config = policy.model.config.get_text_config()
     kinds = set(getattr(config, 'layer_types', None) or ['sliding_attention'])
     if kinds - {'full_attention', 'sliding_attention'}: return 0
-    flash = kernel_of(policy) == 'flash_attention_2'   # which cuts by itself
+    flash = kernel_of(policy).startswith('flash')   # which cuts by itself
     if flash or 'sliding_attention' not in kinds: return math.inf
     return getattr(config, 'sliding_window', None) or math.inf
 
@@ -185,7 +185,7 @@ def reads_packed(policy: Policy) -> bool:
     if policy.packs is not None: return policy.packs
     policy.packs = False
     kernel = kernel_of(policy)
-    if kernel not in ('sdpa', 'flash_attention_2'): return False
+    if kernel not in ('sdpa', 'flash_attention_2', 'flash_attention_4'): return False
     _register_rows(kernel)
     exact = kernel == 'sdpa' and policy.model.base_model.dtype == torch.float32
     try: policy.packs = bool(_packing_error(policy) < (1e-3 if exact else .05))

@@ -79,6 +79,10 @@ def lora_config(cfg: HardwareConfig):
                       target_modules='all-linear' if names == ['all-linear'] else names)
 
 
+# peft refuses adapters on their out_proj, whose weight is read by a kernel past its layer
+_KERNELS = 'mamba', 'mamba2', 'falcon_mamba', 'falcon_h1', 'nemotron_h'
+
+
 def _linear_names(trunk) -> set[str]:
     "The names of a model's linear layers, without their places."
     from transformers.pytorch_utils import Conv1D
@@ -104,8 +108,10 @@ def add_adapter(
     from peft import inject_adapter_in_model
     model = policy.model
     trunk = model.base_model
-    asked = config.target_modules   # which peft replaces by names
     linear = _linear_names(trunk)
+    if config.target_modules == 'all-linear' and model.config.model_type in _KERNELS:
+        config.target_modules = linear - {'out_proj'}
+    asked = config.target_modules   # which peft replaces by names
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter('ignore')   # that there are several adapters
         torch.manual_seed(seed)

@@ -72,6 +72,7 @@ def warm_server():
     before = dict(os.environ)
     context.set_forkserver_preload(_LIBRARIES)
     os.environ.update(ONE_THREAD)   # libraries of linear algebra read it when they are loaded
+    os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'   # a fork cannot use a GPU that is open here
     try: ensure_running()
     finally:
         os.environ.clear()

@@ -215,10 +215,15 @@ def _reads(cfg: Config):
                     yield name, source, word in cfg.answering
 
 # %% ../../../nbs/core/run/identity.ipynb #491017e1
+def _as_given(cfg: Config) -> dict:
+    "The settings, with None for what was left open: size and data, which are inputs, decide it."
+    return asdict(cfg) | dict.fromkeys(cfg.left_open)
+
+
 def decisive(cfg: Config) -> dict:
     "Return the settings without which a result would be another, inputs apart."
     aside = *cfg.aside, *cfg.inputs, *cfg.answering
-    return {k: v for k, v in asdict(cfg).items() if k not in aside}
+    return {k: v for k, v in _as_given(cfg).items() if k not in aside}
 
 
 def _versions() -> dict[str, str]:
@@ -242,7 +247,7 @@ def describe_run(
     reads: tuple = (),  # run folders it reads in addition to those named in its settings
 ) -> dict:
     "Collect the content of `config.json`: settings, code, inputs, versions and fingerprint."
-    settings = asdict(cfg)
+    settings = _as_given(cfg)
     given = cfg.changed()
     for name in ('out', 'tracker'): given.pop(name, None)   # of a run that is rebuilt
     code = code_hash(train)
@@ -256,7 +261,8 @@ def describe_run(
         inputs.setdefault(name, {})[source] = mark
         (answered if at_end else trained).append([name, mark])
     return dict(notebook=Path(type(cfg).out).name,   # a default run is named by its notebook
-                settings=settings, given=given, inputs=inputs, code=code,
+                settings=asdict(cfg), left_open=cfg.left_open, given=given,
+                inputs=inputs, code=code,
                 fingerprint=digest(trained), answers=digest(answered), versions=_versions(),
                 commit=_commit(), machine=platform.machine(), cores=os.cpu_count(),
                 started=time.strftime('%Y-%m-%dT%H:%M:%S'))

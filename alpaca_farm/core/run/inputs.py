@@ -38,6 +38,7 @@ def why_stale(
     why = reason(at_root(folder))
     config = run_config(folder)
     if why or given is None: return why
+    given = {k: v for k, v in given.items() if v is not None}   # the others are left open
     same = set(config['given']) <= set(given) and given.items() <= config['settings'].items()
     return '' if same else 'has other settings'
 

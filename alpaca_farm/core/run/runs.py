@@ -14,6 +14,7 @@ from filelock import Timeout
 
 from .files import (at_root, atomic_write, digest, load_state, lock_of,
     names_file, PREFIX, read_json, save_state, tidy, unlock, write_json)
+from .health import Health
 from alpaca_farm.core.run.identity import (content_hash, decisive, describe_run, run_config,
     written_hashes)
 from .inputs import ensure_inputs
@@ -181,11 +182,16 @@ class Run:
         self.held = lock_of(self.folder.resolve()/'run')
         self.lock = None    # the status of the lock's file
         self.logged = 0     # the bytes of the log
-        self.warnings = []  # of its steps, which its summary and the job that made it repeat
+        self.health = Health()   # its warnings, which the summary and the job that made it repeat
         self.tracker = _Tracking(cfg.tracker, self.folder, config.get('settings', {}))
         self.before = dict(cpu=0., wall=0.)   # seconds of earlier processes
         self.began = time.monotonic()
         self.cpu = time.process_time()
+
+    def adjust(self, values: dict):
+        "Change settings that were left open, here and in `config.json`."
+        vars(self.cfg).update(values)
+        self.config['settings'] |= values
 
     def path(self, name: str) -> Path:
         "Return a file of this run, which may be written from now on."
@@ -238,7 +244,8 @@ class Run:
 
     @written_once
     def log(self, step: int, **record):
-        "Append one record to `log.jsonl`, with the wall seconds since the start."
+        "Append one record to `log.jsonl`, with the wall seconds, and tell its new warnings."
+        self.health(record, f'step {step}: ')
         line = json.dumps(dict(step=step, **record, wall=round(self.elapsed()['wall'], 3)))
         path = self.path('log.jsonl')
         with names_file(path), open(path, 'a', encoding='utf-8') as f: f.write(line + '\n')
@@ -260,6 +267,7 @@ class Run:
             state = load_state(path)
             self.before = state.pop('elapsed')
             records = [r for r in read_log(self.folder) if r['step'] <= state['step']]
+            for r in records: self.health(r, f'step {r["step"]}: ')
             if not records or records[-1]['step'] != state['step']:
                 raise ValueError(f'{log} is damaged: it ends before step {state["step"]}, that of '
                                  f'the checkpoint. Restore it, or delete {path} to start anew')
@@ -272,11 +280,12 @@ class Run:
     @written_once
     def finish(self, **summary):
         "Write `summary.json` with the run's times and peak memory, and delete the checkpoint."
+        self.health(summary)
         elapsed = self.elapsed()
         times = dict(cpu_seconds=round(elapsed['cpu'], 2), seconds=round(elapsed['wall'], 2))
         write_json(self.path('config.json'), self.config)
         files = dict(files=written_hashes(self.folder))
-        if self.warnings: files['warnings'] = self.warnings
+        if self.health.warnings: files['warnings'] = [*self.health.warnings.values()]
         write_json(self.path('summary.json'), summary | times | _peak_memory() | files)
         self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
         self.tracker.finish(summary)
@@ -318,7 +327,8 @@ def start(
     own = decisive(cfg)
     check_run_folder(folder, inputs)
     _check_tracker(cfg.tracker)
-    made = run_config(folder).get('settings', own)
+    config = run_config(folder)
+    made = config.get('settings', own) | dict.fromkeys(config.get('left_open', ()))
     others = {k: made.get(k) for k in own if digest(made.get(k)) != digest(own[k])}
     if others: _tell_move(cfg, others)
     once(ensure_inputs, cfg)
@@ -338,7 +348,9 @@ def start(
         once(_read_again, run)
     if not run.done: return run
 
-    run.config = old | {k: new[k] for k in ('settings', 'given', 'inputs', 'answers')}
+    both = {*cfg.left_open} & {*old['left_open']}
+    run.config = old | {k: new[k] for k in ('settings', 'given', 'left_open', 'inputs', 'answers')}
+    run.adjust({k: old['settings'][k] for k in both})
     renamed = run.answered and run.config != old   # its inputs
     if renamed and os.access(folder, os.W_OK): run.write('config.json', run.config)
     left = 'its evaluation split is answered again, since it or its settings have changed'

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Count', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments', 'Betas', 'as_type',
-           'resolve', 'as_list', 'no_secrets', 'refuse_unknown', 'Config', 'HardwareConfig', 'TrainConfig',
-           'field_comments', 'from_args', 'command']
+           'resolve', 'as_list', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults', 'Config',
+           'HardwareConfig', 'TrainConfig', 'field_comments', 'from_args', 'command']
 
 # %% ../../../nbs/core/run/settings.ipynb #37bea490
 import argparse, ast, contextlib, dataclasses, difflib, importlib, json, os, re, subprocess, sys
@@ -19,6 +19,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Interval, Len
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
+from .defaults import count_weights, default_of
 from alpaca_farm.core.run.files import (ask_hub, at_root, looks_like_hub, missing_path, near_path,
     read_yaml, root)
 
@@ -197,6 +198,16 @@ def refuse_unknown(
         raise TypeError(f'{name} is not a setting of {owner}{meant}')
 
 
+def by_size(toy, large):
+    "Make a setting whose default depends on the number of weights (`core.run.defaults`)."
+    return field(default=None, metadata=dict(by_size=(toy, large)))
+
+
+def sized_defaults(cls) -> dict[str, tuple]:
+    "Collect the settings made by `by_size`: their defaults for a toy and for a large model."
+    return {f.name: f.metadata['by_size'] for f in fields(cls) if f.metadata}
+
+
 @dataclass
 class Config:
     "Settings that every run has."
@@ -206,15 +217,22 @@ class Config:
     dtype: Literal['auto', 'float32', 'bfloat16', 'float16'] = 'auto'  # auto: bfloat16 on GPU
     tracker: Literal['', 'wandb', 'tensorboard'] = ''  # empty: nothing leaves the machine
     # class attributes: settings that name what this run reads, and which files of it; settings that
-    # only concern the answers at the end; and those without influence on the result
+    # only concern the answers at the end; those without influence on the result; and the setting
+    # that names the model whose size decides on what is left open
     inputs = {}
     answering = ()
     aside = ('out', 'workers', 'address', 'tracker', 'save_total_limit', 'sampler')
+    sized_by = 'policy'
 
     def __post_init__(self):
         no_secrets(asdict(self))   # before a message shows a value
+        self.left_open = []   # settings that the user has not set
+        sized = sized_defaults(type(self))
         for name, kind in typing.get_type_hints(type(self), include_extras=True).items():
-            setattr(self, name, as_type(name, getattr(self, name), kind))
+            value = getattr(self, name)
+            if name in sized and value is None: self.left_open.append(name)
+            else: setattr(self, name, as_type(name, value, kind))
+        vars(self).update(self.defaults_by_size())
         if self.device == 'mps':
             from torch.backends.mps import is_available
             if not is_available(): raise ValueError('device = mps: there is no Apple GPU; take cpu')
@@ -222,6 +240,19 @@ class Config:
         for name in self.inputs:
             value = changed.get(name, [])
             for path in value if isinstance(value, list) else [value]: self.check_path(name, path)
+
+    def defaults_by_size(self) -> dict:
+        "Compute the settings that were left open from the number of weights."
+        default = getattr(type(self), self.sized_by, '')
+        spec = getattr(self, self.sized_by, '')
+        # a model that is not here: the embedded world's, whose runs can be made, or any other
+        weights = count_weights(spec) or (1e6 if spec == default else 7e9)
+        self.weights_counted = weights
+        found = {}
+        for name, pair in sized_defaults(type(self)).items():
+            if name not in self.left_open: continue
+            found[name] = default_of(name, *pair, weights, getattr(self, 'lora_rank', 0) > 0)
+        return found
 
     def check_path(self, name: str, value: str):
         "Reject an input that is neither a callable, nor a local path, nor a name on the hub."
@@ -256,6 +287,7 @@ class Config:
         found = {}
         for f in fields(self):
             value = getattr(self, f.name)
+            if f.name in self.left_open: continue
             made = f.default_factory is not dataclasses.MISSING
             if value != (f.default_factory() if made else f.default): found[f.name] = value
         return found
@@ -266,7 +298,8 @@ class Config:
         return {'text/plain': f'{type(self).__name__}({changed or "all defaults"})'}
 
 # %% ../../../nbs/core/run/settings.ipynb #a10c0de2
-_Attention = Literal['auto', 'sdpa', 'eager', 'flash_attention_2', 'flex_attention']
+_Flash = Literal['flash_attention_2', 'flash_attention_4']
+_Attention = Literal['auto', 'sdpa', 'eager', _Flash, 'flex_attention']
 
 
 @dataclass
@@ -339,6 +372,8 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
     comments = field_comments(cls)
     for name, table in getattr(cls, 'tables', {}).items():   # of named functions, with a text each
         comments[name] += ': ' + '; '.join(f'{k}: {row.text}' for k, row in table.items())
+    for name, (toy, large) in sized_defaults(cls).items():
+        default[name] = f'by size, {toy} for a toy, {large} for a large model'
     for name, kind in typing.get_type_hints(cls).items():
         said = f'{comments[name]} (default: {default[name]})'
         parser.add_argument(f'--{name}', nargs='*' if 'list' in str(kind) else None,

@@ -1,0 +1,179 @@
+"""Settings left open follow one rule of size; what a run logs is looked at for signs of trouble."""
+import json
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import save_file
+
+from alpaca_farm import best_of_n, dpo
+from alpaca_farm.core.answers import settle
+from alpaca_farm.core.data.records import load_records
+from alpaca_farm.core.model.loading import load_tokenizer
+from alpaca_farm.core.model.models import load_policy
+from alpaca_farm.core.run.defaults import count_weights, default_of
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.health import CHECKS, Health
+from alpaca_farm.core.run.inputs import is_fresh
+from alpaca_farm.core.run.runs import read_summary, Run
+from alpaca_farm.core.run.settings import from_args, sized_defaults
+from alpaca_farm.dpo import DPOConfig
+from alpaca_farm.ppo import PPOConfig
+from alpaca_farm.reward_model import RewardModelConfig
+from alpaca_farm.sft import SFTConfig
+
+
+def rate(cls, weights, lora=False):
+    return default_of('learning_rate', *sized_defaults(cls)['learning_rate'], weights, lora)
+
+
+@pytest.mark.parametrize('cls, toy, low, high', [
+    (SFTConfig, 2e-3, 2e-5, 2e-5), (RewardModelConfig, 5e-4, 3e-6, 9e-6),
+    (DPOConfig, 3e-4, 5e-7, 1e-6), (PPOConfig, 1e-3, 1e-6, 1e-5)])
+def test_rates_are_the_worlds_and_the_literatures(cls, toy, low, high):
+    "From the embedded world's half a million weights to 7 billion, and ten times that for LoRA."
+    assert rate(cls, 5e5) == rate(cls, 5e5, lora=True) == toy
+    assert low <= rate(cls, 7e9) <= high
+    assert rate(cls, 7e9, lora=True) == pytest.approx(10*rate(cls, 7e9))
+    rates = [rate(cls, n) for n in (1e6, 1e7, 1.35e8, 1e9, 8e9)]
+    assert rates == sorted(rates, reverse=True) and len({*rates}) == 5
+
+
+@pytest.mark.parametrize('examples', [7, 34, 60, 100, 300, 1000, 60_000])
+def test_there_are_25_steps_where_there_can_be(base, tmp_path, examples):
+    run = Run(DPOConfig(policy='some/model', eval_split=''), dict(settings={}))
+    settle(run, load_tokenizer(str(base/'sft')), [dict(instruction='a')]*examples)
+    batch_size, epochs = run.cfg.batch_size, run.cfg.epochs
+    steps = epochs*-(-examples//batch_size)
+    assert 4 <= batch_size <= 32 and 1 <= epochs <= 3
+    assert steps >= 25 or (batch_size, epochs) == (4, 3)
+    assert examples < 10_000 or (batch_size, epochs) == (32, 1)
+
+
+def of_size(folder, weights):
+    "A model's folder, for who asks its size: its file's header only."
+    folder.mkdir()
+    header = json.dumps(dict(w=dict(dtype='U8', shape=[weights], data_offsets=[0, weights])))
+    with open(folder/'model.safetensors', 'wb') as f:   # sparse
+        f.write(len(header).to_bytes(8, 'little') + header.encode())
+        f.truncate(8 + len(header) + weights)
+    return str(folder)
+
+
+def test_a_models_weights_are_counted_where_they_are(base, tmp_path, monkeypatch):
+    policy = sum(p.numel() for p in load_policy(str(base/'sft'), DPOConfig()).model.parameters())
+    assert count_weights(str(base/'sft')) == count_weights(str(base/'sft'/'model')) == policy
+    of_size(tmp_path/'large', 10**9)
+    (tmp_path/'run').mkdir()
+    save_file(dict(a=torch.zeros(3)), tmp_path/'run'/'adapter_model.safetensors')
+    (tmp_path/'run'/'adapter_config.json').write_text(
+        json.dumps(dict(base_model_name_or_path=str(tmp_path/'large'))))
+    assert count_weights(str(tmp_path/'run')) == 1e9
+    with open(tmp_path/'model.gguf', 'wb') as f: f.truncate(5*10**8)
+    assert count_weights(str(tmp_path/'model.gguf')) == 8e8
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path/'hub'))
+    snapshots = tmp_path/'hub'/'models--some--model'/'snapshots'
+    assert count_weights('some/model') == 0
+    snapshots.mkdir(parents=True)
+    of_size(snapshots/'abc', 2*10**7)
+    assert count_weights('some/model') == count_weights('some/model@abc') == 2e7
+    (snapshots/'abc'/'model.safetensors').write_bytes(b'cut off')
+    assert count_weights('some/model') == 0   # who loads it says so
+
+
+def test_settings_have_numbers_as_soon_as_they_are_made(base, tmp_path, capsys):
+    toy = DPOConfig()
+    real = DPOConfig(policy=of_size(tmp_path/'smol', 135*10**6))
+    absent = DPOConfig(policy='some/model', lora_rank=8, beta=.2)
+    assert (toy.learning_rate, toy.beta, toy.batch_size, toy.epochs) == (3e-4, .3, 32, 2)
+    assert (toy.max_length, toy.max_prompt, toy.max_new_tokens) == (128, 64, 56)
+    assert 5e-6 < real.learning_rate < 3e-5 and real.beta == .1 and real.eval_temperature == .8
+    assert absent.learning_rate == 1e-5 and absent.beta == .2   # of 7 billion, with adapters
+    assert 'beta' in toy.left_open and 'beta' not in absent.left_open
+    assert toy.changed() == {} and set(absent.changed()) == {'policy', 'lora_rank', 'beta'}
+    assert DPOConfig(learning_rate=None).learning_rate == 3e-4
+    reward = RewardModelConfig
+    assert (reward().likelihood, reward(policy='some/model').likelihood) == (.2, 0.)
+    with pytest.raises(SystemExit): from_args(DPOConfig, ['--help'])
+    assert '(default: by size, 0.0003 for a toy,' in ' '.join(capsys.readouterr().out.split())
+
+
+def test_a_run_fits_what_was_left_open_to_its_data(base, tmp_path, capsys):
+    given = dict(policy=of_size(tmp_path/'smol', 135*10**6), data=str(base/'world'),
+                 preferences=str(base/'annotators'), out=str(tmp_path/'out'), warmup=.2)
+    pairs = load_records(str(base/'annotators'), 'preferences', 'preference')
+    long = [dict(r, instruction='please '*90 + r['instruction']) for r in pairs]
+    tokenizer = load_tokenizer(str(base/'sft'))
+    run = Run(DPOConfig(**given), dict(settings={}))
+    settle(run, tokenizer, long)
+    cfg = run.cfg
+    assert len(pairs)*cfg.epochs/cfg.batch_size >= 25
+    assert cfg.max_prompt > 256 and cfg.max_length >= cfg.max_prompt + cfg.max_new_tokens
+    assert {*run.config['settings']} == {*cfg.left_open} and cfg.warmup == .2
+    said = capsys.readouterr().out
+    assert said.count('\n') == 1 and '135M weights, 60 records, lora_rank 0' in said
+    assert f'learning_rate {cfg.learning_rate:g}' in said
+    # what was set stays
+    run = Run(DPOConfig(**given, batch_size=32, max_prompt=40), dict(settings={}))
+    settle(run, tokenizer, long)
+    assert (run.cfg.batch_size, run.cfg.max_prompt, run.cfg.epochs) == (32, 40, 3)
+
+
+def test_a_run_records_what_it_took_and_a_set_value_makes_another(base, tmp_path):
+    given = {k: v for k, v in tiny.settings('dpo', base, out=str(tmp_path/'dpo')).items()
+             if k not in ('learning_rate', 'beta', 'epochs')}
+    cfg = DPOConfig(**given)
+    dpo.train(cfg)
+    config = read_json(tmp_path/'dpo'/'config.json')
+    assert config['settings']['learning_rate'] == 3e-4
+    assert config['settings']['epochs'] == cfg.epochs > 2   # of 60 pairs, eight a step
+    assert {'learning_rate', 'beta', 'epochs'} <= {*config['left_open']}
+    assert not {'learning_rate', 'beta', 'epochs'} & {*config['given']}
+    assert dpo.train(cfg).answered and dpo.train(DPOConfig(**given)).answered
+    assert dpo.start(DPOConfig(**given), dpo.train).cfg.epochs == cfg.epochs
+    del given['out']
+    assert is_fresh(cfg.out, given | dict(learning_rate=None))
+    assert not is_fresh(cfg.out, given | dict(learning_rate=1e-4))
+    assert not dpo.start(DPOConfig(**given, out=cfg.out, learning_rate=1e-4), dpo.train).done
+
+
+def test_best_of_n_takes_what_stored_samples_were_drawn_with(base, tmp_path):
+    given = tiny.settings('best_of_n', base, samples=str(base/'samples'))
+    del given['max_new_tokens']
+    theirs = read_json(base/'samples'/'config.json')['settings']
+    cfg = best_of_n.BestOfNConfig(**given, out=str(tmp_path/'best'), split=theirs['split'])
+    run = best_of_n.run(cfg)
+    assert run.config['settings']['max_new_tokens'] == theirs['max_new_tokens'] != 56
+
+
+WELL = dict(loss=.69, val_loss=.69, nll_before=2., nll=1.9, chosen=-3., rejected=-5., kl=4.,
+            clip_fraction=.1, reward_std=1., frac_reward_zero_std=.5, entropy=2., ended=.9,
+            accuracy=.7, accuracy_low=.6, accuracy_high=.8)
+
+
+@pytest.mark.parametrize('later, warning', [
+    (dict(loss=float('nan')), 'not a number'), (dict(loss=5.), 'has doubled'),
+    (dict(val_loss=.8), 'a tenth above'), (dict(nll=4.95), 'from 2.00 to 4.95'),
+    (dict(chosen=-19.5), 'over 10 nats'), (dict(rejected=-18.1), 'over 10 nats'),
+    (dict(kl=-.5), 'below zero'), (dict(kl=18.5), 'over 15 nats'),
+    (dict(clip_fraction=.4), 'clipped'), (dict(reward_std=0.), 'the same reward'),
+    (dict(frac_reward_zero_std=1.), 'no update'), (dict(entropy=.01), 'collapsed'),
+    (dict(ended=.06), 'raise max_new_tokens'), (dict(accuracy_low=.45), '70% [45%, 80%]')])
+def test_each_sign_of_trouble_is_told_once_and_only_then(later, warning, capsys):
+    health = Health()
+    health(WELL)
+    health(WELL | dict(loss=.9, chosen=-9., val_loss=.72))
+    assert not health.warnings
+    for _ in range(2): health(dict(WELL, chosen=-9.) | later, 'step 3: ')
+    found, = health.warnings.values()
+    assert warning in found and found.startswith('step 3: ')
+    assert capsys.readouterr().out == found + '\n'
+    figures = {name.partition('_j')[0].partition('_r')[0] for name, *_ in CHECKS}
+    assert figures <= {'frac', 'reward', *WELL}
+
+
+def test_best_of_n_says_that_its_answers_are_cut_off(base, tmp_path, capsys):
+    given = tiny.settings('best_of_n', base, out=str(tmp_path/'best'), max_new_tokens=2)
+    summary = read_summary(best_of_n.run(best_of_n.BestOfNConfig(**given)).folder)
+    assert summary['ended'] < .5 and any('raise max_new_tokens' in w for w in summary['warnings'])
+    assert 'raise max_new_tokens' in capsys.readouterr().out
