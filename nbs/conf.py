@@ -8,6 +8,7 @@ project, author = 'alpaca_farm', 'the alpaca_farm contributors'
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx-mathjax-offline']
 html_theme, html_title = 'furo', 'alpaca_farm'
 html_baseurl = 'https://alpaca-farm.github.io/alpaca_farm/'
+suppress_warnings = ['mystnb.unknown_mime_type']   # of what an exercise keeps for its grade
 exclude_patterns = ['**.ipynb_checkpoints']
 nb_execution_mode = 'off'
 nb_merge_streams = True
