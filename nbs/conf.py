@@ -8,14 +8,15 @@ project, author = 'alpaca_farm', 'the alpaca_farm contributors'
 extensions = ['myst_nb', 'sphinx.ext.autodoc', 'sphinx-mathjax-offline']
 html_theme, html_title = 'furo', 'alpaca_farm'
 html_baseurl = 'https://alpaca-farm.github.io/alpaca_farm/'
-exclude_patterns = ['recipes', '**.ipynb_checkpoints']
+suppress_warnings = ['mystnb.unknown_mime_type']   # of what an exercise keeps for its grade
+exclude_patterns = ['**.ipynb_checkpoints']
 nb_execution_mode = 'off'
 nb_merge_streams = True
 myst_enable_extensions = ['dollarmath', 'amsmath']
 myst_heading_anchors = 3
 autodoc_member_order = 'bysource'
 PATH = ['start', 'world', 'annotators', 'reward_model', 'ppo', 'dpo', 'overoptimization', 'farm']
-ORDER = ['notebooks', 'studies', 'judging', 'boards', 'worlds', 'embedded', 'core']
+ORDER = ['notebooks', 'recipes', 'studies', 'judging', 'boards', 'worlds', 'embedded', 'core']
 
 
 def tree(caption: str, pages: list[str]) -> str:

@@ -365,7 +365,7 @@ def grade_number(n: int, handed: dict, names: dict, own: bool) -> tuple[float, s
     if n != 7: truth = bootstrap(truth)
     if abs(value - truth[0]) > .15 + .03*(n == 7)*(truth[2] - truth[1]):
         return 0, f'the value is {value:.1f}, and the answers handed in have {truth[0]:.1f}'
-    width = (high - low)/max(truth[2] - truth[1], 1e-9)
+    width = (high - low + 1e-9)/(truth[2] - truth[1] + 1e-9)   # 1 where no answer differs
     if .8 <= width <= 1.25 and low <= value <= high: return 3, ''
     about = 'one standard error is no 95 % interval' if .4 < width < .65 else (
         'is it the spread of single answers?' if width > 3 else 'how was it found?')

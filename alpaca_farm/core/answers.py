@@ -28,7 +28,7 @@ from .model.models import load_policy, response_logprobs
 from .model.policy import Policy
 from .run.processes import once
 from .run.progress import Progress, tell
-from .run.runs import read_summary
+from .run.runs import read_log, read_summary
 from .run.settings import (Amount, Arguments, as_list, by_size, Config,
     Count, Nucleus, Positive, sized_defaults, Template)
 from .data.text import (check_limit, check_positions, decode, encode_prompts,
@@ -390,10 +390,11 @@ def answer_again(
     policy = load(str(run.folder))
     old = read_summary(run.folder)
     run.begin()
+    for r in read_log(run.folder): run.health(r, f'step {r["step"]}: ')
     figures = answer_eval_split(policy, run, reference) | more()
     if not run.cfg.eval_split: once(run.path('outputs.json').unlink, True)
     run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
-    left_out = *names, 'peak_memory_gb', 'device_memory_gb'
+    left_out = *names, 'warnings', 'peak_memory_gb', 'device_memory_gb'
     run.finish(**{k: v for k, v in old.items() if k not in left_out} | figures)
     return run
 

@@ -84,8 +84,8 @@ def test_what_is_too_long_or_too_few_is_an_error_with_a_limit_that_works(refused
     refused('dpo', r'of 60 examples are .*max_length = 30 .*Set max_length to \d+', max_length=30)
     refused('ppo', 'prompts are .*max_prompt = 5 tokens.* Set max_prompt to', max_prompt=5)
     long = tiny.splits(tmp_path/'data', [dict(r, output=r['output']*20) for r in REAL])
-    refused('sft', 'answers in the data are longer .*Set max_new_tokens to', data=long,
-            max_new_tokens=56, max_prompt=70)
+    refused('sft', 'examples are longer than max_length = 128 .*Set max_length to', data=long,
+            max_prompt=70)
 
 
 def test_a_policy_is_no_reward_model(base, refused):
