@@ -7,7 +7,7 @@
 
 Weights and texts are random, and nothing is read from a network. Each row is a process of its own
 with a limit; it is printed and kept in OUT/measured.json when it ends, also when it fails, and is
-not measured again. Beside torch, transformers, accelerate and peft, which such machines have, the
+not measured again. What no time is left for is measured by the next call. Beside torch, transformers, accelerate and peft, which such machines have, the
 library needs pydantic, pydantic_core, annotated-types, typing-inspection and fastcore, TRL's rows
 trl, datasets, dill and multiprocess (`pip download --no-deps --python-version 3.12 ...`)."""
 import argparse
@@ -314,9 +314,11 @@ def main():
             at = time.time()
             print('model', shape, child(f'model-{shape}'), f'{time.time() - at:.0f} s', flush=True)
         at = time.time()
-        found[name] = child(name) | dict(whole=round(time.time() - at, 1))
+        row = child(name) | dict(whole=round(time.time() - at, 1))
+        print(name, row, flush=True)
+        if row.get('failed') == 'no time is left': break
+        found[name] = row
         file.write_text(json.dumps(found, indent=1))
-        print(name, found[name], flush=True)
     columns = list(dict.fromkeys(k for row in found.values() for k in row))
     print('| row | ' + ' | '.join(columns) + ' |\n|' + '---|' * (len(columns) + 1))
     for name, row in found.items():
