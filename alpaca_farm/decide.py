@@ -362,7 +362,8 @@ def run(cfg: DecideConfig):
     normal = np.random.default_rng(1).normal(size=(2000, len(rates)))
     write_csv(folder, 'win_rates.csv', table)
     write_csv(folder, 'board.csv', board.facts, index=True)
-    write_csv(folder, 'forecast.csv', pd.DataFrame(gaps))
+    columns = ['method', 'reward', 'mark', 'foretold', 'error', 'error_low', 'error_high']
+    write_csv(folder, 'forecast.csv', pd.DataFrame(gaps, columns=columns))
     more = loss_with_more(rates, covariance, 300, normal)
     folder.finish(kept=table.second[0], loss_with_300=100*more, judge=said, corrected=left > 0,
                   labels=len(first + drawn), others=len(known), forecasts=len(gaps))

@@ -79,7 +79,7 @@ def free_win_rates(
         won = bootstrap(100*(p - 1))
         said.append(f'{won.value:.1f} % [{won.low:.1f}, {won.high:.1f}] under the '
                     + role.replace('held_out_', 'held-out '))
-    return f'Wins against {before}: {", ".join(said)}.' if said else ''
+    return f'Wins against one answer of {before} (the board: four): {", ".join(said)}.' if said else ''
 
 # %% ../../nbs/boards/judged.ipynb #4448751f
 def _draw_pairs(outputs: list[dict], references: list[dict], seed: int) -> list[dict]:

@@ -7,7 +7,7 @@
 
 Weights and texts are random, and nothing is read from a network. Each row is a process of its own
 with a limit; it is printed and kept in OUT/measured.json when it ends, also when it fails, and is
-not measured again. Beside torch, transformers, accelerate and peft, which such machines have, the
+not measured again. What no time is left for is measured by the next call. Beside torch, transformers, accelerate and peft, which such machines have, the
 library needs pydantic, pydantic_core, annotated-types, typing-inspection and fastcore, TRL's rows
 trl, datasets, dill and multiprocess (`pip download --no-deps --python-version 3.12 ...`)."""
 import argparse
@@ -44,11 +44,25 @@ ROWS = {  # library, method, shape, settings
     'dpo_7b_flash_4': ('ours', 'dpo', '7b', dict(LORA, attention='flash_attention_4'))}
 
 
+def random_model(shape: str, device: str, attention: str = 'sdpa', **ends):
+    "A Llama with random weights in bfloat16; `ends` are the tokens at the ends of texts."
+    from transformers import LlamaConfig, LlamaForCausalLM
+    width, layers, heads, inner, words = SHAPES[shape]
+    config = LlamaConfig(vocab_size=words, hidden_size=width, intermediate_size=inner,
+                         num_hidden_layers=layers, num_attention_heads=heads,
+                         num_key_value_heads=heads, max_position_embeddings=8192,
+                         **dict(eos_token_id=None) | ends)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16,
+                                             attn_implementation=attention)
+
+
 def make_model(folder: Path, shape: str, device: str):
     "A Llama with random weights, a tokenizer of words w0, w1, ..., and an adapter with a head."
     from tokenizers import models, pre_tokenizers, Tokenizer
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    width, layers, heads, inner, words = SHAPES[shape]
+    from transformers import PreTrainedTokenizerFast
+    words = SHAPES[shape][-1]
     vocabulary = {w: i for i, w in enumerate(['<pad>', '<s>', '</s>', '<unk>'])}
     vocabulary |= {f'w{i}': i for i in range(4, words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, '<unk>'))
@@ -56,11 +70,7 @@ def make_model(folder: Path, shape: str, device: str):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token='<pad>',
                                         bos_token='<s>', eos_token='</s>', unk_token='<unk>')
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=words, hidden_size=width, intermediate_size=inner,
-                         num_hidden_layers=layers, num_attention_heads=heads, bos_token_id=1,
-                         num_key_value_heads=heads, max_position_embeddings=2048, eos_token_id=2)
-    with torch.device(device): model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    model = random_model(shape, device, bos_token_id=1, eos_token_id=2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     from alpaca_farm.core.model.policy import save_adapter
@@ -136,19 +146,6 @@ def measure_ours(method: str, shape: str, more: dict, out: Path, small: bool, de
     found = dict(seconds_a_step=round(each, 2), start=round(times[0] - began - each, 1))
     if method == 'ppo': return found | {k.strip('_'): round(v, 1) for k, v in parts.items()}
     return found | dict(examples_a_second=round(batch / each, 2))
-
-
-def random_model(shape: str, device: str, attention: str = 'sdpa'):
-    "A Llama with random weights in bfloat16."
-    from transformers import LlamaConfig, LlamaForCausalLM
-    width, layers, heads, inner, words = SHAPES[shape]
-    config = LlamaConfig(vocab_size=words, hidden_size=width, intermediate_size=inner,
-                         num_hidden_layers=layers, num_attention_heads=heads, eos_token_id=None,
-                         num_key_value_heads=heads, max_position_embeddings=8192)
-    torch.manual_seed(0)
-    with torch.device(device):
-        return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16,
-                                             attn_implementation=attention)
 
 
 def measure_attention(shape: str, more: dict, small: bool, device: str) -> dict:
@@ -314,9 +311,11 @@ def main():
             at = time.time()
             print('model', shape, child(f'model-{shape}'), f'{time.time() - at:.0f} s', flush=True)
         at = time.time()
-        found[name] = child(name) | dict(whole=round(time.time() - at, 1))
+        row = child(name) | dict(whole=round(time.time() - at, 1))
+        print(name, row, flush=True)
+        if row.get('failed') == 'no time is left': break
+        found[name] = row
         file.write_text(json.dumps(found, indent=1))
-        print(name, found[name], flush=True)
     columns = list(dict.fromkeys(k for row in found.values() for k in row))
     print('| row | ' + ' | '.join(columns) + ' |\n|' + '---|' * (len(columns) + 1))
     for name, row in found.items():

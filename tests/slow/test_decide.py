@@ -52,6 +52,7 @@ def test_from_files_to_what_to_keep(mine, capsys):
     assert table.second[0] in ('longest of 8', 'best_of_n', 'greedy SFT')
     assert table.chance.sum() == pytest.approx(100, abs=.1) and table.loss.is_monotonic_increasing
     assert (table.chance_low <= table.chance + 9).all() and table.instructions[0] == 24
+    assert {'mark', 'error', 'error_low'} < {*pd.read_csv(folder/'forecast.csv')}
     summary = read_summary(folder)
     assert summary['kept'] == table.second[0] and summary['corrected']
     assert 40 < summary['labels'] <= 60 and 0 <= summary['loss_with_300'] <= table.loss[0] + .5

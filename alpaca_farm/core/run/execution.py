@@ -19,6 +19,17 @@ def is_needed(cell) -> bool:
     return cell.cell_type == 'code' and 'demo' not in cell.metadata.get('tags', [])
 
 # %% ../../../nbs/core/run/execution.ipynb #ac4101b7
+def _fill_places(cells: list):
+    "Put an output that updates another in its place, as a kernel does."
+    places = {}
+    for cell in cells:
+        for output in list(cell.get('outputs', [])):
+            place = output.get('metadata', {}).get('place')
+            if not place: continue
+            if place in places: cell.outputs.remove(output)
+            places.setdefault(place, output).data = output.data
+
+
 def run_notebook(
     notebook: Path,
     output: Path,      # the executed notebook
@@ -51,6 +62,7 @@ def run_notebook(
                 error.traceback = shell.traceback
                 manager.cell_exception(cell, i)
                 break
+            _fill_places(manager.nb.cells)
 
     papermill_engines.register('shell', ShellEngine)
     papermill.execute_notebook(notebook, output, parameters, engine_name='shell', language='python',
