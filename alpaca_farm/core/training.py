@@ -54,7 +54,6 @@ def batches(
             alike = sorted(order[start:start + batch_size * block], key=lengths.__getitem__)
             for i in range(0, len(alike), batch_size): rows.append(alike[i:i + batch_size])
         for i in torch.randperm(len(rows), generator=g).tolist(): out.append(rows[i])
-    if len(out) < 25: print(f'only {len(out)} optimiser steps: lower batch_size, or raise epochs')
     return out
 
 
@@ -158,6 +157,7 @@ class Trainer:
         self.shown = shown
         self.step = 0
         self.extra = {}
+        if 'epochs' in vars(run.cfg): run.health(dict(optimiser_steps=total))
         self.policies = policies
         cpu = device_of(run.cfg).type == 'cpu'
         precision = {torch.bfloat16: 'bf16', torch.float16: 'fp16'}.get(dtype_of(run.cfg), 'no')

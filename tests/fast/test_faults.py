@@ -111,6 +111,7 @@ def test_too_little_training_is_said(base, tmp_path, capsys):
     tiny.run('sft', base, tmp_path/'out', eval_split='', learning_rate=3.)
     said = capsys.readouterr().out
     assert 'only 5 optimiser steps' in said and 'the held-out loss has risen from' in said
+    assert 'only 5 optimiser steps' in read_summary(tmp_path/'out')['warnings'][0]
     tiny.run('reward_model', base, tmp_path/'rm')
     assert 'accuracy on held-out labels' in capsys.readouterr().out
 
