@@ -3,6 +3,7 @@ import re
 import shutil
 
 import pytest
+from traitlets.config import Config
 
 import tiny
 import outputs
@@ -147,3 +148,16 @@ def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
     with pytest.raises(RuntimeError, match='two: ZeroDivisionError'): save_outputs(OutputsConfig())
     assert (project/'nbs'/'two.ipynb').read_text() == before
     assert set(read_json(project/'nbs'/'outputs.json')) == {'one'}
+
+
+def test_saving_in_jupyterlab_changes_no_notebook():
+    "What the kernel and the browser write into a notebook's metadata is not saved by `make lab`."
+    c = Config()
+    exec((tiny.ROOT/'.jupyter'/'jupyter_lab_config.py').read_text(), dict(get_config=lambda: c))
+    path = 'nbs/sft.ipynb'
+    opened = read_json(tiny.ROOT/path)
+    opened['metadata']['language_info'] = dict(name='python')
+    opened['metadata']['kernelspec']['display_name'] = 'Python 3 (ipykernel)'
+    model = dict(type='notebook', content=opened)
+    c.ContentsManager.pre_save_hook(model=model, path=path, contents_manager=None)
+    assert opened == read_json(tiny.ROOT/path)
