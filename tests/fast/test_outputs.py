@@ -154,10 +154,10 @@ def test_saving_in_jupyterlab_changes_no_notebook():
     "What the kernel and the browser write into a notebook's metadata is not saved by `make lab`."
     c = Config()
     exec((tiny.ROOT/'.jupyter'/'jupyter_lab_config.py').read_text(), dict(get_config=lambda: c))
-    path = 'nbs/sft.ipynb'
-    opened = read_json(tiny.ROOT/path)
+    path = tiny.ROOT/'nbs'/'sft.ipynb'
+    opened = read_json(path)
     opened['metadata']['language_info'] = dict(name='python')
     opened['metadata']['kernelspec']['display_name'] = 'Python 3 (ipykernel)'
     model = dict(type='notebook', content=opened)
-    c.ContentsManager.pre_save_hook(model=model, path=path, contents_manager=None)
-    assert opened == read_json(tiny.ROOT/path)
+    c.ContentsManager.pre_save_hook(model=model, path=str(path), contents_manager=None)
+    assert opened == read_json(path)
