@@ -150,14 +150,15 @@ def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
     assert set(read_json(project/'nbs'/'outputs.json')) == {'one'}
 
 
-def test_saving_in_jupyterlab_changes_no_notebook():
+def test_saving_in_jupyterlab_changes_no_notebook(monkeypatch):
     "What the kernel and the browser write into a notebook's metadata is not saved by `make lab`."
+    monkeypatch.chdir(tiny.ROOT)
     c = Config()
-    exec((tiny.ROOT/'.jupyter'/'jupyter_lab_config.py').read_text(), dict(get_config=lambda: c))
-    path = tiny.ROOT/'nbs'/'sft.ipynb'
+    exec(open('.jupyter/jupyter_lab_config.py').read(), dict(get_config=lambda: c))
+    path = 'nbs/sft.ipynb'
     opened = read_json(path)
     opened['metadata']['language_info'] = dict(name='python')
     opened['metadata']['kernelspec']['display_name'] = 'Python 3 (ipykernel)'
     model = dict(type='notebook', content=opened)
-    c.ContentsManager.pre_save_hook(model=model, path=str(path), contents_manager=None)
+    c.ContentsManager.pre_save_hook(model=model, path=path, contents_manager=None)
     assert opened == read_json(path)
