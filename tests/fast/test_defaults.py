@@ -29,7 +29,7 @@ def rate(cls, weights, lora=False):
 
 @pytest.mark.parametrize('cls, toy, low, high', [
     (SFTConfig, 2e-3, 2e-5, 2e-5), (RewardModelConfig, 5e-4, 3e-6, 9e-6),
-    (DPOConfig, 3e-4, 5e-7, 1e-6), (PPOConfig, 1e-3, 1e-6, 1e-5)])
+    (DPOConfig, 3e-4, 5e-7, 1e-6), (PPOConfig, 5e-4, 1e-6, 1e-5)])
 def test_rates_are_the_worlds_and_the_literatures(cls, toy, low, high):
     "From the embedded world's half a million weights to 7 billion, and ten times that for LoRA."
     assert rate(cls, 5e5) == rate(cls, 5e5, lora=True) == toy
@@ -148,7 +148,7 @@ def test_best_of_n_takes_what_stored_samples_were_drawn_with(base, tmp_path):
 
 WELL = dict(loss=.69, val_loss=.69, nll_before=2., nll=1.9, chosen=-3., rejected=-5., kl=4.,
             clip_fraction=.1, reward_std=1., frac_reward_zero_std=.5, entropy=2., ended=.9,
-            accuracy=.7, accuracy_low=.6, accuracy_high=.8)
+            accuracy=.7, accuracy_low=.6, accuracy_high=.8, optimiser_steps=100)
 
 
 @pytest.mark.parametrize('later, warning', [
@@ -158,7 +158,8 @@ WELL = dict(loss=.69, val_loss=.69, nll_before=2., nll=1.9, chosen=-3., rejected
     (dict(kl=-.5), 'below zero'), (dict(kl=18.5), 'over 15 nats'),
     (dict(clip_fraction=.4), 'clipped'), (dict(reward_std=0.), 'the same reward'),
     (dict(frac_reward_zero_std=1.), 'no update'), (dict(entropy=.01), 'collapsed'),
-    (dict(ended=.06), 'raise max_new_tokens'), (dict(accuracy_low=.45), '70% [45%, 80%]')])
+    (dict(ended=.06), 'raise max_new_tokens'), (dict(accuracy_low=.45), '70% [45%, 80%]'),
+    (dict(optimiser_steps=9), 'only 9 optimiser steps')])
 def test_each_sign_of_trouble_is_told_once_and_only_then(later, warning, capsys):
     health = Health()
     health(WELL)
