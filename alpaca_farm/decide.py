@@ -102,7 +102,7 @@ def candidate_jobs(
         if taught or not row['labels']: jobs.append(job)
         if name == 'eval_samples' and methods and not k:   # the forecast takes more of them
             more = dict(n=4*job.settings['n'], max_instances=150, seed=cfg.seed + 2000)
-            jobs.append(replace(job, out=f'{cfg.runs}/bank', settings=job.settings | more))
+            jobs.append(replace(job, out=f'{cfg.runs}/forecast_bank', settings=job.settings | more))
     return jobs
 
 
@@ -300,8 +300,8 @@ def make_candidates(cfg: DecideConfig) -> tuple[list[str], tuple, list[dict]]:
     methods = [m for m in cfg.methods if m not in online]
     made = _make(cfg, cfg.seeds, methods)
     if f'{cfg.runs}/reward_model' not in made: return methods, made, []
-    bank = read_answers(f'{cfg.runs}/bank', candidates=True)
-    template = run_config(f'{cfg.runs}/bank')['settings']['template']
+    bank = read_answers(f'{cfg.runs}/forecast_bank', candidates=True)
+    template = run_config(f'{cfg.runs}/forecast_bank')['settings']['template']
     score, scores = standard_reward(reward(f'{cfg.runs}/reward_model', cfg, template), bank)
     def answers_of(method):
         return match_prompts(answers_to(read_answers(f'{cfg.runs}/{method}'), bank), bank)

@@ -1,6 +1,7 @@
 "A decision on a tiny world of one's own: from files to the page, and what is refused."
 import json
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -9,6 +10,7 @@ import tiny
 from alpaca_farm import decide
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.files import read_json, write_json
+from alpaca_farm.core.run.inputs import recipes
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.decide import DecideConfig
 
@@ -128,3 +130,10 @@ def test_a_model_that_answers_nothing_is_refused(mine, monkeypatch):
         dict(r, output=['']*len(r['output'])) for r in read(*a, **k)])
     with pytest.raises(ValueError, match='answers nothing to 12 of 12 prompts'):
         decide.run(DecideConfig(**mine | dict(seeds=1)))
+
+
+def test_its_samples_do_not_take_the_place_of_another_run():
+    "The farm's folder may hold runs of other notebooks, such as the bank of overoptimization."
+    names = {Path(j.out).name for j in decide.candidate_jobs(DecideConfig(), 0, ['dpo'])}
+    others = {name for name, row in recipes().items() if not row['farm']}
+    assert 'forecast_bank' in names and 'bank' in others and not names & others
