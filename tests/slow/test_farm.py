@@ -73,7 +73,7 @@ def test_a_population_is_named_by_its_file(base):
     for who in ('crowd', 'held_out_crowd', 'pool'):
         group = load_annotators(str(base/'world'/f'{who}.json'), AnnotatorsConfig())
         assert group(pairs) == pytest.approx(getattr(world, who)(pairs)), who
-    assert flip_share(-1, str(base/'world'/'pool.json')) == .25
+    assert flip_share(-1, str(base/'world'/'pool.json')) == .1
     assert flip_share(-1, str(base/'annotators'/'preferences.json')) == 0
 
 
