@@ -390,6 +390,7 @@ def answer_again(
     policy = load(str(run.folder))
     old = read_summary(run.folder)
     run.begin()
+    if 'epochs' in vars(run.cfg): run.health(dict(optimiser_steps=run.config['steps']))
     for r in read_log(run.folder): run.health(r, f'step {r["step"]}: ')
     figures = answer_eval_split(policy, run, reference) | more()
     if not run.cfg.eval_split: once(run.path('outputs.json').unlink, True)
