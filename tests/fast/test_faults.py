@@ -97,6 +97,8 @@ def test_the_world_of_a_run_is_that_of_what_it_was_made_from(base, tmp_path, mon
         (step.parent/'config.json').write_text(json.dumps(config))
         with pytest.raises(ValueError, match='^reward_model, data: name yours'):
             ensure_inputs(ppo.PPOConfig(policy=str(step)))
+    for path in ('runs/ppo/labels.json', str(inputs.at_root('runs/ppo/labels.json'))):
+        assert inputs._of_embedded_world(path)   # a file beside runs, however it is named
     none = dict.fromkeys(('split', 'val_split', 'eval_split'), '') | dict(reward_model=LONGEST)
     ensure_inputs(ppo.PPOConfig(policy=str(step), **none))   # nothing else is read
 

@@ -148,7 +148,7 @@ def _check_named(name: str, path: str):
 def _of_embedded_world(path: str) -> bool:
     "Say whether an input is a run that the embedded world has made, or is to make."
     run = run_of(path) or run_of(str(Path(path).parent))
-    if run is None: return path.startswith('runs/') and recipe(path) is not None
+    if run is None: return at_root('runs') in at_root(path).parents and recipe(path) is not None
     config = run_config(run)
     sources = sum(map(list, config['inputs'].values()), [])
     return config['notebook'] == 'world' or any(map(_of_embedded_world, sources))
