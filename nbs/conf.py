@@ -31,7 +31,7 @@ def about(source: Path, page: str) -> str:
     else:
         cells = json.loads((source/f'{page}.ipynb').read_text())['cells']
         text = ''.join(cells[0]['source'])
-    text = re.sub('```.*?```', '', text, flags=re.DOTALL)   # commands
+    text = re.sub('```.*?```', '', text.replace('**', ''), flags=re.DOTALL)   # commands
     text = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', text)      # links
     told = re.search(r'^(?:> )?(\w.*?\.?)(?:(?<=\.)\s|$)', text, re.MULTILINE)
     return (told or re.search('# (.*)', text))[1]
@@ -41,7 +41,7 @@ def describe(app, page, template, context, doctree):
     "Give each page its sentence, for those who search."
     source = Path(app.srcdir)
     known = page.startswith('api/') or any((source/f'{page}{e}').exists() for e in ('.md', '.ipynb'))
-    if known and page not in ('index', 'api/index'):
+    if known and page != 'api/index':
         told = escape(about(source, page))
         context['metatags'] += f'<meta name="description" content="{told}">\n'
 
