@@ -33,7 +33,7 @@ def about(source: Path, page: str) -> str:
         text = ''.join(cells[0]['source'])
     text = re.sub('```.*?```', '', text.replace('**', ''), flags=re.DOTALL)   # commands
     text = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', text)      # links
-    told = re.search(r'^(?:> )?(\w.*?\.?)(?:(?<=\.)\s|$)', text, re.MULTILINE)
+    told = re.search(r'^(?:> )?([\w`].*?\.?)(?:(?<=\.)\s|$)', text, re.MULTILINE)
     return (told or re.search('# (.*)', text))[1]
 
 
