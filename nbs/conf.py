@@ -31,9 +31,9 @@ def about(source: Path, page: str) -> str:
     else:
         cells = json.loads((source/f'{page}.ipynb').read_text())['cells']
         text = ''.join(cells[0]['source'])
-    text = re.sub('```.*?```', '', text.replace('**', ''), flags=re.DOTALL)   # commands
-    text = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', text)      # links
-    told = re.search(r'^(?:> )?([\w`].*?\.?)(?:(?<=\.)\s|$)', text, re.MULTILINE)
+    text = re.sub('```.*?```', '', text, flags=re.DOTALL)   # commands
+    text = re.sub(r'\[([^]]*)\]\([^)]*\)|\*\*|`', r'\1', text)   # links, bold, code
+    told = re.search(r'^(?:> )?(\w.*?\.?)(?:(?<=\.)\s|$)', text, re.MULTILINE)
     return (told or re.search('# (.*)', text))[1]
 
 
