@@ -9,7 +9,7 @@ Weights and texts are random, and nothing is read from a network. Each row is a 
 with a limit; it is printed and kept in OUT/measured.json when it ends, also when it fails, and is
 not measured again. What no time is left for is measured by the next call. Beside torch, transformers, accelerate and peft, which such machines have, the
 library needs pydantic, pydantic_core, annotated-types, typing-inspection and fastcore, TRL's rows
-trl, datasets, dill and multiprocess (`pip download --no-deps --python-version 3.12 ...`)."""
+trl, datasets, dill and multiprocess, the rows in 8 and 4 bits bitsandbytes (`pip download --no-deps --python-version 3.12 ...`)."""
 import argparse
 import json
 import random
@@ -39,6 +39,8 @@ ROWS = {  # library, method, shape, settings
     'dpo_7b_checkpointed': ('ours', 'dpo', '7b', dict(LORA, gradient_checkpointing=True)),
     'reward_model_7b': ('ours', 'reward_model', '7b', LORA),
     'reward_model_1b_bfloat16': ('ours', 'reward_model', '1b', dict(master_weights=False)),
+    'reward_model_1b_8bit': ('ours', 'reward_model', '1b', dict(optimizer='adamw_8bit')),
+    'sft_7b_4bit': ('ours', 'sft', '7b', dict(LORA, quantize=True)),
     'attention_sdpa': ('ours', 'attention', '1b', dict(attention='sdpa')),
     'attention_flash_4': ('ours', 'attention', '1b', dict(attention='flash_attention_4')),
     'dpo_7b_flash_4': ('ours', 'dpo', '7b', dict(LORA, attention='flash_attention_4'))}

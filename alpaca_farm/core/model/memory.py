@@ -68,8 +68,9 @@ def busy_tokens(policy: Policy) -> float:
     "Count the tokens that keep a GPU busy: 2 TFLOP, some 4 ms, in the products of one layer."
     config = policy.model.config.get_text_config(decoder=True)
     trunk = policy.model.base_model
-    weights = sum(p.numel() for p in trunk.parameters())
-    weights -= trunk.get_input_embeddings().weight.numel()
+    weights = -trunk.get_input_embeddings().weight.numel()
+    for p in trunk.parameters():   # a byte holds two weights of 4 bits
+        weights += p.numel() * (2 if p.dtype == torch.uint8 else 1)
     return 1e12 * config.num_hidden_layers / weights
 
 
