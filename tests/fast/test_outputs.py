@@ -59,19 +59,34 @@ def missing(numbers, known):
 RESULTS = [p for p in notebook_paths() if shows_runs(p)]
 
 
-@pytest.mark.parametrize('path', [tiny.ROOT/'README.md', *RESULTS], ids=lambda p: p.stem)
+def linked(text, folder):
+    "The numbers in the saved outputs of the notebooks that a text links."
+    links = re.findall(r'\(([\w./]+\.ipynb)\)', text)
+    return set().union(*(saved(folder/link) for link in links))
+
+
+@pytest.mark.parametrize('path', RESULTS, ids=lambda p: p.stem)
 def test_numbers_below_runs_are_in_saved_outputs(path):
-    "Those in the prose after the first run, or of the README: of this notebook, or one linked."
-    text = path.read_text().partition('## What it shows')[2]
-    if path.suffix == '.ipynb':
-        cells = read_json(path)['cells']
-        first = next(i for i, c in enumerate(cells) if is_slow(c) and 'in_short' not in str(c))
-        said = [''.join(c['source']) for c in cells[first:] if c['cell_type'] == 'markdown']
-        text = '\n\n'.join(said)
-        text = text.partition('## Try it')[0]
-    known = saved(path) if path in RESULTS else set()
-    for link in re.findall(r'\(([\w./]+\.ipynb)\)', text): known |= saved(path.parent/link)
-    assert missing(quoted(text), known) == []
+    "Those in the prose after the first run: of this notebook, or one linked."
+    cells = read_json(path)['cells']
+    first = next(i for i, c in enumerate(cells) if is_slow(c) and 'in_short' not in str(c))
+    said = [''.join(c['source']) for c in cells[first:] if c['cell_type'] == 'markdown']
+    text = '\n\n'.join(said).partition('## Try it')[0]
+    assert missing(quoted(text), saved(path) | linked(text, path.parent)) == []
+
+
+def test_numbers_of_the_readme_are_in_the_notebooks_linked_beside_them():
+    "Those of a paragraph; a table's stand in what the paragraph above it links."
+    known = set()
+    text = re.sub(r'Python [\d.]+ to [\d.]+', '', (tiny.ROOT/'README.md').read_text())
+    table = ''.join(texts(tiny.ROOT/'nbs'/'studies'/'beside_trl.ipynb'))
+    for paragraph in text.split('\n\n'):
+        known = linked(paragraph, tiny.ROOT) or known
+        if 'beside_trl' in paragraph:
+            for kind in ('reward_model', 'dpo'):
+                ours, _, theirs = re.findall(rf'{kind} +[aT].*?  +([\d.]+)', table)
+                known.add(float(ours)/float(theirs))
+        assert missing(quoted(paragraph), known) == []
 
 
 TRY_IT = tiny.ROOT/'nbs'/'studies'/'try_it.ipynb'
@@ -95,8 +110,7 @@ def test_numbers_under_try_it_are_those_of_its_runs(path):
     for said, commands in zip(parts[::2], parts[1::2], strict=False):
         runs = {path.stem, *re.findall(r'(?:nbs|-p out runs)/(\w+)', commands)}
         known = set().union(*(shown.get(run, set()) for run in runs))
-        for link in re.findall(r'\(([\w./]+\.ipynb)\)', said): known |= saved(path.parent/link)
-        assert missing(quoted(said), known) == []
+        assert missing(quoted(said), known | linked(said, path.parent)) == []
 
 
 @pytest.fixture
