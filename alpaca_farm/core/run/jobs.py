@@ -189,8 +189,10 @@ class _Table:
         for job in todo:
             share = shares.get(job, 0.)
             rest = self.seconds/self.cost*job.cost*(1 - share)
-            if job in self.began and not share: rest -= time.monotonic() - self.began[job][0]
-            seconds += max(0., rest)
+            if job in self.began and not share:   # what is overdue takes a quarter longer
+                passed = time.monotonic() - self.began[job][0]
+                rest = max(rest - passed, passed/4)
+            seconds += rest
         return seconds/max(1, min(self.place.workers, len(todo)))
 
 # %% ../../../nbs/core/run/jobs.ipynb #3d7a2083
