@@ -30,7 +30,7 @@ class SFTConfig(TrainConfig, AnswerConfig):
     split: str = 'sft'                       # split to train on
     val_split: str = 'val'  # held-out split for the likelihood before and after; empty: none
     policy: str = 'runs/world'               # the base model
-    epochs: Positive = by_size(1, 3)         # passes over the demonstrations
+    epochs: Positive = by_size(1, 1)         # passes over the demonstrations
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and response together
     learning_rate: Amount = by_size(2e-3, 2e-5)  # AdamW's peak learning rate
     batch_size: Positive = by_size(16, 16)   # demonstrations per optimiser step

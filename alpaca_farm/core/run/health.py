@@ -13,7 +13,7 @@ from .progress import tell
 # %% ../../../nbs/core/run/health.ipynb #de600006
 _JUMP = 'log-probability of answers has moved by over 10 nats in one step: lower learning_rate'
 CHECKS = [   # a figure of a record or of `changes`, its bounds, and the warning beyond them
-    ('optimiser_steps', 25, inf, 'only {optimiser_steps} optimiser steps: lower batch_size, '
+    ('optimiser_steps', 20, inf, 'only {optimiser_steps} optimiser steps: lower batch_size, '
      'or raise epochs'),
     ('loss', -1e9, 1e9, 'the loss is not a number'),
     ('loss_ratio', -inf, 2, 'the loss has doubled: lower learning_rate'),
