@@ -60,7 +60,7 @@ def train(cfg: SFTConfig):
     unseen = load_split(cfg, 'val_split', 'output')[:200] if cfg.val_split else []
     preflight(cfg, ('eval_split',))
     policy = load_policy(cfg.policy, cfg, train=True)
-    settle(run, policy.tokenizer, learn)
+    settle(run, policy.tokenizer, learn, unseen)
     preflight(cfg, ('eval_split',), policy)
     how = ('output',), policy.tokenizer, cfg.max_length, cfg.template
     _, prompts, (responses,) = encode(learn, *how)

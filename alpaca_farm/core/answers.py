@@ -279,12 +279,13 @@ def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
 def settle(
     run, tokenizer,
     records: list[dict],  # that are learned from, or answered
+    measured: list[dict] = [],   # that only a loss is measured on
 ):
     "Fit the settings that were left open to model and data, and say what was taken and why."
     cfg = run.cfg
     if not cfg.left_open: return
     found = cfg.defaults_by_size()
-    _fit_lengths(cfg, tokenizer, records[:1000], found)
+    _fit_lengths(cfg, tokenizer, records[:1000] + measured, found)
     vars(cfg).update(found)
     n = len(records)   # 25 steps, by batches of four or more and by up to three epochs
     if 'batch_size' in found: cfg.batch_size = min(cfg.batch_size, max(4, n*cfg.epochs//25))

@@ -119,6 +119,16 @@ def test_a_run_fits_what_was_left_open_to_its_data(base, tmp_path, capsys):
     assert (run.cfg.batch_size, run.cfg.max_prompt, run.cfg.epochs) == (32, 40, 3)
 
 
+def test_lengths_fit_what_a_loss_is_only_measured_on(base, tmp_path):
+    "Eight short demonstrations beside a longer held-out split."
+    given = dict(policy=of_size(tmp_path/'smol', 135*10**6), data=str(base/'world'))
+    short = [dict(instruction='Who?', output='A baker.')]*8
+    longer = [dict(instruction='Who?', output='A baker. '*200)]*40
+    run = Run(SFTConfig(**given, eval_split=''), dict(settings={}))
+    settle(run, load_tokenizer(str(base/'sft')), short, longer)
+    assert run.cfg.max_length > 400 and (run.cfg.batch_size, run.cfg.epochs) == (4, 3)
+
+
 def test_a_run_records_what_it_took_and_a_set_value_makes_another(base, tmp_path):
     given = {k: v for k, v in tiny.settings('dpo', base, out=str(tmp_path/'dpo')).items()
              if k not in ('learning_rate', 'beta', 'epochs')}
