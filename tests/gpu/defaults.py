@@ -1,4 +1,4 @@
-"""Do the defaults improve a real model's held-out figures? Four methods, all weights and adapters,
+"""Do the defaults improve a real model's held-out figures? Five methods, all weights and adapters,
 two sizes of data, three seeds; no setting of training is given but the number of online steps.
 
     python tests/gpu/defaults.py MODEL PREFERENCES DEMONSTRATIONS
@@ -19,22 +19,17 @@ import pandas as pd
 from alpaca_farm.boards.judged import answers_to, read_answers
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.model.rewards import reward
-from alpaca_farm.core.run.defaults import count_weights, default_of
 from alpaca_farm.core.run.files import write_json
 from alpaca_farm.core.run.identity import run_config
 from alpaca_farm.core.run.jobs import Job, run_jobs
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.run.settings import HardwareConfig, sized_defaults
-from alpaca_farm.dpo import DPOConfig
-from alpaca_farm.reward_model import RewardModelConfig
-from alpaca_farm.sft import SFTConfig
+from alpaca_farm.core.run.settings import HardwareConfig
 
 OUT = 'runs/defaults'
 FEW, MANY = 100, 1000
 HELD_OUT = 200   # pairs
 LORA = dict(all={}, LoRA=dict(lora_rank=16))
-TIMES = 1, .3, 3   # the default learning rate, after all runs at that itself
-SCORER = f'{OUT}/reward_model-LoRA-{MANY}-0-1'
+SCORER = f'{OUT}/reward_model-LoRA-{MANY}-0'
 ONLINE = dict(ppo={}, rloo=dict(advantage='rloo'))
 
 
@@ -57,13 +52,6 @@ def make_data(preferences: str, demonstrations: str):
         write_json(f'{folder}/eval.json', [dict(instruction=x) for x in unseen])
 
 
-def default_rate(kind: str, model: str, lora: bool) -> float:
-    "The rule's learning rate of a method."
-    cls = dict(sft=SFTConfig, reward_model=RewardModelConfig, dpo=DPOConfig)[kind]
-    pair = sized_defaults(cls)['learning_rate']
-    return default_of('learning_rate', *pair, count_weights(model), lora)
-
-
 def jobs_of(model: str) -> list[Job]:
     "All runs; those that are online read the reward model of the first seed with adapters."
     answers = dict(max_prompt=96, max_new_tokens=56)
@@ -79,14 +67,12 @@ def jobs_of(model: str) -> list[Job]:
         for name, own in ONLINE.items():
             kinds[name] = own | answers | dict(data=data, reward_model=SCORER, steps=16,
                                                save_every=0)
-        for kind, how, seed, times in product(kinds, LORA, range(3), TIMES):
+        for kind, how, seed in product(kinds, LORA, range(3)):
             settings = dict(policy=model, seed=seed) | kinds[kind] | LORA[how]
-            if times != 1 and kind in ONLINE: continue
-            if times != 1: settings['learning_rate'] = times*default_rate(kind, model, how == 'LoRA')
-            job = Job(f'{OUT}/{kind}-{how}-{size}-{seed}-{times}', kind, settings)
+            job = Job(f'{OUT}/{kind}-{how}-{size}-{seed}', kind, settings)
             if kind in ONLINE: job = replace(job, notebook='ppo', needs=[SCORER])
             jobs.append(job)
-    return sorted(jobs, key=lambda job: not job.out.endswith(('initial', '-1')))
+    return jobs
 
 
 def figures_of(out: str, score, initial: list[dict]) -> dict:
@@ -109,16 +95,16 @@ def main(model: str, preferences: str, demonstrations: str, workers: str = '0'):
     template = run_config(f'{OUT}/initial')['settings']['template']
     score = reward(SCORER, HardwareConfig(out=OUT), template)
     rows = []
-    for job in jobs:
-        if not read_summary(job.out) or job.out.endswith('initial'): continue
-        kind, how, size, seed, times = Path(job.out).name.split('-')
+    for job in jobs[1:]:
+        if not read_summary(job.out): continue
+        kind, how, size, seed = Path(job.out).name.split('-')
         taken = run_config(job.out)['settings']
-        row = dict(method=kind, weights=how, examples=size, times=times, seed=seed,
+        row = dict(method=kind, weights=how, examples=size, seed=seed,
                    learning_rate=taken['learning_rate'], batch_size=taken['batch_size'])
         rows.append(row | figures_of(job.out, score, initial))
     table = pd.DataFrame(rows)
     table.to_csv(f'{OUT}/defaults.csv', index=False)
-    by = table.groupby(['method', 'weights', 'examples', 'times'], sort=False)
+    by = table.groupby(['method', 'weights', 'examples'], sort=False)
     print(by.mean(numeric_only=True).to_string(float_format='{:.4g}'.format))
 
 

@@ -7,9 +7,10 @@
 
 Weights and texts are random, and nothing is read from a network. Each row is a process of its own
 with a limit; it is printed and kept in OUT/measured.json when it ends, also when it fails, and is
-not measured again. What no time is left for is measured by the next call. Beside torch, transformers, accelerate and peft, which such machines have, the
-library needs pydantic, pydantic_core, annotated-types, typing-inspection and fastcore, TRL's rows
-trl, datasets, dill and multiprocess, the rows in 8 and 4 bits bitsandbytes (`pip download --no-deps --python-version 3.12 ...`)."""
+not measured again. What no time is left for is measured by the next call. Beside torch,
+transformers, accelerate and peft, which such machines have, the library needs pydantic,
+pydantic_core, annotated-types, typing-inspection and fastcore, TRL's rows trl, datasets, dill and
+multiprocess, the rows in 8 and 4 bits bitsandbytes (`pip download --no-deps ...`)."""
 import argparse
 import json
 import random
