@@ -19,6 +19,7 @@ from .core.run.files import at_root, write_json
 from .core.run.jobs import add_times, Job, run_or_fail
 from .core.model.models import load_policy, load_tokenizer, save_model
 from .core.model.rewards import label_count, reward, RewardConfig
+from .core.run.progress import tell
 from .core.run.runs import start
 from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, HardwareConfig,
     Positive, Scale, TrainConfig)
@@ -33,7 +34,7 @@ class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfi
     split: str = 'unlabeled'                 # prompts that are answered in training
     rounds: Positive = 2                     # rounds of best-of-n and imitation
     n: Annotated[int, Ge(2)] = 16  # answers to each prompt, of which the best is imitated
-    max_instances: Positive = 600  # prompts of a round; the next round takes those that follow
+    max_instances: Positive = 600  # prompts of a round, new ones in each; fewer if data has too few
     samples: str = ''  # a run of best_of_n with the answers of round 1; empty to draw them
     epochs: Positive = by_size(3, 3)         # passes over the winners
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
@@ -97,12 +98,12 @@ def train(cfg: ExpertIterationConfig):
     if run.done: return answer_again(run)
     preflight(cfg, ('split', 'val_split', 'eval_split'))
     asked = load_split(cfg, 'split')
-    prompts = len(asked)
-    used = (cfg.rounds - 1) * cfg.max_instances
-    if prompts <= used:
-        raise ValueError(f'rounds = {cfg.rounds}: those before the last use {used} instructions '
-                         f'(max_instances = {cfg.max_instances} each) of the {prompts} of '
-                         f'{cfg.data}, {cfg.split}. Lower one of the two')
+    each = len(asked)//cfg.rounds
+    if not each: raise ValueError(f'rounds = {cfg.rounds}: {cfg.data}, {cfg.split} has '
+                                  f'{len(asked)} instructions')
+    if each < cfg.max_instances:
+        run.adjust(dict(max_instances=each))
+        tell(f'max_instances {each}: {len(asked)} instructions in {cfg.rounds} rounds')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(run, tokenizer, asked[:cfg.max_instances])
     run.load()

@@ -92,13 +92,15 @@ def test_a_failed_round_says_why(base, tmp_path, monkeypatch):
     assert not read_summary(cfg.out) and not loaded
 
 
-def test_more_rounds_than_prompts_are_refused_at_once(base, tmp_path, monkeypatch):
+def test_few_prompts_are_shared_by_the_rounds(base, tmp_path, monkeypatch):
     monkeypatch.setattr('alpaca_farm.core.run.jobs.run_jobs', lambda *_: ['it played'])
-    given = dict(out=str(tmp_path/'e'), rounds=4)
-    with pytest.raises(ValueError, match='rounds = 4.*max_instances = 20'):
-        expert_iteration.train(config(base, max_instances=20, **given))
-    with pytest.raises(RuntimeError, match='it played'):
-        expert_iteration.train(config(base, max_instances=19, **given))
+    prompts = len(load_records(str(base/'world'), 'unlabeled'))
+    for rounds, share in (2, 20), (4, prompts//4):
+        cfg = config(base, out=str(tmp_path/f'{rounds}'), rounds=rounds, max_instances=20)
+        with pytest.raises(RuntimeError, match='it played'): expert_iteration.train(cfg)
+        assert read_json(Path(cfg.out)/'config.json')['settings']['max_instances'] == share
+    cfg = config(base, out=str(tmp_path/'e'), rounds=prompts + 1)
+    with pytest.raises(ValueError, match=f'has {prompts} instructions'): expert_iteration.train(cfg)
 
 
 def test_optimisation_is_the_sft_runs():
