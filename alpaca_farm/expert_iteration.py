@@ -102,7 +102,7 @@ def train(cfg: ExpertIterationConfig):
     if not each: raise ValueError(f'rounds = {cfg.rounds}: {cfg.data}, {cfg.split} has '
                                   f'{len(asked)} instructions')
     if each < cfg.max_instances:
-        run.adjust(dict(max_instances=each))
+        cfg.max_instances = each
         tell(f'max_instances {each}: {len(asked)} instructions in {cfg.rounds} rounds')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(run, tokenizer, asked[:cfg.max_instances])

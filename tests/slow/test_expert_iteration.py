@@ -98,7 +98,8 @@ def test_few_prompts_are_shared_by_the_rounds(base, tmp_path, monkeypatch):
     for rounds, share in (2, 20), (4, prompts//4):
         cfg = config(base, out=str(tmp_path/f'{rounds}'), rounds=rounds, max_instances=20)
         with pytest.raises(RuntimeError, match='it played'): expert_iteration.train(cfg)
-        assert read_json(Path(cfg.out)/'config.json')['settings']['max_instances'] == share
+        assert _round_jobs(1, cfg)[0].settings['max_instances'] == share
+        assert read_json(Path(cfg.out)/'config.json')['settings']['max_instances'] == 20
     cfg = config(base, out=str(tmp_path/'e'), rounds=prompts + 1)
     with pytest.raises(ValueError, match=f'has {prompts} instructions'): expert_iteration.train(cfg)
 
