@@ -218,9 +218,9 @@ def test_a_curve_only_where_a_person_has_the_notebook_open(monkeypatch, session)
     assert ('<polyline' in drawn) == bool(session) and len(drawn) < 8000
 
 
-@pytest.mark.parametrize('n, factor', [(12, 1.), (12, 5.), (1, 5.)])
-def test_the_time_left_learns_from_the_runs_just_made(tmp_path, monkeypatch, capfd, n, factor):
-    "Runs of ten declared seconds that take `factor` times as long, two at a time."
+@pytest.mark.parametrize('n, factor, logs', [(12, 1., 0), (12, 5., 0), (12, 8., 1), (1, 5., 0)])
+def test_the_time_left_learns_from_the_runs(tmp_path, monkeypatch, capfd, n, factor, logs):
+    "Two at a time, of ten declared seconds that are `factor` times as many; with a log, at once."
     clock, shown = SimpleNamespace(now=1000.), []
     clock.monotonic, clock.time = lambda: clock.now, lambda: clock.now
     clock.sleep = lambda seconds: vars(clock).update(now=clock.now + seconds)
@@ -228,13 +228,17 @@ def test_the_time_left_learns_from_the_runs_just_made(tmp_path, monkeypatch, cap
     monkeypatch.setattr(progress, 'time', clock)
     monkeypatch.delenv('JPY_SESSION_NAME', raising=False)
 
+    ends = {}
+
     class Process:
-        def __init__(self): self.end = clock.now + 10*factor
+        def __init__(self, job, _): self.end = ends[job] = clock.now + 10*factor
 
         @property
         def exitcode(self): return 0 if clock.now >= self.end else None
 
-    place = SimpleNamespace(workers=2, check=lambda jobs: None, start=lambda *_: Process(),
+    def share(job): return logs*(1 - (ends[job] - clock.now)/(10*factor)) if job in ends else 0.
+    monkeypatch.setattr(jobs, '_share_done', share)
+    place = SimpleNamespace(workers=2, check=lambda jobs: None, start=Process,
                             fits=lambda job, running: len(running) < 2)
     def show(self, step, text='', value=None, left=None): shown.append((clock.now, left))
     monkeypatch.setattr(progress.Progress, '__call__', show)
@@ -247,7 +251,8 @@ def test_the_time_left_learns_from_the_runs_just_made(tmp_path, monkeypatch, cap
     assert whole == pytest.approx(60*factor, rel=.1)
     for now, left in shown:
         over, true = (now - 1000)/whole, 1000 + whole - now
-        if .4 < over < .9: assert left == pytest.approx(true, rel=.3, abs=3*factor), over
+        if (.02 if logs else .4) < over < .9:
+            assert left == pytest.approx(true, rel=.3, abs=3*factor), over
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 12 and lines[0].startswith(f'toys 2/12: run_0 took {10*factor:.0f} s, ')
     assert lines[-1] == f'toys 12/12: run_11 took {10*factor:.0f} s'

@@ -129,8 +129,8 @@ class _Table:
         self.failed = {}       # why, by run folder
         self.running = {}      # processes
         self.began = {}        # when running jobs began, and which share was done then
-        # of ended jobs, after one that takes what it declares
-        self.seconds = self.cost = max([1., *(job.cost for job in jobs)])
+        # of ended jobs, after a tenth of one that takes what it declares
+        self.seconds = self.cost = max([1., *(job.cost/10 for job in jobs)])
 
         @functools.cache
         def chain(job: Job) -> float:
@@ -185,15 +185,22 @@ class _Table:
     def time_left(self, shares: dict[Job, float]) -> float:
         "Seconds until all are done, from the shares of the running jobs."
         todo = self.todo()
-        seconds = 0.
+        passed = {job: time.monotonic() - began for job, (began, _) in self.began.items()}
+        seconds = self.seconds
+        cost = self.cost
+        for job, share in shares.items():
+            new = share - self.began[job][1]
+            if new <= 0: continue
+            seconds += passed[job]
+            cost += job.cost*new
+        left = 0.
         for job in todo:
             share = shares.get(job, 0.)
-            rest = self.seconds/self.cost*job.cost*(1 - share)
-            if job in self.began and not share:   # what is overdue takes a quarter longer
-                passed = time.monotonic() - self.began[job][0]
-                rest = max(rest - passed, passed/4)
-            seconds += rest
-        return seconds/max(1, min(self.place.workers, len(todo)))
+            rest = seconds/cost*job.cost*(1 - share)
+            if job in passed and not share:   # what is overdue takes a quarter longer
+                rest = max(rest - passed[job], passed[job]/4)
+            left += rest
+        return left/max(1, min(self.place.workers, len(todo)))
 
 # %% ../../../nbs/core/run/jobs.ipynb #3d7a2083
 def run_jobs(
