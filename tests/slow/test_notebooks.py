@@ -64,7 +64,7 @@ STUDIES = dict(hybrid=dict(budgets=[20]), effects={}, remedies=dict(steps=24, in
 STUDIES = {name: dict(given, replicates=1) for name, given in STUDIES.items()}
 STUDIES['regret'] = dict(labels=[21, 42, 63], draws=10)
 STUDIES['decoding'] = dict(instances=8, temperatures=[1., 0.])
-STUDIES['human_labels'] = dict(max_length=120, measured=12, budgets=[12, 24], seeds=1, prompts=6,
+STUDIES['human_labels'] = dict(max_length=120, folds=2, budgets=[12, 24], prompts=6,
                                n=2, max_new_tokens=8,
                                labelled=['alpaca_farm.world:embedded_pairs'])
 TOUR = dict(start=dict(label_flip=.4, steps=4, instances=8), exercises=dict(instances=20),
