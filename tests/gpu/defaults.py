@@ -3,7 +3,7 @@ two sizes of data, three seeds; no setting of training is given but the number o
 
     python tests/gpu/defaults.py MODEL PREFERENCES DEMONSTRATIONS
 
-PREFERENCES are labelled pairs, of which those on the last sixth of the prompts are held out, and
+PREFERENCES are labelled pairs, of which those on the last third of the prompts are held out, and
 DEMONSTRATIONS records with an output, a quarter of them held out. Runs that are finished are kept;
 what Ctrl-C leaves is tabulated, and made by the next call."""
 import random
@@ -27,34 +27,46 @@ from alpaca_farm.core.run.settings import HardwareConfig
 
 OUT = 'runs/defaults'
 FEW, MANY = 100, 1000
-HELD_OUT = 200   # pairs
+HELD_OUT = 500   # pairs
 LORA = dict(all={}, LoRA=dict(lora_rank=16))
 SCORER = f'{OUT}/reward_model-LoRA-{MANY}-0'
 ONLINE = dict(ppo={}, rloo=dict(advantage='rloo'))
+
+
+def opening(record: dict) -> str:
+    "The first question of a prompt, which several dialogues can share."
+    return record['messages'][0]['content'] if 'messages' in record else record['instruction']
+
+
+def prompts_of(pairs: list[dict]) -> list[dict]:
+    "The prompts of pairs, each once."
+    found = [{k: r[k] for k in ('messages', 'instruction', 'input') if k in r} for r in pairs]
+    return list({str(prompt): prompt for prompt in found}.values())
 
 
 def make_data(preferences: str, demonstrations: str):
     "Write the data of each size: splits, and pairs whose last ones are held out."
     draw = random.Random(0).sample
     pairs = load_records(preferences, 'preferences')
-    prompts = list(dict.fromkeys(r['instruction'] for r in pairs))
-    unseen = prompts[-len(prompts)//6:]
-    apart = draw([dict(r, held_out=True) for r in pairs if r['instruction'] in unseen], HELD_OUT)
-    learn = [r for r in pairs if r['instruction'] not in unseen]
+    openings = list(dict.fromkeys(map(opening, pairs)))
+    unseen = set(openings[-len(openings)//3:])
+    apart = [r for r in pairs if opening(r) in unseen]
+    learn = [r for r in pairs if opening(r) not in unseen]
+    held_out = [dict(r, held_out=True) for r in draw(apart, HELD_OUT)]
     shown = load_records(demonstrations, 'sft')
     for size in (FEW, MANY):
         folder = f'{OUT}/data_{size}'
-        some = draw(prompts[:-len(unseen)], min(size, len(prompts) - len(unseen)))
-        write_json(f'{folder}/preferences.json', draw(learn, size) + apart)
+        some = draw(learn, size)
+        write_json(f'{folder}/preferences.json', some + held_out)
         write_json(f'{folder}/sft.json', shown[:3*len(shown)//4][:size])
         write_json(f'{folder}/val.json', shown[3*len(shown)//4:])
-        write_json(f'{folder}/unlabeled.json', [dict(instruction=x) for x in some])
-        write_json(f'{folder}/eval.json', [dict(instruction=x) for x in unseen])
+        write_json(f'{folder}/unlabeled.json', prompts_of(some))
+        write_json(f'{folder}/eval.json', prompts_of(apart)[:100])
 
 
 def jobs_of(model: str) -> list[Job]:
     "All runs; those that are online read the reward model of the first seed with adapters."
-    answers = dict(max_prompt=96, max_new_tokens=56)
+    answers = dict(max_prompt=256, max_new_tokens=56)
     jobs = [Job(f'{OUT}/initial', 'best_of_n',
                 answers | dict(policy=model, data=f'{OUT}/data_{MANY}', split='eval', n=1,
                                reward_model='', temperature=.8))]
