@@ -207,6 +207,9 @@ def _add_own_candidates(
     return pool
 
 
+def _pool_name(step: int) -> str: return f'candidates-{step}.json' if step else 'candidates.json'
+
+
 def _candidate_pool(
     run,                       # whose folder keeps the pool
     step: int,                 # steps done
@@ -217,7 +220,7 @@ def _candidate_pool(
     "Give queries the candidates to learn from; those in the run folder if they are there."
     cfg = run.cfg
     queries, prompts = zip(*queries)
-    name = f'candidates-{step}.json' if step else 'candidates.json'
+    name = _pool_name(step)
     if once(run.path(name).exists): return list(zip(read_json(run.path(name)), prompts))
     seed = cfg.seed * 1_000_003 + step + 1
     tokenizer = policy.tokenizer
@@ -363,7 +366,8 @@ def train(cfg: RRHFConfig):
     figures = {}
     for name in ('loss', 'rank', 'nll', 'accuracy'):
         figures[name] = mean([r[name] for r in last])
-    scores = [q['scores'] for q, _ in pool.values() if q['scores']]
+    pool = read_json(run.path(_pool_name((len(order) - 1) // every * every)))
+    scores = [q['scores'] for q in pool if q['scores']]
     measures = dict(candidates=len, sample_mean=np.mean, sample_std=np.std, sample_max=np.max)
     for name, measure in measures.items():
         figures[name] = mean([float(measure(s)) for s in scores])

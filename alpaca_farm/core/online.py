@@ -51,7 +51,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     val_instances: Count = 250             # use only the first n instructions of it; 0: all
     eval_every: Positive = 4               # steps between evaluations on it
     save_every: Count = 4                  # save model-<step>/ every n steps; 0: none
-    checkpoint_every: Positive = 2         # steps between checkpoints
+    checkpoint_every: Positive = 2         # steps, or ten minutes, between checkpoints
     temperature: Scale = by_size(1., .8)   # of samples, above 0
     inputs = dict(policy='model', reward_model='model', data=('split', 'val_split', 'eval_split'),
                   annotators=('preferences', 'model'))

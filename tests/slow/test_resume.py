@@ -98,6 +98,23 @@ def test_killed_at_a_random_step(base, killed, tmp_path, capsys, notebook):
     same_run(tmp_path/notebook, folder/notebook)
 
 
+@pytest.mark.parametrize('notebook', sorted({*LONG} - {'rlcd', 'best_of_n'}))
+def test_killed_at_its_end(base, killed, tmp_path, monkeypatch, notebook):
+    "After ten minutes the last step has a checkpoint, so that no step is made again."
+    from alpaca_farm.core import training
+    def full(*_, **__): raise OSError('No space left on device')
+    def run(): return train(notebook, base, tmp_path/notebook, **LONG[notebook][0])
+    with monkeypatch.context() as m:
+        m.setattr(training, 'SAVE_AFTER', 0)
+        m.setattr(runs.Run, 'finish', full)
+        with pytest.raises(OSError): run()
+    monkeypatch.setattr(training.Trainer, 'update', full)
+    run()
+    folder, jobs = killed
+    jobs[notebook].result()
+    same_run(tmp_path/notebook, folder/notebook)
+
+
 def die_at(train, cfg, function, name, count=1):
     "Run `train` in a fork, killed when `function` makes `name` for the `count`th time."
     pid = os.fork()
