@@ -15,9 +15,11 @@ from ..judging.judges import api_clients, check_all_answered, load_annotators
 from ..core.ask.judge_configs import is_population
 from ..core.data.preferences import (check_preferences, hash_uniform, pair_up,
     preferences_over, report_missing, same_answers)
+from ..core.data.formats import notice
 from ..core.data.records import load_records
 from ..core.data.dialogues import prompt_key
 from ..core.run.files import at_root
+from ..core.run.runs import read_summary
 from ..core.stats import bootstrap
 from ..judging.measures import preference_probabilities, sample_votes
 
@@ -27,7 +29,8 @@ def read_answers(
     candidates: bool = False,  # prefer a folder's candidates.json, all samples, to outputs.json
     columns: str = '',         # names of columns: ours, equals sign, yours
 ) -> list[dict]:
-    "Read answers, one or several per instruction."
+    "Read answers, one or several per instruction; tells what their run was warned of."
+    for said in read_summary(spec).get('warnings', []): notice(f'{spec}: {said}')
     names = ('candidates', 'outputs') if candidates else ('outputs', 'candidates')
     return load_records(spec, names, ('output', 'candidates'), columns=columns)
 

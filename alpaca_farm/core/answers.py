@@ -22,7 +22,9 @@ from .data.records import each_answer, load_records, without_lists
 from .data.preferences import ENDED, verdicts_over
 from .data.formats import notice
 from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
-from .run.files import append_lines, at_root, read_json, read_lines
+from .run.defaults import count_weights
+from alpaca_farm.core.run.files import (append_lines, at_root, hub_snapshot, looks_like_hub,
+    read_json, read_lines)
 from .model.generation import generate, Sample
 from .model.models import load_policy, response_logprobs
 from .model.policy import Policy
@@ -284,6 +286,8 @@ def settle(
     "Fit the settings that were left open to model and data, and say what was taken and why."
     cfg = run.cfg
     if not cfg.left_open: return
+    model = getattr(cfg, cfg.sized_by)
+    if looks_like_hub(model) and not count_weights(model): hub_snapshot(model)
     found = cfg.defaults_by_size()
     _fit_lengths(cfg, tokenizer, records[:1000] + measured, found)
     vars(cfg).update(found)

@@ -1,5 +1,6 @@
 """Settings left open follow one rule of size; what a run logs is looked at for signs of trouble."""
 import json
+import os
 
 import pytest
 import tiny
@@ -7,6 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from alpaca_farm import best_of_n, dpo
+from alpaca_farm.boards.judged import read_answers
+from alpaca_farm.core import answers
 from alpaca_farm.core.answers import settle
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.model.loading import load_tokenizer
@@ -41,7 +44,7 @@ def test_rates_are_the_worlds_and_the_literatures(cls, toy, low, high):
 
 @pytest.mark.parametrize('examples', [7, 34, 60, 100, 300, 1000, 60_000])
 def test_there_are_25_steps_where_there_can_be(base, tmp_path, examples):
-    run = Run(DPOConfig(policy='some/model', eval_split=''), dict(settings={}))
+    run = Run(DPOConfig(policy=of_size(tmp_path/'smol', 10**9), eval_split=''), dict(settings={}))
     settle(run, load_tokenizer(str(base/'sft')), [dict(instruction='a')]*examples)
     batch_size, epochs = run.cfg.batch_size, run.cfg.epochs
     steps = epochs*-(-examples//batch_size)
@@ -95,7 +98,27 @@ def test_settings_have_numbers_as_soon_as_they_are_made(base, tmp_path, capsys):
     reward = RewardModelConfig
     assert (reward().likelihood, reward(policy='some/model').likelihood) == (.2, 0.)
     with pytest.raises(SystemExit): from_args(DPOConfig, ['--help'])
-    assert '(default: by size, 0.0003 for a toy,' in ' '.join(capsys.readouterr().out.split())
+    said = ' '.join(capsys.readouterr().out.split())
+    assert '(default: by size, 0.0003 for a toy,' in said and '25 steps; lengths fit 95 % of' in said
+
+
+def test_a_model_of_the_hub_is_counted_before_its_rate_is_taken(base, tmp_path, monkeypatch):
+    "Not taken for 7 billion weights since its files are not here yet."
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_CACHE', str(tmp_path))
+    folder = tmp_path/'models--some--model'/'snapshots'/'1'
+    folder.parent.mkdir(parents=True)
+    asked = []
+    def download(spec):
+        asked.append(spec)
+        os.rename(of_size(tmp_path/'smol', 135*10**6), folder)
+    monkeypatch.setattr(answers, 'hub_snapshot', download)
+    given = dict(policy='some/model', preferences=str(base/'annotators'))
+    run = Run(RewardModelConfig(**given), dict(settings={}))
+    assert run.cfg.learning_rate == 5e-6
+    for _ in range(2): settle(run, load_tokenizer(str(base/'sft')), load_records(
+        str(base/'annotators'), 'preferences', 'preference'))
+    assert run.cfg.learning_rate == rate(RewardModelConfig, 135*10**6) > 3e-5
+    assert asked == ['some/model']
 
 
 def test_a_run_fits_what_was_left_open_to_its_data(base, tmp_path, capsys):
@@ -188,3 +211,6 @@ def test_best_of_n_says_that_its_answers_are_cut_off(base, tmp_path, capsys):
     summary = read_summary(best_of_n.run(best_of_n.BestOfNConfig(**given)).folder)
     assert summary['ended'] < .5 and any('raise max_new_tokens' in w for w in summary['warnings'])
     assert 'raise max_new_tokens' in capsys.readouterr().out
+    for _ in range(2): read_answers(given['out'])   # as a board does
+    said = capsys.readouterr().out
+    for warning in summary['warnings']: assert said.count(f'{given["out"]}: {warning}\n') == 1

@@ -265,7 +265,7 @@ def test_what_a_run_warns_of_is_in_its_notebook_and_summary_and_told_by_its_job(
     assert run_jobs([Job(out, 'ppo', settings)], 1) == []
     warning = 'step 1: more than half of the answers never end: raise max_new_tokens'
     assert read_summary(out)['warnings'].count(warning) == 1
-    assert warning in ''.join(capfd.readouterr())
+    assert f'{out}: {warning}\n' in capfd.readouterr().out
     outputs = [o for c in nbformat.read(f'{out}.ipynb', 4).cells for o in c.get('outputs', [])]
     assert any(warning in o.get('text', '') for o in outputs)
 

@@ -347,8 +347,8 @@ def hub_snapshot(value: str) -> str:
     name, _, revision = value.partition(':')[0].partition('@')
     files = ['*.json', '*.safetensors', '*.model', '*.txt', '*.jinja']
     try:
-        return snapshot_download(name, revision=revision, allow_patterns=files,
-                                 ignore_patterns=['*/*'])
+        return snapshot_download(name, revision=revision or None, allow_patterns=files,
+                                 ignore_patterns=['*/*', 'consolidated*'])
     except Exception as e:
         raise FileNotFoundError(f'{value}: revision {revision!r} of {name} is neither in the cache '
                                 f'of the hub nor could it be downloaded ({_reason(e)})') from e

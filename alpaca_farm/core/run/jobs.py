@@ -15,7 +15,7 @@ from alpaca_farm.core.run.files import (at_root, atomic_write, module_of, notebo
     root)
 from .identity import run_config
 from .inputs import is_fresh, recipe, start_notebook
-from .progress import duration, Progress
+from .progress import duration, Progress, tell
 from .runs import free_name, read_log, read_summary
 from .settings import as_list, Config
 
@@ -155,7 +155,8 @@ class _Table:
             else:
                 self.done.add(job.out)
                 Path(f'{at_root(job.out)}.txt').unlink(missing_ok=True)
-                yield '; '.join([took, *read_summary(job.out).get('warnings', [])])
+                for said in read_summary(job.out).get('warnings', []): tell(f'{job.out}: {said}')
+                yield took
 
     def start_next(self):
         "Start the jobs that can start, those first on which the longest chains depend."

@@ -23,7 +23,7 @@ def _terminal() -> int | None:
 
 def tell(line: str):
     "Print a line, of a notebook's kernel on its terminal too."
-    print(line)
+    print('\r\x1b[K'*sys.stdout.isatty() + line)   # over the live line
     if _terminal() is not None: os.write(_terminal(), f'\r{line}\n'.encode())
 
 # %% ../../../nbs/core/run/progress.ipynb #0d5f7a21
