@@ -155,7 +155,6 @@ class _Table:
             else:
                 self.done.add(job.out)
                 Path(f'{at_root(job.out)}.txt').unlink(missing_ok=True)
-                for said in read_summary(job.out).get('warnings', []): tell(f'{job.out}: {said}')
                 yield took
 
     def start_next(self):
@@ -238,6 +237,10 @@ def run_jobs(
             show(over, text.strip(), left=left)
     finally:
         for process in table.running.values(): process.terminate()
+    warned = []
+    for job in jobs:
+        warned += [f'{job.out}: {said}' for said in read_summary(job.out).get('warnings', [])]
+    if warned: tell('\n'.join(warned))   # at once: one output of a notebook
     return list(table.failed.values())
 
 # %% ../../../nbs/core/run/jobs.ipynb #34c46ded
