@@ -107,7 +107,20 @@ def test_snippets_run_and_links_lead_somewhere(page):
     links = [l.partition('#')[0] for l in re.findall(r'\]\(([^)]+)\)', PAGES[page])
              if not l.startswith('http')]
     assert [l for l in links if not (folder/l).exists()] == []
-    if page == 'README.md': assert len(README.split()) <= 1200   # it can be finished
+
+
+QUANTITY = re.compile(r'(?<![\w.-])\d[\d.]*(?: %)?(?: \[[^]]*\])?')   # with its interval
+
+
+def test_the_readme_can_be_finished():
+    "It has 1,500 to 1,900 words, and no paragraph has over 90, nor over three quantities."
+    assert 1500 <= len(README.split()) <= 1900
+    text = FENCE.sub('', README)
+    for paragraph in re.split(r'\n\n|\n(?=- )', text):
+        if paragraph.startswith('|'): continue
+        assert len(paragraph.split()) <= 90, paragraph
+        said = re.sub(r'\]\([^)]*\)|, \d{4}|\d+(?= : )', '', paragraph)
+        assert len(QUANTITY.findall(said)) <= 3, paragraph
 
 
 def test_from_a_model_and_prompts_alone_to_a_board(base, tmp_path, monkeypatch):
