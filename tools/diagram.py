@@ -1,14 +1,15 @@
-"""Draw `nbs/images/farm.svg`, the picture of the whole at the top of the README.
+"""Draw the pictures of boxes and arrows in `nbs/images`: the farm, and a step of PPO.
 
     python tools/diagram.py
 
-One file serves light and dark pages: its colours follow the reader's setting.
+Each serves light and dark pages: its colours follow the reader's setting.
 """
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-FILE = Path(__file__).parents[1]/'nbs'/'images'/'farm.svg'
-WIDTH, HEIGHT = 760, 330
+FOLDER = Path(__file__).parents[1]/'nbs'/'images'
+WIDTH, BOX_WIDTH, BOX_HEIGHT = 760, 160, 44
 STYLE = '''
 text { font: 13px system-ui, sans-serif; fill: #1f2328; text-anchor: middle }
 .small { font-size: 11px; fill: #59636e }
@@ -24,51 +25,75 @@ path { stroke: #59636e; fill: none; marker-end: url(#head) }
   path { stroke: #9198a1 } #head path { fill: #9198a1 }
 }
 '''
-BOXES = {   # name: left, top, width, what kind it is, title, line below
-    'world': (10, 20, 160, '', 'World', 'requests, demonstrations'),
-    'sft': (210, 20, 160, 'trained', 'SFT', 'imitates demonstrations'),
-    'answers': (410, 20, 160, '', 'Two answers', 'to each request'),
-    'pool': (590, 105, 160, 'judge', 'Pool', '13 simulated judges'),
-    'crowd': (590, 165, 160, 'judge', 'or crowd', '32 simulated persons'),
-    'labels': (410, 135, 160, '', 'Labels', 'which answer is better'),
-    'reward': (210, 135, 160, 'trained', 'Reward model', 'scores one answer'),
-    'policy': (210, 250, 160, 'trained', 'Policy', 'PPO, DPO, best-of-n, ...'),
-    'new': (410, 250, 160, '', 'New answers', 'beside answers of SFT'),
-    'held': (590, 250, 160, 'judge', 'Held-out crowd', '32 others: win rate'),
-}
-ARROWS = [   # from a point to a point
-    (170, 42, 210, 42), (370, 42, 410, 42), (490, 64, 490, 135), (590, 127, 570, 150),
-    (590, 187, 570, 166), (410, 157, 370, 157), (290, 179, 290, 250), (450, 179, 360, 250),
-    (370, 272, 410, 272), (570, 272, 590, 272)]
+HEAD = ('<marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
+        'orient="auto"><path d="M0 0 L8 4 L0 8 Z"/></marker>')
 
 
-def box(left: int, top: int, width: int, kind: str, title: str, below: str) -> str:
+@dataclass
+class Picture:
+    "Boxes, and arrows between points."
+    told: str      # what it shows, for those who cannot see it
+    caption: str   # below it
+    height: int
+    boxes: list    # left, top, kind (judge, trained or none), title, a smaller line below it
+    arrows: list   # paths of SVG
+
+
+def box(left: int, top: int, kind: str, title: str, below: str) -> str:
     "Draw a box with a title and a smaller line below it."
-    middle = left + width//2
-    return (f'<g class="{kind}"><rect x="{left}" y="{top}" width="{width}" height="44"/>'
-            f'<text x="{middle}" y="{top + 19}">{escape(title)}</text>'
+    middle = left + BOX_WIDTH//2
+    return (f'<g class="{kind}"><rect x="{left}" y="{top}" width="{BOX_WIDTH}" '
+            f'height="{BOX_HEIGHT}"/><text x="{middle}" y="{top + 19}">{escape(title)}</text>'
             f'<text class="small" x="{middle}" y="{top + 35}">{escape(below)}</text></g>')
 
 
-def arrow(x: int, y: int, to_x: int, to_y: int) -> str:
-    "Draw a line with a head at its end."
-    return f'<path d="M{x} {y} L{to_x} {to_y}"/>'
-
-
-def picture() -> str:
-    "Draw the whole as SVG."
-    head = ('<marker id="head" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" '
-            'orient="auto"><path d="M0 0 L8 4 L0 8 Z"/></marker>')
-    told = ('The farm: a world gives requests and demonstrations; SFT imitates them and writes two '
-            'answers to each request; a pool or a crowd labels which is better; a reward model and '
-            'a policy learn from the labels; a held-out crowd judges the new answers.')
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
-             f'<title>{told}</title>', f'<style>{STYLE}</style>', f'<defs>{head}</defs>']
-    parts += [arrow(*points) for points in ARROWS]
-    parts += [box(*given) for given in BOXES.values()]
-    parts.append('<text class="small" x="380" y="318">blue: who judges · green: what is trained · '
-                 'DPO learns from the labels directly</text></svg>')
+def draw(picture: Picture) -> str:
+    "Draw a picture as SVG."
+    size = f'viewBox="0 0 {WIDTH} {picture.height}"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">',
+             f'<title>{escape(picture.told)}</title>', f'<style>{STYLE}</style>',
+             f'<defs>{HEAD}</defs>']
+    parts += [f'<path d="{path}"/>' for path in picture.arrows]
+    parts += [box(*given) for given in picture.boxes]
+    parts.append(f'<text class="small" x="{WIDTH//2}" y="{picture.height - 12}">'
+                 f'{escape(picture.caption)}</text></svg>')
     return '\n'.join(parts) + '\n'
 
 
-if __name__ == '__main__': FILE.write_text(picture(), encoding='utf-8')
+FARM = Picture(
+    'The farm: a world gives requests and demonstrations; SFT imitates them and writes two answers '
+    'to each request; a pool or a crowd labels which is better; a reward model and a policy learn '
+    'from the labels; a held-out crowd judges the new answers.',
+    'blue: who judges · green: what is trained · DPO learns from the labels directly', 330,
+    [(10, 20, '', 'World', 'requests, demonstrations'),
+     (210, 20, 'trained', 'SFT', 'imitates demonstrations'),
+     (410, 20, '', 'Two answers', 'to each request'),
+     (590, 105, 'judge', 'Pool', '13 simulated judges'),
+     (590, 165, 'judge', 'or crowd', '32 simulated persons'),
+     (410, 135, '', 'Labels', 'which answer is better'),
+     (210, 135, 'trained', 'Reward model', 'scores one answer'),
+     (210, 250, 'trained', 'Policy', 'PPO, DPO, best-of-n, ...'),
+     (410, 250, '', 'New answers', 'beside answers of SFT'),
+     (590, 250, 'judge', 'Held-out crowd', '32 others: win rate')],
+    ['M170 42 L210 42', 'M370 42 L410 42', 'M490 64 L490 135', 'M590 127 L570 150',
+     'M590 187 L570 166', 'M410 157 L370 157', 'M290 179 L290 250', 'M450 179 L360 250',
+     'M370 272 L410 272', 'M570 272 L590 272'])
+
+PPO = Picture(
+    'A step of PPO: the policy answers prompts; the reward model scores each answer, the reference '
+    'gives the KL penalty of each token, the value model what was expected; their difference is '
+    'the advantage, by which policy and value model are updated.',
+    'green: trained · blue: frozen · a step: one rollout of answers, then a few updates', 300,
+    [(10, 110, '', 'Prompts', 'a batch of requests'),
+     (210, 110, 'trained', 'Policy', 'writes an answer to each'),
+     (410, 20, 'judge', 'Reward model', 'score of the answer'),
+     (410, 110, 'judge', 'Reference', 'KL penalty of each token'),
+     (410, 200, 'trained', 'Value model', 'reward still expected'),
+     (590, 110, '', 'Advantages', 'reward minus expected')],
+    ['M170 132 L210 132', 'M370 122 L410 50', 'M370 132 L410 132', 'M370 142 L410 214',
+     'M570 50 L640 110', 'M570 132 L590 132', 'M570 214 L640 154',
+     'M700 154 L700 266 L290 266 L290 154', 'M480 266 L480 244'])
+
+if __name__ == '__main__':
+    for name, picture in dict(farm=FARM, ppo_loop=PPO).items():
+        (FOLDER/f'{name}.svg').write_text(draw(picture), encoding='utf-8')

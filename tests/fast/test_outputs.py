@@ -105,7 +105,10 @@ def test_numbers_under_try_it_are_those_of_its_runs(path):
     rated = re.search(r'nbs/eval.ipynb .*outputs: \[(.*?)\]', text)   # the command that shows them
     if rated: assert {*re.findall(r'-p out (runs/\w+)', text)} <= {*rated[1].split(', ')}
     else: assert len(quoted(text)) > 2 or path.stem == 'reward_model'   # which has no answers
-    parts = re.split(r'((?:^ +papermill .*\n?)+)', text, flags=re.M)
+    for row in re.findall(r'^\|.*`\w+` \|.*', text, re.M):   # of a table, with the run's name
+        known = set().union(*(shown[run] for run in re.findall(r'`(\w+)` \|', row)))
+        assert quoted(row) and missing(quoted(row), known) == []
+    parts = re.split(r'((?:^ *papermill .*\n?)+)', text, flags=re.M)
     for said, commands in zip(parts[::2], parts[1::2], strict=False):
         runs = {path.stem, *re.findall(r'(?:nbs|-p out runs)/(\w+)', commands)}
         known = set().union(*(shown.get(run, set()) for run in runs))
