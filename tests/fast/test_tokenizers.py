@@ -7,8 +7,8 @@ import pytest
 import torch
 from tokenizers import (Tokenizer, decoders, models as parts, normalizers, pre_tokenizers,
     processors, trainers)
-from transformers import (LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
-    Qwen2ForCausalLM)
+from transformers import (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
+    PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM)
 
 import tiny
 from alpaca_farm import dpo, sft
@@ -20,11 +20,11 @@ from alpaca_farm.core.model.control import set_control_prefix
 from alpaca_farm.core.model.policy import Policy
 from alpaca_farm.core.model.generation import generate, Sample
 from alpaca_farm.core.model.loading import model_path
-from alpaca_farm.core.model.models import load_policy, load_tokenizer
+from alpaca_farm.core.model.models import load_policy, load_scalar, load_tokenizer
 from alpaca_farm.core.model.rewards import score_records
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import (build_prompt, decode, encode, encode_prompts,
-    encode_responses, end_token, end_tokens, set_template_arguments)
+    encode_responses, end_token, end_tokens, pad, set_template_arguments)
 from alpaca_farm.core.run.settings import Config
 from alpaca_farm.judging.judges import load_evaluators, LocalJudge
 from alpaca_farm.rrhf import _candidate_tokens
@@ -129,19 +129,36 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
             assert written(turns)[:len(prompt + answer)] == prompt + answer
 
 
+@pytest.mark.parametrize('pads', ['<pad>', 'eos', ''])
+@pytest.mark.parametrize('family', [f for f in FAMILIES if f != 'qwen3'])   # it drops a thought
+def test_plain_transformers_reads_a_reward_where_it_is_read_here(family, pads, tmp_path):
+    "At the last token of what the template writes that is no padding, which TRL may make of EOS."
+    tokenizer = build(family)
+    cfg, records = sft.SFTConfig(device='cpu'), []
+    policy = load_scalar(save(tmp_path, tokenizer), cfg, 'normal')
+    if pads == '<pad>': policy.model.config.pad_token_id = 319
+    if pads == 'eos': policy.model.config.pad_token_id = tokenizer.eos_token_id
+    for part in (policy.model, policy.tokenizer): part.save_pretrained(tmp_path)
+    for text in ('the words', 'the', 'say the words to the other one'):
+        records.append(dict(instruction='say it', output=text))
+    rows = []
+    for r in records:
+        turns = [dict(role='user', content='say it'), dict(role='assistant', content=r['output'])]
+        text = f'say it{r["output"]}{tokenizer.eos_token}'
+        if tokenizer.chat_template: text = tokenizer.apply_chat_template(turns, tokenize=False)
+        rows.append(tokenizer(text, add_special_tokens=False)['input_ids'])
+    model = LlamaForSequenceClassification.from_pretrained(tmp_path)
+    ids = pad(rows, model.config.pad_token_id)
+    with torch.no_grad(): want = model(ids).logits[:, 0].tolist()
+    template = 'auto' if tokenizer.chat_template else 'raw'
+    found = score_records(load_scalar(str(tmp_path), cfg), records, template)
+    assert found == pytest.approx(want, abs=1e-6) and len({*found}) == 3
+
+
 @pytest.mark.parametrize('family', FAMILIES)
-def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
-    tokenizer, seen = build(family), []
-    from alpaca_farm.core.model import rewards
-    policy = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
+def test_samples_end_as_answers_do(family, tmp_path):
+    policy = load_policy(save(tmp_path, build(family)), sft.SFTConfig(device='cpu'))
     tokenizer = policy.tokenizer
-    def scores(model, ids, mask, response):
-        seen.append(ids)
-        return torch.zeros(len(ids))
-    monkeypatch.setattr(rewards, 'sequence_scores', scores)
-    policy.score = torch.nn.Identity()   # a decoder's head, which is not called
-    score_records(policy, [dict(instruction='say it', output='the words')])
-    assert seen[0][0, -1] == end_token(tokenizer)
     policy.model.lm_head.weight.data.zero_()  # all tokens are equally likely
     samples = [s for s, in generate(policy, [[5]] * 60, max_new_tokens=200)]
     ends = [s.tokens[-1] for s in samples if s.ended]

@@ -126,7 +126,9 @@ def load_scalar(
                          'be a reward_model, but no value model and no policy to train one from')
     arguments = {} if head == 'keep' else getattr(cfg, 'template_arguments', {})
     tokenizer = load_tokenizer(spec, model, arguments)
-    model.config.pad_token_id = tokenizer.pad_token_id
+    text_config = model.config.get_text_config()
+    if head != 'keep' or text_config.pad_token_id is None:
+        text_config.pad_token_id = tokenizer.pad_token_id
     if head == 'zero': torch.nn.init.zeros_(model.score.weight)
     if head == 'normal':
         torch.nn.init.normal_(model.score.weight, std=(model.score.weight.shape[1] + 1) ** -.5)
@@ -307,9 +309,10 @@ def sequence_scores(
     mask: torch.Tensor,  # (B, T)
     response: torch.Tensor | None = None,  # (B, T), read if the model's config asks for it
 ) -> torch.Tensor:  # (B,)
-    """Score each row: the scalar head at its last real token, or its mean over the response, plus
-    `likelihood` times log p of the response."""
-    last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    """Score each row: the scalar head at its last token that is no padding, or its mean over the
+    response, plus `likelihood` times log p of the response."""
+    real = mask * (ids != policy.config.get_text_config().pad_token_id)   # as in `transformers`
+    last = (real * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     weight = getattr(policy.config, 'likelihood', 0.)
     rows = torch.arange(len(ids), device=ids.device)
     read = before(response) * mask if weight else torch.zeros_like(mask)
