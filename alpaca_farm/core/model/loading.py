@@ -275,7 +275,7 @@ def load_model(
     logging.set_verbosity_error()
     try: model, info = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True,
                                             output_loading_info=True, trust_remote_code=False,
-                                            **options)
+                                            ignore_mismatched_sizes=True, **options)
     except (RuntimeError, ValueError, ImportError) as e:
         kernel = options.get('attn_implementation')
         reason = str(e).splitlines()[0]
@@ -287,6 +287,10 @@ def load_model(
         raise ValueError(f'{spec} holds a policy, not a reward model: it has no head')
     if 'score.weight' in info['unexpected_keys']:
         raise ValueError(f'{spec} holds a reward model, not a policy')
+    for name, saved, needed in info['mismatched_keys']:
+        if name in fresh: continue
+        one = ': a reward model has one score, not one for each class' if 'num_labels' in options else ''
+        raise ValueError(f'{spec}: {name} is {tuple(saved)} in its files, not {tuple(needed)}{one}')
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
     if 'num_labels' in options and dtype != torch.float32: _keep_head(model, folder)
     config = model.config.get_text_config()
