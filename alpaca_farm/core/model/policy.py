@@ -219,6 +219,7 @@ def save_adapter(policy: Policy, folder):
     config = copy.copy(policy.lora)
     config.base_model_name_or_path = policy.base
     config.inference_mode = True
+    if isinstance(config.target_modules, set): config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)
     model.config.save_pretrained(folder)
     first = getattr(model.get_input_embeddings(), 'first', 0)   # of `TokenRows`
