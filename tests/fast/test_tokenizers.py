@@ -25,7 +25,7 @@ from alpaca_farm.core.model.models import load_policy, load_scalar, load_tokeniz
 from alpaca_farm.core.model.rewards import score_records
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import (build_prompt, check_positions, decode, encode, encode_prompts,
-    encode_responses, end_token, end_tokens, pad, set_template_arguments)
+    encode_responses, end_token, end_tokens, set_template_arguments)
 from alpaca_farm.core.run.settings import Config
 from alpaca_farm.judging.judges import load_evaluators, LocalJudge
 from alpaca_farm.rrhf import _candidate_tokens
@@ -130,15 +130,15 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
             assert written(turns)[:len(prompt + answer)] == prompt + answer
 
 
-@pytest.mark.parametrize('pads', ['<pad>', 'eos', ''])
+@pytest.mark.parametrize('pads', ['ours', 'eos', 'none'])
 @pytest.mark.parametrize('family', [f for f in FAMILIES if f != 'qwen3'])   # it drops a thought
 def test_plain_transformers_reads_a_reward_where_it_is_read_here(family, pads, tmp_path):
     "At the last token of what the template writes that is no padding, which TRL may make of EOS."
     tokenizer = build(family)
     cfg, records = sft.SFTConfig(device='cpu'), []
     policy = load_scalar(save(tmp_path, tokenizer), cfg, 'normal')
-    if pads == '<pad>': policy.model.config.pad_token_id = 319
     if pads == 'eos': policy.model.config.pad_token_id = tokenizer.eos_token_id
+    if pads == 'none': policy.model.config.pad_token_id = None
     for part in (policy.model, policy.tokenizer): part.save_pretrained(tmp_path)
     for text in ('the words', 'the', 'say the words to the other one'):
         records.append(dict(instruction='say it', output=text))
@@ -149,8 +149,7 @@ def test_plain_transformers_reads_a_reward_where_it_is_read_here(family, pads, t
         if tokenizer.chat_template: text = tokenizer.apply_chat_template(turns, tokenize=False)
         rows.append(tokenizer(text, add_special_tokens=False)['input_ids'])
     model = LlamaForSequenceClassification.from_pretrained(tmp_path)
-    ids = pad(rows, model.config.pad_token_id)
-    with torch.no_grad(): want = model(ids).logits[:, 0].tolist()
+    with torch.no_grad(): want = [model(torch.tensor([row])).logits.item() for row in rows]
     template = 'auto' if tokenizer.chat_template else 'raw'
     found = score_records(load_scalar(str(tmp_path), cfg), records, template)
     assert found == pytest.approx(want, abs=1e-6) and len({*found}) == 3

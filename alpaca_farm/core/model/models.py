@@ -126,9 +126,7 @@ def load_scalar(
                          'be a reward_model, but no value model and no policy to train one from')
     arguments = {} if head == 'keep' else getattr(cfg, 'template_arguments', {})
     tokenizer = load_tokenizer(spec, model, arguments)
-    text_config = model.config.get_text_config()
-    if head != 'keep' or text_config.pad_token_id is None:
-        text_config.pad_token_id = tokenizer.pad_token_id
+    if head != 'keep': model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if head == 'zero': torch.nn.init.zeros_(model.score.weight)
     if head == 'normal':
         torch.nn.init.normal_(model.score.weight, std=(model.score.weight.shape[1] + 1) ** -.5)
