@@ -195,7 +195,7 @@ def load_preference_pairs(run) -> tuple[dict, list[dict], int]:
     learn, apart = _split_pairs(records, held_out, cfg.seed)
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(run, tokenizer, learn)
-    how = ('output_1', 'output_2'), tokenizer, cfg.max_length, cfg.template
+    how = ('output_1', 'output_2'), tokenizer, cfg.max_length, cfg.template, True
     rows, prompts, answers = encode(learn, *how)
     fit = [learn[i] for i in rows]
     apart = [apart[i] for i in encode(apart, *how)[0]]

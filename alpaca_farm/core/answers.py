@@ -266,7 +266,7 @@ def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
         texts = []
         for name in ('output', 'output_1', 'output_2'): texts += as_list(record.get(name))
         if not texts: continue
-        answers.append(max(map(len, encode_responses(texts, **how))))
+        answers.append(max(map(len, encode_responses(texts, closed=True, **how))))
         wholes.append(n + answers[-1])
     lengths = dict(max_prompt=prompts, max_new_tokens=answers, max_length=wholes)
     for name, (least, _) in sized_defaults(type(cfg)).items():

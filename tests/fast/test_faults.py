@@ -1,12 +1,15 @@
 """What people get wrong: a clear error that names the fault, and nothing half-written."""
 import builtins
+import contextlib
 import errno
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +19,7 @@ import pytest
 import tiny
 from alpaca_farm import ppo
 from alpaca_farm.boards.compare import CompareConfig
+from alpaca_farm.core.model.loading import model_path
 from alpaca_farm.core.run import files, inputs, jobs, runs
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.inputs import ensure_inputs
@@ -641,3 +645,56 @@ def test_code_that_comes_with_a_model_is_neither_executed_nor_asked_about(
             tiny.run(notebook, base, **more)
         assert '\n' not in str(e.value) and str(folder) in str(e.value)
     assert not asked and not (tmp_path/'executed').exists()
+
+
+class Attack:
+    def __init__(self, marker): self.marker = marker
+    def __reduce__(self): return Path.touch, (Path(self.marker),)
+
+
+@pytest.mark.parametrize('file, named', [
+    ('model.safetensors.index.json', dict(weight_map={'lm_head.weight': 'evil.bin'})),
+    ('config.json', dict(transformers_weights='adapter_model.bin')),
+    ('config.json', dict(transformers_weights='other.safetensors.index.json'))])
+def test_no_file_of_a_checkpoint_leads_to_a_pickle(base, tmp_path, monkeypatch, file, named):
+    "Whatever torch would make of it: it is not asked."
+    def load(*_, **__): raise AssertionError('a pickle is read')
+    monkeypatch.setattr('torch.load', load)
+    folder, marker = shutil.copytree(base/'sft'/'model', tmp_path/'it'), tmp_path/'executed'
+    for name in ('evil.bin', 'adapter_model.bin', 'pytorch_model.bin', 'training_args.bin'):
+        (folder/name).write_bytes(pickle.dumps(Attack(str(marker))))
+    tiny.run('sft', base, tmp_path/'beside', policy=str(folder))   # of which nobody reads one
+    (folder/'model.safetensors').rename(folder/'model-00001-of-00001.safetensors')
+    old = read_json(folder/file) if (folder/file).exists() else {}
+    (folder/file).write_text(json.dumps(old | named))
+    tiny.write(folder/'other.safetensors.index.json', dict(weight_map={'lm_head.weight': 'evil.bin'}))
+    with pytest.raises(ValueError, match=rf'{folder}: its weights are in \w+\.bin, and only') as e:
+        tiny.run('sft', base, tmp_path/'out', policy=str(folder))
+    assert '\n' not in str(e.value) and not marker.exists()
+
+
+@pytest.mark.parametrize('mask', [0o027, 0o077])
+def test_all_files_of_a_run_follow_the_umask(base, tmp_path, mask):
+    old = os.umask(mask)
+    try: folder = tiny.run('sft', base, tmp_path/'out', lora_rank=2, checkpoint_every=2).folder
+    finally: os.umask(old)
+    found = {p.name: p.stat().st_mode & 0o777 for p in folder.rglob('*') if p.is_file()}
+    assert {'model.safetensors', 'adapter_model.safetensors', 'summary.json'} <= {*found}
+    assert {*found.values()} == {0o666 & ~mask}, found
+
+
+@pytest.mark.parametrize('closed', ['it/model.safetensors', 'it'])
+def test_what_another_user_may_not_read_is_said_to_be_there(base, closed):
+    with tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        os.chmod(place, 0o755)
+        shutil.copytree(base/'sft'/'model', 'it')
+        model_path('it')
+        os.chmod(closed, 0)
+        root = os.geteuid() == 0   # who may read all
+        if root: os.seteuid(65534)
+        try:
+            with pytest.raises(PermissionError, match=f'Permission denied: .*{closed}'):
+                model_path('it')
+        finally:
+            if root: os.seteuid(0)
+            os.chmod(closed, 0o755)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from tokenizers import (Tokenizer, decoders, models as parts, normalizers, pre_tokenizers,
     processors, trainers)
-from transformers import (LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
-    Qwen2ForCausalLM)
+from transformers import (LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification,
+    PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, RobertaConfig,
+    RobertaForSequenceClassification)
 
 import tiny
 from alpaca_farm import dpo, sft
@@ -20,10 +21,10 @@ from alpaca_farm.core.model.control import set_control_prefix
 from alpaca_farm.core.model.policy import Policy
 from alpaca_farm.core.model.generation import generate, Sample
 from alpaca_farm.core.model.loading import model_path
-from alpaca_farm.core.model.models import load_policy, load_tokenizer
+from alpaca_farm.core.model.models import load_policy, load_scalar, load_tokenizer
 from alpaca_farm.core.model.rewards import score_records
 from alpaca_farm.core.run.runs import read_summary
-from alpaca_farm.core.data.text import (build_prompt, decode, encode, encode_prompts,
+from alpaca_farm.core.data.text import (build_prompt, check_positions, decode, encode, encode_prompts,
     encode_responses, end_token, end_tokens, set_template_arguments)
 from alpaca_farm.core.run.settings import Config
 from alpaca_farm.judging.judges import load_evaluators, LocalJudge
@@ -129,19 +130,35 @@ def test_an_answer_ends_as_the_template_ends_a_turn(family):
             assert written(turns)[:len(prompt + answer)] == prompt + answer
 
 
+@pytest.mark.parametrize('pads', ['ours', 'eos', 'none'])
+@pytest.mark.parametrize('family', [f for f in FAMILIES if f != 'qwen3'])   # it drops a thought
+def test_plain_transformers_reads_a_reward_where_it_is_read_here(family, pads, tmp_path):
+    "At the last token of what the template writes that is no padding, which TRL may make of EOS."
+    tokenizer = build(family)
+    cfg, records = sft.SFTConfig(device='cpu'), []
+    policy = load_scalar(save(tmp_path, tokenizer), cfg, 'normal')
+    if pads == 'eos': policy.model.config.pad_token_id = tokenizer.eos_token_id
+    if pads == 'none': policy.model.config.pad_token_id = None
+    for part in (policy.model, policy.tokenizer): part.save_pretrained(tmp_path)
+    for text in ('the words', 'the', 'say the words to the other one'):
+        records.append(dict(instruction='say it', output=text))
+    rows = []
+    for r in records:
+        turns = [dict(role='user', content='say it'), dict(role='assistant', content=r['output'])]
+        text = f'say it{r["output"]}{tokenizer.eos_token}'
+        if tokenizer.chat_template: text = tokenizer.apply_chat_template(turns, tokenize=False)
+        rows.append(tokenizer(text, add_special_tokens=False)['input_ids'])
+    model = LlamaForSequenceClassification.from_pretrained(tmp_path)
+    with torch.no_grad(): want = [model(torch.tensor([row])).logits.item() for row in rows]
+    template = 'auto' if tokenizer.chat_template else 'raw'
+    found = score_records(load_scalar(str(tmp_path), cfg), records, template)
+    assert found == pytest.approx(want, abs=1e-6) and len({*found}) == 3
+
+
 @pytest.mark.parametrize('family', FAMILIES)
-def test_rewards_and_samples_end_alike(family, tmp_path, monkeypatch):
-    tokenizer, seen = build(family), []
-    from alpaca_farm.core.model import rewards
-    policy = load_policy(save(tmp_path, tokenizer), sft.SFTConfig(device='cpu'))
+def test_samples_end_as_answers_do(family, tmp_path):
+    policy = load_policy(save(tmp_path, build(family)), sft.SFTConfig(device='cpu'))
     tokenizer = policy.tokenizer
-    def scores(model, ids, mask, response):
-        seen.append(ids)
-        return torch.zeros(len(ids))
-    monkeypatch.setattr(rewards, 'sequence_scores', scores)
-    policy.score = torch.nn.Identity()   # a decoder's head, which is not called
-    score_records(policy, [dict(instruction='say it', output='the words')])
-    assert seen[0][0, -1] == end_token(tokenizer)
     policy.model.lm_head.weight.data.zero_()  # all tokens are equally likely
     samples = [s for s, in generate(policy, [[5]] * 60, max_new_tokens=200)]
     ends = [s.tokens[-1] for s in samples if s.ended]
@@ -314,7 +331,7 @@ def tokenizer_of(kind, chat=None):
     made.train_from_iterator(text * 3, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, unk_token='<unk>', bos_token='<s>', eos_token='</s>',
-        extra_special_tokens=special[3:])
+        extra_special_tokens=special[3:], clean_up_tokenization_spaces=True)
     tokenizer.chat_template = chat or None
     return tokenizer
 
@@ -322,16 +339,21 @@ def tokenizer_of(kind, chat=None):
 @pytest.mark.parametrize('form', FORMATS)
 @pytest.mark.parametrize('kind', KINDS)
 def test_prompt_and_answer_have_the_tokens_of_the_whole_text(kind, form):
-    "With the turns behind them; where a token would span the border, the prompt's stay."
+    """With the turns behind them; where a token would span the border, the prompt's stay. What is
+    read of an answer has its tokens again, also where a tokenizer would clean up spaces."""
     tokenizer, spanned = tokenizer_of(kind, FORMATS[form]), []
     template = dict(alpaca='alpaca', raw='raw', dialogue='raw').get(form, 'auto')
     asked = [dict(role='user', content='say it.')]
     record = dict(messages=asked) if form == 'dialogue' else dict(instruction='say it.')
     ids = lambda text: tokenizer(text, add_special_tokens=False)['input_ids']
-    for text in ('The cup.', '    return 1', '  It is', 'the words\n  one', ''):
+    for text in ('The cup.', '    return 1', '  It is', 'the words\n  one', 'is it ? it is .', ''):
         prompt, = encode_prompts([record], tokenizer, template)
         answer, = encode_responses([text], tokenizer, True, template, [record])
-        if kind != 'wordpiece': assert decode(answer, tokenizer, template, record) == text
+        if kind != 'wordpiece':
+            assert decode(answer, tokenizer, template, record) == text
+            for end in ('</s>', ' </s></s>\n') if form == 'spaced' else ('</s>', '</s></s>\n'):
+                again = encode_responses([text + end], tokenizer, True, template, [record])
+                assert again == [answer] or 'unigram' in kind, end   # whose pieces are ends
         if FORMATS[form]:
             turns = [*asked, dict(role='assistant', content=text), *asked]
             whole = ids(tokenizer.apply_chat_template(turns, tokenize=False))
@@ -342,6 +364,49 @@ def test_prompt_and_answer_have_the_tokens_of_the_whole_text(kind, form):
         if whole[:len(prompt)] != prompt: spanned.append(text)
         else: assert whole[:len(prompt + answer)] == prompt + answer, text
     assert not spanned or (kind.startswith('byte') and form == 'newline')
+
+
+@pytest.mark.parametrize('kind', ['byte', 'byte_prefix', 'fallback'])
+def test_an_answer_cut_inside_a_letter_ends_before_it(kind):
+    "So that what is learned of it begins as what was sampled."
+    tokenizer = tokenizer_of('replace' if kind == 'fallback' else kind, NEWLINE)
+    if kind == 'fallback':
+        made = json.loads(tokenizer.backend_tokenizer.to_str())
+        made['model']['vocab'] |= {f'<0x{i:02X}>': len(tokenizer) + i for i in range(256)}
+        made['model']['byte_fallback'] = True
+        made['decoder']['decoders'].insert(1, dict(type='ByteFallback'))
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(json.dumps(made)), eos_token='</s>')
+        tokenizer.chat_template = NEWLINE
+    text = 'the é one\u2028 ☃ words 🙂🙂'
+    whole, = encode_responses([text], tokenizer, False)
+    assert decode(whole, tokenizer) == text
+    texts = [decode(whole[:k], tokenizer) for k in range(len(whole) + 1)]
+    assert all(text.startswith(cut) for cut in texts) and {'the', 'the é one', text[:-1]} <= {*texts}
+    for k, again in enumerate(encode_responses(texts, tokenizer, False)):
+        assert again == whole[:len(again)] and len(again) <= k
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_an_end_of_turn_that_is_written_out_is_the_end(family, capsys):
+    "At the end of an answer, however often, and told; within one it is text."
+    tokenizer, end = build(family), FAMILIES[family][2]
+    texts = ['the words', f'the words{end}', f'the words{end}{tokenizer.eos_token}\n', f'the{end} words']
+    records = [dict(instruction='say it', output=text) for text in texts]
+    _, _, ((plain, *others, within),) = encode(records, ('output',), tokenizer, 250)
+    assert others == [plain, plain] and end in decode(within, tokenizer)
+    assert capsys.readouterr().out == '2 answers have an end of turn written out: it is read as one\n'
+
+
+def test_positions_that_begin_behind_padding_are_no_tokens():
+    config = RobertaConfig(vocab_size=99, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+                           intermediate_size=16, max_position_embeddings=20, num_labels=1)
+    policy = Policy(RobertaForSequenceClassification(config))
+    check_positions(policy, 18, 'a text')
+    policy.model(input_ids=torch.full((1, 18), 5))
+    with pytest.raises(RuntimeError): policy.model(input_ids=torch.full((1, 19), 5))
+    with pytest.raises(ValueError, match='a text: 19 tokens, but .* at most 18'):
+        check_positions(policy, 19, 'a text')
 
 
 def test_an_answer_in_a_dialogue_as_text_has_the_space_of_earlier_turns(monkeypatch):

@@ -1,6 +1,8 @@
 """LoRA: one frozen model with several adapters, from training to files and back."""
 import contextlib
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -13,9 +15,11 @@ from transformers import AutoModelForCausalLM
 from alpaca_farm import ppo, reward_model, sft
 from alpaca_farm.core.model.policy import (add_adapter, base_of, lora_config, merge, own_weights,
                                              Policy)
+from alpaca_farm.core.model.loading import load_model
 from alpaca_farm.core.model.models import (hidden_states, load_policy, load_reference, load_scalar,
     logprobs, sequence_logprobs)
 from alpaca_farm.core.model.packing import reads_packed
+from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.settings import HardwareConfig as config_of
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.core.data.text import collate
@@ -219,23 +223,85 @@ def test_all_targets_are_trained(family, targets, count):
     assert len(weights) == 2*count and all(p.requires_grad for p in weights.values())
 
 
-@pytest.mark.parametrize('targets, refused', [(['q_proj', 'embed_tokens'], 'embed_tokens'),
-    (['q_proj', 'lm_head'], 'lm_head'), (['q_proj', 'query'], '')])
-def test_an_adapter_from_elsewhere_is_read_whole_or_refused(base, tmp_path, targets, refused):
-    "Targets that the model lacks have no weights in it."
-    shutil.copytree(base/'world'/'model', tmp_path/'it', ignore=lambda *_: ['model.safetensors'])
-    plain = AutoModelForCausalLM.from_pretrained(base/'world'/'model', trust_remote_code=False)
-    settings = LoraConfig(target_modules=targets, init_lora_weights=False)
-    made = get_peft_model(plain, settings).eval()
-    made.save_pretrained(tmp_path/'it')
-    if refused:
-        with pytest.raises(ValueError, match=f'no place for .*{refused}'):
-            load_policy(str(tmp_path/'it'), config('sft', base))
-    else:
-        ids = torch.arange(3, 15)[None]
-        policy = load_policy(str(tmp_path/'it'), config('sft', base))
+Q = 'model.layers.0.self_attn.q_proj'
+ELSEWHERE = dict(   # settings, and what a refusal names
+    names=dict(target_modules=['q_proj', 'query']), path=dict(target_modules=[Q, 'up_proj']),
+    pattern=dict(target_modules=r'model\.layers\.1\..*_proj'), bias=dict(lora_bias=True),
+    rank=dict(rank_pattern={Q: 2}), alpha=dict(alpha_pattern={f'^{Q}': 64, 'v_proj': 1}),
+    scale=dict(use_rslora=True), layers=dict(layers_to_transform=[1], layers_pattern='layers'),
+    without=dict(exclude_modules=[Q]), parameter=dict(target_parameters=['mlp.up_proj.weight']),
+    principal=dict(init_lora_weights='pissa'))
+REFUSED = dict(embed_tokens=dict(target_modules=['q_proj', 'embed_tokens']),
+    lm_head=dict(target_modules=['q_proj', 'lm_head']), norm=dict(modules_to_save=['norm']),
+    no_bias=dict(lora_bias=True, target_modules=['o_proj']), use_dora=dict(use_dora=True),
+    bias=dict(bias='all'), trainable_token_indices=dict(trainable_token_indices=[3, 4]),
+    layer_replication=dict(layer_replication=[[0, 2], [1, 2]]),
+    alora_invocation_tokens=dict(alora_invocation_tokens=[3]), peft_type={}, of_tomorrow={})
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    "Makes an adapter with `peft`, on a model with biases, in `it`; returns what `peft` computes."
+    tiny.family('qwen2', tie_word_embeddings=False).save_pretrained(tmp_path/'base')
+    def load(): return AutoModelForCausalLM.from_pretrained(tmp_path/'base', trust_remote_code=False)
+    def make(**more):
+        settings = dict(target_modules=['q_proj', 'v_proj'], init_lora_weights=False) | more
+        made = get_peft_model(load(), LoraConfig(**settings))
         with torch.no_grad():
-            torch.testing.assert_close(policy.model(ids).logits, made(ids).logits, atol=1e-5, rtol=1e-4)
+            for n, p in made.named_parameters():
+                if 'lora_' in n: p.add_(.1)
+        made.save_pretrained(tmp_path/'it')
+        shutil.copy(tmp_path/'base'/'config.json', tmp_path/'it')
+        if more.get('layer_replication'): return
+        return PeftModel.from_pretrained(load(), tmp_path/'it').eval()(torch.arange(3, 15)[None]).logits
+    return tmp_path/'it', make
+
+
+@pytest.mark.parametrize('kind', ELSEWHERE)
+def test_an_adapter_from_elsewhere_computes_what_it_does_in_peft(elsewhere, kind):
+    folder, make = elsewhere
+    want = make(**ELSEWHERE[kind])
+    found = load_model(AutoModelForCausalLM, str(folder), torch.float32)(torch.arange(3, 15)[None])
+    torch.testing.assert_close(found.logits, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize('kind', REFUSED)
+def test_what_an_adapter_asks_for_and_does_not_get_is_refused_by_name(elsewhere, kind):
+    "In one line: another kind of adapter, and a setting of a later peft, among them."
+    folder, make = elsewhere
+    make(**REFUSED[kind])
+    file = folder/'adapter_config.json'
+    if kind == 'peft_type': tiny.write(file, read_json(file) | dict(peft_type='IA3'))
+    if kind == 'of_tomorrow': tiny.write(file, read_json(file) | dict(of_tomorrow=.5))
+    with pytest.raises(ValueError, match=f'{folder}.*{kind.replace("_", ".")}') as e:
+        load_model(AutoModelForCausalLM, str(folder), torch.float32)
+    assert '\n' not in str(e.value)
+
+
+def test_an_adapters_folder_as_peft_writes_it_is_told_what_it_lacks(elsewhere):
+    folder, make = elsewhere
+    make()
+    (folder/'config.json').unlink()
+    with pytest.raises(FileNotFoundError, match='is an adapter without config.json: copy'):
+        load_model(AutoModelForCausalLM, str(folder), torch.float32)
+
+
+WRITE = """
+import sys, torch, tiny
+from alpaca_farm.core.model.policy import add_adapter, lora_config, save_adapter
+from alpaca_farm.core.run.settings import HardwareConfig
+policy = add_adapter(tiny.policy('llama'), 'policy', lora_config(HardwareConfig(lora_rank=3)))
+save_adapter(policy, sys.argv[1])
+"""
+
+
+def test_equal_adapters_are_equal_bytes(tmp_path):
+    "In every process."
+    for i in range(3):
+        subprocess.run([sys.executable, '-c', WRITE, tmp_path/str(i)], check=True,
+                       env=tiny.environment(PYTHONPATH=f'{tiny.ROOT}:{tiny.ROOT}/tests'))
+    for name in ('adapter_model.safetensors', 'adapter_config.json', 'config.json'):
+        assert len({(tmp_path/str(i)/name).read_bytes() for i in range(3)}) == 1, name
 
 
 def test_a_reward_model_with_weights_of_its_own_is_read_once(base, models):

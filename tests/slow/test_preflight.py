@@ -50,6 +50,8 @@ def test_the_worlds_judge_refuses_other_data_first(refused, tmp_path, name):
 
 def length(records): return [float(len(r['output'])) for r in records]
 def broken(records): return [r['price'] for r in records]
+def table(records): return {'score': 1., 'length': 2.}
+def two(records): return [(1., len(r['output'])) for r in records]
 def silent(pairs): return [float('nan')]*len(pairs)
 
 
@@ -57,6 +59,12 @@ def silent(pairs): return [float('nan')]*len(pairs)
 def test_a_reward_that_fails_is_named_first(refused, name):
     spec = f'{__name__}:broken'
     refused(name, rf"reward_model = '{spec}' failed .*KeyError: 'price'", reward_model=spec)
+
+
+@pytest.mark.parametrize('spec', ['table', 'two'])
+def test_a_reward_of_another_shape_is_named_first(refused, spec):
+    spec = f'{__name__}:{spec}'
+    refused('ppo', f"reward_model = '{spec}' .*Let it give a list with one", reward_model=spec)
 
 
 def test_a_judge_without_verdicts_is_named_first(refused):
@@ -111,3 +119,52 @@ def test_another_vocabularys_value_model_starts_from_the_policy(base, models, tm
     assert not value.score.weight.any()
     value = ppo.value_model(ppo.PPOConfig(**tiny.settings('ppo', base)), models.policy)
     assert not capsys.readouterr().out and value.score.weight.any()
+
+
+CONTRADICTIONS = dict(   # of a generation_config; the last is refused by transformers itself
+    greedy=dict(do_sample=False, temperature=.6, top_p=.9), unset=dict(temperature=.7, top_k=20),
+    beams=dict(length_penalty=2., early_stopping=True),
+    cache=dict(use_cache=False, cache_implementation='hybrid'),
+    several=dict(do_sample=False, num_return_sequences=4))
+
+
+@pytest.fixture
+def policy_that(base, tmp_path):
+    "Makes a policy with settings of generation, which knows the end of a turn or does not."
+    def make(knows_end=True, **settings):
+        folder = tmp_path/f'that_{len([*tmp_path.iterdir()])}'
+        shutil.copytree(base/'sft'/'model', folder)
+        file = folder/'generation_config.json'
+        ends = json.loads(file.read_text())['eos_token_id']
+        tiny.write(file, dict(eos_token_id=ends if knows_end else 0, pad_token_id=0) | settings)
+        return str(folder)
+    return make
+
+
+@pytest.mark.parametrize('kind', CONTRADICTIONS)
+@pytest.mark.parametrize('name, more', [('sft', {}), ('sft', dict(lora_rank=2)),
+                                        ('binary_feedback', {}), ('quark', dict(lora_rank=2))])
+def test_a_model_that_can_be_read_can_be_saved_or_is_refused_first(
+        base, tmp_path, policy_that, capsys, kind, name, more):
+    "Whether an end of turns, tokens of control or nothing is added to what it has."
+    for knows in (True, False):
+        policy, out = policy_that(knows, **CONTRADICTIONS[kind]), tmp_path/f'{name}_{knows}'
+        def run(): return tiny.run(name, base, out, policy=policy, **more)
+        if kind == 'several':
+            with pytest.raises(ValueError, match='num_return_sequences'): run()
+            assert not out.exists()
+            continue
+        run()
+        assert f'{policy}: its generation_config.json contradicts' in capsys.readouterr().out
+        saved = load_policy(str(out), sft.SFTConfig(device='cpu')).model.generation_config
+        saved.validate(strict=True)
+        assert not {*CONTRADICTIONS[kind]} & {*saved.to_diff_dict()}
+
+
+@pytest.mark.parametrize('part', ['PreTrainedTokenizerFast', 'LlamaConfig'])
+@pytest.mark.parametrize('name', [*METHODS, 'reward_model'])
+def test_what_cannot_be_saved_is_refused_before_training(refused, monkeypatch, name, part):
+    import transformers
+    def cannot(*_, **__): raise TypeError('a set is not JSON serializable')
+    monkeypatch.setattr(getattr(transformers, part), 'save_pretrained', cannot)
+    refused(name, 'what is trained from it could not be saved .*not JSON')

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['alpaca_prompt', 'uses_chat', 'build_prompt', 'set_template_arguments', 'end_token', 'end_tokens', 'start_tokens',
            'encode_prompts', 'encode_responses', 'decode', 'pad', 'collate', 'rollout_batch', 'answer_batches',
-           'check_limit', 'within_limit', 'check_positions', 'encode']
+           'check_limit', 'within_limit', 'position_limit', 'check_positions', 'encode']
 
 # %% ../../../nbs/core/data/text.ipynb #c92dc902
 import math, re, warnings
@@ -163,16 +163,18 @@ _MARK = 'Zq7Zq'  # stands for a text, to see what a template puts around it
 
 def _read(tokens, tokenizer, before, opened):
     "Read tokens that stand behind others, without thoughts and without empty lines around them."
-    def text(**how):
-        return tokenizer.decode(before + tokens, **how)[len(tokenizer.decode(before, **how)):]
-    def closed(k): return '</think>' in tokenizer.decode(tokens[:k])
+    def read(ids, **how):   # with the spaces before punctuation
+        return tokenizer.decode(ids, clean_up_tokenization_spaces=False, **how)
+    def text(**how): return read(before + tokens, **how)[len(read(before, **how)):]
+    def closed(k): return '</think>' in read(tokens[:k])
     said = text()
     shown = text(skip_special_tokens=True)
     if without_thoughts(said, opened) != said:   # the tags may be special tokens
         k = bisect_left(range(len(tokens) + 1), True, key=closed)
-        answer = tokenizer.decode(tokens[k:], skip_special_tokens=True)
+        answer = read(tokens[k:], skip_special_tokens=True)
         shown = without_thoughts(f'</think>{answer}')
-    shown = shown.rstrip().removesuffix(NEXT_TURN)   # the end of an answer in a dialogue
+    shown = shown.rstrip().rstrip('\ufffd')   # the first bytes of a letter that was cut
+    shown = shown.removesuffix(NEXT_TURN)   # the end of an answer in a dialogue
     # a tokenizer that puts a space before a text, but not before a space
     if shown.startswith(' ') and not before and _ids(' a', tokenizer) == _ids('a', tokenizer):
         shown = f' {shown}'
@@ -185,6 +187,7 @@ class _Frame(NamedTuple):
     lead: str           # the text between these and the words
     gap: str            # the text between the words and the end
     end: int | None     # the special token there, if there is one
+    rest: list[int]     # the tokens behind it
     anchors: list[str]  # where the words stand, for `_ids_behind`
     before: list[int]   # tokens that an answer is read behind, in place of its prompt
     opened: bool        # whether the prompt begins a thought
@@ -210,7 +213,9 @@ def _frame_of(tokenizer, template, chat_template) -> _Frame:
     opened = prompt.rstrip().endswith('<think>')
     if opened and '</think>' not in lead: lead = '\n</think>\n\n'   # where the template has none
     added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
-    end = next((i for i in _ids(behind, tokenizer) if i in added), None)
+    last = _ids(behind, tokenizer)
+    end = next((i for i in last if i in added), None)
+    rest = [] if end is None else last[last.index(end) + 1:]
     gap = '' if end is None else behind.partition(added[end])[0]
     cut = 0   # behind the last special token
     for text in added.values():
@@ -223,7 +228,7 @@ def _frame_of(tokenizer, template, chat_template) -> _Frame:
     before = _ids(there[0], tokenizer)
     words = _ids_behind(anchors, [tail + _MARK], tokenizer)[0]
     shown = _read(begin + words, tokenizer, before, opened).partition(_MARK)[0]
-    return _Frame(begin, tail, gap, end, anchors, before, opened, '</think>' in lead, shown)
+    return _Frame(begin, tail, gap, end, rest, anchors, before, opened, '</think>' in lead, shown)
 
 
 def _frame(tokenizer, template) -> _Frame:
@@ -306,18 +311,35 @@ def encode_prompts(
     return prompts
 
 
+def _without_ends(texts, tokenizer, template):
+    "Take away ends of turns that are written out behind texts."
+    gap = _frame(tokenizer, template).gap
+    ends = {tokenizer.eos_token_id, _frame(tokenizer, 'auto').end} - {None}
+    written = tuple(tokenizer.convert_ids_to_tokens([*ends]))
+    bare = []
+    for text in texts:
+        while (cut := text.rstrip()).endswith(written):
+            for end in written: cut = cut.removesuffix(end)
+            text = cut.removesuffix(gap)
+        bare.append(text)
+    return bare
+
+
 def encode_responses(
     texts: list[str],
     tokenizer,
     ended: bool | list[bool] = True,   # whether an end is behind all, or each
     template: str = 'auto',            # as of `build_prompt`
     records: list[dict] | None = None,  # whose responses they are; instructions if not given
+    closed: bool = False,   # with what the template writes behind an end, where others read scores
 ) -> list[list[int]]:
     "Encode responses as they follow their prompts, with the end of an answer where they `ended`."
     if not texts: return []
     if isinstance(ended, bool): ended = [ended] * len(texts)
-    end = [end_token(tokenizer, template)] if any(ended) else []
     frame = _frame(tokenizer, template)
+    end = [end_token(tokenizer, template)] if any(ended) else []
+    if closed: end += frame.rest
+    texts = _without_ends(texts, tokenizer, template)
     begins = []
     words = []
     for text, over, record in zip(texts, ended, records or [{}] * len(texts), strict=True):
@@ -442,15 +464,24 @@ def within_limit(
     return rows
 
 
+def position_limit(policy) -> float:
+    "Count the tokens that a model can read; infinite where it has no table of positions."
+    limit = getattr(policy.config.get_text_config(), 'max_position_embeddings', None) or math.inf
+    for name, table in policy.model.named_modules():
+        if name.endswith('position_embeddings') and getattr(table, 'padding_idx', None) is not None:
+            limit = table.num_embeddings - table.padding_idx - 1   # those of RoBERTa begin behind it
+    return limit
+
+
 def check_positions(
-    model,
+    policy,
     length: int,   # in tokens
     what: str,     # how the sequence is named in the message
 ):
     "Refuse with a ValueError a sequence that is longer than the model can read."
-    limit = getattr(model.config.get_text_config(), 'max_position_embeddings', None) or math.inf
+    limit = position_limit(policy)
     if length <= limit: return
-    name = model.config._name_or_path or 'the model'
+    name = policy.config._name_or_path or 'the model'
     raise ValueError(f'{what}: {length} tokens, but {name} reads at most {limit} '
                      '(max_position_embeddings)')
 
@@ -461,17 +492,22 @@ def encode(
     tokenizer,
     max_length: int,   # of a prompt with its longest response, in tokens
     template: str = 'auto',   # as of `build_prompt`
+    closed: bool = False,     # as of `encode_responses`
 ) -> tuple[list[int], list, list]:   # rows that fit; their prompts; for each field, the responses
     "Encode the records that fit, with an end behind the responses that were not cut off."
     prompts = encode_prompts(records, tokenizer, template)
     responses = []
+    written = 0
     lengths = [0] * len(records)
     for field in fields:
         ended = [r.get(field.replace('output', 'ended'), True) for r in records]
         texts = [r[field] for r in records]
-        ids = encode_responses(texts, tokenizer, ended, template, records)
+        bare = _without_ends(texts, tokenizer, template)
+        written += sum(a != b for a, b in zip(texts, bare))
+        ids = encode_responses(bare, tokenizer, ended, template, records, closed)
         responses.append(ids)
         lengths = [max(n, len(p + r)) for n, p, r in zip(lengths, prompts, ids)]
+    if written: print(f'{written} answers have an end of turn written out: it is read as one')
     rows = within_limit(lengths, max_length)
     def kept(ids): return [ids[i] for i in rows]
     return rows, kept(prompts), list(map(kept, responses))

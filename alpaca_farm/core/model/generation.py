@@ -23,7 +23,7 @@ from .packing import kernel_of
 from .policy import Policy
 from ..run.processes import in_parts, once
 from ..run.progress import passes
-from ..data.text import end_tokens, pad
+from ..data.text import end_tokens, pad, position_limit
 
 # %% ../../../nbs/core/model/generation.ipynb #66297ef0
 def _uniform_stream(
@@ -319,13 +319,13 @@ def check_sampling(
         raise ValueError(f'{type(model).__name__} takes no past_key_values: it can be trained '
                          'with eval_split empty, and sampled with its generate()')
     words = model.get_input_embeddings().weight.shape[0]
-    limit = getattr(model.config.get_text_config(decoder=True), 'max_position_embeddings', None)
+    limit = position_limit(policy)
     for i, p in enumerate(prompts):
         if not len(p): raise ValueError(f'prompt {i} is empty; give it at least a start token')
         if not 0 <= min(p) <= max(p) < words:
             raise ValueError(f'prompt {i} has tokens {min(p)} to {max(p)}, '
                              f'the model 0 to {words - 1}: is this its tokenizer?')
-        if limit and len(p) + max_new_tokens > limit:
+        if len(p) + max_new_tokens > limit:
             raise ValueError(f'prompt {i} of {len(p)} tokens and max_new_tokens = '
                              f'{max_new_tokens} exceed max_position_embeddings = {limit}')
 

@@ -62,6 +62,16 @@ def _from_gguf(file: Path) -> str:
     return str(folder)
 
 
+def _refuse_pickles(folder: Path):
+    "ValueError if a model's files name weights that are no safetensors, which torch would unpickle."
+    named = [read_json(folder/'config.json').get('transformers_weights')]
+    for index in folder.glob('*.index.json'): named += read_json(index)['weight_map'].values()
+    for name in filter(None, named):
+        if not name.endswith(('.safetensors', '.safetensors.index.json')):
+            raise ValueError(f'{folder}: its weights are in {name}, and only safetensors are read. '
+                             'Save it again with transformers, which writes them')
+
+
 def model_path(spec: str) -> str:
     "The folder of a model, or its name on the hub; an error for a missing or damaged model."
     name = spec.partition('@')[0]
@@ -70,13 +80,17 @@ def model_path(spec: str) -> str:
                          'nbs/pretrained.ipynb')
     if at_root(spec).suffix == '.gguf' and at_root(spec).is_file(): return _from_gguf(at_root(spec))
     for folder in (at_root(spec)/'model', at_root(spec)):
-        files = list(folder.glob('*.safetensors'))
-        if not files or not (folder/'config.json').exists(): continue
-        read_json(folder/'config.json')
-        if is_adapter(folder): base_of(folder)
-        for p in files:
-            with open_tensors(p): pass
-        return str(folder)
+        files = [p for p in folder.iterdir() if p.suffix == '.safetensors'] if folder.is_dir() else []
+        if not files: continue
+        if (folder/'config.json').exists():
+            _refuse_pickles(folder)
+            if is_adapter(folder): base_of(folder)
+            for p in files:
+                with open_tensors(p): pass
+            return str(folder)
+        if is_adapter(folder):
+            raise FileNotFoundError(f'{spec} is an adapter without config.json: copy that, and the '
+                                    'files of the tokenizer, from its base model into the folder')
     if not at_root(spec).exists() and looks_like_hub(spec):
         return hub_snapshot(spec) if '@' in spec else ask_hub(spec)
     found = ''.join(f'. Did you mean {p}?' for p in [*at_root(spec).glob('*.gguf')][:1])
@@ -201,10 +215,8 @@ def loading_options(
 # %% ../../../nbs/core/model/loading.ipynb #ada10002
 def _saved_weights(folder: str, names: set[str]) -> dict[str, torch.Tensor]:
     "The weights of some names in a model's files, in the precision that they have there."
-    path = at_root(folder)
     found = {}
-    if names and not path.is_dir(): path = Path(hub_snapshot(folder))
-    for file in path.glob('*.safetensors'):
+    for file in Path(folder).glob('*.safetensors'):
         with open_tensors(file) as f: found |= {k: f.get_tensor(k) for k in names & set(f.keys())}
     return found
 
@@ -239,6 +251,7 @@ def load_model(
     "Load a model; ValueError if that fails, or weights are missing."
     from transformers.utils import logging
     folder = model_path(spec)
+    if not Path(folder).is_dir(): folder = model_path(hub_snapshot(folder))   # of the hub
     model_config(spec)   # refused before its weights are read
     if is_adapter(folder):
         if 'quantization_config' in options:
@@ -249,11 +262,12 @@ def load_model(
             options['num_hidden_layers'] = saved['num_hidden_layers']
         model = load_model(kind, base_of(folder), dtype, (*fresh, 'score.weight'), **options)
         policy = Policy(model, score=getattr(model, 'score', None))
-        merge(add_saved(policy, 'saved', folder, fresh))
+        try: merge(add_saved(policy, 'saved', folder, fresh))
+        except RuntimeError as e: raise ValueError(f'{spec}: {e}') from e   # of peft
         for name in ('likelihood', 'pooling', 'reward_mean', 'reward_std'):
             if name in saved and 'score.weight' not in fresh:
                 setattr(model.config, name, saved[name])
-        if model.can_generate():
+        if model.can_generate() and (Path(folder)/'generation_config.json').exists():
             model.generation_config = model.generation_config.from_pretrained(folder)
         return model
     level = logging.get_verbosity()
@@ -261,7 +275,7 @@ def load_model(
     logging.set_verbosity_error()
     try: model, info = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True,
                                             output_loading_info=True, trust_remote_code=False,
-                                            **options)
+                                            ignore_mismatched_sizes=True, **options)
     except (RuntimeError, ValueError, ImportError) as e:
         kernel = options.get('attn_implementation')
         reason = str(e).splitlines()[0]
@@ -273,6 +287,10 @@ def load_model(
         raise ValueError(f'{spec} holds a policy, not a reward model: it has no head')
     if 'score.weight' in info['unexpected_keys']:
         raise ValueError(f'{spec} holds a reward model, not a policy')
+    for name, saved, needed in info['mismatched_keys']:
+        if name in fresh: continue
+        one = ': a reward model has one score, not one for each class' if 'num_labels' in options else ''
+        raise ValueError(f'{spec}: {name} is {tuple(saved)} in its files, not {tuple(needed)}{one}')
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
     if 'num_labels' in options and dtype != torch.float32: _keep_head(model, folder)
     config = model.config.get_text_config()

@@ -11,6 +11,7 @@ __all__ = ['CARD', 'load_policy', 'load_reference', 'load_scalar', 'zero_head', 
 import os
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.nn.functional as F
@@ -28,12 +29,32 @@ from .policy import (add_adapter, add_saved, base_mark, base_of,
 from .sharding import gathered
 from ..run.files import at_root, atomic_folder, read_json, remove, root, write_json
 from ..run.processes import in_parts, written_once
-from ..run.progress import passes
+from ..run.progress import passes, tell
 from ..run.settings import Config
 
 # %% ../../../nbs/core/model/models.ipynb #ada10006
+def _try_saving(policy, spec: str):
+    "Write all but the weights, and throw it away; ValueError for what could be read but not saved."
+    model = policy.model
+    if model.can_generate():
+        given = model.generation_config
+        try: given.validate(strict=True)
+        except ValueError:
+            tell(f'{spec}: its generation_config.json contradicts itself. What is trained from it '
+                 'has none of its settings of sampling')
+            kept = ('bos_token_id', 'eos_token_id', 'pad_token_id', 'suppress_tokens')
+            model.generation_config = type(given)(**{k: getattr(given, k) for k in kept})
+    try:
+        with TemporaryDirectory() as folder:
+            for part in (model.config, policy.tokenizer): part.save_pretrained(folder)
+    except Exception as e:
+        raise ValueError(f'{spec}: what is trained from it could not be saved '
+                         f'({" ".join(str(e).split()):.200})') from e
+
+
 def _prepare_training(policy, spec: str, cfg: Config) -> Policy:
     "A model as it is trained: with an adapter and gradient checkpointing, where these are set."
+    _try_saving(policy, spec)
     if getattr(cfg, 'lora_rank', 0):
         path = model_path(spec)
         policy = add_adapter(policy, 'policy', lora_config(cfg), cfg.seed)
@@ -105,7 +126,7 @@ def load_scalar(
                          'be a reward_model, but no value model and no policy to train one from')
     arguments = {} if head == 'keep' else getattr(cfg, 'template_arguments', {})
     tokenizer = load_tokenizer(spec, model, arguments)
-    model.config.pad_token_id = tokenizer.pad_token_id
+    if head != 'keep': model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if head == 'zero': torch.nn.init.zeros_(model.score.weight)
     if head == 'normal':
         torch.nn.init.normal_(model.score.weight, std=(model.score.weight.shape[1] + 1) ** -.5)
@@ -286,9 +307,10 @@ def sequence_scores(
     mask: torch.Tensor,  # (B, T)
     response: torch.Tensor | None = None,  # (B, T), read if the model's config asks for it
 ) -> torch.Tensor:  # (B,)
-    """Score each row: the scalar head at its last real token, or its mean over the response, plus
-    `likelihood` times log p of the response."""
-    last = (mask * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
+    """Score each row: the scalar head at its last token that is no padding, or its mean over the
+    response, plus `likelihood` times log p of the response."""
+    real = mask * (ids != policy.config.get_text_config().pad_token_id)   # as in `transformers`
+    last = (real * torch.arange(1, mask.shape[1] + 1, device=mask.device)).argmax(1)
     weight = getattr(policy.config, 'likelihood', 0.)
     rows = torch.arange(len(ids), device=ids.device)
     read = before(response) * mask if weight else torch.zeros_like(mask)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..run.files import at_root, digest, file_hash, open_tensors, read_json
+from ..run.files import (at_root, digest, file_hash, looks_like_hub,
+    open_tensors, read_json, write_json)
 from ..run.settings import HardwareConfig
 
 # %% ../../../nbs/core/model/policy.ipynb #ada00008
@@ -115,7 +116,8 @@ def add_adapter(
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter('ignore')   # that there are several adapters
         torch.manual_seed(seed)
-        try: inject_adapter_in_model(config, trunk, name)
+        # a file's names begin at the model, and new adapters are in its trunk alone
+        try: inject_adapter_in_model(config, model if config.inference_mode else trunk, name)
         except ValueError as e:
             if isinstance(asked, set) and not linear & asked: _refuse_targets(asked, linear)
             raise ValueError(f'lora_targets = {asked}: {" ".join(str(e).split())}') from None
@@ -143,8 +145,9 @@ def own_weights(policy: Policy) -> dict[str, torch.nn.Parameter]:
     if policy.score is not None: named['score.weight'] = policy.score.weight
     if policy.adapter is None: return {n: p for n, p in named.items() if p.requires_grad}
     own = {}
+    trunk = f'{policy.model.base_model_prefix}.'
     for n, p in named.items():
-        adapter = '.lora_' in n and f'.{policy.adapter}.' in n
+        adapter = n.startswith(trunk) and '.lora_' in n and f'.{policy.adapter}.' in n
         if adapter or n.endswith('.rows') or n == 'score.weight': own[n] = p
     return own
 
@@ -216,14 +219,17 @@ def save_adapter(policy: Policy, folder):
     config = copy.copy(policy.lora)
     config.base_model_name_or_path = policy.base
     config.inference_mode = True
+    if isinstance(config.target_modules, set): config.target_modules = sorted(config.target_modules)
     config.save_pretrained(folder)
     model.config.save_pretrained(folder)
+    first = getattr(model.get_input_embeddings(), 'first', 0)   # of `TokenRows`
+    marks = dict(base_hash=policy.base_hash, first_row=first)
+    write_json(f'{folder}/config.json', read_json(f'{folder}/config.json') | marks)
     if model.can_generate(): model.generation_config.save_pretrained(folder)
     weights = {n: p.detach().to('cpu', copy=True).contiguous()
                for n, p in _peft_names(policy).items()}
-    first = getattr(model.get_input_embeddings(), 'first', '')   # of `TokenRows`
-    save_file(weights, at_root(folder)/'adapter_model.safetensors', metadata=dict(
-        format='pt', base_hash=policy.base_hash, first_row=str(first)))
+    # safetensors writes several keys in random order
+    save_file(weights, at_root(folder)/'adapter_model.safetensors', metadata=dict(format='pt'))
 
 
 def is_adapter(folder) -> bool:
@@ -233,9 +239,10 @@ def is_adapter(folder) -> bool:
 
 def base_of(folder) -> str:
     "The model under an adapter; ValueError if it is gone or has changed since."
-    base = read_json(at_root(folder)/'adapter_config.json')['base_model_name_or_path']
-    with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
-        mark = (f.metadata() or {}).get('base_hash')
+    adapter = read_json(at_root(folder)/'adapter_config.json')
+    base = adapter['base_model_name_or_path']
+    if adapter.get('revision') and looks_like_hub(base): base += f'@{adapter["revision"]}'
+    mark = read_json(at_root(folder)/'config.json').get('base_hash')
     found = base_mark(base)
     if not mark or found == mark: return base   # without a mark it is from the hub, or elsewhere
     raise ValueError(f'{folder} is an adapter of {base}, '
@@ -274,8 +281,7 @@ def merge(policy: Policy):
     layers = [(n, m) for n, m in trunk.named_modules() if hasattr(m, 'lora_A')]
     for path, layer in reversed(layers):   # experts have one inside another
         if policy.adapter in layer.lora_A:
-            w = getattr(layer.get_base_layer(), getattr(layer, 'parameter_name', 'weight'))
-            w.copy_((w.float() + layer.get_delta_weight(policy.adapter).float()).to(w.dtype))
+            layer.merge(adapter_names=[policy.adapter])
         trunk.set_submodule(path, layer.base_layer)
     tokens = model.get_input_embeddings()
     if isinstance(tokens, TokenRows):
@@ -286,6 +292,13 @@ def merge(policy: Policy):
     return model.requires_grad_(True)
 
 
+# the settings of an adapter that are read; another that is on would change what the model computes
+_READ = """task_type base_model_name_or_path revision inference_mode peft_version auto_mapping
+    r lora_alpha lora_dropout lora_bias use_rslora fan_in_fan_out init_lora_weights
+    target_modules target_parameters exclude_modules modules_to_save layers_to_transform
+    layers_pattern rank_pattern alpha_pattern""".split()
+
+
 def add_saved(
     policy: Policy,
     name: str,  # of the adapter in the model
@@ -294,9 +307,17 @@ def add_saved(
 ) -> Policy:  # with the adapter, on the same weights
     "Add a saved adapter to a model, with its head and its new tokens."
     from peft import LoraConfig
-    new = add_adapter(policy, name, LoraConfig.from_pretrained(str(at_root(folder))))
+    plain = LoraConfig().to_dict()
+    for key, value in read_json(at_root(folder)/'adapter_config.json').items():
+        if key not in _READ and value and value != plain.get(key):
+            raise ValueError(f'{folder}: an adapter with {key} = {value!r:.60} is not read. Add it '
+                             'to its base with peft (merge_and_unload), and name the sum')
+    config = LoraConfig.from_pretrained(str(at_root(folder)))
+    config.inference_mode = True
+    config.modules_to_save = None   # a head is read as the model's own
+    new = add_adapter(policy, name, config)
     with open_tensors(at_root(folder)/'adapter_model.safetensors') as f:
-        first = int((f.metadata() or {}).get('first_row') or 0)
+        first = read_json(at_root(folder)/'config.json').get('first_row', 0)
         rows = [f.get_slice(k).get_shape()[0] for k in f.keys() if k.endswith('.rows')]
     if rows:
         grow_tables(new.model, first + rows[0])

@@ -6,6 +6,7 @@
 __all__ = ['RewardConfig', 'score_records', 'reward', 'label_count']
 
 # %% ../../../nbs/core/model/rewards.ipynb #614cd976
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -52,7 +53,7 @@ def _encode_answers(policy, records: list[dict], template: str = 'auto'):
         reads_end = getattr(policy.config, 'reads_end', True)   # AlpacaFarm's read no end
         ended = [reads_end and r.get('ended', True) for r in records]
         prompts = encode_prompts(records, tokenizer, template)
-        return prompts, encode_responses(outputs, tokenizer, ended, template, records)
+        return prompts, encode_responses(outputs, tokenizer, ended, template, records, True)
     prompts = []
     answers = []
     for r, output in zip(records, outputs):
@@ -126,10 +127,13 @@ def reward(
     def score(records: list[dict]) -> list[float]:
         table = []
         for name, member in members.items():
-            scores = np.array(list(member(records)), dtype=float)
-            if len(scores) != len(records):
-                raise ValueError(f'the reward {name} gave {len(scores)} scores for '
-                                 f'{len(records)} answers')
+            found = member(records)
+            if not isinstance(found, (dict, str, set)): found = list(found)
+            scores = None
+            with suppress(TypeError, ValueError): scores = np.array(found, dtype=float)
+            if np.shape(scores) != (len(records),):
+                raise ValueError(f'the reward {name} gave {found!r:.60} for {len(records)} answers. '
+                                 'Let it give a list with one number for each')
             if not np.isfinite(scores).all():
                 raise ValueError(f'the reward {name} gave a score that is not a finite number')
             table.append(scores)

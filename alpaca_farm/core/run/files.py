@@ -36,6 +36,12 @@ def names_file(path):
         raise OSError(f'{path}: {e}') from e
 
 
+def _follow_umask(folder: Path):
+    "Give the files in a new folder the mode of new files; safetensors' own are its user's alone."
+    for path in folder.rglob('*'):
+        if path.is_file(): path.chmod(folder.stat().st_mode & 0o666)
+
+
 @contextlib.contextmanager
 def atomic_write(path):
     "Yield a temporary path that is renamed to `path` when the block succeeds, else removed."
@@ -45,6 +51,7 @@ def atomic_write(path):
         with names_file(path):
             folder.mkdir(parents=True, exist_ok=True)
             yield folder/path.name
+            _follow_umask(folder)
             with open(folder/path.name, 'rb+') as f: os.fsync(f.fileno())
             os.replace(folder/path.name, path)
     finally: shutil.rmtree(folder, ignore_errors=True)
@@ -92,6 +99,7 @@ def atomic_folder(folder: Path):
         with names_file(folder):
             temporary.mkdir(parents=True)
             yield temporary
+            _follow_umask(temporary)
             if folder.exists():
                 for path in folder.iterdir():   # what others have put there
                     copied = temporary/path.name
@@ -201,8 +209,8 @@ def save_state(path, state):
 def open_tensors(path):
     "Open a safetensors file for reading; ValueError naming a file that is truncated or damaged."
     from safetensors import safe_open, SafetensorError
-    try:
-        with safe_open(path, 'pt') as f: yield f
+    try:   # safetensors says of a file that may not be read that it is not there
+        with open(path, 'rb'), safe_open(path, 'pt') as f: yield f
     except (SafetensorError, ValueError, KeyError, TypeError) as e:
         raise ValueError(f'{path} is damaged ({e}): restore it or make it again; '
                          'if it is a checkpoint, delete it to start from the beginning') from e
