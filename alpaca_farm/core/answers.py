@@ -286,8 +286,8 @@ def _show_first(records: list[dict], tokenizer, template: str, sampled: bool):
     for name, text, ended in [] if sampled else learned_texts(records[0]):
         ids, = encode_responses([text], ended=ended, records=records[:1], **how)
         parts.append((f'learned, {name}', ids, ended))
-    if sampled: parts.append(('sampled, up to', [end_token(**how)], True))
     print(example_text(len(records), parts, tokenizer))
+    if sampled: print(f'  its answer is sampled, until {tokenizer.decode([end_token(**how)])!r}')
 
 
 def settle(

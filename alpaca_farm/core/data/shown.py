@@ -23,8 +23,8 @@ def cut_middle(
 
 # %% ../../../nbs/core/data/shown.ipynb #5e0a000a
 # columns that are read where they stand, beside those of codes
-_USED = {*PAIR_FIELDS, *ENDED, *SYSTEM, 'messages', 'output', 'scores', 'source', 'generator',
-         'generator_1', 'generator_2', 'score_chosen', 'score_rejected'}
+_USED = {*PAIR_FIELDS, *ENDED, *SYSTEM, 'messages', 'output', 'scores', 'score_chosen',
+         'score_rejected'}
 _LABELS = {*CODES, 'preference', 'label', 'win2_prob'}
 _MOST_VALUES = 8   # of labels that are shown one by one
 
@@ -48,6 +48,7 @@ def _say_labels(rows, records, columns) -> str:
     for row, record in zip(rows, records):
         meaning = _meaning(record)
         if not meaning: continue
+        if 'chosen' in row and 'better' in meaning: meaning = 'chosen is better'
         means[meaning] += 1
         values[', '.join(str(row.get(c)) for c in columns), meaning] += 1
     if not columns or len(values) > _MOST_VALUES:
@@ -71,9 +72,9 @@ def describe_columns(
     used = [c for c in columns if c not in unused]
     said = _say_labels(rows, records, labels)
     if known.issuperset(columns) and not said: return ''
-    text = f'{len(rows):,} rows, of which {", ".join(used)} are used'
-    if unused: text += f' and {", ".join(unused)} are not'
-    return f'{text}\n  labels {", ".join(labels)}: {said}' if said else text
+    text = f'{len(rows):,} rows; used: {", ".join(used)}'
+    if unused: text += f'; not used: {", ".join(unused)}'
+    return f'{text}\n  {" ".join(["labels", *labels])}: {said}' if said else text
 
 # %% ../../../nbs/core/data/shown.ipynb #5e0a000d
 def learned_texts(
@@ -83,7 +84,8 @@ def learned_texts(
     if 'output_1' in record:
         p = record.get('preference') or 1.5
         names = 'answer 1', 'answer 2'
-        if p != 1.5: names = f'better answer (with {max(p - 1, 2 - p):.0%})', 'worse answer'
+        if p != 1.5: names = 'better answer', 'worse answer'
+        if p not in (1, 1.5, 2): names = f'better answer (by {max(p - 1, 2 - p):.0%})', names[1]
         order = (2, 1) if p > 1.5 else (1, 2)
         return [(name, record[f'output_{k}'], record.get(f'ended_{k}', True))
                 for name, k in zip(names, order)]
@@ -108,7 +110,8 @@ def example_text(
     lines = [f'the first of {count:,} records, as the model reads it:']
     for name, ids, ended in parts:
         text = cut_middle(tokenizer.decode(ids), most)
-        lines.append(f'  {name}, {len(ids)} tokens: {text!r}' + ', cut off'*(not ended))
+        lines.append(f'  {name} ({len(ids)} tokens): {text!r}')
+        if not ended: lines[-1] += ', cut off: no end is learned'
     return '\n'.join(lines)
 
 # %% ../../../nbs/core/data/shown.ipynb #5e0a0010
