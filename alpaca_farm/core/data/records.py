@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'unique_fields', 'read_text', 'read_rows', 'check_field', 'check_record',
-           'check_records', 'load_rows', 'load_records', 'without_lists', 'each_answer', 'candidate_pair',
+           'check_records', 'remarks', 'load_rows', 'load_records', 'without_lists', 'each_answer', 'candidate_pair',
            'select_candidates', 'merge_candidates']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
@@ -301,7 +301,7 @@ def _remarks_on_labels(rows):
     if both: yield f'{both} of {len(better)} pairs are labelled both ways'
 
 
-def _remarks(rows, kind):
+def remarks(rows, kind):
     "Yield what is valid in records but rarely meant."
     for name, type_ in dict(input=str, **FIELDS[kind]).items():
         if type_ is not float: yield from _remarks_on_texts(rows, name)
@@ -348,7 +348,7 @@ def load_records(
     if said: notice(f'{where}: {said}')
     repeated = len(rows) - len(unique)
     if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
-    for remark in _remarks(unique, kind): notice(f'{where}: {remark}')
+    for remark in remarks(unique, kind): notice(f'{where}: {remark}')
     return unique
 
 
