@@ -209,21 +209,20 @@ def shared_prompts(parts: list[Part]) -> list[tuple]:   # name, sentence, rows
 
 # %% ../nbs/look_at_data.ipynb #100ka022
 def collect_votes(
-    records: list[dict],   # pairs with `preference` and maybe `annotator`, or `votes` by name
+    records: list[dict],   # pairs with `preference` and `annotator`, or with `votes` by name
 ) -> tuple[list[dict], list[int]]:   # pairs with `votes`; rows that repeat an annotator's vote
     "Collect the votes on each pair, whichever of its answers comes first."
     pairs = {}
     again = []
     for i, record in enumerate(records):
-        who = str(record.get('annotator', 'people'))
-        votes = record.get('votes') or {who: record.get('preference')}
+        votes = record.get('votes') or {}
+        if 'annotator' in record: votes = {str(record['annotator']): record.get('preference')}
         pair = pairs.setdefault(tuple(pair_identity(record)), dict(record, votes={}))
         exchanged = record['output_1'] != pair['output_1']
         for name, vote in votes.items():
             if vote not in (1, 1.5, 2): continue   # none, or a soft label
-            known = name in pair['votes']
-            if known and 'annotator' in record: again.append(i)
-            else: pair['votes'][name + "'"*known*i] = 3 - vote if exchanged else vote
+            if name in pair['votes']: again.append(i)
+            else: pair['votes'][name] = 3 - vote if exchanged else vote
     return list(pairs.values()), again
 
 
@@ -330,7 +329,7 @@ def lengths_figure(parts: list[Part], lengths: list[dict], limits: dict[str, int
             if setting in counts: ax.hist(counts[setting], bins, histtype='step', label=part.name)
         ax.axvline(limits[setting], color='C3', ls='--', lw=1)
         longer = np.mean([n > limits[setting] for n in every])
-        ax.set(xlabel=f'tokens of {_LIMITS[setting]}', ylabel='records', yscale='log')
+        ax.set(xlabel=f'tokens of {_LIMITS[setting]}', ylabel='records (log)', yscale='log')
         ax.set_title(f'{longer:.1%} beyond {setting} = {limits[setting]}', fontsize=9)
     if len(parts) > 1: axes[0, 0].legend(fontsize=8)
     return fig
@@ -348,6 +347,7 @@ def labels_figure(part: Part):
     if share and not part.by_coin:
         ends = f'[{share.low:.1%}, {share.high:.1%}]'
         title += f';\nthe first answer is better in {share.value:.1%} {ends}'
+    if part.by_coin: title += ';\nwhich answer is the first is drawn by a coin'
     ax.set(xlabel='label (1: the first answer is better, 2: the second)', ylabel='pairs')
     ax.set_title(title, fontsize=9)
     return fig
@@ -388,7 +388,7 @@ def shared_figure(parts: list[Part]):
     if len(parts) < 2: return
     prompts = [{_plain_prompt(r) for r in part.records} for part in parts]
     table = np.array([[len(a & b) for b in prompts] for a in prompts])
-    size = 1.6 + .7*len(parts), 1.2 + .5*len(parts)
+    size = 2.6 + .7*len(parts), 1.6 + .5*len(parts)
     fig, ax = plt.subplots(figsize=size, layout='constrained')
     ax.imshow(table/table.diagonal()[:, None], cmap='Blues', vmin=0, vmax=1, aspect='auto')
     for (i, j), n in np.ndenumerate(table):
@@ -397,6 +397,7 @@ def shared_figure(parts: list[Part]):
     names = [part.name for part in parts]
     ax.set_xticks(range(len(parts)), names, rotation=30, ha='right')
     ax.set_yticks(range(len(parts)), names)
+    ax.set(xlabel="prompts of the row's split that the column's has", ylabel='split')
     most = max(table[i, j] for i, j in combinations(range(len(parts)), 2))
     ax.set_title(f'two splits share at most {most:,} prompts', fontsize=9)
     return fig

@@ -119,7 +119,7 @@ def test_a_run_says_what_is_odd_and_leaves_it(base, tmp_path, capsys):
     assert 'the first of 60 records, as the model reads it' in said
     cfg = tiny.config('look_at_data', **tiny.settings('look_at_data', base, out=str(out)))
     assert len(tiny.show_results('look_at_data', cfg)) > 2
-    with pytest.raises(FileNotFoundError, match='there is no .*it holds config.json') as e:
+    with pytest.raises(FileNotFoundError, match='there is no .*it holds calibration.json') as e:
         read_parts(str(base/'reward_model'))
     assert '\n' not in str(e.value)
 
