@@ -145,7 +145,7 @@ def run(cfg: BestOfNConfig):
         chunk = len(asked)   # answers are stored one by one, and the forecast is of all
     elif not cfg.samples:
         policy = load_policy(cfg.policy, cfg)
-        settle(this_run, policy.tokenizer, asked)
+        settle(this_run, policy.tokenizer, asked, sampled=True)
         use_sampler(policy, cfg, at_root(cfg.out))
         preflight(cfg, ('split',), policy, reward=rewards)
         fit, _ = fitting_prompts(asked, policy.tokenizer, cfg)

@@ -85,7 +85,7 @@ def _check_prompts(run, data: dict):
     cfg = run.cfg
     prompts = data['prompts']
     tokenizer = load_tokenizer(cfg.model, arguments=cfg.template_arguments)
-    settle(run, tokenizer, prompts + data.get('preferences', []))
+    settle(run, tokenizer, prompts + data.get('preferences', []), sampled=True)
     lengths = [len(p) for p in encode_prompts(prompts, tokenizer, cfg.template)]
     check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     if len(prompts) < 3:

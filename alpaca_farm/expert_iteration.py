@@ -105,7 +105,7 @@ def train(cfg: ExpertIterationConfig):
         cfg.max_instances = each
         tell(f'max_instances {each}: {len(asked)} instructions in {cfg.rounds} rounds')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
-    settle(run, tokenizer, asked[:cfg.max_instances])
+    settle(run, tokenizer, asked[:cfg.max_instances], sampled=True)
     run.load()
     run.config['steps'] = cfg.rounds
     run.write('config.json', run.config)

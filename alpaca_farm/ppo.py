@@ -317,7 +317,7 @@ def train(cfg: PPOConfig):
     judge = load_annotators(cfg.annotators, cfg) if cfg.annotators else None
     torch.manual_seed(cfg.seed)
     policy = load_policy(cfg.policy, cfg, train=True)
-    settle(run, policy.tokenizer, load_split(cfg, 'split'))
+    settle(run, policy.tokenizer, load_split(cfg, 'split'), sampled=True)
     reference = load_reference(policy, cfg)
     value = value_model(cfg, policy)
     reward_of = reward_beside(policy, value, cfg)

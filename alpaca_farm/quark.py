@@ -181,7 +181,7 @@ def train(cfg: QuarkConfig):
     torch.manual_seed(cfg.seed)
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
-    settle(run, tokenizer, load_split(cfg, 'split'))
+    settle(run, tokenizer, load_split(cfg, 'split'), sampled=True)
     reference = load_reference(policy, cfg)   # its tokenizer gets no tokens
     records, prompts, too_long = load_prompts(cfg, tokenizer)
     reward_of = reward(cfg.reward_model, cfg, cfg.template)

@@ -86,7 +86,8 @@ def farm_mark(path: Path, farm: Path) -> str:
     "The fingerprint of the farm that a notebook shows, `own` for none, empty if it is not made."
     cells = read_json(path)['cells']
     reads = any('farm_jobs(' in ''.join(c['source']) for c in cells)
-    own = path.parent.name == 'studies' or path.stem in ('real', 'ppo_single', 'exercises')
+    own = path.parent.name == 'studies' or path.stem in (
+        'real', 'ppo_single', 'exercises', 'look_at_data')
     if own and not reads: return 'own'
     return run_config(farm).get('fingerprint', '')
 

@@ -62,6 +62,7 @@ def settings(notebook, base, **more):
     inputs = dict(
         world={}, sft=dict(data=world, policy=world), rlcd=dict(data=world, policy=world),
         annotators=dict(outputs=samples, annotators=pool), reward_model=pairs,
+        look_at_data=dict(data=labels, policy=sft),
         dpo=pairs | on_policy, binary_feedback=pairs | on_policy | dict(annotators=pool),
         best_of_n=rewarded, expert_iteration=rewarded, quark=rewarded, ppo=rewarded,
         rrhf=dict(rewarded, perplexity_model=world,

@@ -21,6 +21,7 @@ import numpy as np
 from .data.records import each_answer, load_records, without_lists
 from .data.preferences import ENDED, verdicts_over
 from .data.formats import notice
+from .data.shown import example_text, learned_texts
 from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
 from .run.defaults import count_weights
 from alpaca_farm.core.run.files import (append_lines, at_root, hub_snapshot, looks_like_hub,
@@ -34,7 +35,7 @@ from .run.runs import read_log, read_summary
 from .run.settings import (Amount, Arguments, as_list, by_size, Config,
     Count, Nucleus, Positive, sized_defaults, Template)
 from .data.text import (check_limit, check_positions, decode, encode_prompts,
-    encode_responses, uses_chat, within_limit)
+    encode_responses, end_token, uses_chat, within_limit)
 
 # %% ../../nbs/core/answers.ipynb #31bd2fa0
 @dataclass
@@ -278,13 +279,26 @@ def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
     found['max_length'] = max(found['max_length'], sampled)
 
 
+def _show_first(records: list[dict], tokenizer, template: str, sampled: bool):
+    "Print the first record as the model reads it, with what it learns."
+    how = dict(tokenizer=tokenizer, template=template)
+    parts = [('prompt', encode_prompts(records[:1], **how)[0], True)]
+    for name, text, ended in [] if sampled else learned_texts(records[0]):
+        ids, = encode_responses([text], ended=ended, records=records[:1], **how)
+        parts.append((f'learned, {name}', ids, ended))
+    print(example_text(len(records), parts, tokenizer))
+    if sampled: print(f'  its answer is sampled, until {tokenizer.decode([end_token(**how)])!r}')
+
+
 def settle(
     run, tokenizer,
     records: list[dict],  # that are learned from, or answered
     measured: list[dict] = [],   # that only a loss is measured on
+    sampled: bool = False,  # whether the answers are the model's, not those of the records
 ):
-    "Fit the settings that were left open to model and data, and say what was taken and why."
+    "Show the first record, fit the settings that were left open to model and data, and say why."
     cfg = run.cfg
+    _show_first(records, tokenizer, cfg.template, sampled)
     if not cfg.left_open: return
     model = getattr(cfg, cfg.sized_by)
     if looks_like_hub(model) and not count_weights(model): hub_snapshot(model)

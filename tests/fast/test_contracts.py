@@ -22,7 +22,7 @@ MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py
 CORE = ['data.dialogues',
         'run.progress run.files functional ask.store data.preferences',
         'run.defaults data.formats',
-        'run.settings',
+        'run.settings data.shown',
         'model.policy run.processes',
         'data.records model.control model.sharding model.packing',
         'ask.judge_configs data.text model.memory',

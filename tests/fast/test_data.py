@@ -304,7 +304,13 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     def said(rows, kind):
         load_records(write(tmp_path/'a.json', rows), kind=kind)
         return capsys.readouterr().out
-    assert said(ROWS + [dict(ROWS[0], extra='x')], 'output') == said(PAIRS, 'preference') == ''
+    where = tmp_path/'a.json'
+    assert said(ROWS + [dict(ROWS[0], extra='x')], 'output') == (
+        f'{where}: 6 rows; used: instruction, input, output; not used: extra\n')
+    assert said(PAIRS, 'preference') == (
+        f'{where}: 5 rows; used: instruction, input, output_1, output_2, preference\n'
+        '  labels preference: 1.0 = the first is better (1); 1.25 = the first is better (1); 1.5 = '
+        'both are as good (1); 1.75 = the second is better (1); 2.0 = the second is better (1)\n')
     assert load_records(write(tmp_path/'a.json', ROWS + ROWS[:2]), kind='output') == ROWS
     assert 'a.json: 2 exact duplicates are left out' in capsys.readouterr().out
     odd = [dict(ROWS[0], input='nan'), dict(ROWS[1], input='nan'), dict(ROWS[2], output='NaN'),
@@ -395,7 +401,7 @@ def test_prompts_that_two_splits_share_are_counted(tmp_path, capsys):
         return capsys.readouterr().out
     given = {}
     apart = dict(sft=ROWS[:2], val=ROWS[2:3], eval=ROWS[3:])
-    assert said(sft.SFTConfig, **apart) == ''
+    assert 'are also in' not in said(sft.SFTConfig, **apart)
     told = said(sft.SFTConfig, **apart | dict(val=ROWS[1:3], eval=ROWS[2:]))
     assert f'{tmp_path}: 1 of 2 prompts of val are also in sft' in told
     assert f'{tmp_path}: 1 of 3 prompts of eval are also in val' in told
@@ -403,7 +409,7 @@ def test_prompts_that_two_splits_share_are_counted(tmp_path, capsys):
     given = dict(preferences=write(tmp_path/'labels.json', labels[3:]))
     assert f'2 of 3 prompts of eval are also in {given["preferences"]}' in said(dpo.DPOConfig)
     given = dict(preferences=write(tmp_path/'others.json', labels[:2]))
-    assert said(dpo.DPOConfig) == ''
+    assert 'are also in' not in said(dpo.DPOConfig)
     given = dict(candidates=write(tmp_path/'labels2.json', labels[4:]), n=0)
     assert '1 of 3 prompts of eval are also in' in said(rrhf.RRHFConfig)
 

@@ -134,7 +134,8 @@ def test_a_run_fits_what_was_left_open_to_its_data(base, tmp_path, capsys):
     assert cfg.max_prompt > 256 and cfg.max_length >= cfg.max_prompt + cfg.max_new_tokens
     assert {*run.config['settings']} == {*cfg.left_open} and cfg.warmup == .2
     said = capsys.readouterr().out
-    assert said.count('\n') == 1 and '135M weights, 60 records, lora_rank 0' in said
+    assert said.startswith('the first of 60 records') and said.count('learned, ') == 2
+    assert '135M weights, 60 records, lora_rank 0' in said.splitlines()[-1]
     assert f'learning_rate {cfg.learning_rate:g}' in said
     # what was set stays
     run = Run(DPOConfig(**given, batch_size=32, max_prompt=40), dict(settings={}))

@@ -172,7 +172,9 @@ def test_the_time_is_forecast_from_the_first_answers(tmp_path, server, monkeypat
     monkeypatch.setattr(ApiClient, 'send', send_in_turn)
     monkeypatch.setattr(Progress, 'show', lambda _, line, *more: shown.append((time.time(), line)))
     client_of(tmp_path, server, concurrency=16)(asked(40))
-    assert capsys.readouterr().out == 'asking: 40 requests to judge; price unknown\n'
+    assert capsys.readouterr().out == ('asking: 40 requests to judge; price unknown\n'
+                                       'asking: the first request, model = judge\n'
+                                       '  user: Say word 0.\n')
     at, line = next(s for s in shown if ' left' in s[1])
     assert int(line.split()[1][:-3]) < 20
     assert float(re.search(r'(\d+) s left', line)[1]) == pytest.approx(time.time() - at, rel=.5)

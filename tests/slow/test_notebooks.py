@@ -47,6 +47,7 @@ def own(f):
             policy=sft, bank=f'{f}/eval_samples', references=references, instances=20, world=world,
             proxies=[f'{f}/reward_model', f'{f}/reward_model_crowd'],
             policies=[f'{f}/{m}' for m in ('ppo', 'rloo', 'dpo', 'quark')]),
+        look_at_data=dict(data=f'{f}/annotators', policy=sft),
         compare=dict(folders=[f'{f}/dpo', f'{f}/ppo'], annotators=f'{world}/crowd.json'),
         real=dict(model=sft, n=2, max_prompt=120, max_new_tokens=16,
                   sizes=f'{tiny.ROOT}/tests/data/real.yaml'),

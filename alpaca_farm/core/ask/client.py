@@ -18,6 +18,7 @@ from filelock import AsyncFileLock, Timeout
 
 from .judge_configs import JudgedConfig, parse_decoding
 from .store import endpoint_name, json_text, limit_reached, request_key, Store
+from ..data.shown import request_text
 from ..run.files import at_root, notebooks_folder, read_yaml
 from ..run.progress import Progress
 from ..run.settings import Amount, Config, Scale
@@ -588,6 +589,7 @@ class ApiClient:
             read_before = readable and any(check(*known) for known in answers.items())
             self.begin(todo, check if readable and not read_before else None)
             self.print_forecast(list(todo.values()))
+            if not self.tally.asked: print(request_text(self.name, next(iter(todo.values()))))
             self.progress = Progress(self.name, len(todo))
             self.run_loop()
             if self.fatal:

@@ -13,6 +13,7 @@ from .client import answer_text, ApiClient, ApiConfig, ask_until_read
 from .judge_configs import adapt_decoding, parse_decoding
 from ..data.dialogues import without_thoughts
 from ..data.preferences import hash_uniform
+from ..data.shown import example_text
 from ..data.text import decode, encode_prompts, encode_responses, start_tokens
 from ..model.generation import generate
 from ..model.models import next_log_odds
@@ -62,8 +63,15 @@ class LocalWriter:
     def __init__(self, policy: Policy, cfg):
         self.cfg = cfg
         self.policy = policy
+        self.shown = False   # whether the first prompt is
         config = self.policy.config.get_text_config()
         self.longest = getattr(config, 'max_position_embeddings', None) or math.inf
+
+    def show_first(self, rows: list[list[int]]):
+        "Print the first prompt that is asked, once."
+        parts = [('prompt', row, True) for row in rows[:1]]
+        if not self.shown: print(example_text(len(rows), parts, self.policy.tokenizer, 4000))
+        self.shown = True
 
     def write(self,
         prompts: list,          # texts or lists of messages
@@ -81,6 +89,7 @@ class LocalWriter:
                 written.append(Written(text, one.ended))
             return written
         rows = [prompt_tokens(prompt, self.policy.tokenizer) for prompt in prompts]
+        self.show_first(rows)
         limit = min(cfg.max_prompt, self.longest - cfg.max_new_tokens)
         fits = [len(row) <= limit for row in rows]
         return _where(fits, rows, sample, Written('', False, 'long_prompt'))
@@ -94,6 +103,7 @@ class LocalWriter:
             odds = next_log_odds(self.policy, starts, tokens)
             return odds.double().sigmoid().tolist()
         rows = [label_tokens(prompt, labels, self.policy.tokenizer) for prompt in prompts]
+        self.show_first([shared for shared, _ in rows])
         fits = [len(shared) <= self.longest for shared, _ in rows]
         return _where(fits, rows, chances, math.nan)
 

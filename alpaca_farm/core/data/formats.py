@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FIELDS', 'READERS', 'CODES', 'SAY_CODE', 'check_whole', 'default_sources', 'Reader', 'find_reader', 'known_formats',
-           'check_code', 'read_ended', 'notice', 'as_records']
+           'check_code', 'read_ended', 'notice', 'parse_columns', 'as_records']
 
 # %% ../../../nbs/core/data/formats.ipynb #2d318e86
 import json, re
@@ -404,7 +404,7 @@ def notice(text: str):
     print(text.removeprefix(f'{root()}/'))
 
 
-def _parse_columns(columns) -> dict[str, str]:
+def parse_columns(columns) -> dict[str, str]:
     "Read the names of columns, as in instruction=question,output=answer: ours by theirs."
     if not columns: return {}
     pairs = [part.strip().split('=') for part in columns.split(',')]
@@ -453,7 +453,7 @@ def as_records(
     columns: str = '',   # names of columns, as in instruction=question,output=answer
 ) -> list[dict]:
     "Read rows by the readers of their formats; ValueError names file, row and field."
-    names = _parse_columns(columns)
+    names = parse_columns(columns)
     records = []
     notes = Counter()
     for i, row in enumerate(rows):

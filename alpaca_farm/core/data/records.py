@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'unique_fields', 'read_text', 'read_rows', 'check_field', 'check_record',
-           'check_records', 'load_rows', 'load_records', 'without_lists', 'each_answer', 'candidate_pair',
+           'check_records', 'remarks', 'load_rows', 'load_records', 'without_lists', 'each_answer', 'candidate_pair',
            'select_candidates', 'merge_candidates']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
@@ -17,8 +17,9 @@ import numpy as np
 from .dialogues import (check_messages, dialogue_text, naming, parse_dialogue,
     prompt_key, prompt_messages, with_system)
 from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, known_formats, notice,
-    SAY_CODE)
+    parse_columns, SAY_CODE)
 from .preferences import answer_of, ENDED, is_preference, pair_identity
+from .shown import describe_columns
 from ..run.files import at_root, looks_like_hub, missing_path
 from ..run.settings import as_list
 
@@ -300,7 +301,7 @@ def _remarks_on_labels(rows):
     if both: yield f'{both} of {len(better)} pairs are labelled both ways'
 
 
-def _remarks(rows, kind):
+def remarks(rows, kind):
     "Yield what is valid in records but rarely meant."
     for name, type_ in dict(input=str, **FIELDS[kind]).items():
         if type_ is not float: yield from _remarks_on_texts(rows, name)
@@ -337,14 +338,17 @@ def load_records(
     "Read the records of a file or dataset, checked, each once; ValueError names row and field."
     kinds = (kind,) if isinstance(kind, str) else kind
     rows, where = load_rows(spec, (name,) if isinstance(name, str) else name)
-    rows = as_records(rows[:n or None], where, kinds, columns)
+    read = rows[:n or None]
+    rows = as_records(read, where, kinds, columns)
+    said = describe_columns(read, rows, parse_columns(columns))
     kind = _kind_of(rows[0] if rows else {}, kinds)
     rows = check_records(rows, kind, where)
     by_text = {json.dumps(r, sort_keys=True, default=str): r for r in rows}
     unique = list(by_text.values())
+    if said: notice(f'{where}: {said}')
     repeated = len(rows) - len(unique)
     if repeated: notice(f'{where}: {repeated} exact duplicates are left out')
-    for remark in _remarks(unique, kind): notice(f'{where}: {remark}')
+    for remark in remarks(unique, kind): notice(f'{where}: {remark}')
     return unique
 
 

@@ -152,6 +152,44 @@ class _Tracking:
                   f'({type(e).__name__}: {reason}); the log is in {self.folder}')
             self.name = ''
 
+# %% ../../../nbs/core/run/runs.ipynb #6c1d5e02
+_FIRST = 'preferences', 'candidates', 'outputs'   # of several, the one that need not be named
+
+
+def _files_alike(folder) -> list[list[str]]:
+    "List the names of a run's files of records, those with the same columns together."
+    alike = {}
+    for path in sorted(folder.glob('*.json')):
+        rows = read_json(path)
+        records = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        if not (records and rows): continue
+        kinds = {}   # of the values of each column
+        for row in rows:
+            for name, value in row.items():
+                kinds.setdefault(name, set())
+                if value is not None: kinds[name].add(type(value).__name__)
+        columns = sorted((name, sorted(found)) for name, found in kinds.items())
+        alike.setdefault(digest(columns), []).append(path.stem)
+    def place(names): return -len(names), names[0] not in _FIRST, names[0] != _FIRST[0], names
+    return sorted(alike.values(), key=place)
+
+
+def _write_card(folder):
+    "Write the `README.md` by which `datasets` reads a run's records; remove it if there are none."
+    head = '---\nconfigs:\n'
+    said = ''
+    for k, names in enumerate(_files_alike(folder)):
+        name = names[0] if len(names) == 1 else 'default'
+        head += f'- config_name: {name}\n' + '  default: true\n'*(not k) + '  data_files:\n'
+        for stem in names:
+            split = re.sub(r'\W', '_', stem)
+            head += f'  - split: {split}\n    path: {stem}.json\n'
+        call = f"load_dataset('{folder.name}'" + f", '{name}'"*bool(k) + ')'
+        said += f'- `{call}`: {", ".join(names)}\n'
+    if not said: return (folder/'README.md').unlink(missing_ok=True)
+    text = f'{head}---\n\n# {folder.name}\n\nThe records of a run, as `datasets` reads them:\n\n{said}'
+    with atomic_write(folder/'README.md') as p: p.write_text(text, encoding='utf-8')
+
 # %% ../../../nbs/core/run/runs.ipynb #dc826cf0
 def free_name(folder: Path) -> Path:
     "Find the first of name~1, name~2, ... that is not taken."
@@ -284,6 +322,7 @@ class Run:
         elapsed = self.elapsed()
         times = dict(cpu_seconds=round(elapsed['cpu'], 2), seconds=round(elapsed['wall'], 2))
         write_json(self.path('config.json'), self.config)
+        _write_card(self.folder)
         files = dict(files=written_hashes(self.folder))
         if self.health.warnings: files['warnings'] = [*self.health.warnings.values()]
         write_json(self.path('summary.json'), summary | times | _peak_memory() | files)

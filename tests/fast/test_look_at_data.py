@@ -1,0 +1,193 @@
+"""What is seen before anything is trained or paid for: findings, first records, and runs' data."""
+import shlex
+
+import pytest
+
+import tiny
+from alpaca_farm.core.data.formats import as_records
+from alpaca_farm.core.data.shown import describe_columns, learned_texts
+from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.runs import read_summary, _write_card
+from alpaca_farm.look_at_data import (collect_votes, count_tokens, find_odd, LookAtDataConfig,
+    read_parts, training_command)
+
+LIMITS = dict(max_prompt=60, max_new_tokens=20, max_length=70)
+
+
+def row(i, **more):
+    asked = dict(instruction=f'Which number comes after {i}?', input='')
+    both = dict(output_1=f'It is {i + 1}.', output_2=f'It is {i}!', preference=1. + i % 2)
+    return asked | both | dict(annotator='ann') | more
+
+
+def odd(folder, rows, **files):
+    "What is found in a file of labels, and in others beside it, by split."
+    tokenizer = tiny.letters()
+    for name, others in dict(preferences=rows, **files).items():
+        tiny.write(folder/f'{name}.json', others)
+    parts = read_parts(str(folder))
+    lengths = [count_tokens(part.records, tokenizer) for part in parts]
+    return [(f['split'], f['finding'], f['rows']) for f in
+            find_odd(parts, lengths, LIMITS, tokenizer.all_special_tokens)]
+
+
+CLEAN = [row(i) for i in range(20)]
+WHOLE = [row(30), row(31)]   # beside which a fault stands, the last row that is read
+PLANTED = {   # a finding, by what is planted behind the clean rows
+    'longer than max_prompt = 60 tokens': [row(32, instruction='Which number? ' * 5)],
+    'longer than max_new_tokens = 20 tokens': [row(32, output_2='It is a number. ' * 2)],
+    'longer than max_length = 70 tokens': [row(32, instruction='x' * 55, output_1='It is 33, yes.')],
+    '1 rows repeat another exactly': [row(3)],
+    '1 rows have no label, or two equal answers': [row(32, preference=None)],
+    'output_1 is empty in 1 of 21': [row(32, output_1='')],
+    "output_2 is 'nan' in 1 of 21": [row(32, output_2='nan')],
+    '1 of 42 answers begin with their prompt': [row(32, output_1=row(32)['instruction'] + ' 3.')],
+    '1 of 42 answers are cut off': [row(32, ended_1=False)],
+    '1 of 42 answers end inside a character': [row(32, output_2='It is \ufffd')],
+    '1 of 42 answers have a special token': [row(32, output_1='It is 33.</s>')],
+    '1 of 21 rows say what another one says': [row(3, source='copied')],
+    '1 prompts differ from another in white space only': [
+        row(3, instruction=row(3)['instruction'].replace(' ', '  '), output_1='4.')],
+    '1 of 21 labels are ties': [row(32, preference=1.5)],
+    '1 of 1 chosen answers have the lower score': [row(32, score_chosen=1, score_rejected=2)],
+    '1 of 20 pairs are labelled both ways': [row(3, preference=1.)],
+    '1 votes are a second one of the same annotator': [row(3, time=2.)],
+    '1 of 20 pairs have several votes; two are the same in 100%': [row(3, annotator='bob')],
+    '1 of 20 pairs have several votes; two are the same in 0%': [   # as shown, whatever the order
+        dict(row(3), output_1='It is 3!', output_2='It is 4.', annotator='bob')],
+    'the first answer is better in 75% of the labels [60%, 86%]': [
+        row(40 + i, preference=1.) for i in range(20)]}
+
+
+def test_nothing_is_found_in_clean_data(tmp_path):
+    others = dict(val=[dict(instruction=f'Name a fruit {i}.') for i in range(3)])
+    assert odd(tmp_path, CLEAN, **others) == []
+
+
+@pytest.mark.parametrize('text', PLANTED)
+def test_each_fault_is_found_and_counted(tmp_path, text):
+    found = odd(tmp_path, CLEAN + PLANTED[text])
+    said, = [f for f in found if text in f[1]]
+    assert said[0] == 'preferences' and all(r in (3, 20) for r in said[2])
+
+
+def test_prompts_that_are_learned_and_measured_on_are_counted(tmp_path):
+    "White space aside, of every split that is measured on."
+    asked = [dict(instruction=' '.join(row(i)['instruction'].split(' ')) + '\n') for i in (3, 50)]
+    found = odd(tmp_path, CLEAN, val=asked, eval=[dict(instruction='Name a fruit.'), asked[1]])
+    assert ('val', '1 of 2 prompts are also in preferences', [0]) in found
+    assert ('eval', '1 of 2 prompts are also in val', [1]) in found and len(found) == 2
+
+
+def test_votes_are_those_of_different_people():
+    twice = collect_votes([row(1), row(1, time=3.), row(1, annotator='bob', preference=1.)])
+    assert [p['votes'] for p in twice[0]] == [dict(ann=2., bob=1.)] and twice[1] == [1]
+
+
+KINDS = dict(
+    preference=(CLEAN, 'dpo'), pair=([{k: v for k, v in r.items() if k != 'preference'}
+                                      for r in CLEAN], 'annotators'),
+    output=([dict(instruction=f'Say {i}.', output=f'{i}.') for i in range(9)], 'sft'),
+    label=([dict(prompt=f'Say {i}.', completion='1.', label=i < 4) for i in range(9)], 'dpo'),
+    candidates=([dict(instruction=f'Say {i}.', output=['1.', '2.']) for i in range(9)],
+                'annotators'),
+    scores=([dict(instruction=f'Say {i}.', output=['1.', '2.'], scores=[1, i])
+             for i in range(9)], 'dpo'),
+    instruction=([dict(instruction=f'Say {i}.') for i in range(9)], 'best_of_n'))
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_the_command_is_one_that_begins(base, tmp_path, kind):
+    "Its settings are those of the notebook, and it reads the data."
+    rows, method = KINDS[kind]
+    file = tiny.write(tmp_path/'mine.json', rows)
+    cfg = LookAtDataConfig(data=file, policy=str(base/'sft'), max_length=100)
+    words = shlex.split(training_command(read_parts(file), cfg))
+    assert words[1] == f'nbs/{method}.ipynb'
+    given = tiny.given(words)
+    tiny.check_settings(method, given)
+    own = tiny.config(method, **given)
+    assert file in vars(own).values() and getattr(own, 'max_length', 100) == 100
+
+
+def test_a_run_says_what_is_odd_and_leaves_it(base, tmp_path, capsys):
+    out = tiny.run('look_at_data', base, tmp_path/'look').folder
+    said = capsys.readouterr().out
+    found = read_json(out/'findings.json')
+    assert all(f'{f["split"]}: {f["finding"]}' in said for f in found)
+    assert read_summary(out)['command'] in said and (out/'lengths.png').exists()
+    assert 'the first of 60 records, as the model reads it' in said
+    cfg = tiny.config('look_at_data', **tiny.settings('look_at_data', base, out=str(out)))
+    assert len(tiny.show_results('look_at_data', cfg)) > 2
+    with pytest.raises(FileNotFoundError, match='there is no .*it holds calibration.json') as e:
+        read_parts(str(base/'reward_model'))
+    assert '\n' not in str(e.value)
+
+
+def as_read(rows, kind='preference'):
+    return describe_columns(rows, as_records(rows, 'a.json', [kind]))
+
+
+def test_columns_and_labels_are_told():
+    "Which are used and which are not, and what each label was taken for."
+    rows = [dict(prompt='a', response_a='b', response_b='c', winner=w, turn=1)
+            for w in ('model_a', 'model_b', 'model_b', 'tie')]
+    assert as_read(rows).splitlines() == [
+        '4 rows; used: prompt, response_a, response_b, winner; not used: turn',
+        '  labels winner: model_a = the first is better (1); model_b = the second is better (2); '
+        'tie = both are as good (1)']
+    coded = [dict(instruction='a', output_1='b', output_2='c', better=k) for k in (0, 1, 2, 2)]
+    names = 'preference=better'
+    said = describe_columns(coded, as_records(coded, 'a.json', ['preference'], names),
+                            dict(better='preference'))
+    assert 'labels better: 0 = both are as good (1); 1 = the first is better (1); 2' in said
+    soft = [row(i, preference=1 + i/100) for i in range(100)]
+    assert 'labels preference: both are as good (1); the first is better (50); the' in as_read(soft)
+    assert as_read([dict(instruction='a', input='', output='b')], 'output') == ''
+
+
+@pytest.mark.parametrize('p, better, name', [
+    (1., 'b', 'better answer'), (2., 'c', 'better answer'), (1.2, 'b', 'better answer (by 80%)'),
+    (1.5, 'b', 'answer 1'), (None, 'b', 'answer 1')])
+def test_the_better_answer_is_shown_first(p, better, name):
+    shown = learned_texts(dict(output_1='b', output_2='c', preference=p, ended_2=False))
+    assert shown[0] == (name, better, better == 'b') and len(shown) == 2
+
+
+RUNS = {'world': {'': ['eval', 'preference', 'sft', 'unlabeled', 'val'], 'labelled': ['labelled']},
+        'annotators': {'': ['preferences']}, 'sft': {'': ['outputs']},
+        'samples': {'': ['candidates'], 'outputs': ['outputs']}}
+
+
+@pytest.mark.parametrize('name', RUNS)
+def test_datasets_reads_what_a_run_leaves(base, tmp_path, name):
+    "All splits, each with all its rows; what is not data is not read."
+    from datasets import load_dataset
+    for config, splits in RUNS[name].items():
+        read = load_dataset(str(base/name), config or None, cache_dir=str(tmp_path))
+        assert sorted(read) == splits
+        for split in splits:
+            rows = read_json(base/name/f'{split}.json')
+            assert len(read[split]) == len(rows) and {*read[split][0]} >= {*rows[0]}
+            assert read[split][-1]['instruction'] == rows[-1]['instruction']
+
+
+def test_files_of_other_columns_or_types_are_no_splits_of_each_other(tmp_path):
+    "None of them is lost, and the card is gone with the last one."
+    from datasets import load_dataset
+    told = dict(sft=[dict(instruction='a', output='b')], val=[dict(instruction='a', output='c')],
+                eval=[dict(instruction='a', output=None, id=1)],
+                candidates=[dict(instruction='a', output=['b'])], config=dict(a=1), leads=[[1.]])
+    folder = tmp_path/'run'
+    for name, rows in told.items(): tiny.write(folder/f'{name}.json', rows)
+    _write_card(folder)
+    card = (folder/'README.md').read_bytes()
+    _write_card(folder)
+    assert (folder/'README.md').read_bytes() == card
+    read = {name: load_dataset(str(folder), name, cache_dir=str(tmp_path/'cache'))
+            for name in ('default', 'eval', 'candidates')}
+    assert {name: sorted(splits) for name, splits in read.items()} == dict(
+        default=['sft', 'val'], eval=['eval'], candidates=['candidates'])
+    for file in folder.glob('*.json'): file.unlink()
+    _write_card(folder)
+    assert not (folder/'README.md').exists()
