@@ -7,6 +7,7 @@ __all__ = ['label_file', 'label_files', 'load_sets', 'Verdicts', 'per_thousand',
 
 # %% ../../nbs/judging/label_files.ipynb #aaceba8c
 import math
+from collections import Counter
 from fnmatch import fnmatch
 from glob import glob
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.data.dialogues import full_instruction, SYSTEM
-from ..core.data.formats import as_records, check_code, find_reader, read_ended
+from ..core.data.formats import (as_records, check_code, CODES, find_reader, notice,
+    read_ended, with_prompt_parts)
 from ..core.ask.judge_configs import is_population
 from alpaca_farm.core.data.preferences import (ENDED, PAIR_FIELDS, pair_identity,
     read_preference, report_missing)
@@ -42,6 +44,7 @@ def _read_number(row, name, where):
 def _read_pair(row, where):
     "Read a pair from a row; ValueError naming a wrong field."
     names = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'
+    row = with_prompt_parts(row)
     kept = *PAIR_FIELDS, 'messages', *ENDED, *SYSTEM, *names
     pair = {k: row[k] for k in kept if row.get(k) is not None}
     for name in pair.keys() & names: _read_name(pair, name, where)
@@ -76,10 +79,13 @@ def _read_llmbar(row, where):
     return row | dict(instruction=row['input'], input=''), dict(gold='label')
 
 
+_WHO = 'annotator_index', 'annotator_id', 'judge', 'worker', 'completed_by', 'annotator'
+
+
 def _read_record(row, where):
     "Read a preference record, or AlpacaEval's annotation."
-    who = 'annotator_index' if 'annotator_index' in row else 'annotator'
-    name = _read_name(row, who, where) if who in row else 'people'
+    named = [who for who in _WHO if row.get(who) not in (None, '')]
+    name = _read_name(row, named[0], where) if named else 'people'
     return row, {str(name): 'preference'}
 
 
@@ -107,30 +113,51 @@ def _check_votes(votes, where):
         raise ValueError(f'{where}: nobody has voted on this pair. Leave it out')
 
 
-def _read_labelled_pairs(rows, where):
-    "Read labelled pairs from the rows of a file; ValueError for another format, or without votes."
-    first = rows[0] if rows else {}
-    if 'output_1' not in first and find_reader(first, ['preference']):
-        rows = check_records(as_records(rows, where, ['preference']), 'preference', where)
-        rows = [dict(r, annotator='gold') for r in rows]
-        first = rows[0]
-    check_code([row.get('preference') for row in rows], where)
-    read = next((reader for fields, reader in _READERS if fields <= first.keys()), None)
-    if not read:
+def _find_reader(rows, where):
+    "Find who reads the rows of a file, and make those of other libraries our records."
+    if not rows: raise ValueError(f'{where}: the file holds no records')
+    first = rows[0]
+    for fields, read in _READERS:
+        if fields <= first.keys(): return read, rows
+    if not find_reader(first, ['preference']) and not CODES.keys() & first.keys():
         raise ValueError(f'{where}: no known format of labels has the fields {", ".join(first)}')
-    pairs = {}
-    for i, row in enumerate(rows):
+    rows = check_records(as_records(rows, where, ['preference']), 'preference', where)
+    return _read_record, [dict(annotator='gold') | r for r in rows]
+
+
+def _add_vote(votes, name, vote):
+    "Add a vote to those on a pair, in the place of one of the same person; say which it replaces."
+    before = votes.get(name, math.nan)
+    votes[name] = before if math.isnan(vote) else vote
+    if math.isnan(before) or math.isnan(vote): return ''
+    whose = 'somebody unnamed (no `annotator`)' if name == 'people' else 'the same person'
+    if before == vote: return f'votes repeat one of {whose} on the same pair, and count once'
+    return f'votes differ from one of {whose} on the same pair, and replace it'
+
+
+def _read_labelled_pairs(rows, where, pairs=None):
+    """Read labelled pairs from the rows of a file, joined with those in `pairs` of other files;
+    ValueError for another format, or without votes."""
+    pairs = {} if pairs is None else pairs
+    read, rows = _find_reader(rows, where)
+    given = [read(row, f'{where}, row {i}') for i, row in enumerate(rows)]
+    labels = []
+    for row, fields in given: labels += [row.get(field) for field in fields.values()]
+    check_code(labels, rows[0], where)
+    told = Counter()
+    for i, (row, fields) in enumerate(given):
         at = f'{where}, row {i}'
-        row, fields = read(row, at)
         votes = {k: read_preference(row.get(field), at, field) for k, field in fields.items()}
         _check_votes(votes, at)
         pair = _read_pair(row, at)
-        key = tuple(pair_identity(pair)) if read is _read_record else i   # in either order
+        by_row = read in (_read_pandalm, _read_llmbar)   # verdicts name the row
+        key = (where, i) if by_row else tuple(pair_identity(pair))   # in either order
         merged = pairs.setdefault(key, dict(pair, votes={}, row=i, source=_short_name(where)))
+        exchanged = pair['output_1'] != merged['output_1']
         for name, vote in votes.items():
-            while name in merged['votes']: name += "'"
-            exchanged = pair['output_1'] != merged['output_1']
-            merged['votes'][name] = 3 - vote if exchanged else vote
+            told[_add_vote(merged['votes'], name, 3 - vote if exchanged else vote)] += 1
+    for what, n in told.items():
+        if what: notice(f'{where}: {n} {what}')
     return list(pairs.values())
 
 # %% ../../nbs/judging/label_files.ipynb #c71a0303
@@ -159,11 +186,11 @@ def load_sets(specs: list[str]) -> dict[str, list[dict]]:
     names = [_short_name(spec) for spec in specs]
     sets = {}
     for name, spec in zip(names, specs):
-        pairs = []
+        pairs = {}
         for file in label_files(spec):
             rows = read_rows(file) if file.endswith(FILE_SUFFIXES) else resolve(file)()
-            pairs += _read_labelled_pairs(rows, file)
-        sets[name if names.count(name) == 1 else spec] = pairs
+            _read_labelled_pairs(rows, file, pairs)
+        sets[name if names.count(name) == 1 else spec] = list(pairs.values())
     return sets
 
 # %% ../../nbs/judging/label_files.ipynb #a6ff6c8a
@@ -216,6 +243,7 @@ def _text_key(pair):
 def _read_verdicts(file):
     "Read the verdicts of a file; ValueError naming row and field."
     rows = read_rows(file)
+    check_code([row.get('preference') for row in rows], rows[0] if rows else {}, file)
     verdicts = []
     for i, row in enumerate(rows):
         where = f'{file}, row {i}'

@@ -115,7 +115,7 @@ def test_a_missing_verdict_is_counted_and_left_out(tmp_path, capsys):
     assert [math.isnan(row[k].accuracy) for k in ('mute', 'nearly')] == [True, False]
     assert math.isnan(row['nearly'].spearman) and row['prefer_longer'].consistency == 1
     rows = [PAIR | dict(instruction=f'q{i}') for i in range(4)]   # of a file, too
-    file = tiny.write(tmp_path/'j.json', [r | dict(preference=1 if i else -1)
+    file = tiny.write(tmp_path/'j.json', [r | dict(preference=1 if i else None)
                                           for i, r in enumerate(rows)])
     recorded_verdicts(file, '', dict(s=[dict(r, votes=dict(p=1), row=i)
                                         for i, r in enumerate(rows)]))
@@ -152,10 +152,10 @@ def test_recorded_votes_of_an_annotation_run(tmp_path):
 
 
 def test_agreement_counts_pairs_with_two_votes_and_says_how_many(tmp_path, capsys):
-    "One vote per pair and two duplicate rows: agreement is of two pairs, and has no interval."
+    "One person's votes and two of another: agreement is of two pairs, and has no interval."
     pairs = embedded_pairs(60)
-    rows = labelled(pairs, first_vote)
-    labels, out = write(tmp_path/'labels', rows + rows[:2]), tmp_path/'out'
+    rows = labelled(pairs, first_vote) + labelled(pairs[:2], first_vote, lambda i: 'Bo')
+    labels, out = write(tmp_path/'labels', rows), tmp_path/'out'
     A.run(A.AgreementConfig(out=str(out), sets=[labels], judges=[LONGEST], draws=20))
     assert 'labels: 2 of 60 pairs have two votes or more' in capsys.readouterr().out
     for who in ('people', 'longest'):
@@ -166,6 +166,37 @@ def test_agreement_counts_pairs_with_two_votes_and_says_how_many(tmp_path, capsy
     assert judge['agreement_low'] == '' != judge['accuracy_low']
     full = A.agreement_board(dict(s=pairs), {}, draws=20).iloc[0]
     assert full.n_agreement == 60 and full.agreement_low < full.agreement
+
+
+@pytest.mark.parametrize('again', ['same', 'other', 'turned'])
+@pytest.mark.parametrize('form', ['annotator', 'annotator_index', 'judge', 'completed_by', 'votes'])
+def test_a_vote_that_stands_twice_in_a_file_is_one_persons(tmp_path, capsys, form, again):
+    "As in an export with each annotation twice: nobody agrees with themselves."
+    rows = [PAIR | dict(instruction=f'q{i}', preference=1. + (i + k) % 2, annotator=f'person {k}')
+            for i in range(12) for k in range(2)]   # who never agree
+    more = [dict(r, preference=3 - r['preference']) for r in rows]
+    more = dict(same=rows, other=more, turned=list(map(swap_outputs, more)))[again]
+    def named(r):
+        if form == 'votes': return r | dict(votes={r['annotator']: r['preference']})
+        return {form if k == 'annotator' else k: v for k, v in r.items()}
+    found = []
+    for k, given in enumerate((rows, rows + more)):
+        sets = A.load_sets([tiny.write(tmp_path/f'{again}{k}.json', list(map(named, given)))])
+        row = A.agreement_board(sets, {}, draws=10).iloc[0]
+        found.append((row.n, row.n_agreement, row.agreement, row.pairwise, row.alpha))
+    assert found[0] == found[1] and found[0][3] == 0
+    said = dict(same='repeat', other='differ from', turned='repeat')[again]
+    assert f'24 votes {said} one of the same person on the same pair' in capsys.readouterr().out
+
+
+def test_votes_without_a_name_are_one_persons(tmp_path, capsys):
+    rows = [PAIR | dict(instruction=f'q{i}', preference=1) for i in range(4)]
+    pairs, = A.load_sets([tiny.write(tmp_path/'a.json', rows + rows)]).values()
+    assert [p['votes'] for p in pairs] == [dict(people=1)]*4
+    assert '4 votes repeat one of somebody unnamed' in capsys.readouterr().out
+    for k in 'bc': tiny.write(tmp_path/f'{k}.json', [r | dict(annotator='Ann') for r in rows])
+    pairs, = A.load_sets([str(tmp_path/'[bc].json')]).values()   # of two files
+    assert [p['votes'] for p in pairs] == [dict(Ann=1)]*4
 
 
 def test_partial_overlap_is_used_and_counted(tmp_path, capsys):

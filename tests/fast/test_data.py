@@ -264,6 +264,8 @@ def test_published_sets_become_preferences(tmp_path, capsys, kind, suffix):
     if 'HelpSteer' in kind: assert [r['strength'] for r in found][:2] == [3, 2 - (kind[-1] == '3')]
     again = load_records(write(tmp_path/'again.json', found), kind='preference')
     assert again == found
+    named = [dict(r, annotator=f'person {i}') for i, r in enumerate(rows)]
+    (tmp_path/f'a.{suffix}').write_bytes(FORMATS[suffix](named))
     votes = [v for p in load_sets([str(tmp_path/f'a.{suffix}')])['a'] for v in p['votes'].values()]
     assert len(votes) == len(preferences) and set(votes) <= {1, 1.5, 2}
 
@@ -323,7 +325,7 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     assert '40% of the labels are 1, 60% ties' in told
     told = said([dict(messages=[USER, BOT], tools=[dict(name='sky')])], 'output')
     assert '1 of 1 prompts have `tools`' in told
-    missing = [dict(p, preference=l) for p, l in zip(PAIRS, (1, 2, 0, None, ''))]
+    missing = [dict(p, preference=l) for p, l in zip(PAIRS, (1, 2, 1.5, None, ''))]
     assert '2 pairs have no label' in said(missing, 'preference')
     swapped = dict(PAIRS[0], output_1='b0', output_2='a')
     assert '1 of 5 pairs are labelled both ways' in said(PAIRS + [swapped], 'preference')

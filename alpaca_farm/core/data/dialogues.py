@@ -141,7 +141,7 @@ def without_thoughts(
     return '' if begun else text
 
 # %% ../../../nbs/core/data/dialogues.ipynb #94ee6071
-SYSTEM = 'system', 'system_prompt'   # columns of the system's turn
+SYSTEM = 'system', 'system_prompt', 'system_message'   # columns of the system's turn
 
 
 def check_messages(record: dict, where: str):

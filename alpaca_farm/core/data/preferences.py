@@ -27,6 +27,19 @@ def is_preference(value) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and bool(1 <= value <= 2)
 
 
+_WORDS = {1.: 'a 1 first left a>b a>>b b<a b<<a', 2.: 'b 2 second right b>a b>>a a<b a<<b',
+          1.5: 'tie draw equal same both neither tiebothbad bothbad a=b b=a'}
+
+
+def _read_word(text: str) -> float | None:
+    "Read a word that names the better answer, such as model_b or [[B]]; None for another text."
+    word = re.sub(r'[^a-z0-9<>=]', '', text.lower())
+    word = re.sub('(is)?(better|wins)$', '', word)
+    name = re.sub('^(model|output|response|answer|assistant|option|completion)', '', word)
+    for preference, names in _WORDS.items():
+        if name in names.split() and re.search('[A-Za-z]', text): return preference
+
+
 def read_preference(
     value,
     where: str,   # file and row, for messages
@@ -34,7 +47,8 @@ def read_preference(
 ) -> float:
     "Read a preference, in any convention, as a number; nan for no verdict, ValueError for others."
     if value in (None, '', 'garbage'): return math.nan   # `garbage` is PandaLM's
-    if str(value).lower() == 'tie': return 1.5
+    said = _read_word(value) if isinstance(value, str) else None
+    if said: return said
     with suppress(ValueError, TypeError):
         preference = float(value)
         if preference == -1 or math.isnan(preference): return math.nan

@@ -4,20 +4,22 @@
 
 # %% auto #0
 __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'unique_fields', 'read_text', 'read_rows', 'check_field', 'check_record',
-           'check_records', 'remarks', 'load_rows', 'load_records', 'without_lists', 'each_answer', 'candidate_pair',
-           'select_candidates', 'merge_candidates']
+           'check_records', 'unread_columns', 'remarks', 'load_rows', 'load_records', 'without_lists', 'each_answer',
+           'candidate_pair', 'select_candidates', 'merge_candidates']
 
 # %% ../../../nbs/core/data/records.ipynb #0920d960
 import csv, gzip, io, json, re, zlib
 from collections import Counter
+from decimal import Decimal
+from math import isfinite, isnan
 from pathlib import Path
 
 import numpy as np
 
-from .dialogues import (check_messages, dialogue_text, naming, parse_dialogue,
-    prompt_key, prompt_messages, with_system)
-from alpaca_farm.core.data.formats import (as_records, check_whole, FIELDS, known_formats, notice,
-    parse_columns, SAY_CODE)
+from .dialogues import (as_messages, check_messages, dialogue_text, naming,
+    parse_dialogue, prompt_key, prompt_messages, prompt_text, with_system)
+from .formats import (as_records, check_whole, FIELDS, finite_number,
+    known_formats, notice, OWN_FIELDS, parse_columns, PROMPT_PARTS, SAY_CODE)
 from .preferences import answer_of, ENDED, is_preference, pair_identity
 from .shown import describe_columns
 from ..run.files import at_root, looks_like_hub, missing_path
@@ -164,14 +166,29 @@ def read_text(path: Path) -> str:
         raise ValueError(f'{path}: cannot be read ({e})') from None
 
 
+def _name_classes(rows, schema):
+    "Put names in the place of numbers of classes, in the columns for which a schema has them."
+    held = json.loads((schema.metadata or {}).get(b'huggingface', b'{}'))
+    features = (held.get('info') or {}).get('features') or {}
+    for column, feature in features.items():
+        if not isinstance(feature, dict) or feature.get('_type') != 'ClassLabel': continue
+        names = dict(enumerate(feature['names']))
+        for row in rows: row[column] = names.get(row[column])   # -1: not labelled
+
+
 def _read_table(path):
     "Read a Parquet file or a saved dataset; ValueError if it is damaged."
     try:
         if path.is_dir():
             import datasets
-            return datasets.load_from_disk(str(path)).to_list()
-        import pyarrow.parquet
-        return pyarrow.parquet.read_table(io.BytesIO(_read_bytes(path))).to_pylist()
+            table = datasets.load_from_disk(str(path))
+            rows, schema = table.to_list(), table.features.arrow_schema
+        else:
+            import pyarrow.parquet
+            table = pyarrow.parquet.read_table(io.BytesIO(_read_bytes(path)))
+            rows, schema = table.to_pylist(), table.schema
+        _name_classes(rows, schema)
+        return rows
     except Exception as e:
         reason = ' '.join(str(e).split())
         raise ValueError(f'{path}: not a valid dataset ({reason:.240})') from None
@@ -192,12 +209,34 @@ def _read_file(path):
                      f'{", ".join(FILE_SUFFIXES)}; save a spreadsheet as CSV (UTF-8)')
 
 
+def _as_json(value):
+    "Make a value one that JSON can hold; UnicodeDecodeError for bytes that are no text."
+    if isinstance(value, dict): return {str(k): _as_json(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)): return list(map(_as_json, value))
+    if isinstance(value, bytes): return value.decode()
+    if isinstance(value, Decimal) and Decimal(str(float(value))) == value: value = float(value)
+    if isinstance(value, float) and isnan(value): return None
+    if isinstance(value, float) and not isfinite(value): return str(value)
+    if value is None or isinstance(value, (str, bool, int, float)): return value
+    return value.isoformat() if hasattr(value, 'isoformat') else str(value)
+
+
 def read_rows(path) -> list[dict]:
-    "Read the rows of a file; ValueError if it is damaged, or for a row that is no object."
+    """Read the rows of a file, such as JSON can hold; ValueError if it is damaged, or for a row
+    that is no object."""
     rows = _read_file(Path(path))
+    lost = Counter()   # columns of bytes that are no text
     for i, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(f'{path}, row {i}: a record is expected, not {row!r:.60}')
+        try: json.dumps(row, allow_nan=False)
+        except (TypeError, ValueError):
+            for name, value in row.items():
+                try: row[name] = _as_json(value)
+                except UnicodeDecodeError: lost[name] += 1
+    for name, n in lost.items():
+        for row in rows: row.pop(name, None)
+        notice(f'{path}: the column {name!r} holds bytes that are no text, and is left out')
     return rows
 
 # %% ../../../nbs/core/data/records.ipynb #bda38868
@@ -257,10 +296,11 @@ def check_records(
         if kind == 'preference' and row['output_1'] == row['output_2'] and row['preference'] != 1.5:
             lost['pairs have two equal answers, of which none is better'] += 1
         else: records.append(record)
+    lost = [f'{n} {what}' for what, n in lost.items()]
     if not records:
-        labelled = ' with a label' if rows else ''
-        raise ValueError(f'{where}: the file holds no records{labelled}')
-    for what, n in lost.items(): notice(f'{where}: {n} {what}')
+        why = f': {", ".join(lost)}' if lost else ''
+        raise ValueError(f'{where}: the file holds no records{why}')
+    for what in lost: notice(f'{where}: {what}')
     return records
 
 # %% ../../../nbs/core/data/records.ipynb #7fed2d05
@@ -275,14 +315,67 @@ def _remarks_on_texts(rows, name):
                                'Empty cells?')
 
 
+def _one_spaced(text): return ' '.join(text.split())
+
+
+def _begins_with_prompt(row, name):
+    "Tell whether an answer begins with its prompt or the last turn, of more than two words."
+    texts = [row[name]] if isinstance(row[name], str) else row[name]
+    asked = map(_one_spaced, (prompt_text(row), as_messages(row)[-1]['content']))
+    asked = tuple(text for text in asked if text.count(' ') > 1)
+    return any(_one_spaced(text).startswith(asked) for text in texts)
+
+
+_NOT_SHOWN = ('tools', 'functions', 'images', 'image', 'videos', 'video', 'audios', 'audio',
+              *PROMPT_PARTS)
+
+
+def unread_columns(rows: list[dict]) -> list[str]:
+    "Name the columns of records that no one reads though their texts may belong to the prompts."
+    found = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        if name in OWN_FIELDS or name in _NOT_SHOWN: continue
+        values = [r[name] for r in rows if isinstance(r.get(name), (str, list, dict)) and r[name]]
+        words = [len(re.findall(r'[^\W\d_]{2}\S*', str(v))) for v in values]
+        several = sum(n > 1 for n in words)
+        varied = 2*len(set(map(str, values))) > len(values)
+        if 2*several > len(values) and (varied or sum(words) > 3*len(values)): found.append(name)
+    return found
+
+
+def _remarks_on_columns(rows):
+    "Yield which columns of the prompts are not read."
+    for name in _NOT_SHOWN:
+        n = sum(str(r.get(name) or '') not in ('', '[]') for r in rows)
+        if n: yield f'{n} of {len(rows)} prompts have `{name}`, which the model is not shown'
+    unread = unread_columns(rows)
+    if unread: yield (f'columns that no one reads: {", ".join(unread)}. If one belongs to the '
+                      f'prompt, name it in `columns`, as in input={unread[0]}')
+
+
 def _remarks_on_dialogues(rows):
     "Yield what is rarely meant in dialogues."
-    tools = sum(bool(r.get('tools')) for r in rows)
-    if tools: yield f'{tools} of {len(rows)} prompts have `tools`, which the model is not shown'
     dialogues = list(filter(None, map(prompt_messages, rows)))
     forged = sum(parse_dialogue(dialogue_text(d)) != d for d in dialogues)
     if forged: yield (f'{forged} of {len(dialogues)} dialogues have a turn with "\\n\\nHuman:" or '
                       '"\\n\\nAssistant:" in it: without a chat template, it is read as several')
+
+
+def _remarks_on_scores(rows):
+    "Yield how many pairs have scores that contradict their labels."
+    names = {k for r in rows for k in r if re.search('score|rating|reward', k, re.IGNORECASE)}
+    for one, two in (('chosen', 'rejected'), ('_1', '_2'), ('_a', '_b'), ('_A', '_B')):
+        for first in sorted(names):
+            second = first.replace(one, two)
+            if second == first or second not in names: continue
+            gaps = []
+            for r in rows:
+                scores = finite_number(r.get(first)), finite_number(r.get(second))
+                side = 1 if one == 'chosen' else np.sign(1.5 - r['preference'])
+                if None not in scores: gaps.append(side*(scores[0] - scores[1]))
+            n = sum(gap < 0 for gap in gaps)
+            if n: yield (f'the chosen answer has the lower score in {n} of {len(gaps)} pairs '
+                         f'({first}, {second})')
 
 
 def _remarks_on_labels(rows):
@@ -301,12 +394,21 @@ def _remarks_on_labels(rows):
     if both: yield f'{both} of {len(better)} pairs are labelled both ways'
 
 
-def remarks(rows, kind):
+def remarks(
+    rows: list[dict],   # records, checked
+    kind: str,          # one of FIELDS
+):  # an iterator of texts
     "Yield what is valid in records but rarely meant."
     for name, type_ in dict(input=str, **FIELDS[kind]).items():
-        if type_ is not float: yield from _remarks_on_texts(rows, name)
+        if type_ is float: continue
+        yield from _remarks_on_texts(rows, name)
+        repeats = 0 if name == 'input' else sum(_begins_with_prompt(r, name) for r in rows)
+        if repeats: yield f'{name} begins with the prompt in {repeats} of {len(rows)} records'
+    yield from _remarks_on_columns(rows)
     yield from _remarks_on_dialogues(rows)
-    if kind == 'preference': yield from _remarks_on_labels(rows)
+    if kind == 'preference':
+        yield from _remarks_on_labels(rows)
+        yield from _remarks_on_scores(rows)
 
 # %% ../../../nbs/core/data/records.ipynb #95741229
 def load_rows(spec: str, names: tuple) -> tuple[list[dict], str]:

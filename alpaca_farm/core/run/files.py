@@ -58,8 +58,11 @@ def atomic_write(path):
 
 # %% ../../../nbs/core/run/files.ipynb #4ebc5e93
 def write_json(path, value):
-    "Write `value` as JSON, atomically; what UTF-8 cannot hold becomes a question mark."
-    text = json.dumps(value, indent=1, ensure_ascii=False)
+    """Write `value` as JSON, atomically; numbers that JSON has not (nan) become null, and what
+    UTF-8 cannot hold a question mark."""
+    def text_of(value): return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+    try: text = text_of(value)
+    except ValueError: text = text_of(json.loads(json.dumps(value), parse_constant=lambda _: None))
     with atomic_write(path) as p: p.write_text(text, encoding='utf-8', errors='replace')
 
 # %% ../../../nbs/core/run/files.ipynb #ba95e7b6
