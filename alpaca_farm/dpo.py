@@ -25,8 +25,8 @@ from .core.model.models import (load_policy, load_reference, response_logprobs,
 from .core.model.policy import Policy
 from .core.run.processes import gather_all
 from .core.run.runs import read_log, start
-from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Positive, Scale,
-    Schedule, Share, TrainConfig)
+from .core.run.settings import (Amount, by_size, command, Count, Named, Positive,
+    Scale, Schedule, Share, TrainConfig)
 from .core.data.text import encode
 from .core.training import answer_batch, batches, Trainer
 
@@ -129,9 +129,9 @@ def mismatched_rows(rows: list[int], prompts: list[list[int]]) -> list[int]:
 class DPOConfig(TrainConfig, AnswerConfig):
     "Settings of DPO and its family."
     out: str = 'runs/dpo'                    # run folder
-    preferences: str = 'runs/annotators'     # a run of annotators, a file or a hub dataset
-    policy: str = 'runs/sft'                 # policy to start from, and the reference
-    data: str = 'runs/world'                 # dataset whose eval split is answered at the end
+    preferences: Named = 'runs/annotators'   # a run of annotators, a file or a hub dataset
+    policy: Named = 'runs/sft'               # policy to start from, and the reference
+    data: Named = 'runs/world'               # dataset whose eval split is answered at the end
     loss_type: Literal[*LOSSES] = 'sigmoid'  # loss of labelled answers, a name of the table
     beta: Scale = by_size(.3, .1)            # KL weight; 0.1 for ipo, 0.5 for simpo
     temperature: Scale = 1.0  # of the log-probs: that at which the answers were sampled

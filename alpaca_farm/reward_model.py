@@ -26,8 +26,8 @@ from .core.model.models import load_scalar, load_tokenizer, save_model, sequence
 from .core.model.policy import Policy
 from .core.model.rewards import score_records
 from .core.run.runs import start
-from .core.run.settings import (Amount, Arguments, by_size, command, Count, Positive,
-    Schedule, Template, TrainConfig)
+from .core.run.settings import (Amount, Arguments, by_size, command, Count, Named,
+    Positive, Schedule, Template, TrainConfig)
 from .core.stats import wilson
 from .core.data.text import check_positions, encode
 from .core.training import answer_batch, batches, Trainer
@@ -37,9 +37,9 @@ from .core.training import answer_batch, batches, Trainer
 class RewardModelConfig(TrainConfig):
     "Settings of reward modelling."
     out: str = 'runs/reward_model'            # run folder
-    preferences: str = 'runs/annotators'      # a run of annotators, a file or a hub dataset
+    preferences: Named = 'runs/annotators'    # a run of annotators, a file or a hub dataset
     columns: str = ''                         # names of columns: ours, equals sign, yours
-    policy: str = 'runs/sft'                  # policy whose trunk initialises the model
+    policy: Named = 'runs/sft'                # policy whose trunk initialises the model
     head: Literal['zero', 'normal'] = 'zero'  # the fresh head: zero, or normal for N(0, 1/(d+1))
     # weight of the answer's log-likelihood in its score; 0: none
     likelihood: Amount = by_size(.2, 0.)

@@ -226,6 +226,12 @@ def log_ratios(
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #70d5755d
+def _splits_read(cfg: Config) -> list[str]:
+    "List the settings whose splits a run reads."
+    names = getattr(cfg, 'splits', ('split', 'val_split', 'eval_split'))
+    return [name for name in names if getattr(cfg, name, '')]
+
+
 def load_split(
     cfg: Config,
     setting: str,                # such as eval_split; eval_instances says how many of it
@@ -234,7 +240,7 @@ def load_split(
     "Load the records of the split that a setting names; an error names the setting."
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
-    splits = [s for s in as_list(cfg.inputs.get('data', setting)) if getattr(cfg, s)]
+    splits = [s for s in as_list(cfg.inputs.get('data', setting)) if s in _splits_read(cfg)]
     if len(splits) > 1 and at_root(cfg.data).is_file():
         raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} '
                          'at once: name a folder with a file for each, or leave all but one empty')
@@ -255,10 +261,8 @@ def answer_labels(records: list[dict], where: str) -> list[float]:
     return [float(label) for label in labels]
 
 # %% ../../nbs/core/answers.ipynb #5e77a002
-def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
-    "Put what the data need in the place of the lengths among the defaults found."
-    how = dict(tokenizer=tokenizer, template=cfg.template)
-    if getattr(cfg, 'eval_split', ''): records = records + load_split(cfg, 'eval_split')[:1000]
+def _lengths(records: list[dict], **how) -> dict[str, list[int]]:
+    "Count the tokens of prompts, of their longest answers and of both, by the limit of each."
     prompts = [len(ids) for ids in encode_prompts(records, **how)]
     answers = []
     wholes = []
@@ -268,10 +272,20 @@ def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
         if not texts: continue
         answers.append(max(map(len, encode_responses(texts, **how))))
         wholes.append(n + answers[-1])
-    lengths = dict(max_prompt=prompts, max_new_tokens=answers, max_length=wholes)
-    for name, (least, _) in sized_defaults(type(cfg)).items():
-        if name not in found or not lengths.get(name): continue
-        found[name] = max(least, int(np.quantile(lengths[name], .95, method='inverted_cdf')))
+    return dict(max_prompt=prompts, max_new_tokens=answers, max_length=wholes)
+
+
+def _fit_lengths(cfg: Config, tokenizer, sets: list[list[dict]], found: dict):
+    "Put what each set of records needs in the place of the lengths among the defaults found."
+    fitted = {}
+    for records in sets:
+        some = records[::1 + len(records)//1000]   # from all its parts
+        for name, lengths in _lengths(some, tokenizer=tokenizer, template=cfg.template).items():
+            if name not in found or not lengths: continue
+            toy, _ = sized_defaults(type(cfg))[name]
+            most = int(np.quantile(lengths, .95, method='inverted_cdf'))
+            fitted[name] = max(toy, most, fitted.get(name, 0))
+    found.update(fitted)
     if 'max_length' not in found: return
     sampled = 0   # a prompt and its answer fit as well
     for name in ('max_prompt', 'max_new_tokens'): sampled += found.get(name, getattr(cfg, name, 0))
@@ -281,7 +295,7 @@ def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
 def settle(
     run, tokenizer,
     records: list[dict],  # that are learned from, or answered
-    measured: list[dict] = [],   # that only a loss is measured on
+    *others: list[dict],  # sets that are only measured, each within the limits as well
 ):
     "Fit the settings that were left open to model and data, and say what was taken and why."
     cfg = run.cfg
@@ -289,7 +303,8 @@ def settle(
     model = getattr(cfg, cfg.sized_by)
     if looks_like_hub(model) and not count_weights(model): hub_snapshot(model)
     found = cfg.defaults_by_size()
-    _fit_lengths(cfg, tokenizer, records[:1000] + measured, found)
+    answered = [load_split(cfg, name) for name in _splits_read(cfg) if name != 'split']
+    _fit_lengths(cfg, tokenizer, [records, *others, *answered], found)
     vars(cfg).update(found)
     n = len(records)   # 25 steps, by batches of four or more and by up to three epochs
     if 'batch_size' in found: cfg.batch_size = min(cfg.batch_size, max(4, n*cfg.epochs//25))
@@ -316,8 +331,7 @@ def try_setting(
 def _note_shared_prompts(cfg: PromptConfig):
     "Print how many prompts a run both learns from and measures on."
     learned = as_list(getattr(cfg, 'preferences', '')) + as_list(getattr(cfg, 'candidates', ''))
-    names = ('val_split', 'eval_split') if learned else ('split', 'val_split', 'eval_split')
-    splits = [name for name in names if getattr(cfg, name, '')]
+    splits = [name for name in _splits_read(cfg) if name != 'split' or not learned]
     if len(splits) + len(learned) < 2: return
     parts = []
     if learned:
