@@ -35,6 +35,7 @@ class AnnotatorsConfig(ApiConfig):
     against: str = ''              # one answer to each prompt, compared with one of `outputs`
     columns: str = ''              # names of columns: ours, equals sign, yours
     annotators: str = 'runs/world/pool.json'  # annotator or pool: see the table above
+    base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
     weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
     label_flip: float = -1.        # share of flipped labels; -1: a world's own, else 0
     ask_flipped: bool = True       # ask about all pairs; else coins label 2 x label_flip of them

@@ -23,6 +23,7 @@ from .data.preferences import ENDED, verdicts_over
 from .data.formats import notice
 from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
 from .run.defaults import count_weights
+from .run.health import few_steps
 from alpaca_farm.core.run.files import (append_lines, at_root, hub_snapshot, looks_like_hub,
     read_json, read_lines)
 from .model.generation import generate, Sample
@@ -33,6 +34,7 @@ from .run.progress import Progress, tell
 from .run.runs import read_log, read_summary
 from .run.settings import (Amount, Arguments, as_list, by_size, Config,
     Count, Nucleus, Positive, sized_defaults, Template)
+from .stats import standard_error
 from .data.text import (check_limit, check_positions, decode, encode_prompts,
     encode_responses, uses_chat, within_limit)
 
@@ -261,7 +263,7 @@ def answer_labels(records: list[dict], where: str) -> list[float]:
     return [float(label) for label in labels]
 
 # %% ../../nbs/core/answers.ipynb #5e77a002
-def _lengths(records: list[dict], **how) -> dict[str, list[int]]:
+def _token_counts(records: list[dict], **how) -> dict[str, list[int]]:
     "Count the tokens of prompts, of their longest answers and of both, by the limit of each."
     prompts = [len(ids) for ids in encode_prompts(records, **how)]
     answers = []
@@ -280,7 +282,7 @@ def _fit_lengths(cfg: Config, tokenizer, sets: list[list[dict]], found: dict):
     fitted = {}
     for records in sets:
         some = records[::1 + len(records)//1000]   # from all its parts
-        for name, lengths in _lengths(some, tokenizer=tokenizer, template=cfg.template).items():
+        for name, lengths in _token_counts(some, tokenizer=tokenizer, template=cfg.template).items():
             if name not in found or not lengths: continue
             toy, _ = sized_defaults(type(cfg))[name]
             most = int(np.quantile(lengths, .95, method='inverted_cdf'))
@@ -394,7 +396,10 @@ def answer_eval_split(
     figures = answer_figures(outputs)
     if reference is None: return figures
     prompts = encode_prompts(answered, reference.tokenizer, cfg.template)   # no control tokens
-    return figures | dict(kl=mean(log_ratios(reference, prompts, samples, cfg)))
+    ratios = log_ratios(reference, prompts, samples, cfg)
+    figures['kl'] = mean(ratios)
+    if len(ratios) > 1: figures['kl_standard_error'] = standard_error(ratios)
+    return figures
 
 # %% ../../nbs/core/answers.ipynb #1f7065bb
 def answer_again(
@@ -409,12 +414,12 @@ def answer_again(
     policy = load(str(run.folder))
     old = read_summary(run.folder)
     run.begin()
-    if 'epochs' in vars(run.cfg): run.health(dict(optimiser_steps=run.config['steps']))
+    if 'epochs' in vars(run.cfg): run.health(few_steps(run.cfg, run.config['steps']))
     for r in read_log(run.folder): run.health(r, f'step {r["step"]}: ')
     figures = answer_eval_split(policy, run, reference) | more()
     if not run.cfg.eval_split: once(run.path('outputs.json').unlink, True)
     run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
-    left_out = *names, 'warnings', 'peak_memory_gb', 'device_memory_gb'
+    left_out = *names, 'kl_standard_error', 'warnings', 'peak_memory_gb', 'device_memory_gb'
     run.finish(**{k: v for k, v in old.items() if k not in left_out} | figures)
     return run
 

@@ -89,9 +89,9 @@ def run_folder(path: str) -> str:
 def recipe(path: str) -> tuple[str, dict] | None:
     "Find the notebook that makes a default run, and what differs from that notebook's defaults."
     name = Path(run_folder(path)).name
-    if notebook_path(name): return name, {}
-    row = recipes().get(name)
-    if row is None: return None
+    row = recipes().get(name, {})
+    if notebook_path(name): return name, row.get('settings', {})
+    if not row: return None
     return row['notebook'], row['settings'] | {k: f'runs/{v}' for k, v in row['reads'].items()}
 
 # %% ../../../nbs/core/run/inputs.ipynb #75e38d91
