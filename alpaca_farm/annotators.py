@@ -18,7 +18,7 @@ from .core.data.preferences import (annotator_name, decide_vote, draw_annotator,
     hash_uniform, pair_identity, pool_members, pool_weights, report_missing, shown_swapped)
 from .core.data.dialogues import full_instruction
 from .core.run.runs import start
-from .core.run.settings import command, Count, Positive, resolve
+from .core.run.settings import command, Count, Named, Positive, resolve
 from .core.stats import bootstrap, Interval, wilson
 from alpaca_farm.judging.judges import (api_clients, ask_both_orders, ask_shown,
     check_all_answered, check_known_names, load_annotators, load_pairs, RecordedLabels,
@@ -31,10 +31,11 @@ from .worlds.folder import read_world
 class AnnotatorsConfig(ApiConfig):
     "Settings of an annotation run."
     out: str = 'runs/annotators'   # run folder
-    outputs: str = 'runs/samples'  # pairs or candidates: a run of best_of_n, or a file
+    outputs: Named = 'runs/samples'  # pairs or candidates: a run of best_of_n, or a file
     against: str = ''              # one answer to each prompt, compared with one of `outputs`
     columns: str = ''              # names of columns: ours, equals sign, yours
     annotators: str = 'runs/world/pool.json'  # annotator or pool: see the table above
+    base_url: str = ''  # such as http://localhost:8000/v1; empty for OPENAI_BASE_URL or OpenAI
     weights: list[str] = field(default_factory=list)  # annotator, equals sign, weight
     label_flip: float = -1.        # share of flipped labels; -1: a world's own, else 0
     ask_flipped: bool = True       # ask about all pairs; else coins label 2 x label_flip of them

@@ -23,7 +23,7 @@ from .core.model.served import check_sampler, use_sampler
 from .core.run.files import at_root
 from .core.run.identity import run_config
 from .core.run.runs import start
-from .core.run.settings import command, Count, Positive
+from .core.run.settings import command, Count, Named, Positive
 from .core.stats import kl_best_of_n, kl_best_of_n_estimate
 from .judging.judges import usage_totals
 
@@ -38,7 +38,7 @@ class BestOfNConfig(SampleConfig, RewardConfig, ApiConfig):
     system: str = ''  # message to a served model before each prompt: how long to be, for instance
     # a checkpoint, "module:function", a list, or empty
     reward_model: str | list[str] = 'runs/reward_model'
-    data: str = 'runs/world'     # dataset folder, file or hub name with instructions
+    data: Named = 'runs/world'   # dataset folder, file or hub name with instructions
     columns: str = ''            # names of columns: ours, equals sign, yours
     split: str = 'eval'          # split whose instructions are answered
     n: Positive = 16             # samples for each instruction

@@ -27,8 +27,8 @@ from .core.model.models import (load_policy, load_reference, logprobs,
 from .core.model.policy import Policy
 from .core.run.processes import once
 from .core.run.runs import read_log, start
-from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Positive, Schedule,
-    TrainConfig)
+from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Named, Positive,
+    Schedule, TrainConfig)
 from .core.stats import standard_error, win_rate
 from .core.training import batches, token_batch, Trainer
 
@@ -40,9 +40,9 @@ class BinaryFeedbackConfig(TrainConfig, AnswerConfig, JudgedConfig):
     # imitate good answers, or all with a token
     method: Literal['feedme', 'reward_conditioning'] = 'reward_conditioning'
     # preferences, or records with `output` and `label`: a run or a file
-    preferences: str = 'runs/annotators'
-    policy: str = 'runs/sft'                 # where training starts, and the reference
-    data: str = 'runs/world'                 # dataset whose eval split is answered at the end
+    preferences: Named = 'runs/annotators'
+    policy: Named = 'runs/sft'               # where training starts, and the reference
+    data: Named = 'runs/world'               # dataset whose eval split is answered at the end
     token_times: Positive = 2                # conditioning: copies of the token in a prompt
     jitter: Amount = 3.0  # conditioning: noise of the tokens' first embeddings, in sd
     epochs: Positive = by_size(1, 3)         # passes over the answers

@@ -22,7 +22,8 @@ from .core.model.loading import load_tokenizer, model_config
 from .core.run.files import at_root, read_yaml
 from .core.run.inputs import methods as farm_methods
 from .core.run.runs import start
-from .core.run.settings import by_size, command, Count, HardwareConfig, Scale, Share
+from alpaca_farm.core.run.settings import (by_size, command, Count, HardwareConfig, Named, Scale,
+    Share)
 from .judging.judges import api_clients, check_known_names, load_annotators
 from .judging.judges import judge_request
 from .worlds.folder import check_sizes, read_world, write_world
@@ -52,8 +53,8 @@ METHODS = farm_methods()   # entries of the farm by method
 class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     "Settings of a world of one's own."
     out: str = 'runs/own'                 # run folder of the world
-    model: str = 'runs/sft'  # your model: a run folder, a checkpoint folder or a hub name
-    prompts: str = 'runs/world'           # your prompts: a dataset folder, a file or a hub dataset
+    model: Named = 'runs/sft'  # your model: a run folder, a checkpoint folder or a hub name
+    prompts: Named = 'runs/world'         # your prompts: a dataset folder, a file or a hub dataset
     split: str = 'eval'                   # split of them, where there are several
     preferences: str = 'runs/annotators'  # your preferences: a file, a run or a hub dataset
     demonstrations: str = ''  # file of instructions with outputs for SFT; empty: no SFT
@@ -85,7 +86,7 @@ def _check_prompts(run, data: dict):
     cfg = run.cfg
     prompts = data['prompts']
     tokenizer = load_tokenizer(cfg.model, arguments=cfg.template_arguments)
-    settle(run, tokenizer, prompts + data.get('preferences', []), sampled=True)
+    settle(run, tokenizer, prompts, data.get('preferences', []), sampled=True)
     lengths = [len(p) for p in encode_prompts(prompts, tokenizer, cfg.template)]
     check_limit(lengths, cfg.max_prompt, 'prompts', 'max_prompt')
     if len(prompts) < 3:

@@ -19,16 +19,15 @@ from alpaca_farm.core.answers import (answer_again, answer_eval_split, answer_la
     mean, preflight, settle)
 from .core.data.preferences import swap_outputs
 from .core.data.records import load_records
-from .core.data.dialogues import prompt_key
 from .core.model.models import (load_policy, load_reference, response_logprobs,
     save_model, sequence_logprobs)
 from .core.model.policy import Policy
 from .core.run.processes import gather_all
 from .core.run.runs import read_log, start
-from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Positive, Scale,
-    Schedule, Share, TrainConfig)
+from .core.run.settings import (Amount, by_size, command, Count, Named, Positive,
+    Scale, Schedule, Share, TrainConfig)
 from .core.data.text import encode
-from .core.training import answer_batch, batches, Trainer
+from .core.training import answer_batch, batches, hold_out, Trainer
 
 # %% ../nbs/dpo.ipynb #fcebf7ee
 @dataclass
@@ -129,9 +128,9 @@ def mismatched_rows(rows: list[int], prompts: list[list[int]]) -> list[int]:
 class DPOConfig(TrainConfig, AnswerConfig):
     "Settings of DPO and its family."
     out: str = 'runs/dpo'                    # run folder
-    preferences: str = 'runs/annotators'     # a run of annotators, a file or a hub dataset
-    policy: str = 'runs/sft'                 # policy to start from, and the reference
-    data: str = 'runs/world'                 # dataset whose eval split is answered at the end
+    preferences: Named = 'runs/annotators'   # a run of annotators, a file or a hub dataset
+    policy: Named = 'runs/sft'               # policy to start from, and the reference
+    data: Named = 'runs/world'               # dataset whose eval split is answered at the end
     loss_type: Literal[*LOSSES] = 'sigmoid'  # loss of labelled answers, a name of the table
     beta: Scale = by_size(.3, .1)            # KL weight; 0.1 for ipo, 0.5 for simpo
     temperature: Scale = 1.0  # of the log-probs: that at which the answers were sampled
@@ -148,16 +147,17 @@ class DPOConfig(TrainConfig, AnswerConfig):
     lr_schedule: Schedule = 'linear'         # how the learning rate falls
     warmup: Share = 0.1  # share of the steps over which the learning rate rises
     save_every: Count = 0                    # steps between saved policies model-<step>/; 0: none
-    held_out: Count = 0  # last pairs, with all others on their prompts, kept for measuring
-    eval_every: Count = 0                    # steps between these measurements; 0: none
+    # pairs for measuring; -1: 500, or a fifth if that is less; 0: none
+    held_out: Literal[-1] | Count = -1
+    eval_every: Count = 0  # steps between these measurements; 0: only before and after training
     inputs = dict(preferences='preferences', policy='model', data='eval_split')
     tables = dict(loss_type=LOSSES)
 
     def __post_init__(self):
         super().__post_init__()
-        if bool(self.eval_every) != bool(self.held_out):
-            raise ValueError(f'held_out = {self.held_out}, eval_every = {self.eval_every}: '
-                             'set both, to 200 and 50 for instance, or none')
+        if self.eval_every and not self.held_out:
+            raise ValueError(f'eval_every = {self.eval_every} measures held-out pairs, and '
+                             'held_out = 0 keeps none')
         changed = self.changed()
         users = {}   # the losses that read a setting
         for kind, loss in LOSSES.items():
@@ -258,11 +258,9 @@ class LabelledAnswers:
                                                   cfg.template)
         self.good = torch.tensor([good[i] for i in rows])
         self.too_long = len(records) - len(rows)
-        kept_apart = {prompt_key(r) for r in records[len(records) - cfg.held_out:]}
-        self.held_out = [i for i, k in enumerate(rows) if prompt_key(records[k]) in kept_apart]
+        _, apart = hold_out(records, cfg.held_out, cfg.seed)
+        self.held_out = [i for i, k in enumerate(rows) if k in apart]
         learn = sorted({*range(len(rows))} - {*self.held_out})
-        if not learn:
-            raise ValueError(f'held_out = {cfg.held_out} leaves none of {len(records)} records')
         lengths = [len(p) + max(map(len, a)) for p, *a in zip(self.prompts, *self.answers)]
         self.order = []
         for step in batches([lengths[i] for i in learn], cfg.batch_size, cfg.epochs, cfg.seed):
@@ -306,35 +304,41 @@ def train(cfg: DPOConfig):
     "Optimise a policy on preferences; writes model/, outputs.json, log.jsonl, summary.json."
     run = start(cfg, train)
     if run.done: return answer_again(run)
-    labels = read_labels(cfg)
+    records, *labels = read_labels(cfg)
+    rows = hold_out(records, cfg.held_out, cfg.seed)
     preflight(cfg, ('eval_split',))
     policy = load_policy(cfg.policy, cfg, train=True)
-    settle(run, policy.tokenizer, labels[0][:len(labels[0]) - cfg.held_out])
+    settle(run, policy.tokenizer, *([records[i] for i in some] for some in rows))
     preflight(cfg, ('eval_split',), policy)
-    data = LabelledAnswers(cfg, policy.tokenizer, *labels)
-    held_out = data.held_out
+    data = LabelledAnswers(cfg, policy.tokenizer, records, *labels)
     trainer = Trainer(run, len(data.order), dict(policy=policy))
     data.add_reference(policy)   # before a checkpoint is read
     def loss(batch): return dpo_step(policy, batch, cfg)
     baseline = 0.   # of KTO
+    def unseen():   # the held-out records
+        for at in range(0, len(data.held_out), cfg.batch_size):
+            yield data.labelled_batch(data.held_out[at:at + cfg.batch_size], baseline)
+    before = trainer.measure(unseen(), loss)
     for step in trainer.steps():
         if cfg.loss_type == 'kto':   # z_0 of the whole batch, whatever its parts
             parts = trainer.split(data.mismatched_batch(step))
             with trainer.accelerator.autocast():
                 baseline = kto_baseline(policy, parts, cfg.temperature)
         figures = trainer.update(data.labelled_batch(data.order[step - 1], baseline), loss)
-        measured = (data.labelled_batch(held_out[at:at + cfg.batch_size], baseline)
-                    for at in range(0, len(held_out), cfg.batch_size))
-        trainer.log(**figures, **trainer.evaluate(measured, loss))
+        figures['epoch'] = 1 + (step - 1)*cfg.epochs // trainer.total
+        trainer.log(**figures, **trainer.evaluate(unseen(), loss))
         if cfg.save_every and step % cfg.save_every == 0:
             save_model(policy, run, f'model-{step}')
     save_model(policy, run)
     figures = answer_eval_split(policy, run, load_reference(policy, cfg))
     last = read_log(run.folder)[-20:]
-    figures |= {k: v for k, v in last[-1].items() if k in ('val_loss', 'val_accuracy')}
     for k in ('loss', 'accuracy', 'margin'): figures[k] = mean([r[k] for r in last])
-    run.finish(labels=len(data.prompts) - len(held_out), held_out=len(held_out),
-               too_long=data.too_long, **figures)
+    if before:
+        figures['val_loss_before'] = before['loss']
+        for k in ('val_loss', 'val_accuracy'): figures[k] = last[-1][k]
+    held_out = len(data.held_out)
+    run.finish(labels=len(data.prompts) - held_out, held_out=held_out, too_long=data.too_long,
+               **figures)
     return run
 
 # %% ../nbs/dpo.ipynb #49b264f0

@@ -21,16 +21,16 @@ from .core.model.models import load_policy, load_tokenizer, save_model
 from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.progress import tell
 from .core.run.runs import start
-from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, HardwareConfig,
-    Positive, Scale, TrainConfig)
+from .core.run.settings import (Amount, by_size, command, Count, HardwareConfig,
+    Named, Positive, Scale, TrainConfig)
 
 # %% ../nbs/expert_iteration.ipynb #94f89a10
 @dataclass
 class ExpertIterationConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     "Settings of expert iteration; those of the optimisation apply to the SFT runs."
     out: str = 'runs/expert_iteration'       # run folder
-    policy: str = 'runs/sft'                 # where training starts, and the reference of the KL
-    data: str = 'runs/world'                 # dataset folder, file or hub name with prompts
+    policy: Named = 'runs/sft'               # where training starts, and the reference of the KL
+    data: Named = 'runs/world'               # dataset folder, file or hub name with prompts
     split: str = 'unlabeled'                 # prompts that are answered in training
     rounds: Positive = 2                     # rounds of best-of-n and imitation
     n: Annotated[int, Ge(2)] = 16  # answers to each prompt, of which the best is imitated
@@ -72,7 +72,7 @@ def _round_jobs(round_: int, cfg: ExpertIterationConfig) -> list[Job]:
                  samples=cfg.samples if round_ == 1 else '')
     learn = shared | pick(*TrainConfig.__annotations__, *HardwareConfig.__annotations__,
                           'epochs', 'max_length')
-    learn |= dict(data=f'{folder}/winners.json', val_split='', eval_split='',
+    learn |= dict(data=f'{folder}/winners.json', turns='last', val_split='', eval_split='',
                   seed=cfg.seed + round_)
     return [Job(f'{folder}/best_of_n', 'best_of_n', best),
             Job(f'{folder}/sft', 'sft', learn, [f'{folder}/best_of_n'])]

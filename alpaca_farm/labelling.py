@@ -17,7 +17,7 @@ from .core.data.dialogues import prompt_key, prompt_text
 from .core.run.files import at_root, digest
 from .core.data.preferences import hash_uniform, is_preference, pair_identity
 from .core.run.runs import start
-from .core.run.settings import command, Config, Count, Share
+from .core.run.settings import command, Config, Count, Named, Share
 from .core.stats import FEWEST_LABELS, wilson
 from .core.ask.store import request_key, Store
 from .judging.judges import load_pairs
@@ -27,7 +27,7 @@ from .judging.judges import load_pairs
 class LabellingConfig(Config):
     "Settings of labelling by people."
     out: str = 'runs/labelling'         # run folder
-    outputs: str = 'runs/samples'       # pairs or candidates: a run of best_of_n, or a file
+    outputs: Named = 'runs/samples'     # pairs or candidates: a run of best_of_n, or a file
     against: str = ''                   # answers to show beside those in `outputs`, as output_1
     columns: str = ''                   # names of columns: ours, equals sign, yours
     draw: Count = 0                     # label only so many instructions, drawn at random; 0: all

@@ -231,8 +231,10 @@ def experience(
     ref_logp[:watched] = in_micro_batches(
         lambda b: logprobs(reference, b, cfg.temperature), reference, part)
     kl = kl_estimate(logp, ref_logp, cfg.kl_kind) * response
-    figures = dict(kl=((logp - ref_logp) * response).sum() / watched,
-                   entropy=-masked_mean(logp, response), tokens=response.sum(1).float().mean())
+    ratios = (logp - ref_logp) * response
+    figures = dict(kl=ratios.sum() / watched, entropy=-masked_mean(logp, response),
+                   tokens=response.sum(1).float().mean())
+    if watched > 1: figures['kl_standard_error'] = ratios[:watched].sum(1).std() / watched ** .5
     # 3. rewards: the penalty of every token, and the score at the last
     rewards = token_rewards(scores, kl, response, cfg.kl_coef)
     if cfg.whiten_rewards:   # their mean stays: its sign matters

@@ -7,8 +7,7 @@ __all__ = ['RewardModelConfig', 'pairwise_loss', 'margins', 'reward_loss', 'load
            'train']
 
 # %% ../nbs/reward_model.ipynb #2ee384e0
-import math, random
-from collections import Counter
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -20,26 +19,26 @@ import torch.nn.functional as F
 from .core.answers import settle
 from .core.data.preferences import answer_of
 from .core.data.records import load_records
-from .core.data.dialogues import full_instruction, prompt_key
+from .core.data.dialogues import full_instruction
 from .core.functional import has_spread
 from .core.model.models import load_scalar, load_tokenizer, save_model, sequence_scores
 from .core.model.policy import Policy
 from .core.model.rewards import score_records
 from .core.run.runs import start
-from .core.run.settings import (Amount, Arguments, by_size, command, Count, Positive,
-    Schedule, Template, TrainConfig)
+from .core.run.settings import (Amount, Arguments, by_size, command, Count, Named,
+    Positive, Schedule, Template, TrainConfig)
 from .core.stats import wilson
 from .core.data.text import check_positions, encode
-from .core.training import answer_batch, batches, Trainer
+from .core.training import answer_batch, batches, hold_out, Trainer
 
 # %% ../nbs/reward_model.ipynb #a04d06b0
 @dataclass
 class RewardModelConfig(TrainConfig):
     "Settings of reward modelling."
     out: str = 'runs/reward_model'            # run folder
-    preferences: str = 'runs/annotators'      # a run of annotators, a file or a hub dataset
+    preferences: Named = 'runs/annotators'    # a run of annotators, a file or a hub dataset
     columns: str = ''                         # names of columns: ours, equals sign, yours
-    policy: str = 'runs/sft'                  # policy whose trunk initialises the model
+    policy: Named = 'runs/sft'                # policy whose trunk initialises the model
     head: Literal['zero', 'normal'] = 'zero'  # the fresh head: zero, or normal for N(0, 1/(d+1))
     # weight of the answer's log-likelihood in its score; 0: none
     likelihood: Amount = by_size(.2, 0.)
@@ -156,45 +155,17 @@ def reward_loss(
     return dict(loss=pairwise_loss(second, first, label, batch['margin'], flip_rate),
                 accuracy=_pair_accuracy(lead, label), margin=lead * (2 * label - 1))
 
-# %% ../nbs/reward_model.ipynb #ea3cc6f7
-def _split_pairs(
-    records: list[dict],
-    held_out: int,  # pairs, at least, unless records are marked as `held_out`
-    seed: int,      # of the prompts that are drawn
-) -> tuple[list, list]:  # to learn from, and held out
-    "Hold out the marked records if there are any, else those of random prompts."
-    marked = any(r.get('held_out') for r in records)
-    chosen = set()
-    n = 0
-    if not marked:
-        pairs = Counter(prompt_key(r) for r in records)
-        order = sorted(pairs)
-        random.Random(seed).shuffle(order)
-        for prompt in order:
-            if n >= held_out: break
-            chosen.add(prompt)
-            n += pairs[prompt]
-    learn = []
-    apart = []
-    for r in records:
-        is_apart = r.get('held_out') if marked else prompt_key(r) in chosen
-        (apart if is_apart else learn).append(r)
-    if len(learn) < max(1, n):
-        raise ValueError(f'held_out = {held_out} leaves {len(learn)} of {len(records)} pairs to '
-                         'learn from (whole prompts are held out): lower it, or mark fewer as '
-                         'held_out')
-    return learn, apart
-
 # %% ../nbs/reward_model.ipynb #dab4f7ac
 def load_preference_pairs(run) -> tuple[dict, list[dict], int]:
     "Load pairs to learn from, tokenized; held-out records; and how many pairs did not fit."
     cfg = run.cfg
     records = load_records(cfg.preferences, 'preferences', 'preference', cfg.max_instances,
                            cfg.columns)
-    held_out = cfg.held_out if cfg.held_out > 0 else min(500, max(1, len(records)//5))
-    learn, apart = _split_pairs(records, held_out, cfg.seed)
+    rows = hold_out(records, cfg.held_out, cfg.seed)
+    learn, apart = ([records[i] for i in some] for some in rows)
+    if not apart: raise ValueError(f'{cfg.preferences}: no pair can be held out, of a single prompt')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
-    settle(run, tokenizer, learn)
+    settle(run, tokenizer, learn, apart)
     how = ('output_1', 'output_2'), tokenizer, cfg.max_length, cfg.template, True
     rows, prompts, answers = encode(learn, *how)
     fit = [learn[i] for i in rows]

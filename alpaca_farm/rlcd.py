@@ -29,7 +29,7 @@ from .core.model.models import load_policy
 from alpaca_farm.core.run.files import (at_root, atomic_write, notebooks_folder, read_json,
     read_yaml, root)
 from .core.run.runs import start
-from .core.run.settings import command, Count, Positive, Scale
+from .core.run.settings import command, Count, Named, Positive, Scale
 
 # %% ../nbs/rlcd.ipynb #93c12fa3
 _Text = Annotated[str, Field(min_length=1)]
@@ -176,7 +176,7 @@ class RLCDConfig(SampleConfig, ApiConfig):
     # how the pairs and their labels are made
     method: Literal['rlcd', 'rlaif', 'rlcd_rescore', 'context_distillation'] = 'rlcd'
     task: str = 'world'                       # name of a task in nbs/recipes/tasks, or a YAML file
-    data: str = 'runs/world'                  # dataset folder, file or hub name with prompts
+    data: Named = 'runs/world'                # dataset folder, file or hub name with prompts
     split: str = 'preference'                 # split with the prompts
     columns: str = ''                         # names of columns: ours, equals sign, yours
     max_instances: Count = 0                  # use only the first n prompts; 0: all

@@ -29,8 +29,8 @@ from .core.model.rewards import label_count, reward, RewardConfig
 from .core.run.files import read_json
 from .core.run.processes import once
 from .core.run.runs import read_log, start
-from alpaca_farm.core.run.settings import (Amount, as_list, by_size, command, Count, Positive,
-    Schedule, TrainConfig)
+from .core.run.settings import (Amount, as_list, by_size, command, Count, Named,
+    Positive, Schedule, TrainConfig)
 from .core.training import batches, Trainer
 
 # %% ../nbs/rrhf.ipynb #c98054d0
@@ -38,7 +38,7 @@ from .core.training import batches, Trainer
 class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     "Settings of RRHF."
     out: str = 'runs/rrhf'                   # run folder
-    policy: str = 'runs/sft'                 # where training starts, and the reference
+    policy: Named = 'runs/sft'               # where training starts, and the reference
     # runs or files; empty for the policy's own only
     candidates: str | list[str] = 'runs/candidates'
     sources: list[str] = field(default_factory=list)  # use only candidates from these; empty: all
@@ -55,7 +55,7 @@ class RRHFConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig):
     rank_reduction: Literal['mean', 'sum'] = 'mean'  # over the pairs of a query
     rrhf_weight: Amount = 1.0                # weight of the rank loss against the imitation loss
     perplexity_model: str = ''  # model that measures the perplexity of answers; empty: none
-    data: str = 'runs/world'                 # dataset whose eval split is answered at the end
+    data: Named = 'runs/world'               # dataset whose eval split is answered at the end
     split: str = 'unlabeled'                 # split with the queries when `candidates` is empty
     epochs: Positive = by_size(4, 3)         # passes over the queries
     # tokens of prompt and answer together; longer candidates are left out

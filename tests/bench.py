@@ -137,7 +137,7 @@ def our_reward_model(steps):
 
 
 def our_dpo(steps):
-    ours('dpo', PAIRS, preferences=str(MATERIAL/'records.json'), epochs=1, beta=.1,
+    ours('dpo', PAIRS, preferences=str(MATERIAL/'records.json'), epochs=1, held_out=0, beta=.1,
          max_instances=PAIRS*steps, max_length=LONGEST)
 
 

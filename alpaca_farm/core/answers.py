@@ -24,6 +24,7 @@ from .data.formats import notice
 from .data.shown import example_text, learned_texts
 from .data.dialogues import NEXT_TURN, prompt_key, prompt_messages, prompt_text
 from .run.defaults import count_weights
+from .run.health import few_steps
 from alpaca_farm.core.run.files import (append_lines, at_root, hub_snapshot, looks_like_hub,
     read_json, read_lines)
 from .model.generation import generate, Sample
@@ -34,6 +35,7 @@ from .run.progress import Progress, tell
 from .run.runs import read_log, read_summary
 from .run.settings import (Amount, Arguments, as_list, by_size, Config,
     Count, Nucleus, Positive, sized_defaults, Template)
+from .stats import standard_error
 from .data.text import (check_limit, check_positions, decode, encode_prompts,
     encode_responses, end_token, uses_chat, within_limit)
 
@@ -227,6 +229,12 @@ def log_ratios(
     return [float(sum(s.logprobs)) - r for s, r in zip(samples, ref.tolist())]
 
 # %% ../../nbs/core/answers.ipynb #70d5755d
+def _splits_read(cfg: Config) -> list[str]:
+    "List the settings whose splits a run reads."
+    names = getattr(cfg, 'splits', ('split', 'val_split', 'eval_split'))
+    return [name for name in names if getattr(cfg, name, '')]
+
+
 def load_split(
     cfg: Config,
     setting: str,                # such as eval_split; eval_instances says how many of it
@@ -235,7 +243,7 @@ def load_split(
     "Load the records of the split that a setting names; an error names the setting."
     split = getattr(cfg, setting)
     n = getattr(cfg, setting.replace('split', 'instances'), 0)
-    splits = [s for s in as_list(cfg.inputs.get('data', setting)) if getattr(cfg, s)]
+    splits = [s for s in as_list(cfg.inputs.get('data', setting)) if s in _splits_read(cfg)]
     if len(splits) > 1 and at_root(cfg.data).is_file():
         raise ValueError(f'data = {cfg.data} is one file, which would be {" and ".join(splits)} '
                          'at once: name a folder with a file for each, or leave all but one empty')
@@ -256,10 +264,8 @@ def answer_labels(records: list[dict], where: str) -> list[float]:
     return [float(label) for label in labels]
 
 # %% ../../nbs/core/answers.ipynb #5e77a002
-def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
-    "Put what the data need in the place of the lengths among the defaults found."
-    how = dict(tokenizer=tokenizer, template=cfg.template)
-    if getattr(cfg, 'eval_split', ''): records = records + load_split(cfg, 'eval_split')[:1000]
+def _token_counts(records: list[dict], **how) -> dict[str, list[int]]:
+    "Count the tokens of prompts, of their longest answers and of both, by the limit of each."
     prompts = [len(ids) for ids in encode_prompts(records, **how)]
     answers = []
     wholes = []
@@ -269,10 +275,20 @@ def _fit_lengths(cfg: Config, tokenizer, records: list[dict], found: dict):
         if not texts: continue
         answers.append(max(map(len, encode_responses(texts, closed=True, **how))))
         wholes.append(n + answers[-1])
-    lengths = dict(max_prompt=prompts, max_new_tokens=answers, max_length=wholes)
-    for name, (least, _) in sized_defaults(type(cfg)).items():
-        if name not in found or not lengths.get(name): continue
-        found[name] = max(least, int(np.quantile(lengths[name], .95, method='inverted_cdf')))
+    return dict(max_prompt=prompts, max_new_tokens=answers, max_length=wholes)
+
+
+def _fit_lengths(cfg: Config, tokenizer, sets: list[list[dict]], found: dict):
+    "Put what each set of records needs in the place of the lengths among the defaults found."
+    fitted = {}
+    for records in sets:
+        some = records[::1 + len(records)//1000]   # from all its parts
+        for name, lengths in _token_counts(some, tokenizer=tokenizer, template=cfg.template).items():
+            if name not in found or not lengths: continue
+            toy, _ = sized_defaults(type(cfg))[name]
+            most = int(np.quantile(lengths, .95, method='inverted_cdf'))
+            fitted[name] = max(toy, most, fitted.get(name, 0))
+    found.update(fitted)
     if 'max_length' not in found: return
     sampled = 0   # a prompt and its answer fit as well
     for name in ('max_prompt', 'max_new_tokens'): sampled += found.get(name, getattr(cfg, name, 0))
@@ -293,7 +309,7 @@ def _show_first(records: list[dict], tokenizer, template: str, sampled: bool):
 def settle(
     run, tokenizer,
     records: list[dict],  # that are learned from, or answered
-    measured: list[dict] = [],   # that only a loss is measured on
+    *others: list[dict],  # sets that are only measured, each within the limits as well
     sampled: bool = False,  # whether the answers are the model's, not those of the records
 ):
     "Show the first record, fit the settings that were left open to model and data, and say why."
@@ -303,7 +319,8 @@ def settle(
     model = getattr(cfg, cfg.sized_by)
     if looks_like_hub(model) and not count_weights(model): hub_snapshot(model)
     found = cfg.defaults_by_size()
-    _fit_lengths(cfg, tokenizer, records[:1000] + measured, found)
+    answered = [load_split(cfg, name) for name in _splits_read(cfg) if name != 'split']
+    _fit_lengths(cfg, tokenizer, [records, *others, *answered], found)
     vars(cfg).update(found)
     n = len(records)   # 25 steps, by batches of four or more and by up to three epochs
     if 'batch_size' in found: cfg.batch_size = min(cfg.batch_size, max(4, n*cfg.epochs//25))
@@ -330,8 +347,7 @@ def try_setting(
 def _note_shared_prompts(cfg: PromptConfig):
     "Print how many prompts a run both learns from and measures on."
     learned = as_list(getattr(cfg, 'preferences', '')) + as_list(getattr(cfg, 'candidates', ''))
-    names = ('val_split', 'eval_split') if learned else ('split', 'val_split', 'eval_split')
-    splits = [name for name in names if getattr(cfg, name, '')]
+    splits = [name for name in _splits_read(cfg) if name != 'split' or not learned]
     if len(splits) + len(learned) < 2: return
     parts = []
     if learned:
@@ -394,7 +410,10 @@ def answer_eval_split(
     figures = answer_figures(outputs)
     if reference is None: return figures
     prompts = encode_prompts(answered, reference.tokenizer, cfg.template)   # no control tokens
-    return figures | dict(kl=mean(log_ratios(reference, prompts, samples, cfg)))
+    ratios = log_ratios(reference, prompts, samples, cfg)
+    figures['kl'] = mean(ratios)
+    if len(ratios) > 1: figures['kl_standard_error'] = standard_error(ratios)
+    return figures
 
 # %% ../../nbs/core/answers.ipynb #1f7065bb
 def answer_again(
@@ -409,12 +428,12 @@ def answer_again(
     policy = load(str(run.folder))
     old = read_summary(run.folder)
     run.begin()
-    if 'epochs' in vars(run.cfg): run.health(dict(optimiser_steps=run.config['steps']))
+    if 'epochs' in vars(run.cfg): run.health(few_steps(run.cfg, run.config['steps']))
     for r in read_log(run.folder): run.health(r, f'step {r["step"]}: ')
     figures = answer_eval_split(policy, run, reference) | more()
     if not run.cfg.eval_split: once(run.path('outputs.json').unlink, True)
     run.before = dict(cpu=old.pop('cpu_seconds'), wall=old.pop('seconds'))
-    left_out = *names, 'warnings', 'peak_memory_gb', 'device_memory_gb'
+    left_out = *names, 'kl_standard_error', 'warnings', 'peak_memory_gb', 'device_memory_gb'
     run.finish(**{k: v for k, v in old.items() if k not in left_out} | figures)
     return run
 

@@ -27,7 +27,7 @@ from .run.processes import add_up, once, rank
 from .model.rewards import label_count, RewardConfig
 from .run.runs import read_log
 from .model.served import check_sampler
-from .run.settings import by_size, Count, Positive, Scale, TrainConfig
+from .run.settings import by_size, Count, Named, Positive, Scale, TrainConfig
 from .stats import win_rate
 from .data.text import decode, rollout_batch
 from .training import Trainer
@@ -36,9 +36,9 @@ from .training import Trainer
 @dataclass
 class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, JudgedConfig):
     "Settings of a method that learns from its own samples."
-    policy: str = 'runs/sft'               # the initial policy, which is also the reference
+    policy: Named = 'runs/sft'             # the initial policy, which is also the reference
     sampler: str = ''  # endpoint that samples (vLLM, with lora_rank); empty: in process
-    data: str = 'runs/world'               # dataset folder with prompts
+    data: Named = 'runs/world'             # dataset folder with prompts
     split: str = 'unlabeled'               # prompts that are answered in training
     steps: Positive = 16                   # rollouts, each followed by its updates
     rollouts: Annotated[int, Ge(2)] = 192  # answers per step
@@ -68,7 +68,7 @@ class OnlineConfig(TrainConfig, AnswerConfig, SampleConfig, RewardConfig, Judged
     @property
     def splits(self) -> list[str]:
         "The settings whose splits a run reads; only a judge needs the val split."
-        return ['split', 'eval_split'] + (['val_split'] if self.annotators else [])
+        return ['split', *(['val_split'] if self.annotators else []), 'eval_split']
 
 # %% ../../nbs/core/online.ipynb #0d120a30
 def load_prompts(cfg: OnlineConfig, tokenizer) -> tuple[list[dict], list[list[int]], int]:

@@ -85,12 +85,12 @@ def test_a_notebook_is_known_as_its_module(path):
 
 @each_notebook
 def test_parameters_cell_has_the_settings_of_the_notebook(path):
-    "Those of its own dataclass, and what it reads; the others are set by name."
+    "Those of its own dataclass, what it reads, and those by size; the others are set by name."
     from papermill import inspect_notebook
-    from alpaca_farm.core.run.settings import field_comments
+    from alpaca_farm.core.run.settings import field_comments, sized_defaults
     cls = config_of(path)
     assert len(parameters(path)) == 1
-    own = {'out', 'seed', *cls.inputs, *cls.__annotations__}
+    own = {'out', 'seed', *cls.inputs, *cls.__annotations__, *sized_defaults(cls)}
     known = {name: getattr(cls(), name) for name in own} | dict.fromkeys(own & {*cls().left_open})
     found = inspect_notebook(str(path))
     assert sorted(found) == sorted(known)

@@ -121,7 +121,7 @@ def measure_ours(method: str, shape: str, more: dict, out: Path, small: bool, de
     if method == 'ppo': del cfg['max_length']
     module, kind, more = dict(
         sft=(sft, sft.SFTConfig, dict(answering, val_split='', max_instances=batch * steps)),
-        dpo=(dpo, dpo.DPOConfig, dict(answering, epochs=1, **pairs)),
+        dpo=(dpo, dpo.DPOConfig, dict(answering, epochs=1, held_out=0, **pairs)),
         reward_model=(reward_model, reward_model.RewardModelConfig,
                       dict(pairs, held_out=8, epochs=1, likelihood=0.)),
         ppo=(ppo, ppo.PPOConfig, answering | online))[method]

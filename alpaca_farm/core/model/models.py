@@ -123,7 +123,8 @@ def load_scalar(
                        fresh=() if head == 'keep' else ('score.weight',), **options)
     if train and not hasattr(model, 'score'):
         raise ValueError(f'{spec}: {type(model).__name__} has no head on its last token: it can '
-                         'be a reward_model, but no value model and no policy to train one from')
+                         'be a reward_model, but no value model (PPO needs none with advantage '
+                         '= rloo) and no policy to train one from')
     arguments = {} if head == 'keep' else getattr(cfg, 'template_arguments', {})
     tokenizer = load_tokenizer(spec, model, arguments)
     if head != 'keep': model.config.get_text_config().pad_token_id = tokenizer.pad_token_id

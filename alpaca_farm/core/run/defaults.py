@@ -7,6 +7,8 @@ __all__ = ['count_weights', 'default_of']
 
 # %% ../../../nbs/core/run/defaults.ipynb #de500004
 import contextlib, math
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from .files import at_root, looks_like_hub, open_tensors, read_json
@@ -27,11 +29,23 @@ def _weight_files(spec: str) -> list[Path]:
     return []
 
 
+@cache
+def _count_gguf(
+    file: Path,
+    changed: int,  # when it was written
+) -> float:
+    "Count the weights of a GGUF file by its header, which the package gguf reads; else by size."
+    if not find_spec('gguf'): return 1.6*file.stat().st_size   # of about five bits each
+    from gguf import GGUFReader
+    try: return sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
+    except Exception: return 0.   # of many kinds, for a damaged file; who loads it refuses it
+
+
 def count_weights(spec: str) -> float:
     "Count a model's weights by the headers of its files; 0 if it is not on this machine."
     n = 0
     for file in _weight_files(spec):
-        if file.suffix == '.gguf': return 1.6*file.stat().st_size   # of about five bits each
+        if file.suffix == '.gguf': return _count_gguf(file, file.stat().st_mtime_ns)
         adapter = file.with_name('adapter_config.json')
         if adapter.exists(): return count_weights(read_json(adapter)['base_model_name_or_path'])
         with contextlib.suppress(ValueError), open_tensors(file) as f:   # who loads it refuses it
@@ -48,5 +62,5 @@ def default_of(
     "Compute a default from the number of weights."
     if not name.endswith('learning_rate'): return toy if weights < 1e7 else large
     rate = toy*(large/toy)**(math.log(max(1, weights/1e6))/math.log(7000))
-    if lora and weights >= 1e7: rate *= 10
+    if lora: rate *= 10**min(1, math.log(max(1, weights/1e6))/math.log(100))
     return float(f'{rate:.1e}')

@@ -6,6 +6,7 @@
 __all__ = ['why_stale', 'is_fresh', 'recipes', 'methods', 'run_folder', 'recipe', 'start_notebook', 'build', 'ensure_inputs']
 
 # %% ../../../nbs/core/run/inputs.ipynb #aaceba8c
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -88,9 +89,9 @@ def run_folder(path: str) -> str:
 def recipe(path: str) -> tuple[str, dict] | None:
     "Find the notebook that makes a default run, and what differs from that notebook's defaults."
     name = Path(run_folder(path)).name
-    if notebook_path(name): return name, {}
-    row = recipes().get(name)
-    if row is None: return None
+    row = recipes().get(name, {})
+    if notebook_path(name): return name, row.get('settings', {})
+    if not row: return None
     return row['notebook'], row['settings'] | {k: f'runs/{v}' for k, v in row['reads'].items()}
 
 # %% ../../../nbs/core/run/inputs.ipynb #75e38d91
@@ -154,23 +155,30 @@ def _of_embedded_world(path: str) -> bool:
     return config['notebook'] == 'world' or any(map(_of_embedded_world, sources))
 
 
+def _may_be_empty(cfg: Config, name: str) -> bool:
+    "Say whether a run can do without an input."
+    try: replace(cfg, **{name: ''})
+    except ValueError: return False
+    return True
+
+
 def _check_one_world(
     cfg: Config,
     read: list[tuple],  # setting and path of each input
 ):
     "ValueError for defaults of the embedded world beside an input that is not of it."
-    changed = cfg.changed()
     judges = *getattr(cfg, 'annotator_fields', ()), 'labels'
     defaults = {}
     others = []
     for name, path in read:
         if ':' in path and not looks_like_hub(path): continue   # a function
         of_world = _of_embedded_world(path)
-        if of_world and name not in changed: defaults[name] = path
+        if of_world and name not in cfg.named: defaults[name] = path
         if not of_world and name not in judges: others.append(f'{name} = {path}')
-    if defaults and others:
-        raise ValueError(f'{", ".join(defaults)}: name yours, or none as "". The default is of the '
-                         f'embedded world, and {others[0]} is not')
+    if not (defaults and others): return
+    none = ', or none as ""' if all(_may_be_empty(cfg, name) for name in defaults) else ''
+    raise ValueError(f'{", ".join(defaults)}: name yours{none}. The default is of the embedded '
+                     f'world, and {others[0]} is not')
 
 
 def ensure_inputs(cfg: Config):

@@ -17,7 +17,7 @@ from .identity import run_config
 from .inputs import is_fresh, recipe, start_notebook
 from .progress import duration, Progress, tell
 from .runs import free_name, read_log, read_summary
-from .settings import as_list, Config
+from .settings import as_list, Config, from_words
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20
 @dataclass
@@ -387,14 +387,17 @@ def sweep_command(args: list[str]):
     p.add_argument('notebook')
     names = dict(action='append', default=[], metavar=('SETTING', 'VALUE'))
     p.add_argument('-g', nargs='+', **names, help='a setting that varies, and its values')
-    p.add_argument('-p', nargs=2, **names, help='a setting that all runs have')
+    p.add_argument('-p', nargs='+', **names, help='a setting that all runs have')
     for name, kind in dict(out=str, workers=int, gpus=int, address=str).items():
         p.add_argument(f'--{name}', type=kind, default=kind())
     given = vars(p.parse_args(args))
     rows = given.pop('g')
-    fixed = dict(given.pop('p'))
-    grid = {name: values for name, *values in rows}
+    grid = {}
+    fixed = {}
     try:
+        cls = _settings_class(given['notebook'])
+        for name, *values in rows: grid[name] = [from_words(cls, name, [v]) for v in values]
+        for name, *words in given.pop('p'): fixed[name] = from_words(cls, name, words)
         if len(grid) < len(rows): raise ValueError('-g: name each setting once')
         print(sweep(grid=grid, **given, **fixed).to_string(index=False))
     except (TypeError, ValueError, ImportError, FileNotFoundError) as e:

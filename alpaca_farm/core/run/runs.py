@@ -336,9 +336,13 @@ class Run:
 def _tell_move(
     cfg: Config,
     others: dict,   # the settings in which the run that is there differs, as it was made
+    by_size: list[str] = [],   # those that it had left open
 ):
     "Say that the run in a folder is moved, and how both stay in their places."
-    made = ', '.join(f'{k} = {v!r}' for k, v in others.items())[:200] or 'other inputs or code'
+    said = []
+    for name, value in others.items():
+        said.append(f'{name} = {value!r}' + (' by size' if name in by_size else ''))
+    made = ', '.join(said)[:200] or 'other inputs or code'
     own = ''.join(f'_{k}{getattr(cfg, k)}' for k in others)[:40] or '_2'
     other = cfg.out + re.sub('[^A-Za-z0-9_.-]+', '.', own)
     tell(f'{cfg.out} holds a run made with {made}: it is kept as '
@@ -367,9 +371,11 @@ def start(
     check_run_folder(folder, inputs)
     _check_tracker(cfg.tracker)
     config = run_config(folder)
-    made = config.get('settings', own) | dict.fromkeys(config.get('left_open', ()))
-    others = {k: made.get(k) for k in own if digest(made.get(k)) != digest(own[k])}
-    if others: _tell_move(cfg, others)
+    made = config.get('settings', {})
+    by_size = config.get('left_open', [])
+    asked = made | dict.fromkeys(by_size)
+    others = {k: made[k] for k in own if k in made and digest(asked[k]) != digest(own[k])}
+    if others: _tell_move(cfg, others, by_size)
     once(ensure_inputs, cfg)
     once(_wait_for_others, folder.resolve())
 
