@@ -19,7 +19,7 @@ from .core.data.preferences import (annotator_name, decide_vote, draw_annotator,
 from .core.data.dialogues import full_instruction
 from .core.run.runs import start
 from .core.run.settings import command, Count, Named, Positive, resolve
-from .core.stats import bootstrap, Interval, wilson
+from .core.stats import Interval, wilson, win_rate_interval
 from alpaca_farm.judging.judges import (api_clients, ask_both_orders, ask_shown,
     check_all_answered, check_known_names, load_annotators, load_pairs, RecordedLabels,
     usage_totals)
@@ -125,7 +125,8 @@ def _position_bias(rows, seed, both):
     measured = {}
     for name, hits in dict(first=votes[votes != 1.5] < 1.5, consistent=agree).items():
         if len(hits) == 0: continue
-        share = wilson(int(hits.sum()), len(hits))
+        n = len(hits)/(1 + (both and name == 'first'))   # two votes on a pair count as one
+        share = wilson(hits.mean()*n, n)
         measured |= share.columns(name)
     return measured
 
@@ -200,8 +201,8 @@ def run(cfg: AnnotatorsConfig):
     if not any(isinstance(a, RecordedLabels) for a in pool_members(pool)):
         summary |= _position_bias(clean, cfg.seed, cfg.both_orders)
     if cfg.against and judged:
-        wins = [100*(r['preference'] - 1) for r in judged]
-        summary |= bootstrap(wins).columns('win_rate')
+        preferences = [r['preference'] for r in judged]
+        summary |= win_rate_interval(preferences).columns('win_rate')
     ties = float(np.mean([r['preference'] == 1.5 for r in labelled]))
     this_run.finish(labels=len(labelled), unanswered=len(unlabelled), unasked=coins, ties=ties,
                     **usage_totals(clients), **summary)

@@ -36,10 +36,6 @@ SLOW = """
     test_the_share_of_contested test_the_wheel_works test_two_files_of_answers""".split()
 
 
-def pytest_configure(config):
-    config.addinivalue_line('markers', 'slow: left out by `make fast`')
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.name.startswith(tuple(SLOW)): item.add_marker(pytest.mark.slow)

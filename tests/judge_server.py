@@ -36,6 +36,7 @@ PAIRS = (  # a regex with one group for either output; the last match counts
      r'"""\s*\},.*?"(?:output|answer)": """(.*?)"""\s*\}'))
 DEFAULTS = dict(
     latency=0., faults={}, seed=0, key='', model='',   # model: that answers, whatever is asked for
+    hold=math.inf,                  # requests that are answered; the others wait until it changes
     usage=None,                     # reported with every answer, instead of its numbers of tokens
     regexes=PAIRS,
     labels=('m', 'M'),              # what names the outputs in log-probs and rankings
@@ -184,7 +185,7 @@ class Judge:
     "The requests of a judge."
     def __init__(self, options):
         self.options, self.records = dict(DEFAULTS), []
-        self.lock, self.seen, self.used = threading.RLock(), Counter(), Counter()
+        self.changed, self.seen, self.used = threading.Condition(), Counter(), Counter()
         self.set(options)
 
     def set(self, given):
@@ -195,15 +196,19 @@ class Judge:
                 if name not in FAULTS: raise ValueError(f'no such fault: {name}')
                 if isinstance(fault, str): fault = dict(always_for=fault)
                 given['faults'][name] = fault if isinstance(fault, dict) else dict(p=fault)
-        self.options |= given
+        with self.changed:
+            self.options |= given
+            self.changed.notify_all()
 
     def arrived(self, method, path, body, **more):
-        "The record of a request, with the fault that it meets."
+        "The record of a request, with the fault that it meets, once it may be answered."
         record = dict(time=time.time(), method=method, path=path, model=body.get('model'),
                       fault=None, answered=False, **more)
-        with self.lock:
+        with self.changed:
             if path.endswith('completions'): record['fault'] = self.choose_fault(canonical(body))
             self.records.append(record)
+            number = len(self.records)
+            self.changed.wait_for(lambda: number <= self.options['hold'])
         return record
 
     def choose_fault(self, text):

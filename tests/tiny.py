@@ -14,6 +14,7 @@ from pathlib import Path
 from alpaca_farm.core.run.files import module_of
 
 ROOT = Path(__file__).parents[1]
+LONG = 3600   # seconds, where something needs a limit: that of the whole run (pytest.ini)
 SAMPLING = dict(max_new_tokens=12, max_prompt=110, eval_instances=10)
 SETTINGS = dict(
     world=dict(prose=400, sft=60, preference=60, unlabeled=60, val=20, eval=30, vocab_size=600,
@@ -151,7 +152,8 @@ def papermill(notebook, executed, **given):
             for x in (('-y', f'{k}: {json.dumps(v)}') if isinstance(v, list)
                       else ('-p', k, str(v)))]
     return [sys.executable, '-m', 'papermill', str(notebook), str(executed), *options,
-            '--no-progress-bar', '--log-level', 'ERROR', '-k', 'python3']
+            '--no-progress-bar', '--log-level', 'ERROR', '-k', 'python3',
+            '--start-timeout', str(LONG)]
 
 
 def environment(**more):

@@ -19,7 +19,7 @@ from ..core.run.files import read_json
 from ..core.ask.judge_configs import JudgedConfig
 from ..core.run.runs import read_log, start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
-from ..core.stats import bootstrap
+from ..core.stats import win_rate_interval
 from ..judging.judges import load_annotators
 from alpaca_farm.boards.corrected import (corrected_columns, correction_report, match_labels,
     read_people_labels)
@@ -107,7 +107,7 @@ def _win_rate_table(
     rows = []
     for (a, b), name in pairs.items():
         p = complete_preferences(answers[b], answers[a], judge)
-        won = bootstrap(100*(p - 1), seed=seed)
+        won = win_rate_interval(p, seed=seed)
         row = dict(run=b, against=a, win_rate=won.value, low=won.low, high=won.high,
                    instructions=len(p))
         if people:

@@ -17,7 +17,8 @@ import numpy as np
 
 from ..core.data.preferences import pair_up
 from ..core.data.dialogues import full_instruction
-from ..core.stats import bootstrap, FEWEST_LABELS, Interval, plain, wilson
+from alpaca_farm.core.stats import (FEWEST_LABELS, Interval, plain, wilson,
+    win_rate_interval)
 from ..judging.label_files import load_sets
 
 # %% ../../nbs/boards/corrected.ipynb #a4379046
@@ -95,7 +96,7 @@ def corrected_rate(
         variance = (share**2*error).sum(0) + (share*(value - theta)**2).sum(0)/N
         votes = p*(1 - p)/variance*(_Z/t)**2
         ends = np.vectorize(wilson)(np.clip(theta, 0, 1)*votes, votes)
-        return Interval(*map(plain, np.clip(ends, 0, 1))), votes
+        return Interval(*map(plain, ends)), votes
 
     rate, votes = interval(judged, error)
     labels, votes_alone = interval(alone, alone_error)
@@ -301,7 +302,7 @@ def correction_report(
     f_all = f[judged]
     votes = labels.votes[has]
     def text(i): return f'{i.value:.1f} % ({i.low:.1f} to {i.high:.1f})'
-    lines = [f'{name}: {text(bootstrap(100*f_all))} by {judge}, corrected by {n} labels '
+    lines = [f'{name}: {text(win_rate_interval(1 + f_all))} by {judge}, corrected by {n} labels '
              f'{text(c.rate)}, labels alone {text(c.labels)}; the judge makes them worth '
              f'{c.worth:.0f}']
     agreement = judge_agreement(f_has, votes)

@@ -20,7 +20,7 @@ from ..core.data.records import load_records
 from ..core.data.dialogues import prompt_key
 from ..core.run.files import at_root
 from ..core.run.runs import read_summary
-from ..core.stats import bootstrap
+from ..core.stats import win_rate_interval
 from ..judging.measures import preference_probabilities, sample_votes
 
 # %% ../../nbs/boards/judged.ipynb #f7765592
@@ -79,7 +79,7 @@ def free_win_rates(
         judge = f'{world}/{role}.json'
         if not answers or not is_population(judge): continue
         p = complete_preferences(answers, references, load_annotators(judge, None))
-        won = bootstrap(100*(p - 1))
+        won = win_rate_interval(p)
         said.append(f'{won.value:.1f} % [{won.low:.1f}, {won.high:.1f}] under the '
                     + role.replace('held_out_', 'held-out '))
     return f'Wins against one answer of {before} (the board: four): {", ".join(said)}.' if said else ''

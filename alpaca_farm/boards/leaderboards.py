@@ -14,7 +14,7 @@ import numpy as np
 from alpaca_farm.core.data.preferences import (match_prompts, output_texts, read_preference,
     with_verdict)
 from ..core.run.identity import run_config
-from ..core.stats import bootstrap, spearman_interval, win_rate
+from ..core.stats import spearman_interval, win_rate, win_rate_interval
 from .corrected import corrected_columns
 from .length_control import length_controlled
 from .text import answer_mean
@@ -72,7 +72,7 @@ def leaderboard(
         row = dict(method=method)
         for judge in judges:
             p = judged[judge][method]
-            row |= bootstrap(100*(with_verdict(p) - 1), n=n, seed=seed).columns(judge)
+            row |= win_rate_interval(with_verdict(p), n, seed).columns(judge)
             if any(np.isnan(v).any() for v in judged[judge].values()):
                 row[f'{judge}_unanswered'] = int(np.isnan(p).sum())
         if labels: row |= corrected_columns(judged[judges[0]][method], labels.get(method))

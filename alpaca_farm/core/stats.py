@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['FEWEST_LABELS', 'plain', 'standard_error', 'sigmoid', 'win_rate', 'Interval', 'bootstrap_draws', 'bootstrap',
-           'replicate_interval', 'holm', 'wilson', 'spearman', 'spearman_interval', 'one_hot_votes', 'vote_mode',
-           'agreement', 'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean', 'best_of_n_weights',
-           'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'tilted_weights', 'fit_overoptimization',
-           'overoptimization_curve']
+           'replicate_interval', 'holm', 'wilson', 'win_rate_interval', 'spearman', 'spearman_interval',
+           'one_hot_votes', 'vote_mode', 'agreement', 'variance', 'bias', 'two_votes_agree', 'off_diagonal_mean',
+           'best_of_n_weights', 'best_of_n_value', 'kl_best_of_n', 'kl_best_of_n_estimate', 'tilted_weights',
+           'fit_overoptimization', 'overoptimization_curve']
 
 # %% ../../nbs/core/stats.ipynb #d9759c10
 import math
@@ -133,7 +133,22 @@ def wilson(k: float, n: int) -> Interval:
     p = k/n
     centre = (p + z*z/(2*n))/(1 + z*z/n)
     half = z/(1 + z*z/n)*math.sqrt(p*(1 - p)/n + z*z/(4*n*n))
-    return Interval(p, min(p, centre - half), max(p, centre + half))
+    return Interval(p, max(0., min(p, centre - half)), min(1., max(p, centre + half)))
+
+# %% ../../nbs/core/stats.ipynb #7a1e5c31
+def win_rate_interval(
+    preferences,  # (N,) in [1, 2]
+    n=1000,       # resamples
+    seed=0,
+) -> Interval:
+    "Estimate the win rate of the second outputs in percent, also near 0 and 100 %."
+    won = np.asarray(preferences, dtype=float) - 1
+    rate = won.mean()
+    if min(rate, 1 - rate)*len(won) >= 10: return bootstrap(100*won, n=n, seed=seed)
+    more = np.append(won, [0, 1])
+    mean = more.mean()
+    votes = len(won)*mean*(1 - mean)/more.var()
+    return Interval(*(100*end for end in wilson(rate*votes, votes)))
 
 # %% ../../nbs/core/stats.ipynb #096c8cf0
 def _centred_ranks(values) -> np.ndarray:

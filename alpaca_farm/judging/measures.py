@@ -325,5 +325,6 @@ def bootstrap_measures(
         high = math.nan
         if known and not math.isnan(value):
             low, high = np.quantile(known, [.025, .975]).tolist()
+            if low == high and value in (0, 1): _, low, high = wilson(value*len(groups), len(groups))
         intervals[name] = Interval(value, low, high)
     return intervals

@@ -209,12 +209,13 @@ def test_two_files_of_answers_are_compared(tmp_path, monkeypatch, judge):
             annotators.run(cfg)
             return load_records(cfg.out, 'preferences', 'preference'), read_summary(cfg.out)
         once, summary = compared('once')
-        assert summary['labels'] == 26 and summary['win_rate'] == summary['win_rate_low'] == 100
+        assert summary['labels'] == 26
+        assert 85 < summary['win_rate_low'] < summary['win_rate'] == summary['win_rate_high'] == 100
         assert 0 < summary['first'] < 1 and len(asked()) == 26
         labels = {(r['output_1'], r['output_2'], r['preference']) for r in once}
         assert labels == {(f'no {i}', f'a longer answer {i}', 2.) for i in range(26)}
         both, summary = compared('both', both_orders=True, label_flip=.25)
-        assert summary['consistent'] == 1 and all(r['orders'] == [2., 2.] for r in both)
+        assert summary['consistent'] == 1 > summary['consistent_low'] and all(r['orders'] == [2., 2.] for r in both)
         # the files are compared by the judge's own labels
         assert summary['flip_rate'] > 0 and summary['win_rate'] == 100
     requests = asked()

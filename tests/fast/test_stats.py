@@ -9,6 +9,9 @@ import pytest
 from scipy.stats import binomtest
 
 import tiny
+from alpaca_farm.boards.compare import _win_rate_table
+from alpaca_farm.boards.judged import judge_all
+from alpaca_farm.boards.leaderboards import leaderboard
 from alpaca_farm.core import stats
 from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.judging.measures import sample_votes
@@ -29,6 +32,17 @@ def test_win_rate_is_alpaca_evals(kind, rng):
                  soft=rng.uniform(1, 2, n))[kind]
         theirs, ours = metrics.pairwise_to_winrate(preferences=p.tolist()), stats.win_rate(p)
         assert {k: theirs[k] for k in ours} == pytest.approx(ours, abs=1e-9)
+
+
+@pytest.mark.parametrize('preference, rate, low, high', [(2, 100, 56.6, 100), (1, 0, 0, 43.4),
+                                                         (1.5, 50, 28.8, 71.2)])
+def test_five_equal_preferences_leave_much_open_on_every_board(preference, rate, low, high):
+    def judge(pairs): return [preference if p['output_2'] == 'b' else 3 - preference for p in pairs]
+    own, other = ([dict(instruction=f'Say {i}.', output=text) for i in range(5)] for text in 'ba')
+    board = leaderboard(judge_all(dict(own=own), other, dict(j=judge)), dict(own=own), 'other')
+    table = _win_rate_table(dict(other=other, own=own), judge)
+    for row in (board.loc[0, ['j', 'j_low', 'j_high']], table.loc[0, ['win_rate', 'low', 'high']]):
+        assert row.tolist() == pytest.approx([rate, low, high], abs=.05)
 
 
 def test_agreement_with_missing_votes():
