@@ -20,6 +20,7 @@ from ..core.data.dialogues import full_instruction, prompt_key
 from alpaca_farm.core.data.preferences import (answer_preferences, match_prompts, output_texts,
     pair_up)
 from ..core.data.records import load_records
+from ..core.run.files import read_json
 from ..core.run.inputs import recipes
 from ..core.run.runs import read_summary, write_csv, write_figure
 from ..core.run.settings import at_root
@@ -216,17 +217,22 @@ def parts_table(
 def write_boards(
     run,            # the farm's
     boards: list,   # the leaderboard of each replicate
+    names: dict,    # who judges, by column
 ):
     "Write boards and their figures; `crowd_sd` is the spread of each row over replicates."
     import pandas as pd
     spread = pd.concat(boards).groupby('method').crowd.std()
+    named = {}
+    for column, name in names.items():
+        for end in ('', '_low', '_high'): named[column + end] = name + end
     for k, board in enumerate(boards):
         name = 'leaderboard'
         if k > 0: name = f'leaderboard_seed_{k}'
         write_csv(run, f'{name}.csv', board.assign(crowd_sd=board.method.map(spread)))
         shown = board[board.method != 'base model'].assign(reference='SFT')   # it is far below
         judges = [name for name in ('crowd', 'corrected', 'pool', 'utility') if name in board]
-        figure = leaderboard_figure(shown.reset_index(drop=True), judges)
+        judges = [named.get(name, name) for name in judges]
+        figure = leaderboard_figure(shown.rename(columns=named).reset_index(drop=True), judges)
         write_figure(run, f'{name}.png', figure)
 
 
@@ -234,11 +240,12 @@ def write_boards(
 def short_board(folder: str):
     """Show a finished farm's board in short, as a DataFrame of strings.
 
-    Columns: win rate over SFT under the held-out crowd in %, with its 95 % interval over instructions;
-    the same for the run on the crowd's labels; win rate under the pool; KL from SFT in nats per
-    answer; words."""
+    Columns: win rate over SFT under the board's judge in %, with its 95 % interval over instructions;
+    the same for the run on people's labels; win rate under the pool; KL from SFT in nats per
+    answer; words. Who judges and who labels is named as in names.json."""
     import pandas as pd
     board = pd.read_csv(at_root(folder)/'leaderboard.csv', index_col='method')
+    names = read_json(at_root(folder)/'names.json')
     won = {}
     for method, row in board.iterrows():
         won[method] = f'{row.crowd:.1f} [{row.crowd_low:.1f}, {row.crowd_high:.1f}]'
@@ -248,7 +255,8 @@ def short_board(folder: str):
     methods = [m for m in methods if not m.endswith('_crowd')]
     columns = [name for name in ('pool', 'kl', 'length') if name in board]
     numbers = board.loc[methods, columns].round(1).astype(object).fillna('')
-    numbers = numbers.rename(columns=dict(kl='KL', length='words'))
-    numbers.insert(0, 'held-out crowd', [won[m] for m in methods])
-    numbers.insert(1, "on the crowd's labels", [won.get(f'{m}_crowd', '') for m in methods])
+    numbers = numbers.rename(columns=dict(names['judges'], kl='KL', length='words'))
+    numbers.insert(0, names['judges']['crowd'], [won[m] for m in methods])
+    on_others = [won.get(f'{m}_crowd', '') for m in methods]
+    if any(on_others): numbers.insert(1, f'labels: {names["labels"]["crowd"]}', on_others)
     return numbers.rename_axis(None).rename_axis('[ ]: over instructions of one world', axis=1)

@@ -309,10 +309,10 @@ def tilted_weights(
 
     def missing(sharpness):
         return target - (softmax(rewards*sharpness, 1)*rewards).sum(1).mean()
-    if not missing(sharpest) < 0 <= missing(0.):
-        raise ValueError(f'mean reward {target:.3g}: weights reach {rewards.mean():.3g} to '
+    if not missing(sharpest) < 0 < missing(-sharpest):
+        raise ValueError(f'mean reward {target:.3g}: weights reach {rewards.min(1).mean():.3g} to '
                          f'{rewards.max(1).mean():.3g}')
-    weights = softmax(rewards*brentq(missing, 0., sharpest), 1)
+    weights = softmax(rewards*brentq(missing, -sharpest, sharpest), 1)
     effective = np.median(1/(weights**2).sum(1))
     if effective < least:
         raise ValueError(f'mean reward {target:.3g}: {effective:.1f} samples of {rewards.shape[1]} '
