@@ -249,7 +249,7 @@ class Judge:
         if fault in BROKEN: return self.break_off(handler, status, content, fault)
         data = json.dumps(content).encode()
         if fault == 'nested': data = data[:-1] + b', "more": ' + b'['*3000 + b']'*3000 + b'}'
-        if fault == 'badutf8': data = data.replace(b'"id": "1"', b'"id": "\xff"')
+        if fault == 'badutf8': data = data.replace(b'"id": "1"', b'"id": "\xff\\\xff\0\n"')
         handler.reply(status, data, **dict(Retry_After=.05) if status == 429 else {})
 
     def break_off(self, handler, status, content, fault):

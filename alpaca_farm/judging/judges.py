@@ -18,16 +18,16 @@ from typing import Callable, NamedTuple
 
 import numpy as np
 
-from alpaca_farm.core.ask.client import (answer_text, ApiClient, ApiConfig, ask_until_read,
-    parse_mapping, token_usage)
+from ..core.ask.client import (answer_text, ApiClient, ApiConfig, ask_until_read,
+    parse_mapping, reading_advice, token_usage)
 from alpaca_farm.core.ask.judge_configs import (adapt_decoding, entry_model, is_population,
     judge_config_file, model_kind, parse_decoding, read_judge_config, REASONING_MODELS,
     REQUEST_FIELDS, suggest_names)
 from alpaca_farm.core.data.records import (candidate_pair, check_records, find_file, load_records,
     read_rows, read_text)
-from alpaca_farm.core.data.preferences import (annotator_preferences, answer_of, hash_uniform,
+from ..core.data.preferences import (annotator_preferences, answer_of, hash_uniform,
     head2head_pairs, is_preference, PAIR_FIELDS, Pool, pool_members, pool_weights, read_preference,
-    shown_swapped, swap_outputs)
+    report_missing, shown_swapped, swap_outputs)
 from ..core.data.formats import as_records
 from ..core.data.dialogues import full_instruction, prompt_key
 from ..core.run.files import near_path
@@ -211,13 +211,12 @@ def _read_answers(
     return [Verdict(p, raw, price, last['seconds']) for p in preferences]
 
 
-def _note_unread(client, name, texts, replies):
+def _note_unread(client, name, texts, replies, advice):
     "Note what a judge said without a verdict; ValueError if that is most of its replies."
     client.unread += [dict(annotator=name, said=text) for text in texts]
     if len(texts) < 4 or 2*len(texts) <= replies: return
-    raise ValueError(f'{name}: no verdict can be read in {len(texts)} of its {replies} '
-                     'answers: check model, prompt, parser and max_tokens. All are stored. '
-                     f'One is {texts[-1][:200]!r}')
+    raise ValueError(f'{name}: no verdict can be read in {len(texts)} of its {replies} answers: '
+                     f'{advice}. All are stored. One is {texts[-1][:200]!r}')
 
 
 def _ask_judges(
@@ -253,8 +252,11 @@ def _ask_judges(
         verdicts += given
         if not answers: continue
         replies[e.name] += 1
-        if not readable(i, answers[-1]): unread.setdefault(e.name, []).append(given[0].raw)
-    for name, texts in unread.items(): _note_unread(client, name, texts, replies[name])
+        if not readable(i, answers[-1]): unread.setdefault(e.name, []).append(i)
+    for name, where in unread.items():
+        texts = [answer_text(said[i][-1], refusal=True) for i in where]
+        advice = reading_advice(requests[where[-1]], said[where[-1]][-1])
+        _note_unread(client, name, texts, replies[name], advice)
     in_order = iter(verdicts)
     return [list(islice(in_order, len(pairs))) for _, pairs in work]
 
@@ -269,8 +271,10 @@ class ApiJudge:
     def name(self) -> str: return self.evaluator.name
 
     def __call__(self, pairs: list[dict]) -> list[float]:
-        "Preferences in the order shown; nan without a verdict."
+        "Preferences in the order shown; nan without a verdict, which is told."
         verdicts, = _ask_judges([(self, pairs)], seed=self.client.cfg.seed)
+        missing = sum(math.isnan(v.preference) for v in verdicts)
+        report_missing(self.name, missing, len(pairs), 'pairs')
         return [v.preference for v in verdicts]
 
 # %% ../../nbs/judging/judges.ipynb #5825df27

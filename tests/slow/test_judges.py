@@ -124,6 +124,20 @@ def test_a_judge_that_answers_too_rarely_is_refused(tmp_path):
         assert made(server, tmp_path)(pairs(60)) == longer(pairs(60))
 
 
+@pytest.mark.parametrize('n, match', [(6, 'in 6 of its 6 answers'), (40, 'none of 20 answers')])
+def test_a_server_without_log_probs_is_named(tmp_path, n, match):
+    with judge_server(faults=dict(nologprobs=1.)) as server:
+        judge = made(server, tmp_path, 'weighted_alpaca_eval_gpt4_turbo')
+        with pytest.raises(ValueError, match=f'{match}.* sends no log-probs.*structured'):
+            judge(pairs(n))
+
+
+def test_a_judge_that_is_a_function_says_what_it_could_not_read(tmp_path, capsys):
+    with judge_server(faults=dict(unparseable=1.), regexes=TAGS) as server:
+        assert np.isnan(made(server, tmp_path, 'structured')(pairs(1))).all()
+    assert 'structured: no verdict on 1 of 1 pairs' in capsys.readouterr().out
+
+
 def test_another_model_than_asked_for_is_named_once(tmp_path, capsys):
     for model, said in (('judge-2024-08-06', 0), ('smollm2', 1)):
         with judge_server(model=model) as server:
