@@ -1,10 +1,10 @@
 """The seconds that others take over those that we take. `make bench` prints them.
 
 Both sides have the same small Llama with random weights, the same texts, batches and numbers of
-optimiser steps, float32, one thread and no gradient checkpointing. They take turns in one process,
-where the first round warms up. The seconds of a step are the CPU's for a whole run, without those
-of a run of one step: loading and saving do not count. Labels count by the clock: they wait for a
-server that takes 50 ms for each."""
+optimiser steps, which both return, float32, one thread and no gradient checkpointing. They take
+turns in one process, where the first round warms up. The seconds of a step are the CPU's for a
+whole run, without those of a run of one step: loading and saving do not count. Labels count by the
+clock: they wait for a server that takes 50 ms for each."""
 import itertools
 import json
 import os
@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tiny
+from alpaca_farm.core.run.runs import read_log
 from bench_texts import make_material
 from judge_server import judge_server
 
@@ -80,14 +81,20 @@ def trl_trainer(name, batch, steps, given={}, **settings):
         train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer_of(), **given)
 
 
+def trained(trainer):
+    "The number of optimiser steps that a trainer makes."
+    trainer.train()
+    return trainer.state.global_step
+
+
 def trl(name, batch, steps):
-    trl_trainer(name, batch, steps, max_length=LONGEST).train()
+    return trained(trl_trainer(name, batch, steps, max_length=LONGEST))
 
 
 def trl_grpo(steps):
     def reward(completions, **_): return answer_reward([dict(output=c) for c in completions])
-    trl_trainer('GRPO', ROLLOUTS, steps, dict(reward_funcs=reward), num_generations=8,
-                max_completion_length=TOKENS, beta=0., top_k=0).train()
+    return trained(trl_trainer('GRPO', ROLLOUTS, steps, dict(reward_funcs=reward), beta=0.,
+                               num_generations=8, max_completion_length=TOKENS, top_k=0))
 
 
 def trl_ppo(steps):
@@ -99,12 +106,13 @@ def trl_ppo(steps):
                      num_mini_batches=1, num_ppo_epochs=4, response_length=TOKENS, kl_coef=.05,
                      local_rollout_forward_batch_size=ROLLOUTS, num_sample_generations=0,
                      temperature=1.)
-    PPOTrainer(args, tokenizer, model_of('policy'), model_of('policy'), model_of('reward'),
-               datasets.Dataset.from_list(rows), model_of('reward')).train()
+    return trained(PPOTrainer(
+        args, tokenizer, model_of('policy'), model_of('policy'), model_of('reward'),
+        datasets.Dataset.from_list(rows), model_of('reward')))
 
 
 def trl_tokenizing(name, thousands):
-    trl_trainer(name, 1000, thousands, max_length=LONGEST)
+    return len(trl_trainer(name, 1000, thousands, max_length=LONGEST).train_dataset)//1000
 
 
 def transformers_sampling(times):
@@ -113,48 +121,52 @@ def transformers_sampling(times):
     for _ in range(times):
         policy.generate(batch['input_ids'], attention_mask=batch['attention_mask'],
                         do_sample=True, top_k=0, max_new_tokens=TOKENS)
+    return times
 
 
 # the same here
 
 def ours(method, batch, answers=True, **more):
-    "A run of a method."
+    "The number of steps of a method's run."
     if answers: more |= dict(eval_split='', max_prompt=LONGEST, max_new_tokens=TOKENS)
-    tiny.main(method)(tiny.config(
+    run = tiny.main(method)(tiny.config(
         method, out=new_folder(), policy=str(MATERIAL/'policy'), template='raw', batch_size=batch,
         learning_rate=1e-5, lr_schedule='constant', checkpoint_every=10**6, device='cpu',
         dtype='float32', **more))
+    return len(read_log(run.folder))
 
 
 def our_sft(steps):
-    ours('sft', BATCH, data=str(MATERIAL/'records.json'), val_split='',
-         max_instances=BATCH*steps, max_length=LONGEST)
+    return ours('sft', BATCH, data=str(MATERIAL/'records.json'), val_split='', epochs=1,
+                max_instances=BATCH*steps, max_length=LONGEST)
 
 
 def our_reward_model(steps):
-    ours('reward_model', PAIRS, answers=False, preferences=str(MATERIAL/'records.json'),
-         epochs=1, held_out=1, likelihood=0., max_instances=PAIRS*steps + 1, max_length=LONGEST)
+    return ours('reward_model', PAIRS, answers=False, preferences=str(MATERIAL/'records.json'),
+                epochs=1, held_out=1, likelihood=0., max_instances=PAIRS*steps + 1,
+                max_length=LONGEST)
 
 
 def our_dpo(steps):
-    ours('dpo', PAIRS, preferences=str(MATERIAL/'records.json'), epochs=1, held_out=0, beta=.1,
-         max_instances=PAIRS*steps, max_length=LONGEST)
+    return ours('dpo', PAIRS, preferences=str(MATERIAL/'records.json'), epochs=1, held_out=0,
+                beta=.1, max_instances=PAIRS*steps, max_length=LONGEST)
 
 
 def our_ppo(steps, **more):
     given = dict(reward_model=str(MATERIAL/'reward'), ppo_epochs=4, kl_coef=.05) | more
-    ours('ppo', ROLLOUTS, data=str(MATERIAL/'records.json'), val_split='', steps=steps,
-         rollouts=ROLLOUTS, missing_eos='', value_learning_rate=1e-5, save_every=0, **given)
+    return ours('ppo', ROLLOUTS, data=str(MATERIAL/'records.json'), val_split='', steps=steps,
+                rollouts=ROLLOUTS, missing_eos='', value_learning_rate=1e-5, save_every=0, **given)
 
 
 def our_grpo(steps):
-    our_ppo(steps, reward_model='bench:answer_reward', advantage='grpo', group_size=8,
-            ppo_epochs=1, kl_coef=0., whiten_advantages=False)
+    return our_ppo(steps, reward_model='bench:answer_reward', advantage='grpo', group_size=8,
+                   ppo_epochs=1, kl_coef=0., whiten_advantages=False)
 
 
 def our_tokenizing(fields, thousands):
     from alpaca_farm.core.data.text import encode
-    encode(records(1000*thousands), fields, tokenizer_of(), LONGEST, 'raw')
+    rows, *_ = encode(records(1000*thousands), fields, tokenizer_of(), LONGEST, 'raw')
+    return len(rows)//1000
 
 
 def our_sampling(times):
@@ -165,6 +177,7 @@ def our_sampling(times):
     tokenizer = policy.tokenizer
     prompts = encode_prompts(records(64), tokenizer, 'raw')
     for seed in range(times): generate(policy, prompts, 1, TOKENS, seed=seed)
+    return times
 
 
 # labels
@@ -193,7 +206,8 @@ def step_seconds(side, steps):
     taken = []
     for n in (1, steps):
         began = time.process_time()
-        side(n)
+        made = side(n)
+        assert made == n, f'{made} steps, where the other side makes {n}'
         taken.append(time.process_time() - began)
     return (taken[1] - taken[0])/(steps - 1)
 
@@ -236,7 +250,7 @@ def measure(name):
 
 def compared(name):
     "A row of the table, measured in a process of its own; None if the other cannot run here."
-    unit, package, *_ = ROWS[name]
+    unit, package, _, _, n = ROWS[name]
     log, file = WORK/f'{name}.txt', WORK/f'{name}.json'
     path = os.pathsep.join([str(FOLDER/package), str(tiny.ROOT)])
     env = tiny.environment(PYTHONPATH=path, HF_HUB_DISABLE_TELEMETRY='1', OPENAI_API_KEY='none')
@@ -248,9 +262,9 @@ def compared(name):
     found = json.loads(file.read_text())
     theirs, we = map(statistics.median, zip(*found))
     ratios = [a/b for a, b in found]
-    row = (name, unit, package, f'{theirs:.3g}', f'{we:.3g}',
+    row = (name, unit, n, package, f'{theirs:.3g}', f'{we:.3g}',
            f'{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]')
-    print('{}, {}: {} {} s, ours {} s, ratio {}'.format(*row), flush=True)
+    print('{}, {}, {} steps: {} {} s, ours {} s, ratio {}'.format(*row), flush=True)
     return row
 
 
@@ -272,6 +286,6 @@ if __name__ == '__main__':
         packages = 'torch', 'transformers', 'alpaca-eval'
         print(f'\n{processor()}, one thread, float32, without gradient checkpointing;',
               *(f'{p} {version(p)},' for p in packages), time.strftime('%Y-%m-%d'), '\n')
-        print('| work | of | other | its seconds | ours | ratio: median [least, most] of '
-              f'{ROUNDS} |\n|---|---|---|---|---|---|')
-        for row in rows: print(f'| {" | ".join(row)} |')
+        print('| work | of | steps of both | other | its seconds | ours | ratio: median [least, '
+              f'most] of {ROUNDS} |\n|---|---|---|---|---|---|---|')
+        for row in rows: print(f'| {" | ".join(map(str, row))} |')

@@ -102,7 +102,8 @@ def completion(body, options, fault):
     most = body.get('max_completion_tokens') or body.get('max_tokens') or math.inf
     text = ''.join(tokens[:int(min(most, len(tokens)))])
     choice = dict(index=0, finish_reason='length' if len(tokens) >= most else 'stop')
-    usage = dict(prompt_tokens=len(prompt_text(body))//4, completion_tokens=len(tokens))
+    sizes = len(prompt_text(body))//4, len(tokens)
+    usage = dict(prompt_tokens=sizes[0], completion_tokens=sizes[1], total_tokens=sum(sizes))
     if options['usage'] is not None: usage = options['usage']
     answer = dict(id='1', object='chat.completion' if chat else 'text_completion', created=0,
                   model=options['model'] or body['model'], choices=[choice], usage=usage)
