@@ -59,7 +59,7 @@ def too_few(records): return [0. for _ in records][1:]
 def test_a_reward_gives_one_number_for_each_record():
     records = [dict(instruction='a', input='', output='b')] * 3
     for name, message in (('nothing', 'not a finite number'),
-                          ('too_few', '2 scores for 3 answers')):
+                          ('too_few', r'of shape \(2,\), for 3 answers')):
         with pytest.raises(ValueError, match=message):
             reward(f'test_online:{name}', OnlineConfig())(records)
 

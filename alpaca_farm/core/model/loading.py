@@ -65,7 +65,7 @@ def _from_gguf(file: Path) -> str:
 def _refuse_pickles(folder: Path):
     "ValueError if a model's files name weights that are no safetensors, which torch would unpickle."
     named = [read_json(folder/'config.json').get('transformers_weights')]
-    for index in folder.glob('*.index.json'): named += read_json(index)['weight_map'].values()
+    for index in folder.glob('*.index.json'): named += read_json(index).get('weight_map', {}).values()
     for name in filter(None, named):
         if not name.endswith(('.safetensors', '.safetensors.index.json')):
             raise ValueError(f'{folder}: its weights are in {name}, and only safetensors are read. '

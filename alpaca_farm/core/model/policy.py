@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..run.files import (at_root, digest, file_hash, looks_like_hub,
-    open_tensors, read_json, write_json)
+from ..run.files import (at_root, atomic_write, digest, file_hash,
+    looks_like_hub, open_tensors, read_json, write_json)
 from ..run.settings import HardwareConfig
 
 # %% ../../../nbs/core/model/policy.ipynb #ada00008
@@ -228,8 +228,8 @@ def save_adapter(policy: Policy, folder):
     if model.can_generate(): model.generation_config.save_pretrained(folder)
     weights = {n: p.detach().to('cpu', copy=True).contiguous()
                for n, p in _peft_names(policy).items()}
-    # safetensors writes several keys in random order
-    save_file(weights, at_root(folder)/'adapter_model.safetensors', metadata=dict(format='pt'))
+    with atomic_write(f'{folder}/adapter_model.safetensors') as p:
+        save_file(weights, p, metadata=dict(format='pt'))   # several keys are in random order
 
 
 def is_adapter(folder) -> bool:

@@ -131,9 +131,10 @@ def reward(
             if not isinstance(found, (dict, str, set)): found = list(found)
             scores = None
             with suppress(TypeError, ValueError): scores = np.array(found, dtype=float)
-            if np.shape(scores) != (len(records),):
-                raise ValueError(f'the reward {name} gave {found!r:.60} for {len(records)} answers. '
-                                 'Let it give a list with one number for each')
+            shape = np.shape(scores)
+            if shape != (len(records),):
+                raise ValueError(f'the reward {name} gave {found!r:.60}, of shape {shape}, for '
+                                 f'{len(records)} answers. Let it give a list with one number for each')
             if not np.isfinite(scores).all():
                 raise ValueError(f'the reward {name} gave a score that is not a finite number')
             table.append(scores)
