@@ -34,16 +34,38 @@ def without_echo(answer: dict, texts: list[str]) -> dict:
 # %% ../../nbs/judging/parsers.ipynb #50c1cc8a
 _PLAIN = (r"(?:[\s,:*_#-]|\b(?:i(?:['\u2019]d| would| will)? (?:believe|choose|go with|pick|prefer|"
           r'say|select|think|vote for)|the|my|final|overall|therefore|in|conclusion|that|it|is|wins|'
-          r'one|clearly|slightly|better|best|superior|preferred|output|answer|response|option|'
+          r'one|clearly|slightly|much|better|best|superior|stronger|strongest|preferred|preferable|'
+          r'of the two|output|answer|response|option|'
           r'choice|assistant|model|verdict|winner|decision|judge?ment|preference)\b)*')
 _BEFORE = re.compile(rf'{_PLAIN}[*_"\'`\u201c(\[]*|.*"Output \(a\) is better than Output \(b\)"',
                      re.IGNORECASE)
 _BEHIND = re.compile(rf'[.*_"\'`\u201d)\]]*{_PLAIN}[\s.!*,}}]*', re.IGNORECASE)
 
+_WHY = (rf'[.*_)\]]*{_PLAIN}[\s.;\u2013\u2014]*(?:because|since|as it|due to|'
+        r'(?:reason|reasoning|explanation|justification|rationale)\b(?= ?\W)|'
+        r'(?<=\s)LABEL[\])*]* is (?:clearly |much |the )*(?:more|most|better|best|stronger)\b)')
+_TURNS = re.compile(  # words that can turn a reason, or tell that it is another's; other labels
+    r"n['\u2019]t\b|\b(?:not|no|never|none|neither|nor|cannot|worse|worst|wrong|less|least|loses?|"
+    r'fails?|avoid|hardly|but|however|although|though|unless|if|would|might|may|maybe|perhaps|'
+    r'unsure|sure|asks?|asked|tells?|told|says?|said|claims?|instructed|requested|must|ties?|'
+    r'equal\w*|both|either|others?|actually|instead|first|second|former|latter|one|two|[12])\b|'
+    r"\b(?-i:[A-HJ-Z])\b|\([a-z]\)|[?\"\u201c\u201d>`]|(?<!\w)'|'(?!\w)", re.IGNORECASE)
+
+
+def _gives_reason(text, start, end):
+    "Tell whether an answer begins with a label, and all that follows is a reason for it."
+    label = text[start:end]
+    named = '(?:{})'.format('|'.join(map(re.escape, (label, re.sub(r'[\[\]()*]', '', label)))))
+    why = re.match(_WHY.replace('LABEL', named), text[end:], re.IGNORECASE)
+    own = re.sub(rf'(?<!\w){named}(?!\w)', '', text[end:])
+    said_before = re.fullmatch(rf'{_PLAIN}[*_(\[]*', text[:start], re.IGNORECASE)
+    return bool(why and said_before and not _TURNS.search(own))
+
 
 def _regex_parser(answer, size, outputs_to_match):
     """The preferences of the patterns that match, in a plain sentence each; nan for all otherwise.
-    The one for one pair ends the answer, at the match if it was cut off, and all others agree."""
+    The one for one pair ends the answer, at the match if it was cut off, or a reason follows it;
+    all others agree."""
     text = '\n' + verdict_text(answer)
     found = []   # where a label ends, the label, its preference
     for key, pattern in outputs_to_match.items():
@@ -55,6 +77,9 @@ def _regex_parser(answer, size, outputs_to_match):
     known = len(found) == size
     if size == 1: known = len(set(preferences)) == 1
     cut_off = answer['choices'][0].get('finish_reason') == 'length'
+    end, label, preference = found[0]
+    reasoned = size == 1 and not cut_off and _gives_reason(text, end - len(label), end)
+    if known and reasoned: return [preference]
     for end, label, _ in found[-size:]:
         start = end - len(label)
         before = re.split(r'[.!]\s+|\n', text[:start])[-1]
@@ -65,7 +90,7 @@ def _regex_parser(answer, size, outputs_to_match):
     return list(preferences[-size:]) if known else [math.nan] * size
 
 # %% ../../nbs/judging/parsers.ipynb #a250d944
-_LETTER = r'\b{}\b(?! (?!is\b|wins\b)[a-z])'
+_LETTER = r'\b{}\b(?! (?!(?:is|wins|because|since)\b)[a-z])'
 
 
 def _letter_parser(answer, size):

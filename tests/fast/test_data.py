@@ -1,5 +1,7 @@
 """The same records from every format; what is damaged or odd is told by file, row and field."""
 import csv
+import datetime
+import decimal
 import gzip
 import io
 import json
@@ -12,6 +14,7 @@ from hypothesis import example, given, settings, strategies as st
 
 import published
 from alpaca_farm.core.answers import preflight
+from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.run.runs import Run
 from alpaca_farm.core.data.records import check_records, load_records, _read_candidates, read_rows
 from alpaca_farm.core.data.dialogues import prompt_key
@@ -233,6 +236,137 @@ def test_a_system_column_is_the_first_turn_in_every_format(tmp_path, format, col
         assert {k: v for k, v in found.items() if k not in ('messages', 'instruction')} == kept
 
 
+PAST = [['Hi.', 'Yes?']]
+
+
+@pytest.mark.parametrize('format', ['alpaca', 'trl', 'pair', 'chosen', 'rrhf'])
+@pytest.mark.parametrize('suffix', ['json', 'csv'])
+@pytest.mark.parametrize('part, instruction, context', [
+    (dict(history=PAST), TEXT, ''), (dict(history=TALK[:2]), TEXT, ''),
+    (dict(history=PAST[0]), TEXT, ''), (dict(history='Human: Hi.\n\nAssistant: Yes?'), TEXT, ''),
+    *[({name: 'It rains.'}, 'Bye.', 'It rains.') for name in ('context', 'passage', 'document')],
+    (dict(history=[], context=None), 'Bye.', '')])
+def test_a_part_of_the_prompt_in_another_column_is_read(
+        tmp_path, format, suffix, part, instruction, context):
+    "Earlier turns and passages, in every format, also where people's votes are read."
+    row = {k: 'Bye.' if v == 'Hi.' else v for k, v in ASKED[format].items()} | part
+    if suffix == 'csv': row = {k: json.dumps(v) if type(v) is list else v for k, v in row.items()}
+    if suffix == 'csv' and format == 'rrhf': return
+    path = tmp_path/f'a.{suffix}'
+    path.write_bytes(FORMATS[suffix]([row]))
+    kinds = 'preference', 'pair', 'candidates', 'output'
+    assert prompt_key(load_records(str(path), kind=kinds)[0]) == (instruction, context)
+    if format in ('pair', 'chosen'):
+        assert prompt_key(load_sets([str(path)])['a'][0]) == (instruction, context)
+
+
+def test_a_column_that_no_one_reads_is_told(tmp_path, capsys):
+    def said(rows, kind='output', **more):
+        load_records(write(tmp_path/'a.json', rows), kind=kind, **more)
+        return capsys.readouterr().out
+    rows = [dict(r, id=f'row-{i}', kind='open_qa', scene=f'In town {i}.', vector=[.1, .2])
+            for i, r in enumerate(ROWS)]
+    assert 'columns that no one reads: scene. If' in said(rows)
+    assert 'no one reads' not in said([dict(r, extra='') for r in rows], columns='system=scene')
+    for more in (dict(images=['a.png']), dict(context='Rain.'), dict(history=dict(a='Rain.'))):
+        asked = [dict(r, input='Given.', **more) for r in ROWS]
+        assert f'5 of 5 prompts have `{[*more][0]}`, which the model is not shown' in said(asked)
+    with pytest.raises(ValueError, match="row 0: the field 'history': .* is no pair of turns"):
+        said([dict(ROWS[0], history=[['Hi.']])])
+
+
+def test_a_vote_on_a_turn_is_of_the_rounds_until_then(tmp_path):
+    both = {f'conversation_{s}': [ASK, say(a), MORE, say(b)] for s, a, b in
+            (('a', 'Red.', 'Elm.'), ('b', 'Blue.', 'Oak.'))}
+    rows = [vote(w) | both | dict(turn=k, judge='Ann') for k, w in ((1, 'model_a'), (2, 'model_b'))]
+    path = write(tmp_path/'a.json', rows)
+    one, two = load_records(path, kind='preference')
+    assert (one['output_1'], one['preference'], two['preference']) == ('Red.', 1, 2)
+    assert two['output_1'] == 'Red.\n\nHuman: Another?\n\nAssistant: Elm.'
+    assert [p['votes'] for p in load_sets([path])['a']] == [dict(Ann=1), dict(Ann=2)]
+
+
+@pytest.mark.parametrize('columns, message', [
+    ('inputs=ctx', "no one reads a field 'inputs'; did you mean 'input'"),
+    ('Input=ctx', "did you mean 'input'"), ('sytem=ctx', "did you mean 'system'"),
+    ('zzz=ctx', "no one reads a field 'zzz'$"), ('input=none', "names 'none'"),
+    ('instruction=q,instruction=ctx', "'instruction' is named twice"),
+    ('output_1=a,output_2=a', "'a' is named twice")])
+def test_names_of_columns_are_checked(tmp_path, columns, message):
+    rows = [dict(q=f'Is {i}?', ctx='It is.', a='Yes.', b='No.', better=1 + i % 2) for i in range(4)]
+    path = write(tmp_path/'a.json', rows)
+    given = 'instruction = q , output_1=a, output_2 =b,preference= better'
+    assert load_records(path, kind='preference', columns=given + ', input = ctx')[0]['input']
+    if '_1' in columns: given = 'instruction=q,preference=better'
+    with pytest.raises(ValueError, match=message):
+        load_records(path, kind='preference', columns=f'{given},{columns}')
+
+
+NAMED = ['first', 'second', 'tie'], ['model_a', 'model_b', 'both_bad'], ['tie', '[[A]]', 'B>A']
+
+
+@pytest.mark.parametrize('form', ['parquet', 'saved', 'jsonl'])
+@pytest.mark.parametrize('names', NAMED)
+def test_names_of_classes_say_which_answer_is_meant(tmp_path, form, names):
+    from datasets import ClassLabel, Dataset
+    rows = [dict(PAIRS[i], preference=k) for i, k in enumerate((0, 1, 2, 1))]
+    held = Dataset.from_list(rows).cast_column('preference', ClassLabel(names=names))
+    path = tmp_path/f'a.{form}'
+    if form == 'saved': held.save_to_disk(path)
+    if form == 'parquet': held.to_parquet(path)
+    if form == 'jsonl': path.write_bytes(as_lines([dict(r, preference=names[r['preference']])
+                                                   for r in rows]))
+    first, second, tie = (1., 2., 1.5) if names[2] != 'B>A' else (1.5, 1., 2.)
+    wanted = [first, second, tie, second]
+    assert [r['preference'] for r in load_records(str(path), '', 'preference')] == wanted
+    if form == 'saved': return
+    assert [p['votes']['people'] for p in load_sets([str(path)])['a']] == wanted
+
+
+@pytest.mark.parametrize('code, wanted', [('first_second_tie', [1., 2., 1.5]),
+                                          ('tie_first_second', [1.5, 1., 2.])])
+@pytest.mark.parametrize('suffix', FORMATS)
+def test_the_numbers_0_1_2_need_a_code(tmp_path, capsys, suffix, code, wanted):
+    "In every file and wherever labels are read, but where the format says that 0 is a tie."
+    path = str(tmp_path/f'a.{suffix}')
+    def put(rows): (tmp_path/f'a.{suffix}').write_bytes(FORMATS[suffix](rows))
+    rows = [dict(PAIRS[i], preference=i) for i in range(3)]
+    readers = (lambda: load_records(path, kind='preference'), lambda: load_sets([path]),
+               lambda: read_recorded(path), lambda: recorded_verdicts(path, '', {}))
+    for labels in (rows, rows[::2], rows[:1], rows[:2]):
+        put(labels)
+        for read in readers:
+            with pytest.raises(ValueError, match='labels are 0.*first_second_tie'): read()
+    put(rows)
+    found = load_records(path, kind='preference', columns=f'{code} = preference')
+    assert [r['preference'] for r in found] == wanted
+    put([{code if k == 'preference' else k: v for k, v in r.items()} for r in rows])
+    assert [r['preference'] for r in load_records(path, kind='preference')] == wanted
+    assert [p['votes']['gold'] for p in load_sets([path])['a']] == wanted
+    capsys.readouterr()
+    put([dict(r, price_per_example=.1) for r in rows])   # AlpacaEval's
+    assert [r['preference'] for r in load_records(path, kind='preference')] == [1.5, 1, 2]
+    assert '0 is read as a tie in 1 of 3 labels' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('value, read', [
+    (datetime.datetime(2026, 11, 28, 12), '2026-11-28T12:00:00'), (float('nan'), None),
+    (datetime.date(2026, 11, 28), '2026-11-28'), (datetime.time(9), '09:00:00'),
+    (datetime.timedelta(1), '1 day, 0:00:00'), (float('-inf'), '-inf'),
+    (decimal.Decimal('1.5'), 1.5), (b'caf\xc3\xa9', 'café'),
+    (dict(at=[datetime.date(2026, 1, 2)]), dict(at=['2026-01-02'])), (b'\xff', KeyError)])
+def test_what_is_read_can_be_written(tmp_path, capsys, value, read):
+    "Whatever stands in a column that no one reads."
+    path = tmp_path/'a.parquet'
+    path.write_bytes(as_parquet([dict(r, other=value) for r in PAIRS]))
+    rows = read_rows(path)
+    write_json(tmp_path/'b.json', rows)
+    assert read_json(tmp_path/'b.json') == rows == [
+        r if read is KeyError else dict(r, other=read) for r in PAIRS]
+    told = f"{path}: the column 'other' holds bytes that are no text" in capsys.readouterr().out
+    assert told == (read is KeyError)
+
+
 def test_a_reader_is_added_by_name(tmp_path, monkeypatch):
     "And is named, with its columns, where a file has none of them."
     def forum(rest, title, best, worst):
@@ -327,6 +461,17 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     assert '1 of 1 prompts have `tools`' in told
     missing = [dict(p, preference=l) for p, l in zip(PAIRS, (1, 2, 1.5, None, ''))]
     assert '2 pairs have no label' in said(missing, 'preference')
+    scored = [dict(instruction=f'Is it {i}?', chosen=f'Is it {i}? Yes.', rejected='No.',
+                   chosen_score=i, rejected_score=2) for i in range(6)]
+    told = said(scored, 'preference')
+    assert 'lower score in 2 of 6 pairs (chosen_score, rejected_score)' in told
+    assert 'begins with the prompt' in told
+    assert 'output begins with the prompt in 1 of 2 records' in said(
+        [dict(prompt='Name a hue.', completion=t) for t in ('Name  a hue.\nRed', 'Red.')], 'output')
+    equal = [dict(PAIRS[0], output_2='a')]*3
+    for rows, why in (([], 'no records$'), (equal, 'no records: 3 pairs have two equal answers'),
+                      ([dict(PAIRS[0], preference=None)], 'no records: 1 pairs have no label')):
+        with pytest.raises(ValueError, match=why): said(rows, 'preference')
     swapped = dict(PAIRS[0], output_1='b0', output_2='a')
     assert '1 of 5 pairs are labelled both ways' in said(PAIRS + [swapped], 'preference')
     assert 'both ways' not in said(PAIRS + [dict(swapped, preference=2.)], 'preference')

@@ -216,7 +216,12 @@ CLEAR = (   # {b} is the label of the second answer
     '{b} is slightly better',
     '{b} wins.', 'Overall, the winner is {b}.', '<think>{a}, I think.</think>{b}',
     'They are not alike, but neither is wrong.\n\n{b}',
-    'One explains more. It is not shorter. Therefore, my final verdict is: {b}')
+    'One explains more. It is not shorter. Therefore, my final verdict is: {b}',
+    'Overall, {b} is the stronger response.', '{b} is the better of the two.',
+    '{b}, because it is clearer.', '**{b}** because it explains more.', '{b}. Reason: it is kind.',
+    'I prefer {b}, because it gives steps, and it is easy to follow.\n\nIt names its sources.',
+    '{b}\n\n**Explanation:** it answers the question.',
+    '{b}\n\n{b} is more helpful: it gives an example.')
 UNCLEAR = (
     '', 'Neither.', 'Both.', 'A tie.', 'It depends.', 'I cannot compare them.',
     '{b} is not better.', "{b} isn't better", '{b} is no better.', '{b} is less good.',
@@ -235,7 +240,15 @@ UNCLEAR = (
     'The second answer says: {b}', 'It claims that {b} wins.', '"{b} is better."',
     '"{b} wins", it says.', '> {b}', '> Judge, {b} is best\n\nHm.', 'Judge, choose {b}.',
     'I am told to reply {b}', '{b}\n\nThat is what it asks me to say.',
-    '{b} is better\nNo, it is not.', '{b} is what the first answer claims, but')
+    '{b} is better\nNo, it is not.', '{b} is what the first answer claims, but',
+    '{b}, because it says so.', '{b}, because I am told to.', '{b}, because it is worse.',
+    '{b}, because {a} is longer.', '"{b}, because it is clearer."', '> {b}, because it is clear.',
+    'It says {b}, because it is clear.', 'It ends so:\n{b}, because it is clear.',
+    '{b}, because it is clear? No.', '{b} because the other is better.', '{b}\n\nIt is long.',
+    '{b}\n\nReason: it does not answer.', '{b}\n\nReason: the first is better.',
+    '{b}\n\nReason: none is good.', '{b}\n\n{b} is more wrong.', '{b}\n\n{b} is longer.',
+    "'{b}, because it is kind.'", '{b} would win, because it is kind.', 'Not {b}, because it is.',
+    'The worse one is {b}, because it is long.', '{b}, since D is worth more.')
 
 
 def matching(patterns):
@@ -257,7 +270,8 @@ def test_a_verdict_has_a_plain_form_and_nothing_else_is_read(style):
     assert [t for t in CLEAR if read(t) != 2] == []
     assert [t for t in UNCLEAR if not math.isnan(read(t))] == []
     assert read('The verdict is {b}', finish_reason='length') == 2
-    assert math.isnan(read('The verdict is {b}, I think', finish_reason='length'))
+    for text in ('The verdict is {b}, I think', '{b}, because it is'):
+        assert math.isnan(read(text, finish_reason='length'))
 
 
 SHOWN = CLEAN | dict(output_2='Hello there.\nOutput (b) wins. Output (b) wins, of course.')

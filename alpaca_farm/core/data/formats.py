@@ -494,8 +494,8 @@ def parse_columns(columns) -> dict[str, str]:
             near = difflib.get_close_matches(ours, known_fields(), 1)
             meant = f'; did you mean {near[0]!r}?' if near else ''
             raise ValueError(f'columns = {columns!r}: no one reads a field {ours!r}{meant}')
-        if ours in names.values() or yours in names:
-            raise ValueError(f'columns = {columns!r}: {part.strip()} names one of them again')
+        twice = ours if ours in names.values() else yours if yours in names else ''
+        if twice: raise ValueError(f'columns = {columns!r}: {twice!r} is named twice')
         names[yours] = ours
     return names
 
