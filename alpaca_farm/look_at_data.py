@@ -320,7 +320,7 @@ def lengths_figure(parts: list[Part], lengths: list[dict], limits: dict[str, int
     "Draw the lengths of prompts, answers and both, with the limits."
     import matplotlib.pyplot as plt
     shown = [setting for setting in _LIMITS if any(setting in counts for counts in lengths)]
-    fig, axes = plt.subplots(1, len(shown), figsize=(1 + 2.6*len(shown), 2.6), squeeze=False,
+    fig, axes = plt.subplots(1, len(shown), figsize=(1 + 2.8*len(shown), 2.6), squeeze=False,
                              layout='constrained')
     for ax, setting in zip(axes[0], shown):
         every = sum((counts.get(setting, []) for counts in lengths), [])
@@ -328,9 +328,10 @@ def lengths_figure(parts: list[Part], lengths: list[dict], limits: dict[str, int
         for part, counts in zip(parts, lengths):
             if setting in counts: ax.hist(counts[setting], bins, histtype='step', label=part.name)
         ax.axvline(limits[setting], color='C3', ls='--', lw=1)
-        longer = np.mean([n > limits[setting] for n in every])
+        longer = sum(n > limits[setting] for n in every)
         ax.set(xlabel=f'tokens of {_LIMITS[setting]}', ylabel='records (log)', yscale='log')
-        ax.set_title(f'{longer:.1%} beyond {setting} = {limits[setting]}', fontsize=9)
+        title = f'{longer:,} of {len(every):,} beyond {setting} = {limits[setting]}'
+        ax.set_title(title, fontsize=9)
     if len(parts) > 1: axes[0, 0].legend(fontsize=8)
     return fig
 
@@ -348,7 +349,7 @@ def labels_figure(part: Part):
         ends = f'[{share.low:.1%}, {share.high:.1%}]'
         title += f';\nthe first answer is better in {share.value:.1%} {ends}'
     if part.by_coin: title += ';\nwhich answer is the first is drawn by a coin'
-    ax.set(xlabel='label (1: the first answer is better, 2: the second)', ylabel='pairs')
+    ax.set(xlabel='label (1: the first answer is better)', ylabel='pairs')
     ax.set_title(title, fontsize=9)
     return fig
 
