@@ -112,6 +112,8 @@ def test_the_command_is_one_that_begins(base, tmp_path, kind):
 
 def test_a_run_says_what_is_odd_and_leaves_it(base, tmp_path, capsys):
     out = tiny.run('look_at_data', base, tmp_path/'look').folder
+    first = tiny.run('look_at_data', base, tmp_path/'first', max_instances=7)
+    assert read_summary(first.folder)['records'] == dict(preferences=7)
     said = capsys.readouterr().out
     found = read_json(out/'findings.json')
     assert all(f'{f["split"]}: {f["finding"]}' in said for f in found)
