@@ -29,7 +29,7 @@ from .core.data.text import check_limit, encode_prompts, encode_responses
 from .core.model.loading import load_tokenizer
 from .core.run.files import at_root
 from .core.run.runs import start, write_figure
-from .core.run.settings import by_size, command
+from .core.run.settings import by_size, command, Count
 from .core.stats import wilson
 from .judging.judges import break_control_tokens
 from .judging.measures import pair_traits, people_measures, people_votes
@@ -43,6 +43,7 @@ class LookAtDataConfig(PromptConfig):
     split: str = ''                 # one of a folder's files; empty: all that are known by name
     policy: str = 'runs/sft'        # whose tokenizer and template are used
     columns: str = ''               # names of columns: ours, equals sign, yours
+    max_instances: Count = 0        # use only the first n rows of each file; 0: all
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
     inputs = dict(data=(), policy='model')
 
@@ -76,15 +77,16 @@ def _kind_of_record(record):
     return 'output' if isinstance(record['output'], str) else 'candidates'
 
 
-def _load_part(spec, names, columns):
+def _load_part(spec, names, columns, n):
     "Read a file as what its first row is."
     rows, where = load_rows(spec, names)
+    rows = rows[:n or None]
     named = parse_columns(columns)
     first = {named.get(name, name): value for name, value in (rows or [{}])[0].items()}
     reader = find_reader(first, _ANSWERED)
     answered = any(FIELDS[kind].keys() <= first.keys() for kind in _ANSWERED)
     if reader: answered = reader.kind in _ANSWERED
-    records = load_records(spec, names, _ANSWERED if answered else 'instruction', columns=columns)
+    records = load_records(spec, names, _ANSWERED if answered else 'instruction', n, columns)
     repeated = len(rows) - len({json.dumps(row, sort_keys=True, default=str) for row in rows})
     return Part(
         name=Path(where.strip(')')).name.split('.')[0],
@@ -98,6 +100,7 @@ def read_parts(
     spec: str,           # a file, a folder or a dataset's name on the hub
     split: str = '',     # one of its files; empty: all that are known by name
     columns: str = '',   # names of columns, as of `load_records`
+    n: int = 0,          # only the first n rows of each; 0: all
 ) -> list[Part]:
     "Read the files of data, those that are learned from first; an error where there is none."
     wanted = [(split,)] if split else [_NAMES]
@@ -107,7 +110,7 @@ def read_parts(
             with suppress(FileNotFoundError): files.setdefault(find_file(spec, name), (name,))
         wanted = list(files.values()) or wanted
     wanted.sort(key=lambda names: names[0] in _MEASURED)
-    return [_load_part(spec, names, columns) for names in wanted]
+    return [_load_part(spec, names, columns, n) for names in wanted]
 
 # %% ../nbs/look_at_data.ipynb #100ka013
 _LIMITS = dict(max_prompt='prompts', max_new_tokens='answers', max_length='prompts with an answer')
@@ -320,7 +323,7 @@ def lengths_figure(parts: list[Part], lengths: list[dict], limits: dict[str, int
     "Draw the lengths of prompts, answers and both, with the limits."
     import matplotlib.pyplot as plt
     shown = [setting for setting in _LIMITS if any(setting in counts for counts in lengths)]
-    fig, axes = plt.subplots(1, len(shown), figsize=(1 + 2.6*len(shown), 2.6), squeeze=False,
+    fig, axes = plt.subplots(1, len(shown), figsize=(1 + 2.8*len(shown), 2.6), squeeze=False,
                              layout='constrained')
     for ax, setting in zip(axes[0], shown):
         every = sum((counts.get(setting, []) for counts in lengths), [])
@@ -328,9 +331,10 @@ def lengths_figure(parts: list[Part], lengths: list[dict], limits: dict[str, int
         for part, counts in zip(parts, lengths):
             if setting in counts: ax.hist(counts[setting], bins, histtype='step', label=part.name)
         ax.axvline(limits[setting], color='C3', ls='--', lw=1)
-        longer = np.mean([n > limits[setting] for n in every])
+        longer = sum(n > limits[setting] for n in every)
         ax.set(xlabel=f'tokens of {_LIMITS[setting]}', ylabel='records (log)', yscale='log')
-        ax.set_title(f'{longer:.1%} beyond {setting} = {limits[setting]}', fontsize=9)
+        title = f'{longer:,} of {len(every):,} beyond {setting} = {limits[setting]}'
+        ax.set_title(title, fontsize=9)
     if len(parts) > 1: axes[0, 0].legend(fontsize=8)
     return fig
 
@@ -348,7 +352,7 @@ def labels_figure(part: Part):
         ends = f'[{share.low:.1%}, {share.high:.1%}]'
         title += f';\nthe first answer is better in {share.value:.1%} {ends}'
     if part.by_coin: title += ';\nwhich answer is the first is drawn by a coin'
-    ax.set(xlabel='label (1: the first answer is better, 2: the second)', ylabel='pairs')
+    ax.set(xlabel='label (1: the first answer is better)', ylabel='pairs')
     ax.set_title(title, fontsize=9)
     return fig
 
@@ -407,7 +411,7 @@ def run(cfg: LookAtDataConfig):
     "Look at data; leaves findings.json, figures, and summary.json with the command."
     this_run = start(cfg, run)
     if this_run.done: return this_run
-    parts = read_parts(cfg.data, cfg.split, cfg.columns)
+    parts = read_parts(cfg.data, cfg.split, cfg.columns, cfg.max_instances)
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(this_run, tokenizer, parts[0].records)
     lengths = [count_tokens(part.records, tokenizer, cfg.template) for part in parts]

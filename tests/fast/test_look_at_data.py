@@ -112,6 +112,8 @@ def test_the_command_is_one_that_begins(base, tmp_path, kind):
 
 def test_a_run_says_what_is_odd_and_leaves_it(base, tmp_path, capsys):
     out = tiny.run('look_at_data', base, tmp_path/'look').folder
+    first = tiny.run('look_at_data', base, tmp_path/'first', max_instances=7)
+    assert read_summary(first.folder)['records'] == dict(preferences=7)
     said = capsys.readouterr().out
     found = read_json(out/'findings.json')
     assert all(f'{f["split"]}: {f["finding"]}' in said for f in found)
@@ -191,3 +193,11 @@ def test_files_of_other_columns_or_types_are_no_splits_of_each_other(tmp_path):
     for file in folder.glob('*.json'): file.unlink()
     _write_card(folder)
     assert not (folder/'README.md').exists()
+
+
+def test_a_sampled_answer_is_not_said_to_be_learned(base, tmp_path, capsys):
+    "Though the instructions stand beside demonstrations; the tokens of the template are seen."
+    tiny.run('best_of_n', base, tmp_path/'run', max_instances=4)
+    said = capsys.readouterr().out
+    assert 'the first of 4 records' in said and "<sep>'\n  its answer is sampled, until '</s>'" in said
+    assert 'learned' not in said and said.count('the first of') == 1

@@ -124,7 +124,7 @@ def test_the_readme_can_be_finished():
 
 
 def test_from_a_model_and_prompts_alone_to_a_board(base, tmp_path, monkeypatch):
-    "The five commands of data.md, on a tiny model that is nobody's run."
+    "The commands of data.md, on a tiny model that is nobody's run."
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     shutil.copytree(base/'sft'/'model', tmp_path/'my'/'model')
@@ -142,7 +142,7 @@ def my_judge(pairs): return [2. - (len(p["output_1"]) > len(p["output_2"])) for 
         name = Path(words[1]).stem
         given = dict(max_instances=0) | {k: here(v) for k, v in tiny.given(words).items()}
         made.append(tiny.main(name)(tiny.config(name, **tiny.SETTINGS.get(name, {}) | given)).folder)
-    assert [f.name for f in made] == ['pairs', 'before', 'mine', 'my_dpo', 'my_board']
+    assert [f.name for f in made] == ['pairs', 'before', 'mine', 'my_dpo', 'my_board', 'look']
     labels = json.loads((made[2]/'preferences.json').read_text())
     assert len(labels) > 20
     for r in labels:
