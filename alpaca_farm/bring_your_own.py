@@ -70,6 +70,7 @@ class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
     val_share: Share = 0.1                # share that checkpoints are chosen on
     recipe: str = ''                      # YAML file of settings by run
     sized_by = 'model'
+    notebook = 'bring_your_own'   # its default run has another name
     annotator_fields = ('judge', 'held_out')
     inputs = dict(model='model', prompts='split', preferences='preferences', demonstrations='sft',
                   judge=('preferences', 'model'), held_out=('preferences', 'model'))

@@ -268,8 +268,7 @@ def run(cfg: FarmConfig):
         write_csv(folder, 'parts.csv', parts)
     crowd_runs = {}
     for name, row in RUNS.items():
-        taught = row['labels'] == 'crowd' and row['method'] in judged[0]['crowd']
-        if taught: crowd_runs[row['method']] = name
+        if row['labels'] == 'crowd' and name in judged[0]['crowd']: crowd_runs[row['method']] = name
     figures = {}
     if crowd_runs:
         tables = paired_tables(judged, crowd_runs)

@@ -3,6 +3,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -13,6 +14,7 @@ from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.run.inputs import recipes
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.decide import DecideConfig
+from alpaca_farm.worlds.folder import World
 
 JUDGE = """
 def longest(pairs): return [1 + (len(p['output_2']) > len(p['output_1'])) for p in pairs]
@@ -99,6 +101,35 @@ def test_people_are_asked_in_rounds_and_other_pairs_only_check(mine, tmp_path, c
     counts = table.set_index('second').n_labels
     assert all(by_method[m] == n for m, n in counts.items() if m != 'sft' and n)
     assert counts.nunique() > 2, 'all candidates have as many labels'
+
+
+def test_an_instruction_counts_once_however_many_seeds_have_answered_it(monkeypatch):
+    "By the mean of its verdicts and an answer of either seed; two halves of prompts add up."
+    def boards(prompts, verdicts):   # of each seed
+        made = []
+        for k, (asked, verdict) in enumerate(zip(prompts, verdicts)):
+            answers = {}
+            for row, text in (('sft', 'I.'), ('dpo', f'seed {k}')):
+                answers[row] = [dict(instruction=f'{i}?', output=text) for i in asked]
+            facts = pd.DataFrame(dict(method=['dpo'], length=[2.], kl=[1.]))
+            made.append((answers, dict(pool=dict(dpo=1 + verdict)), facts))
+        monkeypatch.setattr(decide, 'farm_board', lambda *_: made.pop(0))
+        monkeypatch.setattr(decide, 'farm_world', lambda farm: World(farm.world))
+        return decide.read_board(DecideConfig(seeds=len(prompts)), ['dpo'], None)
+
+    same, verdict = range(60), np.random.default_rng(0).random(60)
+    one, two = boards([same], [verdict]), boards([same]*2, [verdict]*2)
+    assert (one.judge == two.judge).all()
+    tables = [decide.decision_table(b, np.full(b.judge.shape, np.nan)) for b in (one, two)]
+    pd.testing.assert_frame_equal(*tables)   # no interval is narrower
+    asked = [p['instruction'] for p in two.pairs['dpo']]
+    assert sorted(asked) == sorted(f'{i}?' for i in same)
+    assert {p['output_2'] for p in two.pairs['dpo']} == {'seed 0', 'seed 1'}
+    mean = boards([same]*2, [verdict, 1 - verdict])
+    assert mean.judge == pytest.approx(np.full((60, 1), .5))
+    halves = boards([range(30), range(30, 60)], [verdict[:30], verdict[30:]])
+    by_prompt = dict(zip((p['instruction'] for p in halves.pairs['dpo']), halves.judge[:, 0]))
+    assert [by_prompt[f'{i}?'] for i in same] == pytest.approx(verdict)
 
 
 def test_a_judge_that_fails_stops_it_unless_forced(mine):

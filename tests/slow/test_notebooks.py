@@ -209,7 +209,7 @@ def test_farm_leaves_its_board(made):
     baselines -= {'base model', 'longest of 4', 'an expert', 'bag of words_crowd'}
     assert {*short.index} == {*methods(), *baselines} and short.shape[1] == 5
     for m, row in short.iterrows():
-        for name, column in ((m, 'held-out crowd'), (f'{m}_crowd', "on the crowd's labels")):
+        for name, column in ((m, 'held-out crowd'), (f'{m}_crowd', 'labels: crowd')):
             shown = float(by[name]['crowd']) if name in by else None
             assert row[column].split(' ')[0] == ('' if shown is None else f'{shown:.1f}')
     sim = {r['method']: r for r in table(farm_/'simulation.csv')}

@@ -260,7 +260,8 @@ def describe_run(
         mark = content_hash(source)
         inputs.setdefault(name, {})[source] = mark
         (answered if at_end else trained).append([name, mark])
-    return dict(notebook=Path(type(cfg).out).name,   # a default run is named by its notebook
+    notebook = getattr(cfg, 'notebook', Path(type(cfg).out).name)   # as its default run is named
+    return dict(notebook=notebook,
                 settings=asdict(cfg), left_open=cfg.left_open, given=given,
                 inputs=inputs, code=code,
                 fingerprint=digest(trained), answers=digest(answered), versions=_versions(),
