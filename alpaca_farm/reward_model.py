@@ -163,7 +163,7 @@ def load_preference_pairs(run) -> tuple[dict, list[dict], int]:
                            cfg.columns)
     rows = hold_out(records, cfg.held_out, cfg.seed)
     learn, apart = ([records[i] for i in some] for some in rows)
-    if not apart: raise ValueError(f'{cfg.preferences}: no pair can be held out, of a single prompt')
+    if not apart: raise ValueError(f'{cfg.preferences}: too few prompts to hold a pair out')
     tokenizer = load_tokenizer(cfg.policy, arguments=cfg.template_arguments)
     settle(run, tokenizer, learn, apart)
     how = ('output_1', 'output_2'), tokenizer, cfg.max_length, cfg.template, True

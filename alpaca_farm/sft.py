@@ -63,7 +63,8 @@ def every_turn(records: list[dict]) -> list[dict]:
     for record in records:
         turns = prompt_messages(record) or []
         for k, turn in enumerate(turns[1:], 1):
-            if turn['role'] != 'assistant' or turns[k - 1]['role'] not in ('user', 'tool'): continue
+            asked = turns[k - 1]['role'] in ('user', 'tool')
+            if turn['role'] != 'assistant' or not asked: continue
             earlier = dict(messages=turns[:k], output=turn['content'])
             key = prompt_key(earlier), earlier['output']
             if key not in known: found.append(earlier)

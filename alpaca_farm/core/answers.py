@@ -281,9 +281,10 @@ def _token_counts(records: list[dict], **how) -> dict[str, list[int]]:
 def _fit_lengths(cfg: Config, tokenizer, sets: list[list[dict]], found: dict):
     "Put what each set of records needs in the place of the lengths among the defaults found."
     fitted = {}
+    how = dict(tokenizer=tokenizer, template=cfg.template)
     for records in sets:
         some = records[::1 + len(records)//1000]   # from all its parts
-        for name, lengths in _token_counts(some, tokenizer=tokenizer, template=cfg.template).items():
+        for name, lengths in _token_counts(some, **how).items():
             if name not in found or not lengths: continue
             toy, _ = sized_defaults(type(cfg))[name]
             most = int(np.quantile(lengths, .95, method='inverted_cdf'))

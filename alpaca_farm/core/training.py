@@ -109,8 +109,8 @@ def hold_out(
         if 2*len([*apart, *same[prompt]]) <= len(records): apart.update(same[prompt])
     learn = [i for i in range(len(records)) if i not in apart]
     if learn and (marked or len(apart) >= held_out): return learn, sorted(apart)
-    raise ValueError(f'held_out = {held_out} leaves too few of {len(records)} records to learn from '
-                     '(whole prompts are held out): lower it, or mark fewer as held_out')
+    raise ValueError(f'held_out = {held_out} leaves too few of {len(records)} records to learn '
+                     'from (whole prompts are held out): lower it, or mark fewer as held_out')
 
 # %% ../../nbs/core/training.ipynb #ada20002
 def adamw(groups: list[dict], cfg: TrainConfig):

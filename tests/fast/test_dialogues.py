@@ -21,7 +21,7 @@ from alpaca_farm.core.data.dialogues import (as_messages, dialogue_text, parse_d
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.data.formats import as_records
 from alpaca_farm.core.run.runs import read_log, read_summary
-from alpaca_farm.core.data.text import encode_prompts
+from alpaca_farm.core.data.text import encode, encode_prompts
 from alpaca_farm.core.ask.store import Store
 from alpaca_farm.judging.judges import check_annotators, load_evaluators
 from judge_server import judge_server
@@ -132,6 +132,37 @@ def talks(base, tmp_path_factory):
     for split in ('unlabeled', 'val', 'eval'):
         write(folder/f'{split}.jsonl', [as_chat(t) for t in talk])
     return folder
+
+
+@pytest.mark.parametrize('template', ['auto', 'raw'])
+def test_every_turn_of_the_assistant_is_learned_or_the_last(tmp_path, template):
+    "The positions of a dialogue that are learned, beside a twin that walks through its turns."
+    tokenizer = tiny.letters()
+    words = [('system', 'Be kind.'), ('user', 'Hi.'), ('assistant', 'Hello!'), ('user', 'Who?'),
+             ('assistant', 'A baker.'), ('user', 'Why?'), ('assistant', 'It is cold.')]
+    turns = [turn(*w) for w in words]
+    write(tmp_path/'sft.jsonl', [dict(messages=turns), dict(messages=turns[:5]),   # begin alike
+                                 dict(messages=[turn('user', 'Go.'), turn('assistant', 'Yes.')])])
+    def learned(**how):
+        cfg = sft.SFTConfig(data=str(tmp_path), template=template, **how)
+        records = sft._load_demonstrations(cfg, 'split', None)
+        _, prompts, (answers,) = encode(records, ('output',), tokenizer, 500, template)
+        return [(tuple(p + a), tuple(range(len(p), len(p + a)))) for p, a in zip(prompts, answers)]
+    last = learned(turns='last')
+    whole = last[0][0]
+    found = []
+    at = 1   # behind <s>; a token for each character
+    for role, said in words:
+        tag = dict(user='Human').get(role, role.title())
+        if template == 'raw': at += len(f'\n\n{tag}:')
+        n = len(said) + (2 if template == 'raw' else 1)   # with a space before, and the end behind
+        if role == 'assistant': found.append(tuple(range(at, at + n)))
+        at += n - (template == 'raw')   # where only the last answer has an end
+    every = [(ids, rows) for ids, rows in learned() if ids[:9] == whole[:9]]
+    assert sorted(rows for _, rows in every) == found
+    for ids, rows in every: assert ids[:-1] == whole[:len(ids) - 1]
+    assert [rows for _, rows in last[:2]] == [found[2], found[1]] and len(learned()) == 4
+    assert learned()[-1] == last[-1]
 
 
 def longest(pairs):

@@ -36,7 +36,7 @@ def same(found, wanted):
 
 
 def config(base, out, **more):
-    return DPOConfig(**tiny.settings('dpo', base, out=str(out)) | dict(eval_split='') | more)
+    return DPOConfig(**tiny.settings('dpo', base, out=str(out)) | dict(eval_split='', held_out=0) | more)
 
 
 def twin_of(cfg):
@@ -243,6 +243,37 @@ def test_held_out_pairs_are_measured_and_not_learned_from(base, tmp_path):
     assert kept == {f'model-{k}' for k in (n - 1, n)}
     with pytest.raises(ValueError, match='held_out = 1000'):
         first_batch(config(base, tmp_path/'b', held_out=1000, eval_every=3))
+
+
+def test_a_fifth_is_held_out_as_of_a_reward_model_and_measured_before_and_after(base, tmp_path):
+    "Whole prompts; none is held out where there is only one, or none is asked for."
+    from alpaca_farm import reward_model
+    from alpaca_farm.core.run.runs import Run
+    cfg = config(base, tmp_path/'a', held_out=-1)
+    run = dpo.train(cfg)
+    _, data, _ = first_batch(cfg)
+    log, figures = read_log(run.folder), read_summary(run.folder)
+    given = tiny.settings('reward_model', base, out=str(tmp_path/'b'), held_out=-1)
+    apart = reward_model.load_preference_pairs(
+        Run(reward_model.RewardModelConfig(**given), dict(settings={})))[1]
+    records, *_ = dpo.read_labels(cfg)
+    def asked(rows): return sorted(r['instruction'] for r in rows)
+    assert asked(apart) == asked(records[i] for i in dpo.hold_out(records, -1, 0)[1])
+    assert figures['held_out'] == len(apart) == len(data.held_out) >= 12
+    assert figures['labels'] == len(records) - len(apart)
+    assert figures['val_loss_before'] == pytest.approx(math.log(2), rel=1e-5)
+    trained = load_policy(str(run.folder), cfg, train=True)
+    with torch.no_grad(): wanted = dpo.dpo_step(trained, data.labelled_batch(data.held_out), cfg)
+    assert figures['val_loss'] == pytest.approx(wanted['loss'].mean().item(), rel=1e-5)
+    assert figures['val_accuracy'] == pytest.approx(wanted['accuracy'].mean().item())
+    assert [r['step'] for r in log if 'val_loss' in r] == [len(log)]
+    whole = dpo.train(config(base, tmp_path/'c'))
+    assert read_summary(whole.folder)['labels'] == 60
+    assert not {'val_loss', 'val_loss_before'} & {*read_summary(whole.folder)}
+    one = [dict(r, instruction='Go', input='') for r in records]
+    cfg = config(base, tmp_path/'d', held_out=-1,
+                 preferences=tiny.write(tmp_path/'one.json', one))
+    assert first_batch(cfg)[1].held_out == []
 
 
 def test_sft_logs_the_loss_on_val(base, tmp_path):

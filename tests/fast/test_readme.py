@@ -91,6 +91,16 @@ def test_commands_have_notebooks_targets_and_settings(page):
     if page == 'README.md': assert len(commands(README)) >= 10
 
 
+@pytest.mark.parametrize('page', ['README.md', 'data.md', 'gpus.md'])
+def test_papermill_knows_the_settings_of_its_commands(page):
+    "It calls a setting that is not in the parameters cell unknown, as if it had no effect."
+    papermills = [shlex.split(c, comments=True) for c in commands(PAGES[page]) if c[:4] == 'pape']
+    given = [(words[1], tiny.given(words)) for words in papermills]
+    if page == 'data.md':   # said beside the commands
+        given += [('nbs/best_of_n.ipynb', ['max_new_tokens']), ('nbs/annotators.ipynb', ['base_url'])]
+    for notebook, names in given: assert {*names} <= {*inspect_notebook(str(tiny.ROOT/notebook))}
+
+
 @pytest.mark.parametrize('page', MARKDOWN)
 def test_snippets_run_and_links_lead_somewhere(page):
     for language, block in FENCE.findall(PAGES[page]):

@@ -65,8 +65,9 @@ NONSENSE = dict(   # by notebook: settings that do not fit, and what the error n
         (dict(loss_type='simpo', target_margin=-1.), 'target'),
         (dict(loss_type='simpo', undesirable_weight=2.), 'kto'),
         (dict(desirable_weight=2.), 'kto'), (dict(loss_type='kto', batch_size=1), 'batch_size'),
-        (dict(save_every=-1), 'save_every'), (dict(eval_every=3), 'held_out'),
-        (dict(held_out=9), 'eval_every')],
+        (dict(save_every=-1), 'save_every'), (dict(eval_every=3, held_out=0), 'held_out'),
+        (dict(preferences=''), "preferences = ''"), (dict(out=202410), 'behind -r out'),
+        (dict(device='gpu'), "device = 'gpu': .* cuda"), (dict(seed=10**30), 'seed = 10')],
     reward_model=[
         (dict(flip_rate=.5), 'flip_rate'), (dict(margin=-1.), 'margin'),
         (dict(held_out=0), 'held'), (dict(likelihood=-1.), 'likelihood'),
@@ -253,6 +254,46 @@ def test_named_inputs_are_refused_before_a_default_is_built(base, elsewhere, mon
     assert built == [] and not (elsewhere/'runs'/'a').exists()
     build.ensure_inputs(ppo.PPOConfig(policy=str(base/'sft')))
     assert built == ['runs/reward_model', 'runs/world']
+
+
+def by_papermill(cls, given):
+    "The settings of a notebook whose own cell repeats the defaults."
+    cells = [f'{name} = {getattr(cls, name)!r}' for name in ('out', *cls.inputs)]
+    injected = [f'{name} = {value!r}' for name, value in given.items()]
+    names = {}
+    for cell in (*cells, *injected): exec(cell, names)
+    return cls.collect(dict(names, In=['\n'.join(cells), '\n'.join(['# Parameters', *injected]), '']))
+
+
+def by_command(cls, given): return from_args(cls, [x for k, v in given.items() for x in (f'--{k}', v)])
+
+
+WAYS = dict(python=lambda cls, given: cls(**given), command=by_command, papermill=by_papermill)
+
+
+@pytest.mark.parametrize('way', WAYS.values(), ids=[*WAYS])
+def test_what_is_named_is_taken_though_it_is_the_default(base, elsewhere, monkeypatch, way):
+    "Beside a model from elsewhere, whose run would not take the embedded world by itself."
+    from alpaca_farm.best_of_n import BestOfNConfig
+    from alpaca_farm.core.run import inputs as build
+    from alpaca_farm.dpo import DPOConfig
+    shutil.copytree(base/'sft'/'model', elsewhere/'mine')
+    monkeypatch.setattr(build, 'build', lambda *_, **__: None)
+    given = dict(policy='mine', preferences=str(base/'annotators'))
+    with pytest.raises(ValueError, match='^data: name yours. The'):
+        build.ensure_inputs(way(DPOConfig, given))
+    build.ensure_inputs(way(DPOConfig, given | dict(data='runs/world')))
+    given = dict(policy='mine', data=str(base/'world'))
+    with pytest.raises(ValueError, match='^reward_model: name yours, or none as ""'):
+        build.ensure_inputs(way(BestOfNConfig, given))
+    build.ensure_inputs(way(BestOfNConfig, given | dict(reward_model='')))
+
+
+@pytest.mark.parametrize('words', [['runs/a', 'b c'], ['[runs/a, b c]'], ["['runs/a', \"b c\"]"]])
+def test_a_list_is_its_words_or_stands_in_brackets(words):
+    from alpaca_farm.rrhf import RRHFConfig
+    assert from_args(RRHFConfig, ['--sources', *words]).sources == ['runs/a', 'b c']
+    if len(words) == 1: assert RRHFConfig(sources=words[0]).sources == ['runs/a', 'b c']
 
 
 def test_an_apple_gpu_is_taken_where_there_is_one(monkeypatch):

@@ -49,6 +49,21 @@ def test_an_invalid_command_is_one_line(capsys, args, message):
     assert message in capsys.readouterr().err.strip().split('\n')[-1]
 
 
+def test_a_command_gives_lists(monkeypatch):
+    "Those that vary and those that all runs have; a setting that may be a list, and one that is none."
+    made = []
+    def sweep(grid, notebook, out, workers, gpus, address, **fixed):
+        made.extend(jobs._sweep_jobs(notebook, grid, 's', **fixed))
+        return pd.DataFrame()
+    monkeypatch.setattr(jobs, 'sweep', sweep)
+    jobs.sweep_command(['ppo', '-g', 'betas', '[.9, .99]', '[.8, .95]', '-g', 'reward_model', 'json:dumps',
+                        '[json:dumps, json:loads]', '-p', 'seed', '3'])
+    assert [job.settings['betas'] for job in made] == [[.9, .99]]*2 + [[.8, .95]]*2
+    assert [job.settings['reward_model'] for job in made[:2]] == ['json:dumps', ['json:dumps', 'json:loads']]
+    jobs.sweep_command(['annotators', '-g', 'seed', '0', '-p', 'models', 'gpt-4.1=judge', '-p', 'weights', 'a=1', 'b=2'])
+    assert made[-1].settings == dict(seed=0, models=['gpt-4.1=judge'], weights=['a=1', 'b=2'])
+
+
 def test_jobs_get_gpus_of_their_own(monkeypatch):
     started = []
     def start(notebook, out, settings, variables):

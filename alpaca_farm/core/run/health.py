@@ -14,8 +14,8 @@ from .progress import tell
 _JUMP = 'log-probability of answers has moved by over 10 nats in one step: lower learning_rate'
 CHECKS = [   # a figure of a record or of `changes`, its bounds, and the warning beyond them
     ('optimiser_steps', 20, inf, 'only {optimiser_steps} optimiser steps: {remedy}'),
-    ('stuck', 0, .5, '{stuck:.0%} of the weights are not moved by a step of learning_rate, which is '
-     'less than half of their last digit in 16 bits: set master_weights to true'),
+    ('stuck', 0, .5, '{stuck:.0%} of the weights are not moved by a step of learning_rate, less '
+     'than half of their last digit in 16 bits: set master_weights to true'),
     ('loss', -1e9, 1e9, 'the loss is not a number'),
     ('loss_ratio', -inf, 2, 'the loss has doubled: lower learning_rate'),
     ('val_loss_ratio', -inf, 1.1,

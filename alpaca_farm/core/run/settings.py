@@ -397,7 +397,8 @@ def field_comments(cls) -> dict[str, str]:
 # %% ../../../nbs/core/run/settings.ipynb #9585351a
 _BY_SIZE = ('By size: a toy has less than 10 million weights. A learning rate is a power of their number, '
            'from a toy\'s at 1 million to a large model\'s at 7 billion, and with adapters up to '
-           'ten times that. Batches are so small that there are 25 steps; lengths fit 95 % of the data.')
+           'ten times that. Batches are so small that there are 25 steps; lengths fit 95 % of '
+           'the data.')
 
 
 def _parser(cls, description: str) -> argparse.ArgumentParser:
