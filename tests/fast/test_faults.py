@@ -15,10 +15,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 import tiny
 from alpaca_farm import ppo
 from alpaca_farm.boards.compare import CompareConfig
+from alpaca_farm.core.model import loading
 from alpaca_farm.core.model.loading import model_path
 from alpaca_farm.core.run import files, inputs, jobs, runs
 from alpaca_farm.core.data.records import load_records
@@ -671,6 +673,10 @@ def test_no_file_of_a_checkpoint_leads_to_a_pickle(base, tmp_path, monkeypatch, 
     with pytest.raises(ValueError, match=rf'{folder}: its weights are in \w+\.bin, and only') as e:
         tiny.run('sft', base, tmp_path/'out', policy=str(folder))
     assert '\n' not in str(e.value) and not marker.exists()
+    monkeypatch.setattr(loading, 'ask_hub', str)
+    monkeypatch.setattr(loading, 'hub_snapshot', lambda name: str(folder))
+    with pytest.raises(ValueError, match=rf'{folder}: its weights are in'):   # of the hub
+        loading.load_model(AutoModelForCausalLM, 'org/it', None)
 
 
 @pytest.mark.parametrize('mask', [0o027, 0o077])

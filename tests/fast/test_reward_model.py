@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
 
 import tiny
 from alpaca_farm import reward_model as rm
@@ -180,6 +181,16 @@ def test_values_are_those_of_the_head_alone(base, likely):
 def saved(folder, *parts):
     for part in parts: part.save_pretrained(folder)
     return str(folder)
+
+
+def test_a_classifier_of_two_classes_is_no_reward_model(base, tmp_path):
+    "It is told so; a policy's states are taken from it as from any other model."
+    policy = load_policy(str(base/'sft'), config(base, tmp_path))
+    two = AutoModelForSequenceClassification.from_pretrained(base/'sft'/'model', num_labels=2)
+    folder = saved(tmp_path/'two', two, policy.tokenizer)
+    with pytest.raises(ValueError, match=r'score.weight is \(2, 32\) .* not one for each class$'):
+        load_scalar(folder, config(base, tmp_path))
+    assert load_scalar(folder, config(base, tmp_path), 'zero').score.weight.shape == (1, 32)
 
 
 @pytest.mark.parametrize('says', [False, True])

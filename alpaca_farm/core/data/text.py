@@ -469,7 +469,7 @@ def position_limit(policy) -> float:
     limit = getattr(policy.config.get_text_config(), 'max_position_embeddings', None) or math.inf
     for name, table in policy.model.named_modules():
         if name.endswith('position_embeddings') and getattr(table, 'padding_idx', None) is not None:
-            limit = table.num_embeddings - table.padding_idx - 1   # those of RoBERTa begin behind it
+            limit = len(table.weight) - table.padding_idx - 1   # those of RoBERTa begin behind it
     return limit
 
 

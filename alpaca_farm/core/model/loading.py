@@ -287,7 +287,7 @@ def load_model(
         raise ValueError(f'{spec} holds a policy, not a reward model: it has no head')
     if 'score.weight' in info['unexpected_keys']:
         raise ValueError(f'{spec} holds a reward model, not a policy')
-    for name, saved, needed in info['mismatched_keys']:
+    for name, saved, needed in sorted(info['mismatched_keys']):
         if name in fresh: continue
         one = ': a reward model has one score, not one for each class' if 'num_labels' in options else ''
         raise ValueError(f'{spec}: {name} is {tuple(saved)} in its files, not {tuple(needed)}{one}')
