@@ -119,7 +119,8 @@ def _find_reader(rows, where):
     first = rows[0]
     for fields, read in _READERS:
         if fields <= first.keys(): return read, rows
-    if not find_reader(first, ['preference']) and not CODES.keys() & first.keys():
+    coded = 'output_1' in first and CODES.keys() & first.keys()
+    if not coded and not find_reader(first, ['preference']):
         raise ValueError(f'{where}: no known format of labels has the fields {", ".join(first)}')
     rows = check_records(as_records(rows, where, ['preference']), 'preference', where)
     return _read_record, [dict(annotator='gold') | r for r in rows]

@@ -35,7 +35,7 @@ def load(base, tmp_path, labels):
     return binary_feedback._load_feedback(given(base, preferences=file, held_out=4))
 
 
-@pytest.mark.parametrize('label, row', [('good', 7), (None, 10), (1.5, 7), (math.nan, 10)])
+@pytest.mark.parametrize('label, row', [('fair', 7), (None, 10), (1.5, 7), (math.nan, 10)])
 def test_a_bad_label_is_named_by_file_and_row(base, tmp_path, label, row):
     "The row of the file, be it learned from or held out."
     labels = [True, False] * 6

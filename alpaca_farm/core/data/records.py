@@ -387,9 +387,15 @@ def _remarks_on_labels(rows):
         tie = (p == 1.5).mean()
         yield f'{first:.0%} of the labels are 1, {tie:.0%} ties, {second:.0%} 2'
     better = {}   # which of its answers, of each pair
+    votes = set()
     for r in rows:
-        texts = better.setdefault(tuple(pair_identity(r)), set())
+        pair = tuple(pair_identity(r))
+        texts = better.setdefault(pair, set())
+        side = np.sign(r['preference'] - 1.5)*(1 if r['output_1'] == pair[-2] else -1)
+        votes.add((pair, str(r.get('annotator')), side))
         if r['preference'] != 1.5: texts.add(r['output_1' if r['preference'] < 1.5 else 'output_2'])
+    again = len(rows) - len(votes)
+    if again: yield f'{again} labels repeat one of the same annotator on the same pair'
     both = sum(len(texts) > 1 for texts in better.values())
     if both: yield f'{both} of {len(better)} pairs are labelled both ways'
 
