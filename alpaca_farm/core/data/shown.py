@@ -95,8 +95,10 @@ def learned_texts(
         return [(name, record['output'], record.get('ended', True))]
     n = len(record['output'])
     ended = record.get('ended') or [True]*n
-    scores = record.get('scores') or [None]*n
-    names = [f'answer {k} of {n}, scored {score}' for k, score in enumerate(scores, 1)]
+    names = [f'answer {k} of {n}' for k in range(1, n + 1)]
+    scores = record.get('scores') or []
+    if any(s is not None for s in scores):
+        names = [f'{name}, scored {score}' for name, score in zip(names, scores)]
     return list(zip(names, record['output'], ended))
 
 
