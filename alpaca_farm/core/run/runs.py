@@ -160,7 +160,8 @@ def _files_alike(folder) -> list[list[str]]:
     "List the names of a run's files of records, those with the same columns together."
     alike = {}
     for path in sorted(folder.glob('*.json')):
-        rows = read_json(path)
+        try: rows = read_json(path)
+        except ValueError: continue   # somebody else's
         records = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
         if not (records and rows): continue
         kinds = {}   # of the values of each column
