@@ -406,6 +406,9 @@ def shared_figure(parts: list[Part]):
     return fig
 
 # %% ../nbs/look_at_data.ipynb #100ka034
+_FIGURES = dict(labels=labels_figure, scores=scores_figure, votes=votes_figure)   # of one part
+
+
 def run(cfg: LookAtDataConfig):
     "Look at data; leaves findings.json, figures, and summary.json with the command."
     this_run = start(cfg, run)
@@ -420,8 +423,7 @@ def run(cfg: LookAtDataConfig):
     write_figure(this_run, 'lengths.png', lengths_figure(parts, lengths, limits))
     figures = dict(shared=shared_figure(parts))
     for part in parts:
-        for draw in (labels_figure, scores_figure, votes_figure):
-            figures[f'{part.name}_{draw.__name__.removesuffix("_figure")}'] = draw(part)
+        for name, draw in _FIGURES.items(): figures[f'{part.name}_{name}'] = draw(part)
     for name, fig in figures.items():
         if fig: write_figure(this_run, f'{name}.png', fig)
     for f in found: print(f'{f["split"]}: {f["finding"]}')
