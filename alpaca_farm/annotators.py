@@ -17,6 +17,7 @@ from .core.ask.judge_configs import is_population
 from .core.data.preferences import (annotator_name, decide_vote, draw_annotator,
     hash_uniform, pair_identity, pool_members, pool_weights, report_missing, shown_swapped)
 from .core.data.dialogues import full_instruction
+from .core.data.shown import request_text
 from .core.run.runs import start
 from .core.run.settings import command, Count, Named, Positive, resolve
 from .core.stats import Interval, wilson, win_rate_interval
@@ -175,6 +176,7 @@ def run(cfg: AnnotatorsConfig):
     pairs = load_pairs(cfg)
     pool = load_annotators(cfg.annotators, cfg)
     clients = api_clients(pool)
+    if not clients: print(request_text(annotator_name(pool), pairs[0]))
     share = flip_share(cfg.label_flip, cfg.annotators)
     clean = annotate_pairs(pairs, pool, cfg.seed, 0. if cfg.ask_flipped else share,
                            cfg.both_orders, cfg.ask_flipped)

@@ -49,8 +49,7 @@ class LookAtDataConfig(PromptConfig):
 
 # %% ../nbs/look_at_data.ipynb #100ka009
 _MEASURED = 'val', 'eval', 'test'   # splits that are not learned from
-_NAMES = (*_MEASURED, 'sft', 'preference', 'preferences', 'candidates', 'outputs', 'unlabeled',
-          'train')
+_LEARNED = 'sft', 'preference', 'preferences', 'candidates', 'outputs', 'unlabeled', 'train'
 _ANSWERED = 'preference', 'pair', 'candidates', 'output'
 
 
@@ -103,10 +102,10 @@ def read_parts(
     n: int = 0,          # only the first n rows of each; 0: all
 ) -> list[Part]:
     "Read the files of data, those that are learned from first; an error where there is none."
-    wanted = [(split,)] if split else [_NAMES]
+    wanted = [(split,)] if split else [_LEARNED + _MEASURED]   # the first that there is
     if not split and at_root(spec).is_dir():
         files = {}   # each once, by whichever name
-        for name in _NAMES:
+        for name in _MEASURED + _LEARNED:
             with suppress(FileNotFoundError): files.setdefault(find_file(spec, name), (name,))
         wanted = list(files.values()) or wanted
     wanted.sort(key=lambda names: names[0] in _MEASURED)
@@ -407,6 +406,9 @@ def shared_figure(parts: list[Part]):
     return fig
 
 # %% ../nbs/look_at_data.ipynb #100ka034
+_FIGURES = dict(labels=labels_figure, scores=scores_figure, votes=votes_figure)   # of one part
+
+
 def run(cfg: LookAtDataConfig):
     "Look at data; leaves findings.json, figures, and summary.json with the command."
     this_run = start(cfg, run)
@@ -421,8 +423,7 @@ def run(cfg: LookAtDataConfig):
     write_figure(this_run, 'lengths.png', lengths_figure(parts, lengths, limits))
     figures = dict(shared=shared_figure(parts))
     for part in parts:
-        for draw in (labels_figure, scores_figure, votes_figure):
-            figures[f'{part.name}_{draw.__name__.removesuffix("_figure")}'] = draw(part)
+        for name, draw in _FIGURES.items(): figures[f'{part.name}_{name}'] = draw(part)
     for name, fig in figures.items():
         if fig: write_figure(this_run, f'{name}.png', fig)
     for f in found: print(f'{f["split"]}: {f["finding"]}')

@@ -300,7 +300,8 @@ def _show_first(records: list[dict], tokenizer, template: str, sampled: bool):
     "Print the first record as the model reads it, with what it learns."
     how = dict(tokenizer=tokenizer, template=template)
     parts = [('prompt', encode_prompts(records[:1], **how)[0], True)]
-    for name, text, ended in [] if sampled else learned_texts(records[0]):
+    learned = [] if sampled else learned_texts(records[0])[:4]   # of many candidates the first
+    for name, text, ended in learned:
         ids, = encode_responses([text], ended=ended, records=records[:1], **how)
         parts.append((f'learned, {name}', ids, ended))
     print(example_text(len(records), parts, tokenizer))
@@ -315,7 +316,7 @@ def settle(
 ):
     "Show the first record, fit the settings that were left open to model and data, and say why."
     cfg = run.cfg
-    _show_first(records, tokenizer, cfg.template, sampled)
+    if records: _show_first(records, tokenizer, cfg.template, sampled)
     if not cfg.left_open: return
     model = getattr(cfg, cfg.sized_by)
     if looks_like_hub(model) and not count_weights(model): hub_snapshot(model)

@@ -179,7 +179,8 @@ def test_files_of_other_columns_or_types_are_no_splits_of_each_other(tmp_path):
     from datasets import load_dataset
     told = dict(sft=[dict(instruction='a', output='b')], val=[dict(instruction='a', output='c')],
                 eval=[dict(instruction='a', output=None, id=1)],
-                candidates=[dict(instruction='a', output=['b'])], config=dict(a=1), leads=[[1.]])
+                candidates=[dict(instruction='a', output=['b'])], config=dict(a=1), leads=[[1.]],
+                more=[dict(text='a')], others=[dict(text='b')])
     folder = tmp_path/'run'
     for name, rows in told.items(): tiny.write(folder/f'{name}.json', rows)
     _write_card(folder)
@@ -187,12 +188,16 @@ def test_files_of_other_columns_or_types_are_no_splits_of_each_other(tmp_path):
     _write_card(folder)
     assert (folder/'README.md').read_bytes() == card
     read = {name: load_dataset(str(folder), name, cache_dir=str(tmp_path/'cache'))
-            for name in ('default', 'eval', 'candidates')}
+            for name in ('default', 'eval', 'candidates', 'sft')}
     assert {name: sorted(splits) for name, splits in read.items()} == dict(
-        default=['sft', 'val'], eval=['eval'], candidates=['candidates'])
+        default=['more', 'others'], eval=['eval'], candidates=['candidates'], sft=['sft', 'val'])
     for file in folder.glob('*.json'): file.unlink()
     _write_card(folder)
     assert not (folder/'README.md').exists()
+    tiny.write(folder/'sft.json', told['sft'])
+    (folder/'README.md').write_text('# Mine')
+    _write_card(folder)
+    assert (folder/'README.md').read_text() == '# Mine'
 
 
 def test_a_sampled_answer_is_not_said_to_be_learned(base, tmp_path, capsys):

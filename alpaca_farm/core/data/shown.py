@@ -95,8 +95,10 @@ def learned_texts(
         return [(name, record['output'], record.get('ended', True))]
     n = len(record['output'])
     ended = record.get('ended') or [True]*n
-    scores = record.get('scores') or [None]*n
-    names = [f'answer {k} of {n}, scored {score}' for k, score in enumerate(scores, 1)]
+    names = [f'answer {k} of {n}' for k in range(1, n + 1)]
+    scores = record.get('scores') or []
+    if any(s is not None for s in scores):
+        names = [f'{name}, scored {score}' for name, score in zip(names, scores)]
     return list(zip(names, record['output'], ended))
 
 
@@ -117,12 +119,12 @@ def example_text(
 # %% ../../../nbs/core/data/shown.ipynb #5e0a0010
 def request_text(
     name: str,       # of who is asked
-    request: dict,   # with messages or a prompt; the rest are fields
+    request: dict,   # with messages or a prompt, or a pair; the rest are fields
 ) -> str:
-    "Write a request, a line for each field and turn."
-    turns = request.get('messages') or request.get('prompt')
-    if isinstance(turns, str): turns = [dict(role='prompt', content=turns)]
-    fields = [f'{k} = {v}' for k, v in request.items() if k not in ('messages', 'prompt')]
+    "Write a request, its fields in a line and a line for each turn or text."
+    texts = [k for k in ('prompt', *PAIR_FIELDS) if request.get(k)]
+    turns = request.get('messages', []) + [dict(role=k, content=request[k]) for k in texts]
+    fields = [f'{k} = {v}' for k, v in request.items() if k not in ('messages', 'input', *texts)]
     lines = [f'{name}: the first request, {cut_middle(", ".join(fields))}']
     for turn in turns: lines.append(f'  {turn["role"]}: {cut_middle(str(turn["content"]), 4000)}')
     return '\n'.join(lines)

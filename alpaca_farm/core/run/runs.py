@@ -160,7 +160,8 @@ def _files_alike(folder) -> list[list[str]]:
     "List the names of a run's files of records, those with the same columns together."
     alike = {}
     for path in sorted(folder.glob('*.json')):
-        rows = read_json(path)
+        try: rows = read_json(path)
+        except ValueError: continue   # somebody else's
         records = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
         if not (records and rows): continue
         kinds = {}   # of the values of each column
@@ -174,21 +175,31 @@ def _files_alike(folder) -> list[list[str]]:
     return sorted(alike.values(), key=place)
 
 
+_SAID = 'The records of a run, as `datasets` reads them:'
+
+
 def _write_card(folder):
-    "Write the `README.md` by which `datasets` reads a run's records; remove it if there are none."
-    head = '---\nconfigs:\n'
-    said = ''
-    for k, names in enumerate(_files_alike(folder)):
-        name = names[0] if len(names) == 1 else 'default'
-        head += f'- config_name: {name}\n' + '  default: true\n'*(not k) + '  data_files:\n'
+    "Write the `README.md` by which `datasets` reads a run's records, unless one is there."
+    card = folder/'README.md'
+    if card.exists() and _SAID not in card.read_text(encoding='utf-8', errors='replace'): return
+    configs = ''
+    calls = ''
+    for names in _files_alike(folder):
+        name = names[0]
+        call = f"load_dataset('{folder.name}', '{name}')"
+        if not calls:
+            if len(names) > 1: name = 'default'
+            call = f"load_dataset('{folder.name}')"
+        configs += f'- config_name: {name}\n'
+        if not calls: configs += '  default: true\n'
+        configs += '  data_files:\n'
         for stem in names:
             split = re.sub(r'\W', '_', stem)
-            head += f'  - split: {split}\n    path: {stem}.json\n'
-        call = f"load_dataset('{folder.name}'" + f", '{name}'"*bool(k) + ')'
-        said += f'- `{call}`: {", ".join(names)}\n'
-    if not said: return (folder/'README.md').unlink(missing_ok=True)
-    text = f'{head}---\n\n# {folder.name}\n\nThe records of a run, as `datasets` reads them:\n\n{said}'
-    with atomic_write(folder/'README.md') as p: p.write_text(text, encoding='utf-8')
+            configs += f'  - split: {split}\n    path: {stem}.json\n'
+        calls += f'- `{call}`: {", ".join(names)}\n'
+    if not calls: return card.unlink(missing_ok=True)
+    text = f'---\nconfigs:\n{configs}---\n\n# {folder.name}\n\n{_SAID}\n\n{calls}'
+    with atomic_write(card) as p: p.write_text(text, encoding='utf-8')
 
 # %% ../../../nbs/core/run/runs.ipynb #dc826cf0
 def free_name(folder: Path) -> Path:
