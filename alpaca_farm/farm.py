@@ -223,9 +223,10 @@ def _tell_lacking(cfg: FarmConfig, world: World):
     if not _has_crowd(cfg, world):
         lines.append('no crowd and no preferences: no comparison of simulation and crowd')
     for line in lines: print(f'{world.folder} has {line}')
-    judge = population(cfg, 'held_out', world)
-    taught = [role for role in ('pool', 'crowd') if population(cfg, role, world) == judge]
-    if taught: print(f'{judge} judges what its own labels have taught: name another as held_out')
+    names = names_of(cfg, world)
+    judge = names['judges']['crowd']
+    if judge in names['labels'].values():
+        print(f'{judge} judges what its own labels have taught: name another as held_out')
 
 
 def run(cfg: FarmConfig):

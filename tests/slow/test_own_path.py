@@ -78,6 +78,7 @@ def test_from_files_to_what_to_keep(project, preferences, held_out):
     assert '>crowd<' not in board and 'held-out crowd' not in board
     assert ('| labels: preferences |' in board) == ('dpo_crowd' in board) == preferences
     assert ('judges what its own labels have taught' in board) == (not held_out)
+    assert 'was made before' not in board
     assert 'runs/own has no utility' in board and 'has no parts.csv' in board
     assert ('no comparison of simulation' in board) == (not preferences)
     assert ('has no simulation.csv' in board) == (not preferences)
