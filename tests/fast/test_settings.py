@@ -66,7 +66,7 @@ NONSENSE = dict(   # by notebook: settings that do not fit, and what the error n
         (dict(loss_type='simpo', undesirable_weight=2.), 'kto'),
         (dict(desirable_weight=2.), 'kto'), (dict(loss_type='kto', batch_size=1), 'batch_size'),
         (dict(save_every=-1), 'save_every'), (dict(eval_every=3, held_out=0), 'held_out'),
-        (dict(preferences=''), "preferences = ''"), (dict(out=202410), 'behind -r out'),
+        (dict(preferences=''), "preferences = ''"), (dict(out=202410), '-r out in place of -p'),
         (dict(device='gpu'), "device = 'gpu': .* cuda"), (dict(seed=10**30), 'seed = 10')],
     reward_model=[
         (dict(flip_rate=.5), 'flip_rate'), (dict(margin=-1.), 'margin'),
@@ -280,11 +280,11 @@ def test_what_is_named_is_taken_though_it_is_the_default(base, elsewhere, monkey
     shutil.copytree(base/'sft'/'model', elsewhere/'mine')
     monkeypatch.setattr(build, 'build', lambda *_, **__: None)
     given = dict(policy='mine', preferences=str(base/'annotators'))
-    with pytest.raises(ValueError, match='^data: name yours. The'):
+    with pytest.raises(ValueError, match='^data: name yours, or the default itself .-p data runs/world'):
         build.ensure_inputs(way(DPOConfig, given))
     build.ensure_inputs(way(DPOConfig, given | dict(data='runs/world')))
     given = dict(policy='mine', data=str(base/'world'))
-    with pytest.raises(ValueError, match='^reward_model: name yours, or none as ""'):
+    with pytest.raises(ValueError, match='^reward_model: name yours, none as "", or'):
         build.ensure_inputs(way(BestOfNConfig, given))
     build.ensure_inputs(way(BestOfNConfig, given | dict(reward_model='')))
 

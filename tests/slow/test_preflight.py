@@ -88,7 +88,7 @@ def test_lengths_beyond_the_models_positions_are_named_first(refused, name):
 
 
 def test_what_is_too_long_or_too_few_is_an_error_with_a_limit_that_works(refused, tmp_path):
-    refused('reward_model', 'held_out = 500 leaves 0 of 60 pairs', held_out=500)
+    refused('reward_model', 'held_out = 500 leaves too few of 60', held_out=500)
     refused('dpo', r'of 60 examples are .*max_length = 30 .*Set max_length to \d+', max_length=30)
     refused('ppo', 'prompts are .*max_prompt = 5 tokens.* Set max_prompt to', max_prompt=5)
     long = tiny.splits(tmp_path/'data', [dict(r, output=r['output']*20) for r in REAL])

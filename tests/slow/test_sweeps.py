@@ -50,18 +50,20 @@ def test_an_invalid_command_is_one_line(capsys, args, message):
 
 
 def test_a_command_gives_lists(monkeypatch):
-    "Those that vary and those that all runs have; a setting that may be a list, and one that is none."
+    "That vary and that all runs have; of one setting that is a list, and one that may be."
     made = []
     def sweep(grid, notebook, out, workers, gpus, address, **fixed):
         made.extend(jobs._sweep_jobs(notebook, grid, 's', **fixed))
         return pd.DataFrame()
     monkeypatch.setattr(jobs, 'sweep', sweep)
-    jobs.sweep_command(['ppo', '-g', 'betas', '[.9, .99]', '[.8, .95]', '-g', 'reward_model', 'json:dumps',
-                        '[json:dumps, json:loads]', '-p', 'seed', '3'])
+    jobs.sweep_command(['ppo', '-g', 'betas', '[.9, .99]', '[.8, .95]', '-p', 'seed', '3',
+                        '-g', 'reward_model', 'json:dumps', '[json:dumps, json:loads]'])
     assert [job.settings['betas'] for job in made] == [[.9, .99]]*2 + [[.8, .95]]*2
-    assert [job.settings['reward_model'] for job in made[:2]] == ['json:dumps', ['json:dumps', 'json:loads']]
-    jobs.sweep_command(['annotators', '-g', 'seed', '0', '-p', 'models', 'gpt-4.1=judge', '-p', 'weights', 'a=1', 'b=2'])
-    assert made[-1].settings == dict(seed=0, models=['gpt-4.1=judge'], weights=['a=1', 'b=2'])
+    rewards = [job.settings['reward_model'] for job in made[:2]]
+    assert rewards == ['json:dumps', ['json:dumps', 'json:loads']]
+    for words in (['a'], ['a', 'b']):
+        jobs.sweep_command(['rrhf', '-g', 'seed', '0', '-p', 'sources', *words])
+        assert made[-1].settings == dict(seed=0, sources=words)
 
 
 def test_jobs_get_gpus_of_their_own(monkeypatch):

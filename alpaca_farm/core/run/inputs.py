@@ -176,9 +176,10 @@ def _check_one_world(
         if of_world and name not in cfg.named: defaults[name] = path
         if not of_world and name not in judges: others.append(f'{name} = {path}')
     if not (defaults and others): return
-    none = ', or none as ""' if all(_may_be_empty(cfg, name) for name in defaults) else ''
-    raise ValueError(f'{", ".join(defaults)}: name yours{none}. The default is of the embedded '
-                     f'world, and {others[0]} is not')
+    none = ', none as ""' if all(_may_be_empty(cfg, name) for name in defaults) else ''
+    name, path = [*defaults.items()][0]
+    raise ValueError(f'{", ".join(defaults)}: name yours{none}, or the default itself (-p {name} '
+                     f'{path}). It is of the embedded world, and {others[0]} is not')
 
 
 def ensure_inputs(cfg: Config):

@@ -70,8 +70,8 @@ def as_type(
     except ValidationError as e: error = e.errors()[0]
     valid = re.sub('(Input|String) should', 'it must', error['msg'])
     if error['type'] == 'string_type' and isinstance(error['input'], (int, float)):
-        valid += ('. It may have been another before it was read as a number: write it in quotes, '
-                  f'for papermill behind -r {name}')
+        valid += ('. What you wrote may have been changed into this number: for papermill write '
+                  f'-r {name} in place of -p, in YAML put it in quotes')
     known = typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
     raise ValueError(f'{name} = {value!r}: {valid}{_meant(value, known)}')
 
