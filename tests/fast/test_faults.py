@@ -41,7 +41,7 @@ def refused(notebook, base, folder, error, match, **given):
 
 @pytest.mark.parametrize('notebook', ['sft', 'ppo'])
 def test_one_file_is_not_several_splits(base, tmp_path, notebook):
-    message = r'all\.json is one file, .*split and val_split and eval_split at once'
+    message = r'all\.json is one file, .*split and (val_split and )?eval_split at once'
     refused(notebook, base, tmp_path, ValueError, message,
             data=tiny.write(tmp_path/'all.json', ROWS))
 
@@ -53,7 +53,7 @@ WORLDS = dict(   # the inputs whose defaults are of the embedded world; of judge
     ppo='policy reward_model data', quark='policy reward_model data',
     expert_iteration='policy reward_model data', annotators='outputs annotators',
     eval='outputs reference annotators', bring_your_own='model prompts preferences judge',
-    overoptimization='policy bank references proxies policies world')
+    overoptimization='policy bank references proxies policies world', look_at_data='data policy')
 WORLDS |= {'boards/agreement': 'sets judges', 'boards/compare': 'folders annotators'}
 LONGEST = 'alpaca_farm.boards.agreement:prefer_longer'
 

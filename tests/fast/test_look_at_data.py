@@ -139,9 +139,9 @@ def test_columns_and_labels_are_told():
         '  labels winner: model_a = the first is better (1); model_b = the second is better (2); '
         'tie = both are as good (1)']
     coded = [dict(instruction='a', output_1='b', output_2='c', better=k) for k in (0, 1, 2, 2)]
-    names = 'preference=better'
+    names = 'tie_first_second=better'
     said = describe_columns(coded, as_records(coded, 'a.json', ['preference'], names),
-                            dict(better='preference'))
+                            dict(better='tie_first_second'))
     assert 'labels better: 0 = both are as good (1); 1 = the first is better (1); 2' in said
     soft = [row(i, preference=1 + i/100) for i in range(100)]
     assert 'labels preference: both are as good (1); the first is better (50); the' in as_read(soft)
