@@ -31,7 +31,7 @@ def _is_yaml(path):
 def judge_config_file(spec: str) -> Path | None:
     "Find the YAML file of a configuration: by file, folder, name or `task/question`."
     here = at_root(spec)
-    if here.is_file(): return here if _is_yaml(here) else None
+    if os.path.isfile(here): return here if _is_yaml(here) else None
     paths = []
     for folder in (here, *(folder/spec for folder in _folders())):
         paths += [folder/'configs.yaml', folder/'config.yaml']

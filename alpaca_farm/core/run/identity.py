@@ -107,7 +107,7 @@ def _source_hash(names) -> str:
             todo += imports
             for file in named - written.keys():
                 written[file] = _written(file)
-                if file.is_file(): marks.append((file.name, file_hash(file)))
+                if os.path.isfile(file): marks.append((file.name, file_hash(file)))
     found = digest(sorted(marks)) if marks else ''
     _hashed[key] = written, found
     return found
