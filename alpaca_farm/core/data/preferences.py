@@ -35,7 +35,7 @@ def read_preference(
     "Read a preference, in any convention, as a number; nan for no verdict, ValueError for others."
     if value in (None, '', 'garbage'): return math.nan   # `garbage` is PandaLM's
     if str(value).lower() == 'tie': return 1.5
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         preference = float(value)
         if preference == -1 or math.isnan(preference): return math.nan
         if preference == 0: preference = 1.5
