@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.data.preferences import annotator_name, output_texts
 from ..core.data.dialogues import prompt_key
-from ..core.run.files import read_json
+from ..core.run.identity import read_signed
 from ..core.ask.judge_configs import JudgedConfig
 from ..core.run.runs import read_log, start, write_csv, write_figure
 from ..core.run.settings import at_root, command, Count
@@ -46,7 +46,7 @@ def differing_settings(folders: list[str]):
     import pandas as pd
     runs = {}
     for name, folder in short_names(folders).items():
-        config = read_json(at_root(folder)/'config.json')
+        config = read_signed(at_root(folder)/'config.json')
         runs[name] = dict(notebook=config['notebook'], **config['settings'])
     union = {}
     for settings in runs.values(): union |= settings

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import pyarrow
 import pyarrow.parquet
@@ -487,7 +488,8 @@ HALF[1]['response_b'] = r'["Elm \udc00."]'
     *[(f'votes.{suffix}', form(HALF), 'row 1: half') for suffix, form in FORMATS.items()],
     ('numbers.json', b'[{"instruction": "a", "output": "b"}, 7]', 'row 1: a record is expected'),
     *[('pair.json', as_json([PAIRS[0], dict(PAIRS[1], preference=wrong)]), message) for
-      wrong, message in (([], r"'preference' is \[\]"), (3, 'row 1: .*is 3'), ('many', "'many'"))],
+      wrong, message in (([], r"'preference' is \[\]"), (3, 'row 1: .*is 3'), ('many', "'many'"),
+                         (10**400, 'row 1: .*is 10000'))],
     *[('row.json', as_json([PAIRS[0], dict(PAIRS[1], **{field: wrong})]), f"row 1: .*'{field}' is")
       for field, wrong in (('instruction', '  '), ('output_2', None))],
     ('rlcd.json', as_json([PAIRS[0], dict(PAIRS[1], win2_prob='x')]),
@@ -507,6 +509,19 @@ def test_files_that_cannot_be_read(tmp_path, name, content, message):
         with pytest.raises(ValueError, match=rf'{re.escape(name)}.*{message}') as error:
             read(str(tmp_path/name), **more)
         assert '\n' not in str(error.value)
+
+
+def test_a_file_that_unpacks_to_more_than_the_memory_holds_is_refused(tmp_path, monkeypatch):
+    memory = SimpleNamespace(available=4*10**6)
+    monkeypatch.setattr('alpaca_farm.core.data.records.virtual_memory', lambda: memory)
+    rows = [dict(ROWS[0], output='a'*n) for n in (900_000, 90_000)]
+    for name in ('a.json.gz', 'a.csv.gz'):
+        (tmp_path/name).write_bytes(gzip.compress(FORMATS[name[2:-3]](rows)))
+        assert len(load_records(str(tmp_path/name), kind='output')) == 2
+        memory.available -= 10**5
+        with pytest.raises(ValueError, match=f'{name}: it unpacks to more than 975,000 bytes'):
+            load_records(str(tmp_path/name), kind='output')
+        memory.available += 10**5
 
 
 @pytest.mark.parametrize('read', [load_records, _read_candidates, read_recorded,

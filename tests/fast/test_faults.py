@@ -26,7 +26,7 @@ from alpaca_farm.core.run import files, inputs, jobs, runs
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.inputs import ensure_inputs
 from alpaca_farm.core.run.files import read_json
-from alpaca_farm.core.run.identity import content_hash, written_hashes
+from alpaca_farm.core.run.identity import content_hash, read_signed, signed, written_hashes
 from alpaca_farm.core.run.runs import read_log, read_summary
 from alpaca_farm.core.run.settings import Config
 
@@ -99,7 +99,7 @@ def test_the_world_of_a_run_is_that_of_what_it_was_made_from(base, tmp_path, mon
     shutil.copy(base/'sft'/'config.json', step.parent)
     ensure_inputs(ppo.PPOConfig(policy=str(step)))
     for source in ('org/model', str(tmp_path/'gone')):   # the same run, made from another model
-        config = read_json(base/'sft'/'config.json') | dict(inputs=dict(policy={source: ''}))
+        config = runs.run_config(base/'sft') | dict(inputs=dict(policy={source: ''}))
         (step.parent/'config.json').write_text(json.dumps(config))
         with pytest.raises(ValueError, match='^reward_model, data: name yours'):
             ensure_inputs(ppo.PPOConfig(policy=str(step)))
@@ -408,8 +408,53 @@ def test_every_file_of_a_run_has_its_hash(base, run_of_sft):
     check()
     turn_a_bit(folder/'log.jsonl')
     with pytest.raises(ValueError, match='log.jsonl is damaged'): content_hash(str(folder))
+    turn_a_bit(folder/'log.jsonl')
     turn_a_bit(folder/'model'/'model.safetensors')
     with pytest.raises(ValueError, match='model.safetensors is damaged'): again(eval_instances=6)
+
+
+def test_a_digit_of_settings_or_figures_is_seen_by_who_reads_it(base, run_of_sft):
+    folder, again = run_of_sft
+    for name, reader in (('config.json', runs.run_config), ('summary.json', read_summary)):
+        text = (folder/name).read_text()
+        assert 'digest' not in reader(folder)
+        places = [m.start() for m in re.finditer(r'(?<!\\u)\d', text)]
+        for at in places[::7]:
+            changed = text[:at] + str(int(text[at]) % 9 + 1) + text[at + 1:]
+            (folder/name).write_text(changed)
+            for read in (lambda: reader(folder), again):
+                with pytest.raises(ValueError, match=f'{name} is damaged, or was edited.*delete'):
+                    read()
+        old = json.loads(text)   # of a run that was made before there were digests
+        del old['digest']
+        (folder/name).write_text(json.dumps(old | dict(seconds=7)))
+        assert reader(folder)['seconds'] == 7
+        (folder/name).write_text(text)
+    assert again().answered
+
+
+def test_a_damaged_run_says_so_when_it_is_started_again(run_of_sft):
+    "A file that is gone too, unless it is a checkpoint, which one deletes for its space."
+    folder, again = run_of_sft
+    (folder/'model-3').mkdir()
+    for name in ('model/model.safetensors', 'outputs.json', 'log.jsonl'):
+        was = (folder/name).read_bytes()
+        for harm in (turn_a_bit, Path.unlink):
+            harm(folder/name)
+            with pytest.raises(ValueError, match=f'{name} is damaged.*delete .*sft and make it'):
+                again()
+            (folder/name).write_bytes(was)
+    kept = read_json(folder/'summary.json')
+    gone = kept['files'] | {'model-3/model.safetensors': 'abc'}
+    files.write_json(folder/'summary.json', signed(kept | dict(files=gone)))
+    assert again().answered
+
+
+def test_a_digest_is_of_what_is_read_again(tmp_path):
+    "Texts that UTF-8 cannot hold, numbers as names, tuples, and what is no number."
+    odd = dict(a='\ud83d', b={10: 1, 9: (1., -0.)}, c=float('nan'), d=[1e400, 2**70], e='é')
+    files.write_json(tmp_path/'a.json', signed(signed(odd)))
+    assert [*read_signed(tmp_path/'a.json')] == [*odd]
 
 
 def test_a_bit_that_turned_on_the_disk_is_seen_when_a_run_is_made(tmp_path, monkeypatch):
@@ -603,7 +648,7 @@ def test_a_damaged_file_is_refused_before_a_model_is_loaded(base, tmp_path, monk
     if os.path.isdir(named or '') and name != 'labels':
         damaged = shutil.copytree(named, tmp_path/Path(named).name)/f'{name}.json'
         summary = damaged.parent/'summary.json'   # a run that was made before files had hashes
-        summary.write_text(json.dumps(read_json(summary) | dict(files={})))
+        summary.write_text(json.dumps(read_summary(summary.parent)))
     damaged.write_text('[{"instruction": "Say 1.", "output": ')
     spoiled = str(damaged if name == 'labels' else damaged.parent)
     cls = tiny.config_class(notebook)

@@ -161,7 +161,8 @@ FORMS = """
     https://{20n}@host/v1 https://me:{9n}@host:8000/v1 https://hooks.slack.com/services/T{8u}/{24n}
     https://:{9n}@host https://host/v1?a=1&token={9n} https://host/v1?api-key={9n}
     https://host/v1?api_key={9n} https://host/v1?sig={43n} AccountKey=a;SharedAccessKey={43n}=
-    gpt-4.1=sk-ant-{40n} OPENAI_API_KEY=sk-{40n}""".split()
+    gpt-4.1=sk-ant-{40n} OPENAI_API_KEY=sk-{40n} pa-{43} pa-{10n}-{9n}_{10n}-{11n}
+    {8h}-{4h}-{4h}-{4h}-{12h} SAMBANOVA_API_KEY={8h}-{4h}-{4h}-{4h}-{12h}""".split()
 KEYS = [made_up(form) for form in FORMS] + [
     made_up(form) for form in ('Bearer {30n}', 'Authorization: Bearer {32h}', 'Basic {22n}==',
                                '-----BEGIN PRIVATE KEY-----{64n}')]
@@ -187,6 +188,10 @@ def test_ordinary_values_are_no_keys(): no_secrets(dict(a=ORDINARY, b=dict(c=.1,
 
 
 ORDINARY = [
+    *[made_up(form) for form in (
+        'runs/{8h}-{4h}-{4h}-{4h}-{12h}', '/tmp/{8h}-{4h}-{4h}-{4h}-{12h}/out',
+        'ppo-{8h}-{4h}-{4h}-{4h}-{12h}', 'ann/policy@{8h}-{4h}-{4h}-{4h}-{12h}')],
+    'pa-ppo-with-a-long-name-of-many-words-and-kl02', 'pa-PPO-Lr1e4-Batch32-Seed0-Warmup10-KLCoef02',
     'runs/ppo~1', '/data/sk-learn-2024/models', 'alpaca_farm.world:pool', 'xai-org/grok-1',
     'hf-internal-testing/tiny-random-Qwen2MoeForSequenceClassification', 'gpt2@' + '0a1b'*10,
     'https://user.example.org:8443/a@b', 'gpt-4.1=meta-llama/Llama-3.1-8B-Instruct',

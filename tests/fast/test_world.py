@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from alpaca_farm import world
-from alpaca_farm.core.run.files import read_json
+from alpaca_farm.core.run.files import read_json, write_json
 from alpaca_farm.core.data.preferences import hash_uniform
 from alpaca_farm.core.stats import off_diagonal_mean, two_votes_agree, variance
 from alpaca_farm.worlds.embedded import crowd
@@ -274,3 +274,27 @@ def test_a_run_leaves_the_dataset_and_the_populations_of_its_settings(tmp_path):
     assert read_judge(f'{tmp_path}/judge.json') == crowd.judge
     summed = sum(left.function(left.marks)(answered(sample_requests(9), Author(.5))).values())
     assert summed == pytest.approx(utility(answered(sample_requests(9), Author(.5))))
+
+
+@pytest.mark.parametrize('path, value', [
+    (['name'], None), (['name'], 7), (['annotators'], []), (['annotators'], None),
+    (['annotators'], dict(a=1)), (['annotators', 2], 'judge'), (['annotators', 2, 'name'], None),
+    (['annotators', 2, 'weights'], [1.]*12), (['annotators', 2, 'weights', 'flattery'], None),
+    (['annotators', 2, 'weights', 'flatery'], 1.), (['annotators', 2, 'nonsense'], 1),
+    *[(['annotators', 2, *field], wrong) for field in (
+        ['weights', 'words'], ['position_bias'], ['temperature'], ['misreads'], ['believes'],
+        ['contested']) for wrong in ('much', '1', [1], True, float('nan'), 10**400)],
+    (['annotators', 2, 'temperature'], 0.), (['annotators', 2, 'misreads'], 1.5)], ids=str)
+def test_what_is_wrong_in_a_file_of_annotators_is_named(tmp_path, path, value):
+    "File, annotator and field, in one line."
+    crowd.write_population(tmp_path/'pool.json', crowd.pool)
+    content = part = read_json(tmp_path/'pool.json')
+    *way, last = path
+    for name in way: part = part[name]
+    if value is None: del part[last]
+    else: part[last] = value
+    write_json(tmp_path/'pool.json', content)
+    where = ', '.join(map(str, path))
+    with pytest.raises(ValueError, match=rf'pool\.json .*\({where}: ') as e:
+        crowd.read_population(tmp_path/'pool.json')
+    assert '\n' not in str(e.value)

@@ -16,6 +16,7 @@ import pytest
 import tiny
 from alpaca_farm import sft
 from alpaca_farm.core.run import runs
+from alpaca_farm.core.run.identity import content_hash
 from alpaca_farm.core.run.runs import read_log, read_summary
 from tiny import run as train
 
@@ -269,6 +270,7 @@ def test_one_writer_at_a_time(tmp_path):
 WRITER = '''
 import importlib.util, sys
 from alpaca_farm.core.run import runs
+from alpaca_farm.core.run.identity import content_hash
 sys.path.insert(0, sys.argv[1])
 import toy_d
 runs._lock.__defaults__ = .3,   # seconds of patience
@@ -342,6 +344,7 @@ def test_an_input_whose_own_inputs_changed_is_named(copied, tmp_path, capsys):
     shutil.copytree(copied, tmp_path/'runs')
     config = tmp_path/'runs'/'annotators'/'config.json'
     old = json.loads(config.read_text().replace(str(copied), str(tmp_path/'runs')))
+    del old['digest']
     samples = str(tmp_path/'runs'/'samples'/'candidates.json')
     old['inputs']['outputs'] = {samples: 'of another policy'}
     config.write_text(json.dumps(old))
@@ -352,7 +355,6 @@ def test_an_input_whose_own_inputs_changed_is_named(copied, tmp_path, capsys):
 
 def test_a_users_modules_are_followed(tmp_path, monkeypatch):
     "Through their own imports: plain, relative and in packages."
-    from alpaca_farm.core.run.identity import content_hash
     judge = 'import helper_a\nfrom parts_a.inner import weight\njudge = helper_a.f'
     files = {'judge_a.py': judge,
              'helper_a.py': 'def f(pairs): return [1]*len(pairs)',
@@ -371,8 +373,32 @@ def test_a_users_modules_are_followed(tmp_path, monkeypatch):
         assert content_hash('judge_a:judge') == before
 
 
+def test_files_that_a_judge_names_belong_to_it(tmp_path, monkeypatch):
+    "Beside the module that names them, or by their whole path; those that come later too."
+    far = tmp_path/'far'/'list.csv'
+    files = {'judge_b.py': f"""
+import helper_b
+WORDS = open('words.txt').read()
+FAR = open('{far}').read()
+NOT = 'gone.txt', 'folder.d', 'a' * 2 + '.md', f'{{WORDS}}.json', {'x'*300 + '.txt'!r}
+def judge(pairs): return [1. for _ in pairs]""",
+             'helper_b.py': "from pathlib import Path\nJSON = Path(__file__).parent/'table.json'",
+             'words.txt': 'good', 'table.json': '{}', 'far/list.csv': 'a,b', 'aa.md': 'A'}
+    (tmp_path/'folder.d').mkdir()
+    for name, text in files.items():
+        (tmp_path/name).parent.mkdir(exist_ok=True)
+        (tmp_path/name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    marks = [content_hash('judge_b:judge')]
+    for name in ('words.txt', 'table.json', 'far/list.csv', 'gone.txt', 'aa.md'):
+        (tmp_path/name).write_text('other')
+        marks.append(content_hash('judge_b:judge'))
+        assert (marks[-1] == marks[-2]) == (name == 'aa.md'), name
+    (tmp_path/'gone.txt').unlink()
+    assert content_hash('judge_b:judge') == marks[-3]
+
+
 def test_a_judges_configuration_is_known_by_its_content(tmp_path):
-    from alpaca_farm.core.run.identity import content_hash
     shutil.copytree(tiny.ROOT/'nbs'/'recipes'/'judges'/'structured', tmp_path/'structured')
     folder = tmp_path/'structured'
     def marks(): return [content_hash(str(p)) for p in (folder, folder/'configs.yaml')]

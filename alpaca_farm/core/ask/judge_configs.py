@@ -30,8 +30,10 @@ def _is_yaml(path):
 
 def judge_config_file(spec: str) -> Path | None:
     "Find the YAML file of a configuration: by file, folder, name or `task/question`."
-    paths = [at_root(spec)]
-    for folder in (at_root(spec), *(folder/spec for folder in _folders())):
+    here = at_root(spec)
+    if os.path.isfile(here): return here if _is_yaml(here) else None
+    paths = []
+    for folder in (here, *(folder/spec for folder in _folders())):
         paths += [folder/'configs.yaml', folder/'config.yaml']
     for path in paths:
         if _is_yaml(path): return path

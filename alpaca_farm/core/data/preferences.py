@@ -49,7 +49,7 @@ def read_preference(
     if value in (None, '', 'garbage'): return math.nan   # `garbage` is PandaLM's
     said = _read_word(value) if isinstance(value, str) else None
     if said: return said
-    with suppress(ValueError, TypeError):
+    with suppress(ValueError, TypeError, OverflowError):
         preference = float(value)
         if preference == -1 or math.isnan(preference): return math.nan
         if preference == 0: preference = 1.5

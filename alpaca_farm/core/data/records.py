@@ -15,6 +15,7 @@ from math import isfinite, isnan
 from pathlib import Path
 
 import numpy as np
+from psutil import virtual_memory
 
 from .dialogues import (as_messages, check_messages, dialogue_text, naming,
     parse_dialogue, prompt_key, prompt_messages, prompt_text, with_system)
@@ -153,8 +154,17 @@ def _read_csv(path, text):
 
 # %% ../../../nbs/core/data/records.ipynb #5bc5b7b4
 def _read_bytes(path) -> bytes:
-    "Read a file, unpacked if its name ends in .gz."
-    return gzip.decompress(path.read_bytes()) if path.suffix == '.gz' else path.read_bytes()
+    "Read a file, unpacked if its name ends in .gz; ValueError if that fills the memory."
+    if path.suffix != '.gz': return path.read_bytes()
+    most = virtual_memory().available//4   # what is made of it takes more
+    data = bytearray()
+    with gzip.open(path) as file:
+        while part := file.read(2**24):
+            data += part
+            if len(data) > most:
+                raise ValueError(f'{path}: it unpacks to more than {most:,} bytes, a quarter of '
+                                 'the memory that is free. Split it, or take another machine')
+    return bytes(data)
 
 
 def read_text(path: Path) -> str:

@@ -250,6 +250,7 @@ def read_lines(path: Path, size: int) -> list[dict]:
                      f'Restore it, or delete {path.parent} to start from the beginning')
 
 # %% ../../../nbs/core/run/files.ipynb #a3c1d0e2
+@functools.cache
 def _is_checkout(folder: Path) -> bool:
     "Whether a folder is a checkout of this project."
     file = folder/'settings.ini'

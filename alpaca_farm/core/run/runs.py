@@ -13,10 +13,10 @@ from pathlib import Path
 from filelock import Timeout
 
 from .files import (at_root, atomic_write, digest, load_state, lock_of,
-    names_file, PREFIX, read_json, save_state, tidy, unlock, write_json)
+    names_file, PREFIX, save_state, tidy, unlock, write_json)
 from .health import Health
-from alpaca_farm.core.run.identity import (content_hash, decisive, describe_run, run_config,
-    written_hashes)
+from .identity import (check_written, content_hash, decisive,
+    describe_run, read_signed, run_config, signed, written_hashes)
 from .inputs import ensure_inputs
 from .processes import gather_all, join_ranks, once, rank, written_once
 from .progress import tell
@@ -35,7 +35,7 @@ def read_log(folder) -> list[dict]:
 def read_summary(folder) -> dict:
     "Read the final figures of a run; empty if it is not finished."
     path = at_root(folder)/'summary.json'
-    found = read_json(path) if path.exists() else {}
+    found = read_signed(path) if path.exists() else {}
     found.pop('files', None)   # their hashes
     return found
 
@@ -279,12 +279,12 @@ class Run:
             self.take()
         tidy(folder)   # what a killed run has left
         tidy(folder/'checkpoint')
-        if not self.done: write_json(folder/'config.json', self.config)
+        if not self.done: write_json(folder/'config.json', signed(self.config))
 
     @written_once
     def write(self, name: str, value):
-        "Write a JSON file of this run."
-        write_json(self.path(name), value)
+        "Write a JSON file of this run; `config.json` with a digest of itself."
+        write_json(self.path(name), signed(value) if name == 'config.json' else value)
 
     def elapsed(self) -> dict[str, float]:
         "Return CPU and wall seconds of this run, including those before an interruption."
@@ -332,11 +332,11 @@ class Run:
         self.health(summary)
         elapsed = self.elapsed()
         times = dict(cpu_seconds=round(elapsed['cpu'], 2), seconds=round(elapsed['wall'], 2))
-        write_json(self.path('config.json'), self.config)
+        self.write('config.json', self.config)
         _write_card(self.folder)
         files = dict(files=written_hashes(self.folder))
         if self.health.warnings: files['warnings'] = [*self.health.warnings.values()]
-        write_json(self.path('summary.json'), summary | times | _peak_memory() | files)
+        write_json(self.path('summary.json'), signed(summary | times | _peak_memory() | files))
         self.path('checkpoint/state.safetensors').unlink(missing_ok=True)
         self.tracker.finish(summary)
         unlock(self.held)
@@ -399,6 +399,7 @@ def start(
     if len(set(gather_all(new['fingerprint']))) > 1:
         raise ValueError(f'out = {cfg.out}: code or inputs differ between its processes')
     if run.outdated and not others: _tell_move(cfg, {})
+    if run.done: once(check_written, run.folder)
     if not run.answered:
         _check_writable(folder.resolve())
         once(_read_again, run)

@@ -8,12 +8,14 @@ __all__ = ['FLIPS', 'crowd', 'held_out_crowd', 'pool', 'judge', 'length_biased',
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #000d2dc5
 import zlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, MISSING, replace
 from functools import lru_cache
 
 import numpy as np
+from pydantic import ConfigDict, create_model, Field, ValidationError
 
 from ...core.run.files import read_json, write_json
+from ...core.run.settings import Scale, Share
 from ...core.data.preferences import hash_uniform, Pool
 from ...core.stats import sigmoid
 from .authors import contested
@@ -37,10 +39,10 @@ class Annotator:
     name: str
     weights: tuple               # one for each of COLUMNS, in units of utility
     position_bias: float = 0.    # bias towards the answer shown first, in units of utility
-    temperature: float = 1.      # amount of chance, in units of utility
-    misreads: float = 0.         # share of facts that this annotator alone is mistaken about,
-    believes: float = 0.         # and of the contested facts that the whole group is mistaken about
-    contested: float = 0.        # share of facts that are contested in this world
+    temperature: Scale = 1.      # amount of chance, in units of utility
+    misreads: Share = 0.         # share of facts that this annotator alone is mistaken about,
+    believes: Share = 0.         # and of the contested facts that the whole group is mistaken about
+    contested: Share = 0.        # share of facts that are contested in this world
     group: str = ''              # the group, and its seed
     label_flip = FLIPS           # share of labels that a run flips if it is not told otherwise
 
@@ -146,16 +148,26 @@ def write_population(path, population: Population):
     write_json(path, dict(name=population.name, annotators=rows))
 
 
+_EXACT = ConfigDict(extra='forbid', allow_inf_nan=False, strict=True)   # a text is no number
+_Weights = create_model('_Weights', __config__=_EXACT, **dict.fromkeys(COLUMNS, (float, ...)))
+_traits = {f.name: (f.type, ... if f.default is MISSING else f.default) for f in fields(Annotator)}
+_Member = create_model('_Member', __config__=_EXACT, **_traits | dict(weights=(_Weights, ...)))
+_File = create_model('_File', __config__=_EXACT, name=(str, ...),
+                     annotators=(list[_Member], Field(min_length=1)))
+
+
 def read_population(path):  # a Population, or an Annotator
-    "Read the population in a file, or its only member; ValueError when it is something else."
-    content = read_json(path)
-    try:
-        rows = [r | dict(weights=tuple(r['weights'][c] for c in COLUMNS))
-                for r in content['annotators']]
-        members = [Annotator(**r) for r in rows]
-    except (TypeError, KeyError) as e:
-        raise ValueError(f'{path} does not hold a population of the embedded world ({e!r}): name '
-                         'one of a run of the world, such as runs/world/pool.json') from e
+    "Read the population in a file, or its only member; ValueError names a field that is wrong."
+    try: content = _File.model_validate(read_json(path)).model_dump()
+    except ValidationError as e:
+        wrong = e.errors()[0]
+        where = ', '.join(map(str, wrong['loc']))
+        raise ValueError(f'{path} does not hold a population of the embedded world ({where}: '
+                         f'{wrong["msg"]}): name one of a run of the world, such as '
+                         'runs/world/pool.json') from None
+    members = []
+    for row in content['annotators']:
+        members.append(Annotator(**row | dict(weights=tuple(row['weights'].values()))))
     return Population(content['name'], members) if len(members) > 1 else members[0]
 
 # %% ../../../nbs/worlds/embedded/crowd.ipynb #78668d3a
