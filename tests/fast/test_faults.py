@@ -714,7 +714,8 @@ def test_no_file_of_a_checkpoint_leads_to_a_pickle(base, tmp_path, monkeypatch, 
     (folder/'model.safetensors').rename(folder/'model-00001-of-00001.safetensors')
     old = read_json(folder/file) if (folder/file).exists() else {}
     (folder/file).write_text(json.dumps(old | named))
-    tiny.write(folder/'other.safetensors.index.json', dict(weight_map={'lm_head.weight': 'evil.bin'}))
+    other = dict(weight_map={'lm_head.weight': 'evil.bin'})
+    tiny.write(folder/'other.safetensors.index.json', other)
     with pytest.raises(ValueError, match=rf'{folder}: its weights are in \w+\.bin, and only') as e:
         tiny.run('sft', base, tmp_path/'out', policy=str(folder))
     assert '\n' not in str(e.value) and not marker.exists()

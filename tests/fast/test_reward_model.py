@@ -186,7 +186,8 @@ def saved(folder, *parts):
 def test_a_classifier_of_two_classes_is_no_reward_model(base, tmp_path):
     "It is told so; a policy's states are taken from it as from any other model."
     policy = load_policy(str(base/'sft'), config(base, tmp_path))
-    two = AutoModelForSequenceClassification.from_pretrained(base/'sft'/'model', num_labels=2, trust_remote_code=False)
+    two = AutoModelForSequenceClassification.from_pretrained(
+        base/'sft'/'model', num_labels=2, trust_remote_code=False)
     folder = saved(tmp_path/'two', two, policy.tokenizer)
     with pytest.raises(ValueError, match=r'score.weight is \(2, 32\) .* not one for each class$'):
         load_scalar(folder, config(base, tmp_path))

@@ -382,7 +382,8 @@ def test_an_answer_cut_inside_a_letter_ends_before_it(kind):
     whole, = encode_responses([text], tokenizer, False)
     assert decode(whole, tokenizer) == text
     texts = [decode(whole[:k], tokenizer) for k in range(len(whole) + 1)]
-    assert all(text.startswith(cut) for cut in texts) and {'the', 'the é one', text[:-1]} <= {*texts}
+    assert all(text.startswith(cut) for cut in texts)
+    assert {'the', 'the é one', text[:-1]} <= {*texts}
     for k, again in enumerate(encode_responses(texts, tokenizer, False)):
         assert again == whole[:len(again)] and len(again) <= k
 
@@ -391,11 +392,13 @@ def test_an_answer_cut_inside_a_letter_ends_before_it(kind):
 def test_an_end_of_turn_that_is_written_out_is_the_end(family, capsys):
     "At the end of an answer, however often, and told; within one it is text."
     tokenizer, end = build(family), FAMILIES[family][2]
-    texts = ['the words', f'the words{end}', f'the words{end}{tokenizer.eos_token}\n', f'the{end} words']
+    twice = f'the words{end}{tokenizer.eos_token}\n'
+    texts = ['the words', f'the words{end}', twice, f'the{end} words']
     records = [dict(instruction='say it', output=text) for text in texts]
     _, _, ((plain, *others, within),) = encode(records, ('output',), tokenizer, 250)
     assert others == [plain, plain] and end in decode(within, tokenizer)
-    assert capsys.readouterr().out == '2 answers have an end of turn written out: it is read as one\n'
+    said = capsys.readouterr().out
+    assert said == '2 answers have an end of turn written out: it is read as one\n'
 
 
 def test_positions_that_begin_behind_padding_are_no_tokens():

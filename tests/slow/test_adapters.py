@@ -243,7 +243,8 @@ REFUSED = dict(embed_tokens=dict(target_modules=['q_proj', 'embed_tokens']),
 def elsewhere(tmp_path):
     "Makes an adapter with `peft`, on a model with biases, in `it`; returns what `peft` computes."
     tiny.family('qwen2', tie_word_embeddings=False).save_pretrained(tmp_path/'base')
-    def load(): return AutoModelForCausalLM.from_pretrained(tmp_path/'base', trust_remote_code=False)
+    def load():
+        return AutoModelForCausalLM.from_pretrained(tmp_path/'base', trust_remote_code=False)
     def make(**more):
         settings = dict(target_modules=['q_proj', 'v_proj'], init_lora_weights=False) | more
         made = get_peft_model(load(), LoraConfig(**settings))
@@ -253,7 +254,8 @@ def elsewhere(tmp_path):
         made.save_pretrained(tmp_path/'it')
         shutil.copy(tmp_path/'base'/'config.json', tmp_path/'it')
         if more.get('layer_replication'): return
-        return PeftModel.from_pretrained(load(), tmp_path/'it').eval()(torch.arange(3, 15)[None]).logits
+        peft = PeftModel.from_pretrained(load(), tmp_path/'it').eval()
+        return peft(torch.arange(3, 15)[None]).logits
     return tmp_path/'it', make
 
 

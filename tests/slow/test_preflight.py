@@ -64,7 +64,7 @@ def test_a_reward_that_fails_is_named_first(refused, name):
 @pytest.mark.parametrize('spec', ['table', 'two'])
 def test_a_reward_of_another_shape_is_named_first(refused, spec):
     spec = f'{__name__}:{spec}'
-    refused('ppo', f"reward_model = '{spec}' .*Let it give a list with one", reward_model=spec)
+    refused('ppo', f"reward_model = '{spec}' .*Let it give a list, a number", reward_model=spec)
 
 
 def test_a_judge_without_verdicts_is_named_first(refused):

@@ -63,13 +63,14 @@ def _from_gguf(file: Path) -> str:
 
 
 def _refuse_pickles(folder: Path):
-    "ValueError if a model's files name weights that are no safetensors, which torch would unpickle."
+    "Refuse with a ValueError files that name weights which torch would unpickle."
     named = [read_json(folder/'config.json').get('transformers_weights')]
-    for index in folder.glob('*.index.json'): named += read_json(index).get('weight_map', {}).values()
+    for index in folder.glob('*.index.json'):
+        named += read_json(index).get('weight_map', {}).values()
     for name in filter(None, named):
-        if not name.endswith(('.safetensors', '.safetensors.index.json')):
-            raise ValueError(f'{folder}: its weights are in {name}, and only safetensors are read. '
-                             'Save it again with transformers, which writes them')
+        if name.endswith(('.safetensors', '.safetensors.index.json')): continue
+        raise ValueError(f'{folder}: its weights are in {name}, and only safetensors are read. '
+                         'Save it again with transformers, which writes them')
 
 
 def model_path(spec: str) -> str:
@@ -80,7 +81,8 @@ def model_path(spec: str) -> str:
                          'nbs/pretrained.ipynb')
     if at_root(spec).suffix == '.gguf' and at_root(spec).is_file(): return _from_gguf(at_root(spec))
     for folder in (at_root(spec)/'model', at_root(spec)):
-        files = [p for p in folder.iterdir() if p.suffix == '.safetensors'] if folder.is_dir() else []
+        if not folder.is_dir(): continue
+        files = [p for p in folder.iterdir() if p.suffix == '.safetensors']
         if not files: continue
         if (folder/'config.json').exists():
             _refuse_pickles(folder)
@@ -89,8 +91,8 @@ def model_path(spec: str) -> str:
                 with open_tensors(p): pass
             return str(folder)
         if is_adapter(folder):
-            raise FileNotFoundError(f'{spec} is an adapter without config.json: copy that, and the '
-                                    'files of the tokenizer, from its base model into the folder')
+            raise FileNotFoundError(f'{spec} is an adapter without config.json: copy that and the '
+                                    'files of the tokenizer from its base model into the folder')
     if not at_root(spec).exists() and looks_like_hub(spec):
         return hub_snapshot(spec) if '@' in spec else ask_hub(spec)
     found = ''.join(f'. Did you mean {p}?' for p in [*at_root(spec).glob('*.gguf')][:1])
@@ -289,8 +291,9 @@ def load_model(
         raise ValueError(f'{spec} holds a reward model, not a policy')
     for name, saved, needed in sorted(info['mismatched_keys']):
         if name in fresh: continue
-        one = ': a reward model has one score, not one for each class' if 'num_labels' in options else ''
-        raise ValueError(f'{spec}: {name} is {tuple(saved)} in its files, not {tuple(needed)}{one}')
+        text = f'{spec}: {name} is {tuple(saved)} in its files, not {tuple(needed)}'
+        if 'num_labels' in options: text += ': a reward model has one score, not one for each class'
+        raise ValueError(text)
     if missing: raise ValueError(f'{spec}: its files lack the weights {", ".join(missing[:3])}')
     if 'num_labels' in options and dtype != torch.float32: _keep_head(model, folder)
     config = model.config.get_text_config()

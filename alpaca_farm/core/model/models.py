@@ -47,7 +47,7 @@ def _try_saving(policy, spec: str):
     try:
         with TemporaryDirectory() as folder:
             for part in (model.config, policy.tokenizer): part.save_pretrained(folder)
-    except OSError: return   # of the disk, not of the model
+    except OSError: return   # of this disk, which is not the run's
     except Exception as e:
         raise ValueError(f'{spec}: what is trained from it could not be saved '
                          f'({" ".join(str(e).split()):.200})') from e

@@ -219,7 +219,8 @@ def save_adapter(policy: Policy, folder):
     config = copy.copy(policy.lora)
     config.base_model_name_or_path = policy.base
     config.inference_mode = True
-    if isinstance(config.target_modules, set): config.target_modules = sorted(config.target_modules)
+    targets = config.target_modules
+    if isinstance(targets, set): config.target_modules = sorted(targets)   # always in one order
     config.save_pretrained(folder)
     model.config.save_pretrained(folder)
     first = getattr(model.get_input_embeddings(), 'first', 0)   # of `TokenRows`

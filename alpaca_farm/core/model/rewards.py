@@ -134,7 +134,7 @@ def reward(
             shape = np.shape(scores)
             if shape != (len(records),):
                 raise ValueError(f'the reward {name} gave {found!r:.60}, of shape {shape}, for '
-                                 f'{len(records)} answers. Let it give a list with one number for each')
+                                 f'{len(records)} answers. Let it give a list, a number for each')
             if not np.isfinite(scores).all():
                 raise ValueError(f'the reward {name} gave a score that is not a finite number')
             table.append(scores)

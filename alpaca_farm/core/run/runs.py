@@ -13,7 +13,7 @@ from pathlib import Path
 from filelock import Timeout
 
 from .files import (at_root, atomic_write, digest, load_state, lock_of,
-    names_file, PREFIX, save_state, tidy, unlock, write_json)
+    names_file, PREFIX, read_json, save_state, tidy, unlock, write_json)
 from .health import Health
 from .identity import (check_written, content_hash, decisive,
     describe_run, read_signed, run_config, signed, written_hashes)
