@@ -1,6 +1,7 @@
 """Which farm the saved outputs of each notebook are from, and that texts say what they show."""
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from traitlets.config import Config
@@ -138,7 +139,7 @@ def project(tmp_path, monkeypatch):
 
 
 def shown(path):
-    return [''.join(o['text']) for c in read_json(path)['cells'] for o in c['outputs']]
+    return [''.join(o['text']) for c in read_json(path)['cells'] for o in c.get('outputs', [])]
 
 
 def test_outputs_of_runs_and_their_settings_are_kept_or_made_anew(project):
@@ -166,15 +167,41 @@ def test_a_notebook_that_fails_is_named_and_left_as_it_was(project):
     assert set(read_json(project/'nbs'/'outputs.json')) == {'one'}
 
 
-def test_saving_in_jupyterlab_changes_no_notebook(monkeypatch):
-    "What the kernel and the browser write into a notebook's metadata is not saved by `make lab`."
-    monkeypatch.chdir(tiny.ROOT)
+def test_saving_in_jupyterlab_changes_the_sources_of_a_notebook_only(monkeypatch, tmp_path):
+    "Neither metadata nor outputs, which are saved in runs/ by `make lab` once cells were executed."
+    shutil.copytree(tiny.ROOT/'.jupyter', tmp_path/'.jupyter')
+    for name in ('outputs.json', 'sft.ipynb', 'start.ipynb'):
+        (tmp_path/'nbs').mkdir(exist_ok=True)
+        shutil.copy(tiny.ROOT/'nbs'/name, tmp_path/'nbs')
+    shutil.copy(tiny.ROOT/'settings.ini', tmp_path)
+    (tmp_path/'runs').mkdir()
+    monkeypatch.chdir(tmp_path)
     c = Config()
     exec(open('.jupyter/jupyter_lab_config.py').read(), dict(get_config=lambda: c))
-    path = 'nbs/sft.ipynb'
-    opened = read_json(path)
-    opened['metadata']['language_info'] = dict(name='python')
-    opened['metadata']['kernelspec']['display_name'] = 'Python 3 (ipykernel)'
-    model = dict(type='notebook', content=opened)
-    c.ContentsManager.pre_save_hook(model=model, path=path, contents_manager=None)
-    assert opened == read_json(path)
+
+    def saved(path, edit=lambda cells: None):
+        nb = read_json(path)
+        nb['metadata']['language_info'] = dict(name='python')
+        nb['metadata']['kernelspec']['display_name'] = 'Python 3 (ipykernel)'
+        edit(nb['cells'])
+        model = dict(type='notebook', content=nb)
+        c.ContentsManager.pre_save_hook(model=model, path=path, contents_manager=None)
+        return nb
+
+    def run(cells):
+        for cell in cells:
+            if cell['cell_type'] == 'code':
+                output = dict(output_type='stream', name='stdout', text='now\n')
+                cell |= dict(outputs=[output], execution_count=7)
+        cells[0]['source'] = ['# Another title']
+        cells.append(dict(cells[-1], id='new', cell_type='markdown', source=['More.']))
+
+    tour, other = 'nbs/start.ipynb', 'nbs/own.ipynb'
+    for path in ('nbs/sft.ipynb', tour): assert saved(path) == read_json(path)
+    assert not list(Path('runs').iterdir())
+    first, *cells, last = saved(tour, run)['cells']
+    assert first['source'] == ['# Another title'] and last['source'] == ['More.']
+    assert cells == read_json(tour)['cells'][1:]
+    assert {*shown('runs/start.ipynb')} == {'now\n'}
+    shutil.copy(tour, other)   # a notebook of one's own keeps what it shows
+    assert saved(other, run)['cells'][2]['outputs'][0]['text'] == 'now\n'

@@ -1,11 +1,13 @@
 """What the pages and notebooks tell people to type works: snippets, commands, links."""
 import dataclasses
 import importlib
+import inspect
 import json
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import typing
 from pathlib import Path
 
@@ -224,3 +226,40 @@ def default_of(notebook, name):
     config = tiny.config(notebook)
     refuse_unknown(notebook, [name], dataclasses.asdict(config))
     return getattr(config, name)
+
+
+TRL = yaml.safe_load((tiny.ROOT/'tests'/'data'/'trl.yaml').read_text())
+SIGNATURES = """
+import importlib, inspect, json, sys
+from transformers import TrainingArguments
+usual, found = {*inspect.signature(TrainingArguments).parameters}, {}
+for name in sys.argv[1:]:
+    module, _, kind = name.rpartition('.')
+    own = inspect.signature(getattr(importlib.import_module(module), kind)).parameters
+    found[name] = ' '.join(sorted({*own} - usual))
+print(json.dumps(found))"""
+
+
+@pytest.mark.parametrize('version', TRL)
+def test_the_record_of_trls_settings_is_right(version):
+    "Beside the TRL that `make bench` has installed."
+    folder = tiny.ROOT/'runs'/'bench'/f'trl-{version}'
+    if not folder.exists(): pytest.skip(f'no TRL {version} here')
+    command = [sys.executable, '-c', SIGNATURES, *TRL[version]]
+    said = subprocess.check_output(command, env=tiny.environment(PYTHONPATH=str(folder)), text=True)
+    assert json.loads(said.splitlines()[-1]) == TRL[version]
+
+
+@pytest.mark.parametrize('heading, table', re.findall(
+    r'^### (.*)\n((?:.|\n)*?)(?=^#|\Z)', COMING.split('\n## TRL')[1], re.M), ids=lambda t: t[:20])
+def test_names_on_the_side_of_trl_are_its(heading, table):
+    "`name` and `name=value`: of the configuration and trainer in the heading, or of any."
+    from transformers import TrainingArguments
+    allowed = {*inspect.signature(TrainingArguments).parameters, 'num_processes', 'margin'}
+    own = re.findall(r'(\w+)Config', heading)
+    for classes in TRL.values():
+        for name, settings in classes.items():
+            kind = re.sub(r'.*\.|Config$|Trainer$', '', name)
+            if not own or kind in [*own, 'ScriptArguments']: allowed.update(settings.split())
+    cells = ' '.join(re.sub(r'\(.*?\)', '', row.split(' | ')[0]) for row in table.splitlines())
+    assert {*re.findall(r'`([a-z]\w*)(?:=[^`]*)?`', cells)} - allowed == set()

@@ -56,6 +56,18 @@ def _curve(points: list[tuple[float, float]], label: str = '') -> str:
             f'stroke-width="1.5" points="{line.strip()}"/>{texts}</svg>')
 
 # %% ../../../nbs/core/run/progress.ipynb #b2686740
+class _WidgetLine:
+    "A line in the output of a widget, which takes no updates of a display."
+    def __init__(self, name: str):
+        from IPython.display import display
+        from ipywidgets import HTML
+        self.box = HTML(html.escape(name))
+        display(self.box)
+
+    def update(self, shown: dict, raw: bool):
+        self.box.value = shown.get('text/html', html.escape(shown['text/plain']))
+
+
 class Progress:
     "A line `name 12/30 reward 0.41, 25 s left`, redrawn in place, with a bar and a curve."
     live = None   # the line that is being redrawn
@@ -80,7 +92,9 @@ class Progress:
         shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
         if hasattr(shell, 'kernel'):
             from IPython.display import display
-            self.handle = display({'text/plain': name}, raw=True, display_id=True)
+            calls = shell.kernel.get_parent()['header']['msg_type']
+            if calls == 'comm_msg': self.handle = _WidgetLine(name)
+            else: self.handle = display({'text/plain': name}, raw=True, display_id=True)
 
     def __call__(self,
         step: int,                    # steps that are done
