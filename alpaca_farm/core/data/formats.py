@@ -369,7 +369,8 @@ def with_prompt_parts(row: dict) -> dict:
             if _said(turns[n:n + len(part)]) != _said(part): turns[n:n] = part
             rest.pop('instruction', None)
             row = dict(rest, messages=turns, input='')
-        elif isinstance(part, str) and isinstance(asked, str) and not row.get('input'):
+        is_passage = isinstance(part, str) and name != 'history'
+        if is_passage and isinstance(asked, str) and not row.get('input'):
             row = dict(rest, input=part)
     return row
 

@@ -11,7 +11,7 @@ __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'unique_fields', 'read_text', 
 import csv, gzip, io, json, re, zlib
 from collections import Counter
 from decimal import Decimal
-from math import isfinite, isnan
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -214,8 +214,7 @@ def _as_json(value):
     if isinstance(value, (list, tuple)): return list(map(_as_json, value))
     if isinstance(value, bytes): return value.decode()
     if isinstance(value, Decimal) and Decimal(str(float(value))) == value: value = float(value)
-    if isinstance(value, float) and isnan(value): return None
-    if isinstance(value, float) and not isfinite(value): return str(value)
+    if isinstance(value, float) and not isfinite(value): return None
     if value is None or isinstance(value, (str, bool, int, float)): return value
     return value.isoformat() if hasattr(value, 'isoformat') else str(value)
 
