@@ -469,7 +469,7 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     swapped = dict(PAIRS[0], output_1='b0', output_2='a')
     assert '1 of 5 pairs are labelled both ways' in said(PAIRS + [swapped], 'preference')
     told = said(PAIRS + [dict(swapped, preference=2.)], 'preference')
-    assert '1 labels repeat one of the same annotator' in told and 'both ways' not in told
+    assert '1 labels repeat one on the same pair' in told and 'both ways' not in told
 
 
 HALF = [published.texts('model_a', True), published.texts('model_b', True)]

@@ -18,8 +18,8 @@ import numpy as np
 
 from .dialogues import (as_messages, check_messages, dialogue_text, naming,
     parse_dialogue, prompt_key, prompt_messages, prompt_text, with_system)
-from .formats import (as_records, check_whole, FIELDS, finite_number,
-    known_formats, notice, OWN_FIELDS, PROMPT_PARTS, SAY_CODE)
+from .formats import (ANNOTATOR_FIELDS, as_records, check_whole, FIELDS,
+    finite_number, known_formats, notice, OWN_FIELDS, PROMPT_PARTS, SAY_CODE)
 from .preferences import answer_of, ENDED, is_preference, pair_identity
 from ..run.files import at_root, looks_like_hub, missing_path
 from ..run.settings import as_list
@@ -172,7 +172,8 @@ def _name_classes(rows, schema):
     for column, feature in features.items():
         if not isinstance(feature, dict) or feature.get('_type') != 'ClassLabel': continue
         names = dict(enumerate(feature['names']))
-        for row in rows: row[column] = names.get(row[column])   # -1: not labelled
+        for row in rows:   # -1: not labelled
+            if isinstance(row.get(column), int): row[column] = names.get(row[column])
 
 
 def _read_table(path):
@@ -390,10 +391,10 @@ def _remarks_on_labels(rows):
         pair = tuple(pair_identity(r))
         texts = better.setdefault(pair, set())
         side = np.sign(r['preference'] - 1.5)*(1 if r['output_1'] == pair[-2] else -1)
-        votes.add((pair, str(r.get('annotator')), side))
+        votes.add((pair, side, str([r.get(k) for k in ANNOTATOR_FIELDS])))
         if r['preference'] != 1.5: texts.add(r['output_1' if r['preference'] < 1.5 else 'output_2'])
     again = len(rows) - len(votes)
-    if again: yield f'{again} labels repeat one of the same annotator on the same pair'
+    if again: yield f'{again} labels repeat one on the same pair, of the same annotator or of none'
     both = sum(len(texts) > 1 for texts in better.values())
     if both: yield f'{both} of {len(better)} pairs are labelled both ways'
 
