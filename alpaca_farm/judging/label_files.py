@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..core.data.dialogues import full_instruction, SYSTEM
-from ..core.data.formats import (as_records, check_code, CODES, find_reader, notice,
-    read_ended, with_prompt_parts)
+from ..core.data.formats import (ANNOTATOR_FIELDS, as_records, check_code, CODES,
+    find_reader, notice, read_ended, with_prompt_parts)
 from ..core.ask.judge_configs import is_population
 from alpaca_farm.core.data.preferences import (ENDED, PAIR_FIELDS, pair_identity,
     read_preference, report_missing)
@@ -79,12 +79,9 @@ def _read_llmbar(row, where):
     return row | dict(instruction=row['input'], input=''), dict(gold='label')
 
 
-_WHO = 'annotator_index', 'annotator_id', 'judge', 'worker', 'completed_by', 'annotator'
-
-
 def _read_record(row, where):
     "Read a preference record, or AlpacaEval's annotation."
-    named = [who for who in _WHO if row.get(who) not in (None, '')]
+    named = [who for who in ANNOTATOR_FIELDS if row.get(who) not in (None, '')]
     name = _read_name(row, named[0], where) if named else 'people'
     return row, {str(name): 'preference'}
 

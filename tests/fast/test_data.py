@@ -269,7 +269,7 @@ def test_a_column_that_no_one_reads_is_told(tmp_path, capsys):
             for i, r in enumerate(ROWS)]
     assert 'columns that no one reads: scene. If' in said(rows)
     assert 'no one reads' not in said([dict(r, extra='') for r in rows], columns='system=scene')
-    for more in (dict(images=['a.png']), dict(context='Rain.'), dict(history=dict(a='Rain.'))):
+    for more in (dict(images=['a.png']), dict(context='Rain.'), dict(history='Me: Hi. You: Yes?')):
         asked = [dict(r, input='Given.', **more) for r in ROWS]
         assert f'5 of 5 prompts have `{[*more][0]}`, which the model is not shown' in said(asked)
     with pytest.raises(ValueError, match="row 0: the field 'history': .* is no pair of turns"):
@@ -353,7 +353,7 @@ def test_the_numbers_0_1_2_need_a_code(tmp_path, capsys, suffix, code, wanted):
 @pytest.mark.parametrize('value, read', [
     (datetime.datetime(2026, 11, 28, 12), '2026-11-28T12:00:00'), (float('nan'), None),
     (datetime.date(2026, 11, 28), '2026-11-28'), (datetime.time(9), '09:00:00'),
-    (datetime.timedelta(1), '1 day, 0:00:00'), (float('-inf'), '-inf'),
+    (datetime.timedelta(1), '1 day, 0:00:00'), (float('-inf'), None),
     (decimal.Decimal('1.5'), 1.5), (b'caf\xc3\xa9', 'café'),
     (dict(at=[datetime.date(2026, 1, 2)]), dict(at=['2026-01-02'])), (b'\xff', KeyError)])
 def test_what_is_read_can_be_written(tmp_path, capsys, value, read):
@@ -476,7 +476,7 @@ def test_odd_texts_and_labels_are_told(tmp_path, capsys):
     swapped = dict(PAIRS[0], output_1='b0', output_2='a')
     assert '1 of 5 pairs are labelled both ways' in said(PAIRS + [swapped], 'preference')
     told = said(PAIRS + [dict(swapped, preference=2.)], 'preference')
-    assert '1 labels repeat one of the same annotator' in told and 'both ways' not in told
+    assert '1 labels repeat one on the same pair' in told and 'both ways' not in told
 
 
 HALF = [published.texts('model_a', True), published.texts('model_b', True)]

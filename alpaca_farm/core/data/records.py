@@ -11,7 +11,7 @@ __all__ = ['FILE_SUFFIXES', 'LISTS', 'find_file', 'unique_fields', 'read_text', 
 import csv, gzip, io, json, re, zlib
 from collections import Counter
 from decimal import Decimal
-from math import isfinite, isnan
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +19,8 @@ from psutil import virtual_memory
 
 from .dialogues import (as_messages, check_messages, dialogue_text, naming,
     parse_dialogue, prompt_key, prompt_messages, prompt_text, with_system)
-from .formats import (as_records, check_whole, FIELDS, finite_number,
-    known_formats, notice, OWN_FIELDS, parse_columns, PROMPT_PARTS, SAY_CODE)
+from .formats import (ANNOTATOR_FIELDS, as_records, check_whole, FIELDS,
+    finite_number, known_formats, notice, OWN_FIELDS, parse_columns, PROMPT_PARTS, SAY_CODE)
 from .preferences import answer_of, ENDED, is_preference, pair_identity
 from .shown import describe_columns
 from ..run.files import at_root, looks_like_hub, missing_path
@@ -183,7 +183,8 @@ def _name_classes(rows, schema):
     for column, feature in features.items():
         if not isinstance(feature, dict) or feature.get('_type') != 'ClassLabel': continue
         names = dict(enumerate(feature['names']))
-        for row in rows: row[column] = names.get(row[column])   # -1: not labelled
+        for row in rows:   # -1: not labelled
+            if isinstance(row.get(column), int): row[column] = names.get(row[column])
 
 
 def _read_table(path):
@@ -225,8 +226,7 @@ def _as_json(value):
     if isinstance(value, (list, tuple)): return list(map(_as_json, value))
     if isinstance(value, bytes): return value.decode()
     if isinstance(value, Decimal) and Decimal(str(float(value))) == value: value = float(value)
-    if isinstance(value, float) and isnan(value): return None
-    if isinstance(value, float) and not isfinite(value): return str(value)
+    if isinstance(value, float) and not isfinite(value): return None
     if value is None or isinstance(value, (str, bool, int, float)): return value
     return value.isoformat() if hasattr(value, 'isoformat') else str(value)
 
@@ -402,10 +402,10 @@ def _remarks_on_labels(rows):
         pair = tuple(pair_identity(r))
         texts = better.setdefault(pair, set())
         side = np.sign(r['preference'] - 1.5)*(1 if r['output_1'] == pair[-2] else -1)
-        votes.add((pair, str(r.get('annotator')), side))
+        votes.add((pair, side, str([r.get(k) for k in ANNOTATOR_FIELDS])))
         if r['preference'] != 1.5: texts.add(r['output_1' if r['preference'] < 1.5 else 'output_2'])
     again = len(rows) - len(votes)
-    if again: yield f'{again} labels repeat one of the same annotator on the same pair'
+    if again: yield f'{again} labels repeat one on the same pair, of the same annotator or of none'
     both = sum(len(texts) > 1 for texts in better.values())
     if both: yield f'{both} of {len(better)} pairs are labelled both ways'
 
