@@ -15,7 +15,7 @@ import pytest
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.boards.compare import CompareConfig
+from alpaca_farm.boards.compare import CompareConfig, differing_settings
 from alpaca_farm.core.run import files, inputs, jobs, runs
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.inputs import ensure_inputs
@@ -409,14 +409,16 @@ def test_every_file_of_a_run_has_its_hash(base, run_of_sft):
 
 def test_a_digit_of_settings_or_figures_is_seen_by_who_reads_it(base, run_of_sft):
     folder, again = run_of_sft
-    for name, reader in (('config.json', runs.run_config), ('summary.json', read_summary)):
+    def compared(folder): return differing_settings([folder, folder])
+    for name, reader, shown in (('config.json', runs.run_config, compared),
+                                ('summary.json', read_summary, read_summary)):
         text = (folder/name).read_text()
         assert 'digest' not in reader(folder)
         places = [m.start() for m in re.finditer(r'(?<!\\u)\d', text)]
         for at in places[::7]:
             changed = text[:at] + str(int(text[at]) % 9 + 1) + text[at + 1:]
             (folder/name).write_text(changed)
-            for read in (lambda: reader(folder), again):
+            for read in (lambda: reader(folder), lambda: shown(str(folder)), again):
                 with pytest.raises(ValueError, match=f'{name} is damaged, or was edited.*delete'):
                     read()
         old = json.loads(text)   # of a run that was made before there were digests
