@@ -16,7 +16,7 @@ import pytest
 import tiny
 from alpaca_farm import ppo
 from alpaca_farm.boards.compare import CompareConfig, differing_settings
-from alpaca_farm.core.run import files, inputs, jobs, runs
+from alpaca_farm.core.run import files, identity, inputs, jobs, runs
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.inputs import ensure_inputs
 from alpaca_farm.core.run.files import read_json
@@ -444,6 +444,14 @@ def test_a_damaged_run_says_so_when_it_is_started_again(run_of_sft):
     gone = kept['files'] | {'model-3/model.safetensors': 'abc'}
     files.write_json(folder/'summary.json', signed(kept | dict(files=gone)))
     assert again().answered
+
+
+def test_a_notebook_is_read_once_for_all_its_runs(base, monkeypatch):
+    read, real = [], identity._notebook_statements
+    monkeypatch.setattr(identity, '_notebook_statements',
+                        lambda cells: read.append(cells[0]) or real(cells))
+    for _ in range(3): assert inputs.is_fresh(base/'reward_model')
+    assert len(read) == len({*read}) <= 5, 'its own, and those of the runs that it was made from'
 
 
 def test_a_digest_is_of_what_is_read_again(tmp_path):
