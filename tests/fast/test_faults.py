@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 import tiny
 from alpaca_farm import ppo
-from alpaca_farm.boards.compare import CompareConfig
+from alpaca_farm.boards.compare import CompareConfig, differing_settings
 from alpaca_farm.core.model import loading
 from alpaca_farm.core.model.loading import model_path
-from alpaca_farm.core.run import files, inputs, jobs, runs
+from alpaca_farm.core.run import files, identity, inputs, jobs, runs
 from alpaca_farm.core.data.records import load_records
 from alpaca_farm.core.run.inputs import ensure_inputs
 from alpaca_farm.core.run.files import read_json
@@ -415,14 +415,16 @@ def test_every_file_of_a_run_has_its_hash(base, run_of_sft):
 
 def test_a_digit_of_settings_or_figures_is_seen_by_who_reads_it(base, run_of_sft):
     folder, again = run_of_sft
-    for name, reader in (('config.json', runs.run_config), ('summary.json', read_summary)):
+    def compared(folder): return differing_settings([folder, folder])
+    for name, reader, shown in (('config.json', runs.run_config, compared),
+                                ('summary.json', read_summary, read_summary)):
         text = (folder/name).read_text()
         assert 'digest' not in reader(folder)
         places = [m.start() for m in re.finditer(r'(?<!\\u)\d', text)]
         for at in places[::7]:
             changed = text[:at] + str(int(text[at]) % 9 + 1) + text[at + 1:]
             (folder/name).write_text(changed)
-            for read in (lambda: reader(folder), again):
+            for read in (lambda: reader(folder), lambda: shown(str(folder)), again):
                 with pytest.raises(ValueError, match=f'{name} is damaged, or was edited.*delete'):
                     read()
         old = json.loads(text)   # of a run that was made before there were digests
@@ -448,6 +450,14 @@ def test_a_damaged_run_says_so_when_it_is_started_again(run_of_sft):
     gone = kept['files'] | {'model-3/model.safetensors': 'abc'}
     files.write_json(folder/'summary.json', signed(kept | dict(files=gone)))
     assert again().answered
+
+
+def test_a_notebook_is_read_once_for_all_its_runs(base, monkeypatch):
+    read, real = [], identity._notebook_statements
+    monkeypatch.setattr(identity, '_notebook_statements',
+                        lambda cells: read.append(cells[0]) or real(cells))
+    for _ in range(3): assert inputs.is_fresh(base/'reward_model')
+    assert len(read) == len({*read}) <= 5, 'its own, and those of the runs that it was made from'
 
 
 def test_a_digest_is_of_what_is_read_again(tmp_path):

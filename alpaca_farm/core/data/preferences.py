@@ -175,7 +175,7 @@ def annotator_preferences(pairs: list[dict], annotator) -> np.ndarray:
         if p.shape == (len(pairs),):
             check_preferences(np.where(np.isnan(p), 1.5, p))
             return p
-    except (TypeError, ValueError) as e:
+    except (TypeError, ValueError, OverflowError) as e:
         raise ValueError(f'{name} gave {given!r:.60}, not numbers from 1 to 2, or None: {e}') from e
     raise ValueError(f'{name} gave {p.size} preferences for {len(pairs)} pairs')
 

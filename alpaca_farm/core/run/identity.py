@@ -64,6 +64,11 @@ def _module_files(
     return {path: package for path, package in found.items() if path.is_file()}
 
 
+def _marked(statements: dict[str, str]) -> tuple[str, set[str]]:
+    "Hash statements; return also what they import."
+    return digest(statements), _imports(statements)
+
+
 @functools.cache
 def _read_module(
     path: Path,
@@ -76,7 +81,7 @@ def _read_module(
     if package.partition('.')[0] != 'alpaca_farm':
         for text in re.findall(r"""['"]([^'"\n]*\.\w+)['"]""", '\n'.join(statements.values())):
             named.add(path.parent/text)
-    return digest(statements), _imports(statements), named
+    return *_marked(statements), named
 
 
 def _written(path: Path) -> int:
@@ -138,11 +143,6 @@ def _notebook_statements(cells: list[str]) -> dict[str, str]:
         name = re.match(r'(?:(?:async )?def |class )?(\w*)', head)[1]
         if name in used: return found
     return own
-
-
-def _marked(statements: dict[str, str]) -> tuple[str, set[str]]:
-    "Hash statements; return also what they import."
-    return digest(statements), _imports(statements)
 
 
 @functools.cache
