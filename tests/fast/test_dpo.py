@@ -36,7 +36,8 @@ def same(found, wanted):
 
 
 def config(base, out, **more):
-    return DPOConfig(**tiny.settings('dpo', base, out=str(out)) | dict(eval_split='', held_out=0) | more)
+    given = tiny.settings('dpo', base, out=str(out)) | dict(eval_split='', held_out=0)
+    return DPOConfig(**given | more)
 
 
 def twin_of(cfg):

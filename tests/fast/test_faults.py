@@ -41,7 +41,7 @@ def refused(notebook, base, folder, error, match, **given):
 
 @pytest.mark.parametrize('notebook', ['sft', 'ppo'])
 def test_one_file_is_not_several_splits(base, tmp_path, notebook):
-    message = r'all\.json is one file, .*split and (val_split and )?eval_split at once'
+    message = r'all\.json is one file, .*split (and val_split )?and eval_split at once'
     refused(notebook, base, tmp_path, ValueError, message,
             data=tiny.write(tmp_path/'all.json', ROWS))
 

@@ -267,10 +267,12 @@ def by_papermill(cls, given):
     injected = [f'{name} = {value!r}' for name, value in given.items()]
     names = {}
     for cell in (*cells, *injected): exec(cell, names)
-    return cls.collect(dict(names, In=['\n'.join(cells), '\n'.join(['# Parameters', *injected]), '']))
+    cells = ['\n'.join(cells), '\n'.join(['# Parameters', *injected]), '']
+    return cls.collect(dict(names, In=cells))
 
 
-def by_command(cls, given): return from_args(cls, [x for k, v in given.items() for x in (f'--{k}', v)])
+def by_command(cls, given):
+    return from_args(cls, [x for k, v in given.items() for x in (f'--{k}', v)])
 
 
 WAYS = dict(python=lambda cls, given: cls(**given), command=by_command, papermill=by_papermill)
@@ -285,7 +287,7 @@ def test_what_is_named_is_taken_though_it_is_the_default(base, elsewhere, monkey
     shutil.copytree(base/'sft'/'model', elsewhere/'mine')
     monkeypatch.setattr(build, 'build', lambda *_, **__: None)
     given = dict(policy='mine', preferences=str(base/'annotators'))
-    with pytest.raises(ValueError, match='^data: name yours, or the default itself .-p data runs/world'):
+    with pytest.raises(ValueError, match='^data: name yours, or the default itself .-p data runs'):
         build.ensure_inputs(way(DPOConfig, given))
     build.ensure_inputs(way(DPOConfig, given | dict(data='runs/world')))
     given = dict(policy='mine', data=str(base/'world'))

@@ -17,7 +17,7 @@ from .identity import run_config
 from .inputs import is_fresh, recipe, start_notebook
 from .progress import duration, Progress, tell
 from .runs import free_name, read_log, read_summary
-from .settings import as_list, Config, from_words
+from .settings import as_list, Config
 
 # %% ../../../nbs/core/run/jobs.ipynb #60139d20
 @dataclass
@@ -392,12 +392,10 @@ def sweep_command(args: list[str]):
         p.add_argument(f'--{name}', type=kind, default=kind())
     given = vars(p.parse_args(args))
     rows = given.pop('g')
-    grid = {}
+    grid = {name: values for name, *values in rows}
     fixed = {}
+    for name, *words in given.pop('p'): fixed[name] = words[0] if len(words) == 1 else words
     try:
-        cls = _settings_class(given['notebook'])
-        for name, *values in rows: grid[name] = [from_words(cls, name, [v]) for v in values]
-        for name, *words in given.pop('p'): fixed[name] = from_words(cls, name, words)
         if len(grid) < len(rows): raise ValueError('-g: name each setting once')
         print(sweep(grid=grid, **given, **fixed).to_string(index=False))
     except (TypeError, ValueError, ImportError, FileNotFoundError) as e:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Count', 'Seed', 'Named', 'Positive', 'Amount', 'Share', 'Nucleus', 'Scale', 'Schedule', 'Template', 'Arguments',
-           'Betas', 'as_type', 'resolve', 'as_list', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults',
-           'Config', 'HardwareConfig', 'TrainConfig', 'field_comments', 'from_words', 'from_args', 'command']
+           'Betas', 'as_list', 'as_type', 'resolve', 'no_secrets', 'refuse_unknown', 'by_size', 'sized_defaults',
+           'Config', 'HardwareConfig', 'TrainConfig', 'field_comments', 'from_args', 'command']
 
 # %% ../../../nbs/core/run/settings.ipynb #37bea490
 import argparse, ast, contextlib, dataclasses, difflib, importlib, json, os, re, subprocess, sys
@@ -52,11 +52,18 @@ def _meant(name, known) -> str:
     return f'. Did you mean {near[0]}?' if near else ''
 
 
+def as_list(value) -> list:
+    "Return a single value as a list of one, and an empty one as an empty list."
+    if isinstance(value, (list, tuple)): return list(value)
+    return [value] if value else []
+
+
 def _as_written(value, kind):
-    "Read a text in brackets as the list that its setting may be."
+    "Read a text as the list that its setting is, or may be: one in brackets, or the only element."
     import yaml
-    if 'list' not in str(kind) or not str(value).startswith('['): return value
-    try: return yaml.safe_load(value) if isinstance(value, str) else value
+    if not isinstance(value, str) or 'list' not in str(kind): return value
+    if not value.startswith('['): return value if str(kind).startswith('str') else as_list(value)
+    try: return yaml.safe_load(value)
     except (yaml.YAMLError, RecursionError): return value
 
 
@@ -100,12 +107,6 @@ def resolve(spec: str):
         raise ValueError(f'{spec!r}: no module {module}, installed or in {root()}') from None
     if hasattr(imported, name): return getattr(imported, name)
     raise ValueError(f'{spec!r}: {module} has no {name}')
-
-# %% ../../../nbs/core/run/settings.ipynb #ac7dd8d0
-def as_list(value) -> list:
-    "Return a single value as a list of one, and an empty one as an empty list."
-    if isinstance(value, (list, tuple)): return list(value)
-    return [value] if value else []
 
 # %% ../../../nbs/core/run/settings.ipynb #a3c1d0eb
 _SECRET = re.compile(r'''(?x)
@@ -424,18 +425,6 @@ def _parser(cls, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def from_words(
-    cls,
-    name: str,         # of a setting of it
-    words: list[str],  # that a command line gives it
-):
-    "Return the words as a list where the setting is one, a single word of any other as a text."
-    usually_one = isinstance(getattr(cls, name, []), str)
-    is_list = 'list' in str(typing.get_type_hints(cls).get(name)) and not usually_one
-    if len(words) != 1 or is_list and not words[0].startswith('['): return words
-    return words[0]
-
-
 def from_args(
     cls,
     args: list[str],
@@ -454,8 +443,8 @@ def from_args(
             if not os.path.isfile(file): raise FileNotFoundError(f'-f {file}: {missing_path(file)}')
             settings |= read_yaml(file)
         for name, words in options.items():
-            several = isinstance(words, list)
-            settings[name] = from_words(cls, name, words) if several else words
+            one = isinstance(words, list) and len(words) == 1
+            settings[name] = words[0] if one else words
         return cls.read(settings)
     except (TypeError, ValueError, OSError) as e: parser.exit(2, f'{parser.prog}: error: {e}\n')
 
