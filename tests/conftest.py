@@ -33,7 +33,8 @@ SLOW = """
     test_imports_are_light test_killed_in_the_middle test_kto_of_answers test_learns_its_labels
     test_likelihood_needs test_lora_and_checkpointing test_no_text_beats test_outputs_of_runs
     test_papermill_corrects test_ranks_are_learned test_run_with_tokens
-    test_the_share_of_contested test_the_wheel_works test_two_files_of_answers""".split()
+    test_the_record_of_trls test_the_share_of_contested test_the_wheel_works
+    test_two_files_of_answers""".split()
 
 
 def pytest_collection_modifyitems(items):
