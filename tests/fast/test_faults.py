@@ -48,6 +48,7 @@ WORLDS = dict(   # the inputs whose defaults are of the embedded world; of judge
     expert_iteration='policy reward_model data', annotators='outputs annotators',
     eval='outputs reference annotators', bring_your_own='model prompts preferences judge',
     overoptimization='policy bank references proxies policies world')
+WORLDS['look_at_data'] = 'data policy'
 WORLDS |= {'boards/agreement': 'sets judges', 'boards/compare': 'folders annotators'}
 LONGEST = 'alpaca_farm.boards.agreement:prefer_longer'
 
