@@ -47,6 +47,10 @@ class LookAtDataConfig(PromptConfig):
     max_length: Annotated[int, Ge(2)] = by_size(128, 512)  # tokens of prompt and answer together
     inputs = dict(data=(), policy='model')
 
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.policy: raise ValueError("policy = '': name one, in whose tokens texts are counted")
+
 # %% ../nbs/look_at_data.ipynb #100ka009
 _MEASURED = 'val', 'eval', 'test'   # splits that are not learned from
 _LEARNED = 'sft', 'preference', 'preferences', 'candidates', 'outputs', 'unlabeled', 'train'

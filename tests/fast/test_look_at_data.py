@@ -124,6 +124,7 @@ def test_a_run_says_what_is_odd_and_leaves_it(base, tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match='there is no .*it holds calibration.json') as e:
         read_parts(str(base/'reward_model'))
     assert '\n' not in str(e.value)
+    with pytest.raises(ValueError, match='^policy = .*name one'): LookAtDataConfig(policy='')
 
 
 def as_read(rows, kind='preference'):
