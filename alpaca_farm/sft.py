@@ -18,7 +18,7 @@ from .core.data.dialogues import prompt_key, prompt_messages
 from .core.data.formats import notice
 from .core.model.models import load_policy, logprobs, save_model
 from .core.model.policy import Policy
-from .core.run.runs import start
+from .core.run.runs import read_log, start
 from alpaca_farm.core.run.settings import (Amount, by_size, command, Count, Named, Positive,
     TrainConfig)
 from .core.data.text import encode
@@ -39,7 +39,7 @@ class SFTConfig(TrainConfig, AnswerConfig):
     learning_rate: Amount = by_size(2e-3, 2e-5)  # AdamW's peak learning rate
     batch_size: Positive = by_size(16, 16)   # demonstrations per optimiser step
     max_instances: Count = 0                 # use only the first n demonstrations; 0: all
-    eval_every: Count = 0  # steps between measurements of val_loss on val_split; 0: none
+    eval_every: Count = 0  # steps between measurements of val_loss on val_split; 0: at the end
     inputs = dict(data=('split', 'val_split', 'eval_split'), policy='model')
 
     def __post_init__(self):
@@ -114,9 +114,7 @@ def train(cfg: SFTConfig):
     save_model(policy, run)
     figures = answer_eval_split(policy, run)
     figures |= dict(kl=0., examples=len(prompts), too_long=len(learn) - len(prompts), labels=0)
-    if val:
-        figures['nll_before'] = before['loss']
-        figures['nll'] = trainer.measure(val, loss)['loss']
+    if val: figures |= dict(nll_before=before['loss'], nll=read_log(run.folder)[-1]['val_loss'])
     run.finish(**figures)
     return run
 

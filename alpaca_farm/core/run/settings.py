@@ -312,7 +312,9 @@ class Config(_Given):
         for cell in namespace['In'][:-1]:   # the last is the running one
             assigned = _assigned(cell)
             if cell.startswith('# Parameters'): injected += assigned
-            elif 'out' in assigned: names, injected = assigned, []
+            elif 'out' in assigned:
+                names = assigned
+                injected = []
         given = {name: namespace[name] for name in names + injected}
         _forget_keys(given)
         cfg = cls.read(given)
