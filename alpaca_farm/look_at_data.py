@@ -49,7 +49,7 @@ class LookAtDataConfig(PromptConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if not self.policy: raise ValueError("policy = '': name one, in whose tokens texts are counted")
+        if not self.policy: raise ValueError("policy = '': name one, whose tokens are counted")
 
 # %% ../nbs/look_at_data.ipynb #100ka009
 _MEASURED = 'val', 'eval', 'test'   # splits that are not learned from
