@@ -258,7 +258,7 @@ class LabelledAnswers:
                                                   cfg.template)
         self.good = torch.tensor([good[i] for i in rows])
         self.too_long = len(records) - len(rows)
-        _, apart = hold_out(records, cfg.held_out, cfg.seed)
+        apart = {*hold_out(records, cfg.held_out, cfg.seed)[1]}
         self.held_out = [i for i, k in enumerate(rows) if k in apart]
         learn = sorted({*range(len(rows))} - {*self.held_out})
         lengths = [len(p) + max(map(len, a)) for p, *a in zip(self.prompts, *self.answers)]

@@ -106,7 +106,7 @@ def hold_out(
     apart = {*marked}
     for prompt in order:
         if marked or len(apart) >= wanted: break
-        if 2*len([*apart, *same[prompt]]) <= len(records): apart.update(same[prompt])
+        if 2*(len(apart) + len(same[prompt])) <= len(records): apart.update(same[prompt])
     learn = [i for i in range(len(records)) if i not in apart]
     if learn and (marked or len(apart) >= held_out): return learn, sorted(apart)
     raise ValueError(f'held_out = {held_out} leaves too few of {len(records)} records to learn '
