@@ -303,31 +303,3 @@ def test_a_notebook_runs_where_nothing_can_be_forked(base, tmp_path, monkeypatch
         runs.append([row['loss'] for row in read_log(out)])
     execution.warm_server.cache_clear()
     assert runs[0] == runs[1] and len(runs[0]) > 2
-
-
-@pytest.mark.parametrize('way', ['command', 'call', 'job'])
-def test_a_key_given_to_papermill_is_removed_from_the_executed_notebook(tmp_path, way):
-    "The others' parameters stay. A call is found where it writes into runs; a job writes nothing."
-    from nbformat.v4 import new_code_cell, new_notebook
-    cell = new_code_cell('out = "a"\nseed = 0', metadata=dict(tags=['parameters']))
-    code = 'from alpaca_farm.core.run.settings import Config\ncfg = Config.collect(globals())'
-    kernel = dict(name='python3', language='python', display_name='python3')
-    notebook = new_notebook(cells=[cell, new_code_cell(code)], metadata=dict(kernelspec=kernel))
-    nbformat.write(notebook, tmp_path/'a.ipynb')
-    (tmp_path/'runs').mkdir()
-    shutil.copy(tmp_path/'a.ipynb', tmp_path/'runs'/'other.ipynb')
-    key, made = 'sk-' + 'x1'*20, tmp_path/'runs'/'b.ipynb'
-    if way == 'job':
-        status, said = tiny.run_notebook(tmp_path/'a.ipynb', made, dict(out=key))
-        assert status and 'out looks like an API key' in said and not made.exists()
-        return
-    command = tiny.papermill('a.ipynb', 'runs/b.ipynb', out=key)
-    call = f'papermill.execute_notebook("a.ipynb", "runs/b.ipynb", dict(out={key!r}))'
-    if way == 'call': command = [sys.executable, '-c', f'import papermill; {call}']
-    done = subprocess.run(command, cwd=tmp_path, env=tiny.environment(), capture_output=True,
-                          text=True)
-    assert done.returncode and 'out looks like an API key' in done.stderr
-    while key in made.read_text(): time.sleep(.05)   # a process of its own removes it
-    assert 'removed, since one of them' in made.read_text()
-    assert 'out looks like an API key' in made.read_text()
-    assert sorted(p.name for p in (tmp_path/'runs').iterdir()) == ['b.ipynb', 'other.ipynb']

@@ -8,12 +8,11 @@ __all__ = ['Count', 'Seed', 'Named', 'Positive', 'Amount', 'Share', 'Nucleus', '
            'Config', 'HardwareConfig', 'TrainConfig', 'field_comments', 'from_args', 'command']
 
 # %% ../../../nbs/core/run/settings.ipynb #37bea490
-import argparse, ast, contextlib, dataclasses, difflib, importlib, json, os, re, subprocess, sys
-import time, traceback, typing, warnings
+import argparse, ast, dataclasses, difflib, importlib, json, os, re, sys, traceback, typing
+import warnings
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Interval, Len
@@ -126,81 +125,20 @@ _SECRET = re.compile(r'''(?x)
     ''')
 
 # %% ../../../nbs/core/run/settings.ipynb #2ae98010
-def _keys_in(settings: dict) -> list[tuple[str, str]]:
-    "Name and value of each setting that looks like a key, also those in lists and dicts."
-    found = []
-    for name, value in settings.items():
-        if isinstance(value, dict): found += _keys_in({f'{name}.{k}': v for k, v in value.items()})
-        elif isinstance(value, (list, tuple)):
-            for v in value: found += _keys_in({name: v})
-        elif isinstance(value, str) and _SECRET.search(value): found.append((name, value))
-    return found
+def _looks_secret(value) -> bool:
+    "Tell whether a setting's value looks like a key, or one of those that it holds does."
+    if isinstance(value, dict): value = list(value.values())
+    if isinstance(value, (list, tuple)): return any(map(_looks_secret, value))
+    return isinstance(value, str) and bool(_SECRET.search(value))
 
 
 def no_secrets(settings: dict):
     "Refuse a setting that looks like a key or holds a password, also in lists: ValueError."
-    for name, _ in _keys_in(settings):
+    for name, value in settings.items():
+        if not _looks_secret(value): continue
         raise ValueError(f'{name} looks like an API key or holds a password. Keys are read from '
-                         'the environment (OPENAI_API_KEY, HF_TOKEN), never a parameter')
-
-# %% ../../../nbs/core/run/settings.ipynb #a3c1d107
-def _without_parameters(path: str, keys: list[str]):
-    "Remove the parameters of a notebook that papermill executed, if one of the keys is among them."
-    try: notebook = json.loads(Path(path).read_text(encoding='utf-8'))
-    except (OSError, ValueError): return   # it is gone, or being written
-    made = notebook.get('metadata', {}).get('papermill', {})
-    given = [value for _, value in _keys_in(made.get('parameters', {}))]
-    if not {*keys} & {*given}: return
-    made['parameters'] = {}
-    for cell in notebook['cells']:
-        if 'injected-parameters' in cell['metadata'].get('tags', []):
-            cell['source'] = '# Parameters\n# removed, since one of them looks like a key'
-    part = Path(f'{path}.{os.getpid()}')
-    part.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + '\n', encoding='utf-8')
-    part.replace(path)
-
-
-def _watch(
-    process: int,     # papermill's
-    paths: list[str],  # of notebooks that it may write
-    keys: list[str],
-    patience: float = 60.,  # seconds
-):
-    "Remove parameters with keys from notebooks until a process has ended."
-    import psutil
-    until = time.monotonic() + patience
-    seen = {}
-    over = False
-    while not over:
-        try: over = psutil.Process(process).status() == psutil.STATUS_ZOMBIE
-        except psutil.Error: over = True
-        over = over or time.monotonic() > until
-        for path in filter(os.path.exists, paths):
-            written = os.stat(path).st_mtime_ns
-            if seen.get(path) != written: _without_parameters(path, keys)
-            seen[path] = written
-        time.sleep(.02)
-
-
-def _forget_keys(given: dict):
-    "Let papermill's record of a notebook's settings be removed if keys are among them."
-    import psutil
-    keys = [value for _, value in _keys_in(given)]
-    parent = psutil.Process().parent()
-    if not keys or parent is None: return
-    with contextlib.suppress(psutil.Error, OSError):   # the refusal matters more
-        paths = []
-        for folder in (Path(parent.cwd()), Path.cwd()):
-            named = [folder/word for word in parent.cmdline() if word.endswith('.ipynb')]
-            paths += map(str, [*named, *folder.glob('runs/*.ipynb')])
-        call = ('import json, sys; from alpaca_farm.core.run.settings import _watch; '
-                '_watch(*json.load(sys.stdin))')
-        watcher = subprocess.Popen(
-            [sys.executable, '-c', call], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL, start_new_session=True, text=True,
-            env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))))
-        json.dump([parent.pid, paths, keys], watcher.stdin)
-        watcher.stdin.close()
+                         'the environment (OPENAI_API_KEY, HF_TOKEN), never a parameter. If '
+                         'papermill has written this one into a notebook, delete that')
 
 # %% ../../../nbs/core/run/settings.ipynb #7c26b0eb
 def refuse_unknown(
@@ -316,7 +254,6 @@ class Config(_Given):
                 names = assigned
                 injected = []
         given = {name: namespace[name] for name in names + injected}
-        _forget_keys(given)
         cfg = cls.read(given)
         cfg.named = {*injected, *cfg.changed()}   # the notebook's own cell repeats the defaults
         return cfg
