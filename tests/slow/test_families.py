@@ -17,7 +17,7 @@ from alpaca_farm.core.model.models import (values, hidden_states, load_policy, l
     sequence_logprobs, sequence_scores)
 from alpaca_farm.core.model.rewards import reward
 from alpaca_farm.core.data.text import collate, encode, rollout_batch
-from alpaca_farm.core.training import answer_batch, RouterLoss
+from alpaca_farm.core.training import answer_batch
 
 torch.set_num_threads(1)
 logging.getLogger('transformers').setLevel(logging.ERROR)
@@ -244,32 +244,3 @@ def test_a_model_that_cannot_be_sampled_is_refused_before_training(tmp_path, mon
     with torch.no_grad():
         near(sequence_scores(model, batches[0]['ids'], batches[0]['mask']),
              torch.cat([sequence_scores(model, b['ids'], b['mask']) for b in alone]))
-
-
-@pytest.mark.parametrize('name', ['mixtral', 'qwen3_moe'])
-def test_router_losses(name, tmp_path):
-    "That of transformers over what is not padding; a weight changes what is learned."
-    policy = load_policy(checkpoint(name), CFG)
-    tokenizer = policy.tokenizer
-    prompts, answers, _ = encoded(tokenizer)
-    batches, _ = both_sides(prompts, answers)
-    loss = RouterLoss(policy)
-    wanted = policy.model(batches[1]['ids'], attention_mask=batches[1]['mask'],
-                    position_ids=(batches[1]['mask'].cumsum(1) - 1).clamp(min=0),
-                    output_router_logits=True).aux_loss
-    with torch.no_grad(): logprobs(policy, batches[0])   # is not trained on
-    near(loss(), wanted)
-    # packed, each row with a prompt of its own
-    hidden_states(policy, batches[1]['ids'], batches[1]['mask'])
-    near(loss(), wanted)
-    runs = []
-    for weight in (0., 1.):
-        cfg = sft.SFTConfig(policy=checkpoint(name), data=data(), out=str(tmp_path/str(weight)),
-                            device='cpu', router_loss=weight, eval_split='', max_new_tokens=8)
-        sft.train(cfg)
-        runs.append(json.loads((tmp_path/str(weight)/'log.jsonl').read_text().splitlines()[0]))
-    assert 'router_loss' not in runs[0] and 1.5 < runs[1]['router_loss'] < 8
-    near(runs[1]['loss'], runs[0]['loss'] + runs[1]['router_loss'])
-    with pytest.raises(ValueError,
-                       match='router_loss: LlamaModel is no mixture of experts; leave it at 0'):
-        RouterLoss(load_policy(checkpoint('llama'), CFG))

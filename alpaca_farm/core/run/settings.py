@@ -315,7 +315,6 @@ class TrainConfig(HardwareConfig):
     betas: Betas = field(default_factory=lambda: [0.9, 0.95])  # AdamW's
     adam_eps: Amount = 1e-8          # AdamW's epsilon
     max_grad_norm: Amount = 1.0      # gradients are clipped to this norm
-    router_loss: Amount = 0.0        # weight of the loss that balances experts; 0: none
     checkpoint_every: Positive = 50  # steps, or ten minutes, between checkpoints
     in_memory = dict(trained=1, frozen=0)  # models beside each other (no setting)
     save_total_limit: Count = 0      # of the folders model-<step>/ keep the newest n; 0 for all
