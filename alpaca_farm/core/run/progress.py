@@ -92,8 +92,8 @@ class Progress:
         shell = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
         if hasattr(shell, 'kernel'):
             from IPython.display import display
-            calls = shell.kernel.get_parent()['header']['msg_type']
-            if calls == 'comm_msg': self.handle = _WidgetLine(name)
+            header = shell.kernel.get_parent().get('header', {})   # of what is executed
+            if header.get('msg_type') == 'comm_msg': self.handle = _WidgetLine(name)
             else: self.handle = display({'text/plain': name}, raw=True, display_id=True)
 
     def __call__(self,
