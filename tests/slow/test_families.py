@@ -133,7 +133,7 @@ def test_dpo(name, tmp_path):
     "Loss log 2 before a step that prefers the chosen answers; log-probs whatever the padding."
     cfg = dpo.DPOConfig(policy=checkpoint(name), preferences=data(), data=data(),
                         out=str(tmp_path/'dpo'), device='cpu', batch_size=6, epochs=1,
-                        beta=.1, max_length=128)
+                        beta=.1, max_length=128, held_out=0)
     policy = load_policy(cfg.policy, cfg, train=True)
     tokenizer = policy.tokenizer
     labelled = dpo.LabelledAnswers(cfg, tokenizer, *dpo.read_labels(cfg))

@@ -16,7 +16,8 @@ from symtable import symtable
 
 from ... import __version__
 from ..ask.judge_configs import judge_config_file
-from .files import at_root, digest, file_hash, notebook_path, read_json, root
+from alpaca_farm.core.run.files import (at_root, digest, file_hash, json_text, notebook_path,
+    read_json, root)
 from .settings import as_list, Config
 
 # %% ../../../nbs/core/run/identity.ipynb #40651de0
@@ -194,8 +195,7 @@ def _counted_files(folder: Path) -> list[Path]:
 def signed(record: dict) -> dict:
     "Add to a record the digest of the rest, as that is read again."
     rest = {k: v for k, v in record.items() if k != 'digest'}
-    text = json.dumps(rest, ensure_ascii=False).encode('utf-8', 'replace')
-    return rest | dict(digest=digest(json.loads(text)))
+    return rest | dict(digest=digest(json.loads(json_text(rest))))
 
 
 def _refuse_damaged(path: Path, run: Path):
