@@ -86,11 +86,11 @@ def _make_own(cfg: DecideConfig):
                      methods=cfg.methods, eval_share=.5, seed=cfg.seed + k)
         jobs.append(Job(_seed_farm(cfg, k).world, 'bring_your_own', given))
     run_or_fail(jobs, 1, 'worlds', 'making a world')
-    if cfg.seeds > 1: print('each half of the prompts is judged by what learned from the other')
+    if cfg.seeds > 1: print('what learned from one half of the prompts is judged on the other')
 
 
 def label_sources(cfg: DecideConfig) -> list[str]:
-    "List whose labels teach: the judge's, and preferences that the world has already."
+    "List whose labels methods learn from: the judge's, and preferences that the world already has."
     return ['pool', 'crowd'] if farm_world(_seed_farm(cfg, 0)).preferences else ['pool']
 
 
@@ -99,7 +99,7 @@ def candidate_jobs(
     k: int,              # the seed
     methods: list[str],  # '' for what all of them read; none: only what needs no label
 ) -> list[Job]:
-    "Select the farm's jobs for some methods, and for samples of the policy in fours."
+    "Select the farm's jobs for some methods, and take four times as many samples of the policy."
     jobs = []
     sources = label_sources(cfg)
     for job in farm_jobs(_seed_farm(cfg, k)):
@@ -279,7 +279,7 @@ def loss_with_more(
 
 def decision_table(board: Board, votes: np.ndarray):
     # DataFrame, the one to keep first: columns of compare's win_rates.csv, chance, loss, facts
-    "Tabulate the judge's rate, the estimate of people's, chance to be best, and expected loss, in %."
+    "Tabulate win rates (the judge's, people's as estimated), chances to be best, expected losses, in %."
     import pandas as pd
     rates, covariance, counts = weigh_table(votes, board.judge)
     normal = np.random.default_rng(0).normal(size=(500, len(rates)))
@@ -309,7 +309,7 @@ def _stop(folder, pairs: list[dict], votes: np.ndarray):
 
 def make_candidates(cfg: DecideConfig) -> tuple[list[str], tuple, list[dict]]:
     # runs of methods that were made, all run folders, and the rows of `foretell` by run
-    "Make the cheap methods, PPO and RLOO if the forecast leaves room, and compare it with all."
+    "Make the cheap methods, then PPO and RLOO if there is room; compare all with the forecast."
     farm = _seed_farm(cfg, 0)
     known = {RUNS[Path(job.out).name]['method'] for job in farm_jobs(farm)}
     unknown = [m for m in cfg.methods if m not in known]

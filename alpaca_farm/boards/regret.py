@@ -197,7 +197,7 @@ def regrets(
 def regret_table(
     lost: dict,  # of `regrets`
 ):  # DataFrame: rule, labels, regret and less_than_judge, with `_low` and `_high` (95 %)
-    "Average what each rule loses, and how much less that is than by the judge's board."
+    "Average what each rule loses, and how many points fewer that is than the judge's board loses."
     import pandas as pd
     rows = []
     by_board = lost["the judge's board", 0]
