@@ -19,9 +19,9 @@ from annotated_types import Interval
 from filelock import AsyncFileLock, Timeout
 
 from .judge_configs import JudgedConfig, parse_decoding
-from .store import endpoint_name, json_text, limit_reached, request_key, Store
+from .store import endpoint_name, limit_reached, request_key, Store
 from ..data.shown import request_text
-from ..run.files import at_root, notebooks_folder, read_yaml
+from ..run.files import at_root, json_text, notebooks_folder, read_yaml
 from ..run.progress import duration, Progress
 from ..run.settings import Amount, Config, Scale
 

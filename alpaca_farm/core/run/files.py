@@ -57,17 +57,17 @@ def atomic_write(path):
     finally: shutil.rmtree(folder, ignore_errors=True)
 
 # %% ../../../nbs/core/run/files.ipynb #4ebc5e93
-def json_text(value) -> str:
-    "Write a value as JSON; nan becomes null, and what UTF-8 cannot hold a question mark."
-    def text_of(value): return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False)
+def json_text(value, **how) -> str:
+    "Write a value as JSON; nan becomes null, and a lone surrogate U+FFFD."
+    def text_of(value): return json.dumps(value, ensure_ascii=False, allow_nan=False, **how)
     try: text = text_of(value)
     except ValueError: text = text_of(json.loads(json.dumps(value), parse_constant=lambda _: None))
-    return text.encode('utf-8', 'replace').decode()
+    return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
 
 
 def write_json(path, value):
     "Write a value as JSON, atomically."
-    with atomic_write(path) as p: p.write_text(json_text(value), encoding='utf-8')
+    with atomic_write(path) as p: p.write_text(json_text(value, indent=1), encoding='utf-8')
 
 # %% ../../../nbs/core/run/files.ipynb #ba95e7b6
 def read_json(path):
