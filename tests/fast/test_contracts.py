@@ -20,8 +20,8 @@ RUNNABLE = [p for p in NOTEBOOKS if 'core' not in p.parts[len(NBS.parts):]]
 MODULES = sorted(p for p in PACKAGE.rglob('*.py') if p.name not in ('__init__.py', '_modidx.py'))
 # Imports go down: a module imports only from earlier lines. One that is not listed is a method's.
 CORE = ['data.dialogues',
-        'run.progress run.files functional ask.store data.preferences',
-        'run.defaults data.formats',
+        'run.progress run.files functional data.preferences',
+        'run.defaults data.formats ask.store',
         'run.settings data.shown',
         'model.policy run.processes',
         'data.records model.control model.sharding model.packing',
