@@ -51,7 +51,7 @@ METHODS = farm_methods()   # entries of the farm by method
 
 @dataclass
 class BringYourOwnConfig(ApiConfig, PromptConfig, HardwareConfig):
-    "Settings of a world of one's own."
+    "Settings of your own world."
     out: str = 'runs/own'                 # run folder of the world
     model: Named = 'runs/sft'  # your model: a run folder, a checkpoint folder or a hub name
     prompts: Named = 'runs/world'         # your prompts: a dataset folder, a file or a hub dataset

@@ -112,7 +112,7 @@ def contrast_prompt(
     side: str = '',      # positive, negative, or neither
     chat: bool = False,  # as messages, for a model with a chat template
 ) -> str | list[dict]:
-    "Write what a model continues."
+    "Write the prompt that a model continues, with the phrase of a side or without one."
     turns = _task_turns(task, record)
     phrase = pair.get(side, '')
     system = phrase if task.placement == 'system' else ''
@@ -286,7 +286,7 @@ def _stored_items(cfg: RLCDConfig, task: Task) -> list[dict]:
 # %% ../nbs/rlcd.ipynb #8c29ad4c
 @dataclass
 class SelfJudge:
-    "The model that writes as an annotator: 1 + its probability that the second answer is better."
+    "Let the model that writes judge pairs: 1 + its probability that the second answer is better."
     writer: LocalWriter | ServedWriter
     task: Task
     chat: bool   # asks in a message
