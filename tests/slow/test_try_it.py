@@ -20,10 +20,11 @@ def proposed(name):
     "The commands in the last section of a method's notebook, as notebooks and settings."
     cells = json.loads((tiny.ROOT/f'nbs/{name}.ipynb').read_text())['cells']
     text = next(t for t in (''.join(c['source']) for c in cells) if t.startswith('## Try it'))
-    for command in re.findall(r'^    (papermill .*)$', text, re.M):
+    for command in re.findall(r'^ *(papermill .*)$', text.replace('\\\n', ' '), re.M):
         words = shlex.split(command)
         given = {k: yaml.safe_load(v) if v and isinstance(v, str) else v
                  for k, v in tiny.given(words).items()}
+        if 'out' not in given: continue   # the command that compares them
         assert words[2] == f'{given["out"]}.ipynb'
         yield Path(words[1]).stem, given
 
