@@ -59,7 +59,7 @@ _ANSWERED = 'preference', 'pair', 'candidates', 'output'
 
 @dataclass
 class Part:
-    "The records of one file, and how many of its rows are none of them."
+    "The records of one file, and how many of its rows were left out."
     name: str            # of the file
     split: str           # the name by which it was found, empty for a file
     kind: str            # of its records, one of FIELDS
@@ -105,7 +105,7 @@ def read_parts(
     columns: str = '',   # names of columns, as of `load_records`
     n: int = 0,          # only the first n rows of each; 0: all
 ) -> list[Part]:
-    "Read the files of data, those that are learned from first; an error where there is none."
+    "Read the files of a dataset, those for training first; ValueError if there is none."
     wanted = [(split,)] if split else [_LEARNED + _MEASURED]   # the first that there is
     if not split and at_root(spec).is_dir():
         files = {}   # each once, by whichever name
@@ -202,7 +202,7 @@ def repeated_rows(records: list[dict]):
 
 
 def shared_prompts(parts: list[Part]) -> list[tuple]:   # name, sentence, rows
-    "Find the prompts of splits that are measured on which another split has as well."
+    "Find the prompts of evaluation splits that another split contains as well."
     found = []
     prompts = [[_plain_prompt(r) for r in part.records] for part in parts]
     for i, j in combinations(range(len(parts)), 2):
@@ -233,14 +233,14 @@ def collect_votes(
 
 
 def first_preferred(records: list[dict]):
-    "Estimate how often the first answer is the better one, ties aside; None without a label."
+    "Estimate how often the first answer is preferred, without ties; None without a label."
     p = np.array([r['preference'] for r in records])
     decided = p[p != 1.5]
     return wilson(int((decided < 1.5).sum()), len(decided)) if len(decided) else None
 
 
 def score_leads(records: list[dict]) -> dict[int, float]:
-    "List by how much the chosen answer has the higher score, by row, where both are known."
+    "List, by row, how far the chosen answer's score is above the other's, where both are known."
     leads = {}
     for i, record in enumerate(records):
         scores = [record.get(name) for name in ('score_chosen', 'score_rejected')]
@@ -249,7 +249,7 @@ def score_leads(records: list[dict]) -> dict[int, float]:
 
 
 def odd_labels(part: Part):
-    "Yield a sentence and the rows for what is rarely meant by labels."
+    "Yield a sentence and the rows for each oddity in the labels of a file."
     n = len(part.records)
     if part.kind == 'preference':
         share = None if part.by_coin else first_preferred(part.records)
@@ -277,7 +277,7 @@ def find_odd(
     limits: dict[str, int],   # by setting
     special=(),               # texts of the tokenizer's special tokens
 ) -> list[dict]:   # split, finding, rows
-    "Collect what is rarely meant in data: a sentence each, and the first rows."
+    "Collect everything odd about the data: for each finding a sentence and the first rows."
     found = []
     for part, counts in zip(parts, lengths):
         records = part.records
