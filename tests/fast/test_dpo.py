@@ -219,7 +219,7 @@ def test_kto_of_answers_judged_alone(base, tmp_path):
     assert sum(r['chosen'] - r['rejected'] for r in log[-6:]) / 6 > .2
     with pytest.raises(ValueError, match='output_1'):
         dpo.train(config(base, tmp_path/'a', preferences=str(path)))
-    for wrong in ('yes', None, 2, float('nan')):
+    for wrong in ('maybe', None, 2, float('nan')):
         tiny.write(path, rows[:5] + [dict(rows[5], label=wrong)])
         with pytest.raises(ValueError, match="row 5: .*'label'"):
             dpo.train(config(base, tmp_path/'b', **given))

@@ -120,10 +120,9 @@ def token_usage(answer: dict, request: dict) -> tuple[float, float]:
     "Read tokens in and out from an answer; estimate them without a sensible report."
     usage = answer.get('usage')
     if isinstance(usage, dict):
-        counts = usage.get('prompt_tokens'), usage.get('completion_tokens') or 0
+        counts = usage.get('prompt_tokens'), usage.get('completion_tokens', 0)
         if all(map(_is_amount, counts)): return counts
     return _estimate_tokens(request)
-
 
 # %% ../../../nbs/core/ask/client.ipynb #02bc61af
 _LONGEST_WAIT = 8.   # seconds between two tries, unless the server demands more

@@ -6,7 +6,7 @@
 __all__ = ['read_log', 'read_summary', 'check_run_folder', 'free_name', 'Run', 'start', 'write_csv', 'write_figure']
 
 # %% ../../../nbs/core/run/runs.ipynb #f3907931
-import json, os, re, resource, sys, time
+import json, math, os, re, resource, sys, time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def read_summary(folder) -> dict:
     path = at_root(folder)/'summary.json'
     found = read_signed(path) if path.exists() else {}
     found.pop('files', None)   # their hashes
-    return found
+    return {k: math.nan if v is None else v for k, v in found.items()}   # JSON has no nan
 
 # %% ../../../nbs/core/run/runs.ipynb #5ab7cd70
 def _check_writable(folder: Path):
