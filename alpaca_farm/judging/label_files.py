@@ -46,11 +46,15 @@ def _one_prompt(pair, where):
     "Keep the dialogue of a pair whose instruction repeats it; ValueError where they differ."
     if not pair.get('messages') or 'instruction' not in pair: return
     with naming(where): turns = [as_turn(m) for m in pair['messages']]
-    asked = str(pair['instruction']).split()
-    if asked not in (turns[-1]['content'].split(), dialogue_text(turns).split()):
-        raise ValueError(f'{where}: the instruction is {pair["instruction"]!r:.60}, but `messages` '
-                         f'end with {turns[-1]["content"]!r:.60}. Keep one of them')
-    pair.pop('messages' if len(turns) == 1 else 'instruction')
+    while turns and turns[-1]['role'] == 'assistant': turns.pop()   # an answer
+    last = turns[-1]['content'] if turns else ''
+    if str(pair['instruction']).split() not in (last.split(), dialogue_text(turns).split()):
+        raise ValueError(f'{where}: the instruction is {pair["instruction"]!r:.60}, but what '
+                         f'`messages` ask is {last!r:.60}. Keep one of them')
+    if len(turns) == 1: pair.pop('messages')
+    else:
+        pair['messages'] = turns
+        pair.pop('instruction')
 
 
 _NAMES = 'generator_1', 'generator_2', 'idx', 'drawn', 'stratum'

@@ -367,6 +367,8 @@ ODD_SETS = {   # rows; the votes on each pair, or the error; what is told
     'other dialogue': ([voted(messages=TURNS, instruction='x')], "row 0: .* Keep one of them", ''),
     'dialogue': ([voted(messages=TURNS), {k: v for k, v in voted(2, messages=TURNS).items()
                                           if k != 'instruction'}], [dict(Ann=2)], '1 votes differ'),
+    'answered dialogue': ([voted(messages=TURNS[2:] + TURNS[1:2]), voted()], [dict(Ann=1)],
+                          '1 votes repeat'),
     'one turn': ([voted(messages=TURNS[2:]), voted()], [dict(Ann=1)], '1 votes repeat'),
     'prompt': ([ASKED, ASKED | dict(annotator='Bo')], [dict(Ann=2, Bo=2)], '')}
 
