@@ -204,7 +204,6 @@ def _read_labelled_pairs(rows, where, pairs=None):
     for row, fields in given: labels += [row.get(field) for field in fields.values()]
     check_code(labels, rows[0], where)
     told = Counter()
-    people = set()
     used = []   # rows as pairs, with their other columns
     for i, (row, fields) in enumerate(given):
         at = f'{where}, row {i}'
@@ -224,12 +223,10 @@ def _read_labelled_pairs(rows, where, pairs=None):
         merged = pairs.setdefault(key, dict(pair, votes={}, row=i, source=_short_name(where)))
         exchanged = pair['output_1'] != merged['output_1']
         for name, vote in votes.items():
-            name = _one_name(name)
-            people.add(name)
-            told[_add_vote(merged['votes'], name, 3 - vote if exchanged else vote)] += 1
+            told[_add_vote(merged['votes'], _one_name(name), 3 - vote if exchanged else vote)] += 1
     for what, n in told.items():
         if what: notice(f'{where}: {n} {what}')
-    _tell_alike(people, where)
+    _tell_alike({name for p in pairs.values() for name in p['votes']}, where)
     if not used: raise ValueError(f'{where}: every vote in it was discarded')
     for remark in remarks(used, 'pair'): notice(f'{where}: {remark}')
     return list(pairs.values())

@@ -181,7 +181,8 @@ def annotator_preferences(pairs: list[dict], annotator) -> np.ndarray:
             return p
     except (TypeError, ValueError, OverflowError) as e:
         raise ValueError(f'{name} gave {given!r:.60}, not numbers from 1 to 2, or None: {e}') from e
-    raise ValueError(f'{name} gave {p.size} preferences of shape {p.shape} for {len(pairs)} pairs')
+    raise ValueError(f'{name} gave {p.size} preferences of shape {p.shape} for '
+                     f'{len(pairs)} pairs')
 
 
 def report_missing(

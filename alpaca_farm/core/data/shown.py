@@ -72,7 +72,7 @@ def describe_columns(
     unused = [c for c in columns if names.get(c, c) in kept and names.get(c, c) not in known]
     used = [c for c in columns if c not in unused]
     said = _say_labels(rows, records, labels)
-    if known.union(names).issuperset(columns) and not said: return ''
+    if known.issuperset(columns) and not said: return ''
     text = f'{len(rows):,} rows; used: {", ".join(used)}'
     if unused: text += f'; not used: {", ".join(unused)}'
     return f'{text}\n  {" ".join(["labels", *labels])}: {said}' if said else text
