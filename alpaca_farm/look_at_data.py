@@ -19,7 +19,7 @@ from typing import Annotated
 from annotated_types import Ge
 import numpy as np
 
-from .core.answers import PromptConfig, settle
+from .core.answers import answer_labels, PromptConfig, settle
 from .core.data.dialogues import as_messages, full_instruction, prompt_key
 from .core.data.formats import FIELDS, find_reader, parse_columns
 from .core.data.preferences import pair_identity
@@ -32,6 +32,7 @@ from .core.run.runs import start, write_figure
 from .core.run.settings import by_size, command, Count
 from .core.stats import wilson
 from .judging.judges import break_control_tokens
+from .judging.label_files import name_voter
 from .judging.measures import pair_traits, people_measures, people_votes
 
 # %% ../nbs/look_at_data.ipynb #100ka007
@@ -88,7 +89,7 @@ def _load_part(spec, names, columns, n):
     first = {named.get(name, name): value for name, value in (rows or [{}])[0].items()}
     reader = find_reader(first, _ANSWERED)
     answered = any(FIELDS[kind].keys() <= first.keys() for kind in _ANSWERED)
-    if reader: answered = reader.kind in _ANSWERED
+    if reader: answered |= reader.kind in _ANSWERED
     records = load_records(spec, names, _ANSWERED if answered else 'instruction', n, columns)
     repeated = len(rows) - len({json.dumps(row, sort_keys=True, default=str) for row in rows})
     return Part(
@@ -191,7 +192,7 @@ def repeated_rows(records: list[dict]):
     for i, record in enumerate(records):
         prompt = _plain_prompt(record)
         answers = sorted((' '.join(text.split()), what) for what, text, _ in learned_texts(record))
-        said = prompt, *answers, str(record.get('annotator'))
+        said = prompt, *answers, name_voter(record)
         if said in seen: again.append(i)
         seen.add(said)
         known = prompts.setdefault(prompt, {prompt_key(record)})
@@ -215,14 +216,15 @@ def shared_prompts(parts: list[Part]) -> list[tuple]:   # name, sentence, rows
 
 # %% ../nbs/look_at_data.ipynb #100ka022
 def collect_votes(
-    records: list[dict],   # pairs with `preference` and `annotator`, or with `votes` by name
+    records: list[dict],   # pairs with `preference` and who gave it, or with `votes` by name
 ) -> tuple[list[dict], list[int]]:   # pairs with `votes`; rows that repeat an annotator's vote
     "Collect the votes on each pair, whichever of its answers comes first."
     pairs = {}
     again = []
     for i, record in enumerate(records):
         votes = record.get('votes') or {}
-        if 'annotator' in record: votes = {str(record['annotator']): record.get('preference')}
+        who = name_voter(record)
+        if who: votes = {who: record.get('preference')}
         pair = pairs.setdefault(tuple(pair_identity(record)), dict(record, votes={}))
         exchanged = record['output_1'] != pair['output_1']
         for name, vote in votes.items():
@@ -261,6 +263,9 @@ def odd_labels(part: Part):
         leads = score_leads(part.records)
         lower = [i for i, lead in leads.items() if lead < 0]
         if lower: yield f'{len(lower)} of {len(leads)} chosen answers have the lower score', lower
+    if part.kind == 'output' and 'label' in part.records[0]:
+        try: answer_labels(part.records, part.name)
+        except ValueError as e: yield str(e), []
     if part.kind not in ('preference', 'pair'): return
     pairs, again = collect_votes(part.records)
     if again: yield f'{len(again)} votes are a second one of the same annotator on a pair', again

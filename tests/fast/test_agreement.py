@@ -5,12 +5,13 @@ import json
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 
 import tiny
 from alpaca_farm import world
 from alpaca_farm.core.data.dialogues import dialogue_text
-from alpaca_farm.core.data.preferences import hash_uniform, swap_outputs
+from alpaca_farm.core.data.preferences import annotator_preferences, hash_uniform, swap_outputs
 from alpaca_farm.core.run.runs import read_summary
 from alpaca_farm.boards import agreement as A
 from alpaca_farm.judging import measures as M
@@ -337,3 +338,67 @@ def test_a_judge_that_leaves_most_unread_is_left_out(capsys):
     assert 'unread on s: left out, since most comparisons' in capsys.readouterr().out
     with pytest.raises(ValueError, match='no pair to measure any of them on'):
         A.verdicts_of_judges([f'{__name__}:unread'], sets, CFG)
+
+
+def voted(vote=1, who='Ann', **more): return PAIR | dict(preference=vote, annotator=who) | more
+
+
+TURNS = [dict(role='user', content='p'), dict(role='assistant', content='r'),
+         dict(role='user', content='q')]
+ASKED = {k: v for k, v in voted(2).items() if k != 'instruction'} | dict(prompt='q')
+ODD_SETS = {   # rows; the votes on each pair, or the error; what is told
+    'label': ([voted(who='p', input='sea', label=2)], [dict(p=1)], ''),
+    'label alone': ([PAIR | dict(input='sea', label=2)], 'row 0: .* Call the vote `preference`', ''),
+    'space': ([voted(), voted(who='Ann ')], [dict(Ann=1)], '1 votes repeat'),
+    'case': ([voted(), voted(who='ann')], [dict(Ann=1, ann=1)], "'Ann', 'ann' count as different"),
+    'number': ([voted(who=1), voted(who='1.0')], [{'1': 1}], '1 votes repeat'),
+    'names of votes': ([PAIR | dict(votes={'Ann ': 1}), PAIR | dict(votes=dict(Ann=1))],
+                       [dict(Ann=1)], '1 votes repeat'),
+    'discarded': ([voted(), voted(2, 'Bo', status='discarded')], [dict(Ann=1)], '1 votes were disc'),
+    'cancelled': ([voted(), voted(2, 'Bo', was_cancelled=True)], [dict(Ann=1)], '1 votes were disc'),
+    'all discarded': ([voted(status='discarded')], 'every vote in it was discarded', ''),
+    'swapped': ([voted(swapped=True), voted(2, 'Bo', shown_swapped='True')], [dict(Ann=1, Bo=2)],
+                '2 rows say that the answers were shown swapped'),
+    'not swapped': ([voted(swapped=False)], [dict(Ann=1)], ''),
+    'passage': ([voted(input='word', passage='The sea is deep.')], [dict(Ann=1)],
+                '1 of 1 prompts have `passage`, which the model is not shown'),
+    'read passage': ([voted(passage='The sea is deep.')], [dict(Ann=1)], ''),
+    'images': ([voted(images=['a.png'])], [dict(Ann=1)], '1 of 1 prompts have `images`'),
+    'other dialogue': ([voted(messages=TURNS, instruction='x')], "row 0: .* Keep one of them", ''),
+    'dialogue': ([voted(messages=TURNS), {k: v for k, v in voted(2, messages=TURNS).items()
+                                          if k != 'instruction'}], [dict(Ann=2)], '1 votes differ'),
+    'answered dialogue': ([voted(messages=TURNS[2:] + TURNS[1:2]), voted()], [dict(Ann=1)],
+                          '1 votes repeat'),
+    'one turn': ([voted(messages=TURNS[2:]), voted()], [dict(Ann=1)], '1 votes repeat'),
+    'prompt': ([ASKED, ASKED | dict(annotator='Bo')], [dict(Ann=2, Bo=2)], '')}
+
+
+@pytest.mark.parametrize('name', ODD_SETS)
+def test_odd_sets_are_read_as_meant_or_told(tmp_path, capsys, name):
+    rows, votes, told = ODD_SETS[name]
+    file = tiny.write(tmp_path/'odd.json', rows)
+    if isinstance(votes, str):
+        with pytest.raises(ValueError, match=votes) as e: A.load_sets([file])
+        assert '\n' not in str(e.value)
+        return
+    pairs = A.load_sets([file])['odd']
+    assert [p['votes'] for p in pairs] == votes
+    said = capsys.readouterr().out
+    assert told in said if told else said == ''
+    if 'votes' not in rows[0]: assert recorded_verdicts(file, '', dict(s=pairs))
+
+
+def test_a_judge_cannot_move_the_pairs():
+    "Nor give verdicts whose order, or number for each pair, is not known."
+    pairs = embedded_pairs(6)
+    before = list(pairs)
+    def sorting(shown):
+        shown.sort(key=lambda p: p['output_1'])
+        return [1.]*len(shown)
+    annotator_preferences(pairs, sorting)
+    assert all(a is b for a, b in zip(pairs, before))
+    def series(index): return lambda shown: pd.Series([1., 2, 1, 2, 1, 2], index=index)
+    assert annotator_preferences(pairs, series(range(6))).tolist() == [1, 2, 1, 2, 1, 2]
+    for wrong, message in ((series([3, 0, 1, 2, 5, 4]), 'a Series whose index is not 0, 1, 2'),
+                           (lambda shown: np.ones((6, 1)), r'of shape \(6, 1\) for 6 pairs')):
+        with pytest.raises(ValueError, match=message): annotator_preferences(pairs, wrong)

@@ -4,7 +4,7 @@ import shlex
 import pytest
 
 import tiny
-from alpaca_farm.core.data.formats import as_records
+from alpaca_farm.core.data.formats import ANNOTATOR_FIELDS, as_records
 from alpaca_farm.core.data.shown import describe_columns, learned_texts
 from alpaca_farm.core.run.files import read_json
 from alpaca_farm.core.run.runs import read_summary, _write_card
@@ -79,12 +79,27 @@ def test_prompts_that_are_learned_and_measured_on_are_counted(tmp_path):
     assert ('eval', '1 of 2 prompts are also in val', [1]) in found and len(found) == 2
 
 
-def test_votes_are_those_of_different_people():
-    twice = collect_votes([row(1), row(1, time=3.), row(1, annotator='bob', preference=1.)])
+@pytest.mark.parametrize('field', ANNOTATOR_FIELDS)
+def test_votes_are_those_of_different_people(field):
+    rows = [row(1), row(1, time=3.), row(1, annotator='bob', preference=1.)]
+    for r in rows: r[field] = r.pop('annotator')
+    twice = collect_votes(rows)
     assert [p['votes'] for p in twice[0]] == [dict(ann=2., bob=1.)] and twice[1] == [1]
 
 
+@pytest.mark.parametrize('wrong', [2, -1, 'thumbs_up', None])
+def test_labels_of_answers_that_are_none_are_found(tmp_path, wrong):
+    "With the row and the field, as training refuses them; they are not said to be good or bad."
+    rows = [dict(prompt=f'Say {i}.', completion='1.', label=k) for i, k in enumerate((1, 0, wrong))]
+    found = [f[1] for f in odd(tmp_path, rows)]
+    assert any("row 2: the field 'label' is" in text for text in found)
+    said = as_read(rows, 'output')
+    assert '0 = the answer is bad (1); 1 = the answer is good (1)' in said and str(wrong) not in said
+
+
 KINDS = dict(
+    asked=([dict(prompt=r['instruction'], **{k: v for k, v in r.items() if k != 'instruction'})
+            for r in CLEAN], 'dpo'),
     preference=(CLEAN, 'dpo'), pair=([{k: v for k, v in r.items() if k != 'preference'}
                                       for r in CLEAN], 'annotators'),
     output=([dict(instruction=f'Say {i}.', output=f'{i}.') for i in range(9)], 'sft'),
@@ -144,6 +159,14 @@ def test_columns_and_labels_are_told():
     said = describe_columns(coded, as_records(coded, 'a.json', ['preference'], names),
                             dict(better='tie_first_second'))
     assert 'labels better: 0 = both are as good (1); 1 = the first is better (1); 2' in said
+    ours = [dict(instruction='a', output_1='b', output_2='c', better=1)]
+    names = 'preference=better'
+    said = describe_columns(ours, as_records(ours, 'a.json', ['preference'], names),
+                            dict(better='preference'))
+    assert 'output_2, better\n' in said and 'not used' not in said
+    talk = [[dict(role='user', content='a'), dict(role='assistant', content=text)] for text in 'bc']
+    arena = [dict(conversation_a=talk[0], conversation_b=talk[1], winner='model_a', turn=1)]
+    assert 'not used' not in as_read(arena)
     soft = [row(i, preference=1 + i/100) for i in range(100)]
     assert 'labels preference: both are as good (1); the first is better (50); the' in as_read(soft)
     assert as_read([dict(instruction='a', input='', output='b')], 'output') == ''

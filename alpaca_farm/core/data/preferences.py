@@ -165,11 +165,15 @@ class Pool:
 def annotator_preferences(pairs: list[dict], annotator) -> np.ndarray:
     "Ask an annotator for preferences (pairs,), nan for no verdict; ValueError for wrong ones."
     name = annotator_name(annotator)
-    try: given = annotator(pairs)
+    try: given = annotator(list(pairs))   # which it may sort
     except KeyError as e:
         if e.args != ('instruction',) or all('instruction' in p for p in pairs): raise
         raise ValueError(f'{name} judges answers to an instruction, and a pair has a dialogue in '
                          '`messages`: name an annotator that reads these, such as helpful') from e
+    index = getattr(given, 'index', None)   # of a Series; a method of a list
+    if not (index is None or callable(index) or list(index) == list(range(len(pairs)))):
+        raise ValueError(f'{name} gave a Series whose index is not 0, 1, 2, ...: put it into the '
+                         'order of the pairs, and reset its index')
     try:
         p = np.array(given, dtype=float)
         if p.shape == (len(pairs),):
@@ -177,7 +181,8 @@ def annotator_preferences(pairs: list[dict], annotator) -> np.ndarray:
             return p
     except (TypeError, ValueError, OverflowError) as e:
         raise ValueError(f'{name} gave {given!r:.60}, not numbers from 1 to 2, or None: {e}') from e
-    raise ValueError(f'{name} gave {p.size} preferences for {len(pairs)} pairs')
+    raise ValueError(f'{name} gave {p.size} preferences of shape {p.shape} for '
+                     f'{len(pairs)} pairs')
 
 
 def report_missing(

@@ -37,7 +37,7 @@ def _meaning(record) -> str:
         return 'the second is better' if p > 1.5 else 'the first is better'
     if 'preference' in record: return 'no label'
     label = record.get('label')
-    if not isinstance(label, (bool, int, float)): return ''
+    if not isinstance(label, (bool, int, float)) or not 0 <= label <= 1: return ''
     return 'the answer is good' if label > .5 else 'the answer is bad'
 
 
@@ -67,7 +67,8 @@ def describe_columns(
     columns = dict.fromkeys(name for row in rows for name in row)
     kept = {name for record in records for name in record}
     labels = [c for c in columns if names.get(c, c) in _LABELS]
-    known = _USED.union(labels)
+    known = _USED | _LABELS
+    if {'conversation_a', 'full_conversation'} & columns.keys(): known.add('turn')   # of the vote
     unused = [c for c in columns if names.get(c, c) in kept and names.get(c, c) not in known]
     used = [c for c in columns if c not in unused]
     said = _say_labels(rows, records, labels)
