@@ -25,6 +25,9 @@ def cut_middle(
 # columns that are read where they stand, beside those of codes
 _USED = {*PAIR_FIELDS, *ENDED, *SYSTEM, 'messages', 'output', 'scores', 'score_chosen',
          'score_rejected'}
+# what runs of ours note beside an answer or a label
+_NOTED = {'temperature', 'top_p', 'logprob', 'annotator', 'flipped', 'expected', 'generator',
+          'generator_1', 'generator_2'}
 _LABELS = {*CODES, 'preference', 'label', 'win2_prob'}
 _MOST_VALUES = 8   # of labels that are shown one by one
 
@@ -64,7 +67,7 @@ def describe_columns(
     names: dict = {},      # of columns: ours by theirs, where the user has named any
 ) -> str:
     "Say which columns were used, which were not, and what labels mean; empty for ours alone."
-    columns = dict.fromkeys(name for row in rows for name in row)
+    columns = dict.fromkeys(name for row in rows for name in row if name not in _NOTED)
     kept = {name for record in records for name in record}
     labels = [c for c in columns if names.get(c, c) in _LABELS]
     known = _USED | _LABELS
