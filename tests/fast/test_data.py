@@ -532,7 +532,7 @@ TOOLS = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
     *[(Q | {k: 'text' for k in names} | dict(chosen=one, rejected=two), 'preference', '',
        'the name of an answer') for names, one, two in (
         (('response_1', 'response_2'), 'response_1', 'response_2'), (('a', 'b'), 'b', 'a'),
-        (('response_1', 'response_2'), 1, 2), (('response_a', 'response_b'), 'model_b', 'model_a'))],
+        (('response_1', 'response_2'), 1, 2), (('response_a', 'response_b'), 'model_B', 'model_A'))],
     (dict(Q, chosen='2', rejected='1'), 'preference', '', dict(instruction='Why?')),
     (dict(Q, chosen=str(turned('Why?', 'a')), rejected=str(turned('Why?', 'b'))), 'preference', '',
      "column 'chosen' holds a list as text"),
@@ -543,7 +543,7 @@ TOOLS = [DONE[0], dict(role='tool', content='rain'), DONE[2]]
     (dict(ASKS, output='["a", "b"]'), 'output', '', 'output is a list as text in 1 of 1'),
     *[(dict(ASKS, history=[['Hi.', 'Yes?'], *more]), 'output', '', dict(messages=DONE))
       for more in ([['Why?', None]], [['Why?', 'So.']], [])],
-    (dict(ASKS, history=[['Why?', None]]), 'output', '', dict(messages=DONE[2:])),
+    (dict(ASKS, history=[['Why?', None]]), 'output', '', dict(instruction='Why?')),
     (dict(ASKS, history=[['Hi.', None]]), 'output', '', "'history': an answer is empty"),
     (dict(ASKS, history=[['Why?', 'Guess.']]), 'output', '',
      dict(messages=turned('Why?', 'Guess.', 'Why?'))),
